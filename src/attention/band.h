@@ -1,0 +1,66 @@
+// Which keys a query row may see: tile ranges and the element predicate, from one definition.
+#pragma once
+
+#include "base/math.h"
+
+namespace tilewise {
+
+// Row i of a sequence sees key j when  i + keys - rows - left <= j <= i + keys - rows + right.
+// Seen from the keys, key j is visible to the rows  j - shift - right <= i <= j - shift + left:
+// a band is its own transpose with left and right exchanged, so the backward, which walks key
+// tiles, and the forward, which walks query tiles, ask the same object. Both bounds grow with the
+// row, so the union of a tile's rows is bounded by its first and last row, and so is what all of
+// its rows see. Nothing else in the library knows about causality, windows or lengths.
+struct Band {
+  int64_t rows = 0;
+  int64_t keys = 0;
+  int64_t left = 0;   // a limit, or kUnlimited
+  int64_t right = 0;  // a limit, or kUnlimited
+
+  static constexpr int64_t kUnlimited = INT64_MAX / 4;
+
+  TILEWISE_FN static constexpr Band make(int64_t rows, int64_t keys, int64_t left, int64_t right) {
+    return {rows, keys, left < 0 ? kUnlimited : min(left, kUnlimited),
+            right < 0 ? kUnlimited : min(right, kUnlimited)};
+  }
+
+  // Bottom-right alignment: the last row and the last key are on the diagonal.
+  TILEWISE_FN constexpr int64_t shift() const { return keys - rows; }
+
+  TILEWISE_FN constexpr bool visible(int64_t row, int64_t key) const {
+    return keys_of(row).contains(key);
+  }
+
+  TILEWISE_FN constexpr Range keys_of(int64_t row) const {
+    return {max(int64_t{0}, row + shift() - left), min(keys, row + shift() + right + 1)};
+  }
+
+  TILEWISE_FN constexpr Range rows_of(int64_t key) const { return transposed().keys_of(key); }
+
+  // Keys that at least one of the rows may see (a superset: the hull).
+  TILEWISE_FN constexpr Range keys_of_any(Range tile) const {
+    return {keys_of(tile.begin).begin, keys_of(tile.end - 1).end};
+  }
+
+  // Keys that every one of the rows sees: a tile inside needs no mask.
+  TILEWISE_FN constexpr Range keys_of_all(Range tile) const {
+    return {keys_of(tile.end - 1).begin, keys_of(tile.begin).end};
+  }
+
+  TILEWISE_FN constexpr Range rows_of_any(Range tile) const {
+    return transposed().keys_of_any(tile);
+  }
+
+  TILEWISE_FN constexpr Range rows_of_all(Range tile) const {
+    return transposed().keys_of_all(tile);
+  }
+
+  TILEWISE_FN constexpr bool covers(Range row_tile, Range key_tile) const {
+    const Range all = keys_of_all(row_tile);
+    return all.begin <= key_tile.begin && key_tile.end <= all.end;
+  }
+
+  TILEWISE_FN constexpr Band transposed() const { return {keys, rows, right, left}; }
+};
+
+}  // namespace tilewise

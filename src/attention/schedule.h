@@ -1,0 +1,46 @@
+// Work: tiles of packed query rows, chunks of keys, and the order they are taken in.
+#pragma once
+
+#include "attention/band.h"
+#include "base/math.h"
+
+namespace tilewise {
+
+// The query heads that share a key/value head are packed into one tile, row by row: packed row r is
+// row r / group of query head r % group. Neighbouring packed rows see nearly the same keys, so GQA
+// costs no more edge tiles than MHA, and decoding fills a tile with heads.
+struct Packing {
+  int64_t group = 1;
+
+  TILEWISE_FN constexpr int64_t packed(int64_t rows) const { return rows * group; }
+  TILEWISE_FN constexpr int64_t row(int64_t packed_row) const { return packed_row / group; }
+  TILEWISE_FN constexpr int64_t head(int64_t packed_row) const { return packed_row % group; }
+  // Rows that packed rows [begin, end) touch.
+  TILEWISE_FN constexpr Range rows(Range packed_rows) const {
+    return {packed_rows.begin / group, ceil_div(packed_rows.end, group)};
+  }
+};
+
+// [0, length) cut into pieces of `step`, the last one shorter.
+struct Tiling {
+  int64_t length = 0;
+  int64_t step = 1;
+
+  TILEWISE_FN constexpr int64_t count() const { return ceil_div(length, step); }
+  TILEWISE_FN constexpr Range at(int64_t index) const {
+    return {index * step, min(length, (index + 1) * step)};
+  }
+  // Tiles that touch `range`.
+  TILEWISE_FN constexpr Range touching(Range range) const {
+    if (range.empty()) return {0, 0};
+    return {range.begin / step, min(count(), ceil_div(range.end, step))};
+  }
+};
+
+// `keys` cut into `splits` parts of whole tiles, as even as possible; trailing parts may be empty.
+TILEWISE_FN constexpr Range key_split(Range keys, int64_t splits, int64_t index, int64_t tile) {
+  const int64_t step = round_up(ceil_div(keys.size(), splits), tile);
+  return {min(keys.end, keys.begin + index * step), min(keys.end, keys.begin + (index + 1) * step)};
+}
+
+}  // namespace tilewise

@@ -1,0 +1,32 @@
+// Running tasks at once: through the caller's hook or on the library's own pool.
+#pragma once
+
+#include "tilewise/tilewise.h"
+
+namespace tilewise {
+
+// `threads` tasks may run at once. Backends start that many workers, each with scratch of its own,
+// and let them take work items from a shared counter: the pool never decides who computes what, so
+// results cannot depend on it.
+struct Parallel {
+  void (*parallel_for)(void* user, int64_t tasks, tilewise_task task, void* context);
+  void* user;
+  int32_t threads;
+
+  template <class Body>
+  void run(int64_t tasks, const Body& body) const {
+    if (tasks == 1) return body(int64_t{0});
+    parallel_for(
+        user, tasks,
+        [](void* context, int64_t index) { (*static_cast<const Body*>(context))(index); },
+        const_cast<void*>(static_cast<const void*>(&body)));
+  }
+};
+
+// The hook of the caller, or the pool when `hook` is null or has no function.
+Parallel make_parallel(const tilewise_parallel* hook);
+
+// Threads of the library's own pool: TILEWISE_NUM_THREADS, or the processors this process may use.
+int32_t pool_threads();
+
+}  // namespace tilewise

@@ -1,0 +1,44 @@
+// The CPU backend: one set of loops, compiled per instruction set, chosen at run time.
+#pragma once
+
+#include <array>
+
+#include "attention/problem.h"
+#include "base/parallel.h"
+
+namespace tilewise::cpu {
+
+// Worst first. The numbers index `kIsaNames` and the tables built from it.
+enum class Isa : int32_t { portable, avx2, avx512, avx512_bf16, amx };
+inline constexpr std::array<const char*, 5> kIsaNames = {"portable", "avx2", "avx512",
+                                                         "avx512_bf16", "amx"};
+inline constexpr int64_t kMaxHeadDim = 512;
+
+// Whether this build has code for it, and whether this machine (CPUID, and XGETBV for the operating
+// system's share) runs it. AMX asks Linux for permission once.
+bool compiled(Isa isa);
+bool available(Isa isa);
+Isa best_available();
+
+// How a launch is cut. A pure function of its arguments: nothing here looks at the machine, and
+// nothing but `threads` (scratch) and `isa` (tile shapes) enters besides the problem.
+struct Plan {
+  Isa isa;
+  int32_t threads;
+  int32_t tile_q;  // packed query rows of a work item
+  int32_t tile_k;  // keys of a tile
+  int64_t splits;  // forward: key splits; backward: key chunks of the longest possible sequence
+  int64_t workspace_bytes;
+  const char* engine;  // "fma", "dot", "amx", "amx_split", "thin"
+};
+
+Plan plan_forward(const Problem& problem, Isa isa, int32_t threads);
+Plan plan_backward(const Problem& problem, const Gradients& gradients, Isa isa, int32_t threads);
+
+// The problem has been validated and the workspace is at least plan.workspace_bytes, 64-byte aligned.
+// Everything the caller asked for is written in full.
+void forward(const Problem& problem, const Plan& plan, void* workspace, const Parallel& parallel);
+void backward(const Problem& problem, const Gradients& gradients, const Plan& plan, void* workspace,
+              const Parallel& parallel);
+
+}  // namespace tilewise::cpu
