@@ -1,0 +1,44 @@
+# How our own code is compiled and linked: C++20, warnings, hidden symbols, sanitizers.
+set(sanitize_flags "")
+if(TILEWISE_SANITIZE)
+  list(JOIN TILEWISE_SANITIZE "," sanitizers)
+  set(sanitize_flags -fsanitize=${sanitizers} -fno-omit-frame-pointer)
+  if("undefined" IN_LIST TILEWISE_SANITIZE)
+    list(APPEND sanitize_flags -fno-sanitize-recover=undefined)
+  endif()
+endif()
+
+function(tilewise_compile_options target)
+  target_compile_features(${target} PUBLIC cxx_std_20)
+  set_target_properties(
+    ${target} PROPERTIES CXX_EXTENSIONS OFF CXX_VISIBILITY_PRESET hidden
+                         VISIBILITY_INLINES_HIDDEN ON)
+  # -Wno-psabi: vector types stay inside the library, their calling convention is nobody's concern.
+  target_compile_options(
+    ${target}
+    PRIVATE -Wall
+            -Wextra
+            -Wpedantic
+            -Wshadow
+            -Wconversion
+            -Wno-sign-conversion
+            -Wno-psabi
+            -fno-math-errno
+            $<$<BOOL:${TILEWISE_WERROR}>:-Werror>
+            ${sanitize_flags})
+  target_link_options(${target} PUBLIC ${sanitize_flags})
+endfunction()
+
+# Only the C ABI leaves the shared library. Hidden visibility is not enough: templates of the
+# standard library are instantiated with default visibility, so a version script names what stays.
+function(tilewise_link_options target)
+  target_link_options(${target} PRIVATE ${sanitize_flags})
+  if(UNIX AND NOT APPLE)
+    set(map "${PROJECT_SOURCE_DIR}/cmake/tilewise.map")
+    target_link_options(${target} PRIVATE "LINKER:--version-script=${map}")
+    set_property(TARGET ${target} APPEND PROPERTY LINK_DEPENDS "${map}")
+    if(NOT TILEWISE_SANITIZE AND NOT TILEWISE_BUILD_FUZZ) # their runtime comes with the program
+      target_link_options(${target} PRIVATE "LINKER:-z,defs" "LINKER:--as-needed")
+    endif()
+  endif()
+endfunction()

@@ -1,0 +1,18 @@
+# The CUDA families live in src/cuda/<family>/*.cu. Without such a source or without a CUDA compiler
+# the library is built for the CPU alone; the reason is printed.
+set(TILEWISE_CUDA_ENABLED OFF)
+file(GLOB_RECURSE cuda_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cuda/*.cu")
+if(NOT TILEWISE_CUDA)
+  message(STATUS "tilewise: CUDA off (TILEWISE_CUDA=OFF)")
+elseif(NOT cuda_sources)
+  message(STATUS "tilewise: CUDA off (this version has no CUDA family)")
+else()
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    enable_language(CUDA)
+    set(TILEWISE_CUDA_ENABLED ON)
+  else()
+    message(STATUS "tilewise: CUDA off (no CUDA compiler found)")
+  endif()
+endif()

@@ -1,0 +1,39 @@
+# Package for find_package(tilewise) and pkg-config. In a wheel (SKBUILD) the same tree lands in
+# the Python package: tilewise/lib, tilewise/include.
+include(CMakePackageConfigHelpers)
+if(DEFINED SKBUILD)
+  set(CMAKE_INSTALL_LIBDIR lib)
+endif()
+set(config_dir "${CMAKE_INSTALL_LIBDIR}/cmake/tilewise")
+
+install(
+  TARGETS tilewise
+  EXPORT tilewise-targets
+  LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}"
+  RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}"
+  ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
+if(TARGET tilewise_torch)
+  install(TARGETS tilewise_torch LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}")
+endif()
+install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/tilewise"
+        DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}"
+        FILES_MATCHING PATTERN "*.h" PATTERN "*.hpp")
+
+install(EXPORT tilewise-targets NAMESPACE tilewise:: DESTINATION "${config_dir}")
+configure_package_config_file(
+  "${PROJECT_SOURCE_DIR}/cmake/tilewise-config.cmake.in"
+  "${PROJECT_BINARY_DIR}/tilewise-config.cmake" INSTALL_DESTINATION "${config_dir}")
+write_basic_package_version_file("${PROJECT_BINARY_DIR}/tilewise-config-version.cmake"
+                                 COMPATIBILITY SameMinorVersion)
+install(FILES "${PROJECT_BINARY_DIR}/tilewise-config.cmake"
+              "${PROJECT_BINARY_DIR}/tilewise-config-version.cmake" DESTINATION "${config_dir}")
+# The build tree can be used as a package, too: -Dtilewise_DIR=<build folder>.
+export(EXPORT tilewise-targets NAMESPACE tilewise:: FILE
+       "${PROJECT_BINARY_DIR}/tilewise-targets.cmake")
+
+# The prefix of the .pc file is relative to the file: the tree may be moved.
+file(RELATIVE_PATH pc_to_prefix "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")
+configure_file("${PROJECT_SOURCE_DIR}/cmake/tilewise.pc.in" "${PROJECT_BINARY_DIR}/tilewise.pc"
+               @ONLY)
+install(FILES "${PROJECT_BINARY_DIR}/tilewise.pc"
+        DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig")

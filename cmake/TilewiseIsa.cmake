@@ -1,0 +1,40 @@
+# The instruction sets of the CPU backend, best last. One row: name, compiler flags. The source
+# src/cpu/isa/<name>.cpp is compiled with exactly these flags, and TILEWISE_ISA_<NAME>=1 is defined
+# for the whole library, so that the code lists what was built.
+#
+# To add one: a row here, a file in src/cpu/isa/, and what it requires in the run-time check.
+set(avx512_flags -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl)
+set(isa_portable_flags "")
+set(isa_avx2_flags -mavx2 -mfma -mf16c)
+set(isa_avx512_flags ${avx512_flags})
+set(isa_avx512_bf16_flags ${avx512_flags} -mavx512bf16)
+set(isa_amx_flags ${avx512_flags} -mavx512bf16 -mamx-tile -mamx-bf16)
+
+set(tilewise_isas portable)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$" AND CMAKE_SIZEOF_VOID_P EQUAL 8)
+  list(APPEND tilewise_isas avx2 avx512 avx512_bf16 amx)
+endif()
+
+# Multiplications and additions may contract into FMA (ISO mode forbids it by default), and since
+# nobody reads floating-point exceptions, selects may become masks. NaN and infinity keep their
+# meaning: no -ffast-math.
+set(isa_common_flags -ffp-contract=fast -fno-trapping-math $<$<NOT:$<CONFIG:Debug>>:-O3>)
+
+function(tilewise_add_isa_sources target)
+  set(built "")
+  foreach(isa IN LISTS tilewise_isas)
+    set(source "${PROJECT_SOURCE_DIR}/src/cpu/isa/${isa}.cpp")
+    # The glob is what makes the build notice a source that appears or disappears.
+    file(GLOB present CONFIGURE_DEPENDS "${source}")
+    if(present)
+      target_sources(${target} PRIVATE "${source}")
+      set_property(SOURCE "${source}" TARGET_DIRECTORY ${target}
+                   PROPERTY COMPILE_OPTIONS ${isa_common_flags} ${isa_${isa}_flags})
+      string(TOUPPER "${isa}" upper)
+      target_compile_definitions(${target} PUBLIC TILEWISE_ISA_${upper}=1)
+      list(APPEND built ${isa})
+    endif()
+  endforeach()
+  set_property(TARGET ${target} PROPERTY TILEWISE_ISAS "${built}")
+  message(STATUS "tilewise: CPU instruction sets: ${built}")
+endfunction()

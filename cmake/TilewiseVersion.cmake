@@ -1,0 +1,17 @@
+# TILEWISE_VERSION and TILEWISE_SOVERSION out of include/tilewise/version.h.
+set(version_header "${CMAKE_CURRENT_LIST_DIR}/../include/tilewise/version.h")
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${version_header}")
+foreach(part IN ITEMS MAJOR MINOR PATCH)
+  file(STRINGS "${version_header}" line REGEX "^#define TILEWISE_VERSION_${part} [0-9]+")
+  if(NOT line MATCHES "([0-9]+)$")
+    message(FATAL_ERROR "TILEWISE_VERSION_${part} not found in ${version_header}")
+  endif()
+  set(version_${part} "${CMAKE_MATCH_1}")
+endforeach()
+set(TILEWISE_VERSION "${version_MAJOR}.${version_MINOR}.${version_PATCH}")
+# While the major version is 0 every minor version may break: it is part of the SONAME.
+if(version_MAJOR EQUAL 0)
+  set(TILEWISE_SOVERSION "0.${version_MINOR}")
+else()
+  set(TILEWISE_SOVERSION "${version_MAJOR}")
+endif()
