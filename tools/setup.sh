@@ -1,0 +1,120 @@
+#!/usr/bin/env bash
+# What the Makefile needs from the machine, one step per call; every step does nothing when its result is there.
+#
+#   tools/setup.sh venv VENV      virtual environment with torch; a torch >= 2.10 already installed is used
+#   tools/setup.sh cmake VENV     CMake >= 3.25 and Ninja, from PyPI where the machine has none
+#   tools/setup.sh compiler       prints the C++20 compiler to use: GCC >= 12 or Clang >= 14
+#   tools/setup.sh gtest          GoogleTest headers and library
+#   tools/setup.sh apt PACKAGE... Debian packages
+#
+# PYTHON and CXX, where set, decide which interpreter and compiler are taken.
+set -euo pipefail
+
+# Exactly this version: an open range may pull gigabytes of a GPU build.
+readonly torch_version=2.13.0
+readonly torch_minimum=2.10
+readonly python=${PYTHON:-python3}
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+fail() {
+  printf 'setup: error: %s\n' "$*" >&2
+  exit 1
+}
+
+# at_least 3.25 3.31.6 succeeds.
+at_least() { [ "$(printf '%s\n%s\n' "$1" "$2" | sort -V | head -n 1)" = "$1" ]; }
+
+apt_install() {
+  local sudo=()
+  command -v apt-get >/dev/null || fail "needs the Debian package(s) $* and finds no apt-get; install the equivalent by hand"
+  if [ "$(id -u)" -ne 0 ]; then
+    sudo -n true 2>/dev/null || fail "needs the Debian package(s) $*; run: sudo apt-get install $*"
+    sudo=(sudo -n)
+  fi
+  say "installing $* with apt-get"
+  "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null 2>&1 ||
+    { "${sudo[@]}" apt-get update -qq &&
+      "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null; } ||
+    fail "apt-get could not install $*"
+}
+
+# Prints the version of torch that the interpreter $1 sees, when it is recent enough.
+usable_torch() {
+  local version
+  version=$("$1" -c 'import torch; print(torch.__version__)' 2>/dev/null) || return 1
+  at_least "$torch_minimum" "${version%%+*}" && echo "$version"
+}
+
+make_venv() {
+  local venv=$1 found
+  command -v "$python" >/dev/null || fail "no $python; Python 3.10 or newer is needed (PYTHON=... names another)"
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    fail "$("$python" --version) is too old; Python 3.10 or newer is needed (PYTHON=... names another)"
+  if [ ! -x "$venv/bin/python" ]; then
+    local system=()
+    found=$(usable_torch "$python") && system=(--system-site-packages) && say "using torch $found of this machine"
+    say "creating $venv with $("$python" --version)"
+    "$python" -c 'import ensurepip' 2>/dev/null ||
+      apt_install "python$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv"
+    "$python" -m venv "${system[@]}" "$venv"
+  fi
+  usable_torch "$venv/bin/python" >/dev/null && return
+  # --system-site-packages of an interpreter that is itself in an environment reaches only the one below it.
+  if usable_torch "$python" >/dev/null; then
+    "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib")); print(sysconfig.get_path("platlib"))' \
+      >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer_environment.pth"
+    usable_torch "$venv/bin/python" >/dev/null && return
+  fi
+  say "installing torch $torch_version"
+  "$venv/bin/pip" install --quiet "torch==$torch_version"
+}
+
+get_cmake() {
+  local venv=$1 version missing=()
+  version=$(cmake --version 2>/dev/null | sed -n '1s/[^0-9]*\([0-9.]*\).*/\1/p')
+  at_least 3.25 "${version:-0}" || missing+=(cmake)
+  command -v ninja >/dev/null || missing+=(ninja)
+  [ ${#missing[@]} -eq 0 ] && return
+  for tool in "${missing[@]}"; do
+    [ -x "$venv/bin/$tool" ] || "$venv/bin/pip" install --quiet "$tool"
+  done
+}
+
+# Succeeds when $1 is GCC >= 12 or Clang >= 14.
+good_compiler() {
+  local macros
+  macros=$("$1" -dM -E -x c++ /dev/null 2>/dev/null) || return 1
+  major() { sed -n "s/^#define $1 //p" <<<"$macros"; }
+  if grep -q __clang_major__ <<<"$macros"; then
+    [ "$(major __clang_major__)" -ge 14 ]
+  else
+    [ "$(major __GNUC__)" -ge 12 ]
+  fi
+}
+
+find_compiler() {
+  if [ -n "${CXX:-}" ]; then
+    good_compiler "$CXX" || fail "CXX=$CXX is not GCC >= 12 or Clang >= 14"
+    echo "$CXX"
+    return
+  fi
+  local candidate
+  for candidate in g++ c++ clang++ g++-{16,15,14,13,12} clang++-{21,20,19,18,17,16,15,14}; do
+    good_compiler "$candidate" && command -v "$candidate" && return
+  done
+  apt_install g++-12
+  command -v g++-12
+}
+
+get_gtest() {
+  printf '#include <gtest/gtest.h>\n' | "$(find_compiler)" -std=c++20 -E -x c++ - >/dev/null 2>&1 || apt_install libgtest-dev
+}
+
+case ${1:-} in
+  venv) make_venv "${2:?directory}" ;;
+  cmake) get_cmake "${2:?directory}" ;;
+  compiler) find_compiler ;;
+  gtest) get_gtest ;;
+  apt) shift && apt_install "$@" ;;
+  *) fail "unknown step '${1:-}'; one of: venv, cmake, compiler, gtest, apt" ;;
+esac
