@@ -1,0 +1,221 @@
+#include "cpu/append.h"
+
+#include <cstring>
+
+#include "base/half.h"
+#include "base/math.h"
+
+namespace tilewise::cpu {
+namespace {
+
+constexpr int64_t max_head_dim = 512;
+// Copying is bound by memory: below about this many elements waking a thread costs more than it saves.
+constexpr int64_t elements_per_task = 16384;
+
+// Walks the rows of a dense or variable-length tensor in order and knows each row's sequence.
+class RowCursor {
+ public:
+  RowCursor(int64_t row, int64_t batch, int64_t rows_per_sequence, const int32_t* cu_seqlens)
+      : batch_(batch), rows_per_sequence_(rows_per_sequence), cu_seqlens_(cu_seqlens) {
+    if (!cu_seqlens_) {
+      sequence_ = row / rows_per_sequence_;
+      index_ = row % rows_per_sequence_;
+      return;
+    }
+    int64_t low = 0, high = batch_;  // the last sequence that starts at or before `row`
+    while (high - low > 1) {
+      const int64_t middle = low + (high - low) / 2;
+      (cu_seqlens_[middle] <= row ? low : high) = middle;
+    }
+    sequence_ = low;
+    index_ = row - cu_seqlens_[low];
+    skip_ended();
+  }
+
+  // A row behind the last sequence (legal with cu_seqlens) belongs to none.
+  bool in_sequence() const { return sequence_ < batch_; }
+  int64_t sequence() const { return sequence_; }
+  int64_t index() const { return index_; }
+
+  void next() {
+    ++index_;
+    if (cu_seqlens_) {
+      skip_ended();
+    } else if (index_ == rows_per_sequence_) {
+      ++sequence_;
+      index_ = 0;
+    }
+  }
+
+ private:
+  void skip_ended() {
+    while (sequence_ < batch_ && index_ >= cu_seqlens_[sequence_ + 1] - cu_seqlens_[sequence_]) {
+      index_ -= cu_seqlens_[sequence_ + 1] - cu_seqlens_[sequence_];
+      ++sequence_;
+    }
+  }
+
+  int64_t batch_;
+  int64_t rows_per_sequence_;
+  const int32_t* cu_seqlens_;
+  int64_t sequence_ = 0;
+  int64_t index_ = 0;
+};
+
+// cos and sin of one position, converted once for all heads.
+struct Rotation {
+  float cosine[max_head_dim / 2];
+  float sine[max_head_dim / 2];
+
+  template <class T>
+  void load(const tilewise_kv_append& a, int64_t position) {
+    const int64_t half = a.rotary_dim / 2;
+    const T* c = static_cast<const T*>(a.rotary_cos) + position * half;
+    const T* s = static_cast<const T*>(a.rotary_sin) + position * half;
+    for (int64_t i = 0; i < half; ++i) {
+      cosine[i] = to_float(c[i]);
+      sine[i] = to_float(s[i]);
+    }
+  }
+};
+
+template <class T>
+void rotate_pair(const T* x0, const T* x1, T* y0, T* y1, float c, float s) {
+  const float a = to_float(*x0), b = to_float(*x1);
+  *y0 = from_float<T>(a * c - b * s);
+  *y1 = from_float<T>(a * s + b * c);
+}
+
+// x and y are one head of one row; they may be the same memory.
+template <class T>
+void rotate_head(const T* x, T* y, const Rotation& r, int64_t rotary_dim, bool interleaved) {
+  const int64_t half = rotary_dim / 2;
+  if (interleaved) {
+    for (int64_t i = 0; i < half; ++i) {
+      rotate_pair(x + 2 * i, x + 2 * i + 1, y + 2 * i, y + 2 * i + 1, r.cosine[i], r.sine[i]);
+    }
+  } else {
+    for (int64_t i = 0; i < half; ++i) {
+      rotate_pair(x + i, x + i + half, y + i, y + i + half, r.cosine[i], r.sine[i]);
+    }
+  }
+}
+
+template <class T>
+void copy_head(const T* x, T* y, int64_t n) {
+  if (x != y) std::memcpy(y, x, static_cast<size_t>(n) * sizeof(T));
+}
+
+template <class T>
+class Append {
+ public:
+  explicit Append(const tilewise_kv_append& a) : a_(a) {}
+
+  int64_t query_rows() const {
+    if (!a_.q.data || !a_.q_out.data) return 0;
+    return a_.cu_seqlens_q ? a_.seqlen_q : a_.batch * a_.seqlen_q;
+  }
+
+  int64_t new_rows() const {
+    if (!a_.k_new.data) return 0;
+    return a_.cu_seqlens_new ? a_.seqlen_new : a_.batch * a_.seqlen_new;
+  }
+
+  void queries(Range rows) const {
+    if (rows.empty()) return;
+    Rotation rotation;
+    RowCursor cursor(rows.begin, a_.batch, a_.seqlen_q, a_.cu_seqlens_q);
+    for (int64_t row = rows.begin; row < rows.end; ++row, cursor.next()) {
+      const bool rotate = a_.rotary_cos && cursor.in_sequence();
+      if (rotate) {
+        const int64_t step = a_.q_single_position ? 0 : cursor.index();
+        rotation.load<T>(a_, rotary_position(a_, cursor.sequence()) + step);
+      }
+      const T* x = source(a_.q, a_.cu_seqlens_q, cursor, row);
+      T* y = const_cast<T*>(source(a_.q_out, a_.cu_seqlens_q, cursor, row));
+      heads(x, a_.q.stride_head, y, a_.q_out.stride_head, a_.heads_q, rotate ? &rotation : nullptr);
+    }
+  }
+
+  void keys_and_values(Range rows) const {
+    if (rows.empty()) return;
+    Rotation rotation;
+    RowCursor cursor(rows.begin, a_.batch, a_.seqlen_new, a_.cu_seqlens_new);
+    for (int64_t row = rows.begin; row < rows.end; ++row, cursor.next()) {
+      if (!cursor.in_sequence()) return;
+      const int64_t b = cursor.sequence();
+      const int64_t slot = (a_.cache_seqlens ? a_.cache_seqlens[b] : 0) + cursor.index();
+      if (a_.rotary_cos) rotation.load<T>(a_, rotary_position(a_, b) + cursor.index());
+      const T* k = source(a_.k_new, a_.cu_seqlens_new, cursor, row);
+      const T* v = source(a_.v_new, a_.cu_seqlens_new, cursor, row);
+      T* k_cache = cached(a_.k_cache, b, slot);
+      T* v_cache = cached(a_.v_cache, b, slot);
+      heads(k, a_.k_new.stride_head, k_cache, a_.k_cache.stride_head, a_.heads_kv,
+            a_.rotary_cos ? &rotation : nullptr);
+      const int64_t dv = a_.head_dim_v ? a_.head_dim_v : a_.head_dim;
+      for (int64_t h = 0; h < a_.heads_kv; ++h) {
+        copy_head(v + h * a_.v_new.stride_head, v_cache + h * a_.v_cache.stride_head, dv);
+      }
+    }
+  }
+
+ private:
+  static const T* source(const tilewise_tensor& t, const int32_t* cu_seqlens,
+                         const RowCursor& cursor, int64_t row) {
+    const T* data = static_cast<const T*>(t.data);
+    if (cu_seqlens) return data + row * t.stride_row;
+    return data + cursor.sequence() * t.stride_batch + cursor.index() * t.stride_row;
+  }
+
+  T* cached(const tilewise_tensor& cache, int64_t b, int64_t slot) const {
+    T* data = static_cast<T*>(cache.data);
+    if (a_.block_table) {
+      const int64_t page = a_.block_table[b * a_.block_table_stride + slot / a_.page_size];
+      return data + page * cache.stride_batch + slot % a_.page_size * cache.stride_row;
+    }
+    const int64_t batch_row = a_.kv_batch_idx ? a_.kv_batch_idx[b] : b;
+    return data + batch_row * cache.stride_batch + slot * cache.stride_row;
+  }
+
+  void heads(const T* x, int64_t x_stride, T* y, int64_t y_stride, int64_t count,
+             const Rotation* rotation) const {
+    const int64_t rotated = rotation ? a_.rotary_dim : 0;
+    for (int64_t h = 0; h < count; ++h, x += x_stride, y += y_stride) {
+      if (rotation) rotate_head(x, y, *rotation, rotated, a_.rotary_interleaved != 0);
+      copy_head(x + rotated, y + rotated, a_.head_dim - rotated);
+    }
+  }
+
+  const tilewise_kv_append& a_;
+};
+
+template <class T>
+void run(const tilewise_kv_append& a, const Parallel& parallel) {
+  const Append<T> append(a);
+  const int64_t query_rows = append.query_rows();
+  const int64_t rows = query_rows + append.new_rows();
+  if (rows == 0) return;
+  const int64_t elements = (query_rows * a.heads_q + 2 * append.new_rows() * a.heads_kv) * a.head_dim;
+  const int64_t workers = max<int64_t>(parallel.threads, 1);
+  const int64_t tasks = clamp(ceil_div(elements, elements_per_task), 1, min(workers, rows));
+  // Rows are numbered queries first; a task takes a run of them, which may hold both kinds.
+  parallel.run(tasks, [&](int64_t task) {
+    const Range mine{rows * task / tasks, rows * (task + 1) / tasks};
+    append.queries(intersect(mine, {0, query_rows}));
+    const Range keys = intersect(mine, {query_rows, rows});
+    append.keys_and_values({keys.begin - query_rows, keys.end - query_rows});
+  });
+}
+
+}  // namespace
+
+void append_kv(const tilewise_kv_append& append, const Parallel& parallel) {
+  switch (append.dtype) {
+    case TILEWISE_FLOAT32: return run<float>(append, parallel);
+    case TILEWISE_FLOAT16: return run<Half>(append, parallel);
+    case TILEWISE_BFLOAT16: return run<BFloat16>(append, parallel);
+    default: return;  // fp8 caches are refused by the caller
+  }
+}
+
+}  // namespace tilewise::cpu
