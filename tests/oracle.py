@@ -1,0 +1,235 @@
+"""Exact attention in float64, forward and backward: what every kernel is compared with.
+
+Written from the meaning of the options (docs and the comment of tilewise.h), not from the kernels,
+with explicit formulas for every gradient. NumPy only, one dense N x N matrix per sequence: small and
+slow on purpose. Rows and keys are flat lists; a `Part` says which of them belong to one sequence, so
+dense batches, variable lengths, paged caches and left padding are all the same to the mathematics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Index = NDArray[np.int64]
+
+
+@dataclass
+class Part:
+    """One sequence: its index in the batch, and where its rows and keys are in the flat tensors."""
+
+    batch: int
+    rows: Index  # of q, out, lse
+    keys: Index  # of k, v
+    grad_keys: Index  # of dk, dv: differs from `keys` for a paged cache
+
+
+@dataclass
+class Options:
+    """What happens to the scores. Windows below 0 are unlimited; arrays cover the whole batch."""
+
+    scale: float
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    slopes: Array | None = None  # [B, Hq]
+    bias: Array | None = None  # [B, Hq, rows, keys], any of the first three 1
+    sinks: Array | None = None  # [Hq]
+    dropout_p: float = 0.0
+    seed: int = 0
+    offset: int = 0
+
+
+@dataclass
+class Result:
+    """Forward: out [N, Hq, Dv], lse [N, Hq]. Backward: the gradients, shaped as their inputs."""
+
+    out: Array
+    lse: Array
+    dq: Array
+    dk: Array
+    dv: Array
+    dbias: Array | None
+    dsinks: Array
+    dscale: float
+    # Sizes of what is summed, for judging cancellation: largest |dp| in all, and the root of the sum
+    # over rows of the squared contributions that dsinks and dscale would have without cancellation.
+    dp_max: float
+    dsinks_size: Array
+    dscale_size: float
+
+
+def parts_of(
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    cu_seqlens_q: Sequence[int] | None = None,
+    cu_seqlens_k: Sequence[int] | None = None,
+    seqused_q: Sequence[int] | None = None,
+    seqused_k: Sequence[int] | None = None,
+    block_table: NDArray[np.int64] | None = None,
+    page_size: int = 0,
+    kv_batch_idx: Sequence[int] | None = None,
+    leftpad_k: Sequence[int] | None = None,
+) -> list[Part]:
+    """Where the rows and keys of every sequence are. A sequence keeps its first seqused rows and
+    keys; its keys start after leftpad, and `seqused_k` counts the padding."""
+    parts = []
+    for b in range(batch):
+        first, rows = b * seqlen_q, seqlen_q
+        if cu_seqlens_q is not None:
+            first, rows = cu_seqlens_q[b], cu_seqlens_q[b + 1] - cu_seqlens_q[b]
+        if seqused_q is not None:
+            rows = seqused_q[b]
+        if block_table is not None:
+            pages = np.asarray(block_table[b])
+            keys = (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)
+            grad_keys = b * keys.size + np.arange(keys.size)
+        elif cu_seqlens_k is not None:
+            keys = grad_keys = np.arange(cu_seqlens_k[b], cu_seqlens_k[b + 1])
+        else:
+            slot = b if kv_batch_idx is None else kv_batch_idx[b]
+            keys = grad_keys = slot * seqlen_k + np.arange(seqlen_k)
+        end = keys.size if seqused_k is None else seqused_k[b]
+        begin = min(end, 0 if leftpad_k is None else leftpad_k[b])
+        parts.append(Part(b, first + np.arange(rows), keys[begin:end], grad_keys[begin:end]))
+    return parts
+
+
+def philox(counter: Sequence[NDArray[np.uint64] | int], key: tuple[int, int]) -> list:
+    """Philox4x32-10 (Salmon et al., SC11): four 32-bit words for a counter of four and a key of two."""
+    mask = np.uint64(0xFFFFFFFF)
+    c = [np.asarray(x, np.uint64) & mask for x in counter]
+    k0, k1 = key
+    for _ in range(10):
+        a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        high_a, high_b = a >> np.uint64(32), b >> np.uint64(32)
+        c = [high_b ^ c[1] ^ np.uint64(k0), b & mask, high_a ^ c[3] ^ np.uint64(k1), a & mask]
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c
+
+
+def kept(o: Options, batch: int, heads: int, rows: int, keys: int) -> NDArray[np.bool_]:
+    """Dropout's decision per weight of one sequence, [heads, rows, keys]: 16 random bits per key,
+    eight keys to a Philox block, kept when they are at least round(p * 65536)."""
+    head, row, block = np.ogrid[:heads, :rows, : (keys + 7) // 8]
+    counter = np.broadcast_arrays(block, row, batch * heads + head, o.offset & 0xFFFFFFFF)
+    words = philox(counter, (o.seed & 0xFFFFFFFF, (o.seed >> 32) ^ (o.offset >> 32)))
+    halves = [(w >> np.uint64(shift)) & np.uint64(0xFFFF) for w in words for shift in (0, 16)]
+    bits = np.stack(halves, axis=-1).reshape(heads, rows, -1)[:, :, :keys]
+    return bits >= int(float(np.float32(o.dropout_p)) * 65536 + 0.5)
+
+
+def visible(o: Options, rows: int, keys: int) -> NDArray[np.bool_]:
+    """Which keys each row may see, [rows, keys]: causal and windows are aligned bottom-right."""
+    i, j = np.ogrid[:rows, :keys]
+    left, right = o.window
+    diagonal = i + keys - rows
+    seen = np.ones((rows, keys), bool)
+    if left >= 0:
+        seen &= j >= diagonal - left
+    if right >= 0:
+        seen &= j <= diagonal + right
+    return seen
+
+
+def part_bias(o: Options, batch: int, rows: int, keys: int) -> Array:
+    """The bias of one sequence, broadcastable to [Hq, rows, keys]."""
+    if o.bias is None:
+        return np.zeros((1, 1, 1))
+    b = o.bias[batch if o.bias.shape[0] > 1 else 0]
+    return b[:, : rows if b.shape[1] > 1 else 1, :keys]
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    parts: list[Part],
+    o: Options,
+    dout: Array | None = None,
+    dlse: Array | None = None,
+    grad_keys: int | None = None,
+) -> Result:
+    """q [N, Hq, D], k [M, Hkv, D], v [M, Hkv, Dv], dout [N, Hq, Dv], dlse [N, Hq] or None (zero).
+    `grad_keys` rows in dk and dv (default M)."""
+    heads, group = q.shape[1], q.shape[1] // k.shape[1]
+    many = k.shape[0] if grad_keys is None else grad_keys
+    r = Result(
+        out=np.zeros((*q.shape[:2], v.shape[2])), lse=np.full(q.shape[:2], -np.inf),
+        dq=np.zeros(q.shape), dk=np.zeros((many, *k.shape[1:])), dv=np.zeros((many, *v.shape[1:])),
+        dbias=None if o.bias is None else np.zeros(o.bias.shape), dsinks=np.zeros(heads),
+        dscale=0.0, dp_max=0.0, dsinks_size=np.zeros(heads), dscale_size=0.0,
+    )  # fmt: skip
+    for part in parts:
+        n, m = len(part.rows), len(part.keys)
+        qh = q[part.rows].transpose(1, 0, 2)  # [Hq, n, D]
+        kh = np.repeat(k[part.keys], group, axis=1).transpose(1, 0, 2)  # [Hq, m, D]
+        vh = np.repeat(v[part.keys], group, axis=1).transpose(1, 0, 2)
+
+        # Scores, in the order scale, softcap, ALiBi, bias, band.
+        raw = qh @ kh.transpose(0, 2, 1)
+        s = o.scale * raw
+        capped = np.ones_like(s)
+        if o.softcap > 0:
+            t = np.tanh(s / o.softcap)
+            s, capped = o.softcap * t, 1 - t * t
+        i, j = np.ogrid[:n, :m]
+        if o.slopes is not None:
+            s = s - o.slopes[part.batch][:, None, None] * np.abs(i + m - n - j)
+        s = s + part_bias(o, part.batch, n, m)
+        s = np.where(visible(o, n, m), s, -np.inf)
+
+        # Softmax with an optional sink; a row that sees nothing has lse = -inf and p = 0.
+        sink = np.full(heads, -np.inf) if o.sinks is None else o.sinks
+        top = np.maximum(s.max(axis=2, initial=-np.inf), sink[:, None])
+        base = np.where(np.isneginf(top), 0.0, top)
+        total = np.exp(s - base[:, :, None]).sum(axis=2) + np.exp(sink[:, None] - base)
+        with np.errstate(divide="ignore"):
+            lse = base + np.log(total)
+        safe = np.where(np.isneginf(lse), 0.0, lse)
+        p = np.exp(s - safe[:, :, None])
+        p_sink = np.exp(sink[:, None] - safe)
+        drop = np.ones_like(p)
+        if o.dropout_p > 0:
+            drop = kept(o, part.batch, heads, n, m) / (1 - float(np.float32(o.dropout_p)))
+        r.out[part.rows] = ((p * drop) @ vh).transpose(1, 0, 2)
+        r.lse[part.rows] = lse.T
+        if dout is None:
+            continue
+
+        # Backward. With L the loss: dp = dL/dp, delta_i = sum_j p_ij dp_ij, and every score's
+        # gradient is p (dp - delta), plus p dlse because d lse_i / d s_ij = p_ij.
+        doh = dout[part.rows].transpose(1, 0, 2)
+        dl = np.zeros((heads, n)) if dlse is None else dlse[part.rows].T
+        dp = drop * (doh @ vh.transpose(0, 2, 1))
+        delta = (p * dp).sum(axis=2)
+        ds = p * (dp - delta[:, :, None] + dl[:, :, None])
+        d_scaled = ds * capped
+
+        def per_kv_head(x: Array) -> Array:  # [Hq, m, :] summed over the group to [m, Hkv, :]
+            return x.reshape(heads // group, group, *x.shape[1:]).sum(axis=1).transpose(1, 0, 2)
+
+        r.dq[part.rows] += (o.scale * d_scaled @ kh).transpose(1, 0, 2)
+        np.add.at(r.dk, part.grad_keys, per_kv_head(o.scale * d_scaled.transpose(0, 2, 1) @ qh))
+        np.add.at(r.dv, part.grad_keys, per_kv_head((p * drop).transpose(0, 2, 1) @ doh))
+        r.dsinks += (p_sink * (dl - delta)).sum(axis=1)
+        r.dscale += float((d_scaled * raw).sum())
+        if r.dbias is not None:
+            many_b, many_h, many_i = r.dbias.shape[:3]
+            reduced = ds.sum(axis=0, keepdims=True) if many_h == 1 else ds
+            reduced = reduced.sum(axis=1, keepdims=True) if many_i == 1 else reduced
+            at = part.batch if many_b > 1 else 0
+            r.dbias[at, :, : reduced.shape[1], :m] += reduced
+
+        row_dp = np.where(p > 0, np.abs(dp), 0).max(axis=2, initial=0) + np.abs(dl)
+        row_dp = np.where(np.isneginf(lse), 0.0, row_dp)
+        r.dp_max = max(r.dp_max, float(row_dp.max(initial=0)))
+        r.dsinks_size += ((p_sink * row_dp) ** 2).sum(axis=1)
+        r.dscale_size += float((((p * np.abs(raw)).sum(axis=2) * row_dp) ** 2).sum())
+    r.dsinks_size, r.dscale_size = np.sqrt(r.dsinks_size), float(np.sqrt(r.dscale_size))
+    return r
