@@ -1,0 +1,190 @@
+#include "attention.h"
+
+namespace tilewise::torch_binding {
+namespace {
+
+void describe_bias(const Tensor& bias, const Problem& problem, tilewise_attention& a) {
+  expect_place(bias, "bias", problem.place);
+  expect_contiguous_columns(bias, "bias");
+  const bool varlen = a.cu_seqlens_q != nullptr || a.cu_seqlens_k != nullptr ||
+                      a.block_table != nullptr;
+  expect_shape(bias, "bias",
+               {any_size, any_size, any_size, varlen ? any_size : a.seqlen_k});
+  const int64_t full[3] = {a.batch, a.heads_q, varlen ? bias.size(2) : a.seqlen_q};
+  const char* meaning[3] = {"batch", "heads_q", "seqlen_q"};
+  for (int64_t i = 0; i < 3; ++i)
+    if (bias.size(i) != 1 && bias.size(i) != full[i])
+      invalid("bias has " + std::to_string(bias.size(i)) + " elements in dimension " +
+              std::to_string(i) + ", but must have 1 or " + meaning[i] + " = " +
+              std::to_string(full[i]));
+  a.bias = bias.const_data_ptr();
+  a.bias_stride_batch = stride_of(bias, 0);
+  a.bias_stride_head = stride_of(bias, 1);
+  a.bias_stride_row = stride_of(bias, 2);
+  a.bias_dtype = element_type(bias, "bias");
+  if (a.bias_dtype != TILEWISE_FLOAT32 && a.bias_dtype != a.dtype)
+    invalid("bias has a dtype other than float32 and the dtype of q");
+}
+
+void describe_alibi(const Tensor& slopes, const Problem& problem, tilewise_attention& a) {
+  expect_place(slopes, "alibi_slopes", problem.place);
+  expect_dtype(slopes, "alibi_slopes", aoti_torch_dtype_float32(), "float32");
+  if (slopes.dim() == 2)
+    expect_shape(slopes, "alibi_slopes", {a.batch, a.heads_q});
+  else
+    expect_shape(slopes, "alibi_slopes", {a.heads_q});
+  expect_contiguous_columns(slopes, "alibi_slopes");
+  a.alibi_slopes = static_cast<const float*>(slopes.const_data_ptr());
+  a.alibi_stride_batch = slopes.dim() == 2 ? slopes.stride(0) : 0;
+}
+
+void describe_cache(const Options& options, const Problem& problem, tilewise_attention& a) {
+  if (options.block_table) {
+    const Tensor& table = *options.block_table;
+    expect_place(table, "block_table", problem.place);
+    expect_dtype(table, "block_table", aoti_torch_dtype_int32(), "int32");
+    expect_shape(table, "block_table", {a.batch, any_size});
+    expect_contiguous_columns(table, "block_table");
+    a.block_table = static_cast<const int32_t*>(table.const_data_ptr());
+    a.block_table_stride = table.stride(0);
+    a.block_table_width = table.size(1);
+  }
+  a.kv_batch_idx = int32_vector(options.kv_batch_idx, "kv_batch_idx", a.batch, problem.place);
+  a.leftpad_k = int32_vector(options.leftpad_k, "leftpad_k", a.batch, problem.place);
+}
+
+void describe_lengths(const Tensor& q, const Options& options, Problem& problem) {
+  tilewise_attention& a = problem.attention;
+  if (options.cu_seqlens_q) {
+    expect_shape(*options.cu_seqlens_q, "cu_seqlens_q", {any_size});
+    a.batch = options.cu_seqlens_q->size(0) - 1;
+    if (a.batch < 0) invalid("cu_seqlens_q is empty, but needs batch + 1 entries");
+    expect_shape(q, "q", {any_size, any_size, any_size});
+  } else {
+    expect_shape(q, "q", {any_size, any_size, any_size, any_size});
+    a.batch = q.size(0);
+  }
+  a.cu_seqlens_q = int32_vector(options.cu_seqlens_q, "cu_seqlens_q", a.batch + 1, problem.place);
+  a.cu_seqlens_k = int32_vector(options.cu_seqlens_k, "cu_seqlens_k", a.batch + 1, problem.place);
+  a.seqused_q = int32_vector(options.seqused_q, "seqused_q", a.batch, problem.place);
+  a.seqused_k = int32_vector(options.seqused_k, "seqused_k", a.batch, problem.place);
+  a.max_seqlen_q = options.max_seqlen_q;
+  a.max_seqlen_k = options.max_seqlen_k;
+}
+
+void describe_keys(const Tensor& k, const Tensor& v, tilewise_attention& a) {
+  if (a.cu_seqlens_k != nullptr) {
+    expect_shape(k, "k", {any_size, any_size, a.head_dim});
+    expect_shape(v, "v", {k.size(0), k.size(1), any_size});
+    a.seqlen_k = k.size(0);
+    a.heads_kv = k.size(1);
+  } else {
+    expect_shape(k, "k", {any_size, any_size, any_size, a.head_dim});
+    expect_shape(v, "v", {k.size(0), k.size(1), k.size(2), any_size});
+    a.seqlen_k = k.size(1);
+    a.heads_kv = k.size(2);
+    if (a.block_table != nullptr) {
+      a.pages = k.size(0);
+      a.page_size = k.size(1);
+    } else if (a.kv_batch_idx != nullptr) {
+      a.kv_batch = k.size(0);
+    } else if (k.size(0) != a.batch) {
+      invalid("k has batch size " + std::to_string(k.size(0)) + ", but q has " +
+              std::to_string(a.batch));
+    }
+  }
+  a.head_dim_v = v.size(v.dim() - 1);
+}
+
+void describe_score(const Options& options, const Problem& problem, tilewise_attention& a) {
+  a.window_left = options.window_left;
+  a.window_right = options.window_right;
+  a.scale = static_cast<float>(options.scale);
+  a.softcap = static_cast<float>(options.softcap);
+  a.scale_ptr = float_vector(options.scale_tensor, "scale_tensor", 1, problem.place);
+  if (options.alibi_slopes) describe_alibi(*options.alibi_slopes, problem, a);
+  if (options.bias) describe_bias(*options.bias, problem, a);
+  a.sinks = float_vector(options.sinks, "sinks", a.heads_q, problem.place);
+  a.dropout_p = static_cast<float>(options.dropout_p);
+  if (options.dropout_p > 0) {
+    if (!options.dropout_state) invalid("dropout_p is positive, but dropout_state is not given");
+    const Tensor& state = *options.dropout_state;
+    expect_place(state, "dropout_state", problem.place);
+    expect_dtype(state, "dropout_state", aoti_torch_dtype_int64(), "int64");
+    expect_shape(state, "dropout_state", {2});
+    expect_contiguous_columns(state, "dropout_state");
+    a.dropout_state = static_cast<const uint64_t*>(state.const_data_ptr());
+  }
+}
+
+}  // namespace
+
+Options::Options(Arguments& arguments)
+    : bias(arguments.optional_tensor()),
+      alibi_slopes(arguments.optional_tensor()),
+      sinks(arguments.optional_tensor()),
+      cu_seqlens_q(arguments.optional_tensor()),
+      cu_seqlens_k(arguments.optional_tensor()),
+      seqused_q(arguments.optional_tensor()),
+      seqused_k(arguments.optional_tensor()),
+      block_table(arguments.optional_tensor()),
+      kv_batch_idx(arguments.optional_tensor()),
+      leftpad_k(arguments.optional_tensor()),
+      scale_tensor(arguments.optional_tensor()),
+      dropout_state(arguments.optional_tensor()),
+      scale(arguments.real()),
+      window_left(arguments.integer()),
+      window_right(arguments.integer()),
+      softcap(arguments.real()),
+      dropout_p(arguments.real()),
+      max_seqlen_q(arguments.integer()),
+      max_seqlen_k(arguments.integer()),
+      num_splits(arguments.integer()),
+      deterministic(arguments.flag()),
+      heads_first(arguments.flag()) {}
+
+int64_t Problem::keys() const {
+  return attention.block_table != nullptr ? attention.block_table_width * attention.page_size
+                                          : attention.seqlen_k;
+}
+
+Problem describe(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
+  Problem problem;
+  problem.place = place_of(q);
+  problem.torch_dtype = dtype_of(q);
+  tilewise_attention& a = problem.attention;
+  a.struct_size = sizeof(a);
+  a.device = problem.place.device_type == aoti_torch_device_type_cuda() ? TILEWISE_CUDA
+                                                                        : TILEWISE_CPU;
+  a.device_index = a.device == TILEWISE_CUDA ? problem.place.device_index : 0;
+  a.dtype = element_type(q, "q");
+  expect_place(k, "k", problem.place);
+  expect_place(v, "v", problem.place);
+  expect_dtype(k, "k", problem.torch_dtype, "the dtype of q");
+  expect_dtype(v, "v", problem.torch_dtype, "the dtype of q");
+
+  describe_lengths(q, options, problem);
+  const int64_t rows_at = q.dim() - 3;
+  a.seqlen_q = q.size(rows_at);
+  a.heads_q = q.size(rows_at + 1);
+  a.head_dim = q.size(rows_at + 2);
+  describe_cache(options, problem, a);
+  describe_keys(k, v, a);
+  a.q = view_of(q, "q");
+  a.k = view_of(k, "k");
+  a.v = view_of(v, "v");
+  describe_score(options, problem, a);
+  a.num_splits = static_cast<int32_t>(options.num_splits);
+  a.deterministic = options.deterministic ? 1 : 0;
+  return problem;
+}
+
+void set_output(Problem& problem, const Tensor& out, const Tensor& lse) {
+  tilewise_attention& a = problem.attention;
+  a.out = view_of(out, "out");
+  a.lse = const_cast<float*>(static_cast<const float*>(lse.const_data_ptr()));
+  a.lse_stride_head = lse.stride(lse.dim() - 2);
+  a.lse_stride_batch = problem.varlen_q() ? 0 : lse.stride(0);
+}
+
+}  // namespace tilewise::torch_binding

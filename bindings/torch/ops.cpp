@@ -1,0 +1,194 @@
+// The kernels of tilewise::forward and tilewise::backward: torch tensors in, C structs through,
+// torch tensors out.
+#include "attention.h"
+#include "launch.h"
+
+namespace tilewise::torch_binding {
+namespace {
+
+template <typename... T>
+void put(StableIValue* stack, const T&... results) {
+  size_t i = 0;
+  ((stack[i++] = torch::stable::detail::from(results)), ...);
+}
+
+tilewise_plan_info make_plan(const Problem& problem, const tilewise_gradients* gradients) {
+  tilewise_plan_info plan{};
+  plan.struct_size = sizeof(plan);
+  check_status(tilewise_plan(&problem.attention, gradients,
+                             gradients == nullptr ? TILEWISE_PASS_FORWARD : TILEWISE_PASS_BACKWARD,
+                             &plan));
+  return plan;
+}
+
+// Which gradients are asked for: the bits of the operator's argument `wanted`.
+enum Wanted : int64_t { want_q = 1, want_k = 2, want_v = 4, want_bias = 8, want_sinks = 16,
+                        want_scale = 32 };
+
+struct GradientTensors {
+  Tensor dq, dk, dv, dbias, dsinks, dscale;
+};
+
+Tensor new_key_gradient(const Problem& problem, const Tensor& like, const Options& options) {
+  const tilewise_attention& a = problem.attention;
+  const int64_t columns = like.size(like.dim() - 1);
+  if (a.cu_seqlens_k != nullptr)
+    return new_tensor({a.seqlen_k, a.heads_kv, columns}, problem.torch_dtype, problem.place);
+  // One row per key of each sequence with a block table; of each cache row otherwise.
+  const int64_t batch = a.block_table != nullptr ? a.batch : like.size(0);
+  return new_rows({batch, problem.keys(), a.heads_kv, columns}, problem.torch_dtype, problem.place,
+                  options.heads_first);
+}
+
+void want_rows(tilewise_tensor& view, Tensor& tensor, const char* name, Tensor made) {
+  tensor = std::move(made);
+  view = view_of(tensor, name);
+}
+
+void want_dbias(tilewise_gradients& g, Tensor& dbias, const Problem& problem, const Tensor& bias) {
+  for (int64_t i = 0; i < 3; ++i)
+    if (bias.size(i) > 1 && bias.stride(i) == 0)
+      invalid("bias has stride 0 in dimension " + std::to_string(i) +
+              ", but its gradient is wanted: give it with one element there, or contiguous");
+  dbias = new_tensor({bias.size(0), bias.size(1), bias.size(2), bias.size(3)},
+                     aoti_torch_dtype_float32(), problem.place);
+  g.dbias = static_cast<float*>(dbias.mutable_data_ptr());
+  g.dbias_stride_batch = stride_of(dbias, 0);
+  g.dbias_stride_head = stride_of(dbias, 1);
+  g.dbias_stride_row = stride_of(dbias, 2);
+  g.dbias_rows = bias.size(2);
+  g.dbias_keys = bias.size(3);
+}
+
+Tensor new_float(std::initializer_list<int64_t> shape, const Problem& problem, float*& data) {
+  Tensor tensor = new_tensor(shape, aoti_torch_dtype_float32(), problem.place);
+  data = static_cast<float*>(tensor.mutable_data_ptr());
+  return tensor;
+}
+
+// Allocates what is wanted; the rest stays an empty tensor and a null pointer.
+GradientTensors new_gradients(tilewise_gradients& g, const Problem& problem, const Options& options,
+                              const Tensor& k, const Tensor& v, int64_t wanted) {
+  const tilewise_attention& a = problem.attention;
+  const Tensor none = new_tensor({0}, aoti_torch_dtype_float32(), problem.place);
+  GradientTensors tensors{none, none, none, none, none, none};
+  if ((wanted & want_q) != 0) {
+    Tensor dq = problem.varlen_q()
+                    ? new_tensor({a.seqlen_q, a.heads_q, a.head_dim}, problem.torch_dtype,
+                                 problem.place)
+                    : new_rows({a.batch, a.seqlen_q, a.heads_q, a.head_dim}, problem.torch_dtype,
+                               problem.place, options.heads_first);
+    want_rows(g.dq, tensors.dq, "dq", dq);
+  }
+  if ((wanted & want_k) != 0)
+    want_rows(g.dk, tensors.dk, "dk", new_key_gradient(problem, k, options));
+  if ((wanted & want_v) != 0)
+    want_rows(g.dv, tensors.dv, "dv", new_key_gradient(problem, v, options));
+  if ((wanted & want_bias) != 0 && options.bias)
+    want_dbias(g, tensors.dbias, problem, *options.bias);
+  if ((wanted & want_sinks) != 0 && options.sinks)
+    tensors.dsinks = new_float({a.heads_q}, problem, g.dsinks);
+  if ((wanted & want_scale) != 0) tensors.dscale = new_float({1}, problem, g.dscale);
+  return tensors;
+}
+
+void set_incoming(tilewise_gradients& g, const Problem& problem, const Tensor& dout,
+                  const OptionalTensor& dlse, const Tensor& out, const Tensor& lse) {
+  const auto same_shape = [](const Tensor& tensor, const char* name, const Tensor& as) {
+    if (as.dim() == 4)
+      expect_shape(tensor, name, {as.size(0), as.size(1), as.size(2), as.size(3)});
+    else if (as.dim() == 3)
+      expect_shape(tensor, name, {as.size(0), as.size(1), as.size(2)});
+    else
+      expect_shape(tensor, name, {as.size(0), as.size(1)});
+  };
+  same_shape(dout, "dout", out);
+  expect_dtype(dout, "dout", problem.torch_dtype, "the dtype of q");
+  expect_place(dout, "dout", problem.place);
+  g.dout = view_of(dout, "dout");
+  if (!dlse) return;
+  same_shape(*dlse, "dlse", lse);
+  expect_dtype(*dlse, "dlse", aoti_torch_dtype_float32(), "float32");
+  expect_place(*dlse, "dlse", problem.place);
+  expect_contiguous_columns(*dlse, "dlse");
+  g.dlse = static_cast<const float*>(dlse->const_data_ptr());
+  g.dlse_stride_head = dlse->stride(dlse->dim() - 2);
+  g.dlse_stride_batch = problem.varlen_q() ? 0 : dlse->stride(0);
+}
+
+void expect_result(const Problem& problem, const Tensor& out, const Tensor& lse) {
+  const tilewise_attention& a = problem.attention;
+  expect_place(out, "out", problem.place);
+  expect_place(lse, "lse", problem.place);
+  expect_dtype(out, "out", problem.torch_dtype, "the dtype of q");
+  expect_dtype(lse, "lse", aoti_torch_dtype_float32(), "float32");
+  if (problem.varlen_q()) {
+    expect_shape(out, "out", {a.seqlen_q, a.heads_q, a.head_dim_v});
+    expect_shape(lse, "lse", {a.heads_q, a.seqlen_q});
+  } else {
+    expect_shape(out, "out", {a.batch, a.seqlen_q, a.heads_q, a.head_dim_v});
+    expect_shape(lse, "lse", {a.batch, a.heads_q, a.seqlen_q});
+  }
+  expect_contiguous_columns(lse, "lse");
+}
+
+}  // namespace
+
+void forward(StableIValue* stack, uint64_t inputs, uint64_t) {
+  Arguments arguments(stack, inputs);
+  const Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
+  const Options options(arguments);
+
+  Problem problem = describe(q, k, v, options);
+  tilewise_attention& a = problem.attention;
+  const DeviceScope device(problem.place);
+  const tilewise_parallel threads = torch_threads();
+  a.stream = device.stream();
+  a.parallel = &threads;
+
+  const bool varlen = problem.varlen_q();
+  const Tensor out =
+      varlen ? new_tensor({a.seqlen_q, a.heads_q, a.head_dim_v}, problem.torch_dtype, problem.place)
+             : new_rows({a.batch, a.seqlen_q, a.heads_q, a.head_dim_v}, problem.torch_dtype,
+                        problem.place, options.heads_first);
+  const auto float32 = aoti_torch_dtype_float32();
+  const Tensor lse = varlen ? new_tensor({a.heads_q, a.seqlen_q}, float32, problem.place)
+                            : new_tensor({a.batch, a.heads_q, a.seqlen_q}, float32, problem.place);
+  set_output(problem, out, lse);
+
+  const tilewise_plan_info plan = make_plan(problem, nullptr);
+  const Tensor workspace = new_workspace(plan.workspace_bytes, problem.place);
+  check_status(tilewise_forward(&a, workspace.mutable_data_ptr(), plan.workspace_bytes));
+  put(stack, out, lse);
+}
+
+void backward(StableIValue* stack, uint64_t inputs, uint64_t) {
+  Arguments arguments(stack, inputs);
+  const Tensor dout = arguments.tensor();
+  const OptionalTensor dlse = arguments.optional_tensor();
+  const Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
+  const Tensor out = arguments.tensor(), lse = arguments.tensor();
+  const Options options(arguments);
+  const int64_t wanted = arguments.integer();
+
+  Problem problem = describe(q, k, v, options);
+  tilewise_attention& a = problem.attention;
+  const DeviceScope device(problem.place);
+  const tilewise_parallel threads = torch_threads();
+  a.stream = device.stream();
+  a.parallel = &threads;
+  expect_result(problem, out, lse);
+  set_output(problem, out, lse);
+
+  tilewise_gradients g{};
+  g.struct_size = sizeof(g);
+  set_incoming(g, problem, dout, dlse, out, lse);
+  const GradientTensors made = new_gradients(g, problem, options, k, v, wanted);
+
+  const tilewise_plan_info plan = make_plan(problem, &g);
+  const Tensor workspace = new_workspace(plan.workspace_bytes, problem.place);
+  check_status(tilewise_backward(&a, &g, workspace.mutable_data_ptr(), plan.workspace_bytes));
+  put(stack, made.dq, made.dk, made.dv, made.dbias, made.dsinks, made.dscale);
+}
+
+}  // namespace tilewise::torch_binding

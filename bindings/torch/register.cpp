@@ -1,0 +1,18 @@
+// Which function serves which operator on which device. The schemas are defined in Python
+// (python/tilewise/_ops.py), where tags can be given with every PyTorch from 2.10 on.
+#include "attention.h"
+
+namespace {
+
+void register_kernels(torch::stable::detail::StableLibrary& library) {
+  library.impl("forward", &tilewise::torch_binding::forward);
+  library.impl("backward", &tilewise::torch_binding::backward);
+  library.impl("append_kv", &tilewise::torch_binding::append_kv);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(tilewise, CPU, library) { register_kernels(library); }
+
+// The same functions: the library answers for GPUs it has no kernel for.
+STABLE_TORCH_LIBRARY_IMPL(tilewise, CUDA, library) { register_kernels(library); }
