@@ -1,0 +1,135 @@
+"""The lint steps find what they are for, and nothing in a clean tree."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+LONG_FUNCTION = "int f() {\n" + "  g();\n" * 79 + "}\n"
+
+BAD = {
+    "attention includes cpu": (
+        "includes",
+        {"src/attention/a.h": '#include "cpu/b.h"\n', "src/cpu/b.h": "\n"},
+        "src/attention/a.h:1: attention includes src/cpu/b.h of cpu",
+    ),
+    "base includes attention": (
+        "includes",
+        {"src/base/a.h": '\n#include "attention/b.h"\n', "src/attention/b.h": "\n"},
+        "src/base/a.h:2: base includes src/attention/b.h",
+    ),
+    "a family includes another": (
+        "includes",
+        {"src/cuda/wgmma/a.cu": '#include "../mma_sync/b.h"\n', "src/cuda/mma_sync/b.h": "\n"},
+        "cuda/wgmma includes src/cuda/mma_sync/b.h",
+    ),
+    "cpu includes a CUDA family": (
+        "includes",
+        {"src/cpu/a.cpp": '#include "cuda/simt/b.h"\n', "src/cuda/simt/b.h": "\n"},
+        "cpu includes src/cuda/simt/b.h",
+    ),
+    "cpu includes dispatch": (
+        "includes",
+        {"src/cpu/generic/a.h": '#include "dispatch/b.h"\n', "src/dispatch/b.h": "\n"},
+        "cpu includes src/dispatch/b.h of dispatch",
+    ),
+    "bindings see the inside": (
+        "includes",
+        {"bindings/torch/a.cpp": '#include "../../src/base/b.h"\n', "src/base/b.h": "\n"},
+        "bindings includes src/base/b.h",
+    ),
+    "intrinsics in the algorithm": (
+        "includes",
+        {"src/attention/a.h": "#include <immintrin.h>\n"},
+        "attention includes immintrin.h: plain C++20 only",
+    ),
+    "CUDA in the algorithm": (
+        "includes",
+        {"src/base/a.h": "#include <cuda_runtime.h>\n"},
+        "base includes cuda_runtime.h",
+    ),
+    "torch in the library": (
+        "includes",
+        {"src/capi/a.cpp": "#include <torch/torch.h>\n"},
+        "frameworks stay in bindings/",
+    ),
+    "tests in the library": (
+        "includes",
+        {"src/cpu/a.cpp": '#include "../../tests/b.h"\n', "tests/b.h": "\n"},
+        "are not part of the library",
+    ),
+    "a header that does not exist": (
+        "includes",
+        {"src/cpu/a.cpp": '#include "cpu/gone.h"\n'},
+        '"cpu/gone.h" is no file of this project',
+    ),
+    "a folder without a place": ("includes", {"src/extra/a.h": "\n"}, "src/extra is no layer"),
+    "long file": ("size", {"src/a.h": "\n" * 501}, "src/a.h:501: 501 lines; at most 500"),
+    "long line": ("size", {"a.py": "# " + "x" * 99 + "\n"}, "a.py:1: 101 columns; at most 100"),
+    "long function": ("size", {"a.cpp": "\n" + LONG_FUNCTION}, "a.cpp:2: f: 81 lines; at most 80"),
+    "long member of a template": (
+        "size",
+        {"a.h": "template <class T>\nstruct S {\n  int x = 1;\n  " + LONG_FUNCTION + "};\n"},
+        "a.h:4: f: 81 lines; at most 80",
+    ),
+    "long Python function": (
+        "size",
+        {"a.py": "class A:\n    def f(self):\n" + "        x = 1\n" * 80},
+        "a.py:2: f: 81 lines; at most 80",
+    ),
+    "assembly in a kernel": (
+        "size",
+        {"src/cuda/wgmma/a.cu": 'void f() {\n  asm volatile("nop;");\n}\n'},
+        "src/cuda/wgmma/a.cu:2: asm outside src/cuda/ptx/",
+    ),
+    "path of a user": ("words", {"a.md": "see\n/home/someone/x\n"}, "a.md:2: path of one machine"),
+    "private address": ("words", {"a.py": 'HOST = "192.168.1.20"\n'}, "private address"),
+    "private host": ("words", {"a.toml": "url = 'http://mirror.internal/x'\n"}, "private host"),
+    "credentials": ("words", {"a": "https://me:secret@example.org/\n"}, "credentials"),
+    "conflict marker": ("words", {"a.md": "<<<<<<< ours\n"}, "conflict marker"),
+    "unfinished": ("words", {"a.cpp": "// TODO\n"}, "TODO without a reason"),
+    "large file": ("words", {"a.bin": "x" * (1025 * 1024)}, "1025 KB; at most 1024"),
+}
+
+CLEAN = {
+    "include/tilewise/tilewise.h": "#include <stdint.h>\n",
+    "src/base/math.h": '#pragma once\n#include <cstdint>\n#include "tilewise/tilewise.h"\n',
+    "src/attention/band.h": '#include "base/math.h"\n',
+    "src/cpu/isa/avx2.cpp": '#include <immintrin.h>\n#include "attention/band.h"\n',
+    "src/cuda/ptx/mma.h": 'inline void f() { asm volatile("nop;"); }\n',
+    "src/cuda/wgmma/forward.cuh": '#include "cuda/ptx/mma.h"\n#include "attention/band.h"\n',
+    "src/dispatch/planner.cpp": '#include "cpu/backend.h"\n',
+    "src/cpu/backend.h": "namespace tilewise {\n" + "int f();\n" * 100 + "}\n",
+    "src/capi/table.cpp": "constexpr int table[] = {\n" + "  f(1),\n" * 100 + "};\n",
+    "src/capi/long_text.cpp": "// asm volatile(\n" + "int f() {\n" + "  g();\n" * 78 + "}\n",
+    "bindings/torch/a.cpp": '#include <torch/csrc/stable/library.h>\n#include "b.h"\n',
+    "bindings/torch/b.h": '#include "tilewise/tilewise.h"\n',
+    "README.md": "https://example.org/home/page, ratio 10.5, version 2.13.0\n",
+}
+
+
+def lint(name: str, root: Path, files: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    subprocess.run(["git", "init", "-q", root], check=True)
+    return subprocess.run(
+        [sys.executable, TOOLS / f"lint_{name}.py", root], capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_finds(case: str, tmp_path: Path):
+    name, files, message = BAD[case]
+    result = lint(name, tmp_path, files)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert message in result.stdout
+    assert "1 findings" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["includes", "size", "words"])
+def test_clean_tree_passes(name: str, tmp_path: Path):
+    result = lint(name, tmp_path, CLEAN)
+    assert result.returncode == 0, result.stdout + result.stderr

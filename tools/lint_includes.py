@@ -1,0 +1,118 @@
+"""Include lint: the layers of the library point one way (docs/architecture.md).
+
+    base <- attention <- { cpu, cuda/ptx <- cuda/tile <- families } <- dispatch <- capi <- bindings
+
+Families (cpu and the folders of src/cuda that hold kernels) never include each other, and what is
+below the kernels knows neither CUDA headers nor intrinsics. Run: python tools/lint_includes.py
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from lint_common import CXX_SUFFIXES, Finding, read_text, run_lint
+
+CUDA_FAMILIES = ("cuda/simt", "cuda/mma_sync", "cuda/wgmma", "cuda/tcgen05")
+_BELOW_FAMILIES = ("base", "attention", "cuda/ptx", "cuda/tile", "cuda/arch", "cuda/common")
+
+# What a layer may include beside itself and the public header. A layer that is not listed here is
+# an error: a new folder has to find its place first.
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "base": (),
+    "attention": ("base",),
+    "cpu": ("base", "attention"),
+    "cuda/ptx": ("base",),
+    "cuda/arch": ("base",),
+    "cuda/tile": ("base", "attention", "cuda/ptx", "cuda/arch"),
+    "cuda/common": ("base", "attention", "cuda/ptx", "cuda/arch", "cuda/tile"),
+    **dict.fromkeys(CUDA_FAMILIES, _BELOW_FAMILIES),
+    "dispatch": ("cpu", *_BELOW_FAMILIES, *CUDA_FAMILIES),
+    "capi": ("dispatch", "cpu", *_BELOW_FAMILIES),
+    "public": (),
+    "bindings": (),
+    "examples": (),
+}
+
+_HARDWARE = re.compile(
+    r"^(cuda|cuComplex|cooperative_groups|cutlass|cute/|cub/|thrust/|mma\.h|nv/|nvtx"
+    r"|\w*intrin\.h|x86gprintrin|cpuid\.h|arm_(neon|sve|acle)|altivec)"
+)
+_FRAMEWORK = re.compile(r"^(torch/|ATen/|c10/|Python\.h|pybind11|numpy/)")
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.MULTILINE)
+
+
+def layer_of(path: PurePosixPath) -> str | None:
+    """The layer of a file, None for one that is free to include anything (tests, bench, tools)."""
+    top, *rest = path.parts
+    if top == "include":
+        return "public"
+    if top in ("bindings", "examples"):
+        return top
+    if top != "src":
+        return None
+    folders = rest[:-1]
+    if not folders:
+        return "?"
+    if folders[0] == "cuda":
+        return "/".join(folders[:2])
+    return folders[0]
+
+
+def resolve(root: Path, including: PurePosixPath, name: str) -> PurePosixPath | None:
+    """Which file of the checkout `#include "name"` means; None for one from outside."""
+    for folder in (including.parent, PurePosixPath("src"), PurePosixPath("include")):
+        parts: list[str] = []
+        for part in (folder / name).parts:
+            if part == ".." and parts:
+                parts.pop()
+            elif part != ".":
+                parts.append(part)
+        candidate = PurePosixPath(*parts)
+        if (root / candidate).is_file():
+            return candidate
+    return None
+
+
+def _broken_rule(layer: str, target: PurePosixPath) -> str | None:
+    other = layer_of(target)
+    if other in (layer, "public"):
+        return None
+    if other is None:
+        return f"{layer} includes {target}: tests, benchmarks and tools are not part of the library"
+    if other not in ALLOWED[layer]:
+        allowed = ", ".join((*ALLOWED[layer], "itself", "include/tilewise"))
+        return f"{layer} includes {target} of {other}; allowed: {allowed}"
+    return None
+
+
+def check(root: Path, file: Path) -> Iterator[Finding]:
+    """Findings of one file."""
+    path = PurePosixPath(file.as_posix())
+    layer = layer_of(path) if path.suffix in CXX_SUFFIXES else None
+    if layer is None:
+        return
+    if layer not in ALLOWED:
+        yield Finding(str(path), 1, f"{path.parent} is no layer that tools/lint_includes.py knows")
+        return
+    text = read_text(root / file) or ""
+    for match in _INCLUDE.finditer(text):
+        line = text.count("\n", 0, match.start()) + 1
+        name = match.group(2)
+        target = resolve(root, path, name)
+        if target is not None:
+            broken = _broken_rule(layer, target)
+            if broken:
+                yield Finding(str(path), line, broken)
+        elif layer in ("base", "attention", "public") and _HARDWARE.match(name):
+            yield Finding(str(path), line, f"{layer} includes {name}: plain C++20 only")
+        elif layer not in ("bindings", "examples") and _FRAMEWORK.match(name):
+            yield Finding(str(path), line, f"{layer} includes {name}: frameworks stay in bindings/")
+        elif match.group(1) == '"' and layer != "bindings":
+            yield Finding(str(path), line, f'"{name}" is no file of this project')
+
+
+if __name__ == "__main__":
+    sys.exit(run_lint("include lint", check))
