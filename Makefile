@@ -1,0 +1,125 @@
+# Everything runs in its own environment: .venv (Python) and build/ (C++). `make help` lists the targets.
+#
+#   PYTHON=python3.12   interpreter the environment is made with (3.10 or newer)
+#   CXX=clang++         compiler (GCC >= 12 or Clang >= 14); default: the first good one
+#   JOBS=2              parallel compiler processes; default: one per core
+#   TEXT=FILE           `make demo` trains on this text instead of Python's own sources
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV ?= .venv
+BUILD := build/release
+JOBS ?= $(shell nproc)
+PYTEST_FLAGS ?= -q -n 2
+
+python := $(VENV)/bin/python
+export PYTHON
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+say = printf '\033[1m== %s\033[0m\n'
+
+sources := $(shell find CMakeLists.txt pyproject.toml cmake include src bindings python -type f \
+             ! -name '*.pyc' ! -path '*/.*' 2>/dev/null)
+
+.PHONY: help
+help: ## what can be made
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+# --- environment -----------------------------------------------------------------------------------
+.PHONY: setup
+setup: $(VENV)/.ready $(VENV)/.ready-test ## virtual environment with everything to build, run and test
+
+$(VENV)/.ready: tools/setup.sh tools/requirements.txt
+	@$(say) "environment: $(VENV)"
+	@tools/setup.sh venv $(VENV)
+	@tools/setup.sh cmake $(VENV)
+	@$(python) -m pip install --quiet -r tools/requirements.txt
+	@touch $@
+
+$(VENV)/.ready-test: $(VENV)/.ready tools/requirements-test.txt
+	@tools/setup.sh gtest
+	@$(python) -m pip install --quiet -r tools/requirements-test.txt
+	@touch $@
+
+$(VENV)/.ready-ci: $(VENV)/.ready-test tools/requirements-ci.txt
+	@$(python) -m pip install --quiet -r tools/requirements-ci.txt
+	@touch $@
+
+# --- build -----------------------------------------------------------------------------------------
+$(BUILD)/build.ninja: | $(VENV)/.ready
+	@$(say) "configure: $(BUILD)"
+	@cmake --preset release -DTILEWISE_BUILD_TESTS=OFF -DTILEWISE_BUILD_TORCH=ON \
+	  -DPython3_EXECUTABLE="$(abspath $(python))" -DCMAKE_CXX_COMPILER="$$(tools/setup.sh compiler)" >/dev/null
+
+.PHONY: build
+build: $(BUILD)/build.ninja ## the libraries, for this machine, in build/release
+	@$(say) "build: $(BUILD)"
+	@cmake --build $(BUILD) -j $(JOBS)
+
+$(BUILD)/.installed: $(sources) | $(VENV)/.ready
+	@$(MAKE) --no-print-directory build
+	@$(say) "install into $(VENV)"
+	@$(python) -m pip install --quiet --no-build-isolation --no-deps --force-reinstall \
+	  -Cbuild-dir=$(BUILD) .
+	@touch $@
+
+.PHONY: install
+install: $(BUILD)/.installed ## the Python package, in the environment
+
+.PHONY: wheel
+wheel: $(VENV)/.ready ## one wheel for every Python and every torch >= 2.10, in dist/
+	@$(python) -m pip wheel --quiet --no-build-isolation --no-deps -w dist .
+	@ls -l dist/*.whl
+
+# --- use -------------------------------------------------------------------------------------------
+.PHONY: demo
+demo: $(BUILD)/.installed ## exactness, a small GPT trained on real text, and one picture (10 minutes)
+	@$(say) "demo"
+	@$(python) examples/demo.py $(if $(TEXT),--text "$(TEXT)")
+
+.PHONY: bench-cpu
+bench-cpu: $(BUILD)/.installed ## side by side with torch's attention on these cores
+	@$(python) bench/bench_cpu.py
+
+# --- proof -----------------------------------------------------------------------------------------
+.PHONY: test
+test: test-cpp test-python ## all tests, C++ and Python (under 10 minutes on 2 cores)
+	@$(say) "all tests passed"
+
+.PHONY: test-cpp
+test-cpp: $(BUILD)/build.ninja $(VENV)/.ready-test
+	@grep -q 'TILEWISE_BUILD_TESTS:BOOL=ON' $(BUILD)/CMakeCache.txt || \
+	  cmake -DTILEWISE_BUILD_TESTS=ON $(BUILD) >/dev/null
+	@$(MAKE) --no-print-directory build
+	@$(say) "C++ tests"
+	@ctest --preset release --progress
+
+.PHONY: test-python
+test-python: $(BUILD)/.installed $(VENV)/.ready-test
+	@$(say) "Python tests"
+	@$(python) -m pytest $(PYTEST_FLAGS) tests/python
+
+.PHONY: format
+format: $(VENV)/.ready-ci ## rewrites C++ and Python in the project's format
+	@git ls-files -z $(cxx_files) | xargs -0 -r clang-format -i
+	@ruff format --quiet . && ruff check --quiet --fix .
+
+.PHONY: lint
+lint: $(VENV)/.ready-ci ## format, include arrows, sizes, words, ruff, mypy: nothing is rewritten
+	@git ls-files -z $(cxx_files) | xargs -0 -r clang-format --dry-run -Werror
+	@ruff format --check --quiet . && ruff check --quiet .
+	@for lint in includes size words; do $(python) tools/lint_$$lint.py; done
+	@mypy
+
+cxx_files := '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' '*.cuh'
+
+.PHONY: clean
+clean: ## removes what was built; the environment stays
+	@rm -rf build dist
+
+.PHONY: distclean
+distclean: clean ## removes the environment, too
+	@rm -rf $(VENV)
