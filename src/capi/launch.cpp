@@ -1,0 +1,128 @@
+// plan, forward, backward, append: validate, decide, run. No logic of its own.
+#include <cstdio>
+
+#include "base/parallel.h"
+#include "capi/validate.h"
+#include "capi/versioned.h"
+#include "capi/views.h"
+#include "cpu/append.h"
+#include "cpu/backend.h"
+#include "dispatch/planner.h"
+
+namespace tilewise::capi {
+namespace {
+
+constexpr int64_t kWorkspaceAlignment = 64;
+
+dispatch::Device device_of(const Problem& p, int32_t threads) {
+  if (p.device == TILEWISE_CPU) {
+    const std::string problem = dispatch::environment_problem();
+    require(problem.empty(), problem);
+    return dispatch::this_cpu(threads);
+  }
+  dispatch::Device device;
+  device.kind = TILEWISE_CUDA;
+  return device;
+}
+
+dispatch::Decision decide(const Problem& p, const Gradients* gradients, const Parallel& parallel) {
+  dispatch::Decision decision = dispatch::plan(p, gradients, device_of(p, parallel.threads));
+  if (decision.status != TILEWISE_OK) refuse(decision.status, decision.why);
+  return decision;
+}
+
+void fill(char* text, std::size_t size, const std::string& value) {
+  std::snprintf(text, size, "%s", value.c_str());
+}
+
+tilewise_plan_info describe(const dispatch::Decision& decision) {
+  tilewise_plan_info info{};
+  info.threads = decision.cpu.threads;
+  info.workspace_bytes = decision.cpu.workspace_bytes;
+  info.splits = decision.cpu.splits;
+  info.tile_q = decision.cpu.tile_q;
+  info.tile_k = decision.cpu.tile_k;
+  fill(info.kernel, sizeof(info.kernel), decision.kernel);
+  fill(info.why, sizeof(info.why), decision.why);
+  return info;
+}
+
+void check_workspace(const void* workspace, int64_t given, int64_t needed) {
+  require(given >= 0, "workspace_bytes is ", given, ": 0 or more is allowed");
+  if (needed == 0) return;
+  if (given < needed) {
+    refuse(TILEWISE_WORKSPACE_TOO_SMALL, "workspace_bytes is ", given, ": at least ", needed,
+           " are needed, as tilewise_plan says for the same struct");
+  }
+  require(workspace != nullptr, "workspace is NULL: ", needed, " bytes are needed");
+  check_aligned("workspace", workspace, kWorkspaceAlignment);
+}
+
+// Where memory cannot be read from the host, pointers are not followed.
+Contents contents_for_launch(const tilewise_attention* given) {
+  const Problem p = read_struct(given, "attention");
+  return p.device == TILEWISE_CPU ? Contents::read : Contents::unread;
+}
+
+void plan(const tilewise_attention* attention, const tilewise_gradients* gradients, int32_t pass,
+          tilewise_plan_info* info) {
+  check_pass(pass);
+  check_struct_size(info, "plan");
+  const bool backward = pass == TILEWISE_PASS_BACKWARD;
+  require(backward || gradients == nullptr,
+          "gradients is given for the forward pass: NULL is allowed");
+  const Problem p = validated_problem(attention, pass, Contents::unread);
+  Gradients g{};
+  if (backward) g = validated_gradients(gradients, p, Contents::unread);
+  const Parallel parallel = make_parallel(p.parallel);
+  write_struct(describe(decide(p, backward ? &g : nullptr, parallel)), info);
+}
+
+void forward(const tilewise_attention* attention, void* workspace, int64_t workspace_bytes) {
+  const Problem p =
+      validated_problem(attention, TILEWISE_PASS_FORWARD, contents_for_launch(attention));
+  const Parallel parallel = make_parallel(p.parallel);
+  const dispatch::Decision decision = decide(p, nullptr, parallel);
+  check_workspace(workspace, workspace_bytes, decision.cpu.workspace_bytes);
+  cpu::forward(p, decision.cpu, workspace, parallel);
+}
+
+void backward(const tilewise_attention* attention, const tilewise_gradients* gradients,
+              void* workspace, int64_t workspace_bytes) {
+  const Contents contents = contents_for_launch(attention);
+  const Problem p = validated_problem(attention, TILEWISE_PASS_BACKWARD, contents);
+  const Gradients g = validated_gradients(gradients, p, contents);
+  const Parallel parallel = make_parallel(p.parallel);
+  const dispatch::Decision decision = decide(p, &g, parallel);
+  check_workspace(workspace, workspace_bytes, decision.cpu.workspace_bytes);
+  cpu::backward(p, g, decision.cpu, workspace, parallel);
+}
+
+}  // namespace
+}  // namespace tilewise::capi
+
+using namespace tilewise;
+
+tilewise_status tilewise_plan(const tilewise_attention* attention,
+                              const tilewise_gradients* gradients, int32_t pass,
+                              tilewise_plan_info* plan) {
+  return capi::guarded([&] { capi::plan(attention, gradients, pass, plan); });
+}
+
+tilewise_status tilewise_forward(const tilewise_attention* attention, void* workspace,
+                                 int64_t workspace_bytes) {
+  return capi::guarded([&] { capi::forward(attention, workspace, workspace_bytes); });
+}
+
+tilewise_status tilewise_backward(const tilewise_attention* attention,
+                                  const tilewise_gradients* gradients, void* workspace,
+                                  int64_t workspace_bytes) {
+  return capi::guarded([&] { capi::backward(attention, gradients, workspace, workspace_bytes); });
+}
+
+tilewise_status tilewise_append_kv(const tilewise_kv_append* append) {
+  return capi::guarded([&] {
+    const tilewise_kv_append validated = capi::validated_append(append);
+    cpu::append_kv(validated, make_parallel(validated.parallel));
+  });
+}

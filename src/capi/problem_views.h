@@ -1,0 +1,23 @@
+// The tensors of a problem and of its gradients as views to be checked.
+#pragma once
+
+#include "attention/problem.h"
+#include "capi/views.h"
+
+namespace tilewise::capi {
+
+// q, out, dout, dq: one row per query.
+View rows_view(const char* name, const tilewise_tensor& t, const Problem& p, int64_t columns,
+               Access access);
+
+// k and v, as far as they are read: dense, variable length or paged.
+View keys_view(const char* name, const tilewise_tensor& t, const Problem& p, int64_t columns);
+
+// dk and dv: as k and v, with one row per key of each sequence for a paged cache.
+View dkeys_view(const char* name, const tilewise_tensor& t, const Problem& p, int64_t columns);
+
+// lse and dlse: [B, Hq, Sq] or [Hq, T], rows contiguous.
+View lse_view(const char* name, const float* data, int64_t stride_batch, int64_t stride_head,
+              const Problem& p, Access access);
+
+}  // namespace tilewise::capi

@@ -1,0 +1,84 @@
+// Facts about the library and the machine.
+#include <cstdio>
+
+#include "base/parallel.h"
+#include "capi/refusal.h"
+#include "capi/versioned.h"
+#include "dispatch/planner.h"
+
+using namespace tilewise;
+
+namespace {
+
+// Row `index` of the C ABI's matrix: the families of the manifest, one row per dtype.
+struct Row {
+  const dispatch::Family* family;
+  int32_t dtype;
+};
+
+Row matrix_row(int32_t index) {
+  int32_t row = 0;
+  for (const dispatch::Family& family : dispatch::kManifest) {
+    for (int32_t dtype = TILEWISE_FLOAT32; dtype <= TILEWISE_FLOAT8_E4M3; ++dtype) {
+      if (!family.dtypes.contains(dtype)) continue;
+      if (row == index) return {&family, dtype};
+      ++row;
+    }
+  }
+  capi::refuse(TILEWISE_INVALID_ARGUMENT, "index is ", index, ": allowed is 0 to ", row - 1);
+}
+
+tilewise_kernel_info describe(const Row& row) {
+  const dispatch::Family& family = *row.family;
+  tilewise_kernel_info info{};
+  info.device = family.device;
+  info.dtype = row.dtype;
+  info.max_head_dim = family.max_head_dim;
+  info.forward = family.forward ? 1 : 0;
+  info.backward = family.backward ? 1 : 0;
+  info.available = dispatch::can_run(family, dispatch::this_cpu(1)) ? 1 : 0;
+  std::snprintf(info.name, sizeof(info.name), "%s", family.name);
+  std::snprintf(info.requires_, sizeof(info.requires_), "%s", family.requires_);
+  return info;
+}
+
+}  // namespace
+
+const char* tilewise_version(void) { return TILEWISE_VERSION_STRING; }
+
+uint32_t tilewise_abi_version(void) { return TILEWISE_ABI_VERSION; }
+
+const char* tilewise_last_error(void) { return capi::last_error(); }
+
+const char* tilewise_cpu_isa(int32_t index, int32_t* available) {
+  int32_t compiled = 0;
+  for (std::size_t i = 0; i < cpu::kIsaNames.size(); ++i) {
+    const auto isa = static_cast<cpu::Isa>(i);
+    if (!cpu::compiled(isa)) continue;
+    if (compiled++ != index) continue;
+    if (available != nullptr) *available = cpu::available(isa) ? 1 : 0;
+    return cpu::kIsaNames[i];
+  }
+  return nullptr;
+}
+
+const char* tilewise_current_cpu(void) {
+  const cpu::Isa isa = dispatch::instruction_set(dispatch::this_cpu(1));
+  return cpu::kIsaNames[static_cast<std::size_t>(isa)];
+}
+
+tilewise_status tilewise_select_cpu(const char* name) {
+  return capi::guarded([&] {
+    const std::string problem = dispatch::select_isa(name);
+    capi::require(problem.empty(), problem);
+  });
+}
+
+int32_t tilewise_cpu_threads(void) { return pool_threads(); }
+
+tilewise_status tilewise_kernel(int32_t index, tilewise_kernel_info* info) {
+  return capi::guarded([&] {
+    capi::check_struct_size(info, "info");
+    capi::write_struct(describe(matrix_row(index)), info);
+  });
+}

@@ -1,0 +1,48 @@
+// How a call is refused: one sentence, thrown by the checks, caught at the boundary.
+#pragma once
+
+#include <sstream>
+#include <string>
+#include <utility>
+
+#include "tilewise/tilewise.h"
+
+namespace tilewise::capi {
+
+struct Refusal {
+  tilewise_status status;
+  std::string sentence;
+};
+
+template <class... Parts>
+[[noreturn]] void refuse(tilewise_status status, const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  throw Refusal{status, text.str()};
+}
+
+template <class... Parts>
+void require(bool ok, const Parts&... parts) {
+  if (!ok) refuse(TILEWISE_INVALID_ARGUMENT, parts...);
+}
+
+// The message of the calling thread. It is cut to fit, never allocated.
+void set_last_error(const char* sentence) noexcept;
+const char* last_error() noexcept;
+
+// Status of whatever exception is in flight; its message becomes the last error.
+tilewise_status status_of_exception() noexcept;
+
+// Runs the body of an entry point: nothing it throws reaches the caller.
+template <class Body>
+tilewise_status guarded(const Body& body) noexcept {
+  try {
+    body();
+    set_last_error("");
+    return TILEWISE_OK;
+  } catch (...) {
+    return status_of_exception();
+  }
+}
+
+}  // namespace tilewise::capi

@@ -1,0 +1,180 @@
+#include <cmath>
+
+#include "attention/problem.h"
+#include "capi/problem_views.h"
+#include "capi/validate.h"
+#include "capi/versioned.h"
+#include "capi/views.h"
+
+namespace tilewise::capi {
+namespace {
+
+constexpr int64_t kMaxHeadDim = 512;
+constexpr int64_t kMaxSplits = 256;
+constexpr int64_t kMaxThreads = 65536;
+
+void check_sizes(Problem& p) {
+  check_range("batch", p.batch, 0, kMaxRows);
+  check_range("seqlen_q", p.seqlen_q, 0, kMaxRows);
+  check_range("heads_q", p.heads_q, 1, kMaxRows);
+  check_range("heads_kv", p.heads_kv, 1, kMaxRows);
+  require(p.heads_q % p.heads_kv == 0, "heads_q is ", p.heads_q,
+          ": a multiple of heads_kv, which is ", p.heads_kv, ", is allowed");
+  check_range("head_dim", p.head_dim, 1, kMaxHeadDim);
+  check_range("head_dim_v", p.head_dim_v, 0, kMaxHeadDim);
+  if (p.head_dim_v == 0) p.head_dim_v = p.head_dim;
+  check_range("max_seqlen_q", p.max_seqlen_q, 0, kMaxRows);
+  check_range("max_seqlen_k", p.max_seqlen_k, 0, kMaxRows);
+  check_rows("batch * heads_q * seqlen_q", p.cu_seqlens_q != nullptr ? 1 : p.batch, p.heads_q,
+             p.seqlen_q);
+  check_rows("batch * heads_q", p.batch, p.heads_q, 1);
+}
+
+void check_cache(Problem& p) {
+  check_range("kv_batch", p.kv_batch, 0, kMaxRows);
+  if (p.kv_batch == 0) p.kv_batch = p.batch;
+  if (p.block_table != nullptr) {
+    check_range("page_size", p.page_size, 1, kMaxRows);
+    check_range("pages", p.pages, 0, kMaxRows);
+    check_range("block_table_width", p.block_table_width, 0, kMaxRows);
+    check_rows("pages * page_size * heads_kv", p.pages, p.page_size, p.heads_kv);
+    check_rows("block_table_width * page_size * heads_q", p.block_table_width, p.page_size,
+               p.heads_q);
+    check_rows("batch * block_table_width * page_size", p.batch, p.block_table_width, p.page_size);
+    check_layout({"block_table", nullptr, {{{"stride", p.batch, p.block_table_stride},
+                                            {"", 1, 0}, {"", 1, 0}}},
+                  p.block_table_width, 4, Access::read});
+    require(p.kv_batch_idx == nullptr,
+            "kv_batch_idx is given together with block_table: only one of them is allowed");
+    return;
+  }
+  check_range("seqlen_k", p.seqlen_k, 0, kMaxRows);
+  check_rows("batch * heads_q * seqlen_k", p.cu_seqlens_k != nullptr ? 1 : p.batch, p.heads_q,
+             p.seqlen_k);
+  if (p.cu_seqlens_k != nullptr) {
+    require(p.kv_batch_idx == nullptr,
+            "kv_batch_idx is given together with cu_seqlens_k: only one of them is allowed");
+    return;
+  }
+  check_rows("kv_batch * seqlen_k * heads_kv", p.kv_batch, p.seqlen_k, p.heads_kv);
+  require(p.kv_batch_idx != nullptr || p.kv_batch >= p.batch, "kv_batch is ", p.kv_batch,
+          ": without kv_batch_idx at least batch, which is ", p.batch, ", is allowed");
+}
+
+void check_score(const Problem& p) {
+  require(p.scale_ptr != nullptr || std::isfinite(p.scale), "scale is ", p.scale,
+          ": a finite number is allowed");
+  require(std::isfinite(p.softcap) && p.softcap >= 0, "softcap is ", p.softcap,
+          ": a finite number from 0 (off) is allowed");
+  require(p.dropout_p >= 0 && p.dropout_p < 1, "dropout_p is ", p.dropout_p,
+          ": 0 <= dropout_p < 1 is allowed");
+  if (p.bias != nullptr) {
+    require(p.bias_dtype == TILEWISE_FLOAT32 || p.bias_dtype == p.dtype, "bias_dtype is ",
+            p.bias_dtype, " (", dtype_name(p.bias_dtype), "): float32 or the dtype of q, ",
+            dtype_name(p.dtype), ", is allowed");
+    const int64_t keys = p.max_seqlen_k > 0 ? p.max_seqlen_k : key_capacity(p);
+    const int64_t rows = p.max_seqlen_q > 0 ? p.max_seqlen_q : p.seqlen_q;
+    check_layout({"bias", p.bias,
+                  {{{"stride_batch", p.batch, p.bias_stride_batch},
+                    {"stride_head", p.heads_q, p.bias_stride_head},
+                    {"stride_row", rows, p.bias_stride_row}}},
+                  keys, element_bytes(p.bias_dtype), Access::read});
+  }
+  if (p.alibi_slopes != nullptr) {
+    check_layout({"alibi_slopes", p.alibi_slopes,
+                  {{{"stride_batch", p.batch, p.alibi_stride_batch}, {"", 1, 0}, {"", 1, 0}}},
+                  p.heads_q, 4, Access::read});
+  }
+}
+
+void check_switches(const Problem& p) {
+  check_range("num_splits", p.num_splits, 0, kMaxSplits);
+  check_range("deterministic", p.deterministic, 0, 1);
+  check_range("check", p.check, 0, 1);
+  check_range("reserved", p.reserved, 0, 0);
+  check_parallel(p.parallel);
+}
+
+void check_views(const Problem& p, int32_t pass, Contents contents) {
+  const bool backward = pass == TILEWISE_PASS_BACKWARD;
+  const View views[] = {
+      rows_view("q", p.q, p, p.head_dim, Access::read),
+      keys_view("k", p.k, p, p.head_dim),
+      keys_view("v", p.v, p, p.head_dim_v),
+      rows_view("out", p.out, p, p.head_dim_v, backward ? Access::read : Access::write),
+  };
+  for (const View& view : views) {
+    check_layout(view);
+    if (contents == Contents::read) check_data(view);
+  }
+  // The forward may leave lse out; in a plan the pointer may be missing in any case.
+  if (p.lse == nullptr && (!backward || contents == Contents::unread)) return;
+  const View lse = lse_view("lse", p.lse, p.lse_stride_batch, p.lse_stride_head, p,
+                            backward ? Access::read : Access::write);
+  check_layout(lse);
+  if (contents == Contents::read) check_data(lse);
+}
+
+void check_option_pointers(const Problem& p) {
+  const struct {
+    const char* name;
+    const void* pointer;
+    int64_t bytes;
+  } pointers[] = {
+      {"scale_ptr", p.scale_ptr, 4},
+      {"alibi_slopes", p.alibi_slopes, 4},
+      {"bias", p.bias, element_bytes(p.bias_dtype)},
+      {"dropout_state", p.dropout_state, 8},
+      {"sinks", p.sinks, 4},
+      {"cu_seqlens_q", p.cu_seqlens_q, 4},
+      {"cu_seqlens_k", p.cu_seqlens_k, 4},
+      {"seqused_q", p.seqused_q, 4},
+      {"seqused_k", p.seqused_k, 4},
+      {"block_table", p.block_table, 4},
+      {"kv_batch_idx", p.kv_batch_idx, 4},
+      {"leftpad_k", p.leftpad_k, 4},
+  };
+  for (const auto& each : pointers) check_aligned(each.name, each.pointer, each.bytes);
+}
+
+}  // namespace
+
+Problem validated_problem(const tilewise_attention* given, int32_t pass, Contents contents) {
+  Problem p = read_struct(given, "attention");
+  check_device(p.device, p.device_index);
+  require(is_dtype(p.dtype), "dtype is ", p.dtype,
+          ": 0 (float32), 1 (float16), 2 (bfloat16) or 3 (float8_e4m3) is allowed");
+  check_sizes(p);
+  check_cache(p);
+  check_score(p);
+  check_switches(p);
+  check_views(p, pass, contents);
+  if (contents == Contents::read) {
+    check_option_pointers(p);
+    check_index_arrays(p, pass);
+  }
+  return p;
+}
+
+void check_pass(int32_t pass) {
+  require(pass == TILEWISE_PASS_FORWARD || pass == TILEWISE_PASS_BACKWARD, "pass is ", pass,
+          ": 0 (forward) or 1 (backward) is allowed");
+}
+
+void check_device(int32_t device, int32_t device_index) {
+  require(device == TILEWISE_CPU || device == TILEWISE_CUDA, "device is ", device,
+          ": 0 (CPU) or 1 (CUDA) is allowed");
+  if (device == TILEWISE_CPU) {
+    check_range("device_index", device_index, 0, 0);
+  } else {
+    check_range("device_index", device_index, 0, INT32_MAX);
+  }
+}
+
+void check_parallel(const tilewise_parallel* parallel) {
+  if (parallel == nullptr) return;
+  check_range("parallel.threads", parallel->threads, 0, kMaxThreads);
+  check_range("parallel.reserved", parallel->reserved, 0, 0);
+}
+
+}  // namespace tilewise::capi

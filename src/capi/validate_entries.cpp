@@ -1,0 +1,124 @@
+// Entries of the index arrays: read before anything else follows them.
+#include <algorithm>
+#include <vector>
+
+#include "attention/problem.h"
+#include "capi/refusal.h"
+#include "capi/validate.h"
+
+namespace tilewise::capi {
+namespace {
+
+template <class... Parts>
+void check_entry(const char* name, int64_t index, int64_t value, int64_t highest,
+                 const Parts&... what) {
+  require(value >= 0 && value <= highest, name, "[", index, "] is ", value,
+          ": allowed is 0 to ", highest, ", ", what...);
+}
+
+// Rows that k and v hold for sequence b.
+int64_t capacity_of(const Problem& p, int64_t b) {
+  if (p.block_table != nullptr || p.cu_seqlens_k == nullptr) return key_capacity(p);
+  return p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b];
+}
+
+void check_query_entries(const Problem& p) {
+  if (p.cu_seqlens_q != nullptr) {
+    check_cu_seqlens("cu_seqlens_q", p.cu_seqlens_q, p.batch, p.seqlen_q, "seqlen_q");
+  }
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t rows = query_rows(p, b).size();
+    if (p.seqused_q != nullptr) {
+      check_entry("seqused_q", b, p.seqused_q[b], rows, "the rows of that sequence");
+    }
+    const int64_t used = p.seqused_q != nullptr ? p.seqused_q[b] : rows;
+    require(p.max_seqlen_q == 0 || used <= p.max_seqlen_q, "max_seqlen_q is ", p.max_seqlen_q,
+            ": sequence ", b, " has ", used, " rows; allowed is 0 (not known) or an upper bound");
+  }
+}
+
+void check_key_entries(const Problem& p) {
+  if (p.cu_seqlens_k != nullptr) {
+    // With a block table cu_seqlens_k only says how long the sequences are.
+    const bool paged = p.block_table != nullptr;
+    check_cu_seqlens("cu_seqlens_k", p.cu_seqlens_k, p.batch,
+                     paged ? p.batch * key_capacity(p) : p.seqlen_k,
+                     paged ? "batch * block_table_width * page_size" : "seqlen_k");
+  }
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t capacity = capacity_of(p, b);
+    if (p.seqused_k != nullptr) {
+      check_entry("seqused_k", b, p.seqused_k[b], capacity, "the keys of that sequence");
+    }
+    if (p.leftpad_k != nullptr) {
+      check_entry("leftpad_k", b, p.leftpad_k[b], capacity, "the keys of that sequence");
+    }
+    const int64_t padding = p.leftpad_k != nullptr ? p.leftpad_k[b] : 0;
+    const int64_t keys = key_count(p, b);
+    require(padding + keys <= capacity, "cu_seqlens_k says that sequence ", b, " has ", keys,
+            " keys: allowed is at most block_table_width * page_size, ", capacity);
+    require(p.max_seqlen_k == 0 || keys <= p.max_seqlen_k, "max_seqlen_k is ", p.max_seqlen_k,
+            ": sequence ", b, " has ", keys, " keys; allowed is 0 (not known) or an upper bound");
+    if (p.block_table != nullptr) {
+      check_pages(p.block_table, p.block_table_stride, b, {padding, padding + keys}, p.page_size,
+                  p.pages);
+    }
+  }
+}
+
+}  // namespace
+
+void check_cu_seqlens(const char* name, const int32_t* cu_seqlens, int64_t batch, int64_t rows,
+                      const char* rows_name) {
+  require(cu_seqlens[0] == 0, name, "[0] is ", cu_seqlens[0], ": 0 is allowed");
+  for (int64_t b = 0; b < batch; ++b) {
+    require(cu_seqlens[b + 1] >= cu_seqlens[b], name, "[", b + 1, "] is ", cu_seqlens[b + 1],
+            ": not less than the entry before it, ", cu_seqlens[b], ", is allowed");
+  }
+  require(cu_seqlens[batch] <= rows, name, "[", batch, "] is ", cu_seqlens[batch],
+          ": at most ", rows_name, ", which is ", rows, ", is allowed");
+}
+
+void check_kv_batch_idx(const int32_t* kv_batch_idx, int64_t batch, int64_t kv_batch) {
+  for (int64_t b = 0; b < batch; ++b) {
+    require(kv_batch_idx[b] >= 0 && kv_batch_idx[b] < kv_batch, "kv_batch_idx[", b, "] is ",
+            kv_batch_idx[b], ": from 0 and less than kv_batch, which is ", kv_batch, ", is allowed");
+  }
+}
+
+void check_distinct(const int32_t* kv_batch_idx, int64_t batch) {
+  std::vector<int32_t> sorted(kv_batch_idx, kv_batch_idx + batch);
+  std::sort(sorted.begin(), sorted.end());
+  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+  if (twice == sorted.end()) return;
+  const auto same = [&](int64_t from) {
+    return std::find(kv_batch_idx + from, kv_batch_idx + batch, *twice) - kv_batch_idx;
+  };
+  const int64_t first = same(0);
+  const int64_t second = same(first + 1);
+  refuse(TILEWISE_INVALID_ARGUMENT, "kv_batch_idx[", second, "] is ", *twice, " as kv_batch_idx[",
+         first, "] is: where rows of the cache are written, every sequence needs its own");
+}
+
+void check_pages(const int32_t* block_table, int64_t stride, int64_t sequence, Range keys,
+                 int64_t page_size, int64_t pages) {
+  if (keys.empty()) return;
+  const int64_t last = (keys.end - 1) / page_size;
+  for (int64_t i = keys.begin / page_size; i <= last; ++i) {
+    const int32_t page = block_table[sequence * stride + i];
+    require(page >= 0 && page < pages, "block_table[", sequence, ", ", i, "] is ", page,
+            ": from 0 and less than pages, which is ", pages, ", is allowed");
+  }
+}
+
+void check_index_arrays(const Problem& p, int32_t pass) {
+  check_query_entries(p);
+  if (p.kv_batch_idx != nullptr) {
+    check_kv_batch_idx(p.kv_batch_idx, p.batch, p.kv_batch);
+    // Sequences that read the same rows would all write their gradient.
+    if (pass == TILEWISE_PASS_BACKWARD) check_distinct(p.kv_batch_idx, p.batch);
+  }
+  check_key_entries(p);
+}
+
+}  // namespace tilewise::capi

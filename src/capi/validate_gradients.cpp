@@ -1,0 +1,87 @@
+#include "attention/problem.h"
+#include "capi/problem_views.h"
+#include "capi/validate.h"
+#include "capi/versioned.h"
+#include "capi/views.h"
+
+namespace tilewise::capi {
+namespace {
+
+void check_wanted(const View& view, Contents contents) {
+  if (view.data == nullptr) return;
+  check_layout(view);
+  if (contents == Contents::read) check_data(view);
+}
+
+void check_dbias(const Gradients& g, const Problem& p, Contents contents) {
+  if (g.dbias == nullptr) return;
+  require(p.bias != nullptr, "dbias is given, but bias is NULL: it is the gradient of bias");
+  const struct {
+    const char* name;
+    int64_t gradient;
+    int64_t bias;
+  } strides[] = {{"dbias_stride_batch", g.dbias_stride_batch, p.bias_stride_batch},
+                 {"dbias_stride_head", g.dbias_stride_head, p.bias_stride_head},
+                 {"dbias_stride_row", g.dbias_stride_row, p.bias_stride_row}};
+  for (const auto& stride : strides) {
+    require((stride.gradient == 0) == (stride.bias == 0), stride.name, " is ", stride.gradient,
+            " and the stride of bias is ", stride.bias,
+            ": both or none may be 0, as what bias broadcasts is summed");
+  }
+  check_range("dbias_keys", g.dbias_keys, 0, kMaxRows);
+  if (g.dbias_stride_row != 0) check_range("dbias_rows", g.dbias_rows, 0, kMaxRows);
+  // With lengths per sequence the largest one is compared at the launch, in check_dbias_extent.
+  if (p.cu_seqlens_k == nullptr && p.seqused_k == nullptr && p.leftpad_k == nullptr) {
+    require(g.dbias_keys >= key_capacity(p), "dbias_keys is ", g.dbias_keys,
+            ": at least the number of keys, ", key_capacity(p), ", is allowed");
+  }
+  if (p.cu_seqlens_q == nullptr && p.seqused_q == nullptr && g.dbias_stride_row != 0) {
+    require(g.dbias_rows >= p.seqlen_q, "dbias_rows is ", g.dbias_rows,
+            ": at least seqlen_q, which is ", p.seqlen_q, ", is allowed");
+  }
+  check_wanted({"dbias", g.dbias,
+                {{{"stride_batch", g.dbias_stride_batch != 0 ? p.batch : 1, g.dbias_stride_batch},
+                  {"stride_head", g.dbias_stride_head != 0 ? p.heads_q : 1, g.dbias_stride_head},
+                  {"stride_row", g.dbias_stride_row != 0 ? g.dbias_rows : 1, g.dbias_stride_row}}},
+                g.dbias_keys, 4, Access::write},
+               contents);
+}
+
+void check_dbias_extent(const Gradients& g, const Problem& p) {
+  if (g.dbias == nullptr) return;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const Band band = sequence_of(p, b).band;
+    if (band.rows == 0) continue;
+    require(g.dbias_keys >= band.keys, "dbias_keys is ", g.dbias_keys, ": sequence ", b, " has ",
+            band.keys, " keys, at least that many are allowed");
+    require(g.dbias_stride_row == 0 || g.dbias_rows >= band.rows, "dbias_rows is ", g.dbias_rows,
+            ": sequence ", b, " has ", band.rows, " rows, at least that many are allowed");
+  }
+}
+
+}  // namespace
+
+Gradients validated_gradients(const tilewise_gradients* given, const Problem& p,
+                              Contents contents) {
+  Gradients g = read_struct(given, "gradients");
+  check_range("gradients.reserved", g.reserved, 0, 0);
+  const View dout = rows_view("dout", g.dout, p, p.head_dim_v, Access::read);
+  check_layout(dout);
+  if (contents == Contents::read) check_data(dout);
+  check_wanted(rows_view("dq", g.dq, p, p.head_dim, Access::write), contents);
+  check_wanted(dkeys_view("dk", g.dk, p, p.head_dim), contents);
+  check_wanted(dkeys_view("dv", g.dv, p, p.head_dim_v), contents);
+  check_wanted(lse_view("dlse", g.dlse, g.dlse_stride_batch, g.dlse_stride_head, p, Access::read),
+               contents);
+  check_dbias(g, p, contents);
+  require(g.dsinks == nullptr || p.sinks != nullptr,
+          "dsinks is given, but sinks is NULL: it is the gradient of sinks");
+  if (contents == Contents::read) {
+    check_aligned("dsinks", g.dsinks, 4);
+    check_aligned("dscale", g.dscale, 4);
+    check_dbias_extent(g, p);
+  }
+  return g;
+}
+
+}  // namespace tilewise::capi

@@ -1,0 +1,63 @@
+// Structs that carry their size: old callers pass fewer bytes than this library knows, newer ones
+// more.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "capi/refusal.h"
+
+namespace tilewise::capi {
+
+// Sizes as first published; they never change. A struct grows at its end only.
+template <class T>
+inline constexpr uint32_t kFirstSize = 0;
+template <>
+inline constexpr uint32_t kFirstSize<tilewise_attention> = 488;
+template <>
+inline constexpr uint32_t kFirstSize<tilewise_gradients> = 224;
+template <>
+inline constexpr uint32_t kFirstSize<tilewise_plan_info> = 352;
+template <>
+inline constexpr uint32_t kFirstSize<tilewise_kv_append> = 424;
+template <>
+inline constexpr uint32_t kFirstSize<tilewise_kernel_info> = 192;
+
+// A struct_size beyond this was never set: reading that far could leave the caller's memory.
+inline constexpr uint32_t kLargestSize = 1u << 16;
+
+template <class T>
+void check_struct_size(const T* given, const char* name) {
+  static_assert(sizeof(T) >= kFirstSize<T> && kFirstSize<T> > 0);
+  require(given != nullptr, name, " is NULL: a struct is needed");
+  require(given->struct_size >= kFirstSize<T> && given->struct_size <= kLargestSize, name,
+          ".struct_size is ", given->struct_size, ": set it to the sizeof of the struct, ",
+          sizeof(T), " in this version and never below ", kFirstSize<T>);
+}
+
+// A copy that is as large as this library's own struct, fields the caller does not know being 0.
+template <class T>
+T read_struct(const T* given, const char* name) {
+  check_struct_size(given, name);
+  const uint32_t size = given->struct_size;
+  T copy{};
+  std::memcpy(&copy, given, std::min<std::size_t>(size, sizeof(T)));
+  const auto* bytes = reinterpret_cast<const unsigned char*>(given);
+  for (std::size_t i = sizeof(T); i < size; ++i) {
+    require(bytes[i] == 0, name, " uses an option that this version does not know: byte ", i,
+            " of the struct is not 0, and only ", sizeof(T), " bytes are known");
+  }
+  copy.struct_size = sizeof(T);
+  return copy;
+}
+
+// Fills what the caller has room for; a newer caller's further fields stay as they are.
+template <class T>
+void write_struct(const T& result, T* given) {
+  const uint32_t size = given->struct_size;
+  std::memcpy(given, &result, std::min<std::size_t>(size, sizeof(T)));
+  given->struct_size = size;
+}
+
+}  // namespace tilewise::capi

@@ -1,0 +1,51 @@
+// Checks of sizes, strides and pointers, the same for every tensor of every entry point.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "tilewise/tilewise.h"
+
+namespace tilewise::capi {
+
+// Rows of q over all sequences and heads, keys over all sequences and heads: far beyond any memory,
+// and small enough that no product with head dimensions and element sizes leaves 64 bits.
+inline constexpr int64_t kMaxRows = int64_t{1} << 42;
+
+enum class Access { read, write };
+
+// One dimension of a view: its size and the stride, in elements, with the name to report.
+struct Dimension {
+  const char* stride_name;
+  int64_t size;
+  int64_t stride;
+};
+
+struct View {
+  const char* name;
+  const void* data;
+  std::array<Dimension, 3> dimensions;  // size 1 for those that do not exist
+  int64_t columns;                      // contiguous
+  int64_t element_bytes;
+  Access access;
+
+  bool empty() const;
+};
+
+// The view's offsets fit into 64 bits and, when it is written, no element is written twice.
+void check_layout(const View& view);
+
+// The pointer: given (unless the view is empty) and aligned to its element.
+void check_data(const View& view);
+
+void check_range(const char* name, int64_t value, int64_t lowest, int64_t highest);
+void check_aligned(const char* name, const void* pointer, int64_t bytes);
+
+// a * b * c <= kMaxRows, for factors >= 0.
+void check_rows(const char* names, int64_t a, int64_t b, int64_t c);
+
+int64_t element_bytes(int32_t dtype);
+const char* dtype_name(int32_t dtype);
+bool is_dtype(int32_t dtype);
+
+}  // namespace tilewise::capi

@@ -1,0 +1,55 @@
+// What the planner knows about a machine. It is a plain description: tests plan for machines they
+// do not have.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "cpu/backend.h"
+#include "tilewise/tilewise.h"
+
+namespace tilewise::dispatch {
+
+class IsaSet {
+ public:
+  constexpr IsaSet() = default;
+  constexpr IsaSet with(cpu::Isa isa) const { return IsaSet(bits_ | bit(isa)); }
+  constexpr bool contains(cpu::Isa isa) const { return (bits_ & bit(isa)) != 0; }
+
+ private:
+  explicit constexpr IsaSet(uint32_t bits) : bits_(bits) {}
+  static constexpr uint32_t bit(cpu::Isa isa) { return 1u << static_cast<uint32_t>(isa); }
+  uint32_t bits_ = 0;
+};
+
+struct Device {
+  tilewise_device kind = TILEWISE_CPU;
+
+  // CPU
+  IsaSet compiled;                 // this build has code for it
+  IsaSet runnable;                 // this machine executes it
+  std::optional<cpu::Isa> forced;  // TILEWISE_CPU or tilewise_select_cpu
+  int32_t threads = 1;             // tasks that may run at once
+
+  // CUDA: compute capability as major * 10 + minor.
+  int32_t sm = 0;
+};
+
+// Both compiled and runnable.
+bool usable(const Device& device, cpu::Isa isa);
+
+// The forced instruction set, or the best usable one.
+cpu::Isa instruction_set(const Device& device);
+
+// This machine's CPU with the selection of this process.
+Device this_cpu(int32_t threads);
+
+// Forces an instruction set for the process, or the best again when `name` is null. Returns a
+// sentence that says why not, empty when it is done.
+std::string select_isa(const char* name);
+
+// Why TILEWISE_CPU cannot be honoured; empty when it can, is not set, or was overruled by select_isa.
+std::string environment_problem();
+
+}  // namespace tilewise::dispatch

@@ -1,0 +1,81 @@
+// The support matrix: every kernel family of the library, one row each. The planner, the C ABI, the
+// Python package, the documents and the tests read it from here.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "cpu/backend.h"
+#include "tilewise/tilewise.h"
+
+namespace tilewise::dispatch {
+
+// A set of dtypes, one bit each.
+class Dtypes {
+ public:
+  template <class... Each>
+  static constexpr Dtypes of(Each... each) {
+    return Dtypes((0u | ... | (1u << static_cast<uint32_t>(each))));
+  }
+  constexpr bool contains(int32_t dtype) const {
+    return dtype >= 0 && dtype < 32 && ((bits_ >> dtype) & 1u) != 0;
+  }
+
+ private:
+  explicit constexpr Dtypes(uint32_t bits) : bits_(bits) {}
+  uint32_t bits_;
+};
+
+// Compute capabilities of a CUDA family as major * 10 + minor, both ends included.
+struct SmRange {
+  int32_t first = 0;
+  int32_t last = 0;
+};
+
+struct Family {
+  const char* name;
+  tilewise_device device;
+  cpu::Isa isa;    // of a CPU family
+  SmRange sm;      // of a CUDA family
+  Dtypes dtypes;   // what it computes
+  Dtypes gains;    // where it is faster than the family before it on the same device
+  bool forward;
+  bool backward;
+  int32_t max_head_dim;  // of q and k, and of v
+  const char* requires_;
+};
+
+inline constexpr Dtypes kNone = Dtypes::of();
+inline constexpr Dtypes kReduced = Dtypes::of(TILEWISE_FLOAT16, TILEWISE_BFLOAT16);
+inline constexpr Dtypes kCpuDtypes =
+    Dtypes::of(TILEWISE_FLOAT32, TILEWISE_FLOAT16, TILEWISE_BFLOAT16);
+
+constexpr Family cpu_family(const char* name, cpu::Isa isa, Dtypes gains, const char* requires_) {
+  return {name,  TILEWISE_CPU, isa,  {},   kCpuDtypes,
+          gains, true,         true, static_cast<int32_t>(cpu::kMaxHeadDim), requires_};
+}
+
+// Of one device, families that are slower come first.
+inline constexpr std::array kManifest = {
+    cpu_family("cpu.portable", cpu::Isa::portable, kCpuDtypes, "nothing: runs anywhere"),
+    cpu_family("cpu.avx2", cpu::Isa::avx2, kCpuDtypes, "AVX2, FMA and F16C"),
+    cpu_family("cpu.avx512", cpu::Isa::avx512, kCpuDtypes, "AVX-512 F, BW, DQ and VL"),
+    cpu_family("cpu.avx512_bf16", cpu::Isa::avx512_bf16, Dtypes::of(TILEWISE_BFLOAT16),
+               "AVX512-BF16"),
+    cpu_family("cpu.amx", cpu::Isa::amx, kReduced, "AMX-TILE and AMX-BF16"),
+};
+
+constexpr int32_t kManifestRows = static_cast<int32_t>(kManifest.size());
+
+// The row of a CPU family; the manifest lists them in the order of the enumeration.
+constexpr const Family& cpu_row(cpu::Isa isa) { return kManifest[static_cast<std::size_t>(isa)]; }
+
+static_assert([] {
+  for (std::size_t i = 0; i < cpu::kIsaNames.size(); ++i) {
+    if (kManifest[i].device != TILEWISE_CPU || kManifest[i].isa != static_cast<cpu::Isa>(i))
+      return false;
+  }
+  return true;
+}());
+
+}  // namespace tilewise::dispatch
