@@ -5,7 +5,7 @@
 #   tools/setup.sh cmake VENV     CMake >= 3.25 and Ninja, from PyPI where the machine has none
 #   tools/setup.sh compiler       prints the C++20 compiler to use: GCC >= 12 or Clang >= 14
 #   tools/setup.sh gtest          GoogleTest headers and library
-#   tools/setup.sh apt PACKAGE... Debian packages
+#   tools/setup.sh clang          Clang with its sanitizers and libFuzzer
 #
 # PYTHON and CXX, where set, decide which interpreter and compiler are taken.
 set -euo pipefail
@@ -110,11 +110,19 @@ get_gtest() {
   printf '#include <gtest/gtest.h>\n' | "$(find_compiler)" -std=c++20 -E -x c++ - >/dev/null 2>&1 || apt_install libgtest-dev
 }
 
+get_clang() {
+  local program='#include <cstdint>
+    #include <cstddef>
+    extern "C" int LLVMFuzzerTestOneInput(const uint8_t*, size_t) { return 0; }'
+  clang++ -fsanitize=fuzzer,address,undefined -x c++ - -o /dev/null <<<"$program" 2>/dev/null ||
+    apt_install clang libclang-rt-dev
+}
+
 case ${1:-} in
   venv) make_venv "${2:?directory}" ;;
   cmake) get_cmake "${2:?directory}" ;;
   compiler) find_compiler ;;
   gtest) get_gtest ;;
-  apt) shift && apt_install "$@" ;;
-  *) fail "unknown step '${1:-}'; one of: venv, cmake, compiler, gtest, apt" ;;
+  clang) get_clang ;;
+  *) fail "unknown step '${1:-}'; one of: venv, cmake, compiler, gtest, clang" ;;
 esac
