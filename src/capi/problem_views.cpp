@@ -5,36 +5,50 @@ namespace tilewise::capi {
 View rows_view(const char* name, const tilewise_tensor& t, const Problem& p, int64_t columns,
                Access access) {
   const bool varlen = p.cu_seqlens_q != nullptr;
-  return {name, t.data,
+  return {name,
+          t.data,
           {{{"stride_batch", varlen ? 1 : p.batch, t.stride_batch},
             {"stride_row", p.seqlen_q, t.stride_row},
             {"stride_head", p.heads_q, t.stride_head}}},
-          p.batch == 0 && !varlen ? 0 : columns, element_bytes(p.dtype), access};
+          p.batch == 0 && !varlen ? 0 : columns,
+          element_bytes(p.dtype),
+          access};
 }
 
 View keys_view(const char* name, const tilewise_tensor& t, const Problem& p, int64_t columns) {
   const bool paged = p.block_table != nullptr;
   const bool varlen = !paged && p.cu_seqlens_k != nullptr;
-  return {name, t.data,
-          {{{"stride_batch", paged ? p.pages : varlen ? 1 : p.kv_batch, t.stride_batch},
+  return {name,
+          t.data,
+          {{{"stride_batch",
+             paged    ? p.pages
+             : varlen ? 1
+                      : p.kv_batch,
+             t.stride_batch},
             {"stride_row", paged ? p.page_size : p.seqlen_k, t.stride_row},
             {"stride_head", p.heads_kv, t.stride_head}}},
-          columns, element_bytes(p.dtype), Access::read};
+          columns,
+          element_bytes(p.dtype),
+          Access::read};
 }
 
 View lse_view(const char* name, const float* data, int64_t stride_batch, int64_t stride_head,
               const Problem& p, Access access) {
   const bool varlen = p.cu_seqlens_q != nullptr;
-  return {name, data,
+  return {name,
+          data,
           {{{"stride_batch", varlen ? 1 : p.batch, stride_batch},
-            {"stride_head", p.heads_q, stride_head}, {"", 1, 0}}},
-          p.seqlen_q, 4, access};
+            {"stride_head", p.heads_q, stride_head},
+            {"", 1, 0}}},
+          p.seqlen_q,
+          4,
+          access};
 }
 
 View dkeys_view(const char* name, const tilewise_tensor& t, const Problem& p, int64_t columns) {
   View view = keys_view(name, t, p, columns);
   view.access = Access::write;
-  if (p.block_table != nullptr) {
+  if (p.block_table != nullptr || p.kv_batch_idx != nullptr) {
     view.dimensions[0].size = p.batch;
     view.dimensions[1].size = key_capacity(p);
   }

@@ -13,7 +13,8 @@ View rows_view(const char* name, const tilewise_tensor& t, const Problem& p, int
 // k and v, as far as they are read: dense, variable length or paged.
 View keys_view(const char* name, const tilewise_tensor& t, const Problem& p, int64_t columns);
 
-// dk and dv: as k and v, with one row per key of each sequence for a paged cache.
+// dk and dv: as k and v, with one row per key of each sequence when sequences choose their keys
+// (block_table, kv_batch_idx).
 View dkeys_view(const char* name, const tilewise_tensor& t, const Problem& p, int64_t columns);
 
 // lse and dlse: [B, Hq, Sq] or [Hq, T], rows contiguous.

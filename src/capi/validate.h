@@ -22,7 +22,7 @@ void check_device(int32_t device, int32_t device_index);
 void check_parallel(const tilewise_parallel* parallel);
 
 // Entries of cu_seqlens, seqused, block_table, kv_batch_idx and leftpad_k.
-void check_index_arrays(const Problem& problem, int32_t pass);
+void check_index_arrays(const Problem& problem);
 
 // The pieces that attention and append share. A batch of 0 has one entry in cu_seqlens, 0.
 void check_cu_seqlens(const char* name, const int32_t* cu_seqlens, int64_t batch, int64_t rows,

@@ -43,9 +43,12 @@ void check_cache(Append& a) {
     check_range("block_table_width", a.block_table_width, 0, kMaxRows);
     check_rows("pages * page_size * heads_kv", a.pages, a.page_size, a.heads_kv);
     check_rows("batch * block_table_width * page_size", a.batch, a.block_table_width, a.page_size);
-    check_layout({"block_table", nullptr, {{{"stride", a.batch, a.block_table_stride},
-                                            {"", 1, 0}, {"", 1, 0}}},
-                  a.block_table_width, 4, Access::read});
+    check_layout({"block_table",
+                  nullptr,
+                  {{{"stride", a.batch, a.block_table_stride}, {"", 1, 0}, {"", 1, 0}}},
+                  a.block_table_width,
+                  4,
+                  Access::read});
     check_aligned("block_table", a.block_table, 4);
     return;
   }
@@ -63,20 +66,26 @@ void check_cache(Append& a) {
 
 View rows_view(const char* name, const tilewise_tensor& t, const Append& a, int64_t rows,
                int64_t heads, bool varlen, int64_t columns, Access access) {
-  return {name, t.data,
+  return {name,
+          t.data,
           {{{"stride_batch", varlen ? 1 : a.batch, t.stride_batch},
             {"stride_row", rows, t.stride_row},
             {"stride_head", heads, t.stride_head}}},
-          columns, element_bytes(a.dtype), access};
+          columns,
+          element_bytes(a.dtype),
+          access};
 }
 
 View cache_view(const char* name, const tilewise_tensor& t, const Append& a, int64_t columns) {
   const bool paged = a.block_table != nullptr;
-  return {name, t.data,
+  return {name,
+          t.data,
           {{{"stride_batch", paged ? a.pages : a.kv_batch, t.stride_batch},
             {"stride_row", paged ? a.page_size : a.seqlen_k, t.stride_row},
             {"stride_head", a.heads_kv, t.stride_head}}},
-          columns, element_bytes(a.dtype), Access::write};
+          columns,
+          element_bytes(a.dtype),
+          Access::write};
 }
 
 void check_view(const View& view) {
@@ -93,8 +102,9 @@ void check_tensors(const Append& a) {
     const bool same_strides = a.q.stride_row == a.q_out.stride_row &&
                               a.q.stride_head == a.q_out.stride_head &&
                               (varlen || a.q.stride_batch == a.q_out.stride_batch);
-    require(a.q.data != a.q_out.data || same_strides,
-            "q_out has the data of q but other strides: in place, only the same strides are allowed");
+    require(
+        a.q.data != a.q_out.data || same_strides,
+        "q_out has the data of q but other strides: in place, only the same strides are allowed");
   }
   if (!appends(a)) return;
   const bool varlen = a.cu_seqlens_new != nullptr;
@@ -131,8 +141,8 @@ void check_positions(const Append& a, int64_t b, int64_t new_rows) {
   const int64_t q_rows = rotates_q(a) ? rows_of(a.cu_seqlens_q, a.seqlen_q, b) : 0;
   if (q_rows == 0 && new_rows == 0) return;
   const int64_t first = cpu::rotary_position(a, b);
-  require(first >= 0, a.rotary_seqlens != nullptr ? "rotary_seqlens" : "leftpad_k", " places sequence ",
-          b, " at position ", first, ": allowed is 0 or more");
+  require(first >= 0, a.rotary_seqlens != nullptr ? "rotary_seqlens" : "leftpad_k",
+          " places sequence ", b, " at position ", first, ": allowed is 0 or more");
   const int64_t q_steps = a.q_single_position != 0 && q_rows > 0 ? 1 : q_rows;
   const int64_t last = first + max(q_steps, new_rows) - 1;
   require(last < a.rotary_rows, "rotary_rows is ", a.rotary_rows, ": sequence ", b,
@@ -140,10 +150,11 @@ void check_positions(const Append& a, int64_t b, int64_t new_rows) {
 }
 
 void check_entries(const Append& a) {
-  for (const auto& [name, pointer] :
-       {std::pair{"cache_seqlens", a.cache_seqlens}, {"cu_seqlens_q", a.cu_seqlens_q},
-        {"cu_seqlens_new", a.cu_seqlens_new}, {"rotary_seqlens", a.rotary_seqlens},
-        {"leftpad_k", a.leftpad_k}}) {
+  for (const auto& [name, pointer] : {std::pair{"cache_seqlens", a.cache_seqlens},
+                                      {"cu_seqlens_q", a.cu_seqlens_q},
+                                      {"cu_seqlens_new", a.cu_seqlens_new},
+                                      {"rotary_seqlens", a.rotary_seqlens},
+                                      {"leftpad_k", a.leftpad_k}}) {
     check_aligned(name, pointer, 4);
   }
   if (a.cu_seqlens_q != nullptr) {
@@ -178,8 +189,7 @@ tilewise_kv_append validated_append(const tilewise_kv_append* given) {
   require(is_dtype(a.dtype), "dtype is ", a.dtype,
           ": 0 (float32), 1 (float16), 2 (bfloat16) or 3 (float8_e4m3) is allowed");
   if (a.device != TILEWISE_CPU || a.dtype == TILEWISE_FLOAT8_E4M3) {
-    refuse(TILEWISE_UNSUPPORTED, "append on device ", a.device, " with dtype ",
-           dtype_name(a.dtype),
+    refuse(TILEWISE_UNSUPPORTED, "append on device ", a.device, " with dtype ", dtype_name(a.dtype),
            ": this build appends on the CPU in float32, float16 and bfloat16");
   }
   check_parallel(a.parallel);

@@ -41,9 +41,12 @@ void check_cache(Problem& p) {
     check_rows("block_table_width * page_size * heads_q", p.block_table_width, p.page_size,
                p.heads_q);
     check_rows("batch * block_table_width * page_size", p.batch, p.block_table_width, p.page_size);
-    check_layout({"block_table", nullptr, {{{"stride", p.batch, p.block_table_stride},
-                                            {"", 1, 0}, {"", 1, 0}}},
-                  p.block_table_width, 4, Access::read});
+    check_layout({"block_table",
+                  nullptr,
+                  {{{"stride", p.batch, p.block_table_stride}, {"", 1, 0}, {"", 1, 0}}},
+                  p.block_table_width,
+                  4,
+                  Access::read});
     require(p.kv_batch_idx == nullptr,
             "kv_batch_idx is given together with block_table: only one of them is allowed");
     return;
@@ -74,16 +77,22 @@ void check_score(const Problem& p) {
             dtype_name(p.dtype), ", is allowed");
     const int64_t keys = p.max_seqlen_k > 0 ? p.max_seqlen_k : key_capacity(p);
     const int64_t rows = p.max_seqlen_q > 0 ? p.max_seqlen_q : p.seqlen_q;
-    check_layout({"bias", p.bias,
+    check_layout({"bias",
+                  p.bias,
                   {{{"stride_batch", p.batch, p.bias_stride_batch},
                     {"stride_head", p.heads_q, p.bias_stride_head},
                     {"stride_row", rows, p.bias_stride_row}}},
-                  keys, element_bytes(p.bias_dtype), Access::read});
+                  keys,
+                  element_bytes(p.bias_dtype),
+                  Access::read});
   }
   if (p.alibi_slopes != nullptr) {
-    check_layout({"alibi_slopes", p.alibi_slopes,
+    check_layout({"alibi_slopes",
+                  p.alibi_slopes,
                   {{{"stride_batch", p.batch, p.alibi_stride_batch}, {"", 1, 0}, {"", 1, 0}}},
-                  p.heads_q, 4, Access::read});
+                  p.heads_q,
+                  4,
+                  Access::read});
   }
 }
 
@@ -151,7 +160,7 @@ Problem validated_problem(const tilewise_attention* given, int32_t pass, Content
   check_views(p, pass, contents);
   if (contents == Contents::read) {
     check_option_pointers(p);
-    check_index_arrays(p, pass);
+    check_index_arrays(p);
   }
   return p;
 }

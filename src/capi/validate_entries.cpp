@@ -12,8 +12,8 @@ namespace {
 template <class... Parts>
 void check_entry(const char* name, int64_t index, int64_t value, int64_t highest,
                  const Parts&... what) {
-  require(value >= 0 && value <= highest, name, "[", index, "] is ", value,
-          ": allowed is 0 to ", highest, ", ", what...);
+  require(value >= 0 && value <= highest, name, "[", index, "] is ", value, ": allowed is 0 to ",
+          highest, ", ", what...);
 }
 
 // Rows that k and v hold for sequence b.
@@ -75,14 +75,15 @@ void check_cu_seqlens(const char* name, const int32_t* cu_seqlens, int64_t batch
     require(cu_seqlens[b + 1] >= cu_seqlens[b], name, "[", b + 1, "] is ", cu_seqlens[b + 1],
             ": not less than the entry before it, ", cu_seqlens[b], ", is allowed");
   }
-  require(cu_seqlens[batch] <= rows, name, "[", batch, "] is ", cu_seqlens[batch],
-          ": at most ", rows_name, ", which is ", rows, ", is allowed");
+  require(cu_seqlens[batch] <= rows, name, "[", batch, "] is ", cu_seqlens[batch], ": at most ",
+          rows_name, ", which is ", rows, ", is allowed");
 }
 
 void check_kv_batch_idx(const int32_t* kv_batch_idx, int64_t batch, int64_t kv_batch) {
   for (int64_t b = 0; b < batch; ++b) {
     require(kv_batch_idx[b] >= 0 && kv_batch_idx[b] < kv_batch, "kv_batch_idx[", b, "] is ",
-            kv_batch_idx[b], ": from 0 and less than kv_batch, which is ", kv_batch, ", is allowed");
+            kv_batch_idx[b], ": from 0 and less than kv_batch, which is ", kv_batch,
+            ", is allowed");
   }
 }
 
@@ -97,7 +98,7 @@ void check_distinct(const int32_t* kv_batch_idx, int64_t batch) {
   const int64_t first = same(0);
   const int64_t second = same(first + 1);
   refuse(TILEWISE_INVALID_ARGUMENT, "kv_batch_idx[", second, "] is ", *twice, " as kv_batch_idx[",
-         first, "] is: where rows of the cache are written, every sequence needs its own");
+         first, "] is: when keys are appended, every sequence needs rows of its own");
 }
 
 void check_pages(const int32_t* block_table, int64_t stride, int64_t sequence, Range keys,
@@ -111,13 +112,9 @@ void check_pages(const int32_t* block_table, int64_t stride, int64_t sequence, R
   }
 }
 
-void check_index_arrays(const Problem& p, int32_t pass) {
+void check_index_arrays(const Problem& p) {
   check_query_entries(p);
-  if (p.kv_batch_idx != nullptr) {
-    check_kv_batch_idx(p.kv_batch_idx, p.batch, p.kv_batch);
-    // Sequences that read the same rows would all write their gradient.
-    if (pass == TILEWISE_PASS_BACKWARD) check_distinct(p.kv_batch_idx, p.batch);
-  }
+  if (p.kv_batch_idx != nullptr) check_kv_batch_idx(p.kv_batch_idx, p.batch, p.kv_batch);
   check_key_entries(p);
 }
 

@@ -39,11 +39,14 @@ void check_dbias(const Gradients& g, const Problem& p, Contents contents) {
     require(g.dbias_rows >= p.seqlen_q, "dbias_rows is ", g.dbias_rows,
             ": at least seqlen_q, which is ", p.seqlen_q, ", is allowed");
   }
-  check_wanted({"dbias", g.dbias,
+  check_wanted({"dbias",
+                g.dbias,
                 {{{"stride_batch", g.dbias_stride_batch != 0 ? p.batch : 1, g.dbias_stride_batch},
                   {"stride_head", g.dbias_stride_head != 0 ? p.heads_q : 1, g.dbias_stride_head},
                   {"stride_row", g.dbias_stride_row != 0 ? g.dbias_rows : 1, g.dbias_stride_row}}},
-                g.dbias_keys, 4, Access::write},
+                g.dbias_keys,
+                4,
+                Access::write},
                contents);
 }
 

@@ -78,28 +78,36 @@ void check_aligned(const char* name, const void* pointer, int64_t bytes) {
 
 void check_rows(const char* names, int64_t a, int64_t b, int64_t c) {
   int64_t product = 0;
-  const bool fits = checked_mul(a, b, &product) && checked_mul(product, c, &product) &&
-                    product <= kMaxRows;
+  const bool fits =
+      checked_mul(a, b, &product) && checked_mul(product, c, &product) && product <= kMaxRows;
   require(fits, names, " is ", a, " * ", b, " * ", c, ": allowed is at most ", kMaxRows,
           " together");
 }
 
 int64_t element_bytes(int32_t dtype) {
   switch (dtype) {
-    case TILEWISE_FLOAT32: return 4;
+    case TILEWISE_FLOAT32:
+      return 4;
     case TILEWISE_FLOAT16:
-    case TILEWISE_BFLOAT16: return 2;
-    default: return 1;
+    case TILEWISE_BFLOAT16:
+      return 2;
+    default:
+      return 1;
   }
 }
 
 const char* dtype_name(int32_t dtype) {
   switch (dtype) {
-    case TILEWISE_FLOAT32: return "float32";
-    case TILEWISE_FLOAT16: return "float16";
-    case TILEWISE_BFLOAT16: return "bfloat16";
-    case TILEWISE_FLOAT8_E4M3: return "float8_e4m3";
-    default: return "unknown";
+    case TILEWISE_FLOAT32:
+      return "float32";
+    case TILEWISE_FLOAT16:
+      return "float16";
+    case TILEWISE_BFLOAT16:
+      return "bfloat16";
+    case TILEWISE_FLOAT8_E4M3:
+      return "float8_e4m3";
+    default:
+      return "unknown";
   }
 }
 

@@ -49,7 +49,8 @@ Device this_cpu(int32_t threads);
 // sentence that says why not, empty when it is done.
 std::string select_isa(const char* name);
 
-// Why TILEWISE_CPU cannot be honoured; empty when it can, is not set, or was overruled by select_isa.
+// Why TILEWISE_CPU cannot be honoured; empty when it can, is not set, or was overruled by
+// select_isa.
 std::string environment_problem();
 
 }  // namespace tilewise::dispatch

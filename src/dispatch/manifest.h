@@ -35,10 +35,10 @@ struct SmRange {
 struct Family {
   const char* name;
   tilewise_device device;
-  cpu::Isa isa;    // of a CPU family
-  SmRange sm;      // of a CUDA family
-  Dtypes dtypes;   // what it computes
-  Dtypes gains;    // where it is faster than the family before it on the same device
+  cpu::Isa isa;   // of a CPU family
+  SmRange sm;     // of a CUDA family
+  Dtypes dtypes;  // what it computes
+  Dtypes gains;   // where it is faster than the family before it on the same device
   bool forward;
   bool backward;
   int32_t max_head_dim;  // of q and k, and of v
@@ -51,8 +51,10 @@ inline constexpr Dtypes kCpuDtypes =
     Dtypes::of(TILEWISE_FLOAT32, TILEWISE_FLOAT16, TILEWISE_BFLOAT16);
 
 constexpr Family cpu_family(const char* name, cpu::Isa isa, Dtypes gains, const char* requires_) {
-  return {name,  TILEWISE_CPU, isa,  {},   kCpuDtypes,
-          gains, true,         true, static_cast<int32_t>(cpu::kMaxHeadDim), requires_};
+  return {name,     TILEWISE_CPU, isa,
+          {},       kCpuDtypes,   gains,
+          true,     true,         static_cast<int32_t>(cpu::kMaxHeadDim),
+          requires_};
 }
 
 // Of one device, families that are slower come first.

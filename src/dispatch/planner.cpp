@@ -61,8 +61,9 @@ Decision plan_cuda(const Problem& p, const Gradients* gradients, const Device& d
     decision.family = &*row;
     return decision;
   }
-  const std::string where = device.sm > 0 ? "device is CUDA (sm_" + std::to_string(device.sm) + "): "
-                                          : "device is CUDA: ";
+  const std::string where = device.sm > 0
+                                ? "device is CUDA (sm_" + std::to_string(device.sm) + "): "
+                                : "device is CUDA: ";
   return refused(where + "this build has no CUDA kernel for a " + request_text(p, gradients) +
                  "; tensors in the memory of the CPU are allowed");
 }
@@ -71,8 +72,7 @@ Decision plan_cpu(const Problem& p, const Gradients* gradients, const Device& de
   const Family& family = cpu_row(instruction_set(device));
   if (!serves(family, p, gradients)) {
     return refused(std::string("device is CPU: no CPU kernel computes a ") +
-                   request_text(p, gradients) +
-                   "; float32, float16 and bfloat16 up to head_dim " +
+                   request_text(p, gradients) + "; float32, float16 and bfloat16 up to head_dim " +
                    std::to_string(family.max_head_dim) + " are allowed");
   }
   Decision decision;
@@ -95,10 +95,14 @@ Decision plan(const Problem& problem, const Gradients* gradients, const Device& 
 
 const char* short_dtype(int32_t dtype) {
   switch (dtype) {
-    case TILEWISE_FLOAT32: return "f32";
-    case TILEWISE_FLOAT16: return "f16";
-    case TILEWISE_BFLOAT16: return "bf16";
-    default: return "f8";
+    case TILEWISE_FLOAT32:
+      return "f32";
+    case TILEWISE_FLOAT16:
+      return "f16";
+    case TILEWISE_BFLOAT16:
+      return "bf16";
+    default:
+      return "f8";
   }
 }
 

@@ -1,0 +1,350 @@
+/* Tilewise for C++20: a thin, header-only layer over the C ABI in tilewise.h.
+ *
+ * Copyright (c) 2026 The Tilewise authors. BSD-3-Clause.
+ *
+ *     std::vector<float> q(2 * 128 * 8 * 64), out(q.size());      // [batch, row, head, column]
+ *     tilewise::ConstTensor in = tilewise::view(q, {2, 128, 8, 64});
+ *     tilewise::attention(in, in, in, tilewise::view(out, {2, 128, 8, 64}), {.causal = true});
+ *
+ * Views check their rank and that they stay inside the memory they are given; everything else is
+ * checked by the library. Whatever goes wrong is thrown as tilewise::Error. For the full set of
+ * options fill in the struct that `describe` returns: this layer hides nothing.
+ */
+#ifndef TILEWISE_TILEWISE_HPP
+#define TILEWISE_TILEWISE_HPP
+
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <new>
+#include <optional>
+#include <ranges>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "tilewise/tilewise.h"
+
+namespace tilewise {
+
+class Error : public std::runtime_error {
+ public:
+  Error(tilewise_status status, const std::string& message)
+      : std::runtime_error(message), status_(status) {}
+  tilewise_status status() const noexcept { return status_; }
+
+ private:
+  tilewise_status status_;
+};
+
+// Turns a status of the C ABI into an exception.
+inline void check(tilewise_status status) {
+  if (status != TILEWISE_OK) throw Error(status, tilewise_last_error());
+}
+
+// The dtype of an element type. Specialise it for the 16-bit types of a program:
+//     template <> inline constexpr tilewise_dtype tilewise::dtype_of<my_bf16> = TILEWISE_BFLOAT16;
+template <class T>
+inline constexpr tilewise_dtype dtype_of = T::no_dtype_is_known_for_this_type;
+template <>
+inline constexpr tilewise_dtype dtype_of<float> = TILEWISE_FLOAT32;
+
+// A view of 4 dimensions [batch, row, head, column], or 3 [row, head, column] for variable length.
+// Strides count elements; the last one is 1. It owns nothing.
+template <class Pointer>
+struct BasicTensor {
+  Pointer data = nullptr;
+  tilewise_dtype dtype = TILEWISE_FLOAT32;
+  int rank = 0;
+  std::array<int64_t, 4> sizes{};  // of a view of rank 3 the first entry is not used
+  std::array<int64_t, 4> strides{};
+
+  int64_t batch() const { return sizes[0]; }
+  int64_t rows() const { return sizes[1]; }
+  int64_t heads() const { return sizes[2]; }
+  int64_t columns() const { return sizes[3]; }
+
+  // What may be written may be read.
+  operator BasicTensor<const void*>() const { return {data, dtype, rank, sizes, strides}; }
+
+  // As the C ABI takes it; inputs are not written.
+  tilewise_tensor raw() const {
+    return {const_cast<void*>(static_cast<const void*>(data)), strides[0], strides[1], strides[2]};
+  }
+};
+using Tensor = BasicTensor<void*>;
+using ConstTensor = BasicTensor<const void*>;
+
+using Sizes = std::initializer_list<int64_t>;
+
+namespace detail {
+
+[[noreturn]] inline void invalid(const std::string& sentence) {
+  throw Error(TILEWISE_INVALID_ARGUMENT, sentence);
+}
+
+template <class Pointer>
+BasicTensor<Pointer> make_view(Pointer data, tilewise_dtype dtype, Sizes sizes, Sizes strides) {
+  if (sizes.size() != 3 && sizes.size() != 4)
+    invalid("sizes has " + std::to_string(sizes.size()) + " entries: 3 or 4 are allowed");
+  if (strides.size() != 0 && strides.size() != sizes.size())
+    invalid("strides has " + std::to_string(strides.size()) + " entries: as many as sizes, " +
+            std::to_string(sizes.size()) + ", are allowed");
+  BasicTensor<Pointer> view;
+  view.data = data;
+  view.dtype = dtype;
+  view.rank = static_cast<int>(sizes.size());
+  const std::size_t first = 4 - sizes.size();
+  for (std::size_t i = 0; i < sizes.size(); ++i) view.sizes[first + i] = sizes.begin()[i];
+  int64_t packed = 1;
+  for (std::size_t i = 4; i-- > first;) {
+    if (view.sizes[i] < 0)
+      invalid("sizes has the entry " + std::to_string(view.sizes[i]) + ": 0 or more is allowed");
+    view.strides[i] = strides.size() != 0 ? strides.begin()[i - first] : packed;
+    if (__builtin_mul_overflow(packed, view.sizes[i], &packed))
+      invalid("sizes multiply to more than 64 bits can count");
+  }
+  if (view.strides[3] != 1)
+    invalid("the last stride is " + std::to_string(view.strides[3]) +
+            ": the columns have to be contiguous, 1 is allowed");
+  return view;
+}
+
+// The elements that the view touches lie in [0, count).
+template <class Pointer>
+void check_inside(const BasicTensor<Pointer>& view, std::size_t count) {
+  int64_t lowest = 0;
+  int64_t highest = 0;
+  for (std::size_t i = static_cast<std::size_t>(4 - view.rank); i < 4; ++i) {
+    if (view.sizes[i] == 0) return;
+    int64_t reach = 0;
+    int64_t& end = view.strides[i] < 0 ? lowest : highest;
+    if (__builtin_mul_overflow(view.sizes[i] - 1, view.strides[i], &reach) ||
+        __builtin_add_overflow(end, reach, &end))
+      invalid("sizes and strides reach further than 64 bits can count");
+  }
+  if (lowest < 0 || static_cast<std::size_t>(highest) >= count)
+    invalid("sizes and strides reach from element " + std::to_string(lowest) + " to " +
+            std::to_string(highest) + ": 0 to " + std::to_string(count) + " - 1 is allowed");
+}
+
+}  // namespace detail
+
+// Views of memory whose extent is known (std::vector, std::array, std::span), contiguous unless
+// strides are given.
+template <class Range>
+  requires std::ranges::borrowed_range<Range>  // not a temporary that owns its elements
+auto view(Range&& range, Sizes sizes, Sizes strides = {}) {
+  const std::span span(range);
+  using Element = typename decltype(span)::element_type;
+  using Pointer = std::conditional_t<std::is_const_v<Element>, const void*, void*>;
+  constexpr tilewise_dtype dtype = dtype_of<std::remove_const_t<Element>>;
+  const auto result = detail::make_view<Pointer>(span.data(), dtype, sizes, strides);
+  detail::check_inside(result, span.size());
+  return result;
+}
+
+// Views of memory whose extent only the caller knows.
+inline Tensor view(void* data, tilewise_dtype dtype, Sizes sizes, Sizes strides = {}) {
+  return detail::make_view(data, dtype, sizes, strides);
+}
+inline ConstTensor view(const void* data, tilewise_dtype dtype, Sizes sizes, Sizes strides = {}) {
+  return detail::make_view(data, dtype, sizes, strides);
+}
+
+// What is asked beside the tensors. Made for designated initialisers; everything is off by default.
+struct Options {
+  bool causal = false;                       // the same as window_right = 0
+  std::optional<int64_t> window_left = {};   // keys before the diagonal; none: no limit
+  std::optional<int64_t> window_right = {};  // keys after it
+  std::optional<float> scale = {};           // default: 1 / sqrt(head_dim)
+  float softcap = 0.0f;
+  float dropout_p = 0.0f;
+  uint64_t dropout_seed = 0;
+  uint64_t dropout_offset = 0;
+  std::span<const float> alibi_slopes = {};    // one per query head
+  std::span<const float> sinks = {};           // one per query head
+  std::span<const int32_t> cu_seqlens_q = {};  // with views of rank 3: batch + 1 entries
+  std::span<const int32_t> cu_seqlens_k = {};
+  std::span<const int32_t> seqused_k = {};  // keys in use of each sequence
+  int32_t num_splits = 0;
+  bool deterministic = false;
+  const tilewise_parallel* parallel = nullptr;
+};
+
+namespace detail {
+
+inline void check_size(const char* name, std::size_t given, int64_t wanted) {
+  if (given != 0 && static_cast<int64_t>(given) != wanted)
+    invalid(std::string(name) + " has " + std::to_string(given) +
+            " entries: " + std::to_string(wanted) + " are allowed");
+}
+
+template <class Left, class Right>
+void check_same(const char* what, const Left& left, const Right& right) {
+  if (left != right)
+    invalid(std::string(what) + " are " + std::to_string(left) + " and " + std::to_string(right) +
+            ": they have to be equal");
+}
+
+inline void check_shapes(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
+                         const ConstTensor& out, const Options& o) {
+  const int rank_q = o.cu_seqlens_q.empty() ? 4 : 3;
+  const int rank_k = o.cu_seqlens_k.empty() ? 4 : 3;
+  check_same("the rank of q and the rank it has with or without cu_seqlens_q", q.rank, rank_q);
+  check_same("the rank of k and the rank it has with or without cu_seqlens_k", k.rank, rank_k);
+  check_same("the ranks of k and v", k.rank, v.rank);
+  check_same("the ranks of q and out", q.rank, out.rank);
+  for (const ConstTensor* each : {&k, &v, &out})
+    check_same("the dtypes of q and another tensor", int{q.dtype}, int{each->dtype});
+  if (q.rank == 4) check_same("the batches of q and out", q.batch(), out.batch());
+  if (k.rank == 4) check_same("the batches of k and v", k.batch(), v.batch());
+  if (q.rank == 4 && k.rank == 4) check_same("the batches of q and k", q.batch(), k.batch());
+  check_same("the rows of q and out", q.rows(), out.rows());
+  check_same("the rows of k and v", k.rows(), v.rows());
+  check_same("the heads of q and out", q.heads(), out.heads());
+  check_same("the heads of k and v", k.heads(), v.heads());
+  check_same("the columns of q and k", q.columns(), k.columns());
+  check_same("the columns of v and out", v.columns(), out.columns());
+}
+
+}  // namespace detail
+
+// The struct of the C ABI for these tensors, on the CPU. `lse`, when not empty, is contiguous:
+// [batch, head, row], with cu_seqlens_q [head, row].
+inline tilewise_attention describe(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
+                                   const Tensor& out, const Options& options = {},
+                                   std::span<float> lse = {}) {
+  detail::check_shapes(q, k, v, out, options);
+  const bool varlen = !options.cu_seqlens_q.empty();
+  tilewise_attention a{};
+  a.struct_size = sizeof(a);
+  a.device = TILEWISE_CPU;
+  a.dtype = q.dtype;
+  a.batch = varlen                          ? static_cast<int64_t>(options.cu_seqlens_q.size()) - 1
+            : !options.cu_seqlens_k.empty() ? static_cast<int64_t>(options.cu_seqlens_k.size()) - 1
+                                            : q.batch();
+  if (!varlen) detail::check_same("the batches of q and of cu_seqlens_k", q.batch(), a.batch);
+  if (k.rank == 4) detail::check_same("the batches of k and of the problem", k.batch(), a.batch);
+  a.seqlen_q = q.rows();
+  a.seqlen_k = k.rows();
+  a.heads_q = q.heads();
+  a.heads_kv = k.heads();
+  a.head_dim = q.columns();
+  a.head_dim_v = v.columns();
+  a.q = q.raw();
+  a.k = k.raw();
+  a.v = v.raw();
+  a.out = out.raw();
+
+  const int64_t lse_rows = (varlen ? 1 : a.batch) * a.heads_q * a.seqlen_q;
+  detail::check_size("lse", lse.size(), lse_rows);
+  a.lse = lse.empty() ? nullptr : lse.data();
+  a.lse_stride_batch = a.heads_q * a.seqlen_q;
+  a.lse_stride_head = a.seqlen_q;
+
+  a.window_left = options.window_left.value_or(-1);
+  a.window_right = options.causal ? 0 : options.window_right.value_or(-1);
+  a.scale = options.scale.value_or(1.0f / std::sqrt(static_cast<float>(a.head_dim)));
+  a.softcap = options.softcap;
+  a.dropout_p = options.dropout_p;
+  a.dropout_seed = options.dropout_seed;
+  a.dropout_offset = options.dropout_offset;
+  detail::check_size("alibi_slopes", options.alibi_slopes.size(), a.heads_q);
+  detail::check_size("sinks", options.sinks.size(), a.heads_q);
+  detail::check_size("cu_seqlens_k", options.cu_seqlens_k.size(), a.batch + 1);
+  detail::check_size("seqused_k", options.seqused_k.size(), a.batch);
+  const auto pointer_or_null = [](auto span) { return span.empty() ? nullptr : span.data(); };
+  a.alibi_slopes = pointer_or_null(options.alibi_slopes);
+  a.sinks = pointer_or_null(options.sinks);
+  a.cu_seqlens_q = pointer_or_null(options.cu_seqlens_q);
+  a.cu_seqlens_k = pointer_or_null(options.cu_seqlens_k);
+  a.seqused_k = pointer_or_null(options.seqused_k);
+  a.num_splits = options.num_splits;
+  a.deterministic = options.deterministic ? 1 : 0;
+  a.parallel = options.parallel;
+  return a;
+}
+
+// What will run, and why.
+inline tilewise_plan_info plan(const tilewise_attention& attention,
+                               const tilewise_gradients* gradients = nullptr) {
+  tilewise_plan_info info{};
+  info.struct_size = sizeof(info);
+  check(tilewise_plan(&attention, gradients,
+                      gradients != nullptr ? TILEWISE_PASS_BACKWARD : TILEWISE_PASS_FORWARD,
+                      &info));
+  return info;
+}
+
+// Memory that grows to the largest workspace asked of it and is used again. One thread at a time.
+class Workspace {
+ public:
+  void* reserve(int64_t bytes) {
+    if (bytes > capacity_) {
+      memory_.reset();
+      capacity_ = 0;
+      memory_.reset(::operator new(static_cast<std::size_t>(bytes), kAlignment));
+      capacity_ = bytes;
+    }
+    return memory_.get();
+  }
+  int64_t capacity() const noexcept { return capacity_; }
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+  struct Free {
+    void operator()(void* memory) const { ::operator delete(memory, kAlignment); }
+  };
+  std::unique_ptr<void, Free> memory_;
+  int64_t capacity_ = 0;
+};
+
+inline void forward(const tilewise_attention& attention, Workspace& workspace) {
+  const int64_t bytes = plan(attention).workspace_bytes;
+  check(tilewise_forward(&attention, workspace.reserve(bytes), bytes));
+}
+
+inline void backward(const tilewise_attention& attention, const tilewise_gradients& gradients,
+                     Workspace& workspace) {
+  const int64_t bytes = plan(attention, &gradients).workspace_bytes;
+  check(tilewise_backward(&attention, &gradients, workspace.reserve(bytes), bytes));
+}
+
+// out = softmax(scale * q k^T) v in one call; pass a workspace to keep its memory between calls.
+inline void attention(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
+                      const Tensor& out, const Options& options, Workspace& workspace,
+                      std::span<float> lse = {}) {
+  forward(describe(q, k, v, out, options, lse), workspace);
+}
+inline void attention(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
+                      const Tensor& out, const Options& options = {}, std::span<float> lse = {}) {
+  Workspace workspace;
+  attention(q, k, v, out, options, workspace, lse);
+}
+
+// The gradients to ask for: empty views are not wanted.
+struct GradientViews {
+  ConstTensor dout;
+  Tensor dq = {};
+  Tensor dk = {};
+  Tensor dv = {};
+};
+
+inline tilewise_gradients describe(const GradientViews& views) {
+  tilewise_gradients g{};
+  g.struct_size = sizeof(g);
+  g.dout = views.dout.raw();
+  g.dq = views.dq.raw();
+  g.dk = views.dk.raw();
+  g.dv = views.dv.raw();
+  return g;
+}
+
+}  // namespace tilewise
+
+#endif  // TILEWISE_TILEWISE_HPP
