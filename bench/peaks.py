@@ -1,0 +1,79 @@
+"""Builds and runs peaks.cpp: the measured limits that benchmark results are divided by."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).with_name("peaks.cpp")
+
+# The limit a kernel of an instruction set is compared with, by dtype. On an AMX machine fp16 runs
+# as products of two bf16 halves, on the tile unit too.
+LIMITS = {
+    "portable": {"fp32": "portable.fma", "bf16": "portable.fma", "fp16": "portable.fma"},
+    "avx2": {"fp32": "avx2.fma", "bf16": "avx2.fma", "fp16": "avx2.fma"},
+    "avx512": {"fp32": "avx512.fma", "bf16": "avx512.fma", "fp16": "avx512.fma"},
+    "avx512_bf16": {"fp32": "avx512.fma", "bf16": "avx512_bf16.dot", "fp16": "avx512.fma"},
+    "amx": {"fp32": "avx512.fma", "bf16": "amx.tile", "fp16": "amx.tile"},
+}
+
+
+class PeaksError(RuntimeError):
+    """The program could not be built or run; the message says why."""
+
+
+def build(directory: Path | None = None) -> Path:
+    """Compiles peaks.cpp once per source text. Returns the program's path.
+
+    Raises:
+        PeaksError: no C++ compiler ($CXX, g++ or clang++), or it failed.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if not compiler:
+        raise PeaksError("no C++ compiler found: set CXX, or install g++ or clang++")
+    digest = hashlib.sha256(SOURCE.read_bytes() + compiler.encode()).hexdigest()[:16]
+    directory = directory or Path(tempfile.gettempdir()) / f"tilewise-bench-{os.getuid()}"
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    program = directory / f"peaks-{digest}"
+    if not program.exists():
+        partial = program.with_suffix(f".{os.getpid()}")
+        command = [compiler, "-O3", "-std=c++20", "-pthread", str(SOURCE), "-o", str(partial)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise PeaksError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
+        partial.replace(program)
+    return program
+
+
+def measure(threads: int, megabytes: int = 1024, *, repetitions: int = 15) -> dict[str, Any]:
+    """Runs the program on `threads` threads, reading `megabytes` of memory for the bandwidth.
+
+    Returns:
+        {"flops": {name: {"best", "median"}}, "read_bytes": {"best", "median"}, ...}, per second.
+
+    Raises:
+        PeaksError: it could not be built or run.
+    """
+    arguments = {"threads": threads, "megabytes": megabytes, "repetitions": repetitions}
+    command = [str(build())]
+    for name, value in arguments.items():
+        command += [f"--{name}", str(value)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise PeaksError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def limit(peaks: dict[str, Any], isa: str, dtype: str) -> tuple[str, float] | None:
+    """The measured limit for kernels of `isa` on `dtype`: (its name, flop per second)."""
+    name = LIMITS.get(isa, {}).get(dtype)
+    if name is None or name not in peaks["flops"]:
+        return None
+    return name, float(peaks["flops"][name]["best"])

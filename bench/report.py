@@ -1,0 +1,139 @@
+"""The benchmark's table: one line per case as soon as it is measured, and the tally of the bars."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from typing import Any
+
+import cases
+import peaks
+import torch
+from tilewise.cli.timing import Timing
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PASS, MISS, NO_BAR = "pass", "MISS", "-"
+
+
+def compare(case: dict[str, object], timings: dict[str, Timing], amount: float) -> dict[str, Any]:
+    """One result row: both timings, both rates (amount per second), and their ratio.
+
+    The ratio is that of the medians; `ratio_low` and `ratio_high` are its quartiles over the
+    repetitions, as far as both have several.
+    """
+    ours, theirs = timings["tilewise"], timings["torch"]
+    row: dict[str, Any] = {**case, "ratio": theirs.median / ours.median}
+    for name, timing in timings.items():
+        row[name] = {**timing.to_json(), "rate": amount / timing.median}
+    ratios = sorted(a / ours.median for a in theirs.kept)
+    if len(ratios) >= 3:
+        row["ratio_low"], _, row["ratio_high"] = statistics.quantiles(
+            ratios, n=4, method="inclusive"
+        )
+    return row
+
+
+class Table:
+    """Prints rows and counts bars.
+
+    Args:
+        isa: the instruction set in use; it decides the bars.
+        limits: what peaks.measure() returned.
+    """
+
+    def __init__(self, isa: str, limits: dict[str, Any]) -> None:
+        self.isa = isa
+        self.limits = limits
+        self.passed = 0
+        self.missed: list[str] = []
+        self._colour = sys.stdout.isatty()
+        self._section = ""
+
+    def header(self, machine: dict[str, Any]) -> None:
+        """What is measured on what, and the measured limits."""
+        print(
+            f"tilewise {machine['tilewise']} beside torch {machine['torch']} on {machine['cpu']}, "
+            f"{machine['threads']} threads, instruction set {self.isa}"
+        )
+        rates = [f"{n} {v['best'] / 1e9:.0f}" for n, v in self.limits["flops"].items()]
+        print("measured peaks, GFLOP/s: " + ", ".join(rates))
+        print(f"measured memory read: {self.limits['read_bytes']['best'] / 1e9:.1f} GB/s")
+
+    def attention(self, case: cases.Case, row: dict[str, Any]) -> dict[str, Any]:
+        """Prints a row of the grid; returns it with bar and share of the peak added."""
+        mask = "causal" if case.causal else "full"
+        which = "backward" if case.backward else "forward"
+        self._begin(
+            f"{case.dtype} {which}, D = {case.head_dim}",
+            f"{'N':>6} {'mask':<7}{'tilewise':>9}{'torch':>9}  GFLOP/s  {'ratio':>6} "
+            f"{'(spread)':<13}{'of peak':>8}{'bar':>6}",
+        )
+        ours, theirs = row["tilewise"], row["torch"]
+        limit = peaks.limit(self.limits, self.isa, case.dtype)
+        share = "-"
+        if limit:
+            row["limit"], row["share"] = limit[0], ours["rate"] / limit[1]
+            share = f"{100 * row['share']:.0f} %"
+        row["bar"] = cases.bar(case, self.isa)
+        mark = self._judge(case.name, row["ratio"], row["bar"])
+        bar = f"{row['bar']:.1f}" if row["bar"] else "-"
+        print(
+            f"{case.length:>6} {mask:<7}{ours['rate'] / 1e9:>9.0f}{theirs['rate'] / 1e9:>9.0f}"
+            f"{'':11}{row['ratio']:>6.2f} {self._spread(row):<13}{share:>8}{bar:>6} {mark}",
+            flush=True,
+        )
+        return row
+
+    def decode(self, case: cases.Decode, row: dict[str, Any]) -> dict[str, Any]:
+        """Prints a row of the decode table; the bar is a share of the memory bandwidth."""
+        self._begin(
+            f"decode: one query row, {case.length} keys, D = {case.head_dim}",
+            f"{'dtype':>6} {'heads':<7}{'tilewise':>9}{'torch':>9}  GB/s     {'ratio':>6} "
+            f"{'(spread)':<13}{'of read':>8}{'bar':>6}",
+        )
+        ours, theirs = row["tilewise"], row["torch"]
+        row["share"] = ours["rate"] / self.limits["read_bytes"]["best"]
+        row["bar"] = cases.DECODE_BAR
+        mark = self._judge(case.name, row["share"], row["bar"])
+        heads = f"{case.heads}/{case.kv_heads}"
+        print(
+            f"{case.dtype:>6} {heads:<7}{ours['rate'] / 1e9:>9.1f}{theirs['rate'] / 1e9:>9.1f}"
+            f"{'':11}{row['ratio']:>6.2f} {self._spread(row):<13}{100 * row['share']:>6.0f} %"
+            f"{row['bar'] * 100:>4.0f} % {mark}",
+            flush=True,
+        )
+        return row
+
+    def summary(self) -> None:
+        """How many bars were met, and which were not."""
+        total = self.passed + len(self.missed)
+        if total == 0:
+            print(f"\nno bars are set for instruction set {self.isa}")
+            return
+        print(f"\n{self.passed} of {total} bars met on {self.isa}")
+        if self.missed:
+            print("missed: " + "; ".join(self.missed))
+
+    def _begin(self, section: str, columns: str) -> None:
+        if section != self._section:
+            self._section = section
+            print(f"\n{section}\n{columns}")
+
+    def _judge(self, name: str, value: float, bar: float | None) -> str:
+        if bar is None:
+            return NO_BAR
+        # Printed with two digits, judged with two digits.
+        met = round(value, 2) >= bar
+        if met:
+            self.passed += 1
+        else:
+            self.missed.append(f"{name} ({value:.2f}, bar {bar:.1f})")
+        word = PASS if met else MISS
+        if not self._colour:
+            return word
+        return f"\033[{32 if met else 31}m{word}\033[0m"
+
+    @staticmethod
+    def _spread(row: dict[str, Any]) -> str:
+        worst = max(row["tilewise"]["spread"], row["torch"]["spread"])
+        return f"(±{50 * worst:.0f} %)" if row["torch"]["repetitions"] > 1 else "(one run)"

@@ -1,0 +1,361 @@
+"""Trains a small GPT on real text, with exact attention from Tilewise.
+
+By default the text is the source of Python's own standard library on this machine.
+
+  python examples/train_gpt.py                        300 steps, then a sample of what it learned
+  python examples/train_gpt.py --text book.txt --steps 1000 --out out/book
+  python examples/train_gpt.py --attention sdpa       the same model on another attention
+
+The first steps are also trained with naive attention from the same seed, and the losses compared:
+exact attention changes the memory and the time, not the training. Interrupted (Ctrl-C), it saves
+its state and ends; the same command continues. What it writes into --out: checkpoint.pt,
+losses.json, sample.txt and loss.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import corpus
+import figures
+import torch
+from gpt import ATTENTION, GPT, Config
+from tilewise.cli.progress import Progress
+from tilewise.cli.system import cpu_name, current_isa, training_device
+
+# Largest relative difference of a loss that rounding explains. Adam divides by the root of tiny
+# second moments, so differences of the last bit grow from step to step.
+SAME_LOSS = {"fp32": 1e-4, "bf16": 1e-2}
+INTERRUPTED = 130
+
+
+class Interrupt:
+    """Turns the first Ctrl-C (or a terminate signal) into a request to stop after the step."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+class Training:
+    """A model, its optimizer and how far it has come.
+
+    Everything random comes from (seed, step), so a run does not depend on where it was interrupted.
+    """
+
+    def __init__(self, options: argparse.Namespace, text: corpus.Corpus, attention: str) -> None:
+        self.options, self.text = options, text
+        torch.manual_seed(options.seed)
+        config = Config(
+            layers=options.layers,
+            width=options.width,
+            heads=options.heads,
+            kv_heads=options.kv_heads,
+            context=options.rows,
+        )
+        self.model = GPT(config, attention).to(options.device)
+        matrices = [p for p in self.model.parameters() if p.dim() == 2]
+        vectors = [p for p in self.model.parameters() if p.dim() != 2]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+            lr=options.learning_rate,
+            betas=(0.9, 0.95),
+            fused=True,
+        )
+        self.losses: list[float] = []
+        self.naive: list[float] = []
+        self.held_out: list[tuple[int, float]] = []
+
+    @property
+    def step_number(self) -> int:
+        """Steps done."""
+        return len(self.losses)
+
+    def autocast(self) -> torch.autocast:
+        """bf16 for the products, fp32 for weights and sums; nothing in fp32 training."""
+        low = self.options.dtype == "bf16"
+        return torch.autocast(self.options.device, torch.bfloat16, enabled=low)
+
+    def learning_rate(self) -> float:
+        """A short warm-up, then a half cosine down to a tenth."""
+        done, total = self.step_number, self.options.steps
+        warm = max(1, min(30, total // 10))
+        if done < warm:
+            return self.options.learning_rate * (done + 1) / warm
+        part = (done - warm) / max(1, total - warm)
+        cosine = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * part)).item())
+        return self.options.learning_rate * (0.1 + 0.9 * cosine)
+
+    def step(self) -> float:
+        """One batch, one update. Returns its loss."""
+        o = self.options
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate()
+        tokens, targets = self.text.batch(self.step_number, o.seed, o.batch, o.rows)
+        with self.autocast():
+            loss = self.model.loss(tokens.to(o.device), targets.to(o.device))
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.losses.append(loss.item())
+        return self.losses[-1]
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Loss on held-out text."""
+        o = self.options
+        tokens, targets = self.text.held_out_batch(max(8, o.batch), o.rows)
+        with self.autocast():
+            loss = self.model.loss(tokens.to(o.device), targets.to(o.device)).item()
+        self.held_out.append((self.step_number, loss))
+        return loss
+
+    def settings(self) -> dict[str, object]:
+        """What must be the same for a checkpoint to be continued. Attention may change."""
+        o = self.options
+        config = asdict(self.model.config)
+        names = ("dtype", "steps", "batch", "seed", "learning_rate")
+        return {**config, **{n: getattr(o, n) for n in names}, "text": self.text.source}
+
+    def save(self, path: Path) -> None:
+        """Writes the state beside `path`, then moves it there: a checkpoint is whole or absent."""
+        partial = path.with_suffix(".partial")
+        state = {
+            "settings": self.settings(),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "losses": self.losses,
+            "held_out": self.held_out,
+            "naive": self.naive,
+        }
+        with partial.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        history = {n: state[n] for n in ("losses", "held_out", "naive")}
+        history["machine"] = f"{cpu_name()}, {torch.get_num_threads()} threads"
+        path.with_name("losses.json").write_text(json.dumps(history))
+
+    def resume(self, path: Path) -> None:
+        """Continues from a checkpoint.
+
+        Raises:
+            ValueError: it was made with other settings; the message names them.
+        """
+        state = torch.load(path, map_location=self.options.device, weights_only=True)
+        asked, found = self.settings(), state["settings"]
+        different = [n for n in asked if asked[n] != found.get(n)]
+        if different:
+            what = "; ".join(f"{n} was {found.get(n)}, now {asked[n]}" for n in different)
+            raise ValueError(f"{path} cannot be continued: {what}. Use --fresh or another --out")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.losses, self.naive = list(state["losses"]), list(state["naive"])
+        self.held_out = [(int(s), float(v)) for s, v in state["held_out"]]
+
+    def sample(self, prompt: str, count: int) -> str:
+        """Text the model writes after `prompt`, one token at a time through the key/value cache."""
+        generator = torch.Generator(self.options.device).manual_seed(self.options.seed)
+        start = torch.tensor(list(prompt.encode()), device=self.options.device)
+        self.model.eval()
+        with self.autocast():
+            tokens = self.model.generate(start, count, generator=generator)
+        return bytes(tokens.tolist()).decode(errors="replace")
+
+
+def naive_losses(options: argparse.Namespace, text: corpus.Corpus) -> list[float]:
+    """Losses of the first steps with naive attention, from the same seed."""
+    twin = Training(options, text, "naive")
+    count = min(options.check_steps, options.steps)
+    with Progress(count, "naive attention") as bar:
+        for _ in range(count):
+            bar.update(loss=f"{twin.step():.4f}")
+    return twin.losses
+
+
+def losses_agree(options: argparse.Namespace, ours: list[float], naive: list[float]) -> bool:
+    """Prints both series side by side. True when they differ by no more than rounding."""
+    limit = SAME_LOSS[options.dtype]
+    worst = 0.0
+    print(f"\nThe same seed with {options.attention} and with naive attention ({options.dtype}):")
+    print(f"{'step':>6}{options.attention:>12}{'naive':>12}{'difference':>13}")
+    for step, (a, b) in enumerate(zip(ours, naive, strict=False), start=1):
+        worst = max(worst, abs(a - b) / abs(b))
+        print(f"{step:>6}{a:>12.6f}{b:>12.6f}{a - b:>13.1e}")
+    same = worst <= limit
+    verdict = "the same training" if same else "NOT the same training"
+    print(f"largest relative difference {worst:.1e}, allowed {limit:.0e}: {verdict}\n", flush=True)
+    return same
+
+
+def train(run: Training, path: Path, interrupt: Interrupt) -> str:
+    """Steps until done, interrupted or out of time; saves. Returns "done" or why it stopped."""
+    o = run.options
+    started = time.monotonic()
+    saved = started
+    tokens = o.batch * o.rows
+    with Progress(o.steps, "training", done=run.step_number) as bar:
+        while run.step_number < o.steps:
+            begin = time.perf_counter()
+            loss = run.step()
+            rate = tokens / (time.perf_counter() - begin)
+            bar.update(loss=f"{loss:.3f}", tokens=f"{rate:,.0f}/s")
+            if run.step_number == len(run.naive):
+                bar.pause()
+                if not losses_agree(o, run.losses, run.naive):
+                    return "different"
+            if run.step_number % o.evaluate_every == 0 or run.step_number == o.steps:
+                run.evaluate()
+            if time.monotonic() - saved > o.save_seconds:
+                run.save(path)
+                saved = time.monotonic()
+            if interrupt.requested or run.step_number == o.stop_after:
+                run.save(path)
+                return "interrupted"
+            if time.monotonic() - started > 60 * o.minutes:
+                break
+    if not run.held_out or run.held_out[-1][0] != run.step_number:
+        run.evaluate()
+    run.save(path)
+    return "done" if run.step_number == o.steps else "out of time"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line; exits with a sentence when it makes no sense."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--text", type=Path, metavar="FILE", help="what to learn (default: the standard library)")
+    add("--out", type=Path, default=Path("out/gpt"), metavar="DIR", help="default: out/gpt")
+    add("--attention", choices=sorted(ATTENTION), default="tilewise")
+    add("--dtype", choices=("auto", "fp32", "bf16"), default="auto", help="of the products")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--steps", type=int, default=300)
+    add("--batch", type=int, default=8, help="windows per step")
+    add("--rows", type=int, default=512, help="bytes per window: the context length")
+    add("--layers", type=int, default=4)
+    add("--width", type=int, default=256)
+    add("--heads", type=int, default=4)
+    add("--kv-heads", type=int, default=2)
+    add("--learning-rate", type=float, default=3e-3)
+    add("--seed", type=int, default=1)
+    add("--check-steps", type=int, default=8, help="first steps to repeat with naive attention")
+    add("--evaluate-every", type=int, default=25)
+    add("--save-seconds", type=float, default=30.0, help="seconds between checkpoints")
+    add("--minutes", type=float, default=60.0, help="train no longer than this, then sample")
+    add("--stop-after", type=int, default=-1, metavar="STEP", help="act as if interrupted there")
+    add("--fresh", action="store_true", help="ignore an existing checkpoint")
+    add("--prompt", default="def ", help="how the sample begins")
+    add("--sample", type=int, default=400, help="bytes to sample at the end")
+    options = parser.parse_args(arguments)
+    for name in (
+        "steps",
+        "batch",
+        "rows",
+        "layers",
+        "width",
+        "heads",
+        "kv_heads",
+        "evaluate_every",
+    ):
+        if getattr(options, name) < 1:
+            flag = name.replace("_", "-")
+            parser.error(f"--{flag} is {getattr(options, name)}, must be at least 1")
+    if not 1 <= len(options.prompt.encode()) <= options.rows:
+        parser.error(f"--prompt has {len(options.prompt.encode())} bytes, must have 1 to --rows")
+    options.device = training_device(options.device)
+    if options.dtype == "auto":
+        fast = options.device == "cuda" or current_isa() in ("avx512_bf16", "amx")
+        options.dtype = "bf16" if fast else "fp32"
+    return options
+
+
+def run(options: argparse.Namespace) -> int:
+    """Trains, checks, samples, plots. Returns the exit status."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "checkpoint.pt"
+    text = corpus.load(options.text, options.rows)
+    training = Training(options, text, options.attention)
+    weights = sum(p.numel() for p in training.model.parameters())
+    print(f"text: {text.source}")
+    print(
+        f"model: {weights / 1e6:.1f} M weights, {options.layers} layers, {options.heads} heads "
+        f"({options.kv_heads} for keys), context {options.rows}; {options.attention} attention, "
+        f"{options.dtype}, {options.device}, {torch.get_num_threads()} threads",
+        flush=True,
+    )
+    if path.exists() and not options.fresh:
+        training.resume(path)
+        print(f"continuing {path} at step {training.step_number} of {options.steps}")
+    with Interrupt() as interrupt:
+        if options.attention != "naive" and training.step_number < options.check_steps:
+            training.naive = naive_losses(options, text)
+        end = train(training, path, interrupt)
+    if end == "different":
+        return 1
+    if end == "interrupted":
+        print(f"\nstopped at step {training.step_number}, saved to {path}; run again to continue")
+        return INTERRUPTED
+    if end == "out of time":
+        print(f"--minutes {options.minutes:g} are over at step {training.step_number}")
+    finish(training)
+    return 0
+
+
+def finish(training: Training) -> None:
+    """Prints the sample and where the files are."""
+    o = training.options
+    step, loss = training.held_out[-1]
+    print(f"\nheld-out loss after {step} steps: {loss:.3f} nats per byte")
+    sample = training.sample(o.prompt, o.sample)
+    (o.out / "sample.txt").write_text(sample)
+    print(f"a sample, beginning with {o.prompt!r}:\n")
+    print("\n".join("    " + line for line in sample.splitlines()), end="\n\n")
+    if figures.available():
+        t = training
+        figures.loss_figure(t.losses, t.held_out, t.naive, o.out / "loss.png")
+        print(f"loss curve: {o.out / 'loss.png'}")
+    print(f"checkpoint: {o.out / 'checkpoint.pt'}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line entry."""
+    options = parse(arguments)
+    try:
+        return run(options)
+    except ValueError as error:
+        print(f"train_gpt: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

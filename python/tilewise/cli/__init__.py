@@ -1,0 +1,7 @@
+"""The command line: `tilewise doctor` and `tilewise bench` (also `python -m tilewise`)."""
+
+from __future__ import annotations
+
+from tilewise.cli.main import main
+
+__all__ = ["main"]

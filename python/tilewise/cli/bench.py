@@ -1,0 +1,213 @@
+"""`tilewise bench`: PyTorch's attention backends and ours side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilewise.cli import plot, tables
+from tilewise.cli.progress import Progress
+
+if TYPE_CHECKING:
+    from tilewise.cli.contestants import Problem
+
+EXAMPLES = """examples:
+  tilewise bench
+  tilewise bench --dtype bf16 --head-dim 128 --seqlens 512,2048,8192 --pass forward
+  tilewise bench --heads 16 --kv-heads 4 --full --backends tilewise,torch-flash
+  tilewise bench --json bench.json --plot bench.png
+
+Every backend gets the same tensors, takes turns with the others, and is given by its median. Peak
+memory is what the process needs beyond its inputs, measured in a process of its own.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the subcommand."""
+    parser = commands.add_parser(
+        "bench",
+        help="time and memory beside PyTorch's attention",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--seqlens", type=_lengths, default=[512, 1024, 2048, 4096], metavar="N,N,...")
+    add("--batch", type=_positive, default=1, metavar="B")
+    add("--heads", type=_positive, default=8, metavar="H")
+    add("--kv-heads", type=_positive, metavar="H", help="default: as many as --heads")
+    add("--head-dim", type=_positive, default=64, metavar="D")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
+    mask = parser.add_mutually_exclusive_group()
+    mask.add_argument("--causal", dest="causal", action="store_true", default=True)
+    mask.add_argument("--full", dest="causal", action="store_false", help="no mask")
+    add("--pass", dest="which", choices=("forward", "both"), default="both", help="default: both")
+    add("--backends", type=_names, metavar="NAME,...", help="default: all that run here")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--threads", type=_positive, metavar="T", help="default: PyTorch's choice")
+    add("--seconds", type=_seconds, default=0.5, metavar="S", help="per backend and length")
+    add("--no-memory", action="store_true", help="do not measure peak memory")
+    add("--json", type=Path, metavar="FILE", help="write the rows to FILE")
+    add("--plot", type=Path, metavar="FILE", help="draw them (.png, .svg or .pdf)")
+    parser.set_defaults(run=run)
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.lstrip("-").isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} given, must be a whole number of at least 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 600:
+        raise argparse.ArgumentTypeError(f"{text!r} given, must be above 0 and at most 600")
+    return value
+
+
+def _lengths(text: str) -> list[int]:
+    return sorted({_positive(part) for part in text.split(",")})
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures, prints, writes. Returns the exit status.
+
+    Raises:
+        ValueError: options that do not fit together.
+        ImportError: PyTorch is missing, or matplotlib when a plot is asked for.
+    """
+    try:
+        import torch
+    except ImportError:
+        raise ImportError("the benchmark compares with PyTorch, which is not installed") from None
+    if options.plot and not plot.available():
+        raise ImportError(plot.MISSING)
+    for file in (options.json, options.plot):
+        if file and not file.resolve().parent.is_dir():
+            raise ValueError(f"{file}: there is no folder {file.resolve().parent}")
+
+    from tilewise.cli import contestants, cost, system
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    problem = contestants.Problem(
+        dtype=options.dtype,
+        batch=options.batch,
+        heads=options.heads,
+        kv_heads=options.kv_heads or options.heads,
+        head_dim=options.head_dim,
+        causal=options.causal,
+        backward=options.which == "both",
+        device=system.training_device(options.device),
+    )
+    if problem.heads % problem.kv_heads:
+        raise ValueError(
+            f"--kv-heads is {problem.kv_heads}, must divide --heads, which is {problem.heads}"
+        )
+    backends = choose_backends(options.backends, contestants.ON_DEVICE[problem.device])
+    print(title(problem, system.device_name(problem.device), torch.get_num_threads()))
+    steps = len(options.seqlens) * (1 if options.no_memory else 2)
+    with Progress(steps, "measuring") as bar:
+        rows = cost.measure(
+            problem,
+            options.seqlens,
+            backends,
+            seconds=options.seconds,
+            memory=not options.no_memory,
+            progress=bar.update,
+        )
+    add_ratios(rows)
+    print_rows(rows)
+    if options.json:
+        write_json(options.json, rows, system.device_name(problem.device))
+    if options.plot:
+        draw(options.plot, rows, title(problem, system.device_name(problem.device)))
+        print(f"plot: {options.plot}")
+    return 0
+
+
+def choose_backends(asked: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+    """The backends to run.
+
+    Raises:
+        ValueError: a name is not known on this device.
+    """
+    for name in asked or ():
+        if name not in known:
+            raise ValueError(f"--backends names {name!r}; here there are {', '.join(known)}")
+    return list(asked or known)
+
+
+def title(problem: Problem, device: str, threads: int = 0) -> str:
+    """One line about the problem and where it runs."""
+    heads = f"{problem.heads} heads"
+    if problem.kv_heads != problem.heads:
+        heads += f" ({problem.kv_heads} for keys)"
+    which = "forward + backward" if problem.backward else "forward"
+    mask = "causal" if problem.causal else "full"
+    where = f"{device}, {threads} threads" if threads and problem.device == "cpu" else device
+    return (
+        f"{which}, {mask}, {problem.dtype}, batch {problem.batch}, {heads} of {problem.head_dim}, "
+        f"on {where}"
+    )
+
+
+def add_ratios(rows: list[dict[str, Any]]) -> None:
+    """Adds to every timed row how many times as long as ours it takes."""
+    ours = {r["length"]: r["seconds"] for r in rows if r["backend"] == "tilewise" and "rate" in r}
+    for row in rows:
+        if "rate" in row and row["length"] in ours:
+            row["times_ours"] = row["seconds"] / ours[row["length"]]
+
+
+def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """The table."""
+    lines, reasons, last = [], [], None
+    for row in rows:
+        length = str(row["length"]) if row["length"] != last else ""
+        last = row["length"]
+        if "left_out" in row:
+            lines.append([length, row["backend"], "-", "-", "-", "-", "-"])
+            reasons.append(f"N = {row['length']}, {row['backend']}: {row['left_out']}")
+            continue
+        peak = f"{row['peak_bytes'] / 1e6:.1f}" if "peak_bytes" in row else "-"
+        ratio = f"{row['times_ours']:.2f}" if "times_ours" in row else "-"
+        spread = f"±{50 * row['spread']:.0f} %"
+        cells = [f"{row['seconds'] * 1e3:.2f}", spread, f"{row['rate'] / 1e9:.0f}", ratio, peak]
+        lines.append([length, row["backend"], *cells])
+    head = ["N", "backend", "ms", "spread", "GFLOP/s", "time / ours", "peak MB"]
+    tables.show(head, lines, left=(1,), strong=lambda line: line[1] == "tilewise")
+    for reason in reasons:
+        print(f"left out: {reason}")
+
+
+def write_json(path: Path, rows: Sequence[dict[str, Any]], device: str) -> None:
+    """Rows and where they were measured."""
+    import torch
+
+    import tilewise
+
+    facts = {"device": device, "torch": torch.__version__, "tilewise": tilewise.__version__}
+    path.write_text(json.dumps({"machine": facts, "rows": list(rows)}, indent=1) + "\n")
+    print(f"results: {path}")
+
+
+def draw(path: Path, rows: Sequence[dict[str, Any]], heading: str) -> None:
+    """Speed, and memory if it was measured."""
+    has_memory = any("peak_bytes" in row for row in rows)
+    drawing, axes = plot.figure(2 if has_memory else 1, heading)
+    plot.speed(axes[0], rows, "speed, GFLOP/s")
+    if has_memory:
+        plot.over_length(axes[1], rows, "peak_bytes", "peak memory beyond the inputs, MB", 1e-6)
+    plot.save(drawing, path)

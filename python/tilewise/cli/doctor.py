@@ -1,0 +1,252 @@
+"""`tilewise doctor`: what runs on this machine, why, and whether it computes the right thing."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tilewise import _abi
+from tilewise._library import c_library
+from tilewise.cli import provenance, system, tables
+from tilewise.cli.progress import Progress
+
+EXAMPLES = """examples:
+  tilewise doctor                  everything, with the self-test
+  tilewise doctor --no-test        facts only
+  tilewise doctor --isa avx2       self-test of one instruction set
+  tilewise doctor --provenance     which kernels were run on which machine, which only compiled
+  tilewise doctor --json           the same for programs
+
+The self-test compares forward and gradients with an attention in double precision, for every
+instruction set this machine has, every dtype and a set of options. Exit status: 0 when all is well,
+1 when a check fails, 2 when the library cannot be loaded.
+"""
+
+# Head dimensions at which a kernel might change.
+HEAD_DIMS = (1, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the subcommand."""
+    parser = commands.add_parser(
+        "doctor",
+        help="what runs here and why, with a self-test",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--no-test", action="store_true", help="leave the self-test out")
+    add("--isa", metavar="NAME", help="test this instruction set only")
+    add("--provenance", action="store_true", help="where the kernels have been run")
+    add("--json", action="store_true", help="print JSON and nothing else")
+    add("--record", type=Path, metavar="FILE", help="add the passed checks to a provenance file")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints what is asked. Returns the exit status.
+
+    Raises:
+        ValueError: --isa names an instruction set that cannot be tested here.
+        ImportError: the library or NumPy is missing.
+    """
+    if options.provenance:
+        return show_provenance(options.json)
+    sets = system.instruction_sets()
+    isas = [name for name, available in sets if available]
+    if options.isa:
+        if options.isa not in isas:
+            raise ValueError(f"--isa is {options.isa!r}; this machine and build have {isas}")
+        isas = [options.isa]
+    facts = collect(sets)
+    if not options.json:
+        show(facts)
+    checks = [] if options.no_test else self_test(isas, quiet=options.json)
+    passed = all(check.passed for check in checks)
+    if options.json:
+        facts["self_test"] = [check.to_json() for check in checks]
+        facts["passed"] = passed
+        print(json.dumps(facts, indent=1))
+    elif checks:
+        show_checks(checks, [name for name, available in sets if not available])
+    if options.record:
+        count = provenance.record(options.record, checks)
+        if not options.json:
+            print(f"{count} records of this machine in {options.record}")
+    return 0 if passed else 1
+
+
+def collect(sets: list[tuple[str, bool]]) -> dict[str, Any]:
+    """Facts about machine, build and planner."""
+    gpu = system.cuda_device()
+    return {
+        "device": {
+            "cpu": system.cpu_name(),
+            "cores": system.cores(),
+            "threads": c_library().tilewise_cpu_threads(),
+            "cuda": gpu,
+        },
+        "library": system.library_path(),
+        "versions": system.versions(),
+        "instruction_sets": [{"name": n, "available": a} for n, a in sets],
+        "in_use": system.current_isa(),
+        "forced_by": os.environ.get("TILEWISE_CPU"),
+        "kernels": system.kernels(),
+        "serves": serves(),
+    }
+
+
+def serves() -> list[dict[str, Any]]:
+    """Which kernel the planner takes here, by dtype and range of head dimensions."""
+    rows: list[dict[str, Any]] = []
+    for dtype in DTYPES:
+        for head_dim in HEAD_DIMS:
+            forward, backward = (plan(dtype, head_dim, p) for p in (_abi.FORWARD, _abi.BACKWARD))
+            same = {
+                "dtype": dtype,
+                "forward": forward[0],
+                "backward": backward[0],
+                "why": forward[1] if forward[1] == backward[1] else f"{forward[1]}; {backward[1]}",
+            }
+            if rows and all(rows[-1][key] == value for key, value in same.items()):
+                rows[-1]["to_head_dim"] = head_dim
+            else:
+                first = rows[-1]["to_head_dim"] + 1 if rows and head_dim != HEAD_DIMS[0] else 1
+                rows.append({**same, "from_head_dim": first, "to_head_dim": head_dim})
+    return rows
+
+
+def plan(dtype: str, head_dim: int, which: int) -> tuple[str, str]:
+    """The planner's kernel and its reason for a plain problem; ("-", the refusal) without one."""
+    library = c_library()
+    a = _abi.sized(_abi.Attention)
+    a.device, a.dtype = _abi.CPU, _abi.DTYPES[dtype]
+    a.batch, a.seqlen_q, a.seqlen_k = 1, 1024, 1024
+    a.heads_q = a.heads_kv = 8
+    a.head_dim, a.scale = head_dim, 1.0
+    a.window_left = a.window_right = -1
+    row = 8 * head_dim
+    a.q = a.k = a.v = a.out = _abi.Tensor(None, 1024 * row, row, head_dim)
+    a.lse_stride_batch, a.lse_stride_head = 8 * 1024, 1024
+    g = _abi.sized(_abi.Gradients)
+    g.dout = g.dq = g.dk = g.dv = a.q
+    info = _abi.sized(_abi.PlanInfo)
+    gradients = ctypes.byref(g) if which == _abi.BACKWARD else None
+    status = library.tilewise_plan(ctypes.byref(a), gradients, which, ctypes.byref(info))
+    if status != _abi.OK:
+        return "-", library.tilewise_last_error().decode()
+    return info.kernel.decode(), info.why.decode()
+
+
+def show(facts: dict[str, Any]) -> None:
+    """Prints what collect() found."""
+    device = facts["device"]
+    print(
+        f"device            {device['cpu']}, {device['cores']} cores, {device['threads']} threads"
+    )
+    print(f"                  {gpu_line(facts)}")
+    for name in ("available", "missing here"):
+        wanted = name == "available"
+        names = [s["name"] for s in facts["instruction_sets"] if s["available"] == wanted]
+        label = "instruction sets  " if wanted else " " * 18
+        print(f"{label}{name}: {', '.join(names) or 'none'}")
+    forced = f" (TILEWISE_CPU={facts['forced_by']})" if facts["forced_by"] else ""
+    print(f"{'':18}in use: {facts['in_use']}{forced}")
+    versions = ", ".join(
+        f"{name} {version or 'not installed'}" for name, version in facts["versions"].items()
+    )
+    print(f"versions          {versions}")
+    print(f"library           {facts['library']}")
+    print("\nWhich kernel runs here:")
+    lines = [
+        [
+            r["dtype"],
+            f"{r['from_head_dim']}-{r['to_head_dim']}",
+            r["forward"],
+            r["backward"],
+            r["why"],
+        ]
+        for r in facts["serves"]
+    ]
+    head = ["dtype", "head dim", "forward", "backward", "why"]
+    tables.show(head, lines, left=range(len(head)))
+
+
+def gpu_line(facts: dict[str, Any]) -> str:
+    """One sentence about CUDA."""
+    gpu = facts["device"]["cuda"]
+    if gpu is None:
+        return (
+            "no CUDA device (as far as PyTorch can see)"
+            if facts["versions"]["torch"]
+            else ("CUDA not looked for: PyTorch is not installed")
+        )
+    usable = any(row["device"] == "cuda" and row["available"] for row in facts["kernels"])
+    return f"{gpu}: {'has kernels' if usable else 'this build has no kernels for it'}"
+
+
+def self_test(isas: list[str], *, quiet: bool) -> list[Any]:
+    """Runs the checks behind a progress bar.
+
+    Raises:
+        ImportError: NumPy is missing.
+    """
+    try:
+        from tilewise.cli import selftest
+    except ImportError as error:
+        if error.name != "numpy":
+            raise
+        raise ImportError("the self-test needs NumPy: install it, or use --no-test") from None
+    if quiet:
+        return list(selftest.run(isas))
+    print()
+    checks = []
+    with Progress(len(selftest.plan_of_checks(isas)), "self-test") as bar:
+        for check in selftest.run(isas):
+            checks.append(check)
+            bar.update(isa=check.isa, dtype=check.dtype)
+    return checks
+
+
+def show_checks(checks: list[Any], not_run: list[str]) -> None:
+    """The largest errors per instruction set and dtype, then every failure."""
+    names = ("out", "lse", "dq", "dk", "dv")
+    lines = []
+    for isa, dtype in dict.fromkeys((c.isa, c.dtype) for c in checks):
+        mine = [c for c in checks if (c.isa, c.dtype) == (isa, dtype)]
+        worst = [max((c.errors.get(n, 0.0) for c in mine), default=0.0) for n in names]
+        good = sum(c.passed for c in mine)
+        verdict = "pass" if good == len(mine) else "FAIL"
+        lines.append([isa, dtype, f"{good}/{len(mine)}", *(f"{w:.1e}" for w in worst), verdict])
+    print("\nSelf-test against double precision, largest error relative to the largest magnitude:")
+    head = ["instruction set", "dtype", "passed", *names, ""]
+    tables.show(head, lines, left=(0, 1, 8))
+    for name in not_run:
+        print(f"{name}: not run, this machine lacks it")
+    for check in checks:
+        if not check.passed:
+            print(f"FAILED {check.isa} {check.dtype} {check.setting}: {check.failure}")
+
+
+def show_provenance(as_json: bool) -> int:
+    """Prints where each kernel family of this build has been run."""
+    rows = provenance.status(provenance.load())
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    lines = []
+    for row in rows:
+        if not row["runs"]:
+            lines.append([row["kernel"], row["state"], "", "", ""])
+        for r in row["runs"]:
+            passed = f"{r['checks']} checks passed"
+            lines.append([row["kernel"], row["state"], r["machine"], r["date"], passed])
+    head = ["kernel", "state", "machine", "date", "self-test"]
+    tables.show(head, lines, left=range(len(head)))
+    return 0

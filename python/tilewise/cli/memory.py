@@ -1,0 +1,112 @@
+"""Peak memory of a piece of work, measured by the operating system.
+
+The process's high-water mark is reset, the work runs, the mark is read (Linux). The work runs in a
+child process of its own whose allocator gives every larger block back at once: otherwise memory
+kept from earlier work would hide what this work needs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+def can_measure() -> bool:
+    """Whether this system lets a process reset its high-water mark."""
+    return _CLEAR.exists() and os.access(_CLEAR, os.W_OK)
+
+
+def available() -> int:
+    """Bytes of memory that can be had without swapping; 0 when unknown."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def peak(work: Callable[[], object]) -> int:
+    """Bytes of resident memory that `work` needs beyond what is there before it."""
+    _CLEAR.write_text("5")
+    before = _status("VmRSS")
+    work()
+    return max(0, _status("VmHWM") - before)
+
+
+def measure(jobs: Sequence[dict[str, Any]], threads: int) -> Iterator[int | None]:
+    """Peak bytes of attention jobs (see run_job), one after the other in one child process.
+
+    Yields None for a job that failed (out of memory), and for all that follow it.
+    """
+    command = [sys.executable, "-m", "tilewise.cli.memory", str(threads)]
+    child = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert child.stdin is not None and child.stdout is not None
+    try:
+        for job in jobs:
+            line = ""
+            if child.poll() is None:
+                child.stdin.write(json.dumps(job) + "\n")
+                child.stdin.flush()
+                line = child.stdout.readline()
+            yield int(line) if line.strip() else None
+    finally:
+        child.stdin.close()
+        child.kill()
+        child.wait()
+        child.stdout.close()
+
+
+def run_job(job: dict[str, Any]) -> int:
+    """Peak bytes beyond the inputs of {"backend", "dtype", "shape", "causal", "backward", ...}."""
+    from tilewise.cli import contestants
+
+    problem = contestants.Problem(**job["problem"])
+    inputs = problem.inputs()
+    call = contestants.prepare(job["backend"], problem, inputs)
+    small = contestants.Problem(**{**job["problem"], "length": 64})
+    contestants.prepare(job["backend"], small, small.inputs())(0)  # thread stacks, code pages
+    return peak(lambda: call(0))
+
+
+def _status(name: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{_STATUS} has no {name}")
+
+
+def _give_back_at_once() -> None:
+    """Blocks of 64 KB and more are mapped from and returned to the system (glibc)."""
+    try:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)
+        libc.mallopt(_M_TRIM_THRESHOLD, 64 << 10)
+    except (OSError, AttributeError):
+        pass
+
+
+def _serve() -> None:
+    import torch
+
+    torch.set_num_threads(int(sys.argv[1]))
+    _give_back_at_once()
+    for line in sys.stdin:
+        print(run_job(json.loads(line)), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,253 @@
+"""The self-test of `tilewise doctor`: every instruction set of this machine against the oracle.
+
+It calls the C ABI through ctypes, so it needs NumPy only; bf16 values travel as 16-bit patterns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tilewise import _abi
+from tilewise._library import c_library
+from tilewise.cli import oracle, system
+from tilewise.cli.oracle import Array
+
+ALIGNMENT = 64
+# One rounding of the storage type. fp32: bound of the whole computation, relative to the largest
+# magnitude of the tensor. fp16, bf16: the result is rounded once, and so are the weights before
+# they meet v (and, backward, ds), hence a few roundings.
+BOUNDS = {
+    "float32": {"out": 1e-6, "lse": 1e-6, "dq": 2e-6, "dk": 2e-6, "dv": 2e-6},
+    "float16": {"out": 2e-3, "lse": 1e-3, "dq": 4e-3, "dk": 4e-3, "dv": 4e-3},
+    "bfloat16": {"out": 1.2e-2, "lse": 2e-3, "dq": 2.5e-2, "dk": 2.5e-2, "dv": 2.5e-2},
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A problem of the self-test."""
+
+    name: str
+    rows: int = 67
+    keys: int = 131
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    left: int = -1
+    right: int = -1
+    softcap: float = 0.0
+    alibi: bool = False
+    bias: bool = False
+    sinks: bool = False
+
+
+# Sizes lie off every tile's edge on purpose.
+SETTINGS = (
+    Setting("full"),
+    Setting("causal", rows=131, right=0),
+    Setting("window", left=40, right=3),
+    Setting("softcap", softcap=1.5, right=0),
+    Setting("alibi", alibi=True, right=0),
+    Setting("bias", bias=True),
+    Setting("sinks", sinks=True, left=20, right=0),
+    Setting("all options", left=50, right=9, softcap=2.0, alibi=True, bias=True, sinks=True),
+    Setting("more rows than keys", rows=90, keys=33, right=0),
+    Setting("decode", rows=1, keys=777, heads=8, head_dim=128, right=0),
+    Setting("head dim 1", head_dim=1),
+    Setting("head dim 80", head_dim=80, right=0),
+    Setting("head dim 256", rows=33, keys=65, head_dim=256, right=0),
+)
+
+
+@dataclass
+class Check:
+    """One run: errors relative to the largest magnitude, and whether all are within bounds."""
+
+    isa: str
+    dtype: str
+    setting: str
+    kernel: str = ""
+    errors: dict[str, float] = field(default_factory=dict)
+    failure: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """No failure."""
+        return not self.failure
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, and whether it passed."""
+        return {**asdict(self), "passed": self.passed}
+
+
+def plan_of_checks(isas: list[str]) -> list[tuple[str, str, Setting]]:
+    """What the self-test runs: instruction set, dtype, setting."""
+    return [(isa, dtype, s) for isa in isas for dtype in BOUNDS for s in SETTINGS]
+
+
+def run(isas: list[str]) -> Iterator[Check]:
+    """Runs the checks one by one; afterwards the instruction set is as it was before."""
+    for isa, dtype, setting in plan_of_checks(isas):
+        with system.forced_isa(isa):
+            yield check(isa, dtype, setting)
+
+
+def check(isa: str, dtype: str, setting: Setting) -> Check:
+    """Forward and backward of one setting on the instruction set in use."""
+    result = Check(isa, dtype, setting.name)
+    try:
+        problem = _Problem(dtype, setting)
+        result.kernel = problem.run()
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        result.failure = str(error)
+        return result
+    expected = problem.expected()
+    for name, bound in BOUNDS[dtype].items():
+        error = _error(problem.results[name], getattr(expected, name))
+        result.errors[name] = error
+        if not error <= bound and not result.failure:
+            result.failure = f"{name}: error {error:.1e}, allowed {bound:.1e}"
+    return result
+
+
+def _error(found: Array, expected: Array) -> float:
+    """Largest difference over the largest magnitude; infinite for a misplaced inf or NaN."""
+    finite = np.isfinite(expected)
+    if not np.array_equal(found[~finite], expected[~finite]):
+        return math.inf
+    if not np.isfinite(found[finite]).all():
+        return math.inf
+    scale = np.abs(expected[finite]).max(initial=0.0) or 1.0
+    return float(np.abs(found[finite] - expected[finite]).max(initial=0.0) / scale)
+
+
+def _encode(values: Array, dtype: str) -> Array:
+    """From float32 to storage: itself, float16, or the upper half of the bits, rounded to even."""
+    if dtype != "bfloat16":
+        return np.ascontiguousarray(values.astype(dtype))
+    bits = np.ascontiguousarray(values.astype(np.float32)).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _decode(stored: Array, dtype: str) -> Array:
+    """From storage to float64."""
+    if dtype == "bfloat16":
+        return (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return stored.astype(np.float64)
+
+
+class _Problem:
+    """Tensors of a setting in the storage type, and the two calls."""
+
+    def __init__(self, dtype: str, setting: Setting) -> None:
+        self.dtype, self.setting = dtype, setting
+        s, batch = setting, 2
+        random = np.random.default_rng(sum(setting.name.encode()))
+
+        def draw(*shape: int) -> Array:
+            return _encode(random.standard_normal(shape), dtype)
+
+        self.q = draw(batch, s.rows, s.heads, s.head_dim)
+        self.k = draw(batch, s.keys, s.kv_heads, s.head_dim)
+        self.v = draw(batch, s.keys, s.kv_heads, s.head_dim)
+        self.dout = draw(*self.q.shape)
+        self.slopes = _single(2.0 ** -np.arange(1, s.heads + 1)) if s.alibi else None
+        self.bias = _single(random.standard_normal((s.rows, s.keys))) if s.bias else None
+        self.sinks = _single(random.standard_normal(s.heads)) if s.sinks else None
+        self.scale = s.head_dim**-0.5
+        # Poisoned: what is not written shows.
+        self.out, self.dq = _poisoned(self.q), _poisoned(self.q)
+        self.dk, self.dv = _poisoned(self.k), _poisoned(self.v)
+        self.lse = np.full((batch, s.heads, s.rows), np.nan, np.float32)
+
+    @property
+    def results(self) -> dict[str, Array]:
+        """What the library has written, float64."""
+        low = {n: _decode(getattr(self, n), self.dtype) for n in ("out", "dq", "dk", "dv")}
+        return {**low, "lse": self.lse.astype(np.float64)}
+
+    def expected(self) -> oracle.Result:
+        """The same in double precision, from the rounded inputs."""
+        s = self.setting
+        options = oracle.Options(s.left, s.right, s.softcap, self.slopes, self.bias, self.sinks)
+        q, k, v, dout = (_decode(t, self.dtype) for t in (self.q, self.k, self.v, self.dout))
+        return oracle.attention(q, k, v, dout, float(np.float32(self.scale)), options)
+
+    def run(self) -> str:
+        """Forward, then backward. Returns the name of the forward kernel.
+
+        Raises:
+            ValueError, NotImplementedError, RuntimeError: the library's sentence.
+        """
+        library = c_library()
+        attention, gradients = self._attention(), self._gradients()
+        none = ctypes.POINTER(_abi.Gradients)()
+        plans = []
+        for which, given in ((_abi.FORWARD, none), (_abi.BACKWARD, ctypes.byref(gradients))):
+            plan = _abi.sized(_abi.PlanInfo)
+            status = library.tilewise_plan(
+                ctypes.byref(attention), given, which, ctypes.byref(plan)
+            )
+            _abi.check(library, status)
+            plans.append(plan)
+        workspace = np.empty(max(p.workspace_bytes for p in plans) + ALIGNMENT, np.uint8)
+        start = -workspace.ctypes.data % ALIGNMENT + workspace.ctypes.data
+        size = [p.workspace_bytes for p in plans]
+        status = library.tilewise_forward(ctypes.byref(attention), start, size[0])
+        _abi.check(library, status)
+        status = library.tilewise_backward(
+            ctypes.byref(attention), ctypes.byref(gradients), start, size[1]
+        )
+        _abi.check(library, status)
+        name: bytes = plans[0].kernel
+        return name.decode()
+
+    def _attention(self) -> Any:
+        s = self.setting
+        a = _abi.sized(_abi.Attention)
+        a.device, a.dtype = _abi.CPU, _abi.DTYPES[self.dtype]
+        a.batch, a.seqlen_q, a.seqlen_k = self.q.shape[0], s.rows, s.keys
+        a.heads_q, a.heads_kv, a.head_dim = s.heads, s.kv_heads, s.head_dim
+        a.q, a.k, a.v, a.out = (_view(t) for t in (self.q, self.k, self.v, self.out))
+        a.lse, a.lse_stride_batch, a.lse_stride_head = _lse(self.lse)
+        a.window_left, a.window_right = s.left, s.right
+        a.scale, a.softcap = self.scale, s.softcap
+        if self.slopes is not None:
+            a.alibi_slopes = self.slopes.ctypes.data
+        if self.bias is not None:
+            a.bias, a.bias_stride_row = self.bias.ctypes.data, s.keys
+            a.bias_dtype = _abi.DTYPES["float32"]
+        if self.sinks is not None:
+            a.sinks = self.sinks.ctypes.data
+        return a
+
+    def _gradients(self) -> Any:
+        g = _abi.sized(_abi.Gradients)
+        g.dout, g.dq, g.dk, g.dv = (_view(t) for t in (self.dout, self.dq, self.dk, self.dv))
+        return g
+
+
+def _single(values: Array) -> Array:
+    return np.ascontiguousarray(values, dtype=np.float32)
+
+
+def _poisoned(like: Array) -> Array:
+    made = np.empty_like(like)
+    made.view(np.uint8).fill(0xFF)  # a NaN in every one of the formats
+    return made
+
+
+def _view(array: Array) -> Any:
+    batch, row, head, _ = (stride // array.itemsize for stride in array.strides)
+    return _abi.Tensor(array.ctypes.data, batch, row, head)
+
+
+def _lse(array: Array) -> tuple[int, int, int]:
+    batch, head, _ = (stride // array.itemsize for stride in array.strides)
+    return array.ctypes.data, batch, head

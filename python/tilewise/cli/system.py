@@ -1,0 +1,182 @@
+"""Facts about this machine and this build of the library. Works without PyTorch."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilewise import _abi
+from tilewise._library import c_library
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+def cpu_name() -> str:
+    """The processor as it calls itself."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def instruction_sets() -> list[tuple[str, bool]]:
+    """CPU instruction sets in this build, best last, and whether this machine has them."""
+    library, found = c_library(), []
+    available = ctypes.c_int32()
+    while name := library.tilewise_cpu_isa(len(found), ctypes.byref(available)):
+        found.append((name.decode(), bool(available.value)))
+    return found
+
+
+def current_isa() -> str:
+    """The instruction set in use."""
+    name: bytes = c_library().tilewise_current_cpu()
+    return name.decode()
+
+
+@contextmanager
+def forced_isa(name: str) -> Iterator[None]:
+    """Uses one instruction set for a while.
+
+    Raises:
+        ValueError: the build or the machine lacks it.
+    """
+    library, before = c_library(), current_isa()
+    _abi.check(library, library.tilewise_select_cpu(name.encode()))
+    try:
+        yield
+    finally:
+        _abi.check(library, library.tilewise_select_cpu(before.encode()))
+
+
+def kernels() -> list[dict[str, Any]]:
+    """The support matrix: one row per kernel family and dtype."""
+    library, rows = c_library(), []
+    info = _abi.sized(_abi.KernelInfo)
+    while library.tilewise_kernel(len(rows), ctypes.byref(info)) == _abi.OK:
+        rows.append(
+            {
+                "kernel": info.name.decode(),
+                "device": _abi.DEVICE_NAMES[info.device],
+                "dtype": _abi.DTYPE_NAMES[info.dtype],
+                "max_head_dim": info.max_head_dim,
+                "forward": bool(info.forward),
+                "backward": bool(info.backward),
+                "available": bool(info.available),
+                "requires": info.requires_.decode(),
+            }
+        )
+    return rows
+
+
+def torch_or_none() -> ModuleType | None:
+    """PyTorch, if it is installed and loads."""
+    try:
+        import torch
+    except (ImportError, OSError):
+        return None
+    return torch
+
+
+def cuda_device() -> str | None:
+    """The name of the first CUDA device PyTorch can use; None without one."""
+    torch = torch_or_none()
+    if torch is None or not torch.cuda.is_available():
+        return None
+    return str(torch.cuda.get_device_name(0))
+
+
+def device_name(device: str) -> str:
+    """What to call the device in a title."""
+    return (cuda_device() or "CUDA device") if device == "cuda" else cpu_name()
+
+
+def training_device(asked: str) -> str:
+    """The device to use for "auto", "cpu" or "cuda".
+
+    CUDA is used only where this build has kernels for it, forward and backward; a machine with a
+    GPU that it cannot use is told so in one line.
+
+    Raises:
+        ValueError: "cuda" was asked for and cannot be used.
+    """
+    if asked == "cpu":
+        return "cpu"
+    gpu = cuda_device()
+    served = any(
+        row["device"] == "cuda" and row["available"] and row["forward"] and row["backward"]
+        for row in kernels()
+    )
+    if gpu and served:
+        return "cuda"
+    reason = f"this build has no kernels for {gpu}" if gpu else "there is no CUDA device here"
+    if asked == "cuda":
+        raise ValueError(f"--device cuda: {reason}")
+    if gpu:
+        print(f"{reason}: running on the CPU", flush=True)
+    return "cpu"
+
+
+def versions() -> dict[str, str | None]:
+    """Versions that a bug report needs; None for what is not installed."""
+    library = c_library()
+    found: dict[str, str | None] = {
+        "tilewise": library.tilewise_version().decode(),
+        "abi": str(library.tilewise_abi_version()),
+        "python": platform.python_version(),
+    }
+    found.update({name: _installed(name) for name in ("numpy", "torch")})
+    found["compiler"] = compiler()
+    found["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
+    found["libc"] = " ".join(platform.libc_ver()) or None
+    return found
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def compiler() -> str | None:
+    """What compiled the library, as the compiler itself noted it in the file; None if stripped."""
+    path = Path(str(c_library()._name))
+    try:
+        notes = set(
+            re.findall(
+                rb"(?:GCC: \([^)\0]*\) [\d.]+|[\w ]*clang version [\w.+~-]+)", path.read_bytes()
+            )
+        )
+    except OSError:
+        return None
+    return ", ".join(sorted(n.decode(errors="replace").strip() for n in notes)) or None
+
+
+def library_path() -> str:
+    """The file of the C library."""
+    return str(c_library()._name)
+
+
+def python_path() -> str:
+    """The running interpreter."""
+    return sys.executable
