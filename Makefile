@@ -4,6 +4,7 @@
 #   CXX=clang++         compiler (GCC >= 12 or Clang >= 14); default: the first good one
 #   JOBS=2              parallel compiler processes; default: one per core
 #   TEXT=FILE           `make demo` trains on this text instead of Python's own sources
+#   DEMO_FLAGS=--quick  a short demo (`python examples/demo.py --help`)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -78,7 +79,7 @@ wheel: $(VENV)/.ready ## one wheel for every Python and every torch >= 2.10, in 
 .PHONY: demo
 demo: $(BUILD)/.installed ## exactness, a small GPT trained on real text, and one picture (10 minutes)
 	@$(say) "demo"
-	@$(python) examples/demo.py $(if $(TEXT),--text "$(TEXT)")
+	@$(python) examples/demo.py $(if $(TEXT),--text "$(TEXT)") $(DEMO_FLAGS)
 
 .PHONY: bench-cpu
 bench-cpu: $(BUILD)/.installed ## side by side with torch's attention on these cores

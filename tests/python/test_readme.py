@@ -1,0 +1,54 @@
+"""Every block of code in README.md runs as it stands there."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilewise._library import library_directory
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = BLOCK.findall((ROOT / "README.md").read_text())
+
+
+def blocks(language: str) -> list[str]:
+    return [code for name, code in BLOCKS if name == language]
+
+
+def run(command: list[str | Path], **more: object) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(command, capture_output=True, text=True, **more)  # type: ignore[call-overload]
+    assert result.returncode == 0, f"{command[0]}:\n{result.stdout}{result.stderr}"
+    return result
+
+
+def test_every_block_is_known():
+    assert {name for name, _ in BLOCKS} == {"python", "cpp", "c"}
+
+
+@pytest.mark.parametrize("index", range(len(blocks("python"))))
+def test_python(index: int, tmp_path: Path):
+    program = tmp_path / "block.py"
+    program.write_text(blocks("python")[index])
+    run([sys.executable, program])
+
+
+@pytest.mark.parametrize(
+    ("language", "compiler"), [("cpp", ["c++", "-std=c++20"]), ("c", ["cc", "-std=c11"])]
+)
+def test_compiled(language: str, compiler: list[str], tmp_path: Path):
+    (code,) = blocks(language)
+    source = tmp_path / f"block.{language}"
+    source.write_text(code)
+    folder = library_directory()  # of the libtilewise that Python uses
+    run(
+        [*compiler, "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Werror"]
+        + [f"-I{ROOT / 'include'}", source, "-o", tmp_path / "block"]
+        + [f"-L{folder}", "-ltilewise", f"-Wl,-rpath,{folder}"]
+    )
+    result = run([tmp_path / "block"], env=os.environ)
+    expected = {"cpp": r"0\.5\n", "c": r"cpu\.\w+\.forward\.f32: ok\n"}[language]
+    assert re.fullmatch(expected, result.stdout), result.stdout
