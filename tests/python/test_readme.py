@@ -1,5 +1,6 @@
-"""Every block of code in README.md runs as it stands there."""
+"""Every block of code in README.md runs as it stands there, and the tables leave nothing out."""
 
+import inspect
 import os
 import re
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import tilewise
 from tilewise._library import library_directory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,3 +54,25 @@ def test_compiled(language: str, compiler: list[str], tmp_path: Path):
     result = run([tmp_path / "block"], env=os.environ)
     expected = {"cpp": r"0\.5\n", "c": r"cpu\.\w+\.forward\.f32: ok\n"}[language]
     assert re.fullmatch(expected, result.stdout), result.stdout
+
+
+def test_every_option_is_in_the_table():
+    text = (ROOT / "README.md").read_text()
+    documented = set(re.findall(r"^\| `(\w+)", text, re.MULTILINE))
+    parameters = inspect.signature(tilewise.attention).parameters.values()
+    options = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert options <= documented, f"not in README.md: {options - documented}"
+
+
+def test_every_public_name_is_in_the_api_page():
+    text = (ROOT / "docs" / "api.md").read_text()
+    classes = {"Explanation", "Kernel", "__version__"}  # results, described by their docstrings
+    missing = {name for name in tilewise.__all__ if f"`{name}" not in text} - classes
+    assert not missing
+
+
+def test_links_lead_somewhere():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    for page in pages:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
