@@ -46,7 +46,7 @@ $(VENV)/.ready-test: $(VENV)/.ready tools/requirements-test.txt
 	@touch $@
 
 $(VENV)/.ready-ci: $(VENV)/.ready-test tools/requirements-ci.txt
-	@$(python) -m pip install --quiet -r tools/requirements-ci.txt
+	@$(python) -m pip install --quiet --ignore-installed -r tools/requirements-ci.txt
 	@touch $@
 
 # --- build -----------------------------------------------------------------------------------------
