@@ -25,7 +25,7 @@ class Part:
     batch: int
     rows: Index  # of q, out, lse
     keys: Index  # of k, v
-    grad_keys: Index  # of dk, dv: differs from `keys` for a paged cache
+    grad_keys: Index  # of dk, dv: of its own per sequence where sequences may share keys
 
 
 @dataclass
@@ -55,9 +55,9 @@ class Result:
     dbias: Array | None
     dsinks: Array
     dscale: float
-    # Sizes of what is summed, for judging cancellation: largest |dp| in all, and the root of the sum
-    # over rows of the squared contributions that dsinks and dscale would have without cancellation.
-    dp_max: float
+    # Sizes of what is summed, for judging cancellation: the largest p_ij max_j |dp_ij|, and the root of
+    # the sum over rows of the squared contributions that dsinks and dscale would have without it.
+    ds_size: float
     dsinks_size: Array
     dscale_size: float
 
@@ -93,7 +93,8 @@ def parts_of(
             keys = grad_keys = np.arange(cu_seqlens_k[b], cu_seqlens_k[b + 1])
         else:
             slot = b if kv_batch_idx is None else kv_batch_idx[b]
-            keys = grad_keys = slot * seqlen_k + np.arange(seqlen_k)
+            keys = slot * seqlen_k + np.arange(seqlen_k)
+            grad_keys = b * seqlen_k + np.arange(seqlen_k)
         end = keys.size if seqused_k is None else seqused_k[b]
         begin = min(end, 0 if leftpad_k is None else leftpad_k[b])
         parts.append(Part(b, first + np.arange(rows), keys[begin:end], grad_keys[begin:end]))
@@ -119,8 +120,8 @@ def kept(o: Options, batch: int, heads: int, rows: int, keys: int) -> NDArray[np
     head, row, block = np.ogrid[:heads, :rows, : (keys + 7) // 8]
     counter = np.broadcast_arrays(block, row, batch * heads + head, o.offset & 0xFFFFFFFF)
     words = philox(counter, (o.seed & 0xFFFFFFFF, (o.seed >> 32) ^ (o.offset >> 32)))
-    halves = [(w >> np.uint64(shift)) & np.uint64(0xFFFF) for w in words for shift in (0, 16)]
-    bits = np.stack(halves, axis=-1).reshape(heads, rows, -1)[:, :, :keys]
+    halves = [(w >> np.uint64(sh)) & np.uint64(0xFFFF) for w in words for sh in (0, 16)]
+    bits = np.stack(halves, axis=-1).reshape(heads, rows, (keys + 7) // 8 * 8)[:, :, :keys]
     return bits >= int(float(np.float32(o.dropout_p)) * 65536 + 0.5)
 
 
@@ -163,7 +164,7 @@ def attention(
         out=np.zeros((*q.shape[:2], v.shape[2])), lse=np.full(q.shape[:2], -np.inf),
         dq=np.zeros(q.shape), dk=np.zeros((many, *k.shape[1:])), dv=np.zeros((many, *v.shape[1:])),
         dbias=None if o.bias is None else np.zeros(o.bias.shape), dsinks=np.zeros(heads),
-        dscale=0.0, dp_max=0.0, dsinks_size=np.zeros(heads), dscale_size=0.0,
+        dscale=0.0, ds_size=0.0, dsinks_size=np.zeros(heads), dscale_size=0.0,
     )  # fmt: skip
     for part in parts:
         n, m = len(part.rows), len(part.keys)
@@ -228,7 +229,7 @@ def attention(
 
         row_dp = np.where(p > 0, np.abs(dp), 0).max(axis=2, initial=0) + np.abs(dl)
         row_dp = np.where(np.isneginf(lse), 0.0, row_dp)
-        r.dp_max = max(r.dp_max, float(row_dp.max(initial=0)))
+        r.ds_size = max(r.ds_size, float((p.max(axis=2, initial=0) * row_dp).max(initial=0)))
         r.dsinks_size += ((p_sink * row_dp) ** 2).sum(axis=1)
         r.dscale_size += float((((p * np.abs(raw)).sum(axis=2) * row_dp) ** 2).sum())
     r.dsinks_size, r.dscale_size = np.sqrt(r.dsinks_size), float(np.sqrt(r.dscale_size))

@@ -31,9 +31,7 @@ OPTIONS = [
     dict(bias=(1, 4, 1, 7), softcap=2.0),
     dict(bias=(2, 1, 5, 7), sinks=True, window=(-1, 0)),
     dict(dropout_p=0.3),
-    dict(
-        dropout_p=0.5, softcap=1.0, slopes=True, bias=(1, 1, 5, 7), sinks=True, window=(3, 0)
-    ),
+    dict(dropout_p=0.5, softcap=1.0, slopes=True, bias=(1, 1, 5, 7), sinks=True, window=(3, 0)),
 ]
 
 
@@ -204,3 +202,4 @@ def test_parts_of_varlen_paged_and_padding():
     assert [p.grad_keys.tolist() for p in paged] == [[0, 1, 2, 3, 4], [6, 7, 8, 9, 10, 11]]
     indexed = oracle.parts_of(2, 1, 2, kv_batch_idx=[2, 0])
     assert [p.keys.tolist() for p in indexed] == [[4, 5], [0, 1]]
+    assert [p.grad_keys.tolist() for p in indexed] == [[0, 1], [2, 3]]

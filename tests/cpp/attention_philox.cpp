@@ -1,0 +1,87 @@
+// Philox and the dropout decision: published vectors, and independence of everything but position.
+#include "attention/philox.h"
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+
+namespace {
+
+using tilewise::Dropout;
+using tilewise::PhiloxState;
+
+using Words = std::array<uint32_t, 4>;
+
+Words philox(Words counter, uint32_t k0, uint32_t k1) {
+  const PhiloxState<uint32_t> out = tilewise::philox4x32_10(
+      PhiloxState<uint32_t>{counter[0], counter[1], counter[2], counter[3]}, k0, k1);
+  return {out.c0, out.c1, out.c2, out.c3};
+}
+
+// The known-answer vectors published with the generator.
+TEST(Philox, KnownAnswers) {
+  EXPECT_EQ(philox({0, 0, 0, 0}, 0, 0), (Words{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
+  const uint32_t ones = 0xffffffff;
+  EXPECT_EQ(philox({ones, ones, ones, ones}, ones, ones),
+            (Words{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
+  EXPECT_EQ(philox({0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}, 0xa4093822, 0x299f31d0),
+            (Words{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
+}
+
+// The layout that the header documents: which counter, which key, which half word.
+TEST(Dropout, DecisionIsTheDocumentedHalfWord) {
+  const uint64_t seed = 0x0123456789abcdef;
+  const uint64_t offset = 0xfedcba9876543210;
+  const float p = 0.3f;
+  const Dropout dropout = Dropout::make(p, seed, offset);
+  const auto threshold = static_cast<uint32_t>(std::lround(static_cast<double>(p) * 65536));
+  for (int64_t batch_head : {0, 1, 77})
+    for (int64_t row : {0, 3, 100000})
+      for (int64_t key = 0; key < 40; ++key) {
+        const Words words = philox({static_cast<uint32_t>(key / 8), static_cast<uint32_t>(row),
+                                    static_cast<uint32_t>(batch_head), 0x76543210},
+                                   0x89abcdef, 0x01234567u ^ 0xfedcba98u);
+        const uint32_t word = words[static_cast<size_t>(key % 8 / 2)];
+        const uint32_t half = key % 2 == 0 ? word & 0xffff : word >> 16;
+        EXPECT_EQ(dropout.kept(batch_head, row, key), half >= threshold);
+      }
+}
+
+TEST(Dropout, KeepsItsShare) {
+  for (float p : {0.1f, 0.5f, 0.9f}) {
+    const Dropout dropout = Dropout::make(p, 42, 7);
+    int kept = 0;
+    for (int64_t row = 0; row < 200; ++row)
+      for (int64_t key = 0; key < 200; ++key) kept += dropout.kept(3, row, key);
+    // 40000 decisions: a standard deviation is at most 0.0025.
+    EXPECT_NEAR(kept / 40000.0, 1.0 - static_cast<double>(p), 0.0125);
+    EXPECT_FLOAT_EQ(dropout.keep_scale, static_cast<float>(1.0 / (1.0 - static_cast<double>(p))));
+  }
+}
+
+TEST(Dropout, ZeroIsOff) {
+  EXPECT_FALSE(Dropout::make(0.0f, 1, 2).on());
+  EXPECT_TRUE(Dropout::make(0.1f, 1, 2).on());
+  EXPECT_EQ(Dropout::make(0.0f, 1, 2).keep_scale, 1.0f);
+}
+
+TEST(Dropout, EveryCoordinateMatters) {
+  const Dropout dropout = Dropout::make(0.5f, 42, 7);
+  const auto differing = [&](const Dropout& other, int64_t batch_head, int64_t row) {
+    int count = 0;
+    for (int64_t key = 0; key < 4000; ++key)
+      count += dropout.kept(3, 5, key) != other.kept(batch_head, row, key);
+    return count;
+  };
+  EXPECT_EQ(differing(dropout, 3, 5), 0);
+  for (int count :
+       {differing(dropout, 4, 5), differing(dropout, 3, 6),
+        differing(Dropout::make(0.5f, 43, 7), 3, 5), differing(Dropout::make(0.5f, 42, 8), 3, 5),
+        differing(Dropout::make(0.5f, 42 + (1ull << 32), 7), 3, 5),
+        differing(Dropout::make(0.5f, 42, 7 + (1ull << 32)), 3, 5)}) {
+    EXPECT_NEAR(count, 2000, 200);  // a standard deviation is 32
+  }
+}
+
+}  // namespace

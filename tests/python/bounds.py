@@ -1,0 +1,95 @@
+"""How far a result may be from the oracle, in one place.
+
+fp32: 1e-6 of the largest value of the tensor. fp16 and bf16: 2x (forward) or 3x (gradients) the error
+of plain eager PyTorch in the same dtype on the same inputs. To both a small absolute term is added
+that matters only where the comparison itself is undefined: where the exact result cancels (one key:
+dq is exactly 0) or where the yardstick happens to be exact. It is a few units of rounding (`unit`) of
+the terms that are summed, whose size the oracle reports.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import oracle
+
+if TYPE_CHECKING:
+    from cases import Built
+
+UNIT = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
+FP32_RELATIVE = 1e-6
+FORWARD_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
+LSE_LOW = 1e-4  # lse is fp32 whatever the inputs: it must not depend on the storage dtype
+
+Yard = dict[str, float] | None
+
+# Largest error / bound seen per (dtype, tensor): how much room is left (used by calibrating runs).
+worst: dict[tuple[str, str], float] = {}
+
+
+def largest(x: np.ndarray) -> float:
+    return float(np.abs(x).max(initial=0.0))
+
+
+def _compare(
+    name: str, got: np.ndarray, want: np.ndarray, dtype: str, bound: float, where: str
+) -> None:
+    assert got.shape == want.shape, f"{name} {got.shape} {want.shape} {where}"
+    error = np.abs(got - want)
+    bad = ~(error <= bound)  # catches NaN
+    if bound > 0 and error.size:
+        key = (dtype, name)
+        worst[key] = max(worst.get(key, 0.0), float(np.nan_to_num(error.max() / bound, nan=1e9)))
+    if bad.any():
+        at = tuple(int(x) for x in np.argwhere(bad)[0])
+        raise AssertionError(
+            f"{name}: {int(bad.sum())} of {bad.size} off by up to {float(error.max()):.3e}, allowed "
+            f"{bound:.3e}; first at {at}: got {got[at]!r}, oracle {want[at]!r}\n{where}"
+        )
+
+
+def check_out(got: np.ndarray, want: np.ndarray, dtype: str, yard: Yard, where: str) -> None:
+    if yard is None:
+        bound = FP32_RELATIVE * largest(want)
+    else:
+        bound = FORWARD_FACTOR * yard["out"] + UNIT[dtype] * largest(want)
+    _compare("out", got, want, dtype, bound, where)
+
+
+def check_lse(got: np.ndarray, want: np.ndarray, dtype: str, yard: Yard, where: str) -> None:
+    blind = np.isneginf(want)
+    assert np.array_equal(np.isneginf(got), blind), f"lse: -inf at the wrong rows\n{where}"
+    got, want = np.where(blind, 0, got), np.where(blind, 0, want)
+    relative = FP32_RELATIVE if yard is None else LSE_LOW
+    _compare("lse", got, want, dtype, relative * max(1.0, largest(want)), where)
+
+
+def check_gradients(
+    got: dict[str, np.ndarray], want: oracle.Result, b: Built, yard: Yard, where: str
+) -> None:
+    """Every gradient that was asked for."""
+    from cases import flat
+
+    dtype, unit = b.case.dtype, UNIT[b.case.dtype]
+    one = want.ds_size
+    sizes = {
+        "q": abs(b.scale) * one * largest(flat(b.k)),
+        "k": abs(b.scale) * one * largest(flat(b.q)),
+        "v": 0.0,
+        "bias": one,
+        "sinks": largest(want.dsinks_size),
+        "scale": want.dscale_size,
+    }
+    exact = {
+        "q": want.dq, "k": want.dk, "v": want.dv, "bias": want.dbias, "sinks": want.dsinks,
+        "scale": np.array([want.dscale]),
+    }  # fmt: skip
+    for name, values in got.items():
+        target = exact[name]
+        assert target is not None
+        if yard is None:
+            bound = FP32_RELATIVE * largest(target) + 4 * unit * sizes[name]
+        else:
+            bound = GRADIENT_FACTOR * yard[name] + unit * (largest(target) + sizes[name])
+        _compare(f"d{name}", values, target, dtype, bound, where)

@@ -1,0 +1,126 @@
+"""Random problems: every option with every other."""
+
+from __future__ import annotations
+
+from cases import GRADIENTS, Case
+from hypothesis import strategies as st
+
+# Lengths around the edges of plausible tiles, and everything between.
+LENGTHS = st.one_of(
+    st.integers(0, 20),
+    st.integers(0, 150),
+    st.sampled_from([1, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257]),
+)
+HEAD_DIMS = st.one_of(
+    st.sampled_from([8, 16, 32, 40, 64, 64, 72, 80, 96, 128]),
+    st.integers(1, 70),
+    st.sampled_from([1, 3, 111, 160, 192, 256, 257, 320, 512]),
+)
+ORDERS = [(0, 1, 2, 3), (0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 0, 2, 3), (2, 1, 0, 3)]
+
+
+def rarely(strategy: st.SearchStrategy, default: object = None) -> st.SearchStrategy:
+    return st.one_of(st.just(default), st.just(default), st.just(default), strategy)
+
+
+def often(strategy: st.SearchStrategy, default: object = None) -> st.SearchStrategy:
+    return st.one_of(st.just(default), strategy)
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> dict:
+    """Lengths and heads, with the work bounded so that an example takes milliseconds."""
+    batch = draw(st.sampled_from([1, 1, 2, 2, 3, 4, 0]))
+    varlen_q, varlen_k = draw(
+        st.sampled_from([(False, False)] * 3 + [(True, True)] * 2 + [(True, False), (False, True)])
+    )
+    page_size = 0 if varlen_k else draw(rarely(st.sampled_from([1, 2, 3, 16, 17, 64, 256]), 0))
+
+    def lengths(varlen: bool) -> tuple[int, ...]:
+        if varlen:
+            return tuple(draw(LENGTHS) for _ in range(batch))
+        return (draw(LENGTHS),) * batch
+
+    rows, keys = lengths(varlen_q), lengths(varlen_k)
+    heads_kv, group = draw(st.sampled_from([1, 1, 2, 3])), draw(st.sampled_from([1, 1, 2, 3, 4, 7]))
+    head_dim = draw(HEAD_DIMS)
+    head_dim_v = draw(often(HEAD_DIMS, head_dim))
+    while batch * max([*rows, 1]) * max([*keys, 1]) * heads_kv * group * (head_dim + 64) > 1.2e7:
+        if group * heads_kv > 2:
+            group, heads_kv = min(group, 2), 1
+        elif head_dim > 64:
+            head_dim = head_dim_v = 40
+        else:
+            rows = tuple(n // 2 for n in rows)
+    return dict(
+        rows=rows, keys=keys, varlen_q=varlen_q, varlen_k=varlen_k, page_size=page_size,
+        heads_kv=heads_kv, group=group, head_dim=head_dim, head_dim_v=head_dim_v,
+    )  # fmt: skip
+
+
+@st.composite
+def metadata(draw: st.DrawFn, size: dict) -> dict:
+    """Lengths in use, padding, tails and cache indices that fit the sizes."""
+    rows, keys, page_size = size["rows"], size["keys"], size["page_size"]
+    batch = len(rows)
+    m: dict = {}
+    if page_size and batch:
+        keys = (-(-max(keys) // page_size) * page_size,) * batch
+        m["share_pages"] = draw(st.booleans())
+    if size["varlen_q"]:
+        m["tail_q"] = draw(rarely(st.integers(0, 9), 0))
+    if size["varlen_k"]:
+        m["tail_k"] = draw(rarely(st.integers(0, 9), 0))
+    if draw(rarely(st.just(True), False)):
+        m["used_q"] = tuple(draw(st.integers(0, n)) for n in rows)
+    used = keys
+    if draw(often(st.just(True), False)) if page_size else draw(rarely(st.just(True), False)):
+        used = m["used_k"] = tuple(draw(st.integers(0, n)) for n in keys)
+    if draw(rarely(st.just(True), False)):
+        m["leftpad"] = tuple(draw(st.integers(0, n)) for n in used)
+    if not page_size and not size["varlen_k"] and draw(rarely(st.just(True), False)):
+        m["kv_idx"] = tuple(draw(st.integers(0, batch)) for _ in rows)
+    return m
+
+
+@st.composite
+def cases(draw: st.DrawFn, dtype: str, *, dropout: bool = True) -> Case:
+    """Any problem the library must solve."""
+    size = draw(sizes())
+    meta = draw(metadata(size))
+    wide = max([*size["rows"], *size["keys"], 1])
+    window = draw(
+        st.one_of(
+            st.sampled_from([(-1, -1), (-1, 0), (-1, 0)]),
+            st.tuples(st.integers(-1, wide), st.integers(-1, wide)),
+            st.tuples(st.integers(0, 40), st.integers(0, 40)),
+        )
+    )
+    # More than 1.5 / sqrt(D), and the rounding of the scores alone exceeds 1e-6 in fp32.
+    times = draw(rarely(st.sampled_from([0.3, 1.5, -1.0, 0.0])))
+    score = dict(
+        window=window,
+        scale=None if times is None else times * size["head_dim"] ** -0.5,
+        scale_ptr=draw(rarely(st.just(True), False)),
+        softcap=draw(rarely(st.sampled_from([0.5, 5.0, 30.0]), 0.0)),
+        alibi=draw(rarely(st.sampled_from(["h", "bh"]), "")),
+        bias=draw(rarely(st.sampled_from(["", "b", "h", "r", "bh", "br", "hr", "bhr"]))),
+        bias_own_dtype=draw(st.booleans()),
+        bias_hides=draw(st.booleans()),
+        sinks=draw(rarely(st.just(True), False)),
+        dropout_p=draw(rarely(st.sampled_from([0.1, 0.5, 0.9]), 0.0)) if dropout else 0.0,
+        dropout_state=draw(st.booleans()),
+    )
+    how = dict(
+        splits=draw(rarely(st.integers(1, 7), 0)),
+        dlse=draw(often(st.just(True), False)),
+        wanted=draw(rarely(st.frozensets(st.sampled_from(GRADIENTS)), frozenset(GRADIENTS))),
+        order=draw(st.sampled_from(ORDERS)),
+        pad=draw(st.sampled_from([0, 0, 1, 3, 8])),
+        shift=draw(st.integers(0, 3)),
+        expand=draw(rarely(st.sampled_from(["q0", "k0", "v0", "q2", "k2", "v2", "k1", "v1"]), "")),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )
+    if how["expand"] and (size["varlen_q"] or size["varlen_k"]) and how["expand"][1] == "2":
+        how["expand"] = how["expand"][0] + "1"  # [T, H, D]: heads are dimension 1
+    return Case(dtype=dtype, **size, **meta, **score, **how)

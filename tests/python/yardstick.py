@@ -1,0 +1,109 @@
+"""Plain attention in eager PyTorch and in the dtype of the inputs: how far from the oracle a
+straightforward low-precision computation is. Kernels are allowed a small multiple of that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import oracle
+import torch
+
+if TYPE_CHECKING:
+    from cases import Built
+
+
+def _one_sequence(
+    b: Built, part: oracle.Part, leaves: dict[str, torch.Tensor], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [n, Hq, Dv] and lse [n, Hq] of one sequence, every step rounded to `dtype`."""
+    c, o = b.case, b.options()
+    n, m = len(part.rows), len(part.keys)
+    q = leaves["q"][part.rows].transpose(0, 1)
+    k = leaves["k"][part.keys].repeat_interleave(c.group, dim=1).transpose(0, 1)
+    v = leaves["v"][part.keys].repeat_interleave(c.group, dim=1).transpose(0, 1)
+    s = (q @ k.transpose(1, 2)) * leaves["scale"]
+    if c.softcap > 0:
+        s = c.softcap * torch.tanh(s / c.softcap)
+    i, j = np.ogrid[:n, :m]
+    if o.slopes is not None:
+        s = s - torch.from_numpy(o.slopes[part.batch][:, None, None] * abs(i + m - n - j)).to(dtype)
+    seen = torch.from_numpy(oracle.visible(o, n, m)).expand(s.shape)
+    if "bias" in leaves:
+        bias = leaves["bias"]
+        bias = bias[part.batch if bias.shape[0] > 1 else 0]
+        bias = bias[:, : n if bias.shape[1] > 1 else 1, :m].expand(s.shape)
+        seen = seen & torch.isfinite(bias)
+        s = s + torch.where(seen, bias, 0)
+    s = s.masked_fill(~seen, -torch.inf)
+    if "sinks" in leaves:
+        s = torch.cat([leaves["sinks"].view(-1, 1, 1).expand(-1, n, 1), s], dim=2)
+    any_seen = torch.isfinite(s).any(dim=2, keepdim=True)
+    s = s.masked_fill(~any_seen, 0)  # such a row would be NaN
+    p = torch.softmax(s, dim=2) * any_seen
+    lse = torch.logsumexp(s, dim=2) * any_seen[:, :, 0]
+    p = p[:, :, p.shape[2] - m :]
+    if c.dropout_p > 0:
+        p = p * torch.from_numpy(oracle.kept(o, part.batch, c.heads, n, m)) / (1 - c.dropout_p)
+    return (p @ v).transpose(0, 1), lse.transpose(0, 1)
+
+
+def errors(b: Built, want: oracle.Result) -> dict[str, float]:
+    """Largest error of the plain computation per result, against the oracle."""
+    dtype = b.dtype
+
+    def leaf(x: torch.Tensor) -> torch.Tensor:
+        return x.detach().to(dtype, copy=True).requires_grad_()
+
+    def rows_of(x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(-1, *x.shape[-2:])
+
+    leaves = {name: leaf(rows_of(getattr(b, name))) for name in "qkv"}
+    leaves["scale"] = leaf(torch.tensor(b.scale))
+    if b.bias is not None:
+        leaves["bias"] = leaf(b.bias)
+    if b.sinks is not None:
+        leaves["sinks"] = leaf(b.sinks)
+    dout, dlse = rows_of(b.dout), None
+    if b.dlse is not None:
+        dlse = torch.from_numpy(b.by_row(b.dlse)).to(dtype)
+    worst = {"out": 0.0, "lse": 0.0}
+    loss = sum((x * 0).sum() for x in leaves.values() if x.isfinite().all())
+    for part in b.parts:
+        if len(part.rows) == 0 or (len(part.keys) == 0 and b.sinks is None):
+            continue
+        out, lse = _one_sequence(b, part, leaves, dtype)
+        error = np.abs(out.detach().double().numpy() - want.out[part.rows])
+        worst["out"] = max(worst["out"], float(error.max(initial=0)))
+        loss = loss + (out * dout[part.rows]).sum()
+        if dlse is not None:
+            loss = loss + (lse * dlse[part.rows]).sum()
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        loss.backward()
+    exact = {
+        "q": want.dq, "k": want.dk, "v": want.dv, "bias": want.dbias, "sinks": want.dsinks,
+        "scale": np.float64(want.dscale),
+    }  # fmt: skip
+    for name, target in exact.items():
+        if name not in leaves or target is None:
+            continue
+        grad = leaves[name].grad
+        got = np.zeros(target.shape) if grad is None else grad.double().numpy()
+        if name in "kv" and b.own_keys:
+            got = _per_sequence(b, got, target)
+        error = np.abs(got - target)
+        worst[name] = float(error.max(initial=0))
+    return worst
+
+
+def _per_sequence(b: Built, pages: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Gradients of a cache as gradients of the sequences' keys. A shared key's gradient is a sum, so
+    it is left out (taken as exact)."""
+    got = target.copy()
+    keys = np.concatenate([p.keys for p in b.parts]) if b.parts else np.zeros(0, int)
+    once = {int(k) for k, n in zip(*np.unique(keys, return_counts=True), strict=True) if n == 1}
+    for part in b.parts:
+        for key, at in zip(part.keys, part.grad_keys, strict=True):
+            if int(key) in once:
+                got[at] = pages[key]
+    return got
