@@ -1,0 +1,54 @@
+"""Tilewise: exact attention computed tile by tile, on PyTorch tensors and NumPy arrays.
+
+Importing this package loads no framework: PyTorch is imported when a tensor is passed or
+``tilewise.nn`` is used, NumPy when an array is passed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ._explain import Explanation, Kernel, Plan, capabilities, explain
+from .api import attention, attention_varlen, merge_states
+
+if TYPE_CHECKING:
+    from . import nn
+    from ._numpy import attention_backward
+    from .kvcache import attention_with_kvcache
+
+    __version__: str
+
+__all__ = [
+    "Explanation",
+    "Kernel",
+    "Plan",
+    "__version__",
+    "attention",
+    "attention_backward",
+    "attention_varlen",
+    "attention_with_kvcache",
+    "capabilities",
+    "explain",
+    "merge_states",
+    "nn",
+]
+
+# Names that need a framework, and the module that has them.
+_LAZY = {"attention_backward": "_numpy", "attention_with_kvcache": "kvcache"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    if name == "__version__":  # written once, in include/tilewise/version.h
+        from ._library import c_library
+
+        return c_library().tilewise_version().decode()
+    if name in ("nn", "compat"):
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,210 @@
+"""The C ABI of ``include/tilewise/tilewise.h`` in ctypes: same names, same order.
+
+``tests/python/test_numpy_abi.py`` compares the structures with the header.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import (
+    POINTER,
+    c_char,
+    c_char_p,
+    c_float,
+    c_int32,
+    c_int64,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
+from typing import Any, ClassVar, TypeAlias
+
+ABI_VERSION = 1
+
+OK, INVALID_ARGUMENT, UNSUPPORTED, WORKSPACE_TOO_SMALL, INTERNAL = range(5)
+DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "float8_e4m3fn": 3}
+DTYPE_NAMES = {number: name for name, number in DTYPES.items()}
+CPU, CUDA = 0, 1
+DEVICE_NAMES = {CPU: "cpu", CUDA: "cuda"}
+FORWARD, BACKWARD = 0, 1
+
+_Fields: TypeAlias = Sequence[tuple[str, Any]]
+
+
+class Tensor(ctypes.Structure):
+    _fields_: ClassVar[_Fields] = [
+        ("data", c_void_p),
+        ("stride_batch", c_int64),
+        ("stride_row", c_int64),
+        ("stride_head", c_int64),
+    ]
+
+
+TASK = ctypes.CFUNCTYPE(None, c_void_p, c_int64)
+PARALLEL_FOR = ctypes.CFUNCTYPE(None, c_void_p, c_int64, TASK, c_void_p)
+
+
+class Parallel(ctypes.Structure):
+    _fields_: ClassVar[_Fields] = [
+        ("parallel_for", PARALLEL_FOR),
+        ("user", c_void_p),
+        ("threads", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class Attention(ctypes.Structure):
+    _fields_: ClassVar[_Fields] = [
+        ("struct_size", c_uint32),
+        ("device", c_int32),
+        ("device_index", c_int32),
+        ("dtype", c_int32),
+        ("stream", c_void_p),
+        ("batch", c_int64),
+        ("seqlen_q", c_int64),
+        ("seqlen_k", c_int64),
+        ("heads_q", c_int64),
+        ("heads_kv", c_int64),
+        ("head_dim", c_int64),
+        ("head_dim_v", c_int64),
+        ("q", Tensor),
+        ("k", Tensor),
+        ("v", Tensor),
+        ("out", Tensor),
+        ("lse", c_void_p),
+        ("lse_stride_batch", c_int64),
+        ("lse_stride_head", c_int64),
+        ("window_left", c_int64),
+        ("window_right", c_int64),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("scale_ptr", c_void_p),
+        ("alibi_slopes", c_void_p),
+        ("alibi_stride_batch", c_int64),
+        ("bias", c_void_p),
+        ("bias_stride_batch", c_int64),
+        ("bias_stride_head", c_int64),
+        ("bias_stride_row", c_int64),
+        ("bias_dtype", c_int32),
+        ("dropout_p", c_float),
+        ("dropout_seed", c_uint64),
+        ("dropout_offset", c_uint64),
+        ("dropout_state", c_void_p),
+        ("sinks", c_void_p),
+        ("cu_seqlens_q", c_void_p),
+        ("cu_seqlens_k", c_void_p),
+        ("seqused_q", c_void_p),
+        ("seqused_k", c_void_p),
+        ("max_seqlen_q", c_int64),
+        ("max_seqlen_k", c_int64),
+        ("block_table", c_void_p),
+        ("block_table_stride", c_int64),
+        ("block_table_width", c_int64),
+        ("page_size", c_int64),
+        ("pages", c_int64),
+        ("kv_batch_idx", c_void_p),
+        ("kv_batch", c_int64),
+        ("leftpad_k", c_void_p),
+        ("num_splits", c_int32),
+        ("deterministic", c_int32),
+        ("check", c_int32),
+        ("reserved", c_int32),
+        ("parallel", POINTER(Parallel)),
+    ]
+
+
+class Gradients(ctypes.Structure):
+    _fields_: ClassVar[_Fields] = [
+        ("struct_size", c_uint32),
+        ("reserved", c_int32),
+        ("dout", Tensor),
+        ("dq", Tensor),
+        ("dk", Tensor),
+        ("dv", Tensor),
+        ("dlse", c_void_p),
+        ("dlse_stride_batch", c_int64),
+        ("dlse_stride_head", c_int64),
+        ("dbias", c_void_p),
+        ("dbias_stride_batch", c_int64),
+        ("dbias_stride_head", c_int64),
+        ("dbias_stride_row", c_int64),
+        ("dbias_keys", c_int64),
+        ("dbias_rows", c_int64),
+        ("dsinks", c_void_p),
+        ("dscale", c_void_p),
+    ]
+
+
+class PlanInfo(ctypes.Structure):
+    _fields_: ClassVar[_Fields] = [
+        ("struct_size", c_uint32),
+        ("threads", c_int32),
+        ("workspace_bytes", c_int64),
+        ("splits", c_int64),
+        ("tile_q", c_int32),
+        ("tile_k", c_int32),
+        ("kernel", c_char * 64),
+        ("why", c_char * 256),
+    ]
+
+
+class KernelInfo(ctypes.Structure):
+    _fields_: ClassVar[_Fields] = [
+        ("struct_size", c_uint32),
+        ("device", c_int32),
+        ("dtype", c_int32),
+        ("max_head_dim", c_int32),
+        ("forward", c_int32),
+        ("backward", c_int32),
+        ("available", c_int32),
+        ("reserved", c_int32),
+        ("name", c_char * 64),
+        ("requires_", c_char * 96),
+    ]
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Gives the functions of the loaded library their argument and result types."""
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "plan": (c_int32, [POINTER(Attention), POINTER(Gradients), c_int32, POINTER(PlanInfo)]),
+        "forward": (c_int32, [POINTER(Attention), c_void_p, c_int64]),
+        "backward": (c_int32, [POINTER(Attention), POINTER(Gradients), c_void_p, c_int64]),
+        "version": (c_char_p, []),
+        "abi_version": (c_uint32, []),
+        "last_error": (c_char_p, []),
+        "cpu_isa": (c_char_p, [c_int32, POINTER(c_int32)]),
+        "current_cpu": (c_char_p, []),
+        "select_cpu": (c_int32, [c_char_p]),
+        "cpu_threads": (c_int32, []),
+        "kernel": (c_int32, [c_int32, POINTER(KernelInfo)]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, f"tilewise_{name}")
+        function.restype = result
+        function.argtypes = arguments
+
+
+def sized(structure: type[ctypes.Structure]) -> Any:
+    """A new structure, all zero but ``struct_size``."""
+    made = structure()
+    made.struct_size = ctypes.sizeof(structure)
+    return made
+
+
+def check(library: ctypes.CDLL, status: int) -> None:
+    """Raises for a failed call, with the library's sentence.
+
+    Raises:
+        ValueError: invalid argument.
+        NotImplementedError: valid, but no kernel of this build serves it here.
+        RuntimeError: anything else.
+    """
+    if status == OK:
+        return
+    sentence = "tilewise: " + library.tilewise_last_error().decode()
+    if status == INVALID_ARGUMENT:
+        raise ValueError(sentence)
+    if status == UNSUPPORTED:
+        raise NotImplementedError(sentence)
+    raise RuntimeError(sentence)

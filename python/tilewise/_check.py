@@ -1,0 +1,177 @@
+"""Checks of arguments that need no library: one sentence with the name, the value, what is allowed.
+
+Everything here works on any array with a ``shape``: PyTorch tensors (also while ``torch.compile``
+traces) and NumPy arrays alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+LAYOUTS = {
+    "bshd": "[batch, seqlen, heads, head_dim]",
+    "bhsd": "[batch, heads, seqlen, head_dim]",
+}
+VARLEN = "[total rows, heads, head_dim]"
+PAGED = "[pages, page_size, heads, head_dim]"
+MAX_HEAD_DIM = 512
+
+Window = tuple[int | None, int | None]
+
+
+def heads_first(layout: str) -> bool:
+    """True for "bhsd", False for "bshd"."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}, but must be 'bshd' or 'bhsd'")
+    return layout == "bhsd"
+
+
+def window_bounds(causal: bool, window: Window) -> tuple[int, int]:
+    """(left, right) as the library counts them: -1 is no limit. Causal closes the right side."""
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"window is {window!r}, but must be a pair (left, right)")
+    bounds = []
+    for side, value in zip(("left", "right"), window, strict=True):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(
+                f"window {side} is {value!r}, but must be an integer, or None for no limit"
+            )
+        bounds.append(-1 if value is None or value < 0 else value)
+    return bounds[0], 0 if causal else bounds[1]
+
+
+def softcap(value: float) -> float:
+    """A finite number >= 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"softcap is {value!r}, but must be a number")
+    if not 0.0 <= value < float("inf"):
+        raise ValueError(f"softcap is {value}, but must be finite and >= 0 (0 switches it off)")
+    return float(value)
+
+
+def dropout(value: float) -> float:
+    """A number in [0, 1)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"dropout_p is {value!r}, but must be a number")
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"dropout_p is {value}, but must be in [0, 1)")
+    return float(value)
+
+
+def bound(name: str, value: int | None) -> int:
+    """An optional upper bound of lengths, or 0 when it is not known."""
+    if value is None:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}, but must be an integer or None")
+    if value < 0:
+        raise ValueError(f"{name} is {value}, but must be >= 0")
+    return value
+
+
+def scale_number(value: float) -> float:
+    """A finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(
+            f"scale is {value!r}, but must be a number, a tensor of one element or None"
+        )
+    if not abs(value) < float("inf"):
+        raise ValueError(f"scale is {value}, but must be finite")
+    return float(value)
+
+
+def shape(name: str, array: Any, dims: tuple[int | None, ...], meaning: str) -> None:
+    """The shape of an array; None allows any size."""
+    given = tuple(array.shape)
+    fits = len(given) == len(dims)
+    if fits:
+        for have, want in zip(given, dims, strict=True):
+            fits = fits and (want is None or have == want)
+    if not fits:
+        allowed = ", ".join("any" if size is None else str(size) for size in dims)
+        raise ValueError(f"{name} has shape {list(given)}, but must be [{allowed}]: {meaning}")
+
+
+def _rank(name: str, array: Any, rank: int, meaning: str) -> None:
+    if len(array.shape) != rank:
+        raise ValueError(
+            f"{name} has shape {list(array.shape)}, but must have {rank} dimensions: {meaning}"
+        )
+
+
+def _heads(heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int) -> None:
+    if heads_kv < 1 or heads_q < 1:
+        raise ValueError(f"q has {heads_q} heads and k has {heads_kv}, but both must be >= 1")
+    if heads_q % heads_kv != 0:
+        raise ValueError(
+            f"q has {heads_q} heads, but must have a multiple of the {heads_kv} heads of k and v"
+        )
+    for name, size in (("q", head_dim), ("v", head_dim_v)):
+        if size < 1 or size > MAX_HEAD_DIM:
+            raise ValueError(f"{name} has head dimension {size}, but must be 1..{MAX_HEAD_DIM}")
+
+
+def dense(q: Any, k: Any, v: Any, layout: str) -> None:
+    """Shapes of q, k and v of equal-length sequences."""
+    meaning = LAYOUTS[layout]
+    heads = 2 if layout == "bshd" else 1
+    _rank("q", q, 4, meaning)
+    _rank("k", k, 4, meaning)
+    _rank("v", v, 4, meaning)
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k has batch size {k.shape[0]}, but q has {q.shape[0]}")
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"k has head dimension {k.shape[3]}, but q has {q.shape[3]}")
+    if v.shape[0] != k.shape[0] or v.shape[1] != k.shape[1] or v.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"v has shape {list(v.shape)}, but must agree with k, {list(k.shape)}, in all but the "
+            f"last dimension: {meaning}"
+        )
+    _heads(q.shape[heads], k.shape[heads], q.shape[3], v.shape[3])
+
+
+def varlen(q: Any, k: Any, v: Any, paged: bool) -> None:
+    """Shapes of q, k and v of sequences laid end to end; keys may lie in pages."""
+    _rank("q", q, 3, VARLEN)
+    rank, meaning = (4, PAGED) if paged else (3, VARLEN)
+    _rank("k", k, rank, meaning)
+    _rank("v", v, rank, meaning)
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k has head dimension {k.shape[-1]}, but q has {q.shape[-1]}")
+    if tuple(v.shape[:-1]) != tuple(k.shape[:-1]):
+        raise ValueError(
+            f"v has shape {list(v.shape)}, but must agree with k, {list(k.shape)}, in all but the "
+            f"last dimension: {meaning}"
+        )
+    _heads(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
+
+
+def bias(array: Any, batch: int, heads: int, rows: int | None, keys: int | None) -> None:
+    """Shape of a bias of up to four dimensions; missing ones and ones of 1 are broadcast.
+
+    Rows and keys are None where the lengths are not known on the host.
+    """
+    given = tuple(array.shape)
+    if not 1 <= len(given) <= 4:
+        raise ValueError(
+            f"bias has shape {list(given)}, but must have 1 to 4 dimensions, broadcastable to "
+            "[batch, heads_q, seqlen_q, seqlen_k]"
+        )
+    full = (batch, heads, rows, keys)[4 - len(given) :]
+    for have, want in zip(given, full, strict=True):
+        if have != 1 and want is not None and have != want:
+            allowed = ["any" if size is None else size for size in full]
+            raise ValueError(
+                f"bias has shape {list(given)}, but must be broadcastable to "
+                f"[batch, heads_q, seqlen_q, seqlen_k], here {allowed}"
+            )
+
+
+def alibi(array: Any, batch: int, heads: int) -> None:
+    """Slopes per head, or per sequence and head."""
+    given = tuple(array.shape)
+    if given != (heads,) and given != (batch, heads):
+        raise ValueError(
+            f"alibi_slopes has shape {list(given)}, but must be [heads_q] = [{heads}] or "
+            f"[batch, heads_q] = [{batch}, {heads}]"
+        )

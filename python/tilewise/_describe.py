@@ -1,0 +1,128 @@
+"""Fills the C struct of a problem from plain views: pointer, shape, strides. No framework here."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+from . import _abi
+
+
+class View(NamedTuple):
+    """An array as the C ABI sees it; strides count elements."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Extras(NamedTuple):
+    """All of a problem but q, k and v. Negative windows are unlimited, 0 is "not given"."""
+
+    bias: View | None = None
+    bias_dtype: int = 0
+    alibi_slopes: View | None = None
+    sinks: View | None = None
+    cu_seqlens_q: View | None = None
+    cu_seqlens_k: View | None = None
+    seqused_q: View | None = None
+    seqused_k: View | None = None
+    block_table: View | None = None
+    kv_batch_idx: View | None = None
+    leftpad_k: View | None = None
+    scale_tensor: View | None = None
+    dropout_state: View | None = None
+    scale: float = 1.0
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    num_splits: int = 0
+    deterministic: bool = False
+
+
+def attention(
+    q: View, k: View, v: View, dtype: int, extras: Extras, device: tuple[int, int] = (_abi.CPU, 0)
+) -> Any:
+    """The C struct of a problem whose shapes have been checked; out and lse are not set."""
+    a = _abi.sized(_abi.Attention)
+    a.device, a.device_index = device
+    a.dtype = dtype
+    varlen_q, varlen_k = extras.cu_seqlens_q is not None, extras.cu_seqlens_k is not None
+    a.batch = extras.cu_seqlens_q.shape[0] - 1 if extras.cu_seqlens_q is not None else q.shape[0]
+    a.seqlen_q, a.heads_q, a.head_dim = q.shape[-3:]
+    a.heads_kv, a.head_dim_v = k.shape[-2], v.shape[-1]
+    if extras.block_table is not None:
+        a.pages, a.page_size = k.shape[:2]
+        a.block_table_width = extras.block_table.shape[1]
+        a.block_table_stride = extras.block_table.strides[0]
+    else:
+        a.seqlen_k = k.shape[-3]
+        a.kv_batch = 0 if varlen_k or extras.kv_batch_idx is None else k.shape[0]
+    a.q, a.k, a.v = rows(q, varlen_q), rows(k, varlen_k), rows(v, varlen_k)
+    _fill_score(a, extras)
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table",
+                 "kv_batch_idx", "leftpad_k"):  # fmt: skip
+        setattr(a, name, _pointer(getattr(extras, name)))
+    a.max_seqlen_q, a.max_seqlen_k = extras.max_seqlen_q, extras.max_seqlen_k
+    a.num_splits = extras.num_splits
+    a.deterministic = int(extras.deterministic)
+    return a
+
+
+def set_output(a: Any, out: View, lse: View) -> None:
+    """Puts out and lse into the struct of a problem."""
+    varlen = a.cu_seqlens_q is not None
+    a.out = rows(out, varlen)
+    a.lse = lse.pointer
+    a.lse_stride_batch, a.lse_stride_head = lse_strides(lse)
+
+
+def lse_strides(lse: View) -> tuple[int, int]:
+    """(batch, head) strides of lse [B, Hq, Sq] or [Hq, T]."""
+    return (lse.strides[0], lse.strides[1]) if len(lse.shape) == 3 else (0, lse.strides[0])
+
+
+def rows(view: View, varlen: bool) -> Any:
+    """[batch, row, head, column] or [row, head, column] as the C struct of a tensor."""
+    return _abi.Tensor(view.pointer, 0 if varlen else view.strides[0], *view.strides[-3:-1])
+
+
+def bias_strides(view: View) -> tuple[int, int, int]:
+    """(batch, head, row) strides; 0 where one element is broadcast."""
+    strides = [
+        0 if size == 1 else step for size, step in zip(view.shape, view.strides, strict=True)
+    ]
+    return strides[0], strides[1], strides[2]
+
+
+def _fill_score(a: Any, extras: Extras) -> None:
+    a.window_left, a.window_right = extras.window_left, extras.window_right
+    a.scale, a.softcap = extras.scale, extras.softcap
+    a.scale_ptr = _pointer(extras.scale_tensor)
+    a.sinks = _pointer(extras.sinks)
+    if extras.alibi_slopes is not None:
+        a.alibi_slopes = extras.alibi_slopes.pointer
+        per_sequence = len(extras.alibi_slopes.shape) == 2
+        a.alibi_stride_batch = extras.alibi_slopes.strides[0] if per_sequence else 0
+    if extras.bias is not None:
+        a.bias = extras.bias.pointer
+        a.bias_dtype = extras.bias_dtype
+        a.bias_stride_batch, a.bias_stride_head, a.bias_stride_row = bias_strides(extras.bias)
+    a.dropout_p = extras.dropout_p
+    a.dropout_state = _pointer(extras.dropout_state)
+
+
+def _pointer(view: View | None) -> int | None:
+    return None if view is None else view.pointer
+
+
+def plan(library: ctypes.CDLL, a: Any, gradients: Any) -> Any:
+    """What would run: a PlanInfo. ``gradients`` is None for the forward."""
+    info = _abi.sized(_abi.PlanInfo)
+    which = _abi.FORWARD if gradients is None else _abi.BACKWARD
+    given = None if gradients is None else ctypes.byref(gradients)
+    _abi.check(library, library.tilewise_plan(ctypes.byref(a), given, which, ctypes.byref(info)))
+    return info

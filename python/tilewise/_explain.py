@@ -1,0 +1,239 @@
+"""Which kernel will run, and why: ``explain`` for a problem, ``capabilities`` for the machine."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+from . import _abi, _describe
+from ._check import Window
+from ._library import c_library
+from ._request import Request, Sequences
+
+# tilewise_plan reads no data, but an address of 0 would switch an option off.
+_SOME_ADDRESS = 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one pass will run."""
+
+    kernel: str
+    why: str
+    tile_q: int
+    tile_k: int
+    splits: int
+    threads: int
+    workspace_bytes: int
+
+    def __str__(self) -> str:
+        parts = [f"{self.kernel}", f"tiles {self.tile_q} x {self.tile_k}"]
+        parts += [f"{self.splits} key splits"] if self.splits > 1 else []
+        parts += [f"{self.threads} threads", f"workspace {self.workspace_bytes:,} bytes"]
+        return f"{', '.join(parts)}; {self.why}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What ``attention`` will run for these arguments. A pass that cannot run is a sentence."""
+
+    problem: str
+    forward: Plan | str
+    backward: Plan | str
+
+    def __str__(self) -> str:
+        return f"{self.problem}\n  forward:  {self.forward}\n  backward: {self.backward}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One row of the support matrix: a kernel family for a dtype."""
+
+    name: str
+    device: str
+    dtype: str
+    max_head_dim: int
+    forward: bool
+    backward: bool
+    available: bool
+    requires: str
+
+
+def capabilities() -> list[Kernel]:
+    """All kernels of this build, and whether this machine can run them; the best come last."""
+    library = c_library()
+    rows: list[Kernel] = []
+    info = _abi.sized(_abi.KernelInfo)
+    while library.tilewise_kernel(len(rows), ctypes.byref(info)) == _abi.OK:
+        rows.append(
+            Kernel(
+                name=info.name.decode(),
+                device=_abi.DEVICE_NAMES[info.device],
+                dtype=_abi.DTYPE_NAMES[info.dtype],
+                max_head_dim=info.max_head_dim,
+                forward=bool(info.forward),
+                backward=bool(info.backward),
+                available=bool(info.available),
+                requires=info.requires_.decode(),
+            )
+        )
+    return rows
+
+
+def explain(
+    q: Any, k: Any, v: Any, *, causal: bool = False, window: Window = (None, None),
+    scale: Any = None, softcap: float = 0.0, bias: Any = None, alibi_slopes: Any = None,
+    sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
+    deterministic: bool = False, layout: str = "bshd", cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    seqused_q: Any = None, seqused_k: Any = None, block_table: Any = None,
+) -> Explanation:  # fmt: skip
+    """What ``attention`` (with cu_seqlens_q: ``attention_varlen``) will run, without running it.
+
+    Takes the arguments of those functions, with the same checks and errors.
+
+    Returns:
+        An Explanation: kernel, tiles, splits, threads, workspace and reason of both passes.
+        Printed, it is three lines.
+    """
+    request = Request(
+        causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
+        deterministic,
+    )  # fmt: skip
+    sequences = None
+    if cu_seqlens_q is not None:
+        sequences = Sequences(
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+            block_table,
+        )  # fmt: skip
+    if hasattr(q, "__torch_function__"):
+        a, threads, kept = _describe_torch(q, k, v, layout, sequences, request)
+    else:
+        a, threads, kept = _describe_numpy(q, k, v, layout, sequences, request)
+    parallel = _abi.Parallel(_abi.PARALLEL_FOR(_never_called), None, threads, 0)
+    a.parallel = ctypes.pointer(parallel)
+    explanation = Explanation(_sentence(a), _plan(a, None), _plan(a, _gradients(a, kept)))
+    del kept
+    return explanation
+
+
+def _never_called(*_: Any) -> None:
+    raise AssertionError("planning runs no task")
+
+
+def _describe_numpy(
+    q: Any, k: Any, v: Any, layout: str, sequences: Sequences | None, request: Request
+) -> tuple[Any, int, Any]:
+    import numpy as np
+
+    from . import _numpy
+
+    state = np.random.get_state() if request.dropout_p else None
+    if sequences is None:
+        problem = _numpy.prepare_dense(q, k, v, layout, request)
+    else:
+        problem = _numpy.prepare_varlen(q, k, v, sequences, request)
+    if state is not None:
+        np.random.set_state(state)
+    return problem.attention, c_library().tilewise_cpu_threads(), problem.arrays
+
+
+def _describe_torch(
+    q: Any, k: Any, v: Any, layout: str, sequences: Sequences | None, request: Request
+) -> tuple[Any, int, Any]:
+    import torch
+
+    from . import _torch
+
+    with torch.random.fork_rng(enabled=bool(request.dropout_p)):
+        if sequences is None:
+            q, k, v, options = _torch.prepare_dense(q, k, v, layout, request)
+        else:
+            q, k, v, options = _torch.prepare_varlen(q, k, v, sequences, request)
+
+    def view(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        return _describe.View(_SOME_ADDRESS, tuple(tensor.shape), tensor.stride())
+
+    given = {name: view(value) for name, value in options._asdict().items()}
+    del given["heads_first"]
+    bias = options.bias
+    given["bias_dtype"] = 0 if bias is None else _abi.DTYPES[str(bias.dtype)[len("torch.") :]]
+    dtype = _abi.DTYPES[str(q.dtype)[len("torch.") :]]
+    device = (_abi.CUDA, q.device.index or 0) if q.is_cuda else (_abi.CPU, 0)
+    a = _describe.attention(view(q), view(k), view(v), dtype, _describe.Extras(**given), device)
+    return a, torch.get_num_threads(), {"bias": bias} if bias is not None else {}
+
+
+def _contiguous(rows: int, heads: int, columns: int) -> Any:
+    return _abi.Tensor(_SOME_ADDRESS, rows * heads * columns, heads * columns, columns)
+
+
+def _set_output(a: Any) -> None:
+    a.out = _contiguous(a.seqlen_q, a.heads_q, a.head_dim_v)
+    a.lse = _SOME_ADDRESS
+    a.lse_stride_batch = a.heads_q * a.seqlen_q
+    a.lse_stride_head = a.seqlen_q
+
+
+def _gradients(a: Any, arrays: dict[str, Any]) -> Any:
+    """Everything that can be wanted, at an address that is not read."""
+    _set_output(a)
+    g = _abi.sized(_abi.Gradients)
+    keys = a.block_table_width * a.page_size if a.block_table else a.seqlen_k
+    g.dout = a.out
+    g.dq = _contiguous(a.seqlen_q, a.heads_q, a.head_dim)
+    g.dk = _contiguous(keys, a.heads_kv, a.head_dim)
+    g.dv = _contiguous(keys, a.heads_kv, a.head_dim_v)
+    bias = arrays.get("bias")
+    if bias is not None:
+        batch, heads, rows, columns = bias.shape
+        g.dbias = _SOME_ADDRESS
+        g.dbias_rows, g.dbias_keys = rows, columns
+        g.dbias_stride_batch = 0 if batch == 1 else heads * rows * columns
+        g.dbias_stride_head = 0 if heads == 1 else rows * columns
+        g.dbias_stride_row = 0 if rows == 1 else columns
+    g.dsinks = _SOME_ADDRESS if a.sinks else None
+    g.dscale = _SOME_ADDRESS
+    return g
+
+
+def _plan(a: Any, gradients: Any) -> Plan | str:
+    _set_output(a)
+    try:
+        info = _describe.plan(c_library(), a, gradients)
+    except NotImplementedError as reason:
+        return str(reason)
+    return Plan(
+        kernel=info.kernel.decode(),
+        why=info.why.decode(),
+        tile_q=info.tile_q,
+        tile_k=info.tile_k,
+        splits=info.splits,
+        threads=info.threads,
+        workspace_bytes=info.workspace_bytes,
+    )
+
+
+def _sentence(a: Any) -> str:
+    options = {
+        "causal": a.window_right == 0 and a.window_left < 0,
+        f"window ({a.window_left}, {a.window_right})": a.window_left >= 0 or a.window_right > 0,
+        f"softcap {a.softcap:g}": a.softcap > 0,
+        "bias": bool(a.bias),
+        "ALiBi": bool(a.alibi_slopes),
+        "sinks": bool(a.sinks),
+        f"dropout {a.dropout_p:g}": a.dropout_p > 0,
+        "variable length": bool(a.cu_seqlens_q),
+        f"pages of {a.page_size}": bool(a.block_table),
+        "deterministic": bool(a.deterministic),
+    }
+    keys = a.block_table_width * a.page_size if a.block_table else a.seqlen_k
+    size = f"batch {a.batch}, {a.seqlen_q} rows x {keys} keys, {a.heads_q} heads"
+    size += f" over {a.heads_kv}" if a.heads_kv != a.heads_q else ""
+    size += f", head dim {a.head_dim}"
+    size += f" and {a.head_dim_v}" if a.head_dim_v != a.head_dim else ""
+    on = [name for name, given in options.items() if given]
+    return ", ".join([f"{_abi.DTYPE_NAMES[a.dtype]} on {_abi.DEVICE_NAMES[a.device]}", size, *on])

@@ -1,0 +1,379 @@
+"""The public functions on NumPy arrays (and what NumPy can view as one), without PyTorch.
+
+The C library is called through ctypes; its own thread pool runs (TILEWISE_NUM_THREADS). bfloat16
+arrays are those of the package ml_dtypes. Dropout bits come from NumPy's global generator: the same
+``numpy.random.seed`` before ``attention`` and ``attention_backward`` gives both the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _abi, _check, _describe
+from ._describe import View
+from ._library import c_library
+from ._request import Request, Sequences
+
+Array: TypeAlias = npt.NDArray[Any]
+Result: TypeAlias = Array | tuple[Array, Array]
+
+_FLOATS = ("float32", "float16", "bfloat16")
+_WORKSPACE_ALIGNMENT = 64
+
+
+class Gradients(NamedTuple):
+    """Gradients of attention, each of its input's shape; None for an option that is off."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+    dbias: Array | None  # float32
+    dsinks: Array | None  # float32
+    dscale: float
+
+
+class _Problem(NamedTuple):
+    """A checked problem. The arrays are kept here because the struct holds only addresses."""
+
+    attention: Any
+    q: Array
+    k: Array
+    v: Array
+    arrays: dict[str, Array]
+    heads_first: bool
+
+
+def attention(q: Any, k: Any, v: Any, layout: str, request: Request) -> Result:
+    """See ``tilewise.attention``."""
+    problem = prepare_dense(q, k, v, layout, request)
+    out, lse = _forward(problem)
+    return (out, lse) if request.return_lse else out
+
+
+def attention_varlen(q: Any, k: Any, v: Any, sequences: Sequences, request: Request) -> Result:
+    """See ``tilewise.attention_varlen``."""
+    problem = prepare_varlen(q, k, v, sequences, request)
+    out, lse = _forward(problem)
+    return (out, lse) if request.return_lse else out
+
+
+def attention_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None,
+    causal: bool = False, window: _check.Window = (None, None), scale: Any = None,
+    softcap: float = 0.0, bias: Any = None, alibi_slopes: Any = None, sinks: Any = None,
+    dropout_p: float = 0.0, layout: str = "bshd", cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None, seqused_q: Any = None, seqused_k: Any = None,
+) -> Gradients:  # fmt: skip
+    """Gradients of ``attention`` (or of ``attention_varlen`` when cu_seqlens_q is given) on arrays.
+
+    Args:
+        dout: Gradient of out, of its shape and dtype.
+        q: As in the forward.
+        k: As in the forward.
+        v: As in the forward.
+        out: Result of the forward.
+        lse: Result of the forward.
+        dlse: Gradient of lse, float32, or None for 0.
+        causal: This and all that follow: as in the forward.
+        window: As in the forward.
+        scale: As in the forward.
+        softcap: As in the forward.
+        bias: As in the forward.
+        alibi_slopes: As in the forward.
+        sinks: As in the forward.
+        dropout_p: As in the forward; the bits come from NumPy's global generator.
+        layout: As in the forward.
+        cu_seqlens_q: As in ``attention_varlen``.
+        cu_seqlens_k: Likewise.
+        seqused_q: Likewise.
+        seqused_k: Likewise.
+
+    Returns:
+        Gradients of q, k, v, and of bias, sinks (where given) and scale.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape or range.
+    """
+    request = Request(causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p)
+    if cu_seqlens_q is None:
+        problem = prepare_dense(q, k, v, layout, request)
+    else:
+        sequences = Sequences(cu_seqlens_q, cu_seqlens_k, None, None, seqused_q, seqused_k)
+        problem = prepare_varlen(q, k, v, sequences, request)
+    return _backward(problem, dout, out, lse, dlse)
+
+
+def merge_states(
+    out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, layout: str
+) -> tuple[Array, Array]:
+    """See ``tilewise.merge_states``."""
+    out_a, out_b = as_array("out_a", out_a), as_array("out_b", out_b)
+    a = as_array("lse_a", lse_a).astype(np.float32)
+    b = as_array("lse_b", lse_b).astype(np.float32)
+    empty = np.isneginf(a) & np.isneginf(b)
+    safe_a, safe_b = np.where(empty, np.float32(0), a), np.where(empty, np.float32(0), b)
+    lse = np.logaddexp(safe_a, safe_b)
+    weights = [np.where(empty, np.float32(0), np.exp(x - lse)) for x in (safe_a, safe_b)]
+    if out_a.ndim == 3 or layout == "bshd":
+        weights = [w.swapaxes(-1, -2) for w in weights]
+    out = sum(
+        w[..., None] * x.astype(np.float32) for w, x in zip(weights, (out_a, out_b), strict=True)
+    )
+    return out.astype(out_a.dtype), np.where(empty, np.float32(-np.inf), lse)
+
+
+# --- from arguments to a problem ------------------------------------------------------------------
+
+
+def as_array(name: str, value: Any) -> Array:
+    """A NumPy view of an array, a DLPack exporter on the CPU, or anything NumPy converts."""
+    if isinstance(value, np.ndarray):
+        return value
+    if hasattr(value, "__torch_function__"):
+        raise TypeError(f"{name} is a torch.Tensor, but q is not: use one kind of array for all")
+    if hasattr(value, "__array__"):
+        return np.asarray(value)
+    if hasattr(value, "__dlpack__"):
+        return np.from_dlpack(value)
+    raise TypeError(f"{name} is a {type(value).__name__}, but must be an array")
+
+
+def prepare_dense(q: Any, k: Any, v: Any, layout: str, request: Request) -> _Problem:
+    """Checks a problem of equal lengths and describes it."""
+    heads_first = _check.heads_first(layout)
+    q, k, v = _check_arrays(q, k, v)
+    _check.dense(q, k, v, layout)
+    if heads_first:
+        q, k, v = q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2)
+    arrays: dict[str, Array] = {}
+    if request.bias is not None:
+        bias = _bias(request.bias, q)
+        _check.bias(bias, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        arrays["bias"] = _four_dimensions(bias, k.shape[1])
+    return _describe_problem(q, k, v, q.shape[0], request, arrays, {}, heads_first)
+
+
+def prepare_varlen(q: Any, k: Any, v: Any, sequences: Sequences, request: Request) -> _Problem:
+    """Checks a problem of sequences end to end and describes it."""
+    q, k, v = _check_arrays(q, k, v)
+    paged = sequences.block_table is not None
+    _check.varlen(q, k, v, paged)
+    starts = _int32("cu_seqlens_q", sequences.cu_seqlens_q, (None,))
+    if starts is None or len(starts) < 1:
+        raise ValueError("cu_seqlens_q is missing or empty, but must be int32 [batch + 1]")
+    if paged and sequences.cu_seqlens_k is not None:
+        raise ValueError(
+            "cu_seqlens_k and block_table are both given, but pages hold the keys of each "
+            "sequence from its start: pass cu_seqlens_k=None and seqused_k"
+        )
+    if not paged and sequences.cu_seqlens_k is None:
+        raise TypeError("cu_seqlens_k is None, but must be int32 [batch + 1] without block_table")
+    batch = len(starts) - 1
+    shapes: dict[str, tuple[int | None, ...]] = {
+        "cu_seqlens_q": (batch + 1,), "cu_seqlens_k": (batch + 1,), "seqused_q": (batch,),
+        "seqused_k": (batch,), "block_table": (batch, None),
+    }  # fmt: skip
+    arrays: dict[str, Array] = {}
+    for name, dims in shapes.items():
+        array = _int32(name, getattr(sequences, name), dims)
+        if array is not None:
+            arrays[name] = array
+    if request.bias is not None:
+        bias = _bias(request.bias, q)
+        _check.bias(bias, batch, q.shape[1], None, None)
+        arrays["bias"] = _four_dimensions(bias, bias.shape[-1])
+    bounds = {
+        name: _check.bound(name, getattr(sequences, name))
+        for name in ("max_seqlen_q", "max_seqlen_k")
+    }
+    return _describe_problem(q, k, v, batch, request, arrays, bounds, False)
+
+
+def _describe_problem(
+    q: Array, k: Array, v: Array, batch: int, request: Request, arrays: dict[str, Array],
+    bounds: dict[str, int], heads_first: bool,
+) -> _Problem:  # fmt: skip
+    heads, head_dim = q.shape[-2:]
+    left, right = _check.window_bounds(request.causal, request.window)
+    if request.alibi_slopes is not None:
+        arrays["alibi_slopes"] = _float32("alibi_slopes", request.alibi_slopes)
+        _check.alibi(arrays["alibi_slopes"], batch, heads)
+    if request.sinks is not None:
+        arrays["sinks"] = _float32("sinks", request.sinks)
+        _check.shape("sinks", arrays["sinks"], (heads,), "one logit per query head")
+    dropout_p = _check.dropout(request.dropout_p)
+    if dropout_p > 0.0:
+        arrays["dropout_state"] = np.random.randint(0, 2**62, 2, dtype=np.int64)
+    bias = arrays.get("bias")
+    extras = _describe.Extras(
+        **{name: view(array) for name, array in arrays.items()},
+        bias_dtype=0 if bias is None else _abi.DTYPES[str(bias.dtype)],
+        scale=_scale(request.scale, head_dim),
+        window_left=left,
+        window_right=right,
+        softcap=_check.softcap(request.softcap),
+        dropout_p=dropout_p,
+        deterministic=bool(request.deterministic),
+        **bounds,
+    )
+    dtype = _abi.DTYPES[str(q.dtype)]
+    a = _describe.attention(view(q), view(k), view(v), dtype, extras)
+    return _Problem(a, q, k, v, arrays, heads_first)
+
+
+def view(array: Array) -> View:
+    """Pointer, shape and strides in elements."""
+    size = array.itemsize
+    return View(array.ctypes.data, array.shape, tuple(step // size for step in array.strides))
+
+
+def _check_arrays(q: Any, k: Any, v: Any) -> tuple[Array, Array, Array]:
+    arrays = as_array("q", q), as_array("k", k), as_array("v", v)
+    for name, array in zip("qkv", arrays, strict=True):
+        if str(array.dtype) not in _FLOATS:
+            raise TypeError(
+                f"{name} has dtype {array.dtype}, but must be float32, float16 or bfloat16 "
+                "(of ml_dtypes)"
+            )
+        if array.dtype != arrays[0].dtype:
+            raise TypeError(f"{name} has dtype {array.dtype}, but q has {arrays[0].dtype}")
+    return _columns(arrays[0]), _columns(arrays[1]), _columns(arrays[2])
+
+
+def _columns(array: Array) -> Array:
+    """The array, copied unless its last dimension is contiguous and all elements are aligned."""
+    steps = [step % array.itemsize for step in array.strides]
+    whole = not any(steps) and array.flags.aligned and not _negative(array)
+    if whole and (array.ndim == 0 or array.shape[-1] <= 1 or array.strides[-1] == array.itemsize):
+        return array
+    return np.ascontiguousarray(array)
+
+
+def _negative(array: Array) -> bool:
+    return any(step < 0 for step in array.strides)
+
+
+def _int32(name: str, value: Any, dims: tuple[int | None, ...]) -> Array | None:
+    if value is None:
+        return None
+    array = as_array(name, value)
+    if array.dtype != np.int32:
+        raise TypeError(f"{name} has dtype {array.dtype}, but must be int32")
+    _check.shape(name, array, dims, "see tilewise.attention_varlen")
+    return np.ascontiguousarray(array)
+
+
+def _float32(name: str, value: Any) -> Array:
+    array = as_array(name, value)
+    if str(array.dtype) not in (*_FLOATS, "float64"):
+        raise TypeError(f"{name} has dtype {array.dtype}, but must be float32")
+    return np.ascontiguousarray(array, dtype=np.float32)
+
+
+def _bias(value: Any, q: Array) -> Array:
+    bias = as_array("bias", value)
+    if bias.dtype != np.float32 and bias.dtype != q.dtype:
+        allowed = "float32" if q.dtype == np.float32 else f"float32 or {q.dtype}"
+        raise TypeError(f"bias has dtype {bias.dtype}, but must be {allowed}")
+    return bias
+
+
+def _four_dimensions(bias: Array, keys: int) -> Array:
+    bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+    if bias.shape[3] != keys:
+        bias = np.broadcast_to(bias, (*bias.shape[:3], keys))
+    expanded = any(bias.strides[i] == 0 and bias.shape[i] > 1 for i in range(4))
+    return np.ascontiguousarray(bias) if expanded else _columns(bias)
+
+
+def _scale(scale: Any, head_dim: int) -> float:
+    if scale is None:
+        return head_dim**-0.5
+    if hasattr(scale, "shape") and hasattr(scale, "item"):
+        if scale.size != 1:
+            raise ValueError(f"scale has shape {list(scale.shape)}, but must have one element")
+        scale = scale.item()
+    return _check.scale_number(scale)
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+def _workspace(size: int) -> tuple[Array, int]:
+    """Memory for a launch and the first address in it that is aligned."""
+    memory = np.empty(size + _WORKSPACE_ALIGNMENT, dtype=np.uint8)
+    return memory, memory.ctypes.data + (-memory.ctypes.data) % _WORKSPACE_ALIGNMENT
+
+
+def _new_rows(like: Array, shape: tuple[int, ...], heads_first: bool) -> Array:
+    """[batch, row, head, column], stored with the heads first if so asked."""
+    if not heads_first:
+        return np.empty(shape, dtype=like.dtype)
+    batch, rows, heads, columns = shape
+    return np.empty((batch, heads, rows, columns), dtype=like.dtype).swapaxes(1, 2)
+
+
+def _forward(problem: _Problem) -> tuple[Array, Array]:
+    library, a, q = c_library(), problem.attention, problem.q
+    out = _new_rows(q, (*q.shape[:-1], problem.v.shape[-1]), problem.heads_first)
+    lse = np.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=np.float32)
+    _describe.set_output(a, view(out), view(lse))
+    size = _describe.plan(library, a, None).workspace_bytes
+    memory, address = _workspace(size)
+    _abi.check(library, library.tilewise_forward(ctypes.byref(a), address, size))
+    del memory  # alive until here: the library has written to it
+    return (out.swapaxes(1, 2) if problem.heads_first else out), lse
+
+
+def _incoming(name: str, value: Any, like: Array, heads_first: bool) -> Array:
+    array = as_array(name, value)
+    if array.dtype != like.dtype:
+        raise TypeError(f"{name} has dtype {array.dtype}, but must be {like.dtype}")
+    array = array.swapaxes(1, 2) if heads_first and array.ndim == 4 else array
+    _check.shape(name, array, like.shape, "the shape of the forward's result")
+    return _columns(array)
+
+
+def _backward(problem: _Problem, dout: Any, out: Any, lse: Any, dlse: Any) -> Gradients:
+    library, a, q, first = c_library(), problem.attention, problem.q, problem.heads_first
+    like_out = np.broadcast_to(q[..., :1], (*q.shape[:-1], problem.v.shape[-1]))
+    like_lse = np.broadcast_to(np.float32(0), (*q.shape[:-3], q.shape[-2], q.shape[-3]))
+    out, dout = _incoming("out", out, like_out, first), _incoming("dout", dout, like_out, first)
+    lse = _incoming("lse", lse, like_lse, False)
+    _describe.set_output(a, view(out), view(lse))
+
+    g = _abi.sized(_abi.Gradients)
+    varlen_q, varlen_k = a.cu_seqlens_q is not None, a.cu_seqlens_k is not None
+    g.dout = _describe.rows(view(dout), varlen_q)
+    if dlse is not None:
+        dlse = _incoming("dlse", dlse, like_lse, False)
+        g.dlse = dlse.ctypes.data
+        g.dlse_stride_batch, g.dlse_stride_head = _describe.lse_strides(view(dlse))
+    dq, dk, dv = (_new_rows(x, x.shape, first) for x in (q, problem.k, problem.v))
+    g.dq = _describe.rows(view(dq), varlen_q)
+    g.dk, g.dv = _describe.rows(view(dk), varlen_k), _describe.rows(view(dv), varlen_k)
+    bias, dbias, dsinks = problem.arrays.get("bias"), None, None
+    if bias is not None:
+        dbias = np.empty(bias.shape, dtype=np.float32)
+        g.dbias = dbias.ctypes.data
+        strides = _describe.bias_strides(view(dbias))
+        g.dbias_stride_batch, g.dbias_stride_head, g.dbias_stride_row = strides
+        g.dbias_rows, g.dbias_keys = bias.shape[2:]
+    if "sinks" in problem.arrays:
+        dsinks = np.empty(a.heads_q, dtype=np.float32)
+        g.dsinks = dsinks.ctypes.data
+    dscale = np.empty(1, dtype=np.float32)
+    g.dscale = dscale.ctypes.data
+
+    size = _describe.plan(library, a, g).workspace_bytes
+    memory, address = _workspace(size)
+    status = library.tilewise_backward(ctypes.byref(a), ctypes.byref(g), address, size)
+    _abi.check(library, status)
+    del memory  # alive until here: the library has written to it
+    dq, dk, dv = (x.swapaxes(1, 2) if first else x for x in (dq, dk, dv))
+    return Gradients(dq, dk, dv, dbias, dsinks, float(dscale[0]))

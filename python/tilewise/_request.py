@@ -1,0 +1,34 @@
+"""What a caller asks of attention beside q, k and v, as one value for every backend."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ._check import Window
+
+
+class Request(NamedTuple):
+    """The options of ``tilewise.attention``, unchecked."""
+
+    causal: bool = False
+    window: Window = (None, None)
+    scale: Any = None
+    softcap: float = 0.0
+    bias: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    dropout_p: float = 0.0
+    return_lse: bool = False
+    deterministic: bool = False
+
+
+class Sequences(NamedTuple):
+    """Where the sequences of a variable-length problem lie, unchecked."""
+
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    seqused_q: Any = None
+    seqused_k: Any = None
+    block_table: Any = None

@@ -1,0 +1,302 @@
+"""The public functions on PyTorch tensors: checks, autocast, views in the operators' order."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from . import _check, _ops
+from ._request import Request, Sequences
+
+Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+Prepared: TypeAlias = tuple[Tensor, Tensor, Tensor, _ops.Options]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, layout: str, request: Request) -> Result:
+    """See ``tilewise.attention``."""
+    q, k, v, options = prepare_dense(q, k, v, layout, request)
+    out, lse = _ops.forward(q, k, v, options)
+    if options.heads_first:
+        out = out.transpose(1, 2)
+    return (out, lse) if request.return_lse else out
+
+
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, request: Request
+) -> Result:
+    """See ``tilewise.attention_varlen``."""
+    out, lse = _ops.forward(*prepare_varlen(q, k, v, sequences, request))
+    return (out, lse) if request.return_lse else out
+
+
+def prepare_dense(q: Tensor, k: Tensor, v: Tensor, layout: str, request: Request) -> Prepared:
+    """Checks a problem of equal lengths: q, k, v in "bshd" order, and the operators' options."""
+    heads_first = _check.heads_first(layout)
+    q, k, v, bias = _autocast(q, k, v, request.bias)
+    _check_tensors(q, k, v)
+    _check.dense(q, k, v, layout)
+    if heads_first:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if bias is not None:
+        _check_bias(bias, q)
+        _check.bias(bias, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        bias = _full_keys(bias, k.shape[1])
+    options = score_options(q, q.shape[0], request)
+    options = options._replace(bias=bias, heads_first=heads_first)
+    return *_columns(q, k, v), options
+
+
+def prepare_varlen(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, request: Request
+) -> Prepared:
+    """Checks a problem of sequences laid end to end: q, k, v, and the operators' options."""
+    q, k, v, bias = _autocast(q, k, v, request.bias)
+    _check_tensors(q, k, v)
+    paged = sequences.block_table is not None
+    _check.varlen(q, k, v, paged)
+    batch = _check_sequences(q, sequences)
+    options = score_options(q, batch, request)
+    if bias is not None:
+        _check_bias(bias, q)
+        _check.bias(bias, batch, q.shape[1], None, None)
+        bias = _four_dimensions(bias)
+    options = options._replace(
+        bias=bias,
+        cu_seqlens_q=sequences.cu_seqlens_q,
+        cu_seqlens_k=sequences.cu_seqlens_k,
+        seqused_q=sequences.seqused_q,
+        seqused_k=sequences.seqused_k,
+        block_table=sequences.block_table,
+        max_seqlen_q=_check.bound("max_seqlen_q", sequences.max_seqlen_q),
+        max_seqlen_k=_check.bound("max_seqlen_k", sequences.max_seqlen_k),
+    )
+    return *_columns(q, k, v), options
+
+
+def _check_sequences(q: Tensor, sequences: Sequences) -> int:
+    """Types and shapes of where the sequences lie; the number of sequences."""
+    batch = _batch_of(sequences.cu_seqlens_q)
+    for name, size in (
+        ("cu_seqlens_q", batch + 1),
+        ("cu_seqlens_k", batch + 1),
+        ("seqused_q", batch),
+        ("seqused_k", batch),
+    ):
+        check_int32(name, getattr(sequences, name), (size,), q)
+    if sequences.block_table is not None:
+        check_int32("block_table", sequences.block_table, (batch, None), q)
+        if sequences.cu_seqlens_k is not None:
+            raise ValueError(
+                "cu_seqlens_k and block_table are both given, but pages hold the keys of each "
+                "sequence from its start: pass cu_seqlens_k=None and seqused_k"
+            )
+    elif sequences.cu_seqlens_k is None:
+        raise TypeError("cu_seqlens_k is None, but must be int32 [batch + 1] without block_table")
+    return batch
+
+
+def merge_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, layout: str
+) -> tuple[Tensor, Tensor]:
+    """See ``tilewise.merge_states``."""
+    weight_a, weight_b, lse = _merge_weights(lse_a.float(), lse_b.float())
+    heads_second = out_a.dim() == 4 and layout == "bhsd"
+    if not heads_second:
+        weight_a, weight_b = weight_a.transpose(-1, -2), weight_b.transpose(-1, -2)
+    out = weight_a.unsqueeze(-1) * out_a.float() + weight_b.unsqueeze(-1) * out_b.float()
+    return out.to(out_a.dtype), lse
+
+
+def _merge_weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(lse_x - lse) of both states and their common lse; 0, 0 and -inf where both are empty.
+
+    The softmax is taken over values that are finite wherever both states are empty, so that neither
+    it nor its derivative meets inf - inf there.
+    """
+    empty = (lse_a == -math.inf) & (lse_b == -math.inf)
+    safe_a, safe_b = lse_a.masked_fill(empty, 0.0), lse_b.masked_fill(empty, 0.0)
+    lse = torch.logaddexp(safe_a, safe_b)
+    weight_a = torch.exp(safe_a - lse).masked_fill(empty, 0.0)
+    weight_b = torch.exp(safe_b - lse).masked_fill(empty, 0.0)
+    return weight_a, weight_b, lse.masked_fill(empty, -math.inf)
+
+
+# --- pieces shared with tilewise.kvcache ----------------------------------------------------------
+
+
+def score_options(q: Tensor, batch: int, request: Request) -> _ops.Options:
+    """The operators' options that every form of attention has; all but the bias."""
+    left, right = _check.window_bounds(request.causal, request.window)
+    heads, head_dim = q.shape[-2], q.shape[-1]
+    scale, scale_tensor = _scale(request.scale, head_dim, q)
+    slopes, sinks = request.alibi_slopes, request.sinks
+    if slopes is not None:
+        _check_float("alibi_slopes", slopes, q)
+        _check.alibi(slopes, batch, heads)
+        if slopes.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "alibi_slopes requires a gradient, but none is defined for it; pass "
+                "alibi_slopes.detach(), or a bias made of the slopes"
+            )
+        slopes = _dense(slopes)
+    if sinks is not None:
+        _check_float("sinks", sinks, q)
+        _check.shape("sinks", sinks, (heads,), "one logit per query head")
+        sinks = _dense(sinks)
+    dropout_p = _check.dropout(request.dropout_p)
+    return _ops.Options(
+        alibi_slopes=slopes,
+        sinks=sinks,
+        scale_tensor=scale_tensor,
+        dropout_state=_draw_dropout_state(q.device) if dropout_p > 0.0 else None,
+        scale=scale,
+        window_left=left,
+        window_right=right,
+        softcap=_check.softcap(request.softcap),
+        dropout_p=dropout_p,
+        deterministic=bool(request.deterministic),
+    )
+
+
+def check_int32(name: str, tensor: Any, dims: tuple[int | None, ...], q: Tensor) -> None:
+    """An optional int32 tensor of the given shape (None: any size) on the device of q."""
+    if tensor is None:
+        return
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}, but must be a torch.Tensor or None")
+    if tensor.dtype != torch.int32:
+        raise TypeError(f"{name} has dtype {tensor.dtype}, but must be torch.int32")
+    _check.shape(name, tensor, dims, "see tilewise.attention_varlen")
+    _same_device(name, tensor, q)
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name} has stride {tensor.stride(-1)} in its last dimension, but must be contiguous"
+        )
+
+
+def _draw_dropout_state(device: torch.device) -> Tensor:
+    """Seed and offset of the dropout bits, from the generator that torch.manual_seed sets."""
+    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
+
+
+def _autocast(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Casts as torch.autocast does for scaled_dot_product_attention; a float32 bias stays so."""
+    if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v, bias
+    dtype = torch.get_autocast_dtype(q.device.type)
+    if bias is not None and bias.is_floating_point() and bias.dtype != torch.float32:
+        bias = bias.to(dtype)
+    return _lower(q, dtype), _lower(k, dtype), _lower(v, dtype), bias
+
+
+def _lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    eligible = isinstance(tensor, Tensor) and tensor.is_floating_point()
+    return tensor.to(dtype) if eligible and tensor.dtype != torch.float64 else tensor
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, but must be a torch.Tensor as q")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name} has layout {tensor.layout}, but must be a dense tensor")
+    if q.dtype not in _DTYPES:
+        raise TypeError(
+            f"q has dtype {q.dtype}, but must be torch.float32, torch.float16 or torch.bfloat16"
+        )
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name} has dtype {tensor.dtype}, but q has {q.dtype}")
+        _same_device(name, tensor, q)
+
+
+def _same_device(name: str, tensor: Tensor, q: Tensor) -> None:
+    if tensor.device != q.device:
+        raise ValueError(f"{name} is on {tensor.device}, but q is on {q.device}")
+
+
+def _check_float(name: str, tensor: Any, q: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}, but must be a torch.Tensor or None")
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name} has dtype {tensor.dtype}, but must be torch.float32")
+    _same_device(name, tensor, q)
+
+
+def _check_bias(bias: Any, q: Tensor) -> None:
+    if not isinstance(bias, Tensor):
+        raise TypeError(f"bias is a {type(bias).__name__}, but must be a torch.Tensor or None")
+    if bias.dtype == torch.bool:
+        raise TypeError(
+            "bias has dtype torch.bool, but is added to the scores: for a mask pass "
+            "torch.where(mask, 0.0, -math.inf)"
+        )
+    if bias.dtype not in (torch.float32, q.dtype):
+        allowed = "torch.float32" if q.dtype == torch.float32 else f"torch.float32 or {q.dtype}"
+        raise TypeError(f"bias has dtype {bias.dtype}, but must be {allowed}")
+    _same_device("bias", bias, q)
+
+
+def _scale(scale: Any, head_dim: int, q: Tensor) -> tuple[float, Tensor | None]:
+    if scale is None:
+        return head_dim**-0.5, None
+    if isinstance(scale, Tensor):
+        if scale.numel() != 1 or not scale.is_floating_point():
+            raise ValueError(
+                f"scale has shape {list(scale.shape)} and dtype {scale.dtype}, but a tensor must "
+                "have one floating-point element"
+            )
+        _same_device("scale", scale, q)
+        return 0.0, scale.reshape(1).to(torch.float32)
+    return _check.scale_number(scale), None
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return _contiguous_columns(tensor.to(torch.float32))
+
+
+def _contiguous_columns(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _columns(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _contiguous_columns(q), _contiguous_columns(k), _contiguous_columns(v)
+
+
+def _batch_of(cu_seqlens_q: Any) -> int:
+    if not isinstance(cu_seqlens_q, Tensor):
+        raise TypeError(
+            f"cu_seqlens_q is a {type(cu_seqlens_q).__name__}, but must be an int32 torch.Tensor"
+        )
+    if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] < 1:
+        raise ValueError(
+            f"cu_seqlens_q has shape {list(cu_seqlens_q.shape)}, but must be [batch + 1]"
+        )
+    return cu_seqlens_q.shape[0] - 1
+
+
+def _four_dimensions(bias: Tensor) -> Tensor:
+    """The bias with leading dimensions of 1, and expanded dimensions taken back to 1.
+
+    The gradient of an expanded view would be as large as the view; that of the part that repeats is
+    the sum, which is what the library computes.
+    """
+    bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+    for dim in range(3):
+        if bias.shape[dim] > 1 and bias.stride(dim) == 0:
+            bias = bias.narrow(dim, 0, 1)
+    return _contiguous_columns(bias)
+
+
+def _full_keys(bias: Tensor, keys: int) -> Tensor:
+    bias = _four_dimensions(bias)
+    return bias if bias.shape[3] == keys else bias.expand(-1, -1, -1, keys).contiguous()
