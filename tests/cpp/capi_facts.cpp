@@ -1,0 +1,261 @@
+// Versions of structs, the last error, the hook, and what the library says about itself.
+#include <atomic>
+#include <set>
+#include <thread>
+
+#include "capi_support.h"
+
+namespace capi_test {
+namespace {
+
+TEST(StructSize, ANewerCallerWithoutNewOptionsIsServed) {
+  Call call;
+  std::vector<unsigned char> newer(sizeof(tilewise_attention) + 64, 0);
+  call.a.struct_size = static_cast<uint32_t>(newer.size());
+  std::memcpy(newer.data(), &call.a, sizeof(call.a));
+  const auto* attention = reinterpret_cast<const tilewise_attention*>(newer.data());
+  EXPECT_EQ(tilewise_forward(attention, call.workspace_data, call.workspace_bytes), TILEWISE_OK)
+      << tilewise_last_error();
+}
+
+TEST(StructSize, APlanOfANewerCallerKeepsItsOwnFields) {
+  Call call;
+  struct Newer {
+    tilewise_plan_info info;
+    int64_t later;
+  } newer{};
+  newer.info.struct_size = sizeof(newer);
+  newer.later = 42;
+  EXPECT_EQ(tilewise_plan(&call.a, nullptr, TILEWISE_PASS_FORWARD, &newer.info), TILEWISE_OK);
+  EXPECT_EQ(newer.info.struct_size, sizeof(newer));
+  EXPECT_EQ(newer.later, 42);
+  EXPECT_NE(newer.info.kernel[0], '\0');
+}
+
+TEST(LastError, IsEmptyAfterASuccess) {
+  Call call;
+  call.a.heads_q = 3;
+  EXPECT_NE(call.forward(), TILEWISE_OK);
+  EXPECT_STRNE(tilewise_last_error(), "");
+  call.a.heads_q = Call::Hq;
+  EXPECT_EQ(call.forward(), TILEWISE_OK) << tilewise_last_error();
+  EXPECT_STREQ(tilewise_last_error(), "");
+}
+
+TEST(LastError, BelongsToItsThread) {
+  Call call;
+  call.a.heads_q = 3;
+  EXPECT_NE(call.forward(), TILEWISE_OK);
+  std::string of_the_other = "not set";
+  std::thread([&] { of_the_other = tilewise_last_error(); }).join();
+  EXPECT_EQ(of_the_other, "");
+  EXPECT_STRNE(tilewise_last_error(), "");
+}
+
+struct Hook {
+  std::atomic<int64_t> calls{0};
+  std::atomic<int64_t> tasks{0};
+  int64_t workers = 1;
+
+  static void parallel_for(void* user, int64_t tasks, tilewise_task task, void* context) {
+    auto& hook = *static_cast<Hook*>(user);
+    ++hook.calls;
+    std::atomic<int64_t> next{0};
+    std::vector<std::thread> threads;
+    for (int64_t w = 0; w < hook.workers; ++w) {
+      threads.emplace_back([&] {
+        for (int64_t i; (i = next++) < tasks;) {
+          task(context, i);
+          ++hook.tasks;
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+};
+
+bool same_bytes(const Output& left, const Output& right) {
+  return std::memcmp(left.data(), right.data(), left.size() * sizeof(float)) == 0;
+}
+
+// Results do not depend on who runs the tasks, in which order, or on how many threads.
+TEST(Hook, RunsTheTasksAndChangesNoBit) {
+  Call reference;
+  reference.use_bias();
+  reference.use_sinks();
+  ASSERT_EQ(reference.forward(), TILEWISE_OK) << tilewise_last_error();
+  ASSERT_EQ(reference.backward(), TILEWISE_OK) << tilewise_last_error();
+  for (int32_t threads : {1, 2, 3, 7}) {
+    Hook hook;
+    hook.workers = threads;
+    Call call;
+    call.use_bias();
+    call.use_sinks();
+    call.parallel = {&Hook::parallel_for, &hook, threads, 0};
+    call.a.parallel = &call.parallel;
+    tilewise_plan_info info{};
+    info.struct_size = sizeof(info);
+    ASSERT_EQ(call.plan(TILEWISE_PASS_BACKWARD, &info), TILEWISE_OK) << tilewise_last_error();
+    EXPECT_EQ(info.threads, threads);
+    ASSERT_EQ(call.forward(), TILEWISE_OK) << tilewise_last_error();
+    ASSERT_EQ(call.backward(), TILEWISE_OK) << tilewise_last_error();
+    EXPECT_TRUE(threads == 1 || hook.calls > 0) << "the hook was not called";
+    EXPECT_GE(hook.tasks, hook.calls);
+    EXPECT_TRUE(same_bytes(call.out, reference.out)) << threads;
+    EXPECT_TRUE(same_bytes(call.lse, reference.lse)) << threads;
+    EXPECT_TRUE(same_bytes(call.dq, reference.dq)) << threads;
+    EXPECT_TRUE(same_bytes(call.dk, reference.dk)) << threads;
+    EXPECT_TRUE(same_bytes(call.dv, reference.dv)) << threads;
+    EXPECT_TRUE(same_bytes(call.dbias, reference.dbias)) << threads;
+    EXPECT_TRUE(same_bytes(call.dsinks, reference.dsinks)) << threads;
+  }
+}
+
+// Several threads of a program may call at once.
+TEST(Threads, CallsDoNotDisturbEachOther) {
+  Call reference;
+  ASSERT_EQ(reference.forward(), TILEWISE_OK);
+  std::vector<std::thread> threads;
+  std::atomic<int> different{0};
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&] {
+      for (int repetition = 0; repetition < 10; ++repetition) {
+        Call call;
+        if (call.forward() != TILEWISE_OK || !same_bytes(call.out, reference.out)) ++different;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(different, 0);
+}
+
+// Forward against the definition, in double precision.
+TEST(Forward, IsAttention) {
+  Call call;
+  call.a.window_right = 0;
+  call.use_sinks();
+  ASSERT_EQ(call.forward(), TILEWISE_OK) << tilewise_last_error();
+  for (int64_t b = 0; b < Call::B; ++b)
+    for (int64_t h = 0; h < Call::Hq; ++h)
+      for (int64_t i = 0; i < Call::Sq; ++i) {
+        const int64_t kv = h / (Call::Hq / Call::Hkv);
+        double sum = std::exp(static_cast<double>(call.sinks[static_cast<std::size_t>(h)]));
+        double out[Call::Dv] = {};
+        for (int64_t j = 0; j <= i + Call::Sk - Call::Sq; ++j) {
+          const float* q = call.q.data() + ((b * Call::Sq + i) * Call::Hq + h) * Call::D;
+          const float* k = call.k.data() + ((b * Call::Sk + j) * Call::Hkv + kv) * Call::D;
+          const float* v = call.v.data() + ((b * Call::Sk + j) * Call::Hkv + kv) * Call::Dv;
+          double dot = 0;
+          for (int64_t d = 0; d < Call::D; ++d) dot += static_cast<double>(q[d]) * k[d];
+          const double p = std::exp(call.scale * dot);
+          sum += p;
+          for (int64_t d = 0; d < Call::Dv; ++d) out[d] += p * v[d];
+        }
+        const int64_t row = (b * Call::Sq + i) * Call::Hq + h;
+        for (int64_t d = 0; d < Call::Dv; ++d)
+          EXPECT_NEAR(call.out[static_cast<std::size_t>(row * Call::Dv + d)], out[d] / sum, 1e-6);
+        EXPECT_NEAR(call.lse[static_cast<std::size_t>((b * Call::Hq + h) * Call::Sq + i)],
+                    std::log(sum), 1e-6);
+      }
+}
+
+// What the struct of another call size would need is in the plan, and no byte more is written.
+TEST(Workspace, ThePlannedSizeIsEnough) {
+  Call call;
+  call.use_bias();
+  tilewise_plan_info info{};
+  info.struct_size = sizeof(info);
+  ASSERT_EQ(call.plan(TILEWISE_PASS_BACKWARD, &info), TILEWISE_OK);
+  ASSERT_EQ(tilewise_forward(&call.a, call.workspace_data, call.workspace_bytes), TILEWISE_OK);
+  Call again;
+  again.use_bias();
+  ASSERT_EQ(tilewise_forward(&again.a, again.workspace_data, again.workspace_bytes), TILEWISE_OK);
+  std::memset(again.workspace.data(), kPoison, static_cast<std::size_t>(again.workspace.size()));
+  ASSERT_EQ(tilewise_backward(&again.a, &again.g, again.workspace_data, info.workspace_bytes),
+            TILEWISE_OK)
+      << tilewise_last_error();
+  for (int64_t i = info.workspace_bytes; i < again.workspace.size(); ++i)
+    ASSERT_EQ(again.workspace.data()[i], kPoison) << "byte " << i << " behind the workspace";
+}
+
+TEST(Facts, VersionsAgreeWithTheHeader) {
+  EXPECT_STREQ(tilewise_version(), TILEWISE_VERSION_STRING);
+  EXPECT_EQ(tilewise_abi_version(), static_cast<uint32_t>(TILEWISE_ABI_VERSION));
+  const std::string from_parts = std::to_string(TILEWISE_VERSION_MAJOR) + "." +
+                                 std::to_string(TILEWISE_VERSION_MINOR) + "." +
+                                 std::to_string(TILEWISE_VERSION_PATCH);
+  EXPECT_STREQ(TILEWISE_VERSION_STRING, from_parts.c_str());
+  EXPECT_GE(tilewise_cpu_threads(), 1);
+}
+
+struct IsaRow {
+  std::string name;
+  bool available;
+};
+
+std::vector<IsaRow> instruction_sets() {
+  std::vector<IsaRow> rows;
+  int32_t available = -1;
+  for (int32_t i = 0; const char* name = tilewise_cpu_isa(i, &available); ++i)
+    rows.push_back({name, available == 1});
+  return rows;
+}
+
+TEST(InstructionSets, TheFirstRunsAnywhere) {
+  const std::vector<IsaRow> rows = instruction_sets();
+  ASSERT_FALSE(rows.empty());
+  EXPECT_EQ(rows.front().name, "portable");
+  EXPECT_TRUE(rows.front().available);
+  EXPECT_EQ(tilewise_cpu_isa(-1, nullptr), nullptr);
+  EXPECT_EQ(tilewise_cpu_isa(static_cast<int32_t>(rows.size()), nullptr), nullptr);
+  EXPECT_STREQ(tilewise_cpu_isa(0, nullptr), "portable");
+}
+
+TEST(InstructionSets, EachAvailableOneCanBeForced) {
+  Call call;
+  tilewise_plan_info info{};
+  info.struct_size = sizeof(info);
+  for (const IsaRow& row : instruction_sets()) {
+    if (!row.available) {
+      EXPECT_EQ(tilewise_select_cpu(row.name.c_str()), TILEWISE_INVALID_ARGUMENT);
+      expect_message("name is \"" + row.name + "\": this machine lacks ");
+      continue;
+    }
+    ASSERT_EQ(tilewise_select_cpu(row.name.c_str()), TILEWISE_OK) << tilewise_last_error();
+    EXPECT_EQ(tilewise_current_cpu(), row.name);
+    ASSERT_EQ(call.plan(TILEWISE_PASS_FORWARD, &info), TILEWISE_OK);
+    EXPECT_EQ(std::string(info.kernel), "cpu." + row.name + ".forward.f32");
+  }
+  EXPECT_EQ(tilewise_select_cpu("z80"), TILEWISE_INVALID_ARGUMENT);
+  expect_message(
+      "name is \"z80\": no instruction set has this name; allowed here is one of portable");
+  EXPECT_EQ(tilewise_select_cpu(nullptr), TILEWISE_OK);
+  std::string best;
+  for (const IsaRow& row : instruction_sets())
+    if (row.available) best = row.name;
+  EXPECT_EQ(tilewise_current_cpu(), best);
+}
+
+TEST(Matrix, RowsAreCompleteAndEnd) {
+  std::set<std::string> rows;
+  tilewise_kernel_info info{};
+  info.struct_size = sizeof(info);
+  int32_t index = 0;
+  for (; tilewise_kernel(index, &info) == TILEWISE_OK; ++index) {
+    EXPECT_TRUE(rows.insert(info.name + std::to_string(info.dtype)).second) << info.name;
+    EXPECT_EQ(info.max_head_dim, 512);
+    EXPECT_NE(info.requires_[0], '\0');
+    EXPECT_TRUE(info.forward == 1 && info.backward == 1);
+  }
+  expect_message("index is " + std::to_string(index) + ": allowed is 0 to " +
+                 std::to_string(index - 1));
+  EXPECT_EQ(rows.size(), 15u);
+  EXPECT_EQ(tilewise_kernel(-1, &info), TILEWISE_INVALID_ARGUMENT);
+  EXPECT_EQ(tilewise_kernel(0, nullptr), TILEWISE_INVALID_ARGUMENT);
+  info.struct_size = 1;
+  EXPECT_EQ(tilewise_kernel(0, &info), TILEWISE_INVALID_ARGUMENT);
+  expect_message("info.struct_size is 1");
+}
+
+}  // namespace
+}  // namespace capi_test
