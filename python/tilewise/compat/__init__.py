@@ -1,0 +1,9 @@
+"""Interfaces of other attention packages over Tilewise's kernels.
+
+``tilewise.compat.flash_attn`` mirrors the module tree of FlashAttention-2 (``flash_attn``), and
+``tilewise.compat.flash_attn_interface`` the single module of FlashAttention-3. Changing the import
+is all that a caller has to do::
+
+    from tilewise.compat.flash_attn import flash_attn_func, flash_attn_with_kvcache
+    from tilewise.compat.flash_attn.bert_padding import pad_input, unpad_input
+"""

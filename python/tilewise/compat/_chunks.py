@@ -1,0 +1,82 @@
+"""Chunked attention as variable-length attention: exact, differentiable, and no slower than that.
+
+With ``attention_chunk = c`` the query at position p sees only keys of its own chunk, those from
+``p // c * c`` to ``p // c * c + c - 1``, besides what causal and window say. Positions are aligned
+bottom-right: row i is at i + Sk - Sq. Each chunk with its rows is a sequence of its own, and its
+last row is at the end of its keys, so that causal and windows mean the same inside it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+
+def split_lengths(rows: int, keys: int, chunk: int) -> list[tuple[int, int]]:
+    """(rows, keys) of each chunk of one sequence, in order; they add up to rows and keys."""
+    offset = keys - rows
+    parts = []
+    if offset < 0:
+        parts.append((-offset, 0))  # before the first key: these rows see nothing
+    for first in range(0, keys, chunk):
+        last = min(first + chunk, keys)
+        parts.append((max(0, last - max(first, offset)), last - first))
+    return parts
+
+
+class Sequence(NamedTuple):
+    """Room and use of one packed sequence."""
+
+    rows: int
+    keys: int
+    rows_used: int
+    keys_used: int
+
+
+def split_packed(sequences: list[Sequence], chunk: int, device: torch.device):
+    """cu_seqlens_q and cu_seqlens_k int32 with one sequence per chunk."""
+    rows, keys = [0], [0]
+    for sequence in sequences:
+        parts = split_lengths(sequence.rows_used, sequence.keys_used, chunk)
+        # What is not used must still be stepped over; apart, so that the one sees not the other.
+        parts.append((sequence.rows - sequence.rows_used, 0))
+        parts.append((0, sequence.keys - sequence.keys_used))
+        for part_rows, part_keys in parts:
+            if part_rows or part_keys:
+                rows.append(rows[-1] + part_rows)
+                keys.append(keys[-1] + part_keys)
+    return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (rows, keys))
+
+
+class CacheChunks(NamedTuple):
+    """Arguments of variable-length attention to a cache, one sequence per chunk that has rows."""
+
+    cu_seqlens_q: Tensor
+    seqused_k: Tensor
+    leftpad_k: Tensor
+    repeats: int  # sequences of these arguments per sequence of the batch
+
+
+def split_cache(
+    rows: Tensor, max_rows: int, seqused_k: Tensor, leftpad_k: Optional[Tensor], chunk: int
+) -> CacheChunks:
+    """Chunks of queries at the end of a cache; reads no value on the host.
+
+    Args:
+        rows: [B] int32, queries of each sequence, at most max_rows.
+        seqused_k: [B] int32, keys of each, left padding included. leftpad_k: [B] int32 or None.
+    """
+    pad = torch.zeros_like(seqused_k) if leftpad_k is None else leftpad_k
+    keys = (seqused_k - pad).unsqueeze(-1)
+    first_row = keys - rows.unsqueeze(-1)
+    repeats = (max_rows + chunk - 1) // chunk + 1
+    steps = torch.arange(repeats, device=keys.device, dtype=keys.dtype)
+    begin = (torch.div(first_row, chunk, rounding_mode="floor") + steps) * chunk
+    end = torch.minimum(begin + chunk, keys)
+    chunk_rows = (end - torch.maximum(begin, first_row)).clamp(min=0).flatten()
+    cu_seqlens_q = torch.nn.functional.pad(chunk_rows.cumsum(0, dtype=torch.int32), (1, 0))
+    last = pad.unsqueeze(-1) + end.clamp(min=0)
+    first = torch.minimum(pad.unsqueeze(-1) + begin.clamp(min=0), last)
+    return CacheChunks(cu_seqlens_q, last.flatten(), first.flatten(), repeats)

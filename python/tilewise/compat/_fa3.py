@@ -1,0 +1,274 @@
+"""What FlashAttention-3's arguments mean, in terms of the operators: shared by its functions."""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Union
+
+import torch
+from torch import Tensor
+
+from tilewise import kvcache
+from tilewise._ops import Options
+from tilewise.compat._calls import attend, bound, int32, maybe_contiguous, options_of
+from tilewise.compat._chunks import Sequence, split_cache, split_packed
+
+
+def refuse(**arguments: Any) -> None:
+    """NotImplementedError for arguments that are given although nothing here can honour them."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{name} is given: it scales fp8 inputs, for which there is no kernel; pass None"
+            )
+
+
+def _check_chunk(attention_chunk: int) -> bool:
+    if attention_chunk < 0:
+        raise ValueError(f"attention_chunk is {attention_chunk}, but must be >= 0 (0: off)")
+    return attention_chunk > 0
+
+
+def scale_of(q: Tensor, qv: Optional[Tensor], softmax_scale: Optional[float]) -> float:
+    """softmax_scale, by default 1 / sqrt of all that a score sums over."""
+    if softmax_scale is not None:
+        return float(softmax_scale)
+    return (q.shape[-1] + (0 if qv is None else qv.shape[-1])) ** -0.5
+
+
+def _absorb(q: Tensor, k: Tensor, v: Tensor, qv: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+    """Q and k with which q . k + qv . v is one product."""
+    if qv is None:
+        return q, k
+    if qv.shape != (*q.shape[:-1], v.shape[-1]):
+        wanted = [*q.shape[:-1], v.shape[-1]]
+        raise ValueError(
+            f"qv has shape {list(qv.shape)}, but must be {wanted}, as q with v's width"
+        )
+    return torch.cat((q, qv), dim=-1), torch.cat((k, v), dim=-1)
+
+
+def _values(x: Optional[Tensor], default: list[int]) -> list[int]:
+    return default if x is None else x.tolist()
+
+
+def attend_dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    qv: Optional[Tensor] = None,
+    window_size=(-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    deterministic: bool = False,
+    seqused_q: Optional[Tensor] = None,
+    seqused_k: Optional[Tensor] = None,
+) -> tuple[Tensor, Tensor]:
+    """(out [B, Sq, Hq, Dv], lse [B, Hq, Sq]) of q [B, Sq, Hq, D], k and v [B, Sk, Hkv, ...]."""
+    common = dict(
+        softmax_scale=scale_of(q, qv, softmax_scale),
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+    )
+    q, k = _absorb(q, k, v, qv)
+    options = options_of(q, **common)._replace(
+        num_splits=num_splits, seqused_q=int32(seqused_q), seqused_k=int32(seqused_k)
+    )
+    if not _check_chunk(attention_chunk):
+        return attend(q, k, v, options)
+    batch, rows, keys = q.shape[0], q.shape[1], k.shape[1]
+    used_q, used_k = _values(seqused_q, [rows] * batch), _values(seqused_k, [keys] * batch)
+    sequences = [Sequence(rows, keys, used_q[b], used_k[b]) for b in range(batch)]
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    out, lse = _attend_chunks(q, k, v, options, sequences, attention_chunk)
+    lse = lse.unflatten(1, (batch, rows)).transpose(0, 1).contiguous()
+    return out.unflatten(0, (batch, rows)), lse
+
+
+def attend_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    *,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    qv: Optional[Tensor] = None,
+    window_size=(-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    deterministic: bool = False,
+    seqused_q: Optional[Tensor] = None,
+    seqused_k: Optional[Tensor] = None,
+) -> tuple[Tensor, Tensor]:
+    """(out [T, Hq, Dv], lse [Hq, T]) of packed sequences. Chunks read the lengths on the host."""
+    common = dict(
+        softmax_scale=scale_of(q, qv, softmax_scale),
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+    )
+    q, k = _absorb(q, k, v, qv)
+    options = options_of(q, **common)._replace(num_splits=num_splits)
+    if _check_chunk(attention_chunk):
+        rows, keys = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+        used = _values(seqused_q, rows), _values(seqused_k, keys)
+        sequences = [Sequence(*lengths) for lengths in zip(rows, keys, *used, strict=True)]
+        return _attend_chunks(q, k, v, options, sequences, attention_chunk)
+    options = options._replace(
+        cu_seqlens_q=int32(cu_seqlens_q),
+        cu_seqlens_k=int32(cu_seqlens_k),
+        max_seqlen_q=bound(max_seqlen_q),
+        max_seqlen_k=bound(max_seqlen_k),
+        seqused_q=int32(seqused_q),
+        seqused_k=int32(seqused_k),
+    )
+    return attend(q, k, v, options)
+
+
+def _attend_chunks(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, sequences: list[Sequence], chunk: int
+) -> tuple[Tensor, Tensor]:
+    cu_seqlens_q, cu_seqlens_k = split_packed(sequences, chunk, q.device)
+    options = options._replace(
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=None, seqused_k=None
+    )
+    return attend(q, k, v, options)
+
+
+def _contiguous_last(*tensors: Optional[Tensor]):
+    return tuple(maybe_contiguous(x) for x in tensors)
+
+
+@torch.no_grad()
+def attend_cached(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Optional[Tensor] = None,
+    v: Optional[Tensor] = None,
+    *,
+    qv: Optional[Tensor] = None,
+    rotary_cos: Optional[Tensor] = None,
+    rotary_sin: Optional[Tensor] = None,
+    cache_seqlens: Union[int, Tensor, None] = None,
+    cache_batch_idx: Optional[Tensor] = None,
+    cache_leftpad: Optional[Tensor] = None,
+    page_table: Optional[Tensor] = None,
+    cu_seqlens_q: Optional[Tensor] = None,
+    cu_seqlens_k_new: Optional[Tensor] = None,
+    max_seqlen_q: Optional[int] = None,
+    rotary_seqlens: Optional[Tensor] = None,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size=(-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    num_splits: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) after appending k and v; the arguments are those of flash_attn_with_kvcache."""
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
+    if page_table is None and cache_batch_idx is None:
+        # A cache may have room for more sequences than the batch has.
+        k_cache, v_cache = k_cache[:batch], v_cache[:batch]
+    packed = None if cu_seqlens_q is None else batch
+    q, k, v, qv = _contiguous_last(q, k, v, qv)
+    kvcache.check_cache(q, k_cache, v_cache, block_table=page_table, batch=packed)
+    chunked = _check_chunk(attention_chunk)
+    options = options_of(
+        q,
+        softmax_scale=scale_of(q, qv, softmax_scale),
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+    )
+    band = (options.window_left, options.window_right)
+    where = dict(
+        cache_batch_idx=int32(cache_batch_idx),
+        cache_leftpad=int32(cache_leftpad),
+        block_table=int32(page_table),
+    )
+    q, seqused_k = kvcache.append(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        kvcache.lengths_of(cache_seqlens, batch, q.device),
+        single_position=band == (-1, -1) and not chunked,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
+        cu_seqlens_q=int32(cu_seqlens_q),
+        cu_seqlens_new=int32(cu_seqlens_k_new),
+        rotary_seqlens=int32(rotary_seqlens),
+        **where,
+    )
+    # With qv this copies the caches: the kernels read keys from one tensor.
+    q, keys = _absorb(q, k_cache, v_cache, qv)
+    options = options._replace(
+        num_splits=num_splits,
+        cu_seqlens_q=int32(cu_seqlens_q),
+        seqused_k=seqused_k,
+        block_table=where["block_table"],
+        kv_batch_idx=where["cache_batch_idx"],
+        leftpad_k=where["cache_leftpad"],
+    )
+    if not chunked:
+        return attend(q, keys, v_cache, options)
+    return _attend_cache_chunks(q, keys, v_cache, options, attention_chunk, batch, max_seqlen_q)
+
+
+def _attend_cache_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    chunk: int,
+    batch: int,
+    max_seqlen_q: Optional[int],
+) -> tuple[Tensor, Tensor]:
+    device = q.device
+    dense_rows = q.shape[1] if options.cu_seqlens_q is None else None
+    if options.cu_seqlens_q is None:
+        rows = torch.full((batch,), q.shape[1], dtype=torch.int32, device=device)
+        max_rows = q.shape[1]
+        q = q.flatten(0, 1)
+    else:
+        rows = options.cu_seqlens_q.diff()
+        max_rows = bound(max_seqlen_q) or q.shape[0]
+    keys = options.seqused_k
+    if keys is None:
+        width = 1 if options.block_table is None else options.block_table.shape[1]
+        keys = torch.full((batch,), width * k.shape[1], dtype=torch.int32, device=device)
+    chunks = split_cache(rows, max_rows, keys, options.leftpad_k, chunk)
+
+    def repeat(x: Tensor) -> Tensor:
+        return x.repeat_interleave(chunks.repeats, dim=0)
+
+    table, index = options.block_table, options.kv_batch_idx
+    if table is None and index is None:
+        index = torch.arange(batch, dtype=torch.int32, device=device)
+    options = options._replace(
+        cu_seqlens_q=chunks.cu_seqlens_q,
+        seqused_k=chunks.seqused_k,
+        leftpad_k=chunks.leftpad_k,
+        block_table=None if table is None else repeat(table),
+        kv_batch_idx=None if index is None else repeat(index),
+    )
+    out, lse = attend(q, k, v, options)
+    if dense_rows is None:
+        return out, lse
+    lse = lse.unflatten(1, (batch, dense_rows)).transpose(0, 1).contiguous()
+    return out.unflatten(0, (batch, dense_rows)), lse

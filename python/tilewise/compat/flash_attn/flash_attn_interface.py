@@ -1,0 +1,312 @@
+"""The functions of ``flash_attn.flash_attn_interface`` over Tilewise's kernels.
+
+Meaning shared by all: rows see keys bottom-right aligned, row i key j when
+``i + Sk - Sq - window[0] <= j <= i + Sk - Sq + window[1]``, -1 meaning unlimited; causal is a right
+side of 0; scores are scaled by softmax_scale (None: 1 / sqrt(head_dim)), capped, and lowered by
+``alibi_slope * |i + Sk - Sq - j|``; k and v may have fewer heads than q. Invalid arguments raise
+ValueError, TypeError or RuntimeError with the name of the argument.
+
+With ``return_attn_probs=True`` a function returns ``(out, softmax_lse, S_dmask)``: the log-sum-exp
+in fp32, [B, H, Sq] or [H, T], and, if dropout_p > 0, the probabilities [B, H, Sq, Sk] (variable
+length: [B, H, max_seqlen_q, max_seqlen_k]), negative where dropout removed them; otherwise an empty
+tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Optional, Union
+
+import torch
+
+from tilewise import kvcache
+from tilewise.compat._calls import maybe_contiguous, round_multiple, slopes
+from tilewise.compat.flash_attn._private import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+    dense,
+    varlen,
+)
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "maybe_contiguous",
+    "round_multiple",
+]
+
+
+# Names under which callers reach the same functions as PyTorch operators.
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+
+
+def _result(results, return_attn_probs):
+    out, lse, probabilities, _ = results
+    return (out, lse, probabilities) if return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """Attention of qkv [B, S, 3, H, D]: out [B, S, H, D]. Options as in the module's heading."""
+    return flash_attn_func(
+        *qkv.unbind(dim=2),
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_kvpacked_func(
+    q,
+    kv,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """Attention of q [B, Sq, Hq, D] to kv [B, Sk, 2, Hkv, D]: out [B, Sq, Hq, D]."""
+    return flash_attn_func(
+        q,
+        *kv.unbind(dim=2),
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_func(
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """Attention of q [B, Sq, Hq, D] to k [B, Sk, Hkv, D] and v [B, Sk, Hkv, Dv].
+
+    Args:
+        dropout_p: probability, 0 in evaluation. alibi_slopes: [Hq] or [B, Hq] fp32.
+        deterministic: bitwise equal gradients in every run.
+
+    Returns:
+        out [B, Sq, Hq, Dv], or (out, softmax_lse, S_dmask): see the module's heading.
+    """
+    results = dense(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    return _result(results, return_attn_probs)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv,
+    cu_seqlens,
+    max_seqlen,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """Attention within the sequences of qkv [T, 3, H, D], cu_seqlens [B + 1] int32: [T, H, D]."""
+    return flash_attn_varlen_func(
+        *qkv.unbind(dim=1),
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_varlen_kvpacked_func(
+    q,
+    kv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """Attention of q [Tq, Hq, D] to kv [Tk, 2, Hkv, D], sequence by sequence: [Tq, Hq, D]."""
+    return flash_attn_varlen_func(
+        q,
+        *kv.unbind(dim=1),
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
+):
+    """Attention of q [Tq, Hq, D] to k and v [Tk, Hkv, D], sequence by sequence.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: [B + 1] int32, boundaries of the sequences.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths.
+        block_table: [B, pages of a sequence] int32; then k and v are [pages, page_size, Hkv, D],
+            any page size, and cu_seqlens_k gives the lengths.
+
+    Returns:
+        out [Tq, Hq, Dv], or (out, softmax_lse, S_dmask): see the module's heading.
+    """
+    results = varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        return_attn_probs,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        block_table=block_table,
+    )
+    return _result(results, return_attn_probs)
+
+
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens: Optional[Union[int, torch.Tensor]] = None,
+    cache_batch_idx: Optional[torch.Tensor] = None,
+    cache_leftpad: Optional[torch.Tensor] = None,
+    block_table: Optional[torch.Tensor] = None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    rotary_interleaved=True,
+    alibi_slopes=None,
+    num_splits=0,
+    return_softmax_lse=False,
+):
+    """Appends k and v to the caches in place and attends to them; see ``attention_with_kvcache``.
+
+    Returns:
+        out [B, Sq, Hq, D], or (out, softmax_lse [B, Hq, Sq] fp32) with return_softmax_lse.
+    """
+    if block_table is None and cache_batch_idx is None:
+        # A cache may have room for more sequences than the batch has.
+        k_cache, v_cache = k_cache[: q.shape[0]], v_cache[: q.shape[0]]
+    return kvcache.attention_with_kvcache(
+        maybe_contiguous(q),
+        k_cache,
+        v_cache,
+        maybe_contiguous(k),
+        maybe_contiguous(v),
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        block_table=block_table,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
+        causal=causal,
+        window=tuple(window_size),
+        scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=slopes(alibi_slopes),
+        num_splits=num_splits,
+        return_lse=return_softmax_lse,
+    )

@@ -1,0 +1,1 @@
+"""Modules of ``flash_attn.modules`` that are about attention."""

@@ -1,0 +1,1 @@
+"""The operator of ``flash_attn.ops`` that attention needs: rotary embedding."""

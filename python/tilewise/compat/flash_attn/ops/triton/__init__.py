@@ -1,0 +1,1 @@
+"""Where callers of ``flash_attn`` look for rotary embedding; it needs no Triton."""
