@@ -1,0 +1,230 @@
+"""Attention as PyTorch modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import _check
+from ._check import Window
+from .api import attention
+from .kvcache import attention_with_kvcache
+
+
+class FlashAttention(torch.nn.Module):
+    """Attention of given queries, keys and values, with a softmax scale that can be learned.
+
+    The only parameter is ``scale`` (float32, no dimensions), which multiplies q.k and starts at
+    1 / sqrt(head_dim); ``learnable_scale=False`` makes it a constant.
+
+    Args:
+        head_dim: Columns of q and k, 1..512.
+        causal: As in ``tilewise.attention``, and so are window, softcap and deterministic.
+        window: (left, right); None is no limit.
+        softcap: 0 is off.
+        dropout_p: Used in training mode only.
+        layout: "bhsd" [batch, heads, seqlen, head_dim], or "bshd" with heads and seqlen exchanged.
+        scale: Where the scale starts; None is 1 / sqrt(head_dim).
+        learnable_scale: Whether the scale is a parameter.
+        deterministic: Bitwise equal results for equal inputs.
+    """
+
+    scale: Tensor | float
+
+    def __init__(
+        self, head_dim: int, *, causal: bool = False, window: Window = (None, None),
+        softcap: float = 0.0, dropout_p: float = 0.0, layout: str = "bhsd",
+        scale: float | None = None, learnable_scale: bool = True, deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if not 1 <= head_dim <= _check.MAX_HEAD_DIM:
+            raise ValueError(f"head_dim is {head_dim}, but must be 1..{_check.MAX_HEAD_DIM}")
+        _check.heads_first(layout)
+        _check.window_bounds(causal, window)
+        self.head_dim, self.layout = head_dim, layout
+        self.causal, self.window = causal, window
+        self.softcap, self.dropout_p = _check.softcap(softcap), _check.dropout(dropout_p)
+        self.deterministic = deterministic
+        start = head_dim**-0.5 if scale is None else _check.scale_number(scale)
+        self.scale = torch.nn.Parameter(torch.tensor(start)) if learnable_scale else start
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """Attention in the module's layout; see ``tilewise.attention`` for shapes and errors."""
+        if q.shape[-1] != self.head_dim:
+            raise ValueError(f"q has head dimension {q.shape[-1]}, but must have {self.head_dim}")
+        return attention(
+            q, k, v, causal=self.causal, window=self.window, scale=self.scale,
+            softcap=self.softcap, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks,
+            dropout_p=self.dropout_p if self.training else 0.0, return_lse=return_lse,
+            deterministic=self.deterministic, layout=self.layout,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return (
+            f"head_dim={self.head_dim}, causal={self.causal}, window={self.window}, "
+            f"softcap={self.softcap}, dropout_p={self.dropout_p}, layout={self.layout!r}"
+        )
+
+
+@dataclass
+class KeyValueCache:
+    """Keys and values of earlier tokens, for generation. ``MultiheadAttention.new_cache`` makes it.
+
+    k and v are [batch, capacity, heads_kv, head_dim]; ``length`` tokens of each are in use.
+    """
+
+    k: Tensor
+    v: Tensor
+    length: int = 0
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens fit."""
+        return self.k.shape[1]
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Rotary position embedding (RoFormer, arXiv 2104.09864) of halves: (i, i + head_dim / 2).
+
+    Args:
+        head_dim: Even.
+        max_positions: Rows of the tables of cosines and sines.
+        base: Wavelengths run from 2 pi to 2 pi * base.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_dim: int, max_positions: int, base: float = 10000.0) -> None:
+        super().__init__()
+        if head_dim % 2 != 0:
+            raise ValueError(f"head_dim is {head_dim}, but must be even for rotary embedding")
+        frequency = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        angle = torch.outer(torch.arange(max_positions, dtype=torch.float64), frequency)
+        # Recomputed from the arguments, so not part of a checkpoint.
+        self.register_buffer("cos", angle.cos().float(), persistent=False)
+        self.register_buffer("sin", angle.sin().float(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rotates x [batch, seqlen, heads, head_dim], whose rows are at positions 0, 1, ..."""
+        rows = x.shape[1]
+        if rows > self.cos.shape[0]:
+            raise ValueError(
+                f"x has {rows} rows, but this embedding has {self.cos.shape[0]} positions"
+            )
+        cos, sin = self.cos[:rows, None].float(), self.sin[:rows, None].float()
+        a, b = x.float().chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+
+class MultiheadAttention(torch.nn.Module):
+    """Self-attention over [batch, seqlen, embed_dim]: projections, rotary embedding, attention.
+
+    Args:
+        embed_dim: Columns of input and output.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads, a divisor of num_heads; None is num_heads.
+        head_dim: Columns of a head; None is embed_dim / num_heads.
+        bias: Whether the projections have a bias.
+        causal: Row i sees no later row.
+        window: As in ``tilewise.attention``, and so is softcap.
+        softcap: 0 is off.
+        dropout_p: Used in training mode only.
+        sinks: Whether each head learns a logit that takes part in its softmax.
+        rotary_base: Base of the rotary embedding, or None for no rotary embedding.
+        max_positions: Longest sequence of the rotary embedding.
+    """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, *, num_kv_heads: int | None = None,
+        head_dim: int | None = None, bias: bool = False, causal: bool = True,
+        window: Window = (None, None), softcap: float = 0.0, dropout_p: float = 0.0,
+        sinks: bool = False, rotary_base: float | None = None, max_positions: int = 4096,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or kv_heads < 1 or num_heads % kv_heads != 0:
+            raise ValueError(
+                f"num_heads is {num_heads} and num_kv_heads {kv_heads}, but num_heads must be a "
+                "positive multiple of num_kv_heads"
+            )
+        if head_dim is None and embed_dim % num_heads != 0:
+            raise ValueError(
+                f"embed_dim is {embed_dim}, but must be a multiple of num_heads, {num_heads}, "
+                "unless head_dim is given"
+            )
+        self.num_heads, self.num_kv_heads = num_heads, kv_heads
+        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.causal, self.window = causal, window
+        self.softcap, self.dropout_p = _check.softcap(softcap), _check.dropout(dropout_p)
+        self.q_proj = torch.nn.Linear(embed_dim, num_heads * self.head_dim, bias=bias)
+        self.k_proj = torch.nn.Linear(embed_dim, kv_heads * self.head_dim, bias=bias)
+        self.v_proj = torch.nn.Linear(embed_dim, kv_heads * self.head_dim, bias=bias)
+        self.out_proj = torch.nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias)
+        self.sinks = torch.nn.Parameter(torch.zeros(num_heads)) if sinks else None
+        self.rotary = None
+        if rotary_base is not None:
+            self.rotary = RotaryEmbedding(self.head_dim, max_positions, rotary_base)
+
+    def new_cache(self, batch: int, capacity: int) -> KeyValueCache:
+        """An empty cache for ``forward``, in the dtype and on the device of the projections."""
+        weight = self.k_proj.weight
+        shape = (batch, capacity, self.num_kv_heads, self.head_dim)
+        return KeyValueCache(weight.new_zeros(shape), weight.new_zeros(shape))
+
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Attends within x [batch, seqlen, embed_dim], or to what the cache holds and x.
+
+        With a cache, the keys and values of x are appended to it. That is for generation with a
+        causal module, and has no gradient.
+
+        Raises:
+            ValueError: x does not fit into the cache, is longer than the rotary embedding, or there
+                is a cache and the module is not causal.
+        """
+        batch, rows = x.shape[:2]
+        q = self.q_proj(x).view(batch, rows, self.num_heads, self.head_dim)
+        k = self.k_proj(x).view(batch, rows, self.num_kv_heads, self.head_dim)
+        v = self.v_proj(x).view(batch, rows, self.num_kv_heads, self.head_dim)
+        out = self._attend(q, k, v) if cache is None else self._attend_cached(q, k, v, cache)
+        return self.out_proj(out.reshape(batch, rows, self.num_heads * self.head_dim))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.rotary is not None:
+            q, k = self.rotary(q), self.rotary(k)
+        return attention(
+            q, k, v, causal=self.causal, window=self.window, softcap=self.softcap,
+            sinks=self.sinks, dropout_p=self.dropout_p if self.training else 0.0,
+        )  # fmt: skip
+
+    def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache) -> Tensor:
+        if not self.causal:
+            raise ValueError("a cache is given, but generation needs a module with causal=True")
+        length = cache.length + q.shape[1]
+        if length > cache.capacity:
+            raise ValueError(
+                f"x has {q.shape[1]} rows and the cache {cache.length} tokens, but its capacity "
+                f"is {cache.capacity}"
+            )
+        cos = sin = None
+        if self.rotary is not None:
+            if length > self.rotary.cos.shape[0]:
+                raise ValueError(
+                    f"the sequence grows to {length} rows, but the rotary embedding has "
+                    f"{self.rotary.cos.shape[0]} positions"
+                )
+            cos, sin = self.rotary.cos.to(cache.k.dtype), self.rotary.sin.to(cache.k.dtype)
+        q, k, v = q.to(cache.k.dtype), k.to(cache.k.dtype), v.to(cache.k.dtype)  # under autocast
+        with torch.no_grad():
+            out = attention_with_kvcache(
+                q, cache.k, cache.v, k, v, cache_seqlens=cache.length, rotary_cos=cos,
+                rotary_sin=sin, rotary_interleaved=False, causal=self.causal, window=self.window,
+                softcap=self.softcap, sinks=self.sinks,
+            )  # fmt: skip
+        cache.length = length
+        return out
