@@ -1,9 +1,9 @@
 """Exact attention in float64, forward and backward: what every kernel is compared with.
 
-Written from the meaning of the options (docs and the comment of tilewise.h), not from the kernels,
-with explicit formulas for every gradient. NumPy only, one dense N x N matrix per sequence: small and
-slow on purpose. Rows and keys are flat lists; a `Part` says which of them belong to one sequence, so
-dense batches, variable lengths, paged caches and left padding are all the same to the mathematics.
+Written from the meaning of the options (the comment of tilewise.h), not from the kernels, with
+explicit formulas for every gradient. NumPy only, one dense N x N matrix per sequence: small and
+slow on purpose. Rows and keys are flat lists; a `Part` says which belong to one sequence, so dense
+batches, variable lengths, paged caches and left padding are all the same to the mathematics.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Result:
     dbias: Array | None
     dsinks: Array
     dscale: float
-    # Sizes of what is summed, for judging cancellation: the largest p_ij max_j |dp_ij|, and the root of
-    # the sum over rows of the squared contributions that dsinks and dscale would have without it.
+    # Sizes of what is summed, for judging cancellation: the largest p_ij max_j |dp_ij|, and the
+    # root of the sum over rows of the squares that dsinks and dscale would have without it.
     ds_size: float
     dsinks_size: Array
     dscale_size: float
@@ -102,7 +102,7 @@ def parts_of(
 
 
 def philox(counter: Sequence[NDArray[np.uint64] | int], key: tuple[int, int]) -> list:
-    """Philox4x32-10 (Salmon et al., SC11): four 32-bit words for a counter of four and a key of two."""
+    """Philox4x32-10 (Salmon et al., SC11): four words of 32 bits from a counter and a key."""
     mask = np.uint64(0xFFFFFFFF)
     c = [np.asarray(x, np.uint64) & mask for x in counter]
     k0, k1 = key

@@ -1,10 +1,10 @@
 """How far a result may be from the oracle, in one place.
 
-fp32: 1e-6 of the largest value of the tensor. fp16 and bf16: 2x (forward) or 3x (gradients) the error
-of plain eager PyTorch in the same dtype on the same inputs. To both a small absolute term is added
-that matters only where the comparison itself is undefined: where the exact result cancels (one key:
-dq is exactly 0) or where the yardstick happens to be exact. It is a few units of rounding (`unit`) of
-the terms that are summed, whose size the oracle reports.
+fp32: 1e-6 of the largest value of the tensor. fp16 and bf16: 2x (forward) or 3x (gradients) the
+error of plain eager PyTorch in the same dtype on the same inputs. To both a small absolute term is
+added that matters only where the comparison itself is undefined: where the exact result cancels
+(one key: dq is exactly 0) or where the yardstick happens to be exact. It is a few units of rounding
+of the terms that are summed, whose size the oracle reports.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 import oracle
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ def _compare(
     if bad.any():
         at = tuple(int(x) for x in np.argwhere(bad)[0])
         raise AssertionError(
-            f"{name}: {int(bad.sum())} of {bad.size} off by up to {float(error.max()):.3e}, allowed "
-            f"{bound:.3e}; first at {at}: got {got[at]!r}, oracle {want[at]!r}\n{where}"
+            f"{name}: {int(bad.sum())} of {bad.size} off by up to {float(error.max()):.3e}, "
+            f"allowed {bound:.3e}; first at {at}: got {got[at]!r}, oracle {want[at]!r}\n{where}"
         )
 
 

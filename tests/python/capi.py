@@ -121,8 +121,8 @@ class KvAppend(c.Structure):
 class KernelInfo(c.Structure):
     _fields_ = [
         ("struct_size", c.c_uint32),
-        *((n, c.c_int32) for n in "device dtype max_head_dim forward backward".split()),
-        *((n, c.c_int32) for n in "available reserved".split()),
+        *((n, c.c_int32) for n in ["device", "dtype", "max_head_dim", "forward", "backward"]),
+        *((n, c.c_int32) for n in ["available", "reserved"]),
         ("name", c.c_char * 64),
         ("requires_", c.c_char * 96),
     ]
@@ -221,9 +221,9 @@ def guarded(
     pad: Sequence[int] | None = None,
     shift: int = 0,
 ) -> Guarded:
-    """A poisoned buffer of `shape`. `order` lists the dimensions from the outermost in memory to the
-    innermost (the last one stays last); `pad` leaves elements unused after each dimension; `shift`
-    moves the start by that many elements, so that alignment varies."""
+    """A poisoned buffer of `shape`. `order` lists the dimensions from the outermost in memory to
+    the innermost (the last one stays last); `pad` leaves elements unused after each dimension;
+    `shift` moves the start by that many elements, so that alignment varies."""
     rank = len(shape)
     order = list(range(rank)) if order is None else list(order)
     pad = [0] * rank if pad is None else list(pad)
@@ -255,8 +255,8 @@ def pointer(x: torch.Tensor | Guarded | None) -> int | None:
 def parallel_hook(
     threads: int, run: Callable[[int, Callable[[int], None]], None] | None = None
 ) -> Parallel:
-    """A hook that says it has `threads` threads. `run(tasks, call)` must call `call(i)` for every i;
-    the default does so one after the other. Keep the result alive during the call."""
+    """A hook that says it has `threads` threads. `run(tasks, call)` must call `call(i)` for every
+    i; the default does so one after the other. Keep the result alive during the call."""
 
     def parallel_for(_user: int, tasks: int, task: Callable, context: int) -> None:
         call = functools.partial(task, context)
@@ -280,7 +280,7 @@ def plan(attention: Attention, gradients: Gradients | None = None) -> PlanInfo:
 
 
 def _workspace(size: int) -> tuple[Guarded, int]:
-    """Poisoned memory whose usable part starts at a 64-byte boundary and has exactly `size` bytes."""
+    """Poisoned memory of exactly `size` usable bytes from a 64-byte boundary on."""
     base = torch.full((size + 256,), 0xFF, dtype=torch.uint8)
     start = (-base.data_ptr()) % 64 + 64
     return Guarded(base, base[start : start + size]), base.data_ptr() + start

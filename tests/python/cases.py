@@ -1,15 +1,16 @@
-"""One attention problem as a value (`Case`), its buffers behind guards (`Built`), and the comparison
-of what a kernel makes of it with the oracle."""
+"""One attention problem as a value (`Case`), its buffers behind guards (`Built`), and the
+comparison of what a kernel makes of it with the oracle."""
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
 
-import capi
 import numpy as np
-import oracle
 import torch
+
+import capi
+import oracle
 from bounds import check_gradients, check_lse, check_out
 from capi import DTYPES, Guarded, guarded
 
@@ -96,6 +97,7 @@ class Built:
         self.lse = guarded(self.lse_shape, torch.float32, pad=self._pad(self.lse_shape))
         self.attention = self._attention()
         self._gradient_inputs()
+        self._poison_unused()
 
     # Metadata -----------------------------------------------------------------------------------
 
@@ -248,6 +250,22 @@ class Built:
     def _pointer(self, t: torch.Tensor) -> int:
         self.keep.append(t)
         return t.data_ptr()
+
+    def _poison_unused(self) -> None:
+        """NaN in every row and key that no sequence uses: a cache's free memory is not zero."""
+        c = self.case
+        used = {
+            "rows": np.concatenate([np.zeros(0, int), *(p.rows for p in self.parts)]),
+            "keys": np.concatenate([np.zeros(0, int), *(p.keys for p in self.parts)]),
+        }
+        for name, which in (("q", "rows"), ("dout", "rows"), ("k", "keys"), ("v", "keys")):
+            x = getattr(self, name)
+            if c.expand.startswith(name):
+                continue
+            lead = x.shape[:-2]
+            free = np.ones(int(np.prod(lead)), bool)
+            free[used[which]] = False
+            x[torch.from_numpy(free.reshape(lead))] = torch.nan
 
     def _gradient_inputs(self) -> None:
         c = self.case

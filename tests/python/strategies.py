@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from cases import GRADIENTS, Case
 from hypothesis import strategies as st
+
+from cases import GRADIENTS, Case
 
 # Lengths around the edges of plausible tiles, and everything between.
 LENGTHS = st.one_of(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import oracle
 import pytest
 import torch
+
+import oracle
 
 
 def problem(seed: int, batch=2, rows=5, keys=7, heads=4, heads_kv=2, dim=3, dim_v=5):
@@ -171,7 +172,7 @@ def test_dropout_keeps_the_right_share_and_is_position_bound():
 
 
 def test_masked_rows_and_empty_sequences_are_zero():
-    rng, q, k, v, dout, dlse = problem(1, batch=1, rows=6, keys=2, heads=2, heads_kv=1)
+    _, q, k, v, dout, dlse = problem(1, batch=1, rows=6, keys=2, heads=2, heads_kv=1)
     for o in (
         oracle.Options(scale=1.0, window=(-1, 0)),  # rows 0..3 see nothing
         oracle.Options(scale=1.0, bias=np.full((1, 1, 1, 2), -np.inf)),  # nobody sees anything
