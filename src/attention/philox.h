@@ -1,6 +1,7 @@
 // Dropout bits: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11).
 #pragma once
 
+#include "attention/scalar_math.h"
 #include "base/math.h"
 
 namespace tilewise {
@@ -11,20 +12,13 @@ struct PhiloxState {
   U c0, c1, c2, c3;
 };
 
-// U is uint32_t or a vector of them; mul_high_low(U, uint32_t, U* high, U* low) is found by
-// argument-dependent lookup for vectors.
-TILEWISE_FN void mul_high_low(uint32_t a, uint32_t b, uint32_t* high, uint32_t* low) {
-  const uint64_t product = static_cast<uint64_t>(a) * b;
-  *high = static_cast<uint32_t>(product >> 32);
-  *low = static_cast<uint32_t>(product);
-}
-
-template <class U>
+// U is uint32_t or a vector of them.
+template <class Math, class U>
 TILEWISE_FN PhiloxState<U> philox4x32_10(PhiloxState<U> c, uint32_t k0, uint32_t k1) {
   for (int round = 0; round < 10; ++round) {
     U high0, low0, high1, low1;
-    mul_high_low(c.c0, 0xD2511F53u, &high0, &low0);
-    mul_high_low(c.c2, 0xCD9E8D57u, &high1, &low1);
+    Math::mul_high_low(c.c0, 0xD2511F53u, &high0, &low0);
+    Math::mul_high_low(c.c2, 0xCD9E8D57u, &high1, &low1);
     c = {high1 ^ c.c1 ^ k0, low1, high0 ^ c.c3 ^ k1, low0};
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
@@ -65,14 +59,14 @@ struct Dropout {
   TILEWISE_FN bool on() const { return threshold != 0; }
 
   // The eight decisions of keys [8 * key_block, 8 * key_block + 8) as four words of two halves.
-  template <class U>
+  template <class Math, class U>
   TILEWISE_FN PhiloxState<U> block(U key_block, U row, U batch_head) const {
-    return philox4x32_10(PhiloxState<U>{key_block, row, batch_head, U{} + offset}, key0, key1);
+    return philox4x32_10<Math>(PhiloxState<U>{key_block, row, batch_head, U{} + offset}, key0, key1);
   }
 
   TILEWISE_FN bool kept(int64_t batch_head, int64_t row, int64_t key) const {
     const PhiloxState<uint32_t> bits =
-        block(static_cast<uint32_t>(key / kKeysPerBlock), static_cast<uint32_t>(row),
+        block<ScalarMath>(static_cast<uint32_t>(key / kKeysPerBlock), static_cast<uint32_t>(row),
               static_cast<uint32_t>(batch_head));
     const int lane = static_cast<int>(key % kKeysPerBlock);
     const uint32_t pair[4] = {bits.c0, bits.c1, bits.c2, bits.c3};

@@ -1,12 +1,13 @@
 // What happens to a score between q.k and the softmax: its value and its derivative.
 #pragma once
 
+#include "attention/scalar_math.h"
 #include "base/math.h"
 
 namespace tilewise {
 
 // score = softcap(scale * raw) - slope * distance + bias, in natural units. V is a float or a vector
-// of floats; `tanh` is found by argument-dependent lookup, so every backend brings its own.
+// of floats, Math what a backend computes with (scalar_math.h).
 //
 // Contract: the value is what softmax exponentiates; the derivative is d(score)/d(scale * raw). The
 // slope and bias terms are added after the cap, so they do not appear in it; the gradient of bias is
@@ -21,17 +22,17 @@ struct Score {
     V derivative;
   };
 
-  template <class V>
+  template <class Math, class V>
   TILEWISE_FN Capped<V> cap(V raw) const {
     const V scaled = raw * scale;
     if (softcap == 0.0f) return {scaled, V{} + 1.0f};
-    const V t = tanh(scaled * (1.0f / softcap));
+    const V t = Math::tanh(scaled * (1.0f / softcap));
     return {t * softcap, 1.0f - t * t};
   }
 
-  template <class V>
+  template <class Math, class V>
   TILEWISE_FN Capped<V> apply(V raw, V slope, V distance, V bias) const {
-    Capped<V> s = cap(raw);
+    Capped<V> s = cap<Math>(raw);
     s.value = s.value - slope * distance + bias;
     return s;
   }

@@ -1,0 +1,328 @@
+// Launches: enumerate work items, give every thread scratch, fill what no item writes.
+#include "cpu/backend.h"
+
+#include <atomic>
+#include <cstring>
+
+#include "attention/schedule.h"
+#include "cpu/generic/tasks.h"
+#include "cpu/layout.h"
+
+namespace tilewise::cpu {
+namespace {
+
+const Kernels& kernels_for(Isa isa, int32_t dtype) {
+#if defined(__x86_64__)
+  static constexpr KernelTable tables[] = {portable_kernels, avx2_kernels, avx512_kernels,
+                                           avx512_bf16_kernels, amx_kernels};
+  return *tables[static_cast<size_t>(isa)](dtype);
+#else
+  (void)isa;
+  return *portable_kernels(dtype);
+#endif
+}
+
+int64_t element_size(int32_t dtype) { return dtype == TILEWISE_FLOAT32 ? 4 : 2; }
+
+// Below this many multiply-adds waking a thread costs more than it brings (about 5 us).
+constexpr int64_t kSerialWork = 1 << 18;
+
+// Workers take items [0, items) in ascending order from one counter. Work is any measure of the
+// multiply-adds in all of them.
+template <class Item>
+void run_items(const Parallel& parallel, int64_t items, int64_t work, const Item& item) {
+  std::atomic<int64_t> next{0};
+  const int64_t workers =
+      work < kSerialWork ? 1 : clamp(items, 1, static_cast<int64_t>(parallel.threads));
+  parallel.run(workers, [&](int64_t worker) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) item(worker, i);
+  });
+}
+
+int64_t saturating_work(int64_t a, int64_t b, int64_t c) {
+  int64_t ab = 0;
+  int64_t abc = 0;
+  return checked_mul(a, b, &ab) && checked_mul(ab, c, &abc) ? abc : INT64_MAX;
+}
+
+// Query tiles of every sequence, numbered from first_tile[b] on.
+struct QueryTiles {
+  const Problem& p;
+  int64_t step;
+  int64_t* first_tile;
+  int64_t most = 0;       // of one sequence
+  int64_t most_keys = 0;  // of one sequence
+  int64_t total = 0;
+
+  QueryTiles(const Problem& problem, int64_t tile, int64_t* first)
+      : p(problem), step(tile), first_tile(first) {
+    for (int64_t b = 0; b < p.batch; ++b) {
+      first_tile[b] = total;
+      const Sequence s = sequence_of(p, b);
+      const int64_t count = tiling(s).count();
+      total += count;
+      most = max(most, count);
+      most_keys = max(most_keys, s.band.keys);
+    }
+    first_tile[p.batch] = total;
+  }
+  Tiling tiling(const Sequence& s) const { return {s.band.rows * group_size(p), step}; }
+  // Index of a tile and key/value head in per-tile arrays.
+  int64_t id(int64_t b, int64_t kv_head, int64_t tile) const {
+    return (first_tile[b] + tile) * p.heads_kv + kv_head;
+  }
+  int64_t heads() const { return p.batch * p.heads_kv; }
+};
+
+// Rows of q that take part in nothing: past seqused_q, and past the last cu_seqlens entry.
+template <class Row>
+void for_unused_rows(const Problem& p, const Row& row) {
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const Sequence s = sequence_of(p, b);
+    const int64_t rows = query_rows(p, b).size();
+    for (int64_t i = s.band.rows; i < rows; ++i) row(s, i);
+  }
+  if (p.cu_seqlens_q == nullptr) return;
+  Sequence rest{};
+  rest.first_row = p.batch > 0 ? p.cu_seqlens_q[p.batch] : 0;
+  for (int64_t i = 0; rest.first_row + i < p.seqlen_q; ++i) row(rest, i);
+}
+
+void zero_row(const Problem& p, const tilewise_tensor& view, int64_t offset, int64_t heads,
+              int64_t columns) {
+  const int64_t size = element_size(p.dtype);
+  for (int64_t h = 0; h < heads; ++h)
+    std::memset(static_cast<char*>(view.data) + (offset + h * view.stride_head) * size, 0,
+                static_cast<size_t>(columns * size));
+}
+
+// A sequence of kv_batch or of the whole varlen or page-free tensor: every key gets 0 first where not
+// every key is in use.
+void zero_key_gradients(const Problem& p, const Gradients& g, const Parallel& parallel) {
+  const bool per_sequence = p.block_table != nullptr || p.kv_batch_idx != nullptr;
+  const bool varlen = p.cu_seqlens_k != nullptr && !per_sequence;
+  const bool every_key_used = p.seqused_k == nullptr && p.leftpad_k == nullptr && !varlen &&
+                              (per_sequence || p.kv_batch == p.batch);
+  if (every_key_used) return;
+  const int64_t slots = varlen ? 1 : per_sequence ? p.batch : p.kv_batch;
+  const int64_t keys = key_capacity(p);
+  run_items(parallel, slots * keys, slots * keys * p.heads_kv * p.head_dim,
+            [&](int64_t, int64_t i) {
+              const int64_t slot = i / keys;
+              const int64_t key = i % keys;
+              if (g.dk.data != nullptr)
+                zero_row(p, g.dk, slot * g.dk.stride_batch + key * g.dk.stride_row, p.heads_kv,
+                         p.head_dim);
+              if (g.dv.data != nullptr)
+                zero_row(p, g.dv, slot * g.dv.stride_batch + key * g.dv.stride_row, p.heads_kv,
+                         p.head_dim_v);
+            });
+}
+
+void zero_unused_outputs(const Problem& p) {
+  for_unused_rows(p, [&](const Sequence& s, int64_t i) {
+    zero_row(p, p.out, s.row_offset(p.out, i), p.heads_q, p.head_dim_v);
+    if (p.lse == nullptr) return;
+    for (int64_t h = 0; h < p.heads_q; ++h)
+      p.lse[s.lse_offset(p.lse_stride_batch, i) + h * p.lse_stride_head] =
+          -__builtin_huge_valf();
+  });
+}
+
+}  // namespace
+
+void forward(const Problem& p, const Plan& plan, void* workspace, const Parallel& parallel) {
+  const Shape shape = shape_of(plan.isa, p.dtype);
+  const Kernels& kernels = kernels_for(plan.isa, p.dtype);
+  Arena arena{static_cast<char*>(workspace)};
+  const ForwardLayout layout(p, shape, plan, arena);
+  const QueryTiles tiles(p, shape.tile_q, layout.first_tile);
+  zero_unused_outputs(p);
+
+  const auto task_of = [&](int64_t b, int64_t kv_head, int64_t tile, int64_t split) {
+    ForwardTask task{};
+    task.problem = &p;
+    task.sequence = sequence_of(p, b);
+    task.kv_head = kv_head;
+    task.packed_rows = tiles.tiling(task.sequence).at(tile);
+    task.keys = key_split({0, task.sequence.band.keys}, plan.splits, split, kTileK);
+    task.first_split = split == 0;
+    if (plan.splits == 1) return task;
+    const int64_t row = (tiles.id(b, kv_head, tile) * plan.splits + split) * layout.partial_rows;
+    task.partial_out = layout.partial_out + row * p.head_dim_v;
+    task.partial_lse = layout.partial_lse + row;
+    return task;
+  };
+  // Last tiles first: with a causal band they are the longest.
+  const auto for_tile = [&](int64_t i, const auto& body) {
+    const int64_t head = i % tiles.heads();
+    const int64_t tile = tiles.most - 1 - i / tiles.heads();
+    const int64_t b = head / p.heads_kv;
+    if (tile < tiles.first_tile[b + 1] - tiles.first_tile[b]) body(b, head % p.heads_kv, tile);
+  };
+  const int64_t items = tiles.most * tiles.heads();
+  const int64_t work = saturating_work(tiles.total * shape.tile_q, tiles.most_keys + 1,
+                                       (p.head_dim + p.head_dim_v) * p.heads_kv);
+  run_items(parallel, items * plan.splits, work, [&](int64_t worker, int64_t i) {
+    for_tile(i / plan.splits, [&](int64_t b, int64_t kv_head, int64_t tile) {
+      kernels.forward(task_of(b, kv_head, tile, i % plan.splits),
+                      Arena{layout.scratch + worker * layout.scratch_bytes});
+    });
+  });
+  if (plan.splits == 1) return;
+  run_items(parallel, items, work / max(int64_t{1}, tiles.most_keys), [&](int64_t, int64_t i) {
+    for_tile(i, [&](int64_t b, int64_t kv_head, int64_t tile) {
+      kernels.merge(task_of(b, kv_head, tile, 0), plan.splits, layout.partial_rows);
+    });
+  });
+}
+
+namespace {
+
+struct BackwardLaunch {
+  const Problem& p;
+  const Gradients& g;
+  const Plan& plan;
+  const Parallel& parallel;
+  const Shape shape;
+  const Kernels& kernels;
+  const BackwardLayout layout;
+  const QueryTiles tiles;
+  const int64_t chunk;
+
+  BackwardLaunch(const Problem& problem, const Gradients& gradients, const Plan& a_plan,
+                 Arena& arena, const Parallel& a_parallel)
+      : p(problem),
+        g(gradients),
+        plan(a_plan),
+        parallel(a_parallel),
+        shape(shape_of(plan.isa, p.dtype)),
+        kernels(kernels_for(plan.isa, p.dtype)),
+        layout(p, g, shape, plan, arena),
+        tiles(p, shape.back_q, layout.first_tile),
+        chunk(back_chunk(p.head_dim, p.head_dim_v)) {}
+
+  int64_t work() const {
+    return saturating_work(tiles.total * shape.back_q, tiles.most_keys + 1,
+                           (p.head_dim + p.head_dim_v) * p.heads_kv);
+  }
+
+  RowTask row_task(int64_t i) const {
+    const int64_t tile = i / p.heads_kv;
+    int64_t b = 0;  // the last sequence that starts at or before the tile
+    for (int64_t high = p.batch; high - b > 1;) {
+      const int64_t middle = (b + high) / 2;
+      (tiles.first_tile[middle] <= tile ? b : high) = middle;
+    }
+    RowTask task{};
+    task.problem = &p;
+    task.gradients = &g;
+    task.sequence = sequence_of(p, b);
+    task.kv_head = i % p.heads_kv;
+    task.packed_rows = tiles.tiling(task.sequence).at(tile - tiles.first_tile[b]);
+    task.delta = layout.delta + i * shape.back_q;
+    task.dsinks = layout.dsinks != nullptr ? layout.dsinks + i * shape.back_q : nullptr;
+    if (layout.dq_sum != nullptr && layout.turns[i] != 0)
+      task.dq_sum = layout.dq_sum + i * layout.dq_tile;
+    task.dscale = layout.dscale != nullptr ? layout.dscale + i : nullptr;
+    return task;
+  }
+
+  void run_chunk(int64_t worker, int64_t b, int64_t kv_head, int64_t index) const {
+    BackwardTask task{&p, &g, sequence_of(p, b), kv_head, {}, index, nullptr, nullptr, nullptr};
+    const Tiling chunks{task.sequence.band.keys, chunk};
+    if (index >= chunks.count()) return;
+    task.keys = chunks.at(index);
+    // Tiles of one head of a sequence are heads_kv apart in the per-tile arrays.
+    const int64_t first = tiles.id(b, kv_head, 0);
+    task.tile_stride = p.heads_kv;
+    task.dq_sum = layout.dq_sum != nullptr ? layout.dq_sum + first * layout.dq_tile : nullptr;
+    task.delta = layout.delta + first * shape.back_q;
+    task.turns = layout.turns + first;
+    kernels.backward(task, Arena{layout.scratch + worker * layout.scratch_bytes});
+  }
+
+  // Chunks of different heads run side by side, and those of one head in ascending order, which is the
+  // order in which their shares of dq are added. A bias that is broadcast over batch or heads makes
+  // them add to the same dbias: then one item walks all of them for its keys.
+  void run_chunks() const {
+    const int64_t most_chunks = ceil_div(tiles.most_keys, chunk);
+    const bool shared_dbias =
+        g.dbias != nullptr && (g.dbias_stride_batch == 0 || g.dbias_stride_head == 0);
+    const int64_t heads = tiles.heads();
+    const int64_t items = most_chunks * (shared_dbias ? 1 : heads);
+    run_items(parallel, items, work(), [&](int64_t worker, int64_t i) {
+      const int64_t first = shared_dbias ? 0 : i % heads;
+      const int64_t count = shared_dbias ? heads : 1;
+      for (int64_t head = first; head < first + count; ++head)
+        run_chunk(worker, head / p.heads_kv, head % p.heads_kv,
+                  shared_dbias ? i : i / heads);
+    });
+  }
+
+  void zero_dbias() const {
+    const int64_t batches = g.dbias_stride_batch == 0 ? 1 : p.batch;
+    const int64_t heads = g.dbias_stride_head == 0 ? 1 : p.heads_q;
+    const int64_t rows = g.dbias_stride_row == 0 ? 1 : g.dbias_rows;
+    run_items(parallel, batches * heads * rows, batches * heads * rows * g.dbias_keys,
+              [&](int64_t, int64_t i) {
+                float* const row = g.dbias + i / (heads * rows) * g.dbias_stride_batch +
+                                   i / rows % heads * g.dbias_stride_head +
+                                   i % rows * g.dbias_stride_row;
+                std::memset(row, 0, static_cast<size_t>(g.dbias_keys) * sizeof(float));
+              });
+  }
+
+  // Sums in ascending order of tiles and rows, in double: exact enough to be rounded once.
+  void reduce_dsinks() const {
+    const Packing packing{group_size(p)};
+    run_items(parallel, p.heads_q, p.heads_q * tiles.total * shape.back_q,
+              [&](int64_t, int64_t head) {
+                double sum = 0.0;
+                for (int64_t tile = 0; tile < tiles.total; ++tile) {
+                  const RowTask task = row_task(tile * p.heads_kv + head / packing.group);
+                  for (int64_t i = 0; i < task.packed_rows.size(); ++i)
+                    if (packing.head(task.packed_rows.begin + i) == head % packing.group)
+                      sum += static_cast<double>(task.dsinks[i]);
+                }
+                g.dsinks[head] = static_cast<float>(sum);
+              });
+  }
+
+  void reduce_dscale() const {
+    double sum = 0.0;
+    for (int64_t i = 0; i < tiles.total * p.heads_kv; ++i)
+      sum += static_cast<double>(layout.dscale[i]);
+    *g.dscale = static_cast<float>(sum);
+  }
+
+  void run() const {
+    const int64_t row_tasks = tiles.total * p.heads_kv;
+    const int64_t row_work = row_tasks * shape.back_q * p.head_dim_v;
+    std::memset(layout.turns, 0, static_cast<size_t>(row_tasks) * sizeof(int32_t));
+    zero_key_gradients(p, g, parallel);
+    if (g.dbias != nullptr) zero_dbias();
+    if (g.dq.data != nullptr)
+      for_unused_rows(p, [&](const Sequence& s, int64_t i) {
+        zero_row(p, g.dq, s.row_offset(g.dq, i), p.heads_q, p.head_dim);
+      });
+    run_items(parallel, row_tasks, row_work,
+              [&](int64_t, int64_t i) { kernels.delta(row_task(i)); });
+    run_chunks();
+    if (layout.dq_sum != nullptr)
+      run_items(parallel, row_tasks, row_work,
+                [&](int64_t, int64_t i) { kernels.finish_dq(row_task(i)); });
+    if (g.dsinks != nullptr) reduce_dsinks();
+    if (g.dscale != nullptr) reduce_dscale();
+  }
+};
+
+}  // namespace
+
+void backward(const Problem& p, const Gradients& g, const Plan& plan, void* workspace,
+              const Parallel& parallel) {
+  Arena arena{static_cast<char*>(workspace)};
+  BackwardLaunch(p, g, plan, arena, parallel).run();
+}
+
+}  // namespace tilewise::cpu

@@ -1,0 +1,308 @@
+// The backward of one work item (FlashAttention-2, algorithm 2): a chunk of keys meets every query
+// tile that sees it. Scores are transposed as in the forward; five products a tile pair:
+//
+//   S^T  = K Q^T        P^T  = 2^(S^T c - lse)
+//   dP^T = V dO^T       dS^T = P^T (dP^T - delta)
+//   dV  += P^T dO       dK  += dS^T Q       dQ^T += K^T dS^T
+//
+// dK and dV belong to this item. dQ is summed over chunks in ascending order, whoever computes them:
+// a turn counter per query tile says whose add is next, so the result does not depend on threads.
+#pragma once
+
+#include <sched.h>
+
+#include "cpu/generic/engine.h"
+#include "cpu/generic/score_tile.h"
+
+namespace tilewise::cpu {
+namespace {
+
+template <class E>
+struct Backward : BackwardScratch {
+  using T = typename E::Storage;
+  static constexpr Shape S = E::S;
+  static constexpr int64_t kQ = S.back_q;
+  static constexpr int64_t kPanels = kQ / S.panel;
+  static constexpr int64_t kTileUnits = kBackTileK / S.pair;
+  static constexpr int64_t kWeightsLd = kQ / S.pair;
+
+  const BackwardTask& task;
+  const Problem& p;
+  const Gradients& g;
+  const Sequence& s;
+  Lanes lanes;
+  ScoreTile scores;
+  const Dropout dropout;
+  const bool general;
+  const bool want_dq;
+  const T** rows;
+  int64_t bad_k_count = 0;
+  int64_t bad_q_count = 0;
+  int64_t bad_do_count = 0;
+
+  TILEWISE_FN Backward(const BackwardTask& t, Arena& arena)
+      : BackwardScratch(S, *t.problem, arena),
+        task(t),
+        p(*t.problem),
+        g(*t.gradients),
+        s(t.sequence),
+        lanes{BackwardScratch::lanes},
+        scores{BackwardScratch::scores, &p, score_of(p)},
+        dropout(dropout_of(p)),
+        general(is_general(p)),
+        want_dq(g.dq.data != nullptr || g.dscale != nullptr),
+        rows(reinterpret_cast<const T**>(BackwardScratch::rows)) {}
+
+  TILEWISE_FN uint32_t* k_t_of(int64_t tile) const { return k_t + tile * S.parts * k_t_plane; }
+
+  TILEWISE_FN int64_t padded_keys() const { return round_up(task.keys.size(), kBackTileK); }
+
+  TILEWISE_FN void load_keys() {
+    const int64_t padded = padded_keys();
+    key_rows(rows, task.keys, padded, s.kv, p.k, task.kv_head);
+    pack_columns<E>(k, qk.ld, k_plane, rows, padded, p.head_dim);
+    bad_k_count = take_out_nonfinite(rows, padded, p.head_dim, bad_k);
+    for (int64_t i = 0; i < padded / kBackTileK; ++i)
+      E::pack_rows_a(k_t_of(i), qk.m_ld, k_t_plane, rows + i * kBackTileK, kBackTileK,
+                     p.head_dim);
+    key_rows(rows, task.keys, padded, s.kv, p.v, task.kv_head);
+    pack_columns<E>(v, dve.ld, v_plane, rows, padded, p.head_dim_v);
+    for (int64_t i = 0; i < padded * qk.n_ld; ++i) dk[i] = 0.0f;
+    for (int64_t i = 0; i < padded * dve.n_ld; ++i) dv[i] = 0.0f;
+  }
+
+  TILEWISE_FN void load_queries(int64_t tile) {
+    const Packing packing{group_size(p)};
+    const Tiling tiling{packing.packed(s.band.rows), kQ};
+    lanes.fill(p, s, task.kv_head, tiling.at(tile), S.panel);
+    const int64_t used = round_up(lanes.count, S.panel);
+    lane_rows(rows, lanes, used, s, p.q);
+    for (int64_t i = 0; i < used / S.panel; ++i)
+      pack_columns_transposed<E>(q_t + i * qk.units * S.panel, S.panel, q_t_plane,
+                                 rows + i * S.panel, S.panel, p.head_dim, qk.units);
+    bad_q_count = take_out_nonfinite(rows, used, p.head_dim, bad_q);
+    pack_rows<E>(q_rows, qk.n_ld, q_rows_plane, rows, used, p.head_dim);
+    lane_rows(rows, lanes, used, s, g.dout);
+    for (int64_t i = 0; i < used / S.panel; ++i)
+      pack_columns_transposed<E>(do_t + i * dve.units * S.panel, S.panel, do_t_plane,
+                                 rows + i * S.panel, S.panel, p.head_dim_v, dve.units);
+    bad_do_count = take_out_nonfinite(rows, used, p.head_dim_v, bad_do);
+    pack_rows<E>(do_rows, dve.n_ld, do_rows_plane, rows, used, p.head_dim_v);
+    for (int64_t lane = 0; lane < used; ++lane) {
+      const int64_t at = min(lane, lanes.count - 1);
+      const float lse = p.lse[lse_index(p, s, lanes.row[at], lanes.head[at])];
+      lse2[lane] = lse == kMinusInfinity ? 0.0f : lse * kLog2e;
+      delta[lane] = lane < lanes.count ? task.delta[tile * task.tile_stride * kQ + lane] : 0.0f;
+    }
+    for (int64_t i = 0; i < used / S.panel * qk.m * S.panel; ++i) dq[i] = 0.0f;
+  }
+
+  // P^T and dS^T of one panel from S^T and dP^T.
+  template <bool kDropout>
+  TILEWISE_FN void softmax_lanes(int64_t first, Range keys, bool masked) {
+    const Lanes::Bounds bounds = lanes.bounds(first, keys);
+    const I diagonal = ScoreTile::diagonal(s, lanes, first, keys);
+    const F lse_lanes = load(lse2 + first);
+    const F delta_lanes = load(delta + first);
+    const float scale_log2 = scores.score.scale * kLog2e;
+    KeepMask keep;
+    for (int32_t key = 0; key < kBackTileK; key += 2) {
+      F ds[2];
+      for (int i = 0; i < 2; ++i) {
+        const int64_t at = (key + i) * kQ + first;
+        if (kDropout && (key + i) % 8 == 0)
+          keep = KeepMask::of(dropout, p, s, lanes, first, keys.begin + key + i);
+        Score::Capped<F> score{load(s_tile + at), splat(1.0f)};
+        F exponent = score.value * scale_log2 - lse_lanes;
+        if (general) {
+          score = scores.at(score.value, diagonal, key + i, first);
+          exponent = score.value * kLog2e - lse_lanes;
+        }
+        // lse is rounded: a weight may come out above 1 by that rounding, never by more.
+        F w = exp2<kExpDegree<T>>(exponent > 0.0f ? F{} : exponent);
+        F dp = load(dp_tile + at);
+        F dropped = w;
+        if constexpr (kDropout) {
+          const F factor = keep.scale(dropout, (key + i) % 8);
+          dropped = w * factor;
+          dp = dp * factor;
+        }
+        F dscore = w * (dp - delta_lanes);
+        if (masked) {
+          const I sees = bounds.sees(key + i);
+          dropped = sees ? dropped : F{};
+          dscore = sees ? dscore : F{};
+        }
+        E::store_weights_a(p_a, weights_plane, kWeightsLd, key + i, first, dropped);
+        ds[i] = general ? dscore * score.derivative : dscore;
+        if (g.dbias != nullptr) add_dbias(first, keys, key + i, dscore, bounds);
+        E::store_weights_a(ds_a, weights_plane, kWeightsLd, key + i, first, ds[i]);
+      }
+      if (want_dq && S.pair > 1)
+        E::store_weights_b(ds_b, weights_plane, kQ, key, first, ds[0], ds[1]);
+    }
+  }
+
+  TILEWISE_FN void add_dbias(int64_t first, Range keys, int32_t key, F dscore,
+                             const Lanes::Bounds& bounds) {
+    for (int i = 0; i < W; ++i) {
+      if (first + i >= lanes.count || key < bounds.begin[i] || key >= bounds.end[i]) continue;
+      const int64_t lane = first + i;
+      g.dbias[s.batch * g.dbias_stride_batch + lanes.head[lane] * g.dbias_stride_head +
+              lanes.row[lane] * g.dbias_stride_row + keys.begin + key] += dscore[i];
+    }
+  }
+
+  // Panels `used` of the query tile against one key tile.
+  TILEWISE_FN void step(int64_t key_tile, Range keys, Range used) {
+    const int64_t first_key = key_tile * kBackTileK;
+    for (int64_t i = used.begin; i < used.end; ++i) {
+      const int64_t lane = i * S.panel;
+      E::gemm(s_tile + lane, kQ, false, {k + first_key * qk.ld, qk.ld, 1, k_plane}, kBackTileK,
+              {q_t + i * qk.units * S.panel, S.panel, q_t_plane}, S.panel / W, qk.units);
+      E::gemm(dp_tile + lane, kQ, false, {v + first_key * dve.ld, dve.ld, 1, v_plane},
+              kBackTileK, {do_t + i * dve.units * S.panel, S.panel, do_t_plane},
+              S.panel / W, dve.units);
+      if (general) scores.load_panel(s, lanes, lane, S.panel, keys, lane);
+      const bool masked = keys.size() != kBackTileK || !lanes.panel_covers(i, keys);
+      for (int64_t at = lane; at < lane + S.panel; at += W) {
+        if (dropout.on())
+          softmax_lanes<true>(at, keys, masked);
+        else
+          softmax_lanes<false>(at, keys, masked);
+      }
+    }
+    products(key_tile, used);
+  }
+
+  TILEWISE_FN void products(int64_t key_tile, Range used) {
+    const int64_t first_key = key_tile * kBackTileK;
+    const int64_t first_unit = used.begin * S.panel / S.pair;
+    const int64_t units = used.size() * S.panel / S.pair;
+    E::gemm(dv + first_key * dve.n_ld, dve.n_ld, true,
+            {p_a + first_unit, kWeightsLd, 1, weights_plane}, kBackTileK,
+            {do_rows + first_unit * dve.n_ld, dve.n_ld, do_rows_plane},
+            ceil_div(p.head_dim_v, W), units);
+    E::gemm(dk + first_key * qk.n_ld, qk.n_ld, true,
+            {ds_a + first_unit, kWeightsLd, 1, weights_plane}, kBackTileK,
+            {q_rows + first_unit * qk.n_ld, qk.n_ld, q_rows_plane}, ceil_div(p.head_dim, W),
+            units);
+    if (want_dq)
+      for (int64_t i = used.begin; i < used.end; ++i)
+        E::gemm(dq + i * qk.m * S.panel, S.panel, true,
+                E::rows_a(k_t_of(key_tile), qk.m_ld, kBackTileK, k_t_plane), qk.m,
+                {ds_b + i * S.panel, kQ, weights_plane}, S.panel / W, kTileUnits);
+    if (bad_k_count + bad_q_count + bad_do_count > 0) add_nonfinite(first_key, used);
+  }
+
+  // The rows that were taken out of the three products, where their weight is not 0.
+  TILEWISE_FN void add_nonfinite(int64_t first_key, Range used) {
+    const Range in_step = {used.begin * S.panel, used.end * S.panel};
+    for (int64_t key = 0; key < kBackTileK; ++key) {
+      float* const dk_row = dk + (first_key + key) * qk.n_ld;
+      float* const dv_row = dv + (first_key + key) * dve.n_ld;
+      for (int64_t b = 0; b < bad_q_count; ++b)
+        if (in_step.contains(bad_q.index[b]))
+          add_scaled(dk_row, E::weight_a(ds_a, weights_plane, kWeightsLd, key, bad_q.index[b]),
+                     static_cast<const T*>(bad_q.address[b]), p.head_dim, 1);
+      for (int64_t b = 0; b < bad_do_count; ++b)
+        if (in_step.contains(bad_do.index[b]))
+          add_scaled(dv_row, E::weight_a(p_a, weights_plane, kWeightsLd, key, bad_do.index[b]),
+                     static_cast<const T*>(bad_do.address[b]), p.head_dim_v, 1);
+    }
+    if (!want_dq) return;
+    for (int64_t b = 0; b < bad_k_count; ++b) {
+      const int64_t key = bad_k.index[b] - first_key;
+      if (key < 0 || key >= kBackTileK) continue;
+      for (int64_t lane = in_step.begin; lane < in_step.end; ++lane)
+        add_scaled(dq + lane / S.panel * qk.m * S.panel + lane % S.panel,
+                   E::weight_a(ds_a, weights_plane, kWeightsLd, key, lane), static_cast<const T*>(bad_k.address[b]),
+                   p.head_dim, S.panel);
+    }
+  }
+  TILEWISE_FN static void add_scaled(float* sum, float weight, const T* row, int64_t columns,
+                                     int64_t stride) {
+    if (weight == 0.0f) return;
+    for (int64_t i = 0; i < columns; ++i) sum[i * stride] += weight * to_float(row[i]);
+  }
+
+  // dq_sum[tile] += dq when it is this chunk's turn. The chunk before it is running or done, because
+  // work items are taken in order, so the wait ends.
+  TILEWISE_FN void add_dq(int64_t tile) {
+    const Packing packing{group_size(p)};
+    const Range rows_of_tile =
+        packing.rows(Tiling{packing.packed(s.band.rows), kQ}.at(tile));
+    const Range chunks = Tiling{s.band.keys, chunk}.touching(
+        s.band.keys_of_any(rows_of_tile));
+    const int32_t before = static_cast<int32_t>(task.chunk - chunks.begin);
+    int32_t* const turn = task.turns + tile * task.tile_stride;
+    for (int spins = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != before; ++spins)
+      if (spins > 64) sched_yield();
+    float* const sum = task.dq_sum + tile * task.tile_stride * kPanels * qk.m * S.panel;
+    const int64_t size = round_up(lanes.count, S.panel) / S.panel * qk.m * S.panel;
+    if (before == 0)
+      for (int64_t i = 0; i < size; ++i) sum[i] = dq[i];
+    else
+      for (int64_t i = 0; i < size; ++i) sum[i] += dq[i];
+    __atomic_store_n(turn, before + 1, __ATOMIC_RELEASE);
+  }
+
+  TILEWISE_FN void run() {
+    load_keys();
+    const Packing packing{group_size(p)};
+    const Range seeing = s.band.rows_of_any(task.keys);
+    const Tiling tiling{packing.packed(s.band.rows), kQ};
+    const Range tiles = tiling.touching(
+        {packing.packed(seeing.begin), packing.packed(max(seeing.begin, seeing.end))});
+    const Tiling key_tiling{task.keys.size(), kBackTileK};
+    for (int64_t tile = tiles.begin; tile < tiles.end; ++tile) {
+      load_queries(tile);
+      const int64_t used_panels = ceil_div(lanes.count, S.panel);
+      for (int64_t j = 0; j < key_tiling.count(); ++j) {
+        const Range local = key_tiling.at(j);
+        const Range keys = {task.keys.begin + local.begin, task.keys.begin + local.end};
+        // Bounds do not decrease with the row, so the panels that see a tile are neighbours.
+        Range active{0, used_panels};
+        while (active.begin < active.end && !lanes.panel_sees(active.begin, keys)) ++active.begin;
+        while (active.begin < active.end && !lanes.panel_sees(active.end - 1, keys)) --active.end;
+        if (!active.empty()) step(j, keys, active);
+      }
+      if (want_dq) add_dq(tile);
+    }
+    finish();
+  }
+
+  TILEWISE_FN void finish() {
+    const KvSource own = p.block_table != nullptr || p.kv_batch_idx != nullptr
+                             ? s.kv.dense(s.batch)
+                             : s.kv;
+    if (g.dk.data != nullptr)
+      write_rows(own, g.dk, dk, qk.n_ld, p.head_dim, scores.score.scale);
+    if (g.dv.data != nullptr)
+      write_rows(own, g.dv, dv, dve.n_ld, p.head_dim_v, 1.0f);
+  }
+
+  TILEWISE_FN void write_rows(const KvSource& source, const tilewise_tensor& view,
+                              const float* sums, int64_t ld, int64_t columns, float scale) {
+    for (int64_t key = 0; key < task.keys.size(); ++key) {
+      T* const out = static_cast<T*>(view.data) + source.offset(view, task.keys.begin + key) +
+                     task.kv_head * view.stride_head;
+      for (int64_t i = 0; i < columns; i += W) {
+        const F value = load(sums + key * ld + i) * scale;
+        if (i + W <= columns)
+          from_fp32(out + i, value);
+        else
+          from_fp32_tail(out + i, value, columns - i);
+      }
+    }
+  }
+};
+
+template <class E>
+void backward_item(const BackwardTask& task, Arena scratch) {
+  Backward<E> backward(task, scratch);
+  backward.run();
+}
+
+}  // namespace
+}  // namespace tilewise::cpu

@@ -1,0 +1,243 @@
+// The forward of one work item (FlashAttention-2, algorithm 1), transposed: query rows are the vector
+// lanes, so maxima, sums and masks are vertical and no head dimension is awkward.
+//
+//   S^T[key][lane]  = K Q^T       K packed per tile, Q^T once per item
+//   P^T             = 2^((S^T - m) c), m and l kept per lane
+//   O^T[dv][lane]  += V^T P^T
+#pragma once
+
+#include "cpu/generic/engine.h"
+#include "cpu/generic/score_tile.h"
+
+namespace tilewise::cpu {
+namespace {
+
+template <class E>
+struct Forward : ForwardScratch {
+  using T = typename E::Storage;
+  static constexpr Shape S = E::S;
+
+  const ForwardTask& task;
+  const Problem& p;
+  const Sequence& s;
+  Lanes lanes;
+  ScoreTile scores;
+  const Dropout dropout;
+  const bool general;
+  const T** rows;
+  float exponent = 0.0f;  // P = 2^((S - m) * exponent)
+
+  TILEWISE_FN Forward(const ForwardTask& t, Arena& arena)
+      : ForwardScratch(S, *t.problem, arena),
+        task(t),
+        p(*t.problem),
+        s(t.sequence),
+        lanes{ForwardScratch::lanes},
+        scores{ForwardScratch::scores, &p, score_of(p)},
+        dropout(dropout_of(p)),
+        general(is_general(p)),
+        rows(reinterpret_cast<const T**>(ForwardScratch::rows)) {}
+
+  // Q^T, row states and accumulators.
+  TILEWISE_FN void begin() {
+    lanes.fill(p, s, task.kv_head, task.packed_rows, S.panel);
+    // The plain form keeps S raw and has the scale in the exponent; a negative scale moves into Q.
+    const float scale = scores.score.scale;
+    exponent = general ? kLog2e : max(__builtin_fabsf(scale) * kLog2e, 1e-30f);
+    const bool negate = !general && scale < 0.0f;
+
+    const int64_t used_panels = ceil_div(lanes.count, S.panel);
+    lane_rows(rows, lanes, used_panels * S.panel, s, p.q);
+    for (int64_t i = 0; i < used_panels; ++i)
+      pack_columns_transposed<E>(q + i * qk.units * S.panel, S.panel, q_plane,
+                                 rows + i * S.panel, S.panel, p.head_dim, qk.units);
+    if (negate) E::negate(q, S.parts * q_plane);
+    for (int64_t i = 0; i < used_panels * dv.m * S.panel; ++i) o[i] = 0.0f;
+    for (int64_t lane = 0; lane < used_panels * S.panel; ++lane) {
+      m[lane] = kMinusInfinity;
+      l[lane] = 0.0f;
+      if (p.sinks == nullptr || !task.first_split) continue;
+      const float sink = p.sinks[lanes.head[lane]];
+      if (sink == kMinusInfinity) continue;
+      // In the units of S: the sink's weight is 2^((m - m) * exponent) = 1.
+      m[lane] = sink * kLog2e / exponent;
+      l[lane] = 1.0f;
+    }
+  }
+
+  // S^T = K Q^T for one panel, with score changes and band applied.
+  TILEWISE_FN void score_panel(int64_t panel, Range keys, int64_t padded_keys) {
+    E::gemm(s_tile, S.panel, false, {k, qk.ld, 1, k_plane}, padded_keys,
+            {q + panel * qk.units * S.panel, S.panel, q_plane}, vectors(panel), qk.units);
+    if (general) scores.load_panel(s, lanes, panel * S.panel, S.panel, keys, 0);
+    const bool masked = padded_keys != keys.size() || !lanes.panel_covers(panel, keys);
+    if (!general && !masked) return;
+    for (int64_t lane = 0; lane < vectors(panel) * W; lane += W) {
+      const Lanes::Bounds bounds = lanes.bounds(panel * S.panel + lane, keys);
+      const I diagonal = ScoreTile::diagonal(s, lanes, panel * S.panel + lane, keys);
+      for (int32_t key = 0; key < padded_keys; ++key) {
+        float* at = s_tile + key * S.panel + lane;
+        F value = load(at);
+        if (general && key < keys.size())
+          value = scores.at(value, diagonal, key, lane).value;
+        if (masked) value = bounds.sees(key) ? value : splat(kMinusInfinity);
+        store(at, value);
+      }
+    }
+  }
+
+  TILEWISE_FN int64_t vectors(int64_t panel) const {
+    return min<int64_t>(S.panel / W, ceil_div(lanes.count - panel * S.panel, W));
+  }
+
+  // Raises m where the tile's maximum has outgrown it by more than 2^8, and rescales l and O then:
+  // weights may reach 256, which no format here minds, and most tiles rescale nothing
+  // (FlashAttention-4 calls this conditional rescaling).
+  TILEWISE_FN F raise_maximum(int64_t panel, int64_t lane, int64_t padded_keys) {
+    float* const m_at = m + panel * S.panel + lane;
+    F tile_max[2] = {splat(kMinusInfinity), splat(kMinusInfinity)};
+    for (int64_t key = 0; key < padded_keys; key += 2)
+      for (int i = 0; i < 2; ++i)
+        tile_max[i] = vmax(tile_max[i], load(s_tile + (key + i) * S.panel + lane));
+    const F highest = vmax(tile_max[0], tile_max[1]);
+    const F old = load(m_at);
+    const I outgrown = highest > old + 8.0f / exponent;
+    if (any(outgrown)) {
+      const F raised = outgrown ? highest : old;
+      const F alpha = exp2<kExpDegree<float>>((old - raised) * exponent);
+      const F factor = outgrown ? alpha : splat(1.0f);
+      store(m_at, raised);
+      float* const l_at = l + panel * S.panel + lane;
+      store(l_at, load(l_at) * factor);
+      float* o_at = o + panel * dv.m * S.panel + lane;
+      for (int64_t d = 0; d < dv.m; ++d, o_at += S.panel) store(o_at, load(o_at) * factor);
+    }
+    const F now = load(m_at);
+    return now == kMinusInfinity ? F{} : now;
+  }
+
+  // P^T = 2^((S^T - m) c) for W lanes; l grows by its undropped column sums.
+  template <bool kDropout>
+  TILEWISE_FN void exponentiate(int64_t panel, int64_t lane, Range keys, int64_t padded_keys,
+                                F base) {
+    F sum[2] = {F{}, F{}};
+    for (int64_t key = 0; key < padded_keys; key += 8) {
+      KeepMask keep;
+      if constexpr (kDropout)
+        keep = KeepMask::of(dropout, p, s, lanes, panel * S.panel + lane, keys.begin + key);
+      for (int i = 0; i < 8; i += 2) {
+        F w[2];
+        for (int j = 0; j < 2; ++j) {
+          const F x = load(s_tile + (key + i + j) * S.panel + lane);
+          w[j] = exp2<kExpDegree<T>>((x - base) * exponent);
+          sum[j] += w[j];
+          if constexpr (kDropout) w[j] = w[j] * keep.scale(dropout, i + j);
+        }
+        E::store_weights_b(weights, weights_plane, S.panel, key + i, lane, w[0], w[1]);
+      }
+    }
+    float* const l_at = l + panel * S.panel + lane;
+    store(l_at, load(l_at) + (sum[0] + sum[1]));
+  }
+
+  TILEWISE_FN void softmax_panel(int64_t panel, Range keys, int64_t padded_keys) {
+    for (int64_t lane = 0; lane < vectors(panel) * W; lane += W) {
+      const F base = raise_maximum(panel, lane, padded_keys);
+      if (dropout.on())
+        exponentiate<true>(panel, lane, keys, padded_keys, base);
+      else
+        exponentiate<false>(panel, lane, keys, padded_keys, base);
+    }
+  }
+
+  // O^T += V^T P^T, and the rows that were taken out of V where their weight is not 0.
+  TILEWISE_FN void accumulate(int64_t panel, int64_t padded_keys, int64_t bad_count) {
+    float* const o_panel = o + panel * dv.m * S.panel;
+    E::gemm(o_panel, S.panel, true, E::rows_a(v, dv.m_ld, padded_keys, v_plane), dv.m,
+            {weights, S.panel, weights_plane}, vectors(panel), padded_keys / S.pair);
+    for (int64_t b = 0; b < bad_count; ++b)
+      for (int64_t lane = 0; lane < vectors(panel) * W; ++lane) {
+        const float w = E::weight_b(weights, weights_plane, S.panel, bad_v.index[b], lane);
+        if (w == 0.0f) continue;
+        for (int64_t d = 0; d < p.head_dim_v; ++d)
+          o_panel[d * S.panel + lane] +=
+              w * to_float(static_cast<const T*>(bad_v.address[b])[d]);
+      }
+  }
+
+  TILEWISE_FN void run() {
+    begin();
+    const int64_t used_panels = ceil_div(lanes.count, S.panel);
+    const Range seen = intersect(lanes.all_lanes_any(S.panel), task.keys);
+    const Tiling tiling{s.band.keys, kTileK};
+    const Range tiles = tiling.touching(seen);
+    for (int64_t j = tiles.begin; j < tiles.end; ++j) {
+      const Range keys = intersect(tiling.at(j), task.keys);
+      const int64_t padded_keys = round_up(keys.size(), key_step());
+      key_rows(rows, keys, padded_keys, s.kv, p.k, task.kv_head);
+      pack_columns<E>(k, qk.ld, k_plane, rows, padded_keys, p.head_dim);
+      key_rows(rows, keys, padded_keys, s.kv, p.v, task.kv_head);
+      bool edge = false;
+      for (int64_t i = 0; i < used_panels; ++i) edge |= !lanes.panel_covers(i, keys);
+      const int64_t bad_count =
+          edge ? take_out_nonfinite(rows, keys.size(), p.head_dim_v, bad_v) : 0;
+      E::pack_rows_a(v, dv.m_ld, v_plane, rows, padded_keys, p.head_dim_v);
+      for (int64_t i = 0; i < used_panels; ++i) {
+        if (!lanes.panel_sees(i, keys)) continue;
+        score_panel(i, keys, padded_keys);
+        softmax_panel(i, keys, padded_keys);
+        accumulate(i, padded_keys, bad_count);
+      }
+    }
+    finish();
+  }
+
+  // Keys of a tile are padded so that they fill register blocks as rows and units as contraction, and
+  // come in groups of 8 for dropout.
+  TILEWISE_FN static constexpr int64_t key_step() {
+    return max<int64_t>(8, max<int64_t>(S.rows, S.units * S.pair));
+  }
+
+  // out = O / l and lse = m + log(l), lane by lane.
+  TILEWISE_FN void finish() {
+    const int64_t used_panels = ceil_div(lanes.count, S.panel);
+    for (int64_t panel = 0; panel < used_panels; ++panel)
+      for (int64_t lane = 0; lane < vectors(panel) * W; lane += W) finish_lanes(panel, lane);
+  }
+
+  TILEWISE_FN void finish_lanes(int64_t panel, int64_t lane) {
+    const int64_t first = panel * S.panel + lane;
+    const int64_t valid = min<int64_t>(W, lanes.count - first);
+    const F sum = load(l + first);
+    const F inverse = sum == 0.0f ? F{} : 1.0f / sum;
+    const float* const o_lanes = o + panel * dv.m * S.panel + lane;
+    float* partial[W];
+    T* out[W];
+    for (int i = 0; i < valid; ++i) {
+      const int64_t at = first + i;
+      const float lse =
+          l[at] == 0.0f ? kMinusInfinity : m[at] * exponent * kLn2 + __builtin_logf(l[at]);
+      if (task.partial_out != nullptr) {
+        partial[i] = task.partial_out + at * p.head_dim_v;
+        task.partial_lse[at] = lse;
+      } else {
+        out[i] = static_cast<T*>(p.out.data) + s.row_offset(p.out, lanes.row[at]) +
+                 lanes.head[at] * p.out.stride_head;
+        if (p.lse != nullptr) p.lse[lse_index(p, s, lanes.row[at], lanes.head[at])] = lse;
+      }
+    }
+    if (task.partial_out != nullptr)
+      store_lanes(partial, valid, o_lanes, S.panel, p.head_dim_v, inverse);
+    else
+      store_lanes(out, valid, o_lanes, S.panel, p.head_dim_v, inverse);
+  }
+};
+
+template <class E>
+void forward_item(const ForwardTask& task, Arena scratch) {
+  Forward<E> forward(task, scratch);
+  forward.run();
+}
+
+}  // namespace
+}  // namespace tilewise::cpu

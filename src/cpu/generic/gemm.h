@@ -1,0 +1,90 @@
+// The matrix engine of the vector units: fp32 FMA, or bf16 pairs with vdpbf16ps.
+#pragma once
+
+#include "cpu/generic/simd.h"
+
+namespace tilewise::cpu {
+namespace {
+
+// Units with strides in units. `plane` is the distance to the low part where operands have two.
+struct OperandA {
+  const uint32_t* data;
+  int64_t row;
+  int64_t unit;
+  int64_t plane;
+};
+struct OperandB {
+  const uint32_t* data;
+  int64_t ld;
+  int64_t plane;
+};
+
+struct Fma {
+  static constexpr int kPair = 1;
+  TILEWISE_FN static F multiply_add(F acc, U a, U b) {
+    return acc + load_as<F>(&a) * load_as<F>(&b);
+  }
+};
+
+#if defined(__AVX512BF16__)
+struct Dot {
+  static constexpr int kPair = 2;
+  TILEWISE_FN static F multiply_add(F acc, U a, U b) {
+    return reinterpret_cast<F>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc),
+                                                reinterpret_cast<__m512bh>(a),
+                                                reinterpret_cast<__m512bh>(b)));
+  }
+};
+#endif
+
+// One register block: R rows of C by V vectors. R * V accumulators, V vectors of B and one broadcast
+// of A are live: 24 + 3 + 1 of 32 registers with AVX-512, 12 + 3 + 1 of 16 with AVX2.
+template <class Op, int R, int V>
+TILEWISE_FN void register_block(float* c, int64_t ldc, bool accumulate, const uint32_t* a,
+                                int64_t a_row, int64_t a_unit, const uint32_t* b, int64_t ldb,
+                                int64_t units) {
+  F acc[R][V];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) acc[r][v] = accumulate ? load(c + r * ldc + v * W) : F{};
+  for (int64_t u = 0; u < units; ++u) {
+    U column[V];
+    for (int v = 0; v < V; ++v) column[v] = load_as<U>(b + u * ldb + v * W);
+    for (int r = 0; r < R; ++r) {
+      const U value = U{} + a[r * a_row + u * a_unit];
+      for (int v = 0; v < V; ++v) acc[r][v] = Op::multiply_add(acc[r][v], value, column[v]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) store(c + r * ldc + v * W, acc[r][v]);
+}
+
+template <class Op, int R, int V>
+__attribute__((noinline)) void block_column(float* c, int64_t ldc, bool accumulate, OperandA a,
+                                            int64_t m, const uint32_t* b, int64_t ldb,
+                                            int64_t units) {
+  for (int64_t i = 0; i < m; i += R)
+    register_block<Op, R, V>(c + i * ldc, ldc, accumulate, a.data + i * a.row, a.row, a.unit, b,
+                             ldb, units);
+}
+
+// C[m][vectors * W] (+)= A B; m is a multiple of R.
+template <class Op, int R, int V>
+TILEWISE_FN void vector_gemm(float* c, int64_t ldc, bool accumulate, OperandA a, int64_t m,
+                             OperandB b, int64_t vectors, int64_t units) {
+  static_assert(V <= 3);
+  while (vectors > 0) {
+    // Even groups: four vectors are 2 + 2, not 3 + 1, which would wait for loads.
+    const int64_t groups = ceil_div(vectors, V);
+    const int64_t now = ceil_div(vectors, groups);
+    const auto block = now == 1                  ? &block_column<Op, R, 1>
+                       : (now == 2 || V == 2)    ? &block_column<Op, R, 2>
+                                                 : &block_column<Op, R, V>;
+    block(c, ldc, accumulate, a, m, b.data, b.ld, units);
+    c += now * W;
+    b.data += now * W;
+    vectors -= now;
+  }
+}
+
+}  // namespace
+}  // namespace tilewise::cpu

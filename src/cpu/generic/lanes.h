@@ -1,0 +1,143 @@
+// The query rows of a work item as vector lanes: who they are and which keys they see.
+#pragma once
+
+#include "attention/schedule.h"
+#include "cpu/generic/simd.h"
+#include "cpu/generic/tasks.h"
+
+namespace tilewise::cpu {
+namespace {
+
+// One lane per packed row. Lanes past the last row repeat its band (so that an interior tile stays
+// interior) and have zero operands.
+struct Lanes : LaneScratch {
+  int64_t count = 0;
+
+  TILEWISE_FN void fill(const Problem& p, const Sequence& s, int64_t kv_head, Range packed_rows,
+                        int64_t panel) {
+    const Packing packing{group_size(p)};
+    count = packed_rows.size();
+    for (int64_t lane = 0; lane < round_up(count, panel); ++lane) {
+      const int64_t packed = packed_rows.begin + min(lane, count - 1);
+      row[lane] = packing.row(packed);
+      head[lane] = kv_head * packing.group + packing.head(packed);
+      const Range keys = s.band.keys_of(row[lane]);
+      begin[lane] = keys.begin;
+      end[lane] = max(keys.begin, keys.end);
+      Range& some = any[lane / panel];
+      Range& every = all[lane / panel];
+      if (lane % panel == 0) {
+        some = every = {begin[lane], end[lane]};
+      } else {
+        // Bounds do not decrease from row to row: rows that see nothing keep the hull an interval.
+        some = {min(some.begin, begin[lane]), max(some.end, end[lane])};
+        every = {max(every.begin, begin[lane]), min(every.end, end[lane])};
+      }
+    }
+  }
+
+  TILEWISE_FN Range all_lanes_any(int64_t panel) const {
+    Range hull = any[0];
+    for (int64_t i = 1; i < ceil_div(count, panel); ++i)
+      hull = {min(hull.begin, any[i].begin), max(hull.end, any[i].end)};
+    return hull;
+  }
+
+  // Bounds of W lanes relative to the keys of a tile.
+  struct Bounds {
+    I begin;
+    I end;
+    TILEWISE_FN I sees(int32_t key) const { return (begin <= key) & (end > key); }
+  };
+  TILEWISE_FN Bounds bounds(int64_t lane, Range keys) const {
+    Bounds b;
+    for (int i = 0; i < W; ++i) {
+      b.begin[i] = static_cast<int32_t>(clamp(begin[lane + i] - keys.begin, 0, keys.size()));
+      b.end[i] = static_cast<int32_t>(clamp(end[lane + i] - keys.begin, 0, keys.size()));
+    }
+    return b;
+  }
+
+  TILEWISE_FN bool panel_sees(int64_t index, Range keys) const {
+    return !intersect(any[index], keys).empty();
+  }
+  TILEWISE_FN bool panel_covers(int64_t index, Range keys) const {
+    return all[index].begin <= keys.begin && keys.end <= all[index].end;
+  }
+};
+
+// Addresses of the rows of `view` that the lanes stand for; null past the last one.
+template <class T>
+TILEWISE_FN void lane_rows(const T** rows, const Lanes& lanes, int64_t capacity,
+                           const Sequence& s, const tilewise_tensor& view) {
+  const T* data = static_cast<const T*>(view.data);
+  for (int64_t lane = 0; lane < capacity; ++lane)
+    rows[lane] = lane < lanes.count ? data + s.row_offset(view, lanes.row[lane]) +
+                                          lanes.head[lane] * view.stride_head
+                                    : nullptr;
+}
+
+TILEWISE_FN int64_t lse_index(const Problem& p, const Sequence& s, int64_t row, int64_t head) {
+  return s.lse_offset(p.lse_stride_batch, row) + head * p.lse_stride_head;
+}
+
+// Writes columns[column][lane] * factor as rows: lane i goes to out[i].
+template <class T>
+TILEWISE_FN void store_lanes(T* const* out, int64_t lanes, const float* columns, int64_t ld,
+                             int64_t count, F factor) {
+  for (int64_t c = 0; c < count; c += W) {
+    const int64_t now = min<int64_t>(W, count - c);
+    F block[W];
+    for (int i = 0; i < W; ++i) block[i] = i < now ? load(columns + (c + i) * ld) * factor : F{};
+    transpose(block);
+    for (int64_t i = 0; i < lanes; ++i) {
+      if (now == W)
+        from_fp32(out[i] + c, block[i]);
+      else
+        from_fp32_tail(out[i] + c, block[i], now);
+    }
+  }
+}
+
+// Addresses of keys [keys.begin, keys.end) of one head; null up to `capacity`.
+template <class T>
+TILEWISE_FN void key_rows(const T** rows, Range keys, int64_t capacity, const KvSource& source,
+                          const tilewise_tensor& view, int64_t head) {
+  const T* data = static_cast<const T*>(view.data) + head * view.stride_head;
+  for (int64_t key = keys.begin; key < keys.end;) {
+    const int64_t run = source.run(key, keys.end);
+    const T* first = data + source.offset(view, key);
+    for (int64_t i = 0; i < run; ++i) rows[key - keys.begin + i] = first + i * view.stride_row;
+    key += run;
+  }
+  for (int64_t i = keys.size(); i < capacity; ++i) rows[i] = nullptr;
+}
+
+// 0 * x is NaN exactly when x is not finite.
+template <class T>
+TILEWISE_FN bool row_is_finite(const T* row, int64_t columns) {
+  F zero{};
+  int64_t i = 0;
+  for (; i + W <= columns; i += W) zero = zero + to_fp32(row + i) * 0.0f;
+  if (i < columns) zero = zero + to_fp32_tail(row + i, columns - i) * 0.0f;
+  return !any(zero != zero);
+}
+
+// A weight of 0 times an infinity is NaN, and would reach rows that must not see it. So where a tile
+// is masked, rows with Inf or NaN are taken out of the product (null: zeros) and come back as `bad`,
+// to be added where a weight is not 0. Returns how many.
+template <class T>
+TILEWISE_FN int64_t take_out_nonfinite(const T** rows, int64_t count, int64_t columns,
+                                       const RowScratch& bad) {
+  int64_t found = 0;
+  for (int64_t r = 0; r < count; ++r) {
+    if (rows[r] == nullptr || row_is_finite(rows[r], columns)) continue;
+    bad.index[found] = static_cast<int32_t>(r);
+    bad.address[found++] = rows[r];
+    rows[r] = nullptr;
+  }
+  return found;
+}
+
+}  // namespace
+}  // namespace tilewise::cpu

@@ -1,0 +1,126 @@
+// The row-wise passes around the kernels: merge of key splits, delta, dq from its sum.
+#pragma once
+
+#include "attention/online_softmax.h"
+#include "cpu/generic/engine.h"
+#include "cpu/generic/lanes.h"
+
+namespace tilewise::cpu {
+namespace {
+
+// Address of one packed row in `view`.
+template <class T>
+TILEWISE_FN T* packed_row(const Problem& p, const Sequence& s, int64_t kv_head, int64_t packed,
+                          const tilewise_tensor& view) {
+  const Packing packing{group_size(p)};
+  return static_cast<T*>(view.data) + s.row_offset(view, packing.row(packed)) +
+         (kv_head * packing.group + packing.head(packed)) * view.stride_head;
+}
+
+// out = sum of 2^(lse_i - lse) out_i over the splits, in ascending order.
+template <class T>
+void merge_item(const ForwardTask& t, int64_t splits, int64_t stride) {
+  const Problem& p = *t.problem;
+  const Packing packing{group_size(p)};
+  for (int64_t i = 0; i < t.packed_rows.size(); ++i) {
+    const int64_t packed = t.packed_rows.begin + i;
+    float highest = kMinusInfinity;
+    for (int64_t split = 0; split < splits; ++split)
+      highest = max(highest, t.partial_lse[split * stride + i]);
+    const float base = exponent_base(highest);
+    float sum = 0.0f;
+    for (int64_t split = 0; split < splits; ++split)
+      sum += __builtin_expf(t.partial_lse[split * stride + i] - base);
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+    T* const out = packed_row<T>(p, t.sequence, t.kv_head, packed, p.out);
+    for (int64_t c = 0; c < p.head_dim_v; c += W) {
+      const int64_t now = min<int64_t>(W, p.head_dim_v - c);
+      F total{};
+      for (int64_t split = 0; split < splits; ++split) {
+        const int64_t at = split * stride + i;
+        const float weight = __builtin_expf(t.partial_lse[at] - base) * inverse;
+        const float* const part = t.partial_out + at * p.head_dim_v + c;
+        // A split that saw nothing holds 0; one with NaN must stay NaN: no skipping.
+        total = total + (now == W ? load(part) : to_fp32_tail(part, now)) * weight;
+      }
+      if (now == W)
+        from_fp32(out + c, total);
+      else
+        from_fp32_tail(out + c, total, now);
+    }
+    if (p.lse == nullptr) continue;
+    const int64_t head = t.kv_head * packing.group + packing.head(packed);
+    p.lse[lse_index(p, t.sequence, packing.row(packed), head)] =
+        sum == 0.0f ? kMinusInfinity : base + __builtin_logf(sum);
+  }
+}
+
+template <class T>
+TILEWISE_FN float dot_rows(const T* a, const T* b, int64_t columns) {
+  F sum{};
+  int64_t i = 0;
+  for (; i + W <= columns; i += W) sum = sum + to_fp32(a + i) * to_fp32(b + i);
+  if (i < columns) sum = sum + to_fp32_tail(a + i, columns - i) * to_fp32_tail(b + i, columns - i);
+  return sum_lanes(sum);
+}
+
+// delta = do.o - dlse: with it ds = p (dp - delta) covers both gradients. A sink has p = 2^(sink -
+// lse), no value, and so ds = -p delta.
+template <class T>
+void delta_item(const RowTask& t) {
+  const Problem& p = *t.problem;
+  const Gradients& g = *t.gradients;
+  const Packing packing{group_size(p)};
+  for (int64_t i = 0; i < t.packed_rows.size(); ++i) {
+    const int64_t packed = t.packed_rows.begin + i;
+    const int64_t row = packing.row(packed);
+    const int64_t head = t.kv_head * packing.group + packing.head(packed);
+    float delta = dot_rows(packed_row<const T>(p, t.sequence, t.kv_head, packed, p.out),
+                           packed_row<const T>(p, t.sequence, t.kv_head, packed, g.dout),
+                           p.head_dim_v);
+    if (g.dlse != nullptr)
+      delta -= g.dlse[t.sequence.lse_offset(g.dlse_stride_batch, row) + head * g.dlse_stride_head];
+    t.delta[i] = delta;
+    if (t.dsinks == nullptr) continue;
+    const float lse = p.lse[lse_index(p, t.sequence, row, head)];
+    t.dsinks[i] = lse == kMinusInfinity ? 0.0f : -__builtin_expf(p.sinks[head] - lse) * delta;
+  }
+}
+
+// dq = scale * sum; dscale's share = sum of q . (sum over the tile).
+template <class E>
+void finish_dq_item(const RowTask& t) {
+  using T = typename E::Storage;
+  constexpr Shape S = E::S;
+  const Problem& p = *t.problem;
+  const Gradients& g = *t.gradients;
+  const Extent qk = extent_of(S, p.head_dim);
+  const float scale = score_of(p).scale;
+  double dscale = 0.0;
+  for (int64_t first = 0; first < t.packed_rows.size(); first += W) {
+    const int64_t valid = min<int64_t>(W, t.packed_rows.size() - first);
+    float zeros[W] = {};
+    const bool seen = t.dq_sum != nullptr;
+    const float* const sums =
+        seen ? t.dq_sum + first / S.panel * qk.m * S.panel + first % S.panel : zeros;
+    const int64_t ld = seen ? S.panel : 0;
+    const T* q[W];
+    T* dq[W];
+    for (int i = 0; i < valid; ++i) {
+      const int64_t packed = t.packed_rows.begin + first + i;
+      q[i] = packed_row<const T>(p, t.sequence, t.kv_head, packed, p.q);
+      dq[i] = packed_row<T>(p, t.sequence, t.kv_head, packed, g.dq);
+    }
+    if (g.dq.data != nullptr) store_lanes(dq, valid, sums, ld, p.head_dim, splat(scale));
+    if (t.dscale == nullptr || !seen) continue;
+    for (int i = 0; i < valid; ++i) {
+      float share = 0.0f;
+      for (int64_t c = 0; c < p.head_dim; ++c) share += to_float(q[i][c]) * sums[c * ld + i];
+      dscale += static_cast<double>(share);
+    }
+  }
+  if (t.dscale != nullptr) *t.dscale = static_cast<float>(dscale);
+}
+
+}  // namespace
+}  // namespace tilewise::cpu

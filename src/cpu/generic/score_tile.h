@@ -1,0 +1,87 @@
+// Scores of one panel and one key tile, S^T[key][lane]: the general form of `Score` in vectors, the
+// band as a mask, and dropout bits.
+#pragma once
+
+#include "attention/online_softmax.h"
+#include "cpu/generic/lanes.h"
+
+namespace tilewise::cpu {
+namespace {
+
+// What the general form needs per lane of a panel.
+struct ScoreTile : ScoreScratch {
+  const Problem* problem;
+  Score score;
+
+  // Reads slopes and the bias tile of the panel that starts at lane `first` of `lanes`, into the lanes
+  // of this tile from `at` on.
+  TILEWISE_FN void load_panel(const Sequence& s, const Lanes& lanes, int64_t first, int64_t panel,
+                              Range keys, int64_t at) {
+    const Problem& p = *problem;
+    for (int64_t i = 0; i < panel; ++i) {
+      const int64_t lane = min(first + i, lanes.count - 1);
+      slope[at + i] = p.alibi_slopes != nullptr
+                          ? p.alibi_slopes[s.batch * p.alibi_stride_batch + lanes.head[lane]]
+                          : 0.0f;
+      if (bias == nullptr) continue;
+      const int64_t offset = bias_offset(p, s.batch, lanes.head[lane], lanes.row[lane]);
+      for (int64_t key = keys.begin; key < keys.end; ++key)
+        bias[(key - keys.begin) * ld + at + i] = bias_at(p, offset + key);
+    }
+  }
+
+  TILEWISE_FN static int64_t bias_offset(const Problem& p, int64_t batch, int64_t head,
+                                         int64_t row) {
+    return batch * p.bias_stride_batch + head * p.bias_stride_head + row * p.bias_stride_row;
+  }
+  TILEWISE_FN static float bias_at(const Problem& p, int64_t offset) {
+    if (p.bias_dtype == TILEWISE_FLOAT32) return static_cast<const float*>(p.bias)[offset];
+    if (p.bias_dtype == TILEWISE_FLOAT16)
+      return to_float(static_cast<const Half*>(p.bias)[offset]);
+    return to_float(static_cast<const BFloat16*>(p.bias)[offset]);
+  }
+
+  // |i + Sk - Sq - j| for W lanes.
+  TILEWISE_FN static F distance(I diagonal, int32_t key) {
+    const I d = diagonal - key;
+    return __builtin_convertvector(d < 0 ? -d : d, F);
+  }
+  TILEWISE_FN static I diagonal(const Sequence& s, const Lanes& lanes, int64_t lane, Range keys) {
+    I d;
+    for (int i = 0; i < W; ++i)
+      d[i] = static_cast<int32_t>(lanes.row[lane + i] + s.band.shift() - keys.begin);
+    return d;
+  }
+
+  // W scores from `lane` of this tile on.
+  TILEWISE_FN Score::Capped<F> at(F raw, I diagonal, int32_t key, int64_t lane) const {
+    const F b = bias != nullptr ? load(bias + key * ld + lane) : F{};
+    return score.apply<VectorMath>(raw, load(slope + lane), distance(diagonal, key), b);
+  }
+};
+
+// Keep decisions of 8 keys for W lanes: Dropout::kept in vectors.
+struct KeepMask {
+  PhiloxState<U> bits;
+
+  TILEWISE_FN static KeepMask of(const Dropout& dropout, const Problem& p, const Sequence& s,
+                                 const Lanes& lanes, int64_t lane, int64_t key) {
+    U row, batch_head;
+    for (int i = 0; i < W; ++i) {
+      row[i] = static_cast<uint32_t>(lanes.row[lane + i]);
+      batch_head[i] = static_cast<uint32_t>(s.batch * p.heads_q + lanes.head[lane + i]);
+    }
+    const U block = U{} + static_cast<uint32_t>(key / Dropout::kKeysPerBlock);
+    return {dropout.block<VectorMath>(block, row, batch_head)};
+  }
+
+  // Key `i` of the 8: 1 / (1 - p) where kept, 0 where dropped.
+  TILEWISE_FN F scale(const Dropout& dropout, int i) const {
+    const U word = i < 2 ? bits.c0 : i < 4 ? bits.c1 : i < 6 ? bits.c2 : bits.c3;
+    const U value = (i % 2 != 0 ? word >> 16 : word & 0xffffu);
+    return value >= dropout.threshold ? splat(dropout.keep_scale) : F{};
+  }
+};
+
+}  // namespace
+}  // namespace tilewise::cpu

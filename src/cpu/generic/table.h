@@ -1,0 +1,40 @@
+// The kernels of one engine as a table row.
+#pragma once
+
+#include "cpu/generic/backward.h"
+#include "cpu/generic/forward.h"
+#include "cpu/generic/rows.h"
+
+namespace tilewise::cpu {
+namespace {
+
+template <class E>
+const Kernels* kernels_of() {
+  using T = typename E::Storage;
+  static_assert(E::S.lanes == W);
+  static constexpr Kernels kernels = {
+      forward_item<E>,
+      merge_item<T>,
+      delta_item<T>,
+      backward_item<E>,
+      finish_dq_item<E>,
+  };
+  return &kernels;
+}
+
+template <Isa kIsa>
+const Kernels* fma_kernels(int32_t dtype) {
+  switch (dtype) {
+    case TILEWISE_FLOAT32:
+      return kernels_of<FmaEngine<float, kIsa>>();
+    case TILEWISE_FLOAT16:
+      return kernels_of<FmaEngine<Half, kIsa>>();
+    case TILEWISE_BFLOAT16:
+      return kernels_of<FmaEngine<BFloat16, kIsa>>();
+    default:
+      return nullptr;
+  }
+}
+
+}  // namespace
+}  // namespace tilewise::cpu

@@ -1,0 +1,66 @@
+// What the common code hands to the loops of an instruction set, and what it gets.
+#pragma once
+
+#include "cpu/scratch.h"
+
+namespace tilewise::cpu {
+
+// One forward work item: packed query rows of one key/value head, over a range of keys.
+struct ForwardTask {
+  const Problem* problem;
+  Sequence sequence;
+  int64_t kv_head;
+  Range packed_rows;
+  Range keys;
+  bool first_split;  // carries the sink
+  // Null: write out and lse. Otherwise this split's normalised [row][head_dim_v] and its lse.
+  float* partial_out;
+  float* partial_lse;
+};
+
+// One backward work item: a chunk of keys of one key/value head, over all query tiles that see it.
+struct BackwardTask {
+  const Problem* problem;
+  const Gradients* gradients;
+  Sequence sequence;
+  int64_t kv_head;
+  Range keys;
+  int64_t chunk;
+  // Per query tile of this sequence and head, tile_stride entries apart.
+  float* dq_sum;       // [panel][head_dim][lane]: dq over keys, unscaled; null: not wanted
+  const float* delta;  // [lane]: do.o - dlse
+  int32_t* turns;      // chunks that have been added to dq_sum
+  int64_t tile_stride = 1;
+};
+
+// One query tile of the passes before and after: delta, dq, and what dsinks and dscale sum up.
+struct RowTask {
+  const Problem* problem;
+  const Gradients* gradients;
+  Sequence sequence;
+  int64_t kv_head;
+  Range packed_rows;
+  float* delta;         // [lane]
+  float* dsinks;        // [lane]: this row's share; null: not wanted
+  const float* dq_sum;  // null: no chunk saw this tile
+  float* dscale;        // one float: this tile's share; null: not wanted
+};
+
+struct Kernels {
+  void (*forward)(const ForwardTask&, Arena scratch);
+  // Partials of `splits` splits, `stride` rows apart -> out and lse.
+  void (*merge)(const ForwardTask&, int64_t splits, int64_t stride);
+  void (*delta)(const RowTask&);
+  void (*backward)(const BackwardTask&, Arena scratch);
+  void (*finish_dq)(const RowTask&);
+};
+
+// One table per instruction set, indexed by dtype; null where this build has none.
+using KernelTable = const Kernels* (*)(int32_t dtype);
+const Kernels* portable_kernels(int32_t dtype);
+const Kernels* avx2_kernels(int32_t dtype);
+const Kernels* avx512_kernels(int32_t dtype);
+const Kernels* avx512_bf16_kernels(int32_t dtype);
+const Kernels* amx_kernels(int32_t dtype);
+
+}  // namespace tilewise::cpu

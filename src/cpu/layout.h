@@ -1,0 +1,78 @@
+// The workspace of a launch, laid out by the planner and the backend with the same constructors.
+#pragma once
+
+#include "cpu/scratch.h"
+
+namespace tilewise::cpu {
+
+// Upper bound on query tiles over all sequences; what cu_seqlens say is not known to the planner.
+inline int64_t query_tiles(const Problem& p, int64_t tile) {
+  const int64_t rows = p.seqlen_q * group_size(p);
+  return p.cu_seqlens_q == nullptr ? p.batch * ceil_div(rows, tile)
+                                   : ceil_div(rows, tile) + p.batch;
+}
+
+struct ForwardLayout {
+  char* scratch;  // one piece per thread
+  int64_t scratch_bytes;
+  int64_t* first_tile;  // [B + 1]: query tiles before each sequence
+  int64_t partial_rows;
+  float* partial_out;  // [tile][kv head][split][row][head_dim_v]; only with splits
+  float* partial_lse;  // [tile][kv head][split][row]
+
+  ForwardLayout(const Problem& p, const Shape& shape, const Plan& plan, Arena& arena)
+      : scratch_bytes(measure(p, shape)),
+        partial_rows(min<int64_t>(shape.tile_q, max(int64_t{1}, p.seqlen_q * group_size(p)))) {
+    scratch = arena.take<char>(scratch_bytes * plan.threads);
+    first_tile = arena.take<int64_t>(p.batch + 1);
+    const int64_t partials =
+        plan.splits == 1
+            ? 0
+            : query_tiles(p, shape.tile_q) * p.heads_kv * plan.splits * partial_rows;
+    partial_out = arena.take<float>(partials * p.head_dim_v);
+    partial_lse = arena.take<float>(partials);
+  }
+
+ private:
+  static int64_t measure(const Problem& p, const Shape& shape) {
+    Arena arena;
+    ForwardScratch(shape, p, arena);
+    return arena.used;
+  }
+};
+
+struct BackwardLayout {
+  char* scratch;
+  int64_t scratch_bytes;
+  int64_t* first_tile;  // [B + 1]
+  float* delta;         // [tile][kv head][lane]
+  float* dsinks;        // the same; null: not wanted
+  int64_t dq_tile;      // floats of dq_sum in a tile
+  float* dq_sum;        // [tile][kv head][panel][column][lane]; null: neither dq nor dscale
+  int32_t* turns;       // [tile][kv head]
+  float* dscale;        // [tile][kv head]; null: not wanted
+
+  BackwardLayout(const Problem& p, const Gradients& g, const Shape& shape, const Plan& plan,
+                 Arena& arena)
+      : scratch_bytes(measure(p, shape)),
+        dq_tile(shape.back_q * extent_of(shape, p.head_dim).m) {
+    scratch = arena.take<char>(scratch_bytes * plan.threads);
+    first_tile = arena.take<int64_t>(p.batch + 1);
+    const int64_t tiles = query_tiles(p, shape.back_q) * p.heads_kv;
+    delta = arena.take<float>(tiles * shape.back_q);
+    dsinks = g.dsinks != nullptr ? arena.take<float>(tiles * shape.back_q) : nullptr;
+    const bool want_dq = g.dq.data != nullptr || g.dscale != nullptr;
+    dq_sum = want_dq ? arena.take<float>(tiles * dq_tile) : nullptr;
+    turns = arena.take<int32_t>(tiles);
+    dscale = g.dscale != nullptr ? arena.take<float>(tiles) : nullptr;
+  }
+
+ private:
+  static int64_t measure(const Problem& p, const Shape& shape) {
+    Arena arena;
+    BackwardScratch(shape, p, arena);
+    return arena.used;
+  }
+};
+
+}  // namespace tilewise::cpu

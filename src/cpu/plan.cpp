@@ -1,0 +1,61 @@
+// How a launch is cut into work items: a pure function of the problem.
+#include "attention/schedule.h"
+#include "cpu/backend.h"
+#include "cpu/layout.h"
+#include "cpu/scratch.h"
+
+namespace tilewise::cpu {
+namespace {
+
+// Enough items for the many-core machines this may run on; a constant, because results must not
+// depend on the number of threads.
+constexpr int64_t kWantedItems = 64;
+constexpr int64_t kLeastSplitKeys = 512;
+
+int64_t longest_keys(const Problem& p) {
+  if (p.cu_seqlens_k == nullptr || p.block_table != nullptr) return key_capacity(p);
+  return p.max_seqlen_k > 0 ? min(p.max_seqlen_k, p.seqlen_k) : p.seqlen_k;
+}
+
+int64_t forward_splits(const Problem& p, const Shape& shape) {
+  const int64_t keys = longest_keys(p);
+  const int64_t most = max(int64_t{1}, ceil_div(keys, kTileK));
+  if (p.num_splits > 0) return min<int64_t>(p.num_splits, most);
+  const int64_t items = max(int64_t{1}, query_tiles(p, shape.tile_q) * p.heads_kv);
+  return clamp(ceil_div(kWantedItems, items), 1, max(int64_t{1}, keys / kLeastSplitKeys));
+}
+
+}  // namespace
+
+Plan plan_forward(const Problem& problem, Isa isa, int32_t threads) {
+  const Shape shape = shape_of(isa, problem.dtype);
+  Plan plan{};
+  plan.isa = isa;
+  plan.threads = threads;
+  plan.tile_q = shape.tile_q;
+  plan.tile_k = kTileK;
+  plan.splits = forward_splits(problem, shape);
+  plan.engine = shape.engine;
+  Arena arena;
+  ForwardLayout(problem, shape, plan, arena);
+  plan.workspace_bytes = arena.used;
+  return plan;
+}
+
+Plan plan_backward(const Problem& problem, const Gradients& gradients, Isa isa, int32_t threads) {
+  const Shape shape = shape_of(isa, problem.dtype);
+  Plan plan{};
+  plan.isa = isa;
+  plan.threads = threads;
+  plan.tile_q = shape.back_q;
+  plan.tile_k = kBackTileK;
+  plan.splits = max(int64_t{1}, ceil_div(longest_keys(problem),
+                                         back_chunk(problem.head_dim, problem.head_dim_v)));
+  plan.engine = shape.engine;
+  Arena arena;
+  BackwardLayout(problem, gradients, shape, plan, arena);
+  plan.workspace_bytes = arena.used;
+  return plan;
+}
+
+}  // namespace tilewise::cpu

@@ -1,0 +1,174 @@
+// Scratch memory of the work items: laid out by one constructor that the planner runs on a null base,
+// to measure, and the kernels on their memory. Plain code: it is compiled for every machine.
+#pragma once
+
+#include "cpu/shape.h"
+
+namespace tilewise::cpu {
+
+// Handed out front to back, 64-byte aligned. With a null base it only measures.
+struct Arena {
+  char* base = nullptr;
+  int64_t used = 0;
+
+  template <class T>
+  TILEWISE_FN T* take(int64_t count) {
+    T* const result = reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(base) +
+                                           static_cast<uintptr_t>(used));
+    used += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
+    return result;
+  }
+};
+
+struct LaneScratch {
+  int64_t* begin;  // keys [begin, end) are visible to the lane
+  int64_t* end;
+  int64_t* row;
+  int64_t* head;  // query head
+  Range* any;     // by panel: keys that some lane sees
+  Range* all;     // by panel: keys that every lane sees
+
+  TILEWISE_FN LaneScratch(const Shape& s, int64_t lanes, Arena& arena)
+      : begin(arena.take<int64_t>(lanes)),
+        end(arena.take<int64_t>(lanes)),
+        row(arena.take<int64_t>(lanes)),
+        head(arena.take<int64_t>(lanes)),
+        any(arena.take<Range>(lanes / s.panel)),
+        all(arena.take<Range>(lanes / s.panel)) {}
+};
+
+struct ScoreScratch {
+  int64_t ld;    // lanes
+  float* bias;   // [key][lane]; null: no bias
+  float* slope;  // [lane]
+
+  TILEWISE_FN ScoreScratch(const Problem& p, int64_t keys, int64_t lanes, Arena& arena)
+      : ld(lanes),
+        bias(p.bias != nullptr ? arena.take<float>(keys * lanes) : nullptr),
+        slope(arena.take<float>(lanes)) {}
+};
+
+// Rows that hold Inf or NaN and were taken out of a packed operand.
+struct RowScratch {
+  const void** address;
+  int32_t* index;
+
+  TILEWISE_FN RowScratch(int64_t rows, Arena& arena)
+      : address(arena.take<const void*>(rows)), index(arena.take<int32_t>(rows)) {}
+};
+
+struct ForwardScratch {
+  Extent qk;                // of head_dim
+  Extent dv;                // of head_dim_v
+  int64_t panels;           // of a full work item
+  int64_t q_plane, k_plane, v_plane, weights_plane;
+  LaneScratch lanes;
+  ScoreScratch scores;
+  uint32_t* q;        // [panel][unit][lane]
+  uint32_t* k;        // [key][unit]
+  uint32_t* v;        // in the engine's order, contraction over keys
+  float* s_tile;      // S^T of one panel: [key][lane]
+  uint32_t* weights;  // P^T as the engine wants it; fp32 engines: s_tile
+  float* o;           // [panel][dv][lane]
+  float* m;           // [lane], in the units of S
+  float* l;           // [lane]
+  const void** rows;  // addresses being packed
+  RowScratch bad_v;
+
+  TILEWISE_FN ForwardScratch(const Shape& s, const Problem& p, Arena& arena)
+      : qk(extent_of(s, p.head_dim)),
+        dv(extent_of(s, p.head_dim_v)),
+        panels(ceil_div(s.tile_q, s.panel)),
+        q_plane(panels * qk.units * s.panel),
+        k_plane(kTileK * qk.ld),
+        v_plane(kTileK / s.pair * dv.m_ld),
+        weights_plane(kTileK / s.pair * s.panel),
+        lanes(s, panels * s.panel, arena),
+        scores(p, kTileK, s.panel, arena),
+        q(arena.take<uint32_t>(s.parts * q_plane)),
+        k(arena.take<uint32_t>(s.parts * k_plane)),
+        v(arena.take<uint32_t>(s.parts * v_plane)),
+        s_tile(arena.take<float>(kTileK * s.panel)),
+        weights(s.pair == 1 ? reinterpret_cast<uint32_t*>(s_tile)
+                            : arena.take<uint32_t>(s.parts * weights_plane)),
+        o(arena.take<float>(panels * dv.m * s.panel)),
+        m(arena.take<float>(panels * s.panel)),
+        l(arena.take<float>(panels * s.panel)),
+        rows(arena.take<const void*>(max(panels * s.panel, kTileK))),
+        bad_v(kTileK, arena) {}
+};
+
+struct BackwardScratch {
+  Extent qk;
+  Extent dve;      // of head_dim_v
+  int64_t chunk;   // keys of a full work item
+  int64_t panels;  // of a full query tile
+  int64_t k_plane, v_plane, k_t_plane, q_t_plane, do_t_plane, q_rows_plane, do_rows_plane;
+  int64_t weights_plane;
+  LaneScratch lanes;
+  ScoreScratch scores;
+  uint32_t* k;        // [key][unit of head_dim]
+  uint32_t* v;        // [key][unit of head_dim_v]
+  uint32_t* k_t;      // [key tile] of K in the engine's order, contraction over keys
+  float* dk;          // [key][column]
+  float* dv;          // [key][column]
+  uint32_t* q_t;      // [panel][unit][lane]
+  uint32_t* do_t;     // [panel][unit][lane]
+  uint32_t* q_rows;   // [lane / pair][column]
+  uint32_t* do_rows;  // [lane / pair][column]
+  float* s_tile;      // S^T: [key][lane]
+  float* dp_tile;     // dP^T: [key][lane]
+  uint32_t* p_a;      // P^T, contraction over lanes; fp32 engines: s_tile
+  uint32_t* ds_a;     // dS^T, contraction over lanes; fp32 engines: dp_tile
+  uint32_t* ds_b;     // dS^T, contraction over keys; fp32 engines: dp_tile
+  float* dq;          // [panel][column][lane]
+  float* lse2;        // [lane]: lse * log2(e); 0 where no key is seen
+  float* delta;       // [lane]
+  const void** rows;
+  RowScratch bad_k, bad_q, bad_do;
+
+  TILEWISE_FN BackwardScratch(const Shape& s, const Problem& p, Arena& arena)
+      : qk(extent_of(s, p.head_dim)),
+        dve(extent_of(s, p.head_dim_v)),
+        chunk(back_chunk(p.head_dim, p.head_dim_v)),
+        panels(s.back_q / s.panel),
+        k_plane(chunk * qk.ld),
+        v_plane(chunk * dve.ld),
+        k_t_plane(kBackTileK / s.pair * qk.m_ld),
+        q_t_plane(panels * qk.units * s.panel),
+        do_t_plane(panels * dve.units * s.panel),
+        q_rows_plane(s.back_q / s.pair * qk.n_ld),
+        do_rows_plane(s.back_q / s.pair * dve.n_ld),
+        weights_plane(kBackTileK * s.back_q / s.pair),
+        lanes(s, s.back_q, arena),
+        scores(p, kBackTileK, s.back_q, arena),
+        k(arena.take<uint32_t>(s.parts * k_plane)),
+        v(arena.take<uint32_t>(s.parts * v_plane)),
+        k_t(arena.take<uint32_t>(chunk / kBackTileK * s.parts * k_t_plane)),
+        dk(arena.take<float>(chunk * qk.n_ld)),
+        dv(arena.take<float>(chunk * dve.n_ld)),
+        q_t(arena.take<uint32_t>(s.parts * q_t_plane)),
+        do_t(arena.take<uint32_t>(s.parts * do_t_plane)),
+        q_rows(arena.take<uint32_t>(s.parts * q_rows_plane)),
+        do_rows(arena.take<uint32_t>(s.parts * do_rows_plane)),
+        s_tile(arena.take<float>(kBackTileK * s.back_q)),
+        dp_tile(arena.take<float>(kBackTileK * s.back_q)),
+        p_a(weights_of(s, s_tile, arena)),
+        ds_a(weights_of(s, dp_tile, arena)),
+        ds_b(weights_of(s, dp_tile, arena)),
+        dq(arena.take<float>(panels * qk.m * s.panel)),
+        lse2(arena.take<float>(s.back_q)),
+        delta(arena.take<float>(s.back_q)),
+        rows(arena.take<const void*>(max<int64_t>(s.back_q, chunk))),
+        bad_k(chunk, arena),
+        bad_q(s.back_q, arena),
+        bad_do(s.back_q, arena) {}
+
+ private:
+  TILEWISE_FN uint32_t* weights_of(const Shape& s, float* fp32, Arena& arena) const {
+    return s.pair == 1 ? reinterpret_cast<uint32_t*>(fp32)
+                       : arena.take<uint32_t>(s.parts * weights_plane);
+  }
+};
+
+}  // namespace tilewise::cpu
