@@ -80,19 +80,21 @@ load_torch_adapter()
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the operator; skips the Python autograd layer when no gradient can be asked."""
-    if torch.compiler.is_compiling() or _may_need_grad(q, k, v, options):
-        return torch.ops.tilewise.forward(q, k, v, *options)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.tilewise.forward(q, k, v, *options)
+    """(out, lse) of the operator, by the shortest way through PyTorch's layers."""
+    arguments = (q, k, v, *options)
+    if torch.compiler.is_compiling():
+        return torch.ops.tilewise.forward(*arguments)
+    if _transformed():
+        return _Forward.apply(*arguments)
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *options[:_TENSOR_COUNT]):
+        return torch.ops.tilewise.forward(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():  # saves the Python layer of register_autograd
+        return torch.ops.tilewise.forward(*arguments)
 
 
-def _may_need_grad(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    if torch._C._functorch.maybe_current_level() is not None:
-        return True  # a transform decides, and its wrappers do not say so by requires_grad
-    return torch.is_grad_enabled() and torch._C._any_requires_grad(
-        q, k, v, *options[:_TENSOR_COUNT]
-    )
+def _transformed() -> bool:
+    """Whether a transform of torch.func is active: register_autograd is no use under one."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 # --- shapes for tracing ---------------------------------------------------------------------------
@@ -212,7 +214,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
         options = options._replace(bias=_materialized_bias(options.bias))
     dout = torch.zeros_like(out) if dout is None else _contiguous_columns(dout)
     dlse = None if dlse is None else _contiguous_columns(dlse)
-    grads = torch.ops.tilewise.backward(dout, dlse, q, k, v, out, lse, *options, wanted)
+    grads = _call_backward(dout, dlse, q, k, v, out, lse, *options, wanted)
     dq, dk, dv, dbias, dsinks, dscale = grads
     if options.block_table is not None:
         dk = _to_pages(dk, k, options.block_table) if wanted & WANT_K else dk
@@ -236,6 +238,16 @@ def _no_second_derivative(_ctx: Any, *_grads: Any) -> Any:
         "tilewise: attention is differentiable once; second derivatives (create_graph=True, "
         "gradient penalties, nested torch.func.grad) are not defined"
     )
+
+
+def _call_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return _Forward.apply(*arguments) if _transformed() else torch.ops.tilewise.forward(*arguments)
+
+
+def _call_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    if torch.compiler.is_compiling() or not _transformed():
+        return torch.ops.tilewise.backward(*arguments)
+    return _Backward.apply(*arguments)
 
 
 torch.library.register_autograd(
@@ -293,7 +305,7 @@ def _fold_options(
     return options._replace(bias=bias, alibi_slopes=slopes)
 
 
-def _one_by_one(op: Any, info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+def _one_by_one(call: Any, info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
     calls = []
     for i in range(info.batch_size):
         picked = [
@@ -304,40 +316,70 @@ def _one_by_one(op: Any, info: Any, in_dims: tuple[Any, ...], args: tuple[Any, .
             _contiguous_columns(value) if isinstance(value, Tensor) and value.dim() > 1 else value
             for value in picked
         ]
-        calls.append(op(*picked))
+        calls.append(call(*picked))
     results = tuple(torch.stack(outputs) for outputs in zip(*calls, strict=True))
     return results, (0,) * len(results)
 
 
-@torch.library.register_vmap("tilewise::forward", lib=_library)
 def _forward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     options = Options(*args[3:])  # without those equal to their default
     in_dims = in_dims + (None,) * (3 + _OPTION_COUNT - len(in_dims))
     args = (*args[:3], *options)
     if not _foldable(options, in_dims[3:]):
-        return _one_by_one(torch.ops.tilewise.forward, info, in_dims, args)
+        return _one_by_one(_call_forward, info, in_dims, args)
     count = info.batch_size
     q, k, v = (_fold(args[i], in_dims[i], count) for i in range(3))
     folded = _fold_options(options, in_dims[3:], count, q.shape[0] // count)
-    results = torch.ops.tilewise.forward(q, k, v, *folded)
+    results = _call_forward(q, k, v, *folded)
     return tuple(_unfold(result, count) for result in results), (0, 0)
 
 
-@torch.library.register_vmap("tilewise::backward", lib=_library)
 def _backward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     options, wanted = Options(*args[7:-1]), args[-1]
     # Gradients that are summed over the batch would be summed over the mapped dimension as well.
     summed = wanted & (WANT_BIAS | WANT_SINKS | WANT_SCALE)
     if summed or not _foldable(options, in_dims[7:-1]):
-        return _one_by_one(torch.ops.tilewise.backward, info, in_dims, args)
+        return _one_by_one(_call_backward, info, in_dims, args)
     count = info.batch_size
     tensors = [None if args[i] is None else _fold(args[i], in_dims[i], count) for i in range(7)]
     batch = tensors[2].shape[0] // count if tensors[2] is not None else 0
     folded = _fold_options(options, in_dims[7:-1], count, batch)
-    results = torch.ops.tilewise.backward(*tensors, *folded, wanted)
+    results = _call_backward(*tensors, *folded, wanted)
     unfolded = []
     for result, bit in zip(results, (WANT_Q, WANT_K, WANT_V, 0, 0, 0), strict=True):
         unfolded.append(
             _unfold(result, count) if wanted & bit else result.expand(count, *result.shape)
         )
     return tuple(unfolded), (0,) * len(unfolded)
+
+
+torch.library.register_vmap("tilewise::forward", _forward_vmap, lib=_library)
+torch.library.register_vmap("tilewise::backward", _backward_vmap, lib=_library)
+
+
+# --- torch.func -----------------------------------------------------------------------------------
+
+
+class _Forward(torch.autograd.Function):
+    """The operator for torch.func, which takes derivatives through autograd.Function only."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return torch.ops.tilewise.forward(*arguments)
+
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(_backward)
+    vmap = staticmethod(_forward_vmap)
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return torch.ops.tilewise.backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Nothing to keep: there is no second derivative."""
+
+    backward = staticmethod(_no_second_derivative)
+    vmap = staticmethod(_backward_vmap)
