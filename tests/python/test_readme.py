@@ -65,9 +65,9 @@ def test_every_option_is_in_the_table():
 
 def test_every_public_name_is_in_the_api_page():
     text = (ROOT / "docs" / "api.md").read_text()
-    classes = {"Explanation", "Kernel", "__version__"}  # results, described by their docstrings
-    missing = {name for name in tilewise.__all__ if f"`{name}" not in text} - classes
-    assert not missing
+    callables = [name for name in tilewise.__all__ if name[0].islower()]  # classes are results
+    assert len(callables) >= 8
+    assert not [name for name in callables if f"`{name}" not in text]
 
 
 def test_links_lead_somewhere():
