@@ -99,10 +99,11 @@ def rotation(problem_bytes: int, total_bytes: int) -> int:
 
 def measure_attention(case: cases.Case, seconds: float) -> dict[str, Any]:
     """Times one case. Returns {"tilewise": timing, "torch": timing, "ratio": torch / tilewise}."""
-    import tilewise
     import torch
-    from tilewise.cli.timing import interleave
     from torch.nn.functional import scaled_dot_product_attention
+
+    import tilewise
+    from tilewise.cli.timing import interleave
 
     dtype = report.TORCH_DTYPES[case.dtype]
     shape = (1, case.heads, case.length, case.head_dim)
@@ -135,10 +136,11 @@ def measure_attention(case: cases.Case, seconds: float) -> dict[str, Any]:
 
 def measure_decode(case: cases.Decode, seconds: float, total_bytes: int) -> dict[str, Any]:
     """Times one decode step over caches that lie in memory, not in a processor cache."""
-    import tilewise
     import torch
-    from tilewise.cli.timing import interleave
     from torch.nn.functional import scaled_dot_product_attention
+
+    import tilewise
+    from tilewise.cli.timing import interleave
 
     dtype = report.TORCH_DTYPES[case.dtype]
     copies = rotation(case.cache_bytes, total_bytes)
@@ -163,16 +165,18 @@ def measure_decode(case: cases.Decode, seconds: float, total_bytes: int) -> dict
     return report.compare(case.to_json(), timings, float(case.cache_bytes))
 
 
-def machine(threads: int, isa: str) -> dict[str, Any]:
+def machine(threads: int, isa: str, load: float) -> dict[str, Any]:
     """What the numbers were measured on."""
-    import tilewise
     import torch
+
+    import tilewise
     from tilewise.cli.system import cpu_name
 
     return {
         "cpu": cpu_name(),
         "isa": isa,
         "threads": threads,
+        "load": load,
         "torch": torch.__version__,
         "tilewise": tilewise.__version__,
         "python": platform.python_version(),
@@ -190,10 +194,12 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if not grid and not decodes:
         raise SystemExit(f"--filter {' '.join(options.filter)!r} matches no case; see --list")
+    load = os.getloadavg()[0]
     threads = choose_cores(options.threads, not options.no_pin)
     os.environ.setdefault("TILEWISE_NUM_THREADS", str(threads))
 
     import torch
+
     from tilewise.cli.system import current_isa
 
     torch.manual_seed(0)
@@ -201,7 +207,7 @@ def run(options: argparse.Namespace) -> int:
     isa = current_isa()
     memory_bytes = 256 << 20 if options.quick else 1 << 30
     limits = peaks.measure(threads, memory_bytes >> 20, repetitions=9 if options.quick else 25)
-    result: dict[str, Any] = {"machine": machine(threads, isa), "peaks": limits}
+    result: dict[str, Any] = {"machine": machine(threads, isa, load), "peaks": limits}
     result["attention"], result["decode"] = [], []
     table = report.Table(isa, limits)
     table.header(result["machine"])

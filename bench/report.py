@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 from typing import Any
 
+import torch
+
 import cases
 import peaks
-import torch
 from tilewise.cli.timing import Timing
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -18,18 +18,14 @@ PASS, MISS, NO_BAR = "pass", "MISS", "-"
 def compare(case: dict[str, object], timings: dict[str, Timing], amount: float) -> dict[str, Any]:
     """One result row: both timings, both rates (amount per second), and their ratio.
 
-    The ratio is that of the medians; `ratio_low` and `ratio_high` are its quartiles over the
-    repetitions, as far as both have several.
+    "ratio" is that of the medians, and what the bars are about; "best_ratio" is that of the fastest
+    repetitions, which a busy machine disturbs less.
     """
     ours, theirs = timings["tilewise"], timings["torch"]
     row: dict[str, Any] = {**case, "ratio": theirs.median / ours.median}
+    row["best_ratio"] = theirs.best / ours.best
     for name, timing in timings.items():
         row[name] = {**timing.to_json(), "rate": amount / timing.median}
-    ratios = sorted(a / ours.median for a in theirs.kept)
-    if len(ratios) >= 3:
-        row["ratio_low"], _, row["ratio_high"] = statistics.quantiles(
-            ratios, n=4, method="inclusive"
-        )
     return row
 
 
@@ -58,6 +54,11 @@ class Table:
         rates = [f"{n} {v['best'] / 1e9:.0f}" for n, v in self.limits["flops"].items()]
         print("measured peaks, GFLOP/s: " + ", ".join(rates))
         print(f"measured memory read: {self.limits['read_bytes']['best'] / 1e9:.1f} GB/s")
+        if machine["load"] > 0.3 * machine["threads"]:
+            print(
+                f"NOTE: other programs were running (load {machine['load']:.1f}), and medians of "
+                "several threads suffer most: see the column 'best'"
+            )
 
     def attention(self, case: cases.Case, row: dict[str, Any]) -> dict[str, Any]:
         """Prints a row of the grid; returns it with bar and share of the peak added."""
@@ -66,7 +67,7 @@ class Table:
         self._begin(
             f"{case.dtype} {which}, D = {case.head_dim}",
             f"{'N':>6} {'mask':<7}{'tilewise':>9}{'torch':>9}  GFLOP/s  {'ratio':>6} "
-            f"{'(spread)':<13}{'of peak':>8}{'bar':>6}",
+            f"{'(spread)':<10}{'best':>6}{'of peak':>8}{'bar':>6}",
         )
         ours, theirs = row["tilewise"], row["torch"]
         limit = peaks.limit(self.limits, self.isa, case.dtype)
@@ -79,7 +80,7 @@ class Table:
         bar = f"{row['bar']:.1f}" if row["bar"] else "-"
         print(
             f"{case.length:>6} {mask:<7}{ours['rate'] / 1e9:>9.0f}{theirs['rate'] / 1e9:>9.0f}"
-            f"{'':11}{row['ratio']:>6.2f} {self._spread(row):<13}{share:>8}{bar:>6} {mark}",
+            f"{'':11}{self._ratios(row)}{share:>8}{bar:>6} {mark}",
             flush=True,
         )
         return row
@@ -89,7 +90,7 @@ class Table:
         self._begin(
             f"decode: one query row, {case.length} keys, D = {case.head_dim}",
             f"{'dtype':>6} {'heads':<7}{'tilewise':>9}{'torch':>9}  GB/s     {'ratio':>6} "
-            f"{'(spread)':<13}{'of read':>8}{'bar':>6}",
+            f"{'(spread)':<10}{'best':>6}{'of read':>8}{'bar':>6}",
         )
         ours, theirs = row["tilewise"], row["torch"]
         row["share"] = ours["rate"] / self.limits["read_bytes"]["best"]
@@ -98,7 +99,7 @@ class Table:
         heads = f"{case.heads}/{case.kv_heads}"
         print(
             f"{case.dtype:>6} {heads:<7}{ours['rate'] / 1e9:>9.1f}{theirs['rate'] / 1e9:>9.1f}"
-            f"{'':11}{row['ratio']:>6.2f} {self._spread(row):<13}{100 * row['share']:>6.0f} %"
+            f"{'':11}{self._ratios(row)}{100 * row['share']:>6.0f} %"
             f"{row['bar'] * 100:>4.0f} % {mark}",
             flush=True,
         )
@@ -134,6 +135,7 @@ class Table:
         return f"\033[{32 if met else 31}m{word}\033[0m"
 
     @staticmethod
-    def _spread(row: dict[str, Any]) -> str:
+    def _ratios(row: dict[str, Any]) -> str:
         worst = max(row["tilewise"]["spread"], row["torch"]["spread"])
-        return f"(±{50 * worst:.0f} %)" if row["torch"]["repetitions"] > 1 else "(one run)"
+        spread = f"(±{50 * worst:.0f} %)" if row["torch"]["repetitions"] > 1 else "(one run)"
+        return f"{row['ratio']:>6.2f} {spread:<10}{row['best_ratio']:>6.2f}"

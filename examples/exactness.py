@@ -15,10 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import tilewise
 import torch
-from tilewise.cli import tables
 from torch import Tensor
+
+import tilewise
+from tilewise.cli import tables
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = ("out", "dq", "dk", "dv")

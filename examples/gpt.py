@@ -15,10 +15,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import tilewise
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+import tilewise
 
 
 @dataclass(frozen=True)

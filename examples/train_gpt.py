@@ -2,7 +2,7 @@
 
 By default the text is the source of Python's own standard library on this machine.
 
-  python examples/train_gpt.py                        300 steps, then a sample of what it learned
+  python examples/train_gpt.py                        500 steps, then a sample of what it learned
   python examples/train_gpt.py --text book.txt --steps 1000 --out out/book
   python examples/train_gpt.py --attention sdpa       the same model on another attention
 
@@ -26,9 +26,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 import corpus
 import figures
-import torch
 from gpt import ATTENTION, GPT, Config
 from tilewise.cli.progress import Progress
 from tilewise.cli.system import cpu_name, current_isa, training_device
@@ -257,8 +258,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--attention", choices=sorted(ATTENTION), default="tilewise")
     add("--dtype", choices=("auto", "fp32", "bf16"), default="auto", help="of the products")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--steps", type=int, default=300)
-    add("--batch", type=int, default=8, help="windows per step")
+    add("--steps", type=int, default=500)
+    add("--batch", type=int, default=4, help="windows per step")
     add("--rows", type=int, default=512, help="bytes per window: the context length")
     add("--layers", type=int, default=4)
     add("--width", type=int, default=256)

@@ -15,6 +15,8 @@ COLOURS = {
     "torch-math": "#b0a18f",
     "naive": "#8d8d8d",
 }
+# Share of a panel kept free at the right, for the names of the lines.
+LABEL_ROOM = 0.26
 INK, FAINT = "#263238", "#dfe4e6"
 MISSING = "plots need matplotlib: pip install matplotlib"
 
@@ -67,6 +69,8 @@ def over_length(
 
     Rows without the value (not measured) leave a gap at the end of their line.
     """
+    from matplotlib import ticker
+
     names = dict.fromkeys(row["backend"] for row in rows)
     ends = []
     for name in names:
@@ -91,6 +95,7 @@ def over_length(
     axis.set_yscale("log")
     lengths = sorted({row["length"] for row in rows})
     axis.set_xticks(lengths, [_short(n) for n in lengths])
+    axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
     axis.minorticks_off()
     axis.set_xlabel("sequence length", fontsize=9, color=INK)
     axis.set_title(title, fontsize=9.5, color=INK, loc="left")
@@ -102,6 +107,7 @@ def speed(axis: Any, rows: Sequence[dict[str, Any]], title: str) -> None:
     """GFLOP/s over sequence length, from zero."""
     over_length(axis, rows, "rate", title, 1e-9)
     axis.set_yscale("linear")
+    axis.autoscale(axis="x")
     axis.set_ylim(bottom=0)
     for text in list(axis.texts):
         text.remove()
@@ -119,7 +125,9 @@ def _label_ends(axis: Any, ends: Sequence[tuple[str, float, float]]) -> None:
     low, high = axis.get_xlim()
     log = axis.get_xscale() == "log"
     # Room for the names to the right of the last point.
-    axis.set_xlim(low, high * (high / low) ** 0.42 if log else high + 0.42 * (high - low))
+    axis.set_xlim(
+        low, high * (high / low) ** LABEL_ROOM if log else high + LABEL_ROOM * (high - low)
+    )
     axis.figure.canvas.draw()
     placed: list[float] = []
     to_pixels = axis.transData

@@ -109,10 +109,10 @@ def check(isa: str, dtype: str, setting: Setting) -> Check:
         return result
     expected = problem.expected()
     for name, bound in BOUNDS[dtype].items():
-        error = _error(problem.results[name], getattr(expected, name))
-        result.errors[name] = error
-        if not error <= bound and not result.failure:
-            result.failure = f"{name}: error {error:.1e}, allowed {bound:.1e}"
+        found = _error(problem.results[name], getattr(expected, name))
+        result.errors[name] = found
+        if not found <= bound and not result.failure:
+            result.failure = f"{name}: error {found:.1e}, allowed {bound:.1e}"
     return result
 
 

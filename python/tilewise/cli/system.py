@@ -40,7 +40,8 @@ def cores() -> int:
 
 def instruction_sets() -> list[tuple[str, bool]]:
     """CPU instruction sets in this build, best last, and whether this machine has them."""
-    library, found = c_library(), []
+    library = c_library()
+    found: list[tuple[str, bool]] = []
     available = ctypes.c_int32()
     while name := library.tilewise_cpu_isa(len(found), ctypes.byref(available)):
         found.append((name.decode(), bool(available.value)))
@@ -70,7 +71,8 @@ def forced_isa(name: str) -> Iterator[None]:
 
 def kernels() -> list[dict[str, Any]]:
     """The support matrix: one row per kernel family and dtype."""
-    library, rows = c_library(), []
+    library = c_library()
+    rows: list[dict[str, Any]] = []
     info = _abi.sized(_abi.KernelInfo)
     while library.tilewise_kernel(len(rows), ctypes.byref(info)) == _abi.OK:
         rows.append(

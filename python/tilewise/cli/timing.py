@@ -44,6 +44,11 @@ class Timing:
         return statistics.median(self.kept)
 
     @property
+    def best(self) -> float:
+        """Seconds of the fastest repetition."""
+        return min(self.seconds)
+
+    @property
     def spread(self) -> float:
         """Distance between the quartiles, relative to the median (0: all equal)."""
         kept = self.kept
@@ -56,6 +61,7 @@ class Timing:
         """What a result file holds."""
         return {
             "seconds": self.median,
+            "best_seconds": self.best,
             "spread": self.spread,
             "repetitions": len(self.seconds),
             "kept": len(self.kept),
@@ -74,8 +80,8 @@ def interleave(
     Args:
         contestants: name -> callable; it receives the number of the repetition, by which it can
             rotate its buffers.
-        seconds: about how long each contestant may run. One whose warm-up alone takes longer is
-            not run again: that first run is its one repetition.
+        seconds: about how long each contestant may run. One whose warm-up alone takes longer gets
+            one repetition more; takes it eight times as long, then the warm-up is the repetition.
         minimum: repetitions of every other contestant, whatever they take.
         maximum: no more than this many.
 
@@ -84,15 +90,18 @@ def interleave(
     """
     results = {name: Timing() for name in contestants}
     spent = dict.fromkeys(contestants, 0.0)
+    least = dict.fromkeys(contestants, minimum)
     active = []
     for name, call in contestants.items():
         elapsed, processor = _once(call, 0)
-        if elapsed > seconds:
+        if elapsed > 8 * seconds:
             results[name].add(elapsed, processor)
-        else:
-            active.append(name)
+            continue
+        active.append(name)
+        if elapsed > seconds:
+            least[name], spent[name] = 1, seconds
     for repetition in range(1, maximum + 1):
-        active = [n for n in active if repetition <= minimum or spent[n] < seconds]
+        active = [n for n in active if repetition <= least[n] or spent[n] < seconds]
         if not active:
             break
         # Every other round runs backwards, so that nobody always follows the same neighbour.
