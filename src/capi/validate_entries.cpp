@@ -26,7 +26,10 @@ void check_query_entries(const Problem& p) {
   if (p.cu_seqlens_q != nullptr) {
     check_cu_seqlens("cu_seqlens_q", p.cu_seqlens_q, p.batch, p.seqlen_q, "seqlen_q");
   }
-  for (int64_t b = 0; b < p.batch; ++b) {
+  // Without an array every sequence is like the first.
+  const bool alike = p.cu_seqlens_q == nullptr && p.seqused_q == nullptr;
+  const int64_t sequences = alike ? min<int64_t>(p.batch, 1) : p.batch;
+  for (int64_t b = 0; b < sequences; ++b) {
     const int64_t rows = query_rows(p, b).size();
     if (p.seqused_q != nullptr) {
       check_entry("seqused_q", b, p.seqused_q[b], rows, "the rows of that sequence");
@@ -45,7 +48,10 @@ void check_key_entries(const Problem& p) {
                      paged ? p.batch * key_capacity(p) : p.seqlen_k,
                      paged ? "batch * block_table_width * page_size" : "seqlen_k");
   }
-  for (int64_t b = 0; b < p.batch; ++b) {
+  const bool alike = p.cu_seqlens_k == nullptr && p.seqused_k == nullptr &&
+                     p.leftpad_k == nullptr && p.block_table == nullptr;
+  const int64_t sequences = alike ? min<int64_t>(p.batch, 1) : p.batch;
+  for (int64_t b = 0; b < sequences; ++b) {
     const int64_t capacity = capacity_of(p, b);
     if (p.seqused_k != nullptr) {
       check_entry("seqused_k", b, p.seqused_k[b], capacity, "the keys of that sequence");

@@ -18,6 +18,8 @@ Device describe_hardware() {
     if (cpu::compiled(isa)) device.compiled = device.compiled.with(isa);
     if (cpu::available(isa)) device.runnable = device.runnable.with(isa);
   }
+  device.slow_bf16_dot =
+      usable(device, cpu::Isa::avx512_bf16) && cpu::best_available() < cpu::Isa::avx512_bf16;
   return device;
 }
 
@@ -78,10 +80,14 @@ bool usable(const Device& device, cpu::Isa isa) {
   return device.compiled.contains(isa) && device.runnable.contains(isa);
 }
 
+bool worth_using(const Device& device, cpu::Isa isa) {
+  return usable(device, isa) && !(device.slow_bf16_dot && isa == cpu::Isa::avx512_bf16);
+}
+
 cpu::Isa instruction_set(const Device& device) {
   if (device.forced) return *device.forced;
   for (std::size_t i = kIsas; i-- > 0;) {
-    if (usable(device, static_cast<cpu::Isa>(i))) return static_cast<cpu::Isa>(i);
+    if (worth_using(device, static_cast<cpu::Isa>(i))) return static_cast<cpu::Isa>(i);
   }
   return cpu::Isa::portable;
 }

@@ -30,6 +30,7 @@ struct Device {
   IsaSet compiled;                 // this build has code for it
   IsaSet runnable;                 // this machine executes it
   std::optional<cpu::Isa> forced;  // TILEWISE_CPU or tilewise_select_cpu
+  bool slow_bf16_dot = false;      // the bf16 dot product loses against converting to fp32
   int32_t threads = 1;             // tasks that may run at once
 
   // CUDA: compute capability as major * 10 + minor.
@@ -39,7 +40,10 @@ struct Device {
 // Both compiled and runnable.
 bool usable(const Device& device, cpu::Isa isa);
 
-// The forced instruction set, or the best usable one.
+// Usable, and not known to be slower than the one before it.
+bool worth_using(const Device& device, cpu::Isa isa);
+
+// The forced instruction set, or the best one worth using.
 cpu::Isa instruction_set(const Device& device);
 
 // This machine's CPU with the selection of this process.

@@ -13,11 +13,13 @@ bool serves(const Family& family, const Problem& p, const Gradients* gradients) 
          (gradients == nullptr ? family.forward : family.backward);
 }
 
-// The first family above `chosen` that would be faster for this problem.
-const Family* faster_than(const Family& chosen, const Problem& p, const Gradients* gradients) {
+// The first CPU family above `chosen` that would be faster for this problem.
+const Family* faster_than(const Family& chosen, const Problem& p, const Gradients* gradients,
+                          const Device& device) {
   for (const Family* row = &chosen + 1; row != kManifest.data() + kManifest.size(); ++row) {
-    if (row->device == chosen.device && serves(*row, p, gradients) && row->gains.contains(p.dtype))
-      return row;
+    if (row->device != chosen.device || !serves(*row, p, gradients)) continue;
+    const bool known_slower = usable(device, row->isa) && !worth_using(device, row->isa);
+    if (row->gains.contains(p.dtype) && !known_slower) return row;
   }
   return nullptr;
 }
@@ -34,7 +36,7 @@ std::string explain_cpu(const Family& chosen, const Problem& p, const Gradients*
   std::string why = short_dtype(p.dtype);
   why += std::string(" on ") + cpu::kIsaNames[static_cast<std::size_t>(chosen.isa)] + " (" +
          plan.engine + ")";
-  const Family* faster = faster_than(chosen, p, gradients);
+  const Family* faster = faster_than(chosen, p, gradients, device);
   if (faster == nullptr) return why + ": no family of the library is faster for this dtype";
   if (device.forced && usable(device, faster->isa)) {
     return why + ": forced, " + faster->name + " would be faster";

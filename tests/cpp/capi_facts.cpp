@@ -78,36 +78,80 @@ bool same_bytes(const Output& left, const Output& right) {
   return std::memcmp(left.data(), right.data(), left.size() * sizeof(float)) == 0;
 }
 
+// Large enough to be worth several threads: 300 causal rows of 4 heads over 2, D = 32.
+struct LargeCall {
+  static constexpr int64_t S = 300, Hq = 4, Hkv = 2, D = 32;
+  std::vector<float> q = pattern(S * Hq * D, 0.1f), k = pattern(S * Hkv * D, 0.2f);
+  std::vector<float> v = pattern(S * Hkv * D, 0.3f), dout = pattern(S * Hq * D, 0.4f);
+  std::vector<float> bias = pattern(Hq * S * S, 0.5f), sinks = pattern(Hq, 0.6f);
+  Output out{S * Hq * D}, lse{Hq * S}, dq{S * Hq * D}, dk{S * Hkv * D}, dv{S * Hkv * D};
+  Output dbias{Hq * S * S}, dsinks{Hq}, dscale{1};
+  tilewise_attention a{};
+  tilewise_gradients g{};
+
+  LargeCall() {
+    a.struct_size = sizeof(a);
+    a.batch = 1;
+    a.seqlen_q = a.seqlen_k = S;
+    a.heads_q = Hq;
+    a.heads_kv = Hkv;
+    a.head_dim = D;
+    a.q = {q.data(), 0, Hq * D, D};
+    a.k = {k.data(), 0, Hkv * D, D};
+    a.v = {v.data(), 0, Hkv * D, D};
+    a.out = {out.data(), 0, Hq * D, D};
+    a.lse = lse.data();
+    a.lse_stride_head = S;
+    a.window_left = -1;
+    a.scale = 0.2f;
+    a.bias = bias.data();
+    a.bias_stride_head = S * S;
+    a.bias_stride_row = S;
+    a.sinks = sinks.data();
+    g.struct_size = sizeof(g);
+    g.dout = {dout.data(), 0, Hq * D, D};
+    g.dq = {dq.data(), 0, Hq * D, D};
+    g.dk = {dk.data(), 0, Hkv * D, D};
+    g.dv = {dv.data(), 0, Hkv * D, D};
+    g.dbias = dbias.data();
+    g.dbias_stride_head = S * S;
+    g.dbias_stride_row = S;
+    g.dbias_keys = g.dbias_rows = S;
+    g.dsinks = dsinks.data();
+    g.dscale = dscale.data();
+  }
+
+  void run(const tilewise_parallel* parallel) {
+    a.parallel = parallel;
+    tilewise_plan_info info{};
+    info.struct_size = sizeof(info);
+    ASSERT_EQ(tilewise_plan(&a, nullptr, TILEWISE_PASS_FORWARD, &info), TILEWISE_OK);
+    const Scratch forward(static_cast<std::size_t>(info.workspace_bytes));
+    ASSERT_EQ(tilewise_forward(&a, forward.data(), forward.size()), TILEWISE_OK)
+        << tilewise_last_error();
+    ASSERT_EQ(tilewise_plan(&a, &g, TILEWISE_PASS_BACKWARD, &info), TILEWISE_OK);
+    EXPECT_TRUE(parallel == nullptr || info.threads == parallel->threads);
+    const Scratch backward(static_cast<std::size_t>(info.workspace_bytes));
+    ASSERT_EQ(tilewise_backward(&a, &g, backward.data(), backward.size()), TILEWISE_OK)
+        << tilewise_last_error();
+  }
+};
+
 // Results do not depend on who runs the tasks, in which order, or on how many threads.
 TEST(Hook, RunsTheTasksAndChangesNoBit) {
-  Call reference;
-  reference.use_bias();
-  reference.use_sinks();
-  ASSERT_EQ(reference.forward(), TILEWISE_OK) << tilewise_last_error();
-  ASSERT_EQ(reference.backward(), TILEWISE_OK) << tilewise_last_error();
+  LargeCall reference;
+  reference.run(nullptr);
   for (int32_t threads : {1, 2, 3, 7}) {
     Hook hook;
     hook.workers = threads;
-    Call call;
-    call.use_bias();
-    call.use_sinks();
-    call.parallel = {&Hook::parallel_for, &hook, threads, 0};
-    call.a.parallel = &call.parallel;
-    tilewise_plan_info info{};
-    info.struct_size = sizeof(info);
-    ASSERT_EQ(call.plan(TILEWISE_PASS_BACKWARD, &info), TILEWISE_OK) << tilewise_last_error();
-    EXPECT_EQ(info.threads, threads);
-    ASSERT_EQ(call.forward(), TILEWISE_OK) << tilewise_last_error();
-    ASSERT_EQ(call.backward(), TILEWISE_OK) << tilewise_last_error();
+    const tilewise_parallel parallel = {&Hook::parallel_for, &hook, threads, 0};
+    LargeCall call;
+    call.run(&parallel);
     EXPECT_TRUE(threads == 1 || hook.calls > 0) << "the hook was not called";
     EXPECT_GE(hook.tasks, hook.calls);
-    EXPECT_TRUE(same_bytes(call.out, reference.out)) << threads;
-    EXPECT_TRUE(same_bytes(call.lse, reference.lse)) << threads;
-    EXPECT_TRUE(same_bytes(call.dq, reference.dq)) << threads;
-    EXPECT_TRUE(same_bytes(call.dk, reference.dk)) << threads;
-    EXPECT_TRUE(same_bytes(call.dv, reference.dv)) << threads;
-    EXPECT_TRUE(same_bytes(call.dbias, reference.dbias)) << threads;
-    EXPECT_TRUE(same_bytes(call.dsinks, reference.dsinks)) << threads;
+    for (auto output : {&LargeCall::out, &LargeCall::lse, &LargeCall::dq, &LargeCall::dk,
+                        &LargeCall::dv, &LargeCall::dbias, &LargeCall::dsinks, &LargeCall::dscale})
+      EXPECT_TRUE(same_bytes(call.*output, reference.*output)) << threads << " threads";
   }
 }
 

@@ -1,0 +1,243 @@
+// The planner over described devices: which kernel, and in which words.
+#include "dispatch/planner.h"
+
+#include <gtest/gtest.h>
+
+#include <initializer_list>
+#include <set>
+#include <string>
+
+namespace tilewise::dispatch {
+namespace {
+
+using cpu::Isa;
+
+IsaSet set_of(std::initializer_list<Isa> isas) {
+  IsaSet set;
+  for (Isa isa : isas) set = set.with(isa);
+  return set;
+}
+
+const IsaSet kEverything =
+    set_of({Isa::portable, Isa::avx2, Isa::avx512, Isa::avx512_bf16, Isa::amx});
+
+Device cpu_with(std::initializer_list<Isa> runnable, int32_t threads = 8) {
+  Device device;
+  device.compiled = kEverything;
+  device.runnable = set_of(runnable);
+  device.threads = threads;
+  return device;
+}
+
+const Device kHaswell = cpu_with({Isa::portable, Isa::avx2});
+const Device kSkylake = cpu_with({Isa::portable, Isa::avx2, Isa::avx512});
+const Device kZen4 = cpu_with({Isa::portable, Isa::avx2, Isa::avx512, Isa::avx512_bf16});
+const Device kSapphireRapids =
+    cpu_with({Isa::portable, Isa::avx2, Isa::avx512, Isa::avx512_bf16, Isa::amx});
+
+Device arm_machine() {
+  Device device;
+  device.compiled = device.runnable = set_of({Isa::portable});
+  return device;
+}
+
+Device cooper_lake() {
+  Device device = kZen4;
+  device.slow_bf16_dot = true;
+  return device;
+}
+
+Device forced(Device device, Isa isa) {
+  device.forced = isa;
+  return device;
+}
+
+Problem problem(int32_t dtype, int64_t batch = 1, int64_t rows = 2048, int64_t keys = 2048,
+                int64_t heads = 8) {
+  Problem p{};
+  p.struct_size = sizeof(p);
+  p.dtype = dtype;
+  p.batch = p.kv_batch = batch;
+  p.seqlen_q = rows;
+  p.seqlen_k = keys;
+  p.heads_q = p.heads_kv = heads;
+  p.head_dim = p.head_dim_v = 64;
+  p.window_left = p.window_right = -1;
+  p.scale = 0.125f;
+  return p;
+}
+
+struct Golden {
+  const char* machine;
+  Device device;
+  int32_t dtype;
+  const char* kernel;
+  const char* why_ends;
+};
+
+TEST(Planner, ChoosesAndSaysWhy) {
+  const char* const nothing_faster = ": no family of the library is faster for this dtype";
+  const Golden cases[] = {
+      {"Arm", arm_machine(), TILEWISE_FLOAT32, "cpu.portable.forward.f32",
+       ": cpu.avx2 would be faster, but this build has no avx2"},
+      {"Haswell", kHaswell, TILEWISE_FLOAT32, "cpu.avx2.forward.f32",
+       ": cpu.avx512 would be faster, but this machine lacks AVX-512 F, BW, DQ and VL"},
+      {"Skylake", kSkylake, TILEWISE_FLOAT32, "cpu.avx512.forward.f32", nothing_faster},
+      {"Skylake", kSkylake, TILEWISE_BFLOAT16, "cpu.avx512.forward.bf16",
+       ": cpu.avx512_bf16 would be faster, but this machine lacks AVX512-BF16"},
+      {"Skylake", kSkylake, TILEWISE_FLOAT16, "cpu.avx512.forward.f16",
+       ": cpu.amx would be faster, but this machine lacks AMX-TILE and AMX-BF16"},
+      {"Zen 4", kZen4, TILEWISE_FLOAT32, "cpu.avx512_bf16.forward.f32", nothing_faster},
+      {"Zen 4", kZen4, TILEWISE_BFLOAT16, "cpu.avx512_bf16.forward.bf16",
+       ": cpu.amx would be faster, but this machine lacks AMX-TILE and AMX-BF16"},
+      {"Cooper Lake", cooper_lake(), TILEWISE_BFLOAT16, "cpu.avx512.forward.bf16",
+       ": cpu.amx would be faster, but this machine lacks AMX-TILE and AMX-BF16"},
+      {"Sapphire Rapids", kSapphireRapids, TILEWISE_BFLOAT16, "cpu.amx.forward.bf16",
+       nothing_faster},
+      {"Sapphire Rapids", kSapphireRapids, TILEWISE_FLOAT32, "cpu.amx.forward.f32", nothing_faster},
+      {"Sapphire Rapids, forced", forced(kSapphireRapids, Isa::avx2), TILEWISE_BFLOAT16,
+       "cpu.avx2.forward.bf16", ": forced, cpu.avx512 would be faster"},
+  };
+  for (const Golden& golden : cases) {
+    const Decision decision = plan(problem(golden.dtype), nullptr, golden.device);
+    EXPECT_EQ(decision.status, TILEWISE_OK);
+    EXPECT_EQ(decision.kernel, golden.kernel) << golden.machine;
+    ASSERT_NE(decision.family, nullptr);
+    EXPECT_TRUE(decision.why.ends_with(golden.why_ends))
+        << golden.machine << ": " << decision.why << "\nexpected: " << golden.why_ends;
+    EXPECT_LT(decision.why.size(), sizeof(tilewise_plan_info::why));
+    EXPECT_LT(decision.kernel.size(), sizeof(tilewise_plan_info::kernel));
+    EXPECT_EQ(decision.why.find('\n'), std::string::npos);
+  }
+}
+
+TEST(Planner, NamesTheBackward) {
+  const Gradients gradients{};
+  const Decision decision = plan(problem(TILEWISE_FLOAT16), &gradients, kZen4);
+  EXPECT_EQ(decision.kernel, "cpu.avx512_bf16.backward.f16");
+  EXPECT_GT(decision.cpu.workspace_bytes, 0);
+}
+
+// Splits and tiles decide the order of summation: they come from shapes, never from the threads.
+TEST(Planner, ThreadsChangeTheScratchAndNothingElse) {
+  const Gradients gradients{};
+  for (const Gradients* pass : {static_cast<const Gradients*>(nullptr), &gradients}) {
+    for (int64_t rows : {1, 100, 2048}) {
+      const Problem p = problem(TILEWISE_BFLOAT16, 1, rows, 8192);
+      Device one = kZen4;
+      one.threads = 1;
+      Device many = kZen4;
+      many.threads = 96;
+      const Decision left = plan(p, pass, one);
+      const Decision right = plan(p, pass, many);
+      EXPECT_EQ(left.cpu.splits, right.cpu.splits);
+      EXPECT_EQ(left.cpu.tile_q, right.cpu.tile_q);
+      EXPECT_EQ(left.cpu.tile_k, right.cpu.tile_k);
+      EXPECT_EQ(left.kernel, right.kernel);
+      EXPECT_LE(left.cpu.workspace_bytes, right.cpu.workspace_bytes);
+    }
+  }
+}
+
+TEST(Planner, SplitsKeysWhenThereAreFewRows) {
+  EXPECT_EQ(plan(problem(TILEWISE_FLOAT32, 16, 2048, 2048), nullptr, kZen4).cpu.splits, 1);
+  EXPECT_GT(plan(problem(TILEWISE_FLOAT32, 1, 1, 8192, 1), nullptr, kZen4).cpu.splits, 4);
+  Problem asked = problem(TILEWISE_FLOAT32, 1, 1, 8192, 1);
+  asked.num_splits = 3;
+  EXPECT_EQ(plan(asked, nullptr, kZen4).cpu.splits, 3);
+}
+
+// Memory is linear in the sequence length, forward and backward.
+TEST(Planner, WorkspaceGrowsLinearly) {
+  const Gradients gradients{};
+  for (const Gradients* pass : {static_cast<const Gradients*>(nullptr), &gradients}) {
+    const int64_t rows = int64_t{1} << 16;
+    const int64_t once =
+        plan(problem(TILEWISE_FLOAT32, 1, rows, rows), pass, kZen4).cpu.workspace_bytes;
+    const int64_t twice =
+        plan(problem(TILEWISE_FLOAT32, 1, 2 * rows, 2 * rows), pass, kZen4).cpu.workspace_bytes;
+    EXPECT_LE(twice, 2 * once + 4096);
+    EXPECT_LT(once, 64 * rows * 8 * 64 * 4);
+  }
+}
+
+// The largest sizes that pass validation do not wrap around.
+TEST(Planner, TheLargestSizesFit) {
+  const Gradients gradients{};
+  for (const Gradients* pass : {static_cast<const Gradients*>(nullptr), &gradients}) {
+    Problem p = problem(TILEWISE_FLOAT32, 1, int64_t{1} << 42, int64_t{1} << 42, 1);
+    p.head_dim = p.head_dim_v = 512;
+    p.num_splits = 256;
+    Device device = kZen4;
+    device.threads = 65536;
+    EXPECT_GE(plan(p, pass, device).cpu.workspace_bytes, 0);
+    p.batch = p.kv_batch = int64_t{1} << 42;
+    p.seqlen_q = p.seqlen_k = 1;
+    EXPECT_GE(plan(p, pass, device).cpu.workspace_bytes, 0);
+  }
+}
+
+TEST(Planner, FollowsNoPointer) {
+  Problem p = problem(TILEWISE_FLOAT32, 3);
+  const Gradients gradients{};
+  const auto nowhere = reinterpret_cast<const int32_t*>(uintptr_t{64});
+  p.cu_seqlens_q = p.cu_seqlens_k = p.seqused_q = p.seqused_k = p.leftpad_k = nowhere;
+  p.bias = p.sinks = p.alibi_slopes = p.scale_ptr = reinterpret_cast<const float*>(nowhere);
+  p.dropout_state = reinterpret_cast<const uint64_t*>(nowhere);
+  EXPECT_EQ(plan(p, nullptr, kZen4).status, TILEWISE_OK);
+  EXPECT_EQ(plan(p, &gradients, kZen4).status, TILEWISE_OK);
+  p.cu_seqlens_k = nullptr;
+  p.block_table = nowhere;
+  p.block_table_width = p.block_table_stride = 4;
+  p.page_size = p.pages = 16;
+  EXPECT_EQ(plan(p, nullptr, kZen4).status, TILEWISE_OK);
+  EXPECT_EQ(plan(p, &gradients, kZen4).status, TILEWISE_OK);
+}
+
+TEST(Planner, RefusesWhatNoFamilyComputes) {
+  const Decision fp8 = plan(problem(TILEWISE_FLOAT8_E4M3), nullptr, kZen4);
+  EXPECT_EQ(fp8.status, TILEWISE_UNSUPPORTED);
+  EXPECT_EQ(fp8.family, nullptr);
+  EXPECT_EQ(fp8.why,
+            "device is CPU: no CPU kernel computes a forward in f8 with head_dim 64; float32, "
+            "float16 and bfloat16 up to head_dim 512 are allowed");
+  Device hopper;
+  hopper.kind = TILEWISE_CUDA;
+  hopper.sm = 90;
+  const Decision cuda = plan(problem(TILEWISE_BFLOAT16), nullptr, hopper);
+  EXPECT_EQ(cuda.status, TILEWISE_UNSUPPORTED);
+  EXPECT_EQ(cuda.why,
+            "device is CUDA (sm_90): this build has no CUDA kernel for a forward in bf16 with "
+            "head_dim 64; tensors in the memory of the CPU are allowed");
+}
+
+TEST(Manifest, NamesAreUniqueAndFitTheAbi) {
+  std::set<std::string> names;
+  for (const Family& family : kManifest) {
+    EXPECT_TRUE(names.insert(family.name).second) << family.name;
+    EXPECT_LT(std::string(family.name).size(), sizeof(tilewise_kernel_info::name));
+    EXPECT_LT(std::string(family.requires_).size(), sizeof(tilewise_kernel_info::requires_));
+    if (family.device != TILEWISE_CPU) continue;
+    EXPECT_EQ(family.name,
+              std::string("cpu.") + cpu::kIsaNames[static_cast<std::size_t>(family.isa)]);
+  }
+}
+
+TEST(Manifest, AFamilyRunsWhereItsRequirementsAre) {
+  EXPECT_TRUE(can_run(cpu_row(Isa::amx), kSapphireRapids));
+  EXPECT_FALSE(can_run(cpu_row(Isa::amx), kZen4));
+  EXPECT_FALSE(can_run(cpu_row(Isa::avx2), arm_machine()));
+  Device hopper;
+  hopper.kind = TILEWISE_CUDA;
+  hopper.sm = 90;
+  EXPECT_FALSE(can_run(cpu_row(Isa::portable), hopper));
+  const Family wgmma{"cuda.wgmma", TILEWISE_CUDA, Isa::portable, {90, 90}, kReduced,
+                     kReduced,     true,          true,          256,      "sm_90a"};
+  EXPECT_TRUE(can_run(wgmma, hopper));
+  hopper.sm = 100;
+  EXPECT_FALSE(can_run(wgmma, hopper));
+  EXPECT_FALSE(can_run(wgmma, kZen4));
+}
+
+}  // namespace
+}  // namespace tilewise::dispatch
