@@ -31,59 +31,56 @@ help: ## what can be made
 
 # --- environment -----------------------------------------------------------------------------------
 .PHONY: setup
-setup: $(VENV)/.ready $(VENV)/.ready-test ## virtual environment with everything to build, run and test
+setup: $(VENV)/.ready ## virtual environment with torch and what a build needs
 
-$(VENV)/.ready: tools/setup.sh tools/requirements.txt
+$(VENV)/.ready: tools/setup.sh
 	@$(say) "environment: $(VENV)"
 	@tools/setup.sh venv $(VENV)
-	@tools/setup.sh cmake $(VENV)
-	@$(python) -m pip install --quiet -r tools/requirements.txt
+	@tools/setup.sh build-tools $(VENV)
 	@touch $@
 
-$(VENV)/.ready-test: $(VENV)/.ready tools/requirements-test.txt
-	@tools/setup.sh gtest
-	@$(python) -m pip install --quiet -r tools/requirements-test.txt
+$(VENV)/.ready-lint: tools/requirements-lint.txt | $(VENV)/.ready
+	@$(python) -m pip install --quiet --ignore-installed -r $<
 	@touch $@
 
-$(VENV)/.ready-ci: $(VENV)/.ready-test tools/requirements-ci.txt
-	@$(python) -m pip install --quiet --ignore-installed -r tools/requirements-ci.txt
-	@touch $@
-
-# --- build -----------------------------------------------------------------------------------------
-$(BUILD)/build.ninja: | $(VENV)/.ready
-	@$(say) "configure: $(BUILD)"
-	@cmake --preset release -DTILEWISE_BUILD_TESTS=OFF -DTILEWISE_BUILD_TORCH=ON \
-	  -DPython3_EXECUTABLE="$(abspath $(python))" -DCMAKE_CXX_COMPILER="$$(tools/setup.sh compiler)" >/dev/null
-
-.PHONY: build
-build: $(BUILD)/build.ninja ## the libraries, for this machine, in build/release
-	@$(say) "build: $(BUILD)"
-	@cmake --build $(BUILD) -j $(JOBS)
-
-$(BUILD)/.installed: $(sources) | $(VENV)/.ready
-	@$(MAKE) --no-print-directory build
-	@$(say) "install into $(VENV)"
-	@$(python) -m pip install --quiet --no-build-isolation --no-deps --force-reinstall \
-	  -Cbuild-dir=$(BUILD) .
+# The package with all that the demo and the tests import, as `pip install` gives it to anybody.
+$(VENV)/.installed: $(sources) | $(VENV)/.ready
+	@$(say) "install into $(VENV): compiles for a minute or two (log: build/install.log)"
+	@mkdir -p build
+	@CXX="$$(tools/setup.sh compiler)" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
+	  $(python) -m pip install --verbose --no-build-isolation -Cbuild-dir=build/wheel '.[demo,test]' \
+	  >build/install.log 2>&1 || { tail -n 60 build/install.log; exit 1; }
 	@touch $@
 
 .PHONY: install
-install: $(BUILD)/.installed ## the Python package, in the environment
+install: $(VENV)/.installed ## the Python package, in the environment
 
 .PHONY: wheel
 wheel: $(VENV)/.ready ## one wheel for every Python and every torch >= 2.10, in dist/
-	@$(python) -m pip wheel --quiet --no-build-isolation --no-deps -w dist .
+	@CXX="$$(tools/setup.sh compiler)" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
+	  $(python) -m pip wheel --quiet --no-build-isolation --no-deps -Cbuild-dir=build/wheel -w dist .
 	@ls -l dist/*.whl
+
+# --- C and C++ -------------------------------------------------------------------------------------
+$(BUILD)/build.ninja: | $(VENV)/.ready
+	@tools/setup.sh gtest
+	@$(say) "configure: $(BUILD)"
+	@cmake --preset release -DCMAKE_CXX_COMPILER="$$(tools/setup.sh compiler)" >/dev/null
+
+.PHONY: build
+build: $(BUILD)/build.ninja ## the library and its C++ tests, in build/release
+	@$(say) "build: $(BUILD)"
+	@cmake --build $(BUILD) -j $(JOBS)
 
 # --- use -------------------------------------------------------------------------------------------
 .PHONY: demo
-demo: $(BUILD)/.installed ## exactness, a small GPT trained on real text, and one picture (10 minutes)
+demo: $(VENV)/.installed ## exactness, a small GPT trained on real text, and one picture (10 minutes)
 	@$(say) "demo"
 	@$(python) examples/demo.py $(if $(TEXT),--text "$(TEXT)") $(DEMO_FLAGS)
 
 .PHONY: bench-cpu
-bench-cpu: $(BUILD)/.installed ## side by side with torch's attention on these cores
-	@$(python) bench/bench_cpu.py
+bench-cpu: $(VENV)/.installed ## side by side with torch's attention on these cores
+	@$(python) bench/bench_cpu.py $(BENCH_FLAGS)
 
 # --- proof -----------------------------------------------------------------------------------------
 .PHONY: test
@@ -91,25 +88,22 @@ test: test-cpp test-python ## all tests, C++ and Python (under 10 minutes on 2 c
 	@$(say) "all tests passed"
 
 .PHONY: test-cpp
-test-cpp: $(BUILD)/build.ninja $(VENV)/.ready-test
-	@grep -q 'TILEWISE_BUILD_TESTS:BOOL=ON' $(BUILD)/CMakeCache.txt || \
-	  cmake -DTILEWISE_BUILD_TESTS=ON $(BUILD) >/dev/null
-	@$(MAKE) --no-print-directory build
+test-cpp: build
 	@$(say) "C++ tests"
 	@ctest --preset release --progress
 
 .PHONY: test-python
-test-python: $(BUILD)/.installed $(VENV)/.ready-test
+test-python: $(VENV)/.installed
 	@$(say) "Python tests"
-	@$(python) -m pytest $(PYTEST_FLAGS) tests/python
+	@$(python) -m pytest $(PYTEST_FLAGS)
 
 .PHONY: format
-format: $(VENV)/.ready-ci ## rewrites C++ and Python in the project's format
+format: $(VENV)/.ready-lint ## rewrites C++ and Python in the project's format
 	@git ls-files -z $(cxx_files) | xargs -0 -r clang-format -i
 	@ruff format --quiet . && ruff check --quiet --fix .
 
 .PHONY: lint
-lint: $(VENV)/.ready-ci ## format, include arrows, sizes, words, ruff, mypy: nothing is rewritten
+lint: $(VENV)/.ready-lint ## format, include arrows, sizes, words, ruff, mypy: nothing is rewritten
 	@git ls-files -z $(cxx_files) | xargs -0 -r clang-format --dry-run -Werror
 	@ruff format --check --quiet . && ruff check --quiet .
 	@for lint in includes size words; do $(python) tools/lint_$$lint.py; done

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # What the Makefile needs from the machine, one step per call; every step does nothing when its result is there.
 #
-#   tools/setup.sh venv VENV      virtual environment with torch; a torch >= 2.10 already installed is used
-#   tools/setup.sh cmake VENV     CMake >= 3.25 and Ninja, from PyPI where the machine has none
-#   tools/setup.sh compiler       prints the C++20 compiler to use: GCC >= 12 or Clang >= 14
-#   tools/setup.sh gtest          GoogleTest headers and library
-#   tools/setup.sh clang          Clang with its sanitizers and libFuzzer
+#   tools/setup.sh venv VENV         virtual environment with torch; a torch >= 2.10 already installed is used
+#   tools/setup.sh build-tools VENV  what `pip install --no-build-isolation .` needs, and CMake >= 3.25 and Ninja
+#                                   where the machine has none
+#   tools/setup.sh compiler          prints the C++20 compiler to use: GCC >= 12 or Clang >= 14
+#   tools/setup.sh gtest             GoogleTest headers and library
+#   tools/setup.sh clang             Clang with its sanitizers and libFuzzer
 #
 # PYTHON and CXX, where set, decide which interpreter and compiler are taken.
 set -euo pipefail
 
-# Exactly this version: an open range may pull gigabytes of a GPU build.
-readonly torch_version=2.13.0
 readonly torch_minimum=2.10
 readonly python=${PYTHON:-python3}
+cd "$(dirname "$0")/.."
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 fail() {
@@ -46,7 +46,7 @@ usable_torch() {
 }
 
 make_venv() {
-  local venv=$1 found
+  local venv=$1 found requirement
   command -v "$python" >/dev/null || fail "no $python; Python 3.10 or newer is needed (PYTHON=... names another)"
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     fail "$("$python" --version) is too old; Python 3.10 or newer is needed (PYTHON=... names another)"
@@ -65,19 +65,18 @@ make_venv() {
       >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer_environment.pth"
     usable_torch "$venv/bin/python" >/dev/null && return
   fi
-  say "installing torch $torch_version"
-  "$venv/bin/pip" install --quiet "torch==$torch_version"
+  # Exactly one version, named once: an open range may pull gigabytes of a GPU build.
+  requirement=$(sed -n 's/^_REQUIREMENT = "\(torch==.*\)"$/\1/p' tools/build_backend.py)
+  say "installing ${requirement:?not found in tools/build_backend.py}"
+  "$venv/bin/pip" install --quiet "$requirement"
 }
 
-get_cmake() {
-  local venv=$1 version missing=()
+get_build_tools() {
+  local venv=$1 version missing=("scikit-build-core>=0.11")
   version=$(cmake --version 2>/dev/null | sed -n '1s/[^0-9]*\([0-9.]*\).*/\1/p')
   at_least 3.25 "${version:-0}" || missing+=(cmake)
   command -v ninja >/dev/null || missing+=(ninja)
-  [ ${#missing[@]} -eq 0 ] && return
-  for tool in "${missing[@]}"; do
-    [ -x "$venv/bin/$tool" ] || "$venv/bin/pip" install --quiet "$tool"
-  done
+  "$venv/bin/pip" install --quiet "${missing[@]}"
 }
 
 # Succeeds when $1 is GCC >= 12 or Clang >= 14.
@@ -120,9 +119,9 @@ get_clang() {
 
 case ${1:-} in
   venv) make_venv "${2:?directory}" ;;
-  cmake) get_cmake "${2:?directory}" ;;
+  build-tools) get_build_tools "${2:?directory}" ;;
   compiler) find_compiler ;;
   gtest) get_gtest ;;
   clang) get_clang ;;
-  *) fail "unknown step '${1:-}'; one of: venv, cmake, compiler, gtest, clang" ;;
+  *) fail "unknown step '${1:-}'; one of: venv, build-tools, compiler, gtest, clang" ;;
 esac
