@@ -65,6 +65,9 @@ bool detect(Isa isa) {
     case Isa::avx512_bf16:
       return avx512_bf16;
     case Isa::amx:
+#if defined(TILEWISE_AMX_EMULATOR)
+      return avx512_bf16;
+#endif
       return avx512_bf16 && (state & kTileState) == kTileState && bit(seven.edx, 22) &&
              bit(seven.edx, 24) && request_tiles();
   }

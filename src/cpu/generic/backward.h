@@ -300,6 +300,7 @@ struct Backward : BackwardScratch {
 
 template <class E>
 void backward_item(const BackwardTask& task, Arena scratch) {
+  [[maybe_unused]] const typename E::Session session{};
   Backward<E> backward(task, scratch);
   backward.run();
 }

@@ -32,6 +32,7 @@ struct FmaEngine {
   static constexpr Shape S = shape_of(kIsa, kDtype<Storage>);
   static constexpr int kPair = 1;
   static constexpr int kVectors = S.panel / W;
+  struct Session {};  // what a work item needs of the machine: AMX tiles, or nothing
 
   TILEWISE_FN static Units along_columns(const T* p) {
     const F v = to_fp32(p);
@@ -87,6 +88,7 @@ struct DotEngine {
   static constexpr Shape S = shape_of(kIsa, kDtype<Storage>);
   static constexpr int kPair = 2;
   static constexpr int kVectors = S.panel / W;
+  struct Session {};
 
   TILEWISE_FN static Units along_columns(const BFloat16* p) { return load_as<U>(p); }
   TILEWISE_FN static Units along_rows(const BFloat16* const* p) {

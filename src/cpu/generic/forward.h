@@ -151,11 +151,12 @@ struct Forward : ForwardScratch {
   }
 
   // O^T += V^T P^T, and the rows that were taken out of V where their weight is not 0.
-  TILEWISE_FN void accumulate(int64_t panel, int64_t padded_keys, int64_t bad_count) {
+  TILEWISE_FN void accumulate(int64_t panel, int64_t padded_keys, int64_t packed_keys,
+                              int64_t bad_count) {
     float* const o_panel = o + panel * dv.m * S.panel;
-    E::gemm(o_panel, S.panel, true, E::rows_a(v, dv.m_ld, padded_keys, v_plane), dv.m,
+    E::gemm(o_panel, S.panel, true, E::rows_a(v, dv.m_ld, packed_keys, v_plane), dv.m,
             {weights, S.panel, weights_plane}, vectors(panel), padded_keys / S.pair);
-    for (int64_t b = 0; b < bad_count; ++b)
+    for (int64_t b = 0; b < bad_count && bad_v.index[b] < padded_keys; ++b)
       for (int64_t lane = 0; lane < vectors(panel) * W; ++lane) {
         const float w = E::weight_b(weights, weights_plane, S.panel, bad_v.index[b], lane);
         if (w == 0.0f) continue;
@@ -173,29 +174,31 @@ struct Forward : ForwardScratch {
     const Range tiles = tiling.touching(seen);
     for (int64_t j = tiles.begin; j < tiles.end; ++j) {
       const Range keys = intersect(tiling.at(j), task.keys);
-      const int64_t padded_keys = round_up(keys.size(), key_step());
-      key_rows(rows, keys, padded_keys, s.kv, p.k, task.kv_head);
-      pack_columns<E>(k, qk.ld, k_plane, rows, padded_keys, p.head_dim);
-      key_rows(rows, keys, padded_keys, s.kv, p.v, task.kv_head);
+      const int64_t packed_keys = padded(keys);
+      key_rows(rows, keys, packed_keys, s.kv, p.k, task.kv_head);
+      pack_columns<E>(k, qk.ld, k_plane, rows, packed_keys, p.head_dim);
+      key_rows(rows, keys, packed_keys, s.kv, p.v, task.kv_head);
       bool edge = false;
       for (int64_t i = 0; i < used_panels; ++i) edge |= !lanes.panel_covers(i, keys);
       const int64_t bad_count =
           edge ? take_out_nonfinite(rows, keys.size(), p.head_dim_v, bad_v) : 0;
-      E::pack_rows_a(v, dv.m_ld, v_plane, rows, padded_keys, p.head_dim_v);
+      E::pack_rows_a(v, dv.m_ld, v_plane, rows, packed_keys, p.head_dim_v);
       for (int64_t i = 0; i < used_panels; ++i) {
         if (!lanes.panel_sees(i, keys)) continue;
-        score_panel(i, keys, padded_keys);
-        softmax_panel(i, keys, padded_keys);
-        accumulate(i, padded_keys, bad_count);
+        // On the diagonal a panel stops at the last key it sees, not at the end of the tile.
+        const Range seen_keys = {keys.begin, min(keys.end, lanes.any[i].end)};
+        score_panel(i, seen_keys, padded(seen_keys));
+        softmax_panel(i, seen_keys, padded(seen_keys));
+        accumulate(i, padded(seen_keys), packed_keys, bad_count);
       }
     }
     finish();
   }
 
-  // Keys of a tile are padded so that they fill register blocks as rows and units as contraction, and
-  // come in groups of 8 for dropout.
-  TILEWISE_FN static constexpr int64_t key_step() {
-    return max<int64_t>(8, max<int64_t>(S.rows, S.units * S.pair));
+  // Keys are padded so that they fill register blocks as rows and units as contraction, and come in
+  // groups of 8 for dropout.
+  TILEWISE_FN static constexpr int64_t padded(Range keys) {
+    return round_up(keys.size(), max<int64_t>(8, max<int64_t>(S.rows, S.units * S.pair)));
   }
 
   // out = O / l and lse = m + log(l), lane by lane.
@@ -235,6 +238,7 @@ struct Forward : ForwardScratch {
 
 template <class E>
 void forward_item(const ForwardTask& task, Arena scratch) {
+  [[maybe_unused]] const typename E::Session session{};
   Forward<E> forward(task, scratch);
   forward.run();
 }

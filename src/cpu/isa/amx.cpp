@@ -1,7 +1,18 @@
+#include "cpu/generic/engine_amx.h"
 #include "cpu/generic/table.h"
 
 namespace tilewise::cpu {
 
-const Kernels* amx_kernels(int32_t dtype) { return avx512_bf16_kernels(dtype); }
+// fp32 has its kernels in the avx512 table: the same code would be compiled here.
+const Kernels* amx_kernels(int32_t dtype) {
+  switch (dtype) {
+    case TILEWISE_BFLOAT16:
+      return kernels_of<AmxEngine<Isa::amx>>();
+    case TILEWISE_FLOAT16:
+      return kernels_of<AmxSplitEngine<Isa::amx>>();
+    default:
+      return avx512_kernels(dtype);
+  }
+}
 
 }  // namespace tilewise::cpu
