@@ -70,8 +70,8 @@ Tensor new_float(std::initializer_list<int64_t> shape, const Problem& problem, f
 GradientTensors new_gradients(tilewise_gradients& g, const Problem& problem, const Options& options,
                               const Tensor& k, const Tensor& v, int64_t wanted) {
   const tilewise_attention& a = problem.attention;
-  const Tensor none = new_tensor({0}, aoti_torch_dtype_float32(), problem.place);
-  GradientTensors tensors{none, none, none, none, none, none};
+  const auto none = [&] { return new_tensor({0}, aoti_torch_dtype_float32(), problem.place); };
+  GradientTensors tensors{none(), none(), none(), none(), none(), none()};  // may not alias
   if ((wanted & want_q) != 0) {
     Tensor dq = problem.varlen_q()
                     ? new_tensor({a.seqlen_q, a.heads_q, a.head_dim}, problem.torch_dtype,

@@ -121,11 +121,13 @@ def _forward_fake(q: Tensor, _k: Tensor, v: Tensor, *options: Any) -> tuple[Tens
 def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     _dout, _dlse, q, k, v, _out, _lse, *options, wanted = arguments
     option = Options(*options)
-    none = q.new_empty((0,), dtype=torch.float32)
+
+    def none() -> Tensor:
+        return q.new_empty((0,), dtype=torch.float32)
 
     def rows(like: Tensor, bit: int, keys: bool) -> Tensor:
         if not wanted & bit:
-            return none
+            return none()
         shape: tuple[int, ...] = tuple(like.shape)
         if keys and option.block_table is not None:
             batch, width = option.block_table.shape
@@ -134,10 +136,10 @@ def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
     def floats(like: Tensor | None, bit: int) -> Tensor:
         if like is None or not wanted & bit:
-            return none
+            return none()
         return q.new_empty(like.shape, dtype=torch.float32)
 
-    dscale = q.new_empty((1,), dtype=torch.float32) if wanted & WANT_SCALE else none
+    dscale = q.new_empty((1,), dtype=torch.float32) if wanted & WANT_SCALE else none()
     return (
         rows(q, WANT_Q, False),
         rows(k, WANT_K, True),
