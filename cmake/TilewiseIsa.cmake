@@ -9,6 +9,11 @@ set(isa_avx2_flags -mavx2 -mfma -mf16c)
 set(isa_avx512_flags ${avx512_flags})
 set(isa_avx512_bf16_flags ${avx512_flags} -mavx512bf16)
 set(isa_amx_flags ${avx512_flags} -mavx512bf16 -mamx-tile -mamx-bf16)
+if(TILEWISE_AMX_EMULATOR) # the same kernels over tile instructions in C++, found before ours
+  set(isa_amx_flags ${isa_avx512_bf16_flags} -iquote "${PROJECT_SOURCE_DIR}/tests/amx_emulator")
+  set_property(SOURCE "${PROJECT_SOURCE_DIR}/src/cpu/detect.cpp" APPEND
+               PROPERTY COMPILE_DEFINITIONS TILEWISE_AMX_EMULATOR=1)
+endif()
 
 set(tilewise_isas portable)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$" AND CMAKE_SIZEOF_VOID_P EQUAL 8)
@@ -17,8 +22,10 @@ endif()
 
 # Multiplications and additions may contract into FMA (ISO mode forbids it by default), and since
 # nobody reads floating-point exceptions, selects may become masks. NaN and infinity keep their
-# meaning: no -ffast-math.
-set(isa_common_flags -ffp-contract=fast -fno-trapping-math $<$<NOT:$<CONFIG:Debug>>:-O3>)
+# meaning: no -ffast-math. Without optimisation inline functions would be emitted out of line, as weak
+# symbols with this instruction set in them (tests/cpp/check_symbols.cmake), so Debug has -O1.
+set(isa_common_flags -ffp-contract=fast -fno-trapping-math -fno-exceptions
+                     $<IF:$<CONFIG:Debug>,-O1,-O3>)
 
 function(tilewise_add_isa_sources target)
   set(built "")

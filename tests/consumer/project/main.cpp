@@ -1,0 +1,134 @@
+// Attention from C++: forward and backward through tilewise.hpp, checked against the definition.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "tilewise/tilewise.hpp"
+
+namespace {
+
+constexpr int64_t kRows = 6, kHeads = 2, kDim = 8;
+constexpr int64_t kCount = kRows * kHeads * kDim;
+
+std::vector<float> wave(double phase) {
+  std::vector<float> x(kCount);
+  for (std::size_t i = 0; i < x.size(); ++i)
+    x[i] = static_cast<float>(std::sin(phase + 0.7 * static_cast<double>(i)));
+  return x;
+}
+
+std::size_t at(int64_t row, int64_t head, int64_t column) {
+  return static_cast<std::size_t>((row * kHeads + head) * kDim + column);
+}
+
+// sum(out * weight) of causal attention over rows [first, last), in double precision.
+double loss(const std::vector<float>& q, const std::vector<float>& k, const std::vector<float>& v,
+            const std::vector<float>& weight, const std::vector<int32_t>& starts) {
+  double total = 0;
+  for (std::size_t s = 0; s + 1 < starts.size(); ++s)
+    for (int64_t i = starts[s]; i < starts[s + 1]; ++i)
+      for (int64_t h = 0; h < kHeads; ++h) {
+        double sum = 0;
+        double out[kDim] = {};
+        for (int64_t j = starts[s]; j <= i; ++j) {
+          double dot = 0;
+          for (int64_t d = 0; d < kDim; ++d)
+            dot += static_cast<double>(q[at(i, h, d)]) * k[at(j, h, d)];
+          const double p = std::exp(dot / std::sqrt(static_cast<double>(kDim)));
+          sum += p;
+          for (int64_t d = 0; d < kDim; ++d) out[d] += p * v[at(j, h, d)];
+        }
+        for (int64_t d = 0; d < kDim; ++d) total += out[d] / sum * weight[at(i, h, d)];
+      }
+  return total;
+}
+
+bool check(const char* what, double value, double expected, double tolerance) {
+  const bool good = std::abs(value - expected) <= tolerance;
+  if (!good) std::fprintf(stderr, "%s: %.9g, expected %.9g\n", what, value, expected);
+  return good;
+}
+
+// Two sequences of 2 and 4 rows behind each other; the gradients against finite differences.
+bool varlen_gradients_are_right() {
+  const std::vector<int32_t> starts = {0, 2, 6};
+  std::vector<float> q = wave(0.1), k = wave(0.2), v = wave(0.3);
+  const std::vector<float> dout = wave(0.4);
+  std::vector<float> out(kCount), dq(kCount), dk(kCount), dv(kCount), lse(kRows * kHeads);
+  const tilewise::Sizes sizes = {kRows, kHeads, kDim};
+  tilewise_attention a = tilewise::describe(
+      tilewise::view(q, sizes), tilewise::view(k, sizes), tilewise::view(v, sizes),
+      tilewise::view(out, sizes),
+      {.causal = true, .cu_seqlens_q = starts, .cu_seqlens_k = starts}, lse);
+  const tilewise_gradients g = tilewise::describe({.dout = tilewise::view(dout, sizes),
+                                                   .dq = tilewise::view(dq, sizes),
+                                                   .dk = tilewise::view(dk, sizes),
+                                                   .dv = tilewise::view(dv, sizes)});
+  tilewise::Workspace workspace;
+  tilewise::forward(a, workspace);
+  tilewise::backward(a, g, workspace);
+
+  const double forward = std::inner_product(out.begin(), out.end(), dout.begin(), 0.0);
+  bool good = check("forward", forward, loss(q, k, v, dout, starts), 1e-5);
+  struct Pair {
+    const char* name;
+    std::vector<float>* input;
+    const std::vector<float>* gradient;
+  };
+  for (const Pair& pair : {Pair{"dq", &q, &dq}, Pair{"dk", &k, &dk}, Pair{"dv", &v, &dv}})
+    for (std::size_t i = 0; i < q.size(); i += 5) {
+      const float original = (*pair.input)[i];
+      (*pair.input)[i] = original + 0.0078125f;
+      const double up = loss(q, k, v, dout, starts);
+      (*pair.input)[i] = original - 0.0078125f;
+      const double down = loss(q, k, v, dout, starts);
+      (*pair.input)[i] = original;
+      good = check(pair.name, (*pair.gradient)[i], (up - down) / 0.015625, 1e-4) && good;
+    }
+  return good;
+}
+
+bool mistakes_are_exceptions() {
+  std::vector<float> x(kCount);
+  const auto message = [](auto&& action) -> std::string {
+    try {
+      action();
+    } catch (const tilewise::Error& error) {
+      return error.status() == TILEWISE_INVALID_ARGUMENT ? error.what() : "another status";
+    }
+    return "no exception";
+  };
+  const auto expect = [](const std::string& given, const char* expected) {
+    if (given.find(expected) != std::string::npos) return true;
+    std::fprintf(stderr, "message \"%s\", expected \"%s\"\n", given.c_str(), expected);
+    return false;
+  };
+  const auto whole = tilewise::view(x, {1, kRows, kHeads, kDim});
+  bool good = expect(message([&] { tilewise::view(x, {2, kRows, kHeads, kDim}); }),
+                     "sizes and strides reach from element 0 to 191");
+  good = expect(message([&] { tilewise::view(x, {kRows, kDim}); }), "sizes has 2 entries") && good;
+  good = expect(message([&] { tilewise::view(x, {1, 2, 2}, {4, 2, 2}); }), "last stride is 2") &&
+         good;
+  good = expect(message([&] {
+                  tilewise::attention(whole, whole, whole, whole, {.softcap = -1.0f});
+                }),
+                "softcap is -1: ") &&
+         good;
+  good = expect(message([&] {
+                  tilewise::attention(whole, tilewise::view(x, {1, kRows, 1, kDim}), whole, whole);
+                }),
+                "the heads of k and v are 1 and 2") &&
+         good;
+  return good;
+}
+
+}  // namespace
+
+int main() {
+  bool good = varlen_gradients_are_right();
+  good = mistakes_are_exceptions() && good;
+  return good ? 0 : 1;
+}

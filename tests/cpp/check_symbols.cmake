@@ -1,0 +1,52 @@
+# What the binaries export, read with nm.
+#
+#   LIBRARY, HEADER     the shared library has exactly the functions that the header declares
+#   OBJECTS (a|b|...)   an object of one instruction set defines its table and nothing else: a weak
+#                       symbol (an inline function that was not inlined) could be taken by the
+#                       linker for the whole library, and a machine without the instruction set
+#                       would run it
+function(global_symbols result)
+  execute_process(
+    COMMAND "${NM}" --defined-only --extern-only --format=posix ${ARGN}
+    OUTPUT_VARIABLE output COMMAND_ERROR_IS_FATAL ANY)
+  string(REGEX MATCHALL "[^\n]+" lines "${output}")
+  set(symbols "")
+  foreach(line IN LISTS lines)
+    if(line MATCHES "^([^ ]+) ([A-Za-z]) " AND NOT CMAKE_MATCH_2 STREQUAL "A")
+      string(REGEX REPLACE "@.*" "" symbol "${CMAKE_MATCH_1}")
+      list(APPEND symbols "${symbol}")
+    endif()
+  endforeach()
+  list(SORT symbols)
+  set(${result} "${symbols}" PARENT_SCOPE)
+endfunction()
+
+file(READ "${HEADER}" header)
+string(REGEX MATCHALL "TILEWISE_API[^(;]*\\(" declarations "${header}")
+set(declared "")
+foreach(declaration IN LISTS declarations)
+  string(REGEX MATCH "(tilewise_[a-z_]+)\\($" matched "${declaration}")
+  list(APPEND declared "${CMAKE_MATCH_1}")
+endforeach()
+list(SORT declared)
+global_symbols(exported -D "${LIBRARY}")
+if(NOT declared OR NOT exported STREQUAL declared)
+  message(SEND_ERROR "exported: ${exported}\ndeclared: ${declared}")
+endif()
+
+string(REPLACE "|" ";" objects "${OBJECTS}")
+list(LENGTH objects count)
+if(count EQUAL 0)
+  message(SEND_ERROR "no object of an instruction set was given")
+endif()
+foreach(object IN LISTS objects)
+  get_filename_component(isa "${object}" NAME)
+  string(REGEX REPLACE "\\..*" "" isa "${isa}")
+  global_symbols(symbols "${object}")
+  list(LENGTH symbols length)
+  if(NOT length EQUAL 1 OR NOT symbols MATCHES "[0-9]${isa}_kernels")
+    message(SEND_ERROR "${isa} defines ${symbols}: only ${isa}_kernels is allowed")
+  endif()
+endforeach()
+list(LENGTH exported length)
+message(STATUS "${length} functions exported, ${count} instruction sets checked")
