@@ -7,9 +7,9 @@ namespace tilewise::cpu {
 const Kernels* amx_kernels(int32_t dtype) {
   switch (dtype) {
     case TILEWISE_BFLOAT16:
-      return kernels_of<AmxEngine<Isa::amx>>();
+      return kernels_of<AmxEngine<Isa::amx>, Isa::amx>();
     case TILEWISE_FLOAT16:
-      return kernels_of<AmxSplitEngine<Isa::amx>>();
+      return kernels_of<AmxSplitEngine<Isa::amx>, Isa::amx>();
     default:
       return avx512_kernels(dtype);
   }

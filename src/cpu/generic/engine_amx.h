@@ -1,0 +1,162 @@
+// The engines of the AMX tile unit. Rows of A are rows of memory there, [m][unit], where the vector
+// engines read A as [unit][m]; B is [unit][lane] for both.
+#pragma once
+
+#include "cpu/generic/amx_gemm.h"
+#include "cpu/generic/engine.h"
+
+namespace tilewise::cpu {
+namespace {
+
+// bf16 as it is stored; weights are rounded to bf16 (DotEngine says how).
+template <Isa kIsa>
+struct AmxEngine : DotEngine<kIsa> {
+  using Session = TileSession;
+  static constexpr Shape S = DotEngine<kIsa>::S;
+
+  // dst[column][key / 2]: `ld` columns of zeros or rows, and `count` keys.
+  TILEWISE_FN static void pack_rows_a(uint32_t* dst, int64_t ld, int64_t plane,
+                                      const BFloat16* const* rows, int64_t count,
+                                      int64_t columns) {
+    pack_rows_transposed<AmxEngine>(dst, count / S.pair, plane, rows, count, columns, ld);
+  }
+  TILEWISE_FN static OperandA rows_a(const uint32_t* data, int64_t, int64_t count,
+                                     int64_t plane) {
+    return {data, count / S.pair, 1, plane};
+  }
+
+  TILEWISE_FN static void gemm(float* c, int64_t ldc, bool accumulate, OperandA a, int64_t m,
+                               OperandB b, int64_t vectors, int64_t units) {
+    tile_gemm<1>(c, ldc, accumulate, a, m, b, vectors, units);
+  }
+};
+
+// fp32 as the sum of two bf16: x rounded, and what is left of it rounded. 16 bits of mantissa, exact for
+// every fp16.
+//
+// An infinite or NaN x has the high part +-1 and itself as low part. The products of such parts are
+// what IEEE says of x y for every y: the infinity meets the other's high part, which is 0 only if y
+// is, and never its low part, whose sign may differ.
+struct Split {
+  F high;
+  F low;  // not rounded yet
+
+  TILEWISE_FN static Split of(F x, F rounded) { return {rounded, x - rounded}; }
+  TILEWISE_FN bool is_finite() const { return !any(low * 0.0f != 0.0f); }
+  TILEWISE_FN Split with_nonfinite() const {
+    const I finite = low * 0.0f == 0.0f;
+    return {finite ? high : (high < 0.0f ? splat(-1.0f) : splat(1.0f)), finite ? low : high};
+  }
+};
+
+// Two such vectors as units: lane i of `high` holds the bf16 of a[i] and, above it, of b[i].
+struct SplitPairs {
+  U high;
+  U low;
+
+  TILEWISE_FN static SplitPairs of(F a, F b) {
+    const U rounded = interleave_bf16(a, b);
+    const Split low = Split::of(a, reinterpret_cast<F>(rounded << 16));
+    const Split high = Split::of(b, reinterpret_cast<F>(rounded & 0xffff0000u));
+    if (__builtin_expect(!(low.is_finite() && high.is_finite()), 0))
+      return with_nonfinite(low, high);
+    return {rounded, interleave_bf16(low.low, high.low)};
+  }
+
+ private:
+  __attribute__((noinline)) static SplitPairs with_nonfinite(Split a, Split b) {
+    a = a.with_nonfinite();
+    b = b.with_nonfinite();
+    return {interleave_bf16(a.high, b.high), interleave_bf16(a.low, b.low)};
+  }
+};
+
+// fp16 as the sum of two bf16, and so are the weights: three products, hh + hl + lh.
+template <Isa kIsa>
+struct AmxSplitEngine {
+  using Storage = Half;
+  using Units = SplitPairs;
+  using Session = TileSession;
+  static constexpr Shape S = shape_of(kIsa, kDtype<Storage>);
+  static constexpr int kPair = 2;
+  static constexpr int kVectors = S.panel / W;
+
+  TILEWISE_FN static Units along_columns(const Half* p) {
+    // Neighbours in a row: even and odd columns as two vectors.
+    const F first = to_fp32(p);
+    const F second = to_fp32(p + W);
+    return SplitPairs::of(
+        __builtin_shufflevector(first, second, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26,
+                                28, 30),
+        __builtin_shufflevector(first, second, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27,
+                                29, 31));
+  }
+  TILEWISE_FN static Units along_rows(const Half* const* p) {
+    return SplitPairs::of(to_fp32(p[0]), to_fp32(p[1]));
+  }
+  TILEWISE_FN static void store_units(uint32_t* dst, int64_t plane, const Units& u) {
+    store_as(dst, u.high);
+    store_as(dst + plane, u.low);
+  }
+  TILEWISE_FN static void transpose_units(Units (&block)[W]) {
+    U part[W];
+    for (int i = 0; i < W; ++i) part[i] = block[i].high;
+    transpose(part);
+    for (int i = 0; i < W; ++i) block[i].high = part[i];
+    for (int i = 0; i < W; ++i) part[i] = block[i].low;
+    transpose(part);
+    for (int i = 0; i < W; ++i) block[i].low = part[i];
+  }
+
+  TILEWISE_FN static void negate(uint32_t* units, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) units[i] ^= 0x80008000u;
+  }
+
+  // Weights as B: the bf16 of two keys share a unit; as A those of two lanes do.
+  TILEWISE_FN static void store_weights_b(uint32_t* b, int64_t plane, int64_t ld, int64_t key,
+                                          int64_t lane, F w0, F w1) {
+    store_units(b + key / 2 * ld + lane, plane, SplitPairs::of(w0, w1));
+  }
+  TILEWISE_FN static float weight_b(const uint32_t* b, int64_t plane, int64_t ld, int64_t key,
+                                    int64_t lane) {
+    const uint32_t* const at = b + key / 2 * ld + lane;
+    return part_of(at[0], key) + part_of(at[plane], key);
+  }
+  TILEWISE_FN static float part_of(uint32_t unit, int64_t key) {
+    return to_float(BFloat16{static_cast<uint16_t>(key % 2 == 0 ? unit : unit >> 16)});
+  }
+
+  TILEWISE_FN static void store_weights_a(uint32_t* a, int64_t plane, int64_t ld, int64_t key,
+                                          int64_t lane, F w) {
+    BFloat16* const at = reinterpret_cast<BFloat16*>(a + key * ld) + lane;
+    from_fp32(at, w);
+    Split parts = Split::of(w, to_fp32(at));
+    if (__builtin_expect(!parts.is_finite(), 0)) {
+      parts = parts.with_nonfinite();
+      from_fp32(at, parts.high);
+    }
+    from_fp32(at + 2 * plane, parts.low);
+  }
+  TILEWISE_FN static float weight_a(const uint32_t* a, int64_t plane, int64_t ld, int64_t key,
+                                    int64_t lane) {
+    return to_float(reinterpret_cast<const BFloat16*>(a + key * ld)[lane]) +
+           to_float(reinterpret_cast<const BFloat16*>(a + plane + key * ld)[lane]);
+  }
+
+  TILEWISE_FN static void pack_rows_a(uint32_t* dst, int64_t ld, int64_t plane,
+                                      const Half* const* rows, int64_t count, int64_t columns) {
+    pack_rows_transposed<AmxSplitEngine>(dst, count / S.pair, plane, rows, count, columns, ld);
+  }
+  TILEWISE_FN static OperandA rows_a(const uint32_t* data, int64_t, int64_t count,
+                                     int64_t plane) {
+    return {data, count / S.pair, 1, plane};
+  }
+
+  TILEWISE_FN static void gemm(float* c, int64_t ldc, bool accumulate, OperandA a, int64_t m,
+                               OperandB b, int64_t vectors, int64_t units) {
+    tile_gemm<2>(c, ldc, accumulate, a, m, b, vectors, units);
+  }
+};
+
+}  // namespace
+}  // namespace tilewise::cpu
