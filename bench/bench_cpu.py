@@ -214,6 +214,9 @@ def run(options: argparse.Namespace) -> int:
     for case in grid:
         row = measure_attention(case, options.seconds)
         result["attention"].append(table.attention(case, row))
+    if decodes:  # what else runs on the machine changes what memory can give: the best of two
+        again = peaks.measure(threads, memory_bytes >> 20, repetitions=9)["read_bytes"]
+        limits["read_bytes"] = max(limits["read_bytes"], again, key=lambda rate: rate["best"])
     for decode in decodes:
         row = measure_decode(decode, options.seconds, memory_bytes)
         result["decode"].append(table.decode(decode, row))

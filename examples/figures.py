@@ -11,8 +11,9 @@ from tilewise.cli import plot
 available = plot.available
 
 
-def smoothed(losses: Sequence[float], weight: float = 0.9) -> list[float]:
-    """An exponential mean, without the drag of its first value."""
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """An exponential mean over about a thirtieth of the curve, without the drag of its start."""
+    weight = 1 - 1 / min(20, max(2, len(losses) / 30))
     result, mean = [], 0.0
     for count, loss in enumerate(losses, start=1):
         mean = weight * mean + (1 - weight) * loss

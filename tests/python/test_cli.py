@@ -1,0 +1,233 @@
+"""The command line: doctor, bench, and the pieces they are made of."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+np = pytest.importorskip("numpy")
+
+from tilewise.cli import doctor, oracle, provenance, selftest, system, tables  # noqa: E402
+from tilewise.cli.main import main  # noqa: E402
+
+
+def test_doctor_names_what_is_in_use(capsys):
+    assert main(["doctor", "--no-test"]) == 0
+    text = capsys.readouterr().out
+    assert f"in use: {system.current_isa()}" in text
+    for dtype in doctor.DTYPES:
+        assert dtype in text
+    assert system.versions()["tilewise"] in text
+
+
+def test_doctor_json_of_one_instruction_set(capsys):
+    before = system.current_isa()
+    assert main(["doctor", "--json", "--isa", "portable"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["passed"] and facts["in_use"] == before == system.current_isa()
+    ran = {(c["dtype"], c["setting"]) for c in facts["self_test"]}
+    assert ran == set(itertools.product(selftest.BOUNDS, (s.name for s in selftest.SETTINGS)))
+    for check in facts["self_test"]:
+        assert check["isa"] == "portable" and "portable" in check["kernel"]
+        assert set(check["errors"]) == {"out", "lse", "dq", "dk", "dv"}
+
+
+def test_doctor_says_who_serves_every_head_dim():
+    rows = doctor.serves()
+    for dtype in doctor.DTYPES:
+        mine = [r for r in rows if r["dtype"] == dtype]
+        assert mine[0]["from_head_dim"] == 1 and mine[-1]["to_head_dim"] == 512
+        for a, b in itertools.pairwise(mine):
+            assert b["from_head_dim"] == a["to_head_dim"] + 1
+        assert all("forward" in r["forward"] and "backward" in r["backward"] for r in mine)
+        assert all(r["why"] for r in mine)
+
+
+@pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])
+def test_self_test_notices_a_wrong_result(monkeypatch, name):
+    right = oracle.attention
+
+    def wrong(*arguments):
+        result = right(*arguments)
+        setattr(result, name, getattr(result, name) + 1e-2)
+        return result
+
+    with system.forced_isa("portable"):
+        assert selftest.check("portable", "float32", selftest.SETTINGS[1]).passed
+        monkeypatch.setattr(oracle, "attention", wrong)
+        check = selftest.check("portable", "float32", selftest.SETTINGS[1])
+    assert not check.passed and check.failure.startswith(f"{name}: error")
+
+
+def test_doctor_fails_when_a_check_fails(monkeypatch, capsys):
+    bounds = {"float32": {"out": 0.0, "lse": 1.0, "dq": 1.0, "dk": 1.0, "dv": 1.0}}
+    monkeypatch.setattr(selftest, "BOUNDS", bounds)
+    assert main(["doctor", "--isa", "portable"]) == 1
+    text = capsys.readouterr().out
+    assert "FAILED portable float32 full: out: error" in text
+
+
+def test_doctor_refuses_an_unknown_instruction_set(capsys):
+    assert main(["doctor", "--isa", "abacus"]) == 2
+    assert "--isa is 'abacus'" in capsys.readouterr().err
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_doctor_without_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from tilewise.cli.main import main\n"
+        "sys.exit(main(['doctor', '--json', '--isa', 'portable']))"
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["passed"] and facts["device"]["cuda"] is None
+
+
+def test_bench_without_torch_says_so():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from tilewise.cli.main import main\n"
+        "sys.exit(main(['bench']))"
+    )
+    done = run_python(code)
+    assert done.returncode == 2 and "PyTorch, which is not installed" in done.stderr
+
+
+def test_doctor_without_the_library(tmp_path):
+    code = "import sys; from tilewise.cli.main import main; sys.exit(main(['doctor']))"
+    done = run_python(code, TILEWISE_LIBRARY_DIR=str(tmp_path))
+    assert done.returncode == 2
+    assert "libtilewise" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_module_and_help():
+    done = subprocess.run(
+        [sys.executable, "-m", "tilewise", "--help"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "doctor" in done.stdout and "bench" in done.stdout
+
+
+# --- provenance -----------------------------------------------------------------------------------
+
+
+def test_record_then_provenance(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "provenance.json"
+    assert main(["doctor", "--isa", "portable", "--json", "--record", str(file)]) == 0
+    (record,) = provenance.load(file)
+    assert record["kernel"] == "cpu.portable" and record["machine"] == system.cpu_name()
+    assert record["checks"] == len(selftest.SETTINGS) * len(selftest.BOUNDS)
+    capsys.readouterr()
+    monkeypatch.setattr(doctor.provenance.load, "__defaults__", (file,))
+    assert main(["doctor", "--provenance", "--json"]) == 0
+    states = {r["kernel"]: r["state"] for r in json.loads(capsys.readouterr().out)}
+    assert states.pop("cpu.portable") == "run"
+    assert states and set(states.values()) == {"only compiled"}
+
+
+def test_nothing_is_recorded_of_a_failed_instruction_set(tmp_path):
+    good = selftest.Check("portable", "float32", "full")
+    bad = selftest.Check("avx2", "float32", "full", failure="out: error 1, allowed 0")
+    file = tmp_path / "provenance.json"
+    assert provenance.record(file, [good, bad]) == 1
+    assert [r["kernel"] for r in provenance.load(file)] == ["cpu.portable"]
+
+
+def test_packaged_records_name_kernels_of_this_build():
+    known = {row["kernel"] for row in system.kernels()}
+    for record in provenance.load():
+        assert record["kernel"] in known and record["machine"] and record["checks"] > 0
+
+
+# --- the self-test's own oracle -------------------------------------------------------------------
+
+
+def test_oracle_agrees_with_autograd():
+    torch = pytest.importorskip("torch")
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, dout = (
+        torch.randn(2, rows, heads, 8, dtype=torch.float64, generator=generator)
+        for rows, heads in ((5, 4), (7, 2), (7, 2), (5, 4))
+    )
+    slopes, bias, sinks = (
+        torch.rand(4).double(),
+        torch.randn(5, 7).double(),
+        torch.randn(4).double(),
+    )
+    options = oracle.Options(3, 1, 1.3, slopes.numpy(), bias.numpy(), sinks.numpy())
+    found = oracle.attention(*(t.numpy() for t in (q, k, v, dout)), 0.4, options)
+
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    qh, kh, vh = (t.transpose(1, 2).repeat_interleave(4 // t.shape[2], 1) for t in leaves)
+    distance = torch.arange(7) - (torch.arange(5)[:, None] + 2)
+    s = 1.3 * torch.tanh(0.4 * qh @ kh.mT / 1.3) - slopes[:, None, None] * distance.abs() + bias
+    s = s.masked_fill((distance > 1) | (distance < -3), -torch.inf)
+    lse = torch.logsumexp(torch.cat([s, sinks[:, None, None].expand(2, 4, 5, 1)], -1), -1)
+    out = ((s - lse[..., None]).exp() @ vh).transpose(1, 2)
+    wanted = [out, lse, *torch.autograd.grad(out, leaves, dout)]
+    for a, b in zip((found.out, found.lse, found.dq, found.dk, found.dv), wanted, strict=True):
+        np.testing.assert_allclose(a, b.detach().numpy(), rtol=1e-10, atol=1e-12)
+
+
+def test_oracle_of_a_row_that_sees_nothing():
+    q, k = np.ones((1, 3, 1, 2)), np.ones((1, 1, 1, 2))
+    found = oracle.attention(q, k, k, q, 1.0, oracle.Options(right=0))
+    assert np.isneginf(found.lse[0, 0, :2]).all() and found.lse[0, 0, 2] == 2.0
+    assert (found.out[0, :2] == 0).all() and (found.dq[0, :2] == 0).all()
+
+
+def test_bf16_encoding_rounds_to_even():
+    values = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, -3.1415927, 1e-30], np.float32)
+    stored = selftest._decode(selftest._encode(values, "bfloat16"), "bfloat16")
+    np.testing.assert_array_equal(stored[:3], [1.0, 1.0, 1 + 2**-6])
+    np.testing.assert_allclose(stored, values, rtol=2**-8)
+
+
+# --- small pieces ---------------------------------------------------------------------------------
+
+
+def test_plain_table_lines_up():
+    text = tables.plain(["a", "name"], [["1", "x"], ["100", "longer"]], left=(1,))
+    assert text.splitlines() == ["  a  name", "  1  x", "100  longer"]
+
+
+def test_progress_without_tqdm(monkeypatch, capsys):
+    from tilewise.cli.progress import Progress
+
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with Progress(3, "work") as bar:
+        for i in range(3):
+            bar.update(loss=i)
+    text = capsys.readouterr().err
+    assert "work" in text and "3/3" in text
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no resettable mark")
+def test_peak_memory_of_a_known_allocation():
+    code = (
+        "import numpy\n"
+        "from tilewise.cli import memory\n"
+        "memory._give_back_at_once()\n"
+        "numpy.ones(40_000_000, dtype=numpy.uint8)\n"
+        "print(memory.peak(lambda: numpy.ones(100_000_000, dtype=numpy.uint8)))\n"
+        "print(memory.peak(lambda: None))"
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    large, nothing = map(int, done.stdout.split())
+    assert 95e6 < large < 110e6 and nothing < 5e6
