@@ -20,6 +20,8 @@ python := $(VENV)/bin/python
 export PYTHON
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Not the plugins of the machine, which an environment that uses its torch sees, too.
+export PYTEST_DISABLE_PLUGIN_AUTOLOAD := 1
 say = printf '\033[1m== %s\033[0m\n'
 
 sources := $(shell find CMakeLists.txt pyproject.toml cmake include src bindings python -type f \
@@ -95,7 +97,7 @@ test-cpp: build
 .PHONY: test-python
 test-python: $(VENV)/.installed
 	@$(say) "Python tests"
-	@$(python) -m pytest $(PYTEST_FLAGS)
+	@$(python) -m pytest -p xdist -p hypothesispytest $(PYTEST_FLAGS)
 
 .PHONY: format
 format: $(VENV)/.ready-lint ## rewrites C++ and Python in the project's format
