@@ -2,65 +2,36 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import _check, _ops
+from ._ops import Options
+from ._request import Request
+from ._torch import score_options
 
 
-class Appended(NamedTuple):
-    """What ``append`` leaves: queries (rotated if asked for) and keys in use of each sequence."""
+class NewKeys(NamedTuple):
+    """What is to be written to a cache before attention, and how it is rotated."""
 
-    q: Tensor
-    seqused_k: Tensor | None
-
-
-def int32_on(x: Tensor, device: torch.device) -> Tensor:
-    """X as the kernels read index tensors."""
-    return x.to(device=device, dtype=torch.int32)
-
-
-def check_cache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    block_table: Tensor | None = None,
-    batch: int | None = None,
-) -> None:
-    """Refuses what attention would refuse only after the append has written to the caches."""
-    rank = "[batch or pages, rows, heads_kv, head_dim]"
-    _check.shape("k_cache", k_cache, (None,) * 4, rank)
-    _check.shape("v_cache", v_cache, (*k_cache.shape[:3], None), "k_cache's, then head_dim_v")
-    head_dim = k_cache.shape[3]
-    if batch is None:
-        _check.shape("q", q, (None, None, None, head_dim), "[batch, seqlen, heads, head_dim]")
-        batch = q.shape[0]
-    else:
-        _check.shape("q", q, (None, None, head_dim), "[total rows, heads, head_dim]")
-    heads = q.shape[-2]
-    if not k_cache.shape[2] or heads % k_cache.shape[2]:
-        raise ValueError(
-            f"q has {heads} heads, but must have a multiple of the {k_cache.shape[2]} of k_cache"
-        )
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.dtype != q.dtype:
-            raise TypeError(f"{name} has dtype {cache.dtype}, but must have {q.dtype} like q")
-        if cache.device != q.device:
-            raise ValueError(f"{name} is on {cache.device}, but must be on {q.device} like q")
-    if alibi_slopes is not None:
-        _check.alibi(alibi_slopes, batch, heads)
-    if sinks is not None:
-        _check.shape("sinks", sinks, (heads,), "one logit per head")
-    if block_table is not None:
-        _check.shape("block_table", block_table, (batch, None), "[batch, pages of a sequence]")
+    k: Tensor | None = None  # [B, Snew, Hkv, D], or [Tnew, Hkv, D] with cu_seqlens
+    v: Tensor | None = None
+    lengths: Tensor | None = None  # [B] int32: keys already in the cache
+    rotary_cos: Tensor | None = None  # [positions, rotary_dim / 2]
+    rotary_sin: Tensor | None = None
+    rotary_interleaved: bool = True
+    rotary_lengths: Tensor | None = None  # [B] int32: positions instead of lengths
+    cu_seqlens: Tensor | None = None  # [B + 1] int32
 
 
-def lengths_of(
+def index_tensor(x: Tensor | None, device: torch.device) -> Tensor | None:
+    """An optional index tensor as the kernels read it."""
+    return None if x is None else x.to(device=device, dtype=torch.int32).contiguous()
+
+
+def cache_lengths(
     cache_seqlens: int | Tensor | None, batch: int, device: torch.device
 ) -> Tensor | None:
     """cache_seqlens as an int32 tensor [batch] on the device."""
@@ -69,103 +40,117 @@ def lengths_of(
     if not isinstance(cache_seqlens, Tensor):
         return torch.full((batch,), int(cache_seqlens), dtype=torch.int32, device=device)
     _check.shape("cache_seqlens", cache_seqlens, (batch,), "one length per sequence")
-    return int32_on(cache_seqlens, device)
+    return index_tensor(cache_seqlens, device)
 
 
-def append(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    lengths: Tensor | None,
-    *,
-    single_position: bool,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    rotary_interleaved: bool = True,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_new: Tensor | None = None,
-    rotary_seqlens: Tensor | None = None,
-) -> Appended:
-    """Writes k and v behind the first ``lengths`` keys of the caches and rotates k and q.
+def split_count(num_splits: int) -> int:
+    """A number >= 0; 0 leaves the choice to the planner."""
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int):
+        raise TypeError(f"num_splits is {num_splits!r}, but must be an integer")
+    if num_splits < 0:
+        raise ValueError(f"num_splits is {num_splits}, but must be >= 0 (0: chosen by shape)")
+    return num_splits
 
-    The index tensors are int32 on q's device. Without k nothing happens.
+
+def check_cache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None, packed: int | None
+) -> int:
+    """Refuses what attention would refuse only after the append has written to the caches.
+
+    Args:
+        packed: number of sequences when q is [T, Hq, D], None when it is [B, Sq, Hq, D].
+
+    Returns:
+        The number of sequences.
     """
-    if (k is None) != (v is None):
-        missing = "v" if v is None else "k"
-        raise ValueError(f"{missing} is None; k and v are given together")
-    if (rotary_cos is None) != (rotary_sin is None):
-        missing = "rotary_sin" if rotary_sin is None else "rotary_cos"
-        raise ValueError(f"{missing} is None; rotary_cos and rotary_sin are given together")
-    if k is None or v is None:
-        if rotary_cos is not None:
-            raise ValueError("rotary_cos needs new keys: without k the cache holds rotated ones")
-        return Appended(q, lengths)
-    if lengths is None:
-        raise ValueError("cache_seqlens is None; it says where k and v are written")
-    if rotary_cos is not None and cache_leftpad is not None and rotary_seqlens is None:
-        # Positions count from the start of the cache row, as in the FlashAttention packages, whose
-        # prefill rotates that way. (Distances, all that the scores see, are the same either way.)
-        rotary_seqlens = lengths
-    rotated = torch.ops.tilewise.append_kv(
-        k_cache,
-        v_cache,
-        None if rotary_cos is None else q,
-        k,
-        v,
-        lengths,
-        cu_seqlens_q,
-        cu_seqlens_new,
-        rotary_seqlens,
-        block_table,
-        cache_batch_idx,
-        cache_leftpad,
-        rotary_cos,
-        rotary_sin,
-        rotary_interleaved,
-        single_position,
-    )
-    new = k.shape[1] if cu_seqlens_new is None else cu_seqlens_new.diff()
-    return Appended(q if rotary_cos is None else rotated, lengths + new)
+    rank = "[batch or pages, rows, heads_kv, head_dim]"
+    _check.shape("k_cache", k_cache, (None,) * 4, rank)
+    _check.shape("v_cache", v_cache, (*k_cache.shape[:3], None), "k_cache's, then head_dim_v")
+    head_dim = k_cache.shape[3]
+    if packed is None:
+        _check.shape("q", q, (None, None, None, head_dim), "[batch, seqlen, heads, head_dim]")
+    else:
+        _check.shape("q", q, (None, None, head_dim), "[total rows, heads, head_dim]")
+    heads, batch = q.shape[-2], q.shape[0] if packed is None else packed
+    if not k_cache.shape[2] or not heads or heads % k_cache.shape[2]:
+        raise ValueError(
+            f"q has {heads} heads, but must have a multiple of the {k_cache.shape[2]} of k_cache"
+        )
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dtype != q.dtype:
+            raise TypeError(f"{name} has dtype {cache.dtype}, but must have {q.dtype} like q")
+        if cache.device != q.device:
+            raise ValueError(f"{name} is on {cache.device}, but must be on {q.device} like q")
+    if block_table is not None:
+        _check.shape("block_table", block_table, (batch, None), "[batch, pages of a sequence]")
+    return batch
 
 
 def attend(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    *,
-    band: tuple[int, int],
-    scale: float | None,
-    softcap: float = 0.0,
-    seqused_k: Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    num_splits: int = 0,
+    options: Options,
+    new: NewKeys,
+    single_position: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of q against the first ``seqused_k`` keys of dense or paged caches."""
-    options = _ops.Options(
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        cu_seqlens_q=cu_seqlens_q,
-        seqused_k=seqused_k,
-        block_table=block_table,
-        kv_batch_idx=cache_batch_idx,
-        leftpad_k=cache_leftpad,
-        scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
-        window_left=band[0],
-        window_right=band[1],
-        softcap=float(softcap),
-        num_splits=int(num_splits),
-    )
+    """(out, lse) after writing the new keys; the caches have been checked by ``check_cache``.
+
+    single_position: all rows of q are rotated alike; by default if nothing limits what they see.
+    """
+    q, options = append(q, k_cache, v_cache, options, new, single_position)
     return _ops.forward(q, k_cache, v_cache, options)
+
+
+def append(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    options: Options,
+    new: NewKeys,
+    single_position: bool | None = None,
+) -> tuple[Tensor, Options]:
+    """Writes the new keys; returns q, rotated if asked for, and options with all keys in use."""
+    if (new.k is None) != (new.v is None):
+        missing = "v" if new.v is None else "k"
+        raise ValueError(f"{missing} is None, but k and v must be given together")
+    if (new.rotary_cos is None) != (new.rotary_sin is None):
+        missing = "rotary_sin" if new.rotary_sin is None else "rotary_cos"
+        raise ValueError(f"{missing} is None, but rotary_cos and rotary_sin must be given together")
+    rotates = new.rotary_cos is not None
+    if new.k is None:
+        if rotates:
+            raise ValueError("rotary_cos is given without k, but rotates only q and new keys")
+        return q, options._replace(seqused_k=new.lengths)
+    if new.lengths is None:
+        raise ValueError("cache_seqlens is None, but must say where k and v are written")
+    positions = new.rotary_lengths
+    if rotates and positions is None and options.leftpad_k is not None:
+        # Positions count from the start of the cache row, as in the FlashAttention packages, whose
+        # prefill rotates that way. (Distances, all that the scores see, are the same either way.)
+        positions = new.lengths
+    if single_position is None:
+        single_position = options.window_left < 0 and options.window_right < 0
+    rotated = torch.ops.tilewise.append_kv(
+        k_cache,
+        v_cache,
+        q if rotates else None,
+        new.k,
+        new.v,
+        new.lengths,
+        options.cu_seqlens_q,
+        new.cu_seqlens,
+        positions,
+        options.block_table,
+        options.kv_batch_idx,
+        options.leftpad_k,
+        new.rotary_cos,
+        new.rotary_sin,
+        new.rotary_interleaved,
+        single_position,
+    )
+    count = new.k.shape[1] if new.cu_seqlens is None else new.cu_seqlens.diff()
+    return rotated if rotates else q, options._replace(seqused_k=new.lengths + count)
 
 
 @torch.no_grad()
@@ -185,7 +170,7 @@ def attention_with_kvcache(
     rotary_interleaved: bool = True,
     causal: bool = False,
     window: _check.Window = (None, None),
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -204,9 +189,9 @@ def attention_with_kvcache(
             ``cache_seqlens[b] .. cache_seqlens[b] + Snew - 1``.
         cache_seqlens: int or [B]: keys already in the cache, left padding included. None (allowed
             without k): the caches are full.
-        cache_batch_idx: [B] int32: sequence b uses row ``cache_batch_idx[b]`` of the caches.
-        cache_leftpad: [B] int32: first key of each sequence; those before it are not seen.
-        block_table: [B, pages of a sequence] int32: page of each run of page_size keys.
+        cache_batch_idx: [B] int: sequence b uses row ``cache_batch_idx[b]`` of the caches.
+        cache_leftpad: [B] int: first key of each sequence; those before it are not seen.
+        block_table: [B, pages of a sequence] int: page of each run of page_size keys.
         rotary_cos, rotary_sin: [positions, rotary_dim / 2] in q's dtype; need k. Row r of k is
             rotated at ``cache_seqlens[b] + r``; so is row r of q if causal or a window is given,
             otherwise all of its rows are rotated at ``cache_seqlens[b]``.
@@ -220,42 +205,30 @@ def attention_with_kvcache(
         out [B, Sq, Hq, Dv], or (out, lse [B, Hq, Sq] fp32).
 
     Raises:
-        ValueError, TypeError: naming the argument, what was given and what is allowed.
+        ValueError, TypeError, RuntimeError: naming the argument, what was given, what is allowed.
     """
-    check_cache(q, k_cache, v_cache, alibi_slopes, sinks, block_table)
-    device = q.device
-    indices = {
-        "cache_batch_idx": cache_batch_idx,
-        "cache_leftpad": cache_leftpad,
-        "block_table": block_table,
-    }
-    indices = {n: None if x is None else int32_on(x, device) for n, x in indices.items()}
-    band = _check.window_bounds(causal, window)
-    softcap = _check.softcap(softcap)
-    q, seqused_k = append(
-        q,
-        k_cache,
-        v_cache,
-        k,
-        v,
-        lengths_of(cache_seqlens, q.shape[0], device),
-        single_position=band == (-1, -1),
+    batch = check_cache(q, k_cache, v_cache, block_table, packed=None)
+    request = Request(
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+    )
+    options = score_options(q, batch, request)._replace(
+        kv_batch_idx=index_tensor(cache_batch_idx, q.device),
+        leftpad_k=index_tensor(cache_leftpad, q.device),
+        block_table=index_tensor(block_table, q.device),
+        num_splits=split_count(num_splits),
+    )
+    new = NewKeys(
+        k=k,
+        v=v,
+        lengths=cache_lengths(cache_seqlens, batch, q.device),
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
-        **indices,
     )
-    out, lse = attend(
-        q,
-        k_cache,
-        v_cache,
-        band=band,
-        scale=scale,
-        softcap=softcap,
-        seqused_k=seqused_k,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        num_splits=num_splits,
-        **indices,
-    )
+    out, lse = attend(q, k_cache, v_cache, options, new)
     return (out, lse) if return_lse else out

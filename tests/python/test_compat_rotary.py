@@ -92,6 +92,20 @@ def test_gradient(interleaved, inplace):
     assert torch.autograd.gradcheck(rotated, x)
 
 
+def test_parts_of_a_projection_are_rotated_in_place():
+    """unbind gives views that autograd does not let ordinary in-place operations touch."""
+    cos, sin = tables(4, torch.float64)
+    base = torch.randn(1, 3, 3, 2, 8, dtype=torch.float64, requires_grad=True)
+
+    def parts(x, inplace):
+        q, k, v = (x * 1.0).unbind(2)
+        q, k = (rotary.apply_rotary_emb(y, cos, sin, inplace=inplace) for y in (q, k))
+        return torch.stack((q, k, v), dim=2)
+
+    assert torch.equal(parts(base, True), parts(base, False))
+    assert torch.autograd.gradcheck(lambda x: parts(x, True), base)
+
+
 def test_conjugate_turns_back():
     x = torch.randn(BATCH, ROWS, HEADS, DIM)
     cos, sin = tables(8)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Optional
 
 import torch
 from torch import Tensor
 
-from tilewise import _ops
+from tilewise import _check, _ops
+from tilewise._check import MAX_HEAD_DIM
 from tilewise._ops import Options
-
-# Keys whose values are made visible in one forward of `attention_probabilities`: the head dimension
-# of the widest kernel.
-_PROBE_WIDTH = 512
+from tilewise._request import Request
+from tilewise._torch import score_options
 
 
 def maybe_contiguous(x):
@@ -36,11 +34,6 @@ def int32(x: Optional[Tensor]) -> Optional[Tensor]:
     return None if x is None else maybe_contiguous(x.to(torch.int32))
 
 
-def slopes(alibi_slopes: Optional[Tensor]) -> Optional[Tensor]:
-    """ALiBi slopes as the kernels read them: fp32, no gradient."""
-    return None if alibi_slopes is None else maybe_contiguous(alibi_slopes.detach().float())
-
-
 def options_of(
     q: Tensor,
     *,
@@ -52,22 +45,21 @@ def options_of(
     dropout_state: Optional[Tensor] = None,
     alibi_slopes: Optional[Tensor] = None,
     deterministic: bool = False,
+    batch: Optional[int] = None,
 ) -> Options:
-    """The options that dense and variable-length calls have in common."""
-    left, right = (-1 if side is None or side < 0 else int(side) for side in window_size)
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p is {dropout_p}, but must be in [0, 1)")
-    if not 0.0 <= softcap < math.inf:
-        raise ValueError(f"softcap is {softcap}, but must be finite and >= 0 (0: off)")
-    return Options(
-        alibi_slopes=slopes(alibi_slopes),
-        dropout_state=dropout_state,
-        scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
-        window_left=left,
-        window_right=0 if causal else right,
-        softcap=float(softcap or 0.0),
-        dropout_p=float(dropout_p),
-        deterministic=bool(deterministic),
+    """The options that dense and variable-length calls have in common; batch is q's by default."""
+    left, right = window_size
+    request = Request(
+        causal=causal,
+        window=(left, right),
+        scale=softmax_scale,
+        softcap=0.0 if softcap is None else softcap,
+        alibi_slopes=None if alibi_slopes is None else alibi_slopes.detach(),
+        deterministic=deterministic,
+    )
+    batch = q.shape[0] if batch is None else batch
+    return score_options(q, batch, request)._replace(
+        dropout_p=_check.dropout(dropout_p), dropout_state=dropout_state
     )
 
 
@@ -143,8 +135,8 @@ def _probe(q: Tensor, k: Tensor, options: Options, max_seqlen_k: int) -> Tensor:
         starts = options.cu_seqlens_k.to(torch.int64)
         key = rows - starts[torch.searchsorted(starts, rows, right=True) - 1]
     parts = []
-    for first in range(0, max_seqlen_k, _PROBE_WIDTH):
-        columns = torch.arange(first, min(first + _PROBE_WIDTH, max_seqlen_k), device=k.device)
+    for first in range(0, max_seqlen_k, MAX_HEAD_DIM):
+        columns = torch.arange(first, min(first + MAX_HEAD_DIM, max_seqlen_k), device=k.device)
         units = (key.unsqueeze(-1) == columns).to(q.dtype)
         shape = (*k.shape[:-1], columns.numel())
         values = units.unsqueeze(-2).expand(shape)  # [..., rows, heads, columns]

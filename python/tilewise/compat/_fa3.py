@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise import kvcache
+from tilewise._check import MAX_HEAD_DIM
 from tilewise._ops import Options
 from tilewise.compat._calls import attend, bound, int32, maybe_contiguous, options_of
 from tilewise.compat._chunks import Sequence, split_cache, split_packed
@@ -35,15 +36,24 @@ def scale_of(q: Tensor, qv: Optional[Tensor], softmax_scale: Optional[float]) ->
     return (q.shape[-1] + (0 if qv is None else qv.shape[-1])) ** -0.5
 
 
+def _check_qv(q: Tensor, v: Tensor, qv: Optional[Tensor]) -> None:
+    if qv is None:
+        return
+    wanted = [*q.shape[:-1], v.shape[-1]]
+    if list(qv.shape) != wanted:
+        raise ValueError(f"qv has shape {list(qv.shape)}, but must be {wanted}: q's, as wide as v")
+    if q.shape[-1] + v.shape[-1] > MAX_HEAD_DIM:
+        raise NotImplementedError(
+            f"qv makes scores of {q.shape[-1]} + {v.shape[-1]} products; at most {MAX_HEAD_DIM} "
+            "are provided"
+        )
+
+
 def _absorb(q: Tensor, k: Tensor, v: Tensor, qv: Optional[Tensor]) -> tuple[Tensor, Tensor]:
     """Q and k with which q . k + qv . v is one product."""
+    _check_qv(q, v, qv)
     if qv is None:
         return q, k
-    if qv.shape != (*q.shape[:-1], v.shape[-1]):
-        wanted = [*q.shape[:-1], v.shape[-1]]
-        raise ValueError(
-            f"qv has shape {list(qv.shape)}, but must be {wanted}, as q with v's width"
-        )
     return torch.cat((q, qv), dim=-1), torch.cat((k, v), dim=-1)
 
 
@@ -146,10 +156,6 @@ def _attend_chunks(
     return attend(q, k, v, options)
 
 
-def _contiguous_last(*tensors: Optional[Tensor]):
-    return tuple(maybe_contiguous(x) for x in tensors)
-
-
 @torch.no_grad()
 def attend_cached(
     q: Tensor,
@@ -182,9 +188,9 @@ def attend_cached(
     if page_table is None and cache_batch_idx is None:
         # A cache may have room for more sequences than the batch has.
         k_cache, v_cache = k_cache[:batch], v_cache[:batch]
+    q, k, v, qv = (maybe_contiguous(x) for x in (q, k, v, qv))
     packed = None if cu_seqlens_q is None else batch
-    q, k, v, qv = _contiguous_last(q, k, v, qv)
-    kvcache.check_cache(q, k_cache, v_cache, block_table=page_table, batch=packed)
+    kvcache.check_cache(q, k_cache, v_cache, page_table, packed)
     chunked = _check_chunk(attention_chunk)
     options = options_of(
         q,
@@ -192,39 +198,29 @@ def attend_cached(
         causal=causal,
         window_size=window_size,
         softcap=softcap,
-    )
-    band = (options.window_left, options.window_right)
-    where = dict(
-        cache_batch_idx=int32(cache_batch_idx),
-        cache_leftpad=int32(cache_leftpad),
+    )._replace(
+        num_splits=kvcache.split_count(num_splits),
+        cu_seqlens_q=int32(cu_seqlens_q),
         block_table=int32(page_table),
+        kv_batch_idx=int32(cache_batch_idx),
+        leftpad_k=int32(cache_leftpad),
     )
-    q, seqused_k = kvcache.append(
-        q,
-        k_cache,
-        v_cache,
-        k,
-        v,
-        kvcache.lengths_of(cache_seqlens, batch, q.device),
-        single_position=band == (-1, -1) and not chunked,
+    new = kvcache.NewKeys(
+        k=k,
+        v=v,
+        lengths=kvcache.cache_lengths(cache_seqlens, batch, q.device),
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
-        cu_seqlens_q=int32(cu_seqlens_q),
-        cu_seqlens_new=int32(cu_seqlens_k_new),
-        rotary_seqlens=int32(rotary_seqlens),
-        **where,
+        rotary_lengths=int32(rotary_seqlens),
+        cu_seqlens=int32(cu_seqlens_k_new),
+    )
+    _check_qv(q, v_cache, qv)
+    q, options = kvcache.append(
+        q, k_cache, v_cache, options, new, single_position=False if chunked else None
     )
     # With qv this copies the caches: the kernels read keys from one tensor.
     q, keys = _absorb(q, k_cache, v_cache, qv)
-    options = options._replace(
-        num_splits=num_splits,
-        cu_seqlens_q=int32(cu_seqlens_q),
-        seqused_k=seqused_k,
-        block_table=where["block_table"],
-        kv_batch_idx=where["cache_batch_idx"],
-        leftpad_k=where["cache_leftpad"],
-    )
     if not chunked:
         return attend(q, keys, v_cache, options)
     return _attend_cache_chunks(q, keys, v_cache, options, attention_chunk, batch, max_seqlen_q)

@@ -70,7 +70,8 @@ def _varlen_options(
     num_splits=0,
     **common,
 ):
-    options = options_of(q, **common)._replace(
+    batch = cu_seqlens_q.numel() - 1
+    options = options_of(q, batch=batch, **common)._replace(
         cu_seqlens_q=int32(cu_seqlens_q),
         leftpad_k=int32(leftpad_k),
         max_seqlen_q=bound(max_seqlen_q),

@@ -19,7 +19,7 @@ from typing import Optional, Union
 import torch
 
 from tilewise import kvcache
-from tilewise.compat._calls import maybe_contiguous, round_multiple, slopes
+from tilewise.compat._calls import maybe_contiguous, round_multiple
 from tilewise.compat.flash_attn._private import (
     _flash_attn_backward,
     _flash_attn_forward,
@@ -306,7 +306,7 @@ def flash_attn_with_kvcache(
         window=tuple(window_size),
         scale=softmax_scale,
         softcap=softcap,
-        alibi_slopes=slopes(alibi_slopes),
+        alibi_slopes=None if alibi_slopes is None else alibi_slopes.detach(),
         num_splits=num_splits,
         return_lse=return_softmax_lse,
     )

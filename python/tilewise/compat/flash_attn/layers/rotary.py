@@ -1,7 +1,9 @@
 """Rotary position embedding (RoFormer, arXiv 2104.09864) with the interface of ``flash_attn``.
 
-The ``inplace`` forms write into their argument and return it; as in ``flash_attn``, autograd
-follows the returned tensor, so use that one afterwards.
+The ``inplace`` forms write into their argument and return it. As in ``flash_attn``, autograd
+follows the returned tensor, so use that one afterwards, and does not notice that the argument has
+changed: that lets parts of a packed projection (``unbind``, ``split``) be rotated where they lie,
+but an operation that has kept the argument for its own backward would find other numbers.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class ApplyRotaryEmb(torch.autograd.Function):
     ):
         ctx.options = (seqlen_offsets, cu_seqlens, max_seqlen, interleaved)
         ctx.save_for_backward(cos, sin)
-        return apply_rotary(x, cos, sin, *ctx.options, inplace=inplace)
+        out = apply_rotary(x.data, cos, sin, *ctx.options, inplace=inplace)
+        return x if inplace else out
 
     @staticmethod
     def backward(ctx, do):
@@ -142,7 +145,7 @@ class ApplyRotaryEmbQKV_(torch.autograd.Function):  # noqa: N801
         tables = (cos, sin, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
         ctx.options = (interleaved, seqlen_offsets, num_heads_q)
         ctx.save_for_backward(*tables)
-        _rotate_qk(qkv, tables, *ctx.options, conjugate=False)
+        _rotate_qk(qkv.data, tables, *ctx.options, conjugate=False)
         return qkv
 
     @staticmethod
@@ -186,7 +189,7 @@ class ApplyRotaryEmbKV_(torch.autograd.Function):  # noqa: N801
             raise ValueError(f"kv has shape {tuple(kv.shape)}; [B, S, 2, H, D] is expected")
         ctx.options = dict(interleaved=interleaved, seqlen_offsets=seqlen_offsets, inplace=True)
         ctx.save_for_backward(cos, sin)
-        apply_rotary(kv[:, :, 0], cos, sin, **ctx.options)
+        apply_rotary(kv.data[:, :, 0], cos, sin, **ctx.options)
         return kv
 
     @staticmethod

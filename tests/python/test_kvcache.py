@@ -1,0 +1,470 @@
+"""Attention to a key/value cache: append, rotary, paging, padding, windows, splits.
+
+Each case keeps a model of the cache beside the real one: what the append must have written, to the
+bit where nothing is rotated, and that nothing else was touched.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import compat_reference as reference  # noqa: E402
+import tilewise  # noqa: E402
+from compat_reference import assert_as_good  # noqa: E402
+
+HEAD_DIM, HEAD_DIM_V, CAPACITY = 24, 16, 48
+UNTOUCHED = 7.5
+
+
+class Cache:
+    """A cache of random keys, dense or paged, and its dense picture [B, CAPACITY, Hkv, D]."""
+
+    def __init__(self, batch, heads_kv, dtype, page_size=0, batch_idx=False, seed=0):
+        g = torch.Generator().manual_seed(seed)
+        self.page_size, self.table, self.index = page_size, None, None
+        rows = batch + 2 if batch_idx else batch
+        if page_size:
+            width = -(-CAPACITY // page_size)
+            pages = width * batch + 3
+            self.table = torch.randperm(pages, generator=g)[: width * batch]
+            self.table = self.table.reshape(batch, width).int()
+            shape = (pages, page_size)
+        else:
+            shape = (rows, CAPACITY)
+        if batch_idx:
+            self.index = torch.randperm(rows, generator=g)[:batch].int()
+        self.k = torch.randn(*shape, heads_kv, HEAD_DIM, generator=g).to(dtype)
+        self.v = torch.randn(*shape, heads_kv, HEAD_DIM_V, generator=g).to(dtype)
+
+    def picture(self, cache):
+        """Rows of every sequence, in order."""
+        if self.table is not None:
+            return cache[self.table.long()].flatten(1, 2)
+        return cache if self.index is None else cache[self.index.long()]
+
+    def arguments(self):
+        return dict(block_table=self.table, cache_batch_idx=self.index)
+
+
+def rotary_tables(dtype, rotary_dim=16, positions=CAPACITY + 8):
+    angle = torch.rand(positions, rotary_dim // 2, generator=torch.Generator().manual_seed(5)) * 6.3
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def expected(q, cache, k, v, lengths, leftpad, rotary, interleaved, options, dtype):
+    """(out, lse, k picture, v picture) computed in `dtype`."""
+    batch, rows = q.shape[:2]
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    k_rows, v_rows = (cache.picture(x).to(dtype).clone() for x in (cache.k, cache.v))
+    starts = torch.tensor(lengths)[:, None]
+    if rotary is not None:
+        cos, sin = (x.to(dtype) for x in rotary)
+        windowed = options.get("causal") or any(
+            x is not None for x in options.get("window", (None, None))
+        )
+        steps = torch.arange(rows) if windowed else torch.zeros(rows, dtype=torch.long)
+        if dtype in (torch.float16, torch.bfloat16):  # no complex numbers of this size
+            turned = [
+                reference.rotate(x.float(), cos.float(), sin.float(), p, interleaved).to(dtype)
+                for x, p in ((q, starts + steps), (k, starts + torch.arange(k.shape[1])))
+            ]
+        else:
+            turned = [
+                reference.rotate(x, cos, sin, p, interleaved)
+                for x, p in ((q, starts + steps), (k, starts + torch.arange(k.shape[1])))
+            ]
+        q, k = turned
+    outs, lses = [], []
+    for b in range(batch):
+        end = lengths[b] + k.shape[1]
+        k_rows[b, lengths[b] : end] = k[b]
+        v_rows[b, lengths[b] : end] = v[b]
+        known = dict(options)
+        slopes = known.pop("alibi_slopes", None)
+        out, lse = reference.attend_one(
+            q[b],
+            k_rows[b, leftpad[b] : end],
+            v_rows[b, leftpad[b] : end],
+            slopes=slopes[b] if slopes is not None and slopes.ndim == 2 else slopes,
+            **known,
+        )
+        outs.append(out)
+        lses.append(lse)
+    return torch.stack(outs), torch.stack(lses), k_rows, v_rows
+
+
+def check(
+    dtype,
+    heads=4,
+    heads_kv=2,
+    rows=3,
+    new=3,
+    lengths=(11, 0, 44),
+    leftpad=None,
+    rotary=False,
+    interleaved=True,
+    num_splits=0,
+    page_size=0,
+    batch_idx=False,
+    **options,
+):
+    batch = len(lengths)
+    cache = Cache(batch, heads_kv, dtype, page_size, batch_idx)
+    g = torch.Generator().manual_seed(1)
+    q = torch.randn(batch, rows, heads, HEAD_DIM, generator=g).to(dtype)
+    k = torch.randn(batch, new, heads_kv, HEAD_DIM, generator=g).to(dtype)
+    v = torch.randn(batch, new, heads_kv, HEAD_DIM_V, generator=g).to(dtype)
+    tables = rotary_tables(dtype) if rotary else None
+    pad = leftpad or [0] * batch
+    common = (q, cache, k, v, lengths, pad, tables, interleaved, options)
+    plain, exact = expected(*common, dtype), expected(*common, torch.float64)
+    untouched = cache.k.clone(), cache.v.clone()
+    q_before = q.clone()
+    out, lse = tilewise.attention_with_kvcache(
+        q,
+        cache.k,
+        cache.v,
+        k if new else None,
+        v if new else None,
+        cache_seqlens=torch.tensor(lengths),
+        cache_leftpad=None if leftpad is None else torch.tensor(leftpad),
+        rotary_cos=tables and tables[0],
+        rotary_sin=tables and tables[1],
+        rotary_interleaved=interleaved,
+        num_splits=num_splits,
+        return_lse=True,
+        **cache.arguments(),
+        **options,
+    )
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert torch.equal(q, q_before)
+    assert_as_good(out, plain[0], exact[0], 2, "out")
+    assert_as_good(lse, plain[1], exact[1], 2, "lse")
+    assert torch.equal(cache.picture(cache.v), plain[3]), "v_cache"
+    k_picture = cache.picture(cache.k)
+    if rotary:
+        assert_as_good(k_picture, plain[2], exact[2], 2, "k_cache")
+    else:
+        assert torch.equal(k_picture, plain[2]), "k_cache"
+    # Outside the new rows the caches, pages of nobody included, are as they were.
+    for now, before, name in zip((cache.k, cache.v), untouched, "kv", strict=True):
+        changed = (now != before).flatten(2).any(-1)
+        assert int(changed.sum()) <= batch * new, f"{name}_cache"
+
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def append_cases():
+    """All combinations in fp32; in the 16-bit dtypes one band for each of the others, in turn."""
+    bands = ("full", "causal", "local")
+    others = itertools.product(
+        (0, 1, 16, 256), ("none", "interleaved", "halves"), (None, [4, 0, 31])
+    )
+    for i, other in enumerate(others):
+        for band in bands:
+            yield (torch.float32, *other, band)
+        yield (torch.float16, *other, bands[i % 3])
+        yield (torch.bfloat16, *other, bands[(i + 1) % 3])
+
+
+@pytest.mark.parametrize(("dtype", "page_size", "rotary", "leftpad", "band"), append_cases())
+def test_append(dtype, page_size, rotary, leftpad, band):
+    window = dict(full={}, causal=dict(causal=True), local=dict(window=(8, 1)))[band]
+    check(
+        dtype,
+        page_size=page_size,
+        rotary=rotary != "none",
+        interleaved=rotary == "interleaved",
+        leftpad=leftpad,
+        **window,
+    )
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("leftpad", [None, [4, 0, 31]])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_batch_index(dtype, rotary, leftpad):
+    check(dtype, batch_idx=True, rotary=rotary, leftpad=leftpad, causal=True)
+
+
+@pytest.mark.parametrize(("rows", "new"), [(1, 1), (1, 4), (5, 2), (4, 0), (7, 7)])
+@pytest.mark.parametrize("heads_kv", [4, 2, 1])
+@pytest.mark.parametrize("page_size", [0, 5])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_and_heads(rows, new, heads_kv, page_size, causal):
+    lengths = (11, 3, 40) if new else (11, 0, 48)
+    check(
+        torch.float32,
+        rows=rows,
+        new=new,
+        heads_kv=heads_kv,
+        page_size=page_size,
+        causal=causal,
+        lengths=lengths,
+    )
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(softcap=3.0),
+        dict(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+        dict(alibi_slopes=torch.tensor([0.5, 0.1, 0.02, 0.0]), causal=True),
+        dict(alibi_slopes=torch.rand(3, 4)),
+        dict(scale=0.9, window=(None, 0)),
+        dict(window=(3, 0)),
+    ],
+    ids=["softcap", "sinks", "alibi", "alibi_batch", "scale", "window"],
+)
+def test_options_and_splits(page_size, num_splits, options):
+    check(torch.float32, page_size=page_size, num_splits=num_splits, leftpad=[3, 0, 7], **options)
+
+
+@pytest.mark.parametrize("rotary_dim", [2, 8, HEAD_DIM])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_dimensions(rotary_dim, interleaved):
+    cache = Cache(1, 1, torch.float32)
+    k, v = torch.randn(1, 2, 1, HEAD_DIM), torch.randn(1, 2, 1, HEAD_DIM_V)
+    cos, sin = rotary_tables(torch.float32, rotary_dim)
+    tilewise.attention_with_kvcache(
+        torch.randn(1, 2, 1, HEAD_DIM),
+        cache.k,
+        cache.v,
+        k,
+        v,
+        cache_seqlens=9,
+        rotary_cos=cos,
+        rotary_sin=sin,
+        rotary_interleaved=interleaved,
+    )
+    want = reference.rotate(
+        k.double(), cos.double(), sin.double(), torch.arange(9, 11), interleaved
+    )
+    assert_as_good(cache.k[:, 9:11], cache.k[:, 9:11], want, 2, "k_cache")
+    assert torch.equal(cache.k[:, 9:11, :, rotary_dim:], k[..., rotary_dim:])
+
+
+def test_steps_of_a_decoder_agree_with_one_pass():
+    """Prefill of 5, then single tokens: the same as causal attention to the whole sequence."""
+    torch.manual_seed(0)
+    total, heads, heads_kv = 14, 4, 2
+    q = torch.randn(2, total, heads, HEAD_DIM)
+    k, v = torch.randn(2, total, heads_kv, HEAD_DIM), torch.randn(2, total, heads_kv, HEAD_DIM_V)
+    cos, sin = rotary_tables(torch.float32)
+    k_cache = torch.full((2, CAPACITY, heads_kv, HEAD_DIM), float("nan"))
+    v_cache = torch.full((2, CAPACITY, heads_kv, HEAD_DIM_V), float("nan"))
+    steps, done = [], 0
+    for size in (5, *[1] * 9):
+        rows = slice(done, done + size)
+        steps.append(
+            tilewise.attention_with_kvcache(
+                q[:, rows],
+                k_cache,
+                v_cache,
+                k[:, rows],
+                v[:, rows],
+                cache_seqlens=done,
+                rotary_cos=cos,
+                rotary_sin=sin,
+                causal=True,
+            )
+        )
+        done += size
+    positions = torch.arange(total).expand(2, total)
+    turned = [
+        reference.rotate(x.double(), cos.double(), sin.double(), positions, True) for x in (q, k)
+    ]
+    want, _ = reference.attend(*turned, v.double(), causal=True)
+    got = torch.cat(steps, dim=1)
+    assert_as_good(got, got, want, 2, "out")
+
+
+def test_splits_and_threads_do_not_change_what_is_written():
+    results = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            cache = Cache(3, 2, torch.float16, page_size=3)
+            g = torch.Generator().manual_seed(2)
+            q, k = (torch.randn(3, 40, h, HEAD_DIM, generator=g).half() for h in (4, 2))
+            v = torch.randn(3, 40, 2, HEAD_DIM_V, generator=g).half()
+            cos, sin = rotary_tables(torch.float16)
+            out = tilewise.attention_with_kvcache(
+                q,
+                cache.k,
+                cache.v,
+                k,
+                v,
+                cache_seqlens=torch.tensor([0, 8, 3]),
+                rotary_cos=cos,
+                rotary_sin=sin,
+                causal=True,
+                **cache.arguments(),
+            )
+            results.append((out, cache.k, cache.v))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_strided_caches_and_inputs():
+    """Caches as views of one tensor [B, S, 2, H, D], heads before rows in q."""
+    torch.manual_seed(0)
+    both = torch.randn(2, CAPACITY, 2, 2, HEAD_DIM)
+    before = both.clone()
+    q = torch.randn(2, 4, 3, HEAD_DIM).transpose(1, 2)
+    kv = torch.randn(2, 3, 2, 2, HEAD_DIM)
+    lengths = torch.tensor([5, 17], dtype=torch.int32)
+    out = tilewise.attention_with_kvcache(
+        q,
+        both[:, :, 0],
+        both[:, :, 1],
+        kv[:, :, 0],
+        kv[:, :, 1],
+        cache_seqlens=lengths,
+        causal=True,
+    )
+    for b, n in enumerate(lengths.tolist()):
+        before[b, n : n + 3] = kv[b]
+        rows = before[b, : n + 3]
+        want, _ = reference.attend_one(q[b].double(), *rows.double().unbind(1), causal=True)
+        assert_as_good(out[b], out[b], want, 2, "out")
+    assert torch.equal(both, before)
+
+
+def test_without_lengths_the_cache_is_full():
+    cache = Cache(2, 2, torch.float32)
+    q = torch.randn(2, 3, 4, HEAD_DIM)
+    got = tilewise.attention_with_kvcache(q, cache.k, cache.v)
+    want, _ = reference.attend(q, cache.k, cache.v, dtype=torch.float64)
+    assert_as_good(got, got, want, 2, "out")
+
+
+def test_an_empty_cache_gives_zeros():
+    cache = Cache(1, 2, torch.float32)
+    q = torch.randn(1, 2, 4, HEAD_DIM)
+    out, lse = tilewise.attention_with_kvcache(
+        q, cache.k, cache.v, cache_seqlens=0, return_lse=True
+    )
+    assert torch.equal(out, torch.zeros_like(out)) and (lse == float("-inf")).all()
+
+
+def valid():
+    cache = Cache(2, 2, torch.float32, page_size=4)
+    return dict(
+        q=torch.randn(2, 2, 4, HEAD_DIM),
+        k_cache=cache.k,
+        v_cache=cache.v,
+        k=torch.randn(2, 2, 2, HEAD_DIM),
+        v=torch.randn(2, 2, 2, HEAD_DIM_V),
+        cache_seqlens=torch.tensor([4, 9]),
+        block_table=cache.table,
+        rotary_cos=torch.randn(CAPACITY, 4),
+        rotary_sin=torch.randn(CAPACITY, 4),
+    )
+
+
+BAD = {
+    "q dimensions": (dict(q=torch.randn(2, 4, HEAD_DIM)), "q"),
+    "q head_dim": (dict(q=torch.randn(2, 2, 4, HEAD_DIM + 1)), "q"),
+    "q heads": (dict(q=torch.randn(2, 2, 3, HEAD_DIM)), "q"),
+    "q dtype": (dict(q=torch.randn(2, 2, 4, HEAD_DIM).half()), "k_cache"),
+    "k alone": (dict(v=None), "v"),
+    "k shape": (dict(k=torch.randn(2, 2, 2, HEAD_DIM - 1)), "k_new"),
+    "k heads": (dict(k=torch.randn(2, 2, 1, HEAD_DIM)), "k_new"),
+    "k dtype": (dict(k=torch.randn(2, 2, 2, HEAD_DIM).double()), "k_new"),
+    "v rows": (dict(v=torch.randn(2, 3, 2, HEAD_DIM_V)), "v_new"),
+    "v_cache shape": (dict(v_cache=torch.randn(3, 4, 2, HEAD_DIM_V)), "v_cache"),
+    "v_cache dtype": (dict(v_cache=torch.randn(27, 4, 2, HEAD_DIM_V).half()), "v_cache"),
+    "no lengths": (dict(cache_seqlens=None), "cache_seqlens"),
+    "lengths shape": (dict(cache_seqlens=torch.tensor([4])), "cache_seqlens"),
+    "too long": (dict(cache_seqlens=torch.tensor([4, CAPACITY - 1])), "cache_seqlens"),
+    "negative length": (dict(cache_seqlens=torch.tensor([-1, 3])), "cache_seqlens"),
+    "table shape": (dict(block_table=torch.zeros(3, 12, dtype=torch.int32)), "block_table"),
+    "page index": (dict(block_table=torch.full((2, 12), 99, dtype=torch.int32)), "block_table"),
+    "negative page": (dict(block_table=torch.full((2, 12), -1, dtype=torch.int32)), "block_table"),
+    "index and table": (dict(cache_batch_idx=torch.tensor([0, 1])), "kv_batch_idx"),
+    "leftpad": (dict(cache_leftpad=torch.tensor([0, 10])), "leftpad"),
+    "sin missing": (dict(rotary_sin=None), "rotary_sin"),
+    "sin shape": (dict(rotary_sin=torch.randn(CAPACITY, 3)), "rotary_sin"),
+    "cos dtype": (dict(rotary_cos=torch.randn(CAPACITY, 4).half()), "rotary_cos"),
+    "cos too wide": (
+        dict(rotary_cos=torch.randn(9, 16), rotary_sin=torch.randn(9, 16)),
+        "rotary_dim",
+    ),
+    "cos too short": (
+        dict(rotary_cos=torch.randn(9, 4), rotary_sin=torch.randn(9, 4)),
+        "rotary_rows",
+    ),
+    "rotary without k": (dict(k=None, v=None), "rotary_cos"),
+    "slopes": (dict(alibi_slopes=torch.randn(3)), "alibi_slopes"),
+    "sinks": (dict(sinks=torch.randn(3)), "sinks"),
+    "window": (dict(window=(1.5, 0)), "window"),
+    "softcap": (dict(softcap=-1.0), "softcap"),
+    "splits": (dict(num_splits=-1), "num_splits"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refusals_name_the_argument_and_write_nothing(name):
+    changes, argument = BAD[name]
+    arguments = valid() | changes
+    before = arguments["k_cache"].clone(), arguments["v_cache"].clone()
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=rf"\b{argument}"):
+        tilewise.attention_with_kvcache(**arguments)
+    assert torch.equal(arguments["k_cache"], before[0])
+    assert torch.equal(arguments["v_cache"], before[1])
+
+
+def test_the_valid_arguments_are_valid():
+    arguments = valid()
+    assert tilewise.attention_with_kvcache(**arguments).shape == (2, 2, 4, HEAD_DIM_V)
+
+
+def test_flash_attn_with_kvcache_is_the_same_function():
+    from tilewise.compat.flash_attn import flash_attn_with_kvcache
+
+    for causal, page_size in itertools.product((False, True), (0, 4)):
+        caches = [Cache(2, 2, torch.float32, page_size) for _ in range(2)]
+        given = valid() | dict(block_table=caches[0].table)
+        rest = {n: given[n] for n in given if n not in ("k_cache", "v_cache", "q")}
+        common = dict(causal=causal, softcap=2.0, **rest)
+        native = tilewise.attention_with_kvcache(
+            given["q"],
+            caches[0].k,
+            caches[0].v,
+            window=(7, None),
+            scale=0.3,
+            return_lse=True,
+            **common,
+        )
+        compat = flash_attn_with_kvcache(
+            given["q"],
+            caches[1].k,
+            caches[1].v,
+            window_size=(7, -1),
+            softmax_scale=0.3,
+            return_softmax_lse=True,
+            **common,
+        )
+        assert all(torch.equal(a, b) for a, b in zip(native, compat, strict=True))
+        assert torch.equal(caches[0].k, caches[1].k) and torch.equal(caches[0].v, caches[1].v)
+
+
+def test_flash_attn_uses_the_first_rows_of_a_larger_cache():
+    from tilewise.compat.flash_attn import flash_attn_with_kvcache
+
+    cache = Cache(5, 2, torch.float32)
+    q = torch.randn(2, 1, 4, HEAD_DIM)
+    got = flash_attn_with_kvcache(q, cache.k, cache.v, cache_seqlens=9)
+    want, _ = reference.attend(q, cache.k[:2, :9], cache.v[:2, :9], dtype=torch.float64)
+    assert_as_good(got, got, want, 2, "out")
