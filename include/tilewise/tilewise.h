@@ -153,11 +153,12 @@ typedef struct tilewise_attention {
   const tilewise_parallel* parallel; /* CPU; NULL: the library's own pool */
 } tilewise_attention;
 
-/* Gradients. dq, dk, dv have the shapes of q, k, v, except that with block_table dk and dv are
- * [B, block_table_width * page_size, Hkv, D]: one row per key of each sequence (a page that several
- * sequences share has several gradients; adding them is the caller's). Any of the pointers may be
- * NULL: that gradient is not wanted. Everything that is given is written in full: rows and keys
- * that take part in nothing get 0. Reductions run in fp32 in an order fixed by the shapes. */
+/* Gradients. dq, dk, dv have the shapes of q, k, v, except that with block_table or kv_batch_idx dk
+ * and dv are [B, capacity, Hkv, D], capacity being block_table_width * page_size or seqlen_k: one row
+ * per key of each sequence, leftpad_k included (a key that several sequences share has several
+ * gradients; adding them is the caller's). Any of the pointers may be NULL: that gradient is not
+ * wanted. Everything that is given is written in full: rows and keys that take part in nothing
+ * get 0. Reductions run in fp32 in an order fixed by the shapes. */
 typedef struct tilewise_gradients {
   uint32_t struct_size;
   int32_t reserved;

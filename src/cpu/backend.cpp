@@ -132,8 +132,9 @@ void zero_unused_outputs(const Problem& p) {
 }  // namespace
 
 void forward(const Problem& p, const Plan& plan, void* workspace, const Parallel& parallel) {
-  const Shape shape = shape_of(plan.isa, p.dtype);
+  const Shape shape = forward_shape(p, plan.isa);
   const Kernels& kernels = kernels_for(plan.isa, p.dtype);
+  const auto kernel = is_decoding(p, plan.isa) ? kernels.decode : kernels.forward;
   Arena arena{static_cast<char*>(workspace)};
   const ForwardLayout layout(p, shape, plan, arena);
   const QueryTiles tiles(p, shape.tile_q, layout.first_tile);
@@ -165,8 +166,8 @@ void forward(const Problem& p, const Plan& plan, void* workspace, const Parallel
                                        (p.head_dim + p.head_dim_v) * p.heads_kv);
   run_items(parallel, items * plan.splits, work, [&](int64_t worker, int64_t i) {
     for_tile(i / plan.splits, [&](int64_t b, int64_t kv_head, int64_t tile) {
-      kernels.forward(task_of(b, kv_head, tile, i % plan.splits),
-                      Arena{layout.scratch + worker * layout.scratch_bytes});
+      kernel(task_of(b, kv_head, tile, i % plan.splits),
+             Arena{layout.scratch + worker * layout.scratch_bytes});
     });
   });
   if (plan.splits == 1) return;

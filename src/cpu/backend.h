@@ -29,7 +29,7 @@ struct Plan {
   int32_t tile_k;  // keys of a tile
   int64_t splits;  // forward: key splits; backward: key chunks of the longest possible sequence
   int64_t workspace_bytes;
-  const char* engine;  // "fma", "dot", "amx", "amx_split", "thin"
+  const char* engine;  // "fma", "dot", "amx", "amx_split", "stream" (decoding)
 };
 
 Plan plan_forward(const Problem& problem, Isa isa, int32_t threads);

@@ -12,6 +12,16 @@ inline int64_t query_tiles(const Problem& p, int64_t tile) {
                                    : ceil_div(rows, tile) + p.batch;
 }
 
+// Decoding is told by its few rows. A bound that is too small costs speed, not correctness.
+inline bool is_decoding(const Problem& p, Isa isa) {
+  const int64_t rows = p.cu_seqlens_q != nullptr && p.max_seqlen_q > 0 ? p.max_seqlen_q : p.seqlen_q;
+  return rows <= thin_rows(isa) && rows * group_size(p) <= thin_rows(isa);
+}
+
+inline Shape forward_shape(const Problem& p, Isa isa) {
+  return is_decoding(p, isa) ? thin_shape_of(isa, p.dtype) : shape_of(isa, p.dtype);
+}
+
 struct ForwardLayout {
   char* scratch;  // one piece per thread
   int64_t scratch_bytes;

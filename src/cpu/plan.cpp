@@ -28,7 +28,7 @@ int64_t forward_splits(const Problem& p, const Shape& shape) {
 }  // namespace
 
 Plan plan_forward(const Problem& problem, Isa isa, int32_t threads) {
-  const Shape shape = shape_of(isa, problem.dtype);
+  const Shape shape = forward_shape(problem, isa);
   Plan plan{};
   plan.isa = isa;
   plan.threads = threads;

@@ -40,6 +40,15 @@ constexpr Shape shape_of(Isa isa, int32_t dtype) {
   return {};
 }
 
+// Decoding: at most this many packed rows stream through K and V, which then are read once and not
+// packed (StreamedProducts); more rows go to a matrix engine.
+constexpr int thin_rows(Isa isa) { return min(8, shape_of(isa, TILEWISE_FLOAT32).lanes); }
+
+constexpr Shape thin_shape_of(Isa isa, int32_t) {
+  const int lanes = shape_of(isa, TILEWISE_FLOAT32).lanes;
+  return {"stream", lanes, lanes, lanes, 1, 1, 1, thin_rows(isa), 0};
+}
+
 // Keys of a tile. 128 keys of S for one panel stay in the L1 cache (24 KB at 48 lanes).
 inline constexpr int64_t kTileK = 128;
 inline constexpr int64_t kBackTileK = 64;

@@ -25,11 +25,11 @@ template <>
 inline constexpr int32_t kDtype<Half> = TILEWISE_FLOAT16;
 
 // fp32 arithmetic whatever the storage.
-template <class T, Isa kIsa>
+template <class T, Isa kIsa, Shape (*kShapeOf)(Isa, int32_t) = shape_of>
 struct FmaEngine {
   using Storage = T;
   using Units = U;
-  static constexpr Shape S = shape_of(kIsa, kDtype<Storage>);
+  static constexpr Shape S = kShapeOf(kIsa, kDtype<Storage>);
   static constexpr int kPair = 1;
   static constexpr int kVectors = S.panel / W;
   struct Session {};  // what a work item needs of the machine: AMX tiles, or nothing

@@ -6,13 +6,14 @@
 //   O^T[dv][lane]  += V^T P^T
 #pragma once
 
-#include "cpu/generic/engine.h"
+#include "cpu/generic/products.h"
 #include "cpu/generic/score_tile.h"
 
 namespace tilewise::cpu {
 namespace {
 
-template <class E>
+// E: the engine's storage, shape and order of weights. Products: PackedProducts or StreamedProducts.
+template <class E, class Products>
 struct Forward : ForwardScratch {
   using T = typename E::Storage;
   static constexpr Shape S = E::S;
@@ -25,6 +26,7 @@ struct Forward : ForwardScratch {
   const Dropout dropout;
   const bool general;
   const T** rows;
+  Products products;
   float exponent = 0.0f;  // P = 2^((S - m) * exponent)
 
   TILEWISE_FN Forward(const ForwardTask& t, Arena& arena)
@@ -36,7 +38,8 @@ struct Forward : ForwardScratch {
         scores{ForwardScratch::scores, &p, score_of(p)},
         dropout(dropout_of(p)),
         general(is_general(p)),
-        rows(reinterpret_cast<const T**>(ForwardScratch::rows)) {}
+        rows(reinterpret_cast<const T**>(ForwardScratch::rows)),
+        products{*this, p} {}
 
   // Q^T, row states and accumulators.
   TILEWISE_FN void begin() {
@@ -48,10 +51,7 @@ struct Forward : ForwardScratch {
 
     const int64_t used_panels = ceil_div(lanes.count, S.panel);
     lane_rows(rows, lanes, used_panels * S.panel, s, p.q);
-    for (int64_t i = 0; i < used_panels; ++i)
-      pack_columns_transposed<E>(q + i * qk.units * S.panel, S.panel, q_plane,
-                                 rows + i * S.panel, S.panel, p.head_dim, qk.units);
-    if (negate) E::negate(q, S.parts * q_plane);
+    products.load_queries(rows, used_panels, negate);
     for (int64_t i = 0; i < used_panels * dv.m * S.panel; ++i) o[i] = 0.0f;
     for (int64_t lane = 0; lane < used_panels * S.panel; ++lane) {
       m[lane] = kMinusInfinity;
@@ -67,8 +67,7 @@ struct Forward : ForwardScratch {
 
   // S^T = K Q^T for one panel, with score changes and band applied.
   TILEWISE_FN void score_panel(int64_t panel, Range keys, int64_t padded_keys) {
-    E::gemm(s_tile, S.panel, false, {k, qk.ld, 1, k_plane}, padded_keys,
-            {q + panel * qk.units * S.panel, S.panel, q_plane}, vectors(panel), qk.units);
+    products.scores(panel, padded_keys, vectors(panel));
     if (general) scores.load_panel(s, lanes, panel * S.panel, S.panel, keys, 0);
     const bool masked = padded_keys != keys.size() || !lanes.panel_covers(panel, keys);
     if (!general && !masked) return;
@@ -151,11 +150,9 @@ struct Forward : ForwardScratch {
   }
 
   // O^T += V^T P^T, and the rows that were taken out of V where their weight is not 0.
-  TILEWISE_FN void accumulate(int64_t panel, int64_t padded_keys, int64_t packed_keys,
-                              int64_t bad_count) {
+  TILEWISE_FN void accumulate(int64_t panel, int64_t padded_keys, int64_t bad_count) {
+    products.accumulate(panel, padded_keys, vectors(panel));
     float* const o_panel = o + panel * dv.m * S.panel;
-    E::gemm(o_panel, S.panel, true, E::rows_a(v, dv.m_ld, packed_keys, v_plane), dv.m,
-            {weights, S.panel, weights_plane}, vectors(panel), padded_keys / S.pair);
     for (int64_t b = 0; b < bad_count && bad_v.index[b] < padded_keys; ++b)
       for (int64_t lane = 0; lane < vectors(panel) * W; ++lane) {
         const float w = E::weight_b(weights, weights_plane, S.panel, bad_v.index[b], lane);
@@ -176,20 +173,20 @@ struct Forward : ForwardScratch {
       const Range keys = intersect(tiling.at(j), task.keys);
       const int64_t packed_keys = padded(keys);
       key_rows(rows, keys, packed_keys, s.kv, p.k, task.kv_head);
-      pack_columns<E>(k, qk.ld, k_plane, rows, packed_keys, p.head_dim);
+      products.load_keys(rows, packed_keys);
       key_rows(rows, keys, packed_keys, s.kv, p.v, task.kv_head);
       bool edge = false;
       for (int64_t i = 0; i < used_panels; ++i) edge |= !lanes.panel_covers(i, keys);
       const int64_t bad_count =
           edge ? take_out_nonfinite(rows, keys.size(), p.head_dim_v, bad_v) : 0;
-      E::pack_rows_a(v, dv.m_ld, v_plane, rows, packed_keys, p.head_dim_v);
+      products.load_values(rows, packed_keys);
       for (int64_t i = 0; i < used_panels; ++i) {
         if (!lanes.panel_sees(i, keys)) continue;
         // On the diagonal a panel stops at the last key it sees, not at the end of the tile.
         const Range seen_keys = {keys.begin, min(keys.end, lanes.any[i].end)};
         score_panel(i, seen_keys, padded(seen_keys));
         softmax_panel(i, seen_keys, padded(seen_keys));
-        accumulate(i, padded(seen_keys), packed_keys, bad_count);
+        accumulate(i, padded(seen_keys), bad_count);
       }
     }
     finish();
@@ -198,7 +195,7 @@ struct Forward : ForwardScratch {
   // Keys are padded so that they fill register blocks as rows and units as contraction, and come in
   // groups of 8 for dropout.
   TILEWISE_FN static constexpr int64_t padded(Range keys) {
-    return round_up(keys.size(), max<int64_t>(8, max<int64_t>(S.rows, S.units * S.pair)));
+    return round_up(keys.size(), Products::kKeyStep);
   }
 
   // out = O / l and lse = m + log(l), lane by lane.
@@ -236,10 +233,10 @@ struct Forward : ForwardScratch {
   }
 };
 
-template <class E>
+template <class E, template <class> class Products>
 void forward_item(const ForwardTask& task, Arena scratch) {
   [[maybe_unused]] const typename E::Session session{};
-  Forward<E> forward(task, scratch);
+  Forward<E, Products<E>> forward(task, scratch);
   forward.run();
 }
 

@@ -8,12 +8,14 @@
 namespace tilewise::cpu {
 namespace {
 
-template <class E>
+template <class E, Isa kIsa>
 const Kernels* kernels_of() {
   using T = typename E::Storage;
-  static_assert(E::S.lanes == W);
+  using Thin = FmaEngine<T, kIsa, thin_shape_of>;
+  static_assert(E::S.lanes == W && Thin::S.lanes == W);
   static constexpr Kernels kernels = {
-      forward_item<E>,
+      forward_item<E, PackedProducts>,
+      forward_item<Thin, StreamedProducts>,
       merge_item<T>,
       delta_item<T>,
       backward_item<E>,
@@ -26,11 +28,11 @@ template <Isa kIsa>
 const Kernels* fma_kernels(int32_t dtype) {
   switch (dtype) {
     case TILEWISE_FLOAT32:
-      return kernels_of<FmaEngine<float, kIsa>>();
+      return kernels_of<FmaEngine<float, kIsa>, kIsa>();
     case TILEWISE_FLOAT16:
-      return kernels_of<FmaEngine<Half, kIsa>>();
+      return kernels_of<FmaEngine<Half, kIsa>, kIsa>();
     case TILEWISE_BFLOAT16:
-      return kernels_of<FmaEngine<BFloat16, kIsa>>();
+      return kernels_of<FmaEngine<BFloat16, kIsa>, kIsa>();
     default:
       return nullptr;
   }

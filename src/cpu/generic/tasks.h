@@ -48,6 +48,7 @@ struct RowTask {
 
 struct Kernels {
   void (*forward)(const ForwardTask&, Arena scratch);
+  void (*decode)(const ForwardTask&, Arena scratch);  // at most kThinRows packed rows
   // Partials of `splits` splits, `stride` rows apart -> out and lse.
   void (*merge)(const ForwardTask&, int64_t splits, int64_t stride);
   void (*delta)(const RowTask&);

@@ -4,7 +4,7 @@ namespace tilewise::cpu {
 
 // fp32 and fp16 have their kernels in the avx512 table: the same code would be compiled here.
 const Kernels* avx512_bf16_kernels(int32_t dtype) {
-  return dtype == TILEWISE_BFLOAT16 ? kernels_of<DotEngine<Isa::avx512_bf16>>()
+  return dtype == TILEWISE_BFLOAT16 ? kernels_of<DotEngine<Isa::avx512_bf16>, Isa::avx512_bf16>()
                                     : avx512_kernels(dtype);
 }
 
