@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from tilewise import _ops, _torch
 from tilewise._request import Request, Sequences
 

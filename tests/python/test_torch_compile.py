@@ -1,0 +1,201 @@
+"""torch.compile without graph breaks, and the transforms of torch.func."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilewise
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
+
+
+def inputs(layout="bshd", batch=2):
+    q, k, v = torch.randn(batch, 20, 4, 16), torch.randn(batch, 24, 2, 16), torch.randn(2, 24, 2, 8)
+    if layout == "bhsd":
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    return tuple(x.requires_grad_() for x in (q, k, v))
+
+
+def close(ones, others):
+    for one, other in zip(ones, others, strict=True):
+        assert torch.allclose(one, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_whole_graph_forward_and_backward(layout, dynamic):
+    bias = torch.randn(1, 4, 20, 24, requires_grad=True)
+    sinks = torch.randn(4, requires_grad=True)
+    scale = torch.tensor(0.3, requires_grad=True)
+    leaves = (*inputs(layout), bias, sinks, scale)
+
+    def loss(q, k, v, bias, sinks, scale):
+        out, lse = tilewise.attention(
+            q * 1.0, k, v, causal=True, bias=bias, sinks=sinks, scale=scale, softcap=5.0,
+            return_lse=True, layout=layout,
+        )  # fmt: skip
+        return out.sin().sum() + lse.cos().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic)
+    close([compiled(*leaves)], [loss(*leaves)])
+    close(
+        torch.autograd.grad(compiled(*leaves), leaves), torch.autograd.grad(loss(*leaves), leaves)
+    )
+
+
+def test_whole_graph_varlen():
+    starts = torch.tensor([0, 7, 20], dtype=torch.int32)
+    q = torch.randn(20, 4, 16, requires_grad=True)
+
+    def loss(q, starts):
+        return tilewise.attention_varlen(q, q, q, starts, starts, causal=True).sin().sum()
+
+    compiled = torch.compile(loss, fullgraph=True)
+    close(torch.autograd.grad(compiled(q, starts), q), torch.autograd.grad(loss(q, starts), q))
+
+
+def test_whole_graph_dropout_draws_anew():
+    q, k, v = (x.detach() for x in inputs())
+    compiled = torch.compile(
+        lambda q, k, v: tilewise.attention(q, k, v, dropout_p=0.5), fullgraph=True
+    )
+    assert not torch.equal(compiled(q, k, v), compiled(q, k, v))
+    torch.manual_seed(5)
+    one = compiled(q, k, v)
+    torch.manual_seed(5)
+    assert torch.equal(one, compiled(q, k, v))
+
+
+def test_whole_graph_of_the_module_and_its_optimizer_step():
+    from tilewise.nn import FlashAttention
+
+    q, k, v = inputs("bhsd")
+    modules = FlashAttention(16, causal=True), FlashAttention(16, causal=True)
+    for module, run in zip(
+        modules, (modules[0], torch.compile(modules[1], fullgraph=True)), strict=True
+    ):
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            run(q, k, v).square().sum().backward()
+            optimizer.step()
+    assert modules[0].scale.item() == pytest.approx(modules[1].scale.item(), abs=1e-5)
+    assert abs(modules[0].scale.item() - 0.25) > 0.1
+
+
+def test_whole_graph_under_autocast():
+    q, k, v = inputs()
+    compiled = torch.compile(lambda q: tilewise.attention(q, k, v), fullgraph=True)
+    assert compiled(q).dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert compiled(q).dtype == torch.bfloat16
+
+
+def loss_of(q, k, v, **options):
+    return tilewise.attention(q, k, v, causal=True, **options).sin().sum()
+
+
+def test_func_grad():
+    leaves = inputs()
+    plain = [x.detach() for x in leaves]
+    close(
+        torch.func.grad(loss_of, argnums=(0, 1, 2))(*plain),
+        torch.autograd.grad(loss_of(*leaves), leaves),
+    )
+
+
+def test_jacrev():
+    q, k, v = (x.detach()[:1, :4] for x in inputs())
+
+    def attend(q):
+        return tilewise.attention(q, k, v)
+
+    wanted = torch.autograd.functional.jacobian(attend, q)
+    close([torch.func.jacrev(attend)(q)], [wanted])
+
+
+def stacked(results):
+    if isinstance(results[0], torch.Tensor):
+        return [torch.stack(list(results))]
+    return [torch.stack(list(column)) for column in zip(*results, strict=True)]
+
+
+# Options mapped and not mapped: those that fold into the batch, and those that cannot.
+MAPPED = {
+    "none": lambda: ({}, {}),
+    "bias": lambda: ({"bias": torch.randn(3, 1, 4, 20, 24)}, {}),
+    "shared bias per sequence": lambda: ({}, {"bias": torch.randn(2, 4, 20, 24)}),
+    "shared bias": lambda: ({}, {"bias": torch.randn(20, 24)}),
+    "alibi": lambda: ({"alibi_slopes": torch.rand(3, 4)}, {}),
+    "alibi per sequence": lambda: ({"alibi_slopes": torch.rand(3, 2, 4)}, {}),
+    "shared alibi per sequence": lambda: ({}, {"alibi_slopes": torch.rand(2, 4)}),
+    "sinks": lambda: ({"sinks": torch.randn(3, 4)}, {}),
+    "scale": lambda: ({"scale": torch.rand(3)}, {}),
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+@pytest.mark.parametrize("v_dim", [None, 0, 2])
+def test_vmap_is_a_loop(name, v_dim):
+    mapped, shared = MAPPED[name]()
+    q, k = torch.randn(3, 2, 20, 4, 16), torch.randn(3, 2, 24, 2, 16)
+    v = torch.randn(2, 24, 2, 8) if v_dim is None else torch.randn(3, 2, 24, 2, 8).movedim(0, v_dim)
+
+    def call(q, k, v, mapped):
+        return tilewise.attention(q, k, v, causal=True, **mapped, **shared)
+
+    def loss(q, k, v, mapped):
+        return call(q, k, v, mapped).sin().sum()
+
+    options = mapped.items()
+    each = [
+        (
+            q[i],
+            k[i],
+            v if v_dim is None else v.select(v_dim, i),
+            {n: x[i] for n, x in options},
+        )
+        for i in range(3)
+    ]
+    in_dims = (0, 0, v_dim, 0)
+    close(
+        [torch.func.vmap(call, in_dims=in_dims)(q, k, v, mapped)], stacked([call(*e) for e in each])
+    )
+    grad = torch.func.grad(loss, argnums=(0, 1, 2))
+    close(
+        torch.func.vmap(grad, in_dims=in_dims)(q, k, v, mapped), stacked([grad(*e) for e in each])
+    )
+
+
+def test_vmap_of_vmap_and_gradients_of_options_per_sample():
+    q, sinks = torch.randn(2, 3, 1, 9, 2, 8), torch.randn(2, 3, 2)
+
+    def loss(q, sinks):
+        return loss_of(q, q, q, sinks=sinks)
+
+    grad = torch.func.grad(loss, argnums=(0, 1))
+    given = torch.func.vmap(torch.func.vmap(grad))(q, sinks)
+    wanted = stacked([stacked([grad(q[i, j], sinks[i, j]) for j in range(3)]) for i in range(2)])
+    close(given, wanted)
+
+
+def test_vmap_randomness():
+    q = torch.randn(1, 20, 2, 8).expand(3, 1, 20, 2, 8)
+
+    def call(q):
+        return tilewise.attention(q, q, q, dropout_p=0.5)
+
+    different = torch.func.vmap(call, randomness="different")(q)
+    assert not torch.equal(different[0], different[1])
+    same = torch.func.vmap(call, randomness="same")(q)
+    assert torch.equal(same[0], same[1])
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.func.vmap(call)(q)
+
+
+def test_second_derivative_under_func_is_refused_in_words():
+    q = torch.randn(1, 5, 1, 8)
+    inner = torch.func.grad(lambda q: loss_of(q, q, q))
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.func.grad(lambda q: inner(q).sum())(q)

@@ -1,0 +1,187 @@
+"""The modules: the training loop of the papers' reader, and a block that trains and generates."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from tilewise.nn import FlashAttention, MultiheadAttention, RotaryEmbedding
+
+
+def relative(given, wanted):
+    return ((given - wanted).abs().max() / wanted.abs().max()).item()
+
+
+def test_the_training_loop_as_written():
+    attn = FlashAttention(head_dim=64)
+    optimizer = torch.optim.Adam(attn.parameters())
+    Q = torch.randn(2, 8, 512, 64, requires_grad=True)
+    K = torch.randn(2, 8, 512, 64, requires_grad=True)
+    V = torch.randn(2, 8, 512, 64, requires_grad=True)
+
+    optimizer.zero_grad()
+    output = attn(Q, K, V)
+    loss = output.sum()
+    loss.backward()
+    optimizer.step()
+
+    wanted = sdpa(Q, K, V)
+    grads = torch.autograd.grad(wanted.sum(), (Q, K, V))
+    assert relative(output.detach(), wanted.detach()) < 1e-6
+    # The sum of all outputs does not depend on the softmax: the gradients of Q and K are rounding,
+    # so their scale is that of the gradient of V.
+    for grad, wanted_grad in zip((Q.grad, K.grad, V.grad), grads, strict=True):
+        assert (grad - wanted_grad).abs().max() < 1e-6 * grads[2].abs().max()
+    assert attn.scale.grad is not None
+    assert [name for name, _ in attn.named_parameters()] == ["scale"]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_error_against_native_attention(causal):
+    attn = FlashAttention(64, causal=causal)
+    q, k, v = (torch.randn(2, 8, 512, 64, requires_grad=True) for _ in range(3))
+    out, wanted = attn(q, k, v), sdpa(q, k, v, is_causal=causal)
+    dout = torch.randn_like(out)
+    assert relative(out.detach(), wanted.detach()) < 1e-6
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    for grad, other in zip(grads, torch.autograd.grad(wanted, (q, k, v), dout), strict=True):
+        assert relative(grad, other) < 1e-6
+
+
+def test_adam_finds_the_scale():
+    q, k, v = (torch.randn(1, 2, 64, 16) for _ in range(3))
+    target = sdpa(q, k, v, scale=0.6)
+    attn = FlashAttention(16)
+    optimizer = torch.optim.Adam(attn.parameters(), lr=0.05)
+    for _ in range(60):
+        optimizer.zero_grad()
+        (attn(q, k, v) - target).square().mean().backward()
+        optimizer.step()
+    assert attn.scale.item() == pytest.approx(0.6, abs=0.03)
+
+
+def test_constant_scale_and_dropout_in_training_only():
+    attn = FlashAttention(8, learnable_scale=False, scale=0.5, dropout_p=0.5, layout="bshd")
+    assert not list(attn.parameters())
+    q = torch.randn(1, 30, 2, 8)
+    assert not torch.equal(attn(q, q, q), attn(q, q, q))
+    attn.eval()
+    wanted = sdpa(*(q.transpose(1, 2),) * 3, scale=0.5).transpose(1, 2)
+    assert torch.allclose(attn(q, q, q), wanted, atol=1e-6)
+    out, lse = attn(q, q, q, return_lse=True)
+    assert out.shape == q.shape and lse.shape == (1, 2, 30)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: FlashAttention(0), "head_dim is 0"),
+        (lambda: FlashAttention(513), "head_dim is 513"),
+        (lambda: FlashAttention(8, layout="sbhd"), "layout is 'sbhd'"),
+        (lambda: FlashAttention(8, dropout_p=1.0), "dropout_p is 1.0"),
+        (lambda: FlashAttention(8, window=3), "window is 3"),
+        (lambda: FlashAttention(8)(*(torch.zeros(1, 1, 1, 9),) * 3), "head dimension 9"),
+        (lambda: MultiheadAttention(30, 4), "embed_dim is 30"),
+        (lambda: MultiheadAttention(32, 4, num_kv_heads=3), "num_kv_heads 3"),
+        (lambda: MultiheadAttention(20, 4, rotary_base=1e4), "must be even"),
+        (lambda: RotaryEmbedding(8, 4)(torch.zeros(1, 5, 1, 8)), "x has 5 rows"),
+    ],
+)
+def test_modules_refuse(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def naive_block(block, x):
+    """The block with attention written out, in float64."""
+    batch, rows, _ = x.shape
+    block = block.double()
+    x = x.double()
+    q = block.q_proj(x).view(batch, rows, block.num_heads, -1)
+    k = block.k_proj(x).view(batch, rows, block.num_kv_heads, -1)
+    v = block.v_proj(x).view(batch, rows, block.num_kv_heads, -1)
+    if block.rotary is not None:
+        angle = torch.arange(rows)[:, None] * 1e4 ** -(
+            torch.arange(0, block.head_dim, 2).double() / block.head_dim
+        )
+        turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+        half = block.head_dim // 2
+        q, k = (
+            torch.view_as_real(torch.complex(y[..., :half], y[..., half:]) * turn).mT.flatten(-2)
+            for y in (q, k)
+        )
+    group = block.num_heads // block.num_kv_heads
+    q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.mT / math.sqrt(block.head_dim)
+    scores = scores.masked_fill(torch.ones(rows, rows).triu(1).bool(), -math.inf)
+    if block.sinks is not None:
+        column = block.sinks.view(1, -1, 1, 1).expand(batch, -1, rows, 1)
+        weights = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    out = (weights @ v).transpose(1, 2).flatten(2)
+    return block.out_proj(out)
+
+
+BLOCKS = {
+    "plain": {},
+    "grouped": dict(num_kv_heads=2),
+    "rotary": dict(rotary_base=1e4, num_kv_heads=1),
+    "sinks and bias": dict(sinks=True, bias=True, head_dim=24),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block_is_naive_attention(name):
+    block = MultiheadAttention(32, 4, **BLOCKS[name])
+    if block.sinks is not None:
+        torch.nn.init.normal_(block.sinks)
+    x = torch.randn(2, 17, 32)
+    out = block(x)
+    out.square().sum().backward()
+    grads = {n: p.grad.clone() for n, p in block.named_parameters()}
+    block.zero_grad()
+    wanted = naive_block(block, x)
+    assert torch.allclose(out.double(), wanted, atol=1e-5)
+    wanted.square().sum().backward()
+    for n, p in block.named_parameters():
+        assert torch.allclose(grads[n].double(), p.grad, atol=1e-4, rtol=1e-4), n
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("window", [(None, None), (4, None)])
+def test_generation_with_a_cache_is_one_forward(name, window):
+    block = MultiheadAttention(32, 4, window=window, **BLOCKS[name]).eval()
+    x = torch.randn(2, 12, 32)
+    with torch.no_grad():
+        wanted = block(x)
+        cache = block.new_cache(2, 12)
+        steps = [block(x[:, :5], cache)]
+        steps += [block(x[:, i : i + 1], cache) for i in range(5, 12)]
+        assert torch.allclose(torch.cat(steps, 1), wanted, atol=1e-5)
+        assert cache.length == 12
+        with pytest.raises(ValueError, match="its capacity is 12"):
+            block(x[:, :1], cache)
+        assert cache.length == 12
+
+
+def test_block_under_autocast_trains_and_generates():
+    block = MultiheadAttention(32, 4, rotary_base=1e4)
+    x = torch.randn(2, 8, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = block(x)
+        assert out.dtype == torch.bfloat16
+        cache = block.new_cache(2, 8)
+        assert torch.allclose(block(x, cache).float(), out.float(), atol=2e-2)
+    out.float().sum().backward()
+    assert block.q_proj.weight.grad.dtype == torch.float32
+
+
+def test_cache_needs_a_causal_block():
+    block = MultiheadAttention(16, 2, causal=False)
+    with pytest.raises(ValueError, match="causal=True"):
+        block(torch.zeros(1, 2, 16), block.new_cache(1, 4))

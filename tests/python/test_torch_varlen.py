@@ -1,0 +1,136 @@
+"""Variable length and paged keys on tensors: a loop over the sequences must say the same."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import tilewise
+
+STARTS_Q = [0, 5, 5, 40, 41]
+STARTS_K = [0, 9, 12, 50, 50]
+
+
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def leaf(*shape):
+    return torch.randn(shape, requires_grad=True)
+
+
+def each_sequence(q, k, v, *, bias=None, alibi_slopes=None, **options):
+    """The sequences one by one through ``attention``, and zeros for the rows behind the last."""
+    outs, lses = [], []
+    for b in range(len(STARTS_Q) - 1):
+        rows, keys = slice(*STARTS_Q[b : b + 2]), slice(*STARTS_K[b : b + 2])
+        count = rows.stop - rows.start, keys.stop - keys.start
+        own = {} if bias is None else {"bias": bias[b : b + 1, :, : count[0], : count[1]]}
+        if alibi_slopes is not None:
+            own["alibi_slopes"] = alibi_slopes[b]
+        out, lse = tilewise.attention(
+            q[None, rows], k[None, keys], v[None, keys], return_lse=True, **own, **options
+        )
+        outs.append(out[0])
+        lses.append(lse[0])
+    tail = q.shape[0] - STARTS_Q[-1]
+    outs.append(q.new_zeros(tail, q.shape[1], v.shape[2]))
+    lses.append(q.new_full((q.shape[1], tail), -math.inf))
+    return torch.cat(outs), torch.cat(lses, dim=1)
+
+
+def gradients(out, lse, leaves):
+    finite = torch.where(lse.isfinite(), lse, 0.0)
+    return torch.autograd.grad(out.sin().sum() + finite.cos().sum(), leaves)
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "window": dict(window=(3, 1)),
+    "softcap": dict(softcap=2.0, causal=True, scale=0.5),
+}
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, "bias", "alibi", "sinks"])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_varlen_is_a_loop(name, bounded):
+    q, k, v = leaf(43, 4, 16), leaf(50, 2, 16), leaf(50, 2, 8)
+    leaves, options = [q, k, v], dict(OPTIONS.get(name, {}))
+    if name == "bias":
+        options["bias"] = leaf(4, 4, 35, 38)
+        leaves.append(options["bias"])
+    elif name == "alibi":
+        options["alibi_slopes"] = torch.rand(4, 4)
+    elif name == "sinks":
+        options["sinks"] = leaf(4)
+        leaves.append(options["sinks"])
+    bounds = dict(max_seqlen_q=35, max_seqlen_k=38) if bounded else {}
+    out, lse = tilewise.attention_varlen(
+        q, k, v, int32(STARTS_Q), int32(STARTS_K), return_lse=True, **bounds, **options
+    )
+    wanted, wanted_lse = each_sequence(q, k, v, **options)
+    assert torch.allclose(out, wanted, atol=1e-6)
+    # Sequences without rows or keys: a sink alone is still a softmax.
+    assert torch.allclose(lse[:, :41], wanted_lse[:, :41], atol=1e-6)
+    for grad, wanted_grad in zip(
+        gradients(out, lse[:, :41], leaves), gradients(wanted, wanted_lse[:, :41], leaves),
+        strict=True,
+    ):  # fmt: skip
+        assert torch.allclose(grad, wanted_grad, atol=3e-6, rtol=1e-5)
+
+
+def test_seqused_cuts_each_sequence():
+    q, k, v = leaf(41, 2, 16), leaf(50, 2, 16), leaf(50, 2, 16)
+    used_q, used_k = [2, 0, 30, 1], [4, 0, 38, 0]
+    out = tilewise.attention_varlen(
+        q, k, v, int32(STARTS_Q), int32(STARTS_K), seqused_q=int32(used_q), seqused_k=int32(used_k),
+        causal=True,
+    )  # fmt: skip
+    for b in range(4):
+        first, key = STARTS_Q[b], STARTS_K[b]
+        rows, keys = slice(first, first + used_q[b]), slice(key, key + used_k[b])
+        wanted = tilewise.attention(q[None, rows], k[None, keys], v[None, keys], causal=True)
+        assert torch.allclose(out[rows], wanted[0], atol=1e-6)
+        assert not out[first + used_q[b] : STARTS_Q[b + 1]].any()
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_and_their_gradients(page_size, dtype):
+    """Pages in any order, one of them shared by two sequences, garbage behind the keys in use."""
+    lengths = [7, 16, 0, 11]
+    width = -(-max(lengths) // page_size)
+    need = [-(-length // page_size) for length in lengths]
+    pages = sum(need) + 2
+    order = torch.randperm(pages)
+    table = torch.full((4, width), -7, dtype=torch.int32)
+    taken = 0
+    for b, count in enumerate(need):
+        table[b, :count] = order[taken : taken + count]
+        taken += count
+    table[3, 0] = table[1, 0]
+    starts = int32([0, 3, 4, 6, 17])
+    q, k, v = (
+        torch.randn(shape, dtype=dtype, requires_grad=True)
+        for shape in ((17, 4, 16), (pages, page_size, 2, 16), (pages, page_size, 2, 8))
+    )
+    out = tilewise.attention_varlen(
+        q, k, v, starts, None, seqused_k=int32(lengths), block_table=table, causal=True
+    )  # fmt: skip
+    wanted = []
+    for b, length in enumerate(lengths):
+        index = table[b, : need[b]].long()
+        keys, values = (x[index].flatten(0, 1)[None, :length] for x in (k, v))
+        wanted.append(tilewise.attention(q[None, starts[b] : starts[b + 1]], keys, values,
+                                         causal=True)[0])  # fmt: skip
+    wanted = torch.cat(wanted)
+    assert torch.allclose(out, wanted, atol=1e-6 if dtype == torch.float32 else 1e-2)
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    for grad, other in zip(grads, torch.autograd.grad(wanted, (q, k, v), dout), strict=True):
+        assert grad.shape == other.shape and grad.dtype == dtype
+        tolerance = 1e-5 if dtype == torch.float32 else 4e-2
+        assert torch.allclose(grad, other, atol=tolerance, rtol=tolerance)
