@@ -2,6 +2,6 @@
 
 import sys
 
-from tilewise.cli.main import main
+from tilewise.cli.command import main
 
 sys.exit(main())

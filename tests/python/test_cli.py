@@ -13,7 +13,7 @@ import pytest
 np = pytest.importorskip("numpy")
 
 from tilewise.cli import doctor, oracle, provenance, selftest, system, tables  # noqa: E402
-from tilewise.cli.main import main  # noqa: E402
+from tilewise.cli.command import main  # noqa: E402
 
 
 def test_doctor_names_what_is_in_use(capsys):
@@ -90,7 +90,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 def test_doctor_without_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from tilewise.cli.main import main\n"
+        "from tilewise.cli.command import main\n"
         "sys.exit(main(['doctor', '--json', '--isa', 'portable']))"
     )
     done = run_python(code)
@@ -102,7 +102,7 @@ def test_doctor_without_torch():
 def test_bench_without_torch_says_so():
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from tilewise.cli.main import main\n"
+        "from tilewise.cli.command import main\n"
         "sys.exit(main(['bench']))"
     )
     done = run_python(code)
@@ -110,7 +110,7 @@ def test_bench_without_torch_says_so():
 
 
 def test_doctor_without_the_library(tmp_path):
-    code = "import sys; from tilewise.cli.main import main; sys.exit(main(['doctor']))"
+    code = "import sys; from tilewise.cli.command import main; sys.exit(main(['doctor']))"
     done = run_python(code, TILEWISE_LIBRARY_DIR=str(tmp_path))
     assert done.returncode == 2
     assert "libtilewise" in done.stderr and "Traceback" not in done.stderr

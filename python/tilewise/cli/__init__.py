@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tilewise.cli.main import main
+from tilewise.cli.command import main
 
 __all__ = ["main"]
