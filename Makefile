@@ -106,10 +106,16 @@ format: $(VENV)/.ready-lint ## rewrites C++ and Python in the project's format
 
 .PHONY: lint
 lint: $(VENV)/.ready-lint ## format, include arrows, sizes, words, ruff, mypy: nothing is rewritten
-	@git ls-files -z $(cxx_files) | xargs -0 -r clang-format --dry-run -Werror
-	@ruff format --check --quiet . && ruff check --quiet .
-	@for lint in includes size words; do $(python) tools/lint_$$lint.py; done
-	@mypy
+	@status=0; \
+	git ls-files -z $(cxx_files) | xargs -0 -r clang-format --dry-run -Werror 2>&1 | \
+	  sed -n 's/^\([^:]*\):[0-9:]* error: code should be.*/\1: not in the format of .clang-format/p' | \
+	  sort -u | tee /dev/stderr | grep -q . && status=1; \
+	ruff format --check . || status=1; \
+	ruff check --output-format concise . || status=1; \
+	for lint in includes size words; do $(python) tools/lint_$$lint.py || status=1; done; \
+	mypy || status=1; \
+	[ $$status -eq 0 ] || echo "lint: see above; \`make format\` mends what can be mended"; \
+	exit $$status
 
 cxx_files := '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' '*.cuh'
 

@@ -77,10 +77,18 @@ def _opens_function(head: str) -> bool:
 
 
 def python_functions(text: str) -> Iterator[tuple[str, int, int]]:
-    """Name, first line and last line of every function in `text`, without its decorators."""
+    """Name, first line and last line of every function in `text`.
+
+    Decorators and docstring do not count: what a caller reads is not what has to be held in mind.
+    """
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name, node.lineno, node.end_lineno or node.lineno
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        end = node.end_lineno or node.lineno
+        if ast.get_docstring(node) is not None:
+            docstring = node.body[0]
+            end -= (docstring.end_lineno or docstring.lineno) - docstring.lineno + 1
+        yield node.name, node.lineno, end
 
 
 def check(root: Path, file: Path) -> Iterator[Finding]:

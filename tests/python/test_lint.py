@@ -106,6 +106,7 @@ CLEAN = {
     "src/capi/long_text.cpp": "// asm volatile(\n" + "int f() {\n" + "  g();\n" * 78 + "}\n",
     "bindings/torch/a.cpp": '#include <torch/csrc/stable/library.h>\n#include "b.h"\n',
     "bindings/torch/b.h": '#include "tilewise/tilewise.h"\n',
+    "python/a.py": 'def f():\n    """One\n' + "    more\n" * 79 + '    """\n    return 1\n',
     "README.md": "https://example.org/home/page, ratio 10.5, version 2.13.0\n",
 }
 
