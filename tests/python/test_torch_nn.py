@@ -28,8 +28,9 @@ def test_the_training_loop_as_written():
     loss.backward()
     optimizer.step()
 
-    wanted = sdpa(Q, K, V)
-    grads = torch.autograd.grad(wanted.sum(), (Q, K, V))
+    wide = [x.detach().double().requires_grad_() for x in (Q, K, V)]
+    wanted = sdpa(*wide)
+    grads = torch.autograd.grad(wanted.sum(), wide)
     assert relative(output.detach(), wanted.detach()) < 1e-6
     # The sum of all outputs does not depend on the softmax: the gradients of Q and K are rounding,
     # so their scale is that of the gradient of V.
@@ -42,12 +43,13 @@ def test_the_training_loop_as_written():
 @pytest.mark.parametrize("causal", [False, True])
 def test_error_against_native_attention(causal):
     attn = FlashAttention(64, causal=causal)
-    q, k, v = (torch.randn(2, 8, 512, 64, requires_grad=True) for _ in range(3))
-    out, wanted = attn(q, k, v), sdpa(q, k, v, is_causal=causal)
+    inputs = [torch.randn(2, 8, 512, 64, requires_grad=True) for _ in range(3)]
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    out, wanted = attn(*inputs), sdpa(*wide, is_causal=causal)
     dout = torch.randn_like(out)
     assert relative(out.detach(), wanted.detach()) < 1e-6
-    grads = torch.autograd.grad(out, (q, k, v), dout)
-    for grad, other in zip(grads, torch.autograd.grad(wanted, (q, k, v), dout), strict=True):
+    grads = torch.autograd.grad(out, inputs, dout)
+    for grad, other in zip(grads, torch.autograd.grad(wanted, wide, dout.double()), strict=True):
         assert relative(grad, other) < 1e-6
 
 

@@ -1,0 +1,275 @@
+"""Every argument of the Python functions, given wrong: name, value and what is allowed.
+
+Tensors and arrays are refused by the same words where the rules are the same.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import tilewise
+
+
+def tensor(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+def array(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype=dtype)
+
+
+def dense(make, **changes):
+    """A call of attention that is right but for the changes: B 2, Sq 5, Sk 7, Hq 4, Hkv 2, D 8."""
+    given = dict(q=make(2, 5, 4, 8), k=make(2, 7, 2, 8), v=make(2, 7, 2, 6)) | changes
+    return tilewise.attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+
+
+def test_the_unchanged_call_is_right():
+    assert dense(tensor).shape == (2, 5, 4, 6)
+    assert dense(array).shape == (2, 5, 4, 6)
+
+
+# (changes by kind of array, error, words)
+BOTH = [
+    (lambda m: dict(q=m(5, 4, 8)), ValueError, r"q has shape \[5, 4, 8\], but must have 4"),
+    (lambda m: dict(k=m(7, 2, 8)), ValueError, r"k has shape \[7, 2, 8\], but must have 4"),
+    (lambda m: dict(v=m(2, 7, 12)), ValueError, r"v has shape \[2, 7, 12\], but must have 4"),
+    (lambda m: dict(k=m(3, 7, 2, 8)), ValueError, "k has batch size 3, but q has 2"),
+    (lambda m: dict(k=m(2, 7, 2, 9)), ValueError, "k has head dimension 9, but q has 8"),
+    (lambda m: dict(v=m(2, 6, 2, 8)), ValueError, r"v has shape .* must agree with k"),
+    (lambda m: dict(v=m(2, 7, 1, 8)), ValueError, r"v has shape .* must agree with k"),
+    (lambda m: dict(q=m(2, 5, 3, 8)), ValueError, "q has 3 heads, but must have a multiple"),
+    (lambda m: dict(q=m(2, 5, 0, 8)), ValueError, "q has 0 heads"),
+    (lambda m: dict(k=m(2, 7, 0, 8), v=m(2, 7, 0, 8)), ValueError, "k has 0, but both"),
+    (lambda m: dict(q=m(2, 5, 4, 0), k=m(2, 7, 2, 0)), ValueError, "q has head dimension 0"),
+    (
+        lambda m: dict(q=m(2, 5, 4, 513), k=m(2, 7, 2, 513)),
+        ValueError,
+        "513, but must be 1",
+    ),
+    (lambda m: dict(v=m(2, 7, 2, 600)), ValueError, "v has head dimension 600"),
+    (lambda m: dict(v=m(2, 7, 2, 0)), ValueError, "v has head dimension 0"),
+    (lambda _: dict(k=None), TypeError, "k is a NoneType"),
+    (lambda _: dict(v=[1.0]), TypeError, "v is a list"),
+    (lambda _: dict(layout="sbhd"), ValueError, "layout is 'sbhd', but must be 'bshd' or 'bhsd'"),
+    (lambda _: dict(window=4), ValueError, "window is 4, but must be a pair"),
+    (lambda _: dict(window=(1, 2, 3)), ValueError, r"window is \(1, 2, 3\)"),
+    (lambda _: dict(window=(1.5, 0)), TypeError, "window left is 1.5"),
+    (lambda _: dict(window=(0, True)), TypeError, "window right is True"),
+    (lambda _: dict(scale="a"), TypeError, "scale is 'a'"),
+    (lambda _: dict(scale=math.inf), ValueError, "scale is inf"),
+    (lambda _: dict(scale=math.nan), ValueError, "scale is nan"),
+    (lambda m: dict(scale=m(2)), ValueError, r"scale has shape \[2\]"),
+    (lambda _: dict(softcap=-1.0), ValueError, "softcap is -1.0, but must be finite and >= 0"),
+    (lambda _: dict(softcap=math.nan), ValueError, "softcap is nan"),
+    (lambda _: dict(softcap=None), TypeError, "softcap is None"),
+    (lambda _: dict(dropout_p=1.0), ValueError, r"dropout_p is 1.0, but must be in \[0, 1\)"),
+    (lambda _: dict(dropout_p=-0.1), ValueError, "dropout_p is -0.1"),
+    (lambda _: dict(dropout_p="x"), TypeError, "dropout_p is 'x'"),
+    (lambda m: dict(bias=m(5, 8)), ValueError, r"bias has shape \[5, 8\], .* here \[5, 7\]"),
+    (lambda m: dict(bias=m(3, 4, 5, 7)), ValueError, r"bias has shape \[3, 4, 5, 7\]"),
+    (lambda m: dict(bias=m(1, 1, 4, 5, 7)), ValueError, "must have 1 to 4 dimensions"),
+    (lambda m: dict(bias=m()), ValueError, "must have 1 to 4 dimensions"),
+    (lambda _: dict(bias=3.0), TypeError, "bias is a float"),
+    (lambda m: dict(alibi_slopes=m(5)), ValueError, r"alibi_slopes has shape \[5\]"),
+    (lambda m: dict(alibi_slopes=m(3, 4)), ValueError, r"alibi_slopes has shape \[3, 4\]"),
+    (lambda _: dict(alibi_slopes=1.0), TypeError, "alibi_slopes is a float"),
+    (lambda m: dict(sinks=m(2)), ValueError, r"sinks has shape \[2\], but must be \[4\]"),
+    (lambda _: dict(sinks=1.0), TypeError, "sinks is a float"),
+]
+
+
+@pytest.mark.parametrize("make", [tensor, array], ids=["tensor", "array"])
+@pytest.mark.parametrize(("changes", "error", "words"), BOTH)
+def test_attention_refuses(make, changes, error, words):
+    with pytest.raises(error, match=words):
+        dense(make, **changes(make))
+
+
+TENSORS = [
+    (dict(q=tensor(2, 5, 4, 8, dtype=torch.float64)), TypeError, "q has dtype torch.float64"),
+    (dict(q=tensor(2, 5, 4, 8, dtype=torch.int32)), TypeError, "q has dtype torch.int32"),
+    (dict(k=tensor(2, 7, 2, 8).half()), TypeError, "k has dtype torch.float16, but q has"),
+    (dict(v=tensor(2, 7, 2, 6).bfloat16()), TypeError, "v has dtype torch.bfloat16, but q has"),
+    (dict(k=array(2, 7, 2, 8)), TypeError, "k is a ndarray, but must be a torch.Tensor"),
+    (dict(q=tensor(2, 5, 4, 8).to_sparse()), TypeError, "q has layout torch.sparse_coo"),
+    (dict(k=tensor(2, 7, 2, 8).to("meta")), ValueError, "k is on meta, but q is on cpu"),
+    (dict(v=tensor(2, 7, 2, 6).to("meta")), ValueError, "v is on meta"),
+    (dict(bias=tensor(5, 7).to("meta")), ValueError, "bias is on meta"),
+    (dict(bias=tensor(5, 7).double()), TypeError, "bias has dtype torch.float64"),
+    (dict(bias=tensor(5, 7).bool()), TypeError, "bias has dtype torch.bool"),
+    (dict(bias=array(5, 7)), TypeError, "bias is a ndarray"),
+    (dict(alibi_slopes=tensor(4).int()), TypeError, "alibi_slopes has dtype torch.int32"),
+    (dict(alibi_slopes=tensor(4).to("meta")), ValueError, "alibi_slopes is on meta"),
+    (dict(alibi_slopes=tensor(4).requires_grad_()), ValueError, "alibi_slopes requires a gradient"),
+    (dict(sinks=tensor(4).long()), TypeError, "sinks has dtype torch.int64"),
+    (dict(sinks=tensor(4).to("meta")), ValueError, "sinks is on meta"),
+    (dict(scale=tensor(1).to("meta")), ValueError, "scale is on meta"),
+    (dict(scale=tensor(1).int()), ValueError, "scale has shape .* floating-point"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "words"), TENSORS)
+def test_attention_refuses_tensors(changes, error, words):
+    with pytest.raises(error, match=words):
+        dense(tensor, **changes)
+
+
+ARRAYS = [
+    (dict(q=array(2, 5, 4, 8, dtype=np.float64)), TypeError, "q has dtype float64"),
+    (dict(k=array(2, 7, 2, 8, dtype=np.float16)), TypeError, "k has dtype float16, but q has"),
+    (dict(v=tensor(2, 7, 2, 6)), TypeError, "v is a torch.Tensor, but q is not"),
+    (dict(bias=array(5, 7, dtype=np.float64)), TypeError, "bias has dtype float64"),
+    (dict(bias=array(5, 7, dtype=np.float16)), TypeError, "bias has dtype float16, .* float32"),
+    (dict(alibi_slopes=array(4, dtype=np.int64)), TypeError, "alibi_slopes has dtype int64"),
+    (dict(sinks=array(4, dtype=np.bool_)), TypeError, "sinks has dtype bool"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "words"), ARRAYS)
+def test_attention_refuses_arrays(changes, error, words):
+    with pytest.raises(error, match=words):
+        dense(array, **changes)
+
+
+def int32(make, values):
+    return torch.tensor(values, dtype=torch.int32) if make is tensor else np.array(values, np.int32)
+
+
+def varlen(make, **changes):
+    """A call of attention_varlen that is right but for the changes: two sequences."""
+    given = dict(
+        q=make(5, 4, 8), k=make(9, 2, 8), v=make(9, 2, 6), cu_seqlens_q=int32(make, [0, 2, 5]),
+        cu_seqlens_k=int32(make, [0, 4, 9]),
+    ) | changes  # fmt: skip
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
+    return tilewise.attention_varlen(*[given.pop(name) for name in names], **given)
+
+
+def paged(m, **changes):
+    return dict(
+        k=m(3, 4, 2, 8), v=m(3, 4, 2, 6), cu_seqlens_k=None,
+        block_table=int32(m, [[0, 1], [2, 0]]),
+    ) | changes  # fmt: skip
+
+
+VARLEN = [
+    (lambda m: dict(q=m(1, 5, 4, 8)), ValueError, r"q has shape .* must have 3 dimensions"),
+    (lambda m: dict(k=m(1, 9, 2, 8)), ValueError, r"k has shape .* must have 3 dimensions"),
+    (lambda m: dict(v=m(8, 2, 6)), ValueError, r"v has shape .* must agree with k"),
+    (lambda m: dict(k=m(9, 2, 7)), ValueError, "k has head dimension 7"),
+    (lambda m: dict(q=m(5, 3, 8)), ValueError, "q has 3 heads"),
+    (lambda _: dict(cu_seqlens_k=None), TypeError, "cu_seqlens_k is None"),
+    (lambda _: dict(cu_seqlens_q=[0, 2, 5]), TypeError, "cu_seqlens_q is a list"),
+    (lambda m: dict(cu_seqlens_q=int32(m, [])), ValueError, "cu_seqlens_q"),
+    (lambda m: dict(cu_seqlens_q=int32(m, [[0, 2, 5]])), ValueError, "cu_seqlens_q has shape"),
+    (lambda m: dict(cu_seqlens_k=int32(m, [0, 9])), ValueError, r"cu_seqlens_k has shape \[2\]"),
+    (lambda m: dict(cu_seqlens_q=m(3)), TypeError, "cu_seqlens_q has dtype"),
+    (lambda m: dict(cu_seqlens_k=m(3)), TypeError, "cu_seqlens_k has dtype"),
+    (lambda m: dict(seqused_q=int32(m, [1])), ValueError, r"seqused_q has shape \[1\]"),
+    (lambda m: dict(seqused_k=int32(m, [1, 1, 1])), ValueError, r"seqused_k has shape \[3\]"),
+    (lambda m: dict(seqused_k=m(2)), TypeError, "seqused_k has dtype"),
+    (lambda _: dict(seqused_q=3), TypeError, "seqused_q is a int"),
+    (lambda _: dict(max_seqlen_q=2.5), TypeError, "max_seqlen_q is 2.5"),
+    (lambda _: dict(max_seqlen_k=-1), ValueError, "max_seqlen_k is -1"),
+    (lambda m: dict(bias=m(3, 4, 3, 5)), ValueError, r"bias has shape \[3, 4, 3, 5\]"),
+    (
+        lambda m: paged(m, cu_seqlens_k=int32(m, [0, 4, 9])),
+        ValueError,
+        "block_table are both given",
+    ),
+    (lambda m: paged(m, block_table=int32(m, [[0, 1]])), ValueError, "block_table has shape"),
+    (lambda m: paged(m, block_table=m(2, 2)), TypeError, "block_table has dtype"),
+    (lambda m: paged(m, block_table=3), TypeError, "block_table is a int"),
+    (lambda m: paged(m, k=m(9, 2, 8)), ValueError, r"k has shape .* must have 4 dimensions"),
+    # What only the entries tell, the library refuses before it writes.
+    (lambda m: dict(cu_seqlens_q=int32(m, [1, 2, 5])), ValueError, "cu_seqlens_q"),
+    (lambda m: dict(cu_seqlens_q=int32(m, [0, 6, 5])), ValueError, "cu_seqlens_q"),
+    (lambda m: dict(cu_seqlens_q=int32(m, [0, 2, 6])), ValueError, "cu_seqlens_q"),
+    (lambda m: dict(cu_seqlens_k=int32(m, [0, 4, 10])), ValueError, "cu_seqlens_k"),
+    (lambda m: dict(seqused_q=int32(m, [3, 0])), ValueError, "seqused_q"),
+    (lambda m: dict(seqused_k=int32(m, [4, 6])), ValueError, "seqused_k"),
+    (lambda m: paged(m, block_table=int32(m, [[0, 3], [1, 2]])), ValueError, "block_table"),
+    (lambda m: paged(m, block_table=int32(m, [[0, -1], [1, 2]])), ValueError, "block_table"),
+    (lambda m: paged(m, seqused_k=int32(m, [9, 1])), ValueError, "seqused_k"),
+]
+
+
+@pytest.mark.parametrize("make", [tensor, array], ids=["tensor", "array"])
+@pytest.mark.parametrize(("changes", "error", "words"), VARLEN)
+def test_attention_varlen_refuses(make, changes, error, words):
+    assert varlen(make).shape == (5, 4, 6) and varlen(make, **paged(make)).shape == (5, 4, 6)
+    with pytest.raises(error, match=words):
+        varlen(make, **changes(make))
+
+
+def test_index_tensors_must_be_contiguous_and_near():
+    strided = torch.tensor([[0, 9], [2, 9], [5, 9]], dtype=torch.int32)[:, 0]
+    with pytest.raises(ValueError, match="cu_seqlens_q has stride 2"):
+        varlen(tensor, cu_seqlens_q=strided)
+    with pytest.raises(ValueError, match="seqused_k is on meta"):
+        varlen(tensor, seqused_k=torch.zeros(2, dtype=torch.int32, device="meta"))
+
+
+@pytest.mark.parametrize("make", [tensor, array], ids=["tensor", "array"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (lambda m: (m(5, 4), m(4, 5), m(5, 4), m(4, 5)), r"out_a has shape \[5, 4\]"),
+        (lambda m: (m(5, 4, 6), m(4, 5), m(5, 4, 7), m(4, 5)), r"out_b has shape \[5, 4, 7\]"),
+        (lambda m: (m(5, 4, 6), m(5, 4), m(5, 4, 6), m(4, 5)), r"lse_a has shape \[5, 4\]"),
+        (lambda m: (m(5, 4, 6), m(4, 5), m(5, 4, 6), m(4, 6)), r"lse_b has shape \[4, 6\]"),
+        (lambda m: (m(2, 5, 4, 6), m(2, 5, 4), m(2, 5, 4, 6), m(2, 4, 5)), "lse_a has shape"),
+    ],
+)
+def test_merge_states_refuses(make, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        tilewise.merge_states(*arguments(make))
+
+
+def test_attention_backward_refuses():
+    q, out, lse = array(2, 5, 4, 8), array(2, 5, 4, 8), array(2, 4, 5)
+    k = array(2, 7, 2, 8)
+    for changes, error, words in (
+        (dict(dout=array(2, 5, 4, 7)), ValueError, r"dout has shape \[2, 5, 4, 7\]"),
+        (dict(dout=array(2, 5, 4, 8, dtype=np.float16)), TypeError, "dout has dtype float16"),
+        (dict(out=array(2, 4, 5, 8)), ValueError, "out has shape"),
+        (dict(lse=array(2, 5, 4)), ValueError, "lse has shape"),
+        (dict(lse=array(2, 4, 5, dtype=np.float64)), TypeError, "lse has dtype float64"),
+        (dict(dlse=array(2, 5, 4)), ValueError, "dlse has shape"),
+    ):
+        given = dict(dout=out, q=q, k=k, v=k, out=out, lse=lse) | changes
+        names = ("dout", "q", "k", "v", "out", "lse")
+        with pytest.raises(error, match=words):
+            tilewise.attention_backward(*[given.pop(name) for name in names], **given)
+
+
+def test_explain_refuses_what_attention_refuses():
+    for make in (tensor, array):
+        with pytest.raises(ValueError, match="softcap is -1"):
+            tilewise.explain(make(1, 2, 1, 8), make(1, 2, 1, 8), make(1, 2, 1, 8), softcap=-1)
+
+
+def test_a_missing_library_is_named(monkeypatch, tmp_path):
+    from tilewise import _library
+
+    monkeypatch.setenv(_library.DIRECTORY_VARIABLE, str(tmp_path))
+    with pytest.raises(ImportError, match=r"libtilewise\.so is not in .*TILEWISE_LIBRARY_DIR"):
+        _library._path_of("libtilewise")
+    (tmp_path / "libtilewise.so").write_text("no library")
+    _library.c_library.cache_clear()
+    try:
+        with pytest.raises(ImportError, match="cannot be loaded"):
+            _library.c_library()
+    finally:
+        _library.c_library.cache_clear()
+
+
+def test_unknown_names():
+    with pytest.raises(AttributeError, match="no attribute 'flash'"):
+        tilewise.flash  # noqa: B018
+    assert set(tilewise.__all__) <= set(dir(tilewise))
