@@ -9,7 +9,8 @@ namespace tilewise::cpu {
 namespace {
 
 constexpr int64_t max_head_dim = 512;
-// Copying is bound by memory: below about this many elements waking a thread costs more than it saves.
+// Copying is bound by memory: below about this many elements waking a thread costs more than it
+// saves.
 constexpr int64_t elements_per_task = 16384;
 
 // Walks the rows of a dense or variable-length tensor in order and knows each row's sequence.
@@ -195,7 +196,8 @@ void run(const tilewise_kv_append& a, const Parallel& parallel) {
   const int64_t query_rows = append.query_rows();
   const int64_t rows = query_rows + append.new_rows();
   if (rows == 0) return;
-  const int64_t elements = (query_rows * a.heads_q + 2 * append.new_rows() * a.heads_kv) * a.head_dim;
+  const int64_t elements =
+      (query_rows * a.heads_q + 2 * append.new_rows() * a.heads_kv) * a.head_dim;
   const int64_t workers = max<int64_t>(parallel.threads, 1);
   const int64_t tasks = clamp(ceil_div(elements, elements_per_task), 1, min(workers, rows));
   // Rows are numbered queries first; a task takes a run of them, which may hold both kinds.
@@ -211,10 +213,14 @@ void run(const tilewise_kv_append& a, const Parallel& parallel) {
 
 void append_kv(const tilewise_kv_append& append, const Parallel& parallel) {
   switch (append.dtype) {
-    case TILEWISE_FLOAT32: return run<float>(append, parallel);
-    case TILEWISE_FLOAT16: return run<Half>(append, parallel);
-    case TILEWISE_BFLOAT16: return run<BFloat16>(append, parallel);
-    default: return;  // fp8 caches are refused by the caller
+    case TILEWISE_FLOAT32:
+      return run<float>(append, parallel);
+    case TILEWISE_FLOAT16:
+      return run<Half>(append, parallel);
+    case TILEWISE_BFLOAT16:
+      return run<BFloat16>(append, parallel);
+    default:
+      return;  // fp8 caches are refused by the caller
   }
 }
 

@@ -6,10 +6,10 @@
 
 namespace tilewise::cpu {
 
-// What tilewise_append_kv promises, for fp32, fp16 and bf16. `append` has been validated, entries of
-// its int32 arrays included: every key position lies within the cache, every page and batch index
-// within its table, every rotary position within [0, rotary_rows). Nothing is allocated, and each
-// element is rounded once from fp32, so the result does not depend on the number of threads.
+// What tilewise_append_kv promises, for fp32, fp16 and bf16. `append` has been validated, entries
+// of its int32 arrays included: every key position lies within the cache, every page and batch
+// index within its table, every rotary position within [0, rotary_rows). Nothing is allocated, and
+// each element is rounded once from fp32, so the result does not depend on the number of threads.
 void append_kv(const tilewise_kv_append& append, const Parallel& parallel);
 
 // Position at which row 0 of sequence `b` is rotated; row r is at this plus r. It is the number of

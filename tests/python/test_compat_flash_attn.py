@@ -360,6 +360,43 @@ def test_rows_that_see_nothing():
     assert torch.equal(gradients[0][:, :6], torch.zeros_like(gradients[0][:, :6]))
 
 
+def dense_call(q, k, v):
+    return fa.flash_attn_func(q, k, v, causal=True, window_size=(3, -1), softcap=4.0)
+
+
+def packed_call(q, k, v):
+    starts = torch.tensor([0, 4, 18], dtype=torch.int32)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    return fa.flash_attn_varlen_func(q, k, v, starts, starts, 14, 14, causal=True)
+
+
+def cache_call(q, k, v):
+    caches = torch.zeros(2, 2, 20, 2, 16)
+    lengths = torch.tensor([3, 11], dtype=torch.int32)
+    out = fa.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=lengths, causal=True)
+    return torch.cat((out.flatten(), caches.flatten()))
+
+
+@pytest.mark.parametrize("call", [dense_call, packed_call, cache_call])
+def test_whole_graphs_are_captured(call):
+    """torch.compile with fullgraph=True changes nothing, gradients included."""
+    q, k, v = (x.requires_grad_() for x in inputs(2, 9, 9, 4, 2, 16, torch.float32))
+    if call is cache_call:
+        q, k, v = (x.detach() for x in (q, k, v))
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v)
+    plain = call(q, k, v)
+    assert torch.equal(compiled, plain)
+    if call is not cache_call:
+        weight = torch.randn_like(plain)
+        for a, b in zip(
+            torch.autograd.grad(compiled, (q, k, v), weight),
+            torch.autograd.grad(plain, (q, k, v), weight),
+            strict=True,
+        ):
+            assert torch.equal(a, b)
+
+
 def test_inputs_with_strange_strides():
     base = inputs(2, 12, 12, 4, 4, 16, torch.float32)
     strange = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in base[:2]]

@@ -43,7 +43,7 @@ class Cache:
     def picture(self, cache):
         """Rows of every sequence, in order."""
         if self.table is not None:
-            return cache[self.table.long()].flatten(1, 2)
+            return cache[self.table.long()].flatten(1, 2)[:, :CAPACITY]
         return cache if self.index is None else cache[self.index.long()]
 
     def arguments(self):

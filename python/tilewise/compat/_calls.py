@@ -1,5 +1,7 @@
 """What the interfaces of both FlashAttention generations share: arguments in, operators called."""
 
+# The signatures are those of another package: they stay unannotated where it does not annotate.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
 from typing import Optional

@@ -6,6 +6,8 @@ bottom-right: row i is at i + Sk - Sq. Each chunk with its rows is a sequence of
 last row is at the end of its keys, so that causal and windows mean the same inside it.
 """
 
+# The signatures are those of another package: they stay unannotated where it does not annotate.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
 from typing import NamedTuple, Optional

@@ -1,5 +1,7 @@
 """What FlashAttention-3's arguments mean, in terms of the operators: shared by its functions."""
 
+# The signatures are those of another package: they stay unannotated where it does not annotate.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
 from typing import Any, Optional, Union

@@ -11,6 +11,8 @@ yet: they raise NotImplementedError. ``pack_gqa``, ``sm_margin`` and ``scheduler
 hints about how a kernel is laid out; they cannot change a result and are not needed.
 """
 
+# The signatures are those of another package: they stay unannotated where it does not annotate.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
 from typing import Optional, Union

@@ -4,6 +4,8 @@ Shapes: B sequences of at most S tokens; ``...`` stands for any further dimensio
 [heads, head_dim] or [hidden].
 """
 
+# The signatures are those of another package: they stay unannotated where it does not annotate.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
 import torch

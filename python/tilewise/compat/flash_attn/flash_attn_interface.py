@@ -12,6 +12,8 @@ length: [B, H, max_seqlen_q, max_seqlen_k]), negative where dropout removed them
 tensor.
 """
 
+# The signatures are those of another package: they stay unannotated where it does not annotate.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
 from typing import Optional, Union
@@ -66,8 +68,11 @@ def flash_attn_qkvpacked_func(
     return_attn_probs=False,
 ):
     """Attention of qkv [B, S, 3, H, D]: out [B, S, H, D]. Options as in the module's heading."""
+    q, k, v = qkv.unbind(dim=2)
     return flash_attn_func(
-        *qkv.unbind(dim=2),
+        q,
+        k,
+        v,
         dropout_p,
         softmax_scale,
         causal,
@@ -92,9 +97,11 @@ def flash_attn_kvpacked_func(
     return_attn_probs=False,
 ):
     """Attention of q [B, Sq, Hq, D] to kv [B, Sk, 2, Hkv, D]: out [B, Sq, Hq, D]."""
+    k, v = kv.unbind(dim=2)
     return flash_attn_func(
         q,
-        *kv.unbind(dim=2),
+        k,
+        v,
         dropout_p,
         softmax_scale,
         causal,
@@ -158,8 +165,11 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs=False,
 ):
     """Attention within the sequences of qkv [T, 3, H, D], cu_seqlens [B + 1] int32: [T, H, D]."""
+    q, k, v = qkv.unbind(dim=1)
     return flash_attn_varlen_func(
-        *qkv.unbind(dim=1),
+        q,
+        k,
+        v,
         cu_seqlens,
         cu_seqlens,
         max_seqlen,
@@ -192,9 +202,11 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs=False,
 ):
     """Attention of q [Tq, Hq, D] to kv [Tk, 2, Hkv, D], sequence by sequence: [Tq, Hq, D]."""
+    k, v = kv.unbind(dim=1)
     return flash_attn_varlen_func(
         q,
-        *kv.unbind(dim=1),
+        k,
+        v,
         cu_seqlens_q,
         cu_seqlens_k,
         max_seqlen_q,

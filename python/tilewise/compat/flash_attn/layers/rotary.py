@@ -6,6 +6,8 @@ changed: that lets parts of a packed projection (``unbind``, ``split``) be rotat
 but an operation that has kept the argument for its own backward would find other numbers.
 """
 
+# The signatures are those of another package: they stay unannotated where it does not annotate.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
 from typing import Optional, Union
@@ -56,15 +58,20 @@ class ApplyRotaryEmb(torch.autograd.Function):
         cu_seqlens: Optional[Tensor] = None,
         max_seqlen: Optional[int] = None,
     ):
-        ctx.options = (seqlen_offsets, cu_seqlens, max_seqlen, interleaved)
+        ctx.options = dict(
+            seqlen_offsets=seqlen_offsets,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            interleaved=interleaved,
+        )
         ctx.save_for_backward(cos, sin)
-        out = apply_rotary(x.data, cos, sin, *ctx.options, inplace=inplace)
+        out = apply_rotary(x.data, cos, sin, inplace=inplace, **ctx.options)
         return x if inplace else out
 
     @staticmethod
     def backward(ctx, do):
         cos, sin = ctx.saved_tensors
-        dx = apply_rotary(do, cos, sin, *ctx.options, conjugate=True)
+        dx = apply_rotary(do, cos, sin, conjugate=True, **ctx.options)
         return dx, None, None, None, None, None, None, None
 
 
@@ -143,15 +150,17 @@ class ApplyRotaryEmbQKV_(torch.autograd.Function):  # noqa: N801
         num_heads_q: Optional[int] = None,
     ):
         tables = (cos, sin, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
-        ctx.options = (interleaved, seqlen_offsets, num_heads_q)
+        ctx.options = dict(
+            interleaved=interleaved, seqlen_offsets=seqlen_offsets, num_heads_q=num_heads_q
+        )
         ctx.save_for_backward(*tables)
-        _rotate_qk(qkv.data, tables, *ctx.options, conjugate=False)
+        _rotate_qk(qkv.data, tables, conjugate=False, **ctx.options)
         return qkv
 
     @staticmethod
     def backward(ctx, dqkv):
         dqkv = dqkv.clone()
-        _rotate_qk(dqkv, ctx.saved_tensors, *ctx.options, conjugate=True)
+        _rotate_qk(dqkv, ctx.saved_tensors, conjugate=True, **ctx.options)
         return dqkv, None, None, None, None, None, None, None
 
 
@@ -195,7 +204,8 @@ class ApplyRotaryEmbKV_(torch.autograd.Function):  # noqa: N801
     @staticmethod
     def backward(ctx, dkv):
         dkv = dkv.clone()
-        apply_rotary(dkv[:, :, 0], *ctx.saved_tensors, **ctx.options, conjugate=True)
+        cos, sin = ctx.saved_tensors
+        apply_rotary(dkv[:, :, 0], cos, sin, conjugate=True, **ctx.options)
         return dkv, None, None, None, None
 
 

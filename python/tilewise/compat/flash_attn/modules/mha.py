@@ -1,5 +1,7 @@
 """Attention modules with the interface of ``flash_attn.modules.mha``."""
 
+# The signatures are those of another package: they stay unannotated where it does not annotate.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
 import math
@@ -170,7 +172,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, qkv, causal=None, key_padding_mask=None):
         """From qkv [B, S, 3, H, D] and key_padding_mask [B, S] bool (True: keep)."""
-        return _attend_padded(self, *qkv.unbind(dim=2), causal, key_padding_mask)
+        q, k, v = qkv.unbind(dim=2)
+        return _attend_padded(self, q, k, v, causal, key_padding_mask)
 
 
 class CrossAttention(nn.Module):
@@ -184,7 +187,8 @@ class CrossAttention(nn.Module):
 
     def forward(self, q, kv, causal=None, key_padding_mask=None):
         """From q [B, Sq, H, D], kv [B, Sk, 2, Hkv, D] and key_padding_mask [B, Sk] bool."""
-        return _attend_padded(self, q, *kv.unbind(dim=2), causal, key_padding_mask)
+        k, v = kv.unbind(dim=2)
+        return _attend_padded(self, q, k, v, causal, key_padding_mask)
 
 
 class MHA(nn.Module):

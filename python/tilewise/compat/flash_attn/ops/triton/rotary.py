@@ -1,5 +1,7 @@
 """``apply_rotary`` of ``flash_attn.ops.triton.rotary``, in PyTorch operations."""
 
+# The signatures are those of another package: they stay unannotated where it does not annotate.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
 from typing import Optional, Union
