@@ -55,9 +55,10 @@ class Result:
     dbias: Array | None
     dsinks: Array
     dscale: float
-    # Sizes of what is summed, for judging cancellation: the largest p_ij max_j |dp_ij|, and the
-    # root of the sum over rows of the squares that dsinks and dscale would have without it.
-    ds_size: float
+    # Sizes of what is summed, for judging cancellation (dp - delta is exactly 0 for a single key):
+    # per part p_ij times the norm of the terms of dp_i, and the norms over all rows of what dsinks
+    # and dscale sum.
+    ds_sizes: list[Array]
     dsinks_size: Array
     dscale_size: float
 
@@ -164,7 +165,7 @@ def attention(
         out=np.zeros((*q.shape[:2], v.shape[2])), lse=np.full(q.shape[:2], -np.inf),
         dq=np.zeros(q.shape), dk=np.zeros((many, *k.shape[1:])), dv=np.zeros((many, *v.shape[1:])),
         dbias=None if o.bias is None else np.zeros(o.bias.shape), dsinks=np.zeros(heads),
-        dscale=0.0, ds_size=0.0, dsinks_size=np.zeros(heads), dscale_size=0.0,
+        dscale=0.0, ds_sizes=[], dsinks_size=np.zeros(heads), dscale_size=0.0,
     )  # fmt: skip
     for part in parts:
         n, m = len(part.rows), len(part.keys)
@@ -227,10 +228,10 @@ def attention(
             at = part.batch if many_b > 1 else 0
             r.dbias[at, :, : reduced.shape[1], :m] += reduced
 
-        row_dp = np.where(p > 0, np.abs(dp), 0).max(axis=2, initial=0) + np.abs(dl)
-        row_dp = np.where(np.isneginf(lse), 0.0, row_dp)
-        r.ds_size = max(r.ds_size, float((p.max(axis=2, initial=0) * row_dp).max(initial=0)))
-        r.dsinks_size += ((p_sink * row_dp) ** 2).sum(axis=1)
-        r.dscale_size += float((((p * np.abs(raw)).sum(axis=2) * row_dp) ** 2).sum())
+        norm = drop * np.sqrt((doh**2) @ (vh**2).transpose(0, 2, 1))
+        row = np.where(np.isneginf(lse), 0.0, norm.max(axis=2, initial=0) + np.abs(dl))
+        r.ds_sizes.append(p * row[:, :, None])
+        r.dsinks_size += ((p_sink * row) ** 2).sum(axis=1)
+        r.dscale_size += float((((p * np.abs(raw)).sum(axis=2) * row) ** 2).sum())
     r.dsinks_size, r.dscale_size = np.sqrt(r.dsinks_size), float(np.sqrt(r.dscale_size))
     return r

@@ -4,7 +4,7 @@ comparison of what a kernel makes of it with the oracle."""
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from capi import DTYPES, Guarded, guarded
 GRADIENTS = ("q", "k", "v", "bias", "sinks", "scale")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Case:
     """Everything that defines a problem. `rows` and `keys` hold one length per sequence; without
     varlen they are all the same, and paged lengths are rounded up to whole pages."""
@@ -62,6 +62,13 @@ class Case:
     @property
     def heads(self) -> int:
         return self.heads_kv * self.group
+
+    def __repr__(self) -> str:
+        values = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
+        return f"Case({', '.join(f'{n}={v!r}' for n, v, default in values if v != default)})"
+
+    def _repr_pretty_(self, printer: object, cycle: bool) -> None:
+        printer.text(repr(self))  # type: ignore[attr-defined]  # how hypothesis prints examples
 
 
 def offsets(lengths: tuple[int, ...]) -> list[int]:

@@ -1,0 +1,250 @@
+"""Shapes and memory layouts that have broken attention kernels before, one by one."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import numpy as np
+import pytest
+import torch
+
+import capi
+from cases import Built, Case, check, flat, run
+
+DTYPES = ["fp32", "bf16", "fp16"]
+EDGES = [1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257]
+HEAD_DIMS = [1, 2, 3, 7, 8, 16, 24, 32, 40, 64, 72, 80, 96, 111, 128, 160, 192, 256, 320, 511, 512]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", EDGES)
+def test_lengths_around_tile_edges(n, dtype):
+    other = EDGES[(EDGES.index(n) * 5 + 3) % len(EDGES)]
+    check(Case(dtype, (n,), (n,), window=(-1, 0), heads_kv=2, seed=n))
+    check(Case(dtype, (n,), (other,), head_dim=16, head_dim_v=16, window=(-1, 0), seed=n))
+    check(Case(dtype, (other,), (n,), head_dim=16, head_dim_v=16, seed=n))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_head_dims(dim, dtype):
+    other = HEAD_DIMS[(HEAD_DIMS.index(dim) * 8 + 5) % len(HEAD_DIMS)]
+    for dim_v in (dim, other):
+        check(Case(dtype, (33,), (70,), head_dim=dim, head_dim_v=dim_v, window=(-1, 0), group=2))
+
+
+def test_head_dim_v_zero_means_head_dim():
+    b = Built(Case(rows=(9,), keys=(11,), head_dim=24, head_dim_v=24))
+    want = run(b)
+    b.attention.head_dim_v = 0
+    got = run(b)
+    assert np.array_equal(got.out, want.out)
+    assert np.array_equal(got.grads["v"], want.grads["v"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows,keys", [(1, 1), (1, 300), (300, 1), (5, 200), (200, 5), (64, 65)])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (7, 0), (0, 0), (3, 9), (0, -1)])
+def test_rows_and_keys_differ(rows, keys, window, dtype):
+    """Bottom-right alignment; with more rows than keys, the first rows are fully masked."""
+    check(Case(dtype, (rows,) * 2, (keys,) * 2, window=window, group=3, dlse=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(rows=(), keys=()),  # B = 0
+        Case(rows=(0, 0), keys=(5, 5)),  # no rows
+        Case(rows=(4, 4), keys=(0, 0)),  # no keys
+        Case(rows=(4, 4), keys=(0, 0), sinks=True),  # a sink and no keys
+        Case(rows=(0,), keys=(0,)),
+        Case(rows=(), keys=(), varlen_q=True, varlen_k=True, tail_q=3, tail_k=2),
+        Case(rows=(0, 0, 0), keys=(0, 0, 0), varlen_q=True, varlen_k=True),
+        Case(rows=(0, 5, 0, 3), keys=(4, 0, 0, 9), varlen_q=True, varlen_k=True, sinks=True),
+        Case(rows=(4, 4), keys=(6, 6), used_q=(0, 3), used_k=(6, 0), window=(-1, 0)),
+        Case(rows=(3, 3), keys=(32, 32), page_size=16, used_k=(0, 32)),
+        Case(rows=(3, 3), keys=(8, 8), used_k=(5, 5), leftpad=(5, 2)),
+    ],
+    ids=lambda c: f"{c.rows}-{c.keys}-{c.sinks}-{c.page_size}",
+)
+def test_empty_things(case, dtype):
+    check(Case(**{**case.__dict__, "dtype": dtype, "dlse": True}))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_past_the_last_sequence_are_zero(dtype):
+    """Also rows and keys beyond seqused, whose memory holds NaN: 0 out, -inf lse, 0 gradients."""
+    case = Case(
+        dtype, (20, 31), (40, 17), varlen_q=True, varlen_k=True, tail_q=9, tail_k=70,
+        used_q=(11, 31), used_k=(40, 3), window=(-1, 0), group=2, heads_kv=2, pad=3,
+    )  # fmt: skip
+    check(case)
+    b = Built(case)
+    got = run(b)
+    for idle in (slice(11, 20), slice(51, 60)):
+        assert (got.out[idle] == 0).all()
+        assert np.isneginf(got.lse[idle]).all()
+        assert (got.grads["q"][idle] == 0).all()
+    assert (got.grads["k"][43:] == 0).all()
+    assert (got.grads["v"][43:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 0, 2, 3)])
+@pytest.mark.parametrize("pad,shift", [(0, 1), (5, 0), (16, 3)])
+def test_strided_views(order, pad, shift, dtype):
+    for dim in (40, 64):
+        check(
+            Case(
+                dtype,
+                (37, 37),
+                (50, 50),
+                heads_kv=2,
+                group=2,
+                head_dim=dim,
+                head_dim_v=dim,
+                order=order,
+                pad=pad,
+                shift=shift,
+                bias="bhr",
+                window=(-1, 0),
+                sinks=True,
+            )  # fmt: skip
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("expand", ["q0", "q1", "q2", "k0", "k1", "k2", "v0", "v1", "v2"])
+def test_broadcast_views(expand, dtype):
+    """Stride 0 along batch (0), rows (1) or heads (2)."""
+    check(Case(dtype, (33, 33), (40, 40), heads_kv=3, group=2, expand=expand, window=(9, 0)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_size", [1, 2, 3, 16, 17, 64, 256])
+def test_pages_of_any_size_shuffled_and_shared(page_size, dtype):
+    base = Case(
+        dtype, (5, 5, 5), (100, 100, 100), page_size=page_size, used_k=(100, 1, 67),
+        heads_kv=2, group=4, window=(-1, 0),
+    )  # fmt: skip
+    check(base)
+    check(Case(**{**base.__dict__, "share_pages": True, "leftpad": (0, 1, 33), "alibi": "h"}))
+    check(Case(**{**base.__dict__, "rows": (5, 0, 90), "varlen_q": True, "dropout_p": 0.2}))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cache_rows_by_index(dtype):
+    check(Case(dtype, (2, 2, 2), (70, 70, 70), kv_idx=(2, 4, 2), used_k=(70, 9, 33), group=2))
+
+
+def test_one_buffer_for_q_k_v_and_interleaved_outputs():
+    """Self-attention on one packed [B, S, 3, H, D] tensor, gradients written into another."""
+    packed = torch.randn(2, 45, 3, 4, 32)
+    grads = torch.full_like(packed, torch.nan)
+    b = Built(Case(rows=(45, 45), keys=(45, 45), heads_kv=4, head_dim=32, head_dim_v=32))
+    b.q, b.k, b.v = packed.unbind(2)
+    for name in "qkv":
+        setattr(b.attention, name, capi.tensor(getattr(b, name)))
+    want = b.expected()
+    g = b.gradients()
+    for name, x in zip("qkv", grads.unbind(2), strict=True):
+        setattr(g, f"d{name}", capi.tensor(x))
+    for isa in capi.instruction_sets()[0]:
+        with capi.cpu(isa):
+            capi.forward(b.attention)
+            capi.backward(b.attention, g)
+        for name, x in zip("qkv", grads.unbind(2), strict=True):
+            target = getattr(want, f"d{name}")
+            error = np.abs(flat(x) - target).max()
+            assert error < 1e-6 * np.abs(target).max(), (isa, name, error)
+
+
+def sparse(shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """fp32 with these strides in memory that is reserved but used only where it is written."""
+    count = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    area = mmap.mmap(-1, 4 * count, flags=flags)
+    return torch.from_numpy(np.frombuffer(area, np.float32)).as_strided(shape, strides)
+
+
+@pytest.mark.parametrize("which", ["batch", "row", "head"])
+def test_more_than_two_to_the_31_elements(which):
+    """Offsets beyond 2^31 in every tensor, forward and backward: index arithmetic is 64-bit."""
+    far = 2**31 // 3 + 12345  # 4 steps: beyond 2^31, and beyond 2^32 bytes after one
+    n, heads = 5, 5
+    batch = 5 if which == "batch" else 1
+    case = Case(rows=(n,) * batch, keys=(n,) * batch, heads_kv=heads, window=(-1, 0))
+    b = Built(case)
+    want = b.expected()
+    shape = (batch, n, heads, 8)
+    strides = {
+        "batch": (far, 8 * heads, 8, 1),
+        "row": (8, far, 8, 1),
+        "head": (8, 8, far, 1),
+    }[which]
+    views = {name: sparse(shape, strides) for name in ("q", "k", "v", "out", "dq", "dk", "dv")}
+    g = b.gradients()
+    for name in "qkv":
+        views[name].copy_(getattr(b, name))
+        setattr(b.attention, name, capi.tensor(views[name]))
+        setattr(g, f"d{name}", capi.tensor(views[f"d{name}"]))
+    b.attention.out = capi.tensor(views["out"])
+    for isa in capi.instruction_sets()[0]:
+        with capi.cpu(isa):
+            capi.forward(b.attention)
+            capi.backward(b.attention, g)
+        for name in ("out", "dq", "dk", "dv"):
+            target = getattr(want, name)
+            error = np.abs(flat(views[name]) - target).max()
+            assert error < 1e-6 * np.abs(target).max(), (isa, name, error)
+            views[name].fill_(torch.nan)
+
+
+def test_bias_beyond_two_to_the_31_elements():
+    rows, keys = 6, 9
+    b = Built(Case(rows=(rows,), keys=(keys,), heads_kv=2, bias="hr"))
+    want = b.expected()
+    far = 2**31 // 4 + 999
+    bias = sparse((1, 2, rows, keys), (0, keys, far, 1))
+    dbias = sparse((1, 2, rows, keys), (0, keys, far, 1))
+    assert b.bias is not None
+    bias.copy_(b.bias)
+    b.attention.bias, b.attention.bias_stride_head = bias.data_ptr(), keys
+    b.attention.bias_stride_row = far
+    g = b.gradients()
+    g.dbias, g.dbias_stride_head, g.dbias_stride_row = dbias.data_ptr(), keys, far
+    for isa in capi.instruction_sets()[0]:
+        with capi.cpu(isa):
+            capi.forward(b.attention)
+            capi.backward(b.attention, g)
+        assert np.abs(flat(b.out.view) - want.out).max() < 1e-6 * np.abs(want.out).max()
+        assert want.dbias is not None
+        assert np.abs(dbias.numpy() - want.dbias).max() < 1e-6 * np.abs(want.dbias).max()
+        dbias.fill_(torch.nan)
+
+
+def test_lse_may_be_null_in_forward():
+    b = Built(Case(rows=(20,), keys=(30,), group=2, window=(-1, 0)))
+    want = run(b, backward=False)
+    b.attention.lse = None
+    b.out.poison()
+    capi.forward(b.attention)
+    assert np.array_equal(flat(b.out.view), want.out)
+
+
+def test_struct_sizes_old_and_new():
+    """A longer struct is fine while its unknown bytes are 0, and refused when they are not."""
+    b = Built(Case(rows=(4,), keys=(6,)))
+    size = ctypes.sizeof(capi.Attention)
+    raw = (ctypes.c_uint8 * (size + 32))()
+    longer = ctypes.cast(raw, ctypes.POINTER(capi.Attention))
+    ctypes.memmove(raw, ctypes.byref(b.attention), size)
+    longer.contents.struct_size = size + 32
+    info = capi.PlanInfo(struct_size=ctypes.sizeof(capi.PlanInfo))
+    plan = capi.library().tilewise_plan
+    assert plan(longer, None, capi.FORWARD, ctypes.byref(info)) == capi.OK, capi.last_error()
+    raw[size + 5] = 1
+    assert plan(longer, None, capi.FORWARD, ctypes.byref(info)) == capi.INVALID_ARGUMENT
+    assert "struct_size" in capi.last_error()

@@ -1,0 +1,343 @@
+"""NaN and infinity reach what depends on them and nothing else; extreme but finite numbers stay
+exact. The classic mistakes: 0 * NaN for a masked key inside a tile that other rows do see, and
+-inf - -inf in rows that see nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+import capi
+import oracle
+from cases import Built, Case, Outcome, check, run
+
+DTYPES = ["fp32", "bf16", "fp16"]
+# Two heads on one key/value head; rows 5..144 are aligned with keys 0..139.
+WINDOW = Case(
+    rows=(145,), keys=(140,), group=2, head_dim=24, head_dim_v=20, window=(10, 3), sinks=True
+)
+CAUSAL = dataclasses.replace(WINDOW, rows=(140,), window=(-1, 0), sinks=False)
+GENERAL = dataclasses.replace(WINDOW, softcap=3.0, alibi="h", bias="r", dropout_p=0.2)
+
+
+def seen(b: Built) -> np.ndarray:
+    return oracle.visible(b.options(), b.case.rows[0], b.case.keys[0])
+
+
+def same(got: np.ndarray, clean: np.ndarray, dtype: str) -> bool:
+    """Equal up to the order of additions: the far side may take another path around the NaN."""
+    unit = {"fp32": 2**-20, "bf16": 2**-8, "fp16": 2**-11}[dtype]
+    finite = np.isfinite(clean)
+    if not np.array_equal(got[~finite], clean[~finite]):
+        return False
+    size = np.abs(clean[finite]).max(initial=0)
+    return bool((np.abs(got[finite] - clean[finite]) <= 4 * unit * size).all())
+
+
+def expect(got: np.ndarray, clean: np.ndarray, spoiled: np.ndarray, dtype: str, what: str) -> None:
+    """Entries with `spoiled` are not finite, all others as in the clean run."""
+    spoiled = np.broadcast_to(spoiled, got.shape)
+    lost = int(np.isfinite(got[spoiled]).sum())
+    assert lost == 0, f"{what}: {lost} of {int(spoiled.sum())} entries lost the NaN"
+    leaked = int((~np.isfinite(got[~spoiled])).sum() - (~np.isfinite(clean[~spoiled])).sum())
+    assert leaked <= 0, f"{what}: {leaked} entries are NaN that do not depend on it"
+    assert same(got[~spoiled], clean[~spoiled], dtype), f"{what}: other entries changed"
+
+
+CASES = {"window": WINDOW, "causal": CAUSAL, "general": GENERAL}
+
+
+def each_isa(b: Built, spoil) -> list[tuple[str, Outcome, Outcome]]:
+    """(instruction set, clean outcome, outcome after `spoil`) for every instruction set."""
+    isas = capi.instruction_sets()[0]
+    results = []
+    for isa in isas:
+        with capi.cpu(isa):
+            results.append(run(b))
+    spoil()
+    spoiled = []
+    for isa in isas:
+        with capi.cpu(isa):
+            spoiled.append(run(b))
+    return list(zip(isas, results, spoiled, strict=True))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("key", [0, 63, 64, 100, 139])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_value_row(dtype, name, key, value):
+    """v reaches out and dq, dk through dp and delta, but never dv: that is p times dout."""
+    b = Built(dataclasses.replace(CASES[name], dtype=dtype))
+    column = 7
+    keep = np.ones((2, 145 if name != "causal" else 140, 140), bool)
+    if b.case.dropout_p:
+        keep = oracle.kept(b.options(), 0, 2, *keep.shape[1:])
+    rows = seen(b)[:, key]  # who sees the key
+    keys = seen(b)[rows].any(axis=0)  # whose dk sums over such a row
+
+    def spoil() -> None:
+        b.v[0, key, 0, column] = value
+
+    for isa, clean, got in each_isa(b, spoil):
+        where = f"{isa} {dtype} {name} v[{key}]={value}"
+        # A dropped weight is 0, and 0 * inf is NaN in the formula but absent from the sum: with
+        # dropout a row that sees the key and dropped it may be either.
+        must = rows[:, None] & keep[:, :, key].T  # [n, Hq]
+        may = rows[:, None] & ~must
+        out_at = np.zeros(got.out.shape, bool)
+        out_at[:, :, column] = must
+        free = np.zeros(got.out.shape, bool)
+        free[:, :, column] = may
+        expect(
+            np.where(free, 0, got.out), np.where(free, 0, clean.out), out_at, dtype, f"out {where}"
+        )
+        assert np.array_equal(got.lse, clean.lse), f"lse {where}"
+        assert np.array_equal(got.grads["v"], clean.grads["v"]), f"dv {where}"
+        if b.case.dropout_p == 0:
+            expect(got.grads["q"], clean.grads["q"], rows[:, None, None], dtype, f"dq {where}")
+            expect(got.grads["k"], clean.grads["k"], keys[:, None, None], dtype, f"dk {where}")
+        else:
+            untouched = ~np.broadcast_to(rows[:, None, None], got.grads["q"].shape)
+            assert same(got.grads["q"][untouched], clean.grads["q"][untouched], dtype), where
+            untouched = ~np.broadcast_to(keys[:, None, None], got.grads["k"].shape)
+            assert same(got.grads["k"][untouched], clean.grads["k"][untouched], dtype), where
+
+
+@pytest.mark.parametrize("key", [0, 63, 64, 139])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_key_row(dtype, name, key):
+    b = Built(dataclasses.replace(CASES[name], dtype=dtype))
+    rows = seen(b)[:, key]
+    keys = seen(b)[rows].any(axis=0)
+
+    def spoil() -> None:
+        b.k[0, key, 0, 3] = torch.nan
+
+    for isa, clean, got in each_isa(b, spoil):
+        where = f"{isa} {dtype} {name} k[{key}]=nan"
+        expect(got.out, clean.out, rows[:, None, None], dtype, f"out {where}")
+        expect(got.lse, clean.lse, rows[:, None], dtype, f"lse {where}")
+        expect(got.grads["q"], clean.grads["q"], rows[:, None, None], dtype, f"dq {where}")
+        expect(got.grads["k"], clean.grads["k"], keys[:, None, None], dtype, f"dk {where}")
+        if b.case.dropout_p == 0:
+            expect(got.grads["v"], clean.grads["v"], keys[:, None, None], dtype, f"dv {where}")
+
+
+@pytest.mark.parametrize("which", ["q", "dout"])
+@pytest.mark.parametrize("row", [5, 63, 64, 128, 139])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_query_and_dout_row(dtype, name, row, which):
+    b = Built(dataclasses.replace(CASES[name], dtype=dtype))
+    head, column = 1, 4
+    keys = seen(b)[row]
+    assert keys.any()
+
+    def spoil() -> None:
+        getattr(b, which)[0, row, head, column] = torch.nan
+
+    at = np.zeros((b.case.rows[0], 2), bool)
+    at[row, head] = True
+    for isa, clean, got in each_isa(b, spoil):
+        where = f"{isa} {dtype} {name} {which}[{row}]=nan"
+        reaches = at if which == "q" else np.zeros_like(at)
+        expect(got.out, clean.out, reaches[:, :, None], dtype, f"out {where}")
+        expect(got.lse, clean.lse, reaches, dtype, f"lse {where}")
+        expect(got.grads["q"], clean.grads["q"], at[:, :, None], dtype, f"dq {where}")
+        expect(got.grads["k"], clean.grads["k"], keys[:, None, None], dtype, f"dk {where}")
+        assert not np.isfinite(got.grads["scale"]).any(), f"dscale {where}"
+        if "sinks" in got.grads:
+            expect(got.grads["sinks"], clean.grads["sinks"], np.arange(2) == head, dtype, where)
+        if "bias" in got.grads:
+            dbias_at = np.zeros(got.grads["bias"].shape, bool)
+            dbias_at[0, 0, row, keys] = True
+            expect(got.grads["bias"], clean.grads["bias"], dbias_at, dtype, f"dbias {where}")
+        if b.case.dropout_p:
+            continue
+        dv_at = np.zeros(got.grads["v"].shape, bool)
+        dv_at[keys, :, column if which == "dout" else slice(None)] = True
+        expect(got.grads["v"], clean.grads["v"], dv_at, dtype, f"dv {where}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_sequence_does_not_reach_another(dtype):
+    """Everything of sequence 1 is NaN; 0 and 2 share tiles' worth of memory with it."""
+    case = Case(dtype, (9, 7, 13), (20, 11, 5), varlen_q=True, varlen_k=True, group=2, dlse=True)
+    b = Built(case)
+
+    def spoil() -> None:
+        for x in (b.q, b.dout):
+            x[9:16] = torch.nan
+        for x in (b.k, b.v):
+            x[20:31] = torch.nan
+
+    rows, keys = np.zeros(29, bool), np.zeros(36, bool)
+    rows[9:16] = keys[20:31] = True
+    for isa, clean, got in each_isa(b, spoil):
+        expect(got.out, clean.out, rows[:, None, None], dtype, f"out {isa}")
+        expect(got.lse, clean.lse, rows[:, None], dtype, f"lse {isa}")
+        expect(got.grads["q"], clean.grads["q"], rows[:, None, None], dtype, f"dq {isa}")
+        for name in "kv":
+            expect(got.grads[name], clean.grads[name], keys[:, None, None], dtype, f"d{name} {isa}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [0, 1, 3])
+def test_decode_with_nan_in_one_sequence(dtype, splits):
+    b = Built(Case(dtype, (1, 1), (500, 500), group=4, splits=splits, used_k=(500, 377)))
+
+    def spoil() -> None:
+        b.v[0, 411] = torch.nan
+
+    rows = np.array([True, False])
+    for isa, clean, got in each_isa(b, spoil):
+        expect(got.out, clean.out, rows[:, None, None], dtype, f"out {isa}")
+        assert np.array_equal(got.lse, clean.lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bias_minus_infinity_hides(dtype):
+    """Keys hidden by bias behave as masked ones; a row whose keys are all hidden is 0, never NaN."""
+    b = Built(Case(dtype, (70,), (80,), group=2, bias="hr", dlse=True, head_dim=16))
+    assert b.bias is not None
+    b.bias[:, :, 5] = -torch.inf
+    b.bias[:, 1, 60:] = -torch.inf
+    b.bias[:, :, :, 64:] = -torch.inf
+    want = b.expected()
+    for isa in capi.instruction_sets()[0]:
+        with capi.cpu(isa):
+            got = run(b)
+        assert (got.out[5] == 0).all() and np.isneginf(got.lse[5]).all(), isa
+        assert (got.out[60:, 1] == 0).all() and np.isneginf(got.lse[60:, 1]).all(), isa
+        assert (got.grads["q"][5] == 0).all() and (got.grads["bias"][0, :, 5] == 0).all(), isa
+        assert (got.grads["k"][64:] == 0).all() and (got.grads["v"][64:] == 0).all(), isa
+        size = {"fp32": 1e-6, "bf16": 2**-6, "fp16": 2**-9}[dtype]
+        for name, target in (("q", want.dq), ("k", want.dk), ("v", want.dv), ("bias", want.dbias)):
+            assert target is not None
+            error = np.abs(got.grads[name] - target).max()
+            assert error <= size * np.abs(target).max(), (isa, name, error)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1e2, 1e4])
+def test_huge_logits_pick_one_key(dtype, size):
+    """Logits of +-size with gaps that leave one key per row: out is that key's value, exactly; the
+    numbers are powers of two, so nothing rounds on the way."""
+    n, dim = 100, 128
+    case = Case(dtype, (n,), (n,), head_dim=dim, head_dim_v=16, scale=1.0, dlse=True)
+    b = Built(case)
+    b.q.zero_()
+    b.k.zero_()
+    big = 2.0 ** int(np.log2(size) / 2)
+    pick = torch.from_numpy(np.random.default_rng(0).permutation(n))
+    for i in range(n):
+        b.q[0, i, 0, i] = big  # row i against key pick[i]: +big^2
+        b.k[0, pick[i], 0, i] = big
+    for sign in (1, -1):
+        b.k.mul_(sign)
+        for isa in capi.instruction_sets()[0]:
+            with capi.cpu(isa):
+                got = run(b)
+            for x in (got.out, got.lse, *got.grads.values()):
+                assert np.isfinite(x).all(), (isa, sign)
+            if sign > 0 and big**2 > 100:
+                exact = b.v[0, pick].double().numpy()
+                assert np.array_equal(got.out, exact), isa
+                assert np.abs(got.lse - big**2).max() <= 1e-6 * big**2, isa
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("level", [0.0, 3e4, -3e4])
+def test_equal_logits_average(dtype, level):
+    """All logits the same, however large: the mean of the values, and lse = level + log(n)."""
+    n = 256
+    b = Built(Case(dtype, (65,), (n,), head_dim=4, head_dim_v=8, bias=""))
+    assert b.bias is not None
+    b.k.zero_()
+    b.bias.fill_(level)
+    mean = b.v.double().numpy().mean(axis=1)
+    unit = {"fp32": 1e-6, "bf16": 2**-8, "fp16": 2**-11}[dtype]
+    for isa in capi.instruction_sets()[0]:
+        with capi.cpu(isa):
+            got = run(b)
+        assert np.abs(got.out - mean).max() <= unit * np.abs(b.v.float().numpy()).max(), isa
+        assert np.abs(got.lse - (level + np.log(n))).max() <= 1e-6 * max(1, abs(level)), isa
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0)])
+def test_growing_logits_rescale_often(dtype, window):
+    """Every key's logit is above all before: the running maximum moves with every tile."""
+    n = 300
+    case = Case(dtype, (n,), (n,), head_dim=4, window=window, alibi="h", dlse=True)
+    b = Built(case)
+    b.q.zero_()
+    b.q[..., 0] = 1
+    b.k[..., 0] = torch.arange(n).view(1, n, 1) / 16
+    want = b.expected()
+    for isa in capi.instruction_sets()[0]:
+        with capi.cpu(isa):
+            got = run(b)
+        unit = {"fp32": 1e-6, "bf16": 2**-7, "fp16": 2**-10}[dtype]
+        assert np.abs(got.out - want.out).max() <= unit * np.abs(want.out).max(), isa
+        assert np.abs(got.lse - want.lse).max() <= 1e-6 * np.abs(want.lse).max(), isa
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_typical_alibi_slopes_over_long_rows(dtype):
+    """Slopes 2^-1 .. 2^-8 causal over 1500 keys: distances beyond where exp underflows."""
+    b = Built(Case(dtype, (300,), (1500,), heads_kv=8, window=(-1, 0), alibi="h", head_dim=16))
+    assert b.slopes is not None
+    b.slopes.copy_(2.0 ** -torch.arange(1, 9))
+    want = b.expected()
+    for isa in capi.instruction_sets()[0]:
+        with capi.cpu(isa):
+            got = run(b)
+        unit = {"fp32": 1e-6, "bf16": 2**-7, "fp16": 2**-10}[dtype]
+        assert np.abs(got.out - want.out).max() <= unit * np.abs(want.out).max(), isa
+        for name in "qkv":
+            target = getattr(want, f"d{name}")
+            size = unit if dtype == "fp32" else 4 * unit
+            assert np.abs(got.grads[name] - target).max() <= size * np.abs(target).max(), (
+                isa,
+                name,
+            )
+
+
+def test_subnormal_and_large_fp16_values():
+    """fp16 from its smallest subnormal to 65504 goes through exactly: one key, so out is v."""
+    values = np.array([2.0**-24, 3 * 2.0**-24, 2.0**-14, 1 / 3, 65504.0, -65504.0, 0.0, -1.0])
+    b = Built(Case("fp16", (3,), (1,), head_dim=8, head_dim_v=8))
+    b.v.copy_(torch.from_numpy(values).view(1, 1, 1, 8))
+    exact = b.v.double().numpy().reshape(1, 1, 8)
+    for isa in capi.instruction_sets()[0]:
+        with capi.cpu(isa):
+            assert np.array_equal(run(b).out, np.broadcast_to(exact, (3, 1, 8))), isa
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sink_of_minus_infinity_is_no_sink(dtype):
+    case = Case(dtype, (20,), (13,), group=2, sinks=True, window=(-1, 0), dlse=True)
+    b = Built(case)
+    assert b.sinks is not None
+    b.sinks.fill_(-torch.inf)
+    without = Built(dataclasses.replace(case, sinks=False))
+    for name in ("q", "k", "v", "dout", "dlse"):
+        getattr(without, name).copy_(getattr(b, name))
+    for isa in capi.instruction_sets()[0]:
+        with capi.cpu(isa):
+            got, plain = run(b), run(without)
+        assert (got.grads["sinks"] == 0).all()
+        assert np.array_equal(got.lse, plain.lse) and same(got.out, plain.out, dtype), isa
+        for name in "qkv":
+            assert same(got.grads[name], plain.grads[name], dtype), (isa, name)
+
+
+def test_everything_masked():
+    check(Case(rows=(30,), keys=(4,), window=(0, 0), group=2, seed=3))
+    check(Case("bf16", (30,), (4,), window=(-1, 0), sinks=True))
