@@ -13,7 +13,6 @@ from ._explain import Explanation, Kernel, Plan, capabilities, explain
 from .api import attention, attention_varlen, merge_states
 
 if TYPE_CHECKING:
-    from . import nn
     from ._numpy import attention_backward
     from .kvcache import attention_with_kvcache
 

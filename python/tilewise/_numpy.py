@@ -45,6 +45,7 @@ class _Problem(NamedTuple):
     v: Array
     arrays: dict[str, Array]
     heads_first: bool
+    bias_shape: tuple[int, ...]  # as given
 
 
 def attention(q: Any, k: Any, v: Any, layout: str, request: Request) -> Result:
@@ -210,8 +211,9 @@ def _describe_problem(
     if dropout_p > 0.0:
         arrays["dropout_state"] = np.random.randint(0, 2**62, 2, dtype=np.int64)
     bias = arrays.get("bias")
+    known: dict[str, Any] = {name: view(array) for name, array in arrays.items()} | bounds
     extras = _describe.Extras(
-        **{name: view(array) for name, array in arrays.items()},
+        **known,
         bias_dtype=0 if bias is None else _abi.DTYPES[str(bias.dtype)],
         scale=_scale(request.scale, head_dim),
         window_left=left,
@@ -219,11 +221,11 @@ def _describe_problem(
         softcap=_check.softcap(request.softcap),
         dropout_p=dropout_p,
         deterministic=bool(request.deterministic),
-        **bounds,
     )
     dtype = _abi.DTYPES[str(q.dtype)]
     a = _describe.attention(view(q), view(k), view(v), dtype, extras)
-    return _Problem(a, q, k, v, arrays, heads_first)
+    bias_shape = () if request.bias is None else as_array("bias", request.bias).shape
+    return _Problem(a, q, k, v, arrays, heads_first, bias_shape)
 
 
 def view(array: Array) -> View:
@@ -251,7 +253,7 @@ def _columns(array: Array) -> Array:
     whole = not any(steps) and array.flags.aligned and not _negative(array)
     if whole and (array.ndim == 0 or array.shape[-1] <= 1 or array.strides[-1] == array.itemsize):
         return array
-    return np.ascontiguousarray(array)
+    return array.copy(order="C")
 
 
 def _negative(array: Array) -> bool:
@@ -284,11 +286,10 @@ def _bias(value: Any, q: Array) -> Array:
 
 
 def _four_dimensions(bias: Array, keys: int) -> Array:
-    bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
-    if bias.shape[3] != keys:
-        bias = np.broadcast_to(bias, (*bias.shape[:3], keys))
-    expanded = any(bias.strides[i] == 0 and bias.shape[i] > 1 for i in range(4))
-    return np.ascontiguousarray(bias) if expanded else _columns(bias)
+    shape = (1,) * (4 - bias.ndim) + bias.shape
+    wide: Array = np.broadcast_to(bias.reshape(shape), (*shape[:3], keys))
+    expanded = any(wide.strides[i] == 0 and wide.shape[i] > 1 for i in range(4))
+    return np.ascontiguousarray(wide) if expanded else _columns(wide)
 
 
 def _scale(scale: Any, head_dim: int) -> float:
@@ -357,7 +358,9 @@ def _backward(problem: _Problem, dout: Any, out: Any, lse: Any, dlse: Any) -> Gr
     dq, dk, dv = (_new_rows(x, x.shape, first) for x in (q, problem.k, problem.v))
     g.dq = _describe.rows(view(dq), varlen_q)
     g.dk, g.dv = _describe.rows(view(dk), varlen_k), _describe.rows(view(dv), varlen_k)
-    bias, dbias, dsinks = problem.arrays.get("bias"), None, None
+    bias = problem.arrays.get("bias")
+    dbias: Array | None = None
+    dsinks: Array | None = None
     if bias is not None:
         dbias = np.empty(bias.shape, dtype=np.float32)
         g.dbias = dbias.ctypes.data
@@ -376,4 +379,8 @@ def _backward(problem: _Problem, dout: Any, out: Any, lse: Any, dlse: Any) -> Gr
     _abi.check(library, status)
     del memory  # alive until here: the library has written to it
     dq, dk, dv = (x.swapaxes(1, 2) if first else x for x in (dq, dk, dv))
+    if dbias is not None:
+        one_for_all_keys = problem.bias_shape[-1] == 1
+        dbias = dbias.sum(-1, keepdims=True) if one_for_all_keys else dbias
+        dbias = dbias.reshape(problem.bias_shape)
     return Gradients(dq, dk, dv, dbias, dsinks, float(dscale[0]))

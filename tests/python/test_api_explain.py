@@ -1,0 +1,102 @@
+"""explain and capabilities: what they say is what the library does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tilewise
+
+HEADER = Path(__file__).parents[2] / "include/tilewise/version.h"
+
+
+def test_version_is_that_of_the_header():
+    assert f'"{tilewise.__version__}"' in HEADER.read_text()
+
+
+def test_explain_names_a_kernel_of_the_matrix():
+    q = torch.zeros(2, 100, 4, 64, dtype=torch.bfloat16)
+    explanation = tilewise.explain(q, q, q, causal=True)
+    families = {
+        row.name for row in tilewise.capabilities() if row.available and row.dtype == "bfloat16"
+    }
+    for plan, which in ((explanation.forward, "forward"), (explanation.backward, "backward")):
+        assert any(plan.kernel.startswith(f"{name}.{which}") for name in families), plan
+        assert plan.why and plan.workspace_bytes >= 0 and plan.tile_q > 0 and plan.tile_k > 0
+    lines = str(explanation).splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith(
+        "bfloat16 on cpu, batch 2, 100 rows x 100 keys, 4 heads, head dim 64"
+    )
+    assert lines[0].endswith("causal")
+
+
+def test_explain_counts_torch_threads():
+    q, threads = torch.zeros(4, 300, 8, 16), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert tilewise.explain(q, q, q).forward.threads == 1
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_explain_tells_tensors_and_arrays_the_same():
+    q, bias = torch.zeros(1, 30, 2, 16), torch.zeros(2, 1, 30)
+    options = dict(window=(3, 0), softcap=2.0, dropout_p=0.5, deterministic=True)
+    tensors = tilewise.explain(q, q, q, bias=bias, sinks=torch.zeros(2), **options)
+    arrays = tilewise.explain(
+        q.numpy(), q.numpy(), q.numpy(), bias=bias.numpy(), sinks=np.zeros(2, np.float32), **options
+    )
+    assert tensors.problem == arrays.problem
+    assert tensors.forward.kernel == arrays.forward.kernel
+    for word in ("window (3, 0)", "softcap 2", "bias", "sinks", "dropout 0.5", "deterministic"):
+        assert word in tensors.problem
+
+
+def test_explain_of_sequences_and_pages():
+    starts = torch.tensor([0, 3, 9], dtype=torch.int32)
+    q, pages = torch.zeros(9, 2, 16), torch.zeros(4, 8, 2, 16)
+    table = torch.zeros(2, 3, dtype=torch.int32)
+    text = str(tilewise.explain(q, q, q, cu_seqlens_q=starts, cu_seqlens_k=starts))
+    assert "variable length" in text
+    text = str(tilewise.explain(q, pages, pages, cu_seqlens_q=starts, block_table=table))
+    assert "pages of 8" in text and "x 24 keys" in text
+
+
+def test_explain_leaves_the_generators_alone():
+    q = torch.zeros(1, 4, 1, 8)
+    torch.manual_seed(1)
+    wanted = torch.rand(3)
+    torch.manual_seed(1)
+    tilewise.explain(q, q, q, dropout_p=0.5)
+    assert torch.equal(torch.rand(3), wanted)
+    np.random.seed(1)
+    wanted = np.random.rand(3)
+    np.random.seed(1)
+    tilewise.explain(q.numpy(), q.numpy(), q.numpy(), dropout_p=0.5)
+    assert np.array_equal(np.random.rand(3), wanted)
+
+
+def test_explain_of_cuda_tensors_says_what_is_missing():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    q = torch.zeros(1, 4, 1, 8, device="cuda")
+    assert "tilewise" in str(tilewise.explain(q, q, q))
+
+
+def test_capabilities():
+    rows = tilewise.capabilities()
+    assert rows
+    names = [(row.name, row.dtype) for row in rows]
+    assert len(names) == len(set(names))
+    for row in rows:
+        assert re.fullmatch(r"[a-z0-9_.]+", row.name)
+        assert row.device in ("cpu", "cuda") and row.dtype in ("float32", "float16", "bfloat16")
+        assert row.max_head_dim >= 1 and row.requires
+    portable = [row for row in rows if row.name == "cpu.portable"]
+    assert len(portable) == 3
+    assert all(row.available and row.forward and row.backward for row in portable)

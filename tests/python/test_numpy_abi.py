@@ -1,0 +1,88 @@
+"""The ctypes structures are those of the header: names, order, types."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+
+import pytest
+
+from tilewise import _abi
+
+HEADER = (Path(__file__).parents[2] / "include/tilewise/tilewise.h").read_text()
+CODE = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.S)
+
+SCALARS = {
+    "uint32_t": ctypes.c_uint32,
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "uint64_t": ctypes.c_uint64,
+    "float": ctypes.c_float,
+    "tilewise_tensor": _abi.Tensor,
+}
+STRUCTURES = {
+    "tilewise_tensor": _abi.Tensor,
+    "tilewise_parallel": _abi.Parallel,
+    "tilewise_attention": _abi.Attention,
+    "tilewise_gradients": _abi.Gradients,
+    "tilewise_plan_info": _abi.PlanInfo,
+    "tilewise_kernel_info": _abi.KernelInfo,
+}
+
+
+def fields_of(name):
+    """(name, ctypes type) of each field; None for a pointer, whose kind ctypes leaves open."""
+    body = re.search(rf"typedef struct {name} \{{(.*?)\}} {name};", CODE, re.S)[1]
+    fields = []
+    for declaration in filter(None, (part.strip() for part in body.split(";"))):
+        function = re.match(r"void \(\*(\w+)\)", declaration)
+        array = re.match(r"char (\w+)\[(\d+)\]", declaration)
+        if function:
+            fields.append((function[1], None))
+        elif array:
+            fields.append((array[1], ctypes.c_char * int(array[2])))
+        else:
+            kind, field = re.match(r"(.*?)(\w+)$", declaration, re.S).groups()
+            fields.append((field, None if "*" in kind else SCALARS[kind.strip()]))
+    return fields
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_structure_is_that_of_the_header(name):
+    wanted = fields_of(name)
+    given = STRUCTURES[name]._fields_
+    assert [field for field, _ in given] == [field for field, _ in wanted]
+    for (field, kind), (_, expected) in zip(given, wanted, strict=True):
+        if expected is None:
+            assert ctypes.sizeof(kind) == ctypes.sizeof(ctypes.c_void_p), field
+            assert kind not in SCALARS.values(), field
+        else:
+            assert kind is expected, field
+
+
+@pytest.mark.parametrize(
+    ("prefix", "numbers"),
+    [
+        ("TILEWISE_", {"FLOAT32": 0, "FLOAT16": 1, "BFLOAT16": 2, "FLOAT8_E4M3": 3}),
+        ("TILEWISE_", {"CPU": _abi.CPU, "CUDA": _abi.CUDA}),
+        ("TILEWISE_PASS_", {"FORWARD": _abi.FORWARD, "BACKWARD": _abi.BACKWARD}),
+        ("TILEWISE_", {"OK": _abi.OK, "INVALID_ARGUMENT": _abi.INVALID_ARGUMENT}),
+        ("TILEWISE_", {"UNSUPPORTED": _abi.UNSUPPORTED, "INTERNAL": _abi.INTERNAL}),
+        ("TILEWISE_", {"WORKSPACE_TOO_SMALL": _abi.WORKSPACE_TOO_SMALL}),
+    ],
+)
+def test_numbers_are_those_of_the_header(prefix, numbers):
+    for name, number in numbers.items():
+        assert re.search(rf"\b{prefix}{name} = {number}\b", CODE)
+
+
+def test_functions_exist():
+    from tilewise._library import c_library
+
+    library = c_library()
+    assert library.tilewise_abi_version() == _abi.ABI_VERSION
+    declared = re.findall(r"\n(?:TILEWISE_API [^(]*?)(tilewise_\w+)\(", CODE)
+    assert {"tilewise_forward", "tilewise_backward", "tilewise_plan"} <= set(declared)
+    for name in declared:
+        assert getattr(library, name)
