@@ -1,4 +1,5 @@
-// The matrix engine of the AMX tile unit: 16 x 16 blocks of C, 16 units of contraction an instruction.
+// The matrix engine of the AMX tile unit: 16 x 16 blocks of C, 16 units of contraction an
+// instruction.
 #pragma once
 
 #include "cpu/generic/amx_tiles.h"
@@ -42,8 +43,8 @@ TILEWISE_FN void begin_sum(const float* c, int64_t ldc, bool accumulate) {
     tile_zero<Tile>();
 }
 
-// C of 32 rows and V vectors in tiles 0-3, A in 4-5, B in 6-7. A chain on one accumulator runs at the
-// full rate, so four of them are there to halve the loads: 4 of 8 cycles for 4 products of 16.
+// C of 32 rows and V vectors in tiles 0-3, A in 4-5, B in 6-7. A chain on one accumulator runs at
+// the full rate, so four of them are there to halve the loads: 4 of 8 cycles for 4 products of 16.
 template <int V>
 struct TileBlock {
   template <int Row>
@@ -134,7 +135,8 @@ TILEWISE_FN void block_rows(float* c, int64_t ldc, bool accumulate, OperandA a, 
   }
 }
 
-// C[m][vectors * W] (+)= A B with A[row][unit] and B[unit][lane]; m is a multiple of 32 and units of
+// C[m][vectors * W] (+)= A B with A[row][unit] and B[unit][lane]; m is a multiple of 32 and units
+// of
 // 16. Rows of C run fastest, so B, the smaller operand, is met in the L1 cache again.
 template <int Parts>
 __attribute__((noinline)) void tile_gemm(float* c, int64_t ldc, bool accumulate, OperandA a,

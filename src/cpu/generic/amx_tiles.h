@@ -1,6 +1,6 @@
-// The AMX instructions in use, under names. tests/amx_emulator has a header of the same name and path
-// that does the same in plain C++, for machines without AMX: whoever builds with it puts that folder
-// first among the include paths.
+// The AMX instructions in use, under names. tests/amx_emulator has a header of the same name and
+// path that does the same in plain C++, for machines without AMX: whoever builds with it puts that
+// folder first among the include paths.
 #pragma once
 
 #include "cpu/generic/simd.h"
@@ -22,8 +22,8 @@ static_assert(sizeof(TileConfig) == 64);
 TILEWISE_FN void tile_configure(const TileConfig& config) { _tile_loadconfig(&config); }
 TILEWISE_FN void tile_release() { _tile_release(); }
 
-// GCC's intrinsics paste the number of a tile into assembly text, so it has to be a literal, and its
-// tile loads do not tell the compiler that they read memory: see tile_fence.
+// GCC's intrinsics paste the number of a tile into assembly text, so it has to be a literal, and
+// its tile loads do not tell the compiler that they read memory: see tile_fence.
 template <int Tile>
 TILEWISE_FN void tile_zero() {
   static_assert(0 <= Tile && Tile < 8);
@@ -68,15 +68,24 @@ TILEWISE_FN void tile_store(void* to, int64_t stride) {
 // C is 4-5, A 6-7, B 0-3 in the other.
 template <int C, int A, int B>
 TILEWISE_FN void tile_dot_bf16() {
-  if constexpr (C == 0 && A == 4 && B == 6) _tile_dpbf16ps(0, 4, 6);
-  else if constexpr (C == 1 && A == 4 && B == 7) _tile_dpbf16ps(1, 4, 7);
-  else if constexpr (C == 2 && A == 5 && B == 6) _tile_dpbf16ps(2, 5, 6);
-  else if constexpr (C == 3 && A == 5 && B == 7) _tile_dpbf16ps(3, 5, 7);
-  else if constexpr (C == 4 && A == 6 && B == 0) _tile_dpbf16ps(4, 6, 0);
-  else if constexpr (C == 5 && A == 6 && B == 1) _tile_dpbf16ps(5, 6, 1);
-  else if constexpr (C == 4 && A == 7 && B == 2) _tile_dpbf16ps(4, 7, 2);
-  else if constexpr (C == 5 && A == 7 && B == 3) _tile_dpbf16ps(5, 7, 3);
-  else static_assert(C != C, "no register block does this");
+  if constexpr (C == 0 && A == 4 && B == 6)
+    _tile_dpbf16ps(0, 4, 6);
+  else if constexpr (C == 1 && A == 4 && B == 7)
+    _tile_dpbf16ps(1, 4, 7);
+  else if constexpr (C == 2 && A == 5 && B == 6)
+    _tile_dpbf16ps(2, 5, 6);
+  else if constexpr (C == 3 && A == 5 && B == 7)
+    _tile_dpbf16ps(3, 5, 7);
+  else if constexpr (C == 4 && A == 6 && B == 0)
+    _tile_dpbf16ps(4, 6, 0);
+  else if constexpr (C == 5 && A == 6 && B == 1)
+    _tile_dpbf16ps(5, 6, 1);
+  else if constexpr (C == 4 && A == 7 && B == 2)
+    _tile_dpbf16ps(4, 7, 2);
+  else if constexpr (C == 5 && A == 7 && B == 3)
+    _tile_dpbf16ps(5, 7, 3);
+  else
+    static_assert(C != C, "no register block does this");
 }
 
 // Between writes to operands or reads of results and the tile instructions: keeps the compiler from

@@ -16,12 +16,10 @@ struct AmxEngine : DotEngine<kIsa> {
 
   // dst[column][key / 2]: `ld` columns of zeros or rows, and `count` keys.
   TILEWISE_FN static void pack_rows_a(uint32_t* dst, int64_t ld, int64_t plane,
-                                      const BFloat16* const* rows, int64_t count,
-                                      int64_t columns) {
+                                      const BFloat16* const* rows, int64_t count, int64_t columns) {
     pack_rows_transposed<AmxEngine>(dst, count / S.pair, plane, rows, count, columns, ld);
   }
-  TILEWISE_FN static OperandA rows_a(const uint32_t* data, int64_t, int64_t count,
-                                     int64_t plane) {
+  TILEWISE_FN static OperandA rows_a(const uint32_t* data, int64_t, int64_t count, int64_t plane) {
     return {data, count / S.pair, 1, plane};
   }
 
@@ -31,8 +29,8 @@ struct AmxEngine : DotEngine<kIsa> {
   }
 };
 
-// fp32 as the sum of two bf16: x rounded, and what is left of it rounded. 16 bits of mantissa, exact for
-// every fp16.
+// fp32 as the sum of two bf16: x rounded, and what is left of it rounded. 16 bits of mantissa,
+// exact for every fp16.
 //
 // An infinite or NaN x has the high part +-1 and itself as low part. The products of such parts are
 // what IEEE says of x y for every y: the infinity meets the other's high part, which is 0 only if y
@@ -85,11 +83,10 @@ struct AmxSplitEngine {
     // Neighbours in a row: even and odd columns as two vectors.
     const F first = to_fp32(p);
     const F second = to_fp32(p + W);
-    return SplitPairs::of(
-        __builtin_shufflevector(first, second, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26,
-                                28, 30),
-        __builtin_shufflevector(first, second, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27,
-                                29, 31));
+    return SplitPairs::of(__builtin_shufflevector(first, second, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18,
+                                                  20, 22, 24, 26, 28, 30),
+                          __builtin_shufflevector(first, second, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19,
+                                                  21, 23, 25, 27, 29, 31));
   }
   TILEWISE_FN static Units along_rows(const Half* const* p) {
     return SplitPairs::of(to_fp32(p[0]), to_fp32(p[1]));
@@ -147,8 +144,7 @@ struct AmxSplitEngine {
                                       const Half* const* rows, int64_t count, int64_t columns) {
     pack_rows_transposed<AmxSplitEngine>(dst, count / S.pair, plane, rows, count, columns, ld);
   }
-  TILEWISE_FN static OperandA rows_a(const uint32_t* data, int64_t, int64_t count,
-                                     int64_t plane) {
+  TILEWISE_FN static OperandA rows_a(const uint32_t* data, int64_t, int64_t count, int64_t plane) {
     return {data, count / S.pair, 1, plane};
   }
 

@@ -1,5 +1,6 @@
-// The AMX instructions of src/cpu/generic/amx_tiles.h in plain C++: same path, same names, found first
-// when this folder is first among the include paths. What would be a fault there ends the process here.
+// The AMX instructions of src/cpu/generic/amx_tiles.h in plain C++: same path, same names, found
+// first when this folder is first among the include paths. What would be a fault there ends the
+// process here.
 #pragma once
 
 #include <cfloat>
@@ -58,7 +59,8 @@ inline void configure(const TileConfig& config) {
   tiles = Tiles{};
   tiles.configured = true;
   for (int i = 0; i < 8; ++i) {
-    need(config.rows[i] <= 16 && config.row_bytes[i] <= 64, "a tile larger than 16 rows of 64 bytes");
+    need(config.rows[i] <= 16 && config.row_bytes[i] <= 64,
+         "a tile larger than 16 rows of 64 bytes");
     need((config.rows[i] == 0) == (config.row_bytes[i] == 0), "a tile with rows or columns only");
     tiles.rows[i] = config.rows[i];
     tiles.row_bytes[i] = config.row_bytes[i];
@@ -90,8 +92,8 @@ inline void store(int tile, void* to, int64_t stride) {
                      static_cast<size_t>(tiles.row_bytes[tile]));
 }
 
-// TDPBF16PS: products of even and of odd elements are summed apart, from zero, by fused operations in
-// the order of the contraction; then the two sums are added, and that to C.
+// TDPBF16PS: products of even and of odd elements are summed apart, from zero, by fused operations
+// in the order of the contraction; then the two sums are added, and that to C.
 inline void dot_bf16(int c, int a, int b) {
   use(c);
   use(a);
