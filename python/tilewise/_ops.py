@@ -87,8 +87,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
     if _transformed():
         return _Forward.apply(*arguments)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *options[:_TENSOR_COUNT]):
-        return torch.ops.tilewise.forward(*arguments)
-    with torch._C._AutoDispatchBelowAutograd():  # saves the Python layer of register_autograd
+        return _EagerForward.apply(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.tilewise.forward(*arguments)
 
 
@@ -165,6 +165,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.numbers = tuple(options[_TENSOR_COUNT:])
 
 
+def _position(name: str) -> int:
+    """Where an option is among the arguments of ``forward``."""
+    return 3 + Options._fields.index(name)
+
+
 def _contiguous_columns(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
@@ -177,17 +182,24 @@ def _materialized_bias(bias: Tensor | None) -> Tensor | None:
     return bias.contiguous() if expanded else bias
 
 
+_WANT_AT = (
+    (0, WANT_Q),
+    (1, WANT_K),
+    (2, WANT_V),
+    (_position("bias"), WANT_BIAS),
+    (_position("sinks"), WANT_SINKS),
+    (_position("scale_tensor"), WANT_SCALE),
+)
+_SLOPES_AT, _BIAS_AT = _position("alibi_slopes"), _position("bias")
+
+
 def _wanted(needs: tuple[bool, ...]) -> int:
-    position = {"q": 0, "k": 1, "v": 2}
-    position |= {name: 3 + i for i, name in enumerate(Options._fields)}
-    if needs[position["alibi_slopes"]]:
+    if needs[_SLOPES_AT]:
         raise RuntimeError(
             "tilewise: alibi_slopes requires a gradient, but none is defined for it; "
             "pass alibi_slopes.detach(), or a bias made of the slopes"
         )
-    bits = {"q": WANT_Q, "k": WANT_K, "v": WANT_V, "bias": WANT_BIAS, "sinks": WANT_SINKS}
-    bits["scale_tensor"] = WANT_SCALE
-    return sum(bit for name, bit in bits.items() if needs[position[name]])
+    return sum(bit for position, bit in _WANT_AT if needs[position])
 
 
 def _to_pages(rows: Tensor, pages: Tensor, block_table: Tensor) -> Tensor:
@@ -206,10 +218,10 @@ def _to_pages(rows: Tensor, pages: Tensor, block_table: Tensor) -> Tensor:
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    none = (None,) * (3 + _OPTION_COUNT)
+    results: list[Tensor | None] = [None] * (3 + _OPTION_COUNT)
     wanted = _wanted(ctx.needs_input_grad)
     if wanted == 0 or (dout is None and dlse is None):
-        return none
+        return tuple(results)
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     options = Options(*tensors, *ctx.numbers)
     if wanted & WANT_BIAS:
@@ -217,22 +229,17 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     dout = torch.zeros_like(out) if dout is None else _contiguous_columns(dout)
     dlse = None if dlse is None else _contiguous_columns(dlse)
     grads = _call_backward(dout, dlse, q, k, v, out, lse, *options, wanted)
-    dq, dk, dv, dbias, dsinks, dscale = grads
+    for grad, (position, bit) in zip(grads, _WANT_AT, strict=True):
+        if wanted & bit:
+            results[position] = grad
     if options.block_table is not None:
-        dk = _to_pages(dk, k, options.block_table) if wanted & WANT_K else dk
-        dv = _to_pages(dv, v, options.block_table) if wanted & WANT_V else dv
-    bias = options.bias
-    by_name = {
-        "bias": dbias.to(bias.dtype) if bias is not None and wanted & WANT_BIAS else None,
-        "sinks": dsinks if wanted & WANT_SINKS else None,
-        "scale_tensor": dscale if wanted & WANT_SCALE else None,
-    }
-    return (
-        dq if wanted & WANT_Q else None,
-        dk if wanted & WANT_K else None,
-        dv if wanted & WANT_V else None,
-        *(by_name.get(name) for name in Options._fields),
-    )
+        for position, pages in ((1, k), (2, v)):
+            rows = results[position]
+            if rows is not None:
+                results[position] = _to_pages(rows, pages, options.block_table)
+    if options.bias is not None and wanted & WANT_BIAS:
+        results[_BIAS_AT] = grads[3].to(options.bias.dtype)
+    return tuple(results)
 
 
 def _no_second_derivative(_ctx: Any, *_grads: Any) -> Any:
@@ -247,9 +254,14 @@ def _call_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _call_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    if torch.compiler.is_compiling() or not _transformed():
+    if torch.compiler.is_compiling():
         return torch.ops.tilewise.backward(*arguments)
-    return _Backward.apply(*arguments)
+    if _transformed():
+        return _Backward.apply(*arguments)
+    if torch.is_grad_enabled():  # create_graph=True: the operator refuses the second derivative
+        return torch.ops.tilewise.backward(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.tilewise.backward(*arguments)
 
 
 torch.library.register_autograd(
@@ -357,6 +369,26 @@ def _backward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
 
 torch.library.register_vmap("tilewise::forward", _forward_vmap, lib=_library)
 torch.library.register_vmap("tilewise::backward", _backward_vmap, lib=_library)
+
+
+# --- without a compiler ---------------------------------------------------------------------------
+
+
+class _EagerForward(torch.autograd.Function):
+    """The operator with the derivative that register_autograd gives it, at a tenth of the overhead.
+
+    The Python layer of register_autograd reads the schema anew in every call: 0.4 ms on the machine
+    where this takes 0.04 ms.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            results = torch.ops.tilewise.forward(*arguments)
+        _setup_context(ctx, arguments, results)
+        return results
+
+    backward = staticmethod(_backward)
 
 
 # --- torch.func -----------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def test_pages_and_their_gradients(page_size, dtype):
         wanted.append(tilewise.attention(q[None, starts[b] : starts[b + 1]], keys, values,
                                          causal=True)[0])  # fmt: skip
     wanted = torch.cat(wanted)
-    assert torch.allclose(out, wanted, atol=1e-6 if dtype == torch.float32 else 1e-2)
+    assert torch.allclose(out, wanted, atol=1e-6 if dtype == torch.float32 else 3e-2)
     dout = torch.randn_like(out)
     grads = torch.autograd.grad(out, (q, k, v), dout)
     for grad, other in zip(grads, torch.autograd.grad(wanted, (q, k, v), dout), strict=True):
