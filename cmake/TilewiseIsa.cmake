@@ -23,9 +23,11 @@ endif()
 # Multiplications and additions may contract into FMA (ISO mode forbids it by default), and since
 # nobody reads floating-point exceptions, selects may become masks. NaN and infinity keep their
 # meaning: no -ffast-math. Without optimisation inline functions would be emitted out of line, as weak
-# symbols with this instruction set in them (tests/cpp/check_symbols.cmake), so Debug has -O1.
-set(isa_common_flags -ffp-contract=fast -fno-trapping-math -fno-exceptions
-                     $<IF:$<CONFIG:Debug>,-O1,-O3>)
+# symbols with this instruction set in them (tests/cpp/check_symbols.cmake), so Debug has -O1. With
+# sanitizers -O3 takes five times as long to compile.
+set(isa_common_flags
+    -ffp-contract=fast -fno-trapping-math -fno-exceptions
+    $<IF:$<OR:$<CONFIG:Debug>,$<BOOL:${TILEWISE_SANITIZE}>>,-O1,-O3>)
 
 function(tilewise_add_isa_sources target)
   set(built "")

@@ -1,0 +1,418 @@
+#include "call.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+namespace fuzz {
+namespace {
+
+constexpr uint8_t kPoison = 0xfe;
+// Aligned and never mapped: following it ends the run.
+void* const kNowhere = reinterpret_cast<void*>(uintptr_t{4096});
+
+bool too_long(int64_t size) { return size > (int64_t{1} << 20); }
+
+}  // namespace
+
+bool Memory::Block::poisoned(int64_t offset) const {
+  const uint8_t* at = bytes.data() + zero + offset * element;
+  return std::all_of(at, at + element, [](uint8_t b) { return b == kPoison; });
+}
+
+void* Memory::tensor(const std::array<int64_t, 3>& sizes, const std::array<int64_t, 3>& strides,
+                     int64_t columns, int64_t element, Writer writer) {
+  __int128 low = 0;
+  __int128 high = columns;
+  if (columns <= 0) return nullptr;
+  for (std::size_t i = 0; i < 3; ++i) {
+    if (sizes[i] <= 0) return nullptr;
+    const __int128 reach = static_cast<__int128>(sizes[i] - 1) * strides[i];
+    (reach < 0 ? low : high) += reach;
+  }
+  total_ += (high - low) * element;
+  if (total_ > kLimit) {
+    exceeded_ = true;
+    return kNowhere;
+  }
+  Block& block = blocks_.emplace_back();
+  block.bytes.assign(static_cast<std::size_t>((high - low) * element), kPoison);
+  block.zero = static_cast<int64_t>(-low) * element;
+  block.sizes = sizes;
+  block.strides = strides;
+  block.columns = columns;
+  block.element = element;
+  block.writer = writer;
+  return block.bytes.data() + block.zero;
+}
+
+void Memory::fill(void* data, int64_t element, uint8_t seed, bool wild) {
+  if (data == nullptr || data == kNowhere) return;
+  wild_ = wild_ || wild;
+  std::vector<uint8_t>& bytes = blocks_.back().bytes;
+  uint32_t state = seed * 2654435761u + 1;
+  for (std::size_t i = 0; i + static_cast<std::size_t>(element) <= bytes.size();
+       i += static_cast<std::size_t>(element)) {
+    state = state * 1664525u + 1013904223u;
+    if (element == 4) {
+      const float number = static_cast<float>(static_cast<int32_t>(state)) * 0x1p-30f;
+      std::memcpy(bytes.data() + i, wild ? static_cast<const void*>(&state) : &number, 4);
+    } else {  // of either 16-bit type a number between 2^-15 and 2
+      const auto bits =
+          static_cast<uint16_t>(wild ? state >> 16 : ((state >> 16) & 0x87ff) | 0x3800);
+      std::memcpy(bytes.data() + i, &bits, 2);
+    }
+  }
+}
+
+bool Memory::untouched(Writer writer) const {
+  return std::all_of(blocks_.begin(), blocks_.end(), [&](const Block& block) {
+    return block.writer != writer || std::all_of(block.bytes.begin(), block.bytes.end(),
+                                                 [](uint8_t b) { return b == kPoison; });
+  });
+}
+
+bool Memory::complete(Writer writer) const {
+  for (const Block& block : blocks_) {
+    if (block.writer != writer) continue;
+    int64_t elements = 0;
+    for (int64_t i = 0; i < block.sizes[0]; ++i)
+      for (int64_t j = 0; j < block.sizes[1]; ++j)
+        for (int64_t k = 0; k < block.sizes[2]; ++k)
+          for (int64_t c = 0; c < block.columns; ++c, ++elements) {
+            if (block.poisoned(i * block.strides[0] + j * block.strides[1] + k * block.strides[2] +
+                               c))
+              return false;
+          }
+    int64_t poison = 0;
+    const auto all = static_cast<int64_t>(block.bytes.size()) / block.element;
+    for (int64_t i = 0; i < all; ++i) poison += block.poisoned(i - block.zero / block.element);
+    if (poison != all - elements) return false;
+  }
+  return true;
+}
+
+void backwards_parallel_for(void*, int64_t tasks, tilewise_task task, void* context) {
+  for (int64_t i = tasks; i-- > 0;) task(context, i);
+}
+
+tilewise_tensor read_view(Reader& in, Memory& memory, std::array<int64_t, 3> sizes, int64_t columns,
+                          int64_t element, Writer writer) {
+  // Wrapping products: strides of sizes that no library may accept still have to be numbers.
+  const auto times = [](int64_t x, int64_t y) {
+    return static_cast<int64_t>(static_cast<uint64_t>(x) * static_cast<uint64_t>(y));
+  };
+  std::array<int64_t, 3> strides = {times(times(sizes[1], sizes[2]), columns),
+                                    times(sizes[2], columns), columns};
+  switch (in.byte() % 16) {
+    case 1:
+      strides = {times(times(sizes[1], sizes[2]), columns), columns, times(sizes[1], columns)};
+      break;
+    case 2:
+      for (int64_t& stride : strides) stride = times(stride, 2);
+      break;
+    case 3:
+      strides[in.byte() % 3] = 0;
+      break;
+    case 4:
+      strides[in.byte() % 3] = in.bits64();
+      break;
+    case 5:
+      strides[1] = times(strides[1], -1);
+      break;
+    default:
+      break;
+  }
+  tilewise_tensor view{nullptr, strides[0], strides[1], strides[2]};
+  if (in.byte() == 255) return view;  // forgotten
+  view.data = memory.tensor(sizes, strides, columns, element, writer);
+  const uint8_t seed = in.byte();
+  if (writer == Writer::none) memory.fill(view.data, element, seed, seed == 255);
+  if (seed == 254 && view.data != nullptr) view.data = static_cast<uint8_t*>(view.data) + 1;
+  return view;
+}
+
+int32_t* read_indices(Reader& in, Memory& memory, int64_t count, int64_t first, int64_t step) {
+  auto* indices = memory.array<int32_t>(count);
+  if (indices == nullptr || indices == kNowhere) return indices;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint8_t b = in.byte();
+    const int64_t plain = first + i * step - (b < 32 ? b : 0);
+    indices[i] = b == 255 ? static_cast<int32_t>(in.bits64()) : static_cast<int32_t>(plain);
+    if (b > 200 && b < 255) indices[i] += 228 - b;
+  }
+  return indices;
+}
+
+AttentionCall::AttentionCall(Reader& in) {
+  a.struct_size = in.one_in(250) ? static_cast<uint32_t>(in.bits64()) : sizeof(a);
+  // Larger than the struct is read by the library: only sizes that exist here may be claimed.
+  if (a.struct_size > sizeof(a) && a.struct_size <= 65536) a.struct_size = sizeof(a);
+  a.device = in.one_in(100) ? static_cast<int32_t>(in.byte()) : TILEWISE_CPU;
+  a.dtype = in.pick32({0, 1, 2, 0, 1, 2, 3, 4});
+  read_sizes(in);
+  read_cache(in);
+  read_lengths(in);
+  read_tensors(in);
+  read_options(in);
+  read_gradients(in);
+}
+
+void AttentionCall::read_sizes(Reader& in) {
+  a.batch = in.pick({2, 1, 3, 0, 5});
+  a.seqlen_q = in.pick({5, 1, 0, 17, 33, 64, 70, 130});
+  a.seqlen_k = in.pick({7, 1, 0, 16, 31, 65, 128, 200});
+  a.heads_kv = in.pick({2, 1, 3});
+  a.heads_q = a.heads_kv * in.pick32({2, 1, 3, 8}) + (in.one_in(100) ? 1 : 0);
+  a.head_dim = in.pick({8, 1, 3, 16, 33, 64, 80, 256, 512});
+  a.head_dim_v = in.pick({0, 8, 5, 16, 64, 100, 512});
+  a.max_seqlen_q = in.pick({0, 0, 0, 1000, 5});
+  a.max_seqlen_k = in.pick({0, 0, 0, 1000, 7});
+  a.window_left = in.pick({-1, -1, 0, 3, 100});
+  a.window_right = in.pick({-1, 0, 0, 2, 100});
+}
+
+void AttentionCall::read_cache(Reader& in) {
+  a.kv_batch = in.pick({0, 0, 0, 2, 7});
+  switch (in.byte() % 8) {
+    case 5:
+      a.page_size = in.pick({4, 1, 3, 16, 128});
+      a.pages = in.pick({9, 1, 0, 40});
+      a.block_table_width = in.pick({3, 1, 0, 8});
+      a.block_table_stride = in.one_in(20) ? in.bits64() : a.block_table_width;
+      a.block_table = static_cast<int32_t*>(memory.tensor(
+          {1, 1, a.batch}, {0, 0, a.block_table_stride}, a.block_table_width, 4, Writer::none));
+      if (a.block_table == nullptr) a.block_table = memory.array<int32_t>(1);
+      if (!memory.exceeded() && a.block_table_stride == a.block_table_width)
+        for (int64_t i = 0; i < a.batch * a.block_table_width; ++i)
+          const_cast<int32_t*>(a.block_table)[i] = in.pick32({0, 1, 2, 3, 8});
+      break;
+    case 6:
+      a.kv_batch_idx = read_indices(in, memory, a.batch, 0, 1);
+      break;
+    default:
+      break;
+  }
+}
+
+void AttentionCall::read_lengths(Reader& in) {
+  const uint8_t which = in.byte();
+  const int64_t sequences = a.batch == INT64_MAX ? a.batch : a.batch + 1;
+  const int64_t parts = std::max<int64_t>(a.batch, 1);
+  if ((which & 1) != 0) a.cu_seqlens_q = read_indices(in, memory, sequences, 0, a.seqlen_q / parts);
+  if ((which & 2) != 0) a.cu_seqlens_k = read_indices(in, memory, sequences, 0, a.seqlen_k / parts);
+  if ((which & 4) != 0) a.seqused_q = read_indices(in, memory, a.batch, a.seqlen_q / parts, 0);
+  if ((which & 8) != 0) a.seqused_k = read_indices(in, memory, a.batch, a.seqlen_k / parts, 0);
+  if ((which & 16) != 0) a.leftpad_k = read_indices(in, memory, a.batch, 1, 0);
+}
+
+tilewise_tensor AttentionCall::rows(Reader& in, int64_t columns, Writer writer) {
+  const int64_t batch = a.cu_seqlens_q != nullptr ? 1 : a.batch;
+  return read_view(in, memory, {batch, a.seqlen_q, a.heads_q}, columns, element(), writer);
+}
+
+tilewise_tensor AttentionCall::keys(Reader& in, int64_t columns, Writer writer) {
+  std::array<int64_t, 3> sizes = {a.kv_batch != 0 ? a.kv_batch : a.batch, a.seqlen_k, a.heads_kv};
+  const bool gradient = writer == Writer::backward;
+  if (a.block_table != nullptr) {
+    const __int128 capacity = static_cast<__int128>(a.block_table_width) * a.page_size;
+    const bool fits = capacity >= 0 && capacity < (1 << 24);
+    sizes = gradient
+                ? std::array<int64_t, 3>{a.batch, fits ? static_cast<int64_t>(capacity) : 1 << 24,
+                                         a.heads_kv}
+                : std::array<int64_t, 3>{a.pages, a.page_size, a.heads_kv};
+  } else if (a.cu_seqlens_k != nullptr) {
+    sizes[0] = 1;
+  } else if (a.kv_batch_idx != nullptr && gradient) {
+    sizes[0] = a.batch;
+  }
+  return read_view(in, memory, sizes, columns, element(), writer);
+}
+
+void AttentionCall::read_tensors(Reader& in) {
+  const int64_t columns_v = a.head_dim_v != 0 ? a.head_dim_v : a.head_dim;
+  a.q = rows(in, a.head_dim, Writer::none);
+  a.k = keys(in, a.head_dim, Writer::none);
+  a.v = keys(in, columns_v, Writer::none);
+  a.out = rows(in, columns_v, Writer::forward);
+  const int64_t batch = a.cu_seqlens_q != nullptr ? 1 : a.batch;
+  const tilewise_tensor lse =
+      read_view(in, memory, {batch, 1, a.heads_q}, a.seqlen_q, 4, Writer::forward);
+  a.lse = static_cast<float*>(lse.data);
+  a.lse_stride_batch = lse.stride_batch;
+  a.lse_stride_head = lse.stride_head;
+}
+
+const float* AttentionCall::floats(Reader& in, int64_t count) {
+  auto* values = memory.array<float>(count);
+  memory.fill(values, 4, in.byte(), false);
+  return values;
+}
+
+void AttentionCall::read_options(Reader& in) {
+  const uint8_t which = in.byte();
+  a.scale = 0.25f;
+  a.softcap = (which & 1) != 0 ? 5.0f : 0.0f;
+  if ((which & 2) != 0) a.alibi_slopes = floats(in, a.heads_q);
+  if ((which & 4) != 0) {
+    // Row i and key j of any sequence: as many rows and keys as there can be.
+    const int64_t keys = a.block_table != nullptr ? a.block_table_width * 128 : a.seqlen_k;
+    a.bias_dtype = in.one_in(3) ? a.dtype : TILEWISE_FLOAT32;
+    const int64_t size = a.bias_dtype == TILEWISE_FLOAT32 ? 4 : 2;
+    const tilewise_tensor bias =
+        read_view(in, memory, {a.batch, a.seqlen_q, a.heads_q}, keys, size, Writer::none);
+    a.bias = bias.data;
+    a.bias_stride_batch = bias.stride_batch;
+    a.bias_stride_row = bias.stride_row;
+    a.bias_stride_head = bias.stride_head;
+    g.dbias_keys = keys;
+    g.dbias_rows = a.seqlen_q;
+  }
+  if ((which & 8) != 0) a.dropout_p = 0.3f;
+  if ((which & 16) != 0) a.sinks = floats(in, a.heads_q);
+  if ((which & 32) != 0) a.scale_ptr = floats(in, 1);
+  if ((which & 64) != 0) {
+    auto* state = memory.array<uint64_t>(2);
+    memory.fill(state, 4, in.byte(), true);
+    a.dropout_state = state;
+  }
+  const float odd[] = {std::numeric_limits<float>::quiet_NaN(), -1.0f, 1e30f};
+  if (in.one_in(60)) a.scale = odd[in.byte() % 3];
+  if (in.one_in(60)) a.softcap = odd[in.byte() % 3];
+  if (in.one_in(60)) a.dropout_p = odd[in.byte() % 3];
+  a.num_splits = in.pick32({0, 0, 1, 2, 3, 7, 256, -1});
+  a.deterministic = in.byte() % 2;
+  a.dropout_seed = static_cast<uint64_t>(in.pick({0, 1, -1}));
+  if (in.one_in(8)) return;  // the library's own pool
+  parallel = {backwards_parallel_for, nullptr, in.pick32({1, 2, 3, 5}), 0};
+  a.parallel = &parallel;
+}
+
+void AttentionCall::read_gradients(Reader& in) {
+  const int64_t columns_v = a.head_dim_v != 0 ? a.head_dim_v : a.head_dim;
+  const uint8_t left_out = in.byte();
+  g.struct_size = sizeof(g);
+  g.dout = rows(in, columns_v, Writer::none);
+  if ((left_out & 1) == 0) g.dq = rows(in, a.head_dim, Writer::backward);
+  if ((left_out & 2) == 0) g.dk = keys(in, a.head_dim, Writer::backward);
+  if ((left_out & 4) == 0) g.dv = keys(in, columns_v, Writer::backward);
+  if ((left_out & 8) != 0 && a.bias != nullptr) {
+    const std::array<int64_t, 3> strides = {
+        a.bias_stride_batch == 0 ? 0 : g.dbias_rows * a.heads_q * g.dbias_keys,
+        a.bias_stride_row == 0 ? 0 : a.heads_q * g.dbias_keys,
+        a.bias_stride_head == 0 ? 0 : g.dbias_keys};
+    const auto size = [&](int64_t size_of, int64_t stride) { return stride == 0 ? 1 : size_of; };
+    g.dbias_stride_batch = strides[0];
+    g.dbias_stride_row = strides[1];
+    g.dbias_stride_head = strides[2];
+    g.dbias = static_cast<float*>(memory.tensor(
+        {size(a.batch, strides[0]), size(a.seqlen_q, strides[1]), size(a.heads_q, strides[2])},
+        strides, g.dbias_keys, 4, Writer::backward));
+  }
+  if ((left_out & 16) != 0 && a.sinks != nullptr)
+    g.dsinks = memory.array<float>(a.heads_q, Writer::backward);
+  if ((left_out & 32) != 0) g.dscale = memory.array<float>(1, Writer::backward);
+  if ((left_out & 64) != 0) {
+    const int64_t batch = a.cu_seqlens_q != nullptr ? 1 : a.batch;
+    const tilewise_tensor dlse =
+        read_view(in, memory, {batch, 1, a.heads_q}, a.seqlen_q, 4, Writer::none);
+    g.dlse = static_cast<const float*>(dlse.data);
+    g.dlse_stride_batch = dlse.stride_batch;
+    g.dlse_stride_head = dlse.stride_head;
+  }
+}
+
+bool AttentionCall::runnable() const {
+  const int64_t keys = a.block_table != nullptr ? a.block_table_width * a.page_size : a.seqlen_k;
+  for (int64_t size : {a.batch, a.seqlen_q, keys, a.heads_q, a.heads_kv, a.kv_batch})
+    if (too_long(size)) return false;
+  const double work = static_cast<double>(a.batch) * static_cast<double>(a.heads_q) *
+                      static_cast<double>(a.seqlen_q) * static_cast<double>(keys) *
+                      static_cast<double>(a.head_dim + a.head_dim_v);
+  return !memory.exceeded() && work < 3e7;
+}
+
+AppendCall::AppendCall(Reader& in) {
+  a.struct_size = sizeof(a);
+  a.dtype = in.pick32({0, 1, 2, 0, 1, 2, 3, 4});
+  a.batch = in.pick({2, 1, 3, 0});
+  a.seqlen_q = in.pick({3, 1, 0, 9});
+  a.seqlen_new = in.pick({3, 1, 0, 9});
+  a.seqlen_k = in.pick({16, 1, 40});
+  a.heads_kv = in.pick({2, 1, 3});
+  a.heads_q = in.pick({4, 1, 6});
+  a.head_dim = in.pick({8, 1, 3, 64, 512});
+  a.head_dim_v = in.pick({0, 8, 5, 16});
+  a.kv_batch = in.pick({0, 0, 2, 7});
+  a.rotary_dim = in.pick({4, 0, 8, 2, 3});
+  a.rotary_rows = in.pick({32, 8, 0, 1});
+  a.rotary_interleaved = in.pick32({0, 1});
+  a.q_single_position = in.pick32({0, 1});
+  parallel = {backwards_parallel_for, nullptr, in.pick32({1, 2, 3}), 0};
+  a.parallel = &parallel;
+  read_arrays(in);
+  read_tensors(in);
+}
+
+void AppendCall::read_arrays(Reader& in) {
+  const uint8_t which = in.byte();
+  const int64_t sequences = a.batch == INT64_MAX ? a.batch : a.batch + 1;
+  const int64_t parts = std::max<int64_t>(a.batch, 1);
+  if ((which & 1) == 0) a.cache_seqlens = read_indices(in, memory, a.batch, 2, 1);
+  if ((which & 2) != 0) a.cu_seqlens_q = read_indices(in, memory, sequences, 0, a.seqlen_q / parts);
+  if ((which & 4) != 0)
+    a.cu_seqlens_new = read_indices(in, memory, sequences, 0, a.seqlen_new / parts);
+  if ((which & 8) != 0) a.rotary_seqlens = read_indices(in, memory, a.batch, 1, 1);
+  if ((which & 16) != 0) a.leftpad_k = read_indices(in, memory, a.batch, 1, 0);
+  if ((which & 32) != 0) a.kv_batch_idx = read_indices(in, memory, a.batch, 0, 1);
+  if ((which & 64) == 0) return;
+  a.page_size = in.pick({4, 1, 3, 16});
+  a.pages = in.pick({9, 1, 0, 40});
+  a.block_table_width = in.pick({4, 1, 0, 8});
+  a.block_table_stride = a.block_table_width;
+  int64_t entries = 0;
+  if (__builtin_mul_overflow(a.batch, a.block_table_width, &entries)) entries = INT64_MAX;
+  a.block_table = read_indices(in, memory, entries, 0, 1);
+}
+
+void AppendCall::read_tensors(Reader& in) {
+  const int64_t element = a.dtype == TILEWISE_FLOAT32 ? 4 : 2;
+  const int64_t columns_v = a.head_dim_v != 0 ? a.head_dim_v : a.head_dim;
+  const auto rows = [&](const int32_t* cu_seqlens, int64_t count, int64_t heads, int64_t columns,
+                        Writer writer) {
+    const int64_t batch = cu_seqlens != nullptr ? 1 : a.batch;
+    return read_view(in, memory, {batch, count, heads}, columns, element, writer);
+  };
+  const bool paged = a.block_table != nullptr;
+  const std::array<int64_t, 3> cache = {paged             ? a.pages
+                                        : a.kv_batch != 0 ? a.kv_batch
+                                                          : a.batch,
+                                        paged ? a.page_size : a.seqlen_k, a.heads_kv};
+  const uint8_t which = in.byte();
+  if ((which & 1) == 0) {
+    a.q = rows(a.cu_seqlens_q, a.seqlen_q, a.heads_q, a.head_dim, Writer::none);
+    a.q_out = rows(a.cu_seqlens_q, a.seqlen_q, a.heads_q, a.head_dim, Writer::forward);
+  }
+  if ((which & 2) == 0) {
+    a.k_new = rows(a.cu_seqlens_new, a.seqlen_new, a.heads_kv, a.head_dim, Writer::none);
+    a.v_new = rows(a.cu_seqlens_new, a.seqlen_new, a.heads_kv, columns_v, Writer::none);
+    a.k_cache = read_view(in, memory, cache, a.head_dim, element, Writer::forward);
+    a.v_cache = read_view(in, memory, cache, columns_v, element, Writer::forward);
+  }
+  if ((which & 4) == 0) return;
+  const std::array<int64_t, 3> one = {1, 1, 1};
+  int64_t entries = 0;
+  if (__builtin_mul_overflow(a.rotary_rows, a.rotary_dim / 2, &entries)) entries = INT64_MAX;
+  a.rotary_cos =
+      memory.tensor(one, {0, 0, 0}, std::max<int64_t>(entries, 1), element, Writer::none);
+  a.rotary_sin =
+      memory.tensor(one, {0, 0, 0}, std::max<int64_t>(entries, 1), element, Writer::none);
+}
+
+bool AppendCall::runnable() const {
+  for (int64_t size : {a.batch, a.seqlen_q, a.seqlen_new, a.seqlen_k, a.heads_q, a.heads_kv})
+    if (too_long(size)) return false;
+  return !memory.exceeded();
+}
+
+}  // namespace fuzz

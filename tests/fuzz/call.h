@@ -1,0 +1,133 @@
+// From bytes to calls of the C ABI whose memory is exactly as large as the struct says.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <initializer_list>
+#include <vector>
+
+#include "tilewise/tilewise.h"
+
+namespace fuzz {
+
+// Reads values out of the input. Past the end everything is 0, and 0 always means the plain choice:
+// the empty input is a small valid call, and every byte that is changed moves away from it.
+class Reader {
+ public:
+  Reader(const uint8_t* data, std::size_t size) : data_(data), end_(data + size) {}
+  uint8_t byte() { return data_ < end_ ? *data_++ : uint8_t{0}; }
+  bool one_in(int n) { return byte() % n == n - 1; }
+  int64_t bits64() {
+    uint64_t bits = 0;
+    for (int i = 0; i < 8; ++i) bits = bits << 8 | byte();
+    return static_cast<int64_t>(bits);
+  }
+  // One of the choices, rarely any 64-bit number.
+  int64_t pick(std::initializer_list<int64_t> choices) {
+    const uint8_t b = byte();
+    return b == 255 ? bits64() : choices.begin()[b % choices.size()];
+  }
+  int32_t pick32(std::initializer_list<int64_t> choices) {
+    return static_cast<int32_t>(pick(choices));
+  }
+
+ private:
+  const uint8_t* data_;
+  const uint8_t* end_;
+};
+
+// Who writes a block: nobody, the forward (or the append), the backward.
+enum class Writer { none, forward, backward };
+
+// Blocks that end where AddressSanitizer notices the next byte. What a call writes is poisoned, so
+// that missing and stray writes show.
+class Memory {
+ public:
+  // Beyond this many bytes in all a call is only planned, not run.
+  static constexpr __int128 kLimit = 1 << 22;
+
+  // Address of element 0 of a tensor with these sizes and strides and `columns` contiguous
+  // elements; null when it has no elements, and an address that nobody may follow when it is too
+  // large.
+  void* tensor(const std::array<int64_t, 3>& sizes, const std::array<int64_t, 3>& strides,
+               int64_t columns, int64_t element, Writer writer);
+  template <class T>
+  T* array(int64_t count, Writer writer = Writer::none) {
+    return static_cast<T*>(tensor({1, 1, 1}, {0, 0, 0}, count, sizeof(T), writer));
+  }
+  // Values for what is read: bit patterns of small numbers, or of anything.
+  void fill(void* data, int64_t element, uint8_t seed, bool wild);
+
+  bool exceeded() const { return exceeded_; }
+  bool wild() const { return wild_; }
+  bool untouched(Writer writer) const;
+  // Every element was written, and nothing between the elements was.
+  bool complete(Writer writer) const;
+
+ private:
+  struct Block {
+    std::vector<uint8_t> bytes;
+    int64_t zero;  // byte of element 0
+    std::array<int64_t, 3> sizes;
+    std::array<int64_t, 3> strides;
+    int64_t columns;
+    int64_t element;
+    Writer writer;
+
+    bool poisoned(int64_t offset) const;
+  };
+  std::deque<Block> blocks_;
+  __int128 total_ = 0;
+  bool exceeded_ = false;
+  bool wild_ = false;
+};
+
+// Runs tasks one after the other, the last one first.
+void backwards_parallel_for(void* user, int64_t tasks, tilewise_task task, void* context);
+
+struct AttentionCall {
+  Memory memory;
+  tilewise_parallel parallel{};
+  tilewise_attention a{};
+  tilewise_gradients g{};
+
+  explicit AttentionCall(Reader& in);
+  // Small enough to be run: memory, and multiply-adds.
+  bool runnable() const;
+
+ private:
+  void read_sizes(Reader& in);
+  void read_lengths(Reader& in);
+  void read_cache(Reader& in);
+  void read_tensors(Reader& in);
+  void read_options(Reader& in);
+  void read_gradients(Reader& in);
+  int64_t element() const { return a.dtype == TILEWISE_FLOAT32 ? 4 : 2; }
+  tilewise_tensor rows(Reader& in, int64_t columns, Writer writer);
+  tilewise_tensor keys(Reader& in, int64_t columns, Writer writer);
+  const float* floats(Reader& in, int64_t count);
+};
+
+struct AppendCall {
+  Memory memory;
+  tilewise_parallel parallel{};
+  tilewise_kv_append a{};
+
+  explicit AppendCall(Reader& in);
+  bool runnable() const;
+
+ private:
+  void read_arrays(Reader& in);
+  void read_tensors(Reader& in);
+};
+
+// A view of [batch, row, head, column]: packed, heads first, with gaps, broadcast or with any
+// stride.
+tilewise_tensor read_view(Reader& in, Memory& memory, std::array<int64_t, 3> sizes, int64_t columns,
+                          int64_t element, Writer writer);
+// [count] integers: `plain` of them ascending by `step`, now and then anything.
+int32_t* read_indices(Reader& in, Memory& memory, int64_t count, int64_t first, int64_t step);
+
+}  // namespace fuzz

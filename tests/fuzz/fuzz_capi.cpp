@@ -1,0 +1,105 @@
+// libFuzzer target: any struct is either refused with a sentence and without a write, or served
+// within the memory it describes, in full.
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "call.h"
+
+namespace {
+
+using fuzz::Writer;
+
+void expect(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "%s; last error: \"%s\"\n", what, tilewise_last_error());
+  std::abort();
+}
+
+struct Free {
+  void operator()(void* memory) const { ::operator delete(memory, std::align_val_t{64}); }
+};
+using Workspace = std::unique_ptr<void, Free>;
+
+// Exactly as many bytes as the plan says.
+Workspace workspace(int64_t bytes) {
+  return Workspace(::operator new(static_cast<std::size_t>(bytes), std::align_val_t{64}));
+}
+
+constexpr int64_t kWorkspaceLimit = 1 << 27;
+
+void check_message(tilewise_status status) {
+  expect((status == TILEWISE_OK) == (*tilewise_last_error() == '\0'),
+         "a status without its sentence");
+  expect(status != TILEWISE_INTERNAL && status != TILEWISE_WORKSPACE_TOO_SMALL,
+         "a status that no input may cause here");
+}
+
+tilewise_status plan(fuzz::AttentionCall& call, bool backward, tilewise_plan_info* info) {
+  *info = {};
+  info->struct_size = sizeof(*info);
+  const tilewise_status status =
+      tilewise_plan(&call.a, backward ? &call.g : nullptr, backward, info);
+  check_message(status);
+  expect(status != TILEWISE_OK || info->workspace_bytes >= 0, "a negative workspace");
+  return status;
+}
+
+void run(fuzz::AttentionCall& call, bool backward) {
+  tilewise_plan_info info;
+  const tilewise_status planned = plan(call, backward, &info);
+  if (!call.runnable() || info.workspace_bytes > kWorkspaceLimit) return;
+  const Workspace memory = workspace(info.workspace_bytes);
+  const tilewise_status status =
+      backward ? tilewise_backward(&call.a, &call.g, memory.get(), info.workspace_bytes)
+               : tilewise_forward(&call.a, memory.get(), info.workspace_bytes);
+  check_message(status);
+  expect(planned == TILEWISE_OK || status != TILEWISE_OK, "a launch of what the plan refuses");
+  const Writer writer = backward ? Writer::backward : Writer::forward;
+  if (status != TILEWISE_OK) {
+    expect(call.memory.untouched(writer), "a refused launch has written");
+  } else if (!call.memory.wild()) {
+    expect(call.memory.complete(writer), "elements are missing, or others were written");
+  }
+}
+
+void run(fuzz::AppendCall& call) {
+  if (!call.runnable()) return;
+  const tilewise_status status = tilewise_append_kv(&call.a);
+  check_message(status);
+  expect(status == TILEWISE_OK || call.memory.untouched(Writer::forward),
+         "a refused append has written");
+}
+
+// The instruction sets of this machine, all of them.
+void select_cpu(uint8_t choice) {
+  int32_t usable = 0;
+  int32_t available = 0;
+  for (int32_t i = 0; tilewise_cpu_isa(i, &available) != nullptr; ++i) usable += available;
+  int32_t wanted = choice % usable;
+  for (int32_t i = 0; const char* name = tilewise_cpu_isa(i, &available); ++i)
+    if (available == 1 && wanted-- == 0)
+      expect(tilewise_select_cpu(name) == TILEWISE_OK, "an available instruction set is refused");
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerInitialize(int*, char***) {
+  setenv("TILEWISE_NUM_THREADS", "2", 0);
+  return 0;
+}
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t size) {
+  fuzz::Reader in(data, size);
+  select_cpu(in.byte());
+  if (in.one_in(5)) {
+    fuzz::AppendCall call(in);
+    run(call);
+    return 0;
+  }
+  fuzz::AttentionCall call(in);
+  run(call, false);
+  run(call, true);
+  return 0;
+}
