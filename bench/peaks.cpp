@@ -88,7 +88,8 @@ int64_t calibrate(const Work& work, double target) {
     (void)work(0, rounds);
     const double elapsed = seconds_since(start);
     if (elapsed > target / 4) {
-      return std::max<int64_t>(1, static_cast<int64_t>(static_cast<double>(rounds) * target / elapsed));
+      return std::max<int64_t>(
+          1, static_cast<int64_t>(static_cast<double>(rounds) * target / elapsed));
     }
   }
 }
@@ -232,8 +233,8 @@ double read_part(const std::vector<uint64_t>& part) {
 }
 
 void print_rate(const char* name, Rate rate, bool& first) {
-  std::printf("%s\n  \"%s\": {\"best\": %.4g, \"median\": %.4g}", first ? "" : ",", name,
-              rate.best, rate.median);
+  std::printf("%s\n  \"%s\": {\"best\": %.4g, \"median\": %.4g}", first ? "" : ",", name, rate.best,
+              rate.median);
   first = false;
 }
 
