@@ -3,7 +3,7 @@
 Both run on the same threads of the same process, taking turns; the table gives GFLOP/s, their
 ratio, the share of the machine's measured peak, and whether the bar of the ratio is met.
 
-  python bench/bench_cpu.py                       the whole grid (about 8 minutes on two cores)
+  python bench/bench_cpu.py                       the whole grid (about 12 minutes on two cores)
   python bench/bench_cpu.py --quick               N = 512 and 2048, shorter repetitions (2 minutes)
   python bench/bench_cpu.py --filter "bf16 D64" --filter decode
   python bench/bench_cpu.py --threads 2 --json results.json

@@ -231,3 +231,13 @@ def test_peak_memory_of_a_known_allocation():
     assert done.returncode == 0, done.stderr
     large, nothing = map(int, done.stdout.split())
     assert 95e6 < large < 110e6 and nothing < 5e6
+
+
+def test_device_is_announced_once(capsys):
+    system.training_device.cache_clear()
+    devices = {system.training_device("auto") for _ in range(3)}
+    text = capsys.readouterr().out
+    if devices == {"cpu"}:
+        assert text.count("running on the CPU") == 1
+    else:
+        assert devices == {"cuda"} and not text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.metadata
 import os
 import platform
@@ -112,11 +113,12 @@ def device_name(device: str) -> str:
     return (cuda_device() or "CUDA device") if device == "cuda" else cpu_name()
 
 
+@functools.cache
 def training_device(asked: str) -> str:
     """The device to use for "auto", "cpu" or "cuda".
 
-    CUDA is used only where this build has kernels for it, forward and backward; a machine with a
-    GPU that it cannot use is told so in one line.
+    CUDA is used only where this build has kernels for it, forward and backward. Where "auto" ends
+    on the CPU, one line says why, the first time.
 
     Raises:
         ValueError: "cuda" was asked for and cannot be used.
@@ -133,8 +135,7 @@ def training_device(asked: str) -> str:
     reason = f"this build has no kernels for {gpu}" if gpu else "there is no CUDA device here"
     if asked == "cuda":
         raise ValueError(f"--device cuda: {reason}")
-    if gpu:
-        print(f"{reason}: running on the CPU", flush=True)
+    print(f"{reason}: running on the CPU", flush=True)
     return "cpu"
 
 

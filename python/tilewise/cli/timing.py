@@ -80,8 +80,8 @@ def interleave(
     Args:
         contestants: name -> callable; it receives the number of the repetition, by which it can
             rotate its buffers.
-        seconds: about how long each contestant may run. One whose warm-up alone takes longer gets
-            one repetition more; takes it eight times as long, then the warm-up is the repetition.
+        seconds: about how long each contestant may run. One whose warm-up alone takes more than
+            eight times as long is not run again: the warm-up is its one repetition.
         minimum: repetitions of every other contestant, whatever they take.
         maximum: no more than this many.
 
@@ -90,18 +90,15 @@ def interleave(
     """
     results = {name: Timing() for name in contestants}
     spent = dict.fromkeys(contestants, 0.0)
-    least = dict.fromkeys(contestants, minimum)
     active = []
     for name, call in contestants.items():
         elapsed, processor = _once(call, 0)
         if elapsed > 8 * seconds:
             results[name].add(elapsed, processor)
-            continue
-        active.append(name)
-        if elapsed > seconds:
-            least[name], spent[name] = 1, seconds
+        else:
+            active.append(name)
     for repetition in range(1, maximum + 1):
-        active = [n for n in active if repetition <= least[n] or spent[n] < seconds]
+        active = [n for n in active if repetition <= minimum or spent[n] < seconds]
         if not active:
             break
         # Every other round runs backwards, so that nobody always follows the same neighbour.
