@@ -9,7 +9,7 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
-from tilewise import kvcache
+from tilewise import _kvcache_torch, kvcache
 from tilewise._check import MAX_HEAD_DIM
 from tilewise._ops import Options
 from tilewise.compat._calls import attend, bound, int32, maybe_contiguous, options_of
@@ -210,7 +210,7 @@ def attend_cached(
     new = kvcache.NewKeys(
         k=k,
         v=v,
-        lengths=kvcache.cache_lengths(cache_seqlens, batch, q.device),
+        lengths=_kvcache_torch.cache_lengths(cache_seqlens, batch, q.device),
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
@@ -218,7 +218,7 @@ def attend_cached(
         cu_seqlens=int32(cu_seqlens_k_new),
     )
     _check_qv(q, v_cache, qv)
-    q, options = kvcache.append(
+    q, options = _kvcache_torch.append(
         q, k_cache, v_cache, options, new, single_position=False if chunked else None
     )
     # With qv this copies the caches: the kernels read keys from one tensor.

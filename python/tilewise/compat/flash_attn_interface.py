@@ -101,46 +101,27 @@ def _flash_attn_forward(
     cached = any(x is not None for x in (k_new, page_table, kv_batch_idx, leftpad_k))
     with torch.no_grad():
         if cached:
-            if seqused_q is not None or cu_seqlens_k is not None:
-                raise NotImplementedError(
-                    "seqused_q and cu_seqlens_k are not provided together with a key/value cache"
-                )
-            out, lse = attend_cached(
-                q,
-                k,
-                v,
-                k_new,
-                v_new,
-                rotary_cos=rotary_cos,
-                rotary_sin=rotary_sin,
-                cache_seqlens=seqused_k,
-                cache_batch_idx=kv_batch_idx,
-                cache_leftpad=leftpad_k,
-                page_table=page_table,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k_new=cu_seqlens_k_new,
-                max_seqlen_q=max_seqlen_q,
-                rotary_seqlens=seqlens_rotary,
-                rotary_interleaved=rotary_interleaved,
-                **common,
-            )
+            _refuse_with_cache(seqused_q=seqused_q, cu_seqlens_k=cu_seqlens_k)
+            common |= dict(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+            common |= dict(rotary_seqlens=seqlens_rotary, rotary_interleaved=rotary_interleaved)
+            common |= dict(cache_seqlens=seqused_k, cache_batch_idx=kv_batch_idx)
+            common |= dict(cache_leftpad=leftpad_k, page_table=page_table)
+            common |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new)
+            out, lse = attend_cached(q, k, v, k_new, v_new, max_seqlen_q=max_seqlen_q, **common)
         else:
-            out, lse = _attend(
-                q,
-                k,
-                v,
-                cu_seqlens_q,
-                cu_seqlens_k,
-                max_seqlen_q,
-                max_seqlen_k,
-                seqused_q=seqused_q,
-                seqused_k=seqused_k,
-                **common,
-            )
+            common |= dict(seqused_q=seqused_q, seqused_k=seqused_k)
+            lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+            out, lse = _attend(q, k, v, *lengths, **common)
     if out_ is not None:
         out = out_.copy_(out)
     empty = q.new_empty(0, dtype=torch.float32)
     return out, lse, empty, empty.clone()
+
+
+def _refuse_with_cache(**arguments):
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} is not provided together with a key/value cache")
 
 
 def _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):

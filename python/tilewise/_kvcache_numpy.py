@@ -1,0 +1,169 @@
+"""Attention to a key/value cache on NumPy arrays: append through the C ABI, then attend."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int32, c_int64, c_uint32, c_void_p
+from typing import Any, ClassVar
+
+import numpy as np
+
+from . import _abi, _check, _describe, _numpy
+from ._library import c_library
+from ._numpy import Array
+from ._request import Request
+from .kvcache import NewKeys, Where, check_cache, check_new, split_count
+
+
+class KvAppend(ctypes.Structure):
+    """``tilewise_kv_append`` of the C ABI; a test compares it with the header."""
+
+    _fields_: ClassVar[_abi._Fields] = [
+        ("struct_size", c_uint32),
+        ("device", c_int32),
+        ("device_index", c_int32),
+        ("dtype", c_int32),
+        ("stream", c_void_p),
+        *((name, c_int64) for name in ("batch", "seqlen_q", "seqlen_new", "seqlen_k")),
+        *((name, c_int64) for name in ("heads_q", "heads_kv", "head_dim", "head_dim_v")),
+        *((name, _abi.Tensor) for name in ("q", "q_out", "k_new", "v_new", "k_cache", "v_cache")),
+        *((name, c_void_p) for name in ("cache_seqlens", "cu_seqlens_q", "cu_seqlens_new")),
+        ("rotary_seqlens", c_void_p),
+        ("block_table", c_void_p),
+        *((name, c_int64) for name in ("block_table_stride", "block_table_width")),
+        *((name, c_int64) for name in ("page_size", "pages")),
+        ("kv_batch_idx", c_void_p),
+        ("kv_batch", c_int64),
+        ("leftpad_k", c_void_p),
+        ("rotary_cos", c_void_p),
+        ("rotary_sin", c_void_p),
+        ("rotary_rows", c_int64),
+        ("rotary_dim", c_int64),
+        ("rotary_interleaved", c_int32),
+        ("q_single_position", c_int32),
+        ("parallel", c_void_p),
+    ]
+
+
+def _cache(name: str, value: Any, writes: bool) -> Array:
+    """A cache is used where it is: a copy would lose what is appended."""
+    array = _numpy.as_array(name, value)
+    if array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+        raise ValueError(
+            f"{name} has stride {array.strides[-1]} bytes in its last dimension, but must be "
+            "contiguous there"
+        )
+    if writes and not array.flags.writeable:
+        raise ValueError(f"{name} is read-only, but k and v are to be written to it")
+    return array
+
+
+def _indices(name: str, value: Any, dims: tuple[int | None, ...]) -> Array | None:
+    if value is None:
+        return None
+    array = _numpy.as_array(name, value)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {array.dtype}, but must be an integer type")
+    _check.shape(name, array, dims, "see tilewise.attention_with_kvcache")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def _lengths(value: Any, batch: int) -> Array | None:
+    if value is None or hasattr(value, "shape"):
+        return _indices("cache_seqlens", value, (batch,))
+    return np.full(batch, value, dtype=np.int32)
+
+
+def _new_rows(name: str, value: Any, like: Array, dims: tuple[int | None, ...]) -> Array:
+    array = _numpy.as_array(name, value)
+    if array.dtype != like.dtype:
+        raise TypeError(f"{name} has dtype {array.dtype}, but must have {like.dtype} like q")
+    _check.shape(name, array, dims, "see tilewise.attention_with_kvcache")
+    return _numpy._columns(array)
+
+
+def attention_with_kvcache(
+    q: Any, k_cache: Any, v_cache: Any, new: NewKeys, request: Request, where: Where
+) -> tuple[Array, Array]:
+    """(out, lse); see ``tilewise.attention_with_kvcache``."""
+    appends = check_new(new)
+    k_cache = _cache("k_cache", k_cache, appends)
+    v_cache = _cache("v_cache", v_cache, appends)
+    q, _, _ = _numpy._check_arrays(q, k_cache, v_cache)
+    batch = check_cache(q, k_cache, v_cache, where.block_table, packed=None)
+    if where.block_table is None and where.cache_batch_idx is None and len(k_cache) != batch:
+        raise ValueError(
+            f"k_cache has batch size {len(k_cache)}, but must have {batch} like q without "
+            "cache_batch_idx"
+        )
+    arrays: dict[str, Array] = {}
+    for name, given, value, dims in (
+        ("kv_batch_idx", "cache_batch_idx", where.cache_batch_idx, (batch,)),
+        ("leftpad_k", "cache_leftpad", where.cache_leftpad, (batch,)),
+        ("block_table", "block_table", where.block_table, (batch, None)),
+    ):
+        array = _indices(given, value, dims)
+        if array is not None:
+            arrays[name] = array
+    lengths = _lengths(new.lengths, batch)
+    if lengths is not None:
+        arrays["seqused_k"] = lengths
+    rotated = q
+    if appends:
+        heads_kv, head_dim = k_cache.shape[2:]
+        k = _new_rows("k", new.k, q, (batch, None, heads_kv, head_dim))
+        v = _new_rows("v", new.v, q, (batch, k.shape[1], heads_kv, v_cache.shape[3]))
+        new = new._replace(k=k, v=v, lengths=lengths)
+        arrays["seqused_k"] = np.asarray(lengths) + np.int32(k.shape[1])
+        rotated = np.empty(q.shape, q.dtype) if new.rotary_cos is not None else q
+    splits = {"num_splits": split_count(where.num_splits)}
+    problem = _numpy._describe_problem(
+        rotated, k_cache, v_cache, batch, request, arrays, splits, False
+    )
+    # Planned, and so checked, before the append writes anything.
+    out = np.empty((*q.shape[:3], v_cache.shape[3]), q.dtype)
+    lse = np.empty((batch, q.shape[2], q.shape[1]), np.float32)
+    _describe.set_output(problem.attention, _numpy.view(out), _numpy.view(lse))
+    _describe.plan(c_library(), problem.attention, None)
+    if appends:
+        _append(q, rotated, k_cache, v_cache, new, arrays, problem.attention)
+    return _numpy._forward(problem)
+
+
+def _append(
+    q: Array,
+    rotated: Array,
+    k_cache: Array,
+    v_cache: Array,
+    new: NewKeys,
+    arrays: dict[str, Array],
+    attention: Any,
+) -> None:
+    library = c_library()
+    library.tilewise_append_kv.restype = c_int32
+    a = _abi.sized(KvAppend)
+    for name in ("device", "device_index", "dtype", "batch", "seqlen_q", "seqlen_k", "heads_q",
+                 "heads_kv", "head_dim", "head_dim_v", "block_table", "block_table_stride",
+                 "block_table_width", "page_size", "pages", "kv_batch_idx", "kv_batch",
+                 "leftpad_k"):  # fmt: skip
+        setattr(a, name, getattr(attention, name))
+    a.seqlen_new = new.k.shape[1]
+    tensors = {"k_new": new.k, "v_new": new.v, "k_cache": k_cache, "v_cache": v_cache}
+    kept = [new.lengths]  # the struct holds only addresses
+    if new.rotary_cos is not None:
+        tensors |= {"q": q, "q_out": rotated}
+        cos = _new_rows("rotary_cos", new.rotary_cos, q, (None, None))
+        sin = _new_rows("rotary_sin", new.rotary_sin, q, cos.shape)
+        cos, sin = np.ascontiguousarray(cos), np.ascontiguousarray(sin)
+        kept += [cos, sin]
+        a.rotary_cos, a.rotary_sin = cos.ctypes.data, sin.ctypes.data
+        a.rotary_rows, a.rotary_dim = cos.shape[0], 2 * cos.shape[1]
+        a.rotary_interleaved = int(new.rotary_interleaved)
+        a.q_single_position = int(attention.window_left < 0 and attention.window_right < 0)
+        if "leftpad_k" in arrays:  # positions count from the start of the row, as for tensors
+            a.rotary_seqlens = new.lengths.ctypes.data
+    a.cache_seqlens = new.lengths.ctypes.data
+    for name, array in tensors.items():
+        setattr(a, name, _describe.rows(_numpy.view(array), False))
+    _abi.check(library, library.tilewise_append_kv(ctypes.byref(a)))
+    del kept  # alive until here

@@ -1,0 +1,93 @@
+"""Attention to a key/value cache on PyTorch tensors: append, then attend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _check, _ops
+from ._ops import Options
+from ._request import Request
+from ._torch import score_options
+from .kvcache import NewKeys, Where, check_cache, check_new, split_count
+
+
+def index_tensor(x: Tensor | None, device: torch.device) -> Tensor | None:
+    """An optional index tensor as the kernels read it."""
+    return None if x is None else x.to(device=device, dtype=torch.int32).contiguous()
+
+
+def cache_lengths(cache_seqlens: Any, batch: int, device: torch.device) -> Tensor | None:
+    """cache_seqlens, an int or a tensor, as an int32 tensor [batch] on the device."""
+    if cache_seqlens is None:
+        return None
+    if not isinstance(cache_seqlens, Tensor):
+        return torch.full((batch,), int(cache_seqlens), dtype=torch.int32, device=device)
+    _check.shape("cache_seqlens", cache_seqlens, (batch,), "one length per sequence")
+    return index_tensor(cache_seqlens, device)
+
+
+def append(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    options: Options,
+    new: NewKeys,
+    single_position: bool | None = None,
+) -> tuple[Tensor, Options]:
+    """Writes the new keys; returns q, rotated if asked for, and options with all keys in use.
+
+    The caches have been checked by ``check_cache``. single_position: all rows of q are rotated
+    alike; by default if nothing limits what they see.
+    """
+    if not check_new(new):
+        return q, options._replace(seqused_k=new.lengths)
+    rotates, positions = new.rotary_cos is not None, new.rotary_lengths
+    if rotates and positions is None and options.leftpad_k is not None:
+        # Positions count from the start of the cache row, as in the FlashAttention packages, whose
+        # prefill rotates that way. (Distances, all that the scores see, are the same either way.)
+        positions = new.lengths
+    if single_position is None:
+        single_position = options.window_left < 0 and options.window_right < 0
+    rotated = torch.ops.tilewise.append_kv(
+        k_cache,
+        v_cache,
+        q if rotates else None,
+        new.k,
+        new.v,
+        new.lengths,
+        options.cu_seqlens_q,
+        new.cu_seqlens,
+        positions,
+        options.block_table,
+        options.kv_batch_idx,
+        options.leftpad_k,
+        new.rotary_cos,
+        new.rotary_sin,
+        new.rotary_interleaved,
+        single_position,
+    )
+    count = new.k.shape[1] if new.cu_seqlens is None else new.cu_seqlens.diff()
+    return rotated if rotates else q, options._replace(seqused_k=new.lengths + count)
+
+
+@torch.no_grad()
+def attention_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, new: NewKeys, request: Request, where: Where
+) -> tuple[Tensor, Tensor]:
+    """(out, lse); see ``tilewise.attention_with_kvcache``."""
+    batch = check_cache(q, k_cache, v_cache, where.block_table, packed=None)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.device != q.device:
+            raise ValueError(f"{name} is on {cache.device}, but must be on {q.device} like q")
+    options = score_options(q, batch, request)._replace(
+        kv_batch_idx=index_tensor(where.cache_batch_idx, q.device),
+        leftpad_k=index_tensor(where.cache_leftpad, q.device),
+        block_table=index_tensor(where.block_table, q.device),
+        num_splits=split_count(where.num_splits),
+    )
+    new = new._replace(lengths=cache_lengths(new.lengths, batch, q.device))
+    q, options = append(q, k_cache, v_cache, options, new)
+    return _ops.forward(q, k_cache, v_cache, options)
