@@ -116,7 +116,7 @@ struct BackwardScratch {
   uint32_t* do_t;     // [panel][unit][lane]
   uint32_t* q_rows;   // [lane / pair][column]
   uint32_t* do_rows;  // [lane / pair][column]
-  float* s_tile;      // S^T: [key][lane]
+  float* s_tile;      // S^T: [key][lane], of one panel unless the engine is fp32
   float* dp_tile;     // dP^T: [key][lane]
   uint32_t* p_a;      // P^T, contraction over lanes; fp32 engines: s_tile
   uint32_t* ds_a;     // dS^T, contraction over lanes; fp32 engines: dp_tile
@@ -151,8 +151,8 @@ struct BackwardScratch {
         do_t(arena.take<uint32_t>(s.parts * do_t_plane)),
         q_rows(arena.take<uint32_t>(s.parts * q_rows_plane)),
         do_rows(arena.take<uint32_t>(s.parts * do_rows_plane)),
-        s_tile(arena.take<float>(kBackTileK * s.back_q)),
-        dp_tile(arena.take<float>(kBackTileK * s.back_q)),
+        s_tile(arena.take<float>(kBackTileK * (s.pair == 1 ? s.back_q : s.panel))),
+        dp_tile(arena.take<float>(kBackTileK * (s.pair == 1 ? s.back_q : s.panel))),
         p_a(weights_of(s, s_tile, arena)),
         ds_a(weights_of(s, dp_tile, arena)),
         ds_b(weights_of(s, dp_tile, arena)),

@@ -21,6 +21,32 @@ struct Shape {
   int back_q;  // and of a backward step
 };
 
+// For experiments on the machine in question: -DTILEWISE_AMX_TILE_Q=512 and so on, for every
+// source.
+#if !defined(TILEWISE_AMX_PANEL)
+#define TILEWISE_AMX_PANEL 32
+#endif
+#if !defined(TILEWISE_AMX_TILE_Q)
+#define TILEWISE_AMX_TILE_Q 256
+#endif
+#if !defined(TILEWISE_AMX_BACK_Q)
+#define TILEWISE_AMX_BACK_Q 128
+#endif
+#if !defined(TILEWISE_TILE_K)
+#define TILEWISE_TILE_K 128
+#endif
+#if !defined(TILEWISE_BACK_TILE_K)
+#define TILEWISE_BACK_TILE_K 64
+#endif
+#if !defined(TILEWISE_BACK_CHUNK)
+#define TILEWISE_BACK_CHUNK 256
+#endif
+
+constexpr Shape amx_shape(const char* engine, int parts) {
+  return {
+      engine, 16, TILEWISE_AMX_PANEL, 32, 2, 16, parts, TILEWISE_AMX_TILE_Q, TILEWISE_AMX_BACK_Q};
+}
+
 constexpr Shape shape_of(Isa isa, int32_t dtype) {
   switch (isa) {
     case Isa::portable:
@@ -28,8 +54,8 @@ constexpr Shape shape_of(Isa isa, int32_t dtype) {
     case Isa::avx2:
       return {"fma", 8, 24, 4, 1, 1, 1, 120, 72};
     case Isa::amx:
-      if (dtype == TILEWISE_BFLOAT16) return {"amx", 16, 32, 32, 2, 16, 1, 256, 128};
-      if (dtype == TILEWISE_FLOAT16) return {"amx_split", 16, 32, 32, 2, 16, 2, 256, 128};
+      if (dtype == TILEWISE_BFLOAT16) return amx_shape("amx", 1);
+      if (dtype == TILEWISE_FLOAT16) return amx_shape("amx_split", 2);
       return {"fma", 16, 48, 8, 1, 1, 1, 192, 96};
     case Isa::avx512_bf16:
       if (dtype == TILEWISE_BFLOAT16) return {"dot", 16, 48, 8, 2, 1, 1, 192, 96};
@@ -50,21 +76,22 @@ constexpr Shape thin_shape_of(Isa isa, int32_t) {
 }
 
 // Keys of a tile. 128 keys of S for one panel stay in the L1 cache (24 KB at 48 lanes).
-inline constexpr int64_t kTileK = 128;
-inline constexpr int64_t kBackTileK = 64;
+inline constexpr int64_t kTileK = TILEWISE_TILE_K;
+inline constexpr int64_t kBackTileK = TILEWISE_BACK_TILE_K;
 
-// Keys of a backward work item: its packed keys and values and their gradients stay in the L2 cache.
+// Keys of a backward work item: its packed keys and values and their gradients stay in the L2
+// cache.
 constexpr int64_t back_chunk(int64_t head_dim, int64_t head_dim_v) {
-  return head_dim + head_dim_v <= 128 ? 256 : 128;
+  return head_dim + head_dim_v <= 128 ? TILEWISE_BACK_CHUNK : TILEWISE_BACK_CHUNK / 2;
 }
 
 // Sizes of packed operands.
 struct Extent {
-  int64_t units;   // contraction along columns, padded
-  int64_t ld;      // units of a row as stored: whole vectors
-  int64_t m;       // columns as rows of C, padded
-  int64_t m_ld;    // columns as stored: whole vectors and whole register blocks
-  int64_t n_ld;    // columns as lanes of C: whole vectors
+  int64_t units;  // contraction along columns, padded
+  int64_t ld;     // units of a row as stored: whole vectors
+  int64_t m;      // columns as rows of C, padded
+  int64_t m_ld;   // columns as stored: whole vectors and whole register blocks
+  int64_t n_ld;   // columns as lanes of C: whole vectors
 };
 
 constexpr Extent extent_of(const Shape& s, int64_t columns) {

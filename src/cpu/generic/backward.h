@@ -25,6 +25,9 @@ struct Backward : BackwardScratch {
   static constexpr int64_t kPanels = kQ / S.panel;
   static constexpr int64_t kTileUnits = kBackTileK / S.pair;
   static constexpr int64_t kWeightsLd = kQ / S.pair;
+  // S^T and dP^T of one panel only, unless they are the fp32 weights of all of them: 8 KB each that
+  // stay in the L1 cache.
+  static constexpr int64_t kScoreLd = S.pair == 1 ? kQ : S.panel;
 
   const BackwardTask& task;
   const Problem& p;
@@ -97,6 +100,10 @@ struct Backward : BackwardScratch {
     for (int64_t i = 0; i < used / S.panel * qk.m * S.panel; ++i) dq[i] = 0.0f;
   }
 
+  TILEWISE_FN static constexpr int64_t score_lane(int64_t lane) {
+    return S.pair == 1 ? lane : lane % S.panel;
+  }
+
   // P^T and dS^T of one panel from S^T and dP^T.
   template <bool kDropout>
   TILEWISE_FN void softmax_lanes(int64_t first, Range keys, bool masked) {
@@ -109,7 +116,7 @@ struct Backward : BackwardScratch {
     for (int32_t key = 0; key < kBackTileK; key += 2) {
       F ds[2];
       for (int i = 0; i < 2; ++i) {
-        const int64_t at = (key + i) * kQ + first;
+        const int64_t at = (key + i) * kScoreLd + score_lane(first);
         if (kDropout && (key + i) % 8 == 0)
           keep = KeepMask::of(dropout, p, s, lanes, first, keys.begin + key + i);
         Score::Capped<F> score{load(s_tile + at), splat(1.0f)};
@@ -158,9 +165,9 @@ struct Backward : BackwardScratch {
     const int64_t first_key = key_tile * kBackTileK;
     for (int64_t i = used.begin; i < used.end; ++i) {
       const int64_t lane = i * S.panel;
-      E::gemm(s_tile + lane, kQ, false, {k + first_key * qk.ld, qk.ld, 1, k_plane}, kBackTileK,
+      E::gemm(s_tile + score_lane(lane), kScoreLd, false, {k + first_key * qk.ld, qk.ld, 1, k_plane}, kBackTileK,
               {q_t + i * qk.units * S.panel, S.panel, q_t_plane}, S.panel / W, qk.units);
-      E::gemm(dp_tile + lane, kQ, false, {v + first_key * dve.ld, dve.ld, 1, v_plane},
+      E::gemm(dp_tile + score_lane(lane), kScoreLd, false, {v + first_key * dve.ld, dve.ld, 1, v_plane},
               kBackTileK, {do_t + i * dve.units * S.panel, S.panel, do_t_plane},
               S.panel / W, dve.units);
       if (general) scores.load_panel(s, lanes, lane, S.panel, keys, lane);
