@@ -44,70 +44,172 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int64_t kHuge = int64_t{1} << 60;
 
-// clang-format off
 const Bad kBad[] = {
     {"struct_size_unset", [](Call& c) { c.a.struct_size = 0; }, "attention.struct_size is 0"},
     {"struct_size_small", [](Call& c) { c.a.struct_size = 480; }, "attention.struct_size is 480"},
-    {"struct_size_huge", [](Call& c) { c.a.struct_size = 1u << 20; }, "attention.struct_size is 1048576"},
+    {"struct_size_huge", [](Call& c) { c.a.struct_size = 1u << 20; },
+     "attention.struct_size is 1048576"},
     {"device", [](Call& c) { c.a.device = 7; }, "device is 7: 0 (CPU) or 1 (CUDA) is allowed"},
     {"device_index", [](Call& c) { c.a.device_index = 1; }, "device_index is 1: allowed is 0 to 0"},
-    {"device_index_cuda", [](Call& c) { c.a.device = TILEWISE_CUDA; c.a.device_index = -1; }, "device_index is -1"},
+    {"device_index_cuda",
+     [](Call& c) {
+       c.a.device = TILEWISE_CUDA;
+       c.a.device_index = -1;
+     },
+     "device_index is -1"},
     {"dtype", [](Call& c) { c.a.dtype = 9; }, "dtype is 9: 0 (float32), 1 (float16), 2 (bfloat16)"},
     {"dtype_negative", [](Call& c) { c.a.dtype = -1; }, "dtype is -1"},
     {"batch", [](Call& c) { c.a.batch = -1; }, "batch is -1: allowed is 0 to 4398046511104"},
     {"batch_huge", [](Call& c) { c.a.batch = kHuge; }, "batch is 1152921504606846976"},
     {"seqlen_q", [](Call& c) { c.a.seqlen_q = -5; }, "seqlen_q is -5: allowed is 0 to"},
     {"seqlen_k", [](Call& c) { c.a.seqlen_k = -5; }, "seqlen_k is -5: allowed is 0 to"},
-    {"rows_together", [](Call& c) { c.a.batch = c.a.seqlen_q = int64_t{1} << 30; }, "batch * heads_q * seqlen_q is 1073741824 * 4 * 1073741824"},
-    {"keys_together", [](Call& c) { c.a.seqlen_k = int64_t{1} << 40; }, "batch * heads_q * seqlen_k is 2 * 4 * 1099511627776"},
+    {"rows_together", [](Call& c) { c.a.batch = c.a.seqlen_q = int64_t{1} << 30; },
+     "batch * heads_q * seqlen_q is 1073741824 * 4 * 1073741824"},
+    {"keys_together", [](Call& c) { c.a.seqlen_k = int64_t{1} << 40; },
+     "batch * heads_q * seqlen_k is 2 * 4 * 1099511627776"},
     {"heads_q_zero", [](Call& c) { c.a.heads_q = 0; }, "heads_q is 0: allowed is 1 to"},
-    {"heads_q_multiple", [](Call& c) { c.a.heads_q = 3; }, "heads_q is 3: a multiple of heads_kv, which is 2, is allowed"},
+    {"heads_q_multiple", [](Call& c) { c.a.heads_q = 3; },
+     "heads_q is 3: a multiple of heads_kv, which is 2, is allowed"},
     {"heads_kv_zero", [](Call& c) { c.a.heads_kv = 0; }, "heads_kv is 0: allowed is 1 to"},
     {"heads_kv_negative", [](Call& c) { c.a.heads_kv = -2; }, "heads_kv is -2"},
     {"head_dim_zero", [](Call& c) { c.a.head_dim = 0; }, "head_dim is 0: allowed is 1 to 512"},
     {"head_dim_large", [](Call& c) { c.a.head_dim = 513; }, "head_dim is 513: allowed is 1 to 512"},
-    {"head_dim_v_negative", [](Call& c) { c.a.head_dim_v = -1; }, "head_dim_v is -1: allowed is 0 to 512"},
-    {"head_dim_v_large", [](Call& c) { c.a.head_dim_v = 513; }, "head_dim_v is 513: allowed is 0 to 512"},
-    {"q_stride_batch", [](Call& c) { c.a.q.stride_batch = INT64_MAX; }, "q.stride_batch is 9223372036854775807: with 2 entries"},
-    {"q_stride_row", [](Call& c) { c.a.q.stride_row = INT64_MIN; }, "q.stride_row is -9223372036854775808: with 5 entries"},
-    {"k_stride_row", [](Call& c) { c.a.k.stride_row = kHuge; }, "k.stride_row is 1152921504606846976"},
-    {"v_stride_head", [](Call& c) { c.a.v.stride_head = kHuge * 4; }, "v.stride_head is 4611686018427387904"},
-    {"out_stride_span", [](Call& c) { c.a.out.stride_batch = kHuge; }, "out.stride_batch is 1152921504606846976"},
-    {"lse_stride_span", [](Call& c) { c.a.lse_stride_batch = kHuge; }, "lse.stride_batch is 1152921504606846976"},
+    {"head_dim_v_negative", [](Call& c) { c.a.head_dim_v = -1; },
+     "head_dim_v is -1: allowed is 0 to 512"},
+    {"head_dim_v_large", [](Call& c) { c.a.head_dim_v = 513; },
+     "head_dim_v is 513: allowed is 0 to 512"},
+    {"q_stride_batch", [](Call& c) { c.a.q.stride_batch = INT64_MAX; },
+     "q.stride_batch is 9223372036854775807: with 2 entries"},
+    {"q_stride_row", [](Call& c) { c.a.q.stride_row = INT64_MIN; },
+     "q.stride_row is -9223372036854775808: with 5 entries"},
+    {"k_stride_row", [](Call& c) { c.a.k.stride_row = kHuge; },
+     "k.stride_row is 1152921504606846976"},
+    {"v_stride_head", [](Call& c) { c.a.v.stride_head = kHuge * 4; },
+     "v.stride_head is 4611686018427387904"},
+    {"out_stride_span", [](Call& c) { c.a.out.stride_batch = kHuge; },
+     "out.stride_batch is 1152921504606846976"},
+    {"lse_stride_span", [](Call& c) { c.a.lse_stride_batch = kHuge; },
+     "lse.stride_batch is 1152921504606846976"},
     {"max_seqlen_q", [](Call& c) { c.a.max_seqlen_q = -1; }, "max_seqlen_q is -1"},
     {"max_seqlen_k", [](Call& c) { c.a.max_seqlen_k = -1; }, "max_seqlen_k is -1"},
     {"scale_nan", [](Call& c) { c.a.scale = kNan; }, "scale is nan: a finite number is allowed"},
-    {"scale_infinite", [](Call& c) { c.a.scale = kInfinity; }, "scale is inf: a finite number is allowed"},
-    {"softcap_negative", [](Call& c) { c.a.softcap = -1.5f; }, "softcap is -1.5: a finite number from 0 (off) is allowed"},
+    {"scale_infinite", [](Call& c) { c.a.scale = kInfinity; },
+     "scale is inf: a finite number is allowed"},
+    {"softcap_negative", [](Call& c) { c.a.softcap = -1.5f; },
+     "softcap is -1.5: a finite number from 0 (off) is allowed"},
     {"softcap_nan", [](Call& c) { c.a.softcap = kNan; }, "softcap is nan"},
-    {"dropout_p_one", [](Call& c) { c.a.dropout_p = 1.0f; }, "dropout_p is 1: 0 <= dropout_p < 1 is allowed"},
+    {"dropout_p_one", [](Call& c) { c.a.dropout_p = 1.0f; },
+     "dropout_p is 1: 0 <= dropout_p < 1 is allowed"},
     {"dropout_p_negative", [](Call& c) { c.a.dropout_p = -0.5f; }, "dropout_p is -0.5"},
     {"dropout_p_nan", [](Call& c) { c.a.dropout_p = kNan; }, "dropout_p is nan"},
-    {"alibi_stride_batch", [](Call& c) { c.a.alibi_slopes = c.slopes.data(); c.a.alibi_stride_batch = kHuge * 2; }, "alibi_slopes.stride_batch is 2305843009213693952"},
-    {"bias_dtype", [](Call& c) { c.use_bias(); c.a.bias_dtype = TILEWISE_BFLOAT16; }, "bias_dtype is 2 (bfloat16): float32 or the dtype of q, float32, is allowed"},
-    {"bias_dtype_unknown", [](Call& c) { c.use_bias(); c.a.bias_dtype = 17; }, "bias_dtype is 17 (unknown)"},
-    {"bias_stride_batch", [](Call& c) { c.use_bias(); c.a.bias_stride_batch = kHuge; }, "bias.stride_batch is 1152921504606846976"},
-    {"bias_stride_head", [](Call& c) { c.use_bias(); c.a.bias_stride_head = kHuge; }, "bias.stride_head is 1152921504606846976"},
-    {"bias_stride_row", [](Call& c) { c.use_bias(); c.a.bias_stride_row = -kHuge; }, "bias.stride_row is -1152921504606846976"},
-    {"page_size", [](Call& c) { c.use_pages(); c.a.page_size = 0; }, "page_size is 0: allowed is 1 to"},
-    {"pages", [](Call& c) { c.use_pages(); c.a.pages = -1; }, "pages is -1: allowed is 0 to"},
-    {"block_table_width", [](Call& c) { c.use_pages(); c.a.block_table_width = -1; }, "block_table_width is -1: allowed is 0 to"},
-    {"block_table_stride", [](Call& c) { c.use_pages(); c.a.block_table_stride = kHuge; }, "block_table.stride is 1152921504606846976"},
-    {"pages_together", [](Call& c) { c.use_pages(); c.a.page_size = int64_t{1} << 41; }, "pages * page_size * heads_kv is 6 * 2199023255552 * 2"},
-    {"capacity_together", [](Call& c) { c.use_pages(); c.a.block_table_width = int64_t{1} << 41; }, "block_table_width * page_size * heads_q is 2199023255552 * 3 * 4"},
-    {"pages_and_kv_batch_idx", [](Call& c) { c.use_pages(); c.a.kv_batch_idx = c.batch_idx.data(); }, "kv_batch_idx is given together with block_table"},
-    {"varlen_and_kv_batch_idx", [](Call& c) { c.use_varlen_k(); c.a.kv_batch_idx = c.batch_idx.data(); }, "kv_batch_idx is given together with cu_seqlens_k"},
+    {"alibi_stride_batch",
+     [](Call& c) {
+       c.a.alibi_slopes = c.slopes.data();
+       c.a.alibi_stride_batch = kHuge * 2;
+     },
+     "alibi_slopes.stride_batch is 2305843009213693952"},
+    {"bias_dtype",
+     [](Call& c) {
+       c.use_bias();
+       c.a.bias_dtype = TILEWISE_BFLOAT16;
+     },
+     "bias_dtype is 2 (bfloat16): float32 or the dtype of q, float32, is allowed"},
+    {"bias_dtype_unknown",
+     [](Call& c) {
+       c.use_bias();
+       c.a.bias_dtype = 17;
+     },
+     "bias_dtype is 17 (unknown)"},
+    {"bias_stride_batch",
+     [](Call& c) {
+       c.use_bias();
+       c.a.bias_stride_batch = kHuge;
+     },
+     "bias.stride_batch is 1152921504606846976"},
+    {"bias_stride_head",
+     [](Call& c) {
+       c.use_bias();
+       c.a.bias_stride_head = kHuge;
+     },
+     "bias.stride_head is 1152921504606846976"},
+    {"bias_stride_row",
+     [](Call& c) {
+       c.use_bias();
+       c.a.bias_stride_row = -kHuge;
+     },
+     "bias.stride_row is -1152921504606846976"},
+    {"page_size",
+     [](Call& c) {
+       c.use_pages();
+       c.a.page_size = 0;
+     },
+     "page_size is 0: allowed is 1 to"},
+    {"pages",
+     [](Call& c) {
+       c.use_pages();
+       c.a.pages = -1;
+     },
+     "pages is -1: allowed is 0 to"},
+    {"block_table_width",
+     [](Call& c) {
+       c.use_pages();
+       c.a.block_table_width = -1;
+     },
+     "block_table_width is -1: allowed is 0 to"},
+    {"block_table_stride",
+     [](Call& c) {
+       c.use_pages();
+       c.a.block_table_stride = kHuge;
+     },
+     "block_table.stride is 1152921504606846976"},
+    {"pages_together",
+     [](Call& c) {
+       c.use_pages();
+       c.a.page_size = int64_t{1} << 41;
+     },
+     "pages * page_size * heads_kv is 6 * 2199023255552 * 2"},
+    {"capacity_together",
+     [](Call& c) {
+       c.use_pages();
+       c.a.block_table_width = int64_t{1} << 41;
+     },
+     "block_table_width * page_size * heads_q is 2199023255552 * 3 * 4"},
+    {"pages_and_kv_batch_idx",
+     [](Call& c) {
+       c.use_pages();
+       c.a.kv_batch_idx = c.batch_idx.data();
+     },
+     "kv_batch_idx is given together with block_table"},
+    {"varlen_and_kv_batch_idx",
+     [](Call& c) {
+       c.use_varlen_k();
+       c.a.kv_batch_idx = c.batch_idx.data();
+     },
+     "kv_batch_idx is given together with cu_seqlens_k"},
     {"kv_batch_negative", [](Call& c) { c.a.kv_batch = -1; }, "kv_batch is -1: allowed is 0 to"},
-    {"kv_batch_small", [](Call& c) { c.a.kv_batch = 1; }, "kv_batch is 1: without kv_batch_idx at least batch, which is 2, is allowed"},
-    {"num_splits_negative", [](Call& c) { c.a.num_splits = -1; }, "num_splits is -1: allowed is 0 to 256"},
-    {"num_splits_large", [](Call& c) { c.a.num_splits = 257; }, "num_splits is 257: allowed is 0 to 256"},
-    {"deterministic", [](Call& c) { c.a.deterministic = 2; }, "deterministic is 2: allowed is 0 to 1"},
+    {"kv_batch_small", [](Call& c) { c.a.kv_batch = 1; },
+     "kv_batch is 1: without kv_batch_idx at least batch, which is 2, is allowed"},
+    {"num_splits_negative", [](Call& c) { c.a.num_splits = -1; },
+     "num_splits is -1: allowed is 0 to 256"},
+    {"num_splits_large", [](Call& c) { c.a.num_splits = 257; },
+     "num_splits is 257: allowed is 0 to 256"},
+    {"deterministic", [](Call& c) { c.a.deterministic = 2; },
+     "deterministic is 2: allowed is 0 to 1"},
     {"check", [](Call& c) { c.a.check = -1; }, "check is -1: allowed is 0 to 1"},
     {"reserved", [](Call& c) { c.a.reserved = 1; }, "reserved is 1: allowed is 0 to 0"},
-    {"parallel_threads", [](Call& c) { c.parallel.threads = -1; c.a.parallel = &c.parallel; }, "parallel.threads is -1: allowed is 0 to 65536"},
-    {"parallel_reserved", [](Call& c) { c.parallel.reserved = 3; c.a.parallel = &c.parallel; }, "parallel.reserved is 3: allowed is 0 to 0"},
+    {"parallel_threads",
+     [](Call& c) {
+       c.parallel.threads = -1;
+       c.a.parallel = &c.parallel;
+     },
+     "parallel.threads is -1: allowed is 0 to 65536"},
+    {"parallel_reserved",
+     [](Call& c) {
+       c.parallel.reserved = 3;
+       c.a.parallel = &c.parallel;
+     },
+     "parallel.reserved is 3: allowed is 0 to 0"},
 };
-// clang-format on
 INSTANTIATE_TEST_SUITE_P(, BadAttention, testing::ValuesIn(kBad), bad_input_name<Call>);
 
 // What only the pass that writes it refuses.

@@ -36,7 +36,6 @@ TEST_P(BadLaunch, IsNotSeenByPlan) {
   }
 }
 
-// clang-format off
 const Bad kBad[] = {
     {"q_null", [](Call& c) { c.a.q.data = nullptr; }, "q is NULL: a pointer to its data is needed"},
     {"k_null", [](Call& c) { c.a.k.data = nullptr; }, "k is NULL"},
@@ -44,45 +43,168 @@ const Bad kBad[] = {
     {"out_null", [](Call& c) { c.a.out.data = nullptr; }, "out is NULL"},
     {"q_misaligned", [](Call& c) { c.a.q.data = misaligned(c.a.q.data); }, "q is 0x"},
     {"k_misaligned", [](Call& c) { c.a.k.data = misaligned(c.a.k.data); }, "k is 0x"},
-    {"v_misaligned", [](Call& c) { c.a.v.data = misaligned(c.a.v.data, 2); }, "a multiple of 4 bytes is needed"},
+    {"v_misaligned", [](Call& c) { c.a.v.data = misaligned(c.a.v.data, 2); },
+     "a multiple of 4 bytes is needed"},
     {"out_misaligned", [](Call& c) { c.a.out.data = misaligned(c.a.out.data); }, "out is 0x"},
     {"lse_misaligned", [](Call& c) { c.a.lse = misaligned(c.a.lse); }, "lse is 0x"},
     {"scale_ptr", [](Call& c) { c.a.scale_ptr = misaligned(&c.scale); }, "scale_ptr is 0x"},
-    {"alibi_slopes", [](Call& c) { c.a.alibi_slopes = misaligned(c.slopes.data()); }, "alibi_slopes is 0x"},
-    {"bias", [](Call& c) { c.use_bias(); c.a.bias = misaligned(c.a.bias); }, "bias is 0x"},
-    {"dropout_state", [](Call& c) { c.a.dropout_state = misaligned(c.dropout_state, 4); }, "dropout_state is 0x"},
+    {"alibi_slopes", [](Call& c) { c.a.alibi_slopes = misaligned(c.slopes.data()); },
+     "alibi_slopes is 0x"},
+    {"bias",
+     [](Call& c) {
+       c.use_bias();
+       c.a.bias = misaligned(c.a.bias);
+     },
+     "bias is 0x"},
+    {"dropout_state", [](Call& c) { c.a.dropout_state = misaligned(c.dropout_state, 4); },
+     "dropout_state is 0x"},
     {"sinks", [](Call& c) { c.a.sinks = misaligned(c.sinks.data()); }, "sinks is 0x"},
-    {"cu_seqlens_q", [](Call& c) { c.a.cu_seqlens_q = misaligned(c.cu_q.data()); }, "cu_seqlens_q is 0x"},
-    {"cu_seqlens_q_first", [](Call& c) { c.use_varlen_q(); c.cu_q[0] = 1; }, "cu_seqlens_q[0] is 1: 0 is allowed"},
-    {"cu_seqlens_q_falls", [](Call& c) { c.use_varlen_q(); c.cu_q[1] = 6; }, "cu_seqlens_q[2] is 5: not less than the entry before it, 6, is allowed"},
-    {"cu_seqlens_q_last", [](Call& c) { c.use_varlen_q(); c.cu_q[2] = 6; }, "cu_seqlens_q[2] is 6: at most seqlen_q, which is 5, is allowed"},
-    {"cu_seqlens_k", [](Call& c) { c.a.cu_seqlens_k = misaligned(c.cu_k.data()); }, "cu_seqlens_k is 0x"},
-    {"cu_seqlens_k_first", [](Call& c) { c.use_varlen_k(); c.cu_k[0] = -1; }, "cu_seqlens_k[0] is -1: 0 is allowed"},
-    {"cu_seqlens_k_falls", [](Call& c) { c.use_varlen_k(); c.cu_k[1] = -2; }, "cu_seqlens_k[1] is -2: not less than the entry before it, 0"},
-    {"cu_seqlens_k_last", [](Call& c) { c.use_varlen_k(); c.cu_k[2] = 8; }, "cu_seqlens_k[2] is 8: at most seqlen_k, which is 7, is allowed"},
-    {"cu_seqlens_k_paged", [](Call& c) { c.use_pages(); c.use_varlen_k(); c.cu_k[1] = 0; c.cu_k[2] = 10; }, "cu_seqlens_k says that sequence 1 has 10 keys: allowed is at most block_table_width * page_size, 9"},
+    {"cu_seqlens_q", [](Call& c) { c.a.cu_seqlens_q = misaligned(c.cu_q.data()); },
+     "cu_seqlens_q is 0x"},
+    {"cu_seqlens_q_first",
+     [](Call& c) {
+       c.use_varlen_q();
+       c.cu_q[0] = 1;
+     },
+     "cu_seqlens_q[0] is 1: 0 is allowed"},
+    {"cu_seqlens_q_falls",
+     [](Call& c) {
+       c.use_varlen_q();
+       c.cu_q[1] = 6;
+     },
+     "cu_seqlens_q[2] is 5: not less than the entry before it, 6, is allowed"},
+    {"cu_seqlens_q_last",
+     [](Call& c) {
+       c.use_varlen_q();
+       c.cu_q[2] = 6;
+     },
+     "cu_seqlens_q[2] is 6: at most seqlen_q, which is 5, is allowed"},
+    {"cu_seqlens_k", [](Call& c) { c.a.cu_seqlens_k = misaligned(c.cu_k.data()); },
+     "cu_seqlens_k is 0x"},
+    {"cu_seqlens_k_first",
+     [](Call& c) {
+       c.use_varlen_k();
+       c.cu_k[0] = -1;
+     },
+     "cu_seqlens_k[0] is -1: 0 is allowed"},
+    {"cu_seqlens_k_falls",
+     [](Call& c) {
+       c.use_varlen_k();
+       c.cu_k[1] = -2;
+     },
+     "cu_seqlens_k[1] is -2: not less than the entry before it, 0"},
+    {"cu_seqlens_k_last",
+     [](Call& c) {
+       c.use_varlen_k();
+       c.cu_k[2] = 8;
+     },
+     "cu_seqlens_k[2] is 8: at most seqlen_k, which is 7, is allowed"},
+    {"cu_seqlens_k_paged",
+     [](Call& c) {
+       c.use_pages();
+       c.use_varlen_k();
+       c.cu_k[1] = 0;
+       c.cu_k[2] = 10;
+     },
+     "cu_seqlens_k says that sequence 1 has 10 keys: allowed is at most block_table_width * "
+     "page_size, 9"},
     {"seqused_q", [](Call& c) { c.a.seqused_q = misaligned(c.used_q.data()); }, "seqused_q is 0x"},
-    {"seqused_q_negative", [](Call& c) { c.a.seqused_q = c.used_q.data(); c.used_q[1] = -1; }, "seqused_q[1] is -1: allowed is 0 to 5"},
-    {"seqused_q_large", [](Call& c) { c.a.seqused_q = c.used_q.data(); c.used_q[0] = 6; }, "seqused_q[0] is 6: allowed is 0 to 5"},
-    {"seqused_q_varlen", [](Call& c) { c.use_varlen_q(); c.a.seqused_q = c.used_q.data(); c.used_q[0] = 3; }, "seqused_q[0] is 3: allowed is 0 to 2"},
+    {"seqused_q_negative",
+     [](Call& c) {
+       c.a.seqused_q = c.used_q.data();
+       c.used_q[1] = -1;
+     },
+     "seqused_q[1] is -1: allowed is 0 to 5"},
+    {"seqused_q_large",
+     [](Call& c) {
+       c.a.seqused_q = c.used_q.data();
+       c.used_q[0] = 6;
+     },
+     "seqused_q[0] is 6: allowed is 0 to 5"},
+    {"seqused_q_varlen",
+     [](Call& c) {
+       c.use_varlen_q();
+       c.a.seqused_q = c.used_q.data();
+       c.used_q[0] = 3;
+     },
+     "seqused_q[0] is 3: allowed is 0 to 2"},
     {"seqused_k", [](Call& c) { c.a.seqused_k = misaligned(c.used_k.data()); }, "seqused_k is 0x"},
-    {"seqused_k_negative", [](Call& c) { c.a.seqused_k = c.used_k.data(); c.used_k[0] = -7; }, "seqused_k[0] is -7: allowed is 0 to 7"},
-    {"seqused_k_large", [](Call& c) { c.a.seqused_k = c.used_k.data(); c.used_k[1] = 8; }, "seqused_k[1] is 8: allowed is 0 to 7"},
-    {"seqused_k_varlen", [](Call& c) { c.use_varlen_k(); c.a.seqused_k = c.used_k.data(); c.used_k[0] = 4; }, "seqused_k[0] is 4: allowed is 0 to 3"},
-    {"seqused_k_paged", [](Call& c) { c.use_pages(); c.a.seqused_k = c.used_k.data(); c.used_k[0] = 10; }, "seqused_k[0] is 10: allowed is 0 to 9"},
+    {"seqused_k_negative",
+     [](Call& c) {
+       c.a.seqused_k = c.used_k.data();
+       c.used_k[0] = -7;
+     },
+     "seqused_k[0] is -7: allowed is 0 to 7"},
+    {"seqused_k_large",
+     [](Call& c) {
+       c.a.seqused_k = c.used_k.data();
+       c.used_k[1] = 8;
+     },
+     "seqused_k[1] is 8: allowed is 0 to 7"},
+    {"seqused_k_varlen",
+     [](Call& c) {
+       c.use_varlen_k();
+       c.a.seqused_k = c.used_k.data();
+       c.used_k[0] = 4;
+     },
+     "seqused_k[0] is 4: allowed is 0 to 3"},
+    {"seqused_k_paged",
+     [](Call& c) {
+       c.use_pages();
+       c.a.seqused_k = c.used_k.data();
+       c.used_k[0] = 10;
+     },
+     "seqused_k[0] is 10: allowed is 0 to 9"},
     {"leftpad_k", [](Call& c) { c.a.leftpad_k = misaligned(c.leftpad.data()); }, "leftpad_k is 0x"},
-    {"leftpad_k_negative", [](Call& c) { c.a.leftpad_k = c.leftpad.data(); c.leftpad[1] = -1; }, "leftpad_k[1] is -1: allowed is 0 to 7"},
-    {"leftpad_k_large", [](Call& c) { c.a.leftpad_k = c.leftpad.data(); c.leftpad[0] = 8; }, "leftpad_k[0] is 8: allowed is 0 to 7"},
-    {"max_seqlen_q", [](Call& c) { c.a.max_seqlen_q = 4; }, "max_seqlen_q is 4: sequence 0 has 5 rows"},
-    {"max_seqlen_k", [](Call& c) { c.a.max_seqlen_k = 6; }, "max_seqlen_k is 6: sequence 0 has 7 keys"},
-    {"block_table", [](Call& c) { c.use_pages(); c.a.block_table = misaligned(c.table.data()); }, "block_table is 0x"},
-    {"block_table_negative", [](Call& c) { c.use_pages(); c.table[1] = -1; }, "block_table[0, 1] is -1: from 0 and less than pages, which is 6, is allowed"},
-    {"block_table_large", [](Call& c) { c.use_pages(); c.table[5] = 6; }, "block_table[1, 2] is 6: from 0 and less than pages, which is 6, is allowed"},
-    {"kv_batch_idx", [](Call& c) { c.a.kv_batch_idx = misaligned(c.batch_idx.data()); }, "kv_batch_idx is 0x"},
-    {"kv_batch_idx_negative", [](Call& c) { c.a.kv_batch_idx = c.batch_idx.data(); c.batch_idx[1] = -1; }, "kv_batch_idx[1] is -1: from 0 and less than kv_batch, which is 2, is allowed"},
-    {"kv_batch_idx_large", [](Call& c) { c.a.kv_batch_idx = c.batch_idx.data(); c.batch_idx[0] = 2; }, "kv_batch_idx[0] is 2"},
+    {"leftpad_k_negative",
+     [](Call& c) {
+       c.a.leftpad_k = c.leftpad.data();
+       c.leftpad[1] = -1;
+     },
+     "leftpad_k[1] is -1: allowed is 0 to 7"},
+    {"leftpad_k_large",
+     [](Call& c) {
+       c.a.leftpad_k = c.leftpad.data();
+       c.leftpad[0] = 8;
+     },
+     "leftpad_k[0] is 8: allowed is 0 to 7"},
+    {"max_seqlen_q", [](Call& c) { c.a.max_seqlen_q = 4; },
+     "max_seqlen_q is 4: sequence 0 has 5 rows"},
+    {"max_seqlen_k", [](Call& c) { c.a.max_seqlen_k = 6; },
+     "max_seqlen_k is 6: sequence 0 has 7 keys"},
+    {"block_table",
+     [](Call& c) {
+       c.use_pages();
+       c.a.block_table = misaligned(c.table.data());
+     },
+     "block_table is 0x"},
+    {"block_table_negative",
+     [](Call& c) {
+       c.use_pages();
+       c.table[1] = -1;
+     },
+     "block_table[0, 1] is -1: from 0 and less than pages, which is 6, is allowed"},
+    {"block_table_large",
+     [](Call& c) {
+       c.use_pages();
+       c.table[5] = 6;
+     },
+     "block_table[1, 2] is 6: from 0 and less than pages, which is 6, is allowed"},
+    {"kv_batch_idx", [](Call& c) { c.a.kv_batch_idx = misaligned(c.batch_idx.data()); },
+     "kv_batch_idx is 0x"},
+    {"kv_batch_idx_negative",
+     [](Call& c) {
+       c.a.kv_batch_idx = c.batch_idx.data();
+       c.batch_idx[1] = -1;
+     },
+     "kv_batch_idx[1] is -1: from 0 and less than kv_batch, which is 2, is allowed"},
+    {"kv_batch_idx_large",
+     [](Call& c) {
+       c.a.kv_batch_idx = c.batch_idx.data();
+       c.batch_idx[0] = 2;
+     },
+     "kv_batch_idx[0] is 2"},
 };
-// clang-format on
 INSTANTIATE_TEST_SUITE_P(, BadLaunch, testing::ValuesIn(kBad), bad_input_name<Call>);
 
 TEST(BadWorkspace, IsRefused) {

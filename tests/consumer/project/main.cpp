@@ -59,10 +59,10 @@ bool varlen_gradients_are_right() {
   const std::vector<float> dout = wave(0.4);
   std::vector<float> out(kCount), dq(kCount), dk(kCount), dv(kCount), lse(kRows * kHeads);
   const tilewise::Sizes sizes = {kRows, kHeads, kDim};
-  tilewise_attention a = tilewise::describe(
-      tilewise::view(q, sizes), tilewise::view(k, sizes), tilewise::view(v, sizes),
-      tilewise::view(out, sizes),
-      {.causal = true, .cu_seqlens_q = starts, .cu_seqlens_k = starts}, lse);
+  tilewise_attention a =
+      tilewise::describe(tilewise::view(q, sizes), tilewise::view(k, sizes),
+                         tilewise::view(v, sizes), tilewise::view(out, sizes),
+                         {.causal = true, .cu_seqlens_q = starts, .cu_seqlens_k = starts}, lse);
   const tilewise_gradients g = tilewise::describe({.dout = tilewise::view(dout, sizes),
                                                    .dq = tilewise::view(dq, sizes),
                                                    .dk = tilewise::view(dk, sizes),
@@ -110,13 +110,12 @@ bool mistakes_are_exceptions() {
   bool good = expect(message([&] { tilewise::view(x, {2, kRows, kHeads, kDim}); }),
                      "sizes and strides reach from element 0 to 191");
   good = expect(message([&] { tilewise::view(x, {kRows, kDim}); }), "sizes has 2 entries") && good;
-  good = expect(message([&] { tilewise::view(x, {1, 2, 2}, {4, 2, 2}); }), "last stride is 2") &&
-         good;
-  good = expect(message([&] {
-                  tilewise::attention(whole, whole, whole, whole, {.softcap = -1.0f});
-                }),
-                "softcap is -1: ") &&
-         good;
+  good =
+      expect(message([&] { tilewise::view(x, {1, 2, 2}, {4, 2, 2}); }), "last stride is 2") && good;
+  good =
+      expect(message([&] { tilewise::attention(whole, whole, whole, whole, {.softcap = -1.0f}); }),
+             "softcap is -1: ") &&
+      good;
   good = expect(message([&] {
                   tilewise::attention(whole, tilewise::view(x, {1, kRows, 1, kDim}), whole, whole);
                 }),
