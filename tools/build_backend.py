@@ -14,9 +14,11 @@ tensors do not. One binary serves every PyTorch from 2.10 on, whichever one it w
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
 import re
+import shutil
 import sys
 import sysconfig
 import tempfile
@@ -71,7 +73,9 @@ def _lend(site: Path) -> None:
 
     pip's isolation strikes that directory off the module path by name, so it gets another one.
     """
-    link = Path(tempfile.mkdtemp(prefix="tilewise-build-")) / "site-packages"
+    directory = tempfile.mkdtemp(prefix="tilewise-build-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    link = Path(directory) / "site-packages"
     link.symlink_to(site, target_is_directory=True)
     paths = [path for path in (os.environ.get("PYTHONPATH"), str(link)) if path]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
