@@ -12,7 +12,7 @@ from . import _abi, _check, _describe, _numpy
 from ._library import c_library
 from ._numpy import Array
 from ._request import Request
-from .kvcache import NewKeys, Where, check_cache, check_new, split_count
+from .kvcache import NewKeys, Where, check_cache, check_new, check_pages, split_count
 
 
 class KvAppend(ctypes.Structure):
@@ -115,6 +115,9 @@ def attention_with_kvcache(
         v = _new_rows("v", new.v, q, (batch, k.shape[1], heads_kv, v_cache.shape[3]))
         new = new._replace(k=k, v=v, lengths=lengths)
         arrays["seqused_k"] = np.asarray(lengths) + np.int32(k.shape[1])
+        if "block_table" in arrays:
+            pad = arrays.get("leftpad_k")
+            check_pages(np, arrays["block_table"], k_cache, arrays["seqused_k"], pad)
         rotated = np.empty(q.shape, q.dtype) if new.rotary_cos is not None else q
     splits = {"num_splits": split_count(where.num_splits)}
     problem = _numpy._describe_problem(

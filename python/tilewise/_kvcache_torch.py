@@ -11,7 +11,7 @@ from . import _check, _ops
 from ._ops import Options
 from ._request import Request
 from ._torch import score_options
-from .kvcache import NewKeys, Where, check_cache, check_new, split_count
+from .kvcache import NewKeys, Where, check_cache, check_new, check_pages, split_count
 
 
 def index_tensor(x: Tensor | None, device: torch.device) -> Tensor | None:
@@ -44,6 +44,11 @@ def append(
     """
     if not check_new(new):
         return q, options._replace(seqused_k=new.lengths)
+    count = new.k.shape[1] if new.cu_seqlens is None else new.cu_seqlens.diff()
+    seqused_k = new.lengths + count
+    table = options.block_table
+    if table is not None and table.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_pages(torch, table, k_cache, seqused_k, options.leftpad_k)
     rotates, positions = new.rotary_cos is not None, new.rotary_lengths
     if rotates and positions is None and options.leftpad_k is not None:
         # Positions count from the start of the cache row, as in the FlashAttention packages, whose
@@ -69,8 +74,7 @@ def append(
         new.rotary_interleaved,
         single_position,
     )
-    count = new.k.shape[1] if new.cu_seqlens is None else new.cu_seqlens.diff()
-    return rotated if rotates else q, options._replace(seqused_k=new.lengths + count)
+    return rotated if rotates else q, options._replace(seqused_k=seqused_k)
 
 
 @torch.no_grad()

@@ -90,6 +90,33 @@ def check_new(new: NewKeys) -> bool:
     return new.k is not None
 
 
+def check_pages(xp: Any, table: Any, cache: Any, seqused: Any, leftpad: Any) -> None:
+    """Refuses pages out of range among those in use, before the append writes to the others.
+
+    Args:
+        xp: ``torch`` or ``numpy``, whichever the arrays belong to.
+        table: block_table [B, pages of a sequence].
+        cache: [pages, page_size, ...].
+        seqused: [B], keys in use after the append.
+        leftpad: [B] or None.
+    """
+    pages, page_size = cache.shape[:2]
+    bad = (table < 0) | (table >= pages)
+    if not bad.any():
+        return
+    column = xp.arange(table.shape[1])
+    bad &= column * page_size < seqused[:, None]
+    if leftpad is not None:
+        bad &= (column + 1) * page_size > leftpad[:, None]
+    if not bad.any():
+        return  # entries behind the end may hold anything
+    b, i = divmod(int((bad.reshape(-1) * 1).argmax()), table.shape[1])
+    raise ValueError(
+        f"block_table[{b}, {i}] is {int(table[b, i])}, but must be from 0 and less than {pages}, "
+        "the pages of k_cache"
+    )
+
+
 def attention_with_kvcache(
     q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, *,
     cache_seqlens: Any = None, cache_batch_idx: Any = None, cache_leftpad: Any = None,

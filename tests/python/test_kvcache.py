@@ -359,6 +359,7 @@ def test_an_empty_cache_gives_zeros():
 
 
 def valid():
+    torch.manual_seed(0)
     cache = Cache(2, 2, torch.float32, page_size=4)
     return dict(
         q=torch.randn(2, 2, 4, HEAD_DIM),
@@ -392,6 +393,10 @@ BAD = {
     "table shape": (dict(block_table=torch.zeros(3, 12, dtype=torch.int32)), "block_table"),
     "page index": (dict(block_table=torch.full((2, 12), 99, dtype=torch.int32)), "block_table"),
     "negative page": (dict(block_table=torch.full((2, 12), -1, dtype=torch.int32)), "block_table"),
+    "page of old keys": (
+        dict(block_table=torch.arange(24, dtype=torch.int32).reshape(2, 12).flip(1) + 4),
+        r"block_table\[1, 0\] is 27",
+    ),
     "index and table": (dict(cache_batch_idx=torch.tensor([0, 1])), "kv_batch_idx"),
     "leftpad": (dict(cache_leftpad=torch.tensor([0, 10])), "leftpad"),
     "sin missing": (dict(rotary_sin=None), "rotary_sin"),
@@ -423,6 +428,24 @@ def test_refusals_name_the_argument_and_write_nothing(name):
         tilewise.attention_with_kvcache(**arguments)
     assert torch.equal(arguments["k_cache"], before[0])
     assert torch.equal(arguments["v_cache"], before[1])
+
+
+@pytest.mark.parametrize("leftpad", [None, [4, 8]])
+def test_entries_of_pages_not_in_use_may_hold_anything(leftpad):
+    """6 and 11 keys in pages of 4 are the first two and three pages; padding frees the first."""
+    arguments = valid()
+    want = tilewise.attention_with_kvcache(
+        **arguments, cache_leftpad=None if leftpad is None else torch.tensor(leftpad)
+    )
+    arguments = valid()
+    table = arguments["block_table"]
+    table[0, 2:], table[1, 3:] = -1, 10**6
+    if leftpad:
+        table[0, 0], table[1, 0], table[1, 1] = -7, -7, 99
+    got = tilewise.attention_with_kvcache(
+        **arguments, cache_leftpad=None if leftpad is None else torch.tensor(leftpad)
+    )
+    assert torch.equal(got, want)
 
 
 def test_the_valid_arguments_are_valid():
