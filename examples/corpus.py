@@ -12,11 +12,24 @@ from torch import Tensor
 # Large parts of the library that are tables or tests rather than programs.
 SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
 HELD_OUT = 0.05
+# Tokens are bytes, but four spaces are one token: programs are full of them. The byte that stands
+# for them does not occur in text.
+INDENT, INDENT_TOKEN = b"    ", b"\x01"
+
+
+def encode(text: bytes) -> Tensor:
+    """Tokens [row], int64, of a text."""
+    return torch.frombuffer(bytearray(text.replace(INDENT, INDENT_TOKEN)), dtype=torch.uint8).long()
+
+
+def decode(tokens: Tensor) -> str:
+    """The text of tokens [row]; bytes that are no UTF-8 are shown as such."""
+    return bytes(tokens.tolist()).replace(INDENT_TOKEN, INDENT).decode(errors="replace")
 
 
 @dataclass
 class Corpus:
-    """Bytes to train on and bytes held out, as int64 tensors, and where they came from."""
+    """Tokens to train on and tokens held out, [row] int64 each, and where they came from."""
 
     train: Tensor
     held_out: Tensor
@@ -51,7 +64,7 @@ def standard_library(directory: Path | None = None) -> list[Path]:
 
 
 def load(text: Path | None, rows: int) -> Corpus:
-    """Reads the text, byte by byte, and holds the last twentieth out.
+    """Reads the text and holds the last twentieth out.
 
     Args:
         text: a file; None for the standard library.
@@ -72,10 +85,10 @@ def load(text: Path | None, rows: int) -> Corpus:
             raise ValueError(f"--text {text}: {error.strerror}") from None
         source, hint = str(text), ""
     needed = int((rows + 2) / HELD_OUT) + 1
-    if len(data) < needed:
+    tokens = encode(data) if data else torch.zeros(0, dtype=torch.int64)
+    if len(tokens) < needed:
         raise ValueError(
-            f"{source} has {len(data)} bytes; windows of {rows} need at least {needed}{hint}"
+            f"{source} has {len(tokens)} tokens; windows of {rows} need at least {needed}{hint}"
         )
-    tokens = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
-    cut = int(len(data) * (1 - HELD_OUT))
+    cut = int(len(tokens) * (1 - HELD_OUT))
     return Corpus(tokens[:cut], tokens[cut:], f"{source}, {len(data) / 1e6:.1f} MB")

@@ -52,7 +52,7 @@ def draw_loss(
             label=f"naive attention, first {len(naive)} steps",
         )
     axis.set_xlabel("step", fontsize=9, color=plot.INK)
-    axis.set_title("loss, nats per byte", fontsize=9.5, color=plot.INK, loc="left")
+    axis.set_title("loss, nats per token", fontsize=9.5, color=plot.INK, loc="left")
     axis.set_ylim(bottom=max(0.0, min(losses) - 0.3))
     axis.legend(fontsize=8.5, frameon=False, labelcolor=plot.INK)
 

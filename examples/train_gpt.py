@@ -2,7 +2,7 @@
 
 By default the text is the source of Python's own standard library on this machine.
 
-  python examples/train_gpt.py                        500 steps, then a sample of what it learned
+  python examples/train_gpt.py                        800 steps, then a sample of what it learned
   python examples/train_gpt.py --text book.txt --steps 1000 --out out/book
   python examples/train_gpt.py --attention sdpa       the same model on another attention
 
@@ -183,11 +183,11 @@ class Training:
     def sample(self, prompt: str, count: int) -> str:
         """Text the model writes after `prompt`, one token at a time through the key/value cache."""
         generator = torch.Generator(self.options.device).manual_seed(self.options.seed)
-        start = torch.tensor(list(prompt.encode()), device=self.options.device)
+        start = corpus.encode(prompt.encode()).to(self.options.device)
         self.model.eval()
         with self.autocast():
             tokens = self.model.generate(start, count, generator=generator)
-        return bytes(tokens.tolist()).decode(errors="replace")
+        return corpus.decode(tokens)
 
 
 def naive_losses(
@@ -262,9 +262,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--attention", choices=sorted(ATTENTION), default="tilewise")
     add("--dtype", choices=("auto", "fp32", "bf16"), default="auto", help="of the products")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--steps", type=int, default=500)
+    add("--steps", type=int, default=800)
     add("--batch", type=int, default=4, help="windows per step")
-    add("--rows", type=int, default=512, help="bytes per window: the context length")
+    add("--rows", type=int, default=512, help="tokens per window: the context length")
     add("--layers", type=int, default=4)
     add("--width", type=int, default=256)
     add("--heads", type=int, default=4)
@@ -278,7 +278,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--stop-after", type=int, default=-1, metavar="STEP", help="act as if interrupted there")
     add("--fresh", action="store_true", help="ignore an existing checkpoint")
     add("--prompt", default="def ", help="how the sample begins")
-    add("--sample", type=int, default=400, help="bytes to sample at the end")
+    add("--sample", type=int, default=400, help="tokens to sample at the end")
     options = parser.parse_args(arguments)
     for name in (
         "steps",
@@ -338,7 +338,7 @@ def finish(training: Training) -> None:
     """Prints the sample and where the files are."""
     o = training.options
     step, loss = training.held_out[-1]
-    print(f"\nheld-out loss after {step} steps: {loss:.3f} nats per byte")
+    print(f"\nheld-out loss after {step} steps: {loss:.3f} nats per token")
     sample = training.sample(o.prompt, o.sample)
     (o.out / "sample.txt").write_text(sample)
     print(f"a sample, beginning with {o.prompt!r}:\n")
