@@ -80,26 +80,26 @@ struct Rotation {
   }
 };
 
-template <class T>
-void rotate_pair(const T* x0, const T* x1, T* y0, T* y1, float c, float s) {
-  const float a = to_float(*x0), b = to_float(*x1);
-  *y0 = from_float<T>(a * c - b * s);
-  *y1 = from_float<T>(a * s + b * c);
-}
-
-// x and y are one head of one row; they may be the same memory.
+// One head of one row, x and y possibly the same memory. Through fp32 buffers that nothing aliases:
+// three plain loops, each of which the compiler turns into vector code (a loop that reads and
+// writes 16-bit pairs in place takes some 3 times as long).
 template <class T>
 void rotate_head(const T* x, T* y, const Rotation& r, int64_t rotary_dim, bool interleaved) {
+  float in[max_head_dim], out[max_head_dim];
   const int64_t half = rotary_dim / 2;
+  for (int64_t i = 0; i < rotary_dim; ++i) in[i] = to_float(x[i]);
   if (interleaved) {
     for (int64_t i = 0; i < half; ++i) {
-      rotate_pair(x + 2 * i, x + 2 * i + 1, y + 2 * i, y + 2 * i + 1, r.cosine[i], r.sine[i]);
+      out[2 * i] = in[2 * i] * r.cosine[i] - in[2 * i + 1] * r.sine[i];
+      out[2 * i + 1] = in[2 * i] * r.sine[i] + in[2 * i + 1] * r.cosine[i];
     }
   } else {
     for (int64_t i = 0; i < half; ++i) {
-      rotate_pair(x + i, x + i + half, y + i, y + i + half, r.cosine[i], r.sine[i]);
+      out[i] = in[i] * r.cosine[i] - in[i + half] * r.sine[i];
+      out[i + half] = in[i] * r.sine[i] + in[i + half] * r.cosine[i];
     }
   }
+  for (int64_t i = 0; i < rotary_dim; ++i) y[i] = from_float<T>(out[i]);
 }
 
 template <class T>

@@ -72,7 +72,8 @@ constexpr int thin_rows(Isa isa) { return min(8, shape_of(isa, TILEWISE_FLOAT32)
 
 constexpr Shape thin_shape_of(Isa isa, int32_t) {
   const int lanes = shape_of(isa, TILEWISE_FLOAT32).lanes;
-  return {"stream", lanes, lanes, lanes, 1, 1, 1, thin_rows(isa), 0};
+  // Units: rows of q are whole reads, which are two registers of bf16.
+  return {"stream", lanes, lanes, lanes, 1, 2 * lanes, 1, thin_rows(isa), 0};
 }
 
 // Keys of a tile. 128 keys of S for one panel stay in the L1 cache (24 KB at 48 lanes).

@@ -29,6 +29,12 @@ struct AmxEngine : DotEngine<kIsa> {
   }
 };
 
+// One instruction and a test: this runs for every weight.
+TILEWISE_FN bool all_finite(F x) {
+  constexpr int kInfinitiesAndNans = 0x99;
+  return _mm512_fpclass_ps_mask(reinterpret_cast<__m512>(x), kInfinitiesAndNans) == 0;
+}
+
 // fp32 as the sum of two bf16: x rounded, and what is left of it rounded. 16 bits of mantissa,
 // exact for every fp16.
 //
@@ -40,7 +46,6 @@ struct Split {
   F low;  // not rounded yet
 
   TILEWISE_FN static Split of(F x, F rounded) { return {rounded, x - rounded}; }
-  TILEWISE_FN bool is_finite() const { return !any(low * 0.0f != 0.0f); }
   TILEWISE_FN Split with_nonfinite() const {
     const I finite = low * 0.0f == 0.0f;
     return {finite ? high : (high < 0.0f ? splat(-1.0f) : splat(1.0f)), finite ? low : high};
@@ -56,8 +61,7 @@ struct SplitPairs {
     const U rounded = interleave_bf16(a, b);
     const Split low = Split::of(a, reinterpret_cast<F>(rounded << 16));
     const Split high = Split::of(b, reinterpret_cast<F>(rounded & 0xffff0000u));
-    if (__builtin_expect(!(low.is_finite() && high.is_finite()), 0))
-      return with_nonfinite(low, high);
+    if (__builtin_expect(!all_finite(low.low + high.low), 0)) return with_nonfinite(low, high);
     return {rounded, interleave_bf16(low.low, high.low)};
   }
 
@@ -128,7 +132,7 @@ struct AmxSplitEngine {
     BFloat16* const at = reinterpret_cast<BFloat16*>(a + key * ld) + lane;
     from_fp32(at, w);
     Split parts = Split::of(w, to_fp32(at));
-    if (__builtin_expect(!parts.is_finite(), 0)) {
+    if (__builtin_expect(!all_finite(parts.low), 0)) {
       parts = parts.with_nonfinite();
       from_fp32(at, parts.high);
     }
