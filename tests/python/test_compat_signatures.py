@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import subprocess
+import sys
 
 import pytest
 
@@ -263,3 +265,10 @@ def test_aliases():
     assert rotary.apply_rotary_emb_func is rotary.apply_rotary_emb
     for name in ("index_first_axis", "index_put_first_axis", "index_first_axis_residual"):
         assert callable(getattr(bert_padding, name))
+
+
+def test_modules_are_found_as_attributes():
+    code = "import tilewise; tilewise.compat.flash_attn.flash_attn_func; "
+    code += "tilewise.compat.flash_attn_interface.flash_attn_combine; "
+    code += "assert not hasattr(tilewise.compat, 'flash_attn_4')"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -7,3 +7,17 @@ is all that a caller has to do::
     from tilewise.compat.flash_attn import flash_attn_func, flash_attn_with_kvcache
     from tilewise.compat.flash_attn.bert_padding import pad_input, unpad_input
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["flash_attn", "flash_attn_interface"]
+
+
+def __getattr__(name: str) -> Any:
+    # Both need PyTorch, so they are imported when asked for.
+    if name in __all__:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
