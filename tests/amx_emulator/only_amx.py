@@ -1,0 +1,20 @@
+"""pytest plugin: tests that run on every instruction set run on AMX alone. For a build with
+TILEWISE_AMX_EMULATOR, where the others are the same as everywhere:
+
+    PYTHONPATH=tests/amx_emulator TILEWISE_LIBRARY_DIR=build/amx-emulator \\
+        pytest -p only_amx tests/python/test_properties.py -k "bf16 or fp16"
+"""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Once the tests are imported, so is the module that lists the instruction sets."""
+    import capi
+
+    ran, missing = capi.instruction_sets()
+    if "amx" not in ran:
+        pytest.exit(f"this build on this machine runs {', '.join(ran)}, not amx", returncode=1)
+    capi.instruction_sets = lambda: (["amx"], missing)
