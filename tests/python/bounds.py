@@ -71,7 +71,7 @@ def _norm(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     return np.sqrt((x**2).sum(axis=axes))
 
 
-def _sizes(b: Built, want: oracle.Result) -> dict[str, float]:
+def sizes_of(b: Built, want: oracle.Result) -> dict[str, float]:
     """Norm of the terms that each gradient sums: where they cancel, rounding of them is left."""
     from cases import flat
 
@@ -99,12 +99,17 @@ def _sizes(b: Built, want: oracle.Result) -> dict[str, float]:
     }
 
 
+def fp32_rounding(b: Built) -> float:
+    """Of a term of ds: dp sums Dv products and rounds as it grows; p carries the error of s."""
+    return 2 * UNIT["fp32"] * (b.case.head_dim_v**0.5 + 4)
+
+
 def check_gradients(
     got: dict[str, np.ndarray], want: oracle.Result, b: Built, yard: Yard, where: str
 ) -> None:
     """Every gradient that was asked for."""
     dtype, unit = b.case.dtype, UNIT[b.case.dtype]
-    sizes = _sizes(b, want)
+    sizes = sizes_of(b, want)
     exact = {
         "q": want.dq, "k": want.dk, "v": want.dv, "bias": want.dbias, "sinks": want.dsinks,
         "scale": np.array([want.dscale]),
@@ -113,9 +118,7 @@ def check_gradients(
         target = exact[name]
         assert target is not None
         if yard is None:
-            # dp is a sum of Dv products, rounded in fp32 as it grows; p carries the error of s.
-            rounding = unit * (b.case.head_dim_v**0.5 + 4)
-            bound = FP32_RELATIVE * largest(target) + rounding * sizes[name]
+            bound = FP32_RELATIVE * largest(target) + fp32_rounding(b) * sizes[name]
         else:
             bound = GRADIENT_FACTOR * yard[name] + unit * (largest(target) + sizes[name])
         _compare(f"d{name}", values, target, dtype, bound, where)

@@ -1,4 +1,4 @@
-"""Memory is linear in the sequence length: what the plan asks for, and what a process really takes."""
+"""Memory is linear in the sequence length: what the plan asks for and what a process takes."""
 
 from __future__ import annotations
 
