@@ -96,6 +96,12 @@ int64_t calibrate(const Work& work, double target) {
 
 // 12 independent chains of depth 1: latency 4 x 2 units needs 8, register files hold 16.
 constexpr int kChains = 12;
+// Arrays of accumulators live in registers only where the loops over them are unrolled in full.
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 32")
+#endif
 volatile float one_ish = 0.999999f;
 
 double work_portable(int, int64_t rounds) {
@@ -104,12 +110,10 @@ double work_portable(int, int64_t rounds) {
   const Vector x = {m, m, m, m};
   Vector chain[kChains] = {};
   for (int64_t r = 0; r < rounds; ++r) {
-    for (int step = 0; step < 8; ++step) {
-      for (int c = 0; c < kChains; ++c) chain[c] = chain[c] * x + x;
-    }
+    UNROLL for (int c = 0; c < kChains; ++c) chain[c] = chain[c] * x + x;
   }
   keep(chain);
-  return static_cast<double>(rounds) * 8 * kChains * 4 * 2;
+  return static_cast<double>(rounds) * kChains * 4 * 2;
 }
 
 #if defined(__x86_64__)
@@ -148,24 +152,20 @@ __attribute__((target("avx2,fma"))) double work_avx2(int, int64_t rounds) {
   const __m256 x = _mm256_set1_ps(one_ish);
   __m256 chain[kChains] = {};
   for (int64_t r = 0; r < rounds; ++r) {
-    for (int step = 0; step < 8; ++step) {
-      for (int c = 0; c < kChains; ++c) chain[c] = _mm256_fmadd_ps(chain[c], x, x);
-    }
+    UNROLL for (int c = 0; c < kChains; ++c) chain[c] = _mm256_fmadd_ps(chain[c], x, x);
   }
   keep(chain);
-  return static_cast<double>(rounds) * 8 * kChains * 8 * 2;
+  return static_cast<double>(rounds) * kChains * 8 * 2;
 }
 
 __attribute__((target("avx512f"))) double work_avx512(int, int64_t rounds) {
   const __m512 x = _mm512_set1_ps(one_ish);
   __m512 chain[kChains] = {};
   for (int64_t r = 0; r < rounds; ++r) {
-    for (int step = 0; step < 8; ++step) {
-      for (int c = 0; c < kChains; ++c) chain[c] = _mm512_fmadd_ps(chain[c], x, x);
-    }
+    UNROLL for (int c = 0; c < kChains; ++c) chain[c] = _mm512_fmadd_ps(chain[c], x, x);
   }
   keep(chain);
-  return static_cast<double>(rounds) * 8 * kChains * 16 * 2;
+  return static_cast<double>(rounds) * kChains * 16 * 2;
 }
 
 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) double work_dot(int,
@@ -175,12 +175,10 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) double work_dot(
   const __m512bh x = _mm512_cvtne2ps_pbh(_mm512_set1_ps(one_ish), _mm512_set1_ps(one_ish));
   __m512 chain[kDotChains] = {};
   for (int64_t r = 0; r < rounds; ++r) {
-    for (int step = 0; step < 8; ++step) {
-      for (int c = 0; c < kDotChains; ++c) chain[c] = _mm512_dpbf16_ps(chain[c], x, x);
-    }
+    UNROLL for (int c = 0; c < kDotChains; ++c) chain[c] = _mm512_dpbf16_ps(chain[c], x, x);
   }
   keep(chain);
-  return static_cast<double>(rounds) * 8 * kDotChains * 32 * 2;
+  return static_cast<double>(rounds) * kDotChains * 32 * 2;
 }
 
 struct alignas(64) TileConfig {
