@@ -190,7 +190,9 @@ def _autocast(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Casts as torch.autocast does for scaled_dot_product_attention; a float32 bias stays so."""
-    if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
+    if not isinstance(q, Tensor) or q.device.type not in ("cpu", "cuda"):
+        return q, k, v, bias
+    if not torch.is_autocast_enabled(q.device.type):
         return q, k, v, bias
     dtype = torch.get_autocast_dtype(q.device.type)
     if bias is not None and bias.is_floating_point() and bias.dtype != torch.float32:
