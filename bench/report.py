@@ -9,6 +9,7 @@ import torch
 
 import cases
 import peaks
+from tilewise.cli import tables
 from tilewise.cli.timing import Timing
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -49,7 +50,7 @@ class Table:
         """What is measured on what, and the measured limits."""
         print(
             f"tilewise {machine['tilewise']} beside torch {machine['torch']} on {machine['cpu']}, "
-            f"{machine['threads']} threads, instruction set {self.isa}"
+            f"{tables.count(machine['threads'], 'thread')}, instruction set {self.isa}"
         )
         rates = [f"{n} {v['best'] / 1e9:.0f}" for n, v in self.limits["flops"].items()]
         print("measured peaks, GFLOP/s: " + ", ".join(rates))

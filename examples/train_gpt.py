@@ -33,6 +33,7 @@ import figures
 from gpt import ATTENTION, GPT, Config
 from tilewise.cli.progress import Progress
 from tilewise.cli.system import cpu_name, current_isa, training_device
+from tilewise.cli.tables import count
 
 # Largest relative difference of a loss that rounding explains. Adam divides by the root of tiny
 # second moments, so differences of the last bit grow from step to step.
@@ -160,7 +161,7 @@ class Training:
             os.fsync(file.fileno())
         partial.replace(path)
         history = {n: state[n] for n in ("losses", "held_out", "naive")}
-        history["machine"] = f"{cpu_name()}, {torch.get_num_threads()} threads"
+        history["machine"] = f"{cpu_name()}, {count(torch.get_num_threads(), 'thread')}"
         path.with_name("losses.json").write_text(json.dumps(history))
 
     def resume(self, path: Path) -> None:
@@ -313,7 +314,7 @@ def run(options: argparse.Namespace) -> int:
     print(
         f"model: {weights / 1e6:.1f} M weights, {options.layers} layers, {options.heads} heads "
         f"({options.kv_heads} for keys), context {options.rows}; {options.attention} attention, "
-        f"{options.dtype}, {options.device}, {torch.get_num_threads()} threads",
+        f"{options.dtype}, {options.device}, {count(torch.get_num_threads(), 'thread')}",
         flush=True,
     )
     if path.exists() and not options.fresh:

@@ -156,7 +156,11 @@ def title(problem: Problem, device: str, threads: int = 0) -> str:
         heads += f" ({problem.kv_heads} for keys)"
     which = "forward + backward" if problem.backward else "forward"
     mask = "causal" if problem.causal else "full"
-    where = f"{device}, {threads} threads" if threads and problem.device == "cpu" else device
+    where = (
+        f"{device}, {tables.count(threads, 'thread')}"
+        if threads and problem.device == "cpu"
+        else device
+    )
     return (
         f"{which}, {mask}, {problem.dtype}, batch {problem.batch}, {heads} of {problem.head_dim}, "
         f"on {where}"

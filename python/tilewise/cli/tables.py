@@ -38,6 +38,11 @@ def show(
     print(plain(head, lines, left=left))
 
 
+def count(number: int, thing: str) -> str:
+    """E.g. "1 thread", "2 threads"."""
+    return f"{number} {thing}" + ("" if number == 1 else "s")
+
+
 def plain(
     head: Sequence[str], lines: Sequence[Sequence[str]], *, left: Collection[int] = ()
 ) -> str:
