@@ -116,7 +116,7 @@ def test_seqused(chunk, causal):
     out = fa3.flash_attn_varlen_func(
         q, k, v, *starts, 9, 10, *seqused, causal=causal, attention_chunk=chunk
     )
-    assert_as_good(out, out, wanted, 2, "out")
+    assert_as_good(out, None, wanted, 2, "out")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -182,7 +182,7 @@ def test_combine(splits, varlen, out_dtype):
     out, lse = fa3.flash_attn_combine(out_partial, lse_partial, out_dtype=out_dtype)
     assert out.dtype == (out_dtype or torch.float32) and lse.dtype == torch.float32
     assert_as_good(out, want.to(out.dtype), want, 2, "out")
-    assert_as_good(lse, lse, want_lse, 2, "lse")
+    assert_as_good(lse, None, want_lse, 2, "lse")
     into = torch.empty_like(out)
     assert fa3.flash_attn_combine(out_partial, lse_partial, out=into)[0] is into
     assert torch.equal(into, out)
@@ -274,9 +274,9 @@ def test_cache(page_size, chunk, band, leftpad, form):
     )
     out, lse, out_accum, lse_accum = results
     assert out_accum.numel() == lse_accum.numel() == 0
-    assert_as_good(out, out, want, 2, "out")
-    assert_as_good(lse, lse, want_lse, 2, "lse")
-    assert_as_good(picture(k_cache), k_cache, k_rows, 2, "k_cache")
+    assert_as_good(out, None, want, 2, "out")
+    assert_as_good(lse, None, want_lse, 2, "lse")
+    assert_as_good(picture(k_cache), None, k_rows, 2, "k_cache")
     assert torch.equal(picture(v_cache).double(), v_rows)
 
 
@@ -298,7 +298,7 @@ def test_cache_with_qv_and_batch_index():
     for b, n in enumerate(lengths):
         i = index[b]
         want, _ = reference.attend_one(both[b], keys[i, :n], v_cache[i, :n].double(), causal=True)
-        assert_as_good(got[b], got[b], want, 2, "out")
+        assert_as_good(got[b], None, want, 2, "out")
 
 
 def test_private_pair_matches_the_public_function():

@@ -132,8 +132,8 @@ def test_variable_length_paged(page_size, band):
     )
     options = band_of(BANDS[band])
     want = reference.attend_varlen(q, *gathered, starts_q, starts_k, dtype=torch.float64, **options)
-    assert_as_good(out, out, want[0], 2, "out")
-    assert_as_good(lse, lse, want[1], 2, "lse")
+    assert_as_good(out, None, want[0], 2, "out")
+    assert_as_good(lse, None, want[1], 2, "lse")
 
 
 @pytest.mark.parametrize("varlen", [False, True])
@@ -220,8 +220,8 @@ def test_dropout(band, softcap, varlen):
         dropout_p=dropout_p,
         **band_of(options),
     )
-    assert_as_good(out, out, exact_out, 2, "out")
-    assert_as_good(lse, lse, exact_lse, 2, "lse")
+    assert_as_good(out, None, exact_out, 2, "out")
+    assert_as_good(lse, None, exact_lse, 2, "lse")
     if not varlen:
         visible = reference.visible(40, 52, options.get("window_size", (-1, -1)), band == "causal")
         assert torch.equal(seen, visible.expand_as(seen))

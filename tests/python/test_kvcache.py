@@ -218,7 +218,7 @@ def test_rows_and_heads(rows, new, heads_kv, page_size, causal):
         dict(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
         dict(alibi_slopes=torch.tensor([0.5, 0.1, 0.02, 0.0]), causal=True),
         dict(alibi_slopes=torch.rand(3, 4)),
-        dict(scale=0.9, window=(None, 0)),
+        dict(scale=0.4, window=(None, 0)),
         dict(window=(3, 0)),
     ],
     ids=["softcap", "sinks", "alibi", "alibi_batch", "scale", "window"],
@@ -247,7 +247,7 @@ def test_rotary_dimensions(rotary_dim, interleaved):
     want = reference.rotate(
         k.double(), cos.double(), sin.double(), torch.arange(9, 11), interleaved
     )
-    assert_as_good(cache.k[:, 9:11], cache.k[:, 9:11], want, 2, "k_cache")
+    assert_as_good(cache.k[:, 9:11], None, want, 2, "k_cache")
     assert torch.equal(cache.k[:, 9:11, :, rotary_dim:], k[..., rotary_dim:])
 
 
@@ -283,7 +283,7 @@ def test_steps_of_a_decoder_agree_with_one_pass():
     ]
     want, _ = reference.attend(*turned, v.double(), causal=True)
     got = torch.cat(steps, dim=1)
-    assert_as_good(got, got, want, 2, "out")
+    assert_as_good(got, None, want, 2, "out")
 
 
 def test_splits_and_threads_do_not_change_what_is_written():
@@ -337,7 +337,7 @@ def test_strided_caches_and_inputs():
         before[b, n : n + 3] = kv[b]
         rows = before[b, : n + 3]
         want, _ = reference.attend_one(q[b].double(), *rows.double().unbind(1), causal=True)
-        assert_as_good(out[b], out[b], want, 2, "out")
+        assert_as_good(out[b], None, want, 2, "out")
     assert torch.equal(both, before)
 
 
@@ -346,7 +346,7 @@ def test_without_lengths_the_cache_is_full():
     q = torch.randn(2, 3, 4, HEAD_DIM)
     got = tilewise.attention_with_kvcache(q, cache.k, cache.v)
     want, _ = reference.attend(q, cache.k, cache.v, dtype=torch.float64)
-    assert_as_good(got, got, want, 2, "out")
+    assert_as_good(got, None, want, 2, "out")
 
 
 def test_an_empty_cache_gives_zeros():
@@ -490,4 +490,4 @@ def test_flash_attn_uses_the_first_rows_of_a_larger_cache():
     q = torch.randn(2, 1, 4, HEAD_DIM)
     got = flash_attn_with_kvcache(q, cache.k, cache.v, cache_seqlens=9)
     want, _ = reference.attend(q, cache.k[:2, :9], cache.v[:2, :9], dtype=torch.float64)
-    assert_as_good(got, got, want, 2, "out")
+    assert_as_good(got, None, want, 2, "out")
