@@ -140,14 +140,46 @@ void forward(const Problem& p, const Plan& plan, void* workspace, const Parallel
   const QueryTiles tiles(p, shape.tile_q, layout.first_tile);
   zero_unused_outputs(p);
 
+  // The key tiles of a head follow each other, those of the heads of a sequence too.
+  layout.first_key_tile[0] = 0;
+  for (int64_t b = 0; b < p.batch; ++b)
+    layout.first_key_tile[b + 1] =
+        layout.first_key_tile[b] + ceil_div(sequence_of(p, b).band.keys, shape.tile_k);
+  const auto key_tile_id = [&](int64_t b, int64_t kv_head, int64_t tile) {
+    const int64_t count = layout.first_key_tile[b + 1] - layout.first_key_tile[b];
+    return layout.first_key_tile[b] * p.heads_kv + kv_head * count + tile;
+  };
+  if (layout.packed != nullptr) {
+    const int64_t most = ceil_div(tiles.most_keys, shape.tile_k);
+    run_items(parallel, most * tiles.heads(),
+              saturating_work(tiles.most_keys * tiles.heads(), p.head_dim + p.head_dim_v, 1),
+              [&](int64_t worker, int64_t i) {
+                const int64_t b = i / most / p.heads_kv;
+                const int64_t kv_head = i / most % p.heads_kv;
+                PackTask task{&p, sequence_of(p, b), kv_head, {}, nullptr, nullptr};
+                const Tiling keys{task.sequence.band.keys, shape.tile_k};
+                if (i % most >= keys.count()) return;
+                const int64_t id = key_tile_id(b, kv_head, i % most);
+                task.keys = keys.at(i % most);
+                task.packed = layout.packed + id * layout.packed_units;
+                task.nonfinite = layout.nonfinite + id;
+                kernels.pack(task, Arena{layout.scratch + worker * layout.scratch_bytes});
+              });
+  }
+
   const auto task_of = [&](int64_t b, int64_t kv_head, int64_t tile, int64_t split) {
     ForwardTask task{};
     task.problem = &p;
     task.sequence = sequence_of(p, b);
     task.kv_head = kv_head;
     task.packed_rows = tiles.tiling(task.sequence).at(tile);
-    task.keys = key_split({0, task.sequence.band.keys}, plan.splits, split, kTileK);
+    task.keys = key_split({0, task.sequence.band.keys}, plan.splits, split, shape.tile_k);
     task.first_split = split == 0;
+    if (layout.packed != nullptr) {
+      const int64_t first = key_tile_id(b, kv_head, 0);
+      task.packed = layout.packed + first * layout.packed_units;
+      task.nonfinite = layout.nonfinite + first;
+    }
     if (plan.splits == 1) return task;
     const int64_t row = (tiles.id(b, kv_head, tile) * plan.splits + split) * layout.partial_rows;
     task.partial_out = layout.partial_out + row * p.head_dim_v;
@@ -201,7 +233,7 @@ struct BackwardLaunch {
         kernels(kernels_for(plan.isa, p.dtype)),
         layout(p, g, shape, plan, arena),
         tiles(p, shape.back_q, layout.first_tile),
-        chunk(back_chunk(p.head_dim, p.head_dim_v)) {}
+        chunk(back_chunk(shape, p.head_dim, p.head_dim_v)) {}
 
   int64_t work() const {
     return saturating_work(tiles.total * shape.back_q, tiles.most_keys + 1,

@@ -19,7 +19,7 @@ int64_t longest_keys(const Problem& p) {
 
 int64_t forward_splits(const Problem& p, const Shape& shape) {
   const int64_t keys = longest_keys(p);
-  const int64_t most = max(int64_t{1}, ceil_div(keys, kTileK));
+  const int64_t most = max(int64_t{1}, ceil_div(keys, shape.tile_k));
   if (p.num_splits > 0) return min<int64_t>(p.num_splits, most);
   const int64_t items = max(int64_t{1}, query_tiles(p, shape.tile_q) * p.heads_kv);
   return clamp(ceil_div(kWantedItems, items), 1, max(int64_t{1}, keys / kLeastSplitKeys));
@@ -33,7 +33,7 @@ Plan plan_forward(const Problem& problem, Isa isa, int32_t threads) {
   plan.isa = isa;
   plan.threads = threads;
   plan.tile_q = shape.tile_q;
-  plan.tile_k = kTileK;
+  plan.tile_k = shape.tile_k;
   plan.splits = forward_splits(problem, shape);
   plan.engine = shape.engine;
   Arena arena;
@@ -50,7 +50,7 @@ Plan plan_backward(const Problem& problem, const Gradients& gradients, Isa isa, 
   plan.tile_q = shape.back_q;
   plan.tile_k = kBackTileK;
   plan.splits = max(int64_t{1}, ceil_div(longest_keys(problem),
-                                         back_chunk(problem.head_dim, problem.head_dim_v)));
+                                         back_chunk(shape, problem.head_dim, problem.head_dim_v)));
   plan.engine = shape.engine;
   Arena arena;
   BackwardLayout(problem, gradients, shape, plan, arena);

@@ -57,6 +57,12 @@ struct RowScratch {
       : address(arena.take<const void*>(rows)), index(arena.take<int32_t>(rows)) {}
 };
 
+// Units of K and V of one packed key tile.
+TILEWISE_FN int64_t packed_tile_units(const Shape& s, const Problem& p) {
+  return s.parts * (s.tile_k * extent_of(s, p.head_dim).ld +
+                    s.tile_k / s.pair * extent_of(s, p.head_dim_v).m_ld);
+}
+
 struct ForwardScratch {
   Extent qk;                // of head_dim
   Extent dv;                // of head_dim_v
@@ -80,22 +86,22 @@ struct ForwardScratch {
         dv(extent_of(s, p.head_dim_v)),
         panels(ceil_div(s.tile_q, s.panel)),
         q_plane(panels * qk.units * s.panel),
-        k_plane(kTileK * qk.ld),
-        v_plane(kTileK / s.pair * dv.m_ld),
-        weights_plane(kTileK / s.pair * s.panel),
+        k_plane(s.tile_k * qk.ld),
+        v_plane(s.tile_k / s.pair * dv.m_ld),
+        weights_plane(s.tile_k / s.pair * s.panel),
         lanes(s, panels * s.panel, arena),
-        scores(p, kTileK, s.panel, arena),
+        scores(p, s.tile_k, s.panel, arena),
         q(arena.take<uint32_t>(s.parts * q_plane)),
         k(arena.take<uint32_t>(s.parts * k_plane)),
         v(arena.take<uint32_t>(s.parts * v_plane)),
-        s_tile(arena.take<float>(kTileK * s.panel)),
+        s_tile(arena.take<float>(s.tile_k * s.panel)),
         weights(s.pair == 1 ? reinterpret_cast<uint32_t*>(s_tile)
                             : arena.take<uint32_t>(s.parts * weights_plane)),
         o(arena.take<float>(panels * dv.m * s.panel)),
         m(arena.take<float>(panels * s.panel)),
         l(arena.take<float>(panels * s.panel)),
-        rows(arena.take<const void*>(max(panels * s.panel, kTileK))),
-        bad_v(kTileK, arena) {}
+        rows(arena.take<const void*>(max<int64_t>(panels * s.panel, s.tile_k))),
+        bad_v(s.tile_k, arena) {}
 };
 
 struct BackwardScratch {
@@ -130,7 +136,7 @@ struct BackwardScratch {
   TILEWISE_FN BackwardScratch(const Shape& s, const Problem& p, Arena& arena)
       : qk(extent_of(s, p.head_dim)),
         dve(extent_of(s, p.head_dim_v)),
-        chunk(back_chunk(p.head_dim, p.head_dim_v)),
+        chunk(back_chunk(s, p.head_dim, p.head_dim_v)),
         panels(s.back_q / s.panel),
         k_plane(chunk * qk.ld),
         v_plane(chunk * dve.ld),

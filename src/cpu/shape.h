@@ -17,51 +17,30 @@ struct Shape {
   int pair;    // elements in a unit
   int units;   // the contraction is a multiple of this many units
   int parts;   // 2: every operand is a sum of two bf16 (fp16 on bf16 matrix units)
-  int tile_q;  // packed query rows of a forward work item
-  int back_q;  // and of a backward step
+  int tile_q;     // packed query rows of a forward work item
+  int tile_k;     // keys of a forward tile
+  int back_q;     // packed query rows of a backward step
+  int back_keys;  // keys of a backward work item, at head dimension 64
 };
 
-// For experiments on the machine in question: -DTILEWISE_AMX_TILE_Q=512 and so on, for every
-// source.
-#if !defined(TILEWISE_AMX_PANEL)
-#define TILEWISE_AMX_PANEL 32
-#endif
-#if !defined(TILEWISE_AMX_TILE_Q)
-#define TILEWISE_AMX_TILE_Q 256
-#endif
-#if !defined(TILEWISE_AMX_BACK_Q)
-#define TILEWISE_AMX_BACK_Q 128
-#endif
-#if !defined(TILEWISE_TILE_K)
-#define TILEWISE_TILE_K 128
-#endif
-#if !defined(TILEWISE_BACK_TILE_K)
-#define TILEWISE_BACK_TILE_K 64
-#endif
-#if !defined(TILEWISE_BACK_CHUNK)
-#define TILEWISE_BACK_CHUNK 256
-#endif
-
-constexpr Shape amx_shape(const char* engine, int parts) {
-  return {
-      engine, 16, TILEWISE_AMX_PANEL, 32, 2, 16, parts, TILEWISE_AMX_TILE_Q, TILEWISE_AMX_BACK_Q};
-}
-
+// S^T of one panel and one tile stays in the L1 cache with the vector engines (128 keys of 48 lanes:
+// 24 KB). With AMX longer tiles win: sums of O stay in tile registers for longer.
 constexpr Shape shape_of(Isa isa, int32_t dtype) {
+  constexpr Shape avx512 = {"fma", 16, 48, 8, 1, 1, 1, 192, 128, 96, 256};
   switch (isa) {
     case Isa::portable:
-      return {"fma", 4, 8, 4, 1, 1, 1, 64, 32};
+      return {"fma", 4, 8, 4, 1, 1, 1, 64, 128, 32, 256};
     case Isa::avx2:
-      return {"fma", 8, 24, 4, 1, 1, 1, 120, 72};
-    case Isa::amx:
-      if (dtype == TILEWISE_BFLOAT16) return amx_shape("amx", 1);
-      if (dtype == TILEWISE_FLOAT16) return amx_shape("amx_split", 2);
-      return {"fma", 16, 48, 8, 1, 1, 1, 192, 96};
-    case Isa::avx512_bf16:
-      if (dtype == TILEWISE_BFLOAT16) return {"dot", 16, 48, 8, 2, 1, 1, 192, 96};
-      return {"fma", 16, 48, 8, 1, 1, 1, 192, 96};
+      return {"fma", 8, 24, 4, 1, 1, 1, 120, 128, 72, 256};
     case Isa::avx512:
-      return {"fma", 16, 48, 8, 1, 1, 1, 192, 96};
+      return avx512;
+    case Isa::avx512_bf16:
+      if (dtype == TILEWISE_BFLOAT16) return {"dot", 16, 48, 8, 2, 1, 1, 192, 128, 96, 256};
+      return avx512;
+    case Isa::amx:
+      if (dtype == TILEWISE_BFLOAT16) return {"amx", 16, 32, 32, 2, 16, 1, 256, 256, 128, 512};
+      if (dtype == TILEWISE_FLOAT16) return {"amx_split", 16, 32, 32, 2, 16, 2, 256, 256, 128, 512};
+      return avx512;
   }
   return {};
 }
@@ -73,17 +52,14 @@ constexpr int thin_rows(Isa isa) { return min(8, shape_of(isa, TILEWISE_FLOAT32)
 constexpr Shape thin_shape_of(Isa isa, int32_t) {
   const int lanes = shape_of(isa, TILEWISE_FLOAT32).lanes;
   // Units: rows of q are whole reads, which are two registers of bf16.
-  return {"stream", lanes, lanes, lanes, 1, 2 * lanes, 1, thin_rows(isa), 0};
+  return {"stream", lanes, lanes, lanes, 1, 2 * lanes, 1, thin_rows(isa), 128, 0, 0};
 }
 
-// Keys of a tile. 128 keys of S for one panel stay in the L1 cache (24 KB at 48 lanes).
-inline constexpr int64_t kTileK = TILEWISE_TILE_K;
-inline constexpr int64_t kBackTileK = TILEWISE_BACK_TILE_K;
-
-// Keys of a backward work item: its packed keys and values and their gradients stay in the L2
-// cache.
-constexpr int64_t back_chunk(int64_t head_dim, int64_t head_dim_v) {
-  return head_dim + head_dim_v <= 128 ? TILEWISE_BACK_CHUNK : TILEWISE_BACK_CHUNK / 2;
+// Keys of a backward tile, and of a backward work item: its packed keys and values and their gradients
+// stay in the L2 cache.
+inline constexpr int64_t kBackTileK = 64;
+constexpr int64_t back_chunk(const Shape& s, int64_t head_dim, int64_t head_dim_v) {
+  return head_dim + head_dim_v <= 128 ? s.back_keys : s.back_keys / 2;
 }
 
 // Sizes of packed operands.

@@ -167,19 +167,11 @@ struct Forward : ForwardScratch {
     begin();
     const int64_t used_panels = ceil_div(lanes.count, S.panel);
     const Range seen = intersect(lanes.all_lanes_any(S.panel), task.keys);
-    const Tiling tiling{s.band.keys, kTileK};
+    const Tiling tiling{s.band.keys, S.tile_k};
     const Range tiles = tiling.touching(seen);
     for (int64_t j = tiles.begin; j < tiles.end; ++j) {
       const Range keys = intersect(tiling.at(j), task.keys);
-      const int64_t packed_keys = padded(keys);
-      key_rows(rows, keys, packed_keys, s.kv, p.k, task.kv_head);
-      products.load_keys(rows, packed_keys);
-      key_rows(rows, keys, packed_keys, s.kv, p.v, task.kv_head);
-      bool edge = false;
-      for (int64_t i = 0; i < used_panels; ++i) edge |= !lanes.panel_covers(i, keys);
-      const int64_t bad_count =
-          edge ? take_out_nonfinite(rows, keys.size(), p.head_dim_v, bad_v) : 0;
-      products.load_values(rows, packed_keys);
+      const int64_t bad_count = load_tile(j, keys, used_panels);
       for (int64_t i = 0; i < used_panels; ++i) {
         if (!lanes.panel_sees(i, keys)) continue;
         // On the diagonal a panel stops at the last key it sees, not at the end of the tile.
@@ -190,6 +182,25 @@ struct Forward : ForwardScratch {
       }
     }
     finish();
+  }
+
+  // K and V of key tile j; returns how many rows of V were taken out.
+  TILEWISE_FN int64_t load_tile(int64_t j, Range keys, int64_t used_panels) {
+    const int64_t packed_keys = padded(keys);
+    bool edge = false;
+    for (int64_t i = 0; i < used_panels; ++i) edge |= !lanes.panel_covers(i, keys);
+    if constexpr (Products::kPacked)
+      if (task.packed != nullptr && !(edge && task.nonfinite[j] != 0)) {
+        products.use(task.packed + j * packed_tile_units(S, p), packed_keys);
+        return 0;
+      }
+    key_rows(rows, keys, packed_keys, s.kv, p.k, task.kv_head);
+    products.load_keys(rows, packed_keys);
+    key_rows(rows, keys, packed_keys, s.kv, p.v, task.kv_head);
+    const int64_t bad_count =
+        edge ? take_out_nonfinite(rows, keys.size(), p.head_dim_v, bad_v) : 0;
+    products.load_values(rows, packed_keys);
+    return bad_count;
   }
 
   // Keys are padded so that they fill register blocks as rows and units as contraction, and come in
@@ -232,6 +243,26 @@ struct Forward : ForwardScratch {
       store_lanes(out, valid, o_lanes, S.panel, p.head_dim_v, inverse);
   }
 };
+
+template <class E>
+void pack_item(const PackTask& task, Arena scratch) {
+  using T = typename E::Storage;
+  constexpr Shape S = E::S;
+  const Problem& p = *task.problem;
+  const Extent qk = extent_of(S, p.head_dim);
+  const Extent dv = extent_of(S, p.head_dim_v);
+  const int64_t count = Forward<E, PackedProducts<E>>::padded(task.keys);
+  const int64_t k_plane = S.tile_k * qk.ld;
+  const T** const rows = scratch.take<const T*>(S.tile_k);
+  key_rows(rows, task.keys, count, task.sequence.kv, p.k, task.kv_head);
+  pack_columns<E>(task.packed, qk.ld, k_plane, rows, count, p.head_dim);
+  key_rows(rows, task.keys, count, task.sequence.kv, p.v, task.kv_head);
+  E::pack_rows_a(task.packed + S.parts * k_plane, dv.m_ld, S.tile_k / S.pair * dv.m_ld, rows,
+                 count, p.head_dim_v);
+  bool finite = true;
+  for (int64_t i = 0; i < task.keys.size(); ++i) finite &= row_is_finite(rows[i], p.head_dim_v);
+  *task.nonfinite = finite ? 0 : 1;
+}
 
 template <class E, template <class> class Products>
 void forward_item(const ForwardTask& task, Arena scratch) {

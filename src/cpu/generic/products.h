@@ -15,9 +15,20 @@ struct PackedProducts {
   static constexpr Shape S = E::S;
   static constexpr int64_t kKeyStep = max<int64_t>(8, max<int64_t>(S.rows, S.units * S.pair));
 
+  static constexpr bool kPacked = true;
+
   const ForwardScratch& x;
   const Problem& p;
+  const uint32_t* k = nullptr;
+  const uint32_t* v = nullptr;
   int64_t packed_keys = 0;
+
+  // A tile that pack() has made.
+  TILEWISE_FN void use(const uint32_t* tile, int64_t count) {
+    packed_keys = count;
+    k = tile;
+    v = tile + S.parts * x.k_plane;
+  }
 
   TILEWISE_FN void load_queries(const T* const* rows, int64_t panels, bool negate) {
     for (int64_t i = 0; i < panels; ++i)
@@ -27,20 +38,22 @@ struct PackedProducts {
   }
   TILEWISE_FN void load_keys(const T* const* rows, int64_t count) {
     packed_keys = count;
+    k = x.k;
     pack_columns<E>(x.k, x.qk.ld, x.k_plane, rows, count, p.head_dim);
   }
   TILEWISE_FN void load_values(const T* const* rows, int64_t count) {
+    v = x.v;
     E::pack_rows_a(x.v, x.dv.m_ld, x.v_plane, rows, count, p.head_dim_v);
   }
   // s_tile[key][lane]
   TILEWISE_FN void scores(int64_t panel, int64_t keys, int64_t vectors) const {
-    E::gemm(x.s_tile, S.panel, false, {x.k, x.qk.ld, 1, x.k_plane}, keys,
+    E::gemm(x.s_tile, S.panel, false, {k, x.qk.ld, 1, x.k_plane}, keys,
             {x.q + panel * x.qk.units * S.panel, S.panel, x.q_plane}, vectors, x.qk.units);
   }
   // o[dv][lane] += weights
   TILEWISE_FN void accumulate(int64_t panel, int64_t keys, int64_t vectors) const {
     E::gemm(x.o + panel * x.dv.m * S.panel, S.panel, true,
-            E::rows_a(x.v, x.dv.m_ld, packed_keys, x.v_plane), x.dv.m,
+            E::rows_a(v, x.dv.m_ld, packed_keys, x.v_plane), x.dv.m,
             {x.weights, S.panel, x.weights_plane}, vectors, keys / S.pair);
   }
 };
@@ -73,6 +86,7 @@ struct StreamedProducts {
   using Read = Reader<T>;
   static constexpr Shape S = E::S;
   static constexpr int64_t kKeyStep = max<int64_t>(8, W);
+  static constexpr bool kPacked = false;
   static constexpr int64_t kPrefetchKeys = 24;  // 100 ns of memory latency at 4 ns a key
   static constexpr int kRows = S.tile_q;
   static constexpr int kParts = Read::kParts;

@@ -14,6 +14,7 @@ const Kernels* kernels_of() {
   using Thin = FmaEngine<T, kIsa, thin_shape_of>;
   static_assert(E::S.lanes == W && Thin::S.lanes == W);
   static constexpr Kernels kernels = {
+      pack_item<E>,
       forward_item<E, PackedProducts>,
       forward_item<Thin, StreamedProducts>,
       merge_item<T>,

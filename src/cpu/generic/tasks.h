@@ -16,6 +16,20 @@ struct ForwardTask {
   // Null: write out and lse. Otherwise this split's normalised [row][head_dim_v] and its lse.
   float* partial_out;
   float* partial_lse;
+  // Null, or the packed key tiles of this head: see PackTask.
+  const uint32_t* packed;
+  const int32_t* nonfinite;
+};
+
+// K and V of one key tile as the matrix engine wants them, packed once when many query tiles will
+// read them.
+struct PackTask {
+  const Problem* problem;
+  Sequence sequence;
+  int64_t kv_head;
+  Range keys;
+  uint32_t* packed;    // K, then V
+  int32_t* nonfinite;  // whether V has Inf or NaN
 };
 
 // One backward work item: a chunk of keys of one key/value head, over all query tiles that see it.
@@ -47,6 +61,7 @@ struct RowTask {
 };
 
 struct Kernels {
+  void (*pack)(const PackTask&, Arena scratch);
   void (*forward)(const ForwardTask&, Arena scratch);
   void (*decode)(const ForwardTask&, Arena scratch);  // at most kThinRows packed rows
   // Partials of `splits` splits, `stride` rows apart -> out and lse.
