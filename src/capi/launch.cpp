@@ -25,9 +25,12 @@ dispatch::Device device_of(const Problem& p, int32_t threads) {
   return device;
 }
 
-dispatch::Decision decide(const Problem& p, const Gradients* gradients, const Parallel& parallel) {
-  dispatch::Decision decision = dispatch::plan(p, gradients, device_of(p, parallel.threads));
-  if (decision.status != TILEWISE_OK) refuse(decision.status, decision.why);
+// The text for people is made for tilewise_plan alone: a launch allocates nothing.
+dispatch::Decision decide(const Problem& p, const Gradients* gradients,
+                          const dispatch::Device& device) {
+  dispatch::Decision decision = dispatch::plan(p, gradients, device);
+  if (decision.status != TILEWISE_OK)
+    refuse(decision.status, dispatch::explain(decision, p, gradients, device));
   return decision;
 }
 
@@ -35,15 +38,17 @@ void fill(char* text, std::size_t size, const std::string& value) {
   std::snprintf(text, size, "%s", value.c_str());
 }
 
-tilewise_plan_info describe(const dispatch::Decision& decision) {
+tilewise_plan_info describe(const Problem& p, const Gradients* gradients,
+                            const dispatch::Device& device) {
+  const dispatch::Decision decision = decide(p, gradients, device);
   tilewise_plan_info info{};
   info.threads = decision.cpu.threads;
   info.workspace_bytes = decision.cpu.workspace_bytes;
   info.splits = decision.cpu.splits;
   info.tile_q = decision.cpu.tile_q;
   info.tile_k = decision.cpu.tile_k;
-  fill(info.kernel, sizeof(info.kernel), decision.kernel);
-  fill(info.why, sizeof(info.why), decision.why);
+  fill(info.kernel, sizeof(info.kernel), dispatch::kernel_name(decision, p, gradients));
+  fill(info.why, sizeof(info.why), dispatch::explain(decision, p, gradients, device));
   return info;
 }
 
@@ -58,12 +63,6 @@ void check_workspace(const void* workspace, int64_t given, int64_t needed) {
   check_aligned("workspace", workspace, kWorkspaceAlignment);
 }
 
-// Where memory cannot be read from the host, pointers are not followed.
-Contents contents_for_launch(const tilewise_attention* given) {
-  const Problem p = read_struct(given, "attention");
-  return p.device == TILEWISE_CPU ? Contents::read : Contents::unread;
-}
-
 void plan(const tilewise_attention* attention, const tilewise_gradients* gradients, int32_t pass,
           tilewise_plan_info* info) {
   check_pass(pass);
@@ -74,26 +73,24 @@ void plan(const tilewise_attention* attention, const tilewise_gradients* gradien
   const Problem p = validated_problem(attention, pass, Contents::unread);
   Gradients g{};
   if (backward) g = validated_gradients(gradients, p, Contents::unread);
-  const Parallel parallel = make_parallel(p.parallel);
-  write_struct(describe(decide(p, backward ? &g : nullptr, parallel)), info);
+  const int32_t threads = make_parallel(p.parallel).threads;
+  write_struct(describe(p, backward ? &g : nullptr, device_of(p, threads)), info);
 }
 
 void forward(const tilewise_attention* attention, void* workspace, int64_t workspace_bytes) {
-  const Problem p =
-      validated_problem(attention, TILEWISE_PASS_FORWARD, contents_for_launch(attention));
+  const Problem p = validated_problem(attention, TILEWISE_PASS_FORWARD, Contents::read);
   const Parallel parallel = make_parallel(p.parallel);
-  const dispatch::Decision decision = decide(p, nullptr, parallel);
+  const dispatch::Decision decision = decide(p, nullptr, device_of(p, parallel.threads));
   check_workspace(workspace, workspace_bytes, decision.cpu.workspace_bytes);
   cpu::forward(p, decision.cpu, workspace, parallel);
 }
 
 void backward(const tilewise_attention* attention, const tilewise_gradients* gradients,
               void* workspace, int64_t workspace_bytes) {
-  const Contents contents = contents_for_launch(attention);
-  const Problem p = validated_problem(attention, TILEWISE_PASS_BACKWARD, contents);
-  const Gradients g = validated_gradients(gradients, p, contents);
+  const Problem p = validated_problem(attention, TILEWISE_PASS_BACKWARD, Contents::read);
+  const Gradients g = validated_gradients(gradients, p, Contents::read);
   const Parallel parallel = make_parallel(p.parallel);
-  const dispatch::Decision decision = decide(p, &g, parallel);
+  const dispatch::Decision decision = decide(p, &g, device_of(p, parallel.threads));
   check_workspace(workspace, workspace_bytes, decision.cpu.workspace_bytes);
   cpu::backward(p, g, decision.cpu, workspace, parallel);
 }

@@ -1,8 +1,8 @@
 // From the structs of the caller to structs that every kernel may trust.
 //
 // `Contents::unread` checks everything that can be said without following a pointer into tensors or
-// index arrays: what tilewise_plan does, and all that is possible for a GPU. `Contents::read` also
-// checks pointers and the entries of the index arrays: what a launch on the CPU does.
+// index arrays: what tilewise_plan does. `Contents::read` also checks pointers and the entries of
+// the index arrays: what a launch on the CPU does; what lies in the memory of a GPU is never read.
 #pragma once
 
 #include "attention/problem.h"

@@ -151,6 +151,7 @@ void check_option_pointers(const Problem& p) {
 Problem validated_problem(const tilewise_attention* given, int32_t pass, Contents contents) {
   Problem p = read_struct(given, "attention");
   check_device(p.device, p.device_index);
+  if (p.device != TILEWISE_CPU) contents = Contents::unread;
   require(is_dtype(p.dtype), "dtype is ", p.dtype,
           ": 0 (float32), 1 (float16), 2 (bfloat16) or 3 (float8_e4m3) is allowed");
   check_sizes(p);

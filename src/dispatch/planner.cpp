@@ -1,5 +1,7 @@
 #include "dispatch/planner.h"
 
+#include <algorithm>
+
 namespace tilewise::dispatch {
 namespace {
 
@@ -31,11 +33,28 @@ std::string missing_on_cpu(const Family& family, const Device& device) {
   return std::string("this machine lacks ") + family.requires_;
 }
 
-std::string explain_cpu(const Family& chosen, const Problem& p, const Gradients* gradients,
-                        const Device& device, const cpu::Plan& plan) {
-  std::string why = short_dtype(p.dtype);
-  why += std::string(" on ") + cpu::kIsaNames[static_cast<std::size_t>(chosen.isa)] + " (" +
-         plan.engine + ")";
+std::string request_text(const Problem& p, const Gradients* gradients) {
+  return std::string(pass_name(gradients)) + " in " + short_dtype(p.dtype) + " with head_dim " +
+         std::to_string(p.head_dim);
+}
+
+std::string explain_refusal(const Problem& p, const Gradients* gradients, const Device& device) {
+  if (device.kind == TILEWISE_CPU) {
+    return "device is CPU: no CPU kernel computes a " + request_text(p, gradients) +
+           "; float32, float16 and bfloat16 up to head_dim " + std::to_string(cpu::kMaxHeadDim) +
+           " are allowed";
+  }
+  const std::string sm = device.sm > 0 ? " (sm_" + std::to_string(device.sm) + ")" : "";
+  return "device is CUDA" + sm + ": this build has no CUDA kernel for a " +
+         request_text(p, gradients) + "; tensors in the memory of the CPU are allowed";
+}
+
+std::string explain_cpu(const Decision& decision, const Problem& p, const Gradients* gradients,
+                        const Device& device) {
+  const Family& chosen = *decision.family;
+  const std::string why = std::string(short_dtype(p.dtype)) + " on " +
+                          cpu::kIsaNames[static_cast<std::size_t>(chosen.isa)] + " (" +
+                          decision.cpu.engine + ")";
   const Family* faster = faster_than(chosen, p, gradients, device);
   if (faster == nullptr) return why + ": no family of the library is faster for this dtype";
   if (device.forced && usable(device, faster->isa)) {
@@ -44,55 +63,48 @@ std::string explain_cpu(const Family& chosen, const Problem& p, const Gradients*
   return why + ": " + faster->name + " would be faster, but " + missing_on_cpu(*faster, device);
 }
 
-Decision refused(std::string why) {
-  Decision decision;
-  decision.status = TILEWISE_UNSUPPORTED;
-  decision.why = std::move(why);
-  return decision;
+// The last row that can run: of one device, slower families come first.
+const Family* cuda_family(const Problem& p, const Gradients* gradients, const Device& device) {
+  const auto row = std::find_if(kManifest.rbegin(), kManifest.rend(), [&](const Family& family) {
+    return can_run(family, device) && serves(family, p, gradients);
+  });
+  return row != kManifest.rend() ? &*row : nullptr;
 }
 
-std::string request_text(const Problem& p, const Gradients* gradients) {
-  return std::string(pass_name(gradients)) + " in " + short_dtype(p.dtype) + " with head_dim " +
-         std::to_string(p.head_dim);
-}
-
-Decision plan_cuda(const Problem& p, const Gradients* gradients, const Device& device) {
-  for (auto row = kManifest.rbegin(); row != kManifest.rend(); ++row) {
-    if (!can_run(*row, device) || !serves(*row, p, gradients)) continue;
-    Decision decision;
-    decision.family = &*row;
-    return decision;
-  }
-  const std::string where = device.sm > 0
-                                ? "device is CUDA (sm_" + std::to_string(device.sm) + "): "
-                                : "device is CUDA: ";
-  return refused(where + "this build has no CUDA kernel for a " + request_text(p, gradients) +
-                 "; tensors in the memory of the CPU are allowed");
-}
-
-Decision plan_cpu(const Problem& p, const Gradients* gradients, const Device& device) {
+const Family* cpu_family_for(const Problem& p, const Gradients* gradients, const Device& device) {
   const Family& family = cpu_row(instruction_set(device));
-  if (!serves(family, p, gradients)) {
-    return refused(std::string("device is CPU: no CPU kernel computes a ") +
-                   request_text(p, gradients) + "; float32, float16 and bfloat16 up to head_dim " +
-                   std::to_string(family.max_head_dim) + " are allowed");
-  }
-  Decision decision;
-  decision.family = &family;
-  decision.cpu = gradients == nullptr
-                     ? cpu::plan_forward(p, family.isa, device.threads)
-                     : cpu::plan_backward(p, *gradients, family.isa, device.threads);
-  decision.kernel =
-      std::string(family.name) + "." + pass_name(gradients) + "." + short_dtype(p.dtype);
-  decision.why = explain_cpu(family, p, gradients, device, decision.cpu);
-  return decision;
+  return serves(family, p, gradients) ? &family : nullptr;
 }
 
 }  // namespace
 
 Decision plan(const Problem& problem, const Gradients* gradients, const Device& device) {
-  return device.kind == TILEWISE_CPU ? plan_cpu(problem, gradients, device)
-                                     : plan_cuda(problem, gradients, device);
+  const bool on_cpu = device.kind == TILEWISE_CPU;
+  Decision decision;
+  decision.family =
+      on_cpu ? cpu_family_for(problem, gradients, device) : cuda_family(problem, gradients, device);
+  if (decision.family == nullptr) return decision;
+  decision.status = TILEWISE_OK;
+  if (!on_cpu) return decision;
+  const cpu::Isa isa = decision.family->isa;
+  decision.cpu = gradients == nullptr
+                     ? cpu::plan_forward(problem, isa, device.threads)
+                     : cpu::plan_backward(problem, *gradients, isa, device.threads);
+  return decision;
+}
+
+std::string kernel_name(const Decision& decision, const Problem& problem,
+                        const Gradients* gradients) {
+  if (decision.family == nullptr) return {};
+  return std::string(decision.family->name) + "." + pass_name(gradients) + "." +
+         short_dtype(problem.dtype);
+}
+
+std::string explain(const Decision& decision, const Problem& problem, const Gradients* gradients,
+                    const Device& device) {
+  if (decision.family == nullptr) return explain_refusal(problem, gradients, device);
+  if (device.kind == TILEWISE_CPU) return explain_cpu(decision, problem, gradients, device);
+  return std::string(decision.family->name) + " is the best family for this device";
 }
 
 const char* short_dtype(int32_t dtype) {

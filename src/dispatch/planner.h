@@ -10,16 +10,22 @@
 namespace tilewise::dispatch {
 
 struct Decision {
-  tilewise_status status = TILEWISE_OK;
-  const Family* family = nullptr;  // null when refused
+  tilewise_status status = TILEWISE_UNSUPPORTED;
+  const Family* family = nullptr;  // null when no family serves the problem
   cpu::Plan cpu{};                 // how a CPU family cuts the problem
-  std::string kernel;              // "cpu.avx512_bf16.forward.bf16"
-  std::string why;                 // one line; when refused: what is missing
 };
 
-// A pure function of its arguments: the problem has been validated, nothing is dereferenced and
-// nothing about the machine is asked. `gradients` is null for the forward.
+// A pure function of its arguments: the problem has been validated, nothing is dereferenced,
+// nothing is allocated and nothing about the machine is asked. `gradients` is null for the forward.
 Decision plan(const Problem& problem, const Gradients* gradients, const Device& device);
+
+// "cpu.avx512_bf16.forward.bf16"; empty when no family serves the problem.
+std::string kernel_name(const Decision& decision, const Problem& problem,
+                        const Gradients* gradients);
+
+// One line: why this family and not the faster one; when none serves the problem, what is missing.
+std::string explain(const Decision& decision, const Problem& problem, const Gradients* gradients,
+                    const Device& device);
 
 // Short names as they appear in kernel names: "f32", "f16", "bf16", "f8".
 const char* short_dtype(int32_t dtype);

@@ -67,6 +67,17 @@ Problem problem(int32_t dtype, int64_t batch = 1, int64_t rows = 2048, int64_t k
   return p;
 }
 
+struct Answer {
+  Decision decision;
+  std::string kernel;
+  std::string why;
+};
+
+Answer ask(const Problem& p, const Gradients* gradients, const Device& device) {
+  const Decision decision = plan(p, gradients, device);
+  return {decision, kernel_name(decision, p, gradients), explain(decision, p, gradients, device)};
+}
+
 struct Golden {
   const char* machine;
   Device device;
@@ -99,23 +110,23 @@ TEST(Planner, ChoosesAndSaysWhy) {
        "cpu.avx2.forward.bf16", ": forced, cpu.avx512 would be faster"},
   };
   for (const Golden& golden : cases) {
-    const Decision decision = plan(problem(golden.dtype), nullptr, golden.device);
-    EXPECT_EQ(decision.status, TILEWISE_OK);
-    EXPECT_EQ(decision.kernel, golden.kernel) << golden.machine;
-    ASSERT_NE(decision.family, nullptr);
-    EXPECT_TRUE(decision.why.ends_with(golden.why_ends))
-        << golden.machine << ": " << decision.why << "\nexpected: " << golden.why_ends;
-    EXPECT_LT(decision.why.size(), sizeof(tilewise_plan_info::why));
-    EXPECT_LT(decision.kernel.size(), sizeof(tilewise_plan_info::kernel));
-    EXPECT_EQ(decision.why.find('\n'), std::string::npos);
+    const Answer answer = ask(problem(golden.dtype), nullptr, golden.device);
+    EXPECT_EQ(answer.decision.status, TILEWISE_OK);
+    EXPECT_EQ(answer.kernel, golden.kernel) << golden.machine;
+    ASSERT_NE(answer.decision.family, nullptr);
+    EXPECT_TRUE(answer.why.ends_with(golden.why_ends))
+        << golden.machine << ": " << answer.why << "\nexpected: " << golden.why_ends;
+    EXPECT_LT(answer.why.size(), sizeof(tilewise_plan_info::why));
+    EXPECT_LT(answer.kernel.size(), sizeof(tilewise_plan_info::kernel));
+    EXPECT_EQ(answer.why.find('\n'), std::string::npos);
   }
 }
 
 TEST(Planner, NamesTheBackward) {
   const Gradients gradients{};
-  const Decision decision = plan(problem(TILEWISE_FLOAT16), &gradients, kZen4);
-  EXPECT_EQ(decision.kernel, "cpu.avx512_bf16.backward.f16");
-  EXPECT_GT(decision.cpu.workspace_bytes, 0);
+  const Answer answer = ask(problem(TILEWISE_FLOAT16), &gradients, kZen4);
+  EXPECT_EQ(answer.kernel, "cpu.avx512_bf16.backward.f16");
+  EXPECT_GT(answer.decision.cpu.workspace_bytes, 0);
 }
 
 // Splits and tiles decide the order of summation: they come from shapes, never from the threads.
@@ -133,7 +144,7 @@ TEST(Planner, ThreadsChangeTheScratchAndNothingElse) {
       EXPECT_EQ(left.cpu.splits, right.cpu.splits);
       EXPECT_EQ(left.cpu.tile_q, right.cpu.tile_q);
       EXPECT_EQ(left.cpu.tile_k, right.cpu.tile_k);
-      EXPECT_EQ(left.kernel, right.kernel);
+      EXPECT_EQ(left.family, right.family);
       EXPECT_LE(left.cpu.workspace_bytes, right.cpu.workspace_bytes);
     }
   }
@@ -195,17 +206,18 @@ TEST(Planner, FollowsNoPointer) {
 }
 
 TEST(Planner, RefusesWhatNoFamilyComputes) {
-  const Decision fp8 = plan(problem(TILEWISE_FLOAT8_E4M3), nullptr, kZen4);
-  EXPECT_EQ(fp8.status, TILEWISE_UNSUPPORTED);
-  EXPECT_EQ(fp8.family, nullptr);
+  const Answer fp8 = ask(problem(TILEWISE_FLOAT8_E4M3), nullptr, kZen4);
+  EXPECT_EQ(fp8.decision.status, TILEWISE_UNSUPPORTED);
+  EXPECT_EQ(fp8.decision.family, nullptr);
+  EXPECT_EQ(fp8.kernel, "");
   EXPECT_EQ(fp8.why,
             "device is CPU: no CPU kernel computes a forward in f8 with head_dim 64; float32, "
             "float16 and bfloat16 up to head_dim 512 are allowed");
   Device hopper;
   hopper.kind = TILEWISE_CUDA;
   hopper.sm = 90;
-  const Decision cuda = plan(problem(TILEWISE_BFLOAT16), nullptr, hopper);
-  EXPECT_EQ(cuda.status, TILEWISE_UNSUPPORTED);
+  const Answer cuda = ask(problem(TILEWISE_BFLOAT16), nullptr, hopper);
+  EXPECT_EQ(cuda.decision.status, TILEWISE_UNSUPPORTED);
   EXPECT_EQ(cuda.why,
             "device is CUDA (sm_90): this build has no CUDA kernel for a forward in bf16 with "
             "head_dim 64; tensors in the memory of the CPU are allowed");

@@ -96,6 +96,8 @@ struct AttentionCall {
   explicit AttentionCall(Reader& in);
   // Small enough to be run: memory, and multiply-adds.
   bool runnable() const;
+  // For whoever reads a finding.
+  void print() const;
 
  private:
   void read_sizes(Reader& in);
