@@ -57,6 +57,7 @@ class Case:
     pad: int = 0  # unused elements after every row, head and batch
     shift: int = 0  # elements off the allocation's alignment
     expand: str = ""  # e.g. "k0" or "v2": that tensor is broadcast (stride 0) along that dimension
+    spread: float = 1.0  # standard deviation of q
     seed: int = 0
 
     @property
@@ -174,7 +175,8 @@ class Built:
         if self.case.expand.startswith(name) and shape[int(self.case.expand[1])] > 0:
             stored[int(self.case.expand[1])] = 1
         g = self._buffer(tuple(stored))
-        g.view.copy_(self.normal(tuple(stored)))
+        spread = self.case.spread if name == "q" else 1.0
+        g.view.copy_(self.normal(tuple(stored)) * spread)
         return g.view.expand(shape)
 
     def _small(self, shape: tuple[int, ...], values: torch.Tensor) -> torch.Tensor:

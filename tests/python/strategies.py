@@ -97,7 +97,9 @@ def cases(draw: st.DrawFn, dtype: str, *, dropout: bool = True) -> Case:
             st.tuples(st.integers(0, 40), st.integers(0, 40)),
         )
     )
-    # More than 1.5 / sqrt(D), and the rounding of the scores alone exceeds 1e-6 in fp32.
+    # Among a million scores of normal q and k some exceed 5, and adding 100 products up to that
+    # rounds by more than 1e-6 in fp32, whoever does it: hence scores of half the size there. Large
+    # scores have tests of their own, with numbers that do not round.
     times = draw(rarely(st.sampled_from([0.3, 1.5, -1.0, 0.0])))
     score = dict(
         window=window,
@@ -120,6 +122,7 @@ def cases(draw: st.DrawFn, dtype: str, *, dropout: bool = True) -> Case:
         pad=draw(st.sampled_from([0, 0, 1, 3, 8])),
         shift=draw(st.integers(0, 3)),
         expand=draw(rarely(st.sampled_from(["q0", "k0", "v0", "q2", "k2", "v2", "k1", "v1"]), "")),
+        spread=0.5 if dtype == "fp32" else 1.0,
         seed=draw(st.integers(0, 2**32 - 1)),
     )
     if how["expand"] and (size["varlen_q"] or size["varlen_k"]) and how["expand"][1] == "2":

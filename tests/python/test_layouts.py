@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import capi
-from cases import Built, Case, check, flat, run
+from cases import Built, Case, check, flat, int32, run
 
 DTYPES = ["fp32", "bf16", "fp16"]
 EDGES = [1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257]
@@ -147,6 +147,35 @@ def test_one_buffer_for_q_k_v_and_interleaved_outputs():
             target = getattr(want, f"d{name}")
             error = np.abs(flat(x) - target).max()
             assert error < 1e-6 * np.abs(target).max(), (isa, name, error)
+
+
+def test_negative_strides():
+    """A reversed view, as NumPy makes them: data points at the last row."""
+    b = Built(Case(rows=(30,), keys=(41,), heads_kv=2, group=2))
+    want = run(b)
+    for name in ("q", "k", "v"):
+        x = getattr(b, name)
+        x.copy_(x.flip(1).clone())
+        view = getattr(b.attention, name)
+        view.data = x[:, -1].data_ptr()
+        view.stride_row = -view.stride_row
+    got = run(b)
+    assert np.array_equal(got.out, want.out) and np.array_equal(got.lse, want.lse)
+    for name, values in got.grads.items():
+        assert np.array_equal(values, want.grads[name]), name
+
+
+def test_lengths_of_pages_by_cu_seqlens():
+    """With a block table cu_seqlens_k says how long the sequences are, as seqused_k does."""
+    base = Case(rows=(3, 3, 3), keys=(20, 20, 20), page_size=8, used_k=(17, 0, 20), group=2)
+    b = Built(base)
+    want = run(b)
+    b.meta["cu_seqlens_k"] = int32([0, 17, 17, 37])
+    b.attention.seqused_k = None
+    b.attention.cu_seqlens_k = b.meta["cu_seqlens_k"].data_ptr()
+    got = run(b)
+    assert np.array_equal(got.out, want.out)
+    assert all(np.array_equal(got.grads[n], want.grads[n]) for n in want.grads)
 
 
 def sparse(shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:

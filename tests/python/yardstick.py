@@ -21,8 +21,8 @@ def _one_sequence(
     c, o = b.case, b.options()
     n, m = len(part.rows), len(part.keys)
     q = leaves["q"][part.rows].transpose(0, 1)
-    k = leaves["k"][part.keys].repeat_interleave(c.group, dim=1).transpose(0, 1)
-    v = leaves["v"][part.keys].repeat_interleave(c.group, dim=1).transpose(0, 1)
+    k = leaves["k"][part.grad_keys].repeat_interleave(c.group, dim=1).transpose(0, 1)
+    v = leaves["v"][part.grad_keys].repeat_interleave(c.group, dim=1).transpose(0, 1)
     s = (q @ k.transpose(1, 2)) * leaves["scale"]
     if c.softcap > 0:
         s = c.softcap * torch.tanh(s / c.softcap)
@@ -68,7 +68,14 @@ def _errors(b: Built, want: oracle.Result) -> dict[str, float]:
     def rows_of(x: torch.Tensor) -> torch.Tensor:
         return x.reshape(-1, *x.shape[-2:])
 
-    leaves = {name: leaf(rows_of(getattr(b, name))) for name in "qkv"}
+    def own_rows(x: torch.Tensor, target: np.ndarray) -> torch.Tensor:
+        """Keys copied to where their gradients go: sequences that share keys get their own."""
+        own, flat = torch.zeros(target.shape, dtype=dtype), rows_of(x)
+        for part in b.parts:
+            own[part.grad_keys] = flat[part.keys]
+        return leaf(own)
+
+    leaves = {"q": leaf(rows_of(b.q)), "k": own_rows(b.k, want.dk), "v": own_rows(b.v, want.dv)}
     leaves["scale"] = leaf(torch.tensor(b.scale))
     if b.bias is not None:
         leaves["bias"] = leaf(b.bias)
@@ -99,21 +106,6 @@ def _errors(b: Built, want: oracle.Result) -> dict[str, float]:
             continue
         grad = leaves[name].grad
         got = np.zeros(target.shape) if grad is None else grad.double().numpy()
-        if name in "kv" and b.own_keys:
-            got = _per_sequence(b, got, target)
         error = np.abs(got - target)
         worst[name] = float(error.max(initial=0))
     return worst
-
-
-def _per_sequence(b: Built, pages: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Gradients of a cache as gradients of the sequences' keys. A shared key's gradient is a sum,
-    so it is left out (taken as exact)."""
-    got = target.copy()
-    keys = np.concatenate([p.keys for p in b.parts]) if b.parts else np.zeros(0, int)
-    once = {int(k) for k, n in zip(*np.unique(keys, return_counts=True), strict=True) if n == 1}
-    for part in b.parts:
-        for key, at in zip(part.keys, part.grad_keys, strict=True):
-            if int(key) in once:
-                got[at] = pages[key]
-    return got
