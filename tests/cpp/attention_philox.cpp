@@ -14,7 +14,7 @@ using tilewise::PhiloxState;
 using Words = std::array<uint32_t, 4>;
 
 Words philox(Words counter, uint32_t k0, uint32_t k1) {
-  const PhiloxState<uint32_t> out = tilewise::philox4x32_10(
+  const PhiloxState<uint32_t> out = tilewise::philox4x32_10<tilewise::ScalarMath>(
       PhiloxState<uint32_t>{counter[0], counter[1], counter[2], counter[3]}, k0, k1);
   return {out.c0, out.c1, out.c2, out.c3};
 }

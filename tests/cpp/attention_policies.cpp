@@ -28,7 +28,7 @@ using tilewise::Tiling;
 
 constexpr int64_t kDim = 4;
 
-// A vector of one float, as Score's contract asks: its arithmetic, and a tanh beside the type.
+// A vector of one float and its functions, as the contract of Score asks.
 struct Lane {
   float x = 0;
   friend Lane operator+(Lane a, Lane b) { return {a.x + b.x}; }
@@ -37,7 +37,10 @@ struct Lane {
   friend Lane operator+(Lane a, float b) { return {a.x + b}; }
   friend Lane operator-(float a, Lane b) { return {a - b.x}; }
   friend Lane operator*(Lane a, float b) { return {a.x * b}; }
-  friend Lane tanh(Lane a) { return {std::tanh(a.x)}; }
+};
+
+struct LaneMath {
+  static Lane tanh(Lane a) { return {std::tanh(a.x)}; }
 };
 
 using Values = std::vector<float>;
@@ -60,9 +63,9 @@ float dot(const float* a, const float* b) { return std::inner_product(a, a + kDi
 // Value and derivative of the score of row i and key j.
 Score::Capped<Lane> score_of(const Toy& toy, int64_t i, int64_t j) {
   const int64_t distance = std::abs(i + toy.band().shift() - j);
-  return toy.score.apply(Lane{dot(&toy.q[static_cast<size_t>(i * kDim)], toy.key(toy.k, j))},
-                         Lane{toy.slope}, Lane{static_cast<float>(distance)},
-                         Lane{toy.bias[static_cast<size_t>(i * toy.keys + j)]});
+  return toy.score.apply<LaneMath>(
+      Lane{dot(&toy.q[static_cast<size_t>(i * kDim)], toy.key(toy.k, j))}, Lane{toy.slope},
+      Lane{static_cast<float>(distance)}, Lane{toy.bias[static_cast<size_t>(i * toy.keys + j)]});
 }
 
 struct Row {
@@ -347,7 +350,7 @@ TEST(Score, DerivativeIsThatOfTheValue) {
         const auto cap = static_cast<double>(softcap);
         return (cap > 0 ? cap * std::tanh(scaled / cap) : scaled) - 0.25 * 3 + 2;
       };
-      const auto s = score.apply(Lane{raw}, Lane{0.25f}, Lane{3.0f}, Lane{2.0f});
+      const auto s = score.apply<LaneMath>(Lane{raw}, Lane{0.25f}, Lane{3.0f}, Lane{2.0f});
       EXPECT_NEAR(s.value.x, value(static_cast<double>(raw)), 2e-6 * (1 + std::abs(s.value.x)));
       constexpr double kStep = 1e-5;
       const double x = static_cast<double>(raw);
