@@ -81,8 +81,7 @@ void describe_new_keys(const AppendArguments& in, Append& append) {
   if (in.cu_seqlens_new) {
     expect_shape(k, "k_new", {any_size, c.heads_kv, c.head_dim});
     expect_shape(v, "v_new", {k.size(0), c.heads_kv, c.head_dim_v});
-    c.cu_seqlens_new =
-        int32_vector(in.cu_seqlens_new, "cu_seqlens_new", c.batch + 1, append.place);
+    c.cu_seqlens_new = int32_vector(in.cu_seqlens_new, "cu_seqlens_new", c.batch + 1, append.place);
     c.seqlen_new = k.size(0);
   } else {
     expect_shape(k, "k_new", {c.batch, any_size, c.heads_kv, c.head_dim});
@@ -108,7 +107,8 @@ void describe_rotary(const AppendArguments& in, Append& append) {
   const Tensor &cos = *in.rotary_cos, &sin = *in.rotary_sin;
   expect_shape(cos, "rotary_cos", {any_size, any_size});
   expect_shape(sin, "rotary_sin", {cos.size(0), cos.size(1)});
-  for (const auto& [tensor, name] : {std::pair{&cos, "rotary_cos"}, std::pair{&sin, "rotary_sin"}}) {
+  for (const auto& [tensor, name] :
+       {std::pair{&cos, "rotary_cos"}, std::pair{&sin, "rotary_sin"}}) {
     expect_place(*tensor, name, append.place);
     expect_dtype(*tensor, name, append.torch_dtype, "the dtype of k_cache");
     if (!tensor->is_contiguous()) invalid(std::string(name) + " must be contiguous");
@@ -156,8 +156,8 @@ void append_kv(StableIValue* stack, uint64_t inputs, uint64_t) {
   append.torch_dtype = dtype_of(in.k_cache);
   tilewise_kv_append& c = append.c;
   c.struct_size = sizeof(c);
-  c.device = append.place.device_type == aoti_torch_device_type_cuda() ? TILEWISE_CUDA
-                                                                       : TILEWISE_CPU;
+  c.device =
+      append.place.device_type == aoti_torch_device_type_cuda() ? TILEWISE_CUDA : TILEWISE_CPU;
   c.device_index = c.device == TILEWISE_CUDA ? append.place.device_index : 0;
   c.dtype = element_type(in.k_cache, "k_cache");
   describe_cache(in, append);

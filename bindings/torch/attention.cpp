@@ -6,10 +6,9 @@ namespace {
 void describe_bias(const Tensor& bias, const Problem& problem, tilewise_attention& a) {
   expect_place(bias, "bias", problem.place);
   expect_contiguous_columns(bias, "bias");
-  const bool varlen = a.cu_seqlens_q != nullptr || a.cu_seqlens_k != nullptr ||
-                      a.block_table != nullptr;
-  expect_shape(bias, "bias",
-               {any_size, any_size, any_size, varlen ? any_size : a.seqlen_k});
+  const bool varlen =
+      a.cu_seqlens_q != nullptr || a.cu_seqlens_k != nullptr || a.block_table != nullptr;
+  expect_shape(bias, "bias", {any_size, any_size, any_size, varlen ? any_size : a.seqlen_k});
   const int64_t full[3] = {a.batch, a.heads_q, varlen ? bias.size(2) : a.seqlen_q};
   const char* meaning[3] = {"batch", "heads_q", "seqlen_q"};
   for (int64_t i = 0; i < 3; ++i)
@@ -154,8 +153,8 @@ Problem describe(const Tensor& q, const Tensor& k, const Tensor& v, const Option
   problem.torch_dtype = dtype_of(q);
   tilewise_attention& a = problem.attention;
   a.struct_size = sizeof(a);
-  a.device = problem.place.device_type == aoti_torch_device_type_cuda() ? TILEWISE_CUDA
-                                                                        : TILEWISE_CPU;
+  a.device =
+      problem.place.device_type == aoti_torch_device_type_cuda() ? TILEWISE_CUDA : TILEWISE_CPU;
   a.device_index = a.device == TILEWISE_CUDA ? problem.place.device_index : 0;
   a.dtype = element_type(q, "q");
   expect_place(k, "k", problem.place);

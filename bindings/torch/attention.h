@@ -20,8 +20,9 @@ class Arguments {
  private:
   StableIValue next() {
     if (position_ == count_)
-      throw std::runtime_error("tilewise: the operator got fewer arguments than its kernel reads; "
-                               "the Python files and libtilewise_torch.so differ in version");
+      throw std::runtime_error(
+          "tilewise: the operator got fewer arguments than its kernel reads; "
+          "the Python files and libtilewise_torch.so differ in version");
     return stack_[position_++];
   }
   StableIValue* stack_;

@@ -16,7 +16,8 @@ struct Loop {
 };
 
 // torch cuts a range into one run per thread beforehand. Attention tasks differ in length (causal),
-// so the range given to torch counts workers, and each worker takes the next task until none is left.
+// so the range given to torch counts workers, and each worker takes the next task until none is
+// left.
 void parallel_for(void* user, int64_t tasks, tilewise_task task, void* context) {
   const auto threads = static_cast<int64_t>(reinterpret_cast<intptr_t>(user));
   const int64_t workers = tasks < threads ? tasks : threads;
@@ -35,15 +36,15 @@ void parallel_for(void* user, int64_t tasks, tilewise_task task, void* context) 
   if (torch_parallel_for(0, workers, 1, work, &loop) != AOTI_TORCH_SUCCESS) work(0, 1, &loop);
 }
 
-// The accessor lives in libtorch_cuda, which a CPU-only torch lacks: it is looked up where torch has
-// already loaded it, so the adapter neither links to it nor loads it.
+// The accessor lives in libtorch_cuda, which a CPU-only torch lacks: it is looked up where torch
+// has already loaded it, so the adapter neither links to it nor loads it.
 void* current_cuda_stream(int32_t device_index) {
   using Accessor = AOTITorchError (*)(int32_t, void**);
   static const Accessor accessor = [] {
     void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-    return library == nullptr ? nullptr
-                              : reinterpret_cast<Accessor>(
-                                    dlsym(library, "aoti_torch_get_current_cuda_stream"));
+    return library == nullptr
+               ? nullptr
+               : reinterpret_cast<Accessor>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
   }();
   if (accessor == nullptr)
     throw std::runtime_error("tilewise: q is a CUDA tensor, but this PyTorch has no CUDA library");

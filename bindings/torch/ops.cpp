@@ -22,8 +22,14 @@ tilewise_plan_info make_plan(const Problem& problem, const tilewise_gradients* g
 }
 
 // Which gradients are asked for: the bits of the operator's argument `wanted`.
-enum Wanted : int64_t { want_q = 1, want_k = 2, want_v = 4, want_bias = 8, want_sinks = 16,
-                        want_scale = 32 };
+enum Wanted : int64_t {
+  want_q = 1,
+  want_k = 2,
+  want_v = 4,
+  want_bias = 8,
+  want_sinks = 16,
+  want_scale = 32
+};
 
 struct GradientTensors {
   Tensor dq, dk, dv, dbias, dsinks, dscale;
@@ -73,11 +79,11 @@ GradientTensors new_gradients(tilewise_gradients& g, const Problem& problem, con
   const auto none = [&] { return new_tensor({0}, aoti_torch_dtype_float32(), problem.place); };
   GradientTensors tensors{none(), none(), none(), none(), none(), none()};  // may not alias
   if ((wanted & want_q) != 0) {
-    Tensor dq = problem.varlen_q()
-                    ? new_tensor({a.seqlen_q, a.heads_q, a.head_dim}, problem.torch_dtype,
-                                 problem.place)
-                    : new_rows({a.batch, a.seqlen_q, a.heads_q, a.head_dim}, problem.torch_dtype,
-                               problem.place, options.heads_first);
+    Tensor dq =
+        problem.varlen_q()
+            ? new_tensor({a.seqlen_q, a.heads_q, a.head_dim}, problem.torch_dtype, problem.place)
+            : new_rows({a.batch, a.seqlen_q, a.heads_q, a.head_dim}, problem.torch_dtype,
+                       problem.place, options.heads_first);
     want_rows(g.dq, tensors.dq, "dq", dq);
   }
   if ((wanted & want_k) != 0)

@@ -22,8 +22,7 @@ std::string place_text(const Place& place) {
   return "device type " + std::to_string(place.device_type);
 }
 
-const void* dense_vector(const Tensor& tensor, const char* name, int64_t size,
-                         const Place& place) {
+const void* dense_vector(const Tensor& tensor, const char* name, int64_t size, const Place& place) {
   expect_place(tensor, name, place);
   expect_shape(tensor, name, {size});
   if (size > 1 && tensor.stride(0) != 1)
