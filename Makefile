@@ -94,10 +94,14 @@ test-cpp: build
 	@$(say) "C++ tests"
 	@ctest --preset release --progress
 
+# The benchmark's tests run in a process of their own: bench/cases.py and tests/python/cases.py are both the
+# module `cases`, and the first one imported would be handed to everybody.
+pytest = $(python) -m pytest -p xdist -p hypothesispytest $(PYTEST_FLAGS)
 .PHONY: test-python
 test-python: $(VENV)/.installed
 	@$(say) "Python tests"
-	@$(python) -m pytest -p xdist -p hypothesispytest $(PYTEST_FLAGS)
+	@$(pytest) --ignore=tests/python/test_cli_bench.py
+	@$(pytest) tests/python/test_cli_bench.py
 
 .PHONY: format
 format: $(VENV)/.ready-lint ## rewrites C++ and Python in the project's format
