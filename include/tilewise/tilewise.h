@@ -206,8 +206,10 @@ TILEWISE_API tilewise_status tilewise_backward(const tilewise_attention* attenti
 /* Appends new keys and values to a cache in place, and applies rotary embedding (RoFormer,
  * arXiv 2104.09864) to the new keys and to q. New key r of sequence b is written at key
  * cache_seqlens[b] + r (leftpad included); it and row r of q are rotated at position
- * cache_seqlens[b] + r - leftpad_k[b]. With q_single_position every row of q is rotated at the
- * position of row 0 (what the FlashAttention packages do when neither causal nor window is on). */
+ * cache_seqlens[b] - leftpad_k[b] + r, or, given rotary_seqlens, at rotary_seqlens[b] + r (the
+ * FlashAttention packages count the padding: they rotate at cache_seqlens[b] + r). With
+ * q_single_position every row of q is rotated at the position of row 0 (what those packages do when
+ * neither causal nor window is on). */
 typedef struct tilewise_kv_append {
   uint32_t struct_size;
   int32_t device;

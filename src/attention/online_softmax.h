@@ -6,8 +6,9 @@
 
 namespace tilewise {
 
+inline constexpr double kLog2eExact = 1.4426950408889634;
 inline constexpr float kLog2e = 1.4426950408889634f;
-inline constexpr float kLn2 = 0.6931471805599453f;
+inline constexpr double kLn2 = 0.6931471805599453;
 inline constexpr float kMinusInfinity = -__builtin_huge_valf();
 
 // A row that has seen nothing has m = -inf; exponents are taken relative to 0 then, so that

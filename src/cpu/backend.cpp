@@ -101,8 +101,8 @@ void zero_row(const Problem& p, const tilewise_tensor& view, int64_t offset, int
 void zero_key_gradients(const Problem& p, const Gradients& g, const Parallel& parallel) {
   const bool per_sequence = p.block_table != nullptr || p.kv_batch_idx != nullptr;
   const bool varlen = p.cu_seqlens_k != nullptr && !per_sequence;
-  const bool every_key_used = p.seqused_k == nullptr && p.leftpad_k == nullptr && !varlen &&
-                              (per_sequence || p.kv_batch == p.batch);
+  const bool every_key_used = p.seqused_k == nullptr && p.leftpad_k == nullptr &&
+                              p.cu_seqlens_k == nullptr && (per_sequence || p.kv_batch == p.batch);
   if (every_key_used) return;
   const int64_t slots = varlen ? 1 : per_sequence ? p.batch : p.kv_batch;
   const int64_t keys = key_capacity(p);

@@ -128,7 +128,8 @@ struct BackwardScratch {
   uint32_t* ds_a;     // dS^T, contraction over lanes; fp32 engines: dp_tile
   uint32_t* ds_b;     // dS^T, contraction over keys; fp32 engines: dp_tile
   float* dq;          // [panel][column][lane]
-  float* lse2;        // [lane]: lse * log2(e); 0 where no key is seen
+  float* lse2;        // [lane]: lse * log2(e), rounded; 0 where no key is seen
+  float* lse2_rest;   // [lane]: what the rounding left
   float* delta;       // [lane]
   const void** rows;
   RowScratch bad_k, bad_q, bad_do;
@@ -164,6 +165,7 @@ struct BackwardScratch {
         ds_b(weights_of(s, dp_tile, arena)),
         dq(arena.take<float>(panels * qk.m * s.panel)),
         lse2(arena.take<float>(s.back_q)),
+        lse2_rest(arena.take<float>(s.back_q)),
         delta(arena.take<float>(s.back_q)),
         rows(arena.take<const void*>(max<int64_t>(s.back_q, chunk))),
         bad_k(chunk, arena),

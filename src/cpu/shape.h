@@ -38,8 +38,8 @@ constexpr Shape shape_of(Isa isa, int32_t dtype) {
       if (dtype == TILEWISE_BFLOAT16) return {"dot", 16, 48, 8, 2, 1, 1, 192, 128, 96, 256};
       return avx512;
     case Isa::amx:
-      if (dtype == TILEWISE_BFLOAT16) return {"amx", 16, 32, 32, 2, 16, 1, 256, 256, 128, 512};
-      if (dtype == TILEWISE_FLOAT16) return {"amx_split", 16, 32, 32, 2, 16, 2, 256, 256, 128, 512};
+      if (dtype == TILEWISE_BFLOAT16) return {"amx", 16, 32, 32, 2, 16, 1, 256, 256, 128, 1024};
+      if (dtype == TILEWISE_FLOAT16) return {"amx_split", 16, 32, 32, 2, 16, 2, 256, 256, 128, 1024};
       return avx512;
   }
   return {};

@@ -94,7 +94,11 @@ struct Backward : BackwardScratch {
     for (int64_t lane = 0; lane < used; ++lane) {
       const int64_t at = min(lane, lanes.count - 1);
       const float lse = p.lse[lse_index(p, s, lanes.row[at], lanes.head[at])];
-      lse2[lane] = lse == kMinusInfinity ? 0.0f : lse * kLog2e;
+      const double exact = lse == kMinusInfinity ? 0.0 : static_cast<double>(lse) * kLog2eExact;
+      lse2[lane] = static_cast<float>(exact);
+      lse2_rest[lane] = lse2[lane] - lse2[lane] == 0.0f
+                            ? static_cast<float>(exact - static_cast<double>(lse2[lane]))
+                            : 0.0f;
       delta[lane] = lane < lanes.count ? task.delta[tile * task.tile_stride * kQ + lane] : 0.0f;
     }
     for (int64_t i = 0; i < used / S.panel * qk.m * S.panel; ++i) dq[i] = 0.0f;
@@ -110,8 +114,9 @@ struct Backward : BackwardScratch {
     const Lanes::Bounds bounds = lanes.bounds(first, keys);
     const I diagonal = ScoreTile::diagonal(s, lanes, first, keys);
     const F lse_lanes = load(lse2 + first);
+    const F lse_rest = load(lse2_rest + first);
     const F delta_lanes = load(delta + first);
-    const float scale_log2 = scores.score.scale * kLog2e;
+    const float to_log2 = general ? kLog2e : scores.score.scale * kLog2e;
     KeepMask keep;
     for (int32_t key = 0; key < kBackTileK; key += 2) {
       F ds[2];
@@ -120,11 +125,8 @@ struct Backward : BackwardScratch {
         if (kDropout && (key + i) % 8 == 0)
           keep = KeepMask::of(dropout, p, s, lanes, first, keys.begin + key + i);
         Score::Capped<F> score{load(s_tile + at), splat(1.0f)};
-        F exponent = score.value * scale_log2 - lse_lanes;
-        if (general) {
-          score = scores.at(score.value, diagonal, key + i, first);
-          exponent = score.value * kLog2e - lse_lanes;
-        }
+        if (general) score = scores.at(score.value, diagonal, key + i, first);
+        const F exponent = score.value * to_log2 - lse_lanes - lse_rest;
         // lse is rounded: a weight may come out above 1 by that rounding, never by more.
         F w = exp2<kExpDegree<T>>(exponent > 0.0f ? F{} : exponent);
         F dp = load(dp_tile + at);
@@ -134,14 +136,14 @@ struct Backward : BackwardScratch {
           dropped = w * factor;
           dp = dp * factor;
         }
-        F dscore = w * (dp - delta_lanes);
+        const F dscore = w * (dp - delta_lanes);
+        ds[i] = general ? dscore * score.derivative : dscore;
         if (masked) {
           const I sees = bounds.sees(key + i);
           dropped = sees ? dropped : F{};
-          dscore = sees ? dscore : F{};
+          ds[i] = sees ? ds[i] : F{};
         }
         E::store_weights_a(p_a, weights_plane, kWeightsLd, key + i, first, dropped);
-        ds[i] = general ? dscore * score.derivative : dscore;
         if (g.dbias != nullptr) add_dbias(first, keys, key + i, dscore, bounds);
         E::store_weights_a(ds_a, weights_plane, kWeightsLd, key + i, first, ds[i]);
       }

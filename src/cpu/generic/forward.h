@@ -216,6 +216,14 @@ struct Forward : ForwardScratch {
       for (int64_t lane = 0; lane < vectors(panel) * W; lane += W) finish_lanes(panel, lane);
   }
 
+  // In double: the backward takes weights from it, and each rounding of lse is one of all of them.
+  TILEWISE_FN float lse_of(int64_t lane) const {
+    if (l[lane] == 0.0f) return kMinusInfinity;
+    const double highest = static_cast<double>(m[lane]) * static_cast<double>(exponent);
+    return static_cast<float>(highest * kLn2 +
+                              __builtin_log(static_cast<double>(l[lane])));
+  }
+
   TILEWISE_FN void finish_lanes(int64_t panel, int64_t lane) {
     const int64_t first = panel * S.panel + lane;
     const int64_t valid = min<int64_t>(W, lanes.count - first);
@@ -226,8 +234,7 @@ struct Forward : ForwardScratch {
     T* out[W];
     for (int i = 0; i < valid; ++i) {
       const int64_t at = first + i;
-      const float lse =
-          l[at] == 0.0f ? kMinusInfinity : m[at] * exponent * kLn2 + __builtin_logf(l[at]);
+      const float lse = lse_of(at);
       if (task.partial_out != nullptr) {
         partial[i] = task.partial_out + at * p.head_dim_v;
         task.partial_lse[at] = lse;

@@ -37,11 +37,6 @@ struct Dot {
 };
 #endif
 
-// Sums longer than this are cut: rounding errors grow with the length of a chain, and adding finished
-// pieces to C (never starting from it) keeps 1e-6 at head dimension 512 and over many tiles. At head
-// dimension 128 chains of 128 give 1.0e-6, chains of 64 give 3e-7.
-inline constexpr int64_t kChainUnits = 64;
-
 // One register block: R rows of C by V vectors. R * V accumulators, V vectors of B and one broadcast
 // of A are live: 24 + 3 + 1 of 32 registers with AVX-512, 12 + 3 + 1 of 16 with AVX2.
 template <class Op, int R, int V>
@@ -66,19 +61,20 @@ TILEWISE_FN void register_block(float* c, int64_t ldc, bool accumulate, const ui
     }
 }
 
-template <class Op, int R, int V>
+template <class Op, int R, int V, int64_t kChain>
 __attribute__((noinline)) void block_column(float* c, int64_t ldc, bool accumulate, OperandA a,
                                             int64_t m, const uint32_t* b, int64_t ldb,
                                             int64_t units) {
-  for (int64_t u = 0; u < units; u += kChainUnits)
+  for (int64_t u = 0; u < units; u += kChain)
     for (int64_t i = 0; i < m; i += R)
       register_block<Op, R, V>(c + i * ldc, ldc, accumulate || u > 0,
                                a.data + i * a.row + u * a.unit, a.row, a.unit, b + u * ldb, ldb,
-                               min(kChainUnits, units - u));
+                               min(kChain, units - u));
 }
 
-// C[m][vectors * W] (+)= A B; m is a multiple of R.
-template <class Op, int R, int V>
+// C[m][vectors * W] (+)= A B; m is a multiple of R. Sums of more than kChain units are cut, and the
+// pieces added to C: rounding errors grow with the length of a chain.
+template <class Op, int R, int V, int64_t kChain>
 TILEWISE_FN void vector_gemm(float* c, int64_t ldc, bool accumulate, OperandA a, int64_t m,
                              OperandB b, int64_t vectors, int64_t units) {
   static_assert(V <= 3);
@@ -86,9 +82,9 @@ TILEWISE_FN void vector_gemm(float* c, int64_t ldc, bool accumulate, OperandA a,
     // Even groups: four vectors are 2 + 2, not 3 + 1, which would wait for loads.
     const int64_t groups = ceil_div(vectors, V);
     const int64_t now = ceil_div(vectors, groups);
-    const auto block = now == 1                  ? &block_column<Op, R, 1>
-                       : (now == 2 || V == 2)    ? &block_column<Op, R, 2>
-                                                 : &block_column<Op, R, V>;
+    const auto block = now == 1                  ? &block_column<Op, R, 1, kChain>
+                       : (now == 2 || V == 2)    ? &block_column<Op, R, 2, kChain>
+                                                 : &block_column<Op, R, V, kChain>;
     block(c, ldc, accumulate, a, m, b.data, b.ld, units);
     c += now * W;
     b.data += now * W;
