@@ -56,9 +56,10 @@ class Result:
     dsinks: Array
     dscale: float
     # Sizes of what is summed, for judging cancellation (dp - delta is exactly 0 for a single key):
-    # per part p_ij times the norm of the terms of dp_i, and the norms over all rows of what dsinks
-    # and dscale sum.
+    # per part p_ij times the norm of the terms of dp_i, and the norms over all rows of what dv (if
+    # dout were 1), dsinks and dscale sum.
     ds_sizes: list[Array]
+    dv_size: float
     dsinks_size: Array
     dscale_size: float
 
@@ -96,7 +97,10 @@ def parts_of(
             slot = b if kv_batch_idx is None else kv_batch_idx[b]
             keys = slot * seqlen_k + np.arange(seqlen_k)
             grad_keys = b * seqlen_k + np.arange(seqlen_k)
-        end = keys.size if seqused_k is None else seqused_k[b]
+        end = keys.size
+        if cu_seqlens_k is not None:  # of pages it says only how many keys each sequence has
+            end = cu_seqlens_k[b + 1] - cu_seqlens_k[b]
+        end = end if seqused_k is None else seqused_k[b]
         begin = min(end, 0 if leftpad_k is None else leftpad_k[b])
         parts.append(Part(b, first + np.arange(rows), keys[begin:end], grad_keys[begin:end]))
     return parts
@@ -165,7 +169,7 @@ def attention(
         out=np.zeros((*q.shape[:2], v.shape[2])), lse=np.full(q.shape[:2], -np.inf),
         dq=np.zeros(q.shape), dk=np.zeros((many, *k.shape[1:])), dv=np.zeros((many, *v.shape[1:])),
         dbias=None if o.bias is None else np.zeros(o.bias.shape), dsinks=np.zeros(heads),
-        dscale=0.0, ds_sizes=[], dsinks_size=np.zeros(heads), dscale_size=0.0,
+        dscale=0.0, ds_sizes=[], dv_size=0.0, dsinks_size=np.zeros(heads), dscale_size=0.0,
     )  # fmt: skip
     for part in parts:
         n, m = len(part.rows), len(part.keys)
@@ -231,6 +235,8 @@ def attention(
         norm = drop * np.sqrt((doh**2) @ (vh**2).transpose(0, 2, 1))
         row = np.where(np.isneginf(lse), 0.0, norm.max(axis=2, initial=0) + np.abs(dl))
         r.ds_sizes.append(p * row[:, :, None])
+        sums = per_kv_head((p * drop).transpose(0, 2, 1) ** 2 @ np.ones((heads, n, 1)))
+        r.dv_size = max(r.dv_size, float(np.sqrt(sums.max(initial=0))))
         r.dsinks_size += ((p_sink * row) ** 2).sum(axis=1)
         r.dscale_size += float((((p * np.abs(raw)).sum(axis=2) * row) ** 2).sum())
     r.dsinks_size, r.dscale_size = np.sqrt(r.dsinks_size), float(np.sqrt(r.dscale_size))

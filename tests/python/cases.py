@@ -30,7 +30,7 @@ class Case:
     head_dim: int = 8
     head_dim_v: int = 8
     varlen_q: bool = False
-    varlen_k: bool = False
+    varlen_k: bool = False  # of pages: cu_seqlens_k says how many keys each sequence has
     tail_q: int = 0  # rows past the last cu_seqlens_q entry
     tail_k: int = 0
     page_size: int = 0  # 0: not paged
@@ -198,7 +198,7 @@ class Built:
             self.sinks = self._small((c.heads,), self.normal((c.heads,)))
         if c.bias is not None:
             rows = max(c.rows, default=1) if c.varlen_q else self.seqlen_q
-            keys = max(c.keys, default=1) if c.varlen_k else self.seqlen_k
+            keys = max(c.keys, default=1) if not self.batched_k else self.seqlen_k
             full = {"b": self.batch, "h": c.heads, "r": rows}
             shape = tuple(n if d in c.bias else 1 for d, n in full.items()) + (keys,)
             values = self.normal(shape)
@@ -220,8 +220,8 @@ class Built:
             dropout_p=c.dropout_p, num_splits=c.splits,
         )  # fmt: skip
         a.q = capi.tensor(self.q, batched=not c.varlen_q)
-        a.k = capi.tensor(self.k, batched=not c.varlen_k)
-        a.v = capi.tensor(self.v, batched=not c.varlen_k)
+        a.k = capi.tensor(self.k, batched=self.batched_k)
+        a.v = capi.tensor(self.v, batched=self.batched_k)
         a.out = capi.tensor(self.out.view, batched=not c.varlen_q)
         a.lse = self.lse.pointer
         a.lse_stride_batch = 0 if c.varlen_q else self.lse.view.stride(0)
@@ -291,6 +291,11 @@ class Built:
         return float(np.float32(c.head_dim**-0.5 if c.scale is None else c.scale))
 
     @property
+    def batched_k(self) -> bool:
+        """Whether k and v have a leading dimension of sequences or pages."""
+        return not self.case.varlen_k or bool(self.case.page_size)
+
+    @property
     def own_keys(self) -> bool:
         """Whether dk and dv have rows of their own per sequence: k and v may share them."""
         return bool(self.case.page_size) or self.case.kv_idx is not None
@@ -309,7 +314,7 @@ class Built:
         shapes = {"q": self._shape_q(c.head_dim), "k": dk_shape, "v": dv_shape}
         for name in c.wanted & set("qkv"):
             self.grads[name] = self._buffer(shapes[name])
-            batched = not (c.varlen_q if name == "q" else c.varlen_k)
+            batched = not c.varlen_q if name == "q" else self.batched_k
             setattr(g, f"d{name}", capi.tensor(self.grads[name].view, batched=batched))
         if self.dlse is not None:
             g.dlse = self.dlse.data_ptr()

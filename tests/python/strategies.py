@@ -35,7 +35,7 @@ def sizes(draw: st.DrawFn) -> dict:
     varlen_q, varlen_k = draw(
         st.sampled_from([(False, False)] * 3 + [(True, True)] * 2 + [(True, False), (False, True)])
     )
-    page_size = 0 if varlen_k else draw(rarely(st.sampled_from([1, 2, 3, 16, 17, 64, 256]), 0))
+    page_size = draw(rarely(st.sampled_from([1, 2, 3, 16, 17, 64, 256]), 0))
 
     def lengths(varlen: bool) -> tuple[int, ...]:
         if varlen:
@@ -65,12 +65,13 @@ def metadata(draw: st.DrawFn, size: dict) -> dict:
     rows, keys, page_size = size["rows"], size["keys"], size["page_size"]
     batch = len(rows)
     m: dict = {}
-    if page_size and batch:
+    if page_size and batch and not size["varlen_k"]:
         keys = (-(-max(keys) // page_size) * page_size,) * batch
+    if page_size and batch:
         m["share_pages"] = draw(st.booleans())
     if size["varlen_q"]:
         m["tail_q"] = draw(rarely(st.integers(0, 9), 0))
-    if size["varlen_k"]:
+    if size["varlen_k"] and not page_size:
         m["tail_k"] = draw(rarely(st.integers(0, 9), 0))
     if draw(rarely(st.just(True), False)):
         m["used_q"] = tuple(draw(st.integers(0, n)) for n in rows)
@@ -125,6 +126,7 @@ def cases(draw: st.DrawFn, dtype: str, *, dropout: bool = True) -> Case:
         spread=0.5 if dtype == "fp32" else 1.0,
         seed=draw(st.integers(0, 2**32 - 1)),
     )
-    if how["expand"] and (size["varlen_q"] or size["varlen_k"]) and how["expand"][1] == "2":
+    flat = size["varlen_q"] if how["expand"].startswith("q") else size["varlen_k"]
+    if flat and how["expand"].endswith("2"):
         how["expand"] = how["expand"][0] + "1"  # [T, H, D]: heads are dimension 1
     return Case(dtype=dtype, **size, **meta, **score, **how)

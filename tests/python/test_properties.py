@@ -16,7 +16,7 @@ from strategies import cases
 
 THOROUGH = int(os.environ.get("TILEWISE_TEST_EXAMPLES", "0"))
 SHARDS = 3  # per dtype, so that test processes share the work
-EXAMPLES = (THOROUGH or 450) // SHARDS
+EXAMPLES = (THOROUGH or 900) // SHARDS
 
 
 def problems(dtype: str, shard: int):
