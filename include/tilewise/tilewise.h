@@ -3,11 +3,12 @@
  * Copyright (c) 2026 The Tilewise authors. BSD-3-Clause.
  *
  * One struct, `tilewise_attention`, describes what is asked. `tilewise_plan` says which kernel will
- * run and how much workspace it needs; `tilewise_forward` and `tilewise_backward` run it. Nothing is
- * allocated in a launch, no exception crosses this boundary, and every function returns a status;
- * `tilewise_last_error` holds one sentence about the last failure of the calling thread.
+ * run and how much workspace it needs; `tilewise_forward` and `tilewise_backward` run it. Nothing
+ * is allocated in a launch, no exception crosses this boundary, and every function returns a
+ * status; `tilewise_last_error` holds one sentence about the last failure of the calling thread.
  *
- * Meaning (FlashAttention-2, arXiv 2307.08691, with the conventions of the FlashAttention packages):
+ * Meaning (FlashAttention-2, arXiv 2307.08691, with the conventions of the FlashAttention
+ * packages):
  *
  *     s_ij = scale * q_i . k_j                      raw score
  *     s_ij = softcap * tanh(s_ij / softcap)         if softcap > 0
@@ -19,8 +20,9 @@
  *
  * A row that sees no key and has no sink gives out = 0, lse = -inf and gradients 0, never NaN.
  *
- * Conventions: sizes and strides are int64 and count elements; the last dimension of every tensor is
- * contiguous; other strides are free (0 broadcasts an input). A NULL pointer switches an option off.
+ * Conventions: sizes and strides are int64 and count elements; the last dimension of every tensor
+ * is contiguous; other strides are free (0 broadcasts an input). A NULL pointer switches an option
+ * off.
  */
 #ifndef TILEWISE_TILEWISE_H
 #define TILEWISE_TILEWISE_H
@@ -70,8 +72,9 @@ typedef struct tilewise_tensor {
 
 /* Optional parallelism hook. `parallel_for` must call task(context, i) exactly once for every i in
  * [0, tasks), in any order and on any threads (one after the other is legal), and return when all
- * have returned. `threads` is how many tasks may run at once: scratch memory is sized by it. Results
- * do not depend on it. Without a hook the library's own pool runs (TILEWISE_NUM_THREADS). */
+ * have returned. `threads` is how many tasks may run at once: scratch memory is sized by it.
+ * Results do not depend on it. Without a hook the library's own pool runs (TILEWISE_NUM_THREADS).
+ */
 typedef void (*tilewise_task)(void* context, int64_t index);
 typedef struct tilewise_parallel {
   void (*parallel_for)(void* user, int64_t tasks, tilewise_task task, void* context);
@@ -102,7 +105,7 @@ typedef struct tilewise_attention {
   tilewise_tensor k;   /* [kv_batch, Sk, Hkv, D], [Tk, Hkv, D] or [pages, page_size, Hkv, D] */
   tilewise_tensor v;   /* the same with Dv */
   tilewise_tensor out; /* [B, Sq, Hq, Dv] or [T, Hq, Dv]; written by forward, read by backward */
-  float* lse;          /* [B, Hq, Sq] or [Hq, T], rows contiguous; natural log; may be NULL in forward */
+  float* lse; /* [B, Hq, Sq] or [Hq, T], rows contiguous; natural log; may be NULL in forward */
   int64_t lse_stride_batch;
   int64_t lse_stride_head;
 
@@ -111,10 +114,10 @@ typedef struct tilewise_attention {
   int64_t window_right;
 
   /* Score */
-  float scale;            /* multiplies q.k; used when scale_ptr is NULL */
-  float softcap;          /* >= 0; 0: off */
-  const float* scale_ptr; /* optional: one float in device memory, replaces `scale` */
-  const float* alibi_slopes; /* [Hq] or [B, Hq] fp32 */
+  float scale;                /* multiplies q.k; used when scale_ptr is NULL */
+  float softcap;              /* >= 0; 0: off */
+  const float* scale_ptr;     /* optional: one float in device memory, replaces `scale` */
+  const float* alibi_slopes;  /* [Hq] or [B, Hq] fp32 */
   int64_t alibi_stride_batch; /* 0 for [Hq] */
   const void* bias;           /* [B, Hq, Sq, Sk]; bias_dtype; key stride 1 */
   int64_t bias_stride_batch;  /* 0 broadcasts; varlen: row i of sequence b is bias[b, h, i, j] */
@@ -131,16 +134,16 @@ typedef struct tilewise_attention {
   const int32_t* cu_seqlens_q; /* [B+1], from 0, not decreasing, last <= T */
   const int32_t* cu_seqlens_k; /* [B+1] */
   const int32_t* seqused_q;    /* [B]: rows in use of each sequence; <= its length */
-  const int32_t* seqused_k;    /* [B]: keys in use; includes leftpad_k; dense and paged caches too */
-  int64_t max_seqlen_q;        /* optional upper bound, 0: not known; never required */
+  const int32_t* seqused_k; /* [B]: keys in use; includes leftpad_k; dense and paged caches too */
+  int64_t max_seqlen_q;     /* optional upper bound, 0: not known; never required */
   int64_t max_seqlen_k;
 
   /* Key/value cache */
-  const int32_t* block_table; /* [B, block_table_width]: page of each run of page_size keys */
-  int64_t block_table_stride; /* elements between rows */
-  int64_t block_table_width;  /* Sk = block_table_width * page_size unless seqused_k */
-  int64_t page_size;          /* any number >= 1; read when block_table is given */
-  int64_t pages;              /* pages in k and v */
+  const int32_t* block_table;  /* [B, block_table_width]: page of each run of page_size keys */
+  int64_t block_table_stride;  /* elements between rows */
+  int64_t block_table_width;   /* Sk = block_table_width * page_size unless seqused_k */
+  int64_t page_size;           /* any number >= 1; read when block_table is given */
+  int64_t pages;               /* pages in k and v */
   const int32_t* kv_batch_idx; /* [B]: sequence b reads batch row kv_batch_idx[b] of k and v */
   int64_t kv_batch;            /* batch rows of k and v; 0 means batch */
   const int32_t* leftpad_k;    /* [B]: first key of each sequence */
@@ -154,8 +157,8 @@ typedef struct tilewise_attention {
 } tilewise_attention;
 
 /* Gradients. dq, dk, dv have the shapes of q, k, v, except that with block_table or kv_batch_idx dk
- * and dv are [B, capacity, Hkv, D], capacity being block_table_width * page_size or seqlen_k: one row
- * per key of each sequence, leftpad_k included (a key that several sequences share has several
+ * and dv are [B, capacity, Hkv, D], capacity being block_table_width * page_size or seqlen_k: one
+ * row per key of each sequence, leftpad_k included (a key that several sequences share has several
  * gradients; adding them is the caller's). Any of the pointers may be NULL: that gradient is not
  * wanted. Everything that is given is written in full: rows and keys that take part in nothing
  * get 0. Reductions run in fp32 in an order fixed by the shapes. */
@@ -169,14 +172,14 @@ typedef struct tilewise_gradients {
   const float* dlse; /* optional incoming gradient of lse, with lse's strides below */
   int64_t dlse_stride_batch;
   int64_t dlse_stride_head;
-  float* dbias; /* fp32; dimensions that bias broadcasts (stride 0) are summed */
+  float* dbias;               /* fp32; dimensions that bias broadcasts (stride 0) are summed */
   int64_t dbias_stride_batch; /* must be 0 exactly where the bias stride is 0 */
   int64_t dbias_stride_head;
   int64_t dbias_stride_row;
   int64_t dbias_keys; /* columns of bias and dbias: the Sk of the dense problem, or the largest */
   int64_t dbias_rows; /* rows of bias and dbias likewise; not read when dbias_stride_row is 0 */
-  float* dsinks; /* [Hq] */
-  float* dscale; /* one float */
+  float* dsinks;      /* [Hq] */
+  float* dscale;      /* one float */
 } tilewise_gradients;
 
 /* What will run. */
@@ -242,10 +245,11 @@ typedef struct tilewise_kv_append {
   const int32_t* kv_batch_idx;
   int64_t kv_batch;
   const int32_t* leftpad_k;
-  const void* rotary_cos; /* [rotary_rows, rotary_dim / 2] of `dtype`, contiguous; NULL: no rotary */
+  const void*
+      rotary_cos; /* [rotary_rows, rotary_dim / 2] of `dtype`, contiguous; NULL: no rotary */
   const void* rotary_sin;
   int64_t rotary_rows;
-  int64_t rotary_dim; /* even, <= head_dim */
+  int64_t rotary_dim;         /* even, <= head_dim */
   int32_t rotary_interleaved; /* 1: pairs (2i, 2i+1) (GPT-J); 0: (i, i + rotary_dim/2) (GPT-NeoX) */
   int32_t q_single_position;
   const tilewise_parallel* parallel;
@@ -257,9 +261,9 @@ TILEWISE_API const char* tilewise_version(void);
 TILEWISE_API uint32_t tilewise_abi_version(void);
 TILEWISE_API const char* tilewise_last_error(void); /* of this thread; "" after a success */
 
-/* CPU instruction sets in this build, best last: name, whether this machine can run it. Returns NULL
- * past the end. tilewise_select_cpu forces one for the whole process (NULL: the best again) and
- * fails when the machine lacks it; TILEWISE_CPU=<name> does the same at start. */
+/* CPU instruction sets in this build, best last: name, whether this machine can run it. Returns
+ * NULL past the end. tilewise_select_cpu forces one for the whole process (NULL: the best again)
+ * and fails when the machine lacks it; TILEWISE_CPU=<name> does the same at start. */
 TILEWISE_API const char* tilewise_cpu_isa(int32_t index, int32_t* available);
 TILEWISE_API const char* tilewise_current_cpu(void);
 TILEWISE_API tilewise_status tilewise_select_cpu(const char* name);
@@ -273,7 +277,7 @@ typedef struct tilewise_kernel_info {
   int32_t max_head_dim; /* inclusive */
   int32_t forward;      /* 1: has a forward */
   int32_t backward;
-  int32_t available;  /* 1: can run on this machine */
+  int32_t available; /* 1: can run on this machine */
   int32_t reserved;
   char name[64];      /* e.g. "cpu.amx" */
   char requires_[96]; /* e.g. "AMX-BF16" */

@@ -25,7 +25,6 @@ struct Merge {
   TILEWISE_HOST_DEVICE static Merge of(float lse_a, float lse_b);
 };
 
-
 inline __attribute__((always_inline)) Merge Merge::of(float lse_a, float lse_b) {
   const float base = exponent_base(max(lse_a, lse_b));
   const float a = __builtin_expf(lse_a - base);

@@ -6,7 +6,6 @@
 
 namespace tilewise {
 
-
 template <class U>
 struct PhiloxState {
   U c0, c1, c2, c3;
@@ -37,7 +36,7 @@ TILEWISE_FN PhiloxState<U> philox4x32_10(PhiloxState<U> c, uint32_t k0, uint32_t
 // 16 bits resolve p to 1.5e-5 and give 8 decisions per block. `batch` is the index of the sequence,
 // `row` and `key` are counted inside it, `head` is the query head.
 struct Dropout {
-  uint32_t threshold = 0;  // 0: off
+  uint32_t threshold = 0;   // 0: off
   float keep_scale = 1.0f;  // 1 / (1 - p)
   uint32_t key0 = 0;
   uint32_t key1 = 0;
@@ -61,13 +60,14 @@ struct Dropout {
   // The eight decisions of keys [8 * key_block, 8 * key_block + 8) as four words of two halves.
   template <class Math, class U>
   TILEWISE_FN PhiloxState<U> block(U key_block, U row, U batch_head) const {
-    return philox4x32_10<Math>(PhiloxState<U>{key_block, row, batch_head, U{} + offset}, key0, key1);
+    return philox4x32_10<Math>(PhiloxState<U>{key_block, row, batch_head, U{} + offset}, key0,
+                               key1);
   }
 
   TILEWISE_FN bool kept(int64_t batch_head, int64_t row, int64_t key) const {
     const PhiloxState<uint32_t> bits =
         block<ScalarMath>(static_cast<uint32_t>(key / kKeysPerBlock), static_cast<uint32_t>(row),
-              static_cast<uint32_t>(batch_head));
+                          static_cast<uint32_t>(batch_head));
     const int lane = static_cast<int>(key % kKeysPerBlock);
     const uint32_t pair[4] = {bits.c0, bits.c1, bits.c2, bits.c3};
     return ((pair[lane / 2] >> (16 * (lane % 2))) & 0xffffu) >= threshold;

@@ -1,5 +1,5 @@
-// What is asked, as every kernel reads it: the struct of the C ABI after validation, and the policies
-// of one of its sequences.
+// What is asked, as every kernel reads it: the struct of the C ABI after validation, and the
+// policies of one of its sequences.
 #pragma once
 
 #include "attention/band.h"
@@ -85,7 +85,8 @@ TILEWISE_FN Score score_of(const Problem& p) {
 }
 
 TILEWISE_FN Dropout dropout_of(const Problem& p) {
-  if (p.dropout_state == nullptr) return Dropout::make(p.dropout_p, p.dropout_seed, p.dropout_offset);
+  if (p.dropout_state == nullptr)
+    return Dropout::make(p.dropout_p, p.dropout_seed, p.dropout_offset);
   return Dropout::make(p.dropout_p, p.dropout_state[0], p.dropout_state[1]);
 }
 

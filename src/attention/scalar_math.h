@@ -1,5 +1,5 @@
-// The functions that policies need from a backend, for plain numbers: host code, tests, and device code
-// where a scalar is a register. A backend with vectors brings a struct of the same shape.
+// The functions that policies need from a backend, for plain numbers: host code, tests, and device
+// code where a scalar is a register. A backend with vectors brings a struct of the same shape.
 #pragma once
 
 #include "base/platform.h"

@@ -6,12 +6,12 @@
 
 namespace tilewise {
 
-// score = softcap(scale * raw) - slope * distance + bias, in natural units. V is a float or a vector
-// of floats, Math what a backend computes with (scalar_math.h).
+// score = softcap(scale * raw) - slope * distance + bias, in natural units. V is a float or a
+// vector of floats, Math what a backend computes with (scalar_math.h).
 //
 // Contract: the value is what softmax exponentiates; the derivative is d(score)/d(scale * raw). The
-// slope and bias terms are added after the cap, so they do not appear in it; the gradient of bias is
-// the gradient of the score itself.
+// slope and bias terms are added after the cap, so they do not appear in it; the gradient of bias
+// is the gradient of the score itself.
 struct Score {
   float scale = 1.0f;
   float softcap = 0.0f;  // 0: off

@@ -11,6 +11,7 @@
 #endif
 
 // The policies are compiled once per CPU instruction set. An inline function that is emitted out of
-// line there would be one weak symbol with several bodies, and the linker could hand the AVX-512 one
-// to a machine without it: so these are always inlined (a test reads the symbols of the objects).
+// line there would be one weak symbol with several bodies, and the linker could hand the AVX-512
+// one to a machine without it: so these are always inlined (a test reads the symbols of the
+// objects).
 #define TILEWISE_FN TILEWISE_HOST_DEVICE inline __attribute__((always_inline))

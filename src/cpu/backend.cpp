@@ -96,8 +96,8 @@ void zero_row(const Problem& p, const tilewise_tensor& view, int64_t offset, int
                 static_cast<size_t>(columns * size));
 }
 
-// A sequence of kv_batch or of the whole varlen or page-free tensor: every key gets 0 first where not
-// every key is in use.
+// A sequence of kv_batch or of the whole varlen or page-free tensor: every key gets 0 first where
+// not every key is in use.
 void zero_key_gradients(const Problem& p, const Gradients& g, const Parallel& parallel) {
   const bool per_sequence = p.block_table != nullptr || p.kv_batch_idx != nullptr;
   const bool varlen = p.cu_seqlens_k != nullptr && !per_sequence;
@@ -124,50 +124,63 @@ void zero_unused_outputs(const Problem& p) {
     zero_row(p, p.out, s.row_offset(p.out, i), p.heads_q, p.head_dim_v);
     if (p.lse == nullptr) return;
     for (int64_t h = 0; h < p.heads_q; ++h)
-      p.lse[s.lse_offset(p.lse_stride_batch, i) + h * p.lse_stride_head] =
-          -__builtin_huge_valf();
+      p.lse[s.lse_offset(p.lse_stride_batch, i) + h * p.lse_stride_head] = -__builtin_huge_valf();
   });
 }
 
-}  // namespace
+struct ForwardLaunch {
+  const Problem& p;
+  const Plan& plan;
+  const Parallel& parallel;
+  const Shape shape;
+  const Kernels& kernels;
+  const ForwardLayout layout;
+  const QueryTiles tiles;
 
-void forward(const Problem& p, const Plan& plan, void* workspace, const Parallel& parallel) {
-  const Shape shape = forward_shape(p, plan.isa);
-  const Kernels& kernels = kernels_for(plan.isa, p.dtype);
-  const auto kernel = is_decoding(p, plan.isa) ? kernels.decode : kernels.forward;
-  Arena arena{static_cast<char*>(workspace)};
-  const ForwardLayout layout(p, shape, plan, arena);
-  const QueryTiles tiles(p, shape.tile_q, layout.first_tile);
-  zero_unused_outputs(p);
-
-  // The key tiles of a head follow each other, those of the heads of a sequence too.
-  layout.first_key_tile[0] = 0;
-  for (int64_t b = 0; b < p.batch; ++b)
-    layout.first_key_tile[b + 1] =
-        layout.first_key_tile[b] + ceil_div(sequence_of(p, b).band.keys, shape.tile_k);
-  const auto key_tile_id = [&](int64_t b, int64_t kv_head, int64_t tile) {
-    const int64_t count = layout.first_key_tile[b + 1] - layout.first_key_tile[b];
-    return layout.first_key_tile[b] * p.heads_kv + kv_head * count + tile;
-  };
-  if (layout.packed != nullptr) {
-    const int64_t most = ceil_div(tiles.most_keys, shape.tile_k);
-    run_items(parallel, most * tiles.heads(),
-              saturating_work(tiles.most_keys * tiles.heads(), p.head_dim + p.head_dim_v, 1),
-              [&](int64_t worker, int64_t i) {
-                const int64_t b = i / most / p.heads_kv;
-                const int64_t kv_head = i / most % p.heads_kv;
-                PackTask task{&p, sequence_of(p, b), kv_head, {}, nullptr, nullptr};
-                const Tiling keys{task.sequence.band.keys, shape.tile_k};
-                if (i % most >= keys.count()) return;
-                const int64_t id = key_tile_id(b, kv_head, i % most);
-                task.keys = keys.at(i % most);
-                task.packed = layout.packed + id * layout.packed_units;
-                task.nonfinite = layout.nonfinite + id;
-                kernels.pack(task, Arena{layout.scratch + worker * layout.scratch_bytes});
-              });
+  ForwardLaunch(const Problem& problem, const Plan& a_plan, Arena& arena,
+                const Parallel& a_parallel)
+      : p(problem),
+        plan(a_plan),
+        parallel(a_parallel),
+        shape(forward_shape(p, plan.isa)),
+        kernels(kernels_for(plan.isa, p.dtype)),
+        layout(p, shape, plan, arena),
+        tiles(p, shape.tile_q, layout.first_tile) {
+    layout.first_key_tile[0] = 0;
+    for (int64_t b = 0; b < p.batch; ++b)
+      layout.first_key_tile[b + 1] =
+          layout.first_key_tile[b] + ceil_div(sequence_of(p, b).band.keys, shape.tile_k);
   }
 
-  const auto task_of = [&](int64_t b, int64_t kv_head, int64_t tile, int64_t split) {
+  Arena scratch(int64_t worker) const {
+    return Arena{layout.scratch + worker * layout.scratch_bytes};
+  }
+
+  // The packed key tiles of a head follow each other, and the heads of a sequence.
+  int64_t key_tile_id(int64_t b, int64_t kv_head, int64_t tile) const {
+    const int64_t count = layout.first_key_tile[b + 1] - layout.first_key_tile[b];
+    return layout.first_key_tile[b] * p.heads_kv + kv_head * count + tile;
+  }
+
+  void pack_keys() const {
+    const int64_t most = ceil_div(tiles.most_keys, shape.tile_k);
+    const int64_t work =
+        saturating_work(tiles.most_keys * tiles.heads(), p.head_dim + p.head_dim_v, 1);
+    run_items(parallel, most * tiles.heads(), work, [&](int64_t worker, int64_t i) {
+      const int64_t b = i / most / p.heads_kv;
+      const int64_t kv_head = i / most % p.heads_kv;
+      PackTask task{&p, sequence_of(p, b), kv_head, {}, nullptr, nullptr};
+      const Tiling keys{task.sequence.band.keys, shape.tile_k};
+      if (i % most >= keys.count()) return;
+      const int64_t id = key_tile_id(b, kv_head, i % most);
+      task.keys = keys.at(i % most);
+      task.packed = layout.packed + id * layout.packed_units;
+      task.nonfinite = layout.nonfinite + id;
+      kernels.pack(task, scratch(worker));
+    });
+  }
+
+  ForwardTask task_of(int64_t b, int64_t kv_head, int64_t tile, int64_t split) const {
     ForwardTask task{};
     task.problem = &p;
     task.sequence = sequence_of(p, b);
@@ -180,37 +193,44 @@ void forward(const Problem& p, const Plan& plan, void* workspace, const Parallel
       task.packed = layout.packed + first * layout.packed_units;
       task.nonfinite = layout.nonfinite + first;
     }
-    if (plan.splits == 1) return task;
-    const int64_t row = (tiles.id(b, kv_head, tile) * plan.splits + split) * layout.partial_rows;
-    task.partial_out = layout.partial_out + row * p.head_dim_v;
-    task.partial_lse = layout.partial_lse + row;
+    if (plan.splits > 1) {
+      const int64_t row = (tiles.id(b, kv_head, tile) * plan.splits + split) * layout.partial_rows;
+      task.partial_out = layout.partial_out + row * p.head_dim_v;
+      task.partial_lse = layout.partial_lse + row;
+    }
     return task;
-  };
-  // Last tiles first: with a causal band they are the longest.
-  const auto for_tile = [&](int64_t i, const auto& body) {
+  }
+
+  // Item i of all tiles and heads; last tiles first, because with a causal band they are the
+  // longest.
+  template <class Body>
+  void for_tile(int64_t i, const Body& body) const {
     const int64_t head = i % tiles.heads();
     const int64_t tile = tiles.most - 1 - i / tiles.heads();
     const int64_t b = head / p.heads_kv;
     if (tile < tiles.first_tile[b + 1] - tiles.first_tile[b]) body(b, head % p.heads_kv, tile);
-  };
-  const int64_t items = tiles.most * tiles.heads();
-  const int64_t work = saturating_work(tiles.total * shape.tile_q, tiles.most_keys + 1,
-                                       (p.head_dim + p.head_dim_v) * p.heads_kv);
-  run_items(parallel, items * plan.splits, work, [&](int64_t worker, int64_t i) {
-    for_tile(i / plan.splits, [&](int64_t b, int64_t kv_head, int64_t tile) {
-      kernel(task_of(b, kv_head, tile, i % plan.splits),
-             Arena{layout.scratch + worker * layout.scratch_bytes});
-    });
-  });
-  if (plan.splits == 1) return;
-  run_items(parallel, items, work / max(int64_t{1}, tiles.most_keys), [&](int64_t, int64_t i) {
-    for_tile(i, [&](int64_t b, int64_t kv_head, int64_t tile) {
-      kernels.merge(task_of(b, kv_head, tile, 0), plan.splits, layout.partial_rows);
-    });
-  });
-}
+  }
 
-namespace {
+  void run() const {
+    zero_unused_outputs(p);
+    if (layout.packed != nullptr) pack_keys();
+    const auto kernel = is_decoding(p, plan.isa) ? kernels.decode : kernels.forward;
+    const int64_t items = tiles.most * tiles.heads();
+    const int64_t work = saturating_work(tiles.total * shape.tile_q, tiles.most_keys + 1,
+                                         (p.head_dim + p.head_dim_v) * p.heads_kv);
+    run_items(parallel, items * plan.splits, work, [&](int64_t worker, int64_t i) {
+      for_tile(i / plan.splits, [&](int64_t b, int64_t kv_head, int64_t tile) {
+        kernel(task_of(b, kv_head, tile, i % plan.splits), scratch(worker));
+      });
+    });
+    if (plan.splits == 1) return;
+    run_items(parallel, items, work / max(int64_t{1}, tiles.most_keys), [&](int64_t, int64_t i) {
+      for_tile(i, [&](int64_t b, int64_t kv_head, int64_t tile) {
+        kernels.merge(task_of(b, kv_head, tile, 0), plan.splits, layout.partial_rows);
+      });
+    });
+  }
+};
 
 struct BackwardLaunch {
   const Problem& p;
@@ -275,9 +295,9 @@ struct BackwardLaunch {
     kernels.backward(task, Arena{layout.scratch + worker * layout.scratch_bytes});
   }
 
-  // Chunks of different heads run side by side, and those of one head in ascending order, which is the
-  // order in which their shares of dq are added. A bias that is broadcast over batch or heads makes
-  // them add to the same dbias: then one item walks all of them for its keys.
+  // Chunks of different heads run side by side, and those of one head in ascending order, which is
+  // the order in which their shares of dq are added. A bias that is broadcast over batch or heads
+  // makes them add to the same dbias: then one item walks all of them for its keys.
   void run_chunks() const {
     const int64_t most_chunks = ceil_div(tiles.most_keys, chunk);
     const bool shared_dbias =
@@ -288,8 +308,7 @@ struct BackwardLaunch {
       const int64_t first = shared_dbias ? 0 : i % heads;
       const int64_t count = shared_dbias ? heads : 1;
       for (int64_t head = first; head < first + count; ++head)
-        run_chunk(worker, head / p.heads_kv, head % p.heads_kv,
-                  shared_dbias ? i : i / heads);
+        run_chunk(worker, head / p.heads_kv, head % p.heads_kv, shared_dbias ? i : i / heads);
     });
   }
 
@@ -351,6 +370,11 @@ struct BackwardLaunch {
 };
 
 }  // namespace
+
+void forward(const Problem& p, const Plan& plan, void* workspace, const Parallel& parallel) {
+  Arena arena{static_cast<char*>(workspace)};
+  ForwardLaunch(p, plan, arena, parallel).run();
+}
 
 void backward(const Problem& p, const Gradients& g, const Plan& plan, void* workspace,
               const Parallel& parallel) {

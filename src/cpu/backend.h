@@ -35,8 +35,8 @@ struct Plan {
 Plan plan_forward(const Problem& problem, Isa isa, int32_t threads);
 Plan plan_backward(const Problem& problem, const Gradients& gradients, Isa isa, int32_t threads);
 
-// The problem has been validated and the workspace is at least plan.workspace_bytes, 64-byte aligned.
-// Everything the caller asked for is written in full.
+// The problem has been validated and the workspace is at least plan.workspace_bytes, 64-byte
+// aligned. Everything the caller asked for is written in full.
 void forward(const Problem& problem, const Plan& plan, void* workspace, const Parallel& parallel);
 void backward(const Problem& problem, const Gradients& gradients, const Plan& plan, void* workspace,
               const Parallel& parallel);

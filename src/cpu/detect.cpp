@@ -1,6 +1,6 @@
 // Which instruction sets this build has and this machine runs. Our own CPUID and XGETBV: compilers'
-// built-in checks do not know all of these (Clang 14 rejects "amx-bf16"), and none asks Linux for the
-// AMX tile state.
+// built-in checks do not know all of these (Clang 14 rejects "amx-bf16"), and none asks Linux for
+// the AMX tile state.
 #include "cpu/backend.h"
 
 #if defined(__x86_64__)

@@ -14,7 +14,8 @@ inline int64_t query_tiles(const Problem& p, int64_t tile) {
 
 // Decoding is told by its few rows. A bound that is too small costs speed, not correctness.
 inline bool is_decoding(const Problem& p, Isa isa) {
-  const int64_t rows = p.cu_seqlens_q != nullptr && p.max_seqlen_q > 0 ? p.max_seqlen_q : p.seqlen_q;
+  const int64_t rows =
+      p.cu_seqlens_q != nullptr && p.max_seqlen_q > 0 ? p.max_seqlen_q : p.seqlen_q;
   return rows <= thin_rows(isa) && rows * group_size(p) <= thin_rows(isa);
 }
 
@@ -29,9 +30,9 @@ inline int64_t key_tiles(const Problem& p, int64_t tile) {
              : ceil_div(p.seqlen_k, tile) + p.batch;
 }
 
-// Packing keys once costs a copy of K and V; every work item packing its own costs that much time per
-// query tile: a quarter of the forward with AMX, 5 % with bf16 dot products, nothing with fp32, which
-// does not. Few query tiles stay without the copy.
+// Packing keys once costs a copy of K and V; every work item packing its own costs that much time
+// per query tile: a quarter of the forward with AMX, 5 % with bf16 dot products, nothing with fp32,
+// which does not. Few query tiles stay without the copy.
 inline bool packs_once(const Problem& p, const Shape& shape) {
   constexpr int64_t kQueryTiles = 3;
   const int64_t rows = p.cu_seqlens_q == nullptr ? p.seqlen_q
@@ -47,7 +48,7 @@ struct ForwardLayout {
   int64_t packed_units;     // of K and V of one key tile
   uint32_t* packed;         // [sequence][kv head][key tile]; null: work items pack
   int32_t* nonfinite;       // the same
-  int64_t* first_tile;  // [B + 1]: query tiles before each sequence
+  int64_t* first_tile;      // [B + 1]: query tiles before each sequence
   int64_t partial_rows;
   float* partial_out;  // [tile][kv head][split][row][head_dim_v]; only with splits
   float* partial_lse;  // [tile][kv head][split][row]
@@ -64,9 +65,8 @@ struct ForwardLayout {
     packed = once ? arena.take<uint32_t>(tiles * packed_units) : nullptr;
     nonfinite = once ? arena.take<int32_t>(tiles) : nullptr;
     const int64_t partials =
-        plan.splits == 1
-            ? 0
-            : query_tiles(p, shape.tile_q) * p.heads_kv * plan.splits * partial_rows;
+        plan.splits == 1 ? 0
+                         : query_tiles(p, shape.tile_q) * p.heads_kv * plan.splits * partial_rows;
     partial_out = arena.take<float>(partials * p.head_dim_v);
     partial_lse = arena.take<float>(partials);
   }
@@ -92,8 +92,7 @@ struct BackwardLayout {
 
   BackwardLayout(const Problem& p, const Gradients& g, const Shape& shape, const Plan& plan,
                  Arena& arena)
-      : scratch_bytes(measure(p, shape)),
-        dq_tile(shape.back_q * extent_of(shape, p.head_dim).m) {
+      : scratch_bytes(measure(p, shape)), dq_tile(shape.back_q * extent_of(shape, p.head_dim).m) {
     scratch = arena.take<char>(scratch_bytes * plan.threads);
     first_tile = arena.take<int64_t>(p.batch + 1);
     const int64_t tiles = query_tiles(p, shape.back_q) * p.heads_kv;

@@ -1,5 +1,5 @@
-// Scratch memory of the work items: laid out by one constructor that the planner runs on a null base,
-// to measure, and the kernels on their memory. Plain code: it is compiled for every machine.
+// Scratch memory of the work items: laid out by one constructor that the planner runs on a null
+// base, to measure, and the kernels on their memory. Plain code: it is compiled for every machine.
 #pragma once
 
 #include "cpu/shape.h"
@@ -13,8 +13,8 @@ struct Arena {
 
   template <class T>
   TILEWISE_FN T* take(int64_t count) {
-    T* const result = reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(base) +
-                                           static_cast<uintptr_t>(used));
+    T* const result =
+        reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(base) + static_cast<uintptr_t>(used));
     used += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
     return result;
   }
@@ -64,9 +64,9 @@ TILEWISE_FN int64_t packed_tile_units(const Shape& s, const Problem& p) {
 }
 
 struct ForwardScratch {
-  Extent qk;                // of head_dim
-  Extent dv;                // of head_dim_v
-  int64_t panels;           // of a full work item
+  Extent qk;       // of head_dim
+  Extent dv;       // of head_dim_v
+  int64_t panels;  // of a full work item
   int64_t q_plane, k_plane, v_plane, weights_plane;
   LaneScratch lanes;
   ScoreScratch scores;

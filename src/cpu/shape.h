@@ -11,20 +11,20 @@ namespace tilewise::cpu {
 // and units; operands are padded to them with zeros, so the loops have no tails.
 struct Shape {
   const char* engine;
-  int lanes;   // W: fp32 lanes of a vector register
-  int panel;   // lanes of one register block: columns of C
-  int rows;    // rows of C in one register block
-  int pair;    // elements in a unit
-  int units;   // the contraction is a multiple of this many units
-  int parts;   // 2: every operand is a sum of two bf16 (fp16 on bf16 matrix units)
+  int lanes;      // W: fp32 lanes of a vector register
+  int panel;      // lanes of one register block: columns of C
+  int rows;       // rows of C in one register block
+  int pair;       // elements in a unit
+  int units;      // the contraction is a multiple of this many units
+  int parts;      // 2: every operand is a sum of two bf16 (fp16 on bf16 matrix units)
   int tile_q;     // packed query rows of a forward work item
   int tile_k;     // keys of a forward tile
   int back_q;     // packed query rows of a backward step
   int back_keys;  // keys of a backward work item, at head dimension 64
 };
 
-// S^T of one panel and one tile stays in the L1 cache with the vector engines (128 keys of 48 lanes:
-// 24 KB). With AMX longer tiles win: sums of O stay in tile registers for longer.
+// S^T of one panel and one tile stays in the L1 cache with the vector engines (128 keys of 48
+// lanes: 24 KB). With AMX longer tiles win: sums of O stay in tile registers for longer.
 constexpr Shape shape_of(Isa isa, int32_t dtype) {
   constexpr Shape avx512 = {"fma", 16, 48, 8, 1, 1, 1, 192, 128, 96, 256};
   switch (isa) {
@@ -39,7 +39,8 @@ constexpr Shape shape_of(Isa isa, int32_t dtype) {
       return avx512;
     case Isa::amx:
       if (dtype == TILEWISE_BFLOAT16) return {"amx", 16, 32, 32, 2, 16, 1, 256, 256, 128, 1024};
-      if (dtype == TILEWISE_FLOAT16) return {"amx_split", 16, 32, 32, 2, 16, 2, 256, 256, 128, 1024};
+      if (dtype == TILEWISE_FLOAT16)
+        return {"amx_split", 16, 32, 32, 2, 16, 2, 256, 256, 128, 1024};
       return avx512;
   }
   return {};
@@ -55,8 +56,8 @@ constexpr Shape thin_shape_of(Isa isa, int32_t) {
   return {"stream", lanes, lanes, lanes, 1, 2 * lanes, 1, thin_rows(isa), 128, 0, 0};
 }
 
-// Keys of a backward tile, and of a backward work item: its packed keys and values and their gradients
-// stay in the L2 cache.
+// Keys of a backward tile, and of a backward work item: its packed keys and values and their
+// gradients stay in the L2 cache.
 inline constexpr int64_t kBackTileK = 64;
 constexpr int64_t back_chunk(const Shape& s, int64_t head_dim, int64_t head_dim_v) {
   return head_dim + head_dim_v <= 128 ? s.back_keys : s.back_keys / 2;

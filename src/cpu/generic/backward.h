@@ -5,8 +5,9 @@
 //   dP^T = V dO^T       dS^T = P^T (dP^T - delta)
 //   dV  += P^T dO       dK  += dS^T Q       dQ^T += K^T dS^T
 //
-// dK and dV belong to this item. dQ is summed over chunks in ascending order, whoever computes them:
-// a turn counter per query tile says whose add is next, so the result does not depend on threads.
+// dK and dV belong to this item. dQ is summed over chunks in ascending order, whoever computes
+// them: a turn counter per query tile says whose add is next, so the result does not depend on
+// threads.
 #pragma once
 
 #include <sched.h>
@@ -66,8 +67,7 @@ struct Backward : BackwardScratch {
     pack_columns<E>(k, qk.ld, k_plane, rows, padded, p.head_dim);
     bad_k_count = take_out_nonfinite(rows, padded, p.head_dim, bad_k);
     for (int64_t i = 0; i < padded / kBackTileK; ++i)
-      E::pack_rows_a(k_t_of(i), qk.m_ld, k_t_plane, rows + i * kBackTileK, kBackTileK,
-                     p.head_dim);
+      E::pack_rows_a(k_t_of(i), qk.m_ld, k_t_plane, rows + i * kBackTileK, kBackTileK, p.head_dim);
     key_rows(rows, task.keys, padded, s.kv, p.v, task.kv_head);
     pack_columns<E>(v, dve.ld, v_plane, rows, padded, p.head_dim_v);
     for (int64_t i = 0; i < padded * qk.n_ld; ++i) dk[i] = 0.0f;
@@ -167,11 +167,12 @@ struct Backward : BackwardScratch {
     const int64_t first_key = key_tile * kBackTileK;
     for (int64_t i = used.begin; i < used.end; ++i) {
       const int64_t lane = i * S.panel;
-      E::gemm(s_tile + score_lane(lane), kScoreLd, false, {k + first_key * qk.ld, qk.ld, 1, k_plane}, kBackTileK,
+      E::gemm(s_tile + score_lane(lane), kScoreLd, false,
+              {k + first_key * qk.ld, qk.ld, 1, k_plane}, kBackTileK,
               {q_t + i * qk.units * S.panel, S.panel, q_t_plane}, S.panel / W, qk.units);
-      E::gemm(dp_tile + score_lane(lane), kScoreLd, false, {v + first_key * dve.ld, dve.ld, 1, v_plane},
-              kBackTileK, {do_t + i * dve.units * S.panel, S.panel, do_t_plane},
-              S.panel / W, dve.units);
+      E::gemm(dp_tile + score_lane(lane), kScoreLd, false,
+              {v + first_key * dve.ld, dve.ld, 1, v_plane}, kBackTileK,
+              {do_t + i * dve.units * S.panel, S.panel, do_t_plane}, S.panel / W, dve.units);
       if (general) scores.load_panel(s, lanes, lane, S.panel, keys, lane);
       const bool masked = keys.size() != kBackTileK || !lanes.panel_covers(i, keys);
       for (int64_t at = lane; at < lane + S.panel; at += W) {
@@ -190,12 +191,11 @@ struct Backward : BackwardScratch {
     const int64_t units = used.size() * S.panel / S.pair;
     E::gemm(dv + first_key * dve.n_ld, dve.n_ld, true,
             {p_a + first_unit, kWeightsLd, 1, weights_plane}, kBackTileK,
-            {do_rows + first_unit * dve.n_ld, dve.n_ld, do_rows_plane},
-            ceil_div(p.head_dim_v, W), units);
+            {do_rows + first_unit * dve.n_ld, dve.n_ld, do_rows_plane}, ceil_div(p.head_dim_v, W),
+            units);
     E::gemm(dk + first_key * qk.n_ld, qk.n_ld, true,
             {ds_a + first_unit, kWeightsLd, 1, weights_plane}, kBackTileK,
-            {q_rows + first_unit * qk.n_ld, qk.n_ld, q_rows_plane}, ceil_div(p.head_dim, W),
-            units);
+            {q_rows + first_unit * qk.n_ld, qk.n_ld, q_rows_plane}, ceil_div(p.head_dim, W), units);
     if (want_dq)
       for (int64_t i = used.begin; i < used.end; ++i)
         E::gemm(dq + i * qk.m * S.panel, S.panel, true,
@@ -225,8 +225,8 @@ struct Backward : BackwardScratch {
       if (key < 0 || key >= kBackTileK) continue;
       for (int64_t lane = in_step.begin; lane < in_step.end; ++lane)
         add_scaled(dq + lane / S.panel * qk.m * S.panel + lane % S.panel,
-                   E::weight_a(ds_a, weights_plane, kWeightsLd, key, lane), static_cast<const T*>(bad_k.address[b]),
-                   p.head_dim, S.panel);
+                   E::weight_a(ds_a, weights_plane, kWeightsLd, key, lane),
+                   static_cast<const T*>(bad_k.address[b]), p.head_dim, S.panel);
     }
   }
   TILEWISE_FN static void add_scaled(float* sum, float weight, const T* row, int64_t columns,
@@ -235,14 +235,12 @@ struct Backward : BackwardScratch {
     for (int64_t i = 0; i < columns; ++i) sum[i * stride] += weight * to_float(row[i]);
   }
 
-  // dq_sum[tile] += dq when it is this chunk's turn. The chunk before it is running or done, because
-  // work items are taken in order, so the wait ends.
+  // dq_sum[tile] += dq when it is this chunk's turn. The chunk before it is running or done,
+  // because work items are taken in order, so the wait ends.
   TILEWISE_FN void add_dq(int64_t tile) {
     const Packing packing{group_size(p)};
-    const Range rows_of_tile =
-        packing.rows(Tiling{packing.packed(s.band.rows), kQ}.at(tile));
-    const Range chunks = Tiling{s.band.keys, chunk}.touching(
-        s.band.keys_of_any(rows_of_tile));
+    const Range rows_of_tile = packing.rows(Tiling{packing.packed(s.band.rows), kQ}.at(tile));
+    const Range chunks = Tiling{s.band.keys, chunk}.touching(s.band.keys_of_any(rows_of_tile));
     const int32_t before = static_cast<int32_t>(task.chunk - chunks.begin);
     int32_t* const turn = task.turns + tile * task.tile_stride;
     for (int spins = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != before; ++spins)
@@ -282,13 +280,10 @@ struct Backward : BackwardScratch {
   }
 
   TILEWISE_FN void finish() {
-    const KvSource own = p.block_table != nullptr || p.kv_batch_idx != nullptr
-                             ? s.kv.dense(s.batch)
-                             : s.kv;
-    if (g.dk.data != nullptr)
-      write_rows(own, g.dk, dk, qk.n_ld, p.head_dim, scores.score.scale);
-    if (g.dv.data != nullptr)
-      write_rows(own, g.dv, dv, dve.n_ld, p.head_dim_v, 1.0f);
+    const KvSource own =
+        p.block_table != nullptr || p.kv_batch_idx != nullptr ? s.kv.dense(s.batch) : s.kv;
+    if (g.dk.data != nullptr) write_rows(own, g.dk, dk, qk.n_ld, p.head_dim, scores.score.scale);
+    if (g.dv.data != nullptr) write_rows(own, g.dv, dv, dve.n_ld, p.head_dim_v, 1.0f);
   }
 
   TILEWISE_FN void write_rows(const KvSource& source, const tilewise_tensor& view,

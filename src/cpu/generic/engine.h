@@ -17,8 +17,8 @@ inline constexpr int kExpDegree<BFloat16> = 3;
 template <>
 inline constexpr int kExpDegree<Half> = 4;
 
-// Longest chain of additions in a product. With fp32 operands, scores at head dimension 64 from chains
-// of 64 put outputs 1.2e-6 off and chains of 32 0.7e-6; 16-bit operands do not notice.
+// Longest chain of additions in a product. With fp32 operands, scores at head dimension 64 from
+// chains of 64 put outputs 1.2e-6 off and chains of 32 0.7e-6; 16-bit operands do not notice.
 template <class T>
 inline constexpr int64_t kChain = 128;
 template <>
@@ -129,8 +129,7 @@ struct DotEngine {
   }
 
   TILEWISE_FN static void pack_rows_a(uint32_t* dst, int64_t ld, int64_t plane,
-                                      const BFloat16* const* rows, int64_t count,
-                                      int64_t columns) {
+                                      const BFloat16* const* rows, int64_t count, int64_t columns) {
     pack_rows<DotEngine>(dst, ld, plane, rows, count, columns);
   }
   TILEWISE_FN static OperandA rows_a(const uint32_t* data, int64_t ld, int64_t, int64_t plane) {
@@ -139,7 +138,8 @@ struct DotEngine {
 
   TILEWISE_FN static void gemm(float* c, int64_t ldc, bool accumulate, OperandA a, int64_t m,
                                OperandB b, int64_t vectors, int64_t units) {
-    vector_gemm<Dot, S.rows, kVectors, kChain<BFloat16>>(c, ldc, accumulate, a, m, b, vectors, units);
+    vector_gemm<Dot, S.rows, kVectors, kChain<BFloat16>>(c, ldc, accumulate, a, m, b, vectors,
+                                                         units);
   }
 };
 #endif

@@ -1,5 +1,5 @@
-// The forward of one work item (FlashAttention-2, algorithm 1), transposed: query rows are the vector
-// lanes, so maxima, sums and masks are vertical and no head dimension is awkward.
+// The forward of one work item (FlashAttention-2, algorithm 1), transposed: query rows are the
+// vector lanes, so maxima, sums and masks are vertical and no head dimension is awkward.
 //
 //   S^T[key][lane]  = K Q^T       K packed per tile, Q^T once per item
 //   P^T             = 2^((S^T - m) c), m and l kept per lane
@@ -12,7 +12,8 @@
 namespace tilewise::cpu {
 namespace {
 
-// E: the engine's storage, shape and order of weights. Products: PackedProducts or StreamedProducts.
+// E: the engine's storage, shape and order of weights. Products: PackedProducts or
+// StreamedProducts.
 template <class E, class Products>
 struct Forward : ForwardScratch {
   using T = typename E::Storage;
@@ -77,8 +78,7 @@ struct Forward : ForwardScratch {
       for (int32_t key = 0; key < padded_keys; ++key) {
         float* at = s_tile + key * S.panel + lane;
         F value = load(at);
-        if (general && key < keys.size())
-          value = scores.at(value, diagonal, key, lane).value;
+        if (general && key < keys.size()) value = scores.at(value, diagonal, key, lane).value;
         if (masked) value = bounds.sees(key) ? value : splat(kMinusInfinity);
         store(at, value);
       }
@@ -158,8 +158,7 @@ struct Forward : ForwardScratch {
         const float w = E::weight_b(weights, weights_plane, S.panel, bad_v.index[b], lane);
         if (w == 0.0f) continue;
         for (int64_t d = 0; d < p.head_dim_v; ++d)
-          o_panel[d * S.panel + lane] +=
-              w * to_float(static_cast<const T*>(bad_v.address[b])[d]);
+          o_panel[d * S.panel + lane] += w * to_float(static_cast<const T*>(bad_v.address[b])[d]);
       }
   }
 
@@ -197,8 +196,7 @@ struct Forward : ForwardScratch {
     key_rows(rows, keys, packed_keys, s.kv, p.k, task.kv_head);
     products.load_keys(rows, packed_keys);
     key_rows(rows, keys, packed_keys, s.kv, p.v, task.kv_head);
-    const int64_t bad_count =
-        edge ? take_out_nonfinite(rows, keys.size(), p.head_dim_v, bad_v) : 0;
+    const int64_t bad_count = edge ? take_out_nonfinite(rows, keys.size(), p.head_dim_v, bad_v) : 0;
     products.load_values(rows, packed_keys);
     return bad_count;
   }
@@ -220,8 +218,7 @@ struct Forward : ForwardScratch {
   TILEWISE_FN float lse_of(int64_t lane) const {
     if (l[lane] == 0.0f) return kMinusInfinity;
     const double highest = static_cast<double>(m[lane]) * static_cast<double>(exponent);
-    return static_cast<float>(highest * kLn2 +
-                              __builtin_log(static_cast<double>(l[lane])));
+    return static_cast<float>(highest * kLn2 + __builtin_log(static_cast<double>(l[lane])));
   }
 
   TILEWISE_FN void finish_lanes(int64_t panel, int64_t lane) {
@@ -264,8 +261,8 @@ void pack_item(const PackTask& task, Arena scratch) {
   key_rows(rows, task.keys, count, task.sequence.kv, p.k, task.kv_head);
   pack_columns<E>(task.packed, qk.ld, k_plane, rows, count, p.head_dim);
   key_rows(rows, task.keys, count, task.sequence.kv, p.v, task.kv_head);
-  E::pack_rows_a(task.packed + S.parts * k_plane, dv.m_ld, S.tile_k / S.pair * dv.m_ld, rows,
-                 count, p.head_dim_v);
+  E::pack_rows_a(task.packed + S.parts * k_plane, dv.m_ld, S.tile_k / S.pair * dv.m_ld, rows, count,
+                 p.head_dim_v);
   bool finite = true;
   for (int64_t i = 0; i < task.keys.size(); ++i) finite &= row_is_finite(rows[i], p.head_dim_v);
   *task.nonfinite = finite ? 0 : 1;

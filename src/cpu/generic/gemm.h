@@ -37,8 +37,8 @@ struct Dot {
 };
 #endif
 
-// One register block: R rows of C by V vectors. R * V accumulators, V vectors of B and one broadcast
-// of A are live: 24 + 3 + 1 of 32 registers with AVX-512, 12 + 3 + 1 of 16 with AVX2.
+// One register block: R rows of C by V vectors. R * V accumulators, V vectors of B and one
+// broadcast of A are live: 24 + 3 + 1 of 32 registers with AVX-512, 12 + 3 + 1 of 16 with AVX2.
 template <class Op, int R, int V>
 TILEWISE_FN void register_block(float* c, int64_t ldc, bool accumulate, const uint32_t* a,
                                 int64_t a_row, int64_t a_unit, const uint32_t* b, int64_t ldb,
@@ -82,9 +82,9 @@ TILEWISE_FN void vector_gemm(float* c, int64_t ldc, bool accumulate, OperandA a,
     // Even groups: four vectors are 2 + 2, not 3 + 1, which would wait for loads.
     const int64_t groups = ceil_div(vectors, V);
     const int64_t now = ceil_div(vectors, groups);
-    const auto block = now == 1                  ? &block_column<Op, R, 1, kChain>
-                       : (now == 2 || V == 2)    ? &block_column<Op, R, 2, kChain>
-                                                 : &block_column<Op, R, V, kChain>;
+    const auto block = now == 1               ? &block_column<Op, R, 1, kChain>
+                       : (now == 2 || V == 2) ? &block_column<Op, R, 2, kChain>
+                                              : &block_column<Op, R, V, kChain>;
     block(c, ldc, accumulate, a, m, b.data, b.ld, units);
     c += now * W;
     b.data += now * W;

@@ -68,8 +68,8 @@ struct Lanes : LaneScratch {
 
 // Addresses of the rows of `view` that the lanes stand for; null past the last one.
 template <class T>
-TILEWISE_FN void lane_rows(const T** rows, const Lanes& lanes, int64_t capacity,
-                           const Sequence& s, const tilewise_tensor& view) {
+TILEWISE_FN void lane_rows(const T** rows, const Lanes& lanes, int64_t capacity, const Sequence& s,
+                           const tilewise_tensor& view) {
   const T* data = static_cast<const T*>(view.data);
   for (int64_t lane = 0; lane < capacity; ++lane)
     rows[lane] = lane < lanes.count ? data + s.row_offset(view, lanes.row[lane]) +
@@ -123,9 +123,9 @@ TILEWISE_FN bool row_is_finite(const T* row, int64_t columns) {
   return !any(zero != zero);
 }
 
-// A weight of 0 times an infinity is NaN, and would reach rows that must not see it. So where a tile
-// is masked, rows with Inf or NaN are taken out of the product (null: zeros) and come back as `bad`,
-// to be added where a weight is not 0. Returns how many.
+// A weight of 0 times an infinity is NaN, and would reach rows that must not see it. So where a
+// tile is masked, rows with Inf or NaN are taken out of the product (null: zeros) and come back as
+// `bad`, to be added where a weight is not 0. Returns how many.
 template <class T>
 TILEWISE_FN int64_t take_out_nonfinite(const T** rows, int64_t count, int64_t columns,
                                        const RowScratch& bad) {

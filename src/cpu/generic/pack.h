@@ -1,7 +1,8 @@
-// Packing: rows of storage, wherever they are, into operands of a matrix engine. A null row is zeros.
+// Packing: rows of storage, wherever they are, into operands of a matrix engine. A null row is
+// zeros.
 //
-// The contraction of a product runs either along the columns of a row (q.k, do.v: "columns") or from
-// row to row (p v, p^T do, ds k, ds^T q: "rows"); each comes as it is or transposed.
+// The contraction of a product runs either along the columns of a row (q.k, do.v: "columns") or
+// from row to row (p v, p^T do, ds k, ds^T q: "rows"); each comes as it is or transposed.
 #pragma once
 
 #include "cpu/generic/simd.h"
@@ -41,24 +42,22 @@ TILEWISE_FN typename E::Units units_of_rows(const typename E::Storage* const* ro
 
 // dst[row][unit]
 template <class E>
-void pack_columns(uint32_t* dst, int64_t ld, int64_t plane,
-                  const typename E::Storage* const* rows, int64_t count, int64_t columns) {
+void pack_columns(uint32_t* dst, int64_t ld, int64_t plane, const typename E::Storage* const* rows,
+                  int64_t count, int64_t columns) {
   for (int64_t r = 0; r < count; ++r)
     for (int64_t u = 0; u < ld; u += W)
-      E::store_units(dst + r * ld + u, plane,
-                     units_of_row<E>(rows[r], u * E::kPair, columns));
+      E::store_units(dst + r * ld + u, plane, units_of_row<E>(rows[r], u * E::kPair, columns));
 }
 
 // dst[unit][row]: `count` rows are the lanes, a multiple of W.
 template <class E>
 void pack_columns_transposed(uint32_t* dst, int64_t ld, int64_t plane,
-                             const typename E::Storage* const* rows, int64_t count,
-                             int64_t columns, int64_t units) {
+                             const typename E::Storage* const* rows, int64_t count, int64_t columns,
+                             int64_t units) {
   for (int64_t r = 0; r < count; r += W)
     for (int64_t u = 0; u < units; u += W) {
       typename E::Units block[W];
-      for (int i = 0; i < W; ++i)
-        block[i] = units_of_row<E>(rows[r + i], (u)*E::kPair, columns);
+      for (int i = 0; i < W; ++i) block[i] = units_of_row<E>(rows[r + i], (u)*E::kPair, columns);
       E::transpose_units(block);
       for (int64_t i = 0; i < min<int64_t>(W, units - u); ++i)
         E::store_units(dst + (u + i) * ld + r, plane, block[i]);

@@ -1,5 +1,6 @@
-// The two products of the forward, S^T = K Q^T and O^T += V^T P^T, in the two ways they are computed:
-// packed operands on a matrix engine, or, for the few rows of decoding, streamed from where they lie.
+// The two products of the forward, S^T = K Q^T and O^T += V^T P^T, in the two ways they are
+// computed: packed operands on a matrix engine, or, for the few rows of decoding, streamed from
+// where they lie.
 #pragma once
 
 #include "cpu/generic/engine.h"
@@ -13,7 +14,7 @@ template <class E>
 struct PackedProducts {
   using T = typename E::Storage;
   static constexpr Shape S = E::S;
-  static constexpr int64_t kKeyStep = max<int64_t>(8, max<int64_t>(S.rows, S.units * S.pair));
+  static constexpr int64_t kKeyStep = max<int64_t>(8, max<int64_t>(S.rows, S.units* S.pair));
 
   static constexpr bool kPacked = true;
 
@@ -58,8 +59,9 @@ struct PackedProducts {
   }
 };
 
-// How streaming reads storage: kParts vectors of fp32 from kColumns neighbours. bf16 comes in pairs, the
-// even columns and the odd ones, because that is two operations where widening in order is four.
+// How streaming reads storage: kParts vectors of fp32 from kColumns neighbours. bf16 comes in
+// pairs, the even columns and the odd ones, because that is two operations where widening in order
+// is four.
 template <class T>
 struct Reader {
   static constexpr int kParts = 1;
@@ -78,8 +80,8 @@ struct Reader<BFloat16> {
 };
 
 // Decoding reads every key once for at most thin_rows packed rows: the time is the memory's, and a
-// packed copy, or 16 lanes for one row, would be too slow for it. Here the vectors run along the head
-// dimension: K and V are read where they are, each once.
+// packed copy, or 16 lanes for one row, would be too slow for it. Here the vectors run along the
+// head dimension: K and V are read where they are, each once.
 template <class E>
 struct StreamedProducts {
   using T = typename E::Storage;

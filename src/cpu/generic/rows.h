@@ -75,9 +75,9 @@ void delta_item(const RowTask& t) {
     const int64_t packed = t.packed_rows.begin + i;
     const int64_t row = packing.row(packed);
     const int64_t head = t.kv_head * packing.group + packing.head(packed);
-    float delta = dot_rows(packed_row<const T>(p, t.sequence, t.kv_head, packed, p.out),
-                           packed_row<const T>(p, t.sequence, t.kv_head, packed, g.dout),
-                           p.head_dim_v);
+    float delta =
+        dot_rows(packed_row<const T>(p, t.sequence, t.kv_head, packed, p.out),
+                 packed_row<const T>(p, t.sequence, t.kv_head, packed, g.dout), p.head_dim_v);
     if (g.dlse != nullptr)
       delta -= g.dlse[t.sequence.lse_offset(g.dlse_stride_batch, row) + head * g.dlse_stride_head];
     t.delta[i] = delta;

@@ -13,8 +13,8 @@ struct ScoreTile : ScoreScratch {
   const Problem* problem;
   Score score;
 
-  // Reads slopes and the bias tile of the panel that starts at lane `first` of `lanes`, into the lanes
-  // of this tile from `at` on.
+  // Reads slopes and the bias tile of the panel that starts at lane `first` of `lanes`, into the
+  // lanes of this tile from `at` on.
   TILEWISE_FN void load_panel(const Sequence& s, const Lanes& lanes, int64_t first, int64_t panel,
                               Range keys, int64_t at) {
     const Problem& p = *problem;
@@ -36,8 +36,7 @@ struct ScoreTile : ScoreScratch {
   }
   TILEWISE_FN static float bias_at(const Problem& p, int64_t offset) {
     if (p.bias_dtype == TILEWISE_FLOAT32) return static_cast<const float*>(p.bias)[offset];
-    if (p.bias_dtype == TILEWISE_FLOAT16)
-      return to_float(static_cast<const Half*>(p.bias)[offset]);
+    if (p.bias_dtype == TILEWISE_FLOAT16) return to_float(static_cast<const Half*>(p.bias)[offset]);
     return to_float(static_cast<const BFloat16*>(p.bias)[offset]);
   }
 

@@ -1,5 +1,5 @@
-// The vector vocabulary of the CPU loops: GCC/Clang vector extensions, W lanes of fp32, and a handful
-// of functions where an instruction says it better. Included once per instruction set.
+// The vector vocabulary of the CPU loops: GCC/Clang vector extensions, W lanes of fp32, and a
+// handful of functions where an instruction says it better. Included once per instruction set.
 #pragma once
 
 #include <cstddef>
@@ -75,8 +75,8 @@ TILEWISE_FN F vmax(F a, F b) {
 
 TILEWISE_FN bool any(I mask) {
 #if defined(__AVX512F__)
-  return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(mask),
-                                reinterpret_cast<__m512i>(mask)) != 0;
+  return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(mask), reinterpret_cast<__m512i>(mask)) !=
+         0;
 #elif defined(__AVX2__)
   return _mm256_testz_si256(reinterpret_cast<__m256i>(mask), reinterpret_cast<__m256i>(mask)) == 0;
 #else
@@ -93,8 +93,8 @@ TILEWISE_FN float sum_lanes(F v) {
   return v[0];
 }
 
-// 2^x for the softmax, x <= 127; 0 for -inf, NaN for NaN. Minimax polynomials of our own fit: maximum
-// relative error 7.5e-5, 2.6e-6, 7.5e-8 for degree 3, 4, 5.
+// 2^x for the softmax, x <= 127; 0 for -inf, NaN for NaN. Minimax polynomials of our own fit:
+// maximum relative error 7.5e-5, 2.6e-6, 7.5e-8 for degree 3, 4, 5.
 template <int Degree>
 TILEWISE_FN F exp2(F x) {
 #if defined(__AVX512DQ__)
@@ -188,11 +188,11 @@ TILEWISE_FN void from_fp32(BFloat16* p, F v) {
 TILEWISE_FN U interleave_bf16(F low, F high) {
 #if defined(__AVX512BF16__)
   using H2 = uint16_t __attribute__((vector_size(W * 4)));
-  const H2 halves = reinterpret_cast<H2>(_mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(high),
-                                                             reinterpret_cast<__m512>(low)));
-  return reinterpret_cast<U>(__builtin_shufflevector(
-      halves, halves, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26,
-      11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+  const H2 halves = reinterpret_cast<H2>(
+      _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(high), reinterpret_cast<__m512>(low)));
+  return reinterpret_cast<U>(__builtin_shufflevector(halves, halves, 0, 16, 1, 17, 2, 18, 3, 19, 4,
+                                                     20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26,
+                                                     11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
 #else
   return bf16_bits(low) | (bf16_bits(high) << 16);
 #endif
