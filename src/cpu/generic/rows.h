@@ -104,18 +104,18 @@ void finish_dq_item(const RowTask& t) {
     const float* const sums =
         seen ? t.dq_sum + first / S.panel * qk.m * S.panel + first % S.panel : zeros;
     const int64_t ld = seen ? S.panel : 0;
-    const T* q[W];
-    T* dq[W];
-    for (int i = 0; i < valid; ++i) {
-      const int64_t packed = t.packed_rows.begin + first + i;
-      q[i] = packed_row<const T>(p, t.sequence, t.kv_head, packed, p.q);
-      dq[i] = packed_row<T>(p, t.sequence, t.kv_head, packed, g.dq);
+    if (g.dq.data != nullptr) {
+      T* dq[W];
+      for (int i = 0; i < valid; ++i)
+        dq[i] = packed_row<T>(p, t.sequence, t.kv_head, t.packed_rows.begin + first + i, g.dq);
+      store_lanes(dq, valid, sums, ld, p.head_dim, splat(scale));
     }
-    if (g.dq.data != nullptr) store_lanes(dq, valid, sums, ld, p.head_dim, splat(scale));
     if (t.dscale == nullptr || !seen) continue;
     for (int i = 0; i < valid; ++i) {
+      const T* const q =
+          packed_row<const T>(p, t.sequence, t.kv_head, t.packed_rows.begin + first + i, p.q);
       float share = 0.0f;
-      for (int64_t c = 0; c < p.head_dim; ++c) share += to_float(q[i][c]) * sums[c * ld + i];
+      for (int64_t c = 0; c < p.head_dim; ++c) share += to_float(q[c]) * sums[c * ld + i];
       dscale += static_cast<double>(share);
     }
   }
