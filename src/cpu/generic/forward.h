@@ -94,11 +94,12 @@ struct Forward : ForwardScratch {
   // (FlashAttention-4 calls this conditional rescaling).
   TILEWISE_FN F raise_maximum(int64_t panel, int64_t lane, int64_t padded_keys) {
     float* const m_at = m + panel * S.panel + lane;
-    F tile_max[2] = {splat(kMinusInfinity), splat(kMinusInfinity)};
-    for (int64_t key = 0; key < padded_keys; key += 2)
-      for (int i = 0; i < 2; ++i)
+    F tile_max[4];  // independent chains: the latency of max is four cycles
+    for (F& chain : tile_max) chain = splat(kMinusInfinity);
+    for (int64_t key = 0; key < padded_keys; key += 4)
+      for (int i = 0; i < 4; ++i)
         tile_max[i] = vmax(tile_max[i], load(s_tile + (key + i) * S.panel + lane));
-    const F highest = vmax(tile_max[0], tile_max[1]);
+    const F highest = vmax(vmax(tile_max[0], tile_max[1]), vmax(tile_max[2], tile_max[3]));
     const F old = load(m_at);
     const I outgrown = highest > old + 8.0f / exponent;
     if (any(outgrown)) {
@@ -119,7 +120,7 @@ struct Forward : ForwardScratch {
   template <bool kDropout>
   TILEWISE_FN void exponentiate(int64_t panel, int64_t lane, Range keys, int64_t padded_keys,
                                 F base) {
-    F sum[2] = {F{}, F{}};
+    F sum[4] = {};
     for (int64_t key = 0; key < padded_keys; key += 8) {
       KeepMask keep;
       if constexpr (kDropout)
@@ -129,14 +130,14 @@ struct Forward : ForwardScratch {
         for (int j = 0; j < 2; ++j) {
           const F x = load(s_tile + (key + i + j) * S.panel + lane);
           w[j] = exp2<kExpDegree<T>>((x - base) * exponent);
-          sum[j] += w[j];
+          sum[(i + j) % 4] += w[j];
           if constexpr (kDropout) w[j] = w[j] * keep.scale(dropout, i + j);
         }
         E::store_weights_b(weights, weights_plane, S.panel, key + i, lane, w[0], w[1]);
       }
     }
     float* const l_at = l + panel * S.panel + lane;
-    store(l_at, load(l_at) + (sum[0] + sum[1]));
+    store(l_at, load(l_at) + ((sum[0] + sum[1]) + (sum[2] + sum[3])));
   }
 
   TILEWISE_FN void softmax_panel(int64_t panel, Range keys, int64_t padded_keys) {
