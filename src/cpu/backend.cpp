@@ -253,7 +253,7 @@ struct BackwardLaunch {
         kernels(kernels_for(plan.isa, p.dtype)),
         layout(p, g, shape, plan, arena),
         tiles(p, shape.back_q, layout.first_tile),
-        chunk(back_chunk(shape, p.head_dim, p.head_dim_v)) {}
+        chunk(back_chunk(shape, p)) {}
 
   int64_t work() const {
     return saturating_work(tiles.total * shape.back_q, tiles.most_keys + 1,

@@ -49,8 +49,7 @@ Plan plan_backward(const Problem& problem, const Gradients& gradients, Isa isa, 
   plan.threads = threads;
   plan.tile_q = shape.back_q;
   plan.tile_k = kBackTileK;
-  plan.splits = max(int64_t{1}, ceil_div(longest_keys(problem),
-                                         back_chunk(shape, problem.head_dim, problem.head_dim_v)));
+  plan.splits = max(int64_t{1}, ceil_div(longest_keys(problem), back_chunk(shape, problem)));
   plan.engine = shape.engine;
   Arena arena;
   BackwardLayout(problem, gradients, shape, plan, arena);

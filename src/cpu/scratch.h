@@ -137,7 +137,7 @@ struct BackwardScratch {
   TILEWISE_FN BackwardScratch(const Shape& s, const Problem& p, Arena& arena)
       : qk(extent_of(s, p.head_dim)),
         dve(extent_of(s, p.head_dim_v)),
-        chunk(back_chunk(s, p.head_dim, p.head_dim_v)),
+        chunk(back_chunk(s, p)),
         panels(s.back_q / s.panel),
         k_plane(chunk * qk.ld),
         v_plane(chunk * dve.ld),

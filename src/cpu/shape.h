@@ -26,7 +26,7 @@ struct Shape {
 // S^T of one panel and one tile stays in the L1 cache with the vector engines (128 keys of 48
 // lanes: 24 KB). With AMX longer tiles win: sums of O stay in tile registers for longer.
 constexpr Shape shape_of(Isa isa, int32_t dtype) {
-  constexpr Shape avx512 = {"fma", 16, 48, 8, 1, 1, 1, 192, 128, 96, 256};
+  constexpr Shape avx512 = {"fma", 16, 48, 8, 1, 1, 1, 192, 128, 96, 512};
   switch (isa) {
     case Isa::portable:
       return {"fma", 4, 8, 4, 1, 1, 1, 64, 128, 32, 256};
@@ -35,7 +35,7 @@ constexpr Shape shape_of(Isa isa, int32_t dtype) {
     case Isa::avx512:
       return avx512;
     case Isa::avx512_bf16:
-      if (dtype == TILEWISE_BFLOAT16) return {"dot", 16, 48, 8, 2, 1, 1, 192, 128, 96, 256};
+      if (dtype == TILEWISE_BFLOAT16) return {"dot", 16, 48, 8, 2, 1, 1, 192, 128, 96, 512};
       return avx512;
     case Isa::amx:
       if (dtype == TILEWISE_BFLOAT16) return {"amx", 16, 32, 32, 2, 16, 1, 256, 256, 128, 1024};
@@ -56,11 +56,18 @@ constexpr Shape thin_shape_of(Isa isa, int32_t) {
   return {"stream", lanes, lanes, lanes, 1, 2 * lanes, 1, thin_rows(isa), 128, 0, 0};
 }
 
-// Keys of a backward tile, and of a backward work item: its packed keys and values and their
-// gradients stay in the L2 cache.
+// Keys of a backward tile.
 inline constexpr int64_t kBackTileK = 64;
-constexpr int64_t back_chunk(const Shape& s, int64_t head_dim, int64_t head_dim_v) {
-  return head_dim + head_dim_v <= 128 ? s.back_keys : s.back_keys / 2;
+
+// Keys of a backward work item: as many as keep packed keys, values and their gradients in the L2
+// cache, because every item packs all its queries; fewer where there would be too few items.
+TILEWISE_FN int64_t back_chunk(const Shape& s, const Problem& p) {
+  constexpr int64_t kWantedItems = 16;
+  const int64_t keys = key_capacity(p);
+  const int64_t heads = p.heads_kv * (p.cu_seqlens_k == nullptr ? p.batch : 1);
+  int64_t chunk = p.head_dim + p.head_dim_v <= 128 ? s.back_keys : s.back_keys / 2;
+  while (chunk > 2 * kBackTileK && heads * ceil_div(keys, chunk) < kWantedItems) chunk /= 2;
+  return chunk;
 }
 
 // Sizes of packed operands.
