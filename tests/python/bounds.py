@@ -121,5 +121,5 @@ def check_gradients(
             rounding = 8 * unit if name == "v" else fp32_rounding(b)
             bound = FP32_RELATIVE * largest(target) + rounding * sizes[name]
         else:
-            bound = GRADIENT_FACTOR * yard[name] + unit * (largest(target) + sizes[name])
+            bound = GRADIENT_FACTOR * yard[name] + unit * (largest(target) + 2 * sizes[name])
         _compare(f"d{name}", values, target, dtype, bound, where)
