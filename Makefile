@@ -92,7 +92,7 @@ test: test-cpp test-python ## all tests, C++ and Python (under 10 minutes on 2 c
 .PHONY: test-cpp
 test-cpp: build
 	@$(say) "C++ tests"
-	@ctest --preset release --progress
+	@ctest --preset release | grep -vE '^ *Start |   Passed +[0-9]'
 
 # The benchmark's tests run in a process of their own: bench/cases.py and tests/python/cases.py are both the
 # module `cases`, and the first one imported would be handed to everybody.
