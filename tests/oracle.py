@@ -151,6 +151,22 @@ def part_bias(o: Options, batch: int, rows: int, keys: int) -> Array:
     return b[:, : rows if b.shape[1] > 1 else 1, :keys]
 
 
+def scores(o: Options, batch: int, raw: Array) -> tuple[Array, Array]:
+    """Scores from q.k [Hq, n, m], in the order scale, softcap, ALiBi, bias, band; and the derivative
+    of the softcap."""
+    n, m = raw.shape[1:]
+    s = o.scale * raw
+    capped = np.ones_like(s)
+    if o.softcap > 0:
+        t = np.tanh(s / o.softcap)
+        s, capped = o.softcap * t, 1 - t * t
+    i, j = np.ogrid[:n, :m]
+    if o.slopes is not None:
+        s = s - o.slopes[batch][:, None, None] * np.abs(i + m - n - j)
+    s = s + part_bias(o, batch, n, m)
+    return np.where(visible(o, n, m), s, -np.inf), capped
+
+
 def attention(
     q: Array,
     k: Array,
@@ -177,18 +193,8 @@ def attention(
         kh = np.repeat(k[part.keys], group, axis=1).transpose(1, 0, 2)  # [Hq, m, D]
         vh = np.repeat(v[part.keys], group, axis=1).transpose(1, 0, 2)
 
-        # Scores, in the order scale, softcap, ALiBi, bias, band.
         raw = qh @ kh.transpose(0, 2, 1)
-        s = o.scale * raw
-        capped = np.ones_like(s)
-        if o.softcap > 0:
-            t = np.tanh(s / o.softcap)
-            s, capped = o.softcap * t, 1 - t * t
-        i, j = np.ogrid[:n, :m]
-        if o.slopes is not None:
-            s = s - o.slopes[part.batch][:, None, None] * np.abs(i + m - n - j)
-        s = s + part_bias(o, part.batch, n, m)
-        s = np.where(visible(o, n, m), s, -np.inf)
+        s, capped = scores(o, part.batch, raw)
 
         # Softmax with an optional sink; a row that sees nothing has lse = -inf and p = 0.
         sink = np.full(heads, -np.inf) if o.sinks is None else o.sinks

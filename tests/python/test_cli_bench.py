@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tilewise.cli import cost, timing  # noqa: E402
-from tilewise.cli.contestants import ATTEND, ON_DEVICE, Problem, prepare  # noqa: E402
 from tilewise.cli.command import main  # noqa: E402
+from tilewise.cli.contestants import ATTEND, ON_DEVICE, Problem, prepare  # noqa: E402
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
