@@ -152,8 +152,8 @@ def part_bias(o: Options, batch: int, rows: int, keys: int) -> Array:
 
 
 def scores(o: Options, batch: int, raw: Array) -> tuple[Array, Array]:
-    """Scores from q.k [Hq, n, m], in the order scale, softcap, ALiBi, bias, band; and the derivative
-    of the softcap."""
+    """Scores from q.k [Hq, n, m], in the order scale, softcap, ALiBi, bias, band; and what the
+    derivative of the softcap is."""
     n, m = raw.shape[1:]
     s = o.scale * raw
     capped = np.ones_like(s)
