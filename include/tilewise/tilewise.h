@@ -132,7 +132,7 @@ typedef struct tilewise_attention {
 
   /* Variable length. Entries are int32 in the memory of the device. */
   const int32_t* cu_seqlens_q; /* [B+1], from 0, not decreasing, last <= T */
-  const int32_t* cu_seqlens_k; /* [B+1] */
+  const int32_t* cu_seqlens_k; /* [B+1]; with block_table only the lengths count */
   const int32_t* seqused_q;    /* [B]: rows in use of each sequence; <= its length */
   const int32_t* seqused_k; /* [B]: keys in use; includes leftpad_k; dense and paged caches too */
   int64_t max_seqlen_q;     /* optional upper bound, 0: not known; never required */
@@ -144,7 +144,8 @@ typedef struct tilewise_attention {
   int64_t block_table_width;   /* Sk = block_table_width * page_size unless seqused_k */
   int64_t page_size;           /* any number >= 1; read when block_table is given */
   int64_t pages;               /* pages in k and v */
-  const int32_t* kv_batch_idx; /* [B]: sequence b reads batch row kv_batch_idx[b] of k and v */
+  const int32_t* kv_batch_idx; /* [B]: sequence b reads batch row kv_batch_idx[b] of k and v;
+                                  not with block_table or cu_seqlens_k */
   int64_t kv_batch;            /* batch rows of k and v; 0 means batch */
   const int32_t* leftpad_k;    /* [B]: first key of each sequence */
 
