@@ -39,7 +39,6 @@ using H = uint16_t __attribute__((vector_size(W * 2)));
 using U64 = uint64_t __attribute__((vector_size(W * 8)));
 
 TILEWISE_FN F splat(float x) { return F{} + x; }
-TILEWISE_FN I splat_int(int32_t x) { return I{} + x; }
 
 template <class V, class T>
 TILEWISE_FN V load_as(const T* p) {
@@ -53,12 +52,6 @@ TILEWISE_FN void store_as(T* p, V v) {
 }
 TILEWISE_FN F load(const float* p) { return load_as<F>(p); }
 TILEWISE_FN void store(float* p, F v) { store_as(p, v); }
-
-TILEWISE_FN I lane_index() {
-  I v{};
-  for (int i = 0; i < W; ++i) v[i] = i;
-  return v;
-}
 
 // The larger of the two; b when a is NaN.
 TILEWISE_FN F vmax(F a, F b) {
