@@ -1,0 +1,128 @@
+// The tile tables of mma_sync, one struct per architecture that needs its own. Each names what the
+// architecture has and, per element size and head-dim tile, how the kernels are cut; a missing tile
+// (warps == 0) means that no kernel is built and the simt family serves.
+//
+// Sources of the numbers: docs/performance.md.
+#pragma once
+
+#include "cuda/arch/limits.h"
+
+namespace tilewise::cuda::arch {
+
+inline constexpr ForwardTile kNoForward{};
+inline constexpr BackwardTile kNoBackward{};
+
+// 227 KB of shared memory, vector reductions.
+struct Sm90 {
+  static constexpr int kTable = 90;
+  static constexpr bool kAsyncCopy = true;         // cp.async
+  static constexpr bool kVectorReduction = true;   // red.global.add.v4.f32
+  static constexpr bool kWideMma = true;           // m16n8k16, bf16, tf32
+
+  static constexpr ForwardTile forward(int element_bytes, int head_dim) {
+    if (element_bytes == 2) {
+      if (head_dim <= 64) return {4, 32, 96, 3, 2};
+      if (head_dim <= 128) return {4, 32, 64, 4, 2};
+      return {4, 16, 64, 2, 2};
+    }
+    if (head_dim <= 64) return {4, 32, 32, 3, 2};
+    if (head_dim <= 128) return {4, 16, 32, 3, 2};
+    return {4, 16, 32, 3, 1};
+  }
+
+  static constexpr BackwardTile backward(int element_bytes, int head_dim) {
+    if (element_bytes == 2) {
+      if (head_dim <= 64) return {4, 1, 32, 3, false, true, 2};
+      if (head_dim <= 128) return {4, 2, 64, 3, true, true, 1};
+      return {2, 4, 64, 2, true, false, 1};
+    }
+    if (head_dim <= 64) return {4, 2, 32, 2, true, false, 1};
+    if (head_dim <= 128) return {2, 4, 32, 1, true, false, 1};
+    return kNoBackward;
+  }
+};
+
+// 163 KB.
+struct Sm80 {
+  static constexpr int kTable = 80;
+  static constexpr bool kAsyncCopy = true;
+  static constexpr bool kVectorReduction = false;
+  static constexpr bool kWideMma = true;
+
+  static constexpr ForwardTile forward(int element_bytes, int head_dim) {
+    if (element_bytes == 2 && head_dim > 128) return {4, 16, 64, 2, 1};
+    if (element_bytes == 2 && head_dim > 64) return {4, 32, 64, 3, 2};
+    return Sm90::forward(element_bytes, head_dim);
+  }
+  static constexpr BackwardTile backward(int element_bytes, int head_dim) {
+    if (element_bytes == 2 && head_dim > 128) return {2, 4, 64, 1, true, false, 1};
+    if (element_bytes == 2 && head_dim > 64) return {4, 2, 64, 2, true, true, 1};
+    return Sm90::backward(element_bytes, head_dim);
+  }
+};
+
+// 99 KB, otherwise as sm_80.
+struct Sm86 {
+  static constexpr int kTable = 86;
+  static constexpr bool kAsyncCopy = true;
+  static constexpr bool kVectorReduction = false;
+  static constexpr bool kWideMma = true;
+
+  static constexpr ForwardTile forward(int element_bytes, int head_dim) {
+    if (element_bytes == 2) {
+      if (head_dim <= 64) return {4, 32, 64, 3, 2};
+      if (head_dim <= 128) return {4, 32, 64, 2, 1};
+      return {4, 16, 64, 2, 1};
+    }
+    if (head_dim <= 64) return {4, 32, 32, 3, 1};
+    if (head_dim <= 128) return {4, 16, 32, 3, 1};
+    return {2, 16, 16, 3, 1};
+  }
+  static constexpr BackwardTile backward(int element_bytes, int head_dim) {
+    if (element_bytes == 2) {
+      if (head_dim <= 64) return {4, 1, 32, 2, false, true, 1};
+      if (head_dim <= 128) return {2, 2, 64, 1, true, false, 1};
+      return {1, 4, 32, 1, true, false, 1};
+    }
+    if (head_dim <= 64) return {2, 2, 32, 1, true, false, 1};
+    return kNoBackward;
+  }
+};
+
+// 99 KB with vector reductions.
+struct Sm120 {
+  static constexpr int kTable = 120;
+  static constexpr bool kAsyncCopy = true;
+  static constexpr bool kVectorReduction = true;
+  static constexpr bool kWideMma = true;
+
+  static constexpr ForwardTile forward(int element_bytes, int head_dim) {
+    return Sm86::forward(element_bytes, head_dim);
+  }
+  static constexpr BackwardTile backward(int element_bytes, int head_dim) {
+    return Sm86::backward(element_bytes, head_dim);
+  }
+};
+
+// 64 KB, fp16 only, m16n8k8, no asynchronous copies.
+struct Sm75 {
+  static constexpr int kTable = 75;
+  static constexpr bool kAsyncCopy = false;
+  static constexpr bool kVectorReduction = false;
+  static constexpr bool kWideMma = false;
+
+  static constexpr ForwardTile forward(int element_bytes, int head_dim) {
+    if (element_bytes != 2) return kNoForward;
+    if (head_dim <= 64) return {4, 32, 64, 3, 1};
+    if (head_dim <= 128) return {4, 16, 64, 3, 1};
+    return {2, 16, 32, 3, 1};
+  }
+  static constexpr BackwardTile backward(int element_bytes, int head_dim) {
+    if (element_bytes != 2) return kNoBackward;
+    if (head_dim <= 64) return {4, 1, 32, 1, false, true, 1};
+    if (head_dim <= 128) return {2, 2, 32, 1, true, false, 1};
+    return kNoBackward;
+  }
+};
+
+}  // namespace tilewise::cuda::arch

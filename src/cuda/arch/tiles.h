@@ -1,0 +1,45 @@
+// The words of the tile tables in this folder: how a kernel is cut. A tile may change speed, never
+// results.
+#pragma once
+
+#include <cstdint>
+
+namespace tilewise::cuda::arch {
+
+// Forward (mma_sync): `warps` warps of `warp_rows` query rows; keys and values pass through one
+// ring of `stages` tiles of `keys` rows.
+struct ForwardTile {
+  int warps;
+  int warp_rows;  // 16 or 32
+  int keys;
+  int stages;
+  int blocks_per_sm;
+
+  constexpr int rows() const { return warps * warp_rows; }
+  constexpr int threads() const { return warps * 32; }
+};
+
+// Backward (mma_sync): a block owns key_warps * 32 keys and walks tiles of `queries` query rows,
+// which query_warps share.
+struct BackwardTile {
+  int key_warps;
+  int query_warps;
+  int queries;
+  int stages;          // tiles of Q and dO; with 3, dS is double-buffered: one barrier per step
+  bool split_columns;  // dK, dV are cut between the query warps by head columns, else summed
+  bool early_barrier;  // the barrier before the own part of dK
+  int blocks_per_sm;
+
+  constexpr int keys() const { return key_warps * 32; }
+  constexpr int threads() const { return key_warps * query_warps * 32; }
+};
+
+// What a kernel may use of an architecture.
+struct Limits {
+  int sm;            // compute capability, major * 10 + minor
+  int table;         // whose tile table it uses
+  int shared_bytes;  // a block may opt in to
+  const char* name;
+};
+
+}  // namespace tilewise::cuda::arch

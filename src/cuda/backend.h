@@ -1,0 +1,39 @@
+// The CUDA backend as the planner and the C ABI see it.
+#pragma once
+
+#include "attention/problem.h"
+#include "cuda/runtime.h"
+
+namespace tilewise::cuda {
+
+enum class Family : int32_t { simt, mma_sync };
+
+// How a launch is cut. A pure function of the problem, the family and the described GPU.
+struct Plan {
+  Family family = Family::simt;
+  bool general = false;      // the form with softcap, ALiBi, bias, dropout, pages, odd strides
+  int32_t architecture = 0;  // the tile table used: 75, 80, 86, 90, 120
+  int32_t head_dim = 0;      // the head-dim tile
+  int32_t tile_q = 0;
+  int32_t tile_k = 0;
+  int32_t pack = 1;          // query heads in one tile
+  int64_t splits = 1;
+  int64_t workspace_bytes = 0;
+};
+
+// Whether this build has a kernel of the family for the problem on the described GPU.
+bool has_forward(const Problem& problem, Family family, const Gpu& gpu);
+bool has_backward(const Problem& problem, Family family, const Gpu& gpu);
+
+Plan plan_forward(const Problem& problem, Family family, const Gpu& gpu);
+Plan plan_backward(const Problem& problem, const Gradients& gradients, Family family,
+                   const Gpu& gpu);
+
+// The problem has been validated; the workspace is in the memory of the GPU and at least
+// plan.workspace_bytes, 64-byte aligned. Runs on problem.stream of GPU problem.device_index.
+void forward(const Problem& problem, const Plan& plan, void* workspace);
+void backward(const Problem& problem, const Gradients& gradients, const Plan& plan,
+              void* workspace);
+void append_kv(const tilewise_kv_append& append);
+
+}  // namespace tilewise::cuda

@@ -1,0 +1,32 @@
+// What the matrix units multiply. F32 is exact to fp32 accuracy by three TF32 products of split
+// operands (Ootomo & Yokota, arXiv 2203.03341); Tf32 is one product, for callers who ask for it.
+#pragma once
+
+#include "base/half.h"
+#include "base/platform.h"
+#include "tilewise/tilewise.h"
+
+namespace tilewise::cuda {
+
+struct F16 {
+  using Storage = Half;
+  static constexpr int32_t kDtype = TILEWISE_FLOAT16;
+  static constexpr int kBytes = 2;
+};
+struct BF16 {
+  using Storage = BFloat16;
+  static constexpr int32_t kDtype = TILEWISE_BFLOAT16;
+  static constexpr int kBytes = 2;
+};
+struct F32 {
+  using Storage = float;
+  static constexpr int32_t kDtype = TILEWISE_FLOAT32;
+  static constexpr int kBytes = 4;
+};
+struct Tf32 {
+  using Storage = float;
+  static constexpr int32_t kDtype = TILEWISE_FLOAT32;
+  static constexpr int kBytes = 4;
+};
+
+}  // namespace tilewise::cuda

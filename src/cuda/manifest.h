@@ -1,0 +1,44 @@
+// Every compiled unit of the CUDA families: the library, the build (through tools/cuda_units.cpp),
+// the tests and the documents read it here. One unit is one .cu in the build tree and holds forward
+// and backward in both forms. A new head dimension is one number in one of these lists.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "cuda/arch/tables.h"
+
+namespace tilewise::cuda {
+
+// Head-dim tiles: a problem takes the first one that holds both of its head dimensions.
+inline constexpr std::array kHalfHeadDims = {64, 96, 128, 192, 256};   // F16, BF16
+inline constexpr std::array kFloatHeadDims = {64, 128, 256};           // F32, Tf32
+inline constexpr int kSimtMaxHeadDim = 512;
+
+struct Unit {
+  const char* family;    // "mma_sync" or "simt"
+  const char* arch;      // struct of arch/tables.h; "" for simt
+  const char* element;   // struct of element.h
+  int head_dim;
+};
+
+template <class Visit>
+constexpr void for_each_unit(Visit&& visit) {
+  for (const char* arch : {"Sm75", "Sm80", "Sm86", "Sm90", "Sm120"}) {
+    const bool turing = arch[2] == '7';
+    for (int d : kHalfHeadDims) {
+      visit(Unit{"mma_sync", arch, "F16", d});
+      if (!turing) visit(Unit{"mma_sync", arch, "BF16", d});
+    }
+    for (int d : kFloatHeadDims) {
+      if (turing) continue;
+      visit(Unit{"mma_sync", arch, "F32", d});
+      visit(Unit{"mma_sync", arch, "Tf32", d});
+    }
+  }
+  for (const char* element : {"F16", "BF16", "F32"}) {
+    for (int d : {64, 128, 256, 512}) visit(Unit{"simt", "", element, d});
+  }
+}
+
+}  // namespace tilewise::cuda

@@ -1,0 +1,88 @@
+// Which block of a grid takes which tile of which head of which sequence.
+#pragma once
+
+#include "attention/problem.h"
+#include "base/math.h"
+
+namespace tilewise::cuda {
+
+// Forward tiles are packed query rows and heads are query heads (key/value heads when the group is
+// packed into the tile); backward tiles are keys and heads are key/value heads.
+//
+// Dense problems: the order follows from the shape. Heads are taken in sections whose keys and
+// values stay in L2 together; inside a section the longest tiles go first where tiles differ in
+// length (causal), otherwise a head's tiles follow each other.
+//
+// Variable length: `table` holds the sequences, longest first, as prepared by common/prepare.cuh;
+// the grid is an upper bound and blocks past the end find nothing.
+struct TileOrder {
+  struct Entry {
+    int32_t first;     // tiles of the sequences before this one, counted per head
+    int32_t sequence;
+  };
+
+  int32_t tiles = 0;  // of one dense sequence
+  int32_t heads = 1;
+  int32_t sequences = 0;
+  int32_t splits = 1;
+  int32_t section = 1;         // (head, sequence) pairs walked together
+  int32_t longest_first = 0;   // 0: tile by tile of a head; 1: last tiles first; 2: first ones first
+  const Entry* table = nullptr;  // [sequences + 1], the last entry holds the total
+
+  struct Work {
+    int32_t tile;
+    int32_t head;
+    int32_t sequence;  // -1: nothing to do
+    int32_t split;
+  };
+
+  TILEWISE_FN Work at(int64_t block) const {
+    const int32_t split = static_cast<int32_t>(block % splits);
+    const auto index = static_cast<int32_t>(block / splits);
+    Work w = table == nullptr ? dense(index) : ragged(index);
+    w.split = split;
+    return w;
+  }
+
+ private:
+  TILEWISE_FN int32_t placed(int32_t tile, int32_t count) const {
+    return longest_first == 1 ? count - 1 - tile : tile;
+  }
+
+  TILEWISE_FN Work dense(int32_t index) const {
+    const int32_t pairs = heads * sequences;
+    int32_t tile;
+    int32_t pair;
+    if (longest_first == 0) {
+      tile = index % tiles;
+      pair = index / tiles;
+    } else {
+      const int32_t per_section = section * tiles;
+      const int32_t first = index / per_section * section;
+      const int32_t inside = index % per_section;
+      const int32_t width = min(section, pairs - first);
+      tile = inside / width;
+      pair = first + inside % width;
+    }
+    return {placed(tile, tiles), pair % heads, pair / heads, 0};
+  }
+
+  TILEWISE_FN Work ragged(int32_t index) const {
+    if (index >= table[sequences].first * heads) return {0, 0, -1, 0};
+    int32_t low = 0;
+    int32_t high = sequences - 1;
+    while (low < high) {  // the last entry that starts at or before this block
+      const int32_t middle = (low + high + 1) / 2;
+      if (table[middle].first * heads <= index)
+        low = middle;
+      else
+        high = middle - 1;
+    }
+    const int32_t count = table[low + 1].first - table[low].first;
+    const int32_t inside = index - table[low].first * heads;
+    if (longest_first == 0) return {inside % count, inside / count, table[low].sequence, 0};
+    return {placed(inside / heads, count), inside % heads, table[low].sequence, 0};
+  }
+};
+
+}  // namespace tilewise::cuda

@@ -1,0 +1,77 @@
+// Conversions and the functions of the special function unit. PTX ISA 9.7.3 (ex2, lg2), 9.7.9
+// (cvt).
+#pragma once
+
+#include "cuda/ptx/platform.h"
+
+namespace tilewise::cuda::ptx {
+
+#if defined(TILEWISE_EMULATOR)
+
+// Two floats rounded to nearest even, `low` in the low half.
+TILEWISE_DEVICE uint32_t cvt_f16x2(float low, float high) {
+  return emulator::cvt_f16x2(low, high);
+}
+TILEWISE_DEVICE uint32_t cvt_bf16x2(float low, float high) {
+  return emulator::cvt_bf16x2(low, high);
+}
+TILEWISE_DEVICE uint32_t mul_f16x2(uint32_t a, uint32_t b) { return emulator::mul_f16x2(a, b); }
+TILEWISE_DEVICE uint32_t mul_bf16x2(uint32_t a, uint32_t b) { return emulator::mul_bf16x2(a, b); }
+// 2^x and log2(x): relative error 2^-22, subnormal numbers are 0.
+TILEWISE_DEVICE float ex2(float x) { return emulator::ex2(x); }
+TILEWISE_DEVICE float lg2(float x) { return emulator::lg2(x); }
+TILEWISE_DEVICE float rcp(float x) { return 1.0f / x; }
+TILEWISE_DEVICE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+TILEWISE_DEVICE float tanh(float x) { return __builtin_tanhf(x); }
+TILEWISE_DEVICE float exp2_accurate(float x) { return __builtin_exp2f(x); }
+TILEWISE_DEVICE float log_accurate(float x) { return __builtin_logf(x); }
+TILEWISE_DEVICE uint32_t bits_of(float x) { return emulator::bits_of(x); }
+TILEWISE_DEVICE float float_of(uint32_t x) { return emulator::float_of(x); }
+TILEWISE_DEVICE uint32_t mul_high(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32);
+}
+
+#else
+
+TILEWISE_DEVICE uint32_t cvt_f16x2(float low, float high) {
+  uint32_t r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+TILEWISE_DEVICE uint32_t cvt_bf16x2(float low, float high) {
+  uint32_t r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+TILEWISE_DEVICE uint32_t mul_f16x2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("mul.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+TILEWISE_DEVICE uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t r;  // mul.bf16x2 needs sm_90; fma with -0 is the same product and needs sm_80
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
+  return r;
+}
+TILEWISE_DEVICE float ex2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+TILEWISE_DEVICE float lg2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+TILEWISE_DEVICE float rcp(float x) { return 1.0f / x; }
+TILEWISE_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+TILEWISE_DEVICE float tanh(float x) { return ::tanhf(x); }
+TILEWISE_DEVICE float exp2_accurate(float x) { return ::exp2f(x); }
+TILEWISE_DEVICE float log_accurate(float x) { return ::logf(x); }
+TILEWISE_DEVICE uint32_t bits_of(float x) { return __float_as_uint(x); }
+TILEWISE_DEVICE float float_of(uint32_t x) { return __uint_as_float(x); }
+TILEWISE_DEVICE uint32_t mul_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
+
+#endif
+
+}  // namespace tilewise::cuda::ptx

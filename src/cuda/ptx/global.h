@@ -1,0 +1,56 @@
+// Global memory: vector accesses, reductions, flags between blocks. PTX ISA 9.7.9, 9.7.13 (red).
+#pragma once
+
+#include "cuda/ptx/platform.h"
+
+namespace tilewise::cuda::ptx {
+
+#if defined(TILEWISE_EMULATOR)
+
+TILEWISE_DEVICE void ld_global_v4_b32(uint32_t (&r)[4], const void* p) {
+  emulator::ld_global_v4_b32(r, p);
+}
+TILEWISE_DEVICE void st_global_v4_b32(void* p, const uint32_t (&r)[4]) {
+  emulator::st_global_v4_b32(p, r);
+}
+TILEWISE_DEVICE void red_add_f32(float* p, float x) { *p += x; }
+TILEWISE_DEVICE void red_add_v4_f32(float* p, const float (&x)[4]) {
+  for (int i = 0; i < 4; ++i) p[i] += x[i];
+}
+// A flag other blocks wait on.
+TILEWISE_DEVICE int32_t ld_acquire(const int32_t* p) { return *p; }
+TILEWISE_DEVICE void st_release(int32_t* p, int32_t x) { *p = x; }
+
+#else
+
+TILEWISE_DEVICE void ld_global_v4_b32(uint32_t (&r)[4], const void* p) {
+  asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "l"(p));
+}
+TILEWISE_DEVICE void st_global_v4_b32(void* p, const uint32_t (&r)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(r[0]), "r"(r[1]), "r"(r[2]),
+               "r"(r[3])
+               : "memory");
+}
+TILEWISE_DEVICE void red_add_f32(float* p, float x) {
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");
+}
+// sm_90
+TILEWISE_DEVICE void red_add_v4_f32(float* p, const float (&x)[4]) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(p), "f"(x[0]), "f"(x[1]),
+               "f"(x[2]), "f"(x[3])
+               : "memory");
+}
+TILEWISE_DEVICE int32_t ld_acquire(const int32_t* p) {
+  int32_t x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+TILEWISE_DEVICE void st_release(int32_t* p, int32_t x) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+
+#endif
+
+}  // namespace tilewise::cuda::ptx

@@ -1,0 +1,30 @@
+// What device code relies on: compiled by nvcc for a GPU, or by the host compiler for the emulator
+// of tests/emulator. Only the headers of this folder know which of the two it is.
+#pragma once
+
+#include "base/platform.h"
+
+#if defined(TILEWISE_EMULATOR)
+
+#include "emulator/device.h"
+#define TILEWISE_DEVICE inline __attribute__((always_inline))
+#define TILEWISE_KERNEL(threads, blocks_per_sm) inline
+#define TILEWISE_PARAMETER const
+
+#else
+
+#include <cuda_runtime.h>
+#define TILEWISE_DEVICE __device__ __forceinline__
+#define TILEWISE_KERNEL(threads, blocks_per_sm) __global__ __launch_bounds__(threads, blocks_per_sm)
+#define TILEWISE_PARAMETER const __grid_constant__
+
+#endif
+
+namespace tilewise::cuda::ptx {
+
+// A byte address in the shared memory of the block (the .shared state space).
+using SharedAddress = uint32_t;
+
+inline constexpr int kWarpSize = 32;
+
+}  // namespace tilewise::cuda::ptx

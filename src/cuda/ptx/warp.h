@@ -1,0 +1,33 @@
+// Exchange between the lanes of a warp. PTX ISA 9.7.9: shfl.sync, 9.7.13: vote.sync.
+#pragma once
+
+#include "cuda/ptx/platform.h"
+
+namespace tilewise::cuda::ptx {
+
+#if defined(TILEWISE_EMULATOR)
+
+TILEWISE_DEVICE float shuffle_xor(float x, int mask) { return emulator::shuffle_xor(x, mask); }
+TILEWISE_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) {
+  return emulator::shuffle_xor(x, mask);
+}
+TILEWISE_DEVICE float shuffle(float x, int lane) { return emulator::shuffle(x, lane); }
+TILEWISE_DEVICE uint32_t shuffle(uint32_t x, int lane) { return emulator::shuffle(x, lane); }
+TILEWISE_DEVICE bool any(bool x) { return emulator::any(x); }
+
+#else
+
+inline constexpr unsigned kAllLanes = 0xffffffffu;
+TILEWISE_DEVICE float shuffle_xor(float x, int mask) {
+  return __shfl_xor_sync(kAllLanes, x, mask);
+}
+TILEWISE_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) {
+  return __shfl_xor_sync(kAllLanes, x, mask);
+}
+TILEWISE_DEVICE float shuffle(float x, int lane) { return __shfl_sync(kAllLanes, x, lane); }
+TILEWISE_DEVICE uint32_t shuffle(uint32_t x, int lane) { return __shfl_sync(kAllLanes, x, lane); }
+TILEWISE_DEVICE bool any(bool x) { return __any_sync(kAllLanes, x) != 0; }
+
+#endif
+
+}  // namespace tilewise::cuda::ptx

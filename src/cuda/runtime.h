@@ -1,0 +1,76 @@
+// The CUDA runtime as the library uses it: every call to it is in runtime.cpp. Compiled for the
+// emulator the same functions run a grid on this CPU, block after block.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#if defined(TILEWISE_EMULATOR)
+#include "emulator/grid.h"
+#endif
+
+namespace tilewise::cuda {
+
+using Stream = void*;
+
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// A compiled kernel with the resources of its launch.
+template <class Params>
+struct Kernel {
+  void (*function)(Params) = nullptr;
+  int32_t threads = 0;
+  int32_t shared_bytes = 0;
+};
+
+// What the planner needs to know of a GPU.
+struct Gpu {
+  int32_t sm = 0;               // compute capability as major * 10 + minor
+  int32_t multiprocessors = 0;
+  int32_t shared_bytes = 0;     // a block may opt in to
+  int32_t l2_bytes = 0;
+};
+
+// 0 when there is no driver or no GPU; the reason goes to `why` when it is given.
+int32_t gpu_count(std::string* why = nullptr);
+// Facts of GPU `index`, asked once. Throws Error when there is no such GPU.
+const Gpu& gpu(int32_t index);
+std::string gpu_name(int32_t index);
+
+// Makes a GPU current for a scope.
+class DeviceScope {
+ public:
+  explicit DeviceScope(int32_t index);
+  ~DeviceScope();
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+
+ private:
+  int32_t previous_ = -1;
+};
+
+void fill_bytes(void* data, int value, int64_t bytes, Stream stream);
+
+namespace detail {
+void launch(const void* function, int64_t blocks, int32_t threads, int32_t shared_bytes,
+            Stream stream, const void* params);
+}
+
+// Starts `blocks` blocks (none: does nothing). Allocates nothing, waits for nothing.
+template <class Params>
+void launch(const Kernel<Params>& kernel, int64_t blocks, Stream stream, const Params& params) {
+  if (blocks == 0) return;
+#if defined(TILEWISE_EMULATOR)
+  (void)stream;
+  emulator::run_grid(blocks, kernel.threads, kernel.shared_bytes,
+                     [&] { kernel.function(params); });
+#else
+  detail::launch(reinterpret_cast<const void*>(kernel.function), blocks, kernel.threads,
+                 kernel.shared_bytes, stream, &params);
+#endif
+}
+
+}  // namespace tilewise::cuda
