@@ -16,7 +16,7 @@ struct Plan {
   int32_t head_dim = 0;      // the head-dim tile
   int32_t tile_q = 0;
   int32_t tile_k = 0;
-  int32_t pack = 1;          // query heads in one tile
+  int32_t pack = 1;  // query heads in one tile
   int64_t splits = 1;
   int64_t workspace_bytes = 0;
 };

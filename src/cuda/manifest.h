@@ -11,14 +11,14 @@
 namespace tilewise::cuda {
 
 // Head-dim tiles: a problem takes the first one that holds both of its head dimensions.
-inline constexpr std::array kHalfHeadDims = {64, 96, 128, 192, 256};   // F16, BF16
-inline constexpr std::array kFloatHeadDims = {64, 128, 256};           // F32, Tf32
+inline constexpr std::array kHalfHeadDims = {64, 96, 128, 192, 256};  // F16, BF16
+inline constexpr std::array kFloatHeadDims = {64, 128, 256};          // F32, Tf32
 inline constexpr int kSimtMaxHeadDim = 512;
 
 struct Unit {
-  const char* family;    // "mma_sync" or "simt"
-  const char* arch;      // struct of arch/tables.h; "" for simt
-  const char* element;   // struct of element.h
+  const char* family;   // "mma_sync" or "simt"
+  const char* arch;     // struct of arch/tables.h; "" for simt
+  const char* element;  // struct of element.h
   int head_dim;
 };
 

@@ -17,7 +17,7 @@ namespace tilewise::cuda {
 // the grid is an upper bound and blocks past the end find nothing.
 struct TileOrder {
   struct Entry {
-    int32_t first;     // tiles of the sequences before this one, counted per head
+    int32_t first;  // tiles of the sequences before this one, counted per head
     int32_t sequence;
   };
 
@@ -25,8 +25,8 @@ struct TileOrder {
   int32_t heads = 1;
   int32_t sequences = 0;
   int32_t splits = 1;
-  int32_t section = 1;         // (head, sequence) pairs walked together
-  int32_t longest_first = 0;   // 0: tile by tile of a head; 1: last tiles first; 2: first ones first
+  int32_t section = 1;        // (head, sequence) pairs walked together
+  int32_t longest_first = 0;  // 0: tile by tile of a head; 1: last tiles first; 2: first ones first
   const Entry* table = nullptr;  // [sequences + 1], the last entry holds the total
 
   struct Work {

@@ -30,6 +30,40 @@ struct PaddedRows {
     if (p.cu_seqlens_q == nullptr) return p.batch * round_up(p.seqlen_q, tile);
     return (p.seqlen_q / tile + p.batch + 1) * tile;
   }
+  // Which rows padded tile `index` (of one head) holds: row0 of a sequence; sequence -1: none.
+  struct Place {
+    int64_t batch;
+    int64_t row0;
+  };
+  TILEWISE_FN Place locate(const Problem& p, int64_t index) const {
+    int64_t low = 0;
+    int64_t high = p.batch - 1;
+    while (low < high) {  // the last sequence that starts at or before the tile
+      const int64_t middle = (low + high + 1) / 2;
+      if (first(p, middle) <= index * tile)
+        low = middle;
+      else
+        high = middle - 1;
+    }
+    const int64_t row0 = index * tile - first(p, low);
+    if (row0 < 0 || row0 >= query_rows(p, low).size()) return {-1, 0};
+    return {low, row0};
+  }
+};
+
+// 0 * NaN is NaN in a tensor core: a masked key of an edge tile would spoil rows that do not see
+// it. A block of such a problem writes whether what it has summed is finite; the simt family then
+// computes the flagged tiles again, element by element. `flags` is null where no band is in force.
+struct Flags {
+  uint8_t* data = nullptr;  // one per block of the main launch
+  int32_t per_tile = 1;     // blocks that share a tile of the second launch: key splits
+
+  TILEWISE_FN bool any(int64_t tile) const {
+    for (int32_t i = 0; i < per_tile; ++i) {
+      if (data[tile * per_tile + i] != 0) return true;
+    }
+    return false;
+  }
 };
 
 // Rows in use and keys in use are written by the main kernels, everything else by
@@ -38,7 +72,9 @@ struct ForwardParams {
   Problem problem;
   TileOrder order;
   Packing packing;     // heads of a tile: 1, or the group size
+  int32_t row_tile;    // packed rows of a tile
   int32_t key_tile;    // splits are cut at multiples of it
+  Flags flags;         // mma_sync writes them; simt, when they are given, takes flagged tiles only
   float* partial_out;  // splits > 1: [splits, total_rows, heads_q, head_dim_v], normalised
   float* partial_lse;  // splits > 1: [splits, total_rows, heads_q], without the sink
 };
@@ -46,13 +82,17 @@ struct ForwardParams {
 struct BackwardParams {
   Problem problem;
   Gradients gradients;
-  TileOrder order;
-  PaddedRows rows;
+  TileOrder order;  // of key tiles and key/value heads
+  int32_t key_tile;
+  PaddedRows rows;  // row tiles: block head * (rows.count / rows.tile) + tile of the row kernels
+  Flags key_flags;  // written by the main kernel, per block
+  Flags row_flags;  // written by the finish kernel, per block
   // [heads_q, rows.count]: what the scores and dP start from (mma_sync), see backward_prepare.
   float* row_lse;
   float* row_delta;
   float* dq_sum;   // [heads_q, rows.count, head-dim tile], private order inside a tile
   int32_t* turns;  // deterministic: [heads_q, rows.count / tile] key tiles that have added theirs
+  float* dscale_parts;  // one per block of the finish kernel, or null
 };
 
 }  // namespace tilewise::cuda

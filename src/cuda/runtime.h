@@ -28,9 +28,9 @@ struct Kernel {
 
 // What the planner needs to know of a GPU.
 struct Gpu {
-  int32_t sm = 0;               // compute capability as major * 10 + minor
+  int32_t sm = 0;  // compute capability as major * 10 + minor
   int32_t multiprocessors = 0;
-  int32_t shared_bytes = 0;     // a block may opt in to
+  int32_t shared_bytes = 0;  // a block may opt in to
   int32_t l2_bytes = 0;
 };
 
@@ -65,8 +65,7 @@ void launch(const Kernel<Params>& kernel, int64_t blocks, Stream stream, const P
   if (blocks == 0) return;
 #if defined(TILEWISE_EMULATOR)
   (void)stream;
-  emulator::run_grid(blocks, kernel.threads, kernel.shared_bytes,
-                     [&] { kernel.function(params); });
+  emulator::run_grid(blocks, kernel.threads, kernel.shared_bytes, [&] { kernel.function(params); });
 #else
   detail::launch(reinterpret_cast<const void*>(kernel.function), blocks, kernel.threads,
                  kernel.shared_bytes, stream, &params);

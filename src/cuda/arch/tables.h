@@ -15,9 +15,9 @@ inline constexpr BackwardTile kNoBackward{};
 // 227 KB of shared memory, vector reductions.
 struct Sm90 {
   static constexpr int kTable = 90;
-  static constexpr bool kAsyncCopy = true;         // cp.async
-  static constexpr bool kVectorReduction = true;   // red.global.add.v4.f32
-  static constexpr bool kWideMma = true;           // m16n8k16, bf16, tf32
+  static constexpr bool kAsyncCopy = true;        // cp.async
+  static constexpr bool kVectorReduction = true;  // red.global.add.v4.f32
+  static constexpr bool kWideMma = true;          // m16n8k16, bf16, tf32
 
   static constexpr ForwardTile forward(int element_bytes, int head_dim) {
     if (element_bytes == 2) {

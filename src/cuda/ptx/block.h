@@ -14,9 +14,7 @@ TILEWISE_DEVICE int64_t grid_blocks() { return emulator::grid_blocks(); }
 
 // Dynamic shared memory, 1024-byte aligned; a kernel lays it out as one struct of offsets.
 TILEWISE_DEVICE char* shared_memory() { return emulator::shared_memory(); }
-TILEWISE_DEVICE SharedAddress shared_address(const void* p) {
-  return emulator::shared_address(p);
-}
+TILEWISE_DEVICE SharedAddress shared_address(const void* p) { return emulator::shared_address(p); }
 
 TILEWISE_DEVICE void sync_block() { emulator::sync_block(); }
 TILEWISE_DEVICE void sync_warp() { emulator::sync_warp(); }

@@ -9,9 +9,7 @@ namespace tilewise::cuda::ptx {
 #if defined(TILEWISE_EMULATOR)
 
 // Two floats rounded to nearest even, `low` in the low half.
-TILEWISE_DEVICE uint32_t cvt_f16x2(float low, float high) {
-  return emulator::cvt_f16x2(low, high);
-}
+TILEWISE_DEVICE uint32_t cvt_f16x2(float low, float high) { return emulator::cvt_f16x2(low, high); }
 TILEWISE_DEVICE uint32_t cvt_bf16x2(float low, float high) {
   return emulator::cvt_bf16x2(low, high);
 }

@@ -18,9 +18,7 @@ TILEWISE_DEVICE bool any(bool x) { return emulator::any(x); }
 #else
 
 inline constexpr unsigned kAllLanes = 0xffffffffu;
-TILEWISE_DEVICE float shuffle_xor(float x, int mask) {
-  return __shfl_xor_sync(kAllLanes, x, mask);
-}
+TILEWISE_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(kAllLanes, x, mask); }
 TILEWISE_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) {
   return __shfl_xor_sync(kAllLanes, x, mask);
 }

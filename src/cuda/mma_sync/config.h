@@ -1,0 +1,28 @@
+// What one instance of the mma_sync kernels is: architecture, element, head-dim tile and form.
+#pragma once
+
+#include "cuda/arch/tables.h"
+#include "cuda/element.h"
+
+namespace tilewise::cuda::mma_sync {
+
+// `plain` has what costs nothing in the inner loop (scale, band, lengths, groups, sinks);
+// `general` adds softcap, ALiBi, bias, dropout, pages and any alignment as uniform switches.
+enum class Form { plain, general };
+
+template <class Arch_, class Element_, int kHeadDim_, Form kForm_>
+struct Config {
+  using Arch = Arch_;
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kGeneral = kForm_ == Form::general;
+  static constexpr arch::ForwardTile kForward = Arch::forward(Element::kBytes, kHeadDim);
+  static constexpr arch::BackwardTile kBackward = Arch::backward(Element::kBytes, kHeadDim);
+};
+
+// The kernels, each with a `kSharedBytes<Config>` beside it:
+//   forward.cuh   forward<Config>(ForwardParams)
+//   backward.cuh  backward_prepare<Config>, backward<Config>,
+//   backward_finish<Config>(BackwardParams)
+
+}  // namespace tilewise::cuda::mma_sync
