@@ -1,0 +1,78 @@
+// Copies of rows from global memory into a swizzled shared tile by all threads of a block.
+#pragma once
+
+#include "base/math.h"
+#include "cuda/element.h"
+#include "cuda/ptx/convert.h"
+#include "cuda/ptx/cp_async.h"
+#include "cuda/ptx/global.h"
+#include "cuda/tile/shared_tile.h"
+
+namespace tilewise::cuda::tile {
+
+// 16 bytes, of which the first `bytes_read` come from `from` and the rest is 0; `from` is 16-byte
+// aligned. Asynchronous where the architecture can: then visible after `wait` and a barrier.
+template <class Arch>
+TILEWISE_DEVICE void copy_chunk(ptx::SharedAddress to, const void* from, int bytes_read) {
+  if constexpr (Arch::kAsyncCopy) {
+    ptx::cp_async_16(to, from, bytes_read);
+  } else {
+    uint32_t x[4] = {0, 0, 0, 0};
+    if (bytes_read != 0) ptx::ld_global_v4_b32(x, from);
+    ptx::st_shared_v4_b32(to, x);
+  }
+}
+
+// The same for `count` elements at any alignment (0 <= count <= 16 / Element::kBytes).
+template <class Element>
+TILEWISE_DEVICE void copy_elements(ptx::SharedAddress to, const typename Element::Storage* from,
+                                   int count) {
+  uint32_t x[4] = {0, 0, 0, 0};
+  constexpr int kPerWord = 4 / Element::kBytes;
+#pragma unroll
+  for (int i = 0; i < 4 * kPerWord; ++i) {
+    if (i >= count) continue;
+    if constexpr (kPerWord == 2)
+      x[i / 2] |= static_cast<uint32_t>(from[i].bits) << (i % 2 * 16);
+    else
+      x[i] = ptx::bits_of(from[i]);
+  }
+  ptx::st_shared_v4_b32(to, x);
+}
+
+template <class Arch>
+TILEWISE_DEVICE void commit() {
+  if constexpr (Arch::kAsyncCopy) ptx::cp_async_commit_group();
+}
+template <class Arch, int kPending>
+TILEWISE_DEVICE void wait() {
+  if constexpr (Arch::kAsyncCopy) ptx::cp_async_wait_group<kPending>();
+}
+
+// Which chunks of a tile of kRows rows a thread copies: kPasses rows, kRowsPerPass apart, and in
+// each kColumns chunks, kStride chunks apart. kStride is a power of two, so rows of 96 or 192
+// elements need no division, and the swizzle of a thread's chunks differs by an immediate.
+template <int kThreads, int kRows, int kRowBytes>
+struct CopyLanes {
+  static constexpr int kChunks = kRowBytes / 16;
+  static constexpr int kStride = kChunks & -kChunks;
+  static constexpr int kColumns = kChunks / kStride;
+  static constexpr int kRowsPerPass = kThreads / kStride;
+  static constexpr int kPasses = (kRows + kRowsPerPass - 1) / kRowsPerPass;
+  static constexpr bool kWhole = kRows % kRowsPerPass == 0;  // every thread takes every pass
+  static_assert(kThreads % kStride == 0);
+
+  int row;    // of pass 0
+  int chunk;  // of column 0
+
+  TILEWISE_DEVICE explicit CopyLanes(int thread) : row(thread / kStride), chunk(thread % kStride) {}
+
+  TILEWISE_DEVICE int row_of(int pass) const { return row + pass * kRowsPerPass; }
+  TILEWISE_DEVICE int chunk_of(int column) const { return chunk + column * kStride; }
+  TILEWISE_DEVICE bool has(int pass) const { return kWhole || row_of(pass) < kRows; }
+  TILEWISE_DEVICE uint32_t offset(int pass, int column) const {
+    return Swizzle<kRowBytes>::offset(row_of(pass), chunk_of(column));
+  }
+};
+
+}  // namespace tilewise::cuda::tile

@@ -1,0 +1,178 @@
+// Operands and sums of warp-wide matrix products, for every element.
+//
+// One step of a product takes 32 bytes of a row: 16 elements of 16 bits or 8 of 32. A Fragment
+// holds, for one step, 16 rows of A, or 16 columns of B as two 8-column operands (r[0], r[1]) and
+// (r[2], r[3]).
+//
+// The order of the summed index inside a step is free as long as A and B agree. 4-byte elements
+// taken from sums (`operand_of`) or transposed (`load_transposed_*`) carry index 2t in the place of
+// t and 2t + 1 in the place of t + 4, so that what a lane has summed is what it multiplies next.
+#pragma once
+
+#include "cuda/element.h"
+#include "cuda/ptx/convert.h"
+#include "cuda/ptx/mma.h"
+#include "cuda/tile/shared_tile.h"
+
+namespace tilewise::cuda::tile {
+
+template <class Element>
+inline constexpr int kStep = 32 / Element::kBytes;  // elements of the summed index per step
+
+template <class Element>
+struct Fragment {
+  uint32_t r[4];
+};
+
+// fp32 as the sum of two tf32 numbers.
+template <>
+struct Fragment<F32> {
+  uint32_t r[4];
+  uint32_t low[4];
+};
+
+// Rounds r to tf32 and keeps what that leaves in `low` (fp32 only).
+template <class Element>
+TILEWISE_DEVICE void split(Fragment<Element>&) {}
+
+template <>
+TILEWISE_DEVICE void split(Fragment<F32>& f) {
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t high = (f.r[i] + 0x1000u) & 0xffffe000u;
+    f.low[i] = ptx::bits_of(ptx::float_of(f.r[i]) - ptx::float_of(high));
+    f.r[i] = high;
+  }
+}
+
+// --- loads
+// -----------------------------------------------------------------------------------------
+
+// 16 rows of A, or 16 rows of a B that is stored [n][k], at one step.
+template <class Element>
+TILEWISE_DEVICE Fragment<Element> load(ptx::SharedAddress address) {
+  Fragment<Element> f;
+  ptx::ldmatrix_x4(f.r, address);
+  split(f);
+  return f;
+}
+
+// How an element is read from a tile whose rows are the summed index. `Offsets` is LaneOffsets for
+// 16-bit elements and GatherOffsets for 32-bit ones; row, step: see there (a step is 16 columns).
+template <class Element, int kRowBytes, Lanes kLanes>
+class TransposedOffsets {
+ public:
+  TILEWISE_DEVICE explicit TransposedOffsets(int lane) : offsets_(lane) {}
+
+  TILEWISE_DEVICE Fragment<Element> load(ptx::SharedAddress tile, int row, int step) const {
+    Fragment<Element> f;
+    if constexpr (Element::kBytes == 2) {
+      ptx::ldmatrix_x4_trans(f.r, tile + offsets_.at(row, step));
+    } else {
+      for (int i = 0; i < 4; ++i) {
+        // B: (column g, rows 2t and 2t+1), then column g+8. A: row by row.
+        const bool b = kLanes == Lanes::rows_first;
+        f.r[i] =
+            ptx::ld_shared_b32(tile + offsets_.at(row, step, b ? i / 2 : i % 2, b ? i % 2 : i / 2));
+      }
+      split(f);
+    }
+    return f;
+  }
+
+ private:
+  template <int kBytes, int = 0>
+  struct Choose {
+    using Type = LaneOffsets<kRowBytes, kLanes>;
+  };
+  template <int kUnused>
+  struct Choose<4, kUnused> {
+    using Type = GatherOffsets<kRowBytes>;
+  };
+  typename Choose<Element::kBytes>::Type offsets_;
+};
+
+// B stored [k][n]: kStep rows x 16 columns.
+template <class Element, int kRowBytes>
+using TransposedB = TransposedOffsets<Element, kRowBytes, Lanes::rows_first>;
+// A stored [k][m]: kStep rows x 16 columns, which are 16 rows of A.
+template <class Element, int kRowBytes>
+using TransposedA = TransposedOffsets<Element, kRowBytes, Lanes::chunks_first>;
+
+// --- sums
+// ------------------------------------------------------------------------------------------
+
+// kRows x 16 rows and kColumns x 8 columns of fp32 sums. With g = lane / 4, t = lane % 4,
+// x[m][n][0..3] is (16m + g, 8n + 2t), (16m + g, 8n + 2t + 1), and the same in row 16m + g + 8.
+template <int kRows, int kColumns>
+struct Sums {
+  float x[kRows][kColumns][4];
+
+  TILEWISE_DEVICE void fill(float value) {
+#pragma unroll
+    for (int m = 0; m < kRows; ++m)
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[m][n][e] = value;
+  }
+};
+
+// Two floats as elements, the lower column in the low half.
+template <class Element>
+TILEWISE_DEVICE uint32_t pack(float low, float high) {
+  static_assert(Element::kBytes == 2);
+  if constexpr (Element::kDtype == F16::kDtype)
+    return ptx::cvt_f16x2(low, high);
+  else
+    return ptx::cvt_bf16x2(low, high);
+}
+
+// Step `step` of a row of sums as the A operand of the next product.
+template <class Element, int kColumns>
+TILEWISE_DEVICE Fragment<Element> operand_of(const float (&row)[kColumns][4], int step) {
+  Fragment<Element> f;
+  if constexpr (Element::kBytes == 2) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float (&x)[4] = row[2 * step + i / 2];
+      f.r[i] = pack<Element>(x[i % 2 * 2], x[i % 2 * 2 + 1]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) f.r[i] = ptx::bits_of(row[step][i % 2 * 2 + i / 2]);
+    split(f);
+  }
+  return f;
+}
+
+// d += a b for the 8 columns of b's half `half`.
+template <class Arch, class Element>
+TILEWISE_DEVICE void multiply_add(float (&d)[4], const Fragment<Element>& a,
+                                  const Fragment<Element>& b, int half) {
+  const uint32_t b0 = b.r[2 * half];
+  const uint32_t b1 = b.r[2 * half + 1];
+  if constexpr (Element::kDtype == BF16::kDtype) {
+    ptx::mma_m16n8k16_bf16(d, a.r, b0, b1);
+  } else if constexpr (Element::kDtype == F16::kDtype && Arch::kWideMma) {
+    ptx::mma_m16n8k16_f16(d, a.r, b0, b1);
+  } else if constexpr (Element::kDtype == F16::kDtype) {
+    ptx::mma_m16n8k8_f16(d, a.r[0], a.r[1], b0);
+    ptx::mma_m16n8k8_f16(d, a.r[2], a.r[3], b1);
+  } else {
+    if constexpr (requires { a.low; }) {  // the small products first
+      ptx::mma_m16n8k8_tf32(d, a.low, b0, b1);
+      ptx::mma_m16n8k8_tf32(d, a.r, b.low[2 * half], b.low[2 * half + 1]);
+    }
+    ptx::mma_m16n8k8_tf32(d, a.r, b0, b1);
+  }
+}
+
+// d[2j], d[2j + 1] += a b, 16 columns.
+template <class Arch, class Element, int kColumns>
+TILEWISE_DEVICE void multiply_add_pair(float (&d)[kColumns][4], int pair,
+                                       const Fragment<Element>& a, const Fragment<Element>& b) {
+  multiply_add<Arch, Element>(d[2 * pair], a, b, 0);
+  multiply_add<Arch, Element>(d[2 * pair + 1], a, b, 1);
+}
+
+}  // namespace tilewise::cuda::tile

@@ -1,0 +1,81 @@
+// Tiles of rows in shared memory, and where a lane reads them.
+#pragma once
+
+#include <numeric>
+
+#include "cuda/ptx/shared.h"
+
+namespace tilewise::cuda::tile {
+
+// The 16-byte chunks of a row are permuted by the row number, so that the eight rows of an 8x8
+// matrix lie in different banks whatever the row length: rows of 128 bytes or a multiple permute
+// eight chunks, shorter periods need fewer. Tiles start at multiples of 128 bytes.
+template <int kRowBytes>
+struct Swizzle {
+  static constexpr int kChunks = kRowBytes / 16;
+  static constexpr int kPeriod = std::gcd(kChunks, 8);
+
+  TILEWISE_DEVICE static uint32_t offset(int row, int chunk) {
+    const int permuted = chunk ^ ((row / (8 / kPeriod)) & (kPeriod - 1));
+    return static_cast<uint32_t>(row * kRowBytes + permuted * 16);
+  }
+};
+
+// How the lanes of a warp cover 16 rows x 32 bytes, the four 8x8 matrices of one ldmatrix.
+enum class Lanes {
+  rows_first,    // (rows 0-7, chunk 0), (8-15, 0), (0-7, 1), (8-15, 1): A, and transposed B
+  chunks_first,  // (rows 0-7, chunk 0), (0-7, 1), (8-15, 0), (8-15, 1): B, and transposed A
+};
+
+// Addresses of a lane in a tile. Rows are given in multiples of 8, columns in steps of 32 bytes;
+// with unrolled loops all but `base` are immediates.
+template <int kRowBytes, Lanes kLanes>
+class LaneOffsets {
+ public:
+  TILEWISE_DEVICE explicit LaneOffsets(int lane) {
+    const bool rows_first = kLanes == Lanes::rows_first;
+    const int row = rows_first ? lane & 15 : (lane & 7) + ((lane >> 4) << 3);
+    const int chunk = rows_first ? lane >> 4 : (lane >> 3) & 1;
+    for (int i = 0; i < kVariants; ++i) base_[i] = Swizzle<kRowBytes>::offset(row, 2 * i + chunk);
+  }
+
+  TILEWISE_DEVICE uint32_t at(int row, int step) const {
+    return base_[step % kVariants] +
+           static_cast<uint32_t>(step / kVariants * kVariants * 32 + row * kRowBytes);
+  }
+
+ private:
+  static constexpr int kVariants =
+      Swizzle<kRowBytes>::kPeriod < 2 ? 1 : Swizzle<kRowBytes>::kPeriod / 2;
+  uint32_t base_[kVariants];
+};
+
+// Where a lane reads 4-byte elements of 8 rows x 16 columns transposed (ldmatrix.trans moves 16-bit
+// elements only): rows 2t and 2t + 1, columns g and g + 8, with g = lane / 4 and t = lane % 4.
+template <int kRowBytes>
+class GatherOffsets {
+ public:
+  static_assert(kRowBytes % 128 == 0);
+
+  TILEWISE_DEVICE explicit GatherOffsets(int lane) {
+    const int g = lane / 4;
+    const int t = lane % 4;
+    for (int column = 0; column < 2; ++column) {
+      for (int row = 0; row < 2; ++row) {
+        base_[column][row] = Swizzle<kRowBytes>::offset(2 * t + row, 2 * column + g / 4) +
+                             static_cast<uint32_t>(g % 4 * 4);
+      }
+    }
+  }
+
+  // `row` is a multiple of 8, `step` counts 16 columns; (which_column, which_row) in {0, 1}.
+  TILEWISE_DEVICE uint32_t at(int row, int step, int which_column, int which_row) const {
+    return (base_[which_column][which_row] ^ static_cast<uint32_t>(step % 2 * 64)) +
+           static_cast<uint32_t>(step / 2 * 128 + row * kRowBytes);
+  }
+
+ private:
+  uint32_t base_[2][2];
+};
+
+}  // namespace tilewise::cuda::tile
