@@ -1,6 +1,7 @@
 """Include lint: the layers of the library point one way (docs/architecture.md).
 
-    base <- attention <- { cpu, cuda/ptx <- cuda/tile <- families } <- dispatch <- capi <- bindings
+    base <- attention <- { cpu, cuda/ptx <- cuda/tile <- families <- cuda } <- dispatch <- capi
+      <- bindings
 
 Families (cpu and the folders of src/cuda that hold kernels) never include each other, and what is
 below the kernels knows neither CUDA headers nor intrinsics. Run: python tools/lint_includes.py
@@ -16,7 +17,19 @@ from pathlib import Path, PurePosixPath
 from lint_common import CXX_SUFFIXES, Finding, read_text, run_lint
 
 CUDA_FAMILIES = ("cuda/simt", "cuda/mma_sync", "cuda/wgmma", "cuda/tcgen05")
-_BELOW_FAMILIES = ("base", "attention", "cuda/ptx", "cuda/tile", "cuda/arch", "cuda/common")
+_BELOW_FAMILIES = (
+    "base",
+    "attention",
+    "cuda/params",
+    "cuda/ptx",
+    "cuda/tile",
+    "cuda/arch",
+    "cuda/common",
+)
+# What kernels and host code share lies beside the host code, in src/cuda itself.
+_SHARED_WITH_KERNELS = ("order.h", "params.h", "element.h")
+# The host's half of a wrapper: the block that tests/emulator puts in the place of a GPU.
+_EMULATOR_USERS = ("cuda/ptx", "cuda")
 
 # What a layer may include beside itself and the public header. A layer that is not listed here is
 # an error: a new folder has to find its place first.
@@ -24,13 +37,15 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "base": (),
     "attention": ("base",),
     "cpu": ("base", "attention"),
+    "cuda/params": ("base", "attention"),
     "cuda/ptx": ("base",),
     "cuda/arch": ("base",),
-    "cuda/tile": ("base", "attention", "cuda/ptx", "cuda/arch"),
-    "cuda/common": ("base", "attention", "cuda/ptx", "cuda/arch", "cuda/tile"),
+    "cuda/tile": ("base", "attention", "cuda/params", "cuda/ptx", "cuda/arch"),
+    "cuda/common": ("base", "attention", "cuda/params", "cuda/ptx", "cuda/arch", "cuda/tile"),
     **dict.fromkeys(CUDA_FAMILIES, _BELOW_FAMILIES),
-    "dispatch": ("cpu", *_BELOW_FAMILIES, *CUDA_FAMILIES),
-    "capi": ("dispatch", "cpu", *_BELOW_FAMILIES),
+    "cuda": (*_BELOW_FAMILIES, *CUDA_FAMILIES),
+    "dispatch": ("cpu", "cuda", *_BELOW_FAMILIES),
+    "capi": ("dispatch", "cpu", "cuda", "base", "attention"),
     "public": (),
     "bindings": (),
     "examples": (),
@@ -56,6 +71,8 @@ def layer_of(path: PurePosixPath) -> str | None:
     folders = rest[:-1]
     if not folders:
         return "?"
+    if folders == ["cuda"]:
+        return "cuda/params" if rest[-1] in _SHARED_WITH_KERNELS else "cuda"
     if folders[0] == "cuda":
         return "/".join(folders[:2])
     return folders[0]
@@ -110,6 +127,8 @@ def check(root: Path, file: Path) -> Iterator[Finding]:
             yield Finding(str(path), line, f"{layer} includes {name}: plain C++20 only")
         elif layer not in ("bindings", "examples") and _FRAMEWORK.match(name):
             yield Finding(str(path), line, f"{layer} includes {name}: frameworks stay in bindings/")
+        elif name.startswith("emulator/") and layer in _EMULATOR_USERS:
+            continue
         elif match.group(1) == '"' and layer != "bindings":
             yield Finding(str(path), line, f'"{name}" is no file of this project')
 
