@@ -1,6 +1,6 @@
 """Size lint: what a reader can hold in mind at once.
 
-Files of code up to 500 lines, functions up to 80 (a kernel's role 150), lines up to 100 columns; inside the library,
+Files of code up to 500 lines, functions up to 80 (150 in a kernel), lines up to 100 columns; inside the library,
 inline assembly only in src/cuda/ptx. Run: python tools/lint_size.py
 """
 
