@@ -1,0 +1,33 @@
+// tilewise_append_kv: new keys and values into a cache, rotary embedding of the new keys and of q.
+#pragma once
+
+#include "base/math.h"
+#include "tilewise/tilewise.h"
+
+namespace tilewise::cuda::common {
+
+inline constexpr int kAppendThreads = 128;
+inline constexpr int kAppendSharedBytes = 0;
+
+struct AppendParams {
+  tilewise_kv_append append{};  // validated; head_dim_v and kv_batch are set
+};
+
+TILEWISE_FN int64_t rotated_rows(const tilewise_kv_append& a) {
+  if (a.q.data == nullptr || a.q_out.data == nullptr) return 0;
+  return a.cu_seqlens_q != nullptr ? a.seqlen_q : a.batch * a.seqlen_q;
+}
+TILEWISE_FN int64_t appended_rows(const tilewise_kv_append& a) {
+  if (a.k_new.data == nullptr) return 0;
+  return a.cu_seqlens_new != nullptr ? a.seqlen_new : a.batch * a.seqlen_new;
+}
+
+// A warp takes one head of one row of q, k_new or v_new. 0: nothing to do.
+inline int64_t append_blocks(const tilewise_kv_append& a) {
+  const int64_t heads = rotated_rows(a) * a.heads_q + 2 * appended_rows(a) * a.heads_kv;
+  return ceil_div(heads, kAppendThreads / 32);
+}
+
+// append.cuh: template <class Element> append(AppendParams)
+
+}  // namespace tilewise::cuda::common

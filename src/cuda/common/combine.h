@@ -1,0 +1,26 @@
+// The splits of a forward become out and lse.
+#pragma once
+
+#include "cuda/params.h"
+
+namespace tilewise::cuda::common {
+
+inline constexpr int kCombineThreads = 128;
+inline constexpr int kCombineSharedBytes = 0;
+
+struct CombineParams {
+  Problem problem{};
+  int32_t splits = 0;
+  const float* partial_out = nullptr;  // [splits, total_rows, heads_q, head_dim_v], normalised;
+                                       // not read where the lse of the split is -inf
+  const float* partial_lse = nullptr;  // [splits, total_rows, heads_q], without the sink
+};
+
+// A warp takes one row of one head.
+inline int64_t combine_blocks(const Problem& p) {
+  return ceil_div(total_rows(p) * p.heads_q, kCombineThreads / 32);
+}
+
+// combine.cuh: template <class Element> combine(CombineParams)
+
+}  // namespace tilewise::cuda::common

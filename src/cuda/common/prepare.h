@@ -1,0 +1,106 @@
+// What goes before the main kernels, in one launch: the order of the sequences, what no main kernel
+// writes, and zeros in the workspace.
+#pragma once
+
+#include "cuda/order.h"
+#include "cuda/params.h"
+
+namespace tilewise::cuda::common {
+
+inline constexpr int kPrepareThreads = 512;
+inline constexpr int kPrepareWarps = kPrepareThreads / 32;
+// Sequences are sorted by their number of tiles, exact up to 31 and to an eighth above.
+inline constexpr int kOrderBuckets = 256;
+inline constexpr int kPrepareSharedBytes = kOrderBuckets * kPrepareWarps * 4 + kPrepareWarps * 4;
+
+// TileOrder::table of `tile` packed rows of `group` heads, or of `tile` keys.
+struct OrderTask {
+  enum class Of : int32_t { rows, keys };
+
+  TileOrder::Entry* table = nullptr;  // [batch + 1]; null: not wanted
+  Of of = Of::rows;
+  int32_t tile = 1;
+  int32_t group = 1;  // heads packed into a tile of rows
+};
+
+// Rows or keys of `view` that are not in use get 0. No data: nothing to clear.
+struct ClearTask {
+  tilewise_tensor view{};
+  int64_t heads = 0;
+  int64_t columns = 0;
+};
+
+// Bytes that become 0; 16-byte aligned. No data: none.
+struct FillTask {
+  void* data = nullptr;
+  int64_t bytes = 0;
+};
+
+struct PrepareParams {
+  Problem problem{};
+  OrderTask order;
+  ClearTask rows;        // out or dq
+  float* lse = nullptr;  // -inf in rows that are not in use; strides of the problem's
+  ClearTask keys[2];     // dk, dv
+  FillTask fills[4];
+  int32_t clear_blocks = 0;  // set by `finish`
+};
+
+// Rows of the tensors that no sequence uses exist, as far as the shapes tell.
+inline bool may_have_unused_rows(const Problem& p) {
+  return p.seqused_q != nullptr || p.cu_seqlens_q != nullptr;
+}
+// dk and dv have a row per key of each sequence, whatever k and v look like.
+TILEWISE_FN bool keys_per_sequence(const Problem& p) {
+  return p.block_table != nullptr || p.kv_batch_idx != nullptr;
+}
+inline bool may_have_unused_keys(const Problem& p) {
+  return p.seqused_k != nullptr || p.leftpad_k != nullptr || p.cu_seqlens_k != nullptr ||
+         (!keys_per_sequence(p) && p.kv_batch != p.batch);
+}
+// Rows of dk and dv, all sequences together.
+TILEWISE_FN int64_t gradient_keys(const Problem& p) {
+  if (keys_per_sequence(p)) return p.batch * key_capacity(p);
+  return p.cu_seqlens_k != nullptr ? p.seqlen_k : p.kv_batch * p.seqlen_k;
+}
+
+// The clearing that the pass needs; the caller adds `order` and `fills`.
+inline PrepareParams prepare_forward(const Problem& p) {
+  PrepareParams params;
+  params.problem = p;
+  if (!may_have_unused_rows(p)) return params;
+  params.rows = {p.out, p.heads_q, p.head_dim_v};
+  params.lse = p.lse;
+  return params;
+}
+
+inline PrepareParams prepare_backward(const Problem& p, const Gradients& g) {
+  PrepareParams params;
+  params.problem = p;
+  if (may_have_unused_rows(p)) params.rows = {g.dq, p.heads_q, p.head_dim};
+  if (may_have_unused_keys(p)) {
+    params.keys[0] = {g.dk, p.heads_kv, p.head_dim};
+    params.keys[1] = {g.dv, p.heads_kv, p.head_dim_v};
+  }
+  return params;
+}
+
+// Blocks of the launch; 0: there is nothing to do. Call it last.
+inline int64_t finish(PrepareParams& params) {
+  constexpr int64_t kMostBlocks = 512;
+  const Problem& p = params.problem;
+  int64_t warps = 0;
+  if (params.rows.view.data != nullptr || params.lse != nullptr)
+    warps += ceil_div(total_rows(p), 32);
+  if (params.keys[0].view.data != nullptr || params.keys[1].view.data != nullptr)
+    warps += ceil_div(gradient_keys(p), 32);
+  for (const FillTask& fill : params.fills)
+    if (fill.data != nullptr) warps += ceil_div(fill.bytes, 4096);
+  const int64_t blocks = min(kMostBlocks, ceil_div(warps, kPrepareWarps));
+  params.clear_blocks = static_cast<int32_t>(blocks);
+  return blocks + (params.order.table != nullptr ? 1 : 0);
+}
+
+// prepare.cuh: template <class Element> prepare(PrepareParams)
+
+}  // namespace tilewise::cuda::common

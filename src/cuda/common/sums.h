@@ -1,0 +1,41 @@
+// dsinks and dscale: sums over everything in an order fixed by the shapes, in two launches.
+#pragma once
+
+#include "cuda/params.h"
+
+namespace tilewise::cuda::common {
+
+inline constexpr int kDsinksThreads = 256;
+inline constexpr int kDsinksSharedBytes = kDsinksThreads / 32 * 8;
+inline constexpr int kDsinksRows = 256;  // rows of one part
+inline constexpr int kSumsThreads = 256;
+inline constexpr int kSumsSharedBytes = kSumsThreads / 32 * 8;
+
+inline int64_t dsinks_chunks(const Problem& p) { return ceil_div(total_rows(p), kDsinksRows); }
+
+// First launch: parts of dsinks.
+struct DsinksParams {
+  Problem problem{};
+  Gradients gradients{};
+  double* parts = nullptr;  // [heads_q, chunks]
+  int64_t chunks = 0;       // dsinks_chunks
+};
+inline int64_t dsinks_blocks(const Problem& p) { return p.heads_q * dsinks_chunks(p); }
+
+// Second launch: a block sums one head of dsinks, one more block dscale.
+struct SumsParams {
+  const double* dsinks_parts = nullptr;  // [heads, chunks]
+  int64_t heads = 0;
+  int64_t chunks = 0;
+  float* dsinks = nullptr;  // [heads]; null: not wanted
+  const float* dscale_parts = nullptr;
+  int64_t dscale_count = 0;
+  float* dscale = nullptr;  // null: not wanted
+};
+inline int64_t sums_blocks(const SumsParams& params) {
+  return (params.dsinks != nullptr ? params.heads : 0) + (params.dscale != nullptr ? 1 : 0);
+}
+
+// sums.cuh: template <class Element> dsinks(DsinksParams), sums(SumsParams)
+
+}  // namespace tilewise::cuda::common
