@@ -13,7 +13,6 @@ namespace tilewise::cuda::common {
 
 // Of one element type.
 struct TensorKernels {
-  Kernel<PrepareParams> prepare;
   Kernel<CombineParams> combine;
   Kernel<AppendParams> append;
   Kernel<DbiasParams> dbias;
@@ -22,6 +21,7 @@ struct TensorKernels {
 
 // `dtype` is TILEWISE_FLOAT32, TILEWISE_FLOAT16 or TILEWISE_BFLOAT16.
 const TensorKernels& tensor_kernels(int32_t dtype);
+const Kernel<PrepareParams>& prepare_kernel();
 const Kernel<SumsParams>& sums_kernel();
 const Kernel<CheckParams>& check_kernel();
 

@@ -101,6 +101,6 @@ inline int64_t finish(PrepareParams& params) {
   return blocks + (params.order.table != nullptr ? 1 : 0);
 }
 
-// prepare.cuh: template <class Element> prepare(PrepareParams)
+// prepare.cuh: prepare(PrepareParams)
 
 }  // namespace tilewise::cuda::common
