@@ -1,0 +1,17 @@
+// What the policies of src/attention compute with in device code (see attention/scalar_math.h).
+#pragma once
+
+#include "cuda/ptx/convert.h"
+
+namespace tilewise::cuda {
+
+struct DeviceMath {
+  TILEWISE_DEVICE static float tanh(float x) { return ptx::tanh(x); }
+
+  TILEWISE_DEVICE static void mul_high_low(uint32_t a, uint32_t b, uint32_t* high, uint32_t* low) {
+    *high = ptx::mul_high(a, b);
+    *low = a * b;
+  }
+};
+
+}  // namespace tilewise::cuda
