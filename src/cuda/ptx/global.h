@@ -13,13 +13,13 @@ TILEWISE_DEVICE void ld_global_v4_b32(uint32_t (&r)[4], const void* p) {
 TILEWISE_DEVICE void st_global_v4_b32(void* p, const uint32_t (&r)[4]) {
   emulator::st_global_v4_b32(p, r);
 }
-TILEWISE_DEVICE void red_add_f32(float* p, float x) { *p += x; }
+TILEWISE_DEVICE void red_add_f32(float* p, float x) { emulator::red_add_f32(p, x); }
 TILEWISE_DEVICE void red_add_v4_f32(float* p, const float (&x)[4]) {
-  for (int i = 0; i < 4; ++i) p[i] += x[i];
+  emulator::red_add_v4_f32(p, x);
 }
 // A flag other blocks wait on.
-TILEWISE_DEVICE int32_t ld_acquire(const int32_t* p) { return *p; }
-TILEWISE_DEVICE void st_release(int32_t* p, int32_t x) { *p = x; }
+TILEWISE_DEVICE int32_t ld_acquire(const int32_t* p) { return emulator::ld_acquire(p); }
+TILEWISE_DEVICE void st_release(int32_t* p, int32_t x) { emulator::st_release(p, x); }
 
 #else
 

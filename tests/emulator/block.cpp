@@ -1,0 +1,304 @@
+#include "emulator/block.h"
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <memory>
+#include <numeric>
+#include <random>
+
+#include "emulator/device.h"
+
+namespace tilewise::cuda::emulator {
+namespace {
+
+// A thread may poll a flag once per step of a long loop; only when nothing else happens for so
+// many rounds is it taken for waiting in vain.
+constexpr int kMaxIdlePolls = 10000;
+
+constexpr std::array kCollectiveNames = {
+    "none",
+    "sync_warp",
+    "shuffle_xor",
+    "shuffle",
+    "any",
+    "ldmatrix_x4",
+    "ldmatrix_x4_trans",
+    "mma_m16n8k16_f16",
+    "mma_m16n8k16_bf16",
+    "mma_m16n8k8_f16",
+    "mma_m16n8k8_tf32",
+};
+
+const char* name(Collective collective) {
+  return kCollectiveNames[static_cast<size_t>(collective)];
+}
+
+// The library that holds this may be loaded while the program runs, but its one pointer fits what
+// loaders reserve; reading it through the dynamic model would cost a call.
+__attribute__((tls_model("initial-exec"))) thread_local Block* active = nullptr;
+
+template <class T>
+void arrange(T* values, int64_t count, const Options& options, std::mt19937_64& random) {
+  std::iota(values, values + count, T{0});
+  if (options.order == Order::reverse) std::reverse(values, values + count);
+  if (options.order == Order::shuffled) std::shuffle(values, values + count, random);
+}
+
+std::string lanes_of(uint32_t mask) {
+  std::string lanes;
+  for (int i = 0; i < kLanes; ++i) {
+    if ((mask >> i & 1) == 0) continue;
+    int end = i;
+    while (end + 1 < kLanes && (mask >> (end + 1) & 1) != 0) ++end;
+    if (!lanes.empty()) lanes += ",";
+    lanes += std::to_string(i);
+    if (end > i) lanes.append("-").append(std::to_string(end));
+    i = end;
+  }
+  return lanes;
+}
+
+}  // namespace
+
+std::string text(const char* format, ...) {
+  char buffer[512];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(buffer, sizeof(buffer), format, arguments);
+  va_end(arguments);
+  return buffer;
+}
+
+Block& block() { return *active; }
+
+void fault(const std::string& message) {
+  if (active == nullptr || !active->running()) throw Fault(message);
+  active->fail(message);
+}
+
+const Statistics& statistics() {
+  static const Statistics none;
+  return active == nullptr ? none : active->counts();
+}
+
+void detail::run(const Launch& launch) {
+  static thread_local std::unique_ptr<Block> block;  // its stacks are kept for the next launch
+  if (active != nullptr && active->running()) fault("a kernel launches a kernel");
+  if (block == nullptr) block = std::make_unique<Block>();
+  active = block.get();
+  active->run_grid(launch);
+}
+
+void Block::run_grid(const detail::Launch& launch) {
+  if (launch.blocks < 0 || launch.blocks > INT32_MAX || launch.threads <= 0 ||
+      launch.threads > kMaxThreads || launch.threads % kLanes != 0 || launch.shared_bytes < 0 ||
+      launch.shared_bytes > SharedMemory::kMaxBytes) {
+    throw Fault(text("launch of %lld blocks of %d threads with %d bytes of shared memory: not "
+                     "whole warps, or more than a GPU has; ",
+                     static_cast<long long>(launch.blocks), launch.threads, launch.shared_bytes) +
+                launch.kernel);
+  }
+  options_ = read_options();
+  statistics_ = {};
+  statistics_.blocks = launch.blocks;
+  warp_count_ = launch.threads / kLanes;
+  std::mt19937_64 random(options_.seed);
+  std::vector<int64_t> order(static_cast<size_t>(launch.blocks));
+  arrange(order.data(), launch.blocks, options_, random);
+  failure_.clear();
+  launch_ = &launch;
+  for (size_t i = 0; i < order.size() && failure_.empty(); ++i) {
+    index_ = order[i];
+    arrange(turn_order_.data(), warp_count_, options_, random);
+    for (int turn = 0; turn < warp_count_; ++turn) turn_of_[turn_order_[turn]] = turn;
+    run_block();
+  }
+  launch_ = nullptr;
+  if (!failure_.empty()) throw Fault(failure_);
+  if (options_.report) {
+    const Statistics& s = statistics_;
+    std::fprintf(stderr,
+                 "emulator: %lld blocks of %d threads, %d bytes shared, %lld switches, %lld "
+                 "barriers, %lld mma, %lld matrices loaded with %lld conflicts; %s\n",
+                 static_cast<long long>(s.blocks), launch.threads, launch.shared_bytes,
+                 static_cast<long long>(s.switches), static_cast<long long>(s.block_barriers),
+                 static_cast<long long>(s.matrix_products), static_cast<long long>(s.matrix_loads),
+                 static_cast<long long>(s.matrix_load_conflicts), launch.kernel);
+  }
+}
+
+void Block::run_block() {
+  shared_.start(launch_->shared_bytes);
+  exited_ = 0;
+  at_barrier_ = 0;
+  idle_polls_ = 0;
+  for (int i = 0; i < warp_count_; ++i) warps_[i] = Warp{.runnable = kAllLanes};
+  for (int i = 0; i < launch_->threads; ++i) {
+    make_context(contexts_[i], stacks_.begin(i), stacks_.end(i), &Block::enter);
+    copies_[i] = {};
+  }
+  thread_ = turn_order_[0] * kLanes;
+  switch_context(host_, contexts_[thread_]);
+  if (!failure_.empty()) return;
+  const int overrun = shared_.first_overrun();
+  if (overrun >= 0) {
+    failure_ = text(
+                   "byte %d of shared memory was written, the launch gave %d bytes\n  in block "
+                   "%lld of %lld\n  of ",
+                   overrun, launch_->shared_bytes, static_cast<long long>(index_),
+                   static_cast<long long>(launch_->blocks)) +
+               launch_->kernel;
+  }
+}
+
+// The first function of every fiber.
+void Block::enter() {
+  Block& b = *active;
+  b.launch_->invoke(b.launch_->body);
+  b.exit_thread();
+}
+
+void Block::exit_thread() {
+  Warp& w = warp();
+  w.runnable &= ~lane_bit();
+  w.exited |= lane_bit();
+  if (w.in_collective != 0) {
+    fail(text("the thread exits while lanes %s of its warp wait in %s",
+              lanes_of(w.in_collective).c_str(), name(w.collective)));
+  }
+  if (at_barrier_ != 0) fail("the thread exits while others wait in sync_block");
+  idle_polls_ = 0;
+  if (++exited_ == launch_->threads) switch_context(contexts_[thread_], host_);
+  run_another();
+}
+
+// The next lane of this warp, or the first one of the next warp that has any.
+bool Block::next_thread(int* thread) {
+  const int own = thread_ / kLanes;
+  for (int i = 0; i < warp_count_; ++i) {
+    const int index = turn_order_[(turn_of_[own] + i) % warp_count_];
+    const uint32_t runnable = warps_[index].runnable;
+    if (runnable == 0) continue;
+    const uint32_t later = i == 0 ? runnable & ~(2 * lane_bit() - 1) : 0;
+    *thread = index * kLanes + __builtin_ctz(later != 0 ? later : runnable);
+    return true;
+  }
+  return false;
+}
+
+void Block::switch_to(int thread) {
+  const int from = thread_;
+  if (thread == from) return;
+  thread_ = thread;
+  ++statistics_.switches;
+  switch_context(contexts_[from], contexts_[thread]);
+}
+
+void Block::run_another() {
+  int thread;
+  if (next_thread(&thread)) return switch_to(thread);
+  uint32_t polling = 0;
+  for (int i = 0; i < warp_count_; ++i) {
+    polling |= warps_[i].polling;
+    warps_[i].runnable |= warps_[i].polling;
+    warps_[i].polling = 0;
+  }
+  if (polling == 0) fail("deadlock: no thread can go on" + waiting());
+  if (++idle_polls_ > kMaxIdlePolls) {
+    for (int i = 0; i < warp_count_; ++i) std::swap(warps_[i].polling, warps_[i].runnable);
+    fail(
+        "deadlock: a thread waits for a flag that no running thread will write (blocks run one "
+        "after another: a block may only wait for one that runs before it)" +
+        waiting());
+  }
+  next_thread(&thread);
+  switch_to(thread);
+}
+
+void Block::check_none_exited(const Warp& w, const char* what) {
+  if (w.exited == 0) return;
+  fail(text("%s needs all threads, but lanes %s of warp %d have exited", what,
+            lanes_of(w.exited).c_str(), static_cast<int>(&w - warps_.data())));
+}
+
+Warp& Block::arrive(Collective collective, void* call) {
+  Warp& w = warp();
+  check_none_exited(w, name(collective));
+  if (w.in_collective != 0 && w.collective != collective) {
+    fail(text("lanes of a warp meet in different instructions: this one in %s, lanes %s in %s",
+              name(collective), lanes_of(w.in_collective).c_str(), name(w.collective)));
+  }
+  w.collective = collective;
+  w.calls[static_cast<size_t>(thread_ % kLanes)] = call;
+  w.in_collective |= lane_bit();
+  w.runnable &= ~lane_bit();
+  return w;
+}
+
+void Block::depart(Warp& w) {
+  w.in_collective = 0;
+  w.runnable = kAllLanes;
+  idle_polls_ = 0;
+}
+
+void Block::sync_block() {
+  for (int i = 0; i < warp_count_; ++i) check_none_exited(warps_[i], "sync_block");
+  Warp& w = warp();
+  w.at_barrier |= lane_bit();
+  w.runnable &= ~lane_bit();
+  if (++at_barrier_ < launch_->threads) return run_another();
+  at_barrier_ = 0;
+  idle_polls_ = 0;
+  ++statistics_.block_barriers;
+  for (int i = 0; i < warp_count_; ++i) {
+    warps_[i].at_barrier = 0;
+    warps_[i].runnable = kAllLanes;
+  }
+}
+
+void Block::poll() {
+  warp().polling |= lane_bit();
+  warp().runnable &= ~lane_bit();
+  run_another();
+}
+
+std::string Block::where(int thread) const {
+  return text("block %lld of %lld, thread %d (warp %d, lane %d)", static_cast<long long>(index_),
+              static_cast<long long>(launch_->blocks), thread, thread / kLanes, thread % kLanes);
+}
+
+std::string Block::waiting() const {
+  std::string report;
+  for (int i = 0; i < warp_count_; ++i) {
+    const Warp& w = warps_[i];
+    std::string line;
+    const auto add = [&](uint32_t mask, const char* what) {
+      if (mask == 0) return;
+      line.append(line.empty() ? "lanes " : "; lanes ").append(lanes_of(mask)).append(" ");
+      line.append(what);
+    };
+    add(w.in_collective, name(w.collective));
+    add(w.at_barrier, "sync_block");
+    add(w.polling, "ld_acquire");
+    add(w.exited, "exited");
+    report.append(text("\n  warp %d: ", i)).append(line);
+  }
+  return report;
+}
+
+void Block::fail(const std::string& message) {
+  failure_ = message + "\n  in " + where(thread_) + "\n  of " + launch_->kernel;
+  switch_context(contexts_[thread_], host_);
+  __builtin_unreachable();
+}
+
+int thread_index() { return active->thread(); }
+int block_threads() { return active->launch().threads; }
+int64_t block_index() { return active->index(); }
+int64_t grid_blocks() { return active->launch().blocks; }
+char* shared_memory() { return active->shared().data(); }
+uint32_t shared_address(const void* p) { return active->shared().address_of(p); }
+void sync_block() { active->sync_block(); }
+
+}  // namespace tilewise::cuda::emulator

@@ -1,0 +1,135 @@
+// The block that runs on this host thread: its fibers, and where they meet.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "emulator/fiber.h"
+#include "emulator/grid.h"
+#include "emulator/options.h"
+#include "emulator/shared.h"
+
+namespace tilewise::cuda::emulator {
+
+inline constexpr int kLanes = 32;
+inline constexpr uint32_t kAllLanes = 0xffffffffu;
+inline constexpr int kMaxThreads = 1024;
+
+// What all lanes of a warp do together.
+enum class Collective : uint8_t {
+  none,
+  sync_warp,
+  shuffle_xor,
+  shuffle,
+  any,
+  ldmatrix_x4,
+  ldmatrix_x4_trans,
+  mma_m16n8k16_f16,
+  mma_m16n8k16_bf16,
+  mma_m16n8k8_f16,
+  mma_m16n8k8_tf32,
+};
+
+struct Copy {
+  uint32_t to;
+  const void* source;
+  int bytes;
+  int bytes_read;
+};
+
+// Asynchronous copies of a thread, in the order they were started.
+struct Copies {
+  std::deque<Copy> in_flight;
+  std::deque<int> groups;  // how many copies each committed group has
+  int open = 0;            // not yet in a group
+};
+
+// A lane is in exactly one of the masks, or is the one that runs (which is in `runnable`).
+struct Warp {
+  uint32_t runnable = 0;
+  uint32_t in_collective = 0;
+  uint32_t at_barrier = 0;
+  uint32_t polling = 0;  // let the others run before it reads a flag again
+  uint32_t exited = 0;
+  Collective collective = Collective::none;
+  std::array<void*, kLanes> calls{};  // arguments of the lanes in `in_collective`
+};
+
+class Block {
+ public:
+  Block() : stacks_(kMaxThreads), contexts_(kMaxThreads), copies_(kMaxThreads) {}
+
+  void run_grid(const detail::Launch& launch);
+
+  int thread() const { return thread_; }
+  int64_t index() const { return index_; }
+  const detail::Launch& launch() const { return *launch_; }
+  const Options& options() const { return options_; }
+  SharedMemory& shared() { return shared_; }
+  Copies& copies() { return copies_[static_cast<size_t>(thread_)]; }
+  Statistics& counts() { return statistics_; }
+
+  // All 32 lanes call it with their arguments; the last to arrive does the work for all of them
+  // by `perform(calls)`, where calls[lane] points to the lane's arguments.
+  template <class Call, class Perform>
+  void meet(Collective collective, Call& call, Perform perform) {
+    Warp& w = arrive(collective, &call);
+    if (w.in_collective != kAllLanes) return run_another();
+    std::array<Call*, kLanes> calls;
+    for (int i = 0; i < kLanes; ++i) calls[i] = static_cast<Call*>(w.calls[i]);
+    perform(calls);
+    depart(w);
+  }
+  void sync_block();
+  void poll();
+
+  // Leaves the grid for good: run_grid throws `message` with the place it happened.
+  [[noreturn]] void fail(const std::string& message);
+  bool running() const { return launch_ != nullptr; }
+
+ private:
+  static void enter();
+  void run_block();
+  void run_another();
+  bool next_thread(int* thread);
+  void switch_to(int thread);
+  void exit_thread();
+  Warp& arrive(Collective collective, void* call);
+  void depart(Warp& w);
+  Warp& warp() { return warps_[static_cast<size_t>(thread_ / kLanes)]; }
+  uint32_t lane_bit() const { return 1u << (thread_ % kLanes); }
+  void check_none_exited(const Warp& w, const char* what);
+  std::string where(int thread) const;
+  std::string waiting() const;
+
+  const detail::Launch* launch_ = nullptr;
+  Options options_;
+  int64_t index_ = 0;
+  int thread_ = 0;
+  int warp_count_ = 0;
+  int exited_ = 0;
+  int at_barrier_ = 0;
+  int idle_polls_ = 0;  // rounds of polling in which nothing else happened
+  std::array<Warp, kMaxThreads / kLanes> warps_;
+  std::array<int, kMaxThreads / kLanes> turn_order_{};  // which warp runs before which
+  std::array<int, kMaxThreads / kLanes> turn_of_{};     // its inverse
+  Stacks stacks_;
+  std::vector<Context> contexts_;
+  Context host_;
+  std::vector<Copies> copies_;
+  SharedMemory shared_;
+  Statistics statistics_;
+  std::string failure_;
+};
+
+// The one of this host thread.
+Block& block();
+
+[[noreturn]] void fault(const std::string& message);
+// As printf.
+std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+}  // namespace tilewise::cuda::emulator

@@ -1,0 +1,84 @@
+// What the device wrappers of src/cuda/ptx call when a kernel is compiled for the host: the
+// meaning of the instructions, with the checks of README.md. Everything here is called by the
+// threads of a block that run_grid (grid.h) runs; one host thread runs one grid at a time, several
+// host threads may run grids at once.
+#pragma once
+
+#include <cstdint>
+
+#include "base/platform.h"
+
+namespace tilewise::cuda::emulator {
+
+// Constant for the thread that asks, whatever happens between two calls.
+#define TILEWISE_EMULATOR_CONSTANT __attribute__((const))
+TILEWISE_EMULATOR_CONSTANT int thread_index();
+TILEWISE_EMULATOR_CONSTANT int block_threads();
+TILEWISE_EMULATOR_CONSTANT int64_t block_index();
+TILEWISE_EMULATOR_CONSTANT int64_t grid_blocks();
+TILEWISE_EMULATOR_CONSTANT char* shared_memory();
+#undef TILEWISE_EMULATOR_CONSTANT
+// Shared memory starts at address 1024, as on a GPU that keeps the first bytes for itself: an
+// offset taken for an address is out of bounds.
+uint32_t shared_address(const void* p);
+
+void sync_block();
+void sync_warp();
+
+float shuffle_xor(float x, int mask);
+uint32_t shuffle_xor(uint32_t x, int mask);
+float shuffle(float x, int lane);
+uint32_t shuffle(uint32_t x, int lane);
+bool any(bool x);
+
+void ldmatrix_x4(uint32_t (&r)[4], uint32_t row);
+void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row);
+uint32_t ld_shared_b32(uint32_t address);
+void ld_shared_v2_b32(uint32_t (&r)[2], uint32_t address);
+void ld_shared_v4_b32(uint32_t (&r)[4], uint32_t address);
+void st_shared_b16(uint32_t address, uint16_t x);
+void st_shared_b32(uint32_t address, uint32_t x);
+void st_shared_v4_b32(uint32_t address, const uint32_t (&r)[4]);
+
+// `bytes` of shared memory are written: `bytes_read` of them from `source`, the rest with 0.
+void cp_async(uint32_t to, const void* source, int bytes, int bytes_read);
+void cp_async_commit_group();
+void cp_async_wait_group(int pending);
+
+// Products are exact, sums are rounded to nearest in fp32 one after another in the order of k.
+// Tensor cores add several products at once and cut bits off below the largest one, so the last
+// bits differ from a GPU's, with an error of the same order.
+void mma_m16n8k16_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+void mma_m16n8k8_f16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0);
+void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+
+void ld_global_v4_b32(uint32_t (&r)[4], const void* p);
+void st_global_v4_b32(void* p, const uint32_t (&r)[4]);
+void red_add_f32(float* p, float x);
+void red_add_v4_f32(float* p, const float (&x)[4]);
+// Lets the other threads run, then reads: a thread may wait in a loop for what another thread, or
+// a block before this one, writes.
+int32_t ld_acquire(const int32_t* p);
+void st_release(int32_t* p, int32_t x);
+
+uint32_t cvt_f16x2(float low, float high);
+uint32_t cvt_bf16x2(float low, float high);
+uint32_t mul_f16x2(uint32_t a, uint32_t b);
+uint32_t mul_bf16x2(uint32_t a, uint32_t b);
+// As .approx.ftz: subnormal arguments and results are 0. The last bits are the host's.
+float ex2(float x);
+float lg2(float x);
+
+inline uint32_t bits_of(float x) {
+  uint32_t u;
+  __builtin_memcpy(&u, &x, 4);
+  return u;
+}
+inline float float_of(uint32_t u) {
+  float x;
+  __builtin_memcpy(&x, &u, 4);
+  return x;
+}
+
+}  // namespace tilewise::cuda::emulator

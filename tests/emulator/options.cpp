@@ -1,0 +1,44 @@
+#include "emulator/options.h"
+
+#include <cstdlib>
+#include <string>
+
+#include "emulator/grid.h"
+
+namespace tilewise::cuda::emulator {
+namespace {
+
+std::string environment(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+[[noreturn]] void unknown(const char* name, const std::string& value, const char* allowed) {
+  throw Fault(std::string(name) + "=" + value + ": it is " + allowed);
+}
+
+}  // namespace
+
+Options read_options() {
+  Options options;
+  const std::string copies = environment("TILEWISE_EMULATOR_COPIES");
+  if (copies == "early") {
+    options.early_copies = true;
+  } else if (!copies.empty() && copies != "late") {
+    unknown("TILEWISE_EMULATOR_COPIES", copies, "early or late");
+  }
+  const std::string order = environment("TILEWISE_EMULATOR_ORDER");
+  if (order == "reverse") {
+    options.order = Order::reverse;
+  } else if (order == "shuffled") {
+    options.order = Order::shuffled;
+  } else if (!order.empty() && order != "forward") {
+    unknown("TILEWISE_EMULATOR_ORDER", order, "forward, reverse or shuffled");
+  }
+  const std::string seed = environment("TILEWISE_EMULATOR_SEED");
+  if (!seed.empty()) options.seed = std::strtoull(seed.c_str(), nullptr, 10);
+  options.report = environment("TILEWISE_EMULATOR_REPORT") == "1";
+  return options;
+}
+
+}  // namespace tilewise::cuda::emulator

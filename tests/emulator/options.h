@@ -1,0 +1,20 @@
+// Switches of the environment, read at every launch.
+#pragma once
+
+#include <cstdint>
+
+namespace tilewise::cuda::emulator {
+
+enum class Order { forward, reverse, shuffled };
+
+struct Options {
+  bool early_copies = false;     // TILEWISE_EMULATOR_COPIES=early|late
+  Order order = Order::forward;  // TILEWISE_EMULATOR_ORDER=forward|reverse|shuffled
+  uint64_t seed = 1;             // TILEWISE_EMULATOR_SEED, of the shuffled order
+  bool report = false;           // TILEWISE_EMULATOR_REPORT=1: statistics of every launch to stderr
+};
+
+// Throws Fault for a value it does not know.
+Options read_options();
+
+}  // namespace tilewise::cuda::emulator
