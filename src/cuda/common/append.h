@@ -8,6 +8,7 @@ namespace tilewise::cuda::common {
 
 inline constexpr int kAppendThreads = 128;
 inline constexpr int kAppendSharedBytes = 0;
+inline constexpr int kAppendHeads = 4;  // that a warp takes, of one row of q, k_new or v_new
 
 struct AppendParams {
   tilewise_kv_append append{};  // validated; head_dim_v and kv_batch are set
@@ -22,10 +23,11 @@ TILEWISE_FN int64_t appended_rows(const tilewise_kv_append& a) {
   return a.cu_seqlens_new != nullptr ? a.seqlen_new : a.batch * a.seqlen_new;
 }
 
-// A warp takes one head of one row of q, k_new or v_new. 0: nothing to do.
+// 0: nothing to do.
 inline int64_t append_blocks(const tilewise_kv_append& a) {
-  const int64_t heads = rotated_rows(a) * a.heads_q + 2 * appended_rows(a) * a.heads_kv;
-  return ceil_div(heads, kAppendThreads / 32);
+  const int64_t warps = rotated_rows(a) * ceil_div(a.heads_q, kAppendHeads) +
+                        2 * appended_rows(a) * ceil_div(a.heads_kv, kAppendHeads);
+  return ceil_div(warps, kAppendThreads / 32);
 }
 
 // append.cuh: template <class Element> append(AppendParams)

@@ -7,7 +7,7 @@
 namespace tilewise::cuda::common {
 
 inline constexpr int kCheckThreads = 512;
-inline constexpr int kCheckSharedBytes = 8;
+inline constexpr int kCheckSharedBytes = kCheckThreads / 32 * 4;
 inline constexpr int64_t kCheckBlocks = 1;
 
 // What is wrong, with the meaning of CheckReport's fields.
@@ -45,6 +45,13 @@ struct CheckParams {
   Gradients gradients{};          // of the backward: extents of dbias; else zeros
   CheckReport* report = nullptr;  // written in full, whatever is found
 };
+
+// Whether there is any array to check.
+inline bool has_index_arrays(const Problem& p) {
+  return p.cu_seqlens_q != nullptr || p.cu_seqlens_k != nullptr || p.seqused_q != nullptr ||
+         p.seqused_k != nullptr || p.leftpad_k != nullptr || p.block_table != nullptr ||
+         p.kv_batch_idx != nullptr;
+}
 
 // check.cuh: check(CheckParams)
 

@@ -9,7 +9,7 @@ inline constexpr int kDsinksThreads = 256;
 inline constexpr int kDsinksSharedBytes = kDsinksThreads / 32 * 8;
 inline constexpr int kDsinksRows = 256;  // rows of one part
 inline constexpr int kSumsThreads = 256;
-inline constexpr int kSumsSharedBytes = kSumsThreads / 32 * 8;
+inline constexpr int kSumsSharedBytes = kSumsThreads * 8;
 
 inline int64_t dsinks_chunks(const Problem& p) { return ceil_div(total_rows(p), kDsinksRows); }
 

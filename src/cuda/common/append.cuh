@@ -1,0 +1,254 @@
+// tilewise_append_kv on a GPU: what src/cpu/append.cpp does.
+#pragma once
+
+#include "cuda/common/append.h"
+#include "cuda/common/block.h"
+#include "cuda/common/places.h"
+#include "cuda/element.h"
+
+namespace tilewise::cuda::common {
+
+// A row of q or of the new keys and its sequence.
+struct AppendRow {
+  int64_t batch;
+  int64_t index;
+  int64_t slot;
+  int64_t row;
+  bool in_sequence;  // rows behind the last sequence belong to none
+
+  TILEWISE_DEVICE static AppendRow of(int64_t flat, int64_t batch, int64_t rows_per_sequence,
+                                      const int32_t* cu_seqlens) {
+    if (cu_seqlens == nullptr) {
+      const int64_t b = flat / rows_per_sequence;
+      const int64_t i = flat - b * rows_per_sequence;
+      return {b, i, b, i, true};
+    }
+    if (batch == 0) return {0, flat, 0, flat, false};
+    const int64_t b = sequence_at(cu_seqlens, batch, flat);
+    return {b, flat - cu_seqlens[b], 0, flat, flat < cu_seqlens[b + 1]};
+  }
+  TILEWISE_DEVICE int64_t offset(const tilewise_tensor& view) const {
+    return slot * view.stride_batch + row * view.stride_row;
+  }
+};
+
+// 16 bytes of elements as floats.
+template <class T>
+struct Chunk {
+  static constexpr int kCount = 16 / static_cast<int>(sizeof(T));
+  float x[kCount];
+
+  TILEWISE_DEVICE static Chunk load(const T* from) {
+    uint32_t words[4];
+    ptx::ld_global_v4_b32(words, from);
+    Chunk chunk;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if constexpr (sizeof(T) == 4)
+        chunk.x[i] = ptx::float_of(words[i]);
+      else
+        chunk.x[i] = to_float(T{static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16))});
+    }
+    return chunk;
+  }
+  TILEWISE_DEVICE void store(T* to) const {
+    uint32_t words[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if constexpr (sizeof(T) == 4)
+        words[i] = ptx::bits_of(x[i]);
+      else
+        words[i / 2] |= static_cast<uint32_t>(from_float<T>(x[i]).bits) << (i % 2 * 16);
+    }
+    ptx::st_global_v4_b32(to, words);
+  }
+};
+
+// A few heads of one row, from `x` to `y`, which may be the same memory: every element is read and
+// written by one lane, a rotated pair too.
+template <class T>
+struct MoveHeads {
+  static constexpr int kChunk = Chunk<T>::kCount;
+
+  const T* x;
+  int64_t x_stride;
+  T* y;
+  int64_t y_stride;
+  int64_t heads;
+  const T* cosine = nullptr;  // of the row's position; null: nothing is rotated
+  const T* sine = nullptr;
+
+  TILEWISE_DEVICE bool aligned() const {
+    constexpr int64_t kSize = sizeof(T);
+    return is_aligned(x, 16) && is_aligned(y, 16) &&
+           (heads == 1 || (x_stride * kSize % 16 == 0 && y_stride * kSize % 16 == 0));
+  }
+
+  // visit(x of the head, y of the head, i) for i in [0, count) of every head.
+  template <class Visit>
+  TILEWISE_DEVICE void each(int64_t count, const Visit& visit) const {
+    const auto width = static_cast<uint32_t>(count);
+    const auto total = static_cast<uint32_t>(heads) * width;
+    for (uint32_t at = static_cast<uint32_t>(ptx::lane_index()); at < total; at += ptx::kWarpSize) {
+      const uint32_t head = at / width;
+      visit(x + head * x_stride, y + head * y_stride, static_cast<int64_t>(at - head * width));
+    }
+  }
+
+  TILEWISE_DEVICE void copy(int64_t begin, int64_t end) const {
+    if (x == y || begin >= end) return;
+    int64_t whole = 0;
+    if (aligned() && begin % kChunk == 0) {
+      whole = (end - begin) / kChunk;
+      each(whole, [&](const T* from, T* to, int64_t i) {
+        uint32_t words[4];
+        ptx::ld_global_v4_b32(words, from + begin + i * kChunk);
+        ptx::st_global_v4_b32(to + begin + i * kChunk, words);
+      });
+    }
+    const int64_t rest = begin + whole * kChunk;
+    each(end - rest, [&](const T* from, T* to, int64_t i) { to[rest + i] = from[rest + i]; });
+  }
+
+  TILEWISE_DEVICE static void rotate_pair(float a, float b, float c, float s, float* ya,
+                                          float* yb) {
+    *ya = a * c - b * s;
+    *yb = a * s + b * c;
+  }
+
+  // Pairs (i, i + half).
+  TILEWISE_DEVICE void rotate_halves(int64_t half) const {
+    if (aligned() && half % kChunk == 0 && is_aligned(cosine, 16) && is_aligned(sine, 16)) {
+      each(half / kChunk, [&](const T* from, T* to, int64_t chunk) {
+        const int64_t i = chunk * kChunk;
+        Chunk<T> a = Chunk<T>::load(from + i);
+        Chunk<T> b = Chunk<T>::load(from + half + i);
+        const Chunk<T> c = Chunk<T>::load(cosine + i);
+        const Chunk<T> s = Chunk<T>::load(sine + i);
+#pragma unroll
+        for (int j = 0; j < kChunk; ++j) {
+          rotate_pair(a.x[j], b.x[j], c.x[j], s.x[j], &a.x[j], &b.x[j]);
+        }
+        a.store(to + i);
+        b.store(to + half + i);
+      });
+      return;
+    }
+    each(half, [&](const T* from, T* to, int64_t i) {
+      float a, b;
+      rotate_pair(to_float(from[i]), to_float(from[i + half]), to_float(cosine[i]),
+                  to_float(sine[i]), &a, &b);
+      to[i] = from_float<T>(a);
+      to[i + half] = from_float<T>(b);
+    });
+  }
+
+  // Pairs (2 i, 2 i + 1).
+  TILEWISE_DEVICE void rotate_neighbours(int64_t half) const {
+    if (aligned() && 2 * half % kChunk == 0) {
+      each(2 * half / kChunk, [&](const T* from, T* to, int64_t chunk) {
+        Chunk<T> a = Chunk<T>::load(from + chunk * kChunk);
+#pragma unroll
+        for (int j = 0; j < kChunk; j += 2) {
+          const int64_t i = (chunk * kChunk + j) / 2;
+          rotate_pair(a.x[j], a.x[j + 1], to_float(cosine[i]), to_float(sine[i]), &a.x[j],
+                      &a.x[j + 1]);
+        }
+        a.store(to + chunk * kChunk);
+      });
+      return;
+    }
+    each(half, [&](const T* from, T* to, int64_t i) {
+      float a, b;
+      rotate_pair(to_float(from[2 * i]), to_float(from[2 * i + 1]), to_float(cosine[i]),
+                  to_float(sine[i]), &a, &b);
+      to[2 * i] = from_float<T>(a);
+      to[2 * i + 1] = from_float<T>(b);
+    });
+  }
+};
+
+template <class Element>
+struct Append {
+  using T = typename Element::Storage;
+
+  const tilewise_kv_append& a;
+
+  TILEWISE_DEVICE int64_t rotary_position(int64_t b) const {
+    if (a.rotary_seqlens != nullptr) return a.rotary_seqlens[b];
+    const int64_t keys = a.cache_seqlens != nullptr ? a.cache_seqlens[b] : 0;
+    return a.leftpad_k != nullptr ? keys - a.leftpad_k[b] : keys;
+  }
+
+  TILEWISE_DEVICE void rotate(MoveHeads<T> move, int64_t position) const {
+    const int64_t half = a.rotary_dim / 2;
+    move.cosine = static_cast<const T*>(a.rotary_cos) + position * half;
+    move.sine = static_cast<const T*>(a.rotary_sin) + position * half;
+    if (a.rotary_interleaved != 0)
+      move.rotate_neighbours(half);
+    else
+      move.rotate_halves(half);
+    move.copy(a.rotary_dim, a.head_dim);
+  }
+
+  // Heads [head, head + kAppendHeads) of row `row` of both views.
+  TILEWISE_DEVICE static MoveHeads<T> heads(const tilewise_tensor& from, int64_t from_row,
+                                            const tilewise_tensor& to, int64_t to_row, int64_t head,
+                                            int64_t count) {
+    return {static_cast<const T*>(from.data) + from_row + head * from.stride_head, from.stride_head,
+            static_cast<T*>(to.data) + to_row + head * to.stride_head, to.stride_head,
+            min(int64_t{kAppendHeads}, count - head)};
+  }
+
+  TILEWISE_DEVICE void query(int64_t flat, int64_t head) const {
+    const AppendRow r = AppendRow::of(flat, a.batch, a.seqlen_q, a.cu_seqlens_q);
+    const MoveHeads<T> move =
+        heads(a.q, r.offset(a.q), a.q_out, r.offset(a.q_out), head, a.heads_q);
+    if (a.rotary_cos == nullptr || !r.in_sequence) return move.copy(0, a.head_dim);
+    rotate(move, rotary_position(r.batch) + (a.q_single_position != 0 ? 0 : r.index));
+  }
+
+  TILEWISE_DEVICE int64_t cached(const tilewise_tensor& cache, int64_t b, int64_t slot) const {
+    if (a.block_table != nullptr) {
+      const int64_t page = a.block_table[b * a.block_table_stride + slot / a.page_size];
+      return page * cache.stride_batch + slot % a.page_size * cache.stride_row;
+    }
+    const int64_t batch_row = a.kv_batch_idx != nullptr ? a.kv_batch_idx[b] : b;
+    return batch_row * cache.stride_batch + slot * cache.stride_row;
+  }
+
+  TILEWISE_DEVICE void key_or_value(int64_t flat, int64_t head, bool value) const {
+    const AppendRow r = AppendRow::of(flat, a.batch, a.seqlen_new, a.cu_seqlens_new);
+    if (!r.in_sequence) return;
+    const int64_t slot = (a.cache_seqlens != nullptr ? a.cache_seqlens[r.batch] : 0) + r.index;
+    const tilewise_tensor& from = value ? a.v_new : a.k_new;
+    const tilewise_tensor& to = value ? a.v_cache : a.k_cache;
+    const MoveHeads<T> move =
+        heads(from, r.offset(from), to, cached(to, r.batch, slot), head, a.heads_kv);
+    if (value) return move.copy(0, a.head_dim_v);
+    if (a.rotary_cos == nullptr) return move.copy(0, a.head_dim);
+    rotate(move, rotary_position(r.batch) + r.index);
+  }
+
+  TILEWISE_DEVICE void run(int64_t item) const {
+    const int64_t q_parts = ceil_div(a.heads_q, kAppendHeads);
+    const int64_t q_items = rotated_rows(a) * q_parts;
+    if (item < q_items) return query(item / q_parts, item % q_parts * kAppendHeads);
+    item -= q_items;
+    const int64_t parts = ceil_div(a.heads_kv, kAppendHeads);
+    const int64_t items = appended_rows(a) * parts;
+    if (item >= 2 * items) return;
+    const bool value = item >= items;
+    if (value) item -= items;
+    key_or_value(item / parts, item % parts * kAppendHeads, value);
+  }
+};
+
+template <class Element>
+TILEWISE_KERNEL(kAppendThreads, 1)
+void append(TILEWISE_PARAMETER AppendParams params) {
+  const Append<Element> append{params.append};
+  append.run(ptx::block_index() * (kAppendThreads / ptx::kWarpSize) + ptx::warp_index());
+}
+
+}  // namespace tilewise::cuda::common

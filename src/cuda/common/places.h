@@ -1,0 +1,69 @@
+// From a row of all sequences together back to its sequence, and whether it is in use.
+#pragma once
+
+#include "cuda/common/prepare.h"
+
+namespace tilewise::cuda::common {
+
+// The last sequence that starts at or before `row`: the one that holds it, or, past the end, the
+// last one.
+TILEWISE_FN int64_t sequence_at(const int32_t* cu_seqlens, int64_t batch, int64_t row) {
+  int64_t low = 0;
+  int64_t high = batch;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    if (cu_seqlens[middle] <= row)
+      low = middle;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+// Slot and row in a tensor, index inside the sequence.
+struct Place {
+  int64_t batch;
+  int64_t index;
+  int64_t slot;
+  int64_t row;
+  bool in_use;
+
+  TILEWISE_FN int64_t offset(const tilewise_tensor& view) const {
+    return slot * view.stride_batch + row * view.stride_row;
+  }
+};
+
+TILEWISE_FN Place row_place(const Problem& p, int64_t flat) {
+  if (p.cu_seqlens_q == nullptr) {
+    const int64_t b = flat / p.seqlen_q;
+    const int64_t i = flat - b * p.seqlen_q;
+    return {b, i, b, i, p.seqused_q == nullptr || i < p.seqused_q[b]};
+  }
+  if (p.batch == 0) return {0, flat, 0, flat, false};
+  const int64_t b = sequence_at(p.cu_seqlens_q, p.batch, flat);
+  const int64_t i = flat - p.cu_seqlens_q[b];
+  const int64_t used =
+      p.seqused_q != nullptr ? p.seqused_q[b] : p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b];
+  return {b, i, 0, flat, i < used};
+}
+
+// Of the rows of dk and dv.
+TILEWISE_FN Place key_place(const Problem& p, int64_t flat) {
+  Place place{};
+  if (!keys_per_sequence(p) && p.cu_seqlens_k != nullptr) {
+    if (p.batch == 0) return {0, flat, 0, flat, false};
+    const int64_t b = sequence_at(p.cu_seqlens_k, p.batch, flat);
+    place = {b, flat - p.cu_seqlens_k[b], 0, flat, true};
+  } else {
+    const int64_t capacity = key_capacity(p);
+    const int64_t b = flat / capacity;
+    place = {b, flat - b * capacity, b, flat - b * capacity, b < p.batch};
+  }
+  if (!place.in_use) return place;
+  const int64_t padding = p.leftpad_k != nullptr ? p.leftpad_k[place.batch] : 0;
+  const int64_t key = place.index - padding;
+  place.in_use = key >= 0 && key < key_count(p, place.batch);
+  return place;
+}
+
+}  // namespace tilewise::cuda::common

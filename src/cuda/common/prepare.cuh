@@ -1,0 +1,243 @@
+// Before the main kernels: see prepare.h.
+#pragma once
+
+#include "attention/online_softmax.h"
+#include "cuda/common/block.h"
+#include "cuda/common/places.h"
+
+namespace tilewise::cuda::common {
+
+// --- the order of the sequences ------------------------------------------------------------------
+
+TILEWISE_DEVICE uint32_t tiles_of(const Problem& p, const OrderTask& task, int64_t b) {
+  if (task.of == OrderTask::Of::keys)
+    return static_cast<uint32_t>(ceil_div(key_count(p, b), task.tile));
+  const int64_t rows = p.seqused_q != nullptr ? p.seqused_q[b] : query_rows(p, b).size();
+  return static_cast<uint32_t>(ceil_div(rows * task.group, task.tile));
+}
+
+// Larger counts have larger buckets. Up to 31 a bucket is one count, above it is what three bits
+// after the leading one tell apart; 2^31 is the last one that comes, in bucket 240.
+TILEWISE_DEVICE int bucket_of(uint32_t tiles) {
+  if (tiles < 32) return static_cast<int>(tiles);
+  int exponent = 5;
+  while (exponent < 31 && tiles >> (exponent + 1) != 0) ++exponent;
+  return 32 + (exponent - 5) * 8 + static_cast<int>((tiles >> (exponent - 3)) & 7);
+}
+
+// Where a lane's sequence stands among those of its warp that have the same bucket.
+struct Peers {
+  uint32_t before;
+  uint32_t count;  // 0: the lane has none
+
+  TILEWISE_DEVICE bool is_last() const { return before + 1 == count; }
+  TILEWISE_DEVICE static Peers of(uint32_t bucket, bool valid) {
+    Peers peers{0, 0};
+    const uint32_t mine = valid ? bucket : ~0u;
+    for (int lane = 0; lane < ptx::kWarpSize; ++lane) {
+      const bool same = ptx::shuffle(mine, lane) == mine && valid;
+      if (same && lane < ptx::lane_index()) ++peers.before;
+      if (same) ++peers.count;
+    }
+    return peers;
+  }
+};
+
+// A stable counting sort: each warp counts a run of sequences on its own, so nothing depends on
+// which warp comes first. Counters lie bucket after bucket, the longest first, and in a bucket warp
+// after warp: their running sum is where a warp's sequences go.
+struct Order {
+  const Problem& p;
+  const OrderTask& task;
+  SharedWords counters;
+  SharedWords scratch;
+
+  TILEWISE_DEVICE int counter(int bucket) const {
+    return (kOrderBuckets - 1 - bucket) * kPrepareWarps + ptx::warp_index();
+  }
+
+  // Every group of 32 sequences of this warp's run.
+  template <class Visit>
+  TILEWISE_DEVICE void walk(const Visit& visit) const {
+    const int64_t run = round_up(ceil_div(p.batch, kPrepareWarps), ptx::kWarpSize);
+    const int64_t begin = ptx::warp_index() * run;
+    for (int64_t first = begin; first < min(p.batch, begin + run); first += ptx::kWarpSize) {
+      const int64_t b = first + ptx::lane_index();
+      const bool valid = b < p.batch;
+      const uint32_t tiles = valid ? tiles_of(p, task, b) : 0;
+      const int bucket = bucket_of(tiles);
+      const Peers peers = Peers::of(static_cast<uint32_t>(bucket), valid);
+      uint32_t at = 0;
+      if (valid) at = counters.get(counter(bucket));
+      ptx::sync_warp();
+      if (valid && peers.is_last()) counters.set(counter(bucket), at + peers.count);
+      ptx::sync_warp();
+      if (valid) visit(b, tiles, at + peers.before);
+    }
+  }
+
+  TILEWISE_DEVICE void run() const {
+    constexpr int kEach = kOrderBuckets * kPrepareWarps / kPrepareThreads;
+    const int thread = ptx::thread_index();
+    for (int i = thread; i < kOrderBuckets * kPrepareWarps; i += kPrepareThreads)
+      counters.set(i, 0);
+    ptx::sync_block();
+    walk([](int64_t, uint32_t, uint32_t) {});
+    ptx::sync_block();
+    uint32_t sum = 0;
+    for (int i = 0; i < kEach; ++i) sum += counters.get(thread * kEach + i);
+    uint32_t total = 0;
+    uint32_t before = scan_of_block(sum, scratch, &total);
+    for (int i = 0; i < kEach; ++i) {
+      const uint32_t count = counters.get(thread * kEach + i);
+      counters.set(thread * kEach + i, before);
+      before += count;
+    }
+    ptx::sync_block();
+    TileOrder::Entry* const table = task.table;
+    walk([&](int64_t b, uint32_t tiles, uint32_t place) {
+      table[place] = {static_cast<int32_t>(tiles), static_cast<int32_t>(b)};
+    });
+    ptx::sync_block();
+    accumulate();
+  }
+
+  // table[i].first: from the tiles of an entry to the tiles before it.
+  TILEWISE_DEVICE void accumulate() const {
+    TileOrder::Entry* const table = task.table;
+    const int64_t each = ceil_div(p.batch, kPrepareThreads);
+    const int64_t begin = min(p.batch, ptx::thread_index() * each);
+    const int64_t end = min(p.batch, begin + each);
+    uint32_t sum = 0;
+    for (int64_t i = begin; i < end; ++i) sum += static_cast<uint32_t>(table[i].first);
+    uint32_t total = 0;
+    auto before = static_cast<int32_t>(scan_of_block(sum, scratch, &total));
+    for (int64_t i = begin; i < end; ++i) {
+      const int32_t tiles = table[i].first;
+      table[i].first = before;
+      before += tiles;
+    }
+    if (ptx::thread_index() == 0) table[p.batch] = {static_cast<int32_t>(total), -1};
+  }
+};
+
+// --- what no main kernel writes ------------------------------------------------------------------
+
+// The warps of the clearing blocks share what is to be cleared.
+struct Clear {
+  const PrepareParams& params;
+  int64_t warp;  // of all clearing warps
+  int64_t warps;
+
+  // One row of all heads becomes 0.
+  TILEWISE_DEVICE void zero(const ClearTask& task, const Place& place) const {
+    const int64_t size = params.problem.dtype == TILEWISE_FLOAT32 ? 4 : 2;
+    char* const first = static_cast<char*>(task.view.data) + place.offset(task.view) * size;
+    const int64_t bytes = task.columns * size;
+    const int64_t pitch = task.view.stride_head * size;
+    const int64_t unit = bytes % 16 == 0 && pitch % 16 == 0 && is_aligned(first, 16) ? 16 : size;
+    const auto units = static_cast<uint32_t>(bytes / unit);
+    for (int64_t i = ptx::lane_index(); i < task.heads * units; i += ptx::kWarpSize) {
+      const int64_t head = i / units;
+      char* const at = first + head * pitch + (i - head * units) * unit;
+      if (unit == 16) {
+        const uint32_t zeros[4] = {0, 0, 0, 0};
+        ptx::st_global_v4_b32(at, zeros);
+      } else if (unit == 4) {
+        *reinterpret_cast<uint32_t*>(at) = 0;
+      } else {
+        *reinterpret_cast<uint16_t*>(at) = 0;
+      }
+    }
+  }
+
+  // Calls clear(place) for the places [first, count) that are not in use; a warp looks at 32 at
+  // once.
+  template <class Locate, class Body>
+  TILEWISE_DEVICE void unused(int64_t first, int64_t count, const Locate& locate,
+                              const Body& clear) const {
+    for (int64_t at = first + warp * ptx::kWarpSize; at < count; at += warps * ptx::kWarpSize) {
+      const int64_t mine = at + ptx::lane_index();
+      const bool wanted = mine < count && !locate(mine).in_use;
+      if (!ptx::any(wanted)) continue;
+      for (int lane = 0; lane < ptx::kWarpSize; ++lane) {
+        if (ptx::shuffle(wanted ? 1u : 0u, lane) != 0) clear(locate(at + lane));
+      }
+    }
+  }
+
+  TILEWISE_DEVICE void rows() const {
+    const Problem& p = params.problem;
+    if (params.rows.view.data == nullptr && params.lse == nullptr) return;
+    int64_t first = 0;
+    if (p.seqused_q == nullptr && p.cu_seqlens_q != nullptr)
+      first = p.batch > 0 ? p.cu_seqlens_q[p.batch] : 0;
+    unused(
+        first, total_rows(p), [&](int64_t i) { return row_place(p, i); },
+        [&](const Place& place) {
+          if (params.rows.view.data != nullptr) zero(params.rows, place);
+          if (params.lse == nullptr) return;
+          float* const lse = params.lse + place.slot * p.lse_stride_batch + place.row;
+          for (int64_t h = ptx::lane_index(); h < p.heads_q; h += ptx::kWarpSize)
+            lse[h * p.lse_stride_head] = kMinusInfinity;
+        });
+  }
+
+  TILEWISE_DEVICE void keys() const {
+    const Problem& p = params.problem;
+    const ClearTask& dk = params.keys[0];
+    const ClearTask& dv = params.keys[1];
+    if (dk.view.data == nullptr && dv.view.data == nullptr) return;
+    // Where only what lies behind the sequences can be unused, nothing else is looked at.
+    int64_t first = 0;
+    if (p.seqused_k == nullptr && p.leftpad_k == nullptr && !keys_per_sequence(p)) {
+      if (p.cu_seqlens_k == nullptr)
+        first = p.batch * p.seqlen_k;
+      else if (p.batch > 0)
+        first = p.cu_seqlens_k[p.batch];
+    }
+    unused(
+        first, gradient_keys(p), [&](int64_t i) { return key_place(p, i); },
+        [&](const Place& place) {
+          if (dk.view.data != nullptr) zero(dk, place);
+          if (dv.view.data != nullptr) zero(dv, place);
+        });
+  }
+
+  TILEWISE_DEVICE void fill(const FillTask& task) const {
+    char* const data = static_cast<char*>(task.data);
+    const int64_t step = warps * ptx::kWarpSize * 16;
+    for (int64_t i = (warp * ptx::kWarpSize + ptx::lane_index()) * 16; i < task.bytes; i += step) {
+      const uint32_t zeros[4] = {0, 0, 0, 0};
+      if (i + 16 <= task.bytes)
+        ptx::st_global_v4_b32(data + i, zeros);
+      else
+        for (int64_t j = i; j < task.bytes; ++j) data[j] = 0;
+    }
+  }
+
+  TILEWISE_DEVICE void run() const {
+    rows();
+    keys();
+    for (const FillTask& task : params.fills)
+      if (task.data != nullptr) fill(task);
+  }
+};
+
+TILEWISE_KERNEL(kPrepareThreads, 1) void prepare(TILEWISE_PARAMETER PrepareParams params) {
+  int64_t block = ptx::block_index();
+  if (params.order.table != nullptr) {
+    if (block == 0) {
+      const Order order{params.problem, params.order, shared_words(0),
+                        shared_words(kOrderBuckets * kPrepareWarps * 4)};
+      order.run();
+      return;
+    }
+    --block;
+  }
+  const Clear clear{params, block * kPrepareWarps + ptx::warp_index(),
+                    int64_t{params.clear_blocks} * kPrepareWarps};
+  clear.run();
+}
+
+}  // namespace tilewise::cuda::common

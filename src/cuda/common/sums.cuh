@@ -1,0 +1,78 @@
+// dsinks and dscale: see sums.h.
+#pragma once
+
+#include "attention/online_softmax.h"
+#include "cuda/common/block.h"
+#include "cuda/common/places.h"
+#include "cuda/common/sums.h"
+#include "cuda/element.h"
+
+namespace tilewise::cuda::common {
+
+// delta = do.o - dlse of one row, by a warp.
+template <class T>
+TILEWISE_DEVICE float delta_of_warp(const Problem& p, const Gradients& g, const Place& place,
+                                    int64_t head) {
+  const T* const out =
+      static_cast<const T*>(p.out.data) + place.offset(p.out) + head * p.out.stride_head;
+  const T* const dout =
+      static_cast<const T*>(g.dout.data) + place.offset(g.dout) + head * g.dout.stride_head;
+  const float delta = dot_of_warp(out, dout, p.head_dim_v);
+  if (g.dlse == nullptr) return delta;
+  return delta - g.dlse[place.slot * g.dlse_stride_batch + place.row + head * g.dlse_stride_head];
+}
+
+// A sink has p = exp(sink - lse), no value, and so ds = -p delta. A part sums kDsinksRows rows of
+// one head: each warp its rows in ascending order, then the warps.
+template <class Element>
+TILEWISE_KERNEL(kDsinksThreads, 1)
+void dsinks(TILEWISE_PARAMETER DsinksParams params) {
+  constexpr int kWarps = kDsinksThreads / ptx::kWarpSize;
+  const Problem& p = params.problem;
+  const int64_t head = ptx::block_index() / params.chunks;
+  const int64_t chunk = ptx::block_index() - head * params.chunks;
+  const int64_t end = min(total_rows(p), (chunk + 1) * kDsinksRows);
+  double sum = 0.0;
+  for (int64_t row = chunk * kDsinksRows + ptx::warp_index(); row < end; row += kWarps) {
+    const Place place = row_place(p, row);
+    if (!place.in_use) continue;
+    const float lse = p.lse[place.slot * p.lse_stride_batch + place.row + head * p.lse_stride_head];
+    if (lse == kMinusInfinity) continue;  // the sink is -inf, too
+    const float delta = delta_of_warp<typename Element::Storage>(p, params.gradients, place, head);
+    sum -= static_cast<double>(exponential(p.sinks[head] - lse) * delta);
+  }
+  auto* const sums = reinterpret_cast<double*>(ptx::shared_memory());
+  if (ptx::lane_index() == 0) sums[ptx::warp_index()] = sum;
+  ptx::sync_block();
+  if (ptx::thread_index() != 0) return;
+  for (int warp = 1; warp < kWarps; ++warp) sum += sums[warp];
+  params.parts[ptx::block_index()] = sum;
+}
+
+// The sum of `count` parts by a block, the same for every run.
+template <class T>
+TILEWISE_DEVICE double sum_of_block(const T* parts, int64_t count) {
+  auto* const sums = reinterpret_cast<double*>(ptx::shared_memory());
+  const int thread = ptx::thread_index();
+  double sum = 0.0;
+  for (int64_t i = thread; i < count; i += kSumsThreads) sum += static_cast<double>(parts[i]);
+  sums[thread] = sum;
+  for (int step = kSumsThreads / 2; step != 0; step /= 2) {
+    ptx::sync_block();
+    if (thread < step) sums[thread] += sums[thread + step];
+  }
+  return sums[0];  // of thread 0
+}
+
+TILEWISE_KERNEL(kSumsThreads, 1) void sums(TILEWISE_PARAMETER SumsParams params) {
+  const int64_t block = ptx::block_index();
+  const int64_t heads = params.dsinks != nullptr ? params.heads : 0;
+  const bool of_sinks = block < heads;
+  const double sum = of_sinks
+                         ? sum_of_block(params.dsinks_parts + block * params.chunks, params.chunks)
+                         : sum_of_block(params.dscale_parts, params.dscale_count);
+  if (ptx::thread_index() != 0) return;
+  *(of_sinks ? params.dsinks + block : params.dscale) = static_cast<float>(sum);
+}
+
+}  // namespace tilewise::cuda::common
