@@ -28,13 +28,21 @@ def one_torch_thread(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print which instruction sets the numerical tests ran on, and which they could not."""
+    """Print what the numerical tests ran on, and what they could not."""
     try:
         import capi  # beside the tests, importable once they are collected
+        import devices
 
         ran, missing = capi.instruction_sets()
-    except (ImportError, OSError):  # whatever ran needed no library
+        tested = devices.selected()
+    except (ImportError, OSError, ValueError):  # whatever ran needed no library
         return
-    terminalreporter.write_line(f"instruction sets tested: {', '.join(ran)}")
-    if missing:
-        terminalreporter.write_line(f"NOT tested, this machine lacks them: {', '.join(missing)}")
+    say = terminalreporter.write_line
+    say(f"devices tested: {', '.join(tested)}")
+    for name in devices.ALL:
+        if name not in tested:
+            say(f"NOT tested: {name}, {devices.missing().get(name, 'not asked for')}")
+    if "cpu" in tested:
+        say(f"instruction sets tested: {', '.join(ran)}")
+        if missing:
+            say(f"NOT tested, this machine lacks them: {', '.join(missing)}")

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+import devices
+
 OK, INVALID_ARGUMENT, UNSUPPORTED, WORKSPACE_TOO_SMALL = range(4)
 FORWARD, BACKWARD = 0, 1
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -67,7 +69,7 @@ class Attention(c.Structure):
         (c.c_void_p, "kv_batch_idx"),
         (c.c_int64, "kv_batch"),
         (c.c_void_p, "leftpad_k"),
-        (c.c_int32, "num_splits deterministic check reserved"),
+        (c.c_int32, "num_splits deterministic check tf32"),
         (c.c_void_p, "parallel"),
     )
 
@@ -175,6 +177,17 @@ def instruction_sets() -> tuple[list[str], list[str]]:
     return ran, missing
 
 
+def targets() -> list[str]:
+    """What a case runs on, one after the other: the CPU's instruction sets, or the one device."""
+    device = devices.current()
+    return instruction_sets()[0] if device.name == "cpu" else [device.name]
+
+
+def on(target: str) -> contextlib.AbstractContextManager[None]:
+    """Run the body on one of the targets."""
+    return cpu(target) if devices.current().name == "cpu" else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def cpu(name: str) -> Iterator[None]:
     """Run the body on one instruction set, then go back to the best."""
@@ -232,7 +245,8 @@ def guarded(
     for dim in reversed(order):
         strides[dim] = step
         step *= max(1, shape[dim]) + pad[dim]
-    base = torch.empty(step + 2 * MARGIN + shift, dtype=dtype)
+    size = step + 2 * MARGIN + shift
+    base = torch.empty(size, dtype=dtype, device=devices.current().memory)
     g = Guarded(base, base.as_strided(tuple(shape), strides, MARGIN + shift))
     g.poison()
     return g
@@ -281,21 +295,27 @@ def plan(attention: Attention, gradients: Gradients | None = None) -> PlanInfo:
 
 
 class _Workspace:
-    """Poisoned memory of exactly `size` usable bytes from a 64-byte boundary on. The memory is kept
-    for the next call: allocating fresh pages takes longer than a small problem does."""
+    """Poisoned memory of exactly `size` usable bytes from a 64-byte boundary on: whoever relies on
+    zeros, or on what an earlier call left, computes with NaN. The memory is kept for the next call:
+    allocating fresh pages takes longer than a small problem does."""
 
     spare = threading.local()
     MARGIN = 4096
 
     def __init__(self, size: int) -> None:
         need = size + 2 * self.MARGIN + 64
-        self.base = getattr(self.spare, "base", None)
+        memory = devices.current().memory
+        self.base = getattr(self.spare, memory.type, None)
         if self.base is None or self.base.numel() < need:
-            self.base = self.spare.base = torch.empty(need, dtype=torch.uint8)
+            self.base = torch.empty(need, dtype=torch.uint8, device=memory)
+            setattr(self.spare, memory.type, self.base)
         self.begin = (-self.base.data_ptr()) % 64 + self.MARGIN
         self.end = self.begin + size
         self.start = self.base.data_ptr() + self.begin
-        c.memset(self.start - self.MARGIN, 0xFF, size + 2 * self.MARGIN)
+        if memory.type == "cpu":
+            c.memset(self.start - self.MARGIN, 0xFF, size + 2 * self.MARGIN)
+        else:
+            self.base[self.begin - self.MARGIN : self.end + self.MARGIN].fill_(0xFF)
 
     def check(self) -> None:
         margins = (

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 import capi
+import devices
 import oracle
 from bounds import check_gradients, check_lse, check_out
 from capi import DTYPES, Guarded, guarded
@@ -51,6 +52,8 @@ class Case:
     dropout_p: float = 0.0
     dropout_state: bool = False  # seed and offset behind a pointer
     splits: int = 0
+    deterministic: bool = False
+    tf32: bool = False
     dlse: bool = False
     wanted: frozenset[str] = frozenset(GRADIENTS)
     order: tuple[int, ...] = (0, 1, 2, 3)  # outermost to innermost dimension in memory
@@ -93,6 +96,8 @@ class Built:
         self.dtype = DTYPES[case.dtype]
         self.rng = np.random.default_rng(case.seed)
         self.keep: list[object] = []  # what the structs point at
+        self.device = devices.current()
+        devices.fits(case)
         self.batch = len(case.rows)
         self._metadata()
         self.q = self._input("q", self._shape_q(case.head_dim))
@@ -213,11 +218,11 @@ class Built:
     def _attention(self) -> capi.Attention:
         c = self.case
         a = capi.Attention(
-            struct_size=ctypes.sizeof(capi.Attention), dtype=capi.DTYPE_CODES[self.dtype],
-            batch=self.batch, seqlen_q=self.seqlen_q, seqlen_k=0 if c.page_size else self.seqlen_k,
+            struct_size=ctypes.sizeof(capi.Attention), device=self.device.code,
+            device_index=self.device.index, dtype=capi.DTYPE_CODES[self.dtype], batch=self.batch, seqlen_q=self.seqlen_q, seqlen_k=0 if c.page_size else self.seqlen_k,
             heads_q=c.heads, heads_kv=c.heads_kv, head_dim=c.head_dim, head_dim_v=c.head_dim_v,
             window_left=c.window[0], window_right=c.window[1], scale=self.scale, softcap=c.softcap,
-            dropout_p=c.dropout_p, num_splits=c.splits,
+            dropout_p=c.dropout_p, num_splits=c.splits, deterministic=c.deterministic, tf32=c.tf32,
         )  # fmt: skip
         a.q = capi.tensor(self.q, batched=not c.varlen_q)
         a.k = capi.tensor(self.k, batched=self.batched_k)
@@ -257,6 +262,7 @@ class Built:
         return a
 
     def _pointer(self, t: torch.Tensor) -> int:
+        t = t.to(self.device.memory)
         self.keep.append(t)
         return t.data_ptr()
 
@@ -274,7 +280,7 @@ class Built:
             lead = x.shape[:-2]
             free = np.ones(int(np.prod(lead)), bool)
             free[used[which]] = False
-            x[torch.from_numpy(free.reshape(lead))] = torch.nan
+            x[torch.from_numpy(free.reshape(lead)).to(x.device)] = torch.nan
 
     def _gradient_inputs(self) -> None:
         c = self.case
@@ -341,18 +347,18 @@ class Built:
         c = self.case
         slopes = None
         if self.slopes is not None:
-            slopes = self.slopes.double().expand(self.batch, c.heads).numpy()
+            slopes = float64(self.slopes.expand(self.batch, c.heads))
         seed, offset = self.seed_offset
         return oracle.Options(
             scale=self.scale, window=c.window, softcap=float(np.float32(c.softcap)), slopes=slopes,
-            bias=None if self.bias is None else self.bias.double().numpy(),
-            sinks=None if self.sinks is None else self.sinks.double().numpy(),
+            bias=None if self.bias is None else float64(self.bias),
+            sinks=None if self.sinks is None else float64(self.sinks),
             dropout_p=c.dropout_p, seed=seed, offset=offset,
         )  # fmt: skip
 
     def by_row(self, per_head: torch.Tensor) -> np.ndarray:
         """[B, Hq, Sq] or [Hq, T] to the oracle's [N, Hq]."""
-        return per_head.double().transpose(-1, -2).reshape(-1, self.case.heads).numpy()
+        return float64(per_head.transpose(-1, -2).reshape(-1, self.case.heads))
 
     def expected(self) -> oracle.Result:
         grad_keys = self.batch * self.seqlen_k if self.own_keys else None
@@ -363,9 +369,14 @@ class Built:
         )  # fmt: skip
 
 
+def float64(x: torch.Tensor) -> np.ndarray:
+    """A copy on the host."""
+    return x.detach().to("cpu", torch.float64, copy=True).numpy()
+
+
 def flat(x: torch.Tensor) -> np.ndarray:
     """[..., H, D] to float64 [N, H, D]."""
-    return x.double().reshape(-1, *x.shape[-2:]).numpy()
+    return float64(x.reshape(-1, *x.shape[-2:]))
 
 
 @dataclass
@@ -381,6 +392,7 @@ class Outcome:
 def run(b: Built, *, backward: bool = True, hook: capi.Parallel | None = None) -> Outcome:
     """Forward and backward into poisoned buffers; fails when anything else is written."""
     b.attention.parallel = ctypes.addressof(hook) if hook is not None else None
+    b.attention.stream = b.device.stream
     b.out.poison()
     b.lse.poison()
     info = capi.forward(b.attention)
@@ -393,15 +405,14 @@ def run(b: Built, *, backward: bool = True, hook: capi.Parallel | None = None) -
         result.kernels.append(info.kernel.decode())
         for name, g in b.grads.items():
             assert g.stray_writes() == 0, f"backward wrote outside d{name}"
-            values = g.view.double().numpy().copy()
-            result.grads[name] = flat(g.view) if name in "qkv" else values
+            result.grads[name] = flat(g.view) if name in "qkv" else float64(g.view)
         assert np.array_equal(flat(b.out.view), result.out, equal_nan=True), "backward changed out"
     b.attention.parallel = None
     return result
 
 
-def check(case: Case, *, backward: bool = True, isas: list[str] | None = None) -> None:
-    """The case on every instruction set of this machine, against the oracle."""
+def check(case: Case, *, backward: bool = True) -> None:
+    """The case on the device, a CPU with every instruction set it has, against the oracle."""
     b = Built(case)
     want = b.expected()
     yard = None
@@ -409,10 +420,10 @@ def check(case: Case, *, backward: bool = True, isas: list[str] | None = None) -
         import yardstick
 
         yard = yardstick.errors(b, want)
-    for isa in isas or capi.instruction_sets()[0]:
-        with capi.cpu(isa):
+    for target in capi.targets():
+        with capi.on(target):
             got = run(b, backward=backward)
-        where = f"{isa} {got.kernels} {case}"
+        where = f"{target} {got.kernels} {case}"
         check_out(got.out, want.out, case.dtype, yard, where)
         check_lse(got.lse, want.lse, case.dtype, yard, where)
         if backward:

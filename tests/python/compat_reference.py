@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+import devices
+
 
 def visible(rows: int, keys: int, window=(-1, -1), causal=False, chunk=0) -> Tensor:
     """[rows, keys] bool: bottom-right aligned band."""
@@ -158,7 +160,7 @@ def check_against(call, reference, inputs: list[Tensor], what: str) -> None:
     got_inputs, plain_inputs = ([x.detach().clone() for x in inputs] for _ in range(2))
     exact_inputs = [x.detach().double() for x in inputs]
     results, gradients = [], []
-    generator = torch.Generator().manual_seed(7)
+    generator = devices.generator(7)
     weights = None
     for function, arguments in (
         (call, got_inputs),

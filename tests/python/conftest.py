@@ -1,15 +1,91 @@
-"""What the Python tests share."""
+"""What the Python tests share: the same random numbers for each test, and the devices they run on.
+
+A module or test marked `abi` is run once per device with its buffers there (devices.put, cases.py);
+one marked `tensors` once per device of torch, with that as torch's default device. Arguments of a
+mark name the devices; without a mark a test runs once, on the CPU.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+
+try:
+    import devices
+except ImportError:  # without torch: the tests of NumPy arrays
+    devices = None  # type: ignore[assignment]
+
+MARKS = {"abi": ("cpu", "cuda", "emulator"), "tensors": ("cpu", "cuda")}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for mark, names in MARKS.items():
+        config.addinivalue_line("markers", f"{mark}(*devices): run on {', '.join(names)}")
+
+
+def _mark(node: pytest.Item | pytest.FixtureRequest) -> pytest.Mark | None:
+    """The mark that is closest to the test."""
+    for mark in node.iter_markers():  # type: ignore[union-attr]
+        if mark.name in MARKS:
+            return mark
+    return None
+
+
+def _selected() -> tuple[str, ...]:
+    if devices is None:
+        return ("cpu",)
+    try:
+        return devices.selected()
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    mark = _mark(metafunc.definition)
+    if mark is None or "device" not in metafunc.fixturenames:
+        return
+    names = mark.args or MARKS[mark.name]
+    chosen: list[object] = [n for n in _selected() if n in names]
+    if not chosen:
+        left_out = pytest.mark.skip(reason=f"runs on {' and '.join(names)}")
+        chosen = [pytest.param(names[0], marks=left_out)]
+    metafunc.parametrize("device", chosen, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without the CPU among the devices, tests that know no other are left out."""
+    if "cpu" in _selected():
+        return
+    chosen = [item for item in items if _mark(item) is not None]
+    left_out = [item for item in items if _mark(item) is None]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = chosen
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
-    """Each test draws the same numbers whichever tests ran before it."""
-    try:
-        import torch
-    except ImportError:
+def device(request: pytest.FixtureRequest) -> Iterator[object]:
+    """The device of the test; see `devices`."""
+    if devices is None:
+        yield None
         return
-    torch.manual_seed(20)
+    mark = _mark(request.node)
+    with devices.use(getattr(request, "param", "cpu")) as chosen:
+        if mark is not None and mark.name == "tensors":
+            with devices.default_device(chosen):
+                yield chosen
+        else:
+            yield chosen
+    if chosen.name == "cuda":
+        lost = devices.context_lost()
+        if lost:
+            pytest.exit(f"no test can run after this: {lost}", returncode=devices.CONTEXT_LOST)
+
+
+@pytest.fixture(autouse=True)
+def _seeded(device: object) -> None:
+    """Each test draws the same numbers whichever tests ran before it."""
+    if devices is not None:
+        import torch
+
+        torch.manual_seed(20)

@@ -29,7 +29,7 @@ def often(strategy: st.SearchStrategy, default: object = None) -> st.SearchStrat
 
 
 @st.composite
-def sizes(draw: st.DrawFn) -> dict:
+def sizes(draw: st.DrawFn, limit: float) -> dict:
     """Lengths and heads, with the work bounded so that an example takes milliseconds."""
     batch = draw(st.sampled_from([1, 1, 2, 2, 3, 4, 0]))
     varlen_q, varlen_k = draw(
@@ -46,11 +46,18 @@ def sizes(draw: st.DrawFn) -> dict:
     heads_kv, group = draw(st.sampled_from([1, 1, 2, 3])), draw(st.sampled_from([1, 1, 2, 3, 4, 7]))
     head_dim = draw(HEAD_DIMS)
     head_dim_v = draw(often(HEAD_DIMS, head_dim))
-    while batch * max([*rows, 1]) * max([*keys, 1]) * heads_kv * group * (head_dim + 64) > 1.2e7:
+
+    def products() -> float:
+        pairs = batch * max([*rows, 1]) * max([*keys, 1]) * heads_kv * group
+        return pairs * (head_dim + max(head_dim_v, 64))
+
+    while products() > limit:
         if group * heads_kv > 2:
             group, heads_kv = min(group, 2), 1
-        elif head_dim > 64:
+        elif max(head_dim, head_dim_v) > 64 and max([*rows, *keys]) > 32:
             head_dim = head_dim_v = 40
+        elif max(keys) > 2 * max(rows):
+            keys = tuple(n // 2 for n in keys)
         else:
             rows = tuple(n // 2 for n in rows)
     return dict(
@@ -86,9 +93,9 @@ def metadata(draw: st.DrawFn, size: dict) -> dict:
 
 
 @st.composite
-def cases(draw: st.DrawFn, dtype: str, *, dropout: bool = True) -> Case:
-    """Any problem the library must solve."""
-    size = draw(sizes())
+def cases(draw: st.DrawFn, dtype: str, *, dropout: bool = True, small: bool = False) -> Case:
+    """Any problem the library must solve. `small` ones are for the emulator."""
+    size = draw(sizes(1e6 if small else 1.2e7))
     meta = draw(metadata(size))
     wide = max([*size["rows"], *size["keys"], 1])
     window = draw(
@@ -117,6 +124,7 @@ def cases(draw: st.DrawFn, dtype: str, *, dropout: bool = True) -> Case:
     )
     how = dict(
         splits=draw(rarely(st.integers(1, 7), 0)),
+        deterministic=draw(rarely(st.just(True), False)),
         dlse=draw(often(st.just(True), False)),
         wanted=draw(rarely(st.frozensets(st.sampled_from(GRADIENTS)), frozenset(GRADIENTS))),
         order=draw(st.sampled_from(ORDERS)),

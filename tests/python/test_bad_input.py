@@ -38,7 +38,7 @@ MISTAKES = [
     (DENSE, "dropout_p", -0.1), (DENSE, "dropout_p", NAN), (DENSE, "bias_dtype", 1),
     (DENSE, "bias_dtype", 99), (DENSE, "num_splits", -1), (DENSE, "deterministic", 2),
     (DENSE, "max_seqlen_q", -1), (DENSE, "max_seqlen_q", 5), (DENSE, "max_seqlen_k", 8),
-    (DENSE, "reserved", 1), (DENSE, "batch", 2**62), (DENSE, "seqlen_q", 2**62),
+    (DENSE, "tf32", 2), (DENSE, "batch", 2**62), (DENSE, "seqlen_q", 2**62),
     (DENSE, "heads_q", 2**62), (DENSE, "q.data", None), (DENSE, "k.data", None),
     (DENSE, "v.data", None), (DENSE, "out.data", None), (DENSE, "k.stride_batch", 2**61),
     (VARLEN, "cu_seqlens_q[0]", 1), (VARLEN, "cu_seqlens_q[1]", -4),

@@ -6,11 +6,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import devices  # noqa: E402
 from tilewise.compat.flash_attn import bert_padding as padding  # noqa: E402
+
+pytestmark = pytest.mark.tensors
 
 
 def some_mask(batch=4, seqlen=9, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    generator = devices.generator(seed)
     return torch.rand(batch, seqlen, generator=generator) < 0.6
 
 

@@ -10,9 +10,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import compat_reference as reference  # noqa: E402
+import devices  # noqa: E402
 from compat_reference import assert_as_good, check_against  # noqa: E402
 from tilewise.compat import flash_attn_interface as fa3  # noqa: E402
 from tilewise.compat._chunks import split_lengths  # noqa: E402
+
+pytestmark = pytest.mark.tensors
 
 DTYPES = [torch.float32, torch.bfloat16]
 BANDS = {
@@ -23,7 +26,7 @@ BANDS = {
 
 
 def inputs(batch, rows, keys, heads=4, heads_kv=2, dim=16, dim_v=16, dtype=torch.float32, seed=0):
-    g = torch.Generator().manual_seed(seed)
+    g = devices.generator(seed)
     shapes = ((rows, heads, dim), (keys, heads_kv, dim), (keys, heads_kv, dim_v))
     return [torch.randn(batch, *s, generator=g).to(dtype) for s in shapes]
 
@@ -125,7 +128,7 @@ def test_seqused(chunk, causal):
 def test_qv(dtype, causal, varlen):
     """Scores q . k + qv . v, the absorbed form of multi-head latent attention."""
     q, k, v = inputs(2, 9, 14, heads_kv=1, dim=8, dim_v=24, dtype=dtype)
-    qv = torch.randn(2, 9, 4, 24, generator=torch.Generator().manual_seed(4)).to(dtype)
+    qv = torch.randn(2, 9, 4, 24, generator=devices.generator(4)).to(dtype)
     starts_q, starts_k = [0, 9, 18], [0, 14, 28]
     starts = [torch.tensor(s, dtype=torch.int32) for s in (starts_q, starts_k)]
     tensors = [x.flatten(0, 1) for x in (q, k, v, qv)] if varlen else [q, k, v, qv]
@@ -156,7 +159,7 @@ def test_qkvpacked(heads_kv):
         qkv, causal=True, num_heads_q=heads, return_attn_probs=True
     )
     plain = fa3.flash_attn_func(q, k, v, causal=True, return_attn_probs=True, num_splits=0)
-    assert torch.equal(out, plain[0]) and torch.equal(lse, plain[1])
+    assert devices.equal(out, plain[0]) and devices.equal(lse, plain[1])
     assert isinstance(fa3.flash_attn_qkvpacked_func(qkv, num_heads_q=heads), torch.Tensor)
 
 
@@ -202,7 +205,7 @@ CAPACITY = 40
 
 def cached(page_size, seed=0):
     """(k_cache, v_cache, page_table, function from a cache to its dense picture)."""
-    g = torch.Generator().manual_seed(seed)
+    g = devices.generator(seed)
     if not page_size:
         k, v = (torch.randn(3, CAPACITY, 2, 16, generator=g) for _ in range(2))
         return k, v, None, lambda cache: cache
@@ -306,7 +309,7 @@ def test_private_pair_matches_the_public_function():
     out, lse, *rest = fa3._flash_attn_forward(q, k, v, softmax_scale=0.3, causal=True, softcap=5.0)
     assert len(rest) == 2 and not out.requires_grad
     public = fa3.flash_attn_func(q, k, v, softmax_scale=0.3, causal=True, softcap=5.0)
-    assert torch.equal(out, public)
+    assert devices.equal(out, public)
     dout = torch.randn_like(out)
     parts = [torch.full_like(x, math.nan) for x in (q, k, v)]
     sums = fa3._flash_attn_backward(
@@ -325,7 +328,7 @@ def test_private_pair_matches_the_public_function():
     )
     assert torch.allclose(sums, (dout * out).sum(-1).transpose(1, 2), atol=1e-5)
     for part, want in zip(parts, torch.autograd.grad(public, (q, k, v), dout), strict=True):
-        assert torch.equal(part, want)
+        assert devices.equal(part, want)
     into = torch.empty_like(out)
     again = fa3._flash_attn_forward(q, k, v, out_=into, softmax_scale=0.3, causal=True, softcap=5.0)
     assert again[0] is into and torch.equal(into, out)
@@ -349,7 +352,7 @@ def test_private_forward_reads_caches():
         causal=True,
         num_splits=1,
     )
-    assert torch.equal(out, public)
+    assert devices.equal(out, public)
 
 
 def test_hints_are_accepted():
@@ -361,7 +364,7 @@ def test_hints_are_accepted():
     hinted = fa3.flash_attn_with_kvcache(
         q, k, v, cache_seqlens=lengths, scheduler_metadata=metadata, pack_gqa=True, sm_margin=2
     )
-    assert torch.equal(plain, hinted)
+    assert devices.equal(plain, hinted)
     assert fa3.round_up_headdim(72) == 72 and fa3.round_multiple(65, 64) == 128
 
 

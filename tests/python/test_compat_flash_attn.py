@@ -12,9 +12,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import compat_reference as reference  # noqa: E402
+import devices  # noqa: E402
 from compat_reference import assert_as_good, check_against  # noqa: E402
 from tilewise.compat import flash_attn as fa  # noqa: E402
 from tilewise.compat.flash_attn import flash_attn_interface as interface  # noqa: E402
+
+pytestmark = pytest.mark.tensors
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 BANDS = {
@@ -27,7 +30,7 @@ BANDS = {
 
 
 def inputs(batch, rows, keys, heads, heads_kv, dim, dtype, dim_v=None, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    generator = devices.generator(seed)
     shapes = ((rows, heads, dim), (keys, heads_kv, dim), (keys, heads_kv, dim_v or dim))
     return [torch.randn(batch, *s, generator=generator).to(dtype) for s in shapes]
 
@@ -79,9 +82,7 @@ def test_scores(dtype, band, slopes, softcap):
     options = dict(BANDS[band], softcap=softcap, softmax_scale=0.7)
     if slopes is not None:
         shape = (4,) if slopes == "head" else (2, 4)
-        options["alibi_slopes"] = (
-            torch.rand(shape, generator=torch.Generator().manual_seed(3)) * 0.3
-        )
+        options["alibi_slopes"] = torch.rand(shape, generator=devices.generator(3)) * 0.3
     check_against(
         lambda *x: fa.flash_attn_func(*x, return_attn_probs=True, **options)[:2],
         lambda *x: reference.attend(*x, **band_of(options)),
@@ -138,7 +139,7 @@ def test_variable_length_paged(page_size, band):
 
 @pytest.mark.parametrize("varlen", [False, True])
 def test_packed_forms_agree_bitwise(varlen):
-    generator = torch.Generator().manual_seed(0)
+    generator = devices.generator(0)
     shape = (22,) if varlen else (2, 11)
     q = torch.randn(*shape, 4, 16, generator=generator, requires_grad=True)
     kv = torch.randn(*shape, 2, 4, 16, generator=generator, requires_grad=True)
@@ -156,13 +157,13 @@ def test_packed_forms_agree_bitwise(varlen):
         plain = fa.flash_attn_func(q1, k, v, **options)
         with_kv = fa.flash_attn_kvpacked_func(q, kv, **options)
         with_qkv = fa.flash_attn_qkvpacked_func(qkv, **options)
-    assert torch.equal(plain, with_kv) and torch.equal(plain, with_qkv)
+    assert devices.equal(plain, with_kv) and devices.equal(plain, with_qkv)
     for out in (plain, with_kv, with_qkv):
         (out * torch.arange(out.numel()).reshape(out.shape).cos()).sum().backward()
-    assert torch.equal(q.grad, q1.grad) and torch.equal(qkv.grad.select(dim, 0), q1.grad)
+    assert devices.equal(q.grad, q1.grad) and devices.equal(qkv.grad.select(dim, 0), q1.grad)
     for i, x in enumerate((k, v)):
-        assert torch.equal(kv.grad.select(dim, i), x.grad)
-        assert torch.equal(qkv.grad.select(dim, i + 1), x.grad)
+        assert devices.equal(kv.grad.select(dim, i), x.grad)
+        assert devices.equal(qkv.grad.select(dim, i + 1), x.grad)
 
 
 def test_return_values():
@@ -254,7 +255,7 @@ def test_dropout_draws_new_bits_each_time_and_the_seed_repeats_them():
 def test_ring_of_two_parts(dtype, causal):
     """Context parallelism as packages do it: forward and backward by parts, merged by lse."""
     q, k, v = inputs(2, 32, 32, 4, 2, 16, dtype)
-    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
+    dout = torch.randn(q.shape, generator=devices.generator(9)).to(dtype)
     scale = 16**-0.5
     halves = [slice(0, 16), slice(16, 32)]
     outs, lses = torch.zeros(2, 32, 4, 16), torch.full((2, 4, 32), -math.inf)
@@ -330,9 +331,9 @@ def test_private_backward_is_the_public_one():
     )
     torch.manual_seed(3)
     public = fa.flash_attn_func(q, k, v, 0.2, 0.3, True, (8, 0), 5.0)
-    assert torch.equal(out, public)
+    assert devices.equal(out, public)
     for part, want in zip(parts, torch.autograd.grad(public, (q, k, v), dout), strict=True):
-        assert torch.equal(part, want)
+        assert devices.equal(part, want)
 
 
 def test_private_varlen_backward():
@@ -347,7 +348,7 @@ def test_private_varlen_backward():
     assert sums.shape == (4, 23)
     public = fa.flash_attn_varlen_func(q, k, v, *starts, 17, 33, 0.0, 0.25, True)
     for part, want in zip(parts, torch.autograd.grad(public, (q, k, v), dout), strict=True):
-        assert torch.equal(part, want)
+        assert devices.equal(part, want)
 
 
 def test_rows_that_see_nothing():
@@ -386,7 +387,7 @@ def test_whole_graphs_are_captured(call):
     torch._dynamo.reset()
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v)
     plain = call(q, k, v)
-    assert torch.equal(compiled, plain)
+    assert devices.equal(compiled, plain)
     if call is not cache_call:
         weight = torch.randn_like(plain)
         for a, b in zip(
@@ -394,7 +395,7 @@ def test_whole_graphs_are_captured(call):
             torch.autograd.grad(plain, (q, k, v), weight),
             strict=True,
         ):
-            assert torch.equal(a, b)
+            assert devices.equal(a, b)
 
 
 def test_inputs_with_strange_strides():
@@ -402,7 +403,7 @@ def test_inputs_with_strange_strides():
     strange = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in base[:2]]
     strange.append(base[2].permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0))
     assert strange[2].stride(-1) != 1
-    assert torch.equal(fa.flash_attn_func(*strange), fa.flash_attn_func(*base))
+    assert devices.equal(fa.flash_attn_func(*strange), fa.flash_attn_func(*base))
 
 
 def test_refusals_name_the_argument():

@@ -10,9 +10,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import compat_reference as reference  # noqa: E402
+import devices  # noqa: E402
 from compat_reference import assert_as_good  # noqa: E402
 from tilewise.compat.flash_attn.layers.rotary import RotaryEmbedding  # noqa: E402
 from tilewise.compat.flash_attn.modules import mha  # noqa: E402
+
+pytestmark = pytest.mark.tensors
 
 
 def test_alibi_slopes():
@@ -38,13 +41,13 @@ def test_flash_modules(causal, alibi):
     got = module(qkv)
     assert_as_good(got, None, want, 2, "self")
     cross = mha.FlashCrossAttention(**options)
-    assert torch.equal(cross(qkv[:, :, 0], qkv[:, :, 1:]), got)
+    assert devices.equal(cross(qkv[:, :, 0], qkv[:, :, 1:]), got)
     starts = torch.tensor([0, 13, 26], dtype=torch.int32)
     packed = qkv.flatten(0, 1)
-    assert torch.equal(module(packed, cu_seqlens=starts, max_seqlen=13), got.flatten(0, 1))
+    assert devices.equal(module(packed, cu_seqlens=starts, max_seqlen=13), got.flatten(0, 1))
     lengths = dict(cu_seqlens=starts, max_seqlen=13, cu_seqlens_k=starts, max_seqlen_k=13)
-    assert torch.equal(cross(packed[:, 0], packed[:, 1:], **lengths), got.flatten(0, 1))
-    assert torch.equal(
+    assert devices.equal(cross(packed[:, 0], packed[:, 1:], **lengths), got.flatten(0, 1))
+    assert devices.equal(
         module(qkv, causal=not causal), cross(qkv[:, :, 0], qkv[:, :, 1:], not causal)
     )
     with pytest.raises(ValueError, match="max_seqlen"):
@@ -77,7 +80,7 @@ def test_key_padding_mask(causal):
     qkv = torch.randn(2, 9, 3, 4, 16)
     out = mha.SelfAttention(causal=causal)(qkv, key_padding_mask=mask)
     same = mha.CrossAttention(causal=causal)(qkv[:, :, 0], qkv[:, :, 1:], key_padding_mask=mask)
-    assert torch.equal(out, same)
+    assert devices.equal(out, same)
 
 
 def written_out(module, x, rotary_dim=0, interleaved=False, base=10000.0, x_kv=None, **options):
@@ -180,7 +183,7 @@ def test_mha_with_a_cache_is_the_whole_pass(rotary, flash):
     if rotary == "scaled":
         module.rotary_emb = RotaryEmbedding(16, scale_base=64)
         # XPos centres its scale on the length of the table: the same one for both passes.
-        module.rotary_emb._update_cos_sin_cache(20, torch.device("cpu"), torch.float32)
+        module.rotary_emb._update_cos_sin_cache(20, torch.get_default_device(), torch.float32)
     x = torch.randn(2, 12, 64)
     with torch.no_grad():
         want = module(x, max_seqlen=20)

@@ -6,15 +6,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import devices  # noqa: E402
 from compat_reference import assert_as_good, rotate  # noqa: E402
 from tilewise.compat.flash_attn.layers import rotary  # noqa: E402
 from tilewise.compat.flash_attn.ops.triton.rotary import apply_rotary  # noqa: E402
+
+pytestmark = pytest.mark.tensors
 
 BATCH, ROWS, HEADS, DIM, POSITIONS = 2, 7, 3, 16, 20
 
 
 def tables(half, dtype=torch.float32, seed=1):
-    angle = torch.rand(POSITIONS, half, generator=torch.Generator().manual_seed(seed)) * 6.3
+    angle = torch.rand(POSITIONS, half, generator=devices.generator(seed)) * 6.3
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
@@ -186,7 +189,7 @@ def test_rotary_embedding_module(interleaved):
 
 def test_positions_stay_exact_in_a_half_precision_module():
     module = rotary.RotaryEmbedding(4).to(torch.bfloat16)
-    module._update_cos_sin_cache(1024, device=torch.device("cpu"), dtype=torch.float32)
+    module._update_cos_sin_cache(1024, device=torch.get_default_device(), dtype=torch.float32)
     frequency = torch.tensor([1.0, 0.01])
     want = torch.outer(torch.arange(1024).float(), frequency).cos()
     assert torch.allclose(module._cos_cached, want, atol=1e-5)

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import capi
-from cases import Built, Case, check, flat, int32, run
+import devices
+from cases import Built, Case, check, flat, float64, int32, run
 
+pytestmark = pytest.mark.abi
 DTYPES = ["fp32", "bf16", "fp16"]
 EDGES = [1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257]
 HEAD_DIMS = [1, 2, 3, 7, 8, 16, 24, 32, 40, 64, 72, 80, 96, 111, 128, 160, 192, 256, 320, 511, 512]
@@ -35,7 +37,7 @@ def test_head_dims(dim, dtype):
 
 
 def test_head_dim_v_zero_means_head_dim():
-    b = Built(Case(rows=(9,), keys=(11,), head_dim=24, head_dim_v=24))
+    b = Built(Case(rows=(9,), keys=(11,), head_dim=24, head_dim_v=24, deterministic=True))
     want = run(b)
     b.attention.head_dim_v = 0
     got = run(b)
@@ -129,7 +131,7 @@ def test_cache_rows_by_index(dtype):
 
 def test_one_buffer_for_q_k_v_and_interleaved_outputs():
     """Self-attention on one packed [B, S, 3, H, D] tensor, gradients written into another."""
-    packed = torch.randn(2, 45, 3, 4, 32)
+    packed = devices.put(torch.randn(2, 45, 3, 4, 32))
     grads = torch.full_like(packed, torch.nan)
     b = Built(Case(rows=(45, 45), keys=(45, 45), heads_kv=4, head_dim=32, head_dim_v=32))
     b.q, b.k, b.v = packed.unbind(2)
@@ -139,19 +141,19 @@ def test_one_buffer_for_q_k_v_and_interleaved_outputs():
     g = b.gradients()
     for name, x in zip("qkv", grads.unbind(2), strict=True):
         setattr(g, f"d{name}", capi.tensor(x))
-    for isa in capi.instruction_sets()[0]:
-        with capi.cpu(isa):
+    for place in capi.targets():
+        with capi.on(place):
             capi.forward(b.attention)
             capi.backward(b.attention, g)
         for name, x in zip("qkv", grads.unbind(2), strict=True):
             target = getattr(want, f"d{name}")
             error = np.abs(flat(x) - target).max()
-            assert error < 1e-6 * np.abs(target).max(), (isa, name, error)
+            assert error < 1e-6 * np.abs(target).max(), (place, name, error)
 
 
 def test_negative_strides():
     """A reversed view, as NumPy makes them: data points at the last row."""
-    b = Built(Case(rows=(30,), keys=(41,), heads_kv=2, group=2))
+    b = Built(Case(rows=(30,), keys=(41,), heads_kv=2, group=2, deterministic=True))
     want = run(b)
     for name in ("q", "k", "v"):
         x = getattr(b, name)
@@ -174,16 +176,27 @@ def test_lengths_of_pages_by_cu_seqlens():
     b.attention.seqused_k = None
     b.attention.cu_seqlens_k = b.meta["cu_seqlens_k"].data_ptr()
     got = run(b)
-    assert np.array_equal(got.out, want.out)
-    assert all(np.array_equal(got.grads[n], want.grads[n]) for n in want.grads)
+    for given, wanted in [(got.out, want.out), *((got.grads[n], want.grads[n]) for n in got.grads)]:
+        # On a GPU the plan may differ: it knows the capacity in one case and the sum in the other.
+        allowed = 0 if devices.current().name == "cpu" else 1e-6 * np.abs(wanted).max()
+        assert np.abs(given - wanted).max() <= allowed
 
 
-def sparse(shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """fp32 with these strides in memory that is reserved but used only where it is written."""
-    count = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    area = mmap.mmap(-1, 4 * count, flags=flags)
-    return torch.from_numpy(np.frombuffer(area, np.float32)).as_strided(shape, strides)
+def far_apart(
+    shape: tuple[int, ...], strides: tuple[int, ...], views: int, step: int
+) -> list[torch.Tensor]:
+    """fp32 views with these strides, each `step` elements behind the one before, in one area. On
+    the host it is reserved and used only where it is written; a GPU has to have it."""
+    count = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + views * step
+    if devices.current().memory.type == "cuda":
+        free = torch.cuda.mem_get_info()[0]
+        if free < 4 * count + 2**31:
+            pytest.skip(f"{4 * count / 1e9:.0f} GB on the GPU are needed, {free / 1e9:.0f} free")
+        area = torch.empty(count, device="cuda")
+    else:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        area = torch.from_numpy(np.frombuffer(mmap.mmap(-1, 4 * count, flags=flags), np.float32))
+    return [area[i * step :].as_strided(shape, strides, i * step) for i in range(views)]
 
 
 @pytest.mark.parametrize("which", ["batch", "row", "head"])
@@ -201,21 +214,22 @@ def test_more_than_two_to_the_31_elements(which):
         "row": (8, far, 8, 1),
         "head": (8, 8, far, 1),
     }[which]
-    views = {name: sparse(shape, strides) for name in ("q", "k", "v", "out", "dq", "dk", "dv")}
+    names = ("q", "k", "v", "out", "dq", "dk", "dv")
+    views = dict(zip(names, far_apart(shape, strides, len(names), 256), strict=True))
     g = b.gradients()
     for name in "qkv":
         views[name].copy_(getattr(b, name))
         setattr(b.attention, name, capi.tensor(views[name]))
         setattr(g, f"d{name}", capi.tensor(views[f"d{name}"]))
     b.attention.out = capi.tensor(views["out"])
-    for isa in capi.instruction_sets()[0]:
-        with capi.cpu(isa):
+    for place in capi.targets():
+        with capi.on(place):
             capi.forward(b.attention)
             capi.backward(b.attention, g)
         for name in ("out", "dq", "dk", "dv"):
             target = getattr(want, name)
             error = np.abs(flat(views[name]) - target).max()
-            assert error < 1e-6 * np.abs(target).max(), (isa, name, error)
+            assert error < 1e-6 * np.abs(target).max(), (place, name, error)
             views[name].fill_(torch.nan)
 
 
@@ -224,21 +238,20 @@ def test_bias_beyond_two_to_the_31_elements():
     b = Built(Case(rows=(rows,), keys=(keys,), heads_kv=2, bias="hr"))
     want = b.expected()
     far = 2**31 // 4 + 999
-    bias = sparse((1, 2, rows, keys), (0, keys, far, 1))
-    dbias = sparse((1, 2, rows, keys), (0, keys, far, 1))
+    bias, dbias = far_apart((1, 2, rows, keys), (0, keys, far, 1), 2, 64)
     assert b.bias is not None
     bias.copy_(b.bias)
     b.attention.bias, b.attention.bias_stride_head = bias.data_ptr(), keys
     b.attention.bias_stride_row = far
     g = b.gradients()
     g.dbias, g.dbias_stride_head, g.dbias_stride_row = dbias.data_ptr(), keys, far
-    for isa in capi.instruction_sets()[0]:
-        with capi.cpu(isa):
+    for place in capi.targets():
+        with capi.on(place):
             capi.forward(b.attention)
             capi.backward(b.attention, g)
         assert np.abs(flat(b.out.view) - want.out).max() < 1e-6 * np.abs(want.out).max()
         assert want.dbias is not None
-        assert np.abs(dbias.numpy() - want.dbias).max() < 1e-6 * np.abs(want.dbias).max()
+        assert np.abs(float64(dbias) - want.dbias).max() < 1e-6 * np.abs(want.dbias).max()
         dbias.fill_(torch.nan)
 
 

@@ -1,4 +1,5 @@
-"""Random problems, every option with every other, on every instruction set, against the oracle.
+"""Random problems, every option with every other, on every device and instruction set, against the
+oracle.
 
 The default run draws the same problems every time. TILEWISE_TEST_EXAMPLES=<n> draws n new ones per
 dtype instead: `TILEWISE_TEST_EXAMPLES=20000 pytest tests/python/test_properties.py` for an evening.
@@ -16,27 +17,28 @@ from strategies import cases
 
 THOROUGH = int(os.environ.get("TILEWISE_TEST_EXAMPLES", "0"))
 SHARDS = 3  # per dtype, so that test processes share the work
-EXAMPLES = (THOROUGH or 900) // SHARDS
+EXAMPLES = {"cpu": 900, "cuda": 900, "emulator": 150}
 
 
-def problems(dtype: str, shard: int):
+def problems(dtype: str, shard: int, device: str):
     """A test body over fresh random problems of one dtype."""
 
     @settings(
-        max_examples=EXAMPLES,
+        max_examples=(THOROUGH or EXAMPLES[device]) // SHARDS,
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, Phase.shrink] if THOROUGH else [Phase.generate],
     )
-    @given(case=cases(dtype))
+    @given(case=cases(dtype, small=device == "emulator"))
     def body(case: Case) -> None:
         check(case)
 
     return body if THOROUGH else seed(shard)(body)
 
 
+@pytest.mark.abi
 @pytest.mark.parametrize("shard", range(SHARDS))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_random_problems(dtype, shard):
-    problems(dtype, shard)()
+def test_random_problems(dtype, shard, device):
+    problems(dtype, shard, device.name)()

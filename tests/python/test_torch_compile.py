@@ -7,7 +7,10 @@ import torch
 
 import tilewise
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
+pytestmark = [
+    pytest.mark.tensors,
+    pytest.mark.filterwarnings("ignore"),  # torch's compiler warns of itself
+]
 
 
 def inputs(layout="bshd", batch=2):
@@ -88,7 +91,7 @@ def test_whole_graph_under_autocast():
     q, k, v = inputs()
     compiled = torch.compile(lambda q: tilewise.attention(q, k, v), fullgraph=True)
     assert compiled(q).dtype == torch.float32
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         assert compiled(q).dtype == torch.bfloat16
 
 

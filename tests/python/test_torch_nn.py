@@ -10,6 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from tilewise.nn import FlashAttention, MultiheadAttention, RotaryEmbedding
 
+pytestmark = pytest.mark.tensors
+
 
 def relative(given, wanted):
     return ((given - wanted).abs().max() / wanted.abs().max()).item()
@@ -181,7 +183,7 @@ def test_generation_with_a_cache_is_one_forward(name, window):
 def test_block_under_autocast_trains_and_generates():
     block = MultiheadAttention(32, 4, rotary_base=1e4)
     x = torch.randn(2, 8, 32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         out = block(x)
         assert out.dtype == torch.bfloat16
         cache = block.new_cache(2, 8)

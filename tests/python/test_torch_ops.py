@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+import devices
 from tilewise import _ops, _torch
 from tilewise._request import Request, Sequences
+
+pytestmark = pytest.mark.tensors
 
 ALL = _ops.WANT_Q | _ops.WANT_K | _ops.WANT_V | _ops.WANT_BIAS | _ops.WANT_SINKS | _ops.WANT_SCALE
 
@@ -98,6 +101,7 @@ def test_stored_as_asked():
 
 def bad(**changes):
     q, k, v, options = dense()
+    changes = devices.moved(changes)
     tensors = {name: changes.pop(name) for name in ("q", "k", "v") if name in changes}
     q, k, v = (tensors.get(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     torch.ops.tilewise.forward(q.detach(), k.detach(), v.detach(), *options._replace(**changes))
@@ -144,8 +148,10 @@ def test_refuses(changes, words):
         bad(**changes)
 
 
-def test_refuses_cuda_kernel_on_this_build():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+@pytest.mark.tensors("cpu")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+def test_a_gpu_without_a_kernel_is_refused_in_words():
+    if "cuda" not in devices.missing():
+        pytest.skip("this build has kernels for this GPU")
     with pytest.raises(RuntimeError, match="tilewise"):
         torch.ops.tilewise.forward(*(x.cuda() for x in dense()[:3]), *_ops.Options())

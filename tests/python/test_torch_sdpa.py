@@ -9,7 +9,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.checkpoint import checkpoint
 
+import devices
 import tilewise
+
+pytestmark = pytest.mark.tensors
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -113,17 +116,17 @@ def test_views_give_what_their_contiguous_copies_give(name):
     dout = torch.randn(2, 33, 3, 16).transpose(0, 1).contiguous().transpose(0, 1)
     out = tilewise.attention(*views, causal=True)
     wanted = tilewise.attention(*copies, causal=True)
-    assert torch.equal(out, wanted)
+    assert devices.equal(out, wanted)
     grads = torch.autograd.grad(out, views, dout)
     for grad, wanted_grad in zip(grads, torch.autograd.grad(wanted, copies, dout), strict=True):
-        assert torch.equal(grad, wanted_grad)
+        assert devices.equal(grad, wanted_grad)
 
 
 def test_incoming_gradient_without_strides():
     q = heads(1, 20, 2, 16)
     (grad,) = torch.autograd.grad(tilewise.attention(q, q, q).sum(), q)
     (wanted,) = torch.autograd.grad((tilewise.attention(q, q, q) * torch.ones(())).sum(), q)
-    assert torch.equal(grad, wanted)
+    assert devices.equal(grad, wanted)
 
 
 def test_lse_and_its_gradient():
@@ -177,13 +180,16 @@ def test_no_grad_gives_no_graph():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_behaves_as_for_sdpa(dtype):
     q, k, v = heads(2, 3, 20, 16), heads(2, 3, 20, 16, dtype=dtype), heads(2, 3, 20, 16)
-    with torch.autocast("cpu", dtype=dtype):
+    with torch.autocast(torch.get_default_device().type, dtype=dtype):
         out, wanted = tilewise.attention(q, k, v, layout="bhsd"), sdpa(q, k, v)
         masked = tilewise.attention(q, k, v, bias=torch.zeros(20, 20), layout="bhsd")
     assert out.dtype == wanted.dtype == masked.dtype == dtype
     out.sum().backward()
     assert q.grad.dtype == torch.float32 and k.grad.dtype == dtype
-    with torch.autocast("cpu", dtype=dtype, enabled=False), pytest.raises(TypeError):
+    with (
+        torch.autocast(torch.get_default_device().type, dtype=dtype, enabled=False),
+        pytest.raises(TypeError),
+    ):
         tilewise.attention(q, k, v, layout="bhsd")
 
 
@@ -196,7 +202,7 @@ def test_dropout_follows_the_seed():
         return (out, *torch.autograd.grad(out.sin().sum(), (q, k)))
 
     for one, other in zip(run(1), run(1), strict=True):
-        assert torch.equal(one, other)
+        assert devices.equal(one, other)
     assert not torch.equal(run(1)[0], run(2)[0])
     assert not torch.equal(
         tilewise.attention(q, k, v, dropout_p=0.5), tilewise.attention(q, k, v, dropout_p=0.5)
@@ -223,9 +229,10 @@ def test_checkpointing_replays_the_dropout_bits():
     (wanted,) = torch.autograd.grad(block(q), q)
     torch.manual_seed(3)
     (grad,) = torch.autograd.grad(checkpoint(block, q, use_reentrant=False), q)
-    assert torch.equal(grad, wanted)
+    assert devices.equal(grad, wanted)
 
 
+@pytest.mark.tensors("cpu")
 @pytest.mark.parametrize("shape", [(2, 150, 3, 32), (1, 1, 2, 64), (1, 300, 1, 16)])
 def test_threads_change_no_bit(shape):
     q, bias = heads(*shape), heads(shape[1], 400)

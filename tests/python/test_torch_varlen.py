@@ -9,6 +9,8 @@ import torch
 
 import tilewise
 
+pytestmark = pytest.mark.tensors
+
 STARTS_Q = [0, 5, 5, 40, 41]
 STARTS_K = [0, 9, 12, 50, 50]
 

@@ -14,22 +14,28 @@ if TYPE_CHECKING:
     from cases import Built
 
 
+def index(places: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(places, np.int64)).to(device)
+
+
 def _one_sequence(
     b: Built, part: oracle.Part, leaves: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out [n, Hq, Dv] and lse [n, Hq] of one sequence, every step rounded to `dtype`."""
     c, o = b.case, b.options()
     n, m = len(part.rows), len(part.keys)
-    q = leaves["q"][part.rows].transpose(0, 1)
-    k = leaves["k"][part.grad_keys].repeat_interleave(c.group, dim=1).transpose(0, 1)
-    v = leaves["v"][part.grad_keys].repeat_interleave(c.group, dim=1).transpose(0, 1)
+    rows, keys = (index(x, b.q.device) for x in (part.rows, part.grad_keys))
+    q = leaves["q"][rows].transpose(0, 1)
+    k = leaves["k"][keys].repeat_interleave(c.group, dim=1).transpose(0, 1)
+    v = leaves["v"][keys].repeat_interleave(c.group, dim=1).transpose(0, 1)
     s = (q @ k.transpose(1, 2)) * leaves["scale"]
     if c.softcap > 0:
         s = c.softcap * torch.tanh(s / c.softcap)
     i, j = np.ogrid[:n, :m]
     if o.slopes is not None:
-        s = s - torch.from_numpy(o.slopes[part.batch][:, None, None] * abs(i + m - n - j)).to(dtype)
-    seen = torch.from_numpy(oracle.visible(o, n, m)).expand(s.shape)
+        distance = o.slopes[part.batch][:, None, None] * abs(i + m - n - j)
+        s = s - torch.from_numpy(distance).to(s.device, dtype)
+    seen = torch.from_numpy(oracle.visible(o, n, m)).to(s.device).expand(s.shape)
     if "bias" in leaves:
         bias = leaves["bias"]
         bias = bias[part.batch if bias.shape[0] > 1 else 0]
@@ -45,7 +51,8 @@ def _one_sequence(
     lse = torch.logsumexp(s, dim=2) * any_seen[:, :, 0]
     p = p[:, :, p.shape[2] - m :]
     if c.dropout_p > 0:
-        p = p * torch.from_numpy(oracle.kept(o, part.batch, c.heads, n, m)) / (1 - c.dropout_p)
+        kept = torch.from_numpy(oracle.kept(o, part.batch, c.heads, n, m)).to(p.device)
+        p = p * kept / (1 - c.dropout_p)
     return (p @ v).transpose(0, 1), lse.transpose(0, 1)
 
 
@@ -70,31 +77,32 @@ def _errors(b: Built, want: oracle.Result) -> dict[str, float]:
 
     def own_rows(x: torch.Tensor, target: np.ndarray) -> torch.Tensor:
         """Keys copied to where their gradients go: sequences that share keys get their own."""
-        own, flat = torch.zeros(target.shape, dtype=dtype), rows_of(x)
+        own, flat = torch.zeros(target.shape, dtype=dtype, device=x.device), rows_of(x)
         for part in b.parts:
-            own[part.grad_keys] = flat[part.keys]
+            own[index(part.grad_keys, x.device)] = flat[index(part.keys, x.device)]
         return leaf(own)
 
     leaves = {"q": leaf(rows_of(b.q)), "k": own_rows(b.k, want.dk), "v": own_rows(b.v, want.dv)}
-    leaves["scale"] = leaf(torch.tensor(b.scale))
+    leaves["scale"] = leaf(torch.tensor(b.scale, device=b.q.device))
     if b.bias is not None:
         leaves["bias"] = leaf(b.bias)
     if b.sinks is not None:
         leaves["sinks"] = leaf(b.sinks)
     dout, dlse = rows_of(b.dout), None
     if b.dlse is not None:
-        dlse = torch.from_numpy(b.by_row(b.dlse)).to(dtype)
+        dlse = torch.from_numpy(b.by_row(b.dlse)).to(b.q.device, dtype)
     worst = {"out": 0.0, "lse": 0.0}
     loss = sum((x * 0).sum() for x in leaves.values() if x.isfinite().all())
     for part in b.parts:
         if len(part.rows) == 0 or (len(part.keys) == 0 and b.sinks is None):
             continue
+        rows = index(part.rows, b.q.device)
         out, lse = _one_sequence(b, part, leaves, dtype)
-        error = np.abs(out.detach().double().numpy() - want.out[part.rows])
+        error = np.abs(out.detach().cpu().double().numpy() - want.out[part.rows])
         worst["out"] = max(worst["out"], float(error.max(initial=0)))
-        loss = loss + (out * dout[part.rows]).sum()
+        loss = loss + (out * dout[rows]).sum()
         if dlse is not None:
-            loss = loss + (lse * dlse[part.rows]).sum()
+            loss = loss + (lse * dlse[rows]).sum()
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         loss.backward()
     exact = {
@@ -105,7 +113,7 @@ def _errors(b: Built, want: oracle.Result) -> dict[str, float]:
         if name not in leaves or target is None:
             continue
         grad = leaves[name].grad
-        got = np.zeros(target.shape) if grad is None else grad.double().numpy()
+        got = np.zeros(target.shape) if grad is None else grad.cpu().double().numpy()
         error = np.abs(got - target)
         worst[name] = float(error.max(initial=0))
     return worst

@@ -1,0 +1,203 @@
+"""Where the tests run: this CPU, a GPU, or the CUDA kernels compiled for the host.
+
+`cuda` is a real GPU through torch's memory and its current stream. `emulator` is a library built
+with TILEWISE_CUDA_EMULATOR=ON: the problem says CUDA, its memory is that of the host.
+TILEWISE_TEST_DEVICES=cpu,cuda,emulator chooses; without it everything that is there is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from cases import Case
+
+CPU_CODE, CUDA_CODE = 0, 1
+# Products of a row, a key and an element of a head that an emulated problem may have.
+EMULATOR_WORK = float(os.environ.get("TILEWISE_EMULATOR_WORK", "4e6"))
+
+
+@dataclass(frozen=True)
+class Device:
+    name: str
+    code: int  # tilewise_device
+    memory: torch.device
+
+    @property
+    def index(self) -> int:
+        return self.memory.index or 0
+
+    @property
+    def stream(self) -> int | None:
+        """torch's current stream, which the buffers are filled and read on."""
+        if self.memory.type != "cuda":
+            return None
+        return torch.cuda.current_stream(self.memory).cuda_stream
+
+
+ALL = {
+    "cpu": Device("cpu", CPU_CODE, torch.device("cpu")),
+    "cuda": Device("cuda", CUDA_CODE, torch.device("cuda", 0)),
+    "emulator": Device("emulator", CUDA_CODE, torch.device("cpu")),
+}
+_current = ALL["cpu"]
+
+
+def current() -> Device:
+    return _current
+
+
+@contextlib.contextmanager
+def use(name: str) -> Iterator[Device]:
+    """Buffers are made on this device in the body, and problems are put to it."""
+    global _current
+    before, _current = _current, ALL[name]
+    try:
+        yield _current
+    finally:
+        _current = before
+
+
+def work(case: Case) -> int:
+    """Products in Q K^T and P V: rows times keys times elements."""
+    rows, keys = max(case.rows, default=0), max(case.keys, default=0)
+    return len(case.rows) * rows * keys * case.heads * (case.head_dim + case.head_dim_v)
+
+
+def fits(case: Case) -> None:
+    """Skips the test when the problem is too large for the emulator, which runs lane by lane."""
+    if _current.name == "emulator" and work(case) > EMULATOR_WORK:
+        pytest.skip(f"too large for the emulator: {work(case):.1e} products")
+
+
+CONTEXT_LOST = 86  # exit status of a test process whose GPU context an error has ended
+
+
+@contextlib.contextmanager
+def default_device(device: Device) -> Iterator[None]:
+    """torch makes tensors there unless told otherwise."""
+    torch.set_default_device(device.memory)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+def context_lost() -> str:
+    """What the GPU reports that cannot be recovered from in this process, such as an access outside
+    its memory; empty when all is well."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def put(x: torch.Tensor) -> torch.Tensor:
+    return x.to(_current.memory)
+
+
+def moved(value: object) -> object:
+    """Tensors in lists and dictionaries that were made before the test, on torch's device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(torch.get_default_device())
+    if isinstance(value, dict):
+        return {name: moved(x) for name, x in value.items()}
+    return value
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """To the bit on the CPU; on a GPU up to the order of additions, which is fixed only when
+    `deterministic` is asked for, and then for equal strides."""
+    if a.device.type == "cpu":
+        return torch.equal(a, b)
+    unit = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}[a.dtype]
+    same_kind = a.shape == b.shape and a.dtype == b.dtype
+    if not same_kind or not torch.equal(a.isfinite(), b.isfinite()):
+        return False
+    seen = a.isfinite()
+    a, b = a[seen].double(), b[seen].double()
+    return a.numel() == 0 or bool((a - b).abs().max() <= unit * b.abs().max())
+
+
+def generator(seed: int) -> torch.Generator:
+    """Of torch's default device: torch.randn refuses one of another device."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
+@contextlib.contextmanager
+def disturbed(seed: int) -> Iterator[None]:
+    """On a GPU another stream keeps some multiprocessors busy during the body."""
+    if _current.name != "cuda":
+        yield
+        return
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        a = torch.randn(256 + 128 * seed, 2048, device="cuda")
+        for _ in range(4):
+            a = torch.tanh(a @ a.T) @ a
+    yield
+    other.synchronize()
+
+
+@functools.cache
+def cuda_kernels() -> tuple[int, int, bool]:
+    """(rows of the support matrix for CUDA, those available here, whether they are emulated)."""
+    import ctypes
+
+    import capi
+
+    info = capi.KernelInfo(struct_size=ctypes.sizeof(capi.KernelInfo))
+    rows = available = index = 0
+    emulated = False
+    while capi.library().tilewise_kernel(index, ctypes.byref(info)) == capi.OK:
+        index += 1
+        if info.device == CUDA_CODE:
+            rows += 1
+            available += info.available
+            emulated |= b"emulat" in info.requires_
+    return rows, available, emulated
+
+
+@functools.cache
+def missing() -> dict[str, str]:
+    """Devices that cannot be run here, and why."""
+    why = {}
+    try:
+        rows, available, emulated = cuda_kernels()
+    except (OSError, ImportError) as error:
+        return {name: f"no library: {error}" for name in ("cuda", "emulator")}
+    if rows == 0:
+        why["cuda"] = "this build has no CUDA kernel"
+    elif emulated:
+        why["cuda"] = "this build emulates the CUDA kernels"
+    elif not torch.cuda.is_available():
+        why["cuda"] = "torch sees no GPU"
+    elif not available:
+        why["cuda"] = "no kernel of this build runs on this GPU"
+    if not emulated:
+        why["emulator"] = "this build does not emulate CUDA"
+    return why
+
+
+@functools.cache
+def selected() -> tuple[str, ...]:
+    """Devices of this run, in order."""
+    asked = os.environ.get("TILEWISE_TEST_DEVICES", "")
+    if not asked:
+        return tuple(name for name in ALL if name not in missing())
+    names = tuple(name.strip() for name in asked.split(",") if name.strip())
+    for name in names:
+        if name not in ALL:
+            raise ValueError(f"TILEWISE_TEST_DEVICES names {name!r}, not one of {', '.join(ALL)}")
+        if name in missing():
+            raise ValueError(f"TILEWISE_TEST_DEVICES names {name}, but {missing()[name]}")
+    return names
