@@ -173,29 +173,19 @@ void Block::exit_thread() {
   run_another();
 }
 
-// The next lane of this warp, or the first one of the next warp that has any.
+// The first lane of the next warp that has any that can run.
 bool Block::next_thread(int* thread) {
-  const int own = thread_ / kLanes;
-  for (int i = 0; i < warp_count_; ++i) {
-    const int index = turn_order_[(turn_of_[own] + i) % warp_count_];
-    const uint32_t runnable = warps_[index].runnable;
-    if (runnable == 0) continue;
-    const uint32_t later = i == 0 ? runnable & ~(2 * lane_bit() - 1) : 0;
-    *thread = index * kLanes + __builtin_ctz(later != 0 ? later : runnable);
+  const int turn = turn_of_[thread_ / kLanes];
+  for (int i = 1; i <= warp_count_; ++i) {
+    const int index = turn_order_[(turn + i) % warp_count_];
+    if (warps_[index].runnable == 0) continue;
+    *thread = index * kLanes + __builtin_ctz(warps_[index].runnable);
     return true;
   }
   return false;
 }
 
-void Block::switch_to(int thread) {
-  const int from = thread_;
-  if (thread == from) return;
-  thread_ = thread;
-  ++statistics_.switches;
-  switch_context(contexts_[from], contexts_[thread]);
-}
-
-void Block::run_another() {
+void Block::run_another_warp() {
   int thread;
   if (next_thread(&thread)) return switch_to(thread);
   uint32_t polling = 0;
@@ -213,7 +203,7 @@ void Block::run_another() {
         waiting());
   }
   next_thread(&thread);
-  switch_to(thread);
+  if (thread != thread_) switch_to(thread);
 }
 
 void Block::check_none_exited(const Warp& w, const char* what) {
@@ -222,24 +212,10 @@ void Block::check_none_exited(const Warp& w, const char* what) {
             lanes_of(w.exited).c_str(), static_cast<int>(&w - warps_.data())));
 }
 
-Warp& Block::arrive(Collective collective, void* call) {
-  Warp& w = warp();
+void Block::fail_to_meet(const Warp& w, Collective collective) {
   check_none_exited(w, name(collective));
-  if (w.in_collective != 0 && w.collective != collective) {
-    fail(text("lanes of a warp meet in different instructions: this one in %s, lanes %s in %s",
-              name(collective), lanes_of(w.in_collective).c_str(), name(w.collective)));
-  }
-  w.collective = collective;
-  w.calls[static_cast<size_t>(thread_ % kLanes)] = call;
-  w.in_collective |= lane_bit();
-  w.runnable &= ~lane_bit();
-  return w;
-}
-
-void Block::depart(Warp& w) {
-  w.in_collective = 0;
-  w.runnable = kAllLanes;
-  idle_polls_ = 0;
+  fail(text("lanes of a warp meet in different instructions: this one in %s, lanes %s in %s",
+            name(collective), lanes_of(w.in_collective).c_str(), name(w.collective)));
 }
 
 void Block::sync_block() {

@@ -60,7 +60,7 @@ struct Warp {
 
 class Block {
  public:
-  Block() : stacks_(kMaxThreads), contexts_(kMaxThreads), copies_(kMaxThreads) {}
+  Block() : stacks_(kMaxThreads), copies_(kMaxThreads) {}
 
   void run_grid(const detail::Launch& launch);
 
@@ -76,12 +76,21 @@ class Block {
   // by `perform(calls)`, where calls[lane] points to the lane's arguments.
   template <class Call, class Perform>
   void meet(Collective collective, Call& call, Perform perform) {
-    Warp& w = arrive(collective, &call);
+    Warp& w = warp();
+    if (w.exited != 0 || (w.in_collective != 0 && w.collective != collective)) {
+      fail_to_meet(w, collective);
+    }
+    w.collective = collective;
+    w.calls[static_cast<size_t>(thread_ % kLanes)] = &call;
+    w.in_collective |= lane_bit();
+    w.runnable &= ~lane_bit();
     if (w.in_collective != kAllLanes) return run_another();
     std::array<Call*, kLanes> calls;
     for (int i = 0; i < kLanes; ++i) calls[i] = static_cast<Call*>(w.calls[i]);
     perform(calls);
-    depart(w);
+    w.in_collective = 0;
+    w.runnable = kAllLanes;
+    idle_polls_ = 0;
   }
   void sync_block();
   void poll();
@@ -93,12 +102,23 @@ class Block {
  private:
   static void enter();
   void run_block();
-  void run_another();
+  // This thread waits: the next lane of its warp goes on, or else another warp.
+  void run_another() {
+    const uint32_t runnable = warp().runnable;
+    if (runnable == 0) return run_another_warp();
+    const uint32_t later = runnable & ~(2 * lane_bit() - 1);
+    switch_to(thread_ / kLanes * kLanes + __builtin_ctz(later != 0 ? later : runnable));
+  }
+  void switch_to(int thread) {
+    const int from = thread_;
+    thread_ = thread;
+    ++statistics_.switches;
+    switch_context(contexts_[static_cast<size_t>(from)], contexts_[static_cast<size_t>(thread)]);
+  }
+  void run_another_warp();
   bool next_thread(int* thread);
-  void switch_to(int thread);
   void exit_thread();
-  Warp& arrive(Collective collective, void* call);
-  void depart(Warp& w);
+  [[noreturn]] void fail_to_meet(const Warp& w, Collective collective);
   Warp& warp() { return warps_[static_cast<size_t>(thread_ / kLanes)]; }
   uint32_t lane_bit() const { return 1u << (thread_ % kLanes); }
   void check_none_exited(const Warp& w, const char* what);
@@ -117,7 +137,7 @@ class Block {
   std::array<int, kMaxThreads / kLanes> turn_order_{};  // which warp runs before which
   std::array<int, kMaxThreads / kLanes> turn_of_{};     // its inverse
   Stacks stacks_;
-  std::vector<Context> contexts_;
+  std::array<Context, kMaxThreads> contexts_;
   Context host_;
   std::vector<Copies> copies_;
   SharedMemory shared_;

@@ -19,81 +19,96 @@ struct Product {
 
 using Calls = std::array<Product*, kLanes>;
 
-template <int kDepth>
-struct Matrices {
-  float a[kRows][kDepth];
-  float b[kDepth][kColumns];
-  float d[kRows][kColumns];
-};
+using Sums = float[kRows][kColumns];
 
-template <int kDepth>
-void multiply(Matrices<kDepth>& m) {
-  for (int i = 0; i < kRows; ++i) {
-    for (int k = 0; k < kDepth; ++k) {
-      for (int j = 0; j < kColumns; ++j) m.d[i][j] += m.a[i][k] * m.b[k][j];
-    }
+void load_sums(Sums& d, const Calls& calls) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    std::memcpy(&d[lane / 4][lane % 4 * 2], calls[lane]->d, 8);
+    std::memcpy(&d[lane / 4 + 8][lane % 4 * 2], calls[lane]->d + 2, 8);
   }
 }
 
-template <int kDepth>
-void load_sums(Matrices<kDepth>& m, const Calls& calls) {
+void store_sums(const Sums& d, const Calls& calls) {
   for (int lane = 0; lane < kLanes; ++lane) {
-    std::memcpy(&m.d[lane / 4][lane % 4 * 2], calls[lane]->d, 8);
-    std::memcpy(&m.d[lane / 4 + 8][lane % 4 * 2], calls[lane]->d + 2, 8);
-  }
-}
-
-template <int kDepth>
-void store_sums(const Matrices<kDepth>& m, const Calls& calls) {
-  for (int lane = 0; lane < kLanes; ++lane) {
-    std::memcpy(calls[lane]->d, &m.d[lane / 4][lane % 4 * 2], 8);
-    std::memcpy(calls[lane]->d + 2, &m.d[lane / 4 + 8][lane % 4 * 2], 8);
+    std::memcpy(calls[lane]->d, &d[lane / 4][lane % 4 * 2], 8);
+    std::memcpy(calls[lane]->d + 2, &d[lane / 4 + 8][lane % 4 * 2], 8);
   }
   ++block().counts().matrix_products;
 }
 
-template <class T>
-float element(uint32_t pair, int i) {
-  return to_float(T{static_cast<uint16_t>(pair >> (16 * i))});
+// Elements 2i and 2i + 1 of a row lie in one register. Whole arrays of them are converted, in
+// loops that compilers turn into vector instructions.
+void unpack(const uint32_t* pairs, int count, BFloat16, float* even, float* odd) {
+  for (int i = 0; i < count; ++i) even[i] = float_of(pairs[i] << 16);
+  for (int i = 0; i < count; ++i) odd[i] = float_of(pairs[i] & 0xffff0000u);
+}
+
+// As to_float(Half), without a branch.
+float half_bits_to_float(uint32_t bits) {
+  const uint32_t magnitude = (bits & 0x7fffu) << 13;
+  const uint32_t special = -static_cast<uint32_t>(static_cast<int32_t>(magnitude) >= 0x0f800000);
+  const uint32_t scaled = bits_of(float_of(magnitude) * 0x1p112f);
+  const uint32_t value = (special & (magnitude | 0x70000000u)) | (~special & scaled);
+  return float_of((bits & 0x8000u) << 16 | value);
+}
+
+void unpack(const uint32_t* pairs, int count, Half, float* even, float* odd) {
+  for (int i = 0; i < count; ++i) even[i] = half_bits_to_float(pairs[i]);
+  for (int i = 0; i < count; ++i) odd[i] = half_bits_to_float(pairs[i] >> 16);
 }
 
 // 16-bit elements: a register holds columns 2t and 2t + 1 of a, rows 2t and 2t + 1 of b.
 template <class T, int kDepth>
 void multiply_pairs(const Calls& calls) {
-  Matrices<kDepth> m;
-  load_sums(m, calls);
+  constexpr int kPairs = kDepth / 2;
+  uint32_t a[kRows][kPairs];
+  uint32_t b[kPairs][kColumns];
   for (int lane = 0; lane < kLanes; ++lane) {
-    const int g = lane / 4;
     for (int half = 0; half < kDepth / 8; ++half) {
-      for (int i = 0; i < 2; ++i) {
-        const int k = half * 8 + lane % 4 * 2 + i;
-        m.a[g][k] = element<T>(calls[lane]->a[half * 2], i);
-        m.a[g + 8][k] = element<T>(calls[lane]->a[half * 2 + 1], i);
-        m.b[k][g] = element<T>(calls[lane]->b[half], i);
-      }
+      const int pair = half * 4 + lane % 4;
+      a[lane / 4][pair] = calls[lane]->a[half * 2];
+      a[lane / 4 + 8][pair] = calls[lane]->a[half * 2 + 1];
+      b[pair][lane / 4] = calls[lane]->b[half];
     }
   }
-  multiply(m);
-  store_sums(m, calls);
+  float a_even[kRows][kPairs], a_odd[kRows][kPairs];
+  float b_even[kPairs][kColumns], b_odd[kPairs][kColumns];
+  unpack(a[0], kRows * kPairs, T{}, a_even[0], a_odd[0]);
+  unpack(b[0], kPairs * kColumns, T{}, b_even[0], b_odd[0]);
+  float d[kRows][kColumns];
+  load_sums(d, calls);
+  for (int i = 0; i < kRows; ++i) {
+    for (int pair = 0; pair < kPairs; ++pair) {
+      for (int j = 0; j < kColumns; ++j) d[i][j] += a_even[i][pair] * b_even[pair][j];
+      for (int j = 0; j < kColumns; ++j) d[i][j] += a_odd[i][pair] * b_odd[pair][j];
+    }
+  }
+  store_sums(d, calls);
 }
 
 // What the tensor core reads of a 32-bit operand: 10 bits of mantissa, the others are ignored.
 float tf32(uint32_t x) { return float_of(x & 0xffffe000u); }
 
 void multiply_tf32(const Calls& calls) {
-  Matrices<8> m;
-  load_sums(m, calls);
+  constexpr int kDepth = 8;
+  float a[kRows][kDepth];
+  float b[kDepth][kColumns];
   for (int lane = 0; lane < kLanes; ++lane) {
-    const int g = lane / 4;
     for (int half = 0; half < 2; ++half) {
       const int k = half * 4 + lane % 4;
-      m.a[g][k] = tf32(calls[lane]->a[half * 2]);
-      m.a[g + 8][k] = tf32(calls[lane]->a[half * 2 + 1]);
-      m.b[k][g] = tf32(calls[lane]->b[half]);
+      a[lane / 4][k] = tf32(calls[lane]->a[half * 2]);
+      a[lane / 4 + 8][k] = tf32(calls[lane]->a[half * 2 + 1]);
+      b[k][lane / 4] = tf32(calls[lane]->b[half]);
     }
   }
-  multiply(m);
-  store_sums(m, calls);
+  Sums d;
+  load_sums(d, calls);
+  for (int i = 0; i < kRows; ++i) {
+    for (int k = 0; k < kDepth; ++k) {
+      for (int j = 0; j < kColumns; ++j) d[i][j] += a[i][k] * b[k][j];
+    }
+  }
+  store_sums(d, calls);
 }
 
 }  // namespace
