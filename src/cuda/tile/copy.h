@@ -60,18 +60,27 @@ struct CopyLanes {
   static constexpr int kRowsPerPass = kThreads / kStride;
   static constexpr int kPasses = (kRows + kRowsPerPass - 1) / kRowsPerPass;
   static constexpr bool kWhole = kRows % kRowsPerPass == 0;  // every thread takes every pass
-  static_assert(kThreads % kStride == 0);
+  static constexpr int kPeriod = Swizzle<kRowBytes>::kPeriod;
+  static_assert(kThreads % kStride == 0 && (kRowsPerPass & (kRowsPerPass - 1)) == 0);
+  static_assert(kRowsPerPass % (8 / kPeriod) == 0);
 
-  int row;    // of pass 0
-  int chunk;  // of column 0
+  int row;         // of pass 0
+  int chunk;       // of column 0
+  uint32_t first;  // offset of the two
 
-  TILEWISE_DEVICE explicit CopyLanes(int thread) : row(thread / kStride), chunk(thread % kStride) {}
+  TILEWISE_DEVICE explicit CopyLanes(int thread)
+      : row(thread / kStride),
+        chunk(thread % kStride),
+        first(Swizzle<kRowBytes>::offset(row, chunk)) {}
 
   TILEWISE_DEVICE int row_of(int pass) const { return row + pass * kRowsPerPass; }
   TILEWISE_DEVICE int chunk_of(int column) const { return chunk + column * kStride; }
   TILEWISE_DEVICE bool has(int pass) const { return kWhole || row_of(pass) < kRows; }
+  // Rows of different passes differ in other bits than rows of one pass.
   TILEWISE_DEVICE uint32_t offset(int pass, int column) const {
-    return Swizzle<kRowBytes>::offset(row_of(pass), chunk_of(column));
+    const int permuted = (pass * kRowsPerPass / (8 / kPeriod)) & (kPeriod - 1);
+    return (first ^ static_cast<uint32_t>(permuted * 16)) +
+           static_cast<uint32_t>(pass * kRowsPerPass * kRowBytes + column * kStride * 16);
   }
 };
 

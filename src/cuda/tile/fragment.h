@@ -61,7 +61,8 @@ TILEWISE_DEVICE Fragment<Element> load(ptx::SharedAddress address) {
 template <class Element, int kRowBytes, Lanes kLanes>
 class TransposedOffsets {
  public:
-  TILEWISE_DEVICE explicit TransposedOffsets(int lane) : offsets_(lane) {}
+  TILEWISE_DEVICE explicit TransposedOffsets(int lane, int first_step = 0)
+      : offsets_(lane, first_step) {}
 
   TILEWISE_DEVICE Fragment<Element> load(ptx::SharedAddress tile, int row, int step) const {
     Fragment<Element> f;

@@ -1,14 +1,14 @@
 // Reductions over the four lanes that share a row of sums.
 #pragma once
 
-#include "base/math.h"
+#include "cuda/ptx/convert.h"
 #include "cuda/ptx/warp.h"
 
 namespace tilewise::cuda::tile {
 
 TILEWISE_DEVICE float quad_max(float x) {
-  x = max(x, ptx::shuffle_xor(x, 1));
-  return max(x, ptx::shuffle_xor(x, 2));
+  x = ptx::fmax(x, ptx::shuffle_xor(x, 1));
+  return ptx::fmax(x, ptx::shuffle_xor(x, 2));
 }
 
 TILEWISE_DEVICE float quad_sum(float x) {

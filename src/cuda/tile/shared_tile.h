@@ -27,16 +27,17 @@ enum class Lanes {
   chunks_first,  // (rows 0-7, chunk 0), (0-7, 1), (8-15, 0), (8-15, 1): B, and transposed A
 };
 
-// Addresses of a lane in a tile. Rows are given in multiples of 8, columns in steps of 32 bytes;
-// with unrolled loops all but `base` are immediates.
+// Addresses of a lane in a tile. Rows are given in multiples of 8, columns in steps of 32 bytes
+// from `first_step` on; with unrolled loops all but `base` are immediates.
 template <int kRowBytes, Lanes kLanes>
 class LaneOffsets {
  public:
-  TILEWISE_DEVICE explicit LaneOffsets(int lane) {
+  TILEWISE_DEVICE explicit LaneOffsets(int lane, int first_step = 0) {
     const bool rows_first = kLanes == Lanes::rows_first;
     const int row = rows_first ? lane & 15 : (lane & 7) + ((lane >> 4) << 3);
     const int chunk = rows_first ? lane >> 4 : (lane >> 3) & 1;
-    for (int i = 0; i < kVariants; ++i) base_[i] = Swizzle<kRowBytes>::offset(row, 2 * i + chunk);
+    for (int i = 0; i < kVariants; ++i)
+      base_[i] = Swizzle<kRowBytes>::offset(row, 2 * (first_step + i) + chunk);
   }
 
   TILEWISE_DEVICE uint32_t at(int row, int step) const {
@@ -52,18 +53,20 @@ class LaneOffsets {
 
 // Where a lane reads 4-byte elements of 8 rows x 16 columns transposed (ldmatrix.trans moves 16-bit
 // elements only): rows 2t and 2t + 1, columns g and g + 8, with g = lane / 4 and t = lane % 4.
+// Columns are counted from `first_step` on, which is even when more than one step is read.
 template <int kRowBytes>
 class GatherOffsets {
  public:
   static_assert(kRowBytes % 128 == 0);
 
-  TILEWISE_DEVICE explicit GatherOffsets(int lane) {
+  TILEWISE_DEVICE explicit GatherOffsets(int lane, int first_step = 0) {
     const int g = lane / 4;
     const int t = lane % 4;
     for (int column = 0; column < 2; ++column) {
       for (int row = 0; row < 2; ++row) {
-        base_[column][row] = Swizzle<kRowBytes>::offset(2 * t + row, 2 * column + g / 4) +
-                             static_cast<uint32_t>(g % 4 * 4);
+        const int chunk = 4 * first_step + 2 * column + g / 4;
+        base_[column][row] =
+            Swizzle<kRowBytes>::offset(2 * t + row, chunk) + static_cast<uint32_t>(g % 4 * 4);
       }
     }
   }
