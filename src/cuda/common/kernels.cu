@@ -1,0 +1,45 @@
+// The table of kernels.h.
+#include "cuda/common/append.cuh"
+#include "cuda/common/check.cuh"
+#include "cuda/common/combine.cuh"
+#include "cuda/common/dbias.cuh"
+#include "cuda/common/kernels.h"
+#include "cuda/common/prepare.cuh"
+#include "cuda/common/sums.cuh"
+
+namespace tilewise::cuda::common {
+namespace {
+
+template <class Element>
+constexpr TensorKernels kTensorKernels = {
+    {&combine<Element>, kCombineThreads, kCombineSharedBytes},
+    {&append<Element>, kAppendThreads, kAppendSharedBytes},
+    {&dbias<Element>, kDbiasThreads, kDbiasSharedBytes},
+    {&dsinks<Element>, kDsinksThreads, kDsinksSharedBytes},
+};
+
+}  // namespace
+
+const TensorKernels& tensor_kernels(int32_t dtype) {
+  static const TensorKernels kernels[] = {kTensorKernels<F32>, kTensorKernels<F16>,
+                                          kTensorKernels<BF16>};
+  static_assert(F32::kDtype == 0 && F16::kDtype == 1 && BF16::kDtype == 2);
+  return kernels[dtype];
+}
+
+const Kernel<PrepareParams>& prepare_kernel() {
+  static const Kernel<PrepareParams> kernel = {&prepare, kPrepareThreads, kPrepareSharedBytes};
+  return kernel;
+}
+
+const Kernel<SumsParams>& sums_kernel() {
+  static const Kernel<SumsParams> kernel = {&sums, kSumsThreads, kSumsSharedBytes};
+  return kernel;
+}
+
+const Kernel<CheckParams>& check_kernel() {
+  static const Kernel<CheckParams> kernel = {&check, kCheckThreads, kCheckSharedBytes};
+  return kernel;
+}
+
+}  // namespace tilewise::cuda::common
