@@ -140,6 +140,7 @@ Options::Options(Arguments& arguments)
       max_seqlen_k(arguments.integer()),
       num_splits(arguments.integer()),
       deterministic(arguments.flag()),
+      tf32(arguments.flag()),
       heads_first(arguments.flag()) {}
 
 int64_t Problem::keys() const {
@@ -147,7 +148,7 @@ int64_t Problem::keys() const {
                                           : attention.seqlen_k;
 }
 
-Problem describe(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
+Problem new_problem(const Tensor& q) {
   Problem problem;
   problem.place = place_of(q);
   problem.torch_dtype = dtype_of(q);
@@ -157,6 +158,12 @@ Problem describe(const Tensor& q, const Tensor& k, const Tensor& v, const Option
       problem.place.device_type == aoti_torch_device_type_cuda() ? TILEWISE_CUDA : TILEWISE_CPU;
   a.device_index = a.device == TILEWISE_CUDA ? problem.place.device_index : 0;
   a.dtype = element_type(q, "q");
+  return problem;
+}
+
+Problem describe(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
+  Problem problem = new_problem(q);
+  tilewise_attention& a = problem.attention;
   expect_place(k, "k", problem.place);
   expect_place(v, "v", problem.place);
   expect_dtype(k, "k", problem.torch_dtype, "the dtype of q");
@@ -175,6 +182,7 @@ Problem describe(const Tensor& q, const Tensor& k, const Tensor& v, const Option
   describe_score(options, problem, a);
   a.num_splits = static_cast<int32_t>(options.num_splits);
   a.deterministic = options.deterministic ? 1 : 0;
+  a.tf32 = options.tf32 ? 1 : 0;
   return problem;
 }
 

@@ -14,6 +14,9 @@ class Arguments {
   Tensor tensor() { return torch::stable::detail::to<Tensor>(next()); }
   OptionalTensor optional_tensor() { return torch::stable::detail::to<OptionalTensor>(next()); }
   double real() { return torch::stable::detail::to<double>(next()); }
+  std::optional<double> optional_real() {
+    return torch::stable::detail::to<std::optional<double>>(next());
+  }
   int64_t integer() { return torch::stable::detail::to<int64_t>(next()); }
   bool flag() { return torch::stable::detail::to<bool>(next()); }
 
@@ -41,7 +44,7 @@ struct Options {
   int64_t window_left, window_right;
   double softcap, dropout_p;
   int64_t max_seqlen_q, max_seqlen_k, num_splits;
-  bool deterministic, heads_first;
+  bool deterministic, tf32, heads_first;
 };
 
 // The problem in the words of the C ABI; `out` and `lse` are filled in by the caller.
@@ -53,12 +56,37 @@ struct Problem {
   bool varlen_q() const { return attention.cu_seqlens_q != nullptr; }
   int64_t keys() const;  // of a row of dk: those of k, or of a whole row of the block table
 };
+// Device and dtype: what the library knows of a problem from q alone.
+Problem new_problem(const Tensor& q);
 Problem describe(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options);
 void set_output(Problem& problem, const Tensor& out, const Tensor& lse);
+
+// Which gradients are asked for: the bits of the operators' argument `wanted`.
+enum Wanted : int64_t {
+  want_q = 1,
+  want_k = 2,
+  want_v = 4,
+  want_bias = 8,
+  want_sinks = 16,
+  want_scale = 32
+};
+
+// Plan, workspace, launch; on torch's threads or on the current stream of the problem's device.
+void run_forward(Problem& problem);
+void run_backward(Problem& problem, const tilewise_gradients& gradients);
+
+// The results of a boxed kernel, in the order of its schema.
+template <typename... T>
+void put(StableIValue* stack, const T&... results) {
+  size_t i = 0;
+  ((stack[i++] = torch::stable::detail::from(results)), ...);
+}
 
 // Boxed kernels, registered in register.cpp.
 void forward(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void backward(StableIValue* stack, uint64_t inputs, uint64_t outputs);
+void plain_forward(StableIValue* stack, uint64_t inputs, uint64_t outputs);
+void plain_backward(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void append_kv(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 
 }  // namespace tilewise::torch_binding

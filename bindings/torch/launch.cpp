@@ -67,7 +67,8 @@ tilewise_parallel torch_threads() {
 
 DeviceScope::DeviceScope(const Place& place) {
   if (place.device_type != aoti_torch_device_type_cuda()) return;
-  guard_.emplace(place.device_index);
+  if (torch::stable::accelerator::getCurrentDeviceIndex() != place.device_index)
+    guard_.emplace(place.device_index);
   stream_ = current_cuda_stream(place.device_index);
 }
 
@@ -77,8 +78,8 @@ void check_status(tilewise_status status) {
   throw std::runtime_error(std::string("tilewise: ") + tilewise_last_error());
 }
 
-Tensor new_workspace(int64_t bytes, const Place& place) {
-  return new_tensor({bytes}, aoti_torch_dtype_uint8(), place);
+Workspace::Workspace(int64_t bytes, const Place& place) {
+  if (bytes > 0) memory_ = new_tensor({bytes}, aoti_torch_dtype_uint8(), place);
 }
 
 }  // namespace tilewise::torch_binding

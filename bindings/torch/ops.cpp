@@ -6,31 +6,6 @@
 namespace tilewise::torch_binding {
 namespace {
 
-template <typename... T>
-void put(StableIValue* stack, const T&... results) {
-  size_t i = 0;
-  ((stack[i++] = torch::stable::detail::from(results)), ...);
-}
-
-tilewise_plan_info make_plan(const Problem& problem, const tilewise_gradients* gradients) {
-  tilewise_plan_info plan{};
-  plan.struct_size = sizeof(plan);
-  check_status(tilewise_plan(&problem.attention, gradients,
-                             gradients == nullptr ? TILEWISE_PASS_FORWARD : TILEWISE_PASS_BACKWARD,
-                             &plan));
-  return plan;
-}
-
-// Which gradients are asked for: the bits of the operator's argument `wanted`.
-enum Wanted : int64_t {
-  want_q = 1,
-  want_k = 2,
-  want_v = 4,
-  want_bias = 8,
-  want_sinks = 16,
-  want_scale = 32
-};
-
 struct GradientTensors {
   Tensor dq, dk, dv, dbias, dsinks, dscale;
 };
@@ -138,7 +113,47 @@ void expect_result(const Problem& problem, const Tensor& out, const Tensor& lse)
   expect_contiguous_columns(lse, "lse");
 }
 
+// Where the problem runs, for as long as this lives.
+class Launch {
+ public:
+  explicit Launch(Problem& problem) : device_(problem.place) {
+    problem.attention.stream = device_.stream();
+    if (problem.attention.device == TILEWISE_CUDA) return;
+    threads_ = torch_threads();
+    problem.attention.parallel = &threads_;
+  }
+  Launch(const Launch&) = delete;
+  Launch& operator=(const Launch&) = delete;
+
+ private:
+  DeviceScope device_;
+  tilewise_parallel threads_{};
+};
+
+tilewise_plan_info make_plan(const Problem& problem, const tilewise_gradients* gradients) {
+  tilewise_plan_info plan{};
+  plan.struct_size = sizeof(plan);
+  check_status(tilewise_plan(&problem.attention, gradients,
+                             gradients == nullptr ? TILEWISE_PASS_FORWARD : TILEWISE_PASS_BACKWARD,
+                             &plan));
+  return plan;
+}
+
 }  // namespace
+
+void run_forward(Problem& problem) {
+  const Launch launch(problem);
+  const int64_t bytes = make_plan(problem, nullptr).workspace_bytes;
+  const Workspace workspace(bytes, problem.place);
+  check_status(tilewise_forward(&problem.attention, workspace.data(), bytes));
+}
+
+void run_backward(Problem& problem, const tilewise_gradients& gradients) {
+  const Launch launch(problem);
+  const int64_t bytes = make_plan(problem, &gradients).workspace_bytes;
+  const Workspace workspace(bytes, problem.place);
+  check_status(tilewise_backward(&problem.attention, &gradients, workspace.data(), bytes));
+}
 
 void forward(StableIValue* stack, uint64_t inputs, uint64_t) {
   Arguments arguments(stack, inputs);
@@ -146,12 +161,7 @@ void forward(StableIValue* stack, uint64_t inputs, uint64_t) {
   const Options options(arguments);
 
   Problem problem = describe(q, k, v, options);
-  tilewise_attention& a = problem.attention;
-  const DeviceScope device(problem.place);
-  const tilewise_parallel threads = torch_threads();
-  a.stream = device.stream();
-  a.parallel = &threads;
-
+  const tilewise_attention& a = problem.attention;
   const bool varlen = problem.varlen_q();
   const Tensor out =
       varlen ? new_tensor({a.seqlen_q, a.heads_q, a.head_dim_v}, problem.torch_dtype, problem.place)
@@ -162,9 +172,7 @@ void forward(StableIValue* stack, uint64_t inputs, uint64_t) {
                             : new_tensor({a.batch, a.heads_q, a.seqlen_q}, float32, problem.place);
   set_output(problem, out, lse);
 
-  const tilewise_plan_info plan = make_plan(problem, nullptr);
-  const Tensor workspace = new_workspace(plan.workspace_bytes, problem.place);
-  check_status(tilewise_forward(&a, workspace.mutable_data_ptr(), plan.workspace_bytes));
+  run_forward(problem);
   put(stack, out, lse);
 }
 
@@ -178,11 +186,6 @@ void backward(StableIValue* stack, uint64_t inputs, uint64_t) {
   const int64_t wanted = arguments.integer();
 
   Problem problem = describe(q, k, v, options);
-  tilewise_attention& a = problem.attention;
-  const DeviceScope device(problem.place);
-  const tilewise_parallel threads = torch_threads();
-  a.stream = device.stream();
-  a.parallel = &threads;
   expect_result(problem, out, lse);
   set_output(problem, out, lse);
 
@@ -190,10 +193,7 @@ void backward(StableIValue* stack, uint64_t inputs, uint64_t) {
   g.struct_size = sizeof(g);
   set_incoming(g, problem, dout, dlse, out, lse);
   const GradientTensors made = new_gradients(g, problem, options, k, v, wanted);
-
-  const tilewise_plan_info plan = make_plan(problem, &g);
-  const Tensor workspace = new_workspace(plan.workspace_bytes, problem.place);
-  check_status(tilewise_backward(&a, &g, workspace.mutable_data_ptr(), plan.workspace_bytes));
+  run_backward(problem, g);
   put(stack, made.dq, made.dk, made.dv, made.dbias, made.dsinks, made.dscale);
 }
 

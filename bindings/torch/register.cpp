@@ -10,9 +10,25 @@ void register_kernels(torch::stable::detail::StableLibrary& library) {
   library.impl("append_kv", &tilewise::torch_binding::append_kv);
 }
 
+// Without a derivative: tilewise._ops calls them below autograd and gives the derivative itself. So
+// they serve the keys of autograd as well, which saves a round through the dispatcher.
+void register_plain(torch::stable::detail::StableLibrary& library) {
+  library.impl("_plain_forward", &tilewise::torch_binding::plain_forward);
+  library.impl("_plain_backward", &tilewise::torch_binding::plain_backward);
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(tilewise, CPU, library) { register_kernels(library); }
+STABLE_TORCH_LIBRARY_IMPL(tilewise, CPU, library) {
+  register_kernels(library);
+  register_plain(library);
+}
 
 // The same functions: the library answers for GPUs it has no kernel for.
-STABLE_TORCH_LIBRARY_IMPL(tilewise, CUDA, library) { register_kernels(library); }
+STABLE_TORCH_LIBRARY_IMPL(tilewise, CUDA, library) {
+  register_kernels(library);
+  register_plain(library);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(tilewise, AutogradCPU, library) { register_plain(library); }
+STABLE_TORCH_LIBRARY_IMPL(tilewise, AutogradCUDA, library) { register_plain(library); }

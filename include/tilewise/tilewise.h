@@ -153,7 +153,7 @@ typedef struct tilewise_attention {
   int32_t deterministic; /* bitwise equal results on the same device; the CPU always is */
   int32_t check;         /* GPU: verify cu_seqlens and block_table first, at the cost of a kernel;
                             the CPU always verifies */
-  int32_t reserved;
+  int32_t tf32;          /* GPU: 1 lets fp32 operands be rounded to TF32 */
   const tilewise_parallel* parallel; /* CPU; NULL: the library's own pool */
 } tilewise_attention;
 

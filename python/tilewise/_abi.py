@@ -109,7 +109,7 @@ class Attention(ctypes.Structure):
         ("num_splits", c_int32),
         ("deterministic", c_int32),
         ("check", c_int32),
-        ("reserved", c_int32),
+        ("tf32", c_int32),
         ("parallel", POINTER(Parallel)),
     ]
 

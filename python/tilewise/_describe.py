@@ -41,6 +41,7 @@ class Extras(NamedTuple):
     max_seqlen_k: int = 0
     num_splits: int = 0
     deterministic: bool = False
+    tf32: bool = False
 
 
 def attention(
@@ -69,6 +70,7 @@ def attention(
     a.max_seqlen_q, a.max_seqlen_k = extras.max_seqlen_q, extras.max_seqlen_k
     a.num_splits = extras.num_splits
     a.deterministic = int(extras.deterministic)
+    a.tf32 = int(extras.tf32)
     return a
 
 

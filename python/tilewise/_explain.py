@@ -85,7 +85,7 @@ def explain(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: Window = (None, None),
     scale: Any = None, softcap: float = 0.0, bias: Any = None, alibi_slopes: Any = None,
     sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
-    deterministic: bool = False, layout: str = "bshd", cu_seqlens_q: Any = None,
+    deterministic: bool = False, tf32: bool = False, layout: str = "bshd", cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
     seqused_q: Any = None, seqused_k: Any = None, block_table: Any = None,
 ) -> Explanation:  # fmt: skip
@@ -99,7 +99,7 @@ def explain(
     """
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic,
+        deterministic, tf32,
     )  # fmt: skip
     sequences = None
     if cu_seqlens_q is not None:
@@ -229,6 +229,7 @@ def _sentence(a: Any) -> str:
         "variable length": bool(a.cu_seqlens_q),
         f"pages of {a.page_size}": bool(a.block_table),
         "deterministic": bool(a.deterministic),
+        "TF32 allowed": bool(a.tf32),
     }
     keys = a.block_table_width * a.page_size if a.block_table else a.seqlen_k
     size = f"batch {a.batch}, {a.seqlen_q} rows x {keys} keys, {a.heads_q} heads"

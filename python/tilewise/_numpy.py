@@ -221,6 +221,7 @@ def _describe_problem(
         softcap=_check.softcap(request.softcap),
         dropout_p=dropout_p,
         deterministic=bool(request.deterministic),
+        tf32=bool(request.tf32),
     )
     dtype = _abi.DTYPES[str(q.dtype)]
     a = _describe.attention(view(q), view(k), view(v), dtype, extras)

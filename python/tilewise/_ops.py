@@ -22,13 +22,22 @@ _OPTIONS = (
     "Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? block_table, "
     "Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? scale_tensor, Tensor? dropout_state, "
     "float scale, int window_left, int window_right, float softcap, float dropout_p, "
-    "int max_seqlen_q, int max_seqlen_k, int num_splits, bool deterministic, bool heads_first"
+    "int max_seqlen_q, int max_seqlen_k, int num_splits, bool deterministic, bool tf32, "
+    "bool heads_first"
+)
+# Dense, a scale and a band: tensors are in "bhsd" order when heads_first is set (tilewise._plain).
+_PLAIN = (
+    "float? scale, int window_left, int window_right, bool deterministic, bool tf32, "
+    "bool heads_first"
 )
 _SCHEMAS = (
     f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}=False) -> (Tensor out, Tensor lse)",
     "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_OPTIONS}, int wanted) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks, "
     "Tensor dscale)",
+    f"_plain_forward(Tensor q, Tensor k, Tensor v, {_PLAIN}) -> (Tensor out, Tensor lse)",
+    "_plain_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
+    f"Tensor lse, {_PLAIN}, int wanted) -> (Tensor dq, Tensor dk, Tensor dv)",
     "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? q, Tensor? k_new, Tensor? v_new, "
     "Tensor cache_seqlens, Tensor? cu_seqlens_q, Tensor? cu_seqlens_new, Tensor? rotary_seqlens, "
     "Tensor? block_table, Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, "
@@ -64,6 +73,7 @@ class Options(NamedTuple):
     max_seqlen_k: int = 0
     num_splits: int = 0
     deterministic: bool = False
+    tf32: bool = False
     heads_first: bool = False
 
 
@@ -228,7 +238,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
         options = options._replace(bias=_materialized_bias(options.bias))
     dout = torch.zeros_like(out) if dout is None else _contiguous_columns(dout)
     dlse = None if dlse is None else _contiguous_columns(dlse)
-    grads = _call_backward(dout, dlse, q, k, v, out, lse, *options, wanted)
+    grads = call_backward(dout, dlse, q, k, v, out, lse, *options, wanted)
     for grad, (position, bit) in zip(grads, _WANT_AT, strict=True):
         if wanted & bit:
             results[position] = grad
@@ -253,7 +263,7 @@ def _call_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return _Forward.apply(*arguments) if _transformed() else torch.ops.tilewise.forward(*arguments)
 
 
-def _call_backward(*arguments: Any) -> tuple[Tensor, ...]:
+def call_backward(*arguments: Any) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
         return torch.ops.tilewise.backward(*arguments)
     if _transformed():
@@ -353,12 +363,12 @@ def _backward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     # Gradients that are summed over the batch would be summed over the mapped dimension as well.
     summed = wanted & (WANT_BIAS | WANT_SINKS | WANT_SCALE)
     if summed or not _foldable(options, in_dims[7:-1]):
-        return _one_by_one(_call_backward, info, in_dims, args)
+        return _one_by_one(call_backward, info, in_dims, args)
     count = info.batch_size
     tensors = [None if args[i] is None else _fold(args[i], in_dims[i], count) for i in range(7)]
     batch = tensors[2].shape[0] // count if tensors[2] is not None else 0
     folded = _fold_options(options, in_dims[7:-1], count, batch)
-    results = _call_backward(*tensors, *folded, wanted)
+    results = call_backward(*tensors, *folded, wanted)
     unfolded = []
     for result, bit in zip(results, (WANT_Q, WANT_K, WANT_V, 0, 0, 0), strict=True):
         unfolded.append(

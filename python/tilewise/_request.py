@@ -20,6 +20,7 @@ class Request(NamedTuple):
     dropout_p: float = 0.0
     return_lse: bool = False
     deterministic: bool = False
+    tf32: bool = False
 
 
 class Sequences(NamedTuple):

@@ -8,13 +8,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from . import _check, _ops
+from . import _check, _ops, _plain, api
 from ._request import Request, Sequences
 
 Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
+
+# From now on plain calls take the short way.
+api._plain = _plain.attention
 
 Prepared: TypeAlias = tuple[Tensor, Tensor, Tensor, _ops.Options]
 
@@ -161,7 +164,8 @@ def score_options(q: Tensor, batch: int, request: Request) -> _ops.Options:
         window_right=right,
         softcap=_check.softcap(request.softcap),
         dropout_p=dropout_p,
-        deterministic=bool(request.deterministic),
+        deterministic=bool(request.deterministic) or torch.are_deterministic_algorithms_enabled(),
+        tf32=bool(request.tf32),
     )
 
 

@@ -6,12 +6,17 @@ that ``import tilewise`` needs neither.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from . import _check
 from ._check import Window
 from ._request import Request, Sequences
+
+_UNBOUNDED: Window = (None, None)
+# The short way of tensors (_plain.attention), there once PyTorch has been needed.
+_plain: Callable[..., Any] | None = None
 
 
 def _backend(q: Any) -> ModuleType:
@@ -26,10 +31,10 @@ def _backend(q: Any) -> ModuleType:
 
 
 def attention(
-    q: Any, k: Any, v: Any, *, causal: bool = False, window: Window = (None, None),
+    q: Any, k: Any, v: Any, *, causal: bool = False, window: Window = _UNBOUNDED,
     scale: Any = None, softcap: float = 0.0, bias: Any = None, alibi_slopes: Any = None,
     sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
-    deterministic: bool = False, layout: str = "bshd",
+    deterministic: bool = False, tf32: bool = False, layout: str = "bshd",
 ) -> Any:  # fmt: skip
     """Exact attention of equal-length sequences, in memory linear in the sequence length.
 
@@ -54,7 +59,9 @@ def attention(
         sinks: float32 [heads_q]: a logit per head that takes part in the softmax. Differentiable.
         dropout_p: Probability in [0, 1) of dropping a weight; torch.manual_seed governs the bits.
         return_lse: Return (out, lse) instead of out.
-        deterministic: Bitwise equal results for equal inputs on one device (the CPU always is so).
+        deterministic: Bitwise equal results for equal inputs on one device (the CPU always is so);
+            implied by torch.use_deterministic_algorithms.
+        tf32: Let a GPU round float32 operands to TF32: faster, with the accuracy of half precision.
         layout: "bshd" or "bhsd", of q, k, v and out.
 
     Returns:
@@ -67,9 +74,22 @@ def attention(
         ValueError: an argument has the wrong shape, device or range.
         RuntimeError: no kernel of this build serves the problem on this device.
     """
+    if (
+        _plain is not None
+        and bias is None
+        and alibi_slopes is None
+        and sinks is None
+        and type(softcap) is float
+        and softcap == 0.0
+        and type(dropout_p) is float
+        and dropout_p == 0.0
+    ):
+        result = _plain(q, k, v, causal, window, scale, return_lse, deterministic, tf32, layout)
+        if result is not None:
+            return result
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic,
+        deterministic, tf32,
     )  # fmt: skip
     return _backend(q).attention(q, k, v, layout, request)
 
@@ -78,9 +98,9 @@ def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, seqused_q: Any = None,
     seqused_k: Any = None, block_table: Any = None, causal: bool = False,
-    window: Window = (None, None), scale: Any = None, softcap: float = 0.0, bias: Any = None,
+    window: Window = _UNBOUNDED, scale: Any = None, softcap: float = 0.0, bias: Any = None,
     alibi_slopes: Any = None, sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
-    deterministic: bool = False,
+    deterministic: bool = False, tf32: bool = False,
 ) -> Any:  # fmt: skip
     """Exact attention of sequences of different lengths, laid end to end.
 
@@ -110,6 +130,7 @@ def attention_varlen(
         dropout_p: Likewise.
         return_lse: Likewise.
         deterministic: Likewise.
+        tf32: Likewise.
 
     Returns:
         out [total_q, heads_q, head_dim_v]; with return_lse also lse, float32 [heads_q, total_q].
@@ -124,7 +145,7 @@ def attention_varlen(
     )
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic,
+        deterministic, tf32,
     )  # fmt: skip
     return _backend(q).attention_varlen(q, k, v, sequences, request)
 

@@ -124,6 +124,7 @@ def attention_with_kvcache(
     rotary_interleaved: bool = True, causal: bool = False,
     window: _check.Window = (None, None), scale: Any = None, softcap: float = 0.0,
     alibi_slopes: Any = None, sinks: Any = None, num_splits: int = 0, return_lse: bool = False,
+    tf32: bool = False,
 ) -> Any:  # fmt: skip
     """Appends new keys and values to a cache in place, then attends to all of it.
 
@@ -149,6 +150,7 @@ def attention_with_kvcache(
             query is aligned with the last key.
         num_splits: key splits worked on at once; 0: chosen by shape. Changes rounding only.
         return_lse: also return lse.
+        tf32: as in ``tilewise.attention``.
 
     Returns:
         out [B, Sq, Hq, Dv], or (out, lse [B, Hq, Sq] fp32).
@@ -164,6 +166,7 @@ def attention_with_kvcache(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        tf32=tf32,
     )
     where = Where(cache_batch_idx, cache_leftpad, block_table, num_splits)
     if hasattr(q, "__torch_function__"):

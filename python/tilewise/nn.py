@@ -21,7 +21,7 @@ class FlashAttention(torch.nn.Module):
 
     Args:
         head_dim: Columns of q and k, 1..512.
-        causal: As in ``tilewise.attention``, and so are window, softcap and deterministic.
+        causal: As in ``tilewise.attention``, and so are window, softcap, deterministic and tf32.
         window: (left, right); None is no limit.
         softcap: 0 is off.
         dropout_p: Used in training mode only.
@@ -29,6 +29,7 @@ class FlashAttention(torch.nn.Module):
         scale: Where the scale starts; None is 1 / sqrt(head_dim).
         learnable_scale: Whether the scale is a parameter.
         deterministic: Bitwise equal results for equal inputs.
+        tf32: Let a GPU round float32 operands to TF32.
     """
 
     scale: Tensor | float
@@ -37,6 +38,7 @@ class FlashAttention(torch.nn.Module):
         self, head_dim: int, *, causal: bool = False, window: Window = (None, None),
         softcap: float = 0.0, dropout_p: float = 0.0, layout: str = "bhsd",
         scale: float | None = None, learnable_scale: bool = True, deterministic: bool = False,
+        tf32: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         if not 1 <= head_dim <= _check.MAX_HEAD_DIM:
@@ -46,7 +48,7 @@ class FlashAttention(torch.nn.Module):
         self.head_dim, self.layout = head_dim, layout
         self.causal, self.window = causal, window
         self.softcap, self.dropout_p = _check.softcap(softcap), _check.dropout(dropout_p)
-        self.deterministic = deterministic
+        self.deterministic, self.tf32 = deterministic, tf32
         start = head_dim**-0.5 if scale is None else _check.scale_number(scale)
         self.scale = torch.nn.Parameter(torch.tensor(start)) if learnable_scale else start
 
@@ -61,7 +63,7 @@ class FlashAttention(torch.nn.Module):
             q, k, v, causal=self.causal, window=self.window, scale=self.scale,
             softcap=self.softcap, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks,
             dropout_p=self.dropout_p if self.training else 0.0, return_lse=return_lse,
-            deterministic=self.deterministic, layout=self.layout,
+            deterministic=self.deterministic, tf32=self.tf32, layout=self.layout,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -100,7 +100,7 @@ void check_switches(const Problem& p) {
   check_range("num_splits", p.num_splits, 0, kMaxSplits);
   check_range("deterministic", p.deterministic, 0, 1);
   check_range("check", p.check, 0, 1);
-  check_range("reserved", p.reserved, 0, 0);
+  check_range("tf32", p.tf32, 0, 1);
   check_parallel(p.parallel);
 }
 

@@ -196,7 +196,7 @@ const Bad kBad[] = {
     {"deterministic", [](Call& c) { c.a.deterministic = 2; },
      "deterministic is 2: allowed is 0 to 1"},
     {"check", [](Call& c) { c.a.check = -1; }, "check is -1: allowed is 0 to 1"},
-    {"reserved", [](Call& c) { c.a.reserved = 1; }, "reserved is 1: allowed is 0 to 0"},
+    {"tf32", [](Call& c) { c.a.tf32 = 2; }, "tf32 is 2: allowed is 0 to 1"},
     {"parallel_threads",
      [](Call& c) {
        c.parallel.threads = -1;

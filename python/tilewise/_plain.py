@@ -1,0 +1,138 @@
+"""The short way of a plain call: eager, dense, a scale and a band, nothing else.
+
+What a launch costs in Python counts when the problem is tiny. So nothing is checked twice here: the
+operator checks what it is given, and whatever it does not take (or refuses) goes the long way of
+``_torch``, which converts, or raises with its own sentence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _ops
+from ._check import Window, window_bounds
+from .api import _UNBOUNDED
+
+_forward = torch.ops.tilewise._plain_forward.default
+_backward = torch.ops.tilewise._plain_backward.default
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_FAILURES = (TypeError, ValueError, RuntimeError)
+
+_is_compiling = torch.compiler.is_compiling
+_transform_level = torch._C._functorch.maybe_current_level
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_any_autocast = torch._C._is_any_autocast_enabled
+_grad_enabled = torch.is_grad_enabled
+_deterministic_mode = torch._C._get_deterministic_algorithms
+
+
+def attention(
+    q: Any, k: Any, v: Any, causal: bool, window: Window, scale: Any, return_lse: bool,
+    deterministic: bool, tf32: bool, layout: str,
+) -> Any:  # fmt: skip
+    """The result of ``tilewise.attention`` without its other options; None: take the long way."""
+    if _is_compiling():
+        return None
+    if (
+        type(q) not in _PLAIN_TYPES
+        or type(k) not in _PLAIN_TYPES
+        or type(v) not in _PLAIN_TYPES
+        or (scale is not None and type(scale) is not float)
+        or _transform_level() is not None
+        or _dispatch_modes()
+        or _any_autocast()
+    ):
+        return None
+    if layout == "bshd":
+        heads_first = False
+    elif layout == "bhsd":
+        heads_first = True
+    else:
+        return None
+    if window is _UNBOUNDED:
+        left, right = -1, 0 if causal else -1
+    else:
+        left, right = window_bounds(causal, window)
+    options = (
+        scale, left, right, bool(deterministic) or _deterministic_mode(), bool(tf32), heads_first
+    )  # fmt: skip
+    try:
+        if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            if _wrapped(q) or _wrapped(k) or _wrapped(v):  # left over from a finished transform
+                return None
+            out, lse = _apply(q, k, v, *options)
+        else:
+            out, lse = _forward(q, k, v, *options)
+    except _FAILURES:
+        return None
+    return (out, lse) if return_lse else out
+
+
+class _Attention(torch.autograd.Function):
+    """The operator and its derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        out, lse = _forward(q, k, v, *options)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = options
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        needs = ctx.needs_input_grad
+        wanted = needs[0] * _ops.WANT_Q + needs[1] * _ops.WANT_K + needs[2] * _ops.WANT_V
+        if wanted == 0 or (dout is None and dlse is None):
+            return (None,) * 9
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else _contiguous_columns(dout)
+        dlse = None if dlse is None else _contiguous_columns(dlse)
+        if _is_compiling() or _grad_enabled() or _transform_level() is not None:
+            grads = _general_backward(dout, dlse, q, k, v, out, lse, ctx.options, wanted)
+        else:
+            grads = _backward(dout, dlse, q, k, v, out, lse, *ctx.options, wanted)
+        dq, dk, dv = grads
+        return (
+            dq if needs[0] else None, dk if needs[1] else None, dv if needs[2] else None,
+            None, None, None, None, None, None,
+        )  # fmt: skip
+
+
+# Function.apply without its preparations for torch.func, which takes the long way.
+_apply = super(torch.autograd.Function, _Attention).apply
+
+
+def _contiguous_columns(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _general_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    plain: tuple[Any, ...], wanted: int,
+) -> list[Tensor]:  # fmt: skip
+    """By the operator that can be traced, transformed, and that refuses a second derivative."""
+    scale, left, right, deterministic, tf32, heads_first = plain
+    options = _ops.Options(
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        window_left=left,
+        window_right=right,
+        deterministic=deterministic,
+        tf32=tf32,
+        heads_first=heads_first,
+    )
+
+    def rows(tensor: Tensor) -> Tensor:
+        return tensor.transpose(1, 2) if heads_first else tensor
+
+    grads = _ops.call_backward(
+        rows(dout), dlse, rows(q), rows(k), rows(v), rows(out), lse, *options, wanted
+    )
+    return [
+        rows(grad) if wanted & bit else grad
+        for grad, bit in zip(grads[:3], (_ops.WANT_Q, _ops.WANT_K, _ops.WANT_V), strict=True)
+    ]

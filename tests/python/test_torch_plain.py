@@ -1,0 +1,133 @@
+"""The short way of plain calls gives what the operators give, and leaves the rest to them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilewise
+from tilewise import _plain, _torch
+from tilewise._request import Request
+
+pytestmark = pytest.mark.tensors
+
+OPTIONS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (5, 2)},
+    "scale": {"scale": 0.3},
+}
+
+
+def tensors(layout="bshd", dtype=torch.float32, gradients=False):
+    torch.manual_seed(3)
+    sizes = ((2, 19, 4, 16), (2, 23, 2, 16), (2, 23, 2, 8))
+    if layout == "bhsd":
+        sizes = tuple((b, h, s, d) for b, s, h, d in sizes)
+    return tuple(torch.randn(size).to(dtype).requires_grad_(gradients) for size in sizes)
+
+
+# Deterministic, so that a GPU's gradients are bitwise the same as well.
+def plain(q, k, v, *, layout="bshd", deterministic=True, **options):
+    request = Request(deterministic=deterministic, **options)
+    return _plain.attention(
+        q, k, v, request.causal, request.window, request.scale, True, request.deterministic,
+        False, layout,
+    )  # fmt: skip
+
+
+def general(q, k, v, *, layout="bshd", **options):
+    request = Request(return_lse=True, deterministic=True, **options)
+    return _torch.attention(q, k, v, layout, request)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_short_and_long_way_agree_bitwise(name, dtype, layout):
+    q, k, v = tensors(layout, dtype, gradients=True)
+    douts, results = None, []
+    for way in (plain, general):
+        out, lse = way(q, k, v, layout=layout, **OPTIONS[name])
+        douts = douts or (torch.randn_like(out), torch.randn_like(lse))
+        results.append((out, lse, *torch.autograd.grad((out, lse), (q, k, v), douts)))
+    for short, long in zip(*results, strict=True):
+        assert torch.equal(short, long)
+        assert short.dtype == long.dtype
+        assert short.stride() == long.stride()
+
+
+def test_results_of_the_short_way_need_no_gradient_without_grad_mode():
+    q, k, v = tensors(gradients=True)
+    with torch.no_grad():
+        out, lse = plain(q, k, v)
+    assert not out.requires_grad
+    assert not lse.requires_grad
+
+
+def test_only_wanted_gradients_are_computed():
+    q, k, v = tensors()
+    k.requires_grad_()
+    out, _ = plain(q, k, v)
+    out.sum().backward()
+    assert q.grad is None
+    assert v.grad is None
+    expected = torch.autograd.grad(general(q, k, v)[0].sum(), k)[0]
+    assert torch.equal(k.grad, expected)
+
+
+def test_gradient_of_lse_alone():
+    q, k, v = tensors(gradients=True)
+    short, long = (torch.autograd.grad(way(q, k, v)[1].sum(), (q, k)) for way in (plain, general))
+    assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True))
+
+
+def test_second_derivatives_are_refused():
+    q, k, v = tensors(gradients=True)
+    (dq,) = torch.autograd.grad(plain(q, k, v)[0].sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        dq.sum().backward()
+
+
+def test_what_the_short_way_leaves_to_the_long_one():
+    q, k, v = tensors()
+    assert plain(q, k, v) is not None
+    assert plain(q[..., ::2], k[..., ::2], v) is None  # columns are not contiguous
+    assert plain(q.double(), k.double(), v.double()) is None
+    assert plain(q, k[:, :, :, :8], v) is None
+    assert plain(q, k, v, scale=torch.tensor(0.5)) is None
+    assert plain(q, k, v, layout="sbhd") is None
+    assert plain(q.tolist(), k, v) is None
+    assert plain(*(x.to("meta") for x in (q, k, v))) is None
+    with torch.autocast("cpu"):
+        assert plain(q, k, v) is None
+    assert torch.func.vmap(lambda x: torch.tensor(plain(x, k, v) is None))(q[None]).all()
+
+
+def test_errors_come_from_the_long_way():
+    q, k, v = tensors()
+    tilewise.attention(q, k, v)  # from now on the short way is tried first
+    with pytest.raises(ValueError, match="k has head dimension 8, but q has 16"):
+        tilewise.attention(q, k[..., :8], v)
+    with pytest.raises(TypeError, match=r"k has dtype torch\.float64"):
+        tilewise.attention(q, k.double(), v)
+    with pytest.raises(TypeError, match="softcap is False"):
+        tilewise.attention(q, k, v, softcap=False)
+    with pytest.raises(ValueError, match="layout is 'sbhd'"):
+        tilewise.attention(q, k, v, layout="sbhd")
+
+
+def test_deterministic_algorithms_of_torch_are_followed(monkeypatch):
+    q, k, v = tensors()
+    seen = []
+    forward = _plain._forward
+    monkeypatch.setattr(_plain, "_forward", lambda *a: (seen.append(a[6]), forward(*a))[1])
+    plain(q, k, v, deterministic=False)
+    torch.use_deterministic_algorithms(True)
+    try:
+        plain(q, k, v, deterministic=False)
+        options = _torch.prepare_dense(q, k, v, "bshd", Request())[3]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [False, True]
+    assert options.deterministic
