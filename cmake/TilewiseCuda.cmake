@@ -1,18 +1,287 @@
-# The CUDA families live in src/cuda/<family>/*.cu. Without such a source or without a CUDA compiler
-# the library is built for the CPU alone; the reason is printed.
+# The CUDA families. One unit (family, tile table, element, head-dim tile) is one source in the
+# build tree, written from src/cuda/units/*.in for every line of tools/cuda_units.cpp, which prints
+# src/cuda/manifest.h. A unit is compiled for the architectures of its tile table.
+#
+#   TILEWISE_CUDA                 AUTO: when nvcc is found and the machine has an NVIDIA GPU, for that
+#                                 GPU; ON: for every architecture (minutes, needs no GPU); OFF
+#   TILEWISE_CUDA_ARCHITECTURES   instead of that choice: "all", "native" or numbers, e.g. "90;120"
+#   TILEWISE_CUDA_HEAD_DIMS       build only these head-dim tiles, e.g. "64;128"; empty: all
+#   TILEWISE_CUDA_ELEMENTS        build only these elements, e.g. "BF16"; empty: all
+#   TILEWISE_CUDA_TABLES          build only these tile tables, e.g. "Sm75;Sm90"; empty: all
+#   TILEWISE_CUDA_EMULATOR        the same units for this CPU, over tests/emulator; needs no nvcc
+#
+# "90" means: tile table Sm90 with code for sm_90, and Sm75 and Sm80 as PTX, which the GPU's driver
+# compiles when TILEWISE_FORCE_ARCH asks for them. The library knows what is inside it.
+set(TILEWISE_CUDA_ARCHITECTURES "" CACHE STRING "\"all\", \"native\" or compute capabilities: \"90;120\"")
+set(TILEWISE_CUDA_HEAD_DIMS "" CACHE STRING "Only these head-dim tiles (empty: all)")
+set(TILEWISE_CUDA_ELEMENTS "" CACHE STRING "Only these elements (empty: all)")
+set(TILEWISE_CUDA_TABLES "" CACHE STRING "Only these tile tables (empty: all)")
+
+set(cuda_tables Sm75 Sm80 Sm86 Sm90 Sm120)
+set(cuda_ptx_to_force 75 80) # tables that every GPU build can be forced to use
+
+# What is compiled when all architectures are asked for. No SASS of one major version runs on
+# another one; newer GPUs than these take PTX.
+set(all_Sm75 75-real 75-virtual)
+set(all_Sm80 80-real 80-virtual)
+set(all_Sm86 86-real)
+set(all_Sm90 90-real 100-real 90-virtual)
+set(all_Sm120 120-real)
+set(all_any 75-real 80-real 90-real 100-real 120-real 75-virtual 90-virtual)
+
+# --- which build ---------------------------------------------------------------------------------
+# The compute capabilities of the GPUs of this machine, as 90; empty without one.
+function(tilewise_native_gpus result)
+  set(found "")
+  find_program(nvidia_smi nvidia-smi NO_CACHE)
+  if(nvidia_smi)
+    execute_process(COMMAND "${nvidia_smi}" --query-gpu=compute_cap --format=csv,noheader
+                    OUTPUT_VARIABLE answer ERROR_QUIET RESULT_VARIABLE status)
+    if(status EQUAL 0)
+      string(REGEX MATCHALL "[0-9]+\\.[0-9]" found "${answer}")
+      list(TRANSFORM found REPLACE "\\." "")
+      list(REMOVE_DUPLICATES found)
+    endif()
+  endif()
+  set(${result} "${found}" PARENT_SCOPE)
+endfunction()
+
 set(TILEWISE_CUDA_ENABLED OFF)
-file(GLOB_RECURSE cuda_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cuda/*.cu")
-if(NOT TILEWISE_CUDA)
-  message(STATUS "tilewise: CUDA off (TILEWISE_CUDA=OFF)")
-elseif(NOT cuda_sources)
-  message(STATUS "tilewise: CUDA off (this version has no CUDA family)")
+set(cuda_reason "")
+if(TILEWISE_CUDA_EMULATOR)
+  set(cuda_reason "emulated on this CPU")
+elseif(NOT TILEWISE_CUDA)
+  set(cuda_reason "off (TILEWISE_CUDA=OFF)")
 else()
   include(CheckLanguage)
+  set(CMAKE_CUDA_ARCHITECTURES 75) # of the check and of nothing else: each unit names its own
   check_language(CUDA)
-  if(CMAKE_CUDA_COMPILER)
-    enable_language(CUDA)
-    set(TILEWISE_CUDA_ENABLED ON)
+  set(cuda_wanted "${TILEWISE_CUDA_ARCHITECTURES}")
+  if(cuda_wanted STREQUAL "" AND NOT TILEWISE_CUDA STREQUAL "AUTO")
+    set(cuda_wanted all)
+  endif()
+  if(CMAKE_CUDA_COMPILER AND cuda_wanted MATCHES "^(native)?$")
+    tilewise_native_gpus(cuda_native)
+    if(NOT cuda_native AND cuda_wanted STREQUAL "native")
+      message(FATAL_ERROR "TILEWISE_CUDA_ARCHITECTURES=native, but nvidia-smi names no GPU here")
+    endif()
+    set(cuda_wanted "${cuda_native}")
+  endif()
+  if(NOT CMAKE_CUDA_COMPILER)
+    set(cuda_reason "off (no CUDA compiler found)")
+    if(NOT TILEWISE_CUDA STREQUAL "AUTO")
+      message(FATAL_ERROR "TILEWISE_CUDA=${TILEWISE_CUDA}, but no CUDA compiler was found: put nvcc "
+                          "into PATH, set CUDACXX to it, or configure with -DTILEWISE_CUDA=OFF")
+    endif()
+  elseif(NOT cuda_wanted)
+    set(cuda_reason "off (no NVIDIA GPU here; -DTILEWISE_CUDA=ON builds for every GPU)")
   else()
-    message(STATUS "tilewise: CUDA off (no CUDA compiler found)")
+    enable_language(CUDA)
+    find_package(CUDAToolkit REQUIRED)
+    set(TILEWISE_CUDA_ENABLED ON)
+    list(JOIN cuda_wanted " " cuda_reason)
+    set(cuda_reason "for ${cuda_reason}, nvcc ${CMAKE_CUDA_COMPILER_VERSION}")
   endif()
 endif()
+message(STATUS "tilewise: CUDA ${cuda_reason}")
+
+# --- which code of which tile table --------------------------------------------------------------
+# The tile table that a compute capability uses: src/cuda/arch/limits.h.
+function(tilewise_table_of sm result)
+  set(table "")
+  foreach(candidate IN LISTS cuda_tables)
+    string(SUBSTRING ${candidate} 2 -1 first)
+    if(sm GREATER_EQUAL first)
+      set(table ${candidate})
+    endif()
+  endforeach()
+  set(${result} "${table}" PARENT_SCOPE)
+endfunction()
+
+# CMake architectures (90-real, 75-virtual) for a tile table or "any"; empty: not in this build.
+function(tilewise_code_of table result)
+  if(cuda_wanted STREQUAL "all")
+    set(${result} "${all_${table}}" PARENT_SCOPE)
+    return()
+  endif()
+  set(code "")
+  foreach(sm IN LISTS cuda_wanted)
+    tilewise_table_of(${sm} own)
+    if(table STREQUAL "any" OR table STREQUAL own)
+      list(APPEND code ${sm}-real)
+    endif()
+  endforeach()
+  string(REGEX REPLACE "^Sm" "" number "${table}")
+  if(NOT code AND number IN_LIST cuda_ptx_to_force)
+    foreach(sm IN LISTS cuda_wanted)
+      if(sm GREATER number)
+        set(code ${number}-virtual)
+      endif()
+    endforeach()
+  endif()
+  set(${result} "${code}" PARENT_SCOPE)
+endfunction()
+
+# --- units ---------------------------------------------------------------------------------------
+# Lines "family arch element head_dim" of the units this build is asked for.
+function(tilewise_list_units result)
+  set(program "${PROJECT_SOURCE_DIR}/tools/cuda_units.cpp")
+  set_property(DIRECTORY "${PROJECT_SOURCE_DIR}" APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
+               "${program}" "${PROJECT_SOURCE_DIR}/src/cuda/manifest.h")
+  unset(cuda_units_ran CACHE)
+  unset(cuda_units_compiled CACHE)
+  try_run(cuda_units_ran cuda_units_compiled "${PROJECT_BINARY_DIR}/cuda_units" "${program}"
+          CMAKE_FLAGS "-DINCLUDE_DIRECTORIES=${PROJECT_SOURCE_DIR}/src;${PROJECT_SOURCE_DIR}/include"
+          CXX_STANDARD 20 CXX_STANDARD_REQUIRED ON
+          COMPILE_OUTPUT_VARIABLE errors RUN_OUTPUT_VARIABLE output)
+  if(NOT cuda_units_compiled OR NOT cuda_units_ran EQUAL 0)
+    message(FATAL_ERROR "tools/cuda_units.cpp: ${errors}${output}")
+  endif()
+  string(REGEX MATCHALL "[^\n]+" lines "${output}")
+  set(wanted "")
+  foreach(line IN LISTS lines)
+    string(REPLACE " " ";" fields "${line}")
+    list(GET fields 1 table)
+    list(GET fields 2 element)
+    list(GET fields 3 head_dim)
+    if((NOT TILEWISE_CUDA_ELEMENTS OR element IN_LIST TILEWISE_CUDA_ELEMENTS)
+       AND (NOT TILEWISE_CUDA_HEAD_DIMS OR head_dim IN_LIST TILEWISE_CUDA_HEAD_DIMS)
+       AND (NOT TILEWISE_CUDA_TABLES OR table STREQUAL "-" OR table IN_LIST TILEWISE_CUDA_TABLES))
+      list(APPEND wanted "${line}")
+    endif()
+  endforeach()
+  set(${result} "${wanted}" PARENT_SCOPE)
+endfunction()
+
+function(tilewise_cuda_target target architectures)
+  add_library(${target} OBJECT ${ARGN})
+  target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/include"
+                                               "${PROJECT_SOURCE_DIR}/src")
+  set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE ON)
+  if(TILEWISE_CUDA_EMULATOR)
+    tilewise_compile_options(${target})
+    target_link_libraries(${target} PRIVATE tilewise_emulator)
+    # A lane is a fiber with a small stack: registers of the GPU live there, so optimise always.
+    target_compile_options(${target} PRIVATE -O2 -ffp-contract=off -Wno-unknown-pragmas)
+    return()
+  endif()
+  set_target_properties(
+    ${target} PROPERTIES CUDA_ARCHITECTURES "${architectures}" CUDA_RUNTIME_LIBRARY Static
+                         CUDA_VISIBILITY_PRESET hidden)
+  target_compile_options(
+    ${target}
+    PRIVATE -std=c++20
+            --expt-relaxed-constexpr
+            -Xcompiler=-Wall,-Wextra
+            $<$<VERSION_GREATER_EQUAL:${CMAKE_CUDA_COMPILER_VERSION},12.8>:--compress-mode=size>
+            $<$<BOOL:${TILEWISE_WERROR}>:-Werror=all-warnings>)
+endfunction()
+
+# "{90, {90, 100}, {90}}," of cuda/tables.h.
+function(tilewise_code_row table architectures result)
+  string(REGEX REPLACE "^(Sm|any)" "" number "${table}")
+  if(number STREQUAL "")
+    set(number 0)
+  endif()
+  set(sass "")
+  set(ptx "")
+  foreach(each IN LISTS architectures)
+    string(REGEX MATCH "^[0-9]+" sm "${each}")
+    if(each MATCHES "-virtual$")
+      list(APPEND ptx ${sm})
+    else()
+      list(APPEND sass ${sm})
+    endif()
+  endforeach()
+  list(JOIN sass ", " sass)
+  list(JOIN ptx ", " ptx)
+  set(${result} "    {${number}, {${sass}}, {${ptx}}},\n" PARENT_SCOPE)
+endfunction()
+
+# Adds everything of src/cuda to the object library: the host's part always, so that any build can
+# plan for any described GPU; the units where they are compiled.
+function(tilewise_add_cuda target)
+  set(source_dir "${PROJECT_SOURCE_DIR}/src/cuda")
+  set(build_dir "${PROJECT_BINARY_DIR}/cuda")
+  file(GLOB host CONFIGURE_DEPENDS "${source_dir}/*.cpp")
+  list(FILTER host EXCLUDE REGEX "/(runtime|launch)[^/]*$")
+  set(TILEWISE_UNIT_DECLARATIONS "")
+  set(TILEWISE_UNIT_POINTERS "")
+  set(TILEWISE_CODE_ROWS "")
+  set(TILEWISE_EMULATED false)
+  set(objects "")
+  if(TILEWISE_CUDA_EMULATOR)
+    set(runtime emulator)
+    set(extension cpp)
+    set(TILEWISE_EMULATED true)
+  elseif(TILEWISE_CUDA_ENABLED)
+    set(runtime cuda)
+    set(extension cu)
+  else()
+    set(runtime none)
+  endif()
+
+  if(NOT runtime STREQUAL "none")
+    file(GLOB launch CONFIGURE_DEPENDS "${source_dir}/launch*.cpp")
+    target_sources(${target} PRIVATE ${launch})
+    tilewise_list_units(units)
+    foreach(table IN ITEMS any ${cuda_tables})
+      set(sources_${table} "")
+    endforeach()
+    foreach(line IN LISTS units)
+      string(REPLACE " " ";" fields "${line}")
+      list(POP_FRONT fields family TILEWISE_ARCH TILEWISE_ELEMENT TILEWISE_HEAD_DIM)
+      set(table "${TILEWISE_ARCH}")
+      if(table STREQUAL "-")
+        set(table any)
+      endif()
+      tilewise_code_of(${table} code)
+      if(NOT EXISTS "${source_dir}/${family}/backward.cuh")
+        set(code "")
+      elseif(TILEWISE_CUDA_EMULATOR)
+        set(code emulated)
+      endif()
+      if(code)
+        string(TOLOWER "${family}_${table}_${TILEWISE_ELEMENT}_d${TILEWISE_HEAD_DIM}" name)
+        set(TILEWISE_UNIT "unit_${name}")
+        set(file "${build_dir}/${name}.${extension}")
+        configure_file("${source_dir}/units/${family}.cu.in" "${file}" @ONLY)
+        list(APPEND sources_${table} "${file}")
+        string(APPEND TILEWISE_UNIT_DECLARATIONS "extern const UnitTable ${TILEWISE_UNIT};\n")
+        string(APPEND TILEWISE_UNIT_POINTERS "    &${TILEWISE_UNIT},\n")
+      endif()
+    endforeach()
+    # The same extension trick for the kernels that have no element or head dimension of their own.
+    file(CONFIGURE OUTPUT "${build_dir}/common.${extension}"
+         CONTENT "#include \"cuda/common/kernels.cu\"\n" @ONLY)
+    list(APPEND sources_any "${build_dir}/common.${extension}")
+    foreach(table IN ITEMS any ${cuda_tables})
+      if(sources_${table})
+        set(code "")
+        if(NOT TILEWISE_CUDA_EMULATOR)
+          tilewise_code_of(${table} code)
+        endif()
+        string(TOLOWER "tilewise_cuda_${table}" units_target)
+        tilewise_cuda_target(${units_target} "${code}" ${sources_${table}})
+        list(APPEND objects "$<TARGET_OBJECTS:${units_target}>")
+        tilewise_code_row(${table} "${code}" row)
+        string(APPEND TILEWISE_CODE_ROWS "${row}")
+        list(LENGTH sources_${table} count)
+        message(STATUS "tilewise: CUDA ${table}: ${count} units ${code}")
+      endif()
+    endforeach()
+  endif()
+
+  configure_file("${source_dir}/units/registry.cpp.in" "${build_dir}/registry.cpp" @ONLY)
+  target_sources(${target} PRIVATE ${host} "${source_dir}/runtime_${runtime}.cpp"
+                                   "${build_dir}/registry.cpp")
+  # The units are objects of their own libraries: whoever links our objects links them, too.
+  target_sources(${target} INTERFACE ${objects})
+  set_property(TARGET ${target} PROPERTY TILEWISE_CUDA_OBJECTS "${objects}")
+  if(TILEWISE_CUDA_ENABLED)
+    target_include_directories(${target} SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+    target_link_libraries(${target} PUBLIC CUDA::cudart_static)
+  elseif(TILEWISE_CUDA_EMULATOR)
+    target_link_libraries(${target} PUBLIC tilewise_emulator)
+  endif()
+endfunction()

@@ -7,6 +7,7 @@
 #include "capi/views.h"
 #include "cpu/append.h"
 #include "cpu/backend.h"
+#include "cuda/backend.h"
 #include "dispatch/planner.h"
 
 namespace tilewise::capi {
@@ -14,15 +15,35 @@ namespace {
 
 constexpr int64_t kWorkspaceAlignment = 64;
 
-dispatch::Device device_of(const Problem& p, int32_t threads) {
-  if (p.device == TILEWISE_CPU) {
-    const std::string problem = dispatch::environment_problem();
-    require(problem.empty(), problem);
-    return dispatch::this_cpu(threads);
+dispatch::Device gpu_of(int32_t index) {
+  std::string why;
+  const int32_t gpus = cuda::gpu_count(&why);
+  if (gpus == 0) {
+    refuse(TILEWISE_UNSUPPORTED, "device is CUDA: ", why,
+           "; tensors in the memory of the CPU are allowed");
   }
-  dispatch::Device device;
-  device.kind = TILEWISE_CUDA;
+  require(index < gpus, "device_index is ", index, ": allowed is 0 to ", gpus - 1);
+  const dispatch::Device device = dispatch::this_gpu(index);
+  const std::string problem = dispatch::forced_table_problem(device);
+  if (!problem.empty()) refuse(TILEWISE_UNSUPPORTED, problem);
   return device;
+}
+
+dispatch::Device device_of(const Problem& p, int32_t threads) {
+  if (p.device == TILEWISE_CUDA) return gpu_of(p.device_index);
+  const std::string problem = dispatch::environment_problem();
+  require(problem.empty(), problem);
+  return dispatch::this_cpu(threads);
+}
+
+// What the GPU has found in an index array is the caller's mistake, not the library's.
+template <class Launch>
+void on_gpu(const Launch& launch) {
+  try {
+    launch();
+  } catch (const cuda::InvalidEntry& entry) {
+    refuse(TILEWISE_INVALID_ARGUMENT, entry.what());
+  }
 }
 
 // The text for people is made for tilewise_plan alone: a launch allocates nothing.
@@ -42,11 +63,17 @@ tilewise_plan_info describe(const Problem& p, const Gradients* gradients,
                             const dispatch::Device& device) {
   const dispatch::Decision decision = decide(p, gradients, device);
   tilewise_plan_info info{};
-  info.threads = decision.cpu.threads;
-  info.workspace_bytes = decision.cpu.workspace_bytes;
-  info.splits = decision.cpu.splits;
-  info.tile_q = decision.cpu.tile_q;
-  info.tile_k = decision.cpu.tile_k;
+  info.workspace_bytes = decision.workspace_bytes();
+  if (decision.on_gpu()) {
+    info.splits = decision.cuda.splits;
+    info.tile_q = decision.cuda.tile_q;
+    info.tile_k = decision.cuda.tile_k;
+  } else {
+    info.threads = decision.cpu.threads;
+    info.splits = decision.cpu.splits;
+    info.tile_q = decision.cpu.tile_q;
+    info.tile_k = decision.cpu.tile_k;
+  }
   fill(info.kernel, sizeof(info.kernel), dispatch::kernel_name(decision, p, gradients));
   fill(info.why, sizeof(info.why), dispatch::explain(decision, p, gradients, device));
   return info;
@@ -81,8 +108,12 @@ void forward(const tilewise_attention* attention, void* workspace, int64_t works
   const Problem p = validated_problem(attention, TILEWISE_PASS_FORWARD, Contents::read);
   const Parallel parallel = make_parallel(p.parallel);
   const dispatch::Decision decision = decide(p, nullptr, device_of(p, parallel.threads));
-  check_workspace(workspace, workspace_bytes, decision.cpu.workspace_bytes);
-  cpu::forward(p, decision.cpu, workspace, parallel);
+  check_workspace(workspace, workspace_bytes, decision.workspace_bytes());
+  if (decision.on_gpu()) {
+    on_gpu([&] { cuda::forward(p, decision.cuda, workspace); });
+  } else {
+    cpu::forward(p, decision.cpu, workspace, parallel);
+  }
 }
 
 void backward(const tilewise_attention* attention, const tilewise_gradients* gradients,
@@ -91,8 +122,12 @@ void backward(const tilewise_attention* attention, const tilewise_gradients* gra
   const Gradients g = validated_gradients(gradients, p, Contents::read);
   const Parallel parallel = make_parallel(p.parallel);
   const dispatch::Decision decision = decide(p, &g, device_of(p, parallel.threads));
-  check_workspace(workspace, workspace_bytes, decision.cpu.workspace_bytes);
-  cpu::backward(p, g, decision.cpu, workspace, parallel);
+  check_workspace(workspace, workspace_bytes, decision.workspace_bytes());
+  if (decision.on_gpu()) {
+    on_gpu([&] { cuda::backward(p, g, decision.cuda, workspace); });
+  } else {
+    cpu::backward(p, g, decision.cpu, workspace, parallel);
+  }
 }
 
 }  // namespace
@@ -120,6 +155,11 @@ tilewise_status tilewise_backward(const tilewise_attention* attention,
 tilewise_status tilewise_append_kv(const tilewise_kv_append* append) {
   return capi::guarded([&] {
     const tilewise_kv_append validated = capi::validated_append(append);
-    cpu::append_kv(validated, make_parallel(validated.parallel));
+    if (validated.device == TILEWISE_CUDA) {
+      capi::gpu_of(validated.device_index);
+      cuda::append_kv(validated);
+    } else {
+      cpu::append_kv(validated, make_parallel(validated.parallel));
+    }
   });
 }

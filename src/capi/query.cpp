@@ -28,6 +28,15 @@ Row matrix_row(int32_t index) {
   capi::refuse(TILEWISE_INVALID_ARGUMENT, "index is ", index, ": allowed is 0 to ", row - 1);
 }
 
+// Whether the CPU or a GPU of this machine can run it.
+bool runs_here(const dispatch::Family& family) {
+  if (family.device == TILEWISE_CPU) return dispatch::can_run(family, dispatch::this_cpu(1));
+  for (int32_t i = 0; i < cuda::gpu_count(); ++i) {
+    if (dispatch::can_run(family, dispatch::this_gpu(i))) return true;
+  }
+  return false;
+}
+
 tilewise_kernel_info describe(const Row& row) {
   const dispatch::Family& family = *row.family;
   tilewise_kernel_info info{};
@@ -36,7 +45,7 @@ tilewise_kernel_info describe(const Row& row) {
   info.max_head_dim = family.max_head_dim;
   info.forward = family.forward ? 1 : 0;
   info.backward = family.backward ? 1 : 0;
-  info.available = dispatch::can_run(family, dispatch::this_cpu(1)) ? 1 : 0;
+  info.available = runs_here(family) ? 1 : 0;
   std::snprintf(info.name, sizeof(info.name), "%s", family.name);
   std::snprintf(info.requires_, sizeof(info.requires_), "%s", family.requires_);
   return info;

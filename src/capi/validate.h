@@ -1,15 +1,16 @@
 // From the structs of the caller to structs that every kernel may trust.
 //
-// `Contents::unread` checks everything that can be said without following a pointer into tensors or
-// index arrays: what tilewise_plan does. `Contents::read` also checks pointers and the entries of
-// the index arrays: what a launch on the CPU does; what lies in the memory of a GPU is never read.
+// `Contents::unread` checks everything that can be said without pointers: what tilewise_plan does.
+// `Contents::pointers` also checks that pointers are given and aligned: what a launch on a GPU
+// does, whose memory is never read here. `Contents::read` reads the entries of the index arrays,
+// too: what a launch on the CPU does.
 #pragma once
 
 #include "attention/problem.h"
 
 namespace tilewise::capi {
 
-enum class Contents { unread, read };
+enum class Contents { unread, pointers, read };
 
 // `pass` decides what is written and what must be there.
 Problem validated_problem(const tilewise_attention* given, int32_t pass, Contents contents);

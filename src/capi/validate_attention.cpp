@@ -114,14 +114,14 @@ void check_views(const Problem& p, int32_t pass, Contents contents) {
   };
   for (const View& view : views) {
     check_layout(view);
-    if (contents == Contents::read) check_data(view);
+    if (contents != Contents::unread) check_data(view);
   }
   // The forward may leave lse out; in a plan the pointer may be missing in any case.
   if (p.lse == nullptr && (!backward || contents == Contents::unread)) return;
   const View lse = lse_view("lse", p.lse, p.lse_stride_batch, p.lse_stride_head, p,
                             backward ? Access::read : Access::write);
   check_layout(lse);
-  if (contents == Contents::read) check_data(lse);
+  if (contents != Contents::unread) check_data(lse);
 }
 
 void check_option_pointers(const Problem& p) {
@@ -151,7 +151,7 @@ void check_option_pointers(const Problem& p) {
 Problem validated_problem(const tilewise_attention* given, int32_t pass, Contents contents) {
   Problem p = read_struct(given, "attention");
   check_device(p.device, p.device_index);
-  if (p.device != TILEWISE_CPU) contents = Contents::unread;
+  if (p.device != TILEWISE_CPU && contents == Contents::read) contents = Contents::pointers;
   require(is_dtype(p.dtype), "dtype is ", p.dtype,
           ": 0 (float32), 1 (float16), 2 (bfloat16) or 3 (float8_e4m3) is allowed");
   check_sizes(p);
@@ -159,10 +159,8 @@ Problem validated_problem(const tilewise_attention* given, int32_t pass, Content
   check_score(p);
   check_switches(p);
   check_views(p, pass, contents);
-  if (contents == Contents::read) {
-    check_option_pointers(p);
-    check_index_arrays(p);
-  }
+  if (contents != Contents::unread) check_option_pointers(p);
+  if (contents == Contents::read) check_index_arrays(p);
   return p;
 }
 

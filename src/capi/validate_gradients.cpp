@@ -10,7 +10,7 @@ namespace {
 void check_wanted(const View& view, Contents contents) {
   if (view.data == nullptr) return;
   check_layout(view);
-  if (contents == Contents::read) check_data(view);
+  if (contents != Contents::unread) check_data(view);
 }
 
 void check_dbias(const Gradients& g, const Problem& p, Contents contents) {
@@ -69,11 +69,11 @@ void check_dbias_extent(const Gradients& g, const Problem& p) {
 Gradients validated_gradients(const tilewise_gradients* given, const Problem& p,
                               Contents contents) {
   Gradients g = read_struct(given, "gradients");
-  if (p.device != TILEWISE_CPU) contents = Contents::unread;
+  if (p.device != TILEWISE_CPU && contents == Contents::read) contents = Contents::pointers;
   check_range("gradients.reserved", g.reserved, 0, 0);
   const View dout = rows_view("dout", g.dout, p, p.head_dim_v, Access::read);
   check_layout(dout);
-  if (contents == Contents::read) check_data(dout);
+  if (contents != Contents::unread) check_data(dout);
   check_wanted(rows_view("dq", g.dq, p, p.head_dim, Access::write), contents);
   check_wanted(dkeys_view("dk", g.dk, p, p.head_dim), contents);
   check_wanted(dkeys_view("dv", g.dv, p, p.head_dim_v), contents);
@@ -82,11 +82,11 @@ Gradients validated_gradients(const tilewise_gradients* given, const Problem& p,
   check_dbias(g, p, contents);
   require(g.dsinks == nullptr || p.sinks != nullptr,
           "dsinks is given, but sinks is NULL: it is the gradient of sinks");
-  if (contents == Contents::read) {
+  if (contents != Contents::unread) {
     check_aligned("dsinks", g.dsinks, 4);
     check_aligned("dscale", g.dscale, 4);
-    check_dbias_extent(g, p);
   }
+  if (contents == Contents::read) check_dbias_extent(g, p);
   return g;
 }
 

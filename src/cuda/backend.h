@@ -2,23 +2,32 @@
 #pragma once
 
 #include "attention/problem.h"
+#include "cuda/order.h"
 #include "cuda/runtime.h"
 
 namespace tilewise::cuda {
 
 enum class Family : int32_t { simt, mma_sync };
 
+struct UnitTable;
+struct Inventory;
+
 // How a launch is cut. A pure function of the problem, the family and the described GPU.
 struct Plan {
   Family family = Family::simt;
   bool general = false;      // the form with softcap, ALiBi, bias, dropout, pages, odd strides
-  int32_t architecture = 0;  // the tile table used: 75, 80, 86, 90, 120
+  int32_t architecture = 0;  // the tile table used: 75, 80, 86, 90, 120; simt has none
   int32_t head_dim = 0;      // the head-dim tile
   int32_t tile_q = 0;
   int32_t tile_k = 0;
   int32_t pack = 1;  // query heads in one tile
   int64_t splits = 1;
   int64_t workspace_bytes = 0;
+
+  const UnitTable* unit = nullptr;    // the kernels; null: no kernel serves the problem
+  const UnitTable* second = nullptr;  // simt kernels of the second pass; null: none is needed
+  TileOrder order{};                  // without its table
+  int64_t blocks = 0;                 // of the main kernel
 };
 
 // Whether this build has a kernel of the family for the problem on the described GPU.
@@ -28,6 +37,11 @@ bool has_backward(const Problem& problem, Family family, const Gpu& gpu);
 Plan plan_forward(const Problem& problem, Family family, const Gpu& gpu);
 Plan plan_backward(const Problem& problem, const Gradients& gradients, Family family,
                    const Gpu& gpu);
+
+// What `check` found in an index array.
+struct InvalidEntry : Error {
+  using Error::Error;
+};
 
 // The problem has been validated; the workspace is in the memory of the GPU and at least
 // plan.workspace_bytes, 64-byte aligned. Runs on problem.stream of GPU problem.device_index.

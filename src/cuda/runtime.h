@@ -1,5 +1,5 @@
-// The CUDA runtime as the library uses it: every call to it is in runtime.cpp. Compiled for the
-// emulator the same functions run a grid on this CPU, block after block.
+// The CUDA runtime as the library uses it: every call to it is in runtime_cuda.cpp. Compiled for
+// the emulator (runtime_emulator.cpp) the same functions run a grid on this CPU, block after block.
 #pragma once
 
 #include <cstdint>
@@ -32,6 +32,7 @@ struct Gpu {
   int32_t multiprocessors = 0;
   int32_t shared_bytes = 0;  // a block may opt in to
   int32_t l2_bytes = 0;
+  int32_t table = 0;  // tile table to use (TILEWISE_FORCE_ARCH); 0: the one of arch/limits.h
 };
 
 // 0 when there is no driver or no GPU; the reason goes to `why` when it is given.
@@ -52,7 +53,8 @@ class DeviceScope {
   int32_t previous_ = -1;
 };
 
-void fill_bytes(void* data, int value, int64_t bytes, Stream stream);
+// Waits for everything on the stream, and copies to the memory of the host.
+void read_back(void* to, const void* from, int64_t bytes, Stream stream);
 
 namespace detail {
 void launch(const void* function, int64_t blocks, int32_t threads, int32_t shared_bytes,

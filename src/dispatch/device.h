@@ -7,6 +7,7 @@
 #include <string>
 
 #include "cpu/backend.h"
+#include "cuda/tables.h"
 #include "tilewise/tilewise.h"
 
 namespace tilewise::dispatch {
@@ -33,9 +34,16 @@ struct Device {
   bool slow_bf16_dot = false;      // the bf16 dot product loses against converting to fp32
   int32_t threads = 1;             // tasks that may run at once
 
-  // CUDA: compute capability as major * 10 + minor.
-  int32_t sm = 0;
+  // CUDA
+  cuda::Gpu gpu;                            // `table` is what TILEWISE_FORCE_ARCH asks for
+  const cuda::Inventory* inside = nullptr;  // null: what this build holds
 };
+
+// The units and the machine code that a CUDA device is planned with.
+const cuda::Inventory& inside(const Device& device);
+
+// "SASS of sm_75, sm_90 and PTX of sm_75"
+std::string code_text(const cuda::Inventory& inside);
 
 // Both compiled and runnable.
 bool usable(const Device& device, cpu::Isa isa);
@@ -48,6 +56,12 @@ cpu::Isa instruction_set(const Device& device);
 
 // This machine's CPU with the selection of this process.
 Device this_cpu(int32_t threads);
+
+// GPU `index` of this machine with TILEWISE_FORCE_ARCH. Throws cuda::Error when there is none.
+Device this_gpu(int32_t index);
+
+// Why TILEWISE_FORCE_ARCH cannot be honoured on this device; empty when it can or is not set.
+std::string forced_table_problem(const Device& device);
 
 // Forces an instruction set for the process, or the best again when `name` is null. Returns a
 // sentence that says why not, empty when it is done.

@@ -6,6 +6,8 @@
 #include <cstdint>
 
 #include "cpu/backend.h"
+#include "cuda/backend.h"
+#include "cuda/manifest.h"
 #include "tilewise/tilewise.h"
 
 namespace tilewise::dispatch {
@@ -35,8 +37,9 @@ struct SmRange {
 struct Family {
   const char* name;
   tilewise_device device;
-  cpu::Isa isa;   // of a CPU family
-  SmRange sm;     // of a CUDA family
+  cpu::Isa isa;  // of a CPU family
+  SmRange sm;    // of a CUDA family
+  cuda::Family cuda;
   Dtypes dtypes;  // what it computes
   Dtypes gains;   // where it is faster than the family before it on the same device
   bool forward;
@@ -51,10 +54,19 @@ inline constexpr Dtypes kCpuDtypes =
     Dtypes::of(TILEWISE_FLOAT32, TILEWISE_FLOAT16, TILEWISE_BFLOAT16);
 
 constexpr Family cpu_family(const char* name, cpu::Isa isa, Dtypes gains, const char* requires_) {
-  return {name,     TILEWISE_CPU, isa,
-          {},       kCpuDtypes,   gains,
-          true,     true,         static_cast<int32_t>(cpu::kMaxHeadDim),
+  return {name,       TILEWISE_CPU, isa,  {},   {},
+          kCpuDtypes, gains,        true, true, static_cast<int32_t>(cpu::kMaxHeadDim),
           requires_};
+}
+
+// What runs where depends on the tile tables, too (cuda/arch), and on what is inside the build: the
+// planner asks them.
+constexpr Family cuda_family(const char* name, cuda::Family family, int32_t first_sm,
+                             int32_t max_head_dim, const char* requires_) {
+  constexpr int32_t kAnyLater = 999;
+  return {name,   TILEWISE_CUDA, cpu::Isa::portable, {first_sm, kAnyLater},
+          family, kCpuDtypes,    kCpuDtypes,         true,
+          true,   max_head_dim,  requires_};
 }
 
 // Of one device, families that are slower come first.
@@ -65,6 +77,9 @@ inline constexpr std::array kManifest = {
     cpu_family("cpu.avx512_bf16", cpu::Isa::avx512_bf16, Dtypes::of(TILEWISE_BFLOAT16),
                "AVX512-BF16"),
     cpu_family("cpu.amx", cpu::Isa::amx, kReduced, "AMX-TILE and AMX-BF16"),
+    cuda_family("cuda.simt", cuda::Family::simt, 60, cuda::kSimtMaxHeadDim, "an NVIDIA GPU, sm_60"),
+    cuda_family("cuda.mma_sync", cuda::Family::mma_sync, 75, cuda::kHalfHeadDims.back(),
+                "tensor cores: sm_75 for float16, sm_80 for bfloat16 and float32"),
 };
 
 constexpr int32_t kManifestRows = static_cast<int32_t>(kManifest.size());

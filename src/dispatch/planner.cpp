@@ -9,12 +9,6 @@ const char* pass_name(const Gradients* gradients) {
   return gradients == nullptr ? "forward" : "backward";
 }
 
-bool serves(const Family& family, const Problem& p, const Gradients* gradients) {
-  return family.dtypes.contains(p.dtype) && p.head_dim <= family.max_head_dim &&
-         p.head_dim_v <= family.max_head_dim &&
-         (gradients == nullptr ? family.forward : family.backward);
-}
-
 // The first CPU family above `chosen` that would be faster for this problem.
 const Family* faster_than(const Family& chosen, const Problem& p, const Gradients* gradients,
                           const Device& device) {
@@ -33,20 +27,11 @@ std::string missing_on_cpu(const Family& family, const Device& device) {
   return std::string("this machine lacks ") + family.requires_;
 }
 
-std::string request_text(const Problem& p, const Gradients* gradients) {
-  return std::string(pass_name(gradients)) + " in " + short_dtype(p.dtype) + " with head_dim " +
-         std::to_string(p.head_dim);
-}
-
 std::string explain_refusal(const Problem& p, const Gradients* gradients, const Device& device) {
-  if (device.kind == TILEWISE_CPU) {
-    return "device is CPU: no CPU kernel computes a " + request_text(p, gradients) +
-           "; float32, float16 and bfloat16 up to head_dim " + std::to_string(cpu::kMaxHeadDim) +
-           " are allowed";
-  }
-  const std::string sm = device.sm > 0 ? " (sm_" + std::to_string(device.sm) + ")" : "";
-  return "device is CUDA" + sm + ": this build has no CUDA kernel for a " +
-         request_text(p, gradients) + "; tensors in the memory of the CPU are allowed";
+  if (device.kind == TILEWISE_CUDA) return refuse_cuda(p, gradients, device);
+  return "device is CPU: no CPU kernel computes a " + request_text(p, gradients) +
+         "; float32, float16 and bfloat16 up to head_dim " + std::to_string(cpu::kMaxHeadDim) +
+         " are allowed";
 }
 
 std::string explain_cpu(const Decision& decision, const Problem& p, const Gradients* gradients,
@@ -63,14 +48,6 @@ std::string explain_cpu(const Decision& decision, const Problem& p, const Gradie
   return why + ": " + faster->name + " would be faster, but " + missing_on_cpu(*faster, device);
 }
 
-// The last row that can run: of one device, slower families come first.
-const Family* cuda_family(const Problem& p, const Gradients* gradients, const Device& device) {
-  const auto row = std::find_if(kManifest.rbegin(), kManifest.rend(), [&](const Family& family) {
-    return can_run(family, device) && serves(family, p, gradients);
-  });
-  return row != kManifest.rend() ? &*row : nullptr;
-}
-
 const Family* cpu_family_for(const Problem& p, const Gradients* gradients, const Device& device) {
   const Family& family = cpu_row(instruction_set(device));
   return serves(family, p, gradients) ? &family : nullptr;
@@ -79,13 +56,11 @@ const Family* cpu_family_for(const Problem& p, const Gradients* gradients, const
 }  // namespace
 
 Decision plan(const Problem& problem, const Gradients* gradients, const Device& device) {
-  const bool on_cpu = device.kind == TILEWISE_CPU;
+  if (device.kind == TILEWISE_CUDA) return plan_cuda(problem, gradients, device);
   Decision decision;
-  decision.family =
-      on_cpu ? cpu_family_for(problem, gradients, device) : cuda_family(problem, gradients, device);
+  decision.family = cpu_family_for(problem, gradients, device);
   if (decision.family == nullptr) return decision;
   decision.status = TILEWISE_OK;
-  if (!on_cpu) return decision;
   const cpu::Isa isa = decision.family->isa;
   decision.cpu = gradients == nullptr
                      ? cpu::plan_forward(problem, isa, device.threads)
@@ -104,7 +79,18 @@ std::string explain(const Decision& decision, const Problem& problem, const Grad
                     const Device& device) {
   if (decision.family == nullptr) return explain_refusal(problem, gradients, device);
   if (device.kind == TILEWISE_CPU) return explain_cpu(decision, problem, gradients, device);
-  return std::string(decision.family->name) + " is the best family for this device";
+  return explain_cuda(decision, problem, device);
+}
+
+std::string request_text(const Problem& p, const Gradients* gradients) {
+  return std::string(pass_name(gradients)) + " in " + short_dtype(p.dtype) + " with head_dim " +
+         std::to_string(p.head_dim);
+}
+
+bool serves(const Family& family, const Problem& p, const Gradients* gradients) {
+  return family.dtypes.contains(p.dtype) && p.head_dim <= family.max_head_dim &&
+         p.head_dim_v <= family.max_head_dim &&
+         (gradients == nullptr ? family.forward : family.backward);
 }
 
 const char* short_dtype(int32_t dtype) {
@@ -123,7 +109,12 @@ const char* short_dtype(int32_t dtype) {
 bool can_run(const Family& family, const Device& device) {
   if (family.device != device.kind) return false;
   if (family.device == TILEWISE_CPU) return usable(device, family.isa);
-  return device.sm >= family.sm.first && device.sm <= family.sm.last;
+  const cuda::Inventory& all = inside(device);
+  const int32_t sm = device.gpu.sm;
+  return sm >= family.sm.first && sm <= family.sm.last &&
+         std::any_of(all.units.begin(), all.units.end(), [&](const cuda::UnitTable* unit) {
+           return unit->family == family.cuda && all.runs(unit->architecture, sm);
+         });
 }
 
 }  // namespace tilewise::dispatch

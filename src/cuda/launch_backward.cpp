@@ -1,0 +1,95 @@
+// The launches of a backward: [index check] [prepare] row statistics, keys, rows [second pass]
+// [dbias] [dsinks] [sums].
+#include "cuda/common/kernels.h"
+#include "cuda/launch.h"
+#include "cuda/plan.h"
+#include "cuda/plan_shape.h"
+
+namespace tilewise::cuda {
+namespace {
+
+BackwardParams main_params(const Problem& p, const Gradients& g, const Plan& plan,
+                           const BackwardPieces& pieces, void* workspace) {
+  BackwardParams params{};
+  params.problem = p;
+  params.gradients = g;
+  params.order = plan.order;
+  params.order.table = pieces.table.in<TileOrder::Entry>(workspace);
+  params.key_tile = plan.tile_k;
+  params.rows = {plan.tile_q};
+  params.key_flags = {pieces.key_flags.in<uint8_t>(workspace), 1};
+  params.row_flags = {pieces.row_flags.in<uint8_t>(workspace), 1};
+  params.row_lse = pieces.row_lse.in<float>(workspace);
+  params.row_delta = pieces.row_delta.in<float>(workspace);
+  params.dq_sum = pieces.dq_sum.in<float>(workspace);
+  params.turns = pieces.turns.in<int32_t>(workspace);
+  params.dscale_parts = pieces.dscale_parts.in<float>(workspace);
+  return params;
+}
+
+void prepare_all(const Problem& p, const Gradients& g, const Plan& plan,
+                 const BackwardPieces& pieces, void* workspace) {
+  common::PrepareParams before = common::prepare_backward(p, g);
+  if (ragged_keys(p)) {
+    before.order = {pieces.table.in<TileOrder::Entry>(workspace), common::OrderTask::Of::keys,
+                    plan.tile_k, 1};
+  }
+  before.fills[0] = {pieces.turns.in<void>(workspace), pieces.turns.bytes};
+  prepare(before, p.stream);
+}
+
+// dK, dV and, from sums or directly, dQ.
+void main_gradients(const Problem& p, const Gradients& g, const Plan& plan,
+                    const BackwardParams& params) {
+  const bool keys = g.dk.data != nullptr || g.dv.data != nullptr;
+  const bool rows = g.dq.data != nullptr || g.dscale != nullptr;
+  const int64_t row_blocks = p.heads_q * (params.rows.count(p) / params.rows.tile);
+  const UnitKernels& kernels = plan.unit->form(plan.general);
+  // The sums of dQ come from the kernel of the keys; simt computes rows and keys apart.
+  const bool apart = plan.family == Family::simt;
+  if (!keys && !rows) return;
+  if (keys || !apart) launch(kernels.prepare, row_blocks, p.stream, params);
+  if (keys || !apart) launch(kernels.backward, plan.blocks, p.stream, params);
+  if (rows) launch(kernels.finish, row_blocks, p.stream, params);
+  if (plan.second == nullptr) return;
+  const UnitKernels& exact = plan.second->form(true);
+  if (keys) launch(exact.backward, plan.blocks, p.stream, params);
+  if (rows) launch(exact.finish, row_blocks, p.stream, params);
+}
+
+void sums(const Problem& p, const Gradients& g, const BackwardPieces& pieces, void* workspace) {
+  common::SumsParams params;
+  params.dsinks = g.dsinks;
+  params.dscale = g.dscale;
+  if (g.dsinks != nullptr) {
+    common::DsinksParams parts;
+    parts.problem = p;
+    parts.gradients = g;
+    parts.parts = pieces.dsinks_parts.in<double>(workspace);
+    parts.chunks = common::dsinks_chunks(p);
+    launch(common::tensor_kernels(p.dtype).dsinks, common::dsinks_blocks(p), p.stream, parts);
+    params.dsinks_parts = parts.parts;
+    params.heads = p.heads_q;
+    params.chunks = parts.chunks;
+  }
+  params.dscale_parts = pieces.dscale_parts.in<float>(workspace);
+  params.dscale_count = pieces.dscale_parts.bytes / static_cast<int64_t>(sizeof(float));
+  launch(common::sums_kernel(), common::sums_blocks(params), p.stream, params);
+}
+
+}  // namespace
+
+void backward(const Problem& p, const Gradients& g, const Plan& plan, void* workspace) {
+  const DeviceScope scope(p.device_index);
+  const BackwardPieces pieces = backward_pieces(p, g, plan);
+  if (p.check != 0) check_entries(p, &g, pieces.report.in<void>(workspace));
+  prepare_all(p, g, plan, pieces, workspace);
+  main_gradients(p, g, plan, main_params(p, g, plan, pieces, workspace));
+  if (g.dbias != nullptr) {
+    launch(common::tensor_kernels(p.dtype).dbias, common::dbias_blocks(p, g), p.stream,
+           common::DbiasParams{p, g});
+  }
+  if (g.dsinks != nullptr || g.dscale != nullptr) sums(p, g, pieces, workspace);
+}
+
+}  // namespace tilewise::cuda

@@ -1,0 +1,57 @@
+// The launches of a forward: [index check] [prepare] main [combine] [second pass].
+#include "cuda/common/kernels.h"
+#include "cuda/launch.h"
+#include "cuda/plan.h"
+#include "cuda/plan_shape.h"
+
+namespace tilewise::cuda {
+namespace {
+
+ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPieces& pieces,
+                          void* workspace) {
+  ForwardParams params{};
+  params.problem = p;
+  params.order = plan.order;
+  params.order.table = pieces.table.in<TileOrder::Entry>(workspace);
+  params.packing = {plan.pack};
+  params.row_tile = plan.tile_q;
+  params.key_tile = plan.tile_k;
+  params.flags = {pieces.flags.in<uint8_t>(workspace), plan.order.splits};
+  params.partial_out = pieces.partial_out.in<float>(workspace);
+  params.partial_lse = pieces.partial_lse.in<float>(workspace);
+  return params;
+}
+
+void combine(const Problem& p, const ForwardParams& main) {
+  common::CombineParams params;
+  params.problem = p;
+  params.splits = main.order.splits;
+  params.partial_out = main.partial_out;
+  params.partial_lse = main.partial_lse;
+  launch(common::tensor_kernels(p.dtype).combine, common::combine_blocks(p), p.stream, params);
+}
+
+}  // namespace
+
+void forward(const Problem& p, const Plan& plan, void* workspace) {
+  const DeviceScope scope(p.device_index);
+  const ForwardPieces pieces = forward_pieces(p, plan);
+  if (p.check != 0) check_entries(p, nullptr, pieces.report.in<void>(workspace));
+
+  common::PrepareParams before = common::prepare_forward(p);
+  if (ragged_rows(p)) {
+    before.order = {pieces.table.in<TileOrder::Entry>(workspace), common::OrderTask::Of::rows,
+                    plan.tile_q, plan.pack};
+  }
+  prepare(before, p.stream);
+
+  ForwardParams params = main_params(p, plan, pieces, workspace);
+  launch(plan.unit->form(plan.general).forward, plan.blocks, p.stream, params);
+  if (plan.splits > 1) combine(p, params);
+  if (plan.second == nullptr) return;
+  // The same tiles, each with all of its keys.
+  params.order.splits = 1;
+  launch(plan.second->form(true).forward, plan.blocks / plan.splits, p.stream, params);
+}
+
+}  // namespace tilewise::cuda

@@ -1,0 +1,65 @@
+// The planner of the CUDA backend, over any inventory of units: tests plan for builds and GPUs they
+// do not have. Everything here is a pure function of its arguments and reads no index array.
+#pragma once
+
+#include "cuda/backend.h"
+#include "cuda/params.h"
+#include "cuda/tables.h"
+
+namespace tilewise::cuda {
+
+// The unit that serves the pass of a problem; null: none. The tile table is the GPU's own (or the
+// forced one); when this build lacks it, the nearest lower one that the GPU can run and hold.
+const UnitTable* find_forward(const Problem& p, Family family, const Gpu& gpu,
+                              const Inventory& inside);
+const UnitTable* find_backward(const Problem& p, Family family, const Gpu& gpu,
+                               const Inventory& inside);
+
+Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Inventory& inside);
+Plan plan_backward(const Problem& p, const Gradients& g, Family family, const Gpu& gpu,
+                   const Inventory& inside);
+
+// Whether the kernels' plain form serves: nothing general is asked for and every row that is read
+// or written starts at a multiple of 16 bytes. Of the backward when `g` is given.
+bool fits_plain(const Problem& p, const Gradients* g);
+
+// Masks cut through a tile that some of its rows see and others do not: see Flags.
+bool needs_second_pass(const Problem& p);
+
+// Where things lie in the workspace, in bytes; a size of 0: not there.
+struct Piece {
+  int64_t offset = 0;
+  int64_t bytes = 0;
+
+  template <class T>
+  T* in(void* workspace) const {
+    return bytes == 0 ? nullptr : reinterpret_cast<T*>(static_cast<char*>(workspace) + offset);
+  }
+};
+
+struct ForwardPieces {
+  Piece report;  // of the index check
+  Piece table;   // TileOrder::table
+  Piece flags;
+  Piece partial_out;
+  Piece partial_lse;
+  int64_t bytes = 0;
+};
+ForwardPieces forward_pieces(const Problem& p, const Plan& plan);
+
+struct BackwardPieces {
+  Piece report;
+  Piece table;
+  Piece key_flags;
+  Piece row_flags;
+  Piece row_lse;
+  Piece row_delta;
+  Piece dq_sum;
+  Piece turns;
+  Piece dscale_parts;
+  Piece dsinks_parts;
+  int64_t bytes = 0;
+};
+BackwardPieces backward_pieces(const Problem& p, const Gradients& g, const Plan& plan);
+
+}  // namespace tilewise::cuda

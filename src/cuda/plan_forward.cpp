@@ -1,0 +1,128 @@
+// How a forward is cut: packed heads, order of the tiles, key splits, workspace.
+#include "cuda/common/check.h"
+#include "cuda/plan.h"
+#include "cuda/plan_shape.h"
+#include "cuda/workspace.h"
+
+namespace tilewise::cuda {
+namespace {
+
+// Blocks that share keys are to find them in L2: 32 of the 50 MB of an H200 measured best.
+constexpr double kShareOfL2 = 0.65;
+constexpr int64_t kLeastSection = 16;
+
+// A split pays a pass over partial results, so a tile of rows has to have work for it.
+constexpr int64_t kMostSplits = 128;
+constexpr int64_t kKeysOfSplit = 256;         // few rows: the time is that of reading the keys
+constexpr int64_t kKeysOfSplitOfTile = 1024;  // whole tiles of rows: that of the products
+
+// Short sequences leave a tile of one head nearly empty: all heads of a group then share it.
+int32_t choose_pack(const Problem& p, int64_t tile) {
+  const int64_t group = group_size(p);
+  const int64_t rows = most_rows(p);
+  const bool saves_tiles = ceil_div(rows * group, tile) < group * ceil_div(rows, tile);
+  return group > 1 && rows <= tile && saves_tiles ? static_cast<int32_t>(group) : 1;
+}
+
+// Longest tiles first: with causality alone those are the last ones, with a left window alone the
+// first ones.
+int32_t longest_first(const Problem& p) {
+  if (p.window_right >= 0 && p.window_left < 0) return 1;
+  return p.window_left >= 0 && p.window_right < 0 ? 2 : 0;
+}
+
+TileOrder choose_order(const Problem& p, const Gpu& gpu, int64_t tile, int32_t pack) {
+  TileOrder order;
+  order.tiles = static_cast<int32_t>(ceil_div(most_rows(p) * pack, tile));
+  order.heads = static_cast<int32_t>(p.heads_q / pack);
+  order.sequences = static_cast<int32_t>(p.batch);
+  order.longest_first = longest_first(p);
+  const int64_t bytes = p.dtype == TILEWISE_FLOAT32 ? 4 : 2;
+  const int64_t keys_and_values = usual_keys(p) * (p.head_dim + p.head_dim_v) * bytes;
+  const auto budget = static_cast<int64_t>(gpu.l2_bytes * kShareOfL2);
+  const int64_t section = pairs_within(keys_and_values, budget) * group_size(p) / pack;
+  order.section = static_cast<int32_t>(
+      clamp(section, kLeastSection, max<int64_t>(1, p.heads_q / pack * p.batch)));
+  return order;
+}
+
+// Keys that a tile of rows meets, at most.
+int64_t keys_of_tile(const Problem& p, int64_t rows) {
+  const int64_t keys = usual_keys(p);
+  if (p.window_left < 0 || p.window_right < 0) return keys;
+  return min(keys, p.window_left + p.window_right + rows);
+}
+
+// The fewest splits that keep the GPU nearly as busy as it can be kept: whole waves of blocks.
+int64_t choose_splits(const Problem& p, const Gpu& gpu, const UnitTable& unit, int64_t blocks,
+                      int32_t pack) {
+  if (p.num_splits > 0) return p.num_splits;
+  const Tile& tile = unit.forward_tile;
+  const int64_t slots = int64_t{gpu.multiprocessors} * max(1, tile.blocks_per_sm);
+  if (blocks == 0 || blocks * 5 >= slots * 4) return 1;
+  const int64_t rows = ceil_div(tile.rows, pack);
+  const int64_t key_tiles = ceil_div(keys_of_tile(p, min(rows, most_rows(p))), tile.keys);
+  const bool whole_tiles = most_rows(p) * pack > tile.rows;
+  const int64_t least = ceil_div(whole_tiles ? kKeysOfSplitOfTile : kKeysOfSplit, tile.keys);
+  const int64_t most = min(kMostSplits, key_tiles / least);
+  const auto busy = [&](int64_t splits) {
+    const double waves = static_cast<double>(blocks * splits) / static_cast<double>(slots);
+    return waves / static_cast<double>(ceil_div(blocks * splits, slots));
+  };
+  double best = busy(1);
+  for (int64_t s = 2; s <= most; ++s) best = busy(s) > best ? busy(s) : best;
+  for (int64_t s = 1; s <= most; ++s) {
+    // Splits are whole tiles: more of them that are not shorter leave the last ones empty.
+    const bool shorter = s == 1 || ceil_div(key_tiles, s) < ceil_div(key_tiles, s - 1);
+    if (shorter && busy(s) >= 0.85 * best) return s;
+  }
+  return 1;
+}
+
+}  // namespace
+
+Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Inventory& inside) {
+  Plan plan;
+  plan.family = family;
+  plan.unit = find_forward(p, family, gpu, inside);
+  if (plan.unit == nullptr) return plan;
+  const UnitTable& unit = *plan.unit;
+  plan.general = !fits_plain(p, nullptr);
+  plan.architecture = unit.architecture;
+  plan.head_dim = unit.head_dim;
+  plan.tile_q = unit.forward_tile.rows;
+  plan.tile_k = unit.forward_tile.keys;
+  plan.pack = choose_pack(p, plan.tile_q);
+  plan.order = choose_order(p, gpu, plan.tile_q, plan.pack);
+  const int64_t tiles = most_tiles(ragged_rows(p), p.seqlen_q * plan.pack, most_rows(p) * plan.pack,
+                                   p.batch, plan.tile_q);
+  const int64_t blocks = tiles * plan.order.heads;
+  plan.splits = choose_splits(p, gpu, unit, blocks, plan.pack);
+  plan.order.splits = static_cast<int32_t>(plan.splits);
+  plan.blocks = blocks * plan.splits;
+  if (family != Family::simt && needs_second_pass(p))
+    plan.second = find_forward(p, Family::simt, gpu, inside);
+  plan.workspace_bytes = forward_pieces(p, plan).bytes;
+  return plan;
+}
+
+Plan plan_forward(const Problem& p, Family family, const Gpu& gpu) {
+  return plan_forward(p, family, gpu, inventory());
+}
+
+ForwardPieces forward_pieces(const Problem& p, const Plan& plan) {
+  Workspace workspace;
+  ForwardPieces pieces;
+  if (p.check != 0) pieces.report = workspace.take<common::CheckReport>(1);
+  if (ragged_rows(p)) pieces.table = workspace.take<TileOrder::Entry>(p.batch + 1);
+  if (plan.second != nullptr) pieces.flags = workspace.take<uint8_t>(plan.blocks);
+  if (plan.splits > 1) {
+    const int64_t rows = plan.splits * total_rows(p) * p.heads_q;
+    pieces.partial_out = workspace.take<float>(rows * p.head_dim_v);
+    pieces.partial_lse = workspace.take<float>(rows);
+  }
+  pieces.bytes = workspace.bytes();
+  return pieces;
+}
+
+}  // namespace tilewise::cuda

@@ -1,0 +1,41 @@
+// What the planner knows of the lengths without reading an index array.
+#pragma once
+
+#include "attention/problem.h"
+
+namespace tilewise::cuda {
+
+inline bool ragged_rows(const Problem& p) { return p.cu_seqlens_q != nullptr; }
+// Pages and the rows of kv_batch_idx give every sequence the same room.
+inline bool ragged_keys(const Problem& p) {
+  return p.cu_seqlens_k != nullptr && p.block_table == nullptr;
+}
+
+inline int64_t bounded(int64_t length, int64_t bound) {
+  return bound > 0 ? min(length, bound) : length;
+}
+// Rows and keys of the longest possible sequence.
+inline int64_t most_rows(const Problem& p) { return bounded(p.seqlen_q, p.max_seqlen_q); }
+inline int64_t most_keys(const Problem& p) { return bounded(key_capacity(p), p.max_seqlen_k); }
+
+// Keys of a sequence that is neither short nor long: what splitting is judged by.
+inline int64_t usual_keys(const Problem& p) {
+  if (!ragged_keys(p) || p.max_seqlen_k > 0 || p.batch == 0) return most_keys(p);
+  return ceil_div(p.seqlen_k, p.batch);
+}
+
+// Tiles of all sequences together, at most. Ragged: every sequence may end in a started tile.
+inline int64_t most_tiles(bool ragged, int64_t total, int64_t longest, int64_t batch,
+                          int64_t tile) {
+  const int64_t alike = batch * ceil_div(longest, tile);
+  return ragged ? min(alike, total / tile + batch) : alike;
+}
+
+// The largest power of two of pairs (head, sequence) whose bytes fit into `budget`, at least one.
+inline int64_t pairs_within(int64_t bytes, int64_t budget) {
+  int64_t pairs = 1;
+  while (pairs < (int64_t{1} << 20) && pairs * 2 * max(bytes, int64_t{1}) <= budget) pairs *= 2;
+  return pairs;
+}
+
+}  // namespace tilewise::cuda

@@ -1,0 +1,161 @@
+// The CUDA runtime, linked statically: without a driver the library loads and reports no GPU.
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <vector>
+
+#include "cuda/runtime.h"
+
+namespace tilewise::cuda {
+namespace {
+
+void check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // the next call is not to report it again
+  throw Error(std::string(what) + ": " + cudaGetErrorString(status) + " (" +
+              cudaGetErrorName(status) + ")");
+}
+
+struct Facts {
+  Gpu gpu;
+  std::string name;
+};
+
+struct Machine {
+  std::vector<Facts> gpus;
+  std::string why;  // no GPU
+};
+
+int32_t attribute(int32_t index, cudaDeviceAttr which) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, which, index), "cudaDeviceGetAttribute");
+  return value;
+}
+
+Facts describe(int32_t index) {
+  Facts facts;
+  facts.gpu.sm = attribute(index, cudaDevAttrComputeCapabilityMajor) * 10 +
+                 attribute(index, cudaDevAttrComputeCapabilityMinor);
+  facts.gpu.multiprocessors = attribute(index, cudaDevAttrMultiProcessorCount);
+  facts.gpu.shared_bytes = attribute(index, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  facts.gpu.l2_bytes = attribute(index, cudaDevAttrL2CacheSize);
+  cudaDeviceProp properties;
+  check(cudaGetDeviceProperties(&properties, index), "cudaGetDeviceProperties");
+  facts.name = properties.name;
+  return facts;
+}
+
+Machine describe_machine() {
+  Machine machine;
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status != cudaSuccess) {
+    cudaGetLastError();
+    machine.why = cudaGetErrorString(status);
+    return machine;
+  }
+  if (count == 0) machine.why = "the driver lists no GPU";
+  for (int32_t i = 0; i < count; ++i) machine.gpus.push_back(describe(i));
+  return machine;
+}
+
+const Machine& machine() {
+  static const Machine found = describe_machine();
+  return found;
+}
+
+const Facts& facts(int32_t index) {
+  const Machine& m = machine();
+  if (index < 0 || index >= static_cast<int32_t>(m.gpus.size())) {
+    throw Error("GPU " + std::to_string(index) + ": this machine has " +
+                std::to_string(m.gpus.size()) + (m.why.empty() ? "" : " (" + m.why + ")"));
+  }
+  return m.gpus[static_cast<std::size_t>(index)];
+}
+
+// (kernel, device) pairs that may use more shared memory than the 48 KB of the default: set once,
+// without a lock. A slot holds 0 or a key; a lost race only sets the attribute again.
+constexpr int32_t kDefaultSharedBytes = 48 * 1024;
+constexpr std::size_t kSlots = 8192;
+std::array<std::atomic<uintptr_t>, kSlots> allowed{};
+
+void allow_shared_memory(const void* function, int32_t bytes) {
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  // Functions are at least two bytes apart and devices few: the key is unique.
+  const uintptr_t key =
+      reinterpret_cast<uintptr_t>(function) ^ (static_cast<uintptr_t>(device + 1) << 48);
+  std::size_t slot = static_cast<std::size_t>((key * 0x9e3779b97f4a7c15u) >> 51);
+  for (std::size_t probe = 0; probe < kSlots; ++probe, slot = (slot + 1) % kSlots) {
+    uintptr_t seen = allowed[slot].load(std::memory_order_acquire);
+    if (seen == key) return;
+    if (seen != 0) continue;
+    check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+          "cudaFuncSetAttribute");
+    if (allowed[slot].compare_exchange_strong(seen, key, std::memory_order_acq_rel) || seen == key)
+      return;
+  }
+}
+
+}  // namespace
+
+int32_t gpu_count(std::string* why) {
+  const Machine& m = machine();
+  if (why != nullptr) *why = m.why;
+  return static_cast<int32_t>(m.gpus.size());
+}
+
+const Gpu& gpu(int32_t index) { return facts(index).gpu; }
+
+std::string gpu_name(int32_t index) { return facts(index).name; }
+
+DeviceScope::DeviceScope(int32_t index) {
+  int current = 0;
+  check(cudaGetDevice(&current), "cudaGetDevice");
+  if (current == index) return;
+  check(cudaSetDevice(index), "cudaSetDevice");
+  previous_ = current;
+}
+
+DeviceScope::~DeviceScope() {
+  if (previous_ >= 0) cudaSetDevice(previous_);
+}
+
+void read_back(void* to, const void* from, int64_t bytes, Stream stream) {
+  const auto s = static_cast<cudaStream_t>(stream);
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(s, &capture), "cudaStreamIsCapturing");
+  if (capture != cudaStreamCaptureStatusNone) {
+    throw Error(
+        "check is 1 while the stream is being captured: it waits for the GPU, 0 is allowed");
+  }
+  check(cudaMemcpyAsync(to, from, static_cast<std::size_t>(bytes), cudaMemcpyDeviceToHost, s),
+        "cudaMemcpyAsync");
+  check(cudaStreamSynchronize(s), "cudaStreamSynchronize");
+}
+
+namespace detail {
+
+void launch(const void* function, int64_t blocks, int32_t threads, int32_t shared_bytes,
+            Stream stream, const void* params) {
+  if (blocks > INT32_MAX) {
+    throw Error("a grid of " + std::to_string(blocks) + " blocks: at most 2147483647 are allowed");
+  }
+  if (shared_bytes > kDefaultSharedBytes) allow_shared_memory(function, shared_bytes);
+  void* arguments[] = {const_cast<void*>(params)};
+  const cudaError_t status = cudaLaunchKernel(
+      function, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
+      arguments, static_cast<std::size_t>(shared_bytes), static_cast<cudaStream_t>(stream));
+  if (status == cudaSuccess) return;
+  const char* name = nullptr;
+  if (cudaFuncGetName(&name, function) != cudaSuccess) name = "a kernel";
+  check(status, ("launch of " + std::string(name) + " with " + std::to_string(blocks) +
+                 " blocks of " + std::to_string(threads) + " threads and " +
+                 std::to_string(shared_bytes) + " bytes of shared memory")
+                    .c_str());
+}
+
+}  // namespace detail
+}  // namespace tilewise::cuda

@@ -1,0 +1,46 @@
+// The GPU that tests/emulator puts in the place of one: described by TILEWISE_EMULATOR_SM.
+#include <cstdlib>
+#include <cstring>
+
+#include "cuda/arch/limits.h"
+#include "cuda/runtime.h"
+
+namespace tilewise::cuda {
+namespace {
+
+// Few multiprocessors: small problems already have more blocks than fit at once.
+constexpr int32_t kMultiprocessors = 4;
+constexpr int32_t kL2Bytes = 4 << 20;
+
+Gpu describe() {
+  const char* text = std::getenv("TILEWISE_EMULATOR_SM");
+  const int32_t sm = text != nullptr && *text != '\0' ? std::atoi(text) : 90;
+  const int32_t shared = sm >= 75 ? arch::limits_of(sm).shared_bytes : 48 * arch::kKilobyte;
+  return {sm, kMultiprocessors, shared, kL2Bytes};
+}
+
+}  // namespace
+
+int32_t gpu_count(std::string* why) {
+  if (why != nullptr) why->clear();
+  return 1;
+}
+
+const Gpu& gpu(int32_t index) {
+  if (index != 0) throw Error("GPU " + std::to_string(index) + ": the emulator has GPU 0");
+  static const Gpu emulated = describe();
+  return emulated;
+}
+
+std::string gpu_name(int32_t index) {
+  return "emulated GPU (sm_" + std::to_string(gpu(index).sm) + ")";
+}
+
+DeviceScope::DeviceScope(int32_t index) { gpu(index); }
+DeviceScope::~DeviceScope() = default;
+
+void read_back(void* to, const void* from, int64_t bytes, Stream) {
+  std::memcpy(to, from, static_cast<std::size_t>(bytes));
+}
+
+}  // namespace tilewise::cuda

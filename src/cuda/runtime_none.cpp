@@ -1,0 +1,25 @@
+// A build without CUDA: no GPU, and nothing that could be launched on one. It still plans for any
+// described GPU.
+#include "cuda/backend.h"
+#include "cuda/runtime.h"
+
+namespace tilewise::cuda {
+namespace {
+
+constexpr const char* kWhy = "this library was built without CUDA";
+
+}  // namespace
+
+int32_t gpu_count(std::string* why) {
+  if (why != nullptr) *why = kWhy;
+  return 0;
+}
+
+const Gpu& gpu(int32_t) { throw Error(kWhy); }
+std::string gpu_name(int32_t) { throw Error(kWhy); }
+
+void forward(const Problem&, const Plan&, void*) { throw Error(kWhy); }
+void backward(const Problem&, const Gradients&, const Plan&, void*) { throw Error(kWhy); }
+void append_kv(const tilewise_kv_append&) { throw Error(kWhy); }
+
+}  // namespace tilewise::cuda

@@ -1,0 +1,88 @@
+// Which CUDA family serves a problem on a described GPU, and in which words.
+#include <algorithm>
+
+#include "cuda/arch/limits.h"
+#include "cuda/plan.h"
+#include "dispatch/planner.h"
+
+namespace tilewise::dispatch {
+namespace {
+
+const cuda::UnitTable* unit_of(const Family& family, const Problem& p, const Gradients* gradients,
+                               const Device& device) {
+  if (family.device != TILEWISE_CUDA || !can_run(family, device) || !serves(family, p, gradients))
+    return nullptr;
+  return gradients == nullptr ? cuda::find_forward(p, family.cuda, device.gpu, inside(device))
+                              : cuda::find_backward(p, family.cuda, device.gpu, inside(device));
+}
+
+std::string sm_text(const Device& device) { return "sm_" + std::to_string(device.gpu.sm); }
+
+// Why the first family above `chosen` does not serve; empty when there is none above.
+std::string why_not_faster(const Family& chosen, const Problem& p, const Device& device) {
+  const Family* faster = &chosen + 1;
+  if (faster == kManifest.data() + kManifest.size() || faster->device != TILEWISE_CUDA) return {};
+  const std::string name = std::string(faster->name) + " would be faster, but ";
+  if (device.gpu.sm < faster->sm.first) return name + "it needs " + faster->requires_;
+  const int64_t head_dim = max(p.head_dim, p.head_dim_v);
+  if (head_dim > faster->max_head_dim)
+    return name + "its head dims end at " + std::to_string(faster->max_head_dim);
+  const int32_t table =
+      device.gpu.table != 0 ? device.gpu.table : cuda::arch::limits_of(device.gpu.sm).table;
+  if (table == 75 && p.dtype != TILEWISE_FLOAT16)
+    return name + "the tensor cores of sm_75 compute no " + short_dtype(p.dtype);
+  if (!inside(device).runs(table, device.gpu.sm)) {
+    return name + "this build has no code of it for " + sm_text(device) +
+           " (inside: " + code_text(inside(device)) + ")";
+  }
+  return name + "it has no tile of head_dim " + std::to_string(head_dim) + " for the " +
+         std::to_string(device.gpu.shared_bytes / cuda::arch::kKilobyte) +
+         " KB of shared memory of this GPU, or not in this build";
+}
+
+std::string tile_text(const cuda::Plan& plan, const Device& device) {
+  std::string text = "tile " + std::to_string(plan.tile_q) + "x" + std::to_string(plan.tile_k) +
+                     " for head_dim " + std::to_string(plan.head_dim);
+  if (plan.architecture != 0) {
+    text += " of table sm_" + std::to_string(plan.architecture);
+    if (device.gpu.table != 0) text += " (forced)";
+    if (plan.unit->tf32) text += ", TF32";
+    text += plan.general ? ", general form" : ", plain form";
+  }
+  if (plan.pack > 1) text += ", " + std::to_string(plan.pack) + " heads a tile";
+  if (plan.splits > 1) text += ", " + std::to_string(plan.splits) + " key splits";
+  return text;
+}
+
+}  // namespace
+
+Decision plan_cuda(const Problem& p, const Gradients* gradients, const Device& device) {
+  Decision decision;
+  // Of one device, slower families come first.
+  for (auto row = kManifest.rbegin(); row != kManifest.rend(); ++row) {
+    if (unit_of(*row, p, gradients, device) == nullptr) continue;
+    decision.family = &*row;
+    decision.status = TILEWISE_OK;
+    decision.cuda = gradients == nullptr
+                        ? cuda::plan_forward(p, row->cuda, device.gpu, inside(device))
+                        : cuda::plan_backward(p, *gradients, row->cuda, device.gpu, inside(device));
+    break;
+  }
+  return decision;
+}
+
+std::string explain_cuda(const Decision& decision, const Problem& p, const Device& device) {
+  const std::string slower = why_not_faster(*decision.family, p, device);
+  return std::string(short_dtype(p.dtype)) + " on " + sm_text(device) + ", " +
+         tile_text(decision.cuda, device) + ": " +
+         (slower.empty() ? "no family of the library is faster here" : slower);
+}
+
+std::string refuse_cuda(const Problem& p, const Gradients* gradients, const Device& device) {
+  const std::string sm = device.gpu.sm > 0 ? " (" + sm_text(device) + ")" : "";
+  return "device is CUDA" + sm + ": this build has no CUDA kernel for a " +
+         request_text(p, gradients) + "; inside is " + code_text(inside(device)) +
+         "; tensors in the memory of the CPU are allowed";
+}
+
+}  // namespace tilewise::dispatch

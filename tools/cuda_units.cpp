@@ -1,0 +1,12 @@
+// Prints the units of src/cuda/manifest.h, one a line: family, architecture table ("-" for none),
+// element, head-dim tile. CMake runs it and writes one source per line into the build tree.
+#include "cuda/manifest.h"
+
+#include <cstdio>
+
+int main() {
+  tilewise::cuda::for_each_unit([](const tilewise::cuda::Unit& unit) {
+    const char* arch = unit.arch[0] != '\0' ? unit.arch : "-";
+    std::printf("%s %s %s %d\n", unit.family, arch, unit.element, unit.head_dim);
+  });
+}
