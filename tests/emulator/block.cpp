@@ -107,6 +107,10 @@ void Block::run_grid(const detail::Launch& launch) {
   std::vector<int64_t> order(static_cast<size_t>(launch.blocks));
   arrange(order.data(), launch.blocks, options_, random);
   failure_.clear();
+  if (clock_ > UINT32_MAX / 2) {
+    shared_.forget_times();
+    clock_ = 0;
+  }
   launch_ = &launch;
   for (size_t i = 0; i < order.size() && failure_.empty(); ++i) {
     index_ = order[i];
@@ -129,11 +133,12 @@ void Block::run_grid(const detail::Launch& launch) {
 }
 
 void Block::run_block() {
-  shared_.start(launch_->shared_bytes);
+  shared_.start(launch_->shared_bytes, options_.check_races);
   exited_ = 0;
   at_barrier_ = 0;
   idle_polls_ = 0;
   for (int i = 0; i < warp_count_; ++i) warps_[i] = Warp{.runnable = kAllLanes};
+  note_block_barrier();
   for (int i = 0; i < launch_->threads; ++i) {
     make_context(contexts_[i], stacks_.begin(i), stacks_.end(i), &Block::enter);
     copies_[i] = {};
@@ -231,6 +236,12 @@ void Block::sync_block() {
     warps_[i].at_barrier = 0;
     warps_[i].runnable = kAllLanes;
   }
+  note_block_barrier();
+}
+
+void Block::note_block_barrier() {
+  block_barrier_time_ = ++clock_;
+  for (int i = 0; i < warp_count_; ++i) warps_[i].barrier_time = clock_;
 }
 
 void Block::poll() {

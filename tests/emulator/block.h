@@ -55,6 +55,7 @@ struct Warp {
   uint32_t polling = 0;  // let the others run before it reads a flag again
   uint32_t exited = 0;
   Collective collective = Collective::none;
+  uint32_t barrier_time = 0;          // of the last barrier of the warp or the block
   std::array<void*, kLanes> calls{};  // arguments of the lanes in `in_collective`
 };
 
@@ -94,6 +95,8 @@ class Block {
   }
   void sync_block();
   void poll();
+  void note_warp_barrier() { warp().barrier_time = ++clock_; }
+  Moment moment() { return {thread_, clock_, block_barrier_time_, warp().barrier_time}; }
 
   // Leaves the grid for good: run_grid throws `message` with the place it happened.
   [[noreturn]] void fail(const std::string& message);
@@ -102,6 +105,7 @@ class Block {
  private:
   static void enter();
   void run_block();
+  void note_block_barrier();
   // This thread waits: the next lane of its warp goes on, or else another warp.
   void run_another() {
     const uint32_t runnable = warp().runnable;
@@ -133,6 +137,8 @@ class Block {
   int exited_ = 0;
   int at_barrier_ = 0;
   int idle_polls_ = 0;  // rounds of polling in which nothing else happened
+  uint32_t clock_ = 1;  // counts barriers of warps and of the block
+  uint32_t block_barrier_time_ = 1;
   std::array<Warp, kMaxThreads / kLanes> warps_;
   std::array<int, kMaxThreads / kLanes> turn_order_{};  // which warp runs before which
   std::array<int, kMaxThreads / kLanes> turn_of_{};     // its inverse

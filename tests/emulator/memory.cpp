@@ -8,14 +8,16 @@ namespace tilewise::cuda::emulator {
 namespace {
 
 void load(void* to, uint32_t address, int bytes) {
-  ++block().counts().shared_accesses;
-  std::memcpy(to, block().shared().read(address, bytes, "ld.shared"), static_cast<size_t>(bytes));
+  Block& b = block();
+  ++b.counts().shared_accesses;
+  std::memcpy(to, b.shared().read(address, bytes, "ld.shared", b.moment()),
+              static_cast<size_t>(bytes));
 }
 
 void store(uint32_t address, const void* from, int bytes) {
-  ++block().counts().shared_accesses;
-  std::memcpy(block().shared().write(address, bytes, "st.shared"), from,
-              static_cast<size_t>(bytes));
+  Block& b = block();
+  ++b.counts().shared_accesses;
+  b.shared().write(address, from, bytes, "st.shared", b.moment());
 }
 
 constexpr int kMatrices = 4;
@@ -49,8 +51,9 @@ int conflicts(const std::array<MatrixLoad*, kLanes>& calls, int matrix) {
 
 void find_rows(const std::array<MatrixLoad*, kLanes>& calls, Rows& rows) {
   Block& b = block();
+  const Moment moment = b.moment();
   for (int lane = 0; lane < kLanes; ++lane) {
-    rows[lane] = b.shared().read(calls[lane]->row, kRowBytes, "ldmatrix");
+    rows[lane] = b.shared().read_by_warp(calls[lane]->row, kRowBytes, "ldmatrix", moment);
   }
   for (int matrix = 0; matrix < kMatrices; ++matrix) {
     b.counts().matrix_load_conflicts += conflicts(calls, matrix);
@@ -64,10 +67,8 @@ uint32_t half_word(const char* row, int column) {
   return x;
 }
 
-// The bytes that are read may not exist beyond `bytes_read`.
-void land(const Copy& copy) {
-  SharedMemory& shared = block().shared();
-  char* to = shared.data() + (copy.to - SharedMemory::kFirstAddress);
+// Bytes of the source beyond `bytes_read` may not exist.
+void land(const Copy& copy, char* to) {
   if (copy.bytes_read > 0) {
     std::memcpy(to, copy.source, static_cast<size_t>(copy.bytes_read));
   }
@@ -129,9 +130,9 @@ void cp_async(uint32_t to, const void* source, int bytes, int bytes_read) {
     fault(text("cp.async of %d bytes reads %d", bytes, bytes_read));
   }
   check_aligned(static_cast<const char*>(source), static_cast<size_t>(bytes), "cp.async");
-  b.shared().start_copy(to, bytes);
+  b.shared().start_copy(to, bytes, b.moment());
   const Copy copy{to, source, bytes, bytes_read};
-  if (b.options().early_copies) land(copy);
+  if (b.options().early_copies) land(copy, b.shared().at(to));
   b.copies().in_flight.push_back(copy);
   ++b.copies().open;
   b.counts().copied_bytes += bytes_read;
@@ -149,8 +150,8 @@ void cp_async_wait_group(int pending) {
   while (static_cast<int>(copies.groups.size()) > pending) {
     for (int i = 0; i < copies.groups.front(); ++i) {
       const Copy& copy = copies.in_flight.front();
-      if (!b.options().early_copies) land(copy);
-      b.shared().finish_copy(copy.to, copy.bytes);
+      char* to = b.shared().finish_copy(copy.to, copy.bytes, b.moment());
+      if (!b.options().early_copies) land(copy, to);
       copies.in_flight.pop_front();
     }
     copies.groups.pop_front();

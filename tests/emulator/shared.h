@@ -6,12 +6,22 @@
 
 namespace tilewise::cuda::emulator {
 
+// Who does something, and what has happened before it for certain. Times count barriers: what was
+// done before `block_barrier` is done for the whole block, what was done before `warp_barrier` is
+// done for the warp.
+struct Moment {
+  int thread;
+  uint32_t now;
+  uint32_t block_barrier;
+  uint32_t warp_barrier;
+};
+
 class SharedMemory {
  public:
   static constexpr uint32_t kFirstAddress = 1024;
   static constexpr int kMaxBytes = 227 * 1024;
-  // Not a number as fp32, as fp16 and as bf16. A half-word that still holds it, and that no
-  // wrapper has written, has not been written through a plain pointer either.
+  // Not a number as fp32, as fp16 and as bf16. A half-word that still holds it, and that nothing
+  // checked has written, has not been written through a plain pointer either.
   static constexpr uint16_t kPoison = 0x7fb5;
 
   SharedMemory();
@@ -20,7 +30,9 @@ class SharedMemory {
   SharedMemory& operator=(const SharedMemory&) = delete;
 
   // A block starts: `bytes` of poison, the last of them before a page without access.
-  void start(int bytes);
+  void start(int bytes, bool check_races);
+  // Times start again from 0.
+  void forget_times();
   // The first byte behind the end that a plain pointer has written, or -1.
   int first_overrun() const;
 
@@ -28,26 +40,59 @@ class SharedMemory {
   int bytes() const { return bytes_; }
   uint32_t address_of(const void* p) const;
 
-  // Every access is checked: inside, aligned to its size, not amid an asynchronous copy; and when
-  // it reads, written before. `what` names the instruction.
-  const char* read(uint32_t address, int bytes, const char* what);
-  char* write(uint32_t address, int bytes, const char* what);
+  // Every access is checked: inside, aligned to its size, not amid an asynchronous copy, not in a
+  // race; and when it reads, written before. `what` names the instruction.
+  const char* read(uint32_t address, int bytes, const char* what, const Moment& moment);
+  void write(uint32_t address, const void* from, int bytes, const char* what, const Moment& moment);
+  // By all lanes of the warp together.
+  const char* read_by_warp(uint32_t address, int bytes, const char* what, const Moment& moment);
 
   // An asynchronous copy writes the bytes at some moment between the two calls.
-  char* start_copy(uint32_t address, int bytes);
-  void finish_copy(uint32_t address, int bytes);
+  void start_copy(uint32_t address, int bytes, const Moment& moment);
+  char* finish_copy(uint32_t address, int bytes, const Moment& moment);
+  char* at(uint32_t address) const { return data_ + (address - kFirstAddress); }
+
+  // Through a plain pointer, when the compiler announces such accesses (pointers.cpp).
+  bool contains(const void* p) const {
+    return static_cast<uintptr_t>(static_cast<const char*>(p) - data_) <
+           static_cast<uintptr_t>(bytes_);
+  }
+  void plain_read(const void* p, int64_t bytes, const Moment& moment);
+  void plain_write(const void* p, int64_t bytes, const Moment& moment);
 
  private:
   enum : uint8_t { kUnknown = 0, kWritten = 1, kInFlight = 2 };
+  // In `readers_`: a thread, or lanes of a warp (its index is added), or more than one warp.
+  static constexpr uint16_t kLanesOfWarp = 1024;
+  static constexpr uint16_t kManyWarps = 0xffff;
 
-  uint32_t checked_offset(uint32_t address, int bytes, const char* what) const;
-  void check_readable(uint32_t offset, int bytes, const char* what);
-  void check_landed(uint32_t offset, int bytes, const char* what) const;
+  struct HalfWords {
+    uint32_t begin;
+    uint32_t end;
+  };
+
+  HalfWords checked(uint32_t address, int bytes, const char* what) const;
+  HalfWords plain(const void* p, int64_t bytes, const char* what) const;
+  const char* read(uint32_t address, int bytes, const char* what, const Moment& m, uint16_t reader);
+  void check_written(HalfWords range, const char* what);
+  void check_landed(HalfWords range, const char* what) const;
+  template <int kCount>
+  bool note_usual_read(uint32_t begin, const Moment& m, uint16_t reader);
+  void note_read(HalfWords range, const char* what, const Moment& m, uint16_t reader);
+  void check_read_race(uint32_t i, const char* what, const Moment& m, uint16_t reader) const;
+  void check_write_race(HalfWords range, const char* what, const Moment& m, const char* from) const;
+  void note_write(HalfWords range, const Moment& m);
 
   char* region_ = nullptr;
   char* data_ = nullptr;
   int bytes_ = 0;
-  std::vector<uint8_t> states_;  // per half-word, the smallest access there is
+  bool check_races_ = true;
+  // Per half-word, the smallest access there is but for single bytes.
+  std::vector<uint8_t> states_;
+  std::vector<uint32_t> write_times_;
+  std::vector<uint32_t> read_times_;
+  std::vector<uint16_t> writers_;
+  std::vector<uint16_t> readers_;
 };
 
 }  // namespace tilewise::cuda::emulator

@@ -27,7 +27,8 @@ int lane() { return block().thread() % kLanes; }
 void sync_warp() {
   struct None {
   } call;
-  block().meet(Collective::sync_warp, call, [](std::array<None*, kLanes>&) {});
+  block().meet(Collective::sync_warp, call,
+               [](std::array<None*, kLanes>&) { block().note_warp_barrier(); });
 }
 
 uint32_t shuffle_xor(uint32_t x, int mask) {

@@ -1,0 +1,324 @@
+// What is found wrong with accesses to shared memory.
+#include <vector>
+
+#include "cuda/ptx/block.h"
+#include "cuda/ptx/convert.h"
+#include "cuda/ptx/cp_async.h"
+#include "cuda/ptx/global.h"
+#include "cuda/ptx/shared.h"
+#include "cuda/ptx/warp.h"
+#include "emulator/test_support.h"
+
+namespace tilewise::cuda::emulator {
+namespace {
+
+ptx::SharedAddress byte(int i) {
+  return ptx::shared_address(ptx::shared_memory()) + static_cast<uint32_t>(i);
+}
+
+TEST(Shared, ValuesOfEverySize) {
+  run_grid(1, 32, 32 * 16, [] {
+    const int lane = ptx::lane_index();
+    const auto x = static_cast<uint32_t>(lane);
+    ptx::st_shared_v4_b32(byte(lane * 16), {x, x + 1, x + 2, x + 3});
+    uint32_t four[4];
+    ptx::ld_shared_v4_b32(four, byte(lane * 16));
+    uint32_t two[2];
+    ptx::ld_shared_v2_b32(two, byte(lane * 16 + 8));
+    for (uint32_t i = 0; i < 4; ++i) ASSERT_EQ(four[i], x + i);
+    ASSERT_EQ(two[0], x + 2);
+    ASSERT_EQ(two[1], x + 3);
+    ptx::st_shared_b16(byte(lane * 16 + 2), 7);
+    ASSERT_EQ(ptx::ld_shared_b32(byte(lane * 16)), x | 7 << 16);
+  });
+  EXPECT_EQ(statistics().shared_accesses, 32 * 5);
+}
+
+TEST(Shared, ReadOfWhatNobodyWrote) {
+  const std::string message = fault_of(3, 64, 1024, [] {
+    ptx::st_shared_b32(byte(ptx::thread_index() * 4), 1);
+    if (ptx::block_index() == 2 && ptx::thread_index() == 40) ptx::ld_shared_b32(byte(256 + 160));
+  });
+  expect_part(message, "ld.shared of byte 416 of shared memory, which was not written");
+  expect_part(message, "block 2 of 3, thread 40 (warp 1, lane 8)");
+}
+
+TEST(Shared, ReadOfWhatTheBlockBeforeWrote) {
+  const std::string message = fault_of(2, 32, 128, [] {
+    if (ptx::block_index() == 0) ptx::st_shared_b32(byte(ptx::thread_index() * 4), 1);
+    ptx::ld_shared_b32(byte(ptx::thread_index() * 4));
+  });
+  expect_part(message, "which was not written");
+  expect_part(message, "block 1 of 2");
+}
+
+TEST(Shared, LoadMatrixOfWhatNobodyWrote) {
+  expect_part(fault_of(1, 32, 1024,
+                       [] {
+                         if (ptx::lane_index() != 9) {
+                           ptx::st_shared_v4_b32(byte(ptx::lane_index() * 16), {});
+                         }
+                         ptx::sync_warp();
+                         uint32_t r[4];
+                         ptx::ldmatrix_x4(r, byte(ptx::lane_index() * 16));
+                       }),
+              "ldmatrix of byte 144 of shared memory, which was not written");
+}
+
+TEST(Shared, PlainPointersCount) {
+  run_grid(1, 32, 128, [] {
+    auto* words = reinterpret_cast<uint32_t*>(ptx::shared_memory());
+    words[ptx::lane_index()] = 5;
+    ASSERT_EQ(ptx::ld_shared_b32(byte(ptx::lane_index() * 4)), 5u);
+  });
+  run_grid(1, 32, 128, [] {
+    const auto* words = reinterpret_cast<const float*>(ptx::shared_memory());
+    ASSERT_TRUE(words[3] != words[3]);  // poison is not a number
+  });
+}
+
+TEST(Shared, OutOfBounds) {
+  expect_part(fault_of(1, 32, 128, [] { ptx::st_shared_b32(byte(4 + ptx::lane_index() * 4), 1); }),
+              "st.shared of 4 bytes at byte 128 of shared memory, the launch gave 128 bytes");
+  expect_part(fault_of(1, 32, 128,
+                       [] {
+                         uint32_t r[4];
+                         ptx::ld_shared_v4_b32(r, byte(0) - 16);
+                       }),
+              "ld.shared of 16 bytes at byte -16");
+  // An offset that was taken for an address.
+  expect_part(fault_of(1, 32, 128, [] { ptx::st_shared_b32(0, 1); }), "at byte -1024");
+  expect_part(fault_of(1, 32, 128, [] { ptx::cp_async_16(byte(120), nullptr, 0); }),
+              "cp.async of 16 bytes at byte 120");
+  expect_part(fault_of(1, 32, 128,
+                       [] {
+                         uint32_t r[4];
+                         ptx::ldmatrix_x4(r, byte(128));
+                       }),
+              "ldmatrix of 16 bytes at byte 128");
+}
+
+TEST(Shared, PlainPointerBehindTheEnd) {
+  expect_part(fault_of(2, 32, 100,
+                       [] {
+                         auto* words = reinterpret_cast<volatile uint32_t*>(ptx::shared_memory());
+                         words[ptx::lane_index() % 26] = 1;
+                       }),
+              "byte 100 of shared memory was written, the launch gave 100 bytes");
+}
+
+TEST(Shared, Misaligned) {
+  expect_part(fault_of(1, 32, 128, [] { ptx::st_shared_b32(byte(2), 1); }), "not aligned");
+  expect_part(fault_of(1, 32, 128, [] { ptx::st_shared_v4_b32(byte(8), {}); }), "not aligned");
+  expect_part(fault_of(1, 32, 128, [] { ptx::cp_async_16(byte(8), nullptr, 0); }), "not aligned");
+  alignas(16) static const char source[32] = {};
+  expect_part(fault_of(1, 32, 128, [] { ptx::cp_async_16(byte(0), source + 4, 16); }),
+              "cp.async of 16 bytes at global address");
+  expect_part(fault_of(1, 32, 128,
+                       [] {
+                         uint32_t r[4];
+                         ptx::ld_global_v4_b32(r, source + 8);
+                       }),
+              "ld.global.v4");
+  expect_part(fault_of(1, 32, 1024,
+                       [] {
+                         ptx::st_shared_v4_b32(byte(ptx::lane_index() * 32), {});
+                         ptx::st_shared_v4_b32(byte(ptx::lane_index() * 32 + 16), {});
+                         ptx::sync_warp();
+                         uint32_t r[4];
+                         ptx::ldmatrix_x4(r, byte(ptx::lane_index() * 24));
+                       }),
+              "not aligned");
+}
+
+// --- races ---------------------------------------------------------------------------------------
+
+TEST(Races, ReadBeforeTheBarrier) {
+  const auto exchange = [](bool with_barrier) {
+    const int thread = ptx::thread_index();
+    ptx::st_shared_b32(byte(thread * 4), 1);
+    if (with_barrier) ptx::sync_block();
+    ptx::ld_shared_b32(byte((thread + 32) % 64 * 4));
+  };
+  EXPECT_EQ(fault_of(2, 64, 256, [&] { exchange(true); }), "");
+  expect_part(fault_of(2, 64, 256,
+                       [&] {
+                         // What the other warp writes, it has written already.
+                         if (ptx::warp_index() == 1) return exchange(false);
+                         ptx::st_shared_b32(byte(ptx::thread_index() * 4), 1);
+                       }),
+              "which thread 0 wrote with no sync_block between");
+}
+
+TEST(Races, BarrierOfTheWarpIsEnoughInside) {
+  const auto exchange = [](bool with_barrier) {
+    const int lane = ptx::lane_index();
+    for (uint32_t i = 0; i < 3; ++i) {
+      ptx::st_shared_b32(byte(lane * 4), i);
+      if (with_barrier) ptx::sync_warp();
+      ASSERT_EQ(ptx::ld_shared_b32(byte((lane + 1) % 32 * 4)), i);
+      if (with_barrier) ptx::sync_warp();
+    }
+  };
+  EXPECT_EQ(fault_of(1, 32, 128, [&] { exchange(true); }), "");
+  expect_part(fault_of(1, 32, 128, [&] { exchange(false); }), "sync_warp between");
+}
+
+TEST(Races, WriteOverWhatIsStillRead) {
+  const auto ring = [](bool with_barrier) {
+    for (uint32_t i = 0; i < 2; ++i) {
+      if (ptx::warp_index() == 0) ptx::st_shared_b32(byte(ptx::lane_index() * 4), i);
+      ptx::sync_block();
+      ASSERT_EQ(ptx::ld_shared_b32(byte(ptx::lane_index() * 4)), i);
+      if (with_barrier) ptx::sync_block();
+    }
+  };
+  EXPECT_EQ(fault_of(1, 64, 128, [&] { ring(true); }), "");
+  expect_part(fault_of(1, 64, 128, [&] { ring(false); }), "race: st.shared of byte");
+}
+
+TEST(Races, TwoWritersOfDifferentValues) {
+  EXPECT_EQ(fault_of(1, 64, 4, [] { ptx::st_shared_b32(byte(0), 3); }), "");
+  expect_part(
+      fault_of(1, 64, 4,
+               [] { ptx::st_shared_b32(byte(0), static_cast<uint32_t>(ptx::warp_index())); }),
+      "which thread 31 wrote with no sync_block between");
+  // Neighbouring half-words are different places.
+  EXPECT_EQ(fault_of(1, 64, 128,
+                     [] {
+                       const int i = ptx::thread_index() * 2;
+                       ptx::st_shared_b16(byte(i), static_cast<uint16_t>(i));
+                     }),
+            "");
+}
+
+TEST(Races, CopyOverWhatIsStillRead) {
+  alignas(16) static const uint32_t source[4] = {1, 2, 3, 4};
+  const auto ring = [](bool with_barrier) {
+    for (int i = 0; i < 2; ++i) {
+      if (ptx::thread_index() == 0) {
+        ptx::cp_async_16(byte(0), source);
+        ptx::cp_async_commit_group();
+        ptx::cp_async_wait_group<0>();
+      }
+      ptx::sync_block();
+      ASSERT_EQ(ptx::ld_shared_b32(byte(ptx::thread_index() % 4 * 4)),
+                1u + static_cast<uint32_t>(ptx::thread_index()) % 4);
+      if (with_barrier) ptx::sync_block();
+    }
+  };
+  EXPECT_EQ(fault_of(1, 64, 128, [&] { ring(true); }), "");
+  const Environment reverse("TILEWISE_EMULATOR_ORDER", "reverse");
+  expect_part(fault_of(1, 64, 128, [&] { ring(false); }), "race: cp.async of byte");
+}
+
+TEST(Races, CanBeSwitchedOff) {
+  const Environment off("TILEWISE_EMULATOR_RACES", "0");
+  EXPECT_EQ(fault_of(1, 64, 4,
+                     [] { ptx::st_shared_b32(byte(0), static_cast<uint32_t>(ptx::warp_index())); }),
+            "");
+}
+
+// --- asynchronous copies -------------------------------------------------------------------------
+
+struct Copies {
+  alignas(16) uint32_t source[64];
+  Copies() {
+    for (uint32_t i = 0; i < 64; ++i) source[i] = i;
+  }
+};
+
+TEST(Copies, LandAsLateOrAsEarlyAsAllowed) {
+  const Copies all;
+  const auto before_and_after = [&] {
+    const volatile auto* raw = reinterpret_cast<uint32_t*>(ptx::shared_memory());
+    if (ptx::thread_index() != 0) return 0u;
+    ptx::cp_async_16(byte(0), all.source + 4);
+    ptx::cp_async_commit_group();
+    const uint32_t before = raw[0];
+    ptx::cp_async_wait_group<0>();
+    EXPECT_EQ(raw[0], 4u);
+    return before;
+  };
+  uint32_t before = 0;
+  run_grid(1, 32, 16, [&] { before |= before_and_after(); });
+  EXPECT_EQ(before, 0x7fb57fb5u);
+  before = 0;
+  const Environment early("TILEWISE_EMULATOR_COPIES", "early");
+  run_grid(1, 32, 16, [&] { before |= before_and_after(); });
+  EXPECT_EQ(before, 4u);
+}
+
+TEST(Copies, BytesNotReadAreZero) {
+  const Copies all;
+  run_grid(1, 32, 64, [&] {
+    if (ptx::thread_index() != 0) return;
+    ptx::cp_async_16(byte(0), all.source + 8, 8);
+    ptx::cp_async_16(byte(16), nullptr, 0);
+    ptx::cp_async_4(byte(32), all.source + 9, 4);
+    ptx::cp_async_4(byte(36), all.source + 9, 2);
+    ptx::cp_async_commit_group();
+    ptx::cp_async_wait_group<0>();
+    const uint32_t expected[10] = {8, 9, 0, 0, 0, 0, 0, 0, 9, 9};
+    for (int i = 0; i < 10; ++i) ASSERT_EQ(ptx::ld_shared_b32(byte(i * 4)), expected[i]) << i;
+  });
+  EXPECT_EQ(statistics().copied_bytes, 8 + 4 + 2);
+}
+
+// Three groups in flight, the last `kPending` may still be when the wait is over.
+template <int kPending>
+std::string read_group(int group) {
+  static const Copies all;
+  return fault_of(1, 32, 64, [&] {
+    if (ptx::thread_index() != 0) return;
+    for (int i = 0; i < 3; ++i) {
+      ptx::cp_async_16(byte(i * 16), all.source + i * 4);
+      ptx::cp_async_commit_group();
+    }
+    ptx::cp_async_wait_group<kPending>();
+    ASSERT_EQ(ptx::ld_shared_b32(byte(group * 16)), static_cast<uint32_t>(group) * 4);
+  });
+}
+
+void check_wait_counts() {
+  const std::string in_flight = "where an asynchronous copy is in flight";
+  EXPECT_EQ(read_group<0>(2), "");
+  EXPECT_EQ(read_group<1>(1), "");
+  expect_part(read_group<1>(2), in_flight);
+  EXPECT_EQ(read_group<2>(0), "");
+  expect_part(read_group<2>(1), in_flight);
+  expect_part(read_group<3>(0), in_flight);
+}
+
+TEST(Copies, WaitCountsGroupsLate) { check_wait_counts(); }
+TEST(Copies, WaitCountsGroupsEarly) {
+  const Environment early("TILEWISE_EMULATOR_COPIES", "early");
+  check_wait_counts();
+}
+
+TEST(Copies, WaitDoesNotCoverWhatIsNotCommitted) {
+  static const Copies all;
+  expect_part(fault_of(1, 32, 64,
+                       [] {
+                         ptx::cp_async_16(byte(0), all.source);
+                         ptx::cp_async_wait_group<0>();
+                         ptx::ld_shared_b32(byte(0));
+                       }),
+              "in flight");
+}
+
+TEST(Copies, WaitIsForTheOwnCopies) {
+  static const Copies all;
+  expect_part(fault_of(1, 32, 64,
+                       [] {
+                         if (ptx::thread_index() == 0) ptx::cp_async_16(byte(0), all.source);
+                         ptx::cp_async_commit_group();
+                         if (ptx::thread_index() != 0) ptx::cp_async_wait_group<0>();
+                         ptx::sync_block();
+                         ptx::ld_shared_b32(byte(0));
+                       }),
+              "in flight");
+}
+
+}  // namespace
+}  // namespace tilewise::cuda::emulator

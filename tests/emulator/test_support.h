@@ -1,0 +1,41 @@
+// For the tests of this folder.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <string>
+
+#include "emulator/grid.h"
+
+namespace tilewise::cuda::emulator {
+
+// What is wrong with a kernel: the message of the Fault, or "".
+template <class Body>
+std::string fault_of(int64_t blocks, int threads, int shared_bytes, Body body) {
+  try {
+    run_grid(blocks, threads, shared_bytes, body);
+  } catch (const Fault& fault) {
+    return fault.what();
+  }
+  return "";
+}
+
+inline void expect_part(const std::string& message, const std::string& part) {
+  EXPECT_NE(message.find(part), std::string::npos)
+      << "expected: " << part << "\nmessage: " << message;
+}
+
+// A variable of the environment for a scope.
+class Environment {
+ public:
+  Environment(const char* name, const char* value) : name_(name) { setenv(name, value, 1); }
+  ~Environment() { unsetenv(name_); }
+  Environment(const Environment&) = delete;
+  Environment& operator=(const Environment&) = delete;
+
+ private:
+  const char* name_;
+};
+
+}  // namespace tilewise::cuda::emulator
