@@ -84,6 +84,10 @@ demo: $(VENV)/.installed ## exactness, a small GPT trained on real text, and one
 bench-cpu: $(VENV)/.installed ## side by side with torch's attention on these cores
 	@$(python) bench/bench_cpu.py $(BENCH_FLAGS)
 
+.PHONY: bench-gpu
+bench-gpu: ## the same on this machine's GPU, beside every peer that is installed (BENCH_FLAGS, BUILD_GPU)
+	@$(gpu_environment) $(GPU_PYTHON) bench/bench_gpu.py $(BENCH_FLAGS)
+
 # --- proof -----------------------------------------------------------------------------------------
 .PHONY: test
 test: test-cpp test-python ## all tests, C++ and Python (under 10 minutes on 2 cores)
@@ -102,6 +106,14 @@ test-python: $(VENV)/.installed
 	@$(say) "Python tests"
 	@$(pytest) --ignore=tests/python/test_cli_bench.py
 	@$(pytest) tests/python/test_cli_bench.py
+
+# On a bare CUDA machine: no environment is made, nothing is fetched or installed.
+GPU_PYTHON ?= python3
+BUILD_GPU ?= build/gpu-check
+gpu_environment = PYTHONPATH=python TILEWISE_LIBRARY_DIR=$(abspath $(BUILD_GPU))
+.PHONY: gpu-check
+gpu-check: ## proof on this machine's GPU: STAGES=build,smoke,tests,sanitizer,train,bench (8 minutes)
+	@$(GPU_PYTHON) tools/gpu_check.py --build $(BUILD_GPU) $(if $(STAGES),--stages $(STAGES)) $(GPU_CHECK_FLAGS)
 
 .PHONY: format
 format: $(VENV)/.ready-lint ## rewrites C++ and Python in the project's format

@@ -219,8 +219,9 @@ class Built:
         c = self.case
         a = capi.Attention(
             struct_size=ctypes.sizeof(capi.Attention), device=self.device.code,
-            device_index=self.device.index, dtype=capi.DTYPE_CODES[self.dtype], batch=self.batch, seqlen_q=self.seqlen_q, seqlen_k=0 if c.page_size else self.seqlen_k,
-            heads_q=c.heads, heads_kv=c.heads_kv, head_dim=c.head_dim, head_dim_v=c.head_dim_v,
+            device_index=self.device.index, dtype=capi.DTYPE_CODES[self.dtype], batch=self.batch,
+            seqlen_q=self.seqlen_q, seqlen_k=0 if c.page_size else self.seqlen_k, heads_q=c.heads,
+            heads_kv=c.heads_kv, head_dim=c.head_dim, head_dim_v=c.head_dim_v,
             window_left=c.window[0], window_right=c.window[1], scale=self.scale, softcap=c.softcap,
             dropout_p=c.dropout_p, num_splits=c.splits, deterministic=c.deterministic, tf32=c.tf32,
         )  # fmt: skip

@@ -174,7 +174,7 @@ def missing() -> dict[str, str]:
     try:
         rows, available, emulated = cuda_kernels()
     except (OSError, ImportError) as error:
-        return {name: f"no library: {error}" for name in ("cuda", "emulator")}
+        return dict.fromkeys(("cuda", "emulator"), f"no library: {error}")
     if rows == 0:
         why["cuda"] = "this build has no CUDA kernel"
     elif emulated:

@@ -1,0 +1,140 @@
+#!/usr/bin/env python3
+"""Proves a build on the GPU of this machine and writes one result file.
+
+  tools/gpu_check.py                          every stage
+  tools/gpu_check.py --stages build,tests     some
+  tools/gpu_check.py --verify                 whether the committed results are of these sources
+
+Needs no network and nothing installed but CUDA, PyTorch, CMake, Ninja, pytest and hypothesis. Every
+stage has a time limit, and the result is written after each one; stages that an earlier run on the
+same sources and GPU has passed stay in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from gpu_check import provenance
+from gpu_check.processes import ROOT, say
+from gpu_check.stages import STAGES, Setup
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as text."""
+    gpu, lines = result["gpu"], []
+    lines.append(f"{gpu['name']}, driver {gpu['driver']}, sources {result['sources']}")
+    lines.append(", ".join(f"{name} {text}" for name, text in result["versions"].items()))
+    lines.append("")
+    for name, stage in result["stages"].items():
+        lines.append(
+            f"{name:10} {'passed' if stage['passed'] else 'FAILED':7}{stage['seconds']:5} s"
+        )
+        for part, value in stage.items():
+            if isinstance(value, dict) and "passed" in value and "skipped" in value:
+                counted = ", ".join(f"{n.replace('_', ' ')} {c}" for n, c in value.items()
+                                    if isinstance(c, int))  # fmt: skip
+                lines.append(f"  {part}: {counted}")
+            elif isinstance(value, dict) and "errors" in value:
+                lines.append(f"  {part}: {value['errors']} errors")
+    left_out = [name for name in STAGES if name not in result["stages"]]
+    if left_out:
+        lines.append(f"NOT run: {', '.join(left_out)}")
+    return "\n".join(lines) + "\n"
+
+
+def fresh(path: Path, gpu: dict[str, str]) -> dict[str, Any]:
+    """The result to go on with: what is there, if it is of the same sources and GPU."""
+    result: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "gpu": gpu,
+        "versions": provenance.versions(),
+        "sources": provenance.source_hash(),
+        "passed": False,
+        "stages": {},
+    }
+    try:
+        before = json.loads(path.read_text())
+        if before["sources"] == result["sources"] and before["gpu"]["name"] == gpu["name"]:
+            result["stages"] = before["stages"]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return result
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Proves a build on the GPU of this machine.")
+    parser.add_argument("--stages", default=",".join(STAGES), help="default: %(default)s")
+    parser.add_argument("--verify", action="store_true", help="judge the committed results only")
+    parser.add_argument("--result", type=Path, help="default: docs/results/gpu-<name>.json")
+    parser.add_argument("--build", type=Path, default=ROOT / "build" / "gpu-check")
+    parser.add_argument("--budget", type=float, default=480, help="seconds for all stages")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2)
+    parser.add_argument("--arch", help="compute capability to build for, 90; default: this GPU's")
+    parser.add_argument("--cmake", action="append", default=[], help="option for the build")
+    parser.add_argument("--pytest", action="append", default=[], help="what the tests stage runs")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Runs the chosen stages in order."""
+    given = parse()
+    if given.verify:
+        print("\n".join(f"gpu-check: {line}" for line in provenance.verify()))
+        return 0
+    stages = [name for name in given.stages.split(",") if name]
+    unknown = [name for name in stages if name not in STAGES]
+    if unknown:
+        print(f"no stage {unknown[0]!r}; one of {', '.join(STAGES)}", file=sys.stderr)
+        return 2
+    gpu = provenance.gpu()
+    if not gpu:
+        print("gpu-check: nvidia-smi names no GPU here", file=sys.stderr)
+        return 2
+    architecture = given.arch or gpu["compute_capability"].replace(".", "")
+    path = given.result or provenance.RESULTS / f"gpu-{provenance.slug(gpu['name'])}.json"
+    setup = Setup(given.build.resolve(), given.jobs, architecture, given.cmake, given.pytest)
+    setup.build.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    result = fresh(path, gpu)
+    say(f"{gpu['name']} (sm_{architecture}), driver {gpu['driver']}, sources {result['sources']}")
+    for name in stages:
+        stage, limit = STAGES[name]
+        left = given.budget - (time.monotonic() - begin)
+        if left < 5:
+            say(f"== {name}: NOT run, the {given.budget:.0f} s are used up")
+            continue
+        say(f"== {name} (at most {min(limit, left):.0f} s)")
+        started = time.monotonic()
+        try:
+            report = stage(setup, min(limit, left))
+        except Exception as error:  # the next stages are worth their time all the same
+            report = {"passed": False, "why": f"{type(error).__name__}: {error}"}
+            say(f"  {report['why']}")
+        report["seconds"] = round(time.monotonic() - started)
+        result["stages"][name] = report
+        in_order = {n: result["stages"][n] for n in STAGES if n in result["stages"]}
+        result["stages"] = in_order
+        result["passed"] = len(in_order) == len(STAGES) and all(
+            s["passed"] for s in in_order.values()
+        )
+        provenance.write(result, path)
+        path.with_suffix(".txt").write_text(table(result))
+        say(f"== {name}: {'passed' if report['passed'] else 'FAILED'} in {report['seconds']} s")
+        if name == "build" and not report["passed"]:
+            break
+    say("\n" + table(result) + f"\n{path}")
+    return 0 if all(result["stages"].get(n, {}).get("passed") for n in stages) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

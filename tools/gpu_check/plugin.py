@@ -1,0 +1,72 @@
+"""pytest plugin of a test process: takes its share of the tests and notes each start and end, so
+that whoever watches knows what hangs, what has crashed and what is left.
+
+GPU_CHECK_SHARE=2/8, GPU_CHECK_EVENTS=<file of JSON lines, also read: tests that ended earlier>.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EVENTS = Path(os.environ.get("GPU_CHECK_EVENTS", os.devnull))
+SHARE, _, SHARES = os.environ.get("GPU_CHECK_SHARE", "0/1").partition("/")
+
+
+def note(**event: Any) -> None:
+    """Appends one line to the events."""
+    with EVENTS.open("a") as file:
+        file.write(json.dumps({"time": time.time(), **event}) + "\n")
+
+
+def ended() -> set[str]:
+    """Tests that an earlier process of this share has ended with."""
+    if not EVENTS.is_file():
+        return set()
+    events = (json.loads(line) for line in EVENTS.read_text().splitlines())
+    return {e["test"] for e in events if e["event"] == "end"}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every n-th test, without those that are done."""
+    mine = items[int(SHARE) :: int(SHARES)]
+    done = ended()
+    note(event="collected", tests=[item.nodeid for item in mine])
+    items[:] = [item for item in mine if item.nodeid not in done]
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """A module that cannot be imported is a failed test."""
+    if report.failed and SHARE == "0" and report.nodeid not in ended():
+        note(event="end", test=report.nodeid, outcome="failed", text=str(report.longrepr)[-1500:])
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Noted before anything of the test runs."""
+    note(event="start", test=nodeid)
+
+
+_failed: dict[str, str] = {}
+_skipped: dict[str, str] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Keeps what went wrong in any phase."""
+    if report.failed:
+        _failed.setdefault(report.nodeid, str(report.longrepr)[-1500:])
+    elif report.skipped:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        _skipped[report.nodeid] = str(reason)
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    """Noted after all phases."""
+    outcome = "failed" if nodeid in _failed else "skipped" if nodeid in _skipped else "passed"
+    text = _failed.get(nodeid) or _skipped.get(nodeid) or ""
+    note(event="end", test=nodeid, outcome=outcome, text=text)

@@ -1,0 +1,107 @@
+"""What a result belongs to: the kernel sources, the machine and its software."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from .processes import ROOT
+
+KERNEL_SOURCES = ("src/cuda", "src/attention", "src/base")
+RESULTS = ROOT / "docs" / "results"
+
+
+def source_hash() -> str:
+    """Over names and contents of everything that kernels are made of."""
+    digest = hashlib.sha256()
+    for folder in KERNEL_SOURCES:
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.is_file() and not path.name.startswith("."):
+                digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0")
+                digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _first_line(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else ""
+
+
+def gpu() -> dict[str, str]:
+    """The first GPU as nvidia-smi describes it; empty without one."""
+    names = "name,compute_cap,driver_version,memory.total"
+    line = _first_line("nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader")
+    fields = [x.strip() for x in line.split(",")]
+    if len(fields) != 4 or not re.fullmatch(r"\d+\.\d", fields[1]):
+        return {}
+    return dict(zip(("name", "compute_capability", "driver", "memory"), fields, strict=True))
+
+
+def versions() -> dict[str, str]:
+    """Of what builds and runs."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "numpy", "triton"):
+        try:
+            module = __import__(name)
+        except ImportError:
+            continue
+        found[name] = module.__version__
+    nvcc = subprocess_text("nvcc", "--version")
+    release = re.search(r"release ([\d.]+)", nvcc)
+    if release:
+        found["nvcc"] = release.group(1)
+    found["compiler"] = _first_line("c++", "--version")
+    found["commit"] = _first_line("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
+    return {name: text for name, text in found.items() if text}
+
+
+def subprocess_text(*command: str) -> str:
+    """What a command prints; empty when it cannot be run."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def slug(name: str) -> str:
+    """The name of a GPU in a file's name: NVIDIA H200 is h200."""
+    words = re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia", "")).strip("-")
+    return words or "unknown"
+
+
+def write(result: dict[str, Any], path: Path) -> None:
+    """All or nothing: a run that is cut off leaves the last whole file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    part.replace(path)
+
+
+def verify() -> list[str]:
+    """One line per committed result: whether it was run on these kernel sources."""
+    now = source_hash()
+    lines = []
+    for path in sorted(RESULTS.glob("gpu-*.json")):
+        try:
+            result = json.loads(path.read_text())
+            where = f"{result['gpu']['name']}, {result['date']}"
+            passed = "all stages passed" if result["passed"] else "NOT all stages passed"
+            theirs = result["sources"]
+        except (ValueError, KeyError, TypeError) as error:
+            lines.append(f"{path.name}: not readable ({error})")
+            continue
+        if theirs == now:
+            lines.append(f"{path.name}: CURRENT kernel sources ({now}) on {where}: {passed}")
+        else:
+            lines.append(
+                f"{path.name}: OLDER kernel sources ({theirs}, now {now}) on {where}: {passed}"
+            )
+    return lines or [f"no GPU result is committed; the kernel sources are {now}"]

@@ -1,0 +1,216 @@
+"""Runs the small problems of `shapes` through the C ABI: what compute-sanitizer watches.
+
+  python -m gpu_check.sanitized [--share 2/8] [--list] [--emulated]
+
+Nothing is compared here, the tests do that. The workspace is memory that nobody has written, so
+that initcheck sees a kernel that reads it too early.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import numpy as np
+
+from tilewise import _abi
+from tilewise._library import c_library
+
+from .device_memory import Gpu, Host
+from .shapes import Shape, shapes
+
+CODES = {"bf16": 2, "fp16": 1, "fp32": 0, "tf32": 0}
+Memory = Gpu | Host
+
+
+def stored(values: np.ndarray, dtype: str) -> np.ndarray:
+    """fp32 values in the dtype's bits."""
+    values = np.asarray(values, np.float32)
+    if dtype == "bf16":
+        return (values.view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype(np.float16) if dtype == "fp16" else values
+
+
+class Call:
+    """The buffers and structures of a shape."""
+
+    def __init__(self, shape: Shape, memory: Memory) -> None:
+        self.shape, self.memory = shape, memory
+        self.rng = np.random.default_rng(1)
+        self.size = 4 if shape.dtype in ("fp32", "tf32") else 2
+        s = shape
+        self.batch = len(s.rows)
+        self.dim_v = s.head_dim_v or s.head_dim
+        self.total_q = sum(s.rows) + s.tail if s.varlen else self.batch * s.rows[0]
+        self.total_k = sum(s.keys) + s.tail if s.varlen else self.batch * s.keys[0]
+        self.width = -(-s.keys[0] // s.page_size) if s.page_size else 0
+        self.a: Any = _abi.sized(_abi.Attention)
+        self._describe()
+        self._tensors()
+        self._lengths()
+        self._score()
+
+    def _describe(self) -> None:
+        a, s = self.a, self.shape
+        a.device, a.dtype = _abi.CUDA, CODES[s.dtype]
+        a.batch, a.heads_q, a.heads_kv = self.batch, s.heads, s.heads_kv
+        a.seqlen_q = self.total_q if s.varlen else s.rows[0]
+        a.seqlen_k = self.total_k if s.varlen else s.keys[0]
+        a.head_dim, a.head_dim_v = s.head_dim, self.dim_v
+        a.window_left, a.window_right = s.window
+        a.num_splits, a.deterministic, a.check = s.splits, s.deterministic, s.check
+        a.tf32 = s.dtype == "tf32"
+
+    def _random(self, rows: int, heads: int, dim: int, nan_row: int = -1) -> int:
+        values = self.rng.standard_normal((rows, heads, dim), dtype=np.float32)
+        if nan_row >= 0:
+            values[nan_row] = np.nan
+        return self.memory.upload(stored(values, self.shape.dtype))
+
+    def _view(self, data: int, heads: int, dim: int, rows: int) -> Any:
+        return _abi.Tensor(data, rows * heads * dim, heads * dim, dim)
+
+    def _tensors(self) -> None:
+        a, s = self.a, self.shape
+        rows = s.rows[0] if self.batch else 0
+        self.rows_k, slots = s.keys[0], self.total_k
+        if s.page_size:
+            pages = self.batch * self.width + 2
+            self.rows_k, slots = s.page_size, pages * s.page_size
+            table = self.rng.permutation(pages)[: self.batch * self.width]
+            a.block_table = self.memory.upload(table.astype(np.int32))
+            a.block_table_stride = a.block_table_width = self.width
+            a.page_size, a.pages = s.page_size, pages
+        a.q = self._view(self._random(self.total_q, s.heads, s.head_dim), s.heads, s.head_dim, rows)
+        nan_row = 70 if s.nan else -1
+        for name, dim in (("k", s.head_dim), ("v", self.dim_v)):
+            data = self._random(slots, s.heads_kv, dim, nan_row)
+            setattr(a, name, self._view(data, s.heads_kv, dim, self.rows_k))
+        out = self.memory.empty(self.total_q * s.heads * self.dim_v * self.size)
+        a.out = self._view(out, s.heads, self.dim_v, rows)
+        a.lse = self.memory.empty(4 * self.total_q * s.heads)
+        a.lse_stride_head = self.total_q if s.varlen else rows
+        a.lse_stride_batch = 0 if s.varlen else rows * s.heads
+
+    def _int32(self, values: Any) -> int:
+        return self.memory.upload(np.asarray(values, np.int32))
+
+    def _lengths(self) -> None:
+        a, s = self.a, self.shape
+        if s.varlen:
+            a.cu_seqlens_q = self._int32([0, *np.cumsum(s.rows)])
+            if not s.page_size:
+                a.cu_seqlens_k = self._int32([0, *np.cumsum(s.keys)])
+        if s.used:
+            a.seqused_q = self._int32([max(n - 7 * i, 0) for i, n in enumerate(s.rows)])
+            a.seqused_k = self._int32([max(n - 33 * i, 1) for i, n in enumerate(s.keys)])
+        if s.leftpad:
+            a.leftpad_k = self._int32([min(5 * i + 3, n - 1) for i, n in enumerate(s.keys)])
+
+    def _score(self) -> None:
+        a, s = self.a, self.shape
+        a.scale = s.head_dim**-0.5
+        if s.sinks:
+            a.sinks = self.memory.upload(self.rng.standard_normal(s.heads, dtype=np.float32))
+        if not s.general:
+            return
+        a.softcap, a.dropout_p = 5.0, 0.2
+        a.dropout_seed, a.dropout_offset = 7, 9
+        a.alibi_slopes = self.memory.upload(np.full(s.heads, 0.02, np.float32))
+        heads, batch = (1, 1) if s.bias_broadcast else (s.heads, self.batch)
+        self.bias_rows = max(s.rows)
+        self.bias_keys = self.width * s.page_size if s.page_size else max(s.keys)
+        bias = self.rng.standard_normal(
+            (batch, heads, self.bias_rows, self.bias_keys), dtype=np.float32
+        )
+        a.bias = self.memory.upload(bias)
+        a.bias_stride_row = self.bias_keys
+        if not s.bias_broadcast:
+            a.bias_stride_head = self.bias_rows * self.bias_keys
+            a.bias_stride_batch = s.heads * a.bias_stride_head
+
+    def gradients(self) -> Any:
+        g, a, s = _abi.sized(_abi.Gradients), self.a, self.shape
+        rows = s.rows[0]
+        dout = self._random(self.total_q, s.heads, self.dim_v)
+        g.dout = self._view(dout, s.heads, self.dim_v, rows)
+        dq = self.memory.empty(self.total_q * s.heads * s.head_dim * self.size)
+        g.dq = self._view(dq, s.heads, s.head_dim, rows)
+        keys = self.width * s.page_size if s.page_size else s.keys[0]
+        total = self.batch * keys if s.page_size else self.total_k
+        for name, dim in (("dk", s.head_dim), ("dv", self.dim_v)):
+            data = self.memory.empty(total * s.heads_kv * dim * self.size)
+            setattr(g, name, self._view(data, s.heads_kv, dim, keys))
+        g.dlse = self.memory.upload(
+            self.rng.standard_normal(self.total_q * s.heads, dtype=np.float32)
+        )
+        g.dlse_stride_batch, g.dlse_stride_head = a.lse_stride_batch, a.lse_stride_head
+        g.dscale = self.memory.empty(4)
+        if s.sinks:
+            g.dsinks = self.memory.empty(4 * s.heads)
+        if s.general:
+            count = self.bias_rows * self.bias_keys
+            count *= 1 if s.bias_broadcast else s.heads * self.batch
+            g.dbias = self.memory.empty(4 * count)
+            g.dbias_stride_row, g.dbias_stride_head = a.bias_stride_row, a.bias_stride_head
+            g.dbias_stride_batch = a.bias_stride_batch
+            g.dbias_rows, g.dbias_keys = self.bias_rows, self.bias_keys
+        return g
+
+
+def plan(call: Call, gradients: Any) -> Any:
+    """The plan of one pass."""
+    library, info = c_library(), _abi.sized(_abi.PlanInfo)
+    direction = _abi.FORWARD if gradients is None else _abi.BACKWARD
+    _abi.check(library, library.tilewise_plan(call.a, gradients, direction, info))
+    return info
+
+
+def run(call: Call) -> list[str]:
+    """Forward and backward; the kernels' names."""
+    library = c_library()
+    names: list[str] = []
+    for gradients in (None, call.gradients() if call.shape.backward else None):
+        if gradients is None and names:
+            break
+        info = plan(call, gradients)
+        workspace = call.memory.empty(info.workspace_bytes)
+        if gradients is None:
+            status = library.tilewise_forward(call.a, workspace, info.workspace_bytes)
+        else:
+            status = library.tilewise_backward(call.a, gradients, workspace, info.workspace_bytes)
+        _abi.check(library, status)
+        call.memory.synchronize()
+        names.append(f"{info.kernel.decode()} tile {info.tile_q}x{info.tile_k} x{info.splits}")
+    return names
+
+
+def main() -> int:
+    """Runs a share of the shapes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--share", default="0/1", help="only every n-th shape: 2/8")
+    parser.add_argument("--list", action="store_true", help="print the kernels")
+    parser.add_argument("--emulated", action="store_true", help="a build that emulates the GPU")
+    parser.add_argument("--only", default="", help="shapes whose name contains this")
+    given = parser.parse_args()
+    share, of = (int(x) for x in given.share.split("/"))
+    memory: Memory = Host() if given.emulated else Gpu()
+    failed = 0
+    wanted = [s for s in shapes() if given.only in s.name][share::of]
+    for shape in wanted:
+        try:
+            names = run(Call(shape, memory))
+        except (ValueError, NotImplementedError) as error:
+            print(f"{shape.name}: {error}")
+            failed += 1
+            continue
+        memory.free()
+        if given.list:
+            print(f"{shape.name}: {'; '.join(names)}", flush=True)
+    print(f"{len(wanted) - failed} of {len(wanted)} shapes run")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Small problems that reach every kernel: each dtype, head-dim tile, form, direction, and what has
+a kernel of its own besides (splits, pages, index checks, gradients of bias and sinks, the second
+pass around a NaN, appending to a cache).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+DTYPES = ("bf16", "fp16", "fp32", "tf32")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One problem; lengths and heads as in the tests' Case."""
+
+    name: str
+    dtype: str
+    head_dim: int = 64
+    head_dim_v: int = 0  # 0: head_dim
+    rows: tuple[int, ...] = (150,)
+    keys: tuple[int, ...] = (170,)
+    heads_kv: int = 2
+    group: int = 2
+    varlen: bool = False
+    tail: int = 0  # rows behind the last sequence
+    used: bool = False  # seqused_q and seqused_k below the lengths
+    leftpad: bool = False
+    page_size: int = 0
+    window: tuple[int, int] = (-1, 0)
+    general: bool = False  # softcap, ALiBi, bias and dropout
+    bias_broadcast: bool = False
+    sinks: bool = False
+    splits: int = 0
+    deterministic: bool = False
+    check: bool = False
+    nan: bool = False
+    backward: bool = True
+
+    @property
+    def heads(self) -> int:
+        return self.heads_kv * self.group
+
+
+def shapes() -> Iterator[Shape]:
+    """Every tile and form."""
+    for dtype in DTYPES:
+        for dim in (64, 96, 128, 192, 256, 512):
+            plain = Shape(f"{dtype}-d{dim}", dtype, dim, sinks=True)
+            if dim == 512:
+                plain = replace(plain, rows=(40,), keys=(50,), group=1)
+            general = replace(plain, name=f"{plain.name}-general", general=True, sinks=False)
+            yield plain
+            yield replace(plain, name=f"{plain.name}-deterministic", deterministic=True)
+            yield general
+            yield replace(general, name=f"{general.name}-deterministic", deterministic=True)
+    for dtype in DTYPES:
+        yield from options(dtype)
+
+
+def options(dtype: str) -> Iterator[Shape]:
+    """What does not depend on the head dimension."""
+    base = Shape(dtype, dtype)
+    lengths = dict(rows=(3, 0, 130, 70), keys=(90, 20, 0, 140), varlen=True)
+    cache = dict(rows=(1, 1, 1), keys=(500, 500, 500), group=8, backward=False)
+    kinds = {
+        "full": dict(window=(-1, -1), head_dim_v=40),
+        "window": dict(window=(30, 5), rows=(200,), keys=(200,)),
+        "odd": dict(head_dim=37, head_dim_v=51, window=(9, 9)),
+        "varlen": dict(**lengths, tail=9, check=True),
+        "varlen-deterministic": dict(**lengths, deterministic=True, sinks=True),
+        "used": dict(rows=(100, 100), keys=(120, 120), used=True, leftpad=True),
+        "bias-broadcast": dict(general=True, bias_broadcast=True, rows=(60, 60), keys=(70, 70)),
+        "general-varlen": dict(**lengths, general=True),
+        "paged": dict(rows=(20, 20), keys=(96, 96), page_size=16, used=True, check=True),
+        "paged-odd": dict(rows=(20, 20), keys=(96, 96), page_size=3, leftpad=True, group=4),
+        "decode": dict(**cache),
+        "decode-splits": dict(**cache, splits=3, used=True),
+        "decode-paged-splits": dict(**cache, splits=4, page_size=64, sinks=True, head_dim=128),
+        "nan": dict(nan=True),
+        "nan-deterministic": dict(nan=True, deterministic=True, window=(40, 3), head_dim=128),
+        "empty-rows": dict(rows=(0, 0), keys=(9, 9)),
+        "empty-keys": dict(rows=(9, 9), keys=(0, 0), sinks=True),
+    }
+    for kind, changes in kinds.items():
+        yield replace(base, name=f"{dtype}-{kind}", **changes)  # type: ignore[arg-type]

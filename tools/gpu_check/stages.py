@@ -1,0 +1,239 @@
+"""The stages: each returns what goes into the result file, with `passed`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import suite
+from .processes import PYTHON, ROOT, TIMED_OUT, Ended, python_environment, run, run_all, say
+
+Report = dict[str, Any]
+# What TILEWISE_FORCE_ARCH is set to, and "" for the GPU's own tile table.
+ARCHITECTURES = ("", "80", "75")
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+
+
+@dataclass
+class Setup:
+    """What the stages share."""
+
+    build: Path
+    jobs: int
+    architecture: str  # "90"
+    cmake: list[str] = field(default_factory=list)
+    pytest: list[str] = field(default_factory=list)
+
+    @property
+    def logs(self) -> Path:
+        return self.build / "logs"
+
+    def python(self, architecture: str = "") -> dict[str, str]:
+        env = python_environment(self.build)
+        env["TILEWISE_TEST_DEVICES"] = "cuda"
+        if architecture:
+            env["TILEWISE_FORCE_ARCH"] = architecture
+        return env
+
+
+def failed(ended: Ended, lines: int = 15) -> Report:
+    """The report of a command that did not succeed."""
+    why = "took too long" if ended.status == TIMED_OUT else f"status {ended.status}"
+    for line in ended.tail(lines):
+        say(f"    {line}")
+    return {"passed": False, "why": why, "tail": ended.tail(lines)}
+
+
+def build(setup: Setup, limit: float) -> Report:
+    """For this GPU only, with the PyTorch adapter beside the library."""
+    configure = [
+        "cmake", "-S", str(ROOT), "-B", str(setup.build), "-G", "Ninja",
+        "-DCMAKE_BUILD_TYPE=Release", "-DTILEWISE_CUDA=ON", "-DTILEWISE_BUILD_TORCH=ON",
+        f"-DTILEWISE_CUDA_ARCHITECTURES={setup.architecture}", "-DTILEWISE_BUILD_TESTS=OFF",
+        f"-DPython3_EXECUTABLE={PYTHON}", *setup.cmake,
+    ]  # fmt: skip
+    ended = run(configure, min(limit, 90), setup.logs / "configure.log")
+    for line in ended.output().splitlines():
+        if "tilewise:" in line:
+            say(f"  {line}")
+    if ended.status != 0:
+        return failed(ended)
+    command = ["cmake", "--build", str(setup.build), "-j", str(setup.jobs)]
+    compiled = run(command, limit - ended.seconds, setup.logs / "build.log")
+    if compiled.status != 0:
+        lines = [x for x in compiled.output().splitlines() if re.search(r"error|FAILED", x)]
+        for line in lines[:20]:
+            say(f"    {line}")
+        return failed(compiled) | {"errors": lines[:20]}
+    library = setup.build / "libtilewise.so"
+    megabytes = library.stat().st_size / 1e6
+    say(f"  {library.name}: {megabytes:.1f} MB in {compiled.seconds:.0f} s")
+    return {"passed": True, "compile_seconds": round(compiled.seconds), "megabytes": megabytes}
+
+
+def driver(share: str, *more: str) -> list[str]:
+    """The small problems without PyTorch."""
+    return [PYTHON, "-m", "gpu_check.sanitized", "--share", share, *more]
+
+
+def driver_environment(setup: Setup, architecture: str) -> dict[str, str]:
+    """Of a module of this package."""
+    env = setup.python(architecture)
+    env["PYTHONPATH"] += f":{ROOT / 'tools'}"
+    return env
+
+
+def label(architecture: str) -> str:
+    """How the report names a tile table."""
+    return f"forced-{architecture}" if architecture else "native"
+
+
+def smoke(setup: Setup, limit: float) -> Report:
+    """Each small problem once: what does not launch, and what hangs, is known after seconds."""
+    names = {label(a): a for a in ARCHITECTURES}
+    ended = run_all(
+        {name: driver("0/1", "--list") for name in names},
+        limit, setup.logs / "smoke", {n: driver_environment(setup, a) for n, a in names.items()},
+    )  # fmt: skip
+    report: Report = {"passed": all(e.status == 0 for e in ended.values())}
+    kernels = set()
+    for name, each in ended.items():
+        kernels |= set(re.findall(r"cuda\.\S+", each.output()))
+        report[name] = each.tail(1)[-1:] if each.status == 0 else failed(each, 6)
+        say(f"  {name}: {' '.join(each.tail(1))}")
+    report["kernels"] = sorted(kernels)
+    return report
+
+
+def tests(setup: Setup, limit: float) -> Report:
+    """The suite on the GPU, and what calls kernels directly once more per forced tile table."""
+    shares = []
+    folder = setup.logs / "tests"
+    everything = setup.pytest or ["tests/python"]
+    processes = max(2, setup.jobs // 2)
+    for name, of, arguments in (
+        ("native", processes, everything),
+        ("forced-80", processes // 4 or 1, ["-m", "abi", *everything]),
+        ("forced-75", processes // 4 or 1, ["-m", "abi", *everything]),
+    ):
+        env = setup.python("" if name == "native" else name.removeprefix("forced-"))
+        if name != "native":
+            env["TILEWISE_TEST_EXAMPLES_PER_DTYPE"] = "150"
+        shares += [suite.Share(name, i, of, folder, env, arguments) for i in range(of)]
+    suite.run_shares(shares, limit=limit, each=90)
+    report: Report = {"passed": True}
+    for name in ("native", "forced-80", "forced-75"):
+        mine = [s for s in shares if s.name == name]
+        found = suite.counts(mine)
+        say(f"  {name}: {suite.summary(found)}")
+        report[name] = {n.replace(" ", "_"): count for n, count in found.items()}
+        report[name]["failures"] = suite.failures(mine)
+        report[name]["skips"] = suite.skips(mine)
+        report["passed"] &= found["passed"] > 0 and not found["failed"] and not found["not run"]
+        for failure in report[name]["failures"][:12]:
+            say(f"    FAILED {failure['test']}")
+    return report
+
+
+def errors_of(output: str) -> int:
+    """What compute-sanitizer counts; -1 when it has not said."""
+    counted = re.findall(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", output)
+    return sum(int(a or b) for a, b in counted) if counted else -1
+
+
+def judge(mine: list[Ended]) -> Report:
+    """One tool on one tile table, which several processes shared."""
+    counted = [errors_of(e.output()) for e in mine]
+    done = [e.status != TIMED_OUT and c >= 0 for e, c in zip(mine, counted, strict=True)]
+    report: Report = {
+        "errors": sum(max(c, 0) for c in counted),
+        "unfinished": done.count(False),
+        "passed": all(done) and not any(counted) and all(e.status == 0 for e in mine),
+    }
+    if not report["passed"]:
+        bad = next(e for e, c in zip(mine, counted, strict=True) if c != 0 or e.status != 0)
+        lines = [x for x in bad.output().splitlines() if x.startswith("=====")]
+        report["first"] = lines[:14] or bad.tail(8)
+    return report
+
+
+def sanitizer(setup: Setup, limit: float) -> Report:
+    """compute-sanitizer over the small problems: every tool, every tile table."""
+    program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(program).exists():
+        return {"passed": False, "why": "no compute-sanitizer"}
+    shares = max(1, setup.jobs // len(TOOLS))
+    report: Report = {"passed": True}
+    begin = time.monotonic()
+    for architecture in ARCHITECTURES:
+        commands, env = {}, {}
+        for tool in TOOLS:
+            options = ["--tool", tool, "--print-limit", "8", "--error-exitcode", "9"]
+            if tool == "memcheck":
+                options += ["--padding", "64"]
+            for share in range(shares):
+                name = f"{label(architecture)}-{tool}-{share}"
+                commands[name] = [program, *options, *driver(f"{share}/{shares}")]
+                env[name] = driver_environment(setup, architecture)
+        left = limit - (time.monotonic() - begin)
+        if left < 10:
+            report["passed"] = False
+            report[label(architecture)] = "not run, the time was used up"
+            continue
+        ended = run_all(commands, left, setup.logs / "sanitizer", env)
+        for tool in TOOLS:
+            found = judge([e for n, e in ended.items() if f"-{tool}-" in n])
+            report[f"{tool} {label(architecture)}"] = found
+            report["passed"] &= found["passed"]
+            unfinished = f", {found['unfinished']} of {shares} parts unfinished"
+            say(
+                f"  {tool} {label(architecture)}: {found['errors']} errors"
+                f"{unfinished if found['unfinished'] else ''}"
+            )
+            for line in found.get("first", [])[:8]:
+                say(f"    {line}")
+    return report
+
+
+def train(setup: Setup, limit: float) -> Report:
+    """The demo's GPT: the losses of the GPU are those of the CPU."""
+    result = setup.logs / "train.json"
+    result.unlink(missing_ok=True)
+    env = driver_environment(setup, "")
+    env.pop("OMP_NUM_THREADS")
+    command = [PYTHON, "-m", "gpu_check.train", str(result)]
+    ended = run(command, limit, setup.logs / "train.log", env)
+    for line in ended.tail(8):
+        say(f"  {line}")
+    if not result.is_file():
+        return failed(ended, 6)
+    return json.loads(result.read_text())
+
+
+def bench(setup: Setup, limit: float) -> Report:
+    """Side by side with the peers that are importable here."""
+    result = setup.logs / "bench.json"
+    result.unlink(missing_ok=True)
+    command = [PYTHON, "bench/bench_gpu.py", "--quick", "--json", str(result)]
+    ended = run(command, limit, setup.logs / "bench.log", setup.python())
+    for line in ended.tail(40):
+        say(f"  {line}")
+    if not result.is_file():
+        return failed(ended, 6)
+    return {"passed": ended.status == 0, "results": json.loads(result.read_text())}
+
+
+# Name: (function, seconds that it may take).
+STAGES = {
+    "build": (build, 240),
+    "smoke": (smoke, 60),
+    "tests": (tests, 240),
+    "sanitizer": (sanitizer, 180),
+    "train": (train, 60),
+    "bench": (bench, 150),
+}

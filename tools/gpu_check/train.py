@@ -1,0 +1,80 @@
+"""Trains the demo's GPT from one seed on the CPU and on the GPU and compares the losses.
+
+  python -m gpu_check.train RESULT.json [STEPS]
+
+In fp32 three runs have to agree: Tilewise on the CPU, Tilewise on the GPU, torch's own attention on
+the GPU. In bf16 the two on the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+# Largest relative difference of a loss. Adam divides by the root of tiny second moments, so
+# differences of the last bit grow from step to step, and the devices add in different orders.
+SAME = {"fp32": 2e-4, "bf16": 5e-3}
+
+
+def options(device: str, dtype: str, steps: int) -> argparse.Namespace:
+    """What examples/train_gpt.py reads from its command line."""
+    return argparse.Namespace(
+        seed=1, layers=4, width=256, heads=4, kv_heads=2, rows=256, batch=8, device=device,
+        dtype=dtype, steps=steps, learning_rate=1e-3,
+    )  # fmt: skip
+
+
+def losses(attention: str, device: str, dtype: str, steps: int, text: Any) -> list[float]:
+    """The loss of each step."""
+    from train_gpt import Training  # type: ignore[import-not-found]
+
+    begin = time.monotonic()
+    training = Training(options(device, dtype, steps), text, attention)
+    found = [training.step() for _ in range(steps)]
+    seconds = time.monotonic() - begin
+    print(f"{attention} {device} {dtype}: {found[0]:.4f} -> {found[-1]:.4f} in {seconds:.1f} s")
+    return found
+
+
+def difference(a: list[float], b: list[float]) -> float:
+    """The largest relative one of any step."""
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+def main() -> int:
+    """Writes the report and says whether all agree."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    import corpus  # type: ignore[import-not-found]
+
+    result, steps = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 40
+    text = corpus.load(None, 256)
+    gpu = losses("tilewise", "cuda", "fp32", steps, text)
+    report: dict[str, Any] = {"steps": steps, "first": gpu[0], "last": gpu[-1]}
+    pairs = {
+        "fp32, torch on this GPU": ("fp32", gpu, losses("sdpa", "cuda", "fp32", steps, text)),
+        "fp32, Tilewise on the CPU": ("fp32", gpu, losses("tilewise", "cpu", "fp32", steps, text)),
+        "bf16, torch on this GPU": (
+            "bf16",
+            losses("tilewise", "cuda", "bf16", steps, text),
+            losses("sdpa", "cuda", "bf16", steps, text),
+        ),
+    }
+    passed = all(x == x and y < x for x, y in [(gpu[0], gpu[-1])])  # it learns
+    report["differences"] = {}
+    for name, (dtype, ours, theirs) in pairs.items():
+        apart = difference(ours, theirs)
+        report["differences"][name] = {"largest": apart, "allowed": SAME[dtype]}
+        passed &= apart <= SAME[dtype]
+        print(f"{name}: largest relative difference {apart:.1e}, allowed {SAME[dtype]:.0e}")
+    report["passed"] = passed
+    result.write_text(json.dumps(report))
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
