@@ -14,6 +14,8 @@ TILEWISE_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) {
 TILEWISE_DEVICE float shuffle(float x, int lane) { return emulator::shuffle(x, lane); }
 TILEWISE_DEVICE uint32_t shuffle(uint32_t x, int lane) { return emulator::shuffle(x, lane); }
 TILEWISE_DEVICE bool any(bool x) { return emulator::any(x); }
+// Stands in a branch that must stay one: no selects in its place.
+TILEWISE_DEVICE void keep_branch() {}
 
 #else
 
@@ -25,6 +27,7 @@ TILEWISE_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) {
 TILEWISE_DEVICE float shuffle(float x, int lane) { return __shfl_sync(kAllLanes, x, lane); }
 TILEWISE_DEVICE uint32_t shuffle(uint32_t x, int lane) { return __shfl_sync(kAllLanes, x, lane); }
 TILEWISE_DEVICE bool any(bool x) { return __any_sync(kAllLanes, x) != 0; }
+TILEWISE_DEVICE void keep_branch() { asm volatile(""); }
 
 #endif
 

@@ -1,0 +1,103 @@
+// The end of a backward block: dK and dV on their way to memory.
+#pragma once
+
+#include "cuda/mma_sync/backward_plan.h"
+#include "cuda/ptx/block.h"
+#include "cuda/ptx/warp.h"
+#include "cuda/tile/copy.h"
+#include "cuda/tile/operands.h"
+
+namespace tilewise::cuda::mma_sync {
+
+template <class C>
+using KeySums = tile::Sums<2, BackwardPlan<C>::kColumns / 8>;
+
+template <class C>
+TILEWISE_DEVICE bool is_finite(const KeySums<C>& d) {
+  bool finite = true;
+#pragma unroll
+  for (int m = 0; m < 2; ++m)
+#pragma unroll
+    for (int n = 0; n < BackwardPlan<C>::kColumns / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) finite = finite && d.x[m][n][e] - d.x[m][n][e] == 0.0f;
+  return finite;
+}
+
+// scale * d as rows of elements in shared memory. `row`, `column`: the first ones of the warp.
+template <class C>
+TILEWISE_DEVICE void stage_keys(const KeySums<C>& d, float scale, ptx::SharedAddress to, int row,
+                                int column) {
+  using Plan = BackwardPlan<C>;
+  const int lane = ptx::lane_index();
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = row + 16 * m + 8 * half + lane / 4;
+#pragma unroll
+      for (int n = 0; n < Plan::kColumns / 8; ++n) {
+        const float x = d.x[m][n][2 * half] * scale;
+        const float y = d.x[m][n][2 * half + 1] * scale;
+        const int byte = (column + 8 * n + lane % 4 * 2) * Plan::kBytes;
+        const ptx::SharedAddress at =
+            to + tile::Swizzle<Plan::kRowBytes>::offset(key, byte / 16) +
+            static_cast<uint32_t>(byte % 16);
+        if constexpr (Plan::kBytes == 2) {
+          ptx::st_shared_b32(at, tile::pack<typename C::Element>(x, y));
+        } else {
+          ptx::st_shared_b32(at, ptx::bits_of(x));
+          ptx::st_shared_b32(at + 4, ptx::bits_of(y));
+        }
+      }
+    }
+  }
+}
+
+// The first `count` elements of 16 bytes, at any alignment.
+template <class C>
+TILEWISE_DEVICE void store_elements(typename C::Element::Storage* to, const uint32_t (&x)[4],
+                                    int64_t count) {
+#pragma unroll
+  for (int i = 0; i < 16 / C::Element::kBytes; ++i) {
+    if (i >= count) continue;
+    if constexpr (C::Element::kBytes == 2)
+      to[i] = {static_cast<uint16_t>(i % 2 == 0 ? x[i / 2] & 0xffffu : x[i / 2] >> 16)};
+    else
+      to[i] = ptx::float_of(x[i]);
+  }
+}
+
+// The staged rows of the keys in use to dk or dv.
+template <class C>
+TILEWISE_DEVICE void store_keys(const tilewise_tensor& view, ptx::SharedAddress from,
+                                const KvSource& source, int64_t head, Range keys,
+                                int64_t columns) {
+  using Plan = BackwardPlan<C>;
+  using Lanes = tile::CopyLanes<Plan::kThreads, Plan::kKeys, Plan::kRowBytes>;
+  using Storage = typename C::Element::Storage;
+  constexpr int kPerChunk = 16 / Plan::kBytes;
+  if (view.data == nullptr) return;
+  const Lanes lanes(ptx::thread_index());
+  const bool aligned = !C::kGeneral || rows_aligned(view, columns, Plan::kBytes);
+#pragma unroll 4
+  for (int pass = 0; pass < Lanes::kPasses; ++pass) {
+    const int64_t key = keys.begin + lanes.row_of(pass);
+    if (!lanes.has(pass) || key >= keys.end) break;
+    Storage* row = static_cast<Storage*>(view.data) + head * view.stride_head +
+                   source.offset(view, key);
+#pragma unroll
+    for (int column = 0; column < Lanes::kColumns; ++column) {
+      const int at = lanes.chunk_of(column) * kPerChunk;
+      uint32_t x[4];
+      ptx::ld_shared_v4_b32(x, from + lanes.offset(pass, column));
+      if (!C::kGeneral || aligned) {
+        if (at < columns) ptx::st_global_v4_b32(row + at, x);
+      } else {
+        store_elements<C>(row + at, x, columns - at);
+      }
+    }
+  }
+}
+
+}  // namespace tilewise::cuda::mma_sync

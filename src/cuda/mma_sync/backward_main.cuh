@@ -1,0 +1,235 @@
+// The backward of FlashAttention-2 (arXiv 2307.08691, algorithm 2) on tensor cores. A block owns a
+// tile of keys of one key/value head, sums dK and dV in registers over the query heads of its group
+// and over the tiles of queries that see the keys, and adds dQ to sums in memory.
+//
+// Scores are computed transposed (S^T = K Q^T, dP^T = V dO^T): what a warp has computed of P^T and
+// dS^T is then the left operand of its products for dV and dK without leaving registers.
+#pragma once
+
+#include "cuda/mma_sync/backward_keys.cuh"
+#include "cuda/mma_sync/backward_products.cuh"
+#include "cuda/mma_sync/backward_rows.cuh"
+#include "cuda/mma_sync/backward_scores.cuh"
+#include "cuda/mma_sync/backward_turns.cuh"
+
+namespace tilewise::cuda::mma_sync {
+
+// exp2(scale_log2 * s + row_lse) = P. Not zero, so that a masked score has a value that it takes to
+// 0, whatever the sign of the scale.
+TILEWISE_DEVICE float exponent_scale(float scale) {
+  const float x = scale * kLog2e;
+  return x < 1e-30f && x > -1e-30f ? 1e-30f : x;
+}
+
+template <class C>
+TILEWISE_KERNEL(BackwardPlan<C>::kThreads, C::kBackward.blocks_per_sm)
+void backward(TILEWISE_PARAMETER BackwardParams p) {
+  using Plan = BackwardPlan<C>;
+  using Element = typename C::Element;
+  using Arch = typename C::Arch;
+  constexpr int kStages = Plan::kStages;
+  constexpr int kOwnSteps = Plan::kWarpQueries / Plan::kStep;
+  const Problem& problem = p.problem;
+  if (p.key_flags.data != nullptr && ptx::thread_index() == 0)
+    p.key_flags.data[ptx::block_index()] = 0;
+
+  const TileOrder::Work work = p.order.at(ptx::block_index());
+  if (work.sequence < 0) return;
+  const Sequence sequence = sequence_of(problem, work.sequence);
+  const Band& band = sequence.band;
+  const Range keys = Tiling{band.keys, Plan::kKeys}.at(work.tile);
+  if (keys.empty()) return;
+  const RowSpan span = RowSpan::of<C>(band, keys);
+  const auto group = static_cast<int32_t>(group_size(problem));
+  const int64_t first_head = work.head * int64_t{group};
+  const int32_t steps = span.length() / Plan::kQueries * group;
+
+  const int lane = ptx::lane_index();
+  const int warp = ptx::warp_index();
+  const int own_key = warp / Plan::kTile.query_warps * 32;
+  const int own_query = warp % Plan::kTile.query_warps * Plan::kWarpQueries;
+  const int own_column = warp % Plan::kTile.query_warps * Plan::kColumns;
+  const ptx::SharedAddress shared = ptx::shared_address(ptx::shared_memory());
+  const ptx::SharedAddress own_k = shared + Plan::kK + own_key * Plan::kRowBytes;
+  const ptx::SharedAddress own_v = shared + Plan::kV + own_key * Plan::kRowBytes;
+
+  RowFeed<C> feed(p, sequence, first_head, span, shared);
+  copy_keys<C>(shared + Plan::kK, problem.k, sequence.kv, work.head, keys, problem.head_dim);
+  copy_keys<C>(shared + Plan::kV, problem.v, sequence.kv, work.head, keys, problem.head_dim_v);
+  feed.copy(p, 0);
+  if constexpr (kStages == 3) {
+    feed.copy(p, 1);
+    tile::wait<Arch, 1>();
+    ptx::sync_block();
+  }
+
+  const KeyMask<C> mask(band, keys, keys.begin + own_key + lane / 4);
+  const float scale = score_of(problem).scale;
+  const float scale_log2 = exponent_scale(scale);
+  const float hidden = scale_log2 > 0.0f ? kMinusInfinity : -kMinusInfinity;
+  [[maybe_unused]] GeneralScores<C> general(problem, sequence, span.rows,
+                                            keys.begin + own_key + lane / 4);
+
+  const RowProduct<C> row_product(lane);
+  const tile::TransposedB<Element, Plan::kRowBytes> columns(lane, own_column / 16);
+  const tile::OperandOffsets<Plan::kScoreRowBytes> scores(lane);
+  const DqProduct<C> dq_product(lane, warp);
+  KeySums<C> dk;
+  KeySums<C> dv;
+  dk.fill(0.0f);
+  dv.fill(0.0f);
+
+  int64_t row_tile = (first_head * p.rows.count(problem) + p.rows.first(problem, sequence.batch) +
+                      span.begin) / Plan::kQueries;
+  int32_t row = span.begin;
+  int32_t head = 0;
+  int stage = 0;
+#pragma unroll 1
+  for (int32_t step = 0; step < steps; ++step) {
+    if constexpr (kStages < 3) {
+      tile::wait<Arch, 0>();
+      ptx::sync_block();
+    }
+    const int score_tile = kStages == 3 ? step & 1 : 0;
+    const ptx::SharedAddress q =
+        shared + Plan::kRows + static_cast<uint32_t>(stage * 2 * Plan::kRowTileBytes);
+    const ptx::SharedAddress d_out = q + Plan::kRowTileBytes;
+    const ptx::SharedAddress own_lse =
+        shared + Plan::kStatistics +
+        static_cast<uint32_t>(stage * Plan::kStatisticsBytes + (own_query + lane % 4 * 2) * 4);
+    const ptx::SharedAddress own_delta = own_lse + Plan::kQueries * 4;
+    const uint32_t own_rows = static_cast<uint32_t>(own_query * Plan::kRowBytes);
+    const ptx::SharedAddress ds_tile =
+        shared + Plan::kDS + static_cast<uint32_t>(score_tile * Plan::kScoreTileBytes);
+    const ptx::SharedAddress p_tile =
+        shared + Plan::kP + static_cast<uint32_t>(score_tile * Plan::kScoreTileBytes);
+
+    tile::Operands<Element, 2, kOwnSteps> p_own;
+    tile::Operands<Element, 2, kOwnSteps> ds_own;
+    {
+      ScoreSums<C> s;
+      ScoreSums<C> dp;
+      s.fill(0.0f);
+      row_product.add(s, own_k, q + own_rows, [&](int k) {
+        if (kStages == 2 && k == 1) feed.copy_q(p, stage ^ 1);
+      });
+      if constexpr (!C::kGeneral) {
+        if (!mask.clear(row)) {
+          ptx::keep_branch();
+          mask.apply(s, row + own_query, hidden);
+        }
+      }
+      start_dp<C>(dp, own_delta);
+      row_product.add(dp, own_v, d_out + own_rows, [&](int k) {
+        if (kStages == 2 && k == 1) {
+          feed.copy_d_out(p, stage ^ 1);
+          tile::commit<Arch>();
+        }
+      });
+      if constexpr (C::kGeneral)
+        general.apply(s, dp, mask, problem.bias_stride_row, row + own_query, own_lse, own_delta);
+#pragma unroll
+      for (int n = 0; n < Plan::kWarpQueries / 8; ++n) {
+        if constexpr (!C::kGeneral) softmax_and_derivative<C>(s, dp, n, scale_log2, own_lse);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          p_own.set(m, n, s.x[m][n]);
+          ds_own.set(m, n, dp.x[m][n]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kOwnSteps; ++j) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const uint32_t at = scores.word(own_key + 16 * m, own_query / Plan::kStep + j, i);
+            if (Plan::kShareP) ptx::st_shared_b32(p_tile + at, p_own.r[j][m][i]);
+            ptx::st_shared_b32(ds_tile + at, ds_own.r[j][m][i]);
+          }
+        }
+      }
+    }
+
+    // dV += P^T dO and dK += dS^T Q with the warp's own queries.
+#pragma unroll
+    for (int j = 0; j < kOwnSteps; ++j) {
+      const tile::Fragment<Element> a[2] = {p_own.at(j, 0), p_own.at(j, 1)};
+      add_step<C>(dv, a, columns, d_out + own_rows, j * Plan::kStep);
+    }
+    if constexpr (Plan::kTile.early_barrier) {
+      if constexpr (kStages == 3) tile::wait<Arch, 0>();
+      ptx::sync_block();
+    }
+#pragma unroll
+    for (int j = 0; j < kOwnSteps; ++j) {
+      const tile::Fragment<Element> a[2] = {ds_own.at(j, 0), ds_own.at(j, 1)};
+      add_step<C>(dk, a, columns, q + own_rows, j * Plan::kStep);
+      if (kStages == 3 && j == 0) feed.copy(p, stage == 0 ? 2 : stage - 1);
+    }
+    if constexpr (!Plan::kTile.early_barrier) ptx::sync_block();
+
+    // ... and with those of the other warps.
+#pragma unroll
+    for (int j = 0; j < (Plan::kQueries - Plan::kWarpQueries) / Plan::kStep; ++j) {
+      const int query =
+          (own_query + Plan::kWarpQueries + j * Plan::kStep) & (Plan::kQueries - 1);
+      const uint32_t query_rows = static_cast<uint32_t>(query * Plan::kRowBytes);
+      tile::Fragment<Element> a[2];
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+        a[m] = tile::load<Element>(p_tile + scores.rows(own_key + 16 * m, query / Plan::kStep));
+      add_step<C>(dv, a, columns, d_out + query_rows, 0);
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+        a[m] = tile::load<Element>(ds_tile + scores.rows(own_key + 16 * m, query / Plan::kStep));
+      add_step<C>(dk, a, columns, q + query_rows, 0);
+    }
+
+    if (p.dq_sum != nullptr) {
+      typename DqProduct<C>::Sums dq;
+      dq.fill(0.0f);
+      dq_product.add(dq, ds_tile, shared + Plan::kK);
+      float* to = p.dq_sum + row_tile * Plan::kDqTile;
+      if (p.turns != nullptr) {
+        const int32_t mine =
+            turn_of<C>(band, row, work.tile, p.order.longest_first == 1);
+        wait_for_turn(p.turns + row_tile, mine);
+        DqProduct<C>::reduce(dq, to, warp, lane);
+        pass_turn(p.turns + row_tile, mine);
+      } else {
+        DqProduct<C>::reduce(dq, to, warp, lane);
+      }
+    }
+
+    if constexpr (kStages == 1) {
+      ptx::sync_block();
+      feed.copy(p, 0);
+    } else if constexpr (kStages == 2) {
+      stage ^= 1;
+    } else {
+      stage = stage == 2 ? 0 : stage + 1;
+    }
+    row += Plan::kQueries;
+    ++row_tile;
+    if (row == span.end) {
+      row = span.begin;
+      ++head;
+      row_tile += (p.rows.count(problem) - span.length()) / Plan::kQueries;
+      if constexpr (C::kGeneral) general.start_head(problem, sequence, first_head + head);
+    }
+  }
+
+  tile::wait<Arch, 0>();
+  ptx::sync_block();
+  if (p.key_flags.data != nullptr && ptx::any(!is_finite<C>(dk) || !is_finite<C>(dv)) && lane == 0)
+    p.key_flags.data[ptx::block_index()] = 1;
+  stage_keys<C>(dk, scale, shared + Plan::kK, own_key, own_column);
+  stage_keys<C>(dv, 1.0f, shared + Plan::kV, own_key, own_column);
+  ptx::sync_block();
+  const KvSource gradients = gradient_source(problem, sequence);
+  store_keys<C>(p.gradients.dk, shared + Plan::kK, gradients, work.head, keys, problem.head_dim);
+  store_keys<C>(p.gradients.dv, shared + Plan::kV, gradients, work.head, keys, problem.head_dim_v);
+}
+
+}  // namespace tilewise::cuda::mma_sync

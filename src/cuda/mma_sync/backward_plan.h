@@ -1,0 +1,105 @@
+// How a backward block is cut: who sums what, and what lies where in shared memory.
+#pragma once
+
+#include "cuda/mma_sync/config.h"
+#include "cuda/params.h"
+
+namespace tilewise::cuda::mma_sync {
+
+inline constexpr int kPrepareThreads = 128;
+inline constexpr int kFinishThreads = 128;
+inline constexpr int kFinishSharedBytes = kFinishThreads / 32 * 4;
+
+// A block owns kKeys keys and walks the tiles of kQueries query rows that see them. Warp w works on
+// 32 keys (w / query_warps) and shares the queries of a tile with the other warps of these keys.
+template <class C>
+struct BackwardPlan {
+  static constexpr arch::BackwardTile kTile = C::kBackward;
+  static constexpr int kBytes = C::Element::kBytes;
+  static constexpr int kThreads = kTile.threads();
+  static constexpr int kWarps = kThreads / 32;
+  static constexpr int kKeys = kTile.keys();
+  static constexpr int kQueries = kTile.queries;
+  static constexpr int kStages = kTile.stages;
+  static constexpr int kStep = 32 / kBytes;  // of the summed index of a product
+
+  // S^T = K Q^T and dP^T = V dO^T: 32 keys x kWarpQueries a warp.
+  static constexpr int kWarpQueries = kQueries / kTile.query_warps;
+  static_assert(kWarpQueries % kStep == 0);
+  // dK = dS^T Q and dV = P^T dO: 32 keys x kColumns a warp. The warp takes P and dS of its own
+  // queries from registers and those of the other warps from shared memory.
+  static constexpr bool kShareP = kTile.query_warps > 1;
+  static constexpr int kColumns = C::kHeadDim / kTile.query_warps;
+  static_assert(kTile.split_columns == kShareP && kColumns % 16 == 0);
+
+  // dQ = dS K: kDqRows x kDqColumns a warp, warps side by side first.
+  static constexpr bool dq_fits(int rows) {
+    const int down = kQueries / rows;
+    return kQueries % rows == 0 && kWarps % down == 0 &&
+           C::kHeadDim / (kWarps / down) % 16 == 0;
+  }
+  static constexpr int kDqRows = dq_fits(32) ? 32 : 16;
+  static constexpr int kDqAcross = kWarps / (kQueries / kDqRows);
+  static constexpr int kDqColumns = C::kHeadDim / kDqAcross;
+  static_assert(dq_fits(kDqRows));
+  static_assert(kBytes == 2 || kDqColumns == 16 || kDqColumns % 32 == 0);  // GatherOffsets
+  // Floats of a tile of dq_sum.
+  static constexpr int kDqTile = kQueries * C::kHeadDim;
+
+  // Shared memory.
+  static constexpr int kRowBytes = C::kHeadDim * kBytes;
+  static constexpr int kScoreRowBytes = kQueries * kBytes;
+  static constexpr int kKeyTileBytes = kKeys * kRowBytes;
+  static constexpr int kRowTileBytes = kQueries * kRowBytes;
+  static constexpr int kScoreTileBytes = kKeys * kScoreRowBytes;
+  static constexpr int kScoreTiles = kStages == 3 ? 2 : 1;
+  static constexpr int kK = 0;
+  static constexpr int kV = kK + kKeyTileBytes;
+  static constexpr int kRows = kV + kKeyTileBytes;  // per stage: Q, dO
+  static constexpr int kDS = kRows + kStages * 2 * kRowTileBytes;
+  static constexpr int kP = kDS + kScoreTiles * kScoreTileBytes;
+  static constexpr int kStatistics = kP + (kShareP ? kScoreTiles * kScoreTileBytes : 0);
+  static constexpr int kStatisticsBytes = 2 * kQueries * 4;  // per stage: row_lse, row_delta
+  static constexpr int kSharedBytes = kStatistics + kStages * kStatisticsBytes;
+  static_assert(kSharedBytes <= arch::limits_of(C::Arch::kTable).shared_bytes);
+};
+
+template <class C>
+inline constexpr int kBackwardSharedBytes = BackwardPlan<C>::kSharedBytes;
+
+// dq_sum holds a row tile as the sums of the warps, one after the other; this is where they put
+// value e of the 16 x 8 block (m, n) of their sums.
+template <class C>
+TILEWISE_FN int dq_index(int m, int n, int e, int lane) {
+  const int block = m * (BackwardPlan<C>::kDqColumns / 8) + n;
+  return C::Arch::kVectorReduction ? (block * 32 + lane) * 4 + e : (block * 4 + e) * 32 + lane;
+}
+
+// Row and column of a tile of dQ, of value e of the block (m, n) of a warp. The rows of 4-byte
+// elements come out of the transposed dS tile in the order in which Operands lie there.
+template <class C>
+TILEWISE_FN int dq_row(int warp, int m, int e, int lane) {
+  const int g = lane / 4;
+  const int row = C::Element::kBytes == 2 ? g : g % 4 * 2 + g / 4;
+  return warp / BackwardPlan<C>::kDqAcross * BackwardPlan<C>::kDqRows + m * 16 + e / 2 * 8 + row;
+}
+template <class C>
+TILEWISE_FN int dq_column(int warp, int n, int e, int lane) {
+  return warp % BackwardPlan<C>::kDqAcross * BackwardPlan<C>::kDqColumns + n * 8 + lane % 4 * 2 +
+         e % 2;
+}
+
+// Gradients of keys: like k and v, or one row per key of each sequence (tilewise_gradients).
+TILEWISE_FN KvSource gradient_source(const Problem& p, const Sequence& s) {
+  const bool per_sequence = p.block_table != nullptr || p.kv_batch_idx != nullptr;
+  return per_sequence ? s.kv.dense(s.batch) : s.kv;
+}
+
+// Whether all rows of a tensor start at multiples of 16 bytes.
+TILEWISE_FN bool rows_aligned(const tilewise_tensor& view, int64_t columns, int bytes) {
+  const auto strides = view.stride_batch | view.stride_row | view.stride_head | columns;
+  return (reinterpret_cast<uintptr_t>(view.data) | static_cast<uintptr_t>(strides * bytes)) % 16 ==
+         0;
+}
+
+}  // namespace tilewise::cuda::mma_sync

@@ -1,0 +1,213 @@
+// From S^T and dP^T to P and dS, with the mask, in the registers of a warp.
+#pragma once
+
+#include "cuda/common/score_terms.h"
+#include "cuda/mma_sync/backward_plan.h"
+#include "cuda/ptx/block.h"
+#include "cuda/ptx/warp.h"
+#include "cuda/tile/fragment.h"
+
+namespace tilewise::cuda::mma_sync {
+
+// S^T or dP^T of a warp: keys 16m + g + 8 (e / 2) in the order of `Sums`, queries 8n + 2t + e % 2.
+template <class C>
+using ScoreSums = tile::Sums<2, BackwardPlan<C>::kWarpQueries / 8>;
+
+// The band as seen from the keys of a lane. `row`: the first query of the warp.
+template <class C>
+class KeyMask {
+  using Plan = BackwardPlan<C>;
+
+ public:
+  // Key 0 of the lane is `key`; `keys` are those of the block.
+  TILEWISE_DEVICE KeyMask(const Band& band, Range keys, int64_t key) {
+    const int64_t first = key - band.shift() - band.right;
+    const int64_t last = key - band.shift() + band.left;
+    first_ = static_cast<int32_t>(clamp(first, -kFar, kFar));
+    last_ = static_cast<int32_t>(clamp(last, -kFar, kFar));
+    keys_ = static_cast<int32_t>(keys.end - key);
+    const Range all = band.rows_of_all(keys);
+    const bool whole = keys.size() == Plan::kKeys;
+    clear_begin_ = static_cast<int32_t>(whole ? all.begin : kFar);
+    clear_end_ = static_cast<int32_t>(all.end == band.rows ? kFar : all.end) - Plan::kQueries;
+  }
+
+  // Whether the tile of queries from `row` on sees all keys of the block.
+  TILEWISE_DEVICE bool clear(int32_t row) const {
+    return row >= clear_begin_ && row <= clear_end_;
+  }
+
+  // Which of the queries `row`, row + 1, ... see the key `offset` keys after the lane's first one.
+  struct Rows {
+    int32_t first;
+    int32_t last;
+
+    TILEWISE_DEVICE bool has(int32_t query) const { return query >= first && query <= last; }
+  };
+  TILEWISE_DEVICE Rows rows_of(int offset, int32_t row) const {
+    return {offset < keys_ ? first_ + offset - row : kFar, last_ + offset - row};
+  }
+
+  // What is not visible becomes `hidden`.
+  TILEWISE_DEVICE void apply(ScoreSums<C>& s, int32_t row, float hidden) const {
+    const int32_t own = row + ptx::lane_index() % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Rows rows = rows_of(16 * m + 8 * half, own);
+#pragma unroll
+        for (int n = 0; n < Plan::kWarpQueries / 8; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            if (!rows.has(8 * n + e)) s.x[m][n][2 * half + e] = hidden;
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  static constexpr int32_t kFar = 1 << 30;
+
+  int32_t first_;  // rows that see key 0 of the lane
+  int32_t last_;
+  int32_t keys_;  // keys in use from it on
+  int32_t clear_begin_;
+  int32_t clear_end_;  // last row at which a tile of queries may start
+};
+
+// Two queries of row_lse or row_delta, 8n + 2t and the next.
+template <class C>
+TILEWISE_DEVICE void load_statistic(float (&x)[2], ptx::SharedAddress statistic, int n) {
+  uint32_t bits[2];
+  ptx::ld_shared_v2_b32(bits, statistic + static_cast<uint32_t>(n * 32));
+  x[0] = ptx::float_of(bits[0]);
+  x[1] = ptx::float_of(bits[1]);
+}
+
+// dP^T starts at -delta where nothing but a product follows.
+template <class C>
+TILEWISE_DEVICE void start_dp(ScoreSums<C>& dp, ptx::SharedAddress delta) {
+  if constexpr (C::kGeneral) {
+    dp.fill(0.0f);
+  } else {
+#pragma unroll
+    for (int n = 0; n < BackwardPlan<C>::kWarpQueries / 8; ++n) {
+      float d[2];
+      load_statistic<C>(d, delta, n);
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) dp.x[m][n][e] = d[e % 2];
+      }
+    }
+  }
+}
+
+// P = exp(S - lse) and dS = P (dP - delta); columns 8n .. 8n + 8 of both, in place.
+template <class C>
+TILEWISE_DEVICE void softmax_and_derivative(ScoreSums<C>& s, ScoreSums<C>& dp, int n,
+                                            float scale_log2, ptx::SharedAddress lse) {
+  float l[2];
+  load_statistic<C>(l, lse, n);
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      s.x[m][n][e] = ptx::ex2(ptx::fma(s.x[m][n][e], scale_log2, l[e % 2]));
+      dp.x[m][n][e] *= s.x[m][n][e];
+    }
+  }
+}
+
+// The general form of the two: softcap, ALiBi, bias and dropout.
+template <class C>
+class GeneralScores {
+  using Plan = BackwardPlan<C>;
+
+ public:
+  TILEWISE_DEVICE GeneralScores(const Problem& p, const Sequence& s, int32_t rows, int64_t key)
+      : terms_(ScoreTerms::of(p)), rows_(rows), key_(key) {
+    start_head(p, s, 0);
+  }
+  TILEWISE_DEVICE void start_head(const Problem& p, const Sequence& s, int64_t head) {
+    head_ = ScoreTerms::row(p, s, 0, head);
+  }
+
+  // All of s becomes dropout(P), all of dp dS. `row`: the first query of the warp.
+  TILEWISE_DEVICE void apply(ScoreSums<C>& s, ScoreSums<C>& dp, const KeyMask<C>& mask,
+                             int64_t bias_stride_row, int32_t row, ptx::SharedAddress lse,
+                             ptx::SharedAddress delta) const {
+    const int lane = ptx::lane_index();
+    uint32_t kept[8];
+    if (terms_.dropout.on()) draw(kept, row);
+#pragma unroll
+    for (int n = 0; n < Plan::kWarpQueries / 8; ++n) {
+      float l[2];
+      float d[2];
+      load_statistic<C>(l, lse, n);
+      load_statistic<C>(d, delta, n);
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int offset = 16 * m + e / 2 * 8;
+          const int32_t query = row + 8 * n + lane % 4 * 2 + e % 2;
+          float keep = 1.0f;
+          if (terms_.dropout.on()) {
+            const uint32_t bit = kept[e % 2 * 4 + m * 2 + e / 2] >> (8 * n + lane / 4) & 1u;
+            keep = bit != 0 ? terms_.dropout.keep_scale : 0.0f;
+          }
+          if (query < rows_ && mask.rows_of(offset, 0).has(query)) {
+            const auto score = terms_.at(s.x[m][n][e], row_terms(query, bias_stride_row),
+                                         key_ + offset);
+            const float p = ptx::ex2(ptx::fma(score.value, kLog2e, l[e % 2]));
+            s.x[m][n][e] = p * keep;
+            dp.x[m][n][e] = p * ptx::fma(dp.x[m][n][e], keep, d[e % 2]) * score.derivative;
+          } else {
+            s.x[m][n][e] = dp.x[m][n][e] = 0.0f;
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  TILEWISE_DEVICE RowTerms row_terms(int32_t row, int64_t bias_stride_row) const {
+    RowTerms r = head_;
+    r.diagonal += row;
+    r.row = static_cast<uint32_t>(row);
+    r.bias += row * bias_stride_row;
+    return r;
+  }
+
+  // The 8 keys of a Philox block lie across the 8 lanes of equal t, and so do the 8 combinations of
+  // (e % 2, m, e / 2): lane g draws the blocks of combination g for every n, as 8 bits each, and
+  // kept[c] is what lane c has drawn.
+  TILEWISE_DEVICE void draw(uint32_t (&kept)[8], int32_t row) const {
+    const int lane = ptx::lane_index();
+    const int g = lane / 4;
+    const int t = lane % 4;
+    const int64_t block_key = key_ - g + (g / 2 % 2) * 16 + g % 2 * 8;
+    uint32_t mine = 0;
+#pragma unroll
+    for (int n = 0; n < Plan::kWarpQueries / 8; ++n) {
+      RowTerms r = head_;
+      r.row = static_cast<uint32_t>(row + 8 * n + 2 * t + g / 4);
+      const KeepFactors factors = terms_.keep(r, block_key);
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        mine |= static_cast<uint32_t>(factors.at(i) != 0.0f) << (8 * n + i);
+    }
+#pragma unroll
+    for (int c = 0; c < 8; ++c) kept[c] = ptx::shuffle(mine, c * 4 + t);
+  }
+
+  ScoreTerms terms_;
+  RowTerms head_;  // of row 0
+  int32_t rows_;
+  int64_t key_;  // of the lane: row g of its warp's 32 keys
+};
+
+}  // namespace tilewise::cuda::mma_sync

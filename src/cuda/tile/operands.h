@@ -1,0 +1,80 @@
+// Sums on their way to become operands of the next product: kept in registers for the warp itself
+// and stored in shared memory for the others.
+#pragma once
+
+#include "cuda/tile/fragment.h"
+
+namespace tilewise::cuda::tile {
+
+// kRows x 16 rows and kSteps steps of A, in elements (fp32 is split where it is used).
+template <class Element, int kRows, int kSteps>
+struct Operands {
+  uint32_t r[kSteps][kRows][4];
+
+  // Columns 8n .. 8n + 8 of the sums of 16 rows.
+  TILEWISE_DEVICE void set(int m, int n, const float (&x)[4]) {
+    if constexpr (Element::kBytes == 2) {
+      r[n / 2][m][n % 2 * 2] = pack<Element>(x[0], x[1]);
+      r[n / 2][m][n % 2 * 2 + 1] = pack<Element>(x[2], x[3]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) r[n][m][i] = ptx::bits_of(x[i % 2 * 2 + i / 2]);
+    }
+  }
+
+  TILEWISE_DEVICE Fragment<Element> at(int step, int m) const {
+    Fragment<Element> f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) f.r[i] = r[step][m][i];
+    split(f);
+    return f;
+  }
+};
+
+// Where a lane stores its words of Operands, and gives the rows of them to `load`, which then
+// returns the same fragments. A row is one period of the swizzle, so the step may be a run-time
+// number.
+template <int kRowBytes>
+class OperandOffsets {
+ public:
+  static_assert(Swizzle<kRowBytes>::kPeriod * 16 == kRowBytes);
+
+  TILEWISE_DEVICE explicit OperandOffsets(int lane)
+      : word_(Swizzle<kRowBytes>::offset(lane / 4, 0) + static_cast<uint32_t>(lane % 4 * 4)),
+        row_(Swizzle<kRowBytes>::offset(lane & 15, lane >> 4)) {}
+
+  // Word `i` of the fragment of 16 rows from `row` on.
+  TILEWISE_DEVICE uint32_t word(int row, int step, int i) const {
+    return (word_ ^ static_cast<uint32_t>(step * 32 + i / 2 * 16)) +
+           static_cast<uint32_t>((row + i % 2 * 8) * kRowBytes);
+  }
+  TILEWISE_DEVICE uint32_t rows(int row, int step) const {
+    return (row_ ^ static_cast<uint32_t>(step * 32)) + static_cast<uint32_t>(row * kRowBytes);
+  }
+
+ private:
+  uint32_t word_;
+  uint32_t row_;
+};
+
+// Eight rows of a B that is stored [n][k], two steps of it in one fragment: its halves.
+template <int kRowBytes>
+class WideOffsets {
+ public:
+  static_assert(Swizzle<kRowBytes>::kPeriod == 8);
+
+  TILEWISE_DEVICE explicit WideOffsets(int lane) {
+    for (int i = 0; i < 2; ++i)
+      base_[i] = Swizzle<kRowBytes>::offset(lane & 7, 4 * i + (lane >> 3));
+  }
+
+  // Steps 2 * pair and 2 * pair + 1.
+  TILEWISE_DEVICE uint32_t at(int row, int pair) const {
+    return base_[pair % 2] + static_cast<uint32_t>(pair / 2 * 128 + row * kRowBytes);
+  }
+
+ private:
+  uint32_t base_[2];
+};
+
+}  // namespace tilewise::cuda::tile
