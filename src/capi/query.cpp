@@ -47,7 +47,9 @@ tilewise_kernel_info describe(const Row& row) {
   info.backward = family.backward ? 1 : 0;
   info.available = runs_here(family) ? 1 : 0;
   std::snprintf(info.name, sizeof(info.name), "%s", family.name);
-  std::snprintf(info.requires_, sizeof(info.requires_), "%s", family.requires_);
+  const bool emulated = family.device == TILEWISE_CUDA && cuda::inventory().emulated;
+  std::snprintf(info.requires_, sizeof(info.requires_), "%s",
+                emulated ? "nothing: emulated on this CPU, for tests" : family.requires_);
   return info;
 }
 
