@@ -1,0 +1,372 @@
+// Backward (FlashAttention-2, algorithm 2), in two kernels that add nothing to each other's sums
+// and so are deterministic: one owns keys and walks rows, the other owns rows and walks keys.
+//
+//   S = Q K^T   P = 2^(S c - lse)   dP = dO V^T   dS = P (dP - delta)
+//   keys:  dV = P^T dO   dK = dS^T Q        rows:  dQ = dS K
+//
+// dK and dV are summed in two passes over the rows: the scores are computed once more, and a thread
+// has one accumulator instead of two.
+#pragma once
+
+#include "cuda/ptx/warp.h"
+#include "cuda/simt/rows.h"
+
+namespace tilewise::cuda::simt {
+
+// The sum of x over the lanes of a warp, in all lanes.
+TILEWISE_DEVICE float warp_sum(float x) {
+#pragma unroll
+  for (int lanes = 1; lanes < ptx::kWarpSize; lanes *= 2) x += ptx::shuffle_xor(x, lanes);
+  return x;
+}
+
+// delta = do.o - dlse of one row, by a warp: with it dS = P (dP - delta) covers both gradients.
+template <class T>
+TILEWISE_DEVICE float row_delta(const BackwardParams& params, int64_t row, int64_t head) {
+  const Problem& p = params.problem;
+  const Gradients& g = params.gradients;
+  const Sequence& s = shared().sequence;
+  const T* const o =
+      static_cast<const T*>(p.out.data) + s.row_offset(p.out, row) + head * p.out.stride_head;
+  const T* const d =
+      static_cast<const T*>(g.dout.data) + s.row_offset(g.dout, row) + head * g.dout.stride_head;
+  float sum = 0.0f;
+  for (int c = ptx::lane_index(); c < p.head_dim_v; c += ptx::kWarpSize)
+    sum += to_float(o[c]) * to_float(d[c]);
+  sum = warp_sum(sum);
+  if (g.dlse != nullptr)
+    sum -= g.dlse[s.lse_offset(g.dlse_stride_batch, row) + head * g.dlse_stride_head];
+  return sum;
+}
+
+TILEWISE_DEVICE int64_t delta_index(const BackwardParams& params, int64_t row, int64_t head) {
+  const Problem& p = params.problem;
+  return head * params.rows.count(p) + params.rows.first(p, shared().sequence.batch) + row;
+}
+
+// Rows of padded tile `block` of the row kernels that are in use; sets up the sequence.
+struct OwnRows {
+  int64_t head;
+  Range rows;
+
+  TILEWISE_DEVICE static OwnRows of(const BackwardParams& params) {
+    const Problem& p = params.problem;
+    const int64_t tiles = params.rows.count(p) / params.rows.tile;
+    const int64_t block = ptx::block_index();
+    const PaddedRows::Place place = params.rows.locate(p, block % tiles);
+    if (place.batch < 0) return {0, {0, 0}};
+    load_sequence(p, place.batch);
+    const int64_t used = shared().sequence.band.rows;
+    return {block / tiles, {place.row0, min(place.row0 + params.rows.tile, used)}};
+  }
+};
+
+template <class C, bool kOwnsKeys>
+struct Backward {
+  using T = typename C::Storage;
+  using Own = OwnWeights<!kOwnsKeys>;  // the dimension that a product contracts comes first
+
+  const BackwardParams& params;
+  const Problem& p;
+  const Gradients& g;
+  const bool general;
+  const Place place;
+  Block sums[C::kGroups];
+
+  TILEWISE_DEVICE explicit Backward(const BackwardParams& all)
+      : params(all),
+        p(all.problem),
+        g(all.gradients),
+        general(is_general(all.problem)),
+        place(Place::own()) {}
+
+  TILEWISE_DEVICE void clear_sums() {
+#pragma unroll
+    for (int i = 0; i < C::kGroups; ++i) clear(sums[i]);
+  }
+
+  // Another family's statistics mean something else, so in its second pass delta is computed here.
+  TILEWISE_DEVICE bool own_delta() const { return !kOwnsKeys || params.key_flags.data != nullptr; }
+
+  // The table of a tile of rows, with lse and delta. Barriers around it are the caller's.
+  TILEWISE_DEVICE void load_rows_of(const RowTile& tile) const {
+    load_row_table(p, tile, g.dout, {0, shared().sequence.band.keys});
+    if (own_delta()) {
+      for (int i = 0; i < kTile * ptx::kWarpSize / kThreads; ++i) {
+        const int r = ptx::warp_index() * (kTile * ptx::kWarpSize / kThreads) + i;
+        const int64_t packed = tile.packed.begin + r;
+        if (packed >= tile.packed.end) break;
+        const float delta =
+            row_delta<T>(params, tile.packing.row(packed), tile.head0 + tile.packing.head(packed));
+        if (ptx::lane_index() == 0) shared().delta[r] = delta;
+      }
+    }
+    const int t = ptx::thread_index();
+    const int64_t packed = tile.packed.begin + t;
+    if (t >= kTile || packed >= tile.packed.end) return;
+    const int64_t row = tile.packing.row(packed);
+    const int64_t head = tile.head0 + tile.packing.head(packed);
+    const float lse =
+        p.lse[shared().sequence.lse_offset(p.lse_stride_batch, row) + head * p.lse_stride_head];
+    const double exact = lse == kMinusInfinity ? 0.0 : static_cast<double>(lse) * kLog2eExact;
+    const float high = static_cast<float>(exact);
+    shared().lse[t] = high;
+    shared().lse_rest[t] =
+        high - high == 0.0f ? static_cast<float>(exact - static_cast<double>(high)) : 0.0f;
+    if (!own_delta()) shared().delta[t] = params.row_delta[delta_index(params, row, head)];
+  }
+
+  TILEWISE_DEVICE static float weight_of(float score, float to_log2, int r) {
+    const float exponent = score * to_log2 - shared().lse[r] - shared().lse_rest[r];
+    // lse is rounded: a weight may come out above 1 by that rounding, never by more.
+    return ptx::exp2_accurate(exponent > 0.0f ? 0.0f : exponent);
+  }
+
+  // S becomes P, times the derivative of the score if that is asked for; 0 where masked.
+  TILEWISE_DEVICE void weights_of(Block& score, int64_t first_key, bool derivative) const {
+    const Visible visible = Visible::of(place, first_key);
+    if (general) {
+      const auto own = Own::of(place);
+      own.store(score);
+      own.change_visible(place, first_key, [derivative](float raw, int r, int64_t key) {
+        const Score::Capped<float> at = shared().terms.at(raw, shared().row_terms[r], key);
+        const float weight = weight_of(at.value, kLog2e, r);
+        return derivative ? weight * at.derivative : weight;
+      });
+      own.load(score);
+    }
+    const float to_log2 = shared().terms.score.scale * kLog2e;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (!general) score[i][j] = weight_of(score[i][j], to_log2, place.y * 4 + i);
+        score[i][j] = visible.sees(i, j) ? score[i][j] : 0.0f;
+      }
+    }
+  }
+
+  TILEWISE_DEVICE Rows<T> rows_of(const tilewise_tensor& view, const int64_t* offsets,
+                                  int64_t columns) const {
+    return {static_cast<const T*>(view.data), offsets, static_cast<int>(columns)};
+  }
+  TILEWISE_DEVICE Rows<T> q() const { return rows_of(p.q, shared().q, p.head_dim); }
+  TILEWISE_DEVICE Rows<T> k() const { return rows_of(p.k, shared().k, p.head_dim); }
+  TILEWISE_DEVICE Rows<T> v() const { return rows_of(p.v, shared().v, p.head_dim_v); }
+  TILEWISE_DEVICE Rows<T> dout() const { return rows_of(g.dout, shared().out, p.head_dim_v); }
+
+  // P with dropout into the weights.
+  TILEWISE_DEVICE void store_p(int64_t first_key) const {
+    Block weight;
+    row_products(weight, shared().stage, q(), k());
+    weights_of(weight, first_key, false);
+    const Own own = Own::of(place);
+    own.store(weight);
+    if (shared().terms.dropout.on()) own.drop(place, first_key);
+  }
+
+  // dS into the weights.
+  TILEWISE_DEVICE void store_ds(int64_t first_key) const {
+    Block weight;
+    row_products(weight, shared().stage, q(), k());
+    weights_of(weight, first_key, true);
+    const Own own = Own::of(place);
+    own.store(weight);  // not in registers while dP is computed
+    Block dp;
+    row_products(dp, shared().stage, dout(), v());
+    if (shared().terms.dropout.on()) {
+      ptx::sync_block();  // the product has been read
+      const Own scratch = Own::of(place, shared().stage);
+      scratch.store(dp);
+      scratch.drop(place, first_key);
+      scratch.load(dp);
+    }
+    own.load(weight);
+    const Visible visible = Visible::of(place, first_key);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float delta = shared().delta[place.y * 4 + i];
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        weight[i][j] = visible.sees(i, j) ? weight[i][j] * (dp[i][j] - delta) : 0.0f;
+    }
+    own.store(weight);
+  }
+
+  TILEWISE_DEVICE void add(const Rows<T>& b, bool exact) {
+    if (exact)
+      add_weighted<C::kGroups, true>(sums, shared().weights, shared().stage, b);
+    else
+      add_weighted<C::kGroups, false>(sums, shared().weights, shared().stage, b);
+  }
+
+  // The own row `i` of the sums to `to`.
+  TILEWISE_DEVICE void write(T* to, int i, int64_t columns, float factor) const {
+#pragma unroll
+    for (int n = 0; n < C::kGroups; ++n) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int column = n * kTile + place.x * 4 + j;
+        if (column < columns) to[column] = from_float<T>(sums[n][i][j] * factor);
+      }
+    }
+  }
+
+  // --- the kernel of the keys ---
+
+  // Every row that sees one of the keys, packed.
+  TILEWISE_DEVICE Range seeing() const {
+    const Band& band = shared().sequence.band;
+    const Range rows = intersect(band.rows_of_any(shared().own_keys), {0, band.rows});
+    const int64_t group = group_size(p);
+    return {rows.begin * group, max(rows.begin, rows.end) * group};
+  }
+
+  // Sums dV or dK over them. What a block knows lies in shared memory, not in registers.
+  TILEWISE_DEVICE void walk_rows(bool for_dv) {
+    clear_sums();
+    for (int64_t at = seeing().begin; at < seeing().end; at += kTile) {
+      ptx::sync_block();
+      const int64_t group = group_size(p);
+      load_rows_of(
+          {Packing{group}, shared().own_head * group, {at, min(at + kTile, seeing().end)}});
+      ptx::sync_block();
+      load_key_table(p, shared().own_keys.begin);
+      ptx::sync_block();
+      if (for_dv)
+        store_p(shared().own_keys.begin);
+      else
+        store_ds(shared().own_keys.begin);
+      add(for_dv ? dout() : q(), Step::of(p, shared().own_keys.begin).exact);
+    }
+  }
+
+  TILEWISE_DEVICE void write_keys(const tilewise_tensor& view, int64_t columns,
+                                  float factor) const {
+    const Range& keys = shared().own_keys;
+    const Sequence& s = shared().sequence;
+    const bool dense = p.block_table != nullptr || p.kv_batch_idx != nullptr;
+    const KvSource own = dense ? s.kv.dense(s.batch) : s.kv;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int64_t key = keys.begin + place.y * 4 + i;
+      if (key >= keys.end) continue;
+      write(
+          static_cast<T*>(view.data) + own.offset(view, key) + shared().own_head * view.stride_head,
+          i, columns, factor);
+    }
+  }
+
+  TILEWISE_DEVICE void run_keys(int64_t kv_head, Range keys) {
+    ptx::sync_block();
+    if (ptx::thread_index() == 0) {
+      shared().own_keys = keys;
+      shared().own_head = kv_head;
+    }
+    ptx::sync_block();
+    if (g.dv.data != nullptr) {
+      walk_rows(true);
+      write_keys(g.dv, p.head_dim_v, 1.0f);
+    }
+    if (g.dk.data != nullptr) {
+      walk_rows(false);
+      write_keys(g.dk, p.head_dim, shared().terms.score.scale);
+    }
+  }
+
+  // --- the kernel of the rows ---
+
+  // Returns this thread's share of q.(dq before the scale).
+  TILEWISE_DEVICE float run_rows(int64_t head, Range rows) {
+    const RowTile tile{Packing{1}, head, rows};
+    const Range keys = shared().sequence.band.keys_of_any(rows);
+    clear_sums();
+    ptx::sync_block();
+    load_rows_of(tile);
+    ptx::sync_block();
+    for (int64_t key = keys.begin / kTile * kTile; key < keys.end; key += kTile) {
+      ptx::sync_block();
+      load_key_table(p, key);
+      store_ds(key);
+      add(k(), Step::of(p, key).exact);
+    }
+    float share = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = place.y * 4 + i;
+      if (r >= rows.size()) continue;
+      const int64_t row = rows.begin + r;
+      const Sequence& s = shared().sequence;
+      if (g.dq.data != nullptr)
+        write(static_cast<T*>(g.dq.data) + s.row_offset(g.dq, row) + head * g.dq.stride_head, i,
+              p.head_dim, shared().terms.score.scale);
+      if (params.dscale_parts != nullptr) share += dot_q(r, i);
+    }
+    return share;
+  }
+
+  TILEWISE_DEVICE float dot_q(int r, int i) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int n = 0; n < C::kGroups; ++n) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sum += q().at(r, n * kTile + place.x * 4 + j) * sums[n][i][j];
+    }
+    return sum;
+  }
+
+  // The sum over the block, in an order fixed by the threads.
+  TILEWISE_DEVICE void write_dscale(float share) const {
+    const float sum = warp_sum(share);
+    ptx::sync_block();
+    if (ptx::lane_index() == 0) shared().delta[ptx::warp_index()] = sum;
+    ptx::sync_block();
+    if (ptx::thread_index() != 0) return;
+    float total = 0.0f;
+    for (int i = 0; i < kThreads / ptx::kWarpSize; ++i) total += shared().delta[i];
+    params.dscale_parts[ptx::block_index()] = total;
+  }
+};
+
+// row_delta of the rows in use, for the kernel of the keys. Grid: heads_q * rows.count / rows.tile.
+template <class C>
+TILEWISE_KERNEL(kThreads, 1)
+void backward_prepare(TILEWISE_PARAMETER BackwardParams params) {
+  const OwnRows own = OwnRows::of(params);
+  for (int64_t row = own.rows.begin + ptx::warp_index(); row < own.rows.end;
+       row += kThreads / ptx::kWarpSize) {
+    const float delta = row_delta<typename C::Storage>(params, row, own.head);
+    if (ptx::lane_index() == 0) params.row_delta[delta_index(params, row, own.head)] = delta;
+  }
+}
+
+// dk and dv of the keys of params.order. With key_flags, of flagged blocks only.
+template <class C>
+TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
+void backward_keys(TILEWISE_PARAMETER BackwardParams params) {
+  if (params.key_flags.data != nullptr && !params.key_flags.any(ptx::block_index())) return;
+  const TileOrder::Work work = params.order.at(ptx::block_index());
+  if (work.sequence < 0) return;
+  load_sequence(params.problem, work.sequence);
+  const int64_t begin = int64_t{work.tile} * params.key_tile;
+  const int64_t end = min(begin + params.key_tile, shared().sequence.band.keys);
+  Backward<C, true> backward(params);
+  for (int64_t key = begin; key < end; key += kTile)
+    backward.run_keys(work.head, {key, min(key + kTile, end)});
+}
+
+// dq of a padded tile of rows, and its share of dscale. With row_flags, of flagged blocks only.
+// Grid: heads_q * rows.count / rows.tile.
+template <class C>
+TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
+void backward_rows(TILEWISE_PARAMETER BackwardParams params) {
+  if (params.row_flags.data != nullptr && !params.row_flags.any(ptx::block_index())) return;
+  const OwnRows own = OwnRows::of(params);
+  Backward<C, false> backward(params);
+  float share = 0.0f;
+  for (int64_t row = own.rows.begin; row < own.rows.end; row += kTile)
+    share += backward.run_rows(own.head, {row, min(row + kTile, own.rows.end)});
+  if (params.dscale_parts != nullptr) backward.write_dscale(share);
+}
+
+}  // namespace tilewise::cuda::simt

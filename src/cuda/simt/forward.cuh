@@ -1,0 +1,190 @@
+// Forward (FlashAttention-2, algorithm 1): a block takes a tile of packed query rows, kTile at a
+// time, over one split of the keys.
+#pragma once
+
+#include "cuda/ptx/warp.h"
+#include "cuda/simt/rows.h"
+
+namespace tilewise::cuda::simt {
+
+template <class C>
+struct Forward {
+  using T = typename C::Storage;
+
+  const ForwardParams& params;
+  const Problem& p;
+  const TileOrder::Work& work;
+  const bool general;
+  const float sign;      // scores are kept raw in the plain form; a negative scale moves here
+  const float exponent;  // P = 2^((S - m) * exponent)
+  const Place place;
+
+  Block o[C::kGroups];
+  float m[4];
+  float l[4];  // over the keys of this thread
+
+  TILEWISE_DEVICE Forward(const ForwardParams& all, const TileOrder::Work& w)
+      : params(all),
+        p(all.problem),
+        work(w),
+        general(is_general(p)),
+        sign(!general && shared().terms.score.scale < 0.0f ? -1.0f : 1.0f),
+        exponent(general ? kLog2e : max(sign * shared().terms.score.scale * kLog2e, 1e-30f)),
+        place(Place::own()) {}
+
+  TILEWISE_DEVICE void begin() {
+#pragma unroll
+    for (int g = 0; g < C::kGroups; ++g) clear(o[g]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      m[i] = kMinusInfinity;
+      l[i] = 0.0f;
+      if (p.sinks == nullptr || params.order.splits > 1) continue;
+      const float sink = p.sinks[shared().head[place.y * 4 + i]];
+      if (sink == kMinusInfinity) continue;
+      m[i] = sink * kLog2e / exponent;  // in the units of S
+      l[i] = place.x == 0 ? 1.0f : 0.0f;
+    }
+  }
+
+  // What the general form adds to the scores, and -inf where a row does not see a key.
+  TILEWISE_DEVICE void finish_scores(Block& score, int64_t first_key) const {
+    if (general) {
+      const auto own = OwnWeights<true>::of(place);
+      own.store(score);
+      own.change_visible(place, first_key, [](float raw, int r, int64_t key) {
+        return shared().terms.at(raw, shared().row_terms[r], key).value;
+      });
+      own.load(score);
+    }
+    const Visible visible = Visible::of(place, first_key);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        score[i][j] = visible.sees(i, j) ? score[i][j] * sign : kMinusInfinity;
+    }
+  }
+
+  // S becomes P; m, l and O follow.
+  TILEWISE_DEVICE void softmax(Block& score) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float highest = max(max(score[i][0], score[i][1]), max(score[i][2], score[i][3]));
+#pragma unroll
+      for (int lanes = 1; lanes < 16; lanes *= 2)
+        highest = max(highest, ptx::shuffle_xor(highest, lanes));
+      const float raised = max(m[i], highest);
+      const float base = exponent_base(raised);
+      const float alpha = ptx::exp2_accurate((m[i] - base) * exponent);
+      m[i] = raised;
+      float sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        score[i][j] = ptx::exp2_accurate((score[i][j] - base) * exponent);
+        sum += score[i][j];
+      }
+      l[i] = l[i] * alpha + sum;
+#pragma unroll
+      for (int g = 0; g < C::kGroups; ++g) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) o[g][i][j] *= alpha;
+      }
+    }
+  }
+
+  TILEWISE_DEVICE void step(int64_t first_key) {
+    Shared& memory = shared();
+    const Step now = Step::of(p, first_key);
+    ptx::sync_block();  // the last step has read the key table
+    load_key_table(p, first_key);
+    const auto columns = static_cast<int>(p.head_dim);
+    Block weight;
+    row_products<T>(weight, memory.stage, {static_cast<const T*>(p.q.data), memory.q, columns},
+                    {static_cast<const T*>(p.k.data), memory.k, columns});
+    if (now.exact || sign < 0.0f) finish_scores(weight, first_key);
+    softmax(weight);
+    const auto own = OwnWeights<true>::of(place);
+    own.store(weight);
+    if (memory.terms.dropout.on()) own.drop(place, first_key);
+    const Rows<T> v{static_cast<const T*>(p.v.data), memory.v, static_cast<int>(p.head_dim_v)};
+    if (now.exact)
+      add_weighted<C::kGroups, true>(o, memory.weights, memory.stage, v);
+    else
+      add_weighted<C::kGroups, false>(o, memory.weights, memory.stage, v);
+  }
+
+  // In double: the backward takes weights from it, and each rounding of lse is one of all of them.
+  TILEWISE_DEVICE float lse_of(int i, float sum) const {
+    if (sum == 0.0f) return kMinusInfinity;
+    const double highest = static_cast<double>(m[i]) * static_cast<double>(exponent);
+    return static_cast<float>(highest * kLn2 + __builtin_log(static_cast<double>(sum)));
+  }
+
+  TILEWISE_DEVICE void finish(int count) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float sum = l[i];
+#pragma unroll
+      for (int lanes = 1; lanes < 16; lanes *= 2) sum += ptx::shuffle_xor(sum, lanes);
+      const int r = place.y * 4 + i;
+      if (r >= count) continue;
+      const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+      const Sequence& s = shared().sequence;
+      const int64_t row = shared().row[r];
+      const int64_t head = shared().head[r];
+      if (params.order.splits > 1) {
+        const int64_t at = (work.split * total_rows(p) + flat_row(p, s, row)) * p.heads_q + head;
+        if (place.x == 0) params.partial_lse[at] = lse_of(i, sum);
+        write_row(params.partial_out + at * p.head_dim_v, i, inverse);
+      } else {
+        if (place.x == 0 && p.lse != nullptr)
+          p.lse[s.lse_offset(p.lse_stride_batch, row) + head * p.lse_stride_head] = lse_of(i, sum);
+        write_row(static_cast<T*>(p.out.data) + shared().out[r], i, inverse);
+      }
+    }
+  }
+
+  template <class Out>
+  TILEWISE_DEVICE void write_row(Out* out, int i, float factor) const {
+#pragma unroll
+    for (int g = 0; g < C::kGroups; ++g) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int column = g * kTile + place.x * 4 + j;
+        if (column < p.head_dim_v) out[column] = from_float<Out>(o[g][i][j] * factor);
+      }
+    }
+  }
+
+  TILEWISE_DEVICE void run(Range packed) {
+    const RowTile tile{params.packing, work.head * params.packing.group, packed};
+    const Band& band = shared().sequence.band;
+    const Range part = key_split({0, band.keys}, params.order.splits, work.split, params.key_tile);
+    const Range keys = intersect(band.keys_of_any(tile.rows()), part);
+    ptx::sync_block();  // the rows before have read their table
+    load_row_table(p, tile, p.out, part);
+    ptx::sync_block();
+    begin();
+    for (int64_t key = keys.begin / kTile * kTile; key < keys.end; key += kTile) step(key);
+    finish(static_cast<int>(packed.size()));
+  }
+};
+
+template <class C>
+TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
+void forward(TILEWISE_PARAMETER ForwardParams params) {
+  // With flags, only what another family has flagged is computed again.
+  if (params.flags.data != nullptr && !params.flags.any(ptx::block_index())) return;
+  const TileOrder::Work work = params.order.at(ptx::block_index());
+  if (work.sequence < 0) return;
+  load_sequence(params.problem, work.sequence);
+  const int64_t begin = int64_t{work.tile} * params.row_tile;
+  const int64_t end =
+      min(begin + params.row_tile, params.packing.packed(shared().sequence.band.rows));
+  if (begin >= end) return;
+  Forward<C> forward(params, work);
+  for (int64_t row = begin; row < end; row += kTile) forward.run({row, min(row + kTile, end)});
+}
+
+}  // namespace tilewise::cuda::simt

@@ -1,0 +1,138 @@
+// Tiles in shared memory and their products: C[64][64] += A^T B, both operands with the contracted
+// dimension first, so that a thread reads its four rows of A and four columns of B as two vectors.
+#pragma once
+
+#include "base/half.h"
+#include "cuda/ptx/block.h"
+#include "cuda/simt/config.h"
+
+namespace tilewise::cuda::simt {
+
+// Floats from one row of a tile in shared memory to the next: with four more than it holds, eight
+// rows by four columns are stored without a bank conflict, and rows stay 16-byte aligned.
+inline constexpr int kPitch = kTile + 4;
+
+struct alignas(16) Four {
+  float x[4];
+};
+
+// Thread (y, x) of 16 x 16 owns rows 4 y + i and columns 4 x + j of a result.
+using Block = float[4][4];
+
+struct Place {
+  int y;
+  int x;
+
+  TILEWISE_DEVICE static Place own() {
+    return {ptx::thread_index() / 16, ptx::thread_index() % 16};
+  }
+};
+
+TILEWISE_DEVICE void clear(Block& c) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) c[i][j] = 0.0f;
+  }
+}
+
+// Rows of a tensor that make up a tile: the offset in elements of each, negative where the tile has
+// no row (it is filled with 0).
+template <class T>
+struct Rows {
+  const T* data;
+  const int64_t* offset;  // [kTile], in shared memory
+  int columns;
+
+  TILEWISE_DEVICE float at(int row, int column) const {
+    const int64_t from = offset[row];
+    return from >= 0 && column < columns ? to_float(data[from + column]) : 0.0f;
+  }
+};
+
+// kChain columns from `column` on, transposed: to[column][row]. A warp takes eight columns of four
+// rows at a time: whole sectors of global memory, all banks of shared memory.
+template <class T>
+TILEWISE_DEVICE void load_transposed(float* to, const Rows<T>& rows, int column) {
+  const int lane = ptx::lane_index();
+  const int row = ptx::warp_index() * 8 + lane / 8;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int c = i % 4 * 8 + lane % 8;
+    const int r = row + i / 4 * 4;
+    to[c * kPitch + r] = rows.at(r, column + c);
+  }
+}
+
+// kTile columns from `column` on: to[row][column].
+template <class T>
+TILEWISE_DEVICE void load_rows(float* to, const Rows<T>& rows, int column) {
+  const int lane = ptx::lane_index();
+#pragma unroll 8
+  for (int i = 0; i < 16; ++i) {
+    const int r = ptx::warp_index() * 8 + i / 2;
+    const int c = i % 2 * 32 + lane;
+    to[r * kPitch + c] = rows.at(r, column + c);
+  }
+}
+
+// c += A^T B over kChain rows of A and B. kExact: a weight of 0 in A takes nothing from B, whatever
+// B holds there; elsewhere 0 * NaN is NaN.
+template <bool kExact>
+TILEWISE_DEVICE void add_product(Block& c, const float* a, const float* b) {
+  const Place place = Place::own();
+  const float* const a_own = a + place.y * 4;
+  const float* const b_own = b + place.x * 4;
+  Block sum;
+  clear(sum);
+#pragma unroll 4
+  for (int k = 0; k < kChain; ++k) {
+    const Four u = *reinterpret_cast<const Four*>(a_own + k * kPitch);
+    const Four v = *reinterpret_cast<const Four*>(b_own + k * kPitch);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (kExact && u.x[i] == 0.0f) continue;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sum[i][j] += u.x[i] * v.x[j];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) c[i][j] += sum[i][j];
+  }
+}
+
+// C = A B^T for the rows of two tensors: scores, or dP. `stage` holds kTile * kPitch floats; what
+// it held before must have been read by this thread only up to here.
+template <class T>
+TILEWISE_DEVICE void row_products(Block& c, float* stage, const Rows<T>& a, const Rows<T>& b) {
+  float* const stage_b = stage + kChain * kPitch;
+  clear(c);
+  for (int column = 0; column < a.columns; column += kChain) {
+    ptx::sync_block();
+    load_transposed(stage, a, column);
+    load_transposed(stage_b, b, column);
+    ptx::sync_block();
+    add_product<false>(c, stage, stage_b);
+  }
+}
+
+// sums[g] += W^T B, columns [kTile g, kTile g + kTile) of B; W[kTile][kTile] lies in shared memory
+// and has been stored by the threads of this block just before.
+template <int kGroups, bool kExact, class T>
+TILEWISE_DEVICE void add_weighted(Block (&sums)[kGroups], const float* weights, float* stage,
+                                  const Rows<T>& b) {
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    if (g * kTile >= b.columns) break;
+    ptx::sync_block();
+    load_rows(stage, b, g * kTile);
+    ptx::sync_block();
+#pragma unroll
+    for (int k = 0; k < kTile; k += kChain)
+      add_product<kExact>(sums[g], weights + k * kPitch, stage + k * kPitch);
+  }
+}
+
+}  // namespace tilewise::cuda::simt
