@@ -35,14 +35,15 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
 
   const TileOrder::Work work = p.order.at(ptx::block_index());
   if (work.sequence < 0) return;
-  const Sequence sequence = sequence_of(problem, work.sequence);
+  Sequence sequence = sequence_of(problem, work.sequence);
+  if constexpr (!C::kGeneral) sequence.kv.pages = nullptr;
   const Band& band = sequence.band;
   const Range keys = Tiling{band.keys, Plan::kKeys}.at(work.tile);
   if (keys.empty()) return;
-  const RowSpan span = RowSpan::of<C>(band, keys);
   const auto group = static_cast<int32_t>(group_size(problem));
   const int64_t first_head = work.head * int64_t{group};
-  const int32_t steps = span.length() / Plan::kQueries * group;
+  const RowSpan span = RowSpan::of<C>(problem, sequence, keys, first_head);
+  const int32_t steps = (span.end - span.begin) / Plan::kQueries * group;
 
   const int lane = ptx::lane_index();
   const int warp = ptx::warp_index();
@@ -56,9 +57,9 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   RowFeed<C> feed(p, sequence, first_head, span, shared);
   copy_keys<C>(shared + Plan::kK, problem.k, sequence.kv, work.head, keys, problem.head_dim);
   copy_keys<C>(shared + Plan::kV, problem.v, sequence.kv, work.head, keys, problem.head_dim_v);
-  feed.copy(p, 0);
+  feed.copy(p, span, 0, steps > 0);
   if constexpr (kStages == 3) {
-    feed.copy(p, 1);
+    feed.copy(p, span, 1, steps > 1);
     tile::wait<Arch, 1>();
     ptx::sync_block();
   }
@@ -67,7 +68,7 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   const float scale = score_of(problem).scale;
   const float scale_log2 = exponent_scale(scale);
   const float hidden = scale_log2 > 0.0f ? kMinusInfinity : -kMinusInfinity;
-  [[maybe_unused]] GeneralScores<C> general(problem, sequence, span.rows,
+  [[maybe_unused]] GeneralScores<C> general(problem, sequence, first_head, span.rows,
                                             keys.begin + own_key + lane / 4);
 
   const RowProduct<C> row_product(lane);
@@ -79,9 +80,7 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   dk.fill(0.0f);
   dv.fill(0.0f);
 
-  int64_t row_tile = (first_head * p.rows.count(problem) + p.rows.first(problem, sequence.batch) +
-                      span.begin) / Plan::kQueries;
-  int32_t row = span.begin;
+  RowTile<C> tile(span);
   int32_t head = 0;
   int stage = 0;
 #pragma unroll 1
@@ -111,23 +110,23 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
       ScoreSums<C> dp;
       s.fill(0.0f);
       row_product.add(s, own_k, q + own_rows, [&](int k) {
-        if (kStages == 2 && k == 1) feed.copy_q(p, stage ^ 1);
+        if (kStages == 2 && k == 1 && step + 1 < steps) feed.copy_q(p, stage ^ 1);
       });
       if constexpr (!C::kGeneral) {
-        if (!mask.clear(row)) {
+        if (!mask.clear(tile.row)) {
           ptx::keep_branch();
-          mask.apply(s, row + own_query, hidden);
+          mask.apply(s, tile.row + own_query, hidden);
         }
       }
       start_dp<C>(dp, own_delta);
       row_product.add(dp, own_v, d_out + own_rows, [&](int k) {
         if (kStages == 2 && k == 1) {
-          feed.copy_d_out(p, stage ^ 1);
+          if (step + 1 < steps) feed.copy_d_out(p, span, stage ^ 1);
           tile::commit<Arch>();
         }
       });
       if constexpr (C::kGeneral)
-        general.apply(s, dp, mask, problem.bias_stride_row, row + own_query, own_lse, own_delta);
+        general.apply(s, dp, mask, problem.bias_stride_row, tile.row + own_query, own_lse, own_delta);
 #pragma unroll
       for (int n = 0; n < Plan::kWarpQueries / 8; ++n) {
         if constexpr (!C::kGeneral) softmax_and_derivative<C>(s, dp, n, scale_log2, own_lse);
@@ -165,7 +164,8 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
     for (int j = 0; j < kOwnSteps; ++j) {
       const tile::Fragment<Element> a[2] = {ds_own.at(j, 0), ds_own.at(j, 1)};
       add_step<C>(dk, a, columns, q + own_rows, j * Plan::kStep);
-      if (kStages == 3 && j == 0) feed.copy(p, stage == 0 ? 2 : stage - 1);
+      if (kStages == 3 && j == 0)
+        feed.copy(p, span, stage == 0 ? 2 : stage - 1, step + 2 < steps);
     }
     if constexpr (!Plan::kTile.early_barrier) ptx::sync_block();
 
@@ -190,13 +190,13 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
       typename DqProduct<C>::Sums dq;
       dq.fill(0.0f);
       dq_product.add(dq, ds_tile, shared + Plan::kK);
-      float* to = p.dq_sum + row_tile * Plan::kDqTile;
+      float* to = p.dq_sum + int64_t{tile.index} * Plan::kDqTile;
       if (p.turns != nullptr) {
         const int32_t mine =
-            turn_of<C>(band, row, work.tile, p.order.longest_first == 1);
-        wait_for_turn(p.turns + row_tile, mine);
+            turn_of<C>(band, tile.row, work.tile, p.order.longest_first == 1);
+        wait_for_turn(p.turns + tile.index, mine);
         DqProduct<C>::reduce(dq, to, warp, lane);
-        pass_turn(p.turns + row_tile, mine);
+        pass_turn(p.turns + tile.index, mine);
       } else {
         DqProduct<C>::reduce(dq, to, warp, lane);
       }
@@ -204,18 +204,14 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
 
     if constexpr (kStages == 1) {
       ptx::sync_block();
-      feed.copy(p, 0);
+      feed.copy(p, span, 0, step + 1 < steps);
     } else if constexpr (kStages == 2) {
       stage ^= 1;
     } else {
       stage = stage == 2 ? 0 : stage + 1;
     }
-    row += Plan::kQueries;
-    ++row_tile;
-    if (row == span.end) {
-      row = span.begin;
+    if (tile.advance(span)) {
       ++head;
-      row_tile += (p.rows.count(problem) - span.length()) / Plan::kQueries;
       if constexpr (C::kGeneral) general.start_head(problem, sequence, first_head + head);
     }
   }

@@ -22,9 +22,10 @@ struct RowBlock {
   int64_t tile;  // among all heads' tiles
 
   TILEWISE_DEVICE static RowBlock of(const BackwardParams& p) {
-    const int64_t tiles = p.rows.count(p.problem) / BackwardPlan<C>::kQueries;
+    constexpr PaddedRows kPadded{BackwardPlan<C>::kQueries};
+    const int64_t tiles = kPadded.count(p.problem) / kPadded.tile;
     const int64_t block = ptx::block_index();
-    const PaddedRows::Place place = p.rows.locate(p.problem, block % tiles);
+    const PaddedRows::Place place = kPadded.locate(p.problem, block % tiles);
     return {block / tiles, place.batch, place.row0, block};
   }
 };

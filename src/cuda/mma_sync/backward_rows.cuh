@@ -7,24 +7,52 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// Which rows of one head a key tile needs, in whole tiles, and how many rows there are.
+// The tiles of rows that a key tile needs, in one query head after the other.
 struct RowSpan {
-  int32_t begin;
+  int32_t begin;      // rows of a head, in whole tiles
   int32_t end;
-  int32_t rows;
+  int32_t rows;       // of the sequence
+  int32_t first;      // of the tiles of all heads, the one of `begin` in the first head
+  int32_t head_tiles;  // from a head to the next
 
   template <class C>
-  TILEWISE_DEVICE static RowSpan of(const Band& band, Range keys) {
-    const Range touched =
-        Tiling{band.rows, BackwardPlan<C>::kQueries}.touching(band.rows_of_any(keys));
-    return {static_cast<int32_t>(touched.begin * BackwardPlan<C>::kQueries),
-            static_cast<int32_t>(touched.end * BackwardPlan<C>::kQueries),
-            static_cast<int32_t>(band.rows)};
+  TILEWISE_DEVICE static RowSpan of(const Problem& p, const Sequence& s, Range keys,
+                                    int64_t first_head) {
+    constexpr int kQueries = BackwardPlan<C>::kQueries;
+    constexpr PaddedRows kPadded{kQueries};
+    const Range tiles = Tiling{s.band.rows, kQueries}.touching(s.band.rows_of_any(keys));
+    RowSpan span;
+    span.begin = static_cast<int32_t>(tiles.begin) * kQueries;
+    span.end = static_cast<int32_t>(tiles.end) * kQueries;
+    span.rows = static_cast<int32_t>(s.band.rows);
+    span.head_tiles = static_cast<int32_t>(kPadded.count(p) / kQueries);
+    span.first = static_cast<int32_t>(first_head) * span.head_tiles +
+                 static_cast<int32_t>(kPadded.first(p, s.batch) / kQueries + tiles.begin);
+    return span;
   }
-  TILEWISE_DEVICE int32_t length() const { return end - begin; }
 };
 
-// One of the two tensors: the chunks that this thread copies.
+// One of them.
+template <class C>
+struct RowTile {
+  int32_t row;    // first row
+  int32_t index;  // among the tiles of all heads
+
+  TILEWISE_DEVICE explicit RowTile(const RowSpan& span) : row(span.begin), index(span.first) {}
+
+  // True when the next one is in the next head.
+  TILEWISE_DEVICE bool advance(const RowSpan& span) {
+    constexpr int kQueries = BackwardPlan<C>::kQueries;
+    row += kQueries;
+    ++index;
+    if (row != span.end) return false;
+    row = span.begin;
+    index += span.head_tiles - (span.end - span.begin) / kQueries;
+    return true;
+  }
+};
+
+// Q or dO: the chunks that this thread copies.
 template <class C>
 class RowPointer {
   using Plan = BackwardPlan<C>;
@@ -34,17 +62,19 @@ class RowPointer {
   static_assert(Lanes::kWhole);
 
   TILEWISE_DEVICE RowPointer(const tilewise_tensor& view, const Sequence& s, const Lanes& lanes,
-                             int64_t head, int32_t row, int32_t rows, int64_t columns)
+                             int64_t head, const RowSpan& span, int64_t columns)
       : from_(static_cast<const char*>(view.data) +
-              (s.row_offset(view, row + lanes.row) + head * view.stride_head) * Plan::kBytes +
+              (s.row_offset(view, span.begin + lanes.row) + head * view.stride_head) *
+                  Plan::kBytes +
               lanes.chunk * 16),
-        rows_(rows - lanes.row),
+        rows_(span.rows - lanes.row),
         bytes_(static_cast<int32_t>(columns) * Plan::kBytes - lanes.chunk * 16) {
+    if (kOneColumn && bytes_ <= 0) rows_ = 0;
     if constexpr (C::kGeneral) aligned_ = rows_aligned(view, columns, Plan::kBytes);
   }
 
-  // Copies a tile that starts at `row` and goes on to the next one. Rows past the last and columns
-  // past the last become 0.
+  // Copies the tile that starts at `row` and goes on to the next one. Rows past the last and
+  // columns past the last become 0.
   TILEWISE_DEVICE void copy(ptx::SharedAddress to, const tilewise_tensor& view,
                             const Lanes& lanes, int32_t row) {
 #pragma unroll
@@ -53,36 +83,35 @@ class RowPointer {
 #pragma unroll
       for (int column = 0; column < Lanes::kColumns; ++column) {
         const int at = column * Lanes::kStride * 16;
-        if constexpr (C::kGeneral) {
-          if (!aligned_) {
-            const int bytes = in_use ? static_cast<int>(clamp(bytes_ - at, 0, 16)) : 0;
-            tile::copy_elements<typename C::Element>(
-                to + lanes.offset(pass, column),
-                reinterpret_cast<const typename C::Element::Storage*>(from_ + at),
-                bytes / Plan::kBytes);
-            continue;
-          }
+        const ptx::SharedAddress chunk = to + lanes.offset(pass, column);
+        if (C::kGeneral && !aligned_) {
+          const int bytes = in_use ? static_cast<int>(clamp(bytes_ - at, 0, 16)) : 0;
+          tile::copy_elements<typename C::Element>(
+              chunk, reinterpret_cast<const typename C::Element::Storage*>(from_ + at),
+              bytes / Plan::kBytes);
+        } else {
+          const bool exists = in_use && (kOneColumn || at < bytes_);
+          tile::copy_chunk<typename C::Arch>(chunk, from_ + at, exists ? 16 : 0);
         }
-        tile::copy_chunk<typename C::Arch>(to + lanes.offset(pass, column), from_ + at,
-                                           in_use && at < bytes_ ? 16 : 0);
       }
       from_ += view.stride_row * (Lanes::kRowsPerPass * Plan::kBytes);
     }
   }
 
-  TILEWISE_DEVICE void next_head(const tilewise_tensor& view, int32_t rows_walked) {
-    from_ += (view.stride_head - view.stride_row * rows_walked) * Plan::kBytes;
+  TILEWISE_DEVICE void next_head(const tilewise_tensor& view, const RowSpan& span) {
+    from_ += (view.stride_head - view.stride_row * (span.end - span.begin)) * Plan::kBytes;
   }
 
  private:
+  static constexpr bool kOneColumn = Lanes::kColumns == 1;
+
   const char* from_;
   int32_t rows_;   // of the sequence, less the first row of this thread
   int32_t bytes_;  // of a row, from the first chunk of this thread on
   bool aligned_ = true;
 };
 
-// Walks the row tiles of the query heads that share a key/value head, always a tile or two ahead
-// of the products.
+// Copies tile after tile, one or two ahead of the products.
 template <class C>
 class RowFeed {
   using Plan = BackwardPlan<C>;
@@ -92,65 +121,50 @@ class RowFeed {
   TILEWISE_DEVICE RowFeed(const BackwardParams& p, const Sequence& s, int64_t first_head,
                           const RowSpan& span, ptx::SharedAddress shared)
       : lanes_(ptx::thread_index()),
-        q_(p.problem.q, s, lanes_, first_head, span.begin, span.rows, p.problem.head_dim),
-        d_out_(p.gradients.dout, s, lanes_, first_head, span.begin, span.rows,
-               p.problem.head_dim_v),
-        span_(span),
+        q_(p.problem.q, s, lanes_, first_head, span, p.problem.head_dim),
+        d_out_(p.gradients.dout, s, lanes_, first_head, span, p.problem.head_dim_v),
         shared_(shared),
-        row_(span.begin),
-        heads_(span.length() > 0 ? static_cast<int32_t>(group_size(p.problem)) : 0) {
-    const int thread = ptx::thread_index();
-    const float* of = thread < Plan::kQueries / 4 ? p.row_lse : p.row_delta;
-    statistics_ = of + first_head * p.rows.count(p.problem) + p.rows.first(p.problem, s.batch) +
-                  span.begin + thread % (Plan::kQueries / 4) * 4;
-  }
+        tile_(span) {}
 
   // Q and the statistics of the next tile; then its dO, which ends the tile.
   TILEWISE_DEVICE void copy_q(const BackwardParams& p, int stage) {
-    if (heads_ == 0) return;
-    const ptx::SharedAddress to =
-        shared_ + static_cast<uint32_t>(Plan::kRows + stage * 2 * Plan::kRowTileBytes);
-    q_.copy(to, p.problem.q, lanes_, row_);
+    q_.copy(stage_at(stage), p.problem.q, lanes_, tile_.row);
     const int thread = ptx::thread_index();
-    if (thread < Plan::kQueries / 2) {
+    constexpr int kPerStatistic = Plan::kQueries / 4;
+    if (thread < 2 * kPerStatistic) {
       const int at = Plan::kStatistics + stage * Plan::kStatisticsBytes + thread * 16;
-      tile::copy_chunk<typename C::Arch>(shared_ + static_cast<uint32_t>(at), statistics_, 16);
+      const float* from = thread < kPerStatistic ? p.row_lse : p.row_delta;
+      tile::copy_chunk<typename C::Arch>(
+          shared_ + static_cast<uint32_t>(at),
+          from + (int64_t{tile_.index} * Plan::kQueries + thread % kPerStatistic * 4), 16);
     }
   }
-  TILEWISE_DEVICE void copy_d_out(const BackwardParams& p, int stage) {
-    if (heads_ == 0) return;
-    const ptx::SharedAddress to =
-        shared_ +
-        static_cast<uint32_t>(Plan::kRows + (stage * 2 + 1) * Plan::kRowTileBytes);
-    d_out_.copy(to, p.gradients.dout, lanes_, row_);
-    row_ += Plan::kQueries;
-    statistics_ += Plan::kQueries;
-    if (row_ == span_.end) next_head(p);
+  TILEWISE_DEVICE void copy_d_out(const BackwardParams& p, const RowSpan& span, int stage) {
+    d_out_.copy(stage_at(stage) + Plan::kRowTileBytes, p.gradients.dout, lanes_, tile_.row);
+    if (tile_.advance(span)) {
+      q_.next_head(p.problem.q, span);
+      d_out_.next_head(p.gradients.dout, span);
+    }
   }
-  TILEWISE_DEVICE void copy(const BackwardParams& p, int stage) {
-    copy_q(p, stage);
-    copy_d_out(p, stage);
+  // The whole tile, when there is one.
+  TILEWISE_DEVICE void copy(const BackwardParams& p, const RowSpan& span, int stage, bool exists) {
+    if (exists) {
+      copy_q(p, stage);
+      copy_d_out(p, span, stage);
+    }
     tile::commit<typename C::Arch>();
   }
 
  private:
-  TILEWISE_DEVICE void next_head(const BackwardParams& p) {
-    const int32_t walked = span_.length();
-    --heads_;
-    row_ -= walked;
-    q_.next_head(p.problem.q, walked);
-    d_out_.next_head(p.gradients.dout, walked);
-    statistics_ += p.rows.count(p.problem) - walked;
+  TILEWISE_DEVICE ptx::SharedAddress stage_at(int stage) const {
+    return shared_ + static_cast<uint32_t>(Plan::kRows + stage * 2 * Plan::kRowTileBytes);
   }
 
   Lanes lanes_;
   RowPointer<C> q_;
   RowPointer<C> d_out_;
-  RowSpan span_;
   ptx::SharedAddress shared_;
-  const float* statistics_;
-  int32_t row_;
-  int32_t heads_;  // still to be copied
+  RowTile<C> tile_;
 };
 
 // K or V of the block, once. Keys past the last and columns past the last become 0.

@@ -127,9 +127,10 @@ class GeneralScores {
   using Plan = BackwardPlan<C>;
 
  public:
-  TILEWISE_DEVICE GeneralScores(const Problem& p, const Sequence& s, int32_t rows, int64_t key)
+  TILEWISE_DEVICE GeneralScores(const Problem& p, const Sequence& s, int64_t head, int32_t rows,
+                                int64_t key)
       : terms_(ScoreTerms::of(p)), rows_(rows), key_(key) {
-    start_head(p, s, 0);
+    start_head(p, s, head);
   }
   TILEWISE_DEVICE void start_head(const Problem& p, const Sequence& s, int64_t head) {
     head_ = ScoreTerms::row(p, s, 0, head);
