@@ -22,6 +22,7 @@ TILEWISE_DEVICE float rcp(float x) { return 1.0f / x; }
 TILEWISE_DEVICE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 // The larger one; a NaN loses against a number.
 TILEWISE_DEVICE float fmax(float a, float b) { return __builtin_fmaxf(a, b); }
+TILEWISE_DEVICE float ceil(float x) { return __builtin_ceilf(x); }
 TILEWISE_DEVICE float tanh(float x) { return __builtin_tanhf(x); }
 TILEWISE_DEVICE float exp2_accurate(float x) { return __builtin_exp2f(x); }
 TILEWISE_DEVICE float log_accurate(float x) { return __builtin_logf(x); }
@@ -66,6 +67,7 @@ TILEWISE_DEVICE float lg2(float x) {
 TILEWISE_DEVICE float rcp(float x) { return 1.0f / x; }
 TILEWISE_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 TILEWISE_DEVICE float fmax(float a, float b) { return ::fmaxf(a, b); }
+TILEWISE_DEVICE float ceil(float x) { return ::ceilf(x); }
 TILEWISE_DEVICE float tanh(float x) { return ::tanhf(x); }
 TILEWISE_DEVICE float exp2_accurate(float x) { return ::exp2f(x); }
 TILEWISE_DEVICE float log_accurate(float x) { return ::logf(x); }

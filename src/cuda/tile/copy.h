@@ -40,6 +40,20 @@ TILEWISE_DEVICE void copy_elements(ptx::SharedAddress to, const typename Element
   ptx::st_shared_v4_b32(to, x);
 }
 
+// The first `count` elements of 16 bytes in registers go to memory at any alignment.
+template <class Element>
+TILEWISE_DEVICE void store_elements(void* to, const uint32_t (&x)[4], int count) {
+  constexpr int kPerWord = 4 / Element::kBytes;
+#pragma unroll
+  for (int i = 0; i < 4 * kPerWord; ++i) {
+    if (i >= count) continue;
+    if constexpr (kPerWord == 2)
+      static_cast<uint16_t*>(to)[i] = static_cast<uint16_t>(x[i / 2] >> (i % 2 * 16));
+    else
+      static_cast<uint32_t*>(to)[i] = x[i];
+  }
+}
+
 template <class Arch>
 TILEWISE_DEVICE void commit() {
   if constexpr (Arch::kAsyncCopy) ptx::cp_async_commit_group();
@@ -55,7 +69,7 @@ TILEWISE_DEVICE void wait() {
 template <int kThreads, int kRows, int kRowBytes>
 struct CopyLanes {
   static constexpr int kChunks = kRowBytes / 16;
-  static constexpr int kStride = kChunks & -kChunks;
+  static constexpr int kStride = min(kChunks & -kChunks, kThreads);
   static constexpr int kColumns = kChunks / kStride;
   static constexpr int kRowsPerPass = kThreads / kStride;
   static constexpr int kPasses = (kRows + kRowsPerPass - 1) / kRowsPerPass;

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "cuda/ptx/shared.h"
+#include "cuda/ptx/warp.h"
 
 namespace tilewise::cuda::tile {
 
@@ -38,10 +39,18 @@ class LaneOffsets {
     const int chunk = rows_first ? lane >> 4 : (lane >> 3) & 1;
     for (int i = 0; i < kVariants; ++i)
       base_[i] = Swizzle<kRowBytes>::offset(row, 2 * (first_step + i) + chunk);
+    base_[0] = ptx::shuffle(base_[0], lane);
   }
 
   TILEWISE_DEVICE uint32_t at(int row, int step) const {
     return base_[step % kVariants] +
+           static_cast<uint32_t>(step / kVariants * kVariants * 32 + row * kRowBytes);
+  }
+
+  // The address in the tile at `tile`, a multiple of 128, when first_step is 0: one register per
+  // tile and an exclusive or with an immediate.
+  TILEWISE_DEVICE uint32_t address(ptx::SharedAddress tile, int row, int step) const {
+    return ((tile + base_[0]) ^ static_cast<uint32_t>(step % kVariants * 32)) +
            static_cast<uint32_t>(step / kVariants * kVariants * 32 + row * kRowBytes);
   }
 

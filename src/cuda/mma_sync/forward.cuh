@@ -1,0 +1,206 @@
+// The forward on tensor cores of sm_75 and later: FlashAttention-2 (arXiv 2307.08691), algorithm 1.
+//
+// A block owns a tile of packed query rows, shared out to its warps, and walks the key tiles that
+// they see from the last to the first. Q stays in shared memory, the scores and the output in
+// registers; K and V pass through a ring of shared tiles.
+#pragma once
+
+#include <cfloat>
+
+#include "cuda/mma_sync/config.h"
+#include "cuda/mma_sync/forward_ring.h"
+#include "cuda/mma_sync/forward_rows.h"
+#include "cuda/mma_sync/forward_softmax.h"
+#include "cuda/mma_sync/forward_store.h"
+#include "cuda/mma_sync/forward_terms.h"
+
+namespace tilewise::cuda::mma_sync {
+
+template <class C>
+inline constexpr int kQueryTileBytes = C::kForward.rows() * C::kHeadDim * C::Element::kBytes;
+template <class C>
+inline constexpr int kWorkAt = kQueryTileBytes<C> + KvRing<C>::kBytes;
+template <class C>
+inline constexpr int kForwardSharedBytes = kWorkAt<C> + round_up(sizeof(BlockWork), 16);
+
+template <class C>
+TILEWISE_DEVICE void load_queries(const Problem& p, const BlockWork& work, ptx::SharedAddress q) {
+  using Element = typename C::Element;
+  using Lanes =
+      tile::CopyLanes<C::kForward.threads(), C::kForward.rows(), C::kHeadDim * Element::kBytes>;
+  const Lanes lanes(ptx::thread_index());
+  const int columns = static_cast<int>(p.head_dim);
+  const bool aligned = !C::kGeneral || rows_are_aligned<Element>(p.q, columns);
+#pragma unroll 4
+  for (int pass = 0; pass < Lanes::kPasses; ++pass) {
+    if (!lanes.has(pass)) continue;
+    const int r = lanes.row_of(pass);
+    const char* row = nullptr;
+    if (r < work.rows.count)
+      row = static_cast<const char*>(p.q.data) + work.offset(p.q, r) * Element::kBytes;
+#pragma unroll
+    for (int column = 0; column < Lanes::kColumns; ++column) {
+      copy_row_chunk<C>(q + lanes.offset(pass, column), row, lanes.chunk_of(column), columns,
+                        aligned);
+    }
+  }
+}
+
+// The rows of a warp change sign, so that the scale of the scores may be positive.
+template <class C>
+TILEWISE_DEVICE void negate_queries(ptx::SharedAddress q_of_warp) {
+  constexpr int kBytes = C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes;
+  constexpr uint32_t kSigns = C::Element::kBytes == 2 ? 0x80008000u : 0x80000000u;
+  for (int at = ptx::lane_index() * 16; at < kBytes; at += ptx::kWarpSize * 16) {
+    uint32_t x[4];
+    ptx::ld_shared_v4_b32(x, q_of_warp + at);
+    for (uint32_t& each : x) each ^= kSigns;
+    ptx::st_shared_v4_b32(q_of_warp + at, x);
+  }
+  ptx::sync_warp();
+}
+
+// The two products of a warp. `ask(part)` issues the copies of the ring between the instructions.
+template <class C>
+struct Products {
+  using Element = typename C::Element;
+  using Arch = typename C::Arch;
+  static constexpr int kRows = C::kForward.warp_rows / 16;
+  static constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
+  static constexpr int kStep = tile::kStep<Element>;
+  static constexpr int kParts = KvRing<C>::kParts;
+
+  tile::LaneOffsets<kRowBytes, tile::Lanes::rows_first> q_lanes{ptx::lane_index()};
+  tile::LaneOffsets<kRowBytes, tile::Lanes::chunks_first> k_lanes{ptx::lane_index()};
+  tile::TransposedB<Element, kRowBytes> v_lanes{ptx::lane_index()};
+
+  // s = q k^T
+  template <class Ask>
+  TILEWISE_DEVICE void scores(Scores<C>& s, ptx::SharedAddress q, ptx::SharedAddress k,
+                              Ask&& ask) const {
+    constexpr int kSteps = C::kHeadDim / kStep;
+    s.fill(0.0f);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      tile::Fragment<Element> a[kRows];
+#pragma unroll
+      for (int m = 0; m < kRows; ++m) a[m] = tile::load<Element>(q_lanes.address(q, 16 * m, step));
+#pragma unroll
+      for (int j = 0; j < C::kForward.keys / 16; ++j) {
+        const auto b = tile::load<Element>(k_lanes.address(k, 16 * j, step));
+#pragma unroll
+        for (int m = 0; m < kRows; ++m) tile::multiply_add_pair<Arch>(s.x[m], j, a[m], b);
+      }
+      ask_between(step, kSteps, ask);
+    }
+  }
+
+  // o += p v
+  template <class Ask>
+  TILEWISE_DEVICE void values(Outputs<C>& o, const Scores<C>& p, ptx::SharedAddress v,
+                              Ask&& ask) const {
+    constexpr int kSteps = C::kForward.keys / kStep;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      tile::Fragment<Element> a[kRows];
+#pragma unroll
+      for (int m = 0; m < kRows; ++m) a[m] = tile::operand_of<Element>(p.x[m], step);
+#pragma unroll
+      for (int j = 0; j < C::kHeadDim / 16; ++j) {
+        const auto b = v_lanes.load_whole(v, step * kStep, j);
+#pragma unroll
+        for (int m = 0; m < kRows; ++m) tile::multiply_add_pair<Arch>(o.x[m], j, a[m], b);
+      }
+      ask_between(step, kSteps, ask);
+    }
+  }
+
+ private:
+  template <class Ask>
+  TILEWISE_DEVICE static void ask_between(int step, int steps, Ask& ask) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (step == part * steps / kParts) ask(part);
+    }
+  }
+};
+
+template <class C>
+TILEWISE_KERNEL(C::kForward.threads(), C::kForward.blocks_per_sm)
+void forward(TILEWISE_PARAMETER ForwardParams p) {
+  const Problem& problem = p.problem;
+  uint8_t* flag = p.flags.data != nullptr ? p.flags.data + ptx::block_index() : nullptr;
+  const BlockWork work = BlockWork::of(p, ptx::block_index(), C::kForward.keys);
+  if (!work.any()) {
+    if (flag != nullptr && ptx::thread_index() == 0) *flag = 0;
+    return;
+  }
+  // Registers are for sums: what edge tiles and the end need waits in shared memory.
+  auto& kept = *reinterpret_cast<BlockWork*>(ptx::shared_memory() + kWorkAt<C>);
+  if (ptx::thread_index() == 0) kept = work;
+
+  const ptx::SharedAddress q = ptx::shared_address(ptx::shared_memory());
+  const ptx::SharedAddress q_of_warp =
+      q + ptx::warp_index() * (C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes);
+  KvRing<C> ring(problem, work.sequence.kv, work.rows.first_head / group_size(problem), work.tiles,
+                 q + kQueryTileBytes<C>);
+  load_queries<C>(problem, work, q);
+  ring.start();
+
+  const float asked = score_of(problem).scale;
+  const float scale = asked == 0.0f ? FLT_MIN : asked < 0.0f ? -asked : asked;  // -inf stays -inf
+  const GeneralTerms<C> general(problem, scale);
+  const bool terms = C::kGeneral && general.on_scores;
+  const bool dropout = C::kGeneral && general.terms.dropout.on();
+  ring.arrive();
+  if (asked < 0.0f) negate_queries<C>(q_of_warp);
+
+  const Products<C> multiply;
+  const LanePlace<C> place = LanePlace<C>::of();
+  RowSoftmax<C> softmax((terms ? 1.0f : scale) * kLog2e);
+  Scores<C> s;
+  Outputs<C> o;
+  o.fill(0.0f);
+  auto step = [&](int32_t tile, auto masked) {
+    ring.arrive();
+    multiply.scores(s, q_of_warp, ring.slot(), [&](int part) { ring.ask(true, tile, part); });
+    ring.release();
+
+    if (terms) general.apply(problem, kept, s, tile, place);
+    if constexpr (decltype(masked)::value) mask<C>(s, kept, tile, place);
+    softmax.raise(s, o);
+    softmax.exponentiate(s);
+    if (dropout) general.drop(problem, kept, s, tile, place);
+
+    ring.arrive();
+    multiply.values(o, s, ring.slot(), [&](int part) { ring.ask(false, tile, part); });
+    ring.release();
+  };
+  int32_t tile = work.tiles.last;
+  const int32_t first = work.tiles.first;
+  const int32_t full_begin = max(first, work.tiles.full_begin);
+  const int32_t full_end = work.tiles.full_end;
+#pragma unroll 1
+  while (tile >= first) {
+#pragma unroll 1
+    for (; tile >= full_begin && tile < full_end; --tile) step(tile, std::false_type{});
+    if (tile >= first) step(tile--, std::true_type{});
+  }
+
+  tile::wait<typename C::Arch, 0>();
+  const RowResults<C> result =
+      finish_rows<C>(p, kept, place, softmax, dropout ? general.terms.dropout.keep_scale : 1.0f);
+  if (p.flags.data != nullptr)
+    write_flag<C>(p.flags.data + ptx::block_index(), o, softmax, q + kQueryTileBytes<C>);
+  if (p.order.splits > 1) {
+    store_partial<C>(p, kept, place, o, result);
+    return;
+  }
+  ptx::sync_warp();
+  stage_outputs<C>(q, place, o, result);
+  ptx::sync_warp();
+  store_outputs<C>(problem, kept, q);
+  store_lse<C>(problem, kept, place, result);
+}
+
+}  // namespace tilewise::cuda::mma_sync

@@ -1,0 +1,209 @@
+// The ring of shared tiles through which K and V pass: K, V of the last key tile, K, V of the one
+// before, ... Copies run kStages - 1 tiles ahead of the products and are issued between them.
+#pragma once
+
+#include "cuda/mma_sync/forward_rows.h"
+#include "cuda/ptx/block.h"
+#include "cuda/tile/copy.h"
+
+namespace tilewise::cuda::mma_sync {
+
+// Whether rows of a tensor start at multiples of 16 bytes and are as long.
+template <class Element>
+TILEWISE_DEVICE bool rows_are_aligned(const tilewise_tensor& view, int64_t columns) {
+  const int64_t elements = view.stride_batch | view.stride_row | view.stride_head | columns;
+  const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(view.data));
+  return ((elements * Element::kBytes | address) & 15) == 0;
+}
+
+// `chunk` of a row that has `columns` columns goes to shared memory; what the row does not have is
+// 0. `row` is null for a row of zeros. Plain: the row is aligned.
+template <class C>
+TILEWISE_DEVICE void copy_row_chunk(ptx::SharedAddress to, const char* row, int chunk, int columns,
+                                    bool aligned) {
+  using Element = typename C::Element;
+  constexpr int kPerChunk = 16 / Element::kBytes;
+  const int begin = row != nullptr ? chunk * kPerChunk : columns;
+  if (!C::kGeneral || aligned) {
+    tile::copy_chunk<typename C::Arch>(to, row + chunk * 16, begin < columns ? 16 : 0);
+  } else {
+    const auto* from = reinterpret_cast<const typename Element::Storage*>(row) + begin;
+    tile::copy_elements<Element>(to, from, max(0, min(kPerChunk, columns - begin)));
+  }
+}
+
+// K or V: copies of its tiles, from the last to the first.
+template <class C>
+class KeyStream {
+ public:
+  using Element = typename C::Element;
+  static constexpr int kKeys = C::kForward.keys;
+  using Lanes = tile::CopyLanes<C::kForward.threads(), kKeys, C::kHeadDim * Element::kBytes>;
+  static constexpr int kParts = Lanes::kPasses < 2 ? 1 : 2;
+  static constexpr int kPartPasses = (Lanes::kPasses + kParts - 1) / kParts;
+
+  TILEWISE_DEVICE KeyStream(const tilewise_tensor& view, const KvSource& kv, int64_t head,
+                            int64_t columns, const KeyTiles& tiles)
+      : view_(view),
+        lanes_(ptx::thread_index()),
+        columns_(static_cast<int>(columns)),
+        keys_(tiles.keys),
+        first_(tiles.first) {
+    base_ = static_cast<const char*>(view.data) + head * view.stride_head * Element::kBytes;
+    if constexpr (C::kGeneral) {
+      kv_ = kv;
+      aligned_ = rows_are_aligned<Element>(view, columns);
+    } else {
+      base_ += kv.offset(view, lanes_.row) * Element::kBytes + lanes_.chunk * 16;
+      next_ = base_ + row_bytes(static_cast<int64_t>(tiles.last - 1) * kKeys);
+#pragma unroll
+      for (int column = 0; column < Lanes::kColumns; ++column) {
+        exists_[column] = lanes_.chunk_of(column) * 16 < columns_ * Element::kBytes;
+      }
+    }
+  }
+
+  // The last tile, which may be cut short by the number of keys.
+  TILEWISE_DEVICE void copy_last(ptx::SharedAddress slot, int32_t tile) const {
+    copy_checked(slot, tile, 0, Lanes::kPasses);
+  }
+
+  // Part `part` of the next tile, which is `tile` and not the last one; zeros where there is none.
+  TILEWISE_DEVICE void copy(ptx::SharedAddress slot, int32_t tile, int part) {
+    const int begin = part * kPartPasses;
+    const int end = min(Lanes::kPasses, begin + kPartPasses);
+    if constexpr (C::kGeneral) {
+      if (tile >= first_) copy_checked(slot, tile, begin, end);
+      return;
+    }
+#pragma unroll
+    for (int pass = begin; pass < end; ++pass) {
+#pragma unroll
+      for (int column = 0; column < Lanes::kColumns; ++column) {
+        if (!lanes_.has(pass)) continue;
+        tile::copy_chunk<typename C::Arch>(slot + lanes_.offset(pass, column),
+                                           next_ + column * Lanes::kStride * 16,
+                                           exists_[column] && tile >= first_ ? 16 : 0);
+      }
+      next_ += row_bytes(Lanes::kRowsPerPass);
+    }
+    if (part == kParts - 1) next_ -= row_bytes(kKeys + Lanes::kPasses * Lanes::kRowsPerPass);
+  }
+
+ private:
+  TILEWISE_DEVICE int64_t row_bytes(int64_t rows) const {
+    return rows * view_.stride_row * Element::kBytes;
+  }
+
+  TILEWISE_DEVICE void copy_checked(ptx::SharedAddress slot, int32_t tile, int begin,
+                                    int end) const {
+#pragma unroll
+    for (int pass = begin; pass < end; ++pass) {
+      if (!lanes_.has(pass)) continue;
+      const int32_t key = tile * kKeys + lanes_.row_of(pass);
+      const char* row = nullptr;
+      if constexpr (C::kGeneral) {
+        if (key < keys_) row = base_ + kv_.offset(view_, key) * Element::kBytes;
+      } else {
+        row = base_ + row_bytes(key - lanes_.row);
+      }
+#pragma unroll
+      for (int column = 0; column < Lanes::kColumns; ++column) {
+        const ptx::SharedAddress to = slot + lanes_.offset(pass, column);
+        if constexpr (C::kGeneral) {
+          copy_row_chunk<C>(to, row, lanes_.chunk_of(column), columns_, aligned_);
+        } else {
+          tile::copy_chunk<typename C::Arch>(to, row + column * Lanes::kStride * 16,
+                                             exists_[column] && key < keys_ ? 16 : 0);
+        }
+      }
+    }
+  }
+
+  const tilewise_tensor& view_;
+  Lanes lanes_;
+  int columns_;
+  int32_t keys_;
+  int32_t first_;                 // tile that is wanted
+  bool exists_[Lanes::kColumns];  // plain: the chunks of this thread
+  const char* base_;              // plain: key 0 of the sequence, row and chunk of this thread
+  const char* next_ = nullptr;    // plain: the same of the next tile
+  KvSource kv_;                   // general
+  bool aligned_ = true;
+};
+
+template <class C>
+class KvRing {
+ public:
+  using Stream = KeyStream<C>;
+  using Arch = typename C::Arch;
+  static constexpr int kStages = C::kForward.stages;
+  static constexpr int kSlotBytes = C::kForward.keys * C::kHeadDim * C::Element::kBytes;
+  static constexpr int kBytes = kStages * kSlotBytes;
+  // While the scores of a tile are computed, K (odd rings) or V (even ones) of a later tile is
+  // asked for, and the other while its values are summed up.
+  static constexpr bool kKeysFirst = kStages % 2 == 1;
+  static constexpr int kKeysAhead = kStages / 2;
+  static constexpr int kValuesAhead = (kStages - 1) / 2;
+  static constexpr int kParts = Stream::kParts;
+
+  TILEWISE_DEVICE KvRing(const Problem& p, const KvSource& kv, int64_t head, const KeyTiles& tiles,
+                         ptx::SharedAddress base)
+      : k_(p.k, kv, head, p.head_dim, tiles),
+        v_(p.v, kv, head, p.head_dim_v, tiles),
+        base_(base),
+        read_(base),
+        write_(base),
+        last_(tiles.last) {}
+
+  // Asks for what the first kStages - 1 slots take.
+  TILEWISE_DEVICE void start() {
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i) {
+      Stream& stream = i % 2 == 0 ? k_ : v_;
+      const int32_t tile = last_ - i / 2;
+      if (i < 2) stream.copy_last(write_, tile);
+      for (int part = 0; i >= 2 && part < kParts; ++part) stream.copy(write_, tile, part);
+      commit();
+    }
+  }
+
+  // The tile to be read has landed, and nobody reads the slot to be written any more.
+  TILEWISE_DEVICE void arrive() const {
+    tile::wait<Arch, kStages - 2>();
+    ptx::sync_block();
+  }
+  TILEWISE_DEVICE ptx::SharedAddress slot() const { return read_; }
+  TILEWISE_DEVICE void release() { read_ = after(read_); }
+
+  // Part `part` of what is asked for while the scores (`scores`) or values of `tile` are at work.
+  TILEWISE_DEVICE void ask(bool scores, int32_t tile, int part) {
+    const bool keys = scores == kKeysFirst;
+    const int32_t wanted = tile - (keys ? kKeysAhead : kValuesAhead);
+    Stream& stream = keys ? k_ : v_;
+    if (kValuesAhead == 0 && !keys && wanted == last_) {
+      if (part == 0) stream.copy_last(write_, wanted);
+    } else {
+      stream.copy(write_, wanted, part);
+    }
+    if (part == kParts - 1) commit();
+  }
+
+ private:
+  TILEWISE_DEVICE ptx::SharedAddress after(ptx::SharedAddress slot) const {
+    return slot == base_ + (kBytes - kSlotBytes) ? base_ : slot + kSlotBytes;
+  }
+  TILEWISE_DEVICE void commit() {
+    tile::commit<Arch>();
+    write_ = after(write_);
+  }
+
+  Stream k_;
+  Stream v_;
+  ptx::SharedAddress base_;
+  ptx::SharedAddress read_;
+  ptx::SharedAddress write_;
+  int32_t last_;
+};
+
+}  // namespace tilewise::cuda::mma_sync

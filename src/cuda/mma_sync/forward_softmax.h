@@ -1,0 +1,140 @@
+// The online softmax of the forward (FlashAttention-2, arXiv 2307.08691, section 3.1), with a
+// maximum that moves only when it must.
+#pragma once
+
+#include <cfloat>
+
+#include "attention/online_softmax.h"
+#include "cuda/mma_sync/forward_rows.h"
+#include "cuda/ptx/block.h"
+#include "cuda/tile/fragment.h"
+#include "cuda/tile/quad.h"
+
+namespace tilewise::cuda::mma_sync {
+
+// Which rows and columns of a tile of scores a lane holds: element (m, h) of Sums is packed row
+// row(m, h), element (n, e) key 8 n + column + e.
+template <class C>
+struct LanePlace {
+  int32_t row0;
+  int32_t column;
+
+  TILEWISE_DEVICE static LanePlace of() {
+    const int lane = ptx::lane_index();
+    return {ptx::warp_index() * C::kForward.warp_rows + lane / 4, lane % 4 * 2};
+  }
+  TILEWISE_DEVICE int32_t row(int m, int h) const { return row0 + m * 16 + h * 8; }
+};
+
+template <class C>
+using Scores = tile::Sums<C::kForward.warp_rows / 16, C::kForward.keys / 8>;
+template <class C>
+using Outputs = tile::Sums<C::kForward.warp_rows / 16, C::kHeadDim / 8>;
+
+// Scores that the band hides become -inf. Once per masked tile: the limits of a row relative to the
+// first key of the lane.
+template <class C>
+TILEWISE_DEVICE void mask(Scores<C>& s, const BlockWork& work, int32_t tile,
+                          const LanePlace<C>& place) {
+  const KeyTiles& tiles = work.tiles;
+  const int32_t key0 = tile * C::kForward.keys + place.column;
+  const bool left = tiles.lower + C::kForward.rows() > tile * C::kForward.keys;
+#pragma unroll
+  for (int m = 0; m < C::kForward.warp_rows / 16; ++m) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int32_t row = work.rows.row(place.row(m, h));
+      const int32_t end = min(tiles.keys, tiles.upper + row) - key0;
+      const int32_t begin = tiles.lower + row - key0;
+#pragma unroll
+      for (int n = 0; n < C::kForward.keys / 8; ++n) {
+        if (8 * n >= end) s.x[m][n][2 * h] = kMinusInfinity;
+        if (8 * n + 1 >= end) s.x[m][n][2 * h + 1] = kMinusInfinity;
+      }
+      if (!left) continue;
+#pragma unroll
+      for (int n = 0; n < C::kForward.keys / 8; ++n) {
+        if (8 * n < begin) s.x[m][n][2 * h] = kMinusInfinity;
+        if (8 * n + 1 < begin) s.x[m][n][2 * h + 1] = kMinusInfinity;
+      }
+    }
+  }
+}
+
+// Running maximum and sum of the rows of a lane. Weights are 2^(scale * s - m); `l` holds only what
+// this lane has summed. m starts at the lowest number and not at -inf: no -inf meets another.
+template <class C>
+struct RowSoftmax {
+  static constexpr int kRows = C::kForward.warp_rows / 16;
+  // How far, as a power of 2, weights may exceed 1 before the maximum moves. Moves are then rare,
+  // and every one of them costs a pass over the output.
+  static constexpr float kSlack = 8.0f;
+
+  float m[kRows][2];
+  float l[kRows][2];
+  float scale;  // positive
+
+  TILEWISE_DEVICE explicit RowSoftmax(float log2_scale) : scale(log2_scale) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      m[i][0] = m[i][1] = -FLT_MAX;
+      l[i][0] = l[i][1] = 0.0f;
+    }
+  }
+
+  // Raises m where the scores ask for it. It moves to a whole number, so that the factors are
+  // powers of 2 and round nothing.
+  TILEWISE_DEVICE void raise(const Scores<C>& s, Outputs<C>& o) {
+    float highest[kRows][2];
+    bool more = false;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float x = ptx::fmax(s.x[i][0][2 * h], s.x[i][0][2 * h + 1]);
+#pragma unroll
+        for (int n = 1; n < C::kForward.keys / 8; ++n)
+          x = ptx::fmax(x, ptx::fmax(s.x[i][n][2 * h], s.x[i][n][2 * h + 1]));
+        highest[i][h] = x * scale;
+        more |= highest[i][h] > m[i][h] + kSlack;
+      }
+    }
+    if (!ptx::any(more)) return;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float raised = ptx::fmax(m[i][h], ptx::ceil(tile::quad_max(highest[i][h])));
+        const float factor = ptx::ex2(m[i][h] - raised);
+        m[i][h] = raised;
+        l[i][h] *= factor;
+#pragma unroll
+        for (int n = 0; n < C::kHeadDim / 8; ++n) {
+          o.x[i][n][2 * h] *= factor;
+          o.x[i][n][2 * h + 1] *= factor;
+        }
+      }
+    }
+  }
+
+  // Scores become weights.
+  TILEWISE_DEVICE void exponentiate(Scores<C>& s) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < C::kForward.keys / 8; ++n) {
+          float* x = &s.x[i][n][2 * h];
+          x[0] = ptx::ex2(ptx::fma(x[0], scale, -m[i][h]));
+          x[1] = ptx::ex2(ptx::fma(x[1], scale, -m[i][h]));
+          sum += x[0] + x[1];
+        }
+        l[i][h] += sum;
+      }
+    }
+  }
+};
+
+}  // namespace tilewise::cuda::mma_sync
