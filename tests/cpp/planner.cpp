@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include "described_cuda.h"
+
 #include <initializer_list>
 #include <set>
 #include <string>
@@ -213,14 +215,16 @@ TEST(Planner, RefusesWhatNoFamilyComputes) {
   EXPECT_EQ(fp8.why,
             "device is CPU: no CPU kernel computes a forward in f8 with head_dim 64; float32, "
             "float16 and bfloat16 up to head_dim 512 are allowed");
+  const cuda::Inventory nothing{};
   Device hopper;
   hopper.kind = TILEWISE_CUDA;
-  hopper.sm = 90;
+  hopper.gpu.sm = 90;
+  hopper.inside = &nothing;
   const Answer cuda = ask(problem(TILEWISE_BFLOAT16), nullptr, hopper);
   EXPECT_EQ(cuda.decision.status, TILEWISE_UNSUPPORTED);
   EXPECT_EQ(cuda.why,
             "device is CUDA (sm_90): this build has no CUDA kernel for a forward in bf16 with "
-            "head_dim 64; tensors in the memory of the CPU are allowed");
+            "head_dim 64; inside is no CUDA code; tensors in the memory of the CPU are allowed");
 }
 
 TEST(Manifest, NamesAreUniqueAndFitTheAbi) {
@@ -239,16 +243,14 @@ TEST(Manifest, AFamilyRunsWhereItsRequirementsAre) {
   EXPECT_TRUE(can_run(cpu_row(Isa::amx), kSapphireRapids));
   EXPECT_FALSE(can_run(cpu_row(Isa::amx), kZen4));
   EXPECT_FALSE(can_run(cpu_row(Isa::avx2), arm_machine()));
-  Device hopper;
-  hopper.kind = TILEWISE_CUDA;
-  hopper.sm = 90;
-  EXPECT_FALSE(can_run(cpu_row(Isa::portable), hopper));
-  const Family wgmma{"cuda.wgmma", TILEWISE_CUDA, Isa::portable, {90, 90}, kReduced,
-                     kReduced,     true,          true,          256,      "sm_90a"};
-  EXPECT_TRUE(can_run(wgmma, hopper));
-  hopper.sm = 100;
-  EXPECT_FALSE(can_run(wgmma, hopper));
-  EXPECT_FALSE(can_run(wgmma, kZen4));
+  const auto& mma_sync = kManifest.back();
+  const auto& simt = *(&mma_sync - 1);
+  EXPECT_FALSE(can_run(cpu_row(Isa::portable), gpu_with(90)));
+  EXPECT_TRUE(can_run(mma_sync, gpu_with(90)));
+  EXPECT_TRUE(can_run(mma_sync, gpu_with(121)));
+  EXPECT_TRUE(can_run(simt, gpu_with(75)));
+  EXPECT_FALSE(can_run(simt, gpu_with(70)));  // the requirement is met, but no code is inside
+  EXPECT_FALSE(can_run(mma_sync, kZen4));
 }
 
 }  // namespace

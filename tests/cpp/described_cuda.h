@@ -1,0 +1,97 @@
+// An inventory of every unit of the manifest, without code: what a build for all GPUs holds.
+#pragma once
+
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "cuda/arch/tables.h"
+#include "cuda/element.h"
+#include "cuda/manifest.h"
+#include "cuda/tables.h"
+#include "dispatch/device.h"
+
+namespace tilewise {
+
+template <class Visit>
+void with_arch(const char* name, const Visit& visit) {
+  const auto is = [&](const char* each) { return std::strcmp(name, each) == 0; };
+  if (is("Sm75")) visit(cuda::arch::Sm75{});
+  if (is("Sm80")) visit(cuda::arch::Sm80{});
+  if (is("Sm86")) visit(cuda::arch::Sm86{});
+  if (is("Sm90")) visit(cuda::arch::Sm90{});
+  if (is("Sm120")) visit(cuda::arch::Sm120{});
+}
+
+inline cuda::UnitTable described(const cuda::Unit& unit) {
+  const auto is = [&](const char* each) { return std::strcmp(unit.element, each) == 0; };
+  cuda::UnitTable table;
+  table.dtype = is("F16") ? TILEWISE_FLOAT16 : is("BF16") ? TILEWISE_BFLOAT16 : TILEWISE_FLOAT32;
+  table.tf32 = is("Tf32");
+  table.head_dim = unit.head_dim;
+  if (std::strcmp(unit.family, "simt") == 0) {
+    table.forward_tile = table.backward_tile = {64, 64, 2};
+    return table;
+  }
+  table.family = cuda::Family::mma_sync;
+  const int bytes = table.dtype == TILEWISE_FLOAT32 ? 4 : 2;
+  with_arch(unit.arch, [&]<class Arch>(Arch) {
+    table.architecture = Arch::kTable;
+    const auto forward = Arch::forward(bytes, unit.head_dim);
+    const auto backward = Arch::backward(bytes, unit.head_dim);
+    table.forward_tile = {forward.rows(), forward.keys, forward.blocks_per_sm};
+    if (backward.key_warps > 0) {
+      table.backward_tile = {backward.queries, backward.keys(), backward.blocks_per_sm};
+    }
+  });
+  return table;
+}
+
+struct DescribedBuild {
+  std::vector<std::unique_ptr<cuda::UnitTable>> units;
+  std::vector<const cuda::UnitTable*> pointers;
+  std::vector<cuda::Code> code;
+  cuda::Inventory inventory;
+
+  // `tables`: those whose units are inside, 0 for simt.
+  explicit DescribedBuild(std::vector<cuda::Code> code_inside) : code(std::move(code_inside)) {
+    cuda::for_each_unit([&](const cuda::Unit& unit) {
+      units.push_back(std::make_unique<cuda::UnitTable>(described(unit)));
+      const int32_t table = units.back()->architecture;
+      for (const cuda::Code& each : code) {
+        if (each.architecture == table) pointers.push_back(units.back().get());
+      }
+    });
+    inventory = {pointers, code};
+  }
+};
+
+// A build for every GPU, as cmake/TilewiseCuda.cmake makes it.
+inline const cuda::Inventory& every_gpu() {
+  static constexpr int32_t k75[] = {75};
+  static constexpr int32_t k80[] = {80};
+  static constexpr int32_t k86[] = {86};
+  static constexpr int32_t k90[] = {90};
+  static constexpr int32_t k90and100[] = {90, 100};
+  static constexpr int32_t k120[] = {120};
+  static constexpr int32_t kAny[] = {75, 80, 90, 100, 120};
+  static constexpr int32_t kAnyPtx[] = {75, 90};
+  static const DescribedBuild build({{0, kAny, kAnyPtx},
+                                     {75, k75, k75},
+                                     {80, k80, k80},
+                                     {86, k86, {}},
+                                     {90, k90and100, k90},
+                                     {120, k120, {}}});
+  return build.inventory;
+}
+
+inline dispatch::Device gpu_with(int32_t sm, const cuda::Inventory& inside = every_gpu()) {
+  dispatch::Device device;
+  device.kind = TILEWISE_CUDA;
+  const int32_t shared = sm >= 75 ? cuda::arch::limits_of(sm).shared_bytes : 48 * 1024;
+  device.gpu = {sm, 132, shared, 50 << 20};
+  device.inside = &inside;
+  return device;
+}
+
+}  // namespace tilewise

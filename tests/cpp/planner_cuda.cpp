@@ -1,0 +1,292 @@
+// The CUDA planner over described GPUs and builds: family, tile table, form, order, splits, words.
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "cuda/plan.h"
+#include "described_cuda.h"
+#include "dispatch/planner.h"
+
+namespace tilewise::dispatch {
+namespace {
+
+using cuda::Family;
+
+Problem problem(int32_t dtype, int64_t batch = 1, int64_t rows = 2048, int64_t keys = 2048,
+                int64_t heads = 8, int64_t head_dim = 128) {
+  Problem p{};
+  p.struct_size = sizeof(p);
+  p.device = TILEWISE_CUDA;
+  p.dtype = dtype;
+  p.batch = p.kv_batch = batch;
+  p.seqlen_q = rows;
+  p.seqlen_k = keys;
+  p.heads_q = p.heads_kv = heads;
+  p.head_dim = p.head_dim_v = head_dim;
+  for (tilewise_tensor* t : {&p.q, &p.k, &p.v, &p.out}) {
+    const bool of_keys = t == &p.k || t == &p.v;
+    *t = {nullptr, (of_keys ? keys : rows) * heads * head_dim, heads * head_dim, head_dim};
+  }
+  p.window_left = p.window_right = -1;
+  p.scale = 0.125f;
+  return p;
+}
+
+cuda::Plan forward(const Problem& p, const Device& device) {
+  const Decision decision = plan(p, nullptr, device);
+  EXPECT_EQ(decision.status, TILEWISE_OK) << explain(decision, p, nullptr, device);
+  return decision.cuda;
+}
+
+struct Golden {
+  int32_t sm;
+  int32_t dtype;
+  int64_t head_dim;
+  const char* forward;
+  const char* backward;
+  int32_t table;  // of the forward
+};
+
+TEST(PlannerCuda, ChoosesFamilyAndTable) {
+  const Golden cases[] = {
+      {60, TILEWISE_FLOAT32, 64, nullptr, nullptr, 0},
+      {75, TILEWISE_FLOAT16, 64, "cuda.mma_sync", "cuda.mma_sync", 75},
+      {75, TILEWISE_FLOAT16, 256, "cuda.mma_sync", "cuda.simt", 75},
+      {75, TILEWISE_BFLOAT16, 64, "cuda.simt", "cuda.simt", 0},
+      {75, TILEWISE_FLOAT32, 64, "cuda.simt", "cuda.simt", 0},
+      {80, TILEWISE_BFLOAT16, 128, "cuda.mma_sync", "cuda.mma_sync", 80},
+      {80, TILEWISE_FLOAT32, 256, "cuda.mma_sync", "cuda.simt", 80},
+      {86, TILEWISE_BFLOAT16, 256, "cuda.mma_sync", "cuda.mma_sync", 86},
+      {87, TILEWISE_BFLOAT16, 64, "cuda.mma_sync", "cuda.mma_sync", 86},
+      {89, TILEWISE_FLOAT16, 96, "cuda.mma_sync", "cuda.mma_sync", 86},
+      {90, TILEWISE_FLOAT16, 40, "cuda.mma_sync", "cuda.mma_sync", 90},
+      {90, TILEWISE_FLOAT16, 512, "cuda.simt", "cuda.simt", 0},
+      {100, TILEWISE_BFLOAT16, 192, "cuda.mma_sync", "cuda.mma_sync", 90},
+      {103, TILEWISE_BFLOAT16, 128, "cuda.mma_sync", "cuda.mma_sync", 90},
+      {110, TILEWISE_BFLOAT16, 128, "cuda.mma_sync", "cuda.mma_sync", 90},
+      {120, TILEWISE_BFLOAT16, 128, "cuda.mma_sync", "cuda.mma_sync", 120},
+      {121, TILEWISE_FLOAT32, 128, "cuda.mma_sync", "cuda.simt", 120},
+  };
+  const Gradients g{};
+  for (const Golden& golden : cases) {
+    const Device device = gpu_with(golden.sm);
+    const Problem p = problem(golden.dtype, 1, 2048, 2048, 8, golden.head_dim);
+    const std::string what = "sm_" + std::to_string(golden.sm) + " " + short_dtype(golden.dtype) +
+                             " head_dim " + std::to_string(golden.head_dim);
+    for (const Gradients* pass : {static_cast<const Gradients*>(nullptr), &g}) {
+      const Decision decision = plan(p, pass, device);
+      const char* family = pass == nullptr ? golden.forward : golden.backward;
+      const std::string why = explain(decision, p, pass, device);
+      EXPECT_LT(why.size(), sizeof(tilewise_plan_info::why)) << why;
+      if (family == nullptr) {
+        EXPECT_EQ(decision.status, TILEWISE_UNSUPPORTED) << what;
+        continue;
+      }
+      ASSERT_NE(decision.family, nullptr) << what << ": " << why;
+      EXPECT_STREQ(decision.family->name, family) << what;
+      EXPECT_GE(decision.cuda.head_dim, golden.head_dim) << what;
+      if (pass == nullptr) {
+        EXPECT_EQ(decision.cuda.architecture, golden.table) << what;
+      }
+    }
+  }
+}
+
+TEST(PlannerCuda, SaysWhyAndWhyNotFaster) {
+  const auto why = [](const Device& device, const Problem& p) {
+    return explain(plan(p, nullptr, device), p, nullptr, device);
+  };
+  EXPECT_EQ(why(gpu_with(90), problem(TILEWISE_BFLOAT16)),
+            "bf16 on sm_90, tile 128x64 for head_dim 128 of table sm_90, plain form, 2 key splits: "
+            "no family of the library is faster here");
+  EXPECT_EQ(why(gpu_with(75), problem(TILEWISE_BFLOAT16, 16)),
+            "bf16 on sm_75, tile 64x64 for head_dim 128: cuda.mma_sync would be faster, but the "
+            "tensor cores of sm_75 compute no bf16");
+  EXPECT_EQ(why(gpu_with(90), problem(TILEWISE_FLOAT16, 16, 2048, 2048, 8, 320)),
+            "f16 on sm_90, tile 64x64 for head_dim 512: cuda.mma_sync would be faster, but its "
+            "head dims end at 256");
+  EXPECT_EQ(why(gpu_with(60), problem(TILEWISE_FLOAT32)),
+            "device is CUDA (sm_60): this build has no CUDA kernel for a forward in f32 with "
+            "head_dim 128; inside is SASS of sm_75, sm_80, sm_86, sm_90, sm_100, sm_120 and PTX of "
+            "sm_75, sm_80, sm_90; tensors in the memory of the CPU are allowed");
+}
+
+// A build for sm_80 alone: its machine code runs on sm_86 and sm_89, not on sm_90.
+TEST(PlannerCuda, UsesWhatIsInside) {
+  static constexpr int32_t k80[] = {80};
+  const DescribedBuild build({{0, k80, {}}, {80, k80, {}}});
+  const Problem p = problem(TILEWISE_BFLOAT16, 1, 2048, 2048, 8, 64);
+  EXPECT_EQ(forward(p, gpu_with(80, build.inventory)).architecture, 80);
+  EXPECT_EQ(forward(p, gpu_with(89, build.inventory)).architecture, 80);
+  EXPECT_EQ(plan(p, nullptr, gpu_with(90, build.inventory)).status, TILEWISE_UNSUPPORTED);
+  EXPECT_EQ(plan(p, nullptr, gpu_with(75, build.inventory)).status, TILEWISE_UNSUPPORTED);
+}
+
+TEST(PlannerCuda, AForcedTableIsUsedOrRefused) {
+  Device device = gpu_with(90);
+  const Problem p = problem(TILEWISE_FLOAT16);
+  for (int32_t table : {75, 80, 90}) {
+    device.gpu.table = table;
+    EXPECT_EQ(forced_table_problem(device), "") << table;
+    EXPECT_EQ(forward(p, device).architecture, table);
+  }
+  device.gpu.table = 86;  // machine code of another major version, and no PTX
+  EXPECT_EQ(forced_table_problem(device),
+            "TILEWISE_FORCE_ARCH is 86: this build has no code of that tile table that a GPU with "
+            "sm_90 runs; inside is SASS of sm_75, sm_80, sm_86, sm_90, sm_100, sm_120 and PTX of "
+            "sm_75, sm_80, sm_90");
+  device.gpu.table = 75;
+  EXPECT_STREQ(plan(problem(TILEWISE_BFLOAT16), nullptr, device).family->name, "cuda.simt");
+}
+
+TEST(PlannerCuda, Tf32IsForThoseWhoAsk) {
+  Problem p = problem(TILEWISE_FLOAT32);
+  EXPECT_FALSE(forward(p, gpu_with(90)).unit->tf32);
+  p.tf32 = 1;
+  EXPECT_TRUE(forward(p, gpu_with(90)).unit->tf32);
+  const Problem half = [&] {
+    Problem other = problem(TILEWISE_FLOAT16);
+    other.tf32 = 1;
+    return other;
+  }();
+  EXPECT_FALSE(forward(half, gpu_with(90)).unit->tf32);
+}
+
+TEST(PlannerCuda, ThePlainFormNeedsSixteenByteRowsAndNoOption) {
+  const Device device = gpu_with(90);
+  EXPECT_FALSE(forward(problem(TILEWISE_BFLOAT16), device).general);
+  EXPECT_FALSE(forward(problem(TILEWISE_BFLOAT16, 1, 100, 100, 8, 72), device).general);
+  EXPECT_TRUE(forward(problem(TILEWISE_BFLOAT16, 1, 100, 100, 8, 68), device).general);
+  EXPECT_FALSE(forward(problem(TILEWISE_FLOAT32, 1, 100, 100, 8, 68), device).general);
+  Problem p = problem(TILEWISE_BFLOAT16);
+  p.softcap = 30.0f;
+  EXPECT_TRUE(forward(p, device).general);
+  p = problem(TILEWISE_BFLOAT16);
+  p.k.stride_row += 4;
+  EXPECT_TRUE(forward(p, device).general);
+  p = problem(TILEWISE_BFLOAT16);
+  p.v.data = reinterpret_cast<void*>(uintptr_t{8});
+  EXPECT_TRUE(forward(p, device).general);
+  p = problem(TILEWISE_BFLOAT16);
+  p.q.stride_batch = 4;  // of a batch of one: never used
+  EXPECT_FALSE(forward(p, device).general);
+}
+
+TEST(PlannerCuda, ShortRowsPackTheHeadsOfAGroup) {
+  const Device device = gpu_with(90);
+  Problem p = problem(TILEWISE_BFLOAT16, 1, 1, 8192, 32);
+  p.heads_kv = 4;
+  const cuda::Plan decode = forward(p, device);
+  EXPECT_EQ(decode.pack, 8);
+  EXPECT_GT(decode.splits, 16);
+  EXPECT_EQ(decode.blocks, 4 * decode.splits);
+  p.seqlen_q = 2048;
+  EXPECT_EQ(forward(p, device).pack, 1);
+  p.heads_kv = 32;
+  p.seqlen_q = 1;
+  EXPECT_EQ(forward(p, device).pack, 1);
+}
+
+TEST(PlannerCuda, SplitsFillTheGpuAndFollowTheCaller) {
+  const Device device = gpu_with(90);
+  EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16, 16, 2048, 2048, 16), device).splits, 1);
+  EXPECT_GT(forward(problem(TILEWISE_BFLOAT16, 1, 128, 65536, 1), device).splits, 32);
+  EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16, 1, 1, 200, 1), device).splits, 1);
+  Problem asked = problem(TILEWISE_BFLOAT16, 16, 2048, 2048, 16);
+  asked.num_splits = 3;
+  const cuda::Plan plan = forward(asked, device);
+  EXPECT_EQ(plan.splits, 3);
+  const int64_t partial = int64_t{3} * 16 * 2048 * 16 * 129 * 4;
+  EXPECT_GE(plan.workspace_bytes, partial);
+  EXPECT_LE(plan.workspace_bytes, partial + 256);
+}
+
+// A dense problem without a band is one launch and needs no memory; a band adds one byte a block.
+TEST(PlannerCuda, APlainForwardNeedsNothing) {
+  const Device device = gpu_with(90);
+  Problem p = problem(TILEWISE_BFLOAT16, 16);
+  EXPECT_EQ(forward(p, device).workspace_bytes, 0);
+  EXPECT_EQ(forward(p, device).second, nullptr);
+  p.window_right = 0;
+  const cuda::Plan causal = forward(p, device);
+  EXPECT_NE(causal.second, nullptr);
+  EXPECT_EQ(causal.second->family, Family::simt);
+  EXPECT_EQ(causal.workspace_bytes, round_up(causal.blocks, 64));
+  p.seqlen_q = 1;
+  EXPECT_EQ(forward(p, device).second, nullptr);
+}
+
+// Every tile of every head of every sequence comes up exactly once, in any order.
+TEST(PlannerCuda, TheOrderVisitsEveryTileOnce) {
+  const Gradients g{};
+  for (int64_t batch : {1, 3}) {
+    for (int64_t heads : {1, 5, 40}) {
+      for (int64_t window : {-1, 0}) {
+        Problem p = problem(TILEWISE_BFLOAT16, batch, 1000, 3000, heads);
+        p.window_right = window;
+        for (const Gradients* pass : {static_cast<const Gradients*>(nullptr), &g}) {
+          const cuda::Plan plan = dispatch::plan(p, pass, gpu_with(90)).cuda;
+          std::vector<int> seen(static_cast<size_t>(plan.blocks));
+          for (int64_t block = 0; block < plan.blocks; ++block) {
+            const cuda::TileOrder::Work w = plan.order.at(block);
+            ASSERT_LT(w.tile, plan.order.tiles);
+            ASSERT_LT(w.sequence, batch);
+            ++seen[static_cast<size_t>(
+                ((w.sequence * plan.order.heads + w.head) * plan.order.tiles + w.tile) *
+                    plan.order.splits +
+                w.split)];
+          }
+          for (int count : seen) ASSERT_EQ(count, 1);
+        }
+      }
+    }
+  }
+}
+
+// A key tile waits for the ones before it, so they have to start first.
+TEST(PlannerCuda, DeterministicKeyTilesAscend) {
+  Gradients g{};
+  for (int64_t left : {-1, 100}) {
+    for (int64_t right : {-1, 0}) {
+      Problem p = problem(TILEWISE_BFLOAT16, 2, 1000, 3000, 5);
+      p.window_left = left;
+      p.window_right = right;
+      p.deterministic = 1;
+      const cuda::Plan plan = dispatch::plan(p, &g, gpu_with(90)).cuda;
+      std::vector<int> last(static_cast<size_t>(2 * 5), -1);
+      for (int64_t block = 0; block < plan.blocks; ++block) {
+        const cuda::TileOrder::Work w = plan.order.at(block);
+        int& before = last[static_cast<size_t>(w.sequence * 5 + w.head)];
+        ASSERT_EQ(w.tile, before + 1);
+        before = w.tile;
+      }
+    }
+  }
+}
+
+TEST(PlannerCuda, VariableLengthIsBoundedByTheRows) {
+  Problem p = problem(TILEWISE_BFLOAT16, 64, 16384, 16384);
+  const auto nowhere = reinterpret_cast<const int32_t*>(uintptr_t{64});
+  p.cu_seqlens_q = p.cu_seqlens_k = nowhere;
+  const cuda::Plan plan = forward(p, gpu_with(90));
+  EXPECT_EQ(plan.blocks, (16384 / 128 + 64) * 8 * plan.splits);
+  p.max_seqlen_q = 100;
+  EXPECT_EQ(forward(p, gpu_with(90)).blocks % (64 * 8), 0);
+  Gradients g{};
+  const cuda::Plan backward = dispatch::plan(p, &g, gpu_with(90)).cuda;
+  EXPECT_EQ(backward.blocks, (16384 / backward.tile_k + 64) * 8);
+}
+
+// Memory of the backward is linear in the length.
+TEST(PlannerCuda, WorkspaceGrowsLinearly) {
+  Gradients g{};
+  const auto bytes = [&](int64_t length) {
+    return plan(problem(TILEWISE_BFLOAT16, 1, length, length), &g, gpu_with(90))
+        .cuda.workspace_bytes;
+  };
+  EXPECT_GT(bytes(65536), 0);
+  EXPECT_LE(bytes(131072), 2 * bytes(65536) + 4096);
+}
+
+}  // namespace
+}  // namespace tilewise::dispatch
