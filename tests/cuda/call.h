@@ -94,7 +94,7 @@ struct Call {
     p.struct_size = sizeof(p);
     g.struct_size = sizeof(g);
     p.dtype = Type<T>::kDtype;
-    p.batch = random.between(0, limits.batch);
+    p.batch = random.between(0, 9) == 0 ? 0 : random.between(1, limits.batch);
     p.kv_batch = p.batch;
     p.heads_kv = random.between(1, 3);
     p.heads_q = p.heads_kv * random.between(1, 3);
@@ -241,6 +241,7 @@ struct Call {
     if (random.rarely()) {
       p.alibi_stride_batch = random.coin() ? p.heads_q : 0;
       slopes = normals(std::max<int64_t>(1, p.batch) * p.heads_q);
+      for (float& slope : slopes) slope = 0.2f * std::abs(slope);
       p.alibi_slopes = slopes.data();
     }
     if (random.rarely()) {

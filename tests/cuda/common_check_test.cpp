@@ -1,0 +1,147 @@
+// The index check: the GPU says the same sentence about the same entry as the CPU.
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "call.h"
+#include "capi/refusal.h"
+#include "capi/validate.h"
+#include "cuda/common/kernels.h"
+#include "cuda/launch.h"
+
+namespace {
+
+namespace common = tilewise::cuda::common;
+using cuda_test::Call;
+
+std::string of_cpu(const tilewise::Problem& p) {
+  try {
+    tilewise::capi::check_index_arrays(p);
+  } catch (const tilewise::capi::Refusal& refusal) {
+    return refusal.sentence;
+  }
+  return "";
+}
+
+std::string of_gpu(const tilewise::Problem& p, const tilewise::Gradients* g = nullptr) {
+  common::CheckReport report;
+  std::memset(static_cast<void*>(&report), 0x5a, sizeof(report));
+  try {
+    tilewise::cuda::check_entries(p, g, &report);
+  } catch (const tilewise::cuda::InvalidEntry& entry) {
+    return entry.what();
+  }
+  return "";
+}
+
+// Changes an entry of one of the arrays that the call has.
+void damage(Call<float>& call) {
+  struct Array {
+    std::vector<int32_t>* entries;
+    int64_t count;
+  };
+  std::vector<Array> arrays;
+  const auto& p = call.p;
+  const auto add = [&](const int32_t* used, std::vector<int32_t>& entries, int64_t count) {
+    if (used != nullptr && count > 0) arrays.push_back({&entries, count});
+  };
+  add(p.cu_seqlens_q, call.cu_q, p.batch + 1);
+  add(p.cu_seqlens_k, call.cu_k, p.batch + 1);
+  add(p.seqused_q, call.used_q, p.batch);
+  add(p.seqused_k, call.used_k, p.batch);
+  add(p.leftpad_k, call.leftpad, p.batch);
+  add(p.kv_batch_idx, call.index, p.batch);
+  add(p.block_table, call.table, p.batch * p.block_table_stride);
+  if (arrays.empty()) return;
+  const Array& array =
+      arrays[static_cast<size_t>(call.random.between(0, static_cast<int64_t>(arrays.size()) - 1))];
+  int32_t& entry = (*array.entries)[static_cast<size_t>(call.random.between(0, array.count - 1))];
+  entry = call.random.pick<int32_t>({-1, entry - 1, entry + 1, entry + 50, 1 << 30, -(1 << 30)});
+}
+
+TEST(CommonCheck, FindsWhatTheCpuFinds) {
+  int64_t faults = 0, valid = 0;
+  for (uint32_t seed = 0; seed < 700; ++seed) {
+    Call<float> call(seed, {20, 20, 8, seed % 3 == 0 ? 40 : 4});
+    if (!common::has_index_arrays(call.p)) continue;
+    ASSERT_EQ(of_gpu(call.p), "") << "seed " << seed;
+    for (int64_t i = call.random.between(0, 3); i > 0; --i) damage(call);
+    if (call.random.rarely()) call.p.max_seqlen_q = call.random.between(1, 25);
+    if (call.random.rarely()) call.p.max_seqlen_k = call.random.between(1, 25);
+    const std::string expected = of_cpu(call.p);
+    ASSERT_EQ(of_gpu(call.p), expected) << "seed " << seed;
+    (expected.empty() ? valid : faults) += 1;
+  }
+  EXPECT_GT(faults, 150);
+  EXPECT_GT(valid, 150);
+}
+
+// Lengths of pages may exceed the table: said of cu_seqlens_k.
+TEST(CommonCheck, LengthsOfPages) {
+  std::vector<int32_t> cu = {0, 4, 20}, table = {0, 1, 2, 3};
+  tilewise::Problem p{};
+  p.batch = 2;
+  p.page_size = 5;
+  p.block_table_width = p.block_table_stride = 2;
+  p.pages = 4;
+  p.block_table = table.data();
+  p.cu_seqlens_k = cu.data();
+  EXPECT_NE(of_cpu(p), "");
+  EXPECT_EQ(of_gpu(p), of_cpu(p));
+  cu[2] = 14;
+  EXPECT_EQ(of_gpu(p), "");
+  table[3] = 4;
+  EXPECT_NE(of_cpu(p), "");
+  EXPECT_EQ(of_gpu(p), of_cpu(p));
+  cu[2] = 9;  // the second page is not in use now
+  EXPECT_EQ(of_gpu(p), "");
+}
+
+TEST(CommonCheck, ManySequencesAndPages) {
+  tilewise::Problem p{};
+  p.batch = 1200;
+  p.page_size = 2;
+  p.block_table_width = p.block_table_stride = 70;
+  p.pages = 9;
+  std::vector<int32_t> table(static_cast<size_t>(p.batch * 70), 3), used(1200, 139);
+  p.block_table = table.data();
+  p.seqused_k = used.data();
+  EXPECT_EQ(of_gpu(p), "");
+  table[70 * 900 + 69] = 9;
+  table[70 * 900 + 68] = -1;
+  table[70 * 1100] = -1;
+  EXPECT_NE(of_cpu(p), "");
+  EXPECT_EQ(of_gpu(p), of_cpu(p));
+  used[901] = 141;  // later than the page
+  EXPECT_EQ(of_gpu(p), of_cpu(p));
+  used[899] = 141;
+  EXPECT_EQ(of_gpu(p), of_cpu(p));
+}
+
+TEST(CommonCheck, ExtentOfDbias) {
+  std::vector<int32_t> cu = {0, 4, 10}, used = {7, 3};
+  float dbias = 0;
+  tilewise::Problem p{};
+  p.batch = p.kv_batch = 2;
+  p.seqlen_q = 10;
+  p.seqlen_k = 8;
+  p.cu_seqlens_q = cu.data();
+  p.seqused_k = used.data();
+  p.window_left = p.window_right = -1;
+  tilewise::Gradients g{};
+  g.dbias = &dbias;
+  g.dbias_stride_row = 10;
+  g.dbias_keys = 7;
+  g.dbias_rows = 6;
+  EXPECT_EQ(of_gpu(p, &g), "");
+  g.dbias_rows = 5;
+  EXPECT_EQ(of_gpu(p, &g),
+            "dbias_rows is 5: sequence 1 has 6 rows, at least that many are allowed");
+  g.dbias_stride_row = 0;
+  EXPECT_EQ(of_gpu(p, &g), "");
+  g.dbias_keys = 6;
+  EXPECT_EQ(of_gpu(p, &g),
+            "dbias_keys is 6: sequence 0 has 7 keys, at least that many are allowed");
+}
+
+}  // namespace
