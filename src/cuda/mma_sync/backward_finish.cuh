@@ -24,8 +24,7 @@ void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
   const Problem& problem = p.problem;
   const Sequence s = sequence_of(problem, block.batch);
   const float scale = score_of(problem).scale;
-  const auto* q = static_cast<const Storage*>(problem.q.data) +
-                  block.head * problem.q.stride_head;
+  const auto* q = static_cast<const Storage*>(problem.q.data) + block.head * problem.q.stride_head;
   auto* dq = static_cast<Storage*>(p.gradients.dq.data);
   if (dq != nullptr) dq += block.head * p.gradients.dq.stride_head;
 

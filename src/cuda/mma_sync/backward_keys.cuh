@@ -1,8 +1,7 @@
 // The end of a backward block: dK and dV on their way to memory.
 #pragma once
 
-#include "cuda/mma_sync/backward_plan.h"
-#include "cuda/ptx/block.h"
+#include "cuda/mma_sync/backward_facts.cuh"
 #include "cuda/ptx/warp.h"
 #include "cuda/tile/copy.h"
 #include "cuda/tile/operands.h"
@@ -40,9 +39,8 @@ TILEWISE_DEVICE void stage_keys(const KeySums<C>& d, float scale, ptx::SharedAdd
         const float x = d.x[m][n][2 * half] * scale;
         const float y = d.x[m][n][2 * half + 1] * scale;
         const int byte = (column + 8 * n + lane % 4 * 2) * Plan::kBytes;
-        const ptx::SharedAddress at =
-            to + tile::Swizzle<Plan::kRowBytes>::offset(key, byte / 16) +
-            static_cast<uint32_t>(byte % 16);
+        const ptx::SharedAddress at = to + tile::Swizzle<Plan::kRowBytes>::offset(key, byte / 16) +
+                                      static_cast<uint32_t>(byte % 16);
         if constexpr (Plan::kBytes == 2) {
           ptx::st_shared_b32(at, tile::pack<typename C::Element>(x, y));
         } else {
@@ -71,8 +69,7 @@ TILEWISE_DEVICE void store_elements(typename C::Element::Storage* to, const uint
 // The staged rows of the keys in use to dk or dv.
 template <class C>
 TILEWISE_DEVICE void store_keys(const tilewise_tensor& view, ptx::SharedAddress from,
-                                const KvSource& source, int64_t head, Range keys,
-                                int64_t columns) {
+                                const KvSource& source, int64_t head, Range keys, int64_t columns) {
   using Plan = BackwardPlan<C>;
   using Lanes = tile::CopyLanes<Plan::kThreads, Plan::kKeys, Plan::kRowBytes>;
   using Storage = typename C::Element::Storage;
@@ -84,8 +81,8 @@ TILEWISE_DEVICE void store_keys(const tilewise_tensor& view, ptx::SharedAddress 
   for (int pass = 0; pass < Lanes::kPasses; ++pass) {
     const int64_t key = keys.begin + lanes.row_of(pass);
     if (!lanes.has(pass) || key >= keys.end) break;
-    Storage* row = static_cast<Storage*>(view.data) + head * view.stride_head +
-                   source.offset(view, key);
+    Storage* row =
+        static_cast<Storage*>(view.data) + head * view.stride_head + source.offset(view, key);
 #pragma unroll
     for (int column = 0; column < Lanes::kColumns; ++column) {
       const int at = lanes.chunk_of(column) * kPerChunk;
@@ -98,6 +95,28 @@ TILEWISE_DEVICE void store_keys(const tilewise_tensor& view, ptx::SharedAddress 
       }
     }
   }
+}
+
+// The sums of the block to dk and dv, by way of the shared memory of K and V.
+template <class C>
+TILEWISE_DEVICE void finish_keys(const BackwardParams& p, const KeySums<C>& dk,
+                                 const KeySums<C>& dv, ptx::SharedAddress shared, int row,
+                                 int column) {
+  using Plan = BackwardPlan<C>;
+  if (p.key_flags.data != nullptr && ptx::any(!is_finite<C>(dk) || !is_finite<C>(dv)) &&
+      ptx::lane_index() == 0) {
+    p.key_flags.data[ptx::block_index()] = 1;
+  }
+  stage_keys<C>(dk, score_of(p.problem).scale, shared + Plan::kK, row, column);
+  stage_keys<C>(dv, 1.0f, shared + Plan::kV, row, column);
+  ptx::sync_block();
+  const BlockFacts<C> facts(shared);
+  const Sequence s = sequence_of(p.problem, facts.sequence());
+  const KvSource source = gradient_source(p.problem, s);
+  store_keys<C>(p.gradients.dk, shared + Plan::kK, source, facts.head(), facts.keys(),
+                p.problem.head_dim);
+  store_keys<C>(p.gradients.dv, shared + Plan::kV, source, facts.head(), facts.keys(),
+                p.problem.head_dim_v);
 }
 
 }  // namespace tilewise::cuda::mma_sync

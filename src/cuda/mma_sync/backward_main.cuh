@@ -42,8 +42,13 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   if (keys.empty()) return;
   const auto group = static_cast<int32_t>(group_size(problem));
   const int64_t first_head = work.head * int64_t{group};
-  const RowSpan span = RowSpan::of<C>(problem, sequence, keys, first_head);
-  const int32_t steps = (span.end - span.begin) / Plan::kQueries * group;
+  constexpr PaddedRows kPadded{Plan::kQueries};
+  const Range row_tiles = Tiling{band.rows, Plan::kQueries}.touching(band.rows_of_any(keys));
+  const int64_t head_tiles = kPadded.count(problem) / Plan::kQueries;
+  RowTile<C> tile{static_cast<int32_t>(row_tiles.begin * Plan::kQueries),
+                  static_cast<int32_t>(row_tiles.end * Plan::kQueries),
+                  static_cast<int32_t>(first_head * head_tiles + row_tiles.begin +
+                                       kPadded.first(problem, sequence.batch) / Plan::kQueries)};
 
   const int lane = ptx::lane_index();
   const int warp = ptx::warp_index();
@@ -54,21 +59,25 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   const ptx::SharedAddress own_k = shared + Plan::kK + own_key * Plan::kRowBytes;
   const ptx::SharedAddress own_v = shared + Plan::kV + own_key * Plan::kRowBytes;
 
-  RowFeed<C> feed(p, sequence, first_head, span, shared);
+  if (ptx::thread_index() == 0) {
+    BlockFacts<C>::store(shared, work, band, row_tiles, head_tiles, p.order.longest_first == 1);
+  }
   copy_keys<C>(shared + Plan::kK, problem.k, sequence.kv, work.head, keys, problem.head_dim);
   copy_keys<C>(shared + Plan::kV, problem.v, sequence.kv, work.head, keys, problem.head_dim_v);
-  feed.copy(p, span, 0, steps > 0);
+  ptx::sync_block();
+  RowFeed<C> feed(p, sequence, first_head, tile, shared);
+  int32_t steps = static_cast<int32_t>(row_tiles.size()) * group;  // still to be done
+  feed.copy(p, 0, steps > 0);
   if constexpr (kStages == 3) {
-    feed.copy(p, span, 1, steps > 1);
+    feed.copy(p, 1, steps > 1);
     tile::wait<Arch, 1>();
     ptx::sync_block();
   }
 
-  const KeyMask<C> mask(band, keys, keys.begin + own_key + lane / 4);
-  const float scale = score_of(problem).scale;
-  const float scale_log2 = exponent_scale(scale);
-  const float hidden = scale_log2 > 0.0f ? kMinusInfinity : -kMinusInfinity;
-  [[maybe_unused]] GeneralScores<C> general(problem, sequence, first_head, span.rows,
+  const BlockFacts<C> facts(shared);
+  const ClearRows clear = ClearRows::of<C>(band, keys);
+  const float scale_log2 = exponent_scale(score_of(problem).scale);
+  [[maybe_unused]] GeneralScores<C> general(problem, sequence, first_head,
                                             keys.begin + own_key + lane / 4);
 
   const RowProduct<C> row_product(lane);
@@ -80,16 +89,15 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   dk.fill(0.0f);
   dv.fill(0.0f);
 
-  RowTile<C> tile(span);
-  int32_t head = 0;
+  [[maybe_unused]] int64_t head = first_head;
   int stage = 0;
 #pragma unroll 1
-  for (int32_t step = 0; step < steps; ++step) {
+  for (; steps != 0; --steps) {
     if constexpr (kStages < 3) {
       tile::wait<Arch, 0>();
       ptx::sync_block();
     }
-    const int score_tile = kStages == 3 ? step & 1 : 0;
+    const int score_tile = kStages == 3 ? steps & 1 : 0;
     const ptx::SharedAddress q =
         shared + Plan::kRows + static_cast<uint32_t>(stage * 2 * Plan::kRowTileBytes);
     const ptx::SharedAddress d_out = q + Plan::kRowTileBytes;
@@ -110,23 +118,28 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
       ScoreSums<C> dp;
       s.fill(0.0f);
       row_product.add(s, own_k, q + own_rows, [&](int k) {
-        if (kStages == 2 && k == 1 && step + 1 < steps) feed.copy_q(p, stage ^ 1);
+        if (kStages == 2 && k == 1 && steps > 1) feed.copy_q(p, stage ^ 1);
       });
       if constexpr (!C::kGeneral) {
-        if (!mask.clear(tile.row)) {
+        if (!clear.contains(tile.row)) {
           ptx::keep_branch();
-          mask.apply(s, tile.row + own_query, hidden);
+          const float hidden = scale_log2 > 0.0f ? kMinusInfinity : -kMinusInfinity;
+          const int32_t query = tile.row + own_query + lane % 4 * 2;
+          KeyMask<C>(facts, own_key + lane / 4, query).apply(s, hidden);
         }
       }
       start_dp<C>(dp, own_delta);
       row_product.add(dp, own_v, d_out + own_rows, [&](int k) {
         if (kStages == 2 && k == 1) {
-          if (step + 1 < steps) feed.copy_d_out(p, span, stage ^ 1);
+          if (steps > 1) feed.copy_d_out(p, stage ^ 1);
           tile::commit<Arch>();
         }
       });
-      if constexpr (C::kGeneral)
-        general.apply(s, dp, mask, problem.bias_stride_row, tile.row + own_query, own_lse, own_delta);
+      if constexpr (C::kGeneral) {
+        const KeyMask<C> mask(facts, own_key + lane / 4, tile.row + own_query);
+        general.apply(s, dp, mask, problem.bias_stride_row, tile.row + own_query, own_lse,
+                      own_delta);
+      }
 #pragma unroll
       for (int n = 0; n < Plan::kWarpQueries / 8; ++n) {
         if constexpr (!C::kGeneral) softmax_and_derivative<C>(s, dp, n, scale_log2, own_lse);
@@ -164,16 +177,14 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
     for (int j = 0; j < kOwnSteps; ++j) {
       const tile::Fragment<Element> a[2] = {ds_own.at(j, 0), ds_own.at(j, 1)};
       add_step<C>(dk, a, columns, q + own_rows, j * Plan::kStep);
-      if (kStages == 3 && j == 0)
-        feed.copy(p, span, stage == 0 ? 2 : stage - 1, step + 2 < steps);
+      if (kStages == 3 && j == 0) feed.copy(p, stage == 0 ? 2 : stage - 1, steps > 2);
     }
     if constexpr (!Plan::kTile.early_barrier) ptx::sync_block();
 
     // ... and with those of the other warps.
 #pragma unroll
     for (int j = 0; j < (Plan::kQueries - Plan::kWarpQueries) / Plan::kStep; ++j) {
-      const int query =
-          (own_query + Plan::kWarpQueries + j * Plan::kStep) & (Plan::kQueries - 1);
+      const int query = (own_query + Plan::kWarpQueries + j * Plan::kStep) & (Plan::kQueries - 1);
       const uint32_t query_rows = static_cast<uint32_t>(query * Plan::kRowBytes);
       tile::Fragment<Element> a[2];
 #pragma unroll
@@ -192,11 +203,9 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
       dq_product.add(dq, ds_tile, shared + Plan::kK);
       float* to = p.dq_sum + int64_t{tile.index} * Plan::kDqTile;
       if (p.turns != nullptr) {
-        const int32_t mine =
-            turn_of<C>(band, tile.row, work.tile, p.order.longest_first == 1);
-        wait_for_turn(p.turns + tile.index, mine);
+        wait_for_turn(p.turns + tile.index, facts, tile.row);
         DqProduct<C>::reduce(dq, to, warp, lane);
-        pass_turn(p.turns + tile.index, mine);
+        pass_turn(p.turns + tile.index);
       } else {
         DqProduct<C>::reduce(dq, to, warp, lane);
       }
@@ -204,28 +213,20 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
 
     if constexpr (kStages == 1) {
       ptx::sync_block();
-      feed.copy(p, span, 0, step + 1 < steps);
+      feed.copy(p, 0, steps > 1);
     } else if constexpr (kStages == 2) {
       stage ^= 1;
     } else {
       stage = stage == 2 ? 0 : stage + 1;
     }
-    if (tile.advance(span)) {
-      ++head;
-      if constexpr (C::kGeneral) general.start_head(problem, sequence, first_head + head);
+    if (tile.advance(facts)) {
+      if constexpr (C::kGeneral) general.start_head(problem, sequence, ++head);
     }
   }
 
   tile::wait<Arch, 0>();
   ptx::sync_block();
-  if (p.key_flags.data != nullptr && ptx::any(!is_finite<C>(dk) || !is_finite<C>(dv)) && lane == 0)
-    p.key_flags.data[ptx::block_index()] = 1;
-  stage_keys<C>(dk, scale, shared + Plan::kK, own_key, own_column);
-  stage_keys<C>(dv, 1.0f, shared + Plan::kV, own_key, own_column);
-  ptx::sync_block();
-  const KvSource gradients = gradient_source(problem, sequence);
-  store_keys<C>(p.gradients.dk, shared + Plan::kK, gradients, work.head, keys, problem.head_dim);
-  store_keys<C>(p.gradients.dv, shared + Plan::kV, gradients, work.head, keys, problem.head_dim_v);
+  finish_keys<C>(p, dk, dv, shared, own_key, own_column);
 }
 
 }  // namespace tilewise::cuda::mma_sync

@@ -35,8 +35,7 @@ struct BackwardPlan {
   // dQ = dS K: kDqRows x kDqColumns a warp, warps side by side first.
   static constexpr bool dq_fits(int rows) {
     const int down = kQueries / rows;
-    return kQueries % rows == 0 && kWarps % down == 0 &&
-           C::kHeadDim / (kWarps / down) % 16 == 0;
+    return kQueries % rows == 0 && kWarps % down == 0 && C::kHeadDim / (kWarps / down) % 16 == 0;
   }
   static constexpr int kDqRows = dq_fits(32) ? 32 : 16;
   static constexpr int kDqAcross = kWarps / (kQueries / kDqRows);
@@ -60,7 +59,8 @@ struct BackwardPlan {
   static constexpr int kP = kDS + kScoreTiles * kScoreTileBytes;
   static constexpr int kStatistics = kP + (kShareP ? kScoreTiles * kScoreTileBytes : 0);
   static constexpr int kStatisticsBytes = 2 * kQueries * 4;  // per stage: row_lse, row_delta
-  static constexpr int kSharedBytes = kStatistics + kStages * kStatisticsBytes;
+  static constexpr int kFacts = kStatistics + kStages * kStatisticsBytes;
+  static constexpr int kSharedBytes = kFacts + 48;
   static_assert(kSharedBytes <= arch::limits_of(C::Arch::kTable).shared_bytes);
 };
 
@@ -91,8 +91,7 @@ TILEWISE_FN int dq_column(int warp, int n, int e, int lane) {
 
 // Gradients of keys: like k and v, or one row per key of each sequence (tilewise_gradients).
 TILEWISE_FN KvSource gradient_source(const Problem& p, const Sequence& s) {
-  const bool per_sequence = p.block_table != nullptr || p.kv_batch_idx != nullptr;
-  return per_sequence ? s.kv.dense(s.batch) : s.kv;
+  return p.block_table != nullptr || p.kv_batch_idx != nullptr ? s.kv.dense(s.batch) : s.kv;
 }
 
 // Whether all rows of a tensor start at multiples of 16 bytes.

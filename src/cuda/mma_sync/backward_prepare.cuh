@@ -101,8 +101,8 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
     if (in_use) {
       const Storage* o =
           out + s.row_offset(problem.out, row) + block.head * problem.out.stride_head;
-      const Storage* d = d_out + s.row_offset(p.gradients.dout, row) +
-                         block.head * p.gradients.dout.stride_head;
+      const Storage* d =
+          d_out + s.row_offset(p.gradients.dout, row) + block.head * p.gradients.dout.stride_head;
 #pragma unroll
       for (int i = 0; i < Lanes::kColumns; ++i) {
         float x[Lanes::kPerChunk];

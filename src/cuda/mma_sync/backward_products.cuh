@@ -71,8 +71,7 @@ TILEWISE_DEVICE void add_step(
   for (int j = 0; j < BackwardPlan<C>::kColumns / 16; ++j) {
     const auto columns = offsets.load(b, row, j);
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
-      tile::multiply_add_pair<typename C::Arch>(d.x[m], j, a[m], columns);
+    for (int m = 0; m < 2; ++m) tile::multiply_add_pair<typename C::Arch>(d.x[m], j, a[m], columns);
   }
 }
 
@@ -117,7 +116,8 @@ class DqProduct {
           ptx::red_add_v4_f32(own + dq_index<C>(m, n, 0, 0), dq.x[m][n]);
         } else {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) ptx::red_add_f32(own + dq_index<C>(m, n, e, 0), dq.x[m][n][e]);
+          for (int e = 0; e < 4; ++e)
+            ptx::red_add_f32(own + dq_index<C>(m, n, e, 0), dq.x[m][n][e]);
         }
       }
     }

@@ -1,53 +1,25 @@
 // The rows of the backward: tiles of Q, dO and their statistics on the way to shared memory.
 #pragma once
 
-#include "cuda/mma_sync/backward_plan.h"
-#include "cuda/ptx/block.h"
+#include "cuda/mma_sync/backward_facts.cuh"
 #include "cuda/tile/copy.h"
 
 namespace tilewise::cuda::mma_sync {
 
-// The tiles of rows that a key tile needs, in one query head after the other.
-struct RowSpan {
-  int32_t begin;      // rows of a head, in whole tiles
-  int32_t end;
-  int32_t rows;       // of the sequence
-  int32_t first;      // of the tiles of all heads, the one of `begin` in the first head
-  int32_t head_tiles;  // from a head to the next
-
-  template <class C>
-  TILEWISE_DEVICE static RowSpan of(const Problem& p, const Sequence& s, Range keys,
-                                    int64_t first_head) {
-    constexpr int kQueries = BackwardPlan<C>::kQueries;
-    constexpr PaddedRows kPadded{kQueries};
-    const Range tiles = Tiling{s.band.rows, kQueries}.touching(s.band.rows_of_any(keys));
-    RowSpan span;
-    span.begin = static_cast<int32_t>(tiles.begin) * kQueries;
-    span.end = static_cast<int32_t>(tiles.end) * kQueries;
-    span.rows = static_cast<int32_t>(s.band.rows);
-    span.head_tiles = static_cast<int32_t>(kPadded.count(p) / kQueries);
-    span.first = static_cast<int32_t>(first_head) * span.head_tiles +
-                 static_cast<int32_t>(kPadded.first(p, s.batch) / kQueries + tiles.begin);
-    return span;
-  }
-};
-
-// One of them.
+// A tile of rows of the walk: all tiles that the block needs, in one query head after the other.
 template <class C>
 struct RowTile {
   int32_t row;    // first row
-  int32_t index;  // among the tiles of all heads
-
-  TILEWISE_DEVICE explicit RowTile(const RowSpan& span) : row(span.begin), index(span.first) {}
+  int32_t end;    // of the rows to walk, in whole tiles
+  int32_t index;  // among the padded tiles of all heads
 
   // True when the next one is in the next head.
-  TILEWISE_DEVICE bool advance(const RowSpan& span) {
-    constexpr int kQueries = BackwardPlan<C>::kQueries;
-    row += kQueries;
+  TILEWISE_DEVICE bool advance(const BlockFacts<C>& facts) {
+    row += BackwardPlan<C>::kQueries;
     ++index;
-    if (row != span.end) return false;
-    row = span.begin;
-    index += span.head_tiles - (span.end - span.begin) / kQueries;
+    if (row != end) return false;
+    row = facts.begin();
+    index += facts.skipped_tiles();
     return true;
   }
 };
@@ -62,12 +34,11 @@ class RowPointer {
   static_assert(Lanes::kWhole);
 
   TILEWISE_DEVICE RowPointer(const tilewise_tensor& view, const Sequence& s, const Lanes& lanes,
-                             int64_t head, const RowSpan& span, int64_t columns)
+                             int64_t head, int32_t begin, int64_t columns)
       : from_(static_cast<const char*>(view.data) +
-              (s.row_offset(view, span.begin + lanes.row) + head * view.stride_head) *
-                  Plan::kBytes +
+              (s.row_offset(view, begin + lanes.row) + head * view.stride_head) * Plan::kBytes +
               lanes.chunk * 16),
-        rows_(span.rows - lanes.row),
+        rows_(static_cast<int32_t>(s.band.rows) - lanes.row),
         bytes_(static_cast<int32_t>(columns) * Plan::kBytes - lanes.chunk * 16) {
     if (kOneColumn && bytes_ <= 0) rows_ = 0;
     if constexpr (C::kGeneral) aligned_ = rows_aligned(view, columns, Plan::kBytes);
@@ -75,8 +46,8 @@ class RowPointer {
 
   // Copies the tile that starts at `row` and goes on to the next one. Rows past the last and
   // columns past the last become 0.
-  TILEWISE_DEVICE void copy(ptx::SharedAddress to, const tilewise_tensor& view,
-                            const Lanes& lanes, int32_t row) {
+  TILEWISE_DEVICE void copy(ptx::SharedAddress to, const tilewise_tensor& view, const Lanes& lanes,
+                            int32_t row) {
 #pragma unroll
     for (int pass = 0; pass < Lanes::kPasses; ++pass) {
       const bool in_use = row + pass * Lanes::kRowsPerPass < rows_;
@@ -98,8 +69,8 @@ class RowPointer {
     }
   }
 
-  TILEWISE_DEVICE void next_head(const tilewise_tensor& view, const RowSpan& span) {
-    from_ += (view.stride_head - view.stride_row * (span.end - span.begin)) * Plan::kBytes;
+  TILEWISE_DEVICE void next_head(const tilewise_tensor& view, int32_t rows_walked) {
+    from_ += (view.stride_head - view.stride_row * rows_walked) * Plan::kBytes;
   }
 
  private:
@@ -119,12 +90,12 @@ class RowFeed {
 
  public:
   TILEWISE_DEVICE RowFeed(const BackwardParams& p, const Sequence& s, int64_t first_head,
-                          const RowSpan& span, ptx::SharedAddress shared)
+                          const RowTile<C>& tile, ptx::SharedAddress shared)
       : lanes_(ptx::thread_index()),
-        q_(p.problem.q, s, lanes_, first_head, span, p.problem.head_dim),
-        d_out_(p.gradients.dout, s, lanes_, first_head, span, p.problem.head_dim_v),
+        q_(p.problem.q, s, lanes_, first_head, tile.row, p.problem.head_dim),
+        d_out_(p.gradients.dout, s, lanes_, first_head, tile.row, p.problem.head_dim_v),
         shared_(shared),
-        tile_(span) {}
+        tile_(tile) {}
 
   // Q and the statistics of the next tile; then its dO, which ends the tile.
   TILEWISE_DEVICE void copy_q(const BackwardParams& p, int stage) {
@@ -139,18 +110,18 @@ class RowFeed {
           from + (int64_t{tile_.index} * Plan::kQueries + thread % kPerStatistic * 4), 16);
     }
   }
-  TILEWISE_DEVICE void copy_d_out(const BackwardParams& p, const RowSpan& span, int stage) {
+  TILEWISE_DEVICE void copy_d_out(const BackwardParams& p, int stage) {
     d_out_.copy(stage_at(stage) + Plan::kRowTileBytes, p.gradients.dout, lanes_, tile_.row);
-    if (tile_.advance(span)) {
-      q_.next_head(p.problem.q, span);
-      d_out_.next_head(p.gradients.dout, span);
+    if (tile_.advance(BlockFacts<C>(shared_))) {
+      q_.next_head(p.problem.q, tile_.end - tile_.row);
+      d_out_.next_head(p.gradients.dout, tile_.end - tile_.row);
     }
   }
   // The whole tile, when there is one.
-  TILEWISE_DEVICE void copy(const BackwardParams& p, const RowSpan& span, int stage, bool exists) {
+  TILEWISE_DEVICE void copy(const BackwardParams& p, int stage, bool exists) {
     if (exists) {
       copy_q(p, stage);
-      copy_d_out(p, span, stage);
+      copy_d_out(p, stage);
     }
     tile::commit<typename C::Arch>();
   }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/common/score_terms.h"
-#include "cuda/mma_sync/backward_plan.h"
+#include "cuda/mma_sync/backward_facts.cuh"
 #include "cuda/ptx/block.h"
 #include "cuda/ptx/warp.h"
 #include "cuda/tile/fragment.h"
@@ -13,54 +13,53 @@ namespace tilewise::cuda::mma_sync {
 template <class C>
 using ScoreSums = tile::Sums<2, BackwardPlan<C>::kWarpQueries / 8>;
 
-// The band as seen from the keys of a lane. `row`: the first query of the warp.
+// Rows whose tiles of queries need no mask: all of them see all keys of the block.
+struct ClearRows {
+  int32_t begin;
+  int32_t end;  // of the first rows of tiles
+
+  template <class C>
+  TILEWISE_DEVICE static ClearRows of(const Band& band, Range keys) {
+    using Plan = BackwardPlan<C>;
+    if (keys.size() != Plan::kKeys) return {0, 0};
+    const Range all = band.rows_of_all(keys);
+    return {static_cast<int32_t>(all.begin),
+            all.end == band.rows ? kFar : static_cast<int32_t>(all.end) - Plan::kQueries + 1};
+  }
+  TILEWISE_DEVICE bool contains(int32_t row) const { return row >= begin && row < end; }
+};
+
+// The band as seen from the keys of a lane: which queries, counted from `row` on, see them.
 template <class C>
 class KeyMask {
   using Plan = BackwardPlan<C>;
 
  public:
-  // Key 0 of the lane is `key`; `keys` are those of the block.
-  TILEWISE_DEVICE KeyMask(const Band& band, Range keys, int64_t key) {
-    const int64_t first = key - band.shift() - band.right;
-    const int64_t last = key - band.shift() + band.left;
-    first_ = static_cast<int32_t>(clamp(first, -kFar, kFar));
-    last_ = static_cast<int32_t>(clamp(last, -kFar, kFar));
-    keys_ = static_cast<int32_t>(keys.end - key);
-    const Range all = band.rows_of_all(keys);
-    const bool whole = keys.size() == Plan::kKeys;
-    clear_begin_ = static_cast<int32_t>(whole ? all.begin : kFar);
-    clear_end_ = static_cast<int32_t>(all.end == band.rows ? kFar : all.end) - Plan::kQueries;
+  // Key 0 of the lane is key `key` of the block.
+  TILEWISE_DEVICE KeyMask(const BlockFacts<C>& facts, int32_t key, int32_t row)
+      : first_(facts.first_row() + key - row),
+        last_(facts.last_row() + key - row),
+        keys_(facts.key_count() - key) {}
+
+  // The key `offset` keys after it is in use, and the query sees it.
+  TILEWISE_DEVICE bool visible(int offset, int32_t query) const {
+    return offset < keys_ && query >= first_ + offset && query <= last_ + offset;
   }
 
-  // Whether the tile of queries from `row` on sees all keys of the block.
-  TILEWISE_DEVICE bool clear(int32_t row) const {
-    return row >= clear_begin_ && row <= clear_end_;
-  }
-
-  // Which of the queries `row`, row + 1, ... see the key `offset` keys after the lane's first one.
-  struct Rows {
-    int32_t first;
-    int32_t last;
-
-    TILEWISE_DEVICE bool has(int32_t query) const { return query >= first && query <= last; }
-  };
-  TILEWISE_DEVICE Rows rows_of(int offset, int32_t row) const {
-    return {offset < keys_ ? first_ + offset - row : kFar, last_ + offset - row};
-  }
-
-  // What is not visible becomes `hidden`.
-  TILEWISE_DEVICE void apply(ScoreSums<C>& s, int32_t row, float hidden) const {
-    const int32_t own = row + ptx::lane_index() % 4 * 2;
+  // What is not visible becomes `hidden`; `row` above is that of the lane's first query.
+  TILEWISE_DEVICE void apply(ScoreSums<C>& s, float hidden) const {
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const Rows rows = rows_of(16 * m + 8 * half, own);
+        const int offset = 16 * m + 8 * half;
+        const int32_t first = offset < keys_ ? first_ + offset : kFar;
 #pragma unroll
         for (int n = 0; n < Plan::kWarpQueries / 8; ++n) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            if (!rows.has(8 * n + e)) s.x[m][n][2 * half + e] = hidden;
+            const int query = 8 * n + e;
+            if (query < first || query > last_ + offset) s.x[m][n][2 * half + e] = hidden;
           }
         }
       }
@@ -68,13 +67,9 @@ class KeyMask {
   }
 
  private:
-  static constexpr int32_t kFar = 1 << 30;
-
-  int32_t first_;  // rows that see key 0 of the lane
+  int32_t first_;
   int32_t last_;
-  int32_t keys_;  // keys in use from it on
-  int32_t clear_begin_;
-  int32_t clear_end_;  // last row at which a tile of queries may start
+  int32_t keys_;  // in use from key 0 of the lane on
 };
 
 // Two queries of row_lse or row_delta, 8n + 2t and the next.
@@ -127,16 +122,16 @@ class GeneralScores {
   using Plan = BackwardPlan<C>;
 
  public:
-  TILEWISE_DEVICE GeneralScores(const Problem& p, const Sequence& s, int64_t head, int32_t rows,
-                                int64_t key)
-      : terms_(ScoreTerms::of(p)), rows_(rows), key_(key) {
+  TILEWISE_DEVICE GeneralScores(const Problem& p, const Sequence& s, int64_t head, int64_t key)
+      : terms_(ScoreTerms::of(p)), rows_(static_cast<int32_t>(s.band.rows)), key_(key) {
     start_head(p, s, head);
   }
   TILEWISE_DEVICE void start_head(const Problem& p, const Sequence& s, int64_t head) {
     head_ = ScoreTerms::row(p, s, 0, head);
   }
 
-  // All of s becomes dropout(P), all of dp dS. `row`: the first query of the warp.
+  // All of s becomes dropout(P), all of dp dS. `row`: the first query of the warp; `mask` counts
+  // from there on.
   TILEWISE_DEVICE void apply(ScoreSums<C>& s, ScoreSums<C>& dp, const KeyMask<C>& mask,
                              int64_t bias_stride_row, int32_t row, ptx::SharedAddress lse,
                              ptx::SharedAddress delta) const {
@@ -154,15 +149,16 @@ class GeneralScores {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int offset = 16 * m + e / 2 * 8;
-          const int32_t query = row + 8 * n + lane % 4 * 2 + e % 2;
+          const int32_t from_row = 8 * n + lane % 4 * 2 + e % 2;
+          const int32_t query = row + from_row;
           float keep = 1.0f;
           if (terms_.dropout.on()) {
             const uint32_t bit = kept[e % 2 * 4 + m * 2 + e / 2] >> (8 * n + lane / 4) & 1u;
             keep = bit != 0 ? terms_.dropout.keep_scale : 0.0f;
           }
-          if (query < rows_ && mask.rows_of(offset, 0).has(query)) {
-            const auto score = terms_.at(s.x[m][n][e], row_terms(query, bias_stride_row),
-                                         key_ + offset);
+          if (query < rows_ && mask.visible(offset, from_row)) {
+            const auto score =
+                terms_.at(s.x[m][n][e], row_terms(query, bias_stride_row), key_ + offset);
             const float p = ptx::ex2(ptx::fma(score.value, kLog2e, l[e % 2]));
             s.x[m][n][e] = p * keep;
             dp.x[m][n][e] = p * ptx::fma(dp.x[m][n][e], keep, d[e % 2]) * score.derivative;

@@ -1,0 +1,71 @@
+// What a block knows of its key tile and needs at edges only. It lies in shared memory: registers
+// are short.
+#pragma once
+
+#include "cuda/mma_sync/backward_plan.h"
+#include "cuda/ptx/block.h"
+#include "cuda/ptx/shared.h"
+
+namespace tilewise::cuda::mma_sync {
+
+inline constexpr int32_t kFar = 1 << 30;
+
+template <class C>
+class BlockFacts {
+  using Plan = BackwardPlan<C>;
+
+ public:
+  // One thread writes; a barrier follows before anything is read.
+  TILEWISE_DEVICE static void store(ptx::SharedAddress shared, const TileOrder::Work& work,
+                                    const Band& band, Range row_tiles, int64_t head_tiles,
+                                    bool last_first) {
+    const int64_t key = work.tile * int64_t{Plan::kKeys};
+    const int64_t x[kWords] = {clamp(key - band.shift() - band.right, -kFar, kFar),
+                               clamp(key - band.shift() + band.left, -kFar, kFar),
+                               key,
+                               band.keys,
+                               row_tiles.begin * Plan::kQueries,
+                               band.rows,
+                               head_tiles - row_tiles.size(),
+                               last_first ? 1 : 0,
+                               work.head,
+                               work.sequence};
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      ptx::st_shared_b32(shared + Plan::kFacts + i * 4, static_cast<uint32_t>(x[i]));
+  }
+
+  TILEWISE_DEVICE explicit BlockFacts(ptx::SharedAddress shared) : at_(shared + Plan::kFacts) {}
+
+  // The rows that see key 0 of the block are first_row() ... last_row().
+  TILEWISE_DEVICE int32_t first_row() const { return get(0); }
+  TILEWISE_DEVICE int32_t last_row() const { return get(1); }
+  TILEWISE_DEVICE Range keys() const { return {get(2), min(get(3), get(2) + Plan::kKeys)}; }
+  TILEWISE_DEVICE int32_t key_count() const { return get(3) - get(2); }  // to the last key
+  // Where the walk over the rows of a head starts, and how many tiles it leaves out between heads.
+  TILEWISE_DEVICE int32_t begin() const { return get(4); }
+  TILEWISE_DEVICE int32_t skipped_tiles() const { return get(6); }
+  TILEWISE_DEVICE int32_t head() const { return get(8); }
+  TILEWISE_DEVICE int32_t sequence() const { return get(9); }
+
+  // How many key tiles add to the tile of rows from `row` on before this one does. Blocks are
+  // numbered in the same order (TileOrder), so a block waits for earlier ones only.
+  TILEWISE_DEVICE int32_t turn(int32_t row) const {
+    const int32_t key = get(2);
+    const int32_t begin = max(0, row + key - last_row());
+    const int32_t end = min(get(3), min(get(5), row + Plan::kQueries) + key - first_row());
+    const int32_t tile = key / Plan::kKeys;
+    return get(7) != 0 ? (end - 1) / Plan::kKeys - tile : tile - begin / Plan::kKeys;
+  }
+
+ private:
+  static constexpr int kWords = 10;
+
+  TILEWISE_DEVICE int32_t get(int i) const {
+    return static_cast<int32_t>(ptx::ld_shared_b32(at_ + i * 4));
+  }
+
+  ptx::SharedAddress at_;
+};
+
+}  // namespace tilewise::cuda::mma_sync
