@@ -1,0 +1,101 @@
+"""What `make bench-gpu` measures, and the bars: how much faster than the peers we mean to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+TOKENS = 16384
+HIDDEN = 2048
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+MAIN_LENGTHS = (1024, 4096, 16384)
+HEAD_DIMS = (64, 128, 256)
+OTHER_HEAD_DIMS = (80, 96, 192)
+GROUPED = (32, 8)  # query heads, key/value heads
+
+# Ratio to the peer at every point, and the geometric mean over all points of a direction.
+POINT_BAR = {"fa2": 1.0, "efficient": 1.5}
+MEAN_BAR = {"fwd": 1.12, "bwd": 1.07}
+FP32 = "fp32"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Self-attention over `seqlen` rows; the batch makes up the number of tokens."""
+
+    dtype: str
+    direction: str  # "fwd" or "bwd"
+    head_dim: int
+    seqlen: int
+    causal: bool
+    heads: int
+    kv_heads: int
+    tokens: int = TOKENS
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return max(1, self.tokens // self.seqlen)
+
+    @property
+    def name(self) -> str:
+        """E.g. "bf16 fwd D128 S4096 causal MHA": what --points matches."""
+        mask = "causal" if self.causal else "full"
+        heads = "MHA" if self.heads == self.kv_heads else "GQA"
+        return f"{self.dtype} {self.direction} D{self.head_dim} S{self.seqlen} {mask} {heads}"
+
+    @property
+    def flop(self) -> float:
+        """Two products forward, five backward, over the visible pairs (half when causal)."""
+        forward = 4.0 * self.batch * self.heads * self.seqlen * self.seqlen * self.head_dim
+        return forward * (2.5 if self.direction == "bwd" else 1.0) * (0.5 if self.causal else 1.0)
+
+    @property
+    def judged_by(self) -> str:
+        """The peer that the bar is about."""
+        return "efficient" if self.dtype == FP32 else "fa2"
+
+    def to_json(self) -> dict[str, object]:
+        """The fields, for a result file."""
+        return {"name": self.name, **asdict(self), "batch": self.batch}
+
+
+def _cases(
+    dtypes: tuple[str, ...],
+    head_dims: tuple[int, ...],
+    lengths: tuple[int, ...],
+    grouped: bool,
+    tokens: int,
+) -> Iterator[Case]:
+    for dtype in dtypes:
+        for direction in ("fwd", "bwd"):
+            for head_dim in head_dims:
+                heads, kv_heads = GROUPED if grouped else (HIDDEN // head_dim,) * 2
+                for causal in (False, True):
+                    for seqlen in (n for n in lengths if n <= tokens):
+                        yield Case(
+                            dtype, direction, head_dim, seqlen, causal, heads, kv_heads, tokens
+                        )
+
+
+def main_cases(tokens: int = TOKENS) -> list[Case]:
+    """The points that a short run measures."""
+    return [
+        *_cases(("bf16",), HEAD_DIMS, MAIN_LENGTHS, False, tokens),
+        *_cases(("bf16",), (128,), (4096,), True, tokens),
+        *_cases((FP32,), (64,), (4096,), False, tokens),
+    ]
+
+
+def all_cases(tokens: int = TOKENS) -> list[Case]:
+    """The whole grid, main points first: a run that is out of time has measured those."""
+    cases = [
+        *main_cases(tokens),
+        *_cases(("bf16",), HEAD_DIMS, LENGTHS, False, tokens),
+        *_cases((FP32,), HEAD_DIMS, MAIN_LENGTHS, False, tokens),
+        *_cases(("bf16",), HEAD_DIMS, LENGTHS, True, tokens),
+        *_cases(("bf16",), OTHER_HEAD_DIMS, MAIN_LENGTHS, False, tokens),
+        *_cases(("fp16",), HEAD_DIMS, LENGTHS, False, tokens),
+        *_cases(("fp16",), HEAD_DIMS, LENGTHS, True, tokens),
+    ]
+    return list(dict.fromkeys(cases))

@@ -1,0 +1,121 @@
+"""Timing on a GPU: warm, taking turns, the L2 cache flushed before each, CUDA events, medians."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Timing:
+    """Milliseconds of each round."""
+
+    rounds: list[float]
+
+    @property
+    def median(self) -> float:
+        """Median milliseconds."""
+        return statistics.median(self.rounds)
+
+    @property
+    def spread(self) -> float:
+        """Distance between the quartiles, relative to the median."""
+        if len(self.rounds) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.rounds, n=4, method="inclusive")
+        return (high - low) / self.median
+
+
+class Clock:
+    """Times calls on a device. On the CPU, where only the script itself is tried, by the wall."""
+
+    def __init__(self, device: str) -> None:
+        self.cuda = device == "cuda"
+        if self.cuda:
+            l2 = torch.cuda.get_device_properties().L2_cache_size
+            self._flush = torch.empty(max(4 * l2, 256 << 20), dtype=torch.uint8, device=device)
+
+    def interleave(
+        self, calls: Mapping[str, Callable[[], Any]], rounds: int, warm: int = 2
+    ) -> dict[str, Timing]:
+        """All calls in turns; every other round runs backwards."""
+        pending: dict[str, list[Any]] = {name: [] for name in calls}
+        for repetition in range(-warm, rounds):
+            order = list(calls) if repetition % 2 else list(reversed(calls))
+            for name in order:
+                measured = self._once(calls[name])
+                if repetition >= 0:
+                    pending[name].append(measured)
+            if self.cuda:  # no round waits for the CPU, none runs far ahead of it
+                torch.cuda.synchronize()
+        return {name: Timing([self._read(m) for m in marks]) for name, marks in pending.items()}
+
+    def _once(self, call: Callable[[], Any]) -> Any:
+        if not self.cuda:
+            begin = time.perf_counter()
+            call()
+            return 1e3 * (time.perf_counter() - begin)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flush.zero_()
+        begin.record()
+        call()
+        end.record()
+        return begin, end
+
+    def _read(self, measured: Any) -> float:
+        return measured[0].elapsed_time(measured[1]) if self.cuda else measured
+
+
+def roofline(clock: Clock, device: str, size: int = 8192, gigabytes: float = 1.0) -> dict[str, Any]:
+    """What this machine gives in the same run: a bf16 matrix product and a copy in memory."""
+    a, b = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+    source = torch.empty(int(gigabytes * 1e9), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timings = clock.interleave({"gemm": lambda: a @ b, "copy": lambda: target.copy_(source)}, 10)
+    return {
+        "gemm_bf16_size": size,
+        "gemm_bf16_tflops": 2.0 * size**3 / timings["gemm"].median / 1e9,
+        "copy_gb_s": 2.0 * source.numel() / timings["copy"].median / 1e6,
+    }
+
+
+def launch_overhead(
+    calls: Mapping[str, Callable[[], Any]], device: str, calls_in_a_row: int = 100, rounds: int = 15
+) -> dict[str, dict[str, float]]:
+    """Microseconds a call keeps Python, and until its result is there when nothing else runs.
+
+    The first is the time of many calls in a row, which the GPU works off meanwhile and which are
+    few enough never to fill its queue; medians of interleaved rounds.
+    """
+
+    def wait() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    row: dict[str, list[float]] = {name: [] for name in calls}
+    alone: dict[str, list[float]] = {name: [] for name in calls}
+    for repetition in range(-2, rounds):
+        for name in list(calls) if repetition % 2 else list(reversed(calls)):
+            call = calls[name]
+            wait()
+            begin = time.perf_counter()
+            for _ in range(calls_in_a_row):
+                call()
+            busy = time.perf_counter() - begin
+            wait()
+            singles = []
+            for _ in range(10):
+                begin = time.perf_counter()
+                call()
+                wait()
+                singles.append(time.perf_counter() - begin)
+            if repetition >= 0:
+                row[name].append(1e6 * busy / calls_in_a_row)
+                alone[name].append(1e6 * statistics.median(singles))
+    median = statistics.median
+    return {n: {"launch_us": median(row[n]), "alone_us": median(alone[n])} for n in calls}
