@@ -36,6 +36,7 @@ struct PaddedRows {
     int64_t row0;
   };
   TILEWISE_FN Place locate(const Problem& p, int64_t index) const {
+    if (p.batch == 0) return {-1, 0};
     int64_t low = 0;
     int64_t high = p.batch - 1;
     while (low < high) {  // the last sequence that starts at or before the tile

@@ -33,7 +33,7 @@ struct Shared {
   alignas(16) float stage[kTile * kPitch];    // operands on their way into a product
   alignas(16) float weights[kTile * kPitch];  // P or dS
 
-  // Rows. Not in use: offsets -1, sees nothing.
+  // Rows. Not in use: offsets kUnused, sees nothing.
   int64_t q[kTile];    // offsets of the row in q and dq,
   int64_t out[kTile];  // in out (forward) or dout (backward), and
   int64_t first_key[kTile];
@@ -46,7 +46,7 @@ struct Shared {
   float lse_rest[kTile];
   float delta[kTile];
 
-  // Keys: offsets in k and v, -1 past the last one.
+  // Keys: offsets in k and v, kUnused past the last one.
   int64_t k[kTile];
   int64_t v[kTile];
 };
@@ -79,7 +79,7 @@ TILEWISE_DEVICE void load_row_table(const Problem& p, const RowTile& tile,
   if (t >= kTile) return;
   const int64_t packed = tile.packed.begin + t;
   if (packed >= tile.packed.end) {
-    to.q[t] = to.out[t] = -1;
+    to.q[t] = to.out[t] = kUnused;
     to.first_key[t] = to.end_key[t] = to.row[t] = 0;
     to.head[t] = 0;
     to.row_terms[t] = {};
@@ -107,7 +107,7 @@ TILEWISE_DEVICE void load_key_table(const Problem& p, int64_t first) {
   int64_t* const to = t < kTile ? shared().k : shared().v;
   const Sequence& s = shared().sequence;
   to[t % kTile] =
-      key < s.band.keys ? s.kv.offset(view, key) + shared().kv_head * view.stride_head : -1;
+      key < s.band.keys ? s.kv.offset(view, key) + shared().kv_head * view.stride_head : kUnused;
 }
 
 // Which of its four keys 4 x + j each of a thread's rows sees.

@@ -36,7 +36,10 @@ TILEWISE_DEVICE void clear(Block& c) {
   }
 }
 
-// Rows of a tensor that make up a tile: the offset in elements of each, negative where the tile has
+// Offsets may be negative: NumPy's reversed views have their data at the last row.
+inline constexpr int64_t kUnused = INT64_MIN;
+
+// Rows of a tensor that make up a tile: the offset in elements of each, kUnused where the tile has
 // no row (it is filled with 0).
 template <class T>
 struct Rows {
@@ -46,7 +49,7 @@ struct Rows {
 
   TILEWISE_DEVICE float at(int row, int column) const {
     const int64_t from = offset[row];
-    return from >= 0 && column < columns ? to_float(data[from + column]) : 0.0f;
+    return from != kUnused && column < columns ? to_float(data[from + column]) : 0.0f;
   }
 };
 
