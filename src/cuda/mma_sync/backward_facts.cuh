@@ -10,6 +10,15 @@ namespace tilewise::cuda::mma_sync {
 
 inline constexpr int32_t kFar = 1 << 30;
 
+// Tiles of queries whose first row is one of these need no mask: all of their rows see all keys of
+// the block.
+struct ClearRows {
+  int32_t begin;
+  int32_t end;
+
+  TILEWISE_DEVICE bool contains(int32_t row) const { return row >= begin && row < end; }
+};
+
 template <class C>
 class BlockFacts {
   using Plan = BackwardPlan<C>;
@@ -20,6 +29,9 @@ class BlockFacts {
                                     const Band& band, Range row_tiles, int64_t head_tiles,
                                     bool last_first) {
     const int64_t key = work.tile * int64_t{Plan::kKeys};
+    const Range keys = {key, min(band.keys, key + Plan::kKeys)};
+    const Range all = keys.size() == Plan::kKeys ? band.rows_of_all(keys) : Range{};
+    const int64_t all_end = all.end == band.rows ? kFar : all.end - Plan::kQueries + 1;
     const int64_t x[kWords] = {clamp(key - band.shift() - band.right, -kFar, kFar),
                                clamp(key - band.shift() + band.left, -kFar, kFar),
                                key,
@@ -29,7 +41,9 @@ class BlockFacts {
                                head_tiles - row_tiles.size(),
                                last_first ? 1 : 0,
                                work.head,
-                               work.sequence};
+                               work.sequence,
+                               all.begin,
+                               all.empty() ? 0 : all_end};
 #pragma unroll
     for (int i = 0; i < kWords; ++i)
       ptx::st_shared_b32(shared + Plan::kFacts + i * 4, static_cast<uint32_t>(x[i]));
@@ -42,6 +56,7 @@ class BlockFacts {
   TILEWISE_DEVICE int32_t last_row() const { return get(1); }
   TILEWISE_DEVICE Range keys() const { return {get(2), min(get(3), get(2) + Plan::kKeys)}; }
   TILEWISE_DEVICE int32_t key_count() const { return get(3) - get(2); }  // to the last key
+  TILEWISE_DEVICE ClearRows clear_rows() const { return {get(10), get(11)}; }
   // Where the walk over the rows of a head starts, and how many tiles it leaves out between heads.
   TILEWISE_DEVICE int32_t begin() const { return get(4); }
   TILEWISE_DEVICE int32_t skipped_tiles() const { return get(6); }
@@ -59,7 +74,7 @@ class BlockFacts {
   }
 
  private:
-  static constexpr int kWords = 10;
+  static constexpr int kWords = 12;
 
   TILEWISE_DEVICE int32_t get(int i) const {
     return static_cast<int32_t>(ptx::ld_shared_b32(at_ + i * 4));

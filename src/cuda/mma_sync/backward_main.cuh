@@ -75,14 +75,14 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   }
 
   const BlockFacts<C> facts(shared);
-  const ClearRows clear = ClearRows::of<C>(band, keys);
+  const ClearRows clear = facts.clear_rows();
   const float scale_log2 = exponent_scale(score_of(problem).scale);
   [[maybe_unused]] GeneralScores<C> general(problem, sequence, first_head,
                                             keys.begin + own_key + lane / 4);
 
   const RowProduct<C> row_product(lane);
   const tile::TransposedB<Element, Plan::kRowBytes> columns(lane, own_column / 16);
-  const tile::OperandOffsets<Plan::kScoreRowBytes> scores(lane);
+  const tile::OperandOffsets<Plan::kScoreRowBytes> score_offsets(lane);
   const DqProduct<C> dq_product(lane, warp);
   KeySums<C> dk;
   KeySums<C> dv;
@@ -129,7 +129,7 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
         }
       }
       start_dp<C>(dp, own_delta);
-      row_product.add(dp, own_v, d_out + own_rows, [&](int k) {
+      row_product.add(dp, ptx::recent(own_v), d_out + own_rows, [&](int k) {
         if (kStages == 2 && k == 1) {
           if (steps > 1) feed.copy_d_out(p, stage ^ 1);
           tile::commit<Arch>();
@@ -140,17 +140,19 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
         general.apply(s, dp, mask, problem.bias_stride_row, tile.row + own_query, own_lse,
                       own_delta);
       }
-#pragma unroll
-      for (int n = 0; n < Plan::kWarpQueries / 8; ++n) {
-        if constexpr (!C::kGeneral) softmax_and_derivative<C>(s, dp, n, scale_log2, own_lse);
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          p_own.set(m, n, s.x[m][n]);
-          ds_own.set(m, n, dp.x[m][n]);
-        }
-      }
+      const auto scores = score_offsets.recent();
 #pragma unroll
       for (int j = 0; j < kOwnSteps; ++j) {
+        constexpr int kBlocks = Plan::kStep / 8;
+#pragma unroll
+        for (int n = j * kBlocks; n < (j + 1) * kBlocks; ++n) {
+          if constexpr (!C::kGeneral) softmax_and_derivative<C>(s, dp, n, scale_log2, own_lse);
+#pragma unroll
+          for (int m = 0; m < 2; ++m) {
+            p_own.set(m, n, s.x[m][n]);
+            ds_own.set(m, n, dp.x[m][n]);
+          }
+        }
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
 #pragma unroll
@@ -182,6 +184,7 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
     if constexpr (!Plan::kTile.early_barrier) ptx::sync_block();
 
     // ... and with those of the other warps.
+    const auto scores = score_offsets.recent();
 #pragma unroll
     for (int j = 0; j < (Plan::kQueries - Plan::kWarpQueries) / Plan::kStep; ++j) {
       const int query = (own_query + Plan::kWarpQueries + j * Plan::kStep) & (Plan::kQueries - 1);

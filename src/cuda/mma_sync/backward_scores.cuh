@@ -13,22 +13,6 @@ namespace tilewise::cuda::mma_sync {
 template <class C>
 using ScoreSums = tile::Sums<2, BackwardPlan<C>::kWarpQueries / 8>;
 
-// Rows whose tiles of queries need no mask: all of them see all keys of the block.
-struct ClearRows {
-  int32_t begin;
-  int32_t end;  // of the first rows of tiles
-
-  template <class C>
-  TILEWISE_DEVICE static ClearRows of(const Band& band, Range keys) {
-    using Plan = BackwardPlan<C>;
-    if (keys.size() != Plan::kKeys) return {0, 0};
-    const Range all = band.rows_of_all(keys);
-    return {static_cast<int32_t>(all.begin),
-            all.end == band.rows ? kFar : static_cast<int32_t>(all.end) - Plan::kQueries + 1};
-  }
-  TILEWISE_DEVICE bool contains(int32_t row) const { return row >= begin && row < end; }
-};
-
 // The band as seen from the keys of a lane: which queries, counted from `row` on, see them.
 template <class C>
 class KeyMask {

@@ -2,6 +2,7 @@
 // and stored in shared memory for the others.
 #pragma once
 
+#include "cuda/ptx/warp.h"
 #include "cuda/tile/fragment.h"
 
 namespace tilewise::cuda::tile {
@@ -42,6 +43,13 @@ class OperandOffsets {
   TILEWISE_DEVICE explicit OperandOffsets(int lane)
       : word_(Swizzle<kRowBytes>::offset(lane / 4, 0) + static_cast<uint32_t>(lane % 4 * 4)),
         row_(Swizzle<kRowBytes>::offset(lane & 15, lane >> 4)) {}
+
+  // For one step of a loop: its addresses are not kept in registers between the steps.
+  TILEWISE_DEVICE OperandOffsets recent() const {
+    OperandOffsets o = *this;
+    o.word_ = ptx::recent(word_);
+    return o;
+  }
 
   // Word `i` of the fragment of 16 rows from `row` on.
   TILEWISE_DEVICE uint32_t word(int row, int step, int i) const {
