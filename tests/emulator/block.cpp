@@ -8,6 +8,7 @@
 #include <random>
 
 #include "emulator/device.h"
+#include "emulator/places.h"
 
 namespace tilewise::cuda::emulator {
 namespace {
@@ -59,6 +60,14 @@ std::string lanes_of(uint32_t mask) {
   return lanes;
 }
 
+// What was launched, as the compiler calls it: "Body = X" of the name of run_grid.
+std::string kernel_name(const detail::Launch& launch) {
+  std::string name = launch.kernel;
+  const size_t begin = name.find("Body = ");
+  if (begin != std::string::npos) name.erase(0, begin + 7);
+  return name.substr(0, name.find_last_of(name.find("; int64_t") != std::string::npos ? ';' : ']'));
+}
+
 }  // namespace
 
 std::string text(const char* format, ...) {
@@ -71,6 +80,8 @@ std::string text(const char* format, ...) {
 }
 
 Block& block() { return *active; }
+
+Block* running_block() { return active != nullptr && active->running() ? active : nullptr; }
 
 void fault(const std::string& message) {
   if (active == nullptr || !active->running()) throw Fault(message);
@@ -97,7 +108,7 @@ void Block::run_grid(const detail::Launch& launch) {
     throw Fault(text("launch of %lld blocks of %d threads with %d bytes of shared memory: not "
                      "whole warps, or more than a GPU has; ",
                      static_cast<long long>(launch.blocks), launch.threads, launch.shared_bytes) +
-                launch.kernel);
+                kernel_name(launch));
   }
   options_ = read_options();
   statistics_ = {};
@@ -107,6 +118,7 @@ void Block::run_grid(const detail::Launch& launch) {
   std::vector<int64_t> order(static_cast<size_t>(launch.blocks));
   arrange(order.data(), launch.blocks, options_, random);
   failure_.clear();
+  failure_stack_.clear();
   if (clock_ > UINT32_MAX / 2) {
     shared_.forget_times();
     clock_ = 0;
@@ -119,7 +131,7 @@ void Block::run_grid(const detail::Launch& launch) {
     run_block();
   }
   launch_ = nullptr;
-  if (!failure_.empty()) throw Fault(failure_);
+  if (!failure_.empty()) throw Fault(failure_ + describe(failure_stack_));
   if (options_.report) {
     const Statistics& s = statistics_;
     std::fprintf(stderr,
@@ -128,7 +140,7 @@ void Block::run_grid(const detail::Launch& launch) {
                  static_cast<long long>(s.blocks), launch.threads, launch.shared_bytes,
                  static_cast<long long>(s.switches), static_cast<long long>(s.block_barriers),
                  static_cast<long long>(s.matrix_products), static_cast<long long>(s.matrix_loads),
-                 static_cast<long long>(s.matrix_load_conflicts), launch.kernel);
+                 static_cast<long long>(s.matrix_load_conflicts), kernel_name(launch).c_str());
   }
 }
 
@@ -153,7 +165,7 @@ void Block::run_block() {
                    "%lld of %lld\n  of ",
                    overrun, launch_->shared_bytes, static_cast<long long>(index_),
                    static_cast<long long>(launch_->blocks)) +
-               launch_->kernel;
+               kernel_name(*launch_);
   }
 }
 
@@ -191,7 +203,7 @@ bool Block::next_thread(int* thread) {
 }
 
 void Block::run_another_warp() {
-  int thread;
+  int thread = thread_;
   if (next_thread(&thread)) return switch_to(thread);
   uint32_t polling = 0;
   for (int i = 0; i < warp_count_; ++i) {
@@ -275,7 +287,8 @@ std::string Block::waiting() const {
 }
 
 void Block::fail(const std::string& message) {
-  failure_ = message + "\n  in " + where(thread_) + "\n  of " + launch_->kernel;
+  failure_ = message + "\n  in " + where(thread_) + "\n  of " + kernel_name(*launch_);
+  failure_stack_ = call_stack();
   switch_context(contexts_[thread_], host_);
   __builtin_unreachable();
 }

@@ -149,10 +149,13 @@ class Block {
   SharedMemory shared_;
   Statistics statistics_;
   std::string failure_;
+  std::vector<uintptr_t> failure_stack_;
 };
 
-// The one of this host thread.
+// The one of this host thread, which runs.
 Block& block();
+// Null between launches.
+Block* running_block();
 
 [[noreturn]] void fault(const std::string& message);
 // As printf.

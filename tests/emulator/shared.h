@@ -1,6 +1,7 @@
 // The shared memory of the block: its bytes, and what is known of each of them.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -52,15 +53,18 @@ class SharedMemory {
   char* finish_copy(uint32_t address, int bytes, const Moment& moment);
   char* at(uint32_t address) const { return data_ + (address - kFirstAddress); }
 
-  // Through a plain pointer, when the compiler announces such accesses (pointers.cpp).
+  // Through a plain pointer, when the compiler announces such accesses (pointers.cpp). `contains`
+  // is true around the bytes of the launch, too.
   bool contains(const void* p) const {
-    return static_cast<uintptr_t>(static_cast<const char*>(p) - data_) <
-           static_cast<uintptr_t>(bytes_);
+    return static_cast<uintptr_t>(static_cast<const char*>(p) - region_) <
+           kRegionBytes + kGuardBytes;
   }
   void plain_read(const void* p, int64_t bytes, const Moment& moment);
   void plain_write(const void* p, int64_t bytes, const Moment& moment);
 
  private:
+  static constexpr size_t kRegionBytes = 228 * 1024;
+  static constexpr size_t kGuardBytes = 64 * 1024;
   enum : uint8_t { kUnknown = 0, kWritten = 1, kInFlight = 2 };
   // In `readers_`: a thread, or lanes of a warp (its index is added), or more than one warp.
   static constexpr uint16_t kLanesOfWarp = 1024;
