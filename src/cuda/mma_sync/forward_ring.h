@@ -58,7 +58,7 @@ class KeyStream {
       next_ = base_ + row_bytes(static_cast<int64_t>(tiles.last - 1) * kKeys);
 #pragma unroll
       for (int column = 0; column < Lanes::kColumns; ++column) {
-        exists_[column] = lanes_.chunk_of(column) * 16 < columns_ * Element::kBytes;
+        exists_[column] = lanes_.chunk_of(column) * (16 / Element::kBytes) < columns_;
       }
     }
   }
@@ -78,16 +78,16 @@ class KeyStream {
     }
 #pragma unroll
     for (int pass = begin; pass < end; ++pass) {
+      if (!lanes_.has(pass)) continue;
+      const char* row = next_ + row_bytes(pass * Lanes::kRowsPerPass);
 #pragma unroll
       for (int column = 0; column < Lanes::kColumns; ++column) {
-        if (!lanes_.has(pass)) continue;
         tile::copy_chunk<typename C::Arch>(slot + lanes_.offset(pass, column),
-                                           next_ + column * Lanes::kStride * 16,
+                                           row + column * Lanes::kStride * 16,
                                            exists_[column] && tile >= first_ ? 16 : 0);
       }
-      next_ += row_bytes(Lanes::kRowsPerPass);
     }
-    if (part == kParts - 1) next_ -= row_bytes(kKeys + Lanes::kPasses * Lanes::kRowsPerPass);
+    if (part == kParts - 1) next_ -= row_bytes(kKeys);
   }
 
  private:
@@ -164,7 +164,12 @@ class KvRing {
       const int32_t tile = last_ - i / 2;
       if (i < 2) stream.copy_last(write_, tile);
       for (int part = 0; i >= 2 && part < kParts; ++part) stream.copy(write_, tile, part);
-      commit();
+      tile::commit<Arch>();
+      write_ = after(write_);
+    }
+    if (kStages == 2) {  // the last values too, since they may be cut short
+      v_.copy_last(write_, last_);
+      tile::commit<Arch>();
     }
   }
 
@@ -174,30 +179,25 @@ class KvRing {
     ptx::sync_block();
   }
   TILEWISE_DEVICE ptx::SharedAddress slot() const { return read_; }
-  TILEWISE_DEVICE void release() { read_ = after(read_); }
+  // The slot that has been read is the next one to be written.
+  TILEWISE_DEVICE void release() {
+    write_ = read_;
+    read_ = after(read_);
+  }
 
   // Part `part` of what is asked for while the scores (`scores`) or values of `tile` are at work.
   TILEWISE_DEVICE void ask(bool scores, int32_t tile, int part) {
     const bool keys = scores == kKeysFirst;
     const int32_t wanted = tile - (keys ? kKeysAhead : kValuesAhead);
     Stream& stream = keys ? k_ : v_;
-    if (kValuesAhead == 0 && !keys && wanted == last_) {
-      if (part == 0) stream.copy_last(write_, wanted);
-    } else {
-      stream.copy(write_, wanted, part);
-    }
-    if (part == kParts - 1) commit();
+    if (kStages > 2 || keys || wanted != last_) stream.copy(write_, wanted, part);
+    if (part == kParts - 1) tile::commit<Arch>();
   }
 
  private:
   TILEWISE_DEVICE ptx::SharedAddress after(ptx::SharedAddress slot) const {
     return slot == base_ + (kBytes - kSlotBytes) ? base_ : slot + kSlotBytes;
   }
-  TILEWISE_DEVICE void commit() {
-    tile::commit<Arch>();
-    write_ = after(write_);
-  }
-
   Stream k_;
   Stream v_;
   ptx::SharedAddress base_;

@@ -3,7 +3,7 @@
 
 #include "attention/schedule.h"
 #include "cuda/params.h"
-#include "cuda/ptx/platform.h"
+#include "cuda/ptx/convert.h"
 
 namespace tilewise::cuda::mma_sync {
 
@@ -20,8 +20,9 @@ struct QueryRows {
   int64_t first;
   int32_t first_head;
   int32_t group;
-  int32_t offset;  // of packed row 0 among the heads of its row
-  int32_t count;   // 0: nothing to do
+  int32_t offset;       // of packed row 0 among the heads of its row
+  uint32_t reciprocal;  // ceil(2^32 / group), unless the group is 1
+  int32_t count;        // 0: nothing to do
 
   TILEWISE_DEVICE static QueryRows of(const ForwardParams& p, const Band& band, int64_t tile,
                                       int32_t head) {
@@ -32,12 +33,17 @@ struct QueryRows {
     r.first_head = head * static_cast<int32_t>(p.packing.group);
     r.group = static_cast<int32_t>(p.packing.group);
     r.offset = static_cast<int32_t>(p.packing.head(begin));
+    r.reciprocal = UINT32_MAX / static_cast<uint32_t>(r.group) + 1;
     r.count = static_cast<int32_t>(clamp(left, 0, p.row_tile));
     return r;
   }
 
-  TILEWISE_DEVICE int32_t row(int32_t r) const { return group == 1 ? r : (offset + r) / group; }
-  TILEWISE_DEVICE int32_t head(int32_t r) const { return group == 1 ? 0 : (offset + r) % group; }
+  // The quotient (offset + r) / group, exact for groups below 2^15.
+  TILEWISE_DEVICE int32_t row(int32_t r) const {
+    const auto quotient = ptx::mul_high(static_cast<uint32_t>(offset + r), reciprocal);
+    return group == 1 ? r : static_cast<int32_t>(quotient);
+  }
+  TILEWISE_DEVICE int32_t head(int32_t r) const { return offset + r - row(r) * group; }
   TILEWISE_DEVICE Range range() const { return {first, first + row(count - 1) + 1}; }
 };
 
