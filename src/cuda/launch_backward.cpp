@@ -43,18 +43,18 @@ void main_gradients(const Problem& p, const Gradients& g, const Plan& plan,
                     const BackwardParams& params) {
   const bool keys = g.dk.data != nullptr || g.dv.data != nullptr;
   const bool rows = g.dq.data != nullptr || g.dscale != nullptr;
-  const int64_t row_blocks = p.heads_q * (params.rows.count(p) / params.rows.tile);
+  const int64_t row_tiles = row_blocks(p, plan);
   const UnitKernels& kernels = plan.unit->form(plan.general);
   // The sums of dQ come from the kernel of the keys; simt computes rows and keys apart.
   const bool apart = plan.family == Family::simt;
   if (!keys && !rows) return;
-  if (keys || !apart) launch(kernels.prepare, row_blocks, p.stream, params);
+  if (keys || !apart) launch(kernels.prepare, row_tiles, p.stream, params);
   if (keys || !apart) launch(kernels.backward, plan.blocks, p.stream, params);
-  if (rows) launch(kernels.finish, row_blocks, p.stream, params);
+  if (rows) launch(kernels.finish, row_tiles, p.stream, params);
   if (plan.second == nullptr) return;
   const UnitKernels& exact = plan.second->form(true);
   if (keys) launch(exact.backward, plan.blocks, p.stream, params);
-  if (rows) launch(exact.finish, row_blocks, p.stream, params);
+  if (rows) launch(exact.finish, row_tiles, p.stream, params);
 }
 
 void sums(const Problem& p, const Gradients& g, const BackwardPieces& pieces, void* workspace) {

@@ -62,4 +62,7 @@ struct BackwardPieces {
 };
 BackwardPieces backward_pieces(const Problem& p, const Gradients& g, const Plan& plan);
 
+// Blocks of the kernels that take a tile of padded rows each.
+int64_t row_blocks(const Problem& p, const Plan& plan);
+
 }  // namespace tilewise::cuda

@@ -67,24 +67,28 @@ Plan plan_backward(const Problem& p, const Gradients& g, Family family, const Gp
   return plan_backward(p, g, family, gpu, inventory());
 }
 
+int64_t row_blocks(const Problem& p, const Plan& plan) {
+  return p.batch == 0 ? 0 : p.heads_q * (PaddedRows{plan.tile_q}.count(p) / plan.tile_q);
+}
+
 BackwardPieces backward_pieces(const Problem& p, const Gradients& g, const Plan& plan) {
   Workspace workspace;
   BackwardPieces pieces;
-  const int64_t rows = PaddedRows{plan.tile_q}.count(p) * p.heads_q;
-  const int64_t row_blocks = rows / plan.tile_q;
+  const int64_t row_tiles = row_blocks(p, plan);
+  const int64_t rows = row_tiles * plan.tile_q;
   if (p.check != 0) pieces.report = workspace.take<common::CheckReport>(1);
   if (ragged_keys(p)) pieces.table = workspace.take<TileOrder::Entry>(p.batch + 1);
   if (plan.second != nullptr) {
     pieces.key_flags = workspace.take<uint8_t>(plan.blocks);
-    pieces.row_flags = workspace.take<uint8_t>(row_blocks);
+    pieces.row_flags = workspace.take<uint8_t>(row_tiles);
   }
   pieces.row_delta = workspace.take<float>(rows);
   if (plan.family != Family::simt) {
     pieces.row_lse = workspace.take<float>(rows);
     pieces.dq_sum = workspace.take<float>(rows * plan.head_dim);
-    if (p.deterministic != 0) pieces.turns = workspace.take<int32_t>(row_blocks);
+    if (p.deterministic != 0) pieces.turns = workspace.take<int32_t>(row_tiles);
   }
-  if (g.dscale != nullptr) pieces.dscale_parts = workspace.take<float>(row_blocks);
+  if (g.dscale != nullptr) pieces.dscale_parts = workspace.take<float>(row_tiles);
   if (g.dsinks != nullptr)
     pieces.dsinks_parts = workspace.take<double>(p.heads_q * common::dsinks_chunks(p));
   pieces.bytes = workspace.bytes();

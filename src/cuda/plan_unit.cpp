@@ -61,6 +61,7 @@ const UnitTable* find(const Problem& p, Family family, const Gpu& gpu, const Inv
   if (gpu.table != 0) return of_table(p, gpu.table, gpu, inside, serves);
   const int32_t own = arch::limits_of(gpu.sm).table;
   const UnitTable* unit = of_table(p, own, gpu, inside, serves);
+  if (inside.runs(own, gpu.sm)) return unit;
   for (auto row = arch::kLimits.rbegin(); unit == nullptr && row != arch::kLimits.rend(); ++row) {
     if (row->table == row->sm && row->table < own)
       unit = of_table(p, row->table, gpu, inside, serves);
