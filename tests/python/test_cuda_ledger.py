@@ -1,0 +1,106 @@
+"""The ledger of the CUDA kernels: names are understood, files read back, differences found."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+import cuda_ledger as tool
+
+FORWARD = (
+    "_ZN8tilewise4cuda8mma_sync7forwardINS1_6ConfigINS0_4arch4Sm90ENS0_3F16ELi64E"
+    "LNS1_4FormE0EEEEEvNS0_13ForwardParamsE"
+)
+ROWS = (
+    "_ZN8tilewise4cuda4simt13backward_rowsINS1_6ConfigINS0_4BF16ELi512EEEEEvNS0_14BackwardParamsE"
+)
+CHECK = "_ZN8tilewise4cuda6common5checkENS1_11CheckParamsE"
+
+USAGE = f"""
+Fatbin elf code:
+================
+arch = sm_90
+Resource usage:
+ Common:
+  GLOBAL:0
+ Function {FORWARD}:
+  REG:168 STACK:0 SHARED:1024 LOCAL:0 CONSTANT[0]:1256 TEXTURE:0 SURFACE:0 SAMPLER:0
+Fatbin elf code:
+================
+arch = sm_75
+ Function {CHECK}:
+  REG:46 STACK:8 SHARED:0 LOCAL:16 CONSTANT[0]:904 TEXTURE:0 SURFACE:0 SAMPLER:0
+"""
+
+
+def ledger():
+    return {
+        tool.key_of(FORWARD, 90): tool.Cost(168, 0, 1024, 10000),
+        tool.key_of(ROWS, 90): tool.Cost(123, 0, 1024, 20000),
+        tool.key_of(CHECK, 75): tool.Cost(46, 8, 0, 3000),
+    }
+
+
+def test_a_name_says_what_the_kernel_is():
+    key = tool.key_of(FORWARD, 90)
+    assert key == tool.Key(90, "mma_sync", "forward", "Sm90", "F16", 64, "plain")
+    general = tool.key_of(FORWARD.replace("FormE0E", "FormE1E"), 90)
+    assert general == replace(key, form="general")
+    assert tool.key_of(ROWS, 75) == tool.Key(75, "simt", "backward_rows", "-", "BF16", 512, "-")
+    assert tool.key_of(CHECK, 75) == tool.Key(75, "common", "check", "-", "-", 0, "-")
+
+
+def test_resource_usage_is_read_per_architecture():
+    found = list(tool.resources(USAGE))
+    assert [(sm, name) for sm, name, _ in found] == [(90, FORWARD), (75, CHECK)]
+    assert found[0][2]["REG"] == 168
+    assert found[1][2]["STACK"] + found[1][2]["LOCAL"] == 24
+
+
+def test_the_file_reads_back():
+    text = tool.text_of(ledger(), "13.0", 123)
+    assert tool.parse_text(text) == (ledger(), "13.0")
+    assert text == tool.text_of(dict(reversed(ledger().items())), "13.0", 123)  # order is stable
+
+
+def test_differences_are_found():
+    now, before = ledger(), ledger()
+    assert tool.differences(now, before) == []
+    key = tool.key_of(FORWARD, 90)
+    now[key] = replace(now[key], registers=169, code=10400)  # 4 % more code is none
+    assert tool.differences(now, before) == [f"{key}: registers 168 -> 169"]
+    now[key] = replace(before[key], code=10600)
+    assert tool.differences(now, before) == [f"{key}: code 10000 -> 10600 bytes"]
+    del now[key]
+    assert tool.differences(now, before) == [f"{key}: gone"]
+    assert tool.differences(before, now) == [f"{key}: new"]
+
+
+def test_a_gpu_without_code_in_this_build_is_not_compared():
+    now = {key: cost for key, cost in ledger().items() if key.sm == 90}
+    assert tool.differences(now, ledger()) == []
+
+
+def test_stack_in_a_plain_kernel_and_a_large_library_are_faults():
+    now = ledger()
+    assert tool.faults(now, 39_999_999) == []
+    assert len(tool.faults(now, 40_000_000)) == 1
+    key = tool.key_of(FORWARD, 90)
+    now[key] = replace(now[key], stack=16)
+    assert tool.faults(now, 1) == [
+        f"{key}: 16 bytes of stack in a plain kernel (spilled registers)"
+    ]
+
+
+def test_a_file_without_machine_code_is_refused(tmp_path, capsys, monkeypatch):
+    fake = tmp_path / "cuobjdump"
+    fake.write_text("#!/bin/sh\nexit 0\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("CUOBJDUMP", str(fake))
+    library = tmp_path / "library.so"
+    library.write_bytes(b"nothing")
+    assert tool.main([str(library), "--check"]) == 2
+    assert "no CUDA machine code inside" in capsys.readouterr().err

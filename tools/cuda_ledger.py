@@ -1,0 +1,308 @@
+#!/usr/bin/env python3
+"""The ledger of the CUDA kernels: registers, stack, shared memory and code bytes of each.
+
+  python tools/cuda_ledger.py build/libtilewise.so           writes docs/results/cuda-ledger.txt
+  python tools/cuda_ledger.py build/libtilewise.so --check   compares; status 1 on a difference
+
+Reads the machine code inside a library, or inside object files, with cuobjdump, which is looked for
+in $CUOBJDUMP, PATH, beside nvcc, and in Python's packages (pip install nvidia-cuda-cuobjdump).
+No GPU is needed.
+
+A register more or less, a kernel that came or went, code 5 % larger or smaller, and a library of
+40 MB or more are differences. A plain kernel of mma_sync that uses the stack (that is where spilled
+registers go) is a fault whatever the file says. Dynamic shared memory is not in the machine code:
+it follows from the tiles of src/cuda/arch/tables.h, and `tilewise_plan` knows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LEDGER = ROOT / "docs" / "results" / "cuda-ledger.txt"
+LARGEST_LIBRARY = 40_000_000
+CODE_TOLERANCE = 0.05
+ELEMENTS = ("BF16", "F16", "Tf32", "F32")
+HEAD = ("sm", "family", "kernel", "table", "element", "D", "form",
+        "registers", "stack", "shared", "code")  # fmt: skip
+
+
+class LedgerError(Exception):
+    """A sentence for the user."""
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """Which kernel, for which GPU."""
+
+    sm: int
+    family: str
+    kernel: str
+    table: str
+    element: str
+    head_dim: int
+    form: str
+
+    def cells(self) -> list[str]:
+        """As it stands in the file."""
+        return [str(self.sm), self.family, self.kernel, self.table, self.element,
+                str(self.head_dim) if self.head_dim else "-", self.form]  # fmt: skip
+
+    def __str__(self) -> str:
+        return " ".join(self.cells())
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a kernel takes. Bytes, but for registers."""
+
+    registers: int
+    stack: int
+    shared: int
+    code: int
+
+
+Ledger = dict[Key, Cost]
+
+
+def identifiers(mangled: str) -> list[str]:
+    """The nested name at the start of a mangled one: ["tilewise", "cuda", "simt", "forward"]."""
+    names, rest = [], mangled.removeprefix("_ZN")
+    while found := re.match(r"\d+", rest):
+        end = found.end() + int(found.group())
+        names.append(rest[found.end() : end])
+        rest = rest[end:]
+    return names
+
+
+def key_of(mangled: str, sm: int) -> Key:
+    """What the name of a kernel says."""
+    names = identifiers(mangled)
+    arguments = mangled[mangled.find("I", sum(len(n) + len(str(len(n))) for n in names) + 3) :]
+    element = next((e for e in ELEMENTS if re.search(rf"\d{e}E", arguments)), "-")
+    table = re.search(r"\d(Sm\d+)E", arguments)
+    head_dim = re.search(r"Li(\d+)E", arguments)
+    form = re.search(r"FormE(\d)E", arguments)
+    return Key(
+        sm=sm,
+        family=names[-2] if len(names) > 1 else "-",
+        kernel=names[-1] if names else mangled,
+        table=table[1] if table else "-",
+        element=element,
+        head_dim=int(head_dim[1]) if head_dim else 0,
+        form=("plain", "general")[int(form[1])] if form else "-",
+    )
+
+
+def find_cuobjdump() -> str:
+    """The program, wherever it is.
+
+    Raises:
+        LedgerError: it is nowhere.
+    """
+    candidates = [os.environ.get("CUOBJDUMP"), shutil.which("cuobjdump")]
+    nvcc = shutil.which("nvcc")
+    if nvcc:
+        candidates.append(str(Path(nvcc).resolve().with_name("cuobjdump")))
+    packages = Path(sysconfig.get_paths()["purelib"])
+    candidates += [str(p) for p in sorted(packages.glob("nvidia/cu*/bin/cuobjdump"))]
+    for candidate in candidates:
+        if candidate and Path(candidate).is_file():
+            return candidate
+    raise LedgerError("cuobjdump is not found: pip install nvidia-cuda-cuobjdump, or set CUOBJDUMP")
+
+
+def output_of(*command: str, folder: Path | None = None) -> str:
+    """What a command prints.
+
+    Raises:
+        LedgerError: it failed.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    if done.returncode != 0:
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:]
+        raise LedgerError(f"{command[0]} {command[-1]}: {''.join(last) or 'failed'}")
+    return done.stdout
+
+
+def code_bytes(cubin: bytes) -> dict[str, int]:
+    """Sizes of the .text sections of a 64-bit little-endian ELF file, by kernel."""
+    (offset,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names_at = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, offset + i * size) for i in range(count)]
+    names = sections[names_at][4]
+    found = {}
+    for section in sections:
+        begin = names + section[0]
+        name = cubin[begin : cubin.index(b"\0", begin)].decode()
+        if name.startswith(".text."):
+            found[name.removeprefix(".text.")] = section[5]
+    return found
+
+
+def resources(text: str) -> Iterator[tuple[int, str, dict[str, int]]]:
+    """(sm, mangled name, numbers) of each kernel of `cuobjdump --dump-resource-usage`."""
+    sm, name = 0, ""
+    for line in text.splitlines():
+        if found := re.match(r"arch = sm_(\d+)", line):
+            sm = int(found[1])
+        elif found := re.match(r"\s*Function (\S+):", line):
+            name = found[1]
+        elif name and "REG:" in line:
+            yield sm, name, {k: int(v) for k, v in re.findall(r"(\w+):(\d+)", line)}
+            name = ""
+
+
+def read(paths: Sequence[Path], cuobjdump: str) -> Ledger:
+    """The kernels inside libraries or objects.
+
+    Raises:
+        LedgerError: there are none.
+    """
+    ledger: Ledger = {}
+    for path in paths:
+        sizes: dict[tuple[int, str], int] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            output_of(cuobjdump, "--extract-elf", "all", str(path.resolve()), folder=Path(folder))
+            for cubin in Path(folder).iterdir():
+                found = re.search(r"\.sm_(\d+)[a-z]?\.cubin$", cubin.name)
+                for name, size in code_bytes(cubin.read_bytes()).items():
+                    sizes[int(found[1]) if found else 0, name] = size
+        for sm, name, numbers in resources(
+            output_of(cuobjdump, "--dump-resource-usage", str(path.resolve()))
+        ):
+            cost = Cost(
+                registers=numbers["REG"],
+                stack=numbers["STACK"] + numbers.get("LOCAL", 0),
+                shared=numbers["SHARED"],
+                code=sizes.get((sm, name), 0),
+            )
+            if ledger.setdefault(key_of(name, sm), cost) != cost:
+                raise LedgerError(f"{name} for sm_{sm} is there twice, and not alike")
+    if not ledger:
+        raise LedgerError(f"{', '.join(map(str, paths))}: no CUDA machine code inside")
+    return ledger
+
+
+def compiler() -> str:
+    """The release of nvcc: registers are compared within one only."""
+    nvcc = shutil.which("nvcc")
+    found = re.search(r"release ([\d.]+)", output_of(nvcc, "--version")) if nvcc else None
+    return found[1] if found else "unknown"
+
+
+def text_of(ledger: Ledger, nvcc: str, library_bytes: int) -> str:
+    """The file."""
+    rows = [list(HEAD)]
+    for key in sorted(ledger):
+        cost = ledger[key]
+        numbers = (cost.registers, cost.stack, cost.shared, cost.code)
+        rows.append([*key.cells(), *map(str, numbers)])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
+    lines = [
+        "# Kernels of the library: written by tools/cuda_ledger.py, compared by CI.",
+        "# stack, shared (static) and code in bytes; sm: the GPU that the machine code is for.",
+        f"# nvcc {nvcc}",
+        f"# library {library_bytes} bytes",
+    ]
+    for row in rows:
+        left = (cell.ljust(w) for cell, w in zip(row[:7], widths[:7], strict=True))
+        right = (cell.rjust(w) for cell, w in zip(row[7:], widths[7:], strict=True))
+        lines.append("  ".join((*left, *right)).rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def parse_text(text: str) -> tuple[Ledger, str]:
+    """What `text_of` wrote: kernels and release of nvcc."""
+    ledger: Ledger = {}
+    nvcc = "unknown"
+    for line in text.splitlines():
+        cells = line.split()
+        if line.startswith("# nvcc"):
+            nvcc = cells[2]
+        if line.startswith("#") or not cells or cells[0] == HEAD[0]:
+            continue
+        sm, family, kernel, table, element, head_dim, form = cells[:7]
+        dim = 0 if head_dim == "-" else int(head_dim)
+        key = Key(int(sm), family, kernel, table, element, dim, form)
+        ledger[key] = Cost(*map(int, cells[7:]))
+    return ledger, nvcc
+
+
+def faults(ledger: Ledger, library_bytes: int) -> list[str]:
+    """What is wrong whatever the committed file says."""
+    found = [
+        f"{key}: {cost.stack} bytes of stack in a plain kernel (spilled registers)"
+        for key, cost in sorted(ledger.items())
+        if key.form == "plain" and cost.stack > 0
+    ]
+    if library_bytes >= LARGEST_LIBRARY:
+        found.append(f"the library has {library_bytes} bytes, allowed are {LARGEST_LIBRARY - 1}")
+    return found
+
+
+def differences(now: Ledger, before: Ledger) -> list[str]:
+    """One line each; only GPUs that `now` has code for are compared."""
+    found = []
+    built = {key.sm for key in now}
+    for key in sorted({*now, *before}):
+        if key.sm not in built:
+            continue
+        if key not in now or key not in before:
+            found.append(f"{key}: {'gone' if key not in now else 'new'}")
+            continue
+        new, old = now[key], before[key]
+        for name in ("registers", "stack", "shared"):
+            a, b = getattr(new, name), getattr(old, name)
+            if a != b:
+                found.append(f"{key}: {name} {b} -> {a}")
+        if abs(new.code - old.code) > CODE_TOLERANCE * old.code:
+            found.append(f"{key}: code {old.code} -> {new.code} bytes")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", type=Path, help="the library, or object files")
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    parser.add_argument("--ledger", type=Path, default=LEDGER, metavar="FILE")
+    options = parser.parse_args(arguments)
+    try:
+        now, nvcc = read(options.files, find_cuobjdump()), compiler()
+    except (LedgerError, OSError) as error:
+        print(f"cuda_ledger: {error}", file=sys.stderr)
+        return 2
+    size = sum(path.stat().st_size for path in options.files)
+    found = faults(now, size)
+    if not options.check:
+        options.ledger.parent.mkdir(parents=True, exist_ok=True)
+        options.ledger.write_text(text_of(now, nvcc, size))
+        print(f"{len(now)} kernels in {options.ledger}")
+    elif not options.ledger.exists():
+        found.append(f"{options.ledger} does not exist: write it by leaving --check out")
+    else:
+        before, their_nvcc = parse_text(options.ledger.read_text())
+        if their_nvcc == nvcc:
+            found += differences(now, before)
+        else:
+            print(f"NOT compared: the ledger is of nvcc {their_nvcc}, this is nvcc {nvcc}")
+    print("\n".join(found) or f"{len(now)} kernels, {size} bytes: nothing to object to")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
