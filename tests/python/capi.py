@@ -294,13 +294,14 @@ def plan(attention: Attention, gradients: Gradients | None = None) -> PlanInfo:
     return info
 
 
-class _Workspace:
+class Workspace:
     """Poisoned memory of exactly `size` usable bytes from a 64-byte boundary on: whoever relies on
     zeros, or on what an earlier call left, computes with NaN. The memory is kept for the next call:
     allocating fresh pages takes longer than a small problem does."""
 
     spare = threading.local()
     MARGIN = 4096
+    FILL = 0xFF
 
     def __init__(self, size: int) -> None:
         need = size + 2 * self.MARGIN + 64
@@ -313,22 +314,22 @@ class _Workspace:
         self.end = self.begin + size
         self.start = self.base.data_ptr() + self.begin
         if memory.type == "cpu":
-            c.memset(self.start - self.MARGIN, 0xFF, size + 2 * self.MARGIN)
+            c.memset(self.start - self.MARGIN, self.FILL, size + 2 * self.MARGIN)
         else:
-            self.base[self.begin - self.MARGIN : self.end + self.MARGIN].fill_(0xFF)
+            self.base[self.begin - self.MARGIN : self.end + self.MARGIN].fill_(self.FILL)
 
     def check(self) -> None:
         margins = (
             self.base[self.begin - self.MARGIN : self.begin],
             self.base[self.end : self.end + self.MARGIN],
         )
-        assert all(bool((m == 0xFF).all()) for m in margins), "written outside the workspace"
+        assert all(bool((m == self.FILL).all()) for m in margins), "written outside the workspace"
 
 
 def forward(attention: Attention) -> PlanInfo:
     """Plan, give exactly the workspace asked for, run."""
     info = plan(attention)
-    workspace = _Workspace(info.workspace_bytes)
+    workspace = Workspace(info.workspace_bytes)
     status = library().tilewise_forward(c.byref(attention), workspace.start, info.workspace_bytes)
     assert status == OK, last_error()
     workspace.check()
@@ -337,7 +338,7 @@ def forward(attention: Attention) -> PlanInfo:
 
 def backward(attention: Attention, gradients: Gradients) -> PlanInfo:
     info = plan(attention, gradients)
-    workspace = _Workspace(info.workspace_bytes)
+    workspace = Workspace(info.workspace_bytes)
     status = library().tilewise_backward(
         c.byref(attention), c.byref(gradients), workspace.start, info.workspace_bytes
     )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 CPU_CODE, CUDA_CODE = 0, 1
 # Products of a row, a key and an element of a head that an emulated problem may have.
-EMULATOR_WORK = float(os.environ.get("TILEWISE_EMULATOR_WORK", "4e6"))
+EMULATOR_WORK = float(os.environ.get("TILEWISE_EMULATOR_WORK", "1.2e7"))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,10 @@ import pytest
 import torch
 
 import capi
+import devices
 from cases import Built, Case, int32
+
+pytestmark = pytest.mark.abi
 
 DENSE = Case(
     rows=(6, 6), keys=(9, 9), group=2, heads_kv=2, window=(-1, 0), bias="bhr", sinks=True,
@@ -81,6 +84,20 @@ def spoil(b: Built, g: capi.Gradients, what: str, value: object) -> str:
     return path[0] if path else field
 
 
+def memory(size: int) -> tuple[torch.Tensor, int]:
+    """Workspace and its first 64-byte boundary."""
+    area = torch.empty(size + 64, dtype=torch.uint8, device=devices.current().memory)
+    return area, -(-area.data_ptr() // 64) * 64
+
+
+def built(case: Case) -> Built:
+    """A GPU looks at entries of index arrays when it is asked to; the CPU always does."""
+    b = Built(case)
+    b.attention.check = 1
+    b.attention.stream = devices.current().stream
+    return b
+
+
 def untouched(b: Built) -> bool:
     guards = [b.out, b.lse, *b.grads.values()]
     return all(bool((x.base.view(capi.POISON[x.base.element_size()]) == -1).all()) for x in guards)
@@ -102,12 +119,11 @@ def ids(mistakes: list) -> list[str]:
 
 @pytest.mark.parametrize("case,what,value", MISTAKES, ids=ids(MISTAKES))
 def test_attention(case, what, value):
-    b = Built(case)
+    b = built(case)
     g = b.gradients()
-    lib, memory = capi.library(), torch.empty(2**22, dtype=torch.uint8)
+    lib, (_area, start) = capi.library(), memory(2**22)
     name = spoil(b, g, what, value)
-    start = -(-memory.data_ptr() // 64) * 64
-    args = (start, 2**22 - 64)
+    args = (start, 2**22)
     refused(lib.tilewise_forward(ctypes.byref(b.attention), *args), name, value)
     assert untouched(b)
     refused(lib.tilewise_backward(ctypes.byref(b.attention), ctypes.byref(g), *args), name, value)
@@ -116,25 +132,23 @@ def test_attention(case, what, value):
 
 @pytest.mark.parametrize("case,what,value", FORWARD_MISTAKES, ids=ids(FORWARD_MISTAKES))
 def test_outputs_that_overlap(case, what, value):
-    b = Built(case)
+    b = built(case)
     g = b.gradients()
-    memory = torch.empty(2**22, dtype=torch.uint8)
+    _area, start = memory(2**22)
     name = spoil(b, g, what, value)
-    start = -(-memory.data_ptr() // 64) * 64
-    status = capi.library().tilewise_forward(ctypes.byref(b.attention), start, 2**22 - 64)
+    status = capi.library().tilewise_forward(ctypes.byref(b.attention), start, 2**22)
     refused(status, name.removesuffix("_stride_head").removesuffix("_stride_batch"), value)
     assert untouched(b)
 
 
 @pytest.mark.parametrize("case,what,value", GRADIENT_MISTAKES, ids=ids(GRADIENT_MISTAKES))
 def test_gradients(case, what, value):
-    b = Built(case)
+    b = built(case)
     g = b.gradients()
-    memory = torch.empty(2**22, dtype=torch.uint8)
+    _area, start = memory(2**22)
     name = spoil(b, g, what, value)
-    start = -(-memory.data_ptr() // 64) * 64
     status = capi.library().tilewise_backward(
-        ctypes.byref(b.attention), ctypes.byref(g), start, 2**22 - 64
+        ctypes.byref(b.attention), ctypes.byref(g), start, 2**22
     )
     refused(status, name, value)
     assert untouched(b)
@@ -142,7 +156,7 @@ def test_gradients(case, what, value):
 
 def test_null_structs_and_small_workspace():
     lib = capi.library()
-    b = Built(DENSE)
+    b = built(DENSE)
     g = b.gradients()
     info = capi.PlanInfo(struct_size=ctypes.sizeof(capi.PlanInfo))
     refused(lib.tilewise_plan(None, None, 0, ctypes.byref(info)), "attention", None)
@@ -154,8 +168,7 @@ def test_null_structs_and_small_workspace():
         need = capi.plan(b.attention, gradients).workspace_bytes
         if need == 0:
             continue
-        memory = torch.empty(need + 64, dtype=torch.uint8)
-        start = -(-memory.data_ptr() // 64) * 64
+        _area, start = memory(need)
         for workspace, size, expected in (
             (start, need - 1, capi.WORKSPACE_TOO_SMALL),
             (start, 0, capi.WORKSPACE_TOO_SMALL),
@@ -174,7 +187,7 @@ def test_null_structs_and_small_workspace():
 
 
 def test_the_message_belongs_to_the_last_call():
-    b = Built(DENSE)
+    b = built(DENSE)
     b.attention.head_dim = 600
     info = capi.PlanInfo(struct_size=ctypes.sizeof(capi.PlanInfo))
     plan = capi.library().tilewise_plan
@@ -203,7 +216,7 @@ def mutate(rng: random.Random, a: capi.Attention, g: capi.Gradients) -> None:
 def test_random_structs_are_planned_or_refused(case):
     """Any numbers at all: a plan has a sane size, a refusal has a sentence, nothing crashes."""
     rng = random.Random(7)
-    b = Built(case)
+    b = built(case)
     g = b.gradients()
     info = capi.PlanInfo(struct_size=ctypes.sizeof(capi.PlanInfo))
     planned = 0
@@ -229,12 +242,11 @@ def test_random_structs_are_planned_or_refused(case):
 
 def test_entries_are_read_as_int32():
     """A negative last entry and int32's extremes do not wrap into valid numbers."""
-    b = Built(VARLEN)
+    b = built(VARLEN)
     for entries in ([0, 4, -(2**31)], [0, 2**31 - 1, 2**31 - 1], [0, -1, 4]):
         cu = int32([0, 0, 0])
         cu.copy_(torch.tensor(entries))
         b.attention.cu_seqlens_q = cu.data_ptr()
-        memory = torch.empty(2**20, dtype=torch.uint8)
-        start = -(-memory.data_ptr() // 64) * 64
-        status = capi.library().tilewise_forward(ctypes.byref(b.attention), start, 2**20 - 64)
+        _area, start = memory(2**20)
+        status = capi.library().tilewise_forward(ctypes.byref(b.attention), start, 2**20)
         refused(status, "cu_seqlens_q", None)
