@@ -132,16 +132,29 @@ void Block::run_grid(const detail::Launch& launch) {
   }
   launch_ = nullptr;
   if (!failure_.empty()) throw Fault(failure_ + describe(failure_stack_));
-  if (options_.report) {
-    const Statistics& s = statistics_;
-    std::fprintf(stderr,
-                 "emulator: %lld blocks of %d threads, %d bytes shared, %lld switches, %lld "
-                 "barriers, %lld mma, %lld matrices loaded with %lld conflicts; %s\n",
-                 static_cast<long long>(s.blocks), launch.threads, launch.shared_bytes,
-                 static_cast<long long>(s.switches), static_cast<long long>(s.block_barriers),
-                 static_cast<long long>(s.matrix_products), static_cast<long long>(s.matrix_loads),
-                 static_cast<long long>(s.matrix_load_conflicts), kernel_name(launch).c_str());
-  }
+  if (options_.report) report(launch);
+}
+
+void Block::report(const detail::Launch& launch) const {
+  std::string line = "emulator: " + kernel_name(launch) + ":";
+  const auto add = [&line](int64_t count, const char* what) {
+    line.append(" ").append(std::to_string(count)).append(" ").append(what).append(",");
+  };
+  const Statistics& s = statistics_;
+  add(s.blocks, "blocks");
+  add(launch.threads, "threads");
+  add(launch.shared_bytes, "bytes shared");
+  add(s.switches, "switches");
+  add(s.block_barriers, "barriers");
+  add(s.shuffles, "shuffles");
+  add(s.matrix_products, "mma");
+  add(s.copied_bytes, "bytes by cp.async");
+  add(s.matrix_loads, "matrices loaded");
+  add(s.matrix_load_conflicts, "conflicts of them");
+  add(s.shared_accesses, "accesses to shared memory");
+  add(s.shared_conflicts, options_.count_banks ? "conflicts of them" : "conflicts (not counted)");
+  line.back() = '\n';
+  std::fputs(line.c_str(), stderr);
 }
 
 void Block::run_block() {
@@ -157,6 +170,7 @@ void Block::run_block() {
   }
   thread_ = turn_order_[0] * kLanes;
   switch_context(host_, contexts_[thread_]);
+  for (int i = 0; i < warp_count_; ++i) settle_accesses(i);
   if (!failure_.empty()) return;
   const int overrun = shared_.first_overrun();
   if (overrun >= 0) {
@@ -245,6 +259,7 @@ void Block::sync_block() {
   idle_polls_ = 0;
   ++statistics_.block_barriers;
   for (int i = 0; i < warp_count_; ++i) {
+    settle_accesses(i);
     warps_[i].at_barrier = 0;
     warps_[i].runnable = kAllLanes;
   }

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "emulator/banks.h"
 #include "emulator/fiber.h"
 #include "emulator/grid.h"
 #include "emulator/options.h"
@@ -86,6 +87,7 @@ class Block {
     w.in_collective |= lane_bit();
     w.runnable &= ~lane_bit();
     if (w.in_collective != kAllLanes) return run_another();
+    settle_accesses(thread_ / kLanes);
     std::array<Call*, kLanes> calls;
     for (int i = 0; i < kLanes; ++i) calls[i] = static_cast<Call*>(w.calls[i]);
     perform(calls);
@@ -95,6 +97,11 @@ class Block {
   }
   void sync_block();
   void poll();
+  // An access to shared memory, for the count of bank conflicts.
+  void note_access(const void* place, uint32_t offset, int bytes) {
+    if (!options_.count_banks) return;
+    logs_[static_cast<size_t>(thread_ / kLanes)].note(thread_ % kLanes, {place, offset, bytes});
+  }
   void note_warp_barrier() { warp().barrier_time = ++clock_; }
   Moment moment() { return {thread_, clock_, block_barrier_time_, warp().barrier_time}; }
 
@@ -104,6 +111,10 @@ class Block {
 
  private:
   static void enter();
+  void settle_accesses(int warp) {
+    AccessLog& log = logs_[static_cast<size_t>(warp)];
+    if (!log.empty()) statistics_.shared_conflicts += log.settle();
+  }
   void run_block();
   void note_block_barrier();
   // This thread waits: the next lane of its warp goes on, or else another warp.
@@ -119,6 +130,7 @@ class Block {
     ++statistics_.switches;
     switch_context(contexts_[static_cast<size_t>(from)], contexts_[static_cast<size_t>(thread)]);
   }
+  void report(const detail::Launch& launch) const;
   void run_another_warp();
   bool next_thread(int* thread);
   void exit_thread();
@@ -146,6 +158,7 @@ class Block {
   std::array<Context, kMaxThreads> contexts_;
   Context host_;
   std::vector<Copies> copies_;
+  std::array<AccessLog, kMaxThreads / kLanes> logs_;
   SharedMemory shared_;
   Statistics statistics_;
   std::string failure_;

@@ -24,6 +24,7 @@ struct Statistics {
   int64_t matrix_loads = 0;  // 8x8 matrices read by ldmatrix: one wavefront each when all is well
   int64_t matrix_load_conflicts = 0;  // wavefronts beyond that
   int64_t shared_accesses = 0;        // ld.shared and st.shared, per thread
+  int64_t shared_conflicts = 0;       // their wavefronts beyond the least, per warp, when counted
   int64_t copied_bytes = 0;           // cp.async
 };
 const Statistics& statistics();

@@ -7,18 +7,23 @@
 namespace tilewise::cuda::emulator {
 namespace {
 
-void load(void* to, uint32_t address, int bytes) {
+void load(void* to, uint32_t address, int bytes, const void* place) {
   Block& b = block();
   ++b.counts().shared_accesses;
-  std::memcpy(to, b.shared().read(address, bytes, "ld.shared", b.moment()),
-              static_cast<size_t>(bytes));
+  const char* from = b.shared().read(address, bytes, "ld.shared", b.moment());
+  std::memcpy(to, from, static_cast<size_t>(bytes));
+  b.note_access(place, address - SharedMemory::kFirstAddress, bytes);
 }
 
-void store(uint32_t address, const void* from, int bytes) {
+void store(uint32_t address, const void* from, int bytes, const void* place) {
   Block& b = block();
   ++b.counts().shared_accesses;
   b.shared().write(address, from, bytes, "st.shared", b.moment());
+  b.note_access(place, address - SharedMemory::kFirstAddress, bytes);
 }
+
+// Where in the kernel the wrapper was called that this is written in.
+#define TILEWISE_EMULATOR_PLACE __builtin_return_address(0)
 
 constexpr int kMatrices = 4;
 constexpr int kMatrixRows = 8;
@@ -87,14 +92,20 @@ void check_aligned(const T* p, size_t bytes, const char* what) {
 
 uint32_t ld_shared_b32(uint32_t address) {
   uint32_t x;
-  load(&x, address, 4);
+  load(&x, address, 4, TILEWISE_EMULATOR_PLACE);
   return x;
 }
-void ld_shared_v2_b32(uint32_t (&r)[2], uint32_t address) { load(r, address, 8); }
-void ld_shared_v4_b32(uint32_t (&r)[4], uint32_t address) { load(r, address, 16); }
-void st_shared_b16(uint32_t address, uint16_t x) { store(address, &x, 2); }
-void st_shared_b32(uint32_t address, uint32_t x) { store(address, &x, 4); }
-void st_shared_v4_b32(uint32_t address, const uint32_t (&r)[4]) { store(address, r, 16); }
+void ld_shared_v2_b32(uint32_t (&r)[2], uint32_t address) {
+  load(r, address, 8, TILEWISE_EMULATOR_PLACE);
+}
+void ld_shared_v4_b32(uint32_t (&r)[4], uint32_t address) {
+  load(r, address, 16, TILEWISE_EMULATOR_PLACE);
+}
+void st_shared_b16(uint32_t address, uint16_t x) { store(address, &x, 2, TILEWISE_EMULATOR_PLACE); }
+void st_shared_b32(uint32_t address, uint32_t x) { store(address, &x, 4, TILEWISE_EMULATOR_PLACE); }
+void st_shared_v4_b32(uint32_t address, const uint32_t (&r)[4]) {
+  store(address, r, 16, TILEWISE_EMULATOR_PLACE);
+}
 
 void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) {
   MatrixLoad call{row, r};

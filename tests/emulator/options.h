@@ -12,6 +12,7 @@ struct Options {
   Order order = Order::forward;  // TILEWISE_EMULATOR_ORDER=forward|reverse|shuffled
   uint64_t seed = 1;             // TILEWISE_EMULATOR_SEED, of the shuffled order
   bool check_races = true;       // TILEWISE_EMULATOR_RACES=0|1
+  bool count_banks = false;      // TILEWISE_EMULATOR_BANKS=0|1
   bool report = false;           // TILEWISE_EMULATOR_REPORT=1: statistics of every launch to stderr
 };
 

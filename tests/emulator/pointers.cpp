@@ -15,12 +15,26 @@ Block* block_of(const void* p) {
   return b != nullptr && b->shared().contains(p) ? b : nullptr;
 }
 
-void announce_read(const void* p, int64_t bytes) {
-  if (Block* b = block_of(p)) b->shared().plain_read(p, bytes, b->moment());
+void note(Block& b, const void* p, int64_t bytes, const void* place) {
+  constexpr int64_t kLargest = 16;  // beyond it is no single instruction
+  if (bytes > kLargest) return;
+  ++b.counts().shared_accesses;
+  b.note_access(place, static_cast<uint32_t>(static_cast<const char*>(p) - b.shared().data()),
+                static_cast<int>(bytes));
 }
 
-void announce_write(const void* p, int64_t bytes) {
-  if (Block* b = block_of(p)) b->shared().plain_write(p, bytes, b->moment());
+void announce_read(const void* p, int64_t bytes, const void* place) {
+  Block* b = block_of(p);
+  if (b == nullptr) return;
+  b->shared().plain_read(p, bytes, b->moment());
+  note(*b, p, bytes, place);
+}
+
+void announce_write(const void* p, int64_t bytes, const void* place) {
+  Block* b = block_of(p);
+  if (b == nullptr) return;
+  b->shared().plain_write(p, bytes, b->moment());
+  note(*b, p, bytes, place);
 }
 
 }  // namespace
@@ -31,15 +45,27 @@ void announce_write(const void* p, int64_t bytes) {
 using tilewise::cuda::emulator::announce_read;
 using tilewise::cuda::emulator::announce_write;
 
-#define TILEWISE_EMULATOR_ACCESS(bytes)                                            \
-  void __tsan_read##bytes(void* p) { announce_read(p, bytes); }                    \
-  void __tsan_write##bytes(void* p) { announce_write(p, bytes); }                  \
-  void __tsan_unaligned_read##bytes(void* p) { announce_read(p, bytes); }          \
-  void __tsan_unaligned_write##bytes(void* p) { announce_write(p, bytes); }        \
-  void __tsan_volatile_read##bytes(void* p) { announce_read(p, bytes); }           \
-  void __tsan_volatile_write##bytes(void* p) { announce_write(p, bytes); }         \
-  void __tsan_unaligned_volatile_read##bytes(void* p) { announce_read(p, bytes); } \
-  void __tsan_unaligned_volatile_write##bytes(void* p) { announce_write(p, bytes); }
+#define TILEWISE_EMULATOR_ACCESS(bytes)                                                        \
+  void __tsan_read##bytes(void* p) { announce_read(p, bytes, __builtin_return_address(0)); }   \
+  void __tsan_write##bytes(void* p) { announce_write(p, bytes, __builtin_return_address(0)); } \
+  void __tsan_unaligned_read##bytes(void* p) {                                                 \
+    announce_read(p, bytes, __builtin_return_address(0));                                      \
+  }                                                                                            \
+  void __tsan_unaligned_write##bytes(void* p) {                                                \
+    announce_write(p, bytes, __builtin_return_address(0));                                     \
+  }                                                                                            \
+  void __tsan_volatile_read##bytes(void* p) {                                                  \
+    announce_read(p, bytes, __builtin_return_address(0));                                      \
+  }                                                                                            \
+  void __tsan_volatile_write##bytes(void* p) {                                                 \
+    announce_write(p, bytes, __builtin_return_address(0));                                     \
+  }                                                                                            \
+  void __tsan_unaligned_volatile_read##bytes(void* p) {                                        \
+    announce_read(p, bytes, __builtin_return_address(0));                                      \
+  }                                                                                            \
+  void __tsan_unaligned_volatile_write##bytes(void* p) {                                       \
+    announce_write(p, bytes, __builtin_return_address(0));                                     \
+  }
 
 extern "C" {
 void __tsan_init() {}
@@ -51,25 +77,25 @@ TILEWISE_EMULATOR_ACCESS(4)
 TILEWISE_EMULATOR_ACCESS(8)
 TILEWISE_EMULATOR_ACCESS(16)
 void __tsan_read_range(void* p, unsigned long bytes) {
-  announce_read(p, static_cast<int64_t>(bytes));
+  announce_read(p, static_cast<int64_t>(bytes), __builtin_return_address(0));
 }
 void __tsan_write_range(void* p, unsigned long bytes) {
-  announce_write(p, static_cast<int64_t>(bytes));
+  announce_write(p, static_cast<int64_t>(bytes), __builtin_return_address(0));
 }
 void __tsan_vptr_read(void**) {}
 void __tsan_vptr_update(void**, void*) {}
 void* __tsan_memcpy(void* to, const void* from, unsigned long bytes) {
-  announce_read(from, static_cast<int64_t>(bytes));
-  announce_write(to, static_cast<int64_t>(bytes));
+  announce_read(from, static_cast<int64_t>(bytes), __builtin_return_address(0));
+  announce_write(to, static_cast<int64_t>(bytes), __builtin_return_address(0));
   return std::memcpy(to, from, bytes);
 }
 void* __tsan_memmove(void* to, const void* from, unsigned long bytes) {
-  announce_read(from, static_cast<int64_t>(bytes));
-  announce_write(to, static_cast<int64_t>(bytes));
+  announce_read(from, static_cast<int64_t>(bytes), __builtin_return_address(0));
+  announce_write(to, static_cast<int64_t>(bytes), __builtin_return_address(0));
   return std::memmove(to, from, bytes);
 }
 void* __tsan_memset(void* to, int value, unsigned long bytes) {
-  announce_write(to, static_cast<int64_t>(bytes));
+  announce_write(to, static_cast<int64_t>(bytes), __builtin_return_address(0));
   return std::memset(to, value, bytes);
 }
 }

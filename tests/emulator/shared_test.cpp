@@ -131,6 +131,31 @@ TEST(Shared, Misaligned) {
               "not aligned");
 }
 
+TEST(Banks, ConflictsOfLoadsAndStores) {
+  const Environment count("TILEWISE_EMULATOR_BANKS", "1");
+  const auto conflicts = [](auto body) {
+    run_grid(1, 32, 32 * 128, [&] { body(ptx::lane_index()); });
+    return statistics().shared_conflicts;
+  };
+  const auto store = [](int at) { ptx::st_shared_b32(byte(at), 1); };
+  EXPECT_EQ(conflicts([&](int lane) { store(lane * 4); }), 0);
+  EXPECT_EQ(conflicts([&](int lane) { store(lane * 8); }), 1);
+  EXPECT_EQ(conflicts([&](int lane) { store(lane * 128); }), 31);
+  EXPECT_EQ(conflicts([&](int lane) { store(lane % 2 * 128); }), 1);  // others repeat the two
+  EXPECT_EQ(conflicts([&](int lane) {
+              if (lane % 4 == 0) store(lane * 4);
+            }),
+            0);
+  EXPECT_EQ(conflicts([&](int lane) { ptx::st_shared_v4_b32(byte(lane * 16), {}); }), 0);
+  EXPECT_EQ(conflicts([&](int lane) { ptx::st_shared_v4_b32(byte(lane * 32), {}); }), 4);
+  EXPECT_EQ(conflicts([&](int lane) {
+              store(lane * 4);
+              ptx::sync_warp();
+              for (int i = 0; i < 4; ++i) ptx::ld_shared_b32(byte((lane + i) % 32 * 4));
+            }),
+            0);
+}
+
 // --- races ---------------------------------------------------------------------------------------
 
 TEST(Races, ReadBeforeTheBarrier) {
