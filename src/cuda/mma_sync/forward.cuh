@@ -176,15 +176,15 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
     multiply.values(o, s, ring.slot(), [&](int part) { ring.ask(false, tile, part); });
     ring.release();
   };
-  int32_t tile = work.tiles.last;
-  const int32_t first = work.tiles.first;
-  const int32_t full_begin = max(first, work.tiles.full_begin);
-  const int32_t full_end = work.tiles.full_end;
+  int32_t tile = uniform(work.tiles.last);
 #pragma unroll 1
-  while (tile >= first) {
+  while (tile >= kept.tiles.first) {
+    if (tile < kept.tiles.full_end) {
+      const int32_t full_begin = uniform(kept.tiles.full_begin);
 #pragma unroll 1
-    for (; tile >= full_begin && tile < full_end; --tile) step(tile, std::false_type{});
-    if (tile >= first) step(tile--, std::true_type{});
+      for (; tile >= full_begin; --tile) step(tile, std::false_type{});
+    }
+    if (tile >= kept.tiles.first) step(tile--, std::true_type{});
   }
 
   tile::wait<typename C::Arch, 0>();

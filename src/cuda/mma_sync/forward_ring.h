@@ -48,7 +48,7 @@ class KeyStream {
         lanes_(ptx::thread_index()),
         columns_(static_cast<int>(columns)),
         keys_(tiles.keys),
-        first_(tiles.first) {
+        first_(uniform(tiles.first)) {
     base_ = static_cast<const char*>(view.data) + head * view.stride_head * Element::kBytes;
     if constexpr (C::kGeneral) {
       kv_ = kv;

@@ -4,6 +4,7 @@
 #include "attention/schedule.h"
 #include "cuda/params.h"
 #include "cuda/ptx/convert.h"
+#include "cuda/ptx/warp.h"
 
 namespace tilewise::cuda::mma_sync {
 
@@ -14,6 +15,12 @@ TILEWISE_DEVICE int32_t position(int64_t x) {
   return static_cast<int32_t>(clamp(x, -kMargin, INT32_MAX - kMargin));
 }
 
+// What is the same in all lanes, said to the compiler: it then counts and compares such numbers
+// once per warp and not in every lane's registers.
+TILEWISE_DEVICE int32_t uniform(int32_t x) {
+  return static_cast<int32_t>(ptx::shuffle(static_cast<uint32_t>(x), 0));
+}
+
 // The packed rows of a tile, counted from its first one. Row r is row `first + row(r)` of the
 // sequence and query head `first_head + head(r)`.
 struct QueryRows {
@@ -21,7 +28,7 @@ struct QueryRows {
   int32_t first_head;
   int32_t group;
   int32_t offset;       // of packed row 0 among the heads of its row
-  uint32_t reciprocal;  // ceil(2^32 / group), unless the group is 1
+  uint32_t reciprocal;  // ceil(2^31 / group)
   int32_t count;        // 0: nothing to do
 
   TILEWISE_DEVICE static QueryRows of(const ForwardParams& p, const Band& band, int64_t tile,
@@ -33,15 +40,14 @@ struct QueryRows {
     r.first_head = head * static_cast<int32_t>(p.packing.group);
     r.group = static_cast<int32_t>(p.packing.group);
     r.offset = static_cast<int32_t>(p.packing.head(begin));
-    r.reciprocal = UINT32_MAX / static_cast<uint32_t>(r.group) + 1;
+    r.reciprocal = (0x7fffffffu + static_cast<uint32_t>(r.group)) / static_cast<uint32_t>(r.group);
     r.count = static_cast<int32_t>(clamp(left, 0, p.row_tile));
     return r;
   }
 
   // The quotient (offset + r) / group, exact for groups below 2^15.
   TILEWISE_DEVICE int32_t row(int32_t r) const {
-    const auto quotient = ptx::mul_high(static_cast<uint32_t>(offset + r), reciprocal);
-    return group == 1 ? r : static_cast<int32_t>(quotient);
+    return static_cast<int32_t>(ptx::mul_high(static_cast<uint32_t>(offset + r) * 2, reciprocal));
   }
   TILEWISE_DEVICE int32_t head(int32_t r) const { return offset + r - row(r) * group; }
   TILEWISE_DEVICE Range range() const { return {first, first + row(count - 1) + 1}; }
@@ -68,7 +74,7 @@ struct KeyTiles {
     KeyTiles t;
     t.first = static_cast<int32_t>(part.begin / step);
     t.last = part.empty() ? t.first - 1 : static_cast<int32_t>((part.end - 1) / step);
-    t.full_begin = static_cast<int32_t>(ceil_div(all.begin, step));
+    t.full_begin = max(t.first, static_cast<int32_t>(ceil_div(all.begin, step)));
     t.full_end = static_cast<int32_t>(max(int64_t{0}, all.end) / step);
     t.keys = position(band.keys);
     t.lower = position(row0 - band.left);

@@ -31,27 +31,32 @@ using Scores = tile::Sums<C::kForward.warp_rows / 16, C::kForward.keys / 8>;
 template <class C>
 using Outputs = tile::Sums<C::kForward.warp_rows / 16, C::kHeadDim / 8>;
 
-// Scores that the band hides become -inf. Once per masked tile: the limits of a row relative to the
-// first key of the lane.
+// Scores that the band hides become -inf. The limits of a row are relative to the first key of the
+// lane.
 template <class C>
 TILEWISE_DEVICE void mask(Scores<C>& s, const BlockWork& work, int32_t tile,
                           const LanePlace<C>& place) {
-  const KeyTiles& tiles = work.tiles;
   const int32_t key0 = tile * C::kForward.keys + place.column;
-  const bool left = tiles.lower + C::kForward.rows() > tile * C::kForward.keys;
 #pragma unroll
   for (int m = 0; m < C::kForward.warp_rows / 16; ++m) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int32_t row = work.rows.row(place.row(m, h));
-      const int32_t end = min(tiles.keys, tiles.upper + row) - key0;
-      const int32_t begin = tiles.lower + row - key0;
+      const int32_t end = min(work.tiles.keys, work.tiles.upper + row) - key0;
 #pragma unroll
       for (int n = 0; n < C::kForward.keys / 8; ++n) {
         if (8 * n >= end) s.x[m][n][2 * h] = kMinusInfinity;
         if (8 * n + 1 >= end) s.x[m][n][2 * h + 1] = kMinusInfinity;
       }
-      if (!left) continue;
+    }
+  }
+  // Most bands have no left limit, and few of the tiles of those that have one meet it.
+  if (work.tiles.lower + C::kForward.rows() <= tile * C::kForward.keys) return;
+#pragma unroll
+  for (int m = 0; m < C::kForward.warp_rows / 16; ++m) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int32_t begin = work.tiles.lower + work.rows.row(place.row(m, h)) - key0;
 #pragma unroll
       for (int n = 0; n < C::kForward.keys / 8; ++n) {
         if (8 * n < begin) s.x[m][n][2 * h] = kMinusInfinity;
