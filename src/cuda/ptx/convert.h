@@ -36,7 +36,13 @@ TILEWISE_DEVICE uint32_t mul_high(uint32_t a, uint32_t b) {
 
 TILEWISE_DEVICE uint32_t cvt_f16x2(float low, float high) {
   uint32_t r;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+#else  // one at a time
+  asm("{ .reg .b16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h}; }"
+      : "=r"(r)
+      : "f"(low), "f"(high));
+#endif
   return r;
 }
 TILEWISE_DEVICE uint32_t cvt_bf16x2(float low, float high) {
