@@ -121,6 +121,7 @@ struct Sm75 {
     if (element_bytes != 2) return kNoBackward;
     if (head_dim <= 64) return {4, 1, 32, 1, false, true, 1};
     if (head_dim <= 128) return {2, 2, 32, 1, true, false, 1};
+    if (head_dim <= 192) return {1, 4, 32, 1, true, false, 1};
     return kNoBackward;
   }
 };

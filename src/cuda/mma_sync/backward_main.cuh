@@ -28,7 +28,6 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   using Element = typename C::Element;
   using Arch = typename C::Arch;
   constexpr int kStages = Plan::kStages;
-  constexpr int kOwnSteps = Plan::kWarpQueries / Plan::kStep;
   const Problem& problem = p.problem;
   if (p.key_flags.data != nullptr && ptx::thread_index() == 0)
     p.key_flags.data[ptx::block_index()] = 0;
@@ -82,7 +81,8 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
 
   const RowProduct<C> row_product(lane);
   const tile::TransposedB<Element, Plan::kRowBytes> columns(lane, own_column / 16);
-  const tile::OperandOffsets<Plan::kScoreRowBytes> score_offsets(lane);
+  const tile::OperandOffsets<Plan::kScoreRowBytes> scores(lane, own_key,
+                                                          own_query * Plan::kBytes / 16);
   const DqProduct<C> dq_product(lane, warp);
   KeySums<C> dk;
   KeySums<C> dv;
@@ -111,8 +111,8 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
     const ptx::SharedAddress p_tile =
         shared + Plan::kP + static_cast<uint32_t>(score_tile * Plan::kScoreTileBytes);
 
-    tile::Operands<Element, 2, kOwnSteps> p_own;
-    tile::Operands<Element, 2, kOwnSteps> ds_own;
+    tile::Operands<Element, 2, max(1, Plan::kOwnSteps)> p_own;
+    tile::Operands<Element, 2, max(1, Plan::kOwnSteps)> ds_own;
     {
       ScoreSums<C> s;
       ScoreSums<C> dp;
@@ -129,7 +129,7 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
         }
       }
       start_dp<C>(dp, own_delta);
-      row_product.add(dp, ptx::recent(own_v), d_out + own_rows, [&](int k) {
+      row_product.add(dp, own_v, d_out + own_rows, [&](int k) {
         if (kStages == 2 && k == 1) {
           if (steps > 1) feed.copy_d_out(p, stage ^ 1);
           tile::commit<Arch>();
@@ -140,26 +140,21 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
         general.apply(s, dp, mask, problem.bias_stride_row, tile.row + own_query, own_lse,
                       own_delta);
       }
-      const auto scores = score_offsets.recent();
 #pragma unroll
-      for (int j = 0; j < kOwnSteps; ++j) {
-        constexpr int kBlocks = Plan::kStep / 8;
-#pragma unroll
-        for (int n = j * kBlocks; n < (j + 1) * kBlocks; ++n) {
-          if constexpr (!C::kGeneral) softmax_and_derivative<C>(s, dp, n, scale_log2, own_lse);
-#pragma unroll
-          for (int m = 0; m < 2; ++m) {
-            p_own.set(m, n, s.x[m][n]);
-            ds_own.set(m, n, dp.x[m][n]);
-          }
-        }
+      for (int n = 0; n < Plan::kWarpQueries / 8; ++n) {
+        if constexpr (!C::kGeneral) softmax_and_derivative<C>(s, dp, n, scale_log2, own_lse);
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
+          p_own.set(m, n, s.x[m][n]);
+          ds_own.set(m, n, dp.x[m][n]);
+          constexpr int kChunks = Plan::kBytes / 2;  // of 8 queries
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const uint32_t at = scores.word(own_key + 16 * m, own_query / Plan::kStep + j, i);
-            if (Plan::kShareP) ptx::st_shared_b32(p_tile + at, p_own.r[j][m][i]);
-            ptx::st_shared_b32(ds_tile + at, ds_own.r[j][m][i]);
+          for (int i = 0; i < 2 * kChunks; ++i) {
+            const int chunk = n * kChunks + i / 2;
+            const uint32_t at = scores.word(16 * m + i % 2 * 8, chunk);
+            if (Plan::kShareP)
+              ptx::st_shared_b32(p_tile + at, p_own.r[chunk / 2][m][chunk % 2 * 2 + i % 2]);
+            ptx::st_shared_b32(ds_tile + at, ds_own.r[chunk / 2][m][chunk % 2 * 2 + i % 2]);
           }
         }
       }
@@ -167,7 +162,7 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
 
     // dV += P^T dO and dK += dS^T Q with the warp's own queries.
 #pragma unroll
-    for (int j = 0; j < kOwnSteps; ++j) {
+    for (int j = 0; j < Plan::kOwnSteps; ++j) {
       const tile::Fragment<Element> a[2] = {p_own.at(j, 0), p_own.at(j, 1)};
       add_step<C>(dv, a, columns, d_out + own_rows, j * Plan::kStep);
     }
@@ -176,7 +171,7 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
       ptx::sync_block();
     }
 #pragma unroll
-    for (int j = 0; j < kOwnSteps; ++j) {
+    for (int j = 0; j < Plan::kOwnSteps; ++j) {
       const tile::Fragment<Element> a[2] = {ds_own.at(j, 0), ds_own.at(j, 1)};
       add_step<C>(dk, a, columns, q + own_rows, j * Plan::kStep);
       if (kStages == 3 && j == 0) feed.copy(p, stage == 0 ? 2 : stage - 1, steps > 2);
@@ -184,19 +179,16 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
     if constexpr (!Plan::kTile.early_barrier) ptx::sync_block();
 
     // ... and with those of the other warps.
-    const auto scores = score_offsets.recent();
 #pragma unroll
-    for (int j = 0; j < (Plan::kQueries - Plan::kWarpQueries) / Plan::kStep; ++j) {
-      const int query = (own_query + Plan::kWarpQueries + j * Plan::kStep) & (Plan::kQueries - 1);
+    for (int j = Plan::kOwnSteps; j < Plan::kQueries / Plan::kStep; ++j) {
+      const int query = own_query / Plan::kStep * Plan::kStep ^ j * Plan::kStep;
       const uint32_t query_rows = static_cast<uint32_t>(query * Plan::kRowBytes);
       tile::Fragment<Element> a[2];
 #pragma unroll
-      for (int m = 0; m < 2; ++m)
-        a[m] = tile::load<Element>(p_tile + scores.rows(own_key + 16 * m, query / Plan::kStep));
+      for (int m = 0; m < 2; ++m) a[m] = tile::load<Element>(p_tile + scores.rows(16 * m, j));
       add_step<C>(dv, a, columns, d_out + query_rows, 0);
 #pragma unroll
-      for (int m = 0; m < 2; ++m)
-        a[m] = tile::load<Element>(ds_tile + scores.rows(own_key + 16 * m, query / Plan::kStep));
+      for (int m = 0; m < 2; ++m) a[m] = tile::load<Element>(ds_tile + scores.rows(16 * m, j));
       add_step<C>(dk, a, columns, q + query_rows, 0);
     }
 

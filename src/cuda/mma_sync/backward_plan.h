@@ -25,9 +25,11 @@ struct BackwardPlan {
 
   // S^T = K Q^T and dP^T = V dO^T: 32 keys x kWarpQueries a warp.
   static constexpr int kWarpQueries = kQueries / kTile.query_warps;
-  static_assert(kWarpQueries % kStep == 0);
+  static_assert(kWarpQueries == 8 || kWarpQueries % 16 == 0);
   // dK = dS^T Q and dV = P^T dO: 32 keys x kColumns a warp. The warp takes P and dS of its own
-  // queries from registers and those of the other warps from shared memory.
+  // queries from registers and those of the other warps from shared memory; all of them when its
+  // own are not a whole step.
+  static constexpr int kOwnSteps = kWarpQueries / kStep;
   static constexpr bool kShareP = kTile.query_warps > 1;
   static constexpr int kColumns = C::kHeadDim / kTile.query_warps;
   static_assert(kTile.split_columns == kShareP && kColumns % 16 == 0);

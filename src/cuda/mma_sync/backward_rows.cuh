@@ -38,19 +38,18 @@ class RowPointer {
       : from_(static_cast<const char*>(view.data) +
               (s.row_offset(view, begin + lanes.row) + head * view.stride_head) * Plan::kBytes +
               lanes.chunk * 16),
-        rows_(static_cast<int32_t>(s.band.rows) - lanes.row),
         bytes_(static_cast<int32_t>(columns) * Plan::kBytes - lanes.chunk * 16) {
-    if (kOneColumn && bytes_ <= 0) rows_ = 0;
+    exists_ = bytes_ > 0;
     if constexpr (C::kGeneral) aligned_ = rows_aligned(view, columns, Plan::kBytes);
   }
 
-  // Copies the tile that starts at `row` and goes on to the next one. Rows past the last and
-  // columns past the last become 0.
+  // Copies a tile and goes on to the next one. Rows past the last, `rows` after that of this
+  // thread, and columns past the last become 0.
   TILEWISE_DEVICE void copy(ptx::SharedAddress to, const tilewise_tensor& view, const Lanes& lanes,
-                            int32_t row) {
+                            int32_t rows) {
 #pragma unroll
     for (int pass = 0; pass < Lanes::kPasses; ++pass) {
-      const bool in_use = row + pass * Lanes::kRowsPerPass < rows_;
+      const bool in_use = pass * Lanes::kRowsPerPass < rows;
 #pragma unroll
       for (int column = 0; column < Lanes::kColumns; ++column) {
         const int at = column * Lanes::kStride * 16;
@@ -61,7 +60,7 @@ class RowPointer {
               chunk, reinterpret_cast<const typename C::Element::Storage*>(from_ + at),
               bytes / Plan::kBytes);
         } else {
-          const bool exists = in_use && (kOneColumn || at < bytes_);
+          const bool exists = in_use && (kOneColumn ? exists_ : at < bytes_);
           tile::copy_chunk<typename C::Arch>(chunk, from_ + at, exists ? 16 : 0);
         }
       }
@@ -77,8 +76,8 @@ class RowPointer {
   static constexpr bool kOneColumn = Lanes::kColumns == 1;
 
   const char* from_;
-  int32_t rows_;   // of the sequence, less the first row of this thread
   int32_t bytes_;  // of a row, from the first chunk of this thread on
+  bool exists_;    // the first chunk
   bool aligned_ = true;
 };
 
@@ -95,11 +94,12 @@ class RowFeed {
         q_(p.problem.q, s, lanes_, first_head, tile.row, p.problem.head_dim),
         d_out_(p.gradients.dout, s, lanes_, first_head, tile.row, p.problem.head_dim_v),
         shared_(shared),
+        rows_(static_cast<int32_t>(s.band.rows) - lanes_.row),
         tile_(tile) {}
 
   // Q and the statistics of the next tile; then its dO, which ends the tile.
   TILEWISE_DEVICE void copy_q(const BackwardParams& p, int stage) {
-    q_.copy(stage_at(stage), p.problem.q, lanes_, tile_.row);
+    q_.copy(stage_at(stage), p.problem.q, lanes_, rows_ - tile_.row);
     const int thread = ptx::thread_index();
     constexpr int kPerStatistic = Plan::kQueries / 4;
     if (thread < 2 * kPerStatistic) {
@@ -111,7 +111,7 @@ class RowFeed {
     }
   }
   TILEWISE_DEVICE void copy_d_out(const BackwardParams& p, int stage) {
-    d_out_.copy(stage_at(stage) + Plan::kRowTileBytes, p.gradients.dout, lanes_, tile_.row);
+    d_out_.copy(stage_at(stage) + Plan::kRowTileBytes, p.gradients.dout, lanes_, rows_ - tile_.row);
     if (tile_.advance(BlockFacts<C>(shared_))) {
       q_.next_head(p.problem.q, tile_.end - tile_.row);
       d_out_.next_head(p.gradients.dout, tile_.end - tile_.row);
@@ -135,6 +135,7 @@ class RowFeed {
   RowPointer<C> q_;
   RowPointer<C> d_out_;
   ptx::SharedAddress shared_;
+  int32_t rows_;  // of the sequence, less the first row of this thread
   RowTile<C> tile_;
 };
 

@@ -2,7 +2,6 @@
 // and stored in shared memory for the others.
 #pragma once
 
-#include "cuda/ptx/warp.h"
 #include "cuda/tile/fragment.h"
 
 namespace tilewise::cuda::tile {
@@ -33,29 +32,24 @@ struct Operands {
 };
 
 // Where a lane stores its words of Operands, and gives the rows of them to `load`, which then
-// returns the same fragments. A row is one period of the swizzle, so the step may be a run-time
-// number.
+// returns the same fragments. A row is one period of the swizzle: chunks are 16 bytes, two a step,
+// and are counted from the warp's own by exclusive or, which is addition inside its own part.
 template <int kRowBytes>
 class OperandOffsets {
  public:
   static_assert(Swizzle<kRowBytes>::kPeriod * 16 == kRowBytes);
 
-  TILEWISE_DEVICE explicit OperandOffsets(int lane)
-      : word_(Swizzle<kRowBytes>::offset(lane / 4, 0) + static_cast<uint32_t>(lane % 4 * 4)),
-        row_(Swizzle<kRowBytes>::offset(lane & 15, lane >> 4)) {}
+  // The warp's own part starts at `row` (a multiple of 16) and `chunk` (of a power of two).
+  TILEWISE_DEVICE OperandOffsets(int lane, int row, int chunk)
+      : word_(Swizzle<kRowBytes>::offset(row + lane / 4, chunk) +
+              static_cast<uint32_t>(lane % 4 * 4)),
+        row_(Swizzle<kRowBytes>::offset(row + (lane & 15), (chunk & ~1) + (lane >> 4))) {}
 
-  // For one step of a loop: its addresses are not kept in registers between the steps.
-  TILEWISE_DEVICE OperandOffsets recent() const {
-    OperandOffsets o = *this;
-    o.word_ = ptx::recent(word_);
-    return o;
+  // The lane's word r[2 * (chunk % 2) + row / 8 % 2] of a fragment.
+  TILEWISE_DEVICE uint32_t word(int row, int chunk) const {
+    return (word_ ^ static_cast<uint32_t>(chunk * 16)) + static_cast<uint32_t>(row * kRowBytes);
   }
-
-  // Word `i` of the fragment of 16 rows from `row` on.
-  TILEWISE_DEVICE uint32_t word(int row, int step, int i) const {
-    return (word_ ^ static_cast<uint32_t>(step * 32 + i / 2 * 16)) +
-           static_cast<uint32_t>((row + i % 2 * 8) * kRowBytes);
-  }
+  // Where `load` finds a step of 16 rows.
   TILEWISE_DEVICE uint32_t rows(int row, int step) const {
     return (row_ ^ static_cast<uint32_t>(step * 32)) + static_cast<uint32_t>(row * kRowBytes);
   }
