@@ -19,9 +19,15 @@ struct Dbias {
   static constexpr int kLoads = 2;  // rows of a tile that a thread reads, 4 times 8 columns apart
   using Micro = float[kMicro][kMicro];
 
+  // In shared memory: in registers it would cost a third of them for the length of the kernel.
+  struct State {
+    Sequence sequence;
+    ScoreTerms terms;
+  };
+  static_assert(sizeof(State) <= kDbiasStateBytes);
+
   const Problem& p;
   const Gradients& g;
-  ScoreTerms terms;
   SharedWords a;  // [column][row]
   SharedWords b;  // [column][key]
   SharedWords lse;
@@ -30,11 +36,14 @@ struct Dbias {
   TILEWISE_DEVICE explicit Dbias(const DbiasParams& params)
       : p(params.problem),
         g(params.gradients),
-        terms(ScoreTerms::of(params.problem)),
         a(shared_words(0)),
         b(shared_words(kDbiasDepth * kDbiasPitch * 4)),
         lse(shared_words(2 * kDbiasDepth * kDbiasPitch * 4)),
         delta(shared_words((2 * kDbiasDepth * kDbiasPitch + kDbiasTile) * 4)) {}
+
+  TILEWISE_DEVICE static State& state() {
+    return *reinterpret_cast<State*>(ptx::shared_memory() + kDbiasSharedBytes - kDbiasStateBytes);
+  }
 
   // Where this thread's rows of an operand begin; null: a row of zeros.
   struct Rows {
@@ -147,51 +156,80 @@ struct Dbias {
   }
 
   // Adds ds of one head to the thread's sums.
-  TILEWISE_DEVICE void add(Micro& sum, const Sequence& s, int64_t head, Range rows,
-                           Range keys) const {
-    const int64_t kv_head = head / group_size(p);
-    const Range used = intersect(keys, {0, s.band.keys});
+  TILEWISE_DEVICE void add(Micro& sum, int32_t head, int32_t row_tile, int32_t key_tile) const {
+    const Sequence& s = state().sequence;
+    const auto kv_head = static_cast<int32_t>(head / group_size(p));
+    const auto rows = [&] { return Tiling{s.band.rows, kDbiasTile}.at(row_tile); };
+    const auto keys = [&] { return Tiling{s.band.keys, kDbiasTile}.at(key_tile); };
     ptx::sync_block();  // the head before has read lse and delta
-    statistics(s, head, rows);
+    statistics(s, head, rows());
     Micro score = {};
-    product(score, query_rows_of(p.q, s, head, rows), key_rows_of(p.k, s, kv_head, used),
+    product(score, query_rows_of(p.q, s, head, rows()), key_rows_of(p.k, s, kv_head, keys()),
             static_cast<int>(p.head_dim));
     Micro dp = {};
-    product(dp, query_rows_of(g.dout, s, head, rows), key_rows_of(p.v, s, kv_head, used),
+    product(dp, query_rows_of(g.dout, s, head, rows()), key_rows_of(p.v, s, kv_head, keys()),
             static_cast<int>(p.head_dim_v));
     const int first_row = ptx::thread_index() / kSide * kMicro;
-    const int64_t first_key = keys.begin + ptx::thread_index() % kSide * kMicro;
-#pragma unroll
+    const int64_t first_key = int64_t{key_tile} * kDbiasTile + ptx::thread_index() % kSide * kMicro;
+    // Row 0 of the sums takes part, then they rotate: one copy of the code, no registers by index.
+#pragma unroll 1
     for (int i = 0; i < kMicro; ++i) {
-      const int64_t row = rows.begin + first_row + i;
-      if (row >= rows.end) continue;
-      const Range seen = s.band.keys_of(row);
-      const RowTerms row_terms = ScoreTerms::row(p, s, row, head);
-      const float row_lse = ptx::float_of(lse.get(first_row + i));
-      const float row_delta = ptx::float_of(delta.get(first_row + i));
-      KeepFactors keep{};
-      if (terms.dropout.on()) keep = terms.keep(row_terms, first_key);
+      add_row(sum[0], score[0], dp[0], head, row_tile, first_row + i, first_key);
+      rotate(sum);
+      rotate(score);
+      rotate(dp);
+    }
+  }
+
+  TILEWISE_DEVICE static void rotate(Micro& x) {
 #pragma unroll
-      for (int j = 0; j < kMicro; ++j) {
-        if (!seen.contains(first_key + j)) continue;
-        const float exponent = terms.at(score[i][j], row_terms, first_key + j).value - row_lse;
-        // lse is rounded: a weight may come out above 1 by that rounding, never by more.
-        const float weight = exponential(exponent > 0.0f ? 0.0f : exponent);
-        const float factor =
-            terms.dropout.on() ? keep.at(static_cast<int>((first_key + j) % 8)) : 1.0f;
-        sum[i][j] += weight * (dp[i][j] * factor - row_delta);
-      }
+    for (int j = 0; j < kMicro; ++j) {
+      const float first = x[0][j];
+#pragma unroll
+      for (int i = 1; i < kMicro; ++i) x[i - 1][j] = x[i][j];
+      x[kMicro - 1][j] = first;
+    }
+  }
+
+  // Row `at` of the tile, four keys.
+  TILEWISE_DEVICE void add_row(float (&sum)[kMicro], const float (&score)[kMicro],
+                               const float (&dp)[kMicro], int32_t head, int32_t row_tile, int at,
+                               int64_t first_key) const {
+    const Sequence& s = state().sequence;
+    const int64_t row = int64_t{row_tile} * kDbiasTile + at;
+    if (row >= s.band.rows) return;
+    const Range seen = s.band.keys_of(row);
+    const auto begin = static_cast<int>(clamp(seen.begin - first_key, 0, kMicro));
+    const auto end = static_cast<int>(clamp(seen.end - first_key, 0, kMicro));
+    const ScoreTerms& terms = state().terms;
+    const RowTerms row_terms = ScoreTerms::row(p, s, row, head);
+    const float row_lse = ptx::float_of(lse.get(at));
+    const float row_delta = ptx::float_of(delta.get(at));
+    KeepFactors keep{};
+    if (terms.dropout.on()) keep = terms.keep(row_terms, first_key);
+#pragma unroll
+    for (int j = 0; j < kMicro; ++j) {
+      if (j < begin || j >= end) continue;
+      const float exponent = terms.at(score[j], row_terms, first_key + j).value - row_lse;
+      // lse is rounded: a weight may come out above 1 by that rounding, never by more.
+      const float weight = exponential(exponent > 0.0f ? 0.0f : exponent);
+      const float factor = terms.dropout.on() ? keep.at(static_cast<int>(first_key % 8) + j) : 1.0f;
+      sum[j] += weight * (dp[j] * factor - row_delta);
     }
   }
 
   // Which part of dbias the block owns; kAll where it sums.
   struct Tile {
-    int64_t batch;
-    int64_t head;
-    int64_t row_tile;
-    Range keys;
+    int32_t batch;
+    int32_t head;
+    int32_t row_tile;
+    int32_t key_tile;
+
+    TILEWISE_DEVICE Range keys(const Gradients& g) const {
+      return Tiling{g.dbias_keys, kDbiasTile}.at(key_tile);
+    }
   };
-  static constexpr int64_t kAll = -1;
+  static constexpr int32_t kAll = -1;
 
   TILEWISE_DEVICE Tile tile_of(int64_t block) const {
     const DbiasShape shape = DbiasShape::of(p, g);
@@ -199,48 +237,51 @@ struct Dbias {
     block /= shape.key_tiles();
     const int64_t row_tile = block % shape.row_tiles();
     block /= shape.row_tiles();
-    return {g.dbias_stride_batch == 0 ? kAll : block / shape.heads,
-            g.dbias_stride_head == 0 ? kAll : block % shape.heads,
-            g.dbias_stride_row == 0 ? kAll : row_tile, Tiling{shape.keys, kDbiasTile}.at(key_tile)};
+    const auto batch = static_cast<int32_t>(block / shape.heads);
+    const auto head = static_cast<int32_t>(block % shape.heads);
+    return {g.dbias_stride_batch == 0 ? kAll : batch, g.dbias_stride_head == 0 ? kAll : head,
+            g.dbias_stride_row == 0 ? kAll : static_cast<int32_t>(row_tile),
+            static_cast<int32_t>(key_tile)};
   }
 
-  // [begin, end) of `count`, or the one that the block owns.
-  TILEWISE_DEVICE static Range walked(int64_t own, int64_t count) {
-    return own == kAll ? Range{0, count} : Range{own, own + 1};
+  // From and to where a dimension of `count` is walked: all of it, or what the block owns.
+  TILEWISE_DEVICE static int32_t first_of(int32_t own) { return own == kAll ? 0 : own; }
+  TILEWISE_DEVICE static int32_t end_of(int32_t own, int64_t count) {
+    return own == kAll ? static_cast<int32_t>(count) : own + 1;
   }
 
   TILEWISE_DEVICE void run(int64_t block) const {
     const Tile tile = tile_of(block);
     Micro sum = {};
-    const Range batches = walked(tile.batch, p.batch);
-    for (int64_t batch = batches.begin; batch < batches.end; ++batch) {
-      const Sequence s = sequence_of(p, batch);
-      const Tiling row_tiling{s.band.rows, kDbiasTile};
-      const Range row_tiles = walked(tile.row_tile, row_tiling.count());
-      for (int64_t i = row_tiles.begin; i < row_tiles.end; ++i) {
-        const Range rows = row_tiling.at(i);
-        if (rows.empty() || intersect(s.band.keys_of_any(rows), tile.keys).empty()) continue;
-        const Range heads = walked(tile.head, p.heads_q);
-        for (int64_t head = heads.begin; head < heads.end; ++head)
-          add(sum, s, head, rows, tile.keys);
+    for (int32_t b = first_of(tile.batch); b < end_of(tile.batch, p.batch); ++b) {
+      ptx::sync_block();  // nobody reads the sequence before any more
+      if (ptx::thread_index() == 0) state() = {sequence_of(p, b), ScoreTerms::of(p)};
+      ptx::sync_block();
+      const Band& band = state().sequence.band;
+      const int64_t row_tiles = ceil_div(band.rows, kDbiasTile);
+      for (int32_t i = first_of(tile.row_tile); i < end_of(tile.row_tile, row_tiles); ++i) {
+        const Range rows = Tiling{band.rows, kDbiasTile}.at(i);
+        if (rows.empty() || intersect(band.keys_of_any(rows), tile.keys(g)).empty()) continue;
+        for (int32_t head = first_of(tile.head); head < end_of(tile.head, p.heads_q); ++head)
+          add(sum, head, i, tile.key_tile);
       }
     }
-    write(sum, tile);
+    write(sum, tile_of(block));
   }
 
   TILEWISE_DEVICE void write(const Micro& sum, const Tile& tile) const {
-    float* const out = g.dbias + max(int64_t{0}, tile.batch) * g.dbias_stride_batch +
-                       max(int64_t{0}, tile.head) * g.dbias_stride_head;
+    float* const out = g.dbias + int64_t{first_of(tile.batch)} * g.dbias_stride_batch +
+                       int64_t{first_of(tile.head)} * g.dbias_stride_head;
     const int row_group = ptx::thread_index() / kSide;
     const int key_group = ptx::thread_index() % kSide;
-    if (tile.row_tile == kAll) return write_sum_of_rows(sum, out, tile.keys);
-    const int64_t first_row = tile.row_tile * kDbiasTile + row_group * kMicro;
-    const int64_t first_key = tile.keys.begin + key_group * kMicro;
+    if (tile.row_tile == kAll) return write_sum_of_rows(sum, out, tile.keys(g));
+    const int64_t first_row = int64_t{tile.row_tile} * kDbiasTile + row_group * kMicro;
+    const int64_t first_key = int64_t{tile.key_tile} * kDbiasTile + key_group * kMicro;
 #pragma unroll
     for (int i = 0; i < kMicro; ++i)
 #pragma unroll
       for (int j = 0; j < kMicro; ++j)
-        if (first_row + i < g.dbias_rows && first_key + j < tile.keys.end)
+        if (first_row + i < g.dbias_rows && first_key + j < g.dbias_keys)
           out[(first_row + i) * g.dbias_stride_row + first_key + j] = sum[i][j];
   }
 
@@ -265,7 +306,7 @@ struct Dbias {
 };
 
 template <class Element>
-TILEWISE_KERNEL(kDbiasThreads, 1)
+TILEWISE_KERNEL(kDbiasThreads, 2)
 void dbias(TILEWISE_PARAMETER DbiasParams params) {
   const Dbias<Element> dbias(params);
   dbias.run(ptx::block_index());

@@ -10,7 +10,9 @@ inline constexpr int kDbiasThreads = 256;
 inline constexpr int kDbiasTile = 64;   // rows and keys
 inline constexpr int kDbiasDepth = 32;  // head columns in shared memory at a time
 inline constexpr int kDbiasPitch = kDbiasTile + 4;
-inline constexpr int kDbiasSharedBytes = (2 * kDbiasDepth * kDbiasPitch + 2 * kDbiasTile) * 4;
+inline constexpr int kDbiasStateBytes = 192;  // what all threads know of the sequence
+inline constexpr int kDbiasSharedBytes =
+    (2 * kDbiasDepth * kDbiasPitch + 2 * kDbiasTile) * 4 + kDbiasStateBytes;
 
 struct DbiasParams {
   Problem problem{};
