@@ -101,9 +101,10 @@ class KeyStream {
     for (int pass = begin; pass < end; ++pass) {
       if (!lanes_.has(pass)) continue;
       const int32_t key = tile * kKeys + lanes_.row_of(pass);
+      const bool in = key >= 0 && key < keys_;  // below 0: the block has no tile
       const char* row = nullptr;
       if constexpr (C::kGeneral) {
-        if (key < keys_) row = base_ + kv_.offset(view_, key) * Element::kBytes;
+        if (in) row = base_ + kv_.offset(view_, key) * Element::kBytes;
       } else {
         row = base_ + row_bytes(key - lanes_.row);
       }
@@ -114,7 +115,7 @@ class KeyStream {
           copy_row_chunk<C>(to, row, lanes_.chunk_of(column), columns_, aligned_);
         } else {
           tile::copy_chunk<typename C::Arch>(to, row + column * Lanes::kStride * 16,
-                                             exists_[column] && key < keys_ ? 16 : 0);
+                                             exists_[column] && in ? 16 : 0);
         }
       }
     }
