@@ -274,7 +274,7 @@ def run(options: argparse.Namespace) -> int:
     picture(result, options)
     s = result["summary"]
     missed = s["missed"] or s["wrong"] or any(m.get("met") is False for m in s["means"].values())
-    return 1 if s["wrong"] or (options.strict and missed) else 0
+    return 1 if s["wrong"] or s["not_run"] or (options.strict and missed) else 0
 
 
 def write(result: dict[str, Any], path: Path | None) -> None:

@@ -32,7 +32,7 @@ import corpus
 import figures
 from gpt import ATTENTION, GPT, Config
 from tilewise.cli.progress import Progress
-from tilewise.cli.system import cpu_name, current_isa, training_device
+from tilewise.cli.system import current_isa, device_name, training_device
 from tilewise.cli.tables import count
 
 # Largest relative difference of a loss that rounding explains. Adam divides by the root of tiny
@@ -161,7 +161,7 @@ class Training:
             os.fsync(file.fileno())
         partial.replace(path)
         history = {n: state[n] for n in ("losses", "held_out", "naive")}
-        history["machine"] = f"{cpu_name()}, {count(torch.get_num_threads(), 'thread')}"
+        history["machine"] = where(self.options.device)
         path.with_name("losses.json").write_text(json.dumps(history))
 
     def resume(self, path: Path) -> None:
@@ -303,6 +303,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def where(device: str) -> str:
+    """The GPU, or the CPU and its threads."""
+    threads = f", {count(torch.get_num_threads(), 'thread')}" if device == "cpu" else ""
+    return device_name(device) + threads
+
+
 def run(options: argparse.Namespace) -> int:
     """Trains, checks, samples, plots. Returns the exit status."""
     options.out.mkdir(parents=True, exist_ok=True)
@@ -314,7 +320,7 @@ def run(options: argparse.Namespace) -> int:
     print(
         f"model: {weights / 1e6:.1f} M weights, {options.layers} layers, {options.heads} heads "
         f"({options.kv_heads} for keys), context {options.rows}; {options.attention} attention, "
-        f"{options.dtype}, {options.device}, {count(torch.get_num_threads(), 'thread')}",
+        f"{options.dtype}, {where(options.device)}",
         flush=True,
     )
     if path.exists() and not options.fresh:

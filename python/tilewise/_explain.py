@@ -155,7 +155,7 @@ def _describe_torch(
     def view(tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):
             return tensor
-        return _describe.View(_SOME_ADDRESS, tuple(tensor.shape), tensor.stride())
+        return _describe.View(_address(tensor), tuple(tensor.shape), tensor.stride())
 
     given = {name: view(value) for name, value in options._asdict().items()}
     del given["heads_first"]
@@ -165,6 +165,14 @@ def _describe_torch(
     device = (_abi.CUDA, q.device.index or 0) if q.is_cuda else (_abi.CPU, 0)
     a = _describe.attention(view(q), view(k), view(v), dtype, _describe.Extras(**given), device)
     return a, torch.get_num_threads(), {"bias": bias} if bias is not None else {}
+
+
+def _address(tensor: Any) -> int:
+    """Where the tensor lies: its alignment decides between kernels. Some have no memory."""
+    try:
+        return int(tensor.data_ptr()) or _SOME_ADDRESS
+    except RuntimeError:
+        return _SOME_ADDRESS
 
 
 def _contiguous(rows: int, heads: int, columns: int) -> Any:
