@@ -111,7 +111,8 @@ class GeneralScores {
     start_head(p, s, head);
   }
   TILEWISE_DEVICE void start_head(const Problem& p, const Sequence& s, int64_t head) {
-    head_ = ScoreTerms::row(p, s, 0, head);
+    // After the last head there is none: what is read then is not used.
+    head_ = ScoreTerms::row(p, s, 0, min<int64_t>(head, p.heads_q - 1));
   }
 
   // All of s becomes dropout(P), all of dp dS. `row`: the first query of the warp; `mask` counts
