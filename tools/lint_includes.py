@@ -73,6 +73,8 @@ def layer_of(path: PurePosixPath) -> str | None:
         return "?"
     if folders == ["cuda"]:
         return "cuda/params" if rest[-1] in _SHARED_WITH_KERNELS else "cuda"
+    if folders == ["cuda", "common"] and rest[-1].startswith("kernels."):
+        return "cuda"  # the table of launches, not a kernel
     if folders[0] == "cuda":
         return "/".join(folders[:2])
     return folders[0]
