@@ -7,6 +7,8 @@
 #   tools/setup.sh compiler          prints the C++20 compiler to use: GCC >= 12 or Clang >= 14
 #   tools/setup.sh gtest             GoogleTest headers and library
 #   tools/setup.sh clang             Clang with its sanitizers and libFuzzer
+#   tools/setup.sh nvcc              prints the CUDA compiler to use: CUDACXX, one in PATH, or one that this fetches
+#                                   from PyPI into build/nvcc (100 MB; no driver and no GPU is needed to compile)
 #
 # PYTHON and CXX, where set, decide which interpreter and compiler are taken.
 set -euo pipefail
@@ -117,11 +119,43 @@ get_clang() {
     apt_install clang libclang-rt-dev
 }
 
+# The release that the kernels are compiled with where the machine has no toolkit. cuobjdump starts at 13.2 there and
+# reads the code of older compilers.
+readonly cuda_release=13.0
+readonly cuda_wheels=(
+  "nvidia-cuda-nvcc==$cuda_release.*" "nvidia-nvvm==$cuda_release.*" "nvidia-cuda-crt==$cuda_release.*"
+  "nvidia-cuda-runtime==$cuda_release.*" "nvidia-cuda-cuobjdump==13.2.*"
+)
+
+find_nvcc() {
+  if [ -n "${CUDACXX:-}" ]; then
+    command -v "$CUDACXX" || fail "CUDACXX=$CUDACXX is not there"
+    return
+  fi
+  command -v nvcc && return
+  local venv=build/nvcc root
+  if [ ! -x "$venv/.ready" ]; then
+    say "fetching nvcc $cuda_release from PyPI into $venv"
+    "$python" -m venv "$venv"
+    "$venv/bin/pip" install --quiet --no-deps "${cuda_wheels[@]}" >&2
+    root=$(nvcc_root "$venv")
+    # What CMake and the compiler look for: lib64, a library without a version, and a folder named in nvcc.profile.
+    ln -sfn lib "$root/lib64"
+    ln -sf libcudart.so.13 "$root/lib/libcudart.so"
+    mkdir -p "$root/include/cccl"
+    ln -sfn "$PWD/$root/bin/nvcc" "$venv/.ready"
+  fi
+  echo "$PWD/$(nvcc_root "$venv")/bin/nvcc"
+}
+
+nvcc_root() { (cd "$1" && printf '%s/%s\n' "$1" lib/python*/site-packages/nvidia/cu13); }
+
 case ${1:-} in
   venv) make_venv "${2:?directory}" ;;
   build-tools) get_build_tools "${2:?directory}" ;;
   compiler) find_compiler ;;
   gtest) get_gtest ;;
   clang) get_clang ;;
-  *) fail "unknown step '${1:-}'; one of: venv, build-tools, compiler, gtest, clang" ;;
+  nvcc) find_nvcc ;;
+  *) fail "unknown step '${1:-}'; one of: venv, build-tools, compiler, gtest, clang, nvcc" ;;
 esac
