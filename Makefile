@@ -3,6 +3,7 @@
 #   PYTHON=python3.12   interpreter the environment is made with (3.10 or newer)
 #   CXX=clang++         compiler (GCC >= 12 or Clang >= 14); default: the first good one
 #   JOBS=2              parallel compiler processes; default: one per core
+#   CUDA=ON             kernels for every NVIDIA GPU (nvcc; minutes) or OFF; default AUTO: for the GPU of this machine
 #   TEXT=FILE           `make demo` trains on this text instead of Python's own sources
 #   DEMO_FLAGS=--quick  a short demo (`python examples/demo.py --help`)
 SHELL := /bin/bash
@@ -14,6 +15,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BUILD := build/release
 JOBS ?= $(shell nproc)
+CUDA ?= AUTO
 PYTEST_FLAGS ?= -q -n 2
 
 python := $(VENV)/bin/python
@@ -50,7 +52,8 @@ $(VENV)/.installed: $(sources) | $(VENV)/.ready
 	@$(say) "install into $(VENV): compiles for a minute or two (log: build/install.log)"
 	@mkdir -p build
 	@CXX="$$(tools/setup.sh compiler)" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
-	  $(python) -m pip install --verbose --no-build-isolation -Cbuild-dir=build/wheel '.[demo,test]' \
+	  $(python) -m pip install --verbose --no-build-isolation -Cbuild-dir=build/wheel \
+	  -Ccmake.define.TILEWISE_CUDA=$(CUDA) '.[demo,test]' \
 	  >build/install.log 2>&1 || { tail -n 60 build/install.log; exit 1; }
 	@touch $@
 
@@ -60,14 +63,16 @@ install: $(VENV)/.installed ## the Python package, in the environment
 .PHONY: wheel
 wheel: $(VENV)/.ready ## one wheel for every Python and every torch >= 2.10, in dist/
 	@CXX="$$(tools/setup.sh compiler)" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
-	  $(python) -m pip wheel --quiet --no-build-isolation --no-deps -Cbuild-dir=build/wheel -w dist .
+	  $(python) -m pip wheel --quiet --no-build-isolation --no-deps -Cbuild-dir=build/wheel \
+	  -Ccmake.define.TILEWISE_CUDA=$(CUDA) -w dist .
 	@ls -l dist/*.whl
 
 # --- C and C++ -------------------------------------------------------------------------------------
 $(BUILD)/build.ninja: | $(VENV)/.ready
 	@tools/setup.sh gtest
 	@$(say) "configure: $(BUILD)"
-	@cmake --preset release -DCMAKE_CXX_COMPILER="$$(tools/setup.sh compiler)" >/dev/null
+	@cmake --preset release -DCMAKE_CXX_COMPILER="$$(tools/setup.sh compiler)" \
+	  -DTILEWISE_CUDA=$(CUDA) >/dev/null
 
 .PHONY: build
 build: $(BUILD)/build.ninja ## the library and its C++ tests, in build/release
