@@ -16,7 +16,11 @@
 #include <cuda_runtime.h>
 #define TILEWISE_DEVICE __device__ __forceinline__
 #define TILEWISE_KERNEL(threads, blocks_per_sm) __global__ __launch_bounds__(threads, blocks_per_sm)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
+#define TILEWISE_PARAMETER const  // Pascal has no __grid_constant__
+#else
 #define TILEWISE_PARAMETER const __grid_constant__
+#endif
 
 #endif
 

@@ -122,11 +122,16 @@ struct Forward {
   }
 
   TILEWISE_DEVICE void finish(int count) {
+    float sums[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float sum = l[i];
+      sums[i] = l[i];
 #pragma unroll
-      for (int lanes = 1; lanes < 16; lanes *= 2) sum += ptx::shuffle_xor(sum, lanes);
+      for (int lanes = 1; lanes < 16; lanes *= 2) sums[i] += ptx::shuffle_xor(sums[i], lanes);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float sum = sums[i];
       const int r = place.y * 4 + i;
       if (r >= count) continue;
       const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;

@@ -53,6 +53,7 @@ struct Shared {
 
 template <class Config>
 inline constexpr int32_t kSharedBytes = sizeof(Shared);
+static_assert(sizeof(Shared) <= 48 * 1024, "more needs an opt-in that Pascal does not have");
 
 TILEWISE_DEVICE Shared& shared() { return *reinterpret_cast<Shared*>(ptx::shared_memory()); }
 

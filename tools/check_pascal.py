@@ -1,0 +1,156 @@
+"""Compiles the simt kernels for GPUs that CUDA 13 no longer knows (sm_60, 61, 70) with the CUDA 12.9
+compiler from PyPI, and prints what each kernel needs.
+
+The wheel nvidia-cuda-nvcc-cu12 holds ptxas but no nvcc; the compiler in front of it comes as a
+library, NVRTC, in nvidia-cuda-nvrtc-cu12. Nothing here needs a GPU, and nothing is run: these
+kernels compile for Pascal and Volta, and that is all that is known.
+
+    python tools/check_pascal.py [--arch 60 61 70] [--packages DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ["nvidia-cuda-nvrtc-cu12==12.9.86", "nvidia-cuda-nvcc-cu12==12.9.86"]
+ELEMENTS = ["F16", "BF16", "F32"]
+HEAD_DIMS = [64, 128, 256, 512]  # of simt in src/cuda/manifest.h
+KERNELS = {
+    "forward": ["forward"],
+    "backward": ["backward_prepare", "backward_keys", "backward_rows"],
+}
+
+# NVRTC brings no C++ library and few of the compiler's own functions; this is what the kernels, and
+# host functions beside them, take from both.
+HEADERS = {
+    "cuda_runtime.h": (
+        "#define __builtin_huge_valf() __builtin_bit_cast(float, 0x7f800000)\n"
+        "#define __builtin_memcpy(to, from, bytes) memcpy(to, from, bytes)\n"
+        "#define __builtin_expf(x) expf(x)\n"
+        "#define __builtin_logf(x) logf(x)\n"
+        "#define __builtin_log(x) log(x)\n"
+        "#define __builtin_tanhf(x) tanhf(x)\n"
+        "#define __builtin_mul_overflow(a, b, result) (*(result) = (a) * (b), false)\n"
+        "#define __builtin_add_overflow(a, b, result) (*(result) = (a) + (b), false)\n"
+    ),
+    "cstddef": "",
+    "stdint.h": (
+        "typedef signed char int8_t; typedef short int16_t; typedef int int32_t;"
+        "typedef long int64_t; typedef unsigned char uint8_t; typedef unsigned short uint16_t;"
+        "typedef unsigned uint32_t; typedef unsigned long uint64_t;\n"
+        "#define INT64_MAX 0x7fffffffffffffffL\n"
+        "#define INT64_MIN (-INT64_MAX - 1)\n"
+    ),
+    "cstdint": '#include "stdint.h"\n',
+    "array": (
+        "namespace std { template <class T, int n> struct array { T data[n]; };"
+        "template <class T, class... U> array(T, U...) -> array<T, 1 + sizeof...(U)>; }\n"
+    ),
+}
+
+OPTIONS = ["-std=c++20", "-default-device", "-include=cuda_runtime.h", "-w"]
+
+
+def install(folder: Path) -> None:
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade"]
+    subprocess.run([*command, "--target", str(folder), *PACKAGES], check=True)
+    (folder / "nvidia/cuda_nvcc/bin/ptxas").chmod(0o755)
+
+
+class Nvrtc:
+    def __init__(self, folder: Path) -> None:
+        libraries = folder / "nvidia/cuda_nvrtc/lib"
+        ctypes.CDLL(str(libraries / "libnvrtc-builtins.so.12.9"), ctypes.RTLD_GLOBAL)
+        self.library = ctypes.CDLL(str(libraries / "libnvrtc.so.12"))
+
+    def compile(self, source: str, options: list[str]) -> bytes:
+        """PTX. The compiler's log is the exception's text when it fails."""
+        program = ctypes.c_void_p()
+        library = self.library
+        library.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None
+        )
+        encoded = (ctypes.c_char_p * len(options))(*[each.encode() for each in options])
+        status = library.nvrtcCompileProgram(program, len(options), encoded)
+        if status != 0:
+            raise RuntimeError(self.text(program, "ProgramLog").decode())
+        return self.text(program, "PTX")
+
+    def text(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        getattr(self.library, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        getattr(self.library, f"nvrtcGet{what}")(program, buffer)
+        return buffer.value
+
+
+def source_of(file: str, element: str, head_dim: int) -> str:
+    parameters = "ForwardParams" if file == "forward" else "BackwardParams"
+    lines = [f'#include "cuda/simt/{file}.cuh"', "namespace tilewise::cuda::simt {"]
+    for kernel in KERNELS[file]:
+        lines.append(
+            f"template __global__ void {kernel}<Config<{element}, {head_dim}>>"
+            f"(TILEWISE_PARAMETER {parameters});"
+        )
+    return "\n".join([*lines, "}"])
+
+
+def resources(log: str) -> list[tuple[str, int, int]]:
+    """(kernel, registers, bytes spilled) from `ptxas -v`."""
+    found = []
+    for part in log.split("Compiling entry function")[1:]:
+        name = re.search(r"simt\d+(\w+?)I(?:NS|N)", part)
+        spilled = re.search(r"(\d+) bytes spill stores", part)
+        registers = re.search(r"Used (\d+) registers", part)
+        assert name and spilled and registers, part
+        found.append((name.group(1), int(registers.group(1)), int(spilled.group(1))))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--arch", type=int, nargs="+", default=[60, 61, 70])
+    parser.add_argument("--packages", type=Path, help="where they are, or are to be installed")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.packages or Path(temporary) / "packages"
+        if not (folder / "nvidia/cuda_nvrtc").exists():
+            install(folder)
+        compiler = Nvrtc(folder)
+        headers = Path(temporary) / "headers"
+        headers.mkdir()
+        for name, text in HEADERS.items():
+            (headers / name).write_text(text)
+        includes = [f"-I{path}" for path in (headers, ROOT / "src", ROOT / "include")]
+        for arch in arguments.arch:
+            for element in ELEMENTS:
+                for head_dim in HEAD_DIMS:
+                    for file in KERNELS:
+                        ptx = compiler.compile(
+                            source_of(file, element, head_dim),
+                            [f"-arch=compute_{arch}", *OPTIONS, *includes],
+                        )
+                        at = Path(temporary) / "kernels.ptx"
+                        at.write_bytes(ptx)
+                        ptxas = [str(folder / "nvidia/cuda_nvcc/bin/ptxas"), "-v"]
+                        done = subprocess.run(
+                            [*ptxas, f"-arch=sm_{arch}", str(at), "-o", str(at) + ".cubin"],
+                            check=True, capture_output=True, text=True,
+                        )  # fmt: skip
+                        for kernel, registers, spilled in resources(done.stderr):
+                            print(
+                                f"sm_{arch} {element:4} {head_dim:3} {kernel:16} "
+                                f"{registers:3} registers, {spilled} bytes spilled",
+                                flush=True,
+                            )
+
+
+if __name__ == "__main__":
+    main()
