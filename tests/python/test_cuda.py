@@ -1,0 +1,198 @@
+"""Tensors on a GPU: streams, graphs, several GPUs, torch's own kernels beside ours."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import tilewise
+
+pytestmark = pytest.mark.tensors("cuda")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def inputs(dtype=torch.float32, rows=130, keys=170, heads=4, heads_kv=2, dim=64):
+    shapes = ((rows, heads), (keys, heads_kv), (keys, heads_kv))
+    return [torch.randn(2, n, h, dim, dtype=dtype, requires_grad=True) for n, h in shapes]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_graph_of_a_training_step(dtype):
+    """Forward and backward captured by torch's graphs, replayed on new numbers."""
+    q, k, v = inputs(dtype)
+    dout = torch.randn_like(q)
+
+    def step():
+        out = tilewise.attention(q, k, v, causal=True, deterministic=True)
+        return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(2):
+        with torch.no_grad():
+            for x in (q, k, v, dout):
+                x.copy_(torch.randn_like(x))
+        graph.replay()
+        for got, want in zip(captured, step(), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_dropout_in_a_graph_draws_anew():
+    q, k, v = (x.detach() for x in inputs())
+    tilewise.attention(q, k, v, dropout_p=0.5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tilewise.attention(q, k, v, dropout_p=0.5)
+    graph.replay()
+    first = out.clone()
+    graph.replay()
+    assert first.isfinite().all() and not torch.equal(first, out)
+
+
+def test_streams_of_torch_are_used():
+    q, k, v = (x.detach() for x in inputs())
+    want = tilewise.attention(q, k, v)
+    right, stream = k.clone(), torch.cuda.Stream()
+    k.zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        k.copy_(right)
+        got = tilewise.attention(q, k, v)
+    stream.synchronize()
+    assert torch.equal(got, want)
+
+
+def test_deterministic_is_bitwise_with_other_work_on_the_gpu():
+    q, k, v = inputs(torch.bfloat16, rows=900, keys=900)
+    dout, other = torch.randn_like(q), torch.cuda.Stream()
+    results = []
+    for turn in range(8):
+        with torch.cuda.stream(other):
+            busy = torch.randn(256 + 300 * turn, 2048)
+            for _ in range(3):
+                busy = torch.tanh(busy @ busy.T) @ busy
+        out = tilewise.attention(q, k, v, causal=True, deterministic=True)
+        results.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
+    torch.cuda.synchronize()
+    for later in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], later, strict=True))
+
+
+def test_torch_asks_for_determinism():
+    q, k, v = inputs(torch.float16)
+    dout = torch.randn_like(q)
+    with_option = torch.autograd.grad(
+        tilewise.attention(q, k, v, deterministic=True), (q, k, v), dout
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        with_torch = torch.autograd.grad(tilewise.attention(q, k, v), (q, k, v), dout)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(with_option, with_torch, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_worse_than_flash_attention_of_torch(dtype, causal):
+    """Long rows, where errors add up: within 1.2 of torch's error against float64."""
+    q, k, v = (x.detach().transpose(1, 2) for x in inputs(dtype, 2048, 2048, 4, 4, 128))
+    want = sdpa(*(x.double() for x in (q, k, v)), is_causal=causal)
+    ours = tilewise.attention(q, k, v, causal=causal, layout="bhsd").double() - want
+    theirs = sdpa(q, k, v, is_causal=causal).double() - want
+    assert ours.abs().mean() <= 1.2 * theirs.abs().mean()
+    assert ours.abs().max() <= 1.5 * theirs.abs().max()
+
+
+def test_fp32_is_as_exact_as_torch_and_tf32_is_asked_for():
+    q, k, v = (x.detach().transpose(1, 2) for x in inputs(torch.float32, 1500, 1500, 4, 4, 64))
+    want = sdpa(*(x.double() for x in (q, k, v)))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION):
+        theirs = (sdpa(q, k, v).double() - want).abs().max()
+    ours = (tilewise.attention(q, k, v, layout="bhsd").double() - want).abs().max()
+    rounded = (tilewise.attention(q, k, v, layout="bhsd", tf32=True).double() - want).abs().max()
+    assert ours <= theirs, (ours, theirs)
+    assert ours < 0.1 * rounded < 0.01 * want.abs().max()
+
+
+def test_another_gpu_than_the_current_one():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    here = inputs(torch.bfloat16)
+    there = [x.detach().to("cuda:1").requires_grad_() for x in here]
+    want, got = (tilewise.attention(*x, causal=True) for x in (here, there))
+    assert got.device.index == 1 and torch.equal(want.cpu(), got.cpu())
+    with pytest.raises(ValueError, match="cuda:1"):
+        tilewise.attention(here[0], there[1], there[2])
+    assert torch.cuda.current_device() == 0
+
+
+def test_tensors_of_two_devices_are_refused():
+    q, k, v = (x.detach() for x in inputs())
+    with pytest.raises(ValueError, match=r"\bk\b.*cpu"):
+        tilewise.attention(q, k.cpu(), v)
+
+
+def test_more_elements_than_an_int_counts():
+    """bf16 with 2^31 + elements in q, k, v, out each: rows from far ends against short problems."""
+    rows, heads, dim = 2**31 // (64 * 128) + 1000, 64, 128
+    if torch.cuda.mem_get_info()[0] < 5 * 2 * rows * heads * dim:
+        pytest.skip(f"{10 * rows * heads * dim / 1e9:.0f} GB of free GPU memory are needed")
+    q, k, v = (torch.empty(1, rows, heads, dim, dtype=torch.bfloat16) for _ in range(3))
+    for x in (q, k, v):
+        x.normal_()
+    out = tilewise.attention(q, k, v, window=(20, 0))
+    for first in (0, rows // 2, rows - 300):
+        part = slice(first, first + 300)
+        want = tilewise.attention(q[:, part], k[:, part], v[:, part], window=(20, 0))
+        start = 0 if first == 0 else 20  # rows before see keys of other parts
+        apart = (out[:, part] - want)[:, start:].abs().max()
+        assert apart <= 2**-7 * want.abs().max(), first
+
+
+def test_memory_is_linear():
+    """Peak of torch's allocator over one training step, against the size of the tensors."""
+    q, k, v = inputs(torch.bfloat16, rows=16384, keys=16384, heads=4, heads_kv=4)
+    tensors = q.numel() * 2
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    tilewise.attention(q, k, v, causal=True).sum().backward()
+    # out, dout, dq, dk, dv in 16 bits, dq's sums in fp32, lse and delta: far below one row of
+    # tiles of scores.
+    assert torch.cuda.max_memory_allocated() - before < 9 * tensors
+
+
+def test_autocast_of_a_gpu():
+    q, k, v = inputs()
+    with torch.autocast("cuda", dtype=torch.float16):
+        out = tilewise.attention(q, k, v)
+        assert out.dtype == torch.float16
+    with torch.autocast("cuda"):
+        assert tilewise.attention(q, k, v).dtype == torch.float16  # autocast's own choice
+    assert tilewise.attention(q, k, v).dtype == torch.float32
+
+
+def test_explain_names_the_gpu():
+    q, k, v = inputs(torch.bfloat16)
+    explained = tilewise.explain(q, k, v, causal=True)
+    assert explained.forward.kernel.startswith("cuda.") and "cuda" in str(explained)
+    major, minor = torch.cuda.get_device_capability()
+    assert f"sm_{major}{minor}" in explained.forward.why or explained.forward.why
+
+
+def test_lse_of_empty_rows():
+    q, k, v = inputs(torch.bfloat16, rows=20, keys=7)
+    out, lse = tilewise.attention(q, k, v, causal=True, return_lse=True)
+    assert not out[:, :13].any() and (lse[:, :, :13] == -math.inf).all()
