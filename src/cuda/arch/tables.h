@@ -114,8 +114,8 @@ struct Sm75 {
   static constexpr ForwardTile forward(int element_bytes, int head_dim) {
     if (element_bytes != 2) return kNoForward;
     if (head_dim <= 64) return {4, 32, 64, 3, 1};
-    if (head_dim <= 128) return {4, 16, 64, 3, 1};
-    return {2, 16, 32, 3, 1};
+    if (head_dim <= 128) return {4, 16, 64, 2, 1};
+    return {2, 16, 32, 2, 1};
   }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
     if (element_bytes != 2) return kNoBackward;

@@ -1,0 +1,80 @@
+// What the units of this build hand to the host.
+#include <gtest/gtest.h>
+
+#include <set>
+#include <tuple>
+
+#include "cuda/arch/limits.h"
+#include "cuda/manifest.h"
+#include "cuda/tables.h"
+
+namespace tilewise::cuda {
+namespace {
+
+// The least shared memory of the GPUs that use a tile table. simt is for any GPU: the 48 KB that
+// need no opting in.
+int32_t least_shared_bytes(int32_t architecture) {
+  int32_t least = architecture == 0 ? 48 * arch::kKilobyte : INT32_MAX;
+  for (const arch::Limits& row : arch::kLimits) {
+    if (row.table == architecture) least = min(least, row.shared_bytes);
+  }
+  return least;
+}
+
+template <class Params>
+void expect_kernel(const Kernel<Params>& kernel, bool wanted, int32_t most_shared) {
+  EXPECT_EQ(kernel.function != nullptr, wanted);
+  if (!wanted) return;
+  EXPECT_GE(kernel.threads, 32);
+  EXPECT_LE(kernel.threads, 1024);
+  EXPECT_EQ(kernel.threads % 32, 0);
+  EXPECT_GE(kernel.shared_bytes, 0);
+  EXPECT_LE(kernel.shared_bytes, most_shared);
+}
+
+TEST(CudaRegistry, UnitsHoldWhatTheirTilesSay) {
+  if (inventory().units.empty()) GTEST_SKIP() << "this build has no CUDA unit";
+  for (const UnitTable* unit : inventory().units) {
+    SCOPED_TRACE(testing::Message() << "table " << unit->architecture << " dtype " << unit->dtype
+                                    << " tf32 " << unit->tf32 << " head_dim " << unit->head_dim);
+    const int32_t most = least_shared_bytes(unit->architecture);
+    EXPECT_TRUE(unit->has_forward() || unit->has_backward());
+    for (const UnitKernels* form : {&unit->plain, &unit->general}) {
+      expect_kernel(form->forward, unit->has_forward(), most);
+      expect_kernel(form->prepare, unit->has_backward(), most);
+      expect_kernel(form->backward, unit->has_backward(), most);
+      expect_kernel(form->finish, unit->has_backward(), most);
+    }
+  }
+}
+
+TEST(CudaRegistry, EveryUnitIsInTheManifestAndItsCodeIsKnown) {
+  if (inventory().units.empty()) GTEST_SKIP() << "this build has no CUDA unit";
+  int32_t of_manifest = 0;
+  for_each_unit([&](const Unit&) { ++of_manifest; });
+  EXPECT_LE(inventory().units.size(), static_cast<std::size_t>(of_manifest));
+  std::set<std::tuple<int32_t, int32_t, bool, int32_t>> seen;
+  for (const UnitTable* unit : inventory().units) {
+    EXPECT_EQ(unit->family == Family::simt, unit->architecture == 0);
+    EXPECT_TRUE(seen.insert({unit->architecture, unit->dtype, unit->tf32, unit->head_dim}).second);
+    bool known = false;
+    for (const Code& code : inventory().code) {
+      if (code.architecture != unit->architecture) continue;
+      known = inventory().emulated || !code.sass.empty() || !code.ptx.empty();
+    }
+    EXPECT_TRUE(known) << unit->architecture;
+  }
+}
+
+// SASS runs on its own major version from its own minor version on, PTX on everything newer.
+TEST(CudaRegistry, CodeRunsWhereTheDriverRunsIt) {
+  static constexpr int32_t kSass[] = {80, 90};
+  static constexpr int32_t kPtx[] = {100};
+  const Code code = {0, kSass, kPtx};
+  for (int32_t sm : {80, 86, 87, 89, 90, 100, 103, 110, 120}) EXPECT_TRUE(runs_on(code, sm)) << sm;
+  for (int32_t sm : {60, 70, 75}) EXPECT_FALSE(runs_on(code, sm)) << sm;
+  EXPECT_FALSE(runs_on({0, kSass, {}}, 100));
+}
+
+}  // namespace
+}  // namespace tilewise::cuda
