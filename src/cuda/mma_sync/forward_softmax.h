@@ -87,8 +87,8 @@ struct RowSoftmax {
     }
   }
 
-  // Raises m where the scores ask for it. It moves to a whole number, so that the factors are
-  // powers of 2 and round nothing.
+  // Raises m where the scores ask for it, to the highest of them: the weight of a key that is alone
+  // is then 1, which 16 bits hold exactly.
   TILEWISE_DEVICE void raise(const Scores<C>& s, Outputs<C>& o) {
     float highest[kRows][2];
     bool more = false;
@@ -109,7 +109,7 @@ struct RowSoftmax {
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float raised = ptx::fmax(m[i][h], ptx::ceil(tile::quad_max(highest[i][h])));
+        const float raised = ptx::fmax(m[i][h], tile::quad_max(highest[i][h]));
         const float factor = ptx::ex2(m[i][h] - raised);
         m[i][h] = raised;
         l[i][h] *= factor;

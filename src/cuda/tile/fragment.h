@@ -64,6 +64,12 @@ class TransposedOffsets {
   TILEWISE_DEVICE explicit TransposedOffsets(int lane, int first_step = 0)
       : offsets_(lane, first_step) {}
 
+  TILEWISE_DEVICE TransposedOffsets recent() const {
+    TransposedOffsets o = *this;
+    o.offsets_ = offsets_.recent();
+    return o;
+  }
+
   TILEWISE_DEVICE Fragment<Element> load(ptx::SharedAddress tile, int row, int step) const {
     Fragment<Element> f;
     if constexpr (Element::kBytes == 2) {
@@ -169,11 +175,17 @@ TILEWISE_DEVICE void multiply_add(float (&d)[4], const Fragment<Element>& a,
   } else if constexpr (Element::kDtype == F16::kDtype) {
     ptx::mma_m16n8k8_f16(d, a.r[0], a.r[1], b0);
     ptx::mma_m16n8k8_f16(d, a.r[2], a.r[3], b1);
+  } else if constexpr (requires { a.low; }) {
+    // Tensor cores cut what does not fit into their sum instead of rounding it: over the 6000 steps
+    // of a long row that is a bias of 1e-4. So they sum one step, the small products first, and
+    // fp32 additions the steps.
+    float step[4];
+    ptx::mma_m16n8k8_tf32_zero(step, a.low, b0, b1);
+    ptx::mma_m16n8k8_tf32(step, a.r, b.low[2 * half], b.low[2 * half + 1]);
+    ptx::mma_m16n8k8_tf32(step, a.r, b0, b1);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) d[i] += step[i];
   } else {
-    if constexpr (requires { a.low; }) {  // the small products first
-      ptx::mma_m16n8k8_tf32(d, a.low, b0, b1);
-      ptx::mma_m16n8k8_tf32(d, a.r, b.low[2 * half], b.low[2 * half + 1]);
-    }
     ptx::mma_m16n8k8_tf32(d, a.r, b0, b1);
   }
 }
