@@ -58,7 +58,7 @@ struct Chunk {
       if constexpr (sizeof(T) == 4)
         words[i] = ptx::bits_of(x[i]);
       else
-        words[i / 2] |= static_cast<uint32_t>(from_float<T>(x[i]).bits) << (i % 2 * 16);
+        words[i / 2] |= static_cast<uint32_t>(rounded<T>(x[i]).bits) << (i % 2 * 16);
     }
     ptx::st_global_v4_b32(to, words);
   }
@@ -138,8 +138,8 @@ struct MoveHeads {
       float a, b;
       rotate_pair(to_float(from[i]), to_float(from[i + half]), to_float(cosine[i]),
                   to_float(sine[i]), &a, &b);
-      to[i] = from_float<T>(a);
-      to[i + half] = from_float<T>(b);
+      to[i] = rounded<T>(a);
+      to[i + half] = rounded<T>(b);
     });
   }
 
@@ -162,8 +162,8 @@ struct MoveHeads {
       float a, b;
       rotate_pair(to_float(from[2 * i]), to_float(from[2 * i + 1]), to_float(cosine[i]),
                   to_float(sine[i]), &a, &b);
-      to[2 * i] = from_float<T>(a);
-      to[2 * i + 1] = from_float<T>(b);
+      to[2 * i] = rounded<T>(a);
+      to[2 * i + 1] = rounded<T>(b);
     });
   }
 };

@@ -39,25 +39,47 @@ struct Combine {
     return sum == 0.0f ? kMinusInfinity : base + ptx::log_accurate(sum);
   }
 
+  // Of a split that saw nothing and wrote nothing.
+  static constexpr float kNoWeight = -1.0f;
+
+  TILEWISE_DEVICE float weight_of(int64_t split) const {
+    if (split >= params.splits) return kNoWeight;
+    const float lse = lse_of(split);
+    return lse == kMinusInfinity ? kNoWeight : exponential(lse - base) * inverse;
+  }
+
+  template <int kWidth>
+  TILEWISE_DEVICE static void load(uint32_t (&x)[kWidth], const float* from) {
+    if constexpr (kWidth == 4)
+      ptx::ld_global_v4_b32(x, from);
+    else
+      x[0] = ptx::bits_of(*from);
+  }
+
+  // A lane has the weight of one of 32 splits, so that reading one split waits for no other.
   template <int kWidth>
   TILEWISE_DEVICE void write(T* out) const {
-    for (int64_t c = ptx::lane_index() * kWidth; c < p.head_dim_v; c += ptx::kWarpSize * kWidth) {
+    for (int64_t first = 0; first < p.head_dim_v; first += ptx::kWarpSize * kWidth) {
+      const int64_t c = first + ptx::lane_index() * kWidth;
+      const bool valid = c < p.head_dim_v;
       float sum[kWidth] = {};
-      for (int64_t split = 0; split < params.splits; ++split) {
-        const float lse = lse_of(split);
-        if (lse == kMinusInfinity) continue;  // saw nothing, wrote nothing
-        const float weight = exponential(lse - base) * inverse;
-        const float* const part = params.partial_out + (split * stride + item) * p.head_dim_v + c;
-        uint32_t x[4];
-        if constexpr (kWidth == 4)
-          ptx::ld_global_v4_b32(x, part);
-        else
-          x[0] = ptx::bits_of(part[0]);
+      for (int32_t begin = 0; begin < params.splits; begin += ptx::kWarpSize) {
+        const float mine = weight_of(begin + ptx::lane_index());
+        const int count = min(ptx::kWarpSize, params.splits - begin);
+        const float* part = params.partial_out + (begin * stride + item) * p.head_dim_v + c;
+#pragma unroll 8
+        for (int i = 0; i < count; ++i, part += stride * p.head_dim_v) {
+          const float weight = ptx::shuffle(mine, i);
+          uint32_t x[kWidth] = {};
+          if (valid && weight != kNoWeight) load(x, part);
+          const float factor = weight != kNoWeight ? weight : 0.0f;
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) sum[i] = ptx::fma(weight, ptx::float_of(x[i]), sum[i]);
+          for (int j = 0; j < kWidth; ++j) sum[j] = ptx::fma(factor, ptx::float_of(x[j]), sum[j]);
+        }
       }
+      if (!valid) continue;
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) out[c + i] = from_float<T>(sum[i]);
+      for (int j = 0; j < kWidth; ++j) out[c + j] = rounded<T>(sum[j]);
     }
   }
 
