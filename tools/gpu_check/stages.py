@@ -220,6 +220,7 @@ def bench(setup: Setup, limit: float) -> Report:
     result = setup.logs / "bench.json"
     result.unlink(missing_ok=True)
     command = [PYTHON, "bench/bench_gpu.py", "--quick", "--json", str(result)]
+    command += ["--time-limit", str(int(max(20, limit - 30)))]
     ended = run(command, limit, setup.logs / "bench.log", setup.python())
     for line in ended.tail(40):
         say(f"  {line}")

@@ -1,0 +1,94 @@
+"""Small calls of tilewise_append_kv: dense and paged caches, both kinds of rotary embedding."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from tilewise import _abi
+from tilewise._library import c_library
+
+from .device_memory import Gpu, Host
+
+_INT64, _POINTER = ctypes.c_int64, ctypes.c_void_p
+
+
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+class KvAppend(ctypes.Structure):
+    """The structure of tilewise.h."""
+
+    _fields_ = [
+        *_fields(ctypes.c_uint32, "struct_size"),
+        *_fields(ctypes.c_int32, "device device_index dtype"),
+        *_fields(_POINTER, "stream"),
+        *_fields(
+            _INT64,
+            "batch seqlen_q seqlen_new seqlen_k heads_q heads_kv head_dim head_dim_v",
+        ),
+        *_fields(_abi.Tensor, "q q_out k_new v_new k_cache v_cache"),
+        *_fields(_POINTER, "cache_seqlens cu_seqlens_q cu_seqlens_new rotary_seqlens block_table"),
+        *_fields(_INT64, "block_table_stride block_table_width page_size pages"),
+        *_fields(_POINTER, "kv_batch_idx"),
+        *_fields(_INT64, "kv_batch"),
+        *_fields(_POINTER, "leftpad_k rotary_cos rotary_sin"),
+        *_fields(_INT64, "rotary_rows rotary_dim"),
+        *_fields(ctypes.c_int32, "rotary_interleaved q_single_position"),
+        *_fields(_POINTER, "parallel"),
+    ]
+
+
+NAMES = [
+    f"append-{dtype}-{cache}-{rotary}"
+    for dtype in ("bf16", "fp16", "fp32")
+    for cache in ("dense", "paged", "indexed")
+    for rotary in ("plain", "halves", "pairs")
+]
+BATCH, NEW, CAPACITY, HEADS, HEADS_KV, DIM, DIM_V = 3, 5, 96, 4, 2, 40, 24
+
+
+def run(name: str, memory: Gpu | Host) -> None:
+    """Appends five keys to each of three sequences."""
+    _, dtype, cache, rotary = name.split("-")
+    size = 4 if dtype == "fp32" else 2
+    rng = np.random.default_rng(1)
+
+    def tensor(slots: int, rows: int, heads: int, dim: int) -> Any:
+        bits = rng.integers(0, 0x3C00, slots * rows * heads * dim)  # numbers below 1 in every type
+        kind = np.uint32 if size == 4 else np.uint16
+        data = memory.upload((bits << 16 if size == 4 else bits).astype(kind))
+        return _abi.Tensor(data, rows * heads * dim, heads * dim, dim)
+
+    def integers(values: Any) -> int:
+        return memory.upload(np.asarray(values, np.int32))
+
+    a = KvAppend(struct_size=ctypes.sizeof(KvAppend), device=_abi.CUDA)
+    a.dtype = {"bf16": 2, "fp16": 1, "fp32": 0}[dtype]
+    a.batch, a.seqlen_q, a.seqlen_new, a.seqlen_k = BATCH, NEW, NEW, CAPACITY
+    a.heads_q, a.heads_kv, a.head_dim, a.head_dim_v = HEADS, HEADS_KV, DIM, DIM_V
+    a.cache_seqlens = integers([0, 17, CAPACITY - NEW])
+    a.k_new, a.v_new = tensor(BATCH, NEW, HEADS_KV, DIM), tensor(BATCH, NEW, HEADS_KV, DIM_V)
+    slots, rows = (BATCH, CAPACITY)
+    if cache == "paged":
+        slots, rows = 8 * BATCH, 12
+        a.block_table = integers(rng.permutation(slots))
+        a.block_table_stride = a.block_table_width = 8
+        a.page_size, a.pages = rows, slots
+    elif cache == "indexed":
+        slots = a.kv_batch = BATCH + 2
+        a.kv_batch_idx = integers([4, 0, 2])
+    a.k_cache, a.v_cache = tensor(slots, rows, HEADS_KV, DIM), tensor(slots, rows, HEADS_KV, DIM_V)
+    if rotary != "plain":
+        a.q, a.q_out = tensor(BATCH, NEW, HEADS, DIM), tensor(BATCH, NEW, HEADS, DIM)
+        table = tensor(1, CAPACITY + NEW, 1, DIM // 2).data
+        a.rotary_cos = a.rotary_sin = table
+        a.rotary_rows, a.rotary_dim = CAPACITY + NEW, DIM
+        a.rotary_interleaved = rotary == "pairs"
+    library = c_library()
+    library.tilewise_append_kv.argtypes = [ctypes.c_void_p]
+    _abi.check(library, library.tilewise_append_kv(ctypes.byref(a)))
+    memory.synchronize()
