@@ -213,4 +213,14 @@ void PrintTo(const BadInput<Target>& bad, std::ostream* stream) {
   *stream << bad.name;
 }
 
+// Whether a GPU (or its emulation) computes here: then host memory may not be given as a GPU's.
+inline bool has_gpu() {
+  tilewise_kernel_info info{};
+  info.struct_size = sizeof(info);
+  for (int32_t i = 0; tilewise_kernel(i, &info) == TILEWISE_OK; ++i) {
+    if (info.device == TILEWISE_CUDA && info.available != 0) return true;
+  }
+  return false;
+}
+
 }  // namespace capi_test
