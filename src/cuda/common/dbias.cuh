@@ -253,9 +253,9 @@ struct Dbias {
   TILEWISE_DEVICE void run(int64_t block) const {
     const Tile tile = tile_of(block);
     Micro sum = {};
-    for (int32_t b = first_of(tile.batch); b < end_of(tile.batch, p.batch); ++b) {
+    for (int32_t batch = first_of(tile.batch); batch < end_of(tile.batch, p.batch); ++batch) {
       ptx::sync_block();  // nobody reads the sequence before any more
-      if (ptx::thread_index() == 0) state() = {sequence_of(p, b), ScoreTerms::of(p)};
+      if (ptx::thread_index() == 0) state() = {sequence_of(p, batch), ScoreTerms::of(p)};
       ptx::sync_block();
       const Band& band = state().sequence.band;
       const int64_t row_tiles = ceil_div(band.rows, kDbiasTile);
