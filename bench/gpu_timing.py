@@ -38,7 +38,8 @@ class Clock:
         self.cuda = device == "cuda"
         if self.cuda:
             l2 = torch.cuda.get_device_properties().L2_cache_size
-            self._flush = torch.empty(max(4 * l2, 256 << 20), dtype=torch.uint8, device=device)
+            # Long enough (0.1 ms) for the CPU to have queued the call before it begins.
+            self._flush = torch.empty(max(4 * l2, 512 << 20), dtype=torch.uint8, device=device)
 
     def interleave(
         self, calls: Mapping[str, Callable[[], Any]], rounds: int, warm: int = 2
