@@ -186,6 +186,8 @@ function(tilewise_cuda_target target architectures)
   if(TILEWISE_CUDA_EMULATOR)
     tilewise_compile_options(${target})
     target_link_libraries(${target} PRIVATE tilewise_emulator)
+    target_compile_options(
+      ${target} PRIVATE "$<TARGET_PROPERTY:tilewise_emulator,TILEWISE_UNIT_OPTIONS>")
     # A lane is a fiber with a small stack: registers of the GPU live there, so optimise always.
     target_compile_options(${target} PRIVATE -O2 -ffp-contract=off -Wno-unknown-pragmas)
     return()

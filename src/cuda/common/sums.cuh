@@ -61,7 +61,7 @@ TILEWISE_DEVICE double sum_of_block(const T* parts, int64_t count) {
     ptx::sync_block();
     if (thread < step) sums[thread] += sums[thread + step];
   }
-  return sums[0];  // of thread 0
+  return thread == 0 ? sums[0] : 0.0;  // while thread 0 adds, others may not look
 }
 
 TILEWISE_KERNEL(kSumsThreads, 1) void sums(TILEWISE_PARAMETER SumsParams params) {
