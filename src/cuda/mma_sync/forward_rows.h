@@ -15,6 +15,11 @@ TILEWISE_DEVICE int32_t position(int64_t x) {
   return static_cast<int32_t>(clamp(x, -kMargin, INT32_MAX - kMargin));
 }
 
+// group_size, without the division of 64-bit numbers.
+TILEWISE_DEVICE int32_t heads_per_key(const Problem& p) {
+  return static_cast<int32_t>(p.heads_q) / static_cast<int32_t>(p.heads_kv);
+}
+
 // What is the same in all lanes, said to the compiler: it then counts and compares such numbers
 // once per warp and not in every lane's registers.
 TILEWISE_DEVICE int32_t uniform(int32_t x) {
@@ -36,10 +41,10 @@ struct QueryRows {
     const int64_t begin = tile * p.row_tile;
     const int64_t left = p.packing.packed(band.rows) - begin;
     QueryRows r;
-    r.first = p.packing.row(begin);
-    r.first_head = head * static_cast<int32_t>(p.packing.group);
     r.group = static_cast<int32_t>(p.packing.group);
-    r.offset = static_cast<int32_t>(p.packing.head(begin));
+    r.first = r.group == 1 ? begin : p.packing.row(begin);  // few pay for a 64-bit division
+    r.first_head = head * r.group;
+    r.offset = static_cast<int32_t>(begin - p.packing.packed(r.first));
     r.reciprocal = (0x7fffffffu + static_cast<uint32_t>(r.group)) / static_cast<uint32_t>(r.group);
     r.count = static_cast<int32_t>(clamp(left, 0, p.row_tile));
     return r;
@@ -69,7 +74,8 @@ struct KeyTiles {
     const Range range = rows.range();
     const Range any = band.keys_of_any(range);
     const Range all = band.keys_of_all(range);
-    const Range part = key_split({any.begin / step * step, any.end}, p.order.splits, split, step);
+    const Range whole = {any.begin / step * step, any.end};
+    const Range part = p.order.splits == 1 ? whole : key_split(whole, p.order.splits, split, step);
     const int64_t row0 = rows.first + band.shift();
     KeyTiles t;
     t.first = static_cast<int32_t>(part.begin / step);
