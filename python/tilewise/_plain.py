@@ -64,7 +64,7 @@ def attention(
         if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             if _wrapped(q) or _wrapped(k) or _wrapped(v):  # left over from a finished transform
                 return None
-            out, lse = _apply(q, k, v, *options)
+            out, lse = _apply(q, k, v, options)
         else:
             out, lse = _forward(q, k, v, *options)
     except _FAILURES:
@@ -76,7 +76,9 @@ class _Attention(torch.autograd.Function):
     """The operator and its derivative."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor]:
         out, lse = _forward(q, k, v, *options)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -88,7 +90,7 @@ class _Attention(torch.autograd.Function):
         needs = ctx.needs_input_grad
         wanted = needs[0] * _ops.WANT_Q + needs[1] * _ops.WANT_K + needs[2] * _ops.WANT_V
         if wanted == 0 or (dout is None and dlse is None):
-            return (None,) * 9
+            return None, None, None, None
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else _contiguous_columns(dout)
         dlse = None if dlse is None else _contiguous_columns(dlse)
@@ -98,9 +100,11 @@ class _Attention(torch.autograd.Function):
             grads = _backward(dout, dlse, q, k, v, out, lse, *ctx.options, wanted)
         dq, dk, dv = grads
         return (
-            dq if needs[0] else None, dk if needs[1] else None, dv if needs[2] else None,
-            None, None, None, None, None, None,
-        )  # fmt: skip
+            dq if needs[0] else None,
+            dk if needs[1] else None,
+            dv if needs[2] else None,
+            None,
+        )
 
 
 # Function.apply without its preparations for torch.func, which takes the long way.
