@@ -39,7 +39,7 @@ def table(result: dict[str, Any]) -> str:
             f"{name:10} {'passed' if stage['passed'] else 'FAILED':7}{stage['seconds']:5} s"
         )
         for part, value in stage.items():
-            if isinstance(value, dict) and "passed" in value and "skipped" in value:
+            if isinstance(value, dict) and "not_run" in value:
                 counted = ", ".join(f"{n.replace('_', ' ')} {c}" for n, c in value.items()
                                     if isinstance(c, int))  # fmt: skip
                 lines.append(f"  {part}: {counted}")

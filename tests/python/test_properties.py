@@ -17,7 +17,7 @@ from strategies import cases
 
 THOROUGH = int(os.environ.get("TILEWISE_TEST_EXAMPLES", "0"))
 SHARDS = 3  # per dtype, so that test processes share the work
-EXAMPLES = {"cpu": 900, "cuda": 900, "emulator": 150}
+EXAMPLES = {"cpu": 900, "cuda": 600, "emulator": 150}
 if "TILEWISE_TEST_EXAMPLES_PER_DTYPE" in os.environ:  # fewer of the same
     EXAMPLES = dict.fromkeys(EXAMPLES, int(os.environ["TILEWISE_TEST_EXAMPLES_PER_DTYPE"]))
 

@@ -41,8 +41,25 @@ def gpu() -> dict[str, str]:
     line = _first_line("nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader")
     fields = [x.strip() for x in line.split(",")]
     if len(fields) != 4 or not re.fullmatch(r"\d+\.\d", fields[1]):
-        return {}
+        return _gpu_of_torch()
     return dict(zip(("name", "compute_capability", "driver", "memory"), fields, strict=True))
+
+
+def _gpu_of_torch() -> dict[str, str]:
+    """Where nvidia-smi is not in PATH."""
+    try:
+        import torch
+    except ImportError:
+        return {}
+    if not torch.cuda.is_available():
+        return {}
+    facts = torch.cuda.get_device_properties(0)
+    return {
+        "name": facts.name,
+        "compute_capability": f"{facts.major}.{facts.minor}",
+        "driver": "unknown",
+        "memory": f"{facts.total_memory // 2**20} MiB",
+    }
 
 
 def versions() -> dict[str, str]:
