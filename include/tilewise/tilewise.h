@@ -285,6 +285,31 @@ typedef struct tilewise_kernel_info {
 } tilewise_kernel_info;
 TILEWISE_API tilewise_status tilewise_kernel(int32_t index, tilewise_kernel_info* info);
 
+/* GPU `index` of this machine, counted as CUDA counts them. Without one the status is
+ * TILEWISE_UNSUPPORTED and the message says what the driver says. */
+typedef struct tilewise_gpu_info {
+  uint32_t struct_size;
+  int32_t sm;              /* compute capability as major * 10 + minor */
+  int32_t multiprocessors; /* streaming multiprocessors */
+  int32_t shared_bytes;    /* shared memory that a block may use */
+  int32_t l2_bytes;
+  int32_t table;        /* architecture whose tiles are used; TILEWISE_FORCE_ARCH chooses another */
+  int32_t tensor_cores; /* 1: this library has tensor-core kernels of that table it can run */
+  int32_t plain_cores;  /* 1: likewise kernels that use no tensor cores */
+  int64_t memory_bytes;
+  char name[128];
+} tilewise_gpu_info;
+TILEWISE_API tilewise_status tilewise_gpu(int32_t index, tilewise_gpu_info* info);
+
+/* Row `index` of the CUDA machine code inside this library. */
+typedef struct tilewise_cuda_code_info {
+  uint32_t struct_size;
+  int32_t table; /* architecture whose tiles the kernels use; 0: they have none, any GPU's */
+  int32_t sm;    /* compute capability it was compiled for */
+  int32_t ptx;   /* 1: PTX, which the driver compiles for this GPU and newer ones; 0: SASS */
+} tilewise_cuda_code_info;
+TILEWISE_API tilewise_status tilewise_cuda_code(int32_t index, tilewise_cuda_code_info* info);
+
 #ifdef __cplusplus
 }
 #endif

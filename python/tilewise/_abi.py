@@ -164,6 +164,30 @@ class KernelInfo(ctypes.Structure):
     ]
 
 
+class GpuInfo(ctypes.Structure):
+    _fields_: ClassVar[_Fields] = [
+        ("struct_size", c_uint32),
+        ("sm", c_int32),
+        ("multiprocessors", c_int32),
+        ("shared_bytes", c_int32),
+        ("l2_bytes", c_int32),
+        ("table", c_int32),
+        ("tensor_cores", c_int32),
+        ("plain_cores", c_int32),
+        ("memory_bytes", c_int64),
+        ("name", c_char * 128),
+    ]
+
+
+class CudaCodeInfo(ctypes.Structure):
+    _fields_: ClassVar[_Fields] = [
+        ("struct_size", c_uint32),
+        ("table", c_int32),
+        ("sm", c_int32),
+        ("ptx", c_int32),
+    ]
+
+
 def declare(library: ctypes.CDLL) -> None:
     """Gives the functions of the loaded library their argument and result types."""
     signatures: dict[str, tuple[Any, list[Any]]] = {
@@ -178,9 +202,13 @@ def declare(library: ctypes.CDLL) -> None:
         "select_cpu": (c_int32, [c_char_p]),
         "cpu_threads": (c_int32, []),
         "kernel": (c_int32, [c_int32, POINTER(KernelInfo)]),
+        "gpu": (c_int32, [c_int32, POINTER(GpuInfo)]),
+        "cuda_code": (c_int32, [c_int32, POINTER(CudaCodeInfo)]),
     }
     for name, (result, arguments) in signatures.items():
-        function = getattr(library, f"tilewise_{name}")
+        function = getattr(library, f"tilewise_{name}", None)
+        if function is None:  # an older build of this ABI: missed where it is called
+            continue
         function.restype = result
         function.argtypes = arguments
 

@@ -23,6 +23,10 @@ template <>
 inline constexpr uint32_t kFirstSize<tilewise_kv_append> = 424;
 template <>
 inline constexpr uint32_t kFirstSize<tilewise_kernel_info> = 192;
+template <>
+inline constexpr uint32_t kFirstSize<tilewise_gpu_info> = 168;
+template <>
+inline constexpr uint32_t kFirstSize<tilewise_cuda_code_info> = 16;
 
 // A struct_size beyond this was never set: reading that far could leave the caller's memory.
 inline constexpr uint32_t kLargestSize = 1u << 16;

@@ -40,6 +40,7 @@ int32_t gpu_count(std::string* why = nullptr);
 // Facts of GPU `index`, asked once. Throws Error when there is no such GPU.
 const Gpu& gpu(int32_t index);
 std::string gpu_name(int32_t index);
+int64_t gpu_memory_bytes(int32_t index);
 
 // Makes a GPU current for a scope.
 class DeviceScope {

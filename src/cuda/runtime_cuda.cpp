@@ -21,6 +21,7 @@ void check(cudaError_t status, const char* what) {
 struct Facts {
   Gpu gpu;
   std::string name;
+  int64_t memory_bytes = 0;
 };
 
 struct Machine {
@@ -44,6 +45,7 @@ Facts describe(int32_t index) {
   cudaDeviceProp properties;
   check(cudaGetDeviceProperties(&properties, index), "cudaGetDeviceProperties");
   facts.name = properties.name;
+  facts.memory_bytes = static_cast<int64_t>(properties.totalGlobalMem);
   return facts;
 }
 
@@ -110,6 +112,8 @@ int32_t gpu_count(std::string* why) {
 const Gpu& gpu(int32_t index) { return facts(index).gpu; }
 
 std::string gpu_name(int32_t index) { return facts(index).name; }
+
+int64_t gpu_memory_bytes(int32_t index) { return facts(index).memory_bytes; }
 
 DeviceScope::DeviceScope(int32_t index) {
   int current = 0;

@@ -36,6 +36,8 @@ std::string gpu_name(int32_t index) {
   return "emulated GPU (sm_" + std::to_string(gpu(index).sm) + ")";
 }
 
+int64_t gpu_memory_bytes(int32_t) { return 0; }  // that of the CPU
+
 DeviceScope::DeviceScope(int32_t index) { gpu(index); }
 DeviceScope::~DeviceScope() = default;
 

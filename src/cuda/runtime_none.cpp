@@ -17,6 +17,7 @@ int32_t gpu_count(std::string* why) {
 
 const Gpu& gpu(int32_t) { throw Error(kWhy); }
 std::string gpu_name(int32_t) { throw Error(kWhy); }
+int64_t gpu_memory_bytes(int32_t) { throw Error(kWhy); }
 
 void forward(const Problem&, const Plan&, void*) { throw Error(kWhy); }
 void backward(const Problem&, const Gradients&, const Plan&, void*) { throw Error(kWhy); }

@@ -42,6 +42,9 @@ struct Device {
 // The units and the machine code that a CUDA device is planned with.
 const cuda::Inventory& inside(const Device& device);
 
+// The tile table that a CUDA device is planned with; 0: none is for it.
+int32_t tile_table(const Device& device);
+
 // "SASS of sm_75, sm_90 and PTX of sm_75"
 std::string code_text(const cuda::Inventory& inside);
 

@@ -56,6 +56,10 @@ const cuda::Inventory& inside(const Device& device) {
   return device.inside != nullptr ? *device.inside : cuda::inventory();
 }
 
+int32_t tile_table(const Device& device) {
+  return device.gpu.table != 0 ? device.gpu.table : cuda::arch::limits_of(device.gpu.sm).table;
+}
+
 std::string code_text(const cuda::Inventory& inside) {
   if (inside.emulated) return "code for the emulator of the tests";
   std::set<int32_t> sass;

@@ -27,8 +27,7 @@ std::string why_not_faster(const Family& chosen, const Problem& p, const Device&
   const int64_t head_dim = max(p.head_dim, p.head_dim_v);
   if (head_dim > faster->max_head_dim)
     return name + "its head dims end at " + std::to_string(faster->max_head_dim);
-  const int32_t table =
-      device.gpu.table != 0 ? device.gpu.table : cuda::arch::limits_of(device.gpu.sm).table;
+  const int32_t table = tile_table(device);
   if (table == 75 && p.dtype != TILEWISE_FLOAT16)
     return name + "the tensor cores of sm_75 compute no " + short_dtype(p.dtype);
   if (!inside(device).runs(table, device.gpu.sm)) {

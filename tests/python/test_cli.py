@@ -137,7 +137,7 @@ def test_record_then_provenance(tmp_path, monkeypatch, capsys):
     assert main(["doctor", "--provenance", "--json"]) == 0
     states = {r["kernel"]: r["state"] for r in json.loads(capsys.readouterr().out)}
     assert states.pop("cpu.portable") == "run"
-    assert states and set(states.values()) == {"only compiled"}
+    assert states and set(states.values()) <= {"only compiled", "not in this build"}
 
 
 def test_nothing_is_recorded_of_a_failed_instruction_set(tmp_path):

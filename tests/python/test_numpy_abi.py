@@ -28,6 +28,8 @@ STRUCTURES = {
     "tilewise_gradients": _abi.Gradients,
     "tilewise_plan_info": _abi.PlanInfo,
     "tilewise_kernel_info": _abi.KernelInfo,
+    "tilewise_gpu_info": _abi.GpuInfo,
+    "tilewise_cuda_code_info": _abi.CudaCodeInfo,
 }
 
 

@@ -11,19 +11,20 @@ from typing import Any
 
 from tilewise import _abi
 from tilewise._library import c_library
-from tilewise.cli import provenance, system, tables
+from tilewise.cli import gpu, provenance, system, tables
 from tilewise.cli.progress import Progress
 
 EXAMPLES = """examples:
   tilewise doctor                  everything, with the self-test
   tilewise doctor --no-test        facts only
   tilewise doctor --isa avx2       self-test of one instruction set
+  tilewise doctor --isa gpu0       self-test of one GPU
   tilewise doctor --provenance     which kernels were run on which machine, which only compiled
   tilewise doctor --json           the same for programs
 
 The self-test compares forward and gradients with an attention in double precision, for every
-instruction set this machine has, every dtype and a set of options. Exit status: 0 when all is well,
-1 when a check fails, 2 when the library cannot be loaded.
+instruction set and GPU this machine has (PyTorch gives the GPU's memory), every dtype and a set of
+options. Exit status: 0 when all is well, 1 when a check fails, 2 when the library cannot be loaded.
 """
 
 # Head dimensions at which a kernel might change.
@@ -42,7 +43,7 @@ def add_parser(commands: Any) -> None:
     )
     add = parser.add_argument
     add("--no-test", action="store_true", help="leave the self-test out")
-    add("--isa", metavar="NAME", help="test this instruction set only")
+    add("--isa", metavar="NAME", help="test this instruction set, or gpu0, only")
     add("--provenance", action="store_true", help="where the kernels have been run")
     add("--json", action="store_true", help="print JSON and nothing else")
     add("--record", type=Path, metavar="FILE", help="add the passed checks to a provenance file")
@@ -60,10 +61,13 @@ def run(options: argparse.Namespace) -> int:
         return show_provenance(options.json)
     sets = system.instruction_sets()
     isas = [name for name, available in sets if available]
+    gpus = [f"gpu{each['index']}" for each in gpu.gpus()[0]]
     if options.isa:
-        if options.isa not in isas:
-            raise ValueError(f"--isa is {options.isa!r}; this machine and build have {isas}")
+        if options.isa not in isas + gpus:
+            raise ValueError(f"--isa is {options.isa!r}; this machine and build have {isas + gpus}")
         isas = [options.isa]
+    elif system.cuda_device():
+        isas += gpus
     facts = collect(sets)
     if not options.json:
         show(facts)
@@ -84,14 +88,17 @@ def run(options: argparse.Namespace) -> int:
 
 def collect(sets: list[tuple[str, bool]]) -> dict[str, Any]:
     """Facts about machine, build and planner."""
-    gpu = system.cuda_device()
+    gpus, no_gpu = gpu.gpus()
     return {
         "device": {
             "cpu": system.cpu_name(),
             "cores": system.cores(),
             "threads": c_library().tilewise_cpu_threads(),
-            "cuda": gpu,
+            "cuda": system.cuda_device(),
+            "gpus": gpus,
+            "no_gpu": no_gpu,
         },
+        "cuda_code": gpu.code(),
         "library": system.library_path(),
         "versions": system.versions(),
         "instruction_sets": [{"name": n, "available": a} for n, a in sets],
@@ -99,6 +106,7 @@ def collect(sets: list[tuple[str, bool]]) -> dict[str, Any]:
         "forced_by": os.environ.get("TILEWISE_CPU"),
         "kernels": system.kernels(),
         "serves": serves(),
+        "gpu_serves": {each["index"]: gpu.serves(each["index"]) for each in gpus},
     }
 
 
@@ -150,7 +158,8 @@ def show(facts: dict[str, Any]) -> None:
     print(
         f"device            {device['cpu']}, {device['cores']} cores, {device['threads']} threads"
     )
-    print(f"                  {gpu_line(facts)}")
+    for text in gpu_lines(facts):
+        print(text)
     for name in ("available", "missing here"):
         wanted = name == "available"
         names = [s["name"] for s in facts["instruction_sets"] if s["available"] == wanted]
@@ -163,7 +172,7 @@ def show(facts: dict[str, Any]) -> None:
     )
     print(f"versions          {versions}")
     print(f"library           {facts['library']}")
-    print("\nWhich kernel runs here:")
+    print("\nWhich kernel runs on the CPU:")
     lines = [
         [
             r["dtype"],
@@ -176,19 +185,69 @@ def show(facts: dict[str, Any]) -> None:
     ]
     head = ["dtype", "head dim", "forward", "backward", "why"]
     tables.show(head, lines, left=range(len(head)))
+    for index, rows in facts["gpu_serves"].items():
+        show_gpu(index, rows)
 
 
-def gpu_line(facts: dict[str, Any]) -> str:
-    """One sentence about CUDA."""
-    gpu = facts["device"]["cuda"]
-    if gpu is None:
-        return (
-            "no CUDA device (as far as PyTorch can see)"
-            if facts["versions"]["torch"]
-            else ("CUDA not looked for: PyTorch is not installed")
+def gpu_lines(facts: dict[str, Any]) -> list[str]:
+    """The GPUs, and the CUDA code inside the library."""
+    lines = []
+    for each in facts["device"]["gpus"]:
+        memory = f", {each['memory_bytes'] / 1e9:.0f} GB" if each["memory_bytes"] else ""
+        label = f"GPU {each['index']}"
+        lines.append(
+            f"{label:18}{each['name']}: sm_{each['sm']}, {each['multiprocessors']} "
+            f"multiprocessors, {each['shared_bytes'] // 1024} KB of shared memory a block, "
+            f"{each['l2_bytes'] / 2**20:.0f} MB L2{memory}"
         )
-    usable = any(row["device"] == "cuda" and row["available"] for row in facts["kernels"])
-    return f"{gpu}: {'has kernels' if usable else 'this build has no kernels for it'}"
+        forced = os.environ.get("TILEWISE_FORCE_ARCH")
+        tiles = f"tiles of {gpu.table_name(each['table'])}"
+        tiles += " (TILEWISE_FORCE_ARCH)" if forced else ""
+        have = [
+            f"{name}: {'yes' if each[key] else 'NOT in this build'}"
+            for name, key in (("tensor cores", "tensor_cores"), ("fp32 units", "plain_cores"))
+        ]
+        lines.append(f"{'':18}{tiles}; kernels for {', for '.join(have)}")
+    if not lines:
+        lines.append(f"{'GPU':18}{facts['device']['no_gpu']}")
+    emulated = facts["device"]["gpus"] and not facts["cuda_code"]
+    inside = "for the emulator of the tests" if emulated else code_text(facts["cuda_code"])
+    lines.append(f"{'CUDA code':18}{inside}")
+    return lines
+
+
+def code_text(code: list[dict[str, Any]]) -> str:
+    """What is inside, by tile table."""
+    parts = []
+    for table in dict.fromkeys(row["table"] for row in code):
+        mine = [row for row in code if row["table"] == table]
+        lists = [
+            f"{kind} {' '.join(str(r['sm']) for r in mine if r['ptx'] == ptx)}"
+            for kind, ptx in (("SASS", False), ("PTX", True))
+            if any(r["ptx"] == ptx for r in mine)
+        ]
+        name = f"tiles of sm_{table}" if table else "without tensor cores"
+        parts.append(f"{name}: {', '.join(lists)}")
+    return "; ".join(parts) or "none in this build"
+
+
+def show_gpu(index: int, rows: list[dict[str, Any]]) -> None:
+    """What the planner takes on a GPU."""
+    print(f"\nWhich kernel runs on GPU {index} (tiles are query rows x keys):")
+    lines = []
+    for row in rows:
+        cells = []
+        for which in ("forward", "backward"):
+            p = row[which]
+            splits = f", {p['splits']} splits" if p["splits"] > 1 else ""
+            form = ", general form" if "general form" in p["why"] else ""
+            cells.append("-" if p["kernel"] == "-" else f"{p['kernel']} {p['tile']}{splits}{form}")
+        dims = row["head_dims"]
+        span = f"{dims[0]}-{dims[-1]}" if len(dims) > 1 else str(dims[0])
+        why = row["forward"]["why"].partition(": ")[2] or row["forward"]["why"]
+        lines.append([row["dtype"], row["case"], span, *cells, why])
+    head = ["dtype", "problem", "head dims", "forward", "backward", "why"]
+    tables.show(head, lines, left=range(len(head)))
 
 
 def self_test(isas: list[str], *, quiet: bool) -> list[Any]:
@@ -247,6 +306,6 @@ def show_provenance(as_json: bool) -> int:
         for r in row["runs"]:
             passed = f"{r['checks']} checks passed"
             lines.append([row["kernel"], row["state"], r["machine"], r["date"], passed])
-    head = ["kernel", "state", "machine", "date", "self-test"]
+    head = ["kernel", "state", "machine", "date", "proof"]
     tables.show(head, lines, left=range(len(head)))
     return 0

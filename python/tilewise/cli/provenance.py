@@ -1,18 +1,28 @@
 """Which kernels have been run, on which machine, and which only compiled.
 
-`provenance.json` beside this file is written by `tilewise doctor --record` on machines where the
-self-test passed, never by hand; it travels in the package.
+`provenance.json` beside this file travels in the package and is never written by hand: CPU records
+are added by `tilewise doctor --record` on machines where the self-test passed, GPU records are made
+from the results of `make gpu-check`:
+
+    python -m tilewise.cli.provenance docs/results/gpu-*.json
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+import sys
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from tilewise.cli import system
+from tilewise.cli import gpu, system
+
+# Tile tables, and how a result of gpu-check calls runs that were forced to use another one.
+TABLES = (75, 80, 86, 90, 120)
+FORCED = re.compile(r"forced-(\d+)$")
+SHORT_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 FILE = Path(__file__).with_name("provenance.json")
 
@@ -39,7 +49,7 @@ def record(path: Path, checks: Iterable[Any]) -> int:
     machine = system.cpu_name()
     records = [r for r in load(path) if r["machine"] != machine]
     added = 0
-    for isa in dict.fromkeys(c.isa for c in checks):
+    for isa in dict.fromkeys(c.isa for c in checks if not c.isa.startswith("gpu")):
         mine = [c for c in checks if c.isa == isa]
         if not all(c.passed for c in mine):
             continue
@@ -60,11 +70,85 @@ def record(path: Path, checks: Iterable[Any]) -> int:
     return added
 
 
+def from_gpu_check(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Records of one result file of gpu-check.
+
+    A family was run with the tiles of a table when every test of that run passed and none was left
+    out by time. The tests of other runs say nothing about it.
+    """
+    stages = result["stages"]
+    ran = stages.get("tests", {})
+    sm = int(result["gpu"]["compute_capability"].replace(".", ""))
+    own = max((table for table in TABLES if table <= sm), default=0)
+    kernels = [name.split(".") for name in stages.get("smoke", {}).get("kernels", [])]
+    records = []
+    for family in dict.fromkeys(".".join(parts[:2]) for parts in kernels):
+        dtypes = {SHORT_DTYPES.get(p[3], p[3]) for p in kernels if ".".join(p[:2]) == family}
+        for name, report in ran.items():
+            forced = FORCED.match(name)
+            if not isinstance(report, dict) or not (forced or name == "native"):
+                continue
+            if not report["passed"] or report.get("failed") or report.get("not_run"):
+                continue
+            table = int(forced[1]) if forced else own
+            if family != "cuda.mma_sync":
+                if forced:  # its kernels have no table: a forced run is the same once more
+                    continue
+                table = 0
+            records.append(
+                {
+                    "kernel": family,
+                    "device": "cuda",
+                    "table": table,
+                    "machine": result["gpu"]["name"] + (", by PTX" if forced else ""),
+                    "version": result["versions"].get("tilewise", ""),
+                    "date": result["date"],
+                    "dtypes": sorted({"float16"} & dtypes if table == 75 else dtypes),
+                    "checks": report["passed"],
+                    "sources": result["sources"],
+                }
+            )
+    return records
+
+
 def status(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per kernel family of this build: where it was run, or that it only compiled."""
-    families = dict.fromkeys(row["kernel"] for row in system.kernels())
+    """One row per kernel family of this build (on GPUs: and tile table inside): where it was run,
+    or that it only compiled.
+    """
+    tables = sorted({row["table"] for row in gpu.code()})
     rows = []
-    for family in families:
-        runs = [r for r in records if r["kernel"] == family]
-        rows.append({"kernel": family, "state": "run" if runs else "only compiled", "runs": runs})
+    for family in dict.fromkeys(row["kernel"] for row in system.kernels()):
+        mine = [r for r in records if r["kernel"] == family]
+        if not family.startswith("cuda."):
+            rows.append(_row(family, mine))
+            continue
+        of_family = [t for t in tables if (t == 0) == (family == "cuda.simt")]
+        for table in of_family:
+            name = f"{family} tiles of sm_{table}" if table else family
+            rows.append(_row(name, [r for r in mine if r.get("table", 0) == table]))
+        if not of_family:
+            rows.append({"kernel": family, "state": "not in this build", "runs": mine})
     return rows
+
+
+def _row(kernel: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"kernel": kernel, "state": "run" if runs else "only compiled", "runs": runs}
+
+
+def main(arguments: Sequence[str], path: Path = FILE) -> int:
+    """Replaces the GPU records by those of the given result files."""
+    if not arguments:
+        print("usage: python -m tilewise.cli.provenance docs/results/gpu-*.json", file=sys.stderr)
+        return 2
+    records = [r for r in load(path) if r["device"] != "cuda"]
+    for file in arguments:
+        records += from_gpu_check(json.loads(Path(file).read_text()))
+    records.sort(key=lambda r: (r["kernel"], r.get("table", 0), r["machine"]))
+    path.write_text(json.dumps({"records": records}, indent=1) + "\n")
+    found = sum(r["device"] == "cuda" for r in records)
+    print(f"{found} GPU records in {path.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,7 @@
 """The self-test of `tilewise doctor`: every instruction set of this machine against the oracle.
 
 It calls the C ABI through ctypes, so it needs NumPy only; bf16 values travel as 16-bit patterns.
+A GPU ("gpu0", "gpu1") is one more target; its memory comes from PyTorch.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy as np
 
 from tilewise import _abi
 from tilewise._library import c_library
-from tilewise.cli import oracle, system
+from tilewise.cli import gpu, oracle, system
 from tilewise.cli.oracle import Array
 
 ALIGNMENT = 64
@@ -27,6 +29,9 @@ BOUNDS = {
     "float16": {"out": 2e-3, "lse": 1e-3, "dq": 4e-3, "dk": 4e-3, "dv": 4e-3},
     "bfloat16": {"out": 1.2e-2, "lse": 2e-3, "dq": 2.5e-2, "dk": 2.5e-2, "dv": 2.5e-2},
 }
+# fp32 on tensor cores is three products of TF32, whose smallest parts are left out.
+GPU_FACTOR = {"float32": 4.0, "float16": 1.0, "bfloat16": 1.0}
+GPU = "gpu"
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ def plan_of_checks(isas: list[str]) -> list[tuple[str, str, Setting]]:
 def run(isas: list[str]) -> Iterator[Check]:
     """Runs the checks one by one; afterwards the instruction set is as it was before."""
     for isa, dtype, setting in plan_of_checks(isas):
-        with system.forced_isa(isa):
+        with nullcontext() if isa.startswith(GPU) else system.forced_isa(isa):
             yield check(isa, dtype, setting)
 
 
@@ -103,12 +108,14 @@ def check(isa: str, dtype: str, setting: Setting) -> Check:
     result = Check(isa, dtype, setting.name)
     try:
         problem = _Problem(dtype, setting)
-        result.kernel = problem.run()
+        index = int(isa.removeprefix(GPU)) if isa.startswith(GPU) else None
+        result.kernel = problem.run(index)
     except (ValueError, NotImplementedError, RuntimeError) as error:
         result.failure = str(error)
         return result
     expected = problem.expected()
     for name, bound in BOUNDS[dtype].items():
+        bound = bound * GPU_FACTOR[dtype] if isa.startswith(GPU) else bound
         found = _error(problem.results[name], getattr(expected, name))
         result.errors[name] = found
         if not found <= bound and not result.failure:
@@ -179,14 +186,18 @@ class _Problem:
         q, k, v, dout = (_decode(t, self.dtype) for t in (self.q, self.k, self.v, self.dout))
         return oracle.attention(q, k, v, dout, float(np.float32(self.scale)), options)
 
-    def run(self) -> str:
-        """Forward, then backward. Returns the name of the forward kernel.
+    def run(self, index: int | None = None) -> str:
+        """Forward, then backward, on the CPU or on a GPU. Returns the name of the forward kernel.
 
         Raises:
             ValueError, NotImplementedError, RuntimeError: the library's sentence.
         """
         library = c_library()
-        attention, gradients = self._attention(), self._gradients()
+        memory = _HostMemory() if index is None or _emulated(index) else _GpuMemory(index)
+        attention, gradients = self._attention(memory), self._gradients(memory)
+        if index is not None:
+            attention.device, attention.device_index = _abi.CUDA, index
+            attention.stream = memory.stream
         none = ctypes.POINTER(_abi.Gradients)()
         plans = []
         for which, given in ((_abi.FORWARD, none), (_abi.BACKWARD, ctypes.byref(gradients))):
@@ -197,7 +208,8 @@ class _Problem:
             _abi.check(library, status)
             plans.append(plan)
         workspace = np.empty(max(p.workspace_bytes for p in plans) + ALIGNMENT, np.uint8)
-        start = -workspace.ctypes.data % ALIGNMENT + workspace.ctypes.data
+        start = memory.address(workspace)
+        start += -start % ALIGNMENT
         size = [p.workspace_bytes for p in plans]
         status = library.tilewise_forward(ctypes.byref(attention), start, size[0])
         _abi.check(library, status)
@@ -205,32 +217,75 @@ class _Problem:
             ctypes.byref(attention), ctypes.byref(gradients), start, size[1]
         )
         _abi.check(library, status)
+        memory.read_back()
         name: bytes = plans[0].kernel
         return name.decode()
 
-    def _attention(self) -> Any:
+    def _attention(self, memory: _HostMemory) -> Any:
         s = self.setting
         a = _abi.sized(_abi.Attention)
         a.device, a.dtype = _abi.CPU, _abi.DTYPES[self.dtype]
         a.batch, a.seqlen_q, a.seqlen_k = self.q.shape[0], s.rows, s.keys
         a.heads_q, a.heads_kv, a.head_dim = s.heads, s.kv_heads, s.head_dim
-        a.q, a.k, a.v, a.out = (_view(t) for t in (self.q, self.k, self.v, self.out))
-        a.lse, a.lse_stride_batch, a.lse_stride_head = _lse(self.lse)
+        a.q, a.k, a.v, a.out = (_view(t, memory) for t in (self.q, self.k, self.v, self.out))
+        a.lse = memory.address(self.lse)
+        a.lse_stride_batch, a.lse_stride_head = s.heads * s.rows, s.rows
         a.window_left, a.window_right = s.left, s.right
         a.scale, a.softcap = self.scale, s.softcap
         if self.slopes is not None:
-            a.alibi_slopes = self.slopes.ctypes.data
+            a.alibi_slopes = memory.address(self.slopes)
         if self.bias is not None:
-            a.bias, a.bias_stride_row = self.bias.ctypes.data, s.keys
+            a.bias, a.bias_stride_row = memory.address(self.bias), s.keys
             a.bias_dtype = _abi.DTYPES["float32"]
         if self.sinks is not None:
-            a.sinks = self.sinks.ctypes.data
+            a.sinks = memory.address(self.sinks)
         return a
 
-    def _gradients(self) -> Any:
+    def _gradients(self, memory: _HostMemory) -> Any:
         g = _abi.sized(_abi.Gradients)
-        g.dout, g.dq, g.dk, g.dv = (_view(t) for t in (self.dout, self.dq, self.dk, self.dv))
+        given = (self.dout, self.dq, self.dk, self.dv)
+        g.dout, g.dq, g.dk, g.dv = (_view(t, memory) for t in given)
         return g
+
+
+class _HostMemory:
+    """Arrays where they are."""
+
+    stream: int | None = None
+
+    def address(self, array: Array) -> int:
+        """Where the library finds the array."""
+        return int(array.ctypes.data)
+
+    def read_back(self) -> None:
+        """What the library has written is in the arrays already."""
+
+
+class _GpuMemory(_HostMemory):
+    """Copies of the arrays on a GPU, through PyTorch."""
+
+    def __init__(self, index: int) -> None:
+        import torch
+
+        self._device = torch.device("cuda", index)
+        self._copies: list[tuple[Array, Any]] = []
+        self.stream = torch.cuda.current_stream(self._device).cuda_stream
+
+    def address(self, array: Array) -> int:
+        import torch
+
+        copy = torch.from_numpy(array.view(np.uint8).reshape(-1)).to(self._device)
+        self._copies.append((array, copy))
+        return int(copy.data_ptr())
+
+    def read_back(self) -> None:
+        for array, copy in self._copies:
+            array.view(np.uint8).reshape(-1)[:] = copy.cpu().numpy()
+
+
+def _emulated(index: int) -> bool:
+    """Whether a GPU is that of the tests' emulator, whose memory is the host's."""
+    return gpu.gpus()[0][index]["memory_bytes"] == 0
 
 
 def _single(values: Array) -> Array:
@@ -243,11 +298,6 @@ def _poisoned(like: Array) -> Array:
     return made
 
 
-def _view(array: Array) -> Any:
+def _view(array: Array, memory: _HostMemory) -> Any:
     batch, row, head, _ = (stride // array.itemsize for stride in array.strides)
-    return _abi.Tensor(array.ctypes.data, batch, row, head)
-
-
-def _lse(array: Array) -> tuple[int, int, int]:
-    batch, head, _ = (stride // array.itemsize for stride in array.strides)
-    return array.ctypes.data, batch, head
+    return _abi.Tensor(memory.address(array), batch, row, head)

@@ -1,0 +1,67 @@
+// Facts about the GPUs of this machine and the CUDA code inside this library.
+#include <cstdio>
+
+#include "capi/refusal.h"
+#include "capi/versioned.h"
+#include "cuda/tables.h"
+#include "dispatch/device.h"
+
+using namespace tilewise;
+
+namespace {
+
+tilewise_gpu_info describe_gpu(int32_t index) {
+  std::string why;
+  const int32_t gpus = cuda::gpu_count(&why);
+  if (gpus == 0) capi::refuse(TILEWISE_UNSUPPORTED, "there is no GPU: ", why);
+  capi::require(index >= 0 && index < gpus, "index is ", index, ": allowed is 0 to ", gpus - 1);
+  const dispatch::Device device = dispatch::this_gpu(index);
+  const std::string problem = dispatch::forced_table_problem(device);
+  capi::require(problem.empty(), problem);
+  const cuda::Gpu& gpu = device.gpu;
+  tilewise_gpu_info info{};
+  info.sm = gpu.sm;
+  info.multiprocessors = gpu.multiprocessors;
+  info.shared_bytes = gpu.shared_bytes;
+  info.l2_bytes = gpu.l2_bytes;
+  info.table = dispatch::tile_table(device);
+  info.tensor_cores = info.table != 0 && cuda::inventory().runs(info.table, gpu.sm) ? 1 : 0;
+  info.plain_cores = cuda::inventory().runs(0, gpu.sm) ? 1 : 0;
+  info.memory_bytes = cuda::gpu_memory_bytes(index);
+  std::snprintf(info.name, sizeof(info.name), "%s", cuda::gpu_name(index).c_str());
+  return info;
+}
+
+tilewise_cuda_code_info describe_code(int32_t index) {
+  int32_t row = 0;
+  tilewise_cuda_code_info info{};
+  for (const cuda::Code& code : cuda::inventory().code) {
+    for (const bool ptx : {false, true}) {
+      for (const int32_t sm : ptx ? code.ptx : code.sass) {
+        if (row++ != index) continue;
+        info.table = code.architecture;
+        info.sm = sm;
+        info.ptx = ptx ? 1 : 0;
+        return info;
+      }
+    }
+  }
+  if (row == 0) capi::refuse(TILEWISE_UNSUPPORTED, "this library has no CUDA code");
+  capi::refuse(TILEWISE_INVALID_ARGUMENT, "index is ", index, ": allowed is 0 to ", row - 1);
+}
+
+}  // namespace
+
+tilewise_status tilewise_gpu(int32_t index, tilewise_gpu_info* info) {
+  return capi::guarded([&] {
+    capi::check_struct_size(info, "info");
+    capi::write_struct(describe_gpu(index), info);
+  });
+}
+
+tilewise_status tilewise_cuda_code(int32_t index, tilewise_cuda_code_info* info) {
+  return capi::guarded([&] {
+    capi::check_struct_size(info, "info");
+    capi::write_struct(describe_code(index), info);
+  });
+}

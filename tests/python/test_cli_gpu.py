@@ -1,0 +1,144 @@
+"""What the doctor says of GPUs, and how results of gpu-check become provenance."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+
+import pytest
+
+pytest.importorskip("numpy")
+
+from tilewise import _abi
+from tilewise._library import c_library
+from tilewise.cli import doctor, gpu, provenance, selftest, system
+from tilewise.cli.command import main
+
+
+def result(**tests):
+    return {
+        "date": "2026-11-21",
+        "gpu": {"name": "NVIDIA H200", "compute_capability": "9.0", "driver": "580"},
+        "versions": {"torch": "2.11"},
+        "sources": "0123456789abcdef",
+        "stages": {
+            "smoke": {
+                "kernels": [
+                    "cuda.mma_sync.backward.f16",
+                    "cuda.mma_sync.forward.bf16",
+                    "cuda.simt.forward.f32",
+                ]
+            },
+            "tests": {"passed": True, **tests},
+        },
+    }
+
+
+def counted(**counts):
+    return {"passed": 10, "failures": [], "skips": {}, **counts}
+
+
+def test_records_of_a_result():
+    records = provenance.from_gpu_check(result(**{"native": counted(), "forced-75": counted()}))
+    found = {(r["kernel"], r["table"]): r for r in records}
+    assert set(found) == {("cuda.mma_sync", 90), ("cuda.mma_sync", 75), ("cuda.simt", 0)}
+    assert found["cuda.mma_sync", 90]["dtypes"] == ["bfloat16", "float16"]
+    assert found["cuda.mma_sync", 75]["dtypes"] == ["float16"]
+    assert found["cuda.mma_sync", 75]["machine"] == "NVIDIA H200, by PTX"
+    assert found["cuda.simt", 0]["checks"] == 10
+
+
+@pytest.mark.parametrize("spoiled", [{"failed": 1}, {"not_run": 3}, {"passed": 0}])
+def test_a_run_that_is_not_whole_proves_nothing(spoiled):
+    report = result(**{"native": counted(), "forced-80": counted(**spoiled)})
+    assert {r["table"] for r in provenance.from_gpu_check(report)} == {90, 0}
+
+
+def test_records_of_gpus_are_replaced_and_those_of_cpus_stay(tmp_path, capsys):
+    path, source = tmp_path / "provenance.json", tmp_path / "gpu-h200.json"
+    cpu = {"kernel": "cpu.avx2", "device": "cpu", "machine": "a CPU"}
+    old = {"kernel": "cuda.simt", "device": "cuda", "table": 0, "machine": "an old GPU"}
+    path.write_text(json.dumps({"records": [cpu, old]}))
+    source.write_text(json.dumps(result(native=counted())))
+    assert provenance.main([str(source)], path) == 0
+    records = provenance.load(path)
+    assert cpu in records and old not in records
+    assert sum(r["device"] == "cuda" for r in records) == 2
+    assert provenance.main([], path) == 2
+    capsys.readouterr()
+
+
+def test_status_tells_tables_that_ran_from_those_that_only_compiled(monkeypatch):
+    inside = [{"table": t, "sm": t or 75, "ptx": False} for t in (0, 86, 90)]
+    families = [{"kernel": name} for name in ("cpu.avx2", "cuda.simt", "cuda.mma_sync")]
+    monkeypatch.setattr(gpu, "code", lambda: inside)
+    monkeypatch.setattr(provenance.system, "kernels", lambda: families)
+    rows = provenance.status(provenance.from_gpu_check(result(native=counted())))
+    assert {r["kernel"]: r["state"] for r in rows} == {
+        "cpu.avx2": "only compiled",
+        "cuda.simt": "run",
+        "cuda.mma_sync tiles of sm_86": "only compiled",
+        "cuda.mma_sync tiles of sm_90": "run",
+    }
+
+
+def test_gpus_or_the_reason_why_there_is_none():
+    gpus, why = gpu.gpus()
+    assert bool(gpus) != bool(why)
+    assert doctor.collect([])["device"]["no_gpu"] == why
+    for each in gpus:
+        assert each["sm"] >= 50 and each["name"]
+    info = _abi.sized(_abi.GpuInfo)
+    status = c_library().tilewise_gpu(len(gpus), ctypes.byref(info))
+    assert status == (_abi.INVALID_ARGUMENT if gpus else _abi.UNSUPPORTED)
+
+
+def test_code_inside_ends_with_a_status():
+    rows = gpu.code()
+    info = _abi.sized(_abi.CudaCodeInfo)
+    status = c_library().tilewise_cuda_code(len(rows), ctypes.byref(info))
+    assert status == (_abi.INVALID_ARGUMENT if rows else _abi.UNSUPPORTED)
+    assert c_library().tilewise_cuda_code(-1, ctypes.byref(info)) != _abi.OK
+    info.struct_size = 4
+    assert c_library().tilewise_cuda_code(0, ctypes.byref(info)) == _abi.INVALID_ARGUMENT
+
+
+def test_serves_has_a_row_for_every_problem_on_each_gpu():
+    for each in gpu.gpus()[0]:
+        rows = gpu.serves(each["index"])
+        for dtype in gpu.DTYPES:
+            for case in gpu.CASES:
+                dims = [
+                    d for r in rows if (r["dtype"], r["case"]) == (dtype, case)
+                    for d in r["head_dims"]
+                ]  # fmt: skip
+                assert dims == list(gpu.HEAD_DIMS)
+        assert all(r["forward"]["why"] for r in rows)
+
+
+def test_code_text_lists_sass_and_ptx_by_table():
+    rows = [
+        {"table": 0, "sm": 75, "ptx": True},
+        {"table": 90, "sm": 90, "ptx": False},
+        {"table": 90, "sm": 100, "ptx": False},
+        {"table": 90, "sm": 90, "ptx": True},
+    ]
+    expected = "without tensor cores: PTX 75; tiles of sm_90: SASS 90 100, PTX 90"
+    assert doctor.code_text(rows) == expected
+    assert doctor.code_text([]) == "none in this build"
+
+
+def test_self_test_of_a_gpu_runs_on_it():
+    gpus = gpu.gpus()[0]
+    if not gpus or (gpus[0]["memory_bytes"] and not system.cuda_device()):
+        pytest.skip("no GPU whose memory this process can have")
+    check = selftest.check("gpu0", "float16", selftest.SETTINGS[0])
+    if "has no CUDA kernel" in check.failure:
+        pytest.skip(check.failure)
+    assert check.passed, check.failure
+    assert check.kernel.startswith("cuda.")
+
+
+def test_a_gpu_that_is_not_there_cannot_be_tested(capsys):
+    assert main(["doctor", "--isa", "gpu99"]) == 2
+    assert "gpu99" in capsys.readouterr().err
