@@ -36,9 +36,9 @@ struct Sm90 {
       if (head_dim <= 128) return {4, 2, 64, 3, true, true, 1};
       return {2, 4, 64, 2, true, false, 1};
     }
-    if (head_dim <= 64) return {4, 2, 32, 2, true, false, 1};
-    if (head_dim <= 128) return {2, 4, 32, 1, true, false, 1};
-    return kNoBackward;
+    if (head_dim <= 64) return {4, 1, 32, 2, false, true, 2};
+    if (head_dim <= 128) return {4, 2, 32, 2, true, true, 1};
+    return {2, 4, 32, 1, true, true, 1};
   }
 };
 
@@ -57,7 +57,10 @@ struct Sm80 {
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
     if (element_bytes == 2 && head_dim > 128) return {2, 4, 64, 1, true, false, 1};
     if (element_bytes == 2 && head_dim > 64) return {4, 2, 64, 2, true, true, 1};
-    return Sm90::backward(element_bytes, head_dim);
+    if (element_bytes == 2) return Sm90::backward(element_bytes, head_dim);
+    if (head_dim <= 64) return {4, 2, 32, 2, true, true, 1};
+    if (head_dim <= 128) return {2, 4, 32, 2, true, true, 1};
+    return {1, 4, 32, 1, true, true, 1};
   }
 };
 
@@ -71,7 +74,7 @@ struct Sm86 {
   static constexpr ForwardTile forward(int element_bytes, int head_dim) {
     if (element_bytes == 2) {
       if (head_dim <= 64) return {4, 32, 64, 3, 2};
-      if (head_dim <= 128) return {4, 32, 64, 2, 1};
+      if (head_dim <= 128) return {4, 32, 64, 3, 1};
       return {4, 16, 64, 2, 1};
     }
     if (head_dim <= 64) return {4, 32, 32, 3, 1};
@@ -84,7 +87,8 @@ struct Sm86 {
       if (head_dim <= 128) return {2, 2, 64, 1, true, false, 1};
       return {1, 4, 32, 1, true, false, 1};
     }
-    if (head_dim <= 64) return {2, 2, 32, 1, true, false, 1};
+    if (head_dim <= 64) return {4, 1, 32, 1, false, true, 1};
+    if (head_dim <= 128) return {1, 4, 32, 1, true, true, 1};
     return kNoBackward;
   }
 };
@@ -115,7 +119,7 @@ struct Sm75 {
     if (element_bytes != 2) return kNoForward;
     if (head_dim <= 64) return {4, 32, 64, 3, 1};
     if (head_dim <= 128) return {4, 16, 64, 2, 1};
-    return {2, 16, 32, 2, 1};
+    return {4, 16, 16, 2, 1};
   }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
     if (element_bytes != 2) return kNoBackward;

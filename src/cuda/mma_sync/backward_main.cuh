@@ -39,7 +39,8 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   const Band& band = sequence.band;
   const Range keys = Tiling{band.keys, Plan::kKeys}.at(work.tile);
   if (keys.empty()) return;
-  const auto group = static_cast<int32_t>(group_size(problem));
+  const int32_t group =
+      static_cast<int32_t>(problem.heads_q) / static_cast<int32_t>(problem.heads_kv);
   const int64_t first_head = work.head * int64_t{group};
   constexpr PaddedRows kPadded{Plan::kQueries};
   const Range row_tiles = Tiling{band.rows, Plan::kQueries}.touching(band.rows_of_any(keys));
@@ -80,9 +81,9 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
                                             keys.begin + own_key + lane / 4);
 
   const RowProduct<C> row_product(lane);
-  const tile::TransposedB<Element, Plan::kRowBytes> columns(lane, own_column / 16);
-  const tile::OperandOffsets<Plan::kScoreRowBytes> scores(lane, own_key,
-                                                          own_query * Plan::kBytes / 16);
+  const tile::TransposedB<Element, Plan::kRowBytes> column_offsets(lane, own_column / 16);
+  const tile::OperandOffsets<Plan::kScoreRowBytes> score_offsets(lane, own_key,
+                                                                 own_query * Plan::kBytes / 16);
   const DqProduct<C> dq_product(lane, warp);
   KeySums<C> dk;
   KeySums<C> dv;
@@ -97,6 +98,8 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
       tile::wait<Arch, 0>();
       ptx::sync_block();
     }
+    const auto columns = column_offsets.recent();
+    const auto scores = score_offsets.recent();
     const int score_tile = kStages == 3 ? steps & 1 : 0;
     const ptx::SharedAddress q =
         shared + Plan::kRows + static_cast<uint32_t>(stage * 2 * Plan::kRowTileBytes);
@@ -161,35 +164,44 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
     }
 
     // dV += P^T dO and dK += dS^T Q with the warp's own queries.
+    constexpr int kHeld = Plan::kHeldSteps;
+    tile::Fragment<Element> a[kHeld][2];
 #pragma unroll
-    for (int j = 0; j < Plan::kOwnSteps; ++j) {
-      const tile::Fragment<Element> a[2] = {p_own.at(j, 0), p_own.at(j, 1)};
-      add_step<C>(dv, a, columns, d_out + own_rows, j * Plan::kStep);
+    for (int j = 0; j < Plan::kOwnSteps; j += kHeld) {
+#pragma unroll
+      for (int i = 0; i < 2 * kHeld; ++i) a[i / 2][i % 2] = p_own.at(j + i / 2, i % 2);
+      add_steps<C>(dv, a, columns, d_out + own_rows, j * Plan::kStep);
     }
     if constexpr (Plan::kTile.early_barrier) {
       if constexpr (kStages == 3) tile::wait<Arch, 0>();
       ptx::sync_block();
     }
 #pragma unroll
-    for (int j = 0; j < Plan::kOwnSteps; ++j) {
-      const tile::Fragment<Element> a[2] = {ds_own.at(j, 0), ds_own.at(j, 1)};
-      add_step<C>(dk, a, columns, q + own_rows, j * Plan::kStep);
+    for (int j = 0; j < Plan::kOwnSteps; j += kHeld) {
+#pragma unroll
+      for (int i = 0; i < 2 * kHeld; ++i) {
+        a[i / 2][i % 2] = Plan::kKeepDS
+                              ? ds_own.at(j + i / 2, i % 2)
+                              : tile::load<Element>(ds_tile + scores.rows(i % 2 * 16, j + i / 2));
+      }
+      add_steps<C>(dk, a, columns, q + own_rows, j * Plan::kStep);
       if (kStages == 3 && j == 0) feed.copy(p, stage == 0 ? 2 : stage - 1, steps > 2);
     }
     if constexpr (!Plan::kTile.early_barrier) ptx::sync_block();
 
     // ... and with those of the other warps.
 #pragma unroll
-    for (int j = Plan::kOwnSteps; j < Plan::kQueries / Plan::kStep; ++j) {
+    for (int j = Plan::kOwnSteps; j < Plan::kQueries / Plan::kStep; j += kHeld) {
       const int query = own_query / Plan::kStep * Plan::kStep ^ j * Plan::kStep;
       const uint32_t query_rows = static_cast<uint32_t>(query * Plan::kRowBytes);
-      tile::Fragment<Element> a[2];
 #pragma unroll
-      for (int m = 0; m < 2; ++m) a[m] = tile::load<Element>(p_tile + scores.rows(16 * m, j));
-      add_step<C>(dv, a, columns, d_out + query_rows, 0);
+      for (int i = 0; i < 2 * kHeld; ++i)
+        a[i / 2][i % 2] = tile::load<Element>(p_tile + scores.rows(i % 2 * 16, j + i / 2));
+      add_steps<C>(dv, a, columns, d_out + query_rows, 0);
 #pragma unroll
-      for (int m = 0; m < 2; ++m) a[m] = tile::load<Element>(ds_tile + scores.rows(16 * m, j));
-      add_step<C>(dk, a, columns, q + query_rows, 0);
+      for (int i = 0; i < 2 * kHeld; ++i)
+        a[i / 2][i % 2] = tile::load<Element>(ds_tile + scores.rows(i % 2 * 16, j + i / 2));
+      add_steps<C>(dk, a, columns, q + query_rows, 0);
     }
 
     if (p.dq_sum != nullptr) {

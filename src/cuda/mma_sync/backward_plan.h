@@ -30,6 +30,11 @@ struct BackwardPlan {
   // queries from registers and those of the other warps from shared memory; all of them when its
   // own are not a whole step.
   static constexpr int kOwnSteps = kWarpQueries / kStep;
+  // Steps whose left operands a warp holds at once.
+  static constexpr int kHeldSteps = kBytes == 2 ? 1 : max(1, kOwnSteps);
+  static_assert(kOwnSteps % kHeldSteps == 0 && (kQueries / kStep - kOwnSteps) % kHeldSteps == 0);
+  // 4-byte elements take too many registers: there the own dS comes from shared memory, too.
+  static constexpr bool kKeepDS = kBytes == 2 || !kTile.early_barrier;
   static constexpr bool kShareP = kTile.query_warps > 1;
   static constexpr int kColumns = C::kHeadDim / kTile.query_warps;
   static_assert(kTile.split_columns == kShareP && kColumns % 16 == 0);

@@ -16,6 +16,8 @@ TILEWISE_DEVICE uint32_t shuffle(uint32_t x, int lane) { return emulator::shuffl
 TILEWISE_DEVICE bool any(bool x) { return emulator::any(x); }
 // Stands in a branch that must stay one: no selects in its place.
 TILEWISE_DEVICE void keep_branch() {}
+// `x`, from here on of unknown origin: what depends on it is not computed before.
+TILEWISE_DEVICE uint32_t recent(uint32_t x) { return x; }
 
 #else
 
@@ -28,6 +30,10 @@ TILEWISE_DEVICE float shuffle(float x, int lane) { return __shfl_sync(kAllLanes,
 TILEWISE_DEVICE uint32_t shuffle(uint32_t x, int lane) { return __shfl_sync(kAllLanes, x, lane); }
 TILEWISE_DEVICE bool any(bool x) { return __any_sync(kAllLanes, x) != 0; }
 TILEWISE_DEVICE void keep_branch() { asm volatile(""); }
+TILEWISE_DEVICE uint32_t recent(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 
 #endif
 

@@ -9,6 +9,8 @@
 // t and 2t + 1 in the place of t + 4, so that what a lane has summed is what it multiplies next.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/element.h"
 #include "cuda/ptx/convert.h"
 #include "cuda/ptx/mma.h"
@@ -124,6 +126,16 @@ template <int kRows, int kColumns>
 struct Sums {
   float x[kRows][kColumns][4];
 
+  // Adds to the columns from tile `column` on.
+  template <int kFewer>
+  TILEWISE_DEVICE void add(const Sums<kRows, kFewer>& other, int column) {
+#pragma unroll
+    for (int m = 0; m < kRows; ++m)
+#pragma unroll
+      for (int n = 0; n < kFewer; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[m][column + n][e] += other.x[m][n][e];
+  }
   TILEWISE_DEVICE void fill(float value) {
 #pragma unroll
     for (int m = 0; m < kRows; ++m)
@@ -162,10 +174,16 @@ TILEWISE_DEVICE Fragment<Element> operand_of(const float (&row)[kColumns][4], in
   return f;
 }
 
-// d += a b for the 8 columns of b's half `half`.
+// Tensor cores cut what does not fit into their sum instead of rounding it: over the 6000 steps of
+// a long row of fp32 that is a bias of 1e-4. So they sum a few steps, from zero, and fp32 additions
+// the rest. 0: they sum everything.
+template <class Element>
+inline constexpr int kStepsInCore = std::is_same_v<Element, F32> ? 4 : 0;
+
+// d += a b for the 8 columns of b's half `half`, summed in the core.
 template <class Arch, class Element>
-TILEWISE_DEVICE void multiply_add(float (&d)[4], const Fragment<Element>& a,
-                                  const Fragment<Element>& b, int half) {
+TILEWISE_DEVICE void multiply_in_core(float (&d)[4], const Fragment<Element>& a,
+                                      const Fragment<Element>& b, int half) {
   const uint32_t b0 = b.r[2 * half];
   const uint32_t b1 = b.r[2 * half + 1];
   if constexpr (Element::kDtype == BF16::kDtype) {
@@ -175,10 +193,22 @@ TILEWISE_DEVICE void multiply_add(float (&d)[4], const Fragment<Element>& a,
   } else if constexpr (Element::kDtype == F16::kDtype) {
     ptx::mma_m16n8k8_f16(d, a.r[0], a.r[1], b0);
     ptx::mma_m16n8k8_f16(d, a.r[2], a.r[3], b1);
-  } else if constexpr (requires { a.low; }) {
-    // Tensor cores cut what does not fit into their sum instead of rounding it: over the 6000 steps
-    // of a long row that is a bias of 1e-4. So they sum one step, the small products first, and
-    // fp32 additions the steps.
+  } else {
+    if constexpr (requires { a.low; }) {  // the small products first
+      ptx::mma_m16n8k8_tf32(d, a.low, b0, b1);
+      ptx::mma_m16n8k8_tf32(d, a.r, b.low[2 * half], b.low[2 * half + 1]);
+    }
+    ptx::mma_m16n8k8_tf32(d, a.r, b0, b1);
+  }
+}
+
+// d += a b for the 8 columns of b's half `half`; fp32 sums one step in the core.
+template <class Arch, class Element>
+TILEWISE_DEVICE void multiply_add(float (&d)[4], const Fragment<Element>& a,
+                                  const Fragment<Element>& b, int half) {
+  if constexpr (requires { a.low; }) {
+    const uint32_t b0 = b.r[2 * half];
+    const uint32_t b1 = b.r[2 * half + 1];
     float step[4];
     ptx::mma_m16n8k8_tf32_zero(step, a.low, b0, b1);
     ptx::mma_m16n8k8_tf32(step, a.r, b.low[2 * half], b.low[2 * half + 1]);
@@ -186,7 +216,7 @@ TILEWISE_DEVICE void multiply_add(float (&d)[4], const Fragment<Element>& a,
 #pragma unroll
     for (int i = 0; i < 4; ++i) d[i] += step[i];
   } else {
-    ptx::mma_m16n8k8_tf32(d, a.r, b0, b1);
+    multiply_in_core<Arch>(d, a, b, half);
   }
 }
 

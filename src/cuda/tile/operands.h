@@ -45,6 +45,13 @@ class OperandOffsets {
               static_cast<uint32_t>(lane % 4 * 4)),
         row_(Swizzle<kRowBytes>::offset(row + (lane & 15), (chunk & ~1) + (lane >> 4))) {}
 
+  TILEWISE_DEVICE OperandOffsets recent() const {
+    OperandOffsets o = *this;
+    o.word_ = ptx::recent(word_);
+    o.row_ = ptx::recent(row_);
+    return o;
+  }
+
   // The lane's word r[2 * (chunk % 2) + row / 8 % 2] of a fragment.
   TILEWISE_DEVICE uint32_t word(int row, int chunk) const {
     return (word_ ^ static_cast<uint32_t>(chunk * 16)) + static_cast<uint32_t>(row * kRowBytes);

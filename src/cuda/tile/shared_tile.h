@@ -5,6 +5,7 @@
 
 #include "cuda/ptx/shared.h"
 #include "cuda/ptx/warp.h"
+#include "cuda/ptx/warp.h"
 
 namespace tilewise::cuda::tile {
 
@@ -28,6 +29,9 @@ enum class Lanes {
   chunks_first,  // (rows 0-7, chunk 0), (0-7, 1), (8-15, 0), (8-15, 1): B, and transposed A
 };
 
+// Offsets have a `recent` for use in a long loop: what follows from it by exclusive or is computed
+// again in every step rather than kept in registers.
+
 // Addresses of a lane in a tile. Rows are given in multiples of 8, columns in steps of 32 bytes
 // from `first_step` on; with unrolled loops all but `base` are immediates.
 template <int kRowBytes, Lanes kLanes>
@@ -41,6 +45,8 @@ class LaneOffsets {
       base_[i] = Swizzle<kRowBytes>::offset(row, 2 * (first_step + i) + chunk);
     base_[0] = ptx::shuffle(base_[0], lane);
   }
+
+  TILEWISE_DEVICE LaneOffsets recent() const { return *this; }
 
   TILEWISE_DEVICE uint32_t at(int row, int step) const {
     return base_[step % kVariants] +
@@ -68,26 +74,26 @@ class GatherOffsets {
  public:
   static_assert(kRowBytes % 128 == 0);
 
-  TILEWISE_DEVICE explicit GatherOffsets(int lane, int first_step = 0) {
-    const int g = lane / 4;
-    const int t = lane % 4;
-    for (int column = 0; column < 2; ++column) {
-      for (int row = 0; row < 2; ++row) {
-        const int chunk = 4 * first_step + 2 * column + g / 4;
-        base_[column][row] =
-            Swizzle<kRowBytes>::offset(2 * t + row, chunk) + static_cast<uint32_t>(g % 4 * 4);
-      }
-    }
+  TILEWISE_DEVICE explicit GatherOffsets(int lane, int first_step = 0)
+      : base_(Swizzle<kRowBytes>::offset(lane % 4 * 2, 4 * first_step + lane / 16) +
+              static_cast<uint32_t>(lane / 4 % 4 * 4)) {}
+
+  TILEWISE_DEVICE GatherOffsets recent() const {
+    GatherOffsets o = *this;
+    o.base_ = ptx::recent(base_);
+    return o;
   }
 
-  // `row` is a multiple of 8, `step` counts 16 columns; (which_column, which_row) in {0, 1}.
+  // `row` is a multiple of 8, `step` counts 16 columns; (which_column, which_row) in {0, 1}: two
+  // chunks further, and one row further, which the swizzle puts into the neighbouring chunk.
   TILEWISE_DEVICE uint32_t at(int row, int step, int which_column, int which_row) const {
-    return (base_[which_column][which_row] ^ static_cast<uint32_t>(step % 2 * 64)) +
-           static_cast<uint32_t>(step / 2 * 128 + row * kRowBytes);
+    const int flip = step % 2 * 64 + which_column * 32 + which_row * 16;
+    return (base_ ^ static_cast<uint32_t>(flip)) +
+           static_cast<uint32_t>(step / 2 * 128 + (row + which_row) * kRowBytes);
   }
 
  private:
-  uint32_t base_[2][2];
+  uint32_t base_;
 };
 
 }  // namespace tilewise::cuda::tile
