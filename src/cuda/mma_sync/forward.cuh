@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cfloat>
+#include <numeric>
 
 #include "cuda/mma_sync/config.h"
 #include "cuda/mma_sync/forward_ring.h"
@@ -69,6 +70,8 @@ struct Products {
   static constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
   static constexpr int kStep = tile::kStep<Element>;
   static constexpr int kParts = KvRing<C>::kParts;
+  static constexpr int kKeys = C::kForward.keys;
+  static constexpr bool kOne = tile::kStepsInCore<Element> == 0;  // sum for all steps
 
   tile::LaneOffsets<kRowBytes, tile::Lanes::rows_first> q_lanes{ptx::lane_index()};
   tile::LaneOffsets<kRowBytes, tile::Lanes::chunks_first> k_lanes{ptx::lane_index()};
@@ -79,19 +82,33 @@ struct Products {
   TILEWISE_DEVICE void scores(Scores<C>& s, ptx::SharedAddress q, ptx::SharedAddress k,
                               Ask&& ask) const {
     constexpr int kSteps = C::kHeadDim / kStep;
-    s.fill(0.0f);
+    constexpr int kInCore = kOne ? kSteps : std::gcd(kSteps, tile::kStepsInCore<Element>);
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      tile::Fragment<Element> a[kRows];
+    for (int begin = 0; begin < kSteps; begin += kInCore) {
+      Scores<C> part;
+      part.fill(0.0f);
 #pragma unroll
-      for (int m = 0; m < kRows; ++m) a[m] = tile::load<Element>(q_lanes.address(q, 16 * m, step));
+      for (int step = begin; step < begin + kInCore; ++step) {
+        tile::Fragment<Element> a[kRows];
 #pragma unroll
-      for (int j = 0; j < C::kForward.keys / 16; ++j) {
-        const auto b = tile::load<Element>(k_lanes.address(k, 16 * j, step));
+        for (int m = 0; m < kRows; ++m)
+          a[m] = tile::load<Element>(q_lanes.address(q, 16 * m, step));
 #pragma unroll
-        for (int m = 0; m < kRows; ++m) tile::multiply_add_pair<Arch>(s.x[m], j, a[m], b);
+        for (int j = 0; j < kKeys / 16; ++j) {
+          const auto b = tile::load<Element>(k_lanes.address(k, 16 * j, step));
+#pragma unroll
+          for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+              tile::multiply_in_core<Arch>(part.x[m][2 * j + half], a[m], b, half);
+          }
+        }
+        ask_between(step, kSteps, ask);
       }
-      ask_between(step, kSteps, ask);
+      if (begin == 0)
+        s = part;
+      else
+        s.add(part, 0);
     }
   }
 
@@ -99,19 +116,36 @@ struct Products {
   template <class Ask>
   TILEWISE_DEVICE void values(Outputs<C>& o, const Scores<C>& p, ptx::SharedAddress v,
                               Ask&& ask) const {
-    constexpr int kSteps = C::kForward.keys / kStep;
+    constexpr int kSteps = kKeys / kStep;
+    constexpr int kInCore = kOne ? 1 : std::gcd(kSteps, tile::kStepsInCore<Element>);
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      tile::Fragment<Element> a[kRows];
+    for (int begin = 0; begin < kSteps; begin += kInCore) {
+      tile::Fragment<Element> a[kInCore][kRows];
 #pragma unroll
-      for (int m = 0; m < kRows; ++m) a[m] = tile::operand_of<Element>(p.x[m], step);
+      for (int i = 0; i < kInCore; ++i) {
+#pragma unroll
+        for (int m = 0; m < kRows; ++m) a[i][m] = tile::operand_of<Element>(p.x[m], begin + i);
+      }
 #pragma unroll
       for (int j = 0; j < C::kHeadDim / 16; ++j) {
-        const auto b = v_lanes.load_whole(v, step * kStep, j);
+        tile::Sums<kRows, 2> part;
+        part.fill(0.0f);
 #pragma unroll
-        for (int m = 0; m < kRows; ++m) tile::multiply_add_pair<Arch>(o.x[m], j, a[m], b);
+        for (int i = 0; i < kInCore; ++i) {
+          const auto b = v_lanes.load_whole(v, (begin + i) * kStep, j);
+#pragma unroll
+          for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              float (&sum)[4] = kOne ? o.x[m][2 * j + half] : part.x[m][half];
+              tile::multiply_in_core<Arch>(sum, a[i][m], b, half);
+            }
+          }
+        }
+        if (!kOne) o.add(part, 2 * j);
       }
-      ask_between(step, kSteps, ask);
+#pragma unroll
+      for (int i = 0; i < kInCore; ++i) ask_between(begin + i, kSteps, ask);
     }
   }
 
@@ -142,7 +176,7 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
   const ptx::SharedAddress q = ptx::shared_address(ptx::shared_memory());
   const ptx::SharedAddress q_of_warp =
       q + ptx::warp_index() * (C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes);
-  KvRing<C> ring(problem, work.sequence.kv, work.rows.first_head / group_size(problem), work.tiles,
+  KvRing<C> ring(problem, work.sequence.kv, work.rows.first_head / heads_per_key(problem), work.tiles,
                  q + kQueryTileBytes<C>);
   load_queries<C>(problem, work, q);
   ring.start();
