@@ -74,7 +74,7 @@ struct Sm86 {
   static constexpr ForwardTile forward(int element_bytes, int head_dim) {
     if (element_bytes == 2) {
       if (head_dim <= 64) return {4, 32, 64, 3, 2};
-      if (head_dim <= 128) return {4, 32, 64, 3, 1};
+      if (head_dim <= 128) return {4, 32, 32, 2, 2};
       return {4, 16, 64, 2, 1};
     }
     if (head_dim <= 64) return {4, 32, 32, 3, 1};
