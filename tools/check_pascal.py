@@ -1,6 +1,6 @@
-"""Compiles the simt kernels for GPUs that CUDA 13 no longer knows (sm_60, 61, 70) with the CUDA 12.9
-compiler from PyPI, and prints what each kernel needs.
+"""Compiles the simt and the common kernels for GPUs that CUDA 13 no longer knows (sm_60, 61, 70).
 
+The CUDA 12.9 compiler comes from PyPI; what each kernel needs is printed.
 The wheel nvidia-cuda-nvcc-cu12 holds ptxas but no nvcc; the compiler in front of it comes as a
 library, NVRTC, in nvidia-cuda-nvrtc-cu12. Nothing here needs a GPU, and nothing is run: these
 kernels compile for Pascal and Volta, and that is all that is known.
@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +26,14 @@ HEAD_DIMS = [64, 128, 256, 512]  # of simt in src/cuda/manifest.h
 KERNELS = {
     "forward": ["forward"],
     "backward": ["backward_prepare", "backward_keys", "backward_rows"],
+}
+COMMON = {  # of src/cuda/common: those of an element, and those that come with their file
+    "append": "AppendParams",
+    "combine": "CombineParams",
+    "dbias": "DbiasParams",
+    "sums": "",
+    "prepare": "",
+    "check": "",
 }
 
 # NVRTC brings no C++ library and few of the compiler's own functions; this is what the kernels, and
@@ -44,7 +53,8 @@ HEADERS = {
     "stdint.h": (
         "typedef signed char int8_t; typedef short int16_t; typedef int int32_t;"
         "typedef long int64_t; typedef unsigned char uint8_t; typedef unsigned short uint16_t;"
-        "typedef unsigned uint32_t; typedef unsigned long uint64_t;\n"
+        "typedef unsigned uint32_t; typedef unsigned long uint64_t;"
+        "typedef unsigned long uintptr_t;\n"
         "#define INT64_MAX 0x7fffffffffffffffL\n"
         "#define INT64_MIN (-INT64_MAX - 1)\n"
     ),
@@ -59,12 +69,15 @@ OPTIONS = ["-std=c++20", "-default-device", "-include=cuda_runtime.h", "-w"]
 
 
 def install(folder: Path) -> None:
+    """The compiler of PACKAGES into a folder."""
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade"]
     subprocess.run([*command, "--target", str(folder), *PACKAGES], check=True)
     (folder / "nvidia/cuda_nvcc/bin/ptxas").chmod(0o755)
 
 
 class Nvrtc:
+    """The compiler in front of ptxas."""
+
     def __init__(self, folder: Path) -> None:
         libraries = folder / "nvidia/cuda_nvrtc/lib"
         ctypes.CDLL(str(libraries / "libnvrtc-builtins.so.12.9"), ctypes.RTLD_GLOBAL)
@@ -92,29 +105,55 @@ class Nvrtc:
 
 
 def source_of(file: str, element: str, head_dim: int) -> str:
+    """The instances of one file of src/cuda/simt."""
     parameters = "ForwardParams" if file == "forward" else "BackwardParams"
     lines = [f'#include "cuda/simt/{file}.cuh"', "namespace tilewise::cuda::simt {"]
-    for kernel in KERNELS[file]:
-        lines.append(
-            f"template __global__ void {kernel}<Config<{element}, {head_dim}>>"
-            f"(TILEWISE_PARAMETER {parameters});"
+    lines.extend(
+        f"template __global__ void {kernel}<Config<{element}, {head_dim}>>"
+        f"(TILEWISE_PARAMETER {parameters});"
+        for kernel in KERNELS[file]
+    )
+    return "\n".join([*lines, "}"])
+
+
+def source_of_common() -> str:
+    """All kernels of src/cuda/common."""
+    lines = [f'#include "cuda/common/{file}.cuh"' for file in COMMON]
+    lines.append("namespace tilewise::cuda::common {")
+    kernels = {**COMMON, "dsinks": "DsinksParams"}
+    for element in ELEMENTS:
+        lines.extend(
+            f"template __global__ void {kernel}<{element}>(TILEWISE_PARAMETER {kernels[kernel]});"
+            for kernel in kernels
+            if kernels[kernel]
         )
     return "\n".join([*lines, "}"])
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    """What is compiled, with a word or two that say for what."""
+    yield "common", source_of_common()
+    for element in ELEMENTS:
+        for head_dim in HEAD_DIMS:
+            for file in KERNELS:
+                yield f"{element} {head_dim}", source_of(file, element, head_dim)
 
 
 def resources(log: str) -> list[tuple[str, int, int]]:
     """(kernel, registers, bytes spilled) from `ptxas -v`."""
     found = []
     for part in log.split("Compiling entry function")[1:]:
-        name = re.search(r"simt\d+(\w+?)I(?:NS|N)", part)
+        name = re.search(r"(?:simt|common)(\d+)(\w+)", part)
         spilled = re.search(r"(\d+) bytes spill stores", part)
         registers = re.search(r"Used (\d+) registers", part)
         assert name and spilled and registers, part
-        found.append((name.group(1), int(registers.group(1)), int(spilled.group(1))))
+        kernel = name.group(2)[: int(name.group(1))]
+        found.append((kernel, int(registers.group(1)), int(spilled.group(1))))
     return found
 
 
 def main() -> None:
+    """Compile everything and print a line per kernel."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--arch", type=int, nargs="+", default=[60, 61, 70])
     parser.add_argument("--packages", type=Path, help="where they are, or are to be installed")
@@ -130,26 +169,21 @@ def main() -> None:
             (headers / name).write_text(text)
         includes = [f"-I{path}" for path in (headers, ROOT / "src", ROOT / "include")]
         for arch in arguments.arch:
-            for element in ELEMENTS:
-                for head_dim in HEAD_DIMS:
-                    for file in KERNELS:
-                        ptx = compiler.compile(
-                            source_of(file, element, head_dim),
-                            [f"-arch=compute_{arch}", *OPTIONS, *includes],
-                        )
-                        at = Path(temporary) / "kernels.ptx"
-                        at.write_bytes(ptx)
-                        ptxas = [str(folder / "nvidia/cuda_nvcc/bin/ptxas"), "-v"]
-                        done = subprocess.run(
-                            [*ptxas, f"-arch=sm_{arch}", str(at), "-o", str(at) + ".cubin"],
-                            check=True, capture_output=True, text=True,
-                        )  # fmt: skip
-                        for kernel, registers, spilled in resources(done.stderr):
-                            print(
-                                f"sm_{arch} {element:4} {head_dim:3} {kernel:16} "
-                                f"{registers:3} registers, {spilled} bytes spilled",
-                                flush=True,
-                            )
+            for label, source in sources():
+                ptx = compiler.compile(source, [f"-arch=compute_{arch}", *OPTIONS, *includes])
+                at = Path(temporary) / "kernels.ptx"
+                at.write_bytes(ptx)
+                ptxas = [str(folder / "nvidia/cuda_nvcc/bin/ptxas"), "-v"]
+                done = subprocess.run(
+                    [*ptxas, f"-arch=sm_{arch}", str(at), "-o", str(at) + ".cubin"],
+                    check=True, capture_output=True, text=True,
+                )  # fmt: skip
+                for kernel, registers, spilled in resources(done.stderr):
+                    print(
+                        f"sm_{arch} {label:8} {kernel:16} "
+                        f"{registers:3} registers, {spilled} bytes spilled",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 // What the kernels of this folder do as a warp or a block.
 #pragma once
 
-#include <type_traits>
-
 #include "base/half.h"
 #include "base/math.h"
 #include "cuda/ptx/block.h"
@@ -80,13 +78,14 @@ TILEWISE_DEVICE uint32_t scan_of_block(uint32_t x, SharedWords scratch, uint32_t
 // where the result is small.
 TILEWISE_DEVICE float exponential(float x) { return ptx::exp2_accurate(x * 1.4426950408889634f); }
 
-// from_float in one instruction where every GPU has one.
+// from_float, in one instruction where every GPU has one.
 template <class T>
 TILEWISE_DEVICE T rounded(float x) {
-  if constexpr (std::is_same_v<T, Half>)
-    return Half{static_cast<uint16_t>(ptx::cvt_f16x2(x, 0.0f))};
-  else
-    return from_float<T>(x);
+  return from_float<T>(x);
+}
+template <>
+TILEWISE_DEVICE Half rounded<Half>(float x) {
+  return {static_cast<uint16_t>(ptx::cvt_f16x2(x, 0.0f))};
 }
 
 TILEWISE_DEVICE bool is_aligned(const void* p, int64_t bytes) {
