@@ -55,7 +55,7 @@ TEST(PlannerCuda, ChoosesFamilyAndTable) {
       {75, TILEWISE_BFLOAT16, 64, "cuda.simt", "cuda.simt", 0},
       {75, TILEWISE_FLOAT32, 64, "cuda.simt", "cuda.simt", 0},
       {80, TILEWISE_BFLOAT16, 128, "cuda.mma_sync", "cuda.mma_sync", 80},
-      {80, TILEWISE_FLOAT32, 256, "cuda.mma_sync", "cuda.simt", 80},
+      {80, TILEWISE_FLOAT32, 256, "cuda.mma_sync", "cuda.mma_sync", 80},
       {86, TILEWISE_BFLOAT16, 256, "cuda.mma_sync", "cuda.mma_sync", 86},
       {87, TILEWISE_BFLOAT16, 64, "cuda.mma_sync", "cuda.mma_sync", 86},
       {89, TILEWISE_FLOAT16, 96, "cuda.mma_sync", "cuda.mma_sync", 86},
@@ -65,7 +65,7 @@ TEST(PlannerCuda, ChoosesFamilyAndTable) {
       {103, TILEWISE_BFLOAT16, 128, "cuda.mma_sync", "cuda.mma_sync", 90},
       {110, TILEWISE_BFLOAT16, 128, "cuda.mma_sync", "cuda.mma_sync", 90},
       {120, TILEWISE_BFLOAT16, 128, "cuda.mma_sync", "cuda.mma_sync", 120},
-      {121, TILEWISE_FLOAT32, 128, "cuda.mma_sync", "cuda.simt", 120},
+      {121, TILEWISE_FLOAT32, 128, "cuda.mma_sync", "cuda.mma_sync", 120},
   };
   const Gradients g{};
   for (const Golden& golden : cases) {
