@@ -45,10 +45,11 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   constexpr PaddedRows kPadded{Plan::kQueries};
   const Range row_tiles = Tiling{band.rows, Plan::kQueries}.touching(band.rows_of_any(keys));
   const int64_t head_tiles = kPadded.count(problem) / Plan::kQueries;
-  RowTile<C> tile{static_cast<int32_t>(row_tiles.begin * Plan::kQueries),
-                  static_cast<int32_t>(row_tiles.end * Plan::kQueries),
-                  static_cast<int32_t>(first_head * head_tiles + row_tiles.begin +
-                                       kPadded.first(problem, sequence.batch) / Plan::kQueries)};
+  const RowTile<C> first_tile{
+      static_cast<int32_t>(row_tiles.begin * Plan::kQueries),
+      static_cast<int32_t>(row_tiles.end * Plan::kQueries),
+      static_cast<int32_t>(first_head * head_tiles + row_tiles.begin +
+                           kPadded.first(problem, sequence.batch) / Plan::kQueries)};
 
   const int lane = ptx::lane_index();
   const int warp = ptx::warp_index();
@@ -65,7 +66,7 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   copy_keys<C>(shared + Plan::kK, problem.k, sequence.kv, work.head, keys, problem.head_dim);
   copy_keys<C>(shared + Plan::kV, problem.v, sequence.kv, work.head, keys, problem.head_dim_v);
   ptx::sync_block();
-  RowFeed<C> feed(p, sequence, first_head, tile, shared);
+  RowFeed<C> feed(p, sequence, first_head, first_tile, shared);
   int32_t steps = static_cast<int32_t>(row_tiles.size()) * group;  // still to be done
   feed.copy(p, 0, steps > 0);
   if constexpr (kStages == 3) {
@@ -75,7 +76,6 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   }
 
   const BlockFacts<C> facts(shared);
-  const ClearRows clear = facts.clear_rows();
   const float scale_log2 = exponent_scale(score_of(problem).scale);
   [[maybe_unused]] GeneralScores<C> general(problem, sequence, first_head,
                                             keys.begin + own_key + lane / 4);
@@ -90,7 +90,6 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   dk.fill(0.0f);
   dv.fill(0.0f);
 
-  [[maybe_unused]] int64_t head = first_head;
   int stage = 0;
 #pragma unroll 1
   for (; steps != 0; --steps) {
@@ -107,6 +106,7 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
     const ptx::SharedAddress own_lse =
         shared + Plan::kStatistics +
         static_cast<uint32_t>(stage * Plan::kStatisticsBytes + (own_query + lane % 4 * 2) * 4);
+    const TileRecord<C> record(shared, stage);
     const ptx::SharedAddress own_delta = own_lse + Plan::kQueries * 4;
     const uint32_t own_rows = static_cast<uint32_t>(own_query * Plan::kRowBytes);
     const ptx::SharedAddress ds_tile =
@@ -124,10 +124,10 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
         if (kStages == 2 && k == 1 && steps > 1) feed.copy_q(p, stage ^ 1);
       });
       if constexpr (!C::kGeneral) {
-        if (!clear.contains(tile.row)) {
+        if (record.masked()) {
           ptx::keep_branch();
           const float hidden = scale_log2 > 0.0f ? kMinusInfinity : -kMinusInfinity;
-          const int32_t query = tile.row + own_query + lane % 4 * 2;
+          const int32_t query = record.row() + own_query + lane % 4 * 2;
           KeyMask<C>(facts, own_key + lane / 4, query).apply(s, hidden);
         }
       }
@@ -139,9 +139,10 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
         }
       });
       if constexpr (C::kGeneral) {
-        const KeyMask<C> mask(facts, own_key + lane / 4, tile.row + own_query);
-        general.apply(s, dp, mask, problem.bias_stride_row, tile.row + own_query, own_lse,
-                      own_delta);
+        const int32_t row = record.row() + own_query;
+        const KeyMask<C> mask(facts, own_key + lane / 4, row);
+        general.start_head(problem, sequence, first_head + record.head());
+        general.apply(s, dp, mask, problem.bias_stride_row, row, own_lse, own_delta);
       }
 #pragma unroll
       for (int n = 0; n < Plan::kWarpQueries / 8; ++n) {
@@ -208,11 +209,12 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
       typename DqProduct<C>::Sums dq;
       dq.fill(0.0f);
       dq_product.add(dq, ds_tile, shared + Plan::kK);
-      float* to = p.dq_sum + int64_t{tile.index} * Plan::kDqTile;
+      const int32_t index = record.index();
+      float* to = p.dq_sum + int64_t{index} * Plan::kDqTile;
       if (p.turns != nullptr) {
-        wait_for_turn(p.turns + tile.index, facts, tile.row);
+        wait_for_turn(p.turns + index, facts, record.row());
         DqProduct<C>::reduce(dq, to, warp, lane);
-        pass_turn(p.turns + tile.index);
+        pass_turn(p.turns + index);
       } else {
         DqProduct<C>::reduce(dq, to, warp, lane);
       }
@@ -225,9 +227,6 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
       stage ^= 1;
     } else {
       stage = stage == 2 ? 0 : stage + 1;
-    }
-    if (tile.advance(facts)) {
-      if constexpr (C::kGeneral) general.start_head(problem, sequence, ++head);
     }
   }
 

@@ -65,7 +65,8 @@ struct BackwardPlan {
   static constexpr int kDS = kRows + kStages * 2 * kRowTileBytes;
   static constexpr int kP = kDS + kScoreTiles * kScoreTileBytes;
   static constexpr int kStatistics = kP + (kShareP ? kScoreTiles * kScoreTileBytes : 0);
-  static constexpr int kStatisticsBytes = 2 * kQueries * 4;  // per stage: row_lse, row_delta
+  // Per stage: row_lse, row_delta, TileRecord.
+  static constexpr int kStatisticsBytes = 2 * kQueries * 4 + 16;
   static constexpr int kFacts = kStatistics + kStages * kStatisticsBytes;
   static constexpr int kSharedBytes = kFacts + 48;
   static_assert(kSharedBytes <= arch::limits_of(C::Arch::kTable).shared_bytes);

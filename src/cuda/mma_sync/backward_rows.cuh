@@ -6,7 +6,7 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// A tile of rows of the walk: all tiles that the block needs, in one query head after the other.
+// The walk over all tiles of rows that the block needs, in one query head after the other.
 template <class C>
 struct RowTile {
   int32_t row;    // first row
@@ -22,6 +22,33 @@ struct RowTile {
     index += facts.skipped_tiles();
     return true;
   }
+};
+
+// What is known of the tile in a stage, beside its data.
+template <class C>
+class TileRecord {
+ public:
+  TILEWISE_DEVICE TileRecord(ptx::SharedAddress shared, int stage)
+      : at_(shared + static_cast<uint32_t>(BackwardPlan<C>::kStatistics +
+                                           stage * BackwardPlan<C>::kStatisticsBytes +
+                                           2 * BackwardPlan<C>::kQueries * 4)) {}
+
+  TILEWISE_DEVICE void store(const RowTile<C>& tile, bool masked, int32_t head) const {
+    const uint32_t x[4] = {static_cast<uint32_t>(tile.row), static_cast<uint32_t>(tile.index),
+                           masked ? 1u : 0u, static_cast<uint32_t>(head)};
+    ptx::st_shared_v4_b32(at_, x);
+  }
+  TILEWISE_DEVICE int32_t row() const { return get(0); }
+  TILEWISE_DEVICE int32_t index() const { return get(1); }
+  TILEWISE_DEVICE bool masked() const { return get(2) != 0; }
+  TILEWISE_DEVICE int32_t head() const { return get(3); }  // of the group
+
+ private:
+  TILEWISE_DEVICE int32_t get(int i) const {
+    return static_cast<int32_t>(ptx::ld_shared_b32(at_ + static_cast<uint32_t>(i * 4)));
+  }
+
+  ptx::SharedAddress at_;
 };
 
 // Q or dO: the chunks that this thread copies.
@@ -99,6 +126,10 @@ class RowFeed {
 
   // Q and the statistics of the next tile; then its dO, which ends the tile.
   TILEWISE_DEVICE void copy_q(const BackwardParams& p, int stage) {
+    if (ptx::thread_index() == 0) {
+      const bool masked = !BlockFacts<C>(shared_).clear_rows().contains(tile_.row);
+      TileRecord<C>(shared_, stage).store(tile_, masked, head_);
+    }
     q_.copy(stage_at(stage), p.problem.q, lanes_, rows_ - tile_.row);
     const int thread = ptx::thread_index();
     constexpr int kPerStatistic = Plan::kQueries / 4;
@@ -113,6 +144,7 @@ class RowFeed {
   TILEWISE_DEVICE void copy_d_out(const BackwardParams& p, int stage) {
     d_out_.copy(stage_at(stage) + Plan::kRowTileBytes, p.gradients.dout, lanes_, rows_ - tile_.row);
     if (tile_.advance(BlockFacts<C>(shared_))) {
+      if constexpr (C::kGeneral) ++head_;
       q_.next_head(p.problem.q, tile_.end - tile_.row);
       d_out_.next_head(p.gradients.dout, tile_.end - tile_.row);
     }
@@ -137,6 +169,7 @@ class RowFeed {
   ptx::SharedAddress shared_;
   int32_t rows_;  // of the sequence, less the first row of this thread
   RowTile<C> tile_;
+  int32_t head_ = 0;
 };
 
 // K or V of the block, once. Keys past the last and columns past the last become 0.
