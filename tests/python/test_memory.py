@@ -53,6 +53,18 @@ def test_workspace_is_linear(backward, dtype, isa):
     assert sizes[2] <= per_token * 2**18 + 64 * MIB
 
 
+@pytest.mark.abi("cuda", "emulator")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_workspace_of_a_gpu_is_linear(backward, dtype):
+    """dq's sums, row statistics and flags: per token a few fp32 rows of each head."""
+    case = Case(dtype, (8,), (8,), heads_kv=4, head_dim=64, head_dim_v=64, window=(-1, 0))
+    sizes = [workspace(case, n, n, backward=backward) for n in (2**14, 2**15, 2**18)]
+    assert sizes[1] <= 2 * sizes[0] + MIB
+    assert sizes[2] <= 16 * sizes[0] + MIB
+    assert sizes[2] <= 4 * 4 * (64 * 2 + 8) * 2**18 + 64 * MIB
+
+
 PROGRAM = """
 import json, resource, sys
 sys.path[:0] = {paths!r}

@@ -76,6 +76,8 @@ def versions() -> dict[str, str]:
     if release:
         found["nvcc"] = release.group(1)
     found["compiler"] = _first_line("c++", "--version")
+    header = (ROOT / "include" / "tilewise" / "version.h").read_text()
+    found["tilewise"] = ".".join(re.findall(r"define TILEWISE_VERSION_\w+\s+(\d+)", header)[:3])
     found["commit"] = _first_line("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
     return {name: text for name, text in found.items() if text}
 

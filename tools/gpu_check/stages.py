@@ -138,8 +138,9 @@ def smoke(setup: Setup, limit: float) -> Report:
     env = {name: driver_environment(setup, architecture_of(name)) for name in second}
     left = max(20, limit - (time.monotonic() - begin))
     ended = run_all(second, left, setup.logs / "smoke", env)
-    kernels = {k for e in ended.values() for k in re.findall(r"cuda\.\S+ tile \S+", e.output())}
-    report: Report = {"passed": True, "kernels": sorted(kernels)}
+    chosen = {k for e in ended.values() for k in re.findall(r"cuda\.\S+ tile \S+", e.output())}
+    kernels = sorted({k.split()[0] for k in chosen})
+    report: Report = {"passed": True, "kernels": kernels, "tiles": sorted(chosen)}
     for name, each in {**warmed, **ended}.items():
         if each.status != 0:
             say(f"  {name}:")
