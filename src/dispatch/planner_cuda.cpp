@@ -44,7 +44,11 @@ std::string tile_text(const cuda::Plan& plan, const Device& device) {
                      " for head_dim " + std::to_string(plan.head_dim);
   if (plan.architecture != 0) {
     text += " of table sm_" + std::to_string(plan.architecture);
-    if (device.gpu.table != 0) text += " (forced)";
+    if (device.gpu.table != 0) {
+      text += " (forced)";
+    } else if (plan.architecture != cuda::arch::limits_of(device.gpu.sm).table) {
+      text += " (its own is not in this build)";
+    }
     if (plan.unit->tf32) text += ", TF32";
     text += plan.general ? ", general form" : ", plain form";
   }

@@ -117,7 +117,11 @@ TEST(PlannerCuda, UsesWhatIsInside) {
   const DescribedBuild build({{0, k80, {}}, {80, k80, {}}});
   const Problem p = problem(TILEWISE_BFLOAT16, 1, 2048, 2048, 8, 64);
   EXPECT_EQ(forward(p, gpu_with(80, build.inventory)).architecture, 80);
-  EXPECT_EQ(forward(p, gpu_with(89, build.inventory)).architecture, 80);
+  const Device ada = gpu_with(89, build.inventory);
+  EXPECT_EQ(forward(p, ada).architecture, 80);
+  EXPECT_NE(explain(plan(p, nullptr, ada), p, nullptr, ada)
+                .find("of table sm_80 (its own is not in this build)"),
+            std::string::npos);
   EXPECT_EQ(plan(p, nullptr, gpu_with(90, build.inventory)).status, TILEWISE_UNSUPPORTED);
   EXPECT_EQ(plan(p, nullptr, gpu_with(75, build.inventory)).status, TILEWISE_UNSUPPORTED);
 }
