@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/problem.h"
+#include "base/divisor.h"
 #include "base/math.h"
 
 namespace tilewise::cuda {
@@ -21,11 +22,11 @@ struct TileOrder {
     int32_t sequence;
   };
 
-  int32_t tiles = 0;  // of one dense sequence
-  int32_t heads = 1;
+  Divisor tiles = 0;  // of one dense sequence
+  Divisor heads = 1;
   int32_t sequences = 0;
-  int32_t splits = 1;
-  int32_t section = 1;        // (head, sequence) pairs walked together
+  Divisor splits = 1;
+  Divisor section = 1;        // (head, sequence) pairs walked together
   int32_t longest_first = 0;  // 0: tile by tile of a head; 1: last tiles first; 2: first ones first
   const Entry* table = nullptr;  // [sequences + 1], the last entry holds the total
 
@@ -36,11 +37,10 @@ struct TileOrder {
     int32_t split;
   };
 
-  // 32-bit throughout: a division of 64-bit numbers takes a hundred instructions on a GPU.
   TILEWISE_FN Work at(int64_t block) const {
     const auto all = static_cast<int32_t>(block);
-    const int32_t index = all / splits;
-    const int32_t split = all - index * splits;
+    const int32_t index = splits.quotient(all);
+    const int32_t split = splits.remainder(all);
     Work w = table == nullptr ? dense(index) : ragged(index);
     w.split = split;
     return w;
@@ -52,21 +52,21 @@ struct TileOrder {
   }
 
   TILEWISE_FN Work dense(int32_t index) const {
-    const int32_t pairs = heads * sequences;
     int32_t tile;
     int32_t pair;
     if (longest_first == 0) {
-      tile = index % tiles;
-      pair = index / tiles;
+      pair = tiles.quotient(index);
+      tile = tiles.remainder(index);
     } else {
-      const int32_t per_section = section * tiles;
-      const int32_t first = index / per_section * section;
-      const int32_t inside = index % per_section;
-      const int32_t width = min(section, pairs - first);
-      tile = inside / width;
-      pair = first + inside % width;
+      // Sections of `section` pairs, the last one narrower; inside, all pairs of a tile.
+      const int32_t first = section.quotient(tiles.quotient(index)) * section;
+      const int32_t inside = index - first * tiles;
+      const int32_t left = heads * sequences - first;
+      const bool whole = left >= section;
+      tile = whole ? section.quotient(inside) : inside / left;
+      pair = first + inside - tile * min<int32_t>(section, left);
     }
-    return {placed(tile, tiles), pair % heads, pair / heads, 0};
+    return {placed(tile, tiles), heads.remainder(pair), heads.quotient(pair), 0};
   }
 
   TILEWISE_FN Work ragged(int32_t index) const {
@@ -83,7 +83,7 @@ struct TileOrder {
     const int32_t count = table[low + 1].first - table[low].first;
     const int32_t inside = index - table[low].first * heads;
     if (longest_first == 0) return {inside % count, inside / count, table[low].sequence, 0};
-    return {placed(inside / heads, count), inside % heads, table[low].sequence, 0};
+    return {placed(heads.quotient(inside), count), heads.remainder(inside), table[low].sequence, 0};
   }
 };
 

@@ -13,6 +13,11 @@ TILEWISE_DEVICE uint32_t cvt_f16x2(float low, float high) { return emulator::cvt
 TILEWISE_DEVICE uint32_t cvt_bf16x2(float low, float high) {
   return emulator::cvt_bf16x2(low, high);
 }
+// Rounded to the 11 bits that tf32 products read, ties away from zero; the low 13 bits are 0.
+TILEWISE_DEVICE uint32_t cvt_tf32(float x) {
+  const uint32_t bits = emulator::bits_of(x);
+  return x != x ? 0x7fffe000u : (bits + 0x1000u) & 0xffffe000u;
+}
 TILEWISE_DEVICE uint32_t mul_f16x2(uint32_t a, uint32_t b) { return emulator::mul_f16x2(a, b); }
 TILEWISE_DEVICE uint32_t mul_bf16x2(uint32_t a, uint32_t b) { return emulator::mul_bf16x2(a, b); }
 // 2^x and log2(x): relative error 2^-22, subnormal numbers are 0.
@@ -48,6 +53,11 @@ TILEWISE_DEVICE uint32_t cvt_f16x2(float low, float high) {
 TILEWISE_DEVICE uint32_t cvt_bf16x2(float low, float high) {
   uint32_t r;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+TILEWISE_DEVICE uint32_t cvt_tf32(float x) {  // sm_80
+  uint32_t r;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
   return r;
 }
 TILEWISE_DEVICE uint32_t mul_f16x2(uint32_t a, uint32_t b) {

@@ -33,7 +33,7 @@ struct Fragment<F32> {
   uint32_t low[4];
 };
 
-// Rounds r to tf32 and keeps what that leaves in `low` (fp32 only).
+// Rounds r to tf32 (a product would cut it) and keeps what that leaves in `low` (F32 only).
 template <class Element>
 TILEWISE_DEVICE void split(Fragment<Element>&) {}
 
@@ -46,8 +46,12 @@ TILEWISE_DEVICE void split(Fragment<F32>& f) {
   }
 }
 
-// --- loads
-// -----------------------------------------------------------------------------------------
+template <>
+TILEWISE_DEVICE void split(Fragment<Tf32>& f) {
+  for (uint32_t& x : f.r) x = ptx::cvt_tf32(ptx::float_of(x));
+}
+
+// --- loads ---
 
 // 16 rows of A, or 16 rows of a B that is stored [n][k], at one step.
 template <class Element>
@@ -117,8 +121,7 @@ using TransposedB = TransposedOffsets<Element, kRowBytes, Lanes::rows_first>;
 template <class Element, int kRowBytes>
 using TransposedA = TransposedOffsets<Element, kRowBytes, Lanes::chunks_first>;
 
-// --- sums
-// ------------------------------------------------------------------------------------------
+// --- sums ---
 
 // kRows x 16 rows and kColumns x 8 columns of fp32 sums. With g = lane / 4, t = lane % 4,
 // x[m][n][0..3] is (16m + g, 8n + 2t), (16m + g, 8n + 2t + 1), and the same in row 16m + g + 8.
