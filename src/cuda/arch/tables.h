@@ -21,7 +21,7 @@ struct Sm90 {
 
   static constexpr ForwardTile forward(int element_bytes, int head_dim) {
     if (element_bytes == 2) {
-      if (head_dim <= 64) return {4, 32, 96, 3, 2};
+      if (head_dim <= 64) return {4, 32, 128, 3, 2};
       if (head_dim <= 128) return {4, 32, 64, 4, 2};
       return {4, 16, 64, 2, 2};
     }
@@ -101,6 +101,7 @@ struct Sm120 {
   static constexpr bool kWideMma = true;
 
   static constexpr ForwardTile forward(int element_bytes, int head_dim) {
+    if (element_bytes == 4 && head_dim <= 64) return {4, 16, 64, 2, 2};
     return Sm86::forward(element_bytes, head_dim);
   }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {

@@ -176,8 +176,8 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
   const ptx::SharedAddress q = ptx::shared_address(ptx::shared_memory());
   const ptx::SharedAddress q_of_warp =
       q + ptx::warp_index() * (C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes);
-  KvRing<C> ring(problem, work.sequence.kv, work.rows.first_head / heads_per_key(problem), work.tiles,
-                 q + kQueryTileBytes<C>);
+  KvRing<C> ring(problem, work.sequence.kv, work.rows.first_head / heads_per_key(problem),
+                 work.tiles, q + kQueryTileBytes<C>);
   load_queries<C>(problem, work, q);
   ring.start();
 
@@ -201,7 +201,7 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
     ring.release();
 
     if (terms) general.apply(problem, kept, s, tile, place);
-    if constexpr (decltype(masked)::value) mask<C>(s, kept, tile, place);
+    if (masked) mask<C>(s, kept, tile, place);
     softmax.raise(s, o);
     softmax.exponentiate(s);
     if (dropout) general.drop(problem, kept, s, tile, place);
@@ -211,14 +211,19 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
     ring.release();
   };
   int32_t tile = uniform(work.tiles.last);
+  if constexpr (C::kGeneral) {
 #pragma unroll 1
-  while (tile >= kept.tiles.first) {
-    if (tile < kept.tiles.full_end) {
-      const int32_t full_begin = uniform(kept.tiles.full_begin);
+    for (; tile >= kept.tiles.first; --tile) step(tile, kept.tiles.masked(tile));
+  } else {
 #pragma unroll 1
-      for (; tile >= full_begin; --tile) step(tile, std::false_type{});
+    while (tile >= kept.tiles.first) {
+      if (tile < kept.tiles.full_end) {
+        const int32_t full_begin = uniform(kept.tiles.full_begin);
+#pragma unroll 1
+        for (; tile >= full_begin; --tile) step(tile, std::false_type{});
+      }
+      if (tile >= kept.tiles.first) step(tile--, std::true_type{});
     }
-    if (tile >= kept.tiles.first) step(tile--, std::true_type{});
   }
 
   tile::wait<typename C::Arch, 0>();

@@ -16,28 +16,29 @@ struct GeneralTerms {
     on_scores = p.softcap != 0.0f || p.alibi_slopes != nullptr || p.bias != nullptr;
   }
 
-  // Products become scores in natural units.
+  // Products become scores in natural units. One pass over the scores per option, so that a switch
+  // is asked once and not once per score.
   TILEWISE_DEVICE void apply(const Problem& p, const BlockWork& work, Scores<C>& s, int32_t tile,
                              const LanePlace<C>& place) const {
+    using Storage = typename C::Element::Storage;
     const int32_t key0 = tile * C::kForward.keys + place.column;
-#pragma unroll
-    for (int m = 0; m < C::kForward.warp_rows / 16; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int32_t r = min(place.row(m, h), work.rows.count - 1);
-        const RowTerms row =
-            ScoreTerms::row(p, work.sequence, work.rows.first + work.rows.row(r), work.head(r));
-#pragma unroll
-        for (int n = 0; n < C::kForward.keys / 8; ++n) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& x = s.x[m][n][2 * h + e];
-            // Past the last key there is no bias; the mask follows.
-            x = terms.at(x, row, min(key0 + 8 * n + e, work.tiles.keys - 1)).value;
-          }
-        }
-      }
+    each(s, work, place, [&](int32_t) {
+      return [&](float x, int) { return terms.score.template cap<DeviceMath>(x).value; };
+    });
+    if (p.alibi_slopes != nullptr) {
+      each(s, work, place, [&](int32_t r) {
+        const RowTerms row = row_terms(p, work, r);
+        return [=](float x, int n) {
+          const int32_t distance = row.diagonal - key0 - n;
+          return x - row.slope * static_cast<float>(distance < 0 ? -distance : distance);
+        };
+      });
     }
+    if (p.bias == nullptr) return;
+    if (p.bias_dtype == TILEWISE_FLOAT32)
+      add_bias<float>(p, work, s, key0, place);
+    else
+      add_bias<Storage>(p, work, s, key0, place);
   }
 
   // Zeroes the weights that are dropped. Eight keys of a row are one block of random words, and of
@@ -69,6 +70,40 @@ struct GeneralTerms {
   }
 
  private:
+  TILEWISE_DEVICE static RowTerms row_terms(const Problem& p, const BlockWork& work, int32_t r) {
+    return ScoreTerms::row(p, work.sequence, work.rows.first + work.rows.row(r), work.head(r));
+  }
+
+  // Replaces every score x by of_row(packed row)(x, key - first key of the lane). Rows that do not
+  // exist stand for the last one.
+  template <class OfRow>
+  TILEWISE_DEVICE static void each(Scores<C>& s, const BlockWork& work, const LanePlace<C>& place,
+                                   OfRow&& of_row) {
+#pragma unroll
+    for (int m = 0; m < C::kForward.warp_rows / 16; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const auto change = of_row(min(place.row(m, h), work.rows.count - 1));
+#pragma unroll
+        for (int n = 0; n < C::kForward.keys / 8; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            s.x[m][n][2 * h + e] = change(s.x[m][n][2 * h + e], 8 * n + e);
+        }
+      }
+    }
+  }
+
+  template <class T>
+  TILEWISE_DEVICE static void add_bias(const Problem& p, const BlockWork& work, Scores<C>& s,
+                                       int32_t key0, const LanePlace<C>& place) {
+    const int32_t last = work.tiles.keys - 1 - key0;  // past the last key there is no bias
+    each(s, work, place, [&](int32_t r) {
+      const T* bias = static_cast<const T*>(p.bias) + row_terms(p, work, r).bias + key0;
+      return [=](float x, int n) { return n > last ? x : x + to_float(bias[n]); };
+    });
+  }
+
   // Lane t of a quad gives word j to lane j and receives into word[i] that of lane i.
   TILEWISE_DEVICE static void exchange(uint32_t (&word)[4], int t) {
     permute(word, t);
