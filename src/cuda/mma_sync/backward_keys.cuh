@@ -100,9 +100,12 @@ TILEWISE_DEVICE void store_keys(const tilewise_tensor& view, ptx::SharedAddress 
 // The sums of the block to dk and dv, by way of the shared memory of K and V.
 template <class C>
 TILEWISE_DEVICE void finish_keys(const BackwardParams& p, const KeySums<C>& dk,
-                                 const KeySums<C>& dv, ptx::SharedAddress shared, int row,
-                                 int column) {
+                                 const KeySums<C>& dv, ptx::SharedAddress shared) {
   using Plan = BackwardPlan<C>;
+  // Computed again, so that no register holds it through the loop.
+  const int warp = static_cast<int>(ptx::recent(static_cast<uint32_t>(ptx::thread_index()))) / 32;
+  const int row = warp / Plan::kTile.query_warps * 32;
+  const int column = warp % Plan::kTile.query_warps * Plan::kColumns;
   if (p.key_flags.data != nullptr && ptx::any(!is_finite<C>(dk) || !is_finite<C>(dv)) &&
       ptx::lane_index() == 0) {
     p.key_flags.data[ptx::block_index()] = 1;

@@ -98,7 +98,7 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
       ptx::sync_block();
     }
     const auto columns = column_offsets.recent();
-    const auto scores = score_offsets.recent();
+    const auto scores = Plan::kRecentScores ? score_offsets.recent() : score_offsets;
     const int score_tile = kStages == 3 ? steps & 1 : 0;
     const ptx::SharedAddress q =
         shared + Plan::kRows + static_cast<uint32_t>(stage * 2 * Plan::kRowTileBytes);
@@ -232,7 +232,7 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
 
   tile::wait<Arch, 0>();
   ptx::sync_block();
-  finish_keys<C>(p, dk, dv, shared, own_key, own_column);
+  finish_keys<C>(p, dk, dv, shared);
 }
 
 }  // namespace tilewise::cuda::mma_sync

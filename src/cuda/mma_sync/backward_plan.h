@@ -36,6 +36,9 @@ struct BackwardPlan {
   // 4-byte elements take too many registers: there the own dS comes from shared memory, too.
   static constexpr bool kKeepDS = kBytes == 2 || !kTile.early_barrier;
   static constexpr bool kShareP = kTile.query_warps > 1;
+  // Computing the addresses of the score tiles in every step saves registers; the one instance
+  // that has them to spare spills less without (ptxas of CUDA 13.0).
+  static constexpr bool kRecentScores = kBytes == 4 || kShareP || !C::Arch::kVectorReduction;
   static constexpr int kColumns = C::kHeadDim / kTile.query_warps;
   static_assert(kTile.split_columns == kShareP && kColumns % 16 == 0);
 

@@ -6,12 +6,12 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// d += a b of `kSteps` steps, fp32 in groups that the tensor cores sum: short chains, so the groups
-// are twice as long as in sums over a sequence. `step(part, k)` multiplies one step.
+// d += a b of `kSteps` steps, fp32 in groups that the tensor cores sum. `step(part, k)` multiplies
+// one step.
 template <class Element, int kSteps, class Sums, class Step>
 TILEWISE_DEVICE void add_in_groups(Sums& d, Step&& step) {
   constexpr int kInCore = tile::kStepsInCore<Element>;
-  constexpr int kGroup = kInCore == 0 ? kSteps : min(kSteps, 2 * kInCore);
+  constexpr int kGroup = kInCore == 0 ? kSteps : min(kSteps, kInCore);
 #pragma unroll
   for (int k = 0; k < kGroup; ++k) step(d, k);
 #pragma unroll
