@@ -50,6 +50,7 @@ struct Sm80 {
   static constexpr bool kWideMma = true;
 
   static constexpr ForwardTile forward(int element_bytes, int head_dim) {
+    if (element_bytes == 2 && head_dim <= 64) return {4, 32, 80, 3, 2};
     if (element_bytes == 2 && head_dim > 128) return {4, 16, 64, 2, 1};
     if (element_bytes == 2 && head_dim > 96) return {4, 32, 64, 2, 2};
     if (element_bytes == 2 && head_dim > 64) return {4, 32, 64, 3, 2};
