@@ -106,9 +106,13 @@ def put(x: torch.Tensor) -> torch.Tensor:
 
 
 def moved(value: object) -> object:
-    """Tensors in lists and dictionaries that were made before the test, on torch's device."""
+    """Tensors in dictionaries that were made before the test, on torch's device, strides and all:
+    Tensor.to makes a view with gaps contiguous."""
     if isinstance(value, torch.Tensor):
-        return value.to(torch.get_default_device())
+        whole = torch.empty(0, dtype=value.dtype, device=value.device)
+        whole.set_(value.untyped_storage())
+        whole = whole.to(torch.get_default_device())
+        return whole.as_strided(value.shape, value.stride(), value.storage_offset())
     if isinstance(value, dict):
         return {name: moved(x) for name, x in value.items()}
     return value

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import tilewise
+from bounds import FORWARD_FACTOR
 
 pytestmark = pytest.mark.tensors("cuda")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -106,13 +107,22 @@ def test_torch_asks_for_determinism():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
 def test_no_worse_than_flash_attention_of_torch(dtype, causal):
-    """Long rows, where errors add up: within 1.2 of torch's error against float64."""
+    """Long rows, where errors add up: on average within 1.2 of torch's kernel, against float64.
+
+    The largest of a million errors is that of one element, whichever kernel rounded it the wrong
+    way; it is held to the bound of every test, a multiple of a plain computation's in this dtype.
+    """
     q, k, v = (x.detach().transpose(1, 2) for x in inputs(dtype, 2048, 2048, 4, 4, 128))
     want = sdpa(*(x.double() for x in (q, k, v)), is_causal=causal)
     ours = tilewise.attention(q, k, v, causal=causal, layout="bhsd").double() - want
-    theirs = sdpa(q, k, v, is_causal=causal).double() - want
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        theirs = sdpa(q, k, v, is_causal=causal).double() - want
     assert ours.abs().mean() <= 1.2 * theirs.abs().mean()
-    assert ours.abs().max() <= 1.5 * theirs.abs().max()
+    scores = q @ k.mT / math.sqrt(128)
+    if causal:
+        scores.masked_fill_(torch.ones(2048, 2048, dtype=torch.bool).triu(1), -math.inf)
+    plain = (torch.softmax(scores, dim=-1) @ v).double() - want
+    assert ours.abs().max() <= FORWARD_FACTOR * plain.abs().max()
 
 
 def test_fp32_is_as_exact_as_torch_and_tf32_is_asked_for():
