@@ -18,17 +18,41 @@ def index(places: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.asarray(places, np.int64)).to(device)
 
 
+def to_tf32(x: torch.Tensor) -> torch.Tensor:
+    """The nearest numbers of 11 bits."""
+    bits = x.contiguous().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+class _Tf32Product(torch.autograd.Function):
+    """a @ b of rounded operands, and so are its gradients. Written out, because cuBLAS leaves
+    TF32 for fp32 without a word where an operand's alignment does not suit it."""
+
+    @staticmethod
+    def forward(ctx, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a, b = to_tf32(a), to_tf32(b)
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = ctx.saved_tensors
+        grad = to_tf32(grad)
+        return grad @ b.mT, a.mT @ grad
+
+
 def _one_sequence(
     b: Built, part: oracle.Part, leaves: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out [n, Hq, Dv] and lse [n, Hq] of one sequence, every step rounded to `dtype`."""
     c, o = b.case, b.options()
+    product = _Tf32Product.apply if c.tf32 else torch.matmul
     n, m = len(part.rows), len(part.keys)
     rows, keys = (index(x, b.q.device) for x in (part.rows, part.grad_keys))
     q = leaves["q"][rows].transpose(0, 1)
     k = leaves["k"][keys].repeat_interleave(c.group, dim=1).transpose(0, 1)
     v = leaves["v"][keys].repeat_interleave(c.group, dim=1).transpose(0, 1)
-    s = (q @ k.transpose(1, 2)) * leaves["scale"]
+    s = product(q, k.transpose(1, 2)) * leaves["scale"]
     if c.softcap > 0:
         s = c.softcap * torch.tanh(s / c.softcap)
     i, j = np.ogrid[:n, :m]
@@ -53,7 +77,7 @@ def _one_sequence(
     if c.dropout_p > 0:
         kept = torch.from_numpy(oracle.kept(o, part.batch, c.heads, n, m)).to(p.device)
         p = p * kept / (1 - c.dropout_p)
-    return (p @ v).transpose(0, 1), lse.transpose(0, 1)
+    return product(p, v).transpose(0, 1), lse.transpose(0, 1)
 
 
 def errors(b: Built, want: oracle.Result) -> dict[str, float]:
