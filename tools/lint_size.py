@@ -1,7 +1,7 @@
 """Size lint: what a reader can hold in mind at once.
 
-Files of code up to 500 lines, functions up to 80 (150 in a kernel), lines up to 100 columns; inside the library,
-inline assembly only in src/cuda/ptx. Run: python tools/lint_size.py
+Files of code up to 500 lines, functions up to 80 (150 in a kernel), lines up to 100 columns;
+inside the library, inline assembly only in src/cuda/ptx. Run: python tools/lint_size.py
 """
 
 from __future__ import annotations
