@@ -89,8 +89,9 @@ struct BackwardParams {
   Flags key_flags;  // written by the main kernel, per block
   Flags row_flags;  // written by the finish kernel, per block
   // [heads_q, rows.count], written by the prepare kernel for its own family. mma_sync:
-  // row_lse = -lse / ln 2 and row_delta = dlse - sum(out dout), so that P = exp2(S / ln 2 + row_lse)
-  // and dS = P (dP + row_delta); a row that is not in use or sees no key has -1e30 and 0: its P is 0.
+  // row_lse = -lse / ln 2 and row_delta = dlse - sum(out dout), so that dS = P (dP + row_delta)
+  // with P = exp2(S / ln 2 + row_lse); a row that is not in use or sees no key has -1e30 and 0: its
+  // P is 0.
   float* row_lse;
   float* row_delta;
   float* dq_sum;   // [heads_q, rows.count, head-dim tile], private order inside a tile
