@@ -141,6 +141,7 @@ Options::Options(Arguments& arguments)
       num_splits(arguments.integer()),
       deterministic(arguments.flag()),
       tf32(arguments.flag()),
+      check(arguments.flag()),
       heads_first(arguments.flag()) {}
 
 int64_t Problem::keys() const {
@@ -183,6 +184,7 @@ Problem describe(const Tensor& q, const Tensor& k, const Tensor& v, const Option
   a.num_splits = static_cast<int32_t>(options.num_splits);
   a.deterministic = options.deterministic ? 1 : 0;
   a.tf32 = options.tf32 ? 1 : 0;
+  a.check = options.check ? 1 : 0;
   return problem;
 }
 

@@ -44,7 +44,7 @@ struct Options {
   int64_t window_left, window_right;
   double softcap, dropout_p;
   int64_t max_seqlen_q, max_seqlen_k, num_splits;
-  bool deterministic, tf32, heads_first;
+  bool deterministic, tf32, check, heads_first;
 };
 
 // The problem in the words of the C ABI; `out` and `lse` are filled in by the caller.

@@ -42,6 +42,7 @@ class Extras(NamedTuple):
     num_splits: int = 0
     deterministic: bool = False
     tf32: bool = False
+    check: bool = False
 
 
 def attention(
@@ -71,6 +72,7 @@ def attention(
     a.num_splits = extras.num_splits
     a.deterministic = int(extras.deterministic)
     a.tf32 = int(extras.tf32)
+    a.check = int(extras.check)
     return a
 
 

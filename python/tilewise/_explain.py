@@ -87,7 +87,7 @@ def explain(
     sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
     deterministic: bool = False, tf32: bool = False, layout: str = "bshd", cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-    seqused_q: Any = None, seqused_k: Any = None, block_table: Any = None,
+    seqused_q: Any = None, seqused_k: Any = None, block_table: Any = None, check: bool = False,
 ) -> Explanation:  # fmt: skip
     """What ``attention`` (with cu_seqlens_q: ``attention_varlen``) will run, without running it.
 
@@ -99,7 +99,7 @@ def explain(
     """
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic, tf32,
+        deterministic, tf32, check,
     )  # fmt: skip
     sequences = None
     if cu_seqlens_q is not None:

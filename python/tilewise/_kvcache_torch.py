@@ -11,7 +11,16 @@ from . import _check, _ops
 from ._ops import Options
 from ._request import Request
 from ._torch import score_options
-from .kvcache import NewKeys, Where, check_cache, check_new, check_pages, split_count
+from .kvcache import (
+    Entries,
+    NewKeys,
+    Where,
+    check_cache,
+    check_entries,
+    check_new,
+    check_pages,
+    split_count,
+)
 
 
 def index_tensor(x: Tensor | None, device: torch.device) -> Tensor | None:
@@ -77,6 +86,43 @@ def append(
     return rotated if rotates else q, options._replace(seqused_k=seqused_k)
 
 
+def _numbers(x: Tensor | None) -> Any:
+    return None if x is None else x.tolist()
+
+
+def _entries(q: Tensor, k_cache: Tensor, options: Options, new: NewKeys) -> Entries:
+    """On the host; the shapes of index tensors are checked first, as the operators do."""
+    batch, table = q.shape[0], options.block_table
+    for name, index in (
+        ("cache_batch_idx", options.kv_batch_idx),
+        ("cache_leftpad", options.leftpad_k),
+    ):
+        if index is not None:
+            _check.shape(name, index, (batch,), "one number per sequence")
+    if check_new(new):
+        _check.shape("k", new.k, (batch, None, None, None), "[batch, new keys, heads, head_dim]")
+    rows, page_size = k_cache.shape[:2]
+    capacity = page_size if table is None else table.shape[1] * page_size
+    count = 0 if new.k is None else new.k.shape[1]
+    rotated = 0
+    if new.rotary_cos is not None:
+        all_alike = options.window_left < 0 and options.window_right < 0
+        rotated = max(count, min(q.shape[1], 1) if all_alike else q.shape[1])
+    return Entries(
+        lengths=[capacity] * batch if new.lengths is None else _numbers(new.lengths),
+        appended=count,
+        capacity=capacity,
+        leftpad=_numbers(options.leftpad_k),
+        batch_idx=_numbers(options.kv_batch_idx),
+        cache_batch=rows,
+        table=_numbers(table),
+        pages=rows,
+        page_size=page_size,
+        rotated=rotated,
+        rotary_rows=0 if new.rotary_cos is None else new.rotary_cos.shape[0],
+    )
+
+
 @torch.no_grad()
 def attention_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, new: NewKeys, request: Request, where: Where
@@ -93,5 +139,7 @@ def attention_with_kvcache(
         num_splits=split_count(where.num_splits),
     )
     new = new._replace(lengths=cache_lengths(new.lengths, batch, q.device))
+    if where.check:
+        check_entries(_entries(q, k_cache, options, new))
     q, options = append(q, k_cache, v_cache, options, new)
     return _ops.forward(q, k_cache, v_cache, options)

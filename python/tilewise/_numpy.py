@@ -222,6 +222,7 @@ def _describe_problem(
         dropout_p=dropout_p,
         deterministic=bool(request.deterministic),
         tf32=bool(request.tf32),
+        check=bool(request.check),
     )
     dtype = _abi.DTYPES[str(q.dtype)]
     a = _describe.attention(view(q), view(k), view(v), dtype, extras)

@@ -23,7 +23,7 @@ _OPTIONS = (
     "Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? scale_tensor, Tensor? dropout_state, "
     "float scale, int window_left, int window_right, float softcap, float dropout_p, "
     "int max_seqlen_q, int max_seqlen_k, int num_splits, bool deterministic, bool tf32, "
-    "bool heads_first"
+    "bool check, bool heads_first"
 )
 # Dense, a scale and a band: tensors are in "bhsd" order when heads_first is set (tilewise._plain).
 _PLAIN = (
@@ -74,6 +74,7 @@ class Options(NamedTuple):
     num_splits: int = 0
     deterministic: bool = False
     tf32: bool = False
+    check: bool = False  # of the index tensors' entries on a GPU; waits for it
     heads_first: bool = False
 
 

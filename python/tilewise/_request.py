@@ -21,6 +21,7 @@ class Request(NamedTuple):
     return_lse: bool = False
     deterministic: bool = False
     tf32: bool = False
+    check: bool = False
 
 
 class Sequences(NamedTuple):

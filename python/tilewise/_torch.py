@@ -166,6 +166,7 @@ def score_options(q: Tensor, batch: int, request: Request) -> _ops.Options:
         dropout_p=dropout_p,
         deterministic=bool(request.deterministic) or torch.are_deterministic_algorithms_enabled(),
         tf32=bool(request.tf32),
+        check=bool(request.check),
     )
 
 

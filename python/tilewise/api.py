@@ -100,7 +100,7 @@ def attention_varlen(
     seqused_k: Any = None, block_table: Any = None, causal: bool = False,
     window: Window = _UNBOUNDED, scale: Any = None, softcap: float = 0.0, bias: Any = None,
     alibi_slopes: Any = None, sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
-    deterministic: bool = False, tf32: bool = False,
+    deterministic: bool = False, tf32: bool = False, check: bool = False,
 ) -> Any:  # fmt: skip
     """Exact attention of sequences of different lengths, laid end to end.
 
@@ -131,6 +131,10 @@ def attention_varlen(
         return_lse: Likewise.
         deterministic: Likewise.
         tf32: Likewise.
+        check: Verify the entries of the index tensors on a GPU before anything is computed, in
+            forward and backward: a kernel, and the call waits for the GPU, so that it cannot be
+            captured in a CUDA graph. Without it, entries that do not fit are undefined behaviour
+            there. The CPU always verifies.
 
     Returns:
         out [total_q, heads_q, head_dim_v]; with return_lse also lse, float32 [heads_q, total_q].
@@ -145,7 +149,7 @@ def attention_varlen(
     )
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic, tf32,
+        deterministic, tf32, check,
     )  # fmt: skip
     return _backend(q).attention_varlen(q, k, v, sequences, request)
 

@@ -31,6 +31,7 @@ class Where(NamedTuple):
     cache_leftpad: Any = None
     block_table: Any = None
     num_splits: int = 0
+    check: bool = False
 
 
 def split_count(num_splits: int) -> int:
@@ -117,6 +118,52 @@ def check_pages(xp: Any, table: Any, cache: Any, seqused: Any, leftpad: Any) -> 
     )
 
 
+class Entries(NamedTuple):
+    """The entries of index arrays, as lists on the host, and the sizes they are limited by."""
+
+    lengths: list[int]  # keys in the cache before the append
+    appended: int  # new keys of each sequence
+    capacity: int  # keys of a row of the caches, or of block_table
+    leftpad: list[int] | None = None
+    batch_idx: list[int] | None = None
+    cache_batch: int = 0
+    table: list[list[int]] | None = None
+    pages: int = 0
+    page_size: int = 1
+    rotated: int = 0  # rows of a sequence that are rotated
+    rotary_rows: int = 0
+
+
+def _entry(name: str, value: int, low: int, high: int, what: str) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}, but must be from {low} to {high}: {what}")
+
+
+def check_entries(e: Entries) -> None:
+    """Refuses entries that would have keys read or written outside the caches."""
+    seen: dict[int, int] = {}
+    for b, row in enumerate(e.batch_idx or ()):
+        _entry(f"cache_batch_idx[{b}]", row, 0, e.cache_batch - 1, "a row of k_cache")
+        if e.appended and seen.setdefault(row, b) != b:
+            raise ValueError(
+                f"cache_batch_idx[{b}] is {row}, as that of sequence {seen[row]}, but new keys "
+                "must go to rows of their own"
+            )
+    for b, length in enumerate(e.lengths):
+        room = f"with {e.appended} new keys, the cache holds {e.capacity}"
+        _entry(f"cache_seqlens[{b}]", length, 0, e.capacity - e.appended, room)
+        padding = e.leftpad[b] if e.leftpad else 0
+        _entry(f"cache_leftpad[{b}]", padding, 0, length, f"cache_seqlens[{b}] is {length}")
+        if e.table is not None:
+            for i in range(padding // e.page_size, -(-(length + e.appended) // e.page_size)):
+                _entry(f"block_table[{b}, {i}]", e.table[b][i], 0, e.pages - 1, "a page of k_cache")
+        if e.rotated and length + e.rotated > e.rotary_rows:
+            raise ValueError(
+                f"rotary_cos has {e.rotary_rows} rows, but must have {length + e.rotated}: "
+                f"sequence {b} is rotated up to position {length + e.rotated - 1}"
+            )
+
+
 def attention_with_kvcache(
     q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, *,
     cache_seqlens: Any = None, cache_batch_idx: Any = None, cache_leftpad: Any = None,
@@ -124,7 +171,7 @@ def attention_with_kvcache(
     rotary_interleaved: bool = True, causal: bool = False,
     window: _check.Window = (None, None), scale: Any = None, softcap: float = 0.0,
     alibi_slopes: Any = None, sinks: Any = None, num_splits: int = 0, return_lse: bool = False,
-    tf32: bool = False,
+    tf32: bool = False, check: bool = False,
 ) -> Any:  # fmt: skip
     """Appends new keys and values to a cache in place, then attends to all of it.
 
@@ -151,6 +198,10 @@ def attention_with_kvcache(
         num_splits: key splits worked on at once; 0: chosen by shape. Changes rounding only.
         return_lse: also return lse.
         tf32: as in ``tilewise.attention``.
+        check: also on a GPU, verify the entries of all index tensors before anything is written. It
+            copies them to the host, so it waits for the GPU and can be neither captured nor
+            traced. Without it, entries that do not fit are undefined behaviour there. The CPU
+            always verifies.
 
     Returns:
         out [B, Sq, Hq, Dv], or (out, lse [B, Hq, Sq] fp32).
@@ -168,7 +219,7 @@ def attention_with_kvcache(
         sinks=sinks,
         tf32=tf32,
     )
-    where = Where(cache_batch_idx, cache_leftpad, block_table, num_splits)
+    where = Where(cache_batch_idx, cache_leftpad, block_table, num_splits, check)
     if hasattr(q, "__torch_function__"):
         from . import _kvcache_torch
 

@@ -136,3 +136,35 @@ def test_pages_and_their_gradients(page_size, dtype):
         assert grad.shape == other.shape and grad.dtype == dtype
         tolerance = 1e-5 if dtype == torch.float32 else 4e-2
         assert torch.allclose(grad, other, atol=tolerance, rtol=tolerance)
+
+
+WRONG_ENTRIES = {
+    "cu_seqlens_q": dict(cu_seqlens_q=[0, 5, 4, 20]),
+    "cu_seqlens_k": dict(cu_seqlens_k=[0, 5, 9, 21]),
+    "seqused_k": dict(seqused_k=[5, 99, 1]),
+    "max_seqlen_q": dict(max_seqlen_q=4),
+    "block_table": dict(cu_seqlens_k=None, block_table=[[0, 1], [2, 6], [4, 5]]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ENTRIES)
+def test_entries_are_checked_where_that_is_asked_for(name):
+    """On the CPU they always are; on a GPU `check` makes it wait and look."""
+    changes = {n: int32(x) if isinstance(x, list) else x for n, x in WRONG_ENTRIES[name].items()}
+    starts = int32([0, 5, 9, 20])
+    q, k = torch.randn(20, 2, 8), torch.randn(20, 2, 8)
+    arguments = dict(cu_seqlens_q=starts, cu_seqlens_k=starts) | changes
+    if name == "block_table":
+        k = torch.randn(6, 8, 2, 8)
+    with pytest.raises(ValueError, match=name):
+        tilewise.attention_varlen(q, k, k, **arguments, check=True)
+
+
+def test_checked_entries_change_nothing():
+    starts = int32([0, 5, 9, 20])
+    q, k, v = leaf(20, 2, 8), leaf(20, 2, 8), leaf(20, 2, 8)
+    results = []
+    for check in (False, True):
+        out = tilewise.attention_varlen(q, k, v, starts, starts, deterministic=True, check=check)
+        results.append((out, *torch.autograd.grad(out.sin().sum(), (q, k, v))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
