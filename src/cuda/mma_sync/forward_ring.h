@@ -97,7 +97,8 @@ class KeyStream {
 
   TILEWISE_DEVICE void copy_checked(ptx::SharedAddress slot, int32_t tile, int begin,
                                     int end) const {
-    constexpr int kUnroll = C::kGeneral ? 1 : Lanes::kPasses;  // pages need divisions: once in code
+    [[maybe_unused]] constexpr int kUnroll =
+        C::kGeneral ? 1 : Lanes::kPasses;  // pages need divisions: once in code
 #pragma unroll kUnroll
     for (int pass = begin; pass < end; ++pass) {
       if (!lanes_.has(pass)) continue;
