@@ -1,0 +1,77 @@
+"""What attention_with_kvcache refuses, naming the argument, before it has written anything."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import devices
+import tilewise
+from test_kvcache import CAPACITY, HEAD_DIM, HEAD_DIM_V, valid
+
+pytestmark = pytest.mark.tensors
+
+
+BAD = {
+    "q dimensions": (dict(q=torch.randn(2, 4, HEAD_DIM)), "q"),
+    "q head_dim": (dict(q=torch.randn(2, 2, 4, HEAD_DIM + 1)), "q"),
+    "q heads": (dict(q=torch.randn(2, 2, 3, HEAD_DIM)), "q"),
+    "q dtype": (dict(q=torch.randn(2, 2, 4, HEAD_DIM).half()), "k_cache"),
+    "k alone": (dict(v=None), "v"),
+    "k shape": (dict(k=torch.randn(2, 2, 2, HEAD_DIM - 1)), "k_new"),
+    "k heads": (dict(k=torch.randn(2, 2, 1, HEAD_DIM)), "k_new"),
+    "k dtype": (dict(k=torch.randn(2, 2, 2, HEAD_DIM).double()), "k_new"),
+    "v rows": (dict(v=torch.randn(2, 3, 2, HEAD_DIM_V)), "v_new"),
+    "v_cache shape": (dict(v_cache=torch.randn(3, 4, 2, HEAD_DIM_V)), "v_cache"),
+    "v_cache dtype": (dict(v_cache=torch.randn(27, 4, 2, HEAD_DIM_V).half()), "v_cache"),
+    "no lengths": (dict(cache_seqlens=None), "cache_seqlens"),
+    "lengths shape": (dict(cache_seqlens=torch.tensor([4])), "cache_seqlens"),
+    "entry: too long": (dict(cache_seqlens=torch.tensor([4, CAPACITY - 1])), "cache_seqlens"),
+    "entry: negative length": (dict(cache_seqlens=torch.tensor([-1, 3])), "cache_seqlens"),
+    "table shape": (dict(block_table=torch.zeros(3, 12, dtype=torch.int32)), "block_table"),
+    "entry: page index": (
+        dict(block_table=torch.full((2, 12), 99, dtype=torch.int32)),
+        "block_table",
+    ),
+    "entry: negative page": (
+        dict(block_table=torch.full((2, 12), -1, dtype=torch.int32)),
+        "block_table",
+    ),
+    "entry: page of old keys": (
+        dict(block_table=torch.arange(24, dtype=torch.int32).reshape(2, 12).flip(1) + 4),
+        r"block_table\[1, 0\] is 27",
+    ),
+    "index and table": (dict(cache_batch_idx=torch.tensor([0, 1])), "kv_batch_idx"),
+    "entry: leftpad": (dict(cache_leftpad=torch.tensor([0, 10])), "(cache_)?leftpad"),
+    "sin missing": (dict(rotary_sin=None), "rotary_sin"),
+    "sin shape": (dict(rotary_sin=torch.randn(CAPACITY, 3)), "rotary_sin"),
+    "cos dtype": (dict(rotary_cos=torch.randn(CAPACITY, 4).half()), "rotary_cos"),
+    "cos too wide": (
+        dict(rotary_cos=torch.randn(CAPACITY, 16), rotary_sin=torch.randn(CAPACITY, 16)),
+        "rotary_dim",
+    ),
+    "entry: cos too short": (
+        dict(rotary_cos=torch.randn(9, 4), rotary_sin=torch.randn(9, 4)),
+        "(rotary_rows|rotary_cos)",
+    ),
+    "rotary without k": (dict(k=None, v=None), "rotary_cos"),
+    "slopes": (dict(alibi_slopes=torch.randn(3)), "alibi_slopes"),
+    "sinks": (dict(sinks=torch.randn(3)), "sinks"),
+    "window": (dict(window=(1.5, 0)), "window"),
+    "softcap": (dict(softcap=-1.0), "softcap"),
+    "splits": (dict(num_splits=-1), "num_splits"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("check", [False, True])
+def test_refusals_name_the_argument_and_write_nothing(name, check, device):
+    if device.name == "cuda" and name.startswith("entry") and not check:
+        pytest.skip("entries in the memory of a GPU are read only where that is asked for")
+    changes, argument = BAD[name]
+    arguments = valid() | devices.moved(changes) | dict(check=check)
+    before = arguments["k_cache"].clone(), arguments["v_cache"].clone()
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=rf"\b{argument}"):
+        tilewise.attention_with_kvcache(**arguments)
+    assert torch.equal(arguments["k_cache"], before[0])
+    assert torch.equal(arguments["v_cache"], before[1])
