@@ -9,6 +9,7 @@
 #   tools/setup.sh clang             Clang with its sanitizers and libFuzzer
 #   tools/setup.sh nvcc              prints the CUDA compiler to use: CUDACXX, one in PATH, or one that this fetches
 #                                   from PyPI into build/nvcc (100 MB; no driver and no GPU is needed to compile)
+#   tools/setup.sh cuobjdump         prints the program that reads compiled kernels, fetched where it is missing
 #
 # PYTHON and CXX, where set, decide which interpreter and compiler are taken.
 set -euo pipefail
@@ -119,13 +120,14 @@ get_clang() {
     apt_install clang libclang-rt-dev
 }
 
-# The release that the kernels are compiled with where the machine has no toolkit. cuobjdump starts at 13.2 there and
+# The release that the kernels are compiled with where the machine has no toolkit. cuobjdump starts at 13.2 on PyPI and
 # reads the code of older compilers.
 readonly cuda_release=13.0
 readonly cuda_wheels=(
   "nvidia-cuda-nvcc==$cuda_release.*" "nvidia-nvvm==$cuda_release.*" "nvidia-cuda-crt==$cuda_release.*"
-  "nvidia-cuda-runtime==$cuda_release.*" "nvidia-cuda-cuobjdump==13.2.*"
+  "nvidia-cuda-runtime==$cuda_release.*"
 )
+readonly cuobjdump_wheel="nvidia-cuda-cuobjdump==13.2.*"
 
 find_nvcc() {
   if [ -n "${CUDACXX:-}" ]; then
@@ -150,6 +152,18 @@ find_nvcc() {
 
 nvcc_root() { (cd "$1" && printf '%s/%s\n' "$1" lib/python*/site-packages/nvidia/cu13); }
 
+# Toolkits without it are common, and the wheel of nvcc does not bring it.
+find_cuobjdump() {
+  command -v cuobjdump && return
+  local venv=build/cuobjdump
+  if [ ! -d "$venv" ]; then
+    say "fetching cuobjdump from PyPI into $venv"
+    "$python" -m venv "$venv"
+    "$venv/bin/pip" install --quiet --no-deps "$cuobjdump_wheel" >&2
+  fi
+  (cd "$venv" && printf '%s\n' "$PWD"/lib/python*/site-packages/nvidia/cu13/bin/cuobjdump)
+}
+
 case ${1:-} in
   venv) make_venv "${2:?directory}" ;;
   build-tools) get_build_tools "${2:?directory}" ;;
@@ -157,5 +171,6 @@ case ${1:-} in
   gtest) get_gtest ;;
   clang) get_clang ;;
   nvcc) find_nvcc ;;
-  *) fail "unknown step '${1:-}'; one of: venv, build-tools, compiler, gtest, clang, nvcc" ;;
+  cuobjdump) find_cuobjdump ;;
+  *) fail "unknown step '${1:-}'; one of: venv, build-tools, compiler, gtest, clang, nvcc, cuobjdump" ;;
 esac
