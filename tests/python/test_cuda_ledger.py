@@ -84,15 +84,19 @@ def test_a_gpu_without_code_in_this_build_is_not_compared():
     assert tool.differences(now, ledger()) == []
 
 
-def test_stack_in_a_plain_kernel_and_a_large_library_are_faults():
+def test_more_stack_in_a_plain_kernel_and_a_large_library_are_faults():
     now = ledger()
-    assert tool.faults(now, 39_999_999) == []
-    assert len(tool.faults(now, 40_000_000)) == 1
+    assert tool.faults(now, ledger(), 39_999_999) == []
+    assert len(tool.faults(now, ledger(), 40_000_000)) == 1
     key = tool.key_of(FORWARD, 90)
     now[key] = replace(now[key], stack=16)
-    assert tool.faults(now, 1) == [
-        f"{key}: 16 bytes of stack in a plain kernel (spilled registers)"
-    ]
+    spilled = [f"{key}: 16 bytes of stack in a plain kernel (spilled registers)"]
+    assert tool.faults(now, ledger(), 1) == spilled
+    assert tool.faults(now, {}, 1) == spilled
+    less = {key: replace(now[key], stack=15)}
+    assert tool.faults(now, less, 1) == spilled
+    assert tool.faults(now, {key: now[key]}, 1) == []
+    assert f"{key}: 16 bytes" in tool.text_of(now, "13", 1)
 
 
 def test_a_file_without_machine_code_is_refused(tmp_path, capsys, monkeypatch):
