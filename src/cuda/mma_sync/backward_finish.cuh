@@ -3,8 +3,150 @@
 
 #include "cuda/mma_sync/backward_prepare.cuh"
 #include "cuda/ptx/shared.h"
+#include "cuda/tile/fragment.h"
 
 namespace tilewise::cuda::mma_sync {
+
+// How a tile of sums is shared out: a warp takes the sums of kParts warps of the main kernel, 16
+// rows x 16 columns at a time.
+template <class C>
+struct FinishPlan {
+  using Plan = BackwardPlan<C>;
+  static constexpr int kWarps = kFinishThreads / 32;
+  static constexpr int kParts = Plan::kWarps / kWarps;
+  static constexpr int kAcross = Plan::kDqColumns / 16;
+  static constexpr int kPerPart = Plan::kDqRows / 16 * kAcross;
+  static constexpr int kUnits = kParts * kPerPart;
+  // Units whose loads are in flight together.
+  static constexpr int kTogether = 2;
+  static_assert(Plan::kWarps % kWarps == 0 && kUnits % kTogether == 0);
+};
+
+// 16 rows x 16 columns of sums of a warp: two of the blocks of dq_index, side by side.
+template <class C>
+class DqUnit {
+  using Plan = BackwardPlan<C>;
+  using Element = typename C::Element;
+  using Storage = typename Element::Storage;
+
+ public:
+  // Unit `index` of `part`, a warp of the main kernel.
+  TILEWISE_DEVICE void load(const float* tile, int part, int index, int lane) {
+    const int m = index / FinishPlan<C>::kAcross;
+    const int n = index % FinishPlan<C>::kAcross * 2;
+    const float* sums =
+        tile + part * (Plan::kDqRows * Plan::kDqColumns) + dq_index<C>(m, n, 0, lane);
+    row_ = dq_row<C>(part, m, 0, lane);
+    column_ = dq_column<C>(part, n, 0, lane);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (C::Arch::kVectorReduction) {
+        uint32_t bits[4];
+        ptx::ld_global_v4_b32(bits, sums + dq_index<C>(0, i, 0, 0));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x_[i][e] = ptx::float_of(bits[e]);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x_[i][e] = sums[dq_index<C>(0, i, e, 0)];
+      }
+    }
+  }
+
+  // NaN when one of the sums is not finite. Rows not in use and columns past the last count, too:
+  // a flag too many costs time only.
+  TILEWISE_DEVICE float spoil(float zero) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) zero = ptx::fma(x_[i][e], 0.0f, zero);
+    }
+    return zero;
+  }
+
+  // sum + the products with q, of `rows` rows.
+  TILEWISE_DEVICE float multiply(float sum, const Storage* q, int64_t stride, int32_t rows,
+                                 int columns) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int row = row_ + e / 2 * 8;
+        const int column = column_ + i * 8 + e % 2;
+        if (row < rows && column < columns)
+          sum = ptx::fma(to_float(q[row * stride + column]), x_[i][e], sum);
+      }
+    }
+    return sum;
+  }
+
+  TILEWISE_DEVICE void store(Storage* dq, int64_t stride, int32_t rows, int columns, float scale,
+                             bool aligned, int lane) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row_ + half * 8;
+      Storage* to = dq + row * stride;
+      if (C::kGeneral && !aligned) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int column = column_ + i / 2 * 8 + i % 2;
+          if (row < rows && column < columns)
+            to[column] = from_float<Storage>(x_[i / 2][half * 2 + i % 2] * scale);
+        }
+      } else if constexpr (Element::kBytes == 4) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t bits[2] = {ptx::bits_of(x_[i][half * 2] * scale),
+                                    ptx::bits_of(x_[i][half * 2 + 1] * scale)};
+          const int column = column_ + i * 8;
+          if (row < rows && column < columns) ptx::st_global_v2_b32(to + column, bits);
+        }
+      } else {
+        // Even lanes take four columns of the first block, odd ones of the second: a store then
+        // fills 32 bytes of each row.
+        const uint32_t first =
+            tile::pack<Element>(x_[0][half * 2] * scale, x_[0][half * 2 + 1] * scale);
+        const uint32_t second =
+            tile::pack<Element>(x_[1][half * 2] * scale, x_[1][half * 2 + 1] * scale);
+        const bool odd = lane % 2 != 0;
+        const uint32_t other = ptx::shuffle_xor(odd ? first : second, 1);
+        const uint32_t bits[2] = {odd ? other : first, odd ? second : other};
+        const int column = column_ + (odd ? 6 : 0);
+        if (row < rows && column < columns) ptx::st_global_v2_b32(to + column, bits);
+      }
+    }
+  }
+
+ private:
+  float x_[2][4];
+  int32_t row_;  // of x_[0][0] in the tile
+  int32_t column_;
+};
+
+// dscale and whether all is finite, of a block.
+TILEWISE_DEVICE void finish_block(const BackwardParams& p, int32_t tile, float dscale, float zero) {
+  const int thread = ptx::thread_index();
+  const ptx::SharedAddress shared = ptx::shared_address(ptx::shared_memory());
+#pragma unroll
+  for (int mask = 16; mask != 0; mask /= 2) dscale += ptx::shuffle_xor(dscale, mask);
+  const bool spoilt = ptx::any(zero != 0.0f);
+  if (thread % 32 == 0) {
+    const ptx::SharedAddress own = shared + static_cast<uint32_t>(thread / 32 * 8);
+    ptx::st_shared_b32(own, ptx::bits_of(dscale));
+    ptx::st_shared_b32(own + 4, spoilt ? 1 : 0);
+  }
+  ptx::sync_block();
+  if (thread != 0) return;
+  float sum = 0.0f;
+  uint32_t flag = 0;
+  for (int i = 0; i < kFinishThreads / 32; ++i) {
+    uint32_t x[2];
+    ptx::ld_shared_v2_b32(x, shared + static_cast<uint32_t>(i * 8));
+    sum += ptx::float_of(x[0]);
+    flag |= x[1];
+  }
+  if (p.dscale_parts != nullptr) p.dscale_parts[tile] = sum;
+  if (p.row_flags.data != nullptr) p.row_flags.data[tile] = static_cast<uint8_t>(flag);
+}
 
 // dQ = scale * sums, for the rows in use; part of dscale = sum(q dQ / scale); whether the sums are
 // finite.
@@ -12,60 +154,60 @@ template <class C>
 TILEWISE_KERNEL(kFinishThreads, 1)
 void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
   using Plan = BackwardPlan<C>;
+  using Finish = FinishPlan<C>;
   using Storage = typename C::Element::Storage;
-  constexpr int kBlocks = Plan::kDqColumns / 8;
+  const int lane = ptx::lane_index();
+  const float* tile = p.dq_sum + ptx::block_index() * Plan::kDqTile;
+  DqUnit<C> units[Finish::kTogether];
+  const auto load = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < Finish::kTogether; ++i) {
+      const int unit = ptx::warp_index() * Finish::kUnits + first + i;
+      units[i].load(tile, unit / Finish::kPerPart, unit % Finish::kPerPart, lane);
+    }
+  };
+  load(0);  // what the tile is need not be known; an empty one has sums of anything
+
+  const bool summed = p.dscale_parts != nullptr || p.row_flags.data != nullptr;
   const RowBlock<C> block = RowBlock<C>::of(p);
-  const int thread = ptx::thread_index();
-  if (thread == 0) {
-    if (p.dscale_parts != nullptr) p.dscale_parts[block.tile] = 0.0f;
-    if (p.row_flags.data != nullptr) p.row_flags.data[block.tile] = 0;
+  if (block.batch < 0) {
+    if (summed) finish_block(p, block.tile, 0.0f, 0.0f);
+    return;
   }
-  if (block.batch < 0) return;
   const Problem& problem = p.problem;
   const Sequence s = sequence_of(problem, block.batch);
+  const auto rows = static_cast<int32_t>(min<int64_t>(s.band.rows - block.row0, Plan::kQueries));
+  const auto columns = static_cast<int>(problem.head_dim);
   const float scale = score_of(problem).scale;
-  const auto* q = static_cast<const Storage*>(problem.q.data) + block.head * problem.q.stride_head;
-  auto* dq = static_cast<Storage*>(p.gradients.dq.data);
-  if (dq != nullptr) dq += block.head * p.gradients.dq.stride_head;
+  const tilewise_tensor& view = p.gradients.dq;
+  const bool aligned = !C::kGeneral || rows_aligned(view, columns, Plan::kBytes);
+  const Storage* q = static_cast<const Storage*>(problem.q.data) +
+                     block.head * problem.q.stride_head + s.row_offset(problem.q, block.row0);
+  auto* dq = static_cast<Storage*>(view.data);
+  if (dq != nullptr) dq += block.head * view.stride_head + s.row_offset(view, block.row0);
 
-  // Eight rows x two columns of a warp's 16 x 8 block at a time: (row, column), (row, column + 1).
   float dscale = 0.0f;
-  bool finite = true;
-  const int lane = thread % 32;
-  for (int i = thread / 32; i < Plan::kWarps * (Plan::kDqRows / 16) * kBlocks;
-       i += kFinishThreads / 32) {
-    const int warp = i / (Plan::kDqRows / 16 * kBlocks);
-    const int m = i / kBlocks % (Plan::kDqRows / 16);
-    const int n = i % kBlocks;
-    const float* sums =
-        p.dq_sum + block.tile * Plan::kDqTile + warp * (Plan::kDqRows * Plan::kDqColumns);
+  float zero = 0.0f;
+#pragma unroll 1
+  for (int first = 0;;) {
+    if (summed) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int64_t row = block.row0 + dq_row<C>(warp, m, e, lane);
-      const int column = dq_column<C>(warp, n, e, lane);
-      if (row >= s.band.rows || column >= problem.head_dim) continue;
-      const float sum = sums[dq_index<C>(m, n, e, lane)];
-      finite = finite && sum - sum == 0.0f;
-      if (p.dscale_parts != nullptr)
-        dscale = ptx::fma(to_float(q[s.row_offset(problem.q, row) + column]), sum, dscale);
-      if (dq != nullptr)
-        dq[s.row_offset(p.gradients.dq, row) + column] = from_float<Storage>(sum * scale);
+      for (int i = 0; i < Finish::kTogether; ++i) {
+        zero = units[i].spoil(zero);
+        if (p.dscale_parts != nullptr)
+          dscale = units[i].multiply(dscale, q, problem.q.stride_row, rows, columns);
+      }
     }
-  }
-
-  if (p.dscale_parts == nullptr && p.row_flags.data == nullptr) return;
+    if (dq != nullptr) {
 #pragma unroll
-  for (int mask = 16; mask != 0; mask /= 2) dscale += ptx::shuffle_xor(dscale, mask);
-  const bool spoilt = ptx::any(!finite);
-  const ptx::SharedAddress shared = ptx::shared_address(ptx::shared_memory());
-  if (lane == 0) ptx::st_shared_b32(shared + thread / 32 * 4, ptx::bits_of(dscale));
-  ptx::sync_block();
-  if (thread == 0 && p.dscale_parts != nullptr) {
-    for (int i = 1; i < kFinishThreads / 32; ++i)
-      dscale += ptx::float_of(ptx::ld_shared_b32(shared + i * 4));
-    p.dscale_parts[block.tile] = dscale;
+      for (int i = 0; i < Finish::kTogether; ++i)
+        units[i].store(dq, view.stride_row, rows, columns, scale, aligned, lane);
+    }
+    first += Finish::kTogether;
+    if (first == Finish::kUnits) break;
+    load(first);
   }
-  if (lane == 0 && spoilt && p.row_flags.data != nullptr) p.row_flags.data[block.tile] = 1;
+  if (summed) finish_block(p, block.tile, dscale, zero);
 }
 
 }  // namespace tilewise::cuda::mma_sync

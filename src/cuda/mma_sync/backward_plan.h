@@ -8,7 +8,7 @@ namespace tilewise::cuda::mma_sync {
 
 inline constexpr int kPrepareThreads = 128;
 inline constexpr int kFinishThreads = 128;
-inline constexpr int kFinishSharedBytes = kFinishThreads / 32 * 4;
+inline constexpr int kFinishSharedBytes = kFinishThreads / 32 * 8;
 
 // A block owns kKeys keys and walks the tiles of kQueries query rows that see them. Warp w works on
 // 32 keys (w / query_warps) and shares the queries of a tile with the other warps of these keys.

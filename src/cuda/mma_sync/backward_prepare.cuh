@@ -13,51 +13,70 @@ namespace tilewise::cuda::mma_sync {
 // A row that takes part in nothing: exp2(anything - 1e30) = 0, and no infinity meets another.
 inline constexpr float kNoRow = -1e30f;
 
-// The tile of rows of one query head that a block of a row kernel has.
+// The tile of rows of one query head that a block of a row kernel has. Grids have less than 2^31
+// blocks, so all but the first row of a ragged sequence is found in 32 bits.
 template <class C>
 struct RowBlock {
-  int64_t head;
-  int64_t batch;  // -1: nothing to do
-  int64_t row0;
-  int64_t tile;  // among all heads' tiles
+  int32_t head;
+  int32_t batch;  // -1: nothing to do
+  int32_t row0;
+  int32_t tile;  // among all heads' tiles
 
   TILEWISE_DEVICE static RowBlock of(const BackwardParams& p) {
     constexpr PaddedRows kPadded{BackwardPlan<C>::kQueries};
-    const int64_t tiles = kPadded.count(p.problem) / kPadded.tile;
-    const int64_t block = ptx::block_index();
-    const PaddedRows::Place place = kPadded.locate(p.problem, block % tiles);
-    return {block / tiles, place.batch, place.row0, block};
+    const Problem& problem = p.problem;
+    const auto block = static_cast<uint32_t>(ptx::block_index());
+    RowBlock r;
+    r.tile = static_cast<int32_t>(block);
+    if (problem.cu_seqlens_q == nullptr) {
+      constexpr uint32_t kTile = BackwardPlan<C>::kQueries;
+      const uint32_t tiles = (static_cast<uint32_t>(problem.seqlen_q) + kTile - 1) / kTile;
+      const auto sequences = static_cast<uint32_t>(problem.batch);
+      const uint32_t pair = block / tiles;
+      r.row0 = static_cast<int32_t>((block - pair * tiles) * kTile);
+      r.head = static_cast<int32_t>(pair / sequences);
+      r.batch = static_cast<int32_t>(pair % sequences);
+    } else {
+      const auto tiles = static_cast<uint32_t>(kPadded.count(problem) / kPadded.tile);
+      const PaddedRows::Place place = kPadded.locate(problem, block % tiles);
+      r.head = static_cast<int32_t>(block / tiles);
+      r.batch = static_cast<int32_t>(place.batch);
+      r.row0 = static_cast<int32_t>(place.row0);
+    }
+    return r;
   }
 };
 
-// Eight or four elements, 16 bytes.
-template <class Element>
-TILEWISE_DEVICE void unpack(float (&x)[16 / Element::kBytes], const uint32_t (&r)[4]) {
+// 16 bytes of a row from `column` on; 0 past the last column.
+template <class C>
+TILEWISE_DEVICE void load_chunk(uint32_t (&r)[4], const typename C::Element::Storage* row,
+                                int column, int columns, bool aligned) {
+  using Element = typename C::Element;
+  constexpr int kPerChunk = 16 / Element::kBytes;
 #pragma unroll
-  for (int i = 0; i < 16 / Element::kBytes; ++i) {
-    if constexpr (Element::kBytes == 4)
-      x[i] = ptx::float_of(r[i]);
-    else
-      x[i] = to_float(typename Element::Storage{
-          static_cast<uint16_t>(i % 2 == 0 ? r[i / 2] & 0xffffu : r[i / 2] >> 16)});
+  for (int i = 0; i < 4; ++i) r[i] = 0;
+  if (!C::kGeneral || aligned) {
+    if (column < columns) ptx::ld_global_v4_b32(r, row + column);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPerChunk; ++i) {
+      if (column + i >= columns) continue;
+      if constexpr (Element::kBytes == 4)
+        r[i] = ptx::bits_of(row[column + i]);
+      else
+        r[i / 2] |= static_cast<uint32_t>(row[column + i].bits) << i % 2 * 16;
+    }
   }
 }
 
-// Elements of a row from `column` on; 0 past the last.
-template <class C>
-TILEWISE_DEVICE void load_chunk(float (&x)[16 / C::Element::kBytes],
-                                const typename C::Element::Storage* row, int column, int columns,
-                                bool aligned) {
-  constexpr int kPerChunk = 16 / C::Element::kBytes;
-  if (!C::kGeneral || aligned) {
-    uint32_t r[4] = {0, 0, 0, 0};
-    if (column < columns) ptx::ld_global_v4_b32(r, row + column);
-    unpack<typename C::Element>(x, r);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kPerChunk; ++i)
-      x[i] = column + i < columns ? to_float(row[column + i]) : 0.0f;
-  }
+// Element i of 16 bytes.
+template <class Element>
+TILEWISE_DEVICE float element_of(const uint32_t (&r)[4], int i) {
+  if constexpr (Element::kBytes == 4)
+    return ptx::float_of(r[i]);
+  else
+    return to_float(typename Element::Storage{
+        static_cast<uint16_t>(i % 2 == 0 ? r[i / 2] & 0xffffu : r[i / 2] >> 16)});
 }
 
 // The lanes of a row.
@@ -67,6 +86,11 @@ struct RowLanes {
   static constexpr int kChunks = C::kHeadDim / kPerChunk;
   static constexpr int kLanes = min(32, kChunks & -kChunks);
   static constexpr int kColumns = kChunks / kLanes;
+  static constexpr int kRowsPerPass = kPrepareThreads / kLanes;
+  static constexpr int kPasses = BackwardPlan<C>::kQueries / kRowsPerPass;
+  // Passes whose loads are in flight together.
+  static constexpr int kTogether = min(kPasses, 2);
+  static_assert(kPasses % kTogether == 0 && kTogether <= kLanes);
 
   TILEWISE_DEVICE static float sum(float x) {
 #pragma unroll
@@ -82,61 +106,77 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
   using Plan = BackwardPlan<C>;
   using Lanes = RowLanes<C>;
   using Storage = typename C::Element::Storage;
+  const int thread = ptx::thread_index();
   const RowBlock<C> block = RowBlock<C>::of(p);
   if (block.batch < 0) return;
   const Problem& problem = p.problem;
   const Sequence s = sequence_of(problem, block.batch);
+  const auto rows = static_cast<int32_t>(s.band.rows);
   const int columns = static_cast<int>(problem.head_dim_v);
   const bool aligned = rows_aligned(problem.out, columns, C::Element::kBytes) &&
                        rows_aligned(p.gradients.dout, columns, C::Element::kBytes);
-  const auto* out = static_cast<const Storage*>(problem.out.data);
-  const auto* d_out = static_cast<const Storage*>(p.gradients.dout.data);
-  const int lane = ptx::thread_index() % Lanes::kLanes;
-  constexpr int kRowsPerPass = kPrepareThreads / Lanes::kLanes;
+  const int lane = thread % Lanes::kLanes;
+  const int first = block.row0 + thread / Lanes::kLanes;
+  const Storage* out = static_cast<const Storage*>(problem.out.data) +
+                       block.head * problem.out.stride_head + s.row_offset(problem.out, first);
+  const Storage* d_out = static_cast<const Storage*>(p.gradients.dout.data) +
+                         block.head * p.gradients.dout.stride_head +
+                         s.row_offset(p.gradients.dout, first);
 
-  for (int r = ptx::thread_index() / Lanes::kLanes; r < Plan::kQueries; r += kRowsPerPass) {
-    const int64_t row = block.row0 + r;
-    const bool in_use = row < s.band.rows;
-    float delta = 0.0f;
-    if (in_use) {
-      const Storage* o =
-          out + s.row_offset(problem.out, row) + block.head * problem.out.stride_head;
-      const Storage* d =
-          d_out + s.row_offset(p.gradients.dout, row) + block.head * p.gradients.dout.stride_head;
-#pragma unroll
-      for (int i = 0; i < Lanes::kColumns; ++i) {
-        float x[Lanes::kPerChunk];
-        float y[Lanes::kPerChunk];
-        const int column = (i * Lanes::kLanes + lane) * Lanes::kPerChunk;
-        load_chunk<C>(x, o, column, columns, aligned);
-        load_chunk<C>(y, d, column, columns, aligned);
-#pragma unroll
-        for (int e = 0; e < Lanes::kPerChunk; ++e) delta = ptx::fma(x[e], y[e], delta);
-      }
-    }
-    delta = Lanes::sum(delta);
-    if (lane != 0) continue;
-    float lse = kNoRow;
-    if (in_use) {
-      const float l = problem.lse[s.lse_offset(problem.lse_stride_batch, row) +
-                                  block.head * problem.lse_stride_head];
-      if (l != kMinusInfinity) lse = -l * kLog2e;
-      if (p.gradients.dlse != nullptr)
-        delta -= p.gradients.dlse[s.lse_offset(p.gradients.dlse_stride_batch, row) +
-                                  block.head * p.gradients.dlse_stride_head];
-    }
-    const int64_t at = block.tile * Plan::kQueries + r;
-    p.row_lse[at] = lse;
-    p.row_delta[at] = lse == kNoRow ? 0.0f : -delta;
-  }
-
-  const uint32_t zero[4] = {0, 0, 0, 0};
   if (p.dq_sum != nullptr) {
-    float* sums = p.dq_sum + block.tile * Plan::kDqTile;
-    for (int i = ptx::thread_index() * 4; i < Plan::kDqTile; i += kPrepareThreads * 4)
+    const uint32_t zero[4] = {0, 0, 0, 0};
+    float* sums = p.dq_sum + int64_t{block.tile} * Plan::kDqTile + thread * 4;
+#pragma unroll
+    for (int i = 0; i < Plan::kDqTile; i += kPrepareThreads * 4)
       ptx::st_global_v4_b32(sums + i, zero);
   }
-  if (p.turns != nullptr && ptx::thread_index() == 0) p.turns[block.tile] = 0;
+
+#pragma unroll 1
+  for (int pass = 0; pass < Lanes::kPasses; pass += Lanes::kTogether) {
+    // Lane i of a row's lanes ends row i of those that are summed together.
+    const int own = first + (pass + lane) * Lanes::kRowsPerPass;
+    float l = kMinusInfinity;
+    float dlse = 0.0f;
+    if (lane < Lanes::kTogether && own < rows) {
+      l = problem.lse[s.lse_offset(problem.lse_stride_batch, own) +
+                      block.head * problem.lse_stride_head];
+      if (p.gradients.dlse != nullptr)
+        dlse = p.gradients.dlse[s.lse_offset(p.gradients.dlse_stride_batch, own) +
+                                block.head * p.gradients.dlse_stride_head];
+    }
+    uint32_t x[Lanes::kTogether][Lanes::kColumns][4];
+    uint32_t y[Lanes::kTogether][Lanes::kColumns][4];
+#pragma unroll
+    for (int r = 0; r < Lanes::kTogether; ++r) {
+      const bool in_use = first + (pass + r) * Lanes::kRowsPerPass < rows;
+#pragma unroll
+      for (int i = 0; i < Lanes::kColumns; ++i) {
+        const int column = (i * Lanes::kLanes + lane) * Lanes::kPerChunk;
+        load_chunk<C>(x[r][i], out, column, in_use ? columns : 0, aligned);
+        load_chunk<C>(y[r][i], d_out, column, in_use ? columns : 0, aligned);
+      }
+      out += Lanes::kRowsPerPass * problem.out.stride_row;
+      d_out += Lanes::kRowsPerPass * p.gradients.dout.stride_row;
+    }
+    float delta = 0.0f;
+#pragma unroll
+    for (int r = 0; r < Lanes::kTogether; ++r) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < Lanes::kColumns; ++i) {
+#pragma unroll
+        for (int e = 0; e < Lanes::kPerChunk; ++e)
+          sum = ptx::fma(element_of<typename C::Element>(x[r][i], e),
+                         element_of<typename C::Element>(y[r][i], e), sum);
+      }
+      sum = Lanes::sum(sum);
+      if (lane == r) delta = sum;
+    }
+    if (lane >= Lanes::kTogether) continue;
+    const int64_t at = int64_t{block.tile} * Plan::kQueries + (own - block.row0);
+    p.row_lse[at] = l == kMinusInfinity ? kNoRow : -l * kLog2e;
+    p.row_delta[at] = l == kMinusInfinity ? 0.0f : dlse - delta;
+  }
 }
 
 }  // namespace tilewise::cuda::mma_sync

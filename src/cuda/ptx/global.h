@@ -13,6 +13,10 @@ TILEWISE_DEVICE void ld_global_v4_b32(uint32_t (&r)[4], const void* p) {
 TILEWISE_DEVICE void st_global_v4_b32(void* p, const uint32_t (&r)[4]) {
   emulator::st_global_v4_b32(p, r);
 }
+TILEWISE_DEVICE void st_global_v2_b32(void* p, const uint32_t (&r)[2]) {
+  static_cast<uint32_t*>(p)[0] = r[0];
+  static_cast<uint32_t*>(p)[1] = r[1];
+}
 TILEWISE_DEVICE void red_add_f32(float* p, float x) { emulator::red_add_f32(p, x); }
 TILEWISE_DEVICE void red_add_v4_f32(float* p, const float (&x)[4]) {
   emulator::red_add_v4_f32(p, x);
@@ -32,6 +36,9 @@ TILEWISE_DEVICE void st_global_v4_b32(void* p, const uint32_t (&r)[4]) {
   asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(r[0]), "r"(r[1]), "r"(r[2]),
                "r"(r[3])
                : "memory");
+}
+TILEWISE_DEVICE void st_global_v2_b32(void* p, const uint32_t (&r)[2]) {
+  asm volatile("st.global.v2.b32 [%0], {%1,%2};" ::"l"(p), "r"(r[0]), "r"(r[1]) : "memory");
 }
 TILEWISE_DEVICE void red_add_f32(float* p, float x) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");
