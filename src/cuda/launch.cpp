@@ -92,6 +92,11 @@ void prepare(common::PrepareParams& params, Stream stream) {
   launch(common::prepare_kernel(), blocks, stream, params);
 }
 
+int64_t second_blocks(const Flags& flags, const Tile& tile, int32_t device_index) {
+  const int64_t at_once = int64_t{gpu(device_index).multiprocessors} * tile.blocks_per_sm;
+  return min<int64_t>(flags.tiles, (at_once - 1) | 1);
+}
+
 void append_kv(const tilewise_kv_append& append) {
   const DeviceScope scope(append.device_index);
   common::AppendParams params;

@@ -3,6 +3,7 @@
 
 #include "cuda/backend.h"
 #include "cuda/common/prepare.h"
+#include "cuda/tables.h"
 
 namespace tilewise::cuda {
 
@@ -12,5 +13,9 @@ void check_entries(const Problem& p, const Gradients* g, void* report);
 
 // Launches the preparation, when there is anything to prepare.
 void prepare(common::PrepareParams& params, Stream stream);
+
+// Blocks of a second pass over flagged tiles: as many as the GPU runs at once. The tiles of a head
+// are often a power of two apart, so an odd number spreads them over the blocks.
+int64_t second_blocks(const Flags& flags, const Tile& tile, int32_t device_index);
 
 }  // namespace tilewise::cuda

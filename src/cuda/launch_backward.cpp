@@ -17,8 +17,10 @@ BackwardParams main_params(const Problem& p, const Gradients& g, const Plan& pla
   params.order.table = pieces.table.in<TileOrder::Entry>(workspace);
   params.key_tile = plan.tile_k;
   params.rows = {plan.tile_q};
-  params.key_flags = {pieces.key_flags.in<uint8_t>(workspace), 1};
-  params.row_flags = {pieces.row_flags.in<uint8_t>(workspace), 1};
+  params.key_flags = {pieces.key_flags.in<uint8_t>(workspace), 1,
+                      static_cast<int32_t>(plan.blocks)};
+  params.row_flags = {pieces.row_flags.in<uint8_t>(workspace), 1,
+                      static_cast<int32_t>(row_blocks(p, plan))};
   params.row_lse = pieces.row_lse.in<float>(workspace);
   params.row_delta = pieces.row_delta.in<float>(workspace);
   params.dq_sum = pieces.dq_sum.in<float>(workspace);
@@ -53,8 +55,11 @@ void main_gradients(const Problem& p, const Gradients& g, const Plan& plan,
   if (rows) launch(kernels.finish, row_tiles, p.stream, params);
   if (plan.second == nullptr) return;
   const UnitKernels& exact = plan.second->form(true);
-  if (keys) launch(exact.backward, plan.blocks, p.stream, params);
-  if (rows) launch(exact.finish, row_tiles, p.stream, params);
+  const auto blocks = [&](const Flags& flags) {
+    return second_blocks(flags, plan.second->backward_tile, p.device_index);
+  };
+  if (keys) launch(exact.backward, blocks(params.key_flags), p.stream, params);
+  if (rows) launch(exact.finish, blocks(params.row_flags), p.stream, params);
 }
 
 void sums(const Problem& p, const Gradients& g, const BackwardPieces& pieces, void* workspace) {

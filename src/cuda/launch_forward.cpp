@@ -16,7 +16,8 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPiece
   params.packing = {plan.pack};
   params.row_tile = plan.tile_q;
   params.key_tile = plan.tile_k;
-  params.flags = {pieces.flags.in<uint8_t>(workspace), plan.order.splits};
+  params.flags = {pieces.flags.in<uint8_t>(workspace), plan.order.splits,
+                  static_cast<int32_t>(plan.blocks / plan.splits)};
   params.partial_out = pieces.partial_out.in<float>(workspace);
   params.partial_lse = pieces.partial_lse.in<float>(workspace);
   return params;
@@ -51,7 +52,8 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
   if (plan.second == nullptr) return;
   // The same tiles, each with all of its keys.
   params.order.splits = 1;
-  launch(plan.second->form(true).forward, plan.blocks / plan.splits, p.stream, params);
+  launch(plan.second->form(true).forward,
+         second_blocks(params.flags, plan.second->forward_tile, p.device_index), p.stream, params);
 }
 
 }  // namespace tilewise::cuda

@@ -58,12 +58,12 @@ struct PaddedRows {
 struct Flags {
   uint8_t* data = nullptr;  // one per block of the main launch
   int32_t per_tile = 1;     // blocks that share a tile of the second launch: key splits
+  int32_t tiles = 0;        // of the second launch, whose blocks share them (simt/tile_walk.h)
 
   TILEWISE_FN bool any(int64_t tile) const {
-    for (int32_t i = 0; i < per_tile; ++i) {
-      if (data[tile * per_tile + i] != 0) return true;
-    }
-    return false;
+    uint32_t found = 0;  // no early end: the loads do not wait for each other
+    for (int32_t i = 0; i < per_tile; ++i) found |= data[tile * per_tile + i];
+    return found != 0;
   }
 };
 

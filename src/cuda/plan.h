@@ -23,7 +23,8 @@ Plan plan_backward(const Problem& p, const Gradients& g, Family family, const Gp
 // or written starts at a multiple of 16 bytes. Of the backward when `g` is given.
 bool fits_plain(const Problem& p, const Gradients* g);
 
-// Masks cut through a tile that some of its rows see and others do not: see Flags.
+// Some row may not see a key of a tile that it meets: see Flags. Not so where the limits of the
+// band lie outside of every sequence, as those of one causal row do.
 bool needs_second_pass(const Problem& p);
 
 // Where things lie in the workspace, in bytes; a size of 0: not there.

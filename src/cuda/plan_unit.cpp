@@ -1,6 +1,7 @@
 // Which unit and which form serve a problem.
 #include "cuda/arch/limits.h"
 #include "cuda/plan.h"
+#include "cuda/plan_shape.h"
 
 namespace tilewise::cuda {
 namespace {
@@ -120,8 +121,10 @@ bool fits_plain(const Problem& p, const Gradients* g) {
 }
 
 bool needs_second_pass(const Problem& p) {
-  const int64_t rows = p.max_seqlen_q > 0 ? min(p.max_seqlen_q, p.seqlen_q) : p.seqlen_q;
-  return rows > 1 && (p.window_left >= 0 || p.window_right >= 0);
+  // The last row sees the first key, and the first row the last key, from these limits on.
+  const bool left = p.window_left >= 0 && p.window_left < most_keys(p) - 1;
+  const bool right = p.window_right >= 0 && p.window_right < most_rows(p) - 1;
+  return left || right;
 }
 
 bool has_forward(const Problem& p, Family family, const Gpu& gpu) {

@@ -216,8 +216,18 @@ TEST(PlannerCuda, APlainForwardNeedsNothing) {
   EXPECT_NE(causal.second, nullptr);
   EXPECT_EQ(causal.second->family, Family::simt);
   EXPECT_EQ(causal.workspace_bytes, round_up(causal.blocks, 64));
-  p.seqlen_q = 1;
+  p.window_right = 2047;  // the first row sees the last key
   EXPECT_EQ(forward(p, device).second, nullptr);
+  p.window_left = 2046;  // the last row does not see the first key
+  EXPECT_NE(forward(p, device).second, nullptr);
+  p.window_left = 2047;
+  EXPECT_EQ(forward(p, device).second, nullptr);
+  p.seqlen_q = 1;
+  p.window_left = -1;
+  p.window_right = 0;
+  EXPECT_EQ(forward(p, device).second, nullptr);
+  p.window_left = 100;  // the window starts inside a tile
+  EXPECT_NE(forward(p, device).second, nullptr);
 }
 
 // Every tile of every head of every sequence comes up exactly once, in any order.

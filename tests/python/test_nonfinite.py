@@ -213,6 +213,47 @@ def test_decode_with_nan_in_one_sequence(dtype, splits):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_decode_does_not_see_beyond_its_window(dtype):
+    """One row whose window starts inside a tile of keys: those before it share the tile."""
+    b = Built(Case(dtype, (1,), (200,), group=4, window=(20, 0)))
+
+    def spoil() -> None:
+        b.k[0, 170] = torch.nan
+        b.v[0, 150:179] = torch.nan  # the first key in the window is 179
+
+    for place, clean, got in everywhere(b, spoil):
+        assert np.isfinite(got.out).all(), place
+        assert unchanged(got.out, clean.out, dtype), place
+        assert unchanged(got.lse, clean.lse, dtype), place
+        for name in "qkv":
+            assert unchanged(got.grads[name], clean.grads[name], dtype), (place, name)
+
+
+def test_nan_in_the_last_of_many_sequences():
+    """More tiles than the blocks of a GPU's second pass look at in one go, few of them spoilt."""
+    count, first = 250, 237
+    b = Built(
+        Case(
+            "fp16", (2,) * count, (3,) * count, heads_kv=8, head_dim=8, head_dim_v=8, window=(-1, 0)
+        )
+    )
+
+    def spoil() -> None:
+        b.v[first:, 2, 5, 3] = torch.nan  # the second row of a sequence alone sees key 2
+
+    out_at = np.zeros((count, 2, 8, 8), bool)
+    out_at[first:, 1, 5, 3] = True
+    keys_at = np.zeros((count, 3, 8, 1), bool)
+    keys_at[first:, :, 5] = True
+    for place, clean, got in everywhere(b, spoil):
+        expect(got.out, clean.out, out_at.reshape(-1, 8, 8), "fp16", f"out {place}")
+        rows_at = out_at.any(-1, keepdims=True).reshape(-1, 8, 1)
+        expect(got.grads["q"], clean.grads["q"], rows_at, "fp16", f"dq {place}")
+        expect(got.grads["k"], clean.grads["k"], keys_at.reshape(-1, 8, 1), "fp16", f"dk {place}")
+        assert unchanged(got.grads["v"], clean.grads["v"], "fp16"), f"dv {place}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_bias_minus_infinity_hides(dtype):
     """Keys hidden by bias behave as masked ones; a row with all keys hidden is 0, never NaN."""
     b = Built(Case(dtype, (70,), (80,), group=2, bias="hr", dlse=True, head_dim=16))

@@ -8,8 +8,7 @@
 // has one accumulator instead of two.
 #pragma once
 
-#include "cuda/ptx/warp.h"
-#include "cuda/simt/rows.h"
+#include "cuda/simt/tile_walk.h"
 
 namespace tilewise::cuda::simt {
 
@@ -44,15 +43,14 @@ TILEWISE_DEVICE int64_t delta_index(const BackwardParams& params, int64_t row, i
   return head * params.rows.count(p) + params.rows.first(p, shared().sequence.batch) + row;
 }
 
-// Rows of padded tile `block` of the row kernels that are in use; sets up the sequence.
+// Rows of padded tile `block` of all heads that are in use; sets up the sequence.
 struct OwnRows {
   int64_t head;
   Range rows;
 
-  TILEWISE_DEVICE static OwnRows of(const BackwardParams& params) {
+  TILEWISE_DEVICE static OwnRows of(const BackwardParams& params, int64_t block) {
     const Problem& p = params.problem;
     const int64_t tiles = params.rows.count(p) / params.rows.tile;
-    const int64_t block = ptx::block_index();
     const PaddedRows::Place place = params.rows.locate(p, block % tiles);
     if (place.batch < 0) return {0, {0, 0}};
     load_sequence(p, place.batch);
@@ -257,13 +255,15 @@ struct Backward {
     }
   }
 
-  TILEWISE_DEVICE void run_keys(int64_t kv_head, Range keys) {
+  // kTile keys of the tile, from key `first` of it on.
+  TILEWISE_DEVICE void run_keys(int32_t first) {
     ptx::sync_block();
     if (ptx::thread_index() == 0) {
-      shared().own_keys = keys;
-      shared().own_head = kv_head;
+      const int64_t begin = shared().tile_keys.begin + first;
+      shared().own_keys = {begin, min(begin + kTile, shared().tile_keys.end)};
     }
     ptx::sync_block();
+    if (shared().own_keys.empty()) return;
     if (g.dv.data != nullptr) {
       walk_rows(true);
       write_keys(g.dv, p.head_dim_v, 1.0f);
@@ -316,7 +316,7 @@ struct Backward {
   }
 
   // The sum over the block, in an order fixed by the threads.
-  TILEWISE_DEVICE void write_dscale(float share) const {
+  TILEWISE_DEVICE void write_dscale(int32_t tile, float share) const {
     const float sum = warp_sum(share);
     ptx::sync_block();
     if (ptx::lane_index() == 0) shared().delta[ptx::warp_index()] = sum;
@@ -324,7 +324,7 @@ struct Backward {
     if (ptx::thread_index() != 0) return;
     float total = 0.0f;
     for (int i = 0; i < kThreads / ptx::kWarpSize; ++i) total += shared().delta[i];
-    params.dscale_parts[ptx::block_index()] = total;
+    params.dscale_parts[tile] = total;
   }
 };
 
@@ -332,7 +332,7 @@ struct Backward {
 template <class C>
 TILEWISE_KERNEL(kThreads, 1)
 void backward_prepare(TILEWISE_PARAMETER BackwardParams params) {
-  const OwnRows own = OwnRows::of(params);
+  const OwnRows own = OwnRows::of(params, ptx::block_index());
   for (int64_t row = own.rows.begin + ptx::warp_index(); row < own.rows.end;
        row += kThreads / ptx::kWarpSize) {
     const float delta = row_delta<typename C::Storage>(params, row, own.head);
@@ -340,33 +340,47 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams params) {
   }
 }
 
-// dk and dv of the keys of params.order. With key_flags, of flagged blocks only.
+template <class C>
+TILEWISE_DEVICE void backward_key_tile(const BackwardParams& params, int32_t tile) {
+  const TileOrder::Work work = params.order.at(tile);
+  if (work.sequence < 0) return;
+  load_sequence(params.problem, work.sequence);
+  if (ptx::thread_index() == 0) {
+    const int64_t begin = int64_t{work.tile} * params.key_tile;
+    shared().tile_keys = {begin, min(begin + params.key_tile, shared().sequence.band.keys)};
+    shared().own_head = work.head;
+  }
+  Backward<C, true> backward(params);
+  for (int32_t key = 0; key < params.key_tile; key += kTile) backward.run_keys(key);
+}
+
+// dk and dv. Grid: the key tiles of params.order. With key_flags any: of flagged tiles only.
 template <class C>
 TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
 void backward_keys(TILEWISE_PARAMETER BackwardParams params) {
-  if (params.key_flags.data != nullptr && !params.key_flags.any(ptx::block_index())) return;
-  const TileOrder::Work work = params.order.at(ptx::block_index());
-  if (work.sequence < 0) return;
-  load_sequence(params.problem, work.sequence);
-  const int64_t begin = int64_t{work.tile} * params.key_tile;
-  const int64_t end = min(begin + params.key_tile, shared().sequence.band.keys);
-  Backward<C, true> backward(params);
-  for (int64_t key = begin; key < end; key += kTile)
-    backward.run_keys(work.head, {key, min(key + kTile, end)});
+  for (int32_t tile = first_tile(params.key_flags); tile != kNoTile;
+       tile = next_tile(params.key_flags))
+    backward_key_tile<C>(params, tile);
 }
 
-// dq of a padded tile of rows, and its share of dscale. With row_flags, of flagged blocks only.
-// Grid: heads_q * rows.count / rows.tile.
 template <class C>
-TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
-void backward_rows(TILEWISE_PARAMETER BackwardParams params) {
-  if (params.row_flags.data != nullptr && !params.row_flags.any(ptx::block_index())) return;
-  const OwnRows own = OwnRows::of(params);
+TILEWISE_DEVICE void backward_row_tile(const BackwardParams& params, int32_t tile) {
+  const OwnRows own = OwnRows::of(params, tile);
   Backward<C, false> backward(params);
   float share = 0.0f;
   for (int64_t row = own.rows.begin; row < own.rows.end; row += kTile)
     share += backward.run_rows(own.head, {row, min(row + kTile, own.rows.end)});
-  if (params.dscale_parts != nullptr) backward.write_dscale(share);
+  if (params.dscale_parts != nullptr) backward.write_dscale(tile, share);
+}
+
+// dq of padded tiles of rows, and their shares of dscale. Grid: heads_q * rows.count / rows.tile.
+// With row_flags any: of flagged tiles only.
+template <class C>
+TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
+void backward_rows(TILEWISE_PARAMETER BackwardParams params) {
+  for (int32_t tile = first_tile(params.row_flags); tile != kNoTile;
+       tile = next_tile(params.row_flags))
+    backward_row_tile<C>(params, tile);
 }
 
 }  // namespace tilewise::cuda::simt

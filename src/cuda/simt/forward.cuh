@@ -2,8 +2,7 @@
 // time, over one split of the keys.
 #pragma once
 
-#include "cuda/ptx/warp.h"
-#include "cuda/simt/rows.h"
+#include "cuda/simt/tile_walk.h"
 
 namespace tilewise::cuda::simt {
 
@@ -177,11 +176,8 @@ struct Forward {
 };
 
 template <class C>
-TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
-void forward(TILEWISE_PARAMETER ForwardParams params) {
-  // With flags, only what another family has flagged is computed again.
-  if (params.flags.data != nullptr && !params.flags.any(ptx::block_index())) return;
-  const TileOrder::Work work = params.order.at(ptx::block_index());
+TILEWISE_DEVICE void forward_tile(const ForwardParams& params, int32_t tile) {
+  const TileOrder::Work work = params.order.at(tile);
   if (work.sequence < 0) return;
   load_sequence(params.problem, work.sequence);
   const int64_t begin = int64_t{work.tile} * params.row_tile;
@@ -190,6 +186,15 @@ void forward(TILEWISE_PARAMETER ForwardParams params) {
   if (begin >= end) return;
   Forward<C> forward(params, work);
   for (int64_t row = begin; row < end; row += kTile) forward.run({row, min(row + kTile, end)});
+}
+
+// Grid: the tiles of params.order. With flags any: what another family has flagged is computed
+// again.
+template <class C>
+TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
+void forward(TILEWISE_PARAMETER ForwardParams params) {
+  for (int32_t tile = first_tile(params.flags); tile != kNoTile; tile = next_tile(params.flags))
+    forward_tile<C>(params, tile);
 }
 
 }  // namespace tilewise::cuda::simt

@@ -27,8 +27,14 @@ struct Shared {
   RowTile tile;
   Range keys;  // that the rows of the tile may see at most
   int64_t kv_head;
-  Range own_keys;    // of the kernel of the keys
-  int64_t own_head;  // and their head
+  // Of the kernel of the keys: those of the tile, those of them that are being computed, the head.
+  Range tile_keys;
+  Range own_keys;
+  int64_t own_head;
+
+  // The search for flags (tile_walk.h): what each warp has found, and the tile it led to.
+  uint32_t first_flagged[kThreads / ptx::kWarpSize];
+  int32_t flagged;
 
   alignas(16) float stage[kTile * kPitch];    // operands on their way into a product
   alignas(16) float weights[kTile * kPitch];  // P or dS
