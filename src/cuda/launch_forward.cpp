@@ -14,6 +14,8 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPiece
   params.order = plan.order;
   params.order.table = pieces.table.in<TileOrder::Entry>(workspace);
   params.packing = {plan.pack};
+  params.group = static_cast<int32_t>(group_size(p));
+  params.pack_reciprocal = static_cast<uint32_t>(ceil_div(int64_t{1} << 31, plan.pack));
   params.row_tile = plan.tile_q;
   params.key_tile = plan.tile_k;
   params.flags = {pieces.flags.in<uint8_t>(workspace), plan.order.splits,

@@ -78,6 +78,8 @@ struct ForwardParams {
   Flags flags;         // mma_sync writes them; simt, when they are given, takes flagged tiles only
   float* partial_out;  // splits > 1: [splits, total_rows, heads_q, head_dim_v], normalised
   float* partial_lse;  // splits > 1: [splits, total_rows, heads_q], without the sink
+  Divisor group = 1;   // query heads per key/value head, whether packed or not
+  uint32_t pack_reciprocal = 1u << 31;  // ceil(2^31 / packing.group)
 };
 
 struct BackwardParams {

@@ -26,8 +26,8 @@ struct Sm90 {
       return {4, 16, 64, 2, 2};
     }
     if (head_dim <= 64) return {4, 32, 32, 3, 2};
-    if (head_dim <= 128) return {4, 16, 32, 3, 2};
-    return {4, 16, 32, 3, 1};
+    if (head_dim <= 128) return {4, 32, 16, 3, 2};
+    return {8, 16, 16, 3, 1};
   }
 
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
@@ -54,6 +54,8 @@ struct Sm80 {
     if (element_bytes == 2 && head_dim > 128) return {4, 16, 64, 2, 1};
     if (element_bytes == 2 && head_dim > 96) return {4, 32, 64, 2, 2};
     if (element_bytes == 2 && head_dim > 64) return {4, 32, 64, 3, 2};
+    if (element_bytes == 4 && head_dim > 128) return {4, 16, 32, 3, 1};
+    if (element_bytes == 4 && head_dim > 64) return {4, 16, 32, 3, 2};
     return Sm90::forward(element_bytes, head_dim);
   }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {

@@ -24,6 +24,12 @@ inline constexpr int kWorkAt = kQueryTileBytes<C> + KvRing<C>::kBytes;
 template <class C>
 inline constexpr int kForwardSharedBytes = kWorkAt<C> + round_up(sizeof(BlockWork), 16);
 
+// What edge tiles and the end of a block need: registers are for sums.
+template <class C>
+TILEWISE_DEVICE BlockWork& kept_work() {
+  return *reinterpret_cast<BlockWork*>(ptx::shared_memory() + ptx::recent(kWorkAt<C>));
+}
+
 template <class C>
 TILEWISE_DEVICE void load_queries(const Problem& p, const BlockWork& work, ptx::SharedAddress q) {
   using Element = typename C::Element;
@@ -31,8 +37,19 @@ TILEWISE_DEVICE void load_queries(const Problem& p, const BlockWork& work, ptx::
       tile::CopyLanes<C::kForward.threads(), C::kForward.rows(), C::kHeadDim * Element::kBytes>;
   const Lanes lanes(ptx::thread_index());
   const int columns = static_cast<int>(p.head_dim);
+  if (!C::kGeneral && !work.rows.packed()) {
+    bool exists[Lanes::kColumns];
+#pragma unroll
+    for (int column = 0; column < Lanes::kColumns; ++column)
+      exists[column] = lanes.chunk_of(column) * (16 / Element::kBytes) < columns;
+    const char* row = static_cast<const char*>(p.q.data) +
+                      work.offset_unpacked(p.q, lanes.row) * Element::kBytes + lanes.chunk * 16;
+    copy_rows<C>(q, lanes, row, Lanes::kRowsPerPass * p.q.stride_row * Element::kBytes,
+                 work.rows.count - lanes.row, exists);
+    return;
+  }
   const bool aligned = !C::kGeneral || rows_are_aligned<Element>(p.q, columns);
-#pragma unroll 4
+#pragma unroll 1
   for (int pass = 0; pass < Lanes::kPasses; ++pass) {
     if (!lanes.has(pass)) continue;
     const int r = lanes.row_of(pass);
@@ -96,11 +113,15 @@ struct Products {
 #pragma unroll
         for (int j = 0; j < kKeys / 16; ++j) {
           const auto b = tile::load<Element>(k_lanes.address(k, 16 * j, step));
+          // Terms outermost: those of one sum wait for each other.
 #pragma unroll
-          for (int m = 0; m < kRows; ++m) {
+          for (int term = 0; term < tile::kTerms<Element>; ++term) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
-              tile::multiply_in_core<Arch>(part.x[m][2 * j + half], a[m], b, half);
+            for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+              for (int half = 0; half < 2; ++half)
+                tile::multiply_term<Arch>(part.x[m][2 * j + half], a[m], b, half, term);
+            }
           }
         }
         ask_between(step, kSteps, ask);
@@ -134,11 +155,14 @@ struct Products {
         for (int i = 0; i < kInCore; ++i) {
           const auto b = v_lanes.load_whole(v, (begin + i) * kStep, j);
 #pragma unroll
-          for (int m = 0; m < kRows; ++m) {
+          for (int term = 0; term < tile::kTerms<Element>; ++term) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              float (&sum)[4] = kOne ? o.x[m][2 * j + half] : part.x[m][half];
-              tile::multiply_in_core<Arch>(sum, a[i][m], b, half);
+            for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                float (&sum)[4] = kOne ? o.x[m][2 * j + half] : part.x[m][half];
+                tile::multiply_term<Arch>(sum, a[i][m], b, half, term);
+              }
             }
           }
         }
@@ -163,24 +187,21 @@ template <class C>
 TILEWISE_KERNEL(C::kForward.threads(), C::kForward.blocks_per_sm)
 void forward(TILEWISE_PARAMETER ForwardParams p) {
   const Problem& problem = p.problem;
-  uint8_t* flag = p.flags.data != nullptr ? p.flags.data + ptx::block_index() : nullptr;
-  const BlockWork work = BlockWork::of(p, ptx::block_index(), C::kForward.keys);
-  if (!work.any()) {
-    if (flag != nullptr && ptx::thread_index() == 0) *flag = 0;
-    return;
-  }
-  // Registers are for sums: what edge tiles and the end need waits in shared memory.
-  auto& kept = *reinterpret_cast<BlockWork*>(ptx::shared_memory() + kWorkAt<C>);
-  if (ptx::thread_index() == 0) kept = work;
+  if (p.flags.data != nullptr && ptx::thread_index() == 0) p.flags.data[ptx::block_index()] = 0;
+  BlockWork work = BlockWork::of(p, ptx::block_index(), C::kForward.keys);
+  if (!work.any()) return;
 
   const ptx::SharedAddress q = ptx::shared_address(ptx::shared_memory());
   const ptx::SharedAddress q_of_warp =
       q + ptx::warp_index() * (C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes);
-  KvRing<C> ring(problem, work.sequence.kv, work.rows.first_head / heads_per_key(problem),
-                 work.tiles, q + kQueryTileBytes<C>);
+  KvRing<C> ring(problem, work.sequence.kv, p.group.quotient(work.rows.first_head), work.tiles,
+                 q + kQueryTileBytes<C>);
   load_queries<C>(problem, work, q);
   ring.start();
 
+  BlockWork& kept = kept_work<C>();
+  work.tiles.find_full(work.rows, C::kForward.keys);
+  if (ptx::thread_index() == 0) kept = work;
   const float asked = score_of(problem).scale;
   const float scale = asked == 0.0f ? FLT_MIN : asked < 0.0f ? -asked : asked;  // -inf stays -inf
   const GeneralTerms<C> general(problem, scale);
@@ -190,7 +211,6 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
   if (asked < 0.0f) negate_queries<C>(q_of_warp);
 
   const Products<C> multiply;
-  const LanePlace<C> place = LanePlace<C>::of();
   RowSoftmax<C> softmax((terms ? 1.0f : scale) * kLog2e);
   Scores<C> s;
   Outputs<C> o;
@@ -200,11 +220,11 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
     multiply.scores(s, q_of_warp, ring.slot(), [&](int part) { ring.ask(true, tile, part); });
     ring.release();
 
-    if (terms) general.apply(problem, kept, s, tile, place);
-    if (masked) mask<C>(s, kept, tile, place);
+    if (terms) general.apply(problem, kept, s, tile, LanePlace<C>::of());
+    if (masked) mask<C>(s, kept_work<C>(), tile);
     softmax.raise(s, o);
     softmax.exponentiate(s);
-    if (dropout) general.drop(problem, kept, s, tile, place);
+    if (dropout) general.drop(problem, kept, s, tile, LanePlace<C>::of());
 
     ring.arrive();
     multiply.values(o, s, ring.slot(), [&](int part) { ring.ask(false, tile, part); });
@@ -227,11 +247,12 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
   }
 
   tile::wait<typename C::Arch, 0>();
+  const LanePlace<C> place = LanePlace<C>::of();
   const RowResults<C> result =
       finish_rows<C>(p, kept, place, softmax, dropout ? general.terms.dropout.keep_scale : 1.0f);
-  if (p.flags.data != nullptr)
-    write_flag<C>(p.flags.data + ptx::block_index(), o, softmax, q + kQueryTileBytes<C>);
-  if (p.order.splits > 1) {
+  if (p.flags.data != nullptr && !is_finite<C>(o, softmax)) [[unlikely]]
+    p.flags.data[ptx::block_index()] = 1;  // after the 0: barriers lie between
+  if (p.order.splits > 1) [[unlikely]] {
     store_partial<C>(p, kept, place, o, result);
     return;
   }

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "cuda/mma_sync/forward_rows.h"
-#include "cuda/ptx/block.h"
 #include "cuda/tile/copy.h"
 
 namespace tilewise::cuda::mma_sync {
@@ -32,6 +31,25 @@ TILEWISE_DEVICE void copy_row_chunk(ptx::SharedAddress to, const char* row, int 
   }
 }
 
+// Rows `step` bytes apart from `row` on, of which the first `left`, counted from the thread's own,
+// exist; the others are 0. `row` is at the thread's chunk, whose columns exist or not.
+template <class C, class Lanes>
+TILEWISE_DEVICE void copy_rows(ptx::SharedAddress to, const Lanes& lanes, const char* row,
+                               int64_t step, int32_t left, const bool (&exists)[Lanes::kColumns]) {
+#pragma unroll
+  for (int pass = 0; pass < Lanes::kPasses; ++pass) {
+    if (!lanes.has(pass)) continue;
+    const bool in = pass * Lanes::kRowsPerPass < left;
+#pragma unroll
+    for (int column = 0; column < Lanes::kColumns; ++column) {
+      tile::copy_chunk<typename C::Arch>(to + lanes.offset(pass, column),
+                                         row + column * Lanes::kStride * 16,
+                                         in && exists[column] ? 16 : 0);
+    }
+    row += step;
+  }
+}
+
 // K or V: copies of its tiles, from the last to the first.
 template <class C>
 class KeyStream {
@@ -54,8 +72,9 @@ class KeyStream {
       kv_ = kv;
       aligned_ = rows_are_aligned<Element>(view, columns);
     } else {
-      base_ += kv.offset(view, lanes_.row) * Element::kBytes + lanes_.chunk * 16;
-      next_ = base_ + row_bytes(static_cast<int64_t>(tiles.last - 1) * kKeys);
+      // Not paged: `kv.offset` would bring two divisions.
+      next_ = base_ + kv.slot * view.stride_batch * Element::kBytes +
+              row_bytes(kv.first + tiles.last * kKeys + lanes_.row) + lanes_.chunk * 16;
 #pragma unroll
       for (int column = 0; column < Lanes::kColumns; ++column) {
         exists_[column] = lanes_.chunk_of(column) * (16 / Element::kBytes) < columns_;
@@ -64,8 +83,15 @@ class KeyStream {
   }
 
   // The last tile, which may be cut short by the number of keys.
-  TILEWISE_DEVICE void copy_last(ptx::SharedAddress slot, int32_t tile) const {
-    copy_checked(slot, tile, 0, Lanes::kPasses);
+  TILEWISE_DEVICE void copy_last(ptx::SharedAddress slot, int32_t tile) {
+    if constexpr (C::kGeneral) {
+      copy_checked(slot, tile, 0, Lanes::kPasses);
+    } else {
+      const int32_t key = tile * kKeys + lanes_.row;
+      const int32_t left = key < 0 ? 0 : keys_ - key;  // below 0: the block has no tile
+      copy_rows<C>(slot, lanes_, next_, row_bytes(Lanes::kRowsPerPass), left, exists_);
+      next_ -= row_bytes(kKeys);
+    }
   }
 
   // Part `part` of the next tile, which is `tile` and not the last one; zeros where there is none.
@@ -97,28 +123,17 @@ class KeyStream {
 
   TILEWISE_DEVICE void copy_checked(ptx::SharedAddress slot, int32_t tile, int begin,
                                     int end) const {
-    [[maybe_unused]] constexpr int kUnroll =
-        C::kGeneral ? 1 : Lanes::kPasses;  // pages need divisions: once in code
-#pragma unroll kUnroll
+#pragma unroll 1  // pages need divisions: once in code
     for (int pass = begin; pass < end; ++pass) {
       if (!lanes_.has(pass)) continue;
       const int32_t key = tile * kKeys + lanes_.row_of(pass);
       const bool in = key >= 0 && key < keys_;  // below 0: the block has no tile
       const char* row = nullptr;
-      if constexpr (C::kGeneral) {
-        if (in) row = base_ + kv_.offset(view_, key) * Element::kBytes;
-      } else {
-        row = base_ + row_bytes(key - lanes_.row);
-      }
+      if (in) row = base_ + kv_.offset(view_, key) * Element::kBytes;
 #pragma unroll
       for (int column = 0; column < Lanes::kColumns; ++column) {
-        const ptx::SharedAddress to = slot + lanes_.offset(pass, column);
-        if constexpr (C::kGeneral) {
-          copy_row_chunk<C>(to, row, lanes_.chunk_of(column), columns_, aligned_);
-        } else {
-          tile::copy_chunk<typename C::Arch>(to, row + column * Lanes::kStride * 16,
-                                             exists_[column] && in ? 16 : 0);
-        }
+        copy_row_chunk<C>(slot + lanes_.offset(pass, column), row, lanes_.chunk_of(column),
+                          columns_, aligned_);
       }
     }
   }
@@ -129,8 +144,8 @@ class KeyStream {
   int32_t keys_;
   int32_t first_;                 // tile that is wanted
   bool exists_[Lanes::kColumns];  // plain: the chunks of this thread
-  const char* base_;              // plain: key 0 of the sequence, row and chunk of this thread
-  const char* next_ = nullptr;    // plain: the same of the next tile
+  const char* base_;              // of the head
+  const char* next_ = nullptr;    // plain: row and chunk of this thread in the next tile
   KvSource kv_;                   // general
   bool aligned_ = true;
 };
@@ -156,7 +171,6 @@ class KvRing {
         v_(p.v, kv, head, p.head_dim_v, tiles),
         base_(base),
         read_(base),
-        write_(base),
         last_(tiles.last) {}
 
   // Asks for what the first kStages - 1 slots take.
@@ -165,13 +179,13 @@ class KvRing {
     for (int i = 0; i < kStages - 1; ++i) {
       Stream& stream = i % 2 == 0 ? k_ : v_;
       const int32_t tile = last_ - i / 2;
-      if (i < 2) stream.copy_last(write_, tile);
-      for (int part = 0; i >= 2 && part < kParts; ++part) stream.copy(write_, tile, part);
+      const ptx::SharedAddress slot = base_ + i * kSlotBytes;
+      if (i < 2) stream.copy_last(slot, tile);
+      for (int part = 0; i >= 2 && part < kParts; ++part) stream.copy(slot, tile, part);
       tile::commit<Arch>();
-      write_ = after(write_);
     }
     if (kStages == 2) {  // the last values too, since they may be cut short
-      v_.copy_last(write_, last_);
+      v_.copy_last(base_ + kSlotBytes, last_);
       tile::commit<Arch>();
     }
   }
@@ -183,17 +197,14 @@ class KvRing {
   }
   TILEWISE_DEVICE ptx::SharedAddress slot() const { return read_; }
   // The slot that has been read is the next one to be written.
-  TILEWISE_DEVICE void release() {
-    write_ = read_;
-    read_ = after(read_);
-  }
+  TILEWISE_DEVICE void release() { read_ = after(read_); }
 
   // Part `part` of what is asked for while the scores (`scores`) or values of `tile` are at work.
   TILEWISE_DEVICE void ask(bool scores, int32_t tile, int part) {
     const bool keys = scores == kKeysFirst;
     const int32_t wanted = tile - (keys ? kKeysAhead : kValuesAhead);
     Stream& stream = keys ? k_ : v_;
-    if (kStages > 2 || keys || wanted != last_) stream.copy(write_, wanted, part);
+    if (kStages > 2 || keys || wanted != last_) stream.copy(before(read_), wanted, part);
     if (part == kParts - 1) tile::commit<Arch>();
   }
 
@@ -201,11 +212,13 @@ class KvRing {
   TILEWISE_DEVICE ptx::SharedAddress after(ptx::SharedAddress slot) const {
     return slot == base_ + (kBytes - kSlotBytes) ? base_ : slot + kSlotBytes;
   }
+  TILEWISE_DEVICE ptx::SharedAddress before(ptx::SharedAddress slot) const {
+    return slot == base_ ? base_ + (kBytes - kSlotBytes) : slot - kSlotBytes;
+  }
   Stream k_;
   Stream v_;
   ptx::SharedAddress base_;
   ptx::SharedAddress read_;
-  ptx::SharedAddress write_;
   int32_t last_;
 };
 

@@ -3,6 +3,7 @@
 
 #include "attention/schedule.h"
 #include "cuda/params.h"
+#include "cuda/ptx/block.h"
 #include "cuda/ptx/convert.h"
 #include "cuda/ptx/warp.h"
 
@@ -15,47 +16,50 @@ TILEWISE_DEVICE int32_t position(int64_t x) {
   return static_cast<int32_t>(clamp(x, -kMargin, INT32_MAX - kMargin));
 }
 
-// group_size, without the division of 64-bit numbers.
-TILEWISE_DEVICE int32_t heads_per_key(const Problem& p) {
-  return static_cast<int32_t>(p.heads_q) / static_cast<int32_t>(p.heads_kv);
-}
-
 // What is the same in all lanes, said to the compiler: it then counts and compares such numbers
 // once per warp and not in every lane's registers.
 TILEWISE_DEVICE int32_t uniform(int32_t x) {
   return static_cast<int32_t>(ptx::shuffle(static_cast<uint32_t>(x), 0));
 }
 
+TILEWISE_DEVICE int recent_thread() {
+  return static_cast<int>(ptx::recent(static_cast<uint32_t>(ptx::thread_index())));
+}
+
 // The packed rows of a tile, counted from its first one. Row r is row `first + row(r)` of the
 // sequence and query head `first_head + head(r)`.
 struct QueryRows {
-  int64_t first;
+  int32_t first;
   int32_t first_head;
   int32_t group;
   int32_t offset;       // of packed row 0 among the heads of its row
   uint32_t reciprocal;  // ceil(2^31 / group)
   int32_t count;        // 0: nothing to do
 
-  TILEWISE_DEVICE static QueryRows of(const ForwardParams& p, const Band& band, int64_t tile,
+  TILEWISE_DEVICE static QueryRows of(const ForwardParams& p, const Band& band, int32_t tile,
                                       int32_t head) {
-    const int64_t begin = tile * p.row_tile;
-    const int64_t left = p.packing.packed(band.rows) - begin;
+    const auto begin = static_cast<int32_t>(tile * p.row_tile);
     QueryRows r;
     r.group = static_cast<int32_t>(p.packing.group);
-    r.first = r.group == 1 ? begin : p.packing.row(begin);  // few pay for a 64-bit division
+    r.first = begin;
     r.first_head = head * r.group;
-    r.offset = static_cast<int32_t>(begin - p.packing.packed(r.first));
-    r.reciprocal = (0x7fffffffu + static_cast<uint32_t>(r.group)) / static_cast<uint32_t>(r.group);
-    r.count = static_cast<int32_t>(clamp(left, 0, p.row_tile));
+    r.offset = 0;
+    r.reciprocal = p.pack_reciprocal;
+    if (r.packed()) [[unlikely]] {
+      r.first = p.group.quotient(begin);
+      r.offset = p.group.remainder(begin);
+    }
+    r.count = static_cast<int32_t>(clamp(p.packing.packed(band.rows) - begin, 0, p.row_tile));
     return r;
   }
 
+  TILEWISE_DEVICE bool packed() const { return group != 1; }
   // The quotient (offset + r) / group, exact for groups below 2^15.
   TILEWISE_DEVICE int32_t row(int32_t r) const {
     return static_cast<int32_t>(ptx::mul_high(static_cast<uint32_t>(offset + r) * 2, reciprocal));
   }
   TILEWISE_DEVICE int32_t head(int32_t r) const { return offset + r - row(r) * group; }
-  TILEWISE_DEVICE Range range() const { return {first, first + row(count - 1) + 1}; }
+  TILEWISE_DEVICE int32_t last_row() const { return packed() ? row(count - 1) : count - 1; }
 };
 
 // The key tiles that the rows of a block see, walked from the last to the first.
@@ -69,26 +73,39 @@ struct KeyTiles {
   int32_t lower;
   int32_t upper;
 
+  // Without the full tiles: what the first copies wait for.
   TILEWISE_DEVICE static KeyTiles of(const ForwardParams& p, const Band& band,
                                      const QueryRows& rows, int32_t split, int32_t step) {
-    const Range range = rows.range();
-    const Range any = band.keys_of_any(range);
-    const Range all = band.keys_of_all(range);
-    const Range whole = {any.begin / step * step, any.end};
-    const Range part = p.order.splits == 1 ? whole : key_split(whole, p.order.splits, split, step);
     const int64_t row0 = rows.first + band.shift();
     KeyTiles t;
-    t.first = static_cast<int32_t>(part.begin / step);
-    t.last = part.empty() ? t.first - 1 : static_cast<int32_t>((part.end - 1) / step);
-    t.full_begin = max(t.first, static_cast<int32_t>(ceil_div(all.begin, step)));
-    t.full_end = static_cast<int32_t>(max(int64_t{0}, all.end) / step);
     t.keys = position(band.keys);
     t.lower = position(row0 - band.left);
     t.upper = position(row0 + band.right + 1);
+    int32_t end = min(t.keys, t.upper + rows.last_row());
+    t.first = tiles(max(0, t.lower), step);
+    if (p.order.splits != 1) [[unlikely]] {  // as `key_split`
+      const int32_t count = max(0, tiles(end + step - 1, step) - t.first);
+      const int32_t part = p.order.splits.quotient(count + p.order.splits - 1);
+      const int32_t begin = t.first + min(count, part * split);
+      end = min(end, (t.first + min(count, part * (split + 1))) * step);
+      t.first = begin;
+    }
+    t.last = end > t.first * step ? tiles(end - 1, step) : t.first - 1;
     return t;
   }
 
+  // The rest.
+  TILEWISE_DEVICE void find_full(const QueryRows& rows, int32_t step) {
+    full_begin = max(first, tiles(max(0, lower + rows.last_row()) + step - 1, step));
+    full_end = tiles(max(0, min(keys, upper)), step);
+  }
+
   TILEWISE_DEVICE bool masked(int32_t tile) const { return tile < full_begin || tile >= full_end; }
+
+ private:
+  TILEWISE_DEVICE static int32_t tiles(int32_t keys, int32_t step) {
+    return static_cast<int32_t>(static_cast<uint32_t>(keys) / static_cast<uint32_t>(step));
+  }
 };
 
 // All of it.
@@ -100,7 +117,10 @@ struct BlockWork {
 
   TILEWISE_DEVICE bool any() const { return rows.count > 0; }
   TILEWISE_DEVICE int32_t head(int32_t r) const { return rows.first_head + rows.head(r); }
-  // Offset of packed row r in q or out.
+  // Offset of row r in q or out when heads are not packed, and of packed row r in general.
+  TILEWISE_DEVICE int64_t offset_unpacked(const tilewise_tensor& view, int32_t r) const {
+    return sequence.row_offset(view, rows.first + r) + rows.first_head * view.stride_head;
+  }
   TILEWISE_DEVICE int64_t offset(const tilewise_tensor& view, int32_t r) const {
     return sequence.row_offset(view, rows.first + rows.row(r)) + head(r) * view.stride_head;
   }

@@ -6,7 +6,6 @@
 
 #include "attention/online_softmax.h"
 #include "cuda/mma_sync/forward_rows.h"
-#include "cuda/ptx/block.h"
 #include "cuda/tile/fragment.h"
 #include "cuda/tile/quad.h"
 
@@ -19,9 +18,11 @@ struct LanePlace {
   int32_t row0;
   int32_t column;
 
+  // Computed where it is asked for: it would otherwise wait in registers through the loop.
   TILEWISE_DEVICE static LanePlace of() {
-    const int lane = ptx::lane_index();
-    return {ptx::warp_index() * C::kForward.warp_rows + lane / 4, lane % 4 * 2};
+    const int thread = recent_thread();
+    const int lane = thread % ptx::kWarpSize;
+    return {thread / ptx::kWarpSize * C::kForward.warp_rows + lane / 4, lane % 4 * 2};
   }
   TILEWISE_DEVICE int32_t row(int m, int h) const { return row0 + m * 16 + h * 8; }
 };
@@ -34,9 +35,24 @@ using Outputs = tile::Sums<C::kForward.warp_rows / 16, C::kHeadDim / 8>;
 // Scores that the band hides become -inf. The limits of a row are relative to the first key of the
 // lane.
 template <class C>
-TILEWISE_DEVICE void mask(Scores<C>& s, const BlockWork& work, int32_t tile,
-                          const LanePlace<C>& place) {
+TILEWISE_DEVICE void mask(Scores<C>& s, const BlockWork& work, int32_t tile) {
+  const LanePlace<C> place = LanePlace<C>::of();
   const int32_t key0 = tile * C::kForward.keys + place.column;
+  // Most bands have no left limit, and few of the tiles of those that have one meet it.
+  if (work.tiles.lower + C::kForward.rows() > tile * C::kForward.keys) {
+#pragma unroll
+    for (int m = 0; m < C::kForward.warp_rows / 16; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int32_t begin = work.tiles.lower + work.rows.row(place.row(m, h)) - key0;
+#pragma unroll
+        for (int n = 0; n < C::kForward.keys / 8; ++n) {
+          if (8 * n < begin) s.x[m][n][2 * h] = kMinusInfinity;
+          if (8 * n + 1 < begin) s.x[m][n][2 * h + 1] = kMinusInfinity;
+        }
+      }
+    }
+  }
 #pragma unroll
   for (int m = 0; m < C::kForward.warp_rows / 16; ++m) {
 #pragma unroll
@@ -47,20 +63,6 @@ TILEWISE_DEVICE void mask(Scores<C>& s, const BlockWork& work, int32_t tile,
       for (int n = 0; n < C::kForward.keys / 8; ++n) {
         if (8 * n >= end) s.x[m][n][2 * h] = kMinusInfinity;
         if (8 * n + 1 >= end) s.x[m][n][2 * h + 1] = kMinusInfinity;
-      }
-    }
-  }
-  // Most bands have no left limit, and few of the tiles of those that have one meet it.
-  if (work.tiles.lower + C::kForward.rows() <= tile * C::kForward.keys) return;
-#pragma unroll
-  for (int m = 0; m < C::kForward.warp_rows / 16; ++m) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int32_t begin = work.tiles.lower + work.rows.row(place.row(m, h)) - key0;
-#pragma unroll
-      for (int n = 0; n < C::kForward.keys / 8; ++n) {
-        if (8 * n < begin) s.x[m][n][2 * h] = kMinusInfinity;
-        if (8 * n + 1 < begin) s.x[m][n][2 * h + 1] = kMinusInfinity;
       }
     }
   }

@@ -27,7 +27,7 @@ TILEWISE_DEVICE RowResults<C> finish_rows(const ForwardParams& p, const BlockWor
       float m = softmax.m[i][h];
       float l = tile::quad_sum(softmax.l[i][h]);
       float factor = weight;
-      if (sinks) {
+      if (sinks) [[unlikely]] {
         const float sink = p.problem.sinks[work.head(place.row(i, h))] * kLog2e;
         const float highest = ptx::fmax(m, sink);
         const float shrink = ptx::ex2(m - highest);
@@ -36,37 +36,32 @@ TILEWISE_DEVICE RowResults<C> finish_rows(const ForwardParams& p, const BlockWor
         factor *= shrink;
       }
       softmax.l[i][h] = l;
-      result.factor[i][h] = l == 0.0f ? 0.0f : factor / l;
-      result.lse[i][h] =
-          l == 0.0f ? kMinusInfinity : m * static_cast<float>(kLn2) + ptx::log_accurate(l);
+      const float lse = C::Element::kBytes == 2
+                            ? (m + ptx::lg2(l)) * static_cast<float>(kLn2)
+                            : m * static_cast<float>(kLn2) + ptx::log_accurate(l);
+      const float inverse = C::Element::kBytes == 2 ? factor * ptx::rcp_approximate(l) : factor / l;
+      result.factor[i][h] = l == 0.0f ? 0.0f : inverse;
+      result.lse[i][h] = l == 0.0f ? kMinusInfinity : lse;
     }
   }
   return result;
 }
 
-// Whether all sums of the block are finite, for the second pass (params.h). `scratch` is shared
-// memory that nobody uses any more.
+// Whether all sums of this lane are finite, for the second pass (params.h).
 template <class C>
-TILEWISE_DEVICE void write_flag(uint8_t* flag, const Outputs<C>& o, const RowSoftmax<C>& softmax,
-                                ptx::SharedAddress scratch) {
-  float zero = 0.0f;  // NaN when it has met an infinity or a NaN
+TILEWISE_DEVICE bool is_finite(const Outputs<C>& o, const RowSoftmax<C>& softmax) {
+  float zero[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // NaN when it has met an infinity or a NaN
 #pragma unroll
   for (int i = 0; i < C::kForward.warp_rows / 16; ++i) {
-    zero = ptx::fma(softmax.l[i][0], 0.0f, ptx::fma(softmax.l[i][1], 0.0f, zero));
+#pragma unroll
+    for (int h = 0; h < 2; ++h) zero[h] = ptx::fma(softmax.l[i][h], 0.0f, zero[h]);
 #pragma unroll
     for (int n = 0; n < C::kHeadDim / 8; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) zero = ptx::fma(o.x[i][n][e], 0.0f, zero);
+      for (int e = 0; e < 4; ++e) zero[e] = ptx::fma(o.x[i][n][e], 0.0f, zero[e]);
     }
   }
-  const bool bad = ptx::any(!(zero == 0.0f));
-  ptx::sync_block();
-  if (ptx::lane_index() == 0) ptx::st_shared_b32(scratch + ptx::warp_index() * 4, bad ? 1 : 0);
-  ptx::sync_block();
-  if (ptx::thread_index() != 0) return;
-  uint32_t any = 0;
-  for (int i = 0; i < C::kForward.warps; ++i) any |= ptx::ld_shared_b32(scratch + i * 4);
-  *flag = any != 0 ? 1 : 0;
+  return zero[0] + zero[1] + (zero[2] + zero[3]) == 0.0f;
 }
 
 // fp32 results of one key split; a lane owns pairs of columns.
@@ -104,22 +99,27 @@ template <class C>
 TILEWISE_DEVICE void stage_outputs(ptx::SharedAddress q, const LanePlace<C>& place,
                                    const Outputs<C>& o, const RowResults<C>& result) {
   using Element = typename C::Element;
-  using Swizzle = tile::Swizzle<C::kHeadDim * Element::kBytes>;
+  constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
+  constexpr int kPeriod = tile::Swizzle<kRowBytes>::kPeriod;
+  // Rows 8 apart permute alike: an exclusive or per chunk, immediates for the rest.
+  const int column = place.column * Element::kBytes;
+  const ptx::SharedAddress lane =
+      q + tile::Swizzle<kRowBytes>::offset(place.row0, column / 16) + column % 16;
 #pragma unroll
   for (int i = 0; i < C::kForward.warp_rows / 16; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int32_t r = place.row(i, h);
 #pragma unroll
       for (int n = 0; n < C::kHeadDim / 8; ++n) {
         const float low = o.x[i][n][2 * h] * result.factor[i][h];
         const float high = o.x[i][n][2 * h + 1] * result.factor[i][h];
+        const int chunk = n * Element::kBytes / 2;
+        const ptx::SharedAddress to =
+            (lane ^ static_cast<uint32_t>(chunk % kPeriod * 16)) +
+            static_cast<uint32_t>(chunk / kPeriod * kPeriod * 16 + (16 * i + 8 * h) * kRowBytes);
         if constexpr (Element::kBytes == 2) {
-          ptx::st_shared_b32(q + Swizzle::offset(r, n) + place.column * 2,
-                             tile::pack<Element>(low, high));
+          ptx::st_shared_b32(to, tile::pack<Element>(low, high));
         } else {
-          const ptx::SharedAddress to =
-              q + Swizzle::offset(r, 2 * n + place.column / 4) + place.column % 4 * 4;
           ptx::st_shared_b32(to, ptx::bits_of(low));
           ptx::st_shared_b32(to + 4, ptx::bits_of(high));
         }
@@ -134,11 +134,31 @@ TILEWISE_DEVICE void store_outputs(const Problem& p, const BlockWork& work, ptx:
   constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
   constexpr int kPerChunk = 16 / Element::kBytes;
   using Lanes = tile::CopyLanes<ptx::kWarpSize, C::kForward.warp_rows, kRowBytes>;
-  const Lanes lanes(ptx::lane_index());
+  const int thread = recent_thread();
+  const Lanes lanes(thread % ptx::kWarpSize);
   const int columns = static_cast<int>(p.head_dim_v);
+  const int row0 = thread / ptx::kWarpSize * C::kForward.warp_rows;
+  if (!C::kGeneral && !work.rows.packed()) {
+    const int32_t left = work.rows.count - row0 - lanes.row;
+    const int64_t step = Lanes::kRowsPerPass * p.out.stride_row * Element::kBytes;
+    char* out = static_cast<char*>(p.out.data) +
+                work.offset_unpacked(p.out, row0 + lanes.row) * Element::kBytes + lanes.chunk * 16;
+#pragma unroll
+    for (int pass = 0; pass < Lanes::kPasses; ++pass) {
+      if (!lanes.has(pass)) continue;
+#pragma unroll
+      for (int column = 0; column < Lanes::kColumns; ++column) {
+        uint32_t x[4];
+        ptx::ld_shared_v4_b32(x, q + row0 * kRowBytes + lanes.offset(pass, column));
+        if (pass * Lanes::kRowsPerPass < left && lanes.chunk_of(column) * kPerChunk < columns)
+          ptx::st_global_v4_b32(out + column * Lanes::kStride * 16, x);
+      }
+      out += step;
+    }
+    return;
+  }
   const bool aligned = !C::kGeneral || rows_are_aligned<Element>(p.out, columns);
-  const int row0 = ptx::warp_index() * C::kForward.warp_rows;
-#pragma unroll 4
+#pragma unroll 1
   for (int pass = 0; pass < Lanes::kPasses; ++pass) {
     const int r = row0 + lanes.row_of(pass);
     if (!lanes.has(pass) || r >= work.rows.count) continue;
@@ -163,6 +183,19 @@ template <class C>
 TILEWISE_DEVICE void store_lse(const Problem& p, const BlockWork& work, const LanePlace<C>& place,
                                const RowResults<C>& result) {
   if (p.lse == nullptr || place.column != 0) return;
+  if (!work.rows.packed()) {
+    const int32_t left = work.rows.count - place.row0;
+    float* lse = p.lse + work.rows.first_head * p.lse_stride_head +
+                 work.sequence.lse_offset(p.lse_stride_batch, work.rows.first + place.row0);
+#pragma unroll
+    for (int i = 0; i < C::kForward.warp_rows / 16; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (16 * i + 8 * h < left) lse[16 * i + 8 * h] = result.lse[i][h];
+      }
+    }
+    return;
+  }
 #pragma unroll
   for (int i = 0; i < C::kForward.warp_rows / 16; ++i) {
 #pragma unroll

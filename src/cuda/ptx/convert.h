@@ -24,6 +24,7 @@ TILEWISE_DEVICE uint32_t mul_bf16x2(uint32_t a, uint32_t b) { return emulator::m
 TILEWISE_DEVICE float ex2(float x) { return emulator::ex2(x); }
 TILEWISE_DEVICE float lg2(float x) { return emulator::lg2(x); }
 TILEWISE_DEVICE float rcp(float x) { return 1.0f / x; }
+TILEWISE_DEVICE float rcp_approximate(float x) { return 1.0f / x; }  // relative error 2^-23
 TILEWISE_DEVICE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 // The larger one; a NaN loses against a number.
 TILEWISE_DEVICE float fmax(float a, float b) { return __builtin_fmaxf(a, b); }
@@ -81,6 +82,11 @@ TILEWISE_DEVICE float lg2(float x) {
   return y;
 }
 TILEWISE_DEVICE float rcp(float x) { return 1.0f / x; }
+TILEWISE_DEVICE float rcp_approximate(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 TILEWISE_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 TILEWISE_DEVICE float fmax(float a, float b) { return ::fmaxf(a, b); }
 TILEWISE_DEVICE float ceil(float x) { return ::ceilf(x); }

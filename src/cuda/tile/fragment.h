@@ -183,10 +183,15 @@ TILEWISE_DEVICE Fragment<Element> operand_of(const float (&row)[kColumns][4], in
 template <class Element>
 inline constexpr int kStepsInCore = std::is_same_v<Element, F32> ? 4 : 0;
 
-// d += a b for the 8 columns of b's half `half`, summed in the core.
+// Instructions of one product on top of each other: fp32 takes three, the small products first.
+template <class Element>
+inline constexpr int kTerms = std::is_same_v<Element, F32> ? 3 : 1;
+
+// Term `term` of d += a b for the 8 columns of b's half `half`, summed in the core.
 template <class Arch, class Element>
-TILEWISE_DEVICE void multiply_in_core(float (&d)[4], const Fragment<Element>& a,
-                                      const Fragment<Element>& b, int half) {
+TILEWISE_DEVICE void multiply_term(float (&d)[4], const Fragment<Element>& a,
+                                   const Fragment<Element>& b, int half,
+                                   [[maybe_unused]] int term) {
   const uint32_t b0 = b.r[2 * half];
   const uint32_t b1 = b.r[2 * half + 1];
   if constexpr (Element::kDtype == BF16::kDtype) {
@@ -196,13 +201,21 @@ TILEWISE_DEVICE void multiply_in_core(float (&d)[4], const Fragment<Element>& a,
   } else if constexpr (Element::kDtype == F16::kDtype) {
     ptx::mma_m16n8k8_f16(d, a.r[0], a.r[1], b0);
     ptx::mma_m16n8k8_f16(d, a.r[2], a.r[3], b1);
+  } else if constexpr (requires { a.low; }) {
+    if (term == 0) ptx::mma_m16n8k8_tf32(d, a.low, b0, b1);
+    if (term == 1) ptx::mma_m16n8k8_tf32(d, a.r, b.low[2 * half], b.low[2 * half + 1]);
+    if (term == 2) ptx::mma_m16n8k8_tf32(d, a.r, b0, b1);
   } else {
-    if constexpr (requires { a.low; }) {  // the small products first
-      ptx::mma_m16n8k8_tf32(d, a.low, b0, b1);
-      ptx::mma_m16n8k8_tf32(d, a.r, b.low[2 * half], b.low[2 * half + 1]);
-    }
     ptx::mma_m16n8k8_tf32(d, a.r, b0, b1);
   }
+}
+
+// d += a b for the 8 columns of b's half `half`, summed in the core.
+template <class Arch, class Element>
+TILEWISE_DEVICE void multiply_in_core(float (&d)[4], const Fragment<Element>& a,
+                                      const Fragment<Element>& b, int half) {
+#pragma unroll
+  for (int term = 0; term < kTerms<Element>; ++term) multiply_term<Arch>(d, a, b, half, term);
 }
 
 // d += a b for the 8 columns of b's half `half`; fp32 sums one step in the core.
