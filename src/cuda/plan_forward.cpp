@@ -65,16 +65,20 @@ int64_t choose_splits(const Problem& p, const Gpu& gpu, const UnitTable& unit, i
   const bool whole_tiles = most_rows(p) * pack > tile.rows;
   const int64_t least = ceil_div(whole_tiles ? kKeysOfSplitOfTile : kKeysOfSplit, tile.keys);
   const int64_t most = min(kMostSplits, key_tiles / least);
-  const auto busy = [&](int64_t splits) {
-    const double waves = static_cast<double>(blocks * splits) / static_cast<double>(slots);
-    return waves / static_cast<double>(ceil_div(blocks * splits, slots));
+  // Blocks over the slots of their waves, asked for growing numbers of splits: every launch of a
+  // decode comes by here, and two divisions of 64-bit numbers for each took 2 us.
+  const auto busy = [&](int64_t splits, int64_t& room) {
+    while (room < blocks * splits) room += slots;
+    return static_cast<double>(blocks * splits) / static_cast<double>(room);
   };
-  double best = busy(1);
-  for (int64_t s = 2; s <= most; ++s) best = busy(s) > best ? busy(s) : best;
+  double best = 0.0;
+  int64_t room = slots;
+  for (int64_t s = 1; s <= most; ++s) best = max(best, busy(s, room));
+  room = slots;
   for (int64_t s = 1; s <= most; ++s) {
+    if (busy(s, room) < 0.85 * best) continue;
     // Splits are whole tiles: more of them that are not shorter leave the last ones empty.
-    const bool shorter = s == 1 || ceil_div(key_tiles, s) < ceil_div(key_tiles, s - 1);
-    if (shorter && busy(s) >= 0.85 * best) return s;
+    if (s == 1 || ceil_div(key_tiles, s) < ceil_div(key_tiles, s - 1)) return s;
   }
   return 1;
 }
