@@ -18,7 +18,7 @@ struct FinishPlan {
   static constexpr int kPerPart = Plan::kDqRows / 16 * kAcross;
   static constexpr int kUnits = kParts * kPerPart;
   // Units whose loads are in flight together.
-  static constexpr int kTogether = 2;
+  static constexpr int kTogether = kUnits % 2 == 0 ? 2 : kUnits % 3 == 0 ? 3 : 1;
   static_assert(Plan::kWarps % kWarps == 0 && kUnits % kTogether == 0);
 };
 
