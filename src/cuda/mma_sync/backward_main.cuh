@@ -21,6 +21,128 @@ TILEWISE_DEVICE float exponent_scale(float scale) {
   return x < 1e-30f && x > -1e-30f ? 1e-30f : x;
 }
 
+// Where the tiles of a step lie.
+template <class C>
+struct StepTiles {
+  using Plan = BackwardPlan<C>;
+
+  TILEWISE_DEVICE StepTiles(ptx::SharedAddress shared, int stage, int score_tile, int query)
+      : own_query(query),
+        own_rows(static_cast<uint32_t>(query * Plan::kRowBytes)),
+        q(shared + Plan::kRows + static_cast<uint32_t>(stage * 2 * Plan::kRowTileBytes)),
+        d_out(q + Plan::kRowTileBytes),
+        own_lse(shared + Plan::kStatistics +
+                static_cast<uint32_t>(stage * Plan::kStatisticsBytes +
+                                      (query + ptx::lane_index() % 4 * 2) * 4)),
+        own_delta(own_lse + Plan::kQueries * 4),
+        ds(shared + Plan::kDS + static_cast<uint32_t>(score_tile * Plan::kScoreTileBytes)),
+        p(shared + Plan::kP + static_cast<uint32_t>(score_tile * Plan::kScoreTileBytes)) {}
+
+  int own_query;      // the first one of the warp
+  uint32_t own_rows;  // where it lies in the tiles of q and d_out
+  ptx::SharedAddress q;
+  ptx::SharedAddress d_out;
+  ptx::SharedAddress own_lse;
+  ptx::SharedAddress own_delta;
+  ptx::SharedAddress ds;
+  ptx::SharedAddress p;
+};
+
+// P^T or dS^T of the warp's own queries, as operands.
+template <class C>
+using OwnScores = tile::Operands<typename C::Element, 2, max(1, BackwardPlan<C>::kOwnSteps)>;
+
+// P and dS of the warp: into its operands, and to shared memory for the other warps.
+template <class C, class Offsets>
+TILEWISE_DEVICE void take_scores(OwnScores<C>& p_own, OwnScores<C>& ds_own, ScoreSums<C>& s,
+                                 ScoreSums<C>& dp, const Offsets& scores, const StepTiles<C>& at,
+                                 float scale_log2) {
+  using Plan = BackwardPlan<C>;
+#pragma unroll
+  for (int n = 0; n < Plan::kWarpQueries / 8; ++n) {
+    if constexpr (!C::kGeneral) softmax_and_derivative<C>(s, dp, n, scale_log2, at.own_lse);
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      p_own.set(m, n, s.x[m][n]);
+      ds_own.set(m, n, dp.x[m][n]);
+      constexpr int kChunks = Plan::kBytes / 2;  // of 8 queries
+#pragma unroll
+      for (int i = 0; i < 2 * kChunks; ++i) {
+        const int chunk = n * kChunks + i / 2;
+        const uint32_t word = scores.word(16 * m + i % 2 * 8, chunk);
+        if (Plan::kShareP)
+          ptx::st_shared_b32(at.p + word, p_own.r[chunk / 2][m][chunk % 2 * 2 + i % 2]);
+        ptx::st_shared_b32(at.ds + word, ds_own.r[chunk / 2][m][chunk % 2 * 2 + i % 2]);
+      }
+    }
+  }
+}
+
+// dK and dV of a step. `refill` runs when the stage before it is free.
+template <class C, class Columns, class Offsets, class Refill>
+TILEWISE_DEVICE void add_keys(KeySums<C>& dk, KeySums<C>& dv, const OwnScores<C>& p_own,
+                              const OwnScores<C>& ds_own, const Columns& columns,
+                              const Offsets& scores, const StepTiles<C>& at, Refill&& refill) {
+  using Plan = BackwardPlan<C>;
+  using Element = typename C::Element;
+  // dV += P^T dO and dK += dS^T Q with the warp's own queries.
+  constexpr int kHeld = Plan::kHeldSteps;
+  tile::Fragment<Element> a[kHeld][2];
+#pragma unroll
+  for (int j = 0; j < Plan::kOwnSteps; j += kHeld) {
+#pragma unroll
+    for (int i = 0; i < 2 * kHeld; ++i) a[i / 2][i % 2] = p_own.at(j + i / 2, i % 2);
+    add_steps<C>(dv, a, columns, at.d_out + at.own_rows, j * Plan::kStep);
+  }
+  if constexpr (Plan::kTile.early_barrier) {
+    if constexpr (Plan::kStages == 3) tile::wait<typename C::Arch, 0>();
+    ptx::sync_block();
+  }
+#pragma unroll
+  for (int j = 0; j < Plan::kOwnSteps; j += kHeld) {
+#pragma unroll
+    for (int i = 0; i < 2 * kHeld; ++i) {
+      a[i / 2][i % 2] = Plan::kKeepDS
+                            ? ds_own.at(j + i / 2, i % 2)
+                            : tile::load<Element>(at.ds + scores.rows(i % 2 * 16, j + i / 2));
+    }
+    add_steps<C>(dk, a, columns, at.q + at.own_rows, j * Plan::kStep);
+    if (j == 0) refill();
+  }
+  if constexpr (!Plan::kTile.early_barrier) ptx::sync_block();
+
+  // ... and with those of the other warps.
+#pragma unroll
+  for (int j = Plan::kOwnSteps; j < Plan::kQueries / Plan::kStep; j += kHeld) {
+    const int query = at.own_query / Plan::kStep * Plan::kStep ^ j * Plan::kStep;
+    const uint32_t query_rows = static_cast<uint32_t>(query * Plan::kRowBytes);
+#pragma unroll
+    for (int i = 0; i < 2 * kHeld; ++i)
+      a[i / 2][i % 2] = tile::load<Element>(at.p + scores.rows(i % 2 * 16, j + i / 2));
+    add_steps<C>(dv, a, columns, at.d_out + query_rows, 0);
+#pragma unroll
+    for (int i = 0; i < 2 * kHeld; ++i)
+      a[i / 2][i % 2] = tile::load<Element>(at.ds + scores.rows(i % 2 * 16, j + i / 2));
+    add_steps<C>(dk, a, columns, at.q + query_rows, 0);
+  }
+}
+
+// dQ of a step to its sums; in turn when the order of additions is to be the same every time.
+template <class C>
+TILEWISE_DEVICE void add_rows(const BackwardParams& p, const typename DqProduct<C>::Sums& dq,
+                              const BlockFacts<C>& facts, const TileRecord<C>& record, int warp,
+                              int lane) {
+  const int32_t index = record.index();
+  float* to = p.dq_sum + int64_t{index} * BackwardPlan<C>::kDqTile;
+  if (p.turns != nullptr) {
+    wait_for_turn(p.turns + index, facts, record.row());
+    DqProduct<C>::reduce(dq, to, warp, lane);
+    pass_turn(p.turns + index);
+  } else {
+    DqProduct<C>::reduce(dq, to, warp, lane);
+  }
+}
+
 template <class C>
 TILEWISE_KERNEL(BackwardPlan<C>::kThreads, C::kBackward.blocks_per_sm)
 void backward(TILEWISE_PARAMETER BackwardParams p) {
@@ -100,27 +222,16 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
     const auto columns = column_offsets.recent();
     const auto scores = Plan::kRecentScores ? score_offsets.recent() : score_offsets;
     const int score_tile = kStages == 3 ? steps & 1 : 0;
-    const ptx::SharedAddress q =
-        shared + Plan::kRows + static_cast<uint32_t>(stage * 2 * Plan::kRowTileBytes);
-    const ptx::SharedAddress d_out = q + Plan::kRowTileBytes;
-    const ptx::SharedAddress own_lse =
-        shared + Plan::kStatistics +
-        static_cast<uint32_t>(stage * Plan::kStatisticsBytes + (own_query + lane % 4 * 2) * 4);
     const TileRecord<C> record(shared, stage);
-    const ptx::SharedAddress own_delta = own_lse + Plan::kQueries * 4;
-    const uint32_t own_rows = static_cast<uint32_t>(own_query * Plan::kRowBytes);
-    const ptx::SharedAddress ds_tile =
-        shared + Plan::kDS + static_cast<uint32_t>(score_tile * Plan::kScoreTileBytes);
-    const ptx::SharedAddress p_tile =
-        shared + Plan::kP + static_cast<uint32_t>(score_tile * Plan::kScoreTileBytes);
+    const StepTiles<C> at(shared, stage, score_tile, own_query);
 
-    tile::Operands<Element, 2, max(1, Plan::kOwnSteps)> p_own;
-    tile::Operands<Element, 2, max(1, Plan::kOwnSteps)> ds_own;
+    OwnScores<C> p_own;
+    OwnScores<C> ds_own;
     {
       ScoreSums<C> s;
       ScoreSums<C> dp;
       s.fill(0.0f);
-      row_product.add(s, own_k, q + own_rows, [&](int k) {
+      row_product.add(s, own_k, at.q + at.own_rows, [&](int k) {
         if (kStages == 2 && k == 1 && steps > 1) feed.copy_q(p, stage ^ 1);
       });
       if constexpr (!C::kGeneral) {
@@ -131,8 +242,8 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
           KeyMask<C>(facts, own_key + lane / 4, query).apply(s, hidden);
         }
       }
-      start_dp<C>(dp, own_delta);
-      row_product.add(dp, own_v, d_out + own_rows, [&](int k) {
+      start_dp<C>(dp, at.own_delta);
+      row_product.add(dp, own_v, at.d_out + at.own_rows, [&](int k) {
         if (kStages == 2 && k == 1) {
           if (steps > 1) feed.copy_d_out(p, stage ^ 1);
           tile::commit<Arch>();
@@ -142,82 +253,18 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
         const int32_t row = record.row() + own_query;
         const KeyMask<C> mask(facts, own_key + lane / 4, row);
         general.start_head(problem, sequence, first_head + record.head());
-        general.apply(s, dp, mask, problem.bias_stride_row, row, own_lse, own_delta);
+        general.apply(s, dp, mask, problem.bias_stride_row, row, at.own_lse, at.own_delta);
       }
-#pragma unroll
-      for (int n = 0; n < Plan::kWarpQueries / 8; ++n) {
-        if constexpr (!C::kGeneral) softmax_and_derivative<C>(s, dp, n, scale_log2, own_lse);
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          p_own.set(m, n, s.x[m][n]);
-          ds_own.set(m, n, dp.x[m][n]);
-          constexpr int kChunks = Plan::kBytes / 2;  // of 8 queries
-#pragma unroll
-          for (int i = 0; i < 2 * kChunks; ++i) {
-            const int chunk = n * kChunks + i / 2;
-            const uint32_t at = scores.word(16 * m + i % 2 * 8, chunk);
-            if (Plan::kShareP)
-              ptx::st_shared_b32(p_tile + at, p_own.r[chunk / 2][m][chunk % 2 * 2 + i % 2]);
-            ptx::st_shared_b32(ds_tile + at, ds_own.r[chunk / 2][m][chunk % 2 * 2 + i % 2]);
-          }
-        }
-      }
+      take_scores<C>(p_own, ds_own, s, dp, scores, at, scale_log2);
     }
-
-    // dV += P^T dO and dK += dS^T Q with the warp's own queries.
-    constexpr int kHeld = Plan::kHeldSteps;
-    tile::Fragment<Element> a[kHeld][2];
-#pragma unroll
-    for (int j = 0; j < Plan::kOwnSteps; j += kHeld) {
-#pragma unroll
-      for (int i = 0; i < 2 * kHeld; ++i) a[i / 2][i % 2] = p_own.at(j + i / 2, i % 2);
-      add_steps<C>(dv, a, columns, d_out + own_rows, j * Plan::kStep);
-    }
-    if constexpr (Plan::kTile.early_barrier) {
-      if constexpr (kStages == 3) tile::wait<Arch, 0>();
-      ptx::sync_block();
-    }
-#pragma unroll
-    for (int j = 0; j < Plan::kOwnSteps; j += kHeld) {
-#pragma unroll
-      for (int i = 0; i < 2 * kHeld; ++i) {
-        a[i / 2][i % 2] = Plan::kKeepDS
-                              ? ds_own.at(j + i / 2, i % 2)
-                              : tile::load<Element>(ds_tile + scores.rows(i % 2 * 16, j + i / 2));
-      }
-      add_steps<C>(dk, a, columns, q + own_rows, j * Plan::kStep);
-      if (kStages == 3 && j == 0) feed.copy(p, stage == 0 ? 2 : stage - 1, steps > 2);
-    }
-    if constexpr (!Plan::kTile.early_barrier) ptx::sync_block();
-
-    // ... and with those of the other warps.
-#pragma unroll
-    for (int j = Plan::kOwnSteps; j < Plan::kQueries / Plan::kStep; j += kHeld) {
-      const int query = own_query / Plan::kStep * Plan::kStep ^ j * Plan::kStep;
-      const uint32_t query_rows = static_cast<uint32_t>(query * Plan::kRowBytes);
-#pragma unroll
-      for (int i = 0; i < 2 * kHeld; ++i)
-        a[i / 2][i % 2] = tile::load<Element>(p_tile + scores.rows(i % 2 * 16, j + i / 2));
-      add_steps<C>(dv, a, columns, d_out + query_rows, 0);
-#pragma unroll
-      for (int i = 0; i < 2 * kHeld; ++i)
-        a[i / 2][i % 2] = tile::load<Element>(ds_tile + scores.rows(i % 2 * 16, j + i / 2));
-      add_steps<C>(dk, a, columns, q + query_rows, 0);
-    }
-
+    add_keys<C>(dk, dv, p_own, ds_own, columns, scores, at, [&] {
+      if constexpr (kStages == 3) feed.copy(p, stage == 0 ? 2 : stage - 1, steps > 2);
+    });
     if (p.dq_sum != nullptr) {
       typename DqProduct<C>::Sums dq;
       dq.fill(0.0f);
-      dq_product.add(dq, ds_tile, shared + Plan::kK);
-      const int32_t index = record.index();
-      float* to = p.dq_sum + int64_t{index} * Plan::kDqTile;
-      if (p.turns != nullptr) {
-        wait_for_turn(p.turns + index, facts, record.row());
-        DqProduct<C>::reduce(dq, to, warp, lane);
-        pass_turn(p.turns + index);
-      } else {
-        DqProduct<C>::reduce(dq, to, warp, lane);
-      }
+      dq_product.add(dq, at.ds, shared + Plan::kK);
+      add_rows<C>(p, dq, facts, record, warp, lane);
     }
 
     if constexpr (kStages == 1) {
