@@ -49,7 +49,7 @@ TILEWISE_DEVICE RowResults<C> finish_rows(const ForwardParams& p, const BlockWor
 
 // Whether all sums of this lane are finite, for the second pass (params.h).
 template <class C>
-TILEWISE_DEVICE bool is_finite(const Outputs<C>& o, const RowSoftmax<C>& softmax) {
+TILEWISE_DEVICE bool outputs_are_finite(const Outputs<C>& o, const RowSoftmax<C>& softmax) {
   float zero[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // NaN when it has met an infinity or a NaN
 #pragma unroll
   for (int i = 0; i < C::kForward.warp_rows / 16; ++i) {
