@@ -108,6 +108,14 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
   using Storage = typename C::Element::Storage;
   const int thread = ptx::thread_index();
   const RowBlock<C> block = RowBlock<C>::of(p);
+  if (p.dq_sum != nullptr) {
+    const uint32_t zero[4] = {0, 0, 0, 0};
+    float* sums = p.dq_sum + int64_t{block.tile} * Plan::kDqTile + thread * 4;
+#pragma unroll
+    for (int i = 0; i < Plan::kDqTile; i += kPrepareThreads * 4)
+      ptx::st_global_v4_b32(sums + i, zero);
+  }
+
   if (block.batch < 0) return;
   const Problem& problem = p.problem;
   const Sequence s = sequence_of(problem, block.batch);
@@ -122,14 +130,6 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
   const Storage* d_out = static_cast<const Storage*>(p.gradients.dout.data) +
                          block.head * p.gradients.dout.stride_head +
                          s.row_offset(p.gradients.dout, first);
-
-  if (p.dq_sum != nullptr) {
-    const uint32_t zero[4] = {0, 0, 0, 0};
-    float* sums = p.dq_sum + int64_t{block.tile} * Plan::kDqTile + thread * 4;
-#pragma unroll
-    for (int i = 0; i < Plan::kDqTile; i += kPrepareThreads * 4)
-      ptx::st_global_v4_b32(sums + i, zero);
-  }
 
 #pragma unroll 1
   for (int pass = 0; pass < Lanes::kPasses; pass += Lanes::kTogether) {

@@ -81,7 +81,7 @@ struct KeyTiles {
     t.keys = position(band.keys);
     t.lower = position(row0 - band.left);
     t.upper = position(row0 + band.right + 1);
-    int32_t end = min(t.keys, t.upper + rows.last_row());
+    int32_t end = max(0, min(t.keys, t.upper + rows.last_row()));
     t.first = tiles(max(0, t.lower), step);
     if (p.order.splits != 1) [[unlikely]] {  // as `key_split`
       const int32_t count = max(0, tiles(end + step - 1, step) - t.first);
