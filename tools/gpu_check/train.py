@@ -3,7 +3,7 @@
   python -m gpu_check.train RESULT.json [STEPS]
 
 In fp32 three runs have to agree: Tilewise on the CPU, Tilewise on the GPU, torch's own attention on
-the GPU. In bf16 the two on the GPU.
+the GPU. In bf16 Tilewise may be as far from the fp32 losses as twice torch's attention is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 # Largest relative difference of a loss. Adam divides by the root of tiny second moments, so
 # differences of the last bit grow from step to step, and the devices add in different orders.
-SAME = {"fp32": 2e-4, "bf16": 5e-3}
+SAME = 2e-4
 
 
 def options(device: str, dtype: str, steps: int) -> argparse.Namespace:
@@ -55,22 +55,20 @@ def main() -> int:
     text = corpus.load(None, 256)
     gpu = losses("tilewise", "cuda", "fp32", steps, text)
     report: dict[str, Any] = {"steps": steps, "first": gpu[0], "last": gpu[-1]}
-    pairs = {
-        "fp32, torch on this GPU": ("fp32", gpu, losses("sdpa", "cuda", "fp32", steps, text)),
-        "fp32, Tilewise on the CPU": ("fp32", gpu, losses("tilewise", "cpu", "fp32", steps, text)),
-        "bf16, torch on this GPU": (
-            "bf16",
-            losses("tilewise", "cuda", "bf16", steps, text),
-            losses("sdpa", "cuda", "bf16", steps, text),
-        ),
+    fp32 = {
+        "fp32, torch on this GPU": losses("sdpa", "cuda", "fp32", steps, text),
+        "fp32, Tilewise on the CPU": losses("tilewise", "cpu", "fp32", steps, text),
     }
-    passed = all(x == x and y < x for x, y in [(gpu[0], gpu[-1])])  # it learns
+    allowed = {name: (difference(gpu, theirs), SAME) for name, theirs in fp32.items()}
+    ours = difference(losses("tilewise", "cuda", "bf16", steps, text), gpu)
+    theirs = difference(losses("sdpa", "cuda", "bf16", steps, text), gpu)
+    allowed["bf16, against fp32"] = (ours, 2 * theirs + SAME)
+    passed = gpu[-1] < gpu[0]  # it learns
     report["differences"] = {}
-    for name, (dtype, ours, theirs) in pairs.items():
-        apart = difference(ours, theirs)
-        report["differences"][name] = {"largest": apart, "allowed": SAME[dtype]}
-        passed &= apart <= SAME[dtype]
-        print(f"{name}: largest relative difference {apart:.1e}, allowed {SAME[dtype]:.0e}")
+    for name, (apart, limit) in allowed.items():
+        report["differences"][name] = {"largest": apart, "allowed": limit}
+        passed &= apart <= limit
+        print(f"{name}: largest relative difference {apart:.1e}, allowed {limit:.1e}")
     report["passed"] = passed
     result.write_text(json.dumps(report))
     return 0 if passed else 1
