@@ -5,7 +5,6 @@
 
 #include "cuda/ptx/shared.h"
 #include "cuda/ptx/warp.h"
-#include "cuda/ptx/warp.h"
 
 namespace tilewise::cuda::tile {
 
