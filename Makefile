@@ -117,7 +117,7 @@ GPU_PYTHON ?= python3
 BUILD_GPU ?= build/gpu-check
 gpu_environment = PYTHONPATH=python TILEWISE_LIBRARY_DIR=$(abspath $(BUILD_GPU))
 .PHONY: gpu-check
-gpu-check: ## proof on this machine's GPU: STAGES=build,smoke,tests,sanitizer,train,bench (8 minutes)
+gpu-check: ## proof on this machine's GPU: STAGES=build,smoke,tests,sanitizer,train,bench
 	@$(GPU_PYTHON) tools/gpu_check.py --build $(BUILD_GPU) $(if $(STAGES),--stages $(STAGES)) $(GPU_CHECK_FLAGS)
 
 .PHONY: format

@@ -11,14 +11,14 @@ namespace tilewise {
 // below 2^32, floor(n m / 2^(31 + s)) is the quotient.
 class Divisor {
  public:
-  TILEWISE_FN constexpr Divisor(int32_t value = 1) : value_(value) {  // NOLINT: stands for a number
+  TILEWISE_FN constexpr Divisor(int32_t value = 1) : value_(value) {  // it stands for a number
     while (shift_ < 31 && (int64_t{1} << shift_) < value) ++shift_;
     const uint64_t power = uint64_t{1} << (31 + shift_);
     const auto divisor = static_cast<uint64_t>(value < 1 ? 1 : value);
     magic_ = static_cast<uint32_t>((power + divisor - 1) / divisor);
   }
 
-  TILEWISE_FN constexpr operator int32_t() const { return value_; }  // NOLINT
+  TILEWISE_FN constexpr operator int32_t() const { return value_; }
 
   TILEWISE_FN constexpr int32_t quotient(int32_t n) const {
     const uint64_t product = static_cast<uint64_t>(static_cast<uint32_t>(n) * 2) * magic_;

@@ -12,17 +12,6 @@ uint32_t pack(float low, float high) {
   return from_float<T>(low).bits | static_cast<uint32_t>(from_float<T>(high).bits) << 16;
 }
 
-template <class T>
-float half(uint32_t pair, int i) {
-  return to_float(T{static_cast<uint16_t>(pair >> (16 * i))});
-}
-
-// The product of two 16-bit elements is exact in fp32: it is rounded once.
-template <class T>
-uint32_t multiply(uint32_t a, uint32_t b) {
-  return pack<T>(half<T>(a, 0) * half<T>(b, 0), half<T>(a, 1) * half<T>(b, 1));
-}
-
 float flush(float x) {
   constexpr float kSmallestNormal = 0x1p-126f;
   return std::fabs(x) < kSmallestNormal ? std::copysign(0.0f, x) : x;
@@ -32,8 +21,6 @@ float flush(float x) {
 
 uint32_t cvt_f16x2(float low, float high) { return pack<Half>(low, high); }
 uint32_t cvt_bf16x2(float low, float high) { return pack<BFloat16>(low, high); }
-uint32_t mul_f16x2(uint32_t a, uint32_t b) { return multiply<Half>(a, b); }
-uint32_t mul_bf16x2(uint32_t a, uint32_t b) { return multiply<BFloat16>(a, b); }
 float ex2(float x) { return flush(std::exp2(flush(x))); }
 float lg2(float x) { return std::log2(flush(x)); }
 

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "base/platform.h"
+#include "base/half.h"
 
 namespace tilewise::cuda::emulator {
 
@@ -64,21 +64,11 @@ void st_release(int32_t* p, int32_t x);
 
 uint32_t cvt_f16x2(float low, float high);
 uint32_t cvt_bf16x2(float low, float high);
-uint32_t mul_f16x2(uint32_t a, uint32_t b);
-uint32_t mul_bf16x2(uint32_t a, uint32_t b);
 // As .approx.ftz: subnormal arguments and results are 0. The last bits are the host's.
 float ex2(float x);
 float lg2(float x);
 
-inline uint32_t bits_of(float x) {
-  uint32_t u;
-  __builtin_memcpy(&u, &x, 4);
-  return u;
-}
-inline float float_of(uint32_t u) {
-  float x;
-  __builtin_memcpy(&x, &u, 4);
-  return x;
-}
+using tilewise::detail::bits_of;
+using tilewise::detail::float_of;
 
 }  // namespace tilewise::cuda::emulator

@@ -201,10 +201,6 @@ TEST(Warp, Conversions) {
   EXPECT_EQ(ptx::cvt_f16x2(1.0f, -2.0f), 0xc0003c00u);
   EXPECT_EQ(ptx::cvt_bf16x2(1.0f, -2.0f), 0xc0003f80u);
   EXPECT_EQ(ptx::cvt_bf16x2(1.00390625f, 1.01171875f), 0x3f823f80u);  // ties to even
-  EXPECT_EQ(ptx::mul_f16x2(ptx::cvt_f16x2(1.5f, -3.0f), ptx::cvt_f16x2(2.0f, 0.5f)),
-            ptx::cvt_f16x2(3.0f, -1.5f));
-  EXPECT_EQ(ptx::mul_bf16x2(ptx::cvt_bf16x2(1.5f, -3.0f), ptx::cvt_bf16x2(2.0f, 0.5f)),
-            ptx::cvt_bf16x2(3.0f, -1.5f));
   EXPECT_EQ(ptx::ex2(3.0f), 8.0f);
   EXPECT_EQ(ptx::ex2(-127.0f), 0.0f);
   EXPECT_EQ(ptx::ex2(-HUGE_VALF), 0.0f);

@@ -32,13 +32,13 @@ struct Sm90 {
 
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
     if (element_bytes == 2) {
-      if (head_dim <= 64) return {4, 1, 32, 3, false, true, 2};
-      if (head_dim <= 128) return {4, 2, 64, 3, true, true, 1};
-      return {2, 4, 64, 2, true, false, 1};
+      if (head_dim <= 64) return {4, 1, 32, 3, true, 2};
+      if (head_dim <= 128) return {4, 2, 64, 3, true, 1};
+      return {2, 4, 64, 2, false, 1};
     }
-    if (head_dim <= 64) return {4, 1, 32, 2, false, true, 2};
-    if (head_dim <= 128) return {4, 2, 32, 2, true, true, 1};
-    return {2, 4, 32, 1, true, true, 1};
+    if (head_dim <= 64) return {4, 1, 32, 2, true, 2};
+    if (head_dim <= 128) return {4, 2, 32, 2, true, 1};
+    return {2, 4, 32, 1, true, 1};
   }
 };
 
@@ -59,12 +59,12 @@ struct Sm80 {
     return Sm90::forward(element_bytes, head_dim);
   }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
-    if (element_bytes == 2 && head_dim > 128) return {2, 4, 64, 1, true, false, 1};
-    if (element_bytes == 2 && head_dim > 64) return {4, 2, 64, 2, true, true, 1};
+    if (element_bytes == 2 && head_dim > 128) return {2, 4, 64, 1, false, 1};
+    if (element_bytes == 2 && head_dim > 64) return {4, 2, 64, 2, true, 1};
     if (element_bytes == 2) return Sm90::backward(element_bytes, head_dim);
-    if (head_dim <= 64) return {4, 2, 32, 2, true, true, 1};
-    if (head_dim <= 128) return {2, 4, 32, 2, true, true, 1};
-    return {1, 4, 32, 1, true, true, 1};
+    if (head_dim <= 64) return {4, 2, 32, 2, true, 1};
+    if (head_dim <= 128) return {2, 4, 32, 2, true, 1};
+    return {1, 4, 32, 1, true, 1};
   }
 };
 
@@ -87,12 +87,12 @@ struct Sm86 {
   }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
     if (element_bytes == 2) {
-      if (head_dim <= 64) return {4, 1, 32, 2, false, true, 1};
-      if (head_dim <= 128) return {2, 2, 64, 1, true, false, 1};
-      return {1, 4, 32, 1, true, false, 1};
+      if (head_dim <= 64) return {4, 1, 32, 2, true, 1};
+      if (head_dim <= 128) return {2, 2, 64, 1, false, 1};
+      return {1, 4, 32, 1, false, 1};
     }
-    if (head_dim <= 64) return {4, 1, 32, 1, false, true, 1};
-    if (head_dim <= 128) return {1, 4, 32, 1, true, true, 1};
+    if (head_dim <= 64) return {4, 1, 32, 1, true, 1};
+    if (head_dim <= 128) return {1, 4, 32, 1, true, 1};
     return kNoBackward;
   }
 };
@@ -128,9 +128,9 @@ struct Sm75 {
   }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
     if (element_bytes != 2) return kNoBackward;
-    if (head_dim <= 64) return {4, 1, 32, 1, false, true, 1};
-    if (head_dim <= 128) return {2, 2, 32, 1, true, false, 1};
-    if (head_dim <= 192) return {1, 4, 32, 1, true, false, 1};
+    if (head_dim <= 64) return {4, 1, 32, 1, true, 1};
+    if (head_dim <= 128) return {2, 2, 32, 1, false, 1};
+    if (head_dim <= 192) return {1, 4, 32, 1, false, 1};
     return kNoBackward;
   }
 };

@@ -20,13 +20,12 @@ struct ForwardTile {
 };
 
 // Backward (mma_sync): a block owns key_warps * 32 keys and walks tiles of `queries` query rows,
-// which query_warps share.
+// which query_warps share: they cut dK and dV between them by head columns.
 struct BackwardTile {
   int key_warps;
   int query_warps;
   int queries;
   int stages;          // tiles of Q and dO; with 3, dS is double-buffered: one barrier per step
-  bool split_columns;  // dK, dV are cut between the query warps by head columns, else summed
   bool early_barrier;  // the barrier before the own part of dK
   int blocks_per_sm;
 

@@ -40,7 +40,7 @@ struct BackwardPlan {
   // that has them to spare spills less without (ptxas of CUDA 13.0).
   static constexpr bool kRecentScores = kBytes == 4 || kShareP || !C::Arch::kVectorReduction;
   static constexpr int kColumns = C::kHeadDim / kTile.query_warps;
-  static_assert(kTile.split_columns == kShareP && kColumns % 16 == 0);
+  static_assert(kColumns % 16 == 0);
 
   // dQ = dS K: kDqRows x kDqColumns a warp, warps side by side first.
   static constexpr bool dq_fits(int rows) {

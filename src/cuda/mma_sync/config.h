@@ -20,9 +20,10 @@ struct Config {
   static constexpr arch::BackwardTile kBackward = Arch::backward(Element::kBytes, kHeadDim);
 };
 
-// The kernels, each with a `kSharedBytes<Config>` beside it:
-//   forward.cuh   forward<Config>(ForwardParams)
-//   backward.cuh  backward_prepare<Config>, backward<Config>,
-//   backward_finish<Config>(BackwardParams)
+// The kernels:
+//   forward.cuh            forward<Config>(ForwardParams)
+//   backward_prepare.cuh   backward_prepare<Config>(BackwardParams)
+//   backward_main.cuh      backward<Config>(BackwardParams)
+//   backward_finish.cuh    backward_finish<Config>(BackwardParams)
 
 }  // namespace tilewise::cuda::mma_sync

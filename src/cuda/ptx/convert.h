@@ -2,6 +2,7 @@
 // (cvt).
 #pragma once
 
+#include "base/half.h"
 #include "cuda/ptx/platform.h"
 
 namespace tilewise::cuda::ptx {
@@ -15,25 +16,21 @@ TILEWISE_DEVICE uint32_t cvt_bf16x2(float low, float high) {
 }
 // Rounded to the 11 bits that tf32 products read, ties away from zero; the low 13 bits are 0.
 TILEWISE_DEVICE uint32_t cvt_tf32(float x) {
-  const uint32_t bits = emulator::bits_of(x);
+  const uint32_t bits = tilewise::detail::bits_of(x);
   return x != x ? 0x7fffe000u : (bits + 0x1000u) & 0xffffe000u;
 }
-TILEWISE_DEVICE uint32_t mul_f16x2(uint32_t a, uint32_t b) { return emulator::mul_f16x2(a, b); }
-TILEWISE_DEVICE uint32_t mul_bf16x2(uint32_t a, uint32_t b) { return emulator::mul_bf16x2(a, b); }
 // 2^x and log2(x): relative error 2^-22, subnormal numbers are 0.
 TILEWISE_DEVICE float ex2(float x) { return emulator::ex2(x); }
 TILEWISE_DEVICE float lg2(float x) { return emulator::lg2(x); }
-TILEWISE_DEVICE float rcp(float x) { return 1.0f / x; }
 TILEWISE_DEVICE float rcp_approximate(float x) { return 1.0f / x; }  // relative error 2^-23
 TILEWISE_DEVICE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 // The larger one; a NaN loses against a number.
 TILEWISE_DEVICE float fmax(float a, float b) { return __builtin_fmaxf(a, b); }
-TILEWISE_DEVICE float ceil(float x) { return __builtin_ceilf(x); }
 TILEWISE_DEVICE float tanh(float x) { return __builtin_tanhf(x); }
 TILEWISE_DEVICE float exp2_accurate(float x) { return __builtin_exp2f(x); }
 TILEWISE_DEVICE float log_accurate(float x) { return __builtin_logf(x); }
-TILEWISE_DEVICE uint32_t bits_of(float x) { return emulator::bits_of(x); }
-TILEWISE_DEVICE float float_of(uint32_t x) { return emulator::float_of(x); }
+TILEWISE_DEVICE uint32_t bits_of(float x) { return tilewise::detail::bits_of(x); }
+TILEWISE_DEVICE float float_of(uint32_t x) { return tilewise::detail::float_of(x); }
 TILEWISE_DEVICE uint32_t mul_high(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32);
 }
@@ -61,16 +58,6 @@ TILEWISE_DEVICE uint32_t cvt_tf32(float x) {  // sm_80
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
   return r;
 }
-TILEWISE_DEVICE uint32_t mul_f16x2(uint32_t a, uint32_t b) {
-  uint32_t r;
-  asm("mul.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
-TILEWISE_DEVICE uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
-  uint32_t r;  // mul.bf16x2 needs sm_90; fma with -0 is the same product and needs sm_80
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
-  return r;
-}
 TILEWISE_DEVICE float ex2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -81,7 +68,6 @@ TILEWISE_DEVICE float lg2(float x) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-TILEWISE_DEVICE float rcp(float x) { return 1.0f / x; }
 TILEWISE_DEVICE float rcp_approximate(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -89,7 +75,6 @@ TILEWISE_DEVICE float rcp_approximate(float x) {
 }
 TILEWISE_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 TILEWISE_DEVICE float fmax(float a, float b) { return ::fmaxf(a, b); }
-TILEWISE_DEVICE float ceil(float x) { return ::ceilf(x); }
 TILEWISE_DEVICE float tanh(float x) { return ::tanhf(x); }
 TILEWISE_DEVICE float exp2_accurate(float x) { return ::exp2f(x); }
 TILEWISE_DEVICE float log_accurate(float x) { return ::logf(x); }

@@ -28,12 +28,6 @@ TILEWISE_DEVICE void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uin
                                       uint32_t b1) {
   emulator::mma_m16n8k8_tf32(d, a, b0, b1);
 }
-// d = a b.
-TILEWISE_DEVICE void mma_m16n8k8_tf32_zero(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
-                                           uint32_t b1) {
-  for (float& x : d) x = 0.0f;
-  emulator::mma_m16n8k8_tf32(d, a, b0, b1);
-}
 
 #else
 
@@ -67,14 +61,6 @@ TILEWISE_DEVICE void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uin
       "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-TILEWISE_DEVICE void mma_m16n8k8_tf32_zero(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
-                                           uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }
 
 #endif

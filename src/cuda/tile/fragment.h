@@ -5,7 +5,7 @@
 // (r[2], r[3]).
 //
 // The order of the summed index inside a step is free as long as A and B agree. 4-byte elements
-// taken from sums (`operand_of`) or transposed (`load_transposed_*`) carry index 2t in the place of
+// taken from sums (`operand_of`) or transposed (`TransposedOffsets`) carry index 2t in the place of
 // t and 2t + 1 in the place of t + 4, so that what a lane has summed is what it multiplies next.
 #pragma once
 
@@ -216,32 +216,6 @@ TILEWISE_DEVICE void multiply_in_core(float (&d)[4], const Fragment<Element>& a,
                                       const Fragment<Element>& b, int half) {
 #pragma unroll
   for (int term = 0; term < kTerms<Element>; ++term) multiply_term<Arch>(d, a, b, half, term);
-}
-
-// d += a b for the 8 columns of b's half `half`; fp32 sums one step in the core.
-template <class Arch, class Element>
-TILEWISE_DEVICE void multiply_add(float (&d)[4], const Fragment<Element>& a,
-                                  const Fragment<Element>& b, int half) {
-  if constexpr (requires { a.low; }) {
-    const uint32_t b0 = b.r[2 * half];
-    const uint32_t b1 = b.r[2 * half + 1];
-    float step[4];
-    ptx::mma_m16n8k8_tf32_zero(step, a.low, b0, b1);
-    ptx::mma_m16n8k8_tf32(step, a.r, b.low[2 * half], b.low[2 * half + 1]);
-    ptx::mma_m16n8k8_tf32(step, a.r, b0, b1);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) d[i] += step[i];
-  } else {
-    multiply_in_core<Arch>(d, a, b, half);
-  }
-}
-
-// d[2j], d[2j + 1] += a b, 16 columns.
-template <class Arch, class Element, int kColumns>
-TILEWISE_DEVICE void multiply_add_pair(float (&d)[kColumns][4], int pair,
-                                       const Fragment<Element>& a, const Fragment<Element>& b) {
-  multiply_add<Arch, Element>(d[2 * pair], a, b, 0);
-  multiply_add<Arch, Element>(d[2 * pair + 1], a, b, 1);
 }
 
 }  // namespace tilewise::cuda::tile
