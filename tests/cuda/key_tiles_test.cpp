@@ -36,9 +36,9 @@ ForwardParams params_of(int32_t splits, int32_t row_tile) {
 void check(const Shape& shape, int32_t splits) {
   const Band band = Band::make(shape.rows, shape.keys, shape.left, shape.right);
   const ForwardParams p = params_of(splits, 16);
-  for (int64_t tile = 0; tile * p.row_tile < shape.rows; ++tile) {
+  for (int32_t tile = 0; int64_t{tile} * p.row_tile < shape.rows; ++tile) {
     const QueryRows rows = QueryRows::of(p, band, tile, 0);
-    const int64_t begin = tile * p.row_tile;
+    const int64_t begin = int64_t{tile} * p.row_tile;
     const Range any = band.keys_of_any({begin, std::min(begin + p.row_tile, shape.rows)});
     std::vector<int> walked(static_cast<size_t>(shape.keys / kKeyTile + 1), 0);
     for (int32_t split = 0; split < splits; ++split) {
