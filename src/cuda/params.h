@@ -4,6 +4,7 @@
 #include "attention/problem.h"
 #include "attention/schedule.h"
 #include "cuda/order.h"
+#include "cuda/tensor_map.h"
 
 namespace tilewise::cuda {
 
@@ -99,6 +100,23 @@ struct BackwardParams {
   float* dq_sum;   // [heads_q, rows.count, head-dim tile], private order inside a tile
   int32_t* turns;  // deterministic: [heads_q, rows.count / tile] key tiles that have added theirs
   float* dscale_parts;  // one per block of the finish kernel, or null
+};
+
+// The wgmma family: the same, and how TMA reads the tensors. Boxes of q and dout have a row tile of
+// a warpgroup or of the block, those of k and v a key tile (cuda/wgmma/config.h).
+struct TmaForwardParams : ForwardParams {
+  TensorMap q;
+  TensorMap k;
+  TensorMap v;
+  int32_t work = 0;            // blocks of `order`, which a smaller grid shares
+  int32_t* counter = nullptr;  // variable length: the next work to take, 0 at first
+};
+
+struct TmaBackwardParams : BackwardParams {
+  TensorMap q;
+  TensorMap dout;
+  TensorMap k;
+  TensorMap v;
 };
 
 }  // namespace tilewise::cuda

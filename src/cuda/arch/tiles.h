@@ -33,6 +33,33 @@ struct BackwardTile {
   constexpr int threads() const { return key_warps * query_warps * 32; }
 };
 
+// Forward (wgmma): warpgroups of 64 query rows each and one that loads. K and V pass through a ring
+// of `stages` tiles of `keys` rows each, Q through `q_buffers`.
+struct WgmmaForwardTile {
+  int math_warpgroups;
+  int keys;
+  int stages;
+  int q_buffers;
+  bool ping_pong;      // the warpgroups take turns to issue products
+  bool overlap_tiles;  // the first scores of the next tile beside the last product of this one
+  bool early_rescale;  // the sums are rescaled between the two products of a step
+  int math_registers;
+  int load_registers;
+
+  constexpr int rows() const { return 64 * math_warpgroups; }
+  constexpr int threads() const { return 128 * (math_warpgroups + 1); }
+};
+
+// Backward (wgmma): a block owns `keys` keys and walks tiles of `queries` query rows.
+struct WgmmaBackwardTile {
+  int keys;
+  int queries;
+  int math_registers;
+  int load_registers;
+
+  constexpr int threads() const { return 384; }  // two warpgroups of math and one that loads
+};
+
 // What a kernel may use of an architecture.
 struct Limits {
   int sm;            // compute capability, major * 10 + minor

@@ -1,4 +1,5 @@
-// Loads and stores of shared memory, and ldmatrix. PTX ISA 9.7.9 (ld, st), 9.7.14 (ldmatrix).
+// Loads and stores of shared memory, ldmatrix and stmatrix. PTX ISA 9.7.9 (ld, st), 9.7.14
+// (ldmatrix, stmatrix: sm_90).
 #pragma once
 
 #include "cuda/ptx/platform.h"
@@ -15,6 +16,13 @@ TILEWISE_DEVICE void ldmatrix_x4(uint32_t (&r)[4], SharedAddress row) {
 // The same matrices transposed: r[i] holds elements (2 (l % 4), l / 4) and (2 (l % 4) + 1, l / 4).
 TILEWISE_DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], SharedAddress row) {
   emulator::ldmatrix_x4_trans(r, row);
+}
+// The stores that belong to them.
+TILEWISE_DEVICE void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4]) {
+  emulator::stmatrix_x4(row, r);
+}
+TILEWISE_DEVICE void stmatrix_x4_trans(SharedAddress row, const uint32_t (&r)[4]) {
+  emulator::stmatrix_x4_trans(row, r);
 }
 TILEWISE_DEVICE uint32_t ld_shared_b32(SharedAddress a) { return emulator::ld_shared_b32(a); }
 TILEWISE_DEVICE void ld_shared_v2_b32(uint32_t (&r)[2], SharedAddress a) {
@@ -40,6 +48,16 @@ TILEWISE_DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(row));
+}
+TILEWISE_DEVICE void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(row),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+TILEWISE_DEVICE void stmatrix_x4_trans(SharedAddress row, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(row),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
 }
 TILEWISE_DEVICE uint32_t ld_shared_b32(SharedAddress a) {
   uint32_t x;

@@ -1,0 +1,44 @@
+// The tile table of the wgmma family. Measured on an H200 (docs/performance.md).
+#pragma once
+
+#include "cuda/arch/tiles.h"
+
+namespace tilewise::cuda::arch {
+
+// Which problems a kernel is cut for.
+enum class Cut {
+  usual,
+  narrow,  // few rows in a sequence: less work at the edge of a causal band
+};
+
+// Architecture-specific code (sm_90a): it runs on this very capability and on no later one. The
+// number of such a table is ten times the capability, plus one.
+struct Sm90a {
+  static constexpr int kTable = 901;
+
+  static constexpr WgmmaForwardTile forward(int head_dim, Cut cut) {
+    if (head_dim <= 64) {
+      // Four warpgroups and short key tiles: 1.05x at 512 and 1k rows, slower from 2k on.
+      if (cut == Cut::narrow) return {4, 64, 4, 2, false, false, false, 112, 32};
+      return {3, 128, 2, 2, true, false, false, 160, 32};
+    }
+    if (cut == Cut::narrow) return {};
+    if (head_dim <= 128) return {2, 128, 2, 2, false, true, false, 232, 40};
+    if (head_dim <= 192) return {2, 96, 2, 1, false, false, true, 232, 40};
+    return {2, 80, 2, 1, false, false, true, 232, 40};
+  }
+  // Rows of a sequence up to which the narrow cut is the faster one.
+  static constexpr int64_t kNarrowForwardRows = 1024;
+
+  static constexpr WgmmaBackwardTile backward(int head_dim, Cut cut) {
+    if (head_dim <= 64)
+      return cut == Cut::narrow ? WgmmaBackwardTile{} : WgmmaBackwardTile{128, 128, 240, 24};
+    // 80 queries are faster once there is much to walk, 64 lose less at a causal edge.
+    if (head_dim <= 128) return {128, cut == Cut::narrow ? 64 : 80, 240, 24};
+    return cut == Cut::narrow ? WgmmaBackwardTile{} : WgmmaBackwardTile{80, 64, 240, 24};
+  }
+  // Causal problems of up to so many rows take the narrow cut.
+  static constexpr int64_t kNarrowBackwardRows = 4096;
+};
+
+}  // namespace tilewise::cuda::arch

@@ -1,0 +1,101 @@
+// Copies by the tensor memory accelerator (sm_90): one thread starts them, an mbarrier counts their
+// bytes or a bulk group is waited for. PTX ISA 9.7.9.25: cp.async.bulk, cp.async.bulk.tensor,
+// cp.reduce.async.bulk. Shared addresses: 128-byte aligned for boxes, 16 for plain bytes.
+#pragma once
+
+#include "cuda/ptx/platform.h"
+#include "cuda/tensor_map.h"
+
+namespace tilewise::cuda::ptx {
+
+// How long L2 keeps what a copy reads: the encoded policies of createpolicy.fractional with
+// fraction 1.
+enum class CachePolicy : uint64_t {
+  evict_first = 0x12F0000000000000,
+  evict_last = 0x14F0000000000000,
+};
+
+#if defined(TILEWISE_EMULATOR)
+
+// The box of `map` whose first element is (slot, head, row, column); coordinates may lie outside.
+TILEWISE_DEVICE void cp_async_bulk_tensor_load(SharedAddress to, const TensorMap& map, int column,
+                                               int row, int head, int slot, SharedAddress barrier,
+                                               CachePolicy) {
+  emulator::cp_async_bulk_tensor_load(to, map, column, row, head, slot, barrier);
+}
+TILEWISE_DEVICE void cp_async_bulk_tensor_store(const TensorMap& map, int column, int row, int head,
+                                                int slot, SharedAddress from) {
+  emulator::cp_async_bulk_tensor_store(map, column, row, head, slot, from);
+}
+TILEWISE_DEVICE void cp_async_bulk_load(SharedAddress to, const void* from, int bytes,
+                                        SharedAddress barrier) {
+  emulator::cp_async_bulk_load(to, from, bytes, barrier);
+}
+TILEWISE_DEVICE void cp_reduce_async_bulk_add_f32(float* to, SharedAddress from, int bytes) {
+  emulator::cp_reduce_async_bulk_add_f32(to, from, bytes);
+}
+TILEWISE_DEVICE void cp_async_bulk_commit_group() { emulator::cp_async_bulk_commit_group(); }
+// Waits until at most `kPending` of this thread's bulk groups still read shared memory.
+template <int kPending>
+TILEWISE_DEVICE void cp_async_bulk_wait_group_read() {
+  emulator::cp_async_bulk_wait_group_read(kPending);
+}
+// Waits until at most `kPending` of this thread's bulk groups are not yet complete.
+template <int kPending>
+TILEWISE_DEVICE void cp_async_bulk_wait_group() {
+  emulator::cp_async_bulk_wait_group(kPending);
+}
+TILEWISE_DEVICE void prefetch_tensormap(const TensorMap&) {}
+
+#else
+
+TILEWISE_DEVICE void cp_async_bulk_tensor_load(SharedAddress to, const TensorMap& map, int column,
+                                               int row, int head, int slot, SharedAddress barrier,
+                                               CachePolicy policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(slot),
+      "l"(static_cast<uint64_t>(policy))
+      : "memory");
+}
+TILEWISE_DEVICE void cp_async_bulk_tensor_store(const TensorMap& map, int column, int row, int head,
+                                                int slot, SharedAddress from) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], "
+      "[%1];" ::"l"(&map),
+      "r"(from), "r"(column), "r"(row), "r"(head), "r"(slot)
+      : "memory");
+}
+TILEWISE_DEVICE void cp_async_bulk_load(SharedAddress to, const void* from, int bytes,
+                                        SharedAddress barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+TILEWISE_DEVICE void cp_reduce_async_bulk_add_f32(float* to, SharedAddress from, int bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+      "r"(from), "r"(bytes)
+      : "memory");
+}
+TILEWISE_DEVICE void cp_async_bulk_commit_group() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+template <int kPending>
+TILEWISE_DEVICE void cp_async_bulk_wait_group_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+template <int kPending>
+TILEWISE_DEVICE void cp_async_bulk_wait_group() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+TILEWISE_DEVICE void prefetch_tensormap(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+#endif
+
+}  // namespace tilewise::cuda::ptx

@@ -1,0 +1,69 @@
+// What warps and warpgroups (four warps, the first one a multiple of four) of one block do with
+// each other: named barriers, registers, dependent launches. PTX ISA 9.7.13.1: barrier
+// (bar), 9.7.20: setmaxnreg, 9.7.13.13: griddepcontrol.
+#pragma once
+
+#include "cuda/ptx/platform.h"
+
+namespace tilewise::cuda::ptx {
+
+inline constexpr int kWarpgroupSize = 128;
+
+#if defined(TILEWISE_EMULATOR)
+
+// Named barriers 1 to 15 (0 is that of sync_block): `threads` threads meet; who arrives goes on,
+// who syncs waits.
+TILEWISE_DEVICE void bar_sync(int barrier, int threads) { emulator::bar_sync(barrier, threads); }
+TILEWISE_DEVICE void bar_arrive(int barrier, int threads) {
+  emulator::bar_arrive(barrier, threads);
+}
+template <int kRegisters>
+TILEWISE_DEVICE void setmaxnreg_inc() {
+  emulator::setmaxnreg_inc(kRegisters);
+}
+template <int kRegisters>
+TILEWISE_DEVICE void setmaxnreg_dec() {
+  emulator::setmaxnreg_dec(kRegisters);
+}
+// Launches that may overlap: `launch_dependents` lets the next kernel start, `wait` waits until all
+// of the one before is complete and its writes are visible.
+TILEWISE_DEVICE void griddepcontrol_wait() {}
+TILEWISE_DEVICE void griddepcontrol_launch_dependents() {}
+// A value that all lanes of the warp have: tells the compiler so.
+TILEWISE_DEVICE int uniform(int x) {
+  return static_cast<int>(emulator::shuffle(static_cast<uint32_t>(x), 0));
+}
+// No instruction: uses of `x` stay on their side of this point.
+template <int kN>
+TILEWISE_DEVICE void keep(float (&)[kN]) {}
+
+#else
+
+TILEWISE_DEVICE void bar_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+TILEWISE_DEVICE void bar_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+template <int kRegisters>
+TILEWISE_DEVICE void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+TILEWISE_DEVICE void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+TILEWISE_DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+TILEWISE_DEVICE void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+TILEWISE_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+template <int kN>
+TILEWISE_DEVICE void keep(float (&x)[kN]) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+#endif
+
+}  // namespace tilewise::cuda::ptx

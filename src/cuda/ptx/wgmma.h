@@ -1,0 +1,151 @@
+// Matrix products of a warpgroup, asynchronous (sm_90a). PTX ISA 9.7.15: wgmma.mma_async.
+//
+// d [64, kN] = a [64, 16] b [16, kN] (+ d), 16-bit operands, fp32 sums. Warp w of the warpgroup
+// holds rows 16 w to 16 w + 15; with g = lane / 4 and t = lane % 4, d[4 j + e] is row g + 8 (e /
+// 2), column 8 j + 2 t + e % 2. An `a` in registers is the fragment of mma.m16n8k16 (mma.h).
+// Operands in shared memory are named by descriptors (cuda/tile/matrix.h); kTransA and kTransB: the
+// operand lies with its m or n contiguous instead of k.
+//
+// Order: writes to d or a registers, wgmma_fence, products, wgmma_commit_group, wgmma_wait_group,
+// reads of d. `start` is a product that does not read d.
+#pragma once
+
+#include "cuda/ptx/platform.h"
+
+namespace tilewise::cuda::ptx {
+
+enum class Half16 { f16, bf16 };  // the type of both operands
+
+template <int kN, Half16 kType>
+struct Wgmma;
+
+#if defined(TILEWISE_EMULATOR)
+
+TILEWISE_DEVICE void wgmma_fence() { emulator::wgmma_fence(); }
+TILEWISE_DEVICE void wgmma_commit_group() { emulator::wgmma_commit_group(); }
+template <int kPending>
+TILEWISE_DEVICE void wgmma_wait_group() {
+  emulator::wgmma_wait_group(kPending);
+}
+
+template <int kN, Half16 kType>
+struct Wgmma {
+  static constexpr bool kBf16 = kType == Half16::bf16;
+  using D = float (&)[kN / 2];
+
+  template <bool kTransA, bool kTransB>
+  static TILEWISE_DEVICE void add(D d, uint64_t a, uint64_t b) {
+    emulator::wgmma(d, kN, kBf16, a, b, kTransA, kTransB, true);
+  }
+  template <bool kTransA, bool kTransB>
+  static TILEWISE_DEVICE void start(D d, uint64_t a, uint64_t b) {
+    emulator::wgmma(d, kN, kBf16, a, b, kTransA, kTransB, false);
+  }
+  template <bool kTransB>
+  static TILEWISE_DEVICE void add(D d, const uint32_t (&a)[4], uint64_t b) {
+    emulator::wgmma(d, kN, kBf16, a, b, kTransB, true);
+  }
+  template <bool kTransB>
+  static TILEWISE_DEVICE void start(D d, const uint32_t (&a)[4], uint64_t b) {
+    emulator::wgmma(d, kN, kBf16, a, b, kTransB, false);
+  }
+};
+
+#else
+
+TILEWISE_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+TILEWISE_DEVICE void wgmma_commit_group() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int kPending>
+TILEWISE_DEVICE void wgmma_wait_group() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Eight operands of an asm statement, and their names in it.
+#define TILEWISE_D8(how, i)                                                             \
+  how(d[i]), how(d[i + 1]), how(d[i + 2]), how(d[i + 3]), how(d[i + 4]), how(d[i + 5]), \
+      how(d[i + 6]), how(d[i + 7])
+#define TILEWISE_D16(how, i) TILEWISE_D8(how, i), TILEWISE_D8(how, i + 8)
+#define TILEWISE_D32(how, i) TILEWISE_D16(how, i), TILEWISE_D16(how, i + 16)
+#define TILEWISE_D40(how, i) TILEWISE_D32(how, i), TILEWISE_D8(how, i + 32)
+#define TILEWISE_D48(how, i) TILEWISE_D32(how, i), TILEWISE_D16(how, i + 32)
+#define TILEWISE_D64(how, i) TILEWISE_D32(how, i), TILEWISE_D32(how, i + 32)
+#define TILEWISE_D96(how, i) TILEWISE_D64(how, i), TILEWISE_D32(how, i + 64)
+#define TILEWISE_D128(how, i) TILEWISE_D64(how, i), TILEWISE_D64(how, i + 64)
+#define TILEWISE_NAMES16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define TILEWISE_NAMES32 \
+  TILEWISE_NAMES16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define TILEWISE_NAMES40 TILEWISE_NAMES32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define TILEWISE_NAMES48 TILEWISE_NAMES40 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define TILEWISE_NAMES64 \
+  TILEWISE_NAMES48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define TILEWISE_NAMES96                                                                          \
+  TILEWISE_NAMES64                                                                                \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86," \
+  "%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define TILEWISE_NAMES128                                                                   \
+  TILEWISE_NAMES96                                                                          \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113," \
+  "%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define TILEWISE_SUM(x) "+f"(x)
+#define TILEWISE_RESULT(x) "=f"(x)
+
+// One shape: r sums a thread, then the names of what follows them (x0 to x5). The predicate is
+// false for `start` (scale-d 0); a constant in both, so ptxas sees it.
+#define TILEWISE_WGMMA_SHAPE(n, r, type, how, accumulate, a_names, a_operands, flags, b_name, b, \
+                             ...)                                                                \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " accumulate                                    \
+               ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type             \
+               " {" TILEWISE_NAMES##r "}, " a_names ", " b_name ", p, 1, 1, " flags ";\n}"       \
+               : TILEWISE_D##r(how, 0)                                                           \
+               : a_operands, "l"(b), __VA_ARGS__)
+
+#define TILEWISE_WGMMA_TYPE(n, r, kind, type, x0, x1, x2, x3, x4, x5)                         \
+  template <>                                                                                 \
+  struct Wgmma<n, Half16::kind> {                                                             \
+    using D = float (&)[r];                                                                   \
+    template <bool kTransA, bool kTransB>                                                     \
+    static TILEWISE_DEVICE void add(D d, uint64_t a, uint64_t b) {                            \
+      TILEWISE_WGMMA_SHAPE(n, r, type, TILEWISE_SUM, "1", x0, "l"(a), x2 ", " x3, x1, b,      \
+                           "n"(int{kTransA}), "n"(int{kTransB}));                             \
+    }                                                                                         \
+    template <bool kTransA, bool kTransB>                                                     \
+    static TILEWISE_DEVICE void start(D d, uint64_t a, uint64_t b) {                          \
+      TILEWISE_WGMMA_SHAPE(n, r, type, TILEWISE_RESULT, "0", x0, "l"(a), x2 ", " x3, x1, b,   \
+                           "n"(int{kTransA}), "n"(int{kTransB}));                             \
+    }                                                                                         \
+    template <bool kTransB>                                                                   \
+    static TILEWISE_DEVICE void add(D d, const uint32_t (&a)[4], uint64_t b) {                \
+      TILEWISE_WGMMA_SHAPE(n, r, type, TILEWISE_SUM, "1", "{" x0 "," x1 "," x2 "," x3 "}",    \
+                           TILEWISE_A4, x5, x4, b, "n"(int{kTransB}));                        \
+    }                                                                                         \
+    template <bool kTransB>                                                                   \
+    static TILEWISE_DEVICE void start(D d, const uint32_t (&a)[4], uint64_t b) {              \
+      TILEWISE_WGMMA_SHAPE(n, r, type, TILEWISE_RESULT, "0", "{" x0 "," x1 "," x2 "," x3 "}", \
+                           TILEWISE_A4, x5, x4, b, "n"(int{kTransB}));                        \
+    }                                                                                         \
+  };
+#define TILEWISE_A4 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+#define TILEWISE_WGMMA(n, r, ...)                    \
+  TILEWISE_WGMMA_TYPE(n, r, f16, "f16", __VA_ARGS__) \
+  TILEWISE_WGMMA_TYPE(n, r, bf16, "bf16", __VA_ARGS__)
+
+TILEWISE_WGMMA(32, 16, "%16", "%17", "%18", "%19", "%20", "%21")
+TILEWISE_WGMMA(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
+TILEWISE_WGMMA(80, 40, "%40", "%41", "%42", "%43", "%44", "%45")
+TILEWISE_WGMMA(96, 48, "%48", "%49", "%50", "%51", "%52", "%53")
+TILEWISE_WGMMA(128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
+TILEWISE_WGMMA(192, 96, "%96", "%97", "%98", "%99", "%100", "%101")
+TILEWISE_WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
+
+#undef TILEWISE_WGMMA
+#undef TILEWISE_WGMMA_TYPE
+#undef TILEWISE_WGMMA_SHAPE
+#undef TILEWISE_A4
+#undef TILEWISE_SUM
+#undef TILEWISE_RESULT
+
+#endif
+
+}  // namespace tilewise::cuda::ptx

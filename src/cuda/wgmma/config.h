@@ -1,0 +1,36 @@
+// What one instance of the wgmma kernels is: element, head dims, form and cut.
+#pragma once
+
+#include "cuda/arch/hopper.h"
+#include "cuda/element.h"
+#include "cuda/ptx/wgmma.h"
+#include "cuda/tile/swizzled.h"
+
+namespace tilewise::cuda::wgmma {
+
+// `plain` has what costs nothing in the inner loop (scale, band, lengths, groups, sinks); `general`
+// adds softcap, ALiBi, bias and dropout as uniform switches. Both read K and V by TMA, or with
+// cp.async where keys end inside a tile that has more rows behind them, or lie in pages.
+enum class Form { plain, general };
+
+template <class Element_, int kHeadDim_, int kHeadDimV_, Form kForm_, arch::Cut kCut_>
+struct Config {
+  using Arch = arch::Sm90a;
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDimV = kHeadDimV_;
+  static constexpr bool kGeneral = kForm_ == Form::general;
+  static constexpr arch::WgmmaForwardTile kForward = Arch::forward(max(kHeadDim, kHeadDimV), kCut_);
+  static constexpr arch::WgmmaBackwardTile kBackward =
+      Arch::backward(max(kHeadDim, kHeadDimV), kCut_);
+  static constexpr ptx::Half16 kHalf =
+      Element::kDtype == TILEWISE_BFLOAT16 ? ptx::Half16::bf16 : ptx::Half16::f16;
+};
+
+// The kernels:
+//   forward.cuh            forward<Config>(TmaForwardParams)
+//   backward_prepare.cuh   backward_prepare<Config>(BackwardParams)
+//   backward_main.cuh      backward<Config>(TmaBackwardParams)
+//   backward_finish.cuh    backward_finish<Config>(BackwardParams)
+
+}  // namespace tilewise::cuda::wgmma
