@@ -155,6 +155,17 @@ typedef struct tilewise_attention {
                             the CPU always verifies */
   int32_t tf32;          /* GPU: 1 lets fp32 operands be rounded to TF32 */
   const tilewise_parallel* parallel; /* CPU; NULL: the library's own pool */
+
+  int32_t batch_invariant; /* 1: a sequence's rows of out and lse are to the bit what they are
+                              without the other sequences; num_splits is 0 then. Forward only */
+  int32_t kv_float8;       /* 1: k and v are float8_e4m3, for q of float16 or bfloat16; their values
+                              are multiplied by the descales. Forward only */
+  const float* k_descale;  /* [B, Hkv]; NULL: 1 */
+  const float* v_descale;
+  int64_t k_descale_stride_batch; /* 0 broadcasts */
+  int64_t k_descale_stride_head;
+  int64_t v_descale_stride_batch;
+  int64_t v_descale_stride_head;
 } tilewise_attention;
 
 /* Gradients. dq, dk, dv have the shapes of q, k, v, except that with block_table or kv_batch_idx dk
@@ -254,6 +265,15 @@ typedef struct tilewise_kv_append {
   int32_t rotary_interleaved; /* 1: pairs (2i, 2i+1) (GPT-J); 0: (i, i + rotary_dim/2) (GPT-NeoX) */
   int32_t q_single_position;
   const tilewise_parallel* parallel;
+  int32_t kv_float8; /* 1: the caches are float8_e4m3: a new x is written as x / descale, rounded to
+                        nearest even, at most 448 in magnitude */
+  int32_t reserved;
+  const float* k_descale; /* as in tilewise_attention */
+  const float* v_descale;
+  int64_t k_descale_stride_batch;
+  int64_t k_descale_stride_head;
+  int64_t v_descale_stride_batch;
+  int64_t v_descale_stride_head;
 } tilewise_kv_append;
 TILEWISE_API tilewise_status tilewise_append_kv(const tilewise_kv_append* append);
 

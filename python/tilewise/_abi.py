@@ -111,6 +111,14 @@ class Attention(ctypes.Structure):
         ("check", c_int32),
         ("tf32", c_int32),
         ("parallel", POINTER(Parallel)),
+        ("batch_invariant", c_int32),
+        ("kv_float8", c_int32),
+        ("k_descale", c_void_p),
+        ("v_descale", c_void_p),
+        ("k_descale_stride_batch", c_int64),
+        ("k_descale_stride_head", c_int64),
+        ("v_descale_stride_batch", c_int64),
+        ("v_descale_stride_head", c_int64),
     ]
 
 

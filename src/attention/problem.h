@@ -84,6 +84,21 @@ TILEWISE_FN Score score_of(const Problem& p) {
   return {p.scale_ptr != nullptr ? *p.scale_ptr : p.scale, p.softcap};
 }
 
+// What the values of a float8_e4m3 cache are multiplied by: those of k as a part of the scale.
+TILEWISE_FN float descale(const float* factors, int64_t stride_batch, int64_t stride_head,
+                          int64_t batch, int64_t kv_head) {
+  return factors != nullptr ? factors[batch * stride_batch + kv_head * stride_head] : 1.0f;
+}
+TILEWISE_FN Score score_of(const Problem& p, int64_t batch, int64_t kv_head) {
+  Score score = score_of(p);
+  score.scale *=
+      descale(p.k_descale, p.k_descale_stride_batch, p.k_descale_stride_head, batch, kv_head);
+  return score;
+}
+TILEWISE_FN float value_scale(const Problem& p, int64_t batch, int64_t kv_head) {
+  return descale(p.v_descale, p.v_descale_stride_batch, p.v_descale_stride_head, batch, kv_head);
+}
+
 TILEWISE_FN Dropout dropout_of(const Problem& p) {
   if (p.dropout_state == nullptr)
     return Dropout::make(p.dropout_p, p.dropout_seed, p.dropout_offset);

@@ -37,6 +37,18 @@ struct Tiling {
   }
 };
 
+// How many parts the keys of a sequence are cut into: what its own lengths say, whatever the batch.
+struct SplitRule {
+  int64_t least = 0;         // keys of a part, at least; 0: every sequence has `most` parts
+  int64_t most = 1;          // parts
+  int64_t rows = INT64_MAX;  // a sequence with more rows than these has one part
+
+  TILEWISE_FN constexpr int64_t parts(int64_t sequence_rows, int64_t keys) const {
+    if (least == 0) return most;
+    return sequence_rows > rows ? 1 : clamp(keys / least, int64_t{1}, most);
+  }
+};
+
 // `keys` cut into `splits` parts of whole tiles, as even as possible; trailing parts may be empty.
 TILEWISE_FN constexpr Range key_split(Range keys, int64_t splits, int64_t index, int64_t tile) {
   const int64_t step = round_up(ceil_div(keys.size(), splits), tile);

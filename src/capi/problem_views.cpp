@@ -28,7 +28,7 @@ View keys_view(const char* name, const tilewise_tensor& t, const Problem& p, int
             {"stride_row", paged ? p.page_size : p.seqlen_k, t.stride_row},
             {"stride_head", p.heads_kv, t.stride_head}}},
           columns,
-          element_bytes(p.dtype),
+          element_bytes(p.kv_float8 != 0 ? TILEWISE_FLOAT8_E4M3 : p.dtype),
           Access::read};
 }
 

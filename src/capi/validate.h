@@ -22,6 +22,15 @@ void check_pass(int32_t pass);
 void check_device(int32_t device, int32_t device_index);
 void check_parallel(const tilewise_parallel* parallel);
 
+// A float8_e4m3 cache and the factors of its entries.
+struct Descale {
+  const float* data;
+  int64_t stride_batch;
+  int64_t stride_head;
+};
+void check_float8(int32_t kv_float8, int32_t dtype, const Descale& k, const Descale& v,
+                  int64_t batch, int64_t heads_kv);
+
 // Entries of cu_seqlens, seqused, block_table, kv_batch_idx and leftpad_k.
 void check_index_arrays(const Problem& problem);
 

@@ -82,7 +82,7 @@ View cache_view(const char* name, const tilewise_tensor& t, const Append& a, int
             {"stride_row", paged ? a.page_size : a.seqlen_k, t.stride_row},
             {"stride_head", a.heads_kv, t.stride_head}}},
           columns,
-          element_bytes(a.dtype),
+          element_bytes(a.kv_float8 != 0 ? TILEWISE_FLOAT8_E4M3 : a.dtype),
           Access::write};
 }
 
@@ -155,6 +155,8 @@ void check_index_pointers(const Append& a) {
                                       {"leftpad_k", a.leftpad_k}}) {
     check_aligned(name, pointer, 4);
   }
+  check_aligned("k_descale", a.k_descale, 4);
+  check_aligned("v_descale", a.v_descale, 4);
 }
 
 // In the memory of a GPU they are the caller's responsibility: nothing there is read.
@@ -199,12 +201,16 @@ tilewise_kv_append validated_append(const tilewise_kv_append* given) {
            ": float32, float16 and bfloat16 are allowed");
   }
   check_parallel(a.parallel);
+  check_range("reserved", a.reserved, 0, 0);
   require((a.k_new.data == nullptr) == (a.v_new.data == nullptr), "k_new is ",
           a.k_new.data == nullptr ? "NULL" : "given", " and v_new is ",
           a.v_new.data == nullptr ? "NULL" : "given", ": both or none are allowed");
   check_sizes(a);
   check_cache(a);
   check_rotary(a);
+  check_float8(
+      a.kv_float8, a.dtype, {a.k_descale, a.k_descale_stride_batch, a.k_descale_stride_head},
+      {a.v_descale, a.v_descale_stride_batch, a.v_descale_stride_head}, a.batch, a.heads_kv);
   check_tensors(a);
   check_index_pointers(a);
   if (a.device == TILEWISE_CPU) check_entries(a);

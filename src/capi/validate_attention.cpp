@@ -1,4 +1,5 @@
 #include <cmath>
+#include <utility>
 
 #include "attention/problem.h"
 #include "capi/problem_views.h"
@@ -104,6 +105,15 @@ void check_switches(const Problem& p) {
   check_parallel(p.parallel);
 }
 
+// Splits by a rule of the sequence, and sums in a fixed order.
+void check_batch_invariant(Problem& p) {
+  check_range("batch_invariant", p.batch_invariant, 0, 1);
+  if (p.batch_invariant == 0) return;
+  require(p.num_splits == 0, "num_splits is ", p.num_splits,
+          " with batch_invariant: 0 is allowed, as the splits follow from each sequence's lengths");
+  p.deterministic = 1;
+}
+
 void check_views(const Problem& p, int32_t pass, Contents contents) {
   const bool backward = pass == TILEWISE_PASS_BACKWARD;
   const View views[] = {
@@ -142,6 +152,8 @@ void check_option_pointers(const Problem& p) {
       {"block_table", p.block_table, 4},
       {"kv_batch_idx", p.kv_batch_idx, 4},
       {"leftpad_k", p.leftpad_k, 4},
+      {"k_descale", p.k_descale, 4},
+      {"v_descale", p.v_descale, 4},
   };
   for (const auto& each : pointers) check_aligned(each.name, each.pointer, each.bytes);
 }
@@ -158,10 +170,40 @@ Problem validated_problem(const tilewise_attention* given, int32_t pass, Content
   check_cache(p);
   check_score(p);
   check_switches(p);
+  check_batch_invariant(p);
+  check_float8(
+      p.kv_float8, p.dtype, {p.k_descale, p.k_descale_stride_batch, p.k_descale_stride_head},
+      {p.v_descale, p.v_descale_stride_batch, p.v_descale_stride_head}, p.batch, p.heads_kv);
+  if (p.kv_float8 != 0 && pass == TILEWISE_PASS_BACKWARD) {
+    refuse(
+        TILEWISE_UNSUPPORTED,
+        "backward with kv_float8: keys and values of float8_e4m3 have a forward only; k and v in "
+        "the dtype of q are allowed");
+  }
   check_views(p, pass, contents);
   if (contents != Contents::unread) check_option_pointers(p);
   if (contents == Contents::read) check_index_arrays(p);
   return p;
+}
+
+void check_float8(int32_t kv_float8, int32_t dtype, const Descale& k, const Descale& v,
+                  int64_t batch, int64_t heads_kv) {
+  check_range("kv_float8", kv_float8, 0, 1);
+  require(kv_float8 == 0 || dtype == TILEWISE_FLOAT16 || dtype == TILEWISE_BFLOAT16,
+          "kv_float8 is 1 with dtype ", dtype_name(dtype), ": float16 and bfloat16 are allowed");
+  for (const auto& [name, descale] : {std::pair{"k_descale", k}, {"v_descale", v}}) {
+    require(kv_float8 != 0 || descale.data == nullptr, name,
+            " is given, but kv_float8 is 0: it is the factor of a float8_e4m3 cache");
+    if (descale.data == nullptr) continue;
+    check_layout({name,
+                  descale.data,
+                  {{{"stride_batch", batch, descale.stride_batch},
+                    {"stride_head", heads_kv, descale.stride_head},
+                    {"", 1, 0}}},
+                  1,
+                  4,
+                  Access::read});
+  }
 }
 
 void check_pass(int32_t pass) {

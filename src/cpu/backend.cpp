@@ -180,21 +180,26 @@ struct ForwardLaunch {
     });
   }
 
+  int64_t parts_of(const Sequence& s) const { return plan.rule.parts(s.band.rows, s.band.keys); }
+
   ForwardTask task_of(int64_t b, int64_t kv_head, int64_t tile, int64_t split) const {
     ForwardTask task{};
     task.problem = &p;
     task.sequence = sequence_of(p, b);
     task.kv_head = kv_head;
     task.packed_rows = tiles.tiling(task.sequence).at(tile);
-    task.keys = key_split({0, task.sequence.band.keys}, plan.splits, split, shape.tile_k);
+    const int64_t parts = parts_of(task.sequence);
+    task.keys = key_split({0, task.sequence.band.keys}, parts, split, shape.tile_k);
     task.first_split = split == 0;
     if (layout.packed != nullptr) {
       const int64_t first = key_tile_id(b, kv_head, 0);
       task.packed = layout.packed + first * layout.packed_units;
       task.nonfinite = layout.nonfinite + first;
     }
-    if (plan.splits > 1) {
-      const int64_t row = (tiles.id(b, kv_head, tile) * plan.splits + split) * layout.partial_rows;
+    if (parts > 1) {
+      const int64_t id =
+          plan.rule.least > 0 ? b * p.heads_kv + kv_head : tiles.id(b, kv_head, tile);
+      const int64_t row = (id * plan.splits + split) * layout.partial_rows;
       task.partial_out = layout.partial_out + row * p.head_dim_v;
       task.partial_lse = layout.partial_lse + row;
     }
@@ -220,13 +225,15 @@ struct ForwardLaunch {
                                          (p.head_dim + p.head_dim_v) * p.heads_kv);
     run_items(parallel, items * plan.splits, work, [&](int64_t worker, int64_t i) {
       for_tile(i / plan.splits, [&](int64_t b, int64_t kv_head, int64_t tile) {
-        kernel(task_of(b, kv_head, tile, i % plan.splits), scratch(worker));
+        if (i % plan.splits < parts_of(sequence_of(p, b)))
+          kernel(task_of(b, kv_head, tile, i % plan.splits), scratch(worker));
       });
     });
     if (plan.splits == 1) return;
     run_items(parallel, items, work / max(int64_t{1}, tiles.most_keys), [&](int64_t, int64_t i) {
       for_tile(i, [&](int64_t b, int64_t kv_head, int64_t tile) {
-        kernels.merge(task_of(b, kv_head, tile, 0), plan.splits, layout.partial_rows);
+        const int64_t parts = parts_of(sequence_of(p, b));
+        if (parts > 1) kernels.merge(task_of(b, kv_head, tile, 0), parts, layout.partial_rows);
       });
     });
   }

@@ -4,6 +4,7 @@
 #include <array>
 
 #include "attention/problem.h"
+#include "attention/schedule.h"
 #include "base/parallel.h"
 
 namespace tilewise::cpu {
@@ -28,6 +29,7 @@ struct Plan {
   int32_t tile_q;  // packed query rows of a work item
   int32_t tile_k;  // keys of a tile
   int64_t splits;  // forward: key splits; backward: key chunks of the longest possible sequence
+  SplitRule rule;  // forward: how many of the splits a sequence has
   int64_t workspace_bytes;
   const char* engine;  // "fma", "dot", "amx", "amx_split", "stream" (decoding)
 };

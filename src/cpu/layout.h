@@ -14,6 +14,7 @@ inline int64_t query_tiles(const Problem& p, int64_t tile) {
 
 // Decoding is told by its few rows. A bound that is too small costs speed, not correctness.
 inline bool is_decoding(const Problem& p, Isa isa) {
+  if (p.batch_invariant != 0 && p.cu_seqlens_q != nullptr) return false;  // rows of all sequences
   const int64_t rows =
       p.cu_seqlens_q != nullptr && p.max_seqlen_q > 0 ? p.max_seqlen_q : p.seqlen_q;
   return rows <= thin_rows(isa) && rows * group_size(p) <= thin_rows(isa);
@@ -50,8 +51,8 @@ struct ForwardLayout {
   int32_t* nonfinite;       // the same
   int64_t* first_tile;      // [B + 1]: query tiles before each sequence
   int64_t partial_rows;
-  float* partial_out;  // [tile][kv head][split][row][head_dim_v]; only with splits
-  float* partial_lse;  // [tile][kv head][split][row]
+  float* partial_out;  // [tile][kv head][split][row][head_dim_v]; only with splits. A rule splits
+  float* partial_lse;  // sequences of one tile: then [sequence] takes the place of [tile]
 
   ForwardLayout(const Problem& p, const Shape& shape, const Plan& plan, Arena& arena)
       : scratch_bytes(measure(p, shape)),
@@ -64,9 +65,9 @@ struct ForwardLayout {
     const int64_t tiles = once ? key_tiles(p, shape.tile_k) * p.heads_kv : 0;
     packed = once ? arena.take<uint32_t>(tiles * packed_units) : nullptr;
     nonfinite = once ? arena.take<int32_t>(tiles) : nullptr;
+    const int64_t partial_tiles = plan.rule.least > 0 ? p.batch : query_tiles(p, shape.tile_q);
     const int64_t partials =
-        plan.splits == 1 ? 0
-                         : query_tiles(p, shape.tile_q) * p.heads_kv * plan.splits * partial_rows;
+        plan.splits == 1 ? 0 : partial_tiles * p.heads_kv * plan.splits * partial_rows;
     partial_out = arena.take<float>(partials * p.head_dim_v);
     partial_lse = arena.take<float>(partials);
   }

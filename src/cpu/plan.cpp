@@ -25,6 +25,18 @@ int64_t forward_splits(const Problem& p, const Shape& shape) {
   return clamp(ceil_div(kWantedItems, items), 1, max(int64_t{1}, keys / kLeastSplitKeys));
 }
 
+// Batch-invariant: the splits that a sequence alone would get.
+SplitRule forward_rule(const Problem& p, const Shape& shape) {
+  if (p.batch_invariant == 0) return {0, forward_splits(p, shape), INT64_MAX};
+  return {kLeastSplitKeys, ceil_div(kWantedItems, p.heads_kv), shape.tile_q / group_size(p)};
+}
+
+// Of the sequence that has the most.
+int64_t most_splits(const Problem& p, const SplitRule& rule) {
+  const bool alike = p.cu_seqlens_q == nullptr && p.seqused_q == nullptr;
+  return rule.parts(alike ? p.seqlen_q : 0, longest_keys(p));
+}
+
 }  // namespace
 
 Plan plan_forward(const Problem& problem, Isa isa, int32_t threads) {
@@ -34,7 +46,8 @@ Plan plan_forward(const Problem& problem, Isa isa, int32_t threads) {
   plan.threads = threads;
   plan.tile_q = shape.tile_q;
   plan.tile_k = shape.tile_k;
-  plan.splits = forward_splits(problem, shape);
+  plan.rule = forward_rule(problem, shape);
+  plan.splits = most_splits(problem, plan.rule);
   plan.engine = shape.engine;
   Arena arena;
   ForwardLayout(problem, shape, plan, arena);

@@ -2,6 +2,7 @@
 // base, to measure, and the kernels on their memory. Plain code: it is compiled for every machine.
 #pragma once
 
+#include "base/float8.h"
 #include "cpu/shape.h"
 
 namespace tilewise::cpu {
@@ -63,6 +64,18 @@ TILEWISE_FN int64_t packed_tile_units(const Shape& s, const Problem& p) {
                     s.tile_k / s.pair * extent_of(s, p.head_dim_v).m_ld);
 }
 
+// Rows of a float8_e4m3 key tile in the dtype of q; nothing for other caches.
+struct WideScratch {
+  int64_t ld;
+  uint16_t* rows;
+  const Float8** from;
+
+  TILEWISE_FN WideScratch(const Problem& p, int64_t keys, int64_t columns, Arena& arena)
+      : ld(round_up(columns, 32)),
+        rows(arena.take<uint16_t>(p.kv_float8 != 0 ? keys * ld : 0)),
+        from(arena.take<const Float8*>(p.kv_float8 != 0 ? keys : 0)) {}
+};
+
 struct ForwardScratch {
   Extent qk;       // of head_dim
   Extent dv;       // of head_dim_v
@@ -80,6 +93,7 @@ struct ForwardScratch {
   float* l;           // [lane]
   const void** rows;  // addresses being packed
   RowScratch bad_v;
+  WideScratch wide_k, wide_v;
 
   TILEWISE_FN ForwardScratch(const Shape& s, const Problem& p, Arena& arena)
       : qk(extent_of(s, p.head_dim)),
@@ -101,7 +115,9 @@ struct ForwardScratch {
         m(arena.take<float>(panels * s.panel)),
         l(arena.take<float>(panels * s.panel)),
         rows(arena.take<const void*>(max<int64_t>(panels * s.panel, s.tile_k))),
-        bad_v(s.tile_k, arena) {}
+        bad_v(s.tile_k, arena),
+        wide_k(p, s.tile_k, p.head_dim, arena),
+        wide_v(p, s.tile_k, p.head_dim_v, arena) {}
 };
 
 struct BackwardScratch {

@@ -66,6 +66,7 @@ TILEWISE_FN int64_t back_chunk(const Shape& s, const Problem& p) {
   const int64_t keys = key_capacity(p);
   const int64_t heads = p.heads_kv * (p.cu_seqlens_k == nullptr ? p.batch : 1);
   int64_t chunk = p.head_dim + p.head_dim_v <= 128 ? s.back_keys : s.back_keys / 2;
+  if (p.batch_invariant != 0) return chunk;  // sums of dq are cut alike in any batch
   while (chunk > 2 * kBackTileK && heads * ceil_div(keys, chunk) < kWantedItems) chunk /= 2;
   return chunk;
 }

@@ -71,6 +71,10 @@ class Attention(c.Structure):
         (c.c_void_p, "leftpad_k"),
         (c.c_int32, "num_splits deterministic check tf32"),
         (c.c_void_p, "parallel"),
+        (c.c_int32, "batch_invariant kv_float8"),
+        (c.c_void_p, "k_descale v_descale"),
+        (c.c_int64, "k_descale_stride_batch k_descale_stride_head"),
+        (c.c_int64, "v_descale_stride_batch v_descale_stride_head"),
     )
 
 
@@ -118,6 +122,10 @@ class KvAppend(c.Structure):
         (c.c_int64, "rotary_rows rotary_dim"),
         (c.c_int32, "rotary_interleaved q_single_position"),
         (c.c_void_p, "parallel"),
+        (c.c_int32, "kv_float8 reserved"),
+        (c.c_void_p, "k_descale v_descale"),
+        (c.c_int64, "k_descale_stride_batch k_descale_stride_head"),
+        (c.c_int64, "v_descale_stride_batch v_descale_stride_head"),
     )
 
 

@@ -12,6 +12,18 @@
 namespace tilewise::cpu {
 namespace {
 
+// Addresses of keys or values in the dtype of q, wherever and however they are stored.
+template <class T>
+TILEWISE_FN void keys_of(const T** rows, const WideScratch& wide, Range keys, int64_t capacity,
+                         const Problem& p, const Sequence& s, const tilewise_tensor& view,
+                         int64_t kv_head, int64_t columns) {
+  if constexpr (sizeof(T) == sizeof(*wide.rows)) {
+    if (p.kv_float8 != 0)
+      return wide_key_rows(rows, wide, keys, capacity, s.kv, view, kv_head, columns);
+  }
+  key_rows(rows, keys, capacity, s.kv, view, kv_head);
+}
+
 // E: the engine's storage, shape and order of weights. Products: PackedProducts or
 // StreamedProducts.
 template <class E, class Products>
@@ -36,7 +48,7 @@ struct Forward : ForwardScratch {
         p(*t.problem),
         s(t.sequence),
         lanes{ForwardScratch::lanes},
-        scores{ForwardScratch::scores, &p, score_of(p)},
+        scores{ForwardScratch::scores, &p, score_of(p, s.batch, t.kv_head)},
         dropout(dropout_of(p)),
         general(is_general(p)),
         rows(reinterpret_cast<const T**>(ForwardScratch::rows)),
@@ -194,9 +206,9 @@ struct Forward : ForwardScratch {
         products.use(task.packed + j * packed_tile_units(S, p), packed_keys);
         return 0;
       }
-    key_rows(rows, keys, packed_keys, s.kv, p.k, task.kv_head);
+    keys_of(rows, wide_k, keys, packed_keys, p, s, p.k, task.kv_head, p.head_dim);
     products.load_keys(rows, packed_keys);
-    key_rows(rows, keys, packed_keys, s.kv, p.v, task.kv_head);
+    keys_of(rows, wide_v, keys, packed_keys, p, s, p.v, task.kv_head, p.head_dim_v);
     const int64_t bad_count = edge ? take_out_nonfinite(rows, keys.size(), p.head_dim_v, bad_v) : 0;
     products.load_values(rows, packed_keys);
     return bad_count;
@@ -226,7 +238,7 @@ struct Forward : ForwardScratch {
     const int64_t first = panel * S.panel + lane;
     const int64_t valid = min<int64_t>(W, lanes.count - first);
     const F sum = load(l + first);
-    const F inverse = sum == 0.0f ? F{} : 1.0f / sum;
+    const F inverse = sum == 0.0f ? F{} : value_scale(p, s.batch, task.kv_head) / sum;
     const float* const o_lanes = o + panel * dv.m * S.panel + lane;
     float* partial[W];
     T* out[W];
@@ -259,9 +271,11 @@ void pack_item(const PackTask& task, Arena scratch) {
   const int64_t count = Forward<E, PackedProducts<E>>::padded(task.keys);
   const int64_t k_plane = S.tile_k * qk.ld;
   const T** const rows = scratch.take<const T*>(S.tile_k);
-  key_rows(rows, task.keys, count, task.sequence.kv, p.k, task.kv_head);
+  const WideScratch wide_k(p, S.tile_k, p.head_dim, scratch);
+  const WideScratch wide_v(p, S.tile_k, p.head_dim_v, scratch);
+  keys_of(rows, wide_k, task.keys, count, p, task.sequence, p.k, task.kv_head, p.head_dim);
   pack_columns<E>(task.packed, qk.ld, k_plane, rows, count, p.head_dim);
-  key_rows(rows, task.keys, count, task.sequence.kv, p.v, task.kv_head);
+  keys_of(rows, wide_v, task.keys, count, p, task.sequence, p.v, task.kv_head, p.head_dim_v);
   E::pack_rows_a(task.packed + S.parts * k_plane, dv.m_ld, S.tile_k / S.pair * dv.m_ld, rows, count,
                  p.head_dim_v);
   bool finite = true;

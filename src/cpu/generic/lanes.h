@@ -113,6 +113,26 @@ TILEWISE_FN void key_rows(const T** rows, Range keys, int64_t capacity, const Kv
   for (int64_t i = keys.size(); i < capacity; ++i) rows[i] = nullptr;
 }
 
+// The same of a float8_e4m3 cache: T holds its values exactly, and gets them in `wide`.
+template <class T>
+TILEWISE_FN void wide_key_rows(const T** rows, const WideScratch& wide, Range keys,
+                               int64_t capacity, const KvSource& source,
+                               const tilewise_tensor& view, int64_t head, int64_t columns) {
+  constexpr int64_t kAhead = 12;  // rows are too far from each other for the hardware to follow
+  const Float8** const from = wide.from;
+  key_rows(from, keys, keys.size(), source, view, head);
+  for (int64_t r = 0; r < keys.size(); ++r) {
+    if (r + kAhead < keys.size())
+      for (int64_t c = 0; c < columns; c += 64) __builtin_prefetch(from[r + kAhead] + c, 0, 2);
+    T* const to = reinterpret_cast<T*>(wide.rows) + r * wide.ld;
+    int64_t c = 0;
+    for (; c + W <= columns; c += W) from_fp32(to + c, to_fp32(from[r] + c));
+    if (c < columns) from_fp32_tail(to + c, to_fp32_tail(from[r] + c, columns - c), columns - c);
+    rows[r] = to;
+  }
+  for (int64_t r = keys.size(); r < capacity; ++r) rows[r] = nullptr;
+}
+
 // 0 * x is NaN exactly when x is not finite.
 template <class T>
 TILEWISE_FN bool row_is_finite(const T* row, int64_t columns) {

@@ -18,6 +18,7 @@
 #endif
 #endif
 
+#include "base/float8.h"
 #include "base/half.h"
 #include "base/math.h"
 
@@ -159,6 +160,21 @@ TILEWISE_FN F to_fp32(const Half* p) {
   for (int i = 0; i < W; ++i) v[i] = to_float(p[i]);
   return v;
 #endif
+}
+
+// As the scalar conversion (base/float8.h), lane by lane.
+TILEWISE_FN F to_fp32(const Float8* p) {
+  using B = uint8_t __attribute__((vector_size(W)));
+  const U bits = __builtin_convertvector(load_as<B>(p), U);
+  const U magnitude = bits & 0x7fu;
+  const U exponent = magnitude >> 3;
+  const U normal = exponent != 0u ? U{} + 1u : U{};
+  const I mantissa = __builtin_convertvector((magnitude & 7u) + (normal << 3), I);
+  const U step = (exponent + (1u - normal) + (127 - 10)) << 23;
+  const F value = __builtin_convertvector(mantissa, F) * load_as<F>(&step);
+  const U known = magnitude == 0x7fu ? U{} + 0x7fc00000u : load_as<U>(&value);
+  const U with_sign = known | ((bits & 0x80u) << 24);
+  return load_as<F>(&with_sign);
 }
 
 TILEWISE_FN U bf16_bits(F v) {  // in the low halves
