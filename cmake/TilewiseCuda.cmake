@@ -18,6 +18,7 @@ set(TILEWISE_CUDA_ELEMENTS "" CACHE STRING "Only these elements (empty: all)")
 set(TILEWISE_CUDA_TABLES "" CACHE STRING "Only these tile tables (empty: all)")
 
 set(cuda_tables Sm75 Sm80 Sm86 Sm90 Sm120)
+set(cuda_specific_tables Sm90a) # machine code of this very capability, of no other one
 set(cuda_ptx_to_force 75 80) # tables that every GPU build can be forced to use
 
 # What is compiled when all architectures are asked for. No SASS of one major version runs on
@@ -27,6 +28,7 @@ set(all_Sm80 80-real 80-virtual)
 set(all_Sm86 86-real)
 set(all_Sm90 90-real 100-real 90-virtual)
 set(all_Sm120 120-real)
+set(all_Sm90a 90a-real)
 set(all_any 75-real 80-real 90-real 100-real 120-real 75-virtual 90-virtual)
 
 # --- which build ---------------------------------------------------------------------------------
@@ -134,6 +136,8 @@ function(tilewise_code_of table result)
     tilewise_table_of(${sm} own)
     if(table STREQUAL "any" OR table STREQUAL own)
       list(APPEND code ${sm}-real)
+    elseif(table STREQUAL "Sm${sm}a")
+      list(APPEND code ${sm}a-real)
     endif()
   endforeach()
   string(REGEX REPLACE "^Sm" "" number "${table}")
@@ -148,7 +152,7 @@ function(tilewise_code_of table result)
 endfunction()
 
 # --- units ---------------------------------------------------------------------------------------
-# Lines "family arch element head_dim" of the units this build is asked for.
+# Lines "family arch element head_dim head_dim_v" of the units this build is asked for.
 function(tilewise_list_units result)
   set(program "${PROJECT_SOURCE_DIR}/tools/cuda_units.cpp")
   set_property(DIRECTORY "${PROJECT_SOURCE_DIR}" APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
@@ -166,9 +170,14 @@ function(tilewise_list_units result)
   set(wanted "")
   foreach(line IN LISTS lines)
     string(REPLACE " " ";" fields "${line}")
+    list(GET fields 0 family)
     list(GET fields 1 table)
     list(GET fields 2 element)
     list(GET fields 3 head_dim)
+    if(NOT EXISTS "${PROJECT_SOURCE_DIR}/src/cuda/${family}/forward.cuh"
+       OR (family STREQUAL wgmma AND NOT EXISTS "${PROJECT_SOURCE_DIR}/src/cuda/wgmma/backward_finish.cuh"))
+      continue() # being written
+    endif()
     if((NOT TILEWISE_CUDA_ELEMENTS OR element IN_LIST TILEWISE_CUDA_ELEMENTS)
        AND (NOT TILEWISE_CUDA_HEAD_DIMS OR head_dim IN_LIST TILEWISE_CUDA_HEAD_DIMS)
        AND (NOT TILEWISE_CUDA_TABLES OR table STREQUAL "-" OR table IN_LIST TILEWISE_CUDA_TABLES))
@@ -208,6 +217,7 @@ endfunction()
 # "{90, {90, 100}, {90}}," of cuda/tables.h.
 function(tilewise_code_row table architectures result)
   string(REGEX REPLACE "^(Sm|any)" "" number "${table}")
+  string(REGEX REPLACE "a$" "1" number "${number}") # arch/hopper.h
   if(number STREQUAL "")
     set(number 0)
   endif()
@@ -253,12 +263,13 @@ function(tilewise_add_cuda target)
     file(GLOB launch CONFIGURE_DEPENDS "${source_dir}/launch*.cpp")
     target_sources(${target} PRIVATE ${launch})
     tilewise_list_units(units)
-    foreach(table IN ITEMS any ${cuda_tables})
+    foreach(table IN ITEMS any ${cuda_tables} ${cuda_specific_tables})
       set(sources_${table} "")
     endforeach()
     foreach(line IN LISTS units)
       string(REPLACE " " ";" fields "${line}")
-      list(POP_FRONT fields family TILEWISE_ARCH TILEWISE_ELEMENT TILEWISE_HEAD_DIM)
+      list(POP_FRONT fields family TILEWISE_ARCH TILEWISE_ELEMENT TILEWISE_HEAD_DIM
+           TILEWISE_HEAD_DIM_V)
       set(table "${TILEWISE_ARCH}")
       if(table STREQUAL "-")
         set(table any)
@@ -266,6 +277,9 @@ function(tilewise_add_cuda target)
       tilewise_code_of(${table} code)
       if(code OR TILEWISE_CUDA_EMULATOR)
         string(TOLOWER "${family}_${table}_${TILEWISE_ELEMENT}_d${TILEWISE_HEAD_DIM}" name)
+        if(NOT TILEWISE_HEAD_DIM_V EQUAL TILEWISE_HEAD_DIM)
+          string(APPEND name "_${TILEWISE_HEAD_DIM_V}")
+        endif()
         set(TILEWISE_UNIT "unit_${name}")
         set(file "${build_dir}/${name}.${extension}")
         configure_file("${source_dir}/units/${family}.cu.in" "${file}" @ONLY)
@@ -278,7 +292,7 @@ function(tilewise_add_cuda target)
     file(CONFIGURE OUTPUT "${build_dir}/common.${extension}"
          CONTENT "#include \"cuda/common/kernels.cu\"\n" @ONLY)
     list(APPEND sources_any "${build_dir}/common.${extension}")
-    foreach(table IN ITEMS any ${cuda_tables})
+    foreach(table IN ITEMS any ${cuda_tables} ${cuda_specific_tables})
       if(sources_${table})
         set(code "")
         if(NOT TILEWISE_CUDA_EMULATOR)

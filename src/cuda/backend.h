@@ -7,7 +7,7 @@
 
 namespace tilewise::cuda {
 
-enum class Family : int32_t { simt, mma_sync };
+enum class Family : int32_t { simt, mma_sync, wgmma };
 
 struct UnitTable;
 struct Inventory;
@@ -16,7 +16,7 @@ struct Inventory;
 struct Plan {
   Family family = Family::simt;
   bool general = false;      // the form with softcap, ALiBi, bias, dropout, pages, odd strides
-  int32_t architecture = 0;  // the tile table used: 75, 80, 86, 90, 120; simt has none
+  int32_t architecture = 0;  // the tile table used: 75, 80, 86, 90, 120, 901; simt has none
   int32_t head_dim = 0;      // the head-dim tile
   int32_t tile_q = 0;
   int32_t tile_k = 0;
@@ -32,7 +32,8 @@ struct Plan {
 
 // Whether this build has a kernel of the family for the problem on the described GPU.
 bool has_forward(const Problem& problem, Family family, const Gpu& gpu);
-bool has_backward(const Problem& problem, Family family, const Gpu& gpu);
+bool has_backward(const Problem& problem, const Gradients& gradients, Family family,
+                  const Gpu& gpu);
 
 Plan plan_forward(const Problem& problem, Family family, const Gpu& gpu);
 Plan plan_backward(const Problem& problem, const Gradients& gradients, Family family,

@@ -40,6 +40,16 @@ void prepare_all(const Problem& p, const Gradients& g, const Plan& plan,
   prepare(before, p.stream);
 }
 
+void launch_wgmma(const Problem& p, const Gradients& g, const Plan& plan,
+                  const BackwardParams& main) {
+  TmaBackwardParams params{main};
+  params.q = map_of_rows(p, p.q, p.head_dim, plan.tile_q);
+  params.dout = map_of_rows(p, g.dout, p.head_dim_v, plan.tile_q);
+  params.k = map_of_keys(p, p.k, p.head_dim, plan.tile_k);
+  params.v = map_of_keys(p, p.v, p.head_dim_v, plan.tile_k);
+  launch(plan.unit->form(plan.general).tma_backward, plan.blocks, p.stream, params);
+}
+
 // dK, dV and, from sums or directly, dQ.
 void main_gradients(const Problem& p, const Gradients& g, const Plan& plan,
                     const BackwardParams& params) {
@@ -51,7 +61,10 @@ void main_gradients(const Problem& p, const Gradients& g, const Plan& plan,
   const bool apart = plan.family == Family::simt;
   if (!keys && !rows) return;
   if (keys || !apart) launch(kernels.prepare, row_tiles, p.stream, params);
-  if (keys || !apart) launch(kernels.backward, plan.blocks, p.stream, params);
+  if (plan.family == Family::wgmma)
+    launch_wgmma(p, g, plan, params);
+  else if (keys || !apart)
+    launch(kernels.backward, plan.blocks, p.stream, params);
   if (rows) launch(kernels.finish, row_tiles, p.stream, params);
   if (plan.second == nullptr) return;
   const UnitKernels& exact = plan.second->form(true);

@@ -34,6 +34,23 @@ void combine(const Problem& p, const ForwardParams& main) {
   launch(common::tensor_kernels(p.dtype).combine, common::combine_blocks(p), p.stream, params);
 }
 
+// A grid of as many blocks as the GPU runs at once, which share the work.
+void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& main,
+                       int32_t* counter) {
+  constexpr int32_t kRowsOfWarpgroup = 64;
+  if (plan.blocks > INT32_MAX) {
+    throw Error(std::to_string(plan.blocks) + " tiles: at most 2147483647 are allowed");
+  }
+  TmaForwardParams params{main};
+  params.q = map_of_rows(p, p.q, p.head_dim, kRowsOfWarpgroup);
+  params.k = map_of_keys(p, p.k, p.head_dim, plan.tile_k);
+  params.v = map_of_keys(p, p.v, p.head_dim_v, plan.tile_k);
+  params.work = static_cast<int32_t>(plan.blocks);
+  params.counter = counter;
+  const int64_t grid = min<int64_t>(plan.blocks, gpu(p.device_index).multiprocessors);
+  launch(plan.unit->form(plan.general).tma_forward, grid, p.stream, params);
+}
+
 }  // namespace
 
 void forward(const Problem& p, const Plan& plan, void* workspace) {
@@ -46,10 +63,14 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
     before.order = {pieces.table.in<TileOrder::Entry>(workspace), common::OrderTask::Of::rows,
                     plan.tile_q, plan.pack};
   }
+  before.fills[0] = {pieces.counter.in<void>(workspace), pieces.counter.bytes};
   prepare(before, p.stream);
 
   ForwardParams params = main_params(p, plan, pieces, workspace);
-  launch(plan.unit->form(plan.general).forward, plan.blocks, p.stream, params);
+  if (plan.family == Family::wgmma)
+    launch_persistent(p, plan, params, pieces.counter.in<int32_t>(workspace));
+  else
+    launch(plan.unit->form(plan.general).forward, plan.blocks, p.stream, params);
   if (plan.splits > 1) combine(p, params);
   if (plan.second == nullptr) return;
   // The same tiles, each with all of its keys.

@@ -14,12 +14,21 @@ namespace tilewise::cuda {
 inline constexpr std::array kHalfHeadDims = {64, 96, 128, 192, 256};  // F16, BF16
 inline constexpr std::array kFloatHeadDims = {64, 128, 256};          // F32, Tf32
 inline constexpr int kSimtMaxHeadDim = 512;
+// wgmma, F16 and BF16: of q and k, and of v.
+struct HeadDims {
+  int qk;
+  int v;
+};
+inline constexpr std::array kWgmmaHeadDims = {HeadDims{64, 64},   HeadDims{96, 96},
+                                              HeadDims{128, 128}, HeadDims{192, 128},
+                                              HeadDims{192, 192}, HeadDims{256, 256}};
 
 struct Unit {
-  const char* family;   // "mma_sync" or "simt"
-  const char* arch;     // struct of arch/tables.h; "" for simt
+  const char* family;   // "wgmma", "mma_sync" or "simt"
+  const char* arch;     // struct of arch/tables.h or arch/hopper.h; "" for simt
   const char* element;  // struct of element.h
   int head_dim;
+  int head_dim_v;
 };
 
 template <class Visit>
@@ -27,17 +36,20 @@ constexpr void for_each_unit(Visit&& visit) {
   for (const char* arch : {"Sm75", "Sm80", "Sm86", "Sm90", "Sm120"}) {
     const bool turing = arch[2] == '7';
     for (int d : kHalfHeadDims) {
-      visit(Unit{"mma_sync", arch, "F16", d});
-      if (!turing) visit(Unit{"mma_sync", arch, "BF16", d});
+      visit(Unit{"mma_sync", arch, "F16", d, d});
+      if (!turing) visit(Unit{"mma_sync", arch, "BF16", d, d});
     }
     for (int d : kFloatHeadDims) {
       if (turing) continue;
-      visit(Unit{"mma_sync", arch, "F32", d});
-      visit(Unit{"mma_sync", arch, "Tf32", d});
+      visit(Unit{"mma_sync", arch, "F32", d, d});
+      visit(Unit{"mma_sync", arch, "Tf32", d, d});
     }
   }
+  for (const char* element : {"F16", "BF16"}) {
+    for (HeadDims d : kWgmmaHeadDims) visit(Unit{"wgmma", "Sm90a", element, d.qk, d.v});
+  }
   for (const char* element : {"F16", "BF16", "F32"}) {
-    for (int d : {64, 128, 256, 512}) visit(Unit{"simt", "", element, d});
+    for (int d : {64, 128, 256, 512}) visit(Unit{"simt", "", element, d, d});
   }
 }
 

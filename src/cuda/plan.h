@@ -12,7 +12,7 @@ namespace tilewise::cuda {
 // forced one); when this build lacks it, the nearest lower one that the GPU can run and hold.
 const UnitTable* find_forward(const Problem& p, Family family, const Gpu& gpu,
                               const Inventory& inside);
-const UnitTable* find_backward(const Problem& p, Family family, const Gpu& gpu,
+const UnitTable* find_backward(const Problem& p, const Gradients* g, Family family, const Gpu& gpu,
                                const Inventory& inside);
 
 Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Inventory& inside);
@@ -22,6 +22,10 @@ Plan plan_backward(const Problem& p, const Gradients& g, Family family, const Gp
 // Whether the kernels' plain form serves: nothing general is asked for and every row that is read
 // or written starts at a multiple of 16 bytes. Of the backward when `g` is given.
 bool fits_plain(const Problem& p, const Gradients* g);
+
+// Why the wgmma family does not serve the pass, whatever the GPU; null: it does. The words follow
+// "but ".
+const char* why_not_wgmma(const Problem& p, const Gradients* g);
 
 // Some row may not see a key of a tile that it meets: see Flags. Not so where the limits of the
 // band lie outside of every sequence, as those of one causal row do.
@@ -39,8 +43,9 @@ struct Piece {
 };
 
 struct ForwardPieces {
-  Piece report;  // of the index check
-  Piece table;   // TileOrder::table
+  Piece report;   // of the index check
+  Piece table;    // TileOrder::table
+  Piece counter;  // wgmma: TmaForwardParams::counter
   Piece flags;
   Piece partial_out;
   Piece partial_lse;

@@ -46,7 +46,7 @@ Plan plan_backward(const Problem& p, const Gradients& g, Family family, const Gp
                    const Inventory& inside) {
   Plan plan;
   plan.family = family;
-  plan.unit = find_backward(p, family, gpu, inside);
+  plan.unit = find_backward(p, &g, family, gpu, inside);
   if (plan.unit == nullptr) return plan;
   const UnitTable& unit = *plan.unit;
   plan.general = !fits_plain(p, &g);
@@ -58,7 +58,7 @@ Plan plan_backward(const Problem& p, const Gradients& g, Family family, const Gp
   plan.blocks =
       plan.order.heads * most_tiles(ragged_keys(p), p.seqlen_k, most_keys(p), p.batch, plan.tile_k);
   if (family != Family::simt && needs_second_pass(p))
-    plan.second = find_backward(p, Family::simt, gpu, inside);
+    plan.second = find_backward(p, &g, Family::simt, gpu, inside);
   plan.workspace_bytes = backward_pieces(p, g, plan).bytes;
   return plan;
 }

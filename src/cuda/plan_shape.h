@@ -5,6 +5,8 @@
 
 namespace tilewise::cuda {
 
+inline int64_t element_bytes(const Problem& p) { return p.dtype == TILEWISE_FLOAT32 ? 4 : 2; }
+
 inline bool ragged_rows(const Problem& p) { return p.cu_seqlens_q != nullptr; }
 // Pages and the rows of kv_batch_idx give every sequence the same room.
 inline bool ragged_keys(const Problem& p) {

@@ -1,5 +1,7 @@
 // Which unit and which form serve a problem.
+#include "cuda/arch/hopper.h"
 #include "cuda/arch/limits.h"
+#include "cuda/common/prepare.h"
 #include "cuda/plan.h"
 #include "cuda/plan_shape.h"
 
@@ -8,21 +10,21 @@ namespace {
 
 constexpr int64_t kAlignment = 16;
 
-bool fits(const Kernel<ForwardParams>& kernel, const Gpu& gpu) {
-  return kernel.shared_bytes <= gpu.shared_bytes;
-}
-bool fits(const Kernel<BackwardParams>& kernel, const Gpu& gpu) {
-  return kernel.shared_bytes <= gpu.shared_bytes;
+template <class... Params>
+bool fit(const Gpu& gpu, const Kernel<Params>&... kernels) {
+  return (... && (kernels.shared_bytes <= gpu.shared_bytes));
 }
 
 bool serves_forward(const UnitTable& unit, const Gpu& gpu) {
-  return unit.has_forward() && fits(unit.plain.forward, gpu) && fits(unit.general.forward, gpu);
+  for (const UnitKernels* form : {&unit.plain, &unit.general}) {
+    if (!fit(gpu, form->forward, form->tma_forward)) return false;
+  }
+  return unit.has_forward();
 }
 
 bool serves_backward(const UnitTable& unit, const Gpu& gpu) {
   for (const UnitKernels* form : {&unit.plain, &unit.general}) {
-    if (!fits(form->prepare, gpu) || !fits(form->backward, gpu) || !fits(form->finish, gpu))
-      return false;
+    if (!fit(gpu, form->prepare, form->backward, form->tma_backward, form->finish)) return false;
   }
   return unit.has_backward();
 }
@@ -37,8 +39,10 @@ const UnitTable* smallest(const Problem& p, Family family, int32_t architecture,
     if (unit->family != family || unit->architecture != architecture || unit->dtype != p.dtype ||
         unit->tf32 != tf32)
       continue;
-    if (unit->head_dim < max(p.head_dim, p.head_dim_v) || !serves(*unit, gpu)) continue;
-    if (best == nullptr || unit->head_dim < best->head_dim) best = unit;
+    if (unit->head_dim < p.head_dim || unit->head_dim_v < p.head_dim_v || !serves(*unit, gpu))
+      continue;
+    const auto columns = [](const UnitTable& u) { return u.head_dim + u.head_dim_v; };
+    if (best == nullptr || columns(*unit) < columns(*best)) best = unit;
   }
   return best;
 }
@@ -58,6 +62,12 @@ const UnitTable* find(const Problem& p, Family family, const Gpu& gpu, const Inv
   if (family == Family::simt) {
     if (!inside.runs(0, gpu.sm)) return nullptr;
     return smallest(p, Family::simt, 0, false, gpu, inside, serves);
+  }
+  if (family == Family::wgmma) {
+    // A forced table is one of mma_sync.
+    constexpr int32_t kTable = arch::Sm90a::kTable;
+    if (gpu.table != 0 || !inside.runs(kTable, gpu.sm)) return nullptr;
+    return smallest(p, family, kTable, false, gpu, inside, serves);
   }
   if (gpu.table != 0) return of_table(p, gpu.table, gpu, inside, serves);
   const int32_t own = arch::limits_of(gpu.sm).table;
@@ -92,32 +102,82 @@ bool aligned(const tilewise_tensor& view, const Shape& shape, int64_t element_by
 
 const UnitTable* find_forward(const Problem& p, Family family, const Gpu& gpu,
                               const Inventory& inside) {
+  if (family == Family::wgmma && why_not_wgmma(p, nullptr) != nullptr) return nullptr;
   const UnitTable* unit = find(p, family, gpu, inside, serves_forward);
-  if (unit == nullptr || family == Family::simt || !needs_second_pass(p)) return unit;
-  return find_forward(p, Family::simt, gpu, inside) != nullptr ? unit : nullptr;
+  if (unit == nullptr || family == Family::simt) return unit;
+  if (needs_second_pass(p) && find_forward(p, Family::simt, gpu, inside) == nullptr) return nullptr;
+  const bool narrow = most_rows(p) <= arch::Sm90a::kNarrowForwardRows;
+  if (!narrow || unit->narrow == nullptr || !serves_forward(*unit->narrow, gpu)) return unit;
+  return unit->narrow;
 }
 
-const UnitTable* find_backward(const Problem& p, Family family, const Gpu& gpu,
+const UnitTable* find_backward(const Problem& p, const Gradients* g, Family family, const Gpu& gpu,
                                const Inventory& inside) {
+  if (family == Family::wgmma && why_not_wgmma(p, g) != nullptr) return nullptr;
   const UnitTable* unit = find(p, family, gpu, inside, serves_backward);
-  if (unit == nullptr || family == Family::simt || !needs_second_pass(p)) return unit;
-  return find_backward(p, Family::simt, gpu, inside) != nullptr ? unit : nullptr;
+  if (unit == nullptr || family == Family::simt) return unit;
+  if (needs_second_pass(p) && find_backward(p, g, Family::simt, gpu, inside) == nullptr)
+    return nullptr;
+  const bool narrow = needs_second_pass(p) && most_rows(p) <= arch::Sm90a::kNarrowBackwardRows;
+  if (!narrow || unit->narrow == nullptr || !serves_backward(*unit->narrow, gpu)) return unit;
+  return unit->narrow;
 }
+
+namespace {
+
+// Every row that is read or written starts at a multiple of 16 bytes. Of pages: each of theirs.
+bool rows_are_aligned(const Problem& p, const Gradients* g) {
+  const int64_t bytes = element_bytes(p);
+  if (p.head_dim * bytes % kAlignment != 0 || p.head_dim_v * bytes % kAlignment != 0) return false;
+  const bool paged = p.block_table != nullptr;
+  const Shape rows = {p.cu_seqlens_q != nullptr ? 1 : p.batch, p.seqlen_q, p.heads_q};
+  const Shape keys = {paged                       ? p.pages
+                      : p.cu_seqlens_k != nullptr ? 1
+                                                  : p.kv_batch,
+                      paged ? p.page_size : p.seqlen_k, p.heads_kv};
+  const bool inputs = aligned(p.q, rows, bytes) && aligned(p.out, rows, bytes) &&
+                      aligned(p.k, keys, bytes) && aligned(p.v, keys, bytes);
+  if (g == nullptr || !inputs) return inputs;
+  const Shape gradients =
+      common::keys_per_sequence(p) ? Shape{p.batch, key_capacity(p), p.heads_kv} : keys;
+  const auto wanted = [&](const tilewise_tensor& view, const Shape& shape) {
+    return view.data == nullptr || aligned(view, shape, bytes);
+  };
+  return aligned(g->dout, rows, bytes) && wanted(g->dq, rows) && wanted(g->dk, gradients) &&
+         wanted(g->dv, gradients);
+}
+
+// TMA reads it: strides are positive and below 2^40 bytes, row numbers fit into 32 bits.
+bool is_mappable(const tilewise_tensor& view, const Shape& shape) {
+  constexpr int64_t kMostElements = int64_t{1} << 38;
+  const auto fits = [](int64_t size, int64_t stride) {
+    return size <= 1 || (stride > 0 && stride < kMostElements);
+  };
+  return fits(shape.batch, view.stride_batch) && fits(shape.rows, view.stride_row) &&
+         fits(shape.heads, view.stride_head) && shape.rows < INT32_MAX;
+}
+
+}  // namespace
 
 bool fits_plain(const Problem& p, const Gradients* g) {
-  const int64_t bytes = p.dtype == TILEWISE_FLOAT32 ? 4 : 2;
-  if (is_general(p) || p.block_table != nullptr) return false;
-  if (p.head_dim * bytes % kAlignment != 0 || p.head_dim_v * bytes % kAlignment != 0) return false;
+  return !is_general(p) && p.block_table == nullptr && rows_are_aligned(p, g);
+}
+
+const char* why_not_wgmma(const Problem& p, const Gradients* g) {
+  constexpr int64_t kFewRows = 64;
+  if (p.dtype == TILEWISE_FLOAT32) return "its tensor cores compute float16 and bfloat16";
+  if (p.kv_float8 != 0) return "its copies do not convert float8";
+  if (g == nullptr && most_rows(p) * group_size(p) <= kFewRows)
+    return "it fills tiles of 64 rows and more, and here are fewer";
+  if (!rows_are_aligned(p, g))
+    return "its copies need rows that start at multiples of 16 bytes and head dims that are "
+           "multiples of 8";
   const Shape rows = {p.cu_seqlens_q != nullptr ? 1 : p.batch, p.seqlen_q, p.heads_q};
   const Shape keys = {p.cu_seqlens_k != nullptr ? 1 : p.kv_batch, p.seqlen_k, p.heads_kv};
-  bool plain = aligned(p.q, rows, bytes) && aligned(p.out, rows, bytes) &&
-               aligned(p.k, keys, bytes) && aligned(p.v, keys, bytes);
-  if (g == nullptr) return plain;
-  const Shape gradients = {p.kv_batch_idx != nullptr ? p.batch : keys.batch, keys.rows, keys.heads};
-  plain = plain && aligned(g->dout, rows, bytes);
-  plain = plain && (g->dq.data == nullptr || aligned(g->dq, rows, bytes));
-  plain = plain && (g->dk.data == nullptr || aligned(g->dk, gradients, bytes));
-  return plain && (g->dv.data == nullptr || aligned(g->dv, gradients, bytes));
+  bool mappable = is_mappable(p.q, rows) && (g == nullptr || is_mappable(g->dout, rows));
+  if (p.block_table == nullptr)
+    mappable = mappable && is_mappable(p.k, keys) && is_mappable(p.v, keys);
+  return mappable ? nullptr : "TMA needs positive strides below 2^40 bytes";
 }
 
 bool needs_second_pass(const Problem& p) {
@@ -131,8 +191,8 @@ bool has_forward(const Problem& p, Family family, const Gpu& gpu) {
   return find_forward(p, family, gpu, inventory()) != nullptr;
 }
 
-bool has_backward(const Problem& p, Family family, const Gpu& gpu) {
-  return find_backward(p, family, gpu, inventory()) != nullptr;
+bool has_backward(const Problem& p, const Gradients& g, Family family, const Gpu& gpu) {
+  return find_backward(p, &g, family, gpu, inventory()) != nullptr;
 }
 
 }  // namespace tilewise::cuda

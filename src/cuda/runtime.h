@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/tensor_map.h"
+
 #if defined(TILEWISE_EMULATOR)
 #include "emulator/grid.h"
 #endif
@@ -53,6 +55,9 @@ class DeviceScope {
  private:
   int32_t previous_ = -1;
 };
+
+// Throws Error when the driver refuses the shape.
+void encode_tensor_map(TensorMap& map, const TensorMapShape& shape);
 
 // Waits for everything on the stream, and copies to the memory of the host.
 void read_back(void* to, const void* from, int64_t bytes, Stream stream);

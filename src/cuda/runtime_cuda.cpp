@@ -1,4 +1,5 @@
 // The CUDA runtime, linked statically: without a driver the library loads and reports no GPU.
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <array>
@@ -7,6 +8,7 @@
 #include <vector>
 
 #include "cuda/runtime.h"
+#include "tilewise/tilewise.h"
 
 namespace tilewise::cuda {
 namespace {
@@ -101,7 +103,50 @@ void allow_shared_memory(const void* function, int32_t bytes) {
   }
 }
 
+// The driver is asked for the function by name: the library has no link to libcuda.
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+
+EncodeTiled find_encode_tiled() {
+  constexpr const char* kName = "cuTensorMapEncodeTiled";
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+  check(cudaGetDriverEntryPointByVersion(kName, &entry, 12000, cudaEnableDefault, &found), kName);
+#else
+  check(cudaGetDriverEntryPoint(kName, &entry, cudaEnableDefault, &found), kName);
+#endif
+  if (entry == nullptr) throw Error("the driver has no cuTensorMapEncodeTiled: CUDA 12 is needed");
+  return reinterpret_cast<EncodeTiled>(entry);
+}
+
 }  // namespace
+
+void encode_tensor_map(TensorMap& map, const TensorMapShape& shape) {
+  static_assert(sizeof(TensorMap) == sizeof(CUtensorMap));
+  static const EncodeTiled encode = find_encode_tiled();
+  constexpr cuuint64_t kElementBytes = 2;
+  const auto size = [](int64_t x) { return static_cast<cuuint64_t>(x); };
+  const cuuint64_t sizes[] = {size(shape.columns), size(shape.rows), size(shape.heads),
+                              size(shape.slots)};
+  const cuuint64_t strides[] = {size(shape.stride_row) * kElementBytes,
+                                size(shape.stride_head) * kElementBytes,
+                                size(shape.stride_slot) * kElementBytes};
+  const cuuint32_t box[] = {kTensorMapBoxColumns, static_cast<cuuint32_t>(shape.box_rows), 1, 1};
+  const cuuint32_t steps[] = {1, 1, 1, 1};
+  const CUtensorMapDataType type = shape.dtype == TILEWISE_BFLOAT16
+                                       ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                       : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const CUresult status =
+      encode(reinterpret_cast<CUtensorMap*>(&map), type, 4, const_cast<void*>(shape.data), sizes,
+             strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status == CUDA_SUCCESS) return;
+  throw Error("cuTensorMapEncodeTiled refuses [" + std::to_string(shape.slots) + ", " +
+              std::to_string(shape.heads) + ", " + std::to_string(shape.rows) + ", " +
+              std::to_string(shape.columns) + "] with strides " +
+              std::to_string(shape.stride_slot) + ", " + std::to_string(shape.stride_head) + ", " +
+              std::to_string(shape.stride_row) + " (CUresult " + std::to_string(status) + ")");
+}
 
 int32_t gpu_count(std::string* why) {
   const Machine& m = machine();

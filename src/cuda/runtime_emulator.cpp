@@ -41,6 +41,10 @@ int64_t gpu_memory_bytes(int32_t) { return 0; }  // that of the CPU
 DeviceScope::DeviceScope(int32_t index) { gpu(index); }
 DeviceScope::~DeviceScope() = default;
 
+void encode_tensor_map(TensorMap& map, const TensorMapShape& shape) {
+  emulator::encode_tensor_map(map, shape);
+}
+
 void read_back(void* to, const void* from, int64_t bytes, Stream) {
   std::memcpy(to, from, static_cast<std::size_t>(bytes));
 }

@@ -16,6 +16,8 @@ struct UnitKernels {
   Kernel<BackwardParams> prepare;
   Kernel<BackwardParams> backward;
   Kernel<BackwardParams> finish;
+  Kernel<TmaForwardParams> tma_forward;  // wgmma: instead of `forward` and `backward`
+  Kernel<TmaBackwardParams> tma_backward;
 };
 
 struct Tile {
@@ -30,10 +32,13 @@ struct UnitTable {
   int32_t dtype = 0;
   bool tf32 = false;
   int32_t head_dim = 0;
+  int32_t head_dim_v = 0;
   Tile forward_tile;
   Tile backward_tile;
   UnitKernels plain;
   UnitKernels general;  // simt: the same as `plain`
+  // The same for problems of few rows, where that pass has a cut of its own for them; null: none.
+  const UnitTable* narrow = nullptr;
 
   const UnitKernels& form(bool is_general) const { return is_general ? general : plain; }
   bool has_forward() const { return forward_tile.rows > 0; }

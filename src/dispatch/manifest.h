@@ -69,6 +69,14 @@ constexpr Family cuda_family(const char* name, cuda::Family family, int32_t firs
           true,   max_head_dim,  requires_};
 }
 
+constexpr Family wgmma_family() {
+  Family family = cuda_family("cuda.wgmma", cuda::Family::wgmma, 90, cuda::kWgmmaHeadDims.back().qk,
+                              "Hopper, sm_90");
+  family.sm.last = 90;
+  family.dtypes = family.gains = kReduced;
+  return family;
+}
+
 // Of one device, families that are slower come first.
 inline constexpr std::array kManifest = {
     cpu_family("cpu.portable", cpu::Isa::portable, kCpuDtypes, "nothing: runs anywhere"),
@@ -80,6 +88,7 @@ inline constexpr std::array kManifest = {
     cuda_family("cuda.simt", cuda::Family::simt, 60, cuda::kSimtMaxHeadDim, "an NVIDIA GPU, sm_60"),
     cuda_family("cuda.mma_sync", cuda::Family::mma_sync, 75, cuda::kHalfHeadDims.back(),
                 "tensor cores: sm_75 for float16, sm_80 for bfloat16 and float32"),
+    wgmma_family(),
 };
 
 constexpr int32_t kManifestRows = static_cast<int32_t>(kManifest.size());

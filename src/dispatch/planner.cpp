@@ -79,7 +79,7 @@ std::string explain(const Decision& decision, const Problem& problem, const Grad
                     const Device& device) {
   if (decision.family == nullptr) return explain_refusal(problem, gradients, device);
   if (device.kind == TILEWISE_CPU) return explain_cpu(decision, problem, gradients, device);
-  return explain_cuda(decision, problem, device);
+  return explain_cuda(decision, problem, gradients, device);
 }
 
 std::string request_text(const Problem& p, const Gradients* gradients) {

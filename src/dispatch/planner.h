@@ -39,7 +39,8 @@ bool can_run(const Family& family, const Device& device);
 
 // planner_cuda.cpp: the same questions for a CUDA device.
 Decision plan_cuda(const Problem& problem, const Gradients* gradients, const Device& device);
-std::string explain_cuda(const Decision& decision, const Problem& problem, const Device& device);
+std::string explain_cuda(const Decision& decision, const Problem& problem,
+                         const Gradients* gradients, const Device& device);
 std::string refuse_cuda(const Problem& problem, const Gradients* gradients, const Device& device);
 
 // What both halves of the planner say of a request.

@@ -1,6 +1,7 @@
 // Which CUDA family serves a problem on a described GPU, and in which words.
 #include <algorithm>
 
+#include "cuda/arch/hopper.h"
 #include "cuda/arch/limits.h"
 #include "cuda/plan.h"
 #include "dispatch/planner.h"
@@ -12,22 +13,36 @@ const cuda::UnitTable* unit_of(const Family& family, const Problem& p, const Gra
                                const Device& device) {
   if (family.device != TILEWISE_CUDA || !can_run(family, device) || !serves(family, p, gradients))
     return nullptr;
-  return gradients == nullptr ? cuda::find_forward(p, family.cuda, device.gpu, inside(device))
-                              : cuda::find_backward(p, family.cuda, device.gpu, inside(device));
+  return gradients == nullptr
+             ? cuda::find_forward(p, family.cuda, device.gpu, inside(device))
+             : cuda::find_backward(p, gradients, family.cuda, device.gpu, inside(device));
 }
 
 std::string sm_text(const Device& device) { return "sm_" + std::to_string(device.gpu.sm); }
 
-// Why the first family above `chosen` does not serve; empty when there is none above.
-std::string why_not_faster(const Family& chosen, const Problem& p, const Device& device) {
+// Why wgmma does not serve on a GPU that has it; empty: it is not a matter of the problem.
+std::string why_not_wgmma(const Problem& p, const Gradients* gradients, const Device& device) {
+  if (device.gpu.table != 0) return "a tile table is forced";
+  const char* why = cuda::why_not_wgmma(p, gradients);
+  return why != nullptr ? why : "";
+}
+
+// Why the first family above `chosen` that this GPU has does not serve; empty when there is none.
+std::string why_not_faster(const Family& chosen, const Problem& p, const Gradients* gradients,
+                           const Device& device) {
   const Family* faster = &chosen + 1;
   if (faster == kManifest.data() + kManifest.size() || faster->device != TILEWISE_CUDA) return {};
   const std::string name = std::string(faster->name) + " would be faster, but ";
+  const bool specific = faster->cuda == cuda::Family::wgmma;
+  if (device.gpu.sm > faster->sm.last || (specific && device.gpu.sm < faster->sm.first)) return {};
+  if (specific && !faster->dtypes.contains(p.dtype)) return {};
   if (device.gpu.sm < faster->sm.first) return name + "it needs " + faster->requires_;
+  const std::string why = specific ? why_not_wgmma(p, gradients, device) : "";
+  if (!why.empty()) return name + why;
   const int64_t head_dim = max(p.head_dim, p.head_dim_v);
   if (head_dim > faster->max_head_dim)
     return name + "its head dims end at " + std::to_string(faster->max_head_dim);
-  const int32_t table = tile_table(device);
+  const int32_t table = specific ? cuda::arch::Sm90a::kTable : tile_table(device);
   if (table == 75 && p.dtype != TILEWISE_FLOAT16)
     return name + "the tensor cores of sm_75 compute no " + short_dtype(p.dtype);
   if (!inside(device).runs(table, device.gpu.sm)) {
@@ -39,14 +54,21 @@ std::string why_not_faster(const Family& chosen, const Problem& p, const Device&
          " KB of shared memory of this GPU, or not in this build";
 }
 
+// "sm_80", "sm_90a".
+std::string table_name(int32_t table) {
+  if (table != cuda::arch::Sm90a::kTable) return "sm_" + std::to_string(table);
+  return "sm_" + std::to_string(table / 10) + "a";
+}
+
 std::string tile_text(const cuda::Plan& plan, const Device& device) {
   std::string text = "tile " + std::to_string(plan.tile_q) + "x" + std::to_string(plan.tile_k) +
                      " for head_dim " + std::to_string(plan.head_dim);
   if (plan.architecture != 0) {
-    text += " of table sm_" + std::to_string(plan.architecture);
+    text += " of table " + table_name(plan.architecture);
+    const bool specific = plan.family == cuda::Family::wgmma;
     if (device.gpu.table != 0) {
       text += " (forced)";
-    } else if (plan.architecture != cuda::arch::limits_of(device.gpu.sm).table) {
+    } else if (!specific && plan.architecture != cuda::arch::limits_of(device.gpu.sm).table) {
       text += " (its own is not in this build)";
     }
     if (plan.unit->tf32) text += ", TF32";
@@ -74,8 +96,9 @@ Decision plan_cuda(const Problem& p, const Gradients* gradients, const Device& d
   return decision;
 }
 
-std::string explain_cuda(const Decision& decision, const Problem& p, const Device& device) {
-  const std::string slower = why_not_faster(*decision.family, p, device);
+std::string explain_cuda(const Decision& decision, const Problem& p, const Gradients* gradients,
+                         const Device& device) {
+  const std::string slower = why_not_faster(*decision.family, p, gradients, device);
   return std::string(short_dtype(p.dtype)) + " on " + sm_text(device) + ", " +
          tile_text(decision.cuda, device) + ": " +
          (slower.empty() ? "no family of the library is faster here" : slower);

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <vector>
 
+#include "cuda/arch/hopper.h"
 #include "cuda/arch/tables.h"
 #include "cuda/element.h"
 #include "cuda/manifest.h"
@@ -23,14 +25,33 @@ void with_arch(const char* name, const Visit& visit) {
   if (is("Sm120")) visit(cuda::arch::Sm120{});
 }
 
+inline cuda::UnitTable hopper(cuda::UnitTable table, cuda::arch::Cut cut) {
+  using cuda::arch::Sm90a;
+  table.family = cuda::Family::wgmma;
+  table.architecture = Sm90a::kTable;
+  const auto forward = Sm90a::forward(table.head_dim, cut);
+  const auto backward = Sm90a::backward(table.head_dim, cut);
+  table.forward_tile = {forward.rows(), forward.keys, 1};
+  table.backward_tile = {backward.queries, backward.keys, 1};
+  return table;
+}
+
 inline cuda::UnitTable described(const cuda::Unit& unit) {
   const auto is = [&](const char* each) { return std::strcmp(unit.element, each) == 0; };
   cuda::UnitTable table;
   table.dtype = is("F16") ? TILEWISE_FLOAT16 : is("BF16") ? TILEWISE_BFLOAT16 : TILEWISE_FLOAT32;
   table.tf32 = is("Tf32");
   table.head_dim = unit.head_dim;
+  table.head_dim_v = unit.head_dim_v;
   if (std::strcmp(unit.family, "simt") == 0) {
     table.forward_tile = table.backward_tile = {64, 64, 2};
+    return table;
+  }
+  if (std::strcmp(unit.family, "wgmma") == 0) {
+    static std::deque<cuda::UnitTable> narrow;
+    narrow.push_back(hopper(table, cuda::arch::Cut::narrow));
+    table = hopper(table, cuda::arch::Cut::usual);
+    table.narrow = &narrow.back();
     return table;
   }
   table.family = cuda::Family::mma_sync;
@@ -81,7 +102,8 @@ inline const cuda::Inventory& every_gpu() {
                                      {80, k80, k80},
                                      {86, k86, {}},
                                      {90, k90and100, k90},
-                                     {120, k120, {}}});
+                                     {120, k120, {}},
+                                     {901, k90, {}}});
   return build.inventory;
 }
 

@@ -59,7 +59,10 @@ TEST(PlannerCuda, ChoosesFamilyAndTable) {
       {86, TILEWISE_BFLOAT16, 256, "cuda.mma_sync", "cuda.mma_sync", 86},
       {87, TILEWISE_BFLOAT16, 64, "cuda.mma_sync", "cuda.mma_sync", 86},
       {89, TILEWISE_FLOAT16, 96, "cuda.mma_sync", "cuda.mma_sync", 86},
-      {90, TILEWISE_FLOAT16, 40, "cuda.mma_sync", "cuda.mma_sync", 90},
+      {90, TILEWISE_FLOAT16, 40, "cuda.wgmma", "cuda.wgmma", 901},
+      {90, TILEWISE_FLOAT16, 42, "cuda.mma_sync", "cuda.mma_sync", 90},
+      {90, TILEWISE_BFLOAT16, 256, "cuda.wgmma", "cuda.wgmma", 901},
+      {90, TILEWISE_FLOAT32, 64, "cuda.mma_sync", "cuda.mma_sync", 90},
       {90, TILEWISE_FLOAT16, 512, "cuda.simt", "cuda.simt", 0},
       {100, TILEWISE_BFLOAT16, 192, "cuda.mma_sync", "cuda.mma_sync", 90},
       {103, TILEWISE_BFLOAT16, 128, "cuda.mma_sync", "cuda.mma_sync", 90},
@@ -97,8 +100,15 @@ TEST(PlannerCuda, SaysWhyAndWhyNotFaster) {
     return explain(plan(p, nullptr, device), p, nullptr, device);
   };
   EXPECT_EQ(why(gpu_with(90), problem(TILEWISE_BFLOAT16)),
-            "bf16 on sm_90, tile 128x64 for head_dim 128 of table sm_90, plain form, 2 key splits: "
+            "bf16 on sm_90, tile 128x128 for head_dim 128 of table sm_90a, plain form: "
             "no family of the library is faster here");
+  EXPECT_EQ(why(gpu_with(80), problem(TILEWISE_BFLOAT16, 16)),
+            "bf16 on sm_80, tile 128x64 for head_dim 128 of table sm_80, plain form: "
+            "no family of the library is faster here");
+  EXPECT_EQ(why(gpu_with(90), problem(TILEWISE_BFLOAT16, 16, 2048, 2048, 8, 68)),
+            "bf16 on sm_90, tile 128x64 for head_dim 96 of table sm_90, general form: cuda.wgmma "
+            "would be faster, but its copies need rows that start at multiples of 16 bytes and "
+            "head dims that are multiples of 8");
   EXPECT_EQ(why(gpu_with(75), problem(TILEWISE_BFLOAT16, 16)),
             "bf16 on sm_75, tile 64x64 for head_dim 128: cuda.mma_sync would be faster, but the "
             "tensor cores of sm_75 compute no bf16");
@@ -109,6 +119,60 @@ TEST(PlannerCuda, SaysWhyAndWhyNotFaster) {
             "device is CUDA (sm_60): this build has no CUDA kernel for a forward in f32 with "
             "head_dim 128; inside is SASS of sm_75, sm_80, sm_86, sm_90, sm_100, sm_120 and PTX of "
             "sm_75, sm_80, sm_90; tensors in the memory of the CPU are allowed");
+}
+
+// On Hopper, what wgmma does not compute stays on mma_sync, with the reason.
+TEST(PlannerCuda, WhatStaysOffWgmmaSaysWhy) {
+  const auto expect = [](const Problem& p, const char* reason, int32_t table = 0) {
+    Device device = gpu_with(90);
+    device.gpu.table = table;
+    const Decision decision = plan(p, nullptr, device);
+    ASSERT_NE(decision.family, nullptr);
+    EXPECT_STREQ(decision.family->name, reason == nullptr ? "cuda.wgmma" : "cuda.mma_sync");
+    if (reason == nullptr) return;
+    const std::string why = explain(decision, p, nullptr, device);
+    EXPECT_NE(why.find(reason), std::string::npos) << why;
+    EXPECT_LT(why.size(), sizeof(tilewise_plan_info::why)) << why;
+  };
+  const Problem good = problem(TILEWISE_BFLOAT16);
+  expect(good, nullptr);
+  expect(good, "a tile table is forced", 90);
+  expect(problem(TILEWISE_BFLOAT16, 16, 64, 2048), "it fills tiles of 64 rows and more");
+  expect(problem(TILEWISE_BFLOAT16, 16, 65, 2048), nullptr);
+  const char* kAligned = "multiples of 16 bytes";
+  for (tilewise_tensor Problem::* view : {&Problem::q, &Problem::k, &Problem::v, &Problem::out}) {
+    Problem p = good;
+    (p.*view).stride_row += 4;
+    expect(p, kAligned);
+    p = good;
+    (p.*view).data = reinterpret_cast<void*>(uintptr_t{8});
+    expect(p, kAligned);
+  }
+  Problem expanded = good;
+  expanded.k.stride_head = 0;
+  expect(expanded, "TMA needs positive strides");
+  Problem options = good;
+  options.softcap = 30.0f;
+  options.window_left = 100;
+  expect(options, nullptr);
+  EXPECT_TRUE(forward(options, gpu_with(90)).general);
+}
+
+// Short sequences, and causal ones in the backward, have a cut of their own.
+TEST(PlannerCuda, WgmmaCutsByRows) {
+  const Device device = gpu_with(90);
+  const auto rows = [&](int64_t head_dim, int64_t length, int64_t window_right, bool backward) {
+    Problem p = problem(TILEWISE_BFLOAT16, 4, length, length, 8, head_dim);
+    p.window_right = window_right;
+    const Gradients g{};
+    return plan(p, backward ? &g : nullptr, device).cuda.tile_q;
+  };
+  EXPECT_EQ(rows(64, 1024, -1, false), 256);
+  EXPECT_EQ(rows(64, 2048, -1, false), 192);
+  EXPECT_EQ(rows(128, 512, -1, false), 128);
+  EXPECT_EQ(rows(128, 2048, -1, true), 80);
+  EXPECT_EQ(rows(128, 2048, 0, true), 64);
+  EXPECT_EQ(rows(128, 8192, 0, true), 80);
 }
 
 // A build for sm_80 alone: its machine code runs on sm_86 and sm_89, not on sm_90.

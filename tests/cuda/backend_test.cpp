@@ -162,7 +162,7 @@ void run(
   EXPECT_LT(worst(out.data, want.out), tolerance);
   EXPECT_LT(worst(lse, want.lse), p.tf32 != 0 ? 1e-3 : 1e-5);
 
-  if (!has_backward(p, family, gpu)) return;
+  if (!has_backward(p, g, family, gpu)) return;
   Gradients g{};
   g.struct_size = sizeof(g);
   g.dout = bdout.view(s.rows, s.heads_q, s.head_dim);

@@ -1,0 +1,49 @@
+// How TMA reads the tensors of a problem.
+#include "cuda/launch.h"
+
+namespace tilewise::cuda {
+namespace {
+
+struct Sizes {
+  int64_t slots;
+  int64_t rows;
+  int64_t heads;
+};
+
+// A size of 0 becomes 1: such a map is never read, but the driver has to accept it.
+TensorMap map_of(const Problem& p, const tilewise_tensor& view, const Sizes& sizes, int64_t columns,
+                 int32_t box_rows) {
+  constexpr int64_t kUnusedStride = 8;
+  const auto stride = [](int64_t size, int64_t x) { return size > 1 ? x : kUnusedStride; };
+  TensorMapShape shape;
+  shape.data = view.data != nullptr ? view.data : p.q.data;
+  shape.columns = columns;
+  shape.rows = max<int64_t>(1, sizes.rows);
+  shape.heads = sizes.heads;
+  shape.slots = max<int64_t>(1, sizes.slots);
+  shape.stride_row = stride(sizes.rows, view.stride_row);
+  shape.stride_head = stride(sizes.heads, view.stride_head);
+  shape.stride_slot = stride(sizes.slots, view.stride_batch);
+  shape.dtype = p.dtype;
+  shape.box_rows = box_rows;
+  TensorMap map;
+  encode_tensor_map(map, shape);
+  return map;
+}
+
+}  // namespace
+
+TensorMap map_of_rows(const Problem& p, const tilewise_tensor& view, int64_t columns,
+                      int32_t box_rows) {
+  const int64_t slots = p.cu_seqlens_q != nullptr ? 1 : p.batch;
+  return map_of(p, view, {slots, p.seqlen_q, p.heads_q}, columns, box_rows);
+}
+
+TensorMap map_of_keys(const Problem& p, const tilewise_tensor& view, int64_t columns,
+                      int32_t box_rows) {
+  if (p.block_table != nullptr) return {};
+  const int64_t slots = p.cu_seqlens_k != nullptr ? 1 : p.kv_batch;
+  return map_of(p, view, {slots, p.seqlen_k, p.heads_kv}, columns, box_rows);
+}
+
+}  // namespace tilewise::cuda
