@@ -4,15 +4,15 @@
 #include <algorithm>
 #include <vector>
 
-#include "cuda/mma_sync/forward_rows.h"
+#include "cuda/common/query_tile.h"
 
 namespace {
 
 using tilewise::Band;
 using tilewise::Range;
 using tilewise::cuda::ForwardParams;
-using tilewise::cuda::mma_sync::KeyTiles;
-using tilewise::cuda::mma_sync::QueryRows;
+using tilewise::cuda::KeyTiles;
+using tilewise::cuda::QueryRows;
 
 constexpr int32_t kKeyTile = 32;
 

@@ -24,6 +24,13 @@ TILEWISE_DEVICE void red_add_v4_f32(float* p, const float (&x)[4]) {
 // A flag other blocks wait on.
 TILEWISE_DEVICE int32_t ld_acquire(const int32_t* p) { return emulator::ld_acquire(p); }
 TILEWISE_DEVICE void st_release(int32_t* p, int32_t x) { emulator::st_release(p, x); }
+TILEWISE_DEVICE void red_release_add_s32(int32_t* p, int32_t x) {
+  emulator::st_release(p, emulator::ld_acquire(p) + x);
+}
+// Adds and returns what was there before.
+TILEWISE_DEVICE int32_t atom_add(int32_t* p, int32_t x) {
+  return __atomic_fetch_add(p, x, __ATOMIC_RELAXED);
+}
 
 #else
 
@@ -56,6 +63,14 @@ TILEWISE_DEVICE int32_t ld_acquire(const int32_t* p) {
 }
 TILEWISE_DEVICE void st_release(int32_t* p, int32_t x) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+TILEWISE_DEVICE void red_release_add_s32(int32_t* p, int32_t x) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+TILEWISE_DEVICE int32_t atom_add(int32_t* p, int32_t x) {
+  int32_t before;
+  asm volatile("atom.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(x) : "memory");
+  return before;
 }
 
 #endif

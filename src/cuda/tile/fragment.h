@@ -127,7 +127,12 @@ using TransposedA = TransposedOffsets<Element, kRowBytes, Lanes::chunks_first>;
 // x[m][n][0..3] is (16m + g, 8n + 2t), (16m + g, 8n + 2t + 1), and the same in row 16m + g + 8.
 template <int kRows, int kColumns>
 struct Sums {
+  static constexpr int kCount = kRows * kColumns * 4;
+
   float x[kRows][kColumns][4];
+
+  // As an instruction names them that takes all.
+  TILEWISE_DEVICE float (&flat())[kCount] { return reinterpret_cast<float (&)[kCount]>(x); }
 
   // Adds to the columns from tile `column` on.
   template <int kFewer>

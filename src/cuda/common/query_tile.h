@@ -1,0 +1,137 @@
+// What one block of the forward has to do: which packed query rows, and which tiles of keys.
+#pragma once
+
+#include "attention/schedule.h"
+#include "cuda/params.h"
+#include "cuda/ptx/block.h"
+#include "cuda/ptx/convert.h"
+#include "cuda/ptx/warp.h"
+
+namespace tilewise::cuda {
+
+// Positions inside a sequence are 32-bit, with room for a tile on either side.
+inline constexpr int64_t kMargin = 4096;
+
+TILEWISE_DEVICE int32_t position(int64_t x) {
+  return static_cast<int32_t>(clamp(x, -kMargin, INT32_MAX - kMargin));
+}
+
+// What is the same in all lanes, said to the compiler: it then counts and compares such numbers
+// once per warp and not in every lane's registers.
+TILEWISE_DEVICE int32_t uniform(int32_t x) {
+  return static_cast<int32_t>(ptx::shuffle(static_cast<uint32_t>(x), 0));
+}
+
+// The packed rows of a tile, counted from its first one. Row r is row `first + row(r)` of the
+// sequence and query head `first_head + head(r)`.
+struct QueryRows {
+  int32_t first;
+  int32_t first_head;
+  int32_t group;
+  int32_t offset;       // of packed row 0 among the heads of its row
+  uint32_t reciprocal;  // ceil(2^31 / group)
+  int32_t count;        // 0: nothing to do
+
+  TILEWISE_DEVICE static QueryRows of(const ForwardParams& p, const Band& band, int32_t tile,
+                                      int32_t head) {
+    const auto begin = static_cast<int32_t>(tile * p.row_tile);
+    QueryRows r;
+    r.group = static_cast<int32_t>(p.packing.group);
+    r.first = begin;
+    r.first_head = head * r.group;
+    r.offset = 0;
+    r.reciprocal = p.pack_reciprocal;
+    if (r.packed()) [[unlikely]] {
+      r.first = p.group.quotient(begin);
+      r.offset = p.group.remainder(begin);
+    }
+    r.count = static_cast<int32_t>(clamp(p.packing.packed(band.rows) - begin, 0, p.row_tile));
+    return r;
+  }
+
+  TILEWISE_DEVICE bool packed() const { return group != 1; }
+  // The quotient (offset + r) / group, exact for groups below 2^15.
+  TILEWISE_DEVICE int32_t row(int32_t r) const {
+    return static_cast<int32_t>(ptx::mul_high(static_cast<uint32_t>(offset + r) * 2, reciprocal));
+  }
+  TILEWISE_DEVICE int32_t head(int32_t r) const { return offset + r - row(r) * group; }
+  TILEWISE_DEVICE int32_t last_row() const { return packed() ? row(count - 1) : count - 1; }
+};
+
+// The key tiles that the rows of a block see, walked from the last to the first.
+struct KeyTiles {
+  int32_t first;
+  int32_t last;  // below `first`: none
+  int32_t full_begin;
+  int32_t full_end;  // tiles in [full_begin, full_end) are seen by all rows in full
+  // Row r sees the keys [lower + row(r), min(keys, upper + row(r))).
+  int32_t keys;
+  int32_t lower;
+  int32_t upper;
+
+  // Without the full tiles: what the first copies wait for.
+  TILEWISE_DEVICE static KeyTiles of(const ForwardParams& p, const Band& band,
+                                     const QueryRows& rows, int32_t split, int32_t step) {
+    const int64_t row0 = rows.first + band.shift();
+    KeyTiles t;
+    t.keys = position(band.keys);
+    t.lower = position(row0 - band.left);
+    t.upper = position(row0 + band.right + 1);
+    int32_t end = max(0, min(t.keys, t.upper + rows.last_row()));
+    t.first = tiles(max(0, t.lower), step);
+    if (p.order.splits != 1) [[unlikely]] {  // as `key_split`
+      const int32_t count = max(0, tiles(end + step - 1, step) - t.first);
+      const int32_t part = p.order.splits.quotient(count + p.order.splits - 1);
+      const int32_t begin = t.first + min(count, part * split);
+      end = min(end, (t.first + min(count, part * (split + 1))) * step);
+      t.first = begin;
+    }
+    t.last = end > t.first * step ? tiles(end - 1, step) : t.first - 1;
+    return t;
+  }
+
+  // The rest.
+  TILEWISE_DEVICE void find_full(const QueryRows& rows, int32_t step) {
+    full_begin = max(first, tiles(max(0, lower + rows.last_row()) + step - 1, step));
+    full_end = tiles(max(0, min(keys, upper)), step);
+  }
+
+  TILEWISE_DEVICE bool masked(int32_t tile) const { return tile < full_begin || tile >= full_end; }
+
+ private:
+  TILEWISE_DEVICE static int32_t tiles(int32_t keys, int32_t step) {
+    return static_cast<int32_t>(static_cast<uint32_t>(keys) / static_cast<uint32_t>(step));
+  }
+};
+
+// All of it.
+struct BlockWork {
+  Sequence sequence;
+  QueryRows rows;
+  KeyTiles tiles;
+  int32_t split;
+
+  TILEWISE_DEVICE bool any() const { return rows.count > 0; }
+  TILEWISE_DEVICE int32_t head(int32_t r) const { return rows.first_head + rows.head(r); }
+  // Offset of row r in q or out when heads are not packed, and of packed row r in general.
+  TILEWISE_DEVICE int64_t offset_unpacked(const tilewise_tensor& view, int32_t r) const {
+    return sequence.row_offset(view, rows.first + r) + rows.first_head * view.stride_head;
+  }
+  TILEWISE_DEVICE int64_t offset(const tilewise_tensor& view, int32_t r) const {
+    return sequence.row_offset(view, rows.first + rows.row(r)) + head(r) * view.stride_head;
+  }
+
+  TILEWISE_DEVICE static BlockWork of(const ForwardParams& p, int64_t block, int32_t key_tile) {
+    const TileOrder::Work work = p.order.at(block);
+    BlockWork w;
+    w.rows.count = 0;
+    if (work.sequence < 0) return w;
+    w.sequence = sequence_of(p.problem, work.sequence);
+    w.rows = QueryRows::of(p, w.sequence.band, work.tile, work.head);
+    w.split = work.split;
+    if (w.any()) w.tiles = KeyTiles::of(p, w.sequence.band, w.rows, work.split, key_tile);
+    return w;
+  }
+};
+
+}  // namespace tilewise::cuda

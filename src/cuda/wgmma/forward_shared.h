@@ -1,0 +1,118 @@
+// Shared memory of a forward block: tiles, barriers and the records of the work in flight.
+#pragma once
+
+#include "cuda/common/query_tile.h"
+#include "cuda/ptx/mbarrier.h"
+#include "cuda/wgmma/config.h"
+
+namespace tilewise::cuda::wgmma {
+
+// Named for the fact that becomes true.
+struct Barrier {
+  ptx::SharedAddress address;
+
+  TILEWISE_DEVICE void init(int arrivals) const { ptx::mbarrier_init(address, arrivals); }
+  TILEWISE_DEVICE void arrive() const { ptx::mbarrier_arrive(address); }
+  // Arrives, and the fact becomes true when so many bytes have landed.
+  TILEWISE_DEVICE void expect(int bytes) const { ptx::mbarrier_arrive_expect_tx(address, bytes); }
+  TILEWISE_DEVICE void wait(int parity) const { ptx::mbarrier_wait_parity(address, parity); }
+};
+
+// A place in a ring of kSlots slots: who fills it and who empties it walk it alike.
+template <int kSlots>
+struct RingPlace {
+  int slot = 0;
+  int phase = 0;
+
+  TILEWISE_DEVICE void next() {
+    if (++slot == kSlots) {
+      slot = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// What a block works on: a tile of query rows and the key tiles they see.
+struct ForwardWork : BlockWork {
+  int32_t index;  // among p.work
+
+  TILEWISE_DEVICE bool has_keys() const { return tiles.first <= tiles.last; }
+};
+
+template <class C>
+struct ForwardShared {
+  static constexpr arch::WgmmaForwardTile kTile = C::kForward;
+  static constexpr int kMathWarps = 4 * kTile.math_warpgroups;
+  // The next work is known while the sums of the one before it are still being stored.
+  static constexpr int kWorkSlots = 3;
+
+  using QTile = tile::SwizzledTile<64, C::kHeadDim>;  // of a warpgroup
+  using KTile = tile::SwizzledTile<kTile.keys, C::kHeadDim>;
+  using VTile = tile::SwizzledTile<kTile.keys, C::kHeadDimV>;
+  using QPlace = RingPlace<kTile.q_buffers>;
+  using KvPlace = RingPlace<kTile.stages>;
+  using WorkPlace = RingPlace<kWorkSlots>;
+
+  static constexpr int kQBytes = kTile.math_warpgroups * QTile::kBytes;
+  static constexpr int kKAt = kTile.q_buffers * kQBytes;
+  static constexpr int kVAt = kKAt + kTile.stages * KTile::kBytes;
+  static constexpr int kBarriersAt = kVAt + kTile.stages * VTile::kBytes;
+  static constexpr int kBarriers = 2 * kTile.q_buffers + 4 * kTile.stages + 2 * kWorkSlots + 1;
+  static constexpr int kWorkAt = round_up(kBarriersAt + 8 * kBarriers, 16);
+  static constexpr int kBytes = round_up(kWorkAt + kWorkSlots * sizeof(ForwardWork), 16);
+
+  ptx::SharedAddress base;
+
+  TILEWISE_DEVICE static ForwardShared of() {
+    return {ptx::shared_address(ptx::shared_memory())};
+  }
+
+  TILEWISE_DEVICE QTile q(int buffer, int warpgroup) const {
+    return {at(buffer * kQBytes + warpgroup * QTile::kBytes)};
+  }
+  TILEWISE_DEVICE KTile k(int stage) const { return {at(kKAt + stage * KTile::kBytes)}; }
+  TILEWISE_DEVICE VTile v(int stage) const { return {at(kVAt + stage * VTile::kBytes)}; }
+  TILEWISE_DEVICE ForwardWork& work(int slot) const {
+    return *reinterpret_cast<ForwardWork*>(ptx::shared_memory() + kWorkAt +
+                                         slot * static_cast<int>(sizeof(ForwardWork)));
+  }
+
+  TILEWISE_DEVICE Barrier k_full(int stage) const { return barrier(stage); }
+  TILEWISE_DEVICE Barrier k_free(int stage) const { return barrier(kTile.stages + stage); }
+  TILEWISE_DEVICE Barrier v_full(int stage) const { return barrier(2 * kTile.stages + stage); }
+  TILEWISE_DEVICE Barrier v_free(int stage) const { return barrier(3 * kTile.stages + stage); }
+  TILEWISE_DEVICE Barrier q_full(int buffer) const { return barrier(4 * kTile.stages + buffer); }
+  TILEWISE_DEVICE Barrier q_free(int buffer) const { return q_full(kTile.q_buffers + buffer); }
+  TILEWISE_DEVICE Barrier work_full(int slot) const { return q_full(2 * kTile.q_buffers + slot); }
+  TILEWISE_DEVICE Barrier work_free(int slot) const { return work_full(kWorkSlots + slot); }
+  // The last values of a sequence have landed, and with them rows that are not its own.
+  TILEWISE_DEVICE Barrier v_landed() const { return work_full(2 * kWorkSlots); }
+
+  // By one thread; others see it after the barrier of the block.
+  TILEWISE_DEVICE void init_barriers() const {
+    for (int i = 0; i < kTile.stages; ++i) {
+      k_full(i).init(1);
+      k_free(i).init(kMathWarps);
+      v_full(i).init(1);
+      v_free(i).init(kMathWarps);
+    }
+    for (int i = 0; i < kTile.q_buffers; ++i) {
+      q_full(i).init(1);
+      q_free(i).init(kMathWarps);
+    }
+    for (int i = 0; i < kWorkSlots; ++i) {
+      work_full(i).init(1);
+      work_free(i).init(kMathWarps);
+    }
+    v_landed().init(1);
+    ptx::fence_mbarrier_init();
+  }
+
+ private:
+  TILEWISE_DEVICE ptx::SharedAddress at(int bytes) const {
+    return base + static_cast<uint32_t>(bytes);
+  }
+  TILEWISE_DEVICE Barrier barrier(int index) const { return {at(kBarriersAt + 8 * index)}; }
+};
+
+}  // namespace tilewise::cuda::wgmma
