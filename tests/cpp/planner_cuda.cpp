@@ -32,6 +32,12 @@ Problem problem(int32_t dtype, int64_t batch = 1, int64_t rows = 2048, int64_t k
   return p;
 }
 
+Gradients gradients(const Problem& p) {
+  Gradients g{};
+  g.dout = p.out;
+  return g;
+}
+
 cuda::Plan forward(const Problem& p, const Device& device) {
   const Decision decision = plan(p, nullptr, device);
   EXPECT_EQ(decision.status, TILEWISE_OK) << explain(decision, p, nullptr, device);
@@ -70,10 +76,10 @@ TEST(PlannerCuda, ChoosesFamilyAndTable) {
       {120, TILEWISE_BFLOAT16, 128, "cuda.mma_sync", "cuda.mma_sync", 120},
       {121, TILEWISE_FLOAT32, 128, "cuda.mma_sync", "cuda.mma_sync", 120},
   };
-  const Gradients g{};
   for (const Golden& golden : cases) {
     const Device device = gpu_with(golden.sm);
     const Problem p = problem(golden.dtype, 1, 2048, 2048, 8, golden.head_dim);
+    const Gradients g = gradients(p);
     const std::string what = "sm_" + std::to_string(golden.sm) + " " + short_dtype(golden.dtype) +
                              " head_dim " + std::to_string(golden.head_dim);
     for (const Gradients* pass : {static_cast<const Gradients*>(nullptr), &g}) {
@@ -164,7 +170,7 @@ TEST(PlannerCuda, WgmmaCutsByRows) {
   const auto rows = [&](int64_t head_dim, int64_t length, int64_t window_right, bool backward) {
     Problem p = problem(TILEWISE_BFLOAT16, 4, length, length, 8, head_dim);
     p.window_right = window_right;
-    const Gradients g{};
+    const Gradients g = gradients(p);
     return plan(p, backward ? &g : nullptr, device).cuda.tile_q;
   };
   EXPECT_EQ(rows(64, 1024, -1, false), 256);
@@ -296,12 +302,12 @@ TEST(PlannerCuda, APlainForwardNeedsNothing) {
 
 // Every tile of every head of every sequence comes up exactly once, in any order.
 TEST(PlannerCuda, TheOrderVisitsEveryTileOnce) {
-  const Gradients g{};
   for (int64_t batch : {1, 3}) {
     for (int64_t heads : {1, 5, 40}) {
       for (int64_t window : {-1, 0}) {
         Problem p = problem(TILEWISE_BFLOAT16, batch, 1000, 3000, heads);
         p.window_right = window;
+        const Gradients g = gradients(p);
         for (const Gradients* pass : {static_cast<const Gradients*>(nullptr), &g}) {
           const cuda::Plan plan = dispatch::plan(p, pass, gpu_with(90)).cuda;
           std::vector<int> seen(static_cast<size_t>(plan.blocks));
@@ -323,13 +329,13 @@ TEST(PlannerCuda, TheOrderVisitsEveryTileOnce) {
 
 // A key tile waits for the ones before it, so they have to start first.
 TEST(PlannerCuda, DeterministicKeyTilesAscend) {
-  Gradients g{};
   for (int64_t left : {-1, 100}) {
     for (int64_t right : {-1, 0}) {
       Problem p = problem(TILEWISE_BFLOAT16, 2, 1000, 3000, 5);
       p.window_left = left;
       p.window_right = right;
       p.deterministic = 1;
+      const Gradients g = gradients(p);
       const cuda::Plan plan = dispatch::plan(p, &g, gpu_with(90)).cuda;
       std::vector<int> last(static_cast<size_t>(2 * 5), -1);
       for (int64_t block = 0; block < plan.blocks; ++block) {
@@ -350,17 +356,17 @@ TEST(PlannerCuda, VariableLengthIsBoundedByTheRows) {
   EXPECT_EQ(plan.blocks, (16384 / 128 + 64) * 8 * plan.splits);
   p.max_seqlen_q = 100;
   EXPECT_EQ(forward(p, gpu_with(90)).blocks % (64 * 8), 0);
-  Gradients g{};
+  const Gradients g = gradients(p);
   const cuda::Plan backward = dispatch::plan(p, &g, gpu_with(90)).cuda;
   EXPECT_EQ(backward.blocks, (16384 / backward.tile_k + 64) * 8);
 }
 
 // Memory of the backward is linear in the length.
 TEST(PlannerCuda, WorkspaceGrowsLinearly) {
-  Gradients g{};
   const auto bytes = [&](int64_t length) {
-    return plan(problem(TILEWISE_BFLOAT16, 1, length, length), &g, gpu_with(90))
-        .cuda.workspace_bytes;
+    const Problem p = problem(TILEWISE_BFLOAT16, 1, length, length);
+    const Gradients g = gradients(p);
+    return plan(p, &g, gpu_with(90)).cuda.workspace_bytes;
   };
   EXPECT_GT(bytes(65536), 0);
   EXPECT_LE(bytes(131072), 2 * bytes(65536) + 4096);
