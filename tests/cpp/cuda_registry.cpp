@@ -4,6 +4,7 @@
 #include <set>
 #include <tuple>
 
+#include "cuda/arch/hopper.h"
 #include "cuda/arch/limits.h"
 #include "cuda/manifest.h"
 #include "cuda/tables.h"
@@ -16,7 +17,8 @@ namespace {
 int32_t least_shared_bytes(int32_t architecture) {
   int32_t least = architecture == 0 ? 48 * arch::kKilobyte : INT32_MAX;
   for (const arch::Limits& row : arch::kLimits) {
-    if (row.table == architecture) least = min(least, row.shared_bytes);
+    const bool specific = architecture == arch::Sm90a::kTable && row.sm == architecture / 10;
+    if (row.table == architecture || specific) least = min(least, row.shared_bytes);
   }
   return least;
 }
@@ -39,11 +41,17 @@ TEST(CudaRegistry, UnitsHoldWhatTheirTilesSay) {
                                     << " tf32 " << unit->tf32 << " head_dim " << unit->head_dim);
     const int32_t most = least_shared_bytes(unit->architecture);
     EXPECT_TRUE(unit->has_forward() || unit->has_backward());
-    for (const UnitKernels* form : {&unit->plain, &unit->general}) {
-      expect_kernel(form->forward, unit->has_forward(), most);
-      expect_kernel(form->prepare, unit->has_backward(), most);
-      expect_kernel(form->backward, unit->has_backward(), most);
-      expect_kernel(form->finish, unit->has_backward(), most);
+    for (const UnitTable* cut : {unit, unit->narrow}) {
+      if (cut == nullptr) continue;
+      const bool tma = unit->family == Family::wgmma;
+      for (const UnitKernels* form : {&cut->plain, &cut->general}) {
+        expect_kernel(form->forward, cut->has_forward() && !tma, most);
+        expect_kernel(form->tma_forward, cut->has_forward() && tma, most);
+        expect_kernel(form->prepare, cut->has_backward(), most);
+        expect_kernel(form->backward, cut->has_backward() && !tma, most);
+        expect_kernel(form->tma_backward, cut->has_backward() && tma, most);
+        expect_kernel(form->finish, cut->has_backward(), most);
+      }
     }
   }
 }
@@ -53,10 +61,12 @@ TEST(CudaRegistry, EveryUnitIsInTheManifestAndItsCodeIsKnown) {
   int32_t of_manifest = 0;
   for_each_unit([&](const Unit&) { ++of_manifest; });
   EXPECT_LE(inventory().units.size(), static_cast<std::size_t>(of_manifest));
-  std::set<std::tuple<int32_t, int32_t, bool, int32_t>> seen;
+  std::set<std::tuple<int32_t, int32_t, bool, int32_t, int32_t>> seen;
   for (const UnitTable* unit : inventory().units) {
     EXPECT_EQ(unit->family == Family::simt, unit->architecture == 0);
-    EXPECT_TRUE(seen.insert({unit->architecture, unit->dtype, unit->tf32, unit->head_dim}).second);
+    EXPECT_TRUE(
+        seen.insert({unit->architecture, unit->dtype, unit->tf32, unit->head_dim, unit->head_dim_v})
+            .second);
     bool known = false;
     for (const Code& code : inventory().code) {
       if (code.architecture != unit->architecture) continue;
