@@ -31,11 +31,16 @@ struct Sm90a {
   static constexpr int64_t kNarrowForwardRows = 1024;
 
   static constexpr WgmmaBackwardTile backward(int head_dim, Cut cut) {
+    const bool narrow = cut == Cut::narrow;
+    // Latency-bound: many queries, statistics where they are used.
     if (head_dim <= 64)
-      return cut == Cut::narrow ? WgmmaBackwardTile{} : WgmmaBackwardTile{128, 128, 240, 24};
+      return narrow ? WgmmaBackwardTile{}
+                    : WgmmaBackwardTile{128, 128, false, SendDq::at_once, 240, 24};
     // 80 queries are faster once there is much to walk, 64 lose less at a causal edge.
-    if (head_dim <= 128) return {128, cut == Cut::narrow ? 64 : 80, 240, 24};
-    return cut == Cut::narrow ? WgmmaBackwardTile{} : WgmmaBackwardTile{80, 64, 240, 24};
+    if (head_dim <= 128)
+      return narrow ? WgmmaBackwardTile{128, 64, true, SendDq::under_dp, 240, 24}
+                    : WgmmaBackwardTile{128, 80, true, SendDq::under_scores, 240, 24};
+    return {};
   }
   // Causal problems of up to so many rows take the narrow cut.
   static constexpr int64_t kNarrowBackwardRows = 4096;

@@ -7,13 +7,15 @@
 namespace tilewise::cuda::arch {
 
 // Forward (mma_sync): `warps` warps of `warp_rows` query rows; keys and values pass through one
-// ring of `stages` tiles of `keys` rows.
+// ring of `stages` tiles of `keys` rows; fp32 with `split_once` instead in one tile each, beside
+// the pairs of tf32 numbers (2 tiles each) into which they are split.
 struct ForwardTile {
   int warps;
   int warp_rows;  // 16 or 32
   int keys;
   int stages;
   int blocks_per_sm;
+  bool split_once = false;
 
   constexpr int rows() const { return warps * warp_rows; }
   constexpr int threads() const { return warps * 32; }
@@ -50,10 +52,20 @@ struct WgmmaForwardTile {
   constexpr int threads() const { return 128 * (math_warpgroups + 1); }
 };
 
+// Backward (wgmma): when a math warpgroup lets go of the dQ of a step. Its fence waits for the
+// products that are queued.
+enum class SendDq {
+  at_once,       // at the end of the step
+  under_scores,  // when the next S and dP are under way
+  under_dp,      // when the next P is computed
+};
+
 // Backward (wgmma): a block owns `keys` keys and walks tiles of `queries` query rows.
 struct WgmmaBackwardTile {
   int keys;
   int queries;
+  bool preload;  // S and dP start at their row statistics
+  SendDq send;
   int math_registers;
   int load_registers;
 

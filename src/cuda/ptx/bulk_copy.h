@@ -11,6 +11,7 @@ namespace tilewise::cuda::ptx {
 // How long L2 keeps what a copy reads: the encoded policies of createpolicy.fractional with
 // fraction 1.
 enum class CachePolicy : uint64_t {
+  evict_normal = 0x1000000000000000,
   evict_first = 0x12F0000000000000,
   evict_last = 0x14F0000000000000,
 };

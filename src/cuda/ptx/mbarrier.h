@@ -28,6 +28,8 @@ TILEWISE_DEVICE void fence_mbarrier_init() { emulator::fence_mbarrier_init(); }
 // This thread's loads and stores of shared memory come before the asynchronous accesses (wgmma,
 // TMA) of whoever synchronises with it afterwards.
 TILEWISE_DEVICE void fence_proxy_async() { emulator::fence_proxy_async(); }
+// The same for all memory.
+TILEWISE_DEVICE void fence_proxy_async_all() { emulator::fence_proxy_async(); }
 
 #else
 
@@ -57,6 +59,7 @@ TILEWISE_DEVICE void fence_mbarrier_init() {
 TILEWISE_DEVICE void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+TILEWISE_DEVICE void fence_proxy_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 #endif
 

@@ -1,0 +1,167 @@
+// After the backward: dQ from its sums.
+#pragma once
+
+#include "cuda/ptx/convert.h"
+#include "cuda/ptx/global.h"
+#include "cuda/ptx/shared.h"
+#include "cuda/ptx/warp.h"
+#include "cuda/ptx/warpgroup.h"
+#include "cuda/tile/fragment.h"
+#include "cuda/wgmma/backward_rows.h"
+
+namespace tilewise::cuda::wgmma {
+
+inline constexpr int kFinishThreads = kRowThreads;
+
+// A tile of sums, shared out to the warps in groups of four values a lane, and the tile of dQ that
+// becomes of it in shared memory.
+template <class C>
+struct FinishPlan : BackwardSums<C> {
+  using Sums = BackwardSums<C>;
+  static constexpr int kWarps = kFinishThreads / ptx::kWarpSize;
+  static constexpr int kGroups = Sums::kDqParts * Sums::kDqGroups;
+  static constexpr int kOwnGroups = ceil_div(kGroups, kWarps);
+  static constexpr int kRowBytes = (C::kHeadDim + 8) * 2;  // 8 columns more: fewer bank conflicts
+  static constexpr int kWarpSums = Sums::kQueries * kRowBytes;
+  static constexpr int kSharedBytes = kWarpSums + kWarps * 8;
+};
+
+template <class C>
+inline constexpr int kFinishSharedBytes = FinishPlan<C>::kSharedBytes;
+
+// Row and column of value e of a lane in group `group` of a tile.
+template <class C>
+struct DqPlace {
+  int row;
+  int column;
+
+  TILEWISE_DEVICE static DqPlace of(int group, int e, int lane) {
+    using Sums = BackwardSums<C>;
+    const int across = group / Sums::kDqGroups * 16 + lane / 4 + e / 2 * 8;
+    const int along = group % Sums::kDqGroups * 8 + lane % 4 * 2 + e % 2;
+    return Sums::kTransposedDq ? DqPlace{along, across} : DqPlace{across, along};
+  }
+};
+
+// dscale and whether all is finite, of a block.
+template <class C>
+TILEWISE_DEVICE void finish_block(const BackwardParams& p, int32_t tile, float dscale, float zero) {
+  using Plan = FinishPlan<C>;
+  const int thread = ptx::thread_index();
+  const ptx::SharedAddress words =
+      ptx::shared_address(ptx::shared_memory()) + static_cast<uint32_t>(Plan::kWarpSums);
+#pragma unroll
+  for (int mask = 16; mask != 0; mask /= 2) dscale += ptx::shuffle_xor(dscale, mask);
+  const bool spoilt = ptx::any(zero != 0.0f);
+  if (thread % ptx::kWarpSize == 0) {
+    const ptx::SharedAddress own = words + static_cast<uint32_t>(thread / ptx::kWarpSize * 8);
+    ptx::st_shared_b32(own, ptx::bits_of(dscale));
+    ptx::st_shared_b32(own + 4, spoilt ? 1 : 0);
+  }
+  ptx::sync_block();
+  if (thread != 0) return;
+  float sum = 0.0f;
+  uint32_t flag = 0;
+  for (int i = 0; i < Plan::kWarps; ++i) {
+    uint32_t x[2];
+    ptx::ld_shared_v2_b32(x, words + static_cast<uint32_t>(i * 8));
+    sum += ptx::float_of(x[0]);
+    flag |= x[1];
+  }
+  if (p.dscale_parts != nullptr) p.dscale_parts[tile] = sum;
+  if (p.row_flags.data != nullptr) p.row_flags.data[tile] = static_cast<uint8_t>(flag);
+}
+
+// Four sums, scaled, to the tile of dQ in shared memory.
+template <class C>
+TILEWISE_DEVICE void stage_group(const float (&x)[4], int group, float scale,
+                                 ptx::SharedAddress shared, int lane) {
+  using Plan = FinishPlan<C>;
+  const auto at = [&](int e) {
+    const auto place = DqPlace<C>::of(group, e, lane);
+    return shared + static_cast<uint32_t>(place.row * Plan::kRowBytes + place.column * 2);
+  };
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t pair =
+        tile::pack<typename C::Element>(x[2 * half] * scale, x[2 * half + 1] * scale);
+    if constexpr (Plan::kTransposedDq) {
+      ptx::st_shared_b16(at(2 * half), static_cast<uint16_t>(pair & 0xffffu));
+      ptx::st_shared_b16(at(2 * half + 1), static_cast<uint16_t>(pair >> 16));
+    } else {
+      ptx::st_shared_b32(at(2 * half), pair);
+    }
+  }
+}
+
+// dQ = scale * sums, for the rows in use; part of dscale = sum(q dQ / scale); whether the sums are
+// finite. Rows not in use and columns past the last count, too: a flag too many costs time only.
+template <class C>
+TILEWISE_KERNEL(kFinishThreads, 1)
+void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
+  using Plan = FinishPlan<C>;
+  using Storage = typename C::Element::Storage;
+  const Problem& problem = p.problem;
+  const RowBlock block = RowBlock::of<Plan::kQueries>(problem);
+  const int lane = ptx::lane_index();
+  const int warp = ptx::warp_index();
+  ptx::griddepcontrol_wait();
+  const bool summed = p.dscale_parts != nullptr || p.row_flags.data != nullptr;
+  if (block.batch < 0) {
+    if (summed) finish_block<C>(p, block.tile, 0.0f, 0.0f);
+    return;
+  }
+
+  const float* tile = p.dq_sum + int64_t{block.tile} * Plan::kDqTile;
+  uint32_t bits[Plan::kOwnGroups][4];
+#pragma unroll
+  for (int i = 0; i < Plan::kOwnGroups; ++i) {
+    const int group = i * Plan::kWarps + warp;
+    if (group < Plan::kGroups) ptx::ld_global_v4_b32(bits[i], tile + (group * 32 + lane) * 4);
+  }
+  const Sequence s = sequence_of(problem, block.batch);
+  const auto rows = static_cast<int32_t>(min<int64_t>(s.band.rows - block.row0, Plan::kQueries));
+  const auto columns = static_cast<int32_t>(problem.head_dim);
+  const float scale = score_of(problem).scale;
+  const ptx::SharedAddress shared = ptx::shared_address(ptx::shared_memory());
+  const Storage* q = static_cast<const Storage*>(problem.q.data) +
+                     block.head * problem.q.stride_head + s.row_offset(problem.q, block.row0);
+  float dscale = 0.0f;
+  float zero = 0.0f;
+#pragma unroll
+  for (int i = 0; i < Plan::kOwnGroups; ++i) {
+    const int group = i * Plan::kWarps + warp;
+    if (group >= Plan::kGroups) continue;
+    const float x[4] = {ptx::float_of(bits[i][0]), ptx::float_of(bits[i][1]),
+                        ptx::float_of(bits[i][2]), ptx::float_of(bits[i][3])};
+    stage_group<C>(x, group, scale, shared, lane);
+    if (!summed) continue;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      zero = ptx::fma(x[e], 0.0f, zero);
+      const auto place = DqPlace<C>::of(group, e, lane);
+      if (p.dscale_parts != nullptr && place.row < rows && place.column < columns)
+        dscale =
+            ptx::fma(to_float(q[place.row * problem.q.stride_row + place.column]), x[e], dscale);
+    }
+  }
+  ptx::sync_block();
+  const tilewise_tensor& view = p.gradients.dq;
+  if (view.data != nullptr) {
+    Storage* const dq = static_cast<Storage*>(view.data) + block.head * view.stride_head +
+                        s.row_offset(view, block.row0);
+    constexpr int kChunks = C::kHeadDim / 8;
+#pragma unroll 2
+    for (int i = ptx::thread_index(); i < Plan::kQueries * kChunks; i += kFinishThreads) {
+      const int row = i / kChunks;
+      const int column = i % kChunks * 8;
+      if (row >= rows || column >= columns) continue;
+      uint32_t x[4];
+      ptx::ld_shared_v4_b32(x, shared + static_cast<uint32_t>(row * Plan::kRowBytes + column * 2));
+      ptx::st_global_v4_b32(dq + row * view.stride_row + column, x);
+    }
+  }
+  if (summed) finish_block<C>(p, block.tile, dscale, zero);
+}
+
+}  // namespace tilewise::cuda::wgmma

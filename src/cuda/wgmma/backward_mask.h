@@ -1,0 +1,61 @@
+// The band as seen from the keys of a thread.
+#pragma once
+
+#include "cuda/wgmma/backward_math.h"
+#include "cuda/wgmma/backward_work.h"
+
+namespace tilewise::cuda::wgmma {
+
+template <class C>
+class KeyMask {
+  using Plan = BackwardPlan<C>;
+
+ public:
+  // `key`: the thread's first one of the block, the other one is 8 keys on.
+  TILEWISE_DEVICE KeyMask(const KeyWork<C>& work, int key) {
+    const Band& band = work.sequence.band;
+    const int64_t diagonal = work.keys.begin + key - band.shift();
+    const auto row = [](int64_t x) { return static_cast<int32_t>(clamp(x, -kFar, kFar)); };
+    const int32_t lane_row = ptx::lane_index() % 4 * 2;
+    first_[0] = row(diagonal - band.right);
+    first_[1] = row(diagonal + 8 - band.right);
+    rows_ = static_cast<uint32_t>(row(diagonal + band.left)) - static_cast<uint32_t>(first_[0]);
+    for (int half = 0; half < 2; ++half) {
+      if (work.keys.begin + key + 8 * half >= work.keys.end) first_[half] = kFar;
+      first_[half] -= lane_row;
+    }
+    const Range all = work.keys.size() == Plan::kKeys ? band.rows_of_all(work.keys) : Range{};
+    clear_begin_ = static_cast<int32_t>(all.begin);
+    // Rows past the last one need no mask: their P is 0.
+    const int64_t end = all.end == band.rows ? int64_t{kFar} : all.end - Plan::kQueries + 1;
+    clear_end_ = all.empty() ? 0 : static_cast<int32_t>(end);
+  }
+
+  // Whether a row of the tile that starts at `row` does not see all keys of the block.
+  TILEWISE_DEVICE bool touches(int32_t row) const {
+    return row < clear_begin_ || row >= clear_end_;
+  }
+
+  // What a row does not see becomes `hidden`.
+  TILEWISE_DEVICE void apply(ScoreSums<C>& s, int32_t row, float hidden) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t from = static_cast<uint32_t>(row) - static_cast<uint32_t>(first_[half]);
+#pragma unroll
+      for (int j = 0; j < Plan::kQueries / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (from + static_cast<uint32_t>(8 * j + e) > rows_) s[4 * j + 2 * half + e] = hidden;
+        }
+      }
+    }
+  }
+
+ private:
+  int32_t first_[2];  // row that sees the key, less the thread's first row of a tile
+  uint32_t rows_;     // how many rows after it do
+  int32_t clear_begin_;
+  int32_t clear_end_;
+};
+
+}  // namespace tilewise::cuda::wgmma

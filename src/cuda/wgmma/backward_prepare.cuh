@@ -1,0 +1,140 @@
+// Before the backward: statistics of the rows, zeros where dQ is summed.
+#pragma once
+
+#include "cuda/common/exponent_scale.h"
+#include "cuda/ptx/convert.h"
+#include "cuda/ptx/global.h"
+#include "cuda/ptx/warp.h"
+#include "cuda/ptx/warpgroup.h"
+#include "cuda/wgmma/backward_rows.h"
+
+namespace tilewise::cuda::wgmma {
+
+inline constexpr int kPrepareThreads = kRowThreads;
+
+// The exponent of a row that takes part in nothing: exp2(anything - 1e30) = 0, and no infinity
+// meets another.
+inline constexpr float kNoRow = -1e30f;
+
+// How the threads share out the rows of a tile: kLanes lanes a row, all loads in flight together.
+template <class C>
+struct RowLanes {
+  static constexpr int kChunks = C::kHeadDimV / 8;
+  static constexpr int kLanes = min(32, kChunks & -kChunks);
+  static constexpr int kColumns = kChunks / kLanes;
+  static constexpr int kRowsPerPass = kPrepareThreads / kLanes;
+  static constexpr int kPasses = ceil_div(BackwardSums<C>::kQueries, kRowsPerPass);
+};
+
+// The element in the low half.
+template <class Element>
+TILEWISE_DEVICE float element_of(uint32_t x) {
+  return to_float(typename Element::Storage{static_cast<uint16_t>(x & 0xffffu)});
+}
+
+// sum(a b) of eight elements, on top of `sum`.
+template <class Element>
+TILEWISE_DEVICE float add_products(float sum, const uint32_t (&a)[4], const uint32_t (&b)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sum = ptx::fma(element_of<Element>(a[i]), element_of<Element>(b[i]), sum);
+    sum = ptx::fma(element_of<Element>(a[i] >> 16), element_of<Element>(b[i] >> 16), sum);
+  }
+  return sum;
+}
+
+// What S starts at, or what is added to it (BackwardSums), of a row with this lse.
+template <class C>
+TILEWISE_DEVICE float row_lse(float lse, float scale_log2) {
+  const float x = lse == kMinusInfinity ? kNoRow : -lse * kLog2e;
+  if constexpr (BackwardSums<C>::kPreload) {
+    const float quotient = x / scale_log2;
+    return quotient > 1e38f ? 1e38f : quotient < -1e38f ? -1e38f : quotient;
+  }
+  return x;
+}
+
+// row_lse = -lse and row_delta = -delta = dlse - sum(out dout), for `BackwardSums`.
+template <class C>
+TILEWISE_KERNEL(kPrepareThreads, 1)
+void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
+  using Sums = BackwardSums<C>;
+  using Lanes = RowLanes<C>;
+  using Storage = typename C::Element::Storage;
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
+  const int thread = ptx::thread_index();
+  const Problem& problem = p.problem;
+  const RowBlock block = RowBlock::of<Sums::kQueries>(problem);
+  const int lane = thread % Lanes::kLanes;
+  const int first = thread / Lanes::kLanes;  // row of the tile
+  const auto columns = static_cast<int>(problem.head_dim_v);
+  const bool exists = block.batch >= 0;
+  Sequence s;
+  int32_t rows = 0;  // in use, of the tile
+  if (exists) {
+    s = sequence_of(problem, block.batch);
+    rows = static_cast<int32_t>(clamp(s.band.rows - block.row0, 0, Sums::kQueries));
+  }
+
+  uint32_t x[Lanes::kPasses][Lanes::kColumns][4];
+  uint32_t y[Lanes::kPasses][Lanes::kColumns][4];
+#pragma unroll
+  for (int pass = 0; pass < Lanes::kPasses; ++pass) {
+    const int row = first + pass * Lanes::kRowsPerPass;
+    const Storage* out = nullptr;
+    const Storage* dout = nullptr;
+    if (row < rows) {
+      out = static_cast<const Storage*>(problem.out.data) + block.head * problem.out.stride_head +
+            s.row_offset(problem.out, block.row0 + row);
+      dout = static_cast<const Storage*>(p.gradients.dout.data) +
+             block.head * p.gradients.dout.stride_head +
+             s.row_offset(p.gradients.dout, block.row0 + row);
+    }
+#pragma unroll
+    for (int i = 0; i < Lanes::kColumns; ++i) {
+      const int column = (i * Lanes::kLanes + lane) * 8;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[pass][i][e] = y[pass][i][e] = 0;
+      if (row < rows && column < columns) {
+        ptx::ld_global_v4_b32(x[pass][i], out + column);
+        ptx::ld_global_v4_b32(y[pass][i], dout + column);
+      }
+    }
+  }
+
+  float* const sums = p.dq_sum + int64_t{block.tile} * Sums::kDqTile;
+  const uint32_t zeros[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int i = 0; i < Sums::kDqTile; i += kPrepareThreads * 4) {
+    if (i + thread * 4 < Sums::kDqTile) ptx::st_global_v4_b32(sums + i + thread * 4, zeros);
+  }
+  if (!exists) return;
+
+  const float scale_log2 = exponent_scale(score_of(problem).scale);
+#pragma unroll
+  for (int pass = 0; pass < Lanes::kPasses; ++pass) {
+    float delta = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Lanes::kColumns; ++i)
+      delta = add_products<typename C::Element>(delta, x[pass][i], y[pass][i]);
+#pragma unroll
+    for (int mask = Lanes::kLanes / 2; mask != 0; mask /= 2) delta += ptx::shuffle_xor(delta, mask);
+    const int row = first + pass * Lanes::kRowsPerPass;
+    if (lane != 0 || row >= Sums::kQueries) continue;
+    float lse = kMinusInfinity;
+    float dlse = 0.0f;
+    if (row < rows) {
+      lse = problem.lse[s.lse_offset(problem.lse_stride_batch, block.row0 + row) +
+                        block.head * problem.lse_stride_head];
+      if (p.gradients.dlse != nullptr)
+        dlse = p.gradients.dlse[s.lse_offset(p.gradients.dlse_stride_batch, block.row0 + row) +
+                                block.head * p.gradients.dlse_stride_head];
+    }
+    const int64_t at = int64_t{block.tile} * Sums::kQueries + Sums::statistic_place(row);
+    p.row_lse[at] = row_lse<C>(lse, scale_log2);
+    p.row_delta[at] = lse == kMinusInfinity ? 0.0f : dlse - delta;
+  }
+}
+
+}  // namespace tilewise::cuda::wgmma

@@ -1,0 +1,45 @@
+// The tile of rows of one query head that a block of the kernels before and after has.
+#pragma once
+
+#include "cuda/ptx/block.h"
+#include "cuda/wgmma/backward_sums.h"
+
+namespace tilewise::cuda::wgmma {
+
+inline constexpr int kRowThreads = 256;
+
+// Heads run fastest: their rows are neighbours in memory. Grids have less than 2^31 blocks, so all
+// but the first row of a ragged sequence is found in 32 bits.
+struct RowBlock {
+  int32_t head;
+  int32_t batch;  // -1: nothing to do
+  int32_t row0;
+  int32_t tile;  // among all heads' tiles
+
+  template <int kTile>
+  TILEWISE_DEVICE static RowBlock of(const Problem& p) {
+    constexpr PaddedRows kPadded{kTile};
+    const auto block = static_cast<uint32_t>(ptx::block_index());
+    const auto heads = static_cast<uint32_t>(p.heads_q);
+    const uint32_t index = block / heads;
+    RowBlock r;
+    r.head = static_cast<int32_t>(block - index * heads);
+    uint32_t tiles;  // of a head
+    if (p.cu_seqlens_q == nullptr) {
+      const uint32_t each = (static_cast<uint32_t>(p.seqlen_q) + kTile - 1) / kTile;
+      tiles = each * static_cast<uint32_t>(p.batch);
+      const uint32_t batch = index / each;
+      r.batch = static_cast<int32_t>(batch);
+      r.row0 = static_cast<int32_t>((index - batch * each) * kTile);
+    } else {
+      tiles = static_cast<uint32_t>(kPadded.count(p) / kTile);
+      const PaddedRows::Place place = kPadded.locate(p, index);
+      r.batch = static_cast<int32_t>(place.batch);
+      r.row0 = static_cast<int32_t>(place.row0);
+    }
+    r.tile = static_cast<int32_t>(static_cast<uint32_t>(r.head) * tiles + index);
+    return r;
+  }
+};
+
+}  // namespace tilewise::cuda::wgmma

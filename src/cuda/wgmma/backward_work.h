@@ -1,0 +1,119 @@
+// What a backward block works on, and the walk over the rows that see its keys.
+#pragma once
+
+#include "attention/schedule.h"
+#include "cuda/ptx/block.h"
+#include "cuda/wgmma/backward_plan.h"
+
+namespace tilewise::cuda::wgmma {
+
+inline constexpr int32_t kFar = 1 << 30;
+
+// One step after the other: all tiles of rows, in one query head after the other.
+struct RowWalk {
+  int32_t row;    // first row of the tile
+  int32_t begin;  // of every head
+  int32_t end;
+  int32_t head;
+  int32_t index;    // of the tile among the padded tiles of all heads
+  int32_t skipped;  // tiles between the last one of a head and the first one of the next
+
+  TILEWISE_DEVICE void advance(int32_t tile) {
+    row += tile;
+    ++index;
+    if (row != end) return;
+    row = begin;
+    index += skipped;
+    ++head;
+  }
+};
+
+template <class C>
+struct KeyWork {
+  static constexpr int kKeys = C::kBackward.keys;
+  static constexpr int kQueries = C::kBackward.queries;
+
+  int32_t head;  // of K and V
+  Sequence sequence;
+  Range keys;
+  Range row_tiles;
+  int32_t group;
+  int32_t steps;
+
+  // False: nothing to do.
+  TILEWISE_DEVICE bool find(const BackwardParams& p) {
+    const TileOrder::Work work = p.order.at(ptx::block_index());
+    if (work.sequence < 0) return false;
+    head = work.head;
+    sequence = sequence_of(p.problem, work.sequence);
+    keys = Tiling{sequence.band.keys, kKeys}.at(work.tile);
+    if (keys.empty()) return false;
+    row_tiles = Tiling{sequence.band.rows, kQueries}.touching(sequence.band.rows_of_any(keys));
+    group = static_cast<int32_t>(p.problem.heads_q) / static_cast<int32_t>(p.problem.heads_kv);
+    steps = static_cast<int32_t>(row_tiles.size()) * group;
+    return true;
+  }
+
+  TILEWISE_DEVICE RowWalk walk(const Problem& p) const {
+    constexpr PaddedRows kPadded{kQueries};
+    const int64_t head_tiles = kPadded.count(p) / kQueries;
+    RowWalk w;
+    w.row = w.begin = static_cast<int32_t>(row_tiles.begin * kQueries);
+    w.end = static_cast<int32_t>(row_tiles.end * kQueries);
+    w.head = head * group;
+    w.index = static_cast<int32_t>(w.head * head_tiles + row_tiles.begin +
+                                   kPadded.first(p, sequence.batch) / kQueries);
+    w.skipped = static_cast<int32_t>(head_tiles - row_tiles.size());
+    return w;
+  }
+
+  // Rows of a tile of queries that TMA may leave as it finds them: past the last row in use it
+  // reads zeros where the tensor ends there, and rows of something else otherwise.
+  TILEWISE_DEVICE int32_t rows_to_keep(const Problem& p) const {
+    const int64_t rows = sequence.band.rows;
+    return sequence.first_row + rows == p.seqlen_q ? kFar : static_cast<int32_t>(rows);
+  }
+  TILEWISE_DEVICE int32_t keys_to_keep(const Problem& p) const {
+    return sequence.kv.first + sequence.band.keys == p.seqlen_k ? kKeys
+                                                                : static_cast<int32_t>(keys.size());
+  }
+};
+
+// Gradients of keys: like k and v, or one row per key of each sequence (tilewise_gradients).
+TILEWISE_FN KvSource gradient_source(const Problem& p, const Sequence& s) {
+  return p.block_table != nullptr || p.kv_batch_idx != nullptr ? s.kv.dense(s.batch) : s.kv;
+}
+
+// How many key tiles add to a tile of rows before this one does, for deterministic sums. Blocks are
+// numbered in the same order (TileOrder), so a block waits for earlier ones only.
+template <class C>
+struct Turns {
+  static constexpr int kKeys = C::kBackward.keys;
+
+  int32_t first_key;  // that row 0 sees, unlimited by the sequence
+  int32_t last_key;
+  int32_t rows;
+  int32_t keys;
+  int32_t tile;
+  bool last_first;
+
+  TILEWISE_DEVICE static Turns of(const BackwardParams& p, const KeyWork<C>& work) {
+    const Band& band = work.sequence.band;
+    return {static_cast<int32_t>(clamp(band.shift() - band.left, -kFar, kFar)),
+            static_cast<int32_t>(clamp(band.shift() + band.right, -kFar, kFar)),
+            static_cast<int32_t>(band.rows),
+            static_cast<int32_t>(band.keys),
+            static_cast<int32_t>(work.keys.begin / kKeys),
+            p.order.longest_first == 1};
+  }
+
+  // Of the tile of rows from `row` on.
+  TILEWISE_DEVICE int32_t at(int32_t row) const {
+    const int32_t last_row = min(rows, row + C::kBackward.queries) - 1;
+    const int32_t begin = max(0, row + first_key);
+    const int32_t last = min(keys - 1, last_row + last_key);
+    return last_first ? last / kKeys - tile : tile - begin / kKeys;
+  }
+};
+
+}  // namespace tilewise::cuda::wgmma
