@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_cases import MEAN_BAR, POINT_BAR, Case
+import gpu_peers
+from gpu_cases import FP32, MEAN_BAR, POINT_BAR, Case
 from gpu_contestants import TITLES
 from tilewise.cli import plot, tables
 
@@ -33,7 +34,10 @@ def make_row(
         return row
     ours = timings["tilewise"].median
     row["ratio"] = {n: t.median / ours for n, t in timings.items() if n != "tilewise"}
-    peer = case.judged_by
+    best = gpu_peers.ratio_to_best(case, row["ratio"])
+    if best is not None and case.dtype != FP32:
+        row["ratio"]["best"] = best
+    peer = row["judged_by"] = case.judged_by(kernel.get("name", ""))
     if peer in row["ratio"]:
         row["bar"] = POINT_BAR[peer]
         row["met"] = round(row["ratio"][peer], 2) >= row["bar"]
@@ -60,6 +64,8 @@ def line(row: dict[str, Any], roofline: dict[str, Any]) -> list[str]:
     ours = row["tflops"]["tilewise"]
     peers = [
         f"{TITLES.get(name, name)} {row['tflops'][name]:.0f} ({ratio:.2f})"
+        if name in row["tflops"]
+        else f"{name} ({ratio:.2f})"
         for name, ratio in row["ratio"].items()
     ]
     others = [e for n, e in row["largest_error"].items() if not n.startswith("tilewise")]
@@ -100,42 +106,40 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     ran = [r for r in rows if "ratio" in r]
     means: dict[str, dict[str, Any]] = {}
     for direction in ("fwd", "bwd"):
-        for name in TITLES:
+        for name in (*TITLES, "best"):
             ratios = [
                 r["ratio"][name]
                 for r in ran
                 if r["direction"] == direction
                 and name in r["ratio"]
-                and (r["dtype"] == "fp32") == (name == "efficient")
+                and (r["dtype"] == FP32) == (name == "efficient")
             ]
             if not ratios:
                 continue
             mean = {"geometric_mean": geometric_mean(ratios), "points": len(ratios)}
             mean |= {"least": min(ratios), "greatest": max(ratios)}
-            if name == "fa2":
-                mean |= {"bar": MEAN_BAR[direction]}
+            if any(r.get("judged_by") == name for r in ran) and (direction, name) in MEAN_BAR:
+                mean |= {"bar": MEAN_BAR[direction, name]}
                 mean["met"] = round(mean["geometric_mean"], 3) >= mean["bar"]
             means[f"{direction} over {name}"] = mean
     judged = [r for r in ran if "met" in r]
     return {
         "points": len(judged),
         "points_met": sum(r["met"] for r in judged),
-        "missed": [f"{r['name']} ({r['ratio'][_peer(r)]:.2f})" for r in judged if not r["met"]],
+        "missed": [
+            f"{r['name']} ({r['ratio'][r['judged_by']]:.2f})" for r in judged if not r["met"]
+        ],
         "wrong": [r["name"] for r in ran if not r["right"]],
         "less_exact_than_efficient": [
             r["name"]
             for r in ran
             if "efficient" in r["largest_error"]
-            and r["dtype"] == "fp32"
+            and r["dtype"] == FP32
             and r["largest_error"]["tilewise"] > r["largest_error"]["efficient"]
         ],
         "not_run": [f"{r['name']}: {r['left_out']['tilewise']}" for r in rows if "ratio" not in r],
         "means": means,
     }
-
-
-def _peer(row: dict[str, Any]) -> str:
-    return "efficient" if row["dtype"] == "fp32" else "fa2"
 
 
 def show_summary(result: dict[str, Any]) -> None:

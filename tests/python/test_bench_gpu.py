@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import bench_gpu
 import gpu_cases
 import gpu_contestants
+import gpu_peers
 import gpu_reference
 import gpu_report
 from gpu_timing import Timing
@@ -56,6 +57,35 @@ def test_a_row_is_judged_by_its_peer():
     assert good["tflops"]["tilewise"] == pytest.approx(CASE.flop / 1e9)
     assert not row(error=5e-3)["right"]
     assert not row(error=float("inf"))["right"]
+
+
+def test_wgmma_is_judged_by_the_best_of_its_peers():
+    def judged(**peers):
+        times = {"tilewise": 1.0, **peers}
+        timings = {name: Timing([t] * 3) for name, t in times.items()}
+        errors = {name: {"out": 1e-3} for name in times}
+        kernel = {"name": "cuda.wgmma.forward.bf16"}
+        return gpu_report.make_row(CASE, timings, errors, {}, kernel)
+
+    assert judged(cudnn=1.3, fa3=1.1, fa2=2.0)["ratio"]["best"] == pytest.approx(1.1)
+    assert not judged(cudnn=1.3, fa4=0.9)["met"]
+    by_cudnn = judged(cudnn=1.3)
+    share = gpu_peers.best_over_cudnn(CASE)
+    assert share > 1.0 and by_cudnn["ratio"]["best"] == pytest.approx(1.3 / share)
+    assert by_cudnn["judged_by"] == "best"
+    assert "met" not in judged(fa2=2.0)
+    rows = [by_cudnn, judged(cudnn=1.0)]
+    assert "bar" in gpu_report.summary(rows)["means"]["fwd over best"]
+
+
+def test_the_nearest_measured_length_stands_for_a_point():
+    def share(seqlen, head_dim=128):
+        return gpu_peers.best_over_cudnn(
+            gpu_cases.Case("bf16", "bwd", head_dim, seqlen, False, 16, 16)
+        )
+
+    assert share(512) == share(1024) and share(32768) == share(16384)
+    assert share(1024, head_dim=80) == 1.0
 
 
 def test_summary_counts_bars_and_means():

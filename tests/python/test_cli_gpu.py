@@ -48,6 +48,22 @@ def test_records_of_a_result():
     assert found["cuda.simt", 0]["checks"] == 10
 
 
+def test_a_gpu_of_wgmma_runs_mma_sync_only_when_forced():
+    report = result(**{"native": counted(), "forced-90": counted(), "forced-75": counted()})
+    report["stages"]["smoke"]["kernels"].append("cuda.wgmma.forward.bf16")
+    records = provenance.from_gpu_check(report)
+    assert {(r["kernel"], r["table"], r["machine"]) for r in records} == {
+        ("cuda.wgmma", 901, "NVIDIA H200"),
+        ("cuda.mma_sync", 90, "NVIDIA H200"),
+        ("cuda.mma_sync", 75, "NVIDIA H200, by PTX"),
+        ("cuda.simt", 0, "NVIDIA H200"),
+    }
+    del report["stages"]["tests"]["forced-90"]
+    assert ("cuda.mma_sync", 90) not in {
+        (r["kernel"], r["table"]) for r in provenance.from_gpu_check(report)
+    }
+
+
 @pytest.mark.parametrize("spoiled", [{"failed": 1}, {"not_run": 3}, {"passed": 0}])
 def test_a_run_that_is_not_whole_proves_nothing(spoiled):
     report = result(**{"native": counted(), "forced-80": counted(**spoiled)})
@@ -69,8 +85,9 @@ def test_records_of_gpus_are_replaced_and_those_of_cpus_stay(tmp_path, capsys):
 
 
 def test_status_tells_tables_that_ran_from_those_that_only_compiled(monkeypatch):
-    inside = [{"table": t, "sm": t or 75, "ptx": False} for t in (0, 86, 90)]
-    families = [{"kernel": name} for name in ("cpu.avx2", "cuda.simt", "cuda.mma_sync")]
+    inside = [{"table": t, "sm": t or 75, "ptx": False} for t in (0, 86, 90, 901)]
+    names = ("cpu.avx2", "cuda.simt", "cuda.mma_sync", "cuda.wgmma")
+    families = [{"kernel": name} for name in names]
     monkeypatch.setattr(gpu, "code", lambda: inside)
     monkeypatch.setattr(provenance.system, "kernels", lambda: families)
     rows = provenance.status(provenance.from_gpu_check(result(native=counted())))
@@ -79,6 +96,7 @@ def test_status_tells_tables_that_ran_from_those_that_only_compiled(monkeypatch)
         "cuda.simt": "run",
         "cuda.mma_sync tiles of sm_86": "only compiled",
         "cuda.mma_sync tiles of sm_90": "run",
+        "cuda.wgmma tiles of sm_90a": "only compiled",
     }
 
 

@@ -16,8 +16,8 @@ from .processes import PYTHON, ROOT, TIMED_OUT, Ended, python_environment, run, 
 from .shapes import DTYPES
 
 Report = dict[str, Any]
-# What TILEWISE_FORCE_ARCH is set to, and "" for the GPU's own tile table.
-ARCHITECTURES = ("", "80", "75")
+# What TILEWISE_FORCE_ARCH is set to: tile tables of mma_sync.
+FORCED = ("80", "75")
 # Tests of the benchmarks' scripts: they need no GPU.
 NOT_HERE = ("tests/python/test_cli_bench.py", "tests/python/test_bench_gpu.py")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -36,6 +36,16 @@ class Setup:
     @property
     def logs(self) -> Path:
         return self.build / "logs"
+
+    @property
+    def forced(self) -> tuple[str, ...]:
+        """On Hopper mma_sync has to be asked for: the GPU's own choice is wgmma."""
+        return ("90", *FORCED) if self.architecture == "90" else FORCED
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """What runs: the GPU's own choice first."""
+        return ("", *self.forced)
 
     def python(self, architecture: str = "") -> dict[str, str]:
         env = python_environment(self.build)
@@ -124,7 +134,7 @@ def smoke(setup: Setup, limit: float) -> Report:
     begin = time.monotonic()
     first = {
         f"{label(a)} {name}": driver("0/1", "--only", name)
-        for a in ARCHITECTURES[1:]
+        for a in setup.forced
         for name in tile_names(a)
     }
     env = {name: driver_environment(setup, architecture_of(name)) for name in first}
@@ -132,7 +142,7 @@ def smoke(setup: Setup, limit: float) -> Report:
     parts = max(1, setup.jobs // 4)
     second = {
         f"{label(a)} {i}": driver(f"{i}/{parts}", "--list")
-        for a in ARCHITECTURES
+        for a in setup.architectures
         for i in range(parts)
     }
     env = {name: driver_environment(setup, architecture_of(name)) for name in second}
@@ -148,7 +158,7 @@ def smoke(setup: Setup, limit: float) -> Report:
             report["passed"] = False
     seconds = max((e.seconds for e in warmed.values()), default=0)
     say(f"  compiling the PTX of forced tile tables took {seconds:.0f} s")
-    for a in ARCHITECTURES:
+    for a in setup.architectures:
         mine = [e for n, e in ended.items() if n.startswith(label(a))]
         run_here = sum(int(x) for e in mine for x in re.findall(r"(\d+) of \d+ shapes", e.output()))
         say(f"  {label(a)}: {run_here} shapes run")
@@ -162,18 +172,19 @@ def tests(setup: Setup, limit: float) -> Report:
     folder = setup.logs / "tests"
     everything = setup.pytest or ["tests/python", *(f"--ignore={x}" for x in NOT_HERE)]
     processes = max(2, setup.jobs // 2)
-    for name, of, arguments in (
-        ("native", processes, everything),
-        ("forced-80", processes // 4 or 1, ["-m", "abi", *everything]),
-        ("forced-75", processes // 4 or 1, ["-m", "abi", *everything]),
-    ):
+    of_forced = processes // (2 * len(setup.forced)) or 1
+    names = [label(a) for a in setup.architectures]
+    for name in names:
+        of, arguments = processes, everything
+        if name != "native":
+            of, arguments = of_forced, ["-m", "abi", *everything]
         env = setup.python("" if name == "native" else name.removeprefix("forced-"))
         if name != "native":
             env["TILEWISE_TEST_EXAMPLES_PER_DTYPE"] = "150"
         shares += [suite.Share(name, i, of, folder, env, arguments) for i in range(of)]
     suite.run_shares(shares, limit=limit, each=min(150, limit / 2))
     report: Report = {"passed": True}
-    for name in ("native", "forced-80", "forced-75"):
+    for name in names:
         mine = [s for s in shares if s.name == name]
         found = suite.counts(mine)
         say(f"  {name}: {suite.summary(found)}")
@@ -216,7 +227,7 @@ def sanitizer(setup: Setup, limit: float) -> Report:
     shares = max(1, setup.jobs // len(TOOLS))
     report: Report = {"passed": True}
     begin = time.monotonic()
-    for architecture in ARCHITECTURES:
+    for architecture in setup.architectures:
         commands, env = {}, {}
         for tool in TOOLS:
             options = ["--tool", tool, "--print-limit", "8", "--error-exitcode", "9"]

@@ -106,5 +106,7 @@ def serves(index: int) -> list[dict[str, Any]]:
 
 
 def table_name(table: int) -> str:
-    """E.g. "sm_90"; 0 is the code that serves every GPU."""
+    """E.g. "sm_90"; 0 is the code that serves every GPU, 901 that of sm_90a alone."""
+    if table > 200 and table % 10 == 1:
+        return f"sm_{table // 10}a"
     return f"sm_{table}" if table else "any"

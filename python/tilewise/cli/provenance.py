@@ -19,8 +19,10 @@ from typing import Any
 
 from tilewise.cli import gpu, system
 
-# Tile tables, and how a result of gpu-check calls runs that were forced to use another one.
+# Tile tables of mma_sync, and how a result of gpu-check calls runs that were forced to use one.
 TABLES = (75, 80, 86, 90, 120)
+# Families with one table of their own; every other one but mma_sync has none (0).
+OWN_TABLE = {"cuda.wgmma": 901}
 FORCED = re.compile(r"forced-(\d+)$")
 SHORT_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
@@ -74,7 +76,8 @@ def from_gpu_check(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Records of one result file of gpu-check.
 
     A family was run with the tiles of a table when every test of that run passed and none was left
-    out by time. The tests of other runs say nothing about it.
+    out by time. The tests of other runs say nothing about it. A GPU with wgmma runs mma_sync only
+    when it is forced to.
     """
     stages = result["stages"]
     ran = stages.get("tests", {})
@@ -82,7 +85,8 @@ def from_gpu_check(result: dict[str, Any]) -> list[dict[str, Any]]:
     own = max((table for table in TABLES if table <= sm), default=0)
     kernels = [name.split(".") for name in stages.get("smoke", {}).get("kernels", [])]
     records = []
-    for family in dict.fromkeys(".".join(parts[:2]) for parts in kernels):
+    families = dict.fromkeys(".".join(parts[:2]) for parts in kernels)
+    for family in families:
         dtypes = {SHORT_DTYPES.get(p[3], p[3]) for p in kernels if ".".join(p[:2]) == family}
         for name, report in ran.items():
             forced = FORCED.match(name)
@@ -92,15 +96,18 @@ def from_gpu_check(result: dict[str, Any]) -> list[dict[str, Any]]:
                 continue
             table = int(forced[1]) if forced else own
             if family != "cuda.mma_sync":
-                if forced:  # its kernels have no table: a forced run is the same once more
+                if forced:  # its kernels have one table or none: the same once more, or not run
                     continue
-                table = 0
+                table = OWN_TABLE.get(family, 0)
+            elif not forced and "cuda.wgmma" in families:
+                continue
+            by_ptx = family == "cuda.mma_sync" and table != own
             records.append(
                 {
                     "kernel": family,
                     "device": "cuda",
                     "table": table,
-                    "machine": result["gpu"]["name"] + (", by PTX" if forced else ""),
+                    "machine": result["gpu"]["name"] + (", by PTX" if by_ptx else ""),
                     "version": result["versions"].get("tilewise", ""),
                     "date": result["date"],
                     "dtypes": sorted({"float16"} & dtypes if table == 75 else dtypes),
@@ -122,13 +129,18 @@ def status(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if not family.startswith("cuda."):
             rows.append(_row(family, mine))
             continue
-        of_family = [t for t in tables if (t == 0) == (family == "cuda.simt")]
+        of_family = [t for t in tables if family == _family_of(t)]
         for table in of_family:
-            name = f"{family} tiles of sm_{table}" if table else family
+            name = f"{family} tiles of {gpu.table_name(table)}" if table else family
             rows.append(_row(name, [r for r in mine if r.get("table", 0) == table]))
         if not of_family:
             rows.append({"kernel": family, "state": "not in this build", "runs": mine})
     return rows
+
+
+def _family_of(table: int) -> str:
+    own = {number: family for family, number in OWN_TABLE.items()}
+    return own.get(table, "cuda.mma_sync") if table else "cuda.simt"
 
 
 def _row(kernel: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
