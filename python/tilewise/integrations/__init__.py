@@ -1,0 +1,1 @@
+"""Tilewise inside other packages; each module is imported by whoever wants it, and by nobody else."""

@@ -1,0 +1,261 @@
+"""The attention function that Transformers calls in every layer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import tilewise
+from tilewise import _ops, _torch
+from tilewise._request import Request
+
+# Arguments that change what is computed in a way that is not this function's.
+_NOT_OURS = ("indices", "block_indices", "sinks", "head_mask")
+
+
+class Band(NamedTuple):
+    """Which keys a row sees for its position alone: the arguments of ``tilewise.attention``."""
+
+    causal: bool
+    window: tuple[int | None, int | None] = (None, None)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, as ``transformers.AttentionInterface`` defines it.
+
+    Args:
+        module: The layer; ``is_causal`` is read from it unless given here.
+        query: [batch, heads, rows, head_dim].
+        key: [batch, heads_kv, keys, head_dim].
+        value: [batch, heads_kv, keys, head_dim_v].
+        attention_mask: What ``create_mask`` made of the mask; [batch, keys], the keys to be seen; or
+            [batch, 1 or heads, rows, keys], boolean (True: seen) or added to the scores, which then
+            decides alone, without causality and window.
+        dropout: Probability of dropping a weight.
+        scaling: Factor of the scores; None: 1 / sqrt(head_dim).
+        sliding_window: Number of keys that a row sees, itself included (bidirectional: to each side).
+        softcap: See ``tilewise.attention``.
+        is_causal: Whether rows see no later keys.
+        s_aux: [heads], the sinks.
+        position_bias: [1 or batch, heads, rows, keys], added to the scores.
+        cache: A paged cache, of continuous batching.
+        kwargs: ``cu_seq_lens_q`` and ``_k``, ``max_length_q`` and ``_k`` of packed sequences; what a
+            paged cache needs; others are not read.
+
+    Returns:
+        [batch, rows, heads, head_dim_v] and None: there is no matrix of weights.
+
+    Raises:
+        ValueError: the layer asks for something that would not be computed as asked.
+    """
+    _refuse(module, attention_mask, sliding_window, key.shape[2], kwargs)
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    options: dict[str, Any] = dict(
+        scale=scaling, softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout
+    )
+    if cache is not None:
+        from ._paged import paged_attention
+
+        key, value = cache.update(
+            key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs
+        )
+        if kwargs.get("block_table") is not None:
+            return paged_attention(query, key, value, sliding_window, options, kwargs), None
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    band = _band(bool(causal), sliding_window)
+    if kwargs.get("cu_seq_lens_q") is not None and kwargs.get("cu_seq_lens_k") is not None:
+        return _packed(q, k, v, attention_mask, position_bias, band, options, kwargs), None
+    return _padded(q, k, v, attention_mask, position_bias, band, options), None
+
+
+def _refuse(
+    module: torch.nn.Module,
+    mask: Tensor | None,
+    sliding_window: int | None,
+    keys: int,
+    kwargs: dict[str, Any],
+) -> None:
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            "output_attentions=True asks for the matrix of attention weights, which tilewise never "
+            'makes; load the model with attn_implementation="eager"'
+        )
+    for name in _NOT_OURS:
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} passes {name} to its attention function, which tilewise "
+                "does not compute; load the model with another attn_implementation"
+            )
+    says_it_all = mask is not None and mask.dim() == 4 and mask.dtype not in (torch.int8, torch.int32)
+    if sliding_window is not None or says_it_all:
+        return
+    # Such a layer relies on the mask, and ours has no place for what the layer does not pass on.
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds or not isinstance(layer, int) or layer >= len(kinds):
+        return
+    window = getattr(config, "sliding_window", None)
+    if kinds[layer] == "sliding_attention" and window is not None and keys > window:
+        raise ValueError(
+            f"layer {layer} of {type(module).__name__} has a sliding window of {window} keys, but does "
+            "not pass it to its attention function, so that tilewise would see all keys; load the "
+            'model with attn_implementation="sdpa"'
+        )
+
+
+def _band(causal: bool, sliding_window: int | None) -> Band:
+    if sliding_window is None:
+        return Band(causal)
+    return Band(causal, (sliding_window - 1, 0 if causal else sliding_window - 1))
+
+
+# --- dense: one row of the batch is one sequence ----------------------------------------------------
+
+
+def _padded(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_bias: Tensor | None, band: Band,
+    options: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    spans = None
+    bias = _as_bias("position_bias", position_bias, q)
+    if mask is None:
+        pass
+    elif mask.dim() == 1 and mask.dtype == torch.int32:
+        if bias is not None:
+            raise ValueError("position_bias of packed sequences is not computed by tilewise")
+        return _packed_rows(q, k, v, band, options, mask, mask)
+    elif mask.dim() == 4 and mask.dtype == torch.int32 and mask.shape[0] == 3:
+        spans = mask
+    elif mask.dim() == 2 or mask.dtype == torch.int8:
+        seen = _visible_keys(mask, q.shape[0], k.shape[1])
+        k, v = k[:, : seen.shape[-1]], v[:, : seen.shape[-1]]
+        bias = _sum(bias, _as_bias("attention_mask", seen, q))
+    elif mask.dim() == 4:
+        band = Band(False)
+        bias = _sum(bias, _as_bias("attention_mask", mask, q))
+    else:
+        raise ValueError(
+            f"attention_mask has shape {list(mask.shape)} and dtype {mask.dtype}, but must be "
+            "[batch, keys] or [batch, 1 or heads, rows, keys]"
+        )
+    if spans is None:
+        return tilewise.attention(
+            q, k, v, causal=band.causal, window=band.window, bias=bias, **options
+        )
+    return _spanned(q, k, v, spans, bias, band, options)
+
+
+def _spanned(
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, bias: Tensor | None, band: Band,
+    options: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """Attention within the spans [3, batch, 1, 1] of first key, end of keys, and rows."""
+    request = Request(causal=band.causal, window=band.window, bias=bias, **options)
+    q, k, v, prepared = _torch.prepare_dense(q, k, v, "bshd", request)
+    first, end, rows = spans.flatten(1).unbind(0)
+    prepared = prepared._replace(leftpad_k=first, seqused_k=end, seqused_q=rows)
+    return _ops.forward(q, k, v, prepared)[0]
+
+
+def _visible_keys(mask: Tensor, batch: int, keys: int) -> Tensor:
+    """A mask [batch, keys] or [batch, 1, 1, keys] as booleans [batch, 1, 1, keys]."""
+    if mask.is_floating_point():
+        raise ValueError(
+            f"attention_mask [batch, keys] has dtype {mask.dtype}, but must be boolean or integer; a "
+            "mask that is added to the scores has four dimensions"
+        )
+    if mask.shape[0] not in (1, batch) or mask.shape[-1] > keys or mask.numel() == 0:
+        raise ValueError(
+            f"attention_mask has shape {list(mask.shape)}, but must be [batch, keys], here "
+            f"{[batch, keys]}"
+        )
+    return mask.bool().reshape(mask.shape[0], 1, 1, mask.shape[-1])
+
+
+def _as_bias(name: str, mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """What is added to the scores: booleans become 0 and minus infinity."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        zero = torch.zeros((), dtype=q.dtype, device=q.device)
+        return torch.where(mask, zero, -math.inf)
+    if not mask.is_floating_point():
+        raise ValueError(
+            f"{name} has dtype {mask.dtype}, but must be boolean (True: seen) or floating point "
+            "(added to the scores)"
+        )
+    return mask if mask.dtype in (torch.float32, q.dtype) else mask.float()
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+# --- packed: the rows of all sequences laid end to end ----------------------------------------------
+
+
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_bias: Tensor | None, band: Band,
+    options: dict[str, Any], kwargs: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """By the boundaries that the caller gives; a mask made of position_ids says the same."""
+    if (mask is not None and mask.dim() != 1) or position_bias is not None:
+        what = "position_bias" if position_bias is not None else "attention_mask"
+        raise ValueError(
+            f"cu_seq_lens_q and {what} are both given, but tilewise computes packed sequences from "
+            "their boundaries alone: pass one of them"
+        )
+    return _packed_rows(
+        q,
+        k,
+        v,
+        band,
+        options,
+        kwargs["cu_seq_lens_q"],
+        kwargs["cu_seq_lens_k"],
+        _bound(kwargs, "q"),
+        _bound(kwargs, "k"),
+    )
+
+
+def _bound(kwargs: dict[str, Any], side: str) -> int | None:
+    """The longest sequence, under either name; one that is a tensor is not worth a wait."""
+    value = kwargs.get(f"max_length_{side}", kwargs.get(f"max_seqlen_{side}"))
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _packed_rows(
+    q: Tensor, k: Tensor, v: Tensor, band: Band, options: dict[str, Any], boundaries_q: Tensor,
+    boundaries_k: Tensor, max_q: int | None = None, max_k: int | None = None,
+) -> Tensor:  # fmt: skip
+    out = tilewise.attention_varlen(
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        boundaries_q.to(torch.int32),
+        boundaries_k.to(torch.int32),
+        max_seqlen_q=max_q,
+        max_seqlen_k=max_k,
+        causal=band.causal,
+        window=band.window,
+        **options,
+    )
+    return out.unflatten(0, (q.shape[0], -1))
