@@ -44,7 +44,7 @@ TILEWISE_DEVICE void walk_rows(const TmaBackwardParams& params, const KeyWork<C>
   const int own_key = warpgroup * 64 + warp * 16 + ptx::lane_index() / 4;
   const KeyMask<C> mask(work, own_key);
   const float scale_log2 = exponent_scale(score_of(params.problem).scale);
-  [[maybe_unused]] const GeneralTerms<C> terms(params.problem, work, own_key);
+  [[maybe_unused]] const BackwardTerms<C> terms(params.problem, work, own_key);
   const bool speaker = ptx::lane_index() == 0;
   RowWalk walk = work.walk(params.problem);
 #pragma unroll 1

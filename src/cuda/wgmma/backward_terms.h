@@ -8,13 +8,13 @@
 namespace tilewise::cuda::wgmma {
 
 template <class C>
-class GeneralTerms {
+class BackwardTerms {
   using Plan = BackwardPlan<C>;
   static constexpr int kGroups = Plan::kQueries / 8;  // of queries
 
  public:
   // `key`: the thread's first one of the block, the other one is 8 keys on.
-  TILEWISE_DEVICE GeneralTerms(const Problem& p, const KeyWork<C>& work, int key)
+  TILEWISE_DEVICE BackwardTerms(const Problem& p, const KeyWork<C>& work, int key)
       : terms_(ScoreTerms::of(p)),
         key_(static_cast<int32_t>(work.keys.begin) + key),
         shift_(static_cast<int32_t>(work.sequence.band.shift())),
