@@ -57,23 +57,40 @@ class ForwardLoad {
 
   // Writes down the next work that has rows; false: there is none, and that is written down.
   TILEWISE_DEVICE bool publish(int32_t& index) {
-    ForwardWork work;
-    work.rows.count = 0;
+    const int slot = works_.slot;
+    ForwardWork& work = shared_.work(slot);
+    shared_.work_free(slot).wait(works_.phase ^ 1);
+    works_.next();
+    bool found = false;
 #pragma unroll 1
-    while (index < p_.work && work.rows.count == 0) {
-      if (p_.flags.data != nullptr && lane_ == 0) p_.flags.data[index] = 0;
-      static_cast<BlockWork&>(work) = BlockWork::of(p_, index, kTile.keys);
-      work.index = index;
+    while (!found && index < p_.work) {
+      found = describe(work, index);
       index = following(index);
     }
-    shared_.work_free(works_.slot).wait(works_.phase ^ 1);
     if (lane_ == 0) {
-      shared_.work(works_.slot) = work;
-      shared_.work_full(works_.slot).arrive();
+      if (!found) work.rows.count = 0;
+      shared_.work_full(slot).arrive();
+    }
+    return found;
+  }
+
+  // Whether the work has rows. Piece by piece: a lane of this warp has few registers.
+  TILEWISE_DEVICE bool describe(ForwardWork& work, int32_t index) const {
+    if (p_.flags.data != nullptr && lane_ == 0) p_.flags.data[index] = 0;
+    const TileOrder::Work at = p_.order.at(index);
+    if (at.sequence < 0) return false;
+    if (lane_ == 0) work.sequence = sequence_of(p_.problem, at.sequence);
+    ptx::sync_warp();
+    if (lane_ == 0) work.rows = QueryRows::of(p_, work.sequence.band, at.tile, at.head);
+    ptx::sync_warp();
+    if (work.rows.count == 0) return false;
+    if (lane_ == 0) {
+      work.tiles = KeyTiles::of(p_, work.sequence.band, work.rows, at.split, kTile.keys);
+      work.split = at.split;
+      work.index = index;
     }
     ptx::sync_warp();
-    works_.next();
-    return work.rows.count > 0;
+    return true;
   }
 
   // Dense problems: rounds of a grid of works, every other one backwards, so that a block that had

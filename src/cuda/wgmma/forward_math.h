@@ -9,9 +9,12 @@
 
 namespace tilewise::cuda::wgmma {
 
+enum class Walk : int32_t { end, nothing, keys };
+
 // The key tiles that the rows of a warpgroup see, out of those of the block, from the last to the
 // first. Without any it walks one, which is masked as a whole.
 struct WarpgroupTiles {
+  Walk what;  // end: there is no more work; nothing: there are rows, but they see no key
   int32_t first;
   int32_t last;
   int32_t full_begin;
@@ -24,17 +27,22 @@ struct WarpgroupTiles {
     const int32_t row0 = work.rows.row(64 * warpgroup);
     const int32_t row1 = work.rows.row(min(64 * warpgroup + 63, work.rows.count - 1));
     const int32_t end = max(1, min(block.keys, block.upper + row1));
+    const int32_t last = clamp32((end - 1) / step, block.first, block.last);
+    const int32_t first = clamp32(max(0, block.lower + row0) / step, block.first, last);
+    const int32_t full_begin = max(first, (max(0, block.lower + row1) + step - 1) / step);
+    const int32_t full_end = max(0, min(block.keys, block.upper + row0)) / step;
+    const Walk what = work.rows.count == 0       ? Walk::end
+                      : block.first > block.last ? Walk::nothing
+                                                 : Walk::keys;
     WarpgroupTiles t;
-    t.last = clamp32((end - 1) / step, block.first, block.last);
-    t.first = clamp32(max(0, block.lower + row0) / step, block.first, t.last);
-    t.full_begin = max(t.first, (max(0, block.lower + row1) + step - 1) / step);
-    t.full_end = max(0, min(block.keys, block.upper + row0)) / step;
-    t.skip_before = uniform(block.last - t.last);
-    t.skip_after = uniform(t.first - block.first);
-    t.first = uniform(t.first);
-    t.last = uniform(t.last);
-    t.full_begin = uniform(t.full_begin);
-    t.full_end = uniform(t.full_end);
+    // ptxas is told that all lanes agree: it keeps descriptors in uniform registers only then.
+    t.what = static_cast<Walk>(uniform(static_cast<int32_t>(what)));
+    t.first = uniform(first);
+    t.last = uniform(last);
+    t.full_begin = uniform(full_begin);
+    t.full_end = uniform(full_end);
+    t.skip_before = uniform(block.last - last);
+    t.skip_after = uniform(first - block.first);
     return t;
   }
 
@@ -70,8 +78,8 @@ class ForwardMath {
     if (kTile.ping_pong && warpgroup_ == 0) pass_turn(0);
     int slot = next_work();
 #pragma unroll 1
-    while (exists(slot)) {
-      if (!shared_.work(slot).has_keys()) {
+    while (tiles_.what != Walk::end) {
+      if (tiles_.what == Walk::nothing) {
         store_nothing(slot);
         slot = next_work();
         continue;
@@ -83,11 +91,10 @@ class ForwardMath {
         release(shared_.q_free(qs_.slot));
         qs_.next();
         const int done = slot;
-        const bool after = tiles_.skip_after > 0;
         const int32_t skip_after = tiles_.skip_after;
         slot = next_work();
         if constexpr (kTile.overlap_tiles) {
-          if (joins(slot) && !after) {
+          if (tiles_.what == Walk::keys && tiles_.skip_before == 0 && skip_after == 0) {
             join(done, slot);
             continue;
           }
@@ -110,11 +117,6 @@ class ForwardMath {
     works_.next();
     tiles_ = WarpgroupTiles::of(shared_.work(slot), warpgroup_, kKeys);
     return slot;
-  }
-  TILEWISE_DEVICE bool exists(int slot) const { return shared_.work(slot).rows.count > 0; }
-  // Whether the work starts with a key tile of this warpgroup.
-  TILEWISE_DEVICE bool joins(int slot) const {
-    return exists(slot) && shared_.work(slot).has_keys() && tiles_.skip_before == 0;
   }
 
   TILEWISE_DEVICE static void release(Barrier barrier) {
@@ -139,10 +141,22 @@ class ForwardMath {
 
   // --- the products ---
 
+  // Where the operands of the next products are. ptxas keeps a place in a ring in a register of
+  // every lane, and moving 16 descriptors from there costs 4 %: so it is told that all lanes agree,
+  // and asked before the waits, which hide the exchange.
+  TILEWISE_DEVICE uint64_t queries() const {
+    return QTile{agreed(shared_.q(qs_.slot, warpgroup_).base)}.by_columns();
+  }
+  TILEWISE_DEVICE uint64_t keys() const {
+    return KTile{agreed(shared_.k(ks_.slot).base)}.by_columns();
+  }
+  TILEWISE_DEVICE uint64_t values() const {
+    return VTile{agreed(shared_.v(vs_.slot).base)}.by_rows();
+  }
+  TILEWISE_DEVICE static uint32_t agreed(uint32_t x) { return ptx::shuffle(x, 0); }
+
   // s = q k^T
-  TILEWISE_DEVICE void issue_scores() {
-    const uint64_t q = shared_.q(qs_.slot, warpgroup_).by_columns();
-    const uint64_t k = shared_.k(ks_.slot).by_columns();
+  TILEWISE_DEVICE void issue_scores(uint64_t q, uint64_t k) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < C::kHeadDim / 16; ++i) {
@@ -158,8 +172,7 @@ class ForwardMath {
   }
 
   // o += p v
-  TILEWISE_DEVICE void issue_values() {
-    const uint64_t v = shared_.v(vs_.slot).by_rows();
+  TILEWISE_DEVICE void issue_values(uint64_t v) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i)
@@ -219,8 +232,10 @@ class ForwardMath {
   TILEWISE_DEVICE void first_step(int slot) {
     await_queries();
     skip(tiles_.skip_before);
+    const uint64_t q = queries();
+    const uint64_t k = keys();
     shared_.k_full(ks_.slot).wait(ks_.phase);
-    issue_scores();
+    issue_scores(q, k);
     wait_for_scores<0>();
     take_scores<true, true>(slot, tiles_.last);
     take_weights();
@@ -239,12 +254,15 @@ class ForwardMath {
   }
 
   TILEWISE_DEVICE void issue_both() {
+    const uint64_t q = queries();
+    const uint64_t k = keys();
+    const uint64_t v = values();
     shared_.k_full(ks_.slot).wait(ks_.phase);
     wait_for_turn();
-    issue_scores();
+    issue_scores(q, k);
     if (kTile.early_rescale) rescale();
     shared_.v_full(vs_.slot).wait(vs_.phase);
-    issue_values();
+    issue_values(v);
     pass_turn();
   }
 
@@ -267,8 +285,9 @@ class ForwardMath {
 
   TILEWISE_DEVICE void last_values() {
     if (kTile.early_rescale) rescale();
+    const uint64_t v = values();
     shared_.v_full(vs_.slot).wait(vs_.phase);
-    issue_values();
+    issue_values(v);
     wait_for_values();
   }
 
