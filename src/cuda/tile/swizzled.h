@@ -15,7 +15,9 @@ inline constexpr int kPanelColumns = 64;
 inline constexpr int kSwizzledRowBytes = 128;
 
 // The columns of a tile that holds `head_dim` columns.
-constexpr int panel_columns(int head_dim) { return round_up(head_dim, kPanelColumns); }
+constexpr int panel_columns(int head_dim) {
+  return static_cast<int>(round_up(head_dim, kPanelColumns));
+}
 
 // Descriptor of an operand: address, leading and stride byte offset in units of 16, swizzle of 128
 // bytes. Adding bytes >> 4 moves its start.
