@@ -1,0 +1,263 @@
+"""What options cost on a GPU, and problems outside of the grid of bench_gpu.py.
+
+Each option at D128, 4096 rows, causal, bf16, as a share of the speed without it; then windows,
+variable length with uneven lengths, long contexts and head dimensions that have no tile of their
+own, beside PyTorch's operators where they take the problem. Timed as bench_gpu.py does.
+
+  python bench/bench_options.py
+  python bench/bench_options.py --filter varlen --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gpu_timing
+import tilewise
+from tilewise.cli import tables
+from tilewise.cli.progress import Progress
+
+aten = torch.ops.aten
+# Shares of the plain kernel's speed that an option is to keep.
+KEEPS = {"fwd": 0.70, "bwd": 0.65}
+SCORES = ("softcap", "ALiBi", "bias", "sinks", "dropout")
+
+
+@dataclass
+class Problem:
+    """Tensors [batch, row, head, column] or [row, head, column], and who computes them."""
+
+    name: str
+    leaves: tuple[Tensor, Tensor, Tensor]
+    dout: Tensor
+    flop: float
+    attend: Callable[..., Tensor]
+    peers: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None]]
+
+    def calls(self, direction: str) -> dict[str, Callable[[], Any]]:
+        """Ours and the peers', of one direction."""
+        if direction == "fwd":
+            values = tuple(x.detach() for x in self.leaves)
+            ours: Callable[[], Any] = lambda: self.attend(*values)  # noqa: E731
+        else:
+            out = self.attend(*self.leaves)
+            ours = lambda: torch.autograd.grad(  # noqa: E731
+                out, self.leaves, self.dout, retain_graph=True
+            )
+        found = {"tilewise": ours}
+        for name, (forward, backward) in self.peers.items():
+            call = forward if direction == "fwd" else backward
+            if call is not None:
+                found[name] = call
+        return found
+
+
+def draw(device: str, *shape: int) -> Tensor:
+    """Standard normal entries in bf16."""
+    return torch.randn(*shape, device=device).to(torch.bfloat16)
+
+
+def dense(
+    name: str, device: str, batch: int, rows: int, heads: int, kv_heads: int, dim: int,
+    dim_v: int = 0, flop_share: float = 0.5, peer: bool = False, **options: Any,
+) -> Problem:  # fmt: skip
+    """Causal self-attention with options."""
+    dim_v = dim_v or dim
+    q = draw(device, batch, rows, heads, dim).requires_grad_()
+    k = draw(device, batch, rows, kv_heads, dim).requires_grad_()
+    v = draw(device, batch, rows, kv_heads, dim_v).requires_grad_()
+    dout = draw(device, batch, rows, heads, dim_v)
+    flop = flop_share * 2.0 * batch * heads * rows * rows * (dim + dim_v)
+    peers = {"cuDNN": cudnn(q, k, v, dout)} if peer and device == "cuda" else {}
+    return Problem(
+        name, (q, k, v), dout, flop,
+        lambda *x: tilewise.attention(*x, causal=True, **options), peers,
+    )  # fmt: skip
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Any, Any]:
+    """Forward and backward through PyTorch's cuDNN operators."""
+    q, k, v, dout = (x.detach().transpose(1, 2) for x in (q, k, v, dout))
+
+    def forward(wanted: bool = False) -> Any:
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, wanted, 0.0, True, False)
+
+    saved: list[Any] = []
+
+    def backward() -> Any:
+        if not saved:
+            saved.append(forward(True))
+        out, lse, cu_q, cu_k, max_q, max_k, seed, offset, _ = saved[0]
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse, seed, offset, None, cu_q, cu_k, max_q, max_k, 0.0, True
+        )
+
+    return forward, backward
+
+
+def ragged(device: str, tokens: int, heads: int, dim: int) -> Problem:
+    """Log-normal lengths (median 900, a long tail) that fill `tokens`."""
+    generator = torch.Generator().manual_seed(tokens)
+    lengths: list[int] = []
+    while (left := tokens - sum(lengths)) > 0:
+        drawn = math.exp(6.8 + 1.0 * float(torch.randn(1, generator=generator)))
+        lengths.append(min(left, max(1, int(drawn))))
+    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
+    q, k, v = (draw(device, tokens, heads, dim).requires_grad_() for _ in range(3))
+    dout = draw(device, tokens, heads, dim)
+    flop = 0.5 * sum(4.0 * heads * n * n * dim for n in lengths)
+    most = max(lengths)
+    plain = [x.detach() for x in (q, k, v)]
+
+    def forward() -> Any:
+        return aten._flash_attention_forward(*plain, cu, cu, most, most, 0.0, True, False)
+
+    saved: list[Any] = []
+
+    def backward() -> Any:
+        if not saved:
+            saved.append(forward())
+        out, lse, rng, unused, _ = saved[0]
+        return aten._flash_attention_backward(
+            dout, *plain, out, lse, cu, cu, most, most, 0.0, True, rng, unused
+        )
+
+    peers: dict[str, Any] = {"FA-2": (forward, backward)} if device == "cuda" else {}
+    return Problem(
+        f"varlen {tokens} tokens in {len(lengths)} sequences, longest {most}",
+        (q, k, v), dout, flop,
+        lambda *x: tilewise.attention_varlen(*x, cu, cu, causal=True, max_seqlen_q=most,
+                                             max_seqlen_k=most), peers,
+    )  # fmt: skip
+
+
+def options(device: str, scale: int) -> Iterator[Problem]:
+    """D128, 4096 rows: plain, then each option alone. `scale` divides the lengths (a try-out)."""
+    rows, heads = 4096 // scale, 16
+    size = (4, rows, heads, heads, 128)
+    yield dense("plain", device, *size)
+    yield dense("softcap", device, *size, softcap=30.0)
+    slopes = torch.tensor([2.0 ** (-8 * (h + 1) / heads) for h in range(heads)], device=device)
+    yield dense("ALiBi", device, *size, alibi_slopes=slopes)
+    yield dense("bias", device, *size, bias=draw(device, 1, 1, rows, rows))
+    yield dense("sinks", device, *size, sinks=torch.zeros(heads, device=device))
+    yield dense("dropout", device, *size, dropout_p=0.1)
+    yield dense("deterministic", device, *size, deterministic=True)
+    window = 1024 // scale
+    seen = (rows - window / 2) * window / (rows * rows)
+    yield dense("window 1024", device, *size, flop_share=seen, window=(window - 1, 0))
+
+
+def others(device: str, scale: int) -> Iterator[Problem]:
+    """Outside of the grid."""
+    rows, window = 16384 // scale, 1024 // scale
+    share = (rows - window / 2) * window / (rows * rows)
+    yield dense("window 1024 of 16k", device, 1, rows, 16, 16, 128, flop_share=share,
+                window=(window - 1, 0))  # fmt: skip
+    for tokens in (16384, 65536):
+        yield ragged(device, tokens // scale, 16, 128)
+    for length in (65536, 131072):
+        yield dense(f"long context {length // 1024}k", device, 1, length // scale, 4, 4, 128,
+                    peer=True)  # fmt: skip
+    for dim, dim_v in ((72, 72), (80, 80), (96, 96), (192, 192), (192, 128)):
+        for length in (1024, 4096):
+            yield dense(f"D{dim}/{dim_v} S{length}", device, 16384 // length, length // scale, 16,
+                        16, dim, dim_v, peer=True)  # fmt: skip
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """Why a call fails; empty when it does not."""
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error).strip().splitlines()[0]
+    return ""
+
+
+def measure(
+    problem: Problem, direction: str, clock: gpu_timing.Clock, rounds: int
+) -> dict[str, Any]:
+    """Speeds of one problem in one direction."""
+    all_calls = problem.calls(direction)
+    refused = {name: refusal(call) for name, call in all_calls.items()}
+    left_out = {name: why for name, why in refused.items() if why}
+    calls = {name: call for name, call in all_calls.items() if name not in left_out}
+    flop = problem.flop * (2.5 if direction == "bwd" else 1.0)
+    times = {n: t.median for n, t in clock.interleave(calls, rounds).items()}
+    row: dict[str, Any] = {"name": problem.name, "direction": direction, "left_out": left_out}
+    row["tflops"] = {n: flop / t / 1e9 for n, t in times.items()}
+    if "tilewise" in times:
+        row["ratio"] = {n: t / times["tilewise"] for n, t in times.items() if n != "tilewise"}
+    return row
+
+
+def show(rows: list[dict[str, Any]]) -> list[str]:
+    """Prints the table; returns the names of what is below its bar."""
+    plain = {r["direction"]: r["tflops"]["tilewise"] for r in rows if r["name"] == "plain"}
+    lines, missed = [], []
+    for r in rows:
+        ours = r["tflops"].get("tilewise", math.nan)
+        share = ours / plain.get(r["direction"], math.nan)
+        of_options = r.get("option", False)
+        name = f"{r['direction']} {r['name']}"
+        verdict = ""
+        if r["name"] in SCORES and plain:
+            verdict = "pass" if share >= KEEPS[r["direction"]] else "MISS"
+        for peer, ratio in r.get("ratio", {}).items():
+            verdict = "pass" if round(ratio, 2) >= 1.0 else f"MISS ({peer})"
+        if verdict.startswith("MISS"):
+            missed.append(name)
+        peers = "  ".join(f"{n} {r['tflops'][n]:.0f} ({x:.2f})" for n, x in r["ratio"].items())
+        shown = f"{100 * share:.0f} %" if of_options and plain else "-"
+        lines.append([name, f"{ours:.1f}", shown, peers or "-", verdict])
+    head = ["problem", "TFLOP/s", "of plain", "peers: TFLOP/s (ratio)", ""]
+    tables.show(head, lines, left=(0, 4))
+    return missed
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Measures, prints, writes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--filter", default="", metavar="WORD", help="problems whose name has it")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
+                        help="cpu tries the script itself, on small problems")  # fmt: skip
+    asked = parser.parse_args(arguments)
+    scale = 1 if asked.device == "cuda" else 64
+    clock = gpu_timing.Clock(asked.device)
+    rows = []
+    with Progress(2 * 23, "problems") as bar:
+        for of_options, problems in ((True, options), (False, others)):
+            for problem in problems(asked.device, scale):
+                for direction in ("fwd", "bwd"):
+                    wanted = asked.filter in problem.name or problem.name == "plain"
+                    if wanted:
+                        row = measure(problem, direction, clock, asked.rounds)
+                        rows.append(row | {"option": of_options})
+                    bar.update(point=problem.name)
+                del problem
+    missed = show(rows)
+    for r in rows:
+        for name, why in r["left_out"].items():
+            print(f"{r['direction']} {r['name']}: {name} does not take it: {why}")
+    print(f"below their bar: {'; '.join(missed) or 'none'}")
+    if asked.json:
+        asked.json.parent.mkdir(parents=True, exist_ok=True)
+        asked.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run())
