@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -25,10 +26,15 @@ constexpr std::array kCollectiveNames = {
     "any",
     "ldmatrix_x4",
     "ldmatrix_x4_trans",
+    "stmatrix_x4",
+    "stmatrix_x4_trans",
     "mma_m16n8k16_f16",
     "mma_m16n8k16_bf16",
     "mma_m16n8k8_f16",
     "mma_m16n8k8_tf32",
+    "wgmma_wait_group",
+    "setmaxnreg_inc",
+    "setmaxnreg_dec",
 };
 
 const char* name(Collective collective) {
@@ -149,6 +155,8 @@ void Block::report(const detail::Launch& launch) const {
   add(s.shuffles, "shuffles");
   add(s.matrix_products, "mma");
   add(s.copied_bytes, "bytes by cp.async");
+  add(s.bulk_bytes, "bytes by bulk copies");
+  add(s.warpgroup_products, "wgmma");
   add(s.matrix_loads, "matrices loaded");
   add(s.matrix_load_conflicts, "conflicts of them");
   add(s.shared_accesses, "accesses to shared memory");
@@ -163,24 +171,37 @@ void Block::run_block() {
   at_barrier_ = 0;
   idle_polls_ = 0;
   for (int i = 0; i < warp_count_; ++i) warps_[i] = Warp{.runnable = kAllLanes};
+  clocks_.start(launch_->threads, clock_ + 1);
+  barriers_.start();
+  named_barriers_.start();
+  registers_.start(launch_->threads);
+  for (int i = 0; i < warp_count_; ++i) products_[i].start();
   note_block_barrier();
   for (int i = 0; i < launch_->threads; ++i) {
     make_context(contexts_[i], stacks_.begin(i), stacks_.end(i), &Block::enter);
     copies_[i] = {};
+    bulk_copies_[i] = {};
   }
   thread_ = turn_order_[0] * kLanes;
   switch_context(host_, contexts_[thread_]);
   for (int i = 0; i < warp_count_; ++i) settle_accesses(i);
   if (!failure_.empty()) return;
+  failure_ = left_undone();
+  if (failure_.empty()) return;
+  failure_ += text("\n  in block %lld of %lld\n  of ", static_cast<long long>(index_),
+                   static_cast<long long>(launch_->blocks)) +
+              kernel_name(*launch_);
+}
+
+// What is wrong with a block whose threads have all exited.
+std::string Block::left_undone() const {
   const int overrun = shared_.first_overrun();
   if (overrun >= 0) {
-    failure_ = text(
-                   "byte %d of shared memory was written, the launch gave %d bytes\n  in block "
-                   "%lld of %lld\n  of ",
-                   overrun, launch_->shared_bytes, static_cast<long long>(index_),
-                   static_cast<long long>(launch_->blocks)) +
-               kernel_name(*launch_);
+    return text("byte %d of shared memory was written, the launch gave %d bytes", overrun,
+                launch_->shared_bytes);
   }
+  const std::string unfinished = barriers_.unfinished();
+  return unfinished.empty() ? registers_.disagreement() : unfinished;
 }
 
 // The first function of every fiber.
@@ -191,6 +212,8 @@ void Block::enter() {
 }
 
 void Block::exit_thread() {
+  products().check_exit();
+  bulk_copies().check_exit();
   Warp& w = warp();
   w.runnable &= ~lane_bit();
   w.exited |= lane_bit();
@@ -219,6 +242,11 @@ bool Block::next_thread(int* thread) {
 void Block::run_another_warp() {
   int thread = thread_;
   if (next_thread(&thread)) return switch_to(thread);
+  // Asynchronous copies take as long as they may.
+  if (barriers_.land() && next_thread(&thread)) {
+    if (thread != thread_) switch_to(thread);
+    return;
+  }
   uint32_t polling = 0;
   for (int i = 0; i < warp_count_; ++i) {
     polling |= warps_[i].polling;
@@ -268,6 +296,7 @@ void Block::sync_block() {
 
 void Block::note_block_barrier() {
   block_barrier_time_ = ++clock_;
+  clocks_.join(0, launch_->threads);
   for (int i = 0; i < warp_count_; ++i) warps_[i].barrier_time = clock_;
 }
 
@@ -275,6 +304,32 @@ void Block::poll() {
   warp().polling |= lane_bit();
   warp().runnable &= ~lane_bit();
   run_another();
+}
+
+void Block::wait(const Wait& why) {
+  waits_[static_cast<size_t>(thread_)] = why;
+  warp().waiting |= lane_bit();
+  warp().runnable &= ~lane_bit();
+  run_another();
+}
+
+void Block::wake(int thread) {
+  Warp& w = warps_[static_cast<size_t>(thread / kLanes)];
+  w.waiting &= ~(1u << (thread % kLanes));
+  w.runnable |= 1u << (thread % kLanes);
+  idle_polls_ = 0;
+}
+
+std::string Block::reason(const Wait& wait) const {
+  switch (wait.kind) {
+    case Wait::mbarrier:
+      return text("parity %d of the ", wait.parity) + barriers_.describe(wait.which);
+    case Wait::named_barrier:
+      return named_barriers_.describe(wait.which);
+    case Wait::registers:
+      return registers_.describe(wait.which);
+  }
+  return "";
 }
 
 std::string Block::where(int thread) const {
@@ -295,6 +350,13 @@ std::string Block::waiting() const {
     add(w.in_collective, name(w.collective));
     add(w.at_barrier, "sync_block");
     add(w.polling, "ld_acquire");
+    std::map<std::string, uint32_t> reasons;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      if ((w.waiting >> lane & 1) != 0) {
+        reasons[reason(waits_[static_cast<size_t>(i * kLanes + lane)])] |= 1u << lane;
+      }
+    }
+    for (const auto& [why, lanes] : reasons) add(lanes, why.c_str());
     add(w.exited, "exited");
     report.append(text("\n  warp %d: ", i)).append(line);
   }

@@ -8,10 +8,14 @@
 #include <vector>
 
 #include "emulator/banks.h"
+#include "emulator/barriers.h"
+#include "emulator/bulk.h"
+#include "emulator/clocks.h"
 #include "emulator/fiber.h"
 #include "emulator/grid.h"
 #include "emulator/options.h"
 #include "emulator/shared.h"
+#include "emulator/wgmma.h"
 
 namespace tilewise::cuda::emulator {
 
@@ -28,10 +32,23 @@ enum class Collective : uint8_t {
   any,
   ldmatrix_x4,
   ldmatrix_x4_trans,
+  stmatrix_x4,
+  stmatrix_x4_trans,
   mma_m16n8k16_f16,
   mma_m16n8k16_bf16,
   mma_m16n8k8_f16,
   mma_m16n8k8_tf32,
+  wgmma_wait_group,
+  setmaxnreg_inc,
+  setmaxnreg_dec,
+};
+
+// What a thread waits for that other threads will do one by one.
+struct Wait {
+  enum Kind : uint8_t { mbarrier, named_barrier, registers };
+  Kind kind;
+  int which;  // barrier, or how many registers
+  int parity;
 };
 
 struct Copy {
@@ -53,6 +70,7 @@ struct Warp {
   uint32_t runnable = 0;
   uint32_t in_collective = 0;
   uint32_t at_barrier = 0;
+  uint32_t waiting = 0;  // as `waits_` says
   uint32_t polling = 0;  // let the others run before it reads a flag again
   uint32_t exited = 0;
   Collective collective = Collective::none;
@@ -62,7 +80,11 @@ struct Warp {
 
 class Block {
  public:
-  Block() : stacks_(kMaxThreads), copies_(kMaxThreads) {}
+  Block()
+      : stacks_(kMaxThreads),
+        copies_(kMaxThreads),
+        bulk_copies_(kMaxThreads),
+        waits_(kMaxThreads) {}
 
   void run_grid(const detail::Launch& launch);
 
@@ -72,6 +94,12 @@ class Block {
   const Options& options() const { return options_; }
   SharedMemory& shared() { return shared_; }
   Copies& copies() { return copies_[static_cast<size_t>(thread_)]; }
+  BulkCopies& bulk_copies() { return bulk_copies_[static_cast<size_t>(thread_)]; }
+  MemoryBarriers& barriers() { return barriers_; }
+  NamedBarriers& named_barriers() { return named_barriers_; }
+  Registers& registers() { return registers_; }
+  Products& products() { return products_[static_cast<size_t>(thread_ / kLanes)]; }
+  Clocks& clocks() { return clocks_; }
   Statistics& counts() { return statistics_; }
 
   // All 32 lanes call it with their arguments; the last to arrive does the work for all of them
@@ -97,13 +125,22 @@ class Block {
   }
   void sync_block();
   void poll();
+  // Until another thread wakes this one.
+  void wait(const Wait& why);
+  void wake(int thread);
   // An access to shared memory, for the count of bank conflicts.
   void note_access(const void* place, uint32_t offset, int bytes) {
     if (!options_.count_banks) return;
     logs_[static_cast<size_t>(thread_ / kLanes)].note(thread_ % kLanes, {place, offset, bytes});
   }
-  void note_warp_barrier() { warp().barrier_time = ++clock_; }
-  Moment moment() { return {thread_, clock_, block_barrier_time_, warp().barrier_time}; }
+  void note_warp_barrier() {
+    warp().barrier_time = ++clock_;
+    const int first = thread_ / kLanes * kLanes;
+    clocks_.join(first, first + kLanes);
+  }
+  // What is done from here on is later.
+  uint32_t tick() { return ++clock_; }
+  Moment moment() { return {thread_, clock_, block_barrier_time_, warp().barrier_time, &clocks_}; }
 
   // Leaves the grid for good: run_grid throws `message` with the place it happened.
   [[noreturn]] void fail(const std::string& message);
@@ -140,6 +177,8 @@ class Block {
   void check_none_exited(const Warp& w, const char* what);
   std::string where(int thread) const;
   std::string waiting() const;
+  std::string reason(const Wait& wait) const;
+  std::string left_undone() const;
 
   const detail::Launch* launch_ = nullptr;
   Options options_;
@@ -149,7 +188,7 @@ class Block {
   int exited_ = 0;
   int at_barrier_ = 0;
   int idle_polls_ = 0;  // rounds of polling in which nothing else happened
-  uint32_t clock_ = 1;  // counts barriers of warps and of the block
+  uint32_t clock_ = 1;  // counts whatever orders accesses
   uint32_t block_barrier_time_ = 1;
   std::array<Warp, kMaxThreads / kLanes> warps_;
   std::array<int, kMaxThreads / kLanes> turn_order_{};  // which warp runs before which
@@ -158,6 +197,13 @@ class Block {
   std::array<Context, kMaxThreads> contexts_;
   Context host_;
   std::vector<Copies> copies_;
+  std::vector<BulkCopies> bulk_copies_;
+  std::vector<Wait> waits_;
+  MemoryBarriers barriers_;
+  NamedBarriers named_barriers_;
+  Registers registers_;
+  std::array<Products, kMaxThreads / kLanes> products_;
+  Clocks clocks_;
   std::array<AccessLog, kMaxThreads / kLanes> logs_;
   SharedMemory shared_;
   Statistics statistics_;

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "base/half.h"
+#include "cuda/tensor_map.h"
 
 namespace tilewise::cuda::emulator {
 
@@ -33,6 +34,8 @@ bool any(bool x);
 
 void ldmatrix_x4(uint32_t (&r)[4], uint32_t row);
 void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row);
+void stmatrix_x4(uint32_t row, const uint32_t (&r)[4]);
+void stmatrix_x4_trans(uint32_t row, const uint32_t (&r)[4]);
 uint32_t ld_shared_b32(uint32_t address);
 void ld_shared_v2_b32(uint32_t (&r)[2], uint32_t address);
 void ld_shared_v4_b32(uint32_t (&r)[4], uint32_t address);
@@ -61,6 +64,36 @@ void red_add_v4_f32(float* p, const float (&x)[4]);
 // a block before this one, writes.
 int32_t ld_acquire(const int32_t* p);
 void st_release(int32_t* p, int32_t x);
+
+void mbarrier_init(uint32_t barrier, int arrivals);
+void mbarrier_arrive(uint32_t barrier);
+void mbarrier_arrive_expect_tx(uint32_t barrier, int bytes);
+void mbarrier_wait_parity(uint32_t barrier, int parity);
+void fence_mbarrier_init();
+void fence_proxy_async();
+
+void cp_async_bulk_tensor_load(uint32_t to, const TensorMap& map, int column, int row, int head,
+                               int slot, uint32_t barrier);
+void cp_async_bulk_tensor_store(const TensorMap& map, int column, int row, int head, int slot,
+                                uint32_t from);
+void cp_async_bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier);
+void cp_reduce_async_bulk_add_f32(float* to, uint32_t from, int bytes);
+void cp_async_bulk_commit_group();
+void cp_async_bulk_wait_group_read(int pending);
+void cp_async_bulk_wait_group(int pending);
+
+void bar_sync(int barrier, int threads);
+void bar_arrive(int barrier, int threads);
+void setmaxnreg_inc(int registers);
+void setmaxnreg_dec(int registers);
+
+void wgmma_fence();
+void wgmma_commit_group();
+void wgmma_wait_group(int pending);
+// d [n / 2 a thread] of the warpgroup; sums as those of mma. `d` is poison until it is waited for.
+void wgmma(float* d, int n, bool bf16, uint64_t a, uint64_t b, bool trans_a, bool trans_b,
+           bool add);
+void wgmma(float* d, int n, bool bf16, const uint32_t (&a)[4], uint64_t b, bool trans_b, bool add);
 
 uint32_t cvt_f16x2(float low, float high);
 uint32_t cvt_bf16x2(float low, float high);

@@ -26,6 +26,8 @@ struct Statistics {
   int64_t shared_accesses = 0;        // ld.shared and st.shared, per thread
   int64_t shared_conflicts = 0;       // their wavefronts beyond the least, per warp, when counted
   int64_t copied_bytes = 0;           // cp.async
+  int64_t bulk_bytes = 0;             // cp.async.bulk and its relatives, whole boxes
+  int64_t warpgroup_products = 0;     // wgmma, per warp
 };
 const Statistics& statistics();
 

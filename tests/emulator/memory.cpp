@@ -72,6 +72,27 @@ uint32_t half_word(const char* row, int column) {
   return x;
 }
 
+struct MatrixStore {
+  uint32_t row;
+  const uint32_t* r;
+};
+
+// `element(matrix, row, column)` comes from the registers of the lanes. A row counts as written by
+// the lane that names it.
+template <class Element>
+void store_rows(const std::array<MatrixStore*, kLanes>& calls, Element element) {
+  Block& b = block();
+  for (int lane = 0; lane < kLanes; ++lane) {
+    uint16_t values[kRowBytes / 2];
+    for (int column = 0; column < kRowBytes / 2; ++column) {
+      values[column] = element(lane / kMatrixRows, lane % kMatrixRows, column);
+    }
+    Moment moment = b.moment();
+    moment.thread = moment.thread / kLanes * kLanes + lane;
+    b.shared().write(calls[lane]->row, values, kRowBytes, "stmatrix", moment);
+  }
+}
+
 // Bytes of the source beyond `bytes_read` may not exist.
 void land(const Copy& copy, char* to) {
   if (copy.bytes_read > 0) {
@@ -132,6 +153,26 @@ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row) {
         calls[lane]->r[i] = half_word(pair[0], lane / 4) | half_word(pair[1], lane / 4) << 16;
       }
     }
+  });
+}
+
+void stmatrix_x4(uint32_t row, const uint32_t (&r)[4]) {
+  MatrixStore call{row, r};
+  block().meet(Collective::stmatrix_x4, call, [](std::array<MatrixStore*, kLanes>& calls) {
+    store_rows(calls, [&calls](int matrix, int line, int column) {
+      const uint32_t pair = calls[line * 4 + column / 2]->r[matrix];
+      return static_cast<uint16_t>(pair >> column % 2 * 16);
+    });
+  });
+}
+
+void stmatrix_x4_trans(uint32_t row, const uint32_t (&r)[4]) {
+  MatrixStore call{row, r};
+  block().meet(Collective::stmatrix_x4_trans, call, [](std::array<MatrixStore*, kLanes>& calls) {
+    store_rows(calls, [&calls](int matrix, int line, int column) {
+      const uint32_t pair = calls[column * 4 + line / 2]->r[matrix];
+      return static_cast<uint16_t>(pair >> line % 2 * 16);
+    });
   });
 }
 

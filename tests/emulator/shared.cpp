@@ -23,14 +23,36 @@ uint16_t half_word(const char* p) {
 
 constexpr int warp_of(int thread) { return thread / kLanes; }
 
+bool same_warp(int thread, int actor) {
+  return actor < Clocks::kFirstCopier && warp_of(actor) == warp_of(thread);
+}
+
+std::string actor_name(int actor) {
+  return actor < Clocks::kFirstCopier ? text("thread %d", actor) : "an asynchronous copy";
+}
+
+// What would have ordered the two.
+const char* missing(int thread, int actor) {
+  if (actor >= Clocks::kFirstCopier) return "wait for its mbarrier";
+  return same_warp(thread, actor) ? "sync_warp" : "sync_block";
+}
+
 }  // namespace
+
+bool ordered(const Moment& m, int actor, uint32_t time) {
+  if (actor == m.thread || time < m.block_barrier) return true;
+  if (same_warp(m.thread, actor) && time < m.warp_barrier) return true;
+  return m.clocks->knows(m.thread, actor, time);
+}
 
 SharedMemory::SharedMemory()
     : states_(kRegionBytes / 2),
       write_times_(kRegionBytes / 2),
       read_times_(kRegionBytes / 2),
       writers_(kRegionBytes / 2),
-      readers_(kRegionBytes / 2) {
+      readers_(kRegionBytes / 2),
+      uses_(kRegionBytes / kChunkBytes),
+      last_async_reads_(kRegionBytes / kChunkBytes) {
   void* region = mmap(nullptr, kRegionBytes + kGuardBytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (region == MAP_FAILED) throw std::bad_alloc();
@@ -47,11 +69,15 @@ void SharedMemory::start(int bytes, bool check_races) {
   data_ = region_ + kRegionBytes - rounded(bytes);
   std::fill_n(reinterpret_cast<uint16_t*>(data_), rounded(bytes) / 2, kPoison);
   std::fill_n(states_.begin(), rounded(bytes) / 2, uint8_t{kUnknown});
+  std::fill_n(uses_.begin(), rounded(bytes) / kChunkBytes, uint16_t{0});
 }
 
 void SharedMemory::forget_times() {
   std::fill(write_times_.begin(), write_times_.end(), 0);
   std::fill(read_times_.begin(), read_times_.end(), 0);
+  std::fill(warp_read_times_.begin(), warp_read_times_.end(), 0);
+  std::fill(last_async_reads_.begin(), last_async_reads_.end(), 0);
+  std::fill(async_read_times_.begin(), async_read_times_.end(), 0);
 }
 
 int SharedMemory::first_overrun() const {
@@ -87,12 +113,15 @@ void SharedMemory::check_landed(HalfWords range, const char* what) const {
   if (range.end - range.begin == 8) {
     uint64_t states;
     std::memcpy(&states, states_.data() + range.begin, 8);
-    if ((states & 0x0101010101010101u * kInFlight) == 0) return;
+    if ((states & 0x0101010101010101u * (kInFlight | kBarrier)) == 0) return;
   }
   for (uint32_t i = range.begin; i < range.end; ++i) {
     if (states_[i] & kInFlight) {
       fault(text("%s of byte %u of shared memory, where an asynchronous copy is in flight", what,
                  2 * i));
+    }
+    if (states_[i] & kBarrier) {
+      fault(text("%s of byte %u of shared memory, where an mbarrier is", what, 2 * i));
     }
   }
 }
@@ -120,11 +149,13 @@ void SharedMemory::check_written(HalfWords range, const char* what) {
 void SharedMemory::check_read_race(uint32_t i, const char* what, const Moment& m,
                                    uint16_t reader) const {
   const int writer = writers_[i];
+  const uint32_t time = write_times_[i];
   if (writer == reader) return;
-  const bool same_warp = warp_of(writer) == warp_of(m.thread);
-  if (same_warp && write_times_[i] < m.warp_barrier) return;
-  fault(text("race: %s of byte %u of shared memory, which thread %d wrote with no %s between", what,
-             2 * i, writer, same_warp ? "sync_warp" : "sync_block"));
+  // The lane that wrote may be the one that reads for the whole warp.
+  const bool own = writer == m.thread && time >= m.warp_barrier;
+  if (own ? m.clocks->knows(m.thread, writer, time) : ordered(m, writer, time)) return;
+  fault(text("race: %s of byte %u of shared memory, which %s wrote with no %s between", what, 2 * i,
+             actor_name(writer).c_str(), missing(m.thread, writer)));
 }
 
 // Nearly every read: written before the last barrier; since then read by nobody, or by the same
@@ -139,7 +170,8 @@ bool SharedMemory::note_usual_read(uint32_t begin, const Moment& m, uint16_t rea
   for (int i = 0; i < kCount; ++i) first_read = std::min(first_read, read_times_[begin + i]);
   for (int i = 0; i < kCount; ++i) last_read = std::max(last_read, read_times_[begin + i]);
   for (int i = 0; i < kCount; ++i) {
-    known_reader &= readers_[begin + i] == reader || readers_[begin + i] == kManyWarps;
+    known_reader &=
+        readers_[begin + i] == reader || (readers_[begin + i] == kManyWarps && !m.clocks->active());
   }
   if (last_write >= m.block_barrier) return false;
   if (last_read < m.block_barrier) {
@@ -179,6 +211,7 @@ void SharedMemory::note_read(HalfWords range, const char* what, const Moment& m,
       if (before == reader || read_times_[i] < since) {
         readers_[i] = reader;
       } else {
+        if (!own_warp && m.clocks->active()) note_many_warps(i, m);
         readers_[i] = own_warp ? lanes : kManyWarps;
       }
     }
@@ -188,27 +221,59 @@ void SharedMemory::note_read(HalfWords range, const char* what, const Moment& m,
 
 void SharedMemory::check_write_race(HalfWords range, const char* what, const Moment& m,
                                     const char* from) const {
+  check_unused(range, what, m);
   if (!check_races_) return;
   for (uint32_t i = range.begin; i < range.end; ++i) {
     const bool same_value =
         from != nullptr && std::memcmp(from + 2 * (i - range.begin), data_ + 2 * i, 2) == 0;
-    if (write_times_[i] >= m.block_barrier && writers_[i] != m.thread && !same_value) {
-      const bool same_warp = warp_of(writers_[i]) == warp_of(m.thread);
-      if (!same_warp || write_times_[i] >= m.warp_barrier) {
-        fault(text("race: %s of byte %u of shared memory, which thread %d wrote with no %s between",
-                   what, 2 * i, writers_[i], same_warp ? "sync_warp" : "sync_block"));
-      }
+    if (!same_value && !ordered(m, writers_[i], write_times_[i])) {
+      fault(text("race: %s of byte %u of shared memory, which %s wrote with no %s between", what,
+                 2 * i, actor_name(writers_[i]).c_str(), missing(m.thread, writers_[i])));
     }
-    if (read_times_[i] < m.block_barrier || readers_[i] == m.thread) continue;
-    const int reader = readers_[i];
-    const bool same_warp = reader < kLanesOfWarp ? warp_of(reader) == warp_of(m.thread)
-                                                 : reader == kLanesOfWarp + warp_of(m.thread);
-    if (same_warp && read_times_[i] < m.warp_barrier) continue;
-    fault(text("race: %s of byte %u of shared memory, which %s %d read with no %s between", what,
-               2 * i, reader < kLanesOfWarp ? "thread" : (reader == kManyWarps ? "many:" : "warp"),
-               reader < kLanesOfWarp ? reader : reader % kLanesOfWarp,
-               same_warp ? "sync_warp" : "sync_block"));
+    check_read_before_write(i, what, m);
   }
+}
+
+void SharedMemory::check_read_before_write(uint32_t i, const char* what, const Moment& m) const {
+  const int reader = readers_[i];
+  const uint32_t time = read_times_[i];
+  if (time < m.block_barrier || reader == m.thread) return;
+  if (reader == kManyWarps) {
+    if (!m.clocks->active()) fail_many_readers(i, what);
+    for (int warp = 0; warp < kMaxWarps; ++warp) {
+      const uint32_t read = warp_read_times_[i * kMaxWarps + static_cast<uint32_t>(warp)];
+      if (read < m.block_barrier || m.clocks->knows_all_lanes(m.thread, warp, read)) continue;
+      if (warp == warp_of(m.thread) && read < m.warp_barrier) continue;
+      fail_many_readers(i, what);
+    }
+    return;
+  }
+  const bool one = reader < kLanesOfWarp;
+  const int warp = one ? warp_of(reader) : reader - kLanesOfWarp;
+  const bool own_warp = warp == warp_of(m.thread);
+  if (own_warp && time < m.warp_barrier) return;
+  if (one ? ordered(m, reader, time) : m.clocks->knows_all_lanes(m.thread, warp, time)) return;
+  fault(text("race: %s of byte %u of shared memory, which %s %d read with no %s between", what,
+             2 * i, one ? "thread" : "warp", one ? reader : warp,
+             own_warp ? "sync_warp" : "sync_block"));
+}
+
+void SharedMemory::fail_many_readers(uint32_t i, const char* what) const {
+  fault(
+      text("race: %s of byte %u of shared memory, which several warps read with no sync_block "
+           "between",
+           what, 2 * i));
+}
+
+// Several warps read half-word `i`, the last of them this thread's.
+void SharedMemory::note_many_warps(uint32_t i, const Moment& m) {
+  if (warp_read_times_.empty()) warp_read_times_.resize(kRegionBytes / 2 * kMaxWarps);
+  uint32_t* times = warp_read_times_.data() + static_cast<size_t>(i) * kMaxWarps;
+  if (readers_[i] != kManyWarps) {
+    const int before = readers_[i];
+    times[before < kLanesOfWarp ? warp_of(before) : before - kLanesOfWarp] = read_times_[i];
+  }
+  times[warp_of(m.thread)] = m.now;
 }
 
 void SharedMemory::note_write(HalfWords range, const Moment& m) {
@@ -257,6 +322,129 @@ void SharedMemory::start_copy(uint32_t address, int bytes, const Moment& m) {
 char* SharedMemory::finish_copy(uint32_t address, int bytes, const Moment& m) {
   note_write(checked(address, bytes, "cp.async"), m);
   return at(address);
+}
+
+// --- asynchronous accesses -----------------------------------------------------------------------
+
+SharedMemory::HalfWords SharedMemory::checked_chunks(uint32_t address, int bytes,
+                                                     const char* what) const {
+  const int64_t offset = static_cast<int64_t>(address) - kFirstAddress;
+  if (offset < 0 || offset + bytes > bytes_) {
+    fault(text("%s of %d bytes at byte %lld of shared memory, the launch gave %d bytes", what,
+               bytes, static_cast<long long>(offset), bytes_));
+  }
+  if (offset % kChunkBytes != 0 || bytes % kChunkBytes != 0) {
+    fault(text("%s of %d bytes at byte %lld of shared memory: not in units of 16 bytes", what,
+               bytes, static_cast<long long>(offset)));
+  }
+  return {static_cast<uint32_t>(offset) / 2, static_cast<uint32_t>(offset + bytes) / 2};
+}
+
+// Nobody reads asynchronously what is written now.
+void SharedMemory::check_unused(HalfWords range, const char* what, const Moment& m) const {
+  for (uint32_t chunk = range.begin / kChunk; chunk * kChunk < range.end; ++chunk) {
+    if (uses_[chunk] != 0) {
+      fault(
+          text("%s of byte %u of shared memory, which a wgmma or a bulk copy reads that nobody "
+               "has waited for",
+               what, chunk * kChunkBytes));
+    }
+    if (!check_races_ || last_async_reads_[chunk] < m.block_barrier) continue;
+    const uint32_t* times = async_read_times_.data() + static_cast<size_t>(chunk) * kMaxWarps;
+    for (int warp = 0; warp < kMaxWarps; ++warp) {
+      if (times[warp] < m.block_barrier || warp == warp_of(m.thread) ||
+          m.clocks->knows_any_lane(m.thread, warp, times[warp])) {
+        continue;
+      }
+      fault(
+          text("race: %s of byte %u of shared memory, which a wgmma of warp %d read with no "
+               "barrier after its wgmma_wait_group",
+               what, chunk * kChunkBytes, warp));
+    }
+  }
+}
+
+void SharedMemory::check_fenced(uint32_t i, const char* what, const Moment& m) const {
+  const int writer = writers_[i];
+  const uint32_t time = write_times_[i];
+  if (time < m.clocks->start_time()) return;  // nobody in this block, but through a pointer
+  if (!ordered(m, writer, time)) {
+    fault(text("race: %s of byte %u of shared memory, which %s wrote with no %s between", what,
+               2 * i, actor_name(writer).c_str(), missing(m.thread, writer)));
+  }
+  if (writer >= Clocks::kFirstCopier) return;
+  const uint32_t fence = m.clocks->fence_after(writer, time);
+  if (fence != 0 && ordered(m, writer, fence)) return;
+  fault(
+      text("%s of byte %u of shared memory, which thread %d wrote with no fence_proxy_async "
+           "before the barrier between",
+           what, 2 * i, writer));
+}
+
+// Asynchronous accesses after generic writes. Most chunks were written as the one before.
+void SharedMemory::check_fenced(HalfWords range, const char* what, const Moment& m) const {
+  if (!check_races_) return;
+  for (uint32_t i = range.begin; i < range.end; ++i) {
+    if (i > range.begin && writers_[i] == writers_[i - 1] &&
+        write_times_[i] == write_times_[i - 1]) {
+      continue;
+    }
+    check_fenced(i, what, m);
+  }
+}
+
+void SharedMemory::start_async_write(uint32_t address, int bytes, const char* what,
+                                     const Moment& m) {
+  const HalfWords range = checked_chunks(address, bytes, what);
+  for (uint32_t i = range.begin; i < range.end; i += kChunk) check_landed({i, i + kChunk}, what);
+  check_unused(range, what, m);
+  check_fenced(range, what, m);
+  if (check_races_) {
+    for (uint32_t i = range.begin; i < range.end; ++i) check_read_before_write(i, what, m);
+  }
+  std::fill(states_.begin() + range.begin, states_.begin() + range.end, uint8_t{kInFlight});
+  std::fill_n(reinterpret_cast<uint16_t*>(at(address)), bytes / 2, kPoison);
+}
+
+void SharedMemory::finish_async_write(uint32_t address, int bytes, int copier, uint32_t time) {
+  const HalfWords range = checked_chunks(address, bytes, "a bulk copy");
+  const uint32_t count = range.end - range.begin;
+  std::fill_n(states_.begin() + range.begin, count, uint8_t{kWritten});
+  std::fill_n(write_times_.begin() + range.begin, count, time);
+  std::fill_n(writers_.begin() + range.begin, count, static_cast<uint16_t>(copier));
+}
+
+void SharedMemory::start_async_read(uint32_t address, int bytes, const char* what,
+                                    const Moment& m) {
+  const HalfWords range = checked_chunks(address, bytes, what);
+  for (uint32_t i = range.begin; i < range.end; i += kChunk) {
+    check_written({i, i + kChunk}, what);
+    ++uses_[i / kChunk];
+  }
+  check_fenced(range, what, m);
+}
+
+void SharedMemory::finish_async_read(uint32_t address, int bytes, const char* what,
+                                     const Moment& m) {
+  const HalfWords range = checked_chunks(address, bytes, what);
+  for (uint32_t i = range.begin; i < range.end; i += kChunk) --uses_[i / kChunk];
+  note_read(range, what, m, static_cast<uint16_t>(m.thread));
+}
+
+void SharedMemory::finish_async_read_by_warp(uint32_t address, const Moment& m) {
+  if (async_read_times_.empty()) async_read_times_.resize(kRegionBytes / kChunkBytes * kMaxWarps);
+  const uint32_t chunk = (address - kFirstAddress) / kChunkBytes;
+  --uses_[chunk];
+  last_async_reads_[chunk] = m.now;
+  async_read_times_[chunk * kMaxWarps + static_cast<uint32_t>(warp_of(m.thread))] = m.now;
+}
+
+void SharedMemory::claim_barrier(uint32_t address, const Moment& m) {
+  const HalfWords range = checked(address, 8, "mbarrier_init");
+  check_landed(range, "mbarrier_init");
+  check_write_race(range, "mbarrier_init", m, nullptr);
+  note_write(range, m);
+  std::fill_n(states_.begin() + range.begin, 4, uint8_t{kBarrier});
 }
 
 // Bytes beside those accessed, in the first and the last half-word, count as accessed.

@@ -5,17 +5,23 @@
 #include <cstdint>
 #include <vector>
 
+#include "emulator/clocks.h"
+
 namespace tilewise::cuda::emulator {
 
 // Who does something, and what has happened before it for certain. Times count barriers: what was
 // done before `block_barrier` is done for the whole block, what was done before `warp_barrier` is
-// done for the warp.
+// done for the warp; `clocks` knows of other barriers.
 struct Moment {
   int thread;
   uint32_t now;
   uint32_t block_barrier;
   uint32_t warp_barrier;
+  const Clocks* clocks;
 };
+
+// Whether what `actor` (a thread or Clocks::copier) did at `time` is done for the thread.
+bool ordered(const Moment& moment, int actor, uint32_t time);
 
 class SharedMemory {
  public:
@@ -51,6 +57,16 @@ class SharedMemory {
   // An asynchronous copy writes the bytes at some moment between the two calls.
   void start_copy(uint32_t address, int bytes, const Moment& moment);
   char* finish_copy(uint32_t address, int bytes, const Moment& moment);
+  // Through the asynchronous proxy, in units of 16 bytes: nobody may touch bytes between the start
+  // and the end of a write, nobody may write them between those of a read. Generic writes before
+  // need a fence. wgmma reads as a warp, bulk copies as the thread that starts them.
+  void start_async_write(uint32_t address, int bytes, const char* what, const Moment& moment);
+  void finish_async_write(uint32_t address, int bytes, int copier, uint32_t time);
+  void start_async_read(uint32_t address, int bytes, const char* what, const Moment& moment);
+  void finish_async_read(uint32_t address, int bytes, const char* what, const Moment& moment);
+  void finish_async_read_by_warp(uint32_t address, const Moment& moment);
+  // 8 bytes are an mbarrier from here on.
+  void claim_barrier(uint32_t address, const Moment& moment);
   char* at(uint32_t address) const { return data_ + (address - kFirstAddress); }
 
   // Through a plain pointer, when the compiler announces such accesses (pointers.cpp). `contains`
@@ -65,7 +81,10 @@ class SharedMemory {
  private:
   static constexpr size_t kRegionBytes = 228 * 1024;
   static constexpr size_t kGuardBytes = 64 * 1024;
-  enum : uint8_t { kUnknown = 0, kWritten = 1, kInFlight = 2 };
+  static constexpr int kMaxWarps = 32;
+  static constexpr int kChunkBytes = 16;
+  static constexpr uint32_t kChunk = kChunkBytes / 2;  // half-words
+  enum : uint8_t { kUnknown = 0, kWritten = 1, kInFlight = 2, kBarrier = 4 };
   // In `readers_`: a thread, or lanes of a warp (its index is added), or more than one warp.
   static constexpr uint16_t kLanesOfWarp = 1024;
   static constexpr uint16_t kManyWarps = 0xffff;
@@ -85,7 +104,14 @@ class SharedMemory {
   void note_read(HalfWords range, const char* what, const Moment& m, uint16_t reader);
   void check_read_race(uint32_t i, const char* what, const Moment& m, uint16_t reader) const;
   void check_write_race(HalfWords range, const char* what, const Moment& m, const char* from) const;
+  void check_read_before_write(uint32_t i, const char* what, const Moment& m) const;
   void note_write(HalfWords range, const Moment& m);
+  void note_many_warps(uint32_t i, const Moment& m);
+  HalfWords checked_chunks(uint32_t address, int bytes, const char* what) const;
+  void check_unused(HalfWords range, const char* what, const Moment& m) const;
+  void check_fenced(HalfWords range, const char* what, const Moment& m) const;
+  void check_fenced(uint32_t i, const char* what, const Moment& m) const;
+  [[noreturn]] void fail_many_readers(uint32_t i, const char* what) const;
 
   char* region_ = nullptr;
   char* data_ = nullptr;
@@ -97,6 +123,11 @@ class SharedMemory {
   std::vector<uint32_t> read_times_;
   std::vector<uint16_t> writers_;
   std::vector<uint16_t> readers_;
+  std::vector<uint32_t> warp_read_times_;  // of each warp, where `readers_` says many; else unused
+  // Per 16 bytes: reads that have not finished, and when each warp's wgmma last finished one.
+  std::vector<uint16_t> uses_;
+  std::vector<uint32_t> last_async_reads_;
+  std::vector<uint32_t> async_read_times_;
 };
 
 }  // namespace tilewise::cuda::emulator

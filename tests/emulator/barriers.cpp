@@ -1,0 +1,332 @@
+#include "emulator/barriers.h"
+
+#include <algorithm>
+
+#include "emulator/block.h"
+#include "emulator/device.h"
+
+namespace tilewise::cuda::emulator {
+namespace {
+
+constexpr int kMaxArrivals = (1 << 20) - 1;
+constexpr int64_t kMaxBytes = (1 << 20) - 1;
+
+uint32_t offset_of(uint32_t address) { return address - SharedMemory::kFirstAddress; }
+
+// What this thread did until now, and knows.
+void release(Clock& to) {
+  Block& b = block();
+  const uint32_t now = b.tick();
+  b.clocks().release(b.thread(), now, b.moment().warp_barrier, to);
+}
+
+}  // namespace
+
+// --- mbarriers -----------------------------------------------------------------------------------
+
+void MemoryBarriers::start() { barriers_.clear(); }
+
+MemoryBarriers::Barrier& MemoryBarriers::find(uint32_t address, const char* what) {
+  Block& block_ = block();
+  for (Barrier& b : barriers_) {
+    if (b.address != address) continue;
+    if (!ordered(block_.moment(), b.initialiser, b.initialised)) {
+      fault(
+          text("race: %s of the mbarrier at byte %u of shared memory, which thread %d "
+               "initialised with no sync_block between",
+               what, offset_of(address), b.initialiser));
+    }
+    return b;
+  }
+  fault(text("%s at byte %d of shared memory, where no mbarrier was initialised", what,
+             static_cast<int>(offset_of(address))));
+}
+
+void MemoryBarriers::init(uint32_t address, int arrivals) {
+  Block& block_ = block();
+  block_.clocks().activate();
+  if (arrivals < 1 || arrivals > kMaxArrivals) {
+    fault(text("mbarrier_init with %d arrivals: 1 to %d", arrivals, kMaxArrivals));
+  }
+  for (const Barrier& b : barriers_) {
+    if (b.address == address) {
+      fault(text("mbarrier_init at byte %u of shared memory, where an mbarrier is in use",
+                 offset_of(address)));
+    }
+  }
+  block_.shared().claim_barrier(address, block_.moment());
+  Barrier b;
+  b.address = address;
+  b.arrivals = b.pending = arrivals;
+  b.initialiser = block_.thread();
+  b.initialised = block_.moment().now;
+  b.arriving = b.complete = block_.clocks().nothing();
+  barriers_.push_back(std::move(b));
+}
+
+void MemoryBarriers::check_bytes(const Barrier& b) const {
+  if (b.bytes > kMaxBytes || b.bytes < -kMaxBytes) {
+    fault(text("%s: more bytes than it can count", describe(index_of(b)).c_str()));
+  }
+  if (b.pending == 0 && b.in_flight > b.bytes) {
+    fault(text("%s: copies deliver %lld bytes more than were announced",
+               describe(index_of(b)).c_str(), static_cast<long long>(b.in_flight - b.bytes)));
+  }
+}
+
+void MemoryBarriers::arrive(uint32_t address, int64_t bytes) {
+  Barrier& b = find(address, "mbarrier_arrive");
+  if (bytes < 0)
+    fault(text("mbarrier_arrive_expect_tx of %lld bytes", static_cast<long long>(bytes)));
+  if (b.pending == 0) {
+    fault(text("mbarrier_arrive beyond the %d arrivals of a phase; %s", b.arrivals,
+               describe(index_of(b)).c_str()));
+  }
+  release(b.arriving);
+  --b.pending;
+  b.bytes += bytes;
+  check_bytes(b);
+  end_phase(b);
+}
+
+void MemoryBarriers::start_write(uint32_t address, AsyncWrite write) {
+  Block& block_ = block();
+  Barrier& b = find(address, "an asynchronous copy");
+  const uint32_t fence = block_.clocks().fence_after(b.initialiser, b.initialised);
+  if (fence == 0 || !ordered(block_.moment(), b.initialiser, fence)) {
+    fault(
+        text("%s: an asynchronous copy counts on it with no fence_mbarrier_init by thread %d, "
+             "which initialised it, and no sync_block after that",
+             describe(index_of(b)).c_str(), b.initialiser));
+  }
+  b.in_flight += write.bytes;
+  check_bytes(b);
+  if (b.writes.empty()) b.first_write = block_.tick();
+  b.writes.push_back(std::move(write));
+  if (!block_.options().early_copies) return;
+  AsyncWrite& started = b.writes.back();
+  started.land();
+  started.land = nullptr;
+  b.in_flight -= started.bytes;
+  b.bytes -= started.bytes;
+  end_phase(b);
+}
+
+void MemoryBarriers::end_phase(Barrier& b) {
+  if (b.pending != 0 || b.bytes != 0) return;
+  Block& block_ = block();
+  const int index = index_of(b);
+  for (const AsyncWrite& write : b.writes) {
+    block_.shared().finish_async_write(write.to, write.bytes, Clocks::copier(index),
+                                       block_.moment().now);
+  }
+  b.writes.clear();
+  block_.clocks().note_copies(b.arriving, index, block_.tick());
+  b.complete = b.arriving;
+  ++b.phase;
+  b.pending = b.arrivals;
+  for (const int thread : b.waiting) block_.wake(thread);
+  b.waiting.clear();
+}
+
+void MemoryBarriers::wait(uint32_t address, int parity) {
+  Block& block_ = block();
+  if (parity != 0 && parity != 1) fault(text("mbarrier_wait_parity of parity %d", parity));
+  const int index = index_of(find(address, "mbarrier_wait_parity"));
+  const uint32_t first = barriers_[static_cast<size_t>(index)].phase;
+  if (static_cast<int>(first & 1) == parity) {
+    barriers_[static_cast<size_t>(index)].waiting.push_back(block_.thread());
+    block_.wait({Wait::mbarrier, index, parity});
+    const uint32_t last = barriers_[static_cast<size_t>(index)].phase;
+    if (last != first + 1) {
+      fault(
+          text("%s: %u phases ended while the thread waited for one; a wait may see the parity "
+               "of the last and wait for ever",
+               describe(index).c_str(), last - first));
+    }
+  }
+  block_.clocks().acquire(block_.thread(), barriers_[static_cast<size_t>(index)].complete);
+}
+
+void MemoryBarriers::land(Barrier& b) {
+  for (AsyncWrite& write : b.writes) {
+    write.land();
+    write.land = nullptr;
+    b.in_flight -= write.bytes;
+    b.bytes -= write.bytes;
+  }
+  end_phase(b);
+}
+
+bool MemoryBarriers::land() {
+  Barrier* oldest = nullptr;
+  for (Barrier& b : barriers_) {
+    if (b.waiting.empty() || b.pending != 0 || b.in_flight == 0 || b.in_flight != b.bytes) continue;
+    if (oldest == nullptr || b.first_write < oldest->first_write) oldest = &b;
+  }
+  if (oldest == nullptr) return false;
+  land(*oldest);
+  return true;
+}
+
+std::string MemoryBarriers::unfinished() const {
+  for (const Barrier& b : barriers_) {
+    if (!b.writes.empty()) {
+      return text("the block ended while a copy to byte %u of shared memory was in flight; ",
+                  offset_of(b.writes.front().to)) +
+             describe(index_of(b));
+    }
+  }
+  return "";
+}
+
+std::string MemoryBarriers::describe(int barrier) const {
+  const Barrier& b = barriers_[static_cast<size_t>(barrier)];
+  std::string line = text("mbarrier at byte %u (phase %u, %d of %d arrivals", offset_of(b.address),
+                          b.phase, b.arrivals - b.pending, b.arrivals);
+  if (b.bytes != 0 || b.in_flight != 0) {
+    line += text(", %lld bytes to come, %lld in flight", static_cast<long long>(b.bytes),
+                 static_cast<long long>(b.in_flight));
+  }
+  return line + ")";
+}
+
+// --- named barriers ------------------------------------------------------------------------------
+
+void NamedBarriers::arrive(int barrier, int threads, bool wait) {
+  Block& block_ = block();
+  block_.clocks().activate();
+  const char* what = wait ? "bar_sync" : "bar_arrive";
+  if (barrier < 1 || barrier >= kCount) fault(text("%s of barrier %d: 1 to 15", what, barrier));
+  if (threads < kLanes || threads % kLanes != 0 || threads > block_.launch().threads) {
+    fault(text("%s of barrier %d with %d threads: whole warps, at most the %d of the block", what,
+               barrier, threads, block_.launch().threads));
+  }
+  Barrier& b = barriers_[static_cast<size_t>(barrier)];
+  if (b.arrived == 0) {
+    b.threads = threads;
+    b.known = block_.clocks().nothing();
+  } else if (b.threads != threads) {
+    fault(text("%s of barrier %d with %d threads, others meet there with %d", what, barrier,
+               threads, b.threads));
+  }
+  release(b.known);
+  if (++b.arrived < b.threads) {
+    if (!wait) return;
+    b.waiting.push_back(block_.thread());
+    block_.wait({Wait::named_barrier, barrier, 0});
+    return;
+  }
+  for (const int thread : b.waiting) {
+    block_.clocks().acquire(thread, b.known);
+    block_.wake(thread);
+  }
+  if (wait) block_.clocks().acquire(block_.thread(), b.known);
+  b.waiting.clear();
+  b.arrived = 0;
+}
+
+std::string NamedBarriers::describe(int barrier) const {
+  const Barrier& b = barriers_[static_cast<size_t>(barrier)];
+  return text("bar_sync of barrier %d (%d of %d threads)", barrier, b.arrived, b.threads);
+}
+
+// --- registers -----------------------------------------------------------------------------------
+
+void Registers::start(int threads) {
+  constexpr int kStep = 8;
+  constexpr int kMost = 255;
+  const int count = std::min(kPerMultiprocessor / threads, kMost) / kStep * kStep;
+  of_warp_.assign(static_cast<size_t>(threads / kLanes), count);
+  waiting_.clear();
+  free_ = 0;
+}
+
+void Registers::check(int count, const char* what) const {
+  constexpr int kLeast = 24;
+  constexpr int kMost = 256;
+  if (count < kLeast || count > kMost || count % 8 != 0) {
+    fault(text("%s to %d registers: 24 to 256 in steps of 8", what, count));
+  }
+}
+
+bool Registers::take(int warp, int count) {
+  int& own = of_warp_[static_cast<size_t>(warp)];
+  if (own == count) return true;
+  if (count - own > free_) return false;
+  free_ -= count - own;
+  own = count;
+  return true;
+}
+
+void Registers::increase(int count) {
+  Block& block_ = block();
+  check(count, "setmaxnreg_inc");
+  const int warp = block_.thread() / kLanes;
+  if (of_warp_[static_cast<size_t>(warp)] > count) {
+    fault(text("setmaxnreg_inc to %d registers: the warp has %d", count,
+               of_warp_[static_cast<size_t>(warp)]));
+  }
+  struct None {
+  } call;
+  block_.meet(Collective::setmaxnreg_inc, call, [](std::array<None*, kLanes>&) {});
+  while (!take(warp, count)) {
+    waiting_.push_back(block_.thread());
+    block_.wait({Wait::registers, count, 0});
+  }
+}
+
+void Registers::decrease(int count) {
+  Block& block_ = block();
+  check(count, "setmaxnreg_dec");
+  struct None {
+  } call;
+  block_.meet(Collective::setmaxnreg_dec, call, [&](std::array<None*, kLanes>&) {
+    int& own = of_warp_[static_cast<size_t>(block_.thread() / kLanes)];
+    if (own < count) fault(text("setmaxnreg_dec to %d registers: the warp has %d", count, own));
+    free_ += own - count;
+    own = count;
+    for (const int thread : waiting_) block_.wake(thread);
+    waiting_.clear();
+  });
+}
+
+std::string Registers::disagreement() const {
+  constexpr size_t kWarps = 4;
+  for (size_t first = 0; first < of_warp_.size(); first += kWarps) {
+    for (size_t i = first + 1; i < std::min(first + kWarps, of_warp_.size()); ++i) {
+      if (of_warp_[i] == of_warp_[first]) continue;
+      return text("setmaxnreg left warp %d with %d registers and warp %d of its warpgroup with %d",
+                  static_cast<int>(first), of_warp_[first], static_cast<int>(i), of_warp_[i]);
+    }
+  }
+  return "";
+}
+
+std::string Registers::describe(int wanted) const {
+  return text("setmaxnreg_inc to %d (%d per lane are free)", wanted, free_);
+}
+
+// --- the instructions ----------------------------------------------------------------------------
+
+void mbarrier_init(uint32_t barrier, int arrivals) { block().barriers().init(barrier, arrivals); }
+void mbarrier_arrive(uint32_t barrier) { block().barriers().arrive(barrier, 0); }
+void mbarrier_arrive_expect_tx(uint32_t barrier, int bytes) {
+  block().barriers().arrive(barrier, bytes);
+}
+void mbarrier_wait_parity(uint32_t barrier, int parity) {
+  block().barriers().wait(barrier, parity);
+}
+void fence_mbarrier_init() { fence_proxy_async(); }
+void fence_proxy_async() {
+  Block& b = block();
+  b.clocks().fence(b.thread(), b.tick());
+}
+void bar_sync(int barrier, int threads) { block().named_barriers().arrive(barrier, threads, true); }
+void bar_arrive(int barrier, int threads) {
+  block().named_barriers().arrive(barrier, threads, false);
+}
+void setmaxnreg_inc(int registers) { block().registers().increase(registers); }
+void setmaxnreg_dec(int registers) { block().registers().decrease(registers); }
+
+}  // namespace tilewise::cuda::emulator

@@ -1,0 +1,67 @@
+// What is known to have happened before what, beyond barriers of the block and the warp: vector
+// clocks of the threads, for orders that come from mbarriers and named barriers, and the fences
+// between the generic and the asynchronous way to reach shared memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace tilewise::cuda::emulator {
+
+// Per actor a time: what the actor did before it is known to be done.
+using Clock = std::vector<uint32_t>;
+
+// Actors are the threads, and the asynchronous copies that an mbarrier counts.
+class Clocks {
+ public:
+  static constexpr int kFirstCopier = 1024;
+
+  // A block starts. Until `activate` no thread knows more than barriers of block and warp say.
+  void start(int threads, uint32_t now);
+  bool active() const { return active_; }
+  void activate();
+  uint32_t start_time() const { return start_time_; }
+  Clock nothing() const { return Clock(static_cast<size_t>(width())); }
+  static int copier(int barrier) { return kFirstCopier + barrier % kCopiers; }
+
+  // `thread` gives what it did before `now` and all it knows to `to`, or takes from there.
+  void release(int thread, uint32_t now, uint32_t warp_barrier, Clock& to) const;
+  void acquire(int thread, const Clock& from);
+  void note_copies(Clock& clock, int barrier, uint32_t now) const;
+  // All threads of a warp or the block know the same from now on.
+  void join(int begin, int end);
+
+  bool knows(int thread, int actor, uint32_t time) const {
+    return active_ && time < of(thread)[column(actor)];
+  }
+  // What the warp did together: whoever heard of one lane heard of it.
+  bool knows_any_lane(int thread, int warp, uint32_t time) const;
+  bool knows_all_lanes(int thread, int warp, uint32_t time) const;
+
+  void fence(int thread, uint32_t now) { fences_[static_cast<size_t>(thread)].push_back(now); }
+  // The first fence of `thread` after `time`, or 0.
+  uint32_t fence_after(int thread, uint32_t time) const;
+
+ private:
+  static constexpr int kCopiers = 128;  // more barriers share them: races may then be overlooked
+
+  int width() const { return threads_ + kCopiers; }
+  int column(int actor) const {
+    return actor < kFirstCopier ? actor : threads_ + actor - kFirstCopier;
+  }
+  const uint32_t* of(int thread) const {
+    return known_.data() + static_cast<size_t>(thread) * static_cast<size_t>(width());
+  }
+  uint32_t* of(int thread) {
+    return known_.data() + static_cast<size_t>(thread) * static_cast<size_t>(width());
+  }
+
+  bool active_ = false;
+  int threads_ = 0;
+  uint32_t start_time_ = 0;
+  std::vector<uint32_t> known_;  // a clock per thread
+  std::vector<std::vector<uint32_t>> fences_;
+};
+
+}  // namespace tilewise::cuda::emulator

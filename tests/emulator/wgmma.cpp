@@ -1,0 +1,388 @@
+#include "emulator/wgmma.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/half.h"
+#include "emulator/block.h"
+#include "emulator/device.h"
+
+namespace tilewise::cuda::emulator {
+namespace {
+
+constexpr int kChunkBytes = 16;
+constexpr int kChunkElements = 8;
+constexpr int kGroupWarps = 4;
+
+// PTX ISA 9.7.15.5.1.2.
+struct Descriptor {
+  uint32_t address;
+  uint32_t leading;
+  uint32_t stride;
+
+  explicit Descriptor(uint64_t bits)
+      : address(field(bits, 0)), leading(field(bits, 16)), stride(field(bits, 32)) {
+    constexpr uint64_t kSwizzle128 = 1;
+    if (bits >> 62 != kSwizzle128 || (bits >> 49 & 7) != 0) {
+      fault(
+          text("wgmma with the descriptor %016llx: only the 128-byte swizzle without base offset "
+               "is emulated",
+               static_cast<unsigned long long>(bits)));
+    }
+  }
+  static uint32_t field(uint64_t bits, int shift) {
+    return static_cast<uint32_t>(bits >> shift & 0x3fff) << 4;
+  }
+  static uint32_t swizzled(uint32_t address) { return address ^ (address >> 3 & 0x70); }
+
+  // 8 elements of an operand that has k contiguous: k = 8 chunk and on, of row `row` (m or n).
+  uint32_t by_columns(int row, int chunk) const {
+    return swizzled(address + static_cast<uint32_t>(row / 8) * stride +
+                    static_cast<uint32_t>(row % 8 * 128 + chunk * kChunkBytes));
+  }
+  // 8 elements of an operand that has m or n contiguous: 8 chunk and on, of row `k`.
+  uint32_t by_rows(int k, int chunk) const {
+    return swizzled(address + static_cast<uint32_t>(chunk / 8) * leading +
+                    static_cast<uint32_t>(k / 8) * stride +
+                    static_cast<uint32_t>(k % 8 * 128 + chunk % 8 * kChunkBytes));
+  }
+};
+
+// visit(address, line, chunk): `rows` rows of the operand from row0 on; the lines are rows, or k
+// where it is transposed.
+template <class Visit>
+void for_each_chunk(const Descriptor& d, bool trans, int row0, int rows, Visit visit) {
+  if (trans) {
+    for (int k = 0; k < Products::kDepth; ++k) {
+      for (int chunk = 0; chunk < rows / kChunkElements; ++chunk) {
+        visit(d.by_rows(k, row0 / kChunkElements + chunk), k, chunk);
+      }
+    }
+    return;
+  }
+  for (int row = 0; row < rows; ++row) {
+    for (int chunk = 0; chunk < Products::kDepth / kChunkElements; ++chunk) {
+      visit(d.by_columns(row0 + row, chunk), row, chunk);
+    }
+  }
+}
+
+int warp_of_group() { return block().thread() / kLanes % kGroupWarps; }
+
+template <class Visit>
+void for_each_chunk(const Operands& o, Visit visit) {
+  if (!o.a_in_registers) {
+    for_each_chunk(Descriptor(o.a), o.trans_a, warp_of_group() * Products::kRows, Products::kRows,
+                   visit);
+  }
+  for_each_chunk(Descriptor(o.b), o.trans_b, 0, o.n, visit);
+}
+
+// As to_float(Half), without a branch.
+float half_bits_to_float(uint32_t bits) {
+  const uint32_t magnitude = (bits & 0x7fffu) << 13;
+  const uint32_t special = -static_cast<uint32_t>(static_cast<int32_t>(magnitude) >= 0x0f800000);
+  const uint32_t scaled = bits_of(float_of(magnitude) * 0x1p112f);
+  const uint32_t value = (special & (magnitude | 0x70000000u)) | (~special & scaled);
+  return float_of((bits & 0x8000u) << 16 | value);
+}
+
+void unpack(const uint16_t* bits, int count, bool bf16, float* values) {
+  if (bf16) {
+    for (int i = 0; i < count; ++i) values[i] = float_of(uint32_t{bits[i]} << 16);
+  } else {
+    for (int i = 0; i < count; ++i) values[i] = half_bits_to_float(bits[i]);
+  }
+}
+
+// An operand as floats, [k][row].
+struct Matrix {
+  uint64_t descriptor = 0;
+  int rows = 0;
+  bool trans = false;
+  bool bf16 = false;
+  uint16_t bits[Products::kMaxColumns * Products::kDepth];
+  alignas(64) float values[Products::kDepth][Products::kMaxColumns];
+};
+
+void decode(Matrix& m) {
+  float line[Products::kDepth * Products::kMaxColumns];
+  unpack(m.bits, m.rows * Products::kDepth, m.bf16, line);
+  for (int k = 0; k < Products::kDepth; ++k) {
+    if (m.trans) {
+      std::copy_n(line + k * m.rows, m.rows, m.values[k]);
+    } else {
+      for (int row = 0; row < m.rows; ++row) m.values[k][row] = line[row * Products::kDepth + k];
+    }
+  }
+}
+
+// The four warps of a group read the same matrix one after another: a decoded one is kept, and used
+// again as long as the bits are the same.
+const Matrix& matrix_b(const Operands& o) {
+  constexpr size_t kKept = 64;
+  static thread_local const auto kept = std::make_unique<std::array<Matrix, kKept>>();
+  Matrix& m = (*kept)[(o.b ^ o.b >> 6) % kKept];
+  const Descriptor d(o.b);
+  uint16_t bits[Products::kMaxColumns * Products::kDepth];
+  const int line = o.trans_b ? o.n : Products::kDepth;
+  const SharedMemory& shared = block().shared();
+  for_each_chunk(d, o.trans_b, 0, o.n, [&](uint32_t address, int row, int chunk) {
+    std::memcpy(bits + row * line + chunk * kChunkElements, shared.at(address), kChunkBytes);
+  });
+  const size_t bytes = static_cast<size_t>(o.n) * Products::kDepth * sizeof(uint16_t);
+  const bool same = m.descriptor == o.b && m.rows == o.n && m.trans == o.trans_b &&
+                    m.bf16 == o.bf16 && std::memcmp(m.bits, bits, bytes) == 0;
+  if (same) return m;
+  m.descriptor = o.b;
+  m.rows = o.n;
+  m.trans = o.trans_b;
+  m.bf16 = o.bf16;
+  std::memcpy(m.bits, bits, bytes);
+  decode(m);
+  return m;
+}
+
+using RowsOfA = float[Products::kRows][Products::kDepth];
+
+void shared_a(const Operands& o, RowsOfA& a) {
+  const SharedMemory& shared = block().shared();
+  for_each_chunk(Descriptor(o.a), o.trans_a, warp_of_group() * Products::kRows, Products::kRows,
+                 [&](uint32_t address, int line, int chunk) {
+                   uint16_t bits[kChunkElements];
+                   float values[kChunkElements];
+                   std::memcpy(bits, shared.at(address), kChunkBytes);
+                   unpack(bits, kChunkElements, o.bf16, values);
+                   for (int i = 0; i < kChunkElements; ++i) {
+                     const int other = chunk * kChunkElements + i;
+                     (o.trans_a ? a[other][line] : a[line][other]) = values[i];
+                   }
+                 });
+}
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define TILEWISE_EMULATOR_CLONES __attribute__((target_clones("default", "avx2")))
+#else
+#define TILEWISE_EMULATOR_CLONES
+#endif
+
+constexpr int kWidth = 8;  // floats of a vector
+using Vector = float __attribute__((vector_size(kWidth * sizeof(float)), aligned(4)));
+
+// sums[i][j] += a[i][k] b[k][j], one k after another; the products are exact.
+TILEWISE_EMULATOR_CLONES
+void multiply(float (&sums)[Products::kRows][Products::kMaxColumns], const RowsOfA& a,
+              const float (&b)[Products::kDepth][Products::kMaxColumns], int columns) {
+  constexpr int kRowsAtOnce = 4;
+  for (int i = 0; i < Products::kRows; i += kRowsAtOnce) {
+    for (int j = 0; j < columns; j += kWidth) {
+      Vector s[kRowsAtOnce];
+      for (int r = 0; r < kRowsAtOnce; ++r) std::memcpy(&s[r], &sums[i + r][j], sizeof(Vector));
+      for (int k = 0; k < Products::kDepth; ++k) {
+        Vector x;
+        std::memcpy(&x, &b[k][j], sizeof(Vector));
+        for (int r = 0; r < kRowsAtOnce; ++r) s[r] += a[i + r][k] * x;
+      }
+      for (int r = 0; r < kRowsAtOnce; ++r) std::memcpy(&sums[i + r][j], &s[r], sizeof(Vector));
+    }
+  }
+}
+
+}  // namespace
+
+void Products::start() {
+  lanes_ = {};
+  queue_.clear();
+  groups_.clear();
+  first_ = first_group_ = 0;
+  for (const auto& sums : accumulators_) {
+    sums->in_flight = 0;
+    sums->d = {};
+  }
+}
+
+// --- sums ----------------------------------------------------------------------------------------
+
+Products::Accumulator& Products::accumulator_for(float* d, int n, int lane) {
+  Accumulator* free = nullptr;
+  for (const auto& sums : accumulators_) {
+    float* begin = sums->d[static_cast<size_t>(lane)];
+    if (begin == d && sums->n == n) return *sums;
+    if (sums->in_flight == 0) {
+      if (free == nullptr || sums->used < free->used) free = sums.get();
+      continue;
+    }
+    if (begin != nullptr && d < begin + sums->n / 2 && begin < d + n / 2) {
+      fault("wgmma adds to registers that another shape in flight has");
+    }
+  }
+  constexpr size_t kKept = 8;
+  if (free == nullptr || accumulators_.size() < kKept) {
+    accumulators_.push_back(std::make_unique<Accumulator>());
+    free = accumulators_.back().get();
+  }
+  free->d = {};
+  free->n = n;
+  return *free;
+}
+
+// A lane's part of the sums, from its registers; these are poison from here on.
+void Products::take_sums(Accumulator& sums, float* d, int lane, bool add) const {
+  const auto index = static_cast<size_t>(lane);
+  const bool fenced = lanes_[index].fences > sums.landed[index] || sums.d[index] != d;
+  for (int j = 0; j < sums.n / 8; ++j) {
+    for (int half = 0; half < 2; ++half) {
+      float* to = &sums.sums[lane / 4 + 8 * half][8 * j + lane % 4 * 2];
+      const float* from = d + 4 * j + 2 * half;
+      if (add && !fenced && std::memcmp(to, from, 8) != 0) {
+        fault("wgmma adds to registers that were written with no wgmma_fence between");
+      }
+      if (add) std::memcpy(to, from, 8);
+    }
+  }
+  std::fill_n(d, sums.n / 2, float_of(uint32_t{SharedMemory::kPoison} << 16 | 1));
+}
+
+void Products::put_sums(Accumulator& sums) {
+  for (int lane = 0; lane < kWarpLanes; ++lane) {
+    float* d = sums.d[static_cast<size_t>(lane)];
+    for (int j = 0; j < sums.n / 8; ++j) {
+      for (int half = 0; half < 2; ++half) {
+        std::memcpy(d + 4 * j + 2 * half, &sums.sums[lane / 4 + 8 * half][8 * j + lane % 4 * 2], 8);
+      }
+    }
+    sums.landed[static_cast<size_t>(lane)] = lanes_[static_cast<size_t>(lane)].fences;
+  }
+  sums.used = ++uses_;
+}
+
+// --- products ------------------------------------------------------------------------------------
+
+void Products::issue(float* d, const Operands& operands, const uint32_t* a) {
+  const int lane = block().thread() % kWarpLanes;
+  Lane& own = lanes_[static_cast<size_t>(lane)];
+  const uint64_t index = own.issued++ - first_;
+  if (index == queue_.size()) {
+    if (operands.n % 8 != 0 || operands.n < 8 || operands.n > kMaxColumns) {
+      fault(text("wgmma with n = %d", operands.n));
+    }
+    Accumulator& sums = accumulator_for(d, operands.n, lane);
+    queue_.push_back({.operands = operands, .accumulator = &sums, .a = {}});
+    ++sums.in_flight;
+  }
+  Product& product = queue_[index];
+  if (!(product.operands == operands)) {
+    fault("the lanes of a warp start different wgmmas, or give different descriptors");
+  }
+  Accumulator& sums = *product.accumulator;
+  // The first of this lane's products in flight with these sums.
+  bool first = true;
+  for (uint64_t i = 0; i < index; ++i) first &= queue_[i].accumulator != &sums;
+  if (first) {
+    take_sums(sums, d, lane, operands.add);
+    sums.d[static_cast<size_t>(lane)] = d;
+  } else if (sums.d[static_cast<size_t>(lane)] != d) {
+    fault("the lanes of a warp give different registers to a wgmma");
+  }
+  if (a != nullptr) {
+    for (int i = 0; i < 4; ++i) product.a[lane / 4 + i % 2 * 8][lane % 4 + i / 2 * 4] = a[i];
+  }
+  product.lanes |= 1u << lane;
+  if (product.lanes != kAllLanes) return;
+  check(product);
+  if (block().options().early_copies) execute(product);
+}
+
+void Products::check(const Product& product) const {
+  SharedMemory& shared = block().shared();
+  const Moment moment = block().moment();
+  for_each_chunk(product.operands, [&](uint32_t address, int, int) {
+    shared.start_async_read(address, kChunkBytes, "wgmma", moment);
+  });
+}
+
+void Products::execute(Product& product) {
+  const Operands& o = product.operands;
+  RowsOfA a;
+  if (o.a_in_registers) {
+    uint16_t bits[kRows * kDepth];
+    std::memcpy(bits, product.a, sizeof(bits));
+    unpack(bits, kRows * kDepth, o.bf16, a[0]);
+  } else {
+    shared_a(o, a);
+  }
+  Accumulator& sums = *product.accumulator;
+  if (!o.add) {
+    for (auto& row : sums.sums) std::fill_n(row, o.n, 0.0f);
+  }
+  multiply(sums.sums, a, matrix_b(o).values, o.n);
+  product.done = true;
+  ++block().counts().warpgroup_products;
+}
+
+void Products::finish(Product& product) {
+  if (!product.done) execute(product);
+  SharedMemory& shared = block().shared();
+  const Moment moment = block().moment();
+  for_each_chunk(product.operands, [&](uint32_t address, int, int) {
+    shared.finish_async_read_by_warp(address, moment);
+  });
+  if (--product.accumulator->in_flight == 0) put_sums(*product.accumulator);
+}
+
+void Products::fence() { ++lanes_[static_cast<size_t>(block().thread() % kWarpLanes)].fences; }
+
+void Products::commit() {
+  Lane& lane = lanes_[static_cast<size_t>(block().thread() % kWarpLanes)];
+  const uint64_t index = lane.committed++ - first_group_;
+  if (index == groups_.size()) {
+    groups_.push_back(lane.issued);
+  } else if (groups_[index] != lane.issued) {
+    fault("the lanes of a warp commit different groups of wgmmas");
+  }
+}
+
+void Products::wait(int pending) {
+  for (const Lane& lane : lanes_) {
+    if (lane.issued == lanes_[0].issued && lane.committed == lanes_[0].committed) continue;
+    fault("the lanes of a warp wait for different groups of wgmmas");
+  }
+  while (static_cast<int>(groups_.size()) > pending) {
+    for (; first_ < groups_.front(); ++first_) {
+      finish(queue_.front());
+      queue_.pop_front();
+    }
+    groups_.pop_front();
+    ++first_group_;
+  }
+}
+
+void Products::check_exit() const {
+  if (!queue_.empty()) fault("the thread exits while a wgmma of its warp is in flight");
+}
+
+// --- the instructions ----------------------------------------------------------------------------
+
+void wgmma_fence() { block().products().fence(); }
+void wgmma_commit_group() { block().products().commit(); }
+
+void wgmma_wait_group(int pending) {
+  struct Groups {
+    int pending;
+  } call{pending};
+  block().meet(Collective::wgmma_wait_group, call, [](std::array<Groups*, kLanes>& calls) {
+    block().note_warp_barrier();
+    block().products().wait(calls[0]->pending);
+  });
+}
+
+void wgmma(float* d, int n, bool bf16, uint64_t a, uint64_t b, bool trans_a, bool trans_b,
+           bool add) {
+  block().products().issue(d, {n, bf16, false, trans_a, trans_b, add, a, b}, nullptr);
+}
+
+void wgmma(float* d, int n, bool bf16, const uint32_t (&a)[4], uint64_t b, bool trans_b, bool add) {
+  block().products().issue(d, {n, bf16, true, false, trans_b, add, 0, b}, a);
+}
+
+}  // namespace tilewise::cuda::emulator

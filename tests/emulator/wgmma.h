@@ -1,0 +1,84 @@
+// Asynchronous matrix products of a warpgroup. Every warp multiplies its 16 rows by itself, when it
+// starts the product or when it waits for it.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+namespace tilewise::cuda::emulator {
+
+struct Operands {
+  int n;
+  bool bf16;
+  bool a_in_registers;
+  bool trans_a;
+  bool trans_b;
+  bool add;
+  uint64_t a;
+  uint64_t b;
+
+  bool operator==(const Operands&) const = default;
+};
+
+// Those of a warp.
+class Products {
+ public:
+  static constexpr int kRows = 16;
+  static constexpr int kDepth = 16;
+  static constexpr int kMaxColumns = 256;
+
+  void start();
+  // By one lane; `a` are its registers, if that is where the operand is.
+  void issue(float* d, const Operands& operands, const uint32_t* a);
+  void fence();
+  void commit();
+  // By all lanes together.
+  void wait(int pending);
+  void check_exit() const;
+
+ private:
+  static constexpr int kWarpLanes = 32;
+
+  struct Accumulator {
+    std::array<float*, kWarpLanes> d{};  // null: the lane has not come to the first product yet
+    std::array<uint64_t, kWarpLanes> landed{};  // how many fences the lane had done then
+    int n = 0;
+    int in_flight = 0;  // products
+    uint64_t used = 0;  // when last, for reuse
+    alignas(64) float sums[kRows][kMaxColumns];
+  };
+
+  struct Product {
+    Operands operands;
+    Accumulator* accumulator;
+    uint32_t lanes = 0;  // that have issued it
+    bool done = false;
+    uint32_t a[kRows][kDepth / 2];  // pairs of elements, where they come from registers
+  };
+
+  struct Lane {
+    uint64_t issued = 0;
+    uint64_t committed = 0;
+    uint64_t fences = 1;
+  };
+
+  Accumulator& accumulator_for(float* d, int n, int lane);
+  void take_sums(Accumulator& sums, float* d, int lane, bool add) const;
+  void put_sums(Accumulator& sums);
+  void check(const Product& product) const;
+  void finish(Product& product);
+  void execute(Product& product);
+
+  std::array<Lane, kWarpLanes> lanes_;
+  std::deque<Product> queue_;
+  uint64_t first_ = 0;           // the number of the first in the queue
+  std::deque<uint64_t> groups_;  // where each committed group ends
+  uint64_t first_group_ = 0;
+  std::vector<std::unique_ptr<Accumulator>> accumulators_;
+  uint64_t uses_ = 0;
+};
+
+}  // namespace tilewise::cuda::emulator
