@@ -22,6 +22,14 @@ struct KvSource {
     return page * view.stride_batch + (row % page_size) * view.stride_row;
   }
 
+  // The same where rows are fewer than 2^31: a GPU divides 64-bit numbers in a call.
+  TILEWISE_FN int64_t offset_32(const tilewise_tensor& view, int32_t j) const {
+    if (pages == nullptr) return offset(view, j);
+    const auto row = static_cast<uint32_t>(first + j);
+    const auto size = static_cast<uint32_t>(page_size);
+    return pages[row / size] * view.stride_batch + int64_t{row % size} * view.stride_row;
+  }
+
   // How many keys from j on follow each other at stride_row.
   TILEWISE_FN int64_t run(int64_t j, int64_t end) const {
     if (pages == nullptr) return end - j;

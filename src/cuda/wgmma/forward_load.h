@@ -22,69 +22,69 @@ class ForwardLoad {
   static constexpr bool kOverlap = kTile.overlap_tiles;
 
   TILEWISE_DEVICE ForwardLoad(const TmaForwardParams& params, const Shared& shared)
-      : p_(params), shared_(shared), lane_(ptx::lane_index()) {}
+      : p_(params), shared_(shared) {}
 
   TILEWISE_DEVICE void run() {
     int32_t index = static_cast<int32_t>(ptx::block_index());
-    int32_t behind = kNone;  // the key tile whose values are to come: they follow one step later
-    int behind_slot = 0;
+    // The key tile whose values are to come, and the slot of its work: they follow a step later.
+    int32_t behind = kNone;
 #pragma unroll 1
-    for (;;) {
-      const int slot = works_.slot;
-      if (!publish(index)) break;
-      const ForwardWork& work = shared_.work(slot);
-      int32_t tile = work.tiles.first;
-      if (work.has_keys()) {
-        load_q(work);
-        tile = work.tiles.last;
-      }
-      // Work without keys: what is behind comes at once.
-      const int32_t end = work.tiles.first - (kOverlap && work.has_keys() ? 0 : 1);
+    while (publish(index)) {
+      const typename Shared::WorkPlace place{works_.count - 1};
+      const ForwardWork& work = shared_.work(place.slot());
+      load_q(work, {place.count});
+      // Without keys: one step, in which the values that are behind come.
+      int32_t tile = work.has_keys() ? work.tiles.last : kNone;
+      const int32_t end = work.has_keys() ? work.tiles.first - (kOverlap ? 0 : 1) : kNone;
 #pragma unroll 1
       for (; tile >= end; --tile) {
         const bool wanted = work.has_keys() && tile >= work.tiles.first;
         if (wanted) load_k(work, tile);
-        if (behind != kNone) load_v(shared_.work(behind_slot), behind);
-        behind = wanted ? tile : kNone;
-        behind_slot = slot;
+        if (behind != kNone) load_v(behind, {ks_.count - (wanted ? 2u : 1u)});
+        behind = wanted ? tile * Shared::kWorkSlots + place.slot() : kNone;
       }
     }
-    if (kOverlap && behind != kNone) load_v(shared_.work(behind_slot), behind);
+    if (kOverlap && behind != kNone) load_v(behind, {ks_.count - 1});
   }
 
  private:
   static constexpr int32_t kNone = -1;
 
+  // Read again where it is asked for: a lane of this warp has few registers.
+  TILEWISE_DEVICE static int lane() {
+    return static_cast<int>(ptx::recent(static_cast<uint32_t>(ptx::thread_index())) %
+                            ptx::kWarpSize);
+  }
+
   // Writes down the next work that has rows; false: there is none, and that is written down.
   TILEWISE_DEVICE bool publish(int32_t& index) {
-    const int slot = works_.slot;
-    ForwardWork& work = shared_.work(slot);
-    shared_.work_free(slot).wait(works_.phase ^ 1);
-    works_.next();
+    shared_.work_free(works_.slot()).wait(works_.phase() ^ 1);
     bool found = false;
 #pragma unroll 1
     while (!found && index < p_.work) {
-      found = describe(work, index);
+      found = describe(shared_.work(works_.slot()), index);
       index = following(index);
     }
-    if (lane_ == 0) {
-      if (!found) work.rows.count = 0;
-      shared_.work_full(slot).arrive();
+    works_.count = ptx::recent(works_.count);
+    if (lane() == 0) {
+      if (!found) shared_.work(works_.slot()).rows.count = 0;
+      shared_.work_full(works_.slot()).arrive();
     }
+    works_.next();
     return found;
   }
 
   // Whether the work has rows. Piece by piece: a lane of this warp has few registers.
   TILEWISE_DEVICE bool describe(ForwardWork& work, int32_t index) const {
-    if (p_.flags.data != nullptr && lane_ == 0) p_.flags.data[index] = 0;
+    if (p_.flags.data != nullptr && lane() == 0) p_.flags.data[index] = 0;
     const TileOrder::Work at = p_.order.at(index);
     if (at.sequence < 0) return false;
-    if (lane_ == 0) work.sequence = sequence_of(p_.problem, at.sequence);
+    if (lane() == 0) work.sequence = sequence_of(p_.problem, at.sequence);
     ptx::sync_warp();
-    if (lane_ == 0) work.rows = QueryRows::of(p_, work.sequence.band, at.tile, at.head);
+    if (lane() == 0) work.rows = QueryRows::of(p_, work.sequence.band, at.tile, at.head);
     ptx::sync_warp();
     if (work.rows.count == 0) return false;
-    if (lane_ == 0) {
+    if (lane() == 0) {
       work.tiles = KeyTiles::of(p_, work.sequence.band, work.rows, at.split, kTile.keys);
       work.split = at.split;
       work.index = index;
@@ -97,27 +97,21 @@ class ForwardLoad {
   // a long one gets a short one. Variable length: who is done takes the next one.
   TILEWISE_DEVICE int32_t following(int32_t index) const {
     const auto grid = static_cast<int32_t>(ptx::grid_blocks());
-    if (p_.counter == nullptr) {
-      const int32_t in_round = static_cast<int32_t>(ptx::block_index());
-      const bool odd = index % (2 * grid) >= grid;
-      return odd ? index - (grid - 1 - in_round) + grid + in_round
-                 : index - in_round + grid + (grid - 1 - in_round);
-    }
+    if (p_.counter == nullptr) return 2 * (index / grid + 1) * grid - 1 - index;
     int32_t taken = 0;
-    if (lane_ == 0) taken = ptx::atom_add(p_.counter, 1);
+    if (lane() == 0) taken = ptx::atom_add(p_.counter, 1);
     return uniform(taken) + grid;
   }
 
-  TILEWISE_DEVICE void load_q(const ForwardWork& work) {
-    const int buffer = qs_.slot;
+  TILEWISE_DEVICE void load_q(const ForwardWork& work, typename Shared::QPlace place) {
+    const int buffer = place.slot();
     const Barrier full = shared_.q_full(buffer);
-    shared_.q_free(buffer).wait(qs_.phase ^ 1);
-    qs_.next();
+    shared_.q_free(buffer).wait(place.phase() ^ 1);
     if (work.rows.packed()) {
       copy_q(work, buffer);
       return announce_copies(full);
     }
-    if (lane_ != 0) return;
+    if (lane() != 0) return;
     const auto row = static_cast<int32_t>(work.sequence.first_row) + work.rows.first;
     full.expect(Shared::kQBytes);
 #pragma unroll
@@ -128,18 +122,19 @@ class ForwardLoad {
   }
 
   TILEWISE_DEVICE void load_k(const ForwardWork& work, int32_t tile) {
-    const KTile to = shared_.k(ks_.slot);
-    const Barrier full = shared_.k_full(ks_.slot);
-    shared_.k_free(ks_.slot).wait(ks_.phase ^ 1);
+    const KTile to = shared_.k(ks_.slot());
+    const Barrier full = shared_.k_full(ks_.slot());
+    shared_.k_free(ks_.slot()).wait(ks_.phase() ^ 1);
     ks_.next();
     load_keys(to, full, full, p_.k, p_.problem.k, p_.problem.head_dim, work, tile);
   }
 
-  TILEWISE_DEVICE void load_v(const ForwardWork& work, int32_t tile) {
-    const VTile to = shared_.v(vs_.slot);
-    const Barrier full = shared_.v_full(vs_.slot);
-    shared_.v_free(vs_.slot).wait(vs_.phase ^ 1);
-    vs_.next();
+  TILEWISE_DEVICE void load_v(int32_t behind, typename Shared::KvPlace place) {
+    const ForwardWork& work = shared_.work(behind % Shared::kWorkSlots);
+    const int32_t tile = behind / Shared::kWorkSlots;
+    const VTile to = shared_.v(place.slot());
+    const Barrier full = shared_.v_full(place.slot());
+    shared_.v_free(place.slot()).wait(place.phase() ^ 1);
     const bool tail = has_strangers(work, tile);
     const Barrier landed = tail ? shared_.v_landed() : full;
     load_keys(to, full, landed, p_.v, p_.problem.v, p_.problem.head_dim_v, work, tile);
@@ -149,7 +144,7 @@ class ForwardLoad {
     clear_rows(to, work.tiles.keys - tile * kTile.keys);
     ptx::fence_proxy_async();
     ptx::sync_warp();
-    if (lane_ == 0) full.arrive();
+    if (lane() == 0) full.arrive();
   }
 
   // Whether rows behind the keys of the sequence come with its tile: a masked key has weight 0, and
@@ -171,7 +166,7 @@ class ForwardLoad {
       copy_keys(to, view, columns, work, tile, head);
       return announce_copies(full);
     }
-    if (lane_ != 0) return;
+    if (lane() != 0) return;
     landed.expect(Tile::kBytes);
     load_tile(to, landed, map, static_cast<int32_t>(kv.first) + tile * kTile.keys, head,
               static_cast<int32_t>(kv.slot), ptx::CachePolicy::evict_last);
@@ -198,7 +193,7 @@ class ForwardLoad {
   template <class Tile>
   TILEWISE_DEVICE void copy_row(const Tile& to, int row, const char* from, int columns) const {
 #pragma unroll 1
-    for (int chunk = lane_ % kLanesPerRow; chunk < Tile::kPanels * 8; chunk += kLanesPerRow) {
+    for (int chunk = lane() % kLanesPerRow; chunk < Tile::kPanels * 8; chunk += kLanesPerRow) {
       const bool exists = from != nullptr && chunk * 8 < columns;
       ptx::cp_async_16(to.base + static_cast<uint32_t>(Tile::chunk_offset(row, chunk)),
                        exists ? from + chunk * 16 : static_cast<const char*>(p_.problem.q.data),
@@ -211,7 +206,7 @@ class ForwardLoad {
     const tilewise_tensor& q = p_.problem.q;
     const auto columns = static_cast<int>(p_.problem.head_dim);
 #pragma unroll 1
-    for (int r = lane_ / kLanesPerRow; r < kTile.rows(); r += kRowsPerPass) {
+    for (int r = lane() / kLanesPerRow; r < kTile.rows(); r += kRowsPerPass) {
       const char* row = nullptr;
       if (r < work.rows.count)
         row = static_cast<const char*>(q.data) + work.offset(q, r) * C::Element::kBytes;
@@ -224,11 +219,11 @@ class ForwardLoad {
   TILEWISE_DEVICE void copy_keys(const Tile& to, const tilewise_tensor& view, int64_t columns,
                                  const ForwardWork& work, int32_t tile, int32_t head) const {
 #pragma unroll 1
-    for (int r = lane_ / kLanesPerRow; r < kTile.keys; r += kRowsPerPass) {
+    for (int r = lane() / kLanesPerRow; r < kTile.keys; r += kRowsPerPass) {
       const int32_t key = tile * kTile.keys + r;
       const char* row = nullptr;
       if (key < work.tiles.keys) {
-        const int64_t offset = work.sequence.kv.offset(view, key) + head * view.stride_head;
+        const int64_t offset = work.sequence.kv.offset_32(view, key) + head * view.stride_head;
         row = static_cast<const char*>(view.data) + offset * C::Element::kBytes;
       }
       copy_row(to, r, row, static_cast<int>(columns));
@@ -240,7 +235,7 @@ class ForwardLoad {
     ptx::cp_async_wait_group<0>();
     ptx::fence_proxy_async();
     ptx::sync_warp();
-    if (lane_ == 0) full.arrive();
+    if (lane() == 0) full.arrive();
   }
 
   // Rows from `begin` on become 0: a row is 128 bytes in each panel, in whatever order.
@@ -251,18 +246,15 @@ class ForwardLoad {
     for (int panel = 0; panel < Tile::kPanels; ++panel) {
       const ptx::SharedAddress at = tile.base + static_cast<uint32_t>(panel * Tile::kPanelBytes);
 #pragma unroll 1
-      for (int i = begin * 8 + lane_; i < Tile::kRows * 8; i += ptx::kWarpSize)
+      for (int i = begin * 8 + lane(); i < Tile::kRows * 8; i += ptx::kWarpSize)
         ptx::st_shared_v4_b32(at + static_cast<uint32_t>(i * 16), zeros);
     }
   }
 
   const TmaForwardParams& p_;
   Shared shared_;
-  int lane_;
   typename Shared::WorkPlace works_;
-  typename Shared::QPlace qs_;
   typename Shared::KvPlace ks_;
-  typename Shared::KvPlace vs_;
   int landed_phase_ = 0;
 };
 

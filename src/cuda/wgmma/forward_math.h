@@ -80,6 +80,9 @@ class ForwardMath {
 #pragma unroll 1
     while (tiles_.what != Walk::end) {
       if (tiles_.what == Walk::nothing) {
+        shared_.q_full(qs_.slot()).wait(qs_.phase());
+        release(shared_.q_free(qs_.slot()));
+        qs_.next();
         store_nothing(slot);
         slot = next_work();
         continue;
@@ -88,7 +91,7 @@ class ForwardMath {
 #pragma unroll 1
       for (;;) {
         walk(slot);
-        release(shared_.q_free(qs_.slot));
+        release(shared_.q_free(qs_.slot()));
         qs_.next();
         const int done = slot;
         const int32_t skip_after = tiles_.skip_after;
@@ -112,8 +115,8 @@ class ForwardMath {
 
   // Its slot; tiles_ says what is to be walked.
   TILEWISE_DEVICE int next_work() {
-    const int slot = works_.slot;
-    shared_.work_full(slot).wait(works_.phase);
+    const int slot = works_.slot();
+    shared_.work_full(slot).wait(works_.phase());
     works_.next();
     tiles_ = WarpgroupTiles::of(shared_.work(slot), warpgroup_, kKeys);
     return slot;
@@ -145,13 +148,13 @@ class ForwardMath {
   // every lane, and moving 16 descriptors from there costs 4 %: so it is told that all lanes agree,
   // and asked before the waits, which hide the exchange.
   TILEWISE_DEVICE uint64_t queries() const {
-    return QTile{agreed(shared_.q(qs_.slot, warpgroup_).base)}.by_columns();
+    return QTile{agreed(shared_.q(qs_.slot(), warpgroup_).base)}.by_columns();
   }
   TILEWISE_DEVICE uint64_t keys() const {
-    return KTile{agreed(shared_.k(ks_.slot).base)}.by_columns();
+    return KTile{agreed(shared_.k(ks_.slot()).base)}.by_columns();
   }
   TILEWISE_DEVICE uint64_t values() const {
-    return VTile{agreed(shared_.v(vs_.slot).base)}.by_rows();
+    return VTile{agreed(shared_.v(vs_.slot()).base)}.by_rows();
   }
   TILEWISE_DEVICE static uint32_t agreed(uint32_t x) { return ptx::shuffle(x, 0); }
 
@@ -185,7 +188,7 @@ class ForwardMath {
   TILEWISE_DEVICE void wait_for_scores() {
     ptx::wgmma_wait_group<kPending>();
     ptx::keep(s_.flat());
-    release(shared_.k_free(ks_.slot));
+    release(shared_.k_free(ks_.slot()));
     ks_.next();
   }
   TILEWISE_DEVICE void wait_for_values() {
@@ -193,7 +196,7 @@ class ForwardMath {
     ptx::wgmma_wait_group<0>();
     ptx::keep(o_.flat());
     ptx::keep(s_.flat());
-    release(shared_.v_free(vs_.slot));
+    release(shared_.v_free(vs_.slot()));
     vs_.next();
   }
 
@@ -234,7 +237,7 @@ class ForwardMath {
     skip(tiles_.skip_before);
     const uint64_t q = queries();
     const uint64_t k = keys();
-    shared_.k_full(ks_.slot).wait(ks_.phase);
+    shared_.k_full(ks_.slot()).wait(ks_.phase());
     issue_scores(q, k);
     wait_for_scores<0>();
     take_scores<true, true>(slot, tiles_.last);
@@ -257,11 +260,11 @@ class ForwardMath {
     const uint64_t q = queries();
     const uint64_t k = keys();
     const uint64_t v = values();
-    shared_.k_full(ks_.slot).wait(ks_.phase);
+    shared_.k_full(ks_.slot()).wait(ks_.phase());
     wait_for_turn();
     issue_scores(q, k);
     if (kTile.early_rescale) rescale();
-    shared_.v_full(vs_.slot).wait(vs_.phase);
+    shared_.v_full(vs_.slot()).wait(vs_.phase());
     issue_values(v);
     pass_turn();
   }
@@ -286,7 +289,7 @@ class ForwardMath {
   TILEWISE_DEVICE void last_values() {
     if (kTile.early_rescale) rescale();
     const uint64_t v = values();
-    shared_.v_full(vs_.slot).wait(vs_.phase);
+    shared_.v_full(vs_.slot()).wait(vs_.phase());
     issue_values(v);
     wait_for_values();
   }
@@ -311,20 +314,20 @@ class ForwardMath {
     for (; count > 0; --count) {
       wait_for_turn();
       pass_turn();
-      shared_.k_full(ks_.slot).wait(ks_.phase);
-      release(shared_.k_free(ks_.slot));
+      shared_.k_full(ks_.slot()).wait(ks_.phase());
+      release(shared_.k_free(ks_.slot()));
       ks_.next();
-      shared_.v_full(vs_.slot).wait(vs_.phase);
-      release(shared_.v_free(vs_.slot));
+      shared_.v_full(vs_.slot()).wait(vs_.phase());
+      release(shared_.v_free(vs_.slot()));
       vs_.next();
     }
   }
 
   // Rows change sign where the scale is negative: that of the softmax is positive.
   TILEWISE_DEVICE void await_queries() {
-    shared_.q_full(qs_.slot).wait(qs_.phase);
+    shared_.q_full(qs_.slot()).wait(qs_.phase());
     if (!negative_) return;
-    const ptx::SharedAddress q = shared_.q(qs_.slot, warpgroup_).base;
+    const ptx::SharedAddress q = shared_.q(qs_.slot(), warpgroup_).base;
 #pragma unroll 1
     for (int at = thread() % ptx::kWarpgroupSize * 16; at < QTile::kBytes;
          at += ptx::kWarpgroupSize * 16) {

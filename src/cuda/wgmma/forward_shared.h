@@ -21,15 +21,13 @@ struct Barrier {
 // A place in a ring of kSlots slots: who fills it and who empties it walk it alike.
 template <int kSlots>
 struct RingPlace {
-  int slot = 0;
-  int phase = 0;
+  static_assert((kSlots & (kSlots - 1)) == 0);
 
-  TILEWISE_DEVICE void next() {
-    if (++slot == kSlots) {
-      slot = 0;
-      phase ^= 1;
-    }
-  }
+  uint32_t count = 0;
+
+  TILEWISE_DEVICE int slot() const { return static_cast<int>(count % kSlots); }
+  TILEWISE_DEVICE int phase() const { return static_cast<int>(count / kSlots % 2); }
+  TILEWISE_DEVICE void next() { ++count; }
 };
 
 // What a block works on: a tile of query rows and the key tiles they see.
@@ -44,7 +42,7 @@ struct ForwardShared {
   static constexpr arch::WgmmaForwardTile kTile = C::kForward;
   static constexpr int kMathWarps = 4 * kTile.math_warpgroups;
   // The next work is known while the sums of the one before it are still being stored.
-  static constexpr int kWorkSlots = 3;
+  static constexpr int kWorkSlots = 4;
 
   using QTile = tile::SwizzledTile<64, C::kHeadDim>;  // of a warpgroup
   using KTile = tile::SwizzledTile<kTile.keys, C::kHeadDim>;
@@ -63,9 +61,7 @@ struct ForwardShared {
 
   ptx::SharedAddress base;
 
-  TILEWISE_DEVICE static ForwardShared of() {
-    return {ptx::shared_address(ptx::shared_memory())};
-  }
+  TILEWISE_DEVICE static ForwardShared of() { return {ptx::shared_address(ptx::shared_memory())}; }
 
   TILEWISE_DEVICE QTile q(int buffer, int warpgroup) const {
     return {at(buffer * kQBytes + warpgroup * QTile::kBytes)};
@@ -74,7 +70,7 @@ struct ForwardShared {
   TILEWISE_DEVICE VTile v(int stage) const { return {at(kVAt + stage * VTile::kBytes)}; }
   TILEWISE_DEVICE ForwardWork& work(int slot) const {
     return *reinterpret_cast<ForwardWork*>(ptx::shared_memory() + kWorkAt +
-                                         slot * static_cast<int>(sizeof(ForwardWork)));
+                                           slot * static_cast<int>(sizeof(ForwardWork)));
   }
 
   TILEWISE_DEVICE Barrier k_full(int stage) const { return barrier(stage); }
