@@ -22,14 +22,16 @@ set(cuda_specific_tables Sm90a) # machine code of this very capability, of no ot
 set(cuda_ptx_to_force 75 80) # tables that every GPU build can be forced to use
 
 # What is compiled when all architectures are asked for. No SASS of one major version runs on
-# another one; newer GPUs than these take PTX.
+# another one; newer GPUs than these take PTX. A unit is compiled to PTX once, for the oldest of
+# them (which must come first), and that is assembled for each: the front half costs as much as
+# the assembler, and nothing in a tile table asks for what its oldest GPU does not have.
 set(all_Sm75 75-real 75-virtual)
 set(all_Sm80 80-real 80-virtual)
 set(all_Sm86 86-real)
 set(all_Sm90 90-real 100-real 90-virtual)
 set(all_Sm120 120-real)
 set(all_Sm90a 90a-real)
-set(all_any 75-real 80-real 90-real 100-real 120-real 75-virtual 90-virtual)
+set(all_any 75-real 80-real 90-real 100-real 120-real 75-virtual)
 
 # --- which build ---------------------------------------------------------------------------------
 # The compute capabilities of the GPUs of this machine, as 90; empty without one.
@@ -65,6 +67,7 @@ else()
     endif()
     set(cuda_wanted "${cuda_native}")
   endif()
+  list(SORT cuda_wanted COMPARE NATURAL)
   if(NOT cuda_wanted)
     set(cuda_reason "off (no NVIDIA GPU here; -DTILEWISE_CUDA=ON builds for every GPU)")
   else()
@@ -187,6 +190,16 @@ function(tilewise_list_units result)
   set(${result} "${wanted}" PARENT_SCOPE)
 endfunction()
 
+# The option of nvcc for 90-real, 100-real, 90-virtual: arch=compute_90,code=[sm_90,sm_100,compute_90].
+function(tilewise_code_option architectures result)
+  list(GET architectures 0 oldest)
+  string(REGEX REPLACE "-.*" "" oldest "${oldest}")
+  list(TRANSFORM architectures REPLACE "(.*)-real" "sm_\\1")
+  list(TRANSFORM architectures REPLACE "(.*)-virtual" "compute_\\1")
+  list(JOIN architectures "," code)
+  set(${result} "--generate-code=arch=compute_${oldest},code=[${code}]" PARENT_SCOPE)
+endfunction()
+
 function(tilewise_cuda_target target architectures)
   add_library(${target} OBJECT ${ARGN})
   target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/include"
@@ -202,11 +215,13 @@ function(tilewise_cuda_target target architectures)
     return()
   endif()
   set_target_properties(
-    ${target} PROPERTIES CUDA_ARCHITECTURES "${architectures}" CUDA_RUNTIME_LIBRARY Static
+    ${target} PROPERTIES CUDA_ARCHITECTURES OFF CUDA_RUNTIME_LIBRARY Static
                          CUDA_VISIBILITY_PRESET hidden)
+  tilewise_code_option("${architectures}" code_option)
   target_compile_options(
     ${target}
-    PRIVATE -std=c++20
+    PRIVATE ${code_option}
+            -std=c++20
             --expt-relaxed-constexpr
             --diag-suppress=128 # loops that a tile's numbers leave empty
             -Xcompiler=-Wall,-Wextra
