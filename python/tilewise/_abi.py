@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import (
     POINTER,
     c_char,
@@ -216,9 +216,19 @@ def declare(library: ctypes.CDLL) -> None:
     for name, (result, arguments) in signatures.items():
         function = getattr(library, f"tilewise_{name}", None)
         if function is None:  # an older build of this ABI: missed where it is called
+            setattr(library, f"tilewise_{name}", _missing(library._name, f"tilewise_{name}"))
             continue
         function.restype = result
         function.argtypes = arguments
+
+
+def _missing(path: str, name: str) -> Callable[..., None]:
+    def function(*_: object) -> None:
+        raise ImportError(
+            f"{path} has no {name}: it is of an older version of tilewise than these Python files"
+        )
+
+    return function
 
 
 def sized(structure: type[ctypes.Structure]) -> Any:

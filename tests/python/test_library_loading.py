@@ -1,0 +1,201 @@
+"""Whatever is wrong with an installation gets one sentence: no crash, no traceback of a loader."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilewise import _abi, _library
+
+NAME = f"libtilewise{_library._SUFFIX}"
+ADAPTER = f"libtilewise_torch{_library._SUFFIX}"
+ASK = "import tilewise; print(tilewise.__version__)"
+ASK_NUMPY = "import numpy, tilewise; q = numpy.ones((1, 2, 1, 8), 'f'); tilewise.attention(q, q, q)"
+ASK_TORCH = "import tilewise, torch; q = torch.ones(1, 2, 1, 8); tilewise.attention(q, q, q)"
+
+
+def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A Python of its own, with the libraries of a folder."""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, _library.DIRECTORY_VARIABLE: str(folder)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def refused(program: str, folder: Path) -> str:
+    """The sentence of the ImportError that the program ends with."""
+    done = run(program, folder)
+    last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else ""
+    assert done.returncode == 1, f"status {done.returncode}: {done.stderr[-2000:]}"
+    kind, _, sentence = last.partition(": ")
+    assert kind in ("ImportError", "tilewise._library.LibraryNotFoundError"), done.stderr[-2000:]
+    assert str(folder) in sentence, "the file is named"
+    return sentence
+
+
+def compile_library(path: Path, code: str) -> None:
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("makes small libraries: needs a C++ compiler")
+    source = path.with_suffix(".cpp")
+    source.write_text(f'extern "C" {{ {code} }}')
+    command = [compiler, "-shared", "-fPIC", "-o", str(path), str(source)]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def libraries(folder: Path) -> Path:
+    """The libraries in use, copied: a test spoils one of them."""
+    for name in (NAME, ADAPTER):
+        source = _library.library_directory() / name
+        if source.is_file():
+            # The adapter looks for the name that the library has in itself.
+            for each in {name, *(p.name for p in source.parent.glob(f"{name}.*"))}:
+                shutil.copy(source, folder / each)
+    return folder
+
+
+def abi(version: int) -> str:
+    return f"unsigned tilewise_abi_version() {{ return {version}; }}"
+
+
+def test_the_copies_work(tmp_path):
+    done = run(ASK, libraries(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_library(tmp_path):
+    sentence = refused(ASK, tmp_path)
+    assert f"{NAME} is not in" in sentence and _library.DIRECTORY_VARIABLE in sentence
+
+
+@pytest.mark.parametrize("kept", [0, 3, 40, 64, 4096, 0.5, 0.99])
+def test_a_file_cut_short(tmp_path, kept):
+    """Of a full disk. The loader alone would map half of it, and the process would die."""
+    file = libraries(tmp_path) / NAME
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(kept if kept > 1 else kept * len(whole))])
+    assert "damaged" in refused(ASK, tmp_path)
+
+
+def test_a_file_of_something_else(tmp_path):
+    (tmp_path / NAME).write_text("version https://git-lfs.github.com/spec/v1\n" * 20)
+    assert "damaged" in refused(ASK, tmp_path)
+
+
+def test_another_processor(tmp_path):
+    file = libraries(tmp_path) / NAME
+    code = bytearray(file.read_bytes())
+    code[18:20] = (243).to_bytes(2, "little")  # e_machine: RISC-V
+    file.write_bytes(code)
+    assert "cannot be loaded" in refused(ASK, tmp_path)
+
+
+def test_another_abi_version(tmp_path):
+    other = _abi.ABI_VERSION + 1
+    compile_library(tmp_path / NAME, abi(other) + "int tilewise_plan() { __builtin_trap(); }")
+    sentence = refused(ASK_NUMPY, tmp_path)
+    assert f"ABI version {other}" in sentence and f"need {_abi.ABI_VERSION}" in sentence
+
+
+def test_another_library_of_that_name(tmp_path):
+    compile_library(tmp_path / NAME, "int something_else() { return 1; }")
+    assert "is no library of tilewise" in refused(ASK, tmp_path)
+
+
+def test_an_older_library_of_this_abi(tmp_path):
+    """Functions that came later are missed where they are called, by their names."""
+    compile_library(tmp_path / NAME, abi(_abi.ABI_VERSION))
+    sentence = refused(ASK, tmp_path)
+    assert "has no tilewise_version" in sentence and "older version" in sentence
+
+
+def test_a_symbol_that_is_nowhere(tmp_path):
+    compile_library(tmp_path / NAME, f"int nowhere(); int call = nowhere(); {abi(1)}")
+    assert "undefined symbol: nowhere" in refused(ASK, tmp_path)
+
+
+def test_a_newer_system(tmp_path):
+    """As a wheel with the wrong tag fails on an old system."""
+    file = libraries(tmp_path) / NAME
+    code = file.read_bytes()
+    assert b"\0GLIBC_2.14\0" in code
+    file.write_bytes(code.replace(b"\0GLIBC_2.14\0", b"\0GLIBC_9.14\0"))
+    hashed = refused(ASK, tmp_path)
+    assert "newer system" in hashed and "GLIBC_9.14" in hashed
+
+
+def test_doctor_says_it_in_one_line(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "tilewise", "doctor"],
+        env={**os.environ, _library.DIRECTORY_VARIABLE: str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1 and NAME in done.stderr
+
+
+# --- the adapter of PyTorch ----------------------------------------------------------------------
+
+
+def adapter_or_skip(folder: Path) -> Path:
+    pytest.importorskip("torch")
+    if not (libraries(folder) / ADAPTER).is_file():
+        pytest.skip("this build has no adapter")
+    return folder / ADAPTER
+
+
+def test_no_adapter(tmp_path):
+    adapter_or_skip(tmp_path).unlink()
+    sentence = refused(ASK_TORCH, tmp_path)
+    assert f"{ADAPTER} is not in" in sentence and "PyTorch's headers" in sentence
+    assert run(ASK_NUMPY, tmp_path).returncode == 0, "arrays need no adapter"
+
+
+def test_an_adapter_of_another_version(tmp_path):
+    compile_library(
+        adapter_or_skip(tmp_path),
+        "int tilewise_of_tomorrow(); int call = tilewise_of_tomorrow();",
+    )
+    sentence = refused(ASK_TORCH, tmp_path)
+    assert "different versions of tilewise" in sentence and "tilewise_of_tomorrow" in sentence
+
+
+def test_an_adapter_for_another_torch(tmp_path):
+    compile_library(
+        adapter_or_skip(tmp_path), "int aoti_torch_tomorrow(); int call = aoti_torch_tomorrow();"
+    )
+    sentence = refused(ASK_TORCH, tmp_path)
+    assert "this PyTorch is not one" in sentence and "aoti_torch_tomorrow" in sentence
+
+
+def test_versions_of_torch(tmp_path):
+    """Too old ones are named with their version; local and development versions are understood."""
+    folder = adapter_or_skip(tmp_path).parent
+    old = ["2.9.1+cu128", "1.13.0", "2.9.0a0+git123"]
+    new = ["2.10.0", "2.10.0a0+nv25.12", "2.14.0.dev20261120", "3.0.0"]
+    program = f"""
+import torch
+from tilewise import _library
+for version in {old + new!r}:
+    torch.__version__ = version
+    _library.load_torch_adapter.cache_clear()
+    try:
+        _library.load_torch_adapter()
+        print(version, "loads")
+    except ImportError as error:
+        print(error)
+"""
+    done = run(program, folder)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for version, line in zip(old, lines, strict=False):
+        assert line.startswith("tilewise needs PyTorch 2.10 or newer") and version in line
+    assert lines[len(old) :] == [f"{version} loads" for version in new]
