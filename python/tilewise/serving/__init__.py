@@ -1,0 +1,25 @@
+"""Continuous batching of language models over a paged key/value cache.
+
+``Engine`` drives a causal language model of Transformers, many requests in one forward pass, its
+attention through the pages of one ``PagePool``; ``Service`` runs an engine in a thread of its own.
+docs/serving.md shows how the parts fit; examples/serve.py puts an HTTP server in front.
+
+Needs torch and transformers.
+"""
+
+from .engine import Completion, Engine, OverloadedError
+from .pages import PagePool
+from .sampling import SamplingParams
+from .sequence import Output
+from .service import Service, ServiceClosedError
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "Output",
+    "OverloadedError",
+    "PagePool",
+    "SamplingParams",
+    "Service",
+    "ServiceClosedError",
+]

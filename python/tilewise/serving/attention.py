@@ -1,0 +1,94 @@
+"""The attention that a model of Transformers calls while an engine drives it.
+
+Registered in Transformers' ``AttentionInterface`` under ``NAME``, without a mask function: which
+token sees which follows from the step alone, so Transformers builds no mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+import tilewise
+
+from .pages import PagedCache
+
+NAME = "tilewise_serving"
+
+
+class Step(NamedTuple):
+    """One forward pass over the new tokens of B sequences, laid end to end."""
+
+    cache: PagedCache
+    cu_seqlens: Tensor  # [B + 1] int32: where the new tokens of each sequence begin
+    lengths: Tensor  # [B] int32: tokens of each in the cache, before this step
+    seqused: Tensor  # [B] int32: the same after it
+    block_table: Tensor  # [B, width] int32
+    longest: int  # most new tokens of a sequence
+    longest_keys: int  # most tokens of a sequence after this step
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    tilewise_step: Step | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Writes new keys and values into their pages and attends to all of each sequence.
+
+    Args:
+        module: The attention layer; ``layer_idx`` says whose pages are meant.
+        query: [1, Hq, T, D], T new tokens of all sequences.
+        key: [1, Hkv, T, D].
+        value: [1, Hkv, T, Dv].
+        _attention_mask: None.
+        scaling: Factor of q.k; None: 1/sqrt(D).
+        sliding_window: Tokens that a token sees, itself included.
+        softcap: c turns a score s into c * tanh(s / c).
+        s_aux: [Hq], the sinks.
+        tilewise_step: Where the tokens belong; passed to the model's forward by the engine.
+
+    Returns:
+        out [1, T, Hq, Dv], and None for the weights.
+    """
+    step = tilewise_step
+    if step is None:
+        raise RuntimeError(
+            "this model belongs to a tilewise.serving.Engine; call set_attn_implementation() "
+            "with another name to use it on its own"
+        )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
+    k_cache, v_cache = step.cache.layer(module.layer_idx, k, v)
+    options: dict[str, Any] = dict(causal=True, scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
+    if sliding_window is not None:
+        options["window"] = (sliding_window - 1, 0)
+    if step.longest == 1:  # nothing but decoding: one row per sequence
+        out = tilewise.attention_with_kvcache(
+            q.unsqueeze(1), k_cache, v_cache, k.unsqueeze(1), v.unsqueeze(1),
+            cache_seqlens=step.lengths, block_table=step.block_table, **options,
+        ).squeeze(1)  # fmt: skip
+    else:
+        nothing = [None] * 4
+        torch.ops.tilewise.append_kv(
+            k_cache, v_cache, None, k, v, step.lengths, None, step.cu_seqlens, None,
+            step.block_table, *nothing, False, False,
+        )  # fmt: skip
+        out = tilewise.attention_varlen(
+            q, k_cache, v_cache, step.cu_seqlens, None, seqused_k=step.seqused,
+            block_table=step.block_table, max_seqlen_q=step.longest,
+            max_seqlen_k=step.longest_keys, **options,
+        )  # fmt: skip
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(NAME, paged_attention)

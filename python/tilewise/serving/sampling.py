@@ -1,0 +1,73 @@
+"""How the next token is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What a request asks for.
+
+    Args:
+        max_tokens: Tokens to generate at most; None: as many as the context holds.
+        temperature: Divides the logits; 0 takes the most likely token.
+        top_p: Draws among the fewest tokens whose probabilities reach this sum.
+        seed: Makes the draws repeatable, whatever else is in the batch.
+        stop: Strings that end the text; they are not part of it. Need the engine's tokenizer.
+        stop_token_ids: Tokens that end it; None: the model's own, () none.
+    """
+
+    max_tokens: int | None = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens is {self.max_tokens}, but must be at least 1")
+        if not 0.0 <= self.temperature <= 100.0:
+            raise ValueError(f"temperature is {self.temperature}, but must be from 0 to 100")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p is {self.top_p}, but must be above 0 and at most 1")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ValueError(f"stop is {self.stop!r}, but must be a sequence of non-empty strings")
+
+
+def sample(logits: Tensor, params: list[SamplingParams], uniform: list[float]) -> list[int]:
+    """One token per row.
+
+    Args:
+        logits: [N, vocabulary].
+        params: N of them.
+        uniform: N numbers from [0, 1), which decide the draws: a row's token depends on nothing
+            but its own logits, parameters and number.
+
+    Returns:
+        N tokens.
+    """
+    if all(p.temperature == 0.0 for p in params):
+        return logits.argmax(-1).tolist()
+    logits = logits.float()
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, device=logits.device).unsqueeze(1)
+
+    # Greedy rows take the way of the others with the smallest set of tokens: the first one.
+    temperature = column([p.temperature or 1.0 for p in params])
+    top_p = column([p.top_p if p.temperature else 0.0 for p in params])
+    p, tokens = (logits / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    below = p.cumsum(-1) - p
+    kept = below < top_p
+    kept[:, 0] = True
+    p = torch.where(kept, p, 0.0)
+    total = p.cumsum(-1)
+    drawn = torch.searchsorted(total, column(uniform) * total[:, -1:], right=True)
+    last = (p > 0.0).sum(-1, keepdim=True) - 1  # where rounding puts the draw behind the end
+    return tokens.gather(1, torch.minimum(drawn, last)).squeeze(1).tolist()

@@ -1,0 +1,45 @@
+"""A random language model small enough for tests: no weights to fetch, answers in milliseconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+VOCABULARY = 256
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """Arguments of a configuration; the weights are large enough that attention matters."""
+    base = dict(
+        vocab_size=VOCABULARY, hidden_size=96, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=6, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
+        initializer_range=0.2, eos_token_id=None, bos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    return {**base, **changes}
+
+
+def make(kind: str = "Llama", seed: int = 0, **changes: Any) -> Any:
+    """The causal language model of a family, always the same one."""
+    import transformers
+
+    torch.manual_seed(seed)
+    settings = getattr(transformers, f"{kind}Config")(**config(**changes))
+    settings._attn_implementation = "eager"
+    return getattr(transformers, f"{kind}ForCausalLM")(settings).eval()
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """What Transformers itself generates, one token after the other, no cache: the reference."""
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+            tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    """Random ones, the same in every test."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
