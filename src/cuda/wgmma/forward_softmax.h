@@ -62,8 +62,8 @@ struct RowSoftmax : RowSums {
 
 // Scores that the band hides become -inf.
 template <int kColumns>
-TILEWISE_DEVICE void mask(tile::Sums<1, kColumns>& s, const BlockWork& work,
-                          const LanePlace& place, int32_t tile) {
+TILEWISE_DEVICE void mask(tile::Sums<1, kColumns>& s, const BlockWork& work, const LanePlace& place,
+                          int32_t tile) {
   const int32_t key0 = tile * (8 * kColumns) + place.column;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

@@ -11,8 +11,7 @@ namespace tilewise::cuda::wgmma {
 // by shared memory, which the next tile needs.
 template <class Element, int kColumns>
 TILEWISE_DEVICE void store_outputs(const Problem& p, const BlockWork& work, const LanePlace& place,
-                                   const tile::Sums<1, kColumns>& o,
-                                   const RowResults<1>& result) {
+                                   const tile::Sums<1, kColumns>& o, const RowResults<1>& result) {
   static_assert(kColumns % 4 == 0);
   const int lane = place.column / 2;  // of the quad
   const auto columns = static_cast<int>(p.head_dim_v);
