@@ -56,12 +56,6 @@ bool Clocks::knows_any_lane(int thread, int warp, uint32_t time) const {
   return time < *std::max_element(lanes, lanes + kWarpLanes);
 }
 
-bool Clocks::knows_all_lanes(int thread, int warp, uint32_t time) const {
-  if (!active_) return false;
-  const uint32_t* lanes = of(thread) + static_cast<size_t>(warp) * kWarpLanes;
-  return time < *std::min_element(lanes, lanes + kWarpLanes);
-}
-
 uint32_t Clocks::fence_after(int thread, uint32_t time) const {
   const std::vector<uint32_t>& times = fences_[static_cast<size_t>(thread)];
   const auto fence = std::upper_bound(times.begin(), times.end(), time);

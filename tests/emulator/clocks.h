@@ -37,7 +37,6 @@ class Clocks {
   }
   // What the warp did together: whoever heard of one lane heard of it.
   bool knows_any_lane(int thread, int warp, uint32_t time) const;
-  bool knows_all_lanes(int thread, int warp, uint32_t time) const;
 
   void fence(int thread, uint32_t now) { fences_[static_cast<size_t>(thread)].push_back(now); }
   // The first fence of `thread` after `time`, or 0.

@@ -40,6 +40,10 @@ const char* missing(int thread, int actor) {
 }  // namespace
 
 bool ordered(const Moment& m, int actor, uint32_t time) {
+  // A barrier of threads says nothing about copies that none of them has waited for.
+  if (actor >= Clocks::kFirstCopier) {
+    return time < m.clocks->start_time() || m.clocks->knows(m.thread, actor, time);
+  }
   if (actor == m.thread || time < m.block_barrier) return true;
   if (same_warp(m.thread, actor) && time < m.warp_barrier) return true;
   return m.clocks->knows(m.thread, actor, time);
@@ -75,7 +79,7 @@ void SharedMemory::start(int bytes, bool check_races) {
 void SharedMemory::forget_times() {
   std::fill(write_times_.begin(), write_times_.end(), 0);
   std::fill(read_times_.begin(), read_times_.end(), 0);
-  std::fill(warp_read_times_.begin(), warp_read_times_.end(), 0);
+  std::fill(many_reads_.begin(), many_reads_.end(), 0);
   std::fill(last_async_reads_.begin(), last_async_reads_.end(), 0);
   std::fill(async_read_times_.begin(), async_read_times_.end(), 0);
 }
@@ -126,7 +130,7 @@ void SharedMemory::check_landed(HalfWords range, const char* what) const {
   }
 }
 
-void SharedMemory::check_written(HalfWords range, const char* what) {
+void SharedMemory::check_written(HalfWords range, const char* what, const Moment& m) {
   if (range.end - range.begin == 8) {
     uint64_t states;
     std::memcpy(&states, states_.data() + range.begin, 8);
@@ -134,6 +138,10 @@ void SharedMemory::check_written(HalfWords range, const char* what) {
   }
   for (uint32_t i = range.begin; i < range.end; ++i) {
     if (states_[i] == kWritten) continue;
+    if (states_[i] == (kWritten | kCopied)) {
+      if (check_races_) check_copied(i, what, m);
+      continue;
+    }
     check_landed({i, i + 1}, what);
     if (half_word(data_ + 2 * i) == kPoison) {
       fault(text("%s of byte %u of shared memory, which was not written", what, 2 * i));
@@ -158,6 +166,15 @@ void SharedMemory::check_read_race(uint32_t i, const char* what, const Moment& m
              actor_name(writer).c_str(), missing(m.thread, writer)));
 }
 
+// The bytes of a copy are there for those who know that its mbarrier ended the phase.
+void SharedMemory::check_copied(uint32_t i, const char* what, const Moment& m) const {
+  if (ordered(m, writers_[i], write_times_[i])) return;
+  fault(
+      text("race: %s of byte %u of shared memory, which an asynchronous copy wrote whose mbarrier "
+           "the thread has not waited for",
+           what, 2 * i));
+}
+
 // Nearly every read: written before the last barrier; since then read by nobody, or by the same
 // one, or by many warps.
 template <int kCount>
@@ -171,7 +188,7 @@ bool SharedMemory::note_usual_read(uint32_t begin, const Moment& m, uint16_t rea
   for (int i = 0; i < kCount; ++i) last_read = std::max(last_read, read_times_[begin + i]);
   for (int i = 0; i < kCount; ++i) {
     known_reader &=
-        readers_[begin + i] == reader || (readers_[begin + i] == kManyWarps && !m.clocks->active());
+        readers_[begin + i] == reader || (readers_[begin + i] == kMany && !m.clocks->active());
   }
   if (last_write >= m.block_barrier) return false;
   if (last_read < m.block_barrier) {
@@ -210,9 +227,10 @@ void SharedMemory::note_read(HalfWords range, const char* what, const Moment& m,
       const uint32_t since = own_warp ? m.warp_barrier : m.block_barrier;
       if (before == reader || read_times_[i] < since) {
         readers_[i] = reader;
+      } else if (m.clocks->active()) {
+        note_many(i, m, reader);
       } else {
-        if (!own_warp && m.clocks->active()) note_many_warps(i, m);
-        readers_[i] = own_warp ? lanes : kManyWarps;
+        readers_[i] = own_warp ? lanes : kMany;
       }
     }
   }
@@ -238,13 +256,13 @@ void SharedMemory::check_read_before_write(uint32_t i, const char* what, const M
   const int reader = readers_[i];
   const uint32_t time = read_times_[i];
   if (time < m.block_barrier || reader == m.thread) return;
-  if (reader == kManyWarps) {
+  if (reader == kMany) {
     if (!m.clocks->active()) fail_many_readers(i, what);
-    for (int warp = 0; warp < kMaxWarps; ++warp) {
-      const uint32_t read = warp_read_times_[i * kMaxWarps + static_cast<uint32_t>(warp)];
-      if (read < m.block_barrier || m.clocks->knows_all_lanes(m.thread, warp, read)) continue;
-      if (warp == warp_of(m.thread) && read < m.warp_barrier) continue;
-      fail_many_readers(i, what);
+    const uint32_t* times = many_reads_.data() + many_reads_of_[i];
+    for (int thread = 0; thread < kMaxThreads; ++thread) {
+      if (times[thread] < m.block_barrier || ordered(m, thread, times[thread])) continue;
+      fault(text("race: %s of byte %u of shared memory, which thread %d read with no %s between",
+                 what, 2 * i, thread, missing(m.thread, thread)));
     }
     return;
   }
@@ -252,7 +270,7 @@ void SharedMemory::check_read_before_write(uint32_t i, const char* what, const M
   const int warp = one ? warp_of(reader) : reader - kLanesOfWarp;
   const bool own_warp = warp == warp_of(m.thread);
   if (own_warp && time < m.warp_barrier) return;
-  if (one ? ordered(m, reader, time) : m.clocks->knows_all_lanes(m.thread, warp, time)) return;
+  if (one ? ordered(m, reader, time) : m.clocks->knows_any_lane(m.thread, warp, time)) return;
   fault(text("race: %s of byte %u of shared memory, which %s %d read with no %s between", what,
              2 * i, one ? "thread" : "warp", one ? reader : warp,
              own_warp ? "sync_warp" : "sync_block"));
@@ -265,15 +283,31 @@ void SharedMemory::fail_many_readers(uint32_t i, const char* what) const {
            what, 2 * i));
 }
 
-// Several warps read half-word `i`, the last of them this thread's.
-void SharedMemory::note_many_warps(uint32_t i, const Moment& m) {
-  if (warp_read_times_.empty()) warp_read_times_.resize(kRegionBytes / 2 * kMaxWarps);
-  uint32_t* times = warp_read_times_.data() + static_cast<size_t>(i) * kMaxWarps;
-  if (readers_[i] != kManyWarps) {
-    const int before = readers_[i];
-    times[before < kLanesOfWarp ? warp_of(before) : before - kLanesOfWarp] = read_times_[i];
+uint32_t* SharedMemory::times_of_readers(uint32_t i) {
+  if (many_reads_of_.empty()) {
+    many_reads_of_.resize(kRegionBytes / 2);
+    many_reads_.resize(kMaxThreads);  // row 0 is none
   }
-  times[warp_of(m.thread)] = m.now;
+  if (many_reads_of_[i] == 0) {
+    many_reads_of_[i] = static_cast<uint32_t>(many_reads_.size());
+    many_reads_.resize(many_reads_.size() + kMaxThreads);
+  }
+  return many_reads_.data() + many_reads_of_[i];
+}
+
+// Half-word `i` has more than one reader, the last of them `reader`.
+void SharedMemory::note_many(uint32_t i, const Moment& m, uint16_t reader) {
+  uint32_t* times = times_of_readers(i);
+  const auto note = [times](int who, uint32_t time) {
+    if (who < kLanesOfWarp) {
+      times[who] = time;
+    } else {
+      std::fill_n(times + (who - kLanesOfWarp) * kLanes, kLanes, time);
+    }
+  };
+  if (readers_[i] != kMany) note(readers_[i], read_times_[i]);
+  note(reader, m.now);
+  readers_[i] = kMany;
 }
 
 void SharedMemory::note_write(HalfWords range, const Moment& m) {
@@ -289,7 +323,7 @@ void SharedMemory::note_write(HalfWords range, const Moment& m) {
 const char* SharedMemory::read(uint32_t address, int bytes, const char* what, const Moment& m,
                                uint16_t reader) {
   const HalfWords range = checked(address, bytes, what);
-  check_written(range, what);
+  check_written(range, what, m);
   note_read(range, what, m, reader);
   return data_ + 2 * range.begin;
 }
@@ -409,7 +443,7 @@ void SharedMemory::start_async_write(uint32_t address, int bytes, const char* wh
 void SharedMemory::finish_async_write(uint32_t address, int bytes, int copier, uint32_t time) {
   const HalfWords range = checked_chunks(address, bytes, "a bulk copy");
   const uint32_t count = range.end - range.begin;
-  std::fill_n(states_.begin() + range.begin, count, uint8_t{kWritten});
+  std::fill_n(states_.begin() + range.begin, count, uint8_t{kWritten | kCopied});
   std::fill_n(write_times_.begin() + range.begin, count, time);
   std::fill_n(writers_.begin() + range.begin, count, static_cast<uint16_t>(copier));
 }
@@ -417,11 +451,14 @@ void SharedMemory::finish_async_write(uint32_t address, int bytes, int copier, u
 void SharedMemory::start_async_read(uint32_t address, int bytes, const char* what,
                                     const Moment& m) {
   const HalfWords range = checked_chunks(address, bytes, what);
+  check_fenced(range, what, m);
   for (uint32_t i = range.begin; i < range.end; i += kChunk) {
-    check_written({i, i + kChunk}, what);
+    uint64_t states;
+    std::memcpy(&states, states_.data() + i, 8);
+    const bool copied = states == 0x0101010101010101u * (kWritten | kCopied);
+    if (!copied) check_written({i, i + kChunk}, what, m);
     ++uses_[i / kChunk];
   }
-  check_fenced(range, what, m);
 }
 
 void SharedMemory::finish_async_read(uint32_t address, int bytes, const char* what,
@@ -461,6 +498,11 @@ void SharedMemory::plain_read(const void* p, int64_t bytes, const Moment& m) {
   const char* what = "read through a pointer";
   const HalfWords range = plain(p, bytes, what);
   check_landed(range, what);
+  if (check_races_) {
+    for (uint32_t i = range.begin; i < range.end; ++i) {
+      if ((states_[i] & kCopied) != 0) check_copied(i, what, m);
+    }
+  }
   if (bytes > 1) note_read(range, what, m, static_cast<uint16_t>(m.thread));
 }
 

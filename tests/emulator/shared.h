@@ -82,12 +82,14 @@ class SharedMemory {
   static constexpr size_t kRegionBytes = 228 * 1024;
   static constexpr size_t kGuardBytes = 64 * 1024;
   static constexpr int kMaxWarps = 32;
+  static constexpr int kMaxThreads = 32 * kMaxWarps;
   static constexpr int kChunkBytes = 16;
   static constexpr uint32_t kChunk = kChunkBytes / 2;  // half-words
-  enum : uint8_t { kUnknown = 0, kWritten = 1, kInFlight = 2, kBarrier = 4 };
-  // In `readers_`: a thread, or lanes of a warp (its index is added), or more than one warp.
+  enum : uint8_t { kUnknown = 0, kWritten = 1, kInFlight = 2, kBarrier = 4, kCopied = 8 };
+  // In `readers_`: a thread, or lanes of a warp (its index is added), or more than that: when
+  // clocks are active `many_reads_` then has the time of each thread.
   static constexpr uint16_t kLanesOfWarp = 1024;
-  static constexpr uint16_t kManyWarps = 0xffff;
+  static constexpr uint16_t kMany = 0xffff;
 
   struct HalfWords {
     uint32_t begin;
@@ -97,7 +99,7 @@ class SharedMemory {
   HalfWords checked(uint32_t address, int bytes, const char* what) const;
   HalfWords plain(const void* p, int64_t bytes, const char* what) const;
   const char* read(uint32_t address, int bytes, const char* what, const Moment& m, uint16_t reader);
-  void check_written(HalfWords range, const char* what);
+  void check_written(HalfWords range, const char* what, const Moment& m);
   void check_landed(HalfWords range, const char* what) const;
   template <int kCount>
   bool note_usual_read(uint32_t begin, const Moment& m, uint16_t reader);
@@ -106,11 +108,13 @@ class SharedMemory {
   void check_write_race(HalfWords range, const char* what, const Moment& m, const char* from) const;
   void check_read_before_write(uint32_t i, const char* what, const Moment& m) const;
   void note_write(HalfWords range, const Moment& m);
-  void note_many_warps(uint32_t i, const Moment& m);
+  uint32_t* times_of_readers(uint32_t i);
+  void note_many(uint32_t i, const Moment& m, uint16_t reader);
   HalfWords checked_chunks(uint32_t address, int bytes, const char* what) const;
   void check_unused(HalfWords range, const char* what, const Moment& m) const;
   void check_fenced(HalfWords range, const char* what, const Moment& m) const;
   void check_fenced(uint32_t i, const char* what, const Moment& m) const;
+  void check_copied(uint32_t i, const char* what, const Moment& m) const;
   [[noreturn]] void fail_many_readers(uint32_t i, const char* what) const;
 
   char* region_ = nullptr;
@@ -123,7 +127,8 @@ class SharedMemory {
   std::vector<uint32_t> read_times_;
   std::vector<uint16_t> writers_;
   std::vector<uint16_t> readers_;
-  std::vector<uint32_t> warp_read_times_;  // of each warp, where `readers_` says many; else unused
+  std::vector<uint32_t> many_reads_;  // a row of threads for each half-word that had many readers
+  std::vector<uint32_t> many_reads_of_;  // which row; 0: none
   // Per 16 bytes: reads that have not finished, and when each warp's wgmma last finished one.
   std::vector<uint16_t> uses_;
   std::vector<uint32_t> last_async_reads_;
