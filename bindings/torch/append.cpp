@@ -22,20 +22,26 @@ struct AppendArguments {
         rotary_cos(in.optional_tensor()),
         rotary_sin(in.optional_tensor()),
         rotary_interleaved(in.flag()),
-        q_single_position(in.flag()) {}
+        q_single_position(in.flag()),
+        k_descale(in.optional_tensor()),
+        v_descale(in.optional_tensor()) {}
   Tensor k_cache, v_cache;
   OptionalTensor q, k_new, v_new;
   Tensor cache_seqlens;
   OptionalTensor cu_seqlens_q, cu_seqlens_new, rotary_seqlens;
   OptionalTensor block_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin;
   bool rotary_interleaved, q_single_position;
+  OptionalTensor k_descale, v_descale;
 };
 
 struct Append {
   tilewise_kv_append c{};
   Place place;
-  int32_t torch_dtype = 0;
+  int32_t torch_dtype = 0;  // of q, the new keys and the tables
 };
+
+constexpr const char* dtype_rule =
+    "the dtype of k_cache, or, of a float8_e4m3fn one, that of k_new";
 
 void describe_cache(const AppendArguments& in, Append& append) {
   tilewise_kv_append& c = append.c;
@@ -43,7 +49,7 @@ void describe_cache(const AppendArguments& in, Append& append) {
   expect_shape(in.v_cache, "v_cache",
                {in.k_cache.size(0), in.k_cache.size(1), in.k_cache.size(2), any_size});
   expect_place(in.v_cache, "v_cache", append.place);
-  expect_dtype(in.v_cache, "v_cache", append.torch_dtype, "the dtype of k_cache");
+  expect_dtype(in.v_cache, "v_cache", dtype_of(in.k_cache), "the dtype of k_cache");
   c.heads_kv = in.k_cache.size(2);
   c.head_dim = in.k_cache.size(3);
   c.head_dim_v = in.v_cache.size(3);
@@ -90,7 +96,7 @@ void describe_new_keys(const AppendArguments& in, Append& append) {
   }
   for (const auto& [tensor, name] : {std::pair{&k, "k_new"}, std::pair{&v, "v_new"}}) {
     expect_place(*tensor, name, append.place);
-    expect_dtype(*tensor, name, append.torch_dtype, "the dtype of k_cache");
+    expect_dtype(*tensor, name, append.torch_dtype, dtype_rule);
   }
   c.k_new = view_of(k, "k_new");
   c.v_new = view_of(v, "v_new");
@@ -110,7 +116,7 @@ void describe_rotary(const AppendArguments& in, Append& append) {
   for (const auto& [tensor, name] :
        {std::pair{&cos, "rotary_cos"}, std::pair{&sin, "rotary_sin"}}) {
     expect_place(*tensor, name, append.place);
-    expect_dtype(*tensor, name, append.torch_dtype, "the dtype of k_cache");
+    expect_dtype(*tensor, name, append.torch_dtype, dtype_rule);
     if (!tensor->is_contiguous()) invalid(std::string(name) + " must be contiguous");
   }
   c.rotary_cos = cos.const_data_ptr();
@@ -128,7 +134,7 @@ Tensor describe_query(const AppendArguments& in, Append& append) {
   }
   const Tensor& q = *in.q;
   expect_place(q, "q", append.place);
-  expect_dtype(q, "q", append.torch_dtype, "the dtype of k_cache");
+  expect_dtype(q, "q", append.torch_dtype, dtype_rule);
   if (in.cu_seqlens_q)
     expect_shape(q, "q", {any_size, any_size, c.head_dim});
   else
@@ -153,14 +159,18 @@ void append_kv(StableIValue* stack, uint64_t inputs, uint64_t) {
 
   Append append;
   append.place = place_of(in.k_cache);
-  append.torch_dtype = dtype_of(in.k_cache);
+  const bool float8 = dtype_of(in.k_cache) == aoti_torch_dtype_float8_e4m3fn();
+  const Tensor& like = float8 && in.k_new ? *in.k_new : in.k_cache;
+  append.torch_dtype = dtype_of(like);
   tilewise_kv_append& c = append.c;
   c.struct_size = sizeof(c);
   c.device =
       append.place.device_type == aoti_torch_device_type_cuda() ? TILEWISE_CUDA : TILEWISE_CPU;
   c.device_index = c.device == TILEWISE_CUDA ? append.place.device_index : 0;
-  c.dtype = element_type(in.k_cache, "k_cache");
+  c.dtype = element_type(like, "k_cache");
+  c.kv_float8 = float8 ? 1 : 0;
   describe_cache(in, append);
+  set_descale(c, in.k_descale, in.v_descale, append.place);
   describe_new_keys(in, append);
   describe_rotary(in, append);
   const DeviceScope device(append.place);

@@ -129,6 +129,8 @@ Options::Options(Arguments& arguments)
       block_table(arguments.optional_tensor()),
       kv_batch_idx(arguments.optional_tensor()),
       leftpad_k(arguments.optional_tensor()),
+      k_descale(arguments.optional_tensor()),
+      v_descale(arguments.optional_tensor()),
       scale_tensor(arguments.optional_tensor()),
       dropout_state(arguments.optional_tensor()),
       scale(arguments.real()),
@@ -142,6 +144,7 @@ Options::Options(Arguments& arguments)
       deterministic(arguments.flag()),
       tf32(arguments.flag()),
       check(arguments.flag()),
+      batch_invariant(arguments.flag()),
       heads_first(arguments.flag()) {}
 
 int64_t Problem::keys() const {
@@ -167,8 +170,10 @@ Problem describe(const Tensor& q, const Tensor& k, const Tensor& v, const Option
   tilewise_attention& a = problem.attention;
   expect_place(k, "k", problem.place);
   expect_place(v, "v", problem.place);
-  expect_dtype(k, "k", problem.torch_dtype, "the dtype of q");
-  expect_dtype(v, "v", problem.torch_dtype, "the dtype of q");
+  const bool float8 = dtype_of(k) == aoti_torch_dtype_float8_e4m3fn();
+  if (!float8) expect_dtype(k, "k", problem.torch_dtype, "the dtype of q, or float8_e4m3fn");
+  expect_dtype(v, "v", dtype_of(k), "the dtype of k");
+  a.kv_float8 = float8 ? 1 : 0;
 
   describe_lengths(q, options, problem);
   const int64_t rows_at = q.dim() - 3;
@@ -185,6 +190,8 @@ Problem describe(const Tensor& q, const Tensor& k, const Tensor& v, const Option
   a.deterministic = options.deterministic ? 1 : 0;
   a.tf32 = options.tf32 ? 1 : 0;
   a.check = options.check ? 1 : 0;
+  a.batch_invariant = options.batch_invariant ? 1 : 0;
+  set_descale(a, options.k_descale, options.v_descale, problem.place);
   return problem;
 }
 

@@ -38,13 +38,13 @@ struct Options {
   explicit Options(Arguments& arguments);
   OptionalTensor bias, alibi_slopes, sinks;
   OptionalTensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
-  OptionalTensor block_table, kv_batch_idx, leftpad_k;
+  OptionalTensor block_table, kv_batch_idx, leftpad_k, k_descale, v_descale;
   OptionalTensor scale_tensor, dropout_state;
   double scale;
   int64_t window_left, window_right;
   double softcap, dropout_p;
   int64_t max_seqlen_q, max_seqlen_k, num_splits;
-  bool deterministic, tf32, check, heads_first;
+  bool deterministic, tf32, check, batch_invariant, heads_first;
 };
 
 // The problem in the words of the C ABI; `out` and `lse` are filled in by the caller.
@@ -59,6 +59,23 @@ struct Problem {
 // Device and dtype: what the library knows of a problem from q alone.
 Problem new_problem(const Tensor& q);
 Problem describe(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options);
+// Factors [batch, heads_kv] of a float8_e4m3fn cache, for the structs that have them.
+template <class Struct>
+void set_descale(Struct& c, const OptionalTensor& k, const OptionalTensor& v, const Place& place) {
+  const auto set = [&](const OptionalTensor& given, const char* name, const float*& data,
+                       int64_t& stride_batch, int64_t& stride_head) {
+    if (!given) return;
+    expect_place(*given, name, place);
+    expect_dtype(*given, name, aoti_torch_dtype_float32(), "float32");
+    expect_shape(*given, name, {c.batch, c.heads_kv});
+    data = static_cast<const float*>(given->const_data_ptr());
+    stride_batch = stride_of(*given, 0);
+    stride_head = stride_of(*given, 1);
+  };
+  set(k, "k_descale", c.k_descale, c.k_descale_stride_batch, c.k_descale_stride_head);
+  set(v, "v_descale", c.v_descale, c.v_descale_stride_batch, c.v_descale_stride_head);
+}
+
 void set_output(Problem& problem, const Tensor& out, const Tensor& lse);
 
 // Which gradients are asked for: the bits of the operators' argument `wanted`.

@@ -167,6 +167,32 @@ def bias(array: Any, batch: int, heads: int, rows: int | None, keys: int | None)
             )
 
 
+def is_float8(dtype: Any) -> bool:
+    """Whether it is float8_e4m3fn, of PyTorch or of ml_dtypes."""
+    return str(dtype).endswith("float8_e4m3fn")
+
+
+def key_dtype(name: str, dtype: Any, k_dtype: Any, q_dtype: Any) -> None:
+    """Keys and values have the dtype of q, or, where that has 16 bits, both float8_e4m3fn."""
+    wide = str(q_dtype).endswith("float32")
+    if dtype != k_dtype or not (dtype == q_dtype or (is_float8(dtype) and not wide)):
+        other = "" if wide else ", or float8_e4m3fn for both k and v"
+        raise TypeError(f"{name} has dtype {dtype}, but q has {q_dtype}: that is allowed{other}")
+
+
+def descale(name: str, array: Any, float8: bool, batch: int, heads_kv: int) -> None:
+    """Factors of a float8_e4m3 cache per sequence and head; dimensions of 1 are broadcast."""
+    if not float8:
+        raise ValueError(f"{name} is given, but belongs to float8_e4m3 keys and values")
+    given = tuple(array.shape)
+    fits = len(given) == 2 and given[0] in (1, batch) and given[1] in (1, heads_kv)
+    if not fits:
+        raise ValueError(
+            f"{name} has shape {list(given)}, but must be broadcastable to [batch, heads_kv] = "
+            f"[{batch}, {heads_kv}]"
+        )
+
+
 def alibi(array: Any, batch: int, heads: int) -> None:
     """Slopes per head, or per sequence and head."""
     given = tuple(array.shape)

@@ -30,6 +30,8 @@ class Extras(NamedTuple):
     block_table: View | None = None
     kv_batch_idx: View | None = None
     leftpad_k: View | None = None
+    k_descale: View | None = None  # [B, Hkv]
+    v_descale: View | None = None
     scale_tensor: View | None = None
     dropout_state: View | None = None
     scale: float = 1.0
@@ -43,6 +45,8 @@ class Extras(NamedTuple):
     deterministic: bool = False
     tf32: bool = False
     check: bool = False
+    batch_invariant: bool = False
+    kv_float8: bool = False
 
 
 def attention(
@@ -73,7 +77,19 @@ def attention(
     a.deterministic = int(extras.deterministic)
     a.tf32 = int(extras.tf32)
     a.check = int(extras.check)
+    a.batch_invariant = int(extras.batch_invariant)
+    a.kv_float8 = int(extras.kv_float8)
+    set_descale(a, extras.k_descale, extras.v_descale)
     return a
+
+
+def set_descale(a: Any, k_descale: View | None, v_descale: View | None) -> None:
+    """Puts the factors of a float8_e4m3 cache into a struct that has them."""
+    for name, factors in (("k_descale", k_descale), ("v_descale", v_descale)):
+        if factors is not None:
+            setattr(a, name, factors.pointer)
+            setattr(a, f"{name}_stride_batch", factors.strides[0])
+            setattr(a, f"{name}_stride_head", factors.strides[1])
 
 
 def set_output(a: Any, out: View, lse: View) -> None:

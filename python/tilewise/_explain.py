@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
-from . import _abi, _describe
+from . import _abi, _check, _describe
 from ._check import Window
 from ._library import c_library
 from ._request import Request, Sequences
@@ -88,6 +88,7 @@ def explain(
     deterministic: bool = False, tf32: bool = False, layout: str = "bshd", cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
     seqused_q: Any = None, seqused_k: Any = None, block_table: Any = None, check: bool = False,
+    batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
 ) -> Explanation:  # fmt: skip
     """What ``attention`` (with cu_seqlens_q: ``attention_varlen``) will run, without running it.
 
@@ -99,7 +100,7 @@ def explain(
     """
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic, tf32, check,
+        deterministic, tf32, check, batch_invariant, k_descale, v_descale,
     )  # fmt: skip
     sequences = None
     if cu_seqlens_q is not None:
@@ -160,6 +161,7 @@ def _describe_torch(
     given = {name: view(value) for name, value in options._asdict().items()}
     del given["heads_first"]
     bias = options.bias
+    given["kv_float8"] = _check.is_float8(k.dtype)
     given["bias_dtype"] = 0 if bias is None else _abi.DTYPES[str(bias.dtype)[len("torch.") :]]
     dtype = _abi.DTYPES[str(q.dtype)[len("torch.") :]]
     device = (_abi.CUDA, q.device.index or 0) if q.is_cuda else (_abi.CPU, 0)
@@ -237,6 +239,8 @@ def _sentence(a: Any) -> str:
         "variable length": bool(a.cu_seqlens_q),
         f"pages of {a.page_size}": bool(a.block_table),
         "deterministic": bool(a.deterministic),
+        "batch-invariant": bool(a.batch_invariant),
+        "keys and values of float8_e4m3": bool(a.kv_float8),
         "TF32 allowed": bool(a.tf32),
     }
     keys = a.block_table_width * a.page_size if a.block_table else a.seqlen_k

@@ -170,6 +170,9 @@ def _append(
         a.q_single_position = int(attention.window_left < 0 and attention.window_right < 0)
         if "leftpad_k" in arrays:  # positions count from the start of the row, as for tensors
             a.rotary_seqlens = new.lengths.ctypes.data
+    a.kv_float8 = attention.kv_float8
+    factors = (arrays.get("k_descale"), arrays.get("v_descale"))
+    _describe.set_descale(a, *(None if x is None else _numpy.view(x) for x in factors))
     a.cache_seqlens = new.lengths.ctypes.data
     for name, array in tensors.items():
         setattr(a, name, _describe.rows(_numpy.view(array), False))

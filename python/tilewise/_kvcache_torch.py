@@ -10,7 +10,7 @@ from torch import Tensor
 from . import _check, _ops
 from ._ops import Options
 from ._request import Request
-from ._torch import score_options
+from ._torch import score_options, with_descale
 from .kvcache import (
     Entries,
     NewKeys,
@@ -82,6 +82,8 @@ def append(
         new.rotary_sin,
         new.rotary_interleaved,
         single_position,
+        options.k_descale,
+        options.v_descale,
     )
     return rotated if rotates else q, options._replace(seqused_k=seqused_k)
 
@@ -132,7 +134,7 @@ def attention_with_kvcache(
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.device != q.device:
             raise ValueError(f"{name} is on {cache.device}, but must be on {q.device} like q")
-    options = score_options(q, batch, request)._replace(
+    options = with_descale(score_options(q, batch, request), q, k_cache, request)._replace(
         kv_batch_idx=index_tensor(where.cache_batch_idx, q.device),
         leftpad_k=index_tensor(where.cache_leftpad, q.device),
         block_table=index_tensor(where.block_table, q.device),

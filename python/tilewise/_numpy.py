@@ -207,6 +207,12 @@ def _describe_problem(
     if request.sinks is not None:
         arrays["sinks"] = _float32("sinks", request.sinks)
         _check.shape("sinks", arrays["sinks"], (heads,), "one logit per query head")
+    for name in ("k_descale", "v_descale"):
+        factors = getattr(request, name)
+        if factors is not None:
+            array = _float32(name, factors)
+            _check.descale(name, array, _check.is_float8(k.dtype), batch, k.shape[-2])
+            arrays[name] = np.ascontiguousarray(np.broadcast_to(array, (batch, k.shape[-2])))
     dropout_p = _check.dropout(request.dropout_p)
     if dropout_p > 0.0:
         arrays["dropout_state"] = np.random.randint(0, 2**62, 2, dtype=np.int64)
@@ -223,6 +229,8 @@ def _describe_problem(
         deterministic=bool(request.deterministic),
         tf32=bool(request.tf32),
         check=bool(request.check),
+        batch_invariant=bool(request.batch_invariant),
+        kv_float8=_check.is_float8(k.dtype),
     )
     dtype = _abi.DTYPES[str(q.dtype)]
     a = _describe.attention(view(q), view(k), view(v), dtype, extras)
@@ -238,14 +246,13 @@ def view(array: Array) -> View:
 
 def _check_arrays(q: Any, k: Any, v: Any) -> tuple[Array, Array, Array]:
     arrays = as_array("q", q), as_array("k", k), as_array("v", v)
-    for name, array in zip("qkv", arrays, strict=True):
-        if str(array.dtype) not in _FLOATS:
-            raise TypeError(
-                f"{name} has dtype {array.dtype}, but must be float32, float16 or bfloat16 "
-                "(of ml_dtypes)"
-            )
-        if array.dtype != arrays[0].dtype:
-            raise TypeError(f"{name} has dtype {array.dtype}, but q has {arrays[0].dtype}")
+    q, k, v = arrays
+    if str(q.dtype) not in _FLOATS:
+        raise TypeError(
+            f"q has dtype {q.dtype}, but must be float32, float16 or bfloat16 (of ml_dtypes)"
+        )
+    _check.key_dtype("k", k.dtype, k.dtype, q.dtype)
+    _check.key_dtype("v", v.dtype, k.dtype, q.dtype)
     return _columns(arrays[0]), _columns(arrays[1]), _columns(arrays[2])
 
 

@@ -20,10 +20,11 @@ from ._library import load_torch_adapter
 _OPTIONS = (
     "Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? block_table, "
-    "Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? scale_tensor, Tensor? dropout_state, "
+    "Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? k_descale, Tensor? v_descale, "
+    "Tensor? scale_tensor, Tensor? dropout_state, "
     "float scale, int window_left, int window_right, float softcap, float dropout_p, "
     "int max_seqlen_q, int max_seqlen_k, int num_splits, bool deterministic, bool tf32, "
-    "bool check, bool heads_first"
+    "bool check, bool batch_invariant, bool heads_first"
 )
 # Dense, a scale and a band: tensors are in "bhsd" order when heads_first is set (tilewise._plain).
 _PLAIN = (
@@ -41,7 +42,8 @@ _SCHEMAS = (
     "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? q, Tensor? k_new, Tensor? v_new, "
     "Tensor cache_seqlens, Tensor? cu_seqlens_q, Tensor? cu_seqlens_new, Tensor? rotary_seqlens, "
     "Tensor? block_table, Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, "
-    "Tensor? rotary_sin, bool rotary_interleaved, bool q_single_position) -> Tensor",
+    "Tensor? rotary_sin, bool rotary_interleaved, bool q_single_position, "
+    "Tensor? k_descale=None, Tensor? v_descale=None) -> Tensor",
 )
 
 
@@ -62,6 +64,8 @@ class Options(NamedTuple):
     block_table: Tensor | None = None  # [B, width] int32
     kv_batch_idx: Tensor | None = None  # [B] int32
     leftpad_k: Tensor | None = None  # [B] int32
+    k_descale: Tensor | None = None  # [B, Hkv] fp32, of float8_e4m3fn k
+    v_descale: Tensor | None = None
     scale_tensor: Tensor | None = None  # [1] fp32
     dropout_state: Tensor | None = None
     scale: float = 1.0
@@ -75,6 +79,7 @@ class Options(NamedTuple):
     deterministic: bool = False
     tf32: bool = False
     check: bool = False  # of the index tensors' entries on a GPU; waits for it
+    batch_invariant: bool = False
     heads_first: bool = False
 
 
@@ -162,8 +167,11 @@ def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 @torch.library.register_fake("tilewise::append_kv", lib=_library)
-def _append_kv_fake(k_cache: Tensor, _v_cache: Tensor, q: Tensor | None, *_: Any) -> Tensor:
-    return k_cache.new_empty((0,) if q is None else q.shape)
+def _append_kv_fake(
+    k_cache: Tensor, _v_cache: Tensor, q: Tensor | None, k_new: Tensor | None, *_: Any
+) -> Tensor:
+    like = next(x for x in (q, k_new, k_cache) if x is not None)
+    return like.new_empty((0,) if q is None else q.shape)
 
 
 # --- derivatives ----------------------------------------------------------------------------------
@@ -290,7 +298,7 @@ torch.library.register_autograd("tilewise::backward", _no_second_derivative, lib
 def _foldable(options: Options, dims: tuple[int | None, ...]) -> bool:
     by_name = dict(zip(Options._fields, dims, strict=True))
     sequences = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table",
-                 "kv_batch_idx", "leftpad_k")  # fmt: skip
+                 "kv_batch_idx", "leftpad_k", "k_descale", "v_descale")  # fmt: skip
     mapped = (by_name["sinks"], by_name["scale_tensor"])
     return (
         all(getattr(options, name) is None for name in sequences)

@@ -22,6 +22,9 @@ class Request(NamedTuple):
     deterministic: bool = False
     tf32: bool = False
     check: bool = False
+    batch_invariant: bool = False
+    k_descale: Any = None
+    v_descale: Any = None
 
 
 class Sequences(NamedTuple):

@@ -51,7 +51,7 @@ def prepare_dense(q: Tensor, k: Tensor, v: Tensor, layout: str, request: Request
         _check_bias(bias, q)
         _check.bias(bias, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
         bias = _full_keys(bias, k.shape[1])
-    options = score_options(q, q.shape[0], request)
+    options = with_descale(score_options(q, q.shape[0], request), q, k, request)
     options = options._replace(bias=bias, heads_first=heads_first)
     return *_columns(q, k, v), options
 
@@ -65,7 +65,7 @@ def prepare_varlen(
     paged = sequences.block_table is not None
     _check.varlen(q, k, v, paged)
     batch = _check_sequences(q, sequences)
-    options = score_options(q, batch, request)
+    options = with_descale(score_options(q, batch, request), q, k, request, batch)
     if bias is not None:
         _check_bias(bias, q)
         _check.bias(bias, batch, q.shape[1], None, None)
@@ -167,6 +167,28 @@ def score_options(q: Tensor, batch: int, request: Request) -> _ops.Options:
         deterministic=bool(request.deterministic) or torch.are_deterministic_algorithms_enabled(),
         tf32=bool(request.tf32),
         check=bool(request.check),
+        batch_invariant=bool(request.batch_invariant),
+    )
+
+
+def with_descale(
+    options: _ops.Options, q: Tensor, k: Tensor, request: Request, batch: int | None = None
+) -> _ops.Options:
+    """With the factors of a float8_e4m3fn cache, broadcast to [B, Hkv]; batch: by default q's."""
+    if request.k_descale is None and request.v_descale is None:
+        return options
+    shape = (q.shape[0] if batch is None else batch, k.shape[-2])
+
+    def factors(name: str, given: Any) -> Tensor | None:
+        if given is None:
+            return None
+        _check_float(name, given, q)
+        _check.descale(name, given, _check.is_float8(k.dtype), *shape)
+        return given.to(torch.float32).expand(shape)
+
+    return options._replace(
+        k_descale=factors("k_descale", request.k_descale),
+        v_descale=factors("v_descale", request.v_descale),
     )
 
 
@@ -221,8 +243,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"q has dtype {q.dtype}, but must be torch.float32, torch.float16 or torch.bfloat16"
         )
     for name, tensor in (("k", k), ("v", v)):
-        if tensor.dtype != q.dtype:
-            raise TypeError(f"{name} has dtype {tensor.dtype}, but q has {q.dtype}")
+        _check.key_dtype(name, tensor.dtype, k.dtype, q.dtype)
         _same_device(name, tensor, q)
 
 

@@ -34,7 +34,8 @@ def attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: Window = _UNBOUNDED,
     scale: Any = None, softcap: float = 0.0, bias: Any = None, alibi_slopes: Any = None,
     sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
-    deterministic: bool = False, tf32: bool = False, layout: str = "bshd",
+    deterministic: bool = False, tf32: bool = False, batch_invariant: bool = False,
+    k_descale: Any = None, v_descale: Any = None, layout: str = "bshd",
 ) -> Any:  # fmt: skip
     """Exact attention of equal-length sequences, in memory linear in the sequence length.
 
@@ -62,6 +63,12 @@ def attention(
         deterministic: Bitwise equal results for equal inputs on one device (the CPU always is so);
             implied by torch.use_deterministic_algorithms.
         tf32: Let a GPU round float32 operands to TF32: faster, with the accuracy of half precision.
+        batch_invariant: Give each sequence's rows of out and lse, to the bit, what they are without
+            the other sequences of the batch: on one kind of GPU or CPU, without dropout, whose bits
+            are numbered by batch row. Gradients of q, k and v likewise.
+        k_descale: float32 broadcastable to [batch, heads_kv]: factor of k of torch.float8_e4m3fn,
+            which q of float16 or bfloat16 takes (forward only). None is 1.
+        v_descale: Likewise of v.
         layout: "bshd" or "bhsd", of q, k, v and out.
 
     Returns:
@@ -83,13 +90,16 @@ def attention(
         and softcap == 0.0
         and type(dropout_p) is float
         and dropout_p == 0.0
+        and not batch_invariant
+        and k_descale is None
+        and v_descale is None
     ):
         result = _plain(q, k, v, causal, window, scale, return_lse, deterministic, tf32, layout)
         if result is not None:
             return result
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic, tf32,
+        deterministic, tf32, False, batch_invariant, k_descale, v_descale,
     )  # fmt: skip
     return _backend(q).attention(q, k, v, layout, request)
 
@@ -101,6 +111,7 @@ def attention_varlen(
     window: Window = _UNBOUNDED, scale: Any = None, softcap: float = 0.0, bias: Any = None,
     alibi_slopes: Any = None, sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
     deterministic: bool = False, tf32: bool = False, check: bool = False,
+    batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
 ) -> Any:  # fmt: skip
     """Exact attention of sequences of different lengths, laid end to end.
 
@@ -135,6 +146,9 @@ def attention_varlen(
             forward and backward: a kernel, and the call waits for the GPU, so that it cannot be
             captured in a CUDA graph. Without it, entries that do not fit are undefined behaviour
             there. The CPU always verifies.
+        batch_invariant: As in ``attention``.
+        k_descale: Likewise.
+        v_descale: Likewise.
 
     Returns:
         out [total_q, heads_q, head_dim_v]; with return_lse also lse, float32 [heads_q, total_q].
@@ -149,7 +163,7 @@ def attention_varlen(
     )
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic, tf32, check,
+        deterministic, tf32, check, batch_invariant, k_descale, v_descale,
     )  # fmt: skip
     return _backend(q).attention_varlen(q, k, v, sequences, request)
 

@@ -70,8 +70,7 @@ def check_cache(q: Any, k_cache: Any, v_cache: Any, block_table: Any, packed: in
             f"q has {heads} heads, but must have a multiple of the {k_cache.shape[2]} of k_cache"
         )
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.dtype != q.dtype:
-            raise TypeError(f"{name} has dtype {cache.dtype}, but must have {q.dtype} like q")
+        _check.key_dtype(name, cache.dtype, k_cache.dtype, q.dtype)
     if block_table is not None:
         _check.shape("block_table", block_table, (batch, None), "[batch, pages of a sequence]")
     return batch
@@ -171,7 +170,8 @@ def attention_with_kvcache(
     rotary_interleaved: bool = True, causal: bool = False,
     window: _check.Window = (None, None), scale: Any = None, softcap: float = 0.0,
     alibi_slopes: Any = None, sinks: Any = None, num_splits: int = 0, return_lse: bool = False,
-    tf32: bool = False, check: bool = False,
+    tf32: bool = False, check: bool = False, batch_invariant: bool = False, k_descale: Any = None,
+    v_descale: Any = None,
 ) -> Any:  # fmt: skip
     """Appends new keys and values to a cache in place, then attends to all of it.
 
@@ -181,7 +181,8 @@ def attention_with_kvcache(
         q: [B, Sq, Hq, D], fp32, fp16 or bf16: a torch.Tensor or a NumPy array, and all the others
             of that kind.
         k_cache, v_cache: [cache batch, capacity, Hkv, D] and [..., Dv]; with block_table
-            [pages, page_size, Hkv, D] and [..., Dv], any page size.
+            [pages, page_size, Hkv, D] and [..., Dv], any page size. In q's dtype, or, for q of
+            fp16 or bf16, torch.float8_e4m3fn (ml_dtypes' float8_e4m3fn).
         k, v: new keys [B, Snew, Hkv, D] and values [B, Snew, Hkv, Dv], written to
             ``cache_seqlens[b] .. cache_seqlens[b] + Snew - 1``.
         cache_seqlens: int or [B]: keys already in the cache, left padding included. None (allowed
@@ -202,6 +203,12 @@ def attention_with_kvcache(
             copies them to the host, so it waits for the GPU and can be neither captured nor
             traced. Without it, entries that do not fit are undefined behaviour there. The CPU
             always verifies.
+        batch_invariant: give each sequence's rows, to the bit, what they are without the other
+            sequences of the batch; then num_splits is 0, and splits follow from the lengths of
+            each sequence.
+        k_descale, v_descale: fp32 broadcastable to [B, Hkv]: what the values of a float8_e4m3fn
+            cache are multiplied by. New keys and values are divided by them, rounded to nearest
+            even and held within +-448. None is 1.
 
     Returns:
         out [B, Sq, Hq, Dv], or (out, lse [B, Hq, Sq] fp32).
@@ -218,6 +225,9 @@ def attention_with_kvcache(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         tf32=tf32,
+        batch_invariant=batch_invariant,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
     where = Where(cache_batch_idx, cache_leftpad, block_table, num_splits, check)
     if hasattr(q, "__torch_function__"):

@@ -84,19 +84,23 @@ TILEWISE_FN Score score_of(const Problem& p) {
   return {p.scale_ptr != nullptr ? *p.scale_ptr : p.scale, p.softcap};
 }
 
-// What the values of a float8_e4m3 cache are multiplied by: those of k as a part of the scale.
-TILEWISE_FN float descale(const float* factors, int64_t stride_batch, int64_t stride_head,
-                          int64_t batch, int64_t kv_head) {
-  return factors != nullptr ? factors[batch * stride_batch + kv_head * stride_head] : 1.0f;
+// What the values of a float8_e4m3 cache are multiplied by, 1 of any other; of a problem or of an
+// append. The factor of k is a part of the scale.
+template <class Cached>
+TILEWISE_FN float k_descale(const Cached& c, int64_t batch, int64_t kv_head) {
+  if (c.k_descale == nullptr) return 1.0f;
+  return c.k_descale[batch * c.k_descale_stride_batch + kv_head * c.k_descale_stride_head];
 }
+template <class Cached>
+TILEWISE_FN float v_descale(const Cached& c, int64_t batch, int64_t kv_head) {
+  if (c.v_descale == nullptr) return 1.0f;
+  return c.v_descale[batch * c.v_descale_stride_batch + kv_head * c.v_descale_stride_head];
+}
+
 TILEWISE_FN Score score_of(const Problem& p, int64_t batch, int64_t kv_head) {
   Score score = score_of(p);
-  score.scale *=
-      descale(p.k_descale, p.k_descale_stride_batch, p.k_descale_stride_head, batch, kv_head);
+  score.scale *= k_descale(p, batch, kv_head);
   return score;
-}
-TILEWISE_FN float value_scale(const Problem& p, int64_t batch, int64_t kv_head) {
-  return descale(p.v_descale, p.v_descale_stride_batch, p.v_descale_stride_head, batch, kv_head);
 }
 
 TILEWISE_FN Dropout dropout_of(const Problem& p) {

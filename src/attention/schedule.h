@@ -45,7 +45,9 @@ struct SplitRule {
 
   TILEWISE_FN constexpr int64_t parts(int64_t sequence_rows, int64_t keys) const {
     if (least == 0) return most;
-    return sequence_rows > rows ? 1 : clamp(keys / least, int64_t{1}, most);
+    if (sequence_rows > rows) return 1;
+    const auto some = static_cast<uint32_t>(min<int64_t>(keys, INT32_MAX));  // 64 bits: slow on GPUs
+    return clamp(some / static_cast<uint32_t>(least), 1, most);
   }
 };
 

@@ -1,7 +1,10 @@
 #include "cpu/append.h"
 
 #include <cstring>
+#include <type_traits>
 
+#include "attention/problem.h"
+#include "base/float8.h"
 #include "base/half.h"
 #include "base/math.h"
 
@@ -82,9 +85,10 @@ struct Rotation {
 
 // One head of one row, x and y possibly the same memory. Through fp32 buffers that nothing aliases:
 // three plain loops, each of which the compiler turns into vector code (a loop that reads and
-// writes 16-bit pairs in place takes some 3 times as long).
-template <class T>
-void rotate_head(const T* x, T* y, const Rotation& r, int64_t rotary_dim, bool interleaved) {
+// writes 16-bit pairs in place takes some 3 times as long). `descale`: see copy_head.
+template <class T, class Y>
+void rotate_head(const T* x, Y* y, const Rotation& r, int64_t rotary_dim, bool interleaved,
+                 float descale) {
   float in[max_head_dim], out[max_head_dim];
   const int64_t half = rotary_dim / 2;
   for (int64_t i = 0; i < rotary_dim; ++i) in[i] = to_float(x[i]);
@@ -99,15 +103,24 @@ void rotate_head(const T* x, T* y, const Rotation& r, int64_t rotary_dim, bool i
       out[i + half] = in[i] * r.sine[i] + in[i + half] * r.cosine[i];
     }
   }
-  for (int64_t i = 0; i < rotary_dim; ++i) y[i] = from_float<T>(out[i]);
+  if constexpr (std::is_same_v<Y, Float8>) {
+    for (int64_t i = 0; i < rotary_dim; ++i) out[i] /= descale;
+  }
+  for (int64_t i = 0; i < rotary_dim; ++i) y[i] = from_float<Y>(out[i]);
 }
 
-template <class T>
-void copy_head(const T* x, T* y, int64_t n) {
-  if (x != y) std::memcpy(y, x, static_cast<size_t>(n) * sizeof(T));
+// `descale` is 1 unless y is float8_e4m3.
+template <class T, class Y>
+void copy_head(const T* x, Y* y, int64_t n, float descale) {
+  if constexpr (std::is_same_v<T, Y>) {
+    if (x != y) std::memcpy(y, x, static_cast<size_t>(n) * sizeof(T));
+  } else {
+    for (int64_t i = 0; i < n; ++i) y[i] = from_float<Y>(to_float(x[i]) / descale);
+  }
 }
 
-template <class T>
+// Rows of T into caches of Cached: T itself, or Float8.
+template <class T, class Cached>
 class Append {
  public:
   explicit Append(const tilewise_kv_append& a) : a_(a) {}
@@ -134,7 +147,9 @@ class Append {
       }
       const T* x = source(a_.q, a_.cu_seqlens_q, cursor, row);
       T* y = const_cast<T*>(source(a_.q_out, a_.cu_seqlens_q, cursor, row));
-      heads(x, a_.q.stride_head, y, a_.q_out.stride_head, a_.heads_q, rotate ? &rotation : nullptr);
+      for (int64_t h = 0; h < a_.heads_q; ++h)
+        head(x + h * a_.q.stride_head, y + h * a_.q_out.stride_head, rotate ? &rotation : nullptr,
+             1.0f);
     }
   }
 
@@ -149,13 +164,14 @@ class Append {
       if (a_.rotary_cos) rotation.load<T>(a_, rotary_position(a_, b) + cursor.index());
       const T* k = source(a_.k_new, a_.cu_seqlens_new, cursor, row);
       const T* v = source(a_.v_new, a_.cu_seqlens_new, cursor, row);
-      T* k_cache = cached(a_.k_cache, b, slot);
-      T* v_cache = cached(a_.v_cache, b, slot);
-      heads(k, a_.k_new.stride_head, k_cache, a_.k_cache.stride_head, a_.heads_kv,
-            a_.rotary_cos ? &rotation : nullptr);
+      Cached* k_cache = cached(a_.k_cache, b, slot);
+      Cached* v_cache = cached(a_.v_cache, b, slot);
       const int64_t dv = a_.head_dim_v ? a_.head_dim_v : a_.head_dim;
       for (int64_t h = 0; h < a_.heads_kv; ++h) {
-        copy_head(v + h * a_.v_new.stride_head, v_cache + h * a_.v_cache.stride_head, dv);
+        head(k + h * a_.k_new.stride_head, k_cache + h * a_.k_cache.stride_head,
+             a_.rotary_cos ? &rotation : nullptr, k_descale(a_, b, h));
+        copy_head(v + h * a_.v_new.stride_head, v_cache + h * a_.v_cache.stride_head, dv,
+                  v_descale(a_, b, h));
       }
     }
   }
@@ -168,8 +184,8 @@ class Append {
     return data + cursor.sequence() * t.stride_batch + cursor.index() * t.stride_row;
   }
 
-  T* cached(const tilewise_tensor& cache, int64_t b, int64_t slot) const {
-    T* data = static_cast<T*>(cache.data);
+  Cached* cached(const tilewise_tensor& cache, int64_t b, int64_t slot) const {
+    Cached* data = static_cast<Cached*>(cache.data);
     if (a_.block_table) {
       const int64_t page = a_.block_table[b * a_.block_table_stride + slot / a_.page_size];
       return data + page * cache.stride_batch + slot % a_.page_size * cache.stride_row;
@@ -178,21 +194,19 @@ class Append {
     return data + batch_row * cache.stride_batch + slot * cache.stride_row;
   }
 
-  void heads(const T* x, int64_t x_stride, T* y, int64_t y_stride, int64_t count,
-             const Rotation* rotation) const {
+  template <class Y>
+  void head(const T* x, Y* y, const Rotation* rotation, float descale) const {
     const int64_t rotated = rotation ? a_.rotary_dim : 0;
-    for (int64_t h = 0; h < count; ++h, x += x_stride, y += y_stride) {
-      if (rotation) rotate_head(x, y, *rotation, rotated, a_.rotary_interleaved != 0);
-      copy_head(x + rotated, y + rotated, a_.head_dim - rotated);
-    }
+    if (rotation) rotate_head(x, y, *rotation, rotated, a_.rotary_interleaved != 0, descale);
+    copy_head(x + rotated, y + rotated, a_.head_dim - rotated, descale);
   }
 
   const tilewise_kv_append& a_;
 };
 
-template <class T>
+template <class T, class Cached>
 void run(const tilewise_kv_append& a, const Parallel& parallel) {
-  const Append<T> append(a);
+  const Append<T, Cached> append(a);
   const int64_t query_rows = append.query_rows();
   const int64_t rows = query_rows + append.new_rows();
   if (rows == 0) return;
@@ -212,15 +226,17 @@ void run(const tilewise_kv_append& a, const Parallel& parallel) {
 }  // namespace
 
 void append_kv(const tilewise_kv_append& append, const Parallel& parallel) {
+  const bool float8 = append.kv_float8 != 0;
   switch (append.dtype) {
     case TILEWISE_FLOAT32:
-      return run<float>(append, parallel);
+      return run<float, float>(append, parallel);
     case TILEWISE_FLOAT16:
-      return run<Half>(append, parallel);
+      return float8 ? run<Half, Float8>(append, parallel) : run<Half, Half>(append, parallel);
     case TILEWISE_BFLOAT16:
-      return run<BFloat16>(append, parallel);
+      return float8 ? run<BFloat16, Float8>(append, parallel)
+                    : run<BFloat16, BFloat16>(append, parallel);
     default:
-      return;  // fp8 caches are refused by the caller
+      return;  // refused by the caller
   }
 }
 

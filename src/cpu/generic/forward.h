@@ -238,7 +238,7 @@ struct Forward : ForwardScratch {
     const int64_t first = panel * S.panel + lane;
     const int64_t valid = min<int64_t>(W, lanes.count - first);
     const F sum = load(l + first);
-    const F inverse = sum == 0.0f ? F{} : value_scale(p, s.batch, task.kv_head) / sum;
+    const F inverse = sum == 0.0f ? F{} : v_descale(p, s.batch, task.kv_head) / sum;
     const float* const o_lanes = o + panel * dv.m * S.panel + lane;
     float* partial[W];
     T* out[W];
