@@ -4,6 +4,7 @@
 
 #include "cuda/arch/limits.h"
 #include "cuda/runtime.h"
+#include "emulator/bulk.h"
 
 namespace tilewise::cuda {
 namespace {
