@@ -40,7 +40,8 @@ struct Sm90a {
     if (head_dim <= 128)
       return narrow ? WgmmaBackwardTile{128, 64, true, SendDq::under_dp, 240, 24}
                     : WgmmaBackwardTile{128, 80, true, SendDq::under_scores, 240, 24};
-    return {};
+    return narrow ? WgmmaBackwardTile{} : WgmmaBackwardTile{head_dim <= 192 ? 96 : 80, 64,  false,
+                                                            SendDq::at_once,           240, 24};
   }
   // Causal problems of up to so many rows take the narrow cut.
   static constexpr int64_t kNarrowBackwardRows = 4096;

@@ -14,6 +14,10 @@ TILEWISE_DEVICE uint32_t cvt_f16x2(float low, float high) { return emulator::cvt
 TILEWISE_DEVICE uint32_t cvt_bf16x2(float low, float high) {
   return emulator::cvt_bf16x2(low, high);
 }
+// The number in the low half.
+TILEWISE_DEVICE float cvt_f32_f16(uint32_t x) {
+  return to_float(Half{static_cast<uint16_t>(x & 0xffffu)});
+}
 // Rounded to the 11 bits that tf32 products read, ties away from zero; the low 13 bits are 0.
 TILEWISE_DEVICE uint32_t cvt_tf32(float x) {
   const uint32_t bits = tilewise::detail::bits_of(x);
@@ -34,6 +38,10 @@ TILEWISE_DEVICE float float_of(uint32_t x) { return tilewise::detail::float_of(x
 TILEWISE_DEVICE uint32_t mul_high(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32);
 }
+// (x & mask) | bits in one instruction, which two constants alone would not be.
+TILEWISE_DEVICE uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
+  return (x & mask) | bits;
+}
 
 #else
 
@@ -52,6 +60,11 @@ TILEWISE_DEVICE uint32_t cvt_bf16x2(float low, float high) {
   uint32_t r;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
+}
+TILEWISE_DEVICE float cvt_f32_f16(uint32_t x) {
+  float y;
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low; }" : "=f"(y) : "r"(x));
+  return y;
 }
 TILEWISE_DEVICE uint32_t cvt_tf32(float x) {  // sm_80
   uint32_t r;
@@ -81,6 +94,11 @@ TILEWISE_DEVICE float log_accurate(float x) { return ::logf(x); }
 TILEWISE_DEVICE uint32_t bits_of(float x) { return __float_as_uint(x); }
 TILEWISE_DEVICE float float_of(uint32_t x) { return __uint_as_float(x); }
 TILEWISE_DEVICE uint32_t mul_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
+TILEWISE_DEVICE uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
+  uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(x), "r"(mask), "r"(bits));
+  return r;
+}
 
 #endif
 

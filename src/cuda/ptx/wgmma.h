@@ -7,7 +7,8 @@
 // operand lies with its m or n contiguous instead of k.
 //
 // Order: writes to d or a registers, wgmma_fence, products, wgmma_commit_group, wgmma_wait_group,
-// reads of d. `start` is a product that does not read d.
+// reads of d. `start` is a product that does not read d; `restart` neither, but ptxas does not know
+// and lets it wait for whoever reads d before.
 #pragma once
 
 #include "cuda/ptx/platform.h"
@@ -40,6 +41,10 @@ struct Wgmma {
   template <bool kTransA, bool kTransB>
   static TILEWISE_DEVICE void start(D d, uint64_t a, uint64_t b) {
     emulator::wgmma(d, kN, kBf16, a, b, kTransA, kTransB, false);
+  }
+  template <bool kTransA, bool kTransB>
+  static TILEWISE_DEVICE void restart(D d, uint64_t a, uint64_t b) {
+    start<kTransA, kTransB>(d, a, b);
   }
   template <bool kTransB>
   static TILEWISE_DEVICE void add(D d, const uint32_t (&a)[4], uint64_t b) {
@@ -113,6 +118,11 @@ TILEWISE_DEVICE void wgmma_wait_group() {
     template <bool kTransA, bool kTransB>                                                     \
     static TILEWISE_DEVICE void start(D d, uint64_t a, uint64_t b) {                          \
       TILEWISE_WGMMA_SHAPE(n, r, type, TILEWISE_RESULT, "0", x0, "l"(a), x2 ", " x3, x1, b,   \
+                           "n"(int{kTransA}), "n"(int{kTransB}));                             \
+    }                                                                                         \
+    template <bool kTransA, bool kTransB>                                                     \
+    static TILEWISE_DEVICE void restart(D d, uint64_t a, uint64_t b) {                        \
+      TILEWISE_WGMMA_SHAPE(n, r, type, TILEWISE_SUM, "0", x0, "l"(a), x2 ", " x3, x1, b,      \
                            "n"(int{kTransA}), "n"(int{kTransB}));                             \
     }                                                                                         \
     template <bool kTransB>                                                                   \

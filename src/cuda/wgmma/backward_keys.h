@@ -33,7 +33,7 @@ template <class C>
 TILEWISE_DEVICE void await_keys(const TmaBackwardParams& p, const KeyWork<C>& work,
                                 ptx::SharedAddress shared, int thread) {
   using Plan = BackwardPlan<C>;
-  const BackwardBarriers<C> barriers{shared + Plan::kBarriers};
+  const BackwardBarriers barriers{shared + Plan::kBarriers};
   const bool paged = work.sequence.kv.pages != nullptr;
   if (paged) {
     copy_keys<C, typename Plan::KTile>(shared + Plan::kK, p.problem.k, work, p.problem.head_dim,

@@ -81,13 +81,17 @@ template <class C>
 TILEWISE_DEVICE void load_role(const TmaBackwardParams& p, const KeyWork<C>& work,
                                ptx::SharedAddress shared) {
   using Plan = BackwardPlan<C>;
-  const BackwardBarriers<C> barriers{shared + Plan::kBarriers};
+  const BackwardBarriers barriers{shared + Plan::kBarriers};
   const auto first_row = static_cast<int32_t>(work.sequence.first_row);
   const auto slot = static_cast<int32_t>(work.sequence.slot);
   const RowLoads<C, typename Plan::QTile> q{p.q, p.row_lse, first_row, slot};
   const RowLoads<C, typename Plan::DoutTile> dout{p.dout, p.row_delta, first_row, slot};
   const int32_t rows = work.rows_to_keep(p.problem);
   RowWalk walk = work.walk(p.problem);
+
+  const auto at = [&](int first, int stage, int bytes) {
+    return shared + static_cast<uint32_t>(first + stage * bytes);
+  };
 
   const bool loads_keys = work.sequence.kv.pages == nullptr && ptx::lane_index() == 0;
   const auto load_keys = [&]<class Tile>(const TensorMap& map, int to, ptx::SharedAddress landed) {
@@ -105,24 +109,22 @@ TILEWISE_DEVICE void load_role(const TmaBackwardParams& p, const KeyWork<C>& wor
   for (int32_t step = 0; step < work.steps; ++step) {
     const int stage = step & 1;
     const int parity = (step >> 1 & 1) ^ 1;
-    const ptx::SharedAddress to_q =
-        shared + Plan::kQ + static_cast<uint32_t>(stage * Plan::QTile::kBytes);
-    const ptx::SharedAddress to_dout =
-        shared + Plan::kDout + static_cast<uint32_t>(stage * Plan::DoutTile::kBytes);
-    const ptx::SharedAddress to_lse =
-        shared + Plan::kLse + static_cast<uint32_t>(stage * Plan::kStatisticBytes);
-    const ptx::SharedAddress to_delta =
-        shared + Plan::kDelta + static_cast<uint32_t>(stage * Plan::kStatisticBytes);
+    const int dout_stage = Plan::kDoutStages == 2 ? stage : 0;
+    const int dout_parity = Plan::kDoutStages == 2 ? parity : stage ^ 1;
+    const ptx::SharedAddress to_q = at(Plan::kQ, stage, Plan::QTile::kBytes);
+    const ptx::SharedAddress to_lse = at(Plan::kLse, stage, Plan::kStatisticBytes);
+    const ptx::SharedAddress to_dout = at(Plan::kDout, dout_stage, Plan::DoutTile::kBytes);
+    const ptx::SharedAddress to_delta = at(Plan::kDelta, dout_stage, Plan::kStatisticBytes);
     const int32_t keep = rows - walk.row;
     ptx::mbarrier_wait_parity(barriers.q_read(stage), parity);
     if (keep >= Plan::kQueries) {
       q.load(to_q, to_lse, walk, barriers.q_landed(stage));
-      ptx::mbarrier_wait_parity(barriers.dout_read(stage), parity);
-      dout.load(to_dout, to_delta, walk, barriers.dout_landed(stage));
+      ptx::mbarrier_wait_parity(barriers.dout_read(dout_stage), dout_parity);
+      dout.load(to_dout, to_delta, walk, barriers.dout_landed(dout_stage));
     } else {
       q.load_tail(to_q, to_lse, walk, barriers.q_landed(stage), keep, barriers.tail_landed(), 0);
-      ptx::mbarrier_wait_parity(barriers.dout_read(stage), parity);
-      dout.load_tail(to_dout, to_delta, walk, barriers.dout_landed(stage), keep,
+      ptx::mbarrier_wait_parity(barriers.dout_read(dout_stage), dout_parity);
+      dout.load_tail(to_dout, to_delta, walk, barriers.dout_landed(dout_stage), keep,
                      barriers.tail_landed(), 1);
     }
     walk.advance(Plan::kQueries);

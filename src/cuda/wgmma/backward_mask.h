@@ -12,7 +12,7 @@ class KeyMask {
 
  public:
   // `key`: the thread's first one of the block, the other one is 8 keys on.
-  TILEWISE_DEVICE KeyMask(const KeyWork<C>& work, int key) {
+  TILEWISE_DEVICE KeyMask(const KeyWork<C>& work, int key) : clear_(work.clear_rows()) {
     const Band& band = work.sequence.band;
     const int64_t diagonal = work.keys.begin + key - band.shift();
     const auto row = [](int64_t x) { return static_cast<int32_t>(clamp(x, -kFar, kFar)); };
@@ -24,17 +24,10 @@ class KeyMask {
       if (work.keys.begin + key + 8 * half >= work.keys.end) first_[half] = kFar;
       first_[half] -= lane_row;
     }
-    const Range all = work.keys.size() == Plan::kKeys ? band.rows_of_all(work.keys) : Range{};
-    clear_begin_ = static_cast<int32_t>(all.begin);
-    // Rows past the last one need no mask: their P is 0.
-    const int64_t end = all.end == band.rows ? int64_t{kFar} : all.end - Plan::kQueries + 1;
-    clear_end_ = all.empty() ? 0 : static_cast<int32_t>(end);
   }
 
-  // Whether a row of the tile that starts at `row` does not see all keys of the block.
-  TILEWISE_DEVICE bool touches(int32_t row) const {
-    return row < clear_begin_ || row >= clear_end_;
-  }
+  // Whether the tile of rows from `row` on needs it.
+  TILEWISE_DEVICE bool touches(int32_t row) const { return !clear_.contains(row); }
 
   // What a row does not see becomes `hidden`.
   TILEWISE_DEVICE void apply(ScoreSums<C>& s, int32_t row, float hidden) const {
@@ -54,8 +47,7 @@ class KeyMask {
  private:
   int32_t first_[2];  // row that sees the key, less the thread's first row of a tile
   uint32_t rows_;     // how many rows after it do
-  int32_t clear_begin_;
-  int32_t clear_end_;
+  ClearRows clear_;
 };
 
 }  // namespace tilewise::cuda::wgmma

@@ -1,5 +1,8 @@
-// How a backward block of head dims up to 128 is cut: what lies where in shared memory, and who
-// waits for whom.
+// How a backward block is cut: what lies where in shared memory, and who waits for whom.
+//
+// Head dims up to 128: the math warpgroups share the keys of the block, dK and dV stay in the
+// registers of their keys (backward_by_keys.h). Larger ones: they share the columns of the head,
+// one computes P and the other one dS (backward_by_columns.h).
 #pragma once
 
 #include "cuda/ptx/mbarrier.h"
@@ -8,17 +11,23 @@
 namespace tilewise::cuda::wgmma {
 
 template <class C>
-struct BackwardPlan : BackwardSums<C> {
-  using Sums = BackwardSums<C>;
-  using Sums::kQueries;
+inline constexpr bool kByColumns = max(C::kHeadDim, C::kHeadDimV) > 128;
+
+template <class C, bool = kByColumns<C>>
+struct BackwardPlan;
+
+// Q, dO, dS and the row statistics have two stages.
+template <class C>
+struct BackwardPlan<C, false> : BackwardSums<C> {
+  using BackwardSums<C>::kQueries;
   static constexpr arch::WgmmaBackwardTile kTile = C::kBackward;
   static constexpr int kThreads = kTile.threads();
   static constexpr int kMathThreads = 256;
   static constexpr int kKeys = kTile.keys;
-  static_assert(kKeys == 128 && max(C::kHeadDim, C::kHeadDimV) <= 128);
-
-  // Shared memory. Q, dO, dS and the statistics have two stages.
+  static_assert(kKeys == 128);
   static constexpr int kStages = 2;
+  static constexpr int kDoutStages = 2;
+
   using KTile = tile::SwizzledTile<kKeys, C::kHeadDim>;
   using VTile = tile::SwizzledTile<kKeys, C::kHeadDimV>;
   using QTile = tile::SwizzledTile<kQueries, C::kHeadDim>;
@@ -29,18 +38,57 @@ struct BackwardPlan : BackwardSums<C> {
   static constexpr int kV = kK + KTile::kBytes;
   static constexpr int kQ = kV + VTile::kBytes;
   static constexpr int kDout = kQ + kStages * QTile::kBytes;
-  static constexpr int kDs = kDout + kStages * DoutTile::kBytes;
+  static constexpr int kDs = kDout + kDoutStages * DoutTile::kBytes;
   static constexpr int kDq = kDs + kStages * DsTile::kBytes;
   static constexpr int kLse = kDq + kQueries * C::kHeadDim * 4;
   static constexpr int kDelta = kLse + kStages * kStatisticBytes;
-  static constexpr int kBarriers = kDelta + kStages * kStatisticBytes;
+  static constexpr int kBarriers = kDelta + kDoutStages * kStatisticBytes;
   static constexpr int kSharedBytes = kBarriers + 11 * 8;
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
+// dO has one stage, and dQ leaves from registers.
+template <class C>
+struct BackwardPlan<C, true> : BackwardSums<C> {
+  using BackwardSums<C>::kQueries;
+  static constexpr arch::WgmmaBackwardTile kTile = C::kBackward;
+  static constexpr int kThreads = kTile.threads();
+  static constexpr int kMathThreads = 256;
+  static constexpr int kKeys = kTile.keys;
+  static_assert(kQueries == 64 && kKeys % 16 == 0);
+  static constexpr int kStages = 2;
+  static constexpr int kDoutStages = 1;
+
+  using KTile = tile::SwizzledTile<kKeys, C::kHeadDim>;
+  using VTile = tile::SwizzledTile<kKeys, C::kHeadDimV>;
+  using QTile = tile::SwizzledTile<kQueries, C::kHeadDim>;
+  using DoutTile = tile::SwizzledTile<kQueries, C::kHeadDimV>;
+  using ScoreTile = tile::SwizzledTile<kKeys, kQueries>;  // P and dS, transposed
+  static constexpr int kStatisticBytes = kQueries * 4;
+  static constexpr int kK = 0;
+  static constexpr int kV = kK + KTile::kBytes;
+  static constexpr int kQ = kV + VTile::kBytes;
+  static constexpr int kDout = kQ + kStages * QTile::kBytes;
+  static constexpr int kP = kDout + kDoutStages * DoutTile::kBytes;
+  static constexpr int kDs = kP + kStages * ScoreTile::kBytes;
+  static constexpr int kLse = kDs + kStages * ScoreTile::kBytes;
+  static constexpr int kDelta = kLse + kStages * kStatisticBytes;
+  static constexpr int kBarriers = kDelta + kDoutStages * kStatisticBytes;
+  static constexpr int kSharedBytes = kBarriers + 11 * 8;
+  static_assert(kSharedBytes <= 227 * 1024);
+
+  // Panels of 64 columns of a warpgroup. With an odd number one has more of dK, the other one more
+  // of dV and dQ, so that their sums fit into registers alike.
+  static constexpr int own_dk(int warpgroup) { return (KTile::kPanels + 1 - warpgroup) / 2; }
+  static constexpr int own_dv(int warpgroup) { return (VTile::kPanels + warpgroup) / 2; }
+  static constexpr int own_dq(int warpgroup) { return (KTile::kPanels + warpgroup) / 2; }
+  static constexpr int first_dk(int warpgroup) { return warpgroup == 0 ? 0 : own_dk(0); }
+  static constexpr int first_dv(int warpgroup) { return warpgroup == 0 ? 0 : own_dv(0); }
+  static constexpr int first_dq(int warpgroup) { return warpgroup == 0 ? 0 : own_dq(0); }
+};
+
 // The barriers of a block, named for the fact that becomes true. One per stage where a stage is
 // asked for.
-template <class C>
 struct BackwardBarriers {
   ptx::SharedAddress base;
 
@@ -53,14 +101,13 @@ struct BackwardBarriers {
   TILEWISE_DEVICE ptx::SharedAddress dout_read(int stage) const { return at(9, stage); }
 
   // By one thread; a barrier of the block follows.
-  TILEWISE_DEVICE void init() const {
-    constexpr int kMathWarps = BackwardPlan<C>::kMathThreads / ptx::kWarpSize;
+  TILEWISE_DEVICE void init(int math_warps) const {
     for (int i = 0; i < 3; ++i) ptx::mbarrier_init(base + static_cast<uint32_t>(i * 8), 1);
     for (int stage = 0; stage < 2; ++stage) {
       ptx::mbarrier_init(q_landed(stage), 1);
       ptx::mbarrier_init(dout_landed(stage), 1);
-      ptx::mbarrier_init(q_read(stage), kMathWarps);
-      ptx::mbarrier_init(dout_read(stage), kMathWarps);
+      ptx::mbarrier_init(q_read(stage), math_warps);
+      ptx::mbarrier_init(dout_read(stage), math_warps);
     }
     ptx::fence_mbarrier_init();
   }
@@ -71,8 +118,16 @@ struct BackwardBarriers {
   }
 };
 
-// Named barriers; those of dQ are one per warpgroup, shared with the warp that sends its sums.
-enum BackwardBarrier : int { kDqStaged = 1, kDqTaken = 3, kMath = 5 };
+// Named barriers. Those of dQ are one per warpgroup, shared with the warp that sends its sums; by
+// columns the others of them order the two warpgroups.
+enum BackwardBarrier : int {
+  kDqStaged = 1,
+  kDqTaken = 3,
+  kMath = 5,
+  kScoresIssued = 6,
+  kPStored = 7,
+  kOwnStored = 8,  // and 9: one per warpgroup
+};
 inline constexpr int kDqThreads = 128 + 32;
 
 }  // namespace tilewise::cuda::wgmma

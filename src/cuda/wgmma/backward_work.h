@@ -28,6 +28,15 @@ struct RowWalk {
   }
 };
 
+// Tiles of queries whose first row is one of these need no mask: all of their rows see all keys of
+// the block.
+struct ClearRows {
+  int32_t begin;
+  int32_t end;
+
+  TILEWISE_DEVICE bool contains(int32_t row) const { return row >= begin && row < end; }
+};
+
 template <class C>
 struct KeyWork {
   static constexpr int kKeys = C::kBackward.keys;
@@ -67,6 +76,15 @@ struct KeyWork {
     return w;
   }
 
+  TILEWISE_DEVICE ClearRows clear_rows() const {
+    const Band& band = sequence.band;
+    const Range all = keys.size() == kKeys ? band.rows_of_all(keys) : Range{};
+    if (all.empty()) return {0, 0};
+    // Rows past the last one need no mask: their P is 0.
+    const int64_t end = all.end == band.rows ? int64_t{kFar} : all.end - kQueries + 1;
+    return {static_cast<int32_t>(all.begin), static_cast<int32_t>(end)};
+  }
+
   // Rows of a tile of queries that TMA may leave as it finds them: past the last row in use it
   // reads zeros where the tensor ends there, and rows of something else otherwise.
   TILEWISE_DEVICE int32_t rows_to_keep(const Problem& p) const {
@@ -81,7 +99,8 @@ struct KeyWork {
 
 // Gradients of keys: like k and v, or one row per key of each sequence (tilewise_gradients).
 TILEWISE_FN KvSource gradient_source(const Problem& p, const Sequence& s) {
-  return p.block_table != nullptr || p.kv_batch_idx != nullptr ? s.kv.dense(s.batch) : s.kv;
+  const bool per_sequence = p.block_table != nullptr || p.kv_batch_idx != nullptr;
+  return per_sequence ? s.kv.dense(s.batch) : KvSource{nullptr, 0, s.kv.slot, s.kv.first};
 }
 
 // How many key tiles add to a tile of rows before this one does, for deterministic sums. Blocks are

@@ -1,0 +1,249 @@
+// From S and dP to P and dS by columns of the head: warpgroup 0 stores P, warpgroup 1 takes it from
+// there and stores dS, both as tiles [key][query].
+//
+// Value 4 j + e of a thread is, with g = lane / 4 and t = lane % 4, query 16 warp + g + 8 (e / 2)
+// of the tile and key 8 j + 2 t + e % 2 of the block.
+#pragma once
+
+#include "cuda/common/exponent_scale.h"
+#include "cuda/common/score_terms.h"
+#include "cuda/ptx/convert.h"
+#include "cuda/ptx/mbarrier.h"
+#include "cuda/ptx/shared.h"
+#include "cuda/tile/fragment.h"
+#include "cuda/tile/quad.h"
+#include "cuda/wgmma/backward_work.h"
+
+namespace tilewise::cuda::wgmma {
+
+// Of the two queries of a thread.
+struct RowStatistic {
+  float x[2];
+};
+
+// What a thread knows of the keys that its two queries see, counted from its first key on.
+template <class C>
+struct KeyRange {
+  int32_t begin[2];
+  uint32_t count[2];
+
+  TILEWISE_DEVICE KeyRange(const KeyWork<C>& work, int32_t row) {
+    const int32_t key = static_cast<int32_t>(work.keys.begin) + ptx::lane_index() % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Range keys = work.sequence.band.keys_of(row + 8 * half);
+      begin[half] = static_cast<int32_t>(keys.begin) - key;
+      count[half] = static_cast<uint32_t>(keys.size());
+    }
+  }
+  TILEWISE_DEVICE bool contains(int half, int key) const {
+    return static_cast<uint32_t>(key) - static_cast<uint32_t>(begin[half]) < count[half];
+  }
+};
+
+template <class C>
+class ColumnScores {
+  using Plan = BackwardPlan<C>;
+  using Element = typename C::Element;
+  static constexpr int kChunks = Plan::kKeys / 16;
+
+ public:
+  TILEWISE_DEVICE ColumnScores(const TmaBackwardParams& p, const KeyWork<C>& work,
+                               ptx::SharedAddress shared, int warp)
+      : work_(work),
+        shared_(shared),
+        row_(warp * 16 + ptx::lane_index() / 4),
+        clear_(work.clear_rows()),
+        scale_log2_(exponent_scale(score_of(p.problem).scale)),
+        keep_scale_(C::kGeneral ? dropout_of(p.problem).keep_scale : 1.0f) {
+    const int lane = ptx::lane_index();
+    at_ = static_cast<uint32_t>(
+        Plan::ScoreTile::chunk_offset(lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2));
+  }
+
+  // lse for warpgroup 0, delta for warpgroup 1.
+  template <int kWarpgroup>
+  TILEWISE_DEVICE RowStatistic statistic(int stage) const {
+    const ptx::SharedAddress at =
+        shared_ +
+        static_cast<uint32_t>(
+            (kWarpgroup == 0 ? Plan::kLse + stage * Plan::kStatisticBytes : Plan::kDelta) +
+            row_ * 4);
+    return {ptx::float_of(ptx::ld_shared_b32(at)), ptx::float_of(ptx::ld_shared_b32(at + 32))};
+  }
+
+  // P = exp(S - lse)
+  TILEWISE_DEVICE void store_p(const Problem& p, float (&s)[Plan::kKeys / 2],
+                               const RowStatistic& lse, const RowWalk& walk, int stage) const {
+    if constexpr (C::kGeneral) {
+      store_general(p, s, lse, walk, stage);
+    } else {
+      if (!clear_.contains(walk.row)) {
+        ptx::keep_branch();
+        const KeyRange<C> seen(work_, walk.row + row_);
+        const float hidden = scale_log2_ > 0.0f ? kMinusInfinity : -kMinusInfinity;
+#pragma unroll
+        for (int i = 0; i < Plan::kKeys / 2; ++i)
+          if (!seen.contains(i / 2 % 2, i / 4 * 8 + i % 2)) s[i] = hidden;
+      }
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+        uint32_t r[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          r[i] = tile::pack<Element>(
+              ptx::ex2(ptx::fma(s[8 * k + 2 * i], scale_log2_, lse.x[i % 2])),
+              ptx::ex2(ptx::fma(s[8 * k + 2 * i + 1], scale_log2_, lse.x[i % 2])));
+        ptx::stmatrix_x4_trans(at(Plan::kP, stage, k), r);
+      }
+    }
+    ptx::fence_proxy_async();
+  }
+
+  // dS = P (dP - delta)
+  TILEWISE_DEVICE void store_ds(const float (&dp)[Plan::kKeys / 2], const RowStatistic& delta,
+                                int stage) const {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      uint32_t p[4];
+      uint32_t ds[4];
+      ptx::ldmatrix_x4_trans(p, at(Plan::kP, stage, k));
+      if constexpr (C::kGeneral) ptx::ldmatrix_x4_trans(ds, at(Plan::kDs, stage, k));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float x[2] = {dp[8 * k + 2 * i], dp[8 * k + 2 * i + 1]};
+        uint32_t factor = p[i];
+        if constexpr (C::kGeneral) {
+          // What has been dropped of P is 0 there.
+          factor = ds[i];
+          x[0] = (p[i] & 0x7fffu) != 0 ? x[0] * keep_scale_ : 0.0f;
+          x[1] = (p[i] & 0x7fff0000u) != 0 ? x[1] * keep_scale_ : 0.0f;
+        }
+        ds[i] = tile::pack<Element>(low(factor) * (x[0] + delta.x[i % 2]),
+                                    high(factor) * (x[1] + delta.x[i % 2]));
+      }
+      if constexpr (C::kGeneral) ptx::sync_warp();
+      ptx::stmatrix_x4_trans(at(Plan::kDs, stage, k), ds);
+    }
+    ptx::fence_proxy_async();
+  }
+
+ private:
+  TILEWISE_DEVICE ptx::SharedAddress at(int tiles, int stage, int chunk) const {
+    return shared_ + at_ +
+           static_cast<uint32_t>(tiles + stage * Plan::ScoreTile::kBytes +
+                                 chunk * 16 * tile::kSwizzledRowBytes);
+  }
+  static TILEWISE_DEVICE float low(uint32_t pair) {
+    if constexpr (Element::kDtype == BF16::kDtype)
+      return ptx::float_of(pair << 16);
+    else
+      return ptx::cvt_f32_f16(pair);
+  }
+  static TILEWISE_DEVICE float high(uint32_t pair) {
+    if constexpr (Element::kDtype == BF16::kDtype)
+      return ptx::float_of(pair & 0xffff0000u);
+    else
+      return ptx::cvt_f32_f16(pair >> 16);
+  }
+
+  // The same with options: P, and where dS will lie P times d score / d (scale S). 16 keys at a
+  // time, so that the derivatives take few registers.
+  TILEWISE_DEVICE void store_general(const Problem& p, float (&s)[Plan::kKeys / 2],
+                                     const RowStatistic& lse, const RowWalk& walk,
+                                     int stage) const {
+    const ScoreTerms terms = ScoreTerms::of(p);
+    const bool masked = !clear_.contains(walk.row);
+    const int32_t row = walk.row + row_;
+    const KeyRange<C> seen(work_, row);
+    const RowTerms row_terms = ScoreTerms::row(p, work_.sequence, row, walk.head);
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      const int32_t key = static_cast<int32_t>(work_.keys.begin) + 16 * k;
+      float x[8];
+      float derivative[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const auto capped = terms.score.template cap<DeviceMath>(s[8 * k + i]);
+        x[i] = capped.value;
+        derivative[i] = capped.derivative;
+      }
+      if (p.alibi_slopes != nullptr) add_alibi(x, row_terms, key);
+      if (p.bias != nullptr) {
+        if (p.bias_dtype == TILEWISE_FLOAT32)
+          add_bias<float>(x, p, row_terms, row, key);
+        else
+          add_bias<typename Element::Storage>(x, p, row_terms, row, key);
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        x[i] = ptx::ex2(ptx::fma(x[i], kLog2e, lse.x[i / 2 % 2]));
+        if (masked && !seen.contains(i / 2 % 2, 16 * k + i / 4 * 8 + i % 2)) x[i] = 0.0f;
+        derivative[i] *= x[i];
+      }
+      if (terms.dropout.on()) drop(x, terms.dropout, row_terms, key);
+      store_chunk(x, at(Plan::kP, stage, k));
+      store_chunk(derivative, at(Plan::kDs, stage, k));
+    }
+  }
+
+  TILEWISE_DEVICE static void store_chunk(const float (&x)[8], ptx::SharedAddress to) {
+    uint32_t r[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) r[i] = tile::pack<Element>(x[2 * i], x[2 * i + 1]);
+    ptx::stmatrix_x4_trans(to, r);
+  }
+
+  // Values i of a chunk: row 8 (i / 2 % 2) on, key 8 (i / 4) + 2 t + i % 2 on.
+  TILEWISE_DEVICE static void add_alibi(float (&x)[8], const RowTerms& row, int32_t key) {
+    const int32_t distance = row.diagonal - key - ptx::lane_index() % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int32_t d = distance + i / 2 % 2 * 8 - i / 4 * 8 - i % 2;
+      x[i] = ptx::fma(static_cast<float>(d < 0 ? -d : d), -row.slope, x[i]);
+    }
+  }
+
+  // Outside of the sequence bias has no element.
+  template <class T>
+  TILEWISE_DEVICE void add_bias(float (&x)[8], const Problem& p, const RowTerms& terms, int32_t row,
+                                int32_t key) const {
+    const Band& band = work_.sequence.band;
+    const int32_t own = key + ptx::lane_index() % 4 * 2;
+    const T* bias = static_cast<const T*>(p.bias) + terms.bias + own;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int to_row = i / 2 % 2 * 8;
+      const int to_key = i / 4 * 8 + i % 2;
+      if (row + to_row < band.rows && own + to_key < band.keys)
+        x[i] += to_float(bias[to_row * p.bias_stride_row + to_key]);
+    }
+  }
+
+  // The eight keys of a block of random words lie in the four lanes of a row: each lane draws one
+  // of the four (row, block) pairs of the chunk, and gives every lane its word.
+  TILEWISE_DEVICE static void drop(float (&x)[8], const Dropout& dropout, const RowTerms& row,
+                                   int32_t key) {
+    const int t = ptx::lane_index() % 4;
+    const auto block = static_cast<uint32_t>(key / 8 + t / 2);
+    const PhiloxState<uint32_t> bits = dropout.template block<DeviceMath>(
+        block, row.row + static_cast<uint32_t>(t % 2 * 8), row.batch_head);
+    uint32_t word[4] = {bits.c0, bits.c1, bits.c2, bits.c3};
+    tile::quad_transpose(word, t);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t value = i % 2 == 0 ? word[i / 2] & 0xffffu : word[i / 2] >> 16;
+      x[i] = value >= dropout.threshold ? x[i] * dropout.keep_scale : 0.0f;
+    }
+  }
+
+  const KeyWork<C>& work_;
+  ptx::SharedAddress shared_;
+  uint32_t at_;  // where the lane stores, in a tile of scores
+  int32_t row_;  // first query of the thread, in the tile
+  ClearRows clear_;
+  float scale_log2_;
+  float keep_scale_;  // of dropout
+};
+
+}  // namespace tilewise::cuda::wgmma
