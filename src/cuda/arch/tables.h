@@ -25,9 +25,9 @@ struct Sm90 {
       if (head_dim <= 128) return {4, 32, 64, 4, 2};
       return {4, 16, 64, 2, 2};
     }
-    if (head_dim <= 64) return {4, 32, 32, 3, 2};
-    if (head_dim <= 128) return {4, 32, 16, 3, 2};
-    return {8, 16, 16, 3, 1};
+    if (head_dim <= 64) return {4, 32, 32, 3, 2, true};
+    if (head_dim <= 128) return {4, 32, 16, 3, 2, true};
+    return {8, 16, 16, 3, 1, true};
   }
 
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {

@@ -66,6 +66,25 @@ TILEWISE_DEVICE void store_elements(typename C::Element::Storage* to, const uint
   }
 }
 
+// K and V of fp32 are joined when they have landed: all warps split them in every step.
+template <class C>
+TILEWISE_DEVICE void join_keys(ptx::SharedAddress shared) {
+  using Plan = BackwardPlan<C>;
+  if constexpr (std::is_same_v<typename C::Element, F32>) {
+    static_assert(Plan::kV == Plan::kK + Plan::kKeyTileBytes);
+    tile::wait<typename C::Arch, 0>();
+    ptx::sync_block();
+#pragma unroll 2
+    for (int at = ptx::thread_index() * 16; at < 2 * Plan::kKeyTileBytes;
+         at += Plan::kThreads * 16) {
+      uint32_t x[4];
+      ptx::ld_shared_v4_b32(x, shared + Plan::kK + at);
+      for (uint32_t& each : x) each = tile::join(each);
+      ptx::st_shared_v4_b32(shared + Plan::kK + at, x);
+    }
+  }
+}
+
 // The staged rows of the keys in use to dk or dv.
 template <class C>
 TILEWISE_DEVICE void store_keys(const tilewise_tensor& view, ptx::SharedAddress from,

@@ -191,6 +191,7 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   RowFeed<C> feed(p, sequence, first_head, first_tile, shared);
   int32_t steps = static_cast<int32_t>(row_tiles.size()) * group;  // still to be done
   feed.copy(p, 0, steps > 0);
+  join_keys<C>(shared);
   if constexpr (kStages == 3) {
     feed.copy(p, 1, steps > 1);
     tile::wait<Arch, 1>();

@@ -24,8 +24,9 @@ TILEWISE_DEVICE void add_in_groups(Sums& d, Step&& step) {
   }
 }
 
-// d += a b^T: 32 rows of a, the warp's queries of b, both rows of the head dimension. `between(k)`
-// runs after step k: there the copies of a later tile are issued. Few steps: d starts near 0.
+// d += a b^T: 32 rows of a (joined), the warp's queries of b, both rows of the head dimension.
+// `between(k)` runs after step k: there the copies of a later tile are issued. Few steps: d starts
+// near 0.
 template <class C>
 class RowProduct {
   using Plan = BackwardPlan<C>;
@@ -47,7 +48,7 @@ class RowProduct {
     add_in_groups<Element, kSteps>(d, [&](Sums& sums, int k) {
       tile::Fragment<Element> rows[2];
 #pragma unroll
-      for (int m = 0; m < 2; ++m) rows[m] = tile::load<Element>(a + a_.at(16 * m, k));
+      for (int m = 0; m < 2; ++m) rows[m] = tile::load_joined<Element>(a + a_.at(16 * m, k));
       if constexpr (kWide) {
         if (k % 2 == 0) eight = tile::load<Element>(b + b_.at(0, k / 2));
 #pragma unroll
@@ -112,7 +113,7 @@ TILEWISE_DEVICE void add_steps(
   }
 }
 
-// dQ = dS K, the part of a warp.
+// dQ = dS K, the part of a warp. K is joined.
 template <class C>
 class DqProduct {
   using Plan = BackwardPlan<C>;
@@ -135,7 +136,7 @@ class DqProduct {
       for (int m = 0; m < kRows; ++m) rows[m] = ds_offsets.load(ds, step * Plan::kStep, m);
 #pragma unroll
       for (int j = 0; j < Plan::kDqColumns / 16; ++j) {
-        const auto columns = k_offsets.load(k, step * Plan::kStep, j);
+        const auto columns = k_offsets.template load<true>(k, step * Plan::kStep, j);
 #pragma unroll
         for (int m = 0; m < kRows; ++m) {
           tile::multiply_in_core<typename C::Arch>(sums.x[m][2 * j], rows[m], columns, 0);

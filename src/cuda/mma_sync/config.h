@@ -1,6 +1,8 @@
 // What one instance of the mma_sync kernels is: architecture, element, head-dim tile and form.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/arch/tables.h"
 #include "cuda/element.h"
 
@@ -17,6 +19,7 @@ struct Config {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kGeneral = kForm_ == Form::general;
   static constexpr arch::ForwardTile kForward = Arch::forward(Element::kBytes, kHeadDim);
+  static constexpr bool kSplitOnce = kForward.split_once && std::is_same_v<Element, F32>;
   static constexpr arch::BackwardTile kBackward = Arch::backward(Element::kBytes, kHeadDim);
 };
 

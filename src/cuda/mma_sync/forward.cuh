@@ -12,6 +12,7 @@
 #include "cuda/mma_sync/forward_ring.h"
 #include "cuda/mma_sync/forward_rows.h"
 #include "cuda/mma_sync/forward_softmax.h"
+#include "cuda/mma_sync/forward_split.h"
 #include "cuda/mma_sync/forward_store.h"
 #include "cuda/mma_sync/forward_terms.h"
 
@@ -20,7 +21,7 @@ namespace tilewise::cuda::mma_sync {
 template <class C>
 inline constexpr int kQueryTileBytes = C::kForward.rows() * C::kHeadDim * C::Element::kBytes;
 template <class C>
-inline constexpr int kWorkAt = kQueryTileBytes<C> + KvRing<C>::kBytes;
+inline constexpr int kWorkAt = kQueryTileBytes<C> + KvFeed<C>::kBytes;
 template <class C>
 inline constexpr int kForwardSharedBytes = kWorkAt<C> + round_up(sizeof(BlockWork), 16);
 
@@ -44,8 +45,8 @@ TILEWISE_DEVICE void load_queries(const Problem& p, const BlockWork& work, ptx::
       exists[column] = lanes.chunk_of(column) * (16 / Element::kBytes) < columns;
     const char* row = static_cast<const char*>(p.q.data) +
                       work.offset_unpacked(p.q, lanes.row) * Element::kBytes + lanes.chunk * 16;
-    copy_rows<C>(q, lanes, row, Lanes::kRowsPerPass * p.q.stride_row * Element::kBytes,
-                 work.rows.count - lanes.row, exists);
+    copy_rows<C>(q, lanes, row, p.q.stride_row * Element::kBytes, work.rows.count - lanes.row,
+                 exists);
     return;
   }
   const bool aligned = !C::kGeneral || rows_are_aligned<Element>(p.q, columns);
@@ -64,15 +65,18 @@ TILEWISE_DEVICE void load_queries(const Problem& p, const BlockWork& work, ptx::
   }
 }
 
-// The rows of a warp change sign, so that the scale of the scores may be positive.
+// The rows of a warp change sign, so that the scale of the scores may be positive, and those of
+// fp32 are joined.
 template <class C>
-TILEWISE_DEVICE void negate_queries(ptx::SharedAddress q_of_warp) {
+TILEWISE_DEVICE void prepare_queries(ptx::SharedAddress q_of_warp, bool negate) {
   constexpr int kBytes = C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes;
-  constexpr uint32_t kSigns = C::Element::kBytes == 2 ? 0x80008000u : 0x80000000u;
+  constexpr bool kJoin = std::is_same_v<typename C::Element, F32>;
+  if (!kJoin && !negate) return;
+  const uint32_t signs = !negate ? 0 : C::Element::kBytes == 2 ? 0x80008000u : 0x80000000u;
   for (int at = ptx::lane_index() * 16; at < kBytes; at += ptx::kWarpSize * 16) {
     uint32_t x[4];
     ptx::ld_shared_v4_b32(x, q_of_warp + at);
-    for (uint32_t& each : x) each ^= kSigns;
+    for (uint32_t& each : x) each = kJoin ? tile::join(each ^ signs) : each ^ signs;
     ptx::st_shared_v4_b32(q_of_warp + at, x);
   }
   ptx::sync_warp();
@@ -86,13 +90,17 @@ struct Products {
   static constexpr int kRows = C::kForward.warp_rows / 16;
   static constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
   static constexpr int kStep = tile::kStep<Element>;
-  static constexpr int kParts = KvRing<C>::kParts;
+  static constexpr int kParts = KvFeed<C>::kParts;
   static constexpr int kKeys = C::kForward.keys;
   static constexpr bool kOne = tile::kStepsInCore<Element> == 0;  // sum for all steps
+  // Groups of steps, or of columns, at work at once: products into one sum wait for each other.
+  static constexpr int kChains = kOne || kRows > 1 ? 1 : 2;
 
   tile::LaneOffsets<kRowBytes, tile::Lanes::rows_first> q_lanes{ptx::lane_index()};
   tile::LaneOffsets<kRowBytes, tile::Lanes::chunks_first> k_lanes{ptx::lane_index()};
-  tile::TransposedB<Element, kRowBytes> v_lanes{ptx::lane_index()};
+  std::conditional_t<C::kSplitOnce, tile::PairTile<C::kHeadDim>,
+                     tile::TransposedB<Element, kRowBytes>>
+      v_lanes{ptx::lane_index()};
 
   // s = q k^T
   template <class Ask>
@@ -101,35 +109,49 @@ struct Products {
     constexpr int kSteps = C::kHeadDim / kStep;
     constexpr int kInCore = kOne ? kSteps : std::gcd(kSteps, tile::kStepsInCore<Element>);
 #pragma unroll
-    for (int begin = 0; begin < kSteps; begin += kInCore) {
-      Scores<C> part;
-      part.fill(0.0f);
+    for (int group = 0; group < kSteps / kInCore; group += kChains) {
+      const int begin = group * kInCore;
+      Scores<C> part[kChains];
+#pragma unroll
+      for (int c = 0; c < kChains; ++c) part[c].fill(0.0f);
 #pragma unroll
       for (int step = begin; step < begin + kInCore; ++step) {
-        tile::Fragment<Element> a[kRows];
+        tile::Fragment<Element> a[kChains][kRows];
 #pragma unroll
-        for (int m = 0; m < kRows; ++m)
-          a[m] = tile::load<Element>(q_lanes.address(q, 16 * m, step));
+        for (int c = 0; c < kChains; ++c) {
+#pragma unroll
+          for (int m = 0; m < kRows; ++m)
+            a[c][m] = tile::load_joined<Element>(q_lanes.address(q, 16 * m, step + c * kInCore));
+        }
 #pragma unroll
         for (int j = 0; j < kKeys / 16; ++j) {
-          const auto b = tile::load<Element>(k_lanes.address(k, 16 * j, step));
+          tile::Fragment<Element> b[kChains];
+#pragma unroll
+          for (int c = 0; c < kChains; ++c)
+            b[c] = keys_at(k_lanes.address(k, 16 * j, step + c * kInCore));
           // Terms outermost: those of one sum wait for each other.
 #pragma unroll
           for (int term = 0; term < tile::kTerms<Element>; ++term) {
 #pragma unroll
-            for (int m = 0; m < kRows; ++m) {
+            for (int c = 0; c < kChains; ++c) {
 #pragma unroll
-              for (int half = 0; half < 2; ++half)
-                tile::multiply_term<Arch>(part.x[m][2 * j + half], a[m], b, half, term);
+              for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                  tile::multiply_term<Arch>(part[c].x[m][2 * j + half], a[c][m], b[c], half, term);
+              }
             }
           }
         }
         ask_between(step, kSteps, ask);
       }
-      if (begin == 0)
-        s = part;
-      else
-        s.add(part, 0);
+#pragma unroll
+      for (int c = 0; c < kChains; ++c) {
+        if (group + c == 0)
+          s = part[c];
+        else
+          s.add(part[c], 0);
+      }
     }
   }
 
@@ -148,32 +170,43 @@ struct Products {
         for (int m = 0; m < kRows; ++m) a[i][m] = tile::operand_of<Element>(p.x[m], begin + i);
       }
 #pragma unroll
-      for (int j = 0; j < C::kHeadDim / 16; ++j) {
-        tile::Sums<kRows, 2> part;
+      for (int j = 0; j < C::kHeadDim / 16; j += kChains) {
+        tile::Sums<kRows, 2 * kChains> part;
         part.fill(0.0f);
 #pragma unroll
         for (int i = 0; i < kInCore; ++i) {
-          const auto b = v_lanes.load_whole(v, (begin + i) * kStep, j);
+          tile::Fragment<Element> b[kChains];
+#pragma unroll
+          for (int c = 0; c < kChains; ++c)
+            b[c] = v_lanes.load_whole(v, (begin + i) * kStep, j + c);
 #pragma unroll
           for (int term = 0; term < tile::kTerms<Element>; ++term) {
 #pragma unroll
             for (int m = 0; m < kRows; ++m) {
 #pragma unroll
-              for (int half = 0; half < 2; ++half) {
-                float (&sum)[4] = kOne ? o.x[m][2 * j + half] : part.x[m][half];
-                tile::multiply_term<Arch>(sum, a[i][m], b, half, term);
+              for (int n = 0; n < 2 * kChains; ++n) {
+                float (&sum)[4] = kOne ? o.x[m][2 * j + n] : part.x[m][n];
+                tile::multiply_term<Arch>(sum, a[i][m], b[n / 2], n % 2, term);
               }
             }
           }
         }
         if (!kOne) o.add(part, 2 * j);
+        if (!kOne)
+          ask_between(begin * (C::kHeadDim / 16) + j * kInCore, kSteps * (C::kHeadDim / 16), ask);
       }
-#pragma unroll
-      for (int i = 0; i < kInCore; ++i) ask_between(begin + i, kSteps, ask);
+      if (kOne) ask_between(begin, kSteps, ask);
     }
   }
 
  private:
+  TILEWISE_DEVICE static tile::Fragment<Element> keys_at(ptx::SharedAddress address) {
+    if constexpr (C::kSplitOnce)
+      return tile::load_split(address, KvFeed<C>::kTileBytes);
+    else
+      return tile::load<Element>(address);
+  }
+
   template <class Ask>
   TILEWISE_DEVICE static void ask_between(int step, int steps, Ask& ask) {
 #pragma unroll
@@ -194,10 +227,10 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
   const ptx::SharedAddress q = ptx::shared_address(ptx::shared_memory());
   const ptx::SharedAddress q_of_warp =
       q + ptx::warp_index() * (C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes);
-  KvRing<C> ring(problem, work.sequence.kv, p.group.quotient(work.rows.first_head), work.tiles,
+  KvFeed<C> feed(problem, work.sequence.kv, p.group.quotient(work.rows.first_head), work.tiles,
                  q + kQueryTileBytes<C>);
   load_queries<C>(problem, work, q);
-  ring.start();
+  feed.start();
 
   BlockWork& kept = kept_work<C>();
   work.tiles.find_full(work.rows, C::kForward.keys);
@@ -207,8 +240,8 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
   const GeneralTerms<C> general(problem, scale);
   const bool terms = C::kGeneral && general.on_scores;
   const bool dropout = C::kGeneral && general.terms.dropout.on();
-  ring.arrive();
-  if (asked < 0.0f) negate_queries<C>(q_of_warp);
+  feed.begin();
+  prepare_queries<C>(q_of_warp, asked < 0.0f);
 
   const Products<C> multiply;
   RowSoftmax<C> softmax((terms ? 1.0f : scale) * kLog2e);
@@ -216,9 +249,9 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
   Outputs<C> o;
   o.fill(0.0f);
   auto step = [&](int32_t tile, auto masked) {
-    ring.arrive();
-    multiply.scores(s, q_of_warp, ring.slot(), [&](int part) { ring.ask(true, tile, part); });
-    ring.release();
+    feed.arrive();
+    multiply.scores(s, q_of_warp, feed.keys(), [&](int part) { feed.ask(true, tile, part); });
+    feed.release();
 
     if (terms) general.apply(problem, kept, s, tile, LanePlace<C>::of());
     if (masked) mask<C>(s, kept_work<C>(), tile);
@@ -226,9 +259,9 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
     softmax.exponentiate(s);
     if (dropout) general.drop(problem, kept, s, tile, LanePlace<C>::of());
 
-    ring.arrive();
-    multiply.values(o, s, ring.slot(), [&](int part) { ring.ask(false, tile, part); });
-    ring.release();
+    feed.arrive();
+    multiply.values(o, s, feed.values(), [&](int part) { feed.ask(false, tile, part); });
+    feed.release();
   };
   int32_t tile = uniform(work.tiles.last);
   if constexpr (C::kGeneral) {

@@ -31,32 +31,33 @@ TILEWISE_DEVICE void copy_row_chunk(ptx::SharedAddress to, const char* row, int 
   }
 }
 
-// Rows `step` bytes apart from `row` on, of which the first `left`, counted from the thread's own,
-// exist; the others are 0. `row` is at the thread's chunk, whose columns exist or not.
+// Rows `stride` bytes apart from `row` on, of which the first `left`, counted from the thread's
+// own, exist; the others are 0. `row` is at the thread's chunk, whose columns exist or not.
 template <class C, class Lanes>
 TILEWISE_DEVICE void copy_rows(ptx::SharedAddress to, const Lanes& lanes, const char* row,
-                               int64_t step, int32_t left, const bool (&exists)[Lanes::kColumns]) {
+                               int64_t stride, int32_t left,
+                               const bool (&exists)[Lanes::kColumns]) {
 #pragma unroll
   for (int pass = 0; pass < Lanes::kPasses; ++pass) {
     if (!lanes.has(pass)) continue;
-    const bool in = pass * Lanes::kRowsPerPass < left;
+    const bool in = Lanes::rows_to(pass) < left;
 #pragma unroll
     for (int column = 0; column < Lanes::kColumns; ++column) {
       tile::copy_chunk<typename C::Arch>(to + lanes.offset(pass, column),
                                          row + column * Lanes::kStride * 16,
                                          in && exists[column] ? 16 : 0);
     }
-    row += step;
+    if (pass + 1 < Lanes::kPasses)
+      row += (Lanes::rows_to(pass + 1) - Lanes::rows_to(pass)) * stride;
   }
 }
 
 // K or V: copies of its tiles, from the last to the first.
-template <class C>
+template <class C, class Lanes>
 class KeyStream {
  public:
   using Element = typename C::Element;
   static constexpr int kKeys = C::kForward.keys;
-  using Lanes = tile::CopyLanes<C::kForward.threads(), kKeys, C::kHeadDim * Element::kBytes>;
   static constexpr int kParts = Lanes::kPasses < 2 ? 1 : 2;
   static constexpr int kPartPasses = (Lanes::kPasses + kParts - 1) / kParts;
 
@@ -89,7 +90,7 @@ class KeyStream {
     } else {
       const int32_t key = tile * kKeys + lanes_.row;
       const int32_t left = key < 0 ? 0 : keys_ - key;  // below 0: the block has no tile
-      copy_rows<C>(slot, lanes_, next_, row_bytes(Lanes::kRowsPerPass), left, exists_);
+      copy_rows<C>(slot, lanes_, next_, row_bytes(1), left, exists_);
       next_ -= row_bytes(kKeys);
     }
   }
@@ -105,7 +106,7 @@ class KeyStream {
 #pragma unroll
     for (int pass = begin; pass < end; ++pass) {
       if (!lanes_.has(pass)) continue;
-      const char* row = next_ + row_bytes(pass * Lanes::kRowsPerPass);
+      const char* row = next_ + row_bytes(Lanes::rows_to(pass));
 #pragma unroll
       for (int column = 0; column < Lanes::kColumns; ++column) {
         tile::copy_chunk<typename C::Arch>(slot + lanes_.offset(pass, column),
@@ -153,7 +154,8 @@ class KeyStream {
 template <class C>
 class KvRing {
  public:
-  using Stream = KeyStream<C>;
+  using Stream = KeyStream<C, tile::CopyLanes<C::kForward.threads(), C::kForward.keys,
+                                              C::kHeadDim * C::Element::kBytes>>;
   using Arch = typename C::Arch;
   static constexpr int kStages = C::kForward.stages;
   static constexpr int kSlotBytes = C::kForward.keys * C::kHeadDim * C::Element::kBytes;
@@ -190,12 +192,16 @@ class KvRing {
     }
   }
 
+  // Before the first `arrive`: q has landed, and so have the first keys.
+  TILEWISE_DEVICE void begin() const { arrive(); }
+
   // The tile to be read has landed, and nobody reads the slot to be written any more.
   TILEWISE_DEVICE void arrive() const {
     tile::wait<Arch, kStages - 2>();
     ptx::sync_block();
   }
-  TILEWISE_DEVICE ptx::SharedAddress slot() const { return read_; }
+  TILEWISE_DEVICE ptx::SharedAddress keys() const { return read_; }
+  TILEWISE_DEVICE ptx::SharedAddress values() const { return read_; }
   // The slot that has been read is the next one to be written.
   TILEWISE_DEVICE void release() { read_ = after(read_); }
 

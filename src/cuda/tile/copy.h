@@ -87,7 +87,9 @@ struct CopyLanes {
         chunk(thread % kStride),
         first(Swizzle<kRowBytes>::offset(row, chunk)) {}
 
-  TILEWISE_DEVICE int row_of(int pass) const { return row + pass * kRowsPerPass; }
+  // Rows from pass 0 on.
+  TILEWISE_DEVICE static constexpr int rows_to(int pass) { return pass * kRowsPerPass; }
+  TILEWISE_DEVICE int row_of(int pass) const { return row + rows_to(pass); }
   TILEWISE_DEVICE int chunk_of(int column) const { return chunk + column * kStride; }
   TILEWISE_DEVICE bool has(int pass) const { return kWhole || row_of(pass) < kRows; }
   // Rows of different passes differ in other bits than rows of one pass.
@@ -95,6 +97,37 @@ struct CopyLanes {
     const int permuted = (pass * kRowsPerPass / (8 / kPeriod)) & (kPeriod - 1);
     return (first ^ static_cast<uint32_t>(permuted * 16)) +
            static_cast<uint32_t>(pass * kRowsPerPass * kRowBytes + column * kStride * 16);
+  }
+};
+
+// The same for pairs of neighbouring rows, of which a thread takes both (one pass each), into 16
+// bytes of its own a pass: what it has copied it then reads without a barrier.
+template <int kThreads, int kRows, int kRowBytes>
+struct PairLanes {
+  static constexpr int kStride = kRowBytes / 16;
+  static constexpr int kColumns = 1;
+  static constexpr int kPairsPerRound = kThreads / kStride;
+  static constexpr int kPasses = kRows / kPairsPerRound;
+  static constexpr int kRounds = kPasses / 2;
+  static_assert(kThreads % kStride == 0 && kRows % (2 * kPairsPerRound) == 0);
+
+  int row;
+  int chunk;
+  uint32_t first;
+
+  TILEWISE_DEVICE explicit PairLanes(int thread)
+      : row(thread / kStride * 2),
+        chunk(thread % kStride),
+        first(static_cast<uint32_t>(thread * 16)) {}
+
+  TILEWISE_DEVICE static constexpr int rows_to(int pass) {
+    return pass / 2 * (2 * kPairsPerRound) + pass % 2;
+  }
+  TILEWISE_DEVICE int row_of(int pass) const { return row + rows_to(pass); }
+  TILEWISE_DEVICE int chunk_of(int) const { return chunk; }
+  TILEWISE_DEVICE bool has(int) const { return true; }
+  TILEWISE_DEVICE uint32_t offset(int pass, int) const {
+    return first + static_cast<uint32_t>(pass * kThreads * 16);
   }
 };
 

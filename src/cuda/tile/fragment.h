@@ -51,6 +51,30 @@ TILEWISE_DEVICE void split(Fragment<Tf32>& f) {
   for (uint32_t& x : f.r) x = ptx::cvt_tf32(ptx::float_of(x));
 }
 
+// What is split again and again is kept as a word that comes apart in two instructions instead of
+// three, each part as `split` has it: the bits of x and 2^12. Its upper 19 bits are the rounded
+// high part, which is all that a product reads of it, and the lower 13 the rest in units of the
+// last place, and 2^12. Where the high part rounds up to a power of two, units are twice as large.
+TILEWISE_DEVICE uint32_t join(uint32_t x) {
+  const uint32_t y = x + 0x1000u;
+  const bool carried = ((x ^ y) & 0xff800000u) != 0;
+  if (carried && x << 1 >= 0xff000000u) return x;  // NaN stays NaN
+  return carried ? y + 0x800u - ((y & 0xfffu) + 1) / 2 : y;
+}
+
+template <class Element>
+TILEWISE_DEVICE void split_joined(Fragment<Element>& f) {
+  split(f);
+}
+
+template <>
+TILEWISE_DEVICE void split_joined(Fragment<F32>& f) {
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t high = ptx::and_or(f.r[i], 0xffffe000u, 0x1000u);
+    f.low[i] = ptx::bits_of(ptx::float_of(f.r[i]) - ptx::float_of(high));
+  }
+}
+
 // --- loads ---
 
 // 16 rows of A, or 16 rows of a B that is stored [n][k], at one step.
@@ -59,6 +83,15 @@ TILEWISE_DEVICE Fragment<Element> load(ptx::SharedAddress address) {
   Fragment<Element> f;
   ptx::ldmatrix_x4(f.r, address);
   split(f);
+  return f;
+}
+
+// The same of a tile whose fp32 elements have been joined.
+template <class Element>
+TILEWISE_DEVICE Fragment<Element> load_joined(ptx::SharedAddress address) {
+  Fragment<Element> f;
+  ptx::ldmatrix_x4(f.r, address);
+  split_joined(f);
   return f;
 }
 
@@ -76,6 +109,7 @@ class TransposedOffsets {
     return o;
   }
 
+  template <bool kJoined = false>
   TILEWISE_DEVICE Fragment<Element> load(ptx::SharedAddress tile, int row, int step) const {
     Fragment<Element> f;
     if constexpr (Element::kBytes == 2) {
@@ -87,7 +121,10 @@ class TransposedOffsets {
         f.r[i] =
             ptx::ld_shared_b32(tile + offsets_.at(row, step, b ? i / 2 : i % 2, b ? i % 2 : i / 2));
       }
-      split(f);
+      if constexpr (kJoined)
+        split_joined(f);
+      else
+        split(f);
     }
     return f;
   }
@@ -132,7 +169,7 @@ struct Sums {
   float x[kRows][kColumns][4];
 
   // As an instruction names them that takes all.
-  TILEWISE_DEVICE float (&flat())[kCount] { return reinterpret_cast<float (&)[kCount]>(x); }
+  TILEWISE_DEVICE float (&flat()) [kCount] { return reinterpret_cast<float (&)[kCount]>(x); }
 
   // Adds to the columns from tile `column` on.
   template <int kFewer>

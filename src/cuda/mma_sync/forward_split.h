@@ -1,0 +1,97 @@
+// Keys and values of fp32, split into tf32 numbers once a block. A thread copies chunks of a tile
+// into places of its own, splits them there when they have landed, and stores the halves where all
+// warps read them: V of a tile while its scores are computed, K of the next one while its values
+// are summed up. So a barrier before each product is all it takes, as with the ring.
+#pragma once
+
+#include "cuda/mma_sync/forward_ring.h"
+#include "cuda/tile/split_tile.h"
+
+namespace tilewise::cuda::mma_sync {
+
+template <class C>
+class SplitFeed {
+ public:
+  static constexpr int kRowBytes = C::kHeadDim * C::Element::kBytes;
+  static constexpr int kTileBytes = C::kForward.keys * kRowBytes;
+  static constexpr int kBytes = 6 * kTileBytes;
+  using Lanes = tile::PairLanes<C::kForward.threads(), C::kForward.keys, kRowBytes>;
+  using Stream = KeyStream<C, Lanes>;
+  using Arch = typename C::Arch;
+  static constexpr int kParts = Stream::kParts;
+  static_assert(Stream::kPartPasses % 2 == 0);
+
+  TILEWISE_DEVICE SplitFeed(const Problem& p, const KvSource& kv, int64_t head,
+                            const KeyTiles& tiles, ptx::SharedAddress base)
+      : k_(p.k, kv, head, p.head_dim, tiles),
+        v_(p.v, kv, head, p.head_dim_v, tiles),
+        base_(base),
+        last_(tiles.last) {}
+
+  TILEWISE_DEVICE void start() {
+    k_.copy_last(raw_keys(), last_);
+    tile::commit<Arch>();
+    v_.copy_last(raw_values(), last_);
+    tile::commit<Arch>();
+  }
+
+  // Before the first `arrive`: q has landed, and the first keys are split.
+  TILEWISE_DEVICE void begin() {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) ask(false, last_ + 1, part);
+    arrive();
+  }
+
+  // What is to be read has been split, and nobody reads any more what is to be written.
+  TILEWISE_DEVICE void arrive() const { ptx::sync_block(); }
+  TILEWISE_DEVICE ptx::SharedAddress keys() const { return base_; }
+  TILEWISE_DEVICE ptx::SharedAddress values() const { return base_ + 2 * kTileBytes; }
+  TILEWISE_DEVICE void release() {}
+
+  // Part `part` of what is split and asked for while the scores (`scores`) or values of `tile` are
+  // at work. Of the copies all have landed but those asked for last, which are the other tensor's.
+  TILEWISE_DEVICE void ask(bool scores, int32_t tile, int part) {
+    if (part == 0) tile::wait<Arch, 1>();
+    const Lanes lanes(recent_thread());
+#pragma unroll
+    for (int pass = part * Stream::kPartPasses; pass < (part + 1) * Stream::kPartPasses; pass += 2)
+      split(scores, lanes, pass);
+    if (scores)
+      v_.copy(raw_values(), tile - 1, part);
+    else
+      k_.copy(raw_keys(), tile - 2, part);
+    if (part == kParts - 1) tile::commit<Arch>();
+  }
+
+ private:
+  TILEWISE_DEVICE ptx::SharedAddress raw_keys() const { return base_ + 4 * kTileBytes; }
+  TILEWISE_DEVICE ptx::SharedAddress raw_values() const { return base_ + 5 * kTileBytes; }
+
+  TILEWISE_DEVICE void split(bool of_values, const Lanes& lanes, int pass) const {
+    const ptx::SharedAddress raw = of_values ? raw_values() : raw_keys();
+    uint32_t x[2][4];
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd)
+      ptx::ld_shared_v4_b32(x[odd], raw + lanes.offset(pass + odd, 0));
+    const int row = lanes.row_of(pass);
+    if (of_values) {
+      tile::PairTile<C::kHeadDim>::store(values(), row / 2, lanes.chunk, x[0], x[1]);
+    } else {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        tile::store_split(keys() + tile::Swizzle<kRowBytes>::offset(row + odd, lanes.chunk),
+                          kTileBytes, x[odd]);
+      }
+    }
+  }
+
+  Stream k_;
+  Stream v_;
+  ptx::SharedAddress base_;
+  int32_t last_;
+};
+
+template <class C>
+using KvFeed = std::conditional_t<C::kSplitOnce, SplitFeed<C>, KvRing<C>>;
+
+}  // namespace tilewise::cuda::mma_sync

@@ -1,0 +1,76 @@
+// Tiles of fp32 numbers as pairs of tf32 numbers, `split` once by the threads that copied them
+// instead of by every warp that multiplies them.
+#pragma once
+
+#include "cuda/tile/fragment.h"
+
+namespace tilewise::cuda::tile {
+
+// A B that is stored [n][k]: a tile of the high parts and, `low` bytes after it, one of the rest.
+TILEWISE_DEVICE Fragment<F32> load_split(ptx::SharedAddress address, uint32_t low) {
+  Fragment<F32> f;
+  ptx::ldmatrix_x4(f.r, address);
+  ptx::ldmatrix_x4(f.low, address + low);
+  return f;
+}
+
+TILEWISE_DEVICE void store_split(ptx::SharedAddress address, uint32_t low, const uint32_t (&x)[4]) {
+  Fragment<F32> f = {{x[0], x[1], x[2], x[3]}, {}};
+  split(f);
+  ptx::st_shared_v4_b32(address, f.r);
+  ptx::st_shared_v4_b32(address + low, f.low);
+}
+
+// A B that is stored [k][n]: 16 bytes for every column of a pair of rows, (high, high, low, low),
+// which are what a lane takes for 8 rows and 8 columns. A pair of rows is kColumns of them.
+template <int kColumns>
+class PairTile {
+ public:
+  static_assert(kColumns % 32 == 0);
+  static constexpr int kPairBytes = kColumns * 16;
+
+  // Lane (g, t) reads column g of pair t; the eight lanes of a phase, two g and all t, must not
+  // share banks, nor must eight that store neighbouring chunks of four columns: see `unit`.
+  TILEWISE_DEVICE explicit PairTile(int lane)
+      : base_(static_cast<uint32_t>(lane % 4 * kPairBytes) + unit(lane % 4, lane / 4)) {}
+
+  // kStep rows from `row` (a multiple of 8) x 16 columns from 16 * `step` of the tile at `tile`, a
+  // multiple of 128.
+  TILEWISE_DEVICE Fragment<F32> load_whole(ptx::SharedAddress tile, int row, int step) const {
+    Fragment<F32> f;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t x[4];
+      const int block = 2 * step + half;
+      ptx::ld_shared_v4_b32(x, ((tile + base_) ^ static_cast<uint32_t>(block % 4 * 16)) +
+                                   static_cast<uint32_t>(block * 128 + row / 2 * kPairBytes));
+      f.r[2 * half] = x[0];
+      f.r[2 * half + 1] = x[1];
+      f.low[2 * half] = x[2];
+      f.low[2 * half + 1] = x[3];
+    }
+    return f;
+  }
+
+  // Chunk `chunk` (four columns) of pair `pair`: of its even row and of its odd one.
+  TILEWISE_DEVICE static void store(ptx::SharedAddress tile, int pair, int chunk,
+                                    const uint32_t (&even)[4], const uint32_t (&odd)[4]) {
+    const ptx::SharedAddress at =
+        tile + static_cast<uint32_t>(pair * kPairBytes) + unit(pair, chunk * 4);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      Fragment<F32> f = {{even[i], odd[i]}, {}};
+      split(f);
+      ptx::st_shared_v4_b32(at ^ static_cast<uint32_t>(i * 16),
+                            {f.r[0], f.r[1], f.low[0], f.low[1]});
+    }
+  }
+
+ private:
+  TILEWISE_DEVICE static uint32_t unit(int pair, int column) {
+    return static_cast<uint32_t>((column ^ (pair % 4 * 2) ^ (column / 8 % 4)) * 16);
+  }
+  uint32_t base_;
+};
+
+}  // namespace tilewise::cuda::tile
