@@ -211,6 +211,8 @@ def test_overload_refuses_and_loses_nothing(answers):
         ([1] * 470, {}, "at most 480 in all"),
         ([1], dict(max_tokens=480), "1 tokens and 480 are to follow"),
         ([1], dict(stop=("x",)), "no tokenizer"),
+        ([1, 256, 3], {}, "prompt has token 256, but must have those from 0 to 255"),
+        ([-1], {}, "prompt has token -1"),
     ],
 )
 def test_requests_that_do_not_fit(prompt, params, sentence):

@@ -36,7 +36,7 @@ def paged_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    _attention_mask: Tensor | None,
+    attention_mask: Tensor | None,  # noqa: ARG001 - Transformers gives it by name or by place
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -51,7 +51,7 @@ def paged_attention(
         query: [1, Hq, T, D], T new tokens of all sequences.
         key: [1, Hkv, T, D].
         value: [1, Hkv, T, Dv].
-        _attention_mask: None.
+        attention_mask: None.
         scaling: Factor of q.k; None: 1/sqrt(D).
         sliding_window: Tokens that a token sees, itself included.
         softcap: c turns a score s into c * tanh(s / c).

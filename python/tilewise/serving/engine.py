@@ -91,6 +91,7 @@ class Engine:
         positions = getattr(model.config, "max_position_embeddings", None)
         if positions:
             self.context = min(self.context, positions)
+        self.vocabulary = model.get_input_embeddings().num_embeddings
         self.stop_tokens = _stop_tokens(model)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in the order in which they came
@@ -119,7 +120,7 @@ class Engine:
             The number of the request.
 
         Raises:
-            ValueError: the prompt, or it with max_tokens, does not fit; nothing else is wrong.
+            ValueError: the prompt is not one of the model, or does not fit with max_tokens.
             OverloadedError: as many requests are in flight as the engine takes.
         """
         params = params or SamplingParams()
@@ -130,6 +131,11 @@ class Engine:
             raise ValueError(
                 f"prompt has {len(prompt)} tokens and {params.max_tokens or 1} are to follow, but "
                 f"must have at least 1, and at most {self.context} in all"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
+            wrong = next(t for t in prompt if not 0 <= t < self.vocabulary)
+            raise ValueError(
+                f"prompt has token {wrong}, but must have those from 0 to {self.vocabulary - 1}"
             )
         text = None
         if self.tokenizer is not None:

@@ -1,0 +1,390 @@
+r"""An OpenAI-compatible HTTP server: continuous batching over Tilewise's paged cache.
+
+  python examples/serve.py                          SmolLM2 on http://127.0.0.1:8000
+  python examples/serve.py --model org/name --device cuda
+
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \
+    -d '{"messages": [{"role": "user", "content": "What is a tile?"}], "stream": true}'
+
+/v1/models, /v1/completions and /v1/chat/completions (with "stream": true as server-sent events),
+/health, /metrics. A server that is full answers 429 with Retry-After. SIGINT and SIGTERM let what
+is in flight finish. docs/serving.md says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import models
+
+models.require_or_exit("fastapi", "uvicorn", "transformers")
+import uvicorn  # noqa: E402
+from fastapi import FastAPI, Request  # noqa: E402
+from fastapi.exceptions import RequestValidationError  # noqa: E402
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse  # noqa: E402
+from pydantic import BaseModel, ConfigDict, Field  # noqa: E402
+
+from tilewise.serving import (  # noqa: E402
+    Engine,
+    Output,
+    OverloadedError,
+    SamplingParams,
+    Service,
+    ServiceClosedError,
+)
+
+GRACE_SECONDS = 30  # for what is in flight at the end
+
+# --- what clients send ----------------------------------------------------------------------------
+
+_WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier"}
+_OFF = (None, False, 0, 1, [], {}, "none", "text", {"type": "text"})  # n = 1, no penalty, no tools
+
+
+class Common(BaseModel):
+    """What both kinds of requests can ask for."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0.0, le=2.0)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    stream: bool = False
+    stream_options: dict[str, bool] = Field(default_factory=dict)
+
+    def params(self) -> SamplingParams:
+        for name, value in (self.model_extra or {}).items():
+            if name not in _WITHOUT_EFFECT and value not in _OFF:
+                raise ValueError(f"{name} is {value!r}, but this server does not have it")
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return SamplingParams(self.max_tokens, self.temperature, self.top_p, self.seed, tuple(stop))
+
+
+class CompletionRequest(Common):
+    """POST /v1/completions: text, or tokens, to go on with."""
+
+    prompt: str | list[int]
+    max_tokens: int | None = Field(16, ge=1)
+
+    def tokens(self, tokenizer: Any) -> list[int]:
+        return tokenizer.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
+
+
+class Part(BaseModel):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """What somebody said."""
+
+    role: str
+    content: str | list[Part]
+
+    def plain(self) -> dict[str, str]:
+        whole = isinstance(self.content, str)
+        text = self.content if whole else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": text}
+
+
+class ChatRequest(Common):
+    """POST /v1/chat/completions: a conversation to answer."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+    def params(self) -> SamplingParams:
+        self.max_tokens = self.max_completion_tokens or self.max_tokens
+        return super().params()
+
+    def tokens(self, tokenizer: Any) -> list[int]:
+        try:
+            return models.chat_prompt(tokenizer, [m.plain() for m in self.messages])
+        except Exception as error:  # whatever the model's own template raises
+            raise ValueError(f"messages do not fit the model's template: {error}") from error
+
+
+# --- what they get --------------------------------------------------------------------------------
+
+
+class Stream:
+    """The outputs of one request, on the event loop. Closed before the end, it is cancelled."""
+
+    def __init__(self, service: Service, prompt: list[int], params: SamplingParams) -> None:
+        loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[Output]()
+        self._service, self._open = service, True
+        self._id = service.submit(
+            prompt, params, lambda output: loop.call_soon_threadsafe(self._queue.put_nowait, output)
+        )
+
+    async def __aiter__(self) -> AsyncIterator[Output]:
+        while self._open:
+            output = await self._queue.get()
+            self._open = not output.finish
+            yield output
+
+    def close(self) -> None:
+        if self._open:
+            self._service.cancel(self._id)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of a stream, which ends with the connection, whoever closes it."""
+
+    def __init__(self, stream: Stream, events: AsyncIterator[str]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._stream = stream
+
+    async def __call__(self, *args: Any) -> None:
+        try:
+            await super().__call__(*args)
+        finally:
+            self._stream.close()
+
+
+@dataclass
+class Form:
+    """How the answers to one request are written down: as text, or as a chat message."""
+
+    model: str
+    prompt_tokens: int
+    chat: bool
+
+    def __post_init__(self) -> None:
+        self.id = ("chatcmpl-" if self.chat else "cmpl-") + uuid.uuid4().hex
+        self.created = int(time.time())
+
+    def whole(self, text: str, finish: str, tokens: int) -> dict[str, Any]:
+        content = (
+            {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        )
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {**self._around(kind, content, finish), "usage": self.usage(tokens)}
+
+    def piece(self, text: str, finish: str | None) -> dict[str, Any]:
+        content = {"delta": {"content": text} if text else {}} if self.chat else {"text": text}
+        return self._around(
+            "chat.completion.chunk" if self.chat else "text_completion", content, finish
+        )
+
+    def usage(self, tokens: int) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": tokens,
+            "total_tokens": self.prompt_tokens + tokens,
+        }
+
+    def _around(self, kind: str, content: dict[str, Any], finish: str | None) -> dict[str, Any]:
+        choice = {"index": 0, **content, "finish_reason": finish, "logprobs": None}
+        return {
+            "id": self.id, "object": kind, "created": self.created, "model": self.model,
+            "choices": [choice],
+        }  # fmt: skip
+
+
+def failure(
+    status: int, message: str, kind: str = "invalid_request_error", **headers: str
+) -> JSONResponse:
+    """An error as clients of this interface expect it."""
+    body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    return JSONResponse(body, status, headers={k.replace("_", "-"): v for k, v in headers.items()})
+
+
+async def events(stream: Stream, form: Form, with_usage: bool) -> AsyncIterator[str]:
+    """The lines of an event stream."""
+
+    def event(value: dict[str, Any]) -> str:
+        return f"data: {json.dumps(value)}\n\n"
+
+    if form.chat:
+        first = form.piece("", None)
+        first["choices"][0]["delta"] = {"role": "assistant", "content": ""}
+        yield event(first)
+    tokens = 0
+    async for output in stream:
+        tokens += output.token is not None
+        if output.finish in ("error", "cancelled"):
+            yield event({"error": {"message": f"ended: {output.finish}", "type": "server_error"}})
+        elif output.text or output.finish:
+            yield event(form.piece(output.text, output.finish))
+    if with_usage:
+        yield event({**form.piece("", None), "choices": [], "usage": form.usage(tokens)})
+    yield "data: [DONE]\n\n"
+
+
+async def collected(stream: Stream, form: Form) -> JSONResponse:
+    """The answer in one piece."""
+    text, tokens, finish = "", 0, ""
+    async for output in stream:
+        text += output.text
+        tokens += output.token is not None
+        finish = output.finish or ""
+    if finish in ("error", "cancelled"):
+        return failure(503, f"the request ended: {finish}", "server_error")
+    return JSONResponse(form.whole(text, finish, tokens))
+
+
+async def unless_disconnected(request: Request, stream: Stream, form: Form) -> JSONResponse:
+    """The answer, given up as soon as nobody waits for it."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    answer, gone = (asyncio.ensure_future(x) for x in (collected(stream, form), disconnected()))
+    try:
+        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return answer.result() if answer.done() else failure(499, "the client went away")
+    finally:
+        stream.close()
+        answer.cancel()
+        gone.cancel()
+
+
+# --- the server -----------------------------------------------------------------------------------
+
+
+def create_app(service: Service, tokenizer: Any, name: str) -> FastAPI:
+    """The application; it closes the service when it ends."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(service.close, GRACE_SECONDS)
+
+    app = FastAPI(title="Tilewise", lifespan=lifespan)
+    started = int(time.time())
+
+    async def answer(request: Request, body: CompletionRequest | ChatRequest) -> Any:
+        if body.model not in (None, name):
+            return failure(404, f"model is {body.model!r}, but this server has {name!r}")
+        prompt, params = body.tokens(tokenizer), body.params()
+        stream = Stream(service, prompt, params)
+        form = Form(name, len(prompt), isinstance(body, ChatRequest))
+        if body.stream:
+            with_usage = body.stream_options.get("include_usage", False)
+            return EventStream(stream, events(stream, form, with_usage))
+        return await unless_disconnected(request, stream, form)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request, body: CompletionRequest) -> Any:
+        return await answer(request, body)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request, body: ChatRequest) -> Any:
+        return await answer(request, body)
+
+    @app.get("/v1/models")
+    async def list_models() -> Any:
+        model = {"id": name, "object": "model", "created": started, "owned_by": "tilewise"}
+        return {"object": "list", "data": [model]}
+
+    @app.get("/health")
+    async def health() -> Any:
+        if service.error is not None:
+            return JSONResponse({"status": "failing", "error": repr(service.error)}, 503)
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def metrics() -> Any:
+        return PlainTextResponse(metrics_text(service.engine.stats()))
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(x) for x in first["loc"][1:])
+        return failure(400, f"{where}: {first['msg']}")
+
+    @app.exception_handler(ValueError)
+    async def refused(_: Request, error: ValueError) -> JSONResponse:
+        return failure(400, str(error))
+
+    @app.exception_handler(OverloadedError)
+    async def overloaded(_: Request, error: OverloadedError) -> JSONResponse:
+        return failure(429, str(error), "overloaded", retry_after=str(error.retry_after))
+
+    @app.exception_handler(ServiceClosedError)
+    async def closed(_: Request, error: ServiceClosedError) -> JSONResponse:
+        return failure(503, str(error), "server_error")
+
+    return app
+
+
+def metrics_text(stats: dict[str, int]) -> str:
+    """Counters and gauges in the text format of Prometheus."""
+    gauges = ("running", "waiting", "pages", "pages_free")
+    lines = []
+    for name, value in stats.items():
+        full = f"tilewise_{name}" if name in gauges else f"tilewise_{name}_total"
+        lines.append(f"# TYPE {full} {'gauge' if name in gauges else 'counter'}")
+        lines.append(f"{full} {value}")
+    return "\n".join(lines) + "\n"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add: Callable[..., Any] = parser.add_argument
+    add("--model", default=models.SMOLLM2, help="smollm2 (default), tiny, or one of Transformers")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8000, help="8000; 0: any that is free")
+    add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    add("--dtype", default="auto", choices=["auto", *models.DTYPES])
+    add("--cache-tokens", type=int, default=16384, help="tokens that the pages hold")
+    add("--page-size", type=int, default=16)
+    add("--max-running", type=int, default=32, help="requests worked on at once")
+    add("--max-waiting", type=int, default=64, help="requests beyond those before 429")
+    add("--step-tokens", type=int, default=512, help="tokens of a forward pass")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serves until it is told to stop."""
+    options = parse(arguments)
+    try:
+        model, tokenizer = models.load(options.model, options.device, options.dtype)
+    except models.MissingError as error:
+        print(error)
+        return 2
+    engine = Engine(
+        model,
+        tokenizer,
+        cache_tokens=options.cache_tokens,
+        page_size=options.page_size,
+        max_running=options.max_running,
+        max_waiting=options.max_waiting,
+        step_tokens=options.step_tokens,
+    )
+    app = create_app(Service(engine), tokenizer, options.model)
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS)
+    with socket.create_server((options.host, options.port)) as listener:
+        port = listener.getsockname()[1]
+        print(f"{options.model} on http://{options.host}:{port}", flush=True)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(
+                number, lambda *_: None
+            )  # uvicorn heeds them, and sends them on at its end
+        uvicorn.Server(config).run(sockets=[listener])
+    print(f"stopped: {engine.stats()['generated_tokens']} tokens generated")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

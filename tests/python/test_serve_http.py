@@ -1,0 +1,305 @@
+"""examples/serve.py under load, on loopback: 32 streams at once, each answered as if it were alone.
+
+The model is the tiny random one; TILEWISE_TEST_MODEL=smollm2 takes a real one (minutes).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+for package in ("transformers", "fastapi", "uvicorn"):
+    pytest.importorskip(package, reason=f"examples/serve.py needs {package}: tilewise[serve]")
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+import torch  # noqa: E402
+import uvicorn  # noqa: E402
+
+import models  # noqa: E402
+import serve  # noqa: E402
+from tilewise.serving import Engine, Service  # noqa: E402
+
+pytestmark = pytest.mark.models
+
+MODEL = os.environ.get("TILEWISE_TEST_MODEL", models.TINY)
+STREAMS, TOKENS = 32, 24
+PATIENCE = 120.0 if MODEL == models.TINY else 900.0  # seconds, of everything that waits
+
+
+class Client:
+    """One connection per request."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    @contextlib.contextmanager
+    def asked(
+        self, method: str, path: str, body: Any = None
+    ) -> Iterator[http.client.HTTPConnection]:
+        """The request is sent, and the connection closed at the end."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        payload = None if body is None else json.dumps(body)
+        with contextlib.closing(connection):
+            connection.request(method, path, payload, {"content-type": "application/json"})
+            yield connection
+
+    @contextlib.contextmanager
+    def answered(
+        self, method: str, path: str, body: Any = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        with self.asked(method, path, body) as connection, connection.getresponse() as response:
+            yield response
+
+    def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any, dict[str, str]]:
+        with self.answered(method, path, body) as response:
+            text = response.read().decode()
+            is_json = response.headers["content-type"].startswith("application/json")
+            return response.status, json.loads(text) if is_json else text, dict(response.headers)
+
+    def complete(self, **body: Any) -> Any:
+        status, answer, _ = self.call("POST", "/v1/completions", body)
+        assert status == 200, answer
+        return answer
+
+    def stream(self, **body: Any) -> str:
+        """The text of a streamed completion, put together."""
+        with self.answered("POST", "/v1/completions", {**body, "stream": True}) as response:
+            assert response.status == 200, response.read()
+            events = list(sent(response))
+        assert events[-1] == "[DONE]"
+        choices = [json.loads(e)["choices"][0] for e in events[:-1]]
+        assert [c["finish_reason"] for c in choices[:-1]] == [None] * (len(choices) - 1)
+        assert choices[-1]["finish_reason"] in ("length", "stop")
+        return "".join(c["text"] for c in choices)
+
+    def metrics(self) -> dict[str, int]:
+        status, text, _ = self.call("GET", "/metrics")
+        assert status == 200
+        return {k: int(v) for k, v in re.findall(r"^tilewise_(\w+) (\d+)$", text, re.MULTILINE)}
+
+    def wait_until_idle(self) -> dict[str, int]:
+        deadline = time.monotonic() + PATIENCE
+        while (now := self.metrics())["running"] + now["waiting"]:
+            assert time.monotonic() < deadline, now
+            time.sleep(0.02)
+        return now
+
+
+def sent(response: http.client.HTTPResponse) -> Iterator[str]:
+    """The data of server-sent events."""
+    for line in response:
+        if line.startswith(b"data: "):
+            yield line[6:].decode().strip()
+
+
+@contextlib.contextmanager
+def serving(**options: Any) -> Iterator[Client]:
+    """A server in a thread of this process, with its own engine; everything is free at the end."""
+    model, tokenizer = models.load(MODEL)
+    service = Service(Engine(model, tokenizer, **options))
+    app = serve.create_app(service, tokenizer, MODEL)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        client = Client(listener.getsockname()[1])
+        try:
+            yield client
+            idle = client.wait_until_idle()
+            assert idle["pages_free"] == idle["pages"]
+        finally:
+            server.should_exit = True
+            thread.join(PATIENCE)
+    assert not thread.is_alive() and not service._thread.is_alive()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    if MODEL == models.TINY:  # whose matrices are multiplied sooner than a thread is awake
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    """Room for all streams, but not for all of their tokens: requests are preempted."""
+    with serving(cache_tokens=1024, page_size=3, max_running=STREAMS, max_waiting=8) as c:
+        yield c
+
+
+def requests() -> list[dict[str, Any]]:
+    """Different prompts, every other one greedy, the others drawn with a seed of their own."""
+    return [
+        dict(
+            prompt=f"{i} tiles of {i * i} keys, " * (1 + i % 7),
+            max_tokens=TOKENS + i % 5,
+            temperature=0.8 * (i % 2),
+            top_p=0.9,
+            seed=i,
+        )
+        for i in range(STREAMS)
+    ]
+
+
+def at_once(jobs: list[Any]) -> list[Any]:
+    """The results of functions that are all called at the same time."""
+    barrier = threading.Barrier(len(jobs))
+
+    def run(job: Any) -> Any:
+        barrier.wait(PATIENCE)
+        return job()
+
+    with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
+        return list(pool.map(run, jobs))
+
+
+def test_32_streams_each_answered_as_if_it_were_alone(client):
+    alone = [client.complete(**r) for r in requests()]
+    texts = [a["choices"][0]["text"] for a in alone]
+    assert len(set(texts)) == STREAMS, "answers that are alike prove nothing"
+    before = client.metrics()
+    together = at_once([lambda r=r: client.stream(**r) for r in requests()])
+    assert together == texts
+    after = client.wait_until_idle()
+    count = sum(a["usage"]["completion_tokens"] for a in alone)
+    assert after["generated_tokens_total"] - before["generated_tokens_total"] == count
+    steps = after["steps_total"] - before["steps_total"]
+    assert steps < count / 2, f"{steps} steps for {count} tokens are no batch"
+    if MODEL == models.TINY:
+        assert after["preemptions_total"] > before["preemptions_total"]
+
+
+def test_streams_that_are_left_free_their_pages(client):
+    before = client.metrics()
+    expected = client.complete(**requests()[1])["choices"][0]["text"]
+    body = dict(prompt="never ending", max_tokens=900, temperature=0)
+    with contextlib.ExitStack() as connections:
+        for _ in range(4):
+            stream = client.answered("POST", "/v1/completions", {**body, "stream": True})
+            assert next(sent(connections.enter_context(stream)))
+        connections.enter_context(client.asked("POST", "/v1/completions", body))  # in one piece
+        deadline = time.monotonic() + PATIENCE
+        while client.metrics()["requests_total"] < before["requests_total"] + 6:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert client.stream(**requests()[1]) == expected
+    after = client.wait_until_idle()
+    assert after["cancelled_total"] - before["cancelled_total"] == 5
+    assert after["pages_free"] == after["pages"]
+
+
+def test_overload_is_refused_and_loses_nothing():
+    with serving(cache_tokens=1024, max_running=3, max_waiting=2, step_tokens=64) as client:
+        alone = [client.complete(**r)["choices"][0]["text"] for r in requests()]
+
+        def patient(request: dict[str, Any]) -> tuple[int, str]:
+            """Asks again until there is a place."""
+            refused, deadline = 0, time.monotonic() + PATIENCE
+            while time.monotonic() < deadline:
+                status, answer, headers = client.call("POST", "/v1/completions", request)
+                if status == 200:
+                    return refused, answer["choices"][0]["text"]
+                assert status == 429 and int(headers["retry-after"]) >= 1, answer
+                assert "requests are in flight" in answer["error"]["message"]
+                refused += 1
+                time.sleep(0.05)  # sooner than it says: more load
+            raise TimeoutError
+
+        answers = at_once([lambda r=r: patient(r) for r in requests()])
+        assert [text for _, text in answers] == alone
+        refused = sum(count for count, _ in answers)
+        assert refused > 0 and client.metrics()["refused_total"] == refused
+
+
+def test_chat_completions(client):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    body = dict(messages=messages, max_completion_tokens=9, temperature=0)
+    status, whole, _ = client.call("POST", "/v1/chat/completions", body)
+    assert status == 200 and whole["object"] == "chat.completion"
+    message = whole["choices"][0]["message"]
+    assert message["role"] == "assistant" and message["content"]
+    usage = whole["usage"]
+    assert usage["completion_tokens"] <= 9
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    more = dict(stream=True, stream_options={"include_usage": True})
+    with client.answered("POST", "/v1/chat/completions", {**body, **more}) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *events, last, done = sent(response)
+    assert done == "[DONE]" and json.loads(last)["usage"] == usage
+    deltas = [json.loads(e)["choices"][0]["delta"] for e in events]
+    assert deltas[0]["role"] == "assistant"
+    assert "".join(d.get("content", "") for d in deltas) == message["content"]
+
+
+def test_models_and_health(client):
+    assert client.call("GET", "/v1/models")[1]["data"][0]["id"] == MODEL
+    assert client.call("GET", "/health")[:2] == (200, {"status": "ok"})
+
+
+def test_stop_and_the_harmless(client):
+    whole = client.complete(prompt="abc", max_tokens=12, temperature=0, n=1, user="me")
+    text = whole["choices"][0]["text"]
+    stop = text[5:7]
+    cut = client.complete(prompt="abc", max_tokens=12, temperature=0, stop=stop)["choices"][0]
+    assert cut == {**cut, "text": text[: text.index(stop)], "finish_reason": "stop"}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "sentence"),
+    [
+        (dict(), 400, "prompt: Field required"),
+        (dict(prompt="a", temperature=3), 400, "temperature: .*less than or equal to 2"),
+        (dict(prompt="a", n=3), 400, "n is 3, but this server does not have it"),
+        (dict(prompt="a", logit_bias={"1": 2}), 400, "logit_bias is"),
+        (dict(prompt=""), 400, "prompt has 0 tokens"),
+        (dict(prompt="a", max_tokens=10**6), 400, "at most"),
+        (dict(prompt=[1, 10**6]), 400, "prompt has token 1000000"),
+        (dict(prompt="a", stop=[""]), 400, "stop is"),
+        (dict(prompt="a", model="other"), 404, "model is 'other'"),
+    ],
+)
+def test_refusals(client, body, status, sentence):
+    got, answer, _ = client.call("POST", "/v1/completions", body)
+    assert got == status and re.search(sentence, answer["error"]["message"]), answer
+
+
+@pytest.mark.skipif(MODEL != models.TINY, reason="takes long to load")
+def test_a_signal_lets_streams_finish_and_ends_the_server():
+    command = [sys.executable, str(EXAMPLES / "serve.py"), "--model", "tiny", "--port", "0"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        line = child.stdout.readline()
+        client = Client(int(re.search(r":(\d+)$", line.strip())[1]))
+        body = dict(prompt="long", max_tokens=400, temperature=0, stream=True)
+        with client.answered("POST", "/v1/completions", body) as response:
+            events = sent(response)
+            first = next(events)
+            child.send_signal(signal.SIGTERM)
+            *rest, last, done = events
+        assert done == "[DONE]" and json.loads(last)["choices"][0]["finish_reason"] == "length"
+        text = "".join(json.loads(e)["choices"][0]["text"] for e in (first, *rest, last))
+        assert len(text) == 400
+        printed, errors = child.communicate(timeout=PATIENCE)
+    finally:
+        child.kill()
+    assert child.returncode == 0, errors
+    assert "stopped: 400 tokens generated" in printed and "Traceback" not in errors
