@@ -12,6 +12,8 @@ import tilewise
 from tilewise import _ops, _torch
 from tilewise._request import Request
 
+from ._masks import Form, form_of, has_window, numbers
+
 # Arguments that change what is computed in a way that is not this function's.
 _NOT_OURS = ("indices", "block_indices", "sinks", "head_mask")
 
@@ -66,8 +68,9 @@ def attention(
     Raises:
         ValueError: the layer asks for something that would not be computed as asked.
     """
-    _refuse(module, attention_mask, sliding_window, key.shape[2], kwargs)
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    _refuse(module, kwargs)
+    causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
+    sliding_window = _window(module, attention_mask, sliding_window, causal)
     options: dict[str, Any] = dict(
         scale=scaling, softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout
     )
@@ -80,19 +83,13 @@ def attention(
         if kwargs.get("block_table") is not None:
             return paged_attention(query, key, value, sliding_window, options, kwargs), None
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    band = _band(bool(causal), sliding_window)
+    band = _band(causal, sliding_window)
     if kwargs.get("cu_seq_lens_q") is not None and kwargs.get("cu_seq_lens_k") is not None:
         return _packed(q, k, v, attention_mask, position_bias, band, options, kwargs), None
     return _padded(q, k, v, attention_mask, position_bias, band, options), None
 
 
-def _refuse(
-    module: torch.nn.Module,
-    mask: Tensor | None,
-    sliding_window: int | None,
-    keys: int,
-    kwargs: dict[str, Any],
-) -> None:
+def _refuse(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
     if kwargs.get("output_attentions"):
         raise ValueError(
             "output_attentions=True asks for the matrix of attention weights, which tilewise never "
@@ -104,21 +101,22 @@ def _refuse(
                 f"{type(module).__name__} passes {name} to its attention function, which tilewise "
                 "does not compute; load the model with another attn_implementation"
             )
-    says_it_all = mask is not None and mask.dim() == 4 and mask.dtype not in (torch.int8, torch.int32)
-    if sliding_window is not None or says_it_all:
-        return
-    # Such a layer relies on the mask, and ours has no place for what the layer does not pass on.
-    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    kinds = getattr(config, "layer_types", None)
-    if not kinds or not isinstance(layer, int) or layer >= len(kinds):
-        return
-    window = getattr(config, "sliding_window", None)
-    if kinds[layer] == "sliding_attention" and window is not None and keys > window:
+
+
+def _window(
+    module: torch.nn.Module, mask: Tensor | None, sliding_window: int | None, causal: bool
+) -> int | None:
+    """The window, which some layers leave to the mask; it is then the one of the configuration."""
+    if sliding_window is not None or not has_window(mask):
+        return sliding_window
+    window = getattr(getattr(module, "config", None), "sliding_window", None)
+    if not isinstance(window, int):
         raise ValueError(
-            f"layer {layer} of {type(module).__name__} has a sliding window of {window} keys, but does "
-            "not pass it to its attention function, so that tilewise would see all keys; load the "
-            'model with attn_implementation="sdpa"'
+            f"{type(module).__name__} has a mask with a sliding window, but neither passes "
+            "sliding_window nor has config.sliding_window"
         )
+    # A window of the configuration includes the row itself, unless it goes to both sides.
+    return window if causal else window + 1
 
 
 def _band(causal: bool, sliding_window: int | None) -> Band:
@@ -134,17 +132,18 @@ def _padded(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_bias: Tensor | None, band: Band,
     options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    spans = None
     bias = _as_bias("position_bias", position_bias, q)
-    if mask is None:
+    form = form_of(mask)
+    if mask is None or form is Form.PLAIN:
         pass
-    elif mask.dim() == 1 and mask.dtype == torch.int32:
+    elif form is Form.PACKED:
         if bias is not None:
             raise ValueError("position_bias of packed sequences is not computed by tilewise")
-        return _packed_rows(q, k, v, band, options, mask, mask)
-    elif mask.dim() == 4 and mask.dtype == torch.int32 and mask.shape[0] == 3:
-        spans = mask
-    elif mask.dim() == 2 or mask.dtype == torch.int8:
+        boundaries = numbers(mask)
+        return _packed_rows(q, k, v, band, options, boundaries, boundaries)
+    elif form is Form.SPANS:
+        return _spanned(q, k, v, numbers(mask), bias, band, options)
+    elif form is Form.KEYS or mask.dim() == 2:
         seen = _visible_keys(mask, q.shape[0], k.shape[1])
         k, v = k[:, : seen.shape[-1]], v[:, : seen.shape[-1]]
         bias = _sum(bias, _as_bias("attention_mask", seen, q))
@@ -156,27 +155,30 @@ def _padded(
             f"attention_mask has shape {list(mask.shape)} and dtype {mask.dtype}, but must be "
             "[batch, keys] or [batch, 1 or heads, rows, keys]"
         )
-    if spans is None:
-        return tilewise.attention(
-            q, k, v, causal=band.causal, window=band.window, bias=bias, **options
-        )
-    return _spanned(q, k, v, spans, bias, band, options)
+    return tilewise.attention(q, k, v, causal=band.causal, window=band.window, bias=bias, **options)
 
 
 def _spanned(
     q: Tensor, k: Tensor, v: Tensor, spans: Tensor, bias: Tensor | None, band: Band,
     options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    """Attention within the spans [3, batch, 1, 1] of first key, end of keys, and rows."""
+    """Attention within the spans [3, batch] of first key, end of keys, and rows in use."""
+    if spans.shape[1] != q.shape[0]:
+        raise ValueError(
+            f"attention_mask is of {spans.shape[1]} sequences, but query has {q.shape[0]}: the model "
+            "cuts its sequences in a way that tilewise does not compute"
+        )
     request = Request(causal=band.causal, window=band.window, bias=bias, **options)
     q, k, v, prepared = _torch.prepare_dense(q, k, v, "bshd", request)
-    first, end, rows = spans.flatten(1).unbind(0)
+    first, end, rows = spans.unbind(0)
     prepared = prepared._replace(leftpad_k=first, seqused_k=end, seqused_q=rows)
     return _ops.forward(q, k, v, prepared)[0]
 
 
 def _visible_keys(mask: Tensor, batch: int, keys: int) -> Tensor:
-    """A mask [batch, keys] or [batch, 1, 1, keys] as booleans [batch, 1, 1, keys]."""
+    """A mask [batch, keys], or one of the form KEYS, as booleans [batch, 1, 1, keys]."""
+    if mask.dim() == 4:
+        mask = mask[:, 0, 0]
     if mask.is_floating_point():
         raise ValueError(
             f"attention_mask [batch, keys] has dtype {mask.dtype}, but must be boolean or integer; a "
@@ -217,7 +219,8 @@ def _packed(
     options: dict[str, Any], kwargs: dict[str, Any],
 ) -> Tensor:  # fmt: skip
     """By the boundaries that the caller gives; a mask made of position_ids says the same."""
-    if (mask is not None and mask.dim() != 1) or position_bias is not None:
+    same = mask is None or form_of(mask) in (Form.PLAIN, Form.PACKED)
+    if not same or position_bias is not None:
         what = "position_bias" if position_bias is not None else "attention_mask"
         raise ValueError(
             f"cu_seq_lens_q and {what} are both given, but tilewise computes packed sequences from "

