@@ -47,7 +47,8 @@ void launch_wgmma(const Problem& p, const Gradients& g, const Plan& plan,
   params.dout = map_of_rows(p, g.dout, p.head_dim_v, plan.tile_q);
   params.k = map_of_keys(p, p.k, p.head_dim, plan.tile_k);
   params.v = map_of_keys(p, p.v, p.head_dim_v, plan.tile_k);
-  launch(plan.unit->form(plan.general).tma_backward, plan.blocks, p.stream, params);
+  launch(plan.unit->form(plan.general).tma_backward, plan.blocks, p.stream, params,
+         Start::dependent);
 }
 
 // dK, dV and, from sums or directly, dQ.
@@ -65,14 +66,19 @@ void main_gradients(const Problem& p, const Gradients& g, const Plan& plan,
     launch_wgmma(p, g, plan, params);
   else if (keys || !apart)
     launch(kernels.backward, plan.blocks, p.stream, params);
-  if (rows) launch(kernels.finish, row_tiles, p.stream, params);
+  const bool waits = plan.family == Family::wgmma;
+  if (rows) {
+    launch(kernels.finish, row_tiles, p.stream, params, waits ? Start::dependent : Start::in_order);
+  }
   if (plan.second == nullptr) return;
   const UnitKernels& exact = plan.second->form(true);
   const auto blocks = [&](const Flags& flags) {
     return second_blocks(flags, plan.second->backward_tile, p.device_index);
   };
-  if (keys) launch(exact.backward, blocks(params.key_flags), p.stream, params);
-  if (rows) launch(exact.finish, blocks(params.row_flags), p.stream, params);
+  if (keys) {
+    launch(exact.backward, blocks(params.key_flags), p.stream, params, Start::dependent);
+  }
+  if (rows) launch(exact.finish, blocks(params.row_flags), p.stream, params, Start::dependent);
 }
 
 void sums(const Problem& p, const Gradients& g, const BackwardPieces& pieces, void* workspace) {

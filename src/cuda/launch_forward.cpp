@@ -31,7 +31,8 @@ void combine(const Problem& p, const ForwardParams& main) {
   params.splits = main.order.splits;
   params.partial_out = main.partial_out;
   params.partial_lse = main.partial_lse;
-  launch(common::tensor_kernels(p.dtype).combine, common::combine_blocks(p), p.stream, params);
+  launch(common::tensor_kernels(p.dtype).combine, common::combine_blocks(p), p.stream, params,
+         Start::dependent);
 }
 
 // A grid of as many blocks as the GPU runs at once, which share the work.
@@ -48,7 +49,8 @@ void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& 
   params.work = static_cast<int32_t>(plan.blocks);
   params.counter = counter;
   const int64_t grid = min<int64_t>(plan.blocks, gpu(p.device_index).multiprocessors);
-  launch(plan.unit->form(plan.general).tma_forward, grid, p.stream, params);
+  launch(plan.unit->form(plan.general).tma_forward, grid, p.stream, params,
+         counter != nullptr ? Start::dependent : Start::in_order);
 }
 
 }  // namespace
@@ -76,7 +78,8 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
   // The same tiles, each with all of its keys.
   params.order.splits = 1;
   launch(plan.second->form(true).forward,
-         second_blocks(params.flags, plan.second->forward_tile, p.device_index), p.stream, params);
+         second_blocks(params.flags, plan.second->forward_tile, p.device_index), p.stream, params,
+         Start::dependent);
 }
 
 }  // namespace tilewise::cuda

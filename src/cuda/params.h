@@ -109,7 +109,7 @@ struct TmaForwardParams : ForwardParams {
   TensorMap k;
   TensorMap v;
   int32_t work = 0;            // blocks of `order`, which a smaller grid shares
-  int32_t* counter = nullptr;  // variable length: the next work to take, 0 at first
+  int32_t* counter = nullptr;  // works of different lengths: how many were taken, 0 at first
 };
 
 struct TmaBackwardParams : BackwardParams {

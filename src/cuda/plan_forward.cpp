@@ -119,8 +119,9 @@ ForwardPieces forward_pieces(const Problem& p, const Plan& plan) {
   ForwardPieces pieces;
   if (p.check != 0) pieces.report = workspace.take<common::CheckReport>(1);
   if (ragged_rows(p)) pieces.table = workspace.take<TileOrder::Entry>(p.batch + 1);
-  // Work of uneven length is handed out as it goes.
-  if (ragged_rows(p) && plan.family == Family::wgmma) pieces.counter = workspace.take<int32_t>(4);
+  // Works of different lengths are handed out as it goes.
+  if (plan.family == Family::wgmma && (ragged_rows(p) || needs_second_pass(p)))
+    pieces.counter = workspace.take<int32_t>(4);
   if (plan.second != nullptr) pieces.flags = workspace.take<uint8_t>(plan.blocks);
   if (plan.splits > 1) {
     const int64_t rows = plan.splits * total_rows(p) * p.heads_q;

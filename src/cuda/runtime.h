@@ -62,21 +62,29 @@ void encode_tensor_map(TensorMap& map, const TensorMapShape& shape);
 // Waits for everything on the stream, and copies to the memory of the host.
 void read_back(void* to, const void* from, int64_t bytes, Stream stream);
 
+// When a kernel may start. `dependent`: as soon as every block of the kernel before it has asked
+// for that or is done; it waits itself (ptx::griddepcontrol_wait). For a kernel that follows
+// another one of the same call: what came before the call is then complete. GPUs before sm_90 start
+// in order.
+enum class Start { in_order, dependent };
+
 namespace detail {
 void launch(const void* function, int64_t blocks, int32_t threads, int32_t shared_bytes,
-            Stream stream, const void* params);
+            Stream stream, Start start, const void* params);
 }
 
 // Starts `blocks` blocks (none: does nothing). Allocates nothing, waits for nothing.
 template <class Params>
-void launch(const Kernel<Params>& kernel, int64_t blocks, Stream stream, const Params& params) {
+void launch(const Kernel<Params>& kernel, int64_t blocks, Stream stream, const Params& params,
+            Start start = Start::in_order) {
   if (blocks == 0) return;
 #if defined(TILEWISE_EMULATOR)
   (void)stream;
+  (void)start;
   emulator::run_grid(blocks, kernel.threads, kernel.shared_bytes, [&] { kernel.function(params); });
 #else
   detail::launch(reinterpret_cast<const void*>(kernel.function), blocks, kernel.threads,
-                 kernel.shared_bytes, stream, &params);
+                 kernel.shared_bytes, stream, start, &params);
 #endif
 }
 

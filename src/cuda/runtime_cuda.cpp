@@ -186,17 +186,34 @@ void read_back(void* to, const void* from, int64_t bytes, Stream stream) {
 }
 
 namespace detail {
+namespace {
+
+bool starts_dependents() {
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  return facts(device).gpu.sm >= 90;
+}
+
+}  // namespace
 
 void launch(const void* function, int64_t blocks, int32_t threads, int32_t shared_bytes,
-            Stream stream, const void* params) {
+            Stream stream, Start start, const void* params) {
   if (blocks > INT32_MAX) {
     throw Error("a grid of " + std::to_string(blocks) + " blocks: at most 2147483647 are allowed");
   }
   if (shared_bytes > kDefaultSharedBytes) allow_shared_memory(function, shared_bytes);
   void* arguments[] = {const_cast<void*>(params)};
-  const cudaError_t status = cudaLaunchKernel(
-      function, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
-      arguments, static_cast<std::size_t>(shared_bytes), static_cast<cudaStream_t>(stream));
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &early;
+  config.numAttrs = start == Start::dependent && starts_dependents() ? 1 : 0;
+  const cudaError_t status = cudaLaunchKernelExC(&config, function, arguments);
   if (status == cudaSuccess) return;
   const char* name = nullptr;
   if (cudaFuncGetName(&name, function) != cudaSuccess) name = "a kernel";

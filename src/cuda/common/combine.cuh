@@ -102,6 +102,7 @@ struct Combine {
 template <class Element>
 TILEWISE_KERNEL(kCombineThreads, 1)
 void combine(TILEWISE_PARAMETER CombineParams params) {
+  ptx::griddepcontrol_wait();
   const Problem& p = params.problem;
   const int64_t items = total_rows(p) * p.heads_q;
   const int64_t item = ptx::block_index() * (kCombineThreads / ptx::kWarpSize) + ptx::warp_index();

@@ -225,6 +225,7 @@ struct Clear {
 };
 
 TILEWISE_KERNEL(kPrepareThreads, 1) void prepare(TILEWISE_PARAMETER PrepareParams params) {
+  ptx::griddepcontrol_launch_dependents();
   int64_t block = ptx::block_index();
   if (params.order.table != nullptr) {
     if (block == 0) {

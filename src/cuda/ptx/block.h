@@ -20,6 +20,11 @@ TILEWISE_DEVICE void sync_block() { emulator::sync_block(); }
 TILEWISE_DEVICE void sync_warp() { emulator::sync_warp(); }
 // Writes before it are seen by the other blocks of the device before writes after it.
 TILEWISE_DEVICE void fence_device() {}
+// Launches that overlap (sm_90; PTX ISA 9.7.13.13): `launch_dependents` lets the next kernel start
+// if it was launched as a dependent one (runtime.h); `wait` waits until the kernel before is
+// complete and its writes are visible. A dependent kernel waits in every block.
+TILEWISE_DEVICE void griddepcontrol_wait() {}
+TILEWISE_DEVICE void griddepcontrol_launch_dependents() {}
 
 #else
 
@@ -39,6 +44,16 @@ TILEWISE_DEVICE SharedAddress shared_address(const void* p) {
 TILEWISE_DEVICE void sync_block() { __syncthreads(); }
 TILEWISE_DEVICE void sync_warp() { __syncwarp(); }
 TILEWISE_DEVICE void fence_device() { __threadfence(); }
+TILEWISE_DEVICE void griddepcontrol_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+TILEWISE_DEVICE void griddepcontrol_launch_dependents() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 #endif
 

@@ -25,10 +25,6 @@ template <int kRegisters>
 TILEWISE_DEVICE void setmaxnreg_dec() {
   emulator::setmaxnreg_dec(kRegisters);
 }
-// Launches that may overlap: `launch_dependents` lets the next kernel start, `wait` waits until all
-// of the one before is complete and its writes are visible.
-TILEWISE_DEVICE void griddepcontrol_wait() {}
-TILEWISE_DEVICE void griddepcontrol_launch_dependents() {}
 // A value that all lanes of the warp have: tells the compiler so.
 TILEWISE_DEVICE int uniform(int x) {
   return static_cast<int>(emulator::shuffle(static_cast<uint32_t>(x), 0));
@@ -52,10 +48,6 @@ TILEWISE_DEVICE void setmaxnreg_inc() {
 template <int kRegisters>
 TILEWISE_DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-TILEWISE_DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-TILEWISE_DEVICE void griddepcontrol_launch_dependents() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 TILEWISE_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 template <int kN>

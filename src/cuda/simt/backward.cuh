@@ -332,6 +332,7 @@ struct Backward {
 template <class C>
 TILEWISE_KERNEL(kThreads, 1)
 void backward_prepare(TILEWISE_PARAMETER BackwardParams params) {
+  ptx::griddepcontrol_wait();
   const OwnRows own = OwnRows::of(params, ptx::block_index());
   for (int64_t row = own.rows.begin + ptx::warp_index(); row < own.rows.end;
        row += kThreads / ptx::kWarpSize) {
@@ -358,6 +359,7 @@ TILEWISE_DEVICE void backward_key_tile(const BackwardParams& params, int32_t til
 template <class C>
 TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
 void backward_keys(TILEWISE_PARAMETER BackwardParams params) {
+  ptx::griddepcontrol_wait();
   for (int32_t tile = first_tile(params.key_flags); tile != kNoTile;
        tile = next_tile(params.key_flags))
     backward_key_tile<C>(params, tile);
@@ -378,6 +380,7 @@ TILEWISE_DEVICE void backward_row_tile(const BackwardParams& params, int32_t til
 template <class C>
 TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
 void backward_rows(TILEWISE_PARAMETER BackwardParams params) {
+  ptx::griddepcontrol_wait();
   for (int32_t tile = first_tile(params.row_flags); tile != kNoTile;
        tile = next_tile(params.row_flags))
     backward_row_tile<C>(params, tile);

@@ -193,6 +193,7 @@ TILEWISE_DEVICE void forward_tile(const ForwardParams& params, int32_t tile) {
 template <class C>
 TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
 void forward(TILEWISE_PARAMETER ForwardParams params) {
+  ptx::griddepcontrol_wait();
   for (int32_t tile = first_tile(params.flags); tile != kNoTile; tile = next_tile(params.flags))
     forward_tile<C>(params, tile);
 }

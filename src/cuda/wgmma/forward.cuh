@@ -21,6 +21,7 @@ void forward(TILEWISE_PARAMETER TmaForwardParams p) {
     ptx::prefetch_tensormap(p.v);
   }
   ptx::sync_block();
+  ptx::griddepcontrol_launch_dependents();
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<C::kForward.load_registers>();
     if (ptx::warp_index() == 0) ForwardLoad<C>(p, shared).run();

@@ -25,6 +25,7 @@ class ForwardLoad {
       : p_(params), shared_(shared) {}
 
   TILEWISE_DEVICE void run() {
+    if (p_.order.table != nullptr) ptx::griddepcontrol_wait();
     int32_t index = static_cast<int32_t>(ptx::block_index());
     // The key tile whose values are to come, and the slot of its work: they follow a step later.
     int32_t behind = kNone;
@@ -93,11 +94,12 @@ class ForwardLoad {
     return true;
   }
 
-  // Dense problems: rounds of a grid of works, every other one backwards, so that a block that had
-  // a long one gets a short one. Variable length: who is done takes the next one.
+  // Works of one length: rounds of a grid, every other one backwards. Otherwise who is done takes
+  // the next one; the counter is zeroed by the kernel before this one.
   TILEWISE_DEVICE int32_t following(int32_t index) const {
     const auto grid = static_cast<int32_t>(ptx::grid_blocks());
     if (p_.counter == nullptr) return 2 * (index / grid + 1) * grid - 1 - index;
+    ptx::griddepcontrol_wait();
     int32_t taken = 0;
     if (lane() == 0) taken = ptx::atom_add(p_.counter, 1);
     return uniform(taken) + grid;
