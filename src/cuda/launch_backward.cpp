@@ -42,7 +42,8 @@ void prepare_all(const Problem& p, const Gradients& g, const Plan& plan,
 
 void launch_wgmma(const Problem& p, const Gradients& g, const Plan& plan,
                   const BackwardParams& main) {
-  TmaBackwardParams params{main};
+  TmaBackwardParams params;
+  static_cast<BackwardParams&>(params) = main;
   params.q = map_of_rows(p, p.q, p.head_dim, plan.tile_q);
   params.dout = map_of_rows(p, g.dout, p.head_dim_v, plan.tile_q);
   params.k = map_of_keys(p, p.k, p.head_dim, plan.tile_k);

@@ -42,7 +42,8 @@ void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& 
   if (plan.blocks > INT32_MAX) {
     throw Error(std::to_string(plan.blocks) + " tiles: at most 2147483647 are allowed");
   }
-  TmaForwardParams params{main};
+  TmaForwardParams params;
+  static_cast<ForwardParams&>(params) = main;
   params.q = map_of_rows(p, p.q, p.head_dim, kRowsOfWarpgroup);
   params.k = map_of_keys(p, p.k, p.head_dim, plan.tile_k);
   params.v = map_of_keys(p, p.v, p.head_dim_v, plan.tile_k);
