@@ -57,7 +57,7 @@ TILEWISE_DEVICE void walk_by_keys(const TmaBackwardParams& params, const KeyWork
     products.start_s(s, stage);
     if constexpr (!Plan::kPreload) ptx::mbarrier_wait_parity(barriers.dout_landed(stage), parity);
     products.start_dp(dp, stage);
-    if (Plan::kTile.send == arch::SendDq::under_scores && step > 0) dq_stage.send();
+    if (Plan::kSendsUnderScores && step > 0) dq_stage.send();
 
     if constexpr (C::kGeneral) {
       ptx::wgmma_wait_group<0>();

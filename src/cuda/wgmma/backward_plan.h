@@ -25,6 +25,9 @@ struct BackwardPlan<C, false> : BackwardSums<C> {
   static constexpr int kMathThreads = 256;
   static constexpr int kKeys = kTile.keys;
   static_assert(kKeys == 128);
+  // The general form waits for S and dP together.
+  static constexpr bool kSendsUnderScores = kTile.send == arch::SendDq::under_scores ||
+                                            (C::kGeneral && kTile.send == arch::SendDq::under_dp);
   static constexpr int kStages = 2;
   static constexpr int kDoutStages = 2;
 

@@ -55,6 +55,7 @@ struct KeyWork {
     if (work.sequence < 0) return false;
     head = work.head;
     sequence = sequence_of(p.problem, work.sequence);
+    if constexpr (!C::kGeneral) sequence.kv.pages = nullptr;
     keys = Tiling{sequence.band.keys, kKeys}.at(work.tile);
     if (keys.empty()) return false;
     row_tiles = Tiling{sequence.band.rows, kQueries}.touching(sequence.band.rows_of_any(keys));
