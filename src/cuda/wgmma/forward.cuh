@@ -1,6 +1,7 @@
 // The forward on Hopper (sm_90a): FlashAttention-3's schedule (arXiv 2407.08608) on TMA and wgmma.
 #pragma once
 
+#include "cuda/wgmma/forward_deal.h"
 #include "cuda/wgmma/forward_load.h"
 #include "cuda/wgmma/forward_math.h"
 
@@ -25,6 +26,7 @@ void forward(TILEWISE_PARAMETER TmaForwardParams p) {
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<C::kForward.load_registers>();
     if (ptx::warp_index() == 0) ForwardLoad<C>(p, shared).run();
+    if (ptx::warp_index() == 1) ForwardDeal<C>(p, shared).run();
   } else {
     ptx::setmaxnreg_inc<C::kForward.math_registers>();
     ForwardMath<C>(p, shared, warpgroup - 1).run();

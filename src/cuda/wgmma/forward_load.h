@@ -1,4 +1,4 @@
-// The loading role of the forward: one warp deals out the work of the block and brings Q, K and V.
+// The loading role of the forward: one warp brings Q, K and V.
 #pragma once
 
 #include "cuda/ptx/bulk_copy.h"
@@ -25,25 +25,25 @@ class ForwardLoad {
       : p_(params), shared_(shared) {}
 
   TILEWISE_DEVICE void run() {
-    if (p_.order.table != nullptr) ptx::griddepcontrol_wait();
-    int32_t index = static_cast<int32_t>(ptx::block_index());
     // The key tile whose values are to come, and the slot of its work: they follow a step later.
     int32_t behind = kNone;
+    typename Shared::WorkPlace place;
 #pragma unroll 1
-    while (publish(index)) {
-      const typename Shared::WorkPlace place{works_.count - 1};
+    for (;; place.next()) {
       const ForwardWork& work = shared_.work(place.slot());
+      shared_.work_full(place.slot()).wait(place.phase());
+      if (work.rows.count == 0) break;
       load_q(work, {place.count});
-      // Without keys: one step, in which the values that are behind come.
-      int32_t tile = work.has_keys() ? work.tiles.last : kNone;
-      const int32_t end = work.has_keys() ? work.tiles.first - (kOverlap ? 0 : 1) : kNone;
+      int32_t tile = work.tiles.last;
 #pragma unroll 1
-      for (; tile >= end; --tile) {
-        const bool wanted = work.has_keys() && tile >= work.tiles.first;
+      do {  // without keys: one step, in which the values that are behind come
+        const bool wanted = tile >= work.tiles.first;
         if (wanted) load_k(work, tile);
         if (behind != kNone) load_v(behind, {ks_.count - (wanted ? 2u : 1u)});
         behind = wanted ? tile * Shared::kWorkSlots + place.slot() : kNone;
-      }
+      } while (--tile >= work.tiles.first - (kOverlap ? 0 : 1));
+      place.count = ptx::recent(place.count);  // few registers: see lane()
+      if (!shared_.work(place.slot()).has_keys()) release(place.slot());
     }
     if (kOverlap && behind != kNone) load_v(behind, {ks_.count - 1});
   }
@@ -57,52 +57,9 @@ class ForwardLoad {
                             ptx::kWarpSize);
   }
 
-  // Writes down the next work that has rows; false: there is none, and that is written down.
-  TILEWISE_DEVICE bool publish(int32_t& index) {
-    shared_.work_free(works_.slot()).wait(works_.phase() ^ 1);
-    bool found = false;
-#pragma unroll 1
-    while (!found && index < p_.work) {
-      found = describe(shared_.work(works_.slot()), index);
-      index = following(index);
-    }
-    works_.count = ptx::recent(works_.count);
-    if (lane() == 0) {
-      if (!found) shared_.work(works_.slot()).rows.count = 0;
-      shared_.work_full(works_.slot()).arrive();
-    }
-    works_.next();
-    return found;
-  }
-
-  // Whether the work has rows. Piece by piece: a lane of this warp has few registers.
-  TILEWISE_DEVICE bool describe(ForwardWork& work, int32_t index) const {
-    if (p_.flags.data != nullptr && lane() == 0) p_.flags.data[index] = 0;
-    const TileOrder::Work at = p_.order.at(index);
-    if (at.sequence < 0) return false;
-    if (lane() == 0) work.sequence = sequence_of(p_.problem, at.sequence);
+  TILEWISE_DEVICE void release(int slot) const {
     ptx::sync_warp();
-    if (lane() == 0) work.rows = QueryRows::of(p_, work.sequence.band, at.tile, at.head);
-    ptx::sync_warp();
-    if (work.rows.count == 0) return false;
-    if (lane() == 0) {
-      work.tiles = KeyTiles::of(p_, work.sequence.band, work.rows, at.split, kTile.keys);
-      work.split = at.split;
-      work.index = index;
-    }
-    ptx::sync_warp();
-    return true;
-  }
-
-  // Works of one length: rounds of a grid, every other one backwards. Otherwise who is done takes
-  // the next one; the counter is zeroed by the kernel before this one.
-  TILEWISE_DEVICE int32_t following(int32_t index) const {
-    const auto grid = static_cast<int32_t>(ptx::grid_blocks());
-    if (p_.counter == nullptr) return 2 * (index / grid + 1) * grid - 1 - index;
-    ptx::griddepcontrol_wait();
-    int32_t taken = 0;
-    if (lane() == 0) taken = ptx::atom_add(p_.counter, 1);
-    return uniform(taken) + grid;
+    if (lane() == 0) shared_.work_free(slot).arrive();
   }
 
   TILEWISE_DEVICE void load_q(const ForwardWork& work, typename Shared::QPlace place) {
@@ -140,13 +97,15 @@ class ForwardLoad {
     const bool tail = has_strangers(work, tile);
     const Barrier landed = tail ? shared_.v_landed() : full;
     load_keys(to, full, landed, p_.v, p_.problem.v, p_.problem.head_dim_v, work, tile);
-    if (!tail) return;
-    landed.wait(landed_phase_);
-    landed_phase_ ^= 1;
-    clear_rows(to, work.tiles.keys - tile * kTile.keys);
-    ptx::fence_proxy_async();
-    ptx::sync_warp();
-    if (lane() == 0) full.arrive();
+    if (tail) {
+      landed.wait(landed_phase_);
+      landed_phase_ ^= 1;
+      clear_rows(to, work.tiles.keys - tile * kTile.keys);
+      ptx::fence_proxy_async();
+      ptx::sync_warp();
+      if (lane() == 0) full.arrive();
+    }
+    if (tile == work.tiles.first) release(behind % Shared::kWorkSlots);
   }
 
   // Whether rows behind the keys of the sequence come with its tile: a masked key has weight 0, and
@@ -255,7 +214,6 @@ class ForwardLoad {
 
   const TmaForwardParams& p_;
   Shared shared_;
-  typename Shared::WorkPlace works_;
   typename Shared::KvPlace ks_;
   int landed_phase_ = 0;
 };

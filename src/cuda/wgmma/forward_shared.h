@@ -41,7 +41,7 @@ template <class C>
 struct ForwardShared {
   static constexpr arch::WgmmaForwardTile kTile = C::kForward;
   static constexpr int kMathWarps = 4 * kTile.math_warpgroups;
-  // The next work is known while the sums of the one before it are still being stored.
+  // Works are found ahead: at least the next one while the sums of one are still being stored.
   static constexpr int kWorkSlots = 4;
 
   using QTile = tile::SwizzledTile<64, C::kHeadDim>;  // of a warpgroup
@@ -98,7 +98,7 @@ struct ForwardShared {
     }
     for (int i = 0; i < kWorkSlots; ++i) {
       work_full(i).init(1);
-      work_free(i).init(kMathWarps);
+      work_free(i).init(kMathWarps + 1);  // and the loading warp
     }
     v_landed().init(1);
     ptx::fence_mbarrier_init();

@@ -1,0 +1,71 @@
+// The dealing role of the forward: one warp finds the work of the block and writes it down for the
+// others, ahead of them.
+#pragma once
+
+#include "cuda/ptx/global.h"
+#include "cuda/wgmma/forward_shared.h"
+
+namespace tilewise::cuda::wgmma {
+
+template <class C>
+class ForwardDeal {
+ public:
+  using Shared = ForwardShared<C>;
+
+  TILEWISE_DEVICE ForwardDeal(const TmaForwardParams& params, const Shared& shared)
+      : p_(params), shared_(shared) {}
+
+  TILEWISE_DEVICE void run() const {
+    int32_t index = static_cast<int32_t>(ptx::block_index());
+    typename Shared::WorkPlace place;
+    // Who takes one work too many from a common heap keeps it from those who are idle.
+    const uint32_t ahead = p_.counter == nullptr ? Shared::kWorkSlots : 2;
+#pragma unroll 1
+    for (; index < p_.work; index = following(index)) {
+      const typename Shared::WorkPlace before{place.count - ahead};
+      shared_.work_free(before.slot()).wait(before.phase());
+      if (!describe(shared_.work(place.slot()), index)) continue;
+      if (ptx::lane_index() == 0) shared_.work_full(place.slot()).arrive();
+      place.next();
+    }
+    shared_.work_free(place.slot()).wait(place.phase() ^ 1);
+    if (ptx::lane_index() != 0) return;
+    shared_.work(place.slot()).rows.count = 0;
+    shared_.work_full(place.slot()).arrive();
+  }
+
+ private:
+  // Dense problems: rounds of a grid of works, every other one backwards, so that a block that had
+  // a long one gets a short one. Variable length: who is done takes the next one.
+  TILEWISE_DEVICE int32_t following(int32_t index) const {
+    const auto grid = static_cast<int32_t>(ptx::grid_blocks());
+    if (p_.counter == nullptr) return 2 * (index / grid + 1) * grid - 1 - index;
+    int32_t taken = 0;
+    if (ptx::lane_index() == 0) taken = ptx::atom_add(p_.counter, 1);
+    return uniform(taken) + grid;
+  }
+
+  // Whether the work has rows. Piece by piece: a lane of this warp has few registers.
+  TILEWISE_DEVICE bool describe(ForwardWork& work, int32_t index) const {
+    const bool writes = ptx::lane_index() == 0;
+    if (p_.flags.data != nullptr && writes) p_.flags.data[index] = 0;
+    const TileOrder::Work at = p_.order.at(index);
+    if (at.sequence < 0) return false;
+    if (writes) work.sequence = sequence_of(p_.problem, at.sequence);
+    ptx::sync_warp();
+    if (writes) work.rows = QueryRows::of(p_, work.sequence.band, at.tile, at.head);
+    ptx::sync_warp();
+    if (work.rows.count == 0) return false;
+    if (writes) {
+      work.tiles = KeyTiles::of(p_, work.sequence.band, work.rows, at.split, C::kForward.keys);
+      work.split = at.split;
+      work.index = index;
+    }
+    return true;
+  }
+
+  const TmaForwardParams& p_;
+  Shared shared_;
+};
+
+}  // namespace tilewise::cuda::wgmma
