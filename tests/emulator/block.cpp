@@ -201,7 +201,17 @@ std::string Block::left_undone() const {
                 launch_->shared_bytes);
   }
   const std::string unfinished = barriers_.unfinished();
-  return unfinished.empty() ? registers_.disagreement() : unfinished;
+  if (!unfinished.empty()) return unfinished;
+  constexpr int kGroupWarps = 4;
+  for (int i = 0; i < warp_count_; ++i) {
+    const int first = i / kGroupWarps * kGroupWarps;
+    if (products_[i].count() != products_[first].count()) {
+      return text("warp %d started %d wgmmas, warp %d of its warpgroup %d", first,
+                  static_cast<int>(products_[first].count()), i,
+                  static_cast<int>(products_[i].count()));
+    }
+  }
+  return registers_.disagreement();
 }
 
 // The first function of every fiber.

@@ -98,7 +98,8 @@ class Block {
   MemoryBarriers& barriers() { return barriers_; }
   NamedBarriers& named_barriers() { return named_barriers_; }
   Registers& registers() { return registers_; }
-  Products& products() { return products_[static_cast<size_t>(thread_ / kLanes)]; }
+  Products& products() { return products(thread_ / kLanes); }
+  Products& products(int warp) { return products_[static_cast<size_t>(warp)]; }
   Clocks& clocks() { return clocks_; }
   Statistics& counts() { return statistics_; }
 

@@ -102,6 +102,30 @@ TEST(Warp, LoadMatrixConflicts) {
   EXPECT_EQ(emulator::statistics().matrix_load_conflicts, 2 * 4 * 3);
 }
 
+// stmatrix undoes ldmatrix.
+TEST(Warp, StoreMatrix) {
+  for (const bool transposed : {false, true}) {
+    run_grid(1, 32, 1024, [transposed] {
+      char* shared = ptx::shared_memory();
+      write_matrices(shared);
+      const ptx::SharedAddress row = ptx::shared_address(shared) + ptx::lane_index() * 16;
+      uint32_t r[4];
+      if (transposed) {
+        ptx::ldmatrix_x4_trans(r, row);
+        ptx::stmatrix_x4_trans(row + 512, r);
+      } else {
+        ptx::ldmatrix_x4(r, row);
+        ptx::stmatrix_x4(row + 512, r);
+      }
+      ptx::sync_warp();
+      for (int i = ptx::lane_index(); i < 128; i += 32) {
+        ASSERT_EQ(ptx::ld_shared_b32(ptx::shared_address(shared) + 512 + i * 4),
+                  ptx::ld_shared_b32(ptx::shared_address(shared) + i * 4));
+      }
+    });
+  }
+}
+
 template <int kDepth>
 struct Matrices {
   float a[16][kDepth], b[kDepth][8], c[16][8];

@@ -194,7 +194,8 @@ void Products::start() {
   lanes_ = {};
   queue_.clear();
   groups_.clear();
-  first_ = first_group_ = 0;
+  first_ = first_group_ = started_ = 0;
+  of_group_.clear();
   for (const auto& sums : accumulators_) {
     sums->in_flight = 0;
     sums->d = {};
@@ -289,8 +290,21 @@ void Products::issue(float* d, const Operands& operands, const uint32_t* a) {
   }
   product.lanes |= 1u << lane;
   if (product.lanes != kAllLanes) return;
+  agree(product.operands);
   check(product);
   if (block().options().early_copies) execute(product);
+}
+
+// The four warps start the same products.
+void Products::agree(const Operands& operands) {
+  std::vector<Operands>& started =
+      block().products(block().thread() / kLanes / kGroupWarps * kGroupWarps).of_group_;
+  const uint64_t index = started_++;
+  if (index == started.size()) {
+    started.push_back(operands);
+  } else if (!(started[index] == operands)) {
+    fault("the warps of a warpgroup start different wgmmas, or give different descriptors");
+  }
 }
 
 void Products::check(const Product& product) const {

@@ -38,6 +38,8 @@ class Products {
   // By all lanes together.
   void wait(int pending);
   void check_exit() const;
+  // How many this warp has started.
+  uint64_t count() const { return started_; }
 
  private:
   static constexpr int kWarpLanes = 32;
@@ -68,11 +70,14 @@ class Products {
   Accumulator& accumulator_for(float* d, int n, int lane);
   void take_sums(Accumulator& sums, float* d, int lane, bool add) const;
   void put_sums(Accumulator& sums);
+  void agree(const Operands& operands);
   void check(const Product& product) const;
   void finish(Product& product);
   void execute(Product& product);
 
   std::array<Lane, kWarpLanes> lanes_;
+  uint64_t started_ = 0;            // by all lanes
+  std::vector<Operands> of_group_;  // in the first warp of a group: all that one has started
   std::deque<Product> queue_;
   uint64_t first_ = 0;           // the number of the first in the queue
   std::deque<uint64_t> groups_;  // where each committed group ends

@@ -8,6 +8,7 @@
 #include "cuda/ptx/bulk_copy.h"
 #include "cuda/ptx/mbarrier.h"
 #include "cuda/ptx/shared.h"
+#include "cuda/ptx/warp.h"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/ptx/wgmma.h"
 #include "cuda/tile/swizzled.h"
@@ -205,6 +206,259 @@ TEST(Wgmma, Columns96) { check_all_forms<Half, 96>(); }
 TEST(Wgmma, Columns128) { check_all_forms<BFloat16, 128>(); }
 TEST(Wgmma, Columns192) { check_all_forms<Half, 192>(); }
 TEST(Wgmma, Columns256) { check_all_forms<BFloat16, 256>(); }
+
+// --- what is found wrong -------------------------------------------------------------------------
+
+// Two tiles of zeros, written by a warpgroup; a spare one and an mbarrier behind them.
+using Square = tile::SwizzledTile<64, 64>;
+constexpr int kBarrier = 3 * Square::kBytes;
+constexpr int kFaultBytes = kBarrier + 16;
+using Product = ptx::Wgmma<64, ptx::Half16::bf16>;
+
+ptx::SharedAddress byte(int i) {
+  return ptx::shared_address(ptx::shared_memory()) + static_cast<uint32_t>(i);
+}
+Square square(int i) { return {byte(i * Square::kBytes)}; }
+
+void fill(int i, bool fence = true) {
+  for (int chunk = ptx::thread_index(); chunk < 64 * 8; chunk += ptx::block_threads()) {
+    ptx::st_shared_v4_b32(square(i).base + static_cast<uint32_t>(chunk * 16), {});
+  }
+  if (fence) ptx::fence_proxy_async();
+}
+
+void multiply(float (&d)[32], uint64_t a = square(0).by_columns(),
+              uint64_t b = square(1).by_columns()) {
+  ptx::wgmma_fence();
+  Product::start<false, false>(d, a, b);
+}
+
+template <class Body>
+std::string fault_of_products(Body body, int threads = 128) {
+  return fault_of(1, threads, kFaultBytes, [&] {
+    if (ptx::thread_index() == 0) {
+      ptx::mbarrier_init(byte(kBarrier), 1);
+      ptx::mbarrier_init(byte(kBarrier + 8), 128);
+      ptx::fence_mbarrier_init();
+    }
+    fill(0);
+    fill(1);
+    ptx::sync_block();
+    float d[32];
+    body(d);
+  });
+}
+
+void finish() {
+  ptx::wgmma_commit_group();
+  ptx::wgmma_wait_group<0>();
+}
+
+TEST(WgmmaFaults, NoneWhenAllIsWell) {
+  for (const char* copies : {"late", "early"}) {
+    const Environment when("TILEWISE_EMULATOR_COPIES", copies);
+    EXPECT_EQ(fault_of_products([](float (&d)[32]) {
+                multiply(d);
+                ptx::wgmma_commit_group();
+                float e[32];
+                multiply(e);
+                ptx::wgmma_commit_group();
+                ASSERT_TRUE(std::isnan(d[3]));
+                ptx::wgmma_wait_group<1>();
+                ASSERT_EQ(d[3], 0.0f);
+                ASSERT_TRUE(std::isnan(e[3]));  // not read before it is waited for
+                ptx::wgmma_wait_group<0>();
+                ASSERT_EQ(e[3], 0.0f);
+              }),
+              "");
+  }
+}
+
+TEST(WgmmaFaults, OperandsThatNobodyWrote) {
+  expect_part(fault_of_products([](float (&d)[32]) {
+                multiply(d, square(2).by_columns());
+                finish();
+              }),
+              "of shared memory, which was not written");
+  expect_part(fault_of_products([](float (&d)[32]) {
+                multiply(d, square(0).by_columns(), square(3).by_columns());
+                finish();
+              }),
+              "of shared memory, where an mbarrier is");
+  expect_part(fault_of_products([](float (&d)[32]) {
+                multiply(d, square(0).by_columns(), square(4).by_columns());
+                finish();
+              }),
+              "the launch gave");
+}
+
+TEST(WgmmaFaults, OperandsWithoutFence) {
+  const auto write = [](bool fence) {
+    return fault_of_products([fence](float (&d)[32]) {
+      fill(2, fence);
+      ptx::sync_block();
+      multiply(d, square(2).by_columns());
+      finish();
+    });
+  };
+  EXPECT_EQ(write(true), "");
+  expect_part(write(false), "wrote with no fence_proxy_async before the barrier between");
+  expect_part(fault_of_products([](float (&d)[32]) {
+                fill(2, false);
+                ptx::sync_block();
+                ptx::fence_proxy_async();  // too late
+                multiply(d, square(2).by_columns());
+                finish();
+              }),
+              "with no fence_proxy_async before the barrier");
+  expect_part(fault_of_products([](float (&d)[32]) {
+                fill(2);
+                ptx::sync_warp();  // the rows of other warps
+                multiply(d, square(2).by_columns());
+                finish();
+              }),
+              "of shared memory, ");
+}
+
+TEST(WgmmaFaults, WritesOfOperandsInUse) {
+  for (const char* copies : {"late", "early"}) {
+    const Environment when("TILEWISE_EMULATOR_COPIES", copies);
+    const auto write = [](bool wait) {
+      return fault_of_products([wait](float (&d)[32]) {
+        multiply(d);
+        ptx::wgmma_commit_group();
+        if (wait) ptx::wgmma_wait_group<0>();
+        ptx::sync_block();
+        fill(1);
+        ptx::wgmma_wait_group<0>();
+      });
+    };
+    EXPECT_EQ(write(true), "");
+    expect_part(write(false), "of shared memory, which a wgmma or a bulk copy reads");
+    // Waited for, but only by the own warp.
+    expect_part(fault_of_products([](float (&d)[32]) {
+                  multiply(d);
+                  finish();
+                  if (ptx::warp_index() != 2) return;
+                  ptx::shuffle(1.0f, 0);
+                  ptx::st_shared_b32(square(1).base, 1);
+                }),
+                "of byte 8192 of shared memory, which a wgmma");
+  }
+}
+
+// The products read what a second warpgroup loads again as soon as it is told.
+std::string load_again(bool wait_for_products, bool wait_for_bytes, bool arrive) {
+  const Matrix<BFloat16> b(64, 64, 3);
+  const TensorMap map = b.map(64);
+  return fault_of_products(
+      [&](float (&d)[32]) {
+        const auto load = [&] {
+          ptx::mbarrier_arrive_expect_tx(byte(kBarrier), Square::kBytes);
+          ptx::cp_async_bulk_tensor_load(square(1).base, map, 0, 0, 0, 0, byte(kBarrier),
+                                         ptx::CachePolicy::evict_first);
+        };
+        if (ptx::thread_index() >= 128) {
+          if (ptx::thread_index() != 128) return;
+          load();
+          if (arrive) ptx::mbarrier_wait_parity(byte(kBarrier + 8), 0);
+          if (!arrive) ptx::mbarrier_wait_parity(byte(kBarrier), 0);
+          load();
+          ptx::mbarrier_wait_parity(byte(kBarrier), 1);
+          return;
+        }
+        if (wait_for_bytes) ptx::mbarrier_wait_parity(byte(kBarrier), 0);
+        multiply(d);
+        ptx::wgmma_commit_group();
+        if (wait_for_products) ptx::wgmma_wait_group<0>();
+        ptx::mbarrier_arrive(byte(kBarrier + 8));
+        ptx::wgmma_wait_group<0>();
+      },
+      256);
+}
+
+TEST(WgmmaFaults, LoadsOfOperandsInUse) {
+  for (const char* copies : {"late", "early"}) {
+    for (const char* order : {"forward", "reverse"}) {
+      const Environment when("TILEWISE_EMULATOR_COPIES", copies);
+      const Environment who("TILEWISE_EMULATOR_ORDER", order);
+      EXPECT_EQ(load_again(true, true, true), "");
+      EXPECT_NE(load_again(true, true, false), "");
+      expect_part(load_again(false, true, true),
+                  "cp.async.bulk.tensor load of byte 8192 of shared memory, which a wgmma");
+      expect_part(load_again(true, false, true), "of shared memory, wh");
+    }
+  }
+}
+
+TEST(WgmmaFaults, GroupsLeftAlone) {
+  expect_part(fault_of_products([](float (&d)[32]) { multiply(d); }),
+              "exits while a wgmma of its warp is in flight");
+  expect_part(fault_of_products([](float (&d)[32]) {
+                multiply(d);
+                ptx::wgmma_wait_group<0>();  // not committed
+              }),
+              "exits while a wgmma of its warp is in flight");
+}
+
+TEST(WgmmaFaults, SumsWrittenWithoutFence) {
+  const auto add = [](bool change, bool fence) {
+    return fault_of_products([change, fence](float (&d)[32]) {
+      multiply(d);
+      finish();
+      if (change) d[5] += 1.0f;
+      if (fence) ptx::wgmma_fence();
+      Product::add<false, false>(d, square(0).by_columns(), square(1).by_columns());
+      finish();
+      ASSERT_EQ(d[5], change ? 1.0f : 0.0f);
+    });
+  };
+  EXPECT_EQ(add(false, false), "");
+  EXPECT_EQ(add(true, true), "");
+  expect_part(add(true, false), "registers that were written with no wgmma_fence between");
+}
+
+TEST(WgmmaFaults, ThreadsThatDisagree) {
+  expect_part(fault_of_products([](float (&d)[32]) {
+                multiply(d, square(ptx::lane_index() == 3 ? 1 : 0).by_columns());
+                finish();
+              }),
+              "the lanes of a warp start different wgmmas");
+  expect_part(fault_of_products([](float (&d)[32]) {
+                multiply(d, square(ptx::warp_index() == 3 ? 1 : 0).by_columns());
+                finish();
+              }),
+              "the warps of a warpgroup start different wgmmas");
+  expect_part(fault_of_products([](float (&d)[32]) {
+                if (ptx::lane_index() != 7) multiply(d);
+                finish();
+              }),
+              "different groups of wgmmas");
+  expect_part(fault_of_products([](float (&d)[32]) {
+                if (ptx::warp_index() != 1) multiply(d);
+                finish();
+              }),
+              "warp 0 started 1 wgmmas, warp 1 of its warpgroup 0");
+  expect_part(fault_of_products([](float (&d)[32]) {
+                float e[32];
+                multiply(d);
+                if (ptx::lane_index() == 4) {
+                  Product::add<false, false>(e, square(0).by_columns(), square(1).by_columns());
+                } else {
+                  Product::add<false, false>(d, square(0).by_columns(), square(1).by_columns());
+                }
+                finish();
+              }),
+              "the lanes of a warp give different registers");
+}
+
+TEST(WgmmaFaults, Descriptors) {
+  expect_part(fault_of_products([](float (&d)[32]) {
+                multiply(d, square(0).by_columns() & ~tile::Operand::kSwizzle128);
+                finish();
+              }),
+              "only the 128-byte swizzle");
+}
 
 }  // namespace
 }  // namespace tilewise::cuda::emulator
