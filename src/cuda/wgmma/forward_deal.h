@@ -16,6 +16,7 @@ class ForwardDeal {
       : p_(params), shared_(shared) {}
 
   TILEWISE_DEVICE void run() const {
+    if (p_.order.table != nullptr) ptx::griddepcontrol_wait();
     int32_t index = static_cast<int32_t>(ptx::block_index());
     typename Shared::WorkPlace place;
     // Who takes one work too many from a common heap keeps it from those who are idle.
@@ -35,11 +36,12 @@ class ForwardDeal {
   }
 
  private:
-  // Dense problems: rounds of a grid of works, every other one backwards, so that a block that had
-  // a long one gets a short one. Variable length: who is done takes the next one.
+  // Works of one length: rounds of a grid, every other one backwards. Otherwise who is done takes
+  // the next one; the counter is zeroed by the kernel before this one.
   TILEWISE_DEVICE int32_t following(int32_t index) const {
     const auto grid = static_cast<int32_t>(ptx::grid_blocks());
     if (p_.counter == nullptr) return 2 * (index / grid + 1) * grid - 1 - index;
+    ptx::griddepcontrol_wait();
     int32_t taken = 0;
     if (ptx::lane_index() == 0) taken = ptx::atom_add(p_.counter, 1);
     return uniform(taken) + grid;
