@@ -32,7 +32,8 @@ TILEWISE_DEVICE void cp_async_bulk_load(SharedAddress to, const void* from, int 
                                         SharedAddress barrier) {
   emulator::cp_async_bulk_load(to, from, bytes, barrier);
 }
-TILEWISE_DEVICE void cp_reduce_async_bulk_add_f32(float* to, SharedAddress from, int bytes) {
+TILEWISE_DEVICE void cp_reduce_async_bulk_add_f32(float* to, SharedAddress from, int bytes,
+                                                  CachePolicy = CachePolicy::evict_normal) {
   emulator::cp_reduce_async_bulk_add_f32(to, from, bytes);
 }
 TILEWISE_DEVICE void cp_async_bulk_commit_group() { emulator::cp_async_bulk_commit_group(); }
@@ -76,10 +77,12 @@ TILEWISE_DEVICE void cp_async_bulk_load(SharedAddress to, const void* from, int 
       "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
-TILEWISE_DEVICE void cp_reduce_async_bulk_add_f32(float* to, SharedAddress from, int bytes) {
+TILEWISE_DEVICE void cp_reduce_async_bulk_add_f32(float* to, SharedAddress from, int bytes,
+                                                  CachePolicy policy = CachePolicy::evict_normal) {
   asm volatile(
-      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
-      "r"(from), "r"(bytes)
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 "
+      "[%0], [%1], %2, %3;" ::"l"(to),
+      "r"(from), "r"(bytes), "l"(static_cast<uint64_t>(policy))
       : "memory");
 }
 TILEWISE_DEVICE void cp_async_bulk_commit_group() {

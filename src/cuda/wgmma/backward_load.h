@@ -77,6 +77,22 @@ struct RowLoads {
   }
 };
 
+// K and V of the block, before anything else; by one thread, which has made the barriers.
+template <class C>
+TILEWISE_DEVICE void load_keys(const TmaBackwardParams& p, const KeyWork<C>& work,
+                               ptx::SharedAddress shared) {
+  using Plan = BackwardPlan<C>;
+  const BackwardBarriers barriers{shared + Plan::kBarriers};
+  const auto row = static_cast<int32_t>(work.sequence.kv.first + work.keys.begin);
+  const auto slot = static_cast<int32_t>(work.sequence.kv.slot);
+  ptx::mbarrier_arrive_expect_tx(barriers.k_landed(), Plan::KTile::kBytes);
+  load_panels<typename Plan::KTile>(shared + Plan::kK, p.k, row, work.head, slot,
+                                    barriers.k_landed());
+  ptx::mbarrier_arrive_expect_tx(barriers.v_landed(), Plan::VTile::kBytes);
+  load_panels<typename Plan::VTile>(shared + Plan::kV, p.v, row, work.head, slot,
+                                    barriers.v_landed());
+}
+
 template <class C>
 TILEWISE_DEVICE void load_role(const TmaBackwardParams& p, const KeyWork<C>& work,
                                ptx::SharedAddress shared) {
@@ -93,17 +109,6 @@ TILEWISE_DEVICE void load_role(const TmaBackwardParams& p, const KeyWork<C>& wor
     return shared + static_cast<uint32_t>(first + stage * bytes);
   };
 
-  const bool loads_keys = work.sequence.kv.pages == nullptr && ptx::lane_index() == 0;
-  const auto load_keys = [&]<class Tile>(const TensorMap& map, int to, ptx::SharedAddress landed) {
-    ptx::mbarrier_arrive_expect_tx(landed, Tile::kBytes);
-    load_panels<Tile>(shared + static_cast<uint32_t>(to), map,
-                      static_cast<int32_t>(work.sequence.kv.first + work.keys.begin), work.head,
-                      static_cast<int32_t>(work.sequence.kv.slot), landed);
-  };
-  if (loads_keys)
-    load_keys.template operator()<typename Plan::KTile>(p.k, Plan::kK, barriers.k_landed());
-  if (loads_keys)
-    load_keys.template operator()<typename Plan::VTile>(p.v, Plan::kV, barriers.v_landed());
   ptx::griddepcontrol_wait();  // for the row statistics
 #pragma unroll 1
   for (int32_t step = 0; step < work.steps; ++step) {

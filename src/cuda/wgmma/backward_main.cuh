@@ -26,10 +26,13 @@ void backward(TILEWISE_PARAMETER TmaBackwardParams p) {
   if (p.key_flags.data != nullptr && ptx::thread_index() == 0)
     p.key_flags.data[ptx::block_index()] = 0;
   KeyWork<C> work;
-  if (!work.find(p)) return;
+  if (!work.find_keys(p)) return;
   const ptx::SharedAddress shared = ptx::shared_address(ptx::shared_memory());
-  if (ptx::thread_index() == 0)
+  if (ptx::thread_index() == 0) {
     BackwardBarriers{shared + Plan::kBarriers}.init(Plan::kMathThreads / ptx::kWarpSize);
+    if (work.sequence.kv.pages == nullptr) load_keys<C>(p, work, shared);
+  }
+  work.find_rows(p);
   ptx::sync_block();
 
   const int warp = ptx::uniform(ptx::warp_index());

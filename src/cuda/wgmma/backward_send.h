@@ -28,7 +28,7 @@ TILEWISE_DEVICE void send_role(const TmaBackwardParams& p, const KeyWork<C>& wor
     if (ptx::lane_index() == 0) {
       float* const tile = to + int64_t{walk.index} * Plan::kDqTile;
       if (p.turns == nullptr) {
-        ptx::cp_reduce_async_bulk_add_f32(tile, from, bytes);
+        ptx::cp_reduce_async_bulk_add_f32(tile, from, bytes, ptx::CachePolicy::evict_last);
         ptx::cp_async_bulk_commit_group();
         ptx::cp_async_bulk_wait_group_read<0>();
       } else {
@@ -37,7 +37,7 @@ TILEWISE_DEVICE void send_role(const TmaBackwardParams& p, const KeyWork<C>& wor
         const int32_t mine = 2 * turns.at(walk.row);
         while (ptx::ld_acquire(turn) < mine) {
         }
-        ptx::cp_reduce_async_bulk_add_f32(tile, from, bytes);
+        ptx::cp_reduce_async_bulk_add_f32(tile, from, bytes, ptx::CachePolicy::evict_last);
         ptx::cp_async_bulk_commit_group();
         ptx::cp_async_bulk_wait_group<0>();
         ptx::fence_proxy_async_all();

@@ -49,19 +49,21 @@ struct KeyWork {
   int32_t group;
   int32_t steps;
 
-  // False: nothing to do.
-  TILEWISE_DEVICE bool find(const BackwardParams& p) {
+  // The keys; false: there are none.
+  TILEWISE_DEVICE bool find_keys(const BackwardParams& p) {
     const TileOrder::Work work = p.order.at(ptx::block_index());
     if (work.sequence < 0) return false;
     head = work.head;
     sequence = sequence_of(p.problem, work.sequence);
     if constexpr (!C::kGeneral) sequence.kv.pages = nullptr;
     keys = Tiling{sequence.band.keys, kKeys}.at(work.tile);
-    if (keys.empty()) return false;
+    return !keys.empty();
+  }
+  // The rows that see them.
+  TILEWISE_DEVICE void find_rows(const BackwardParams& p) {
     row_tiles = Tiling{sequence.band.rows, kQueries}.touching(sequence.band.rows_of_any(keys));
     group = static_cast<int32_t>(p.problem.heads_q) / static_cast<int32_t>(p.problem.heads_kv);
     steps = static_cast<int32_t>(row_tiles.size()) * group;
-    return true;
   }
 
   TILEWISE_DEVICE RowWalk walk(const Problem& p) const {
