@@ -3,7 +3,8 @@
 #   PYTHON=python3.12   interpreter the environment is made with (3.10 or newer)
 #   CXX=clang++         compiler (GCC >= 12 or Clang >= 14); default: the first good one
 #   JOBS=2              parallel compiler processes; default: one per core
-#   CUDA=ON             kernels for every NVIDIA GPU (nvcc; minutes) or OFF; default AUTO: for the GPU of this machine
+#   CUDA=ON             kernels for every NVIDIA GPU (nvcc; minutes) or OFF; default AUTO: for the GPU of this machine,
+#                       and for every one in a wheel
 #   TEXT=FILE           `make demo` trains on this text instead of Python's own sources
 #   DEMO_FLAGS=--quick  a short demo (`python examples/demo.py --help`)
 SHELL := /bin/bash
@@ -60,12 +61,32 @@ $(VENV)/.installed: $(sources) | $(VENV)/.ready
 .PHONY: install
 install: $(VENV)/.installed ## the Python package, in the environment
 
+$(VENV)/.ready-wheel: tools/requirements-wheel.txt | $(VENV)/.ready
+	@$(python) -m pip install --quiet -r $<
+	@touch $@
+
+# Loads wherever torch's own wheels do; auditwheel refuses what would not.
+wheel_glibc := 2.28
+wheel_cuda := $(if $(filter OFF,$(CUDA)),OFF,ON)
+FROM ?= .
 .PHONY: wheel
-wheel: $(VENV)/.ready ## one wheel for every Python and every torch >= 2.10, in dist/
+wheel: $(VENV)/.ready-wheel ## the package in dist/, for every Python, torch >= 2.10, CPU and GPU (CUDA=OFF: no GPU)
+	@$(say) "wheel: compiles for 10 minutes on 2 cores, 3 with CUDA=OFF (log: build/wheel.log)"
+	@rm -rf build/wheelhouse && mkdir -p build/wheelhouse dist
 	@CXX="$$(tools/setup.sh compiler)" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
-	  $(python) -m pip wheel --quiet --no-build-isolation --no-deps -Cbuild-dir=build/wheel \
-	  -Ccmake.define.TILEWISE_CUDA=$(CUDA) -w dist .
-	@ls -l dist/*.whl
+	  $(if $(filter ON,$(wheel_cuda)),CUDACXX="$$(tools/setup.sh nvcc)") \
+	  $(python) -m pip wheel --verbose --no-build-isolation --no-deps -Cbuild-dir=build/wheel-$(wheel_cuda) \
+	  -Ccmake.define.TILEWISE_CUDA=$(wheel_cuda) -Ccmake.define.TILEWISE_GLIBC=$(wheel_glibc) \
+	  -w build/wheelhouse $(FROM) 2>&1 | tee build/wheel.log | \
+	  sed -un 's/.*\(\[[0-9]*0\/[0-9]*\]\).*/\1/p' || { tail -n 60 build/wheel.log; exit 1; }
+	@auditwheel repair --plat manylinux_$(subst .,_,$(wheel_glibc))_$$(uname -m) --only-plat -w dist \
+	  --exclude 'libtorch*' --exclude libtilewise.so build/wheelhouse/*.whl
+	@$(python) tools/check_wheel.py dist/*-py3-none-manylinux*.whl
+
+.PHONY: sdist
+sdist: $(VENV)/.ready-wheel ## the sources in dist/; `make wheel FROM=dist/tilewise-VERSION.tar.gz` builds from them
+	@$(python) -m build --sdist --no-isolation --outdir dist . >/dev/null
+	@ls -l dist/*.tar.gz
 
 # --- C and C++ -------------------------------------------------------------------------------------
 $(BUILD)/build.ninja: | $(VENV)/.ready

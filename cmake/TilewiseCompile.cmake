@@ -29,6 +29,23 @@ function(tilewise_compile_options target)
   target_link_options(${target} PUBLIC ${sanitize_flags})
 endfunction()
 
+# With TILEWISE_GLIBC the shared libraries ask for no symbol that is newer than that glibc and the
+# libstdc++ of its time, so that they load on systems older than this one: for wheels.
+function(tilewise_link_for_old_systems)
+  find_package(Python3 REQUIRED COMPONENTS Interpreter)
+  set(stubs "${PROJECT_BINARY_DIR}/manylinux")
+  execute_process(
+    COMMAND "${Python3_EXECUTABLE}" "${PROJECT_SOURCE_DIR}/tools/manylinux_stubs.py"
+            ${TILEWISE_GLIBC} "${stubs}" "${CMAKE_CXX_COMPILER}" COMMAND_ERROR_IS_FATAL ANY)
+  foreach(target IN ITEMS tilewise tilewise_torch)
+    if(TARGET ${target})
+      # What comes from the static library is nobody else's.
+      target_link_options(${target} BEFORE PRIVATE "-L${stubs}" "LINKER:--exclude-libs,ALL")
+    endif()
+  endforeach()
+  message(STATUS "tilewise: linked for glibc ${TILEWISE_GLIBC}")
+endfunction()
+
 # Only the C ABI leaves the shared library. Hidden visibility is not enough: templates of the
 # standard library are instantiated with default visibility, so a version script names what stays.
 function(tilewise_link_options target)

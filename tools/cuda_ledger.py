@@ -3,6 +3,8 @@
 
   python tools/cuda_ledger.py build/libtilewise.so           writes docs/results/cuda-ledger.txt
   python tools/cuda_ledger.py build/libtilewise.so --check   compares; status 1 on a difference
+  python tools/cuda_ledger.py build/libtilewise.so --check --part   of a build of some units: others
+                                                                    are not missed
 
 Reads the machine code inside a library, or inside object files, with cuobjdump, which is looked for
 in $CUOBJDUMP, PATH, beside nvcc, and in Python's packages (pip install nvidia-cuda-cuobjdump).
@@ -53,12 +55,18 @@ class Key:
     table: str
     element: str
     head_dim: int
+    head_dim_v: int  # of wgmma; 0: head_dim
     form: str
+
+    def unit(self) -> tuple[object, ...]:
+        """What is compiled together."""
+        return (self.sm, self.family, self.table, self.element, self.head_dim, self.head_dim_v)
 
     def cells(self) -> list[str]:
         """As it stands in the file."""
+        dims = [str(d) for d in (self.head_dim, self.head_dim_v) if d]
         return [str(self.sm), self.family, self.kernel, self.table, self.element,
-                str(self.head_dim) if self.head_dim else "-", self.form]  # fmt: skip
+                "x".join(dims) or "-", self.form]  # fmt: skip
 
     def __str__(self) -> str:
         return " ".join(self.cells())
@@ -93,16 +101,19 @@ def key_of(mangled: str, sm: int) -> Key:
     arguments = mangled[mangled.find("I", sum(len(n) + len(str(len(n))) for n in names) + 3) :]
     element = next((e for e in ELEMENTS if re.search(rf"\d{e}E", arguments)), "-")
     table = re.search(r"\d(Sm\d+)E", arguments)
-    head_dim = re.search(r"Li(\d+)E", arguments)
+    dims = [int(d) for d in re.findall(r"Li(\d+)E", arguments)] + [0, 0]
     form = re.search(r"FormE(\d)E", arguments)
+    cut = re.search(r"CutE(\d)E", arguments)
+    name = ("plain", "general")[int(form[1])] if form else "-"
     return Key(
         sm=sm,
         family=names[-2] if len(names) > 1 else "-",
         kernel=names[-1] if names else mangled,
         table=table[1] if table else "-",
         element=element,
-        head_dim=int(head_dim[1]) if head_dim else 0,
-        form=("plain", "general")[int(form[1])] if form else "-",
+        head_dim=dims[0],
+        head_dim_v=dims[1] if dims[1] != dims[0] else 0,
+        form=f"{name}-narrow" if cut and cut[1] == "1" else name,
     )
 
 
@@ -238,15 +249,15 @@ def parse_text(text: str) -> tuple[Ledger, str]:
         if line.startswith("#") or not cells or cells[0] == HEAD[0]:
             continue
         sm, family, kernel, table, element, head_dim, form = cells[:7]
-        dim = 0 if head_dim == "-" else int(head_dim)
-        key = Key(int(sm), family, kernel, table, element, dim, form)
+        dims = [int(d) for d in head_dim.replace("-", "0").split("x")] + [0]
+        key = Key(int(sm), family, kernel, table, element, dims[0], dims[1], form)
         ledger[key] = Cost(*map(int, cells[7:]))
     return ledger, nvcc
 
 
 def spilling(ledger: Ledger) -> list[tuple[Key, Cost]]:
     """Plain kernels that use the stack."""
-    return [(k, c) for k, c in sorted(ledger.items()) if k.form == "plain" and c.stack > 0]
+    return [(k, c) for k, c in sorted(ledger.items()) if k.form.startswith("plain") and c.stack > 0]
 
 
 def faults(now: Ledger, before: Ledger, library_bytes: int) -> list[str]:
@@ -261,12 +272,12 @@ def faults(now: Ledger, before: Ledger, library_bytes: int) -> list[str]:
     return found
 
 
-def differences(now: Ledger, before: Ledger) -> list[str]:
-    """One line each; only GPUs that `now` has code for are compared."""
+def differences(now: Ledger, before: Ledger, *, part: bool = False) -> list[str]:
+    """One line each; only GPUs (with `part`, units) that `now` has code for are compared."""
     found = []
-    built = {key.sm for key in now}
+    gpus, units = {key.sm for key in now}, {key.unit() for key in now}
     for key in sorted({*now, *before}):
-        if key.sm not in built:
+        if key.sm not in gpus or (part and key.unit() not in units):
             continue
         if key not in now or key not in before:
             found.append(f"{key}: {'gone' if key not in now else 'new'}")
@@ -288,6 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("files", nargs="+", type=Path, help="the library, or object files")
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    parser.add_argument("--part", action="store_true", help="only some units are in the files")
     parser.add_argument("--ledger", type=Path, default=LEDGER, metavar="FILE")
     options = parser.parse_args(arguments)
     try:
@@ -309,7 +321,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     same = their_nvcc == nvcc
     if not same:
         print(f"Registers NOT compared: the ledger is of nvcc {their_nvcc}, this is nvcc {nvcc}")
-    found = faults(now, before if same else now, size) + (differences(now, before) if same else [])
+    found = faults(now, before if same else now, size) + (
+        differences(now, before, part=options.part) if same else []
+    )
     print("\n".join(found) or f"{len(now)} kernels, {size} bytes: nothing to object to")
     return 1 if found else 0
 

@@ -51,13 +51,27 @@ Facts describe(int32_t index) {
   return facts;
 }
 
+std::string cuda_version(int number) {
+  return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10);
+}
+
+// A driver runs what toolkits of its own major version or an older one have built.
+std::string why_no_gpu(cudaError_t status) {
+  int driver = 0;
+  cudaDriverGetVersion(&driver);
+  if (status != cudaErrorInsufficientDriver || driver == 0) return cudaGetErrorString(status);
+  return "the driver of this machine is of CUDA " + cuda_version(driver) +
+         ", but this library was built with CUDA " + cuda_version(CUDART_VERSION) +
+         ": a newer driver is needed, or a build from source with an older nvcc";
+}
+
 Machine describe_machine() {
   Machine machine;
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
   if (status != cudaSuccess) {
     cudaGetLastError();
-    machine.why = cudaGetErrorString(status);
+    machine.why = why_no_gpu(status);
     return machine;
   }
   if (count == 0) machine.why = "the driver lists no GPU";

@@ -17,6 +17,10 @@ FORWARD = (
 ROWS = (
     "_ZN8tilewise4cuda4simt13backward_rowsINS1_6ConfigINS0_4BF16ELi512EEEEEvNS0_14BackwardParamsE"
 )
+NARROW = (
+    "_ZN8tilewise4cuda5wgmma7forwardINS1_6ConfigINS0_4BF16ELi192ELi128ELNS1_4FormE0E"
+    "LNS0_4arch3CutE1EEEEEvNS0_16TmaForwardParamsE"
+)
 CHECK = "_ZN8tilewise4cuda6common5checkENS1_11CheckParamsE"
 
 USAGE = f"""
@@ -39,6 +43,7 @@ arch = sm_75
 def ledger():
     return {
         tool.key_of(FORWARD, 90): tool.Cost(168, 0, 1024, 10000),
+        tool.key_of(NARROW, 90): tool.Cost(168, 0, 1024, 10000),
         tool.key_of(ROWS, 90): tool.Cost(123, 0, 1024, 20000),
         tool.key_of(CHECK, 75): tool.Cost(46, 8, 0, 3000),
     }
@@ -46,11 +51,14 @@ def ledger():
 
 def test_a_name_says_what_the_kernel_is():
     key = tool.key_of(FORWARD, 90)
-    assert key == tool.Key(90, "mma_sync", "forward", "Sm90", "F16", 64, "plain")
+    assert key == tool.Key(90, "mma_sync", "forward", "Sm90", "F16", 64, 0, "plain")
+    assert tool.key_of(NARROW, 90).cells()[-2:] == ["192x128", "plain-narrow"]
+    usual = tool.key_of(NARROW.replace("CutE1", "CutE0").replace("Li192", "Li128"), 90)
+    assert usual.cells()[-2:] == ["128", "plain"]
     general = tool.key_of(FORWARD.replace("FormE0E", "FormE1E"), 90)
     assert general == replace(key, form="general")
-    assert tool.key_of(ROWS, 75) == tool.Key(75, "simt", "backward_rows", "-", "BF16", 512, "-")
-    assert tool.key_of(CHECK, 75) == tool.Key(75, "common", "check", "-", "-", 0, "-")
+    assert tool.key_of(ROWS, 75) == tool.Key(75, "simt", "backward_rows", "-", "BF16", 512, 0, "-")
+    assert tool.key_of(CHECK, 75) == tool.Key(75, "common", "check", "-", "-", 0, 0, "-")
 
 
 def test_resource_usage_is_read_per_architecture():
@@ -82,6 +90,15 @@ def test_differences_are_found():
 def test_a_gpu_without_code_in_this_build_is_not_compared():
     now = {key: cost for key, cost in ledger().items() if key.sm == 90}
     assert tool.differences(now, ledger()) == []
+
+
+def test_of_a_build_of_some_units_the_others_are_not_missed():
+    some = {tool.key_of(FORWARD, 90): tool.Cost(168, 0, 1024, 10000)}
+    assert tool.differences(some, ledger(), part=True) == []
+    assert len(tool.differences(some, ledger())) == 2
+    backward = tool.key_of(FORWARD.replace("7forward", "8backward"), 90)
+    before = ledger() | {backward: tool.Cost(1, 0, 0, 1)}
+    assert tool.differences(some, before, part=True) == [f"{backward}: gone"]
 
 
 def test_more_stack_in_a_plain_kernel_and_a_large_library_are_faults():
