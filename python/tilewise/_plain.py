@@ -18,8 +18,11 @@ from .api import _UNBOUNDED
 
 _forward = torch.ops.tilewise._plain_forward.default
 _backward = torch.ops.tilewise._plain_backward.default
+# What the overload calls, without its own frame.
+_forward = getattr(_forward, "_op", _forward)
+_backward = getattr(_backward, "_op", _backward)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-_FAILURES = (TypeError, ValueError, RuntimeError)
+FAILURES = (TypeError, ValueError, RuntimeError)
 
 _is_compiling = torch.compiler.is_compiling
 _transform_level = torch._C._functorch.maybe_current_level
@@ -28,6 +31,13 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _any_autocast = torch._C._is_any_autocast_enabled
 _grad_enabled = torch.is_grad_enabled
 _deterministic_mode = torch._C._get_deterministic_algorithms
+
+
+def is_eager() -> bool:
+    """Whether nothing stands between a call and its kernel: no tracing, transform, mode, cast."""
+    return not (
+        _is_compiling() or _transform_level() is not None or _dispatch_modes() or _any_autocast()
+    )
 
 
 def attention(
@@ -64,10 +74,10 @@ def attention(
         if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             if _wrapped(q) or _wrapped(k) or _wrapped(v):  # left over from a finished transform
                 return None
-            out, lse = _apply(q, k, v, options)
+            return _apply(q, k, v, options, return_lse)
         else:
             out, lse = _forward(q, k, v, *options)
-    except _FAILURES:
+    except FAILURES:
         return None
     return (out, lse) if return_lse else out
 
@@ -77,20 +87,20 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], return_lse: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
         out, lse = _forward(q, k, v, *options)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.options = options
-        return out, lse
+        return (out, lse) if return_lse else out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
         needs = ctx.needs_input_grad
         wanted = needs[0] * _ops.WANT_Q + needs[1] * _ops.WANT_K + needs[2] * _ops.WANT_V
         if wanted == 0 or (dout is None and dlse is None):
-            return None, None, None, None
+            return None, None, None, None, None
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else _contiguous_columns(dout)
         dlse = None if dlse is None else _contiguous_columns(dlse)
@@ -103,6 +113,7 @@ class _Attention(torch.autograd.Function):
             dq if needs[0] else None,
             dk if needs[1] else None,
             dv if needs[2] else None,
+            None,
             None,
         )
 

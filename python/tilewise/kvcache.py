@@ -5,10 +5,14 @@ Needs no framework: tensors and arrays are handled by ``_kvcache_torch`` and ``_
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from . import _check
 from ._request import Request
+
+# The short way of tensors (_kvcache_torch.attend), there once PyTorch has been needed.
+_attend: Callable[..., Any] | None = None
 
 
 class NewKeys(NamedTuple):
@@ -216,6 +220,17 @@ def attention_with_kvcache(
     Raises:
         ValueError, TypeError, RuntimeError: naming the argument, what was given, what is allowed.
     """
+    if (
+        _attend is not None and k is None and v is None and rotary_cos is None
+        and rotary_sin is None and alibi_slopes is None and sinks is None and k_descale is None
+        and v_descale is None and not check
+    ):  # fmt: skip
+        short = _attend(
+            q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+            causal, window, scale, softcap, num_splits, tf32, batch_invariant,
+        )  # fmt: skip
+        if short is not None:
+            return short if return_lse else short[0]
     new = NewKeys(k, v, cache_seqlens, rotary_cos, rotary_sin, rotary_interleaved)
     request = Request(
         causal=causal,

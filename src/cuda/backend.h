@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/problem.h"
+#include "attention/schedule.h"
 #include "cuda/order.h"
 #include "cuda/runtime.h"
 
@@ -21,7 +22,9 @@ struct Plan {
   int32_t tile_q = 0;
   int32_t tile_k = 0;
   int32_t pack = 1;  // query heads in one tile
-  int64_t splits = 1;
+  int64_t splits = 1;  // the most that a sequence has by `rule`
+  SplitRule rule;
+  int32_t pitch = 0;  // of the results of splits (params.h)
   int64_t workspace_bytes = 0;
 
   const UnitTable* unit = nullptr;    // the kernels; null: no kernel serves the problem

@@ -20,6 +20,8 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPiece
   params.key_tile = plan.tile_k;
   params.flags = {pieces.flags.in<uint8_t>(workspace), plan.order.splits,
                   static_cast<int32_t>(plan.blocks / plan.splits)};
+  params.rule = plan.rule;
+  params.pitch = plan.pitch;
   params.partial_out = pieces.partial_out.in<float>(workspace);
   params.partial_lse = pieces.partial_lse.in<float>(workspace);
   return params;
@@ -31,6 +33,8 @@ void combine(const Problem& p, const ForwardParams& main) {
   params.splits = main.order.splits;
   params.partial_out = main.partial_out;
   params.partial_lse = main.partial_lse;
+  params.rule = main.rule;
+  params.pitch = main.pitch;
   launch(common::tensor_kernels(p.dtype).combine, common::combine_blocks(p), p.stream, params,
          Start::dependent);
 }

@@ -17,6 +17,14 @@ TILEWISE_FN int64_t flat_row(const Problem& p, const Sequence& s, int64_t i) {
   return (p.cu_seqlens_q != nullptr ? 0 : s.batch * p.seqlen_q) + s.first_row + i;
 }
 
+// Rows of the results of key splits: `pitch` per sequence, or, when it is 0, as `total_rows`.
+TILEWISE_FN int64_t partial_rows(const Problem& p, int32_t pitch) {
+  return pitch != 0 ? p.batch * pitch : total_rows(p);
+}
+TILEWISE_FN int64_t partial_row(const Problem& p, int32_t pitch, const Sequence& s, int64_t i) {
+  return pitch != 0 ? s.batch * pitch + i : flat_row(p, s, i);
+}
+
 // Rows padded to whole tiles per sequence: how the backward keeps its row statistics and its dQ
 // sums. Variable length needs no table: a sequence starts at its first row rounded down, plus one
 // tile for every sequence before it, which leaves room for ceil(length / tile) tiles.
@@ -77,10 +85,18 @@ struct ForwardParams {
   int32_t row_tile;    // packed rows of a tile
   int32_t key_tile;    // splits are cut at multiples of it
   Flags flags;         // mma_sync writes them; simt, when they are given, takes flagged tiles only
-  float* partial_out;  // splits > 1: [splits, total_rows, heads_q, head_dim_v], normalised
-  float* partial_lse;  // splits > 1: [splits, total_rows, heads_q], without the sink
+  SplitRule rule;      // how many of the splits a sequence has
+  int32_t pitch;       // of the partial results: `partial_row`
+  float* partial_out;  // parts > 1: [splits, partial_rows, heads_q, head_dim_v], normalised
+  float* partial_lse;  // parts > 1: [splits, partial_rows, heads_q], without the sink
   Divisor group = 1;   // query heads per key/value head, whether packed or not
   uint32_t pack_reciprocal = 1u << 31;  // ceil(2^31 / packing.group)
+
+  // Of the keys of a sequence; 1: its results go straight to out.
+  TILEWISE_FN int32_t splits_of(const Band& band) const {
+    if (order.splits == 1 || rule.least == 0) return order.splits;
+    return static_cast<int32_t>(rule.parts(band.rows, band.keys));
+  }
 };
 
 struct BackwardParams {

@@ -13,7 +13,8 @@ constexpr int64_t kLeastSection = 16;
 
 // A split pays a pass over partial results, so a tile of rows has to have work for it.
 constexpr int64_t kMostSplits = 128;
-constexpr int64_t kKeysOfSplit = 256;         // few rows: the time is that of reading the keys
+constexpr int64_t kKeysOfSplit = 256;         // few rows: the time is that of reading the keys,
+constexpr int64_t kKeysOfSplitOfWarp = 64;    // by blocks of a warp that of a few of them
 constexpr int64_t kKeysOfSplitOfTile = 1024;  // whole tiles of rows: that of the products
 
 // Short sequences leave a tile of one head nearly empty: all heads of a group then share it.
@@ -53,6 +54,10 @@ int64_t keys_of_tile(const Problem& p, int64_t rows) {
   return min(keys, p.window_left + p.window_right + rows);
 }
 
+int64_t keys_of_split(const UnitTable& unit) {
+  return unit.forward_tile.rows > kDecodeRows ? kKeysOfSplit : kKeysOfSplitOfWarp;
+}
+
 // The fewest splits that keep the GPU nearly as busy as it can be kept: whole waves of blocks.
 int64_t choose_splits(const Problem& p, const Gpu& gpu, const UnitTable& unit, int64_t blocks,
                       int32_t pack) {
@@ -63,7 +68,7 @@ int64_t choose_splits(const Problem& p, const Gpu& gpu, const UnitTable& unit, i
   const int64_t rows = ceil_div(tile.rows, pack);
   const int64_t key_tiles = ceil_div(keys_of_tile(p, min(rows, most_rows(p))), tile.keys);
   const bool whole_tiles = most_rows(p) * pack > tile.rows;
-  const int64_t least = ceil_div(whole_tiles ? kKeysOfSplitOfTile : kKeysOfSplit, tile.keys);
+  const int64_t least = ceil_div(whole_tiles ? kKeysOfSplitOfTile : keys_of_split(unit), tile.keys);
   const int64_t most = min(kMostSplits, key_tiles / least);
   // Blocks over the slots of their waves, asked for growing numbers of splits: every launch of a
   // decode comes by here, and two divisions of 64-bit numbers for each took 2 us.
@@ -81,6 +86,46 @@ int64_t choose_splits(const Problem& p, const Gpu& gpu, const UnitTable& unit, i
     if (s == 1 || ceil_div(key_tiles, s) < ceil_div(key_tiles, s - 1)) return s;
   }
   return 1;
+}
+
+// Batch-invariant: from a sequence's own lengths, for a GPU that it has to itself. Whoever has more
+// than a few rows has blocks enough.
+SplitRule invariant_rule(const Problem& p, int64_t tile_rows) {
+  constexpr int64_t kBlocks = 256;
+  constexpr int64_t kRows = 8;
+  return {kKeysOfSplit, max<int64_t>(1, kBlocks / p.heads_kv),
+          min(kRows, max<int64_t>(1, tile_rows / group_size(p)))};
+}
+
+// Lengths that only the GPU knows: a long sequence is cut where short ones are not. The room of
+// the cache says how many blocks there are at most, and those of a short one end at once.
+SplitRule uneven_rule(const Problem& p, const Gpu& gpu, const UnitTable& unit, int64_t blocks) {
+  const Tile& tile = unit.forward_tile;
+  const int64_t slots = int64_t{gpu.multiprocessors} * max(1, tile.blocks_per_sm);
+  // Blocks over what the GPU runs at once. Few pairs have more partial results for their keys.
+  const int64_t times = blocks * 2 > slots ? 4 : 2;
+  const int64_t keys = max(keys_of_split(unit), ceil_div(most_keys(p) * blocks, slots * times));
+  return {keys, kMostSplits, INT64_MAX};
+}
+
+// Sets splits, the rule that gives them to sequences, and where their results lie.
+void split(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
+  const bool uneven = p.batch > 1 && p.seqused_k != nullptr && p.window_left < 0;
+  const bool decoding = most_rows(p) * group_size(p) <= kDecodeRows;
+  if (p.batch_invariant == 0 && p.num_splits == 0 && uneven && decoding) {
+    plan.rule = uneven_rule(p, gpu, *plan.unit, blocks);
+    plan.splits = plan.rule.parts(0, most_keys(p));
+    return;
+  }
+  if (p.batch_invariant == 0) {
+    plan.splits = choose_splits(p, gpu, *plan.unit, blocks, plan.pack);
+    plan.rule = {0, plan.splits, INT64_MAX};
+    return;
+  }
+  plan.rule = invariant_rule(p, plan.tile_q);
+  const bool alike = !ragged_rows(p) && p.seqused_q == nullptr;
+  plan.splits = plan.rule.parts(alike ? p.seqlen_q : 0, most_keys(p));
+  if (!alike) plan.pitch = static_cast<int32_t>(plan.rule.rows);
 }
 
 }  // namespace
@@ -101,7 +146,7 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Invento
   const int64_t tiles = most_tiles(ragged_rows(p), p.seqlen_q * plan.pack, most_rows(p) * plan.pack,
                                    p.batch, plan.tile_q);
   const int64_t blocks = tiles * plan.order.heads;
-  plan.splits = choose_splits(p, gpu, unit, blocks, plan.pack);
+  split(plan, p, gpu, blocks);
   plan.order.splits = static_cast<int32_t>(plan.splits);
   plan.blocks = blocks * plan.splits;
   if (family != Family::simt && needs_second_pass(p))
@@ -124,7 +169,7 @@ ForwardPieces forward_pieces(const Problem& p, const Plan& plan) {
     pieces.counter = workspace.take<int32_t>(4);
   if (plan.second != nullptr) pieces.flags = workspace.take<uint8_t>(plan.blocks);
   if (plan.splits > 1) {
-    const int64_t rows = plan.splits * total_rows(p) * p.heads_q;
+    const int64_t rows = plan.splits * partial_rows(p, plan.pitch) * p.heads_q;
     pieces.partial_out = workspace.take<float>(rows * p.head_dim_v);
     pieces.partial_lse = workspace.take<float>(rows);
   }

@@ -7,6 +7,9 @@ namespace tilewise::cuda {
 
 inline int64_t element_bytes(const Problem& p) { return p.dtype == TILEWISE_FLOAT32 ? 4 : 2; }
 
+// Packed rows of a sequence up to which a problem is decoding: a tile of mma_sync's cut for it.
+inline constexpr int64_t kDecodeRows = 16;
+
 inline bool ragged_rows(const Problem& p) { return p.cu_seqlens_q != nullptr; }
 // Pages and the rows of kv_batch_idx give every sequence the same room.
 inline bool ragged_keys(const Problem& p) {
@@ -18,6 +21,11 @@ inline int64_t bounded(int64_t length, int64_t bound) {
 }
 // Rows and keys of the longest possible sequence.
 inline int64_t most_rows(const Problem& p) { return bounded(p.seqlen_q, p.max_seqlen_q); }
+// Those that decide between kernels, which differ in rounding: a batch-invariant choice may not
+// depend on the longest sequence.
+inline int64_t deciding_rows(const Problem& p) {
+  return p.batch_invariant != 0 && ragged_rows(p) ? INT64_MAX / p.heads_q : most_rows(p);
+}
 inline int64_t most_keys(const Problem& p) { return bounded(key_capacity(p), p.max_seqlen_k); }
 
 // Keys of a sequence that is neither short nor long: what splitting is judged by.

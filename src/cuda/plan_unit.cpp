@@ -105,8 +105,10 @@ const UnitTable* find_forward(const Problem& p, Family family, const Gpu& gpu,
   if (family == Family::wgmma && why_not_wgmma(p, nullptr) != nullptr) return nullptr;
   const UnitTable* unit = find(p, family, gpu, inside, serves_forward);
   if (unit == nullptr || family == Family::simt) return unit;
+  if (p.kv_float8 != 0) return nullptr;  // their copies do not convert
   if (needs_second_pass(p) && find_forward(p, Family::simt, gpu, inside) == nullptr) return nullptr;
-  const bool narrow = most_rows(p) <= arch::Sm90a::kNarrowForwardRows;
+  const bool narrow = family == Family::wgmma ? deciding_rows(p) <= arch::Sm90a::kNarrowForwardRows
+                                              : deciding_rows(p) * group_size(p) <= kDecodeRows;
   if (!narrow || unit->narrow == nullptr || !serves_forward(*unit->narrow, gpu)) return unit;
   return unit->narrow;
 }
@@ -118,7 +120,7 @@ const UnitTable* find_backward(const Problem& p, const Gradients* g, Family fami
   if (unit == nullptr || family == Family::simt) return unit;
   if (needs_second_pass(p) && find_backward(p, g, Family::simt, gpu, inside) == nullptr)
     return nullptr;
-  const bool narrow = needs_second_pass(p) && most_rows(p) <= arch::Sm90a::kNarrowBackwardRows;
+  const bool narrow = needs_second_pass(p) && deciding_rows(p) <= arch::Sm90a::kNarrowBackwardRows;
   if (!narrow || unit->narrow == nullptr || !serves_backward(*unit->narrow, gpu)) return unit;
   return unit->narrow;
 }
@@ -167,7 +169,7 @@ const char* why_not_wgmma(const Problem& p, const Gradients* g) {
   constexpr int64_t kFewRows = 64;
   if (p.dtype == TILEWISE_FLOAT32) return "its tensor cores compute float16 and bfloat16";
   if (p.kv_float8 != 0) return "its copies do not convert float8";
-  if (g == nullptr && most_rows(p) * group_size(p) <= kFewRows)
+  if (g == nullptr && deciding_rows(p) * group_size(p) <= kFewRows)
     return "it fills tiles of 64 rows and more, and here are fewer";
   if (!rows_are_aligned(p, g))
     return "its copies need rows that start at multiples of 16 bytes and head dims that are "

@@ -30,6 +30,15 @@ struct Sm90 {
     return {8, 16, 16, 3, 1, true};
   }
 
+  // One warp and 16 rows: the time is that of reading keys and values, and four independent warps
+  // of a multiprocessor have some 100 KB of them on their way.
+  static constexpr ForwardTile decode(int element_bytes, int head_dim) {
+    if (element_bytes != 2) return kNoForward;
+    if (head_dim <= 64) return {1, 16, 128, 3, 4};
+    if (head_dim <= 128) return {1, 16, 64, 3, 4};
+    return {1, 16, 32, 3, 4};
+  }
+
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
     if (element_bytes == 2) {
       if (head_dim <= 64) return {4, 1, 32, 3, true, 2};
@@ -58,6 +67,12 @@ struct Sm80 {
     if (element_bytes == 4 && head_dim > 64) return {4, 16, 32, 3, 2};
     return Sm90::forward(element_bytes, head_dim);
   }
+  static constexpr ForwardTile decode(int element_bytes, int head_dim) {
+    if (element_bytes != 2) return kNoForward;
+    if (head_dim <= 64) return {1, 16, 64, 4, 4};
+    if (head_dim <= 128) return {1, 16, 32, 4, 4};
+    return {1, 16, 16, 4, 4};
+  }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
     if (element_bytes == 2 && head_dim > 128) return {2, 4, 64, 1, false, 1};
     if (element_bytes == 2 && head_dim > 64) return {4, 2, 64, 2, true, 1};
@@ -85,6 +100,12 @@ struct Sm86 {
     if (head_dim <= 128) return {4, 16, 32, 3, 1};
     return {2, 16, 16, 3, 1};
   }
+  static constexpr ForwardTile decode(int element_bytes, int head_dim) {
+    if (element_bytes != 2) return kNoForward;
+    if (head_dim <= 64) return {1, 16, 64, 3, 3};
+    if (head_dim <= 128) return {1, 16, 32, 3, 3};
+    return {1, 16, 16, 3, 2};
+  }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
     if (element_bytes == 2) {
       if (head_dim <= 64) return {4, 1, 32, 2, true, 1};
@@ -108,6 +129,9 @@ struct Sm120 {
     if (element_bytes == 4 && head_dim <= 64) return {4, 16, 64, 2, 2};
     return Sm86::forward(element_bytes, head_dim);
   }
+  static constexpr ForwardTile decode(int element_bytes, int head_dim) {
+    return Sm86::decode(element_bytes, head_dim);
+  }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
     return Sm86::backward(element_bytes, head_dim);
   }
@@ -126,6 +150,8 @@ struct Sm75 {
     if (head_dim <= 128) return {4, 16, 64, 2, 1};
     return {4, 16, 16, 2, 1};
   }
+  // Without asynchronous copies a warp by itself would wait for each of its loads.
+  static constexpr ForwardTile decode(int, int) { return kNoForward; }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
     if (element_bytes != 2) return kNoBackward;
     if (head_dim <= 64) return {4, 1, 32, 1, true, 1};

@@ -1,6 +1,8 @@
 // tilewise_append_kv on a GPU: what src/cpu/append.cpp does.
 #pragma once
 
+#include "attention/problem.h"
+#include "base/float8.h"
 #include "cuda/common/append.h"
 #include "cuda/common/block.h"
 #include "cuda/common/places.h"
@@ -217,10 +219,48 @@ struct Append {
     return batch_row * cache.stride_batch + slot * cache.stride_row;
   }
 
+  // Column `e` of a head of new keys, rotated.
+  TILEWISE_DEVICE float rotated(const T* x, int64_t e, int64_t position) const {
+    const int64_t half = a.rotary_dim / 2;
+    if (a.rotary_cos == nullptr || e >= a.rotary_dim) return to_float(x[e]);
+    const bool neighbours = a.rotary_interleaved != 0;
+    const int64_t i = neighbours ? e / 2 : e % half;
+    const float c = to_float(static_cast<const T*>(a.rotary_cos)[position * half + i]);
+    const float s = to_float(static_cast<const T*>(a.rotary_sin)[position * half + i]);
+    float first, second;
+    MoveHeads<T>::rotate_pair(to_float(x[neighbours ? 2 * i : i]),
+                              to_float(x[neighbours ? 2 * i + 1 : i + half]), c, s, &first,
+                              &second);
+    return (neighbours ? e % 2 == 0 : e < half) ? first : second;
+  }
+
+  // Into a float8_e4m3 cache: element by element, the bytes written are few.
+  TILEWISE_DEVICE void quantise(const AppendRow& r, int64_t slot, int64_t first, bool value) const {
+    const tilewise_tensor& from = value ? a.v_new : a.k_new;
+    const tilewise_tensor& to = value ? a.v_cache : a.k_cache;
+    const int64_t columns = value ? a.head_dim_v : a.head_dim;
+    const int64_t position = value ? 0 : rotary_position(r.batch) + r.index;
+    const int64_t end = min(first + kAppendHeads, a.heads_kv);
+    for (int64_t head = first; head < end; ++head) {
+      const T* const x =
+          static_cast<const T*>(from.data) + r.offset(from) + head * from.stride_head;
+      Float8* const y =
+          static_cast<Float8*>(to.data) + cached(to, r.batch, slot) + head * to.stride_head;
+      const float factor = value ? v_descale(a, r.batch, head) : k_descale(a, r.batch, head);
+      for (int64_t e = ptx::lane_index(); e < columns; e += ptx::kWarpSize) {
+        const float all = value ? to_float(x[e]) : rotated(x, e, position);
+        y[e] = from_float<Float8>(all / factor);
+      }
+    }
+  }
+
   TILEWISE_DEVICE void key_or_value(int64_t flat, int64_t head, bool value) const {
     const AppendRow r = AppendRow::of(flat, a.batch, a.seqlen_new, a.cu_seqlens_new);
     if (!r.in_sequence) return;
     const int64_t slot = (a.cache_seqlens != nullptr ? a.cache_seqlens[r.batch] : 0) + r.index;
+    if constexpr (sizeof(T) == 2) {
+      if (a.kv_float8 != 0) return quantise(r, slot, head, value);
+    }
     const tilewise_tensor& from = value ? a.v_new : a.k_new;
     const tilewise_tensor& to = value ? a.v_cache : a.k_cache;
     const MoveHeads<T> move =

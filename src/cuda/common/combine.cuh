@@ -16,7 +16,8 @@ struct Combine {
 
   const CombineParams& params;
   const Problem& p;
-  int64_t item;    // row * heads_q + head of all rows
+  int32_t splits;  // of the sequence
+  int64_t item;    // row * heads_q + head of the partial results
   int64_t stride;  // items of a split
   float base = 0.0f;
   float inverse = 0.0f;
@@ -28,11 +29,11 @@ struct Combine {
   // Sets the weights' base and denominator; returns lse.
   TILEWISE_DEVICE float merge(float sink) {
     float highest = kMinusInfinity;
-    for (int64_t split = ptx::lane_index(); split < params.splits; split += ptx::kWarpSize)
+    for (int64_t split = ptx::lane_index(); split < splits; split += ptx::kWarpSize)
       highest = max(highest, lse_of(split));
     base = exponent_base(max(max_of_warp(highest), sink));
     float sum = 0.0f;
-    for (int64_t split = ptx::lane_index(); split < params.splits; split += ptx::kWarpSize)
+    for (int64_t split = ptx::lane_index(); split < splits; split += ptx::kWarpSize)
       sum += exponential(lse_of(split) - base);
     sum = sum_of_warp(sum) + exponential(sink - base);
     inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
@@ -43,7 +44,7 @@ struct Combine {
   static constexpr float kNoWeight = -1.0f;
 
   TILEWISE_DEVICE float weight_of(int64_t split) const {
-    if (split >= params.splits) return kNoWeight;
+    if (split >= splits) return kNoWeight;
     const float lse = lse_of(split);
     return lse == kMinusInfinity ? kNoWeight : exponential(lse - base) * inverse;
   }
@@ -63,9 +64,9 @@ struct Combine {
       const int64_t c = first + ptx::lane_index() * kWidth;
       const bool valid = c < p.head_dim_v;
       float sum[kWidth] = {};
-      for (int32_t begin = 0; begin < params.splits; begin += ptx::kWarpSize) {
+      for (int32_t begin = 0; begin < splits; begin += ptx::kWarpSize) {
         const float mine = weight_of(begin + ptx::lane_index());
-        const int count = min(ptx::kWarpSize, params.splits - begin);
+        const int count = min(ptx::kWarpSize, splits - begin);
         const float* part = params.partial_out + (begin * stride + item) * p.head_dim_v + c;
 #pragma unroll 8
         for (int i = 0; i < count; ++i, part += stride * p.head_dim_v) {
@@ -83,11 +84,7 @@ struct Combine {
     }
   }
 
-  TILEWISE_DEVICE void run() {
-    const int64_t row = item / p.heads_q;
-    const int64_t head = item - row * p.heads_q;
-    const Place place = row_place(p, row);
-    if (!place.in_use) return;  // prepare clears it
+  TILEWISE_DEVICE void run(const Place& place, int64_t head) {
     const float lse = merge(p.sinks != nullptr ? p.sinks[head] : kMinusInfinity);
     if (p.lse != nullptr && ptx::lane_index() == 0)
       p.lse[place.slot * p.lse_stride_batch + place.row + head * p.lse_stride_head] = lse;
@@ -104,11 +101,23 @@ TILEWISE_KERNEL(kCombineThreads, 1)
 void combine(TILEWISE_PARAMETER CombineParams params) {
   ptx::griddepcontrol_wait();
   const Problem& p = params.problem;
-  const int64_t items = total_rows(p) * p.heads_q;
   const int64_t item = ptx::block_index() * (kCombineThreads / ptx::kWarpSize) + ptx::warp_index();
-  if (item >= items) return;
-  Combine<Element> combine{params, p, item, items};
-  combine.run();
+  const int64_t row = item / p.heads_q;
+  if (row >= total_rows(p)) return;
+  const Place place = row_place(p, row);
+  if (!place.in_use) return;  // prepare clears it
+  int32_t splits = params.splits;
+  int64_t partial = row;
+  if (params.rule.least > 0) {
+    const Sequence s = sequence_of(p, place.batch);
+    splits = static_cast<int32_t>(params.rule.parts(s.band.rows, s.band.keys));
+    if (splits == 1) return;  // written by the main kernel
+    partial = partial_row(p, params.pitch, s, place.index);
+  }
+  const int64_t head = item - row * p.heads_q;
+  Combine<Element> combine{params, p, splits, partial * p.heads_q + head,
+                           partial_rows(p, params.pitch) * p.heads_q};
+  combine.run(place, head);
 }
 
 }  // namespace tilewise::cuda::common

@@ -21,7 +21,7 @@ TILEWISE_DEVICE RowResults<kRows> finish_rows(const ForwardParams& p, const Bloc
                                               const LanePlace& place,
                                               const float (&row_m)[kRows][2],
                                               float (&row_l)[kRows][2], float weight) {
-  const bool sinks = p.problem.sinks != nullptr && p.order.splits == 1;
+  const bool sinks = p.problem.sinks != nullptr && work.splits == 1;
   RowResults<kRows> result;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -83,9 +83,10 @@ TILEWISE_DEVICE void store_partial(const ForwardParams& p, const BlockWork& work
     for (int h = 0; h < 2; ++h) {
       const int32_t r = place.row(i, h);
       if (r >= work.rows.count) continue;
-      const int64_t row = flat_row(p.problem, work.sequence, work.rows.first + work.rows.row(r));
+      const int64_t row =
+          partial_row(p.problem, p.pitch, work.sequence, work.rows.first + work.rows.row(r));
       const int64_t index =
-          (work.split * total_rows(p.problem) + row) * p.problem.heads_q + work.head(r);
+          (work.split * partial_rows(p.problem, p.pitch) + row) * p.problem.heads_q + work.head(r);
       if (place.column == 0) p.partial_lse[index] = result.lse[i][h];
       float* out = p.partial_out + index * columns;
 #pragma unroll

@@ -81,7 +81,8 @@ struct KeyTiles {
     t.first = tiles(max(0, t.lower), step);
     if (p.order.splits != 1) [[unlikely]] {  // as `key_split`
       const int32_t count = max(0, tiles(end + step - 1, step) - t.first);
-      const int32_t part = p.order.splits.quotient(count + p.order.splits - 1);
+      const int32_t parts = p.splits_of(band);
+      const int32_t part = tiles(count + parts - 1, parts);
       const int32_t begin = t.first + min(count, part * split);
       end = min(end, (t.first + min(count, part * (split + 1))) * step);
       t.first = begin;
@@ -110,6 +111,7 @@ struct BlockWork {
   QueryRows rows;
   KeyTiles tiles;
   int32_t split;
+  int32_t splits;  // of the sequence
 
   TILEWISE_DEVICE bool any() const { return rows.count > 0; }
   TILEWISE_DEVICE int32_t head(int32_t r) const { return rows.first_head + rows.head(r); }
@@ -129,6 +131,8 @@ struct BlockWork {
     w.sequence = sequence_of(p.problem, work.sequence);
     w.rows = QueryRows::of(p, w.sequence.band, work.tile, work.head);
     w.split = work.split;
+    w.splits = p.splits_of(w.sequence.band);
+    if (w.split >= w.splits) w.rows.count = 0;
     if (w.any()) w.tiles = KeyTiles::of(p, w.sequence.band, w.rows, work.split, key_tile);
     return w;
   }

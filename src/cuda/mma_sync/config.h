@@ -12,13 +12,18 @@ namespace tilewise::cuda::mma_sync {
 // `general` adds softcap, ALiBi, bias, dropout, pages and any alignment as uniform switches.
 enum class Form { plain, general };
 
-template <class Arch_, class Element_, int kHeadDim_, Form kForm_>
+// How a forward is cut: for tiles of rows, or for the few rows of decoding.
+enum class Cut { usual, decode };
+
+template <class Arch_, class Element_, int kHeadDim_, Form kForm_, Cut kCut_ = Cut::usual>
 struct Config {
   using Arch = Arch_;
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kGeneral = kForm_ == Form::general;
-  static constexpr arch::ForwardTile kForward = Arch::forward(Element::kBytes, kHeadDim);
+  static constexpr arch::ForwardTile kForward = kCut_ == Cut::decode
+                                                    ? Arch::decode(Element::kBytes, kHeadDim)
+                                                    : Arch::forward(Element::kBytes, kHeadDim);
   static constexpr bool kSplitOnce = kForward.split_once && std::is_same_v<Element, F32>;
   static constexpr arch::BackwardTile kBackward = Arch::backward(Element::kBytes, kHeadDim);
 };

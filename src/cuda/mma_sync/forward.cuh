@@ -285,7 +285,7 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
       finish_rows<C>(p, kept, place, softmax, dropout ? general.terms.dropout.keep_scale : 1.0f);
   if (p.flags.data != nullptr && !outputs_are_finite<C>(o, softmax)) [[unlikely]]
     p.flags.data[ptx::block_index()] = 1;  // after the 0: barriers lie between
-  if (p.order.splits > 1) [[unlikely]] {
+  if (kept.splits > 1) [[unlikely]] {
     store_partial<C>(p, kept, place, o, result);
     return;
   }

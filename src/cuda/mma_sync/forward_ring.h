@@ -122,15 +122,52 @@ class KeyStream {
     return rows * view_.stride_row * Element::kBytes;
   }
 
+  // Rows that a warp takes in a pass, one after the other; 0: in another order. Each lane looks up
+  // the page of one row of the next passes, instead of all lanes those of their own rows.
+  static constexpr int kWarpRows = [] {
+    if constexpr (requires { Lanes::kRowsPerPass; })
+      return max(1, ptx::kWarpSize / Lanes::kStride);
+    else
+      return 0;
+  }();
+  static constexpr int kPassesLookedUp = kWarpRows > 0 ? ptx::kWarpSize / kWarpRows : 1;
+
+  TILEWISE_DEVICE bool is_there(int32_t key) const {
+    return key >= 0 && key < keys_;  // below 0: the block has no tile
+  }
+
+  // Offset of the row that this lane stands for: row `lane % kWarpRows` of the warp in pass
+  // `pass + lane / kWarpRows`. All lanes call it.
+  TILEWISE_DEVICE int64_t look_up(int32_t tile, int pass) const {
+    const int lane = ptx::lane_index();
+    const int row = lanes_.row - lane / Lanes::kStride + lane % kWarpRows +
+                    (pass + lane / kWarpRows) * Lanes::kRowsPerPass;
+    const int32_t key = tile * kKeys + row;
+    return row < kKeys && is_there(key) ? kv_.offset(view_, key) : 0;
+  }
+
+  TILEWISE_DEVICE static int64_t shuffle(int64_t x, int lane) {
+    const auto low = ptx::shuffle(static_cast<uint32_t>(x), lane);
+    const auto high = ptx::shuffle(static_cast<uint32_t>(x >> 32), lane);
+    return static_cast<int64_t>(static_cast<uint64_t>(high) << 32 | low);
+  }
+
   TILEWISE_DEVICE void copy_checked(ptx::SharedAddress slot, int32_t tile, int begin,
                                     int end) const {
+    int64_t found = 0;
 #pragma unroll 1  // pages need divisions: once in code
     for (int pass = begin; pass < end; ++pass) {
-      if (!lanes_.has(pass)) continue;
       const int32_t key = tile * kKeys + lanes_.row_of(pass);
-      const bool in = key >= 0 && key < keys_;  // below 0: the block has no tile
-      const char* row = nullptr;
-      if (in) row = base_ + kv_.offset(view_, key) * Element::kBytes;
+      int64_t offset = 0;
+      if constexpr (kWarpRows > 0) {
+        const int since = (pass - begin) % kPassesLookedUp;
+        if (since == 0) found = look_up(tile, pass);
+        offset = shuffle(found, since * kWarpRows + ptx::lane_index() / Lanes::kStride);
+      } else if (is_there(key)) {
+        offset = kv_.offset(view_, key);
+      }
+      if (!lanes_.has(pass)) continue;
+      const char* row = is_there(key) ? base_ + offset * Element::kBytes : nullptr;
 #pragma unroll
       for (int column = 0; column < Lanes::kColumns; ++column) {
         copy_row_chunk<C>(slot + lanes_.offset(pass, column), row, lanes_.chunk_of(column),

@@ -18,7 +18,7 @@ template <class C>
 TILEWISE_DEVICE RowResults<C> finish_rows(const ForwardParams& p, const BlockWork& work,
                                           const LanePlace<C>& place, RowSoftmax<C>& softmax,
                                           float weight) {
-  const bool sinks = p.problem.sinks != nullptr && p.order.splits == 1;
+  const bool sinks = p.problem.sinks != nullptr && work.splits == 1;
   RowResults<C> result;
 #pragma unroll
   for (int i = 0; i < C::kForward.warp_rows / 16; ++i) {
@@ -76,9 +76,10 @@ TILEWISE_DEVICE void store_partial(const ForwardParams& p, const BlockWork& work
     for (int h = 0; h < 2; ++h) {
       const int32_t r = place.row(i, h);
       if (r >= work.rows.count) continue;
-      const int64_t row = flat_row(p.problem, work.sequence, work.rows.first + work.rows.row(r));
+      const int64_t row =
+          partial_row(p.problem, p.pitch, work.sequence, work.rows.first + work.rows.row(r));
       const int64_t index =
-          (work.split * total_rows(p.problem) + row) * p.problem.heads_q + work.head(r);
+          (work.split * partial_rows(p.problem, p.pitch) + row) * p.problem.heads_q + work.head(r);
       if (place.column == 0) p.partial_lse[index] = result.lse[i][h];
       float* out = p.partial_out + index * columns;
 #pragma unroll

@@ -16,6 +16,7 @@ struct Forward {
   const bool general;
   const float sign;      // scores are kept raw in the plain form; a negative scale moves here
   const float exponent;  // P = 2^((S - m) * exponent)
+  const int32_t parts;   // key splits of the sequence
   const Place place;
 
   Block o[C::kGroups];
@@ -29,6 +30,7 @@ struct Forward {
         general(is_general(p)),
         sign(!general && shared().terms.score.scale < 0.0f ? -1.0f : 1.0f),
         exponent(general ? kLog2e : max(sign * shared().terms.score.scale * kLog2e, 1e-30f)),
+        parts(all.splits_of(shared().sequence.band)),
         place(Place::own()) {}
 
   TILEWISE_DEVICE void begin() {
@@ -38,7 +40,7 @@ struct Forward {
     for (int i = 0; i < 4; ++i) {
       m[i] = kMinusInfinity;
       l[i] = 0.0f;
-      if (p.sinks == nullptr || params.order.splits > 1) continue;
+      if (p.sinks == nullptr || parts > 1) continue;
       const float sink = p.sinks[shared().head[place.y * 4 + i]];
       if (sink == kMinusInfinity) continue;
       m[i] = sink * kLog2e / exponent;  // in the units of S
@@ -93,20 +95,29 @@ struct Forward {
   }
 
   TILEWISE_DEVICE void step(int64_t first_key) {
+    if constexpr (sizeof(T) == 2) {
+      if (p.kv_float8 != 0) return step_of<Float8>(first_key);
+    }
+    step_of<T>(first_key);
+  }
+
+  // Keys and values stored as K.
+  template <class K>
+  TILEWISE_DEVICE void step_of(int64_t first_key) {
     Shared& memory = shared();
     const Step now = Step::of(p, first_key);
     ptx::sync_block();  // the last step has read the key table
     load_key_table(p, first_key);
     const auto columns = static_cast<int>(p.head_dim);
     Block weight;
-    row_products<T>(weight, memory.stage, {static_cast<const T*>(p.q.data), memory.q, columns},
-                    {static_cast<const T*>(p.k.data), memory.k, columns});
+    row_products(weight, memory.stage, Rows<T>{static_cast<const T*>(p.q.data), memory.q, columns},
+                 Rows<K>{static_cast<const K*>(p.k.data), memory.k, columns});
     if (now.exact || sign < 0.0f) finish_scores(weight, first_key);
     softmax(weight);
     const auto own = OwnWeights<true>::of(place);
     own.store(weight);
     if (memory.terms.dropout.on()) own.drop(place, first_key);
-    const Rows<T> v{static_cast<const T*>(p.v.data), memory.v, static_cast<int>(p.head_dim_v)};
+    const Rows<K> v{static_cast<const K*>(p.v.data), memory.v, static_cast<int>(p.head_dim_v)};
     if (now.exact)
       add_weighted<C::kGroups, true>(o, memory.weights, memory.stage, v);
     else
@@ -133,12 +144,15 @@ struct Forward {
       const float sum = sums[i];
       const int r = place.y * 4 + i;
       if (r >= count) continue;
-      const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
       const Sequence& s = shared().sequence;
+      const float inverse = sum == 0.0f ? 0.0f : v_descale(p, s.batch, shared().kv_head) / sum;
       const int64_t row = shared().row[r];
       const int64_t head = shared().head[r];
-      if (params.order.splits > 1) {
-        const int64_t at = (work.split * total_rows(p) + flat_row(p, s, row)) * p.heads_q + head;
+      if (parts > 1) {
+        const int64_t at =
+            (work.split * partial_rows(p, params.pitch) + partial_row(p, params.pitch, s, row)) *
+                p.heads_q +
+            head;
         if (place.x == 0) params.partial_lse[at] = lse_of(i, sum);
         write_row(params.partial_out + at * p.head_dim_v, i, inverse);
       } else {
@@ -164,7 +178,7 @@ struct Forward {
   TILEWISE_DEVICE void run(Range packed) {
     const RowTile tile{params.packing, work.head * params.packing.group, packed};
     const Band& band = shared().sequence.band;
-    const Range part = key_split({0, band.keys}, params.order.splits, work.split, params.key_tile);
+    const Range part = key_split({0, band.keys}, parts, work.split, params.key_tile);
     const Range keys = intersect(band.keys_of_any(tile.rows()), part);
     ptx::sync_block();  // the rows before have read their table
     load_row_table(p, tile, p.out, part);
@@ -183,7 +197,14 @@ TILEWISE_DEVICE void forward_tile(const ForwardParams& params, int32_t tile) {
   const int64_t begin = int64_t{work.tile} * params.row_tile;
   const int64_t end =
       min(begin + params.row_tile, params.packing.packed(shared().sequence.band.rows));
-  if (begin >= end) return;
+  if (begin >= end || work.split >= params.splits_of(shared().sequence.band)) return;
+  if (params.problem.k_descale != nullptr) {
+    if (ptx::thread_index() == 0)
+      shared().terms.score =
+          score_of(params.problem, work.sequence,
+                   work.head * params.packing.group / group_size(params.problem));
+    ptx::sync_block();
+  }
   Forward<C> forward(params, work);
   for (int64_t row = begin; row < end; row += kTile) forward.run({row, min(row + kTile, end)});
 }

@@ -2,6 +2,7 @@
 // dimension first, so that a thread reads its four rows of A and four columns of B as two vectors.
 #pragma once
 
+#include "base/float8.h"
 #include "base/half.h"
 #include "cuda/ptx/block.h"
 #include "cuda/simt/config.h"
@@ -108,8 +109,8 @@ TILEWISE_DEVICE void add_product(Block& c, const float* a, const float* b) {
 
 // C = A B^T for the rows of two tensors: scores, or dP. `stage` holds kTile * kPitch floats; what
 // it held before must have been read by this thread only up to here.
-template <class T>
-TILEWISE_DEVICE void row_products(Block& c, float* stage, const Rows<T>& a, const Rows<T>& b) {
+template <class A, class B>
+TILEWISE_DEVICE void row_products(Block& c, float* stage, const Rows<A>& a, const Rows<B>& b) {
   float* const stage_b = stage + kChain * kPitch;
   clear(c);
   for (int column = 0; column < a.columns; column += kChain) {

@@ -55,7 +55,11 @@ class ForwardDeal {
     if (at.sequence < 0) return false;
     if (writes) work.sequence = sequence_of(p_.problem, at.sequence);
     ptx::sync_warp();
-    if (writes) work.rows = QueryRows::of(p_, work.sequence.band, at.tile, at.head);
+    if (writes) {
+      work.rows = QueryRows::of(p_, work.sequence.band, at.tile, at.head);
+      work.splits = p_.splits_of(work.sequence.band);
+      if (at.split >= work.splits) work.rows.count = 0;
+    }
     ptx::sync_warp();
     if (work.rows.count == 0) return false;
     if (writes) {

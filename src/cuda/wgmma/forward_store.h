@@ -45,7 +45,7 @@ TILEWISE_DEVICE void store(const ForwardParams& p, const BlockWork& work, int32_
   const RowResults<1> result = finish_rows<Element>(p, work, place, m, l, weight);
   if (p.flags.data != nullptr && !outputs_are_finite(work, place, o, l)) [[unlikely]]
     p.flags.data[index] = 1;  // after the 0 of the loading warp
-  if (p.order.splits > 1) [[unlikely]] {
+  if (work.splits > 1) [[unlikely]] {
     store_partial(p, work, place, o, result);
     return;
   }

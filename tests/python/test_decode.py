@@ -1,0 +1,66 @@
+"""Few rows against many keys, with everything a cache can be, against the oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import devices
+from cases import Case, check
+
+pytestmark = pytest.mark.abi
+
+DTYPES = ["fp32", "bf16", "fp16"]
+
+
+def random_case(seed: int, dtype: str) -> Case:
+    """Lengths far apart; pages, rows of a larger cache, or one row each; all that scores can be."""
+    r = np.random.default_rng(seed)
+    emulated = devices.current().name == "emulator"
+    batch = int(r.integers(1, 5))
+    rows = int(r.choice([1, 1, 1, 2, 3, 4, 5, 8, 16, 33, 64]))
+    heads_kv, group = int(r.integers(1, 3)), int(r.choice([1, 2, 4, 5, 8, 16]))
+    if emulated and rows > 8:
+        heads_kv, group, batch = 1, min(group, 2), min(batch, 2)
+    longest = int(r.choice([90, 400])) if emulated else int(r.choice([90, 700, 2500]))
+    page_size = int(r.choice([0, 0, 1, 3, 16, 64, 256]))
+    room = -(-longest // page_size) * page_size if page_size else longest
+    used_k = None
+    if batch > 1 or r.integers(2):
+        # Log-normal, as lengths of requests are.
+        spread = np.exp(r.standard_normal(batch) - 1.5) * longest
+        used_k = tuple(int(n) for n in np.clip(spread, r.integers(0, 2), room))
+    leftpad = None
+    if used_k is not None and r.integers(4) == 0:
+        leftpad = tuple(int(n) for n in r.integers(0, np.array(used_k) + 1))
+    kv_idx = None
+    if not page_size and r.integers(4) == 0:
+        kv_idx = tuple(int(n) for n in r.permutation(batch + 2)[:batch])
+    return Case(
+        dtype=dtype, rows=(rows,) * batch, keys=(room,) * batch, heads_kv=heads_kv, group=group,
+        head_dim=int(r.choice([16, 40, 64])), head_dim_v=int(r.choice([64, 64, 24])),
+        page_size=page_size, used_k=used_k, leftpad=leftpad, kv_idx=kv_idx,
+        window=[(-1, -1), (-1, 0), (int(r.integers(0, 200)), 0), (3, 5)][int(r.integers(4))],
+        softcap=float(r.choice([0.0, 0.0, 0.0, 5.0])), alibi=str(r.choice(["", "", "h", "bh"])),
+        sinks=bool(r.integers(3) == 0), splits=int(r.choice([0, 0, 0, 1, 3, 8])),
+        scale=float(r.choice([1.0, -1.0, 0.3])) * 40**-0.5, pad=int(r.choice([0, 0, 8, 1])),
+        spread=0.5 if dtype == "fp32" else 1.0, seed=seed,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_caches(dtype, seed):
+    check(random_case(seed, dtype), backward=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_one_long_sequence_among_short_ones(dtype, page_size):
+    longest = 600 if devices.current().name == "emulator" else 6000
+    longest = -(-longest // 16) * 16
+    check(
+        Case(dtype=dtype, rows=(1,) * 6, keys=(longest,) * 6, used_k=(9, longest, 0, 1, 40, 64),
+             group=4, head_dim=64, head_dim_v=64, page_size=page_size, sinks=True, spread=0.5),
+        backward=False,
+    )  # fmt: skip
