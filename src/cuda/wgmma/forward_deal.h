@@ -11,6 +11,7 @@ template <class C>
 class ForwardDeal {
  public:
   using Shared = ForwardShared<C>;
+  using Work = typename Shared::Work;
 
   TILEWISE_DEVICE ForwardDeal(const TmaForwardParams& params, const Shared& shared)
       : p_(params), shared_(shared) {}
@@ -31,7 +32,9 @@ class ForwardDeal {
     }
     shared_.work_free(place.slot()).wait(place.phase() ^ 1);
     if (ptx::lane_index() != 0) return;
-    shared_.work(place.slot()).rows.count = 0;
+    Work& end = shared_.work(place.slot());
+    end.rows.count = 0;
+    for (WarpgroupTiles& part : end.parts) part.what = Walk::end;
     shared_.work_full(place.slot()).arrive();
   }
 
@@ -48,25 +51,33 @@ class ForwardDeal {
   }
 
   // Whether the work has rows. Piece by piece: a lane of this warp has few registers.
-  TILEWISE_DEVICE bool describe(ForwardWork& work, int32_t index) const {
+  TILEWISE_DEVICE bool describe(Work& work, int32_t index) const {
     const bool writes = ptx::lane_index() == 0;
     if (p_.flags.data != nullptr && writes) p_.flags.data[index] = 0;
     const TileOrder::Work at = p_.order.at(index);
     if (at.sequence < 0) return false;
+    if (writes) {
+      work.split = at.split;
+      work.index = index;
+    }
+    ptx::sync_warp();
     if (writes) work.sequence = sequence_of(p_.problem, at.sequence);
     ptx::sync_warp();
     if (writes) {
       work.rows = QueryRows::of(p_, work.sequence.band, at.tile, at.head);
       work.splits = p_.splits_of(work.sequence.band);
-      if (at.split >= work.splits) work.rows.count = 0;
+      if (work.split >= work.splits) work.rows.count = 0;
     }
     ptx::sync_warp();
     if (work.rows.count == 0) return false;
     if (writes) {
-      work.tiles = KeyTiles::of(p_, work.sequence.band, work.rows, at.split, C::kForward.keys);
-      work.split = at.split;
-      work.index = index;
+      work.tiles = KeyTiles::of(p_, work.sequence.band, work.rows, work.split, C::kForward.keys);
     }
+    ptx::sync_warp();
+    const int warpgroup = ptx::lane_index();
+    if (warpgroup < C::kForward.math_warpgroups)
+      work.parts[warpgroup] = WarpgroupTiles::of(work, warpgroup, C::kForward.keys);
+    ptx::sync_warp();
     return true;
   }
 

@@ -14,6 +14,7 @@ template <class C>
 class ForwardLoad {
  public:
   using Shared = ForwardShared<C>;
+  using Work = typename Shared::Work;
   using QTile = typename Shared::QTile;
   using KTile = typename Shared::KTile;
   using VTile = typename Shared::VTile;
@@ -30,7 +31,7 @@ class ForwardLoad {
     typename Shared::WorkPlace place;
 #pragma unroll 1
     for (;; place.next()) {
-      const ForwardWork& work = shared_.work(place.slot());
+      const Work& work = shared_.work(place.slot());
       shared_.work_full(place.slot()).wait(place.phase());
       if (work.rows.count == 0) break;
       load_q(work, {place.count});
@@ -62,7 +63,7 @@ class ForwardLoad {
     if (lane() == 0) shared_.work_free(slot).arrive();
   }
 
-  TILEWISE_DEVICE void load_q(const ForwardWork& work, typename Shared::QPlace place) {
+  TILEWISE_DEVICE void load_q(const Work& work, typename Shared::QPlace place) {
     const int buffer = place.slot();
     const Barrier full = shared_.q_full(buffer);
     shared_.q_free(buffer).wait(place.phase() ^ 1);
@@ -80,7 +81,7 @@ class ForwardLoad {
                 ptx::CachePolicy::evict_first);
   }
 
-  TILEWISE_DEVICE void load_k(const ForwardWork& work, int32_t tile) {
+  TILEWISE_DEVICE void load_k(const Work& work, int32_t tile) {
     const KTile to = shared_.k(ks_.slot());
     const Barrier full = shared_.k_full(ks_.slot());
     shared_.k_free(ks_.slot()).wait(ks_.phase() ^ 1);
@@ -89,7 +90,7 @@ class ForwardLoad {
   }
 
   TILEWISE_DEVICE void load_v(int32_t behind, typename Shared::KvPlace place) {
-    const ForwardWork& work = shared_.work(behind % Shared::kWorkSlots);
+    const Work& work = shared_.work(behind % Shared::kWorkSlots);
     const int32_t tile = behind / Shared::kWorkSlots;
     const VTile to = shared_.v(place.slot());
     const Barrier full = shared_.v_full(place.slot());
@@ -110,7 +111,7 @@ class ForwardLoad {
 
   // Whether rows behind the keys of the sequence come with its tile: a masked key has weight 0, and
   // 0 times the NaN of a stranger is NaN. Keys need no such care: masked scores are replaced.
-  TILEWISE_DEVICE bool has_strangers(const ForwardWork& work, int32_t tile) const {
+  TILEWISE_DEVICE bool has_strangers(const Work& work, int32_t tile) const {
     const KvSource& kv = work.sequence.kv;
     return (tile + 1) * kTile.keys > work.tiles.keys && kv.pages == nullptr &&
            kv.first + work.tiles.keys != p_.problem.seqlen_k;
@@ -119,8 +120,8 @@ class ForwardLoad {
   // One key tile of one head; `landed` counts the bytes.
   template <class Tile>
   TILEWISE_DEVICE void load_keys(const Tile& to, Barrier full, Barrier landed, const TensorMap& map,
-                                 const tilewise_tensor& view, int64_t columns,
-                                 const ForwardWork& work, int32_t tile) const {
+                                 const tilewise_tensor& view, int64_t columns, const Work& work,
+                                 int32_t tile) const {
     const KvSource& kv = work.sequence.kv;
     const int32_t head = p_.group.quotient(work.rows.first_head);
     if (kv.pages != nullptr) {
@@ -163,7 +164,7 @@ class ForwardLoad {
   }
 
   // Packed heads: neighbouring rows of the tile are heads of one row.
-  TILEWISE_DEVICE void copy_q(const ForwardWork& work, int buffer) const {
+  TILEWISE_DEVICE void copy_q(const Work& work, int buffer) const {
     const tilewise_tensor& q = p_.problem.q;
     const auto columns = static_cast<int>(p_.problem.head_dim);
 #pragma unroll 1
@@ -178,7 +179,7 @@ class ForwardLoad {
   // Keys of a paged cache.
   template <class Tile>
   TILEWISE_DEVICE void copy_keys(const Tile& to, const tilewise_tensor& view, int64_t columns,
-                                 const ForwardWork& work, int32_t tile, int32_t head) const {
+                                 const Work& work, int32_t tile, int32_t head) const {
 #pragma unroll 1
     for (int r = lane() / kLanesPerRow; r < kTile.keys; r += kRowsPerPass) {
       const int32_t key = tile * kTile.keys + r;

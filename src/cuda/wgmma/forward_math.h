@@ -9,54 +9,12 @@
 
 namespace tilewise::cuda::wgmma {
 
-enum class Walk : int32_t { end, nothing, keys };
-
-// The key tiles that the rows of a warpgroup see, out of those of the block, from the last to the
-// first. Without any it walks one, which is masked as a whole.
-struct WarpgroupTiles {
-  Walk what;  // end: there is no more work; nothing: there are rows, but they see no key
-  int32_t first;
-  int32_t last;
-  int32_t full_begin;
-  int32_t full_end;  // tiles in [full_begin, full_end) are seen by all rows in full
-  int32_t skip_before;
-  int32_t skip_after;  // tiles of the block before (after) its own ones, in the order of the walk
-
-  TILEWISE_DEVICE static WarpgroupTiles of(const BlockWork& work, int warpgroup, int32_t step) {
-    const KeyTiles& block = work.tiles;
-    const int32_t row0 = work.rows.row(64 * warpgroup);
-    const int32_t row1 = work.rows.row(min(64 * warpgroup + 63, work.rows.count - 1));
-    const int32_t end = max(1, min(block.keys, block.upper + row1));
-    const int32_t last = clamp32((end - 1) / step, block.first, block.last);
-    const int32_t first = clamp32(max(0, block.lower + row0) / step, block.first, last);
-    const int32_t full_begin = max(first, (max(0, block.lower + row1) + step - 1) / step);
-    const int32_t full_end = max(0, min(block.keys, block.upper + row0)) / step;
-    const Walk what = work.rows.count == 0       ? Walk::end
-                      : block.first > block.last ? Walk::nothing
-                                                 : Walk::keys;
-    WarpgroupTiles t;
-    // ptxas is told that all lanes agree: it keeps descriptors in uniform registers only then.
-    t.what = static_cast<Walk>(uniform(static_cast<int32_t>(what)));
-    t.first = uniform(first);
-    t.last = uniform(last);
-    t.full_begin = uniform(full_begin);
-    t.full_end = uniform(full_end);
-    t.skip_before = uniform(block.last - last);
-    t.skip_after = uniform(first - block.first);
-    return t;
-  }
-
- private:
-  TILEWISE_DEVICE static int32_t clamp32(int32_t x, int32_t low, int32_t high) {
-    return max(low, min(x, high));
-  }
-};
-
 template <class C>
 class ForwardMath {
  public:
   using Element = typename C::Element;
   using Shared = ForwardShared<C>;
+  using Work = typename Shared::Work;
   using QTile = typename Shared::QTile;
   using KTile = typename Shared::KTile;
   using VTile = typename Shared::VTile;
@@ -118,7 +76,15 @@ class ForwardMath {
     const int slot = works_.slot();
     shared_.work_full(slot).wait(works_.phase());
     works_.next();
-    tiles_ = WarpgroupTiles::of(shared_.work(slot), warpgroup_, kKeys);
+    const WarpgroupTiles& mine = shared_.work(slot).parts[warpgroup_];
+    // ptxas is told that all lanes agree: it keeps descriptors in uniform registers only then.
+    tiles_.what = static_cast<Walk>(uniform(static_cast<int32_t>(mine.what)));
+    tiles_.first = uniform(mine.first);
+    tiles_.last = uniform(mine.last);
+    tiles_.full_begin = uniform(mine.full_begin);
+    tiles_.full_end = uniform(mine.full_end);
+    tiles_.skip_before = uniform(mine.skip_before);
+    tiles_.skip_after = uniform(mine.skip_after);
     return slot;
   }
 
@@ -220,7 +186,7 @@ class ForwardMath {
 
   template <bool kFirst, bool kMasked>
   TILEWISE_DEVICE void take_scores(int slot, int32_t tile) {
-    const ForwardWork& work = shared_.work(slot);
+    const Work& work = shared_.work(slot);
     if constexpr (C::kGeneral) {
       if (terms_) general().apply(p_.problem, work, s_, tile, place());
     }
@@ -343,7 +309,7 @@ class ForwardMath {
   // --- results ---
 
   TILEWISE_DEVICE void store_tile(int slot, RowSums& sums) {
-    const ForwardWork& work = shared_.work(slot);
+    const Work& work = shared_.work(slot);
     store<Element>(p_, work, work.index, place(), o_, sums.m, sums.l, keep_scale());
     ptx::sync_warp();
     release(shared_.work_free(slot));

@@ -1,9 +1,8 @@
 // Shared memory of a forward block: tiles, barriers and the records of the work in flight.
 #pragma once
 
-#include "cuda/common/query_tile.h"
 #include "cuda/ptx/mbarrier.h"
-#include "cuda/wgmma/config.h"
+#include "cuda/wgmma/forward_work.h"
 
 namespace tilewise::cuda::wgmma {
 
@@ -30,13 +29,6 @@ struct RingPlace {
   TILEWISE_DEVICE void next() { ++count; }
 };
 
-// What a block works on: a tile of query rows and the key tiles they see.
-struct ForwardWork : BlockWork {
-  int32_t index;  // among p.work
-
-  TILEWISE_DEVICE bool has_keys() const { return tiles.first <= tiles.last; }
-};
-
 template <class C>
 struct ForwardShared {
   static constexpr arch::WgmmaForwardTile kTile = C::kForward;
@@ -44,6 +36,7 @@ struct ForwardShared {
   // Works are found ahead: at least the next one while the sums of one are still being stored.
   static constexpr int kWorkSlots = 4;
 
+  using Work = ForwardWork<C>;
   using QTile = tile::SwizzledTile<64, C::kHeadDim>;  // of a warpgroup
   using KTile = tile::SwizzledTile<kTile.keys, C::kHeadDim>;
   using VTile = tile::SwizzledTile<kTile.keys, C::kHeadDimV>;
@@ -57,7 +50,7 @@ struct ForwardShared {
   static constexpr int kBarriersAt = kVAt + kTile.stages * VTile::kBytes;
   static constexpr int kBarriers = 2 * kTile.q_buffers + 4 * kTile.stages + 2 * kWorkSlots + 1;
   static constexpr int kWorkAt = round_up(kBarriersAt + 8 * kBarriers, 16);
-  static constexpr int kBytes = round_up(kWorkAt + kWorkSlots * sizeof(ForwardWork), 16);
+  static constexpr int kBytes = round_up(kWorkAt + kWorkSlots * sizeof(Work), 16);
 
   ptx::SharedAddress base;
 
@@ -68,9 +61,9 @@ struct ForwardShared {
   }
   TILEWISE_DEVICE KTile k(int stage) const { return {at(kKAt + stage * KTile::kBytes)}; }
   TILEWISE_DEVICE VTile v(int stage) const { return {at(kVAt + stage * VTile::kBytes)}; }
-  TILEWISE_DEVICE ForwardWork& work(int slot) const {
-    return *reinterpret_cast<ForwardWork*>(ptx::shared_memory() + kWorkAt +
-                                           slot * static_cast<int>(sizeof(ForwardWork)));
+  TILEWISE_DEVICE Work& work(int slot) const {
+    return *reinterpret_cast<Work*>(ptx::shared_memory() + kWorkAt +
+                                    slot * static_cast<int>(sizeof(Work)));
   }
 
   TILEWISE_DEVICE Barrier k_full(int stage) const { return barrier(stage); }

@@ -1,0 +1,50 @@
+// What a forward block works on, as the dealing warp writes it down for the others.
+#pragma once
+
+#include "cuda/common/query_tile.h"
+#include "cuda/wgmma/config.h"
+
+namespace tilewise::cuda::wgmma {
+
+enum class Walk : int32_t { end, nothing, keys };
+
+// The key tiles that the rows of a warpgroup see, out of those of the block, from the last to the
+// first. Without any it walks one, which is masked as a whole.
+struct WarpgroupTiles {
+  Walk what;  // end: there is no more work; nothing: there are rows, but they see no key
+  int32_t first;
+  int32_t last;
+  int32_t full_begin;
+  int32_t full_end;  // tiles in [full_begin, full_end) are seen by all rows in full
+  int32_t skip_before;
+  int32_t skip_after;  // tiles of the block before (after) its own ones, in the order of the walk
+
+  TILEWISE_DEVICE static WarpgroupTiles of(const BlockWork& work, int warpgroup, int32_t step) {
+    const KeyTiles& block = work.tiles;
+    const int32_t row0 = work.rows.row(64 * warpgroup);
+    const int32_t row1 = work.rows.row(min(64 * warpgroup + 63, work.rows.count - 1));
+    const int32_t end = max(1, min(block.keys, block.upper + row1));
+    const int32_t last = clamp32((end - 1) / step, block.first, block.last);
+    const int32_t first = clamp32(max(0, block.lower + row0) / step, block.first, last);
+    const int32_t full_begin = max(first, (max(0, block.lower + row1) + step - 1) / step);
+    const int32_t full_end = max(0, min(block.keys, block.upper + row0)) / step;
+    const Walk what = block.first > block.last ? Walk::nothing : Walk::keys;
+    return {what, first, last, full_begin, full_end, block.last - last, first - block.first};
+  }
+
+ private:
+  TILEWISE_DEVICE static int32_t clamp32(int32_t x, int32_t low, int32_t high) {
+    return max(low, min(x, high));
+  }
+};
+
+// A tile of query rows and the key tiles they see.
+template <class C>
+struct ForwardWork : BlockWork {
+  int32_t index;  // among p.work
+  WarpgroupTiles parts[C::kForward.math_warpgroups];
+
+  TILEWISE_DEVICE bool has_keys() const { return tiles.first <= tiles.last; }
+};
+
+}  // namespace tilewise::cuda::wgmma
