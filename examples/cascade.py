@@ -1,0 +1,166 @@
+"""Decoding many sequences that begin alike, reading the common beginning once: cascade attention.
+
+  python examples/cascade.py
+  python examples/cascade.py --sequences 64 --prefix 8192 --device cuda
+
+One step of decoding, the keys in pages, those of the common prefix stored once. Plain decoding lets
+every sequence read its whole block table, the prefix's pages each time anew. In a cascade, the
+queries of all sequences are the rows of one attention to the prefix, each has one of its own to its
+suffix, and `merge_states` makes one of the two: exact, because both come with their lse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import tilewise
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Problem:
+    """B sequences, whose first ``prefix`` keys are in the same pages."""
+
+    q: Tensor  # [B, 1, Hq, D]
+    k_pages: Tensor  # [pages, page_size, Hkv, D]
+    v_pages: Tensor
+    block_table: Tensor  # [B, width] int32
+    lengths: Tensor  # [B] int32, prefix included
+    prefix: int  # a multiple of the page size
+
+    @property
+    def prefix_pages(self) -> int:
+        return self.prefix // self.k_pages.shape[1]
+
+
+def make(options: argparse.Namespace) -> Problem:
+    """A problem with suffixes of different lengths."""
+    torch.manual_seed(0)
+    b, size = options.sequences, options.page_size
+    common, own = options.prefix // size, -(-options.suffix // size)
+    page = (size, options.kv_heads, options.head_dim)
+    kind = dict(device=options.device, dtype=DTYPES[options.dtype])
+    k_pages, v_pages = (torch.randn(common + b * own, *page, **kind) for _ in range(2))
+    shared = torch.arange(common).expand(b, common)
+    table = torch.cat([shared, common + torch.arange(b * own).view(b, own)], 1)
+    lengths = common * size + torch.randint(1, options.suffix + 1, (b,))
+    return Problem(
+        torch.randn(b, 1, options.heads, options.head_dim, **kind),
+        k_pages,
+        v_pages,
+        table.to(options.device, torch.int32),
+        lengths.to(options.device, torch.int32),
+        common * size,
+    )
+
+
+def plain(p: Problem) -> tuple[Tensor, Tensor]:
+    """Every sequence reads all of its pages. Returns (out [B, 1, Hq, D], lse [B, Hq, 1])."""
+    return tilewise.attention_with_kvcache(
+        p.q, p.k_pages, p.v_pages, cache_seqlens=p.lengths, block_table=p.block_table,
+        return_lse=True,
+    )  # fmt: skip
+
+
+def cascade(p: Problem) -> tuple[Tensor, Tensor]:
+    """The same, the prefix read once."""
+    b = p.q.shape[0]
+    every_row = torch.tensor([0, b], dtype=torch.int32, device=p.q.device)
+    out_prefix, lse_prefix = tilewise.attention_varlen(
+        p.q.squeeze(1), p.k_pages, p.v_pages, every_row, None,
+        seqused_k=every_row.new_tensor([p.prefix]),
+        block_table=p.block_table[:1, : p.prefix_pages], return_lse=True,
+    )  # fmt: skip
+    out_suffix, lse_suffix = tilewise.attention_with_kvcache(
+        p.q, p.k_pages, p.v_pages, cache_seqlens=p.lengths - p.prefix,
+        block_table=p.block_table[:, p.prefix_pages :], return_lse=True,
+    )  # fmt: skip
+    # The prefix's rows are packed, [B, Hq, D] and lse [Hq, B]: as the suffixes', one row each.
+    return tilewise.merge_states(
+        out_prefix.unsqueeze(1), lse_prefix.t().unsqueeze(-1), out_suffix, lse_suffix
+    )
+
+
+def bytes_read(p: Problem) -> tuple[int, int]:
+    """Of keys and values: (plain, cascade)."""
+    key = 2 * p.k_pages[0, 0].nbytes
+    whole, b = int(p.lengths.sum()), p.q.shape[0]
+    return whole * key, (whole - (b - 1) * p.prefix) * key
+
+
+def milliseconds(run: Callable[[], object], device: str, rounds: int = 20) -> float:
+    """The median of some calls."""
+    times = []
+    for _ in range(rounds):
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        run()
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:]) * 1e3
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--sequences", type=int, default=16)
+    add("--prefix", type=int, default=2048, help="common tokens, cut to whole pages")
+    add("--suffix", type=int, default=100, help="own tokens, at most")
+    add("--page-size", type=int, default=16)
+    add("--heads", type=int, default=8)
+    add("--kv-heads", type=int, default=2)
+    add("--head-dim", type=int, default=64)
+    add("--dtype", choices=DTYPES, default="fp32")
+    add("--device", default="cpu")
+    options = parser.parse_args(arguments)
+    for name in ("sequences", "suffix", "page_size"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}, must be >= 1")
+    if options.prefix < options.page_size:
+        parser.error(f"--prefix is {options.prefix}, must be at least a page, {options.page_size}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0 if both ways agree."""
+    options = parse(arguments)
+    p = make(options)
+    (out, lse), (out_cascade, lse_cascade) = plain(p), cascade(p)
+    error = (out_cascade.double() - out.double()).abs().max() / out.double().abs().max()
+    error_lse = (lse_cascade - lse).abs().max()
+    # fp32: each is within 1e-6 of the exact result. Else: two outputs are rounded, then merged.
+    allowed = max(2e-6, 2 * torch.finfo(out.dtype).eps)
+    print(
+        f"{options.sequences} sequences, {p.prefix} common keys and up to {options.suffix} own, "
+        f"{options.heads}/{options.kv_heads} heads of {options.head_dim}, {options.dtype}, "
+        f"{options.device}"
+    )
+    print(f"largest difference: {error:.1e} of the largest output (allowed {allowed:.1e}), "
+          f"{error_lse:.1e} in lse")  # fmt: skip
+    reads = bytes_read(p)
+    print(f"keys and values read: plain {reads[0] / 1e6:.1f} MB, cascade {reads[1] / 1e6:.1f} MB: "
+          f"{1 - reads[1] / reads[0]:.0%} saved")  # fmt: skip
+    times = [milliseconds(lambda f=f: f(p), options.device) for f in (plain, cascade)]
+    print(f"time: plain {times[0]:.2f} ms, cascade {times[1]:.2f} ms: {times[0] / times[1]:.2f}x")
+    if error > allowed or error_lse > 1e-5:
+        print("NOT the same result")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
