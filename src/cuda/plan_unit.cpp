@@ -105,6 +105,7 @@ const UnitTable* find_forward(const Problem& p, Family family, const Gpu& gpu,
   if (family == Family::wgmma && why_not_wgmma(p, nullptr) != nullptr) return nullptr;
   const UnitTable* unit = find(p, family, gpu, inside, serves_forward);
   if (unit == nullptr || family == Family::simt) return unit;
+  if (p.batch_invariant != 0) return "batch_invariant asks for one kernel, whatever the lengths";
   if (p.kv_float8 != 0) return nullptr;  // their copies do not convert
   if (needs_second_pass(p) && find_forward(p, Family::simt, gpu, inside) == nullptr) return nullptr;
   const bool narrow = family == Family::wgmma ? deciding_rows(p) <= arch::Sm90a::kNarrowForwardRows

@@ -157,6 +157,9 @@ TEST(PlannerCuda, WhatStaysOffWgmmaSaysWhy) {
   Problem expanded = good;
   expanded.k.stride_head = 0;
   expect(expanded, "TMA needs positive strides");
+  Problem invariant = good;
+  invariant.batch_invariant = 1;
+  expect(invariant, "batch_invariant asks for one kernel");
   Problem options = good;
   options.softcap = 30.0f;
   options.window_left = 100;
