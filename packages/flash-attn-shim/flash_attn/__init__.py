@@ -1,0 +1,25 @@
+"""Tilewise under the name flash_attn: what is here is ``tilewise.compat.flash_attn``."""
+
+from importlib import metadata, util
+
+
+def _refuse_to_shadow() -> None:
+    """A program must not get one package's Python and another's kernels."""
+    others = [
+        f"flash-attn {found.version} in {found.locate_file('')}"
+        for found in metadata.distributions(name="flash-attn")
+        if "+tilewise" not in found.version
+    ]
+    if util.find_spec("flash_attn_2_cuda") is not None:
+        others.append("the kernels flash_attn_2_cuda of a real flash-attn")
+    if others:
+        raise ImportError(
+            f"flash_attn is Tilewise's stand-in ({__file__}), but there is also {others[0]}; keep one: "
+            "`pip uninstall flash-attn` until nothing is left, then install what you want"
+        )
+
+
+_refuse_to_shadow()
+
+from tilewise.compat.flash_attn import *  # noqa: E402, F403
+from tilewise.compat.flash_attn import __version__ as __version__  # noqa: E402

@@ -1,0 +1,7 @@
+"""Tilewise's module itself, with all of its names."""
+
+import sys
+
+import tilewise.compat.flash_attn.flash_attn_interface
+
+sys.modules[__name__] = tilewise.compat.flash_attn.flash_attn_interface
