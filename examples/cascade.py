@@ -142,8 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (out, lse), (out_cascade, lse_cascade) = plain(p), cascade(p)
     error = (out_cascade.double() - out.double()).abs().max() / out.double().abs().max()
     error_lse = (lse_cascade - lse).abs().max()
-    # fp32: each is within 1e-6 of the exact result. Else: two outputs are rounded, then merged.
-    allowed = max(2e-6, 2 * torch.finfo(out.dtype).eps)
+    # fp32: each is within 1e-6 of the exact result. Else: what is merged was rounded, and a part
+    # (few keys) may well be larger than the whole (many).
+    allowed = max(2e-6, 4 * torch.finfo(out.dtype).eps)
     print(
         f"{options.sequences} sequences, {p.prefix} common keys and up to {options.suffix} own, "
         f"{options.heads}/{options.kv_heads} heads of {options.head_dim}, {options.dtype}, "
