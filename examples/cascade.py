@@ -142,9 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (out, lse), (out_cascade, lse_cascade) = plain(p), cascade(p)
     error = (out_cascade.double() - out.double()).abs().max() / out.double().abs().max()
     error_lse = (lse_cascade - lse).abs().max()
-    # fp32: each is within 1e-6 of the exact result. Else: what is merged was rounded, and a part
-    # (few keys) may well be larger than the whole (many).
-    allowed = max(2e-6, 4 * torch.finfo(out.dtype).eps)
+    # fp32: each way is within 1e-6 of the exact result. Else: rounded outputs are merged, and a
+    # part (few keys) may well be larger than the whole (many).
+    allowed = max(2e-6, 2 * torch.finfo(out.dtype).eps)
     print(
         f"{options.sequences} sequences, {p.prefix} common keys and up to {options.suffix} own, "
         f"{options.heads}/{options.kv_heads} heads of {options.head_dim}, {options.dtype}, "
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
           f"{1 - reads[1] / reads[0]:.0%} saved")  # fmt: skip
     times = [milliseconds(lambda f=f: f(p), options.device) for f in (plain, cascade)]
     print(f"time: plain {times[0]:.2f} ms, cascade {times[1]:.2f} ms: {times[0] / times[1]:.2f}x")
-    if error > allowed or error_lse > 1e-5:
+    if error > allowed or error_lse > allowed:
         print("NOT the same result")
         return 1
     return 0
