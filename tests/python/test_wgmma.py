@@ -1,0 +1,153 @@
+"""The Hopper kernels: that they serve what they should, and are right about it.
+
+Random problems of test_properties.py mostly have rows that start anywhere; those are for other
+kernels. Here they start at multiples of 16 bytes. TILEWISE_TEST_EXAMPLES=<n> draws n new problems
+per dtype instead of the default ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+import capi
+from cases import Built, Case, check, run
+from strategies import cases
+
+THOROUGH = int(os.environ.get("TILEWISE_TEST_EXAMPLES", "0"))
+SHARDS = 4
+EXAMPLES = {"cuda": 600, "emulator": 40}
+FAMILY = "cuda.wgmma"
+
+
+def aligned(case: Case) -> Case:
+    """The same problem as these kernels take it."""
+    return dataclasses.replace(
+        case,
+        head_dim=min(256, -(-case.head_dim // 8) * 8),
+        head_dim_v=min(256, -(-case.head_dim_v // 8) * 8),
+        shift=0,
+        pad=case.pad // 8 * 8,
+        expand="",
+    )
+
+
+def kernels(case: Case) -> tuple[str, str]:
+    """What the planner takes for forward and backward."""
+    b = Built(case)
+    forward = capi.plan(b.attention).kernel.decode()
+    return forward, capi.plan(b.attention, b.gradients()).kernel.decode()
+
+
+@pytest.fixture(autouse=True)
+def hopper(device):
+    if device.name == "cpu":
+        pytest.skip("CUDA kernels")
+    for kernel in kernels(Case("bf16", rows=(100,), keys=(100,), head_dim=64, head_dim_v=64)):
+        if not kernel.startswith(FAMILY):
+            pytest.skip(f"no {FAMILY} on this GPU or in this build, or another table is forced")
+
+
+BASE = Case("bf16", rows=(150,) * 2, keys=(170,) * 2, heads_kv=2, group=2, head_dim=64,
+            head_dim_v=64, window=(-1, 0))  # fmt: skip
+OPTIONS = {
+    "full": dict(window=(-1, -1)),
+    "causal": {},
+    "window": dict(window=(40, 20)),
+    "left window": dict(window=(33, -1)),
+    "more rows than keys": dict(keys=(60,) * 2),
+    "varlen": dict(rows=(130, 0, 3, 257), keys=(90, 20, 0, 300), varlen_q=True, varlen_k=True,
+                   tail_q=5, tail_k=3),
+    "varlen keys": dict(rows=(150,) * 3, keys=(90, 0, 300), varlen_k=True),
+    "used": dict(used_q=(150, 99), used_k=(130, 5)),
+    "left padding": dict(leftpad=(3, 160)),
+    "cache index": dict(kv_idx=(1, 0)),
+    "paged": dict(page_size=16, used_k=(170, 31)),
+    "odd pages": dict(page_size=3, leftpad=(5, 0)),
+    "softcap": dict(softcap=5.0),
+    "ALiBi": dict(alibi="bh"),
+    "bias": dict(bias="bhr", bias_hides=True),
+    "broadcast bias": dict(bias="h", bias_own_dtype=True),
+    "sinks": dict(sinks=True),
+    "dropout": dict(dropout_p=0.3),
+    "all of the score": dict(softcap=30.0, alibi="h", bias="b", sinks=True, dropout_p=0.1),
+    "learned scale": dict(scale_ptr=True, dlse=True),
+    "negative scale": dict(scale=-0.2),
+    "zero scale": dict(scale=0.0),
+    "deterministic": dict(deterministic=True),
+    "strides": dict(order=(0, 2, 1, 3), pad=8),
+    "long": dict(rows=(1100,), keys=(1100,), heads_kv=1),
+    "fp16": dict(dtype="fp16"),
+    **{f"head dim {d}": dict(head_dim=d, head_dim_v=d) for d in (8, 72, 80, 96, 128, 192, 256)},
+    "head dim 192/128": dict(head_dim=192, head_dim_v=128),
+    "head dim 40/200": dict(head_dim=40, head_dim_v=200),
+    "head dim 128, softcap": dict(head_dim=128, head_dim_v=128, softcap=5.0),
+    "head dim 256, dropout": dict(head_dim=256, head_dim_v=256, dropout_p=0.3),
+    "head dim 256, deterministic": dict(head_dim=256, head_dim_v=256, deterministic=True),
+}  # fmt: skip
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_is_served_and_right(option, device):
+    case = dataclasses.replace(BASE, **OPTIONS[option])
+    if device.name == "emulator" and max(case.head_dim, case.head_dim_v) > 128:
+        pytest.skip("the emulated build has head dims up to 128")
+    for kernel in kernels(case):
+        assert kernel.startswith(FAMILY), kernel
+    check(case)
+
+
+def random_problems(dtype: str, shard: int, device: str, served: Counter):
+    @settings(
+        max_examples=(THOROUGH or EXAMPLES[device]) // SHARDS,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink] if THOROUGH else [Phase.generate],
+    )
+    @given(case=cases(dtype, small=device == "emulator").map(aligned))
+    def body(case: Case) -> None:
+        served.update(name.rpartition(".forward")[0] or name for name in kernels(case)[:1])
+        check(case)
+
+    return body if THOROUGH else seed(shard)(body)
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_random_problems(dtype, shard, device):
+    served: Counter = Counter()
+    random_problems(dtype, shard, device.name, served)()
+    # Few rows are for another kernel; the rest is what this test is about.
+    share = sum(n for name, n in served.items() if name.startswith(FAMILY)) / served.total()
+    assert share > 0.3, served
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("varlen", [False, True])
+def test_the_same_input_gives_the_same_bits(head_dim, varlen, device):
+    """What races shows sooner or later: the forward always, the backward when asked for."""
+    if device.name == "emulator" and head_dim > 128:
+        pytest.skip("the emulated build has head dims up to 128")
+    launches = 2 if device.name == "emulator" else 50
+    case = dataclasses.replace(
+        BASE, rows=(300, 190), keys=(310, 200), head_dim=head_dim, head_dim_v=head_dim,
+        varlen_q=True, varlen_k=True, deterministic=True,
+    ) if varlen else dataclasses.replace(
+        BASE, rows=(700,), keys=(700,), head_dim=head_dim, head_dim_v=head_dim, deterministic=True
+    )  # fmt: skip
+    b = Built(case)
+    first = run(b)
+    for _ in range(launches - 1):
+        again = run(b)
+        assert again.out.tobytes() == first.out.tobytes()
+        assert again.lse.tobytes() == first.lse.tobytes()
+        for name, grad in first.grads.items():
+            assert again.grads[name].tobytes() == grad.tobytes(), name
