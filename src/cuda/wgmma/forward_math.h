@@ -184,13 +184,15 @@ class ForwardMath {
 
   // --- the walk ---
 
+  // kMasked: the band may cut the tile.
   template <bool kFirst, bool kMasked>
   TILEWISE_DEVICE void take_scores(int slot, int32_t tile) {
     const Work& work = shared_.work(slot);
     if constexpr (C::kGeneral) {
       if (terms_) general().apply(p_.problem, work, s_, tile, place());
     }
-    if (kMasked) mask(s_, work, place(), tile);
+    if (kMasked && (tile >= tiles_.full_end || tile < tiles_.full_begin))
+      mask(s_, work, place(), tile);
     softmax_.template update<kFirst>(s_);
     if constexpr (C::kGeneral) {
       if (dropout_) general().drop(p_.problem, work, s_, tile, place());
