@@ -46,9 +46,10 @@ void launch_wgmma(const Problem& p, const Gradients& g, const Plan& plan,
   static_cast<BackwardParams&>(params) = main;
   params.q = map_of_rows(p, p.q, p.head_dim, plan.tile_q);
   params.dout = map_of_rows(p, g.dout, p.head_dim_v, plan.tile_q);
-  params.k = map_of_keys(p, p.k, p.head_dim, plan.tile_k);
-  params.v = map_of_keys(p, p.v, p.head_dim_v, plan.tile_k);
-  launch(plan.unit->form(plan.general).tma_backward, plan.blocks, p.stream, params,
+  const int32_t cluster = plan.unit->backward_tile.cluster;
+  params.k = map_of_keys(p, p.k, p.head_dim, plan.tile_k / cluster);
+  params.v = map_of_keys(p, p.v, p.head_dim_v, plan.tile_k / cluster);
+  launch(plan.unit->form(plan.general).tma_backward, plan.blocks * cluster, p.stream, params,
          Start::dependent);
 }
 

@@ -105,7 +105,6 @@ const UnitTable* find_forward(const Problem& p, Family family, const Gpu& gpu,
   if (family == Family::wgmma && why_not_wgmma(p, nullptr) != nullptr) return nullptr;
   const UnitTable* unit = find(p, family, gpu, inside, serves_forward);
   if (unit == nullptr || family == Family::simt) return unit;
-  if (p.batch_invariant != 0) return "batch_invariant asks for one kernel, whatever the lengths";
   if (p.kv_float8 != 0) return nullptr;  // their copies do not convert
   if (needs_second_pass(p) && find_forward(p, Family::simt, gpu, inside) == nullptr) return nullptr;
   const bool narrow = family == Family::wgmma ? deciding_rows(p) <= arch::Sm90a::kNarrowForwardRows
@@ -121,7 +120,8 @@ const UnitTable* find_backward(const Problem& p, const Gradients* g, Family fami
   if (unit == nullptr || family == Family::simt) return unit;
   if (needs_second_pass(p) && find_backward(p, g, Family::simt, gpu, inside) == nullptr)
     return nullptr;
-  const bool narrow = needs_second_pass(p) && deciding_rows(p) <= arch::Sm90a::kNarrowBackwardRows;
+  const bool narrow =
+      arch::Sm90a::narrow_backward(unit->head_dim, deciding_rows(p), needs_second_pass(p));
   if (!narrow || unit->narrow == nullptr || !serves_backward(*unit->narrow, gpu)) return unit;
   return unit->narrow;
 }
@@ -170,6 +170,8 @@ const char* why_not_wgmma(const Problem& p, const Gradients* g) {
   constexpr int64_t kFewRows = 64;
   if (p.dtype == TILEWISE_FLOAT32) return "its tensor cores compute float16 and bfloat16";
   if (p.kv_float8 != 0) return "its copies do not convert float8";
+  if (g == nullptr && p.batch_invariant != 0)
+    return "batch_invariant asks for one kernel, whatever the lengths";
   if (g == nullptr && deciding_rows(p) * group_size(p) <= kFewRows)
     return "it fills tiles of 64 rows and more, and here are fewer";
   if (!rows_are_aligned(p, g))

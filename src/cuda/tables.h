@@ -24,6 +24,7 @@ struct Tile {
   int32_t rows = 0;
   int32_t keys = 0;
   int32_t blocks_per_sm = 1;
+  int32_t cluster = 1;  // blocks that share a tile
 };
 
 struct UnitTable {

@@ -32,7 +32,7 @@ inline cuda::UnitTable hopper(cuda::UnitTable table, cuda::arch::Cut cut) {
   const auto forward = Sm90a::forward(table.head_dim, cut);
   const auto backward = Sm90a::backward(table.head_dim, cut);
   table.forward_tile = {forward.rows(), forward.keys, 1};
-  table.backward_tile = {backward.queries, backward.keys, 1};
+  table.backward_tile = {backward.queries, backward.keys * backward.cluster, 1, backward.cluster};
   return table;
 }
 

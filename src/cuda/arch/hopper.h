@@ -35,16 +35,21 @@ struct Sm90a {
     // Latency-bound: many queries, statistics where they are used.
     if (head_dim <= 64)
       return narrow ? WgmmaBackwardTile{}
-                    : WgmmaBackwardTile{128, 128, false, SendDq::at_once, 240, 24};
+                    : WgmmaBackwardTile{128, 128, 1, false, SendDq::at_once, 240, 24};
     // 80 queries are faster once there is much to walk, 64 lose less at a causal edge.
     if (head_dim <= 128)
-      return narrow ? WgmmaBackwardTile{128, 64, true, SendDq::under_dp, 240, 24}
-                    : WgmmaBackwardTile{128, 80, true, SendDq::under_scores, 240, 24};
-    return narrow ? WgmmaBackwardTile{} : WgmmaBackwardTile{head_dim <= 192 ? 96 : 80, 64,  false,
-                                                            SendDq::at_once,           240, 24};
+      return narrow ? WgmmaBackwardTile{128, 64, 1, true, SendDq::under_dp, 240, 24}
+                    : WgmmaBackwardTile{128, 80, 1, true, SendDq::under_scores, 240, 24};
+    if (head_dim <= 192)
+      return narrow ? WgmmaBackwardTile{}
+                    : WgmmaBackwardTile{96, 64, 1, false, SendDq::at_once, 240, 24};
+    // The sums of dQ are the wall: two blocks halve them (448 to 517 TFLOP/s at 16k rows).
+    return {80, 64, narrow ? 1 : 2, false, SendDq::at_once, 240, 24};
   }
-  // Causal problems of up to so many rows take the narrow cut.
-  static constexpr int64_t kNarrowBackwardRows = 4096;
+  // Which problems take the narrow cut. By columns a cluster pays from 2k rows on.
+  static constexpr bool narrow_backward(int head_dim, int64_t rows, bool has_edges) {
+    return head_dim > 192 ? rows < 2048 : has_edges && rows <= 4096;
+  }
 };
 
 }  // namespace tilewise::cuda::arch

@@ -60,10 +60,12 @@ enum class SendDq {
   under_dp,      // when the next P is computed
 };
 
-// Backward (wgmma): a block owns `keys` keys and walks tiles of `queries` query rows.
+// Backward (wgmma): a block owns `keys` keys and walks tiles of `queries` query rows. The blocks of a
+// cluster own neighbouring keys, exchange dS and share the columns of dQ.
 struct WgmmaBackwardTile {
   int keys;
   int queries;
+  int cluster;  // blocks: 1 or 2
   bool preload;  // S and dP start at their row statistics
   SendDq send;
   int math_registers;

@@ -9,6 +9,7 @@
 #include "emulator/device.h"
 #define TILEWISE_DEVICE inline __attribute__((always_inline))
 #define TILEWISE_KERNEL(threads, blocks_per_sm) inline
+#define TILEWISE_CLUSTER_KERNEL(threads, blocks) inline
 #define TILEWISE_PARAMETER const
 
 #else
@@ -16,6 +17,9 @@
 #include <cuda_runtime.h>
 #define TILEWISE_DEVICE __device__ __forceinline__
 #define TILEWISE_KERNEL(threads, blocks_per_sm) __global__ __launch_bounds__(threads, blocks_per_sm)
+// The grid is a multiple of `blocks`, which run side by side (sm_90).
+#define TILEWISE_CLUSTER_KERNEL(threads, blocks) \
+  __global__ __launch_bounds__(threads, 1) __cluster_dims__(blocks, 1, 1)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
 #define TILEWISE_PARAMETER const  // Pascal has no __grid_constant__
 #else

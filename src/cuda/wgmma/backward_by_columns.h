@@ -9,11 +9,14 @@
 //   ------------------------------------ barrier: ds is in shared memory
 //   dq = ds K to memory, dk += ds Q    dq = ds K to memory, dk += ds Q
 //
+// Two blocks of a cluster own neighbouring keys. Each sends its ds to the other one, and sums half
+// of the columns of dq over the keys of both.
+//
 // dv, dk and dq are transposed: a row of the sums is a column of the head. In the general form
 // warpgroup 0 also stores the derivative of p with respect to the product, where ds will lie.
 #pragma once
 
-#include "cuda/common/exponent_scale.h"
+#include "cuda/ptx/cluster.h"
 #include "cuda/wgmma/backward_column_math.h"
 #include "cuda/wgmma/backward_column_scores.h"
 #include "cuda/wgmma/backward_keys.h"
@@ -21,65 +24,140 @@
 
 namespace tilewise::cuda::wgmma {
 
+// What the steps of a warpgroup have in common.
+template <class C, int kWarpgroup>
+struct ColumnWalk {
+  using Plan = BackwardPlan<C>;
+
+  const BackwardBarriers barriers;
+  const ColumnProducts<C, kWarpgroup> products;
+  const ColumnScores<C> scores;
+  const DqReduction<C> reduction;
+  const int first_dq;  // panel
+  const int peer;      // rank of the other block
+  ptx::SharedAddress shared;
+
+  TILEWISE_DEVICE ColumnWalk(const TmaBackwardParams& params, const KeyWork<C>& work,
+                             ptx::SharedAddress shared, int warp, int first_dq)
+      : barriers{shared + Plan::kBarriers},
+        products(shared, first_dq),
+        scores(params, work, shared, warp),
+        reduction(params, work, warp),
+        first_dq(first_dq),
+        peer(work.rank ^ 1),
+        shared(shared) {}
+
+  TILEWISE_DEVICE static bool speaks() { return ptx::lane_index() == 0; }
+
+  // dq and dk of a step, with the keys of the block. The last dk is under way when it returns.
+  TILEWISE_DEVICE void rows_and_keys(ColumnSums<C, kWarpgroup>& sums, const RowWalk& walk,
+                                     int stage) const {
+    constexpr bool kTwoDq = Plan::own_dq(kWarpgroup) > 1;
+    constexpr bool kTwoDk = Plan::own_dk(kWarpgroup) > 1;
+    float dq[32];
+    products.start_dq(dq, stage);
+    products.add_dk(sums.dk[0], 0, stage);
+    ptx::wgmma_wait_group<1>();
+    if (speaks()) ptx::mbarrier_arrive(barriers.dout_read(0));
+    ptx::keep(dq);
+    reduction.await_turn(walk);
+    reduction.add(dq, walk, first_dq);
+    if constexpr (kTwoDq) products.restart_dq(dq, stage);
+    if constexpr (kTwoDk) products.add_dk(sums.dk[1], 1, stage);
+    if constexpr (kTwoDq) {
+      ptx::wgmma_wait_group<kTwoDk ? 1 : 0>();
+      ptx::keep(dq);
+      reduction.add(dq, walk, first_dq + 1);
+    }
+    reduction.pass_turn(walk);
+  }
+
+  // dS on its way to the other block, before anything else is queued.
+  TILEWISE_DEVICE void send_ds() const {
+    ptx::bar_sync(kOwnStored + 1, ptx::kWarpgroupSize);
+    if (ptx::thread_index() % ptx::kWarpgroupSize != 0) return;
+    constexpr int kBytes = Plan::ScoreTile::kBytes;
+    ptx::mbarrier_arrive_expect_tx(barriers.peer_ds_landed(), kBytes);
+    ptx::cp_async_bulk_to_rank(ptx::map_to_rank(shared + Plan::kPeerDs, peer), shared + Plan::kDs,
+                               kBytes, ptx::map_to_rank(barriers.peer_ds_landed(), peer));
+  }
+
+  // The same with the keys of both blocks: half the columns of dq, twice the keys.
+  TILEWISE_DEVICE void rows_and_keys_of_cluster(ColumnSums<C, kWarpgroup>& sums,
+                                                const RowWalk& walk, int stage, bool last) const {
+    float dq[32];
+    products.add_dk(sums.dk[0], 0, stage);
+    products.add_dk(sums.dk[1], 1, stage);
+    products.start_own_dq(dq);
+    ptx::mbarrier_wait_parity(barriers.peer_ds_landed(), stage);
+    products.add_peer_dq(dq);
+    ptx::wgmma_wait_group<2>();
+    if (speaks()) ptx::mbarrier_arrive(barriers.dout_read(0));
+    ptx::wgmma_wait_group<0>();
+    ptx::keep(dq);
+    if (kWarpgroup == 1 && !last) ptx::bar_arrive(kPRead, Plan::kMathThreads);
+    if (speaks()) {
+      ptx::mbarrier_arrive_remote(ptx::map_to_rank(barriers.peer_has_read(), peer));
+      ptx::mbarrier_arrive(barriers.q_read(stage));
+    }
+    reduction.await_turn(walk);
+    reduction.add(dq, walk, first_dq);
+    reduction.pass_turn(walk);
+  }
+};
+
 template <class C, int kWarpgroup>
 TILEWISE_DEVICE void walk_by_columns(const TmaBackwardParams& params, const KeyWork<C>& work,
                                      ptx::SharedAddress shared, int warp,
                                      ColumnSums<C, kWarpgroup>& sums) {
   using Plan = BackwardPlan<C>;
-  const BackwardBarriers barriers{shared + Plan::kBarriers};
-  const ColumnProducts<C, kWarpgroup> products(shared);
-  const ColumnScores<C> scores(params, work, shared, warp);
-  const DqReduction<C> reduction(params, work, warp);
-  const bool speaker = ptx::lane_index() == 0;
+  constexpr bool kAlone = Plan::kCluster == 1;
+  const int first_dq = kAlone ? Plan::first_dq(kWarpgroup) : 2 * work.rank + kWarpgroup;
+  const ColumnWalk<C, kWarpgroup> own(params, work, shared, warp, first_dq);
+  const BackwardBarriers& barriers = own.barriers;
   RowWalk walk = work.walk(params.problem);
 #pragma unroll 1
   for (int32_t step = 0; step < work.steps; ++step) {
     const int stage = step & 1;
     const int parity = step >> 1 & 1;
     float s[Plan::kKeys / 2];
-    float dq[32];
 
     // Warpgroup 0 first: p is what both wait for.
     if constexpr (kWarpgroup == 0)
       ptx::mbarrier_wait_parity(barriers.q_landed(stage), parity);
     else
       ptx::mbarrier_wait_parity(barriers.dout_landed(0), stage);
-    const RowStatistic statistic = scores.template statistic<kWarpgroup>(stage);
+    const RowStatistic statistic = own.scores.template statistic<kWarpgroup>(stage);
     if constexpr (kWarpgroup == 1) ptx::bar_sync(kScoresIssued, Plan::kMathThreads);
-    products.start_scores(s, stage);
+    own.products.start_scores(s, stage);
     if constexpr (kWarpgroup == 0) ptx::bar_arrive(kScoresIssued, Plan::kMathThreads);
-    ptx::wgmma_wait_group<1>();  // the last dk of the step before
-    if (speaker && step > 0) ptx::mbarrier_arrive(barriers.q_read(stage ^ 1));
+    if constexpr (kAlone) {
+      ptx::wgmma_wait_group<1>();  // the last dk of the step before
+      if (own.speaks() && step > 0) ptx::mbarrier_arrive(barriers.q_read(stage ^ 1));
+    }
     ptx::wgmma_wait_group<0>();
     ptx::keep(s);
     if constexpr (kWarpgroup == 0) {
-      scores.store_p(params.problem, s, statistic, walk, stage);
+      if (!kAlone && step > 0) ptx::bar_sync(kPRead, Plan::kMathThreads);
+      if (!kAlone && C::kGeneral) ptx::mbarrier_wait_parity(barriers.peer_has_read(), stage ^ 1);
+      own.scores.store_p(params.problem, s, statistic, walk, stage);
       ptx::bar_arrive(kPStored, Plan::kMathThreads);
       ptx::bar_sync(kOwnStored, ptx::kWarpgroupSize);
       ptx::mbarrier_wait_parity(barriers.dout_landed(0), stage);
     } else {
       ptx::bar_sync(kPStored, Plan::kMathThreads);
-      scores.store_ds(s, statistic, stage);
+      if (!kAlone) ptx::mbarrier_wait_parity(barriers.peer_has_read(), stage ^ 1);
+      own.scores.store_ds(s, statistic, stage);
+      if constexpr (!kAlone) own.send_ds();
       ptx::mbarrier_wait_parity(barriers.q_landed(stage), parity);
     }
 
-    products.add_dv(sums.dv, stage);
-    ptx::bar_sync(kMath, Plan::kMathThreads);
-    products.start_dq(dq, stage);
-    products.add_dk(sums.dk[0], 0, stage);
-    ptx::wgmma_wait_group<1>();
-    if (speaker) ptx::mbarrier_arrive(barriers.dout_read(0));
-    ptx::keep(dq);
-    reduction.await_turn(walk);
-    reduction.add(dq, walk, Plan::first_dq(kWarpgroup));
-    if constexpr (Plan::own_dq(kWarpgroup) > 1) products.restart_dq(dq, stage);
-    if constexpr (Plan::own_dk(kWarpgroup) > 1) products.add_dk(sums.dk[1], 1, stage);
-    if constexpr (Plan::own_dq(kWarpgroup) > 1) {
-      ptx::wgmma_wait_group<(Plan::own_dk(kWarpgroup) > 1) ? 1 : 0>();
-      ptx::keep(dq);
-      reduction.add(dq, walk, Plan::first_dq(kWarpgroup) + 1);
-    }
-    reduction.pass_turn(walk);
+    own.products.add_dv(sums.dv, stage);
+    ptx::bar_sync(kMath, Plan::kMathThreads);  // dS is stored
+    if constexpr (kAlone)
+      own.rows_and_keys(sums, walk, stage);
+    else
+      own.rows_and_keys_of_cluster(sums, walk, stage, step + 1 == work.steps);
     walk.advance(Plan::kQueries);
   }
   ptx::wgmma_wait_group<0>();
@@ -98,7 +176,7 @@ TILEWISE_DEVICE void by_columns_role(const TmaBackwardParams& p, const KeyWork<C
   ptx::griddepcontrol_launch_dependents();
 
   if (p.key_flags.data != nullptr && ptx::any(!sums.finite()) && ptx::lane_index() == 0)
-    p.key_flags.data[ptx::block_index()] = 1;
+    p.key_flags.data[KeyWork<C>::index()] = 1;
   ptx::bar_sync(kMath, Plan::kMathThreads);  // nobody reads K and V any more
   const float scale = score_of(p.problem).scale;
   const typename Plan::KTile k{shared + Plan::kK};

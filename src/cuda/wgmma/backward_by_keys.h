@@ -114,7 +114,7 @@ TILEWISE_DEVICE void by_keys_role(const TmaBackwardParams& p, const KeyWork<C>& 
 
   if (p.key_flags.data != nullptr && ptx::any(!all_finite(dk) || !all_finite(dv)) &&
       ptx::lane_index() == 0) {
-    p.key_flags.data[ptx::block_index()] = 1;
+    p.key_flags.data[KeyWork<C>::index()] = 1;
   }
   ptx::bar_sync(kMath, Plan::kMathThreads);  // nobody reads K and V any more
   const int first = warpgroup * 64 + warp * 16;

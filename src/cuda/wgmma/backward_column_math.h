@@ -56,15 +56,21 @@ class ColumnProducts {
   using Wgmma = ptx::Wgmma<kN, C::kHalf>;
 
  public:
-  TILEWISE_DEVICE explicit ColumnProducts(ptx::SharedAddress shared)
+  // `first_dq`: the first panel of dQ of the warpgroup.
+  TILEWISE_DEVICE ColumnProducts(ptx::SharedAddress shared, int first_dq)
       : rows_(RowTile{shared + (kWarpgroup == 0 ? Plan::kQ : Plan::kDout)}.by_columns()),
         keys_(KeyTile{shared + (kWarpgroup == 0 ? Plan::kK : Plan::kV)}.by_columns()),
         dout_(typename Plan::DoutTile{shared + Plan::kDout}.by_rows(Plan::first_dv(kWarpgroup))),
         q_(typename Plan::QTile{shared + Plan::kQ}.by_rows(Plan::first_dk(kWarpgroup))),
-        k_(typename Plan::KTile{shared + Plan::kK}.by_rows(Plan::first_dq(kWarpgroup))),
+        k_(typename Plan::KTile{shared + Plan::kK}.by_rows(first_dq)),
         p_(ScoreTile{shared + Plan::kP}.by_columns()),
         ds_(ScoreTile{shared + Plan::kDs}.by_columns()),
-        ds_keys_(ScoreTile{shared + Plan::kDs}.by_rows()) {}
+        ds_keys_(ScoreTile{shared + Plan::kDs}.by_rows()) {
+    if constexpr (Plan::kCluster == 2) {
+      peer_k_ = typename Plan::PeerKTile{shared + Plan::kPeerK}.by_rows(kWarpgroup);
+      peer_ds_ = ScoreTile{shared + Plan::kPeerDs}.by_rows();
+    }
+  }
 
   // S = Q K^T or dP = dO V^T.
   TILEWISE_DEVICE void start_scores(float (&s)[kKeys / 2], int stage) const {
@@ -85,7 +91,7 @@ class ColumnProducts {
   // dV^T += dO^T P
   template <int kPanels>
   TILEWISE_DEVICE void add_dv(float (&dv)[kPanels][kKeys / 2], int stage) const {
-    const uint64_t p = p_ + stage_step<ScoreTile>(stage);
+    const uint64_t p = p_ + score_step(stage);
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kPanels; ++i) {
@@ -103,7 +109,7 @@ class ColumnProducts {
   TILEWISE_DEVICE void add_dk(float (&dk)[kKeys / 2], int i, int stage) const {
     using QTile = typename Plan::QTile;
     const uint64_t q = q_ + stage_step<QTile>(stage) + panel_step<QTile>(i);
-    const uint64_t ds = ds_ + stage_step<ScoreTile>(stage);
+    const uint64_t ds = ds_ + score_step(stage);
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Plan::kQueries / 16; ++k)
@@ -115,30 +121,48 @@ class ColumnProducts {
   // dQ^T = K^T dS^T, the first panel of the warpgroup.
   TILEWISE_DEVICE void start_dq(float (&dq)[32], int stage) const {
     ptx::wgmma_fence();
-    Wgmma<64>::template start<true, true>(dq, k_, ds_keys_ + stage_step<ScoreTile>(stage));
+    Wgmma<64>::template start<true, true>(dq, k_, ds_keys_ + score_step(stage));
     add_dq(dq, 0, stage);
+    ptx::wgmma_commit_group();
+  }
+  // The same with the keys of the other block, when they are there.
+  TILEWISE_DEVICE void start_own_dq(float (&dq)[32]) const {
+    ptx::wgmma_fence();
+    Wgmma<64>::template start<true, true>(dq, k_, ds_keys_);
+    add_dq(dq, 0, 0);
+  }
+  TILEWISE_DEVICE void add_peer_dq(float (&dq)[32]) const {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k)
+      Wgmma<64>::template add<true, true>(dq, peer_k_ + Plan::PeerKTile::row_step(k),
+                                          peer_ds_ + ScoreTile::row_step(k));
+    ptx::wgmma_commit_group();
   }
   // The second one, in the same registers: as a product that starts anew ptxas would compute it
   // beside the first one and spill.
   TILEWISE_DEVICE void restart_dq(float (&dq)[32], int stage) const {
     ptx::wgmma_fence();
     Wgmma<64>::template restart<true, true>(dq, k_ + panel_step<typename Plan::KTile>(1),
-                                            ds_keys_ + stage_step<ScoreTile>(stage));
+                                            ds_keys_ + score_step(stage));
     add_dq(dq, 1, stage);
+    ptx::wgmma_commit_group();
   }
 
  private:
   // All steps but the first one.
   TILEWISE_DEVICE void add_dq(float (&dq)[32], int i, int stage) const {
     using KTile = typename Plan::KTile;
-    const uint64_t ds = ds_keys_ + stage_step<ScoreTile>(stage);
+    const uint64_t ds = ds_keys_ + score_step(stage);
 #pragma unroll
     for (int k = 1; k < kKeys / 16; ++k)
       Wgmma<64>::template add<true, true>(dq, k_ + panel_step<KTile>(i) + KTile::row_step(k),
                                           ds + ScoreTile::row_step(k));
-    ptx::wgmma_commit_group();
   }
 
+  static TILEWISE_DEVICE uint64_t score_step(int stage) {
+    return Plan::kScoreStages == 1 ? 0 : stage_step<ScoreTile>(stage);
+  }
   template <class Tile>
   static TILEWISE_DEVICE uint64_t stage_step(int stage) {
     return static_cast<uint64_t>(stage * (Tile::kBytes >> 4));
@@ -149,22 +173,24 @@ class ColumnProducts {
   }
 
   uint64_t rows_, keys_, dout_, q_, k_, p_, ds_, ds_keys_;
+  uint64_t peer_k_ = 0, peer_ds_ = 0;
 };
 
 // dQ of a warp to its sums, 16 columns of a panel at a time.
 template <class C>
 class DqReduction {
   using Plan = BackwardPlan<C>;
-  static constexpr int kWarps = Plan::kMathThreads / ptx::kWarpSize;
+  static constexpr int kPart = Plan::kDqPartBytes / 4;  // sums of a warp; a panel has four
+  static constexpr int kWarps = Plan::kCluster * Plan::kMathThreads / ptx::kWarpSize;
 
  public:
   TILEWISE_DEVICE DqReduction(const TmaBackwardParams& p, const KeyWork<C>& work, int warp)
-      : to_(p.dq_sum + warp * (Plan::kDqPartBytes / 4) + ptx::lane_index() * 4),
+      : to_(p.dq_sum + warp * kPart + ptx::lane_index() * 4),
         turns_(p.turns),
         turn_(Turns<C>::of(p, work)) {}
 
   TILEWISE_DEVICE void add(const float (&dq)[32], const RowWalk& walk, int panel) const {
-    float* to = to_ + int64_t{walk.index} * Plan::kDqTile + panel * Plan::kDqPartBytes;
+    float* to = to_ + int64_t{walk.index} * Plan::kDqTile + panel * (4 * kPart);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float x[4] = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
@@ -172,8 +198,7 @@ class DqReduction {
     }
   }
 
-  // Deterministic: key tiles add one after the other. Every warp counts, so a tile of rows has had
-  // 8 n additions after n key tiles.
+  // Deterministic: key tiles add one after the other. Every warp of the cluster counts.
   TILEWISE_DEVICE void await_turn(const RowWalk& walk) const {
     if (turns_ == nullptr) return;
     if (ptx::lane_index() == 0) {

@@ -131,7 +131,7 @@ class ColumnScores {
  private:
   TILEWISE_DEVICE ptx::SharedAddress at(int tiles, int stage, int chunk) const {
     return shared_ + at_ +
-           static_cast<uint32_t>(tiles + stage * Plan::ScoreTile::kBytes +
+           static_cast<uint32_t>(tiles + stage % Plan::kScoreStages * Plan::ScoreTile::kBytes +
                                  chunk * 16 * tile::kSwizzledRowBytes);
   }
   static TILEWISE_DEVICE float low(uint32_t pair) {

@@ -9,20 +9,29 @@
 
 namespace tilewise::cuda::wgmma {
 
+// Columns of a tensor of keys: `first` of a row on, up to `end`.
+struct KeyColumns {
+  const tilewise_tensor& view;
+  int first;
+  int64_t end;
+};
+
 // A tile of keys row by row, by the math warpgroups: pages do not follow each other.
 template <class C, class Tile>
-TILEWISE_DEVICE void copy_keys(ptx::SharedAddress to, const tilewise_tensor& view,
-                               const KeyWork<C>& work, int64_t columns, int thread) {
+TILEWISE_DEVICE void copy_keys(ptx::SharedAddress to, const KeyColumns& columns,
+                               const KeyWork<C>& work, Range keys, int thread) {
   using Storage = typename C::Element::Storage;
   constexpr int kChunks = Tile::kPanels * 8;
+  const tilewise_tensor& view = columns.view;
 #pragma unroll 1
   for (int i = thread; i < Tile::kRows * kChunks; i += BackwardPlan<C>::kMathThreads) {
     const int row = i / kChunks;
     const int chunk = i % kChunks;
-    const int64_t key = work.keys.begin + row;
-    const bool in_use = key < work.keys.end && chunk * 8 < columns;
+    const int column = columns.first + chunk * 8;
+    const int64_t key = keys.begin + row;
+    const bool in_use = key < keys.end && column < columns.end;
     const Storage* from = static_cast<const Storage*>(view.data) + work.head * view.stride_head;
-    if (in_use) from += work.sequence.kv.offset(view, key) + chunk * 8;
+    if (in_use) from += work.sequence.kv.offset(view, key) + column;
     ptx::cp_async_16(to + static_cast<uint32_t>(Tile::chunk_offset(row, chunk)), from,
                      in_use ? 16 : 0);
   }
@@ -33,24 +42,34 @@ template <class C>
 TILEWISE_DEVICE void await_keys(const TmaBackwardParams& p, const KeyWork<C>& work,
                                 ptx::SharedAddress shared, int thread) {
   using Plan = BackwardPlan<C>;
+  using KTile = typename Plan::KTile;
+  using VTile = typename Plan::VTile;
   const BackwardBarriers barriers{shared + Plan::kBarriers};
-  const bool paged = work.sequence.kv.pages != nullptr;
-  if (paged) {
-    copy_keys<C, typename Plan::KTile>(shared + Plan::kK, p.problem.k, work, p.problem.head_dim,
-                                       thread);
-    copy_keys<C, typename Plan::VTile>(shared + Plan::kV, p.problem.v, work, p.problem.head_dim_v,
-                                       thread);
+  const Problem& problem = p.problem;
+  [[maybe_unused]] const Range peer_keys = work.part(work.rank ^ 1);
+  if (work.sequence.kv.pages != nullptr) {
+    const KeyColumns k{problem.k, 0, problem.head_dim};
+    copy_keys<C, KTile>(shared + Plan::kK, k, work, work.keys, thread);
+    const KeyColumns v{problem.v, 0, problem.head_dim_v};
+    copy_keys<C, VTile>(shared + Plan::kV, v, work, work.keys, thread);
+    if constexpr (Plan::kCluster == 2) {
+      const KeyColumns own{problem.k, work.rank * (C::kHeadDim / 2), problem.head_dim};
+      copy_keys<C, typename Plan::PeerKTile>(shared + Plan::kPeerK, own, work, peer_keys, thread);
+    }
     ptx::cp_async_commit_group();
     ptx::cp_async_wait_group<0>();
   } else {
     ptx::mbarrier_wait_parity(barriers.k_landed(), 0);
     ptx::mbarrier_wait_parity(barriers.v_landed(), 0);
-  }
-  const int32_t keep = work.keys_to_keep(p.problem);
-  if (!paged && keep >= Plan::kKeys) return;
-  if (!paged) {
-    zero_rows<typename Plan::KTile>(shared + Plan::kK, keep, thread, Plan::kMathThreads);
-    zero_rows<typename Plan::VTile>(shared + Plan::kV, keep, thread, Plan::kMathThreads);
+    const int32_t keep = work.keys_to_keep(problem, work.keys);
+    int32_t peer_keep = Plan::kKeys;
+    if constexpr (Plan::kCluster == 2) peer_keep = work.keys_to_keep(problem, peer_keys);
+    if (keep >= Plan::kKeys && peer_keep >= Plan::kKeys) return;
+    zero_rows<KTile>(shared + Plan::kK, keep, thread, Plan::kMathThreads);
+    zero_rows<VTile>(shared + Plan::kV, keep, thread, Plan::kMathThreads);
+    if constexpr (Plan::kCluster == 2)
+      zero_rows<typename Plan::PeerKTile>(shared + Plan::kPeerK, peer_keep, thread,
+                                          Plan::kMathThreads);
   }
   ptx::fence_proxy_async();
   ptx::bar_sync(kMath, Plan::kMathThreads);

@@ -11,12 +11,12 @@ namespace tilewise::cuda::wgmma {
 // Panel by panel, by one thread. `landed` has been told of the bytes.
 template <class Tile>
 TILEWISE_DEVICE void load_panels(ptx::SharedAddress to, const TensorMap& map, int row, int head,
-                                 int slot, ptx::SharedAddress landed) {
+                                 int slot, ptx::SharedAddress landed, int first_column = 0) {
 #pragma unroll
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
     ptx::cp_async_bulk_tensor_load(to + static_cast<uint32_t>(panel * Tile::kPanelBytes), map,
-                                   panel * tile::kPanelColumns, row, head, slot, landed,
-                                   ptx::CachePolicy::evict_normal);
+                                   first_column + panel * tile::kPanelColumns, row, head, slot,
+                                   landed, ptx::CachePolicy::evict_normal);
   }
 }
 
@@ -88,7 +88,15 @@ TILEWISE_DEVICE void load_keys(const TmaBackwardParams& p, const KeyWork<C>& wor
   ptx::mbarrier_arrive_expect_tx(barriers.k_landed(), Plan::KTile::kBytes);
   load_panels<typename Plan::KTile>(shared + Plan::kK, p.k, row, work.head, slot,
                                     barriers.k_landed());
-  ptx::mbarrier_arrive_expect_tx(barriers.v_landed(), Plan::VTile::kBytes);
+  if constexpr (Plan::kCluster == 1) {
+    ptx::mbarrier_arrive_expect_tx(barriers.v_landed(), Plan::VTile::kBytes);
+  } else {
+    using PeerKTile = typename Plan::PeerKTile;
+    ptx::mbarrier_arrive_expect_tx(barriers.v_landed(), Plan::VTile::kBytes + PeerKTile::kBytes);
+    const int peer_row = row + (work.rank == 0 ? Plan::kKeys : -Plan::kKeys);
+    load_panels<PeerKTile>(shared + Plan::kPeerK, p.k, peer_row, work.head, slot,
+                           barriers.v_landed(), work.rank * (C::kHeadDim / 2));
+  }
   load_panels<typename Plan::VTile>(shared + Plan::kV, p.v, row, work.head, slot,
                                     barriers.v_landed());
 }

@@ -9,6 +9,7 @@
 //                    (by columns it goes there from registers)
 #pragma once
 
+#include "cuda/ptx/cluster.h"
 #include "cuda/wgmma/backward_by_columns.h"
 #include "cuda/wgmma/backward_by_keys.h"
 #include "cuda/wgmma/backward_load.h"
@@ -19,21 +20,30 @@ namespace tilewise::cuda::wgmma {
 template <class C>
 inline constexpr int kBackwardSharedBytes = BackwardPlan<C>::kSharedBytes;
 
+// The block meets the other one of its cluster.
 template <class C>
-TILEWISE_KERNEL(BackwardPlan<C>::kThreads, 1)
-void backward(TILEWISE_PARAMETER TmaBackwardParams p) {
+TILEWISE_DEVICE void sync_all() {
+  if constexpr (BackwardPlan<C>::kCluster == 1)
+    ptx::sync_block();
+  else
+    ptx::sync_cluster();
+}
+
+template <class C>
+TILEWISE_DEVICE void backward_block(const TmaBackwardParams& p) {
   using Plan = BackwardPlan<C>;
-  if (p.key_flags.data != nullptr && ptx::thread_index() == 0)
-    p.key_flags.data[ptx::block_index()] = 0;
   KeyWork<C> work;
-  if (!work.find_keys(p)) return;
+  const bool exists = work.find_keys(p);
+  if (p.key_flags.data != nullptr && ptx::thread_index() == 0 && work.rank == 0)
+    p.key_flags.data[KeyWork<C>::index()] = 0;
+  if (!exists) return;
   const ptx::SharedAddress shared = ptx::shared_address(ptx::shared_memory());
   if (ptx::thread_index() == 0) {
     BackwardBarriers{shared + Plan::kBarriers}.init(Plan::kMathThreads / ptx::kWarpSize);
     if (work.sequence.kv.pages == nullptr) load_keys<C>(p, work, shared);
   }
   work.find_rows(p);
-  ptx::sync_block();
+  sync_all<C>();
 
   const int warp = ptx::uniform(ptx::warp_index());
   if (warp < 4) {
@@ -53,6 +63,22 @@ void backward(TILEWISE_PARAMETER TmaBackwardParams p) {
       by_keys_role<C>(p, work, shared, warp / 4 - 1, warp % 4);
     }
   }
+  // Nobody leaves whose shared memory the other block may still reach.
+  if constexpr (Plan::kCluster > 1) ptx::sync_cluster();
+}
+
+template <class C>
+  requires(C::kBackward.cluster == 1)
+TILEWISE_KERNEL(C::kBackward.threads(), 1)
+void backward(TILEWISE_PARAMETER TmaBackwardParams p) {
+  backward_block<C>(p);
+}
+
+template <class C>
+  requires(C::kBackward.cluster > 1)
+TILEWISE_CLUSTER_KERNEL(C::kBackward.threads(), C::kBackward.cluster)
+void backward(TILEWISE_PARAMETER TmaBackwardParams p) {
+  backward_block<C>(p);
 }
 
 }  // namespace tilewise::cuda::wgmma

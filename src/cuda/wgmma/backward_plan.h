@@ -16,6 +16,44 @@ inline constexpr bool kByColumns = max(C::kHeadDim, C::kHeadDimV) > 128;
 template <class C, bool = kByColumns<C>>
 struct BackwardPlan;
 
+// The barriers of a block, named for the fact that becomes true. One per stage where a stage is
+// asked for.
+struct BackwardBarriers {
+  static constexpr int kBytes = 13 * 8;
+  ptx::SharedAddress base;
+
+  TILEWISE_DEVICE ptx::SharedAddress k_landed() const { return base; }
+  TILEWISE_DEVICE ptx::SharedAddress v_landed() const { return base + 8; }
+  TILEWISE_DEVICE ptx::SharedAddress tail_landed() const { return base + 16; }
+  TILEWISE_DEVICE ptx::SharedAddress q_landed(int stage) const { return at(3, stage); }
+  TILEWISE_DEVICE ptx::SharedAddress q_read(int stage) const { return at(5, stage); }
+  TILEWISE_DEVICE ptx::SharedAddress dout_landed(int stage) const { return at(7, stage); }
+  TILEWISE_DEVICE ptx::SharedAddress dout_read(int stage) const { return at(9, stage); }
+
+  // In a cluster: the dS of the other block is here; this block's dS has been read there.
+  TILEWISE_DEVICE ptx::SharedAddress peer_ds_landed() const { return at(11, 0); }
+  TILEWISE_DEVICE ptx::SharedAddress peer_has_read() const { return at(12, 0); }
+
+  // By one thread; a barrier of the block or of the cluster follows.
+  TILEWISE_DEVICE void init(int math_warps) const {
+    for (int i = 0; i < 3; ++i) ptx::mbarrier_init(base + static_cast<uint32_t>(i * 8), 1);
+    for (int stage = 0; stage < 2; ++stage) {
+      ptx::mbarrier_init(q_landed(stage), 1);
+      ptx::mbarrier_init(dout_landed(stage), 1);
+      ptx::mbarrier_init(q_read(stage), math_warps);
+      ptx::mbarrier_init(dout_read(stage), math_warps);
+    }
+    ptx::mbarrier_init(peer_ds_landed(), 1);
+    ptx::mbarrier_init(peer_has_read(), math_warps);
+    ptx::fence_mbarrier_init();
+  }
+
+ private:
+  TILEWISE_DEVICE ptx::SharedAddress at(int first, int stage) const {
+    return base + static_cast<uint32_t>((first + stage) * 8);
+  }
+};
+
 // Q, dO, dS and the row statistics have two stages.
 template <class C>
 struct BackwardPlan<C, false> : BackwardSums<C> {
@@ -24,7 +62,8 @@ struct BackwardPlan<C, false> : BackwardSums<C> {
   static constexpr int kThreads = kTile.threads();
   static constexpr int kMathThreads = 256;
   static constexpr int kKeys = kTile.keys;
-  static_assert(kKeys == 128);
+  static constexpr int kCluster = kTile.cluster;
+  static_assert(kKeys == 128 && kCluster == 1);
   // The general form waits for S and dP together.
   static constexpr bool kSendsUnderScores = kTile.send == arch::SendDq::under_scores ||
                                             (C::kGeneral && kTile.send == arch::SendDq::under_dp);
@@ -46,11 +85,13 @@ struct BackwardPlan<C, false> : BackwardSums<C> {
   static constexpr int kLse = kDq + kQueries * C::kHeadDim * 4;
   static constexpr int kDelta = kLse + kStages * kStatisticBytes;
   static constexpr int kBarriers = kDelta + kDoutStages * kStatisticBytes;
-  static constexpr int kSharedBytes = kBarriers + 11 * 8;
+  static constexpr int kSharedBytes = kBarriers + BackwardBarriers::kBytes;
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
-// dO has one stage, and dQ leaves from registers.
+// dO has one stage, and dQ leaves from registers. In a cluster P and dS have one stage, too, and
+// there is room for the dS of the other block and for the columns of its keys that this one adds to
+// dQ.
 template <class C>
 struct BackwardPlan<C, true> : BackwardSums<C> {
   using BackwardSums<C>::kQueries;
@@ -67,58 +108,34 @@ struct BackwardPlan<C, true> : BackwardSums<C> {
   using QTile = tile::SwizzledTile<kQueries, C::kHeadDim>;
   using DoutTile = tile::SwizzledTile<kQueries, C::kHeadDimV>;
   using ScoreTile = tile::SwizzledTile<kKeys, kQueries>;  // P and dS, transposed
+  static constexpr int kCluster = kTile.cluster;
+  static constexpr int kScoreStages = kCluster == 1 ? 2 : 1;
+  static_assert(kCluster == 1 || C::kHeadDim == 256);
+  using PeerKTile = tile::SwizzledTile<kKeys, C::kHeadDim / 2>;
   static constexpr int kStatisticBytes = kQueries * 4;
   static constexpr int kK = 0;
   static constexpr int kV = kK + KTile::kBytes;
-  static constexpr int kQ = kV + VTile::kBytes;
+  static constexpr int kPeerK = kV + VTile::kBytes;
+  static constexpr int kQ = kPeerK + (kCluster - 1) * PeerKTile::kBytes;
   static constexpr int kDout = kQ + kStages * QTile::kBytes;
   static constexpr int kP = kDout + kDoutStages * DoutTile::kBytes;
-  static constexpr int kDs = kP + kStages * ScoreTile::kBytes;
-  static constexpr int kLse = kDs + kStages * ScoreTile::kBytes;
+  static constexpr int kDs = kP + kScoreStages * ScoreTile::kBytes;
+  static constexpr int kPeerDs = kDs + kScoreStages * ScoreTile::kBytes;
+  static constexpr int kLse = kPeerDs + (kCluster - 1) * ScoreTile::kBytes;
   static constexpr int kDelta = kLse + kStages * kStatisticBytes;
   static constexpr int kBarriers = kDelta + kDoutStages * kStatisticBytes;
-  static constexpr int kSharedBytes = kBarriers + 11 * 8;
+  static constexpr int kSharedBytes = kBarriers + BackwardBarriers::kBytes;
   static_assert(kSharedBytes <= 227 * 1024);
 
   // Panels of 64 columns of a warpgroup. With an odd number one has more of dK, the other one more
-  // of dV and dQ, so that their sums fit into registers alike.
+  // of dV and dQ, so that their sums fit into registers alike. In a cluster a warpgroup has one
+  // panel of dQ: that of its place among the four.
   static constexpr int own_dk(int warpgroup) { return (KTile::kPanels + 1 - warpgroup) / 2; }
   static constexpr int own_dv(int warpgroup) { return (VTile::kPanels + warpgroup) / 2; }
   static constexpr int own_dq(int warpgroup) { return (KTile::kPanels + warpgroup) / 2; }
   static constexpr int first_dk(int warpgroup) { return warpgroup == 0 ? 0 : own_dk(0); }
   static constexpr int first_dv(int warpgroup) { return warpgroup == 0 ? 0 : own_dv(0); }
   static constexpr int first_dq(int warpgroup) { return warpgroup == 0 ? 0 : own_dq(0); }
-};
-
-// The barriers of a block, named for the fact that becomes true. One per stage where a stage is
-// asked for.
-struct BackwardBarriers {
-  ptx::SharedAddress base;
-
-  TILEWISE_DEVICE ptx::SharedAddress k_landed() const { return base; }
-  TILEWISE_DEVICE ptx::SharedAddress v_landed() const { return base + 8; }
-  TILEWISE_DEVICE ptx::SharedAddress tail_landed() const { return base + 16; }
-  TILEWISE_DEVICE ptx::SharedAddress q_landed(int stage) const { return at(3, stage); }
-  TILEWISE_DEVICE ptx::SharedAddress q_read(int stage) const { return at(5, stage); }
-  TILEWISE_DEVICE ptx::SharedAddress dout_landed(int stage) const { return at(7, stage); }
-  TILEWISE_DEVICE ptx::SharedAddress dout_read(int stage) const { return at(9, stage); }
-
-  // By one thread; a barrier of the block follows.
-  TILEWISE_DEVICE void init(int math_warps) const {
-    for (int i = 0; i < 3; ++i) ptx::mbarrier_init(base + static_cast<uint32_t>(i * 8), 1);
-    for (int stage = 0; stage < 2; ++stage) {
-      ptx::mbarrier_init(q_landed(stage), 1);
-      ptx::mbarrier_init(dout_landed(stage), 1);
-      ptx::mbarrier_init(q_read(stage), math_warps);
-      ptx::mbarrier_init(dout_read(stage), math_warps);
-    }
-    ptx::fence_mbarrier_init();
-  }
-
- private:
-  TILEWISE_DEVICE ptx::SharedAddress at(int first, int stage) const {
-    return base + static_cast<uint32_t>((first + stage) * 8);
-  }
 };
 
 // Named barriers. Those of dQ are one per warpgroup, shared with the warp that sends its sums; by
@@ -130,6 +147,7 @@ enum BackwardBarrier : int {
   kScoresIssued = 6,
   kPStored = 7,
   kOwnStored = 8,  // and 9: one per warpgroup
+  kPRead = 10,
 };
 inline constexpr int kDqThreads = 128 + 32;
 

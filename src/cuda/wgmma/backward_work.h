@@ -42,26 +42,42 @@ struct KeyWork {
   static constexpr int kKeys = C::kBackward.keys;
   static constexpr int kQueries = C::kBackward.queries;
 
+  static constexpr int kCluster = C::kBackward.cluster;
+
   int32_t head;  // of K and V
+  int32_t rank;  // of the block in its cluster
+  int32_t tile;  // of the cluster
   Sequence sequence;
-  Range keys;
+  Range keys;       // of the block; empty: there are some for the other block only
+  Range pair_keys;  // of the cluster
   Range row_tiles;
   int32_t group;
   int32_t steps;
 
   // The keys; false: there are none.
   TILEWISE_DEVICE bool find_keys(const BackwardParams& p) {
-    const TileOrder::Work work = p.order.at(ptx::block_index());
-    if (work.sequence < 0) return false;
+    const TileOrder::Work work = p.order.at(index());
     head = work.head;
+    tile = work.tile;
+    rank = kCluster == 1 ? 0 : static_cast<int32_t>(ptx::block_index() % kCluster);
+    if (work.sequence < 0) return false;
     sequence = sequence_of(p.problem, work.sequence);
     if constexpr (!C::kGeneral) sequence.kv.pages = nullptr;
-    keys = Tiling{sequence.band.keys, kKeys}.at(work.tile);
-    return !keys.empty();
+    pair_keys = Tiling{sequence.band.keys, kCluster * kKeys}.at(work.tile);
+    keys = part(rank);
+    return !pair_keys.empty();
+  }
+  // What the blocks of a cluster have in common: one flag, one place in the order.
+  TILEWISE_DEVICE static int64_t index() { return ptx::block_index() / kCluster; }
+
+  TILEWISE_DEVICE Range part(int of_rank) const {
+    if constexpr (kCluster == 1) return pair_keys;
+    const int64_t begin = pair_keys.begin + of_rank * kKeys;
+    return {begin, max(begin, min(pair_keys.end, begin + kKeys))};
   }
   // The rows that see them.
   TILEWISE_DEVICE void find_rows(const BackwardParams& p) {
-    row_tiles = Tiling{sequence.band.rows, kQueries}.touching(sequence.band.rows_of_any(keys));
+    row_tiles = Tiling{sequence.band.rows, kQueries}.touching(sequence.band.rows_of_any(pair_keys));
     group = static_cast<int32_t>(p.problem.heads_q) / static_cast<int32_t>(p.problem.heads_kv);
     steps = static_cast<int32_t>(row_tiles.size()) * group;
   }
@@ -94,9 +110,9 @@ struct KeyWork {
     const int64_t rows = sequence.band.rows;
     return sequence.first_row + rows == p.seqlen_q ? kFar : static_cast<int32_t>(rows);
   }
-  TILEWISE_DEVICE int32_t keys_to_keep(const Problem& p) const {
+  TILEWISE_DEVICE int32_t keys_to_keep(const Problem& p, Range of_block) const {
     return sequence.kv.first + sequence.band.keys == p.seqlen_k ? kKeys
-                                                                : static_cast<int32_t>(keys.size());
+                                                                : static_cast<int32_t>(of_block.size());
   }
 };
 
@@ -110,7 +126,7 @@ TILEWISE_FN KvSource gradient_source(const Problem& p, const Sequence& s) {
 // numbered in the same order (TileOrder), so a block waits for earlier ones only.
 template <class C>
 struct Turns {
-  static constexpr int kKeys = C::kBackward.keys;
+  static constexpr int kKeys = C::kBackward.cluster * C::kBackward.keys;
 
   int32_t first_key;  // that row 0 sees, unlimited by the sequence
   int32_t last_key;
@@ -125,7 +141,7 @@ struct Turns {
             static_cast<int32_t>(clamp(band.shift() + band.right, -kFar, kFar)),
             static_cast<int32_t>(band.rows),
             static_cast<int32_t>(band.keys),
-            static_cast<int32_t>(work.keys.begin / kKeys),
+            work.tile,
             p.order.longest_first == 1};
   }
 
