@@ -192,10 +192,7 @@ struct Backward {
   }
 
   TILEWISE_DEVICE void add(const Rows<T>& b, bool exact) {
-    if (exact)
-      add_weighted<C::kGroups, true>(sums, shared().weights, shared().stage, b);
-    else
-      add_weighted<C::kGroups, false>(sums, shared().weights, shared().stage, b);
+    add_weighted(sums, shared().weights, shared().stage, b, exact);
   }
 
   // The own row `i` of the sums to `to`.

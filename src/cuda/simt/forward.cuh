@@ -118,10 +118,7 @@ struct Forward {
     own.store(weight);
     if (memory.terms.dropout.on()) own.drop(place, first_key);
     const Rows<K> v{static_cast<const K*>(p.v.data), memory.v, static_cast<int>(p.head_dim_v)};
-    if (now.exact)
-      add_weighted<C::kGroups, true>(o, memory.weights, memory.stage, v);
-    else
-      add_weighted<C::kGroups, false>(o, memory.weights, memory.stage, v);
+    add_weighted(o, memory.weights, memory.stage, v, now.exact);
   }
 
   // In double: the backward takes weights from it, and each rounding of lse is one of all of them.

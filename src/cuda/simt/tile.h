@@ -124,18 +124,22 @@ TILEWISE_DEVICE void row_products(Block& c, float* stage, const Rows<A>& a, cons
 
 // sums[g] += W^T B, columns [kTile g, kTile g + kTile) of B; W[kTile][kTile] lies in shared memory
 // and has been stored by the threads of this block just before.
-template <int kGroups, bool kExact, class T>
+template <int kGroups, class T>
 TILEWISE_DEVICE void add_weighted(Block (&sums)[kGroups], const float* weights, float* stage,
-                                  const Rows<T>& b) {
+                                  const Rows<T>& b, bool exact) {
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
     if (g * kTile >= b.columns) break;
     ptx::sync_block();
     load_rows(stage, b, g * kTile);
     ptx::sync_block();
-#pragma unroll
-    for (int k = 0; k < kTile; k += kChain)
-      add_product<kExact>(sums[g], weights + k * kPitch, stage + k * kPitch);
+#pragma unroll 1
+    for (int k = 0; k < kTile; k += kChain) {
+      if (exact)
+        add_product<true>(sums[g], weights + k * kPitch, stage + k * kPitch);
+      else
+        add_product<false>(sums[g], weights + k * kPitch, stage + k * kPitch);
+    }
   }
 }
 
