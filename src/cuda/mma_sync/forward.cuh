@@ -14,7 +14,6 @@
 #include "cuda/mma_sync/forward_softmax.h"
 #include "cuda/mma_sync/forward_split.h"
 #include "cuda/mma_sync/forward_store.h"
-#include "cuda/mma_sync/forward_terms.h"
 
 namespace tilewise::cuda::mma_sync {
 
@@ -237,7 +236,7 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
   if (ptx::thread_index() == 0) kept = work;
   const float asked = score_of(problem).scale;
   const float scale = asked == 0.0f ? FLT_MIN : asked < 0.0f ? -asked : asked;  // -inf stays -inf
-  const GeneralTerms<C> general(problem, scale);
+  const GeneralTerms<typename C::Element::Storage> general(problem, scale);
   const bool terms = C::kGeneral && general.on_scores;
   const bool dropout = C::kGeneral && general.terms.dropout.on();
   feed.begin();
@@ -253,11 +252,11 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
     multiply.scores(s, q_of_warp, feed.keys(), [&](int part) { feed.ask(true, tile, part); });
     feed.release();
 
-    if (terms) general.apply(problem, kept, s, tile, LanePlace<C>::of());
+    if (terms) general.apply(problem, kept, s, tile, lane_place<C>());
     if (masked) mask<C>(s, kept_work<C>(), tile);
     softmax.raise(s, o);
     softmax.exponentiate(s);
-    if (dropout) general.drop(problem, kept, s, tile, LanePlace<C>::of());
+    if (dropout) general.drop(problem, kept, s, tile, lane_place<C>());
 
     feed.arrive();
     multiply.values(o, s, feed.values(), [&](int part) { feed.ask(false, tile, part); });
@@ -280,20 +279,21 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
   }
 
   tile::wait<typename C::Arch, 0>();
-  const LanePlace<C> place = LanePlace<C>::of();
-  const RowResults<C> result =
-      finish_rows<C>(p, kept, place, softmax, dropout ? general.terms.dropout.keep_scale : 1.0f);
-  if (p.flags.data != nullptr && !outputs_are_finite<C>(o, softmax)) [[unlikely]]
+  const LanePlace place = lane_place<C>();
+  const float weight = dropout ? general.terms.dropout.keep_scale : 1.0f;
+  const auto result =
+      finish_rows<typename C::Element>(p, kept, place, softmax.m, softmax.l, weight);
+  if (p.flags.data != nullptr && !outputs_are_finite(kept, place, o, softmax.l)) [[unlikely]]
     p.flags.data[ptx::block_index()] = 1;  // after the 0: barriers lie between
   if (kept.splits > 1) [[unlikely]] {
-    store_partial<C>(p, kept, place, o, result);
+    store_partial(p, kept, place, o, result);
     return;
   }
   ptx::sync_warp();
   stage_outputs<C>(q, place, o, result);
   ptx::sync_warp();
   store_outputs<C>(problem, kept, q);
-  store_lse<C>(problem, kept, place, result);
+  store_lse(problem, kept, place, result);
 }
 
 }  // namespace tilewise::cuda::mma_sync

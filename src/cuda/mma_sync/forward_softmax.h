@@ -5,27 +5,18 @@
 #include <cfloat>
 
 #include "attention/online_softmax.h"
+#include "cuda/common/forward_terms.h"
 #include "cuda/mma_sync/forward_rows.h"
 #include "cuda/tile/fragment.h"
 #include "cuda/tile/quad.h"
 
 namespace tilewise::cuda::mma_sync {
 
-// Which rows and columns of a tile of scores a lane holds: element (m, h) of Sums is packed row
-// row(m, h), element (n, e) key 8 n + column + e.
+// Computed where it is asked for: it would otherwise wait in registers through the loop.
 template <class C>
-struct LanePlace {
-  int32_t row0;
-  int32_t column;
-
-  // Computed where it is asked for: it would otherwise wait in registers through the loop.
-  TILEWISE_DEVICE static LanePlace of() {
-    const int thread = recent_thread();
-    const int lane = thread % ptx::kWarpSize;
-    return {thread / ptx::kWarpSize * C::kForward.warp_rows + lane / 4, lane % 4 * 2};
-  }
-  TILEWISE_DEVICE int32_t row(int m, int h) const { return row0 + m * 16 + h * 8; }
-};
+TILEWISE_DEVICE LanePlace lane_place() {
+  return LanePlace::of(recent_thread(), C::kForward.warp_rows);
+}
 
 template <class C>
 using Scores = tile::Sums<C::kForward.warp_rows / 16, C::kForward.keys / 8>;
@@ -36,7 +27,7 @@ using Outputs = tile::Sums<C::kForward.warp_rows / 16, C::kHeadDim / 8>;
 // lane.
 template <class C>
 TILEWISE_DEVICE void mask(Scores<C>& s, const BlockWork& work, int32_t tile) {
-  const LanePlace<C> place = LanePlace<C>::of();
+  const LanePlace place = lane_place<C>();
   const int32_t key0 = tile * C::kForward.keys + place.column;
   // Most bands have no left limit, and few of the tiles of those that have one meet it.
   if (work.tiles.lower + C::kForward.rows() > tile * C::kForward.keys) {
