@@ -72,7 +72,7 @@ std::string kernel_name(const Decision& decision, const Problem& problem,
                         const Gradients* gradients) {
   if (decision.family == nullptr) return {};
   return std::string(decision.family->name) + "." + pass_name(gradients) + "." +
-         short_dtype(problem.dtype);
+         short_dtype(problem.dtype) + (problem.kv_float8 != 0 ? ".f8" : "");
 }
 
 std::string explain(const Decision& decision, const Problem& problem, const Gradients* gradients,

@@ -9,15 +9,6 @@
 namespace tilewise::dispatch {
 namespace {
 
-const cuda::UnitTable* unit_of(const Family& family, const Problem& p, const Gradients* gradients,
-                               const Device& device) {
-  if (family.device != TILEWISE_CUDA || !can_run(family, device) || !serves(family, p, gradients))
-    return nullptr;
-  return gradients == nullptr
-             ? cuda::find_forward(p, family.cuda, device.gpu, inside(device))
-             : cuda::find_backward(p, gradients, family.cuda, device.gpu, inside(device));
-}
-
 std::string sm_text(const Device& device) { return "sm_" + std::to_string(device.gpu.sm); }
 
 // Why wgmma does not serve on a GPU that has it; empty: it is not a matter of the problem.
@@ -39,6 +30,7 @@ std::string why_not_faster(const Family& chosen, const Problem& p, const Gradien
   if (device.gpu.sm < faster->sm.first) return name + "it needs " + faster->requires_;
   const std::string why = specific ? why_not_wgmma(p, gradients, device) : "";
   if (!why.empty()) return name + why;
+  if (p.kv_float8 != 0) return name + "its copies do not convert float8";
   const int64_t head_dim = max(p.head_dim, p.head_dim_v);
   if (head_dim > faster->max_head_dim)
     return name + "its head dims end at " + std::to_string(faster->max_head_dim);
@@ -85,12 +77,16 @@ Decision plan_cuda(const Problem& p, const Gradients* gradients, const Device& d
   Decision decision;
   // Of one device, slower families come first.
   for (auto row = kManifest.rbegin(); row != kManifest.rend(); ++row) {
-    if (unit_of(*row, p, gradients, device) == nullptr) continue;
-    decision.family = &*row;
-    decision.status = TILEWISE_OK;
+    const int32_t sm = device.gpu.sm;
+    if (row->device != TILEWISE_CUDA || sm < row->sm.first || sm > row->sm.last ||
+        !serves(*row, p, gradients))
+      continue;
     decision.cuda = gradients == nullptr
                         ? cuda::plan_forward(p, row->cuda, device.gpu, inside(device))
                         : cuda::plan_backward(p, *gradients, row->cuda, device.gpu, inside(device));
+    if (decision.cuda.unit == nullptr) continue;  // none in this build, or none that fits
+    decision.family = &*row;
+    decision.status = TILEWISE_OK;
     break;
   }
   return decision;

@@ -1,0 +1,244 @@
+"""Caches of float8_e4m3 under queries of 16 bits; the oracle gets what the bytes stand for.
+
+Through the C ABI on every device, and append and attention together through PyTorch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import capi  # noqa: E402
+import devices  # noqa: E402
+import tilewise  # noqa: E402
+import yardstick  # noqa: E402
+from bounds import check_lse, check_out  # noqa: E402
+from cases import Built, Case, run  # noqa: E402
+
+FLOAT8 = torch.float8_e4m3fn
+DTYPES = ["fp16", "bf16"]
+
+
+def with_float8(b: Built, factors: bool, broadcast: str = "") -> None:
+    """Rounds k and v to descale * float8, and puts the bytes into the struct."""
+    c, a = b.case, b.attention
+    rng = np.random.default_rng(c.seed)
+    a.kv_float8 = 1
+    for name in ("k", "v"):
+        x = getattr(b, name)
+        shape = (1 if "b" in broadcast else b.batch, 1 if "h" in broadcast else c.heads_kv)
+        scale = torch.from_numpy(rng.uniform(0.25, 2.0, shape)) if factors else torch.ones(shape)
+        # Powers of two, so that the products are values of q's dtype too: the yardstick is exact.
+        scale = torch.exp2(torch.round(torch.log2(scale))).float().to(x.device)
+        full = scale.expand(b.batch, c.heads_kv)
+        bytes_ = torch.full(x.shape, -1, dtype=torch.int8, device=x.device).view(FLOAT8)
+        rows, out = x.view(-1, *x.shape[-2:]), bytes_.view(-1, *x.shape[-2:])
+        for i, part in enumerate(b.parts):
+            keys = torch.from_numpy(np.asarray(part.keys)).to(x.device)
+            stored = (rows[keys].float() / full[i][:, None]).to(FLOAT8)
+            out[keys] = stored
+            rows[keys] = (stored.float() * full[i][:, None]).to(b.dtype)
+        setattr(a, name, capi.tensor(bytes_, batched=b.batched_k))
+        b.keep += [bytes_, scale]
+        if factors:
+            setattr(a, f"{name}_descale", scale.data_ptr())
+            setattr(a, f"{name}_descale_stride_batch", 0 if "b" in broadcast else scale.stride(0))
+            setattr(a, f"{name}_descale_stride_head", 0 if "h" in broadcast else 1)
+
+
+def check(case: Case, factors: bool = True, broadcast: str = "") -> None:
+    b = Built(case)
+    with_float8(b, factors, broadcast)
+    want = b.expected()
+    yard = yardstick.errors(b, want)
+    for target in capi.targets():
+        with capi.on(target):
+            got = run(b, backward=False)
+        where = f"{target} {got.kernels} {case}"
+        check_out(got.out, want.out, case.dtype, yard, where)
+        check_lse(got.lse, want.lse, case.dtype, yard, where)
+
+
+def random_case(seed: int, dtype: str) -> Case:
+    r = np.random.default_rng(seed)
+    emulated = devices.current().name == "emulator"
+    batch, rows = int(r.integers(1, 4)), int(r.choice([1, 1, 2, 5, 20]))
+    page_size = int(r.choice([0, 1, 16, 64]))
+    longest = int(r.integers(1, 300 if emulated else 1200))
+    room = -(-longest // page_size) * page_size if page_size else longest
+    varlen = bool(not page_size and r.integers(3) == 0)
+    used_k = None if varlen else tuple(int(n) for n in r.integers(0, room + 1, batch))
+    keys = tuple(int(n) for n in r.integers(0, room + 1, batch)) if varlen else (room,) * batch
+    return Case(
+        dtype=dtype, rows=(rows,) * batch, keys=keys, varlen_q=varlen, varlen_k=varlen,
+        heads_kv=int(r.integers(1, 3)), group=int(r.choice([1, 2, 4])),
+        head_dim=int(r.choice([16, 40, 64])), head_dim_v=int(r.choice([64, 24])),
+        page_size=page_size, used_k=used_k, window=[(-1, -1), (-1, 0), (30, 0)][int(r.integers(3))],
+        softcap=float(r.choice([0.0, 0.0, 5.0])), alibi=str(r.choice(["", "", "h"])),
+        sinks=bool(r.integers(3) == 0), splits=int(r.choice([0, 0, 3])),
+        scale=float(r.choice([1.0, -1.0])) * 40**-0.5, seed=seed,
+    )  # fmt: skip
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_caches(dtype, seed):
+    check(random_case(seed, dtype), factors=seed % 4 != 0, broadcast=["", "b", "h", "bh"][seed % 4])
+
+
+@pytest.mark.abi
+def test_many_rows():
+    """Key tiles that are packed once for several tiles of rows."""
+    n = 70 if devices.current().name == "emulator" else 900
+    check(Case(dtype="bf16", rows=(n,), keys=(n,), head_dim=64, head_dim_v=64, window=(-1, 0)))
+
+
+@pytest.mark.abi
+def test_infinities_and_nan_reach_only_the_rows_that_see_them():
+    b = Built(Case(dtype="bf16", rows=(4,), keys=(40,), head_dim=64, head_dim_v=64, window=(-1, 0)))
+    with_float8(b, factors=False)
+    bytes_ = next(x for x in reversed(b.keep) if isinstance(x, torch.Tensor) and x.dtype == FLOAT8)
+    bytes_.view(torch.uint8)[0, 39, 0, 3] = 0x7F  # NaN in v of the last key
+    for target in capi.targets():
+        with capi.on(target):
+            out = run(b, backward=False).out
+        assert np.isnan(out[3, 0, 3]) and np.isnan(out).sum() == 1, target
+
+
+def plan(case: Case, change, gradients: bool = False) -> tuple[int, str]:
+    b = Built(case)
+    with_float8(b, factors=True)
+    change(b.attention)
+    info = capi.PlanInfo(struct_size=ctypes.sizeof(capi.PlanInfo))
+    g = ctypes.byref(b.gradients()) if gradients else None
+    direction = capi.BACKWARD if gradients else capi.FORWARD
+    library = capi.library()
+    status = library.tilewise_plan(ctypes.byref(b.attention), g, direction, ctypes.byref(info))
+    return status, capi.last_error() if status else info.kernel.decode()
+
+
+@pytest.mark.abi
+def test_what_is_refused_and_what_runs():
+    case = Case(dtype="bf16", rows=(1,), keys=(30,), head_dim=64, head_dim_v=64)
+    status, kernel = plan(case, lambda a: None)
+    assert status == capi.OK and kernel.endswith(".forward.bf16.f8")
+    status, why = plan(case, lambda a: None, gradients=True)
+    assert status == capi.UNSUPPORTED and why.startswith("backward with kv_float8")
+    for change, words in (
+        (lambda a: setattr(a, "kv_float8", 2), "kv_float8 is 2"),
+        (lambda a: setattr(a, "kv_float8", 0), "k_descale is given, but kv_float8 is 0"),
+        (lambda a: setattr(a, "dtype", 0), "kv_float8 is 1 with dtype float32"),
+    ):
+        status, why = plan(case, change)
+        assert status == capi.INVALID_ARGUMENT and why.startswith(words), why
+
+
+# --- append and attention through PyTorch ---------------------------------------------------------
+
+
+@pytest.mark.tensors
+@pytest.mark.parametrize("rotary", ["none", "interleaved", "halves"])
+@pytest.mark.parametrize("page_size", [0, 8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_append_rounds_to_nearest(dtype, page_size, rotary):
+    batch, capacity, heads, heads_kv, dim, new = 2, 48, 4, 2, 32, 3
+    g = devices.generator(3)
+    draw = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
+    shape = (batch * capacity // page_size, page_size) if page_size else (batch, capacity)
+    caches = [draw(*shape, heads_kv, dim).to(FLOAT8) for _ in "kv"]
+    before = [x.clone() for x in caches]
+    table = None
+    if page_size:
+        table = torch.randperm(shape[0], generator=g).int().reshape(batch, -1)
+    q = draw(batch, 2, heads, dim).to(dtype)
+    k, v = draw(batch, new, heads_kv, dim).to(dtype), draw(batch, new, heads_kv, dim).to(dtype)
+    k[0, 0, 0, -3:] = torch.tensor([1e4, -1e4, float("nan")], dtype=dtype)  # past the rotated ones
+    lengths = torch.tensor([5, 40], dtype=torch.int32)
+    factors = [torch.rand(batch, heads_kv, generator=g) + 0.5 for _ in "kv"]
+    cos = sin = None
+    if rotary != "none":
+        angle = torch.rand(capacity, 8, generator=g) * 6.3
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    out = tilewise.attention_with_kvcache(
+        q, *caches, k, v, cache_seqlens=lengths, block_table=table, rotary_cos=cos,
+        rotary_sin=sin, rotary_interleaved=rotary == "interleaved", causal=True,
+        k_descale=factors[0], v_descale=factors[1],
+    )  # fmt: skip
+    assert out.dtype == dtype and out.shape == q.shape
+
+    def picture(x):
+        rows = x.view(torch.uint8)
+        return rows if table is None else rows[table.long()].flatten(1, 2)
+
+    turned = k.float()
+    if cos is not None:
+        import compat_reference as reference
+
+        positions = lengths[:, None] + torch.arange(new)
+        turned = reference.rotate(
+            turned, cos.float(), sin.float(), positions, rotary == "interleaved"
+        )
+    for now, old, x, factor, name in zip(
+        caches, before, (turned, v.float()), factors, "kv", strict=True
+    ):
+        want = picture(old).clone()
+        scaled = x / factor[:, None, :, None]
+        stored = scaled.clamp(-448, 448).to(FLOAT8).view(torch.uint8)
+        for b, n in enumerate(lengths.tolist()):
+            want[b, n : n + new] = stored[b]
+        got = picture(now)
+        if name == "v" or cos is None:
+            assert torch.equal(got, want), name
+        else:  # a rotation in another order of rounding may land on the neighbour
+            differs = (got.int() - want.int()).abs()
+            assert int(differs.max()) <= 1 and float((differs > 0).float().mean()) < 1e-3
+
+
+@pytest.mark.tensors
+def test_attention_varlen_over_pages_and_its_explanation():
+    g = devices.generator(5)
+    q = torch.randn(3, 4, 32, generator=g).bfloat16()
+    k, v = (torch.randn(6, 8, 2, 32, generator=g).to(FLOAT8) for _ in "kv")
+    cu = torch.tensor([0, 1, 3], dtype=torch.int32)
+    used = torch.tensor([9, 24], dtype=torch.int32)
+    table = torch.tensor([[3, 1, 0], [2, 5, 4]], dtype=torch.int32)
+    factor = torch.tensor([[2.0, 0.5]])
+    options = dict(block_table=table, seqused_k=used, k_descale=factor, v_descale=factor)
+    got = tilewise.attention_varlen(q, k, v, cu, None, **options)
+    wide = [(x.float() * factor[0][:, None]).bfloat16() for x in (k, v)]
+    want = tilewise.attention_varlen(
+        q.float(), *(x.float() for x in wide), cu, None, block_table=table, seqused_k=used
+    )
+    assert float((got.float() - want).abs().max()) <= 2**-7 * float(want.abs().max())
+    text = str(tilewise.explain(q, k, v, cu_seqlens_q=cu, **options))
+    assert ".forward.bf16.f8" in text and "backward with kv_float8" in text
+
+
+@pytest.mark.tensors
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(v_cache=torch.zeros(2, 8, 2, 16).bfloat16()), "v_cache has dtype torch.bfloat16"),
+        (dict(q=torch.zeros(2, 1, 4, 16)), "k_cache has dtype torch.float8_e4m3fn"),
+        (dict(k_descale=torch.ones(3, 2)), r"k_descale has shape \[3, 2\]"),
+        (dict(k_descale=torch.ones(2, 2, dtype=torch.int32)), "k_descale has dtype torch.int32"),
+        (dict(v_descale=2.0), "v_descale is a float"),
+    ],
+)
+def test_refused_by_name(change, words):
+    zeros = torch.zeros(2, 8, 2, 16).to(FLOAT8)
+    given = dict(q=torch.zeros(2, 1, 4, 16).bfloat16(), k_cache=zeros, v_cache=zeros)
+    given |= devices.moved(change)
+    with pytest.raises((TypeError, ValueError), match=words):
+        tilewise.attention_with_kvcache(**given)
+
+
+def test_a_descale_belongs_to_float8():
+    x = torch.zeros(1, 8, 2, 16)
+    with pytest.raises(ValueError, match="k_descale is given, but belongs to float8_e4m3"):
+        tilewise.attention_with_kvcache(x[:, :1], x, x, k_descale=torch.ones(1, 2))
