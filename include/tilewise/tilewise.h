@@ -194,7 +194,8 @@ typedef struct tilewise_gradients {
   float* dscale;      /* one float */
 } tilewise_gradients;
 
-/* What will run. */
+/* What will run. A struct_size of offsetof(tilewise_plan_info, kernel) leaves the two texts out,
+ * which take as long as the rest of a plan. */
 typedef struct tilewise_plan_info {
   uint32_t struct_size;
   int32_t threads;         /* CPU tasks that may run at once */
@@ -267,7 +268,8 @@ typedef struct tilewise_kv_append {
   const tilewise_parallel* parallel;
   int32_t kv_float8; /* 1: the caches are float8_e4m3: a new x is written as x / descale, rounded to
                         nearest even, at most 448 in magnitude */
-  int32_t reserved;
+  int32_t check;     /* GPU: verify the entries of the index arrays first, for which the stream is
+                        waited for; the CPU always verifies */
   const float* k_descale; /* as in tilewise_attention */
   const float* v_descale;
   int64_t k_descale_stride_batch;

@@ -43,7 +43,7 @@ class KvAppend(ctypes.Structure):
         ("q_single_position", c_int32),
         ("parallel", c_void_p),
         ("kv_float8", c_int32),
-        ("reserved", c_int32),
+        ("check", c_int32),
         *((name, c_void_p) for name in ("k_descale", "v_descale")),
         *((name, c_int64) for name in ("k_descale_stride_batch", "k_descale_stride_head")),
         *((name, c_int64) for name in ("v_descale_stride_batch", "v_descale_stride_head")),

@@ -1,4 +1,5 @@
 // plan, forward, backward, append: validate, decide, run. No logic of its own.
+#include <cstddef>
 #include <cstdio>
 
 #include "base/parallel.h"
@@ -60,7 +61,7 @@ void fill(char* text, std::size_t size, const std::string& value) {
 }
 
 tilewise_plan_info describe(const Problem& p, const Gradients* gradients,
-                            const dispatch::Device& device) {
+                            const dispatch::Device& device, bool texts) {
   const dispatch::Decision decision = decide(p, gradients, device);
   tilewise_plan_info info{};
   info.workspace_bytes = decision.workspace_bytes();
@@ -74,6 +75,7 @@ tilewise_plan_info describe(const Problem& p, const Gradients* gradients,
     info.tile_q = decision.cpu.tile_q;
     info.tile_k = decision.cpu.tile_k;
   }
+  if (!texts) return info;
   fill(info.kernel, sizeof(info.kernel), dispatch::kernel_name(decision, p, gradients));
   fill(info.why, sizeof(info.why), dispatch::explain(decision, p, gradients, device));
   return info;
@@ -101,7 +103,8 @@ void plan(const tilewise_attention* attention, const tilewise_gradients* gradien
   Gradients g{};
   if (backward) g = validated_gradients(gradients, p, Contents::unread);
   const int32_t threads = make_parallel(p.parallel).threads;
-  write_struct(describe(p, backward ? &g : nullptr, device_of(p, threads)), info);
+  const bool texts = info->struct_size > offsetof(tilewise_plan_info, kernel);
+  write_struct(describe(p, backward ? &g : nullptr, device_of(p, threads), texts), info);
 }
 
 void forward(const tilewise_attention* attention, void* workspace, int64_t workspace_bytes) {
@@ -157,6 +160,7 @@ tilewise_status tilewise_append_kv(const tilewise_kv_append* append) {
     const tilewise_kv_append validated = capi::validated_append(append);
     if (validated.device == TILEWISE_CUDA) {
       capi::gpu_of(validated.device_index);
+      if (validated.check != 0) capi::check_entries_of_gpu(validated);
       cuda::append_kv(validated);
     } else {
       cpu::append_kv(validated, make_parallel(validated.parallel));

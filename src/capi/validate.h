@@ -17,6 +17,8 @@ Problem validated_problem(const tilewise_attention* given, int32_t pass, Content
 Gradients validated_gradients(const tilewise_gradients* given, const Problem& problem,
                               Contents contents);
 tilewise_kv_append validated_append(const tilewise_kv_append* given);
+// Of a validated append on a GPU: the entries of its index arrays, read back to the host.
+void check_entries_of_gpu(const tilewise_kv_append& append);
 
 void check_pass(int32_t pass);
 void check_device(int32_t device, int32_t device_index);

@@ -1,7 +1,10 @@
+#include <vector>
+
 #include "capi/validate.h"
 #include "capi/versioned.h"
 #include "capi/views.h"
 #include "cpu/append.h"
+#include "cuda/backend.h"
 
 namespace tilewise::capi {
 namespace {
@@ -159,7 +162,7 @@ void check_index_pointers(const Append& a) {
   check_aligned("v_descale", a.v_descale, 4);
 }
 
-// In the memory of a GPU they are the caller's responsibility: nothing there is read.
+// Of index arrays in the memory of the CPU.
 void check_entries(const Append& a) {
   if (a.kv_batch_idx != nullptr) {
     check_kv_batch_idx(a.kv_batch_idx, a.batch, a.kv_batch);
@@ -201,7 +204,7 @@ tilewise_kv_append validated_append(const tilewise_kv_append* given) {
            ": float32, float16 and bfloat16 are allowed");
   }
   check_parallel(a.parallel);
-  check_range("reserved", a.reserved, 0, 0);
+  check_range("check", a.check, 0, 1);
   require((a.k_new.data == nullptr) == (a.v_new.data == nullptr), "k_new is ",
           a.k_new.data == nullptr ? "NULL" : "given", " and v_new is ",
           a.v_new.data == nullptr ? "NULL" : "given", ": both or none are allowed");
@@ -215,6 +218,26 @@ tilewise_kv_append validated_append(const tilewise_kv_append* given) {
   check_index_pointers(a);
   if (a.device == TILEWISE_CPU) check_entries(a);
   return a;
+}
+
+void check_entries_of_gpu(const tilewise_kv_append& append) {
+  Append a = append;
+  std::vector<std::vector<int32_t>> copies;
+  const auto fetch = [&](const int32_t*& entries, int64_t count) {
+    if (entries == nullptr || count == 0) return;
+    std::vector<int32_t>& copy = copies.emplace_back(count);
+    cuda::read_entries(copy.data(), entries, count, a.device_index, a.stream);
+    entries = copy.data();
+  };
+  fetch(a.cache_seqlens, a.batch);
+  fetch(a.cu_seqlens_q, a.batch + 1);
+  fetch(a.cu_seqlens_new, a.batch + 1);
+  fetch(a.rotary_seqlens, a.batch);
+  fetch(a.kv_batch_idx, a.batch);
+  fetch(a.leftpad_k, a.batch);
+  const bool pages = a.batch > 0 && a.block_table_width > 0;
+  fetch(a.block_table, pages ? (a.batch - 1) * a.block_table_stride + a.block_table_width : 0);
+  check_entries(a);
 }
 
 }  // namespace tilewise::capi

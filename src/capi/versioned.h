@@ -18,7 +18,7 @@ inline constexpr uint32_t kFirstSize<tilewise_attention> = 488;
 template <>
 inline constexpr uint32_t kFirstSize<tilewise_gradients> = 224;
 template <>
-inline constexpr uint32_t kFirstSize<tilewise_plan_info> = 352;
+inline constexpr uint32_t kFirstSize<tilewise_plan_info> = 32;  // without its texts
 template <>
 inline constexpr uint32_t kFirstSize<tilewise_kv_append> = 424;
 template <>

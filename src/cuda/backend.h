@@ -21,7 +21,7 @@ struct Plan {
   int32_t head_dim = 0;      // the head-dim tile
   int32_t tile_q = 0;
   int32_t tile_k = 0;
-  int32_t pack = 1;  // query heads in one tile
+  int32_t pack = 1;    // query heads in one tile
   int64_t splits = 1;  // the most that a sequence has by `rule`
   SplitRule rule;
   int32_t pitch = 0;  // of the results of splits (params.h)
@@ -53,5 +53,9 @@ void forward(const Problem& problem, const Plan& plan, void* workspace);
 void backward(const Problem& problem, const Gradients& gradients, const Plan& plan,
               void* workspace);
 void append_kv(const tilewise_kv_append& append);
+
+// Copies an index array to the host, when what is on the stream is done.
+void read_entries(int32_t* to, const int32_t* from, int64_t count, int32_t device_index,
+                  void* stream);
 
 }  // namespace tilewise::cuda

@@ -97,6 +97,12 @@ int64_t second_blocks(const Flags& flags, const Tile& tile, int32_t device_index
   return min<int64_t>(flags.tiles, (at_once - 1) | 1);
 }
 
+void read_entries(int32_t* to, const int32_t* from, int64_t count, int32_t device_index,
+                  void* stream) {
+  const DeviceScope scope(device_index);
+  read_back(to, from, count * static_cast<int64_t>(sizeof(int32_t)), stream);
+}
+
 void append_kv(const tilewise_kv_append& append) {
   const DeviceScope scope(append.device_index);
   common::AppendParams params;

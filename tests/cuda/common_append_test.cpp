@@ -173,4 +173,27 @@ TYPED_TEST(CommonAppend, AsTheCpu) {
   EXPECT_GT(launches, 200);
 }
 
+// The entries are read where the GPU has them, before anything is written.
+TYPED_TEST(CommonAppend, CheckRefusesWrongEntries) {
+  int64_t refused = 0;
+  for (uint32_t seed = 0; seed < 100; ++seed) {
+    AppendCall<TypeParam> call(seed);
+    call.a.device = TILEWISE_CUDA;
+    call.a.check = 1;
+    ASSERT_EQ(tilewise_append_kv(&call.a), TILEWISE_OK) << tilewise_last_error();
+    if (call.a.batch == 0 || call.a.cache_seqlens == nullptr) continue;
+    const auto last = static_cast<size_t>(call.a.batch - 1);
+    call.lengths[last] = -7;
+    const std::vector<TypeParam> before = call.k_cache;
+    EXPECT_EQ(tilewise_append_kv(&call.a), TILEWISE_INVALID_ARGUMENT) << seed;
+    const std::string expected = "cache_seqlens[" + std::to_string(last) + "] is -7";
+    EXPECT_NE(std::string(tilewise_last_error()).find(expected), std::string::npos)
+        << tilewise_last_error();
+    for (size_t i = 0; i < before.size(); ++i)
+      ASSERT_EQ(to_float(before[i]), to_float(call.k_cache[i])) << seed;
+    ++refused;
+  }
+  EXPECT_GT(refused, 20);
+}
+
 }  // namespace

@@ -122,7 +122,7 @@ class KvAppend(c.Structure):
         (c.c_int64, "rotary_rows rotary_dim"),
         (c.c_int32, "rotary_interleaved q_single_position"),
         (c.c_void_p, "parallel"),
-        (c.c_int32, "kv_float8 reserved"),
+        (c.c_int32, "kv_float8 check"),
         (c.c_void_p, "k_descale v_descale"),
         (c.c_int64, "k_descale_stride_batch k_descale_stride_head"),
         (c.c_int64, "v_descale_stride_batch v_descale_stride_head"),
