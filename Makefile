@@ -102,7 +102,8 @@ build: $(BUILD)/build.ninja ## the library and its C++ tests, in build/release
 
 # --- use -------------------------------------------------------------------------------------------
 .PHONY: demo
-demo: $(VENV)/.installed ## exactness, a small GPT trained on real text, and one picture (10 minutes)
+demo: $(VENV)/.installed ## exactness, a small GPT trained on real text, one picture, an answer (10 minutes)
+	@tools/setup.sh language-model $(VENV) || true # the demo says what is missing
 	@$(say) "demo"
 	@$(python) examples/demo.py $(if $(TEXT),--text "$(TEXT)") $(DEMO_FLAGS)
 

@@ -1,6 +1,6 @@
-"""The whole demonstration: exactness, a GPT trained on real text, and one picture.
+"""The whole demonstration: exactness, a GPT trained on real text, one picture, and an answer.
 
-  python examples/demo.py                     about 4 minutes on two cores
+  python examples/demo.py                     about 5 minutes on two cores
   python examples/demo.py --text book.txt     learn from another text
   python examples/demo.py --quick             a minute: smaller model, fewer steps
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -18,12 +19,15 @@ from pathlib import Path
 
 import exactness
 import figures
+import models
 import train_gpt
 from tilewise.cli import bench, contestants, cost, system
 from tilewise.cli.progress import Progress
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 QUICK_LENGTHS = (256, 512, 1024)
+CHAT_MODEL, CHAT_SECONDS = models.SMOLLM2, 180
+CHAT = ("--question", "Why is the sky blue? Answer in one sentence.", "--max-tokens", "60")
 QUICK_TRAINING = ("--steps", "30", "--batch", "4", "--rows", "256", "--layers", "2")
 
 
@@ -43,7 +47,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def headline(number: int, text: str) -> None:
     """Announces a step."""
-    print(f"\n{'=' * 8} {number} of 3: {text} {'=' * 8}\n", flush=True)
+    print(f"\n{'=' * 8} {number} of 4: {text} {'=' * 8}\n", flush=True)
 
 
 def training_arguments(options: argparse.Namespace) -> list[str]:
@@ -79,8 +83,24 @@ def measure_cost(quick: bool) -> list[dict[str, object]]:
     return rows
 
 
+def answer_a_question() -> int:
+    """A trained model answers through our attention; where there is none, a sentence says so."""
+    try:
+        models.require(*models.needed(CHAT_MODEL))
+    except models.MissingError as error:
+        print(f"no answer: {error}")
+        return 0
+    program = str(Path(__file__).with_name("generate.py"))
+    command = [sys.executable, program, "--model", CHAT_MODEL, *CHAT]
+    try:
+        return subprocess.run(command, timeout=CHAT_SECONDS, check=False).returncode
+    except subprocess.TimeoutExpired:
+        print(f"\nno answer within {CHAT_SECONDS} s: ask again with python examples/generate.py")
+        return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the three steps. Returns the exit status of the first that fails, or 0."""
+    """Runs the four steps. Returns the exit status of the first that fails, or 0."""
     options = parse(arguments)
     started = time.monotonic()
     headline(1, "exact attention, against double precision and naive attention")
@@ -100,7 +120,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\npicture: {picture}")
     else:
         print("\nno picture: matplotlib is not installed")
-    print(f"done in {time.monotonic() - started:.0f} s")
+    headline(4, "a language model answers through Tilewise")
+    status = answer_a_question()
+    if status:
+        return status
+    print(f"\ndone in {time.monotonic() - started:.0f} s")
     return 0
 
 

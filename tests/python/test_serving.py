@@ -26,6 +26,8 @@ from tilewise.serving import (  # noqa: E402
 from tilewise.serving.sampling import sample  # noqa: E402
 from tilewise.serving.text import TextStream  # noqa: E402
 
+pytestmark = pytest.mark.models
+
 COUNT = 12
 GREEDY = SamplingParams(COUNT, temperature=0.0)
 PROMPTS = tiny_llama.prompts(1, 5, 17, 40, 90, 3)
