@@ -16,8 +16,8 @@ struct UnitKernels {
   Kernel<BackwardParams> prepare;
   Kernel<BackwardParams> backward;
   Kernel<BackwardParams> finish;
-  Kernel<TmaForwardParams> tma_forward;  // wgmma: instead of `forward` and `backward`
-  Kernel<TmaBackwardParams> tma_backward;
+  Kernel<TmaForwardParams> tma_forward = {};  // wgmma: instead of `forward` and `backward`
+  Kernel<TmaBackwardParams> tma_backward = {};
 };
 
 struct Tile {
