@@ -134,17 +134,28 @@ void BulkCopies::commit() {
   open_ = 0;
 }
 
-void BulkCopies::wait(int pending) {
+void BulkCopies::wait_read(int pending) {
   Block& b = block();
-  while (static_cast<int>(groups_.size()) > pending) {
-    for (int i = 0; i < groups_.front(); ++i) {
+  for (; static_cast<int>(groups_.size()) - read_ > pending; ++read_) {
+    for (int i = 0; i < groups_[static_cast<size_t>(read_)]; ++i) {
       const Copy& copy = in_flight_.front();
       if (copy.land) copy.land();
       b.shared().finish_async_read(copy.from, copy.bytes, copy.what, b.moment());
       in_flight_.pop_front();
     }
-    groups_.pop_front();
   }
+}
+
+void BulkCopies::wait(int pending) {
+  wait_read(pending);
+  for (; static_cast<int>(groups_.size()) > pending; --read_) groups_.pop_front();
+}
+
+void BulkCopies::check_release() const {
+  if (groups_.empty() && open_ == 0) return;
+  fault(
+      "st_release while bulk copies of the thread may still be writing: "
+      "cp_async_bulk_wait_group_read does not wait for that");
 }
 
 void BulkCopies::check_exit() const {
@@ -198,7 +209,7 @@ void cp_reduce_async_bulk_add_f32(float* to, uint32_t from, int bytes) {
 }
 
 void cp_async_bulk_commit_group() { block().bulk_copies().commit(); }
-void cp_async_bulk_wait_group_read(int pending) { block().bulk_copies().wait(pending); }
+void cp_async_bulk_wait_group_read(int pending) { block().bulk_copies().wait_read(pending); }
 void cp_async_bulk_wait_group(int pending) { block().bulk_copies().wait(pending); }
 
 }  // namespace tilewise::cuda::emulator

@@ -5,6 +5,7 @@
 #include "cuda/ptx/block.h"
 #include "cuda/ptx/bulk_copy.h"
 #include "cuda/ptx/cp_async.h"
+#include "cuda/ptx/global.h"
 #include "cuda/ptx/mbarrier.h"
 #include "cuda/ptx/shared.h"
 #include "cuda/ptx/warp.h"
@@ -164,6 +165,25 @@ TEST(Bulk, PlainLoadsAndSums) {
     });
     for (int i = 0; i < 64; ++i) EXPECT_EQ(global_sums[i], i < 16 ? i + 3 * (i + 32) : i);
   }
+}
+
+TEST(Bulk, FlagsThatSayTooMuch) {
+  const auto set = [](bool complete) {
+    return fault_of(1, 32, kBytes, [complete] {
+      fill(0);
+      ptx::fence_proxy_async();
+      ptx::sync_warp();
+      if (ptx::lane_index() != 0) return;
+      int32_t flag = 0;
+      ptx::cp_reduce_async_bulk_add_f32(global_sums, byte(0), 16, ptx::CachePolicy::evict_last);
+      ptx::cp_async_bulk_commit_group();
+      ptx::cp_async_bulk_wait_group_read<0>();
+      if (complete) ptx::cp_async_bulk_wait_group<0>();
+      ptx::st_release(&flag, 1);
+    });
+  };
+  EXPECT_EQ(set(true), "");
+  expect_part(set(false), "st_release while bulk copies of the thread may still be writing");
 }
 
 TEST(Bulk, WhatNoMapDescribes) {

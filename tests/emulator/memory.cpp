@@ -230,6 +230,9 @@ int32_t ld_acquire(const int32_t* p) {
   block().poll();
   return *static_cast<const volatile int32_t*>(p);
 }
-void st_release(int32_t* p, int32_t x) { *static_cast<volatile int32_t*>(p) = x; }
+void st_release(int32_t* p, int32_t x) {
+  block().bulk_copies().check_release();
+  *static_cast<volatile int32_t*>(p) = x;
+}
 
 }  // namespace tilewise::cuda::emulator
