@@ -24,8 +24,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
-for package in ("transformers", "fastapi", "uvicorn"):
-    pytest.importorskip(package, reason=f"examples/serve.py needs {package}: tilewise[serve]")
+import hf_models
+
+hf_models.require("transformers", "fastapi", "uvicorn")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))

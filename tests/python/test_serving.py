@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers", reason="the engine drives models of Transformers")
 
+import hf_models  # noqa: E402
+
+hf_models.require("transformers")
 import tiny_llama  # noqa: E402
 from tilewise.serving import (  # noqa: E402
     Engine,
