@@ -23,9 +23,9 @@ def _refuse_to_replace(folders: list[str]) -> None:
     for found in metadata.distributions(name="flash-attn", path=folders):
         if "+tilewise" not in found.version:
             raise SystemExit(
-                f"flash-attn {found.version} is installed in {found.locate_file('')}, and installing "
-                "Tilewise's stand-in would remove it; if that is what you want, run first: pip "
-                "uninstall flash-attn"
+                f"flash-attn {found.version} is installed in {found.locate_file('')}, and "
+                "installing Tilewise's stand-in would remove it; if that is what you want, run "
+                "first: pip uninstall flash-attn"
             )
 
 

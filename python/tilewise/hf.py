@@ -1,4 +1,4 @@
-"""Short name of ``tilewise.integrations.transformers``: importing either registers the attention."""
+"""Short name of ``tilewise.integrations.transformers``: both register on import."""
 
 from .integrations.transformers import NAME, attention, create_mask, register
 

@@ -89,7 +89,7 @@ def configuration(name: str) -> Any:
 
 
 def decoder(name: str, implementation: str = "eager") -> Any:
-    """The random model of this name, in evaluation mode; equal weights whatever computes attention."""
+    """The random model of this name, in evaluation mode, always with the same weights."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(1)
@@ -130,7 +130,7 @@ def relative(given: Tensor, expected: Tensor) -> float:
     return float((given - expected).abs().max() / expected.abs().max())
 
 
-# --- real models ------------------------------------------------------------------------------------
+# --- real models ----------------------------------------------------------------------------------
 
 
 def packaged_file(distribution: str, ending: str) -> Path:

@@ -75,7 +75,7 @@ def test_half_precision_is_as_close_to_fp32_as_eager(dtype: torch.dtype) -> None
     assert error[1] <= 2.0 * error[0]
 
 
-# --- packed sequences -------------------------------------------------------------------------------
+# --- packed sequences -----------------------------------------------------------------------------
 
 
 def one_by_one(model: Any, sequences: list[Tensor]) -> Tensor:
@@ -127,7 +127,7 @@ def test_packed_sequences_in_several_rows() -> None:
     assert hf_models.relative(our_grads, grads) < TOLERANCE
 
 
-# --- masks of the caller ----------------------------------------------------------------------------
+# --- masks of the caller --------------------------------------------------------------------------
 
 
 def prefix_mask(length: int, prefix: int) -> Tensor:
@@ -179,15 +179,17 @@ def test_functions_of_the_caller_over_the_mask() -> None:
     assert torch.equal(mask == -torch.inf, ~prefix_mask(6, 3))
 
 
-# --- what cannot be computed says so ----------------------------------------------------------------
+# --- what cannot be computed says so --------------------------------------------------------------
 
 
-def test_models_that_ask_for_no_attention_function_are_refused() -> None:
-    from transformers import AutoModelForCausalLM, BloomConfig
+@pytest.mark.parametrize("kind", ["Bloom", "BigBirdPegasus"])
+def test_models_of_eager_attention_alone_are_refused(kind: str) -> None:
+    import transformers
 
-    config = BloomConfig(vocab_size=97, hidden_size=48, n_layer=1, n_head=4)
-    with pytest.raises(ValueError, match="BloomForCausalLM computes attention in its own code"):
-        AutoModelForCausalLM.from_config(config, attn_implementation="tilewise")
+    with torch.device("meta"), pytest.raises(ValueError, match="computes attention in its own"):
+        getattr(transformers, f"{kind}ForCausalLM")._from_config(
+            getattr(transformers, f"{kind}Config")(), attn_implementation="tilewise"
+        )
 
 
 def test_a_layer_that_leaves_its_window_to_the_mask() -> None:
@@ -205,7 +207,7 @@ def test_a_layer_that_leaves_its_window_to_the_mask() -> None:
         model, lambda m: m(ids, attention_mask=mask).logits[mask.bool()]
     )
     assert hf_models.relative(given, expected) < TOLERANCE
-    layer_of_its_own, window = layer(), torch.empty((0, 1, 2, 1), dtype=torch.uint32)
+    layer_of_its_own, window = layer(), torch.empty((0, 2, 2, 1), dtype=torch.uint32)
     with pytest.raises(ValueError, match="neither passes sliding_window nor has config"):
         tilewise.hf.attention(layer_of_its_own, *heads(), window)
 
@@ -226,7 +228,7 @@ def heads(length: int = 6) -> tuple[Tensor, Tensor, Tensor]:
         (dict(output_attentions=True), "output_attentions=True asks for the matrix"),
         (dict(indices=torch.zeros(1)), "Module passes indices to its attention function"),
         (dict(mask=torch.ones(2, 1, 6, 6).long()), "attention_mask has dtype torch.int64"),
-        (dict(mask=torch.ones(3, 1, 1, 1).to(torch.uint32)), "attention_mask is of 1 sequences"),
+        (dict(mask=torch.ones(3, 2, 1, 1).to(torch.uint32)), "attention_mask is of 1 sequences"),
         (dict(mask=torch.ones(2, 6)), r"attention_mask \[batch, keys\] has dtype torch.float32"),
         (dict(mask=torch.ones(2, 7).bool()), r"attention_mask has shape \[2, 7\]"),
         (dict(mask=torch.ones(2, 6, 6).bool()), r"attention_mask has shape \[2, 6, 6\]"),
@@ -236,7 +238,7 @@ def heads(length: int = 6) -> tuple[Tensor, Tensor, Tensor]:
             "cu_seq_lens_q and attention_mask are both given",
         ),
         (
-            dict(mask=torch.tensor([[[[0, 12]]]], dtype=torch.uint32),
+            dict(mask=torch.tensor([[[[0, 12]]]]).to(torch.uint32),
                  position_bias=torch.zeros(1, 4, 6, 6)),
             "position_bias of packed sequences",
         ),

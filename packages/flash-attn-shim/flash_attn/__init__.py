@@ -14,8 +14,8 @@ def _refuse_to_shadow() -> None:
         others.append("the kernels flash_attn_2_cuda of a real flash-attn")
     if others:
         raise ImportError(
-            f"flash_attn is Tilewise's stand-in ({__file__}), but there is also {others[0]}; keep one: "
-            "`pip uninstall flash-attn` until nothing is left, then install what you want"
+            f"flash_attn is Tilewise's stand-in ({__file__}), but there is also {others[0]}; "
+            "keep one: `pip uninstall flash-attn` until nothing is left, then install what you want"
         )
 
 

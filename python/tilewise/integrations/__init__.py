@@ -1,1 +1,1 @@
-"""Tilewise inside other packages; each module is imported by whoever wants it, and by nobody else."""
+"""Tilewise inside other packages: modules that are imported by those who want them alone."""

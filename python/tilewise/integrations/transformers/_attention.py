@@ -12,7 +12,7 @@ import tilewise
 from tilewise import _ops, _torch
 from tilewise._request import Request
 
-from ._masks import Form, form_of, has_window, numbers
+from ._masks import Form, form_of, numbers
 
 # Arguments that change what is computed in a way that is not this function's.
 _NOT_OURS = ("indices", "block_indices", "sinks", "head_mask")
@@ -44,23 +44,23 @@ def attention(
     """Attention of one layer, as ``transformers.AttentionInterface`` defines it.
 
     Args:
-        module: The layer; ``is_causal`` is read from it unless given here.
+        module: The layer; ``is_causal`` is read from it unless given here, or in the mask.
         query: [batch, heads, rows, head_dim].
         key: [batch, heads_kv, keys, head_dim].
         value: [batch, heads_kv, keys, head_dim_v].
-        attention_mask: What ``create_mask`` made of the mask; [batch, keys], the keys to be seen; or
+        attention_mask: What ``create_mask`` made; [batch, keys], the keys to be seen; or
             [batch, 1 or heads, rows, keys], boolean (True: seen) or added to the scores, which then
             decides alone, without causality and window.
         dropout: Probability of dropping a weight.
         scaling: Factor of the scores; None: 1 / sqrt(head_dim).
-        sliding_window: Number of keys that a row sees, itself included (bidirectional: to each side).
+        sliding_window: Number of keys that a row sees, its own included (bidirectional: each side).
         softcap: See ``tilewise.attention``.
         is_causal: Whether rows see no later keys.
         s_aux: [heads], the sinks.
         position_bias: [1 or batch, heads, rows, keys], added to the scores.
         cache: A paged cache, of continuous batching.
-        kwargs: ``cu_seq_lens_q`` and ``_k``, ``max_length_q`` and ``_k`` of packed sequences; what a
-            paged cache needs; others are not read.
+        kwargs: ``cu_seq_lens_q`` and ``_k``, ``max_length_q`` and ``_k`` of packed sequences;
+            what a paged cache needs; others are not read.
 
     Returns:
         [batch, rows, heads, head_dim_v] and None: there is no matrix of weights.
@@ -70,7 +70,10 @@ def attention(
     """
     _refuse(module, kwargs)
     causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
-    sliding_window = _window(module, attention_mask, sliding_window, causal)
+    if attention_mask is not None and form_of(attention_mask) is not None:
+        causal = attention_mask.shape[1] == 2
+        if attention_mask.shape[2] == 2 and sliding_window is None:
+            sliding_window = _window_of_the_configuration(module, causal)
     options: dict[str, Any] = dict(
         scale=scaling, softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout
     )
@@ -103,12 +106,8 @@ def _refuse(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
             )
 
 
-def _window(
-    module: torch.nn.Module, mask: Tensor | None, sliding_window: int | None, causal: bool
-) -> int | None:
-    """The window, which some layers leave to the mask; it is then the one of the configuration."""
-    if sliding_window is not None or not has_window(mask):
-        return sliding_window
+def _window_of_the_configuration(module: torch.nn.Module, causal: bool) -> int:
+    """The window of a layer that leaves it to the mask."""
     window = getattr(getattr(module, "config", None), "sliding_window", None)
     if not isinstance(window, int):
         raise ValueError(
@@ -125,7 +124,7 @@ def _band(causal: bool, sliding_window: int | None) -> Band:
     return Band(causal, (sliding_window - 1, 0 if causal else sliding_window - 1))
 
 
-# --- dense: one row of the batch is one sequence ----------------------------------------------------
+# --- dense: one row of the batch is one sequence --------------------------------------------------
 
 
 def _padded(
@@ -165,8 +164,8 @@ def _spanned(
     """Attention within the spans [3, batch] of first key, end of keys, and rows in use."""
     if spans.shape[1] != q.shape[0]:
         raise ValueError(
-            f"attention_mask is of {spans.shape[1]} sequences, but query has {q.shape[0]}: the model "
-            "cuts its sequences in a way that tilewise does not compute"
+            f"attention_mask is of {spans.shape[1]} sequences, but query has {q.shape[0]}: the "
+            "model cuts its sequences in a way that tilewise does not compute"
         )
     request = Request(causal=band.causal, window=band.window, bias=bias, **options)
     q, k, v, prepared = _torch.prepare_dense(q, k, v, "bshd", request)
@@ -181,8 +180,8 @@ def _visible_keys(mask: Tensor, batch: int, keys: int) -> Tensor:
         mask = mask[:, 0, 0]
     if mask.is_floating_point():
         raise ValueError(
-            f"attention_mask [batch, keys] has dtype {mask.dtype}, but must be boolean or integer; a "
-            "mask that is added to the scores has four dimensions"
+            f"attention_mask [batch, keys] has dtype {mask.dtype}, but must be boolean or integer; "
+            "a mask that is added to the scores has four dimensions"
         )
     if mask.shape[0] not in (1, batch) or mask.shape[-1] > keys or mask.numel() == 0:
         raise ValueError(
@@ -211,7 +210,7 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
 
 
-# --- packed: the rows of all sequences laid end to end ----------------------------------------------
+# --- packed: the rows of all sequences laid end to end --------------------------------------------
 
 
 def _packed(

@@ -3,10 +3,10 @@
 Transformers asks the mask function once per forward and kind of layer, and hands its result to the
 attention function of every such layer as ``attention_mask``. Here that is one of
 
-* None: causality says it all, the last query being aligned with the last key;
-* a float mask [batch, 1, rows, keys] that says it all: patterns that are none of the following;
-* a ``Form``: integers of shape [form, ...], with a third dimension of 2 if there is a window, too,
-  and of 1 otherwise. (Layers need not pass their window to the attention function.)
+* a float mask [batch, 1, rows, keys] that says it all, causality and window included: for patterns
+  that are none of the following;
+* a ``Form``: integers of shape [form, 1 + causal, 1 + window, ...]. Layers need not tell the
+  attention function whether they are causal and have a window, and some are wrong about it.
 
 They have four dimensions because ``generate`` hands masks made ahead of time to the model, which
 leaves alone what has four and reshapes what has fewer, and types that nobody else has for masks.
@@ -27,11 +27,11 @@ from transformers import masking_utils
 class Form(enum.IntEnum):
     """The compact masks, by their first dimension, or by their type."""
 
-    PLAIN = 0  # uint32 [0, 1, ., 1]: nothing but causality and a window
-    PACKED = 1  # uint32 [1, 1, ., sequences + 1]: boundaries of packed sequences
-    SPANS = 3  # uint32 [3, batch, ., 1]: first key, end of keys and rows in use of each sequence,
+    PLAIN = 0  # uint32 [0, ., ., 1]: the last row is aligned with the last key, and that is all
+    PACKED = 1  # uint32 [1, ., ., sequences + 1]: boundaries of packed sequences
+    SPANS = 3  # uint32 [3, ., ., batch]: first key, end of keys and rows in use of each sequence,
     #            the last such row aligned with the last key: padding, and caches that are not full
-    KEYS = -1  # int16 [batch, 1, ., keys]: the keys to be seen, beside causality and window; for
+    KEYS = -1  # int16 [batch, ., ., keys]: the keys to be seen, beside causality and window; for
     #            padding amid them, and while values may not be looked at (tracing, CUDA graphs)
 
 
@@ -45,19 +45,15 @@ def form_of(mask: Tensor | None) -> Form | None:
     return Form.KEYS if mask.dtype == _FLAGS else Form(mask.shape[0])
 
 
-def has_window(mask: Tensor | None) -> bool:
-    """Whether a compact mask is one of a pattern with a window."""
-    return mask is not None and form_of(mask) is not None and mask.shape[2] == 2
-
-
 def numbers(mask: Tensor) -> Tensor:
     """int32: the boundaries [sequences + 1] of PACKED, [3, batch] of SPANS."""
-    packed = form_of(mask) is Form.PACKED
-    return (mask[0, 0, 0] if packed else mask[:, :, 0, 0]).contiguous().view(torch.int32)
+    given = mask[:, 0, 0].contiguous().view(torch.int32)
+    return given[0] if form_of(mask) is Form.PACKED else given
 
 
 def _marked(mask: Tensor, pattern: Pattern) -> Tensor:
-    return mask.expand(-1, -1, 2, -1) if pattern.window else mask
+    """[form, numbers] with what the pattern is in between."""
+    return mask[:, None, None].expand(-1, 1 + pattern.causal, 1 + pattern.window, -1)
 
 
 class Pattern(NamedTuple):
@@ -84,7 +80,7 @@ def create_mask(
     config: Any = None,
     device: torch.device | str = "cpu",
     **_: Any,
-) -> Tensor | None:
+) -> Tensor:
     """The mask function that is registered; arguments as those of ``masking_utils.sdpa_mask``.
 
     Args:
@@ -100,7 +96,7 @@ def create_mask(
         device: Of the model.
 
     Returns:
-        None or a mask as the heading of this module describes them.
+        A mask as the heading of this module describes them.
     """
 
     def everything() -> Tensor:
@@ -146,13 +142,14 @@ def create_mask(
     if attention_mask is None:
         if end is not None:
             return _marked(_spans(batch_size, end, q_length, kv_length, device), pattern)
-        return _plain(pattern, device)
+        return _marked(torch.empty((0, 1), dtype=_NUMBERS, device=device), pattern)
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    assert padding is not None
     visible = padding[:, kv_offset : kv_offset + kv_length]
     if blind:
-        return _marked(_keys(visible), pattern) if end is None else everything()
-    mask = _described(visible, end, q_length, pattern, everything)
-    return _plain(pattern, device) if mask is None else mask
+        return _marked(visible.to(_FLAGS), pattern) if end is None else everything()
+    mask = _described(visible, end, q_length, pattern)
+    return everything() if mask is None else _marked(mask, pattern)
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -228,35 +225,21 @@ def _captured(function: Any, name: str) -> dict[str, Any]:
 # --- the compact forms ----------------------------------------------------------------------------
 
 
-def _plain(pattern: Pattern, device: torch.device | str) -> Tensor | None:
-    if not pattern.window:
-        return None
-    return torch.empty((0, 1, 2, 1), dtype=_NUMBERS, device=device)
-
-
 def _spans(
     batch: int, end: int | Tensor, rows: int, keys: int, device: torch.device | str
 ) -> Tensor:
     """Spans that are the same for each sequence; nothing is read back from the device."""
-    spans = torch.empty((3, batch, 1, 1), dtype=torch.int32, device=device)
+    spans = torch.empty((3, batch), dtype=torch.int32, device=device)
     spans[0] = 0
     spans[1] = end.clamp(0, keys) if isinstance(end, Tensor) else min(max(end, 0), keys)
     spans[2] = rows
     return spans.view(_NUMBERS)
 
 
-def _keys(visible: Tensor) -> Tensor:
-    return visible.to(_FLAGS)[:, None, None]
-
-
 def _described(
-    visible: Tensor,
-    end: int | Tensor | None,
-    rows: int,
-    pattern: Pattern,
-    everything: Callable[[], Tensor],
+    visible: Tensor, end: int | Tensor | None, rows: int, pattern: Pattern
 ) -> Tensor | None:
-    """The cheapest mask for these visible keys [batch, keys]; one look at the device."""
+    """The cheapest form for these visible keys [batch, keys], if any; one look at the device."""
     keys = visible.shape[1]
     position = torch.arange(keys, device=visible.device)
     limit: int | Tensor = keys
@@ -268,14 +251,13 @@ def _described(
     runs = (visible[:, 1:] & ~visible[:, :-1]).sum(-1) + visible[:, 0]
     all_visible, one_run = torch.stack([visible.all(), (runs <= 1).all()]).tolist()
     if all_visible:
-        return None
+        return torch.empty((0, 1), dtype=_NUMBERS, device=visible.device)
     if not one_run:
-        return _marked(_keys(visible), pattern) if end is None else everything()
+        return visible.to(_FLAGS) if end is None else None
     in_use = torch.full_like(last, rows)
     if pattern.causal or pattern.window:  # rows behind the last key are padding, too
         in_use = (rows - (limit - last)).clamp(min=0)
-    spans = torch.stack([last - count, last, in_use]).to(torch.int32).view(_NUMBERS)
-    return _marked(spans[..., None, None], pattern)
+    return torch.stack([last - count, last, in_use]).to(torch.int32).view(_NUMBERS)
 
 
 def _boundaries(segments: Tensor) -> Tensor:
@@ -284,4 +266,4 @@ def _boundaries(segments: Tensor) -> Tensor:
     starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
     first = starts.flatten().nonzero().flatten()
     total = first.new_full((1,), segments.numel())
-    return torch.cat([first, total]).to(torch.int32).view(_NUMBERS)[None, None, None]
+    return torch.cat([first, total]).to(torch.int32).view(_NUMBERS)[None]

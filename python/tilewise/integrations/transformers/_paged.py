@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import tilewise
@@ -67,7 +66,7 @@ def allow_continuous_batching(name: str) -> None:
         if model.config._attn_implementation != name:
             switch(self, model, *args, **kwargs)
 
-    manager.switch_to_cb_friendly_attn = keep
+    setattr(manager, "switch_to_cb_friendly_attn", keep)  # noqa: B010
 
     restrict = initialization.ensure_decode_fast_path_is_available
 

@@ -34,15 +34,15 @@ def _refuse_models_of_their_own() -> None:
     @functools.wraps(check)
     def checked(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> Any:
         if requested_attention is not None and requested_attention.removeprefix("paged|") == NAME:
-            code = sys.modules[type(self).__module__]
-            if not (
-                hasattr(code, "ALL_ATTENTION_FUNCTIONS") or type(self)._supports_attention_backend
-            ):
+            model = type(self)
+            asks = hasattr(sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS") and (
+                model._supports_sdpa or model._supports_flash_attn
+            )
+            if not (asks or model._supports_attention_backend):
                 raise ValueError(
-                    f"{type(self).__name__} computes attention in its own code and asks for no "
-                    f'attention function, so that attn_implementation="{NAME}" cannot serve it; use '
-                    "its default"
+                    f"{model.__name__} computes attention in its own code, eager, and does not "
+                    f'support others, so that attn_implementation="{NAME}" cannot serve it'
                 )
         return check(self, requested_attention, *args, **kwargs)
 
-    PreTrainedModel.get_correct_attn_implementation = checked
+    setattr(PreTrainedModel, "get_correct_attn_implementation", checked)  # noqa: B010

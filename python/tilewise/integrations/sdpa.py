@@ -1,0 +1,231 @@
+"""Tilewise behind ``torch.nn.functional.scaled_dot_product_attention``, by PyTorch's own switch.
+
+    import tilewise.integrations.sdpa
+    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+
+    activate_flash_attention_impl("tilewise")
+    ...  # every flash attention of scaled_dot_product_attention, forward and backward
+    restore_flash_attention_impl()
+
+The import only makes the name known (PyTorch 2.11 and newer). Activated, the operators behind
+PyTorch's flash backend run on Tilewise: on CUDA, ``aten::_scaled_dot_product_flash_attention``; on
+the CPU, ``aten::_scaled_dot_product_flash_attention_for_cpu``, masks included. Which backend a call
+takes stays PyTorch's choice: ``torch.nn.attention.sdpa_kernel`` narrows it. float64 and
+``return_debug_mask`` go on to PyTorch's own kernels.
+
+A forward and its backward have to see the same implementation where there is dropout.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import attention as _switch
+
+from tilewise import _ops, _torch
+from tilewise._request import Request
+
+NAME = "tilewise"
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_ALL = _ops.WANT_Q | _ops.WANT_K | _ops.WANT_V
+
+
+class Call(NamedTuple):
+    """What an operator of the flash backend is asked for."""
+
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    mask: Tensor | None = None  # added to the scores, or boolean: True is seen
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention as ``scaled_dot_product_attention`` means it: causality is aligned top-left.
+
+    Args:
+        query: [batch, heads, rows, head_dim].
+        key: [batch, heads_kv, keys, head_dim].
+        value: [batch, heads_kv, keys, head_dim].
+        call: The options.
+
+    Returns:
+        out [batch, heads, rows, head_dim]; lse, float32 [batch, heads, rows]; int64 [2], what the
+        dropout bits are made of (0 without dropout).
+    """
+    q, k, v, options = _prepared(query, key, value, call)
+    out, lse = torch.ops.tilewise.forward(q, k, v, *options)
+    state = options.dropout_state
+    if state is None:
+        state = torch.zeros(2, dtype=torch.int64, device=query.device)
+    return _stored(out, query, _by_heads(query)), lse, state
+
+
+def backward(
+    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
+    state: Tensor, call: Call,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv); arguments as those and the results of ``forward``."""
+    q, k, v, options = _prepared(query, key, value, call)
+    if options.dropout_p:
+        options = options._replace(dropout_state=state.view(torch.int64))
+    dout, out = (_columns(x.transpose(1, 2)) for x in (dout, out))
+    grads = torch.ops.tilewise.backward(dout, None, q, k, v, out, lse.contiguous(), *options, _ALL)
+    dq, dk, dv = (  # on the CPU always rows first
+        _stored(grad, x, x.is_cuda and _by_heads(x))
+        for grad, x in zip(grads, (query, key, value), strict=False)
+    )
+    return dq, dk, dv
+
+
+def _prepared(query: Tensor, key: Tensor, value: Tensor, call: Call) -> _torch.Prepared:
+    rows, keys = query.shape[2], key.shape[2]
+    window: tuple[int | None, int | None] = (None, None)
+    if call.is_causal:
+        if keys > rows:  # those behind the last row are seen by none
+            key, value = key[:, :, :rows], value[:, :, :rows]
+        window = (None, max(rows - keys, 0))
+    request = Request(
+        window=window, scale=call.scale, dropout_p=call.dropout_p, bias=_bias(call.mask, query)
+    )
+    if _by_heads(query):  # then so is PyTorch's output
+        return _torch.prepare_dense(query, key, value, "bhsd", request)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return _torch.prepare_dense(q, k, v, "bshd", request)
+
+
+def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        return torch.where(mask, torch.zeros((), dtype=query.dtype, device=query.device), -math.inf)
+    return mask if mask.dtype in (torch.float32, query.dtype) else mask.to(query.dtype)
+
+
+def _columns(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _by_heads(x: Tensor) -> bool:
+    """Whether [batch, heads, rows, columns] is stored in this order, not rows first."""
+    return x.stride(1) >= x.stride(2)
+
+
+def _stored(rows_first: Tensor, like: Tensor, by_heads: bool) -> Tensor:
+    """[batch, rows, heads, columns] as [batch, heads, rows, columns], in the order of PyTorch's own
+    results, which compiled graphs rely on. Rows that like has beyond it are 0.
+    """
+    x = rows_first.transpose(1, 2)
+    shape = (*like.shape[:3], x.shape[3])
+    order = (0, 1, 2, 3) if by_heads else (0, 2, 1, 3)
+    expected = torch.empty_permuted(shape, order, dtype=x.dtype, device=x.device)
+    if x.shape == expected.shape and x.stride() == expected.stride():
+        return x
+    expected[:, :, x.shape[2] :] = 0
+    expected[:, :, : x.shape[2]] = x
+    return expected
+
+
+# --- PyTorch's operators --------------------------------------------------------------------------
+
+
+def _cuda_forward(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
+    _return_debug_mask: bool = False, *, scale: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    out, lse, state = forward(query, key, value, Call(dropout_p, is_causal, scale))
+    unused = torch.empty((), dtype=torch.uint64, device=query.device)
+    no_mask = torch.empty(0, dtype=query.dtype, device=query.device)
+    lengths = query.shape[2], key.shape[2]
+    return out, lse, None, None, *lengths, state.view(torch.uint64), unused, no_mask
+
+
+def _cuda_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    _cum_seq_q: Tensor | None, _cum_seq_k: Tensor | None, _max_q: int, _max_k: int,
+    dropout_p: float, is_causal: bool, philox_seed: Tensor, _philox_offset: Tensor, *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    call = Call(dropout_p, is_causal, scale)
+    return backward(grad_out, query, key, value, out, logsumexp, philox_seed, call)
+
+
+def _cpu_forward(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
+    attn_mask: Tensor | None = None, scale: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out, lse, _ = forward(query, key, value, Call(dropout_p, is_causal, scale, attn_mask))
+    return out, lse.mT.contiguous().mT
+
+
+def _cpu_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    dropout_p: float, is_causal: bool, *, attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    call = Call(dropout_p, is_causal, scale, attn_mask)
+    no_state = torch.zeros(2, dtype=torch.int64)  # PyTorch sends no dropout this way on the CPU
+    return backward(grad_out, query, key, value, out, logsumexp, no_state, call)
+
+
+_FLASH = "_scaled_dot_product_flash_attention"
+OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
+    _FLASH: ("CUDA", _cuda_forward),
+    f"{_FLASH}_backward": ("CUDA", _cuda_backward),
+    f"{_FLASH}_for_cpu": ("CPU", _cpu_forward),
+    f"{_FLASH}_for_cpu_backward": ("CPU", _cpu_backward),
+}
+
+
+def _ours_or(original: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Ours for the dtypes it has, PyTorch's own kernel for the others."""
+
+    def kernel(keys: Any, *arguments: Any, **options: Any) -> Any:
+        tensor = arguments[0]
+        debug = ours is _cuda_forward and (
+            options.get("return_debug_mask") or arguments[5:6] == (True,)
+        )
+        if tensor.dtype in _DTYPES and not debug:
+            return ours(*arguments, **options)
+        return original.call_boxed(keys, *arguments, **options)
+
+    return kernel
+
+
+class _Active:
+    """The handle that PyTorch's registry keeps until another implementation is wanted."""
+
+    def __init__(self) -> None:
+        self._library: Any = torch.library.Library("aten", "IMPL")
+        for name, (key, ours) in OPERATORS.items():
+            operator = getattr(torch.ops.aten, name).default
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key):
+                continue  # a PyTorch without CUDA
+            kernel = _ours_or(torch.library.get_kernel(operator, key), ours)
+            with warnings.catch_warnings():  # that an operator is overridden, as asked for
+                warnings.simplefilter("ignore", UserWarning)
+                self._library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+
+    def remove(self) -> None:
+        """PyTorch's own kernels again."""
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+
+
+def register() -> None:
+    """Makes "tilewise" known to ``activate_flash_attention_impl``."""
+    if not hasattr(_switch, "register_flash_attention_impl"):
+        raise ImportError(
+            f"PyTorch {torch.__version__} has no registry of flash attention implementations: "
+            "2.11 or newer is needed"
+        )
+    _switch.register_flash_attention_impl(NAME, register_fn=_Active)
+
+
+register()

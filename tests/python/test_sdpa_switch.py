@@ -1,0 +1,211 @@
+"""PyTorch's switch for scaled_dot_product_attention: on, off, and the same results."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torch.nn.attention._registry", reason="needs PyTorch 2.11 or newer")
+
+from torch import Tensor  # noqa: E402
+from torch.nn import functional as F  # noqa: E402, N812
+from torch.nn.attention import (  # noqa: E402
+    SDPBackend,
+    activate_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
+
+from tilewise.integrations import sdpa  # noqa: E402
+
+pytestmark = pytest.mark.tensors
+FLASH = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The functions of ours that PyTorch has called."""
+    seen: list[str] = []
+    for name in ("forward", "backward"):
+        real = getattr(sdpa, name)
+        monkeypatch.setattr(
+            sdpa, name, lambda *given, name=name, real=real: seen.append(name) or real(*given)
+        )
+    return seen
+
+
+@pytest.fixture
+def active() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        activate_flash_attention_impl("tilewise")
+    yield
+    restore_flash_attention_impl(_raise_warn=False)
+
+
+def inputs(
+    rows: int = 33, keys: int = 33, heads_kv: int = 4, by_rows: bool = False
+) -> list[Tensor]:
+    """q, k and v [2, heads, length, 16], which the flash backend of the device takes."""
+    dtype = torch.bfloat16 if torch.get_default_device().type == "cuda" else torch.float32
+    made = []
+    for heads, length in ((4, rows), (heads_kv, keys), (heads_kv, keys)):
+        x = torch.randn(2, length, heads, 16, dtype=dtype)
+        x = x.transpose(1, 2) if by_rows else x.transpose(1, 2).contiguous()
+        made.append(x.requires_grad_())
+    return made
+
+
+def results(tensors: list[Tensor], **options: Any) -> list[Tensor]:
+    """out and the gradients."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = F.scaled_dot_product_attention(*tensors, **options)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return [out.detach(), *torch.autograd.grad(out, tensors, weights)]
+
+
+def exact(tensors: list[Tensor], **options: Any) -> list[Tensor]:
+    wide = [x.detach().cpu().double().requires_grad_() for x in tensors]
+    mask = options.pop("attn_mask", None)
+    with sdpa_kernel(SDPBackend.MATH), torch.device("cpu"):
+        out = F.scaled_dot_product_attention(
+            *wide, attn_mask=mask if mask is None or mask.dtype == torch.bool else mask.double(),
+            **options,
+        )  # fmt: skip
+        weights = torch.linspace(-1, 1, out.numel(), dtype=tensors[0].dtype).view(out.shape)
+        return [out.detach(), *torch.autograd.grad(out, wide, weights.double())]
+
+
+def assert_as_good(ours: list[Tensor], torchs: list[Tensor], truth: list[Tensor]) -> None:
+    """At most twice (gradients: three times) PyTorch's own error, and a few roundings."""
+    for i, (given, other, right) in enumerate(zip(ours, torchs, truth, strict=True)):
+        floor = 4 * torch.finfo(given.dtype).eps * float(right.abs().max())
+        bound = (3.0 if i else 2.0) * float((other.cpu().double() - right).abs().max()) + floor
+        assert float((given.cpu().double() - right).abs().max()) <= bound
+        assert given.stride() == other.stride()
+
+
+@pytest.mark.parametrize("options", [{}, dict(is_causal=True), dict(scale=0.3)], ids=str)
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_same_as_before(
+    options: dict[str, Any], by_rows: bool, calls: list[str], request: pytest.FixtureRequest
+) -> None:
+    tensors = inputs(by_rows=by_rows)
+    torchs = results(tensors, **options)
+    assert not calls
+    request.getfixturevalue("active")
+    ours = results(tensors, **options)
+    assert calls == ["forward", "backward"]
+    assert_as_good(ours, torchs, exact(tensors, **options))
+
+
+def test_grouped_heads(calls: list[str], request: pytest.FixtureRequest) -> None:
+    tensors = inputs(heads_kv=2)
+    torchs = results(tensors, enable_gqa=True)
+    request.getfixturevalue("active")
+    assert_as_good(results(tensors, enable_gqa=True), torchs, exact(tensors, enable_gqa=True))
+    assert calls == ["forward", "backward"]
+
+
+@pytest.mark.tensors("cpu")
+@pytest.mark.parametrize(("rows", "keys"), [(9, 33), (33, 9)])
+def test_causality_is_aligned_top_left(
+    rows: int, keys: int, calls: list[str], request: pytest.FixtureRequest
+) -> None:
+    tensors = inputs(rows, keys)
+    torchs = results(tensors, is_causal=True)
+    request.getfixturevalue("active")
+    assert_as_good(results(tensors, is_causal=True), torchs, exact(tensors, is_causal=True))
+    assert calls == ["forward", "backward"]
+
+
+@pytest.mark.tensors("cpu")
+@pytest.mark.parametrize("kind", ["bool", "float", "bool per head"])
+def test_masks(kind: str, calls: list[str], request: pytest.FixtureRequest) -> None:
+    shape = (2, 4, 33, 33) if kind == "bool per head" else (33, 33)
+    mask = torch.rand(shape) < 0.7
+    mask[..., 0] = True
+    if kind == "float":
+        mask = torch.randn(shape)
+    tensors = inputs()
+    torchs = results(tensors, attn_mask=mask)
+    request.getfixturevalue("active")
+    assert_as_good(results(tensors, attn_mask=mask), torchs, exact(tensors, attn_mask=mask))
+    assert calls == ["forward", "backward"]
+
+
+@pytest.mark.tensors("cpu")
+def test_float64_goes_on_to_pytorch(active: None, calls: list[str]) -> None:
+    q = torch.randn(1, 2, 9, 8, dtype=torch.float64)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        given = F.scaled_dot_product_attention(q, q, q)
+    assert not calls
+    torch.testing.assert_close(given, torch.softmax(q @ q.mT * 8**-0.5, -1) @ q)
+
+
+def test_the_switch(calls: list[str]) -> None:
+    from torch.nn import attention
+
+    assert "tilewise" in attention.list_flash_attention_impls()
+    tensors = inputs()
+    before = results(tensors)
+    activate_flash_attention_impl("tilewise")
+    assert attention.current_flash_attention_impl() == "tilewise"
+    results(tensors)
+    activate_flash_attention_impl("tilewise")  # again: the one before is taken back
+    results(tensors)
+    assert calls == ["forward", "backward"] * 2
+    restore_flash_attention_impl()
+    assert attention.current_flash_attention_impl() is None
+    after = results(tensors)
+    assert len(calls) == 4
+    assert torch.equal(after[0], before[0])
+
+
+def test_compiled(active: None, calls: list[str]) -> None:
+    tensors = inputs()
+    eager = results(tensors, is_causal=True)
+    compiled = torch.compile(results, backend="aot_eager")(tensors, is_causal=True)
+    assert calls == ["forward", "backward"] * 2
+    for given, expected in zip(compiled, eager, strict=True):
+        assert torch.equal(given, expected)
+
+
+# --- the CUDA operators' functions, on whatever device there is -----------------------------------
+
+
+def test_functions_of_the_cuda_operators() -> None:
+    q, k, v = inputs()
+    out, lse, *_, rows, keys, state, _, _ = sdpa._cuda_forward(q, k, v, 0.0, True)
+    assert (rows, keys) == (33, 33)
+    assert lse.shape == (2, 4, 33)
+    dout = torch.randn_like(out)
+    grads = sdpa._cuda_backward(
+        dout, q, k, v, out, lse, None, None, rows, keys, 0.0, True, state, state
+    )
+    truth = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = F.scaled_dot_product_attention(*truth, is_causal=True)
+    tolerance = 1e-5 if q.dtype == torch.float32 else 0.05
+    torch.testing.assert_close(out.double(), expected.detach(), atol=tolerance, rtol=tolerance)
+    for given, right in zip(
+        grads, torch.autograd.grad(expected, truth, dout.double()), strict=True
+    ):
+        torch.testing.assert_close(given.double(), right, atol=tolerance, rtol=tolerance)
+
+
+def test_dropout_of_the_backward_is_that_of_the_forward() -> None:
+    """The gradient of v is the transpose of the weights that were kept."""
+    q, k, v = (x.detach() for x in inputs())
+    units = torch.eye(33, dtype=v.dtype)[None, None].expand(2, 4, -1, -1)
+    one_hot = sdpa.forward(q, k, units, sdpa.Call(0.4))
+    out, lse, state = one_hot
+    dropped = float((out == 0).float().mean())
+    assert 0.3 < dropped < 0.5
+    dout = torch.eye(33, dtype=v.dtype)[None, None].expand(2, 4, -1, -1).contiguous()
+    _, _, dv = sdpa.backward(dout, q, k, units, out, lse, state.view(torch.uint64), sdpa.Call(0.4))
+    assert torch.equal(dv == 0, out.mT == 0)

@@ -1,0 +1,156 @@
+"""Tiny random decoders generate through Transformers: caches, batches, assistants, batching."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hf_models
+
+hf_models.require("transformers", "accelerate")
+
+import tilewise.hf  # noqa: E402, F401
+from tilewise.integrations.transformers import _masks, _paged  # noqa: E402
+
+pytestmark = hf_models.MARKS
+NEW = 16
+TOLERANCE = 1e-5  # of the largest logit
+NAMES = ["llama", "mistral_window", "gemma2_softcap_window", "gpt_oss_sinks_window", "gpt2"]
+
+
+def generated(model: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
+    """With the logits of each new token as [new tokens, batch, vocabulary]."""
+    result = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids) if mask is None else mask,
+        max_new_tokens=NEW,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    return result.sequences, torch.stack(result.logits)
+
+
+CACHES = [
+    ("llama", cache, padding) for cache in ("dynamic", "static") for padding in ("none", "hole")
+]
+CACHES += [(name, cache, "left") for name in NAMES for cache in ("dynamic", "static")]
+CACHES += [("llama", "none", "left")]
+
+
+@pytest.mark.parametrize(("name", "cache", "padding"), CACHES)
+def test_caches(name: str, cache: str, padding: str) -> None:
+    model, ids = hf_models.decoder(name), hf_models.tokens(3, 20)
+    mask = hf_models.paddings(3, 20)[padding]
+    options: dict[str, Any] = dict(use_cache=False) if cache == "none" else {}
+    if cache == "static":
+        options = dict(cache_implementation="static")
+    (sequences, logits), (ours, our_logits) = hf_models.under_both(
+        model, lambda m: generated(m, ids, mask, **options)
+    )
+    assert torch.equal(ours, sequences)
+    assert hf_models.relative(our_logits, logits) < TOLERANCE
+    assert len(sequences[:, 20:].unique()) > 4, "too dull a text to show anything"
+
+
+@pytest.mark.parametrize("cache", [{}, dict(cache_implementation="static")])
+def test_left_padding_is_as_one_by_one(cache: dict[str, str]) -> None:
+    model, ids = hf_models.decoder("gemma3_window", "tilewise"), hf_models.tokens(3, 20)
+    mask = hf_models.paddings(3, 20)["left"]
+    assert mask is not None
+    together, _ = generated(model, ids, mask, **cache)
+    for row, kept in enumerate(mask.bool()):
+        alone, _ = generated(model, ids[row][kept][None], **cache)
+        assert torch.equal(together[row, 20:], alone[0, int(kept.sum()) :])
+
+
+def test_no_mask_of_rows_times_keys_while_generating(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a mask of rows times keys was made")
+
+    model, ids = hf_models.decoder("gemma2_softcap_window", "tilewise"), hf_models.tokens(3, 20)
+    monkeypatch.setattr(_masks, "additive", refuse)
+    for padding in ("none", "left"):
+        mask = hf_models.paddings(3, 20)[padding]
+        generated(model, ids, mask)
+        generated(model, ids, mask, cache_implementation="static")
+
+
+def test_beams() -> None:
+    model, ids = hf_models.decoder("llama"), hf_models.tokens(2, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    beams, ours = hf_models.under_both(
+        model,
+        lambda m: m.generate(
+            ids, attention_mask=mask, num_beams=3, max_new_tokens=NEW, eos_token_id=None
+        ),
+    )
+    assert torch.equal(ours, beams)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2_softcap_window"])
+@pytest.mark.parametrize("assistant", ["model", "prompt"])
+def test_assisted_generation_gives_the_greedy_text(name: str, assistant: str) -> None:
+    model, ids = hf_models.decoder(name, "tilewise"), hf_models.tokens(1, 12)
+    greedy, _ = generated(model, ids)
+    options: dict[str, Any] = dict(prompt_lookup_num_tokens=3)
+    if assistant == "model":
+        helper = hf_models.decoder(name, "tilewise")
+        with torch.no_grad():
+            helper.model.layers[2].self_attn.o_proj.weight.mul_(0.5)  # often right, not always
+        options = dict(assistant_model=helper)
+    given = model.generate(
+        ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0, **options
+    )
+    assert torch.equal(given, greedy)
+
+
+# --- continuous batching --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["tilewise", "paged|tilewise"])
+@pytest.mark.parametrize("name", ["llama", "mistral_window", "gpt_oss_sinks_window"])
+def test_continuous_batching_gives_the_text_of_one_by_one(
+    name: str, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    calls = []
+    real = _paged.paged_attention
+    monkeypatch.setattr(
+        _paged, "paged_attention", lambda *given: calls.append(None) or real(*given)
+    )
+    model = hf_models.decoder(name)
+    prompts = [hf_models.tokens(length) for length in (5, 23, 30, 3, 11)]
+    expected = [generated(model, ids[None])[0][0, len(ids) :].tolist() for ids in prompts]
+    hf_models.with_attention(model, implementation)
+    results = model.generate_batch(
+        [ids.tolist() for ids in prompts],
+        generation_config=GenerationConfig(
+            max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
+        ),
+        continuous_batching_config=ContinuousBatchingConfig(
+            num_blocks=40, max_batch_tokens=32, page_size=8
+        ),
+    )
+    assert model.config._attn_implementation == "tilewise"
+    given = [results[key].generated_tokens for key in sorted(results, key=request_number)]
+    assert given == expected
+    # Pages are read in place where Transformers has block tables: layers without a window.
+    assert bool(calls) == (name == "llama")
+
+
+def request_number(key: str) -> int:
+    return int(key.rsplit("_", 1)[1])
+
+
+def test_paged_attention_refuses_dropout() -> None:
+    with pytest.raises(ValueError, match=r"call model.eval\(\)"):
+        _paged.paged_attention(*(torch.zeros(1),) * 3, None, dict(dropout_p=0.1), {})
