@@ -20,7 +20,7 @@ constexpr int64_t kKeysOfSplitOfTile = 1024;  // whole tiles of rows: that of th
 // Short sequences leave a tile of one head nearly empty: all heads of a group then share it.
 int32_t choose_pack(const Problem& p, int64_t tile) {
   const int64_t group = group_size(p);
-  const int64_t rows = most_rows(p);
+  const int64_t rows = deciding_rows(p);  // rows that share a warp share decisions
   const bool saves_tiles = ceil_div(rows * group, tile) < group * ceil_div(rows, tile);
   return group > 1 && rows <= tile && saves_tiles ? static_cast<int32_t>(group) : 1;
 }

@@ -1,4 +1,4 @@
-// out = sum over the splits of exp(lse_split - lse) out_split, in ascending order.
+// out = sum over the splits of exp(lse_split - lse) out_split, in an order fixed by their number.
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -9,7 +9,7 @@
 
 namespace tilewise::cuda::common {
 
-// A warp's share: one row of one head.
+// A block's share: one row of one head.
 template <class Element>
 struct Combine {
   using T = typename Element::Storage;
@@ -57,20 +57,24 @@ struct Combine {
       x[0] = ptx::bits_of(*from);
   }
 
-  // A lane has the weight of one of 32 splits, so that reading one split waits for no other.
+  // A lane has the weight of one of 32 splits, and a warp reads every fourth of them: all of its
+  // loads are on their way at once. Then the warps' sums are added in order.
   template <int kWidth>
   TILEWISE_DEVICE void write(T* out) const {
+    const int warp = ptx::warp_index();
+    const SharedWords sums = shared_words(0);
+    const int64_t step = kCombineWarps * stride * p.head_dim_v;
     for (int64_t first = 0; first < p.head_dim_v; first += ptx::kWarpSize * kWidth) {
       const int64_t c = first + ptx::lane_index() * kWidth;
       const bool valid = c < p.head_dim_v;
       float sum[kWidth] = {};
       for (int32_t begin = 0; begin < splits; begin += ptx::kWarpSize) {
         const float mine = weight_of(begin + ptx::lane_index());
-        const int count = min(ptx::kWarpSize, splits - begin);
-        const float* part = params.partial_out + (begin * stride + item) * p.head_dim_v + c;
-#pragma unroll 8
-        for (int i = 0; i < count; ++i, part += stride * p.head_dim_v) {
-          const float weight = ptx::shuffle(mine, i);
+        const float* part =
+            params.partial_out + ((begin + warp) * stride + item) * p.head_dim_v + c;
+#pragma unroll
+        for (int i = 0; i < ptx::kWarpSize / kCombineWarps; ++i, part += step) {
+          const float weight = ptx::shuffle(mine, warp + i * kCombineWarps);
           uint32_t x[kWidth] = {};
           if (valid && weight != kNoWeight) load(x, part);
           const float factor = weight != kNoWeight ? weight : 0.0f;
@@ -78,15 +82,25 @@ struct Combine {
           for (int j = 0; j < kWidth; ++j) sum[j] = ptx::fma(factor, ptx::float_of(x[j]), sum[j]);
         }
       }
-      if (!valid) continue;
+      if (first > 0) ptx::sync_block();  // the columns before have been read
+      for (int j = 0; j < kWidth; ++j)
+        sums.set(ptx::thread_index() * kWidth + j, ptx::bits_of(sum[j]));
+      ptx::sync_block();
+      if (warp != 0 || !valid) continue;
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) out[c + j] = rounded<T>(sum[j]);
+      for (int j = 0; j < kWidth; ++j) {
+        for (int of = 1; of < kCombineWarps; ++of) {
+          const int at = (of * ptx::kWarpSize + ptx::lane_index()) * kWidth + j;
+          sum[j] += ptx::float_of(sums.get(at));
+        }
+        out[c + j] = rounded<T>(sum[j]);
+      }
     }
   }
 
   TILEWISE_DEVICE void run(const Place& place, int64_t head) {
     const float lse = merge(p.sinks != nullptr ? p.sinks[head] : kMinusInfinity);
-    if (p.lse != nullptr && ptx::lane_index() == 0)
+    if (p.lse != nullptr && ptx::thread_index() == 0)
       p.lse[place.slot * p.lse_stride_batch + place.row + head * p.lse_stride_head] = lse;
     T* const out = static_cast<T*>(p.out.data) + place.offset(p.out) + head * p.out.stride_head;
     if (p.head_dim_v % 4 == 0 && is_aligned(params.partial_out, 16))
@@ -101,9 +115,8 @@ TILEWISE_KERNEL(kCombineThreads, 1)
 void combine(TILEWISE_PARAMETER CombineParams params) {
   ptx::griddepcontrol_wait();
   const Problem& p = params.problem;
-  const int64_t item = ptx::block_index() * (kCombineThreads / ptx::kWarpSize) + ptx::warp_index();
+  const int64_t item = ptx::block_index();
   const int64_t row = item / p.heads_q;
-  if (row >= total_rows(p)) return;
   const Place place = row_place(p, row);
   if (!place.in_use) return;  // prepare clears it
   int32_t splits = params.splits;

@@ -6,7 +6,8 @@
 namespace tilewise::cuda::common {
 
 inline constexpr int kCombineThreads = 128;
-inline constexpr int kCombineSharedBytes = 0;
+inline constexpr int kCombineWarps = kCombineThreads / 32;
+inline constexpr int kCombineSharedBytes = kCombineThreads * 16;
 
 struct CombineParams {
   Problem problem{};
@@ -18,10 +19,8 @@ struct CombineParams {
   int32_t pitch = 0;                   // `partial_rows`
 };
 
-// A warp takes one row of one head.
-inline int64_t combine_blocks(const Problem& p) {
-  return ceil_div(total_rows(p) * p.heads_q, kCombineThreads / 32);
-}
+// A block takes one row of one head.
+inline int64_t combine_blocks(const Problem& p) { return total_rows(p) * p.heads_q; }
 
 // combine.cuh: template <class Element> combine(CombineParams)
 

@@ -219,6 +219,7 @@ template <class C>
 TILEWISE_KERNEL(C::kForward.threads(), C::kForward.blocks_per_sm)
 void forward(TILEWISE_PARAMETER ForwardParams p) {
   const Problem& problem = p.problem;
+  if (p.order.splits > 1) ptx::griddepcontrol_launch_dependents();  // `combine` waits for the end
   if (p.flags.data != nullptr && ptx::thread_index() == 0) p.flags.data[ptx::block_index()] = 0;
   BlockWork work = BlockWork::of(p, ptx::block_index(), C::kForward.keys);
   if (!work.any()) return;
