@@ -16,7 +16,10 @@ TensorMap map_of(const Problem& p, const tilewise_tensor& view, const Sizes& siz
   constexpr int64_t kUnusedStride = 8;
   const auto stride = [](int64_t size, int64_t x) { return size > 1 ? x : kUnusedStride; };
   TensorMapShape shape;
-  shape.data = view.data != nullptr ? view.data : p.q.data;
+  for (const void* data : {view.data, p.q.data, p.k.data}) {
+    if (shape.data == nullptr) shape.data = data;
+  }
+  if (shape.data == nullptr) return {};  // no rows and no keys: nothing runs
   shape.columns = columns;
   shape.rows = max<int64_t>(1, sizes.rows);
   shape.heads = sizes.heads;
