@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -394,3 +396,14 @@ def test_a_failing_step_ends_requests_and_not_the_service(answers, monkeypatch, 
     service.submit(PROMPTS[0], GREEDY, answer)
     assert answer.done.wait(30) and answer.tokens == answers[0] and service.error is None
     service.close()
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def test_the_code_of_the_page_runs(capsys):
+    page = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    exec("\n".join(blocks), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 4 and all(line.endswith("length") for line in lines[:2])
