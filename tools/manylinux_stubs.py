@@ -24,7 +24,12 @@ POLICIES = {
     "2.28": {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)},
     "2.34": {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13)},
 }
-MERGED = (2, 34)  # glibc that took libpthread and libdl into libc
+MERGED = (2, 34)  # glibc that took these libraries into libc; the beginnings of their names:
+MOVED = {
+    "libdl.so.2": ("dl",),
+    "libpthread.so.0": ("pthread_", "sem_"),
+    "librt.so.1": ("shm_", "timer_", "mq_", "aio_", "lio_"),
+}
 # An optimisation of one thread that libstdc++ asks for since glibc 2.32; 0: "there may be more".
 SINGLE_THREADED = "char __libc_single_threaded = 0;\n"
 
@@ -64,7 +69,7 @@ def exported(library: str) -> Iterator[tuple[str, str, str]]:
 
 
 def newest_allowed(library: str, limits: dict[str, tuple[int, ...]]) -> tuple[Symbols, Symbols]:
-    """The symbols that an old system has; second: those that its libpthread or libdl holds."""
+    """The symbols that an old system has; second: those that a library of MOVED holds there."""
     versions: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for name, kind, version in exported(library):
         versions[name].append((kind, version))
@@ -97,47 +102,50 @@ def write_stub(path: Path, soname: str, symbols: Symbols, compiler: str) -> None
         f"-Wl,--version-script,{script}", "-o", str(path), str(source))  # fmt: skip
 
 
+def write_folder(folder: Path, limits: dict[str, tuple[int, ...]], compiler: str) -> None:
+    """Everything that the linker is to find before the system's own.
+
+    Raises:
+        StubError: a tool failed.
+    """
+
+    def system(name: str) -> str:
+        return run(compiler, f"-print-file-name={name}").strip()
+
+    libc, moved = newest_allowed(system("libc.so.6"), limits)
+    write_stub(folder / "libc.so.6", "libc.so.6", libc, compiler)
+    for soname, beginnings in MOVED.items():
+        own = {name: each for name, each in moved.items() if name.startswith(beginnings)}
+        write_stub(folder / soname.rpartition(".")[0], soname, own, compiler)
+    for soname, file in (("libm.so.6", "libm.so"), ("libstdc++.so.6", "libstdc++.so.6")):
+        own, _ = newest_allowed(system(soname), limits)
+        write_stub(folder / file, soname, own, compiler)
+    source, compiled = folder / "compatible.c", folder / "compatible.o"
+    source.write_text(SINGLE_THREADED)
+    run(compiler, "-x", "c", "-fPIC", "-fvisibility=hidden", "-c", str(source), "-o", str(compiled))
+    run("ar", "rcs", str(folder / "libcompatible.a"), str(compiled))
+    # The system's libc.so names the shared library, the rest of it that is linked statically, and
+    # the loader; only the first has an old form.
+    old = ["libc.so.6", *(soname.rpartition(".")[0] for soname in MOVED), "libcompatible.a"]
+    script = Path(system("libc.so")).read_text()
+    script = re.sub(r"\S+/libc\.so\.6", " ".join(str(folder / name) for name in old), script)
+    (folder / "libc.so").write_text(script)
+    standard = f"{folder}/libstdc++.so.6 {system('libstdc++.a')}"
+    (folder / "libstdc++.so").write_text(f"INPUT ( {standard} )\n")
+
+
 def main(arguments: list[str]) -> int:
     """Command line entry."""
     if len(arguments) not in (2, 3) or arguments[0] not in POLICIES:
         print(f"{__doc__}\nglibc is one of {', '.join(POLICIES)}", file=sys.stderr)
         return 2
-    limits, folder = POLICIES[arguments[0]], Path(arguments[1]).resolve()
-    compiler = arguments[2] if len(arguments) > 2 else "c++"
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def system(name: str) -> str:
-        return run(compiler, f"-print-file-name={name}").strip()
-
+    folder = Path(arguments[1]).resolve()
     try:
-        libc, moved = newest_allowed(system("libc.so.6"), limits)
-        in_libdl = {name for name in moved if name.startswith("dl")}
-        in_libpthread = {name for name in moved if name.startswith(("pthread_", "sem_"))}
-        for file, soname, symbols in (
-            ("libc.so.6", "libc.so.6", libc),
-            ("libdl.so", "libdl.so.2", {n: moved[n] for n in in_libdl}),
-            ("libpthread.so", "libpthread.so.0", {n: moved[n] for n in in_libpthread}),
-            ("libm.so", "libm.so.6", newest_allowed(system("libm.so.6"), limits)[0]),
-            ("libstdc++.so.6", "libstdc++.so.6",
-             newest_allowed(system("libstdc++.so.6"), limits)[0]),
-        ):  # fmt: skip
-            write_stub(folder / file, soname, symbols, compiler)
-        compatible = folder / "compatible.c"
-        compatible.write_text(SINGLE_THREADED)
-        run(compiler, "-x", "c", "-fPIC", "-fvisibility=hidden", "-O2", "-c", str(compatible), "-o",
-            str(folder / "compatible.o"))  # fmt: skip
-        run("ar", "rcs", str(folder / "libcompatible.a"), str(folder / "compatible.o"))
+        folder.mkdir(parents=True, exist_ok=True)
+        write_folder(folder, POLICIES[arguments[0]], (arguments[2:] or ["c++"])[0])
     except (StubError, OSError) as error:
         print(f"manylinux_stubs: {error}", file=sys.stderr)
         return 1
-    # The system's libc.so names the shared library, the rest of it that is linked statically, and
-    # the loader; only the first has an old form.
-    old = [str(folder / name) for name in ("libc.so.6", "libpthread.so", "libdl.so")]
-    script = Path(system("libc.so")).read_text()
-    own = re.sub(r"\S+/libc\.so\.6", " ".join([*old, f"{folder}/libcompatible.a"]), script)
-    (folder / "libc.so").write_text(own)
-    standard = f"{folder}/libstdc++.so.6 {system('libstdc++.a')}"
-    (folder / "libstdc++.so").write_text(f"INPUT ( {standard} )\n")
     return 0
 
 
