@@ -293,6 +293,11 @@ function(tilewise_add_cuda target)
         set(TILEWISE_UNIT "unit_${name}")
         set(file "${build_dir}/${name}.${extension}")
         configure_file("${source_dir}/units/${family}.cu.in" "${file}" @ONLY)
+        # Level 1 of ptxas keeps the order of the products, which the kernels of fp32 choose; higher
+        # ones make chains of dependent products of it, and spill.
+        if(family STREQUAL "mma_sync" AND TILEWISE_ELEMENT STREQUAL "F32" AND extension STREQUAL "cu")
+          set_source_files_properties("${file}" PROPERTIES COMPILE_OPTIONS -Xptxas=-O1)
+        endif()
         list(APPEND sources_${table} "${file}")
         string(APPEND TILEWISE_UNIT_DECLARATIONS "extern const UnitTable ${TILEWISE_UNIT};\n")
         string(APPEND TILEWISE_UNIT_POINTERS "    &${TILEWISE_UNIT},\n")

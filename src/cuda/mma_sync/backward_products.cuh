@@ -1,28 +1,19 @@
 // The five products of the backward, as one warp computes its part of them.
 #pragma once
 
+#include <numeric>
+
 #include "cuda/mma_sync/backward_plan.h"
 #include "cuda/tile/operands.h"
 
 namespace tilewise::cuda::mma_sync {
 
-// d += a b of `kSteps` steps, fp32 in groups that the tensor cores sum. `step(part, k)` multiplies
-// one step.
-template <class Element, int kSteps, class Sums, class Step>
-TILEWISE_DEVICE void add_in_groups(Sums& d, Step&& step) {
-  constexpr int kInCore = tile::kStepsInCore<Element>;
-  constexpr int kGroup = kInCore == 0 ? kSteps : min(kSteps, kInCore);
-#pragma unroll
-  for (int k = 0; k < kGroup; ++k) step(d, k);
-#pragma unroll
-  for (int group = kGroup; group < kSteps; group += kGroup) {
-    Sums part;
-    part.fill(0.0f);
-#pragma unroll
-    for (int k = group; k < min(group + kGroup, kSteps); ++k) step(part, k);
-    d.add(part, 0);
-  }
-}
+// How fp32 is summed: tensor cores sum groups of steps, and kSums sums are at work at once, since
+// products into one sum wait for each other. Other elements: one group.
+template <class Element>
+inline constexpr bool kOneGroup = tile::kStepsInCore<Element> == 0;
+template <class Element, int kSums>
+inline constexpr int kAtOnce = kOneGroup<Element> ? 1 : max(1, 8 / kSums);
 
 // d += a b^T: 32 rows of a (joined), the warp's queries of b, both rows of the head dimension.
 // `between(k)` runs after step k: there the copies of a later tile are issued. Few steps: d starts
@@ -44,29 +35,62 @@ class RowProduct {
   template <class Between>
   TILEWISE_DEVICE void add(Sums& d, ptx::SharedAddress a, ptx::SharedAddress b,
                            Between&& between) const {
-    tile::Fragment<Element> eight;
-    add_in_groups<Element, kSteps>(d, [&](Sums& sums, int k) {
-      tile::Fragment<Element> rows[2];
+    constexpr int kColumns = max(1, Plan::kWarpQueries / 16);  // operands of b: 16, or 8 twice
+    constexpr int kAbreast = min(kColumns, kAtOnce<Element, 4>);
+    constexpr int kGroups = kAtOnce<Element, 4 * kAbreast>;
+    constexpr int kInCore = kOneGroup<Element> ? kSteps : tile::kStepsInCore<Element>;
+    static_assert(kSteps % (kGroups * kInCore) == 0 && kColumns % kAbreast == 0);
 #pragma unroll
-      for (int m = 0; m < 2; ++m) rows[m] = tile::load_joined<Element>(a + a_.at(16 * m, k));
-      if constexpr (kWide) {
-        if (k % 2 == 0) eight = tile::load<Element>(b + b_.at(0, k / 2));
+    for (int first = 0; first < kSteps; first += kGroups * kInCore) {
+      Sums parts[kGroups];
+      tile::Fragment<Element> columns[kGroups][kAbreast];
 #pragma unroll
-        for (int m = 0; m < 2; ++m)
-          tile::multiply_in_core<Arch>(sums.x[m][0], rows[m], eight, k % 2);
-      } else {
+      for (int g = 0; g < kGroups; ++g) parts[g].fill(0.0f);
 #pragma unroll
-        for (int j = 0; j < Plan::kWarpQueries / 16; ++j) {
-          const auto columns = tile::load<Element>(b + b_.at(16 * j, k));
+      for (int i = 0; i < kInCore; ++i) {
+        tile::Fragment<Element> rows[kGroups][2];
 #pragma unroll
-          for (int m = 0; m < 2; ++m) {
-            tile::multiply_in_core<Arch>(sums.x[m][2 * j], rows[m], columns, 0);
-            tile::multiply_in_core<Arch>(sums.x[m][2 * j + 1], rows[m], columns, 1);
+        for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+          for (int m = 0; m < 2; ++m)
+            rows[g][m] = tile::load_joined<Element>(a + a_.at(16 * m, first + g * kInCore + i));
+        }
+#pragma unroll
+        for (int j = 0; j < kColumns; j += kAbreast) {
+#pragma unroll
+          for (int g = 0; g < kGroups; ++g) {
+            const int step = first + g * kInCore + i;
+#pragma unroll
+            for (int c = 0; c < kAbreast; ++c) {
+              if (!kWide)
+                columns[g][c] = tile::load<Element>(b + b_.at(16 * (j + c), step));
+              else if (step % 2 == 0)
+                columns[g][c] = tile::load<Element>(b + b_.at(0, step / 2));
+            }
+          }
+          // Terms outermost: those of one sum wait for each other.
+#pragma unroll
+          for (int term = 0; term < tile::kTerms<Element>; ++term) {
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) {
+              Sums& sums = first + g == 0 ? d : parts[g];
+#pragma unroll
+              for (int m = 0; m < 2; ++m) {
+#pragma unroll
+                for (int n = 0; n < (kWide ? 1 : 2 * kAbreast); ++n) {
+                  tile::multiply_term<Arch>(sums.x[m][2 * j + n], rows[g][m], columns[g][n / 2],
+                                            kWide ? i % 2 : n % 2, term);
+                }
+              }
+            }
           }
         }
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) between(first + g * kInCore + i);
       }
-      between(k);
-    });
+#pragma unroll
+      for (int g = first == 0 ? 1 : 0; g < kGroups; ++g) d.add(parts[g], 0);
+    }
   }
 
  private:
@@ -92,20 +116,29 @@ TILEWISE_DEVICE void add_steps(
     ptx::SharedAddress b, int row) {
   using Element = typename C::Element;
   using Arch = typename C::Arch;
+  constexpr bool kInPlace = kOneGroup<Element>;
+  constexpr int kAll = BackwardPlan<C>::kColumns / 16;
+  constexpr int kAbreast = min(kAll, kAtOnce<Element, 4>);
+  static_assert(kAll % kAbreast == 0);
 #pragma unroll
-  for (int j = 0; j < BackwardPlan<C>::kColumns / 16; ++j) {
-    constexpr bool kInPlace = tile::kStepsInCore<Element> == 0;
-    tile::Sums<2, 2> part;
+  for (int j = 0; j < kAll; j += kAbreast) {
+    tile::Sums<2, 2 * kAbreast> part;
     if (!kInPlace) part.fill(0.0f);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      const auto columns = offsets.load(b, row + k * BackwardPlan<C>::kStep, j);
+      tile::Fragment<Element> columns[kAbreast];
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
+      for (int c = 0; c < kAbreast; ++c)
+        columns[c] = offsets.load(b, row + k * BackwardPlan<C>::kStep, j + c);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          tile::multiply_in_core<Arch>(kInPlace ? d.x[m][2 * j + half] : part.x[m][half], a[k][m],
-                                       columns, half);
+      for (int term = 0; term < tile::kTerms<Element>; ++term) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+#pragma unroll
+          for (int n = 0; n < 2 * kAbreast; ++n) {
+            float (&sum)[4] = kInPlace ? d.x[m][2 * j + n] : part.x[m][n];
+            tile::multiply_term<Arch>(sum, a[k][m], columns[n / 2], n % 2, term);
+          }
         }
       }
     }
@@ -130,20 +163,41 @@ class DqProduct {
   TILEWISE_DEVICE void add(Sums& dq, ptx::SharedAddress ds, ptx::SharedAddress k) const {
     const auto ds_offsets = ds_.recent();
     const auto k_offsets = k_.recent();
-    add_in_groups<Element, Plan::kKeys / Plan::kStep>(dq, [&](Sums& sums, int step) {
-      tile::Fragment<Element> rows[kRows];
+    constexpr int kSteps = Plan::kKeys / Plan::kStep;
+    constexpr int kInCore = kOneGroup<Element> ? kSteps : min(kSteps, tile::kStepsInCore<Element>);
+    constexpr int kAll = Plan::kDqColumns / 16;
+    constexpr int kAbreast = std::gcd(kAll, kAtOnce<Element, 2 * kRows>);
+    static_assert(kSteps % kInCore == 0);
 #pragma unroll
-      for (int m = 0; m < kRows; ++m) rows[m] = ds_offsets.load(ds, step * Plan::kStep, m);
+    for (int first = 0; first < kSteps; first += kInCore) {
+      Sums part;
+      part.fill(0.0f);
 #pragma unroll
-      for (int j = 0; j < Plan::kDqColumns / 16; ++j) {
-        const auto columns = k_offsets.template load<true>(k, step * Plan::kStep, j);
+      for (int step = first; step < first + kInCore; ++step) {
+        tile::Fragment<Element> rows[kRows];
 #pragma unroll
-        for (int m = 0; m < kRows; ++m) {
-          tile::multiply_in_core<typename C::Arch>(sums.x[m][2 * j], rows[m], columns, 0);
-          tile::multiply_in_core<typename C::Arch>(sums.x[m][2 * j + 1], rows[m], columns, 1);
+        for (int m = 0; m < kRows; ++m) rows[m] = ds_offsets.load(ds, step * Plan::kStep, m);
+#pragma unroll
+        for (int j = 0; j < kAll; j += kAbreast) {
+          tile::Fragment<Element> columns[kAbreast];
+#pragma unroll
+          for (int c = 0; c < kAbreast; ++c)
+            columns[c] = k_offsets.template load<true>(k, step * Plan::kStep, j + c);
+#pragma unroll
+          for (int term = 0; term < tile::kTerms<Element>; ++term) {
+#pragma unroll
+            for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+              for (int n = 0; n < 2 * kAbreast; ++n) {
+                tile::multiply_term<typename C::Arch>((first == 0 ? dq : part).x[m][2 * j + n],
+                                                      rows[m], columns[n / 2], n % 2, term);
+              }
+            }
+          }
         }
       }
-    });
+      if (first != 0) dq.add(part, 0);
+    }
   }
 
   // Adds them to the sums of all key tiles, in the private order of dq_index.

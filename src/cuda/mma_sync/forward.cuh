@@ -7,6 +7,7 @@
 
 #include <cfloat>
 #include <numeric>
+#include <type_traits>
 
 #include "cuda/mma_sync/config.h"
 #include "cuda/mma_sync/forward_ring.h"
@@ -92,8 +93,8 @@ struct Products {
   static constexpr int kParts = KvFeed<C>::kParts;
   static constexpr int kKeys = C::kForward.keys;
   static constexpr bool kOne = tile::kStepsInCore<Element> == 0;  // sum for all steps
-  // Groups of steps, or of columns, at work at once: products into one sum wait for each other.
-  static constexpr int kChains = kOne || kRows > 1 ? 1 : 2;
+  // Sums at work at once, when they are many: products into one sum wait for each other.
+  static constexpr int kAtOnce = 8;
 
   tile::LaneOffsets<kRowBytes, tile::Lanes::rows_first> q_lanes{ptx::lane_index()};
   tile::LaneOffsets<kRowBytes, tile::Lanes::chunks_first> k_lanes{ptx::lane_index()};
@@ -107,37 +108,43 @@ struct Products {
                               Ask&& ask) const {
     constexpr int kSteps = C::kHeadDim / kStep;
     constexpr int kInCore = kOne ? kSteps : std::gcd(kSteps, tile::kStepsInCore<Element>);
+    constexpr int kKeysAtOnce = kOne ? 1 : min(kKeys / 16, max(1, kAtOnce / (2 * kRows)));
+    constexpr int kGroups = kOne ? 1 : max(1, kAtOnce / (2 * kRows * kKeysAtOnce));
 #pragma unroll
-    for (int group = 0; group < kSteps / kInCore; group += kChains) {
+    for (int group = 0; group < kSteps / kInCore; group += kGroups) {
       const int begin = group * kInCore;
-      Scores<C> part[kChains];
+      Scores<C> part[kGroups];
 #pragma unroll
-      for (int c = 0; c < kChains; ++c) part[c].fill(0.0f);
+      for (int g = 0; g < kGroups; ++g) part[g].fill(0.0f);
 #pragma unroll
       for (int step = begin; step < begin + kInCore; ++step) {
-        tile::Fragment<Element> a[kChains][kRows];
+        tile::Fragment<Element> a[kGroups][kRows];
 #pragma unroll
-        for (int c = 0; c < kChains; ++c) {
+        for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
           for (int m = 0; m < kRows; ++m)
-            a[c][m] = tile::load_joined<Element>(q_lanes.address(q, 16 * m, step + c * kInCore));
+            a[g][m] = tile::load_joined<Element>(q_lanes.address(q, 16 * m, step + g * kInCore));
         }
 #pragma unroll
-        for (int j = 0; j < kKeys / 16; ++j) {
-          tile::Fragment<Element> b[kChains];
+        for (int j = 0; j < kKeys / 16; j += kKeysAtOnce) {
+          tile::Fragment<Element> b[kGroups][kKeysAtOnce];
 #pragma unroll
-          for (int c = 0; c < kChains; ++c)
-            b[c] = keys_at(k_lanes.address(k, 16 * j, step + c * kInCore));
+          for (int i = 0; i < kGroups * kKeysAtOnce; ++i) {
+            b[i / kKeysAtOnce][i % kKeysAtOnce] = keys_at(
+                k_lanes.address(k, 16 * (j + i % kKeysAtOnce), step + i / kKeysAtOnce * kInCore));
+          }
           // Terms outermost: those of one sum wait for each other.
 #pragma unroll
           for (int term = 0; term < tile::kTerms<Element>; ++term) {
 #pragma unroll
-            for (int c = 0; c < kChains; ++c) {
+            for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
               for (int m = 0; m < kRows; ++m) {
 #pragma unroll
-                for (int half = 0; half < 2; ++half)
-                  tile::multiply_term<Arch>(part[c].x[m][2 * j + half], a[c][m], b[c], half, term);
+                for (int n = 0; n < 2 * kKeysAtOnce; ++n) {
+                  tile::multiply_term<Arch>(part[g].x[m][2 * j + n], a[g][m], b[g][n / 2], n % 2,
+                                            term);
+                }
               }
             }
           }
@@ -145,11 +152,11 @@ struct Products {
         ask_between(step, kSteps, ask);
       }
 #pragma unroll
-      for (int c = 0; c < kChains; ++c) {
-        if (group + c == 0)
-          s = part[c];
+      for (int g = 0; g < kGroups; ++g) {
+        if (group + g == 0)
+          s = part[g];
         else
-          s.add(part[c], 0);
+          s.add(part[g], 0);
       }
     }
   }
@@ -160,6 +167,8 @@ struct Products {
                               Ask&& ask) const {
     constexpr int kSteps = kKeys / kStep;
     constexpr int kInCore = kOne ? 1 : std::gcd(kSteps, tile::kStepsInCore<Element>);
+    constexpr int kColumns = C::kHeadDim / 16;
+    constexpr int kColumnsAtOnce = kOne ? 1 : max(1, kAtOnce / (2 * kRows));
 #pragma unroll
     for (int begin = 0; begin < kSteps; begin += kInCore) {
       tile::Fragment<Element> a[kInCore][kRows];
@@ -169,30 +178,31 @@ struct Products {
         for (int m = 0; m < kRows; ++m) a[i][m] = tile::operand_of<Element>(p.x[m], begin + i);
       }
 #pragma unroll
-      for (int j = 0; j < C::kHeadDim / 16; j += kChains) {
-        tile::Sums<kRows, 2 * kChains> part;
+      for (int j = 0; j < kColumns; j += kColumnsAtOnce) {
+        tile::Sums<kRows, 2 * kColumnsAtOnce> part;
         part.fill(0.0f);
 #pragma unroll
         for (int i = 0; i < kInCore; ++i) {
-          tile::Fragment<Element> b[kChains];
+          tile::Fragment<Element> b[kColumnsAtOnce];
 #pragma unroll
-          for (int c = 0; c < kChains; ++c)
+          for (int c = 0; c < kColumnsAtOnce; ++c)
             b[c] = v_lanes.load_whole(v, (begin + i) * kStep, j + c);
 #pragma unroll
           for (int term = 0; term < tile::kTerms<Element>; ++term) {
 #pragma unroll
             for (int m = 0; m < kRows; ++m) {
 #pragma unroll
-              for (int n = 0; n < 2 * kChains; ++n) {
+              for (int n = 0; n < 2 * kColumnsAtOnce; ++n) {
                 float (&sum)[4] = kOne ? o.x[m][2 * j + n] : part.x[m][n];
                 tile::multiply_term<Arch>(sum, a[i][m], b[n / 2], n % 2, term);
               }
             }
           }
         }
-        if (!kOne) o.add(part, 2 * j);
-        if (!kOne)
-          ask_between(begin * (C::kHeadDim / 16) + j * kInCore, kSteps * (C::kHeadDim / 16), ask);
+        if (!kOne) {
+          o.add(part, 2 * j);
+          ask_between(begin * kColumns + j * kInCore, kSteps * kColumns, ask);
+        }
       }
       if (kOne) ask_between(begin, kSteps, ask);
     }

@@ -252,12 +252,4 @@ TILEWISE_DEVICE void multiply_term(float (&d)[4], const Fragment<Element>& a,
   }
 }
 
-// d += a b for the 8 columns of b's half `half`, summed in the core.
-template <class Arch, class Element>
-TILEWISE_DEVICE void multiply_in_core(float (&d)[4], const Fragment<Element>& a,
-                                      const Fragment<Element>& b, int half) {
-#pragma unroll
-  for (int term = 0; term < kTerms<Element>; ++term) multiply_term<Arch>(d, a, b, half, term);
-}
-
 }  // namespace tilewise::cuda::tile
