@@ -109,10 +109,13 @@ struct Sm86 {
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
     if (element_bytes == 2) {
       if (head_dim <= 64) return {4, 1, 32, 2, true, 1};
-      if (head_dim <= 128) return {2, 2, 64, 1, false, 1};
+      if (head_dim <= 96) return {2, 2, 64, 1, false, 1};
+      // Shared memory has room for one block: eight warps, which share the sums of dK and dV, hide
+      // more of each other's waiting than four do, and need not spill.
+      if (head_dim <= 128) return {2, 4, 64, 1, false, 1};
       return {1, 4, 32, 1, false, 1};
     }
-    if (head_dim <= 64) return {4, 1, 32, 1, true, 1};
+    if (head_dim <= 64) return {2, 4, 32, 2, true, 1};  // likewise; four warps spill 400 bytes
     if (head_dim <= 128) return {1, 4, 32, 1, true, 1};
     return kNoBackward;
   }
@@ -154,8 +157,9 @@ struct Sm75 {
   static constexpr ForwardTile decode(int, int) { return kNoForward; }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
     if (element_bytes != 2) return kNoBackward;
-    if (head_dim <= 64) return {4, 1, 32, 1, true, 1};
-    if (head_dim <= 128) return {2, 2, 32, 1, false, 1};
+    if (head_dim <= 64) return {4, 2, 32, 1, true, 1};  // eight warps: as Sm86
+    if (head_dim <= 96) return {2, 2, 32, 1, false, 1};
+    if (head_dim <= 128) return {2, 4, 32, 1, false, 1};
     if (head_dim <= 192) return {1, 4, 32, 1, false, 1};
     return kNoBackward;
   }
