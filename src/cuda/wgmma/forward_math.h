@@ -172,6 +172,7 @@ class ForwardMath {
 #pragma unroll
       for (int e = 0; e < 4; ++e) o_.x[0][n][e] *= softmax_.shrink[e / 2];
     }
+    ptx::keep(o_.flat());  // here, and not after the next wait
   }
 
   // --- the walk ---
