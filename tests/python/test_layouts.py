@@ -36,6 +36,13 @@ def test_head_dims(dim, dtype):
         check(Case(dtype, (33,), (70,), head_dim=dim, head_dim_v=dim_v, window=(-1, 0), group=2))
 
 
+@pytest.mark.parametrize("softcap", [0.5, 5.0, 30.0])
+@pytest.mark.parametrize("seed", [9, 11])
+def test_one_product_a_score(softcap, seed):
+    """Errors of a product of split operands that no sum averages."""
+    check(Case("fp32", (13,), (29,), head_dim=1, head_dim_v=16, softcap=softcap, seed=seed))
+
+
 def test_head_dim_v_zero_means_head_dim():
     b = Built(Case(rows=(9,), keys=(11,), head_dim=24, head_dim_v=24, deterministic=True))
     want = run(b)
