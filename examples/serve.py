@@ -32,7 +32,7 @@ import uvicorn  # noqa: E402
 from fastapi import FastAPI, Request  # noqa: E402
 from fastapi.exceptions import RequestValidationError  # noqa: E402
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse  # noqa: E402
-from pydantic import BaseModel, ConfigDict, Field  # noqa: E402
+from pydantic import BaseModel, ConfigDict, Field, model_validator  # noqa: E402
 
 from tilewise.serving import (  # noqa: E402
     Engine,
@@ -64,6 +64,12 @@ class Common(BaseModel):
     seed: int | None = None
     stream: bool = False
     stream_options: dict[str, bool] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_nulls(cls, body: Any) -> Any:
+        """Many clients send null for whatever they do not set."""
+        return {k: v for k, v in body.items() if v is not None} if isinstance(body, dict) else body
 
     def params(self) -> SamplingParams:
         for name, value in (self.model_extra or {}).items():

@@ -257,7 +257,8 @@ def test_models_and_health(client):
 
 
 def test_stop_and_the_harmless(client):
-    whole = client.complete(prompt="abc", max_tokens=12, temperature=0, n=1, user="me")
+    harmless = dict(n=1, user="me", stop=None, top_p=None, stream_options=None, logit_bias={})
+    whole = client.complete(prompt="abc", max_tokens=12, temperature=0, **harmless)
     text = whole["choices"][0]["text"]
     stop = text[5:7]
     cut = client.complete(prompt="abc", max_tokens=12, temperature=0, stop=stop)["choices"][0]
