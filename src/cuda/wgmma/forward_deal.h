@@ -71,6 +71,11 @@ class ForwardDeal {
     ptx::sync_warp();
     if (work.rows.count == 0) return false;
     if (writes) {
+      const tilewise_tensor& out = p_.problem.out;
+      work.out = static_cast<char*>(out.data) + work.offset_unpacked(out, 0) * C::Element::kBytes;
+    }
+    ptx::sync_warp();
+    if (writes) {
       work.tiles = KeyTiles::of(p_, work.sequence.band, work.rows, work.split, C::kForward.keys);
     }
     ptx::sync_warp();

@@ -52,13 +52,16 @@ class ForwardMath {
       qs_.next();
       const int done = slot;
       const int32_t skip_after = tiles_.skip_after;
-      slot = next_work();
-      joined = kTile.overlap_tiles && tiles_.what == Walk::keys && tiles_.skip_before == 0 &&
-               skip_after == 0;
+      if constexpr (kTile.overlap_tiles) {
+        slot = next_work();
+        joined = tiles_.what == Walk::keys && tiles_.skip_before == 0 && skip_after == 0;
+      }
       if (joined) {
         join(done, slot);
       } else {
-        last_values();
+        issue_last_values();
+        if (!kTile.overlap_tiles) slot = next_work();
+        wait_for_values();
         skip(skip_after);
         store_tile(done, softmax_);
       }
@@ -247,12 +250,11 @@ class ForwardMath {
     }
   }
 
-  TILEWISE_DEVICE void last_values() {
+  TILEWISE_DEVICE void issue_last_values() {
     if (kTile.early_rescale) rescale();
     const uint64_t v = values();
     shared_.v_full(vs_.slot()).wait(vs_.phase());
     issue_values(v);
-    wait_for_values();
   }
 
   // The first scores of the next work beside the last values of this one: the tensor cores go on
@@ -305,7 +307,19 @@ class ForwardMath {
 
   TILEWISE_DEVICE void store_tile(int slot, RowSums& sums) {
     const Work& work = shared_.work(slot);
-    store<Element>(p_, work, work.index, place(), o_, sums.m, sums.l, keep_scale());
+    const LanePlace at = place();
+    const RowResults<1> result = finish_rows<Element>(p_, work, at, sums.m, sums.l, keep_scale());
+    if (p_.flags.data != nullptr && !outputs_are_finite(work, at, o_, sums.l)) [[unlikely]]
+      p_.flags.data[work.index] = 1;  // after the 0 of the dealing warp
+    if (work.splits > 1) [[unlikely]] {
+      store_partial(p_, work, at, o_, result);
+    } else {
+      if constexpr (kTile.staged_store)
+        store_staged<C>(p_.problem, work, at, shared_.out(warpgroup_), o_, result);
+      else
+        store_direct<C>(p_.problem, work, at, o_, result);
+      store_lse(p_.problem, work, at, result);
+    }
     ptx::sync_warp();
     release(shared_.work_free(slot));
   }

@@ -1,18 +1,75 @@
-// The end of a tile of queries: a warpgroup stores its rows of out and lse straight from registers.
+// The end of a tile of queries: the rows of out leave a warpgroup 16 bytes a lane.
 #pragma once
 
 #include "cuda/common/forward_results.h"
 #include "cuda/ptx/global.h"
-#include "cuda/wgmma/config.h"
+#include "cuda/ptx/shared.h"
+#include "cuda/wgmma/forward_work.h"
 
 namespace tilewise::cuda::wgmma {
 
-// The four lanes of a row exchange words until each has 16 bytes that follow each other: no detour
-// by shared memory, which the next tile needs.
-template <class Element, int kColumns>
-TILEWISE_DEVICE void store_outputs(const Problem& p, const BlockWork& work, const LanePlace& place,
-                                   const tile::Sums<1, kColumns>& o, const RowResults<1>& result) {
-  static_assert(kColumns % 4 == 0);
+template <class C>
+using Outputs = tile::Sums<1, C::kHeadDimV / 8>;
+template <class C>
+using OutTile = tile::SwizzledTile<64, C::kHeadDimV>;
+
+template <class C>
+TILEWISE_DEVICE char* out_row(const Problem& p, const ForwardWork<C>& work, int32_t r) {
+  constexpr int kBytes = C::Element::kBytes;
+  if (!work.rows.packed()) return work.out + r * (p.out.stride_row * kBytes);
+  return static_cast<char*>(p.out.data) + work.offset(p.out, r) * kBytes;
+}
+
+// By way of shared memory, where there is room for it: whole lines leave together, and a third of
+// the instructions are saved. Each warp stores what it has staged.
+template <class C>
+TILEWISE_DEVICE void store_staged(const Problem& p, const ForwardWork<C>& work,
+                                  const LanePlace& place, OutTile<C> tile, const Outputs<C>& o,
+                                  const RowResults<1>& result) {
+  using Element = typename C::Element;
+  using Tile = OutTile<C>;
+  const int lane = ptx::lane_index();
+  const int row0 = place.row0 % 64 - lane / 4;  // of the warp
+  const float low = result.factor[0][0];
+  const float high = result.factor[0][1];
+  const int mine = row0 + lane % 16;
+#pragma unroll
+  for (int n = 0; n < C::kHeadDimV / 8; n += 2) {
+    const float* a = o.x[0][n];
+    const float* b = o.x[0][n + 1];
+    const uint32_t words[4] = {
+        tile::pack<Element>(a[0] * low, a[1] * low), tile::pack<Element>(a[2] * high, a[3] * high),
+        tile::pack<Element>(b[0] * low, b[1] * low), tile::pack<Element>(b[2] * high, b[3] * high)};
+    ptx::stmatrix_x4(tile.base + static_cast<uint32_t>(Tile::chunk_offset(mine, n + lane / 16)),
+                     words);
+  }
+  ptx::sync_warp();
+  const auto chunks = static_cast<int>(p.head_dim_v) / 8;
+#pragma unroll
+  for (int pass = 0; pass < 4; ++pass) {
+    const int row = row0 + 4 * pass + lane / 8;
+    const int32_t r = place.row0 / 64 * 64 + row;
+    if (r >= work.rows.count) continue;
+    char* const to = out_row(p, work, r) + lane % 8 * 16;
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanels; ++panel) {
+      const int chunk = panel * 8 + lane % 8;
+      uint32_t x[4];
+      if (chunk >= chunks) continue;
+      ptx::ld_shared_v4_b32(x, tile.base + static_cast<uint32_t>(Tile::chunk_offset(row, chunk)));
+      ptx::st_global_v4_b32(to + panel * 128, x);
+    }
+  }
+  ptx::sync_warp();  // the next tile may be staged
+}
+
+// Straight from registers: the four lanes of a row exchange words until each has 16 bytes that
+// follow each other.
+template <class C>
+TILEWISE_DEVICE void store_direct(const Problem& p, const ForwardWork<C>& work,
+                                  const LanePlace& place, const Outputs<C>& o,
+                                  const RowResults<1>& result) {
+  using Element = typename C::Element;
   const int lane = place.column / 2;  // of the quad
   const auto columns = static_cast<int>(p.head_dim_v);
 #pragma unroll
@@ -20,10 +77,9 @@ TILEWISE_DEVICE void store_outputs(const Problem& p, const BlockWork& work, cons
     const int32_t r = place.row(0, h);
     const bool exists = r < work.rows.count;
     const float factor = result.factor[0][h];
-    char* row = static_cast<char*>(p.out.data);
-    if (exists) row += (work.offset(p.out, r) + lane * 8) * Element::kBytes;
+    char* const to = out_row(p, work, exists ? r : 0) + lane * 16;
 #pragma unroll
-    for (int n = 0; n < kColumns; n += 4) {
+    for (int n = 0; n < C::kHeadDimV / 8; n += 4) {
       uint32_t word[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -31,26 +87,9 @@ TILEWISE_DEVICE void store_outputs(const Problem& p, const BlockWork& work, cons
         word[i] = tile::pack<Element>(x[0] * factor, x[1] * factor);
       }
       tile::quad_transpose(word, lane);
-      if (exists && 8 * (n + lane) < columns)
-        ptx::st_global_v4_b32(row + 8 * n * Element::kBytes, word);
+      if (exists && 8 * (n + lane) < columns) ptx::st_global_v4_b32(to + n * 16, word);
     }
   }
-}
-
-// What has been summed for the rows of a warpgroup becomes results.
-template <class Element, int kColumns>
-TILEWISE_DEVICE void store(const ForwardParams& p, const BlockWork& work, int32_t index,
-                           const LanePlace& place, const tile::Sums<1, kColumns>& o,
-                           const float (&m)[1][2], float (&l)[1][2], float weight) {
-  const RowResults<1> result = finish_rows<Element>(p, work, place, m, l, weight);
-  if (p.flags.data != nullptr && !outputs_are_finite(work, place, o, l)) [[unlikely]]
-    p.flags.data[index] = 1;  // after the 0 of the loading warp
-  if (work.splits > 1) [[unlikely]] {
-    store_partial(p, work, place, o, result);
-    return;
-  }
-  store_outputs<Element>(p.problem, work, place, o, result);
-  store_lse(p.problem, work, place, result);
 }
 
 }  // namespace tilewise::cuda::wgmma
