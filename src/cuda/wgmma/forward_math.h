@@ -202,7 +202,9 @@ class ForwardMath {
     const uint64_t q = queries();
     const uint64_t k = keys();
     shared_.k_full(ks_.slot()).wait(ks_.phase());
+    if (kTile.overlap_tiles) wait_for_turn();  // as in `join`: every key tile takes a turn
     issue_scores(q, k);
+    if (kTile.overlap_tiles) pass_turn();
     wait_for_scores<0>();
     take_scores<true, true>(slot, tiles_.last);
     take_weights();
