@@ -26,6 +26,7 @@ struct Kernel {
   void (*function)(Params) = nullptr;
   int32_t threads = 0;
   int32_t shared_bytes = 0;
+  int32_t cluster = 1;  // blocks that run side by side: the kernel itself says so, too
 };
 
 // What the planner needs to know of a GPU.
@@ -81,7 +82,9 @@ void launch(const Kernel<Params>& kernel, int64_t blocks, Stream stream, const P
 #if defined(TILEWISE_EMULATOR)
   (void)stream;
   (void)start;
-  emulator::run_grid(blocks, kernel.threads, kernel.shared_bytes, [&] { kernel.function(params); });
+  emulator::run_grid(
+      blocks, kernel.threads, kernel.shared_bytes, [&] { kernel.function(params); },
+      kernel.cluster);
 #else
   detail::launch(reinterpret_cast<const void*>(kernel.function), blocks, kernel.threads,
                  kernel.shared_bytes, stream, start, &params);

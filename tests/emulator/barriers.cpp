@@ -24,13 +24,17 @@ void release(Clock& to) {
 
 // --- mbarriers -----------------------------------------------------------------------------------
 
-void MemoryBarriers::start() { barriers_.clear(); }
+void MemoryBarriers::start(SharedMemory& shared, int rank) {
+  shared_ = &shared;
+  rank_ = rank;
+  barriers_.clear();
+}
 
 MemoryBarriers::Barrier& MemoryBarriers::find(uint32_t address, const char* what) {
   Block& block_ = block();
   for (Barrier& b : barriers_) {
     if (b.address != address) continue;
-    if (!ordered(block_.moment(), b.initialiser, b.initialised)) {
+    if (!ordered(block_.moment_at(rank_), b.initialiser, b.initialised)) {
       fault(
           text("race: %s of the mbarrier at byte %u of shared memory, which thread %d "
                "initialised with no sync_block between",
@@ -54,12 +58,12 @@ void MemoryBarriers::init(uint32_t address, int arrivals) {
                  offset_of(address)));
     }
   }
-  block_.shared().claim_barrier(address, block_.moment());
+  shared_->claim_barrier(address, block_.moment_at(rank_));
   Barrier b;
   b.address = address;
   b.arrivals = b.pending = arrivals;
   b.initialiser = block_.thread();
-  b.initialised = block_.moment().now;
+  b.initialised = block_.moment_at(rank_).now;
   b.arriving = b.complete = block_.clocks().nothing();
   barriers_.push_back(std::move(b));
 }
@@ -93,7 +97,7 @@ void MemoryBarriers::start_write(uint32_t address, AsyncWrite write) {
   Block& block_ = block();
   Barrier& b = find(address, "an asynchronous copy");
   const uint32_t fence = block_.clocks().fence_after(b.initialiser, b.initialised);
-  if (fence == 0 || !ordered(block_.moment(), b.initialiser, fence)) {
+  if (fence == 0 || !ordered(block_.moment_at(rank_), b.initialiser, fence)) {
     fault(
         text("%s: an asynchronous copy counts on it with no fence_mbarrier_init by thread %d, "
              "which initialised it, and no sync_block after that",
@@ -117,11 +121,11 @@ void MemoryBarriers::end_phase(Barrier& b) {
   Block& block_ = block();
   const int index = index_of(b);
   for (const AsyncWrite& write : b.writes) {
-    block_.shared().finish_async_write(write.to, write.bytes, Clocks::copier(index),
-                                       block_.moment().now);
+    shared_->finish_async_write(write.to, write.bytes, Clocks::copier(rank_, index),
+                                block_.moment_at(rank_).now);
   }
   b.writes.clear();
-  block_.clocks().note_copies(b.arriving, index, block_.tick());
+  block_.clocks().note_copies(b.arriving, Clocks::copier(rank_, index), block_.tick());
   b.complete = b.arriving;
   ++b.phase;
   b.pending = b.arrivals;
@@ -262,7 +266,7 @@ bool Registers::take(int warp, int count) {
 void Registers::increase(int count) {
   Block& block_ = block();
   check(count, "setmaxnreg_inc");
-  const int warp = block_.thread() / kLanes;
+  const int warp = block_.warp_of_block();
   if (of_warp_[static_cast<size_t>(warp)] > count) {
     fault(text("setmaxnreg_inc to %d registers: the warp has %d", count,
                of_warp_[static_cast<size_t>(warp)]));
@@ -282,7 +286,7 @@ void Registers::decrease(int count) {
   struct None {
   } call;
   block_.meet(Collective::setmaxnreg_dec, call, [&](std::array<None*, kLanes>&) {
-    int& own = of_warp_[static_cast<size_t>(block_.thread() / kLanes)];
+    int& own = of_warp_[static_cast<size_t>(block_.warp_of_block())];
     if (own < count) fault(text("setmaxnreg_dec to %d registers: the warp has %d", count, own));
     free_ += own - count;
     own = count;

@@ -20,9 +20,12 @@ struct AsyncWrite {
   std::function<void()> land;
 };
 
+class SharedMemory;
+
+// Those of a block.
 class MemoryBarriers {
  public:
-  void start();
+  void start(SharedMemory& shared, int rank);
   void init(uint32_t address, int arrivals);
   void arrive(uint32_t address, int64_t bytes);
   void wait(uint32_t address, int parity);
@@ -56,6 +59,8 @@ class MemoryBarriers {
   void end_phase(Barrier& b);
   void land(Barrier& b);
 
+  SharedMemory* shared_ = nullptr;
+  int rank_ = 0;  // of the block in its cluster
   std::vector<Barrier> barriers_;
 };
 

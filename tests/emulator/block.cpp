@@ -110,23 +110,33 @@ void detail::run(const Launch& launch) {
 void Block::run_grid(const detail::Launch& launch) {
   if (launch.blocks < 0 || launch.blocks > INT32_MAX || launch.threads <= 0 ||
       launch.threads > kMaxThreads || launch.threads % kLanes != 0 || launch.shared_bytes < 0 ||
-      launch.shared_bytes > SharedMemory::kMaxBytes) {
-    throw Fault(text("launch of %lld blocks of %d threads with %d bytes of shared memory: not "
-                     "whole warps, or more than a GPU has; ",
-                     static_cast<long long>(launch.blocks), launch.threads, launch.shared_bytes) +
+      launch.shared_bytes > SharedMemory::kMaxBytes || launch.cluster < 1 ||
+      launch.cluster > kMaxCluster || launch.blocks % launch.cluster != 0 ||
+      launch.cluster * launch.threads > kMaxThreads) {
+    throw Fault(text("launch of %lld blocks of %d threads with %d bytes of shared memory, %d in a "
+                     "cluster: not whole warps or clusters, or more than a GPU (for clusters: the "
+                     "emulator) has; ",
+                     static_cast<long long>(launch.blocks), launch.threads, launch.shared_bytes,
+                     launch.cluster) +
                 kernel_name(launch));
   }
   options_ = read_options();
   statistics_ = {};
   statistics_.blocks = launch.blocks;
-  warp_count_ = launch.threads / kLanes;
+  warp_count_ = launch.cluster * launch.threads / kLanes;
+  while (static_cast<int>(facets_.size()) < launch.cluster) {
+    facets_.push_back(std::make_unique<Facet>());
+  }
+  for (int i = 0; i < warp_count_; ++i) {
+    rank_of_warp_[i] = static_cast<uint8_t>(i * kLanes / launch.threads);
+  }
   std::mt19937_64 random(options_.seed);
-  std::vector<int64_t> order(static_cast<size_t>(launch.blocks));
-  arrange(order.data(), launch.blocks, options_, random);
+  std::vector<int64_t> order(static_cast<size_t>(launch.blocks / launch.cluster));
+  arrange(order.data(), launch.blocks / launch.cluster, options_, random);
   failure_.clear();
   failure_stack_.clear();
   if (clock_ > UINT32_MAX / 2) {
-    shared_.forget_times();
+    for (const auto& facet : facets_) facet->shared.forget_times();
     clock_ = 0;
   }
   launch_ = &launch;
@@ -166,18 +176,23 @@ void Block::report(const detail::Launch& launch) const {
 }
 
 void Block::run_block() {
-  shared_.start(launch_->shared_bytes, options_.check_races);
+  const int threads = launch_->cluster * launch_->threads;
   exited_ = 0;
-  at_barrier_ = 0;
+  at_cluster_ = 0;
   idle_polls_ = 0;
   for (int i = 0; i < warp_count_; ++i) warps_[i] = Warp{.runnable = kAllLanes};
-  clocks_.start(launch_->threads, clock_ + 1);
-  barriers_.start();
-  named_barriers_.start();
-  registers_.start(launch_->threads);
+  clocks_.start(threads, clock_ + 1);
+  for (int rank = 0; rank < launch_->cluster; ++rank) {
+    Facet& f = *facets_[static_cast<size_t>(rank)];
+    f.shared.start(launch_->shared_bytes, options_.check_races);
+    f.barriers.start(f.shared, rank);
+    f.named_barriers.start();
+    f.registers.start(launch_->threads);
+    f.at_barrier = 0;
+  }
   for (int i = 0; i < warp_count_; ++i) products_[i].start();
-  note_block_barrier();
-  for (int i = 0; i < launch_->threads; ++i) {
+  note_cluster_barrier();
+  for (int i = 0; i < threads; ++i) {
     make_context(contexts_[i], stacks_.begin(i), stacks_.end(i), &Block::enter);
     copies_[i] = {};
     bulk_copies_[i] = {};
@@ -188,30 +203,37 @@ void Block::run_block() {
   if (!failure_.empty()) return;
   failure_ = left_undone();
   if (failure_.empty()) return;
-  failure_ += text("\n  in block %lld of %lld\n  of ", static_cast<long long>(index_),
-                   static_cast<long long>(launch_->blocks)) +
-              kernel_name(*launch_);
+  failure_ +=
+      text("\n  in block %lld of %lld\n  of ", static_cast<long long>(index_ * launch_->cluster),
+           static_cast<long long>(launch_->blocks)) +
+      kernel_name(*launch_);
 }
 
 // What is wrong with a block whose threads have all exited.
 std::string Block::left_undone() const {
-  const int overrun = shared_.first_overrun();
-  if (overrun >= 0) {
-    return text("byte %d of shared memory was written, the launch gave %d bytes", overrun,
-                launch_->shared_bytes);
+  for (int rank = 0; rank < launch_->cluster; ++rank) {
+    const Facet& f = *facets_[static_cast<size_t>(rank)];
+    const int overrun = f.shared.first_overrun();
+    if (overrun >= 0) {
+      return text("byte %d of shared memory was written, the launch gave %d bytes", overrun,
+                  launch_->shared_bytes);
+    }
+    const std::string unfinished = f.barriers.unfinished();
+    if (!unfinished.empty()) return unfinished;
+    const std::string disagreement = f.registers.disagreement();
+    if (!disagreement.empty()) return disagreement;
   }
-  const std::string unfinished = barriers_.unfinished();
-  if (!unfinished.empty()) return unfinished;
   constexpr int kGroupWarps = 4;
+  const int warps = launch_->threads / kLanes;
   for (int i = 0; i < warp_count_; ++i) {
-    const int first = i / kGroupWarps * kGroupWarps;
+    const int first = i - i % warps % kGroupWarps;
     if (products_[i].count() != products_[first].count()) {
-      return text("warp %d started %d wgmmas, warp %d of its warpgroup %d", first,
-                  static_cast<int>(products_[first].count()), i,
+      return text("warp %d started %d wgmmas, warp %d of its warpgroup %d", first % warps,
+                  static_cast<int>(products_[first].count()), i % warps,
                   static_cast<int>(products_[i].count()));
     }
   }
-  return registers_.disagreement();
+  return "";
 }
 
 // The first function of every fiber.
@@ -231,9 +253,10 @@ void Block::exit_thread() {
     fail(text("the thread exits while lanes %s of its warp wait in %s",
               lanes_of(w.in_collective).c_str(), name(w.collective)));
   }
-  if (at_barrier_ != 0) fail("the thread exits while others wait in sync_block");
+  if (facet().at_barrier != 0) fail("the thread exits while others wait in sync_block");
   idle_polls_ = 0;
-  if (++exited_ == launch_->threads) switch_context(contexts_[thread_], host_);
+  if (++exited_ == launch_->cluster * launch_->threads) switch_context(contexts_[thread_], host_);
+  end_cluster_barrier();
   run_another();
 }
 
@@ -253,7 +276,7 @@ void Block::run_another_warp() {
   int thread = thread_;
   if (next_thread(&thread)) return switch_to(thread);
   // Asynchronous copies take as long as they may.
-  if (barriers_.land() && next_thread(&thread)) {
+  if (land() && next_thread(&thread)) {
     if (thread != thread_) switch_to(thread);
     return;
   }
@@ -275,6 +298,13 @@ void Block::run_another_warp() {
   if (thread != thread_) switch_to(thread);
 }
 
+bool Block::land() {
+  for (int rank = 0; rank < launch_->cluster; ++rank) {
+    if (facets_[static_cast<size_t>(rank)]->barriers.land()) return true;
+  }
+  return false;
+}
+
 void Block::check_none_exited(const Warp& w, const char* what) {
   if (w.exited == 0) return;
   fail(text("%s needs all threads, but lanes %s of warp %d have exited", what,
@@ -288,26 +318,66 @@ void Block::fail_to_meet(const Warp& w, Collective collective) {
 }
 
 void Block::sync_block() {
-  for (int i = 0; i < warp_count_; ++i) check_none_exited(warps_[i], "sync_block");
+  const int warps = launch_->threads / kLanes;
+  const int first = rank() * warps;
+  for (int i = first; i < first + warps; ++i) check_none_exited(warps_[i], "sync_block");
   Warp& w = warp();
   w.at_barrier |= lane_bit();
   w.runnable &= ~lane_bit();
-  if (++at_barrier_ < launch_->threads) return run_another();
-  at_barrier_ = 0;
+  if (++facet().at_barrier < launch_->threads) return run_another();
+  facet().at_barrier = 0;
   idle_polls_ = 0;
   ++statistics_.block_barriers;
-  for (int i = 0; i < warp_count_; ++i) {
+  for (int i = first; i < first + warps; ++i) {
     settle_accesses(i);
     warps_[i].at_barrier = 0;
     warps_[i].runnable = kAllLanes;
   }
-  note_block_barrier();
+  note_block_barrier(rank());
 }
 
-void Block::note_block_barrier() {
-  block_barrier_time_ = ++clock_;
-  clocks_.join(0, launch_->threads);
-  for (int i = 0; i < warp_count_; ++i) warps_[i].barrier_time = clock_;
+void Block::note_block_barrier(int rank) {
+  facets_[static_cast<size_t>(rank)]->barrier_time = ++clock_;
+  const int first = rank * launch_->threads;
+  clocks_.join(first, first + launch_->threads);
+  for (int i = 0; i < launch_->threads / kLanes; ++i) {
+    warps_[first / kLanes + i].barrier_time = clock_;
+  }
+}
+
+// Threads that have exited count as arrived.
+void Block::sync_cluster() {
+  Warp& w = warp();
+  w.at_cluster |= lane_bit();
+  w.runnable &= ~lane_bit();
+  ++at_cluster_;
+  end_cluster_barrier();
+  if ((w.at_cluster & lane_bit()) != 0) run_another();
+}
+
+void Block::end_cluster_barrier() {
+  if (at_cluster_ == 0 || at_cluster_ + exited_ < launch_->cluster * launch_->threads) return;
+  at_cluster_ = 0;
+  idle_polls_ = 0;
+  for (int i = 0; i < warp_count_; ++i) {
+    settle_accesses(i);
+    warps_[i].runnable |= warps_[i].at_cluster;
+    warps_[i].at_cluster = 0;
+  }
+  note_cluster_barrier();
+}
+
+void Block::note_cluster_barrier() {
+  for (int rank = 0; rank < launch_->cluster; ++rank) note_block_barrier(rank);
+  cluster_barrier_time_ = ++clock_;
+  clocks_.join(0, launch_->cluster * launch_->threads);
+}
+
+Facet& Block::facet_of(int rank) {
+  if (rank < 0 || rank >= launch_->cluster) {
+    fail(text("block %d of a cluster of %d", rank, launch_->cluster));
+  }
+  return *facets_[static_cast<size_t>(rank)];
 }
 
 void Block::poll() {
@@ -330,24 +400,29 @@ void Block::wake(int thread) {
   idle_polls_ = 0;
 }
 
-std::string Block::reason(const Wait& wait) const {
+std::string Block::reason(const Wait& wait, int rank) const {
+  const Facet& f = *facets_[static_cast<size_t>(rank)];
   switch (wait.kind) {
     case Wait::mbarrier:
-      return text("parity %d of the ", wait.parity) + barriers_.describe(wait.which);
+      return text("parity %d of the ", wait.parity) + f.barriers.describe(wait.which);
     case Wait::named_barrier:
-      return named_barriers_.describe(wait.which);
+      return f.named_barriers.describe(wait.which);
     case Wait::registers:
-      return registers_.describe(wait.which);
+      return f.registers.describe(wait.which);
   }
   return "";
 }
 
 std::string Block::where(int thread) const {
-  return text("block %lld of %lld, thread %d (warp %d, lane %d)", static_cast<long long>(index_),
-              static_cast<long long>(launch_->blocks), thread, thread / kLanes, thread % kLanes);
+  const int rank = thread / launch_->threads;
+  const int own = thread % launch_->threads;
+  return text("block %lld of %lld, thread %d (warp %d, lane %d)",
+              static_cast<long long>(index_ * launch_->cluster + rank),
+              static_cast<long long>(launch_->blocks), own, own / kLanes, own % kLanes);
 }
 
 std::string Block::waiting() const {
+  const int warps = launch_->threads / kLanes;
   std::string report;
   for (int i = 0; i < warp_count_; ++i) {
     const Warp& w = warps_[i];
@@ -359,16 +434,18 @@ std::string Block::waiting() const {
     };
     add(w.in_collective, name(w.collective));
     add(w.at_barrier, "sync_block");
+    add(w.at_cluster, "sync_cluster");
     add(w.polling, "ld_acquire");
     std::map<std::string, uint32_t> reasons;
     for (int lane = 0; lane < kLanes; ++lane) {
       if ((w.waiting >> lane & 1) != 0) {
-        reasons[reason(waits_[static_cast<size_t>(i * kLanes + lane)])] |= 1u << lane;
+        reasons[reason(waits_[static_cast<size_t>(i * kLanes + lane)], i / warps)] |= 1u << lane;
       }
     }
     for (const auto& [why, lanes] : reasons) add(lanes, why.c_str());
     add(w.exited, "exited");
-    report.append(text("\n  warp %d: ", i)).append(line);
+    const std::string of = launch_->cluster > 1 ? text("block %d of the cluster, ", i / warps) : "";
+    report.append("\n  " + of + text("warp %d: ", i % warps)).append(line);
   }
   return report;
 }
@@ -380,12 +457,13 @@ void Block::fail(const std::string& message) {
   __builtin_unreachable();
 }
 
-int thread_index() { return active->thread(); }
+int thread_index() { return active->thread_of_block(); }
 int block_threads() { return active->launch().threads; }
 int64_t block_index() { return active->index(); }
 int64_t grid_blocks() { return active->launch().blocks; }
 char* shared_memory() { return active->shared().data(); }
 uint32_t shared_address(const void* p) { return active->shared().address_of(p); }
 void sync_block() { active->sync_block(); }
+void sync_cluster() { active->sync_cluster(); }
 
 }  // namespace tilewise::cuda::emulator

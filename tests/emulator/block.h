@@ -1,9 +1,10 @@
-// The block that runs on this host thread: its fibers, and where they meet.
+// The block that runs on this host thread, or the cluster of them: its fibers, and where they meet.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -21,7 +22,8 @@ namespace tilewise::cuda::emulator {
 
 inline constexpr int kLanes = 32;
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
-inline constexpr int kMaxThreads = 1024;
+inline constexpr int kMaxThreads = 1024;  // of a block, and of a cluster
+inline constexpr int kMaxCluster = 8;
 
 // What all lanes of a warp do together.
 enum class Collective : uint8_t {
@@ -70,6 +72,7 @@ struct Warp {
   uint32_t runnable = 0;
   uint32_t in_collective = 0;
   uint32_t at_barrier = 0;
+  uint32_t at_cluster = 0;
   uint32_t waiting = 0;  // as `waits_` says
   uint32_t polling = 0;  // let the others run before it reads a flag again
   uint32_t exited = 0;
@@ -78,6 +81,17 @@ struct Warp {
   std::array<void*, kLanes> calls{};  // arguments of the lanes in `in_collective`
 };
 
+// What every block of a cluster has of its own.
+struct Facet {
+  SharedMemory shared;
+  MemoryBarriers barriers;
+  NamedBarriers named_barriers;
+  Registers registers;
+  int at_barrier = 0;
+  uint32_t barrier_time = 1;  // of its last barrier
+};
+
+// Threads are numbered through all blocks of a cluster; rank r has those from r * threads on.
 class Block {
  public:
   Block()
@@ -89,15 +103,21 @@ class Block {
   void run_grid(const detail::Launch& launch);
 
   int thread() const { return thread_; }
-  int64_t index() const { return index_; }
+  int rank() const { return rank_of_warp_[static_cast<size_t>(thread_ / kLanes)]; }
+  int thread_of_block() const { return thread_ - rank() * launch_->threads; }
+  int warp_of_block() const { return thread_of_block() / kLanes; }
+  int64_t index() const { return index_ * launch_->cluster + rank(); }
   const detail::Launch& launch() const { return *launch_; }
   const Options& options() const { return options_; }
-  SharedMemory& shared() { return shared_; }
+  Facet& facet() { return *facets_[static_cast<size_t>(rank())]; }
+  // Of the block `rank` of the cluster; a fault if there is none.
+  Facet& facet_of(int rank);
+  SharedMemory& shared() { return facet().shared; }
   Copies& copies() { return copies_[static_cast<size_t>(thread_)]; }
   BulkCopies& bulk_copies() { return bulk_copies_[static_cast<size_t>(thread_)]; }
-  MemoryBarriers& barriers() { return barriers_; }
-  NamedBarriers& named_barriers() { return named_barriers_; }
-  Registers& registers() { return registers_; }
+  MemoryBarriers& barriers() { return facet().barriers; }
+  NamedBarriers& named_barriers() { return facet().named_barriers; }
+  Registers& registers() { return facet().registers; }
   Products& products() { return products(thread_ / kLanes); }
   Products& products(int warp) { return products_[static_cast<size_t>(warp)]; }
   Clocks& clocks() { return clocks_; }
@@ -125,6 +145,7 @@ class Block {
     idle_polls_ = 0;
   }
   void sync_block();
+  void sync_cluster();
   void poll();
   // Until another thread wakes this one.
   void wait(const Wait& why);
@@ -141,7 +162,12 @@ class Block {
   }
   // What is done from here on is later.
   uint32_t tick() { return ++clock_; }
-  Moment moment() { return {thread_, clock_, block_barrier_time_, warp().barrier_time, &clocks_}; }
+  Moment moment() { return {thread_, clock_, facet().barrier_time, warp().barrier_time, &clocks_}; }
+  // For what this thread does to the block `rank`.
+  Moment moment_at(int other) {
+    if (other == rank()) return moment();
+    return {thread_, clock_, cluster_barrier_time_, 0, &clocks_};
+  }
 
   // Leaves the grid for good: run_grid throws `message` with the place it happened.
   [[noreturn]] void fail(const std::string& message);
@@ -154,7 +180,10 @@ class Block {
     if (!log.empty()) statistics_.shared_conflicts += log.settle();
   }
   void run_block();
-  void note_block_barrier();
+  void note_block_barrier(int rank);
+  void note_cluster_barrier();
+  void end_cluster_barrier();
+  bool land();
   // This thread waits: the next lane of its warp goes on, or else another warp.
   void run_another() {
     const uint32_t runnable = warp().runnable;
@@ -178,19 +207,20 @@ class Block {
   void check_none_exited(const Warp& w, const char* what);
   std::string where(int thread) const;
   std::string waiting() const;
-  std::string reason(const Wait& wait) const;
+  std::string reason(const Wait& wait, int rank) const;
   std::string left_undone() const;
 
   const detail::Launch* launch_ = nullptr;
   Options options_;
   int64_t index_ = 0;
   int thread_ = 0;
-  int warp_count_ = 0;
+  int warp_count_ = 0;  // of all blocks of the cluster
   int exited_ = 0;
-  int at_barrier_ = 0;
+  int at_cluster_ = 0;
+  std::array<uint8_t, kMaxThreads / kLanes> rank_of_warp_{};
   int idle_polls_ = 0;  // rounds of polling in which nothing else happened
   uint32_t clock_ = 1;  // counts whatever orders accesses
-  uint32_t block_barrier_time_ = 1;
+  uint32_t cluster_barrier_time_ = 1;
   std::array<Warp, kMaxThreads / kLanes> warps_;
   std::array<int, kMaxThreads / kLanes> turn_order_{};  // which warp runs before which
   std::array<int, kMaxThreads / kLanes> turn_of_{};     // its inverse
@@ -200,13 +230,10 @@ class Block {
   std::vector<Copies> copies_;
   std::vector<BulkCopies> bulk_copies_;
   std::vector<Wait> waits_;
-  MemoryBarriers barriers_;
-  NamedBarriers named_barriers_;
-  Registers registers_;
+  std::vector<std::unique_ptr<Facet>> facets_;
   std::array<Products, kMaxThreads / kLanes> products_;
   Clocks clocks_;
   std::array<AccessLog, kMaxThreads / kLanes> logs_;
-  SharedMemory shared_;
   Statistics statistics_;
   std::string failure_;
   std::vector<uintptr_t> failure_stack_;

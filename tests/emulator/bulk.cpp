@@ -170,9 +170,9 @@ void cp_async_bulk_tensor_load(uint32_t to, const TensorMap& map, int column, in
                                int slot, uint32_t barrier) {
   constexpr const char* kWhat = "cp.async.bulk.tensor load";
   const Box box = box_of(map, to, column, row, head, slot, kWhat);
-  start_load(to, box.bytes(), barrier, kWhat, [box] {
-    for_each_chunk(box, [](uint32_t at, const char* from, size_t first, size_t end) {
-      char* chunk = block().shared().at(at);
+  start_load(to, box.bytes(), barrier, kWhat, [box, &shared = block().shared()] {
+    for_each_chunk(box, [&shared](uint32_t at, const char* from, size_t first, size_t end) {
+      char* chunk = shared.at(at);
       std::memset(chunk, 0, kChunkBytes);
       if (end > first) std::memcpy(chunk + first, from + first, end - first);
     });
@@ -194,8 +194,8 @@ void cp_async_bulk_tensor_store(const TensorMap& map, int column, int row, int h
 void cp_async_bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
   constexpr const char* kWhat = "cp.async.bulk load";
   check_bulk(to, from, bytes, kWhat);
-  start_load(to, bytes, barrier, kWhat, [to, from, bytes] {
-    std::memcpy(block().shared().at(to), from, static_cast<size_t>(bytes));
+  start_load(to, bytes, barrier, kWhat, [to, from, bytes, &shared = block().shared()] {
+    std::memcpy(shared.at(to), from, static_cast<size_t>(bytes));
   });
 }
 

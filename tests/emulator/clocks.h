@@ -23,12 +23,14 @@ class Clocks {
   void activate();
   uint32_t start_time() const { return start_time_; }
   Clock nothing() const { return Clock(static_cast<size_t>(width())); }
-  static int copier(int barrier) { return kFirstCopier + barrier % kCopiers; }
+  static int copier(int rank, int barrier) {
+    return kFirstCopier + (rank * kCopiers / 2 + barrier) % kCopiers;
+  }
 
   // `thread` gives what it did before `now` and all it knows to `to`, or takes from there.
   void release(int thread, uint32_t now, uint32_t warp_barrier, Clock& to) const;
   void acquire(int thread, const Clock& from);
-  void note_copies(Clock& clock, int barrier, uint32_t now) const;
+  void note_copies(Clock& clock, int copier, uint32_t now) const;
   // All threads of a warp or the block know the same from now on.
   void join(int begin, int end);
 

@@ -82,6 +82,12 @@ void cp_async_bulk_commit_group();
 void cp_async_bulk_wait_group_read(int pending);
 void cp_async_bulk_wait_group(int pending);
 
+// The blocks of a cluster. Arriving remotely releases as arriving does.
+void sync_cluster();
+uint32_t map_to_rank(uint32_t own, int rank);
+void mbarrier_arrive_remote(uint32_t barrier);
+void cp_async_bulk_to_rank(uint32_t to, uint32_t from, int bytes, uint32_t barrier);
+
 void bar_sync(int barrier, int threads);
 void bar_arrive(int barrier, int threads);
 void setmaxnreg_inc(int registers);

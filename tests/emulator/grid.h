@@ -39,15 +39,16 @@ struct Launch {
   const char* kernel;  // for messages
   void (*invoke)(const void* body);
   const void* body;
+  int cluster = 1;  // blocks that run together
 };
 void run(const Launch& launch);
 }  // namespace detail
 
-// Runs `body()` as every thread of every block. Throws Fault.
+// Runs `body()` as every thread of every block, `cluster` blocks side by side. Throws Fault.
 template <class Body>
-void run_grid(int64_t blocks, int threads, int shared_bytes, Body body) {
+void run_grid(int64_t blocks, int threads, int shared_bytes, Body body, int cluster = 1) {
   detail::run({blocks, threads, shared_bytes, __PRETTY_FUNCTION__,
-               [](const void* b) { (*static_cast<const Body*>(b))(); }, &body});
+               [](const void* b) { (*static_cast<const Body*>(b))(); }, &body, cluster});
 }
 
 }  // namespace tilewise::cuda::emulator

@@ -463,9 +463,13 @@ void SharedMemory::start_async_read(uint32_t address, int bytes, const char* wha
 
 void SharedMemory::finish_async_read(uint32_t address, int bytes, const char* what,
                                      const Moment& m) {
-  const HalfWords range = checked_chunks(address, bytes, what);
-  for (uint32_t i = range.begin; i < range.end; i += kChunk) --uses_[i / kChunk];
-  note_read(range, what, m, static_cast<uint16_t>(m.thread));
+  end_use(address, bytes);
+  note_read(checked_chunks(address, bytes, what), what, m, static_cast<uint16_t>(m.thread));
+}
+
+void SharedMemory::end_use(uint32_t address, int bytes) {
+  const uint32_t first = (address - kFirstAddress) / kChunkBytes;
+  for (int i = 0; i < bytes / kChunkBytes; ++i) --uses_[first + static_cast<uint32_t>(i)];
 }
 
 void SharedMemory::finish_async_read_by_warp(uint32_t address, const Moment& m) {

@@ -64,6 +64,8 @@ class SharedMemory {
   void finish_async_write(uint32_t address, int bytes, int copier, uint32_t time);
   void start_async_read(uint32_t address, int bytes, const char* what, const Moment& moment);
   void finish_async_read(uint32_t address, int bytes, const char* what, const Moment& moment);
+  // The same where nobody is told which bytes were read.
+  void end_use(uint32_t address, int bytes);
   void finish_async_read_by_warp(uint32_t address, const Moment& moment);
   // 8 bytes are an mbarrier from here on.
   void claim_barrier(uint32_t address, const Moment& moment);

@@ -67,7 +67,7 @@ void for_each_chunk(const Descriptor& d, bool trans, int row0, int rows, Visit v
   }
 }
 
-int warp_of_group() { return block().thread() / kLanes % kGroupWarps; }
+int warp_of_group() { return block().warp_of_block() % kGroupWarps; }
 
 template <class Visit>
 void for_each_chunk(const Operands& o, Visit visit) {
@@ -298,7 +298,7 @@ void Products::issue(float* d, const Operands& operands, const uint32_t* a) {
 // The four warps start the same products.
 void Products::agree(const Operands& operands) {
   std::vector<Operands>& started =
-      block().products(block().thread() / kLanes / kGroupWarps * kGroupWarps).of_group_;
+      block().products(block().thread() / kLanes - warp_of_group()).of_group_;
   const uint64_t index = started_++;
   if (index == started.size()) {
     started.push_back(operands);

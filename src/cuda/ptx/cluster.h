@@ -4,29 +4,25 @@
 
 #include "cuda/ptx/platform.h"
 
-#if defined(TILEWISE_EMULATOR)
-#include "emulator/grid.h"
-#endif
-
 namespace tilewise::cuda::ptx {
 
 #if defined(TILEWISE_EMULATOR)
 
-[[noreturn]] inline void no_clusters() { throw emulator::Fault("clusters are not emulated"); }
-
 // All threads of all blocks of the cluster; what they wrote before is seen by all after it.
-TILEWISE_DEVICE void sync_cluster() { no_clusters(); }
+TILEWISE_DEVICE void sync_cluster() { emulator::sync_cluster(); }
 // Where `own`, an address of this block, lies in the other block.
-TILEWISE_DEVICE SharedAddress map_to_rank(SharedAddress own, int) {
-  no_clusters();
-  return own;
+TILEWISE_DEVICE SharedAddress map_to_rank(SharedAddress own, int rank) {
+  return emulator::map_to_rank(own, rank);
 }
 // An arrival at a barrier of the other block. It orders nothing but that all reads of registers'
 // contents have been made: for barriers that say that something has been read.
-TILEWISE_DEVICE void mbarrier_arrive_remote(SharedAddress) { no_clusters(); }
+TILEWISE_DEVICE void mbarrier_arrive_remote(SharedAddress barrier) {
+  emulator::mbarrier_arrive_remote(barrier);
+}
 // `to` and `barrier` lie in the other block.
-TILEWISE_DEVICE void cp_async_bulk_to_rank(SharedAddress, SharedAddress, int, SharedAddress) {
-  no_clusters();
+TILEWISE_DEVICE void cp_async_bulk_to_rank(SharedAddress to, SharedAddress from, int bytes,
+                                           SharedAddress barrier) {
+  emulator::cp_async_bulk_to_rank(to, from, bytes, barrier);
 }
 
 #else
