@@ -115,7 +115,7 @@ struct Sm86 {
       if (head_dim <= 128) return {2, 4, 64, 1, false, 1};
       return {1, 4, 32, 1, false, 1};
     }
-    if (head_dim <= 64) return {2, 4, 32, 2, true, 1};  // likewise; four warps spill 400 bytes
+    if (head_dim <= 64) return {2, 4, 32, 2, true, 1};  // likewise: four warps spill
     if (head_dim <= 128) return {1, 4, 32, 1, true, 1};
     return kNoBackward;
   }
