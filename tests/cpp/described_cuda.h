@@ -58,7 +58,7 @@ inline cuda::UnitTable described(const cuda::Unit& unit) {
   const int bytes = table.dtype == TILEWISE_FLOAT32 ? 4 : 2;
   with_arch(unit.arch, [&]<class Arch>(Arch) {
     table.architecture = Arch::kTable;
-    const auto forward = Arch::forward(bytes, unit.head_dim);
+    const auto forward = Arch::forward(bytes, unit.head_dim, table.tf32);
     const auto backward = Arch::backward(bytes, unit.head_dim);
     table.forward_tile = {forward.rows(), forward.keys, forward.blocks_per_sm};
     if (backward.key_warps > 0) {

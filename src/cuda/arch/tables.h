@@ -19,15 +19,16 @@ struct Sm90 {
   static constexpr bool kVectorReduction = true;  // red.global.add.v4.f32
   static constexpr bool kWideMma = true;          // m16n8k16, bf16, tf32
 
-  static constexpr ForwardTile forward(int element_bytes, int head_dim) {
+  static constexpr ForwardTile forward(int element_bytes, int head_dim, bool tf32) {
     if (element_bytes == 2) {
       if (head_dim <= 64) return {4, 32, 128, 3, 2};
       if (head_dim <= 128) return {4, 32, 64, 4, 2};
       return {4, 16, 64, 2, 2};
     }
-    if (head_dim <= 64) return {4, 32, 32, 3, 2, true};
-    if (head_dim <= 128) return {4, 32, 16, 3, 2, true};
-    return {8, 16, 16, 3, 1, true};
+    const int stages = tf32 ? 3 : 0;
+    if (head_dim <= 64) return {4, 32, 32, stages, 2};
+    if (head_dim <= 128) return tf32 ? ForwardTile{4, 32, 16, 3, 2} : ForwardTile{8, 32, 32, 0, 1};
+    return {8, 16, 16, stages, 1};
   }
 
   // One warp and 16 rows: the time is that of reading keys and values, and four independent warps
@@ -58,14 +59,14 @@ struct Sm80 {
   static constexpr bool kVectorReduction = false;
   static constexpr bool kWideMma = true;
 
-  static constexpr ForwardTile forward(int element_bytes, int head_dim) {
+  static constexpr ForwardTile forward(int element_bytes, int head_dim, bool tf32) {
     if (element_bytes == 2 && head_dim <= 64) return {4, 32, 80, 3, 2};
     if (element_bytes == 2 && head_dim > 128) return {4, 16, 64, 2, 1};
     if (element_bytes == 2 && head_dim > 96) return {4, 32, 64, 2, 2};
     if (element_bytes == 2 && head_dim > 64) return {4, 32, 64, 3, 2};
     if (element_bytes == 4 && head_dim > 128) return {4, 16, 32, 3, 1};
     if (element_bytes == 4 && head_dim > 64) return {4, 16, 32, 3, 2};
-    return Sm90::forward(element_bytes, head_dim);
+    return Sm90::forward(element_bytes, head_dim, tf32);
   }
   static constexpr ForwardTile decode(int element_bytes, int head_dim) {
     if (element_bytes != 2) return kNoForward;
@@ -90,7 +91,7 @@ struct Sm86 {
   static constexpr bool kVectorReduction = false;
   static constexpr bool kWideMma = true;
 
-  static constexpr ForwardTile forward(int element_bytes, int head_dim) {
+  static constexpr ForwardTile forward(int element_bytes, int head_dim, bool /*tf32*/) {
     if (element_bytes == 2) {
       if (head_dim <= 64) return {4, 32, 64, 3, 2};
       if (head_dim <= 128) return {4, 32, 32, 2, 2};
@@ -128,9 +129,9 @@ struct Sm120 {
   static constexpr bool kVectorReduction = true;
   static constexpr bool kWideMma = true;
 
-  static constexpr ForwardTile forward(int element_bytes, int head_dim) {
+  static constexpr ForwardTile forward(int element_bytes, int head_dim, bool tf32) {
     if (element_bytes == 4 && head_dim <= 64) return {4, 16, 64, 2, 2};
-    return Sm86::forward(element_bytes, head_dim);
+    return Sm86::forward(element_bytes, head_dim, tf32);
   }
   static constexpr ForwardTile decode(int element_bytes, int head_dim) {
     return Sm86::decode(element_bytes, head_dim);
@@ -147,7 +148,7 @@ struct Sm75 {
   static constexpr bool kVectorReduction = false;
   static constexpr bool kWideMma = false;
 
-  static constexpr ForwardTile forward(int element_bytes, int head_dim) {
+  static constexpr ForwardTile forward(int element_bytes, int head_dim, bool /*tf32*/) {
     if (element_bytes != 2) return kNoForward;
     if (head_dim <= 64) return {4, 32, 64, 3, 1};
     if (head_dim <= 128) return {4, 16, 64, 2, 1};

@@ -7,15 +7,14 @@
 namespace tilewise::cuda::arch {
 
 // Forward (mma_sync): `warps` warps of `warp_rows` query rows; keys and values pass through one
-// ring of `stages` tiles of `keys` rows; fp32 with `split_once` instead in one tile each, beside
-// the pairs of tf32 numbers (2 tiles each) into which they are split.
+// ring of `stages` tiles of `keys` rows; fp32 where `stages` is 0 through one tile each, beside the
+// pairs of tf32 numbers (two tiles each) into which the block splits them.
 struct ForwardTile {
   int warps;
   int warp_rows;  // 16 or 32
   int keys;
   int stages;
   int blocks_per_sm;
-  bool split_once = false;
 
   constexpr int rows() const { return warps * warp_rows; }
   constexpr int threads() const { return warps * 32; }

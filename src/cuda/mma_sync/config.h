@@ -21,10 +21,11 @@ struct Config {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kGeneral = kForm_ == Form::general;
-  static constexpr arch::ForwardTile kForward = kCut_ == Cut::decode
-                                                    ? Arch::decode(Element::kBytes, kHeadDim)
-                                                    : Arch::forward(Element::kBytes, kHeadDim);
-  static constexpr bool kSplitOnce = kForward.split_once && std::is_same_v<Element, F32>;
+  static constexpr arch::ForwardTile kForward =
+      kCut_ == Cut::decode
+          ? Arch::decode(Element::kBytes, kHeadDim)
+          : Arch::forward(Element::kBytes, kHeadDim, std::is_same_v<Element, Tf32>);
+  static constexpr bool kSplitOnce = kForward.warps > 0 && kForward.stages == 0;
   static constexpr arch::BackwardTile kBackward = Arch::backward(Element::kBytes, kHeadDim);
 };
 

@@ -168,7 +168,11 @@ struct Products {
     constexpr int kSteps = kKeys / kStep;
     constexpr int kInCore = kOne ? 1 : std::gcd(kSteps, tile::kStepsInCore<Element>);
     constexpr int kColumns = C::kHeadDim / 16;
-    constexpr int kColumnsAtOnce = kOne ? 1 : max(1, kAtOnce / (2 * kRows));
+    // Registers for o and p, and for sums and operands of 16 columns.
+    constexpr int kKept = kRows * C::kHeadDim / 2 + kInCore * kRows * 8;
+    constexpr int kMost = max(1, kAtOnce / (2 * kRows));
+    constexpr bool kRoom = kKept + kMost * (8 * kRows + 8) <= 208;
+    constexpr int kColumnsAtOnce = kOne ? 1 : kRoom ? kMost : max(1, kMost / 2);
 #pragma unroll
     for (int begin = 0; begin < kSteps; begin += kInCore) {
       tile::Fragment<Element> a[kInCore][kRows];
