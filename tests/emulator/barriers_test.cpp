@@ -39,7 +39,7 @@ TEST(Mbarrier, ParityOfANewOne) {
 // Producer and consumers of a ring of two words.
 TEST(Mbarrier, Ring) {
   constexpr int kSteps = 7;
-  for (const char* order : {"forward", "reverse", "shuffled"}) {
+  for (const char* order : {"forward", "reverse", "shuffled", "warps"}) {
     const Environment who("TILEWISE_EMULATOR_ORDER", order);
     std::vector<uint32_t> sums(64);
     run_grid(1, 96, 64, [&] {

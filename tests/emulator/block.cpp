@@ -46,10 +46,10 @@ const char* name(Collective collective) {
 __attribute__((tls_model("initial-exec"))) thread_local Block* active = nullptr;
 
 template <class T>
-void arrange(T* values, int64_t count, const Options& options, std::mt19937_64& random) {
+void arrange(T* values, int64_t count, Order order, std::mt19937_64& random) {
   std::iota(values, values + count, T{0});
-  if (options.order == Order::reverse) std::reverse(values, values + count);
-  if (options.order == Order::shuffled) std::shuffle(values, values + count, random);
+  if (order == Order::reverse) std::reverse(values, values + count);
+  if (order == Order::shuffled) std::shuffle(values, values + count, random);
 }
 
 std::string lanes_of(uint32_t mask) {
@@ -132,7 +132,9 @@ void Block::run_grid(const detail::Launch& launch) {
   }
   std::mt19937_64 random(options_.seed);
   std::vector<int64_t> order(static_cast<size_t>(launch.blocks / launch.cluster));
-  arrange(order.data(), launch.blocks / launch.cluster, options_, random);
+  const bool warps = options_.order == Order::warps;
+  arrange(order.data(), launch.blocks / launch.cluster, warps ? Order::forward : options_.order,
+          random);
   failure_.clear();
   failure_stack_.clear();
   if (clock_ > UINT32_MAX / 2) {
@@ -142,7 +144,7 @@ void Block::run_grid(const detail::Launch& launch) {
   launch_ = &launch;
   for (size_t i = 0; i < order.size() && failure_.empty(); ++i) {
     index_ = order[i];
-    arrange(turn_order_.data(), warp_count_, options_, random);
+    arrange(turn_order_.data(), warp_count_, warps ? Order::shuffled : options_.order, random);
     for (int turn = 0; turn < warp_count_; ++turn) turn_of_[turn_order_[turn]] = turn;
     run_block();
   }

@@ -134,6 +134,10 @@ TEST(Order, OfBlocks) {
     const Environment reverse("TILEWISE_EMULATOR_ORDER", "reverse");
     EXPECT_EQ(order_of_blocks(), std::vector<int64_t>(forward.rbegin(), forward.rend()));
   }
+  {
+    const Environment warps("TILEWISE_EMULATOR_ORDER", "warps");
+    EXPECT_EQ(order_of_blocks(), forward);
+  }
   const Environment shuffled("TILEWISE_EMULATOR_ORDER", "shuffled");
   std::vector<int64_t> order = order_of_blocks();
   EXPECT_NE(order, forward);

@@ -32,8 +32,10 @@ Options read_options() {
     options.order = Order::reverse;
   } else if (order == "shuffled") {
     options.order = Order::shuffled;
+  } else if (order == "warps") {
+    options.order = Order::warps;
   } else if (!order.empty() && order != "forward") {
-    unknown("TILEWISE_EMULATOR_ORDER", order, "forward, reverse or shuffled");
+    unknown("TILEWISE_EMULATOR_ORDER", order, "forward, reverse, shuffled or warps");
   }
   const std::string seed = environment("TILEWISE_EMULATOR_SEED");
   if (!seed.empty()) options.seed = std::strtoull(seed.c_str(), nullptr, 10);

@@ -5,12 +5,12 @@
 
 namespace tilewise::cuda::emulator {
 
-enum class Order { forward, reverse, shuffled };
+enum class Order { forward, reverse, shuffled, warps };
 
 struct Options {
   bool early_copies = false;     // TILEWISE_EMULATOR_COPIES=early|late
-  Order order = Order::forward;  // TILEWISE_EMULATOR_ORDER=forward|reverse|shuffled
-  uint64_t seed = 1;             // TILEWISE_EMULATOR_SEED, of the shuffled order
+  Order order = Order::forward;  // TILEWISE_EMULATOR_ORDER=forward|reverse|shuffled|warps
+  uint64_t seed = 1;             // TILEWISE_EMULATOR_SEED, of shuffled orders
   bool check_races = true;       // TILEWISE_EMULATOR_RACES=0|1
   bool count_banks = false;      // TILEWISE_EMULATOR_BANKS=0|1
   bool report = false;           // TILEWISE_EMULATOR_REPORT=1: statistics of every launch to stderr
