@@ -359,8 +359,8 @@ class ForwardMath {
   WarpgroupTiles tiles_;
   typename Shared::WorkPlace works_;
   typename Shared::QPlace qs_;
-  typename Shared::KvPlace ks_;
-  typename Shared::KvPlace vs_;
+  RingWalk<kTile.stages> ks_;
+  RingWalk<kTile.stages> vs_;
   tile::Sums<1, kKeys / 8> s_;
   tile::Sums<1, C::kHeadDimV / 8> o_;
   uint32_t weights_[kKeys / 16][4];  // p of the step before, as operand of its values

@@ -17,7 +17,8 @@ struct Barrier {
   TILEWISE_DEVICE void wait(int parity) const { ptx::mbarrier_wait_parity(address, parity); }
 };
 
-// A place in a ring of kSlots slots: who fills it and who empties it walk it alike.
+// The fill `count` of a ring of kSlots slots: who fills it and who empties it count alike. Four
+// rings in four registers: for the warps that load and deal.
 template <int kSlots>
 struct RingPlace {
   static_assert((kSlots & (kSlots - 1)) == 0);
@@ -27,6 +28,22 @@ struct RingPlace {
   TILEWISE_DEVICE int slot() const { return static_cast<int>(count % kSlots); }
   TILEWISE_DEVICE int phase() const { return static_cast<int>(count / kSlots % 2); }
   TILEWISE_DEVICE void next() { ++count; }
+};
+
+// The same for math warps, whose next product waits for the address of a slot: nothing to compute.
+template <int kSlots>
+struct RingWalk {
+  int at = 0;
+  int parity = 0;
+
+  TILEWISE_DEVICE int slot() const { return at; }
+  TILEWISE_DEVICE int phase() const { return parity; }
+  TILEWISE_DEVICE void next() {
+    if (++at == kSlots) {
+      at = 0;
+      parity ^= 1;
+    }
+  }
 };
 
 template <class C>
