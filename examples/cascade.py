@@ -37,9 +37,14 @@ class Problem:
     lengths: Tensor  # [B] int32, prefix included
     prefix: int  # a multiple of the page size
 
-    @property
-    def prefix_pages(self) -> int:
-        return self.prefix // self.k_pages.shape[1]
+    def __post_init__(self) -> None:
+        """The same for a cascade: what a server makes once a step, for all layers."""
+        b, pages = self.q.shape[0], self.prefix // self.k_pages.shape[1]
+        self.cu_seqlens = self.lengths.new_tensor([0, b])  # all queries are rows of one sequence
+        self.prefix_lengths = self.lengths.new_tensor([self.prefix])
+        self.prefix_table = self.block_table[:1, :pages].contiguous()
+        self.suffix_lengths = self.lengths - self.prefix
+        self.suffix_table = self.block_table[:, pages:].contiguous()
 
 
 def make(options: argparse.Namespace) -> Problem:
@@ -73,16 +78,14 @@ def plain(p: Problem) -> tuple[Tensor, Tensor]:
 
 def cascade(p: Problem) -> tuple[Tensor, Tensor]:
     """The same, the prefix read once."""
-    b = p.q.shape[0]
-    every_row = torch.tensor([0, b], dtype=torch.int32, device=p.q.device)
     out_prefix, lse_prefix = tilewise.attention_varlen(
-        p.q.squeeze(1), p.k_pages, p.v_pages, every_row, None,
-        seqused_k=every_row.new_tensor([p.prefix]),
-        block_table=p.block_table[:1, : p.prefix_pages], return_lse=True,
+        p.q.squeeze(1), p.k_pages, p.v_pages, p.cu_seqlens, None, seqused_k=p.prefix_lengths,
+        block_table=p.prefix_table, max_seqlen_q=p.q.shape[0], max_seqlen_k=p.prefix,
+        return_lse=True,
     )  # fmt: skip
     out_suffix, lse_suffix = tilewise.attention_with_kvcache(
-        p.q, p.k_pages, p.v_pages, cache_seqlens=p.lengths - p.prefix,
-        block_table=p.block_table[:, p.prefix_pages :], return_lse=True,
+        p.q, p.k_pages, p.v_pages, cache_seqlens=p.suffix_lengths, block_table=p.suffix_table,
+        return_lse=True,
     )  # fmt: skip
     # The prefix's rows are packed, [B, Hq, D] and lse [Hq, B]: as the suffixes', one row each.
     return tilewise.merge_states(

@@ -30,7 +30,7 @@ from tilewise.serving import (  # noqa: E402
 from tilewise.serving.sampling import sample  # noqa: E402
 from tilewise.serving.text import TextStream  # noqa: E402
 
-pytestmark = pytest.mark.models
+pytestmark = [pytest.mark.models, pytest.mark.tensors]
 
 COUNT = 12
 GREEDY = SamplingParams(COUNT, temperature=0.0)

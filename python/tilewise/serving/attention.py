@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 import tilewise
+from tilewise import _ops  # noqa: F401 - torch.ops.tilewise
 
 from .pages import PagedCache
 
@@ -72,22 +73,16 @@ def paged_attention(
     options: dict[str, Any] = dict(causal=True, scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
     if sliding_window is not None:
         options["window"] = (sliding_window - 1, 0)
-    if step.longest == 1:  # nothing but decoding: one row per sequence
-        out = tilewise.attention_with_kvcache(
-            q.unsqueeze(1), k_cache, v_cache, k.unsqueeze(1), v.unsqueeze(1),
-            cache_seqlens=step.lengths, block_table=step.block_table, **options,
-        ).squeeze(1)  # fmt: skip
-    else:
-        nothing = [None] * 4
-        torch.ops.tilewise.append_kv(
-            k_cache, v_cache, None, k, v, step.lengths, None, step.cu_seqlens, None,
-            step.block_table, *nothing, False, False,
-        )  # fmt: skip
-        out = tilewise.attention_varlen(
-            q, k_cache, v_cache, step.cu_seqlens, None, seqused_k=step.seqused,
-            block_table=step.block_table, max_seqlen_q=step.longest,
-            max_seqlen_k=step.longest_keys, **options,
-        )  # fmt: skip
+    no_rotation = [None] * 4  # nor rows of a batch, nor left padding
+    torch.ops.tilewise.append_kv(
+        k_cache, v_cache, None, k, v, step.lengths, None, step.cu_seqlens, None,
+        step.block_table, *no_rotation, False, False,
+    )  # fmt: skip
+    out = tilewise.attention_varlen(
+        q, k_cache, v_cache, step.cu_seqlens, None, seqused_k=step.seqused,
+        block_table=step.block_table, max_seqlen_q=step.longest,
+        max_seqlen_k=step.longest_keys, **options,
+    )  # fmt: skip
     return out.unsqueeze(0), None
 
 

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -291,14 +291,14 @@ class Engine:
         used = [s.cached + n for s, n in work.items()]
         new = [s.tokens[s.cached : end] for s, end in zip(sequences, used, strict=True)]
         positions = [range(s.cached, end) for s, end in zip(sequences, used, strict=True)]
-        ends = torch.tensor(counts).cumsum(0)
+        ends = list(accumulate(counts))
 
         def on_device(numbers: list[Any], dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+            return torch.tensor(numbers, dtype=dtype, device=device)
 
         step = attention.Step(
             cache=self.cache,
-            cu_seqlens=on_device([0, *ends.tolist()]),
+            cu_seqlens=on_device([0, *ends]),
             lengths=on_device([s.cached for s in sequences]),
             seqused=on_device(used),
             block_table=self.pool.block_table([s.row for s in sequences], max(used)).to(device),
@@ -311,7 +311,7 @@ class Engine:
                 input_ids=on_device([[*chain(*new)]], torch.int64),
                 position_ids=on_device([[*chain(*positions)]], torch.int64),
                 use_cache=False,
-                logits_to_keep=(ends[complete] - 1).to(device),
+                logits_to_keep=on_device([ends[i] - 1 for i in complete], torch.int64),
                 tilewise_step=step,
             ).logits[0]
             if not complete:

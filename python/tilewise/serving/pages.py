@@ -25,7 +25,7 @@ class PagePool:
         self._free = list(range(pages - 1, -1, -1))
         self._free_rows = list(range(rows - 1, -1, -1))
         self._owned: list[list[int]] = [[] for _ in range(rows)]
-        self._table = torch.zeros(rows, pages, dtype=torch.int32)
+        self._table = torch.zeros(rows, pages, dtype=torch.int32, device="cpu")
 
     @property
     def free_pages(self) -> int:
