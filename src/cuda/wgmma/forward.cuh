@@ -1,4 +1,25 @@
 // The forward on Hopper (sm_90a): FlashAttention-3's schedule (arXiv 2407.08608) on TMA and wgmma.
+//
+// A grid of as many blocks as multiprocessors walks the tiles of queries (`works`). In a block:
+//
+//   dealing warp    finds the next work and writes it down          forward_deal.h
+//   loading warp    brings Q, and K and V a key tile at a time      forward_load.h
+//   math warpgroup  (2 to 4) 64 rows of the tile each               forward_math.h
+//
+//   what passes     from      to        slots      the facts (mbarriers of forward_shared.h)
+//   work            dealing   all       4          work_full, work_free
+//   Q               loading   math      q_buffers  q_full, q_free
+//   K, V            loading   math      stages     k_full, k_free; v_full, v_free
+//
+// In time, key tiles from the last to the first (P stays in registers, V is one step behind K):
+//
+//   loading   Q K3 K2 V3 K1 V2 K0 V1 | Q' K3' V0 K2' V3' ...
+//   products     S3   S2 O3   S1 O2   S0 O1 | S3' O0  S2' O3' ...     Sn = Q Kn^T, On += Pn Vn
+//   softmax         P3     P2      P1      P0 | P3' out   P2' ...
+//
+// With `overlap_tiles` the first scores of the next work (') go beside the last values of this one,
+// and the results leave while the tensor cores are busy; otherwise V0 comes before Q'. Warpgroups
+// skip key tiles that only the others see, and mask those that the band cuts.
 #pragma once
 
 #include "cuda/wgmma/forward_deal.h"
