@@ -27,7 +27,7 @@ from tilewise.cli.progress import Progress
 LENGTHS = (256, 512, 1024, 2048, 4096)
 QUICK_LENGTHS = (256, 512, 1024)
 CHAT_MODEL, CHAT_SECONDS = models.SMOLLM2, 180
-CHAT = ("--question", "Why is the sky blue? Answer in one sentence.", "--max-tokens", "60")
+CHAT = ("--question", "What is the capital of France?", "--max-tokens", "40")
 QUICK_TRAINING = ("--steps", "30", "--batch", "4", "--rows", "256", "--layers", "2")
 
 
