@@ -50,7 +50,7 @@ void launch_wgmma(const Problem& p, const Gradients& g, const Plan& plan,
   params.k = map_of_keys(p, p.k, p.head_dim, plan.tile_k / cluster);
   params.v = map_of_keys(p, p.v, p.head_dim_v, plan.tile_k / cluster);
   launch(plan.unit->form(plan.general).tma_backward, plan.blocks * cluster, p.stream, params,
-         Start::dependent);
+         row_blocks(p, plan) > 0 ? Start::dependent : Start::in_order);
 }
 
 // dK, dV and, from sums or directly, dQ.

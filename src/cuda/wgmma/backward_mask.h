@@ -18,7 +18,7 @@ class KeyMask {
     const auto row = [](int64_t x) { return static_cast<int32_t>(clamp(x, -kFar, kFar)); };
     const int32_t lane_row = ptx::lane_index() % 4 * 2;
     first_[0] = row(diagonal - band.right);
-    first_[1] = row(diagonal + 8 - band.right);
+    first_[1] = first_[0] + 8;  // without a limit, too: rows_ counts from there
     rows_ = static_cast<uint32_t>(row(diagonal + band.left)) - static_cast<uint32_t>(first_[0]);
     for (int half = 0; half < 2; ++half) {
       if (work.keys.begin + key + 8 * half >= work.keys.end) first_[half] = kFar;
