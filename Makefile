@@ -143,7 +143,7 @@ $(VENV)/.ready-models: tools/setup.sh | $(VENV)/.installed
 .PHONY: test-models
 test-models: $(VENV)/.ready-models ## Hugging Face models generate and train through Tilewise (15 minutes)
 	@$(say) "models"
-	@TILEWISE_TEST_MODELS=1 $(python) -m pytest -p xdist -p hypothesispytest $(PYTEST_FLAGS) \
+	@OMP_NUM_THREADS=1 TILEWISE_TEST_MODELS=1 $(python) -m pytest -p xdist -p hypothesispytest $(PYTEST_FLAGS) \
 	  --dist loadfile -m models
 
 # On a bare CUDA machine: no environment is made, nothing is fetched or installed.
