@@ -16,15 +16,18 @@ enum class Cut {
 struct Sm90a {
   static constexpr int kTable = 901;
 
-  static constexpr WgmmaForwardTile forward(int head_dim, Cut cut) {
-    if (head_dim <= 64) {
+  static constexpr WgmmaForwardTile forward(int head_dim, int head_dim_v, Cut cut) {
+    const int widest = head_dim > head_dim_v ? head_dim : head_dim_v;
+    if (widest <= 64) {
       // Four warpgroups and short key tiles: 1.05x at 512 and 1k rows, slower from 2k on.
       if (cut == Cut::narrow) return {4, 64, 4, 2, false, false, false, true, 112, 32};
       return {3, 128, 2, 2, true, false, false, true, 160, 32};
     }
     if (cut == Cut::narrow) return {};
-    if (head_dim <= 128) return {2, 128, 2, 2, false, true, false, true, 232, 40};
-    if (head_dim <= 192) return {2, 96, 2, 1, false, false, true, false, 232, 40};
+    if (widest <= 128) return {2, 128, 2, 2, false, true, false, true, 232, 40};
+    if (widest <= 192 && head_dim_v <= 128)
+      return {2, 128, 2, 1, false, false, false, false, 232, 40};
+    if (widest <= 192) return {2, 96, 2, 1, false, false, true, false, 232, 40};
     return {2, 80, 2, 1, false, false, true, false, 232, 40};
   }
   // Rows of a sequence up to which the narrow cut is the faster one.
