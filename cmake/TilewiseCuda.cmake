@@ -293,9 +293,10 @@ function(tilewise_add_cuda target)
         set(TILEWISE_UNIT "unit_${name}")
         set(file "${build_dir}/${name}.${extension}")
         configure_file("${source_dir}/units/${family}.cu.in" "${file}" @ONLY)
-        # Level 1 of ptxas keeps the order of the products, which the kernels of fp32 choose; higher
-        # ones make chains of dependent products of it, and spill.
-        if(family STREQUAL "mma_sync" AND TILEWISE_ELEMENT STREQUAL "F32" AND extension STREQUAL "cu")
+        # Level 1 of ptxas keeps the order of the products, which the kernels of fp32 choose; where
+        # registers are short, higher ones make chains of dependent products of it, and spill.
+        if(family STREQUAL "mma_sync" AND TILEWISE_ELEMENT STREQUAL "F32" AND extension STREQUAL "cu"
+           AND TILEWISE_HEAD_DIM GREATER 64)
           set_source_files_properties("${file}" PROPERTIES COMPILE_OPTIONS -Xptxas=-O1)
         endif()
         list(APPEND sources_${table} "${file}")

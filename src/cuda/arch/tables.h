@@ -25,10 +25,9 @@ struct Sm90 {
       if (head_dim <= 128) return {4, 32, 64, 4, 2};
       return {4, 16, 64, 2, 2};
     }
-    const int stages = tf32 ? 3 : 0;
-    if (head_dim <= 64) return {4, 32, 32, stages, 2};
+    if (head_dim <= 64) return {4, 32, 32, 3, 2};
     if (head_dim <= 128) return tf32 ? ForwardTile{4, 32, 16, 3, 2} : ForwardTile{8, 32, 32, 0, 1};
-    return {8, 16, 16, stages, 1};
+    return {8, 16, 16, tf32 ? 3 : 0, 1};
   }
 
   // One warp and 16 rows: the time is that of reading keys and values, and four independent warps
