@@ -28,6 +28,7 @@ from typing import Any, Literal
 import models
 
 models.require_or_exit("fastapi", "uvicorn", "transformers")
+import torch  # noqa: E402
 import uvicorn  # noqa: E402
 from fastapi import FastAPI, Request  # noqa: E402
 from fastapi.exceptions import RequestValidationError  # noqa: E402
@@ -351,7 +352,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--model", default=models.SMOLLM2, help="smollm2 (default), tiny, or one of Transformers")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8000, help="8000; 0: any that is free")
-    add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda:1, ...")
     add("--dtype", default="auto", choices=["auto", *models.DTYPES])
     add("--cache-tokens", type=int, default=16384, help="tokens that the pages hold")
     add("--page-size", type=int, default=16)
