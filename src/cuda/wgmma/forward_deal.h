@@ -18,7 +18,7 @@ class ForwardDeal {
 
   TILEWISE_DEVICE void run() const {
     if (p_.order.table != nullptr) ptx::griddepcontrol_wait();
-    int32_t index = static_cast<int32_t>(ptx::block_index());
+    int32_t index = static_cast<int32_t>(ptx::block_index()) * (in_pairs() ? 2 : 1);
     typename Shared::WorkPlace place;
     // Who takes one work too many from a common heap keeps it from those who are idle.
     const uint32_t ahead = p_.counter == nullptr ? Shared::kWorkSlots : 2;
@@ -39,10 +39,15 @@ class ForwardDeal {
   }
 
  private:
-  // Works of one length: rounds of a grid, every other one backwards. Otherwise who is done takes
-  // the next one; the counter is zeroed by the kernel before this one.
+  TILEWISE_DEVICE bool in_pairs() const {
+    return p_.order.longest_first == TileOrder::kAlternating;
+  }
+
+  // Works of one length: rounds of a grid, every other one backwards; alternating ones two by two.
+  // Otherwise who is done takes the next one; the counter is zeroed by the kernel before this one.
   TILEWISE_DEVICE int32_t following(int32_t index) const {
     const auto grid = static_cast<int32_t>(ptx::grid_blocks());
+    if (in_pairs()) return index % 2 == 0 ? index + 1 : index - 1 + 2 * grid;
     if (p_.counter == nullptr) return 2 * (index / grid + 1) * grid - 1 - index;
     ptx::griddepcontrol_wait();
     int32_t taken = 0;
@@ -71,8 +76,12 @@ class ForwardDeal {
     ptx::sync_warp();
     if (work.rows.count == 0) return false;
     if (writes) {
-      const tilewise_tensor& out = p_.problem.out;
-      work.out = static_cast<char*>(out.data) + work.offset_unpacked(out, 0) * C::Element::kBytes;
+      const Problem& p = p_.problem;
+      work.out =
+          static_cast<char*>(p.out.data) + work.offset_unpacked(p.out, 0) * C::Element::kBytes;
+      const int64_t row = work.sequence.lse_offset(p.lse_stride_batch, work.rows.first);
+      work.lse =
+          p.lse == nullptr ? nullptr : p.lse + work.rows.first_head * p.lse_stride_head + row;
     }
     ptx::sync_warp();
     if (writes) {

@@ -320,7 +320,7 @@ class ForwardMath {
         store_staged<C>(p_.problem, work, at, shared_.out(warpgroup_), o_, result);
       else
         store_direct<C>(p_.problem, work, at, o_, result);
-      store_lse(p_.problem, work, at, result);
+      store_row_sums<C>(p_.problem, work, at, result);
     }
     ptx::sync_warp();
     release(shared_.work_free(slot));

@@ -13,11 +13,23 @@ using Outputs = tile::Sums<1, C::kHeadDimV / 8>;
 template <class C>
 using OutTile = tile::SwizzledTile<64, C::kHeadDimV>;
 
+// Where the rows of a lane go, `step` apart from its first one, of which `left` exist. Packed heads
+// have no such step.
 template <class C>
-TILEWISE_DEVICE char* out_row(const Problem& p, const ForwardWork<C>& work, int32_t r) {
-  constexpr int kBytes = C::Element::kBytes;
-  if (!work.rows.packed()) return work.out + r * (p.out.stride_row * kBytes);
-  return static_cast<char*>(p.out.data) + work.offset(p.out, r) * kBytes;
+struct OutRows {
+  char* first;
+  int64_t step;
+  int32_t left;
+
+  TILEWISE_DEVICE static OutRows of(const Problem& p, const ForwardWork<C>& work, int32_t r) {
+    const int64_t step = p.out.stride_row * C::Element::kBytes;
+    return {work.out + r * step, step, work.rows.count - r};
+  }
+};
+
+template <class C>
+TILEWISE_DEVICE char* packed_row(const Problem& p, const ForwardWork<C>& work, int32_t r) {
+  return static_cast<char*>(p.out.data) + work.offset(p.out, r) * C::Element::kBytes;
 }
 
 // By way of shared memory, where there is room for it: whole lines leave together, and a third of
@@ -29,10 +41,10 @@ TILEWISE_DEVICE void store_staged(const Problem& p, const ForwardWork<C>& work,
   using Element = typename C::Element;
   using Tile = OutTile<C>;
   const int lane = ptx::lane_index();
-  const int row0 = place.row0 % 64 - lane / 4;  // of the warp
+  const int32_t r0 = place.row0 - lane / 4;  // of the warp
   const float low = result.factor[0][0];
   const float high = result.factor[0][1];
-  const int mine = row0 + lane % 16;
+  const int staged = r0 % 64 + lane % 16;
 #pragma unroll
   for (int n = 0; n < C::kHeadDimV / 8; n += 2) {
     const float* a = o.x[0][n];
@@ -40,24 +52,33 @@ TILEWISE_DEVICE void store_staged(const Problem& p, const ForwardWork<C>& work,
     const uint32_t words[4] = {
         tile::pack<Element>(a[0] * low, a[1] * low), tile::pack<Element>(a[2] * high, a[3] * high),
         tile::pack<Element>(b[0] * low, b[1] * low), tile::pack<Element>(b[2] * high, b[3] * high)};
-    ptx::stmatrix_x4(tile.base + static_cast<uint32_t>(Tile::chunk_offset(mine, n + lane / 16)),
+    ptx::stmatrix_x4(tile.base + static_cast<uint32_t>(Tile::chunk_offset(staged, n + lane / 16)),
                      words);
   }
-  ptx::sync_warp();
+  const int32_t r = r0 + lane / 8;  // and 4 rows further with every pass
+  const OutRows<C> rows = OutRows<C>::of(p, work, r);
+  const bool packed = work.rows.packed();
   const auto chunks = static_cast<int>(p.head_dim_v) / 8;
+  ptx::sync_warp();
+  uint32_t x[4][Tile::kPanels][4];
 #pragma unroll
   for (int pass = 0; pass < 4; ++pass) {
-    const int row = row0 + 4 * pass + lane / 8;
-    const int32_t r = place.row0 / 64 * 64 + row;
-    if (r >= work.rows.count) continue;
-    char* const to = out_row(p, work, r) + lane % 8 * 16;
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanels; ++panel) {
-      const int chunk = panel * 8 + lane % 8;
-      uint32_t x[4];
-      if (chunk >= chunks) continue;
-      ptx::ld_shared_v4_b32(x, tile.base + static_cast<uint32_t>(Tile::chunk_offset(row, chunk)));
-      ptx::st_global_v4_b32(to + panel * 128, x);
+      const int offset = Tile::chunk_offset(r % 64 + 4 * pass, panel * 8 + lane % 8);
+      ptx::ld_shared_v4_b32(x[pass][panel], tile.base + static_cast<uint32_t>(offset));
+    }
+  }
+#pragma unroll
+  for (int pass = 0; pass < 4; ++pass) {
+    if (4 * pass >= rows.left) continue;
+    char* to = rows.first + 4 * pass * rows.step;
+    if (packed) [[unlikely]]
+      to = packed_row<C>(p, work, r + 4 * pass);
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanels; ++panel) {
+      if (panel * 8 + lane % 8 < chunks)
+        ptx::st_global_v4_b32(to + (panel * 8 + lane % 8) * 16, x[pass][panel]);
     }
   }
   ptx::sync_warp();  // the next tile may be staged
@@ -71,13 +92,15 @@ TILEWISE_DEVICE void store_direct(const Problem& p, const ForwardWork<C>& work,
                                   const RowResults<1>& result) {
   using Element = typename C::Element;
   const int lane = place.column / 2;  // of the quad
-  const auto columns = static_cast<int>(p.head_dim_v);
+  const OutRows<C> rows = OutRows<C>::of(p, work, place.row0);
+  const bool packed = work.rows.packed();
+  const auto chunks = static_cast<int>(p.head_dim_v) / 8;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int32_t r = place.row(0, h);
-    const bool exists = r < work.rows.count;
     const float factor = result.factor[0][h];
-    char* const to = out_row(p, work, exists ? r : 0) + lane * 16;
+    char* to = rows.first + 8 * h * rows.step;
+    if (packed) [[unlikely]]
+      to = packed_row<C>(p, work, min(place.row(0, h), work.rows.count - 1));
 #pragma unroll
     for (int n = 0; n < C::kHeadDimV / 8; n += 4) {
       uint32_t word[4];
@@ -87,9 +110,21 @@ TILEWISE_DEVICE void store_direct(const Problem& p, const ForwardWork<C>& work,
         word[i] = tile::pack<Element>(x[0] * factor, x[1] * factor);
       }
       tile::quad_transpose(word, lane);
-      if (exists && 8 * (n + lane) < columns) ptx::st_global_v4_b32(to + n * 16, word);
+      if (8 * h < rows.left && n + lane < chunks) ptx::st_global_v4_b32(to + (n + lane) * 16, word);
     }
   }
+}
+
+template <class C>
+TILEWISE_DEVICE void store_row_sums(const Problem& p, const ForwardWork<C>& work,
+                                    const LanePlace& place, const RowResults<1>& result) {
+  if (work.rows.packed()) [[unlikely]]
+    return store_lse(p, work, place, result);
+  float* const lse = work.lse;
+  const int32_t left = work.rows.count - place.row0;
+  if (lse == nullptr || place.column != 0) return;
+  if (0 < left) lse[place.row0] = result.lse[0][0];
+  if (8 < left) lse[place.row0 + 8] = result.lse[0][1];
 }
 
 }  // namespace tilewise::cuda::wgmma

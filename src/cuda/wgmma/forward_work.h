@@ -43,6 +43,7 @@ template <class C>
 struct ForwardWork : BlockWork {
   int32_t index;  // among p.work
   char* out;      // row 0 when heads are not packed
+  float* lse;     // the same; null: not wanted
   WarpgroupTiles parts[C::kForward.math_warpgroups];
 
   TILEWISE_DEVICE bool has_keys() const { return tiles.first <= tiles.last; }
