@@ -26,9 +26,14 @@ struct TileOrder {
   Divisor heads = 1;
   int32_t sequences = 0;
   Divisor splits = 1;
-  Divisor section = 1;        // (head, sequence) pairs walked together
-  int32_t longest_first = 0;  // 0: tile by tile of a head; 1: last tiles first; 2: first ones first
+  Divisor section = 1;  // (head, sequence) pairs walked together
+  // 0: tile by tile of a head; 1: last tiles first; 2: first ones first; kAlternating
+  int32_t longest_first = 0;
   const Entry* table = nullptr;  // [sequences + 1], the last entry holds the total
+
+  // Head by head, the last tile, the first one, the last but one, ...: where tiles grow evenly, two
+  // after each other are as much work as any other two.
+  static constexpr int32_t kAlternating = 3;
 
   struct Work {
     int32_t tile;
@@ -54,9 +59,10 @@ struct TileOrder {
   TILEWISE_FN Work dense(int32_t index) const {
     int32_t tile;
     int32_t pair;
-    if (longest_first == 0) {
+    if (longest_first == 0 || longest_first == kAlternating) {
       pair = tiles.quotient(index);
       tile = tiles.remainder(index);
+      if (longest_first == kAlternating) tile = tile % 2 == 0 ? tiles - 1 - tile / 2 : tile / 2;
     } else {
       // Sections of `section` pairs, the last one narrower; inside, all pairs of a tile.
       const int32_t first = section.quotient(tiles.quotient(index)) * section;

@@ -1,4 +1,5 @@
 // How a forward is cut: packed heads, order of the tiles, key splits, workspace.
+#include "cuda/arch/hopper.h"
 #include "cuda/common/check.h"
 #include "cuda/plan.h"
 #include "cuda/plan_shape.h"
@@ -128,6 +129,15 @@ void split(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
   if (!alike) plan.pitch = static_cast<int32_t>(plan.rule.rows);
 }
 
+// Whether a long tile and a short one after each other are a block's work: causal, none split, and
+// pairs enough for a last round that is not full to cost little.
+bool deals_in_pairs(const Problem& p, const Plan& plan, const Gpu& gpu) {
+  constexpr int64_t kRounds = 4;
+  return plan.family == Family::wgmma && plan.order.longest_first == 1 && !ragged_rows(p) &&
+         plan.splits == 1 && most_rows(p) <= arch::Sm90a::kPairedForwardRows &&
+         plan.blocks >= 2 * kRounds * gpu.multiprocessors;
+}
+
 }  // namespace
 
 Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Inventory& inside) {
@@ -149,6 +159,7 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Invento
   split(plan, p, gpu, blocks);
   plan.order.splits = static_cast<int32_t>(plan.splits);
   plan.blocks = blocks * plan.splits;
+  if (deals_in_pairs(p, plan, gpu)) plan.order.longest_first = TileOrder::kAlternating;
   if (family != Family::simt && needs_second_pass(p))
     plan.second = find_forward(p, Family::simt, gpu, inside);
   plan.workspace_bytes = forward_pieces(p, plan).bytes;
@@ -165,7 +176,8 @@ ForwardPieces forward_pieces(const Problem& p, const Plan& plan) {
   if (p.check != 0) pieces.report = workspace.take<common::CheckReport>(1);
   if (ragged_rows(p)) pieces.table = workspace.take<TileOrder::Entry>(p.batch + 1);
   // Works of different lengths are handed out as it goes.
-  if (plan.family == Family::wgmma && (ragged_rows(p) || needs_second_pass(p)))
+  const bool in_pairs = plan.order.longest_first == TileOrder::kAlternating;
+  if (plan.family == Family::wgmma && (ragged_rows(p) || needs_second_pass(p)) && !in_pairs)
     pieces.counter = workspace.take<int32_t>(4);
   if (plan.second != nullptr) pieces.flags = workspace.take<uint8_t>(plan.blocks);
   if (plan.splits > 1) {

@@ -303,9 +303,24 @@ TEST(PlannerCuda, APlainForwardNeedsNothing) {
   EXPECT_NE(forward(p, device).second, nullptr);
 }
 
+// On Hopper, short causal sequences: two works after each other are as long as any other two.
+TEST(PlannerCuda, ShortCausalTilesAreDealtInPairs) {
+  const Device device = gpu_with(90);
+  Problem p = problem(TILEWISE_BFLOAT16, 32, 512, 512, 16);
+  p.window_right = 0;
+  const cuda::Plan plan = forward(p, device);
+  EXPECT_EQ(plan.order.longest_first, cuda::TileOrder::kAlternating);
+  EXPECT_EQ(plan.workspace_bytes, round_up(plan.blocks, 64));  // flags, no counter
+  for (int64_t i = 0; i < plan.blocks; i += 2)
+    ASSERT_EQ(plan.order.at(i).tile + plan.order.at(i + 1).tile, 3);
+  p.seqlen_q = p.seqlen_k = 8192;
+  EXPECT_EQ(forward(p, device).order.longest_first, 1);
+  EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16, 32, 512, 512, 16), device).order.longest_first, 0);
+}
+
 // Every tile of every head of every sequence comes up exactly once, in any order.
 TEST(PlannerCuda, TheOrderVisitsEveryTileOnce) {
-  for (int64_t batch : {1, 3}) {
+  for (int64_t batch : {1, 3, 30}) {
     for (int64_t heads : {1, 5, 40}) {
       for (int64_t window : {-1, 0}) {
         Problem p = problem(TILEWISE_BFLOAT16, batch, 1000, 3000, heads);

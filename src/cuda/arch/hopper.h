@@ -30,6 +30,10 @@ struct Sm90a {
     if (widest <= 192) return {2, 96, 2, 1, false, false, true, false, 232, 40};
     return {2, 80, 2, 1, false, false, true, false, 232, 40};
   }
+  // Causal works of sequences of up to so many rows are dealt out in pairs, a long one and a short
+  // one, longer ones as they come: a counter takes another kernel (19 us of 144 at 512 rows).
+  static constexpr int64_t kPairedForwardRows = 2048;
+
   // Rows of a sequence up to which the narrow cut is the faster one.
   static constexpr int64_t kNarrowForwardRows = 1024;
 
