@@ -1,5 +1,7 @@
 // The launches of a backward: [index check] [prepare] row statistics, keys, rows [second pass]
 // [dbias] [dsinks] [sums].
+#include <string>
+
 #include "cuda/common/kernels.h"
 #include "cuda/launch.h"
 #include "cuda/plan.h"
@@ -26,6 +28,9 @@ BackwardParams main_params(const Problem& p, const Gradients& g, const Plan& pla
   params.dq_sum = pieces.dq_sum.in<float>(workspace);
   params.turns = pieces.turns.in<int32_t>(workspace);
   params.dscale_parts = pieces.dscale_parts.in<float>(workspace);
+  params.records = pieces.records.in<KeyRecord>(workspace);
+  params.works = static_cast<int32_t>(plan.blocks);
+  params.counter = pieces.counter.in<int32_t>(workspace);
   return params;
 }
 
@@ -42,15 +47,20 @@ void prepare_all(const Problem& p, const Gradients& g, const Plan& plan,
 
 void launch_wgmma(const Problem& p, const Gradients& g, const Plan& plan,
                   const BackwardParams& main) {
+  const int32_t cluster = plan.unit->backward_tile.cluster;
+  if (plan.blocks * cluster > INT32_MAX)
+    throw Error(std::to_string(plan.blocks) + " key tiles: at most " +
+                std::to_string(INT32_MAX / cluster) + " are allowed");
   TmaBackwardParams params;
   static_cast<BackwardParams&>(params) = main;
   params.q = map_of_rows(p, p.q, p.head_dim, plan.tile_q);
   params.dout = map_of_rows(p, g.dout, p.head_dim_v, plan.tile_q);
-  const int32_t cluster = plan.unit->backward_tile.cluster;
   params.k = map_of_keys(p, p.k, p.head_dim, plan.tile_k / cluster);
   params.v = map_of_keys(p, p.v, p.head_dim_v, plan.tile_k / cluster);
-  launch(plan.unit->form(plan.general).tma_backward, plan.blocks * cluster, p.stream, params,
-         row_blocks(p, plan) > 0 ? Start::dependent : Start::in_order);
+  const int64_t grid = params.counter == nullptr
+                           ? plan.blocks * cluster
+                           : min<int64_t>(plan.blocks, gpu(p.device_index).multiprocessors);
+  launch(plan.unit->form(plan.general).tma_backward, grid, p.stream, params, Start::dependent);
 }
 
 // dK, dV and, from sums or directly, dQ.
@@ -63,7 +73,12 @@ void main_gradients(const Problem& p, const Gradients& g, const Plan& plan,
   // The sums of dQ come from the kernel of the keys; simt computes rows and keys apart.
   const bool apart = plan.family == Family::simt;
   if (!keys && !rows) return;
-  if (keys || !apart) launch(kernels.prepare, row_tiles, p.stream, params);
+  const int64_t record_blocks =
+      ceil_div(params.works * plan.unit->backward_tile.cluster, kernels.prepare.threads);
+  if (plan.family == Family::wgmma)
+    launch(kernels.prepare, record_blocks + row_tiles * plan.unit->prepare_parts, p.stream, params);
+  else if (keys || !apart)
+    launch(kernels.prepare, row_tiles, p.stream, params);
   if (plan.family == Family::wgmma)
     launch_wgmma(p, g, plan, params);
   else if (keys || !apart)

@@ -3,6 +3,7 @@
 
 #include "attention/problem.h"
 #include "attention/schedule.h"
+#include "cuda/key_record.h"
 #include "cuda/order.h"
 #include "cuda/tensor_map.h"
 
@@ -116,6 +117,11 @@ struct BackwardParams {
   float* dq_sum;   // [heads_q, rows.count, head-dim tile], private order inside a tile
   int32_t* turns;  // deterministic: [heads_q, rows.count / tile] key tiles that have added theirs
   float* dscale_parts;  // one per block of the finish kernel, or null
+  // wgmma: `works` pieces of work of one record per block of a cluster. A smaller grid shares them:
+  // who is ready takes the next one, `*counter` less than the number of blocks.
+  KeyRecord* records = nullptr;
+  int32_t works = 0;
+  int32_t* counter = nullptr;  // null: a block has one piece of work
 };
 
 // The wgmma family: the same, and how TMA reads the tensors. Boxes of q and dout have a row tile of

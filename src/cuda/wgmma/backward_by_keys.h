@@ -21,14 +21,14 @@
 
 namespace tilewise::cuda::wgmma {
 
-// dk and dv of all steps.
+// dk and dv of a piece of work. `passed`: steps before it.
 template <class C>
-TILEWISE_DEVICE void walk_by_keys(const TmaBackwardParams& params, const KeyWork<C>& work,
-                                  ptx::SharedAddress shared, int warpgroup, int warp,
+TILEWISE_DEVICE void walk_by_keys(const TmaBackwardParams& params, const KeyRecord& work,
+                                  const Products<C>& products, ptx::SharedAddress shared,
+                                  int warpgroup, int warp, int32_t passed,
                                   float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDimV / 2]) {
   using Plan = BackwardPlan<C>;
   const BackwardBarriers barriers{shared + Plan::kBarriers};
-  const Products<C> products(shared, warpgroup);
   const DsStore<C> ds_store(shared, warpgroup, warp);
   const DqStage<C> dq_stage(shared, warpgroup, warp);
   const int own_key = warpgroup * 64 + warp * 16 + ptx::lane_index() / 4;
@@ -36,9 +36,10 @@ TILEWISE_DEVICE void walk_by_keys(const TmaBackwardParams& params, const KeyWork
   const float scale_log2 = exponent_scale(score_of(params.problem).scale);
   [[maybe_unused]] const BackwardTerms<C> terms(params.problem, work, own_key);
   const bool speaker = ptx::lane_index() == 0;
-  RowWalk walk = work.walk(params.problem);
+  const int32_t end = passed + work.steps;
+  RowWalk walk(work);
 #pragma unroll 1
-  for (int32_t step = 0; step < work.steps; ++step) {
+  for (int32_t step = passed; step < end; ++step) {
     const int stage = step & 1;
     const int parity = step >> 1 & 1;
     const ptx::SharedAddress lse =
@@ -48,6 +49,10 @@ TILEWISE_DEVICE void walk_by_keys(const TmaBackwardParams& params, const KeyWork
     float s[Plan::kQueries / 2], dp[Plan::kQueries / 2], dq[Plan::kDqGroups * 4];
     ScoreOperands<C> p, ds;
 
+    if constexpr (C::kGeneral) {
+      terms.preload(params.problem, s, walk);
+      ptx::keep(s);
+    }
     ptx::mbarrier_wait_parity(barriers.q_landed(stage), parity);
     if constexpr (Plan::kPreload) {
       ptx::mbarrier_wait_parity(barriers.dout_landed(stage), parity);
@@ -57,7 +62,7 @@ TILEWISE_DEVICE void walk_by_keys(const TmaBackwardParams& params, const KeyWork
     products.start_s(s, stage);
     if constexpr (!Plan::kPreload) ptx::mbarrier_wait_parity(barriers.dout_landed(stage), parity);
     products.start_dp(dp, stage);
-    if (Plan::kSendsUnderScores && step > 0) dq_stage.send();
+    if (Plan::kSendsUnderScores && step > passed) dq_stage.send();
 
     if constexpr (C::kGeneral) {
       ptx::wgmma_wait_group<0>();
@@ -72,7 +77,7 @@ TILEWISE_DEVICE void walk_by_keys(const TmaBackwardParams& params, const KeyWork
         mask.apply(s, walk.row, scale_log2 > 0.0f ? kMinusInfinity : -kMinusInfinity);
       }
       softmax<C>(s, p, scale_log2, lse);
-      if (Plan::kTile.send == arch::SendDq::under_dp && step > 0) dq_stage.send();
+      if (Plan::kTile.send == arch::SendDq::under_dp && step > passed) dq_stage.send();
       ptx::wgmma_wait_group<0>();
       ptx::keep(dp);
       softmax_gradient<C>(s, dp, ds, delta);
@@ -95,34 +100,60 @@ TILEWISE_DEVICE void walk_by_keys(const TmaBackwardParams& params, const KeyWork
   ptx::wgmma_wait_group<0>();
   ptx::keep(dk);
   ptx::keep(dv);
-  if (Plan::kTile.send != arch::SendDq::at_once && work.steps > 0) dq_stage.send();
+  if (Plan::kTile.send != arch::SendDq::at_once && end > passed) dq_stage.send();
+}
+
+// dk and dv of a warp to memory, through its part of the place of dS.
+template <class C>
+TILEWISE_DEVICE void store_by_keys(const TmaBackwardParams& p, const KeyRecord& work,
+                                   ptx::SharedAddress shared, int own_warp,
+                                   const float (&dk)[C::kHeadDim / 2],
+                                   const float (&dv)[C::kHeadDimV / 2]) {
+  using Plan = BackwardPlan<C>;
+  const Gradients& g = p.gradients;
+  const int first = own_warp * 16;
+  const int keys = work.key_count - first;
+  const ptx::SharedAddress own =
+      shared + static_cast<uint32_t>(Plan::kDs + own_warp * Plan::OwnKeys::kBytes);
+  store_keys<C>(dv, 1.0f, own, g.dv, work.dv + first * g.dv.stride_row, keys, p.problem.head_dim_v);
+  store_keys<C>(dk, score_of(p.problem).scale, own, g.dk, work.dk + first * g.dk.stride_row, keys,
+                p.problem.head_dim);
 }
 
 template <class C>
-TILEWISE_DEVICE void by_keys_role(const TmaBackwardParams& p, const KeyWork<C>& work,
-                                  ptx::SharedAddress shared, int warpgroup, int warp) {
+TILEWISE_DEVICE void by_keys_role(const TmaBackwardParams& p, ptx::SharedAddress shared,
+                                  int warpgroup, int warp) {
   using Plan = BackwardPlan<C>;
-  float dk[C::kHeadDim / 2];
-  float dv[C::kHeadDimV / 2];
+  const BackwardBarriers barriers{shared + Plan::kBarriers};
+  const Products<C> products(shared, warpgroup);
+  int32_t steps = 0;
+#pragma unroll 1
+  for (int32_t piece = 0;; ++piece) {
+    const int slot = piece % Plan::kRecordSlots;
+    ptx::mbarrier_wait_parity(barriers.record_landed(slot), piece / Plan::kRecordSlots & 1);
+    const KeyRecord& work = received_work<C>(slot);
+    if (work.steps < 0) break;
+    float dk[C::kHeadDim / 2];
+    float dv[C::kHeadDimV / 2];
 #pragma unroll
-  for (float& x : dk) x = 0.0f;
+    for (float& x : dk) x = 0.0f;
 #pragma unroll
-  for (float& x : dv) x = 0.0f;
-  await_keys<C>(p, work, shared, ptx::thread_index() - ptx::kWarpgroupSize);
-  walk_by_keys<C>(p, work, shared, warpgroup, warp, dk, dv);
-  ptx::griddepcontrol_launch_dependents();
+    for (float& x : dv) x = 0.0f;
+    if (work.steps > 0)
+      await_keys<C>(p, work, shared, ptx::thread_index() - ptx::kWarpgroupSize, piece & 1);
+    walk_by_keys<C>(p, work, products, shared, warpgroup, warp, steps, dk, dv);
+    steps += work.steps;
+    if (ptx::lane_index() == 0) ptx::mbarrier_arrive(barriers.keys_left());
 
-  if (p.key_flags.data != nullptr && ptx::any(!all_finite(dk) || !all_finite(dv)) &&
-      ptx::lane_index() == 0) {
-    p.key_flags.data[KeyWork<C>::index()] = 1;
+    if (p.key_flags.data != nullptr && ptx::any(!all_finite(dk) || !all_finite(dv)) &&
+        ptx::lane_index() == 0) {
+      p.key_flags.data[work.index] = 1;
+    }
+    ptx::bar_sync(kMath, Plan::kMathThreads);  // nobody reads dS any more
+    store_by_keys<C>(p, work, shared, warpgroup * 4 + warp, dk, dv);
+    ptx::bar_sync(kMath, Plan::kMathThreads);  // nor dk and dv in its place
   }
-  ptx::bar_sync(kMath, Plan::kMathThreads);  // nobody reads K and V any more
-  const int first = warpgroup * 64 + warp * 16;
-  const KvSource source = gradient_source(p.problem, work.sequence);
-  store_keys<C, typename Plan::VTile>(dv, 1.0f, shared + Plan::kV, p.gradients.dv, work, source,
-                                      first, p.problem.head_dim_v);
-  store_keys<C, typename Plan::KTile>(dk, score_of(p.problem).scale, shared + Plan::kK,
-                                      p.gradients.dk, work, source, first, p.problem.head_dim);
+  ptx::griddepcontrol_launch_dependents();
 }
 
 }  // namespace tilewise::cuda::wgmma

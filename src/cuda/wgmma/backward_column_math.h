@@ -184,10 +184,8 @@ class DqReduction {
   static constexpr int kWarps = Plan::kCluster * Plan::kMathThreads / ptx::kWarpSize;
 
  public:
-  TILEWISE_DEVICE DqReduction(const TmaBackwardParams& p, const KeyWork<C>& work, int warp)
-      : to_(p.dq_sum + warp * kPart + ptx::lane_index() * 4),
-        turns_(p.turns),
-        turn_(Turns<C>::of(p, work)) {}
+  TILEWISE_DEVICE DqReduction(const TmaBackwardParams& p, const KeyRecord& work, int warp)
+      : to_(p.dq_sum + warp * kPart + ptx::lane_index() * 4), turns_(p.turns), turn_(p, work) {}
 
   TILEWISE_DEVICE void add(const float (&dq)[32], const RowWalk& walk, int panel) const {
     float* to = to_ + int64_t{walk.index} * Plan::kDqTile + panel * (4 * kPart);
@@ -240,26 +238,23 @@ TILEWISE_DEVICE void stage_columns(const float (&sums)[BackwardPlan<C>::kKeys / 
   }
 }
 
-// Panels of dK or dV from there to memory, by a warpgroup.
+// Panels of dK or dV from there to memory, by a warpgroup. `offset`: of the first key.
 template <class C, class Tile>
-TILEWISE_DEVICE void store_panels(const Tile& from, const tilewise_tensor& view,
-                                  const KeyWork<C>& work, const KvSource& source, int first,
-                                  int count, int64_t columns) {
+TILEWISE_DEVICE void store_panels(const Tile& from, const tilewise_tensor& view, int64_t offset,
+                                  int keys, int first, int count, int64_t columns) {
   using Storage = typename C::Element::Storage;
   if (view.data == nullptr) return;
   const int chunks = count * 8;
+  Storage* const to = static_cast<Storage*>(view.data) + offset;
 #pragma unroll 1
-  for (int i = ptx::thread_index() % ptx::kWarpgroupSize; i < Tile::kRows * chunks;
+  for (int i = ptx::thread_index() % ptx::kWarpgroupSize; i < keys * chunks;
        i += ptx::kWarpgroupSize) {
     const int row = i / chunks;
     const int chunk = first * 8 + i % chunks;
-    const int64_t key = work.keys.begin + row;
-    if (key >= work.keys.end || chunk * 8 >= columns) continue;
+    if (chunk * 8 >= columns) continue;
     uint32_t x[4];
     ptx::ld_shared_v4_b32(x, from.base + static_cast<uint32_t>(Tile::chunk_offset(row, chunk)));
-    ptx::st_global_v4_b32(static_cast<Storage*>(view.data) + work.head * view.stride_head +
-                              source.offset(view, key) + chunk * 8,
-                          x);
+    ptx::st_global_v4_b32(to + row * view.stride_row + chunk * 8, x);
   }
 }
 

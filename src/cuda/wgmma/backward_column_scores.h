@@ -22,18 +22,18 @@ struct RowStatistic {
 };
 
 // What a thread knows of the keys that its two queries see, counted from its first key on.
-template <class C>
 struct KeyRange {
   int32_t begin[2];
   uint32_t count[2];
 
-  TILEWISE_DEVICE KeyRange(const KeyWork<C>& work, int32_t row) {
-    const int32_t key = static_cast<int32_t>(work.keys.begin) + ptx::lane_index() % 4 * 2;
+  TILEWISE_DEVICE KeyRange(const KeyRecord& work, int32_t row) {
+    const int32_t key = work.key + ptx::lane_index() % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Range keys = work.sequence.band.keys_of(row + 8 * half);
-      begin[half] = static_cast<int32_t>(keys.begin) - key;
-      count[half] = static_cast<uint32_t>(keys.size());
+      const int32_t first = max(0, row + 8 * half + work.low);
+      const int32_t end = min(work.keys, row + 8 * half + work.high + 1);
+      begin[half] = first - key;
+      count[half] = static_cast<uint32_t>(max(0, end - first));
     }
   }
   TILEWISE_DEVICE bool contains(int half, int key) const {
@@ -48,12 +48,12 @@ class ColumnScores {
   static constexpr int kChunks = Plan::kKeys / 16;
 
  public:
-  TILEWISE_DEVICE ColumnScores(const TmaBackwardParams& p, const KeyWork<C>& work,
+  TILEWISE_DEVICE ColumnScores(const TmaBackwardParams& p, const KeyRecord& work,
                                ptx::SharedAddress shared, int warp)
       : work_(work),
         shared_(shared),
         row_(warp * 16 + ptx::lane_index() / 4),
-        clear_(work.clear_rows()),
+        clear_(work),
         scale_log2_(exponent_scale(score_of(p.problem).scale)),
         keep_scale_(C::kGeneral ? dropout_of(p.problem).keep_scale : 1.0f) {
     const int lane = ptx::lane_index();
@@ -80,7 +80,7 @@ class ColumnScores {
     } else {
       if (!clear_.contains(walk.row)) {
         ptx::keep_branch();
-        const KeyRange<C> seen(work_, walk.row + row_);
+        const KeyRange seen(work_, walk.row + row_);
         const float hidden = scale_log2_ > 0.0f ? kMinusInfinity : -kMinusInfinity;
 #pragma unroll
         for (int i = 0; i < Plan::kKeys / 2; ++i)
@@ -155,16 +155,16 @@ class ColumnScores {
     const ScoreTerms terms = ScoreTerms::of(p);
     const bool masked = !clear_.contains(walk.row);
     const int32_t row = walk.row + row_;
-    const KeyRange<C> seen(work_, row);
-    const RowTerms row_terms = ScoreTerms::row(p, work_.sequence, row, walk.head);
+    const KeyRange seen(work_, row);
+    const RowTerms row_terms = ScoreTerms::row(p, sequence(), row, walk.head);
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      const int32_t key = static_cast<int32_t>(work_.keys.begin) + 16 * k;
+      const int32_t key = work_.key + 16 * k;
       float x[8];
       float derivative[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const auto capped = terms.score.template cap<DeviceMath>(s[8 * k + i]);
+        const auto capped = terms.score.template cap<HalfMath>(s[8 * k + i]);
         x[i] = capped.value;
         derivative[i] = capped.derivative;
       }
@@ -185,6 +185,15 @@ class ColumnScores {
       store_chunk(x, at(Plan::kP, stage, k));
       store_chunk(derivative, at(Plan::kDs, stage, k));
     }
+  }
+
+  // As far as the terms of a row need it.
+  TILEWISE_DEVICE Sequence sequence() const {
+    Sequence s{};
+    s.batch = work_.batch;
+    s.band.rows = work_.rows;
+    s.band.keys = work_.keys;
+    return s;
   }
 
   TILEWISE_DEVICE static void store_chunk(const float (&x)[8], ptx::SharedAddress to) {
@@ -208,14 +217,13 @@ class ColumnScores {
   template <class T>
   TILEWISE_DEVICE void add_bias(float (&x)[8], const Problem& p, const RowTerms& terms, int32_t row,
                                 int32_t key) const {
-    const Band& band = work_.sequence.band;
     const int32_t own = key + ptx::lane_index() % 4 * 2;
     const T* bias = static_cast<const T*>(p.bias) + terms.bias + own;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int to_row = i / 2 % 2 * 8;
       const int to_key = i / 4 * 8 + i % 2;
-      if (row + to_row < band.rows && own + to_key < band.keys)
+      if (row + to_row < work_.rows && own + to_key < work_.keys)
         x[i] += to_float(bias[to_row * p.bias_stride_row + to_key]);
     }
   }
@@ -237,7 +245,7 @@ class ColumnScores {
     }
   }
 
-  const KeyWork<C>& work_;
+  const KeyRecord& work_;
   ptx::SharedAddress shared_;
   uint32_t at_;  // where the lane stores, in a tile of scores
   int32_t row_;  // first query of the thread, in the tile

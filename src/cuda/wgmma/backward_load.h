@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/ptx/bulk_copy.h"
+#include "cuda/ptx/global.h"
 #include "cuda/ptx/shared.h"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/wgmma/backward_work.h"
@@ -77,14 +78,14 @@ struct RowLoads {
   }
 };
 
-// K and V of the block, before anything else; by one thread, which has made the barriers.
+// K and V of the block, by one thread.
 template <class C>
-TILEWISE_DEVICE void load_keys(const TmaBackwardParams& p, const KeyWork<C>& work,
+TILEWISE_DEVICE void load_keys(const TmaBackwardParams& p, const KeyRecord& work,
                                ptx::SharedAddress shared) {
   using Plan = BackwardPlan<C>;
   const BackwardBarriers barriers{shared + Plan::kBarriers};
-  const auto row = static_cast<int32_t>(work.sequence.kv.first + work.keys.begin);
-  const auto slot = static_cast<int32_t>(work.sequence.kv.slot);
+  const int row = work.first_key;
+  const int slot = work.key_slot;
   ptx::mbarrier_arrive_expect_tx(barriers.k_landed(), Plan::KTile::kBytes);
   load_panels<typename Plan::KTile>(shared + Plan::kK, p.k, row, work.head, slot,
                                     barriers.k_landed());
@@ -93,35 +94,51 @@ TILEWISE_DEVICE void load_keys(const TmaBackwardParams& p, const KeyWork<C>& wor
   } else {
     using PeerKTile = typename Plan::PeerKTile;
     ptx::mbarrier_arrive_expect_tx(barriers.v_landed(), Plan::VTile::kBytes + PeerKTile::kBytes);
-    const int peer_row = row + (work.rank == 0 ? Plan::kKeys : -Plan::kKeys);
-    load_panels<PeerKTile>(shared + Plan::kPeerK, p.k, peer_row, work.head, slot,
-                           barriers.v_landed(), work.rank * (C::kHeadDim / 2));
+    const int rank = static_cast<int>(ptx::block_index() % Plan::kCluster);
+    load_panels<PeerKTile>(shared + Plan::kPeerK, p.k,
+                           row + (rank == 0 ? Plan::kKeys : -Plan::kKeys), work.head, slot,
+                           barriers.v_landed(), rank * (C::kHeadDim / 2));
   }
   load_panels<typename Plan::VTile>(shared + Plan::kV, p.v, row, work.head, slot,
                                     barriers.v_landed());
 }
 
+// K and V in the place of those of the piece of work before. Where nobody waits for them or they
+// are copied row by row, the barriers count them all the same.
 template <class C>
-TILEWISE_DEVICE void load_role(const TmaBackwardParams& p, const KeyWork<C>& work,
-                               ptx::SharedAddress shared) {
+TILEWISE_DEVICE void replace_keys(const TmaBackwardParams& p, const KeyRecord& work,
+                                  ptx::SharedAddress shared, int parity) {
+  const BackwardBarriers barriers{shared + BackwardPlan<C>::kBarriers};
+  ptx::mbarrier_wait_parity(barriers.keys_left(), parity);
+  if (ptx::lane_index() != 0) return;
+  if (work.steps > 0 && work.paged == 0) {
+    load_keys<C>(p, work, shared);
+  } else {
+    ptx::mbarrier_arrive(barriers.k_landed());
+    ptx::mbarrier_arrive(barriers.v_landed());
+  }
+}
+
+// Q, dO and their statistics of all steps of a piece of work, and K and V after the first ones:
+// those of the piece before are read until its last step. `passed`: steps before it.
+template <class C>
+TILEWISE_DEVICE void load_work(const TmaBackwardParams& p, const KeyRecord& work,
+                               ptx::SharedAddress shared, int32_t passed, int32_t keys_parity) {
   using Plan = BackwardPlan<C>;
   const BackwardBarriers barriers{shared + Plan::kBarriers};
-  const auto first_row = static_cast<int32_t>(work.sequence.first_row);
-  const auto slot = static_cast<int32_t>(work.sequence.slot);
-  const RowLoads<C, typename Plan::QTile> q{p.q, p.row_lse, first_row, slot};
-  const RowLoads<C, typename Plan::DoutTile> dout{p.dout, p.row_delta, first_row, slot};
-  const int32_t rows = work.rows_to_keep(p.problem);
-  RowWalk walk = work.walk(p.problem);
-
+  const RowLoads<C, typename Plan::QTile> q{p.q, p.row_lse, work.first_row, work.row_slot};
+  const RowLoads<C, typename Plan::DoutTile> dout{p.dout, p.row_delta, work.first_row,
+                                                  work.row_slot};
+  const int32_t rows = work.rows_to_keep;
   const auto at = [&](int first, int stage, int bytes) {
     return shared + static_cast<uint32_t>(first + stage * bytes);
   };
-
-  ptx::griddepcontrol_wait();  // for the row statistics
+  RowWalk walk(work);
 #pragma unroll 1
   for (int32_t step = 0; step < work.steps; ++step) {
-    const int stage = step & 1;
-    const int parity = (step >> 1 & 1) ^ 1;
+    const int32_t all = passed + step;
+    const int stage = all & 1;
+    const int parity = (all >> 1 & 1) ^ 1;
     const int dout_stage = Plan::kDoutStages == 2 ? stage : 0;
     const int dout_parity = Plan::kDoutStages == 2 ? parity : stage ^ 1;
     const ptx::SharedAddress to_q = at(Plan::kQ, stage, Plan::QTile::kBytes);
@@ -140,7 +157,53 @@ TILEWISE_DEVICE void load_role(const TmaBackwardParams& p, const KeyWork<C>& wor
       dout.load_tail(to_dout, to_delta, walk, barriers.dout_landed(dout_stage), keep,
                      barriers.tail_landed(), 1);
     }
+    if (step == 0) replace_keys<C>(p, work, shared, keys_parity);
     walk.advance(Plan::kQueries);
+  }
+  if (work.steps == 0) replace_keys<C>(p, work, shared, keys_parity);
+}
+
+// The record of the next piece of work, or the end, to a slot; by one thread.
+template <class C>
+TILEWISE_DEVICE void fetch_work(const BackwardParams& p, ptx::SharedAddress shared, int slot,
+                                int32_t index) {
+  using Plan = BackwardPlan<C>;
+  const BackwardBarriers barriers{shared + Plan::kBarriers};
+  const ptx::SharedAddress to =
+      shared + static_cast<uint32_t>(Plan::kRecords + slot * int{sizeof(KeyRecord)});
+  if (index < p.works * Plan::kCluster) {
+    ptx::mbarrier_arrive_expect_tx(barriers.record_landed(slot), sizeof(KeyRecord));
+    ptx::cp_async_bulk_load(to, p.records + index, sizeof(KeyRecord), barriers.record_landed(slot));
+  } else {
+    ptx::st_shared_b32(to + offsetof(KeyRecord, steps), static_cast<uint32_t>(-1));
+    ptx::mbarrier_arrive(barriers.record_landed(slot));
+  }
+}
+
+// Which piece of work the block takes after this one.
+TILEWISE_DEVICE int32_t next_index(const BackwardParams& p) {
+  if (p.counter == nullptr) return p.works;
+  return static_cast<int32_t>(ptx::grid_blocks()) + ptx::atom_add(p.counter, 1);
+}
+
+template <class C>
+TILEWISE_DEVICE void load_role(const TmaBackwardParams& p, ptx::SharedAddress shared) {
+  using Plan = BackwardPlan<C>;
+  const BackwardBarriers barriers{shared + Plan::kBarriers};
+  ptx::griddepcontrol_wait();  // for the records and the statistics of the rows
+  if (ptx::lane_index() == 0) fetch_work<C>(p, shared, 0, static_cast<int32_t>(ptx::block_index()));
+  int32_t steps = 0;
+#pragma unroll 1
+  for (int32_t piece = 0;; ++piece) {
+    ptx::mbarrier_wait_parity(barriers.record_landed(piece % Plan::kRecordSlots),
+                              piece / Plan::kRecordSlots & 1);
+    const KeyRecord& work = received_work<C>(piece % Plan::kRecordSlots);
+    if (work.steps < 0) return;
+    load_work<C>(p, work, shared, steps, (piece & 1) ^ 1);
+    if constexpr (!Plan::kPersistent) return;
+    if (ptx::lane_index() == 0)
+      fetch_work<C>(p, shared, (piece + 1) % Plan::kRecordSlots, next_index(p));
+    steps += work.steps;
   }
 }
 

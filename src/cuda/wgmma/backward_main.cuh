@@ -2,7 +2,7 @@
 // owns a tile of keys of one key/value head and walks the tiles of queries that see it, in one
 // query head of the group after the other:
 //
-//   load warp        K, V | Q, lse -> q_landed    dO, delta -> dout_landed        by TMA
+//   load warp        record | Q, lse -> q_landed    dO, delta -> dout_landed    K, V    by TMA
 //   math warpgroups  s, dp -> p, ds -> dv, dq, dk    -> q_read, dout_read         two
 //                    backward_by_keys.h, backward_by_columns.h
 //   send warps       dq from shared memory to dq_sum by bulk reduce-add           one each
@@ -32,35 +32,29 @@ TILEWISE_DEVICE void sync_all() {
 template <class C>
 TILEWISE_DEVICE void backward_block(const TmaBackwardParams& p) {
   using Plan = BackwardPlan<C>;
-  KeyWork<C> work;
-  const bool exists = work.find_keys(p);
-  if (p.key_flags.data != nullptr && ptx::thread_index() == 0 && work.rank == 0)
-    p.key_flags.data[KeyWork<C>::index()] = 0;
-  if (!exists) return;
+  constexpr int kMathWarps = Plan::kMathThreads / ptx::kWarpSize;
   const ptx::SharedAddress shared = ptx::shared_address(ptx::shared_memory());
-  if (ptx::thread_index() == 0) {
-    BackwardBarriers{shared + Plan::kBarriers}.init(Plan::kMathThreads / ptx::kWarpSize);
-    if (work.sequence.kv.pages == nullptr) load_keys<C>(p, work, shared);
-  }
-  work.find_rows(p);
+  if (ptx::thread_index() == 0)
+    BackwardBarriers{shared + Plan::kBarriers}.init(kMathWarps, Plan::kSendWarps,
+                                                    Plan::kRecordSlots);
   sync_all<C>();
 
   const int warp = ptx::uniform(ptx::warp_index());
   if (warp < 4) {
     ptx::setmaxnreg_dec<C::kBackward.load_registers>();
-    if (warp == 0) load_role<C>(p, work, shared);
+    if (warp == 0) load_role<C>(p, shared);
     if constexpr (!kByColumns<C>) {
-      if (warp == 1 || warp == 2) send_role<C>(p, work, shared, warp - 1);
+      if (warp == 1 || warp == 2) send_role<C>(p, shared, warp - 1);
     }
   } else {
     ptx::setmaxnreg_inc<C::kBackward.math_registers>();
     if constexpr (kByColumns<C>) {
       if (warp < 8)
-        by_columns_role<C, 0>(p, work, shared, warp % 4);
+        by_columns_role<C, 0>(p, shared, warp % 4);
       else
-        by_columns_role<C, 1>(p, work, shared, warp % 4);
+        by_columns_role<C, 1>(p, shared, warp % 4);
     } else {
-      by_keys_role<C>(p, work, shared, warp / 4 - 1, warp % 4);
+      by_keys_role<C>(p, shared, warp / 4 - 1, warp % 4);
     }
   }
   // Nobody leaves whose shared memory the other block may still reach.

@@ -12,17 +12,14 @@ class KeyMask {
 
  public:
   // `key`: the thread's first one of the block, the other one is 8 keys on.
-  TILEWISE_DEVICE KeyMask(const KeyWork<C>& work, int key) : clear_(work.clear_rows()) {
-    const Band& band = work.sequence.band;
-    const int64_t diagonal = work.keys.begin + key - band.shift();
-    const auto row = [](int64_t x) { return static_cast<int32_t>(clamp(x, -kFar, kFar)); };
+  TILEWISE_DEVICE KeyMask(const KeyRecord& work, int key) : clear_(work) {
+    const int32_t diagonal = work.key + key;
     const int32_t lane_row = ptx::lane_index() % 4 * 2;
-    first_[0] = row(diagonal - band.right);
-    first_[1] = first_[0] + 8;  // without a limit, too: rows_ counts from there
-    rows_ = static_cast<uint32_t>(row(diagonal + band.left)) - static_cast<uint32_t>(first_[0]);
+    rows_ = static_cast<uint32_t>(work.high) - static_cast<uint32_t>(work.low);
+#pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (work.keys.begin + key + 8 * half >= work.keys.end) first_[half] = kFar;
-      first_[half] -= lane_row;
+      const bool in_use = key + 8 * half < work.key_count;
+      first_[half] = (in_use ? diagonal + 8 * half - work.high : kFar) - lane_row;
     }
   }
 

@@ -41,7 +41,7 @@ class Products {
         k_rows_(
             typename Plan::KTile{shared + Plan::kK}.by_rows(Plan::kTransposedDq ? warpgroup : 0)) {}
 
-  // S^T = K Q^T, on top of what `s` holds when it was preloaded.
+  // S^T = K Q^T, on top of what `s` holds: statistics, terms of the general form.
   TILEWISE_DEVICE void start_s(ScoreSums<C>& s, int stage) const {
     const uint64_t q = q_ + stage_step<typename Plan::QTile>(stage);
     ptx::wgmma_fence();
@@ -49,7 +49,7 @@ class Products {
     for (int k = 0; k < C::kHeadDim / 16; ++k) {
       const uint64_t a = k_ + Plan::KTile::column_step(k);
       const uint64_t b = q + Plan::QTile::column_step(k);
-      if (Plan::kPreload || k > 0)
+      if (Plan::kPreload || C::kGeneral || k > 0)
         Wgmma<Plan::kQueries>::template add<false, false>(s, a, b);
       else
         Wgmma<Plan::kQueries>::template start<false, false>(s, a, b);

@@ -19,32 +19,37 @@ struct BackwardPlan;
 // The barriers of a block, named for the fact that becomes true. One per stage where a stage is
 // asked for.
 struct BackwardBarriers {
-  static constexpr int kBytes = 13 * 8;
   ptx::SharedAddress base;
 
-  TILEWISE_DEVICE ptx::SharedAddress k_landed() const { return base; }
-  TILEWISE_DEVICE ptx::SharedAddress v_landed() const { return base + 8; }
-  TILEWISE_DEVICE ptx::SharedAddress tail_landed() const { return base + 16; }
-  TILEWISE_DEVICE ptx::SharedAddress q_landed(int stage) const { return at(3, stage); }
-  TILEWISE_DEVICE ptx::SharedAddress q_read(int stage) const { return at(5, stage); }
-  TILEWISE_DEVICE ptx::SharedAddress dout_landed(int stage) const { return at(7, stage); }
-  TILEWISE_DEVICE ptx::SharedAddress dout_read(int stage) const { return at(9, stage); }
-
+  TILEWISE_DEVICE ptx::SharedAddress k_landed() const { return at(0, 0); }
+  TILEWISE_DEVICE ptx::SharedAddress v_landed() const { return at(1, 0); }
+  // All have left the keys and the record of a piece of work, but for its end.
+  TILEWISE_DEVICE ptx::SharedAddress keys_left() const { return at(2, 0); }
+  TILEWISE_DEVICE ptx::SharedAddress tail_landed() const { return at(3, 0); }
+  TILEWISE_DEVICE ptx::SharedAddress q_landed(int stage) const { return at(4, stage); }
+  TILEWISE_DEVICE ptx::SharedAddress q_read(int stage) const { return at(6, stage); }
+  TILEWISE_DEVICE ptx::SharedAddress dout_landed(int stage) const { return at(8, stage); }
+  TILEWISE_DEVICE ptx::SharedAddress dout_read(int stage) const { return at(10, stage); }
+  TILEWISE_DEVICE ptx::SharedAddress record_landed(int slot) const { return at(14, slot); }
   // In a cluster: the dS of the other block is here; this block's dS has been read there.
-  TILEWISE_DEVICE ptx::SharedAddress peer_ds_landed() const { return at(11, 0); }
-  TILEWISE_DEVICE ptx::SharedAddress peer_has_read() const { return at(12, 0); }
+  TILEWISE_DEVICE ptx::SharedAddress peer_ds_landed() const { return at(12, 0); }
+  TILEWISE_DEVICE ptx::SharedAddress peer_has_read() const { return at(13, 0); }
+
+  static constexpr int bytes(int record_slots) { return (14 + record_slots) * 8; }
 
   // By one thread; a barrier of the block or of the cluster follows.
-  TILEWISE_DEVICE void init(int math_warps) const {
-    for (int i = 0; i < 3; ++i) ptx::mbarrier_init(base + static_cast<uint32_t>(i * 8), 1);
+  TILEWISE_DEVICE void init(int math_warps, int send_warps, int record_slots) const {
+    for (const auto barrier : {k_landed(), v_landed(), tail_landed(), peer_ds_landed()})
+      ptx::mbarrier_init(barrier, 1);
+    ptx::mbarrier_init(keys_left(), math_warps + send_warps);
+    ptx::mbarrier_init(peer_has_read(), math_warps);
     for (int stage = 0; stage < 2; ++stage) {
       ptx::mbarrier_init(q_landed(stage), 1);
       ptx::mbarrier_init(dout_landed(stage), 1);
       ptx::mbarrier_init(q_read(stage), math_warps);
       ptx::mbarrier_init(dout_read(stage), math_warps);
     }
-    ptx::mbarrier_init(peer_ds_landed(), 1);
-    ptx::mbarrier_init(peer_has_read(), math_warps);
+    for (int slot = 0; slot < record_slots; ++slot) ptx::mbarrier_init(record_landed(slot), 1);
     ptx::fence_mbarrier_init();
   }
 
@@ -54,13 +59,16 @@ struct BackwardBarriers {
   }
 };
 
-// Q, dO, dS and the row statistics have two stages.
+// Q, dO, dS and the row statistics have two stages. A block takes one piece of work after the
+// other: while dK and dV of one leave by way of the place of dS, the tiles of the next one arrive.
 template <class C>
 struct BackwardPlan<C, false> : BackwardSums<C> {
   using BackwardSums<C>::kQueries;
   static constexpr arch::WgmmaBackwardTile kTile = C::kBackward;
   static constexpr int kThreads = kTile.threads();
   static constexpr int kMathThreads = 256;
+  static constexpr int kSendWarps = 2;
+  static constexpr bool kPersistent = true;
   static constexpr int kKeys = kTile.keys;
   static constexpr int kCluster = kTile.cluster;
   static_assert(kKeys == 128 && kCluster == 1);
@@ -75,6 +83,8 @@ struct BackwardPlan<C, false> : BackwardSums<C> {
   using QTile = tile::SwizzledTile<kQueries, C::kHeadDim>;
   using DoutTile = tile::SwizzledTile<kQueries, C::kHeadDimV>;
   using DsTile = tile::SwizzledTile<kQueries, kKeys>;
+  using OwnKeys = tile::SwizzledTile<16, max(C::kHeadDim, C::kHeadDimV)>;  // of dK or dV, of a warp
+  static_assert(kMathThreads / 32 * OwnKeys::kBytes <= kStages * DsTile::kBytes);
   static constexpr int kStatisticBytes = kQueries * 4;
   static constexpr int kK = 0;
   static constexpr int kV = kK + KTile::kBytes;
@@ -84,8 +94,12 @@ struct BackwardPlan<C, false> : BackwardSums<C> {
   static constexpr int kDq = kDs + kStages * DsTile::kBytes;
   static constexpr int kLse = kDq + kQueries * C::kHeadDim * 4;
   static constexpr int kDelta = kLse + kStages * kStatisticBytes;
-  static constexpr int kBarriers = kDelta + kDoutStages * kStatisticBytes;
-  static constexpr int kSharedBytes = kBarriers + BackwardBarriers::kBytes;
+  // The loads of a piece of work end when the piece before has left its keys; the record of the
+  // next one is then on its way, and that of the piece before may still be read.
+  static constexpr int kRecordSlots = 4;
+  static constexpr int kRecords = kDelta + kDoutStages * kStatisticBytes;
+  static constexpr int kBarriers = kRecords + kRecordSlots * int{sizeof(KeyRecord)};
+  static constexpr int kSharedBytes = kBarriers + BackwardBarriers::bytes(kRecordSlots);
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
@@ -98,6 +112,8 @@ struct BackwardPlan<C, true> : BackwardSums<C> {
   static constexpr arch::WgmmaBackwardTile kTile = C::kBackward;
   static constexpr int kThreads = kTile.threads();
   static constexpr int kMathThreads = 256;
+  static constexpr int kSendWarps = 0;
+  static constexpr bool kPersistent = false;
   static constexpr int kKeys = kTile.keys;
   static_assert(kQueries == 64 && kKeys % 16 == 0);
   static constexpr int kStages = 2;
@@ -123,8 +139,10 @@ struct BackwardPlan<C, true> : BackwardSums<C> {
   static constexpr int kPeerDs = kDs + kScoreStages * ScoreTile::kBytes;
   static constexpr int kLse = kPeerDs + (kCluster - 1) * ScoreTile::kBytes;
   static constexpr int kDelta = kLse + kStages * kStatisticBytes;
-  static constexpr int kBarriers = kDelta + kDoutStages * kStatisticBytes;
-  static constexpr int kSharedBytes = kBarriers + BackwardBarriers::kBytes;
+  static constexpr int kRecordSlots = 1;
+  static constexpr int kRecords = kDelta + kDoutStages * kStatisticBytes;
+  static constexpr int kBarriers = kRecords + kRecordSlots * int{sizeof(KeyRecord)};
+  static constexpr int kSharedBytes = kBarriers + BackwardBarriers::bytes(kRecordSlots);
   static_assert(kSharedBytes <= 227 * 1024);
 
   // Panels of 64 columns of a warpgroup. With an odd number one has more of dK, the other one more

@@ -15,15 +15,19 @@ struct RowBlock {
   int32_t batch;  // -1: nothing to do
   int32_t row0;
   int32_t tile;  // among all heads' tiles
+  int32_t part;
 
-  template <int kTile>
-  TILEWISE_DEVICE static RowBlock of(const Problem& p) {
+  // `kParts` blocks share a tile.
+  template <int kTile, int kParts = 1>
+  TILEWISE_DEVICE static RowBlock of(const Problem& p, int32_t first_block = 0) {
     constexpr PaddedRows kPadded{kTile};
-    const auto block = static_cast<uint32_t>(ptx::block_index());
+    const auto block = static_cast<uint32_t>(ptx::block_index() - first_block);
     const auto heads = static_cast<uint32_t>(p.heads_q);
-    const uint32_t index = block / heads;
+    const uint32_t place = block / heads;
+    const uint32_t index = place / kParts;
     RowBlock r;
-    r.head = static_cast<int32_t>(block - index * heads);
+    r.head = static_cast<int32_t>(block - place * heads);
+    r.part = static_cast<int32_t>(place % kParts);
     uint32_t tiles;  // of a head
     if (p.cu_seqlens_q == nullptr) {
       const uint32_t each = (static_cast<uint32_t>(p.seqlen_q) + kTile - 1) / kTile;
@@ -33,9 +37,9 @@ struct RowBlock {
       r.row0 = static_cast<int32_t>((index - batch * each) * kTile);
     } else {
       tiles = static_cast<uint32_t>(kPadded.count(p) / kTile);
-      const PaddedRows::Place place = kPadded.locate(p, index);
-      r.batch = static_cast<int32_t>(place.batch);
-      r.row0 = static_cast<int32_t>(place.row0);
+      const PaddedRows::Place found = kPadded.locate(p, index);
+      r.batch = static_cast<int32_t>(found.batch);
+      r.row0 = static_cast<int32_t>(found.row0);
     }
     r.tile = static_cast<int32_t>(static_cast<uint32_t>(r.head) * tiles + index);
     return r;

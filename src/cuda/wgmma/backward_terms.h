@@ -1,6 +1,7 @@
 // The general form of a step between its products: softcap, ALiBi, bias and dropout.
 #pragma once
 
+#include "cuda/common/exponent_scale.h"
 #include "cuda/common/score_terms.h"
 #include "cuda/ptx/warp.h"
 #include "cuda/wgmma/backward_mask.h"
@@ -14,13 +15,26 @@ class BackwardTerms {
 
  public:
   // `key`: the thread's first one of the block, the other one is 8 keys on.
-  TILEWISE_DEVICE BackwardTerms(const Problem& p, const KeyWork<C>& work, int key)
+  TILEWISE_DEVICE BackwardTerms(const Problem& p, const KeyRecord& work, int key)
       : terms_(ScoreTerms::of(p)),
-        key_(static_cast<int32_t>(work.keys.begin) + key),
-        shift_(static_cast<int32_t>(work.sequence.band.shift())),
-        rows_(static_cast<int32_t>(work.sequence.band.rows)),
-        keys_(static_cast<int32_t>(work.sequence.band.keys)),
-        batch_(static_cast<int32_t>(work.sequence.batch)) {}
+        scale_log2_(exponent_scale(terms_.score.scale)),
+        key_(work.key + key),
+        rows_(work.rows),
+        keys_(work.keys),
+        batch_(work.batch) {}
+
+  // What S starts at: the bias, where nothing but a factor comes between the two. So its loads need
+  // no registers of their own, and are all under way together.
+  TILEWISE_DEVICE void preload(const Problem& p, ScoreSums<C>& s, const RowWalk& walk) const {
+#pragma unroll
+    for (float& x : s) x = 0.0f;
+    if (!preloads(p)) return;
+    const float factor = kLog2e / scale_log2_;
+    if (terms_.bias_dtype == TILEWISE_FLOAT32)
+      add_bias<float>(p, s, walk, factor);
+    else
+      add_bias<typename C::Element::Storage>(p, s, walk, factor);
+  }
 
   // From the products S and dP to P and dS. One pass over the scores per option, so that a switch
   // is asked once and not once per score.
@@ -39,11 +53,11 @@ class BackwardTerms {
     add_statistic(dp, delta);
     cap(s, dp);
     if (p.alibi_slopes != nullptr) add_alibi(p, s, walk);
-    if (p.bias != nullptr) {
+    if (p.bias != nullptr && !preloads(p)) {
       if (terms_.bias_dtype == TILEWISE_FLOAT32)
-        add_bias<float>(p, s, walk);
+        add_bias<float>(p, s, walk, kLog2e);
       else
-        add_bias<typename C::Element::Storage>(p, s, walk);
+        add_bias<typename C::Element::Storage>(p, s, walk, kLog2e);
     }
     add_statistic(s, lse);
     if (mask.touches(walk.row)) mask.apply(s, walk.row, kMinusInfinity);
@@ -92,13 +106,12 @@ class BackwardTerms {
   // Products become scores in units of log2; dP the gradient of scale * S.
   TILEWISE_DEVICE void cap(ScoreSums<C>& s, ScoreSums<C>& dp) const {
     if (terms_.score.softcap == 0.0f) {
-      const float scale_log2 = terms_.score.scale * kLog2e;
 #pragma unroll
-      for (int i = 0; i < 4 * kGroups; ++i) s[i] *= scale_log2;
+      for (int i = 0; i < 4 * kGroups; ++i) s[i] *= scale_log2_;
     } else {
 #pragma unroll
       for (int i = 0; i < 4 * kGroups; ++i) {
-        const auto capped = terms_.score.template cap<DeviceMath>(s[i]);
+        const auto capped = terms_.score.template cap<HalfMath>(s[i]);
         s[i] = capped.value * kLog2e;
         dp[i] *= capped.derivative;
       }
@@ -107,7 +120,7 @@ class BackwardTerms {
 
   TILEWISE_DEVICE void add_alibi(const Problem& p, ScoreSums<C>& s, const RowWalk& walk) const {
     const float slope = p.alibi_slopes[batch_ * p.alibi_stride_batch + walk.head] * kLog2e;
-    const int32_t distance = walk.row + ptx::lane_index() % 4 * 2 + shift_ - key_;
+    const int32_t distance = walk.row + ptx::lane_index() % 4 * 2 + keys_ - rows_ - key_;
 #pragma unroll
     for (int i = 0; i < 4 * kGroups; ++i) {
       const int32_t d = distance + i / 4 * 8 + i % 2 - i / 2 % 2 * 8;
@@ -115,24 +128,31 @@ class BackwardTerms {
     }
   }
 
-  // Outside of the sequence bias has no element.
+  TILEWISE_DEVICE static bool preloads(const Problem& p) {
+    return p.bias != nullptr && p.softcap == 0.0f;
+  }
+
+  // s += factor * bias. Outside of the sequence bias has no element.
   template <class T>
-  TILEWISE_DEVICE void add_bias(const Problem& p, ScoreSums<C>& s, const RowWalk& walk) const {
+  TILEWISE_DEVICE void add_bias(const Problem& p, ScoreSums<C>& s, const RowWalk& walk,
+                                float factor) const {
     const int32_t row = walk.row + ptx::lane_index() % 4 * 2;
     const T* bias = static_cast<const T*>(p.bias) + batch_ * p.bias_stride_batch +
                     walk.head * p.bias_stride_head + row * p.bias_stride_row + key_;
+    const int32_t rows = rows_ - row;
+    const bool first_key = key_ < keys_;
+    const bool second_key = key_ + 8 < keys_;
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const bool row_exists = row + 8 * j + e < rows_;
-        if (row_exists && key_ < keys_)
-          s[4 * j + e] = ptx::fma(to_float(bias[0]), kLog2e, s[4 * j + e]);
-        if (row_exists && key_ + 8 < keys_)
-          s[4 * j + 2 + e] = ptx::fma(to_float(bias[8]), kLog2e, s[4 * j + 2 + e]);
-        bias += p.bias_stride_row;
+        const int to_row = 8 * j + e;
+        const T* const at = bias + to_row * p.bias_stride_row;
+        if (to_row < rows && first_key)
+          s[4 * j + e] = ptx::fma(to_float(at[0]), factor, s[4 * j + e]);
+        if (to_row < rows && second_key)
+          s[4 * j + 2 + e] = ptx::fma(to_float(at[8]), factor, s[4 * j + 2 + e]);
       }
-      bias += 6 * p.bias_stride_row;
     }
   }
 
@@ -167,8 +187,8 @@ class BackwardTerms {
   }
 
   ScoreTerms terms_;
+  float scale_log2_;
   int32_t key_;  // inside the sequence
-  int32_t shift_;
   int32_t rows_;
   int32_t keys_;
   int32_t batch_;
