@@ -45,6 +45,7 @@ void prepare_all(const Problem& p, const Gradients& g, const Plan& plan,
   prepare(before, p.stream);
 }
 
+// Records and row statistics, then keys.
 void launch_wgmma(const Problem& p, const Gradients& g, const Plan& plan,
                   const BackwardParams& main) {
   const int32_t cluster = plan.unit->backward_tile.cluster;
@@ -57,10 +58,13 @@ void launch_wgmma(const Problem& p, const Gradients& g, const Plan& plan,
   params.dout = map_of_rows(p, g.dout, p.head_dim_v, plan.tile_q);
   params.k = map_of_keys(p, p.k, p.head_dim, plan.tile_k / cluster);
   params.v = map_of_keys(p, p.v, p.head_dim_v, plan.tile_k / cluster);
+  const UnitKernels& kernels = plan.unit->form(plan.general);
+  const int64_t records = ceil_div(plan.blocks * cluster, kernels.prepare.threads);
+  launch(kernels.prepare, records + row_blocks(p, plan) * plan.unit->prepare_parts, p.stream, main);
   const int64_t grid = params.counter == nullptr
                            ? plan.blocks * cluster
                            : min<int64_t>(plan.blocks, gpu(p.device_index).multiprocessors);
-  launch(plan.unit->form(plan.general).tma_backward, grid, p.stream, params, Start::dependent);
+  launch(kernels.tma_backward, grid, p.stream, params, Start::dependent);
 }
 
 // dK, dV and, from sums or directly, dQ.
@@ -73,16 +77,12 @@ void main_gradients(const Problem& p, const Gradients& g, const Plan& plan,
   // The sums of dQ come from the kernel of the keys; simt computes rows and keys apart.
   const bool apart = plan.family == Family::simt;
   if (!keys && !rows) return;
-  const int64_t record_blocks =
-      ceil_div(params.works * plan.unit->backward_tile.cluster, kernels.prepare.threads);
-  if (plan.family == Family::wgmma)
-    launch(kernels.prepare, record_blocks + row_tiles * plan.unit->prepare_parts, p.stream, params);
-  else if (keys || !apart)
-    launch(kernels.prepare, row_tiles, p.stream, params);
-  if (plan.family == Family::wgmma)
+  if (plan.family == Family::wgmma) {
     launch_wgmma(p, g, plan, params);
-  else if (keys || !apart)
+  } else if (keys || !apart) {
+    launch(kernels.prepare, row_tiles, p.stream, params);
     launch(kernels.backward, plan.blocks, p.stream, params);
+  }
   const bool waits = plan.family == Family::wgmma;
   if (rows) {
     launch(kernels.finish, row_tiles, p.stream, params, waits ? Start::dependent : Start::in_order);
