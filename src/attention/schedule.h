@@ -42,11 +42,13 @@ struct SplitRule {
   int64_t least = 0;         // keys of a part, at least; 0: every sequence has `most` parts
   int64_t most = 1;          // parts
   int64_t rows = INT64_MAX;  // a sequence with more rows than these has one part
+  float share = 0.0f;        // > 0: `least` is this share of the keys of all sequences, if more
 
   TILEWISE_FN constexpr int64_t parts(int64_t sequence_rows, int64_t keys) const {
     if (least == 0) return most;
     if (sequence_rows > rows) return 1;
-    const auto some = static_cast<uint32_t>(min<int64_t>(keys, INT32_MAX));  // 64 bits: slow on GPUs
+    // 32 bits: a GPU divides 64 of them slowly.
+    const auto some = static_cast<uint32_t>(min<int64_t>(keys, INT32_MAX));
     return clamp(some / static_cast<uint32_t>(least), 1, most);
   }
 };

@@ -138,6 +138,54 @@ def test_what_is_refused_and_what_runs():
         assert status == capi.INVALID_ARGUMENT and why.startswith(words), why
 
 
+@pytest.mark.abi
+@pytest.mark.parametrize("interleaved", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_append_on_every_device(dtype, interleaved):
+    """Without rotation to the bit, with it within one step of the format."""
+    batch, heads, dim, dim_v, new, room, rotary = 2, 5, 40, 24, 3, 11, 16
+    g = torch.Generator().manual_seed(interleaved)
+    draw = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
+    wide = capi.DTYPES[dtype]
+    k, v = (devices.put(draw(batch, new, heads, n).to(wide)) for n in (dim, dim_v))
+    angle = draw(room, rotary // 2)
+    cos, sin = (devices.put(x.to(wide)) for x in (angle.cos(), angle.sin()))
+    factors = [devices.put(torch.rand(batch, heads, generator=g) + 0.5) for _ in "kv"]
+    lengths = devices.put(torch.tensor([2, 8], dtype=torch.int32))
+    caches = [capi.guarded((batch, room, heads, n), torch.uint8) for n in (dim, dim_v)]
+    a = capi.KvAppend(
+        struct_size=ctypes.sizeof(capi.KvAppend), device=devices.current().code,
+        device_index=devices.current().index, dtype=capi.DTYPE_CODES[wide],
+        stream=devices.current().stream, batch=batch, seqlen_new=new, seqlen_k=room, heads_q=heads,
+        heads_kv=heads, head_dim=dim, head_dim_v=dim_v, k_new=capi.tensor(k), v_new=capi.tensor(v),
+        k_cache=capi.tensor(caches[0].view), v_cache=capi.tensor(caches[1].view),
+        cache_seqlens=lengths.data_ptr(), rotary_cos=cos.data_ptr(), rotary_sin=sin.data_ptr(),
+        rotary_rows=room, rotary_dim=rotary, rotary_interleaved=interleaved, kv_float8=1,
+        k_descale=factors[0].data_ptr(), v_descale=factors[1].data_ptr(),
+        k_descale_stride_batch=heads, k_descale_stride_head=1,
+        v_descale_stride_batch=heads, v_descale_stride_head=1,
+    )  # fmt: skip
+    assert capi.library().tilewise_append_kv(ctypes.byref(a)) == capi.OK, capi.last_error()
+    pairs = k[..., :rotary].float()
+    first, second = pairs.chunk(2, -1) if not interleaved else (pairs[..., ::2], pairs[..., 1::2])
+    at = lengths.long()[:, None] + torch.arange(new, device=k.device)
+    c, s = (x.float()[at][:, :, None] for x in (cos, sin))
+    turned = k.float().clone()
+    halves = first * c - second * s, first * s + second * c
+    joined = torch.stack(halves, -1).flatten(-2) if interleaved else torch.cat(halves, -1)
+    turned[..., :rotary] = joined
+    for cache, x, factor, exact in zip(
+        caches, (turned, v.float()), factors, (rotary, 0), strict=True
+    ):
+        want = torch.full_like(cache.view, 0xFF)
+        stored = (x / factor[:, None, :, None]).clamp(-448, 448).to(FLOAT8).view(torch.uint8)
+        for b, n in enumerate(lengths.tolist()):
+            want[b, n : n + new] = stored[b]
+        assert torch.equal(cache.view[..., exact:], want[..., exact:])
+        assert int((cache.view.int() - want.int()).abs().max()) <= 1
+        assert cache.stray_writes() == 0
+
+
 # --- append and attention through PyTorch ---------------------------------------------------------
 
 
