@@ -27,7 +27,7 @@ _BELOW_FAMILIES = (
     "cuda/common",
 )
 # What kernels and host code share lies beside the host code, in src/cuda itself.
-_SHARED_WITH_KERNELS = ("order.h", "params.h", "element.h")
+_SHARED_WITH_KERNELS = ("order.h", "params.h", "element.h", "tensor_map.h", "key_record.h")
 # The host's half of a wrapper: the block that tests/emulator puts in the place of a GPU.
 _EMULATOR_USERS = ("cuda/ptx", "cuda")
 
@@ -38,7 +38,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "attention": ("base",),
     "cpu": ("base", "attention"),
     "cuda/params": ("base", "attention"),
-    "cuda/ptx": ("base",),
+    "cuda/ptx": ("base", "cuda/params"),
     "cuda/arch": ("base",),
     "cuda/tile": ("base", "attention", "cuda/params", "cuda/ptx", "cuda/arch"),
     "cuda/common": ("base", "attention", "cuda/params", "cuda/ptx", "cuda/arch", "cuda/tile"),
