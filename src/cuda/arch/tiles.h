@@ -60,8 +60,8 @@ enum class SendDq {
   under_dp,      // when the next P is computed
 };
 
-// Backward (wgmma): a block owns `keys` keys and walks tiles of `queries` query rows. The blocks of a
-// cluster own neighbouring keys, exchange dS and share the columns of dQ.
+// Backward (wgmma): a block owns `keys` keys and walks tiles of `queries` query rows. The blocks of
+// a cluster own neighbouring keys, exchange dS and share the columns of dQ.
 struct WgmmaBackwardTile {
   int keys;
   int queries;
