@@ -345,8 +345,9 @@ TEST(PlannerCuda, TheOrderVisitsEveryTileOnce) {
   }
 }
 
-// A key tile waits for the ones before it, so they have to start first.
-TEST(PlannerCuda, DeterministicKeyTilesAscend) {
+// A key tile waits for the ones before it, so they have to start first: from the first one up, or
+// from the last one down.
+TEST(PlannerCuda, DeterministicKeyTilesFollowEachOther) {
   for (int64_t left : {-1, 100}) {
     for (int64_t right : {-1, 0}) {
       Problem p = problem(TILEWISE_BFLOAT16, 2, 1000, 3000, 5);
@@ -355,11 +356,12 @@ TEST(PlannerCuda, DeterministicKeyTilesAscend) {
       p.deterministic = 1;
       const Gradients g = gradients(p);
       const cuda::Plan plan = dispatch::plan(p, &g, gpu_with(90)).cuda;
-      std::vector<int> last(static_cast<size_t>(2 * 5), -1);
+      const bool down = plan.order.longest_first == 1;
+      std::vector<int> last(static_cast<size_t>(2 * 5), down ? plan.order.tiles : -1);
       for (int64_t block = 0; block < plan.blocks; ++block) {
         const cuda::TileOrder::Work w = plan.order.at(block);
         int& before = last[static_cast<size_t>(w.sequence * 5 + w.head)];
-        ASSERT_EQ(w.tile, before + 1);
+        ASSERT_EQ(w.tile, before + (down ? -1 : 1));
         before = w.tile;
       }
     }
