@@ -357,7 +357,7 @@ TEST(PlannerCuda, DeterministicKeyTilesFollowEachOther) {
       const Gradients g = gradients(p);
       const cuda::Plan plan = dispatch::plan(p, &g, gpu_with(90)).cuda;
       const bool down = plan.order.longest_first == 1;
-      std::vector<int> last(static_cast<size_t>(2 * 5), down ? plan.order.tiles : -1);
+      std::vector<int> last(static_cast<size_t>(2 * 5), down ? int32_t{plan.order.tiles} : -1);
       for (int64_t block = 0; block < plan.blocks; ++block) {
         const cuda::TileOrder::Work w = plan.order.at(block);
         int& before = last[static_cast<size_t>(w.sequence * 5 + w.head)];
