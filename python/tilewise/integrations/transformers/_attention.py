@@ -87,7 +87,9 @@ def attention(
             return paged_attention(query, key, value, sliding_window, options, kwargs), None
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     band = _band(causal, sliding_window)
-    if kwargs.get("cu_seq_lens_q") is not None and kwargs.get("cu_seq_lens_k") is not None:
+    packed = kwargs.get("cu_seq_lens_q") is not None and kwargs.get("cu_seq_lens_k") is not None
+    # Older versions give continuous batching a whole mask beside the boundaries; they agree.
+    if packed and (cache is None or attention_mask is None or form_of(attention_mask) is not None):
         return _packed(q, k, v, attention_mask, position_bias, band, options, kwargs), None
     return _padded(q, k, v, attention_mask, position_bias, band, options), None
 
