@@ -38,14 +38,14 @@ struct ColumnWalk {
   ptx::SharedAddress shared;
 
   TILEWISE_DEVICE ColumnWalk(const TmaBackwardParams& params, const KeyRecord& work,
-                             ptx::SharedAddress shared, int warp, int first_dq)
-      : barriers{shared + Plan::kBarriers},
-        products(shared, first_dq),
-        scores(params, work, shared, warp),
+                             ptx::SharedAddress block, int warp, int panel)
+      : barriers{block + Plan::kBarriers},
+        products(block, panel),
+        scores(params, work, block, warp),
         reduction(params, work, warp),
-        first_dq(first_dq),
+        first_dq(panel),
         peer(static_cast<int>(ptx::block_index() % Plan::kCluster) ^ 1),
-        shared(shared) {}
+        shared(block) {}
 
   TILEWISE_DEVICE static bool speaks() { return ptx::lane_index() == 0; }
 

@@ -125,12 +125,12 @@ struct RowWalk {
   int32_t head;
   int32_t index;  // of the tile among the padded tiles of all heads
 
-  TILEWISE_DEVICE explicit RowWalk(const KeyRecord& work)
-      : work(work),
-        row(work.row),
-        end(work.row_end),
-        head(work.query_head),
-        index(work.tile_index) {}
+  TILEWISE_DEVICE explicit RowWalk(const KeyRecord& record)
+      : work(record),
+        row(record.row),
+        end(record.row_end),
+        head(record.query_head),
+        index(record.tile_index) {}
 
   TILEWISE_DEVICE void advance(int32_t tile) {
     row += tile;
