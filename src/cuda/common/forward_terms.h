@@ -2,6 +2,8 @@
 // scores of a warp are tile::Sums: of mma and of wgmma alike.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/common/query_tile.h"
 #include "cuda/common/score_terms.h"
 #include "cuda/tile/fragment.h"
@@ -26,6 +28,8 @@ struct LanePlace {
 // Storage: that of q, k and v, which a bias may have.
 template <class Storage>
 struct GeneralTerms {
+  using Math = std::conditional_t<sizeof(Storage) == 2, HalfMath, DeviceMath>;
+
   ScoreTerms terms;
   bool on_scores;  // anything but the scale
 
@@ -41,15 +45,21 @@ struct GeneralTerms {
                              tile::Sums<kRows, kColumns>& s, int32_t tile,
                              const LanePlace& place) const {
     const int32_t key0 = tile * 8 * kColumns + place.column;
-    each(s, work, place, [&](int32_t) {
-      return [&](float x, int) { return terms.score.template cap<DeviceMath>(x).value; };
-    });
+    const Score score = terms.score;
+    if (score.softcap != 0.0f) {
+      each(s, work, place, [&](int32_t) {
+        return [&](float x, int) { return score.template cap<Math>(x).value; };
+      });
+    } else {
+      each(s, work, place, [&](int32_t) { return [&](float x, int) { return x * score.scale; }; });
+    }
     if (p.alibi_slopes != nullptr) {
       each(s, work, place, [&](int32_t r) {
         const RowTerms row = row_terms(p, work, r);
+        const auto distance = static_cast<float>(row.diagonal - key0);  // of the lane's first key
         return [=](float x, int n) {
-          const int32_t distance = row.diagonal - key0 - n;
-          return x - row.slope * static_cast<float>(distance < 0 ? -distance : distance);
+          const float d = distance - static_cast<float>(n);
+          return x - row.slope * (d < 0.0f ? -d : d);
         };
       });
     }
