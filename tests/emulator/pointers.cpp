@@ -82,6 +82,11 @@ void __tsan_read_range(void* p, unsigned long bytes) {
 void __tsan_write_range(void* p, unsigned long bytes) {
   announce_write(p, static_cast<int64_t>(bytes), __builtin_return_address(0));
 }
+// Of counters in global memory.
+int __tsan_atomic32_fetch_add(volatile int* p, int x, int order) {
+  (void)order;
+  return __atomic_fetch_add(p, x, __ATOMIC_SEQ_CST);
+}
 void __tsan_vptr_read(void**) {}
 void __tsan_vptr_update(void**, void*) {}
 void* __tsan_memcpy(void* to, const void* from, unsigned long bytes) {
