@@ -223,10 +223,12 @@ struct ForwardLaunch {
     const int64_t items = tiles.most * tiles.heads();
     const int64_t work = saturating_work(tiles.total * shape.tile_q, tiles.most_keys + 1,
                                          (p.head_dim + p.head_dim_v) * p.heads_kv);
+    // The same keys of all heads after each other: they lie side by side, in the same pages.
     run_items(parallel, items * plan.splits, work, [&](int64_t worker, int64_t i) {
-      for_tile(i / plan.splits, [&](int64_t b, int64_t kv_head, int64_t tile) {
-        if (i % plan.splits < parts_of(sequence_of(p, b)))
-          kernel(task_of(b, kv_head, tile, i % plan.splits), scratch(worker));
+      const int64_t split = i / items;
+      for_tile(i % items, [&](int64_t b, int64_t kv_head, int64_t tile) {
+        if (split < parts_of(sequence_of(p, b)))
+          kernel(task_of(b, kv_head, tile, split), scratch(worker));
       });
     });
     if (plan.splits == 1) return;

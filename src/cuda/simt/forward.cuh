@@ -16,7 +16,6 @@ struct Forward {
   const bool general;
   const float sign;      // scores are kept raw in the plain form; a negative scale moves here
   const float exponent;  // P = 2^((S - m) * exponent)
-  const int32_t parts;   // key splits of the sequence
   const Place place;
 
   Block o[C::kGroups];
@@ -30,7 +29,6 @@ struct Forward {
         general(is_general(p)),
         sign(!general && shared().terms.score.scale < 0.0f ? -1.0f : 1.0f),
         exponent(general ? kLog2e : max(sign * shared().terms.score.scale * kLog2e, 1e-30f)),
-        parts(all.splits_of(shared().sequence.band)),
         place(Place::own()) {}
 
   TILEWISE_DEVICE void begin() {
@@ -40,7 +38,7 @@ struct Forward {
     for (int i = 0; i < 4; ++i) {
       m[i] = kMinusInfinity;
       l[i] = 0.0f;
-      if (p.sinks == nullptr || parts > 1) continue;
+      if (p.sinks == nullptr || shared().splits > 1) continue;
       const float sink = p.sinks[shared().head[place.y * 4 + i]];
       if (sink == kMinusInfinity) continue;
       m[i] = sink * kLog2e / exponent;  // in the units of S
@@ -145,7 +143,7 @@ struct Forward {
       const float inverse = sum == 0.0f ? 0.0f : v_descale(p, s.batch, shared().kv_head) / sum;
       const int64_t row = shared().row[r];
       const int64_t head = shared().head[r];
-      if (parts > 1) {
+      if (shared().splits > 1) {
         const int64_t at =
             (work.split * partial_rows(p, params.pitch) + partial_row(p, params.pitch, s, row)) *
                 p.heads_q +
@@ -175,9 +173,11 @@ struct Forward {
   TILEWISE_DEVICE void run(Range packed) {
     const RowTile tile{params.packing, work.head * params.packing.group, packed};
     const Band& band = shared().sequence.band;
-    const Range part = key_split({0, band.keys}, parts, work.split, params.key_tile);
+    const int32_t splits = params.splits_of(band);
+    const Range part = key_split({0, band.keys}, splits, work.split, params.key_tile);
     const Range keys = intersect(band.keys_of_any(tile.rows()), part);
     ptx::sync_block();  // the rows before have read their table
+    if (ptx::thread_index() == 0) shared().splits = splits;
     load_row_table(p, tile, p.out, part);
     ptx::sync_block();
     begin();

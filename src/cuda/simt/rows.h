@@ -27,6 +27,7 @@ struct Shared {
   RowTile tile;
   Range keys;  // that the rows of the tile may see at most
   int64_t kv_head;
+  int32_t splits;  // forward: of the keys of the sequence
   // Of the kernel of the keys: those of the tile, those of them that are being computed, the head.
   Range tile_keys;
   Range own_keys;
