@@ -65,7 +65,9 @@ TILEWISE_DEVICE void store_staged(const Problem& p, const ForwardWork<C>& work,
   for (int pass = 0; pass < 4; ++pass) {
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanels; ++panel) {
-      const int offset = Tile::chunk_offset(r % 64 + 4 * pass, panel * 8 + lane % 8);
+      const int chunk = panel * 8 + lane % 8;
+      if ((panel + 1) * 8 > C::kHeadDimV / 8 && chunk >= C::kHeadDimV / 8) continue;
+      const int offset = Tile::chunk_offset(r % 64 + 4 * pass, chunk);
       ptx::ld_shared_v4_b32(x[pass][panel], tile.base + static_cast<uint32_t>(offset));
     }
   }
