@@ -120,8 +120,8 @@ const UnitTable* find_backward(const Problem& p, const Gradients* g, Family fami
   if (unit == nullptr || family == Family::simt) return unit;
   if (needs_second_pass(p) && find_backward(p, g, Family::simt, gpu, inside) == nullptr)
     return nullptr;
-  const bool narrow =
-      arch::Sm90a::narrow_backward(unit->head_dim, deciding_rows(p), needs_second_pass(p));
+  const bool narrow = arch::Sm90a::narrow_backward(unit->head_dim, deciding_rows(p),
+                                                   needs_second_pass(p), !fits_plain(p, g));
   if (!narrow || unit->narrow == nullptr || !serves_backward(*unit->narrow, gpu)) return unit;
   return unit->narrow;
 }

@@ -53,9 +53,10 @@ struct Sm90a {
     // The sums of dQ are the wall: two blocks halve them (448 to 517 TFLOP/s at 16k rows).
     return {80, 64, narrow ? 1 : 2, false, SendDq::at_once, 240, 24};
   }
-  // Which problems take the narrow cut. By columns a cluster pays from 2k rows on.
-  static constexpr bool narrow_backward(int head_dim, int64_t rows, bool has_edges) {
-    return head_dim > 192 ? rows < 2048 : has_edges && rows <= 4096;
+  // Which problems take the narrow cut. By columns a cluster pays from 2k rows on; the general form
+  // has registers for 64 queries, not for 80.
+  static constexpr bool narrow_backward(int head_dim, int64_t rows, bool has_edges, bool general) {
+    return head_dim > 192 ? rows < 2048 : general || (has_edges && rows <= 4096);
   }
 };
 

@@ -16,12 +16,12 @@ class BackwardTerms {
  public:
   // `key`: the thread's first one of the block, the other one is 8 keys on.
   TILEWISE_DEVICE BackwardTerms(const Problem& p, const KeyRecord& work, int key)
-      : terms_(ScoreTerms::of(p)),
-        scale_log2_(exponent_scale(terms_.score.scale)),
-        key_(work.key + key),
-        rows_(work.rows),
-        keys_(work.keys),
-        batch_(work.batch) {}
+      : work_(work), key_(work.key + key) {
+    const Dropout dropout = dropout_of(p);
+    threshold_ = dropout.threshold;
+    keep_scale_ = dropout.keep_scale;
+    scale_log2_ = exponent_scale(score_of(p).scale);
+  }
 
   // What S starts at: the bias, where nothing but a factor comes between the two. So its loads need
   // no registers of their own, and are all under way together.
@@ -30,7 +30,7 @@ class BackwardTerms {
     for (float& x : s) x = 0.0f;
     if (!preloads(p)) return;
     const float factor = kLog2e / scale_log2_;
-    if (terms_.bias_dtype == TILEWISE_FLOAT32)
+    if (p.bias_dtype == TILEWISE_FLOAT32)
       add_bias<float>(p, s, walk, factor);
     else
       add_bias<typename C::Element::Storage>(p, s, walk, factor);
@@ -42,19 +42,18 @@ class BackwardTerms {
                              ScoreOperands<C>& p_half, ScoreOperands<C>& ds_half,
                              const RowWalk& walk, const KeyMask<C>& mask, ptx::SharedAddress lse,
                              ptx::SharedAddress delta) const {
-    const bool drops = terms_.dropout.on();
+    const bool drops = threshold_ != 0;
     KeptBits kept;
     if (drops) {
       kept = draw(p, walk);
 #pragma unroll
-      for (int i = 0; i < 4 * kGroups; ++i)
-        dp[i] = kept.at(i) ? dp[i] * terms_.dropout.keep_scale : 0.0f;
+      for (int i = 0; i < 4 * kGroups; ++i) dp[i] = kept.at(i) ? dp[i] * keep_scale_ : 0.0f;
     }
     add_statistic(dp, delta);
-    cap(s, dp);
+    cap(p, s, dp);
     if (p.alibi_slopes != nullptr) add_alibi(p, s, walk);
     if (p.bias != nullptr && !preloads(p)) {
-      if (terms_.bias_dtype == TILEWISE_FLOAT32)
+      if (p.bias_dtype == TILEWISE_FLOAT32)
         add_bias<float>(p, s, walk, kLog2e);
       else
         add_bias<typename C::Element::Storage>(p, s, walk, kLog2e);
@@ -68,8 +67,7 @@ class BackwardTerms {
     }
     if (drops) {
 #pragma unroll
-      for (int i = 0; i < 4 * kGroups; ++i)
-        s[i] = kept.at(i) ? s[i] * terms_.dropout.keep_scale : 0.0f;
+      for (int i = 0; i < 4 * kGroups; ++i) s[i] = kept.at(i) ? s[i] * keep_scale_ : 0.0f;
     }
     pack(s, p_half);
     pack(dp, ds_half);
@@ -104,14 +102,15 @@ class BackwardTerms {
   }
 
   // Products become scores in units of log2; dP the gradient of scale * S.
-  TILEWISE_DEVICE void cap(ScoreSums<C>& s, ScoreSums<C>& dp) const {
-    if (terms_.score.softcap == 0.0f) {
+  TILEWISE_DEVICE void cap(const Problem& p, ScoreSums<C>& s, ScoreSums<C>& dp) const {
+    if (p.softcap == 0.0f) {
 #pragma unroll
       for (int i = 0; i < 4 * kGroups; ++i) s[i] *= scale_log2_;
     } else {
+      const Score score = score_of(p);
 #pragma unroll
       for (int i = 0; i < 4 * kGroups; ++i) {
-        const auto capped = terms_.score.template cap<HalfMath>(s[i]);
+        const auto capped = score.template cap<HalfMath>(s[i]);
         s[i] = capped.value * kLog2e;
         dp[i] *= capped.derivative;
       }
@@ -119,8 +118,8 @@ class BackwardTerms {
   }
 
   TILEWISE_DEVICE void add_alibi(const Problem& p, ScoreSums<C>& s, const RowWalk& walk) const {
-    const float slope = p.alibi_slopes[batch_ * p.alibi_stride_batch + walk.head] * kLog2e;
-    const int32_t distance = walk.row + ptx::lane_index() % 4 * 2 + keys_ - rows_ - key_;
+    const float slope = p.alibi_slopes[work_.batch * p.alibi_stride_batch + walk.head] * kLog2e;
+    const int32_t distance = walk.row + ptx::lane_index() % 4 * 2 + work_.keys - work_.rows - key_;
 #pragma unroll
     for (int i = 0; i < 4 * kGroups; ++i) {
       const int32_t d = distance + i / 4 * 8 + i % 2 - i / 2 % 2 * 8;
@@ -137,11 +136,11 @@ class BackwardTerms {
   TILEWISE_DEVICE void add_bias(const Problem& p, ScoreSums<C>& s, const RowWalk& walk,
                                 float factor) const {
     const int32_t row = walk.row + ptx::lane_index() % 4 * 2;
-    const T* bias = static_cast<const T*>(p.bias) + batch_ * p.bias_stride_batch +
+    const T* bias = static_cast<const T*>(p.bias) + work_.batch * p.bias_stride_batch +
                     walk.head * p.bias_stride_head + row * p.bias_stride_row + key_;
-    const int32_t rows = rows_ - row;
-    const bool first_key = key_ < keys_;
-    const bool second_key = key_ + 8 < keys_;
+    const int32_t rows = work_.rows - row;
+    const bool first_key = key_ < work_.keys;
+    const bool second_key = key_ + 8 < work_.keys;
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) {
 #pragma unroll
@@ -165,13 +164,14 @@ class BackwardTerms {
     const int t = lane % 4;
     const auto block = static_cast<uint32_t>(key_ / 8 + g % 2);
     const auto row = static_cast<uint32_t>(walk.row + 2 * t + g / 2 % 2 + g / 4 * 8);
-    const auto head = static_cast<uint32_t>(batch_ * p.heads_q + walk.head);
+    const auto head = static_cast<uint32_t>(work_.batch * p.heads_q + walk.head);
+    const Dropout dropout = words_of(p);
     KeptBits drawn{};
 #pragma unroll
     for (int i = 0; i < kGroups / 2; ++i) {
-      const KeepFactors factors{terms_.dropout.template block<DeviceMath>(
-                                    block, row + static_cast<uint32_t>(16 * i), head),
-                                terms_.dropout.threshold, 1.0f};
+      const KeepFactors factors{
+          dropout.template block<DeviceMath>(block, row + static_cast<uint32_t>(16 * i), head),
+          threshold_, 1.0f};
 #pragma unroll
       for (int key = 0; key < 8; ++key)
         drawn.word[i / 4] |= (factors.at(key) != 0.0f ? 1u : 0u) << (i % 4 * 8 + key);
@@ -186,12 +186,18 @@ class BackwardTerms {
     return kept;
   }
 
-  ScoreTerms terms_;
+  // The words that decide, without the factors.
+  TILEWISE_DEVICE static Dropout words_of(const Problem& p) {
+    const uint64_t seed = p.dropout_state != nullptr ? p.dropout_state[0] : p.dropout_seed;
+    const uint64_t offset = p.dropout_state != nullptr ? p.dropout_state[1] : p.dropout_offset;
+    return Dropout::make(1.0f, seed, offset);
+  }
+
+  const KeyRecord& work_;
+  uint32_t threshold_;  // of dropout; 0: off
+  float keep_scale_;
   float scale_log2_;
   int32_t key_;  // inside the sequence
-  int32_t rows_;
-  int32_t keys_;
-  int32_t batch_;
 };
 
 }  // namespace tilewise::cuda::wgmma
