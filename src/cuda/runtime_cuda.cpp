@@ -133,6 +133,14 @@ EncodeTiled find_encode_tiled() {
   return reinterpret_cast<EncodeTiled>(entry);
 }
 
+// Calls of the driver need a context, which calls of the runtime make when they need one: a thread
+// that has launched nothing may have none.
+void bind_context() {
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaSetDevice(device), "cudaSetDevice");
+}
+
 }  // namespace
 
 void encode_tensor_map(TensorMap& map, const TensorMapShape& shape) {
@@ -150,10 +158,17 @@ void encode_tensor_map(TensorMap& map, const TensorMapShape& shape) {
   const CUtensorMapDataType type = shape.dtype == TILEWISE_BFLOAT16
                                        ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                        : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const CUresult status =
-      encode(reinterpret_cast<CUtensorMap*>(&map), type, 4, const_cast<void*>(shape.data), sizes,
-             strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto attempt = [&] {
+    return encode(reinterpret_cast<CUtensorMap*>(&map), type, 4, const_cast<void*>(shape.data),
+                  sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult status = attempt();
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {
+    bind_context();
+    status = attempt();
+  }
   if (status == CUDA_SUCCESS) return;
   throw Error("cuTensorMapEncodeTiled refuses [" + std::to_string(shape.slots) + ", " +
               std::to_string(shape.heads) + ", " + std::to_string(shape.rows) + ", " +
