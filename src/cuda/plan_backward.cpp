@@ -14,10 +14,11 @@ constexpr double kShareOfL2 = 0.8;
 constexpr int64_t kLeastSection = 16;
 
 // Key tiles that the most rows see go first: with causality alone the first ones, with a left
-// window alone the last ones. Deterministic sums wait for the tile before them, so that tile has to
-// start first and must not have a longer way to the rows that both see: the other way round.
+// window alone the last ones. Deterministic sums wait for the tile before them, which therefore has
+// to start first. (Causal ones from the last tile on: 1.05x at head dim 64, 0.88x at 128, 0.84x at
+// 256.)
 int32_t longest_first(const Problem& p) {
-  if (p.window_right >= 0 && p.window_left < 0) return p.deterministic != 0 ? 1 : 2;
+  if (p.window_right >= 0 && p.window_left < 0) return 2;
   const bool last = p.window_left >= 0 && p.window_right < 0;
   return last && p.deterministic == 0 ? 1 : 0;
 }
