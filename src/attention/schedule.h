@@ -42,7 +42,6 @@ struct SplitRule {
   int64_t least = 0;         // keys of a part, at least; 0: every sequence has `most` parts
   int64_t most = 1;          // parts
   int64_t rows = INT64_MAX;  // a sequence with more rows than these has one part
-  float share = 0.0f;        // > 0: `least` is this share of the keys of all sequences, if more
 
   TILEWISE_FN constexpr int64_t parts(int64_t sequence_rows, int64_t keys) const {
     if (least == 0) return most;

@@ -98,29 +98,29 @@ SplitRule invariant_rule(const Problem& p, int64_t tile_rows) {
           min(kRows, max<int64_t>(1, tile_rows / group_size(p)))};
 }
 
-// Lengths that only the GPU knows: it cuts a sequence that has more keys than a block's share of
-// all. The host gives every sequence a few blocks more than there are slots; those it does not need
-// end at once.
+// Lengths that only the GPU knows: a long sequence is cut where short ones are not. The room of
+// the cache says how many blocks there are at most, and those of a short one end at once.
 SplitRule uneven_rule(const Problem& p, const Gpu& gpu, const UnitTable& unit, int64_t blocks) {
-  constexpr int64_t kTimes = 4;
-  const int64_t slots = int64_t{gpu.multiprocessors} * max(1, unit.forward_tile.blocks_per_sm);
-  const float share = static_cast<float>(blocks) / static_cast<float>(p.batch * slots);
-  return {keys_of_split(unit), min(kMostSplits, ceil_div(slots * kTimes, blocks)), INT64_MAX,
-          share};
+  const Tile& tile = unit.forward_tile;
+  const int64_t slots = int64_t{gpu.multiprocessors} * max(1, tile.blocks_per_sm);
+  // Blocks over what the GPU runs at once. Few pairs have more partial results for their keys.
+  const int64_t times = blocks * 2 > slots ? 4 : 2;
+  const int64_t keys = max(keys_of_split(unit), ceil_div(most_keys(p) * blocks, slots * times));
+  return {keys, kMostSplits, INT64_MAX};
 }
 
 // Sets splits, the rule that gives them to sequences, and where their results lie.
 void split(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
   const bool uneven = p.batch > 1 && p.seqused_k != nullptr && p.window_left < 0;
-  const bool decoding = plan.family == Family::mma_sync && plan.tile_q == kDecodeRows;
-  if (p.batch_invariant == 0 && p.num_splits == 0 && uneven && decoding && blocks > 0) {
+  const bool decoding = most_rows(p) * group_size(p) <= kDecodeRows;
+  if (p.batch_invariant == 0 && p.num_splits == 0 && uneven && decoding) {
     plan.rule = uneven_rule(p, gpu, *plan.unit, blocks);
     plan.splits = plan.rule.parts(0, most_keys(p));
     return;
   }
   if (p.batch_invariant == 0) {
     plan.splits = choose_splits(p, gpu, *plan.unit, blocks, plan.pack);
-    plan.rule = {0, plan.splits, INT64_MAX, 0.0f};
+    plan.rule = {0, plan.splits, INT64_MAX};
     return;
   }
   plan.rule = invariant_rule(p, plan.tile_q);

@@ -5,7 +5,6 @@
 #include "cuda/common/block.h"
 #include "cuda/common/combine.h"
 #include "cuda/common/places.h"
-#include "cuda/common/query_tile.h"
 #include "cuda/element.h"
 
 namespace tilewise::cuda::common {
@@ -124,7 +123,7 @@ void combine(TILEWISE_PARAMETER CombineParams params) {
   int64_t partial = row;
   if (params.rule.least > 0) {
     const Sequence s = sequence_of(p, place.batch);
-    splits = parts_of(p, params.rule, s.band);
+    splits = static_cast<int32_t>(params.rule.parts(s.band.rows, s.band.keys));
     if (splits == 1) return;  // written by the main kernel
     partial = partial_row(p, params.pitch, s, place.index);
   }

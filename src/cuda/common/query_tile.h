@@ -58,20 +58,6 @@ struct QueryRows {
   TILEWISE_DEVICE int32_t last_row() const { return packed() ? row(count - 1) : count - 1; }
 };
 
-// Into how many parts the keys of a sequence are cut, by a rule that may ask for the lengths of
-// all: the device alone knows them. All lanes call it.
-TILEWISE_DEVICE int32_t parts_of(const Problem& p, SplitRule rule, const Band& band) {
-  if (rule.share > 0.0f) {
-    float keys = 0.0f;
-    for (int64_t b = ptx::lane_index(); b < p.batch; b += ptx::kWarpSize)
-      keys += static_cast<float>(key_count(p, b));
-#pragma unroll
-    for (int mask = ptx::kWarpSize / 2; mask != 0; mask /= 2) keys += ptx::shuffle_xor(keys, mask);
-    rule.least = max(rule.least, static_cast<int64_t>(keys * rule.share) + 1);
-  }
-  return static_cast<int32_t>(rule.parts(band.rows, band.keys));
-}
-
 // The key tiles that the rows of a block see, walked from the last to the first.
 struct KeyTiles {
   int32_t first;
@@ -83,15 +69,9 @@ struct KeyTiles {
   int32_t lower;
   int32_t upper;
 
-  TILEWISE_DEVICE static KeyTiles of(const ForwardParams& p, const Band& band,
-                                     const QueryRows& rows, int32_t split, int32_t step) {
-    return of(p, band, rows, split, step, p.splits_of(band));
-  }
-
   // Without the full tiles: what the first copies wait for.
   TILEWISE_DEVICE static KeyTiles of(const ForwardParams& p, const Band& band,
-                                     const QueryRows& rows, int32_t split, int32_t step,
-                                     int32_t parts) {
+                                     const QueryRows& rows, int32_t split, int32_t step) {
     const int64_t row0 = rows.first + band.shift();
     KeyTiles t;
     t.keys = position(band.keys);
@@ -99,8 +79,9 @@ struct KeyTiles {
     t.upper = position(row0 + band.right + 1);
     int32_t end = max(0, min(t.keys, t.upper + rows.last_row()));
     t.first = tiles(max(0, t.lower), step);
-    if (parts != 1) [[unlikely]] {  // as `key_split`
+    if (p.order.splits != 1) [[unlikely]] {  // as `key_split`
       const int32_t count = max(0, tiles(end + step - 1, step) - t.first);
+      const int32_t parts = p.splits_of(band);
       const int32_t part = tiles(count + parts - 1, parts);
       const int32_t begin = t.first + min(count, part * split);
       end = min(end, (t.first + min(count, part * (split + 1))) * step);
@@ -150,10 +131,9 @@ struct BlockWork {
     w.sequence = sequence_of(p.problem, work.sequence);
     w.rows = QueryRows::of(p, w.sequence.band, work.tile, work.head);
     w.split = work.split;
-    w.splits = p.rule.share > 0.0f ? parts_of(p.problem, p.rule, w.sequence.band)
-                                   : p.splits_of(w.sequence.band);
+    w.splits = p.splits_of(w.sequence.band);
     if (w.split >= w.splits) w.rows.count = 0;
-    if (w.any()) w.tiles = KeyTiles::of(p, w.sequence.band, w.rows, work.split, key_tile, w.splits);
+    if (w.any()) w.tiles = KeyTiles::of(p, w.sequence.band, w.rows, work.split, key_tile);
     return w;
   }
 };

@@ -72,7 +72,6 @@ class KeyStream {
     if constexpr (C::kGeneral) {
       kv_ = kv;
       aligned_ = rows_are_aligned<Element>(view, columns);
-      ahead_ = look_up(tiles.last, 0);
     } else {
       // Not paged: `kv.offset` would bring two divisions.
       next_ = base_ + kv.slot * view.stride_batch * Element::kBytes +
@@ -137,27 +136,14 @@ class KeyStream {
     return key >= 0 && key < keys_;  // below 0: the block has no tile
   }
 
-  // Offset of key `key`, with a division of 32 bits.
-  TILEWISE_DEVICE int64_t offset_of(int32_t key) const {
-    if (!is_there(key)) return 0;
-    if (kv_.pages == nullptr) return kv_.offset(view_, key);
-    const auto row = static_cast<uint32_t>(kv_.first + key);
-    const auto size = static_cast<uint32_t>(min<int64_t>(kv_.page_size, INT32_MAX));
-    const uint32_t page = row / size;
-    return kv_.pages[page] * view_.stride_batch + (row - page * size) * view_.stride_row;
-  }
-
   // Offset of the row that this lane stands for: row `lane % kWarpRows` of the warp in pass
   // `pass + lane / kWarpRows`. All lanes call it.
   TILEWISE_DEVICE int64_t look_up(int32_t tile, int pass) const {
-    if constexpr (kWarpRows > 0) {
-      const int lane = ptx::lane_index();
-      const int row = lanes_.row - lane / Lanes::kStride + lane % kWarpRows +
-                      (pass + lane / kWarpRows) * Lanes::kRowsPerPass;
-      return row < kKeys ? offset_of(tile * kKeys + row) : 0;
-    } else {
-      return 0;
-    }
+    const int lane = ptx::lane_index();
+    const int row = lanes_.row - lane / Lanes::kStride + lane % kWarpRows +
+                    (pass + lane / kWarpRows) * Lanes::kRowsPerPass;
+    const int32_t key = tile * kKeys + row;
+    return row < kKeys && is_there(key) ? kv_.offset(view_, key) : 0;
   }
 
   TILEWISE_DEVICE static int64_t shuffle(int64_t x, int lane) {
@@ -166,40 +152,26 @@ class KeyStream {
     return static_cast<int64_t>(static_cast<uint64_t>(high) << 32 | low);
   }
 
-  // What comes next is looked up on the way, so that nobody waits for a page number.
-  TILEWISE_DEVICE void copy_checked(ptx::SharedAddress slot, int32_t tile, int begin, int end) {
-    int64_t found = ahead_;
+  TILEWISE_DEVICE void copy_checked(ptx::SharedAddress slot, int32_t tile, int begin,
+                                    int end) const {
+    int64_t found = 0;
+#pragma unroll 1  // pages need divisions: once in code
+    for (int pass = begin; pass < end; ++pass) {
+      const int32_t key = tile * kKeys + lanes_.row_of(pass);
+      int64_t offset = 0;
+      if constexpr (kWarpRows > 0) {
+        const int since = (pass - begin) % kPassesLookedUp;
+        if (since == 0) found = look_up(tile, pass);
+        offset = shuffle(found, since * kWarpRows + ptx::lane_index() / Lanes::kStride);
+      } else if (is_there(key)) {
+        offset = kv_.offset(view_, key);
+      }
+      if (!lanes_.has(pass)) continue;
+      const char* row = is_there(key) ? base_ + offset * Element::kBytes : nullptr;
 #pragma unroll
-    for (int first = begin; first < end; first += kPassesLookedUp) {
-      if (first > begin) found = look_up(tile, first);
-#pragma unroll
-      for (int pass = first; pass < min(end, first + kPassesLookedUp); ++pass)
-        copy_pass(slot, tile, pass, found, pass - first);
-    }
-    const bool whole = end == Lanes::kPasses;
-    ahead_ = look_up(whole ? tile - 1 : tile, whole ? 0 : end);
-  }
-
-  TILEWISE_DEVICE void copy_pass(ptx::SharedAddress slot, int32_t tile, int pass, int64_t found,
-                                 int since) const {
-    const int32_t key = tile * kKeys + lanes_.row_of(pass);
-    int64_t offset = 0;
-    if constexpr (kWarpRows > 0)
-      offset = shuffle(found, since * kWarpRows + ptx::lane_index() / Lanes::kStride);
-    else
-      offset = offset_of(key);
-    if (!lanes_.has(pass)) return;
-    const bool in = is_there(key);
-    const char* const row = base_ + offset * Element::kBytes;
-#pragma unroll
-    for (int column = 0; column < Lanes::kColumns; ++column) {
-      const int chunk = lanes_.chunk_of(column);
-      const ptx::SharedAddress to = slot + lanes_.offset(pass, column);
-      if (aligned_) {
-        const bool exists = in && chunk * (16 / Element::kBytes) < columns_;
-        tile::copy_chunk<typename C::Arch>(to, row + chunk * 16, exists ? 16 : 0);
-      } else {
-        copy_row_chunk<C>(to, in ? row : nullptr, chunk, columns_, false);
+      for (int column = 0; column < Lanes::kColumns; ++column) {
+        copy_row_chunk<C>(slot + lanes_.offset(pass, column), row, lanes_.chunk_of(column),
+                          columns_, aligned_);
       }
     }
   }
@@ -213,7 +185,6 @@ class KeyStream {
   const char* base_;              // of the head
   const char* next_ = nullptr;    // plain: row and chunk of this thread in the next tile
   KvSource kv_;                   // general
-  int64_t ahead_ = 0;             // of the part that is asked for next
   bool aligned_ = true;
 };
 
