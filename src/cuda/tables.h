@@ -37,7 +37,7 @@ struct UnitTable {
   Tile forward_tile;
   Tile backward_tile;
   UnitKernels plain;
-  UnitKernels general;  // simt: the same as `plain`
+  UnitKernels general;               // simt: the same as `plain`
   bool persistent_backward = false;  // a smaller grid may share the work
   int32_t prepare_parts = 1;         // blocks of the prepare kernel that share a tile of rows
   // The same for problems of few rows, where that pass has a cut of its own for them; null: none.
