@@ -44,7 +44,6 @@ struct WgmmaForwardTile {
   bool ping_pong;      // the warpgroups take turns to issue products
   bool overlap_tiles;  // the first scores of the next tile beside the last product of this one
   bool early_rescale;  // the sums are rescaled between the two products of a step
-  bool staged_store;   // the output leaves by way of shared memory of its own
   int math_registers;
   int load_registers;
 
@@ -65,7 +64,7 @@ enum class SendDq {
 struct WgmmaBackwardTile {
   int keys;
   int queries;
-  int cluster;  // blocks: 1 or 2
+  int cluster;   // blocks: 1 or 2
   bool preload;  // S and dP start at their row statistics
   SendDq send;
   int math_registers;

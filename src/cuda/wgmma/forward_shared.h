@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/ptx/mbarrier.h"
-#include "cuda/wgmma/forward_store.h"
+#include "cuda/wgmma/forward_work.h"
 
 namespace tilewise::cuda::wgmma {
 
@@ -64,9 +64,7 @@ struct ForwardShared {
   static constexpr int kQBytes = kTile.math_warpgroups * QTile::kBytes;
   static constexpr int kKAt = kTile.q_buffers * kQBytes;
   static constexpr int kVAt = kKAt + kTile.stages * KTile::kBytes;
-  static constexpr int kOutAt = kVAt + kTile.stages * VTile::kBytes;
-  static constexpr int kBarriersAt =
-      kOutAt + (kTile.staged_store ? kTile.math_warpgroups * OutTile<C>::kBytes : 0);
+  static constexpr int kBarriersAt = kVAt + kTile.stages * VTile::kBytes;
   static constexpr int kBarriers = 2 * kTile.q_buffers + 4 * kTile.stages + 2 * kWorkSlots + 1;
   static constexpr int kWorkAt = round_up(kBarriersAt + 8 * kBarriers, 16);
   static constexpr int kBytes = round_up(kWorkAt + kWorkSlots * sizeof(Work), 16);
@@ -80,9 +78,6 @@ struct ForwardShared {
   }
   TILEWISE_DEVICE KTile k(int stage) const { return {at(kKAt + stage * KTile::kBytes)}; }
   TILEWISE_DEVICE VTile v(int stage) const { return {at(kVAt + stage * VTile::kBytes)}; }
-  TILEWISE_DEVICE OutTile<C> out(int warpgroup) const {
-    return {at(kOutAt + warpgroup * OutTile<C>::kBytes)};
-  }
   TILEWISE_DEVICE Work& work(int slot) const {
     return *reinterpret_cast<Work*>(ptx::shared_memory() + kWorkAt +
                                     slot * static_cast<int>(sizeof(Work)));

@@ -14,6 +14,11 @@ namespace tilewise::cuda::wgmma {
 struct RowSums {
   float m[1][2];
   float l[1][2];
+
+  TILEWISE_DEVICE void clear() {
+    m[0][0] = m[0][1] = -FLT_MAX;
+    l[0][0] = l[0][1] = 0.0f;
+  }
 };
 
 // A maximum that moves only when it must (mma_sync) is 1 to 7 % slower here: the vote.
