@@ -118,8 +118,9 @@ TILEWISE_DEVICE void walk_by_columns(const TmaBackwardParams& params, const KeyR
   const ColumnWalk<C, kWarpgroup> own(params, work, shared, warp, first_dq);
   const BackwardBarriers& barriers = own.barriers;
   RowWalk walk(work);
+  const int32_t steps = work.steps;  // a read would wait behind the products
 #pragma unroll 1
-  for (int32_t step = 0; step < work.steps; ++step) {
+  for (int32_t step = 0; step < steps; ++step) {
     const int stage = step & 1;
     const int parity = step >> 1 & 1;
     float s[Plan::kKeys / 2];
@@ -159,7 +160,7 @@ TILEWISE_DEVICE void walk_by_columns(const TmaBackwardParams& params, const KeyR
     if constexpr (kAlone)
       own.rows_and_keys(sums, walk, stage);
     else
-      own.rows_and_keys_of_cluster(sums, walk, stage, step + 1 == work.steps);
+      own.rows_and_keys_of_cluster(sums, walk, stage, step + 1 == steps);
     walk.advance(Plan::kQueries);
   }
   ptx::wgmma_wait_group<0>();

@@ -38,6 +38,7 @@ TILEWISE_DEVICE void walk_by_keys(const TmaBackwardParams& params, const KeyReco
   const bool speaker = ptx::lane_index() == 0;
   const int32_t end = passed + work.steps;
   RowWalk walk(work);
+  [[maybe_unused]] const int32_t begin = walk.row;
 #pragma unroll 1
   for (int32_t step = passed; step < end; ++step) {
     const int stage = step & 1;
@@ -95,7 +96,10 @@ TILEWISE_DEVICE void walk_by_keys(const TmaBackwardParams& params, const KeyReco
     if (Plan::kTile.send == arch::SendDq::at_once) dq_stage.send();
     ptx::wgmma_wait_group<0>();
     if (speaker) ptx::mbarrier_arrive(barriers.q_read(stage));
-    walk.advance(Plan::kQueries);
+    if constexpr (Plan::kQueries == 80)
+      walk.advance(Plan::kQueries);
+    else
+      walk.advance(Plan::kQueries, begin);
   }
   ptx::wgmma_wait_group<0>();
   ptx::keep(dk);

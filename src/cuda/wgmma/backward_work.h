@@ -132,11 +132,21 @@ struct RowWalk {
         head(record.query_head),
         index(record.tile_index) {}
 
+  // Where a register is short, a new head costs a read of shared memory.
   TILEWISE_DEVICE void advance(int32_t tile) {
     row += tile;
     ++index;
     if (row != end) return;
     row = work.row;
+    index += work.skipped_tiles;
+    ++head;
+  }
+  // Where it is not. `begin`: the first row of every head.
+  TILEWISE_DEVICE void advance(int32_t tile, int32_t begin) {
+    row += tile;
+    ++index;
+    if (row != end) return;
+    row = begin;
     index += work.skipped_tiles;
     ++head;
   }
