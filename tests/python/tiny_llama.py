@@ -20,13 +20,15 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 def make(kind: str = "Llama", seed: int = 0, **changes: Any) -> Any:
-    """The causal language model of a family, always the same one."""
+    """The causal language model of a family, always the same one, on torch's default device."""
     import transformers
 
     torch.manual_seed(seed)
     settings = getattr(transformers, f"{kind}Config")(**config(**changes))
     settings._attn_implementation = "eager"
-    return getattr(transformers, f"{kind}ForCausalLM")(settings).eval()
+    with torch.device("cpu"):  # another device's generator draws other numbers
+        model = getattr(transformers, f"{kind}ForCausalLM")(settings)
+    return model.to(torch.get_default_device()).eval()
 
 
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
@@ -41,5 +43,8 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 def prompts(*lengths: int) -> list[list[int]]:
     """Random ones, the same in every test."""
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+    generator = torch.Generator("cpu").manual_seed(7)
+    return [
+        torch.randint(VOCABULARY, (n,), generator=generator, device="cpu").tolist()
+        for n in lengths
+    ]
