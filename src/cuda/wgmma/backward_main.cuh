@@ -4,14 +4,14 @@
 //
 //   load warp        record | Q, lse -> q_landed    dO, delta -> dout_landed    K, V    by TMA
 //   math warpgroups  s, dp -> p, ds -> dv, dq, dk    -> q_read, dout_read         two
-//                    backward_by_keys.h, backward_by_columns.h
+//                    backward_by_keys.cuh, backward_by_columns.cuh
 //   send warps       dq from shared memory to dq_sum by bulk reduce-add           one each
 //                    (by columns it goes there from registers)
 #pragma once
 
 #include "cuda/ptx/cluster.h"
-#include "cuda/wgmma/backward_by_columns.h"
-#include "cuda/wgmma/backward_by_keys.h"
+#include "cuda/wgmma/backward_by_columns.cuh"
+#include "cuda/wgmma/backward_by_keys.cuh"
 #include "cuda/wgmma/backward_load.h"
 #include "cuda/wgmma/backward_send.h"
 

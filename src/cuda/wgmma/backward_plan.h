@@ -1,8 +1,8 @@
 // How a backward block is cut: what lies where in shared memory, and who waits for whom.
 //
 // Head dims up to 128: the math warpgroups share the keys of the block, dK and dV stay in the
-// registers of their keys (backward_by_keys.h). Larger ones: they share the columns of the head,
-// one computes P and the other one dS (backward_by_columns.h).
+// registers of their keys (backward_by_keys.cuh). Larger ones: they share the columns of the head,
+// one computes P and the other one dS (backward_by_columns.cuh).
 #pragma once
 
 #include "cuda/ptx/mbarrier.h"
