@@ -17,6 +17,7 @@ struct AppendCall {
   Output q_out{B * Sq * Hq * D}, k_cache{B * Sk * Hkv * D}, v_cache{B * Sk * Hkv * Dv};
   std::vector<int32_t> seqlens = {2, 5}, cu_q = {0, 1, 3}, cu_new = {0, 2, 3}, rotary = {1, 2};
   std::vector<int32_t> table = {0, 2, 1, 3}, batch_idx = {1, 0}, leftpad = {1, 2};
+  std::vector<float> descales = pattern(B * Hkv, 0.6f);
   tilewise_parallel parallel{};
   tilewise_kv_append a{};
 
@@ -52,6 +53,13 @@ struct AppendCall {
     a.pages = kPages;
     a.k_cache.stride_batch = kPageSize * Hkv * D;
     a.v_cache.stride_batch = kPageSize * Hkv * Dv;
+  }
+  void use_float8() {
+    a.dtype = TILEWISE_FLOAT16;
+    a.kv_float8 = 1;
+    a.k_descale = a.v_descale = descales.data();
+    a.k_descale_stride_batch = a.v_descale_stride_batch = Hkv;
+    a.k_descale_stride_head = a.v_descale_stride_head = 1;
   }
   bool untouched() const { return q_out.untouched() && k_cache.untouched() && v_cache.untouched(); }
 };
@@ -258,6 +266,50 @@ const Bad kBad[] = {
      "rotary_interleaved is 2: allowed is 0 to 1"},
     {"q_single_position", [](AppendCall& c) { c.a.q_single_position = -1; },
      "q_single_position is -1: allowed is 0 to 1"},
+    {"check", [](AppendCall& c) { c.a.check = 2; }, "check is 2: allowed is 0 to 1"},
+    {"kv_float8", [](AppendCall& c) { c.a.kv_float8 = 2; }, "kv_float8 is 2: allowed is 0 to 1"},
+    {"kv_float8_dtype", [](AppendCall& c) { c.a.kv_float8 = 1; },
+     "kv_float8 is 1 with dtype float32: float16 and bfloat16 are allowed"},
+    {"k_descale", [](AppendCall& c) { c.a.k_descale = c.descales.data(); },
+     "k_descale is given, but kv_float8 is 0"},
+    {"v_descale", [](AppendCall& c) { c.a.v_descale = c.descales.data(); },
+     "v_descale is given, but kv_float8 is 0"},
+    {"k_descale_misaligned",
+     [](AppendCall& c) {
+       c.use_float8();
+       c.a.k_descale = misaligned(c.descales.data());
+     },
+     "k_descale is 0x"},
+    {"v_descale_misaligned",
+     [](AppendCall& c) {
+       c.use_float8();
+       c.a.v_descale = misaligned(c.descales.data(), 2);
+     },
+     "v_descale is 0x"},
+    {"k_descale_stride_batch",
+     [](AppendCall& c) {
+       c.use_float8();
+       c.a.k_descale_stride_batch = -kHuge;
+     },
+     "k_descale.stride_batch is -1152921504606846976: with 2 entries"},
+    {"k_descale_stride_head",
+     [](AppendCall& c) {
+       c.use_float8();
+       c.a.k_descale_stride_head = kHuge;
+     },
+     "k_descale.stride_head is 1152921504606846976: with 2 entries"},
+    {"v_descale_stride_batch",
+     [](AppendCall& c) {
+       c.use_float8();
+       c.a.v_descale_stride_batch = INT64_MAX;
+     },
+     "v_descale.stride_batch is 9223372036854775807: with 2 entries"},
+    {"v_descale_stride_head",
+     [](AppendCall& c) {
+       c.use_float8();
+       c.a.v_descale_stride_head = kHuge;
+     },
+     "v_descale.stride_head is 1152921504606846976: with 2 entries"},
     {"parallel",
      [](AppendCall& c) {
        c.parallel.threads = -3;

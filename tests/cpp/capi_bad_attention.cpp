@@ -197,6 +197,41 @@ const Bad kBad[] = {
      "deterministic is 2: allowed is 0 to 1"},
     {"check", [](Call& c) { c.a.check = -1; }, "check is -1: allowed is 0 to 1"},
     {"tf32", [](Call& c) { c.a.tf32 = 2; }, "tf32 is 2: allowed is 0 to 1"},
+    {"batch_invariant", [](Call& c) { c.a.batch_invariant = 2; },
+     "batch_invariant is 2: allowed is 0 to 1"},
+    {"batch_invariant_splits", [](Call& c) { c.a.batch_invariant = 1, c.a.num_splits = 3; },
+     "num_splits is 3 with batch_invariant: 0 is allowed"},
+    {"kv_float8", [](Call& c) { c.a.kv_float8 = -1; }, "kv_float8 is -1: allowed is 0 to 1"},
+    {"kv_float8_dtype", [](Call& c) { c.a.kv_float8 = 1; },
+     "kv_float8 is 1 with dtype float32: float16 and bfloat16 are allowed"},
+    {"k_descale", [](Call& c) { c.a.k_descale = c.descales.data(); },
+     "k_descale is given, but kv_float8 is 0"},
+    {"v_descale", [](Call& c) { c.a.v_descale = c.descales.data(); },
+     "v_descale is given, but kv_float8 is 0"},
+    {"k_descale_stride_batch",
+     [](Call& c) {
+       c.use_float8();
+       c.a.k_descale_stride_batch = kHuge;
+     },
+     "k_descale.stride_batch is 1152921504606846976: with 2 entries"},
+    {"k_descale_stride_head",
+     [](Call& c) {
+       c.use_float8();
+       c.a.k_descale_stride_head = -kHuge;
+     },
+     "k_descale.stride_head is -1152921504606846976: with 2 entries"},
+    {"v_descale_stride_batch",
+     [](Call& c) {
+       c.use_float8();
+       c.a.v_descale_stride_batch = kHuge;
+     },
+     "v_descale.stride_batch is 1152921504606846976: with 2 entries"},
+    {"v_descale_stride_head",
+     [](Call& c) {
+       c.use_float8();
+       c.a.v_descale_stride_head = INT64_MIN;
+     },
+     "v_descale.stride_head is -9223372036854775808: with 2 entries"},
     {"parallel_threads",
      [](Call& c) {
        c.parallel.threads = -1;
@@ -250,10 +285,13 @@ TEST(BadAttentionStruct, UnknownOptionIsRefused) {
   std::vector<unsigned char> newer(sizeof(tilewise_attention) + 16, 0);
   call.a.struct_size = static_cast<uint32_t>(newer.size());
   std::memcpy(newer.data(), &call.a, sizeof(call.a));
-  newer[sizeof(tilewise_attention) + 8] = 1;
+  constexpr std::size_t kUnknown = sizeof(tilewise_attention) + 8;
+  newer[kUnknown] = 1;
   const auto* attention = reinterpret_cast<const tilewise_attention*>(newer.data());
-  expect_refused(tilewise_forward(attention, call.workspace_data, call.workspace_bytes), call,
-                 "attention uses an option that this version does not know: byte 496");
+  expect_refused(
+      tilewise_forward(attention, call.workspace_data, call.workspace_bytes), call,
+      ("attention uses an option that this version does not know: byte " + std::to_string(kUnknown))
+          .c_str());
 }
 
 TEST(BadPlan, ArgumentsAreRefused) {
@@ -283,6 +321,9 @@ TEST(Unsupported, IsSaidInOneSentence) {
   call.a.dtype = TILEWISE_FLOAT8_E4M3;
   EXPECT_EQ(call.forward(), TILEWISE_UNSUPPORTED);
   expect_message("no CPU kernel computes a forward in f8");
+  call.use_float8();
+  EXPECT_EQ(call.backward(), TILEWISE_UNSUPPORTED);
+  expect_message("backward with kv_float8: keys and values of float8_e4m3 have a forward only");
   EXPECT_TRUE(call.untouched());
 }
 

@@ -207,6 +207,18 @@ const Bad kBad[] = {
 };
 INSTANTIATE_TEST_SUITE_P(, BadLaunch, testing::ValuesIn(kBad), bad_input_name<Call>);
 
+// Of a cache in float8_e4m3, which has no backward.
+TEST(BadDescale, IsRefusedByForward) {
+  Call k;
+  k.use_float8();
+  k.a.k_descale = misaligned(k.descales.data());
+  expect_refused(k.forward(), k, "k_descale is 0x");
+  Call v;
+  v.use_float8();
+  v.a.v_descale = misaligned(v.descales.data(), 2);
+  expect_refused(v.forward(), v, "v_descale is 0x");
+}
+
 TEST(BadWorkspace, IsRefused) {
   Call call;
   tilewise_plan_info info{};

@@ -281,19 +281,20 @@ TEST(InstructionSets, EachAvailableOneCanBeForced) {
 }
 
 TEST(Matrix, RowsAreCompleteAndEnd) {
+  const std::set<std::string> tensor_cores = {"cuda.mma_sync", "cuda.wgmma"};
   std::set<std::string> rows;
   tilewise_kernel_info info{};
   info.struct_size = sizeof(info);
   int32_t index = 0;
   for (; tilewise_kernel(index, &info) == TILEWISE_OK; ++index) {
     EXPECT_TRUE(rows.insert(info.name + std::to_string(info.dtype)).second) << info.name;
-    EXPECT_EQ(info.max_head_dim, std::string(info.name) == "cuda.mma_sync" ? 256 : 512);
+    EXPECT_EQ(info.max_head_dim, tensor_cores.count(info.name) == 1 ? 256 : 512) << info.name;
     EXPECT_NE(info.requires_[0], '\0');
     EXPECT_TRUE(info.forward == 1 && info.backward == 1);
   }
   expect_message("index is " + std::to_string(index) + ": allowed is 0 to " +
                  std::to_string(index - 1));
-  EXPECT_EQ(rows.size(), 21u);  // seven families of three dtypes
+  EXPECT_EQ(rows.size(), 23u);  // seven families of three dtypes, and wgmma, which has no float32
   EXPECT_EQ(tilewise_kernel(-1, &info), TILEWISE_INVALID_ARGUMENT);
   EXPECT_EQ(tilewise_kernel(0, nullptr), TILEWISE_INVALID_ARGUMENT);
   info.struct_size = 1;

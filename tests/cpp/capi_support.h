@@ -80,6 +80,7 @@ struct Call {
   std::vector<float> bias = pattern(B * Hq * Sq * 9, 0.5f);
   std::vector<float> slopes = pattern(B * Hq, 0.6f);
   std::vector<float> sinks = pattern(Hq, 0.7f);
+  std::vector<float> descales = pattern(B * Hkv, 0.9f);
   std::vector<float> dlse_values = pattern(B * Hq * Sq, 0.8f);
   float scale = 0.25f;
   uint64_t dropout_state[2] = {7, 9};
@@ -157,6 +158,13 @@ struct Call {
   void use_sinks() {
     a.sinks = sinks.data();
     g.dsinks = dsinks.data();
+  }
+  void use_float8() {
+    a.dtype = TILEWISE_FLOAT16;
+    a.kv_float8 = 1;
+    a.k_descale = a.v_descale = descales.data();
+    a.k_descale_stride_batch = a.v_descale_stride_batch = Hkv;
+    a.k_descale_stride_head = a.v_descale_stride_head = 1;
   }
   void use_dlse() {
     g.dlse = dlse_values.data();

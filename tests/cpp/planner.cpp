@@ -5,6 +5,7 @@
 
 #include "described_cuda.h"
 
+#include <algorithm>
 #include <initializer_list>
 #include <set>
 #include <string>
@@ -239,18 +240,26 @@ TEST(Manifest, NamesAreUniqueAndFitTheAbi) {
   }
 }
 
+const Family& cuda_row(const std::string& name) {
+  return *std::find_if(kManifest.begin(), kManifest.end(),
+                       [&](const Family& family) { return family.name == name; });
+}
+
 TEST(Manifest, AFamilyRunsWhereItsRequirementsAre) {
   EXPECT_TRUE(can_run(cpu_row(Isa::amx), kSapphireRapids));
   EXPECT_FALSE(can_run(cpu_row(Isa::amx), kZen4));
   EXPECT_FALSE(can_run(cpu_row(Isa::avx2), arm_machine()));
-  const auto& mma_sync = kManifest.back();
-  const auto& simt = *(&mma_sync - 1);
+  const Family& simt = cuda_row("cuda.simt");
+  const Family& mma_sync = cuda_row("cuda.mma_sync");
+  const Family& wgmma = cuda_row("cuda.wgmma");
   EXPECT_FALSE(can_run(cpu_row(Isa::portable), gpu_with(90)));
   EXPECT_TRUE(can_run(mma_sync, gpu_with(90)));
   EXPECT_TRUE(can_run(mma_sync, gpu_with(121)));
   EXPECT_TRUE(can_run(simt, gpu_with(75)));
   EXPECT_FALSE(can_run(simt, gpu_with(70)));  // the requirement is met, but no code is inside
   EXPECT_FALSE(can_run(mma_sync, kZen4));
+  EXPECT_TRUE(can_run(wgmma, gpu_with(90)));
+  for (int32_t sm : {89, 100, 121}) EXPECT_FALSE(can_run(wgmma, gpu_with(sm))) << sm;
 }
 
 }  // namespace
