@@ -56,8 +56,9 @@ class Result:
     dsinks: Array
     dscale: float
     # Sizes of what is summed, for judging cancellation (dp - delta is exactly 0 for a single key):
-    # per part p_ij times the norm of the terms of dp_i, and the norms over all rows of what dv (if
-    # dout were 1), dsinks and dscale sum.
+    # the largest norm of the terms p_ij v_j of an element of out; per part p_ij times the norm of
+    # the terms of dp_i; the norms over all rows of what dv (if dout were 1), dsinks and dscale sum.
+    out_size: float
     ds_sizes: list[Array]
     dv_size: float
     dsinks_size: Array
@@ -185,7 +186,8 @@ def attention(
         out=np.zeros((*q.shape[:2], v.shape[2])), lse=np.full(q.shape[:2], -np.inf),
         dq=np.zeros(q.shape), dk=np.zeros((many, *k.shape[1:])), dv=np.zeros((many, *v.shape[1:])),
         dbias=None if o.bias is None else np.zeros(o.bias.shape), dsinks=np.zeros(heads),
-        dscale=0.0, ds_sizes=[], dv_size=0.0, dsinks_size=np.zeros(heads), dscale_size=0.0,
+        dscale=0.0, out_size=0.0, ds_sizes=[], dv_size=0.0, dsinks_size=np.zeros(heads),
+        dscale_size=0.0,
     )  # fmt: skip
     for part in parts:
         n, m = len(part.rows), len(part.keys)
@@ -210,6 +212,8 @@ def attention(
         if o.dropout_p > 0:
             drop = kept(o, part.batch, heads, n, m) / (1 - float(np.float32(o.dropout_p)))
         r.out[part.rows] = ((p * drop) @ vh).transpose(1, 0, 2)
+        terms = np.sqrt((p * drop) ** 2 @ vh**2)
+        r.out_size = max(r.out_size, float(np.nanmax(terms, initial=0)))
         r.lse[part.rows] = lse.T
         if dout is None:
             continue

@@ -45,6 +45,5 @@ def prompts(*lengths: int) -> list[list[int]]:
     """Random ones, the same in every test."""
     generator = torch.Generator("cpu").manual_seed(7)
     return [
-        torch.randint(VOCABULARY, (n,), generator=generator, device="cpu").tolist()
-        for n in lengths
+        torch.randint(VOCABULARY, (n,), generator=generator, device="cpu").tolist() for n in lengths
     ]
