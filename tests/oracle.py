@@ -212,8 +212,7 @@ def attention(
         if o.dropout_p > 0:
             drop = kept(o, part.batch, heads, n, m) / (1 - float(np.float32(o.dropout_p)))
         r.out[part.rows] = ((p * drop) @ vh).transpose(1, 0, 2)
-        terms = np.sqrt((p * drop) ** 2 @ vh**2)
-        r.out_size = max(r.out_size, float(np.nanmax(terms, initial=0)))
+        r.out_size = max(r.out_size, np.sqrt(np.nanmax((p * drop) ** 2 @ vh**2, initial=0)))
         r.lse[part.rows] = lse.T
         if dout is None:
             continue
