@@ -145,6 +145,8 @@ TILEWISE_DEVICE void by_keys_role(const TmaBackwardParams& p, ptx::SharedAddress
     for (float& x : dv) x = 0.0f;
     if (work.steps > 0)
       await_keys<C>(p, work, shared, ptx::thread_index() - ptx::kWarpgroupSize, piece & 1);
+    else
+      await_landing(barriers, piece & 1);
     walk_by_keys<C>(p, work, products, shared, warpgroup, warp, steps, dk, dv);
     steps += work.steps;
     if (ptx::lane_index() == 0) ptx::mbarrier_arrive(barriers.keys_left());

@@ -58,17 +58,15 @@ TILEWISE_DEVICE void copy_pages(const Problem& p, const KeyRecord& work, ptx::Sh
   ptx::cp_async_wait_group<0>();
 }
 
-// Returns when K and V are as the products need them. `parity`: of the keys that TMA brings.
+// Returns when K and V are as the products need them. `parity`: of await_landing.
 template <class C>
 TILEWISE_DEVICE void await_keys(const TmaBackwardParams& p, const KeyRecord& work,
                                 ptx::SharedAddress shared, int thread, int parity) {
   using Plan = BackwardPlan<C>;
-  const BackwardBarriers barriers{shared + Plan::kBarriers};
+  await_landing({shared + Plan::kBarriers}, parity);
   if (C::kGeneral && work.paged != 0) {
     copy_pages<C>(p.problem, work, shared, thread);
   } else {
-    ptx::mbarrier_wait_parity(barriers.k_landed(), parity);
-    ptx::mbarrier_wait_parity(barriers.v_landed(), parity);
     const int32_t keep = work.keys_to_keep;
     const int32_t peer_keep = Plan::kCluster == 2 ? work.peer_keys_to_keep : Plan::kKeys;
     if (keep >= Plan::kKeys && peer_keep >= Plan::kKeys) return;

@@ -52,6 +52,7 @@ TILEWISE_DEVICE void send_role(const TmaBackwardParams& p, ptx::SharedAddress sh
     if (steps < 0) break;
     RowWalk walk(work);
     const Turns<C> turns(p, work);
+    await_landing(barriers, piece & 1);
     ptx::sync_warp();
     if (ptx::lane_index() == 0) ptx::mbarrier_arrive(barriers.keys_left());
 #pragma unroll 1

@@ -116,6 +116,15 @@ TILEWISE_DEVICE const KeyRecord& received_work(int slot) {
   return reinterpret_cast<const KeyRecord*>(ptx::shared_memory() + BackwardPlan<C>::kRecords)[slot];
 }
 
+// Returns when the load warp has come to the keys of a piece of work, and TMA has brought those
+// that it brings. Whoever arrives at keys_left() has been here before: otherwise, where pieces have
+// no steps, two phases of that barrier pass while the load warp is on its way to wait for the
+// first.
+TILEWISE_DEVICE void await_landing(const BackwardBarriers& barriers, int parity) {
+  ptx::mbarrier_wait_parity(barriers.k_landed(), parity);
+  ptx::mbarrier_wait_parity(barriers.v_landed(), parity);
+}
+
 // One step after the other: all tiles of rows, in one query head after the other. What is the same
 // for all heads stays in the record.
 struct RowWalk {
