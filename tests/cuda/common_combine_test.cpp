@@ -80,7 +80,12 @@ TYPED_TEST(CommonCombine, IsTheSoftmaxOfAllSplits) {
     const int32_t splits = call.random.template pick<int32_t>({2, 3, 7, 32, 33, 80});
     const Partials part(call, splits);
     if (seed % 7 == 0) call.p.lse = nullptr;
-    const common::CombineParams params{call.p, splits, part.out.data(), part.lse.data()};
+    common::CombineParams params;
+    params.problem = call.p;
+    params.splits = splits;
+    params.partial_out = part.out.data();
+    params.partial_lse = part.lse.data();
+    params.rule = {0, splits};
     tilewise::cuda::launch(common::tensor_kernels(call.p.dtype).combine,
                            common::combine_blocks(call.p), nullptr, params);
     int64_t used = 0;
