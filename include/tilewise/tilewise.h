@@ -157,7 +157,8 @@ typedef struct tilewise_attention {
   const tilewise_parallel* parallel; /* CPU; NULL: the library's own pool */
 
   int32_t batch_invariant; /* 1: a sequence's rows of out and lse are to the bit what they are
-                              without the other sequences; num_splits is 0 then. Forward only */
+                              without the other sequences, and so are its gradients of q, k and v;
+                              num_splits is 0 then */
   int32_t kv_float8;       /* 1: k and v are float8_e4m3, for q of float16 or bfloat16; their values
                               are multiplied by the descales. Forward only */
   const float* k_descale;  /* [B, Hkv]; NULL: 1 */

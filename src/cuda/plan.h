@@ -23,6 +23,9 @@ Plan plan_backward(const Problem& p, const Gradients& g, Family family, const Gp
 // or written starts at a multiple of 16 bytes. Of the backward when `g` is given.
 bool fits_plain(const Problem& p, const Gradients* g);
 
+// Of a forward that wgmma leaves to the tiles that mma_sync has for decoding.
+bool has_few_rows(const Problem& p);
+
 // Why the wgmma family does not serve the pass, whatever the GPU; null: it does. The words follow
 // "but ".
 const char* why_not_wgmma(const Problem& p, const Gradients* g);

@@ -166,14 +166,17 @@ bool fits_plain(const Problem& p, const Gradients* g) {
   return !is_general(p) && p.block_table == nullptr && rows_are_aligned(p, g);
 }
 
-const char* why_not_wgmma(const Problem& p, const Gradients* g) {
+bool has_few_rows(const Problem& p) {
   constexpr int64_t kFewRows = 64;
+  return deciding_rows(p) * group_size(p) <= kFewRows;
+}
+
+const char* why_not_wgmma(const Problem& p, const Gradients* g) {
   if (p.dtype == TILEWISE_FLOAT32) return "its tensor cores compute float16 and bfloat16";
   if (p.kv_float8 != 0) return "its copies do not convert float8";
   if (g == nullptr && p.batch_invariant != 0)
     return "batch_invariant asks for one kernel, whatever the lengths";
-  if (g == nullptr && deciding_rows(p) * group_size(p) <= kFewRows)
-    return "it fills tiles of 64 rows and more, and here are fewer";
+  if (g == nullptr && has_few_rows(p)) return "it fills tiles of 64 rows, and here are fewer";
   if (!rows_are_aligned(p, g))
     return "its copies need rows that start at multiples of 16 bytes and head dims that are "
            "multiples of 8";

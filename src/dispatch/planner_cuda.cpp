@@ -28,6 +28,8 @@ std::string why_not_faster(const Family& chosen, const Problem& p, const Gradien
   if (device.gpu.sm > faster->sm.last || (specific && device.gpu.sm < faster->sm.first)) return {};
   if (specific && !faster->dtypes.contains(p.dtype)) return {};
   if (device.gpu.sm < faster->sm.first) return name + "it needs " + faster->requires_;
+  if (specific && gradients == nullptr && cuda::has_few_rows(p))
+    return std::string(faster->name) + " is for more rows: it fills tiles of 64";
   const std::string why = specific ? why_not_wgmma(p, gradients, device) : "";
   if (!why.empty()) return name + why;
   if (p.kv_float8 != 0) return name + "its copies do not convert float8";

@@ -143,7 +143,8 @@ TEST(PlannerCuda, WhatStaysOffWgmmaSaysWhy) {
   const Problem good = problem(TILEWISE_BFLOAT16);
   expect(good, nullptr);
   expect(good, "a tile table is forced", 90);
-  expect(problem(TILEWISE_BFLOAT16, 16, 64, 2048), "it fills tiles of 64 rows and more");
+  expect(problem(TILEWISE_BFLOAT16, 16, 64, 2048),
+         ": cuda.wgmma is for more rows: it fills tiles of 64");
   expect(problem(TILEWISE_BFLOAT16, 16, 65, 2048), nullptr);
   const char* kAligned = "multiples of 16 bytes";
   for (tilewise_tensor Problem::* view : {&Problem::q, &Problem::k, &Problem::v, &Problem::out}) {
