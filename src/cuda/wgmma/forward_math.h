@@ -78,7 +78,7 @@ class ForwardMath {
     const WarpgroupTiles& mine = shared_.work(slot).parts[warpgroup_];
     // ptxas is told that all lanes agree: it keeps descriptors in uniform registers only then, and
     // 48 moves and a barrier of the warp out of the main loop (4 %). It loses track when the loops
-    // of `run` are nested: the ledger of kernels counts those moves.
+    // of `run` are nested.
     tiles_.what = static_cast<Walk>(uniform(static_cast<int32_t>(mine.what)));
     tiles_.first = uniform(mine.first);
     tiles_.last = uniform(mine.last);
