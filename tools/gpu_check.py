@@ -44,7 +44,9 @@ def table(result: dict[str, Any]) -> str:
                                     if isinstance(c, int))  # fmt: skip
                 lines.append(f"  {part}: {counted}")
             elif isinstance(value, dict) and "errors" in value:
-                lines.append(f"  {part}: {value['errors']} errors")
+                left = value.get("unfinished", 0)  # their reports are not in the count
+                unfinished = f", {left} parts unfinished: NOT judged" if left else ""
+                lines.append(f"  {part}: {value['errors']} errors{unfinished}")
     left_out = [name for name in STAGES if name not in result["stages"]]
     if left_out:
         lines.append(f"NOT run: {', '.join(left_out)}")
