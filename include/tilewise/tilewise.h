@@ -93,11 +93,11 @@ typedef struct tilewise_attention {
   int32_t dtype;        /* tilewise_dtype of q, k, v, out */
   void* stream;         /* CUDA stream; not read for the CPU */
 
-  int64_t batch;      /* number of sequences B >= 0 */
+  int64_t batch;      /* number of sequences B, 0..2^31-1 */
   int64_t seqlen_q;   /* rows of a sequence Sq; with cu_seqlens_q: all rows T of q */
   int64_t seqlen_k;   /* keys of a sequence Sk; with cu_seqlens_k: all rows of k; paged: not read */
-  int64_t heads_q;    /* Hq >= 1, a multiple of heads_kv */
-  int64_t heads_kv;   /* Hkv >= 1 */
+  int64_t heads_q;    /* Hq, 1..2^31-1, a multiple of heads_kv */
+  int64_t heads_kv;   /* Hkv, 1..2^31-1 */
   int64_t head_dim;   /* D, 1..512 */
   int64_t head_dim_v; /* Dv, 1..512; 0 means head_dim */
 

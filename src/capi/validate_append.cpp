@@ -21,11 +21,11 @@ bool appends(const Append& a) { return a.k_new.data != nullptr; }
 bool rotates_q(const Append& a) { return a.q.data != nullptr; }
 
 void check_sizes(Append& a) {
-  check_range("batch", a.batch, 0, kMaxRows);
+  check_range("batch", a.batch, 0, kMaxCount);
   check_range("seqlen_q", a.seqlen_q, 0, kMaxRows);
   check_range("seqlen_new", a.seqlen_new, 0, kMaxRows);
-  check_range("heads_q", a.heads_q, rotates_q(a) ? 1 : 0, kMaxRows);
-  check_range("heads_kv", a.heads_kv, 1, kMaxRows);
+  check_range("heads_q", a.heads_q, rotates_q(a) ? 1 : 0, kMaxCount);
+  check_range("heads_kv", a.heads_kv, 1, kMaxCount);
   check_range("head_dim", a.head_dim, 1, kMaxHeadDim);
   check_range("head_dim_v", a.head_dim_v, 0, kMaxHeadDim);
   if (a.head_dim_v == 0) a.head_dim_v = a.head_dim;
@@ -36,7 +36,7 @@ void check_sizes(Append& a) {
 }
 
 void check_cache(Append& a) {
-  check_range("kv_batch", a.kv_batch, 0, kMaxRows);
+  check_range("kv_batch", a.kv_batch, 0, kMaxCount);
   if (a.kv_batch == 0) a.kv_batch = a.batch;
   if (a.block_table != nullptr) {
     require(a.kv_batch_idx == nullptr,

@@ -15,10 +15,10 @@ constexpr int64_t kMaxSplits = 256;
 constexpr int64_t kMaxThreads = 65536;
 
 void check_sizes(Problem& p) {
-  check_range("batch", p.batch, 0, kMaxRows);
+  check_range("batch", p.batch, 0, kMaxCount);
   check_range("seqlen_q", p.seqlen_q, 0, kMaxRows);
-  check_range("heads_q", p.heads_q, 1, kMaxRows);
-  check_range("heads_kv", p.heads_kv, 1, kMaxRows);
+  check_range("heads_q", p.heads_q, 1, kMaxCount);
+  check_range("heads_kv", p.heads_kv, 1, kMaxCount);
   require(p.heads_q % p.heads_kv == 0, "heads_q is ", p.heads_q,
           ": a multiple of heads_kv, which is ", p.heads_kv, ", is allowed");
   check_range("head_dim", p.head_dim, 1, kMaxHeadDim);
@@ -32,7 +32,7 @@ void check_sizes(Problem& p) {
 }
 
 void check_cache(Problem& p) {
-  check_range("kv_batch", p.kv_batch, 0, kMaxRows);
+  check_range("kv_batch", p.kv_batch, 0, kMaxCount);
   if (p.kv_batch == 0) p.kv_batch = p.batch;
   if (p.block_table != nullptr) {
     check_range("page_size", p.page_size, 1, kMaxRows);

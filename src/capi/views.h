@@ -12,6 +12,9 @@ namespace tilewise::capi {
 // and small enough that no product with head dimensions and element sizes leaves 64 bits.
 inline constexpr int64_t kMaxRows = int64_t{1} << 42;
 
+// Sequences, heads: kernels count them in 32 bits.
+inline constexpr int64_t kMaxCount = INT32_MAX;
+
 enum class Access { read, write };
 
 // One dimension of a view: its size and the stride, in elements, with the name to report.

@@ -106,7 +106,8 @@ SplitRule uneven_rule(const Problem& p, const Gpu& gpu, const UnitTable& unit, i
   // Blocks over what the GPU runs at once. Few pairs have more partial results for their keys.
   const int64_t times = blocks * 2 > slots ? 4 : 2;
   const int64_t keys = max(keys_of_split(unit), ceil_div(most_keys(p) * blocks, slots * times));
-  return {keys, kMostSplits, INT64_MAX};
+  // The rule divides 32 bits.
+  return {min<int64_t>(keys, INT32_MAX), kMostSplits, INT64_MAX};
 }
 
 // Sets splits, the rule that gives them to sequences, and where their results lie.

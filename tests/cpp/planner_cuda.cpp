@@ -279,6 +279,22 @@ TEST(PlannerCuda, SplitsFillTheGpuAndFollowTheCaller) {
   EXPECT_LE(plan.workspace_bytes, partial + 256);
 }
 
+// Lengths that only the GPU knows: a sequence is cut by its own keys, however many there are.
+TEST(PlannerCuda, UnevenLengthsAreCutByTheirKeys) {
+  const Device device = gpu_with(90);
+  Problem p = problem(TILEWISE_BFLOAT16, 4, 1, 65536, 8);
+  const int32_t lengths = 0;
+  p.seqused_k = &lengths;
+  const cuda::Plan some = forward(p, device);
+  EXPECT_GT(some.rule.parts(1, 65536), 8);
+  EXPECT_EQ(some.rule.parts(1, 100), 1);
+  p.seqlen_k = int64_t{1} << 37;  // as a block table may have room for
+  p.batch = 64;
+  const cuda::Plan many = forward(p, device);
+  EXPECT_EQ(many.rule.parts(1, p.seqlen_k), 1);
+  EXPECT_EQ(many.splits, 1);
+}
+
 // A dense problem without a band is one launch and needs no memory; a band adds one byte a block.
 TEST(PlannerCuda, APlainForwardNeedsNothing) {
   const Device device = gpu_with(90);

@@ -1,11 +1,13 @@
 // libFuzzer target: any struct is either refused with a sentence and without a write, or served
-// within the memory it describes, in full.
+// within the memory it describes, in full; and the planner has a sane plan for it on any GPU.
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <new>
 
 #include "call.h"
+#include "described_cuda.h"
+#include "dispatch/planner.h"
 
 namespace {
 
@@ -46,11 +48,28 @@ tilewise_status plan(fuzz::AttentionCall& call, bool backward, tilewise_plan_inf
   return status;
 }
 
+// What has been validated is planned for GPUs that this machine does not have, too.
+void plan_for_gpus(const fuzz::AttentionCall& call, bool backward) {
+  tilewise::Problem p = call.a;
+  p.device = TILEWISE_CUDA;
+  if (p.head_dim_v == 0) p.head_dim_v = p.head_dim;
+  if (p.kv_batch == 0) p.kv_batch = p.batch;
+  for (const int32_t sm : {75, 80, 90, 120}) {
+    const tilewise::dispatch::Decision decision =
+        tilewise::dispatch::plan(p, backward ? &call.g : nullptr, tilewise::gpu_with(sm));
+    if (decision.status != TILEWISE_OK) continue;
+    const tilewise::cuda::Plan& cut = decision.cuda;
+    expect(cut.workspace_bytes >= 0 && cut.blocks >= 0, "a plan of a negative size");
+    expect(cut.splits >= 1 && cut.pack >= 1, "a plan without a split or a head");
+  }
+}
+
 // Whether the call was served. What the backward makes of an `out` that no forward has written is
 // poison again, so then it is not looked at.
 bool run(fuzz::AttentionCall& call, bool backward, bool look) {
   tilewise_plan_info info;
   const tilewise_status planned = plan(call, backward, &info);
+  if (planned == TILEWISE_OK) plan_for_gpus(call, backward);
   if (!call.runnable() || info.workspace_bytes > kWorkspaceLimit) return false;
   const Workspace memory = workspace(info.workspace_bytes);
   const tilewise_status status =
