@@ -19,6 +19,7 @@ import contextlib
 import json
 import signal
 import socket
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -49,7 +50,11 @@ GRACE_SECONDS = 30  # for what is in flight at the end
 # --- what clients send ----------------------------------------------------------------------------
 
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier"}
-_OFF = (None, False, 0, 1, [], {}, "none", "text", {"type": "text"})  # n = 1, no penalty, no tools
+# What asks for nothing, where that is not what is empty or zero.
+_NEUTRAL: dict[str, Any] = {
+    "n": 1, "best_of": 1, "repetition_penalty": 1, "tool_choice": "none",
+    "response_format": {"type": "text"}, "parallel_tool_calls": True,
+}  # fmt: skip
 
 
 class Common(BaseModel):
@@ -74,7 +79,8 @@ class Common(BaseModel):
 
     def params(self) -> SamplingParams:
         for name, value in (self.model_extra or {}).items():
-            if name not in _WITHOUT_EFFECT and value not in _OFF:
+            neutral = name in _NEUTRAL and value == _NEUTRAL[name]
+            if value and not neutral and name not in _WITHOUT_EFFECT:
                 raise ValueError(f"{name} is {value!r}, but this server does not have it")
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(self.max_tokens, self.temperature, self.top_p, self.seed, tuple(stop))
@@ -314,7 +320,7 @@ def create_app(service: Service, tokenizer: Any, name: str) -> FastAPI:
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        where = ".".join(str(x) for x in first["loc"][1:])
+        where = ".".join(map(str, first["loc"]))
         return failure(400, f"{where}: {first['msg']}")
 
     @app.exception_handler(ValueError)
@@ -359,7 +365,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--max-running", type=int, default=32, help="requests worked on at once")
     add("--max-waiting", type=int, default=64, help="requests beyond those before 429")
     add("--step-tokens", type=int, default=512, help="tokens of a forward pass")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not 0 <= options.port <= 65535:
+        parser.error(f"--port is {options.port}, must be from 0 to 65535")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -367,21 +376,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         model, tokenizer = models.load(options.model, options.device, options.dtype)
-    except models.MissingError as error:
-        print(error)
+        engine = Engine(
+            model,
+            tokenizer,
+            cache_tokens=options.cache_tokens,
+            page_size=options.page_size,
+            max_running=options.max_running,
+            max_waiting=options.max_waiting,
+            step_tokens=options.step_tokens,
+        )
+        listener = socket.create_server((options.host, options.port))
+    except (models.MissingError, OSError, ValueError) as error:
+        print(f"serve: {error}", file=sys.stderr)
         return 2
-    engine = Engine(
-        model,
-        tokenizer,
-        cache_tokens=options.cache_tokens,
-        page_size=options.page_size,
-        max_running=options.max_running,
-        max_waiting=options.max_waiting,
-        step_tokens=options.step_tokens,
-    )
     app = create_app(Service(engine), tokenizer, options.model)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS)
-    with socket.create_server((options.host, options.port)) as listener:
+    with listener:
         port = listener.getsockname()[1]
         print(f"{options.model} on http://{options.host}:{port}", flush=True)
         for number in (signal.SIGINT, signal.SIGTERM):

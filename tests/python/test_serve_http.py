@@ -258,6 +258,7 @@ def test_models_and_health(client):
 
 def test_stop_and_the_harmless(client):
     harmless = dict(n=1, user="me", stop=None, top_p=None, stream_options=None, logit_bias={})
+    harmless |= dict(presence_penalty=0.0, repetition_penalty=1.0, logprobs=False, suffix="")
     whole = client.complete(prompt="abc", max_tokens=12, temperature=0, **harmless)
     text = whole["choices"][0]["text"]
     stop = text[5:7]
@@ -272,6 +273,11 @@ def test_stop_and_the_harmless(client):
         (dict(prompt="a", temperature=3), 400, "temperature: .*less than or equal to 2"),
         (dict(prompt="a", n=3), 400, "n is 3, but this server does not have it"),
         (dict(prompt="a", logit_bias={"1": 2}), 400, "logit_bias is"),
+        (dict(prompt="a", presence_penalty=1), 400, "presence_penalty is 1"),
+        (dict(prompt="a", logprobs=1), 400, "logprobs is 1"),
+        (dict(prompt="a", echo=True), 400, "echo is True"),
+        (dict(prompt="a", top_k=1), 400, "top_k is 1"),
+        ([1], 400, "body: "),
         (dict(prompt=""), 400, "prompt has 0 tokens"),
         (dict(prompt="a", max_tokens=10**6), 400, "at most"),
         (dict(prompt=[1, 10**6]), 400, "prompt has token 1000000"),
@@ -282,6 +288,20 @@ def test_stop_and_the_harmless(client):
 def test_refusals(client, body, status, sentence):
     got, answer, _ = client.call("POST", "/v1/completions", body)
     assert got == status and re.search(sentence, answer["error"]["message"]), answer
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--cache-tokens", "3"], "cache_tokens is 3, but must be at least page_size, 16"),
+        (["--max-running", "0"], "max_running is 0"),
+        (["--host", "not.a.host.invalid"], "serve: "),
+        (["--device", "abacus"], "device is 'abacus', but PyTorch has none here"),
+    ],
+)
+def test_a_command_line_that_cannot_be_served(options, sentence, capsys):
+    assert serve.main(["--model", "tiny", *options]) == 2
+    assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.skipif(MODEL != models.TINY, reason="takes long to load")
