@@ -130,11 +130,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=DTYPES, default="fp32")
     add("--device", default="cpu")
     options = parser.parse_args(arguments)
-    for name in ("sequences", "suffix", "page_size"):
+    for name in ("sequences", "suffix", "page_size", "heads", "kv_heads", "head_dim"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}, must be >= 1")
     if options.prefix < options.page_size:
         parser.error(f"--prefix is {options.prefix}, must be at least a page, {options.page_size}")
+    if options.heads % options.kv_heads:
+        parser.error(f"--heads is {options.heads}, must be a multiple of --kv-heads, "
+                     f"{options.kv_heads}")  # fmt: skip
     return options
 
 

@@ -102,10 +102,9 @@ def say(text: str) -> None:
 
 def summary(answer: Answer, attention: str) -> str:
     """One line under an answer."""
-    return (
-        f"[{attention}: first token after {answer.first:.2f} s, "
-        f"{len(answer.tokens)} tokens, {answer.rate:.1f} tokens/s]"
-    )
+    rate = f", {answer.rate:.1f} tokens/s" if len(answer.tokens) > 1 else ""
+    tokens = tables.count(len(answer.tokens), "token")
+    return f"[{attention}: first token after {answer.first:.2f} s, {tokens}{rate}]"
 
 
 def chat(model: Any, tokenizer: Any, options: argparse.Namespace) -> int:
@@ -185,7 +184,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--context", type=int, default=0, help="--compare: tokens of the prompt at least")
     add("--rounds", type=int, default=3, help="--compare: measured generations of each")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for name, least in (("max_tokens", 1), ("temperature", 0), ("context", 0), ("rounds", 1)):
+        if getattr(options, name) < least:
+            flag = name.replace("_", "-")
+            parser.error(f"--{flag} is {getattr(options, name)}, must be at least {least}")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -199,8 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model, tokenizer = models.load(
             options.model, options.device, options.dtype, options.attention
         )
-    except models.MissingError as error:
-        print(error, file=sys.stderr)
+    except (models.MissingError, OSError, ValueError) as error:
+        print(f"generate: {error}", file=sys.stderr)
         return 2
     run = compare if options.compare else ask if options.question else chat
     return run(model, tokenizer, options)

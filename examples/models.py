@@ -95,7 +95,10 @@ def load(
 
     Raises:
         MissingError: a package is not installed.
+        ValueError: there is no such device here.
+        OSError: Transformers does not find the model.
     """
+    _check_device(device)
     number = DTYPES["fp32" if device == "cpu" else "bf16"] if dtype == "auto" else DTYPES[dtype]
     require(*needed(name))
     if name == TINY:
@@ -116,6 +119,13 @@ def load(
         source, dtype=number, attn_implementation=attention, **where
     )
     return model.eval().to(device), tokenizer
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:  # a PyTorch without CUDA asserts
+        raise ValueError(f"device is {device!r}, but PyTorch has none here: {error}") from None
 
 
 def chat_prompt(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import signal
 import sys
 import time
@@ -168,9 +169,12 @@ class Training:
         """Continues from a checkpoint.
 
         Raises:
-            ValueError: it was made with other settings; the message names them.
+            ValueError: it is damaged, or was made with other settings; the message names them.
         """
-        state = torch.load(path, map_location=self.options.device, weights_only=True)
+        try:
+            state = torch.load(path, map_location=self.options.device, weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError):
+            raise ValueError(f"{path} is no checkpoint, or damaged. Use --fresh") from None
         asked, found = self.settings(), state["settings"]
         different = [n for n in asked if asked[n] != found.get(n)]
         if different:
@@ -296,7 +300,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{flag} is {getattr(options, name)}, must be at least 1")
     if not 1 <= len(options.prompt.encode()) <= options.rows:
         parser.error(f"--prompt has {len(options.prompt.encode())} bytes, must have 1 to --rows")
-    options.device = training_device(options.device)
+    try:
+        options.device = training_device(options.device)
+    except ValueError as error:
+        parser.error(str(error))
     if options.dtype == "auto":
         fast = options.device == "cuda" or current_isa() in ("avx512_bf16", "amx")
         options.dtype = "bf16" if fast else "fp32"
@@ -362,7 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         return run(options)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"train_gpt: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -41,3 +41,6 @@ def test_options_are_checked(capsys):
     with pytest.raises(SystemExit):
         cascade.main(["--prefix", "3"])
     assert "--prefix is 3, must be at least a page, 16" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cascade.main(["--heads", "3"])
+    assert "--heads is 3, must be a multiple of --kv-heads, 2" in capsys.readouterr().err

@@ -184,12 +184,25 @@ def test_a_signal_stops_it_with_a_good_checkpoint(text, tmp_path):
         (["--kv-heads", "0"], "--kv-heads is 0"),
         (["--prompt", ""], "--prompt has 0 bytes"),
         (["--attention", "abacus"], "invalid choice: 'abacus'"),
+        pytest.param(
+            ["--device", "cuda"],
+            "--device cuda: there is no CUDA device here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
     ],
 )
 def test_training_refuses(text, tmp_path, capsys, more, sentence):
     with pytest.raises(SystemExit) as exit_:
         train_gpt.main(arguments(text, tmp_path, *more))
     assert exit_.value.code == 2 and sentence in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_used(text, tmp_path, capsys):
+    (tmp_path / "checkpoint.pt").write_text("no checkpoint")
+    assert train_gpt.main(arguments(text, tmp_path)) == 2
+    assert "checkpoint.pt is no checkpoint, or damaged" in capsys.readouterr().err
+    assert train_gpt.main(arguments(text, text)) == 2
+    assert "File exists" in capsys.readouterr().err
 
 
 # --- the demo -------------------------------------------------------------------------------------
@@ -235,6 +248,13 @@ def test_numpy_example_without_torch():
         [sys.executable, "-c", code], cwd=EXAMPLES, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["exactness.py", "numpy_attention.py"])
+def test_examples_without_options_pass_over_none(name):
+    command = [sys.executable, str(EXAMPLES / name), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "unrecognized arguments: --quick" in done.stderr
 
 
 @pytest.mark.parametrize(

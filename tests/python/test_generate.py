@@ -74,6 +74,22 @@ def test_smollm2_knows_the_capital_of_france():
     assert "Paris" in done.stdout
 
 
+@pytest.mark.models
+@transformers
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--max-tokens", "0"], "--max-tokens is 0, must be at least 1"),
+        (["--rounds", "0"], "--rounds is 0"),
+        (["--device", "abacus"], "device is 'abacus', but PyTorch has none here"),
+        (["--model", "/no/such/folder"], "/no/such/folder"),
+    ],
+)
+def test_options_that_cannot_be(options, sentence):
+    done = run("--question", "hi", *options, HF_HUB_OFFLINE="1")
+    assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr
+
+
 def test_what_is_missing_is_named(monkeypatch):
     find = importlib.util.find_spec
 
