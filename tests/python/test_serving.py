@@ -230,7 +230,8 @@ def test_requests_that_do_not_fit(prompt, params, sentence):
     ("options", "sentence"),
     [
         (dict(page_size=0), "page_size is 0"),
-        (dict(cache_tokens=3), "pages is 0"),
+        (dict(cache_tokens=3), "cache_tokens is 3, but must be at least page_size, "),
+        (dict(max_running=0), "max_running is 0"),
         (dict(max_waiting=-1), "max_waiting is -1"),
         (dict(step_tokens=3), "step_tokens is 3, but must be at least max_running, 4"),
     ],
@@ -371,6 +372,22 @@ def test_service_answers_and_closes(answers):
         service.submit([1], GREEDY, got[0])
 
 
+def test_who_cannot_be_told_does_not_end_the_others(answers, caplog):
+    service, told = Service(engine()), []
+
+    def deaf(output: Output) -> None:
+        told.append(output)
+        raise RuntimeError("nobody listens")
+
+    service.submit(PROMPTS[0], GREEDY, deaf)
+    answer = Answer()
+    service.submit(PROMPTS[1], GREEDY, answer)
+    service.close()
+    assert answer.tokens == answers[1] and answer.finish == "length"
+    assert [o.finish for o in told] == [None, "cancelled"] and all_free(service.engine)
+    assert "nobody listens" in caplog.text
+
+
 def test_closing_cancels_what_takes_too_long():
     service = Service(engine())
     answer = Answer()
@@ -406,4 +423,4 @@ def test_the_code_of_the_page_runs(capsys):
     blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     exec("\n".join(blocks), {})
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + 4 and all(line.endswith("length") for line in lines[:2])
+    assert len(lines) == 2 + 5 and all(line.endswith("length") for line in (*lines[:2], lines[-1]))

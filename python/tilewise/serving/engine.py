@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -20,6 +21,8 @@ from .pages import PagedCache, PagePool
 from .sampling import SamplingParams, sample
 from .sequence import Output, Sequence
 from .text import TextStream
+
+_log = logging.getLogger(__name__)
 
 
 class OverloadedError(RuntimeError):
@@ -75,14 +78,15 @@ class Engine:
         max_waiting: int = 64,
         step_tokens: int = 512,
     ) -> None:
-        if max_waiting < 0:
-            raise ValueError(f"max_waiting is {max_waiting}, but must be at least 0")
-        if step_tokens < max_running:
-            raise ValueError(
-                f"step_tokens is {step_tokens}, but must be at least max_running, {max_running}"
-            )
-        if page_size < 1:
-            raise ValueError(f"page_size is {page_size}, but must be at least 1")
+        for name, value, least, what in (
+            ("page_size", page_size, 1, ""),
+            ("cache_tokens", cache_tokens, page_size, "page_size, "),
+            ("max_running", max_running, 1, ""),
+            ("max_waiting", max_waiting, 0, ""),
+            ("step_tokens", step_tokens, max_running, "max_running, "),
+        ):
+            if value < least:
+                raise ValueError(f"{name} is {value}, but must be at least {what}{least}")
         self.pool = PagePool(cache_tokens // page_size, page_size, max_running)
         self.cache = PagedCache(self.pool)
         self.places, self.step_tokens = max_running + max_waiting, step_tokens
@@ -114,7 +118,8 @@ class Engine:
         Args:
             prompt: Tokens, at least one.
             params: What to generate.
-            deliver: Called in the thread of ``step`` with each output of this request.
+            deliver: Called in the thread of ``step`` with each output of this request. If it
+                raises, that is logged and the request cancelled.
 
         Returns:
             The number of the request.
@@ -372,6 +377,11 @@ def _collector(answer: Completion) -> Callable[[Output], None]:
 
 def _deliver(outputs: list[tuple[Sequence, Output]]) -> list[Output]:
     for s, output in outputs:
-        if s.deliver:
+        if not s.deliver:
+            continue
+        try:
             s.deliver(output)
+        except Exception:  # of the caller's own code: the other requests go on
+            _log.exception("output of request %d cannot be delivered: it is cancelled", s.id)
+            s.cancelled = True
     return [output for _, output in outputs]
