@@ -116,6 +116,26 @@ def test_doctor_without_the_library(tmp_path):
     assert "libtilewise" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_doctor_is_not_well_where_nothing_can_run():
+    code = (
+        "import sys; from tilewise.cli.command import main; sys.exit(main(['doctor', '--no-test']))"
+    )
+    done = run_python(code, TILEWISE_CPU="abacus")
+    assert done.returncode == 1
+    assert 'in use: none, TILEWISE_CPU is "abacus"' in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "sentence"),
+    [("nowhere/p.json", "there is no folder"), ("p.txt", "is no file of provenance records")],
+)
+def test_doctor_looks_at_the_file_before_it_tests(file, sentence, tmp_path, monkeypatch, capsys):
+    (tmp_path / "p.txt").write_text("something else")
+    monkeypatch.setattr(doctor, "self_test", None)
+    assert main(["doctor", "--record", str(tmp_path / file)]) == 2
+    assert sentence in capsys.readouterr().err
+
+
 def test_module_and_help():
     done = subprocess.run(
         [sys.executable, "-m", "tilewise", "--help"], capture_output=True, text=True, check=False

@@ -118,6 +118,8 @@ def test_bench_leaves_out_what_does_not_fit(monkeypatch):
         (["--heads", "8", "--kv-heads", "3"], "--kv-heads is 3, must divide --heads, which is 8"),
         (["--backends", "tilewise,abacus"], "--backends names 'abacus'"),
         (["--json", "/nowhere/at/all.json"], "there is no folder"),
+        (["--json", "/"], "/ is a folder, must be a file"),
+        (["--plot", "bench.foo"], "--plot is bench.foo, must end in .png, .svg, .pdf"),
         (["--causal", "--full"], "not allowed with"),
     ],
 )

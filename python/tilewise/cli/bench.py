@@ -96,6 +96,10 @@ def run(options: argparse.Namespace) -> int:
     for file in (options.json, options.plot):
         if file and not file.resolve().parent.is_dir():
             raise ValueError(f"{file}: there is no folder {file.resolve().parent}")
+        if file and file.is_dir():
+            raise ValueError(f"{file} is a folder, must be a file")
+    if options.plot and options.plot.suffix not in plot.FORMATS:
+        raise ValueError(f"--plot is {options.plot}, must end in {', '.join(plot.FORMATS)}")
 
     from tilewise.cli import contestants, cost, system
 

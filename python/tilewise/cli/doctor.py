@@ -24,7 +24,8 @@ EXAMPLES = """examples:
 
 The self-test compares forward and gradients with an attention in double precision, for every
 instruction set and GPU this machine has (PyTorch gives the GPU's memory), every dtype and a set of
-options. Exit status: 0 when all is well, 1 when a check fails, 2 when the library cannot be loaded.
+options. Exit status: 0 when all is well, 1 when a check fails or nothing can run (TILEWISE_CPU), 2
+when the library cannot be loaded.
 """
 
 # Head dimensions at which a kernel might change.
@@ -54,7 +55,8 @@ def run(options: argparse.Namespace) -> int:
     """Prints what is asked. Returns the exit status.
 
     Raises:
-        ValueError: --isa names an instruction set that cannot be tested here.
+        ValueError: --isa names an instruction set that cannot be tested here, or --record a file
+            that records cannot be added to.
         ImportError: the library or NumPy is missing.
     """
     if options.provenance:
@@ -68,11 +70,13 @@ def run(options: argparse.Namespace) -> int:
         isas = [options.isa]
     elif system.cuda_device():
         isas += gpus
+    if options.record:
+        provenance.check(options.record)  # before the self-test, not after it
     facts = collect(sets)
     if not options.json:
         show(facts)
     checks = [] if options.no_test else self_test(isas, quiet=options.json)
-    passed = all(check.passed for check in checks)
+    passed = facts["in_use"] is not None and all(check.passed for check in checks)
     if options.json:
         facts["self_test"] = [check.to_json() for check in checks]
         facts["passed"] = passed
@@ -89,6 +93,8 @@ def run(options: argparse.Namespace) -> int:
 def collect(sets: list[tuple[str, bool]]) -> dict[str, Any]:
     """Facts about machine, build and planner."""
     gpus, no_gpu = gpu.gpus()
+    served = serves()
+    usable = any(row["forward"] != "-" for row in served)
     return {
         "device": {
             "cpu": system.cpu_name(),
@@ -102,10 +108,10 @@ def collect(sets: list[tuple[str, bool]]) -> dict[str, Any]:
         "library": system.library_path(),
         "versions": system.versions(),
         "instruction_sets": [{"name": n, "available": a} for n, a in sets],
-        "in_use": system.current_isa(),
+        "in_use": system.current_isa() if usable else None,
         "forced_by": os.environ.get("TILEWISE_CPU"),
         "kernels": system.kernels(),
-        "serves": serves(),
+        "serves": served,
         "gpu_serves": {each["index"]: gpu.serves(each["index"]) for each in gpus},
     }
 
@@ -166,7 +172,10 @@ def show(facts: dict[str, Any]) -> None:
         label = "instruction sets  " if wanted else " " * 18
         print(f"{label}{name}: {', '.join(names) or 'none'}")
     forced = f" (TILEWISE_CPU={facts['forced_by']})" if facts["forced_by"] else ""
-    print(f"{'':18}in use: {facts['in_use']}{forced}")
+    in_use = (
+        f"{facts['in_use']}{forced}" if facts["in_use"] else f"none, {facts['serves'][0]['why']}"
+    )
+    print(f"{'':18}in use: {in_use}")
     versions = ", ".join(
         f"{name} {version or 'not installed'}" for name, version in facts["versions"].items()
     )

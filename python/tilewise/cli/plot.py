@@ -18,6 +18,7 @@ COLOURS = {
 # Share of a panel kept free at the right, for the names of the lines.
 LABEL_ROOM = 0.26
 INK, FAINT = "#263238", "#dfe4e6"
+FORMATS = (".png", ".svg", ".pdf")
 MISSING = "plots need matplotlib: pip install matplotlib"
 
 

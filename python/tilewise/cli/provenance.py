@@ -30,11 +30,25 @@ FILE = Path(__file__).with_name("provenance.json")
 
 
 def load(path: Path = FILE) -> list[dict[str, Any]]:
-    """The records: {"kernel", "device", "machine", "version", "date", "dtypes", "checks"}."""
+    """The records: {"kernel", "device", "machine", "version", "date", "dtypes", "checks"}.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
     if not path.exists():
         return []
-    records: list[dict[str, Any]] = json.loads(path.read_text())["records"]
+    try:
+        records: list[dict[str, Any]] = json.loads(path.read_text())["records"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is no file of provenance records") from None
     return records
+
+
+def check(path: Path) -> None:
+    """Raises ValueError, or OSError, where ``record`` could not add to the file."""
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.resolve().parent}")
+    load(path)
 
 
 def record(path: Path, checks: Iterable[Any]) -> int:
