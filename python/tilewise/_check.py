@@ -6,6 +6,7 @@ traces) and NumPy arrays alike.
 
 from __future__ import annotations
 
+from numbers import Integral, Real
 from typing import Any
 
 LAYOUTS = {
@@ -26,24 +27,36 @@ def heads_first(layout: str) -> bool:
     return layout == "bhsd"
 
 
+def integer(name: str, value: Any, allowed: str) -> int:
+    """An integer of Python or NumPy, as Python's."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} is {value!r}, but must be {allowed}")
+    return int(value)
+
+
+def _number(name: str, value: Any, allowed: str = "a number") -> None:
+    """A real number of Python or NumPy."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {value!r}, but must be {allowed}")
+
+
 def window_bounds(causal: bool, window: Window) -> tuple[int, int]:
     """(left, right) as the library counts them: -1 is no limit. Causal closes the right side."""
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"window is {window!r}, but must be a pair (left, right)")
     bounds = []
     for side, value in zip(("left", "right"), window, strict=True):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(
-                f"window {side} is {value!r}, but must be an integer, or None for no limit"
-            )
+        if value is not None:
+            value = integer(f"window {side}", value, "an integer, or None for no limit")
         bounds.append(-1 if value is None or value < 0 else value)
     return bounds[0], 0 if causal else bounds[1]
 
 
 def softcap(value: float) -> float:
     """A finite number >= 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"softcap is {value!r}, but must be a number")
+    _number("softcap", value)
     if not 0.0 <= value < float("inf"):
         raise ValueError(f"softcap is {value}, but must be finite and >= 0 (0 switches it off)")
     return float(value)
@@ -51,8 +64,7 @@ def softcap(value: float) -> float:
 
 def dropout(value: float) -> float:
     """A number in [0, 1)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"dropout_p is {value!r}, but must be a number")
+    _number("dropout_p", value)
     if not 0.0 <= value < 1.0:
         raise ValueError(f"dropout_p is {value}, but must be in [0, 1)")
     return float(value)
@@ -62,8 +74,7 @@ def bound(name: str, value: int | None) -> int:
     """An optional upper bound of lengths, or 0 when it is not known."""
     if value is None:
         return 0
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}, but must be an integer or None")
+    value = integer(name, value, "an integer or None")
     if value < 0:
         raise ValueError(f"{name} is {value}, but must be >= 0")
     return value
@@ -71,10 +82,7 @@ def bound(name: str, value: int | None) -> int:
 
 def scale_number(value: float) -> float:
     """A finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(
-            f"scale is {value!r}, but must be a number, a tensor of one element or None"
-        )
+    _number("scale", value, "a number, a tensor of one element or None")
     if not abs(value) < float("inf"):
         raise ValueError(f"scale is {value}, but must be finite")
     return float(value)
@@ -99,7 +107,8 @@ def _rank(name: str, array: Any, rank: int, meaning: str) -> None:
         )
 
 
-def _heads(heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int) -> None:
+def head_sizes(heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int) -> None:
+    """Heads and columns of q, k and v."""
     if heads_kv < 1 or heads_q < 1:
         raise ValueError(f"q has {heads_q} heads and k has {heads_kv}, but both must be >= 1")
     if heads_q % heads_kv != 0:
@@ -127,7 +136,7 @@ def dense(q: Any, k: Any, v: Any, layout: str) -> None:
             f"v has shape {list(v.shape)}, but must agree with k, {list(k.shape)}, in all but the "
             f"last dimension: {meaning}"
         )
-    _heads(q.shape[heads], k.shape[heads], q.shape[3], v.shape[3])
+    head_sizes(q.shape[heads], k.shape[heads], q.shape[3], v.shape[3])
 
 
 def varlen(q: Any, k: Any, v: Any, paged: bool) -> None:
@@ -143,7 +152,7 @@ def varlen(q: Any, k: Any, v: Any, paged: bool) -> None:
             f"v has shape {list(v.shape)}, but must agree with k, {list(k.shape)}, in all but the "
             f"last dimension: {meaning}"
         )
-    _heads(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
+    head_sizes(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
 
 
 def bias(array: Any, batch: int, heads: int, rows: int | None, keys: int | None) -> None:
@@ -175,6 +184,8 @@ def is_float8(dtype: Any) -> bool:
 def key_dtype(name: str, dtype: Any, k_dtype: Any, q_dtype: Any) -> None:
     """Keys and values have the dtype of q, or, where that has 16 bits, both float8_e4m3fn."""
     wide = str(q_dtype).endswith("float32")
+    if dtype == q_dtype and is_float8(k_dtype):
+        raise TypeError(f"{name} has dtype {dtype}, but k has {k_dtype}: both must have the same")
     if dtype != k_dtype or not (dtype == q_dtype or (is_float8(dtype) and not wide)):
         other = "" if wide else ", or float8_e4m3fn for both k and v"
         raise TypeError(f"{name} has dtype {dtype}, but q has {q_dtype}: that is allowed{other}")

@@ -30,7 +30,8 @@ class Plan:
     def __str__(self) -> str:
         parts = [f"{self.kernel}", f"tiles {self.tile_q} x {self.tile_k}"]
         parts += [f"{self.splits} key splits"] if self.splits > 1 else []
-        parts += [f"{self.threads} threads", f"workspace {self.workspace_bytes:,} bytes"]
+        parts += [f"{self.threads} thread" + ("" if self.threads == 1 else "s")]
+        parts += [f"workspace {self.workspace_bytes:,} bytes"]
         return f"{', '.join(parts)}; {self.why}"
 
 
@@ -102,12 +103,13 @@ def explain(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, check, batch_invariant, k_descale, v_descale,
     )  # fmt: skip
-    sequences = None
-    if cu_seqlens_q is not None:
-        sequences = Sequences(
-            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-            block_table,
-        )  # fmt: skip
+    lengths = Sequences(
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, block_table
+    )
+    given = [name for name, value in lengths._asdict().items() if value is not None]
+    if given and cu_seqlens_q is None:
+        raise ValueError(f"{given[0]} is given, but belongs to cu_seqlens_q, which is None")
+    sequences = lengths if given else None
     if hasattr(q, "__torch_function__"):
         a, threads, kept = _describe_torch(q, k, v, layout, sequences, request)
     else:

@@ -12,7 +12,15 @@ from . import _abi, _check, _describe, _numpy
 from ._library import c_library
 from ._numpy import Array
 from ._request import Request
-from .kvcache import NewKeys, Where, check_cache, check_new, check_pages, split_count
+from .kvcache import (
+    NewKeys,
+    Where,
+    check_cache,
+    check_new,
+    check_pages,
+    common_length,
+    split_count,
+)
 
 
 class KvAppend(ctypes.Structure):
@@ -74,9 +82,9 @@ def _indices(name: str, value: Any, dims: tuple[int | None, ...]) -> Array | Non
 
 
 def _lengths(value: Any, batch: int) -> Array | None:
-    if value is None or hasattr(value, "shape"):
+    if value is None or getattr(value, "ndim", 0) > 0:
         return _indices("cache_seqlens", value, (batch,))
-    return np.full(batch, value, dtype=np.int32)
+    return np.full(batch, common_length(value), dtype=np.int32)
 
 
 def _new_rows(name: str, value: Any, like: Array, dims: tuple[int | None, ...]) -> Array:

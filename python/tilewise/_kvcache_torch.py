@@ -10,7 +10,7 @@ from torch import Tensor
 from . import _check, _ops, _plain, kvcache
 from ._ops import Options
 from ._request import Request
-from ._torch import score_options, with_descale
+from ._torch import check_new_rows, check_tensors, integers, score_options, with_descale
 from .kvcache import (
     Entries,
     NewKeys,
@@ -19,6 +19,7 @@ from .kvcache import (
     check_entries,
     check_new,
     check_pages,
+    common_length,
     split_count,
 )
 
@@ -64,8 +65,9 @@ def attend(
 kvcache._attend = attend
 
 
-def index_tensor(x: Tensor | None, device: torch.device) -> Tensor | None:
+def index_tensor(name: str, x: Any, device: torch.device) -> Tensor | None:
     """An optional index tensor as the kernels read it."""
+    x = integers(name, x)
     return None if x is None else x.to(device=device, dtype=torch.int32).contiguous()
 
 
@@ -74,9 +76,17 @@ def cache_lengths(cache_seqlens: Any, batch: int, device: torch.device) -> Tenso
     if cache_seqlens is None:
         return None
     if not isinstance(cache_seqlens, Tensor):
-        return torch.full((batch,), int(cache_seqlens), dtype=torch.int32, device=device)
+        length = common_length(cache_seqlens)
+        return torch.full((batch,), length, dtype=torch.int32, device=device)
     _check.shape("cache_seqlens", cache_seqlens, (batch,), "one length per sequence")
-    return index_tensor(cache_seqlens, device)
+    return index_tensor("cache_seqlens", cache_seqlens, device)
+
+
+def _appends(new: NewKeys, q: Tensor) -> bool:
+    """Whether there are new keys; refuses what does not go with q."""
+    for name in ("k", "v", "rotary_cos", "rotary_sin"):
+        check_new_rows(name, getattr(new, name), q)
+    return check_new(new)
 
 
 def append(
@@ -92,7 +102,7 @@ def append(
     The caches have been checked by ``check_cache``. single_position: all rows of q are rotated
     alike; by default if nothing limits what they see.
     """
-    if not check_new(new):
+    if not _appends(new, q):
         return q, options._replace(seqused_k=new.lengths)
     count = new.k.shape[1] if new.cu_seqlens is None else new.cu_seqlens.diff()
     seqused_k = new.lengths + count
@@ -142,7 +152,7 @@ def _entries(q: Tensor, k_cache: Tensor, options: Options, new: NewKeys) -> Entr
     ):
         if index is not None:
             _check.shape(name, index, (batch,), "one number per sequence")
-    if check_new(new):
+    if _appends(new, q):
         _check.shape("k", new.k, (batch, None, None, None), "[batch, new keys, heads, head_dim]")
     rows, page_size = k_cache.shape[:2]
     capacity = page_size if table is None else table.shape[1] * page_size
@@ -171,14 +181,13 @@ def attention_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, new: NewKeys, request: Request, where: Where
 ) -> tuple[Tensor, Tensor]:
     """(out, lse); see ``tilewise.attention_with_kvcache``."""
-    batch = check_cache(q, k_cache, v_cache, where.block_table, packed=None)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.device != q.device:
-            raise ValueError(f"{name} is on {cache.device}, but must be on {q.device} like q")
+    check_tensors(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
+    table = index_tensor("block_table", where.block_table, q.device)
+    batch = check_cache(q, k_cache, v_cache, table, packed=None)
     options = with_descale(score_options(q, batch, request), q, k_cache, request)._replace(
-        kv_batch_idx=index_tensor(where.cache_batch_idx, q.device),
-        leftpad_k=index_tensor(where.cache_leftpad, q.device),
-        block_table=index_tensor(where.block_table, q.device),
+        kv_batch_idx=index_tensor("cache_batch_idx", where.cache_batch_idx, q.device),
+        leftpad_k=index_tensor("cache_leftpad", where.cache_leftpad, q.device),
+        block_table=table,
         num_splits=split_count(where.num_splits),
     )
     new = new._replace(lengths=cache_lengths(new.lengths, batch, q.device))

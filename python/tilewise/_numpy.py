@@ -110,12 +110,10 @@ def attention_backward(
 
 
 def merge_states(
-    out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, layout: str
+    out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, layout: str
 ) -> tuple[Array, Array]:
     """See ``tilewise.merge_states``."""
-    out_a, out_b = as_array("out_a", out_a), as_array("out_b", out_b)
-    a = as_array("lse_a", lse_a).astype(np.float32)
-    b = as_array("lse_b", lse_b).astype(np.float32)
+    a, b = lse_a.astype(np.float32), lse_b.astype(np.float32)
     empty = np.isneginf(a) & np.isneginf(b)
     safe_a, safe_b = np.where(empty, np.float32(0), a), np.where(empty, np.float32(0), b)
     lse = np.logaddexp(safe_a, safe_b)
@@ -305,6 +303,7 @@ def _scale(scale: Any, head_dim: int) -> float:
     if scale is None:
         return head_dim**-0.5
     if hasattr(scale, "shape") and hasattr(scale, "item"):
+        scale = as_array("scale", scale)
         if scale.size != 1:
             raise ValueError(f"scale has shape {list(scale.shape)}, but must have one element")
         scale = scale.item()

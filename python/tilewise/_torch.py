@@ -43,7 +43,7 @@ def prepare_dense(q: Tensor, k: Tensor, v: Tensor, layout: str, request: Request
     """Checks a problem of equal lengths: q, k, v in "bshd" order, and the operators' options."""
     heads_first = _check.heads_first(layout)
     q, k, v, bias = _autocast(q, k, v, request.bias)
-    _check_tensors(q, k, v)
+    check_tensors(q, k, v)
     _check.dense(q, k, v, layout)
     if heads_first:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -61,7 +61,7 @@ def prepare_varlen(
 ) -> Prepared:
     """Checks a problem of sequences laid end to end: q, k, v, and the operators' options."""
     q, k, v, bias = _autocast(q, k, v, request.bias)
-    _check_tensors(q, k, v)
+    check_tensors(q, k, v)
     paged = sequences.block_table is not None
     _check.varlen(q, k, v, paged)
     batch = _check_sequences(q, sequences)
@@ -85,7 +85,7 @@ def prepare_varlen(
 
 def _check_sequences(q: Tensor, sequences: Sequences) -> int:
     """Types and shapes of where the sequences lie; the number of sequences."""
-    batch = _batch_of(sequences.cu_seqlens_q)
+    batch = batch_of(sequences.cu_seqlens_q)
     for name, size in (
         ("cu_seqlens_q", batch + 1),
         ("cu_seqlens_k", batch + 1),
@@ -232,19 +232,51 @@ def _lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if eligible and tensor.dtype != torch.float64 else tensor
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}, but must be a torch.Tensor as q")
+def as_array(name: str, value: Any) -> Tensor:
+    """The value, which is a tensor; ``_numpy`` has the function of this name for arrays."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}, but must be a torch.Tensor")
+    return value
+
+
+def check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, str] = ("q", "k", "v")
+) -> None:
+    """Refuses what is no dense tensor, not on the device of q, or of another dtype than it."""
+    for name, tensor in zip(names, (q, k, v), strict=True):
+        if as_array(name, tensor).is_nested:
+            raise TypeError(
+                f"{name} is a nested tensor, but must be a dense one; attention_varlen takes "
+                "sequences of different lengths, laid end to end"
+            )
         if tensor.layout != torch.strided:
             raise TypeError(f"{name} has layout {tensor.layout}, but must be a dense tensor")
     if q.dtype not in _DTYPES:
         raise TypeError(
             f"q has dtype {q.dtype}, but must be torch.float32, torch.float16 or torch.bfloat16"
         )
-    for name, tensor in (("k", k), ("v", v)):
+    for name, tensor in zip(names[1:], (k, v), strict=True):
         _check.key_dtype(name, tensor.dtype, k.dtype, q.dtype)
         _same_device(name, tensor, q)
+
+
+def check_new_rows(name: str, tensor: Any, q: Tensor) -> None:
+    """An optional tensor that goes with q: on its device, in its dtype."""
+    if tensor is None:
+        return
+    _same_device(name, as_array(name, tensor), q)
+    if tensor.dtype != q.dtype:
+        raise TypeError(f"{name} has dtype {tensor.dtype}, but must have {q.dtype} like q")
+
+
+def integers(name: str, tensor: Any) -> Tensor | None:
+    """An optional index tensor, of any integer type."""
+    if tensor is None:
+        return None
+    given = as_array(name, tensor)
+    if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+        raise TypeError(f"{name} has dtype {given.dtype}, but must be an integer type")
+    return given
 
 
 def _same_device(name: str, tensor: Tensor, q: Tensor) -> None:
@@ -300,7 +332,8 @@ def _columns(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _contiguous_columns(q), _contiguous_columns(k), _contiguous_columns(v)
 
 
-def _batch_of(cu_seqlens_q: Any) -> int:
+def batch_of(cu_seqlens_q: Any) -> int:
+    """How many sequences there are."""
     if not isinstance(cu_seqlens_q, Tensor):
         raise TypeError(
             f"cu_seqlens_q is a {type(cu_seqlens_q).__name__}, but must be an int32 torch.Tensor"

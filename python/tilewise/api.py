@@ -186,10 +186,13 @@ def merge_states(
         from outputs that have been rounded to their dtype. Differentiable for tensors.
 
     Raises:
+        TypeError: an argument is of another kind than out_a.
         ValueError: shapes do not belong together.
     """
     _check.heads_first(layout)
     backend = _backend(out_a)
+    out_a, lse_a = backend.as_array("out_a", out_a), backend.as_array("lse_a", lse_a)
+    out_b, lse_b = backend.as_array("out_b", out_b), backend.as_array("lse_b", lse_b)
     rank = len(out_a.shape)
     if rank not in (3, 4):
         raise ValueError(

@@ -40,11 +40,16 @@ class Where(NamedTuple):
 
 def split_count(num_splits: int) -> int:
     """A number >= 0; 0 leaves the choice to the planner."""
-    if isinstance(num_splits, bool) or not isinstance(num_splits, int):
-        raise TypeError(f"num_splits is {num_splits!r}, but must be an integer")
+    num_splits = _check.integer("num_splits", num_splits, "an integer")
     if num_splits < 0:
         raise ValueError(f"num_splits is {num_splits}, but must be >= 0 (0: chosen by shape)")
     return num_splits
+
+
+def common_length(cache_seqlens: Any) -> int:
+    """A length that all sequences have."""
+    allowed = "an integer, or a tensor or array [batch] of integers"
+    return _check.integer("cache_seqlens", cache_seqlens, allowed)
 
 
 def check_cache(q: Any, k_cache: Any, v_cache: Any, block_table: Any, packed: int | None) -> int:
@@ -68,11 +73,8 @@ def check_cache(q: Any, k_cache: Any, v_cache: Any, block_table: Any, packed: in
         _check.shape("q", q, (None, None, None, head_dim), "[batch, seqlen, heads, head_dim]")
     else:
         _check.shape("q", q, (None, None, head_dim), "[total rows, heads, head_dim]")
-    heads, batch = q.shape[-2], q.shape[0] if packed is None else packed
-    if not k_cache.shape[2] or not heads or heads % k_cache.shape[2]:
-        raise ValueError(
-            f"q has {heads} heads, but must have a multiple of the {k_cache.shape[2]} of k_cache"
-        )
+    _check.head_sizes(q.shape[-2], k_cache.shape[2], head_dim, v_cache.shape[3])
+    batch = q.shape[0] if packed is None else packed
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         _check.key_dtype(name, cache.dtype, k_cache.dtype, q.dtype)
     if block_table is not None:

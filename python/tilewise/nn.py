@@ -41,7 +41,7 @@ class FlashAttention(torch.nn.Module):
         tf32: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        if not 1 <= head_dim <= _check.MAX_HEAD_DIM:
+        if not 1 <= _check.integer("head_dim", head_dim, "an integer") <= _check.MAX_HEAD_DIM:
             raise ValueError(f"head_dim is {head_dim}, but must be 1..{_check.MAX_HEAD_DIM}")
         _check.heads_first(layout)
         _check.window_bounds(causal, window)
@@ -162,6 +162,8 @@ class MultiheadAttention(torch.nn.Module):
             )
         self.num_heads, self.num_kv_heads = num_heads, kv_heads
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        _check.head_sizes(num_heads, kv_heads, self.head_dim, self.head_dim)
+        _check.window_bounds(causal, window)
         self.causal, self.window = causal, window
         self.softcap, self.dropout_p = _check.softcap(softcap), _check.dropout(dropout_p)
         self.q_proj = torch.nn.Linear(embed_dim, num_heads * self.head_dim, bias=bias)

@@ -84,6 +84,14 @@ BOTH = [
 
 
 @pytest.mark.parametrize("make", [tensor, array], ids=["tensor", "array"])
+def test_numbers_of_numpy_are_numbers(make):
+    dense(make, window=(np.int64(3), np.int32(0)), scale=np.float32(0.3), softcap=np.float32(9))
+    varlen(make, max_seqlen_q=np.int64(3))
+    with pytest.raises(TypeError, match="softcap is"):
+        dense(make, softcap=np.bool_(True))
+
+
+@pytest.mark.parametrize("make", [tensor, array], ids=["tensor", "array"])
 @pytest.mark.parametrize(("changes", "error", "words"), BOTH)
 def test_attention_refuses(make, changes, error, words):
     with pytest.raises(error, match=words):
@@ -97,6 +105,7 @@ TENSORS = [
     (dict(v=tensor(2, 7, 2, 6).bfloat16()), TypeError, "v has dtype torch.bfloat16, but q has"),
     (dict(k=array(2, 7, 2, 8)), TypeError, "k is a ndarray, but must be a torch.Tensor"),
     (dict(q=tensor(2, 5, 4, 8).to_sparse()), TypeError, "q has layout torch.sparse_coo"),
+    (dict(q=torch.nested.nested_tensor([tensor(5, 4, 8)])), TypeError, "q is a nested tensor"),
     (dict(k=tensor(2, 7, 2, 8).to("meta")), ValueError, "k is on meta, but q is on cpu"),
     (dict(v=tensor(2, 7, 2, 6).to("meta")), ValueError, "v is on meta"),
     (dict(bias=tensor(5, 7).to("meta")), ValueError, "bias is on meta"),
@@ -123,6 +132,7 @@ ARRAYS = [
     (dict(q=array(2, 5, 4, 8, dtype=np.float64)), TypeError, "q has dtype float64"),
     (dict(k=array(2, 7, 2, 8, dtype=np.float16)), TypeError, "k has dtype float16, but q has"),
     (dict(v=tensor(2, 7, 2, 6)), TypeError, "v is a torch.Tensor, but q is not"),
+    (dict(scale=tensor(1)), TypeError, "scale is a torch.Tensor, but q is not"),
     (dict(bias=array(5, 7, dtype=np.float64)), TypeError, "bias has dtype float64"),
     (dict(bias=array(5, 7, dtype=np.float16)), TypeError, "bias has dtype float16, .* float32"),
     (dict(alibi_slopes=array(4, dtype=np.int64)), TypeError, "alibi_slopes has dtype int64"),
@@ -231,6 +241,16 @@ def test_merge_states_refuses(make, arguments, words):
         tilewise.merge_states(*arguments(make))
 
 
+def test_merge_states_takes_one_kind():
+    out, lse = tensor(5, 4, 6), tensor(4, 5)
+    with pytest.raises(TypeError, match=r"out_b is a ndarray, but must be a torch\.Tensor"):
+        tilewise.merge_states(out, lse, out.numpy(), lse.numpy())
+    with pytest.raises(TypeError, match=r"lse_a is a torch\.Tensor, but q is not"):
+        tilewise.merge_states(out.numpy(), lse, out.numpy(), lse.numpy())
+    with pytest.raises(TypeError, match="out_a is a NoneType"):
+        tilewise.merge_states(None, lse, out, lse)
+
+
 def test_attention_backward_refuses():
     q, out, lse = array(2, 5, 4, 8), array(2, 5, 4, 8), array(2, 4, 5)
     k = array(2, 7, 2, 8)
@@ -252,6 +272,10 @@ def test_explain_refuses_what_attention_refuses():
     for make in (tensor, array):
         with pytest.raises(ValueError, match="softcap is -1"):
             tilewise.explain(make(1, 2, 1, 8), make(1, 2, 1, 8), make(1, 2, 1, 8), softcap=-1)
+        given = dict(seqused_k=int32(make, [1]), block_table=int32(make, [[0]]))
+        for name, value in given.items():
+            with pytest.raises(ValueError, match=f"{name} is given, but belongs to cu_seqlens_q"):
+                tilewise.explain(*[make(1, 2, 1, 8)] * 3, **{name: value})
 
 
 def test_a_missing_library_is_named(monkeypatch, tmp_path):
@@ -273,3 +297,4 @@ def test_unknown_names():
     with pytest.raises(AttributeError, match="no attribute 'flash'"):
         tilewise.flash  # noqa: B018
     assert set(tilewise.__all__) <= set(dir(tilewise))
+    assert len(set(dir(tilewise))) == len(dir(tilewise))

@@ -414,14 +414,22 @@ def test_refusals_name_the_argument():
         (dict(dropout_p=-0.1), "dropout_p"),
         (dict(softcap=-1.0), "softcap"),
         (dict(alibi_slopes=torch.zeros(3)), "alibi_slopes"),
+        (dict(alibi_slopes=[1.0]), "alibi_slopes"),
+        (dict(dropout_p="x"), "dropout_p"),
+        (dict(window_size=3), "window"),
+        (dict(q=q.cpu().numpy()), "q is a ndarray"),
+        (dict(k=k.to("meta")), "k is on meta"),
     ):
         with pytest.raises((ValueError, TypeError, RuntimeError), match=name):
-            fa.flash_attn_func(q, k, v, **arguments)
+            fa.flash_attn_func(**(dict(q=q, k=k, v=v) | arguments))
     with pytest.raises((ValueError, TypeError, RuntimeError), match=r"\bk\b"):
         fa.flash_attn_func(q, k[..., :4], v)
     with pytest.raises((ValueError, TypeError, RuntimeError), match=r"\bv\b"):
         fa.flash_attn_func(q, k, v.half())
+    with pytest.raises(ValueError, match=r"qkv has shape .*, but dimension 2 must be 3"):
+        fa.flash_attn_qkvpacked_func(torch.stack((k, v), dim=2))
     bad_starts = [torch.zeros(0, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32)]
+    bad_starts += [torch.tensor([0.0, 4.0]), [0, 4], None]
     if q.device.type == "cpu":  # a GPU's entries are read only where a caller asks for it
         bad_starts.append(torch.tensor([0, 3, 2], dtype=torch.int32))
     for starts in bad_starts:

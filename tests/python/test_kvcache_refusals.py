@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +21,21 @@ BAD = {
     "k alone": (dict(v=None), "v"),
     "k shape": (dict(k=torch.randn(2, 2, 2, HEAD_DIM - 1)), "k_new"),
     "k heads": (dict(k=torch.randn(2, 2, 1, HEAD_DIM)), "k_new"),
-    "k dtype": (dict(k=torch.randn(2, 2, 2, HEAD_DIM).double()), "k_new"),
+    "k dtype": (dict(k=torch.randn(2, 2, 2, HEAD_DIM).double()), "k has dtype torch.float64"),
+    "k kind": (dict(k=np.zeros((2, 2, 2, HEAD_DIM), np.float32)), "k is a ndarray"),
+    "k_cache kind": (dict(k_cache=None), "k_cache is a NoneType"),
+    "k_cache dtype": (dict(k_cache=torch.randn(27, 4, 2, HEAD_DIM).half()), "k_cache has dtype"),
+    "cos kind": (dict(rotary_cos=[1.0]), "rotary_cos is a list"),
+    "lengths: a fraction": (dict(cache_seqlens=3.7), "cache_seqlens is 3.7"),
+    "lengths: a word": (dict(cache_seqlens="3"), "cache_seqlens is '3'"),
+    "lengths: a list": (dict(cache_seqlens=[3, 5]), r"cache_seqlens is \[3, 5\]"),
+    "lengths: fractions": (
+        dict(cache_seqlens=torch.tensor([3.7, 5.0])),
+        "cache_seqlens has dtype torch.float32, but must be an integer type",
+    ),
+    "table kind": (dict(block_table=[[0], [1]]), "block_table is a list"),
+    "table dtype": (dict(block_table=torch.zeros(2, 12)), "block_table has dtype torch.float32"),
+    "leftpad kind": (dict(cache_leftpad=[0, 0]), "cache_leftpad is a list"),
     "v rows": (dict(v=torch.randn(2, 3, 2, HEAD_DIM_V)), "v_new"),
     "v_cache shape": (dict(v_cache=torch.randn(3, 4, 2, HEAD_DIM_V)), "v_cache"),
     "v_cache dtype": (dict(v_cache=torch.randn(27, 4, 2, HEAD_DIM_V).half()), "v_cache"),
@@ -70,8 +85,8 @@ def test_refusals_name_the_argument_and_write_nothing(name, check, device):
         pytest.skip("entries in the memory of a GPU are read only where that is asked for")
     changes, argument = BAD[name]
     arguments = valid() | devices.moved(changes) | dict(check=check)
-    before = arguments["k_cache"].clone(), arguments["v_cache"].clone()
+    caches = [arguments[name] for name in ("k_cache", "v_cache") if arguments[name] is not None]
+    before = [cache.clone() for cache in caches]
     with pytest.raises((ValueError, TypeError, RuntimeError), match=rf"\b{argument}"):
         tilewise.attention_with_kvcache(**arguments)
-    assert torch.equal(arguments["k_cache"], before[0])
-    assert torch.equal(arguments["v_cache"], before[1])
+    assert all(torch.equal(cache, copy) for cache, copy in zip(caches, before, strict=True))

@@ -106,6 +106,8 @@ def test_constant_scale_and_dropout_in_training_only():
         (lambda: FlashAttention(8, window=3), "window is 3"),
         (lambda: FlashAttention(8)(*(torch.zeros(1, 1, 1, 9),) * 3), "head dimension 9"),
         (lambda: MultiheadAttention(30, 4), "embed_dim is 30"),
+        (lambda: MultiheadAttention(32, 4, head_dim=600), "head dimension 600"),
+        (lambda: MultiheadAttention(32, 4, window=3), "window is 3"),
         (lambda: MultiheadAttention(32, 4, num_kv_heads=3), "num_kv_heads 3"),
         (lambda: MultiheadAttention(20, 4, rotary_base=1e4), "must be even"),
         (lambda: RotaryEmbedding(8, 4)(torch.zeros(1, 5, 1, 8)), "x has 5 rows"),

@@ -13,7 +13,7 @@ from tilewise import _check, _ops
 from tilewise._check import MAX_HEAD_DIM
 from tilewise._ops import Options
 from tilewise._request import Request
-from tilewise._torch import score_options
+from tilewise._torch import as_array, check_tensors, integers, score_options
 
 
 def maybe_contiguous(x):
@@ -31,9 +31,22 @@ def bound(value) -> int:
     return int(value) if isinstance(value, int) else 0
 
 
-def int32(x: Optional[Tensor]) -> Optional[Tensor]:
-    """Index tensors as the kernels read them."""
+def int32(name: str, x: Optional[Tensor]) -> Optional[Tensor]:
+    """An index tensor as the kernels read it."""
+    x = integers(name, x)
     return None if x is None else maybe_contiguous(x.to(torch.int32))
+
+
+def slopes_of(alibi_slopes: Optional[Tensor]) -> Optional[Tensor]:
+    """The slopes without the gradient that none is defined for."""
+    return alibi_slopes.detach() if isinstance(alibi_slopes, Tensor) else alibi_slopes
+
+
+def unpacked(name: str, x: Tensor, dim: int, count: int) -> tuple[Tensor, ...]:
+    """The tensors that are packed in one dimension of x."""
+    if as_array(name, x).dim() <= dim or x.shape[dim] != count:
+        raise ValueError(f"{name} has shape {list(x.shape)}, but dimension {dim} must be {count}")
+    return x.unbind(dim)
 
 
 def options_of(
@@ -50,13 +63,12 @@ def options_of(
     batch: Optional[int] = None,
 ) -> Options:
     """The options that dense and variable-length calls have in common; batch is q's by default."""
-    left, right = window_size
     request = Request(
         causal=causal,
-        window=(left, right),
+        window=window_size,
         scale=softmax_scale,
         softcap=0.0 if softcap is None else softcap,
-        alibi_slopes=None if alibi_slopes is None else alibi_slopes.detach(),
+        alibi_slopes=slopes_of(alibi_slopes),
         deterministic=deterministic,
     )
     batch = q.shape[0] if batch is None else batch
@@ -70,13 +82,14 @@ def new_dropout_state(dropout_p: float, device: torch.device) -> Optional[Tensor
 
     This is also the ``rng_state`` of the private functions.
     """
-    if dropout_p <= 0.0:
+    if _check.dropout(dropout_p) == 0.0:
         return None
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """(out, lse), differentiable."""
+    check_tensors(q, k, v)
     q, k, v = (maybe_contiguous(x) for x in (q, k, v))
     return _ops.forward(q, k, v, options)
 

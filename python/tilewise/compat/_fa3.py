@@ -12,6 +12,7 @@ from torch import Tensor
 from tilewise import _kvcache_torch, kvcache
 from tilewise._check import MAX_HEAD_DIM
 from tilewise._ops import Options
+from tilewise._torch import batch_of
 from tilewise.compat._calls import attend, bound, int32, maybe_contiguous, options_of
 from tilewise.compat._chunks import Sequence, split_cache, split_packed
 
@@ -89,7 +90,9 @@ def attend_dense(
     )
     q, k = _absorb(q, k, v, qv)
     options = options_of(q, **common)._replace(
-        num_splits=num_splits, seqused_q=int32(seqused_q), seqused_k=int32(seqused_k)
+        num_splits=num_splits,
+        seqused_q=int32("seqused_q", seqused_q),
+        seqused_k=int32("seqused_k", seqused_k),
     )
     if not _check_chunk(attention_chunk):
         return attend(q, k, v, options)
@@ -138,12 +141,12 @@ def attend_varlen(
         sequences = [Sequence(*lengths) for lengths in zip(rows, keys, *used, strict=True)]
         return _attend_chunks(q, k, v, options, sequences, attention_chunk)
     options = options._replace(
-        cu_seqlens_q=int32(cu_seqlens_q),
-        cu_seqlens_k=int32(cu_seqlens_k),
+        cu_seqlens_q=int32("cu_seqlens_q", cu_seqlens_q),
+        cu_seqlens_k=int32("cu_seqlens_k", cu_seqlens_k),
         max_seqlen_q=bound(max_seqlen_q),
         max_seqlen_k=bound(max_seqlen_k),
-        seqused_q=int32(seqused_q),
-        seqused_k=int32(seqused_k),
+        seqused_q=int32("seqused_q", seqused_q),
+        seqused_k=int32("seqused_k", seqused_k),
     )
     return attend(q, k, v, options)
 
@@ -186,7 +189,7 @@ def attend_cached(
     num_splits: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) after appending k and v; the arguments are those of flash_attn_with_kvcache."""
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
+    batch = q.shape[0] if cu_seqlens_q is None else batch_of(cu_seqlens_q)
     if page_table is None and cache_batch_idx is None:
         # A cache may have room for more sequences than the batch has.
         k_cache, v_cache = k_cache[:batch], v_cache[:batch]
@@ -202,10 +205,10 @@ def attend_cached(
         softcap=softcap,
     )._replace(
         num_splits=kvcache.split_count(num_splits),
-        cu_seqlens_q=int32(cu_seqlens_q),
-        block_table=int32(page_table),
-        kv_batch_idx=int32(cache_batch_idx),
-        leftpad_k=int32(cache_leftpad),
+        cu_seqlens_q=int32("cu_seqlens_q", cu_seqlens_q),
+        block_table=int32("page_table", page_table),
+        kv_batch_idx=int32("cache_batch_idx", cache_batch_idx),
+        leftpad_k=int32("cache_leftpad", cache_leftpad),
     )
     new = kvcache.NewKeys(
         k=k,
@@ -214,8 +217,8 @@ def attend_cached(
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
-        rotary_lengths=int32(rotary_seqlens),
-        cu_seqlens=int32(cu_seqlens_k_new),
+        rotary_lengths=int32("rotary_seqlens", rotary_seqlens),
+        cu_seqlens=int32("cu_seqlens_k_new", cu_seqlens_k_new),
     )
     _check_qv(q, v_cache, qv)
     q, options = _kvcache_torch.append(

@@ -170,10 +170,10 @@ def _flash_attn_backward(
         softcap=softcap,
         deterministic=deterministic,
     )._replace(
-        cu_seqlens_q=int32(cu_seqlens_q),
-        cu_seqlens_k=int32(cu_seqlens_k),
-        seqused_q=int32(sequed_q),
-        seqused_k=int32(sequed_k),
+        cu_seqlens_q=int32("cu_seqlens_q", cu_seqlens_q),
+        cu_seqlens_k=int32("cu_seqlens_k", cu_seqlens_k),
+        seqused_q=int32("sequed_q", sequed_q),
+        seqused_k=int32("sequed_k", sequed_k),
         max_seqlen_q=bound(max_seqlen_q),
         max_seqlen_k=bound(max_seqlen_k),
     )

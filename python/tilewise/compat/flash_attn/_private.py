@@ -14,6 +14,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from tilewise._torch import as_array, batch_of
 from tilewise.compat._calls import (
     attend,
     attention_probabilities,
@@ -72,22 +73,24 @@ def _varlen_options(
     num_splits=0,
     **common,
 ):
-    batch = cu_seqlens_q.numel() - 1
+    batch = batch_of(cu_seqlens_q)
     options = options_of(q, batch=batch, **common)._replace(
-        cu_seqlens_q=int32(cu_seqlens_q),
-        leftpad_k=int32(leftpad_k),
+        cu_seqlens_q=int32("cu_seqlens_q", cu_seqlens_q),
+        leftpad_k=int32("leftpad_k", leftpad_k),
         max_seqlen_q=bound(max_seqlen_q),
         num_splits=num_splits,
     )
     if block_table is None:
         return options._replace(
-            cu_seqlens_k=int32(cu_seqlens_k),
-            seqused_k=int32(seqused_k),
+            cu_seqlens_k=int32("cu_seqlens_k", cu_seqlens_k),
+            seqused_k=int32("seqused_k", seqused_k),
             max_seqlen_k=bound(max_seqlen_k),
         )
     # The keys of sequence b are the first ones of its pages; cu_seqlens_k only says how many.
-    lengths = cu_seqlens_k.diff() if seqused_k is None else seqused_k
-    return options._replace(block_table=int32(block_table), seqused_k=int32(lengths))
+    lengths = as_array("cu_seqlens_k", cu_seqlens_k).diff() if seqused_k is None else seqused_k
+    return options._replace(
+        block_table=int32("block_table", block_table), seqused_k=int32("seqused_k", lengths)
+    )
 
 
 def _padded_probabilities(q, k, options, max_seqlen_q, max_seqlen_k):

@@ -21,7 +21,7 @@ from typing import Optional, Union
 import torch
 
 from tilewise import kvcache
-from tilewise.compat._calls import maybe_contiguous, round_multiple
+from tilewise.compat._calls import maybe_contiguous, round_multiple, slopes_of, unpacked
 from tilewise.compat.flash_attn._private import (
     _flash_attn_backward,
     _flash_attn_forward,
@@ -68,7 +68,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs=False,
 ):
     """Attention of qkv [B, S, 3, H, D]: out [B, S, H, D]. Options as in the module's heading."""
-    q, k, v = qkv.unbind(dim=2)
+    q, k, v = unpacked("qkv", qkv, 2, 3)
     return flash_attn_func(
         q,
         k,
@@ -97,7 +97,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs=False,
 ):
     """Attention of q [B, Sq, Hq, D] to kv [B, Sk, 2, Hkv, D]: out [B, Sq, Hq, D]."""
-    k, v = kv.unbind(dim=2)
+    k, v = unpacked("kv", kv, 2, 2)
     return flash_attn_func(
         q,
         k,
@@ -165,7 +165,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs=False,
 ):
     """Attention within the sequences of qkv [T, 3, H, D], cu_seqlens [B + 1] int32: [T, H, D]."""
-    q, k, v = qkv.unbind(dim=1)
+    q, k, v = unpacked("qkv", qkv, 1, 3)
     return flash_attn_varlen_func(
         q,
         k,
@@ -202,7 +202,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs=False,
 ):
     """Attention of q [Tq, Hq, D] to kv [Tk, 2, Hkv, D], sequence by sequence: [Tq, Hq, D]."""
-    k, v = kv.unbind(dim=1)
+    k, v = unpacked("kv", kv, 1, 2)
     return flash_attn_varlen_func(
         q,
         k,
@@ -315,10 +315,10 @@ def flash_attn_with_kvcache(
         rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
         causal=causal,
-        window=tuple(window_size),
+        window=window_size,
         scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=None if alibi_slopes is None else alibi_slopes.detach(),
+        softcap=0.0 if softcap is None else softcap,
+        alibi_slopes=slopes_of(alibi_slopes),
         num_splits=num_splits,
         return_lse=return_softmax_lse,
     )
