@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ._library import load_torch_adapter
 
@@ -102,7 +103,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
         return torch.ops.tilewise.forward(*arguments)
     if _transformed():
         return _Forward.apply(*arguments)
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *options[:_TENSOR_COUNT]):
+    tensors = (q, k, v, *options[:_TENSOR_COUNT])
+    if forward_ad._current_level >= 0 or (
+        torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)
+    ):
         return _EagerForward.apply(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.tilewise.forward(*arguments)
@@ -268,6 +272,13 @@ def _no_second_derivative(_ctx: Any, *_grads: Any) -> Any:
     )
 
 
+def _no_forward_mode(_ctx: Any, *_tangents: Any) -> Any:
+    raise RuntimeError(
+        "tilewise: attention has no forward-mode derivative (dual tensors, torch.func.jvp, jacfwd, "
+        "hessian); use the backward: torch.func.vjp, jacrev"
+    )
+
+
 def _call_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return _Forward.apply(*arguments) if _transformed() else torch.ops.tilewise.forward(*arguments)
 
@@ -408,6 +419,7 @@ class _EagerForward(torch.autograd.Function):
         return results
 
     backward = staticmethod(_backward)
+    jvp = staticmethod(_no_forward_mode)
 
 
 # --- torch.func -----------------------------------------------------------------------------------
@@ -422,6 +434,7 @@ class _Forward(torch.autograd.Function):
 
     setup_context = staticmethod(_setup_context)
     backward = staticmethod(_backward)
+    jvp = staticmethod(_no_forward_mode)
     vmap = staticmethod(_forward_vmap)
 
 

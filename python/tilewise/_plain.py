@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _ops
 from ._check import Window, window_bounds
@@ -37,7 +38,8 @@ def is_eager() -> bool:
     """Whether nothing stands between a call and its kernel: no tracing, transform, mode, cast."""
     return not (
         _is_compiling() or _transform_level() is not None or _dispatch_modes() or _any_autocast()
-    )
+        or forward_ad._current_level >= 0
+    )  # fmt: skip
 
 
 def attention(
@@ -55,6 +57,7 @@ def attention(
         or _transform_level() is not None
         or _dispatch_modes()
         or _any_autocast()
+        or forward_ad._current_level >= 0
     ):
         return None
     if layout == "bshd":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import tilewise
 from tilewise import _plain, _torch
@@ -131,3 +132,22 @@ def test_deterministic_algorithms_of_torch_are_followed(monkeypatch):
         torch.use_deterministic_algorithms(False)
     assert seen == [False, True]
     assert options.deterministic
+
+
+@pytest.mark.parametrize("options", [{}, dict(softcap=9.0)], ids=["plain", "general"])
+def test_a_forward_mode_derivative_is_refused(options):
+    """Short ways pass PyTorch's layers by: the tangent of a dual tensor must not get lost there."""
+    q, k, v = tensors()
+
+    def attend(q):
+        return tilewise.attention(q, k, v, **options)
+
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(attend, (q,), (q,))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, q)
+        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+            attend(dual)
+        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+            tilewise.attention_with_kvcache(dual, k, v, **options)
+        assert attend(q).shape == (2, 19, 4, 8)
