@@ -106,10 +106,7 @@ def explain(
     lengths = Sequences(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, block_table
     )
-    given = [name for name, value in lengths._asdict().items() if value is not None]
-    if given and cu_seqlens_q is None:
-        raise ValueError(f"{given[0]} is given, but belongs to cu_seqlens_q, which is None")
-    sequences = lengths if given else None
+    sequences = lengths.or_none()
     if hasattr(q, "__torch_function__"):
         a, threads, kept = _describe_torch(q, k, v, layout, sequences, request)
     else:

@@ -101,10 +101,11 @@ def attention_backward(
         ValueError: an argument has the wrong shape or range.
     """
     request = Request(causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p)
-    if cu_seqlens_q is None:
+    lengths = Sequences(cu_seqlens_q, cu_seqlens_k, None, None, seqused_q, seqused_k)
+    sequences = lengths.or_none()
+    if sequences is None:
         problem = prepare_dense(q, k, v, layout, request)
     else:
-        sequences = Sequences(cu_seqlens_q, cu_seqlens_k, None, None, seqused_q, seqused_k)
         problem = prepare_varlen(q, k, v, sequences, request)
     return _backward(problem, dout, out, lse, dlse)
 
@@ -134,7 +135,7 @@ def as_array(name: str, value: Any) -> Array:
     if isinstance(value, np.ndarray):
         return value
     if hasattr(value, "__torch_function__"):
-        raise TypeError(f"{name} is a torch.Tensor, but q is not: use one kind of array for all")
+        raise TypeError(f"{name} is a torch.Tensor, but must be an array: the two are not mixed")
     if hasattr(value, "__array__"):
         return np.asarray(value)
     if hasattr(value, "__dlpack__"):

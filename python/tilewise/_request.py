@@ -37,3 +37,14 @@ class Sequences(NamedTuple):
     seqused_q: Any = None
     seqused_k: Any = None
     block_table: Any = None
+
+    def or_none(self) -> Sequences | None:
+        """None where all sequences are equally long, which is to say that nothing is given.
+
+        Raises:
+            ValueError: something is given that says nothing without cu_seqlens_q.
+        """
+        given = [name for name, value in self._asdict().items() if value is not None]
+        if given and self.cu_seqlens_q is None:
+            raise ValueError(f"{given[0]} is given, but belongs to cu_seqlens_q, which is None")
+        return self if given else None

@@ -131,8 +131,8 @@ def test_attention_refuses_tensors(changes, error, words):
 ARRAYS = [
     (dict(q=array(2, 5, 4, 8, dtype=np.float64)), TypeError, "q has dtype float64"),
     (dict(k=array(2, 7, 2, 8, dtype=np.float16)), TypeError, "k has dtype float16, but q has"),
-    (dict(v=tensor(2, 7, 2, 6)), TypeError, "v is a torch.Tensor, but q is not"),
-    (dict(scale=tensor(1)), TypeError, "scale is a torch.Tensor, but q is not"),
+    (dict(v=tensor(2, 7, 2, 6)), TypeError, r"v is a torch\.Tensor, but must be an array"),
+    (dict(scale=tensor(1)), TypeError, r"scale is a torch\.Tensor, but must be an array"),
     (dict(bias=array(5, 7, dtype=np.float64)), TypeError, "bias has dtype float64"),
     (dict(bias=array(5, 7, dtype=np.float16)), TypeError, "bias has dtype float16, .* float32"),
     (dict(alibi_slopes=array(4, dtype=np.int64)), TypeError, "alibi_slopes has dtype int64"),
@@ -245,7 +245,7 @@ def test_merge_states_takes_one_kind():
     out, lse = tensor(5, 4, 6), tensor(4, 5)
     with pytest.raises(TypeError, match=r"out_b is a ndarray, but must be a torch\.Tensor"):
         tilewise.merge_states(out, lse, out.numpy(), lse.numpy())
-    with pytest.raises(TypeError, match=r"lse_a is a torch\.Tensor, but q is not"):
+    with pytest.raises(TypeError, match=r"lse_a is a torch\.Tensor, but must be an array"):
         tilewise.merge_states(out.numpy(), lse, out.numpy(), lse.numpy())
     with pytest.raises(TypeError, match="out_a is a NoneType"):
         tilewise.merge_states(None, lse, out, lse)
@@ -261,6 +261,8 @@ def test_attention_backward_refuses():
         (dict(lse=array(2, 5, 4)), ValueError, "lse has shape"),
         (dict(lse=array(2, 4, 5, dtype=np.float64)), TypeError, "lse has dtype float64"),
         (dict(dlse=array(2, 5, 4)), ValueError, "dlse has shape"),
+        (dict(q=tensor(2, 5, 4, 8)), TypeError, r"q is a torch\.Tensor, but must be an array"),
+        (dict(seqused_k=int32(array, [3, 7])), ValueError, "seqused_k is given, but belongs to"),
     ):
         given = dict(dout=out, q=q, k=k, v=k, out=out, lse=lse) | changes
         names = ("dout", "q", "k", "v", "out", "lse")
