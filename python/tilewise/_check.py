@@ -183,10 +183,12 @@ def is_float8(dtype: Any) -> bool:
 
 def key_dtype(name: str, dtype: Any, k_dtype: Any, q_dtype: Any) -> None:
     """Keys and values have the dtype of q, or, where that has 16 bits, both float8_e4m3fn."""
+    if dtype == k_dtype == q_dtype:
+        return
     wide = str(q_dtype).endswith("float32")
     if dtype == q_dtype and is_float8(k_dtype):
         raise TypeError(f"{name} has dtype {dtype}, but k has {k_dtype}: both must have the same")
-    if dtype != k_dtype or not (dtype == q_dtype or (is_float8(dtype) and not wide)):
+    if dtype != k_dtype or wide or not is_float8(dtype):
         other = "" if wide else ", or float8_e4m3fn for both k and v"
         raise TypeError(f"{name} has dtype {dtype}, but q has {q_dtype}: that is allowed{other}")
 

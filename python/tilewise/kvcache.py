@@ -53,7 +53,7 @@ def common_length(cache_seqlens: Any) -> int:
 
 
 def check_cache(q: Any, k_cache: Any, v_cache: Any, block_table: Any, packed: int | None) -> int:
-    """Refuses what attention would refuse only after the append has written to the caches.
+    """Refuses shapes that attention would refuse only after the append has written to the caches.
 
     Args:
         q: [B, Sq, Hq, D], or [T, Hq, D] when packed.
@@ -75,8 +75,6 @@ def check_cache(q: Any, k_cache: Any, v_cache: Any, block_table: Any, packed: in
         _check.shape("q", q, (None, None, head_dim), "[total rows, heads, head_dim]")
     _check.head_sizes(q.shape[-2], k_cache.shape[2], head_dim, v_cache.shape[3])
     batch = q.shape[0] if packed is None else packed
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _check.key_dtype(name, cache.dtype, k_cache.dtype, q.dtype)
     if block_table is not None:
         _check.shape("block_table", block_table, (batch, None), "[batch, pages of a sequence]")
     return batch

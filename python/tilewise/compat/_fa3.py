@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise import _kvcache_torch, kvcache
 from tilewise._check import MAX_HEAD_DIM
 from tilewise._ops import Options
-from tilewise._torch import batch_of
+from tilewise._torch import batch_of, check_tensors
 from tilewise.compat._calls import attend, bound, int32, maybe_contiguous, options_of
 from tilewise.compat._chunks import Sequence, split_cache, split_packed
 
@@ -195,6 +195,7 @@ def attend_cached(
         k_cache, v_cache = k_cache[:batch], v_cache[:batch]
     q, k, v, qv = (maybe_contiguous(x) for x in (q, k, v, qv))
     packed = None if cu_seqlens_q is None else batch
+    check_tensors(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
     kvcache.check_cache(q, k_cache, v_cache, page_table, packed)
     chunked = _check_chunk(attention_chunk)
     options = options_of(
