@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tilewise
+from tilewise import _check
 
 HEADER = Path(__file__).parents[2] / "include/tilewise/version.h"
 
@@ -33,6 +34,10 @@ def test_explain_names_a_kernel_of_the_matrix():
         "bfloat16 on cpu, batch 2, 100 rows x 100 keys, 4 heads, head dim 64"
     )
     assert lines[0].endswith("causal")
+
+
+def test_the_largest_head_dimension_is_that_of_the_library():
+    assert max(row.max_head_dim for row in tilewise.capabilities()) == _check.MAX_HEAD_DIM
 
 
 def test_explain_counts_torch_threads():
