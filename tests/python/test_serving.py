@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -307,6 +308,16 @@ def test_rows_are_drawn_on_their_own():
     assert together == [sample(x, [p], [u])[0] for x, p, u in rows]
     best = logits.argmax(-1).tolist()
     assert [together[i] for i in (0, 2, 4)] == [best[i] for i in (0, 2, 4)]
+
+
+def test_prompts_of_tensors_and_of_what_is_no_tokens(answers):
+    prompts = [torch.tensor(PROMPTS[1]), np.array(PROMPTS[1])]
+    assert [a.tokens for a in engine().generate(prompts, GREEDY)] == [answers[1]] * 2
+    for prompt, kind in (("abc", "str"), ([1.5, 2], "list"), (None, "NoneType")):
+        with pytest.raises(TypeError, match=f"prompt is a {kind}, but must be tokens"):
+            engine().add(prompt, GREEDY)
+    with pytest.raises(TypeError, match=r"max_tokens is 2\.5"):
+        SamplingParams(2.5)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
+from operator import index
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ class Engine:
         """Lets a request in.
 
         Args:
-            prompt: Tokens, at least one.
+            prompt: Tokens, at least one: a list, or a tensor or array of one dimension.
             params: What to generate.
             deliver: Called in the thread of ``step`` with each output of this request. If it
                 raises, that is logged and the request cancelled.
@@ -125,12 +126,19 @@ class Engine:
             The number of the request.
 
         Raises:
+            TypeError: the prompt is no sequence of integers.
             ValueError: the prompt is not one of the model, or does not fit with max_tokens.
             OverloadedError: as many requests are in flight as the engine takes.
         """
         params = params or SamplingParams()
         if params.stop and self.tokenizer is None:
             raise ValueError("stop is given, but this engine has no tokenizer to find it with")
+        try:
+            prompt = [index(token) for token in prompt]
+        except TypeError:
+            raise TypeError(
+                f"prompt is a {type(prompt).__name__}, but must be tokens: a sequence of integers"
+            ) from None
         asked = len(prompt) + (params.max_tokens or 1)
         if not prompt or asked > self.context:
             raise ValueError(
@@ -157,7 +165,7 @@ class Engine:
             self._counts["requests"] += 1
             self._counts["prompt_tokens"] += len(prompt)
             self._waiting.append(
-                Sequence(self._next_id, list(prompt), limit, params, frozenset(stop), text, deliver)
+                Sequence(self._next_id, prompt, limit, params, frozenset(stop), text, deliver)
             )
             return self._next_id
 

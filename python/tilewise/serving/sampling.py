@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewise import _check
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -30,7 +32,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
+        if self.max_tokens is not None and (
+            _check.integer("max_tokens", self.max_tokens, "an integer or None") < 1
+        ):
             raise ValueError(f"max_tokens is {self.max_tokens}, but must be at least 1")
         if not 0.0 <= self.temperature <= 100.0:
             raise ValueError(f"temperature is {self.temperature}, but must be from 0 to 100")
