@@ -187,6 +187,7 @@ struct ForwardLaunch {
     task.problem = &p;
     task.sequence = sequence_of(p, b);
     task.kv_head = kv_head;
+    task.heads = min(plan.heads, p.heads_kv - kv_head);
     task.packed_rows = tiles.tiling(task.sequence).at(tile);
     const int64_t parts = parts_of(task.sequence);
     task.keys = key_split({0, task.sequence.band.keys}, parts, split, shape.tile_k);
@@ -202,38 +203,40 @@ struct ForwardLaunch {
       const int64_t row = (id * plan.splits + split) * layout.partial_rows;
       task.partial_out = layout.partial_out + row * p.head_dim_v;
       task.partial_lse = layout.partial_lse + row;
+      task.partial_stride = plan.splits * layout.partial_rows;
     }
     return task;
   }
 
-  // Item i of all tiles and heads; last tiles first, because with a causal band they are the
-  // longest.
+  // Item i of all tiles and heads, `step` heads an item; last tiles first, because with a causal
+  // band they are the longest.
+  int64_t items(int64_t step) const { return tiles.most * p.batch * ceil_div(p.heads_kv, step); }
   template <class Body>
-  void for_tile(int64_t i, const Body& body) const {
-    const int64_t head = i % tiles.heads();
-    const int64_t tile = tiles.most - 1 - i / tiles.heads();
-    const int64_t b = head / p.heads_kv;
-    if (tile < tiles.first_tile[b + 1] - tiles.first_tile[b]) body(b, head % p.heads_kv, tile);
+  void for_tile(int64_t i, int64_t step, const Body& body) const {
+    const int64_t groups = ceil_div(p.heads_kv, step);
+    const int64_t tile = tiles.most - 1 - i / (p.batch * groups);
+    const int64_t b = i / groups % p.batch;
+    if (tile < tiles.first_tile[b + 1] - tiles.first_tile[b]) body(b, i % groups * step, tile);
   }
 
   void run() const {
     zero_unused_outputs(p);
     if (layout.packed != nullptr) pack_keys();
     const auto kernel = is_decoding(p, plan.isa) ? kernels.decode : kernels.forward;
-    const int64_t items = tiles.most * tiles.heads();
+    const int64_t some = items(plan.heads);
     const int64_t work = saturating_work(tiles.total * shape.tile_q, tiles.most_keys + 1,
                                          (p.head_dim + p.head_dim_v) * p.heads_kv);
     // The same keys of all heads after each other: they lie side by side, in the same pages.
-    run_items(parallel, items * plan.splits, work, [&](int64_t worker, int64_t i) {
-      const int64_t split = i / items;
-      for_tile(i % items, [&](int64_t b, int64_t kv_head, int64_t tile) {
+    run_items(parallel, some * plan.splits, work, [&](int64_t worker, int64_t i) {
+      const int64_t split = i / some;
+      for_tile(i % some, plan.heads, [&](int64_t b, int64_t kv_head, int64_t tile) {
         if (split < parts_of(sequence_of(p, b)))
           kernel(task_of(b, kv_head, tile, split), scratch(worker));
       });
     });
     if (plan.splits == 1) return;
-    run_items(parallel, items, work / max(int64_t{1}, tiles.most_keys), [&](int64_t, int64_t i) {
-      for_tile(i, [&](int64_t b, int64_t kv_head, int64_t tile) {
+    run_items(parallel, items(1), work / max(int64_t{1}, tiles.most_keys), [&](int64_t, int64_t i) {
+      for_tile(i, 1, [&](int64_t b, int64_t kv_head, int64_t tile) {
         const int64_t parts = parts_of(sequence_of(p, b));
         if (parts > 1) kernels.merge(task_of(b, kv_head, tile, 0), parts, layout.partial_rows);
       });

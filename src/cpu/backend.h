@@ -30,6 +30,7 @@ struct Plan {
   int32_t tile_k;  // keys of a tile
   int64_t splits;  // forward: key splits; backward: key chunks of the longest possible sequence
   SplitRule rule;  // forward: how many of the splits a sequence has
+  int64_t heads;   // forward: key/value heads of a work item
   int64_t workspace_bytes;
   const char* engine;  // "fma", "dot", "amx", "amx_split", "stream" (decoding)
 };

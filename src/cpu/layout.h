@@ -55,7 +55,7 @@ struct ForwardLayout {
   float* partial_lse;  // sequences of one tile: then [sequence] takes the place of [tile]
 
   ForwardLayout(const Problem& p, const Shape& shape, const Plan& plan, Arena& arena)
-      : scratch_bytes(measure(p, shape)),
+      : scratch_bytes(measure(p, shape, plan.isa)),
         packed_units(packed_tile_units(shape, p)),
         partial_rows(min<int64_t>(shape.tile_q, max(int64_t{1}, p.seqlen_q * group_size(p)))) {
     scratch = arena.take<char>(scratch_bytes * plan.threads);
@@ -73,9 +73,12 @@ struct ForwardLayout {
   }
 
  private:
-  static int64_t measure(const Problem& p, const Shape& shape) {
+  static int64_t measure(const Problem& p, const Shape& shape, Isa isa) {
     Arena arena;
-    ForwardScratch(shape, p, arena);
+    if (is_decoding(p, isa))
+      DecodeScratch(shape, p, arena);
+    else
+      ForwardScratch(shape, p, arena);
     return arena.used;
   }
 };

@@ -120,6 +120,33 @@ struct ForwardScratch {
         wide_v(p, s.tile_k, p.head_dim_v, arena) {}
 };
 
+// Of decoding; see generic/decode.h.
+struct DecodeScratch {
+  int64_t tile_k;
+  int64_t o_ld;
+  LaneScratch lanes;
+  float* q;       // [row][column], as they are read
+  float* s_tile;  // [row][key]
+  float* o;       // [row][column], in the order of the reads of V
+  float* m;       // [row], in the units of S
+  float* l;       // [row][lane]: sums of every W-th key
+  const void** rows;
+  WideScratch wide_k, wide_v;
+
+  TILEWISE_FN DecodeScratch(const Shape& s, const Problem& p, Arena& arena)
+      : tile_k(s.tile_k),
+        o_ld(round_up(p.head_dim_v, 8 * s.lanes)),
+        lanes(s, s.panel, arena),
+        q(arena.take<float>(kDecodeRows * round_up(p.head_dim, 2 * s.lanes))),
+        s_tile(arena.take<float>(kDecodeRows * tile_k)),
+        o(arena.take<float>(kDecodeRows * o_ld)),
+        m(arena.take<float>(kDecodeRows)),
+        l(arena.take<float>(kDecodeRows * s.lanes)),
+        rows(arena.take<const void*>(4 * tile_k)),
+        wide_k(p, s.tile_k, p.head_dim, arena),
+        wide_v(p, s.tile_k, p.head_dim_v, arena) {}
+};
+
 struct BackwardScratch {
   Extent qk;
   Extent dve;      // of head_dim_v

@@ -46,14 +46,16 @@ constexpr Shape shape_of(Isa isa, int32_t dtype) {
   return {};
 }
 
-// Decoding: at most this many packed rows stream through K and V, which then are read once and not
-// packed (StreamedProducts); more rows go to a matrix engine.
+// Decoding: at most this many packed rows of a key/value head stream through K and V, which then
+// are read once and not packed (generic/decode.h); more rows go to a matrix engine.
 constexpr int thin_rows(Isa isa) { return min(8, shape_of(isa, TILEWISE_FLOAT32).lanes); }
+
+// Rows of a work item, over all its heads.
+inline constexpr int kDecodeRows = 16;
 
 constexpr Shape thin_shape_of(Isa isa, int32_t) {
   const int lanes = shape_of(isa, TILEWISE_FLOAT32).lanes;
-  // Units: rows of q are whole reads, which are two registers of bf16.
-  return {"stream", lanes, lanes, lanes, 1, 2 * lanes, 1, thin_rows(isa), 128, 0, 0};
+  return {"stream", lanes, lanes, lanes, 1, 1, 1, thin_rows(isa), 128, 0, 0};
 }
 
 // Keys of a backward tile.

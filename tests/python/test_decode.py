@@ -64,3 +64,23 @@ def test_one_long_sequence_among_short_ones(dtype, page_size):
              group=4, head_dim=64, head_dim_v=64, page_size=page_size, sinks=True, spread=0.5),
         backward=False,
     )  # fmt: skip
+
+
+@pytest.mark.abi("cpu")
+@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_heads_side_by_side(dtype, seed):
+    """More items than threads want: one of them takes the rows of several heads."""
+    r = np.random.default_rng(seed)
+    head_dim, head_dim_v = int(r.choice([8, 40, 64, 128])), int(r.choice([8, 24, 64, 128]))
+    check(
+        Case(dtype=dtype, rows=(int(r.choice([1, 1, 2, 3])),) * 6, keys=(320,) * 6,
+             used_k=tuple(int(n) for n in r.integers(0, 321, 6)),
+             heads_kv=int(r.choice([5, 8, 17])), group=int(r.choice([1, 2, 3])),
+             head_dim=head_dim, head_dim_v=head_dim_v,
+             page_size=int(r.choice([0, 16])), window=[(-1, 0), (40, 0), (-1, -1)][seed % 3],
+             softcap=float(r.choice([0.0, 5.0])), alibi=str(r.choice(["", "bh"])),
+             bias=[None, "bhr", "r"][int(r.integers(3))], dropout_p=float(r.choice([0, 0.2])),
+             sinks=bool(seed % 2), spread=0.5, seed=seed),
+        backward=False,
+    )  # fmt: skip

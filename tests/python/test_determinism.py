@@ -22,6 +22,10 @@ CASES = {
     ),
     "one_head": Case(rows=(300,), keys=(500,), head_dim=64, head_dim_v=64, bias="r", sinks=True),
     "decode": Case(rows=(1,), keys=(3000,), group=8, head_dim=64, head_dim_v=64),
+    "decode_of_many_heads": Case(
+        rows=(2,) * 4, keys=(400,) * 4, heads_kv=8, group=2, head_dim=64, head_dim_v=64,
+        window=(300, 0), sinks=True,
+    ),
     "everything": Case(
         rows=(1, 200, 33), keys=(900, 64, 300), varlen_q=True, varlen_k=True, group=3, heads_kv=2,
         window=(100, 0), softcap=5.0, alibi="bh", bias="h", sinks=True, dropout_p=0.2, dlse=True,

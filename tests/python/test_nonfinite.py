@@ -213,13 +213,14 @@ def test_decode_with_nan_in_one_sequence(dtype, splits):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_decode_does_not_see_beyond_its_window(dtype):
+@pytest.mark.parametrize("batch, heads", [(1, 1), (4, 8)])
+def test_decode_does_not_see_beyond_its_window(dtype, batch, heads):
     """One row whose window starts inside a tile of keys: those before it share the tile."""
-    b = Built(Case(dtype, (1,), (200,), group=4, window=(20, 0)))
+    b = Built(Case(dtype, (1,) * batch, (200,) * batch, heads_kv=heads, group=4, window=(20, 0)))
 
     def spoil() -> None:
         b.k[0, 170] = torch.nan
-        b.v[0, 150:179] = torch.nan  # the first key in the window is 179
+        b.v[0, 150:179, heads // 2 :] = torch.nan  # the first key in the window is 179
 
     for place, clean, got in everywhere(b, spoil):
         assert np.isfinite(got.out).all(), place

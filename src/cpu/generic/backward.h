@@ -14,6 +14,7 @@
 
 #include "cpu/generic/engine.h"
 #include "cpu/generic/score_tile.h"
+#include "cpu/generic/softmax.h"
 
 namespace tilewise::cpu {
 namespace {

@@ -9,14 +9,6 @@
 namespace tilewise::cpu {
 namespace {
 
-// Degree of the exp2 polynomial: its error stays below the rounding of the weights.
-template <class T>
-inline constexpr int kExpDegree = 5;
-template <>
-inline constexpr int kExpDegree<BFloat16> = 3;
-template <>
-inline constexpr int kExpDegree<Half> = 4;
-
 // Longest chain of additions in a product. With fp32 operands, scores at head dimension 64 from
 // chains of 64 put outputs 1.2e-6 off and chains of 32 0.7e-6; 16-bit operands do not notice.
 template <class T>
@@ -32,11 +24,11 @@ template <>
 inline constexpr int32_t kDtype<Half> = TILEWISE_FLOAT16;
 
 // fp32 arithmetic whatever the storage.
-template <class T, Isa kIsa, Shape (*kShapeOf)(Isa, int32_t) = shape_of>
+template <class T, Isa kIsa>
 struct FmaEngine {
   using Storage = T;
   using Units = U;
-  static constexpr Shape S = kShapeOf(kIsa, kDtype<Storage>);
+  static constexpr Shape S = shape_of(kIsa, kDtype<Storage>);
   static constexpr int kPair = 1;
   static constexpr int kVectors = S.panel / W;
   struct Session {};  // what a work item needs of the machine: AMX tiles, or nothing

@@ -8,25 +8,13 @@
 
 #include "cpu/generic/products.h"
 #include "cpu/generic/score_tile.h"
+#include "cpu/generic/softmax.h"
 
 namespace tilewise::cpu {
 namespace {
 
-// Addresses of keys or values in the dtype of q, wherever and however they are stored.
-template <class T>
-TILEWISE_FN void keys_of(const T** rows, const WideScratch& wide, Range keys, int64_t capacity,
-                         const Problem& p, const Sequence& s, const tilewise_tensor& view,
-                         int64_t kv_head, int64_t columns) {
-  if constexpr (sizeof(T) == sizeof(*wide.rows)) {
-    if (p.kv_float8 != 0)
-      return wide_key_rows(rows, wide, keys, capacity, s.kv, view, kv_head, columns);
-  }
-  key_rows(rows, keys, capacity, s.kv, view, kv_head);
-}
-
-// E: the engine's storage, shape and order of weights. Products: PackedProducts or
-// StreamedProducts.
-template <class E, class Products>
+// E: the engine's storage, shape and order of weights.
+template <class E>
 struct Forward : ForwardScratch {
   using T = typename E::Storage;
   static constexpr Shape S = E::S;
@@ -39,8 +27,8 @@ struct Forward : ForwardScratch {
   const Dropout dropout;
   const bool general;
   const T** rows;
-  Products products;
-  float exponent = 0.0f;  // P = 2^((S - m) * exponent)
+  PackedProducts<E> products;
+  const float exponent;  // P = 2^((S - m) * exponent)
 
   TILEWISE_FN Forward(const ForwardTask& t, Arena& arena)
       : ForwardScratch(S, *t.problem, arena),
@@ -52,29 +40,22 @@ struct Forward : ForwardScratch {
         dropout(dropout_of(p)),
         general(is_general(p)),
         rows(reinterpret_cast<const T**>(ForwardScratch::rows)),
-        products{*this, p} {}
+        products{*this, p},
+        exponent(exponent_of(scores.score, general)) {}
 
   // Q^T, row states and accumulators.
   TILEWISE_FN void begin() {
     lanes.fill(p, s, task.kv_head, task.packed_rows, S.panel);
-    // The plain form keeps S raw and has the scale in the exponent; a negative scale moves into Q.
-    const float scale = scores.score.scale;
-    exponent = general ? kLog2e : max(__builtin_fabsf(scale) * kLog2e, 1e-30f);
-    const bool negate = !general && scale < 0.0f;
+    const bool negate = !general && scores.score.scale < 0.0f;
 
     const int64_t used_panels = ceil_div(lanes.count, S.panel);
     lane_rows(rows, lanes, used_panels * S.panel, s, p.q);
     products.load_queries(rows, used_panels, negate);
     for (int64_t i = 0; i < used_panels * dv.m * S.panel; ++i) o[i] = 0.0f;
     for (int64_t lane = 0; lane < used_panels * S.panel; ++lane) {
-      m[lane] = kMinusInfinity;
-      l[lane] = 0.0f;
-      if (p.sinks == nullptr || !task.first_split) continue;
-      const float sink = p.sinks[lanes.head[lane]];
-      if (sink == kMinusInfinity) continue;
-      // In the units of S: the sink's weight is 2^((m - m) * exponent) = 1.
-      m[lane] = sink * kLog2e / exponent;
-      l[lane] = 1.0f;
+      const SoftmaxState state = first_state(task, lanes.head[lane], exponent);
+      m[lane] = state.m;
+      l[lane] = state.l;
     }
   }
 
@@ -101,9 +82,7 @@ struct Forward : ForwardScratch {
     return min<int64_t>(S.panel / W, ceil_div(lanes.count - panel * S.panel, W));
   }
 
-  // Raises m where the tile's maximum has outgrown it by more than 2^8, and rescales l and O then:
-  // weights may reach 256, which no format here minds, and most tiles rescale nothing
-  // (FlashAttention-4 calls this conditional rescaling).
+  // Raises m where the tile's maximum has outgrown it, and rescales l and O then.
   TILEWISE_FN F raise_maximum(int64_t panel, int64_t lane, int64_t padded_keys) {
     float* const m_at = m + panel * S.panel + lane;
     F tile_max[4];  // independent chains: the latency of max is four cycles
@@ -113,7 +92,7 @@ struct Forward : ForwardScratch {
         tile_max[i] = vmax(tile_max[i], load(s_tile + (key + i) * S.panel + lane));
     const F highest = vmax(vmax(tile_max[0], tile_max[1]), vmax(tile_max[2], tile_max[3]));
     const F old = load(m_at);
-    const I outgrown = highest > old + 8.0f / exponent;
+    const I outgrown = highest > old + kOutgrown / exponent;
     if (any(outgrown)) {
       const F raised = outgrown ? highest : old;
       const F alpha = exp2<kExpDegree<float>>((old - raised) * exponent);
@@ -201,11 +180,10 @@ struct Forward : ForwardScratch {
     const int64_t packed_keys = padded(keys);
     bool edge = false;
     for (int64_t i = 0; i < used_panels; ++i) edge |= !lanes.panel_covers(i, keys);
-    if constexpr (Products::kPacked)
-      if (task.packed != nullptr && !(edge && task.nonfinite[j] != 0)) {
-        products.use(task.packed + j * packed_tile_units(S, p), packed_keys);
-        return 0;
-      }
+    if (task.packed != nullptr && !(edge && task.nonfinite[j] != 0)) {
+      products.use(task.packed + j * packed_tile_units(S, p), packed_keys);
+      return 0;
+    }
     keys_of(rows, wide_k, keys, packed_keys, p, s, p.k, task.kv_head, p.head_dim);
     products.load_keys(rows, packed_keys);
     keys_of(rows, wide_v, keys, packed_keys, p, s, p.v, task.kv_head, p.head_dim_v);
@@ -217,7 +195,7 @@ struct Forward : ForwardScratch {
   // Keys are padded so that they fill register blocks as rows and units as contraction, and come in
   // groups of 8 for dropout.
   TILEWISE_FN static constexpr int64_t padded(Range keys) {
-    return round_up(keys.size(), Products::kKeyStep);
+    return round_up(keys.size(), PackedProducts<E>::kKeyStep);
   }
 
   // out = O / l and lse = m + log(l), lane by lane.
@@ -225,13 +203,6 @@ struct Forward : ForwardScratch {
     const int64_t used_panels = ceil_div(lanes.count, S.panel);
     for (int64_t panel = 0; panel < used_panels; ++panel)
       for (int64_t lane = 0; lane < vectors(panel) * W; lane += W) finish_lanes(panel, lane);
-  }
-
-  // In double: the backward takes weights from it, and each rounding of lse is one of all of them.
-  TILEWISE_FN float lse_of(int64_t lane) const {
-    if (l[lane] == 0.0f) return kMinusInfinity;
-    const double highest = static_cast<double>(m[lane]) * static_cast<double>(exponent);
-    return static_cast<float>(highest * kLn2 + __builtin_log(static_cast<double>(l[lane])));
   }
 
   TILEWISE_FN void finish_lanes(int64_t panel, int64_t lane) {
@@ -244,7 +215,7 @@ struct Forward : ForwardScratch {
     T* out[W];
     for (int i = 0; i < valid; ++i) {
       const int64_t at = first + i;
-      const float lse = lse_of(at);
+      const float lse = lse_of(m[at], l[at], exponent);
       if (task.partial_out != nullptr) {
         partial[i] = task.partial_out + at * p.head_dim_v;
         task.partial_lse[at] = lse;
@@ -268,7 +239,7 @@ void pack_item(const PackTask& task, Arena scratch) {
   const Problem& p = *task.problem;
   const Extent qk = extent_of(S, p.head_dim);
   const Extent dv = extent_of(S, p.head_dim_v);
-  const int64_t count = Forward<E, PackedProducts<E>>::padded(task.keys);
+  const int64_t count = Forward<E>::padded(task.keys);
   const int64_t k_plane = S.tile_k * qk.ld;
   const T** const rows = scratch.take<const T*>(S.tile_k);
   const WideScratch wide_k(p, S.tile_k, p.head_dim, scratch);
@@ -283,10 +254,10 @@ void pack_item(const PackTask& task, Arena scratch) {
   *task.nonfinite = finite ? 0 : 1;
 }
 
-template <class E, template <class> class Products>
+template <class E>
 void forward_item(const ForwardTask& task, Arena scratch) {
   [[maybe_unused]] const typename E::Session session{};
-  Forward<E, Products<E>> forward(task, scratch);
+  Forward<E> forward(task, scratch);
   forward.run();
 }
 

@@ -133,6 +133,19 @@ TILEWISE_FN void wide_key_rows(const T** rows, const WideScratch& wide, Range ke
   for (int64_t r = keys.size(); r < capacity; ++r) rows[r] = nullptr;
 }
 
+// Addresses of keys or values in the dtype of q, wherever and however they are stored; null up to
+// `capacity`.
+template <class T>
+TILEWISE_FN void keys_of(const T** rows, const WideScratch& wide, Range keys, int64_t capacity,
+                         const Problem& p, const Sequence& s, const tilewise_tensor& view,
+                         int64_t kv_head, int64_t columns) {
+  if constexpr (sizeof(T) == sizeof(*wide.rows)) {
+    if (p.kv_float8 != 0)
+      return wide_key_rows(rows, wide, keys, capacity, s.kv, view, kv_head, columns);
+  }
+  key_rows(rows, keys, capacity, s.kv, view, kv_head);
+}
+
 // 0 * x is NaN exactly when x is not finite.
 template <class T>
 TILEWISE_FN bool row_is_finite(const T* row, int64_t columns) {

@@ -1,5 +1,5 @@
-// Scores of one panel and one key tile, S^T[key][lane]: the general form of `Score` in vectors, the
-// band as a mask, and dropout bits.
+// What the general form adds to scores, in vectors along rows (a panel of a key tile,
+// S^T[key][lane]) or along keys (decoding): slopes, bias, dropout bits.
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -7,6 +7,34 @@
 
 namespace tilewise::cpu {
 namespace {
+
+TILEWISE_FN float slope_of(const Problem& p, int64_t batch, int64_t head) {
+  return p.alibi_slopes != nullptr ? p.alibi_slopes[batch * p.alibi_stride_batch + head] : 0.0f;
+}
+
+TILEWISE_FN int64_t bias_offset(const Problem& p, int64_t batch, int64_t head, int64_t row) {
+  return batch * p.bias_stride_batch + head * p.bias_stride_head + row * p.bias_stride_row;
+}
+TILEWISE_FN float bias_at(const Problem& p, int64_t offset) {
+  if (p.bias_dtype == TILEWISE_FLOAT32) return static_cast<const float*>(p.bias)[offset];
+  if (p.bias_dtype == TILEWISE_FLOAT16) return to_float(static_cast<const Half*>(p.bias)[offset]);
+  return to_float(static_cast<const BFloat16*>(p.bias)[offset]);
+}
+
+// Of W keys, of which `count` exist.
+TILEWISE_FN F bias_of_keys(const Problem& p, int64_t offset, int64_t count) {
+  const auto from = [&](const auto* bias) {
+    return count >= W ? to_fp32(bias + offset) : to_fp32_tail(bias + offset, count);
+  };
+  if (p.bias_dtype == TILEWISE_FLOAT32) return from(static_cast<const float*>(p.bias));
+  if (p.bias_dtype == TILEWISE_FLOAT16) return from(static_cast<const Half*>(p.bias));
+  return from(static_cast<const BFloat16*>(p.bias));
+}
+
+// |i + Sk - Sq - j|
+TILEWISE_FN F magnitude(I diagonal) {
+  return __builtin_convertvector(diagonal < 0 ? -diagonal : diagonal, F);
+}
 
 // What the general form needs per lane of a panel.
 struct ScoreTile : ScoreScratch {
@@ -20,9 +48,7 @@ struct ScoreTile : ScoreScratch {
     const Problem& p = *problem;
     for (int64_t i = 0; i < panel; ++i) {
       const int64_t lane = min(first + i, lanes.count - 1);
-      slope[at + i] = p.alibi_slopes != nullptr
-                          ? p.alibi_slopes[s.batch * p.alibi_stride_batch + lanes.head[lane]]
-                          : 0.0f;
+      slope[at + i] = slope_of(p, s.batch, lanes.head[lane]);
       if (bias == nullptr) continue;
       const int64_t offset = bias_offset(p, s.batch, lanes.head[lane], lanes.row[lane]);
       for (int64_t key = keys.begin; key < keys.end; ++key)
@@ -30,21 +56,6 @@ struct ScoreTile : ScoreScratch {
     }
   }
 
-  TILEWISE_FN static int64_t bias_offset(const Problem& p, int64_t batch, int64_t head,
-                                         int64_t row) {
-    return batch * p.bias_stride_batch + head * p.bias_stride_head + row * p.bias_stride_row;
-  }
-  TILEWISE_FN static float bias_at(const Problem& p, int64_t offset) {
-    if (p.bias_dtype == TILEWISE_FLOAT32) return static_cast<const float*>(p.bias)[offset];
-    if (p.bias_dtype == TILEWISE_FLOAT16) return to_float(static_cast<const Half*>(p.bias)[offset]);
-    return to_float(static_cast<const BFloat16*>(p.bias)[offset]);
-  }
-
-  // |i + Sk - Sq - j| for W lanes.
-  TILEWISE_FN static F distance(I diagonal, int32_t key) {
-    const I d = diagonal - key;
-    return __builtin_convertvector(d < 0 ? -d : d, F);
-  }
   TILEWISE_FN static I diagonal(const Sequence& s, const Lanes& lanes, int64_t lane, Range keys) {
     I d;
     for (int i = 0; i < W; ++i)
@@ -55,7 +66,7 @@ struct ScoreTile : ScoreScratch {
   // W scores from `lane` of this tile on.
   TILEWISE_FN Score::Capped<F> at(F raw, I diagonal, int32_t key, int64_t lane) const {
     const F b = bias != nullptr ? load(bias + key * ld + lane) : F{};
-    return score.apply<VectorMath>(raw, load(slope + lane), distance(diagonal, key), b);
+    return score.apply<VectorMath>(raw, load(slope + lane), magnitude(diagonal - key), b);
   }
 };
 
@@ -81,6 +92,19 @@ struct KeepMask {
     return value >= dropout.threshold ? splat(dropout.keep_scale) : F{};
   }
 };
+
+// Keep decisions of one row for W keys from `key` on: as KeepMask::scale.
+TILEWISE_FN F keep_scale_of_keys(const Dropout& dropout, int64_t batch_head, int64_t row,
+                                 int64_t key) {
+  const U number = static_cast<uint32_t>(key) + __builtin_convertvector(lane_numbers(), U);
+  const auto bits = dropout.block<VectorMath>(
+      number / static_cast<uint32_t>(Dropout::kKeysPerBlock), U{} + static_cast<uint32_t>(row),
+      U{} + static_cast<uint32_t>(batch_head));
+  const U word = number / 2 % 4;
+  const U pair = word == 0 ? bits.c0 : word == 1 ? bits.c1 : word == 2 ? bits.c2 : bits.c3;
+  const U value = number % 2 != 0 ? pair >> 16 : pair & 0xffffu;
+  return value >= dropout.threshold ? splat(dropout.keep_scale) : F{};
+}
 
 }  // namespace
 }  // namespace tilewise::cpu

@@ -80,6 +80,18 @@ TILEWISE_FN bool any(I mask) {
 #endif
 }
 
+TILEWISE_FN float max_lane(F v) {
+  float highest = v[0];
+  for (int i = 1; i < W; ++i) highest = max(highest, v[i]);
+  return highest;
+}
+
+TILEWISE_FN I lane_numbers() {
+  I numbers;
+  for (int i = 0; i < W; ++i) numbers[i] = i;
+  return numbers;
+}
+
 TILEWISE_FN float sum_lanes(F v) {
   // A fixed tree, so that the result does not depend on the compiler's choice.
   for (int half = W / 2; half > 0; half /= 2)
@@ -260,6 +272,20 @@ TILEWISE_FN void exchange_rows(V (&r)[W]) {
     if (!(i & S)) exchange<S>(r[i], r[i + S], std::make_integer_sequence<int, W>{});
 }
 }  // namespace detail
+
+// Sums over groups of S * N lanes whose lanes are sums of S already, as a transpose that adds as it
+// goes: lane i is of row i / S % N.
+template <int S, int kStep = 1, int N>
+TILEWISE_FN F sum_of_rows(F (&r)[N]) {
+  for (int i = 0; i + kStep < N; i += 2 * kStep) {
+    detail::exchange<S>(r[i], r[i + kStep], std::make_integer_sequence<int, W>{});
+    r[i] = r[i] + r[i + kStep];
+  }
+  if constexpr (2 * kStep < N)
+    return sum_of_rows<2 * S, 2 * kStep>(r);
+  else
+    return r[0];
+}
 
 template <class V>
 TILEWISE_FN void transpose(V (&r)[W]) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/generic/backward.h"
+#include "cpu/generic/decode.h"
 #include "cpu/generic/forward.h"
 #include "cpu/generic/rows.h"
 
@@ -11,16 +12,10 @@ namespace {
 template <class E, Isa kIsa>
 const Kernels* kernels_of() {
   using T = typename E::Storage;
-  using Thin = FmaEngine<T, kIsa, thin_shape_of>;
-  static_assert(E::S.lanes == W && Thin::S.lanes == W);
+  static_assert(E::S.lanes == W);
   static constexpr Kernels kernels = {
-      pack_item<E>,
-      forward_item<E, PackedProducts>,
-      forward_item<Thin, StreamedProducts>,
-      merge_item<T>,
-      delta_item<T>,
-      backward_item<E>,
-      finish_dq_item<E>,
+      pack_item<E>,  forward_item<E>,  decode_item<T, kIsa>, merge_item<T>,
+      delta_item<T>, backward_item<E>, finish_dq_item<E>,
   };
   return &kernels;
 }

@@ -5,17 +5,20 @@
 
 namespace tilewise::cpu {
 
-// One forward work item: packed query rows of one key/value head, over a range of keys.
+// One forward work item: packed query rows of one key/value head, or of `heads` from it on in
+// decoding, over a range of keys.
 struct ForwardTask {
   const Problem* problem;
   Sequence sequence;
   int64_t kv_head;
+  int64_t heads;
   Range packed_rows;
   Range keys;
   bool first_split;  // carries the sink
   // Null: write out and lse. Otherwise this split's normalised [row][head_dim_v] and its lse.
   float* partial_out;
   float* partial_lse;
+  int64_t partial_stride;  // rows from a head's to those of the next
   // Null, or the packed key tiles of this head: see PackTask.
   const uint32_t* packed;
   const int32_t* nonfinite;
@@ -63,7 +66,7 @@ struct RowTask {
 struct Kernels {
   void (*pack)(const PackTask&, Arena scratch);
   void (*forward)(const ForwardTask&, Arena scratch);
-  void (*decode)(const ForwardTask&, Arena scratch);  // at most kThinRows packed rows
+  void (*decode)(const ForwardTask&, Arena scratch);  // at most thin_rows packed rows
   // Partials of `splits` splits, `stride` rows apart -> out and lse.
   void (*merge)(const ForwardTask&, int64_t splits, int64_t stride);
   void (*delta)(const RowTask&);

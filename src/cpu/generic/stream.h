@@ -1,0 +1,134 @@
+// How decoding reads storage: whole vectors from where rows lie, their dot products with q, and
+// their sums weighted by p, in fp32 or in pairs of bf16.
+#pragma once
+
+#include "cpu/generic/simd.h"
+
+namespace tilewise::cpu {
+namespace {
+
+// kColumns neighbouring elements as kParts vectors of fp32.
+template <class T>
+struct Widened {
+  static constexpr int kParts = 1;
+  TILEWISE_FN static void read(const T* from, F (&part)[1]) { part[0] = to_fp32(from); }
+  TILEWISE_FN static void in_order(F (&)[1]) {}
+};
+
+// The even columns and the odd ones: two operations, where widening in order is four.
+template <>
+struct Widened<BFloat16> {
+  static constexpr int kParts = 2;
+  TILEWISE_FN static void read(const BFloat16* from, F (&part)[2]) {
+    const U pairs = load_as<U>(from);
+    const U even = pairs << 16;
+    const U odd = pairs & 0xffff0000u;
+    part[0] = load_as<F>(&even);
+    part[1] = load_as<F>(&odd);
+  }
+  TILEWISE_FN static void in_order(F (&part)[2]) {
+    interleave(part[0], part[1], std::make_integer_sequence<int, W>{});
+  }
+
+ private:
+  template <int... J>
+  TILEWISE_FN static void interleave(F& a, F& b, std::integer_sequence<int, J...>) {
+    const F low = __builtin_shufflevector(a, b, (J / 2 + J % 2 * W)...);
+    const F high = __builtin_shufflevector(a, b, (W / 2 + J / 2 + J % 2 * W)...);
+    a = low;
+    b = high;
+  }
+};
+
+// fp32 arithmetic whatever the storage.
+template <class T>
+struct Stream {
+  using Storage = T;
+  static constexpr int kParts = Widened<T>::kParts;  // vectors of sums for one read
+  static constexpr int kColumns = kParts * W;        // elements of a read
+  struct Read {
+    F part[kParts];
+  };
+  struct Values {  // of two keys
+    Read first, second;
+  };
+
+  TILEWISE_FN static Read read(const T* from) {
+    Read r;
+    Widened<T>::read(from, r.part);
+    return r;
+  }
+  TILEWISE_FN static void negate(Read& r) {
+    for (F& part : r.part) part = -part;
+  }
+  TILEWISE_FN static F dot(F sum, const Read& q, const Read& k) {
+    for (int i = 0; i < kParts; ++i) sum = sum + q.part[i] * k.part[i];
+    return sum;
+  }
+
+  // p of W keys takes the place of their s; that of keys i and i + 1 is applied together.
+  TILEWISE_FN static void store_weights(float* row, int64_t key, F p) { store(row + key, p); }
+  TILEWISE_FN static float weight(const float* row, int64_t key) { return row[key]; }
+  TILEWISE_FN static Values values(const Read& first, const Read& second) {
+    return {first, second};
+  }
+  TILEWISE_FN static void weigh(F (&sum)[kParts], const Values& v, const float* row, int64_t key) {
+    for (int i = 0; i < kParts; ++i)
+      sum[i] = sum[i] + v.first.part[i] * row[key] + v.second.part[i] * row[key + 1];
+  }
+  TILEWISE_FN static void in_order(F (&sum)[kParts]) { Widened<T>::in_order(sum); }
+};
+
+#if defined(__AVX512BF16__)
+// Two bf16 products a lane, fp32 sums: of neighbouring columns in q k, of two keys in p v.
+template <>
+struct Stream<BFloat16> {
+  using Storage = BFloat16;
+  using H2 = uint16_t __attribute__((vector_size(W * 4)));
+  static constexpr int kParts = 2;
+  static constexpr int kColumns = kParts * W;
+  using Read = H2;
+  struct Values {
+    H2 low, high;  // in each group of 8 columns the first four and the last four
+  };
+
+  TILEWISE_FN static Read read(const BFloat16* from) { return load_as<H2>(from); }
+  TILEWISE_FN static void negate(Read& r) { r ^= static_cast<uint16_t>(0x8000); }
+  TILEWISE_FN static F multiply_add(F sum, H2 a, H2 b) {
+    return reinterpret_cast<F>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum),
+                                                reinterpret_cast<__m512bh>(a),
+                                                reinterpret_cast<__m512bh>(b)));
+  }
+  TILEWISE_FN static F dot(F sum, Read q, Read k) { return multiply_add(sum, q, k); }
+
+  // Half as wide as s, so no s is overwritten before it has been read.
+  TILEWISE_FN static void store_weights(float* row, int64_t key, F p) {
+    from_fp32(reinterpret_cast<BFloat16*>(row) + key, p);
+  }
+  TILEWISE_FN static float weight(const float* row, int64_t key) {
+    return to_float(load_as<BFloat16>(reinterpret_cast<const BFloat16*>(row) + key));
+  }
+  TILEWISE_FN static Values values(Read first, Read second) {
+    return {reinterpret_cast<H2>(_mm512_unpacklo_epi16(reinterpret_cast<__m512i>(first),
+                                                       reinterpret_cast<__m512i>(second))),
+            reinterpret_cast<H2>(_mm512_unpackhi_epi16(reinterpret_cast<__m512i>(first),
+                                                       reinterpret_cast<__m512i>(second)))};
+  }
+  TILEWISE_FN static void weigh(F (&sum)[kParts], const Values& v, const float* row, int64_t key) {
+    const U pair = U{} + load_as<uint32_t>(reinterpret_cast<const BFloat16*>(row) + key);
+    sum[0] = multiply_add(sum[0], v.low, reinterpret_cast<H2>(pair));
+    sum[1] = multiply_add(sum[1], v.high, reinterpret_cast<H2>(pair));
+  }
+  TILEWISE_FN static void in_order(F (&sum)[kParts]) {
+    const F low = sum[0];
+    const F high = sum[1];
+    sum[0] =
+        __builtin_shufflevector(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    sum[1] = __builtin_shufflevector(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28,
+                                     29, 30, 31);
+  }
+};
+#endif
+
+}  // namespace
+}  // namespace tilewise::cpu
