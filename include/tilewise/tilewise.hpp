@@ -13,6 +13,10 @@
 #ifndef TILEWISE_TILEWISE_HPP
 #define TILEWISE_TILEWISE_HPP
 
+#if __cplusplus < 202002L && !(defined(_MSVC_LANG) && _MSVC_LANG >= 202002L)
+#error "tilewise.hpp needs C++20: -std=c++20, or target_compile_features(... cxx_std_20) in CMake"
+#endif
+
 #include <array>
 #include <cmath>
 #include <cstddef>

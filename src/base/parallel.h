@@ -1,6 +1,8 @@
 // Running tasks at once: through the caller's hook or on the library's own pool.
 #pragma once
 
+#include <string>
+
 #include "tilewise/tilewise.h"
 
 namespace tilewise {
@@ -28,5 +30,8 @@ Parallel make_parallel(const tilewise_parallel* hook);
 
 // Threads of the library's own pool: TILEWISE_NUM_THREADS, or the processors this process may use.
 int32_t pool_threads();
+
+// One sentence when TILEWISE_NUM_THREADS is no such number, else empty.
+std::string pool_problem();
 
 }  // namespace tilewise

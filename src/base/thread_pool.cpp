@@ -3,12 +3,17 @@
 #include <sched.h>
 
 #include <atomic>
+#include <charconv>
 #include <condition_variable>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
+#include "base/math.h"
 #include "base/parallel.h"
 
 namespace tilewise {
@@ -132,18 +137,33 @@ void pool_parallel_for(void*, int64_t tasks, tilewise_task task, void* context) 
   instance().run(tasks, run_marked, &call);
 }
 
+struct PoolSize {
+  int32_t threads = max(1, usable_processors());
+  std::string problem;
+};
+
+// Read once: threads are not taken back.
+const PoolSize& pool_size() {
+  static const PoolSize size = [] {
+    constexpr int32_t kMost = 4096;
+    PoolSize of_machine;
+    const char* text = std::getenv("TILEWISE_NUM_THREADS");
+    if (text == nullptr || *text == '\0') return of_machine;
+    int32_t asked = 0;
+    const auto [end, error] = std::from_chars(text, text + std::strlen(text), asked);
+    if (error == std::errc() && *end == '\0' && asked >= 1 && asked <= kMost)
+      return PoolSize{asked, {}};
+    of_machine.problem = "TILEWISE_NUM_THREADS is \"" + std::string(text) +
+                         "\": allowed is a number from 1 to " + std::to_string(kMost);
+    return of_machine;
+  }();
+  return size;
+}
+
 }  // namespace
 
-int32_t pool_threads() {
-  static const int32_t threads = [] {
-    const char* text = std::getenv("TILEWISE_NUM_THREADS");
-    const long asked = text != nullptr ? std::strtol(text, nullptr, 10) : 0;
-    if (asked >= 1 && asked <= 4096) return static_cast<int32_t>(asked);
-    const int32_t processors = usable_processors();
-    return processors > 0 ? processors : 1;
-  }();
-  return threads;
-}
+int32_t pool_threads() { return pool_size().threads; }
+std::string pool_problem() { return pool_size().problem; }
 
 Parallel make_parallel(const tilewise_parallel* hook) {
   if (hook == nullptr || hook->parallel_for == nullptr) {

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdlib>
 
+#include "base/parallel.h"
 #include "dispatch/manifest.h"
 
 namespace tilewise::dispatch {
@@ -117,6 +118,7 @@ std::string select_isa(const char* name) {
 }
 
 std::string environment_problem() {
+  if (std::string threads = pool_problem(); !threads.empty()) return threads;
   return selection.load(std::memory_order_relaxed) == kNothing ? environment().problem
                                                                : std::string();
 }

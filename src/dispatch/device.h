@@ -70,8 +70,8 @@ std::string forced_table_problem(const Device& device);
 // sentence that says why not, empty when it is done.
 std::string select_isa(const char* name);
 
-// Why TILEWISE_CPU cannot be honoured; empty when it can, is not set, or was overruled by
-// select_isa.
+// Why TILEWISE_NUM_THREADS or TILEWISE_CPU cannot be honoured; empty when they can, are not set, or
+// the latter was overruled by select_isa.
 std::string environment_problem();
 
 }  // namespace tilewise::dispatch

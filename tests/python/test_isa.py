@@ -100,6 +100,21 @@ def current_cpu(value: str) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("value", ["abc", "0", "-3", "2.5", "4097", "99999999999"])
+def test_a_number_of_threads_that_is_none_is_refused(value):
+    program = (
+        "import numpy as np, tilewise\n"
+        "x = np.zeros((1, 2, 1, 8), np.float32)\n"
+        "tilewise.attention(x, x, x)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "TILEWISE_NUM_THREADS": value},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    sentence = f'TILEWISE_NUM_THREADS is "{value}": allowed is a number from 1 to 4096'
+    assert done.returncode == 1 and sentence in done.stderr
+
+
 def test_environment_variable_forces_one():
     for isa in capi.instruction_sets()[0]:
         assert current_cpu(isa).stdout.strip() == isa
