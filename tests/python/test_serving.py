@@ -127,6 +127,18 @@ def test_preempted_requests_lose_nothing(answers):
     assert few.stats()["preemptions"] > 0 and all_free(e) and all_free(few)
 
 
+def test_generate_answers_all_prompts_or_none():
+    e = engine()
+    for wrong in ([], [10**9], [1.5]):
+        with pytest.raises((TypeError, ValueError), match="prompt"):
+            e.generate([*PROMPTS, wrong], GREEDY)
+        e.step()
+        assert not e.busy and all_free(e)
+    many = [PROMPTS[0]] * (e.places + 3)
+    assert len(e.generate(many, GREEDY)) == len(many)
+    assert e.stats()["refused"] == 0, "waiting for a place is no refusal"
+
+
 def test_seeded_draws_do_not_depend_on_the_batch():
     params = [SamplingParams(COUNT, temperature=0.9, top_p=0.95, seed=i) for i in range(6)]
     alone = [engine().generate([p], s)[0].tokens for p, s in zip(PROMPTS, params, strict=True)]

@@ -203,19 +203,27 @@ class Engine:
     def generate(
         self, prompts: Iterable[Tokens[int]], params: SamplingParams | None = None
     ) -> list[Completion]:
-        """Answers all prompts, as many at once as there are places."""
+        """Answers all prompts, as many at once as there are places.
+
+        Raises:
+            TypeError, ValueError: as ``add``. Those before the refused one are cancelled then, and
+                when a step fails.
+        """
         answers: list[Completion] = []
-        for prompt in prompts:
-            answer = Completion()
-            while True:
-                try:
-                    self.add(prompt, params, _collector(answer))
-                    break
-                except OverloadedError:
+        requests: list[int] = []
+        try:
+            for prompt in prompts:
+                while len(self._in_flight()) >= self.places:
                     self.step()
-            answers.append(answer)
-        while self.busy:
-            self.step()
+                answer = Completion()
+                requests.append(self.add(prompt, params, _collector(answer)))
+                answers.append(answer)
+            while self.busy:
+                self.step()
+        except BaseException:
+            for request in requests:
+                self.cancel(request)
+            raise
         return answers
 
     # --- one step -----------------------------------------------------------------------------
