@@ -59,7 +59,13 @@ const Bad kBad[] = {
      "device_index is -1"},
     {"dtype", [](Call& c) { c.a.dtype = 9; }, "dtype is 9: 0 (float32), 1 (float16), 2 (bfloat16)"},
     {"dtype_negative", [](Call& c) { c.a.dtype = -1; }, "dtype is -1"},
-    {"batch", [](Call& c) { c.a.batch = -1; }, "batch is -1: allowed is 0 to 4398046511104"},
+    {"batch", [](Call& c) { c.a.batch = -1; }, "batch is -1: allowed is 0 to 2147483647"},
+    {"heads_of_no_sequence",
+     [](Call& c) {
+       c.a.batch = 0;
+       c.a.heads_q = int64_t{1} << 40;
+     },
+     "heads_q is 1099511627776: allowed is 1 to 2147483647"},
     {"batch_huge", [](Call& c) { c.a.batch = kHuge; }, "batch is 1152921504606846976"},
     {"seqlen_q", [](Call& c) { c.a.seqlen_q = -5; }, "seqlen_q is -5: allowed is 0 to"},
     {"seqlen_k", [](Call& c) { c.a.seqlen_k = -5; }, "seqlen_k is -5: allowed is 0 to"},
