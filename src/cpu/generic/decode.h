@@ -191,7 +191,8 @@ struct Decode : DecodeScratch {
     }
     const auto begin = static_cast<int32_t>(clamp(lanes.begin[lane] - key, 0, W));
     const auto end = static_cast<int32_t>(clamp(min(lanes.end[lane] - key, count), 0, W));
-    return (lane_numbers() >= begin) & (lane_numbers() < end) ? value : splat(kMinusInfinity);
+    const I sees = (lane_numbers() >= begin) & (lane_numbers() < end);
+    return sees ? value : splat(kMinusInfinity);
   }
 
   // Raises m where the tile's maximum has outgrown it, and rescales l and o then.
