@@ -318,7 +318,7 @@ struct Decode : DecodeScratch {
     const auto keys_at = [&](int64_t j) {
       return j < tiles.end ? intersect(tiling.at(j), task.keys) : Range{};
     };
-    list(rows, wide_k, keys_at(tiles.begin), p.k, p.head_dim);
+    if (!tiles.empty()) list(rows, wide_k, keys_at(tiles.begin), p.k, p.head_dim);
     for (int64_t j = tiles.begin; j < tiles.end; ++j) {
       const Range keys = keys_at(j);
       padded = round_up(keys.size(), W);
