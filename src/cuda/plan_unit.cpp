@@ -82,7 +82,7 @@ const UnitTable* find(const Problem& p, Family family, const Gpu& gpu, const Inv
 
 // One dimension of a view: a stride of a dimension that has one entry is never used.
 bool aligned(int64_t size, int64_t stride, int64_t element_bytes) {
-  return size <= 1 || stride * element_bytes % kAlignment == 0;
+  return size <= 1 || stride % (kAlignment / element_bytes) == 0;
 }
 
 struct Shape {
