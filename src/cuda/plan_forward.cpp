@@ -52,7 +52,7 @@ TileOrder choose_order(const Problem& p, const Gpu& gpu, int64_t tile, int32_t p
 int64_t keys_of_tile(const Problem& p, int64_t rows) {
   const int64_t keys = usual_keys(p);
   if (p.window_left < 0 || p.window_right < 0) return keys;
-  return min(keys, p.window_left + p.window_right + rows);
+  return min(keys, min(keys, p.window_left) + min(keys, p.window_right) + rows);
 }
 
 int64_t keys_of_split(const UnitTable& unit) {
