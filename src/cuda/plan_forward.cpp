@@ -105,9 +105,12 @@ SplitRule uneven_rule(const Problem& p, const Gpu& gpu, const UnitTable& unit, i
   const int64_t slots = int64_t{gpu.multiprocessors} * max(1, tile.blocks_per_sm);
   // Blocks over what the GPU runs at once. Few pairs have more partial results for their keys.
   const int64_t times = blocks * 2 > slots ? 4 : 2;
-  const int64_t keys = max(keys_of_split(unit), ceil_div(most_keys(p) * blocks, slots * times));
-  // The rule divides 32 bits.
-  return {min<int64_t>(keys, INT32_MAX), kMostSplits, INT64_MAX};
+  // In double, which no sizes overflow; the rule divides 32 bits.
+  const double share =
+      __builtin_ceil(static_cast<double>(most_keys(p)) * static_cast<double>(blocks) /
+                     static_cast<double>(slots * times));
+  const auto keys = static_cast<int64_t>(min(share, static_cast<double>(INT32_MAX)));
+  return {max(keys_of_split(unit), keys), kMostSplits, INT64_MAX};
 }
 
 // Sets splits, the rule that gives them to sequences, and where their results lie.

@@ -24,7 +24,7 @@ inline int64_t most_rows(const Problem& p) { return bounded(p.seqlen_q, p.max_se
 // Those that decide between kernels, which differ in rounding: a batch-invariant choice may not
 // depend on the longest sequence.
 inline int64_t deciding_rows(const Problem& p) {
-  return p.batch_invariant != 0 && ragged_rows(p) ? INT64_MAX / p.heads_q : most_rows(p);
+  return p.batch_invariant != 0 && ragged_rows(p) ? INT64_MAX / 4 / p.heads_q : most_rows(p);
 }
 inline int64_t most_keys(const Problem& p) { return bounded(key_capacity(p), p.max_seqlen_k); }
 
@@ -37,7 +37,8 @@ inline int64_t usual_keys(const Problem& p) {
 // Tiles of all sequences together, at most. Ragged: every sequence may end in a started tile.
 inline int64_t most_tiles(bool ragged, int64_t total, int64_t longest, int64_t batch,
                           int64_t tile) {
-  const int64_t alike = batch * ceil_div(longest, tile);
+  int64_t alike = 0;
+  if (!checked_mul(batch, ceil_div(longest, tile), &alike)) alike = INT64_MAX;
   return ragged ? min(alike, total / tile + batch) : alike;
 }
 
