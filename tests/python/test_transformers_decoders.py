@@ -222,6 +222,7 @@ def heads(length: int = 6) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(2, 4, length, 8), torch.randn(2, 2, length, 8), torch.randn(2, 2, length, 8)
 
 
+@pytest.mark.tensors("cpu")  # nothing is computed
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

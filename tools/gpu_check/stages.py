@@ -18,6 +18,8 @@ from .shapes import DTYPES
 Report = dict[str, Any]
 # What TILEWISE_FORCE_ARCH is set to: tile tables of mma_sync.
 FORCED = ("80", "75")
+# Random problems per dtype: forced, native (10,000 in three dtypes).
+RANDOM = ("160", "3400")
 # Tests of the benchmarks' scripts: they need no GPU.
 NOT_HERE = ("tests/python/test_cli_bench.py", "tests/python/test_bench_gpu.py")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -172,15 +174,14 @@ def tests(setup: Setup, limit: float) -> Report:
     folder = setup.logs / "tests"
     everything = setup.pytest or ["tests/python", *(f"--ignore={x}" for x in NOT_HERE)]
     processes = max(2, setup.jobs // 2)
-    of_forced = processes // (2 * len(setup.forced)) or 1
+    of_forced = max(1, processes // 2)
     names = [label(a) for a in setup.architectures]
     for name in names:
         of, arguments = processes, everything
         if name != "native":
             of, arguments = of_forced, ["-m", "abi", *everything]
         env = setup.python("" if name == "native" else name.removeprefix("forced-"))
-        if name != "native":
-            env["TILEWISE_TEST_EXAMPLES_PER_DTYPE"] = "150"
+        env["TILEWISE_TEST_EXAMPLES_PER_DTYPE"] = RANDOM[name == "native"]
         shares += [suite.Share(name, i, of, folder, env, arguments) for i in range(of)]
     suite.run_shares(shares, limit=limit, each=min(150, limit / 2))
     report: Report = {"passed": True}
@@ -290,8 +291,8 @@ def bench(setup: Setup, limit: float) -> Report:
 STAGES = {
     "build": (build, 240),
     "smoke": (smoke, 120),
-    "tests": (tests, 200),
-    "sanitizer": (sanitizer, 150),
+    "tests": (tests, 300),
+    "sanitizer": (sanitizer, 300),
     "train": (train, 60),
     "bench": (bench, 120),
 }
