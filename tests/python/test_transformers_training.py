@@ -12,7 +12,7 @@ from torch import Tensor
 import devices
 import hf_models
 
-hf_models.require("transformers", "accelerate")
+hf_models.require("transformers>=5.20", "accelerate")
 
 import tilewise.hf  # noqa: E402, F401
 

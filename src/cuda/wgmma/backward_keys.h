@@ -77,7 +77,7 @@ TILEWISE_DEVICE void await_keys(const TmaBackwardParams& p, const KeyRecord& wor
                                           Plan::kMathThreads);
   }
   ptx::fence_proxy_async();
-  ptx::bar_sync(kMath, Plan::kMathThreads);
+  ptx::bar_sync(kKeysCleared, Plan::kMathThreads);
 }
 
 template <int kN>

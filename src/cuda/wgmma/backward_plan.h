@@ -166,6 +166,7 @@ enum BackwardBarrier : int {
   kPStored = 7,
   kOwnStored = 8,  // and 9: one per warpgroup
   kPRead = 10,
+  kKeysCleared = 11,
 };
 inline constexpr int kDqThreads = 128 + 32;
 

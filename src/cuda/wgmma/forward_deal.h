@@ -27,18 +27,23 @@ class ForwardDeal {
       const typename Shared::WorkPlace before{place.count - ahead};
       shared_.work_free(before.slot()).wait(before.phase());
       if (!describe(shared_.work(place.slot()), index)) continue;
-      if (ptx::lane_index() == 0) shared_.work_full(place.slot()).arrive();
+      if (writes_part()) shared_.work_full(place.slot()).arrive();
       place.next();
     }
     shared_.work_free(place.slot()).wait(place.phase() ^ 1);
-    if (ptx::lane_index() != 0) return;
+    if (!writes_part()) return;
     Work& end = shared_.work(place.slot());
-    end.rows.count = 0;
-    for (WarpgroupTiles& part : end.parts) part.what = Walk::end;
+    if (ptx::lane_index() == 0) end.rows.count = 0;
+    end.parts[ptx::lane_index()].what = Walk::end;
     shared_.work_full(place.slot()).arrive();
   }
 
  private:
+  // A lane for each math warpgroup; lane 0 writes the rest, too.
+  TILEWISE_DEVICE static bool writes_part() {
+    return ptx::lane_index() < C::kForward.math_warpgroups;
+  }
+
   TILEWISE_DEVICE bool in_pairs() const {
     return p_.order.longest_first == TileOrder::kAlternating;
   }
@@ -89,9 +94,8 @@ class ForwardDeal {
     }
     ptx::sync_warp();
     const int warpgroup = ptx::lane_index();
-    if (warpgroup < C::kForward.math_warpgroups)
+    if (writes_part())
       work.parts[warpgroup] = WarpgroupTiles::of(work, warpgroup, C::kForward.keys);
-    ptx::sync_warp();
     return true;
   }
 

@@ -107,7 +107,7 @@ struct ForwardShared {
       q_free(i).init(kMathWarps);
     }
     for (int i = 0; i < kWorkSlots; ++i) {
-      work_full(i).init(1);
+      work_full(i).init(kTile.math_warpgroups);  // lanes of the dealing warp: who writes arrives
       work_free(i).init(kMathWarps + 1);  // and the loading warp
     }
     v_landed().init(1);
