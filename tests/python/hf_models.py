@@ -160,7 +160,7 @@ def require_distribution(name: str) -> None:
 
 
 def smollm2() -> tuple[Any, Any]:
-    """SmolLM2-135M-Instruct in float32 (9 query and 3 key heads of 64) and its tokenizer, on torch's
+    """SmolLM2-135M-Instruct in float32 (9 query, 3 key heads of 64) and its tokenizer, on torch's
     default device.
     """
     model, tokenizer = _smollm2()

@@ -108,7 +108,7 @@ struct ForwardShared {
     }
     for (int i = 0; i < kWorkSlots; ++i) {
       work_full(i).init(kTile.math_warpgroups);  // lanes of the dealing warp: who writes arrives
-      work_free(i).init(kMathWarps + 1);  // and the loading warp
+      work_free(i).init(kMathWarps + 1);         // and the loading warp
     }
     v_landed().init(1);
     ptx::fence_mbarrier_init();
