@@ -10,8 +10,12 @@ Reads the machine code inside a library, or inside object files, with cuobjdump,
 in $CUOBJDUMP, PATH, beside nvcc, and in Python's packages (pip install nvidia-cuda-cuobjdump).
 No GPU is needed.
 
-A register more or less, a kernel that came or went, code 5 % larger or smaller, and a library of
-40 MB or more are differences. Plain kernels should not use the stack, where spilled registers go:
+Of the kernels of wgmma it also has how many R2UR (a value moved to a uniform register) and WARPSYNC
+stand in their main loops, which keep products waiting (docs/kernels-hopper.md); for that nvdisasm
+has to be in PATH or beside cuobjdump, and without it they are neither written nor compared.
+
+A register or R2UR more or less, a kernel that came or went, code 5 % larger or smaller, and a library
+of 40 MB or more are differences. Plain kernels should not use the stack, where spilled registers go:
 those that do are listed at the end of the file, and one more, or a byte more, is a fault.
 Dynamic shared memory is not in the machine code: it follows from the tiles of
 src/cuda/arch/tables.h, and `tilewise_plan` knows it.
@@ -29,7 +33,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +42,7 @@ LARGEST_LIBRARY = 40_000_000
 CODE_TOLERANCE = 0.05
 ELEMENTS = ("BF16", "F16", "Tf32", "F32")
 HEAD = ("sm", "family", "kernel", "table", "element", "D", "form",
-        "registers", "stack", "shared", "code")  # fmt: skip
+        "registers", "stack", "shared", "code", "R2UR", "WARPSYNC")  # fmt: skip
 
 
 class LedgerError(Exception):
@@ -74,12 +78,14 @@ class Key:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a kernel takes. Bytes, but for registers."""
+    """What a kernel takes. Bytes, but for registers and instructions of the main loops."""
 
     registers: int
     stack: int
     shared: int
     code: int
+    r2ur: int | None = None  # None: no loop with warpgroup products, or no disassembler
+    warpsync: int | None = None
 
 
 Ledger = dict[Key, Cost]
@@ -135,13 +141,15 @@ def find_cuobjdump() -> str:
     raise LedgerError("cuobjdump is not found: pip install nvidia-cuda-cuobjdump, or set CUOBJDUMP")
 
 
-def output_of(*command: str, folder: Path | None = None) -> str:
+def output_of(
+    *command: str, folder: Path | None = None, env: dict[str, str] | None = None
+) -> str:
     """What a command prints.
 
     Raises:
         LedgerError: it failed.
     """
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env)
     if done.returncode != 0:
         last = (done.stderr or done.stdout).strip().splitlines()[-1:]
         raise LedgerError(f"{command[0]} {command[-1]}: {''.join(last) or 'failed'}")
@@ -176,6 +184,45 @@ def resources(text: str) -> Iterator[tuple[int, str, dict[str, int]]]:
             name = ""
 
 
+def main_loop(code: str) -> tuple[int, int] | None:
+    """(R2UR, WARPSYNC) of the innermost loops with warpgroup products in a disassembled kernel: the
+    most that one of them has. A loop ends in a conditional branch back; waits that are written out
+    of line come back by an unconditional one.
+    """
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;/]*);", code)
+    lines = [(int(address, 16), text) for address, text in found]
+    loops = []
+    for end, text in lines:
+        back = re.match(r"@\S+\s+BRA\S*\s+(?:\S+,\s*)?0x([0-9a-f]+)", text)
+        if back and int(back[1], 16) < end:
+            begin = int(back[1], 16)
+            body = [t for address, t in lines if begin <= address <= end]
+            if any("HGMMA" in t for t in body):
+                loops.append((begin, end, body))
+    inner = [
+        body for begin, end, body in loops
+        if not any((b, e) != (begin, end) and begin <= b and e <= end for b, e, _ in loops)
+    ]  # fmt: skip
+    if not inner:
+        return None
+    counts = [[sum(name in t for t in body) for name in ("R2UR", "WARPSYNC")] for body in inner]
+    return max(c[0] for c in counts), max(c[1] for c in counts)
+
+
+def main_loops(cubin: Path, cuobjdump: str) -> dict[str, tuple[int, int]]:
+    """`main_loop` of each kernel that has one; nothing where there is no disassembler."""
+    path = f"{Path(cuobjdump).parent}{os.pathsep}{os.environ['PATH']}"
+    if shutil.which("nvdisasm", path=path) is None:
+        return {}
+    text = output_of(cuobjdump, "--dump-sass", str(cubin), env={**os.environ, "PATH": path})
+    loops = {}
+    for function in text.split("Function : ")[1:]:
+        name, _, code = function.partition("\n")
+        if (counts := main_loop(code)) is not None:
+            loops[name.strip()] = counts
+    return loops
+
+
 def read(paths: Sequence[Path], cuobjdump: str) -> Ledger:
     """The kernels inside libraries or objects.
 
@@ -185,10 +232,13 @@ def read(paths: Sequence[Path], cuobjdump: str) -> Ledger:
     ledger: Ledger = {}
     for path in paths:
         sizes: dict[tuple[int, str], int] = {}
+        loops: dict[str, tuple[int, int]] = {}
         with tempfile.TemporaryDirectory() as folder:
             output_of(cuobjdump, "--extract-elf", "all", str(path.resolve()), folder=Path(folder))
             for cubin in Path(folder).iterdir():
                 found = re.search(r"\.sm_(\d+)[a-z]?\.cubin$", cubin.name)
+                if cubin.name.endswith("a.cubin"):  # of one GPU alone: warpgroup products
+                    loops |= main_loops(cubin, cuobjdump)
                 for name, size in code_bytes(cubin.read_bytes()).items():
                     sizes[int(found[1]) if found else 0, name] = size
         for sm, name, numbers in resources(
@@ -199,6 +249,8 @@ def read(paths: Sequence[Path], cuobjdump: str) -> Ledger:
                 stack=numbers["STACK"] + numbers.get("LOCAL", 0),
                 shared=numbers["SHARED"],
                 code=sizes.get((sm, name), 0),
+                r2ur=loops[name][0] if name in loops else None,
+                warpsync=loops[name][1] if name in loops else None,
             )
             if ledger.setdefault(key_of(name, sm), cost) != cost:
                 raise LedgerError(f"{name} for sm_{sm} is there twice, and not alike")
@@ -219,12 +271,13 @@ def text_of(ledger: Ledger, nvcc: str, library_bytes: int) -> str:
     rows = [list(HEAD)]
     for key in sorted(ledger):
         cost = ledger[key]
-        numbers = (cost.registers, cost.stack, cost.shared, cost.code)
-        rows.append([*key.cells(), *map(str, numbers)])
+        numbers = ("-" if x is None else str(x) for x in astuple(cost))
+        rows.append([*key.cells(), *numbers])
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
     lines = [
         "# Kernels of the library: written by tools/cuda_ledger.py, compared by CI.",
-        "# stack, shared (static) and code in bytes; sm: the GPU that the machine code is for.",
+        "# stack, shared (static) and code in bytes; R2UR, WARPSYNC: in a main loop of wgmma;",
+        "# sm: the GPU that the machine code is for.",
         f"# nvcc {nvcc}",
         f"# library {library_bytes} bytes",
     ]
@@ -251,7 +304,7 @@ def parse_text(text: str) -> tuple[Ledger, str]:
         sm, family, kernel, table, element, head_dim, form = cells[:7]
         dims = [int(d) for d in head_dim.replace("-", "0").split("x")] + [0]
         key = Key(int(sm), family, kernel, table, element, dims[0], dims[1], form)
-        ledger[key] = Cost(*map(int, cells[7:]))
+        ledger[key] = Cost(*(None if x == "-" else int(x) for x in cells[7:]))  # type: ignore[arg-type]
     return ledger, nvcc
 
 
@@ -283,9 +336,9 @@ def differences(now: Ledger, before: Ledger, *, part: bool = False) -> list[str]
             found.append(f"{key}: {'gone' if key not in now else 'new'}")
             continue
         new, old = now[key], before[key]
-        for name in ("registers", "stack", "shared"):
+        for name in ("registers", "stack", "shared", "r2ur", "warpsync"):
             a, b = getattr(new, name), getattr(old, name)
-            if a != b:
+            if a != b and None not in (a, b):
                 found.append(f"{key}: {name} {b} -> {a}")
         if abs(new.code - old.code) > CODE_TOLERANCE * old.code:
             found.append(f"{key}: code {old.code} -> {new.code} bytes")

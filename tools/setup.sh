@@ -11,7 +11,7 @@
 #   tools/setup.sh clang             Clang with its sanitizers and libFuzzer
 #   tools/setup.sh nvcc              prints the CUDA compiler to use: CUDACXX, one in PATH, or one that this fetches
 #                                   from PyPI into build/nvcc (100 MB; no driver and no GPU is needed to compile)
-#   tools/setup.sh cuobjdump         prints the program that reads compiled kernels, fetched where it is missing
+#   tools/setup.sh cuobjdump         prints the program that reads compiled kernels, fetched with nvdisasm where missing
 #
 # PYTHON and CXX, where set, decide which interpreter and compiler are taken.
 set -euo pipefail
@@ -143,7 +143,7 @@ readonly cuda_wheels=(
   "nvidia-cuda-nvcc==$cuda_release.*" "nvidia-nvvm==$cuda_release.*" "nvidia-cuda-crt==$cuda_release.*"
   "nvidia-cuda-runtime==$cuda_release.*"
 )
-readonly cuobjdump_wheel="nvidia-cuda-cuobjdump==13.2.*"
+readonly cuobjdump_wheels=("nvidia-cuda-cuobjdump==13.2.*" "nvidia-cuda-nvdisasm==13.2.*")
 
 find_nvcc() {
   if [ -n "${CUDACXX:-}" ]; then
@@ -175,7 +175,7 @@ find_cuobjdump() {
   if [ ! -d "$venv" ]; then
     say "fetching cuobjdump from PyPI into $venv"
     "$python" -m venv "$venv"
-    "$venv/bin/pip" install --quiet --no-deps "$cuobjdump_wheel" >&2
+    "$venv/bin/pip" install --quiet --no-deps "${cuobjdump_wheels[@]}" >&2
   fi
   (cd "$venv" && printf '%s\n' "$PWD"/lib/python*/site-packages/nvidia/cu13/bin/cuobjdump)
 }

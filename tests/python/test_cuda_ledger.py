@@ -74,6 +74,39 @@ def test_the_file_reads_back():
     assert text == tool.text_of(dict(reversed(ledger().items())), "13.0", 123)  # order is stable
 
 
+LOOPS = """
+        /*0100*/                   R2UR UR4, R5 ;                /* 0x1 */
+        /*0110*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R11] ;
+        /*0120*/              @!P0 BRA 0x01d0 ;
+        /*0130*/                   R2UR UR6, R7 ;
+        /*0140*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ ;
+        /*0150*/               @P1 BRA 0x0110 ;
+        /*0160*/                   WARPSYNC.ALL ;
+        /*0170*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ ;
+        /*0180*/               @P1 BRA 0x0160 ;
+        /*0190*/               @P2 BRA 0x0100 ;
+        /*01a0*/                   EXIT ;
+        /*01d0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R11] ;
+        /*01e0*/              @!P0 BRA 0x01d0 ;
+        /*01f0*/                   BRA 0x0130 ;
+"""
+
+
+def test_the_main_loops_are_the_innermost_ones_with_products():
+    assert tool.main_loop(LOOPS) == (1, 1)
+    assert tool.main_loop(LOOPS.replace("HGMMA", "HMMA")) is None
+
+
+def test_counts_of_the_main_loop_are_compared_where_both_have_them():
+    now, before = ledger(), ledger()
+    key = tool.key_of(NARROW, 90)
+    now[key] = replace(now[key], r2ur=5, warpsync=0)
+    assert tool.differences(now, before) == []
+    before[key] = replace(before[key], r2ur=4, warpsync=0)
+    assert tool.differences(now, before) == [f"{key}: r2ur 4 -> 5"]
+    assert tool.parse_text(tool.text_of(now, "13.0", 123)) == (now, "13.0")
+
+
 def test_differences_are_found():
     now, before = ledger(), ledger()
     assert tool.differences(now, before) == []

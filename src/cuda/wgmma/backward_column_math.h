@@ -199,12 +199,9 @@ class DqReduction {
   // Deterministic: key tiles add one after the other. Every warp of the cluster counts.
   TILEWISE_DEVICE void await_turn(const RowWalk& walk) const {
     if (turns_ == nullptr) return;
-    if (ptx::lane_index() == 0) {
-      const int32_t mine = kWarps * turn_.at(walk.row);
-      while (ptx::ld_acquire(turns_ + walk.index) < mine) {
-      }
+    const int32_t mine = ptx::uniform(kWarps * turn_.at(walk.row));
+    while (ptx::uniform(ptx::ld_acquire(turns_ + walk.index)) < mine) {
     }
-    ptx::sync_warp();
   }
   TILEWISE_DEVICE void pass_turn(const RowWalk& walk) const {
     if (turns_ == nullptr) return;
