@@ -11,11 +11,11 @@ in $CUOBJDUMP, PATH, beside nvcc, and in Python's packages (pip install nvidia-c
 No GPU is needed.
 
 Of the kernels of wgmma it also has how many R2UR (a value moved to a uniform register) and WARPSYNC
-stand in their main loops, which keep products waiting (docs/kernels-hopper.md); for that nvdisasm
-has to be in PATH or beside cuobjdump, and without it they are neither written nor compared.
+stand in their main loops, where products wait for them; for that nvdisasm has to be in PATH or
+beside cuobjdump, and without it they are neither written nor compared.
 
-A register or R2UR more or less, a kernel that came or went, code 5 % larger or smaller, and a library
-of 40 MB or more are differences. Plain kernels should not use the stack, where spilled registers go:
+A register or R2UR more or less, a kernel that came or went, code 5 % larger or smaller, and a
+library of 40 MB or more are differences. Plain kernels should not use the stack, where spilled registers go:
 those that do are listed at the end of the file, and one more, or a byte more, is a fault.
 Dynamic shared memory is not in the machine code: it follows from the tiles of
 src/cuda/arch/tables.h, and `tilewise_plan` knows it.
@@ -35,6 +35,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LEDGER = ROOT / "docs" / "results" / "cuda-ledger.txt"
@@ -141,9 +142,7 @@ def find_cuobjdump() -> str:
     raise LedgerError("cuobjdump is not found: pip install nvidia-cuda-cuobjdump, or set CUOBJDUMP")
 
 
-def output_of(
-    *command: str, folder: Path | None = None, env: dict[str, str] | None = None
-) -> str:
+def output_of(*command: str, folder: Path | None = None, env: dict[str, str] | None = None) -> str:
     """What a command prints.
 
     Raises:
@@ -304,7 +303,8 @@ def parse_text(text: str) -> tuple[Ledger, str]:
         sm, family, kernel, table, element, head_dim, form = cells[:7]
         dims = [int(d) for d in head_dim.replace("-", "0").split("x")] + [0]
         key = Key(int(sm), family, kernel, table, element, dims[0], dims[1], form)
-        ledger[key] = Cost(*(None if x == "-" else int(x) for x in cells[7:]))  # type: ignore[arg-type]
+        numbers: list[Any] = [None if x == "-" else int(x) for x in cells[7:]]
+        ledger[key] = Cost(*numbers)
     return ledger, nvcc
 
 
