@@ -15,8 +15,9 @@ stand in their main loops, where products wait for them; for that nvdisasm has t
 beside cuobjdump, and without it they are neither written nor compared.
 
 A register or R2UR more or less, a kernel that came or went, code 5 % larger or smaller, and a
-library of 40 MB or more are differences. Plain kernels should not use the stack, where spilled registers go:
-those that do are listed at the end of the file, and one more, or a byte more, is a fault.
+library of 40 MB or more are differences. Plain kernels should not use the stack, where spilled
+registers go: those that do are listed at the end of the file, and one more, or a byte more, is a
+fault.
 Dynamic shared memory is not in the machine code: it follows from the tiles of
 src/cuda/arch/tables.h, and `tilewise_plan` knows it.
 """
