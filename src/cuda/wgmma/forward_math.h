@@ -6,6 +6,7 @@
 #include "cuda/wgmma/forward_shared.h"
 #include "cuda/wgmma/forward_softmax.h"
 #include "cuda/wgmma/forward_store.h"
+#include "cuda/wgmma/forward_terms.h"
 
 namespace tilewise::cuda::wgmma {
 
@@ -22,14 +23,12 @@ class ForwardMath {
   static constexpr int kKeys = kTile.keys;
 
   TILEWISE_DEVICE ForwardMath(const TmaForwardParams& params, const Shared& shared, int warpgroup)
-      : p_(params), shared_(shared), warpgroup_(warpgroup) {
-    const float asked = score_of(p_.problem).scale;
-    negative_ = asked < 0.0f;
-    scale_ = asked == 0.0f ? FLT_MIN : negative_ ? -asked : asked;  // -inf stays -inf
-    const Problem& p = p_.problem;
-    terms_ = C::kGeneral && (p.softcap != 0.0f || p.alibi_slopes != nullptr || p.bias != nullptr);
-    dropout_ = C::kGeneral && p.dropout_p > 0.0f;
-    softmax_.scale = (terms_ ? 1.0f : scale_) * kLog2e;
+      : p_(params),
+        shared_(shared),
+        warpgroup_(warpgroup),
+        negative_(score_of(params.problem).scale < 0.0f),
+        terms_(params.problem, positive(score_of(params.problem).scale)) {
+    softmax_.scale = terms_.unit() * kLog2e;
   }
 
   TILEWISE_DEVICE void run() {
@@ -68,6 +67,11 @@ class ForwardMath {
   }
 
  private:
+  // -inf stays -inf when it is multiplied by it.
+  TILEWISE_DEVICE static float positive(float scale) {
+    return scale == 0.0f ? FLT_MIN : scale < 0.0f ? -scale : scale;
+  }
+
   // --- the work ---
 
   // Its slot; tiles_ says what is to be walked.
@@ -183,15 +187,17 @@ class ForwardMath {
   template <bool kFirst, bool kMasked>
   TILEWISE_DEVICE void take_scores(int slot, int32_t tile) {
     const Work& work = shared_.work(slot);
-    if constexpr (C::kGeneral) {
-      if (terms_) general().apply(p_.problem, work, s_, tile, place());
-    }
+    terms_.apply(work, s_, tile, place());
     if (kMasked && (tile >= tiles_.full_end || tile < tiles_.full_begin))
       mask(s_, work, place(), tile);
     softmax_.template update<kFirst>(s_);
-    if constexpr (C::kGeneral) {
-      if (dropout_) general().drop(p_.problem, work, s_, tile, place());
-    }
+    terms_.drop(s_);
+  }
+
+  // Beside the products of the first tile of a work.
+  TILEWISE_DEVICE void prepare_terms(int slot) {
+    terms_.take_rows(shared_.work(slot), place(), tiles_.last);
+    terms_.prepare(shared_.work(slot), tiles_.last, place());
   }
 
   // The last key tile of the rows, which an edge of the band may cut.
@@ -204,6 +210,7 @@ class ForwardMath {
     if (kTile.overlap_tiles) wait_for_turn();  // as in `join`: every key tile takes a turn
     issue_scores(q, k);
     if (kTile.overlap_tiles) pass_turn();
+    prepare_terms(slot);
     wait_for_scores<0>();
     take_scores<true, true>(slot, tiles_.last);
     take_weights();
@@ -214,6 +221,7 @@ class ForwardMath {
   template <bool kMasked>
   TILEWISE_DEVICE void step(int slot, int32_t tile) {
     issue_both();
+    terms_.prepare(shared_.work(slot), tile, place());
     wait_for_scores<1>();
     take_scores<false, kMasked>(slot, tile);
     wait_for_values();
@@ -263,6 +271,7 @@ class ForwardMath {
   TILEWISE_DEVICE void join(int slot) {
     await_queries();
     issue_both();
+    prepare_terms(slot);
     wait_for_scores<1>();
     take_scores<true, true>(slot, tiles_.last);
     wait_for_values();
@@ -306,7 +315,8 @@ class ForwardMath {
   TILEWISE_DEVICE void store_tile(int slot, RowSums& sums) {
     const Work& work = shared_.work(slot);
     const LanePlace at = place();
-    const RowResults<1> result = finish_rows<Element>(p_, work, at, sums.m, sums.l, keep_scale());
+    const RowResults<1> result =
+        finish_rows<Element>(p_, work, at, sums.m, sums.l, terms_.keep_scale());
     if (p_.flags.data != nullptr && !outputs_are_finite(work, at, o_, sums.l)) [[unlikely]]
       p_.flags.data[work.index] = 1;  // after the 0 of the dealing warp
     if (work.splits > 1) [[unlikely]] {
@@ -319,16 +329,6 @@ class ForwardMath {
     release(shared_.work_free(slot));
   }
 
-  TILEWISE_DEVICE float keep_scale() const {
-    if constexpr (C::kGeneral)
-      return dropout_ ? general().terms.dropout.keep_scale : 1.0f;
-    else
-      return 1.0f;
-  }
-  TILEWISE_DEVICE GeneralTerms<typename Element::Storage> general() const {
-    return {p_.problem, scale_};
-  }
-
   // Computed where they are asked for: registers are for sums.
   TILEWISE_DEVICE static int thread() {
     return static_cast<int>(ptx::recent(static_cast<uint32_t>(ptx::thread_index()))) -
@@ -339,10 +339,8 @@ class ForwardMath {
   const TmaForwardParams& p_;
   Shared shared_;
   int warpgroup_;
-  float scale_;
   bool negative_;
-  bool terms_;
-  bool dropout_;
+  ForwardTerms<C> terms_;
   WarpgroupTiles tiles_;
   typename Shared::WorkPlace works_;
   typename Shared::QPlace qs_;
