@@ -35,6 +35,7 @@ class ForwardMath {
     if (kTile.ping_pong && warpgroup_ == 0) pass_turn(0);
     int slot = next_work();
     bool joined = false;
+    o_.fill(0.0f);
 #pragma unroll 1
     while (tiles_.what != Walk::end) {
       const bool keys = tiles_.what == Walk::keys;
@@ -44,7 +45,6 @@ class ForwardMath {
       } else {
         shared_.q_full(qs_.slot()).wait(qs_.phase());
         softmax_.clear();
-        o_.fill(0.0f);
       }
       release(shared_.q_free(qs_.slot()));
       qs_.next();
@@ -53,20 +53,31 @@ class ForwardMath {
       slot = next_work();
       joined = kTile.overlap_tiles && keys && tiles_.what == Walk::keys &&
                tiles_.skip_before == 0 && skip_after == 0;
-      RowSums sums = softmax_;
+      Ending ending;
       if (joined) {
-        join(slot);
+        join(slot, done, ending);
       } else if (keys) {
         issue_last_values();
+        ending = end_rows(done);
         wait_for_values();
         skip(skip_after);
+      } else {
+        ending = end_rows(done);
       }
-      store_tile(done, sums);  // in one place: instructions that run once a tile are fetched first
-      if (joined) o_.fill(0.0f);
+      // In one place: instructions that run once a tile are fetched first.
+      store_tile(done, ending);
+      o_.fill(0.0f);
     }
   }
 
  private:
+  // What the last values of a work do not have to have come for.
+  struct Ending {
+    float l[1][2];  // of whole rows
+    RowResults<1> rows;
+    OutRows<C> out;
+  };
+
   // -inf stays -inf when it is multiplied by it.
   TILEWISE_DEVICE static float positive(float scale) {
     return scale == 0.0f ? FLT_MIN : scale < 0.0f ? -scale : scale;
@@ -214,7 +225,6 @@ class ForwardMath {
     wait_for_scores<0>();
     take_scores<true, true>(slot, tiles_.last);
     take_weights();
-    o_.fill(0.0f);
   }
 
   // The scores of a key tile beside the values of the one after it.
@@ -268,9 +278,10 @@ class ForwardMath {
 
   // The first scores of the next work beside the last values of this one: the tensor cores go on
   // while the results are stored (D128: +5 % at 1k, +3 % at 4k).
-  TILEWISE_DEVICE void join(int slot) {
+  TILEWISE_DEVICE void join(int slot, int done, Ending& ending) {
     await_queries();
     issue_both();
+    ending = end_rows(done);
     prepare_terms(slot);
     wait_for_scores<1>();
     take_scores<true, true>(slot, tiles_.last);
@@ -312,19 +323,28 @@ class ForwardMath {
 
   // --- results ---
 
-  TILEWISE_DEVICE void store_tile(int slot, RowSums& sums) {
+  // Of a work whose last values are under way: what does not depend on them.
+  TILEWISE_DEVICE Ending end_rows(int slot) const {
     const Work& work = shared_.work(slot);
     const LanePlace at = place();
-    const RowResults<1> result =
-        finish_rows<Element>(p_, work, at, sums.m, sums.l, terms_.keep_scale());
-    if (p_.flags.data != nullptr && !outputs_are_finite(work, at, o_, sums.l)) [[unlikely]]
+    Ending ending;
+    ending.l[0][0] = softmax_.l[0][0];
+    ending.l[0][1] = softmax_.l[0][1];
+    ending.rows = finish_rows<Element>(p_, work, at, softmax_.m, ending.l, terms_.keep_scale());
+    ending.out = OutRows<C>::of(p_.problem, work, at.row0);
+    if (work.splits == 1) store_row_sums<C>(p_.problem, work, at, ending.rows);
+    return ending;
+  }
+
+  TILEWISE_DEVICE void store_tile(int slot, const Ending& ending) {
+    const Work& work = shared_.work(slot);
+    const LanePlace at = place();
+    if (p_.flags.data != nullptr && !outputs_are_finite(work, at, o_, ending.l)) [[unlikely]]
       p_.flags.data[work.index] = 1;  // after the 0 of the dealing warp
-    if (work.splits > 1) [[unlikely]] {
-      store_partial(p_, work, at, o_, result);
-    } else {
-      store_outputs<C>(p_.problem, work, at, o_, result);
-      store_row_sums<C>(p_.problem, work, at, result);
-    }
+    if (work.splits > 1) [[unlikely]]
+      store_partial(p_, work, at, o_, ending.rows);
+    else
+      store_outputs<C>(p_.problem, work, at, o_, ending.rows, ending.out);
     ptx::sync_warp();
     release(shared_.work_free(slot));
   }
