@@ -110,7 +110,7 @@ struct GeneralTerms {
   TILEWISE_DEVICE void apply(const Problem& p, const BlockWork& work,
                              tile::Sums<kRows, kColumns>& s, int32_t tile,
                              const LanePlace& place) const {
-    if (softcap != 0.0f) cap(s);
+    if (softcap != 0.0f) tanh.apply(s.flat());
     if (p.alibi_slopes != nullptr)
       add_alibi(AlibiRows<kRows>::of(p, work, place), s, tile * 8 * kColumns + place.column);
     if (p.bias == nullptr) return;
@@ -118,15 +118,6 @@ struct GeneralTerms {
       add_bias<float>(p, work, s, tile, place);
     else
       add_bias<Storage>(p, work, s, tile, place);
-  }
-
-  template <int kRows, int kColumns>
-  TILEWISE_DEVICE void cap(tile::Sums<kRows, kColumns>& s) const {
-#pragma unroll
-    for (auto& row : s.x) {
-#pragma unroll
-      for (auto& x : row) tanh.apply(x);
-    }
   }
 
   // key0: the lane's first one. Distances are whole numbers, and their sign costs no instruction.
