@@ -13,6 +13,11 @@ namespace tilewise::cuda {
 
 // Which rows and columns of a tile of scores a lane holds: element (m, h) of Sums is packed row
 // row(m, h), element (n, e) key 8 n + column + e.
+//
+// What comes in blocks of eight keys of a row, of which a lane needs one pair in four, each lane of
+// a quad gets whole, for another block, before pairs are exchanged (tile::quad_transpose): of rows
+// (m, 0) and (m, 1) those of row (m, block_row()), blocks 2 i + first_block(). Pair j then comes
+// from row (m, j % 2), block 2 i + j / 2.
 struct LanePlace {
   int32_t row0;
   int32_t column;
@@ -23,6 +28,59 @@ struct LanePlace {
     return {thread / ptx::kWarpSize * warp_rows + lane / 4, lane % 4 * 2};
   }
   TILEWISE_DEVICE int32_t row(int m, int h) const { return row0 + m * 16 + h * 8; }
+  TILEWISE_DEVICE int lane_of_quad() const { return column / 2; }
+  TILEWISE_DEVICE int block_row() const { return lane_of_quad() % 2; }
+  TILEWISE_DEVICE int first_block() const { return lane_of_quad() / 2; }
+};
+
+TILEWISE_DEVICE RowTerms row_terms(const Problem& p, const BlockWork& work, int32_t r) {
+  return ScoreTerms::row(p, work.sequence, work.rows.first + work.rows.row(r), work.head(r));
+}
+
+// What ALiBi knows of the rows of a lane. Rows that do not exist stand for the last one.
+template <int kRows>
+struct AlibiRows {
+  float slope[kRows][2];
+  int32_t diagonal[kRows][2];
+
+  TILEWISE_DEVICE static AlibiRows of(const Problem& p, const BlockWork& work,
+                                      const LanePlace& place) {
+    AlibiRows rows;
+#pragma unroll
+    for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const RowTerms row = row_terms(p, work, min(place.row(m, h), work.rows.count - 1));
+        rows.slope[m][h] = row.slope;
+        rows.diagonal[m][h] = row.diagonal;
+      }
+    }
+    return rows;
+  }
+};
+
+// The weights of a tile that dropout keeps: element (m, n, 2 h + e) of Sums is bit
+// 16 h + n - n % 2 + e of word[m][n % 2].
+template <int kRows, int kColumns>
+struct KeptBits {
+  static_assert(kColumns % 2 == 0 && kColumns <= 16);
+
+  uint32_t word[kRows][2];
+
+  // Zeroes the others.
+  TILEWISE_DEVICE void apply(tile::Sums<kRows, kColumns>& s) const {
+#pragma unroll
+    for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int bit = 16 * (e / 2) + n - n % 2 + e % 2;
+          if ((word[m][n % 2] >> bit & 1u) == 0) s.x[m][n][e] = 0.0f;
+        }
+      }
+    }
+  }
 };
 
 // Storage: that of q, k and v, which a bias may have.
@@ -30,109 +88,124 @@ template <class Storage>
 struct GeneralTerms {
   using Math = std::conditional_t<sizeof(Storage) == 2, HalfMath, DeviceMath>;
 
-  ScoreTerms terms;
-  bool on_scores;  // anything but the scale
+  float scale;
+  float softcap;
+  typename Math::ScaledTanh tanh;
+  Dropout dropout;
 
-  TILEWISE_DEVICE GeneralTerms(const Problem& p, float scale) : terms(ScoreTerms::of(p)) {
-    terms.score.scale = scale;
-    on_scores = p.softcap != 0.0f || p.alibi_slopes != nullptr || p.bias != nullptr;
+  TILEWISE_DEVICE GeneralTerms(const Problem& p, float scale_)
+      : scale(scale_), softcap(p.softcap), tanh(scale_ / p.softcap), dropout(dropout_of(p)) {}
+
+  // What the scores are in when all terms have been applied, in natural units.
+  TILEWISE_DEVICE float unit(const Problem& p) const {
+    return p.bias != nullptr ? 1.0f : unit_before_bias(p);
+  }
+  TILEWISE_DEVICE float unit_before_bias(const Problem& p) const {
+    return p.alibi_slopes != nullptr ? 1.0f : softcap != 0.0f ? softcap : scale;
   }
 
-  // Products become scores in natural units. One pass over the scores per option, so that a switch
-  // is asked once and not once per score.
+  // Products become scores, in units of unit(). One pass over the scores per option, so that a
+  // switch is asked once and not once per score.
   template <int kRows, int kColumns>
   TILEWISE_DEVICE void apply(const Problem& p, const BlockWork& work,
                              tile::Sums<kRows, kColumns>& s, int32_t tile,
                              const LanePlace& place) const {
-    const int32_t key0 = tile * 8 * kColumns + place.column;
-    const Score score = terms.score;
-    if (score.softcap != 0.0f) {
-      each(s, work, place, [&](int32_t) {
-        return [&](float x, int) { return score.template cap<Math>(x).value; };
-      });
-    } else {
-      each(s, work, place, [&](int32_t) { return [&](float x, int) { return x * score.scale; }; });
-    }
-    if (p.alibi_slopes != nullptr) {
-      each(s, work, place, [&](int32_t r) {
-        const RowTerms row = row_terms(p, work, r);
-        const auto distance = static_cast<float>(row.diagonal - key0);  // of the lane's first key
-        return [=](float x, int n) {
-          const float d = distance - static_cast<float>(n);
-          return x - row.slope * (d < 0.0f ? -d : d);
-        };
-      });
-    }
+    if (softcap != 0.0f) tanh.apply(s.flat());
+    if (p.alibi_slopes != nullptr)
+      add_alibi(AlibiRows<kRows>::of(p, work, place), s, tile * 8 * kColumns + place.column);
     if (p.bias == nullptr) return;
     if (p.bias_dtype == TILEWISE_FLOAT32)
-      add_bias<float>(p, work, s, key0, place);
+      add_bias<float>(p, work, s, tile, place);
     else
-      add_bias<Storage>(p, work, s, key0, place);
+      add_bias<Storage>(p, work, s, tile, place);
   }
 
-  // Zeroes the weights that are dropped. Eight keys of a row are one block of random words, and of
-  // its four words each lane of a quad needs one: every lane computes one block of four, then words
-  // are exchanged.
+  // key0: the lane's first one. Distances are whole numbers, and their sign costs no instruction.
   template <int kRows, int kColumns>
-  TILEWISE_DEVICE void drop(const Problem& p, const BlockWork& work, tile::Sums<kRows, kColumns>& s,
-                            int32_t tile, const LanePlace& place) const {
-    constexpr int kBlocks = kColumns;  // of a row
-    constexpr int kAll = 2 * kRows * kBlocks;
-    const int t = place.column / 2;
-#pragma unroll
-    for (int first = 0; first < kAll; first += 4) {
-      const int mine = first + t;
-      const int32_t r = place.row0 + mine / kBlocks * 8;
-      const auto block = static_cast<uint32_t>(tile * kBlocks + mine % kBlocks);
-      const auto row = static_cast<uint32_t>(work.rows.first + work.rows.row(r));
-      const auto head = static_cast<uint32_t>(work.sequence.batch * p.heads_q + work.head(r));
-      const PhiloxState<uint32_t> bits = terms.dropout.block<DeviceMath>(block, row, head);
-      uint32_t word[4] = {bits.c0, bits.c1, bits.c2, bits.c3};
-      tile::quad_transpose(word, t);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int of = first + i;
-        float* x = &s.x[of / kBlocks / 2][of % kBlocks][of / kBlocks % 2 * 2];
-        if ((word[i] & 0xffffu) < terms.dropout.threshold) x[0] = 0.0f;
-        if ((word[i] >> 16) < terms.dropout.threshold) x[1] = 0.0f;
-      }
-    }
-  }
-
- private:
-  TILEWISE_DEVICE static RowTerms row_terms(const Problem& p, const BlockWork& work, int32_t r) {
-    return ScoreTerms::row(p, work.sequence, work.rows.first + work.rows.row(r), work.head(r));
-  }
-
-  // Replaces every score x by of_row(packed row)(x, key - first key of the lane). Rows that do not
-  // exist stand for the last one.
-  template <int kRows, int kColumns, class OfRow>
-  TILEWISE_DEVICE static void each(tile::Sums<kRows, kColumns>& s, const BlockWork& work,
-                                   const LanePlace& place, OfRow&& of_row) {
+  TILEWISE_DEVICE void add_alibi(const AlibiRows<kRows>& rows, tile::Sums<kRows, kColumns>& s,
+                                 int32_t key0) const {
+    const float unit = softcap != 0.0f ? softcap : scale;
 #pragma unroll
     for (int m = 0; m < kRows; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const auto change = of_row(min(place.row(m, h), work.rows.count - 1));
+        const auto distance = static_cast<float>(rows.diagonal[m][h] - key0);
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
-          for (int e = 0; e < 2; ++e)
-            s.x[m][n][2 * h + e] = change(s.x[m][n][2 * h + e], 8 * n + e);
+          for (int e = 0; e < 2; ++e) {
+            float& x = s.x[m][n][2 * h + e];
+            const float d = __builtin_fabsf(distance - static_cast<float>(8 * n + e));
+            x = ptx::fma(x, unit, d * -rows.slope[m][h]);
+          }
         }
       }
     }
   }
 
+  // Loaded where it is used, element by element. Past the last key there is none.
   template <class T, int kRows, int kColumns>
-  TILEWISE_DEVICE static void add_bias(const Problem& p, const BlockWork& work,
-                                       tile::Sums<kRows, kColumns>& s, int32_t key0,
-                                       const LanePlace& place) {
-    const int32_t last = work.tiles.keys - 1 - key0;  // past the last key there is no bias
-    each(s, work, place, [&](int32_t r) {
-      const T* bias = static_cast<const T*>(p.bias) + row_terms(p, work, r).bias + key0;
-      return [=](float x, int n) { return n > last ? x : x + to_float(bias[n]); };
-    });
+  TILEWISE_DEVICE void add_bias(const Problem& p, const BlockWork& work,
+                                tile::Sums<kRows, kColumns>& s, int32_t tile,
+                                const LanePlace& place) const {
+    const int32_t key0 = tile * 8 * kColumns + place.column;
+    const int32_t keys = work.tiles.keys - key0;
+    const float unit = unit_before_bias(p);
+#pragma unroll
+    for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const RowTerms row = row_terms(p, work, min(place.row(m, h), work.rows.count - 1));
+        const T* const bias = static_cast<const T*>(p.bias) + row.bias + key0;
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = s.x[m][n][2 * h + e];
+            x *= unit;
+            if (8 * n + e < keys) x += to_float(bias[8 * n + e]);
+          }
+        }
+      }
+    }
+  }
+
+  // Zeroes the weights that dropout drops.
+  template <int kRows, int kColumns>
+  TILEWISE_DEVICE void drop(const Problem& p, const BlockWork& work, tile::Sums<kRows, kColumns>& s,
+                            int32_t tile, const LanePlace& place) const {
+    draw<kRows, kColumns>(p, work, tile, place).apply(s);
+  }
+  template <int kRows, int kColumns>
+  TILEWISE_DEVICE KeptBits<kRows, kColumns> draw(const Problem& p, const BlockWork& work,
+                                                 int32_t tile, const LanePlace& place) const {
+    const auto first = static_cast<uint32_t>(tile * kColumns + place.first_block());
+    // 16 bits are at least the threshold: so they are in the upper half of a word, whatever the
+    // lower half holds, and a threshold of 2^16 keeps nothing.
+    const uint32_t below = (dropout.threshold << 16) - 1;
+    KeptBits<kRows, kColumns> kept;
+#pragma unroll
+    for (int m = 0; m < kRows; ++m) {
+      const int32_t r = place.row(m, 0) + 8 * place.block_row();
+      const auto row = static_cast<uint32_t>(work.rows.first + work.rows.row(r));
+      const auto head = static_cast<uint32_t>(work.sequence.batch * p.heads_q + work.head(r));
+      uint32_t pairs[4] = {};  // of bits: pair j of block i is bits 2 i and 2 i + 1 of word j
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; ++i) {
+        const auto block = first + static_cast<uint32_t>(2 * i);
+        const PhiloxState<uint32_t> bits = dropout.block<DeviceMath>(block, row, head);
+        const uint32_t word[4] = {bits.c0, bits.c1, bits.c2, bits.c3};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (word[j] << 16 > below) pairs[j] |= 1u << 2 * i;
+          if (word[j] > below) pairs[j] |= 2u << 2 * i;
+        }
+      }
+      tile::quad_transpose(pairs, place.lane_of_quad());
+      kept.word[m][0] = pairs[0] | pairs[1] << 16;
+      kept.word[m][1] = pairs[2] | pairs[3] << 16;
+    }
+    return kept;
   }
 };
 

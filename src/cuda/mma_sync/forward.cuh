@@ -252,13 +252,12 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
   const float asked = score_of(problem).scale;
   const float scale = asked == 0.0f ? FLT_MIN : asked < 0.0f ? -asked : asked;  // -inf stays -inf
   const GeneralTerms<typename C::Element::Storage> general(problem, scale);
-  const bool terms = C::kGeneral && general.on_scores;
-  const bool dropout = C::kGeneral && general.terms.dropout.on();
+  const bool dropout = C::kGeneral && general.dropout.on();
   feed.begin();
   prepare_queries<C>(q_of_warp, asked < 0.0f);
 
   const Products<C> multiply;
-  RowSoftmax<C> softmax((terms ? 1.0f : scale) * kLog2e);
+  RowSoftmax<C> softmax((C::kGeneral ? general.unit(problem) : scale) * kLog2e);
   Scores<C> s;
   Outputs<C> o;
   o.fill(0.0f);
@@ -267,7 +266,7 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
     multiply.scores(s, q_of_warp, feed.keys(), [&](int part) { feed.ask(true, tile, part); });
     feed.release();
 
-    if (terms) general.apply(problem, kept, s, tile, lane_place<C>());
+    if constexpr (C::kGeneral) general.apply(problem, kept, s, tile, lane_place<C>());
     if (masked) mask<C>(s, kept_work<C>(), tile);
     softmax.raise(s, o);
     softmax.exponentiate(s);
@@ -295,7 +294,7 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
 
   tile::wait<typename C::Arch, 0>();
   const LanePlace place = lane_place<C>();
-  const float weight = dropout ? general.terms.dropout.keep_scale : 1.0f;
+  const float weight = dropout ? general.dropout.keep_scale : 1.0f;
   const auto result =
       finish_rows<typename C::Element>(p, kept, place, softmax.m, softmax.l, weight);
   if (p.flags.data != nullptr && !outputs_are_finite(kept, place, o, softmax.l)) [[unlikely]]

@@ -201,6 +201,22 @@ TILEWISE_DEVICE uint32_t pack(float low, float high) {
     return ptx::cvt_bf16x2(low, high);
 }
 
+// Back.
+template <class Element>
+TILEWISE_DEVICE float low_of(uint32_t pair) {
+  if constexpr (Element::kDtype == F16::kDtype)
+    return ptx::cvt_f32_f16(pair);
+  else
+    return ptx::float_of(pair << 16);
+}
+template <class Element>
+TILEWISE_DEVICE float high_of(uint32_t pair) {
+  if constexpr (Element::kDtype == F16::kDtype)
+    return ptx::cvt_f32_f16(pair >> 16);
+  else
+    return ptx::float_of(pair & 0xffff0000u);
+}
+
 // Step `step` of a row of sums as the A operand of the next product.
 template <class Element, int kColumns>
 TILEWISE_DEVICE Fragment<Element> operand_of(const float (&row)[kColumns][4], int step) {

@@ -6,6 +6,7 @@
 #include "cuda/wgmma/forward_shared.h"
 #include "cuda/wgmma/forward_softmax.h"
 #include "cuda/wgmma/forward_store.h"
+#include "cuda/wgmma/forward_terms.h"
 
 namespace tilewise::cuda::wgmma {
 
@@ -22,20 +23,19 @@ class ForwardMath {
   static constexpr int kKeys = kTile.keys;
 
   TILEWISE_DEVICE ForwardMath(const TmaForwardParams& params, const Shared& shared, int warpgroup)
-      : p_(params), shared_(shared), warpgroup_(warpgroup) {
-    const float asked = score_of(p_.problem).scale;
-    negative_ = asked < 0.0f;
-    scale_ = asked == 0.0f ? FLT_MIN : negative_ ? -asked : asked;  // -inf stays -inf
-    const Problem& p = p_.problem;
-    terms_ = C::kGeneral && (p.softcap != 0.0f || p.alibi_slopes != nullptr || p.bias != nullptr);
-    dropout_ = C::kGeneral && p.dropout_p > 0.0f;
-    softmax_.scale = (terms_ ? 1.0f : scale_) * kLog2e;
+      : p_(params),
+        shared_(shared),
+        warpgroup_(warpgroup),
+        negative_(score_of(params.problem).scale < 0.0f),
+        terms_(params.problem, positive(score_of(params.problem).scale)) {
+    softmax_.scale = terms_.unit() * kLog2e;
   }
 
   TILEWISE_DEVICE void run() {
     if (kTile.ping_pong && warpgroup_ == 0) pass_turn(0);
     int slot = next_work();
     bool joined = false;
+    o_.fill(0.0f);
 #pragma unroll 1
     while (tiles_.what != Walk::end) {
       const bool keys = tiles_.what == Walk::keys;
@@ -45,7 +45,6 @@ class ForwardMath {
       } else {
         shared_.q_full(qs_.slot()).wait(qs_.phase());
         softmax_.clear();
-        o_.fill(0.0f);
       }
       release(shared_.q_free(qs_.slot()));
       qs_.next();
@@ -54,20 +53,36 @@ class ForwardMath {
       slot = next_work();
       joined = kTile.overlap_tiles && keys && tiles_.what == Walk::keys &&
                tiles_.skip_before == 0 && skip_after == 0;
-      RowSums sums = softmax_;
+      Ending ending;
       if (joined) {
-        join(slot);
+        join(slot, done, ending);
       } else if (keys) {
         issue_last_values();
+        ending = end_rows(done);
         wait_for_values();
         skip(skip_after);
+      } else {
+        ending = end_rows(done);
       }
-      store_tile(done, sums);  // in one place: instructions that run once a tile are fetched first
-      if (joined) o_.fill(0.0f);
+      // In one place: instructions that run once a tile are fetched first.
+      store_tile(done, ending);
+      o_.fill(0.0f);
     }
   }
 
  private:
+  // What the last values of a work do not have to have come for.
+  struct Ending {
+    float l[1][2];  // of whole rows
+    RowResults<1> rows;
+    OutRows<C> out;
+  };
+
+  // -inf stays -inf when it is multiplied by it.
+  TILEWISE_DEVICE static float positive(float scale) {
+    return scale == 0.0f ? FLT_MIN : scale < 0.0f ? -scale : scale;
+  }
+
   // --- the work ---
 
   // Its slot; tiles_ says what is to be walked.
@@ -183,15 +198,17 @@ class ForwardMath {
   template <bool kFirst, bool kMasked>
   TILEWISE_DEVICE void take_scores(int slot, int32_t tile) {
     const Work& work = shared_.work(slot);
-    if constexpr (C::kGeneral) {
-      if (terms_) general().apply(p_.problem, work, s_, tile, place());
-    }
+    terms_.apply(work, s_, tile, place());
     if (kMasked && (tile >= tiles_.full_end || tile < tiles_.full_begin))
       mask(s_, work, place(), tile);
     softmax_.template update<kFirst>(s_);
-    if constexpr (C::kGeneral) {
-      if (dropout_) general().drop(p_.problem, work, s_, tile, place());
-    }
+    terms_.drop(s_);
+  }
+
+  // Beside the products of the first tile of a work.
+  TILEWISE_DEVICE void prepare_terms(int slot) {
+    terms_.take_rows(shared_.work(slot), place(), tiles_.last);
+    terms_.prepare(shared_.work(slot), tiles_.last, place());
   }
 
   // The last key tile of the rows, which an edge of the band may cut.
@@ -204,16 +221,17 @@ class ForwardMath {
     if (kTile.overlap_tiles) wait_for_turn();  // as in `join`: every key tile takes a turn
     issue_scores(q, k);
     if (kTile.overlap_tiles) pass_turn();
+    prepare_terms(slot);
     wait_for_scores<0>();
     take_scores<true, true>(slot, tiles_.last);
     take_weights();
-    o_.fill(0.0f);
   }
 
   // The scores of a key tile beside the values of the one after it.
   template <bool kMasked>
   TILEWISE_DEVICE void step(int slot, int32_t tile) {
     issue_both();
+    terms_.prepare(shared_.work(slot), tile, place());
     wait_for_scores<1>();
     take_scores<false, kMasked>(slot, tile);
     wait_for_values();
@@ -260,9 +278,11 @@ class ForwardMath {
 
   // The first scores of the next work beside the last values of this one: the tensor cores go on
   // while the results are stored (D128: +5 % at 1k, +3 % at 4k).
-  TILEWISE_DEVICE void join(int slot) {
+  TILEWISE_DEVICE void join(int slot, int done, Ending& ending) {
     await_queries();
     issue_both();
+    ending = end_rows(done);
+    prepare_terms(slot);
     wait_for_scores<1>();
     take_scores<true, true>(slot, tiles_.last);
     wait_for_values();
@@ -303,30 +323,30 @@ class ForwardMath {
 
   // --- results ---
 
-  TILEWISE_DEVICE void store_tile(int slot, RowSums& sums) {
+  // Of a work whose last values are under way: what does not depend on them.
+  TILEWISE_DEVICE Ending end_rows(int slot) const {
     const Work& work = shared_.work(slot);
     const LanePlace at = place();
-    const RowResults<1> result = finish_rows<Element>(p_, work, at, sums.m, sums.l, keep_scale());
-    if (p_.flags.data != nullptr && !outputs_are_finite(work, at, o_, sums.l)) [[unlikely]]
-      p_.flags.data[work.index] = 1;  // after the 0 of the dealing warp
-    if (work.splits > 1) [[unlikely]] {
-      store_partial(p_, work, at, o_, result);
-    } else {
-      store_outputs<C>(p_.problem, work, at, o_, result);
-      store_row_sums<C>(p_.problem, work, at, result);
-    }
-    ptx::sync_warp();
-    release(shared_.work_free(slot));
+    Ending ending;
+    ending.l[0][0] = softmax_.l[0][0];
+    ending.l[0][1] = softmax_.l[0][1];
+    ending.rows = finish_rows<Element>(p_, work, at, softmax_.m, ending.l, terms_.keep_scale());
+    ending.out = OutRows<C>::of(p_.problem, work, at.row0);
+    if (work.splits == 1) store_row_sums<C>(p_.problem, work, at, ending.rows);
+    return ending;
   }
 
-  TILEWISE_DEVICE float keep_scale() const {
-    if constexpr (C::kGeneral)
-      return dropout_ ? general().terms.dropout.keep_scale : 1.0f;
+  TILEWISE_DEVICE void store_tile(int slot, const Ending& ending) {
+    const Work& work = shared_.work(slot);
+    const LanePlace at = place();
+    if (p_.flags.data != nullptr && !outputs_are_finite(work, at, o_, ending.l)) [[unlikely]]
+      p_.flags.data[work.index] = 1;  // after the 0 of the dealing warp
+    if (work.splits > 1) [[unlikely]]
+      store_partial(p_, work, at, o_, ending.rows);
     else
-      return 1.0f;
-  }
-  TILEWISE_DEVICE GeneralTerms<typename Element::Storage> general() const {
-    return {p_.problem, scale_};
+      store_outputs<C>(p_.problem, work, at, o_, ending.rows, ending.out);
+    ptx::sync_warp();
+    release(shared_.work_free(slot));
   }
 
   // Computed where they are asked for: registers are for sums.
@@ -339,10 +359,8 @@ class ForwardMath {
   const TmaForwardParams& p_;
   Shared shared_;
   int warpgroup_;
-  float scale_;
   bool negative_;
-  bool terms_;
-  bool dropout_;
+  ForwardTerms<C> terms_;
   WarpgroupTiles tiles_;
   typename Shared::WorkPlace works_;
   typename Shared::QPlace qs_;

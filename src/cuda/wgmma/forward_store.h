@@ -34,10 +34,9 @@ TILEWISE_DEVICE char* packed_row(const Problem& p, const ForwardWork<C>& work, i
 template <class C>
 TILEWISE_DEVICE void store_outputs(const Problem& p, const ForwardWork<C>& work,
                                    const LanePlace& place, const Outputs<C>& o,
-                                   const RowResults<1>& result) {
+                                   const RowResults<1>& result, const OutRows<C>& rows) {
   using Element = typename C::Element;
-  const int lane = place.column / 2;  // of the quad
-  const OutRows<C> rows = OutRows<C>::of(p, work, place.row0);
+  const int lane = place.lane_of_quad();
   const bool packed = work.rows.packed();
   const auto chunks = static_cast<int>(p.head_dim_v) / 8;
 #pragma unroll

@@ -1,0 +1,63 @@
+// The softcap's hyperbolic tangent beside fp64, over all it may be asked for.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "cuda/common/device_math.h"
+
+namespace tilewise::cuda {
+namespace {
+
+using ScaledTanh = HalfMath::ScaledTanh;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// x and -x by every way that they may go.
+void expect_tanh(float factor, float x) {
+  const ScaledTanh tanh(factor);
+  const double want = std::tanh(static_cast<double>(factor) * x);
+  float got[4] = {x, -x, -x, x};
+  tanh.apply_to_any(got);
+  for (int i = 0; i < 4; ++i)
+    EXPECT_NEAR(got[i], i % 3 == 0 ? want : -want, 3e-7) << x << " by way " << i;
+  if (!tanh.is_small(x)) return;
+  float small[2] = {x, -x};
+  tanh.apply_to_small(small);
+  EXPECT_NEAR(small[0], want, 2e-7 * want) << x;
+  EXPECT_EQ(small[1], -small[0]);
+}
+
+TEST(ScaledTanh, IsOffByRounding) {
+  for (float factor : {1.0f, 0.02f, 0x1p-12f, 1e-6f}) {
+    for (float x = 1e-6f; x * factor < 100.0f; x *= 1.0007f) expect_tanh(factor, x);
+  }
+}
+
+TEST(ScaledTanh, EndsAtOne) {
+  for (float x : {1e4f, 1e30f, kInfinity}) expect_tanh(0.02f, x);
+}
+
+TEST(ScaledTanh, IsSmallUpToAHalf) {
+  EXPECT_TRUE(ScaledTanh(0.02f).is_small(25.0f));
+  EXPECT_FALSE(ScaledTanh(0.02f).is_small(25.1f));
+  EXPECT_FALSE(ScaledTanh(0.02f).is_small(kInfinity));
+  EXPECT_FALSE(ScaledTanh(std::numeric_limits<float>::min()).is_small(1.0f));
+}
+
+TEST(ScaledTanh, NanStaysNanAndAmongItself) {
+  for (int at = 0; at < 4; ++at) {
+    float any[4] = {1.0f, 2.0f, 3.0f, 4.0f};
+    any[at] = std::nanf("");
+    float small[4] = {any[0], any[1], any[2], any[3]};
+    ScaledTanh(0.02f).apply_to_any(any);
+    ScaledTanh(0.02f).apply_to_small(small);
+    for (int i = 0; i < 4; ++i) {
+      EXPECT_EQ(std::isnan(any[i]), i == at);
+      EXPECT_EQ(std::isnan(small[i]), i == at);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tilewise::cuda
