@@ -153,7 +153,7 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Invento
   plan.unit = find_forward(p, family, gpu, inside);
   if (plan.unit == nullptr) return plan;
   const UnitTable& unit = *plan.unit;
-  plan.general = !fits_plain(p, nullptr);
+  plan.form = forward_form(p, unit);
   plan.architecture = unit.architecture;
   plan.head_dim = unit.head_dim;
   plan.tile_q = unit.forward_tile.rows;

@@ -56,6 +56,7 @@ inline cuda::UnitTable described(const cuda::Unit& unit) {
   }
   table.family = cuda::Family::mma_sync;
   const int bytes = table.dtype == TILEWISE_FLOAT32 ? 4 : 2;
+  if (bytes == 2) table.paged.forward.function = [](cuda::ForwardParams) {};
   with_arch(unit.arch, [&]<class Arch>(Arch) {
     table.architecture = Arch::kTable;
     const auto forward = Arch::forward(bytes, unit.head_dim, table.tf32);
