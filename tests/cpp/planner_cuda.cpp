@@ -303,7 +303,8 @@ TEST(PlannerCuda, SplitsFillTheGpuAndFollowTheCaller) {
   const Device device = gpu_with(90);
   EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16, 16, 2048, 2048, 16), device).splits, 1);
   EXPECT_GT(forward(problem(TILEWISE_BFLOAT16, 1, 128, 65536, 1), device).splits, 32);
-  EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16, 1, 1, 200, 1), device).splits, 1);
+  EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16, 1, 17, 200, 1), device).splits, 1);
+  EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16, 1, 1, 64, 1), device).splits, 1);
   Problem asked = problem(TILEWISE_BFLOAT16, 16, 2048, 2048, 16);
   asked.num_splits = 3;
   const cuda::Plan plan = forward(asked, device);
@@ -327,6 +328,24 @@ TEST(PlannerCuda, UnevenLengthsAreCutByTheirKeys) {
   const cuda::Plan many = forward(p, device);
   EXPECT_EQ(many.rule.parts(1, p.seqlen_k), 1);
   EXPECT_EQ(many.splits, 1);
+}
+
+// Few tiles of keys: a block each while all of them run at once, otherwise two or more.
+TEST(PlannerCuda, PartsOfUnevenLengthsAreNotShort) {
+  const Device device = gpu_with(90);
+  const auto keys_of_part = [&](int64_t batch, int64_t keys, int64_t head_dim) {
+    Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, 32, head_dim);
+    p.heads_kv = 8;
+    const int32_t lengths = 0;
+    p.seqused_k = &lengths;
+    return keys / forward(p, device).splits;
+  };
+  EXPECT_EQ(keys_of_part(4, 1024, 128), 64);
+  EXPECT_EQ(keys_of_part(8, 1024, 128), 128);
+  EXPECT_EQ(keys_of_part(16, 1024, 128), 128);
+  EXPECT_EQ(keys_of_part(64, 4096, 128), 1024);
+  EXPECT_EQ(keys_of_part(2, 1024, 64), 128);
+  EXPECT_EQ(keys_of_part(16, 1024, 64), 256);
 }
 
 // A dense problem without a band is one launch and needs no memory; a band adds one byte a block.
