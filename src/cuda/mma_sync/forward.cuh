@@ -232,8 +232,7 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
   const ptx::SharedAddress q_of_warp =
       q + ptx::warp_index() * (C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes);
   KvFeed<C> feed(p, work, q + kFeedAt<C>);
-  load_queries<C>(problem, work, q);
-  feed.start();
+  feed.start([&] { load_queries<C>(problem, work, q); });
 
   BlockWork& kept = kept_work<C>();
   work.tiles.find_full(work.rows, C::kForward.keys);

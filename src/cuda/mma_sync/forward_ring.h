@@ -217,13 +217,17 @@ class KvRing {
         read_(base),
         last_(work.tiles.last) {}
 
-  // Asks for what the first kStages - 1 slots take.
-  TILEWISE_DEVICE void start() {
+  // Asks for what the first kStages - 1 slots take, and for the queries, which land with the first
+  // keys: before those where their pages are still being looked up.
+  template <class Queries>
+  TILEWISE_DEVICE void start(Queries&& load_queries) {
+    if (C::kPaged) load_queries();
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) {
       Stream& stream = i % 2 == 0 ? k_ : v_;
       const int32_t tile = last_ - i / 2;
       stream.copy_whole(base_ + i * kSlotBytes, tile);
+      if (i == 0 && !C::kPaged) load_queries();
       tile::commit<Arch>();
     }
     if (kStages == 2) {  // the last values too, since they may be cut short

@@ -27,7 +27,9 @@ class SplitFeed {
         base_(base),
         last_(work.tiles.last) {}
 
-  TILEWISE_DEVICE void start() {
+  template <class Queries>
+  TILEWISE_DEVICE void start(Queries&& load_queries) {
+    load_queries();
     k_.copy_whole(raw_keys(), last_);
     tile::commit<Arch>();
     v_.copy_whole(raw_values(), last_);
