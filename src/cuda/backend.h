@@ -3,6 +3,7 @@
 
 #include "attention/problem.h"
 #include "attention/schedule.h"
+#include "cuda/form.h"
 #include "cuda/order.h"
 #include "cuda/runtime.h"
 
@@ -16,7 +17,7 @@ struct Inventory;
 // How a launch is cut. A pure function of the problem, the family and the described GPU.
 struct Plan {
   Family family = Family::simt;
-  bool general = false;      // the form with softcap, ALiBi, bias, dropout, pages, odd strides
+  Form form = Form::plain;
   int32_t architecture = 0;  // the tile table used: 75, 80, 86, 90, 120, 901; simt has none
   int32_t head_dim = 0;      // the head-dim tile
   int32_t tile_q = 0;

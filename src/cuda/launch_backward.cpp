@@ -58,7 +58,7 @@ void launch_wgmma(const Problem& p, const Gradients& g, const Plan& plan,
   params.dout = map_of_rows(p, g.dout, p.head_dim_v, plan.tile_q);
   params.k = map_of_keys(p, p.k, p.head_dim, plan.tile_k / cluster);
   params.v = map_of_keys(p, p.v, p.head_dim_v, plan.tile_k / cluster);
-  const UnitKernels& kernels = plan.unit->form(plan.general);
+  const UnitKernels& kernels = plan.unit->form(plan.form);
   const int64_t records = ceil_div(plan.blocks * cluster, kernels.prepare.threads);
   launch(kernels.prepare, records + row_blocks(p, plan) * plan.unit->prepare_parts, p.stream, main);
   const int64_t grid = params.counter == nullptr
@@ -73,7 +73,7 @@ void main_gradients(const Problem& p, const Gradients& g, const Plan& plan,
   const bool keys = g.dk.data != nullptr || g.dv.data != nullptr;
   const bool rows = g.dq.data != nullptr || g.dscale != nullptr;
   const int64_t row_tiles = row_blocks(p, plan);
-  const UnitKernels& kernels = plan.unit->form(plan.general);
+  const UnitKernels& kernels = plan.unit->form(plan.form);
   // The sums of dQ come from the kernel of the keys; simt computes rows and keys apart.
   const bool apart = plan.family == Family::simt;
   if (!keys && !rows) return;
@@ -88,7 +88,7 @@ void main_gradients(const Problem& p, const Gradients& g, const Plan& plan,
     launch(kernels.finish, row_tiles, p.stream, params, waits ? Start::dependent : Start::in_order);
   }
   if (plan.second == nullptr) return;
-  const UnitKernels& exact = plan.second->form(true);
+  const UnitKernels& exact = plan.second->form(Form::general);
   const auto blocks = [&](const Flags& flags) {
     return second_blocks(flags, plan.second->backward_tile, p.device_index);
   };

@@ -15,6 +15,7 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPiece
   params.order.table = pieces.table.in<TileOrder::Entry>(workspace);
   params.packing = {plan.pack};
   params.group = static_cast<int32_t>(group_size(p));
+  if (plan.form == Form::paged) params.page_size = static_cast<int32_t>(p.page_size);
   params.pack_reciprocal = static_cast<uint32_t>(ceil_div(int64_t{1} << 31, plan.pack));
   params.row_tile = plan.tile_q;
   params.key_tile = plan.tile_k;
@@ -54,7 +55,7 @@ void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& 
   params.work = static_cast<int32_t>(plan.blocks);
   params.counter = counter;
   const int64_t grid = min<int64_t>(plan.blocks, gpu(p.device_index).multiprocessors);
-  launch(plan.unit->form(plan.general).tma_forward, grid, p.stream, params,
+  launch(plan.unit->form(plan.form).tma_forward, grid, p.stream, params,
          counter != nullptr ? Start::dependent : Start::in_order);
 }
 
@@ -77,12 +78,12 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
   if (plan.family == Family::wgmma)
     launch_persistent(p, plan, params, pieces.counter.in<int32_t>(workspace));
   else
-    launch(plan.unit->form(plan.general).forward, plan.blocks, p.stream, params);
+    launch(plan.unit->form(plan.form).forward, plan.blocks, p.stream, params);
   if (plan.splits > 1) combine(p, params);
   if (plan.second == nullptr) return;
   // The same tiles, each with all of its keys.
   params.order.splits = 1;
-  launch(plan.second->form(true).forward,
+  launch(plan.second->form(Form::general).forward,
          second_blocks(params.flags, plan.second->forward_tile, p.device_index), p.stream, params,
          Start::dependent);
 }

@@ -23,6 +23,9 @@ Plan plan_backward(const Problem& p, const Gradients& g, Family family, const Gp
 // or written starts at a multiple of 16 bytes. Of the backward when `g` is given.
 bool fits_plain(const Problem& p, const Gradients* g);
 
+// The form that serves a forward.
+Form forward_form(const Problem& p, const UnitTable& unit);
+
 // Of a forward that wgmma leaves to the tiles that mma_sync has for decoding.
 bool has_few_rows(const Problem& p);
 

@@ -50,7 +50,7 @@ Plan plan_backward(const Problem& p, const Gradients& g, Family family, const Gp
   plan.unit = find_backward(p, &g, family, gpu, inside);
   if (plan.unit == nullptr) return plan;
   const UnitTable& unit = *plan.unit;
-  plan.general = !fits_plain(p, &g);
+  plan.form = fits_plain(p, &g) ? Form::plain : Form::general;
   plan.architecture = unit.architecture;
   plan.head_dim = unit.head_dim;
   plan.tile_q = unit.backward_tile.rows;

@@ -105,12 +105,16 @@ SplitRule uneven_rule(const Problem& p, const Gpu& gpu, const UnitTable& unit, i
   const int64_t slots = int64_t{gpu.multiprocessors} * max(1, tile.blocks_per_sm);
   // Blocks over what the GPU runs at once. Few pairs have more partial results for their keys.
   const int64_t times = blocks * 2 > slots ? 4 : 2;
-  // In double, which no sizes overflow; the rule divides 32 bits.
-  const double share =
-      __builtin_ceil(static_cast<double>(most_keys(p)) * static_cast<double>(blocks) /
-                     static_cast<double>(slots * times));
-  const auto keys = static_cast<int64_t>(min(share, static_cast<double>(INT32_MAX)));
-  return {max(keys_of_split(unit), keys), kMostSplits, INT64_MAX};
+  // Keys of a part when there are `parts` of them. In double, which no sizes overflow; the rule
+  // divides 32 bits.
+  const auto share = [&](int64_t parts) {
+    const double keys = __builtin_ceil(static_cast<double>(most_keys(p)) *
+                                       static_cast<double>(blocks) / static_cast<double>(parts));
+    return static_cast<int64_t>(min(keys, static_cast<double>(INT32_MAX)));
+  };
+  // Parts of one tile are nothing but a start and an end: a second turn of them comes late.
+  const int64_t least = max<int64_t>(tile.keys, min<int64_t>(share(slots), 2 * tile.keys));
+  return {max(max(keys_of_split(unit), least), share(slots * times)), kMostSplits, INT64_MAX};
 }
 
 // Sets splits, the rule that gives them to sequences, and where their results lie.
@@ -153,7 +157,7 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Invento
   plan.unit = find_forward(p, family, gpu, inside);
   if (plan.unit == nullptr) return plan;
   const UnitTable& unit = *plan.unit;
-  plan.general = !fits_plain(p, nullptr);
+  plan.form = forward_form(p, unit);
   plan.architecture = unit.architecture;
   plan.head_dim = unit.head_dim;
   plan.tile_q = unit.forward_tile.rows;

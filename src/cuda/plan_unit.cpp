@@ -16,7 +16,7 @@ bool fit(const Gpu& gpu, const Kernel<Params>&... kernels) {
 }
 
 bool serves_forward(const UnitTable& unit, const Gpu& gpu) {
-  for (const UnitKernels* form : {&unit.plain, &unit.general}) {
+  for (const UnitKernels* form : {&unit.plain, &unit.general, &unit.paged}) {
     if (!fit(gpu, form->forward, form->tma_forward)) return false;
   }
   return unit.has_forward();
@@ -150,6 +150,20 @@ bool rows_are_aligned(const Problem& p, const Gradients* g) {
          wanted(g->dv, gradients);
 }
 
+// What the paged form counts in 32 bits: rows of a sequence, and chunks of 16 bytes of a cache.
+bool pages_fit_32_bits(const Problem& p) {
+  constexpr int64_t kMost = int64_t{1} << 30;
+  const auto fits = [&](const tilewise_tensor& view) {
+    const auto bytes = [&](int64_t size, int64_t stride) {
+      return static_cast<double>(size) * static_cast<double>(stride < 0 ? -stride : stride) *
+             static_cast<double>(element_bytes(p));
+    };
+    return bytes(p.pages, view.stride_batch) + bytes(p.page_size, view.stride_row) <=
+           static_cast<double>(kMost * kAlignment);
+  };
+  return key_capacity(p) <= kMost && p.page_size <= kMost && fits(p.k) && fits(p.v);
+}
+
 // TMA reads it: strides are positive and below 2^40 bytes, row numbers fit into 32 bits.
 bool is_mappable(const tilewise_tensor& view, const Shape& shape) {
   constexpr int64_t kMostElements = int64_t{1} << 38;
@@ -164,6 +178,13 @@ bool is_mappable(const tilewise_tensor& view, const Shape& shape) {
 
 bool fits_plain(const Problem& p, const Gradients* g) {
   return !is_general(p) && p.block_table == nullptr && rows_are_aligned(p, g);
+}
+
+Form forward_form(const Problem& p, const UnitTable& unit) {
+  if (fits_plain(p, nullptr)) return Form::plain;
+  const bool paged = !is_general(p) && p.block_table != nullptr && rows_are_aligned(p, nullptr);
+  const bool built = unit.paged.forward.function != nullptr;
+  return paged && built && pages_fit_32_bits(p) ? Form::paged : Form::general;
 }
 
 bool has_few_rows(const Problem& p) {

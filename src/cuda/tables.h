@@ -38,12 +38,15 @@ struct UnitTable {
   Tile backward_tile;
   UnitKernels plain;
   UnitKernels general;               // simt: the same as `plain`
+  UnitKernels paged = {};            // mma_sync, of 16 bits: a forward
   bool persistent_backward = false;  // a smaller grid may share the work
   int32_t prepare_parts = 1;         // blocks of the prepare kernel that share a tile of rows
   // The same for problems of few rows, where that pass has a cut of its own for them; null: none.
   const UnitTable* narrow = nullptr;
 
-  const UnitKernels& form(bool is_general) const { return is_general ? general : plain; }
+  const UnitKernels& form(Form which) const {
+    return which == Form::plain ? plain : which == Form::general ? general : paged;
+  }
   bool has_forward() const { return forward_tile.rows > 0; }
   bool has_backward() const { return backward_tile.rows > 0; }
 };

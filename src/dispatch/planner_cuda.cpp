@@ -54,6 +54,10 @@ std::string table_name(int32_t table) {
   return "sm_" + std::to_string(table / 10) + "a";
 }
 
+const char* form_name(cuda::Form form) {
+  return form == cuda::Form::plain ? "plain" : form == cuda::Form::general ? "general" : "paged";
+}
+
 std::string tile_text(const cuda::Plan& plan, const Device& device) {
   std::string text = "tile " + std::to_string(plan.tile_q) + "x" + std::to_string(plan.tile_k) +
                      " for head_dim " + std::to_string(plan.head_dim);
@@ -66,7 +70,7 @@ std::string tile_text(const cuda::Plan& plan, const Device& device) {
       text += " (its own is not in this build)";
     }
     if (plan.unit->tf32) text += ", TF32";
-    text += plan.general ? ", general form" : ", plain form";
+    text += std::string(", ") + form_name(plan.form) + " form";
   }
   if (plan.pack > 1) text += ", " + std::to_string(plan.pack) + " heads a tile";
   if (plan.splits > 1) text += ", " + std::to_string(plan.splits) + " key splits";

@@ -52,6 +52,8 @@ TEST(CudaRegistry, UnitsHoldWhatTheirTilesSay) {
         expect_kernel(form->tma_backward, cut->has_backward() && tma, most);
         expect_kernel(form->finish, cut->has_backward(), most);
       }
+      const bool paged = unit->family == Family::mma_sync && unit->dtype != TILEWISE_FLOAT32;
+      expect_kernel(cut->paged.forward, cut->has_forward() && paged, most);
     }
   }
 }

@@ -56,11 +56,19 @@ inline cuda::UnitTable described(const cuda::Unit& unit) {
   }
   table.family = cuda::Family::mma_sync;
   const int bytes = table.dtype == TILEWISE_FLOAT32 ? 4 : 2;
+  if (bytes == 2) table.paged.forward.function = [](cuda::ForwardParams) {};
   with_arch(unit.arch, [&]<class Arch>(Arch) {
     table.architecture = Arch::kTable;
     const auto forward = Arch::forward(bytes, unit.head_dim, table.tf32);
     const auto backward = Arch::backward(bytes, unit.head_dim);
     table.forward_tile = {forward.rows(), forward.keys, forward.blocks_per_sm};
+    const auto decode = Arch::decode(bytes, unit.head_dim);
+    if (decode.warps > 0) {
+      static std::deque<cuda::UnitTable> narrow;
+      narrow.push_back(table);
+      narrow.back().forward_tile = {decode.rows(), decode.keys, decode.blocks_per_sm};
+      table.narrow = &narrow.back();
+    }
     if (backward.key_warps > 0) {
       table.backward_tile = {backward.queries, backward.keys(), backward.blocks_per_sm};
     }

@@ -11,6 +11,7 @@ namespace tilewise::dispatch {
 namespace {
 
 using cuda::Family;
+using cuda::Form;
 
 Problem problem(int32_t dtype, int64_t batch = 1, int64_t rows = 2048, int64_t keys = 2048,
                 int64_t heads = 8, int64_t head_dim = 128) {
@@ -165,7 +166,7 @@ TEST(PlannerCuda, WhatStaysOffWgmmaSaysWhy) {
   options.softcap = 30.0f;
   options.window_left = 100;
   expect(options, nullptr);
-  EXPECT_TRUE(forward(options, gpu_with(90)).general);
+  EXPECT_EQ(forward(options, gpu_with(90)).form, Form::general);
 }
 
 // Short sequences, and causal ones in the backward, have a cut of their own.
@@ -232,22 +233,55 @@ TEST(PlannerCuda, Tf32IsForThoseWhoAsk) {
 
 TEST(PlannerCuda, ThePlainFormNeedsSixteenByteRowsAndNoOption) {
   const Device device = gpu_with(90);
-  EXPECT_FALSE(forward(problem(TILEWISE_BFLOAT16), device).general);
-  EXPECT_FALSE(forward(problem(TILEWISE_BFLOAT16, 1, 100, 100, 8, 72), device).general);
-  EXPECT_TRUE(forward(problem(TILEWISE_BFLOAT16, 1, 100, 100, 8, 68), device).general);
-  EXPECT_FALSE(forward(problem(TILEWISE_FLOAT32, 1, 100, 100, 8, 68), device).general);
+  const auto form = [](const Problem& p, const Device& on) { return forward(p, on).form; };
+  EXPECT_EQ(form(problem(TILEWISE_BFLOAT16), device), Form::plain);
+  EXPECT_EQ(form(problem(TILEWISE_BFLOAT16, 1, 100, 100, 8, 72), device), Form::plain);
+  EXPECT_EQ(form(problem(TILEWISE_BFLOAT16, 1, 100, 100, 8, 68), device), Form::general);
+  EXPECT_EQ(form(problem(TILEWISE_FLOAT32, 1, 100, 100, 8, 68), device), Form::plain);
   Problem p = problem(TILEWISE_BFLOAT16);
   p.softcap = 30.0f;
-  EXPECT_TRUE(forward(p, device).general);
+  EXPECT_EQ(form(p, device), Form::general);
   p = problem(TILEWISE_BFLOAT16);
   p.k.stride_row += 4;
-  EXPECT_TRUE(forward(p, device).general);
+  EXPECT_EQ(form(p, device), Form::general);
   p = problem(TILEWISE_BFLOAT16);
   p.v.data = reinterpret_cast<void*>(uintptr_t{8});
-  EXPECT_TRUE(forward(p, device).general);
+  EXPECT_EQ(form(p, device), Form::general);
   p = problem(TILEWISE_BFLOAT16);
   p.q.stride_batch = 4;  // of a batch of one: never used
-  EXPECT_FALSE(forward(p, device).general);
+  EXPECT_EQ(form(p, device), Form::plain);
+}
+
+TEST(PlannerCuda, PagesHaveAFormWhereNothingElseIsGeneral) {
+  static constexpr int32_t kTable[] = {0};  // read by no planner
+  const auto paged = [](int32_t dtype, int64_t page_size) {
+    Problem p = problem(dtype, 2, 1, 0);
+    p.block_table = kTable;
+    p.block_table_width = p.block_table_stride = 4096 / page_size;
+    p.page_size = page_size;
+    p.pages = 2 * p.block_table_width;
+    for (tilewise_tensor* t : {&p.k, &p.v}) t->stride_batch = page_size * t->stride_row;
+    return p;
+  };
+  const auto form = [](const Problem& p, int32_t sm) { return forward(p, gpu_with(sm)).form; };
+  for (int64_t page_size : {1, 16, 100, 4096}) {
+    EXPECT_EQ(form(paged(TILEWISE_BFLOAT16, page_size), 90), Form::paged);
+    EXPECT_EQ(form(paged(TILEWISE_FLOAT16, page_size), 75), Form::paged);
+    EXPECT_EQ(form(paged(TILEWISE_FLOAT32, page_size), 90), Form::general);
+  }
+  Problem p = paged(TILEWISE_BFLOAT16, 16);
+  p.softcap = 30.0f;
+  EXPECT_EQ(form(p, 90), Form::general);
+  p = paged(TILEWISE_BFLOAT16, 16);
+  p.k.stride_row += 4;
+  EXPECT_EQ(form(p, 90), Form::general);
+  p = paged(TILEWISE_BFLOAT16, 16);
+  p.pages = int64_t{1} << 20;  // 16 GB less one stride: chunks are numbered in 32 bits
+  EXPECT_EQ(form(p, 90), Form::general);
+  p.pages = int64_t{1} << 18;
+  EXPECT_EQ(form(p, 90), Form::paged);
+  const Decision decision = plan(p, nullptr, gpu_with(90));
+  EXPECT_NE(explain(decision, p, nullptr, gpu_with(90)).find("paged form"), std::string::npos);
 }
 
 TEST(PlannerCuda, ShortRowsPackTheHeadsOfAGroup) {
@@ -269,7 +303,8 @@ TEST(PlannerCuda, SplitsFillTheGpuAndFollowTheCaller) {
   const Device device = gpu_with(90);
   EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16, 16, 2048, 2048, 16), device).splits, 1);
   EXPECT_GT(forward(problem(TILEWISE_BFLOAT16, 1, 128, 65536, 1), device).splits, 32);
-  EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16, 1, 1, 200, 1), device).splits, 1);
+  EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16, 1, 17, 200, 1), device).splits, 1);
+  EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16, 1, 1, 64, 1), device).splits, 1);
   Problem asked = problem(TILEWISE_BFLOAT16, 16, 2048, 2048, 16);
   asked.num_splits = 3;
   const cuda::Plan plan = forward(asked, device);
@@ -293,6 +328,24 @@ TEST(PlannerCuda, UnevenLengthsAreCutByTheirKeys) {
   const cuda::Plan many = forward(p, device);
   EXPECT_EQ(many.rule.parts(1, p.seqlen_k), 1);
   EXPECT_EQ(many.splits, 1);
+}
+
+// Few tiles of keys: a block each while all of them run at once, otherwise two or more.
+TEST(PlannerCuda, PartsOfUnevenLengthsAreNotShort) {
+  const Device device = gpu_with(90);
+  const auto keys_of_part = [&](int64_t batch, int64_t keys, int64_t head_dim) {
+    Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, 32, head_dim);
+    p.heads_kv = 8;
+    const int32_t lengths = 0;
+    p.seqused_k = &lengths;
+    return keys / forward(p, device).splits;
+  };
+  EXPECT_EQ(keys_of_part(4, 1024, 128), 64);
+  EXPECT_EQ(keys_of_part(8, 1024, 128), 128);
+  EXPECT_EQ(keys_of_part(16, 1024, 128), 128);
+  EXPECT_EQ(keys_of_part(64, 4096, 128), 1024);
+  EXPECT_EQ(keys_of_part(2, 1024, 64), 128);
+  EXPECT_EQ(keys_of_part(16, 1024, 64), 256);
 }
 
 // A dense problem without a band is one launch and needs no memory; a band adds one byte a block.

@@ -57,6 +57,8 @@ def test_a_name_says_what_the_kernel_is():
     assert usual.cells()[-2:] == ["128", "plain"]
     general = tool.key_of(FORWARD.replace("FormE0E", "FormE1E"), 90)
     assert general == replace(key, form="general")
+    paged = FORWARD.replace("LNS1_4FormE0E", "LNS0_4FormE2ELNS1_3CutE1E")
+    assert tool.key_of(paged, 90) == replace(key, form="paged-narrow")
     assert tool.key_of(ROWS, 75) == tool.Key(75, "simt", "backward_rows", "-", "BF16", 512, 0, "-")
     assert tool.key_of(CHECK, 75) == tool.Key(75, "common", "check", "-", "-", 0, 0, "-")
 

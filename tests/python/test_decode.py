@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+import capi
 import devices
-from cases import Case, check
+from cases import Built, Case, check, run
 
 pytestmark = pytest.mark.abi
 
@@ -84,3 +87,47 @@ def test_many_heads_side_by_side(dtype, seed):
              sinks=bool(seed % 2), spread=0.5, seed=seed),
         backward=False,
     )  # fmt: skip
+
+
+SHAPES = {
+    "one row": dict(rows=(1,) * 3, group=4),
+    "two heads": dict(rows=(2,) * 3, heads_kv=2, group=5, sinks=True),
+    "window": dict(rows=(4,) * 3, group=2, window=(70, 0)),
+    "causal": dict(rows=(16,) * 3, window=(-1, 0), leftpad=(0, 37, 5)),
+    "more rows": dict(rows=(20,) * 3, group=2, window=(-1, 0)),
+    "splits": dict(rows=(1,) * 3, group=16, splits=3, leftpad=(130, 0, 20)),
+}
+
+
+@pytest.mark.abi("cuda", "emulator")
+@pytest.mark.parametrize("head_dim", [(64, 64), (128, 72)])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 100, 256])
+def test_pages_are_keys_in_another_place(page_size, shape, head_dim):
+    """To the bit; table entries of no key in use are not read."""
+    room = -(-300 // page_size) * page_size
+    contiguous = Case(
+        dtype="bf16", keys=(room,) * 3, used_k=(300, 41, 197), head_dim=head_dim[0],
+        head_dim_v=head_dim[1], **SHAPES[shape],
+    )  # fmt: skip
+    want, b = Built(contiguous), Built(dataclasses.replace(contiguous, page_size=page_size))
+    b.q.copy_(want.q)
+    if b.sinks is not None:
+        b.sinks.copy_(want.sinks)
+    for name in ("k", "v"):
+        to, source = (flat_view(getattr(x, name)) for x in (b, want))
+        for here, there in zip(b.parts, want.parts, strict=True):
+            to[here.keys] = source[there.keys]
+    for i, entries in enumerate(b.meta["block_table"]):
+        entries[: (contiguous.leftpad or (0,) * 3)[i] // page_size] = -1
+        entries[-(-contiguous.used_k[i] // page_size) :] = 2**30
+    assert "paged form" in capi.plan(b.attention).why.decode()
+    results = [run(x, backward=False) for x in (b, want)]
+    for here, there in zip(b.parts, want.parts, strict=True):
+        assert np.array_equal(results[0].out[here.rows], results[1].out[there.rows])
+    assert np.array_equal(results[0].lse, results[1].lse)
+
+
+def flat_view(x):
+    """Rows of keys of [..., H, D], one after another."""
+    return x.view(-1, *x.shape[-2:])

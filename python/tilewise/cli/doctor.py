@@ -249,7 +249,8 @@ def show_gpu(index: int, rows: list[dict[str, Any]]) -> None:
         for which in ("forward", "backward"):
             p = row[which]
             splits = f", {p['splits']} splits" if p["splits"] > 1 else ""
-            form = ", general form" if "general form" in p["why"] else ""
+            forms = [f", {f} form" for f in ("general", "paged") if f"{f} form" in p["why"]]
+            form = "".join(forms)
             cells.append("-" if p["kernel"] == "-" else f"{p['kernel']} {p['tile']}{splits}{form}")
         dims = row["head_dims"]
         span = f"{dims[0]}-{dims[-1]}" if len(dims) > 1 else str(dims[0])

@@ -13,7 +13,7 @@ struct CombineParams {
   Problem problem{};
   int32_t splits = 0;
   const float* partial_out = nullptr;  // [splits, partial_rows, heads_q, head_dim_v], normalised;
-                                       // not read where the lse of the split is -inf
+                                       // anything where the lse of the split is -inf
   const float* partial_lse = nullptr;  // [splits, partial_rows, heads_q], without the sink
   SplitRule rule;                      // least > 0: a sequence has `parts` of them
   int32_t pitch = 0;                   // `partial_rows`

@@ -5,12 +5,9 @@
 
 #include "cuda/arch/tables.h"
 #include "cuda/element.h"
+#include "cuda/form.h"
 
 namespace tilewise::cuda::mma_sync {
-
-// `plain` has what costs nothing in the inner loop (scale, band, lengths, groups, sinks);
-// `general` adds softcap, ALiBi, bias, dropout, pages and any alignment as uniform switches.
-enum class Form { plain, general };
 
 // How a forward is cut: for tiles of rows, or for the few rows of decoding.
 enum class Cut { usual, decode };
@@ -21,12 +18,15 @@ struct Config {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kGeneral = kForm_ == Form::general;
+  static constexpr bool kPaged = kForm_ == Form::paged;
   static constexpr arch::ForwardTile kForward =
       kCut_ == Cut::decode
           ? Arch::decode(Element::kBytes, kHeadDim)
           : Arch::forward(Element::kBytes, kHeadDim, std::is_same_v<Element, Tf32>);
   static constexpr bool kSplitOnce = kForward.warps > 0 && kForward.stages == 0;
   static constexpr arch::BackwardTile kBackward = Arch::backward(Element::kBytes, kHeadDim);
+  // Pages of fp32 are left to the general form: caches have 16 bits.
+  static constexpr bool kServes = !kPaged || Element::kBytes == 2;
 };
 
 // The kernels:

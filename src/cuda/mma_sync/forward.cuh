@@ -19,17 +19,7 @@
 namespace tilewise::cuda::mma_sync {
 
 template <class C>
-inline constexpr int kQueryTileBytes = C::kForward.rows() * C::kHeadDim * C::Element::kBytes;
-template <class C>
-inline constexpr int kWorkAt = kQueryTileBytes<C> + KvFeed<C>::kBytes;
-template <class C>
-inline constexpr int kForwardSharedBytes = kWorkAt<C> + round_up(sizeof(BlockWork), 16);
-
-// What edge tiles and the end of a block need: registers are for sums.
-template <class C>
-TILEWISE_DEVICE BlockWork& kept_work() {
-  return *reinterpret_cast<BlockWork*>(ptx::shared_memory() + ptx::recent(kWorkAt<C>));
-}
+inline constexpr int kForwardSharedBytes = kFeedAt<C> + KvFeed<C>::kBytes;
 
 template <class C>
 TILEWISE_DEVICE void load_queries(const Problem& p, const BlockWork& work, ptx::SharedAddress q) {
@@ -241,10 +231,8 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
   const ptx::SharedAddress q = ptx::shared_address(ptx::shared_memory());
   const ptx::SharedAddress q_of_warp =
       q + ptx::warp_index() * (C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes);
-  KvFeed<C> feed(problem, work.sequence.kv, p.group.quotient(work.rows.first_head), work.tiles,
-                 q + kQueryTileBytes<C>);
-  load_queries<C>(problem, work, q);
-  feed.start();
+  KvFeed<C> feed(p, work, q + kFeedAt<C>);
+  feed.start([&] { load_queries<C>(problem, work, q); });
 
   BlockWork& kept = kept_work<C>();
   work.tiles.find_full(work.rows, C::kForward.keys);

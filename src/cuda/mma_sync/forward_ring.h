@@ -2,6 +2,9 @@
 // before, ... Copies run kStages - 1 tiles ahead of the products and are issued between them.
 #pragma once
 
+#include <type_traits>
+
+#include "cuda/mma_sync/forward_pages.h"
 #include "cuda/mma_sync/forward_rows.h"
 #include "cuda/tile/copy.h"
 
@@ -61,13 +64,15 @@ class KeyStream {
   static constexpr int kParts = Lanes::kPasses < 2 ? 1 : 2;
   static constexpr int kPartPasses = (Lanes::kPasses + kParts - 1) / kParts;
 
-  TILEWISE_DEVICE KeyStream(const tilewise_tensor& view, const KvSource& kv, int64_t head,
-                            int64_t columns, const KeyTiles& tiles)
+  TILEWISE_DEVICE KeyStream(const ForwardParams& p, const tilewise_tensor& view, int64_t columns,
+                            const BlockWork& work)
       : view_(view),
         lanes_(ptx::thread_index()),
         columns_(static_cast<int>(columns)),
-        keys_(tiles.keys),
-        first_(uniform(tiles.first)) {
+        keys_(work.tiles.keys),
+        first_(uniform(work.tiles.first)) {
+    const KvSource& kv = work.sequence.kv;
+    const int64_t head = p.group.quotient(work.rows.first_head);
     base_ = static_cast<const char*>(view.data) + head * view.stride_head * Element::kBytes;
     if constexpr (C::kGeneral) {
       kv_ = kv;
@@ -75,7 +80,7 @@ class KeyStream {
     } else {
       // Not paged: `kv.offset` would bring two divisions.
       next_ = base_ + kv.slot * view.stride_batch * Element::kBytes +
-              row_bytes(kv.first + tiles.last * kKeys + lanes_.row) + lanes_.chunk * 16;
+              row_bytes(kv.first + work.tiles.last * kKeys + lanes_.row) + lanes_.chunk * 16;
 #pragma unroll
       for (int column = 0; column < Lanes::kColumns; ++column) {
         exists_[column] = lanes_.chunk_of(column) * (16 / Element::kBytes) < columns_;
@@ -83,19 +88,19 @@ class KeyStream {
     }
   }
 
-  // The last tile, which may be cut short by the number of keys.
-  TILEWISE_DEVICE void copy_last(ptx::SharedAddress slot, int32_t tile) {
+  // Before the loop: all of the next tile, which is `tile`. The last one may be cut short by the
+  // number of keys.
+  TILEWISE_DEVICE void copy_whole(ptx::SharedAddress slot, int32_t tile) {
     if constexpr (C::kGeneral) {
       copy_checked(slot, tile, 0, Lanes::kPasses);
     } else {
-      const int32_t key = tile * kKeys + lanes_.row;
-      const int32_t left = key < 0 ? 0 : keys_ - key;  // below 0: the block has no tile
+      const int32_t left = tile < first_ ? 0 : keys_ - tile * kKeys - lanes_.row;
       copy_rows<C>(slot, lanes_, next_, row_bytes(1), left, exists_);
       next_ -= row_bytes(kKeys);
     }
   }
 
-  // Part `part` of the next tile, which is `tile` and not the last one; zeros where there is none.
+  // In the loop: part `part` of it; zeros where there is none.
   TILEWISE_DEVICE void copy(ptx::SharedAddress slot, int32_t tile, int part) {
     const int begin = part * kPartPasses;
     const int end = min(Lanes::kPasses, begin + kPartPasses);
@@ -132,8 +137,8 @@ class KeyStream {
   }();
   static constexpr int kPassesLookedUp = kWarpRows > 0 ? ptx::kWarpSize / kWarpRows : 1;
 
-  TILEWISE_DEVICE bool is_there(int32_t key) const {
-    return key >= 0 && key < keys_;  // below 0: the block has no tile
+  TILEWISE_DEVICE bool is_there(int32_t tile, int32_t key) const {
+    return tile >= first_ && key < keys_;
   }
 
   // Offset of the row that this lane stands for: row `lane % kWarpRows` of the warp in pass
@@ -143,7 +148,7 @@ class KeyStream {
     const int row = lanes_.row - lane / Lanes::kStride + lane % kWarpRows +
                     (pass + lane / kWarpRows) * Lanes::kRowsPerPass;
     const int32_t key = tile * kKeys + row;
-    return row < kKeys && is_there(key) ? kv_.offset(view_, key) : 0;
+    return row < kKeys && is_there(tile, key) ? kv_.offset(view_, key) : 0;
   }
 
   TILEWISE_DEVICE static int64_t shuffle(int64_t x, int lane) {
@@ -163,11 +168,11 @@ class KeyStream {
         const int since = (pass - begin) % kPassesLookedUp;
         if (since == 0) found = look_up(tile, pass);
         offset = shuffle(found, since * kWarpRows + ptx::lane_index() / Lanes::kStride);
-      } else if (is_there(key)) {
+      } else if (is_there(tile, key)) {
         offset = kv_.offset(view_, key);
       }
       if (!lanes_.has(pass)) continue;
-      const char* row = is_there(key) ? base_ + offset * Element::kBytes : nullptr;
+      const char* row = is_there(tile, key) ? base_ + offset * Element::kBytes : nullptr;
 #pragma unroll
       for (int column = 0; column < Lanes::kColumns; ++column) {
         copy_row_chunk<C>(slot + lanes_.offset(pass, column), row, lanes_.chunk_of(column),
@@ -191,8 +196,9 @@ class KeyStream {
 template <class C>
 class KvRing {
  public:
-  using Stream = KeyStream<C, tile::CopyLanes<C::kForward.threads(), C::kForward.keys,
-                                              C::kHeadDim * C::Element::kBytes>>;
+  using Lanes =
+      tile::CopyLanes<C::kForward.threads(), C::kForward.keys, C::kHeadDim * C::Element::kBytes>;
+  using Stream = std::conditional_t<C::kPaged, PageStream<C, Lanes>, KeyStream<C, Lanes>>;
   using Arch = typename C::Arch;
   static constexpr int kStages = C::kForward.stages;
   static constexpr int kSlotBytes = C::kForward.keys * C::kHeadDim * C::Element::kBytes;
@@ -204,27 +210,28 @@ class KvRing {
   static constexpr int kValuesAhead = (kStages - 1) / 2;
   static constexpr int kParts = Stream::kParts;
 
-  TILEWISE_DEVICE KvRing(const Problem& p, const KvSource& kv, int64_t head, const KeyTiles& tiles,
-                         ptx::SharedAddress base)
-      : k_(p.k, kv, head, p.head_dim, tiles),
-        v_(p.v, kv, head, p.head_dim_v, tiles),
+  TILEWISE_DEVICE KvRing(const ForwardParams& p, const BlockWork& work, ptx::SharedAddress base)
+      : k_(p, p.problem.k, p.problem.head_dim, work),
+        v_(p, p.problem.v, p.problem.head_dim_v, work),
         base_(base),
         read_(base),
-        last_(tiles.last) {}
+        last_(work.tiles.last) {}
 
-  // Asks for what the first kStages - 1 slots take.
-  TILEWISE_DEVICE void start() {
+  // Asks for what the first kStages - 1 slots take, and for the queries, which land with the first
+  // keys: before those where their pages are still being looked up.
+  template <class Queries>
+  TILEWISE_DEVICE void start(Queries&& load_queries) {
+    if (C::kPaged) load_queries();
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) {
       Stream& stream = i % 2 == 0 ? k_ : v_;
       const int32_t tile = last_ - i / 2;
-      const ptx::SharedAddress slot = base_ + i * kSlotBytes;
-      if (i < 2) stream.copy_last(slot, tile);
-      for (int part = 0; i >= 2 && part < kParts; ++part) stream.copy(slot, tile, part);
+      stream.copy_whole(base_ + i * kSlotBytes, tile);
+      if (i == 0 && !C::kPaged) load_queries();
       tile::commit<Arch>();
     }
     if (kStages == 2) {  // the last values too, since they may be cut short
-      v_.copy_last(base_ + kSlotBytes, last_);
+      v_.copy_whole(base_ + kSlotBytes, last_);
       tile::commit<Arch>();
     }
   }

@@ -21,17 +21,18 @@ class SplitFeed {
   static constexpr int kParts = Stream::kParts;
   static_assert(Stream::kPartPasses % 2 == 0);
 
-  TILEWISE_DEVICE SplitFeed(const Problem& p, const KvSource& kv, int64_t head,
-                            const KeyTiles& tiles, ptx::SharedAddress base)
-      : k_(p.k, kv, head, p.head_dim, tiles),
-        v_(p.v, kv, head, p.head_dim_v, tiles),
+  TILEWISE_DEVICE SplitFeed(const ForwardParams& p, const BlockWork& work, ptx::SharedAddress base)
+      : k_(p, p.problem.k, p.problem.head_dim, work),
+        v_(p, p.problem.v, p.problem.head_dim_v, work),
         base_(base),
-        last_(tiles.last) {}
+        last_(work.tiles.last) {}
 
-  TILEWISE_DEVICE void start() {
-    k_.copy_last(raw_keys(), last_);
+  template <class Queries>
+  TILEWISE_DEVICE void start(Queries&& load_queries) {
+    load_queries();
+    k_.copy_whole(raw_keys(), last_);
     tile::commit<Arch>();
-    v_.copy_last(raw_values(), last_);
+    v_.copy_whole(raw_values(), last_);
     tile::commit<Arch>();
   }
 

@@ -13,11 +13,17 @@ TILEWISE_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) {
 }
 TILEWISE_DEVICE float shuffle(float x, int lane) { return emulator::shuffle(x, lane); }
 TILEWISE_DEVICE uint32_t shuffle(uint32_t x, int lane) { return emulator::shuffle(x, lane); }
+// Of lane `lane` among `kLanes` neighbours, a power of two of them.
+template <int kLanes>
+TILEWISE_DEVICE uint32_t shuffle_within(uint32_t x, int lane) {
+  return emulator::shuffle(x, emulator::thread_index() % kWarpSize / kLanes * kLanes + lane);
+}
 TILEWISE_DEVICE bool any(bool x) { return emulator::any(x); }
 // Stands in a branch that must stay one: no selects in its place.
 TILEWISE_DEVICE void keep_branch() {}
 // `x`, from here on of unknown origin: what depends on it is not computed before.
 TILEWISE_DEVICE uint32_t recent(uint32_t x) { return x; }
+TILEWISE_DEVICE const char* recent(const char* x) { return x; }
 
 #else
 
@@ -28,10 +34,18 @@ TILEWISE_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) {
 }
 TILEWISE_DEVICE float shuffle(float x, int lane) { return __shfl_sync(kAllLanes, x, lane); }
 TILEWISE_DEVICE uint32_t shuffle(uint32_t x, int lane) { return __shfl_sync(kAllLanes, x, lane); }
+template <int kLanes>
+TILEWISE_DEVICE uint32_t shuffle_within(uint32_t x, int lane) {
+  return __shfl_sync(kAllLanes, x, lane, kLanes);
+}
 TILEWISE_DEVICE bool any(bool x) { return __any_sync(kAllLanes, x) != 0; }
 TILEWISE_DEVICE void keep_branch() { asm volatile(""); }
 TILEWISE_DEVICE uint32_t recent(uint32_t x) {
   asm volatile("" : "+r"(x));
+  return x;
+}
+TILEWISE_DEVICE const char* recent(const char* x) {
+  asm volatile("" : "+l"(x));
   return x;
 }
 

@@ -1,0 +1,261 @@
+"""Decoding on a GPU: one query a sequence against key/value caches, beside cuDNN and FA-2.
+
+Ours attends to contiguous caches without and with cache_seqlens, to log-normal lengths, and to
+pages of 1, 16, 64 and 256 keys in random order; the peers are PyTorch's own and take contiguous
+caches. All take turns, in a CUDA graph of many calls (the device's time of one) and call by call
+(with what a launch costs); caches are changed from call to call, so that none is in L2.
+
+  python bench/bench_gpu_decode.py                    B1..128, 1k..128k keys, 4 sets of heads
+  python bench/bench_gpu_decode.py --quick            the main points (under 25 seconds)
+  python bench/bench_gpu_decode.py --points "B1 32/8" --points "S4096 16/1"
+  python bench/bench_gpu_decode.py --time-limit 300 --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bench_gpu
+import gpu_decode_cases as cases
+import gpu_report
+import gpu_timing
+from gpu_contestants import TITLES
+from tilewise.cli import tables
+from tilewise.cli.progress import Progress
+
+WRONG = 1e-2  # error of bf16 is 2e-3
+PEERS = ("cudnn", "fa2", "sdpa")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line; exits with a sentence when it makes no sense."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="the main points, 5 rounds")
+    add(
+        "--points",
+        action="append",
+        default=[],
+        metavar="WORDS",
+        help="only points whose name has all the words (wildcards allowed); repeatable",
+    )
+    add("--rounds", type=int, help="timed rounds (9; quick 5)")
+    add("--time-limit", type=float, default=0.0, metavar="SECONDS", help="stop measuring then")
+    add("--list", action="store_true", help="print the names of the points")
+    add("--json", type=Path, metavar="FILE", help="write the results, after every point anew")
+    add(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu tries the script itself: times by the wall, without graphs",
+    )
+    options = parser.parse_args(arguments)
+    if options.rounds is not None and not 1 <= options.rounds <= 1000:
+        parser.error(f"--rounds is {options.rounds}, must be 1 to 1000")
+    if options.time_limit < 0:
+        parser.error(f"--time-limit is {options.time_limit}, must be 0 (none) or more")
+    options.rounds = options.rounds or (5 if options.quick else 9)
+    return options
+
+
+def choose(options: argparse.Namespace) -> list[cases.Case]:
+    """The points of this run."""
+    if options.quick and not options.points:
+        return cases.main_cases()
+    return [c for c in cases.all_cases() if bench_gpu.matches(c.name, options.points)]
+
+
+def graph_of(call: cases.Call, case: cases.Case) -> Callable[[], None]:
+    """Replays a CUDA graph of the case's launches, one cache after another."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(case.launches):
+            call(i % case.copies)
+    return graph.replay
+
+
+def measure(
+    case: cases.Case, options: argparse.Namespace, clock: gpu_timing.Clock
+) -> dict[str, Any]:
+    """Checks and times one point."""
+    x = cases.draw(case, options.device)
+    calls, errors, left_out, shares = {}, {}, {}, {}
+    for who in cases.contestants(case, x):
+        try:
+            errors[who.name] = cases.error(case, x, who)
+        except (RuntimeError, TypeError, ValueError) as error:
+            left_out[who.name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            continue
+        calls[who.name] = who.call
+        shares[who.name] = float(who.lengths.double().mean()) / case.keys
+    singles = {n: (lambda call=call: call(0)) for n, call in calls.items()}
+    eager = clock.interleave(singles, options.rounds)
+    graph = {}
+    if options.device == "cuda":
+        replays = {n: graph_of(call, case) for n, call in calls.items()}
+        timings = clock.interleave(replays, options.rounds, warm=1)
+        graph = {n: 1e3 * t.median / case.launches for n, t in timings.items()}
+    return make_row(
+        case, {n: 1e3 * t.median for n, t in eager.items()}, graph, errors, shares, left_out
+    )
+
+
+def make_row(
+    case: cases.Case,
+    eager: Mapping[str, float],
+    graph: Mapping[str, float],
+    errors: Mapping[str, float],
+    shares: Mapping[str, float],
+    left_out: Mapping[str, str],
+) -> dict[str, Any]:
+    """One result: microseconds, GB/s, ratios to the peers, pages over contiguous keys, the bars.
+
+    Args:
+        shares: of the keys of the caches that a contestant reads. Ratios are those of GB/s, so that
+            a peer that has no lengths is compared by what is read.
+    """
+    row: dict[str, Any] = {**case.to_json(), "left_out": dict(left_out), "errors": dict(errors)}
+    row["eager_us"], row["graph_us"] = dict(eager), dict(graph)
+    times = graph or eager
+    rates = {n: case.bytes * shares[n] / t / 1e3 for n, t in times.items()}
+    ours = [n for n in rates if n not in PEERS]
+    row["gb_s"] = rates
+    row["ratio"] = {p: {n: rates[n] / rates[p] for n in ours} for p in PEERS if p in rates}
+    row["of_contiguous"] = {
+        n: times[n] / times["lengths"] for n in cases.PAGE_BARS if n in times and "lengths" in times
+    }
+    row["missed"] = [
+        f"{n} {x:.2f} of cuDNN"
+        for n, x in row["ratio"].get("cudnn", {}).items()
+        if n in ("dense", "lengths") and round(x, 2) < cases.CUDNN_BAR
+    ]
+    row["missed"] += [
+        f"{n} {x:.2f} of contiguous"
+        for n, x in row["of_contiguous"].items()
+        if round(x, 2) > cases.PAGE_BARS[n]
+    ]
+    row["wrong"] = [n for n in ours if not errors[n] < WRONG]
+    return row
+
+
+HEAD = ("point", "dense", "lengths", *cases.PAGE_BARS, "uneven", "uneven page16", "cuDNN", "FA-2")
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """Microseconds of one; ours with the ratio to cuDNN, pages with that to contiguous keys."""
+    times = row["graph_us"] or row["eager_us"]
+    over_cudnn = row["ratio"].get("cudnn", {})
+
+    def cell(name: str) -> str:
+        if name not in times:
+            return "-"
+        ratio = row["of_contiguous"].get(name, over_cudnn.get(name))
+        return f"{times[name]:.1f}" + ("" if ratio is None else f" ({ratio:.2f})")
+
+    titles = {title: name for name, title in TITLES.items()}
+    return [row["name"], *(cell(titles.get(title, title)) for title in HEAD[1:])]
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Geometric means, points below a bar, results that are wrong, who did not run."""
+    means = {}
+    for name in HEAD[1:]:
+        ratios = [r["ratio"]["cudnn"][name] for r in rows if name in r["ratio"].get("cudnn", {})]
+        if ratios:
+            means[f"{name} over cuDNN"] = gpu_report.geometric_mean(ratios)
+        slower = [r["of_contiguous"][name] for r in rows if name in r["of_contiguous"]]
+        if slower:
+            means[f"{name} over contiguous, time"] = gpu_report.geometric_mean(slower)
+    return {
+        "means": means,
+        "missed": [f"{r['name']}: {', '.join(r['missed'])}" for r in rows if r["missed"]],
+        "wrong": [f"{r['name']}: {', '.join(r['wrong'])}" for r in rows if r["wrong"]],
+        "not_run": [f"{r['name']}: {n}: {why}" for r in rows for n, why in r["left_out"].items()],
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """Prints the table and the bars."""
+    rows, s = result["rows"], result["summary"]
+    in_graph = any(r["graph_us"] for r in rows)
+    print(
+        f"\nMicroseconds of a call{' in a CUDA graph' if in_graph else ''}; in brackets, of pages:"
+    )
+    print("over the time of contiguous keys, of the others: GB/s over cuDNN's\n")
+    tables.show(HEAD, [cells(r) for r in rows], left=(0,))
+    if in_graph:
+        print("\nCall by call, microseconds:\n")
+        tables.show(HEAD, [cells(alone(r)) for r in rows], left=(0,))
+    for name, mean in s["means"].items():
+        print(f"{name}: {mean:.3f}, geometric mean")
+    for title, names in (
+        ("below a bar", s["missed"]),
+        ("WRONG results", s["wrong"]),
+        ("did not run", s["not_run"]),
+        ("out of time, not measured", result["not_measured"]),
+    ):
+        if names:
+            print(f"{title}:\n  " + "\n  ".join(names))
+
+
+def alone(row: dict[str, Any]) -> dict[str, Any]:
+    """The times of calls without a graph, to be shown alike."""
+    return row | {"graph_us": {}, "ratio": {}, "of_contiguous": {}}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures, prints, writes. Returns the exit status."""
+    started = time.monotonic()
+    points = choose(options)
+    if options.list:
+        print("\n".join(c.name for c in points))
+        return 0
+    if not points:
+        raise SystemExit(f"--points {' '.join(options.points)!r} matches no point; see --list")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("bench_gpu_decode: torch sees no CUDA device")
+    clock = gpu_timing.Clock(options.device)
+    result: dict[str, Any] = {"machine": bench_gpu.machine(options.device), "rows": []}
+    result |= {"rounds": options.rounds, "not_measured": []}
+    facts = result["machine"]
+    print(f"tilewise {facts['tilewise']}, torch {facts['torch']}, {facts['device']}")
+    with Progress(len(points), "points") as bar:
+        for case in points:
+            if options.time_limit and time.monotonic() - started > options.time_limit:
+                result["not_measured"].append(case.name)
+                continue
+            result["rows"].append(measure(case, options, clock))
+            bar.update(point=case.name)
+            bench_gpu.write(result, options.json)
+    result["summary"] = summary(result["rows"])
+    result["seconds"] = time.monotonic() - started
+    show(result)
+    bench_gpu.write(result, options.json)
+    return 1 if result["summary"]["wrong"] else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line entry."""
+    try:
+        return run(parse(arguments))
+    except KeyboardInterrupt:
+        print("bench_gpu_decode: stopped", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""What bench_gpu_decode.py measures: points, caches, and who attends to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+import tilewise
+
+HEAD_DIM = 128
+HEADS = ((32, 8), (32, 32), (64, 8), (16, 1))  # query heads, key/value heads
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+KEYS = tuple(1024 * 2**i for i in range(8))
+PAGES = (1, 16, 64, 256)
+MOST_BYTES = 20e9
+# Keys and values of all copies together, so that no call finds its own in the L2 cache.
+COPIES_BYTES = 200 << 20
+MOST_COPIES = 40
+
+# Ratio to cuDNN; time over that of the contiguous cache with the same lengths.
+CUDNN_BAR = 1.0
+PAGE_BARS = {"page1": 1.15, "page16": 1.05, "page64": 1.05, "page256": 1.05}
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Case:
+    """One query a sequence against caches of `keys` keys; bf16."""
+
+    batch: int
+    keys: int
+    heads: int
+    kv_heads: int
+
+    @property
+    def name(self) -> str:
+        """E.g. "B8 S4096 32/8": what --points matches."""
+        return f"B{self.batch} S{self.keys} {self.heads}/{self.kv_heads}"
+
+    @property
+    def bytes(self) -> int:
+        """Of the keys and values of a call."""
+        return 2 * self.batch * self.keys * self.kv_heads * HEAD_DIM * 2
+
+    @property
+    def copies(self) -> int:
+        """Caches that take turns."""
+        return max(1, min(MOST_COPIES, math.ceil(COPIES_BYTES / self.bytes)))
+
+    @property
+    def launches(self) -> int:
+        """Calls in a graph: more of them where they are short."""
+        wanted = 12 if self.bytes > 256 << 20 else 20 if self.bytes > 64 << 20 else 40
+        return max(self.copies, wanted)
+
+    def to_json(self) -> dict[str, object]:
+        """The fields, for a result file."""
+        return {"name": self.name, **asdict(self), "bytes": self.bytes}
+
+
+def main_cases() -> list[Case]:
+    """The points of a short run."""
+    points = [(1, 1024), (1, 8192), (1, 131072), (8, 1024), (16, 8192), (64, 4096)]
+    return [*(Case(b, n, 32, 8) for b, n in points), Case(1, 32768, 64, 8), Case(4, 16384, 16, 1)]
+
+
+def all_cases() -> list[Case]:
+    """The whole grid, main points first: a run that is out of time has measured those."""
+    grid = (Case(b, n, *heads) for heads in HEADS for n in KEYS for b in BATCHES)
+    return list(dict.fromkeys([*main_cases(), *(c for c in grid if c.bytes <= MOST_BYTES)]))
+
+
+@dataclass
+class Inputs:
+    """q [batch, 1, head, column]; caches [batch, key, head, column] that take turns."""
+
+    q: Tensor
+    caches: list[tuple[Tensor, Tensor]]
+    full: Tensor  # lengths: all keys
+    uneven: Tensor  # log-normal, as those of requests are
+    tables: dict[int, Tensor]  # by page size: pages in any order
+
+
+def draw(case: Case, device: str) -> Inputs:
+    """Standard normal entries."""
+    generator = torch.Generator(device).manual_seed(case.keys + case.batch)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+    def cache() -> Tensor:
+        return normal(case.batch, case.keys, case.kv_heads, HEAD_DIM)
+
+    spread = torch.randn(case.batch, generator=generator, device=device)
+    lengths = ((spread - 1.5).exp() * case.keys).clamp(1, case.keys)
+    tables = {}
+    for size in PAGES:
+        pages = case.batch * case.keys // size
+        order = torch.randperm(pages, generator=generator, device=device)
+        tables[size] = order.int().view(case.batch, -1)
+    return Inputs(
+        normal(case.batch, 1, case.heads, HEAD_DIM),
+        [(cache(), cache()) for _ in range(case.copies)],
+        torch.full((case.batch,), case.keys, device=device, dtype=torch.int32),
+        lengths.int(),
+        tables,
+    )
+
+
+# out [batch, 1, head, column] of cache number `copy`.
+Call = Callable[[int], Tensor]
+
+
+@dataclass
+class Contestant:
+    """Who attends to what."""
+
+    name: str
+    call: Call
+    lengths: Tensor  # keys of each sequence
+    page_size: int = 0  # 0: contiguous
+
+
+def contestants(case: Case, x: Inputs) -> Iterator[Contestant]:
+    """Ours in every way a cache can lie, and the peers, which take contiguous caches."""
+
+    def ours(lengths: Tensor, size: int = 0) -> Call:
+        options = {"cache_seqlens": lengths}
+        shape = (-1, size, case.kv_heads, HEAD_DIM) if size else x.caches[0][0].shape
+        if size:
+            options["block_table"] = x.tables[size]
+        caches = [(k.view(shape), v.view(shape)) for k, v in x.caches]
+        return lambda copy: tilewise.attention_with_kvcache(x.q, *caches[copy], **options)
+
+    yield Contestant("dense", lambda copy: tilewise.attention(x.q, *x.caches[copy]), x.full)
+    yield Contestant("lengths", ours(x.full), x.full)
+    for size in PAGES:
+        yield Contestant(f"page{size}", ours(x.full, size), x.full, size)
+    if case.batch > 1:
+        yield Contestant("uneven", ours(x.uneven), x.uneven)
+        yield Contestant("uneven page16", ours(x.uneven, 16), x.uneven, 16)
+    q = x.q.transpose(1, 2)
+    heads_first = [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in x.caches]
+    if x.q.is_cuda:
+        yield Contestant("cudnn", _cudnn(q, heads_first), x.full)
+        yield Contestant("fa2", _fa2(q, heads_first), x.full)
+    else:
+        yield Contestant("sdpa", _sdpa(q, heads_first), x.full)
+
+
+def _cudnn(q: Tensor, caches: list[tuple[Tensor, Tensor]]) -> Call:
+    attend = aten._scaled_dot_product_cudnn_attention
+    return lambda copy: attend(q, *caches[copy], None, False, 0.0, False, False)[0].transpose(1, 2)
+
+
+def _fa2(q: Tensor, caches: list[tuple[Tensor, Tensor]]) -> Call:
+    attend = aten._scaled_dot_product_flash_attention
+    scale = HEAD_DIM**-0.5
+    return lambda copy: attend(q, *caches[copy], 0.0, False, False, scale=scale)[0].transpose(1, 2)
+
+
+def _sdpa(q: Tensor, caches: list[tuple[Tensor, Tensor]]) -> Call:
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return lambda copy: attend(q, *caches[copy], enable_gqa=True).transpose(1, 2)
+
+
+def error(case: Case, x: Inputs, who: Contestant) -> float:
+    """Of the last sequence and key/value head of the first cache, against attention in double
+    precision: norm of the difference over norm of the reference; infinite for a NaN.
+    """
+    group = case.heads // case.kv_heads
+    rows = torch.arange(int(who.lengths[-1]), device=x.q.device)
+    rows_of = {}
+    for name, cache in zip("kv", x.caches[0], strict=True):
+        flat = cache[..., -1, :].reshape(-1, HEAD_DIM)
+        at = (case.batch - 1) * case.keys + rows
+        if who.page_size:
+            at = x.tables[who.page_size][-1, rows // who.page_size].long() * who.page_size
+            at = at + rows % who.page_size
+        rows_of[name] = flat[at].double()
+    scores = x.q[-1, 0, -group:].double() @ rows_of["k"].T * HEAD_DIM**-0.5
+    truth = scores.softmax(-1) @ rows_of["v"]
+    found = float((who.call(0)[-1, 0, -group:].double() - truth).norm() / truth.norm())
+    return found if found == found else math.inf

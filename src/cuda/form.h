@@ -1,0 +1,13 @@
+// The forms of a kernel: what its loop has to be ready for.
+#pragma once
+
+#include <cstdint>
+
+namespace tilewise::cuda {
+
+// `plain` has what costs nothing in the inner loop (scale, band, lengths, groups, sinks);
+// `general` adds softcap, ALiBi, bias, dropout, pages and any alignment as uniform switches.
+// `paged`, of mma_sync's forward alone, is `plain` over a block table.
+enum class Form : int32_t { plain, general, paged };
+
+}  // namespace tilewise::cuda

@@ -1,0 +1,111 @@
+"""The decoding benchmark without a GPU: its points, what it makes of times, one run on the CPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+import bench_gpu_decode
+import gpu_decode_cases as cases
+
+CASE = cases.Case(8, 1024, 32, 8)
+TIMES = {"dense": 10.0, "lengths": 10.0, "page16": 10.4, "page1": 12.0, "uneven": 4.0, "cudnn": 9.0}
+
+
+def row(errors=2e-3, **times):
+    graph = TIMES | times
+    shares = {n: 0.25 if n == "uneven" else 1.0 for n in graph}
+    eager = {n: t + 3 for n, t in graph.items()}
+    wrong = dict.fromkeys(graph, errors)
+    return bench_gpu_decode.make_row(CASE, eager, graph, wrong, shares, {"fa2": "no"})
+
+
+def test_points_are_distinct_fit_and_the_main_ones_come_first():
+    points = cases.all_cases()
+    assert len({c.name for c in points}) == len(points)
+    main = cases.main_cases()
+    assert points[: len(main)] == main
+    assert all(c.bytes <= cases.MOST_BYTES for c in points)
+    assert {(c.heads, c.kv_heads) for c in points} == set(cases.HEADS)
+    assert {c.batch for c in points} == set(cases.BATCHES)
+    assert {c.keys for c in points} == set(cases.KEYS)
+    assert all(c.keys % max(cases.PAGES) == 0 and c.launches >= c.copies for c in points)
+
+
+def test_caches_that_take_turns_do_not_fit_into_l2():
+    assert all(
+        c.copies * c.bytes >= min(cases.COPIES_BYTES, cases.MOST_COPIES * c.bytes)
+        for c in cases.all_cases()
+    )
+
+
+def test_a_row_is_judged_by_cudnn_and_by_contiguous_keys():
+    r = row()
+    assert r["gb_s"]["dense"] == pytest.approx(CASE.bytes / 10.0 / 1e3)
+    assert r["ratio"]["cudnn"]["dense"] == pytest.approx(0.9)
+    assert r["ratio"]["cudnn"]["uneven"] == pytest.approx(0.25 * 9 / 4)
+    assert r["of_contiguous"] == pytest.approx({"page16": 1.04, "page1": 1.2})
+    missed = ["dense 0.90 of cuDNN", "lengths 0.90 of cuDNN", "page1 1.20 of contiguous"]
+    assert sorted(r["missed"]) == missed
+    assert row(cudnn=10.0, page1=11.0)["missed"] == []
+    assert "dense" in row(errors=float("inf"))["wrong"] and not r["wrong"]
+
+
+def test_the_table_and_the_summary():
+    rows = [row(), row(cudnn=10.0)]
+    line = dict(zip(bench_gpu_decode.HEAD, bench_gpu_decode.cells(rows[0]), strict=True))
+    assert line["point"] == "B8 S1024 32/8" and line["dense"] == "10.0 (0.90)"
+    assert line["page16"] == "10.4 (1.04)" and line["cuDNN"] == "9.0" and line["FA-2"] == "-"
+    alone = bench_gpu_decode.cells(bench_gpu_decode.alone(rows[0]))
+    assert alone[1] == "13.0"
+    s = bench_gpu_decode.summary(rows)
+    assert s["means"]["dense over cuDNN"] == pytest.approx((0.9 * 1.0) ** 0.5)
+    assert s["means"]["page1 over contiguous, time"] == pytest.approx(1.2)
+    assert len(s["missed"]) == 2 and s["not_run"][0] == "B8 S1024 32/8: fa2: no"
+
+
+def test_arguments_and_points():
+    options = bench_gpu_decode.parse(["--quick"])
+    assert options.rounds == 5 and bench_gpu_decode.choose(options) == cases.main_cases()
+    options = bench_gpu_decode.parse(["--points", "B1 16/1", "--points", "S4096 32/32"])
+    names = [c.name for c in bench_gpu_decode.choose(options)]
+    assert "B1 S1024 16/1" in names and "B64 S4096 32/32" in names and "B1 S1024 32/8" not in names
+    for wrong in (["--rounds", "0"], ["--time-limit", "-1"]):
+        with pytest.raises(SystemExit):
+            bench_gpu_decode.parse(wrong)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(cases, "main_cases", lambda: [cases.Case(2, 512, 4, 2)])
+    monkeypatch.setattr(cases, "MOST_COPIES", 2)
+
+
+def test_everybody_attends_to_the_same_keys(small):
+    case = cases.main_cases()[0]
+    x = cases.draw(case, "cpu")
+    found = {who.name: cases.error(case, x, who) for who in cases.contestants(case, x)}
+    assert {"dense", "lengths", *cases.PAGE_BARS, "uneven", "uneven page16", "sdpa"} == set(found)
+    assert max(found.values()) < bench_gpu_decode.WRONG
+
+
+def test_a_run_on_the_cpu(small, tmp_path, capsys):
+    path = tmp_path / "results.json"
+    arguments = ["--quick", "--device", "cpu", "--rounds", "1", "--json", str(path)]
+    assert bench_gpu_decode.main(arguments) == 0
+    found = json.loads(path.read_text())
+    assert [r["name"] for r in found["rows"]] == ["B2 S512 4/2"]
+    assert found["rows"][0]["of_contiguous"].keys() == cases.PAGE_BARS.keys()
+    assert "page256" in capsys.readouterr().out
+
+
+def test_what_is_out_of_time_is_listed(small, capsys):
+    arguments = ["--quick", "--device", "cpu", "--time-limit", "1e-9"]
+    assert bench_gpu_decode.main(arguments) == 0
+    assert "not measured:\n  B2 S512 4/2" in capsys.readouterr().out
