@@ -100,7 +100,7 @@ SHAPES = {
 
 
 @pytest.mark.abi("cuda", "emulator")
-@pytest.mark.parametrize("head_dim", [(64, 64), (128, 72)])
+@pytest.mark.parametrize("head_dim", [(64, 64), (96, 40), (128, 72), (192, 192), (256, 136)])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 100, 256])
 def test_pages_are_keys_in_another_place(page_size, shape, head_dim):
