@@ -18,9 +18,8 @@
 //   softmax         P3     P2      P1      P0 | P3' out   P2' ...
 //
 // With `overlap_tiles` the first scores of the next work (') go beside the last values of this one,
-// and the results leave while the tensor cores are busy; otherwise V0 comes before Q', and with one
-// buffer of Q K3' does. Warpgroups skip key tiles that only the others see, and mask those that the
-// band cuts.
+// and the results leave while the tensor cores are busy; otherwise V0 comes before Q'. Warpgroups
+// skip key tiles that only the others see, and mask those that the band cuts.
 #pragma once
 
 #include "cuda/wgmma/forward_deal.h"

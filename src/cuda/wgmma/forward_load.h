@@ -21,8 +21,6 @@ class ForwardLoad {
   static constexpr arch::WgmmaForwardTile kTile = C::kForward;
   // Then the keys of a tile of queries come before the last values of the one before it.
   static constexpr bool kOverlap = kTile.overlap_tiles;
-  // The only buffer of Q is free later than that of the first keys.
-  static constexpr bool kKeysFirst = kTile.q_buffers == 1;
 
   TILEWISE_DEVICE ForwardLoad(const TmaForwardParams& params, const Shared& shared)
       : p_(params), shared_(shared) {}
@@ -36,13 +34,12 @@ class ForwardLoad {
       const Work& work = shared_.work(place.slot());
       shared_.work_full(place.slot()).wait(place.phase());
       if (work.rows.count == 0) break;
-      if (!kKeysFirst) load_q(work, {place.count});
+      load_q(work, {place.count});
       int32_t tile = work.tiles.last;
 #pragma unroll 1
       do {  // without keys: one step, in which the values that are behind come
         const bool wanted = tile >= work.tiles.first;
         if (wanted) load_k(work, tile);
-        if (kKeysFirst && tile == work.tiles.last) load_q(work, {place.count});
         if (behind != kNone) load_v(behind, {ks_.count - (wanted ? 2u : 1u)});
         behind = wanted ? tile * Shared::kWorkSlots + place.slot() : kNone;
       } while (--tile >= work.tiles.first - (kOverlap ? 0 : 1));

@@ -202,13 +202,13 @@ class ForwardMath {
     if (kMasked && (tile >= tiles_.full_end || tile < tiles_.full_begin))
       mask(s_, work, place(), tile);
     softmax_.template update<kFirst>(s_);
-    terms_.drop(s_);
+    terms_.drop(work, s_, tile, place());
   }
 
   // Beside the products of the first tile of a work.
   TILEWISE_DEVICE void prepare_terms(int slot) {
     terms_.take_rows(shared_.work(slot), place(), tiles_.last);
-    terms_.prepare(shared_.work(slot), tiles_.last, place());
+    terms_.prepare(place());
   }
 
   // The last key tile of the rows, which an edge of the band may cut.
@@ -231,7 +231,7 @@ class ForwardMath {
   template <bool kMasked>
   TILEWISE_DEVICE void step(int slot, int32_t tile) {
     issue_both();
-    terms_.prepare(shared_.work(slot), tile, place());
+    terms_.prepare(place());
     wait_for_scores<1>();
     take_scores<false, kMasked>(slot, tile);
     wait_for_values();
