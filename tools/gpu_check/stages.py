@@ -240,10 +240,10 @@ def sanitizer(setup: Setup, limit: float) -> Report:
         if tool == "memcheck":
             options += ["--padding", "64"]
         for architecture in setup.architectures:
-            shares, some = max(1, setup.jobs // 8), ()
+            shares = max(1, setup.jobs // 8)
             if tool == "racecheck":  # five times as slow
                 shares = max(1, setup.jobs // (4 if architecture else 2))
-                some = RACED if architecture else ()
+            some = RACED if tool == "racecheck" and architecture else ()
             for share in range(shares):
                 name = f"{label(architecture)}-{tool}-{share}"
                 commands[name] = [program, *options, *driver(f"{share}/{shares}", *some)]
