@@ -160,3 +160,18 @@ def test_a_file_without_machine_code_is_refused(tmp_path, capsys, monkeypatch):
     library.write_bytes(b"nothing")
     assert tool.main([str(library), "--check"]) == 2
     assert "no CUDA machine code inside" in capsys.readouterr().err
+
+
+def test_what_gpu_results_belong_to_is_code_without_comments_and_layout(tmp_path):
+    from gpu_check.provenance import source_hash
+
+    def hash_of(code: str) -> str:
+        file = tmp_path / "src" / "cuda" / "kernel.h"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(code)
+        return source_hash(tmp_path)
+
+    before = hash_of('int a = 1;  // one\nasm("add; // x");\n')
+    assert hash_of('/* two\n lines */ int a\n= 1;\nasm("add; // x");') == before
+    assert hash_of('int a = 2;\nasm("add; // x");\n') != before
+    assert hash_of('int a = 1;\nasm("add; // y");\n') != before

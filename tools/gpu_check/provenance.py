@@ -16,14 +16,18 @@ KERNEL_SOURCES = ("src/cuda", "src/attention", "src/base")
 RESULTS = ROOT / "docs" / "results"
 
 
-def source_hash() -> str:
-    """Over names and contents of everything that kernels are made of."""
+# A string, which is kept; a comment or white space, which are not.
+LAYOUT = re.compile(rb'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/|\s+', re.DOTALL)
+
+
+def source_hash(root: Path = ROOT) -> str:
+    """Over names and code of all that kernels are made of; comments and layout do not count."""
     digest = hashlib.sha256()
     for folder in KERNEL_SOURCES:
-        for path in sorted((ROOT / folder).rglob("*")):
+        for path in sorted((root / folder).rglob("*")):
             if path.is_file() and not path.name.startswith("."):
-                digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0")
-                digest.update(path.read_bytes() + b"\0")
+                digest.update(path.relative_to(root).as_posix().encode() + b"\0")
+                digest.update(LAYOUT.sub(rb"\1", path.read_bytes()) + b"\0")
     return digest.hexdigest()[:16]
 
 
