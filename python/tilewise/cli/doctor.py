@@ -235,7 +235,7 @@ def code_text(code: list[dict[str, Any]]) -> str:
             for kind, ptx in (("SASS", False), ("PTX", True))
             if any(r["ptx"] == ptx for r in mine)
         ]
-        name = f"tiles of sm_{table}" if table else "without tensor cores"
+        name = f"tiles of {gpu.table_name(table)}" if table else "without tensor cores"
         parts.append(f"{name}: {', '.join(lists)}")
     return "; ".join(parts) or "none in this build"
 
