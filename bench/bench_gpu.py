@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+import gpu_arguments
 import gpu_cases
 import gpu_contestants
 import gpu_reference
@@ -38,39 +39,19 @@ from tilewise.cli.progress import Progress
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line; exits with a sentence when it makes no sense."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = gpu_arguments.parser(
+        __doc__,
+        quick="the main points, 5 rounds, without 16-bit EFFICIENT",
+        on_cpu="the peer is torch's default",
     )
     add = parser.add_argument
-    add("--quick", action="store_true", help="the main points, 5 rounds, without 16-bit EFFICIENT")
-    add(
-        "--points",
-        action="append",
-        default=[],
-        metavar="WORDS",
-        help="only points whose name has all the words (wildcards allowed); repeatable",
-    )
     add("--peers", metavar="NAMES", help="comma-separated, of: " + ", ".join(peers()))
-    add("--rounds", type=int, help="timed rounds (9; quick 5)")
-    add("--time-limit", type=float, default=0.0, metavar="SECONDS", help="stop measuring then")
     add("--no-check", action="store_true", help="leave the errors out")
     add("--no-overhead", action="store_true", help="leave launch overhead and autograd out")
-    add("--list", action="store_true", help="print the names of the points")
-    add("--json", type=Path, metavar="FILE", help="write the results, after every point anew")
     add("--png", type=Path, metavar="FILE", help="draw speed over sequence length")
     add("--strict", action="store_true", help="exit status 1 when a bar is missed")
     add("--tokens", type=int, default=gpu_cases.TOKENS, help="rows of q in all sequences together")
-    add(
-        "--device",
-        choices=("cuda", "cpu"),
-        default="cuda",
-        help="cpu tries the script itself: times by the wall, the peer is torch's default",
-    )
-    options = parser.parse_args(arguments)
-    if options.rounds is not None and not 1 <= options.rounds <= 1000:
-        parser.error(f"--rounds is {options.rounds}, must be 1 to 1000")
-    if options.time_limit < 0:
-        parser.error(f"--time-limit is {options.time_limit}, must be 0 (none) or more")
+    options = gpu_arguments.parsed(parser, arguments)
     if options.tokens < 1:
         parser.error(f"--tokens is {options.tokens}, must be at least 1")
     wanted = options.peers.split(",") if options.peers else peers()
@@ -78,7 +59,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"--peers has {unknown[0]!r}, allowed are: {', '.join(peers())}")
     options.peers = wanted
-    options.rounds = options.rounds or (5 if options.quick else 9)
     return options
 
 

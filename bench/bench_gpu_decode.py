@@ -17,12 +17,12 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import bench_gpu
+import gpu_arguments
 import gpu_decode_cases as cases
 import gpu_report
 import gpu_timing
@@ -36,35 +36,10 @@ PEERS = ("cudnn", "fa2", "sdpa")
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line; exits with a sentence when it makes no sense."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = gpu_arguments.parser(
+        __doc__, quick="the main points, 5 rounds", on_cpu="without graphs"
     )
-    add = parser.add_argument
-    add("--quick", action="store_true", help="the main points, 5 rounds")
-    add(
-        "--points",
-        action="append",
-        default=[],
-        metavar="WORDS",
-        help="only points whose name has all the words (wildcards allowed); repeatable",
-    )
-    add("--rounds", type=int, help="timed rounds (9; quick 5)")
-    add("--time-limit", type=float, default=0.0, metavar="SECONDS", help="stop measuring then")
-    add("--list", action="store_true", help="print the names of the points")
-    add("--json", type=Path, metavar="FILE", help="write the results, after every point anew")
-    add(
-        "--device",
-        choices=("cuda", "cpu"),
-        default="cuda",
-        help="cpu tries the script itself: times by the wall, without graphs",
-    )
-    options = parser.parse_args(arguments)
-    if options.rounds is not None and not 1 <= options.rounds <= 1000:
-        parser.error(f"--rounds is {options.rounds}, must be 1 to 1000")
-    if options.time_limit < 0:
-        parser.error(f"--time-limit is {options.time_limit}, must be 0 (none) or more")
-    options.rounds = options.rounds or (5 if options.quick else 9)
-    return options
+    return gpu_arguments.parsed(parser, arguments)
 
 
 def choose(options: argparse.Namespace) -> list[cases.Case]:
