@@ -1,0 +1,51 @@
+"""Arguments that the benchmarks of a GPU share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def parser(document: str | None, *, quick: str, on_cpu: str) -> argparse.ArgumentParser:
+    """A parser with them.
+
+    Args:
+        document: Of the script, which `--help` shows.
+        quick: What `--quick` measures.
+        on_cpu: What times are where `--device cpu` tries the script itself.
+    """
+    made = argparse.ArgumentParser(
+        description=document, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = made.add_argument
+    add("--quick", action="store_true", help=quick)
+    add(
+        "--points",
+        action="append",
+        default=[],
+        metavar="WORDS",
+        help="only points whose name has all the words (wildcards allowed); repeatable",
+    )
+    add("--rounds", type=int, help="timed rounds (9; quick 5)")
+    add("--time-limit", type=float, default=0.0, metavar="SECONDS", help="stop measuring then")
+    add("--list", action="store_true", help="print the names of the points")
+    add("--json", type=Path, metavar="FILE", help="write the results, after every point anew")
+    add(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help=f"cpu tries the script itself: times by the wall, {on_cpu}",
+    )
+    return made
+
+
+def parsed(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; exits with a sentence where one of them makes no sense."""
+    options = made.parse_args(arguments)
+    if options.rounds is not None and not 1 <= options.rounds <= 1000:
+        made.error(f"--rounds is {options.rounds}, must be 1 to 1000")
+    if options.time_limit < 0:
+        made.error(f"--time-limit is {options.time_limit}, must be 0 (none) or more")
+    options.rounds = options.rounds or (5 if options.quick else 9)
+    return options
