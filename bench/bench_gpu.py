@@ -211,13 +211,8 @@ def run(options: argparse.Namespace) -> int:
     """Measures, prints, writes. Returns the exit status."""
     started = time.monotonic()
     cases = choose(options)
-    if options.list:
-        print("\n".join(c.name for c in cases))
+    if not gpu_arguments.measures(options, [c.name for c in cases], "bench_gpu"):
         return 0
-    if not cases:
-        raise SystemExit(f"--points {' '.join(options.points)!r} matches no point; see --list")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("bench_gpu: torch sees no CUDA device")
     torch.manual_seed(0)
     clock = gpu_timing.Clock(options.device)
     size = 8192 if options.device == "cuda" else 256

@@ -196,13 +196,8 @@ def run(options: argparse.Namespace) -> int:
     """Measures, prints, writes. Returns the exit status."""
     started = time.monotonic()
     points = choose(options)
-    if options.list:
-        print("\n".join(c.name for c in points))
+    if not gpu_arguments.measures(options, [c.name for c in points], "bench_gpu_decode"):
         return 0
-    if not points:
-        raise SystemExit(f"--points {' '.join(options.points)!r} matches no point; see --list")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("bench_gpu_decode: torch sees no CUDA device")
     clock = gpu_timing.Clock(options.device)
     result: dict[str, Any] = {"machine": bench_gpu.machine(options.device), "rows": []}
     result |= {"rounds": options.rounds, "not_measured": []}

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 
 def parser(document: str | None, *, quick: str, on_cpu: str) -> argparse.ArgumentParser:
     """A parser with them.
@@ -49,3 +51,18 @@ def parsed(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> ar
         made.error(f"--time-limit is {options.time_limit}, must be 0 (none) or more")
     options.rounds = options.rounds or (5 if options.quick else 9)
     return options
+
+
+def measures(options: argparse.Namespace, names: Sequence[str], script: str) -> bool:
+    """Whether points with these names are to be measured: with `--list` they are printed instead.
+
+    Exits with a sentence where there is none, or no GPU.
+    """
+    if options.list:
+        print("\n".join(names))
+        return False
+    if not names:
+        raise SystemExit(f"--points {' '.join(options.points)!r} matches no point; see --list")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(f"{script}: torch sees no CUDA device")
+    return True
