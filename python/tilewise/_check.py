@@ -17,6 +17,8 @@ VARLEN = "[total rows, heads, head_dim]"
 PAGED = "[pages, page_size, heads, head_dim]"
 MAX_HEAD_DIM = 512
 
+INT32 = (-(2**31), 2**31 - 1)  # least and largest number of the kernels' index arrays
+
 Window = tuple[int | None, int | None]
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from . import _abi, _check, _describe
 from ._check import Window
 from ._library import c_library
 from ._request import Request, Sequences
+from .kvcache import Where
 
 # tilewise_plan reads no data, but an address of 0 would switch an option off.
 _SOME_ADDRESS = 64
@@ -90,9 +91,13 @@ def explain(
     cu_seqlens_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
     seqused_q: Any = None, seqused_k: Any = None, block_table: Any = None, check: bool = False,
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
+    cache_seqlens: Any = None, cache_batch_idx: Any = None, cache_leftpad: Any = None,
+    num_splits: int = 0,
 ) -> Explanation:  # fmt: skip
-    """What ``attention`` (with cu_seqlens_q: ``attention_varlen``) will run, without running it.
+    """What ``attention`` will run, without running it.
 
+    With cu_seqlens_q: what ``attention_varlen`` will run. With cache_seqlens, cache_batch_idx or
+    cache_leftpad, k and v being the caches: ``attention_with_kvcache`` after its append, if any.
     Takes the arguments of those functions, with the same checks and errors.
 
     Returns:
@@ -103,19 +108,48 @@ def explain(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, check, batch_invariant, k_descale, v_descale,
     )  # fmt: skip
-    lengths = Sequences(
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, block_table
+    cached = any(x is not None for x in (cache_seqlens, cache_batch_idx, cache_leftpad))
+    if num_splits != 0 and not cached:
+        raise ValueError("num_splits is given, but belongs to cache_seqlens, which is None")
+    where = Where(cache_batch_idx, cache_leftpad, block_table, num_splits)
+    sequences = Sequences(
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+        None if cached else block_table,
+    ).or_none()  # fmt: skip
+    if cached and sequences is not None:
+        raise ValueError("cu_seqlens_q is given, but attention_with_kvcache has no such argument")
+    problem: _Problem = (
+        _Cached(cache_seqlens, where) if cached else sequences or _Dense(layout)
     )
-    sequences = lengths.or_none()
     if hasattr(q, "__torch_function__"):
-        a, threads, kept = _describe_torch(q, k, v, layout, sequences, request)
+        a, threads, kept = _describe_torch(q, k, v, problem, request)
     else:
-        a, threads, kept = _describe_numpy(q, k, v, layout, sequences, request)
+        a, threads, kept = _describe_numpy(q, k, v, problem, request)
     parallel = _abi.Parallel(_abi.PARALLEL_FOR(_never_called), None, threads, 0)
     a.parallel = ctypes.pointer(parallel)
-    explanation = Explanation(_sentence(a), _plan(a, None), _plan(a, _gradients(a, kept)))
+    backward = _NO_GRADIENT if cached else _plan(a, _gradients(a, kept))
+    explanation = Explanation(_sentence(a), _plan(a, None), backward)
     del kept
     return explanation
+
+
+_NO_GRADIENT = "attention_with_kvcache has no gradient"
+
+
+class _Dense(NamedTuple):
+    """Sequences of one length."""
+
+    layout: str
+
+
+class _Cached(NamedTuple):
+    """A key/value cache; lengths of what it holds."""
+
+    lengths: Any
+    where: Where
+
+
+_Problem: TypeAlias = _Dense | Sequences | _Cached
 
 
 def _never_called(*_: Any) -> None:
@@ -123,34 +157,38 @@ def _never_called(*_: Any) -> None:
 
 
 def _describe_numpy(
-    q: Any, k: Any, v: Any, layout: str, sequences: Sequences | None, request: Request
+    q: Any, k: Any, v: Any, given: _Problem, request: Request
 ) -> tuple[Any, int, Any]:
     import numpy as np
 
-    from . import _numpy
+    from . import _kvcache_numpy, _numpy
 
     state = np.random.get_state() if request.dropout_p else None
-    if sequences is None:
-        problem = _numpy.prepare_dense(q, k, v, layout, request)
+    if isinstance(given, _Cached):
+        problem = _kvcache_numpy.prepare(q, k, v, given.lengths, request, given.where)
+    elif isinstance(given, Sequences):
+        problem = _numpy.prepare_varlen(q, k, v, given, request)
     else:
-        problem = _numpy.prepare_varlen(q, k, v, sequences, request)
+        problem = _numpy.prepare_dense(q, k, v, given.layout, request)
     if state is not None:
         np.random.set_state(state)
     return problem.attention, c_library().tilewise_cpu_threads(), problem.arrays
 
 
 def _describe_torch(
-    q: Any, k: Any, v: Any, layout: str, sequences: Sequences | None, request: Request
+    q: Any, k: Any, v: Any, problem: _Problem, request: Request
 ) -> tuple[Any, int, Any]:
     import torch
 
-    from . import _torch
+    from . import _kvcache_torch, _torch
 
     with torch.random.fork_rng(enabled=bool(request.dropout_p)):
-        if sequences is None:
-            q, k, v, options = _torch.prepare_dense(q, k, v, layout, request)
+        if isinstance(problem, _Cached):
+            options = _kvcache_torch.prepare(q, k, v, problem.lengths, request, problem.where)
+        elif isinstance(problem, Sequences):
+            q, k, v, options = _torch.prepare_varlen(q, k, v, problem, request)
         else:
-            q, k, v, options = _torch.prepare_varlen(q, k, v, sequences, request)
+            q, k, v, options = _torch.prepare_dense(q, k, v, problem.layout, request)
 
     def view(tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):
@@ -236,6 +274,9 @@ def _sentence(a: Any) -> str:
         "sinks": bool(a.sinks),
         f"dropout {a.dropout_p:g}": a.dropout_p > 0,
         "variable length": bool(a.cu_seqlens_q),
+        "keys in use per sequence": bool(a.seqused_k),
+        "left padding": bool(a.leftpad_k),
+        "cache rows by index": bool(a.kv_batch_idx),
         f"pages of {a.page_size}": bool(a.block_table),
         "deterministic": bool(a.deterministic),
         "batch-invariant": bool(a.batch_invariant),

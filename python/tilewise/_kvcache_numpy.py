@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_int32, c_int64, c_uint32, c_void_p
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -78,7 +78,10 @@ def _indices(name: str, value: Any, dims: tuple[int | None, ...]) -> Array | Non
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {array.dtype}, but must be an integer type")
     _check.shape(name, array, dims, "see tilewise.attention_with_kvcache")
-    return np.ascontiguousarray(array, dtype=np.int32)
+    least, most = _check.INT32
+    # Numbers out of range stay so. (Unsigned arrays have no least one to compare with.)
+    held = np.clip(array, None if array.dtype.kind == "u" else least, most)
+    return np.ascontiguousarray(held, dtype=np.int32)
 
 
 def _lengths(value: Any, batch: int) -> Array | None:
@@ -95,21 +98,37 @@ def _new_rows(name: str, value: Any, like: Array, dims: tuple[int | None, ...]) 
     return _numpy._columns(array)
 
 
-def attention_with_kvcache(
-    q: Any, k_cache: Any, v_cache: Any, new: NewKeys, request: Request, where: Where
-) -> tuple[Array, Array]:
-    """(out, lse); see ``tilewise.attention_with_kvcache``."""
-    appends = check_new(new)
-    k_cache = _cache("k_cache", k_cache, appends)
-    v_cache = _cache("v_cache", v_cache, appends)
-    q, _, _ = _numpy._check_arrays(q, k_cache, v_cache)
-    batch = check_cache(q, k_cache, v_cache, where.block_table, packed=None)
-    if where.block_table is None and where.cache_batch_idx is None and len(k_cache) != batch:
-        raise ValueError(
-            f"k_cache has batch size {len(k_cache)}, but must have {batch} like q without "
-            "cache_batch_idx"
+class _Arrays(NamedTuple):
+    """A problem but for its new keys, with ``seqused_k`` being those before them."""
+
+    q: Array
+    k_cache: Array
+    v_cache: Array
+    indices: dict[str, Array]  # by their names in the C struct
+
+    def problem(self, request: Request, where: Where) -> _numpy._Problem:
+        splits = {"num_splits": split_count(where.num_splits)}
+        return _numpy._describe_problem(
+            self.q, self.k_cache, self.v_cache, len(self.q), request, self.indices, splits, False
         )
-    arrays: dict[str, Array] = {}
+
+
+def prepare(
+    q: Any, k_cache: Any, v_cache: Any, lengths: Any, request: Request, where: Where
+) -> _numpy._Problem:
+    """What ``attention_with_kvcache`` asks of the library once new keys are in the cache."""
+    return _check_arrays(q, k_cache, v_cache, lengths, where, False).problem(request, where)
+
+
+def _check_arrays(
+    q: Any, k_cache: Any, v_cache: Any, lengths: Any, where: Where, writes: bool
+) -> _Arrays:
+    k_cache = _cache("k_cache", k_cache, writes)
+    v_cache = _cache("v_cache", v_cache, writes)
+    q, _, _ = _numpy._check_arrays(q, k_cache, v_cache)
+    table, index = where.block_table, where.cache_batch_idx
+    batch = check_cache(q, k_cache, v_cache, table, index, packed=None)
+    indices: dict[str, Array] = {}
     for name, given, value, dims in (
         ("kv_batch_idx", "cache_batch_idx", where.cache_batch_idx, (batch,)),
         ("leftpad_k", "cache_leftpad", where.cache_leftpad, (batch,)),
@@ -117,10 +136,21 @@ def attention_with_kvcache(
     ):
         array = _indices(given, value, dims)
         if array is not None:
-            arrays[name] = array
-    lengths = _lengths(new.lengths, batch)
-    if lengths is not None:
-        arrays["seqused_k"] = lengths
+            indices[name] = array
+    seqused = _lengths(lengths, batch)
+    if seqused is not None:
+        indices["seqused_k"] = seqused
+    return _Arrays(q, k_cache, v_cache, indices)
+
+
+def attention_with_kvcache(
+    q: Any, k_cache: Any, v_cache: Any, new: NewKeys, request: Request, where: Where
+) -> tuple[Array, Array]:
+    """(out, lse); see ``tilewise.attention_with_kvcache``."""
+    appends = check_new(new)
+    given = _check_arrays(q, k_cache, v_cache, new.lengths, where, appends)
+    q, k_cache, v_cache, arrays = given
+    batch, lengths = len(q), arrays.get("seqused_k")
     rotated = q
     if appends:
         heads_kv, head_dim = k_cache.shape[2:]
@@ -132,10 +162,7 @@ def attention_with_kvcache(
             pad = arrays.get("leftpad_k")
             check_pages(np, arrays["block_table"], k_cache, arrays["seqused_k"], pad)
         rotated = np.empty(q.shape, q.dtype) if new.rotary_cos is not None else q
-    splits = {"num_splits": split_count(where.num_splits)}
-    problem = _numpy._describe_problem(
-        rotated, k_cache, v_cache, batch, request, arrays, splits, False
-    )
+    problem = given._replace(q=rotated).problem(request, where)
     # Planned, and so checked, before the append writes anything.
     out = np.empty((*q.shape[:3], v_cache.shape[3]), q.dtype)
     lse = np.empty((batch, q.shape[2], q.shape[1]), np.float32)

@@ -10,7 +10,15 @@ from torch import Tensor
 from . import _check, _ops, _plain, kvcache
 from ._ops import Options
 from ._request import Request
-from ._torch import check_new_rows, check_tensors, integers, score_options, with_descale
+from ._torch import (
+    batch_of,
+    check_new_rows,
+    check_tensors,
+    contiguous_columns,
+    integers,
+    score_options,
+    with_descale,
+)
 from .kvcache import (
     Entries,
     NewKeys,
@@ -29,9 +37,9 @@ _forward = torch.ops.tilewise.forward.default
 def attend(
     q: Any, k_cache: Any, v_cache: Any, lengths: Any, batch_idx: Any, leftpad: Any, table: Any,
     causal: bool, window: _check.Window, scale: Any, softcap: Any, num_splits: Any, tf32: bool,
-    batch_invariant: bool,
+    batch_invariant: bool, rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-    """(out, lse) of decoding without an append; None: take the long way.
+    """(out, lse) of decoding without an append; None: take the long way. rows: seqused_q.
 
     What a launch costs in Python counts in a decoder. As in ``_plain``, nothing is checked twice:
     the operator checks what it is given, and the long way converts, or says what is wrong.
@@ -53,7 +61,7 @@ def attend(
     try:
         with torch._C._AutoDispatchBelowAutograd():
             return _forward(
-                q, k_cache, v_cache, None, None, None, None, None, None, lengths, table, batch_idx,
+                q, k_cache, v_cache, None, None, None, None, None, rows, lengths, table, batch_idx,
                 leftpad, None, None, None, None, q.shape[-1] ** -0.5 if scale is None else scale,
                 left, right, softcap, 0.0, 0, 0, num_splits,
                 torch.are_deterministic_algorithms_enabled(), tf32, False, batch_invariant, False,
@@ -64,11 +72,16 @@ def attend(
 
 kvcache._attend = attend
 
+_WIDE = (torch.int64, torch.uint32, torch.uint64)
 
 def index_tensor(name: str, x: Any, device: torch.device) -> Tensor | None:
-    """An optional index tensor as the kernels read it."""
+    """An optional index tensor as the kernels read it; numbers out of range stay so."""
     x = integers(name, x)
-    return None if x is None else x.to(device=device, dtype=torch.int32).contiguous()
+    if x is None:
+        return None
+    if x.dtype in _WIDE:
+        x = x.to(torch.int64).clamp(*_check.INT32)
+    return x.to(device=device, dtype=torch.int32).contiguous()
 
 
 def cache_lengths(cache_seqlens: Any, batch: int, device: torch.device) -> Tensor | None:
@@ -82,11 +95,18 @@ def cache_lengths(cache_seqlens: Any, batch: int, device: torch.device) -> Tenso
     return index_tensor("cache_seqlens", cache_seqlens, device)
 
 
-def _appends(new: NewKeys, q: Tensor) -> bool:
-    """Whether there are new keys; refuses what does not go with q."""
+def _appends(new: NewKeys, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: int) -> bool:
+    """Whether there are new keys; refuses what does not go with q and the caches."""
     for name in ("k", "v", "rotary_cos", "rotary_sin"):
         check_new_rows(name, getattr(new, name), q)
-    return check_new(new)
+    if not check_new(new):
+        return False
+    rows, meaning = (batch, None), "[batch, new keys, heads_kv, columns] of the caches"
+    if new.cu_seqlens is not None:
+        rows, meaning = (None,), "[new keys, heads_kv, columns] of the caches"
+    _check.shape("k", new.k, (*rows, *k_cache.shape[2:]), meaning)
+    _check.shape("v", new.v, (*new.k.shape[:-2], *v_cache.shape[2:]), "as many rows as k")
+    return True
 
 
 def append(
@@ -102,7 +122,8 @@ def append(
     The caches have been checked by ``check_cache``. single_position: all rows of q are rotated
     alike; by default if nothing limits what they see.
     """
-    if not _appends(new, q):
+    batch = q.shape[0] if options.cu_seqlens_q is None else batch_of(options.cu_seqlens_q)
+    if not _appends(new, q, k_cache, v_cache, batch):
         return q, options._replace(seqused_k=new.lengths)
     count = new.k.shape[1] if new.cu_seqlens is None else new.cu_seqlens.diff()
     seqused_k = new.lengths + count
@@ -120,8 +141,8 @@ def append(
         k_cache,
         v_cache,
         q if rotates else None,
-        new.k,
-        new.v,
+        contiguous_columns(new.k),
+        contiguous_columns(new.v),
         new.lengths,
         options.cu_seqlens_q,
         new.cu_seqlens,
@@ -143,7 +164,9 @@ def _numbers(x: Tensor | None) -> Any:
     return None if x is None else x.tolist()
 
 
-def _entries(q: Tensor, k_cache: Tensor, options: Options, new: NewKeys) -> Entries:
+def _entries(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, options: Options, new: NewKeys
+) -> Entries:
     """On the host; the shapes of index tensors are checked first, as the operators do."""
     batch, table = q.shape[0], options.block_table
     for name, index in (
@@ -152,8 +175,7 @@ def _entries(q: Tensor, k_cache: Tensor, options: Options, new: NewKeys) -> Entr
     ):
         if index is not None:
             _check.shape(name, index, (batch,), "one number per sequence")
-    if _appends(new, q):
-        _check.shape("k", new.k, (batch, None, None, None), "[batch, new keys, heads, head_dim]")
+    _appends(new, q, k_cache, v_cache, batch)
     rows, page_size = k_cache.shape[:2]
     capacity = page_size if table is None else table.shape[1] * page_size
     count = 0 if new.k is None else new.k.shape[1]
@@ -176,22 +198,30 @@ def _entries(q: Tensor, k_cache: Tensor, options: Options, new: NewKeys) -> Entr
     )
 
 
-@torch.no_grad()
-def attention_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, new: NewKeys, request: Request, where: Where
-) -> tuple[Tensor, Tensor]:
-    """(out, lse); see ``tilewise.attention_with_kvcache``."""
+def prepare(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Any, request: Request, where: Where
+) -> Options:
+    """Checks a problem but for its new keys: the options, seqused_k being those before them."""
     check_tensors(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
     table = index_tensor("block_table", where.block_table, q.device)
-    batch = check_cache(q, k_cache, v_cache, table, packed=None)
-    options = with_descale(score_options(q, batch, request), q, k_cache, request)._replace(
+    batch = check_cache(q, k_cache, v_cache, table, where.cache_batch_idx, packed=None)
+    return with_descale(score_options(q, batch, request), q, k_cache, request)._replace(
+        seqused_k=cache_lengths(lengths, batch, q.device),
         kv_batch_idx=index_tensor("cache_batch_idx", where.cache_batch_idx, q.device),
         leftpad_k=index_tensor("cache_leftpad", where.cache_leftpad, q.device),
         block_table=table,
         num_splits=split_count(where.num_splits),
     )
-    new = new._replace(lengths=cache_lengths(new.lengths, batch, q.device))
+
+
+@torch.no_grad()
+def attention_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, new: NewKeys, request: Request, where: Where
+) -> tuple[Tensor, Tensor]:
+    """(out, lse); see ``tilewise.attention_with_kvcache``."""
+    options = prepare(q, k_cache, v_cache, new.lengths, request, where)
+    new = new._replace(lengths=options.seqused_k)
     if where.check:
-        check_entries(_entries(q, k_cache, options, new))
+        check_entries(_entries(q, k_cache, v_cache, options, new))
     q, options = append(q, k_cache, v_cache, options, new)
     return _ops.forward(q, k_cache, v_cache, options)

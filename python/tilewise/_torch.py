@@ -321,15 +321,15 @@ def _scale(scale: Any, head_dim: int, q: Tensor) -> tuple[float, Tensor | None]:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    return _contiguous_columns(tensor.to(torch.float32))
+    return contiguous_columns(tensor.to(torch.float32))
 
 
-def _contiguous_columns(tensor: Tensor) -> Tensor:
+def contiguous_columns(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _columns(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _contiguous_columns(q), _contiguous_columns(k), _contiguous_columns(v)
+    return contiguous_columns(q), contiguous_columns(k), contiguous_columns(v)
 
 
 def batch_of(cu_seqlens_q: Any) -> int:
@@ -355,7 +355,7 @@ def _four_dimensions(bias: Tensor) -> Tensor:
     for dim in range(3):
         if bias.shape[dim] > 1 and bias.stride(dim) == 0:
             bias = bias.narrow(dim, 0, 1)
-    return _contiguous_columns(bias)
+    return contiguous_columns(bias)
 
 
 def _full_keys(bias: Tensor, keys: int) -> Tensor:

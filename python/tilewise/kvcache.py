@@ -49,10 +49,16 @@ def split_count(num_splits: int) -> int:
 def common_length(cache_seqlens: Any) -> int:
     """A length that all sequences have."""
     allowed = "an integer, or a tensor or array [batch] of integers"
-    return _check.integer("cache_seqlens", cache_seqlens, allowed)
+    length = _check.integer("cache_seqlens", cache_seqlens, allowed)
+    _, most = _check.INT32
+    if not 0 <= length <= most:
+        raise ValueError(f"cache_seqlens is {length}, but must be from 0 to {most}")
+    return length
 
 
-def check_cache(q: Any, k_cache: Any, v_cache: Any, block_table: Any, packed: int | None) -> int:
+def check_cache(
+    q: Any, k_cache: Any, v_cache: Any, block_table: Any, batch_idx: Any, packed: int | None
+) -> int:
     """Refuses shapes that attention would refuse only after the append has written to the caches.
 
     Args:
@@ -60,6 +66,7 @@ def check_cache(q: Any, k_cache: Any, v_cache: Any, block_table: Any, packed: in
         k_cache: As in ``attention_with_kvcache``.
         v_cache: Likewise.
         block_table: Likewise.
+        batch_idx: cache_batch_idx, likewise.
         packed: The number of sequences, or None when q has a batch dimension.
 
     Returns:
@@ -77,6 +84,11 @@ def check_cache(q: Any, k_cache: Any, v_cache: Any, block_table: Any, packed: in
     batch = q.shape[0] if packed is None else packed
     if block_table is not None:
         _check.shape("block_table", block_table, (batch, None), "[batch, pages of a sequence]")
+    elif batch_idx is None and k_cache.shape[0] != batch:
+        raise ValueError(
+            f"k_cache has batch size {k_cache.shape[0]}, but must have {batch} like q without "
+            "cache_batch_idx"
+        )
     return batch
 
 

@@ -72,6 +72,29 @@ def test_explain_of_sequences_and_pages():
     assert "pages of 8" in text and "x 24 keys" in text
 
 
+@pytest.mark.parametrize("kind", [lambda x: x, torch.Tensor.numpy], ids=["torch", "numpy"])
+def test_explain_of_a_cache(kind):
+    q, cache = kind(torch.zeros(2, 1, 4, 16)), kind(torch.zeros(3, 40, 2, 16))
+    lengths, rows = kind(torch.tensor([9, 20])), kind(torch.tensor([2, 0]))
+    given = tilewise.explain(
+        q, cache, cache, cache_seqlens=lengths, cache_batch_idx=rows, cache_leftpad=lengths
+    )
+    for words in ("batch 2, 1 rows x 40 keys", "4 heads over 2", "keys in use per sequence",
+                  "left padding", "cache rows by index"):  # fmt: skip
+        assert words in given.problem
+    assert given.forward.kernel.startswith("cpu.")
+    assert given.backward == "attention_with_kvcache has no gradient"
+    pages = kind(torch.zeros(2, 3, dtype=torch.int32))
+    paged = tilewise.explain(q, cache, cache, cache_seqlens=7, block_table=pages)
+    assert "pages of 40" in paged.problem and "x 120 keys" in paged.problem
+    with pytest.raises(ValueError, match="k_cache has batch size 3"):
+        tilewise.explain(q, cache, cache, cache_seqlens=lengths)
+    with pytest.raises(ValueError, match="num_splits is given, but belongs to cache_seqlens"):
+        tilewise.explain(q, q, q, num_splits=2)
+    with pytest.raises(ValueError, match="cu_seqlens_q is given, but attention_with_kvcache"):
+        tilewise.explain(q, cache, cache, cache_seqlens=lengths, cu_seqlens_q=pages[0])
+
+
 def test_explain_leaves_the_generators_alone():
     q = torch.zeros(1, 4, 1, 8)
     torch.manual_seed(1)

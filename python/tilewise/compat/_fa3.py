@@ -196,7 +196,7 @@ def attend_cached(
     q, k, v, qv = (maybe_contiguous(x) for x in (q, k, v, qv))
     packed = None if cu_seqlens_q is None else batch
     check_tensors(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
-    kvcache.check_cache(q, k_cache, v_cache, page_table, packed)
+    kvcache.check_cache(q, k_cache, v_cache, page_table, cache_batch_idx, packed)
     chunked = _check_chunk(attention_chunk)
     options = options_of(
         q,
