@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise import _ops, _torch
+from tilewise import _kvcache_torch, _ops, _torch
 from tilewise._request import Request
+from tilewise.api import _UNBOUNDED
 
 from ._masks import Form, form_of, numbers
 
@@ -22,7 +23,7 @@ class Band(NamedTuple):
     """Which keys a row sees for its position alone: the arguments of ``tilewise.attention``."""
 
     causal: bool
-    window: tuple[int | None, int | None] = (None, None)
+    window: tuple[int | None, int | None] = _UNBOUNDED
 
 
 def attention(
@@ -69,11 +70,14 @@ def attention(
         ValueError: the layer asks for something that would not be computed as asked.
     """
     _refuse(module, kwargs)
-    causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
-    if attention_mask is not None and form_of(attention_mask) is not None:
-        causal = attention_mask.shape[1] == 2
-        if attention_mask.shape[2] == 2 and sliding_window is None:
+    form = form_of(attention_mask)
+    if attention_mask is not None and form is not None:
+        _, causal_size, window_size, _ = attention_mask.shape
+        causal = causal_size == 2
+        if window_size == 2 and sliding_window is None:
             sliding_window = _window_of_the_configuration(module, causal)
+    else:
+        causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
     options: dict[str, Any] = dict(
         scale=scaling, softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout
     )
@@ -85,13 +89,13 @@ def attention(
         )
         if kwargs.get("block_table") is not None:
             return paged_attention(query, key, value, sliding_window, options, kwargs), None
-    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     band = _band(causal, sliding_window)
     packed = kwargs.get("cu_seq_lens_q") is not None and kwargs.get("cu_seq_lens_k") is not None
     # Older versions give continuous batching a whole mask beside the boundaries; they agree.
-    if packed and (cache is None or attention_mask is None or form_of(attention_mask) is not None):
+    if packed and (cache is None or attention_mask is None or form is not None):
         return _packed(q, k, v, attention_mask, position_bias, band, options, kwargs), None
-    return _padded(q, k, v, attention_mask, position_bias, band, options), None
+    return _padded(q, k, v, attention_mask, form, position_bias, band, options), None
 
 
 def _refuse(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
@@ -130,11 +134,10 @@ def _band(causal: bool, sliding_window: int | None) -> Band:
 
 
 def _padded(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_bias: Tensor | None, band: Band,
-    options: dict[str, Any],
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: Form | None,
+    position_bias: Tensor | None, band: Band, options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
     bias = _as_bias("position_bias", position_bias, q)
-    form = form_of(mask)
     if mask is None or form is Form.PLAIN:
         pass
     elif form is Form.PACKED:
@@ -169,9 +172,17 @@ def _spanned(
             f"attention_mask is of {spans.shape[1]} sequences, but query has {q.shape[0]}: the "
             "model cuts its sequences in a way that tilewise does not compute"
         )
+    first, end, rows = spans.unbind(0)
+    plain = bias is None and options["sinks"] is None and not options["dropout_p"]
+    if plain and not torch.is_grad_enabled():
+        short = _kvcache_torch.attend(
+            q, k, v, end, None, first, None, band.causal, band.window, options["scale"],
+            options["softcap"], 0, False, False, rows,
+        )  # fmt: skip
+        if short is not None:
+            return short[0]
     request = Request(causal=band.causal, window=band.window, bias=bias, **options)
     q, k, v, prepared = _torch.prepare_dense(q, k, v, "bshd", request)
-    first, end, rows = spans.unbind(0)
     prepared = prepared._replace(leftpad_k=first, seqused_k=end, seqused_q=rows)
     return _ops.forward(q, k, v, prepared)[0]
 

@@ -36,19 +36,23 @@ class Form(enum.IntEnum):
 
 
 _NUMBERS, _FLAGS = torch.uint32, torch.int16
+_NUMBERED = {0: Form.PLAIN, 1: Form.PACKED, 3: Form.SPANS}  # every layer asks: no call of Form()
 
 
 def form_of(mask: Tensor | None) -> Form | None:
     """The form of a compact mask; None for all others."""
-    if mask is None or mask.dtype not in (_NUMBERS, _FLAGS):
+    if mask is None:
         return None
-    return Form.KEYS if mask.dtype == _FLAGS else Form(mask.shape[0])
+    dtype = mask.dtype
+    if dtype == _NUMBERS:
+        return _NUMBERED[mask.shape[0]]
+    return Form.KEYS if dtype == _FLAGS else None
 
 
 def numbers(mask: Tensor) -> Tensor:
     """int32: the boundaries [sequences + 1] of PACKED, [3, batch] of SPANS."""
     given = mask[:, 0, 0].contiguous().view(torch.int32)
-    return given[0] if form_of(mask) is Form.PACKED else given
+    return given[0] if mask.shape[0] == Form.PACKED else given
 
 
 def _marked(mask: Tensor, pattern: Pattern) -> Tensor:
@@ -241,15 +245,15 @@ def _described(
 ) -> Tensor | None:
     """The cheapest form for these visible keys [batch, keys], if any; one look at the device."""
     keys = visible.shape[1]
-    position = torch.arange(keys, device=visible.device)
+    position = torch.arange(1, keys + 1, device=visible.device)
     limit: int | Tensor = keys
     if end is not None:
         limit = end.clamp(max=keys) if isinstance(end, Tensor) else min(end, keys)
-        visible = visible & (position < limit)
+        visible = visible & (position <= limit)
     count = visible.sum(-1)
-    last = (visible * (position + 1)).amax(-1)
-    runs = (visible[:, 1:] & ~visible[:, :-1]).sum(-1) + visible[:, 0]
-    all_visible, one_run = torch.stack([visible.all(), (runs <= 1).all()]).tolist()
+    last = (visible * position).amax(-1)
+    first = keys - (visible * position.flip(0)).amax(-1)  # behind last where nothing is visible
+    all_visible, one_run = torch.stack([visible.all(), (last - first <= count).all()]).tolist()
     if all_visible:
         return torch.empty((0, 1), dtype=_NUMBERS, device=visible.device)
     if not one_run:
