@@ -57,10 +57,41 @@ _NEUTRAL: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Common(BaseModel):
-    """What both kinds of requests can ask for."""
+class NotHereError(ValueError):
+    """A request asks for something that would change the answer, and that this server lacks."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        super().__init__(f"{name} is {value!r}, but this server does not have it")
+        self.name = name
+
+
+def refuse_others(extra: dict[str, Any] | None, prefix: str = "") -> None:
+    """Raises for what clients ask for beyond the fields of a model, if it asks for anything."""
+    for name, value in (extra or {}).items():
+        neutral = name in _NEUTRAL and value == _NEUTRAL[name]
+        if value and not neutral and name not in _WITHOUT_EFFECT:
+            raise NotHereError(prefix + name, value)
+
+
+class Lenient(BaseModel):
+    """Fields, and others that are judged by what they ask for: many clients send null for all."""
 
     model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_nulls(cls, body: Any) -> Any:
+        return {k: v for k, v in body.items() if v is not None} if isinstance(body, dict) else body
+
+
+class StreamOptions(Lenient):
+    """How to stream."""
+
+    include_usage: bool = False
+
+
+class Common(Lenient):
+    """What both kinds of requests can ask for."""
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -69,19 +100,11 @@ class Common(BaseModel):
     stop: str | list[str] | None = None
     seed: int | None = None
     stream: bool = False
-    stream_options: dict[str, bool] = Field(default_factory=dict)
-
-    @model_validator(mode="before")
-    @classmethod
-    def without_nulls(cls, body: Any) -> Any:
-        """Many clients send null for whatever they do not set."""
-        return {k: v for k, v in body.items() if v is not None} if isinstance(body, dict) else body
+    stream_options: StreamOptions = Field(default_factory=StreamOptions)
 
     def params(self) -> SamplingParams:
-        for name, value in (self.model_extra or {}).items():
-            neutral = name in _NEUTRAL and value == _NEUTRAL[name]
-            if value and not neutral and name not in _WITHOUT_EFFECT:
-                raise ValueError(f"{name} is {value!r}, but this server does not have it")
+        refuse_others(self.model_extra)
+        refuse_others(self.stream_options.model_extra, "stream_options.")
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(self.max_tokens, self.temperature, self.top_p, self.seed, tuple(stop))
 
@@ -211,10 +234,11 @@ class Form:
 
 
 def failure(
-    status: int, message: str, kind: str = "invalid_request_error", **headers: str
-) -> JSONResponse:
-    """An error as clients of this interface expect it."""
-    body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    status: int, message: str, kind: str = "invalid_request_error", param: str | None = None,
+    **headers: str,
+) -> JSONResponse:  # fmt: skip
+    """An error as clients of this interface expect it; param: the field that is at fault."""
+    body = {"error": {"message": message, "type": kind, "param": param, "code": None}}
     return JSONResponse(body, status, headers={k.replace("_", "-"): v for k, v in headers.items()})
 
 
@@ -290,8 +314,7 @@ def create_app(service: Service, tokenizer: Any, name: str) -> FastAPI:
         stream = Stream(service, prompt, params)
         form = Form(name, len(prompt), isinstance(body, ChatRequest))
         if body.stream:
-            with_usage = body.stream_options.get("include_usage", False)
-            return EventStream(stream, events(stream, form, with_usage))
+            return EventStream(stream, events(stream, form, body.stream_options.include_usage))
         return await unless_disconnected(request, stream, form)
 
     @app.post("/v1/completions")
@@ -325,7 +348,7 @@ def create_app(service: Service, tokenizer: Any, name: str) -> FastAPI:
 
     @app.exception_handler(ValueError)
     async def refused(_: Request, error: ValueError) -> JSONResponse:
-        return failure(400, str(error))
+        return failure(400, str(error), param=getattr(error, "name", None))
 
     @app.exception_handler(OverloadedError)
     async def overloaded(_: Request, error: OverloadedError) -> JSONResponse:

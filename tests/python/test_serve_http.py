@@ -257,8 +257,8 @@ def test_models_and_health(client):
 
 
 def test_stop_and_the_harmless(client):
-    harmless = dict(n=1, user="me", stop=None, top_p=None, stream_options=None, logit_bias={})
-    harmless |= dict(presence_penalty=0.0, repetition_penalty=1.0, logprobs=False, suffix="")
+    harmless = dict(n=1, user="me", stop=None, top_p=None, logit_bias={})
+    harmless |= dict(stream_options=dict(include_usage=None, include_obfuscation=False), presence_penalty=0.0, repetition_penalty=1.0, logprobs=False, suffix="")
     whole = client.complete(prompt="abc", max_tokens=12, temperature=0, **harmless)
     text = whole["choices"][0]["text"]
     stop = text[5:7]
@@ -277,6 +277,12 @@ def test_stop_and_the_harmless(client):
         (dict(prompt="a", logprobs=1), 400, "logprobs is 1"),
         (dict(prompt="a", echo=True), 400, "echo is True"),
         (dict(prompt="a", top_k=1), 400, "top_k is 1"),
+        (
+            dict(prompt="a", stream_options=dict(include_usage=True, continuous_usage_stats=True)),
+            400,
+            r"stream_options\.continuous_usage_stats is True, but this server does not have it",
+        ),
+        (dict(prompt="a", stream_options=dict(include_usage=2)), 400, "include_usage: "),
         ([1], 400, "body: "),
         (dict(prompt=""), 400, "prompt has 0 tokens"),
         (dict(prompt="a", max_tokens=10**6), 400, "at most"),
@@ -288,6 +294,8 @@ def test_stop_and_the_harmless(client):
 def test_refusals(client, body, status, sentence):
     got, answer, _ = client.call("POST", "/v1/completions", body)
     assert got == status and re.search(sentence, answer["error"]["message"]), answer
+    if "does not have it" in sentence:
+        assert answer["error"]["param"] == answer["error"]["message"].split(" is ")[0]
 
 
 @pytest.mark.parametrize(
