@@ -77,8 +77,8 @@ def tiny(attention: str = "eager") -> tuple[Any, Characters]:
         initializer_range=0.2, bos_token_id=None, eos_token_id=None, pad_token_id=None,
         attn_implementation=attention,
     )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(0)  # that of the CPU, and no other
         return LlamaForCausalLM(config).eval(), Characters()
 
 

@@ -118,9 +118,7 @@ def explain(
     ).or_none()  # fmt: skip
     if cached and sequences is not None:
         raise ValueError("cu_seqlens_q is given, but attention_with_kvcache has no such argument")
-    problem: _Problem = (
-        _Cached(cache_seqlens, where) if cached else sequences or _Dense(layout)
-    )
+    problem: _Problem = _Cached(cache_seqlens, where) if cached else sequences or _Dense(layout)
     if hasattr(q, "__torch_function__"):
         a, threads, kept = _describe_torch(q, k, v, problem, request)
     else:

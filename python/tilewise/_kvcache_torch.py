@@ -74,6 +74,7 @@ kvcache._attend = attend
 
 _WIDE = (torch.int64, torch.uint32, torch.uint64)
 
+
 def index_tensor(name: str, x: Any, device: torch.device) -> Tensor | None:
     """An optional index tensor as the kernels read it; numbers out of range stay so."""
     x = integers(name, x)
@@ -101,7 +102,8 @@ def _appends(new: NewKeys, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: i
         check_new_rows(name, getattr(new, name), q)
     if not check_new(new):
         return False
-    rows, meaning = (batch, None), "[batch, new keys, heads_kv, columns] of the caches"
+    rows: tuple[int | None, ...] = (batch, None)
+    meaning = "[batch, new keys, heads_kv, columns] of the caches"
     if new.cu_seqlens is not None:
         rows, meaning = (None,), "[new keys, heads_kv, columns] of the caches"
     _check.shape("k", new.k, (*rows, *k_cache.shape[2:]), meaning)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import devices
 import tilewise.compat.flash_attn as ours
 
 SHIM = Path(__file__).parents[2] / "packages" / "flash-attn-shim"
@@ -44,10 +46,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def run(program: str, *folders: Path) -> subprocess.CompletedProcess[str]:
+def run(program: str, *folders: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a program that sees these folders before all others."""
     path = os.pathsep.join([*map(str, folders), *sys.path])
-    environment = dict(os.environ, PYTHONPATH=path, HF_HUB_OFFLINE="1")
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **environment}
     return subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True
     )
@@ -115,35 +117,12 @@ def test_it_does_not_build_over_a_real_one(tmp_path: Path) -> None:
         backend._refuse_to_replace([str(tmp_path)])
 
 
-# On a machine without a GPU, Transformers is told that there is one: its own checks are the test.
-TRANSFORMERS = """
-import torch
-torch.cuda.is_available = lambda: True
-torch.cuda.device_count = lambda: 1
-import transformers, tilewise.compat.flash_attn as ours
-from transformers.utils import is_flash_attn_2_available
-assert is_flash_attn_2_available(), "not found"
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers import modeling_flash_attention_utils as utils
-torch.manual_seed(0)
-model = LlamaForCausalLM(LlamaConfig(vocab_size=97, hidden_size=48, intermediate_size=64,
-    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)).eval()
-ids = torch.randint(3, 97, (3, 20))
-mask = torch.ones_like(ids)
-mask[0, :7] = 0
-expected = model.set_attn_implementation("eager") or model(ids, attention_mask=mask).logits
-model.set_attn_implementation("flash_attention_2")
-assert model.config._attn_implementation == "flash_attention_2"
-given = model(ids, attention_mask=mask).logits
-assert utils._flash_varlen_fn is ours.flash_attn_varlen_func, utils._flash_varlen_fn
-kept = mask.bool()
-assert (given[kept] - expected[kept]).abs().max() < 1e-5
-print("dispatched")
-"""
-
-
 @pytest.mark.models
-def test_transformers_dispatches_to_it(installed: Path) -> None:
+@pytest.mark.tensors
+def test_transformers_trains_and_generates_with_it(installed: Path, device: devices.Device) -> None:
     pytest.importorskip("transformers", reason="needs transformers: `make test-models` installs it")
-    done = run(TRANSFORMERS, installed)
-    assert done.stdout.strip().endswith("dispatched"), done.stderr
+    tests = Path(__file__).with_name("flash_attention_2.py")
+    program = f"import pytest; raise SystemExit(pytest.main(['-q', {str(tests)!r}]))"
+    done = run(program, installed, TILEWISE_TEST_DEVICES=device.name)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert re.search(r"^\d+ passed in", done.stdout, re.MULTILINE), done.stdout[-2000:]

