@@ -66,11 +66,12 @@ def test_a_training_step(name: str, padding: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_as_close_to_fp32_as_eager(dtype: torch.dtype) -> None:
+    """Logits at most twice as far, gradients three times."""
     ids, mask = hf_models.tokens(3, LENGTH), hf_models.paddings(3, LENGTH)["left"]
     exact = step(hf_models.decoder("llama"), ids, mask)
     both = under_both(hf_models.decoder("llama").to(dtype), lambda model: step(model, ids, mask))
-    for right, eager, given in zip(exact, *both, strict=True):
-        bound = 2.0 * float((eager.float() - right).abs().max())
+    for factor, right, eager, given in zip((2.0, 3.0), exact, *both, strict=True):
+        bound = factor * float((eager.float() - right).abs().max())
         assert float((given.float() - right).abs().max()) <= bound
 
 

@@ -229,6 +229,7 @@ def heads(length: int = 6) -> tuple[Tensor, Tensor, Tensor]:
         (dict(output_attentions=True), "output_attentions=True asks for the matrix"),
         (dict(indices=torch.zeros(1)), "Module passes indices to its attention function"),
         (dict(mask=torch.ones(2, 1, 6, 6).long()), "attention_mask has dtype torch.int64"),
+        (dict(mask=torch.ones(2, 1, 6, 6).to(torch.uint32)), "attention_mask has dtype"),
         (dict(mask=torch.ones(3, 2, 1, 1).to(torch.uint32)), "attention_mask is of 1 sequences"),
         (dict(mask=torch.ones(2, 6)), r"attention_mask \[batch, keys\] has dtype torch.float32"),
         (dict(mask=torch.ones(2, 7).bool()), r"attention_mask has shape \[2, 7\]"),

@@ -45,7 +45,7 @@ def form_of(mask: Tensor | None) -> Form | None:
         return None
     dtype = mask.dtype
     if dtype == _NUMBERS:
-        return _NUMBERED[mask.shape[0]]
+        return _NUMBERED.get(mask.shape[0])
     return Form.KEYS if dtype == _FLAGS else None
 
 
