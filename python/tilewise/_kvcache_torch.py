@@ -31,46 +31,8 @@ from .kvcache import (
     split_count,
 )
 
-_forward = torch.ops.tilewise.forward.default
-
-
-def attend(
-    q: Any, k_cache: Any, v_cache: Any, lengths: Any, batch_idx: Any, leftpad: Any, table: Any,
-    causal: bool, window: _check.Window, scale: Any, softcap: Any, num_splits: Any, tf32: bool,
-    batch_invariant: bool, rows: Tensor | None = None,
-) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-    """(out, lse) of decoding without an append; None: take the long way. rows: seqused_q.
-
-    What a launch costs in Python counts in a decoder. As in ``_plain``, nothing is checked twice:
-    the operator checks what it is given, and the long way converts, or says what is wrong.
-    """
-    if (
-        type(q) is not Tensor
-        or type(k_cache) is not Tensor
-        or type(v_cache) is not Tensor
-        or (scale is not None and type(scale) is not float)
-        or type(softcap) is not float
-        or type(num_splits) is not int
-        or not _plain.is_eager()
-    ):
-        return None
-    for index in (lengths, batch_idx, leftpad, table):
-        if index is not None and (type(index) is not Tensor or index.dtype != torch.int32):
-            return None
-    left, right = _check.window_bounds(causal, window)
-    try:
-        with torch._C._AutoDispatchBelowAutograd():
-            return _forward(
-                q, k_cache, v_cache, None, None, None, None, None, rows, lengths, table, batch_idx,
-                leftpad, None, None, None, None, q.shape[-1] ** -0.5 if scale is None else scale,
-                left, right, softcap, 0.0, 0, 0, num_splits,
-                torch.are_deterministic_algorithms_enabled(), tf32, False, batch_invariant, False,
-            )  # fmt: skip
-    except _plain.FAILURES:
-        return None
-
-
-kvcache._attend = attend
+# From now on decoding without an append takes the short way.
+kvcache._indexed = _plain.indexed
 
 _WIDE = (torch.int64, torch.uint32, torch.uint64)
 

@@ -1,4 +1,4 @@
-"""The short way of a plain call: eager, dense, a scale and a band, nothing else.
+"""The short ways of plain calls: eager, a scale, a band and where keys lie, nothing else.
 
 What a launch costs in Python counts when the problem is tiny. So nothing is checked twice here: the
 operator checks what it is given, and whatever it does not take (or refuses) goes the long way of
@@ -22,6 +22,8 @@ _backward = torch.ops.tilewise._plain_backward.default
 # What the overload calls, without its own frame.
 _forward = getattr(_forward, "_op", _forward)
 _backward = getattr(_backward, "_op", _backward)
+_general = torch.ops.tilewise.forward.default
+_general = getattr(_general, "_op", _general)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 FAILURES = (TypeError, ValueError, RuntimeError)
 
@@ -83,6 +85,69 @@ def attention(
     except FAILURES:
         return None
     return (out, lse) if return_lse else out
+
+
+def indexed(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_q: Any, seqused_k: Any,
+    block_table: Any, kv_batch_idx: Any, leftpad_k: Any, causal: bool, window: Window, scale: Any,
+    softcap: Any, max_seqlen_q: int, max_seqlen_k: int, num_splits: Any, deterministic: bool,
+    tf32: bool, batch_invariant: bool,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """(out, lse), without a derivative, of sequences that index tensors tell from one another."""
+    if (
+        type(q) is not Tensor
+        or type(k) is not Tensor
+        or type(v) is not Tensor
+        or (scale is not None and type(scale) is not float)
+        or type(softcap) is not float
+        or type(num_splits) is not int
+        or not is_eager()
+    ):
+        return None
+    device = q.device  # a tensor elsewhere can have the call go there: one of "meta" has
+    if k.device != device or v.device != device:
+        return None
+    for index in (
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table, kv_batch_idx, leftpad_k,
+    ):  # fmt: skip
+        if index is None:
+            continue
+        if type(index) is not Tensor or index.dtype != torch.int32 or index.device != device:
+            return None
+    left, right = window_bounds(causal, window)
+    try:
+        with torch._C._AutoDispatchBelowAutograd():
+            return _general(
+                q, k, v, None, None, None, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+                block_table, kv_batch_idx, leftpad_k, None, None, None, None,
+                q.shape[-1] ** -0.5 if scale is None else scale, left, right, softcap, 0.0,
+                max_seqlen_q, max_seqlen_k, num_splits,
+                bool(deterministic) or _deterministic_mode(), bool(tf32), False,
+                bool(batch_invariant), False,
+            )  # fmt: skip
+    except FAILURES:
+        return None
+
+
+def varlen(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any,
+    max_seqlen_k: Any, seqused_q: Any, seqused_k: Any, block_table: Any, causal: bool,
+    window: Window, scale: Any, softcap: Any, deterministic: bool, tf32: bool,
+    batch_invariant: bool,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """(out, lse) of ``tilewise.attention_varlen``, where no gradient is wanted."""
+    if (cu_seqlens_k is None) == (block_table is None) or cu_seqlens_q is None:
+        return None
+    for bound in (max_seqlen_q, max_seqlen_k):
+        if bound is not None and (type(bound) is not int or bound < 0):
+            return None
+    if _grad_enabled() and any(getattr(x, "requires_grad", True) for x in (q, k, v)):
+        return None
+    return indexed(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table, None, None,
+        causal, window, scale, softcap, max_seqlen_q or 0, max_seqlen_k or 0, 0, deterministic,
+        tf32, batch_invariant,
+    )  # fmt: skip
 
 
 class _Attention(torch.autograd.Function):

@@ -16,8 +16,8 @@ Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-# From now on plain calls take the short way.
-api._plain = _plain.attention
+# From now on plain calls take the short ways.
+api._plain, api._varlen = _plain.attention, _plain.varlen
 
 Prepared: TypeAlias = tuple[Tensor, Tensor, Tensor, _ops.Options]
 

@@ -15,8 +15,9 @@ from ._check import Window
 from ._request import Request, Sequences
 
 _UNBOUNDED: Window = (None, None)
-# The short way of tensors (_plain.attention), there once PyTorch has been needed.
+# The short ways of tensors (_plain.attention and varlen), there once PyTorch has been needed.
 _plain: Callable[..., Any] | None = None
+_varlen: Callable[..., Any] | None = None
 
 
 def _backend(q: Any) -> ModuleType:
@@ -158,6 +159,17 @@ def attention_varlen(
         ValueError: an argument has the wrong shape, device or range, or entries that do not fit.
         RuntimeError: no kernel of this build serves the problem on this device.
     """
+    if (
+        _varlen is not None and bias is None and alibi_slopes is None and sinks is None
+        and type(dropout_p) is float and dropout_p == 0.0 and not check and k_descale is None
+        and v_descale is None
+    ):  # fmt: skip
+        short = _varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+            block_table, causal, window, scale, softcap, deterministic, tf32, batch_invariant,
+        )  # fmt: skip
+        if short is not None:
+            return short if return_lse else short[0]
     sequences = Sequences(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, block_table
     )

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from . import _check
 from ._request import Request
 
-# The short way of tensors (_kvcache_torch.attend), there once PyTorch has been needed.
-_attend: Callable[..., Any] | None = None
+# The short way of tensors (_plain.indexed), there once PyTorch has been needed.
+_indexed: Callable[..., Any] | None = None
 
 
 class NewKeys(NamedTuple):
@@ -233,13 +233,14 @@ def attention_with_kvcache(
         ValueError, TypeError, RuntimeError: naming the argument, what was given, what is allowed.
     """
     if (
-        _attend is not None and k is None and v is None and rotary_cos is None
+        _indexed is not None and k is None and v is None and rotary_cos is None
         and rotary_sin is None and alibi_slopes is None and sinks is None and k_descale is None
         and v_descale is None and not check
     ):  # fmt: skip
-        short = _attend(
-            q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-            causal, window, scale, softcap, num_splits, tf32, batch_invariant,
+        short = _indexed(
+            q, k_cache, v_cache, None, None, None, cache_seqlens, block_table, cache_batch_idx,
+            cache_leftpad, causal, window, scale, softcap, 0, 0, num_splits, False, tf32,
+            batch_invariant,
         )  # fmt: skip
         if short is not None:
             return short if return_lse else short[0]

@@ -118,6 +118,55 @@ def test_errors_come_from_the_long_way():
         tilewise.attention(q, k, v, layout="sbhd")
 
 
+def lengths(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def sequences(paged: bool) -> dict[str, object]:
+    """Arguments of attention_varlen after q, k and v."""
+    given = dict(cu_seqlens_q=lengths(0, 6, 19), causal=True, window=(7, None), softcap=4.0,
+                 deterministic=True)  # fmt: skip
+    if paged:
+        return given | dict(
+            cu_seqlens_k=None, seqused_k=lengths(8, 30), block_table=lengths(3, 0, 1, 2).view(2, 2)
+        )
+    return given | dict(cu_seqlens_k=lengths(0, 9, 23), max_seqlen_q=13, max_seqlen_k=14)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_short_and_long_way_of_sequences_agree_bitwise(paged, monkeypatch):
+    q = torch.randn(19, 4, 16)
+    k, v = (torch.randn(4, 16, 2, 16) if paged else torch.randn(23, 2, 16) for _ in range(2))
+    short = tilewise.attention_varlen(q, k, v, **sequences(paged), return_lse=True)
+    real, results = _plain.indexed, []
+    monkeypatch.setattr(_plain, "indexed", lambda *a: results.append(real(*a)) or results[-1])
+    tilewise.attention_varlen(q, k, v, **sequences(paged))
+    assert len(results) == 1 and results[0] is not None
+    monkeypatch.setattr(_plain, "indexed", lambda *_: None)
+    long = tilewise.attention_varlen(q, k, v, **sequences(paged), return_lse=True)
+    for a, b in zip(short, long, strict=True):
+        assert torch.equal(a, b) and a.stride() == b.stride()
+
+
+def test_what_the_short_way_of_sequences_leaves_to_the_long_one(monkeypatch):
+    q, k = torch.randn(19, 4, 16), torch.randn(23, 2, 16)
+    results = []
+    real = _plain.indexed
+    monkeypatch.setattr(_plain, "indexed", lambda *a: results.append(real(*a)) or results[-1])
+    given = sequences(paged=False)
+    for changes in (
+        dict(max_seqlen_q=-1), dict(cu_seqlens_k=None), dict(cu_seqlens_q=None),
+        dict(block_table=lengths(0, 1).view(2, 1)), dict(seqused_k=lengths(1, 1).long()),
+        dict(seqused_k=lengths(1, 1).to("meta")), dict(scale="1"), dict(softcap=-1.0),
+    ):  # fmt: skip
+        with pytest.raises((ValueError, TypeError)):
+            tilewise.attention_varlen(q, k, k, **{**given, **changes})
+    assert all(result is None for result in results)
+    q.requires_grad_()
+    assert tilewise.attention_varlen(q, k, k, **given).requires_grad
+    assert all(result is None for result in results)
+
+
 def test_deterministic_algorithms_of_torch_are_followed(monkeypatch):
     q, k, v = tensors()
     seen = []

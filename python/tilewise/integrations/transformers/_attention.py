@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise import _kvcache_torch, _ops, _torch
+from tilewise import _ops, _plain, _torch
 from tilewise._request import Request
 from tilewise.api import _UNBOUNDED
 
@@ -175,9 +175,9 @@ def _spanned(
     first, end, rows = spans.unbind(0)
     plain = bias is None and options["sinks"] is None and not options["dropout_p"]
     if plain and not torch.is_grad_enabled():
-        short = _kvcache_torch.attend(
-            q, k, v, end, None, first, None, band.causal, band.window, options["scale"],
-            options["softcap"], 0, False, False, rows,
+        short = _plain.indexed(
+            q, k, v, None, None, rows, end, None, None, first, band.causal, band.window,
+            options["scale"], options["softcap"], 0, 0, 0, False, False, False,
         )  # fmt: skip
         if short is not None:
             return short[0]
