@@ -59,6 +59,20 @@ void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& 
          counter != nullptr ? Start::dependent : Start::in_order);
 }
 
+// A block for each work, with maps of K and V. All panels of a row are read soon after each other,
+// so memory is asked for two lines at a time where a row has them.
+void launch_boxes(const Problem& p, const Plan& plan, const ForwardParams& main) {
+  TmaForwardParams params;
+  static_cast<ForwardParams&>(params) = main;
+  const auto map = [&](const tilewise_tensor& view, int64_t columns) {
+    const int32_t lines = columns > kTensorMapBoxColumns ? 2 : 1;
+    return map_of_keys(p, view, columns, plan.tile_k, lines * kL2LineBytes);
+  };
+  params.k = map(p.k, p.head_dim);
+  params.v = map(p.v, p.head_dim_v);
+  launch(plan.unit->form(plan.form).tma_forward, plan.blocks, p.stream, params);
+}
+
 }  // namespace
 
 void forward(const Problem& p, const Plan& plan, void* workspace) {
@@ -67,7 +81,7 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
   if (p.check != 0) check_entries(p, nullptr, pieces.report.in<void>(workspace));
 
   common::PrepareParams before = common::prepare_forward(p);
-  if (ragged_rows(p)) {
+  if (pieces.table.bytes > 0) {
     before.order = {pieces.table.in<TileOrder::Entry>(workspace), common::OrderTask::Of::rows,
                     plan.tile_q, plan.pack};
   }
@@ -77,6 +91,8 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
   ForwardParams params = main_params(p, plan, pieces, workspace);
   if (plan.family == Family::wgmma)
     launch_persistent(p, plan, params, pieces.counter.in<int32_t>(workspace));
+  else if (plan.form == Form::boxes)
+    launch_boxes(p, plan, params);
   else
     launch(plan.unit->form(plan.form).forward, plan.blocks, p.stream, params);
   if (plan.splits > 1) combine(p, params);

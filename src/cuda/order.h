@@ -15,7 +15,8 @@ namespace tilewise::cuda {
 // length (causal), otherwise a head's tiles follow each other.
 //
 // Variable length: `table` holds the sequences, longest first, as prepared by common/prepare.cuh;
-// the grid is an upper bound and blocks past the end find nothing.
+// the grid is an upper bound and blocks past the end find nothing. Where no sequence has more than
+// one tile, the order follows from the shape here, too.
 struct TileOrder {
   struct Entry {
     int32_t first;  // tiles of the sequences before this one, counted per head
@@ -49,6 +50,13 @@ struct TileOrder {
     Work w = table == nullptr ? dense(index) : ragged(index);
     w.split = split;
     return w;
+  }
+
+  // The same where every sequence has one tile.
+  TILEWISE_FN Work at_only_tile(int64_t block) const {
+    const auto all = static_cast<int32_t>(block);
+    const int32_t index = splits.quotient(all);
+    return {0, heads.remainder(index), heads.quotient(index), splits.remainder(all)};
   }
 
  private:

@@ -38,7 +38,7 @@ TileOrder choose_order(const Problem& p, const Gpu& gpu, int64_t tile, int32_t p
   order.tiles = static_cast<int32_t>(ceil_div(most_rows(p) * pack, tile));
   order.heads = static_cast<int32_t>(p.heads_q / pack);
   order.sequences = static_cast<int32_t>(p.batch);
-  order.longest_first = longest_first(p);
+  order.longest_first = order.tiles > 1 ? longest_first(p) : 0;
   const int64_t bytes = p.dtype == TILEWISE_FLOAT32 ? 4 : 2;
   const int64_t keys_and_values = usual_keys(p) * (p.head_dim + p.head_dim_v) * bytes;
   const auto budget = static_cast<int64_t>(gpu.l2_bytes * kShareOfL2);
@@ -185,7 +185,8 @@ ForwardPieces forward_pieces(const Problem& p, const Plan& plan) {
   Workspace workspace;
   ForwardPieces pieces;
   if (p.check != 0) pieces.report = workspace.take<common::CheckReport>(1);
-  if (ragged_rows(p)) pieces.table = workspace.take<TileOrder::Entry>(p.batch + 1);
+  if (ragged_rows(p) && plan.order.tiles > 1)
+    pieces.table = workspace.take<TileOrder::Entry>(p.batch + 1);
   // Works of different lengths are handed out as it goes.
   const bool in_pairs = plan.order.longest_first == TileOrder::kAlternating;
   if (plan.family == Family::wgmma && (ragged_rows(p) || needs_second_pass(p)) && !in_pairs)

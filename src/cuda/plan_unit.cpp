@@ -16,7 +16,7 @@ bool fit(const Gpu& gpu, const Kernel<Params>&... kernels) {
 }
 
 bool serves_forward(const UnitTable& unit, const Gpu& gpu) {
-  for (const UnitKernels* form : {&unit.plain, &unit.general, &unit.paged}) {
+  for (const UnitKernels* form : {&unit.plain, &unit.general, &unit.paged, &unit.boxes}) {
     if (!fit(gpu, form->forward, form->tma_forward)) return false;
   }
   return unit.has_forward();
@@ -174,6 +174,11 @@ bool is_mappable(const tilewise_tensor& view, const Shape& shape) {
          fits(shape.heads, view.stride_head) && shape.rows < INT32_MAX;
 }
 
+bool keys_are_mappable(const Problem& p) {
+  const Shape keys = {p.cu_seqlens_k != nullptr ? 1 : p.kv_batch, p.seqlen_k, p.heads_kv};
+  return is_mappable(p.k, keys) && is_mappable(p.v, keys);
+}
+
 }  // namespace
 
 bool fits_plain(const Problem& p, const Gradients* g) {
@@ -181,7 +186,10 @@ bool fits_plain(const Problem& p, const Gradients* g) {
 }
 
 Form forward_form(const Problem& p, const UnitTable& unit) {
-  if (fits_plain(p, nullptr)) return Form::plain;
+  if (fits_plain(p, nullptr)) {
+    const bool boxes = unit.boxes.tma_forward.function != nullptr;
+    return boxes && keys_are_mappable(p) ? Form::boxes : Form::plain;
+  }
   const bool paged = !is_general(p) && p.block_table != nullptr && rows_are_aligned(p, nullptr);
   const bool built = unit.paged.forward.function != nullptr;
   return paged && built && pages_fit_32_bits(p) ? Form::paged : Form::general;
@@ -202,10 +210,8 @@ const char* why_not_wgmma(const Problem& p, const Gradients* g) {
     return "its copies need rows that start at multiples of 16 bytes and head dims that are "
            "multiples of 8";
   const Shape rows = {p.cu_seqlens_q != nullptr ? 1 : p.batch, p.seqlen_q, p.heads_q};
-  const Shape keys = {p.cu_seqlens_k != nullptr ? 1 : p.kv_batch, p.seqlen_k, p.heads_kv};
-  bool mappable = is_mappable(p.q, rows) && (g == nullptr || is_mappable(g->dout, rows));
-  if (p.block_table == nullptr)
-    mappable = mappable && is_mappable(p.k, keys) && is_mappable(p.v, keys);
+  const bool mappable = is_mappable(p.q, rows) && (g == nullptr || is_mappable(g->dout, rows)) &&
+                        (p.block_table != nullptr || keys_are_mappable(p));
   return mappable ? nullptr : "TMA needs positive strides below 2^40 bytes";
 }
 

@@ -16,7 +16,7 @@ struct UnitKernels {
   Kernel<BackwardParams> prepare;
   Kernel<BackwardParams> backward;
   Kernel<BackwardParams> finish;
-  Kernel<TmaForwardParams> tma_forward = {};  // wgmma: instead of `forward` and `backward`
+  Kernel<TmaForwardParams> tma_forward = {};  // wgmma and boxes: instead of the ones above
   Kernel<TmaBackwardParams> tma_backward = {};
 };
 
@@ -39,13 +39,24 @@ struct UnitTable {
   UnitKernels plain;
   UnitKernels general;               // simt: the same as `plain`
   UnitKernels paged = {};            // mma_sync, of 16 bits: a forward
+  UnitKernels boxes = {};            // the same, of few rows
   bool persistent_backward = false;  // a smaller grid may share the work
   int32_t prepare_parts = 1;         // blocks of the prepare kernel that share a tile of rows
   // The same for problems of few rows, where that pass has a cut of its own for them; null: none.
   const UnitTable* narrow = nullptr;
 
   const UnitKernels& form(Form which) const {
-    return which == Form::plain ? plain : which == Form::general ? general : paged;
+    switch (which) {
+      case Form::plain:
+        return plain;
+      case Form::general:
+        return general;
+      case Form::paged:
+        return paged;
+      case Form::boxes:
+        return boxes;
+    }
+    return general;
   }
   bool has_forward() const { return forward_tile.rows > 0; }
   bool has_backward() const { return backward_tile.rows > 0; }

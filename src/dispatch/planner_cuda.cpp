@@ -55,7 +55,17 @@ std::string table_name(int32_t table) {
 }
 
 const char* form_name(cuda::Form form) {
-  return form == cuda::Form::plain ? "plain" : form == cuda::Form::general ? "general" : "paged";
+  switch (form) {
+    case cuda::Form::plain:
+      return "plain";
+    case cuda::Form::general:
+      return "general";
+    case cuda::Form::paged:
+      return "paged";
+    case cuda::Form::boxes:
+      return "boxes";
+  }
+  return "";
 }
 
 std::string tile_text(const cuda::Plan& plan, const Device& device) {

@@ -67,6 +67,7 @@ inline cuda::UnitTable described(const cuda::Unit& unit) {
       static std::deque<cuda::UnitTable> narrow;
       narrow.push_back(table);
       narrow.back().forward_tile = {decode.rows(), decode.keys, decode.blocks_per_sm};
+      if (Arch::kBoxCopy) narrow.back().boxes.tma_forward.function = [](cuda::TmaForwardParams) {};
       table.narrow = &narrow.back();
     }
     if (backward.key_warps > 0) {

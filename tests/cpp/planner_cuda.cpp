@@ -284,6 +284,37 @@ TEST(PlannerCuda, PagesHaveAFormWhereNothingElseIsGeneral) {
   EXPECT_NE(explain(decision, p, nullptr, gpu_with(90)).find("paged form"), std::string::npos);
 }
 
+TEST(PlannerCuda, DecodingReadsKeysAsBoxesWhereTmaCan) {
+  const auto form = [](const Problem& p, int32_t sm) { return forward(p, gpu_with(sm)).form; };
+  const Problem decode = problem(TILEWISE_BFLOAT16, 2, 1, 4096);
+  EXPECT_EQ(form(decode, 90), Form::boxes);
+  EXPECT_EQ(form(decode, 100), Form::boxes);
+  EXPECT_EQ(form(decode, 80), Form::plain);
+  EXPECT_EQ(form(problem(TILEWISE_FLOAT32, 2, 1, 4096), 90), Form::plain);
+  EXPECT_EQ(form(problem(TILEWISE_BFLOAT16, 2, 40, 4096), 90), Form::plain);
+  Problem p = decode;
+  p.softcap = 30.0f;
+  EXPECT_EQ(form(p, 90), Form::general);
+  p = decode;
+  p.k.stride_batch = 0;  // one cache for all: no map has such a stride
+  EXPECT_EQ(form(p, 90), Form::plain);
+  const Decision decision = plan(decode, nullptr, gpu_with(90));
+  EXPECT_NE(explain(decision, decode, nullptr, gpu_with(90)).find("boxes form"), std::string::npos);
+}
+
+// Blocks find their work without a table, which a launch before the main one would have to fill.
+TEST(PlannerCuda, SequencesOfOneTileNeedNoTable) {
+  static constexpr int32_t kOffsets[] = {0, 1, 2, 3, 4};  // read by no planner
+  Problem p = problem(TILEWISE_BFLOAT16, 4, 4, 4096);
+  p.cu_seqlens_q = kOffsets;
+  const auto table = [&] { return cuda::forward_pieces(p, forward(p, gpu_with(90))).table.bytes; };
+  p.max_seqlen_q = 1;
+  EXPECT_EQ(table(), 0);
+  p.seqlen_q = 4000;
+  p.max_seqlen_q = 1000;
+  EXPECT_GT(table(), 0);
+}
+
 TEST(PlannerCuda, ShortRowsPackTheHeadsOfAGroup) {
   const Device device = gpu_with(90);
   Problem p = problem(TILEWISE_BFLOAT16, 1, 1, 8192, 32);

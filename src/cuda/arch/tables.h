@@ -16,6 +16,7 @@ inline constexpr BackwardTile kNoBackward{};
 struct Sm90 {
   static constexpr int kTable = 90;
   static constexpr bool kAsyncCopy = true;        // cp.async
+  static constexpr bool kBoxCopy = true;          // cp.async.bulk.tensor
   static constexpr bool kVectorReduction = true;  // red.global.add.v4.f32
   static constexpr bool kWideMma = true;          // m16n8k16, bf16, tf32
 
@@ -55,6 +56,7 @@ struct Sm90 {
 struct Sm80 {
   static constexpr int kTable = 80;
   static constexpr bool kAsyncCopy = true;
+  static constexpr bool kBoxCopy = false;
   static constexpr bool kVectorReduction = false;
   static constexpr bool kWideMma = true;
 
@@ -87,6 +89,7 @@ struct Sm80 {
 struct Sm86 {
   static constexpr int kTable = 86;
   static constexpr bool kAsyncCopy = true;
+  static constexpr bool kBoxCopy = false;
   static constexpr bool kVectorReduction = false;
   static constexpr bool kWideMma = true;
 
@@ -125,6 +128,7 @@ struct Sm86 {
 struct Sm120 {
   static constexpr int kTable = 120;
   static constexpr bool kAsyncCopy = true;
+  static constexpr bool kBoxCopy = false;
   static constexpr bool kVectorReduction = true;
   static constexpr bool kWideMma = true;
 
@@ -144,6 +148,7 @@ struct Sm120 {
 struct Sm75 {
   static constexpr int kTable = 75;
   static constexpr bool kAsyncCopy = false;
+  static constexpr bool kBoxCopy = false;
   static constexpr bool kVectorReduction = false;
   static constexpr bool kWideMma = false;
 

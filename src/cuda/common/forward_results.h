@@ -71,8 +71,9 @@ TILEWISE_DEVICE bool outputs_are_finite(const BlockWork& work, const LanePlace& 
   return finite;
 }
 
-// fp32 results of one key split; a lane owns pairs of columns.
-template <int kRows, int kColumns>
+// fp32 results of one key split; a lane owns pairs of columns, which leave together where rows have
+// even lengths (`kEven`).
+template <bool kEven = false, int kRows, int kColumns>
 TILEWISE_DEVICE void store_partial(const ForwardParams& p, const BlockWork& work,
                                    const LanePlace& place, const tile::Sums<kRows, kColumns>& o,
                                    const RowResults<kRows>& result) {
@@ -91,10 +92,15 @@ TILEWISE_DEVICE void store_partial(const ForwardParams& p, const BlockWork& work
       float* out = p.partial_out + index * columns;
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int column = n * 8 + place.column + e;
-          if (column < columns) out[column] = o.x[i][n][2 * h + e] * result.factor[i][h];
+        const int column = n * 8 + place.column;
+        const float low = o.x[i][n][2 * h] * result.factor[i][h];
+        const float high = o.x[i][n][2 * h + 1] * result.factor[i][h];
+        if constexpr (kEven) {
+          const uint32_t pair[2] = {ptx::bits_of(low), ptx::bits_of(high)};
+          if (column < columns) ptx::st_global_v2_b32(out + column, pair);
+        } else {
+          if (column < columns) out[column] = low;
+          if (column + 1 < columns) out[column + 1] = high;
         }
       }
     }

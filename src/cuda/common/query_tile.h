@@ -69,9 +69,14 @@ struct KeyTiles {
   int32_t lower;
   int32_t upper;
 
-  // Without the full tiles: what the first copies wait for.
   TILEWISE_DEVICE static KeyTiles of(const ForwardParams& p, const Band& band,
                                      const QueryRows& rows, int32_t split, int32_t step) {
+    return of(p, band, rows, split, p.splits_of(band), step);
+  }
+  // Without the full tiles: what the first copies wait for.
+  TILEWISE_DEVICE static KeyTiles of(const ForwardParams& p, const Band& band,
+                                     const QueryRows& rows, int32_t split, int32_t splits,
+                                     int32_t step) {
     const int64_t row0 = rows.first + band.shift();
     KeyTiles t;
     t.keys = position(band.keys);
@@ -81,8 +86,7 @@ struct KeyTiles {
     t.first = tiles(max(0, t.lower), step);
     if (p.order.splits != 1) [[unlikely]] {  // as `key_split`
       const int32_t count = max(0, tiles(end + step - 1, step) - t.first);
-      const int32_t parts = p.splits_of(band);
-      const int32_t part = tiles(count + parts - 1, parts);
+      const int32_t part = tiles(count + splits - 1, splits);
       const int32_t begin = t.first + min(count, part * split);
       end = min(end, (t.first + min(count, part * (split + 1))) * step);
       t.first = begin;
@@ -120,11 +124,12 @@ struct BlockWork {
     return sequence.row_offset(view, rows.first + r) + rows.first_head * view.stride_head;
   }
   TILEWISE_DEVICE int64_t offset(const tilewise_tensor& view, int32_t r) const {
-    return sequence.row_offset(view, rows.first + rows.row(r)) + head(r) * view.stride_head;
+    return offset_unpacked(view, 0) + rows.row(r) * view.stride_row +
+           rows.head(r) * view.stride_head;
   }
 
-  TILEWISE_DEVICE static BlockWork of(const ForwardParams& p, int64_t block, int32_t key_tile) {
-    const TileOrder::Work work = p.order.at(block);
+  TILEWISE_DEVICE static BlockWork of(const ForwardParams& p, const TileOrder::Work& work,
+                                      int32_t key_tile) {
     BlockWork w;
     w.rows.count = 0;
     if (work.sequence < 0) return w;
@@ -133,7 +138,7 @@ struct BlockWork {
     w.split = work.split;
     w.splits = p.splits_of(w.sequence.band);
     if (w.split >= w.splits) w.rows.count = 0;
-    if (w.any()) w.tiles = KeyTiles::of(p, w.sequence.band, w.rows, work.split, key_tile);
+    if (w.any()) w.tiles = KeyTiles::of(p, w.sequence.band, w.rows, w.split, w.splits, key_tile);
     return w;
   }
 };

@@ -19,18 +19,20 @@ struct Config {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kGeneral = kForm_ == Form::general;
   static constexpr bool kPaged = kForm_ == Form::paged;
+  static constexpr bool kBoxes = kForm_ == Form::boxes;
   static constexpr arch::ForwardTile kForward =
       kCut_ == Cut::decode
           ? Arch::decode(Element::kBytes, kHeadDim)
           : Arch::forward(Element::kBytes, kHeadDim, std::is_same_v<Element, Tf32>);
   static constexpr bool kSplitOnce = kForward.warps > 0 && kForward.stages == 0;
   static constexpr arch::BackwardTile kBackward = Arch::backward(Element::kBytes, kHeadDim);
-  // Pages of fp32 are left to the general form: caches have 16 bits.
-  static constexpr bool kServes = !kPaged || Element::kBytes == 2;
+  // Pages of fp32 are left to the general form: caches have 16 bits. Boxes are for decoding.
+  static constexpr bool kServes =
+      kBoxes ? Arch::kBoxCopy && kCut_ == Cut::decode : !kPaged || Element::kBytes == 2;
 };
 
 // The kernels:
-//   forward.cuh            forward<Config>(ForwardParams)
+//   forward.cuh            forward<Config>(ForwardParams), of boxes (TmaForwardParams)
 //   backward_prepare.cuh   backward_prepare<Config>(BackwardParams)
 //   backward_main.cuh      backward<Config>(BackwardParams)
 //   backward_finish.cuh    backward_finish<Config>(BackwardParams)

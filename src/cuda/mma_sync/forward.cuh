@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "cuda/mma_sync/config.h"
+#include "cuda/mma_sync/forward_boxes.h"
 #include "cuda/mma_sync/forward_ring.h"
 #include "cuda/mma_sync/forward_rows.h"
 #include "cuda/mma_sync/forward_softmax.h"
@@ -17,6 +18,18 @@
 #include "cuda/mma_sync/forward_store.h"
 
 namespace tilewise::cuda::mma_sync {
+
+template <class C>
+auto feed_of() {
+  if constexpr (C::kBoxes)
+    return std::type_identity<BoxFeed<C>>{};
+  else if constexpr (C::kSplitOnce)
+    return std::type_identity<SplitFeed<C>>{};
+  else
+    return std::type_identity<KvRing<C>>{};
+}
+template <class C>
+using KvFeed = typename decltype(feed_of<C>())::type;
 
 template <class C>
 inline constexpr int kForwardSharedBytes = kFeedAt<C> + KvFeed<C>::kBytes;
@@ -28,7 +41,7 @@ TILEWISE_DEVICE void load_queries(const Problem& p, const BlockWork& work, ptx::
       tile::CopyLanes<C::kForward.threads(), C::kForward.rows(), C::kHeadDim * Element::kBytes>;
   const Lanes lanes(ptx::thread_index());
   const int columns = static_cast<int>(p.head_dim);
-  if (!C::kGeneral && !work.rows.packed()) {
+  if (!C::kGeneral && !C::kBoxes && !work.rows.packed()) {
     bool exists[Lanes::kColumns];
 #pragma unroll
     for (int column = 0; column < Lanes::kColumns; ++column)
@@ -44,9 +57,14 @@ TILEWISE_DEVICE void load_queries(const Problem& p, const BlockWork& work, ptx::
   for (int pass = 0; pass < Lanes::kPasses; ++pass) {
     if (!lanes.has(pass)) continue;
     const int r = lanes.row_of(pass);
-    const char* row = nullptr;
-    if (r < work.rows.count)
-      row = static_cast<const char*>(p.q.data) + work.offset(p.q, r) * Element::kBytes;
+    if (r >= work.rows.count) {  // most of them in a tile of few rows: no address
+      const uint32_t zeros[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int column = 0; column < Lanes::kColumns; ++column)
+        ptx::st_shared_v4_b32(q + lanes.offset(pass, column), zeros);
+      continue;
+    }
+    const char* row = static_cast<const char*>(p.q.data) + work.offset(p.q, r) * Element::kBytes;
 #pragma unroll
     for (int column = 0; column < Lanes::kColumns; ++column) {
       copy_row_chunk<C>(q + lanes.offset(pass, column), row, lanes.chunk_of(column), columns,
@@ -87,10 +105,8 @@ struct Products {
   static constexpr int kAtOnce = 8;
 
   tile::LaneOffsets<kRowBytes, tile::Lanes::rows_first> q_lanes{ptx::lane_index()};
-  tile::LaneOffsets<kRowBytes, tile::Lanes::chunks_first> k_lanes{ptx::lane_index()};
-  std::conditional_t<C::kSplitOnce, tile::PairTile<C::kHeadDim>,
-                     tile::TransposedB<Element, kRowBytes>>
-      v_lanes{ptx::lane_index()};
+  typename KvFeed<C>::KeyLanes k_lanes{ptx::lane_index()};
+  typename KvFeed<C>::ValueLanes v_lanes{ptx::lane_index()};
 
   // s = q k^T
   template <class Ask>
@@ -219,16 +235,24 @@ struct Products {
   }
 };
 
+// Which work the block takes. Decoding by boxes has one tile a sequence, and its first load waits
+// for every instruction before it.
+template <class C>
+TILEWISE_DEVICE TileOrder::Work find_work(const TileOrder& order) {
+  return C::kBoxes ? order.at_only_tile(ptx::block_index()) : order.at(ptx::block_index());
+}
+
 template <class C>
 TILEWISE_KERNEL(C::kForward.threads(), C::kForward.blocks_per_sm)
-void forward(TILEWISE_PARAMETER ForwardParams p) {
+void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   const Problem& problem = p.problem;
   if (p.order.splits > 1) ptx::griddepcontrol_launch_dependents();  // `combine` waits for the end
   if (p.flags.data != nullptr && ptx::thread_index() == 0) p.flags.data[ptx::block_index()] = 0;
-  BlockWork work = BlockWork::of(p, ptx::block_index(), C::kForward.keys);
+  const ptx::SharedAddress q = ptx::shared_address(ptx::shared_memory());
+  KvFeed<C>::prepare(p, q + kFeedAt<C>);
+  BlockWork work = BlockWork::of(p, find_work<C>(p.order), C::kForward.keys);
   if (!work.any()) return;
 
-  const ptx::SharedAddress q = ptx::shared_address(ptx::shared_memory());
   const ptx::SharedAddress q_of_warp =
       q + ptx::warp_index() * (C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes);
   KvFeed<C> feed(p, work, q + kFeedAt<C>);
@@ -252,7 +276,7 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
   auto step = [&](int32_t tile, auto masked) {
     feed.arrive();
     multiply.scores(s, q_of_warp, feed.keys(), [&](int part) { feed.ask(true, tile, part); });
-    feed.release();
+    feed.release(true, tile);
 
     if constexpr (C::kGeneral) general.apply(problem, kept, s, tile, lane_place<C>());
     if (masked) mask<C>(s, kept_work<C>(), tile);
@@ -261,8 +285,9 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
     if (dropout) general.drop(problem, kept, s, tile, lane_place<C>());
 
     feed.arrive();
+    if (masked) feed.clear_strangers(kept_work<C>(), tile);
     multiply.values(o, s, feed.values(), [&](int part) { feed.ask(false, tile, part); });
-    feed.release();
+    feed.release(false, tile);
   };
   int32_t tile = uniform(work.tiles.last);
   if constexpr (C::kGeneral) {
@@ -288,7 +313,7 @@ void forward(TILEWISE_PARAMETER ForwardParams p) {
   if (p.flags.data != nullptr && !outputs_are_finite(kept, place, o, softmax.l)) [[unlikely]]
     p.flags.data[ptx::block_index()] = 1;  // after the 0: barriers lie between
   if (kept.splits > 1) [[unlikely]] {
-    store_partial(p, kept, place, o, result);
+    store_partial<!C::kGeneral>(p, kept, place, o, result);
     return;
   }
   ptx::sync_warp();

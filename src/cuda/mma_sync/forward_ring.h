@@ -209,6 +209,10 @@ class KvRing {
   static constexpr int kKeysAhead = kStages / 2;
   static constexpr int kValuesAhead = (kStages - 1) / 2;
   static constexpr int kParts = Stream::kParts;
+  using KeyLanes = tile::LaneOffsets<Lanes::kRowBytes, tile::Lanes::chunks_first>;
+  using ValueLanes = tile::TransposedB<typename C::Element, Lanes::kRowBytes>;
+
+  TILEWISE_DEVICE static void prepare(const ForwardParams&, ptx::SharedAddress) {}
 
   TILEWISE_DEVICE KvRing(const ForwardParams& p, const BlockWork& work, ptx::SharedAddress base)
       : k_(p, p.problem.k, p.problem.head_dim, work),
@@ -246,8 +250,9 @@ class KvRing {
   }
   TILEWISE_DEVICE ptx::SharedAddress keys() const { return read_; }
   TILEWISE_DEVICE ptx::SharedAddress values() const { return read_; }
+  TILEWISE_DEVICE void clear_strangers(const BlockWork&, int32_t) const {}  // none are copied
   // The slot that has been read is the next one to be written.
-  TILEWISE_DEVICE void release() { read_ = after(read_); }
+  TILEWISE_DEVICE void release(bool, int32_t) { read_ = after(read_); }
 
   // Part `part` of what is asked for while the scores (`scores`) or values of `tile` are at work.
   TILEWISE_DEVICE void ask(bool scores, int32_t tile, int part) {

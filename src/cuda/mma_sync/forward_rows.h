@@ -3,6 +3,8 @@
 // through.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/common/query_tile.h"
 #include "cuda/ptx/shared.h"
 
@@ -14,8 +16,12 @@ TILEWISE_DEVICE int recent_thread() {
 
 template <class C>
 inline constexpr int kQueryTileBytes = C::kForward.rows() * C::kHeadDim * C::Element::kBytes;
+// Boxes are swizzled by their address, with a period of 1024 bytes.
 template <class C>
-inline constexpr int kFeedAt = kQueryTileBytes<C> + round_up(sizeof(BlockWork), 128);
+inline constexpr int kFeedAt =
+    static_cast<int>(round_up(kQueryTileBytes<C> + sizeof(BlockWork), C::kBoxes ? 1024 : 128));
+template <class C>
+using ForwardParamsOf = std::conditional_t<C::kBoxes, TmaForwardParams, ForwardParams>;
 
 // What edge tiles and the end of a block need: registers are for sums.
 template <class C>

@@ -20,6 +20,10 @@ class SplitFeed {
   using Arch = typename C::Arch;
   static constexpr int kParts = Stream::kParts;
   static_assert(Stream::kPartPasses % 2 == 0);
+  using KeyLanes = tile::LaneOffsets<kRowBytes, tile::Lanes::chunks_first>;
+  using ValueLanes = tile::PairTile<C::kHeadDim>;
+
+  TILEWISE_DEVICE static void prepare(const ForwardParams&, ptx::SharedAddress) {}
 
   TILEWISE_DEVICE SplitFeed(const ForwardParams& p, const BlockWork& work, ptx::SharedAddress base)
       : k_(p, p.problem.k, p.problem.head_dim, work),
@@ -47,7 +51,8 @@ class SplitFeed {
   TILEWISE_DEVICE void arrive() const { ptx::sync_block(); }
   TILEWISE_DEVICE ptx::SharedAddress keys() const { return base_; }
   TILEWISE_DEVICE ptx::SharedAddress values() const { return base_ + 2 * kTileBytes; }
-  TILEWISE_DEVICE void release() {}
+  TILEWISE_DEVICE void clear_strangers(const BlockWork&, int32_t) const {}  // none are copied
+  TILEWISE_DEVICE void release(bool, int32_t) {}
 
   // Part `part` of what is split and asked for while the scores (`scores`) or values of `tile` are
   // at work. Of the copies all have landed but those asked for last, which are the other tensor's.
@@ -91,8 +96,5 @@ class SplitFeed {
   ptx::SharedAddress base_;
   int32_t last_;
 };
-
-template <class C>
-using KvFeed = std::conditional_t<C::kSplitOnce, SplitFeed<C>, KvRing<C>>;
 
 }  // namespace tilewise::cuda::mma_sync

@@ -66,8 +66,9 @@ TILEWISE_DEVICE void wait() {
 // Which chunks of a tile of kRows rows a thread copies: kPasses rows, kRowsPerPass apart, and in
 // each kColumns chunks, kStride chunks apart. kStride is a power of two, so rows of 96 or 192
 // elements need no division, and the swizzle of a thread's chunks differs by an immediate.
-template <int kThreads, int kRows, int kRowBytes>
+template <int kThreads, int kRows, int kRowBytes_>
 struct CopyLanes {
+  static constexpr int kRowBytes = kRowBytes_;
   static constexpr int kChunks = kRowBytes / 16;
   static constexpr int kStride = min(kChunks & -kChunks, kThreads);
   static constexpr int kColumns = kChunks / kStride;

@@ -1,0 +1,126 @@
+// Keys and values as boxes of TMA, through the ring of forward_ring.h: a lane asks for a whole tile
+// in a few instructions, where 32 lanes spend 128 copies and their addresses on it.
+#pragma once
+
+#include "cuda/mma_sync/forward_rows.h"
+#include "cuda/ptx/bulk_copy.h"
+#include "cuda/ptx/mbarrier.h"
+#include "cuda/tile/copy.h"
+#include "cuda/tile/panels.h"
+
+namespace tilewise::cuda::mma_sync {
+
+// A block of one warp: who reads a slot also fills it, so there is no barrier for free slots. Fill
+// f (K, V of the last tile, K, V of the one before, ...) goes to slot f % kStages, and is asked for
+// when what lay there has been read: kStages fills are on their way while weights are computed.
+template <class C>
+class BoxFeed {
+ public:
+  static_assert(C::kForward.warps == 1);
+  using Arch = typename C::Arch;
+  using Tile = tile::SwizzledTile<C::kForward.keys, C::kHeadDim>;
+  using KeyLanes = tile::PanelOffsets<Tile, tile::Lanes::chunks_first>;
+  using ValueLanes = tile::PanelB<typename C::Element, Tile>;
+  static constexpr int kStages = C::kForward.stages;
+  static constexpr int kBarriersAt = kStages * Tile::kBytes;
+  static constexpr int kBytes = kBarriersAt + kStages * 8;
+  static constexpr int kParts = 1;
+
+  // First of all: what takes time and depends on nothing.
+  TILEWISE_DEVICE static void prepare(const TmaForwardParams& p, ptx::SharedAddress base) {
+    if (ptx::thread_index() != 0) return;
+    ptx::prefetch_tensormap(p.k);
+    ptx::prefetch_tensormap(p.v);
+#pragma unroll
+    for (int slot = 0; slot < kStages; ++slot) ptx::mbarrier_init(base + kBarriersAt + slot * 8, 1);
+    ptx::fence_mbarrier_init();
+  }
+
+  TILEWISE_DEVICE BoxFeed(const TmaForwardParams& p, const BlockWork& work, ptx::SharedAddress base)
+      : p_(p),
+        base_(base),
+        row_(uniform(static_cast<int32_t>(work.sequence.kv.first))),
+        head_(uniform(p.group.quotient(work.rows.first_head))),
+        sequence_(uniform(static_cast<int32_t>(work.sequence.kv.slot))),
+        first_(uniform(work.tiles.first)),
+        last_(uniform(work.tiles.last)) {}
+
+  template <class Queries>
+  TILEWISE_DEVICE void start(Queries&& load_queries) {
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) load(i % 2 == 0, last_ - i / 2, i);
+    load_queries();
+    tile::commit<Arch>();
+  }
+
+  // Before the first `arrive`: q has landed.
+  TILEWISE_DEVICE void begin() const {
+    tile::wait<Arch, 0>();
+    ptx::sync_warp();
+  }
+
+  // The tile to be read has landed.
+  TILEWISE_DEVICE void arrive() const { ptx::mbarrier_wait_parity(barrier(slot_), phase_); }
+  TILEWISE_DEVICE ptx::SharedAddress keys() const { return at(slot_); }
+  TILEWISE_DEVICE ptx::SharedAddress values() const { return at(slot_); }
+
+  // Rows behind the keys of the sequence came with its last values. A masked key has weight 0, and
+  // 0 times the NaN of a stranger is NaN; masked scores are replaced, whatever the key.
+  TILEWISE_DEVICE void clear_strangers(const BlockWork& work, int32_t tile) const {
+    const int32_t begin = work.tiles.keys - tile * Tile::kRows;
+    if (begin >= Tile::kRows) return;
+    const uint32_t zeros[4] = {0, 0, 0, 0};
+#pragma unroll 1
+    for (int panel = 0; panel < Tile::kPanels; ++panel) {
+      const ptx::SharedAddress to = at(slot_) + static_cast<uint32_t>(panel * Tile::kPanelBytes);
+#pragma unroll 1
+      for (int i = begin * 8 + ptx::lane_index(); i < Tile::kRows * 8; i += ptx::kWarpSize)
+        ptx::st_shared_v4_b32(to + static_cast<uint32_t>(i * 16), zeros);
+    }
+    ptx::fence_proxy_async();  // the slot is filled again
+    ptx::sync_warp();
+  }
+
+  // The keys (`scores`) or values of `tile` have been read: the next but kStages - 1 take the slot.
+  TILEWISE_DEVICE void release(bool scores, int32_t tile) {
+    ptx::sync_warp();
+    const bool keys = scores == (kStages % 2 == 0);
+    load(keys, tile - (scores ? kStages : kStages + 1) / 2, slot_);
+    if (++slot_ == kStages) {
+      slot_ = 0;
+      phase_ ^= 1;
+    }
+  }
+  TILEWISE_DEVICE void ask(bool, int32_t, int) const {}
+
+ private:
+  TILEWISE_DEVICE ptx::SharedAddress at(int slot) const {
+    return base_ + static_cast<uint32_t>(slot * Tile::kBytes);
+  }
+  TILEWISE_DEVICE ptx::SharedAddress barrier(int slot) const {
+    return base_ + static_cast<uint32_t>(kBarriersAt + slot * 8);
+  }
+
+  // Columns and rows that the tensor does not have arrive as 0.
+  TILEWISE_DEVICE void load(bool keys, int32_t tile, int slot) const {
+    if (tile < first_ || ptx::thread_index() != 0) return;
+    ptx::mbarrier_arrive_expect_tx(barrier(slot), Tile::kBytes);
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanels; ++panel)
+      ptx::cp_async_bulk_tensor_load(at(slot) + panel * Tile::kPanelBytes, keys ? p_.k : p_.v,
+                                     panel * tile::kPanelColumns, row_ + tile * Tile::kRows, head_,
+                                     sequence_, barrier(slot), ptx::CachePolicy::evict_first);
+  }
+
+  const TmaForwardParams& p_;
+  ptx::SharedAddress base_;
+  int32_t row_;  // of key 0
+  int32_t head_;
+  int32_t sequence_;
+  int32_t first_;  // tile that is wanted
+  int32_t last_;
+  int slot_ = 0;   // to be read
+  int phase_ = 0;  // of its barrier
+};
+
+}  // namespace tilewise::cuda::mma_sync

@@ -1,0 +1,44 @@
+// Where a lane reads a SwizzledTile with ldmatrix: shared_tile.h and fragment.h for tiles that TMA
+// has written, of 16-bit elements. Inside a panel both swizzles are the same.
+#pragma once
+
+#include "cuda/tile/fragment.h"
+#include "cuda/tile/swizzled.h"
+
+namespace tilewise::cuda::tile {
+
+// `LaneOffsets` of such a tile.
+template <class Tile, Lanes kLanes>
+class PanelOffsets {
+ public:
+  TILEWISE_DEVICE explicit PanelOffsets(int lane) : panel_(lane) {}
+
+  TILEWISE_DEVICE uint32_t address(ptx::SharedAddress tile, int row, int step) const {
+    return panel_.address(tile, row, step % kSteps) +
+           static_cast<uint32_t>(step / kSteps * Tile::kPanelBytes);
+  }
+
+ private:
+  static constexpr int kSteps = kSwizzledRowBytes / 32;
+  LaneOffsets<kSwizzledRowBytes, kLanes> panel_;
+};
+
+// `TransposedB` of such a tile.
+template <class Element, class Tile>
+class PanelB {
+ public:
+  static_assert(Element::kBytes == 2);
+
+  TILEWISE_DEVICE explicit PanelB(int lane) : offsets_(lane) {}
+
+  TILEWISE_DEVICE Fragment<Element> load_whole(ptx::SharedAddress tile, int row, int step) const {
+    Fragment<Element> f;
+    ptx::ldmatrix_x4_trans(f.r, offsets_.address(tile, row, step));
+    return f;
+  }
+
+ private:
+  PanelOffsets<Tile, Lanes::rows_first> offsets_;
+};
+
+}  // namespace tilewise::cuda::tile
