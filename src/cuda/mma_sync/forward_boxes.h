@@ -1,5 +1,5 @@
-// Keys and values as boxes of TMA, through the ring of forward_ring.h: a lane asks for a whole tile
-// in a few instructions, where 32 lanes spend 128 copies and their addresses on it.
+// Keys and values as boxes of TMA, in a ring like that of forward_ring.h: one lane asks for a tile
+// in a few instructions, where all of them spend a fourth of a step on copies and addresses.
 #pragma once
 
 #include "cuda/mma_sync/forward_rows.h"
@@ -45,12 +45,14 @@ class BoxFeed {
         first_(uniform(work.tiles.first)),
         last_(uniform(work.tiles.last)) {}
 
+  // The queries are needed with the first keys, before any values.
   template <class Queries>
   TILEWISE_DEVICE void start(Queries&& load_queries) {
-#pragma unroll
-    for (int i = 0; i < kStages; ++i) load(i % 2 == 0, last_ - i / 2, i);
+    load(true, last_, 0);
     load_queries();
     tile::commit<Arch>();
+#pragma unroll
+    for (int i = 1; i < kStages; ++i) load(i % 2 == 0, last_ - i / 2, i);
   }
 
   // Before the first `arrive`: q has landed.
