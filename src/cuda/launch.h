@@ -17,9 +17,8 @@ void prepare(common::PrepareParams& params, Stream stream);
 // TMA maps of q or dout, and of k or v (paged ones have none: they are copied row by row).
 TensorMap map_of_rows(const Problem& p, const tilewise_tensor& view, int64_t columns,
                       int32_t box_rows);
-inline constexpr int32_t kL2LineBytes = 128;
 TensorMap map_of_keys(const Problem& p, const tilewise_tensor& view, int64_t columns,
-                      int32_t box_rows, int32_t l2_bytes = kL2LineBytes);
+                      int32_t box_rows);
 
 // Blocks of a second pass over flagged tiles: as many as the GPU runs at once. The tiles of a head
 // are often a power of two apart, so an odd number spreads them over the blocks.

@@ -59,17 +59,12 @@ void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& 
          counter != nullptr ? Start::dependent : Start::in_order);
 }
 
-// A block for each work, with maps of K and V. All panels of a row are read soon after each other,
-// so memory is asked for two lines at a time where a row has them.
+// A block for each work, with maps of K and V.
 void launch_boxes(const Problem& p, const Plan& plan, const ForwardParams& main) {
   TmaForwardParams params;
   static_cast<ForwardParams&>(params) = main;
-  const auto map = [&](const tilewise_tensor& view, int64_t columns) {
-    const int32_t lines = columns > kTensorMapBoxColumns ? 2 : 1;
-    return map_of_keys(p, view, columns, plan.tile_k, lines * kL2LineBytes);
-  };
-  params.k = map(p.k, p.head_dim);
-  params.v = map(p.v, p.head_dim_v);
+  params.k = map_of_keys(p, p.k, p.head_dim, plan.tile_k);
+  params.v = map_of_keys(p, p.v, p.head_dim_v, plan.tile_k);
   launch(plan.unit->form(plan.form).tma_forward, plan.blocks, p.stream, params);
 }
 

@@ -12,7 +12,7 @@ struct Sizes {
 
 // A size of 0 becomes 1: such a map is never read, but the driver has to accept it.
 TensorMap map_of(const Problem& p, const tilewise_tensor& view, const Sizes& sizes, int64_t columns,
-                 int32_t box_rows, int32_t l2_bytes) {
+                 int32_t box_rows) {
   constexpr int64_t kUnusedStride = 8;
   const auto stride = [](int64_t size, int64_t x) { return size > 1 ? x : kUnusedStride; };
   TensorMapShape shape;
@@ -29,7 +29,6 @@ TensorMap map_of(const Problem& p, const tilewise_tensor& view, const Sizes& siz
   shape.stride_slot = stride(sizes.slots, view.stride_batch);
   shape.dtype = p.dtype;
   shape.box_rows = box_rows;
-  shape.l2_bytes = l2_bytes;
   TensorMap map;
   encode_tensor_map(map, shape);
   return map;
@@ -40,14 +39,14 @@ TensorMap map_of(const Problem& p, const tilewise_tensor& view, const Sizes& siz
 TensorMap map_of_rows(const Problem& p, const tilewise_tensor& view, int64_t columns,
                       int32_t box_rows) {
   const int64_t slots = p.cu_seqlens_q != nullptr ? 1 : p.batch;
-  return map_of(p, view, {slots, p.seqlen_q, p.heads_q}, columns, box_rows, kL2LineBytes);
+  return map_of(p, view, {slots, p.seqlen_q, p.heads_q}, columns, box_rows);
 }
 
 TensorMap map_of_keys(const Problem& p, const tilewise_tensor& view, int64_t columns,
-                      int32_t box_rows, int32_t l2_bytes) {
+                      int32_t box_rows) {
   if (p.block_table != nullptr) return {};
   const int64_t slots = p.cu_seqlens_k != nullptr ? 1 : p.kv_batch;
-  return map_of(p, view, {slots, p.seqlen_k, p.heads_kv}, columns, box_rows, l2_bytes);
+  return map_of(p, view, {slots, p.seqlen_k, p.heads_kv}, columns, box_rows);
 }
 
 }  // namespace tilewise::cuda

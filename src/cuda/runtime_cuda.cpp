@@ -158,12 +158,11 @@ void encode_tensor_map(TensorMap& map, const TensorMapShape& shape) {
   const CUtensorMapDataType type = shape.dtype == TILEWISE_BFLOAT16
                                        ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                        : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const CUtensorMapL2promotion fetch = shape.l2_bytes > 128 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B
-                                                            : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   const auto attempt = [&] {
     return encode(reinterpret_cast<CUtensorMap*>(&map), type, 4, const_cast<void*>(shape.data),
                   sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  CU_TENSOR_MAP_SWIZZLE_128B, fetch, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult status = attempt();
   if (status == CUDA_ERROR_INVALID_CONTEXT) {

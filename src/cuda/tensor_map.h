@@ -25,7 +25,6 @@ struct TensorMapShape {
   int64_t stride_slot = 0;
   int32_t dtype = 0;  // TILEWISE_FLOAT16 or TILEWISE_BFLOAT16: a box of sums adds in it
   int32_t box_rows = 0;
-  int32_t l2_bytes = 128;  // what L2 fetches of memory when a box asks for less: 128 or 256
 };
 
 inline constexpr int kTensorMapBoxColumns = 64;

@@ -111,7 +111,7 @@ class BoxFeed {
     for (int panel = 0; panel < Tile::kPanels; ++panel)
       ptx::cp_async_bulk_tensor_load(at(slot) + panel * Tile::kPanelBytes, keys ? p_.k : p_.v,
                                      panel * tile::kPanelColumns, row_ + tile * Tile::kRows, head_,
-                                     sequence_, barrier(slot), ptx::CachePolicy::evict_first);
+                                     sequence_, barrier(slot), ptx::CachePolicy::evict_normal);
   }
 
   const TmaForwardParams& p_;
