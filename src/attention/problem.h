@@ -80,6 +80,25 @@ TILEWISE_FN Sequence sequence_of(const Problem& p, int64_t b) {
   return s;
 }
 
+// Whether no index array says where sequences lie or what they use: all are alike.
+TILEWISE_FN bool shape_says_all(const Problem& p) {
+  return p.cu_seqlens_q == nullptr && p.cu_seqlens_k == nullptr && p.seqused_q == nullptr &&
+         p.seqused_k == nullptr && p.leftpad_k == nullptr && p.kv_batch_idx == nullptr &&
+         p.block_table == nullptr;
+}
+
+// `sequence_of` then.
+TILEWISE_FN Sequence sequence_of_shape(const Problem& p, int64_t b) {
+  Sequence s;
+  s.batch = b;
+  s.slot = b;
+  s.first_row = 0;
+  s.band = Band::make(p.seqlen_q, p.seqlen_k, p.window_left, p.window_right);
+  s.kv.first = 0;
+  s.kv.slot = b;
+  return s;
+}
+
 TILEWISE_FN Score score_of(const Problem& p) {
   return {p.scale_ptr != nullptr ? *p.scale_ptr : p.scale, p.softcap};
 }

@@ -54,6 +54,7 @@ void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& 
   params.v = map_of_keys(p, p.v, p.head_dim_v, plan.tile_k);
   params.work = static_cast<int32_t>(plan.blocks);
   params.counter = counter;
+  params.shape_says_all = shape_says_all(p);
   const int64_t grid = min<int64_t>(plan.blocks, gpu(p.device_index).multiprocessors);
   launch(plan.unit->form(plan.form).tma_forward, grid, p.stream, params,
          counter != nullptr ? Start::dependent : Start::in_order);

@@ -27,7 +27,8 @@ struct TileOrder {
   Divisor heads = 1;
   int32_t sequences = 0;
   Divisor splits = 1;
-  Divisor section = 1;  // (head, sequence) pairs walked together
+  Divisor section = 1;       // (head, sequence) pairs walked together; 1: head by head
+  Divisor last_section = 1;  // those of the last section
   // 0: tile by tile of a head; 1: last tiles first; 2: first ones first; kAlternating
   int32_t longest_first = 0;
   const Entry* table = nullptr;  // [sequences + 1], the last entry holds the total
@@ -35,6 +36,14 @@ struct TileOrder {
   // Head by head, the last tile, the first one, the last but one, ...: where tiles grow evenly, two
   // after each other are as much work as any other two.
   static constexpr int32_t kAlternating = 3;
+
+  // Of dense problems.
+  void walk_together(int64_t pairs_of_section) {
+    const int32_t pairs = heads * sequences;
+    section = static_cast<int32_t>(clamp(pairs_of_section, 1, max(1, pairs)));
+    const int32_t left = pairs % section;
+    last_section = left == 0 ? static_cast<int32_t>(section) : left;
+  }
 
   struct Work {
     int32_t tile;
@@ -61,25 +70,17 @@ struct TileOrder {
 
  private:
   TILEWISE_FN int32_t placed(int32_t tile, int32_t count) const {
+    if (longest_first == kAlternating) return tile % 2 == 0 ? count - 1 - tile / 2 : tile / 2;
     return longest_first == 1 ? count - 1 - tile : tile;
   }
 
+  // One way for all orders: a branch of a GPU that has just started waits for its instructions.
   TILEWISE_FN Work dense(int32_t index) const {
-    int32_t tile;
-    int32_t pair;
-    if (longest_first == 0 || longest_first == kAlternating) {
-      pair = tiles.quotient(index);
-      tile = tiles.remainder(index);
-      if (longest_first == kAlternating) tile = tile % 2 == 0 ? tiles - 1 - tile / 2 : tile / 2;
-    } else {
-      // Sections of `section` pairs, the last one narrower; inside, all pairs of a tile.
-      const int32_t first = section.quotient(tiles.quotient(index)) * section;
-      const int32_t inside = index - first * tiles;
-      const int32_t left = heads * sequences - first;
-      const bool whole = left >= section;
-      tile = whole ? section.quotient(inside) : inside / left;
-      pair = first + inside - tile * min<int32_t>(section, left);
-    }
+    const int32_t first = section.quotient(tiles.quotient(index)) * section;
+    const int32_t inside = index - first * tiles;  // of the section, all pairs of a tile
+    const Divisor width = heads * sequences - first >= section ? section : last_section;
+    const int32_t tile = width.quotient(inside);
+    const int32_t pair = first + inside - tile * width;
     return {placed(tile, tiles), heads.remainder(pair), heads.quotient(pair), 0};
   }
 

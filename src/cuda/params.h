@@ -133,6 +133,7 @@ struct TmaForwardParams : ForwardParams {
   TensorMap v;
   int32_t work = 0;            // blocks of `order`, which a smaller grid shares
   int32_t* counter = nullptr;  // works of different lengths: how many were taken, 0 at first
+  bool shape_says_all = false;  // attention/problem.h
 };
 
 struct TmaBackwardParams : BackwardParams {

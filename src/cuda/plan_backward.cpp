@@ -36,8 +36,7 @@ TileOrder choose_order(const Problem& p, const Gpu& gpu, int64_t tile, int64_t h
   const int64_t row_bytes = (p.head_dim + p.head_dim_v) * bytes + head_dim * 8;
   const auto budget = static_cast<int64_t>(gpu.l2_bytes * kShareOfL2);
   const int64_t section = pairs_within(rows * row_bytes, budget);
-  order.section =
-      static_cast<int32_t>(clamp(section, kLeastSection, max<int64_t>(1, p.heads_kv * p.batch)));
+  if (order.longest_first != 0) order.walk_together(max(section, kLeastSection));
   return order;
 }
 

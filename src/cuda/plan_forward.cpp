@@ -43,8 +43,7 @@ TileOrder choose_order(const Problem& p, const Gpu& gpu, int64_t tile, int32_t p
   const int64_t keys_and_values = usual_keys(p) * (p.head_dim + p.head_dim_v) * bytes;
   const auto budget = static_cast<int64_t>(gpu.l2_bytes * kShareOfL2);
   const int64_t section = pairs_within(keys_and_values, budget) * group_size(p) / pack;
-  order.section = static_cast<int32_t>(
-      clamp(section, kLeastSection, max<int64_t>(1, p.heads_q / pack * p.batch)));
+  if (order.longest_first != 0) order.walk_together(max(section, kLeastSection));
   return order;
 }
 
@@ -170,7 +169,13 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Invento
   split(plan, p, gpu, blocks);
   plan.order.splits = static_cast<int32_t>(plan.splits);
   plan.blocks = blocks * plan.splits;
-  if (deals_in_pairs(p, plan, gpu)) plan.order.longest_first = TileOrder::kAlternating;
+  // wgmma's plain form is the lean one: instructions that a launch does not run cost it, too.
+  const bool shared = plan.pack > 1 || plan.splits > 1;
+  if (family == Family::wgmma && shared) plan.form = Form::general;
+  if (deals_in_pairs(p, plan, gpu)) {
+    plan.order.longest_first = TileOrder::kAlternating;
+    plan.order.walk_together(1);
+  }
   if (family != Family::simt && needs_second_pass(p))
     plan.second = find_forward(p, Family::simt, gpu, inside);
   plan.workspace_bytes = forward_pieces(p, plan).bytes;

@@ -69,14 +69,9 @@ struct KeyTiles {
   int32_t lower;
   int32_t upper;
 
-  TILEWISE_DEVICE static KeyTiles of(const ForwardParams& p, const Band& band,
-                                     const QueryRows& rows, int32_t split, int32_t step) {
-    return of(p, band, rows, split, p.splits_of(band), step);
-  }
   // Without the full tiles: what the first copies wait for.
-  TILEWISE_DEVICE static KeyTiles of(const ForwardParams& p, const Band& band,
-                                     const QueryRows& rows, int32_t split, int32_t splits,
-                                     int32_t step) {
+  TILEWISE_DEVICE static KeyTiles of(const Band& band, const QueryRows& rows, int32_t split,
+                                     int32_t splits, int32_t step) {
     const int64_t row0 = rows.first + band.shift();
     KeyTiles t;
     t.keys = position(band.keys);
@@ -84,7 +79,7 @@ struct KeyTiles {
     t.upper = position(row0 + band.right + 1);
     int32_t end = max(0, min(t.keys, t.upper + rows.last_row()));
     t.first = tiles(max(0, t.lower), step);
-    if (p.order.splits != 1) [[unlikely]] {  // as `key_split`
+    if (splits != 1) [[unlikely]] {  // as `key_split`
       const int32_t count = max(0, tiles(end + step - 1, step) - t.first);
       const int32_t part = tiles(count + splits - 1, splits);
       const int32_t begin = t.first + min(count, part * split);
@@ -138,7 +133,7 @@ struct BlockWork {
     w.split = work.split;
     w.splits = p.splits_of(w.sequence.band);
     if (w.split >= w.splits) w.rows.count = 0;
-    if (w.any()) w.tiles = KeyTiles::of(p, w.sequence.band, w.rows, w.split, w.splits, key_tile);
+    if (w.any()) w.tiles = KeyTiles::of(w.sequence.band, w.rows, w.split, w.splits, key_tile);
     return w;
   }
 };

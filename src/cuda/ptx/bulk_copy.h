@@ -48,6 +48,8 @@ TILEWISE_DEVICE void cp_async_bulk_wait_group() {
   emulator::cp_async_bulk_wait_group(kPending);
 }
 TILEWISE_DEVICE void prefetch_tensormap(const TensorMap&) {}
+// The box comes into L2.
+TILEWISE_DEVICE void cp_async_bulk_prefetch_tensor(const TensorMap&, int, int, int, int) {}
 
 #else
 
@@ -95,6 +97,12 @@ TILEWISE_DEVICE void cp_async_bulk_wait_group_read() {
 template <int kPending>
 TILEWISE_DEVICE void cp_async_bulk_wait_group() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+TILEWISE_DEVICE void cp_async_bulk_prefetch_tensor(const TensorMap& map, int column, int row,
+                                                   int head, int slot) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map),
+               "r"(column), "r"(row), "r"(head), "r"(slot)
+               : "memory");
 }
 TILEWISE_DEVICE void prefetch_tensormap(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");

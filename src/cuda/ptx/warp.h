@@ -19,6 +19,9 @@ TILEWISE_DEVICE uint32_t shuffle_within(uint32_t x, int lane) {
   return emulator::shuffle(x, emulator::thread_index() % kWarpSize / kLanes * kLanes + lane);
 }
 TILEWISE_DEVICE bool any(bool x) { return emulator::any(x); }
+// One lane of a whole warp. ptxas knows that it is one, which `lane == 0` does not say: bulk copies
+// go without a loop over lanes.
+TILEWISE_DEVICE bool elect_one() { return emulator::thread_index() % kWarpSize == 0; }
 // Stands in a branch that must stay one: no selects in its place.
 TILEWISE_DEVICE void keep_branch() {}
 // `x`, from here on of unknown origin: what depends on it is not computed before.
@@ -39,6 +42,12 @@ TILEWISE_DEVICE uint32_t shuffle_within(uint32_t x, int lane) {
   return __shfl_sync(kAllLanes, x, lane, kLanes);
 }
 TILEWISE_DEVICE bool any(bool x) { return __any_sync(kAllLanes, x) != 0; }
+TILEWISE_DEVICE bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+  return elected != 0;
+}
 TILEWISE_DEVICE void keep_branch() { asm volatile(""); }
 TILEWISE_DEVICE uint32_t recent(uint32_t x) {
   asm volatile("" : "+r"(x));

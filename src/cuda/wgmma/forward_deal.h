@@ -20,15 +20,18 @@ class ForwardDeal {
     if (p_.order.table != nullptr) ptx::griddepcontrol_wait();
     int32_t index = static_cast<int32_t>(ptx::block_index()) * (in_pairs() ? 2 : 1);
     typename Shared::WorkPlace place;
-    // Who takes one work too many from a common heap keeps it from those who are idle.
+    // Who takes works from a common heap before he needs them keeps them from those who are idle:
+    // with one more than now a block was done 64 us of 420 before another one.
     const uint32_t ahead = p_.counter == nullptr ? Shared::kWorkSlots : 2;
 #pragma unroll 1
-    for (; index < p_.work; index = following(index)) {
+    while (index < p_.work) {
+      if (describe(shared_.work(place.slot()), index)) {
+        if (writes_part()) shared_.work_full(place.slot()).arrive();
+        place.next();
+      }
       const typename Shared::WorkPlace before{place.count - ahead};
       shared_.work_free(before.slot()).wait(before.phase());
-      if (!describe(shared_.work(place.slot()), index)) continue;
-      if (writes_part()) shared_.work_full(place.slot()).arrive();
-      place.next();
+      index = following(index);
     }
     shared_.work_free(place.slot()).wait(place.phase() ^ 1);
     if (!writes_part()) return;
@@ -71,11 +74,14 @@ class ForwardDeal {
       work.index = index;
     }
     ptx::sync_warp();
-    if (writes) work.sequence = sequence_of(p_.problem, at.sequence);
+    if (writes) {
+      work.sequence = p_.shape_says_all ? sequence_of_shape(p_.problem, at.sequence)
+                                        : sequence_of(p_.problem, at.sequence);
+    }
     ptx::sync_warp();
     if (writes) {
       work.rows = QueryRows::of(p_, work.sequence.band, at.tile, at.head);
-      work.splits = p_.splits_of(work.sequence.band);
+      work.splits = C::kGeneral ? p_.splits_of(work.sequence.band) : 1;
       if (work.split >= work.splits) work.rows.count = 0;
     }
     ptx::sync_warp();
@@ -90,7 +96,8 @@ class ForwardDeal {
     }
     ptx::sync_warp();
     if (writes) {
-      work.tiles = KeyTiles::of(p_, work.sequence.band, work.rows, work.split, C::kForward.keys);
+      work.tiles = KeyTiles::of(work.sequence.band, work.rows, work.split,
+                                C::kGeneral ? work.splits : 1, C::kForward.keys);
     }
     ptx::sync_warp();
     const int warpgroup = ptx::lane_index();

@@ -21,36 +21,70 @@ class ForwardLoad {
   static constexpr arch::WgmmaForwardTile kTile = C::kForward;
   // Then the keys of a tile of queries come before the last values of the one before it.
   static constexpr bool kOverlap = kTile.overlap_tiles;
+  // Q comes while the products of the work before still read theirs. Otherwise its keys come first,
+  // and Q from L2: from memory they waited a microsecond for it.
+  static constexpr bool kQAhead = kTile.q_buffers > 1;
 
   TILEWISE_DEVICE ForwardLoad(const TmaForwardParams& params, const Shared& shared)
       : p_(params), shared_(shared) {}
 
   TILEWISE_DEVICE void run() {
-    // The key tile whose values are to come, and the slot of its work: they follow a step later.
-    int32_t behind = kNone;
+    Keys behind;  // whose values are to come: they follow a step later
+    int32_t behind_tile = kNone;
     typename Shared::WorkPlace place;
 #pragma unroll 1
     for (;; place.next()) {
       const Work& work = shared_.work(place.slot());
       shared_.work_full(place.slot()).wait(place.phase());
       if (work.rows.count == 0) break;
-      load_q(work, {place.count});
-      int32_t tile = work.tiles.last;
+      if (kQAhead)
+        load_q(work, {place.count});
+      else
+        prefetch_q(work);
+      const Keys keys = keys_of(work, place.slot());
+      const int32_t last = work.tiles.last;
+      int32_t tile = last;
 #pragma unroll 1
       do {  // without keys: one step, in which the values that are behind come
-        const bool wanted = tile >= work.tiles.first;
-        if (wanted) load_k(work, tile);
-        if (behind != kNone) load_v(behind, {ks_.count - (wanted ? 2u : 1u)});
-        behind = wanted ? tile * Shared::kWorkSlots + place.slot() : kNone;
-      } while (--tile >= work.tiles.first - (kOverlap ? 0 : 1));
-      place.count = ptx::recent(place.count);  // few registers: see lane()
-      if (!shared_.work(place.slot()).has_keys()) release(place.slot());
+        const bool wanted = tile >= keys.first_tile;
+        if (wanted) load_k(keys, tile);
+        if (!kQAhead && tile == last) load_q(shared_.work(place.slot()), {place.count});
+        if (behind_tile != kNone) load_v(behind, behind_tile, {ks_.count - (wanted ? 2u : 1u)});
+        behind = keys;
+        behind_tile = wanted ? tile : kNone;
+      } while (--tile >= keys.first_tile - (kOverlap ? 0 : 1));
+      if (last < keys.first_tile) release(place.slot());
     }
-    if (kOverlap && behind != kNone) load_v(behind, {ks_.count - 1});
+    if (kOverlap && behind_tile != kNone) load_v(behind, behind_tile, {ks_.count - 1});
   }
 
  private:
   static constexpr int32_t kNone = -1;
+
+  // What the copies of a work's keys and values take, in registers: a slot that has become free is
+  // refilled at once. Found out then, it cost 7 % of the forward from 1k keys on.
+  struct Keys {
+    int32_t work;  // slot
+    int32_t first_tile;
+    int32_t row;  // of key 0
+    int32_t head;
+    int32_t slot;         // kNone: pages
+    int32_t foreign_tile;  // from here on tiles have rows behind the keys of the sequence
+  };
+
+  // Rows behind the keys of a sequence come with its last tile: a masked key has weight 0, and 0
+  // times the NaN of a stranger is NaN. Keys need no such care: masked scores are replaced.
+  TILEWISE_DEVICE Keys keys_of(const Work& work, int slot) const {
+    const KvSource& kv = work.sequence.kv;
+    const bool paged = C::kGeneral && kv.pages != nullptr;
+    const bool alone = paged || kv.first + work.tiles.keys == p_.problem.seqlen_k;
+    return {slot,
+            work.tiles.first,
+            static_cast<int32_t>(kv.first),
+            p_.group.quotient(work.rows.first_head),
+            paged ? kNone : static_cast<int32_t>(kv.slot),
+            alone ? INT32_MAX : work.tiles.keys / kTile.keys};
+  }
 
   // Read again where it is asked for: a lane of this warp has few registers.
   TILEWISE_DEVICE static int lane() {
@@ -67,71 +101,71 @@ class ForwardLoad {
     const int buffer = place.slot();
     const Barrier full = shared_.q_full(buffer);
     shared_.q_free(buffer).wait(place.phase() ^ 1);
-    if (work.rows.packed()) {
+    if (C::kGeneral && work.rows.packed()) {
       copy_q(work, buffer);
       return announce_copies(full);
     }
-    if (lane() != 0) return;
-    const auto row = static_cast<int32_t>(work.sequence.first_row) + work.rows.first;
+    if (!ptx::elect_one()) return;
     full.expect(Shared::kQBytes);
 #pragma unroll
     for (int warpgroup = 0; warpgroup < kTile.math_warpgroups; ++warpgroup)
-      load_tile(shared_.q(buffer, warpgroup), full, p_.q, row + 64 * warpgroup,
+      load_tile(shared_.q(buffer, warpgroup), full, p_.q, row_of(work) + 64 * warpgroup,
                 work.rows.first_head, static_cast<int32_t>(work.sequence.slot),
                 ptx::CachePolicy::evict_first);
   }
 
-  TILEWISE_DEVICE void load_k(const Work& work, int32_t tile) {
+  TILEWISE_DEVICE static int32_t row_of(const Work& work) {
+    return static_cast<int32_t>(work.sequence.first_row) + work.rows.first;
+  }
+
+  TILEWISE_DEVICE void prefetch_q(const Work& work) const {
+    const int panel = lane() % QTile::kPanels;
+    const int warpgroup = lane() / QTile::kPanels;
+    if ((C::kGeneral && work.rows.packed()) || warpgroup >= kTile.math_warpgroups) return;
+    ptx::cp_async_bulk_prefetch_tensor(p_.q, panel * tile::kPanelColumns,
+                                       row_of(work) + 64 * warpgroup, work.rows.first_head,
+                                       static_cast<int32_t>(work.sequence.slot));
+  }
+
+  TILEWISE_DEVICE void load_k(const Keys& keys, int32_t tile) {
     const KTile to = shared_.k(ks_.slot());
     const Barrier full = shared_.k_full(ks_.slot());
     shared_.k_free(ks_.slot()).wait(ks_.phase() ^ 1);
     ks_.next();
-    load_keys(to, full, full, p_.k, p_.problem.k, p_.problem.head_dim, work, tile);
+    load_keys(to, full, full, p_.k, p_.problem.k, p_.problem.head_dim, keys, tile);
   }
 
-  TILEWISE_DEVICE void load_v(int32_t behind, typename Shared::KvPlace place) {
-    const Work& work = shared_.work(behind % Shared::kWorkSlots);
-    const int32_t tile = behind / Shared::kWorkSlots;
+  TILEWISE_DEVICE void load_v(const Keys& keys, int32_t tile, typename Shared::KvPlace place) {
     const VTile to = shared_.v(place.slot());
     const Barrier full = shared_.v_full(place.slot());
+    const bool foreign = tile >= keys.foreign_tile;
     shared_.v_free(place.slot()).wait(place.phase() ^ 1);
-    const bool tail = has_strangers(work, tile);
-    const Barrier landed = tail ? shared_.v_landed() : full;
-    load_keys(to, full, landed, p_.v, p_.problem.v, p_.problem.head_dim_v, work, tile);
-    if (tail) {
-      landed.wait(landed_phase_);
+    load_keys(to, full, foreign ? shared_.v_landed() : full, p_.v, p_.problem.v,
+              p_.problem.head_dim_v, keys, tile);
+    if (foreign) [[unlikely]] {
+      shared_.v_landed().wait(landed_phase_);
       landed_phase_ ^= 1;
-      clear_rows(to, work.tiles.keys - tile * kTile.keys);
+      clear_rows(to, shared_.work(keys.work).tiles.keys - tile * kTile.keys);
       ptx::fence_proxy_async();
       ptx::sync_warp();
       if (lane() == 0) full.arrive();
     }
-    if (tile == work.tiles.first) release(behind % Shared::kWorkSlots);
-  }
-
-  // Whether rows behind the keys of the sequence come with its tile: a masked key has weight 0, and
-  // 0 times the NaN of a stranger is NaN. Keys need no such care: masked scores are replaced.
-  TILEWISE_DEVICE bool has_strangers(const Work& work, int32_t tile) const {
-    const KvSource& kv = work.sequence.kv;
-    return (tile + 1) * kTile.keys > work.tiles.keys && kv.pages == nullptr &&
-           kv.first + work.tiles.keys != p_.problem.seqlen_k;
+    if (tile == keys.first_tile) release(keys.work);
   }
 
   // One key tile of one head; `landed` counts the bytes.
   template <class Tile>
   TILEWISE_DEVICE void load_keys(const Tile& to, Barrier full, Barrier landed, const TensorMap& map,
-                                 const tilewise_tensor& view, int64_t columns, const Work& work,
+                                 const tilewise_tensor& view, int64_t columns, const Keys& keys,
                                  int32_t tile) const {
-    const KvSource& kv = work.sequence.kv;
-    const int32_t head = p_.group.quotient(work.rows.first_head);
-    if (kv.pages != nullptr) {
-      copy_keys(to, view, columns, work, tile, head);
+    if (C::kGeneral && keys.slot == kNone) [[unlikely]] {
+      copy_keys(to, view, columns, keys, tile);
       return announce_copies(full);
     }
-    if (lane() != 0) return;
+    if (!ptx::elect_one()) return;
     landed.expect(Tile::kBytes);
-    load_tile(to, landed, map, static_cast<int32_t>(kv.first) + tile * kTile.keys, head,
-              static_cast<int32_t>(kv.slot), ptx::CachePolicy::evict_last);
+    load_tile(to, landed, map, keys.row + tile * kTile.keys, keys.head, keys.slot,
+              ptx::CachePolicy::evict_last);
   }
 
   // Columns and rows that the tensor does not have arrive as 0.
@@ -179,13 +213,14 @@ class ForwardLoad {
   // Keys of a paged cache.
   template <class Tile>
   TILEWISE_DEVICE void copy_keys(const Tile& to, const tilewise_tensor& view, int64_t columns,
-                                 const Work& work, int32_t tile, int32_t head) const {
+                                 const Keys& keys, int32_t tile) const {
+    const Work& work = shared_.work(keys.work);
 #pragma unroll 1
     for (int r = lane() / kLanesPerRow; r < kTile.keys; r += kRowsPerPass) {
       const int32_t key = tile * kTile.keys + r;
       const char* row = nullptr;
       if (key < work.tiles.keys) {
-        const int64_t offset = work.sequence.kv.offset_32(view, key) + head * view.stride_head;
+        const int64_t offset = work.sequence.kv.offset_32(view, key) + keys.head * view.stride_head;
         row = static_cast<const char*>(view.data) + offset * C::Element::kBytes;
       }
       copy_row(to, r, row, static_cast<int>(columns));

@@ -332,7 +332,7 @@ class ForwardMath {
     ending.l[0][1] = softmax_.l[0][1];
     ending.rows = finish_rows<Element>(p_, work, at, softmax_.m, ending.l, terms_.keep_scale());
     ending.out = OutRows<C>::of(p_.problem, work, at.row0);
-    if (work.splits == 1) store_row_sums<C>(p_.problem, work, at, ending.rows);
+    if (!C::kGeneral || work.splits == 1) store_row_sums<C>(p_.problem, work, at, ending.rows);
     return ending;
   }
 
@@ -341,7 +341,7 @@ class ForwardMath {
     const LanePlace at = place();
     if (p_.flags.data != nullptr && !outputs_are_finite(work, at, o_, ending.l)) [[unlikely]]
       p_.flags.data[work.index] = 1;  // after the 0 of the dealing warp
-    if (work.splits > 1) [[unlikely]]
+    if (C::kGeneral && work.splits > 1) [[unlikely]]
       store_partial(p_, work, at, o_, ending.rows);
     else
       store_outputs<C>(p_.problem, work, at, o_, ending.rows, ending.out);

@@ -37,7 +37,7 @@ TILEWISE_DEVICE void store_outputs(const Problem& p, const ForwardWork<C>& work,
                                    const RowResults<1>& result, const OutRows<C>& rows) {
   using Element = typename C::Element;
   const int lane = place.lane_of_quad();
-  const bool packed = work.rows.packed();
+  const bool packed = C::kGeneral && work.rows.packed();
   const auto chunks = static_cast<int>(p.head_dim_v) / 8;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -62,7 +62,7 @@ TILEWISE_DEVICE void store_outputs(const Problem& p, const ForwardWork<C>& work,
 template <class C>
 TILEWISE_DEVICE void store_row_sums(const Problem& p, const ForwardWork<C>& work,
                                     const LanePlace& place, const RowResults<1>& result) {
-  if (work.rows.packed()) [[unlikely]]
+  if (C::kGeneral && work.rows.packed()) [[unlikely]]
     return store_lse(p, work, place, result);
   float* const lse = work.lse;
   const int32_t left = work.rows.count - place.row0;
