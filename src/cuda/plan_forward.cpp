@@ -141,7 +141,7 @@ void split(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
 // blocks again and again: 308 instead of 407 TFLOP/s), and pairs enough for a last round that is
 // not full to cost little.
 bool deals_in_pairs(const Problem& p, const Plan& plan, const Gpu& gpu) {
-  constexpr int64_t kRounds = 4;
+  constexpr int64_t kRounds = 3;
   return plan.family == Family::wgmma && plan.order.longest_first == 1 && !ragged_rows(p) &&
          plan.splits == 1 && plan.order.tiles % 2 == 0 &&
          most_rows(p) <= arch::Sm90a::kPairedForwardRows &&
