@@ -131,8 +131,8 @@ struct TmaForwardParams : ForwardParams {
   TensorMap q;
   TensorMap k;
   TensorMap v;
-  int32_t work = 0;            // blocks of `order`, which a smaller grid shares
-  int32_t* counter = nullptr;  // works of different lengths: how many were taken, 0 at first
+  int32_t work = 0;             // blocks of `order`, which a smaller grid shares
+  int32_t* counter = nullptr;   // works of different lengths: how many were taken, 0 at first
   bool shape_says_all = false;  // attention/problem.h
 };
 

@@ -100,9 +100,10 @@ TILEWISE_DEVICE void cp_async_bulk_wait_group() {
 }
 TILEWISE_DEVICE void cp_async_bulk_prefetch_tensor(const TensorMap& map, int column, int row,
                                                    int head, int slot) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map),
-               "r"(column), "r"(row), "r"(head), "r"(slot)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map),
+      "r"(column), "r"(row), "r"(head), "r"(slot)
+      : "memory");
 }
 TILEWISE_DEVICE void prefetch_tensormap(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");

@@ -44,8 +44,8 @@ TILEWISE_DEVICE uint32_t shuffle_within(uint32_t x, int lane) {
 TILEWISE_DEVICE bool any(bool x) { return __any_sync(kAllLanes, x) != 0; }
 TILEWISE_DEVICE bool elect_one() {
   uint32_t elected;
-  asm volatile(
-      "{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(elected));
   return elected != 0;
 }
 TILEWISE_DEVICE void keep_branch() { asm volatile(""); }

@@ -9,8 +9,9 @@
 namespace tilewise::cuda::wgmma {
 
 // `plain` has what costs nothing in the inner loop (scale, band, lengths, groups, sinks); `general`
-// adds softcap, ALiBi, bias and dropout as uniform switches. Both read K and V by TMA, or with
-// cp.async where keys end inside a tile that has more rows behind them, or lie in pages.
+// adds softcap, ALiBi, bias and dropout as uniform switches, and in the forward what is rare:
+// packed heads, key splits and pages. Instructions that are not run cost as well: those of a work
+// are fetched once a work (D128, 512 rows, causal: 121 us with 6.5k instructions, 109 with 5.0k).
 enum class Form { plain, general };
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, Form kForm_, arch::Cut kCut_>
