@@ -15,3 +15,11 @@
 // one to a machine without it: so these are always inlined (a test reads the symbols of the
 // objects).
 #define TILEWISE_FN TILEWISE_HOST_DEVICE inline __attribute__((always_inline))
+
+// Before a loop of few steps that a GPU is to run without one. Compilers of hosts decide
+// themselves.
+#if defined(__CUDA_ARCH__)
+#define TILEWISE_UNROLL _Pragma("unroll")
+#else
+#define TILEWISE_UNROLL
+#endif

@@ -41,16 +41,16 @@ struct Sm90a {
     // Latency-bound: many queries, statistics where they are used.
     if (head_dim <= 64)
       return narrow ? WgmmaBackwardTile{}
-                    : WgmmaBackwardTile{128, 128, 1, false, SendDq::at_once, 240, 24};
+                    : WgmmaBackwardTile{128, 128, 1, false, SendDq::at_once, 240, 24, true};
     // 80 queries are faster once there is much to walk, 64 lose less at a causal edge.
     if (head_dim <= 128)
-      return narrow ? WgmmaBackwardTile{128, 64, 1, true, SendDq::under_dp, 240, 24}
-                    : WgmmaBackwardTile{128, 80, 1, true, SendDq::under_scores, 240, 24};
+      return narrow ? WgmmaBackwardTile{128, 64, 1, true, SendDq::under_dp, 240, 24, true}
+                    : WgmmaBackwardTile{128, 80, 1, true, SendDq::under_scores, 240, 24, false};
     if (head_dim <= 192)
       return narrow ? WgmmaBackwardTile{}
-                    : WgmmaBackwardTile{96, 64, 1, false, SendDq::at_once, 240, 24};
+                    : WgmmaBackwardTile{96, 64, 1, false, SendDq::at_once, 240, 24, false};
     // The sums of dQ are the wall: two blocks halve them (448 to 517 TFLOP/s at 16k rows).
-    return {80, 64, narrow ? 1 : 2, false, SendDq::at_once, 240, 24};
+    return {80, 64, narrow ? 1 : 2, false, SendDq::at_once, 240, 24, false};
   }
   // Which problems take the narrow cut. By columns a cluster pays from 2k rows on; the general form
   // has registers for 64 queries, not for 80.

@@ -69,6 +69,7 @@ struct WgmmaBackwardTile {
   SendDq send;
   int math_registers;
   int load_registers;
+  bool option_loops;  // a loop for each option of the general form that is on alone
 
   constexpr int threads() const { return 384; }  // two warpgroups of math and one that loads
 };

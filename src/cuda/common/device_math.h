@@ -22,8 +22,9 @@ struct DeviceMath {
   };
 
   TILEWISE_DEVICE static void mul_high_low(uint32_t a, uint32_t b, uint32_t* high, uint32_t* low) {
-    *high = ptx::mul_high(a, b);
-    *low = a * b;
+    const uint64_t product = uint64_t{a} * b;  // one instruction, which two halves are not always
+    *high = static_cast<uint32_t>(product >> 32);
+    *low = static_cast<uint32_t>(product);
   }
 };
 
@@ -32,45 +33,70 @@ struct HalfMath : DeviceMath {
   TILEWISE_DEVICE static float tanh(float x) { return tanh_of_exponent(x * kToExponent); }
 
   // An exponential and a reciprocal a score beside the exponential of the softmax would make the
-  // special function unit the wall. The factor is not negative.
+  // special function unit the wall.
   class ScaledTanh {
    public:
     TILEWISE_DEVICE explicit ScaledTanh(float factor) : factor_(factor) {}
 
-    // The lanes of a warp go the same way. Scores mostly stay far below their cap.
     template <int kCount>
     TILEWISE_DEVICE void apply(float (&x)[kCount]) const {
+      if (are_small(x))
+        apply_to_small(x);
+      else
+        apply_to_any(x);
+    }
+
+    // The lanes of a warp go the same way. Scores mostly stay far below their cap.
+    template <int kCount>
+    TILEWISE_DEVICE bool are_small(const float (&x)[kCount]) const {
       float largest[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
       for (int i = 0; i < kCount; ++i)
         largest[i % 4] = ptx::fmax(largest[i % 4], __builtin_fabsf(x[i]));
       largest[0] = ptx::fmax(largest[0], largest[1]);
       largest[2] = ptx::fmax(largest[2], largest[3]);
-      if (ptx::any(!is_small(ptx::fmax(largest[0], largest[2]))))
-        apply_to_any(x);
-      else
-        apply_to_small(x);
+      return !ptx::any(!is_small(ptx::fmax(largest[0], largest[2])));
     }
 
-    // Powers of smaller factors would be subnormal.
+    // Powers of smaller factors would be subnormal, of larger ones infinite.
     TILEWISE_DEVICE bool is_small(float x) const {
-      return x * factor_ <= 0.4f && factor_ >= 0x1p-16f;
+      const float factor = __builtin_fabsf(factor_);
+      return x * factor <= 0.4f && factor >= 0x1p-16f && factor <= 0x1p16f;
     }
 
-    // The best polynomial of degree 7 up to 0.4: a relative error of 1.2e-7, and that of rounding.
+    // unit * tanh(factor * x), and a term, of small x: the best polynomial of degree 7 up to 0.4,
+    // with a relative error of 1.2e-7, and that of rounding.
+    class Small {
+     public:
+      TILEWISE_DEVICE Small(float factor, float unit) {
+        const float square = factor * factor;
+        float power = factor;
+        c_[0] = factor * unit;
+        c_[1] = -0.33331883f * unit * (power *= square);
+        c_[2] = 0.13277641f * unit * (power *= square);
+        c_[3] = -0.047794897f * unit * (power *= square);
+      }
+      TILEWISE_DEVICE float operator()(float x) const { return x * slope(x * x); }
+      TILEWISE_DEVICE float operator()(float x, float term) const {
+        return ptx::fma(x, slope(x * x), term);
+      }
+
+     private:
+      TILEWISE_DEVICE float slope(float u) const {
+        return ptx::fma(ptx::fma(ptx::fma(c_[3], u, c_[2]), u, c_[1]), u, c_[0]);
+      }
+
+      float c_[4];
+    };
+    TILEWISE_DEVICE Small small(float unit) const {
+      // No powers kept in loops.
+      return Small(ptx::float_of(ptx::recent(ptx::bits_of(factor_))), unit);
+    }
     template <int kCount>
     TILEWISE_DEVICE void apply_to_small(float (&x)[kCount]) const {
-      const float f = ptx::float_of(ptx::recent(ptx::bits_of(factor_)));  // no powers kept in loops
-      const float square = f * f;
-      float power = f;
-      float c[3] = {-0.33331883f, 0.13277641f, -0.047794897f};
+      const Small tanh = small(1.0f);
 #pragma unroll
-      for (float& each : c) each *= power *= square;
-#pragma unroll
-      for (float& each : x) {
-        const float u = each * each;
-        each *= ptx::fma(ptx::fma(ptx::fma(c[2], u, c[1]), u, c[0]), u, f);
-      }
+      for (float& each : x) each = tanh(each);
     }
 
     // Three of four go without the reciprocal: then that unit and the other ones take equally long.

@@ -59,13 +59,36 @@ struct AlibiRows {
   }
 };
 
-// The weights of a tile that dropout keeps: element (m, n, 2 h + e) of Sums is bit
-// 16 h + n - n % 2 + e of word[m][n % 2].
+// Which blocks of eight keys of a row a lane draws the bits of dropout for.
+template <int kRows>
+struct DropoutRows {
+  uint32_t row[kRows];
+  uint32_t batch_head[kRows];
+
+  TILEWISE_DEVICE static DropoutRows of(const Problem& p, const BlockWork& work,
+                                        const LanePlace& place) {
+    DropoutRows rows;
+#pragma unroll
+    for (int m = 0; m < kRows; ++m) {
+      const int32_t r = place.row(m, 0) + 8 * place.block_row();
+      rows.row[m] = static_cast<uint32_t>(work.rows.first + work.rows.row(r));
+      rows.batch_head[m] = static_cast<uint32_t>(work.sequence.batch * p.heads_q + work.head(r));
+    }
+    return rows;
+  }
+};
+
+// The weights of a tile that dropout keeps, in the order of operands (tile::operand_of): the two
+// keys of word e of step i are bits bit(i) and 16 + bit(i) of word[m][e].
 template <int kRows, int kColumns>
 struct KeptBits {
-  static_assert(kColumns % 2 == 0 && kColumns <= 16);
+  static constexpr int kSteps = kColumns / 2;
+  static_assert(kColumns % 2 == 0 && kSteps <= 8);
 
-  uint32_t word[kRows][2];
+  // In the upper halves of bytes: few shifts bring them to the highest bit of one.
+  static constexpr int bit(int i) { return 4 + i % 4 + i / 4 * 8; }
+
+  uint32_t word[kRows][4];
 
   // Zeroes the others.
   TILEWISE_DEVICE void apply(tile::Sums<kRows, kColumns>& s) const {
@@ -75,10 +98,20 @@ struct KeptBits {
       for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const int bit = 16 * (e / 2) + n - n % 2 + e % 2;
-          if ((word[m][n % 2] >> bit & 1u) == 0) s.x[m][n][e] = 0.0f;
+          if ((word[m][n % 2 * 2 + e / 2] >> (16 * (e % 2) + bit(n / 2)) & 1u) == 0)
+            s.x[m][n][e] = 0.0f;
         }
       }
+    }
+  }
+  // The same of operands of 16 bits: two at once.
+  TILEWISE_DEVICE void apply(uint32_t (&operands)[kSteps][4]) const {
+    static_assert(kRows == 1);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        operands[i][e] &= ptx::spread_byte_sign(word[0][e] << (7 - bit(i) % 8), bit(i) / 8);
     }
   }
 };
@@ -170,40 +203,38 @@ struct GeneralTerms {
     }
   }
 
-  // Zeroes the weights that dropout drops.
+  // What dropout, which is on, keeps of a tile.
   template <int kRows, int kColumns>
-  TILEWISE_DEVICE void drop(const Problem& p, const BlockWork& work, tile::Sums<kRows, kColumns>& s,
-                            int32_t tile, const LanePlace& place) const {
-    draw<kRows, kColumns>(p, work, tile, place).apply(s);
-  }
-  template <int kRows, int kColumns>
-  TILEWISE_DEVICE KeptBits<kRows, kColumns> draw(const Problem& p, const BlockWork& work,
-                                                 int32_t tile, const LanePlace& place) const {
+  TILEWISE_DEVICE KeptBits<kRows, kColumns> draw(const DropoutRows<kRows>& rows, int32_t tile,
+                                                 const LanePlace& place) const {
+    using Kept = KeptBits<kRows, kColumns>;
     const auto first = static_cast<uint32_t>(tile * kColumns + place.first_block());
-    // 16 bits are at least the threshold: so they are in the upper half of a word, whatever the
-    // lower half holds, and a threshold of 2^16 keeps nothing.
-    const uint32_t below = (dropout.threshold << 16) - 1;
-    KeptBits<kRows, kColumns> kept;
+    // Halves of 16 bits become `least`, the threshold, where they are kept, and one less where they
+    // are not. (A threshold of 2^16 keeps nothing.)
+    const uint32_t below = (dropout.threshold - 1) * 0x10001u;
+    const uint32_t least = min(dropout.threshold, 0xffffu) * 0x10001u;
+    Kept kept;
 #pragma unroll
     for (int m = 0; m < kRows; ++m) {
-      const int32_t r = place.row(m, 0) + 8 * place.block_row();
-      const auto row = static_cast<uint32_t>(work.rows.first + work.rows.row(r));
-      const auto head = static_cast<uint32_t>(work.sequence.batch * p.heads_q + work.head(r));
-      uint32_t pairs[4] = {};  // of bits: pair j of block i is bits 2 i and 2 i + 1 of word j
+      uint32_t (&sum)[4] = kept.word[m];  // of 2^bit(i) times what block i became
 #pragma unroll
-      for (int i = 0; i < kColumns / 2; ++i) {
-        const auto block = first + static_cast<uint32_t>(2 * i);
-        const PhiloxState<uint32_t> bits = dropout.block<DeviceMath>(block, row, head);
+      for (uint32_t& each : sum) each = 0;
+      uint32_t all = 0;
+#pragma unroll
+      for (int i = Kept::kSteps - 1; i >= 0; --i) {
+        const PhiloxState<uint32_t> bits = dropout.block<DeviceMath>(
+            first + static_cast<uint32_t>(2 * i), rows.row[m], rows.batch_head[m]);
         const uint32_t word[4] = {bits.c0, bits.c1, bits.c2, bits.c3};
+        const uint32_t step = 1u << (Kept::bit(i + 1) - Kept::bit(i));
+        all = step * all + 1;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if (word[j] << 16 > below) pairs[j] |= 1u << 2 * i;
-          if (word[j] > below) pairs[j] |= 2u << 2 * i;
-        }
+        for (int j = 0; j < 4; ++j)
+          sum[j] = step * sum[j] + ptx::clamp_u16x2(word[j], below, least);
       }
-      tile::quad_transpose(pairs, place.lane_of_quad());
-      kept.word[m][0] = pairs[0] | pairs[1] << 16;
-      kept.word[m][1] = pairs[2] | pairs[3] << 16;
+      constexpr uint32_t kFirst = 1u << Kept::bit(0);
+#pragma unroll
+      for (uint32_t& each : sum) each = kFirst * each - kFirst * all * below;
+      tile::quad_transpose(sum, place.lane_of_quad());
     }
     return kept;
   }

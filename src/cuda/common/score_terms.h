@@ -8,6 +8,46 @@
 
 namespace tilewise::cuda {
 
+// What a loop of the general form is ready for: nothing, one option alone, or any that are on. One
+// that is alone gets the registers of all (docs/performance.md).
+enum class Option { none, softcap, alibi, bias, dropout, any };
+
+template <Option kOption>
+inline constexpr bool kOneOption = kOption != Option::none && kOption != Option::any;
+
+// Bias: that of the type of q, k and v (16 bits), which comes ahead of its use.
+TILEWISE_DEVICE Option option_of(const Problem& p) {
+  constexpr float kLeast = 0x1p-17f;  // that dropout's 16 bits do not round to 0
+  const bool on[] = {p.softcap != 0.0f, p.alibi_slopes != nullptr, p.bias != nullptr,
+                     p.dropout_p >= kLeast};
+  const int count = on[0] + on[1] + on[2] + on[3];
+  if (count != 1 || (on[2] && p.bias_dtype == TILEWISE_FLOAT32)) return Option::any;
+  return on[0] ? Option::softcap : on[1] ? Option::alibi : on[2] ? Option::bias : Option::dropout;
+}
+
+// Runs the instance of a role that is for the options of a problem.
+template <class Role>
+TILEWISE_DEVICE void run_with_option(const Problem& p, const Role& role) {
+  switch (option_of(p)) {
+    case Option::softcap:
+      return role.template run<Option::softcap>();
+    case Option::alibi:
+      return role.template run<Option::alibi>();
+    case Option::bias:
+      return role.template run<Option::bias>();
+    case Option::dropout:
+      return role.template run<Option::dropout>();
+    default:
+      return role.template run<Option::any>();
+  }
+}
+
+// Whether an option is on: known beforehand where a loop is ready for one alone.
+template <Option kOption, Option kAsked>
+TILEWISE_DEVICE bool is_on(bool in_problem) {
+  return kOption == kAsked || (kOption == Option::any && in_problem);
+}
+
 // What the terms of one row of one query head share.
 struct RowTerms {
   float slope;          // 0: no ALiBi

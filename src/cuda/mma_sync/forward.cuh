@@ -282,7 +282,11 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
     if (masked) mask<C>(s, kept_work<C>(), tile);
     softmax.raise(s, o);
     softmax.exponentiate(s);
-    if (dropout) general.drop(problem, kept, s, tile, lane_place<C>());
+    if (dropout) {
+      constexpr int kRows = C::kForward.warp_rows / 16;
+      const auto rows = DropoutRows<kRows>::of(problem, kept, lane_place<C>());
+      general.template draw<kRows, C::kForward.keys / 8>(rows, tile, lane_place<C>()).apply(s);
+    }
 
     feed.arrive();
     if (masked) feed.clear_strangers(kept_work<C>(), tile);

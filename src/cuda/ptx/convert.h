@@ -42,6 +42,10 @@ TILEWISE_DEVICE uint32_t mul_high(uint32_t a, uint32_t b) {
 TILEWISE_DEVICE uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
   return (x & mask) | bits;
 }
+// 0xffff in each half whose byte `byte` (0 or 1) has its highest bit set, 0 in the others.
+TILEWISE_DEVICE uint32_t spread_byte_sign(uint32_t x, int byte) {
+  return (x >> (8 * byte + 7) & 0x00010001u) * 0xffffu;
+}
 
 #else
 
@@ -99,7 +103,26 @@ TILEWISE_DEVICE uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(x), "r"(mask), "r"(bits));
   return r;
 }
+TILEWISE_DEVICE uint32_t spread_byte_sign(uint32_t x, int byte) {
+  uint32_t r;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(x), "r"(byte == 0 ? 0xAA88 : 0xBB99));
+  return r;
+}
 
 #endif
+
+// Each half between the same halves of `low` and `high`, which are in this order.
+TILEWISE_DEVICE uint32_t clamp_u16x2(uint32_t x, uint32_t low, uint32_t high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint32_t r;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(low));
+  asm("min.u16x2 %0, %1, %2;" : "=r"(r) : "r"(r), "r"(high));
+  return r;
+#else
+  const uint32_t lower = min(max(x & 0xffffu, low & 0xffffu), high & 0xffffu);
+  const uint32_t upper = min(max(x >> 16, low >> 16), high >> 16);
+  return lower | upper << 16;
+#endif
+}
 
 }  // namespace tilewise::cuda::ptx

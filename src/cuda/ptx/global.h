@@ -7,6 +7,11 @@ namespace tilewise::cuda::ptx {
 
 #if defined(TILEWISE_EMULATOR)
 
+TILEWISE_DEVICE uint32_t ld_global_b32(const void* p) {
+  uint32_t r;
+  __builtin_memcpy(&r, p, sizeof(r));
+  return r;
+}
 TILEWISE_DEVICE void ld_global_v4_b32(uint32_t (&r)[4], const void* p) {
   emulator::ld_global_v4_b32(r, p);
 }
@@ -34,6 +39,11 @@ TILEWISE_DEVICE int32_t atom_add(int32_t* p, int32_t x) {
 
 #else
 
+TILEWISE_DEVICE uint32_t ld_global_b32(const void* p) {
+  uint32_t r;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(r) : "l"(p));
+  return r;
+}
 TILEWISE_DEVICE void ld_global_v4_b32(uint32_t (&r)[4], const void* p) {
   asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

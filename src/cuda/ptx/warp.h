@@ -1,4 +1,5 @@
-// Exchange between the lanes of a warp. PTX ISA 9.7.9: shfl.sync, 9.7.13: vote.sync.
+// Exchange between the lanes of a warp. PTX ISA 9.7.9: shfl.sync, 9.7.13: vote.sync, 9.7.14:
+// movmatrix.
 #pragma once
 
 #include "cuda/ptx/platform.h"
@@ -22,10 +23,23 @@ TILEWISE_DEVICE bool any(bool x) { return emulator::any(x); }
 // One lane of a whole warp. ptxas knows that it is one, which `lane == 0` does not say: bulk copies
 // go without a loop over lanes.
 TILEWISE_DEVICE bool elect_one() { return emulator::thread_index() % kWarpSize == 0; }
+// Transposes an 8x8 matrix of 16-bit elements, of which lane l holds the pair l % 4 of row l / 4.
+TILEWISE_DEVICE uint32_t movmatrix_trans(uint32_t x) {
+  const int lane = emulator::thread_index() % kWarpSize;
+  const int from = lane % 4 * 8 + lane / 8;
+  const int shift = lane / 4 % 2 * 16;
+  const uint32_t low = emulator::shuffle(x, from) >> shift & 0xffffu;
+  return low | (emulator::shuffle(x, from + 4) >> shift & 0xffffu) << 16;
+}
 // Stands in a branch that must stay one: no selects in its place.
 TILEWISE_DEVICE void keep_branch() {}
+// A branch that is never taken, which no compiler may know: ptxas moves nothing across it. A wait
+// for products it otherwise moves ahead of all that does not read their sums, of a whole softmax,
+// too.
+TILEWISE_DEVICE void hold_order(bool) {}
 // `x`, from here on of unknown origin: what depends on it is not computed before.
 TILEWISE_DEVICE uint32_t recent(uint32_t x) { return x; }
+TILEWISE_DEVICE uint64_t recent_u64(uint64_t x) { return x; }
 TILEWISE_DEVICE const char* recent(const char* x) { return x; }
 
 #else
@@ -48,9 +62,21 @@ TILEWISE_DEVICE bool elect_one() {
                : "=r"(elected));
   return elected != 0;
 }
+TILEWISE_DEVICE uint32_t movmatrix_trans(uint32_t x) {  // sm_75
+  uint32_t r;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
+  return r;
+}
 TILEWISE_DEVICE void keep_branch() { asm volatile(""); }
+TILEWISE_DEVICE void hold_order(bool never) {
+  if (never) asm volatile("nanosleep.u32 0;");
+}
 TILEWISE_DEVICE uint32_t recent(uint32_t x) {
   asm volatile("" : "+r"(x));
+  return x;
+}
+TILEWISE_DEVICE uint64_t recent_u64(uint64_t x) {
+  asm volatile("" : "+l"(x));
   return x;
 }
 TILEWISE_DEVICE const char* recent(const char* x) {

@@ -21,8 +21,12 @@
 
 namespace tilewise::cuda::wgmma {
 
+// Whether what is known of dO is needed before the products.
+template <class C, Option kOption>
+inline constexpr bool kPreloads = C::kBackward.preload && kOption != Option::any;
+
 // dk and dv of a piece of work. `passed`: steps before it.
-template <class C>
+template <class C, Option kOption>
 TILEWISE_DEVICE void walk_by_keys(const TmaBackwardParams& params, const KeyRecord& work,
                                   const Products<C>& products, ptx::SharedAddress shared,
                                   int warpgroup, int warp, int32_t passed,
@@ -34,11 +38,15 @@ TILEWISE_DEVICE void walk_by_keys(const TmaBackwardParams& params, const KeyReco
   const int own_key = warpgroup * 64 + warp * 16 + ptx::lane_index() / 4;
   const KeyMask<C> mask(work, own_key);
   const float scale_log2 = exponent_scale(score_of(params.problem).scale);
-  [[maybe_unused]] const BackwardTerms<C> terms(params.problem, work, own_key);
+  [[maybe_unused]] BackwardTerms<C, kOption> terms(params.problem, work, own_key);
   const bool speaker = ptx::lane_index() == 0;
+  [[maybe_unused]] const bool never = params.problem.heads_q == 0;
   const int32_t end = passed + work.steps;
   RowWalk walk(work);
   [[maybe_unused]] const int32_t begin = walk.row;
+  if constexpr (kOneOption<kOption>) {
+    if (passed < end) terms.fetch(walk);
+  }
 #pragma unroll 1
   for (int32_t step = passed; step < end; ++step) {
     const int stage = step & 1;
@@ -50,22 +58,37 @@ TILEWISE_DEVICE void walk_by_keys(const TmaBackwardParams& params, const KeyReco
     float s[Plan::kQueries / 2], dp[Plan::kQueries / 2], dq[Plan::kDqGroups * 4];
     ScoreOperands<C> p, ds;
 
-    if constexpr (C::kGeneral) {
+    if constexpr (kOption == Option::any) {
       terms.preload(params.problem, s, walk);
       ptx::keep(s);
     }
     ptx::mbarrier_wait_parity(barriers.q_landed(stage), parity);
-    if constexpr (Plan::kPreload) {
+    if constexpr (kPreloads<C, kOption>)
       ptx::mbarrier_wait_parity(barriers.dout_landed(stage), parity);
+    if constexpr (kOneOption<kOption>) {
+      terms.start(s, dp, walk, lse, delta);
+    } else if constexpr (Plan::kPreload) {
       preload<C>(s, lse);
       preload<C>(dp, delta);
     }
-    products.start_s(s, stage);
-    if constexpr (!Plan::kPreload) ptx::mbarrier_wait_parity(barriers.dout_landed(stage), parity);
-    products.start_dp(dp, stage);
+    products.template start_s<BackwardTerms<C, kOption>::kScoresFromZero>(s, stage);
+    if constexpr (!kPreloads<C, kOption>)
+      ptx::mbarrier_wait_parity(barriers.dout_landed(stage), parity);
+    products.template start_dp<BackwardTerms<C, kOption>::kGradientFromZero>(dp, stage);
     if (Plan::kSendsUnderScores && step > passed) dq_stage.send();
 
-    if constexpr (C::kGeneral) {
+    if constexpr (kOneOption<kOption>) {
+      if (step + 1 < end) terms.fetch(walk.next(Plan::kQueries));
+      terms.draw(walk);
+      ptx::hold_order(never);
+      ptx::wgmma_wait_group<1>();
+      ptx::keep(s);
+      terms.weights(s, p, walk, mask, lse);
+      ptx::hold_order(never);
+      ptx::wgmma_wait_group<0>();
+      ptx::keep(dp);
+      terms.gradient(s, dp, ds, delta);
+    } else if constexpr (kOption == Option::any) {
       ptx::wgmma_wait_group<0>();
       ptx::keep(s);
       ptx::keep(dp);
@@ -77,11 +100,11 @@ TILEWISE_DEVICE void walk_by_keys(const TmaBackwardParams& params, const KeyReco
         ptx::keep_branch();
         mask.apply(s, walk.row, scale_log2 > 0.0f ? kMinusInfinity : -kMinusInfinity);
       }
-      softmax<C>(s, p, scale_log2, lse);
+      softmax<C, Plan::kPreload>(s, p, scale_log2, lse);
       if (Plan::kTile.send == arch::SendDq::under_dp && step > passed) dq_stage.send();
       ptx::wgmma_wait_group<0>();
       ptx::keep(dp);
-      softmax_gradient<C>(s, dp, ds, delta);
+      softmax_gradient<C, Plan::kPreload>(s, dp, ds, delta);
     }
 
     ds_store.store(ds, stage);
@@ -112,19 +135,20 @@ template <class C>
 TILEWISE_DEVICE void store_by_keys(const TmaBackwardParams& p, const KeyRecord& work,
                                    ptx::SharedAddress shared, int own_warp,
                                    const float (&dk)[C::kHeadDim / 2],
-                                   const float (&dv)[C::kHeadDimV / 2]) {
+                                   const float (&dv)[C::kHeadDimV / 2], float dv_scale) {
   using Plan = BackwardPlan<C>;
   const Gradients& g = p.gradients;
   const int first = own_warp * 16;
   const int keys = work.key_count - first;
   const ptx::SharedAddress own =
       shared + static_cast<uint32_t>(Plan::kDs + own_warp * Plan::OwnKeys::kBytes);
-  store_keys<C>(dv, 1.0f, own, g.dv, work.dv + first * g.dv.stride_row, keys, p.problem.head_dim_v);
+  store_keys<C>(dv, dv_scale, own, g.dv, work.dv + first * g.dv.stride_row, keys,
+                p.problem.head_dim_v);
   store_keys<C>(dk, score_of(p.problem).scale, own, g.dk, work.dk + first * g.dk.stride_row, keys,
                 p.problem.head_dim);
 }
 
-template <class C>
+template <class C, Option kOption>
 TILEWISE_DEVICE void by_keys_role(const TmaBackwardParams& p, ptx::SharedAddress shared,
                                   int warpgroup, int warp) {
   using Plan = BackwardPlan<C>;
@@ -147,7 +171,7 @@ TILEWISE_DEVICE void by_keys_role(const TmaBackwardParams& p, ptx::SharedAddress
       await_keys<C>(p, work, shared, ptx::thread_index() - ptx::kWarpgroupSize, piece & 1);
     else
       await_landing(barriers, piece & 1);
-    walk_by_keys<C>(p, work, products, shared, warpgroup, warp, steps, dk, dv);
+    walk_by_keys<C, kOption>(p, work, products, shared, warpgroup, warp, steps, dk, dv);
     steps += work.steps;
     if (ptx::lane_index() == 0) ptx::mbarrier_arrive(barriers.keys_left());
 
@@ -156,10 +180,24 @@ TILEWISE_DEVICE void by_keys_role(const TmaBackwardParams& p, ptx::SharedAddress
       p.key_flags.data[work.index] = 1;
     }
     ptx::bar_sync(kMath, Plan::kMathThreads);  // nobody reads dS any more
-    store_by_keys<C>(p, work, shared, warpgroup * 4 + warp, dk, dv);
+    store_by_keys<C>(p, work, shared, warpgroup * 4 + warp, dk, dv,
+                     BackwardTerms<C, kOption>::dv_scale(p.problem));
     ptx::bar_sync(kMath, Plan::kMathThreads);  // nor dk and dv in its place
   }
   ptx::griddepcontrol_launch_dependents();
 }
+
+template <class C>
+struct ByKeysRole {
+  const TmaBackwardParams& p;
+  ptx::SharedAddress shared;
+  int warpgroup;
+  int warp;
+
+  template <Option kOption>
+  TILEWISE_DEVICE void run() const {
+    by_keys_role<C, kOption>(p, shared, warpgroup, warp);
+  }
+};
 
 }  // namespace tilewise::cuda::wgmma

@@ -54,7 +54,13 @@ TILEWISE_DEVICE void backward_block(const TmaBackwardParams& p) {
       else
         by_columns_role<C, 1>(p, shared, warp % 4);
     } else {
-      by_keys_role<C>(p, shared, warp / 4 - 1, warp % 4);
+      const ByKeysRole<C> role{p, shared, warp / 4 - 1, warp % 4};
+      if constexpr (!C::kGeneral)
+        role.template run<Option::none>();
+      else if constexpr (C::kBackward.option_loops)
+        run_with_option(p.problem, role);
+      else
+        role.template run<Option::any>();
     }
   }
   // Nobody leaves whose shared memory the other block may still reach.

@@ -8,6 +8,7 @@
 
 #include "cuda/ptx/convert.h"
 #include "cuda/ptx/shared.h"
+#include "cuda/ptx/warp.h"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/tile/fragment.h"
 #include "cuda/wgmma/backward_plan.h"
@@ -41,15 +42,17 @@ class Products {
         k_rows_(
             typename Plan::KTile{shared + Plan::kK}.by_rows(Plan::kTransposedDq ? warpgroup : 0)) {}
 
-  // S^T = K Q^T, on top of what `s` holds: statistics, terms of the general form.
+  // S^T = K Q^T, on top of what `s` holds where that is not zero: statistics, terms.
+  template <bool kFromZero>
   TILEWISE_DEVICE void start_s(ScoreSums<C>& s, int stage) const {
+    const uint64_t keys = of_step(k_);
     const uint64_t q = q_ + stage_step<typename Plan::QTile>(stage);
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < C::kHeadDim / 16; ++k) {
-      const uint64_t a = k_ + Plan::KTile::column_step(k);
+      const uint64_t a = keys + Plan::KTile::column_step(k);
       const uint64_t b = q + Plan::QTile::column_step(k);
-      if (Plan::kPreload || C::kGeneral || k > 0)
+      if (!kFromZero || k > 0)
         Wgmma<Plan::kQueries>::template add<false, false>(s, a, b);
       else
         Wgmma<Plan::kQueries>::template start<false, false>(s, a, b);
@@ -58,14 +61,16 @@ class Products {
   }
 
   // dP^T = V dO^T, likewise.
+  template <bool kFromZero>
   TILEWISE_DEVICE void start_dp(ScoreSums<C>& dp, int stage) const {
+    const uint64_t values = of_step(v_);
     const uint64_t dout = dout_ + stage_step<typename Plan::DoutTile>(stage);
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < C::kHeadDimV / 16; ++k) {
-      const uint64_t a = v_ + Plan::VTile::column_step(k);
+      const uint64_t a = values + Plan::VTile::column_step(k);
       const uint64_t b = dout + Plan::DoutTile::column_step(k);
-      if (Plan::kPreload || k > 0)
+      if (!kFromZero || k > 0)
         Wgmma<Plan::kQueries>::template add<false, false>(dp, a, b);
       else
         Wgmma<Plan::kQueries>::template start<false, false>(dp, a, b);
@@ -99,11 +104,12 @@ class Products {
   TILEWISE_DEVICE void start_dq(DqSums<C>& dq, int stage) const {
     constexpr int kN = Plan::kDqGroups * 8;
     const uint64_t ds = ds_ + stage_step<typename Plan::DsTile>(stage);
+    const uint64_t rows = of_step(k_rows_);
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Plan::kKeys / 16; ++k) {
       const uint64_t own = ds + Plan::DsTile::column_step(k);
-      const uint64_t keys = k_rows_ + Plan::KTile::row_step(k);
+      const uint64_t keys = rows + Plan::KTile::row_step(k);
       if constexpr (Plan::kTransposedDq) {
         if (k > 0)
           Wgmma<kN>::template add<true, false>(dq, keys, own);
@@ -120,6 +126,11 @@ class Products {
   }
 
  private:
+  // A descriptor that is the same in all steps. Those of a general form, which has several loops,
+  // would otherwise leave them in parts: too many for uniform registers.
+  static TILEWISE_DEVICE uint64_t of_step(uint64_t descriptor) {
+    return C::kGeneral ? ptx::recent_u64(descriptor) : descriptor;
+  }
   template <class Tile>
   static TILEWISE_DEVICE uint64_t stage_step(int stage) {
     return static_cast<uint64_t>(stage * (Tile::kBytes >> 4));
@@ -155,14 +166,14 @@ struct StatisticPair {
   }
 };
 
-// P = exp(S - lse), in fp32 and as operands.
-template <class C>
+// P = exp(S - lse), in fp32 and as operands. kPreloaded: S has started there.
+template <class C, bool kPreloaded>
 TILEWISE_DEVICE void softmax(ScoreSums<C>& s, ScoreOperands<C>& p, float scale_log2,
                              [[maybe_unused]] ptx::SharedAddress lse) {
   using Plan = BackwardPlan<C>;
 #pragma unroll
   for (int j = 0; j < Plan::kQueries / 8; ++j) {
-    if constexpr (Plan::kPreload) {
+    if constexpr (kPreloaded) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[4 * j + e] = ptx::ex2(s[4 * j + e] * scale_log2);
     } else {
@@ -178,14 +189,14 @@ TILEWISE_DEVICE void softmax(ScoreSums<C>& s, ScoreOperands<C>& p, float scale_l
   }
 }
 
-// dS = P (dP - delta)
-template <class C>
+// dS = P (dP - delta), likewise.
+template <class C, bool kPreloaded>
 TILEWISE_DEVICE void softmax_gradient(const ScoreSums<C>& p, ScoreSums<C>& dp, ScoreOperands<C>& ds,
                                       [[maybe_unused]] ptx::SharedAddress delta) {
   using Plan = BackwardPlan<C>;
 #pragma unroll
   for (int j = 0; j < Plan::kQueries / 8; ++j) {
-    if constexpr (Plan::kPreload) {
+    if constexpr (kPreloaded) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) dp[4 * j + e] *= p[4 * j + e];
     } else {

@@ -1,27 +1,282 @@
 // The general form of a step between its products: softcap, ALiBi, bias and dropout.
+//
+// Where one option is on alone, P is computed beside the product of dP, and what can be is known
+// before the products: S starts at its bias or ALiBi's term. Where several are, everything comes
+// after the products.
 #pragma once
 
 #include "cuda/common/exponent_scale.h"
 #include "cuda/common/score_terms.h"
 #include "cuda/ptx/warp.h"
+#include "cuda/wgmma/backward_bias.h"
 #include "cuda/wgmma/backward_mask.h"
 
 namespace tilewise::cuda::wgmma {
 
+// What a step keeps of dropout; the words that decide are read where they are used.
+struct DropoutFactors {
+  uint32_t threshold;  // 0: off
+  float keep_scale;
+
+  TILEWISE_DEVICE static DropoutFactors of(const Problem& p) {
+    const Dropout dropout = dropout_of(p);
+    return {dropout.threshold, dropout.keep_scale};
+  }
+  TILEWISE_DEVICE Dropout with_words(const Problem& p) const {
+    const uint64_t seed = p.dropout_state != nullptr ? p.dropout_state[0] : p.dropout_seed;
+    const uint64_t offset = p.dropout_state != nullptr ? p.dropout_state[1] : p.dropout_offset;
+    Dropout dropout = Dropout::make(1.0f, seed, offset);
+    dropout.threshold = threshold;
+    return dropout;
+  }
+};
+
+// The weights that dropout keeps: one bit per score of the thread. Score 16 i + c is bit
+// 8 (i % 4) + bit_of(c) of word i / 4.
+struct KeptScores {
+  uint32_t word[2];
+
+  // The scores come in eights of two groups of queries: (j % 2, e / 2, e % 2).
+  TILEWISE_DEVICE bool at(int i) const {
+    const int e = i % 4;
+    const int c = e / 2 | e % 2 << 1 | i / 4 % 2 << 2;
+    return (word[i / 32] >> (i / 8 % 4 * 8 + c) & 1u) != 0;
+  }
+
+  // The 8 keys of a Philox block lie across the 8 lanes of equal t, and so do the 8 combinations of
+  // a pair of query groups: (which, e % 2, e / 2). Lane g draws the blocks of combination g for
+  // every pair, and the lanes then exchange what they have drawn. `key`: the thread's first one.
+  template <int kGroups>
+  TILEWISE_DEVICE static KeptScores draw(const Dropout& dropout, int32_t key, int32_t first_row,
+                                         uint32_t batch_head) {
+    constexpr int kBlocks = kGroups / 2;
+    const int lane = ptx::lane_index();
+    const int g = lane / 4;
+    const int t = lane % 4;
+    const auto row = static_cast<uint32_t>(first_row + 2 * t + g / 2 % 2 + g / 4 * 8);
+    KeptScores drawn{};
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+      const KeepFactors factors{
+          dropout.template block<DeviceMath>(static_cast<uint32_t>(key / 8 + g % 2),
+                                             row + static_cast<uint32_t>(16 * i), batch_head),
+          dropout.threshold, 1.0f};
+#pragma unroll
+      for (int k = 0; k < 8; ++k)
+        drawn.word[i / 4] |= (factors.at(k) != 0.0f ? 1u : 0u) << (i % 4 * 8 + k);
+    }
+    KeptScores kept{};
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+#pragma unroll
+      for (int w = 0; w < (kBlocks + 3) / 4; ++w)
+        kept.word[w] |= (ptx::shuffle(drawn.word[w], c * 4 + t) >> g & 0x01010101u) << c;
+    }
+    return kept;
+  }
+};
+
+// What ALiBi takes from S of a tile of queries, in units of log2.
 template <class C>
+class AlibiOfKeys {
+ public:
+  // `key`: the thread's first one.
+  TILEWISE_DEVICE AlibiOfKeys(const Problem& p, const KeyRecord& work, int32_t key,
+                              const RowWalk& walk)
+      : slope_(p.alibi_slopes[work.batch * p.alibi_stride_batch + walk.head] * kLog2e),
+        distance_(walk.row + ptx::lane_index() % 4 * 2 + work.keys - work.rows - key) {}
+
+  TILEWISE_DEVICE float slope() const { return slope_; }
+  TILEWISE_DEVICE float distance(int i) const {
+    const int32_t d = distance_ + i / 4 * 8 + i % 2 - i / 2 % 2 * 8;
+    return static_cast<float>(d < 0 ? -d : d);
+  }
+
+ private:
+  float slope_;
+  int32_t distance_;
+};
+
+template <class C>
+TILEWISE_DEVICE void pack(const ScoreSums<C>& x, ScoreOperands<C>& half) {
+#pragma unroll
+  for (int i = 0; i < BackwardPlan<C>::kQueries / 4; ++i)
+    half[i / 4][i % 4] = tile::pack<typename C::Element>(x[2 * i], x[2 * i + 1]);
+}
+
+// In the order of their use.
+template <class C, Option kOption>
 class BackwardTerms {
+  using Plan = BackwardPlan<C>;
+  static constexpr int kGroups = Plan::kQueries / 8;  // of queries
+  // As BackwardSums::kPreload, as far as the option permits it.
+  static constexpr bool kPreload = C::kBackward.preload;
+  static constexpr bool kStartsAtLse = kPreload && kOption != Option::softcap;
+  static constexpr bool kStartsAtDelta = kPreload && kOption != Option::dropout;
+  static constexpr bool kStartsAtTerm = kOption == Option::bias || kOption == Option::alibi;
+  // tanh of what is hidden: to a weight of 0, and with a derivative.
+  static constexpr float kHiddenTanh = -1e19f;
+
+ public:
+  static constexpr bool kScoresFromZero = !kStartsAtLse && !kStartsAtTerm;
+  static constexpr bool kGradientFromZero = !kStartsAtDelta;
+
+  // `key`: the thread's first one of the block, the other one is 8 keys on.
+  TILEWISE_DEVICE BackwardTerms(const Problem& p, const KeyRecord& work, int key)
+      : p_(p),
+        work_(work),
+        key_(work.key + key),
+        scale_log2_(exponent_scale(score_of(p).scale)),
+        unit_(max(p.softcap, 1e-15f) * kLog2e),
+        tanh_(score_of(p).scale * ptx::rcp_approximate(max(p.softcap, 1e-15f))),
+        dropout_(DropoutFactors::of(p)),
+        bias_(p, work, work.key + key - ptx::lane_index() / 4) {}
+
+  // What dV is to be multiplied by.
+  TILEWISE_DEVICE static float dv_scale(const Problem& p) {
+    return kOption == Option::dropout ? dropout_of(p).keep_scale : 1.0f;
+  }
+
+  // The tile of queries after the one that has started.
+  TILEWISE_DEVICE void fetch(const RowWalk& walk) {
+    if constexpr (kOption == Option::bias) bias_.fetch(walk.row, walk.head);
+  }
+
+  // What the products are added to.
+  TILEWISE_DEVICE void start(ScoreSums<C>& s, ScoreSums<C>& dp, const RowWalk& walk,
+                             ptx::SharedAddress lse, ptx::SharedAddress delta) {
+    const float inverse = ptx::rcp_approximate(scale_log2_);
+    if constexpr (kPreload) take(lse_, lse);
+#pragma unroll
+    for (int i = 0; i < 4 * kGroups; ++i)
+      s[i] = kStartsAtLse ? lse_[i / 4 * 2 + i % 2] * inverse : 0.0f;
+    if constexpr (kOption == Option::alibi) {
+      const AlibiOfKeys<C> alibi(p_, work_, key_, walk);
+      const float slope = alibi.slope() * inverse;
+#pragma unroll
+      for (int i = 0; i < 4 * kGroups; ++i) s[i] = ptx::fma(alibi.distance(i), -slope, s[i]);
+    }
+    if constexpr (kOption == Option::bias) {
+      const float factor = kLog2e * inverse;
+#pragma unroll
+      for (int i = 0; i < 2 * kGroups; ++i) {
+        const uint32_t pair = bias_.pair(i / 2, i % 2);
+        s[2 * i] = ptx::fma(tile::low_of<typename C::Element>(pair), factor, s[2 * i]);
+        s[2 * i + 1] = ptx::fma(tile::high_of<typename C::Element>(pair), factor, s[2 * i + 1]);
+      }
+    }
+    if constexpr (!kScoresFromZero) ptx::keep(s);
+    if constexpr (kStartsAtDelta) {
+      float each[2 * kGroups];
+      take(each, delta);
+#pragma unroll
+      for (int i = 0; i < 4 * kGroups; ++i) dp[i] = each[i / 4 * 2 + i % 2];
+      ptx::keep(dp);
+    }
+  }
+
+  // Beside the products.
+  TILEWISE_DEVICE void draw(const RowWalk& walk) {
+    if constexpr (kOption == Option::dropout)
+      kept_ =
+          KeptScores::draw<kGroups>(dropout_.with_words(p_), key_, walk.row,
+                                    static_cast<uint32_t>(work_.batch * p_.heads_q + walk.head));
+  }
+
+  // From S to P, in `s` times d score / d (scale S).
+  TILEWISE_DEVICE void weights(ScoreSums<C>& s, ScoreOperands<C>& p_half, const RowWalk& walk,
+                               const KeyMask<C>& mask, ptx::SharedAddress lse) {
+    if constexpr (kOption == Option::softcap) tanh_.apply(s);
+    if (mask.touches(walk.row)) {
+      ptx::keep_branch();
+      const float hidden = scale_log2_ > 0.0f ? kMinusInfinity : -kMinusInfinity;
+      mask.apply(s, walk.row, kOption == Option::softcap ? kHiddenTanh : hidden);
+    }
+    if constexpr (kOption == Option::softcap) {
+      if constexpr (!kPreload) take(lse_, lse);
+#pragma unroll
+      for (int i = 0; i < 2 * kGroups; ++i) {
+        float p[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[2 * i + e];
+          p[e] = ptx::ex2(ptx::fma(x, unit_, lse_[i / 2 * 2 + e]));
+          x = ptx::fma(-x, x, 1.0f) * p[e];
+        }
+        p_half[i / 4][i % 4] = tile::pack<typename C::Element>(p[0], p[1]);
+      }
+    } else {
+      softmax<C, kStartsAtLse>(s, p_half, scale_log2_, lse);
+    }
+    if constexpr (kOption == Option::dropout) {
+#pragma unroll
+      for (int i = 0; i < 2 * kGroups; ++i)
+        p_half[i / 4][i % 4] = tile::pack<typename C::Element>(
+            kept_.at(2 * i) ? s[2 * i] : 0.0f, kept_.at(2 * i + 1) ? s[2 * i + 1] : 0.0f);
+    }
+  }
+
+  // dS
+  TILEWISE_DEVICE void gradient(const ScoreSums<C>& p, ScoreSums<C>& dp, ScoreOperands<C>& ds_half,
+                                ptx::SharedAddress delta) const {
+    if constexpr (kOption == Option::dropout) {
+#pragma unroll
+      for (int i = 0; i < 4 * kGroups; ++i)
+        dp[i] = kept_.at(i) ? dp[i] * dropout_.keep_scale : 0.0f;
+    }
+    softmax_gradient<C, kStartsAtDelta>(p, dp, ds_half, delta);
+  }
+
+ private:
+  // The statistics of the thread's queries.
+  TILEWISE_DEVICE static void take(float (&x)[2 * kGroups], ptx::SharedAddress statistic) {
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) {
+      const StatisticPair pair(statistic, j);
+      x[2 * j] = pair.x[0];
+      x[2 * j + 1] = pair.x[1];
+    }
+  }
+
+  const Problem& p_;
+  const KeyRecord& work_;
+  int32_t key_;  // inside the sequence
+  float scale_log2_;
+  float unit_;  // of a capped score
+  HalfMath::ScaledTanh tanh_;
+  DropoutFactors dropout_;
+  BiasOfKeys<C> bias_;
+  KeptScores kept_;
+  float lse_[2 * kGroups];
+};
+
+template <class C>
+class BackwardTerms<C, Option::none> {
+ public:
+  static constexpr bool kScoresFromZero = !BackwardPlan<C>::kPreload;
+  static constexpr bool kGradientFromZero = kScoresFromZero;
+
+  TILEWISE_DEVICE BackwardTerms(const Problem&, const KeyRecord&, int) {}
+  TILEWISE_DEVICE static float dv_scale(const Problem&) { return 1.0f; }
+};
+
+template <class C>
+class BackwardTerms<C, Option::any> {
   using Plan = BackwardPlan<C>;
   static constexpr int kGroups = Plan::kQueries / 8;  // of queries
 
  public:
+  static constexpr bool kScoresFromZero = false;
+  static constexpr bool kGradientFromZero = true;
+
   // `key`: the thread's first one of the block, the other one is 8 keys on.
   TILEWISE_DEVICE BackwardTerms(const Problem& p, const KeyRecord& work, int key)
-      : work_(work), key_(work.key + key) {
-    const Dropout dropout = dropout_of(p);
-    threshold_ = dropout.threshold;
-    keep_scale_ = dropout.keep_scale;
-    scale_log2_ = exponent_scale(score_of(p).scale);
-  }
+      : work_(work),
+        key_(work.key + key),
+        scale_log2_(exponent_scale(score_of(p).scale)),
+        dropout_(DropoutFactors::of(p)) {}
+
+  TILEWISE_DEVICE static float dv_scale(const Problem&) { return 1.0f; }
 
   // What S starts at: the bias, where nothing but a factor comes between the two. So its loads need
   // no registers of their own, and are all under way together.
@@ -42,12 +297,13 @@ class BackwardTerms {
                              ScoreOperands<C>& p_half, ScoreOperands<C>& ds_half,
                              const RowWalk& walk, const KeyMask<C>& mask, ptx::SharedAddress lse,
                              ptx::SharedAddress delta) const {
-    const bool drops = threshold_ != 0;
-    KeptBits kept;
-    if (drops) {
-      kept = draw(p, walk);
+    const float keep_scale = dropout_.keep_scale;
+    KeptScores kept;
+    if (dropout_.threshold != 0) {
+      kept = KeptScores::draw<kGroups>(dropout_.with_words(p), key_, walk.row,
+                                       static_cast<uint32_t>(work_.batch * p.heads_q + walk.head));
 #pragma unroll
-      for (int i = 0; i < 4 * kGroups; ++i) dp[i] = kept.at(i) ? dp[i] * keep_scale_ : 0.0f;
+      for (int i = 0; i < 4 * kGroups; ++i) dp[i] = kept.at(i) ? dp[i] * keep_scale : 0.0f;
     }
     add_statistic(dp, delta);
     cap(p, s, dp);
@@ -65,27 +321,15 @@ class BackwardTerms {
       s[i] = ptx::ex2(s[i]);
       dp[i] *= s[i];
     }
-    if (drops) {
+    if (dropout_.threshold != 0) {
 #pragma unroll
-      for (int i = 0; i < 4 * kGroups; ++i) s[i] = kept.at(i) ? s[i] * keep_scale_ : 0.0f;
+      for (int i = 0; i < 4 * kGroups; ++i) s[i] = kept.at(i) ? s[i] * keep_scale : 0.0f;
     }
-    pack(s, p_half);
-    pack(dp, ds_half);
+    pack<C>(s, p_half);
+    pack<C>(dp, ds_half);
   }
 
  private:
-  // One bit per score of the thread: score 16 i + c is bit 8 (i % 4) + bit_of(c) of word i / 4.
-  struct KeptBits {
-    uint32_t word[2];
-
-    // The scores come in eights of two groups of queries: (j % 2, e / 2, e % 2).
-    TILEWISE_DEVICE bool at(int i) const {
-      const int e = i % 4;
-      const int c = e / 2 | e % 2 << 1 | i / 4 % 2 << 2;
-      return (word[i / 32] >> (i / 8 % 4 * 8 + c) & 1u) != 0;
-    }
-  };
-
   TILEWISE_DEVICE static void add_statistic(ScoreSums<C>& x, ptx::SharedAddress statistic) {
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) {
@@ -95,36 +339,25 @@ class BackwardTerms {
     }
   }
 
-  TILEWISE_DEVICE static void pack(const ScoreSums<C>& x, ScoreOperands<C>& half) {
-#pragma unroll
-    for (int i = 0; i < 2 * kGroups; ++i)
-      half[i / 4][i % 4] = tile::pack<typename C::Element>(x[2 * i], x[2 * i + 1]);
-  }
-
   // Products become scores in units of log2; dP the gradient of scale * S.
   TILEWISE_DEVICE void cap(const Problem& p, ScoreSums<C>& s, ScoreSums<C>& dp) const {
     if (p.softcap == 0.0f) {
 #pragma unroll
       for (int i = 0; i < 4 * kGroups; ++i) s[i] *= scale_log2_;
     } else {
-      const Score score = score_of(p);
+      HalfMath::ScaledTanh(score_of(p).scale * ptx::rcp_approximate(p.softcap)).apply(s);
 #pragma unroll
       for (int i = 0; i < 4 * kGroups; ++i) {
-        const auto capped = score.template cap<HalfMath>(s[i]);
-        s[i] = capped.value * kLog2e;
-        dp[i] *= capped.derivative;
+        dp[i] *= ptx::fma(-s[i], s[i], 1.0f);
+        s[i] *= p.softcap * kLog2e;
       }
     }
   }
 
   TILEWISE_DEVICE void add_alibi(const Problem& p, ScoreSums<C>& s, const RowWalk& walk) const {
-    const float slope = p.alibi_slopes[work_.batch * p.alibi_stride_batch + walk.head] * kLog2e;
-    const int32_t distance = walk.row + ptx::lane_index() % 4 * 2 + work_.keys - work_.rows - key_;
+    const AlibiOfKeys<C> alibi(p, work_, key_, walk);
 #pragma unroll
-    for (int i = 0; i < 4 * kGroups; ++i) {
-      const int32_t d = distance + i / 4 * 8 + i % 2 - i / 2 % 2 * 8;
-      s[i] = ptx::fma(static_cast<float>(d < 0 ? -d : d), -slope, s[i]);
-    }
+    for (int i = 0; i < 4 * kGroups; ++i) s[i] = ptx::fma(alibi.distance(i), -alibi.slope(), s[i]);
   }
 
   TILEWISE_DEVICE static bool preloads(const Problem& p) {
@@ -155,49 +388,10 @@ class BackwardTerms {
     }
   }
 
-  // The 8 keys of a Philox block lie across the 8 lanes of equal t, and so do the 8 combinations of
-  // a pair of query groups: (which, e % 2, e / 2). Lane g draws the blocks of combination g for
-  // every pair, and the lanes then exchange what they have drawn.
-  TILEWISE_DEVICE KeptBits draw(const Problem& p, const RowWalk& walk) const {
-    const int lane = ptx::lane_index();
-    const int g = lane / 4;
-    const int t = lane % 4;
-    const auto block = static_cast<uint32_t>(key_ / 8 + g % 2);
-    const auto row = static_cast<uint32_t>(walk.row + 2 * t + g / 2 % 2 + g / 4 * 8);
-    const auto head = static_cast<uint32_t>(work_.batch * p.heads_q + walk.head);
-    const Dropout dropout = words_of(p);
-    KeptBits drawn{};
-#pragma unroll
-    for (int i = 0; i < kGroups / 2; ++i) {
-      const KeepFactors factors{
-          dropout.template block<DeviceMath>(block, row + static_cast<uint32_t>(16 * i), head),
-          threshold_, 1.0f};
-#pragma unroll
-      for (int key = 0; key < 8; ++key)
-        drawn.word[i / 4] |= (factors.at(key) != 0.0f ? 1u : 0u) << (i % 4 * 8 + key);
-    }
-    KeptBits kept{};
-#pragma unroll
-    for (int c = 0; c < 8; ++c) {
-#pragma unroll
-      for (int w = 0; w < (kGroups + 7) / 8; ++w)
-        kept.word[w] |= (ptx::shuffle(drawn.word[w], c * 4 + t) >> g & 0x01010101u) << c;
-    }
-    return kept;
-  }
-
-  // The words that decide, without the factors.
-  TILEWISE_DEVICE static Dropout words_of(const Problem& p) {
-    const uint64_t seed = p.dropout_state != nullptr ? p.dropout_state[0] : p.dropout_seed;
-    const uint64_t offset = p.dropout_state != nullptr ? p.dropout_state[1] : p.dropout_offset;
-    return Dropout::make(1.0f, seed, offset);
-  }
-
   const KeyRecord& work_;
-  uint32_t threshold_;  // of dropout; 0: off
-  float keep_scale_;
-  float scale_log2_;
   int32_t key_;  // inside the sequence
+  float scale_log2_;
+  DropoutFactors dropout_;
 };
 
 }  // namespace tilewise::cuda::wgmma

@@ -150,6 +150,11 @@ struct RowWalk {
     index += work.skipped_tiles;
     ++head;
   }
+  TILEWISE_DEVICE RowWalk next(int32_t tile) const {
+    RowWalk walk = *this;
+    walk.advance(tile);
+    return walk;
+  }
   // Where it is not. `begin`: the first row of every head.
   TILEWISE_DEVICE void advance(int32_t tile, int32_t begin) {
     row += tile;

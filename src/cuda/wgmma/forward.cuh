@@ -32,6 +32,18 @@ template <class C>
 inline constexpr int kForwardSharedBytes = ForwardShared<C>::kBytes;
 
 template <class C>
+struct ForwardMathRole {
+  const TmaForwardParams& p;
+  const ForwardShared<C>& shared;
+  int warpgroup;
+
+  template <Option kOption>
+  TILEWISE_DEVICE void run() const {
+    ForwardMath<C, kOption>(p, shared, warpgroup).run();
+  }
+};
+
+template <class C>
 TILEWISE_KERNEL(C::kForward.threads(), 1)
 void forward(TILEWISE_PARAMETER TmaForwardParams p) {
   const ForwardShared<C> shared = ForwardShared<C>::of();
@@ -50,7 +62,11 @@ void forward(TILEWISE_PARAMETER TmaForwardParams p) {
     if (ptx::warp_index() == 1) ForwardDeal<C>(p, shared).run();
   } else {
     ptx::setmaxnreg_inc<C::kForward.math_registers>();
-    ForwardMath<C>(p, shared, warpgroup - 1).run();
+    const ForwardMathRole<C> role{p, shared, warpgroup - 1};
+    if constexpr (C::kGeneral)
+      run_with_option(p.problem, role);
+    else
+      role.template run<Option::none>();
   }
 }
 

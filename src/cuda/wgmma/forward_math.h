@@ -10,7 +10,7 @@
 
 namespace tilewise::cuda::wgmma {
 
-template <class C>
+template <class C, Option kOption>
 class ForwardMath {
  public:
   using Element = typename C::Element;
@@ -182,6 +182,7 @@ class ForwardMath {
 #pragma unroll
       for (int e = 0; e < 4; ++e) weights_[i][e] = a.r[e];
     }
+    terms_.drop(weights_);
   }
   TILEWISE_DEVICE void rescale() {
 #pragma unroll
@@ -192,17 +193,26 @@ class ForwardMath {
     ptx::keep(o_.flat());  // here, and not after the next wait
   }
 
+  // Where the wait after it stays. (The plain form has none, and waits before its exponentials.)
+  TILEWISE_DEVICE void hold_order() const {
+    if constexpr (kOneOption<kOption>) ptx::hold_order(p_.problem.heads_q == 0);
+  }
+
   // --- the walk ---
 
   // kMasked: the band may cut the tile.
   template <bool kFirst, bool kMasked>
   TILEWISE_DEVICE void take_scores(int slot, int32_t tile) {
     const Work& work = shared_.work(slot);
+    const bool cut = kMasked && (tile >= tiles_.full_end || tile < tiles_.full_begin);
+    if constexpr (kOption == Option::softcap) {
+      if (!cut && terms_.are_small(s_))
+        return softmax_.template update<kFirst>(s_, terms_.small_exponent(softmax_.scale));
+    }
     terms_.apply(work, s_, tile, place());
-    if (kMasked && (tile >= tiles_.full_end || tile < tiles_.full_begin))
-      mask(s_, work, place(), tile);
-    softmax_.template update<kFirst>(s_);
-    terms_.drop(work, s_, tile, place());
+    if (cut) mask(s_, work, place(), tile);
+    softmax_.template update<kFirst>(s_, LinearExponent{softmax_.scale});
+    terms_.finish(work, tile, place());
   }
 
   // Beside the products of the first tile of a work.
@@ -232,8 +242,10 @@ class ForwardMath {
   TILEWISE_DEVICE void step(int slot, int32_t tile) {
     issue_both();
     terms_.prepare(place());
+    hold_order();
     wait_for_scores<1>();
     take_scores<false, kMasked>(slot, tile);
+    hold_order();
     wait_for_values();
     take_weights();
     if (!kTile.early_rescale) rescale();
@@ -254,7 +266,7 @@ class ForwardMath {
 
   TILEWISE_DEVICE void walk(int slot) {
     int32_t tile = tiles_.last - 1;
-    if constexpr (C::kGeneral) {
+    if constexpr (kOption == Option::any) {
 #pragma unroll 1
       for (; tile >= tiles_.first; --tile) step<true>(slot, tile);
     } else {
@@ -285,6 +297,7 @@ class ForwardMath {
     prepare_terms(slot);
     wait_for_scores<1>();
     take_scores<true, true>(slot, tiles_.last);
+    hold_order();
     wait_for_values();
     take_weights();
   }
@@ -360,7 +373,7 @@ class ForwardMath {
   Shared shared_;
   int warpgroup_;
   bool negative_;
-  ForwardTerms<C> terms_;
+  ForwardTerms<C, kOption> terms_;
   WarpgroupTiles tiles_;
   typename Shared::WorkPlace works_;
   typename Shared::QPlace qs_;

@@ -1,0 +1,64 @@
+// A bias of the type of q, k and v in the backward.
+#pragma once
+
+#include "cuda/ptx/global.h"
+#include "cuda/ptx/warp.h"
+#include "cuda/wgmma/backward_math.h"
+#include "cuda/wgmma/backward_work.h"
+
+namespace tilewise::cuda::wgmma {
+
+// A row of S^T is a key, a row of the bias a query: pairs of keys are loaded, a tile of queries
+// ahead of their use, and transposed.
+template <class C>
+class BiasOfKeys {
+  using Storage = typename C::Element::Storage;
+  static constexpr int kGroups = BackwardPlan<C>::kQueries / 8;
+
+ public:
+  // `key`: the first one of the warp.
+  TILEWISE_DEVICE BiasOfKeys(const Problem& p, const KeyRecord& work, int32_t key)
+      : p_(p), work_(work), key_(key) {
+    const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(p.bias));
+    const int64_t strides = p.bias_stride_batch | p.bias_stride_head | p.bias_stride_row;
+    in_pairs_ = ((address | strides * 2) & 3) == 0 && key + 16 <= work.keys;
+  }
+
+  // Of a tile of queries. Rows that do not exist stand for the last one, keys have a bias of 0.
+  TILEWISE_DEVICE void fetch(int32_t first_row, int32_t head) {
+    const int32_t row = first_row + ptx::lane_index() / 4;
+    const int32_t column = key_ + ptx::lane_index() % 4 * 2;
+    const Storage* const bias = static_cast<const Storage*>(p_.bias) +
+                                work_.batch * p_.bias_stride_batch + head * p_.bias_stride_head +
+                                column;
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) {
+      const Storage* const at = bias + min(row + 8 * j, work_.rows - 1) * p_.bias_stride_row;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (in_pairs_) {
+          pairs_[j][half] = ptx::ld_global_b32(at + 8 * half);
+        } else {
+          const int32_t keys = work_.keys - column - 8 * half;
+          const uint32_t low = keys > 0 ? at[8 * half].bits : 0u;
+          const uint32_t high = keys > 1 ? at[8 * half + 1].bits : 0u;
+          pairs_[j][half] = low | high << 16;
+        }
+      }
+    }
+  }
+
+  // Of group j of queries: key g + 8 half and query 2 t, and the next one.
+  TILEWISE_DEVICE uint32_t pair(int j, int half) const {
+    return ptx::movmatrix_trans(pairs_[j][half]);
+  }
+
+ private:
+  const Problem& p_;
+  const KeyRecord& work_;
+  int32_t key_;
+  bool in_pairs_;
+  uint32_t pairs_[kGroups][2];
+};
+
+}  // namespace tilewise::cuda::wgmma
