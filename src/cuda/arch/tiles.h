@@ -46,6 +46,7 @@ struct WgmmaForwardTile {
   bool early_rescale;  // the sums are rescaled between the two products of a step
   int math_registers;
   int load_registers;
+  bool option_loops;  // a loop for each option of the general form that is on alone
 
   constexpr int rows() const { return 64 * math_warpgroups; }
   constexpr int threads() const { return 128 * (math_warpgroups + 1); }

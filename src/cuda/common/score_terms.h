@@ -21,25 +21,30 @@ TILEWISE_DEVICE Option option_of(const Problem& p) {
   const bool on[] = {p.softcap != 0.0f, p.alibi_slopes != nullptr, p.bias != nullptr,
                      p.dropout_p >= kLeast};
   const int count = on[0] + on[1] + on[2] + on[3];
+  if (count == 0) return Option::none;
   if (count != 1 || (on[2] && p.bias_dtype == TILEWISE_FLOAT32)) return Option::any;
   return on[0] ? Option::softcap : on[1] ? Option::alibi : on[2] ? Option::bias : Option::dropout;
 }
 
-// Runs the instance of a role that is for the options of a problem.
-template <class Role>
+// Runs the instance of a role that is for the options of a problem; kLoops: where each that is on
+// alone has one.
+template <bool kLoops, class Role>
 TILEWISE_DEVICE void run_with_option(const Problem& p, const Role& role) {
-  switch (option_of(p)) {
-    case Option::softcap:
-      return role.template run<Option::softcap>();
-    case Option::alibi:
-      return role.template run<Option::alibi>();
-    case Option::bias:
-      return role.template run<Option::bias>();
-    case Option::dropout:
-      return role.template run<Option::dropout>();
-    default:
-      return role.template run<Option::any>();
+  if constexpr (kLoops) {
+    switch (option_of(p)) {
+      case Option::softcap:
+        return role.template run<Option::softcap>();
+      case Option::alibi:
+        return role.template run<Option::alibi>();
+      case Option::bias:
+        return role.template run<Option::bias>();
+      case Option::dropout:
+        return role.template run<Option::dropout>();
+      default:
+        break;
+    }
   }
+  role.template run<Option::any>();
 }
 
 // Whether an option is on: known beforehand where a loop is ready for one alone.

@@ -55,12 +55,10 @@ TILEWISE_DEVICE void backward_block(const TmaBackwardParams& p) {
         by_columns_role<C, 1>(p, shared, warp % 4);
     } else {
       const ByKeysRole<C> role{p, shared, warp / 4 - 1, warp % 4};
-      if constexpr (!C::kGeneral)
-        role.template run<Option::none>();
-      else if constexpr (C::kBackward.option_loops)
-        run_with_option(p.problem, role);
+      if constexpr (C::kGeneral)
+        run_with_option<C::kBackward.option_loops>(p.problem, role);
       else
-        role.template run<Option::any>();
+        role.template run<Option::none>();
     }
   }
   // Nobody leaves whose shared memory the other block may still reach.

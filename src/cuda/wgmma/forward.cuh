@@ -63,10 +63,11 @@ void forward(TILEWISE_PARAMETER TmaForwardParams p) {
   } else {
     ptx::setmaxnreg_inc<C::kForward.math_registers>();
     const ForwardMathRole<C> role{p, shared, warpgroup - 1};
-    if constexpr (C::kGeneral)
-      run_with_option(p.problem, role);
-    else
-      role.template run<Option::none>();
+    if constexpr (C::kGeneral) {
+      if (option_of(p.problem) != Option::none)
+        return run_with_option<C::kForward.option_loops>(p.problem, role);
+    }
+    role.template run<Option::none>();
   }
 }
 
