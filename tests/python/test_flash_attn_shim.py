@@ -120,7 +120,8 @@ def test_it_does_not_build_over_a_real_one(tmp_path: Path) -> None:
 @pytest.mark.models
 @pytest.mark.tensors
 def test_transformers_trains_and_generates_with_it(installed: Path, device: devices.Device) -> None:
-    pytest.importorskip("transformers", reason="needs transformers: `make test-models` installs it")
+    why = "needs transformers>=5.20: `make test-models` installs it"
+    pytest.importorskip("transformers", minversion="5.20", reason=why)
     tests = Path(__file__).with_name("flash_attention_2.py")
     program = f"import pytest; raise SystemExit(pytest.main(['-q', {str(tests)!r}]))"
     done = run(program, installed, TILEWISE_TEST_DEVICES=device.name)

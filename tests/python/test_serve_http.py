@@ -28,7 +28,7 @@ pytest.importorskip("torch")
 import devices
 import hf_models
 
-hf_models.require("transformers", "fastapi", "uvicorn")
+hf_models.require("transformers>=5.20", "fastapi", "uvicorn")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))

@@ -101,8 +101,9 @@ def run_all(
 
 def python_environment(libraries: Path) -> dict[str, str]:
     """What a Python process needs to use the package of this tree with freshly built libraries."""
+    more = os.environ.get("PYTHONPATH", "")  # packages that this machine lacks
     return {
-        "PYTHONPATH": str(ROOT / "python"),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "python"), more))),
         "TILEWISE_LIBRARY_DIR": str(libraries),
         "PYTHONFAULTHANDLER": "1",
         "PYTHONUNBUFFERED": "1",

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "base/half.h"
+#include "base/math.h"
 #include "cuda/ptx/platform.h"
 
 namespace tilewise::cuda::ptx {
