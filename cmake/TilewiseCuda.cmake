@@ -205,10 +205,8 @@ function(tilewise_cuda_target target architectures)
     target_link_libraries(${target} PRIVATE tilewise_emulator)
     target_compile_options(
       ${target} PRIVATE "$<TARGET_PROPERTY:tilewise_emulator,TILEWISE_UNIT_OPTIONS>")
-    # A lane is a fiber with a small stack: registers of the GPU live there, so optimise always. Forms
-    # of a part share signatures, and not each one needs all of it.
-    target_compile_options(${target} PRIVATE -O2 -ffp-contract=off -Wno-unknown-pragmas
-                                             -Wno-unused-parameter)
+    # A lane is a fiber with a small stack: registers of the GPU live there, so optimise always.
+    target_compile_options(${target} PRIVATE -O2 -ffp-contract=off -Wno-unknown-pragmas)
     return()
   endif()
   set_target_properties(

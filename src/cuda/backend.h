@@ -32,6 +32,7 @@ struct Plan {
   const UnitTable* second = nullptr;  // simt kernels of the second pass; null: none is needed
   TileOrder order{};                  // without its table
   int64_t blocks = 0;                 // of the main kernel
+  bool counts_works = false;          // TmaForwardParams::counter
 };
 
 // Whether this build has a kernel of the family for the problem on the described GPU.

@@ -42,7 +42,7 @@ void combine(const Problem& p, const ForwardParams& main) {
 
 // A grid of as many blocks as the GPU runs at once, which share the work.
 void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& main,
-                       int32_t* counter) {
+                       int32_t* counter, int32_t* before) {
   constexpr int32_t kRowsOfWarpgroup = 64;
   if (plan.blocks > INT32_MAX) {
     throw Error(std::to_string(plan.blocks) + " tiles: at most 2147483647 are allowed");
@@ -55,6 +55,7 @@ void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& 
   params.work = static_cast<int32_t>(plan.blocks);
   params.counter = counter;
   params.shape_says_all = shape_says_all(p);
+  params.before = before;
   const int64_t grid = min<int64_t>(plan.blocks, gpu(p.device_index).multiprocessors);
   launch(plan.unit->form(plan.form).tma_forward, grid, p.stream, params,
          counter != nullptr ? Start::dependent : Start::in_order);
@@ -86,7 +87,8 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
 
   ForwardParams params = main_params(p, plan, pieces, workspace);
   if (plan.family == Family::wgmma)
-    launch_persistent(p, plan, params, pieces.counter.in<int32_t>(workspace));
+    launch_persistent(p, plan, params, pieces.counter.in<int32_t>(workspace),
+                      pieces.before.in<int32_t>(workspace));
   else if (plan.form == Form::boxes)
     launch_boxes(p, plan, params);
   else

@@ -12,7 +12,8 @@ namespace tilewise::cuda {
 //
 // Dense problems: the order follows from the shape. Heads are taken in sections whose keys and
 // values stay in L2 together; inside a section the longest tiles go first where tiles differ in
-// length (causal), otherwise a head's tiles follow each other.
+// length (causal), otherwise a head's tiles follow each other. Where a block takes two works at
+// once (`in_pairs`), a long tile and a short one follow each other.
 //
 // Variable length: `table` holds the sequences, longest first, as prepared by common/prepare.cuh;
 // the grid is an upper bound and blocks past the end find nothing. Where no sequence has more than
@@ -27,22 +28,38 @@ struct TileOrder {
   Divisor heads = 1;
   int32_t sequences = 0;
   Divisor splits = 1;
-  Divisor section = 1;       // (head, sequence) pairs walked together; 1: head by head
-  Divisor last_section = 1;  // those of the last section
-  // 0: tile by tile of a head; 1: last tiles first; 2: first ones first; kAlternating
-  int32_t longest_first = 0;
+  Divisor section = 1;        // (head, sequence) couples walked together; 1: head by head
+  Divisor last_section = 1;   // those of the last section
+  int32_t longest_first = 0;  // 0: tile by tile of a head; 1: last tiles first; 2: first ones first
+  // Works that are taken two by two. Head by head, the last tile, the first one, the last but one,
+  // ..., of every other head backwards: where tiles grow evenly, two after each other are as much
+  // work as any other two.
+  int32_t in_pairs = 0;
   const Entry* table = nullptr;  // [sequences + 1], the last entry holds the total
 
-  // Head by head, the last tile, the first one, the last but one, ...: where tiles grow evenly, two
-  // after each other are as much work as any other two.
-  static constexpr int32_t kAlternating = 3;
-
   // Of dense problems.
-  void walk_together(int64_t pairs_of_section) {
-    const int32_t pairs = heads * sequences;
-    section = static_cast<int32_t>(clamp(pairs_of_section, 1, max(1, pairs)));
-    const int32_t left = pairs % section;
+  void walk_together(int64_t couples_of_section) {
+    const int32_t couples = heads * sequences;
+    section = static_cast<int32_t>(clamp(couples_of_section, 1, max(1, couples)));
+    const int32_t left = couples % section;
     last_section = left == 0 ? static_cast<int32_t>(section) : left;
+  }
+
+  // Of dense problems whose tiles grow evenly, for `blocks` that take them in rounds, every other
+  // one backwards: pairs as long as rounds are full, then the heads that are left as one section,
+  // longest tiles first. On average 1 % longer than who is done takes the next one, which needs a
+  // counter, and a kernel to zero it. A last round of pairs that would be half empty joins the
+  // section, and so does a whole one of long tiles.
+  void walk_in_rounds(int32_t blocks) {
+    constexpr int32_t kShort = 8;
+    const int64_t couples = int64_t{heads} * sequences;
+    int64_t pairs_left = couples * tiles / 2 % blocks;
+    if (tiles > kShort || 2 * pairs_left < blocks) pairs_left += blocks;
+    int64_t heads_left = min(couples, ceil_div(2 * pairs_left, tiles));
+    if ((couples - heads_left) * tiles % 2 != 0) ++heads_left;
+    section = 1;
+    last_section = static_cast<int32_t>(max<int64_t>(1, heads_left));
+    in_pairs = static_cast<int32_t>((couples - heads_left) * tiles);
   }
 
   struct Work {
@@ -56,7 +73,11 @@ struct TileOrder {
     const auto all = static_cast<int32_t>(block);
     const int32_t index = splits.quotient(all);
     const int32_t split = splits.remainder(all);
-    Work w = table == nullptr ? dense(index) : ragged(index);
+    Work w;
+    if (table == nullptr) [[likely]]
+      w = dense(index);
+    else
+      w = ragged(index);
     w.split = split;
     return w;
   }
@@ -70,18 +91,23 @@ struct TileOrder {
 
  private:
   TILEWISE_FN int32_t placed(int32_t tile, int32_t count) const {
-    if (longest_first == kAlternating) return tile % 2 == 0 ? count - 1 - tile / 2 : tile / 2;
     return longest_first == 1 ? count - 1 - tile : tile;
+  }
+  TILEWISE_FN static int32_t placed_in_pairs(int32_t tile, int32_t count, int32_t couple) {
+    const int32_t at = couple % 2 == 0 ? tile : count - 1 - tile;
+    return at % 2 == 0 ? count - 1 - at / 2 : at / 2;
   }
 
   // One way for all orders: a branch of a GPU that has just started waits for its instructions.
   TILEWISE_FN Work dense(int32_t index) const {
-    const int32_t first = section.quotient(tiles.quotient(index)) * section;
-    const int32_t inside = index - first * tiles;  // of the section, all pairs of a tile
-    const Divisor width = heads * sequences - first >= section ? section : last_section;
+    const int32_t start_of_last = heads * sequences - last_section;
+    const int32_t first = min(section.quotient(tiles.quotient(index)) * section, start_of_last);
+    const int32_t inside = index - first * tiles;  // of the section, all couples of a tile
+    const Divisor width = first < start_of_last ? section : last_section;
     const int32_t tile = width.quotient(inside);
-    const int32_t pair = first + inside - tile * width;
-    return {placed(tile, tiles), heads.remainder(pair), heads.quotient(pair), 0};
+    const int32_t couple = first + inside - tile * width;
+    return {index < in_pairs ? placed_in_pairs(tile, tiles, couple) : placed(tile, tiles),
+            heads.remainder(couple), heads.quotient(couple), 0};
   }
 
   TILEWISE_FN Work ragged(int32_t index) const {

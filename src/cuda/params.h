@@ -64,7 +64,8 @@ struct PaddedRows {
 
 // 0 * NaN is NaN in a tensor core: a masked key of an edge tile would spoil rows that do not see
 // it. A block of such a problem writes whether what it has summed is finite; the simt family then
-// computes the flagged tiles again, element by element. `flags` is null where no band is in force.
+// computes the flagged tiles again, element by element. `flags` is null where no band is in force,
+// and where a kernel sees to it itself (the forward of wgmma).
 struct Flags {
   uint8_t* data = nullptr;  // one per block of the main launch
   int32_t per_tile = 1;     // blocks that share a tile of the second launch: key splits
@@ -134,6 +135,8 @@ struct TmaForwardParams : ForwardParams {
   int32_t work = 0;             // blocks of `order`, which a smaller grid shares
   int32_t* counter = nullptr;   // works of different lengths: how many were taken, 0 at first
   bool shape_says_all = false;  // attention/problem.h
+  // wgmma/forward_repair.h; null: no band is in force. [works, math warps], nothing at first
+  int32_t* before = nullptr;
 };
 
 struct TmaBackwardParams : BackwardParams {

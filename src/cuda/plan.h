@@ -35,7 +35,7 @@ const char* why_not_wgmma(const Problem& p, const Gradients* g);
 
 // Some row may not see a key of a tile that it meets: see Flags. Not so where the limits of the
 // band lie outside of every sequence, as those of one causal row do.
-bool needs_second_pass(const Problem& p);
+bool may_spoil(const Problem& p);
 
 // Where things lie in the workspace, in bytes; a size of 0: not there.
 struct Piece {
@@ -52,6 +52,7 @@ struct ForwardPieces {
   Piece report;   // of the index check
   Piece table;    // TileOrder::table
   Piece counter;  // wgmma: TmaForwardParams::counter
+  Piece before;   // wgmma: TmaForwardParams::before
   Piece flags;
   Piece partial_out;
   Piece partial_lse;

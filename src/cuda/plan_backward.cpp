@@ -57,7 +57,7 @@ Plan plan_backward(const Problem& p, const Gradients& g, Family family, const Gp
   plan.order = choose_order(p, gpu, plan.tile_k, plan.head_dim);
   plan.blocks =
       plan.order.heads * most_tiles(ragged_keys(p), p.seqlen_k, most_keys(p), p.batch, plan.tile_k);
-  if (family != Family::simt && needs_second_pass(p))
+  if (family != Family::simt && may_spoil(p))
     plan.second = find_backward(p, &g, Family::simt, gpu, inside);
   plan.workspace_bytes = backward_pieces(p, g, plan).bytes;
   return plan;

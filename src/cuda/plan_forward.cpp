@@ -136,16 +136,10 @@ void split(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
   if (!alike) plan.pitch = static_cast<int32_t>(plan.rule.rows);
 }
 
-// Whether a long tile and a short one after each other are a block's work: causal, none split, an
-// even number of tiles in a head (otherwise the middle one and a long one would meet in the same
-// blocks again and again: 308 instead of 407 TFLOP/s), and pairs enough for a last round that is
-// not full to cost little.
-bool deals_in_pairs(const Problem& p, const Plan& plan, const Gpu& gpu) {
-  constexpr int64_t kRounds = 3;
-  return plan.family == Family::wgmma && plan.order.longest_first == 1 && !ragged_rows(p) &&
-         plan.splits == 1 && plan.order.tiles % 2 == 0 &&
-         most_rows(p) <= arch::Sm90a::kPairedForwardRows &&
-         plan.blocks >= 2 * kRounds * gpu.multiprocessors;
+// Whether blocks take the works in rounds: causal ones, where lengths follow from the shape.
+bool deals_in_rounds(const Problem& p, const Plan& plan) {
+  return plan.family == Family::wgmma && plan.order.longest_first != 0 && shape_says_all(p) &&
+         plan.splits == 1;
 }
 
 }  // namespace
@@ -172,11 +166,13 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Invento
   // wgmma's plain form is the lean one: instructions that a launch does not run cost it, too.
   const bool shared = plan.pack > 1 || plan.splits > 1;
   if (family == Family::wgmma && shared) plan.form = Form::general;
-  if (deals_in_pairs(p, plan, gpu)) {
-    plan.order.longest_first = TileOrder::kAlternating;
-    plan.order.walk_together(1);
+  if (deals_in_rounds(p, plan)) {
+    plan.order.walk_in_rounds(gpu.multiprocessors);
+  } else if (family == Family::wgmma && plan.blocks > gpu.multiprocessors) {
+    // Works of different lengths: who is done takes the next one.
+    plan.counts_works = ragged_rows(p) || may_spoil(p);
   }
-  if (family != Family::simt && needs_second_pass(p))
+  if (family == Family::mma_sync && may_spoil(p))
     plan.second = find_forward(p, Family::simt, gpu, inside);
   plan.workspace_bytes = forward_pieces(p, plan).bytes;
   return plan;
@@ -192,10 +188,10 @@ ForwardPieces forward_pieces(const Problem& p, const Plan& plan) {
   if (p.check != 0) pieces.report = workspace.take<common::CheckReport>(1);
   if (ragged_rows(p) && plan.order.tiles > 1)
     pieces.table = workspace.take<TileOrder::Entry>(p.batch + 1);
-  // Works of different lengths are handed out as it goes.
-  const bool in_pairs = plan.order.longest_first == TileOrder::kAlternating;
-  if (plan.family == Family::wgmma && (ragged_rows(p) || needs_second_pass(p)) && !in_pairs)
-    pieces.counter = workspace.take<int32_t>(4);
+  if (plan.counts_works) pieces.counter = workspace.take<int32_t>(4);
+  if (plan.family == Family::wgmma && may_spoil(p))
+    pieces.before =
+        workspace.take<int32_t>(plan.blocks * plan.tile_q / arch::WgmmaForwardTile::kRowsOfWarp);
   if (plan.second != nullptr) pieces.flags = workspace.take<uint8_t>(plan.blocks);
   if (plan.splits > 1) {
     const int64_t rows = plan.splits * partial_rows(p, plan.pitch) * p.heads_q;

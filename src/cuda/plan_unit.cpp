@@ -106,9 +106,12 @@ const UnitTable* find_forward(const Problem& p, Family family, const Gpu& gpu,
   const UnitTable* unit = find(p, family, gpu, inside, serves_forward);
   if (unit == nullptr || family == Family::simt) return unit;
   if (p.kv_float8 != 0) return nullptr;  // their copies do not convert
-  if (needs_second_pass(p) && find_forward(p, Family::simt, gpu, inside) == nullptr) return nullptr;
-  const bool narrow = family == Family::wgmma ? deciding_rows(p) <= arch::Sm90a::kNarrowForwardRows
-                                              : deciding_rows(p) * group_size(p) <= kDecodeRows;
+  if (family == Family::mma_sync && may_spoil(p) &&
+      find_forward(p, Family::simt, gpu, inside) == nullptr)
+    return nullptr;
+  const int64_t rows = deciding_rows(p);
+  const bool narrow = family == Family::wgmma ? arch::Sm90a::narrow_forward(rows, may_spoil(p))
+                                              : rows * group_size(p) <= kDecodeRows;
   if (!narrow || unit->narrow == nullptr || !serves_forward(*unit->narrow, gpu)) return unit;
   return unit->narrow;
 }
@@ -118,10 +121,9 @@ const UnitTable* find_backward(const Problem& p, const Gradients* g, Family fami
   if (family == Family::wgmma && why_not_wgmma(p, g) != nullptr) return nullptr;
   const UnitTable* unit = find(p, family, gpu, inside, serves_backward);
   if (unit == nullptr || family == Family::simt) return unit;
-  if (needs_second_pass(p) && find_backward(p, g, Family::simt, gpu, inside) == nullptr)
-    return nullptr;
-  const bool narrow = arch::Sm90a::narrow_backward(unit->head_dim, deciding_rows(p),
-                                                   needs_second_pass(p), !fits_plain(p, g));
+  if (may_spoil(p) && find_backward(p, g, Family::simt, gpu, inside) == nullptr) return nullptr;
+  const bool narrow = arch::Sm90a::narrow_backward(unit->head_dim, deciding_rows(p), may_spoil(p),
+                                                   !fits_plain(p, g));
   if (!narrow || unit->narrow == nullptr || !serves_backward(*unit->narrow, gpu)) return unit;
   return unit->narrow;
 }
@@ -215,7 +217,7 @@ const char* why_not_wgmma(const Problem& p, const Gradients* g) {
   return mappable ? nullptr : "TMA needs positive strides below 2^40 bytes";
 }
 
-bool needs_second_pass(const Problem& p) {
+bool may_spoil(const Problem& p) {
   // The last row sees the first key, and the first row the last key, from these limits on.
   const bool left = p.window_left >= 0 && p.window_left < most_keys(p) - 1;
   const bool right = p.window_right >= 0 && p.window_right < most_rows(p) - 1;

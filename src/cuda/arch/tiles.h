@@ -37,6 +37,7 @@ struct BackwardTile {
 // Forward (wgmma): warpgroups of 64 query rows each and one that loads. K and V pass through a ring
 // of `stages` tiles of `keys` rows each, Q through `q_buffers`.
 struct WgmmaForwardTile {
+  static constexpr int kRowsOfWarp = 16;
   int math_warpgroups;
   int keys;
   int stages;

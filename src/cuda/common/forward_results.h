@@ -49,7 +49,7 @@ TILEWISE_DEVICE RowResults<kRows> finish_rows(const ForwardParams& p, const Bloc
   return result;
 }
 
-// Whether all sums of this lane's rows are finite, for the second pass (params.h).
+// Whether all sums of this lane's rows are finite: whether no stranger's NaN has spoilt them.
 template <int kRows, int kColumns>
 TILEWISE_DEVICE bool outputs_are_finite(const BlockWork& work, const LanePlace& place,
                                         const tile::Sums<kRows, kColumns>& o,
@@ -71,6 +71,13 @@ TILEWISE_DEVICE bool outputs_are_finite(const BlockWork& work, const LanePlace& 
   return finite;
 }
 
+// Where the partial result of row r starts in partial_lse, and, times head_dim_v, in partial_out.
+TILEWISE_DEVICE int64_t partial_index(const ForwardParams& p, const BlockWork& work, int32_t r) {
+  const int64_t row =
+      partial_row(p.problem, p.pitch, work.sequence, work.rows.first + work.rows.row(r));
+  return (work.split * partial_rows(p.problem, p.pitch) + row) * p.problem.heads_q + work.head(r);
+}
+
 // fp32 results of one key split; a lane owns pairs of columns, which leave together where rows have
 // even lengths (`kEven`).
 template <bool kEven = false, int kRows, int kColumns>
@@ -84,10 +91,7 @@ TILEWISE_DEVICE void store_partial(const ForwardParams& p, const BlockWork& work
     for (int h = 0; h < 2; ++h) {
       const int32_t r = place.row(i, h);
       if (r >= work.rows.count) continue;
-      const int64_t row =
-          partial_row(p.problem, p.pitch, work.sequence, work.rows.first + work.rows.row(r));
-      const int64_t index =
-          (work.split * partial_rows(p.problem, p.pitch) + row) * p.problem.heads_q + work.head(r);
+      const int64_t index = partial_index(p, work, r);
       if (place.column == 0) p.partial_lse[index] = result.lse[i][h];
       float* out = p.partial_out + index * columns;
 #pragma unroll

@@ -7,7 +7,7 @@
 //   math warpgroup  (2 to 4) 64 rows of the tile each               forward_math.h
 //
 //   what passes     from      to        slots      the facts (mbarriers of forward_shared.h)
-//   work            dealing   all       4          work_full, work_free
+//   work            dealing   all       4          work_located, work_full, work_free
 //   Q               loading   math      q_buffers  q_full, q_free
 //   K, V            loading   math      stages     k_full, k_free; v_full, v_free
 //
@@ -36,10 +36,11 @@ struct ForwardMathRole {
   const TmaForwardParams& p;
   const ForwardShared<C>& shared;
   int warpgroup;
+  int32_t& spoilt;
 
   template <Option kOption>
   TILEWISE_DEVICE void run() const {
-    ForwardMath<C, kOption>(p, shared, warpgroup).run();
+    spoilt = ForwardMath<C, kOption>(p, shared, warpgroup).run();
   }
 };
 
@@ -48,26 +49,28 @@ TILEWISE_KERNEL(C::kForward.threads(), 1)
 void forward(TILEWISE_PARAMETER TmaForwardParams p) {
   const ForwardShared<C> shared = ForwardShared<C>::of();
   const int warpgroup = ptx::uniform(ptx::thread_index() / ptx::kWarpgroupSize);
-  if (ptx::thread_index() == 0) {
-    shared.init_barriers();
-    ptx::prefetch_tensormap(p.q);
-    ptx::prefetch_tensormap(p.k);
-    ptx::prefetch_tensormap(p.v);
-  }
-  ptx::sync_block();
   ptx::griddepcontrol_launch_dependents();
-  if (warpgroup == 0) {
+  // Each role passes the barrier of the block, which says that all others exist. The first work is
+  // found before it: a GPU that has just started waits for instructions more than for anything.
+  if (warpgroup == 0) [[likely]] {
     ptx::setmaxnreg_dec<C::kForward.load_registers>();
-    if (ptx::warp_index() == 0) ForwardLoad<C>(p, shared).run();
-    if (ptx::warp_index() == 1) ForwardDeal<C>(p, shared).run();
+    if (ptx::warp_index() == 0)
+      ForwardLoad<C>(p, shared).run();
+    else if (ptx::warp_index() == 1)
+      ForwardDeal<C>(p, shared).run();
+    else
+      ptx::sync_block();
   } else {
     ptx::setmaxnreg_inc<C::kForward.math_registers>();
-    const ForwardMathRole<C> role{p, shared, warpgroup - 1};
-    if constexpr (C::kGeneral) {
-      if (option_of(p.problem) != Option::none)
-        return run_with_option<C::kForward.option_loops>(p.problem, role);
-    }
-    role.template run<Option::none>();
+    ptx::sync_block();
+    int32_t spoilt = RowRepair<C>::kNone;
+    const ForwardMathRole<C> role{p, shared, warpgroup - 1, spoilt};
+    if (!C::kGeneral || option_of(p.problem) == Option::none)
+      role.template run<Option::none>();
+    else if constexpr (C::kGeneral)
+      run_with_option<C::kForward.option_loops>(p.problem, role);
+    if (spoilt != RowRepair<C>::kNone) [[unlikely]]
+      RowRepair<C>(p, ptx::warp_index() - 4).run(spoilt);
   }
 }
 

@@ -18,25 +18,36 @@ class ForwardDeal {
 
   TILEWISE_DEVICE void run() const {
     if (p_.order.table != nullptr) ptx::griddepcontrol_wait();
-    int32_t index = static_cast<int32_t>(ptx::block_index()) * (in_pairs() ? 2 : 1);
     typename Shared::WorkPlace place;
+    Turn turn{0, 0};
+    int32_t index = work_of(turn);
+    bool started = false;
     // Who takes works from a common heap before he needs them keeps them from those who are idle:
     // with one more than now a block was done 64 us of 420 before another one.
     const uint32_t ahead = p_.counter == nullptr ? Shared::kWorkSlots : 2;
 #pragma unroll 1
-    while (index < p_.work) {
-      if (describe(shared_.work(place.slot()), index)) {
+    while (index < p_.work) {  // once at least
+      Work& work = shared_.work(place.slot());
+      const bool has_rows = locate(work, index);
+      if (!started) ptx::sync_block();
+      started = true;
+      if (has_rows) {
+        if (ptx::lane_index() == 0) shared_.work_located(place.slot()).arrive();
+        describe(work);
         if (writes_part()) shared_.work_full(place.slot()).arrive();
         place.next();
       }
       const typename Shared::WorkPlace before{place.count - ahead};
       shared_.work_free(before.slot()).wait(before.phase());
-      index = following(index);
+      index = following(index, turn);
     }
     shared_.work_free(place.slot()).wait(place.phase() ^ 1);
     if (!writes_part()) return;
     Work& end = shared_.work(place.slot());
-    if (ptx::lane_index() == 0) end.rows.count = 0;
+    if (ptx::lane_index() == 0) {
+      end.rows.count = 0;
+      shared_.work_located(place.slot()).arrive();
+    }
     end.parts[ptx::lane_index()].what = Walk::end;
     shared_.work_full(place.slot()).arrive();
   }
@@ -47,26 +58,39 @@ class ForwardDeal {
     return ptx::lane_index() < C::kForward.math_warpgroups;
   }
 
-  TILEWISE_DEVICE bool in_pairs() const {
-    return p_.order.longest_first == TileOrder::kAlternating;
+  // In rounds: where a block stands.
+  struct Turn {
+    int32_t round;
+    int32_t second;  // of a pair
+  };
+
+  // Every other round goes backwards: who had the longer work has the shorter one next.
+  TILEWISE_DEVICE int32_t work_of(Turn turn) const {
+    const auto grid = static_cast<int32_t>(ptx::grid_blocks());
+    const auto block = static_cast<int32_t>(ptx::block_index());
+    const int32_t at = turn.round * grid + (turn.round % 2 == 0 ? block : grid - 1 - block);
+    const int32_t pairs = p_.order.in_pairs / 2;
+    return at < pairs ? 2 * at + turn.second : at + pairs;
   }
 
-  // Works of one length: rounds of a grid, every other one backwards; alternating ones two by two.
-  // Otherwise who is done takes the next one; the counter is zeroed by the kernel before this one.
-  TILEWISE_DEVICE int32_t following(int32_t index) const {
-    const auto grid = static_cast<int32_t>(ptx::grid_blocks());
-    if (in_pairs()) return index % 2 == 0 ? index + 1 : index - 1 + 2 * grid;
-    if (p_.counter == nullptr) return 2 * (index / grid + 1) * grid - 1 - index;
+  // Works that differ in length are taken by who is done, but where the order deals with it; the
+  // counter is zeroed by the kernel before this one.
+  TILEWISE_DEVICE int32_t following(int32_t index, Turn& turn) const {
+    if (p_.counter == nullptr) {
+      turn.second = index < p_.order.in_pairs ? turn.second ^ 1 : 0;
+      if (turn.second == 0) ++turn.round;
+      return work_of(turn);
+    }
     ptx::griddepcontrol_wait();
     int32_t taken = 0;
     if (ptx::lane_index() == 0) taken = ptx::atom_add(p_.counter, 1);
-    return uniform(taken) + grid;
+    return uniform(taken) + static_cast<int32_t>(ptx::grid_blocks());
   }
 
-  // Whether the work has rows. Piece by piece: a lane of this warp has few registers.
-  TILEWISE_DEVICE bool describe(Work& work, int32_t index) const {
+  // What the loading warp takes; whether the work has rows. Piece by piece: a lane of this warp has
+  // few registers.
+  TILEWISE_DEVICE bool locate(Work& work, int32_t index) const {
     const bool writes = ptx::lane_index() == 0;
-    if (p_.flags.data != nullptr && writes) p_.flags.data[index] = 0;
     const TileOrder::Work at = p_.order.at(index);
     if (at.sequence < 0) return false;
     if (writes) {
@@ -75,8 +99,10 @@ class ForwardDeal {
     }
     ptx::sync_warp();
     if (writes) {
-      work.sequence = p_.shape_says_all ? sequence_of_shape(p_.problem, at.sequence)
-                                        : sequence_of(p_.problem, at.sequence);
+      if (p_.shape_says_all) [[likely]]
+        work.sequence = sequence_of_shape(p_.problem, at.sequence);
+      else
+        work.sequence = sequence_of(p_.problem, at.sequence);
     }
     ptx::sync_warp();
     if (writes) {
@@ -87,23 +113,22 @@ class ForwardDeal {
     ptx::sync_warp();
     if (work.rows.count == 0) return false;
     if (writes) {
-      const Problem& p = p_.problem;
-      work.out =
-          static_cast<char*>(p.out.data) + work.offset_unpacked(p.out, 0) * C::Element::kBytes;
-      const int64_t row = work.sequence.lse_offset(p.lse_stride_batch, work.rows.first);
-      work.lse =
-          p.lse == nullptr ? nullptr : p.lse + work.rows.first_head * p.lse_stride_head + row;
-    }
-    ptx::sync_warp();
-    if (writes) {
       work.tiles = KeyTiles::of(work.sequence.band, work.rows, work.split,
                                 C::kGeneral ? work.splits : 1, C::kForward.keys);
     }
     ptx::sync_warp();
-    const int warpgroup = ptx::lane_index();
-    if (writes_part())
-      work.parts[warpgroup] = WarpgroupTiles::of(work, warpgroup, C::kForward.keys);
     return true;
+  }
+
+  // The rest, which the math warps take.
+  TILEWISE_DEVICE void describe(Work& work) const {
+    const int lane = ptx::lane_index();
+    if (writes_part()) work.parts[lane] = WarpgroupTiles::of(work, lane, C::kForward.keys);
+    if (lane != 0) return;
+    const Problem& p = p_.problem;
+    work.out = static_cast<char*>(p.out.data) + work.offset_unpacked(p.out, 0) * C::Element::kBytes;
+    const int64_t row = work.sequence.lse_offset(p.lse_stride_batch, work.rows.first);
+    work.lse = p.lse == nullptr ? nullptr : p.lse + work.rows.first_head * p.lse_stride_head + row;
   }
 
   const TmaForwardParams& p_;

@@ -29,13 +29,20 @@ class ForwardLoad {
       : p_(params), shared_(shared) {}
 
   TILEWISE_DEVICE void run() {
+    if (ptx::elect_one()) {
+      shared_.init_barriers();
+      ptx::prefetch_tensormap(p_.q);
+      ptx::prefetch_tensormap(p_.k);
+      ptx::prefetch_tensormap(p_.v);
+    }
+    ptx::sync_block();
     Keys behind{};  // whose values are to come: they follow a step later
     int32_t behind_tile = kNone;
     typename Shared::WorkPlace place;
 #pragma unroll 1
     for (;; place.next()) {
       const Work& work = shared_.work(place.slot());
-      shared_.work_full(place.slot()).wait(place.phase());
+      shared_.work_located(place.slot()).wait(place.phase());
       if (work.rows.count == 0) break;
       if (kQAhead)
         load_q(work, {place.count});

@@ -3,6 +3,7 @@
 
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/ptx/wgmma.h"
+#include "cuda/wgmma/forward_repair.h"
 #include "cuda/wgmma/forward_shared.h"
 #include "cuda/wgmma/forward_softmax.h"
 #include "cuda/wgmma/forward_store.h"
@@ -31,7 +32,8 @@ class ForwardMath {
     softmax_.scale = terms_.unit() * kLog2e;
   }
 
-  TILEWISE_DEVICE void run() {
+  // The last work with rows that are to be computed again.
+  TILEWISE_DEVICE int32_t run() {
     if (kTile.ping_pong && warpgroup_ == 0) pass_turn(0);
     int slot = next_work();
     bool joined = false;
@@ -68,6 +70,7 @@ class ForwardMath {
       store_tile(done, ending);
       o_.fill(0.0f);
     }
+    return spoilt_;
   }
 
  private:
@@ -212,7 +215,7 @@ class ForwardMath {
     terms_.apply(work, s_, tile, place());
     if (cut) mask(s_, work, place(), tile);
     softmax_.template update<kFirst>(s_, LinearExponent{softmax_.scale});
-    terms_.finish(work, tile, place());
+    terms_.finish(tile, place());
   }
 
   // Beside the products of the first tile of a work.
@@ -352,8 +355,8 @@ class ForwardMath {
   TILEWISE_DEVICE void store_tile(int slot, const Ending& ending) {
     const Work& work = shared_.work(slot);
     const LanePlace at = place();
-    if (p_.flags.data != nullptr && !outputs_are_finite(work, at, o_, ending.l)) [[unlikely]]
-      p_.flags.data[work.index] = 1;  // after the 0 of the dealing warp
+    if (p_.before != nullptr && ptx::any(!outputs_are_finite(work, at, o_, ending.l))) [[unlikely]]
+      RowRepair<C>::note(p_, thread() / ptx::kWarpSize, work.index, spoilt_);
     if (C::kGeneral && work.splits > 1) [[unlikely]]
       store_partial(p_, work, at, o_, ending.rows);
     else
@@ -372,6 +375,7 @@ class ForwardMath {
   const TmaForwardParams& p_;
   Shared shared_;
   int warpgroup_;
+  int32_t spoilt_ = RowRepair<C>::kNone;
   bool negative_;
   ForwardTerms<C, kOption> terms_;
   WarpgroupTiles tiles_;

@@ -65,7 +65,7 @@ struct ForwardShared {
   static constexpr int kKAt = kTile.q_buffers * kQBytes;
   static constexpr int kVAt = kKAt + kTile.stages * KTile::kBytes;
   static constexpr int kBarriersAt = kVAt + kTile.stages * VTile::kBytes;
-  static constexpr int kBarriers = 2 * kTile.q_buffers + 4 * kTile.stages + 2 * kWorkSlots + 1;
+  static constexpr int kBarriers = 2 * kTile.q_buffers + 4 * kTile.stages + 3 * kWorkSlots + 1;
   static constexpr int kWorkAt = round_up(kBarriersAt + 8 * kBarriers, 16);
   static constexpr int kBytes = round_up(kWorkAt + kWorkSlots * sizeof(Work), 16);
 
@@ -91,8 +91,10 @@ struct ForwardShared {
   TILEWISE_DEVICE Barrier q_free(int buffer) const { return q_full(kTile.q_buffers + buffer); }
   TILEWISE_DEVICE Barrier work_full(int slot) const { return q_full(2 * kTile.q_buffers + slot); }
   TILEWISE_DEVICE Barrier work_free(int slot) const { return work_full(kWorkSlots + slot); }
+  // Before it is full: what is to be loaded.
+  TILEWISE_DEVICE Barrier work_located(int slot) const { return work_free(kWorkSlots + slot); }
   // The last values of a sequence have landed, and with them rows that are not its own.
-  TILEWISE_DEVICE Barrier v_landed() const { return work_full(2 * kWorkSlots); }
+  TILEWISE_DEVICE Barrier v_landed() const { return work_located(kWorkSlots); }
 
   // By one thread; others see it after the barrier of the block.
   TILEWISE_DEVICE void init_barriers() const {
@@ -109,6 +111,7 @@ struct ForwardShared {
     for (int i = 0; i < kWorkSlots; ++i) {
       work_full(i).init(kTile.math_warpgroups);  // lanes of the dealing warp: who writes arrives
       work_free(i).init(kMathWarps + 1);         // and the loading warp
+      work_located(i).init(1);
     }
     v_landed().init(1);
     ptx::fence_mbarrier_init();

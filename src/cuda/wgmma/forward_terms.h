@@ -132,7 +132,7 @@ class ForwardTerms {
   }
 
   // Beside the values of the tile before.
-  TILEWISE_DEVICE void finish(const BlockWork& work, int32_t tile, const LanePlace& place) {
+  TILEWISE_DEVICE void finish(int32_t tile, const LanePlace& place) {
     if (drops()) kept_ = terms_.template draw<1, C::kForward.keys / 8>(dropped_, tile, place);
   }
 
@@ -173,7 +173,7 @@ class ForwardTerms<C, Option::none> {
   TILEWISE_DEVICE void take_rows(const BlockWork&, const LanePlace&, int32_t) const {}
   TILEWISE_DEVICE void prepare(const LanePlace&) const {}
   TILEWISE_DEVICE void apply(const BlockWork&, Scores&, int32_t, const LanePlace&) const {}
-  TILEWISE_DEVICE void finish(const BlockWork&, int32_t, const LanePlace&) const {}
+  TILEWISE_DEVICE void finish(int32_t, const LanePlace&) const {}
   TILEWISE_DEVICE void drop(const Weights&) const {}
 
  private:

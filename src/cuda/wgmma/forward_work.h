@@ -45,8 +45,6 @@ struct ForwardWork : BlockWork {
   char* out;      // row 0 when heads are not packed
   float* lse;     // the same; null: not wanted
   WarpgroupTiles parts[C::kForward.math_warpgroups];
-
-  TILEWISE_DEVICE bool has_keys() const { return tiles.first <= tiles.last; }
 };
 
 }  // namespace tilewise::cuda::wgmma

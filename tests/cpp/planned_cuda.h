@@ -1,0 +1,42 @@
+// Problems on a GPU and what is planned for them.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include "dispatch/planner.h"
+
+namespace tilewise::dispatch {
+
+inline Problem problem(int32_t dtype, int64_t batch = 1, int64_t rows = 2048, int64_t keys = 2048,
+                       int64_t heads = 8, int64_t head_dim = 128) {
+  Problem p{};
+  p.struct_size = sizeof(p);
+  p.device = TILEWISE_CUDA;
+  p.dtype = dtype;
+  p.batch = p.kv_batch = batch;
+  p.seqlen_q = rows;
+  p.seqlen_k = keys;
+  p.heads_q = p.heads_kv = heads;
+  p.head_dim = p.head_dim_v = head_dim;
+  for (tilewise_tensor* t : {&p.q, &p.k, &p.v, &p.out}) {
+    const bool of_keys = t == &p.k || t == &p.v;
+    *t = {nullptr, (of_keys ? keys : rows) * heads * head_dim, heads * head_dim, head_dim};
+  }
+  p.window_left = p.window_right = -1;
+  p.scale = 0.125f;
+  return p;
+}
+
+inline Gradients gradients(const Problem& p) {
+  Gradients g{};
+  g.dout = p.out;
+  return g;
+}
+
+inline cuda::Plan forward(const Problem& p, const Device& device) {
+  const Decision decision = plan(p, nullptr, device);
+  EXPECT_EQ(decision.status, TILEWISE_OK) << explain(decision, p, nullptr, device);
+  return decision.cuda;
+}
+
+}  // namespace tilewise::dispatch

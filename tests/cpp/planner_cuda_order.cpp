@@ -1,0 +1,127 @@
+// Which block of a CUDA grid takes which tile: every one once, and all blocks are done together.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "described_cuda.h"
+#include "planned_cuda.h"
+
+namespace tilewise::dispatch {
+namespace {
+
+// On Hopper, causal tiles whose lengths follow from the shape: pairs, two works that are as long as
+// any other two, and then the rest, longest first. No counter, and with it no kernel before.
+TEST(PlannerCudaOrder, CausalTilesAreDealtInRounds) {
+  const Device device = gpu_with(90);
+  for (const int64_t rows : {512, 640, 4096}) {
+    Problem p = problem(TILEWISE_BFLOAT16, 16384 / rows, rows, rows, 16);
+    p.window_right = 0;
+    const cuda::Plan plan = forward(p, device);
+    EXPECT_FALSE(plan.counts_works);
+    EXPECT_GT(plan.order.in_pairs, 0);
+    EXPECT_LT(plan.order.in_pairs, plan.blocks);
+    EXPECT_EQ(plan.order.in_pairs % 2, 0);
+    for (int64_t i = 0; i < plan.order.in_pairs; i += 2)
+      ASSERT_EQ(plan.order.at(i).tile + plan.order.at(i + 1).tile, plan.order.tiles - 1);
+    for (int64_t i = plan.order.in_pairs + 1; i < plan.blocks; ++i)
+      ASSERT_LE(plan.order.at(i).tile, plan.order.at(i - 1).tile);
+  }
+  EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16, 32, 512, 512, 16), device).order.in_pairs, 0);
+}
+
+// Lengths that the shape does not tell are counted, where a block has more than one work.
+TEST(PlannerCudaOrder, WorksOfUnknownLengthAreCounted) {
+  const Device device = gpu_with(90);
+  const auto nowhere = reinterpret_cast<const int32_t*>(uintptr_t{64});
+  for (const int64_t batch : {1, 32}) {
+    Problem p = problem(TILEWISE_BFLOAT16, batch, 512, 512, 16);
+    p.window_right = 0;
+    EXPECT_FALSE(forward(p, device).counts_works);
+    p.seqused_k = nowhere;
+    EXPECT_EQ(forward(p, device).counts_works, batch > 1);
+  }
+}
+
+// Blocks that take works in rounds are done together, nearly as those that take them one by one.
+TEST(PlannerCudaOrder, RoundsOfCausalTilesAreBalanced) {
+  for (const int64_t rows : {256, 512, 640, 1024, 2048, 4096, 16384}) {
+    for (const int64_t heads : {16, 40, 64}) {
+      Problem p = problem(TILEWISE_BFLOAT16, 16384 / rows, rows, rows, heads);
+      p.window_right = 0;
+      const Device device = gpu_with(90);
+      const cuda::Plan plan = forward(p, device);
+      const int64_t grid = device.gpu.multiprocessors;
+      const int64_t pairs = plan.order.in_pairs / 2;
+      std::vector<int64_t> tiles(static_cast<size_t>(grid));
+      int64_t all = 0;
+      const auto take = [&](int64_t block, int64_t work) {
+        const int64_t size = plan.order.at(work).tile + 1;
+        tiles[static_cast<size_t>(block)] += size;
+        all += size;
+      };
+      for (int64_t at = 0; at < plan.blocks - pairs; ++at) {
+        const int64_t block = at / grid % 2 == 0 ? at % grid : grid - 1 - at % grid;
+        take(block, at < pairs ? 2 * at : at + pairs);
+        if (at < pairs) take(block, 2 * at + 1);
+      }
+      const int64_t share = ceil_div(all, grid);
+      const int64_t least = max<int64_t>(share, plan.order.tiles);
+      EXPECT_LE(*std::max_element(tiles.begin(), tiles.end()), least + least / 6)
+          << rows << " rows, " << heads << " heads";
+    }
+  }
+}
+
+// Every tile of every head of every sequence comes up exactly once, in any order.
+TEST(PlannerCudaOrder, TheOrderVisitsEveryTileOnce) {
+  for (int64_t batch : {1, 3, 30}) {
+    for (int64_t heads : {1, 5, 40}) {
+      for (int64_t window : {-1, 0}) {
+        Problem p = problem(TILEWISE_BFLOAT16, batch, 1000, 3000, heads);
+        p.window_right = window;
+        const Gradients g = gradients(p);
+        for (const Gradients* pass : {static_cast<const Gradients*>(nullptr), &g}) {
+          const cuda::Plan plan = dispatch::plan(p, pass, gpu_with(90)).cuda;
+          std::vector<int> seen(static_cast<size_t>(plan.blocks));
+          for (int64_t block = 0; block < plan.blocks; ++block) {
+            const cuda::TileOrder::Work w = plan.order.at(block);
+            ASSERT_LT(w.tile, plan.order.tiles);
+            ASSERT_LT(w.sequence, batch);
+            ++seen[static_cast<size_t>(
+                ((w.sequence * plan.order.heads + w.head) * plan.order.tiles + w.tile) *
+                    plan.order.splits +
+                w.split)];
+          }
+          for (int count : seen) ASSERT_EQ(count, 1);
+        }
+      }
+    }
+  }
+}
+
+// A key tile waits for the ones before it, so they have to start first: from the first one up, or
+// from the last one down.
+TEST(PlannerCudaOrder, DeterministicKeyTilesFollowEachOther) {
+  for (int64_t left : {-1, 100}) {
+    for (int64_t right : {-1, 0}) {
+      Problem p = problem(TILEWISE_BFLOAT16, 2, 1000, 3000, 5);
+      p.window_left = left;
+      p.window_right = right;
+      p.deterministic = 1;
+      const Gradients g = gradients(p);
+      const cuda::Plan plan = dispatch::plan(p, &g, gpu_with(90)).cuda;
+      const bool down = plan.order.longest_first == 1;
+      std::vector<int> last(static_cast<size_t>(2 * 5), down ? int32_t{plan.order.tiles} : -1);
+      for (int64_t block = 0; block < plan.blocks; ++block) {
+        const cuda::TileOrder::Work w = plan.order.at(block);
+        int& before = last[static_cast<size_t>(w.sequence * 5 + w.head)];
+        ASSERT_EQ(w.tile, before + (down ? -1 : 1));
+        before = w.tile;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tilewise::dispatch
