@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import capi
+import test_nonfinite
 from cases import Built, Case, check, run
 from strategies import cases
 
@@ -50,6 +51,14 @@ def hopper(device):
     for kernel in kernels(Case("bf16", rows=(100,), keys=(100,), head_dim=64, head_dim_v=64)):
         if not kernel.startswith(FAMILY):
             pytest.skip(f"no {FAMILY} on this GPU or in this build, or another table is forced")
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("name", [n for n in test_nonfinite.CASES if n.startswith("aligned")])
+def test_cases_with_nan_are_served_here(name):
+    """What test_nonfinite.py spoils does not go to other kernels."""
+    case = dataclasses.replace(test_nonfinite.CASES[name], dtype="bf16")
+    assert all(kernel.startswith(FAMILY) for kernel in kernels(case)), kernels(case)
 
 
 # Rows behind those of the sequences count for the choice between kernels, and cost nothing.
