@@ -15,6 +15,16 @@ struct RowResults {
   float lse[kRows][2];
 };
 
+// Joins a sink to the sums of a row, m in units of log2: what they shrink by.
+TILEWISE_DEVICE float join_sink(float sink, float& m, float& l) {
+  const float of_sink = sink * kLog2e;
+  const float highest = ptx::fmax(m, of_sink);
+  const float shrink = ptx::ex2(m - highest);
+  l = l * shrink + ptx::ex2(of_sink - highest);
+  m = highest;
+  return shrink;
+}
+
 // Joins the sums of the quad and the sink. `weight` is the scale of kept weights.
 template <class Element, int kRows>
 TILEWISE_DEVICE RowResults<kRows> finish_rows(const ForwardParams& p, const BlockWork& work,
@@ -30,14 +40,8 @@ TILEWISE_DEVICE RowResults<kRows> finish_rows(const ForwardParams& p, const Bloc
       float m = row_m[i][h];
       float l = tile::quad_sum(row_l[i][h]);
       float factor = weight;
-      if (sinks) [[unlikely]] {
-        const float sink = p.problem.sinks[work.head(place.row(i, h))] * kLog2e;
-        const float highest = ptx::fmax(m, sink);
-        const float shrink = ptx::ex2(m - highest);
-        l = l * shrink + ptx::ex2(sink - highest);
-        m = highest;
-        factor *= shrink;
-      }
+      if (sinks) [[unlikely]]
+        factor *= join_sink(p.problem.sinks[work.head(place.row(i, h))], m, l);
       row_l[i][h] = l;
       const float lse = Element::kBytes == 2 ? (m + ptx::lg2(l)) * static_cast<float>(kLn2)
                                              : m * static_cast<float>(kLn2) + ptx::log_accurate(l);

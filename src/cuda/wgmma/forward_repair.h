@@ -3,13 +3,15 @@
 // A masked key of an edge tile has weight 0, and in a tensor core 0 times its NaN is NaN. That
 // shows: what has been spoilt is not finite. When all works are done a warp computes such rows of
 // its own once more, in fp32, without the keys that they do not see or that weigh nothing; a row
-// that does see the NaN gets it again. In blocks of 32 keys: a lane has the score of one of them,
-// and then columns of the sum over all.
+// that does see the NaN gets it again.
+//
+// The time is that of waiting for loads: rows share them, and several are under way at once. In
+// blocks of 32 keys: a lane has the scores of one of them, and then columns of the sums over all.
 #pragma once
 
 #include <cfloat>
 
-#include "cuda/ptx/global.h"
+#include "cuda/common/block.h"
 #include "cuda/wgmma/forward_store.h"
 
 namespace tilewise::cuda::wgmma {
@@ -20,13 +22,19 @@ class RowRepair {
   using Storage = typename Element::Storage;
   static constexpr int kLanes = ptx::kWarpSize;
   static constexpr int kPairs = (C::kHeadDimV + 2 * kLanes - 1) / (2 * kLanes);  // of columns
+  static constexpr int kRowsAtOnce = C::kGeneral ? 2 : 4;  // as registers permit
+  static constexpr int kChunksAtOnce = 4;                  // of 8 columns of a key
+  static constexpr int kValuesAtOnce = 8;
 
  public:
   static constexpr int32_t kNone = -1;
 
   // Of warp `warp` of the block.
   TILEWISE_DEVICE RowRepair(const TmaForwardParams& params, int warp)
-      : params_(params), p_(params.problem), warp_(warp), all_(ScoreTerms::of(params.problem)) {}
+      : params_(params),
+        p_(params.problem),
+        warp_(uniform(warp)),
+        all_(ScoreTerms::of(params.problem)) {}
 
   // The works of the warp with such rows are a list from the last one back to the first: `before`,
   // [works, math warps], holds what was the last one.
@@ -40,10 +48,14 @@ class RowRepair {
 #pragma unroll 1
     for (int32_t at = last; at != kNone;) {
       work_ = BlockWork::of(params_, params_.order.at(at), C::kForward.keys);
+      k_ = head_of(p_.k);
+      v_ = head_of(p_.v);
       const int32_t end = min(kRows * warp_ + kRows, work_.rows.count);
 #pragma unroll 1
-      for (int32_t r = kRows * warp_; r < end; ++r) {
-        if (is_spoilt(r)) compute(r);
+      for (first_ = kRows * warp_; first_ < end; first_ += kRowsAtOnce) {
+        last_ = min(first_ + kRowsAtOnce, end) - 1;
+        find_spoilt();
+        if (spoilt_ != 0) compute();
       }
       at = uniform(params_.before[link(at, warp_)]);
     }
@@ -53,16 +65,52 @@ class RowRepair {
   static constexpr int kRows = arch::WgmmaForwardTile::kRowsOfWarp;
   static constexpr int kWarps = C::kForward.rows() / kRows;
 
+  struct Row {
+    RowTerms terms;
+    float m;
+    float l;  // over the keys of this lane
+    float o[kPairs][2];
+  };
+
   TILEWISE_DEVICE static int64_t link(int32_t work, int warp) {
     return int64_t{work} * kWarps + warp;
   }
 
   TILEWISE_DEVICE bool is_part() const { return C::kGeneral && work_.splits > 1; }
+  // Offset of row r. Plain forms have no packed heads.
+  TILEWISE_DEVICE int64_t offset(const tilewise_tensor& view, int32_t r) const {
+    return C::kGeneral ? work_.offset(view, r) : work_.offset_unpacked(view, r);
+  }
+  TILEWISE_DEVICE const Storage* q(int32_t r) const {
+    return static_cast<const Storage*>(p_.q.data) + offset(p_.q, r);
+  }
   TILEWISE_DEVICE Storage* out(int32_t r) const {
-    return static_cast<Storage*>(p_.out.data) + work_.offset(p_.out, r);
+    return static_cast<Storage*>(p_.out.data) + offset(p_.out, r);
   }
   TILEWISE_DEVICE float* partial_out(int32_t r) const {
     return params_.partial_out + partial_index(params_, work_, r) * p_.head_dim_v;
+  }
+
+  // Key 0 of the key/value head. Plain forms have no pages.
+  TILEWISE_DEVICE const Storage* head_of(const tilewise_tensor& view) const {
+    const int32_t kv_head = params_.group.quotient(work_.rows.first_head);
+    return static_cast<const Storage*>(view.data) + kv_head * view.stride_head;
+  }
+  TILEWISE_DEVICE int64_t key_offset(const tilewise_tensor& view, int32_t key) const {
+    const KvSource& kv = work_.sequence.kv;
+    if constexpr (C::kGeneral) return kv.offset_32(view, key);
+    return kv.slot * view.stride_batch + (kv.first + key) * view.stride_row;
+  }
+
+  // Rows that do not exist stand for the last one.
+  TILEWISE_DEVICE int32_t row_at(int i) const { return min(first_ + i, last_); }
+
+  TILEWISE_DEVICE void find_spoilt() {
+    spoilt_ = 0;
+#pragma unroll 1
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+      if (is_spoilt(row_at(i))) spoilt_ |= 1u << i;
+    }
   }
 
   TILEWISE_DEVICE bool is_spoilt(int32_t r) const {
@@ -73,115 +121,161 @@ class RowRepair {
     return ptx::any(zero != 0.0f);  // NaN
   }
 
-  TILEWISE_DEVICE void compute(int32_t r) {
+  // The keys that a row sees.
+  TILEWISE_DEVICE int32_t begin_of(int32_t r) const {
     const KeyTiles& tiles = work_.tiles;
-    const int32_t row = work_.rows.row(r);
-    row_ = row_terms(p_, work_, r);
-    q_ = static_cast<const Storage*>(p_.q.data) + work_.offset(p_.q, r);
-    const int32_t kv_head = params_.group.quotient(work_.head(r));
-    k_ = static_cast<const Storage*>(p_.k.data) + kv_head * p_.k.stride_head;
-    v_ = static_cast<const Storage*>(p_.v.data) + kv_head * p_.v.stride_head;
-    const int32_t begin = max(max(0, tiles.lower + row), tiles.first * C::kForward.keys);
-    const int32_t end =
-        min(min(tiles.keys, tiles.upper + row), (tiles.last + 1) * C::kForward.keys);
-    m_ = -FLT_MAX;
-    l_ = 0.0f;
+    return max(max(0, tiles.lower + place(r)), tiles.first * C::kForward.keys);
+  }
+  TILEWISE_DEVICE int32_t end_of(int32_t r) const {
+    const KeyTiles& tiles = work_.tiles;
+    return min(min(tiles.keys, tiles.upper + place(r)), (tiles.last + 1) * C::kForward.keys);
+  }
+  TILEWISE_DEVICE int32_t place(int32_t r) const { return C::kGeneral ? work_.rows.row(r) : r; }
+
+  TILEWISE_DEVICE void compute() {
 #pragma unroll
-    for (float (&pair)[2] : o_) pair[0] = pair[1] = 0.0f;
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+      rows_[i] = {};
+      rows_[i].m = -FLT_MAX;
+      if constexpr (C::kGeneral) rows_[i].terms = row_terms(p_, work_, row_at(i));
+    }
+    const int32_t end = uniform(end_of(last_));
 #pragma unroll 1
-    for (int32_t key = begin; key < end; key += kLanes) add_keys(key, min(kLanes, end - key));
-    store(r);
-  }
-
-  // The offset of a key, head and column 0.
-  TILEWISE_DEVICE int64_t key_offset(const tilewise_tensor& view, int32_t key) const {
-    const KvSource& kv = work_.sequence.kv;
-    if constexpr (C::kGeneral) return kv.offset_32(view, key);
-    return kv.slot * view.stride_batch + (kv.first + key) * view.stride_row;
-  }
-
-  // The online softmax over `count` keys from `key0` on.
-  TILEWISE_DEVICE void add_keys(int32_t key0, int32_t count) {
-    const int lane = ptx::lane_index();
-    const float x = lane < count ? score(key0 + lane) * kLog2e : kMinusInfinity;
-    float highest = ptx::fmax(m_, x);
+    for (int32_t key = uniform(begin_of(first_)); key < end && !are_lost(); key += kLanes)
+      add_keys(key, end);
 #pragma unroll
-    for (int lanes = 1; lanes < kLanes; lanes *= 2)
-      highest = ptx::fmax(highest, ptx::shuffle_xor(highest, lanes));
-    const float shrink = ptx::ex2(m_ - highest);
-    m_ = highest;
-    float weight = ptx::ex2(x - m_);
-    l_ = l_ * shrink + weight;
-    if (all_.dropout.on()) {
-      const float keep = all_.keep(row_, key0 + lane).at((key0 + lane) % Dropout::kKeysPerBlock);
-      weight = keep == 0.0f ? 0.0f : weight * keep;
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+      if ((spoilt_ >> i & 1u) != 0) store(rows_[i], row_at(i));
+    }
+  }
+
+  // All that are spoilt have seen a NaN, and nothing changes that.
+  TILEWISE_DEVICE bool are_lost() const {
+    uint32_t lost = 0;
+#pragma unroll
+    for (int i = 0; i < kRowsAtOnce; ++i)
+      lost |= (ptx::any(rows_[i].l != rows_[i].l) ? 1u : 0u) << i;
+    return (spoilt_ & ~lost) == 0;
+  }
+
+  // The keys of a block that are not below `end` stand for the last one and weigh nothing.
+  TILEWISE_DEVICE void add_keys(int32_t key0, int32_t end) {
+    const int32_t key = key0 + ptx::lane_index();
+    float products[kRowsAtOnce];
+    multiply(k_ + key_offset(p_.k, min(key, end - 1)), products);
+    float weights[kRowsAtOnce];
+#pragma unroll
+    for (int i = 0; i < kRowsAtOnce; ++i) weights[i] = weigh(rows_[i], row_at(i), key, products[i]);
+#pragma unroll 1
+    for (int first = 0; first < min(kLanes, end - key0); first += kValuesAtOnce)
+      add_values(key0, first, end, weights);
+  }
+
+  // q k of the rows.
+  TILEWISE_DEVICE void multiply(const Storage* k, float (&products)[kRowsAtOnce]) const {
+    float sum[kRowsAtOnce][2] = {};
+#pragma unroll 1
+    for (int32_t column0 = 0; column0 < p_.head_dim; column0 += 8 * kChunksAtOnce) {
+      uint32_t b[kChunksAtOnce][4];
+#pragma unroll
+      for (int c = 0; c < kChunksAtOnce; ++c)
+        ptx::ld_global_v4_b32(b[c], k + min<int64_t>(column0 + 8 * c, p_.head_dim - 8));
+#pragma unroll
+      for (int c = 0; c < kChunksAtOnce; ++c) {
+        if (column0 + 8 * c >= p_.head_dim) break;
+#pragma unroll
+        for (int i = 0; i < kRowsAtOnce; ++i) {
+          uint32_t a[4];
+          ptx::ld_global_v4_b32(a, q(row_at(i)) + column0 + 8 * c);
+          add_products(sum[i], a, b[c]);
+        }
+      }
     }
 #pragma unroll
-    for (float (&pair)[2] : o_) {
+    for (int i = 0; i < kRowsAtOnce; ++i) products[i] = sum[i][0] + sum[i][1];
+  }
+
+  TILEWISE_DEVICE static void add_products(float (&sum)[2], const uint32_t (&a)[4],
+                                           const uint32_t (&b)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sum[0] = ptx::fma(tile::low_of<Element>(a[i]), tile::low_of<Element>(b[i]), sum[0]);
+      sum[1] = ptx::fma(tile::high_of<Element>(a[i]), tile::high_of<Element>(b[i]), sum[1]);
+    }
+  }
+
+  // The online softmax of a row goes on by a key of each lane: the weight of this lane's one.
+  TILEWISE_DEVICE float weigh(Row& row, int32_t r, int32_t key, float product) const {
+    float x = kMinusInfinity;
+    if (begin_of(r) <= key && key < end_of(r)) x = score(product, row, key) * kLog2e;
+    const float highest = ptx::fmax(row.m, common::max_of_warp(x));
+    const float shrink = ptx::ex2(row.m - highest);
+    const float weight = ptx::ex2(x - highest);
+    row.m = highest;
+    row.l = row.l * shrink + weight;
+#pragma unroll
+    for (float (&pair)[2] : row.o) {
       pair[0] *= shrink;
       pair[1] *= shrink;
     }
-#pragma unroll 1
-    for (int32_t i = 0; i < count; ++i) {
-      const float p = ptx::shuffle(weight, i);
-      if (p != 0.0f) add_value(key0 + i, p);
-    }
+    if (!C::kGeneral || !all_.dropout.on()) return weight;
+    const float keep = all_.keep(row.terms, key).at(key % Dropout::kKeysPerBlock);
+    return keep == 0.0f ? 0.0f : weight * keep;
   }
 
-  TILEWISE_DEVICE float score(int32_t key) const {
-    const Storage* k = k_ + key_offset(p_.k, key);
-    float sum[2] = {0.0f, 0.0f};
-#pragma unroll 1
-    for (int column = 0; column < p_.head_dim; column += 8) {
-      uint32_t a[4];
-      uint32_t b[4];
-      ptx::ld_global_v4_b32(a, q_ + column);
-      ptx::ld_global_v4_b32(b, k + column);
+  TILEWISE_DEVICE float score(float product, const Row& row, int32_t key) const {
+    if constexpr (C::kGeneral) return all_.at(product, row.terms, key).value;
+    return product * all_.score.scale;
+  }
+
+  // o += p v of keys from key0 + first on.
+  TILEWISE_DEVICE void add_values(int32_t key0, int first, int32_t end,
+                                  const float (&weights)[kRowsAtOnce]) {
+    uint32_t v[kValuesAtOnce][kPairs];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        sum[0] = ptx::fma(tile::low_of<Element>(a[i]), tile::low_of<Element>(b[i]), sum[0]);
-        sum[1] = ptx::fma(tile::high_of<Element>(a[i]), tile::high_of<Element>(b[i]), sum[1]);
+    for (int i = 0; i < kValuesAtOnce; ++i) {
+      const Storage* from = v_ + key_offset(p_.v, min(key0 + first + i, end - 1));
+#pragma unroll
+      for (int j = 0; j < kPairs; ++j)
+        v[i][j] = ptx::ld_global_b32(from + min<int64_t>(column_of(j), p_.head_dim_v - 2));
+    }
+#pragma unroll
+    for (int i = 0; i < kValuesAtOnce; ++i) {
+#pragma unroll
+      for (int row = 0; row < kRowsAtOnce; ++row) {
+        const float p = ptx::shuffle(weights[row], first + i);
+        if (p != 0.0f) add_value(rows_[row].o, p, v[i]);
       }
     }
-    return all_.at(sum[0] + sum[1], row_, key).value;
   }
 
-  TILEWISE_DEVICE void add_value(int32_t key, float p) {
-    const Storage* v = v_ + key_offset(p_.v, key);
+  TILEWISE_DEVICE static void add_value(float (&o)[kPairs][2], float p,
+                                        const uint32_t (&v)[kPairs]) {
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      const int column = column_of(i);
-      if (column >= p_.head_dim_v) break;
-      const uint32_t pair = ptx::ld_global_b32(v + column);
-      o_[i][0] = ptx::fma(p, tile::low_of<Element>(pair), o_[i][0]);
-      o_[i][1] = ptx::fma(p, tile::high_of<Element>(pair), o_[i][1]);
+    for (int j = 0; j < kPairs; ++j) {
+      o[j][0] = ptx::fma(p, tile::low_of<Element>(v[j]), o[j][0]);
+      o[j][1] = ptx::fma(p, tile::high_of<Element>(v[j]), o[j][1]);
     }
   }
 
   TILEWISE_DEVICE static int column_of(int pair) { return 2 * (ptx::lane_index() + kLanes * pair); }
 
-  TILEWISE_DEVICE void store(int32_t r) {
-    float l = l_;
-#pragma unroll
-    for (int lanes = 1; lanes < kLanes; lanes *= 2) l += ptx::shuffle_xor(l, lanes);
+  TILEWISE_DEVICE void store(const Row& row, int32_t r) const {
+    float m = row.m;
+    float l = common::sum_of_warp(row.l);
     float factor = 1.0f;
-    if (p_.sinks != nullptr && work_.splits == 1) {
-      const float sink = p_.sinks[work_.head(r)] * kLog2e;
-      const float highest = ptx::fmax(m_, sink);
-      factor = ptx::ex2(m_ - highest);
-      l = l * factor + ptx::ex2(sink - highest);
-    }
+    if (p_.sinks != nullptr && work_.splits == 1) factor = join_sink(p_.sinks[work_.head(r)], m, l);
     factor = l == 0.0f ? 0.0f : factor * ptx::rcp_approximate(l);
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      const int column = column_of(i);
+    for (int j = 0; j < kPairs; ++j) {
+      const int column = column_of(j);
       if (column >= p_.head_dim_v) break;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         if (is_part())
-          partial_out(r)[column + e] = o_[i][e] * factor;
+          partial_out(r)[column + e] = row.o[j][e] * factor;
         else
-          out(r)[column + e] = from_float<Storage>(o_[i][e] * factor);
+          out(r)[column + e] = from_float<Storage>(row.o[j][e] * factor);
       }
     }
   }
@@ -191,13 +285,12 @@ class RowRepair {
   const int warp_;
   const ScoreTerms all_;
   BlockWork work_;
-  RowTerms row_;
-  const Storage* q_;
-  const Storage* k_;
+  const Storage* k_;  // of the head
   const Storage* v_;
-  float m_;
-  float l_;  // over the keys of this lane
-  float o_[kPairs][2];
+  int32_t first_;  // of the rows at once
+  int32_t last_;
+  uint32_t spoilt_;  // a bit each
+  Row rows_[kRowsAtOnce];
 };
 
 }  // namespace tilewise::cuda::wgmma
