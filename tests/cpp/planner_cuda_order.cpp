@@ -43,6 +43,33 @@ TEST(PlannerCudaOrder, WorksOfUnknownLengthAreCounted) {
   }
 }
 
+// So are causal tiles that do not grow evenly: of many rows that see no key, or all of them.
+TEST(PlannerCudaOrder, UnevenTilesAreCounted) {
+  struct Shape {
+    int64_t rows, keys, left, right;
+    bool rounds;
+  };
+  const Shape shapes[] = {
+      {2048, 2048, -1, 0, true},    {2048, 8192, -1, 0, true},   // later rows, more keys each
+      {2048, 2000, -1, 0, true},    {2048, 1024, -1, 0, false},  // rows without keys
+      {4096, 1024, -1, 0, false},   {2048, 1024, -1, 1024, false},
+      {2048, 2048, -1, 100, true},  {2048, 2048, -1, 1000, false},  // rows with all keys
+      {2048, 2048, 0, -1, true},    {2048, 2048, 1000, -1, false},
+      {2048, 4096, 1000, -1, true}, {2048, 4096, 4000, -1, false},
+      {2048, 1024, 0, -1, false},   {2048, 2048, INT64_MAX, -1, false},
+  };
+  for (const Shape& shape : shapes) {
+    Problem p = problem(TILEWISE_BFLOAT16, 8, shape.rows, shape.keys, 16);
+    p.window_left = shape.left;
+    p.window_right = shape.right;
+    const cuda::Plan plan = forward(p, gpu_with(90));
+    EXPECT_EQ(plan.order.in_pairs > 0, shape.rounds) << shape.rows << " x " << shape.keys;
+    // A limit beyond the first key hides nothing, and tiles are alike.
+    const bool hides = shape.left < shape.keys - 1;
+    EXPECT_EQ(plan.counts_works, !shape.rounds && hides) << shape.rows << " x " << shape.keys;
+  }
+}
+
 // Blocks that take works in rounds are done together, nearly as those that take them one by one.
 TEST(PlannerCudaOrder, RoundsOfCausalTilesAreBalanced) {
   for (const int64_t rows : {256, 512, 640, 1024, 2048, 4096, 16384}) {
