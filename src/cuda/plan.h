@@ -33,8 +33,9 @@ bool has_few_rows(const Problem& p);
 // "but ".
 const char* why_not_wgmma(const Problem& p, const Gradients* g);
 
-// Some row may not see a key of a tile that it meets: see Flags. Not so where the limits of the
-// band lie outside of every sequence, as those of one causal row do.
+// Some row may not see a key of a tile that it meets, and its NaN would spoil it: see Flags, and
+// RowRepair of the forward of wgmma. Not so where the limits of the band lie outside of every
+// sequence, as those of one causal row do.
 bool may_spoil(const Problem& p);
 
 // Where things lie in the workspace, in bytes; a size of 0: not there.

@@ -26,6 +26,13 @@ TILEWISE_DEVICE Option option_of(const Problem& p) {
   return on[0] ? Option::softcap : on[1] ? Option::alibi : on[2] ? Option::bias : Option::dropout;
 }
 
+// Whether the biases of each row, of 16 bits, start at a multiple of `bytes`.
+TILEWISE_DEVICE bool bias_rows_are_aligned(const Problem& p, int64_t bytes) {
+  const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(p.bias));
+  const int64_t strides = p.bias_stride_batch | p.bias_stride_head | p.bias_stride_row;
+  return ((address | strides * 2) & (bytes - 1)) == 0;
+}
+
 // Runs the instance of a role that is for the options of a problem; kLoops: where each that is on
 // alone has one.
 template <bool kLoops, class Role>

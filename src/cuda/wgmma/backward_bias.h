@@ -1,6 +1,7 @@
 // A bias of the type of q, k and v in the backward.
 #pragma once
 
+#include "cuda/common/score_terms.h"
 #include "cuda/ptx/global.h"
 #include "cuda/ptx/warp.h"
 #include "cuda/wgmma/backward_math.h"
@@ -18,11 +19,10 @@ class BiasOfKeys {
  public:
   // `key`: the first one of the warp.
   TILEWISE_DEVICE BiasOfKeys(const Problem& p, const KeyRecord& work, int32_t key)
-      : p_(p), work_(work), key_(key) {
-    const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(p.bias));
-    const int64_t strides = p.bias_stride_batch | p.bias_stride_head | p.bias_stride_row;
-    in_pairs_ = ((address | strides * 2) & 3) == 0 && key + 16 <= work.keys;
-  }
+      : p_(p),
+        work_(work),
+        key_(key),
+        in_pairs_(bias_rows_are_aligned(p, 4) && key + 16 <= work.keys) {}
 
   // Of a tile of queries. Rows that do not exist stand for the last one, keys have a bias of 0.
   TILEWISE_DEVICE void fetch(int32_t first_row, int32_t head) {

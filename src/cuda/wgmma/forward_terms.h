@@ -21,11 +21,7 @@ class BiasAhead {
   static constexpr int kBlocks = kKeys / 16;  // of a lane
 
  public:
-  TILEWISE_DEVICE explicit BiasAhead(const Problem& p) {
-    const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(p.bias));
-    const int64_t strides = p.bias_stride_batch | p.bias_stride_head | p.bias_stride_row;
-    aligned_ = ((address | strides * 2) & 15) == 0;
-  }
+  TILEWISE_DEVICE explicit BiasAhead(const Problem& p) : aligned_(bias_rows_are_aligned(p, 16)) {}
 
   // Rows that do not exist stand for the last one.
   TILEWISE_DEVICE void take_rows(const Problem& p, const BlockWork& work, const LanePlace& place) {
