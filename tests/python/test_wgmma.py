@@ -11,10 +11,13 @@ import dataclasses
 import os
 from collections import Counter
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import capi
+import oracle
 import test_nonfinite
 from cases import Built, Case, check, run
 from strategies import cases
@@ -122,6 +125,41 @@ def test_every_option_is_served_and_right(option, device):
     for kernel in kernels(case):
         assert kernel.startswith(FAMILY), kernel
     check(case)
+
+
+SPOILT = {
+    "causal": dict(rows=(300,) * 2, keys=(310,) * 2),
+    "window": dict(rows=(300,) * 2, keys=(310,) * 2, window=(70, 20)),
+    "sinks": dict(sinks=True),
+    "score": dict(softcap=9.0, alibi="bh", bias="hr"),
+    "packed heads": dict(rows=(20,) * 2, keys=(300,) * 2, group=8),
+    "packed heads, splits, sinks": dict(
+        rows=(20,) * 2, keys=(300,) * 2, group=8, splits=3, sinks=True),
+    "pages": dict(page_size=16, used_k=(170, 31)),
+    "head dim 96": dict(head_dim=96, head_dim_v=96),
+    "head dim 40/200": dict(head_dim=40, head_dim_v=200),
+}  # fmt: skip
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("behind", [1, 5, 15])
+@pytest.mark.parametrize("option", SPOILT)
+def test_a_hidden_nan_stays_hidden(option, behind):
+    """Rows of a tile that meet a NaN which they do not see are computed again, by other code."""
+    case = dataclasses.replace(BASE, **SPOILT[option])
+    assert kernels(case)[0].startswith(FAMILY), kernels(case)
+    b = Built(case)
+    key = case.keys[0] - behind
+    place = (0, key)
+    if case.page_size:
+        place = (int(b.meta["block_table"][0, key // case.page_size]), key % case.page_size)
+    clean = run(b, backward=False)
+    b.k[place] = b.v[place] = torch.nan
+    got = run(b, backward=False)
+    see = np.zeros(got.out.shape[0], bool)
+    see[: case.rows[0]] = oracle.visible(b.options(), case.rows[0], case.keys[0])[:, key]
+    test_nonfinite.expect(got.out, clean.out, see[:, None, None], "bf16", f"out {option}")
+    test_nonfinite.expect(got.lse, clean.lse, see[:, None], "bf16", f"lse {option}")
 
 
 def random_problems(dtype: str, shard: int, device: str, served: Counter):
