@@ -49,7 +49,9 @@ struct RowSoftmax : RowSums {
         x[1] = ptx::fmax(x[1], s.x[0][n][2 * h + 1]);
       }
       const float before = kFirst ? -FLT_MAX : m[0][h];
-      m[0][h] = tile::quad_max(ptx::fmax(before, exponent(ptx::fmax(x[0], x[1]))));
+      // In this order: with what was before inside of the exchange ptxas finds a schedule that is
+      // 1 to 2 % slower (D64, D128).
+      m[0][h] = ptx::fmax(before, exponent(tile::quad_max(ptx::fmax(x[0], x[1]))));
       shrink[h] = kFirst ? 1.0f : ptx::ex2(before - m[0][h]);
       l[0][h] = kFirst ? 0.0f : l[0][h] * shrink[h];
     }
