@@ -106,9 +106,9 @@ BackwardPieces backward_pieces(const Problem& p, const Gradients& g, const Plan&
     pieces.dq_sum = workspace.take<float>(rows * plan.head_dim);
     if (plan.family == Family::wgmma) {
       pieces.records = workspace.take<KeyRecord>(plan.blocks * plan.unit->backward_tile.cluster);
-      // The blocks of a cluster start together. Deterministic sums from the last tile up are slower.
-      const bool down = p.deterministic != 0 && plan.order.longest_first == 1;
-      const bool persistent = plan.unit->persistent_backward && !down;
+      // The blocks of a cluster start together. Those of deterministic sums wait for earlier ones,
+      // which a block that goes on to a second piece might keep from being started.
+      const bool persistent = plan.unit->persistent_backward && p.deterministic == 0;
       if (persistent) pieces.counter = workspace.take<int32_t>(1);
     }
     if (p.deterministic != 0) pieces.turns = workspace.take<int32_t>(row_tiles);
