@@ -131,12 +131,7 @@ class ForwardMath {
 
   // Where the operands of the next products are.
   TILEWISE_DEVICE uint64_t queries() const {
-    const uint64_t q = shared_.q(qs_.slot(), warpgroup_).by_columns();
-    if constexpr (C::kHeadDim <= 128) return q;
-    // The steps of it, were they known to be the same for all keys, would be kept in more uniform
-    // registers than there are, and be moved there from others (11 moves among 16 products).
-    const uint32_t zero = static_cast<uint32_t>(p_.work) >> 31;
-    return q + static_cast<uint32_t>(ks_.slot()) * zero;
+    return shared_.q(qs_.slot(), warpgroup_).by_columns();
   }
   TILEWISE_DEVICE uint64_t keys() const { return shared_.k(ks_.slot()).by_columns(); }
   TILEWISE_DEVICE uint64_t values() const { return shared_.v(vs_.slot()).by_rows(); }
