@@ -8,7 +8,7 @@
 //
 // Order: writes to d or a registers, wgmma_fence, products, wgmma_commit_group, wgmma_wait_group,
 // reads of d. `start` is a product that does not read d; `restart` neither, but ptxas does not know
-// and lets it wait for whoever reads d before.
+// and lets it wait for whoever reads d before. `add_if` is one of the two, as a register says.
 #pragma once
 
 #include "cuda/ptx/platform.h"
@@ -49,6 +49,10 @@ struct Wgmma {
   template <bool kTransB>
   static TILEWISE_DEVICE void add(D d, const uint32_t (&a)[4], uint64_t b) {
     emulator::wgmma(d, kN, kBf16, a, b, kTransB, true);
+  }
+  template <bool kTransB>
+  static TILEWISE_DEVICE void add_if(int32_t adds, D d, const uint32_t (&a)[4], uint64_t b) {
+    emulator::wgmma(d, kN, kBf16, a, b, kTransB, adds != 0);
   }
   template <bool kTransB>
   static TILEWISE_DEVICE void start(D d, const uint32_t (&a)[4], uint64_t b) {
@@ -96,7 +100,7 @@ TILEWISE_DEVICE void wgmma_wait_group() {
 #define TILEWISE_SUM(x) "+f"(x)
 #define TILEWISE_RESULT(x) "=f"(x)
 
-// One shape: r sums a thread, then the names of what follows them (x0 to x5). The predicate is
+// One shape: r sums a thread, then the names of what follows them (x0 to x6). The predicate is
 // false for `start` (scale-d 0); a constant in both, so ptxas sees it.
 #define TILEWISE_WGMMA_SHAPE(n, r, type, how, accumulate, a_names, a_operands, flags, b_name, b, \
                              ...)                                                                \
@@ -106,7 +110,7 @@ TILEWISE_DEVICE void wgmma_wait_group() {
                : TILEWISE_D##r(how, 0)                                                           \
                : a_operands, "l"(b), __VA_ARGS__)
 
-#define TILEWISE_WGMMA_TYPE(n, r, kind, type, x0, x1, x2, x3, x4, x5)                         \
+#define TILEWISE_WGMMA_TYPE(n, r, kind, type, x0, x1, x2, x3, x4, x5, x6)                     \
   template <>                                                                                 \
   struct Wgmma<n, Half16::kind> {                                                             \
     using D = float (&)[r];                                                                   \
@@ -131,6 +135,12 @@ TILEWISE_DEVICE void wgmma_wait_group() {
                            TILEWISE_A4, x5, x4, b, "n"(int{kTransB}));                        \
     }                                                                                         \
     template <bool kTransB>                                                                   \
+    static TILEWISE_DEVICE void add_if(int32_t adds, D d, const uint32_t (&a)[4],             \
+                                       uint64_t b) {                                          \
+      TILEWISE_WGMMA_SHAPE(n, r, type, TILEWISE_SUM, x6, "{" x0 "," x1 "," x2 "," x3 "}",     \
+                           TILEWISE_A4, x5, x4, b, "n"(int{kTransB}), "r"(adds));             \
+    }                                                                                         \
+    template <bool kTransB>                                                                   \
     static TILEWISE_DEVICE void start(D d, const uint32_t (&a)[4], uint64_t b) {              \
       TILEWISE_WGMMA_SHAPE(n, r, type, TILEWISE_RESULT, "0", "{" x0 "," x1 "," x2 "," x3 "}", \
                            TILEWISE_A4, x5, x4, b, "n"(int{kTransB}));                        \
@@ -141,13 +151,13 @@ TILEWISE_DEVICE void wgmma_wait_group() {
   TILEWISE_WGMMA_TYPE(n, r, f16, "f16", __VA_ARGS__) \
   TILEWISE_WGMMA_TYPE(n, r, bf16, "bf16", __VA_ARGS__)
 
-TILEWISE_WGMMA(32, 16, "%16", "%17", "%18", "%19", "%20", "%21")
-TILEWISE_WGMMA(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
-TILEWISE_WGMMA(80, 40, "%40", "%41", "%42", "%43", "%44", "%45")
-TILEWISE_WGMMA(96, 48, "%48", "%49", "%50", "%51", "%52", "%53")
-TILEWISE_WGMMA(128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
-TILEWISE_WGMMA(192, 96, "%96", "%97", "%98", "%99", "%100", "%101")
-TILEWISE_WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
+TILEWISE_WGMMA(32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
+TILEWISE_WGMMA(64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
+TILEWISE_WGMMA(80, 40, "%40", "%41", "%42", "%43", "%44", "%45", "%46")
+TILEWISE_WGMMA(96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54")
+TILEWISE_WGMMA(128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
+TILEWISE_WGMMA(192, 96, "%96", "%97", "%98", "%99", "%100", "%101", "%102")
+TILEWISE_WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 
 #undef TILEWISE_WGMMA
 #undef TILEWISE_WGMMA_TYPE
