@@ -14,8 +14,8 @@ constexpr double kShareOfL2 = 0.8;
 constexpr int64_t kLeastSection = 16;
 
 // Key tiles that the most rows see go first (1: the last tiles, 2: the first ones): with causality
-// alone the first ones, with a left window alone the last ones. Deterministic sums wait for the tile
-// before them, which therefore has to start first.
+// alone the first ones, with a left window alone the last ones. Deterministic sums wait for the
+// tile before them, which therefore has to start first.
 int32_t longest_first(const Problem& p) {
   if (p.window_right >= 0 && p.window_left < 0) return 2;
   const bool last = p.window_left >= 0 && p.window_right < 0;
@@ -35,10 +35,10 @@ int64_t heads_in_l2(const Problem& p, const Gpu& gpu, int64_t head_dim) {
 
 // Deterministic sums of wgmma: where all walks begin at row 0 key tiles follow each other a turn
 // (one or two steps) apart, so those that start together are of many heads, as many as fill the GPU
-// with all of their tiles. Causal walks begin at rows of their own, and from the last tile up nobody
-// waits to begin. By columns a turn takes most of a step, and few tiles of a head at once are better.
-// (Of the speed of other sums, D128 at 4k rows: 0.90 and 0.82, head by head or from the first tile
-// 0.71 and 0.72.)
+// with all of their tiles. Causal walks begin at rows of their own, and from the last tile up
+// nobody waits to begin. By columns a turn takes most of a step, and few tiles of a head at once
+// are better. (Of the speed of other sums, D128 at 4k rows: 0.90 and 0.82, head by head or from the
+// first tile 0.71 and 0.72.)
 void choose_turns(const Problem& p, const Plan& plan, const Gpu& gpu, TileOrder& order) {
   const bool by_columns = !plan.unit->persistent_backward;
   if (by_columns && p.window_right >= 0) return;

@@ -110,41 +110,40 @@ TILEWISE_DEVICE void wgmma_wait_group() {
                : TILEWISE_D##r(how, 0)                                                           \
                : a_operands, "l"(b), __VA_ARGS__)
 
-#define TILEWISE_WGMMA_TYPE(n, r, kind, type, x0, x1, x2, x3, x4, x5, x6)                     \
-  template <>                                                                                 \
-  struct Wgmma<n, Half16::kind> {                                                             \
-    using D = float (&)[r];                                                                   \
-    template <bool kTransA, bool kTransB>                                                     \
-    static TILEWISE_DEVICE void add(D d, uint64_t a, uint64_t b) {                            \
-      TILEWISE_WGMMA_SHAPE(n, r, type, TILEWISE_SUM, "1", x0, "l"(a), x2 ", " x3, x1, b,      \
-                           "n"(int{kTransA}), "n"(int{kTransB}));                             \
-    }                                                                                         \
-    template <bool kTransA, bool kTransB>                                                     \
-    static TILEWISE_DEVICE void start(D d, uint64_t a, uint64_t b) {                          \
-      TILEWISE_WGMMA_SHAPE(n, r, type, TILEWISE_RESULT, "0", x0, "l"(a), x2 ", " x3, x1, b,   \
-                           "n"(int{kTransA}), "n"(int{kTransB}));                             \
-    }                                                                                         \
-    template <bool kTransA, bool kTransB>                                                     \
-    static TILEWISE_DEVICE void restart(D d, uint64_t a, uint64_t b) {                        \
-      TILEWISE_WGMMA_SHAPE(n, r, type, TILEWISE_SUM, "0", x0, "l"(a), x2 ", " x3, x1, b,      \
-                           "n"(int{kTransA}), "n"(int{kTransB}));                             \
-    }                                                                                         \
-    template <bool kTransB>                                                                   \
-    static TILEWISE_DEVICE void add(D d, const uint32_t (&a)[4], uint64_t b) {                \
-      TILEWISE_WGMMA_SHAPE(n, r, type, TILEWISE_SUM, "1", "{" x0 "," x1 "," x2 "," x3 "}",    \
-                           TILEWISE_A4, x5, x4, b, "n"(int{kTransB}));                        \
-    }                                                                                         \
-    template <bool kTransB>                                                                   \
-    static TILEWISE_DEVICE void add_if(int32_t adds, D d, const uint32_t (&a)[4],             \
-                                       uint64_t b) {                                          \
-      TILEWISE_WGMMA_SHAPE(n, r, type, TILEWISE_SUM, x6, "{" x0 "," x1 "," x2 "," x3 "}",     \
-                           TILEWISE_A4, x5, x4, b, "n"(int{kTransB}), "r"(adds));             \
-    }                                                                                         \
-    template <bool kTransB>                                                                   \
-    static TILEWISE_DEVICE void start(D d, const uint32_t (&a)[4], uint64_t b) {              \
-      TILEWISE_WGMMA_SHAPE(n, r, type, TILEWISE_RESULT, "0", "{" x0 "," x1 "," x2 "," x3 "}", \
-                           TILEWISE_A4, x5, x4, b, "n"(int{kTransB}));                        \
-    }                                                                                         \
+#define TILEWISE_WGMMA_TYPE(n, r, kind, type, x0, x1, x2, x3, x4, x5, x6)                       \
+  template <>                                                                                   \
+  struct Wgmma<n, Half16::kind> {                                                               \
+    using D = float (&)[r];                                                                     \
+    template <bool kTransA, bool kTransB>                                                       \
+    static TILEWISE_DEVICE void add(D d, uint64_t a, uint64_t b) {                              \
+      TILEWISE_WGMMA_SHAPE(n, r, type, TILEWISE_SUM, "1", x0, "l"(a), x2 ", " x3, x1, b,        \
+                           "n"(int{kTransA}), "n"(int{kTransB}));                               \
+    }                                                                                           \
+    template <bool kTransA, bool kTransB>                                                       \
+    static TILEWISE_DEVICE void start(D d, uint64_t a, uint64_t b) {                            \
+      TILEWISE_WGMMA_SHAPE(n, r, type, TILEWISE_RESULT, "0", x0, "l"(a), x2 ", " x3, x1, b,     \
+                           "n"(int{kTransA}), "n"(int{kTransB}));                               \
+    }                                                                                           \
+    template <bool kTransA, bool kTransB>                                                       \
+    static TILEWISE_DEVICE void restart(D d, uint64_t a, uint64_t b) {                          \
+      TILEWISE_WGMMA_SHAPE(n, r, type, TILEWISE_SUM, "0", x0, "l"(a), x2 ", " x3, x1, b,        \
+                           "n"(int{kTransA}), "n"(int{kTransB}));                               \
+    }                                                                                           \
+    template <bool kTransB>                                                                     \
+    static TILEWISE_DEVICE void add(D d, const uint32_t (&a)[4], uint64_t b) {                  \
+      TILEWISE_WGMMA_SHAPE(n, r, type, TILEWISE_SUM, "1", "{" x0 "," x1 "," x2 "," x3 "}",      \
+                           TILEWISE_A4, x5, x4, b, "n"(int{kTransB}));                          \
+    }                                                                                           \
+    template <bool kTransB>                                                                     \
+    static TILEWISE_DEVICE void add_if(int32_t adds, D d, const uint32_t (&a)[4], uint64_t b) { \
+      TILEWISE_WGMMA_SHAPE(n, r, type, TILEWISE_SUM, x6, "{" x0 "," x1 "," x2 "," x3 "}",       \
+                           TILEWISE_A4, x5, x4, b, "n"(int{kTransB}), "r"(adds));               \
+    }                                                                                           \
+    template <bool kTransB>                                                                     \
+    static TILEWISE_DEVICE void start(D d, const uint32_t (&a)[4], uint64_t b) {                \
+      TILEWISE_WGMMA_SHAPE(n, r, type, TILEWISE_RESULT, "0", "{" x0 "," x1 "," x2 "," x3 "}",   \
+                           TILEWISE_A4, x5, x4, b, "n"(int{kTransB}));                          \
+    }                                                                                           \
   };
 #define TILEWISE_A4 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 #define TILEWISE_WGMMA(n, r, ...)                    \

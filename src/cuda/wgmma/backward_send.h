@@ -16,7 +16,8 @@ TILEWISE_DEVICE void send(float* to, ptx::SharedAddress from, int bytes) {
   ptx::cp_async_bulk_wait_group_read<0>();
 }
 
-// Deterministic sums: key tiles add to a tile of rows in turn. By one thread; without turns nothing.
+// Deterministic sums: key tiles add to a tile of rows in turn. By one thread; without turns
+// nothing.
 //
 // A turn ends when its additions have arrived in memory, a microsecond after shared memory is free
 // for the next ones: whoever stages those does not wait for it.
