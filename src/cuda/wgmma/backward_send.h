@@ -19,8 +19,8 @@ TILEWISE_DEVICE void send(float* to, ptx::SharedAddress from, int bytes) {
 // Deterministic sums: key tiles add to a tile of rows in turn. By one thread; without turns
 // nothing.
 //
-// A turn ends when its additions have arrived in memory, a microsecond after shared memory is free
-// for the next ones: whoever stages those does not wait for it.
+// A turn ends when its additions have arrived in memory. Shared memory is free for the next ones
+// before that: whoever stages those does not wait for it.
 struct SendTurns {
   int32_t* turns;           // [tiles of rows]; null: none are wanted
   int32_t* last = nullptr;  // that has not ended
