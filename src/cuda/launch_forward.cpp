@@ -15,7 +15,8 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPiece
   params.order.table = pieces.table.in<TileOrder::Entry>(workspace);
   params.packing = {plan.pack};
   params.group = static_cast<int32_t>(group_size(p));
-  if (plan.form == Form::paged) params.page_size = static_cast<int32_t>(p.page_size);
+  if (plan.form == Form::paged || plan.form == Form::paged_boxes)
+    params.page_size = static_cast<int32_t>(p.page_size);
   params.pack_reciprocal = static_cast<uint32_t>(ceil_div(int64_t{1} << 31, plan.pack));
   params.row_tile = plan.tile_q;
   params.key_tile = plan.tile_k;
@@ -65,8 +66,9 @@ void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& 
 void launch_boxes(const Problem& p, const Plan& plan, const ForwardParams& main) {
   TmaForwardParams params;
   static_cast<ForwardParams&>(params) = main;
-  params.k = map_of_keys(p, p.k, p.head_dim, plan.tile_k);
-  params.v = map_of_keys(p, p.v, p.head_dim_v, plan.tile_k);
+  const auto map = plan.form == Form::paged_boxes ? map_of_pages : map_of_keys;
+  params.k = map(p, p.k, p.head_dim, plan.tile_k);
+  params.v = map(p, p.v, p.head_dim_v, plan.tile_k);
   launch(plan.unit->form(plan.form).tma_forward, plan.blocks, p.stream, params);
 }
 
@@ -89,7 +91,7 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
   if (plan.family == Family::wgmma)
     launch_persistent(p, plan, params, pieces.counter.in<int32_t>(workspace),
                       pieces.before.in<int32_t>(workspace));
-  else if (plan.form == Form::boxes)
+  else if (plan.unit->form(plan.form).tma_forward.function != nullptr)
     launch_boxes(p, plan, params);
   else
     launch(plan.unit->form(plan.form).forward, plan.blocks, p.stream, params);

@@ -92,7 +92,7 @@ struct ForwardParams {
   float* partial_out;  // parts > 1: [splits, partial_rows, heads_q, head_dim_v], normalised
   float* partial_lse;  // parts > 1: [splits, partial_rows, heads_q], without the sink
   Divisor group = 1;   // query heads per key/value head, whether packed or not
-  Divisor page_size = 1;                // of the paged form
+  Divisor page_size = 1;                // of the forms of pages
   uint32_t pack_reciprocal = 1u << 31;  // ceil(2^31 / packing.group)
 
   // Of the keys of a sequence; 1: its results go straight to out.

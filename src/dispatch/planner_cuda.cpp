@@ -64,6 +64,8 @@ const char* form_name(cuda::Form form) {
       return "paged";
     case cuda::Form::boxes:
       return "boxes";
+    case cuda::Form::paged_boxes:
+      return "paged boxes";
   }
   return "";
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -95,22 +96,26 @@ SHAPES = {
     "window": dict(rows=(4,) * 3, group=2, window=(70, 0)),
     "causal": dict(rows=(16,) * 3, window=(-1, 0), leftpad=(0, 37, 5)),
     "more rows": dict(rows=(20,) * 3, group=2, window=(-1, 0)),
-    "splits": dict(rows=(1,) * 3, group=16, splits=3, leftpad=(130, 0, 20)),
+    "splits": dict(rows=(1,) * 3, group=16, splits=3, sinks=True),
+    "padded splits": dict(rows=(1,) * 3, group=16, splits=3, leftpad=(130, 0, 20)),
+    "invariant": dict(rows=(1,) * 3, group=8),
 }
 
 
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("head_dim", [(64, 64), (96, 40), (128, 72), (192, 192), (256, 136)])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 100, 256])
+@pytest.mark.parametrize("page_size", [1, 3, 8, 16, 32, 64, 100, 128, 192, 256])
 def test_pages_are_keys_in_another_place(page_size, shape, head_dim):
-    """To the bit; table entries of no key in use are not read."""
+    """To the bit; table entries of no key in use are not used."""
     room = -(-300 // page_size) * page_size
     contiguous = Case(
         dtype="bf16", keys=(room,) * 3, used_k=(300, 41, 197), head_dim=head_dim[0],
         head_dim_v=head_dim[1], **SHAPES[shape],
     )  # fmt: skip
     want, b = Built(contiguous), Built(dataclasses.replace(contiguous, page_size=page_size))
+    for each in (want, b):
+        each.attention.batch_invariant = shape == "invariant"
     b.q.copy_(want.q)
     if b.sinks is not None:
         b.sinks.copy_(want.sinks)
@@ -122,11 +127,22 @@ def test_pages_are_keys_in_another_place(page_size, shape, head_dim):
         entries[: (contiguous.leftpad or (0,) * 3)[i] // page_size] = -1
         entries[-(-contiguous.used_k[i] // page_size) :] = 2**30
     plan = capi.plan(b.attention)
-    assert b"mma_sync" not in plan.kernel or b"paged form" in plan.why
+    assert b"mma_sync" not in plan.kernel or f"{form(b, plan)} form".encode() in plan.why
     results = [run(x, backward=False) for x in (b, want)]
     for here, there in zip(b.parts, want.parts, strict=True):
         assert np.array_equal(results[0].out[here.rows], results[1].out[there.rows])
     assert np.array_equal(results[0].lse, results[1].lse)
+
+
+def form(b, plan):
+    """Of the forward over pages. Boxes lie in one page, and a tile is whole boxes."""
+    page_size, padded = b.case.page_size, b.case.leftpad is not None
+    tile = re.search(rb"tile 16x(\d+) for head_dim \d+ of table sm_90,", plan.why)
+    if tile is None or padded:
+        return "paged"
+    keys = int(tile[1])
+    parts = page_size >= 16 and keys % page_size == 0
+    return "paged boxes" if parts or page_size % keys == 0 else "paged"
 
 
 def flat_view(x):

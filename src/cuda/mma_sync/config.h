@@ -18,8 +18,8 @@ struct Config {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kGeneral = kForm_ == Form::general;
-  static constexpr bool kPaged = kForm_ == Form::paged;
-  static constexpr bool kBoxes = kForm_ == Form::boxes;
+  static constexpr bool kPaged = kForm_ == Form::paged || kForm_ == Form::paged_boxes;
+  static constexpr bool kBoxes = kForm_ == Form::boxes || kForm_ == Form::paged_boxes;
   static constexpr arch::ForwardTile kForward =
       kCut_ == Cut::decode
           ? Arch::decode(Element::kBytes, kHeadDim)

@@ -238,8 +238,13 @@ struct Products {
 // Which work the block takes. Decoding by boxes has one tile a sequence, and its first load waits
 // for every instruction before it.
 template <class C>
-TILEWISE_DEVICE TileOrder::Work find_work(const TileOrder& order) {
-  return C::kBoxes ? order.at_only_tile(ptx::block_index()) : order.at(ptx::block_index());
+TILEWISE_DEVICE TileOrder::Work find_work(const ForwardParams& p, ptx::SharedAddress feed) {
+  if constexpr (C::kBoxes) {
+    const TileOrder::Work work = p.order.at_only_tile(ptx::block_index());
+    KvFeed<C>::Places::foresee(p.problem, work.sequence, feed + KvFeed<C>::kPlacesAt);
+    return work;
+  }
+  return p.order.at(ptx::block_index());
 }
 
 template <class C>
@@ -250,7 +255,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   if (p.flags.data != nullptr && ptx::thread_index() == 0) p.flags.data[ptx::block_index()] = 0;
   const ptx::SharedAddress q = ptx::shared_address(ptx::shared_memory());
   KvFeed<C>::prepare(p, q + kFeedAt<C>);
-  BlockWork work = BlockWork::of(p, find_work<C>(p.order), C::kForward.keys);
+  BlockWork work = BlockWork::of(p, find_work<C>(p, q + kFeedAt<C>), C::kForward.keys);
   if (!work.any()) return;
 
   const ptx::SharedAddress q_of_warp =
