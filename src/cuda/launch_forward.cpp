@@ -69,7 +69,9 @@ void launch_boxes(const Problem& p, const Plan& plan, const ForwardParams& main)
   const auto map = plan.form == Form::paged_boxes ? map_of_pages : map_of_keys;
   params.k = map(p, p.k, p.head_dim, plan.tile_k);
   params.v = map(p, p.v, p.head_dim_v, plan.tile_k);
-  launch(plan.unit->form(plan.form).tma_forward, plan.blocks, p.stream, params);
+  params.merges_splits = plan.cluster > 1;
+  launch(plan.unit->form(plan.form).tma_forward, plan.blocks, p.stream, params, Start::in_order,
+         plan.cluster);
 }
 
 }  // namespace
@@ -95,7 +97,7 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
     launch_boxes(p, plan, params);
   else
     launch(plan.unit->form(plan.form).forward, plan.blocks, p.stream, params);
-  if (plan.splits > 1) combine(p, params);
+  if (plan.splits > 1 && plan.cluster == 1) combine(p, params);
   if (plan.second == nullptr) return;
   // The same tiles, each with all of its keys.
   params.order.splits = 1;

@@ -135,6 +135,7 @@ struct TmaForwardParams : ForwardParams {
   int32_t work = 0;             // blocks of `order`, which a smaller grid shares
   int32_t* counter = nullptr;   // works of different lengths: how many were taken, 0 at first
   bool shape_says_all = false;  // attention/problem.h
+  bool merges_splits = false;   // boxes: the blocks of the splits of a tile are a cluster
   // wgmma/forward_repair.h; null: no band is in force. [works, math warps], nothing at first
   int32_t* before = nullptr;
 };

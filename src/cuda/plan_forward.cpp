@@ -136,6 +136,17 @@ void split(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
   if (!alike) plan.pitch = static_cast<int32_t>(plan.rule.rows);
 }
 
+// Whether the blocks of the splits of a tile become a cluster, which merges them: no second launch.
+// Not where blocks would wait for places on the GPU, which clusters get all at once or not at all.
+bool merges_splits(const Plan& plan, const Gpu& gpu) {
+  constexpr int32_t kPortable = 8;  // every GPU runs clusters of these, sm_90 and 100 larger ones
+  const int32_t most = gpu.sm < 110 ? kMostMergedSplits : kPortable;
+  const bool boxes = plan.form == Form::boxes || plan.form == Form::paged_boxes;
+  const int64_t slots =
+      int64_t{gpu.multiprocessors} * max(1, plan.unit->forward_tile.blocks_per_sm);
+  return boxes && plan.splits > 1 && plan.splits <= most && plan.blocks <= slots;
+}
+
 // Whether blocks take the works in rounds: causal ones, where lengths follow from the shape.
 bool deals_in_rounds(const Problem& p, const Plan& plan) {
   return plan.family == Family::wgmma && plan.order.longest_first != 0 && shape_says_all(p) &&
@@ -163,6 +174,7 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Invento
   split(plan, p, gpu, blocks);
   plan.order.splits = static_cast<int32_t>(plan.splits);
   plan.blocks = blocks * plan.splits;
+  if (merges_splits(plan, gpu)) plan.cluster = plan.order.splits;
   // wgmma's plain form is the lean one: instructions that a launch does not run cost it, too.
   const bool shared = plan.pack > 1 || plan.splits > 1;
   if (family == Family::wgmma && shared) plan.form = Form::general;
@@ -193,7 +205,7 @@ ForwardPieces forward_pieces(const Problem& p, const Plan& plan) {
     pieces.before =
         workspace.take<int32_t>(plan.blocks * plan.tile_q / arch::WgmmaForwardTile::kRowsOfWarp);
   if (plan.second != nullptr) pieces.flags = workspace.take<uint8_t>(plan.blocks);
-  if (plan.splits > 1) {
+  if (plan.splits > 1 && plan.cluster == 1) {
     const int64_t rows = plan.splits * partial_rows(p, plan.pitch) * p.heads_q;
     pieces.partial_out = workspace.take<float>(rows * p.head_dim_v);
     pieces.partial_lse = workspace.take<float>(rows);

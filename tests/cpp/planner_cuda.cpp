@@ -360,6 +360,40 @@ TEST(PlannerCuda, SplitsFillTheGpuAndFollowTheCaller) {
   EXPECT_LE(plan.workspace_bytes, partial + 256);
 }
 
+// Few splits of boxes become a cluster: no second launch, and nothing in the workspace.
+TEST(PlannerCuda, AClusterMergesFewSplitsThatRunAtOnce) {
+  const auto planned = [](int64_t batch, int64_t keys, int32_t splits = 0, int32_t sm = 90) {
+    Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, 32);
+    p.heads_kv = 8;
+    p.num_splits = splits;
+    return forward(p, gpu_with(sm));
+  };
+  for (const cuda::Plan& plan : {planned(1, 1024), planned(1, 1024, 16), planned(8, 1024),
+                                 planned(1, 100, 2), planned(1, 1024, 0, 100)}) {
+    EXPECT_GT(plan.splits, 1);
+    EXPECT_EQ(plan.cluster, plan.splits);
+    EXPECT_EQ(plan.workspace_bytes, 0);
+  }
+  EXPECT_EQ(planned(1, 1024).splits, 16);
+  for (const cuda::Plan& plan :
+       {planned(1, 8192), planned(1, 1024, 17), planned(64, 1024, 8), planned(1, 1024, 0, 80)}) {
+    EXPECT_GT(plan.splits, 1);
+    EXPECT_EQ(plan.cluster, 1);
+    EXPECT_GT(plan.workspace_bytes, 0);
+  }
+  EXPECT_EQ(planned(64, 4096).cluster, 1);          // one split
+  EXPECT_EQ(planned(1, 1024, 16, 110).cluster, 1);  // not every GPU has such clusters
+  EXPECT_EQ(planned(1, 1024, 8, 110).cluster, 8);
+  Problem p = problem(TILEWISE_BFLOAT16, 1, 1, 1024, 8);
+  const auto text = [&] {
+    const Decision decision = plan(p, nullptr, gpu_with(90));
+    return explain(decision, p, nullptr, gpu_with(90));
+  };
+  EXPECT_NE(text().find("16 key splits of a cluster"), std::string::npos) << text();
+  p.softcap = 30.0f;
+  EXPECT_EQ(text().find("cluster"), std::string::npos) << text();
+}
+
 // Lengths that only the GPU knows: a sequence is cut by its own keys, however many there are.
 TEST(PlannerCuda, UnevenLengthsAreCutByTheirKeys) {
   const Device device = gpu_with(90);

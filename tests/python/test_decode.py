@@ -90,6 +90,31 @@ def test_many_heads_side_by_side(dtype, seed):
     )  # fmt: skip
 
 
+def merged(seed: int) -> Case:
+    """Splits that a cluster merges, of sequences with many parts, one and none."""
+    r = np.random.default_rng(seed)
+    rows, group = ((1, 4), (1, 16), (2, 8), (3, 5), (1, 1), (4, 2))[seed % 6]
+    batch = 1 + seed % 2
+    splits = int(r.choice([0, *range(2, 17)])) if batch == 1 else int(r.choice([0, 2, 5, 8]))
+    return Case(
+        dtype=("bf16", "fp16")[seed % 2], rows=(rows,) * batch, keys=(1024,) * batch, group=group,
+        used_k=tuple(int(n) for n in r.choice([0, 1, 63, 64, 500, 1000, 1024], batch)),
+        head_dim=int(r.choice([64, 128, 256])), head_dim_v=int(r.choice([40, 64])), splits=splits,
+        page_size=int(r.choice([0, 16, 64])), window=((-1, -1), (-1, 0), (300, 0))[seed % 3],
+        sinks=bool(r.integers(2)), seed=seed,
+    )  # fmt: skip
+
+
+@pytest.mark.abi("cuda", "emulator")
+@pytest.mark.parametrize("seed", range(36))
+def test_a_cluster_merges_splits(seed):
+    b = Built(case := merged(seed))
+    plan = capi.plan(b.attention)
+    boxes = re.search(rb"boxes form.* (\d+) key splits", plan.why)
+    assert boxes is None or int(boxes[1]) > 16 or b"key splits of a cluster" in plan.why
+    check(case, backward=False)
+
+
 SHAPES = {
     "one row": dict(rows=(1,) * 3, group=4),
     "two heads": dict(rows=(2,) * 3, heads_kv=2, group=5, sinks=True),

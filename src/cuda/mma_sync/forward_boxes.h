@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "cuda/mma_sync/forward_box_places.h"
+#include "cuda/mma_sync/forward_merge.h"
 #include "cuda/ptx/bulk_copy.h"
 #include "cuda/ptx/mbarrier.h"
 #include "cuda/tile/copy.h"
@@ -97,6 +98,13 @@ class BoxFeed {
     }
   }
   TILEWISE_DEVICE void ask(bool, int32_t, int) const {}
+
+  // After the loop: the other blocks of the cluster may write into the ring.
+  TILEWISE_DEVICE void let_go() const { ptx::barrier_cluster_arrive_relaxed(); }
+  TILEWISE_DEVICE ClusterMerge<C> merge(const BlockWork& work) const {
+    static_assert(ClusterMerge<C>::kMostBytes <= kBarriersAt);
+    return {p_, work, base_, barrier(0), slot_ == 0 ? phase_ : phase_ ^ 1};
+  }
 
  private:
   TILEWISE_DEVICE ptx::SharedAddress at(int slot) const {
