@@ -24,6 +24,7 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPiece
                   static_cast<int32_t>(plan.blocks / plan.splits)};
   params.rule = plan.rule;
   params.pitch = plan.pitch;
+  params.merges_splits = plan.cluster > 1;
   params.partial_out = pieces.partial_out.in<float>(workspace);
   params.partial_lse = pieces.partial_lse.in<float>(workspace);
   return params;
@@ -69,7 +70,6 @@ void launch_boxes(const Problem& p, const Plan& plan, const ForwardParams& main)
   const auto map = plan.form == Form::paged_boxes ? map_of_pages : map_of_keys;
   params.k = map(p, p.k, p.head_dim, plan.tile_k);
   params.v = map(p, p.v, p.head_dim_v, plan.tile_k);
-  params.merges_splits = plan.cluster > 1;
   launch(plan.unit->form(plan.form).tma_forward, plan.blocks, p.stream, params, Start::in_order,
          plan.cluster);
 }
@@ -96,7 +96,8 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
   else if (plan.unit->form(plan.form).tma_forward.function != nullptr)
     launch_boxes(p, plan, params);
   else
-    launch(plan.unit->form(plan.form).forward, plan.blocks, p.stream, params);
+    launch(plan.unit->form(plan.form).forward, plan.blocks, p.stream, params, Start::in_order,
+           plan.cluster);
   if (plan.splits > 1 && plan.cluster == 1) combine(p, params);
   if (plan.second == nullptr) return;
   // The same tiles, each with all of its keys.

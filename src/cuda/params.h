@@ -94,6 +94,7 @@ struct ForwardParams {
   Divisor group = 1;   // query heads per key/value head, whether packed or not
   Divisor page_size = 1;                // of the forms of pages
   uint32_t pack_reciprocal = 1u << 31;  // ceil(2^31 / packing.group)
+  bool merges_splits = false;           // the blocks of the splits of a tile are a cluster
 
   // Of the keys of a sequence; 1: its results go straight to out.
   TILEWISE_FN int32_t splits_of(const Band& band) const {
@@ -135,7 +136,6 @@ struct TmaForwardParams : ForwardParams {
   int32_t work = 0;             // blocks of `order`, which a smaller grid shares
   int32_t* counter = nullptr;   // works of different lengths: how many were taken, 0 at first
   bool shape_says_all = false;  // attention/problem.h
-  bool merges_splits = false;   // boxes: the blocks of the splits of a tile are a cluster
   // wgmma/forward_repair.h; null: no band is in force. [works, math warps], nothing at first
   int32_t* before = nullptr;
 };

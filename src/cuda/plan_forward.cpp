@@ -141,10 +141,11 @@ void split(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
 bool merges_splits(const Plan& plan, const Gpu& gpu) {
   constexpr int32_t kPortable = 8;  // every GPU runs clusters of these, sm_90 and 100 larger ones
   const int32_t most = gpu.sm < 110 ? kMostMergedSplits : kPortable;
-  const bool boxes = plan.form == Form::boxes || plan.form == Form::paged_boxes;
+  // Units that have boxes have kernels that merge, but for the general form.
+  const bool built = plan.unit->boxes.tma_forward.function != nullptr && plan.form != Form::general;
   const int64_t slots =
       int64_t{gpu.multiprocessors} * max(1, plan.unit->forward_tile.blocks_per_sm);
-  return boxes && plan.splits > 1 && plan.splits <= most && plan.blocks <= slots;
+  return built && plan.splits > 1 && plan.splits <= most && plan.blocks <= slots;
 }
 
 // Whether blocks take the works in rounds: causal ones, where lengths follow from the shape.

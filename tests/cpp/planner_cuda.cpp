@@ -360,7 +360,7 @@ TEST(PlannerCuda, SplitsFillTheGpuAndFollowTheCaller) {
   EXPECT_LE(plan.workspace_bytes, partial + 256);
 }
 
-// Few splits of boxes become a cluster: no second launch, and nothing in the workspace.
+// Few splits of a decode become a cluster: no second launch, and nothing in the workspace.
 TEST(PlannerCuda, AClusterMergesFewSplitsThatRunAtOnce) {
   const auto planned = [](int64_t batch, int64_t keys, int32_t splits = 0, int32_t sm = 90) {
     Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, 32);
@@ -392,6 +392,11 @@ TEST(PlannerCuda, AClusterMergesFewSplitsThatRunAtOnce) {
   EXPECT_NE(text().find("16 key splits of a cluster"), std::string::npos) << text();
   p.softcap = 30.0f;
   EXPECT_EQ(text().find("cluster"), std::string::npos) << text();
+  p = paged(TILEWISE_BFLOAT16, 1);
+  p.num_splits = 4;
+  const cuda::Plan pages = forward(p, gpu_with(90));
+  EXPECT_EQ(pages.form, Form::paged);
+  EXPECT_EQ(pages.cluster, 4);
 }
 
 // Lengths that only the GPU knows: a sequence is cut by its own keys, however many there are.

@@ -110,9 +110,33 @@ def merged(seed: int) -> Case:
 def test_a_cluster_merges_splits(seed):
     b = Built(case := merged(seed))
     plan = capi.plan(b.attention)
-    boxes = re.search(rb"boxes form.* (\d+) key splits", plan.why)
-    assert boxes is None or int(boxes[1]) > 16 or b"key splits of a cluster" in plan.why
+    splits = re.search(rb"of table sm_90, .* (\d+) key splits", plan.why)
+    assert splits is None or int(splits[1]) > 16 or b"key splits of a cluster" in plan.why
     check(case, backward=False)
+
+
+@pytest.mark.abi("cuda", "emulator")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_cluster_merges_as_a_second_kernel_does(head_dim):
+    """To the bit: of a batch with more blocks than fit, and of its sequences by themselves."""
+    batch = 6 if devices.current().name == "emulator" else 300
+    case = Case(
+        dtype="bf16", rows=(1,) * batch, keys=(700,) * batch,
+        group=16, head_dim=head_dim, head_dim_v=head_dim, splits=3, sinks=True,
+    )  # fmt: skip
+    b = Built(case)
+    together = run(b, backward=False)
+    assert b"cluster" not in capi.plan(b.attention).why
+    for i in range(6):
+        alone = Built(dataclasses.replace(case, rows=(1,), keys=(700,)))
+        for name in ("q", "k", "v"):
+            getattr(alone, name).copy_(getattr(b, name)[i : i + 1])
+        alone.sinks.copy_(b.sinks)
+        why = capi.plan(alone.attention).why
+        assert b"of table sm_90" not in why or b"key splits of a cluster" in why
+        result = run(alone, backward=False)
+        assert np.array_equal(result.out[0], together.out[i])
+        assert np.array_equal(result.lse[0], together.lse[i])
 
 
 SHAPES = {

@@ -24,6 +24,8 @@ struct Config {
       kCut_ == Cut::decode
           ? Arch::decode(Element::kBytes, kHeadDim)
           : Arch::forward(Element::kBytes, kHeadDim, std::is_same_v<Element, Tf32>);
+  // Clusters merge key splits.
+  static constexpr bool kMerges = Arch::kBoxCopy && kCut_ == Cut::decode && !kGeneral;
   static constexpr bool kSplitOnce = kForward.warps > 0 && kForward.stages == 0;
   static constexpr arch::BackwardTile kBackward = Arch::backward(Element::kBytes, kHeadDim);
   // Pages of fp32 are left to the general form: caches have 16 bits. Boxes are for decoding.

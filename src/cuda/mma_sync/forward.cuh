@@ -247,13 +247,6 @@ TILEWISE_DEVICE TileOrder::Work find_work(const ForwardParams& p, ptx::SharedAdd
   return p.order.at(ptx::block_index());
 }
 
-// Whether its splits are merged by a cluster.
-template <class C>
-TILEWISE_DEVICE bool merges_splits(const ForwardParamsOf<C>& p, const BlockWork& work) {
-  if constexpr (C::kBoxes) return p.merges_splits && work.splits > 1;
-  return false;
-}
-
 template <class C>
 TILEWISE_KERNEL(C::kForward.threads(), C::kForward.blocks_per_sm)
 void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
@@ -322,8 +315,8 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   }
 
   tile::wait<typename C::Arch, 0>();
-  const bool merges = merges_splits<C>(p, kept);
-  if constexpr (C::kBoxes) {
+  const bool merges = C::kMerges && p.merges_splits && kept.splits > 1;
+  if constexpr (C::kMerges) {
     if (merges) feed.let_go();
   }
   const LanePlace place = lane_place<C>();
@@ -332,9 +325,9 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
       finish_rows<typename C::Element>(p, kept, place, softmax.m, softmax.l, weight);
   if (p.flags.data != nullptr && !outputs_are_finite(kept, place, o, softmax.l)) [[unlikely]]
     p.flags.data[ptx::block_index()] = 1;  // after the 0: barriers lie between
-  if constexpr (C::kBoxes) {
+  if constexpr (C::kMerges) {
     if (merges) {
-      const ClusterMerge<C> merge = feed.merge(kept);
+      const ClusterMerge<C> merge(p, kept, feed.idle());
       merge.send(place, o, result);
       merge.store();
       return;

@@ -27,6 +27,7 @@ class BoxFeed {
   using ValueLanes = tile::PanelB<typename C::Element, Tile>;
   static constexpr int kStages = C::kForward.stages;
   static constexpr int kBarriersAt = kStages * Tile::kBytes;
+  static_assert(kMostMergedBytes<C> <= kBarriersAt);
   static constexpr int kPlacesAt = kBarriersAt + kStages * 8;
   static constexpr int kBytes = kPlacesAt + Places::kBytes;
   static constexpr int kParts = 1;
@@ -99,11 +100,10 @@ class BoxFeed {
   }
   TILEWISE_DEVICE void ask(bool, int32_t, int) const {}
 
-  // After the loop: the other blocks of the cluster may write into the ring.
+  // After the loop: other blocks may write into the ring.
   TILEWISE_DEVICE void let_go() const { ptx::barrier_cluster_arrive_relaxed(); }
-  TILEWISE_DEVICE ClusterMerge<C> merge(const BlockWork& work) const {
-    static_assert(ClusterMerge<C>::kMostBytes <= kBarriersAt);
-    return {p_, work, base_, barrier(0), slot_ == 0 ? phase_ : phase_ ^ 1};
+  TILEWISE_DEVICE IdleRing idle() const {
+    return {base_, barrier(0), slot_ == 0 ? phase_ : phase_ ^ 1};
   }
 
  private:

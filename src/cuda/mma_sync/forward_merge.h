@@ -10,6 +10,22 @@
 
 namespace tilewise::cuda::mma_sync {
 
+// A ring that has been read, and a barrier in it of one arrival, whose next phase has `parity`.
+struct IdleRing {
+  ptx::SharedAddress base;
+  ptx::SharedAddress barrier;
+  int parity;
+};
+
+// Of a row, what a split has: its sums in chunks of 16 bytes, and its lse.
+template <class C>
+inline constexpr int kMergedChunks = C::kHeadDim / 4;
+template <class C>
+inline constexpr int kMergedPartBytes = (kMergedChunks<C> + 1) * 16;
+template <class C>
+inline constexpr int kMostMergedBytes =
+    (C::kForward.rows() + kMostMergedSplits - 1) * kMergedPartBytes<C>;
+
 // The splits of a tile share its rows: row r is merged by split r % splits, for which all of them
 // store what they have of it straight from registers. By then no block reads its ring any more: it
 // takes the parts, and one of its barriers counts them. Blocks of no part have exited.
@@ -17,18 +33,13 @@ template <class C>
 class ClusterMerge {
  public:
   static_assert(C::kForward.warps == 1 && C::kForward.warp_rows == 16);
-  static constexpr int kChunks = C::kHeadDim / 4;        // 16 bytes of sums
-  static constexpr int kPartBytes = (kChunks + 1) * 16;  // of a row: sums, lse
-  static constexpr int kMostBytes = (C::kForward.rows() + kMostMergedSplits - 1) * kPartBytes;
+  static constexpr int kChunks = kMergedChunks<C>;
+  static constexpr int kPartBytes = kMergedPartBytes<C>;
 
-  // `landed` is an idle barrier of one arrival, whose next phase has `parity`.
-  TILEWISE_DEVICE ClusterMerge(const ForwardParams& p, const BlockWork& work,
-                               ptx::SharedAddress parts, ptx::SharedAddress landed, int parity)
+  TILEWISE_DEVICE ClusterMerge(const ForwardParams& p, const BlockWork& work, const IdleRing& ring)
       : p_(p),
         work_(work),
-        parts_(parts),
-        landed_(landed),
-        parity_(parity),
+        ring_(ring),
         split_(work.split),
         splits_(work.splits),
         inverse_(ptx::rcp_approximate(static_cast<float>(splits_))),
@@ -38,7 +49,7 @@ class ClusterMerge {
   TILEWISE_DEVICE void send(const LanePlace& place, const Outputs<C>& o,
                             const RowResults<1>& result) const {
     if (rows_ > 0 && ptx::elect_one())
-      ptx::mbarrier_arrive_expect_tx(landed_, rows_ * splits_ * kPartBytes);
+      ptx::mbarrier_arrive_expect_tx(ring_.barrier, rows_ * splits_ * kPartBytes);
     const int32_t rows = work_.rows.count;
     const int quad = place.lane_of_quad();
     ptx::SharedAddress to[2];
@@ -48,7 +59,7 @@ class ClusterMerge {
       const int32_t turn = turn_of(place.row(0, h));
       const int32_t owner = place.row(0, h) - turn * splits_;
       to[h] = ptx::map_to_rank(part(turn, split_), owner);
-      landed[h] = ptx::map_to_rank(landed_, owner);
+      landed[h] = ptx::map_to_rank(ring_.barrier, owner);
     }
     ptx::barrier_cluster_wait();
 #pragma unroll
@@ -82,7 +93,7 @@ class ClusterMerge {
     return static_cast<int32_t>((static_cast<float>(r) + 0.5f) * inverse_);
   }
   TILEWISE_DEVICE ptx::SharedAddress part(int32_t turn, int32_t split) const {
-    return parts_ + static_cast<uint32_t>((turn * splits_ + split) * kPartBytes);
+    return ring_.base + static_cast<uint32_t>((turn * splits_ + split) * kPartBytes);
   }
 
   // The addresses first: they take as long as the parts are on their way.
@@ -96,7 +107,7 @@ class ClusterMerge {
         work_.sequence.lse_offset(problem.lse_stride_batch, work_.rows.first + work_.rows.row(r));
     char* const out =
         static_cast<char*>(problem.out.data) + work_.offset(problem.out, r) * C::Element::kBytes;
-    ptx::mbarrier_wait_parity(landed_, parity_);
+    ptx::mbarrier_wait_parity(ring_.barrier, ring_.parity);
     float own = kMinusInfinity;  // lse of split `lane`
     if (lane < splits_)
       own = ptx::float_of(
@@ -145,9 +156,7 @@ class ClusterMerge {
 
   const ForwardParams& p_;
   const BlockWork& work_;
-  ptx::SharedAddress parts_;
-  ptx::SharedAddress landed_;
-  int parity_;
+  IdleRing ring_;
   int32_t split_;
   int32_t splits_;
   float inverse_;  // of splits_
