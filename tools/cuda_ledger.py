@@ -112,7 +112,7 @@ def key_of(mangled: str, sm: int) -> Key:
     dims = [int(d) for d in re.findall(r"Li(\d+)E", arguments)] + [0, 0]
     form = re.search(r"FormE(\d)E", arguments)
     cut = re.search(r"CutE(\d)E", arguments)
-    name = ("plain", "general", "paged", "boxes")[int(form[1])] if form else "-"
+    name = ("plain", "general", "paged", "boxes", "paged-boxes")[int(form[1])] if form else "-"
     return Key(
         sm=sm,
         family=names[-2] if len(names) > 1 else "-",

@@ -7,8 +7,14 @@ namespace tilewise::cuda {
 
 // `plain` has what costs nothing in the inner loop (scale, band, lengths, groups, sinks);
 // `general` adds softcap, ALiBi, bias, dropout, pages and any alignment as uniform switches.
-// `paged` and `boxes`, of mma_sync's forward alone, are `plain` over a block table, and with keys
-// and values that come as boxes of TMA.
-enum class Form : int32_t { plain, general, paged, boxes };
+// Of mma_sync's forward alone: `paged` is `plain` over a block table, `boxes` is `plain` with keys
+// and values that come as boxes of TMA, and `paged_boxes` is both.
+enum class Form : int32_t { plain, general, paged, boxes, paged_boxes };
+
+// Rows of the smallest page that comes as boxes.
+inline constexpr int32_t kLeastRowsOfPageBox = 16;
+
+// Splits that a cluster merges, in the forms of boxes: the most blocks that a cluster can have.
+inline constexpr int32_t kMostMergedSplits = 16;
 
 }  // namespace tilewise::cuda

@@ -15,7 +15,8 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPiece
   params.order.table = pieces.table.in<TileOrder::Entry>(workspace);
   params.packing = {plan.pack};
   params.group = static_cast<int32_t>(group_size(p));
-  if (plan.form == Form::paged) params.page_size = static_cast<int32_t>(p.page_size);
+  if (plan.form == Form::paged || plan.form == Form::paged_boxes)
+    params.page_size = static_cast<int32_t>(p.page_size);
   params.pack_reciprocal = static_cast<uint32_t>(ceil_div(int64_t{1} << 31, plan.pack));
   params.row_tile = plan.tile_q;
   params.key_tile = plan.tile_k;
@@ -23,6 +24,7 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPiece
                   static_cast<int32_t>(plan.blocks / plan.splits)};
   params.rule = plan.rule;
   params.pitch = plan.pitch;
+  params.merges_splits = plan.cluster > 1;
   params.partial_out = pieces.partial_out.in<float>(workspace);
   params.partial_lse = pieces.partial_lse.in<float>(workspace);
   return params;
@@ -65,9 +67,11 @@ void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& 
 void launch_boxes(const Problem& p, const Plan& plan, const ForwardParams& main) {
   TmaForwardParams params;
   static_cast<ForwardParams&>(params) = main;
-  params.k = map_of_keys(p, p.k, p.head_dim, plan.tile_k);
-  params.v = map_of_keys(p, p.v, p.head_dim_v, plan.tile_k);
-  launch(plan.unit->form(plan.form).tma_forward, plan.blocks, p.stream, params);
+  const auto map = plan.form == Form::paged_boxes ? map_of_pages : map_of_keys;
+  params.k = map(p, p.k, p.head_dim, plan.tile_k);
+  params.v = map(p, p.v, p.head_dim_v, plan.tile_k);
+  launch(plan.unit->form(plan.form).tma_forward, plan.blocks, p.stream, params, Start::in_order,
+         plan.cluster);
 }
 
 }  // namespace
@@ -89,11 +93,12 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
   if (plan.family == Family::wgmma)
     launch_persistent(p, plan, params, pieces.counter.in<int32_t>(workspace),
                       pieces.before.in<int32_t>(workspace));
-  else if (plan.form == Form::boxes)
+  else if (plan.unit->form(plan.form).tma_forward.function != nullptr)
     launch_boxes(p, plan, params);
   else
-    launch(plan.unit->form(plan.form).forward, plan.blocks, p.stream, params);
-  if (plan.splits > 1) combine(p, params);
+    launch(plan.unit->form(plan.form).forward, plan.blocks, p.stream, params, Start::in_order,
+           plan.cluster);
+  if (plan.splits > 1 && plan.cluster == 1) combine(p, params);
   if (plan.second == nullptr) return;
   // The same tiles, each with all of its keys.
   params.order.splits = 1;

@@ -49,4 +49,10 @@ TensorMap map_of_keys(const Problem& p, const tilewise_tensor& view, int64_t col
   return map_of(p, view, {slots, p.seqlen_k, p.heads_kv}, columns, box_rows);
 }
 
+TensorMap map_of_pages(const Problem& p, const tilewise_tensor& view, int64_t columns,
+                       int32_t key_tile) {
+  const auto box_rows = static_cast<int32_t>(min<int64_t>(p.page_size, key_tile));
+  return map_of(p, view, {p.pages, p.page_size, p.heads_kv}, columns, box_rows);
+}
+
 }  // namespace tilewise::cuda

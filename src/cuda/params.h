@@ -92,8 +92,9 @@ struct ForwardParams {
   float* partial_out;  // parts > 1: [splits, partial_rows, heads_q, head_dim_v], normalised
   float* partial_lse;  // parts > 1: [splits, partial_rows, heads_q], without the sink
   Divisor group = 1;   // query heads per key/value head, whether packed or not
-  Divisor page_size = 1;                // of the paged form
+  Divisor page_size = 1;                // of the forms of pages
   uint32_t pack_reciprocal = 1u << 31;  // ceil(2^31 / packing.group)
+  bool merges_splits = false;           // the blocks of the splits of a tile are a cluster
 
   // Of the keys of a sequence; 1: its results go straight to out.
   TILEWISE_FN int32_t splits_of(const Band& band) const {

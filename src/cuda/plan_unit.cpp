@@ -16,7 +16,8 @@ bool fit(const Gpu& gpu, const Kernel<Params>&... kernels) {
 }
 
 bool serves_forward(const UnitTable& unit, const Gpu& gpu) {
-  for (const UnitKernels* form : {&unit.plain, &unit.general, &unit.paged, &unit.boxes}) {
+  for (const UnitKernels* form :
+       {&unit.plain, &unit.general, &unit.paged, &unit.boxes, &unit.paged_boxes}) {
     if (!fit(gpu, form->forward, form->tma_forward)) return false;
   }
   return unit.has_forward();
@@ -152,9 +153,13 @@ bool rows_are_aligned(const Problem& p, const Gradients* g) {
          wanted(g->dv, gradients);
 }
 
-// What the paged form counts in 32 bits: rows of a sequence, and chunks of 16 bytes of a cache.
+// What the forms of pages count in 32 bits: rows of a sequence.
+constexpr int64_t kMost = int64_t{1} << 30;
+
+bool rows_fit_32_bits(const Problem& p) { return key_capacity(p) <= kMost && p.page_size <= kMost; }
+
+// And the paged one: chunks of 16 bytes of a cache.
 bool pages_fit_32_bits(const Problem& p) {
-  constexpr int64_t kMost = int64_t{1} << 30;
   const auto fits = [&](const tilewise_tensor& view) {
     const auto bytes = [&](int64_t size, int64_t stride) {
       return static_cast<double>(size) * static_cast<double>(stride < 0 ? -stride : stride) *
@@ -163,7 +168,7 @@ bool pages_fit_32_bits(const Problem& p) {
     return bytes(p.pages, view.stride_batch) + bytes(p.page_size, view.stride_row) <=
            static_cast<double>(kMost * kAlignment);
   };
-  return key_capacity(p) <= kMost && p.page_size <= kMost && fits(p.k) && fits(p.v);
+  return rows_fit_32_bits(p) && fits(p.k) && fits(p.v);
 }
 
 // TMA reads it: strides are positive and below 2^40 bytes, row numbers fit into 32 bits.
@@ -181,6 +186,15 @@ bool keys_are_mappable(const Problem& p) {
   return is_mappable(p.k, keys) && is_mappable(p.v, keys);
 }
 
+// Tiles of `keys` keys are whole boxes of pages: a box lies in one page, from a multiple of its
+// rows on, which left padding would shift.
+bool pages_are_boxes(const Problem& p, int64_t keys) {
+  const bool parts = p.page_size >= kLeastRowsOfPageBox && keys % p.page_size == 0;
+  const Shape pages = {p.pages, p.page_size, p.heads_kv};
+  return p.leftpad_k == nullptr && (parts || p.page_size % keys == 0) && rows_fit_32_bits(p) &&
+         is_mappable(p.k, pages) && is_mappable(p.v, pages);
+}
+
 }  // namespace
 
 bool fits_plain(const Problem& p, const Gradients* g) {
@@ -193,8 +207,12 @@ Form forward_form(const Problem& p, const UnitTable& unit) {
     return boxes && keys_are_mappable(p) ? Form::boxes : Form::plain;
   }
   const bool paged = !is_general(p) && p.block_table != nullptr && rows_are_aligned(p, nullptr);
+  if (!paged) return Form::general;
+  if (unit.paged_boxes.tma_forward.function != nullptr &&
+      pages_are_boxes(p, unit.forward_tile.keys))
+    return Form::paged_boxes;
   const bool built = unit.paged.forward.function != nullptr;
-  return paged && built && pages_fit_32_bits(p) ? Form::paged : Form::general;
+  return built && pages_fit_32_bits(p) ? Form::paged : Form::general;
 }
 
 bool has_few_rows(const Problem& p) {

@@ -71,23 +71,24 @@ enum class Start { in_order, dependent };
 
 namespace detail {
 void launch(const void* function, int64_t blocks, int32_t threads, int32_t shared_bytes,
-            Stream stream, Start start, const void* params);
+            Stream stream, Start start, int32_t cluster, const void* params);
 }
 
-// Starts `blocks` blocks (none: does nothing). Allocates nothing, waits for nothing.
+// Starts `blocks` blocks (none: does nothing). Allocates nothing, waits for nothing. `cluster`:
+// blocks that run side by side, of a kernel that does not say so itself.
 template <class Params>
 void launch(const Kernel<Params>& kernel, int64_t blocks, Stream stream, const Params& params,
-            Start start = Start::in_order) {
+            Start start = Start::in_order, int32_t cluster = 1) {
   if (blocks == 0) return;
 #if defined(TILEWISE_EMULATOR)
   (void)stream;
   (void)start;
   emulator::run_grid(
       blocks, kernel.threads, kernel.shared_bytes, [&] { kernel.function(params); },
-      kernel.cluster);
+      kernel.cluster * cluster);
 #else
   detail::launch(reinterpret_cast<const void*>(kernel.function), blocks, kernel.threads,
-                 kernel.shared_bytes, stream, start, &params);
+                 kernel.shared_bytes, stream, start, cluster, &params);
 #endif
 }
 

@@ -93,25 +93,27 @@ const Facts& facts(int32_t index) {
   return m.gpus[static_cast<std::size_t>(index)];
 }
 
-// (kernel, device) pairs that may use more shared memory than the 48 KB of the default: set once,
-// without a lock. A slot holds 0 or a key; a lost race only sets the attribute again.
+// (kernel, device) pairs that may use more shared memory, or larger clusters, than every kernel
+// may: set once, without a lock. A slot holds 0 or a key; a lost race only sets the attribute
+// again.
 constexpr int32_t kDefaultSharedBytes = 48 * 1024;
+constexpr int32_t kDefaultCluster = 8;
 constexpr std::size_t kSlots = 8192;
 std::array<std::atomic<uintptr_t>, kSlots> allowed{};
 
-void allow_shared_memory(const void* function, int32_t bytes) {
+void allow(const void* function, cudaFuncAttribute what, int32_t value) {
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   // Functions are at least two bytes apart and devices few: the key is unique.
   const uintptr_t key =
-      reinterpret_cast<uintptr_t>(function) ^ (static_cast<uintptr_t>(device + 1) << 48);
+      (reinterpret_cast<uintptr_t>(function) ^ (static_cast<uintptr_t>(device + 1) << 48)) +
+      (what == cudaFuncAttributeMaxDynamicSharedMemorySize ? 0 : 1);
   std::size_t slot = static_cast<std::size_t>((key * 0x9e3779b97f4a7c15u) >> 51);
   for (std::size_t probe = 0; probe < kSlots; ++probe, slot = (slot + 1) % kSlots) {
     uintptr_t seen = allowed[slot].load(std::memory_order_acquire);
     if (seen == key) return;
     if (seen != 0) continue;
-    check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-          "cudaFuncSetAttribute");
+    check(cudaFuncSetAttribute(function, what, value), "cudaFuncSetAttribute");
     if (allowed[slot].compare_exchange_strong(seen, key, std::memory_order_acq_rel) || seen == key)
       return;
   }
@@ -226,22 +228,31 @@ bool starts_dependents() {
 }  // namespace
 
 void launch(const void* function, int64_t blocks, int32_t threads, int32_t shared_bytes,
-            Stream stream, Start start, const void* params) {
+            Stream stream, Start start, int32_t cluster, const void* params) {
   if (blocks > INT32_MAX) {
     throw Error("a grid of " + std::to_string(blocks) + " blocks: at most 2147483647 are allowed");
   }
-  if (shared_bytes > kDefaultSharedBytes) allow_shared_memory(function, shared_bytes);
+  if (shared_bytes > kDefaultSharedBytes)
+    allow(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (cluster > kDefaultCluster) allow(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   void* arguments[] = {const_cast<void*>(params)};
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  std::array<cudaLaunchAttribute, 2> attributes{};
+  unsigned count = 0;
+  if (start == Start::dependent && starts_dependents()) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &early;
-  config.numAttrs = start == Start::dependent && starts_dependents() ? 1 : 0;
+  config.attrs = attributes.data();
+  config.numAttrs = count;
   const cudaError_t status = cudaLaunchKernelExC(&config, function, arguments);
   if (status == cudaSuccess) return;
   const char* name = nullptr;

@@ -37,9 +37,10 @@ struct UnitTable {
   Tile forward_tile;
   Tile backward_tile;
   UnitKernels plain;
-  UnitKernels general;               // simt: the same as `plain`
-  UnitKernels paged = {};            // mma_sync, of 16 bits: a forward
-  UnitKernels boxes = {};            // the same, of few rows
+  UnitKernels general;     // simt: the same as `plain`
+  UnitKernels paged = {};  // mma_sync, of 16 bits: a forward
+  UnitKernels boxes = {};  // the same, of few rows
+  UnitKernels paged_boxes = {};
   bool persistent_backward = false;  // a smaller grid may share the work
   int32_t prepare_parts = 1;         // blocks of the prepare kernel that share a tile of rows
   // The same for problems of few rows, where that pass has a cut of its own for them; null: none.
@@ -55,6 +56,8 @@ struct UnitTable {
         return paged;
       case Form::boxes:
         return boxes;
+      case Form::paged_boxes:
+        return paged_boxes;
     }
     return general;
   }

@@ -64,6 +64,8 @@ const char* form_name(cuda::Form form) {
       return "paged";
     case cuda::Form::boxes:
       return "boxes";
+    case cuda::Form::paged_boxes:
+      return "paged boxes";
   }
   return "";
 }
@@ -84,6 +86,7 @@ std::string tile_text(const cuda::Plan& plan, const Device& device) {
   }
   if (plan.pack > 1) text += ", " + std::to_string(plan.pack) + " heads a tile";
   if (plan.splits > 1) text += ", " + std::to_string(plan.splits) + " key splits";
+  if (plan.cluster > 1) text += " of a cluster";
   return text;
 }
 

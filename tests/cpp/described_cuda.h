@@ -67,7 +67,10 @@ inline cuda::UnitTable described(const cuda::Unit& unit) {
       static std::deque<cuda::UnitTable> narrow;
       narrow.push_back(table);
       narrow.back().forward_tile = {decode.rows(), decode.keys, decode.blocks_per_sm};
-      if (Arch::kBoxCopy) narrow.back().boxes.tma_forward.function = [](cuda::TmaForwardParams) {};
+      if (Arch::kBoxCopy) {
+        for (cuda::UnitKernels* form : {&narrow.back().boxes, &narrow.back().paged_boxes})
+          form->tma_forward.function = [](cuda::TmaForwardParams) {};
+      }
       table.narrow = &narrow.back();
     }
     if (backward.key_warps > 0) {

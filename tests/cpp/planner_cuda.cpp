@@ -220,20 +220,22 @@ TEST(PlannerCuda, ThePlainFormNeedsSixteenByteRowsAndNoOption) {
   EXPECT_EQ(form(p, device), Form::plain);
 }
 
-TEST(PlannerCuda, PagesHaveAFormWhereNothingElseIsGeneral) {
+// Two sequences that decode from pages.
+Problem paged(int32_t dtype, int64_t page_size, int64_t head_dim = 128) {
   static constexpr int32_t kTable[] = {0};  // read by no planner
-  const auto paged = [](int32_t dtype, int64_t page_size) {
-    Problem p = problem(dtype, 2, 1, 0);
-    p.block_table = kTable;
-    p.block_table_width = p.block_table_stride = 4096 / page_size;
-    p.page_size = page_size;
-    p.pages = 2 * p.block_table_width;
-    for (tilewise_tensor* t : {&p.k, &p.v}) t->stride_batch = page_size * t->stride_row;
-    return p;
-  };
+  Problem p = problem(dtype, 2, 1, 0, 8, head_dim);
+  p.block_table = kTable;
+  p.block_table_width = p.block_table_stride = 4096 / page_size;
+  p.page_size = page_size;
+  p.pages = 2 * p.block_table_width;
+  for (tilewise_tensor* t : {&p.k, &p.v}) t->stride_batch = page_size * t->stride_row;
+  return p;
+}
+
+TEST(PlannerCuda, PagesHaveAFormWhereNothingElseIsGeneral) {
   const auto form = [](const Problem& p, int32_t sm) { return forward(p, gpu_with(sm)).form; };
   for (int64_t page_size : {1, 16, 100, 4096}) {
-    EXPECT_EQ(form(paged(TILEWISE_BFLOAT16, page_size), 90), Form::paged);
+    EXPECT_EQ(form(paged(TILEWISE_BFLOAT16, page_size), 80), Form::paged);
     EXPECT_EQ(form(paged(TILEWISE_FLOAT16, page_size), 75), Form::paged);
     EXPECT_EQ(form(paged(TILEWISE_FLOAT32, page_size), 90), Form::general);
   }
@@ -245,11 +247,56 @@ TEST(PlannerCuda, PagesHaveAFormWhereNothingElseIsGeneral) {
   EXPECT_EQ(form(p, 90), Form::general);
   p = paged(TILEWISE_BFLOAT16, 16);
   p.pages = int64_t{1} << 20;  // 16 GB less one stride: chunks are numbered in 32 bits
-  EXPECT_EQ(form(p, 90), Form::general);
+  EXPECT_EQ(form(p, 80), Form::general);
   p.pages = int64_t{1} << 18;
+  EXPECT_EQ(form(p, 80), Form::paged);
+  const Decision decision = plan(p, nullptr, gpu_with(80));
+  EXPECT_NE(explain(decision, p, nullptr, gpu_with(80)).find(", paged form"), std::string::npos);
+}
+
+TEST(PlannerCuda, DecodingReadsPagesAsBoxesWhereTheyFitTheTile) {
+  const auto form = [](const Problem& p, int32_t sm) { return forward(p, gpu_with(sm)).form; };
+  struct Fits {
+    int64_t page_size;
+    bool large;  // tile: 128 keys, at head dimension 64
+    bool usual;  // 64, at 128
+    bool small;  // 32, at 256
+  };
+  for (const Fits& each :
+       {Fits{1, false, false, false}, Fits{8, false, false, false}, Fits{16, true, true, true},
+        Fits{32, true, true, true}, Fits{48, false, false, false}, Fits{64, true, true, true},
+        Fits{96, false, false, true}, Fits{100, false, false, false}, Fits{128, true, true, true},
+        Fits{192, false, true, true}, Fits{256, true, true, true}}) {
+    const auto expected = [](bool fits) { return fits ? Form::paged_boxes : Form::paged; };
+    const auto of = [&](int64_t head_dim) {
+      return form(paged(TILEWISE_BFLOAT16, each.page_size, head_dim), 90);
+    };
+    EXPECT_EQ(of(64), expected(each.large)) << each.page_size;
+    EXPECT_EQ(of(128), expected(each.usual)) << each.page_size;
+    EXPECT_EQ(of(256), expected(each.small)) << each.page_size;
+  }
+  EXPECT_EQ(form(paged(TILEWISE_FLOAT16, 16), 100), Form::paged_boxes);
+  EXPECT_EQ(form(paged(TILEWISE_FLOAT16, 16), 120), Form::paged);
+  Problem p = paged(TILEWISE_BFLOAT16, 16);
+  p.batch_invariant = 1;
+  EXPECT_EQ(form(p, 90), Form::paged_boxes);
+  p.pages = int64_t{1} << 20;  // nothing counts chunks
+  EXPECT_EQ(form(p, 90), Form::paged_boxes);
+  p.leftpad_k = p.block_table;  // key 0 lies anywhere in its page
+  EXPECT_EQ(form(p, 90), Form::general);
+  p = paged(TILEWISE_BFLOAT16, 16);
+  p.leftpad_k = p.block_table;
   EXPECT_EQ(form(p, 90), Form::paged);
+  p = paged(TILEWISE_BFLOAT16, 16);
+  p.v.stride_head = 0;  // one head for all: no map has such a stride
+  EXPECT_EQ(form(p, 90), Form::paged);
+  p = paged(TILEWISE_BFLOAT16, 16);
+  p.seqlen_q = 40;
+  EXPECT_EQ(form(p, 90), Form::paged);
+  p = paged(TILEWISE_BFLOAT16, 16);
   const Decision decision = plan(p, nullptr, gpu_with(90));
-  EXPECT_NE(explain(decision, p, nullptr, gpu_with(90)).find("paged form"), std::string::npos);
+  EXPECT_NE(explain(decision, p, nullptr, gpu_with(90)).find("paged boxes form"),
+            std::string::npos);
 }
 
 TEST(PlannerCuda, DecodingReadsKeysAsBoxesWhereTmaCan) {
@@ -311,6 +358,45 @@ TEST(PlannerCuda, SplitsFillTheGpuAndFollowTheCaller) {
   const int64_t partial = int64_t{3} * 16 * 2048 * 16 * 129 * 4;
   EXPECT_GE(plan.workspace_bytes, partial);
   EXPECT_LE(plan.workspace_bytes, partial + 256);
+}
+
+// Few splits of a decode become a cluster: no second launch, and nothing in the workspace.
+TEST(PlannerCuda, AClusterMergesFewSplitsThatRunAtOnce) {
+  const auto planned = [](int64_t batch, int64_t keys, int32_t splits = 0, int32_t sm = 90) {
+    Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, 32);
+    p.heads_kv = 8;
+    p.num_splits = splits;
+    return forward(p, gpu_with(sm));
+  };
+  for (const cuda::Plan& plan : {planned(1, 1024), planned(1, 1024, 16), planned(8, 1024),
+                                 planned(1, 100, 2), planned(1, 1024, 0, 100)}) {
+    EXPECT_GT(plan.splits, 1);
+    EXPECT_EQ(plan.cluster, plan.splits);
+    EXPECT_EQ(plan.workspace_bytes, 0);
+  }
+  EXPECT_EQ(planned(1, 1024).splits, 16);
+  for (const cuda::Plan& plan :
+       {planned(1, 8192), planned(1, 1024, 17), planned(64, 1024, 8), planned(1, 1024, 0, 80)}) {
+    EXPECT_GT(plan.splits, 1);
+    EXPECT_EQ(plan.cluster, 1);
+    EXPECT_GT(plan.workspace_bytes, 0);
+  }
+  EXPECT_EQ(planned(64, 4096).cluster, 1);          // one split
+  EXPECT_EQ(planned(1, 1024, 16, 110).cluster, 1);  // not every GPU has such clusters
+  EXPECT_EQ(planned(1, 1024, 8, 110).cluster, 8);
+  Problem p = problem(TILEWISE_BFLOAT16, 1, 1, 1024, 8);
+  const auto text = [&] {
+    const Decision decision = plan(p, nullptr, gpu_with(90));
+    return explain(decision, p, nullptr, gpu_with(90));
+  };
+  EXPECT_NE(text().find("16 key splits of a cluster"), std::string::npos) << text();
+  p.softcap = 30.0f;
+  EXPECT_EQ(text().find("cluster"), std::string::npos) << text();
+  p = paged(TILEWISE_BFLOAT16, 1);
+  p.num_splits = 4;
+  const cuda::Plan pages = forward(p, gpu_with(90));
+  EXPECT_EQ(pages.form, Form::paged);
+  EXPECT_EQ(pages.cluster, 4);
 }
 
 // Lengths that only the GPU knows: a sequence is cut by its own keys, however many there are.

@@ -23,7 +23,7 @@ namespace tilewise::cuda::emulator {
 inline constexpr int kLanes = 32;
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 inline constexpr int kMaxThreads = 1024;  // of a block, and of a cluster
-inline constexpr int kMaxCluster = 8;
+inline constexpr int kMaxCluster = 16;
 
 // What all lanes of a warp do together.
 enum class Collective : uint8_t {

@@ -1,4 +1,6 @@
 // What the blocks of a cluster do to each other.
+#include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "emulator/block.h"
@@ -51,6 +53,26 @@ void cp_async_bulk_to_rank(uint32_t to, uint32_t from, int bytes, uint32_t barri
                                       static_cast<size_t>(bytes));
                           own.end_use(from, bytes);
                         }});
+}
+
+void st_async_v4_b32(uint32_t to, const uint32_t (&r)[4], uint32_t barrier) {
+  constexpr const char* kWhat = "st.async to another block";
+  const ClusterAddress target(to);
+  const ClusterAddress counted(barrier);
+  Block& b = block();
+  if (target.rank != counted.rank) {
+    fault(text("%s: bytes for block %d of the cluster, counted by block %d", kWhat, target.rank,
+               counted.rank));
+  }
+  constexpr int kBytes = sizeof(r);
+  Facet& other = b.facet_of(target.rank);
+  other.shared.start_async_write(target.address, kBytes, kWhat, b.moment_at(target.rank));
+  std::array<uint32_t, 4> values;
+  std::copy_n(r, values.size(), values.begin());
+  other.barriers.start_write(counted.address,
+                             {target.address, kBytes, [&shared = other.shared, target, values] {
+                                std::memcpy(shared.at(target.address), values.data(), kBytes);
+                              }});
 }
 
 }  // namespace tilewise::cuda::emulator

@@ -89,6 +89,46 @@ TEST(Cluster, Exchange) {
   }
 }
 
+// Each block stores a word of each lane in every block, which waits for them; the last two have
+// left.
+TEST(Cluster, StoresOfManyBlocks) {
+  constexpr int kCluster = 16;
+  constexpr int kStoring = kCluster - 2;
+  constexpr int kLane = 16;
+  constexpr int kBarrier = kCluster * ptx::kWarpSize * kLane;
+  for (const char* copies : {"late", "early"}) {
+    const Environment when("TILEWISE_EMULATOR_COPIES", copies);
+    run_grid(
+        2 * kCluster, ptx::kWarpSize, kBarrier + 8,
+        [] {
+          const auto me = static_cast<int>(ptx::block_index() % kCluster);
+          const int lane = ptx::lane_index();
+          if (me >= kStoring) return;
+          if (lane == 0) {
+            ptx::mbarrier_init(byte(kBarrier), 1);
+            ptx::fence_mbarrier_init();
+          }
+          ptx::barrier_cluster_arrive_relaxed();
+          if (lane == 0)
+            ptx::mbarrier_arrive_expect_tx(byte(kBarrier), kStoring * ptx::kWarpSize * kLane);
+          ptx::barrier_cluster_wait();
+          const auto word = [](int from, int to, int of) {
+            return static_cast<uint32_t>(10000 * from + 100 * to + of);
+          };
+          for (int to = 0; to < kStoring; ++to) {
+            const uint32_t x[4] = {word(me, to, lane)};
+            ptx::st_async_v4_b32(ptx::map_to_rank(byte((me * ptx::kWarpSize + lane) * kLane), to),
+                                 x, ptx::map_to_rank(byte(kBarrier), to));
+          }
+          ptx::mbarrier_wait_parity(byte(kBarrier), 0);
+          for (int from = 0; from < kStoring; ++from)
+            ASSERT_EQ(ptx::ld_shared_b32(byte((from * ptx::kWarpSize + lane) * kLane)),
+                      word(from, me, lane));
+        },
+        kCluster);
+  }
+}
+
 TEST(Cluster, FaultsOfTheExchange) {
   for (const char* copies : {"late", "early"}) {
     const Environment when("TILEWISE_EMULATOR_COPIES", copies);
@@ -167,7 +207,8 @@ TEST(Cluster, Launches) {
   EXPECT_EQ(launch(4, 512, 2), "");
   expect_part(launch(3, 32, 2), "2 in a cluster: not whole warps or clusters");
   expect_part(launch(4, 1024, 2), "2 in a cluster: not whole warps or clusters");
-  expect_part(launch(16, 32, 16), "16 in a cluster");
+  EXPECT_EQ(launch(32, 32, 16), "");
+  expect_part(launch(32, 32, 32), "32 in a cluster");
 }
 
 }  // namespace

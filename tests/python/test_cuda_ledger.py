@@ -59,7 +59,9 @@ def test_a_name_says_what_the_kernel_is():
     assert general == replace(key, form="general")
     paged = FORWARD.replace("LNS1_4FormE0E", "LNS0_4FormE2ELNS1_3CutE1E")
     assert tool.key_of(paged, 90) == replace(key, form="paged-narrow")
-    assert tool.key_of(paged.replace("FormE2E", "FormE3E"), 90) == replace(key, form="boxes-narrow")
+    for number, name in ((3, "boxes"), (4, "paged-boxes")):
+        other = tool.key_of(paged.replace("FormE2E", f"FormE{number}E"), 90)
+        assert other == replace(key, form=f"{name}-narrow")
     assert tool.key_of(ROWS, 75) == tool.Key(75, "simt", "backward_rows", "-", "BF16", 512, 0, "-")
     assert tool.key_of(CHECK, 75) == tool.Key(75, "common", "check", "-", "-", 0, 0, "-")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -89,28 +90,81 @@ def test_many_heads_side_by_side(dtype, seed):
     )  # fmt: skip
 
 
+def merged(seed: int) -> Case:
+    """Splits that a cluster merges, of sequences with many parts, one and none."""
+    r = np.random.default_rng(seed)
+    rows, group = ((1, 4), (1, 16), (2, 8), (3, 5), (1, 1), (4, 2))[seed % 6]
+    batch = 1 + seed % 2
+    splits = int(r.choice([0, *range(2, 17)])) if batch == 1 else int(r.choice([0, 2, 5, 8]))
+    return Case(
+        dtype=("bf16", "fp16")[seed % 2], rows=(rows,) * batch, keys=(1024,) * batch, group=group,
+        used_k=tuple(int(n) for n in r.choice([0, 1, 63, 64, 500, 1000, 1024], batch)),
+        head_dim=int(r.choice([64, 128, 256])), head_dim_v=int(r.choice([40, 64])), splits=splits,
+        page_size=int(r.choice([0, 16, 64])), window=((-1, -1), (-1, 0), (300, 0))[seed % 3],
+        sinks=bool(r.integers(2)), seed=seed,
+    )  # fmt: skip
+
+
+@pytest.mark.abi("cuda", "emulator")
+@pytest.mark.parametrize("seed", range(36))
+def test_a_cluster_merges_splits(seed):
+    b = Built(case := merged(seed))
+    plan = capi.plan(b.attention)
+    splits = re.search(rb"of table sm_90, .* (\d+) key splits", plan.why)
+    assert splits is None or int(splits[1]) > 16 or b"key splits of a cluster" in plan.why
+    check(case, backward=False)
+
+
+@pytest.mark.abi("cuda", "emulator")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_cluster_merges_as_a_second_kernel_does(head_dim):
+    """To the bit: of a batch with more blocks than fit, and of its sequences by themselves."""
+    batch = 6 if devices.current().name == "emulator" else 300
+    case = Case(
+        dtype="bf16", rows=(1,) * batch, keys=(700,) * batch,
+        group=16, head_dim=head_dim, head_dim_v=head_dim, splits=3, sinks=True,
+    )  # fmt: skip
+    b = Built(case)
+    together = run(b, backward=False)
+    assert b"cluster" not in capi.plan(b.attention).why
+    for i in range(6):
+        alone = Built(dataclasses.replace(case, rows=(1,), keys=(700,)))
+        for name in ("q", "k", "v"):
+            getattr(alone, name).copy_(getattr(b, name)[i : i + 1])
+        alone.sinks.copy_(b.sinks)
+        why = capi.plan(alone.attention).why
+        assert b"of table sm_90" not in why or b"key splits of a cluster" in why
+        result = run(alone, backward=False)
+        assert np.array_equal(result.out[0], together.out[i])
+        assert np.array_equal(result.lse[0], together.lse[i])
+
+
 SHAPES = {
     "one row": dict(rows=(1,) * 3, group=4),
     "two heads": dict(rows=(2,) * 3, heads_kv=2, group=5, sinks=True),
     "window": dict(rows=(4,) * 3, group=2, window=(70, 0)),
     "causal": dict(rows=(16,) * 3, window=(-1, 0), leftpad=(0, 37, 5)),
     "more rows": dict(rows=(20,) * 3, group=2, window=(-1, 0)),
-    "splits": dict(rows=(1,) * 3, group=16, splits=3, leftpad=(130, 0, 20)),
+    "splits": dict(rows=(1,) * 3, group=16, splits=3, sinks=True),
+    "padded splits": dict(rows=(1,) * 3, group=16, splits=3, leftpad=(130, 0, 20)),
+    "invariant": dict(rows=(1,) * 3, group=8),
 }
 
 
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("head_dim", [(64, 64), (96, 40), (128, 72), (192, 192), (256, 136)])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 100, 256])
+@pytest.mark.parametrize("page_size", [1, 3, 8, 16, 32, 64, 100, 128, 192, 256])
 def test_pages_are_keys_in_another_place(page_size, shape, head_dim):
-    """To the bit; table entries of no key in use are not read."""
+    """To the bit; table entries of no key in use are not used."""
     room = -(-300 // page_size) * page_size
     contiguous = Case(
         dtype="bf16", keys=(room,) * 3, used_k=(300, 41, 197), head_dim=head_dim[0],
         head_dim_v=head_dim[1], **SHAPES[shape],
     )  # fmt: skip
     want, b = Built(contiguous), Built(dataclasses.replace(contiguous, page_size=page_size))
+    for each in (want, b):
+        each.attention.batch_invariant = shape == "invariant"
     b.q.copy_(want.q)
     if b.sinks is not None:
         b.sinks.copy_(want.sinks)
@@ -122,11 +176,22 @@ def test_pages_are_keys_in_another_place(page_size, shape, head_dim):
         entries[: (contiguous.leftpad or (0,) * 3)[i] // page_size] = -1
         entries[-(-contiguous.used_k[i] // page_size) :] = 2**30
     plan = capi.plan(b.attention)
-    assert b"mma_sync" not in plan.kernel or b"paged form" in plan.why
+    assert b"mma_sync" not in plan.kernel or f"{form(b, plan)} form".encode() in plan.why
     results = [run(x, backward=False) for x in (b, want)]
     for here, there in zip(b.parts, want.parts, strict=True):
         assert np.array_equal(results[0].out[here.rows], results[1].out[there.rows])
     assert np.array_equal(results[0].lse, results[1].lse)
+
+
+def form(b, plan):
+    """Of the forward over pages. Boxes lie in one page, and a tile is whole boxes."""
+    page_size, padded = b.case.page_size, b.case.leftpad is not None
+    tile = re.search(rb"tile 16x(\d+) for head_dim \d+ of table sm_90,", plan.why)
+    if tile is None or padded:
+        return "paged"
+    keys = int(tile[1])
+    parts = page_size >= 16 and keys % page_size == 0
+    return "paged boxes" if parts or page_size % keys == 0 else "paged"
 
 
 def flat_view(x):

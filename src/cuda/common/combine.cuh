@@ -1,13 +1,15 @@
 // out = sum over the splits of exp(lse_split - lse) out_split, in an order fixed by their number.
 #pragma once
 
-#include "attention/online_softmax.h"
 #include "cuda/common/block.h"
 #include "cuda/common/combine.h"
 #include "cuda/common/places.h"
+#include "cuda/common/split_weights.h"
 #include "cuda/element.h"
 
 namespace tilewise::cuda::common {
+
+static_assert(kCombineWarps == SplitWeights::kChains);
 
 // A block's share: one row of one head.
 template <class Element>
@@ -21,8 +23,7 @@ struct Combine {
   int32_t splits = 1;  // of the sequence; 1: written by the main kernel
   int64_t item = 0;    // row * heads_q + head of the partial results
   int64_t stride = 0;  // items of a split
-  float base = 0.0f;
-  float inverse = 0.0f;
+  SplitWeights weights;
 
   // What is known before the main kernel is complete.
   TILEWISE_DEVICE explicit Combine(const CombineParams& of) : params(of), p(of.problem) {
@@ -47,27 +48,18 @@ struct Combine {
     return split < splits ? params.partial_lse[split * stride + item] : kMinusInfinity;
   }
 
-  // Sets the weights' base and denominator; returns lse. `own` is lse_of(0).
+  // Sets the weights; returns lse. `own` is lse_of(0).
   TILEWISE_DEVICE float merge(float own, float sink) {
     float highest = own;
 #pragma unroll 1
     for (int32_t begin = ptx::kWarpSize; begin < splits; begin += ptx::kWarpSize)
       highest = max(highest, lse_of(begin));
-    base = exponent_base(max(max_of_warp(highest), sink));
-    float sum = exponential(own - base);
+    weights.begin(highest, sink);
+    float sum = exponential(own - weights.base);
 #pragma unroll 1
     for (int32_t begin = ptx::kWarpSize; begin < splits; begin += ptx::kWarpSize)
-      sum += exponential(lse_of(begin) - base);
-    sum = sum_of_warp(sum) + exponential(sink - base);
-    inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-    return sum == 0.0f ? kMinusInfinity : base + ptx::log_accurate(sum);
-  }
-
-  // Of a split that saw nothing: its result may be NaN.
-  static constexpr float kNoWeight = -1.0f;
-
-  TILEWISE_DEVICE float weight_of(float lse) const {
-    return lse == kMinusInfinity ? kNoWeight : exponential(lse - base) * inverse;
+      sum += exponential(lse_of(begin) - weights.base);
+    return weights.finish(sum, sink);
   }
 
   // Of 32 splits a warp reads every fourth one, `kWidth` columns a lane: all of these loads are on
@@ -114,17 +106,14 @@ struct Combine {
           lse = lse_of(begin);
           parts = load<kWidth>(begin, c);
         }
-        const float mine = weight_of(lse);
+        const float mine = weights.of(lse);
         int from = warp;
 #pragma unroll
         for (const auto& x : parts.x) {
           const float weight = ptx::shuffle(mine, from);
           from += kCombineWarps;
 #pragma unroll
-          for (int j = 0; j < kWidth; ++j) {
-            const float value = weight != kNoWeight ? ptx::float_of(x[j]) : 0.0f;
-            sum[j] = ptx::fma(weight, value, sum[j]);
-          }
+          for (int j = 0; j < kWidth; ++j) sum[j] = SplitWeights::add(sum[j], weight, x[j]);
         }
       }
       if (first > 0) ptx::sync_block();  // the columns before have been read

@@ -18,12 +18,14 @@ struct Config {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kGeneral = kForm_ == Form::general;
-  static constexpr bool kPaged = kForm_ == Form::paged;
-  static constexpr bool kBoxes = kForm_ == Form::boxes;
+  static constexpr bool kPaged = kForm_ == Form::paged || kForm_ == Form::paged_boxes;
+  static constexpr bool kBoxes = kForm_ == Form::boxes || kForm_ == Form::paged_boxes;
   static constexpr arch::ForwardTile kForward =
       kCut_ == Cut::decode
           ? Arch::decode(Element::kBytes, kHeadDim)
           : Arch::forward(Element::kBytes, kHeadDim, std::is_same_v<Element, Tf32>);
+  // Clusters merge key splits.
+  static constexpr bool kMerges = Arch::kBoxCopy && kCut_ == Cut::decode && !kGeneral;
   static constexpr bool kSplitOnce = kForward.warps > 0 && kForward.stages == 0;
   static constexpr arch::BackwardTile kBackward = Arch::backward(Element::kBytes, kHeadDim);
   // Pages of fp32 are left to the general form: caches have 16 bits. Boxes are for decoding.

@@ -238,8 +238,13 @@ struct Products {
 // Which work the block takes. Decoding by boxes has one tile a sequence, and its first load waits
 // for every instruction before it.
 template <class C>
-TILEWISE_DEVICE TileOrder::Work find_work(const TileOrder& order) {
-  return C::kBoxes ? order.at_only_tile(ptx::block_index()) : order.at(ptx::block_index());
+TILEWISE_DEVICE TileOrder::Work find_work(const ForwardParams& p, ptx::SharedAddress feed) {
+  if constexpr (C::kBoxes) {
+    const TileOrder::Work work = p.order.at_only_tile(ptx::block_index());
+    KvFeed<C>::Places::foresee(p.problem, work.sequence, feed + KvFeed<C>::kPlacesAt);
+    return work;
+  }
+  return p.order.at(ptx::block_index());
 }
 
 template <class C>
@@ -250,7 +255,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   if (p.flags.data != nullptr && ptx::thread_index() == 0) p.flags.data[ptx::block_index()] = 0;
   const ptx::SharedAddress q = ptx::shared_address(ptx::shared_memory());
   KvFeed<C>::prepare(p, q + kFeedAt<C>);
-  BlockWork work = BlockWork::of(p, find_work<C>(p.order), C::kForward.keys);
+  BlockWork work = BlockWork::of(p, find_work<C>(p, q + kFeedAt<C>), C::kForward.keys);
   if (!work.any()) return;
 
   const ptx::SharedAddress q_of_warp =
@@ -310,12 +315,24 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   }
 
   tile::wait<typename C::Arch, 0>();
+  const bool merges = C::kMerges && p.merges_splits && kept.splits > 1;
+  if constexpr (C::kMerges) {
+    if (merges) feed.let_go();
+  }
   const LanePlace place = lane_place<C>();
   const float weight = dropout ? general.dropout.keep_scale : 1.0f;
   const auto result =
       finish_rows<typename C::Element>(p, kept, place, softmax.m, softmax.l, weight);
   if (p.flags.data != nullptr && !outputs_are_finite(kept, place, o, softmax.l)) [[unlikely]]
     p.flags.data[ptx::block_index()] = 1;  // after the 0: barriers lie between
+  if constexpr (C::kMerges) {
+    if (merges) {
+      const ClusterMerge<C> merge(p, kept, feed.idle());
+      merge.send(place, o, result);
+      merge.store();
+      return;
+    }
+  }
   if (kept.splits > 1) [[unlikely]] {
     store_partial<!C::kGeneral>(p, kept, place, o, result);
     return;

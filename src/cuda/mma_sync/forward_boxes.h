@@ -2,7 +2,10 @@
 // in a few instructions, where all of them spend a fourth of a step on copies and addresses.
 #pragma once
 
-#include "cuda/mma_sync/forward_rows.h"
+#include <type_traits>
+
+#include "cuda/mma_sync/forward_box_places.h"
+#include "cuda/mma_sync/forward_merge.h"
 #include "cuda/ptx/bulk_copy.h"
 #include "cuda/ptx/mbarrier.h"
 #include "cuda/tile/copy.h"
@@ -18,12 +21,15 @@ class BoxFeed {
  public:
   static_assert(C::kForward.warps == 1);
   using Arch = typename C::Arch;
+  using Places = std::conditional_t<C::kPaged, PageBoxes<C>, RowBoxes<C>>;
   using Tile = tile::SwizzledTile<C::kForward.keys, C::kHeadDim>;
   using KeyLanes = tile::PanelOffsets<Tile, tile::Lanes::chunks_first>;
   using ValueLanes = tile::PanelB<typename C::Element, Tile>;
   static constexpr int kStages = C::kForward.stages;
   static constexpr int kBarriersAt = kStages * Tile::kBytes;
-  static constexpr int kBytes = kBarriersAt + kStages * 8;
+  static_assert(kMostMergedBytes<C> <= kBarriersAt);
+  static constexpr int kPlacesAt = kBarriersAt + kStages * 8;
+  static constexpr int kBytes = kPlacesAt + Places::kBytes;
   static constexpr int kParts = 1;
 
   // First of all: what takes time and depends on nothing.
@@ -39,9 +45,8 @@ class BoxFeed {
   TILEWISE_DEVICE BoxFeed(const TmaForwardParams& p, const BlockWork& work, ptx::SharedAddress base)
       : p_(p),
         base_(base),
-        row_(uniform(static_cast<int32_t>(work.sequence.kv.first))),
+        places_(p, work, base + kPlacesAt),
         head_(uniform(p.group.quotient(work.rows.first_head))),
-        sequence_(uniform(static_cast<int32_t>(work.sequence.kv.slot))),
         first_(uniform(work.tiles.first)),
         last_(uniform(work.tiles.last)) {}
 
@@ -95,6 +100,12 @@ class BoxFeed {
   }
   TILEWISE_DEVICE void ask(bool, int32_t, int) const {}
 
+  // After the loop: other blocks may write into the ring.
+  TILEWISE_DEVICE void let_go() const { ptx::barrier_cluster_arrive_relaxed(); }
+  TILEWISE_DEVICE IdleRing idle() const {
+    return {base_, barrier(0), slot_ == 0 ? phase_ : phase_ ^ 1};
+  }
+
  private:
   TILEWISE_DEVICE ptx::SharedAddress at(int slot) const {
     return base_ + static_cast<uint32_t>(slot * Tile::kBytes);
@@ -104,21 +115,26 @@ class BoxFeed {
   }
 
   // Columns and rows that the tensor does not have arrive as 0.
-  TILEWISE_DEVICE void load(bool keys, int32_t tile, int slot) const {
-    if (tile < first_ || ptx::thread_index() != 0) return;
-    ptx::mbarrier_arrive_expect_tx(barrier(slot), Tile::kBytes);
+  TILEWISE_DEVICE void load(bool keys, int32_t tile, int slot) {
+    if (tile < first_) return;
+    places_.visit(
+        tile, [&] { ptx::mbarrier_arrive_expect_tx(barrier(slot), Tile::kBytes); },
+        [&](int32_t begin, int32_t row, int32_t index) {
+          const ptx::SharedAddress to =
+              at(slot) + static_cast<uint32_t>(begin * tile::kSwizzledRowBytes);
 #pragma unroll
-    for (int panel = 0; panel < Tile::kPanels; ++panel)
-      ptx::cp_async_bulk_tensor_load(at(slot) + panel * Tile::kPanelBytes, keys ? p_.k : p_.v,
-                                     panel * tile::kPanelColumns, row_ + tile * Tile::kRows, head_,
-                                     sequence_, barrier(slot), ptx::CachePolicy::evict_normal);
+          for (int panel = 0; panel < Tile::kPanels; ++panel)
+            ptx::cp_async_bulk_tensor_load(to + panel * Tile::kPanelBytes, keys ? p_.k : p_.v,
+                                           panel * tile::kPanelColumns, row, head_, index,
+                                           barrier(slot), ptx::CachePolicy::evict_normal);
+        });
+    if (!keys) places_.pass(tile);
   }
 
   const TmaForwardParams& p_;
   ptx::SharedAddress base_;
-  int32_t row_;  // of key 0
+  Places places_;
   int32_t head_;
-  int32_t sequence_;
   int32_t first_;  // tile that is wanted
   int32_t last_;
   int slot_ = 0;   // to be read

@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "cuda/mma_sync/forward_merge.h"
 #include "cuda/mma_sync/forward_pages.h"
 #include "cuda/mma_sync/forward_rows.h"
 #include "cuda/tile/copy.h"
@@ -202,7 +203,9 @@ class KvRing {
   using Arch = typename C::Arch;
   static constexpr int kStages = C::kForward.stages;
   static constexpr int kSlotBytes = C::kForward.keys * C::kHeadDim * C::Element::kBytes;
-  static constexpr int kBytes = kStages * kSlotBytes;
+  static constexpr int kMergeAt = kStages * kSlotBytes;  // a barrier
+  static constexpr int kBytes = kMergeAt + (C::kMerges ? 8 : 0);
+  static_assert(!C::kMerges || kMostMergedBytes<C> <= kMergeAt);
   // While the scores of a tile are computed, K (odd rings) or V (even ones) of a later tile is
   // asked for, and the other while its values are summed up.
   static constexpr bool kKeysFirst = kStages % 2 == 1;
@@ -212,7 +215,13 @@ class KvRing {
   using KeyLanes = tile::LaneOffsets<Lanes::kRowBytes, tile::Lanes::chunks_first>;
   using ValueLanes = tile::TransposedB<typename C::Element, Lanes::kRowBytes>;
 
-  TILEWISE_DEVICE static void prepare(const ForwardParams&, ptx::SharedAddress) {}
+  TILEWISE_DEVICE static void prepare(const ForwardParams&, ptx::SharedAddress base) {
+    if constexpr (C::kMerges) {
+      if (ptx::thread_index() != 0) return;
+      ptx::mbarrier_init(base + kMergeAt, 1);
+      ptx::fence_mbarrier_init();
+    }
+  }
 
   TILEWISE_DEVICE KvRing(const ForwardParams& p, const BlockWork& work, ptx::SharedAddress base)
       : k_(p, p.problem.k, p.problem.head_dim, work),
@@ -263,12 +272,19 @@ class KvRing {
     if (part == kParts - 1) tile::commit<Arch>();
   }
 
+  // After the loop, when all copies have landed: other blocks may write into the ring.
+  TILEWISE_DEVICE void let_go() const {
+    ptx::fence_proxy_async();
+    ptx::barrier_cluster_arrive_relaxed();
+  }
+  TILEWISE_DEVICE IdleRing idle() const { return {base_, base_ + kMergeAt, 0}; }
+
  private:
   TILEWISE_DEVICE ptx::SharedAddress after(ptx::SharedAddress slot) const {
-    return slot == base_ + (kBytes - kSlotBytes) ? base_ : slot + kSlotBytes;
+    return slot == base_ + (kMergeAt - kSlotBytes) ? base_ : slot + kSlotBytes;
   }
   TILEWISE_DEVICE ptx::SharedAddress before(ptx::SharedAddress slot) const {
-    return slot == base_ ? base_ + (kBytes - kSlotBytes) : slot - kSlotBytes;
+    return slot == base_ ? base_ + (kMergeAt - kSlotBytes) : slot - kSlotBytes;
   }
   Stream k_;
   Stream v_;

@@ -1,0 +1,39 @@
+// What the partial results of a row's splits weigh: the order of sums is part of the meaning, so
+// that whoever merges them gets the same bits.
+#pragma once
+
+#include "attention/online_softmax.h"
+#include "cuda/common/block.h"
+
+namespace tilewise::cuda::common {
+
+// By a warp. The splits' outputs are summed in `kChains` chains of every kChains-th split, and
+// those from the first to the last.
+struct SplitWeights {
+  static constexpr int kChains = 4;
+  // Of a split that saw nothing: its result may be NaN.
+  static constexpr float kNoWeight = -1.0f;
+
+  float base = 0.0f;
+  float inverse = 0.0f;
+
+  // `highest` of the lane's lse.
+  TILEWISE_DEVICE void begin(float highest, float sink) {
+    base = exponent_base(max(max_of_warp(highest), sink));
+  }
+  // `sum` of the lane's exponential(lse - base); returns lse of the row.
+  TILEWISE_DEVICE float finish(float sum, float sink) {
+    sum = sum_of_warp(sum) + exponential(sink - base);
+    inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+    return sum == 0.0f ? kMinusInfinity : base + ptx::log_accurate(sum);
+  }
+  TILEWISE_DEVICE float of(float lse) const {
+    return lse == kMinusInfinity ? kNoWeight : exponential(lse - base) * inverse;
+  }
+  TILEWISE_DEVICE static float add(float sum, float weight, uint32_t x) {
+    const float value = weight != kNoWeight ? ptx::float_of(x) : 0.0f;
+    return ptx::fma(weight, value, sum);
+  }
+};
+
+}  // namespace tilewise::cuda::common

@@ -1,0 +1,121 @@
+// Where the boxes of a key tile lie: `BoxFeed` asks one of these policies.
+#pragma once
+
+#include "cuda/mma_sync/forward_rows.h"
+#include "cuda/ptx/cp_async.h"
+#include "cuda/ptx/global.h"
+#include "cuda/ptx/shared.h"
+
+namespace tilewise::cuda::mma_sync {
+
+// Rows of a sequence follow each other: one box holds a tile. Its place is a row, and the index of
+// the sequence.
+template <class C>
+class RowBoxes {
+ public:
+  static constexpr int kKeys = C::kForward.keys;
+  static constexpr int kBytes = 0;  // of shared memory
+
+  TILEWISE_DEVICE RowBoxes(const TmaForwardParams&, const BlockWork& work, ptx::SharedAddress)
+      : row_(uniform(static_cast<int32_t>(work.sequence.kv.first))),
+        sequence_(uniform(static_cast<int32_t>(work.sequence.kv.slot))) {}
+
+  // When no more than the sequence is known: what will be waited for.
+  TILEWISE_DEVICE static void foresee(const Problem&, int32_t, ptx::SharedAddress) {}
+
+  // Calls expect(), and copy(first row in the tile, row, slot) for each box of `tile`, in one lane.
+  template <class Expect, class Copy>
+  TILEWISE_DEVICE void visit(int32_t tile, const Expect& expect, const Copy& copy) const {
+    if (ptx::thread_index() != 0) return;
+    expect();
+    copy(0, row_ + tile * kKeys, sequence_);
+  }
+
+  // Keys and values of `tile` have been asked for.
+  TILEWISE_DEVICE void pass(int32_t) {}
+
+ private:
+  int32_t row_;  // of key 0
+  int32_t sequence_;
+};
+
+// A box is a page, or as much of a larger one as a tile holds. Its place is a row of the page, and
+// the page. Lane i looks up the page of box i: the pages of the tile to be asked for lie in shared
+// memory, those of the one after it are on their way, so that no copy waits for the block table.
+template <class C>
+class PageBoxes {
+ public:
+  static constexpr int kKeys = C::kForward.keys;
+  static constexpr int kBoxes = static_cast<int>(ceil_div(kKeys, kLeastRowsOfPageBox));
+  static constexpr int kForeseenAt = kBoxes * 4;
+  static constexpr int kBytes = kForeseenAt + ptx::kWarpSize * 4;
+
+  TILEWISE_DEVICE PageBoxes(const TmaForwardParams& p, const BlockWork& work,
+                            ptx::SharedAddress shared)
+      : size_(p.page_size),
+        box_rows_(min(static_cast<int32_t>(p.page_size), kKeys)),
+        shared_(shared),
+        table_(work.sequence.kv.pages),
+        keys_(work.tiles.keys),
+        first_(work.tiles.first) {
+    const uint32_t pages = look_up(work.tiles.last);
+    next_pages_ = look_up(work.tiles.last - 1);
+    hand_on(pages);
+  }
+
+  // The first entries of a sequence come into L1 while its length is on its way: looked up only
+  // then, they would be a second wait for L2. A sector has 8 of them; nobody reads the copies.
+  TILEWISE_DEVICE static void foresee(const Problem& p, int32_t sequence,
+                                      ptx::SharedAddress shared) {
+    constexpr int kEntriesOfSector = 8;
+    const int lane = ptx::lane_index();
+    const int entry = lane * kEntriesOfSector;
+    if (entry < p.block_table_width)
+      ptx::cp_async_4(shared + static_cast<uint32_t>(kForeseenAt + lane * 4),
+                      p.block_table + sequence * p.block_table_stride + entry, 4);
+  }
+
+  template <class Expect, class Copy>
+  TILEWISE_DEVICE void visit(int32_t tile, const Expect& expect, const Copy& copy) const {
+    if (!ptx::elect_one()) return;
+    expect();
+    const int32_t row = size_.remainder(tile * kKeys);  // 0 where pages are no larger than a tile
+    ptx::SharedAddress from = shared_;
+#pragma unroll 1
+    for (int32_t begin = 0; begin < kKeys; begin += box_rows_, from += 4)
+      copy(begin, row, static_cast<int32_t>(ptx::ld_shared_b32(from)));
+  }
+
+  TILEWISE_DEVICE void pass(int32_t tile) {
+    ptx::sync_warp();
+    hand_on(next_pages_);
+    next_pages_ = look_up(tile - 2);
+  }
+
+ private:
+  // Outside of every map: a box of it arrives as 0, and nothing is read. Entries of no key in use
+  // are not looked up.
+  static constexpr uint32_t kNowhere = ~0u;
+
+  TILEWISE_DEVICE uint32_t look_up(int32_t tile) const {
+    const int32_t row = tile * kKeys + ptx::lane_index() * box_rows_;
+    if (tile < first_ || row >= keys_) return kNowhere;
+    return ptx::ld_global_b32(table_ + size_.quotient(row));
+  }
+
+  TILEWISE_DEVICE void hand_on(uint32_t pages) const {
+    const auto lane = static_cast<uint32_t>(ptx::lane_index());
+    if (lane < kBoxes) ptx::st_shared_b32(shared_ + lane * 4, pages);
+    ptx::sync_warp();
+  }
+
+  Divisor size_;  // of a page
+  int32_t box_rows_;
+  ptx::SharedAddress shared_;
+  const int32_t* table_;
+  int32_t keys_;
+  int32_t first_;        // tile that is wanted
+  uint32_t next_pages_;  // of the tile after the one to be asked for
+};
+
+}  // namespace tilewise::cuda::mma_sync
