@@ -58,16 +58,53 @@ int64_t keys_of_split(const UnitTable& unit) {
   return unit.forward_tile.rows > kDecodeRows ? kKeysOfSplit : kKeysOfSplitOfWarp;
 }
 
+// Whether its kernels are those of decoding by boxes of TMA, all but the general one of which have
+// clusters merge splits.
+bool reads_boxes(const UnitTable& unit) { return unit.boxes.tma_forward.function != nullptr; }
+
+// Splits that a cluster can merge. sm_90 and 100 run larger clusters than every GPU does.
+constexpr int64_t kSmallCluster = 8;
+int64_t most_merged_splits(const Gpu& gpu) {
+  return gpu.sm < 110 ? kMostMergedSplits : kSmallCluster;
+}
+
+// Whether so many splits are better merged by clusters, with no second launch: where blocks have a
+// few tiles, and clusters, which get their places all at once, find them. (With two blocks a
+// multiprocessor B2 with 4k keys takes 12.8 us in clusters of 8, 13.7 in those of 16.)
+bool are_better_merged(const Gpu& gpu, int64_t blocks, int64_t splits, int64_t key_tiles) {
+  constexpr int64_t kTilesOfBlock = 8;
+  const int64_t rounds = splits <= kSmallCluster ? 2 : 1;
+  return splits > 1 && splits <= most_merged_splits(gpu) &&
+         blocks * splits <= rounds * gpu.multiprocessors &&
+         ceil_div(key_tiles, splits) <= kTilesOfBlock;
+}
+
+// Decoding by boxes: two blocks a multiprocessor read as fast as four, with half as many partial
+// results (B2 with 16k keys: 41 -> 36 us), and where clusters merge them, one does.
+int64_t choose_splits_of_boxes(const Gpu& gpu, Form form, int64_t blocks, int64_t key_tiles) {
+  const int64_t all = gpu.multiprocessors;
+  const int64_t most = min(kMostSplits, 2 * all / blocks);
+  int64_t merged = min(most, kSmallCluster);
+  if (blocks * merged * 8 < all * 7) merged = min(most_merged_splits(gpu), all / blocks);
+  const bool busy = blocks * merged * 8 >= all * 7 || key_tiles <= merged;
+  const bool merge =
+      form != Form::general && busy && are_better_merged(gpu, blocks, merged, key_tiles);
+  const int64_t tiles = ceil_div(key_tiles, merge ? merged : most);  // splits are whole tiles
+  return ceil_div(key_tiles, tiles);
+}
+
 // The fewest splits that keep the GPU nearly as busy as it can be kept: whole waves of blocks.
-int64_t choose_splits(const Problem& p, const Gpu& gpu, const UnitTable& unit, int64_t blocks,
-                      int32_t pack) {
+int64_t choose_splits(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
+  const UnitTable& unit = *plan.unit;
   if (p.num_splits > 0) return p.num_splits;
   const Tile& tile = unit.forward_tile;
   const int64_t slots = int64_t{gpu.multiprocessors} * max(1, tile.blocks_per_sm);
   if (blocks == 0 || blocks * 5 >= slots * 4) return 1;
-  const int64_t rows = ceil_div(tile.rows, pack);
+  const int64_t rows = ceil_div(tile.rows, plan.pack);
   const int64_t key_tiles = ceil_div(keys_of_tile(p, min(rows, most_rows(p))), tile.keys);
-  const bool whole_tiles = most_rows(p) * pack > tile.rows;
+  if (reads_boxes(unit) && key_tiles > 0 && blocks <= gpu.multiprocessors)
+    return choose_splits_of_boxes(gpu, plan.form, blocks, key_tiles);
+  const bool whole_tiles = most_rows(p) * plan.pack > tile.rows;
   const int64_t least = ceil_div(whole_tiles ? kKeysOfSplitOfTile : keys_of_split(unit), tile.keys);
   const int64_t most = min(kMostSplits, key_tiles / least);
   // Blocks over the slots of their waves, asked for growing numbers of splits: every launch of a
@@ -126,7 +163,7 @@ void split(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
     return;
   }
   if (p.batch_invariant == 0) {
-    plan.splits = choose_splits(p, gpu, *plan.unit, blocks, plan.pack);
+    plan.splits = choose_splits(p, plan, gpu, blocks);
     plan.rule = {0, plan.splits, INT64_MAX};
     return;
   }
@@ -147,15 +184,11 @@ bool tiles_grow_evenly(const Problem& p, int64_t rows_of_tile) {
   return alike <= rows_of_tile;
 }
 
-// Whether the blocks of the splits of a tile become a cluster, which merges them: no second launch.
-// Not where multiprocessors have several blocks: clusters get their places all at once, and with 4
-// of them each B8 with 1k keys took 15.0 us instead of 13.9, B16 with 8k 136 instead of 128.
-bool merges_splits(const Plan& plan, const Gpu& gpu) {
-  constexpr int32_t kPortable = 8;  // every GPU runs clusters of these, sm_90 and 100 larger ones
-  const int32_t most = gpu.sm < 110 ? kMostMergedSplits : kPortable;
-  // Units that have boxes have kernels that merge, but for the general form.
-  const bool built = plan.unit->boxes.tma_forward.function != nullptr && plan.form != Form::general;
-  return built && plan.splits > 1 && plan.splits <= most && plan.blocks <= gpu.multiprocessors;
+// Whether the blocks of the splits of a tile become a cluster, which merges them.
+bool merges_splits(const Problem& p, const Plan& plan, const Gpu& gpu) {
+  const bool built = reads_boxes(*plan.unit) && plan.form != Form::general;
+  return built && are_better_merged(gpu, plan.blocks / plan.splits, plan.splits,
+                                    ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k));
 }
 
 // Whether blocks take the works in rounds: causal ones, where lengths follow from the shape.
@@ -185,7 +218,7 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Invento
   split(plan, p, gpu, blocks);
   plan.order.splits = static_cast<int32_t>(plan.splits);
   plan.blocks = blocks * plan.splits;
-  if (merges_splits(plan, gpu)) plan.cluster = plan.order.splits;
+  if (merges_splits(p, plan, gpu)) plan.cluster = plan.order.splits;
   // wgmma's plain form is the lean one: instructions that a launch does not run cost it, too.
   const bool shared = plan.pack > 1 || plan.splits > 1;
   if (family == Family::wgmma && shared) plan.form = Form::general;

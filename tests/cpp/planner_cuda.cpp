@@ -369,19 +369,19 @@ TEST(PlannerCuda, AClusterMergesFewSplitsThatRunAtOnce) {
     return forward(p, gpu_with(sm));
   };
   for (const cuda::Plan& plan : {planned(1, 1024), planned(1, 1024, 16), planned(8, 1024),
-                                 planned(1, 100, 2), planned(1, 1024, 0, 100)}) {
+                                 planned(1, 8192), planned(1, 100, 2), planned(1, 1024, 0, 100)}) {
     EXPECT_GT(plan.splits, 1);
     EXPECT_EQ(plan.cluster, plan.splits);
     EXPECT_EQ(plan.workspace_bytes, 0);
   }
-  EXPECT_EQ(planned(1, 1024).splits, 16);
   for (const cuda::Plan& plan :
-       {planned(1, 8192), planned(1, 1024, 17), planned(64, 1024, 8), planned(1, 1024, 0, 80)}) {
+       {planned(1, 16384), planned(1, 1024, 17), planned(64, 1024, 8), planned(1, 1024, 0, 80)}) {
     EXPECT_GT(plan.splits, 1);
     EXPECT_EQ(plan.cluster, 1);
     EXPECT_GT(plan.workspace_bytes, 0);
   }
   EXPECT_EQ(planned(64, 4096).cluster, 1);          // one split
+  EXPECT_EQ(planned(8, 16384, 4).cluster, 1);       // many keys of a block
   EXPECT_EQ(planned(1, 1024, 16, 110).cluster, 1);  // not every GPU has such clusters
   EXPECT_EQ(planned(1, 1024, 8, 110).cluster, 8);
   Problem p = problem(TILEWISE_BFLOAT16, 1, 1, 1024, 8);
@@ -397,6 +397,26 @@ TEST(PlannerCuda, AClusterMergesFewSplitsThatRunAtOnce) {
   const cuda::Plan pages = forward(p, gpu_with(90));
   EXPECT_EQ(pages.form, Form::paged);
   EXPECT_EQ(pages.cluster, 4);
+}
+
+// One block a multiprocessor where clusters of up to 16 merge, two in clusters of up to 8 and where
+// a second kernel merges.
+TEST(PlannerCuda, SplitsOfADecodeFillTheGpuOnceOrTwice) {
+  const auto splits = [](int64_t batch, int64_t keys, int64_t heads, int64_t heads_kv) {
+    Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, heads);
+    p.heads_kv = heads_kv;
+    return forward(p, gpu_with(90)).splits;
+  };
+  EXPECT_EQ(splits(1, 1024, 32, 8), 16);
+  EXPECT_EQ(splits(1, 8192, 32, 8), 16);
+  EXPECT_EQ(splits(1, 16384, 32, 8), 32);
+  EXPECT_EQ(splits(2, 4096, 32, 8), 8);
+  EXPECT_EQ(splits(2, 16384, 32, 8), 16);
+  EXPECT_EQ(splits(4, 4096, 32, 8), 8);
+  EXPECT_EQ(splits(8, 1024, 32, 8), 4);
+  EXPECT_EQ(splits(16, 8192, 32, 8), 2);
+  EXPECT_EQ(splits(64, 4096, 32, 8), 1);
+  EXPECT_EQ(splits(1, 4096, 16, 1), 64);
 }
 
 // Lengths that only the GPU knows: a sequence is cut by its own keys, however many there are.
