@@ -393,10 +393,10 @@ TEST(PlannerCuda, AClusterMergesFewSplitsThatRunAtOnce) {
   p.softcap = 30.0f;
   EXPECT_EQ(text().find("cluster"), std::string::npos) << text();
   p = paged(TILEWISE_BFLOAT16, 1);
-  p.num_splits = 4;
+  p.num_splits = 8;
   const cuda::Plan pages = forward(p, gpu_with(90));
   EXPECT_EQ(pages.form, Form::paged);
-  EXPECT_EQ(pages.cluster, 4);
+  EXPECT_EQ(pages.cluster, 8);
 }
 
 // One block a multiprocessor where clusters of up to 16 merge, two in clusters of up to 8 and where
