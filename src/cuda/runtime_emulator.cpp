@@ -1,4 +1,5 @@
-// The GPU that tests/emulator puts in the place of one: described by TILEWISE_EMULATOR_SM.
+// The GPU that tests/emulator puts in the place of one: described by TILEWISE_EMULATOR_SM and
+// TILEWISE_EMULATOR_MULTIPROCESSORS.
 #include <cstdlib>
 #include <cstring>
 
@@ -13,11 +14,15 @@ namespace {
 constexpr int32_t kMultiprocessors = 4;
 constexpr int32_t kL2Bytes = 4 << 20;
 
+int32_t asked(const char* variable, int32_t otherwise) {
+  const char* text = std::getenv(variable);
+  return text != nullptr && *text != '\0' ? std::atoi(text) : otherwise;
+}
+
 Gpu describe() {
-  const char* text = std::getenv("TILEWISE_EMULATOR_SM");
-  const int32_t sm = text != nullptr && *text != '\0' ? std::atoi(text) : 90;
+  const int32_t sm = asked("TILEWISE_EMULATOR_SM", 90);
   const int32_t shared = sm >= 75 ? arch::limits_of(sm).shared_bytes : 48 * arch::kKilobyte;
-  return {sm, kMultiprocessors, shared, kL2Bytes};
+  return {sm, asked("TILEWISE_EMULATOR_MULTIPROCESSORS", kMultiprocessors), shared, kL2Bytes};
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 
 import numpy as np
@@ -105,13 +106,28 @@ def merged(seed: int) -> Case:
     )  # fmt: skip
 
 
+def is_for_a_cluster(case: Case, splits: int, tile: int) -> bool:
+    """Whether the planner is to have clusters merge them (decision 016)."""
+    multiprocessors = 100
+    if devices.current().name == "emulator":
+        multiprocessors = int(os.environ.get("TILEWISE_EMULATOR_MULTIPROCESSORS", "4"))
+    blocks = splits * len(case.rows) * case.heads_kv
+    room = multiprocessors * (2 if splits <= 8 else 1)
+    keys = max(case.keys)
+    if min(case.window) >= 0:
+        keys = min(keys, sum(case.window) + max(case.rows))
+    tiles_of_block = -(-(-(-keys // tile)) // splits)
+    return 1 < splits <= 16 and blocks <= room and tiles_of_block <= 8
+
+
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("seed", range(36))
 def test_a_cluster_merges_splits(seed):
     b = Built(case := merged(seed))
-    plan = capi.plan(b.attention)
-    splits = re.search(rb"of table sm_90, .* (\d+) key splits", plan.why)
-    assert splits is None or int(splits[1]) > 16 or b"key splits of a cluster" in plan.why
+    why = capi.plan(b.attention).why
+    if found := re.search(rb"tile 16x(\d+) .* of table sm_90, .* (\d+) key splits", why):
+        tile, splits = int(found[1]), int(found[2])
+        assert (b"key splits of a cluster" in why) == is_for_a_cluster(case, splits, tile)
     check(case, backward=False)
 
 
