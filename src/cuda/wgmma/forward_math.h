@@ -28,7 +28,7 @@ class ForwardMath {
         shared_(shared),
         warpgroup_(warpgroup),
         negative_(score_of(params.problem).scale < 0.0f),
-        terms_(params.problem, positive(score_of(params.problem).scale)) {
+        terms_(params.problem, positive(score_of(params.problem).scale), shared) {
     softmax_.scale = terms_.unit() * kLog2e;
   }
 
@@ -229,7 +229,7 @@ class ForwardMath {
   // Beside the products of the first tile of a work.
   TILEWISE_DEVICE void prepare_terms(int slot) {
     terms_.take_rows(shared_.work(slot), place(), tiles_.last);
-    terms_.prepare(place());
+    terms_.prepare(tiles_.last, tiles_.last > tiles_.first);
   }
 
   // The last key tile of the rows, which an edge of the band may cut.
@@ -252,7 +252,7 @@ class ForwardMath {
   template <bool kMasked>
   TILEWISE_DEVICE void step(int slot, int32_t tile) {
     issue_both();
-    terms_.prepare(place());
+    terms_.prepare(tile, tile > tiles_.first);
     hold_order();
     wait_for_scores<1>();
     take_scores<false, kMasked>(slot, tile);
