@@ -220,7 +220,7 @@ class ForwardMath {
       if (!cut && terms_.are_small(s_))
         return softmax_.template update<kFirst>(s_, terms_.small_exponent(softmax_.scale));
     }
-    terms_.apply(work, s_, tile, place());
+    terms_.apply(work, s_, tile, place(), tile > tiles_.first);
     if (cut) mask(s_, work, place(), tile);
     softmax_.template update<kFirst>(s_, LinearExponent{softmax_.scale});
     terms_.finish(tile, place());
@@ -229,6 +229,7 @@ class ForwardMath {
   // Beside the products of the first tile of a work.
   TILEWISE_DEVICE void prepare_terms(int slot) {
     terms_.take_rows(shared_.work(slot), place(), tiles_.last);
+    terms_.receive();
     terms_.prepare(tiles_.last, tiles_.last > tiles_.first);
   }
 
@@ -251,6 +252,7 @@ class ForwardMath {
   // The scores of a key tile beside the values of the one after it.
   template <bool kMasked>
   TILEWISE_DEVICE void step(int slot, int32_t tile) {
+    terms_.receive();
     issue_both();
     terms_.prepare(tile, tile > tiles_.first);
     hold_order();

@@ -118,6 +118,9 @@ class BiasAhead {
 template <class C, Option kOption>
 class ForwardTerms {
   static_assert(kOption != Option::bias || ForwardShared<C>::kHasBias);
+  // What is read from shared memory when products are queued is served behind them. With more than
+  // one option there are no registers to hold it (D128: 58 loads of spilled ones a step, else 1).
+  static constexpr bool kReadsEarly = kOneOption<kOption>;
 
  public:
   using Scores = tile::Sums<1, C::kForward.keys / 8>;
@@ -140,11 +143,14 @@ class ForwardTerms {
     if (drops()) dropped_ = DropoutRows<1>::of(p_, work, place);
   }
 
-  // Beside the products of a tile. `more`: the one before it follows.
+  // Before the products of a tile; the first one of a work comes beside them.
+  TILEWISE_DEVICE void receive() {
+    if (kReadsEarly && bias_ahead()) bias_.read();
+  }
+
+  // Beside them. `more`: the tile before this one follows.
   TILEWISE_DEVICE void prepare(int32_t tile, bool more) {
-    if (!bias_ahead()) return;
-    bias_.read();
-    if (more) bias_.template fetch<true>(tile - 1);
+    if (kReadsEarly && bias_ahead() && more) bias_.template fetch<true>(tile - 1);
   }
 
   // Whether nothing but a softcap is on that a polynomial serves for all of `s`: exponents are then
@@ -157,14 +163,17 @@ class ForwardTerms {
 
   // Products become scores, in units of unit().
   TILEWISE_DEVICE void apply(const BlockWork& work, Scores& s, int32_t tile,
-                             const LanePlace& place) {
+                             const LanePlace& place, bool more) {
     if constexpr (kOption == Option::softcap) return terms_.tanh.apply_to_any(s.flat());
     if (is_on<kOption, Option::softcap>(p_.softcap != 0.0f)) terms_.tanh.apply(s.flat());
     if (alibi()) terms_.add_alibi(alibi_, s, tile * C::kForward.keys + place.column);
-    if (bias_ahead())
+    if (bias_ahead()) {
+      if (!kReadsEarly) bias_.read();
       bias_.add(s, terms_.unit_before_bias(p_));
-    else if (kOption == Option::any && p_.bias != nullptr)
+      if (!kReadsEarly && more) bias_.template fetch<true>(tile - 1);
+    } else if (kOption == Option::any && p_.bias != nullptr) {
       add_bias_by_elements(work, s, tile, place);
+    }
   }
 
   // Beside the values of the tile before.
@@ -218,8 +227,9 @@ class ForwardTerms<C, Option::none> {
   TILEWISE_DEVICE float unit() const { return unit_; }
   TILEWISE_DEVICE float keep_scale() const { return 1.0f; }
   TILEWISE_DEVICE void take_rows(const BlockWork&, const LanePlace&, int32_t) const {}
+  TILEWISE_DEVICE void receive() const {}
   TILEWISE_DEVICE void prepare(int32_t, bool) const {}
-  TILEWISE_DEVICE void apply(const BlockWork&, Scores&, int32_t, const LanePlace&) const {}
+  TILEWISE_DEVICE void apply(const BlockWork&, Scores&, int32_t, const LanePlace&, bool) const {}
   TILEWISE_DEVICE void finish(int32_t, const LanePlace&) const {}
   TILEWISE_DEVICE void drop(const Weights&) const {}
 
