@@ -226,9 +226,11 @@ class ForwardMath {
     terms_.finish(tile, place());
   }
 
-  // Beside the products of the first tile of a work.
-  TILEWISE_DEVICE void prepare_terms(int slot) {
+  // Beside the products of the first tile of a work: what is loaded for it leaves, and is here.
+  TILEWISE_DEVICE void begin_terms(int slot) {
     terms_.take_rows(shared_.work(slot), place(), tiles_.last);
+  }
+  TILEWISE_DEVICE void end_terms() {
     terms_.receive();
     terms_.prepare(tiles_.last, tiles_.last > tiles_.first);
   }
@@ -243,7 +245,8 @@ class ForwardMath {
     if (kTile.overlap_tiles) wait_for_turn();  // as in `join`: every key tile takes a turn
     issue_scores(q, k);
     if (kTile.overlap_tiles) pass_turn();
-    prepare_terms(slot);
+    begin_terms(slot);
+    end_terms();
     wait_for_scores<0>();
     take_scores<true, true>(slot, tiles_.last);
     take_weights();
@@ -306,8 +309,9 @@ class ForwardMath {
   TILEWISE_DEVICE void join(int slot, int done, Ending& ending) {
     await_queries();
     issue_both();
+    begin_terms(slot);
     ending = end_rows(done);
-    prepare_terms(slot);
+    end_terms();
     wait_for_scores<1>();
     take_scores<true, true>(slot, tiles_.last);
     hold_order();

@@ -73,7 +73,7 @@ struct ForwardShared {
   static constexpr int kBiasBytes = arch::WgmmaForwardTile::kRowsOfWarp * kTile.keys * 2;
   static constexpr int kBiasAt = round_up(kWorkEnd, 128);
   static constexpr int kBiasEnd = kBiasAt + kMathWarps * kBiasBytes;
-  // There is room for it (not at D192 with values of 128, nor at D256).
+  // Where there is room: not at D192 with values of 128, nor at D256. They add it by elements.
   static constexpr bool kHasBias =
       C::kGeneral && kBiasEnd <= arch::limits_of(C::Arch::kTable / 10).shared_bytes;
   static constexpr int kBytes = kHasBias ? kBiasEnd : kWorkEnd;
