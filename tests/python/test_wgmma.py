@@ -146,7 +146,7 @@ BIASES = {
     "splits": dict(rows=(20,), keys=(904,), group=8, splits=3),
     "splits, not aligned": dict(rows=(20,), keys=(903,), group=8, splits=3),
     "pages": dict(rows=(150,) * 2, keys=(304,) * 2, page_size=16, used_k=(290, 31)),
-    "many works": dict(rows=(130, 3, 257, 64), keys=(90, 20, 300, 200), varlen_q=True,
+    "many works": dict(rows=(130, 3, 240, 64), keys=(90, 20, 300, 150), varlen_q=True,
                        varlen_k=True, heads_kv=3, bias="bhr", window=(-1, 0)),
     "with ALiBi": dict(rows=(290,), keys=(304,), alibi="h"),
     "that hides": dict(rows=(290,), keys=(304,), bias_hides=True),
