@@ -127,6 +127,44 @@ def test_every_option_is_served_and_right(option, device):
     check(case)
 
 
+# Of the type of q: it comes a tile of keys ahead, 16 bytes or one element at a time.
+BIASES = {
+    "of whole tiles": dict(rows=(256,), keys=(384,)),
+    "aligned": dict(rows=(290,) * 2, keys=(304,) * 2, window=(-1, 0)),
+    "aligned, keys end anywhere": dict(
+        rows=(70,) * 4, keys=(301, 304, 130, 5), varlen_k=True, bias="bhr"),
+    "not aligned": dict(rows=(290,), keys=(301,)),
+    "not aligned, even": dict(rows=(150,) * 2, keys=(290,) * 2, window=(-1, 0), bias="bhr"),
+    "of few keys": dict(rows=(140,), keys=(24,)),
+    "window": dict(rows=(420,), keys=(424,), window=(40, 20)),
+    "window, not aligned": dict(rows=(420,), keys=(421,), window=(40, 20)),
+    "of heads": dict(rows=(150,) * 2, keys=(400,) * 2, bias="h"),
+    "of a row": dict(rows=(150,) * 2, keys=(400,) * 2, bias=""),
+    "of sequences": dict(rows=(150,) * 3, keys=(400, 0, 77), varlen_k=True, bias="b"),
+    "packed heads": dict(rows=(20,) * 2, keys=(304,) * 2, group=8, bias="bhr"),
+    "packed heads, not aligned": dict(rows=(20,) * 2, keys=(303,) * 2, group=8, bias="bhr"),
+    "splits": dict(rows=(20,), keys=(904,), group=8, splits=3),
+    "splits, not aligned": dict(rows=(20,), keys=(903,), group=8, splits=3),
+    "pages": dict(rows=(150,) * 2, keys=(304,) * 2, page_size=16, used_k=(290, 31)),
+    "many works": dict(rows=(130, 3, 240, 64), keys=(90, 20, 300, 150), varlen_q=True,
+                       varlen_k=True, heads_kv=3, bias="bhr", window=(-1, 0)),
+    "with ALiBi": dict(rows=(290,), keys=(304,), alibi="h"),
+    "that hides": dict(rows=(290,), keys=(304,), bias_hides=True),
+    "in fp32": dict(rows=(290,), keys=(304,), bias_own_dtype=False),
+}  # fmt: skip
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("head_dim", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192),
+                                      (256, 256)])  # fmt: skip
+@pytest.mark.parametrize("bias", BIASES)
+def test_bias_is_right(bias, head_dim, device):
+    values = dict(bias="hr", bias_own_dtype=True, window=(-1, -1)) | BIASES[bias]
+    case = dataclasses.replace(BASE, head_dim=head_dim[0], head_dim_v=head_dim[1], **values)
+    assert kernels(case)[0].startswith(FAMILY), kernels(case)
+    check(case, backward=False)
+
+
 SPOILT = {
     "causal": dict(rows=(300,) * 2, keys=(310,) * 2),
     "window": dict(rows=(300,) * 2, keys=(310,) * 2, window=(70, 20)),

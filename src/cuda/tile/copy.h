@@ -66,11 +66,12 @@ TILEWISE_DEVICE void wait() {
 // Which chunks of a tile of kRows rows a thread copies: kPasses rows, kRowsPerPass apart, and in
 // each kColumns chunks, kStride chunks apart. kStride is a power of two, so rows of 96 or 192
 // elements need no division, and the swizzle of a thread's chunks differs by an immediate.
-template <int kThreads, int kRows, int kRowBytes_>
+// kMostOfRow: threads side by side in a row; each has then more columns and fewer rows.
+template <int kThreads, int kRows, int kRowBytes_, int kMostOfRow = kThreads>
 struct CopyLanes {
   static constexpr int kRowBytes = kRowBytes_;
   static constexpr int kChunks = kRowBytes / 16;
-  static constexpr int kStride = min(kChunks & -kChunks, kThreads);
+  static constexpr int kStride = min(kChunks & -kChunks, kMostOfRow);
   static constexpr int kColumns = kChunks / kStride;
   static constexpr int kRowsPerPass = kThreads / kStride;
   static constexpr int kPasses = (kRows + kRowsPerPass - 1) / kRowsPerPass;

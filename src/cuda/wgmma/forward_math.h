@@ -28,7 +28,7 @@ class ForwardMath {
         shared_(shared),
         warpgroup_(warpgroup),
         negative_(score_of(params.problem).scale < 0.0f),
-        terms_(params.problem, positive(score_of(params.problem).scale)) {
+        terms_(params.problem, positive(score_of(params.problem).scale), shared) {
     softmax_.scale = terms_.unit() * kLog2e;
   }
 
@@ -220,16 +220,19 @@ class ForwardMath {
       if (!cut && terms_.are_small(s_))
         return softmax_.template update<kFirst>(s_, terms_.small_exponent(softmax_.scale));
     }
-    terms_.apply(work, s_, tile, place());
+    terms_.apply(work, s_, tile, place(), tile > tiles_.first);
     if (cut) mask(s_, work, place(), tile);
     softmax_.template update<kFirst>(s_, LinearExponent{softmax_.scale});
     terms_.finish(tile, place());
   }
 
-  // Beside the products of the first tile of a work.
-  TILEWISE_DEVICE void prepare_terms(int slot) {
+  // Beside the products of the first tile of a work: what is loaded for it leaves, and is here.
+  TILEWISE_DEVICE void begin_terms(int slot) {
     terms_.take_rows(shared_.work(slot), place(), tiles_.last);
-    terms_.prepare(place());
+  }
+  TILEWISE_DEVICE void end_terms() {
+    terms_.receive();
+    terms_.prepare(tiles_.last, tiles_.last > tiles_.first);
   }
 
   // The last key tile of the rows, which an edge of the band may cut.
@@ -242,7 +245,8 @@ class ForwardMath {
     if (kTile.overlap_tiles) wait_for_turn();  // as in `join`: every key tile takes a turn
     issue_scores(q, k);
     if (kTile.overlap_tiles) pass_turn();
-    prepare_terms(slot);
+    begin_terms(slot);
+    end_terms();
     wait_for_scores<0>();
     take_scores<true, true>(slot, tiles_.last);
     take_weights();
@@ -251,8 +255,9 @@ class ForwardMath {
   // The scores of a key tile beside the values of the one after it.
   template <bool kMasked>
   TILEWISE_DEVICE void step(int slot, int32_t tile) {
+    terms_.receive();
     issue_both();
-    terms_.prepare(place());
+    terms_.prepare(tile, tile > tiles_.first);
     hold_order();
     wait_for_scores<1>();
     take_scores<false, kMasked>(slot, tile);
@@ -304,8 +309,9 @@ class ForwardMath {
   TILEWISE_DEVICE void join(int slot, int done, Ending& ending) {
     await_queries();
     issue_both();
+    begin_terms(slot);
     ending = end_rows(done);
-    prepare_terms(slot);
+    end_terms();
     wait_for_scores<1>();
     take_scores<true, true>(slot, tiles_.last);
     hold_order();

@@ -1,6 +1,7 @@
-// Shared memory of a forward block: tiles, barriers and the records of the work in flight.
+// Shared memory of a forward block: tiles, barriers, the records of the work in flight and bias.
 #pragma once
 
+#include "cuda/arch/limits.h"
 #include "cuda/ptx/mbarrier.h"
 #include "cuda/wgmma/forward_work.h"
 
@@ -67,7 +68,15 @@ struct ForwardShared {
   static constexpr int kBarriersAt = kVAt + kTile.stages * VTile::kBytes;
   static constexpr int kBarriers = 2 * kTile.q_buffers + 4 * kTile.stages + 3 * kWorkSlots + 1;
   static constexpr int kWorkAt = round_up(kBarriersAt + 8 * kBarriers, 16);
-  static constexpr int kBytes = round_up(kWorkAt + kWorkSlots * sizeof(Work), 16);
+  static constexpr int kWorkEnd = round_up(kWorkAt + kWorkSlots * sizeof(Work), 16);
+  // Of a math warp: 16 bits for each of its rows and each key of a tile.
+  static constexpr int kBiasBytes = arch::WgmmaForwardTile::kRowsOfWarp * kTile.keys * 2;
+  static constexpr int kBiasAt = round_up(kWorkEnd, 128);
+  static constexpr int kBiasEnd = kBiasAt + kMathWarps * kBiasBytes;
+  // Where there is room: not at D192 with values of 128, nor at D256. They add it by elements.
+  static constexpr bool kHasBias =
+      C::kGeneral && kBiasEnd <= arch::limits_of(C::Arch::kTable / 10).shared_bytes;
+  static constexpr int kBytes = kHasBias ? kBiasEnd : kWorkEnd;
 
   ptx::SharedAddress base;
 
@@ -81,6 +90,10 @@ struct ForwardShared {
   TILEWISE_DEVICE Work& work(int slot) const {
     return *reinterpret_cast<Work*>(ptx::shared_memory() + kWorkAt +
                                     slot * static_cast<int>(sizeof(Work)));
+  }
+
+  TILEWISE_DEVICE ptx::SharedAddress bias(int math_warp) const {
+    return at(kBiasAt + math_warp * kBiasBytes);
   }
 
   TILEWISE_DEVICE Barrier k_full(int stage) const { return barrier(stage); }

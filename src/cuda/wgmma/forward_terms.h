@@ -1,5 +1,5 @@
 // The general form beside the products of the forward: what does not depend on the scores is ready
-// when they come. What is left between products and weights are, for 64 scores of a lane, 150
+// when they come. What is left between products and weights are, for 64 scores of a lane, 130
 // instructions of a bias and 200 of ALiBi, beside 280 of the softmax. An option that is on alone
 // has a loop of its own, with the registers of all: on an H200 (D128, causal, 4k) softcap went from
 // 58 to 76 % of the plain form's speed. The random bits of dropout, 500 instructions, come after
@@ -8,79 +8,127 @@
 #pragma once
 
 #include "cuda/common/forward_terms.h"
-#include "cuda/wgmma/config.h"
+#include "cuda/ptx/cp_async.h"
+#include "cuda/tile/copy.h"
+#include "cuda/wgmma/forward_shared.h"
 
 namespace tilewise::cuda::wgmma {
 
-// A bias of the type of q, k and v: a tile of it leaves for registers when the one before has been
-// added, in blocks of eight keys of a row (LanePlace).
+// A bias of the type of q, k and v. The warp that adds it copies a tile to shared memory as soon as
+// it has read the one before, and reads it in the layout of the sums: loaded as 16 bytes a lane and
+// exchanged, it took 128 selects and 24 shuffles a step.
 template <class C>
 class BiasAhead {
-  using Storage = typename C::Element::Storage;
+  using Element = typename C::Element;
+  using Storage = typename Element::Storage;
+  static constexpr int kRows = arch::WgmmaForwardTile::kRowsOfWarp;
   static constexpr int kKeys = C::kForward.keys;
-  static constexpr int kBlocks = kKeys / 16;  // of a lane
+  static constexpr int kSteps = kKeys / 16;  // ldmatrix of 16 keys
+  static constexpr int kChunk = 8;           // keys in 16 bytes
+  // Eight lanes copy the 128 bytes of a line: pointers to few rows, and few lines at once.
+  using CopyLanes = tile::CopyLanes<ptx::kWarpSize, kRows, kKeys * 2, 8>;
+  using ReadLanes = tile::LaneOffsets<kKeys * 2, tile::Lanes::rows_first>;
 
  public:
-  TILEWISE_DEVICE explicit BiasAhead(const Problem& p) : aligned_(bias_rows_are_aligned(p, 16)) {}
+  TILEWISE_DEVICE BiasAhead(const Problem& p, ptx::SharedAddress stage)
+      : aligned_(bias_rows_are_aligned(p, 16)),
+        stage_(stage),
+        copied_(ptx::lane_index()),
+        read_(ptx::lane_index()) {}
 
   // Rows that do not exist stand for the last one.
   TILEWISE_DEVICE void take_rows(const Problem& p, const BlockWork& work, const LanePlace& place) {
-    const int32_t r = min(place.row0 + 8 * place.block_row(), work.rows.count - 1);
-    blocks_ = static_cast<const Storage*>(p.bias) + row_terms(p, work, r).bias;
-    blocks_ += 8 * place.first_block();
-  }
-
-  // Of a tile whose keys all exist.
-  TILEWISE_DEVICE void fetch(int32_t tile) {
-    if (!aligned_) return fetch_elements(tile, kKeys);
+    const int lane = ptx::lane_index();
+    const int32_t r = min(place.row0 - lane / 4 + lane % kRows, work.rows.count - 1);
+    const auto offset = static_cast<uint64_t>(row_terms(p, work, r).bias);
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i)
-      ptx::ld_global_v4_b32(pairs_[i], blocks_ + tile * kKeys + 16 * i);
-  }
-
-  // Of any tile, with so many keys from the lane's first one on: past the last one is no bias.
-  TILEWISE_DEVICE void fetch_elements(int32_t tile, int32_t keys) {
-    const Storage* const from = blocks_ + tile * kKeys;
-#pragma unroll
-    for (int i = 0; i < 4 * kBlocks; ++i) {
-      const int key = i / 4 * 16 + i % 4 * 2;
-      const uint32_t low = key < keys ? from[key].bits : 0u;
-      const uint32_t high = key + 1 < keys ? from[key + 1].bits : 0u;
-      pairs_[i / 4][i % 4] = low | high << 16;
+    for (int pass = 0; pass < CopyLanes::kPasses; ++pass) {
+      const int from = copied_.row_of(pass);  // the lane that has it
+      const uint64_t low = ptx::shuffle(static_cast<uint32_t>(offset), from);
+      const uint64_t high = ptx::shuffle(static_cast<uint32_t>(offset >> 32), from);
+      rows_[pass] = static_cast<const Storage*>(p.bias) + static_cast<int64_t>(high << 32 | low);
+      rows_[pass] += kChunk * copied_.chunk_of(0);
     }
   }
 
-  // To the lanes whose scores they are added to.
-  TILEWISE_DEVICE void exchange(const LanePlace& place) {
+  // A tile leaves for shared memory. kWhole: all its keys exist; else `keys` of them do, and past
+  // the last one is no bias.
+  template <bool kWhole>
+  TILEWISE_DEVICE void fetch(int32_t tile, int32_t keys = kKeys) {
+    ptx::sync_warp();  // what was there has been read
+    if (aligned_) [[likely]] {
+      each_chunk(tile, [&](ptx::SharedAddress to, const Storage* from, int key) {
+        if constexpr (kWhole)
+          ptx::cp_async_16(to, from);
+        else
+          ptx::cp_async_16(to, from, 2 * count(keys - key));
+      });
+      ptx::cp_async_commit_group();
+    } else {
+      each_chunk(tile, [&](ptx::SharedAddress to, const Storage* from, int key) {
+        tile::copy_elements<Element>(to, from, kWhole ? kChunk : count(keys - key));
+      });
+    }
+  }
+
+  // The tile that has been fetched.
+  TILEWISE_DEVICE void read() {
+    ptx::cp_async_wait_group<0>();
+    ptx::sync_warp();
 #pragma unroll
-    for (auto& pairs : pairs_) tile::quad_transpose(pairs, place.lane_of_quad());
+    for (int i = 0; i < kSteps; ++i) ptx::ldmatrix_x4(pairs_[i], read_.address(stage_, 0, i));
   }
 
   // s = s * unit + bias
   TILEWISE_DEVICE void add(tile::Sums<1, kKeys / 8>& s, float unit) const {
 #pragma unroll
-    for (int i = 0; i < 4 * kBlocks; ++i) {
+    for (int i = 0; i < 4 * kSteps; ++i) {
       float* const x = &s.x[0][i / 4 * 2 + i % 4 / 2][i % 2 * 2];
       const uint32_t pair = pairs_[i / 4][i % 4];
-      x[0] = ptx::fma(x[0], unit, tile::low_of<typename C::Element>(pair));
-      x[1] = ptx::fma(x[1], unit, tile::high_of<typename C::Element>(pair));
+      x[0] = ptx::fma(x[0], unit, tile::low_of<Element>(pair));
+      x[1] = ptx::fma(x[1], unit, tile::high_of<Element>(pair));
     }
   }
 
  private:
-  const Storage* blocks_ = nullptr;  // of the lane, from key 0 of its row on
-  bool aligned_;                     // 16 bytes at once
-  uint32_t pairs_[kBlocks][4];
+  TILEWISE_DEVICE static int count(int32_t keys) { return max(0, min(keys, kChunk)); }
+
+  // copy(to, from, first key) of all chunks of the lane.
+  template <class Copy>
+  TILEWISE_DEVICE void each_chunk(int32_t tile, const Copy& copy) const {
+#pragma unroll
+    for (int pass = 0; pass < CopyLanes::kPasses; ++pass) {
+      const Storage* const row = rows_[pass] + tile * kKeys;
+#pragma unroll
+      for (int column = 0; column < CopyLanes::kColumns; ++column) {
+        copy(stage_ + copied_.offset(pass, column), row + column * CopyLanes::kStride * kChunk,
+             copied_.chunk_of(column) * kChunk);
+      }
+    }
+  }
+
+  bool aligned_;  // 16 bytes at once
+  ptx::SharedAddress stage_;
+  CopyLanes copied_;
+  ReadLanes read_;
+  const Storage* rows_[CopyLanes::kPasses];  // from the lane's first chunk of key 0 on
+  uint32_t pairs_[kSteps][4];
 };
 
 // In the order of their use. A plain form has none of it.
 template <class C, Option kOption>
 class ForwardTerms {
+  static_assert(kOption != Option::bias || ForwardShared<C>::kHasBias);
+  // What is read from shared memory when products are queued is served behind them. With more than
+  // one option there are no registers to hold it (D128: 58 loads of spilled ones a step, else 1).
+  static constexpr bool kReadsEarly = kOneOption<kOption>;
+
  public:
   using Scores = tile::Sums<1, C::kForward.keys / 8>;
   using Weights = uint32_t[C::kForward.keys / 16][4];
 
-  TILEWISE_DEVICE ForwardTerms(const Problem& p, float scale) : p_(p), terms_(p, scale), bias_(p) {}
+  TILEWISE_DEVICE ForwardTerms(const Problem& p, float scale, const ForwardShared<C>& shared)
+      : p_(p), terms_(p, scale), bias_(p, shared.bias(ptx::warp_index() - 4)) {}
 
   // What weights are exponents of, and what kept ones are multiplied by.
   TILEWISE_DEVICE float unit() const { return terms_.unit(p_); }
@@ -90,19 +138,20 @@ class ForwardTerms {
   TILEWISE_DEVICE void take_rows(const BlockWork& work, const LanePlace& place, int32_t tile) {
     if (bias_ahead()) {
       bias_.take_rows(p_, work, place);
-      const int32_t keys = work.tiles.keys - tile * C::kForward.keys;
-      if (keys >= C::kForward.keys)
-        bias_.fetch(tile);
-      else
-        bias_.fetch_elements(tile, keys - 8 * place.first_block());
+      bias_.template fetch<false>(tile, work.tiles.keys - tile * C::kForward.keys);
     }
     if (alibi()) alibi_ = AlibiRows<1>::of(p_, work, place);
     if (drops()) dropped_ = DropoutRows<1>::of(p_, work, place);
   }
 
-  // Beside the products of a tile.
-  TILEWISE_DEVICE void prepare(const LanePlace& place) {
-    if (bias_ahead()) bias_.exchange(place);
+  // Before the products of a tile; the first one of a work comes beside them.
+  TILEWISE_DEVICE void receive() {
+    if (kReadsEarly && bias_ahead()) bias_.read();
+  }
+
+  // Beside them. `more`: the tile before this one follows.
+  TILEWISE_DEVICE void prepare(int32_t tile, bool more) {
+    if (kReadsEarly && bias_ahead() && more) bias_.template fetch<true>(tile - 1);
   }
 
   // Whether nothing but a softcap is on that a polynomial serves for all of `s`: exponents are then
@@ -114,16 +163,17 @@ class ForwardTerms {
   TILEWISE_DEVICE auto small_exponent(float scale) const { return terms_.tanh.small(scale); }
 
   // Products become scores, in units of unit().
-  TILEWISE_DEVICE void apply(const BlockWork& work, Scores& s, int32_t tile,
-                             const LanePlace& place) {
+  TILEWISE_DEVICE void apply(const BlockWork& work, Scores& s, int32_t tile, const LanePlace& place,
+                             bool more) {
     if constexpr (kOption == Option::softcap) return terms_.tanh.apply_to_any(s.flat());
     if (is_on<kOption, Option::softcap>(p_.softcap != 0.0f)) terms_.tanh.apply(s.flat());
     if (alibi()) terms_.add_alibi(alibi_, s, tile * C::kForward.keys + place.column);
     if (bias_ahead()) {
+      if (!kReadsEarly) bias_.read();
       bias_.add(s, terms_.unit_before_bias(p_));
-      if (tile > 0) bias_.fetch(tile - 1);  // maybe in vain: its keys exist
+      if (!kReadsEarly && more) bias_.template fetch<true>(tile - 1);
     } else if (kOption == Option::any && p_.bias != nullptr) {
-      terms_.template add_bias<float>(p_, work, s, tile, place);
+      add_bias_by_elements(work, s, tile, place);
     }
   }
 
@@ -142,10 +192,20 @@ class ForwardTerms {
     return is_on<kOption, Option::alibi>(p_.alibi_slopes != nullptr);
   }
   TILEWISE_DEVICE bool bias_ahead() const {
-    return is_on<kOption, Option::bias>(p_.bias != nullptr && p_.bias_dtype != TILEWISE_FLOAT32);
+    return ForwardShared<C>::kHasBias &&
+           is_on<kOption, Option::bias>(p_.bias != nullptr && p_.bias_dtype != TILEWISE_FLOAT32);
   }
   TILEWISE_DEVICE bool drops() const {
     return is_on<kOption, Option::dropout>(terms_.dropout.on());
+  }
+
+  TILEWISE_DEVICE void add_bias_by_elements(const BlockWork& work, Scores& s, int32_t tile,
+                                            const LanePlace& place) const {
+    using Storage = typename C::Element::Storage;
+    if (ForwardShared<C>::kHasBias || p_.bias_dtype == TILEWISE_FLOAT32)
+      terms_.template add_bias<float>(p_, work, s, tile, place);
+    else
+      terms_.template add_bias<Storage>(p_, work, s, tile, place);
   }
 
   const Problem& p_;
@@ -162,13 +222,15 @@ class ForwardTerms<C, Option::none> {
   using Scores = tile::Sums<1, C::kForward.keys / 8>;
   using Weights = uint32_t[C::kForward.keys / 16][4];
 
-  TILEWISE_DEVICE ForwardTerms(const Problem&, float scale) : unit_(scale) {}
+  TILEWISE_DEVICE ForwardTerms(const Problem&, float scale, const ForwardShared<C>&)
+      : unit_(scale) {}
 
   TILEWISE_DEVICE float unit() const { return unit_; }
   TILEWISE_DEVICE float keep_scale() const { return 1.0f; }
   TILEWISE_DEVICE void take_rows(const BlockWork&, const LanePlace&, int32_t) const {}
-  TILEWISE_DEVICE void prepare(const LanePlace&) const {}
-  TILEWISE_DEVICE void apply(const BlockWork&, Scores&, int32_t, const LanePlace&) const {}
+  TILEWISE_DEVICE void receive() const {}
+  TILEWISE_DEVICE void prepare(int32_t, bool) const {}
+  TILEWISE_DEVICE void apply(const BlockWork&, Scores&, int32_t, const LanePlace&, bool) const {}
   TILEWISE_DEVICE void finish(int32_t, const LanePlace&) const {}
   TILEWISE_DEVICE void drop(const Weights&) const {}
 
