@@ -39,4 +39,16 @@ inline cuda::Plan forward(const Problem& p, const Device& device) {
   return decision.cuda;
 }
 
+// Two sequences of 4096 keys in pages.
+inline Problem paged(int32_t dtype, int64_t page_size, int64_t head_dim = 128) {
+  static constexpr int32_t kTable[] = {0};  // read by no planner
+  Problem p = problem(dtype, 2, 1, 0, 8, head_dim);
+  p.block_table = kTable;
+  p.block_table_width = p.block_table_stride = 4096 / page_size;
+  p.page_size = page_size;
+  p.pages = 2 * p.block_table_width;
+  for (tilewise_tensor* t : {&p.k, &p.v}) t->stride_batch = page_size * t->stride_row;
+  return p;
+}
+
 }  // namespace tilewise::dispatch

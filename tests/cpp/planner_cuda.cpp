@@ -221,17 +221,6 @@ TEST(PlannerCuda, ThePlainFormNeedsSixteenByteRowsAndNoOption) {
 }
 
 // Two sequences that decode from pages.
-Problem paged(int32_t dtype, int64_t page_size, int64_t head_dim = 128) {
-  static constexpr int32_t kTable[] = {0};  // read by no planner
-  Problem p = problem(dtype, 2, 1, 0, 8, head_dim);
-  p.block_table = kTable;
-  p.block_table_width = p.block_table_stride = 4096 / page_size;
-  p.page_size = page_size;
-  p.pages = 2 * p.block_table_width;
-  for (tilewise_tensor* t : {&p.k, &p.v}) t->stride_batch = page_size * t->stride_row;
-  return p;
-}
-
 TEST(PlannerCuda, PagesHaveAFormWhereNothingElseIsGeneral) {
   const auto form = [](const Problem& p, int32_t sm) { return forward(p, gpu_with(sm)).form; };
   for (int64_t page_size : {1, 16, 100, 4096}) {
@@ -343,114 +332,6 @@ TEST(PlannerCuda, ShortRowsPackTheHeadsOfAGroup) {
   p.heads_kv = 32;
   p.seqlen_q = 1;
   EXPECT_EQ(forward(p, device).pack, 1);
-}
-
-TEST(PlannerCuda, SplitsFillTheGpuAndFollowTheCaller) {
-  const Device device = gpu_with(90);
-  EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16, 16, 2048, 2048, 16), device).splits, 1);
-  EXPECT_GT(forward(problem(TILEWISE_BFLOAT16, 1, 128, 65536, 1), device).splits, 32);
-  EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16, 1, 17, 200, 1), device).splits, 1);
-  EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16, 1, 1, 64, 1), device).splits, 1);
-  Problem asked = problem(TILEWISE_BFLOAT16, 16, 2048, 2048, 16);
-  asked.num_splits = 3;
-  const cuda::Plan plan = forward(asked, device);
-  EXPECT_EQ(plan.splits, 3);
-  const int64_t partial = int64_t{3} * 16 * 2048 * 16 * 129 * 4;
-  EXPECT_GE(plan.workspace_bytes, partial);
-  EXPECT_LE(plan.workspace_bytes, partial + 256);
-}
-
-// Few splits of a decode become a cluster: no second launch, and nothing in the workspace.
-TEST(PlannerCuda, AClusterMergesFewSplitsThatRunAtOnce) {
-  const auto planned = [](int64_t batch, int64_t keys, int32_t splits = 0, int32_t sm = 90) {
-    Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, 32);
-    p.heads_kv = 8;
-    p.num_splits = splits;
-    return forward(p, gpu_with(sm));
-  };
-  for (const cuda::Plan& plan : {planned(1, 1024), planned(1, 1024, 16), planned(8, 1024),
-                                 planned(1, 8192), planned(1, 100, 2), planned(1, 1024, 0, 100)}) {
-    EXPECT_GT(plan.splits, 1);
-    EXPECT_EQ(plan.cluster, plan.splits);
-    EXPECT_EQ(plan.workspace_bytes, 0);
-  }
-  for (const cuda::Plan& plan :
-       {planned(1, 16384), planned(1, 1024, 17), planned(64, 1024, 8), planned(1, 1024, 0, 80)}) {
-    EXPECT_GT(plan.splits, 1);
-    EXPECT_EQ(plan.cluster, 1);
-    EXPECT_GT(plan.workspace_bytes, 0);
-  }
-  EXPECT_EQ(planned(64, 4096).cluster, 1);          // one split
-  EXPECT_EQ(planned(8, 16384, 4).cluster, 1);       // many keys of a block
-  EXPECT_EQ(planned(1, 1024, 16, 110).cluster, 1);  // not every GPU has such clusters
-  EXPECT_EQ(planned(1, 1024, 8, 110).cluster, 8);
-  Problem p = problem(TILEWISE_BFLOAT16, 1, 1, 1024, 8);
-  const auto text = [&] {
-    const Decision decision = plan(p, nullptr, gpu_with(90));
-    return explain(decision, p, nullptr, gpu_with(90));
-  };
-  EXPECT_NE(text().find("16 key splits of a cluster"), std::string::npos) << text();
-  p.softcap = 30.0f;
-  EXPECT_EQ(text().find("cluster"), std::string::npos) << text();
-  p = paged(TILEWISE_BFLOAT16, 1);
-  p.num_splits = 8;
-  const cuda::Plan pages = forward(p, gpu_with(90));
-  EXPECT_EQ(pages.form, Form::paged);
-  EXPECT_EQ(pages.cluster, 8);
-}
-
-// One block a multiprocessor where clusters of up to 16 merge, two in clusters of up to 8 and where
-// a second kernel merges.
-TEST(PlannerCuda, SplitsOfADecodeFillTheGpuOnceOrTwice) {
-  const auto splits = [](int64_t batch, int64_t keys, int64_t heads, int64_t heads_kv) {
-    Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, heads);
-    p.heads_kv = heads_kv;
-    return forward(p, gpu_with(90)).splits;
-  };
-  EXPECT_EQ(splits(1, 1024, 32, 8), 16);
-  EXPECT_EQ(splits(1, 8192, 32, 8), 16);
-  EXPECT_EQ(splits(1, 16384, 32, 8), 32);
-  EXPECT_EQ(splits(2, 4096, 32, 8), 8);
-  EXPECT_EQ(splits(2, 16384, 32, 8), 16);
-  EXPECT_EQ(splits(4, 4096, 32, 8), 8);
-  EXPECT_EQ(splits(8, 1024, 32, 8), 4);
-  EXPECT_EQ(splits(16, 8192, 32, 8), 2);
-  EXPECT_EQ(splits(64, 4096, 32, 8), 1);
-  EXPECT_EQ(splits(1, 4096, 16, 1), 64);
-}
-
-// Lengths that only the GPU knows: a sequence is cut by its own keys, however many there are.
-TEST(PlannerCuda, UnevenLengthsAreCutByTheirKeys) {
-  const Device device = gpu_with(90);
-  Problem p = problem(TILEWISE_BFLOAT16, 4, 1, 65536, 8);
-  const int32_t lengths = 0;
-  p.seqused_k = &lengths;
-  const cuda::Plan some = forward(p, device);
-  EXPECT_GT(some.rule.parts(1, 65536), 8);
-  EXPECT_EQ(some.rule.parts(1, 100), 1);
-  p.seqlen_k = int64_t{1} << 37;  // as a block table may have room for
-  p.batch = 64;
-  const cuda::Plan many = forward(p, device);
-  EXPECT_EQ(many.rule.parts(1, p.seqlen_k), 1);
-  EXPECT_EQ(many.splits, 1);
-}
-
-// Few tiles of keys: a block each while all of them run at once, otherwise two or more.
-TEST(PlannerCuda, PartsOfUnevenLengthsAreNotShort) {
-  const Device device = gpu_with(90);
-  const auto keys_of_part = [&](int64_t batch, int64_t keys, int64_t head_dim) {
-    Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, 32, head_dim);
-    p.heads_kv = 8;
-    const int32_t lengths = 0;
-    p.seqused_k = &lengths;
-    return keys / forward(p, device).splits;
-  };
-  EXPECT_EQ(keys_of_part(4, 1024, 128), 64);
-  EXPECT_EQ(keys_of_part(8, 1024, 128), 128);
-  EXPECT_EQ(keys_of_part(16, 1024, 128), 128);
-  EXPECT_EQ(keys_of_part(64, 4096, 128), 1024);
-  EXPECT_EQ(keys_of_part(2, 1024, 64), 128);
-  EXPECT_EQ(keys_of_part(16, 1024, 64), 256);
 }
 
 // A dense problem without a band is one launch and needs no memory.
