@@ -124,7 +124,7 @@ def is_for_a_cluster(case: Case, splits: int, tile: int) -> bool:
 def test_a_cluster_merges_splits(seed):
     b = Built(case := merged(seed))
     why = capi.plan(b.attention).why
-    if found := re.search(rb"tile 16x(\d+) .* of table sm_90, .* (\d+) key splits", why):
+    if found := re.search(rb"tile 16x(\d+) .* of table sm_90.*, .* (\d+) key splits", why):
         tile, splits = int(found[1]), int(found[2])
         assert (b"key splits of a cluster" in why) == is_for_a_cluster(case, splits, tile)
     check(case, backward=False)
@@ -201,7 +201,7 @@ def test_pages_are_keys_in_another_place(page_size, shape, head_dim):
 def form(b, plan):
     """Of the forward over pages. Boxes lie in one page, and a tile is whole boxes."""
     page_size, padded = b.case.page_size, b.case.leftpad is not None
-    tile = re.search(rb"tile 16x(\d+) for head_dim \d+ of table sm_90,", plan.why)
+    tile = re.search(rb"tile 16x(\d+) for head_dim \d+ of table sm_90( \(forced\))?,", plan.why)
     if tile is None or padded:
         return "paged"
     keys = int(tile[1])
