@@ -33,6 +33,7 @@ inline cuda::UnitTable hopper(cuda::UnitTable table, cuda::arch::Cut cut) {
   const auto backward = Sm90a::backward(table.head_dim, cut);
   table.forward_tile = {forward.rows(), forward.keys, 1};
   table.backward_tile = {backward.queries, backward.keys * backward.cluster, 1, backward.cluster};
+  table.persistent_backward = table.head_dim <= 128;
   return table;
 }
 

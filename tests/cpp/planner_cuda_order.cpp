@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "cuda/plan.h"
 #include "described_cuda.h"
 #include "planned_cuda.h"
 
@@ -148,6 +149,35 @@ TEST(PlannerCudaOrder, DeterministicKeyTilesFollowEachOther) {
       }
     }
   }
+}
+
+// On Hopper they start in the order of their turns, over as many heads as fill the GPU: causal ones
+// from the last one up, where a turn is short. One piece of work a block.
+TEST(PlannerCudaOrder, DeterministicKeyTilesOfManyHeadsStartTogether) {
+  const Device device = gpu_with(90);
+  const auto planned = [&](int64_t right, int64_t head_dim) {
+    Problem p = problem(TILEWISE_BFLOAT16, 4, 4096, 4096, 16, head_dim);
+    p.window_right = right;
+    p.deterministic = 1;
+    const Gradients g = gradients(p);
+    const cuda::Plan plan = dispatch::plan(p, &g, device).cuda;
+    EXPECT_EQ(cuda::backward_pieces(p, g, plan).counter.bytes, 0u);
+    return plan;
+  };
+  for (const int64_t head_dim : {64, 128}) {
+    for (const int64_t right : {-1, 0}) {
+      const cuda::TileOrder order = planned(right, head_dim).order;
+      const int64_t heads = ceil_div(device.gpu.multiprocessors, int64_t{order.tiles});
+      const int32_t first = right < 0 ? 0 : order.tiles - 1;
+      const int32_t second = right < 0 ? 1 : order.tiles - 2;
+      for (int64_t i = 0; i < heads; ++i) {
+        EXPECT_EQ(order.at(i).tile, first);
+        EXPECT_EQ(order.at(i).head, i);
+        EXPECT_EQ(order.at(heads + i).tile, second);
+      }
+    }
+  }
+  EXPECT_EQ(planned(0, 256).order.at(0).tile, 0);
 }
 
 }  // namespace
