@@ -236,7 +236,8 @@ void AttentionCall::read_cache(Reader& in) {
       a.block_table = static_cast<int32_t*>(memory.tensor(
           {1, 1, a.batch}, {0, 0, a.block_table_stride}, a.block_table_width, 4, Writer::none));
       if (a.block_table == nullptr) a.block_table = memory.array<int32_t>(1);
-      if (!memory.exceeded() && a.batch > 0 && a.block_table_stride == a.block_table_width)
+      if (!memory.exceeded() && a.batch > 0 && a.block_table_width > 0 &&
+          a.block_table_stride == a.block_table_width)
         for (int64_t i = 0; i < times(a.batch, a.block_table_width); ++i)
           const_cast<int32_t*>(a.block_table)[i] = in.pick32({0, 1, 2, 3, 8});
       break;
