@@ -21,6 +21,33 @@ struct ClusterAddress {
         address(bits & ((1u << kRankShift) - 1)) {}
 };
 
+// A write to another block, counted by a barrier there.
+class CountedWrite {
+ public:
+  CountedWrite(uint32_t to, uint32_t barrier, int bytes, const char* what)
+      : target_(to), counted_(barrier), bytes_(bytes), other_(block().facet_of(target_.rank)) {
+    if (target_.rank != counted_.rank) {
+      fault(text("%s: bytes for block %d of the cluster, counted by block %d", what, target_.rank,
+                 counted_.rank));
+    }
+    other_.shared.start_async_write(target_.address, bytes, what, block().moment_at(target_.rank));
+  }
+
+  // `copy(to)` is called when it lands.
+  template <class Copy>
+  void start(Copy copy) const {
+    other_.barriers.start_write(counted_.address, {target_.address, bytes_,
+                                                   [&shared = other_.shared, at = target_.address,
+                                                    copy] { copy(shared.at(at)); }});
+  }
+
+ private:
+  ClusterAddress target_;
+  ClusterAddress counted_;
+  int bytes_;
+  Facet& other_;
+};
+
 }  // namespace
 
 uint32_t map_to_rank(uint32_t own, int rank) {
@@ -35,44 +62,22 @@ void mbarrier_arrive_remote(uint32_t barrier) {
 
 void cp_async_bulk_to_rank(uint32_t to, uint32_t from, int bytes, uint32_t barrier) {
   constexpr const char* kWhat = "cp.async.bulk to another block";
-  const ClusterAddress target(to);
-  const ClusterAddress counted(barrier);
+  const CountedWrite write(to, barrier, bytes, kWhat);
   Block& b = block();
-  if (target.rank != counted.rank) {
-    fault(text("%s: bytes for block %d of the cluster, counted by block %d", kWhat, target.rank,
-               counted.rank));
-  }
-  Facet& other = b.facet_of(target.rank);
   SharedMemory& own = b.shared();
   own.start_async_read(from, bytes, kWhat, b.moment());
-  other.shared.start_async_write(target.address, bytes, kWhat, b.moment_at(target.rank));
   b.counts().bulk_bytes += bytes;
-  other.barriers.start_write(
-      counted.address, {target.address, bytes, [&own, &shared = other.shared, target, from, bytes] {
-                          std::memcpy(shared.at(target.address), own.at(from),
-                                      static_cast<size_t>(bytes));
-                          own.end_use(from, bytes);
-                        }});
+  write.start([&own, from, bytes](void* there) {
+    std::memcpy(there, own.at(from), static_cast<size_t>(bytes));
+    own.end_use(from, bytes);
+  });
 }
 
 void st_async_v4_b32(uint32_t to, const uint32_t (&r)[4], uint32_t barrier) {
-  constexpr const char* kWhat = "st.async to another block";
-  const ClusterAddress target(to);
-  const ClusterAddress counted(barrier);
-  Block& b = block();
-  if (target.rank != counted.rank) {
-    fault(text("%s: bytes for block %d of the cluster, counted by block %d", kWhat, target.rank,
-               counted.rank));
-  }
-  constexpr int kBytes = sizeof(r);
-  Facet& other = b.facet_of(target.rank);
-  other.shared.start_async_write(target.address, kBytes, kWhat, b.moment_at(target.rank));
+  const CountedWrite write(to, barrier, sizeof(r), "st.async to another block");
   std::array<uint32_t, 4> values;
   std::copy_n(r, values.size(), values.begin());
-  other.barriers.start_write(counted.address,
-                             {target.address, kBytes, [&shared = other.shared, target, values] {
-                                std::memcpy(shared.at(target.address), values.data(), kBytes);
-                              }});
+  write.start([values](void* there) { std::memcpy(there, values.data(), sizeof(values)); });
 }
 
 }  // namespace tilewise::cuda::emulator
