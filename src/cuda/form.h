@@ -14,7 +14,7 @@ enum class Form : int32_t { plain, general, paged, boxes, paged_boxes };
 // Rows of the smallest page that comes as boxes.
 inline constexpr int32_t kLeastRowsOfPageBox = 16;
 
-// Splits that a cluster merges, in the forms of boxes: the most blocks that a cluster can have.
+// Splits of a decode that a cluster merges: the most blocks that a cluster can have.
 inline constexpr int32_t kMostMergedSplits = 16;
 
 }  // namespace tilewise::cuda

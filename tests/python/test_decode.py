@@ -124,7 +124,7 @@ def is_for_a_cluster(case: Case, splits: int, tile: int) -> bool:
 def test_a_cluster_merges_splits(seed):
     b = Built(case := merged(seed))
     why = capi.plan(b.attention).why
-    if found := re.search(rb"tile 16x(\d+) .* of table sm_90.*, .* (\d+) key splits", why):
+    if found := re.search(rb"tile 16x(\d+) .* of table sm_90.* (\d+) key splits", why):
         tile, splits = int(found[1]), int(found[2])
         assert (b"key splits of a cluster" in why) == is_for_a_cluster(case, splits, tile)
     check(case, backward=False)
