@@ -107,12 +107,14 @@ def parts_of(
     return parts
 
 
-def philox(counter: Sequence[NDArray[np.uint64] | int], key: tuple[int, int]) -> list:
-    """Philox4x32-10 (Salmon et al., SC11): four words of 32 bits from a counter and a key."""
+def philox(
+    counter: Sequence[NDArray[np.uint64] | int], key: tuple[int, int], rounds: int
+) -> list[NDArray[np.uint64]]:
+    """Philox4x32 (Salmon et al., SC11): four words of 32 bits from a counter and a key."""
     mask = np.uint64(0xFFFFFFFF)
     c = [np.asarray(x, np.uint64) & mask for x in counter]
     k0, k1 = key
-    for _ in range(10):
+    for _ in range(rounds):
         a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
         high_a, high_b = a >> np.uint64(32), b >> np.uint64(32)
         c = [high_b ^ c[1] ^ np.uint64(k0), b & mask, high_a ^ c[3] ^ np.uint64(k1), a & mask]
@@ -122,12 +124,19 @@ def philox(counter: Sequence[NDArray[np.uint64] | int], key: tuple[int, int]) ->
 
 def kept(o: Options, batch: int, heads: int, rows: int, keys: int) -> NDArray[np.bool_]:
     """Dropout's decision per weight of one sequence, [heads, rows, keys]: 16 random bits per key,
-    eight keys to a Philox block, kept when they are at least round(p * 65536)."""
-    head, row, block = np.ogrid[:heads, :rows, : (keys + 7) // 8]
+    kept when they are at least round(p * 65536). Bit 8 + i of key j of 16 is bit j of half word i
+    of its block of 7 rounds, bit i is bit j XOR 8 of it."""
+    blocks = (keys + 15) // 16
+    head, row, block = np.ogrid[:heads, :rows, :blocks]
     counter = np.broadcast_arrays(block, row, batch * heads + head, o.offset & 0xFFFFFFFF)
-    words = philox(counter, (o.seed & 0xFFFFFFFF, (o.seed >> 32) ^ (o.offset >> 32)))
+    words = philox(counter, (o.seed & 0xFFFFFFFF, (o.seed >> 32) ^ (o.offset >> 32)), 7)
     halves = [(w >> np.uint64(sh)) & np.uint64(0xFFFF) for w in words for sh in (0, 16)]
-    bits = np.stack(halves, axis=-1).reshape(heads, rows, (keys + 7) // 8 * 8)[:, :, :keys]
+    j = np.arange(16, dtype=np.uint64)
+    numbers = np.zeros((heads, rows, blocks, 16), np.uint64)
+    for i, half in enumerate(halves):
+        bit = half[..., None] >> j & np.uint64(1)
+        numbers |= bit << np.uint64(8 + i) | bit[..., j ^ np.uint64(8)] << np.uint64(i)
+    bits = numbers.reshape(heads, rows, 16 * blocks)[:, :, :keys]
     return bits >= int(float(np.float32(o.dropout_p)) * 65536 + 0.5)
 
 

@@ -1,4 +1,5 @@
-// Dropout bits: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11).
+// Dropout bits: Philox4x32 of 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2,
+// 3", SC11: the fewest that pass all of their tests).
 #pragma once
 
 #include "attention/scalar_math.h"
@@ -11,16 +12,15 @@ struct PhiloxState {
   U c0, c1, c2, c3;
 };
 
-// U is uint32_t or a vector of them. Without a loop a GPU computes many blocks side by side:
-// dropout of the forward on Hopper 50 -> 57 % of the plain form's speed.
-template <class Math, class U>
-TILEWISE_FN PhiloxState<U> philox4x32_10(PhiloxState<U> c, uint32_t k0, uint32_t k1) {
+// U is uint32_t or a vector of them. Without a loop a GPU computes many blocks side by side.
+template <class Math, int kRounds, class U>
+TILEWISE_FN PhiloxState<U> philox4x32(PhiloxState<U> c, uint32_t k0, uint32_t k1) {
   TILEWISE_UNROLL
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < kRounds; ++round) {
     U high0, low0, high1, low1;
     Math::mul_high_low(c.c0, 0xD2511F53u, &high0, &low0);
     Math::mul_high_low(c.c2, 0xCD9E8D57u, &high1, &low1);
-    c = {high1 ^ c.c1 ^ k0, low1, high0 ^ c.c3 ^ k1, low0};
+    c = {high1 ^ (c.c1 ^ k0), low1, high0 ^ (c.c3 ^ k1), low0};
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
@@ -30,13 +30,16 @@ TILEWISE_FN PhiloxState<U> philox4x32_10(PhiloxState<U> c, uint32_t k0, uint32_t
 // The dropout decision for one weight depends on (seed, offset, batch, head, row, key) and on
 // nothing else: not on tiles, threads, splits or the backend.
 //
-//   counter = (key / 8, row, batch * heads_q + head, low word of offset)
+//   counter = (key / 16, row, batch * heads_q + head, low word of offset)
 //   key     = (low word of seed, high word of seed XOR high word of offset)
-//   lane    = key % 8: the 16-bit half (lane % 2: 0 low, 1 high) of output word lane / 2
-//   kept    when lane value >= threshold = round(p * 65536)
+//   halves  = the eight numbers of 16 bits of a Philox block, low halves of words first
+//   number  = of key j of the 16: bit 8 + i is bit j of half i, bit i is bit (j XOR 8) of half i
+//   kept    when number >= threshold = round(p * 65536)
 //
-// 16 bits resolve p to 1.5e-5 and give 8 decisions per block. `batch` is the index of the sequence,
-// `row` and `key` are counted inside it, `head` is the query head.
+// So all 16 keys are compared at once, bit by bit, and p is resolved to 1.5e-5 by 8 bits a key: the
+// lower half of a number only counts once in 256 times, so a key and the one 8 further on, whose
+// bits it has there, are correlated by 1/128 at most (docs/decisions/018). `batch` is the index of
+// the sequence, `row` and `key` are counted inside it, `head` is the query head.
 struct Dropout {
   uint32_t threshold = 0;   // 0: off
   float keep_scale = 1.0f;  // 1 / (1 - p)
@@ -44,7 +47,7 @@ struct Dropout {
   uint32_t key1 = 0;
   uint32_t offset = 0;
 
-  static constexpr int64_t kKeysPerBlock = 8;
+  static constexpr int32_t kKeysPerBlock = 16;
 
   TILEWISE_FN static Dropout make(float p, uint64_t seed, uint64_t offset) {
     Dropout d;
@@ -59,20 +62,61 @@ struct Dropout {
 
   TILEWISE_FN bool on() const { return threshold != 0; }
 
-  // The eight decisions of keys [8 * key_block, 8 * key_block + 8) as four words of two halves.
+  // Of keys [16 * key_block, 16 * key_block + 16).
+  template <class U>
+  TILEWISE_FN PhiloxState<U> counter(U key_block, U row, U batch_head) const {
+    return {key_block, row, batch_head, U{} + offset};
+  }
+
+  // Dropout, which is on, keeps key j of a block where bit j is set.
   template <class Math, class U>
-  TILEWISE_FN PhiloxState<U> block(U key_block, U row, U batch_head) const {
-    return philox4x32_10<Math>(PhiloxState<U>{key_block, row, batch_head, U{} + offset}, key0,
-                               key1);
+  TILEWISE_FN U kept_keys(const PhiloxState<U>& counter) const {
+    const PhiloxState<U> c = philox4x32<Math, 7>(counter, key0, key1);
+    const U half[8] = {c.c0, c.c0 >> 16, c.c1, c.c1 >> 16, c.c2, c.c2 >> 16, c.c3, c.c3 >> 16};
+    return at_least_threshold<Math>(half) & 0xffffu;
+  }
+
+  // The same of two blocks in the time of little more than one of them: those of the second one are
+  // 16 bits higher.
+  template <class Math>
+  TILEWISE_FN uint32_t kept_keys(const PhiloxState<uint32_t>& first,
+                                 const PhiloxState<uint32_t>& second) const {
+    const auto a = philox4x32<Math, 7>(first, key0, key1);
+    const auto b = philox4x32<Math, 7>(second, key0, key1);
+    const uint32_t half[8] = {Math::low_halves(a.c0, b.c0), Math::high_halves(a.c0, b.c0),
+                              Math::low_halves(a.c1, b.c1), Math::high_halves(a.c1, b.c1),
+                              Math::low_halves(a.c2, b.c2), Math::high_halves(a.c2, b.c2),
+                              Math::low_halves(a.c3, b.c3), Math::high_halves(a.c3, b.c3)};
+    return at_least_threshold<Math>(half);
   }
 
   TILEWISE_FN bool kept(int64_t batch_head, int64_t row, int64_t key) const {
-    const PhiloxState<uint32_t> bits =
-        block<ScalarMath>(static_cast<uint32_t>(key / kKeysPerBlock), static_cast<uint32_t>(row),
-                          static_cast<uint32_t>(batch_head));
-    const int lane = static_cast<int>(key % kKeysPerBlock);
-    const uint32_t pair[4] = {bits.c0, bits.c1, bits.c2, bits.c3};
-    return ((pair[lane / 2] >> (16 * (lane % 2))) & 0xffffu) >= threshold;
+    const auto block = static_cast<uint32_t>(key / kKeysPerBlock);
+    const auto bits = kept_keys<ScalarMath>(
+        counter(block, static_cast<uint32_t>(row), static_cast<uint32_t>(batch_head)));
+    return (bits >> (key % kKeysPerBlock) & 1u) != 0;
+  }
+
+ private:
+  // Numbers are above threshold - 1 when they are in the highest bit in which they differ from it:
+  // upwards from the lowest one, a bit that is set there needs that of the number and what was so
+  // far, another one needs one of the two.
+  template <class Math, class U>
+  TILEWISE_FN U at_least_threshold(const U (&half)[8]) const {
+    U above{};
+    TILEWISE_UNROLL
+    for (int i = 0; i < 8; ++i) above = two_of_three(half[i], above, clear_bit(i));
+    above = Math::swap_bytes_of_halves(above);
+    TILEWISE_UNROLL
+    for (int i = 0; i < 8; ++i) above = two_of_three(half[i], above, clear_bit(8 + i));
+    return above;
+  }
+  // All bits where threshold - 1 has not this one.
+  TILEWISE_FN uint32_t clear_bit(int i) const { return ((threshold - 1) >> i & 1u) - 1; }
+
+  template <class U>
+  TILEWISE_FN static U two_of_three(U a, U b, uint32_t c) {
+    return (a & b) | ((a | b) & c);
   }
 };
 

@@ -14,6 +14,15 @@ struct ScalarMath {
     *high = static_cast<uint32_t>(product >> 32);
     *low = static_cast<uint32_t>(product);
   }
+
+  // Those of a are the lower ones of the result.
+  TILEWISE_FN static uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xffffu) | b << 16; }
+  TILEWISE_FN static uint32_t high_halves(uint32_t a, uint32_t b) {
+    return a >> 16 | (b & 0xffff0000u);
+  }
+  TILEWISE_FN static uint32_t swap_bytes_of_halves(uint32_t x) {
+    return (x >> 8 & 0x00ff00ffu) | (x & 0x00ff00ffu) << 8;
+  }
 };
 
 }  // namespace tilewise

@@ -81,10 +81,12 @@ bool are_better_merged(const Gpu& gpu, int64_t blocks, int64_t splits, int64_t k
 }
 
 // Decoding by boxes: two blocks a multiprocessor read as fast as four, with half as many partial
-// results (B1 with 32k keys: 38.0 -> 36.3 us). So do the blocks of small clusters, and of larger
-// ones there is room for one.
+// results (B1 with 32k keys: 38.0 -> 36.3 us), and one is not far behind (B32 with 1k keys, 256
+// blocks without splits: 39.0 -> 34.9 us). So do the blocks of small clusters, and of larger ones
+// there is room for one.
 int64_t choose_splits_of_boxes(const Gpu& gpu, Form form, int64_t blocks, int64_t key_tiles) {
   const int64_t all = gpu.multiprocessors;
+  if (blocks > all) return 1;
   const int64_t most = min(kMostSplits, 2 * all / blocks);
   int64_t merged = min(most, kSmallCluster);
   if (blocks * merged * 8 < all * 7) merged = min(most_merged_splits(gpu), all / blocks);
@@ -104,7 +106,7 @@ int64_t choose_splits(const Problem& p, const Plan& plan, const Gpu& gpu, int64_
   if (blocks == 0 || blocks * 5 >= slots * 4) return 1;
   const int64_t rows = ceil_div(tile.rows, plan.pack);
   const int64_t key_tiles = ceil_div(keys_of_tile(p, min(rows, most_rows(p))), tile.keys);
-  if (reads_boxes(unit) && key_tiles > 0 && blocks <= gpu.multiprocessors)
+  if (reads_boxes(unit) && key_tiles > 0)
     return choose_splits_of_boxes(gpu, plan.form, blocks, key_tiles);
   const bool whole_tiles = most_rows(p) * plan.pack > tile.rows;
   const int64_t least = ceil_div(whole_tiles ? kKeysOfSplitOfTile : keys_of_split(unit), tile.keys);

@@ -13,24 +13,32 @@ using tilewise::PhiloxState;
 
 using Words = std::array<uint32_t, 4>;
 
+template <int kRounds>
 Words philox(Words counter, uint32_t k0, uint32_t k1) {
-  const PhiloxState<uint32_t> out = tilewise::philox4x32_10<tilewise::ScalarMath>(
+  const PhiloxState<uint32_t> out = tilewise::philox4x32<tilewise::ScalarMath, kRounds>(
       PhiloxState<uint32_t>{counter[0], counter[1], counter[2], counter[3]}, k0, k1);
   return {out.c0, out.c1, out.c2, out.c3};
 }
 
 // The known-answer vectors published with the generator.
 TEST(Philox, KnownAnswers) {
-  EXPECT_EQ(philox({0, 0, 0, 0}, 0, 0), (Words{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
   const uint32_t ones = 0xffffffff;
-  EXPECT_EQ(philox({ones, ones, ones, ones}, ones, ones),
+  const Words pi = {0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344};
+  EXPECT_EQ(philox<10>({0, 0, 0, 0}, 0, 0),
+            (Words{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
+  EXPECT_EQ(philox<10>({ones, ones, ones, ones}, ones, ones),
             (Words{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
-  EXPECT_EQ(philox({0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}, 0xa4093822, 0x299f31d0),
+  EXPECT_EQ(philox<10>(pi, 0xa4093822, 0x299f31d0),
             (Words{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
+  EXPECT_EQ(philox<7>({0, 0, 0, 0}, 0, 0), (Words{0x5f6fb709, 0x0d893f64, 0x4f121f81, 0x4f730a48}));
+  EXPECT_EQ(philox<7>({ones, ones, ones, ones}, ones, ones),
+            (Words{0x5207ddc2, 0x45165e59, 0x4d8ee751, 0x8c52f662}));
+  EXPECT_EQ(philox<7>(pi, 0xa4093822, 0x299f31d0),
+            (Words{0x4dfccaba, 0x190a87f0, 0xc47362ba, 0xb6b5242a}));
 }
 
-// The layout that the header documents: which counter, which key, which half word.
-TEST(Dropout, DecisionIsTheDocumentedHalfWord) {
+// The layout that the header documents: which counter, which key, which bits.
+TEST(Dropout, DecisionIsTheDocumentedNumber) {
   const uint64_t seed = 0x0123456789abcdef;
   const uint64_t offset = 0xfedcba9876543210;
   const float p = 0.3f;
@@ -38,14 +46,42 @@ TEST(Dropout, DecisionIsTheDocumentedHalfWord) {
   const auto threshold = static_cast<uint32_t>(std::lround(static_cast<double>(p) * 65536));
   for (int64_t batch_head : {0, 1, 77})
     for (int64_t row : {0, 3, 100000})
-      for (int64_t key = 0; key < 40; ++key) {
-        const Words words = philox({static_cast<uint32_t>(key / 8), static_cast<uint32_t>(row),
-                                    static_cast<uint32_t>(batch_head), 0x76543210},
-                                   0x89abcdef, 0x01234567u ^ 0xfedcba98u);
-        const uint32_t word = words[static_cast<size_t>(key % 8 / 2)];
-        const uint32_t half = key % 2 == 0 ? word & 0xffff : word >> 16;
-        EXPECT_EQ(dropout.kept(batch_head, row, key), half >= threshold);
+      for (int64_t key = 0; key < 80; ++key) {
+        const Words words = philox<7>({static_cast<uint32_t>(key / 16), static_cast<uint32_t>(row),
+                                       static_cast<uint32_t>(batch_head), 0x76543210},
+                                      0x89abcdef, 0x01234567u ^ 0xfedcba98u);
+        const auto j = static_cast<uint32_t>(key % 16);
+        uint32_t number = 0;
+        for (uint32_t i = 0; i < 8; ++i) {
+          const uint32_t half = words[i / 2] >> (16 * (i % 2));
+          number |= (half >> j & 1u) << (8 + i) | (half >> (j ^ 8u) & 1u) << i;
+        }
+        EXPECT_EQ(dropout.kept(batch_head, row, key), number >= threshold);
       }
+}
+
+TEST(Dropout, TwoBlocksAreWhatEachIs) {
+  for (float p : {1e-5f, 0.1f, 0.5f, 0.99999f}) {
+    const Dropout dropout = Dropout::make(p, 42, 7);
+    const auto at = [&](uint32_t block, uint32_t row) { return dropout.counter(block, row, 3u); };
+    const auto one = [&](uint32_t block, uint32_t row) {
+      return dropout.kept_keys<tilewise::ScalarMath>(at(block, row));
+    };
+    EXPECT_EQ(dropout.kept_keys<tilewise::ScalarMath>(at(5, 9), at(2, 8)), one(5, 9) | one(2, 8)
+                                                                                           << 16);
+  }
+}
+
+TEST(Dropout, EverythingAndNothing) {
+  const Dropout all = Dropout::make(0.999999f, 42, 7);  // its threshold is 2^16
+  const Dropout few = Dropout::make(1e-5f, 42, 7);      // 1
+  int dropped = 0;
+  for (int64_t row = 0; row < 100; ++row)
+    for (int64_t key = 0; key < 100; ++key) {
+      EXPECT_FALSE(all.kept(3, row, key));
+      dropped += !few.kept(3, row, key);
+    }
+  EXPECT_LE(dropped, 3);  // 10000 decisions of 1 in 65536
 }
 
 TEST(Dropout, KeepsItsShare) {

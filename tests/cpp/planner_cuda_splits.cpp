@@ -67,7 +67,7 @@ TEST(PlannerCudaSplits, AClusterMergesFewSplitsThatRunAtOnce) {
 }
 
 // One block a multiprocessor where clusters of up to 16 merge, two in clusters of up to 8 and where
-// a second kernel merges.
+// a second kernel merges; no splits where tiles are enough for one each.
 TEST(PlannerCudaSplits, SplitsOfADecodeFillTheGpuOnceOrTwice) {
   const auto splits = [](int64_t batch, int64_t keys, int64_t heads, int64_t heads_kv) {
     Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, heads);
@@ -82,6 +82,8 @@ TEST(PlannerCudaSplits, SplitsOfADecodeFillTheGpuOnceOrTwice) {
   EXPECT_EQ(splits(4, 4096, 32, 8), 8);
   EXPECT_EQ(splits(8, 1024, 32, 8), 4);
   EXPECT_EQ(splits(16, 8192, 32, 8), 2);
+  EXPECT_EQ(splits(24, 1024, 32, 8), 1);  // more blocks than multiprocessors
+  EXPECT_EQ(splits(32, 8192, 32, 8), 1);
   EXPECT_EQ(splits(64, 4096, 32, 8), 1);
   EXPECT_EQ(splits(1, 4096, 16, 1), 64);
 }

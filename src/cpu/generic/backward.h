@@ -123,7 +123,7 @@ struct Backward : BackwardScratch {
       F ds[2];
       for (int i = 0; i < 2; ++i) {
         const int64_t at = (key + i) * kScoreLd + score_lane(first);
-        if (kDropout && (key + i) % 8 == 0)
+        if (kDropout && (key + i) % Dropout::kKeysPerBlock == 0)
           keep = KeepMask::of(dropout, p, s, lanes, first, keys.begin + key + i);
         Score::Capped<F> score{load(s_tile + at), splat(1.0f)};
         if (general) score = scores.at(score.value, diagonal, key + i, first);
@@ -133,7 +133,7 @@ struct Backward : BackwardScratch {
         F dp = load(dp_tile + at);
         F dropped = w;
         if constexpr (kDropout) {
-          const F factor = keep.scale(dropout, (key + i) % 8);
+          const F factor = keep.scale(dropout, key + i);
           dropped = w * factor;
           dp = dp * factor;
         }

@@ -112,9 +112,9 @@ struct Forward : ForwardScratch {
   TILEWISE_FN void exponentiate(int64_t panel, int64_t lane, Range keys, int64_t padded_keys,
                                 F base) {
     F sum[4] = {};
+    KeepMask keep;
     for (int64_t key = 0; key < padded_keys; key += 8) {
-      KeepMask keep;
-      if constexpr (kDropout)
+      if (kDropout && key % Dropout::kKeysPerBlock == 0)
         keep = KeepMask::of(dropout, p, s, lanes, panel * S.panel + lane, keys.begin + key);
       for (int i = 0; i < 8; i += 2) {
         F w[2];
@@ -122,7 +122,7 @@ struct Forward : ForwardScratch {
           const F x = load(s_tile + (key + i + j) * S.panel + lane);
           w[j] = exp2<kExpDegree<T>>((x - base) * exponent);
           sum[(i + j) % 4] += w[j];
-          if constexpr (kDropout) w[j] = w[j] * keep.scale(dropout, i + j);
+          if constexpr (kDropout) w[j] = w[j] * keep.scale(dropout, key + i + j);
         }
         E::store_weights_b(weights, weights_plane, S.panel, key + i, lane, w[0], w[1]);
       }

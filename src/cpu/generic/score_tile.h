@@ -70,10 +70,11 @@ struct ScoreTile : ScoreScratch {
   }
 };
 
-// Keep decisions of 8 keys for W lanes: Dropout::kept in vectors.
+// Keep decisions of a block of keys for W lanes: Dropout::kept in vectors.
 struct KeepMask {
-  PhiloxState<U> bits;
+  U kept;
 
+  // `key` is any key of the block.
   TILEWISE_FN static KeepMask of(const Dropout& dropout, const Problem& p, const Sequence& s,
                                  const Lanes& lanes, int64_t lane, int64_t key) {
     U row, batch_head;
@@ -82,28 +83,24 @@ struct KeepMask {
       batch_head[i] = static_cast<uint32_t>(s.batch * p.heads_q + lanes.head[lane + i]);
     }
     const U block = U{} + static_cast<uint32_t>(key / Dropout::kKeysPerBlock);
-    return {dropout.block<VectorMath>(block, row, batch_head)};
+    return {dropout.kept_keys<VectorMath>(dropout.counter(block, row, batch_head))};
   }
 
-  // Key `i` of the 8: 1 / (1 - p) where kept, 0 where dropped.
-  TILEWISE_FN F scale(const Dropout& dropout, int i) const {
-    const U word = i < 2 ? bits.c0 : i < 4 ? bits.c1 : i < 6 ? bits.c2 : bits.c3;
-    const U value = (i % 2 != 0 ? word >> 16 : word & 0xffffu);
-    return value >= dropout.threshold ? splat(dropout.keep_scale) : F{};
+  // 1 / (1 - p) where `key` of the block is kept, 0 where it is dropped.
+  TILEWISE_FN F scale(const Dropout& dropout, int64_t key) const {
+    const uint32_t bit = 1u << (key % Dropout::kKeysPerBlock);
+    return (kept & bit) != 0u ? splat(dropout.keep_scale) : F{};
   }
 };
 
 // Keep decisions of one row for W keys from `key` on: as KeepMask::scale.
 TILEWISE_FN F keep_scale_of_keys(const Dropout& dropout, int64_t batch_head, int64_t row,
                                  int64_t key) {
-  const U number = static_cast<uint32_t>(key) + __builtin_convertvector(lane_numbers(), U);
-  const auto bits = dropout.block<VectorMath>(
-      number / static_cast<uint32_t>(Dropout::kKeysPerBlock), U{} + static_cast<uint32_t>(row),
-      U{} + static_cast<uint32_t>(batch_head));
-  const U word = number / 2 % 4;
-  const U pair = word == 0 ? bits.c0 : word == 1 ? bits.c1 : word == 2 ? bits.c2 : bits.c3;
-  const U value = number % 2 != 0 ? pair >> 16 : pair & 0xffffu;
-  return value >= dropout.threshold ? splat(dropout.keep_scale) : F{};
+  constexpr uint32_t kBlock = Dropout::kKeysPerBlock;
+  const U keys = static_cast<uint32_t>(key) + __builtin_convertvector(lane_numbers(), U);
+  const U kept = dropout.kept_keys<VectorMath>(dropout.counter(
+      keys / kBlock, U{} + static_cast<uint32_t>(row), U{} + static_cast<uint32_t>(batch_head)));
+  return (kept >> keys % kBlock & 1u) != 0u ? splat(dropout.keep_scale) : F{};
 }
 
 }  // namespace

@@ -152,6 +152,9 @@ struct VectorMath {
     *high = __builtin_convertvector(product >> 32, U);
     *low = __builtin_convertvector(product, U);
   }
+  TILEWISE_FN static U swap_bytes_of_halves(U x) {
+    return (x >> 8 & 0x00ff00ffu) | (x & 0x00ff00ffu) << 8;
+  }
 };
 
 // W elements of storage as fp32, and back with round to nearest even.

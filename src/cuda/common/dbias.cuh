@@ -213,7 +213,7 @@ struct Dbias {
       const float exponent = terms.at(score[j], row_terms, first_key + j).value - row_lse;
       // lse is rounded: a weight may come out above 1 by that rounding, never by more.
       const float weight = exponential(exponent > 0.0f ? 0.0f : exponent);
-      const float factor = terms.dropout.on() ? keep.at(static_cast<int>(first_key % 8) + j) : 1.0f;
+      const float factor = terms.dropout.on() ? keep.at(first_key + j) : 1.0f;
       sum[j] += weight * (dp[j] * factor - row_delta);
     }
   }

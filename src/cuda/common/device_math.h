@@ -26,6 +26,17 @@ struct DeviceMath {
     *high = static_cast<uint32_t>(product >> 32);
     *low = static_cast<uint32_t>(product);
   }
+
+  // One instruction each, where shifts and masks are two to five.
+  TILEWISE_DEVICE static uint32_t low_halves(uint32_t a, uint32_t b) {
+    return ptx::prmt<0x5410>(a, b);
+  }
+  TILEWISE_DEVICE static uint32_t high_halves(uint32_t a, uint32_t b) {
+    return ptx::prmt<0x7632>(a, b);
+  }
+  TILEWISE_DEVICE static uint32_t swap_bytes_of_halves(uint32_t x) {
+    return ptx::prmt<0x2301>(x, x);
+  }
 };
 
 // For 16-bit tensors: errors of 2e-7 of the largest value, far below their rounding.

@@ -7,30 +7,27 @@
 #include "cuda/common/query_tile.h"
 #include "cuda/common/score_terms.h"
 #include "cuda/tile/fragment.h"
-#include "cuda/tile/quad.h"
 
 namespace tilewise::cuda {
 
 // Which rows and columns of a tile of scores a lane holds: element (m, h) of Sums is packed row
 // row(m, h), element (n, e) key 8 n + column + e.
 //
-// What comes in blocks of eight keys of a row, of which a lane needs one pair in four, each lane of
-// a quad gets whole, for another block, before pairs are exchanged (tile::quad_transpose): of rows
-// (m, 0) and (m, 1) those of row (m, block_row()), blocks 2 i + first_block(). Pair j then comes
-// from row (m, j % 2), block 2 i + j / 2.
+// Of a block of 16 keys of a row a lane needs four, so each lane of a quad draws whole ones for
+// dropout: of rows (m, 0) and (m, 1) those of row (m, drawn_row()), blocks 2 i + drawn_block().
 struct LanePlace {
   int32_t row0;
   int32_t column;
 
   // Of a thread, when warps hold `warp_rows` rows each.
   TILEWISE_DEVICE static LanePlace of(int thread, int warp_rows) {
-    const int lane = thread % ptx::kWarpSize;
+    const int lane = thread & (ptx::kWarpSize - 1);  // the compiler knows no sign
     return {thread / ptx::kWarpSize * warp_rows + lane / 4, lane % 4 * 2};
   }
   TILEWISE_DEVICE int32_t row(int m, int h) const { return row0 + m * 16 + h * 8; }
   TILEWISE_DEVICE int lane_of_quad() const { return column / 2; }
-  TILEWISE_DEVICE int block_row() const { return lane_of_quad() % 2; }
-  TILEWISE_DEVICE int first_block() const { return lane_of_quad() / 2; }
+  TILEWISE_DEVICE int drawn_row() const { return lane_of_quad() % 2; }
+  TILEWISE_DEVICE int drawn_block() const { return lane_of_quad() / 2; }
 };
 
 TILEWISE_DEVICE RowTerms row_terms(const Problem& p, const BlockWork& work, int32_t r) {
@@ -59,7 +56,7 @@ struct AlibiRows {
   }
 };
 
-// Which blocks of eight keys of a row a lane draws the bits of dropout for.
+// Which rows a lane draws the bits of dropout for.
 template <int kRows>
 struct DropoutRows {
   uint32_t row[kRows];
@@ -70,7 +67,7 @@ struct DropoutRows {
     DropoutRows rows;
 #pragma unroll
     for (int m = 0; m < kRows; ++m) {
-      const int32_t r = place.row(m, 0) + 8 * place.block_row();
+      const int32_t r = place.row(m, 0) + 8 * place.drawn_row();
       rows.row[m] = static_cast<uint32_t>(work.rows.first + work.rows.row(r));
       rows.batch_head[m] = static_cast<uint32_t>(work.sequence.batch * p.heads_q + work.head(r));
     }
@@ -78,40 +75,55 @@ struct DropoutRows {
   }
 };
 
-// The weights of a tile that dropout keeps, in the order of operands (tile::operand_of): the two
-// keys of word e of step i are bits bit(i) and 16 + bit(i) of word[m][e].
+// The weights of a tile that dropout keeps, as a quad has drawn them.
 template <int kRows, int kColumns>
 struct KeptBits {
-  static constexpr int kSteps = kColumns / 2;
-  static_assert(kColumns % 2 == 0 && kSteps <= 8);
+  static constexpr int kSteps = kColumns / 2;      // of 16 keys: blocks of a row
+  static constexpr int kDrawn = (kSteps + 1) / 2;  // blocks that a lane draws for a row
+  static constexpr int kWords = (kDrawn + 1) / 2;  // two in each
+  static_assert(kColumns % 2 == 0);
 
-  // In the upper halves of bytes: few shifts bring them to the highest bit of one.
-  static constexpr int bit(int i) { return 4 + i % 4 + i / 4 * 8; }
-
-  uint32_t word[kRows][4];
+  uint32_t word[kRows][kWords];
 
   // Zeroes the others.
-  TILEWISE_DEVICE void apply(tile::Sums<kRows, kColumns>& s) const {
+  TILEWISE_DEVICE void apply(tile::Sums<kRows, kColumns>& s, const LanePlace& place) const {
+    each([&](int m, int i, int h, int half, uint32_t drawn, int byte) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if ((drawn >> place.column >> (8 * byte + e) & 1u) == 0)
+          s.x[m][2 * i + half][2 * h + e] = 0.0f;
+    });
+  }
+  // The same of operands of 16 bits (tile::operand_of): two at once.
+  TILEWISE_DEVICE void apply(uint32_t (&operands)[kSteps][4], const LanePlace& place) const {
+    static_assert(kRows == 1);
+    // Products are shifts for the pipe that has less to do.
+    const uint32_t first = 0x80u >> place.column;
+    const uint32_t second = 0x40u >> place.column;
+    each([&](int, int i, int h, int half, uint32_t drawn, int byte) {
+      operands[i][2 * half + h] &= ptx::spread_signs(drawn * first, drawn * second, byte);
+    });
+  }
+
+ private:
+  // visit(m, step, h, half, drawn, byte): on the two keys that the lane has in half `half` of the
+  // 16 of a step bits `column` and the next one of that byte decide.
+  template <class Visit>
+  TILEWISE_DEVICE void each(const Visit& visit) const {
 #pragma unroll
     for (int m = 0; m < kRows; ++m) {
 #pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
+      for (int w = 0; w < kWords; ++w) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if ((word[m][n % 2 * 2 + e / 2] >> (16 * (e % 2) + bit(n / 2)) & 1u) == 0)
-            s.x[m][n][e] = 0.0f;
+        for (int lane = 0; lane < 4; ++lane) {
+          const uint32_t drawn = ptx::shuffle_within<4>(word[m][w], lane);
+#pragma unroll
+          for (int byte = 0; byte < 4; ++byte) {
+            const int step = 4 * w + byte / 2 * 2 + lane / 2;
+            if (step < kSteps) visit(m, step, lane % 2, byte % 2, drawn, byte);
+          }
         }
       }
-    }
-  }
-  // The same of operands of 16 bits: two at once.
-  TILEWISE_DEVICE void apply(uint32_t (&operands)[kSteps][4]) const {
-    static_assert(kRows == 1);
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        operands[i][e] &= ptx::spread_byte_sign(word[0][e] << (7 - bit(i) % 8), bit(i) / 8);
     }
   }
 };
@@ -208,33 +220,20 @@ struct GeneralTerms {
   TILEWISE_DEVICE KeptBits<kRows, kColumns> draw(const DropoutRows<kRows>& rows, int32_t tile,
                                                  const LanePlace& place) const {
     using Kept = KeptBits<kRows, kColumns>;
-    const auto first = static_cast<uint32_t>(tile * kColumns + place.first_block());
-    // Halves of 16 bits become `least`, the threshold, where they are kept, and one less where they
-    // are not. (A threshold of 2^16 keeps nothing.)
-    const uint32_t below = (dropout.threshold - 1) * 0x10001u;
-    const uint32_t least = min(dropout.threshold, 0xffffu) * 0x10001u;
+    const auto first = static_cast<uint32_t>(tile * Kept::kSteps + place.drawn_block());
     Kept kept;
 #pragma unroll
     for (int m = 0; m < kRows; ++m) {
-      uint32_t (&sum)[4] = kept.word[m];  // of 2^bit(i) times what block i became
+      const auto counter = [&](int i) {
+        return dropout.counter(first + static_cast<uint32_t>(2 * i), rows.row[m],
+                               rows.batch_head[m]);
+      };
 #pragma unroll
-      for (uint32_t& each : sum) each = 0;
-      uint32_t all = 0;
-#pragma unroll
-      for (int i = Kept::kSteps - 1; i >= 0; --i) {
-        const PhiloxState<uint32_t> bits = dropout.block<DeviceMath>(
-            first + static_cast<uint32_t>(2 * i), rows.row[m], rows.batch_head[m]);
-        const uint32_t word[4] = {bits.c0, bits.c1, bits.c2, bits.c3};
-        const uint32_t step = 1u << (Kept::bit(i + 1) - Kept::bit(i));
-        all = step * all + 1;
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-          sum[j] = step * sum[j] + ptx::clamp_u16x2(word[j], below, least);
+      for (int w = 0; w < Kept::kWords; ++w) {
+        kept.word[m][w] = 2 * w + 1 < Kept::kDrawn
+                              ? dropout.kept_keys<DeviceMath>(counter(2 * w), counter(2 * w + 1))
+                              : dropout.kept_keys<DeviceMath>(counter(2 * w));
       }
-      constexpr uint32_t kFirst = 1u << Kept::bit(0);
-#pragma unroll
-      for (uint32_t& each : sum) each = kFirst * each - kFirst * all * below;
-      tile::quad_transpose(sum, place.lane_of_quad());
     }
     return kept;
   }

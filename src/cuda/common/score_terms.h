@@ -69,19 +69,14 @@ struct RowTerms {
   int64_t bias;         // offset in elements of the bias of key 0
 };
 
-// Dropout factors of the keys [8 b, 8 b + 8) of one row: 1 / (1 - p) where kept, else 0.
+// Dropout factors of a block of keys of one row: 1 / (1 - p) where kept, else 0.
 struct KeepFactors {
-  PhiloxState<uint32_t> bits;
-  uint32_t threshold;
+  uint32_t kept;
   float scale;
 
-  TILEWISE_DEVICE float low_high(uint32_t word, int high) const {
-    return (high != 0 ? word >> 16 : word & 0xffffu) >= threshold ? scale : 0.0f;
-  }
-  // Key `i` of the eight.
-  TILEWISE_DEVICE float at(int i) const {
-    const uint32_t word = i < 4 ? (i < 2 ? bits.c0 : bits.c1) : (i < 6 ? bits.c2 : bits.c3);
-    return low_high(word, i % 2);
+  // Of a key of the block.
+  TILEWISE_DEVICE float at(int64_t key) const {
+    return (kept >> (key % Dropout::kKeysPerBlock) & 1u) != 0 ? scale : 0.0f;
   }
 };
 
@@ -123,11 +118,13 @@ struct ScoreTerms {
     return score.apply<DeviceMath>(raw, row.slope, distance, b);
   }
 
-  // `key` is any of the eight keys of its block.
+  // `key` is any of the block.
   TILEWISE_DEVICE KeepFactors keep(const RowTerms& row, int64_t key) const {
+    return {dropout.kept_keys<DeviceMath>(dropout_counter(row, key)), dropout.keep_scale};
+  }
+  TILEWISE_DEVICE PhiloxState<uint32_t> dropout_counter(const RowTerms& row, int64_t key) const {
     const auto block = static_cast<uint32_t>(key / Dropout::kKeysPerBlock);
-    return {dropout.block<DeviceMath>(block, row.row, row.batch_head), dropout.threshold,
-            dropout.keep_scale};
+    return dropout.counter(block, row.row, row.batch_head);
   }
 };
 

@@ -138,7 +138,8 @@ class GeneralScores {
           const int32_t query = row + from_row;
           float keep = 1.0f;
           if (terms_.dropout.on()) {
-            const uint32_t bit = kept[e % 2 * 4 + m * 2 + e / 2] >> (8 * n + lane / 4) & 1u;
+            const int drawn_by = e % 2 + m * 2 + n % 2 * 4;
+            const uint32_t bit = kept[drawn_by] >> (e / 2 * 8 + n / 2 * 16) & 1u;
             keep = bit != 0 ? terms_.dropout.keep_scale : 0.0f;
           }
           if (query < rows_ && mask.visible(offset, from_row)) {
@@ -164,26 +165,25 @@ class GeneralScores {
     return r;
   }
 
-  // The 8 keys of a Philox block lie across the 8 lanes of equal t, and so do the 8 combinations of
-  // (e % 2, m, e / 2): lane g draws the blocks of combination g for every n, as 8 bits each, and
-  // kept[c] is what lane c has drawn.
+  // The 16 keys of a block lie across the 8 lanes of equal t, two in each, and so do the 8
+  // combinations of (n % 2, m, e % 2): lane g draws those of combination g for every pair of n, and
+  // kept[c] is what lane c has drawn, from the bit of this lane's first key on.
   TILEWISE_DEVICE void draw(uint32_t (&kept)[8], int32_t row) const {
+    static_assert(Plan::kWarpQueries <= 32);
     const int lane = ptx::lane_index();
     const int g = lane / 4;
     const int t = lane % 4;
-    const int64_t block_key = key_ - g + (g / 2 % 2) * 16 + g % 2 * 8;
-    uint32_t mine = 0;
-#pragma unroll
-    for (int n = 0; n < Plan::kWarpQueries / 8; ++n) {
+    const auto counter = [&](int i) {
       RowTerms r = head_;
-      r.row = static_cast<uint32_t>(row + 8 * n + 2 * t + g / 4);
-      const KeepFactors factors = terms_.keep(r, block_key);
+      r.row = static_cast<uint32_t>(row + 16 * i + g / 4 * 8 + 2 * t + g % 2);
+      return terms_.dropout_counter(r, key_ - g + g / 2 % 2 * 16);
+    };
+    const Dropout& dropout = terms_.dropout;
+    const uint32_t drawn = Plan::kWarpQueries > 16
+                               ? dropout.template kept_keys<DeviceMath>(counter(0), counter(1))
+                               : dropout.template kept_keys<DeviceMath>(counter(0));
 #pragma unroll
-      for (int i = 0; i < 8; ++i)
-        mine |= static_cast<uint32_t>(factors.at(i) != 0.0f) << (8 * n + i);
-    }
-#pragma unroll
-    for (int c = 0; c < 8; ++c) kept[c] = ptx::shuffle(mine, c * 4 + t);
+    for (int c = 0; c < 8; ++c) kept[c] = ptx::shuffle(drawn, c * 4 + t) >> g;
   }
 
   ScoreTerms terms_;

@@ -290,7 +290,8 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
     if (dropout) {
       constexpr int kRows = C::kForward.warp_rows / 16;
       const auto rows = DropoutRows<kRows>::of(problem, kept, lane_place<C>());
-      general.template draw<kRows, C::kForward.keys / 8>(rows, tile, lane_place<C>()).apply(s);
+      general.template draw<kRows, C::kForward.keys / 8>(rows, tile, lane_place<C>())
+          .apply(s, lane_place<C>());
     }
 
     feed.arrive();

@@ -43,15 +43,20 @@ TILEWISE_DEVICE uint32_t mul_high(uint32_t a, uint32_t b) {
 TILEWISE_DEVICE uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
   return (x & mask) | bits;
 }
-// 0xffff in each half whose byte `byte` (0 or 1) has its highest bit set, 0 in the others.
-TILEWISE_DEVICE uint32_t spread_byte_sign(uint32_t x, int byte) {
-  return (x >> (8 * byte + 7) & 0x00010001u) * 0xffffu;
+// Byte i is byte (kBytes >> 4 i) % 8 of a (0 to 3) and b.
+template <uint32_t kBytes>
+TILEWISE_DEVICE uint32_t prmt(uint32_t a, uint32_t b) {
+  const uint64_t both = uint64_t{b} << 32 | a;
+  uint32_t r = 0;
+  for (int i = 0; i < 4; ++i)
+    r |= (static_cast<uint32_t>(both >> (8 * (kBytes >> 4 * i & 7u))) & 0xffu) << 8 * i;
+  return r;
 }
-// Each half between the same halves of `low` and `high`, which are in this order.
-TILEWISE_DEVICE uint32_t clamp_u16x2(uint32_t x, uint32_t low, uint32_t high) {
-  const uint32_t lower = min(max(x & 0xffffu, low & 0xffffu), high & 0xffffu);
-  const uint32_t upper = min(max(x >> 16, low >> 16), high >> 16);
-  return lower | upper << 16;
+// 0xffff in the half (`low` in the lower one, `high` in the upper one) of which byte `byte` has its
+// highest bit set, 0 in the other.
+TILEWISE_DEVICE uint32_t spread_signs(uint32_t low, uint32_t high, int byte) {
+  const int bit = 8 * byte + 7;
+  return ((low >> bit & 1u) | (high >> bit & 1u) << 16) * 0xffffu;
 }
 
 #else
@@ -110,14 +115,16 @@ TILEWISE_DEVICE uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(x), "r"(mask), "r"(bits));
   return r;
 }
-TILEWISE_DEVICE uint32_t spread_byte_sign(uint32_t x, int byte) {
+template <uint32_t kBytes>
+TILEWISE_DEVICE uint32_t prmt(uint32_t a, uint32_t b) {
   uint32_t r;
-  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(x), "r"(byte == 0 ? 0xAA88 : 0xBB99));
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "n"(kBytes));
   return r;
 }
-// Two instructions from sm_90 on, seven before.
-TILEWISE_DEVICE uint32_t clamp_u16x2(uint32_t x, uint32_t low, uint32_t high) {
-  return __vminu2(__vmaxu2(x, low), high);
+TILEWISE_DEVICE uint32_t spread_signs(uint32_t low, uint32_t high, int byte) {
+  uint32_t r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(low), "r"(high), "r"(0xCC88 + 0x1111 * byte));
+  return r;
 }
 
 #endif

@@ -183,17 +183,15 @@ struct OwnWeights {
     }
   }
 
-  // Times the dropout factors: a thread's four keys are half of one block of bits.
+  // Times the dropout factors: a thread's four keys are of one block of bits.
   TILEWISE_DEVICE void drop(const Place& place, int64_t first_key) const {
-    const bool upper = place.x % 2 != 0;
+    const int64_t key = first_key + place.x * 4;
 #pragma unroll 1
     for (int i = 0; i < 4; ++i) {
-      const RowTerms& row = shared().row_terms[place.y * 4 + i];
-      const KeepFactors keep = shared().terms.keep(row, first_key + place.x * 4);
-      const uint32_t low = upper ? keep.bits.c2 : keep.bits.c0;
-      const uint32_t high = upper ? keep.bits.c3 : keep.bits.c1;
+      KeepFactors keep = shared().terms.keep(shared().row_terms[place.y * 4 + i], key);
+      keep.kept >>= key % Dropout::kKeysPerBlock;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) at(i, j) *= keep.low_high(j < 2 ? low : high, j % 2);
+      for (int j = 0; j < 4; ++j) at(i, j) *= keep.at(j);
     }
   }
 };

@@ -11,7 +11,6 @@
 #include "cuda/ptx/mbarrier.h"
 #include "cuda/ptx/shared.h"
 #include "cuda/tile/fragment.h"
-#include "cuda/tile/quad.h"
 #include "cuda/wgmma/backward_work.h"
 
 namespace tilewise::cuda::wgmma {
@@ -228,20 +227,22 @@ class ColumnScores {
     }
   }
 
-  // The eight keys of a block of random words lie in the four lanes of a row: each lane draws one
-  // of the four (row, block) pairs of the chunk, and gives every lane its word.
+  // The 16 keys of a block lie in the four lanes of a row: even ones draw the first of their two
+  // rows, odd ones the second.
   TILEWISE_DEVICE static void drop(float (&x)[8], const Dropout& dropout, const RowTerms& row,
                                    int32_t key) {
     const int t = ptx::lane_index() % 4;
-    const auto block = static_cast<uint32_t>(key / 8 + t / 2);
-    const PhiloxState<uint32_t> bits = dropout.template block<DeviceMath>(
-        block, row.row + static_cast<uint32_t>(t % 2 * 8), row.batch_head);
-    uint32_t word[4] = {bits.c0, bits.c1, bits.c2, bits.c3};
-    tile::quad_transpose(word, t);
+    const uint32_t drawn = dropout.template kept_keys<DeviceMath>(
+        dropout.counter(static_cast<uint32_t>(key / Dropout::kKeysPerBlock),
+                        row.row + static_cast<uint32_t>(t % 2 * 8), row.batch_head));
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t value = i % 2 == 0 ? word[i / 2] & 0xffffu : word[i / 2] >> 16;
-      x[i] = value >= dropout.threshold ? x[i] * dropout.keep_scale : 0.0f;
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t kept = ptx::shuffle_within<4>(drawn, half) >> (2 * t);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& value = x[i / 2 * 4 + half * 2 + i % 2];
+        value = (kept >> (i / 2 * 8 + i % 2) & 1u) != 0 ? value * dropout.keep_scale : 0.0f;
+      }
     }
   }
 

@@ -31,46 +31,46 @@ struct DropoutFactors {
   }
 };
 
-// The weights that dropout keeps: one bit per score of the thread. Score 16 i + c is bit
-// 8 (i % 4) + bit_of(c) of word i / 4.
+// The weights that dropout keeps: one bit per score of the thread, of which e / 2 says which of its
+// two keys, e % 2 which query of a group of eight.
 struct KeptScores {
   uint32_t word[2];
 
-  // The scores come in eights of two groups of queries: (j % 2, e / 2, e % 2).
   TILEWISE_DEVICE bool at(int i) const {
     const int e = i % 4;
-    const int c = e / 2 | e % 2 << 1 | i / 4 % 2 << 2;
-    return (word[i / 32] >> (i / 8 % 4 * 8 + c) & 1u) != 0;
+    const int group = i / 4;
+    const int drawn_by = group % 4 * 2 + e % 2;
+    return (word[group / 8] >> (drawn_by + e / 2 * 8 + group / 4 % 2 * 16) & 1u) != 0;
   }
 
-  // The 8 keys of a Philox block lie across the 8 lanes of equal t, and so do the 8 combinations of
-  // a pair of query groups: (which, e % 2, e / 2). Lane g draws the blocks of combination g for
-  // every pair, and the lanes then exchange what they have drawn. `key`: the thread's first one.
+  // The 16 keys of a block lie across the 8 lanes of equal t, two in each, and so do the 8 rows
+  // that these have in four groups of queries. Lane g draws row (g % 2) of group g / 2 for every
+  // four groups, and the lanes then exchange what they have drawn. `key`: the thread's first one.
   template <int kGroups>
   TILEWISE_DEVICE static KeptScores draw(const Dropout& dropout, int32_t key, int32_t first_row,
                                          uint32_t batch_head) {
-    constexpr int kBlocks = kGroups / 2;
+    constexpr int kWords = (kGroups + 7) / 8;
     const int lane = ptx::lane_index();
     const int g = lane / 4;
     const int t = lane % 4;
-    const auto row = static_cast<uint32_t>(first_row + 2 * t + g / 2 % 2 + g / 4 * 8);
-    KeptScores drawn{};
+    const auto counter = [&](int i) {
+      return dropout.counter(static_cast<uint32_t>(key / Dropout::kKeysPerBlock),
+                             static_cast<uint32_t>(first_row + 2 * t + g % 2 + g / 2 * 8 + 32 * i),
+                             batch_head);
+    };
+    uint32_t drawn[2];
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-      const KeepFactors factors{
-          dropout.template block<DeviceMath>(static_cast<uint32_t>(key / 8 + g % 2),
-                                             row + static_cast<uint32_t>(16 * i), batch_head),
-          dropout.threshold, 1.0f};
-#pragma unroll
-      for (int k = 0; k < 8; ++k)
-        drawn.word[i / 4] |= (factors.at(k) != 0.0f ? 1u : 0u) << (i % 4 * 8 + k);
+    for (int w = 0; w < kWords; ++w) {
+      drawn[w] = 8 * w + 4 < kGroups
+                     ? dropout.template kept_keys<DeviceMath>(counter(2 * w), counter(2 * w + 1))
+                     : dropout.template kept_keys<DeviceMath>(counter(2 * w));
     }
     KeptScores kept{};
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
 #pragma unroll
-      for (int w = 0; w < (kBlocks + 3) / 4; ++w)
-        kept.word[w] |= (ptx::shuffle(drawn.word[w], c * 4 + t) >> g & 0x01010101u) << c;
+      for (int w = 0; w < kWords; ++w)
+        kept.word[w] |= (ptx::shuffle(drawn[w], c * 4 + t) >> g & 0x01010101u) << c;
     }
     return kept;
   }

@@ -193,7 +193,7 @@ class ForwardMath {
 #pragma unroll
       for (int e = 0; e < 4; ++e) weights_[i][e] = a.r[e];
     }
-    terms_.drop(weights_);
+    terms_.drop(weights_, place());
   }
   TILEWISE_DEVICE void rescale() {
 #pragma unroll

@@ -219,7 +219,7 @@ class RowRepair {
       pair[1] *= shrink;
     }
     if (!C::kGeneral || !all_.dropout.on()) return weight;
-    const float keep = all_.keep(row.terms, key).at(key % Dropout::kKeysPerBlock);
+    const float keep = all_.keep(row.terms, key).at(key);
     return keep == 0.0f ? 0.0f : weight * keep;
   }
 

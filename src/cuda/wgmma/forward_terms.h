@@ -183,8 +183,8 @@ class ForwardTerms {
   }
 
   // Zeroes the weights that dropout drops.
-  TILEWISE_DEVICE void drop(Weights& weights) const {
-    if (drops()) kept_.apply(weights);
+  TILEWISE_DEVICE void drop(Weights& weights, const LanePlace& place) const {
+    if (drops()) kept_.apply(weights, place);
   }
 
  private:
@@ -232,7 +232,7 @@ class ForwardTerms<C, Option::none> {
   TILEWISE_DEVICE void prepare(int32_t, bool) const {}
   TILEWISE_DEVICE void apply(const BlockWork&, Scores&, int32_t, const LanePlace&, bool) const {}
   TILEWISE_DEVICE void finish(int32_t, const LanePlace&) const {}
-  TILEWISE_DEVICE void drop(const Weights&) const {}
+  TILEWISE_DEVICE void drop(const Weights&, const LanePlace&) const {}
 
  private:
   float unit_;
