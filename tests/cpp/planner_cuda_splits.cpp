@@ -35,8 +35,9 @@ TEST(PlannerCudaSplits, AClusterMergesFewSplitsThatRunAtOnce) {
     p.num_splits = splits;
     return forward(p, gpu_with(sm));
   };
-  for (const cuda::Plan& plan : {planned(1, 1024), planned(1, 1024, 16), planned(8, 1024),
-                                 planned(1, 8192), planned(1, 100, 2), planned(1, 1024, 0, 100)}) {
+  for (const cuda::Plan& plan :
+       {planned(1, 1024), planned(1, 1024, 16), planned(8, 1024), planned(1, 8192),
+        planned(1, 100, 2), planned(16, 8192), planned(1, 1024, 0, 100)}) {
     EXPECT_GT(plan.splits, 1);
     EXPECT_EQ(plan.cluster, plan.splits);
     EXPECT_EQ(plan.workspace_bytes, 0);
