@@ -241,6 +241,6 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> bool:
         which = "forward" if direction == "fwd" else "backward"
         axis.set_title(f"{which}, D {dim}: TFLOP/s (dashed: causal)", fontsize=9, loc="left")
         if named:
-            axis.legend(fontsize=7, frameon=False, loc="lower right")
+            axis.legend(fontsize=7, framealpha=0.9, edgecolor="none", loc="lower right")
     plot.save(figure, path)
     return True

@@ -32,7 +32,7 @@ def available() -> bool:
 
 
 def figure(panels: int, title: str) -> tuple[Any, list[Any]]:
-    """A figure with `panels` axes side by side, in the one style all our plots have.
+    """A figure with `panels` axes, at most three side by side, in the one style all our plots have.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -42,10 +42,16 @@ def figure(panels: int, title: str) -> tuple[Any, list[Any]]:
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError(MISSING) from None
-    drawing = Figure(figsize=(4.6 * panels + 0.4, 4.1), dpi=140, layout="constrained")
+    columns = min(panels, 3)
+    rows = -(-panels // columns)
+    size = (4.6 * columns + 0.4, 3.7 * rows + 0.4)
+    drawing = Figure(figsize=size, dpi=140, layout="constrained")
     FigureCanvasAgg(drawing)
     drawing.suptitle(title, fontsize=11, color=INK, x=0.012, ha="left")
-    axes = list(drawing.subplots(1, panels, squeeze=False)[0])
+    axes = list(drawing.subplots(rows, columns, squeeze=False).flat)
+    for axis in axes[panels:]:
+        axis.remove()
+    axes = axes[:panels]
     for axis in axes:
         axis.grid(True, color=FAINT, linewidth=0.8)
         axis.set_axisbelow(True)
