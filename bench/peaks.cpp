@@ -190,8 +190,9 @@ struct alignas(64) TileConfig {
 };
 
 __attribute__((target("amx-tile,amx-bf16"))) double work_amx(int, int64_t rounds) {
-  const TileConfig config;
-  _tile_loadconfig(&config);
+  // A constant in memory: GCC's intrinsic claims to read only 8 bytes of it.
+  static constexpr TileConfig kConfig;
+  _tile_loadconfig(&kConfig);
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
