@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/band.h"
+#include "base/divisor.h"
 #include "base/math.h"
 
 namespace tilewise {
@@ -37,11 +38,14 @@ struct Tiling {
   }
 };
 
-// How many parts the keys of a sequence are cut into: what its own lengths say, whatever the batch.
+// How many parts the keys of a sequence are cut into: what its own lengths say, whatever the batch,
+// or, where `shares` are given, `parts_of_shares`.
 struct SplitRule {
   int64_t least = 0;         // keys of a part, at least; 0: every sequence has `most` parts
   int64_t most = 1;          // parts
   int64_t rows = INT64_MAX;  // a sequence with more rows than these has one part
+  Divisor shares = 0;        // of the keys of a batch, one of which a part has; 0: none
+  Divisor tile = 1;          // keys, whole ones of which a share has
 
   TILEWISE_FN constexpr int64_t parts(int64_t sequence_rows, int64_t keys) const {
     if (least == 0) return most;
@@ -49,6 +53,22 @@ struct SplitRule {
     // 32 bits: a GPU divides 64 of them slowly.
     const auto some = static_cast<uint32_t>(min<int64_t>(keys, INT32_MAX));
     return clamp(some / static_cast<uint32_t>(least), 1, most);
+  }
+
+  // No part has more than a share of `batch_keys`, the keys of all sequences, or than `least`.
+  TILEWISE_FN constexpr int32_t parts_of_shares(int64_t keys, int32_t batch_keys) const {
+    const int32_t share = max(static_cast<int32_t>(least), ceil_quotient(shares, batch_keys));
+    const auto part =
+        static_cast<uint32_t>(ceil_quotient(tile, share)) * static_cast<uint32_t>(int32_t{tile});
+    const auto some = static_cast<uint32_t>(min<int64_t>(keys, INT32_MAX));
+    const auto whole = static_cast<int32_t>((some + part - 1) / part);
+    return max(1, min(whole, static_cast<int32_t>(most)));
+  }
+
+ private:
+  // At least 1.
+  TILEWISE_FN static constexpr int32_t ceil_quotient(const Divisor& by, int32_t n) {
+    return by.quotient(max(1, n) - 1) + 1;
   }
 };
 

@@ -21,7 +21,7 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPiece
   params.row_tile = plan.tile_q;
   params.key_tile = plan.tile_k;
   params.flags = {pieces.flags.in<uint8_t>(workspace), plan.order.splits,
-                  static_cast<int32_t>(plan.blocks / plan.splits)};
+                  static_cast<int32_t>(plan.blocks / plan.splits), plan.order.splits_last};
   params.rule = plan.rule;
   params.pitch = plan.pitch;
   params.merges_splits = plan.cluster > 1;
@@ -101,7 +101,8 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
   if (plan.splits > 1 && plan.cluster == 1) combine(p, params);
   if (plan.second == nullptr) return;
   // The same tiles, each with all of its keys.
-  params.order.splits = 1;
+  params.order.split_tiles(1);
+  params.rule = {};
   launch(plan.second->form(Form::general).forward,
          second_blocks(params.flags, plan.second->forward_tile, p.device_index), p.stream, params,
          Start::dependent);

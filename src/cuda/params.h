@@ -67,13 +67,16 @@ struct PaddedRows {
 // computes the flagged tiles again, element by element. `flags` is null where no band is in force,
 // and where a kernel sees to it itself (the forward of wgmma).
 struct Flags {
-  uint8_t* data = nullptr;  // one per block of the main launch
-  int32_t per_tile = 1;     // blocks that share a tile of the second launch: key splits
-  int32_t tiles = 0;        // of the second launch, whose blocks share them (simt/tile_walk.h)
+  uint8_t* data = nullptr;   // one per block of the main launch
+  int32_t per_tile = 1;      // blocks that share a tile of the second launch: key splits
+  int32_t tiles = 0;         // of the second launch, whose blocks share them (simt/tile_walk.h)
+  bool splits_last = false;  // of TileOrder: blocks of a tile are `tiles` apart
 
   TILEWISE_FN bool any(int64_t tile) const {
+    const int64_t first = splits_last ? tile : tile * per_tile;
+    const int64_t step = splits_last ? tiles : 1;
     uint32_t found = 0;  // no early end: the loads do not wait for each other
-    for (int32_t i = 0; i < per_tile; ++i) found |= data[tile * per_tile + i];
+    for (int32_t i = 0; i < per_tile; ++i) found |= data[first + i * step];
     return found != 0;
   }
 };
@@ -96,7 +99,7 @@ struct ForwardParams {
   uint32_t pack_reciprocal = 1u << 31;  // ceil(2^31 / packing.group)
   bool merges_splits = false;           // the blocks of the splits of a tile are a cluster
 
-  // Of the keys of a sequence; 1: its results go straight to out.
+  // Of the keys of a sequence, by a rule without shares; 1: its results go straight to out.
   TILEWISE_FN int32_t splits_of(const Band& band) const {
     if (order.splits == 1 || rule.least == 0) return order.splits;
     return static_cast<int32_t>(rule.parts(band.rows, band.keys));

@@ -81,6 +81,8 @@ bool are_better_merged(const Gpu& gpu, int64_t blocks, int64_t splits, int64_t k
          (splits == 2 || ceil_div(key_tiles, splits) <= kTilesOfBlock);
 }
 
+constexpr int64_t kReadersOfMultiprocessor = 2;
+
 // Decoding by boxes: two blocks a multiprocessor read as fast as four, with half as many partial
 // results (B1 with 32k keys: 38.0 -> 36.3 us), and one is not far behind (B32 with 1k keys, 256
 // blocks without splits: 39.0 -> 34.9 us). So do the blocks of small clusters, and of larger ones
@@ -88,7 +90,7 @@ bool are_better_merged(const Gpu& gpu, int64_t blocks, int64_t splits, int64_t k
 int64_t choose_splits_of_boxes(const Gpu& gpu, Form form, int64_t blocks, int64_t key_tiles) {
   const int64_t all = gpu.multiprocessors;
   if (blocks > all) return 1;
-  const int64_t most = min(kMostSplits, 2 * all / blocks);
+  const int64_t most = min(kMostSplits, kReadersOfMultiprocessor * all / blocks);
   int64_t merged = min(most, kSmallCluster);
   if (blocks * merged * 8 < all * 7) merged = min(most_merged_splits(gpu), all / blocks);
   const bool busy = blocks * merged * 8 >= all * 7 || key_tiles <= merged;
@@ -139,8 +141,9 @@ SplitRule invariant_rule(const Problem& p, int64_t tile_rows) {
           min(kRows, max<int64_t>(1, tile_rows / group_size(p)))};
 }
 
-// Lengths that only the GPU knows: a long sequence is cut where short ones are not. The room of
-// the cache says how many blocks there are at most, and those of a short one end at once.
+// Lengths that only the GPU knows: blocks sum them up, and a part is a share of that sum, so that a
+// long sequence is cut where short ones are not. The room of the cache says how many blocks there
+// are at most, and those of a short one end at once.
 SplitRule uneven_rule(const Problem& p, const Gpu& gpu, const UnitTable& unit, int64_t blocks) {
   const Tile& tile = unit.forward_tile;
   const int64_t slots = int64_t{gpu.multiprocessors} * max(1, tile.blocks_per_sm);
@@ -155,7 +158,13 @@ SplitRule uneven_rule(const Problem& p, const Gpu& gpu, const UnitTable& unit, i
   };
   // Parts of one tile are nothing but a start and an end: a second turn of them comes late.
   const int64_t least = max<int64_t>(tile.keys, min<int64_t>(share(slots), 2 * tile.keys));
-  return {max(max(keys_of_split(unit), least), share(slots * times)), kMostSplits, INT64_MAX};
+  SplitRule rule{max(max(keys_of_split(unit), least), share(slots * times)), kMostSplits};
+  // Sequences of equal length: as many parts as there is room for, whole, as without lengths.
+  const int64_t at_once = min(slots, kReadersOfMultiprocessor * gpu.multiprocessors);
+  const int64_t shares = p.batch * max<int64_t>(1, at_once / max<int64_t>(1, blocks));
+  rule.shares = static_cast<int32_t>(min<int64_t>(shares, INT32_MAX));
+  rule.tile = tile.keys;
+  return rule;
 }
 
 // Sets splits, the rule that gives them to sequences, and where their results lie.
@@ -164,7 +173,8 @@ void split(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
   const bool decoding = most_rows(p) * group_size(p) <= kDecodeRows;
   if (p.batch_invariant == 0 && p.num_splits == 0 && uneven && decoding) {
     plan.rule = uneven_rule(p, gpu, *plan.unit, blocks);
-    plan.splits = plan.rule.parts(0, most_keys(p));
+    plan.splits = plan.rule.parts_of_shares(most_keys(p), 0);
+    if (plan.splits == 1) plan.rule = {};
     return;
   }
   if (p.batch_invariant == 0) {
@@ -221,9 +231,12 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Invento
                                    p.batch, plan.tile_q);
   const int64_t blocks = tiles * plan.order.heads;
   split(plan, p, gpu, blocks);
-  plan.order.splits = static_cast<int32_t>(plan.splits);
   plan.blocks = blocks * plan.splits;
-  if (merges_splits(p, plan, gpu)) plan.cluster = plan.order.splits;
+  if (merges_splits(p, plan, gpu)) plan.cluster = static_cast<int32_t>(plan.splits);
+  if (plan.rule.shares != 0 && plan.cluster == 1)
+    plan.order.split_batch(plan.splits, blocks);
+  else
+    plan.order.split_tiles(plan.splits);
   // wgmma's plain form is the lean one: instructions that a launch does not run cost it, too.
   const bool shared = plan.pack > 1 || plan.splits > 1;
   if (family == Family::wgmma && shared) plan.form = Form::general;

@@ -13,6 +13,7 @@ using tilewise::Band;
 using tilewise::key_split;
 using tilewise::Packing;
 using tilewise::Range;
+using tilewise::SplitRule;
 using tilewise::Tiling;
 
 TEST(Tiling, CoversItsLengthOnce) {
@@ -60,6 +61,45 @@ TEST(KeySplit, PartsAreWholeTilesThatCoverTheKeysOnce) {
           }
           EXPECT_EQ(next, keys.end);
         }
+}
+
+// A batch has at most a part for each share of its keys, and one more for each sequence, of whole
+// tiles; sequences of equal length have as many as there are shares of each.
+TEST(SplitRule, PartsOfSharesFollowTheBatch) {
+  constexpr int32_t kTile = 64;
+  for (int32_t sequences : {1, 3, 16, 200})
+    for (int32_t shares_of_each : {1, 2, 5, 16}) {
+      SplitRule rule{kTile, 128};
+      rule.shares = sequences * shares_of_each;
+      rule.tile = kTile;
+      for (int32_t keys : {2048, 4096, 5120, 32768}) {
+        int64_t parts = 0;
+        for (int32_t i = 0; i < sequences; ++i) {
+          const int32_t own = i % 3 == 0 ? 0 : keys * (i % 3);
+          parts += rule.parts_of_shares(own, sequences * keys);
+        }
+        EXPECT_LE(parts, sequences * shares_of_each + sequences);
+        EXPECT_EQ(rule.parts_of_shares(keys, sequences * keys), shares_of_each);
+      }
+    }
+}
+
+// What the host asks for a grid is the most that any batch has.
+TEST(SplitRule, PartsOfSharesHaveAFloorAndAnEnd) {
+  SplitRule rule{200, 8};
+  rule.shares = 4;
+  rule.tile = 64;
+  EXPECT_EQ(rule.parts_of_shares(0, 0), 1);
+  EXPECT_EQ(rule.parts_of_shares(256, 0), 1);
+  EXPECT_EQ(rule.parts_of_shares(257, 0), 2);
+  EXPECT_EQ(rule.parts_of_shares(1 << 20, 0), 8);
+  EXPECT_EQ(rule.parts_of_shares(1024, 1024), 4);
+  EXPECT_EQ(rule.parts_of_shares(1024, 1028), 4);
+  EXPECT_EQ(rule.parts_of_shares(1024, 2048), 2);
+  EXPECT_EQ(rule.parts_of_shares(INT32_MAX, INT32_MAX), 4);
+  EXPECT_EQ(rule.parts_of_shares(int64_t{1} << 40, INT32_MAX), 4);
+  rule.shares = 1;
+  EXPECT_EQ(rule.parts_of_shares(INT32_MAX, INT32_MAX), 1);
 }
 
 TEST(Packing, EveryRowOfEveryHeadOnce) {

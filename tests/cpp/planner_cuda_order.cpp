@@ -128,6 +128,22 @@ TEST(PlannerCudaOrder, TheOrderVisitsEveryTileOnce) {
   }
 }
 
+// Lengths that only the GPU knows: first splits of all sequences first, every one once.
+TEST(PlannerCudaOrder, SplitsOfUnevenLengthsFollowEachOther) {
+  Problem p = problem(TILEWISE_BFLOAT16, 30, 1, 8192, 5);
+  const int32_t lengths = 0;
+  p.seqused_k = &lengths;
+  const cuda::Plan plan = forward(p, gpu_with(90));
+  ASSERT_GT(plan.splits, 1);
+  for (int64_t block = 0; block < plan.blocks; ++block) {
+    const cuda::TileOrder::Work w = plan.order.at(block);
+    ASSERT_EQ(w.tile, 0);
+    ASSERT_EQ((w.split * 30 + w.sequence) * 5 + w.head, block);
+    const cuda::TileOrder::Work only = plan.order.at_only_tile(block);
+    ASSERT_EQ((only.split * 30 + only.sequence) * 5 + only.head, block);
+  }
+}
+
 // A key tile waits for the ones before it, so they have to start first: from the first one up, or
 // from the last one down.
 TEST(PlannerCudaOrder, DeterministicKeyTilesFollowEachOther) {

@@ -89,20 +89,42 @@ TEST(PlannerCudaSplits, SplitsOfADecodeFillTheGpuOnceOrTwice) {
   EXPECT_EQ(splits(1, 4096, 16, 1), 64);
 }
 
-// Lengths that only the GPU knows: a sequence is cut by its own keys, however many there are.
+// Lengths that only the GPU knows: a sequence is cut by its own keys and those of the batch.
 TEST(PlannerCudaSplits, UnevenLengthsAreCutByTheirKeys) {
   const Device device = gpu_with(90);
   Problem p = problem(TILEWISE_BFLOAT16, 4, 1, 65536, 8);
   const int32_t lengths = 0;
   p.seqused_k = &lengths;
   const cuda::Plan some = forward(p, device);
-  EXPECT_GT(some.rule.parts(1, 65536), 8);
-  EXPECT_EQ(some.rule.parts(1, 100), 1);
+  EXPECT_GT(some.rule.parts_of_shares(65536, 65536), 8);
+  EXPECT_EQ(some.rule.parts_of_shares(100, 65536), 1);
+  EXPECT_EQ(some.rule.parts_of_shares(65536, 0), some.splits);
   p.seqlen_k = int64_t{1} << 37;  // as a block table may have room for
   p.batch = 64;
   const cuda::Plan many = forward(p, device);
-  EXPECT_EQ(many.rule.parts(1, p.seqlen_k), 1);
+  EXPECT_EQ(many.rule.shares, 0);
   EXPECT_EQ(many.splits, 1);
+  p.seqlen_k = 4096;
+  p.batch_invariant = 1;
+  EXPECT_EQ(forward(p, device).rule.shares, 0);
+}
+
+// Full caches are cut as they are without lengths.
+TEST(PlannerCudaSplits, FullLengthsAreCutAsNoLengths) {
+  const Device device = gpu_with(90);
+  for (const int64_t batch : {2, 3, 5, 8, 16, 64}) {
+    for (const int64_t keys : {8192, 32768}) {
+      Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, 32);
+      p.heads_kv = 8;
+      const int64_t splits = forward(p, device).splits;
+      const int32_t lengths = 0;
+      p.seqused_k = &lengths;
+      const cuda::Plan plan = forward(p, device);
+      EXPECT_EQ(plan.rule.parts_of_shares(keys, static_cast<int32_t>(batch * keys)), splits)
+          << batch << " x " << keys;
+      EXPECT_GE(plan.splits, splits);
+    }
+  }
 }
 
 // Few tiles of keys: a block each while all of them run at once, otherwise two or more.

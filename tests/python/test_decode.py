@@ -71,6 +71,30 @@ def test_one_long_sequence_among_short_ones(dtype, page_size):
     )  # fmt: skip
 
 
+LENGTHS = {
+    "full": (640,) * 6,
+    "none": (0,) * 6,
+    "one": (0, 0, 0, 0, 640, 0),
+    "apart": (640, 1, 0, 577, 64, 130),
+    "many": tuple(320 if i % 45 == 7 else i % 4 for i in range(140)),
+}
+
+
+@pytest.mark.parametrize("page_size", [0, 8, 64])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_sequences_are_cut_by_the_keys_of_their_batch(dtype, lengths, rows, page_size):
+    used = LENGTHS[lengths]
+    heads_kv, room = (1, 320) if lengths == "many" else (2, 640)
+    check(
+        Case(dtype=dtype, rows=(rows,) * len(used), keys=(room,) * len(used), used_k=used,
+             heads_kv=heads_kv, group=2, head_dim=16, head_dim_v=24, page_size=page_size,
+             window=(-1, 0) if rows > 1 else (-1, -1), sinks=rows > 1, spread=0.5),
+        backward=False,
+    )  # fmt: skip
+
+
 @pytest.mark.abi("cpu")
 @pytest.mark.parametrize("seed", range(24))
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -218,6 +218,23 @@ def test_decode_with_nan_in_one_sequence(dtype, splits):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_decode_with_nan_that_some_rows_see(dtype):
+    """In parts of sequences that are cut by the keys of their batch."""
+    used = (640, 0, 129, 577, 70)
+    b = Built(Case(dtype, (2,) * 5, (640,) * 5, heads_kv=2, group=2, used_k=used, window=(-1, 0)))
+
+    def spoil() -> None:
+        for i in (0, 3):
+            b.v[i, used[i] - 1, 1] = torch.nan  # seen by the second row alone
+
+    out_at = np.zeros((5, 2, 4, 1), bool)
+    out_at[[0, 3], 1, 2:] = True
+    for place, clean, got in everywhere(b, spoil):
+        expect(got.out, clean.out, out_at.reshape(-1, 4, 1), dtype, f"out {place}")
+        assert unchanged(got.lse, clean.lse, dtype), f"lse {place}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch, heads", [(1, 1), (4, 8)])
 def test_decode_does_not_see_beyond_its_window(dtype, batch, heads):
     """One row whose window starts inside a tile of keys: those before it share the tile."""

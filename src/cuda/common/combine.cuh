@@ -1,6 +1,7 @@
 // out = sum over the splits of exp(lse_split - lse) out_split, in an order fixed by their number.
 #pragma once
 
+#include "cuda/common/batch_splits.h"
 #include "cuda/common/block.h"
 #include "cuda/common/combine.h"
 #include "cuda/common/places.h"
@@ -34,8 +35,10 @@ struct Combine {
     splits = params.splits;
     int64_t partial = row;
     if (params.rule.least > 0) {
+      BatchSplits batch(p, params.rule);
       const Sequence s = sequence_of(p, place.batch);
-      splits = static_cast<int32_t>(params.rule.parts(s.band.rows, s.band.keys));
+      splits = batch.any() ? batch.of(params.rule, s.band.keys)
+                           : static_cast<int32_t>(params.rule.parts(s.band.rows, s.band.keys));
       partial = partial_row(p, params.pitch, s, place.index);
     }
     item = partial * p.heads_q + head;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/schedule.h"
+#include "cuda/common/batch_splits.h"
 #include "cuda/params.h"
 #include "cuda/ptx/block.h"
 #include "cuda/ptx/convert.h"
@@ -128,10 +129,12 @@ struct BlockWork {
     BlockWork w;
     w.rows.count = 0;
     if (work.sequence < 0) return w;
+    BatchSplits batch(p.problem, p.rule);
     w.sequence = sequence_of(p.problem, work.sequence);
     w.rows = QueryRows::of(p, w.sequence.band, work.tile, work.head);
     w.split = work.split;
-    w.splits = p.splits_of(w.sequence.band);
+    const Band& band = w.sequence.band;
+    w.splits = batch.any() ? batch.of(p.rule, band.keys) : p.splits_of(band);
     if (w.split >= w.splits) w.rows.count = 0;
     if (w.any()) w.tiles = KeyTiles::of(w.sequence.band, w.rows, w.split, w.splits, key_tile);
     return w;

@@ -1,5 +1,5 @@
-// Exchange between the lanes of a warp. PTX ISA 9.7.9: shfl.sync, 9.7.13: vote.sync, 9.7.14:
-// movmatrix.
+// Exchange between the lanes of a warp. PTX ISA 9.7.9: shfl.sync, 9.7.13: vote.sync and
+// redux.sync, 9.7.14: movmatrix.
 #pragma once
 
 #include "cuda/ptx/platform.h"
@@ -20,6 +20,11 @@ TILEWISE_DEVICE uint32_t shuffle_within(uint32_t x, int lane) {
   return emulator::shuffle(x, emulator::thread_index() % kWarpSize / kLanes * kLanes + lane);
 }
 TILEWISE_DEVICE bool any(bool x) { return emulator::any(x); }
+// Of all lanes.
+TILEWISE_DEVICE uint32_t sum(uint32_t x) {
+  for (int lanes = 1; lanes < kWarpSize; lanes *= 2) x += emulator::shuffle_xor(x, lanes);
+  return x;
+}
 // One lane of a whole warp. ptxas knows that it is one, which `lane == 0` does not say: bulk copies
 // go without a loop over lanes.
 TILEWISE_DEVICE bool elect_one() { return emulator::thread_index() % kWarpSize == 0; }
@@ -56,6 +61,15 @@ TILEWISE_DEVICE uint32_t shuffle_within(uint32_t x, int lane) {
   return __shfl_sync(kAllLanes, x, lane, kLanes);
 }
 TILEWISE_DEVICE bool any(bool x) { return __any_sync(kAllLanes, x) != 0; }
+TILEWISE_DEVICE uint32_t sum(uint32_t x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(kAllLanes, x);
+#else
+#pragma unroll
+  for (int lanes = 1; lanes < kWarpSize; lanes *= 2) x += __shfl_xor_sync(kAllLanes, x, lanes);
+  return x;
+#endif
+}
 TILEWISE_DEVICE bool elect_one() {
   uint32_t elected;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"

@@ -2,6 +2,7 @@
 // time, over one split of the keys.
 #pragma once
 
+#include "cuda/common/batch_splits.h"
 #include "cuda/simt/tile_walk.h"
 
 namespace tilewise::cuda::simt {
@@ -173,11 +174,9 @@ struct Forward {
   TILEWISE_DEVICE void run(Range packed) {
     const RowTile tile{params.packing, work.head * params.packing.group, packed};
     const Band& band = shared().sequence.band;
-    const int32_t splits = params.splits_of(band);
-    const Range part = key_split({0, band.keys}, splits, work.split, params.key_tile);
-    const Range keys = intersect(band.keys_of_any(tile.rows()), part);
     ptx::sync_block();  // the rows before have read their table
-    if (ptx::thread_index() == 0) shared().splits = splits;
+    const Range part = key_split({0, band.keys}, shared().splits, work.split, params.key_tile);
+    const Range keys = intersect(band.keys_of_any(tile.rows()), part);
     load_row_table(p, tile, p.out, part);
     ptx::sync_block();
     begin();
@@ -194,7 +193,12 @@ TILEWISE_DEVICE void forward_tile(const ForwardParams& params, int32_t tile) {
   const int64_t begin = int64_t{work.tile} * params.row_tile;
   const int64_t end =
       min(begin + params.row_tile, params.packing.packed(shared().sequence.band.rows));
-  if (begin >= end || work.split >= params.splits_of(shared().sequence.band)) return;
+  if (begin >= end) return;
+  const Band& band = shared().sequence.band;
+  BatchSplits batch(params.problem, params.rule);
+  const int32_t splits = batch.any() ? batch.of(params.rule, band.keys) : params.splits_of(band);
+  if (work.split >= splits) return;
+  if (ptx::thread_index() == 0) shared().splits = splits;
   if (params.problem.k_descale != nullptr) {
     if (ptx::thread_index() == 0)
       shared().terms.score =
