@@ -53,7 +53,7 @@ class BatchSplits {
 
   const int32_t* lengths_;
   int32_t count_;
-  int32_t of_lane_[kLoads];
+  int32_t of_lane_[kLoads] = {};
 };
 
 }  // namespace tilewise::cuda
