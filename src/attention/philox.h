@@ -38,8 +38,9 @@ TILEWISE_FN PhiloxState<U> philox4x32(PhiloxState<U> c, uint32_t k0, uint32_t k1
 //
 // So all 16 keys are compared at once, bit by bit, and p is resolved to 1.5e-5 by 8 bits a key: the
 // lower half of a number only counts once in 256 times, so a key and the one 8 further on, whose
-// bits it has there, are correlated by 1/128 at most (docs/decisions/018). `batch` is the index of
-// the sequence, `row` and `key` are counted inside it, `head` is the query head.
+// bits it has there, are correlated by less than 1/80 (below p = 1/256 by 1 / (65536 p);
+// docs/decisions/018). `batch` is the index of the sequence, `row` and `key` are counted inside it,
+// `head` is the query head.
 struct Dropout {
   uint32_t threshold = 0;   // 0: off
   float keep_scale = 1.0f;  // 1 / (1 - p)

@@ -176,11 +176,21 @@ def test_dropout_keeps_the_right_share_and_is_position_bound():
 
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5])
 def test_dropout_of_keys_in_a_block_is_independent(dropout_p):
-    """Keys 8 apart share bits: what that correlates them by, 1/128 at most, is below what is seen
-    by chance here, 5 standard deviations of 1/sqrt(80000)."""
+    """Within what is seen by chance: 5 standard deviations of 1/sqrt(80000)."""
     o = oracle.Options(scale=1.0, dropout_p=dropout_p, seed=3, offset=9)
     correlations = np.corrcoef(oracle.kept(o, 0, 8, 10000, 16).reshape(-1, 16).T)
     assert abs(correlations - np.eye(16)).max() < 5 / np.sqrt(80000)
+
+
+def test_bits_that_two_keys_share_correlate_them_little():
+    """Over all 2^16 bits of two keys 8 apart: each one's upper byte is the other's lower one."""
+    byte = np.arange(256)
+    number = 256 * byte[:, None] + byte
+    for threshold in range(256, 255 * 256, 101):
+        kept = number >= threshold
+        share = kept.mean()
+        correlation = ((kept & kept.T).mean() - share**2) / (share * (1 - share))
+        assert abs(correlation) < 1 / 80
 
 
 def test_masked_rows_and_empty_sequences_are_zero():
