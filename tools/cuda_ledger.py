@@ -113,6 +113,8 @@ def key_of(mangled: str, sm: int) -> Key:
     form = re.search(r"FormE(\d)E", arguments)
     cut = re.search(r"CutE(\d)E", arguments)
     name = ("plain", "general", "paged", "boxes", "paged-boxes")[int(form[1])] if form else "-"
+    if row := re.search(r"\d(Split|Part)RowE", arguments):  # whose partial results are combined
+        name = row[1].lower() + "s"
     return Key(
         sm=sm,
         family=names[-2] if len(names) > 1 else "-",

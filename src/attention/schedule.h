@@ -38,14 +38,11 @@ struct Tiling {
   }
 };
 
-// How many parts the keys of a sequence are cut into: what its own lengths say, whatever the batch,
-// or, where `shares` are given, `parts_of_shares`.
+// How many parts the keys of a sequence are cut into: what its own lengths say, whatever the batch.
 struct SplitRule {
   int64_t least = 0;         // keys of a part, at least; 0: every sequence has `most` parts
   int64_t most = 1;          // parts
   int64_t rows = INT64_MAX;  // a sequence with more rows than these has one part
-  Divisor shares = 0;        // of the keys of a batch, one of which a part has; 0: none
-  Divisor tile = 1;          // keys, whole ones of which a share has
 
   TILEWISE_FN constexpr int64_t parts(int64_t sequence_rows, int64_t keys) const {
     if (least == 0) return most;
@@ -54,15 +51,25 @@ struct SplitRule {
     const auto some = static_cast<uint32_t>(min<int64_t>(keys, INT32_MAX));
     return clamp(some / static_cast<uint32_t>(least), 1, most);
   }
+};
 
-  // No part has more than a share of `batch_keys`, the keys of all sequences, or than `least`.
-  TILEWISE_FN constexpr int32_t parts_of_shares(int64_t keys, int32_t batch_keys) const {
-    const int32_t share = max(static_cast<int32_t>(least), ceil_quotient(shares, batch_keys));
-    const auto part =
-        static_cast<uint32_t>(ceil_quotient(tile, share)) * static_cast<uint32_t>(int32_t{tile});
-    const auto some = static_cast<uint32_t>(min<int64_t>(keys, INT32_MAX));
-    const auto whole = static_cast<int32_t>((some + part - 1) / part);
-    return max(1, min(whole, static_cast<int32_t>(most)));
+// The same by the lengths of a batch: no part has more than a share of all of its keys, in whole
+// tiles. Below 2^31 keys.
+struct EqualParts {
+  Divisor shares = 0;  // 0: not cut like this
+  Divisor tile = 1;    // keys
+
+  TILEWISE_FN constexpr bool any() const { return shares != 0; }
+  // Every sequence has one that may be short.
+  TILEWISE_FN constexpr int64_t most(int64_t sequences) const { return shares + sequences; }
+  TILEWISE_FN constexpr int32_t keys_of_part(int32_t batch_keys) const {
+    return ceil_quotient(tile, ceil_quotient(shares, batch_keys)) * tile;
+  }
+  // Of a sequence, at least 1: somebody has to write the rows of an empty one.
+  TILEWISE_FN static constexpr int32_t count(int32_t keys, int32_t keys_of_part) {
+    const auto some = static_cast<uint32_t>(max(1, keys));
+    const auto part = static_cast<uint32_t>(keys_of_part);
+    return static_cast<int32_t>((some + part - 1) / part);
   }
 
  private:

@@ -25,6 +25,7 @@ struct Plan {
   int32_t pack = 1;    // query heads in one tile
   int64_t splits = 1;  // the most that a sequence has by `rule`
   SplitRule rule;
+  EqualParts parts;     // of a batch, instead of splits
   int32_t cluster = 1;  // blocks of the main kernel that merge their splits themselves
   int32_t pitch = 0;    // of the results of splits (params.h)
   int64_t workspace_bytes = 0;
@@ -32,6 +33,7 @@ struct Plan {
   const UnitTable* unit = nullptr;    // the kernels; null: no kernel serves the problem
   const UnitTable* second = nullptr;  // simt kernels of the second pass; null: none is needed
   TileOrder order{};                  // without its table
+  int32_t tiles = 0;                  // of rows and heads
   int64_t blocks = 0;                 // of the main kernel
   bool counts_works = false;          // TmaForwardParams::counter
 };

@@ -20,26 +20,15 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPiece
   params.pack_reciprocal = static_cast<uint32_t>(ceil_div(int64_t{1} << 31, plan.pack));
   params.row_tile = plan.tile_q;
   params.key_tile = plan.tile_k;
-  params.flags = {pieces.flags.in<uint8_t>(workspace), plan.order.splits,
-                  static_cast<int32_t>(plan.blocks / plan.splits), plan.order.splits_last};
+  params.flags = {pieces.flags.in<uint8_t>(workspace), plan.order.splits, plan.tiles};
   params.rule = plan.rule;
+  params.parts = plan.parts;
+  params.packed_rows = static_cast<int32_t>(packed_rows(p, plan));
   params.pitch = plan.pitch;
   params.merges_splits = plan.cluster > 1;
   params.partial_out = pieces.partial_out.in<float>(workspace);
   params.partial_lse = pieces.partial_lse.in<float>(workspace);
   return params;
-}
-
-void combine(const Problem& p, const ForwardParams& main) {
-  common::CombineParams params;
-  params.problem = p;
-  params.splits = main.order.splits;
-  params.partial_out = main.partial_out;
-  params.partial_lse = main.partial_lse;
-  params.rule = main.rule;
-  params.pitch = main.pitch;
-  launch(common::tensor_kernels(p.dtype).combine, common::combine_blocks(p), p.stream, params,
-         Start::dependent);
 }
 
 // A grid of as many blocks as the GPU runs at once, which share the work.
@@ -98,10 +87,14 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
   else
     launch(plan.unit->form(plan.form).forward, plan.blocks, p.stream, params, Start::in_order,
            plan.cluster);
-  if (plan.splits > 1 && plan.cluster == 1) combine(p, params);
+  if (leaves_parts(plan)) {
+    const common::TensorKernels& kernels = common::tensor_kernels(p.dtype);
+    launch(plan.parts.any() ? kernels.combine_parts : kernels.combine_splits,
+           common::combine_blocks(params), p.stream, params, Start::dependent);
+  }
   if (plan.second == nullptr) return;
   // The same tiles, each with all of its keys.
-  params.order.split_tiles(1);
+  params.order.splits = 1;
   params.rule = {};
   launch(plan.second->form(Form::general).forward,
          second_blocks(params.flags, plan.second->forward_tile, p.device_index), p.stream, params,

@@ -27,9 +27,7 @@ struct TileOrder {
   Divisor tiles = 0;  // of one dense sequence
   Divisor heads = 1;
   int32_t sequences = 0;
-  int32_t splits = 1;         // of a tile, set by `split_tiles` or `split_batch`
-  bool splits_last = false;   // `split_batch`
-  Divisor neighbours = 1;     // splits of a tile, or tiles of a split
+  Divisor splits = 1;         // of a tile: blocks that follow each other
   Divisor section = 1;        // (head, sequence) couples walked together; 1: head by head
   Divisor last_section = 1;   // those of the last section
   int32_t longest_first = 0;  // 0: tile by tile of a head; 1: last tiles first; 2: first ones first
@@ -38,22 +36,6 @@ struct TileOrder {
   // work as any other two.
   int32_t in_pairs = 0;
   const Entry* table = nullptr;  // [sequences + 1], the last entry holds the total
-
-  // The splits of a tile are neighbours, as clusters need them.
-  void split_tiles(int64_t count) {
-    splits = static_cast<int32_t>(count);
-    splits_last = false;
-    neighbours = splits;
-  }
-
-  // The tiles of all sequences are, split after split. Where short ones have fewer splits, blocks
-  // of none start when most others have: among them they held places that late sequences waited
-  // for.
-  void split_batch(int64_t count, int64_t tiles_of_batch) {
-    splits = static_cast<int32_t>(count);
-    splits_last = true;
-    neighbours = static_cast<int32_t>(tiles_of_batch);
-  }
 
   // Of dense problems.
   void walk_together(int64_t couples_of_section) {
@@ -88,33 +70,24 @@ struct TileOrder {
   };
 
   TILEWISE_FN Work at(int64_t block) const {
-    const Cut cut = cut_at(static_cast<int32_t>(block));
+    const int32_t index = splits.quotient(static_cast<int32_t>(block));
     Work w;
     if (table == nullptr) [[likely]]
-      w = dense(cut.tile);
+      w = dense(index);
     else
-      w = ragged(cut.tile);
-    w.split = cut.split;
+      w = ragged(index);
+    w.split = splits.remainder(static_cast<int32_t>(block));
     return w;
   }
 
   // The same where every sequence has one tile.
   TILEWISE_FN Work at_only_tile(int64_t block) const {
-    const Cut cut = cut_at(static_cast<int32_t>(block));
-    return {0, heads.remainder(cut.tile), heads.quotient(cut.tile), cut.split};
+    const int32_t index = splits.quotient(static_cast<int32_t>(block));
+    return {0, heads.remainder(index), heads.quotient(index),
+            splits.remainder(static_cast<int32_t>(block))};
   }
 
  private:
-  struct Cut {
-    int32_t tile;  // of all sequences
-    int32_t split;
-  };
-  TILEWISE_FN Cut cut_at(int32_t block) const {
-    const int32_t quotient = neighbours.quotient(block);
-    const int32_t remainder = neighbours.remainder(block);
-    return splits_last ? Cut{remainder, quotient} : Cut{quotient, remainder};
-  }
-
   TILEWISE_FN int32_t placed(int32_t tile, int32_t count) const {
     return longest_first == 1 ? count - 1 - tile : tile;
   }

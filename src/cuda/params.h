@@ -67,18 +67,17 @@ struct PaddedRows {
 // computes the flagged tiles again, element by element. `flags` is null where no band is in force,
 // and where a kernel sees to it itself (the forward of wgmma).
 struct Flags {
-  uint8_t* data = nullptr;   // one per block of the main launch
-  int32_t per_tile = 1;      // blocks that share a tile of the second launch: key splits
-  int32_t tiles = 0;         // of the second launch, whose blocks share them (simt/tile_walk.h)
-  bool splits_last = false;  // of TileOrder: blocks of a tile are `tiles` apart
+  uint8_t* data = nullptr;  // one per block of the main launch; with equal parts one per tile, too
+  int32_t per_tile = 1;     // blocks that share a tile of the second launch: key splits
+  int32_t tiles = 0;        // of the second launch, whose blocks share them (simt/tile_walk.h)
 
   TILEWISE_FN bool any(int64_t tile) const {
-    const int64_t first = splits_last ? tile : tile * per_tile;
-    const int64_t step = splits_last ? tiles : 1;
     uint32_t found = 0;  // no early end: the loads do not wait for each other
-    for (int32_t i = 0; i < per_tile; ++i) found |= data[first + i * step];
+    for (int32_t i = 0; i < per_tile; ++i) found |= data[tile * per_tile + i];
     return found != 0;
   }
+  // With equal parts: `combine` joins those of blocks to that of a tile.
+  TILEWISE_FN uint8_t* of_block(int64_t block) const { return data + tiles + block; }
 };
 
 // Rows in use and keys in use are written by the main kernels, everything else by
@@ -86,20 +85,24 @@ struct Flags {
 struct ForwardParams {
   Problem problem;
   TileOrder order;
-  Packing packing;     // heads of a tile: 1, or the group size
-  int32_t row_tile;    // packed rows of a tile
-  int32_t key_tile;    // splits are cut at multiples of it
-  Flags flags;         // mma_sync writes them; simt, when they are given, takes flagged tiles only
-  SplitRule rule;      // how many of the splits a sequence has
-  int32_t pitch;       // of the partial results: `partial_row`
-  float* partial_out;  // parts > 1: [splits, partial_rows, heads_q, head_dim_v], normalised
-  float* partial_lse;  // parts > 1: [splits, partial_rows, heads_q], without the sink
-  Divisor group = 1;   // query heads per key/value head, whether packed or not
-  Divisor page_size = 1;                // of the forms of pages
+  Packing packing;   // heads of a tile: 1, or the group size
+  int32_t row_tile;  // packed rows of a tile
+  int32_t key_tile;  // splits are cut at multiples of it
+  Flags flags;       // mma_sync writes them; simt, when they are given, takes flagged tiles only
+  SplitRule rule;    // how many of the splits a sequence has
+  int32_t pitch;     // of the partial results: `partial_row`
+  // Parts > 1: [splits, partial_rows, heads_q, head_dim_v], normalised, anything where the lse of
+  // the split is -inf; with equal parts: [blocks, packed_rows, head_dim_v].
+  float* partial_out;
+  float* partial_lse;       // the same without columns, and without the sink
+  EqualParts parts;         // of a batch, instead of splits: decoding. A block has a part and head
+  Divisor packed_rows = 1;  // with equal parts: of a tile, at most
+  Divisor group = 1;        // query heads per key/value head, whether packed or not
+  Divisor page_size = 1;    // of the forms of pages
   uint32_t pack_reciprocal = 1u << 31;  // ceil(2^31 / packing.group)
   bool merges_splits = false;           // the blocks of the splits of a tile are a cluster
 
-  // Of the keys of a sequence, by a rule without shares; 1: its results go straight to out.
+  // Of the keys of a sequence, which are not in equal parts; 1: its results go straight to out.
   TILEWISE_FN int32_t splits_of(const Band& band) const {
     if (order.splits == 1 || rule.least == 0) return order.splits;
     return static_cast<int32_t>(rule.parts(band.rows, band.keys));

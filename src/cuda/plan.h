@@ -61,6 +61,12 @@ struct ForwardPieces {
 };
 ForwardPieces forward_pieces(const Problem& p, const Plan& plan);
 
+// Whether results of a forward are parts that a second kernel joins.
+bool leaves_parts(const Plan& plan);
+
+// Packed rows of a tile, at most.
+int64_t packed_rows(const Problem& p, const Plan& plan);
+
 struct BackwardPieces {
   Piece report;
   Piece table;

@@ -73,8 +73,8 @@ int64_t most_merged_splits(const Gpu& gpu) {
 // clusters of 16 with two blocks a multiprocessor 13.7 us, a second kernel 13.5, clusters of
 // 8 12.8.) Pairs find theirs, and are better however many tiles they have: B16 with 8k keys 126.2
 // -> 124.4 us, where B8, four splits, goes from 66.6 to 68.3.
+constexpr int64_t kTilesOfBlock = 8;
 bool are_better_merged(const Gpu& gpu, int64_t blocks, int64_t splits, int64_t key_tiles) {
-  constexpr int64_t kTilesOfBlock = 8;
   const int64_t rounds = splits <= kSmallCluster ? 2 : 1;
   return splits > 1 && splits <= most_merged_splits(gpu) &&
          blocks * splits <= rounds * gpu.multiprocessors &&
@@ -141,9 +141,9 @@ SplitRule invariant_rule(const Problem& p, int64_t tile_rows) {
           min(kRows, max<int64_t>(1, tile_rows / group_size(p)))};
 }
 
-// Lengths that only the GPU knows: blocks sum them up, and a part is a share of that sum, so that a
-// long sequence is cut where short ones are not. The room of the cache says how many blocks there
-// are at most, and those of a short one end at once.
+// Lengths that only the GPU knows, where no warp can count the parts: one is small enough for a
+// batch that fills a fourth of its room, which says how many blocks there are. Those of a short
+// sequence end at once.
 SplitRule uneven_rule(const Problem& p, const Gpu& gpu, const UnitTable& unit, int64_t blocks) {
   const Tile& tile = unit.forward_tile;
   const int64_t slots = int64_t{gpu.multiprocessors} * max(1, tile.blocks_per_sm);
@@ -158,34 +158,61 @@ SplitRule uneven_rule(const Problem& p, const Gpu& gpu, const UnitTable& unit, i
   };
   // Parts of one tile are nothing but a start and an end: a second turn of them comes late.
   const int64_t least = max<int64_t>(tile.keys, min<int64_t>(share(slots), 2 * tile.keys));
-  SplitRule rule{max(max(keys_of_split(unit), least), share(slots * times)), kMostSplits};
-  // Sequences of equal length: as many parts as there is room for, whole, as without lengths.
-  const int64_t at_once = min(slots, kReadersOfMultiprocessor * gpu.multiprocessors);
-  const int64_t shares = p.batch * max<int64_t>(1, at_once / max<int64_t>(1, blocks));
-  rule.shares = static_cast<int32_t>(min<int64_t>(shares, INT32_MAX));
-  rule.tile = tile.keys;
-  return rule;
+  return {max(max(keys_of_split(unit), least), share(slots * times)), kMostSplits};
 }
 
-// Sets splits, the rule that gives them to sequences, and where their results lie.
+// The same where one can: a part is a share of all keys, so that a long sequence is cut where short
+// ones are not. Sequences of equal length have as many as there is room for, as without lengths.
+EqualParts equal_parts(const Problem& p, const Gpu& gpu, const UnitTable& unit, int64_t blocks) {
+  const Tile& tile = unit.forward_tile;
+  int64_t keys = 0;
+  if (!checked_mul(p.batch, max<int64_t>(1, most_keys(p)), &keys) || keys > INT32_MAX ||
+      blocks > INT32_MAX / (4 * kDecodeRows))
+    return {};  // more than 32 bits count
+  const int64_t readers = min<int64_t>(tile.blocks_per_sm, kReadersOfMultiprocessor);
+  const int64_t of_each = max<int64_t>(1, readers * gpu.multiprocessors / max<int64_t>(1, blocks));
+  const int64_t tiles = p.batch * ceil_div(most_keys(p), tile.keys);
+  return {static_cast<int32_t>(min(p.batch * of_each, tiles)), tile.keys};
+}
+
+// Whether lengths that only the GPU knows are better cut into as many splits each, which clusters
+// merge: parts of equal length save less than they cost where no block has more than a few tiles.
+// (B4 with 1k keys: full lengths 11.2 -> 8.5 us, log-normal ones 9.6 -> 6.6.)
+bool are_better_cut_alike(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks,
+                          int64_t splits) {
+  const int64_t tiles = ceil_div(most_keys(p), int64_t{plan.tile_k});
+  return reads_boxes(*plan.unit) && plan.form != Form::general &&
+         ceil_div(tiles, splits) <= kTilesOfBlock && are_better_merged(gpu, blocks, splits, tiles);
+}
+
+// Of a decode whose lengths only the GPU knows: parts or, where it cannot count them, a rule.
+void split_unevenly(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
+  plan.splits = 1;
+  plan.rule = {};
+  if (plan.family == Family::mma_sync && plan.unit->forward_tile.rows == kDecodeRows)
+    plan.parts = equal_parts(p, gpu, *plan.unit, blocks);
+  if (plan.parts.any()) return;
+  const SplitRule rule = uneven_rule(p, gpu, *plan.unit, blocks);
+  plan.splits = rule.parts(most_rows(p), most_keys(p));
+  if (plan.splits > 1) plan.rule = rule;
+}
+
+// Sets splits or parts, the rule that gives them to sequences, and where their results lie.
 void split(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
+  if (p.batch_invariant != 0) {
+    plan.rule = invariant_rule(p, plan.tile_q);
+    const bool alike = !ragged_rows(p) && p.seqused_q == nullptr;
+    plan.splits = plan.rule.parts(alike ? p.seqlen_q : 0, most_keys(p));
+    if (!alike) plan.pitch = static_cast<int32_t>(plan.rule.rows);
+    return;
+  }
+  plan.splits = choose_splits(p, plan, gpu, blocks);
+  plan.rule = {0, plan.splits, INT64_MAX};
   const bool uneven = p.batch > 1 && p.seqused_k != nullptr && p.window_left < 0;
   const bool decoding = most_rows(p) * group_size(p) <= kDecodeRows;
-  if (p.batch_invariant == 0 && p.num_splits == 0 && uneven && decoding) {
-    plan.rule = uneven_rule(p, gpu, *plan.unit, blocks);
-    plan.splits = plan.rule.parts_of_shares(most_keys(p), 0);
-    if (plan.splits == 1) plan.rule = {};
-    return;
-  }
-  if (p.batch_invariant == 0) {
-    plan.splits = choose_splits(p, plan, gpu, blocks);
-    plan.rule = {0, plan.splits, INT64_MAX};
-    return;
-  }
-  plan.rule = invariant_rule(p, plan.tile_q);
-  const bool alike = !ragged_rows(p) && p.seqused_q == nullptr;
-  plan.splits = plan.rule.parts(alike ? p.seqlen_q : 0, most_keys(p));
-  if (!alike) plan.pitch = static_cast<int32_t>(plan.rule.rows);
+  if (uneven && decoding && p.num_splits == 0 &&
+      !are_better_cut_alike(p, plan, gpu, blocks, plan.splits))
+    split_unevenly(plan, p, gpu, blocks);
 }
 
 // Whether a tile of rows sees as many keys more than its neighbour as any other tile, where the
@@ -202,8 +229,9 @@ bool tiles_grow_evenly(const Problem& p, int64_t rows_of_tile) {
 // Whether the blocks of the splits of a tile become a cluster, which merges them.
 bool merges_splits(const Problem& p, const Plan& plan, const Gpu& gpu) {
   const bool built = reads_boxes(*plan.unit) && plan.form != Form::general;
-  return built && are_better_merged(gpu, plan.blocks / plan.splits, plan.splits,
-                                    ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k));
+  return built && !plan.parts.any() &&
+         are_better_merged(gpu, plan.blocks / plan.splits, plan.splits,
+                           ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k));
 }
 
 // Whether blocks take the works in rounds: causal ones, where lengths follow from the shape.
@@ -213,6 +241,12 @@ bool deals_in_rounds(const Problem& p, const Plan& plan) {
 }
 
 }  // namespace
+
+bool leaves_parts(const Plan& plan) {
+  return plan.parts.any() || (plan.splits > 1 && plan.cluster == 1);
+}
+
+int64_t packed_rows(const Problem& p, const Plan& plan) { return most_rows(p) * plan.pack; }
 
 Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Inventory& inside) {
   Plan plan;
@@ -231,12 +265,11 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Invento
                                    p.batch, plan.tile_q);
   const int64_t blocks = tiles * plan.order.heads;
   split(plan, p, gpu, blocks);
-  plan.blocks = blocks * plan.splits;
+  plan.tiles = static_cast<int32_t>(min<int64_t>(blocks, INT32_MAX));
+  plan.blocks =
+      plan.parts.any() ? plan.parts.most(p.batch) * plan.order.heads : blocks * plan.splits;
+  plan.order.splits = static_cast<int32_t>(plan.splits);
   if (merges_splits(p, plan, gpu)) plan.cluster = static_cast<int32_t>(plan.splits);
-  if (plan.rule.shares != 0 && plan.cluster == 1)
-    plan.order.split_batch(plan.splits, blocks);
-  else
-    plan.order.split_tiles(plan.splits);
   // wgmma's plain form is the lean one: instructions that a launch does not run cost it, too.
   const bool shared = plan.pack > 1 || plan.splits > 1;
   if (family == Family::wgmma && shared) plan.form = Form::general;
@@ -266,9 +299,11 @@ ForwardPieces forward_pieces(const Problem& p, const Plan& plan) {
   if (plan.family == Family::wgmma && may_spoil(p))
     pieces.before =
         workspace.take<int32_t>(plan.blocks * plan.tile_q / arch::WgmmaForwardTile::kRowsOfWarp);
-  if (plan.second != nullptr) pieces.flags = workspace.take<uint8_t>(plan.blocks);
-  if (plan.splits > 1 && plan.cluster == 1) {
-    const int64_t rows = plan.splits * partial_rows(p, plan.pitch) * p.heads_q;
+  if (plan.second != nullptr)
+    pieces.flags = workspace.take<uint8_t>(plan.blocks + (plan.parts.any() ? plan.tiles : 0));
+  if (leaves_parts(plan)) {
+    const int64_t rows = plan.parts.any() ? plan.blocks * packed_rows(p, plan)
+                                          : plan.splits * partial_rows(p, plan.pitch) * p.heads_q;
     pieces.partial_out = workspace.take<float>(rows * p.head_dim_v);
     pieces.partial_lse = workspace.take<float>(rows);
   }

@@ -87,6 +87,8 @@ std::string tile_text(const cuda::Plan& plan, const Device& device) {
   if (plan.pack > 1) text += ", " + std::to_string(plan.pack) + " heads a tile";
   if (plan.splits > 1) text += ", " + std::to_string(plan.splits) + " key splits";
   if (plan.cluster > 1) text += " of a cluster";
+  if (plan.parts.any())
+    text += ", keys of the batch in " + std::to_string(int32_t{plan.parts.shares}) + " equal parts";
   return text;
 }
 

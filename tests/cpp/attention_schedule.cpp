@@ -65,41 +65,38 @@ TEST(KeySplit, PartsAreWholeTilesThatCoverTheKeysOnce) {
 
 // A batch has at most a part for each share of its keys, and one more for each sequence, of whole
 // tiles; sequences of equal length have as many as there are shares of each.
-TEST(SplitRule, PartsOfSharesFollowTheBatch) {
+TEST(EqualParts, FollowTheBatch) {
   constexpr int32_t kTile = 64;
   for (int32_t sequences : {1, 3, 16, 200})
     for (int32_t shares_of_each : {1, 2, 5, 16}) {
-      SplitRule rule{kTile, 128};
-      rule.shares = sequences * shares_of_each;
-      rule.tile = kTile;
-      for (int32_t keys : {2048, 4096, 5120, 32768}) {
-        int64_t parts = 0;
-        for (int32_t i = 0; i < sequences; ++i) {
-          const int32_t own = i % 3 == 0 ? 0 : keys * (i % 3);
-          parts += rule.parts_of_shares(own, sequences * keys);
+      const EqualParts parts{sequences * shares_of_each, kTile};
+      for (int32_t keys : {1, 100, 2048, 4096, 5120, 32768}) {
+        int32_t all = 0;
+        for (int32_t i = 0; i < sequences; ++i) all += i % 3 == 0 ? 0 : keys * (i % 3);
+        const int32_t part = parts.keys_of_part(all);
+        EXPECT_EQ(part % kTile, 0);
+        int64_t count = 0;
+        for (int32_t i = 0; i < sequences; ++i)
+          count += EqualParts::count(i % 3 == 0 ? 0 : keys * (i % 3), part);
+        EXPECT_LE(count, parts.most(sequences));
+        if (keys % (kTile * shares_of_each) == 0) {
+          EXPECT_EQ(EqualParts::count(keys, parts.keys_of_part(sequences * keys)), shares_of_each);
         }
-        EXPECT_LE(parts, sequences * shares_of_each + sequences);
-        EXPECT_EQ(rule.parts_of_shares(keys, sequences * keys), shares_of_each);
       }
     }
+  EXPECT_FALSE(EqualParts{}.any());
 }
 
-// What the host asks for a grid is the most that any batch has.
-TEST(SplitRule, PartsOfSharesHaveAFloorAndAnEnd) {
-  SplitRule rule{200, 8};
-  rule.shares = 4;
-  rule.tile = 64;
-  EXPECT_EQ(rule.parts_of_shares(0, 0), 1);
-  EXPECT_EQ(rule.parts_of_shares(256, 0), 1);
-  EXPECT_EQ(rule.parts_of_shares(257, 0), 2);
-  EXPECT_EQ(rule.parts_of_shares(1 << 20, 0), 8);
-  EXPECT_EQ(rule.parts_of_shares(1024, 1024), 4);
-  EXPECT_EQ(rule.parts_of_shares(1024, 1028), 4);
-  EXPECT_EQ(rule.parts_of_shares(1024, 2048), 2);
-  EXPECT_EQ(rule.parts_of_shares(INT32_MAX, INT32_MAX), 4);
-  EXPECT_EQ(rule.parts_of_shares(int64_t{1} << 40, INT32_MAX), 4);
-  rule.shares = 1;
-  EXPECT_EQ(rule.parts_of_shares(INT32_MAX, INT32_MAX), 1);
+TEST(EqualParts, HaveAnEndAndABeginning) {
+  const EqualParts parts{4, 64};
+  EXPECT_EQ(parts.keys_of_part(0), 64);
+  EXPECT_EQ(parts.keys_of_part(256), 64);
+  EXPECT_EQ(parts.keys_of_part(257), 128);
+  EXPECT_EQ(parts.keys_of_part(INT32_MAX), 1 << 29);
+  EXPECT_EQ(EqualParts::count(0, 64), 1);
+  EXPECT_EQ(EqualParts::count(64, 64), 1);
+  EXPECT_EQ(EqualParts::count(65, 64), 2);
+  EXPECT_EQ(EqualParts::count(INT32_MAX, 1 << 29), 4);
 }
 
 TEST(Packing, EveryRowOfEveryHeadOnce) {

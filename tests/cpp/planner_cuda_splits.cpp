@@ -89,60 +89,73 @@ TEST(PlannerCudaSplits, SplitsOfADecodeFillTheGpuOnceOrTwice) {
   EXPECT_EQ(splits(1, 4096, 16, 1), 64);
 }
 
-// Lengths that only the GPU knows: a sequence is cut by its own keys and those of the batch.
-TEST(PlannerCudaSplits, UnevenLengthsAreCutByTheirKeys) {
+// Lengths that only the GPU knows: each block has a part of the keys of the batch.
+TEST(PlannerCudaSplits, UnevenLengthsAreCutIntoEqualParts) {
   const Device device = gpu_with(90);
   Problem p = problem(TILEWISE_BFLOAT16, 4, 1, 65536, 8);
   const int32_t lengths = 0;
   p.seqused_k = &lengths;
   const cuda::Plan some = forward(p, device);
-  EXPECT_GT(some.rule.parts_of_shares(65536, 65536), 8);
-  EXPECT_EQ(some.rule.parts_of_shares(100, 65536), 1);
-  EXPECT_EQ(some.rule.parts_of_shares(65536, 0), some.splits);
-  p.seqlen_k = int64_t{1} << 37;  // as a block table may have room for
-  p.batch = 64;
-  const cuda::Plan many = forward(p, device);
-  EXPECT_EQ(many.rule.shares, 0);
-  EXPECT_EQ(many.splits, 1);
+  EXPECT_EQ(some.parts.shares, 4 * (2 * device.gpu.multiprocessors / (4 * 8)));
+  EXPECT_EQ(some.blocks, (some.parts.shares + 4) * 8);
+  EXPECT_EQ(some.splits, 1);
+  const int64_t partial = some.blocks * 129 * 4;
+  EXPECT_GE(some.workspace_bytes, partial);
+  EXPECT_LE(some.workspace_bytes, partial + 256);
+  const Decision decision = plan(p, nullptr, device);
+  const std::string text = explain(decision, p, nullptr, device);
+  EXPECT_NE(text.find("keys of the batch in 32 equal parts"), std::string::npos) << text;
+  p.softcap = 30.0f;
+  EXPECT_TRUE(forward(p, device).parts.any());
+  EXPECT_TRUE(forward(p, gpu_with(80)).parts.any());
+  p.seqlen_k = 128;  // no more of them than tiles
+  EXPECT_EQ(forward(p, device).parts.shares, 4 * 2);
+  p.batch = 1000;  // one for each
   p.seqlen_k = 4096;
+  EXPECT_EQ(forward(p, device).parts.shares, 1000);
+}
+
+// By its own keys where nobody counts the parts, or could not.
+TEST(PlannerCudaSplits, UnevenLengthsAreCutByTheirKeys) {
+  const Device device = gpu_with(90);
+  const int32_t lengths = 0;
+  Problem p = problem(TILEWISE_FLOAT32, 4, 1, 65536, 8);
+  p.seqused_k = &lengths;
+  const cuda::Plan some = forward(p, device);
+  EXPECT_FALSE(some.parts.any());
+  EXPECT_GT(some.rule.parts(1, 65536), 8);
+  EXPECT_EQ(some.rule.parts(1, 100), 1);
+  EXPECT_EQ(some.rule.parts(1, 65536), some.splits);
+  p = problem(TILEWISE_BFLOAT16, 64, 1, int64_t{1} << 37, 8);  // a block table may have room for it
+  p.seqused_k = &lengths;
+  EXPECT_FALSE(forward(p, device).parts.any());
+  p.seqlen_k = 4096;
+  EXPECT_TRUE(forward(p, device).parts.any());
   p.batch_invariant = 1;
-  EXPECT_EQ(forward(p, device).rule.shares, 0);
+  EXPECT_FALSE(forward(p, device).parts.any());
+  p.batch_invariant = 0;
+  p.num_splits = 4;
+  EXPECT_FALSE(forward(p, device).parts.any());
+  p.num_splits = 0;
+  p.window_left = 100;
+  EXPECT_FALSE(forward(p, device).parts.any());
 }
 
 // Full caches are cut as they are without lengths.
 TEST(PlannerCudaSplits, FullLengthsAreCutAsNoLengths) {
   const Device device = gpu_with(90);
   for (const int64_t batch : {2, 3, 5, 8, 16, 64}) {
-    for (const int64_t keys : {8192, 32768}) {
+    for (const int32_t keys : {8192, 32768}) {
       Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, 32);
       p.heads_kv = 8;
       const int64_t splits = forward(p, device).splits;
       const int32_t lengths = 0;
       p.seqused_k = &lengths;
       const cuda::Plan plan = forward(p, device);
-      EXPECT_EQ(plan.rule.parts_of_shares(keys, static_cast<int32_t>(batch * keys)), splits)
-          << batch << " x " << keys;
-      EXPECT_GE(plan.splits, splits);
+      const int32_t part = plan.parts.keys_of_part(static_cast<int32_t>(batch) * keys);
+      EXPECT_EQ(EqualParts::count(keys, part), splits) << batch << " x " << keys;
     }
   }
-}
-
-// Few tiles of keys: a block each while all of them run at once, otherwise two or more.
-TEST(PlannerCudaSplits, PartsOfUnevenLengthsAreNotShort) {
-  const Device device = gpu_with(90);
-  const auto keys_of_part = [&](int64_t batch, int64_t keys, int64_t head_dim) {
-    Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, 32, head_dim);
-    p.heads_kv = 8;
-    const int32_t lengths = 0;
-    p.seqused_k = &lengths;
-    return keys / forward(p, device).splits;
-  };
-  EXPECT_EQ(keys_of_part(4, 1024, 128), 64);
-  EXPECT_EQ(keys_of_part(8, 1024, 128), 128);
-  EXPECT_EQ(keys_of_part(16, 1024, 128), 128);
-  EXPECT_EQ(keys_of_part(64, 4096, 128), 1024);
-  EXPECT_EQ(keys_of_part(2, 1024, 64), 128);
-  EXPECT_EQ(keys_of_part(16, 1024, 64), 256);
 }
 
 }  // namespace

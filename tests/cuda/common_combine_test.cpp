@@ -78,16 +78,16 @@ TYPED_TEST(CommonCombine, IsTheSoftmaxOfAllSplits) {
   for (uint32_t seed = 0; seed < 120; ++seed) {
     Call<TypeParam> call(seed, {30, 10, 140, 3});
     const int32_t splits = call.random.template pick<int32_t>({2, 3, 7, 32, 33, 80});
-    const Partials part(call, splits);
+    Partials part(call, splits);
     if (seed % 7 == 0) call.p.lse = nullptr;
-    common::CombineParams params;
+    tilewise::cuda::ForwardParams params{};
     params.problem = call.p;
-    params.splits = splits;
+    params.order.splits = splits;
     params.partial_out = part.out.data();
     params.partial_lse = part.lse.data();
     params.rule = {0, splits};
-    tilewise::cuda::launch(common::tensor_kernels(call.p.dtype).combine,
-                           common::combine_blocks(call.p), nullptr, params);
+    tilewise::cuda::launch(common::tensor_kernels(call.p.dtype).combine_splits,
+                           common::combine_blocks(params), nullptr, params);
     int64_t used = 0;
     for (int64_t b = 0; b < call.p.batch; ++b) {
       const Sequence s = tilewise::sequence_of(call.p, b);

@@ -86,6 +86,15 @@ def test_prompt_lookup_changes_nothing(smollm2: tuple[Any, Any], one_by_one: Ten
     assert torch.equal(given, one_by_one[:1])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_knows_the_answer(dtype: torch.dtype) -> None:
+    import copy
+
+    model, tokenizer = hf_models.smollm2()
+    model = hf_models.with_attention(copy.deepcopy(model).to(dtype), "tilewise")
+    assert "Paris" in tokenizer.decode(answers(model, tokenizer, PROMPTS[:1])[0])
+
+
 def test_continuous_batching_is_as_one_by_one(smollm2: tuple[Any, Any], one_by_one: Tensor) -> None:
     from transformers import ContinuousBatchingConfig, GenerationConfig
 

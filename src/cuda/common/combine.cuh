@@ -1,7 +1,7 @@
 // out = sum over the splits of exp(lse_split - lse) out_split, in an order fixed by their number.
 #pragma once
 
-#include "cuda/common/batch_splits.h"
+#include "cuda/common/batch_parts.h"
 #include "cuda/common/block.h"
 #include "cuda/common/combine.h"
 #include "cuda/common/places.h"
@@ -12,43 +12,99 @@ namespace tilewise::cuda::common {
 
 static_assert(kCombineWarps == SplitWeights::kChains);
 
-// A block's share: one row of one head.
-template <class Element>
-struct Combine {
-  using T = typename Element::Storage;
-
-  const CombineParams& params;
-  const Problem& p;
-  Place place;
+// Where the row of a block comes from and goes to, which is known before the main kernel is
+// complete.
+struct CombinedRow {
+  Place place{};
   int64_t head = 0;
-  int32_t splits = 1;  // of the sequence; 1: written by the main kernel
-  int64_t item = 0;    // row * heads_q + head of the partial results
-  int64_t stride = 0;  // items of a split
-  SplitWeights weights;
+  int32_t splits = 1;
+  // Of the partial results: rows of split 0 and of split 1, and from there to the next ones.
+  int64_t first = 0;
+  int64_t second = 0;
+  int64_t stride = 0;
 
-  // What is known before the main kernel is complete.
-  TILEWISE_DEVICE explicit Combine(const CombineParams& of) : params(of), p(of.problem) {
+  TILEWISE_DEVICE int64_t item(int64_t split) const {
+    return split == 0 ? first : second + (split - 1) * stride;
+  }
+};
+
+// Key splits: by rows of all sequences, and heads.
+struct SplitRow : CombinedRow {
+  TILEWISE_DEVICE explicit SplitRow(const ForwardParams& params) {
+    const Problem& p = params.problem;
     const int64_t row = ptx::block_index() / p.heads_q;
     head = ptx::block_index() - row * p.heads_q;
     place = row_place(p, row);
     if (!place.in_use) return;  // prepare clears it
-    splits = params.splits;
+    splits = params.order.splits;
     int64_t partial = row;
     if (params.rule.least > 0) {
-      BatchSplits batch(p, params.rule);
       const Sequence s = sequence_of(p, place.batch);
-      splits = batch.any() ? batch.of(params.rule, s.band.keys)
-                           : static_cast<int32_t>(params.rule.parts(s.band.rows, s.band.keys));
+      splits = static_cast<int32_t>(params.rule.parts(s.band.rows, s.band.keys));
       partial = partial_row(p, params.pitch, s, place.index);
+      place.in_use = splits > 1;  // the main kernel has written it
     }
-    item = partial * p.heads_q + head;
     stride = partial_rows(p, params.pitch) * p.heads_q;
+    first = partial * p.heads_q + head;
+    second = first + stride;
   }
+
+  TILEWISE_DEVICE void join_flags(const ForwardParams&) const {}  // Flags::any does
+};
+
+// Equal parts, which lie in the order of the main kernel's blocks: by sequences, heads of a tile,
+// and its rows.
+struct PartRow : CombinedRow {
+  int32_t tile;
+  bool joins = false;
+
+  TILEWISE_DEVICE explicit PartRow(const ForwardParams& params) {
+    const auto index = static_cast<int32_t>(ptx::block_index());
+    tile = params.packed_rows.quotient(index);
+    const int32_t r = params.packed_rows.remainder(index);
+    const Divisor& heads = params.order.heads;
+    const int32_t sequence = heads.quotient(tile);
+    BatchParts batch(params);
+    splits = batch.count(sequence);
+    if (splits == 1) return;
+    const int32_t tile_head = heads.remainder(tile);
+    const Sequence s = sequence_of(params.problem, sequence);
+    const int32_t row = params.packing.group == 1 ? r : params.group.quotient(r);
+    place = {s.batch, row, s.slot, s.first_row + row, row < s.band.rows};
+    head = tile_head * params.packing.group + r - row * params.packing.group;
+    stride = int64_t{heads} * params.packed_rows;
+    first = index;
+    second = batch.second(sequence) * stride + tile_head * int64_t{params.packed_rows} + r;
+    joins = r == 0 && params.flags.data != nullptr;
+  }
+
+  // The flags of the blocks of a tile become one.
+  TILEWISE_DEVICE void join_flags(const ForwardParams& params) const {
+    if (!joins || ptx::thread_index() != 0) return;
+    uint8_t flagged = 0;
+    for (int32_t split = 0; split < splits; ++split)
+      flagged |= *params.flags.of_block(item(split) / params.packed_rows);
+    params.flags.data[tile] = flagged;
+  }
+};
+
+template <class Element, class Row>
+struct Combine {
+  using T = typename Element::Storage;
+
+  const ForwardParams& params;
+  const Problem& p;
+  const Row row;
+  const int32_t splits;
+  SplitWeights weights;
+
+  TILEWISE_DEVICE explicit Combine(const ForwardParams& of)
+      : params(of), p(of.problem), row(of), splits(row.splits) {}
 
   // Of the lane's split among 32.
   TILEWISE_DEVICE float lse_of(int32_t begin) const {
     const int64_t split = begin + ptx::lane_index();
-    return split < splits ? params.partial_lse[split * stride + item] : kMinusInfinity;
+    return split < splits ? params.partial_lse[row.item(split)] : kMinusInfinity;
   }
 
   // Sets the weights; returns lse. `own` is lse_of(0).
@@ -76,15 +132,18 @@ struct Combine {
   TILEWISE_DEVICE Parts<kWidth> load(int32_t begin, int64_t column) const {
     Parts<kWidth> parts{};
     int32_t split = begin + ptx::warp_index();
-    const float* from = params.partial_out + (split * stride + item) * p.head_dim_v + column;
-    const int64_t step = kCombineWarps * stride * p.head_dim_v;
+    const float* const first = params.partial_out + row.first * p.head_dim_v + column;
+    const float* from =
+        params.partial_out + (row.second + (split - 1) * row.stride) * p.head_dim_v + column;
+    const int64_t step = kCombineWarps * row.stride * p.head_dim_v;
 #pragma unroll
     for (auto& x : parts.x) {
       if (split < splits && column < p.head_dim_v) {
+        const float* const at = split == 0 ? first : from;
         if constexpr (kWidth == 4)
-          ptx::ld_global_v4_b32(x, from);
+          ptx::ld_global_v4_b32(x, at);
         else
-          x[0] = ptx::bits_of(*from);
+          x[0] = ptx::bits_of(*at);
       }
       split += kCombineWarps;
       from += step;
@@ -96,7 +155,8 @@ struct Combine {
   // warps' sums are added in order.
   template <int kWidth>
   TILEWISE_DEVICE void write(float lse, Parts<kWidth> parts) const {
-    T* const out = static_cast<T*>(p.out.data) + place.offset(p.out) + head * p.out.stride_head;
+    T* const out =
+        static_cast<T*>(p.out.data) + row.place.offset(p.out) + row.head * p.out.stride_head;
     const int warp = ptx::warp_index();
     const SharedWords sums = shared_words(0);
 #pragma unroll 1
@@ -140,19 +200,21 @@ struct Combine {
   TILEWISE_DEVICE void run() {
     const float own = lse_of(0);
     const auto parts = load<kWidth>(0, ptx::lane_index() * kWidth);
-    const float lse = merge(own, p.sinks != nullptr ? p.sinks[head] : kMinusInfinity);
+    const float lse = merge(own, p.sinks != nullptr ? p.sinks[row.head] : kMinusInfinity);
     if (p.lse != nullptr && ptx::thread_index() == 0)
-      p.lse[place.slot * p.lse_stride_batch + place.row + head * p.lse_stride_head] = lse;
+      p.lse[row.place.slot * p.lse_stride_batch + row.place.row + row.head * p.lse_stride_head] =
+          lse;
     write(own, parts);
   }
 };
 
-template <class Element>
+template <class Element, class Row>
 TILEWISE_KERNEL(kCombineThreads, 1)
-void combine(TILEWISE_PARAMETER CombineParams params) {
-  Combine<Element> combine(params);
+void combine(TILEWISE_PARAMETER ForwardParams params) {
+  Combine<Element, Row> combine(params);
   ptx::griddepcontrol_wait();
-  if (!combine.place.in_use || (params.rule.least > 0 && combine.splits == 1)) return;
+  combine.row.join_flags(params);
+  if (!combine.row.place.in_use) return;
   if (params.problem.head_dim_v % 4 == 0 && is_aligned(params.partial_out, 16))
     combine.template run<4>();
   else

@@ -12,7 +12,8 @@ namespace {
 
 template <class Element>
 constexpr TensorKernels kTensorKernels = {
-    {&combine<Element>, kCombineThreads, kCombineSharedBytes},
+    {&combine<Element, SplitRow>, kCombineThreads, kCombineSharedBytes},
+    {&combine<Element, PartRow>, kCombineThreads, kCombineSharedBytes},
     {&append<Element>, kAppendThreads, kAppendSharedBytes},
     {&dbias<Element>, kDbiasThreads, kDbiasSharedBytes},
     {&dsinks<Element>, kDsinksThreads, kDsinksSharedBytes},

@@ -13,7 +13,8 @@ namespace tilewise::cuda::common {
 
 // Of one element type.
 struct TensorKernels {
-  Kernel<CombineParams> combine;
+  Kernel<ForwardParams> combine_splits;
+  Kernel<ForwardParams> combine_parts;
   Kernel<AppendParams> append;
   Kernel<DbiasParams> dbias;
   Kernel<DsinksParams> dsinks;

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention/schedule.h"
-#include "cuda/common/batch_splits.h"
+#include "cuda/common/batch_parts.h"
 #include "cuda/params.h"
 #include "cuda/ptx/block.h"
 #include "cuda/ptx/convert.h"
@@ -124,17 +124,16 @@ struct BlockWork {
            rows.head(r) * view.stride_head;
   }
 
+  // `splits` of the sequence, where they are known; 0: they follow from its lengths.
   TILEWISE_DEVICE static BlockWork of(const ForwardParams& p, const TileOrder::Work& work,
-                                      int32_t key_tile) {
+                                      int32_t key_tile, int32_t splits = 0) {
     BlockWork w;
     w.rows.count = 0;
     if (work.sequence < 0) return w;
-    BatchSplits batch(p.problem, p.rule);
     w.sequence = sequence_of(p.problem, work.sequence);
     w.rows = QueryRows::of(p, w.sequence.band, work.tile, work.head);
     w.split = work.split;
-    const Band& band = w.sequence.band;
-    w.splits = batch.any() ? batch.of(p.rule, band.keys) : p.splits_of(band);
+    w.splits = splits != 0 ? splits : p.splits_of(w.sequence.band);
     if (w.split >= w.splits) w.rows.count = 0;
     if (w.any()) w.tiles = KeyTiles::of(w.sequence.band, w.rows, w.split, w.splits, key_tile);
     return w;

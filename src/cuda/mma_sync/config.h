@@ -24,13 +24,14 @@ struct Config {
       kCut_ == Cut::decode
           ? Arch::decode(Element::kBytes, kHeadDim)
           : Arch::forward(Element::kBytes, kHeadDim, std::is_same_v<Element, Tf32>);
+  static constexpr bool kDecodes = kCut_ == Cut::decode;
   // Clusters merge key splits.
-  static constexpr bool kMerges = Arch::kBoxCopy && kCut_ == Cut::decode && !kGeneral;
+  static constexpr bool kMerges = Arch::kBoxCopy && kDecodes && !kGeneral;
   static constexpr bool kSplitOnce = kForward.warps > 0 && kForward.stages == 0;
   static constexpr arch::BackwardTile kBackward = Arch::backward(Element::kBytes, kHeadDim);
   // Pages of fp32 are left to the general form: caches have 16 bits. Boxes are for decoding.
   static constexpr bool kServes =
-      kBoxes ? Arch::kBoxCopy && kCut_ == Cut::decode : !kPaged || Element::kBytes == 2;
+      kBoxes ? Arch::kBoxCopy && kDecodes : !kPaged || Element::kBytes == 2;
 };
 
 // The kernels:

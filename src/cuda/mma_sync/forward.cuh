@@ -235,27 +235,54 @@ struct Products {
   }
 };
 
-// Which work the block takes. Decoding by boxes has one tile a sequence, and its first load waits
-// for every instruction before it.
+// The flag of a work: of its block or, where its result is whole, of its tile.
 template <class C>
-TILEWISE_DEVICE TileOrder::Work find_work(const ForwardParams& p, ptx::SharedAddress feed) {
+TILEWISE_DEVICE uint8_t* flag_of(const ForwardParams& p, const BlockWork& work) {
+  if (!C::kDecodes || !p.parts.any()) return p.flags.data + ptx::block_index();
+  if (work.splits > 1) return p.flags.of_block(ptx::block_index());
+  const int32_t head = p.order.heads.remainder(static_cast<int32_t>(ptx::block_index()));
+  return p.flags.data + work.sequence.batch * p.order.heads + head;
+}
+
+template <class C>
+TILEWISE_DEVICE void clear_flag(const ForwardParams& p, const BlockWork& work) {
+  if (p.flags.data != nullptr && ptx::thread_index() == 0) *flag_of<C>(p, work) = 0;
+}
+
+// Which work the block takes. Decoding by boxes has one tile a sequence, and its first load waits
+// for every instruction before it. Heads of a part are neighbours: their keys are, in memory.
+template <class C>
+TILEWISE_DEVICE BlockWork find_work(const ForwardParamsOf<C>& p, ptx::SharedAddress feed) {
+  constexpr int kKeys = C::kForward.keys;
+  if constexpr (C::kDecodes) {
+    if (p.parts.any()) {
+      const auto block = static_cast<int32_t>(ptx::block_index());
+      BatchParts batch(p);
+      const KeyPart part = batch.find(p.order.heads.quotient(block));
+      const TileOrder::Work of = {0, p.order.heads.remainder(block), part.sequence, part.split};
+      const BlockWork work = BlockWork::of(p, of, kKeys, part.splits);
+      if (part.sequence >= 0) clear_flag<C>(p, work);
+      return work;
+    }
+  }
   if constexpr (C::kBoxes) {
     const TileOrder::Work work = p.order.at_only_tile(ptx::block_index());
     KvFeed<C>::Places::foresee(p.problem, work.sequence, feed + KvFeed<C>::kPlacesAt);
-    return work;
+    return BlockWork::of(p, work, kKeys);
+  } else {
+    return BlockWork::of(p, p.order.at(ptx::block_index()), kKeys);
   }
-  return p.order.at(ptx::block_index());
 }
 
 template <class C>
 TILEWISE_KERNEL(C::kForward.threads(), C::kForward.blocks_per_sm)
 void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   const Problem& problem = p.problem;
-  if (p.order.splits > 1) ptx::griddepcontrol_launch_dependents();  // `combine` waits for the end
-  if (p.flags.data != nullptr && ptx::thread_index() == 0) p.flags.data[ptx::block_index()] = 0;
+  if (p.flags.data != nullptr && !p.parts.any() && ptx::thread_index() == 0)
+    p.flags.data[ptx::block_index()] = 0;
   const ptx::SharedAddress q = ptx::shared_address(ptx::shared_memory());
   KvFeed<C>::prepare(p, q + kFeedAt<C>);
-  BlockWork work = BlockWork::of(p, find_work<C>(p, q + kFeedAt<C>), C::kForward.keys);
+  BlockWork work = find_work<C>(p, q + kFeedAt<C>);
   if (!work.any()) return;
 
   const ptx::SharedAddress q_of_warp =
@@ -271,6 +298,8 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   const GeneralTerms<typename C::Element::Storage> general(problem, scale);
   const bool dropout = C::kGeneral && general.dropout.on();
   feed.begin();
+  // `combine` waits for the end. Its blocks had better not look for their rows while ours do.
+  if (p.order.splits > 1 || p.parts.any()) ptx::griddepcontrol_launch_dependents();
   prepare_queries<C>(q_of_warp, asked < 0.0f);
 
   const Products<C> multiply;
@@ -325,7 +354,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   const auto result =
       finish_rows<typename C::Element>(p, kept, place, softmax.m, softmax.l, weight);
   if (p.flags.data != nullptr && !outputs_are_finite(kept, place, o, softmax.l)) [[unlikely]]
-    p.flags.data[ptx::block_index()] = 1;  // after the 0: barriers lie between
+    *flag_of<C>(p, kept) = 1;  // after the 0: barriers lie between
   if constexpr (C::kMerges) {
     if (merges) {
       const ClusterMerge<C> merge(p, kept, feed.idle());

@@ -2,7 +2,6 @@
 // time, over one split of the keys.
 #pragma once
 
-#include "cuda/common/batch_splits.h"
 #include "cuda/simt/tile_walk.h"
 
 namespace tilewise::cuda::simt {
@@ -194,9 +193,7 @@ TILEWISE_DEVICE void forward_tile(const ForwardParams& params, int32_t tile) {
   const int64_t end =
       min(begin + params.row_tile, params.packing.packed(shared().sequence.band.rows));
   if (begin >= end) return;
-  const Band& band = shared().sequence.band;
-  BatchSplits batch(params.problem, params.rule);
-  const int32_t splits = batch.any() ? batch.of(params.rule, band.keys) : params.splits_of(band);
+  const int32_t splits = params.splits_of(shared().sequence.band);
   if (work.split >= splits) return;
   if (ptx::thread_index() == 0) shared().splits = splits;
   if (params.problem.k_descale != nullptr) {

@@ -1,0 +1,124 @@
+// How sequences are cut by the keys of their batch, which the GPU alone knows.
+#pragma once
+
+#include "cuda/params.h"
+#include "cuda/ptx/block.h"
+#include "cuda/ptx/warp.h"
+
+namespace tilewise::cuda {
+
+// The parts of all sequences lie in one line: the first ones of all, which a block finds in a
+// moment, and then the others, those of a sequence after each other. A part of it.
+struct KeyPart {
+  int32_t sequence;  // -1: past the end of the line
+  int32_t split;
+  int32_t splits;  // of the sequence
+};
+
+// A warp sums up the lengths of a batch and counts the parts: whole warps call it. A lane has some
+// sequences that follow each other; those of 128 of them stay in registers.
+class BatchParts {
+ public:
+  TILEWISE_DEVICE explicit BatchParts(const ForwardParams& p)
+      : p_(p),
+        sequences_(static_cast<int32_t>(p.problem.batch)),
+        of_lane_((sequences_ + kLanes - 1) / kLanes) {
+    uint32_t keys = 0;
+#pragma unroll 1
+    for (int32_t first = 0; first < of_lane_; first += kAtOnce) {
+      load(first);
+#pragma unroll
+      for (const int32_t each : keys_) keys += static_cast<uint32_t>(max(0, each));
+    }
+    part_ = p.parts.keys_of_part(static_cast<int32_t>(ptx::sum(keys)));
+  }
+
+  // Parts of a sequence.
+  TILEWISE_DEVICE int32_t count(int32_t sequence) const {
+    return EqualParts::count(keys_of(sequence), part_);
+  }
+
+  // What is at `index` of the line.
+  TILEWISE_DEVICE KeyPart find(int32_t index) {
+    if (index < sequences_) return {index, 0, count(index)};
+    const int32_t own = others_of_lane();
+    const int32_t to_lane = sum_to_lane(own);
+    const int32_t other = index - sequences_;
+    const int lane = static_cast<int>(ptx::sum(to_lane <= other ? 1u : 0u));
+    if (lane == kLanes) return {-1, 0, 0};
+    int32_t split = other - from_lane(to_lane - own, lane) + 1;
+    int32_t sequence = lane * of_lane_;
+    int32_t splits = count(sequence);
+#pragma unroll 1
+    while (split >= splits) {
+      split -= splits - 1;
+      splits = count(++sequence);
+    }
+    return {sequence, split, splits};
+  }
+
+  // Where the second part of a sequence is in the line.
+  TILEWISE_DEVICE int32_t second(int32_t sequence) {
+    const int lane = sequence / of_lane_;
+    const int32_t own = others_of_lane();
+    int32_t second = sequences_ + from_lane(sum_to_lane(own) - own, lane);
+#pragma unroll 1
+    for (int32_t before = lane * of_lane_; before < sequence; ++before) second += count(before) - 1;
+    return second;
+  }
+
+ private:
+  static constexpr int kLanes = ptx::kWarpSize;
+  static constexpr int kAtOnce = 4;
+
+  TILEWISE_DEVICE int32_t keys_of(int32_t sequence) const {
+    const Problem& problem = p_.problem;
+    const int32_t padding = problem.leftpad_k != nullptr ? problem.leftpad_k[sequence] : 0;
+    return max(0, problem.seqused_k[sequence] - padding);
+  }
+
+  TILEWISE_DEVICE void load(int32_t first) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int32_t sequence = ptx::lane_index() * of_lane_ + first + i;
+      const bool is_own = first + i < of_lane_ && sequence < sequences_;
+      keys_[i] = is_own ? keys_of(sequence) : kNobody;
+    }
+  }
+
+  // Parts of the sequences of this lane but their first ones.
+  TILEWISE_DEVICE int32_t others_of_lane() {
+    int32_t count = 0;
+#pragma unroll 1
+    for (int32_t first = 0; first < of_lane_; first += kAtOnce) {
+      if (of_lane_ > kAtOnce) load(first);
+#pragma unroll
+      for (const int32_t keys : keys_)
+        count += keys == kNobody ? 0 : EqualParts::count(keys, part_) - 1;
+    }
+    return count;
+  }
+
+  TILEWISE_DEVICE static int32_t from_lane(int32_t x, int lane) {
+    return static_cast<int32_t>(ptx::shuffle(static_cast<uint32_t>(x), lane));
+  }
+  // Of this lane and those before it.
+  TILEWISE_DEVICE static int32_t sum_to_lane(int32_t sum) {
+#pragma unroll
+    for (int lanes = 1; lanes < kLanes; lanes *= 2) {
+      const int32_t other = from_lane(sum, max(0, ptx::lane_index() - lanes));
+      if (ptx::lane_index() >= lanes) sum += other;
+    }
+    return sum;
+  }
+
+  static constexpr int32_t kNobody = -1;
+
+  const ForwardParams& p_;
+  int32_t sequences_;
+  int32_t of_lane_;
+  int32_t part_;  // keys
+  int32_t keys_[kAtOnce] = {};
+};
+
+}  // namespace tilewise::cuda

@@ -1,0 +1,71 @@
+// The parts that warps find from the lengths of a batch, against those of their sum.
+#include "cuda/common/batch_parts.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "call.h"
+#include "emulator/grid.h"
+
+namespace {
+
+using tilewise::EqualParts;
+using tilewise::cuda::BatchParts;
+using tilewise::cuda::ForwardParams;
+using tilewise::cuda::KeyPart;
+
+struct Batch {
+  std::vector<int32_t> lengths, paddings, keys;
+  ForwardParams p{};
+
+  Batch(int64_t batch, int64_t most, int32_t shares) {
+    cuda_test::Random random{std::mt19937(static_cast<uint32_t>(batch + shares))};
+    for (int64_t i = 0; i < batch; ++i) {
+      lengths.push_back(static_cast<int32_t>(random.rarely() ? 0 : random.between(0, most)));
+      paddings.push_back(static_cast<int32_t>(random.between(0, 100)));
+    }
+    const bool padded = random.coin();
+    for (size_t i = 0; i < lengths.size(); ++i)
+      keys.push_back(std::max(0, lengths[i] - (padded ? paddings[i] : 0)));
+    p.problem.batch = batch;
+    p.problem.seqused_k = lengths.data();
+    if (padded) p.problem.leftpad_k = paddings.data();
+    p.parts = {shares, 64};
+  }
+};
+
+// The line holds the first parts of all sequences and then the others, and ends before the grid
+// does.
+TEST(BatchParts, EveryWarpFindsThePartsOfAllLengths) {
+  for (const int32_t batch : {1, 2, 31, 32, 33, 127, 128, 129, 300}) {
+    for (const int32_t shares : {batch, 3 * batch}) {
+      const Batch b(batch, 100000, shares);
+      const int32_t all = std::accumulate(b.keys.begin(), b.keys.end(), 0);
+      const int32_t part = b.p.parts.keys_of_part(all);
+      tilewise::cuda::emulator::run_grid(1, 64, 0, [&] {
+        BatchParts parts(b.p);
+        int32_t next = batch;
+        for (int32_t sequence = 0; sequence < batch; ++sequence) {
+          const int32_t count = EqualParts::count(b.keys[static_cast<size_t>(sequence)], part);
+          ASSERT_EQ(parts.second(sequence), next);
+          ASSERT_EQ(parts.count(sequence), count);
+          for (const int32_t split : {0, std::min(1, count - 1), count - 1}) {
+            const KeyPart found = parts.find(split == 0 ? sequence : next + split - 1);
+            ASSERT_EQ(found.sequence, sequence);
+            ASSERT_EQ(found.split, split);
+            ASSERT_EQ(found.splits, count);
+          }
+          next += count - 1;
+        }
+        ASSERT_LE(next, b.p.parts.most(batch));
+        ASSERT_EQ(parts.find(next).sequence, -1);
+        ASSERT_EQ(parts.find(next + 1000).sequence, -1);
+      });
+    }
+  }
+}
+
+}  // namespace
