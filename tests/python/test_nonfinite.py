@@ -420,3 +420,34 @@ def test_sink_of_minus_infinity_is_no_sink(dtype):
 def test_everything_masked():
     check(Case(rows=(30,), keys=(4,), window=(0, 0), group=2, seed=3))
     check(Case("bf16", (30,), (4,), window=(-1, 0), sinks=True))
+
+
+@pytest.mark.parametrize("sequence", [0, 1, 3])
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_value_row_of_an_uneven_batch(dtype, page_size, sequence):
+    """Decoding whose keys are cut by those of the batch: sequences of one part and of more."""
+    used = (1000, 70, 0, 300)
+    case = Case(
+        dtype=dtype, rows=(4,) * 4, keys=(1024,) * 4, used_k=used, group=2, heads_kv=2,
+        head_dim=64, head_dim_v=64, page_size=page_size, window=(-1, 0), spread=0.5,
+    )  # fmt: skip
+    b = Built(case)
+    key, head, column = used[sequence] - 2, 1, 7  # the last two rows see it
+    slot, row = sequence, key
+    if page_size:
+        slot, row = b.meta["block_table"][sequence, key // page_size], key % page_size
+
+    def outputs() -> list[np.ndarray]:
+        found = []
+        for place in capi.targets():
+            with capi.on(place):
+                found.append(run(b, backward=False).out)
+        return found
+
+    clean = outputs()
+    b.v[slot, row, head, column] = torch.nan
+    spoiled = np.zeros(clean[0].shape, bool)
+    spoiled[4 * sequence + 2 : 4 * sequence + 4, 2:, column] = True
+    for place, before, after in zip(capi.targets(), clean, outputs(), strict=True):
+        expect(after, before, spoiled, dtype, f"{place} {dtype} sequence {sequence}")
