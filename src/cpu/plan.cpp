@@ -42,9 +42,7 @@ int64_t most_splits(const Problem& p, const SplitRule& rule) {
 // may decide: each wants some items.
 int64_t heads_of_item(const Problem& p, const Plan& plan) {
   constexpr int64_t kItemsOfThread = 4;
-  const bool side_by_side = 0 < p.k.stride_head && p.k.stride_head < p.k.stride_row &&
-                            0 < p.v.stride_head && p.v.stride_head < p.v.stride_row;
-  if (!is_decoding(p, plan.isa) || !side_by_side || p.kv_float8 != 0) return 1;
+  if (!is_decoding(p, plan.isa) || !heads_side_by_side(p) || p.kv_float8 != 0) return 1;
   const int64_t items = query_tiles(p, plan.tile_q) * p.heads_kv * plan.splits;
   return clamp(items / (kItemsOfThread * plan.threads), 1, p.heads_kv);
 }

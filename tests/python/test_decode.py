@@ -115,6 +115,21 @@ def test_many_heads_side_by_side(dtype, seed):
     )  # fmt: skip
 
 
+@pytest.mark.abi("cpu")
+@pytest.mark.parametrize("page_size", [0, 1, 24])
+@pytest.mark.parametrize("head_dim", [(32, 72), (72, 8), (100, 32), (256, 104)])
+@pytest.mark.parametrize("group", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_head_dims_that_end_inside_a_read(dtype, group, head_dim, page_size):
+    """Of keys that end inside a step, rows of pages anywhere, heads beside each other and apart."""
+    check(
+        Case(dtype=dtype, rows=(1,) * 4, keys=(312,) * 4, used_k=(1, 17, 160, 303), group=group,
+             heads_kv=3, head_dim=head_dim[0], head_dim_v=head_dim[1], page_size=page_size,
+             pad=8 * (group % 2), window=(150, 0) if group == 3 else (-1, -1)),
+        backward=False,
+    )  # fmt: skip
+
+
 def merged(seed: int) -> Case:
     """Splits that a cluster merges, of sequences with many parts, one and none."""
     r = np.random.default_rng(seed)

@@ -65,7 +65,7 @@ TILEWISE_FN void tile_store(void* to, int64_t stride) {
 }
 
 // C += A B in bf16 pairs, for the register blocks of amx_gemm.h: C is 0-3, A 4-5, B 6-7 in one, and
-// C is 4-5, A 6-7, B 0-3 in the other.
+// C is 4-5, A 6-7, B 0-3 in the other; and for the tiles of decode_tiles.h.
 template <int C, int A, int B>
 TILEWISE_FN void tile_dot_bf16() {
   if constexpr (C == 0 && A == 4 && B == 6)
@@ -84,6 +84,12 @@ TILEWISE_FN void tile_dot_bf16() {
     _tile_dpbf16ps(4, 7, 2);
   else if constexpr (C == 5 && A == 7 && B == 3)
     _tile_dpbf16ps(5, 7, 3);
+  else if constexpr (C == 0 && A == 1 && B == 2)
+    _tile_dpbf16ps(0, 1, 2);
+  else if constexpr (C == 4 && A == 3 && B == 6)
+    _tile_dpbf16ps(4, 3, 6);
+  else if constexpr (C == 5 && A == 3 && B == 7)
+    _tile_dpbf16ps(5, 3, 7);
   else
     static_assert(C != C, "no register block does this");
 }

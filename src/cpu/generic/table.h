@@ -9,13 +9,14 @@
 namespace tilewise::cpu {
 namespace {
 
-template <class E, Isa kIsa>
+template <class E, Isa kIsa, class Products = DotProducts<typename E::Storage>>
 const Kernels* kernels_of() {
   using T = typename E::Storage;
   static_assert(E::S.lanes == W);
   static constexpr Kernels kernels = {
-      pack_item<E>,  forward_item<E>,  decode_item<T, kIsa>, merge_item<T>,
-      delta_item<T>, backward_item<E>, finish_dq_item<E>,
+      pack_item<E>,      forward_item<E>, decode_item<T, Products, kIsa>,
+      merge_item<T>,     delta_item<T>,   backward_item<E>,
+      finish_dq_item<E>,
   };
   return &kernels;
 }

@@ -1,3 +1,4 @@
+#include "cpu/generic/decode_tiles.h"
 #include "cpu/generic/engine_amx.h"
 #include "cpu/generic/table.h"
 
@@ -7,7 +8,7 @@ namespace tilewise::cpu {
 const Kernels* amx_kernels(int32_t dtype) {
   switch (dtype) {
     case TILEWISE_BFLOAT16:
-      return kernels_of<AmxEngine<Isa::amx>, Isa::amx>();
+      return kernels_of<AmxEngine<Isa::amx>, Isa::amx, TileProducts>();
     case TILEWISE_FLOAT16:
       return kernels_of<AmxSplitEngine<Isa::amx>, Isa::amx>();
     default:

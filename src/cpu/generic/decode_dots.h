@@ -1,0 +1,153 @@
+// The products of decoding in vectors along the head dimension: rows of K times q, and sums of rows
+// of V weighted by p, both as they lie in memory.
+#pragma once
+
+#include "cpu/generic/stream.h"
+#include "cpu/generic/tasks.h"
+
+namespace tilewise::cpu {
+namespace {
+
+template <class T>
+struct DotProducts {
+  using Reader = Stream<T>;
+  using Read = typename Reader::Read;
+  struct Session {
+    TILEWISE_FN explicit Session(int64_t) {}
+  };
+  static constexpr int kStep = W;  // keys of a tile are padded to a multiple of it
+  static constexpr int kParts = Reader::kParts;
+  static constexpr int kColumns = Reader::kColumns;
+  // Keys whose values a row adds up in registers. Short: another head comes after them.
+  static constexpr int kGroup = 8;
+  // Sums that are kept in registers: half of them, the other half holds operands.
+  static constexpr int kSums = W == 16 ? 16 : 8;
+  // The hardware does not follow rows that are some kilobytes apart: as many keys are asked for
+  // ahead as fit in this, of a first-level cache of 32 KB or more.
+  static constexpr int64_t kBytesAhead = 16 * 1024;
+  static constexpr int64_t kMostAhead = 32;
+
+  const int64_t ahead_k;
+  const int64_t ahead_v;
+
+  TILEWISE_FN explicit DotProducts(const ForwardTask& task)
+      : ahead_k(keys_ahead(task.heads * task.problem->head_dim)),
+        ahead_v(keys_ahead(task.heads * task.problem->head_dim_v)) {}
+
+  TILEWISE_FN static int64_t keys_ahead(int64_t columns) {
+    return clamp(kBytesAhead / (columns * static_cast<int64_t>(sizeof(T))), 4, kMostAhead);
+  }
+
+  // q: [row][read]
+  template <class Item>
+  TILEWISE_FN static void place_q(const Item& d, const Read& part, int64_t h, int64_t lane,
+                                  int64_t c) {
+    const int64_t row = h * d.rows_of_head() + lane;
+    reinterpret_cast<Read*>(d.q)[row * d.reads_of_q() + c] = part;
+  }
+
+  // q . k of R rows and N keys, one of them line by line as it lies in memory: sums over lanes are
+  // still to be added up.
+  template <int R, int N, class Item>
+  TILEWISE_FN void dots(const Item& d, const Read* query, const T* const* k, int64_t offset,
+                        int first, F (&sums)[R][4]) const {
+    F sum[R][N] = {};
+    const auto add = [&](int64_t c, const Read(&key)[N]) {
+      for (int r = 0; r < R; ++r)
+        for (int n = 0; n < N; ++n)
+          sum[r][n] = Reader::dot(sum[r][n], query[r * d.reads_of_q() + c], key[n]);
+    };
+    const int64_t whole = d.p.head_dim / kColumns;
+    Read key[N];
+    for (int64_t c = 0; c < whole; ++c) {
+      const int64_t at = offset + c * kColumns;
+      for (int n = 0; n < N; ++n) {
+        __builtin_prefetch(k[n + ahead_k] + at);
+        key[n] = Reader::read(k[n] + at);
+      }
+      add(c, key);
+    }
+    if (whole != d.reads_of_q()) {
+      for (int n = 0; n < N; ++n) key[n] = d.read(k[n] + offset, whole * kColumns, d.p.head_dim);
+      add(whole, key);
+    }
+    for (int r = 0; r < R; ++r)
+      for (int n = 0; n < N; ++n) sums[r][first + n] = sum[r][n];
+  }
+
+  template <int R, class Item>
+  __attribute__((noinline)) void scores(const Item& d) const {
+    constexpr int N = R == 1 ? 1 : min(4, kSums / R);
+    const Read* const query = reinterpret_cast<const Read*>(d.q);
+    for (int64_t first = 0; first < d.padded; first += W) {
+      F sums[kDecodeRows][W / 4];  // lane i: of key i % 4
+      for (int four = 0; four < W / 4; ++four)
+        for (int64_t h = 0; h < d.task.heads; ++h) {
+          const T* const* const k = d.rows + first + 4 * four;
+          F sum[R][4];
+          for (int n = 0; n < 4; n += N)
+            dots<R, N>(d, query + h * R * d.reads_of_q(), k + n, h * d.p.k.stride_head, n, sum);
+          for (int r = 0; r < R; ++r) sums[h * R + r][four] = sum_of_rows<1>(sum[r]);
+        }
+      for (int64_t row = 0; row < d.task.heads * R; ++row)
+        store(d.s_of(row) + first, sum_of_rows<4>(sums[row]));
+    }
+  }
+
+  template <class Item>
+  TILEWISE_FN static void ask_for_values(const Item&, int64_t, int64_t) {}
+
+  // o of R rows += p v of two keys, or of one: V reads of columns from `c` on.
+  template <int R, int V, bool kWhole, bool kTwo, class Item>
+  TILEWISE_FN void weigh(const Item& d, const T* const* v, int64_t offset, int64_t c,
+                         const float* weights, int64_t key, F (&sum)[R][V][kParts]) const {
+    const int64_t columns = d.p.head_dim_v;
+    const auto read_at = [&](const T* row, int64_t column) {
+      if constexpr (kWhole)
+        return Reader::read(row + offset + column);
+      else
+        return d.read(row + offset, min(columns, column), columns);
+    };
+    for (int j = 0; j < V; ++j) {
+      const int64_t column = c + j * kColumns;
+      for (int i = 0; i <= int{kTwo}; ++i) __builtin_prefetch(v[i + ahead_v] + offset + column);
+      const auto values =
+          Reader::values(read_at(v[0], column), kTwo ? read_at(v[1], column) : Read{});
+      for (int r = 0; r < R; ++r) Reader::weigh(sum[r][j], values, weights + r * d.tile_k, key);
+    }
+  }
+
+  template <int R, int V, bool kWhole, class Item>
+  TILEWISE_FN void accumulate_group(const Item& d, Range keys, int64_t h, int64_t c) const {
+    const T* const* const v = d.rows + d.padded;
+    const int64_t offset = h * d.p.v.stride_head;
+    const float* const weights = d.s_of(h * R);
+    F sum[R][V][kParts] = {};
+    for (int64_t key = keys.begin; key + 1 < keys.end; key += 2)
+      weigh<R, V, kWhole, true>(d, v + key, offset, c, weights, key, sum);
+    if (keys.size() % 2 != 0)
+      weigh<R, V, kWhole, false>(d, v + keys.end - 1, offset, c, weights, keys.end - 1, sum);
+    for (int r = 0; r < R; ++r)
+      for (int j = 0; j < V; ++j) d.add_to_o(h * R + r, c + j * kColumns, sum[r][j]);
+  }
+
+  template <int R, class Item>
+  __attribute__((noinline)) void accumulate(const Item& d) const {
+    constexpr int V = max(1, min(8, kSums / R) / kParts);
+    constexpr int kHalf = max(1, V / 2);
+    const int64_t columns = d.p.head_dim_v;
+    for (int64_t first = 0; first < d.count; first += kGroup)
+      for (int64_t h = 0; h < d.task.heads; ++h) {
+        const Range keys = {first, min<int64_t>(d.count, first + kGroup)};
+        int64_t c = 0;
+        for (; c + V * kColumns <= columns; c += V * kColumns)
+          accumulate_group<R, V, true>(d, keys, h, c);
+        for (; c + kHalf * kColumns <= columns; c += kHalf * kColumns)
+          accumulate_group<R, kHalf, true>(d, keys, h, c);
+        for (; c < columns; c += kHalf * kColumns) accumulate_group<R, kHalf, false>(d, keys, h, c);
+      }
+  }
+};
+
+}  // namespace
+}  // namespace tilewise::cpu
