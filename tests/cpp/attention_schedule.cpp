@@ -10,6 +10,7 @@
 namespace {
 
 using tilewise::Band;
+using tilewise::EqualParts;
 using tilewise::key_split;
 using tilewise::Packing;
 using tilewise::Range;

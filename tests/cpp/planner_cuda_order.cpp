@@ -128,19 +128,19 @@ TEST(PlannerCudaOrder, TheOrderVisitsEveryTileOnce) {
   }
 }
 
-// Lengths that only the GPU knows: first splits of all sequences first, every one once.
-TEST(PlannerCudaOrder, SplitsOfUnevenLengthsFollowEachOther) {
+// The splits of a tile follow each other, and so does the cluster that merges them.
+TEST(PlannerCudaOrder, SplitsOfATileFollowEachOther) {
+  constexpr int64_t kSplits = 6;
   Problem p = problem(TILEWISE_BFLOAT16, 30, 1, 8192, 5);
-  const int32_t lengths = 0;
-  p.seqused_k = &lengths;
+  p.num_splits = kSplits;
   const cuda::Plan plan = forward(p, gpu_with(90));
-  ASSERT_GT(plan.splits, 1);
+  ASSERT_EQ(plan.blocks, 30 * 5 * kSplits);
   for (int64_t block = 0; block < plan.blocks; ++block) {
     const cuda::TileOrder::Work w = plan.order.at(block);
     ASSERT_EQ(w.tile, 0);
-    ASSERT_EQ((w.split * 30 + w.sequence) * 5 + w.head, block);
+    ASSERT_EQ((w.sequence * 5 + w.head) * kSplits + w.split, block);
     const cuda::TileOrder::Work only = plan.order.at_only_tile(block);
-    ASSERT_EQ((only.split * 30 + only.sequence) * 5 + only.head, block);
+    ASSERT_EQ((only.sequence * 5 + only.head) * kSplits + only.split, block);
   }
 }
 
