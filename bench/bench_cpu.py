@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import fnmatch
+import itertools
 import json
 import math
 import os
@@ -135,7 +136,11 @@ def measure_attention(case: cases.Case, seconds: float) -> dict[str, Any]:
 
 
 def measure_decode(case: cases.Decode, seconds: float, total_bytes: int) -> dict[str, Any]:
-    """Times one decode step over caches that lie in memory, not in a processor cache."""
+    """Times one decode step over caches that lie in memory, not in a processor cache.
+
+    Returns {"tilewise": timing, "torch": timing, "read": timing, "ratio": torch / tilewise,
+    "share": read / tilewise}; "read" does nothing but read the same bytes.
+    """
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -146,23 +151,31 @@ def measure_decode(case: cases.Decode, seconds: float, total_bytes: int) -> dict
     copies = rotation(case.cache_bytes, total_bytes)
     shape = (1, case.kv_heads, case.length, case.head_dim)
     first = [torch.randn(shape).to(dtype) for _ in range(2)]
-    caches = [tuple(t.clone() for t in first) for _ in range(copies)]
+    # Every call has the next one: what was read last may still lie in a large last-level cache.
+    caches = itertools.cycle([tuple(t.clone() for t in first) for _ in range(copies)])
     query = torch.randn(1, case.heads, 1, case.head_dim).to(dtype)
     grouped = case.heads != case.kv_heads
+
+    def read(_: int) -> None:
+        for cache in next(caches):
+            cache.view(torch.float32).sum()  # of what the bits happen to be
+
     with torch.no_grad():
         timings = interleave(
             {
-                "tilewise": lambda i: tilewise.attention(
-                    query, *caches[i % copies], causal=True, layout="bhsd"
+                "tilewise": lambda _: tilewise.attention(
+                    query, *next(caches), causal=True, layout="bhsd"
                 ),
-                "torch": lambda i: scaled_dot_product_attention(
-                    query, *caches[i % copies], enable_gqa=grouped
+                "torch": lambda _: scaled_dot_product_attention(
+                    query, *next(caches), enable_gqa=grouped
                 ),
+                "read": read,
             },
             seconds=seconds,
             minimum=5,
         )
-    return report.compare(case.to_json(), timings, float(case.cache_bytes))
+    row = report.compare(case.to_json(), timings, float(case.cache_bytes))
+    return {**row, "share": timings["read"].median / timings["tilewise"].median}
 
 
 def machine(threads: int, isa: str, load: float) -> dict[str, Any]:
@@ -188,7 +201,8 @@ def run(options: argparse.Namespace) -> int:
     """Measures, prints, writes. Returns the exit status."""
     lengths = cases.LENGTHS[:2] if options.quick else cases.LENGTHS
     grid = [c for c in cases.attention_cases(lengths) if matches(c.name, options.filter)]
-    decodes = [c for c in cases.decode_cases() if matches(c.name, options.filter)]
+    longest = 0 if options.quick else cases.LONG_CACHE
+    decodes = [c for c in cases.decode_cases(longest) if matches(c.name, options.filter)]
     if options.list:
         print("\n".join(c.name for c in [*grid, *decodes]))
         return 0
@@ -206,7 +220,7 @@ def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(threads)
     isa = current_isa()
     memory_bytes = 256 << 20 if options.quick else 1 << 30
-    limits = peaks.measure(threads, memory_bytes >> 20, repetitions=9 if options.quick else 25)
+    limits = peaks.measure(threads, repetitions=9 if options.quick else 25)
     result: dict[str, Any] = {"machine": machine(threads, isa, load), "peaks": limits}
     result["attention"], result["decode"] = [], []
     table = report.Table(isa, limits)
@@ -214,9 +228,6 @@ def run(options: argparse.Namespace) -> int:
     for case in grid:
         row = measure_attention(case, options.seconds)
         result["attention"].append(table.attention(case, row))
-    if decodes:  # what else runs on the machine changes what memory can give: the best of two
-        again = peaks.measure(threads, memory_bytes >> 20, repetitions=9)["read_bytes"]
-        limits["read_bytes"] = max(limits["read_bytes"], again, key=lambda rate: rate["best"])
     for decode in decodes:
         row = measure_decode(decode, options.seconds, memory_bytes)
         result["decode"].append(table.decode(decode, row))

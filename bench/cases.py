@@ -14,8 +14,9 @@ HEADS = 8
 # PyTorch skips masked keys in blocks of 512 only, so at N = 512 its causal attention does all the
 # work of the full one. We do not, in any dtype.
 SHORT_CAUSAL_BAR = 1.8
-# Decode reads every key and value once: the bar is this share of the measured read bandwidth.
+# Decode reads every key and value once: the bar is this share of the speed of a plain read.
 DECODE_BAR = 0.9
+LONG_CACHE = 131072  # keys
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,14 @@ def attention_cases(lengths: tuple[int, ...] = LENGTHS) -> Iterator[Case]:
                         yield Case(dtype, length, head_dim, causal, backward)
 
 
-def decode_cases() -> Iterator[Decode]:
-    """Grouped-query and multi-head caches in every dtype."""
-    for dtype in DTYPES:
-        yield Decode(dtype, 32, 8)
-        yield Decode(dtype, 8, 8)
+def decode_cases(longest: int = LONG_CACHE) -> Iterator[Decode]:
+    """Caches of 8 heads for one, four and eight query heads each; one of up to `longest` keys."""
+    for head_dim in HEAD_DIMS:
+        for dtype in DTYPES:
+            for group in (1, 4, 8):
+                yield Decode(dtype, 8 * group, 8, head_dim=head_dim)
+    if longest > Decode.length:
+        yield Decode("bf16", 32, 8, longest)
 
 
 def bar(case: Case, isa: str) -> float | None:

@@ -1,10 +1,10 @@
 // Tilewise benchmark: what this machine can do at most, measured.
 //
 // Registers only, every thread at once: fp32 FMA per instruction set, bf16 dot product (vdpbf16ps),
-// AMX bf16 tile product; then the rate at which memory can be read. The attention benchmark divides
-// by these numbers, so each is the best of several repetitions: a peak is a limit, not an average.
+// AMX bf16 tile product. The attention benchmark divides by these numbers, so each is the best of
+// several repetitions: a peak is a limit, not an average.
 //
-//   g++ -O3 -std=c++20 -pthread peaks.cpp -o peaks && ./peaks --threads 2 --megabytes 1024
+//   g++ -O3 -std=c++20 -pthread peaks.cpp -o peaks && ./peaks --threads 2
 //
 // Copyright (c) 2026 The Tilewise authors. BSD-3-Clause.
 #include <algorithm>
@@ -40,7 +40,7 @@ void keep(const T& value) {
   asm volatile("" : : "r"(&value) : "memory");
 }
 
-// A work function does `rounds` rounds and returns how much it has done (flop or bytes).
+// A work function does `rounds` rounds and returns how many flop they were.
 using Work = std::function<double(int thread, int64_t rounds)>;
 
 struct Rate {
@@ -104,11 +104,18 @@ constexpr int kChains = 12;
 #endif
 volatile float one_ish = 0.999999f;
 
+// Chains start apart: equal ones are one to a compiler.
+template <class Vector, int N>
+void start(Vector (&chain)[N]) {
+  for (int c = 0; c < N; ++c) chain[c] = Vector{} + static_cast<float>(c);
+}
+
 double work_portable(int, int64_t rounds) {
   typedef float Vector __attribute__((vector_size(16)));
   const float m = one_ish;
   const Vector x = {m, m, m, m};
-  Vector chain[kChains] = {};
+  Vector chain[kChains];
+  start(chain);
   for (int64_t r = 0; r < rounds; ++r) {
     UNROLL for (int c = 0; c < kChains; ++c) chain[c] = chain[c] * x + x;
   }
@@ -150,7 +157,8 @@ Features detect() {
 
 __attribute__((target("avx2,fma"))) double work_avx2(int, int64_t rounds) {
   const __m256 x = _mm256_set1_ps(one_ish);
-  __m256 chain[kChains] = {};
+  __m256 chain[kChains];
+  start(chain);
   for (int64_t r = 0; r < rounds; ++r) {
     UNROLL for (int c = 0; c < kChains; ++c) chain[c] = _mm256_fmadd_ps(chain[c], x, x);
   }
@@ -160,7 +168,8 @@ __attribute__((target("avx2,fma"))) double work_avx2(int, int64_t rounds) {
 
 __attribute__((target("avx512f"))) double work_avx512(int, int64_t rounds) {
   const __m512 x = _mm512_set1_ps(one_ish);
-  __m512 chain[kChains] = {};
+  __m512 chain[kChains];
+  start(chain);
   for (int64_t r = 0; r < rounds; ++r) {
     UNROLL for (int c = 0; c < kChains; ++c) chain[c] = _mm512_fmadd_ps(chain[c], x, x);
   }
@@ -173,7 +182,8 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) double work_dot(
   // Latency is 5-6 cycles at up to two a cycle: more chains than FMA needs.
   constexpr int kDotChains = 16;
   const __m512bh x = _mm512_cvtne2ps_pbh(_mm512_set1_ps(one_ish), _mm512_set1_ps(one_ish));
-  __m512 chain[kDotChains] = {};
+  __m512 chain[kDotChains];
+  start(chain);
   for (int64_t r = 0; r < rounds; ++r) {
     UNROLL for (int c = 0; c < kDotChains; ++c) chain[c] = _mm512_dpbf16_ps(chain[c], x, x);
   }
@@ -213,24 +223,6 @@ __attribute__((target("amx-tile,amx-bf16"))) double work_amx(int, int64_t rounds
 
 #endif
 
-// Every thread reads its own part of one large buffer, which it has written itself before.
-double read_part(const std::vector<uint64_t>& part) {
-  typedef uint64_t Vector __attribute__((vector_size(64)));
-  const size_t vectors = part.size() / 8;
-  const auto* data = reinterpret_cast<const Vector*>(
-      (reinterpret_cast<uintptr_t>(part.data()) + 63) & ~static_cast<uintptr_t>(63));
-  Vector sums[4] = {};
-  size_t i = 0;
-  for (; i + 5 <= vectors; i += 4) {
-    sums[0] += data[i];
-    sums[1] += data[i + 1];
-    sums[2] += data[i + 2];
-    sums[3] += data[i + 3];
-  }
-  keep(sums);
-  return static_cast<double>(i) * 64;
-}
-
 void print_rate(const char* name, Rate rate, bool& first) {
   std::printf("%s\n  \"%s\": {\"best\": %.4g, \"median\": %.4g}", first ? "" : ",", name, rate.best,
               rate.median);
@@ -253,11 +245,9 @@ int64_t argument(int argc, char** argv, const char* name, int64_t fallback) {
 
 int main(int argc, char** argv) {
   const int threads = static_cast<int>(argument(argc, argv, "--threads", 1));
-  const int64_t megabytes = argument(argc, argv, "--megabytes", 1024);
   const int repetitions = static_cast<int>(argument(argc, argv, "--repetitions", 15));
   bool first = true;
-  std::printf("{\"threads\": %d, \"megabytes\": %lld, \"flops\": {", threads,
-              static_cast<long long>(megabytes));
+  std::printf("{\"threads\": %d, \"flops\": {", threads);
   const auto flops = [&](const char* name, const Work& work) {
     print_rate(name, measure(threads, repetitions, calibrate(work, 0.005), work), first);
   };
@@ -269,19 +259,6 @@ int main(int argc, char** argv) {
   if (have.avx512_bf16) flops("avx512_bf16.dot", work_dot);
   if (have.amx) flops("amx.tile", work_amx);
 #endif
-  const size_t words = static_cast<size_t>(megabytes) * (1u << 17) / static_cast<size_t>(threads);
-  std::vector<std::vector<uint64_t>> parts(static_cast<size_t>(threads));
-  std::vector<std::thread> writers;
-  for (auto& part : parts) writers.emplace_back([&part, words] { part.assign(words + 8, 1); });
-  for (std::thread& writer : writers) writer.join();
-  const Work read = [&](int thread, int64_t rounds) {
-    double bytes = 0;
-    for (int64_t r = 0; r < rounds; ++r) bytes += read_part(parts[static_cast<size_t>(thread)]);
-    return bytes;
-  };
-  // One round is the whole buffer; the warm-up round is too.
-  const Rate memory = measure(threads, std::max(3, repetitions / 3), 1, read);
-  std::printf("\n}, \"read_bytes\": {\"best\": %.4g, \"median\": %.4g}}\n", memory.best,
-              memory.median);
+  std::printf("\n}}\n");
   return 0;
 }

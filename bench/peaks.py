@@ -52,16 +52,16 @@ def build(directory: Path | None = None) -> Path:
     return program
 
 
-def measure(threads: int, megabytes: int = 1024, *, repetitions: int = 15) -> dict[str, Any]:
-    """Runs the program on `threads` threads, reading `megabytes` of memory for the bandwidth.
+def measure(threads: int, *, repetitions: int = 15) -> dict[str, Any]:
+    """Runs the program on `threads` threads.
 
     Returns:
-        {"flops": {name: {"best", "median"}}, "read_bytes": {"best", "median"}, ...}, per second.
+        {"flops": {name: {"best", "median"}}, ...}, per second.
 
     Raises:
         PeaksError: it could not be built or run.
     """
-    arguments = {"threads": threads, "megabytes": megabytes, "repetitions": repetitions}
+    arguments = {"threads": threads, "repetitions": repetitions}
     command = [str(build())]
     for name, value in arguments.items():
         command += [f"--{name}", str(value)]

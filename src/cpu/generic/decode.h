@@ -59,8 +59,8 @@ struct Decode : DecodeScratch {
   // Past the last column: zeros.
   TILEWISE_FN static Read read(const T* row, int64_t column, int64_t columns) {
     if (column + kColumns <= columns) return Reader::read(row + column);
-    T buffer[kColumns] = {};
-    for (int64_t i = column; i < columns; ++i) buffer[i - column] = row[i];
+    T buffer[kColumns];
+    copy_first(buffer, row + column, columns - column);
     return Reader::read(buffer);
   }
 
@@ -223,7 +223,6 @@ struct Decode : DecodeScratch {
       const T** const next = list(rows + padded, wide_v, keys, p.v, p.head_dim_v);
       with_rows([&](auto R) { products.template scores<R>(*this); });
       for_rows([&](int64_t row, int64_t lane, int64_t h) {
-        Products::ask_for_values(*this, lane, h);
         softmax(row, lane, head_of(lane, h), keys);
       });
       list(next, wide_k, keys_at(j + 1), p.k, p.head_dim);
@@ -270,9 +269,7 @@ struct Decode : DecodeScratch {
   }
 };
 
-// As many heads at once as there is room for. One row of heads that lie apart gives a tile nothing
-// to do but to pass K and V on (D64 80 instead of 75 % of a plain read). What is chosen must not
-// depend on how many heads there are: that is up to the number of threads.
+// As many heads at once as there is room for.
 template <class T, class Products, Isa kIsa>
 void decode_item(const ForwardTask& task, Arena scratch) {
   constexpr Shape shape = thin_shape_of(kIsa, TILEWISE_FLOAT32);
@@ -289,10 +286,7 @@ void decode_item(const ForwardTask& task, Arena scratch) {
       part.partial_lse = task.partial_lse + row;
     }
     Arena arena = scratch;
-    if (rows == 1 && !heads_side_by_side(*task.problem))
-      Decode<T, DotProducts<T>>(shape, part, arena).run();
-    else
-      Decode<T, Products>(shape, part, arena).run();
+    Decode<T, Products>(shape, part, arena).run();
   }
 }
 

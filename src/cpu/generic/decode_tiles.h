@@ -24,12 +24,42 @@ constexpr TileConfig decode_config(int rows) {
 inline constexpr TileConfig kDecodeConfigs[] = {decode_config(1), decode_config(2),
                                                 decode_config(4), decode_config(8)};
 
+// Asks for rows of all heads of a task, in the order they lie in memory, for the second-level
+// cache. A few at a time: lines that are asked for at once keep the loads of the next product
+// waiting (D128 39.2 instead of 35.9 ns a key).
+class RowsAhead {
+ public:
+  using T = BFloat16;
+
+  TILEWISE_FN RowsAhead(const T* const* rows, int64_t heads, int64_t stride_head, int64_t columns)
+      : row_(rows), heads_(heads), stride_head_(stride_head), columns_(columns) {}
+
+  TILEWISE_FN void ask(int reads) {
+    for (int i = 0; i < reads; ++i) {
+      __builtin_prefetch(*row_ + head_ * stride_head_ + column_, 0, 2);
+      column_ += Stream<T>::kColumns;
+      if (column_ < columns_) continue;
+      column_ = 0;
+      if (++head_ < heads_) continue;
+      head_ = 0;
+      ++row_;
+    }
+  }
+
+ private:
+  const T* const* row_;
+  int64_t heads_;
+  int64_t stride_head_;
+  int64_t columns_;
+  int64_t head_ = 0;
+  int64_t column_ = 0;
+};
+
 struct TileProducts : DotProducts<BFloat16> {
   using T = BFloat16;
-  static constexpr int kUnits = kTile;           // of a read: pairs of columns
-  static constexpr int kGroup = 2 * kTile;       // keys of one product with V
-  static constexpr int kStep = kGroup;           // keys of a tile are padded to a multiple of it
-  static constexpr int64_t kMostAhead = kGroup;  // rows of a list that are asked for behind it
+  static constexpr int kUnits = kTile;      // of a read: pairs of columns
+  static constexpr int kGroup = 2 * kTile;  // keys of one product with V
+  static constexpr int kStep = kGroup;      // keys of a tile are padded to a multiple of it
 
   struct Session {
     TILEWISE_FN explicit Session(int64_t rows) {
@@ -104,6 +134,8 @@ struct TileProducts : DotProducts<BFloat16> {
   template <int R, class Item>
   __attribute__((noinline)) void scores(const Item& d) const {
     F sums[kDecodeRows];  // [head][key][row]
+    RowsAhead ahead(d.rows + max<int64_t>(kGroup, ahead_k), d.task.heads, d.p.k.stride_head,
+                    d.p.head_dim);
     for (int64_t first = 0; first < d.padded; first += kTile) {
       const Keys k(d.rows + first, d.p.head_dim);
       const uint32_t* query = reinterpret_cast<const uint32_t*>(d.q);
@@ -111,11 +143,11 @@ struct TileProducts : DotProducts<BFloat16> {
       for (int64_t h = 0; h < d.task.heads; ++h) {
         tile_zero<0>();
         for (int64_t c = 0; c < k.columns; c += kColumns, query += kUnits * R) {
-          for (int i = 0; i < kTile; ++i)
-            __builtin_prefetch(k.rows[i + kTile] + h * d.p.k.stride_head + c);
+          ahead.ask(kTile / 2);
           k.load<Item>(h * d.p.k.stride_head, c);
           tile_load<2>(query, 4 * R);
           tile_dot_bf16<0, 1, 2>();
+          ahead.ask(kTile / 2);
         }
         tile_store<0>(sums + h * R, 4 * R);
       }
@@ -124,16 +156,6 @@ struct TileProducts : DotProducts<BFloat16> {
       for (int64_t h = 0; h < d.task.heads; ++h)
         split_rows<R>(sums + h * R, d.s_of(h * R) + first, d.tile_k);
     }
-  }
-
-  // The first values, while p is computed: a share beside the softmax of each row.
-  template <class Item>
-  TILEWISE_FN static void ask_for_values(const Item& d, int64_t lane, int64_t h) {
-    const T* const* const v = d.rows + d.padded;
-    const int64_t share = kGroup / d.rows_of_head();
-    for (int64_t key = lane * share; key < (lane + 1) * share; ++key)
-      for (int64_t c = 0; c < d.p.head_dim_v; c += kColumns)
-        __builtin_prefetch(v[key] + h * d.p.v.stride_head + c, 0, 2);
   }
 
   // 32 keys of a head, one read of each: B of two tiles.
@@ -145,7 +167,7 @@ struct TileProducts : DotProducts<BFloat16> {
   // Past the last key: zeros.
   template <class Item>
   TILEWISE_FN static void interleave(const Item& d, Pairs& to, int64_t first, int64_t h,
-                                     int64_t column) {
+                                     int64_t column, RowsAhead& ahead) {
     const T* const* const v = d.rows + d.padded + first;
     const int64_t offset = h * d.p.v.stride_head;
     const auto put = [&](int i, Read a, Read b) {
@@ -156,12 +178,12 @@ struct TileProducts : DotProducts<BFloat16> {
     if (first + kGroup <= d.count && column + kColumns <= d.p.head_dim_v) {
       const int64_t at = offset + column;
       for (int i = 0; i < kTile; ++i) {
-        __builtin_prefetch(v[2 * i + kGroup] + at, 0, 2);
-        __builtin_prefetch(v[2 * i + 1 + kGroup] + at, 0, 2);
         put(i, Reader::read(v[2 * i] + at), Reader::read(v[2 * i + 1] + at));
+        ahead.ask(2);
       }
       return;
     }
+    ahead.ask(kGroup);
     const auto some = [&](int i) {
       return first + i < d.count ? Item::read(v[i] + offset, column, d.p.head_dim_v) : Read{};
     };
@@ -191,11 +213,13 @@ struct TileProducts : DotProducts<BFloat16> {
       int64_t first, h, column;
     } last{};
     Pairs pairs[2];
+    RowsAhead ahead(d.rows + d.padded + max<int64_t>(kGroup, ahead_v), d.task.heads,
+                    d.p.v.stride_head, d.p.head_dim_v);
     int turn = 0;
     for (int64_t first = 0; first < d.count; first += kGroup)
       for (int64_t h = 0; h < d.task.heads; ++h)
         for (int64_t column = 0; column < d.p.head_dim_v; column += kColumns, ++turn) {
-          interleave(d, pairs[turn % 2], first, h, column);
+          interleave(d, pairs[turn % 2], first, h, column, ahead);
           tile_fence();
           if (turn > 0) multiply<R>(d, pairs[1 - turn % 2], last.first, last.h, last.column);
           last = {first, h, column};

@@ -246,11 +246,27 @@ TILEWISE_FN void from_fp32(Half* p, F v) {
 #endif
 }
 
-// The first n < W elements; lanes past them are 0, memory past them is not touched.
+// The first n < N elements; those past them are 0, memory past them is not touched. Where there are
+// masks for bytes, a loop is slow: a quarter of what decoding of D72 in bf16 took.
+template <class T, int N>
+TILEWISE_FN void copy_first(T (&to)[N], const T* from, int64_t n) {
+#if defined(__AVX512BW__)
+  const uint64_t bytes = (uint64_t{1} << (n * static_cast<int64_t>(sizeof(T)))) - 1;
+  if constexpr (sizeof(to) == 64)
+    store_as(to, _mm512_maskz_loadu_epi8(bytes, from));
+  else if constexpr (sizeof(to) == 32)
+    store_as(to, _mm256_maskz_loadu_epi8(static_cast<__mmask32>(bytes), from));
+  else
+    store_as(to, _mm_maskz_loadu_epi8(static_cast<__mmask16>(bytes), from));
+#else
+  for (int64_t i = 0; i < N; ++i) to[i] = i < n ? from[i] : T{};
+#endif
+}
+
 template <class T>
 TILEWISE_FN F to_fp32_tail(const T* p, int64_t n) {
-  T buffer[W] = {};
-  for (int64_t i = 0; i < n; ++i) buffer[i] = p[i];
+  T buffer[W];
+  copy_first(buffer, p, n);
   return to_fp32(buffer);
 }
 template <class T>
