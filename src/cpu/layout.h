@@ -12,12 +12,18 @@ inline int64_t query_tiles(const Problem& p, int64_t tile) {
                                    : ceil_div(rows, tile) + p.batch;
 }
 
-// Decoding is told by its few rows. A bound that is too small costs speed, not correctness.
+// Decoding is told by its few rows. A bound that is too small costs speed, not correctness. More of
+// them than vectors would take, with few keys, are done sooner by the matrix engine (32 rows: 256
+// keys take as long, 32 keys half). Batch-invariant: how many keys others have must not matter.
 inline bool is_decoding(const Problem& p, Isa isa) {
   if (p.batch_invariant != 0 && p.cu_seqlens_q != nullptr) return false;  // rows of all sequences
   const int64_t rows =
       p.cu_seqlens_q != nullptr && p.max_seqlen_q > 0 ? p.max_seqlen_q : p.seqlen_q;
-  return rows <= thin_rows(isa) && rows * group_size(p) <= thin_rows(isa);
+  const int most = thin_rows(isa, p.dtype);
+  if (rows > most || rows * group_size(p) > most) return false;
+  constexpr int64_t kLeastKeys = 256;
+  return rows * group_size(p) <= thin_rows(isa, TILEWISE_FLOAT32) || p.batch_invariant != 0 ||
+         key_capacity(p) >= kLeastKeys;
 }
 
 inline Shape forward_shape(const Problem& p, Isa isa) {

@@ -47,21 +47,26 @@ constexpr Shape shape_of(Isa isa, int32_t dtype) {
 }
 
 // Decoding: at most this many packed rows of a key/value head stream through K and V, which then
-// are read once and not packed (generic/decode.h); more rows go to a matrix engine.
-constexpr int thin_rows(Isa isa) { return min(8, shape_of(isa, TILEWISE_FLOAT32).lanes); }
+// are read once and not packed (generic/decode.h); more rows go to a matrix engine. To a tile unit
+// sixteen rows are as good as one.
+constexpr int thin_rows(Isa isa, int32_t dtype) {
+  if (isa == Isa::amx && dtype == TILEWISE_BFLOAT16) return 32;
+  return min(8, shape_of(isa, TILEWISE_FLOAT32).lanes);
+}
 
-// Rows of a work item, over all its heads. Eight heads of eight rows: half of a row of memory now
+// Rows of a work item, over all its heads. Eight heads of sixteen rows: half of a row of memory now
 // and the other half later is 9 instead of 11 GB/s (bf16, D = 128).
-inline constexpr int kDecodeRows = 64;
+inline constexpr int kDecodeRows = 128;
 
 TILEWISE_FN bool heads_side_by_side(const Problem& p) {
   return 0 < p.k.stride_head && p.k.stride_head < p.k.stride_row && 0 < p.v.stride_head &&
          p.v.stride_head < p.v.stride_row;
 }
 
-constexpr Shape thin_shape_of(Isa isa, int32_t) {
+constexpr Shape thin_shape_of(Isa isa, int32_t dtype) {
   const int lanes = shape_of(isa, TILEWISE_FLOAT32).lanes;
-  return {"stream", lanes, lanes, lanes, 1, 1, 1, thin_rows(isa), 128, 0, 0};
+  const int rows = thin_rows(isa, dtype);
+  return {"stream", lanes, max(rows, lanes), lanes, 1, 1, 1, rows, 128, 0, 0};
 }
 
 // Keys of a backward tile.

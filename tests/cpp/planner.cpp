@@ -161,6 +161,24 @@ TEST(Planner, SplitsKeysWhenThereAreFewRows) {
   EXPECT_EQ(plan(asked, nullptr, kZen4).cpu.splits, 3);
 }
 
+// Few rows stream through the cache: as many as a vector engine takes, and more of them by tiles
+// where that is worth it.
+TEST(Planner, FewRowsStreamThroughTheCache) {
+  const auto engine = [](int32_t dtype, int64_t rows, int64_t keys, int32_t invariant = 0) {
+    Problem p = problem(dtype, 1, rows, keys, 16);
+    p.heads_kv = 4;
+    p.batch_invariant = invariant;
+    return std::string(plan(p, nullptr, kSapphireRapids).cpu.engine);
+  };
+  EXPECT_EQ(engine(TILEWISE_BFLOAT16, 2, 16), "stream");
+  EXPECT_EQ(engine(TILEWISE_BFLOAT16, 8, 256), "stream");
+  EXPECT_EQ(engine(TILEWISE_BFLOAT16, 3, 255), "amx");
+  EXPECT_EQ(engine(TILEWISE_BFLOAT16, 3, 255, 1), "stream");
+  EXPECT_EQ(engine(TILEWISE_BFLOAT16, 9, 8192), "amx");
+  EXPECT_EQ(engine(TILEWISE_FLOAT16, 2, 8192), "stream");
+  EXPECT_EQ(engine(TILEWISE_FLOAT16, 3, 8192), "amx_split");
+}
+
 // Memory is linear in the sequence length, forward and backward.
 TEST(Planner, WorkspaceGrowsLinearly) {
   const Gradients gradients{};

@@ -15,13 +15,20 @@
 namespace tilewise::cpu {
 namespace {
 
+// Rounded up: products know their number as a constant, or are several of the same.
+TILEWISE_FN int64_t decode_rows_of_head(int64_t rows) {
+  int64_t most = 1;
+  while (most < rows) most *= 2;
+  return most;
+}
+
 template <class T, class Products>
 struct Decode : DecodeScratch {
   using Reader = Stream<T>;
   using Read = typename Reader::Read;
   static constexpr int kParts = Reader::kParts;
   static constexpr int kColumns = Reader::kColumns;
-  static constexpr int kMostRows = min(8, W);            // of a head
+  static constexpr int kMostRows = Products::kMostRows;  // of a head
   static constexpr int kGroup = DotProducts<T>::kGroup;  // keys whose values are added up at once
 
   const ForwardTask& task;
@@ -31,7 +38,8 @@ struct Decode : DecodeScratch {
   const Score score;
   const Dropout dropout;
   const bool general;
-  const float exponent;  // p = 2^((s - m) * exponent)
+  const float exponent;        // p = 2^((s - m) * exponent)
+  const int64_t rows_of_head;  // rounded up
   // Rows of the first head in the order they are read, each list padded to whole steps: keys of the
   // tile, its values, keys of the next tile.
   const T** const rows;
@@ -49,10 +57,12 @@ struct Decode : DecodeScratch {
         dropout(dropout_of(p)),
         general(is_general(p)),
         exponent(exponent_of(score, general)),
+        rows_of_head(decode_rows_of_head(t.packed_rows.size())),
         rows(reinterpret_cast<const T**>(DecodeScratch::rows)),
         products(task) {}
 
   TILEWISE_FN int64_t reads_of_q() const { return ceil_div(p.head_dim, kColumns); }
+  TILEWISE_FN int64_t panel() const { return round_up(task.packed_rows.size(), W); }  // all lanes
   TILEWISE_FN float* s_of(int64_t row) const { return s_tile + row * tile_k; }
   TILEWISE_FN float* o_of(int64_t row) const { return o + row * o_ld; }
 
@@ -64,38 +74,34 @@ struct Decode : DecodeScratch {
     return Reader::read(buffer);
   }
 
-  // Calls body with a head's number of rows, rounded up, as a constant.
+  // Calls body with a head's number of rows, rounded up to what a product takes, as a constant.
   template <class Body>
   TILEWISE_FN void with_rows(const Body& body) const {
+    constexpr int kMost = Products::kRows;
     if (lanes.count <= 1) return body(std::integral_constant<int, 1>{});
     if (lanes.count <= 2) return body(std::integral_constant<int, 2>{});
     if (lanes.count <= 4) return body(std::integral_constant<int, 4>{});
-    body(std::integral_constant<int, kMostRows>{});
-  }
-
-  TILEWISE_FN int64_t rows_of_head() const {  // rounded up alike
-    int64_t most = 1;
-    while (most < lanes.count) most *= 2;
-    return most;
+    if (lanes.count <= 8) return body(std::integral_constant<int, min(8, kMost)>{});
+    body(std::integral_constant<int, kMost>{});
   }
 
   // Calls body(row of the scratch, lane, kv head of the task) for every row there is.
   template <class Body>
   TILEWISE_FN void for_rows(const Body& body) const {
-    const int64_t rows_in_head = rows_of_head();
     for (int64_t h = 0; h < task.heads; ++h)
-      for (int64_t lane = 0; lane < lanes.count; ++lane) body(h * rows_in_head + lane, lane, h);
+      for (int64_t lane = 0; lane < lanes.count; ++lane) body(h * rows_of_head + lane, lane, h);
   }
   TILEWISE_FN int64_t head_of(int64_t lane, int64_t h) const {
     return lanes.head[lane] + h * group_size(p);
   }
 
   TILEWISE_FN void begin() {
-    lanes.fill(p, s, task.kv_head, task.packed_rows, W);
+    lanes.fill(p, s, task.kv_head, task.packed_rows, panel());
     const bool negate = !general && score.scale < 0.0f;
-    const T* from[W];
-    lane_rows(from, lanes, W, s, p.q);
-    __builtin_memset(q, 0, static_cast<size_t>(kDecodeRows * reads_of_q()) * sizeof(Read));
+    const T* from[kMostRows];
+    lane_rows(from, lanes, lanes.count, s, p.q);
+    const int64_t reads = task.heads * rows_of_head * reads_of_q();
+    __builtin_memset(q, 0, static_cast<size_t>(reads) * sizeof(Read));
     for_rows([&](int64_t row, int64_t lane, int64_t h) {
       const T* const q_row = from[lane] + h * group_size(p) * p.q.stride_head;
       for (int64_t c = 0; c < reads_of_q(); ++c) {
@@ -211,7 +217,7 @@ struct Decode : DecodeScratch {
     begin();
     [[maybe_unused]] const typename Products::Session session{lanes.count};
     const Tiling tiling{s.band.keys, tile_k};
-    const Range tiles = tiling.touching(intersect(lanes.all_lanes_any(W), task.keys));
+    const Range tiles = tiling.touching(intersect(lanes.all_lanes_any(panel()), task.keys));
     const auto keys_at = [&](int64_t j) {
       return j < tiles.end ? intersect(tiling.at(j), task.keys) : Range{};
     };
@@ -272,10 +278,9 @@ struct Decode : DecodeScratch {
 // As many heads at once as there is room for.
 template <class T, class Products, Isa kIsa>
 void decode_item(const ForwardTask& task, Arena scratch) {
-  constexpr Shape shape = thin_shape_of(kIsa, TILEWISE_FLOAT32);
-  static_assert(shape.lanes == W && shape.tile_q <= Decode<T, Products>::kMostRows);
-  int64_t rows = 1;
-  while (rows < task.packed_rows.size()) rows *= 2;
+  constexpr Shape shape = thin_shape_of(kIsa, kDtype<T>);
+  static_assert(shape.lanes == W && shape.tile_q <= Products::kMostRows);
+  const int64_t rows = decode_rows_of_head(task.packed_rows.size());
   ForwardTask part = task;
   for (int64_t h = 0; h < task.heads; h += part.heads) {
     part.kv_head = task.kv_head + h;

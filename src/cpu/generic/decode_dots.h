@@ -15,7 +15,9 @@ struct DotProducts {
   struct Session {
     TILEWISE_FN explicit Session(int64_t) {}
   };
-  static constexpr int kStep = W;  // keys of a tile are padded to a multiple of it
+  static constexpr int kStep = W;              // keys of a tile are padded to a multiple of it
+  static constexpr int kMostRows = min(8, W);  // of a head
+  static constexpr int kRows = kMostRows;      // of a product
   static constexpr int kParts = Reader::kParts;
   static constexpr int kColumns = Reader::kColumns;
   // Keys whose values a row adds up in registers. Short: another head comes after them.
@@ -45,7 +47,7 @@ struct DotProducts {
   template <class Item>
   TILEWISE_FN static void place_q(const Item& d, const Read& part, int64_t h, int64_t lane,
                                   int64_t c) {
-    const int64_t row = h * d.rows_of_head() + lane;
+    const int64_t row = h * d.rows_of_head + lane;
     reinterpret_cast<Read*>(d.q)[row * d.reads_of_q() + c] = part;
   }
 

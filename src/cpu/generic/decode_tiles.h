@@ -1,6 +1,6 @@
-// The products of decoding with the AMX tile unit, for bf16: one takes as long for eight rows of q
-// as for one. Rows of K are rows of a tile as they lie in memory; rows of V are
-// interleaved pair by pair on their way into one.
+// The products of decoding with the AMX tile unit, for bf16: one takes nearly as long for one row
+// of q as for sixteen. Rows of K are rows of a tile as they lie in memory; rows of V are
+// interleaved pair by pair on their way into one. The rows of a head are one tile or two.
 #pragma once
 
 #include "cpu/generic/amx_gemm.h"
@@ -21,8 +21,8 @@ constexpr TileConfig decode_config(int rows) {
   }
   return config;
 }
-inline constexpr TileConfig kDecodeConfigs[] = {decode_config(1), decode_config(2),
-                                                decode_config(4), decode_config(8)};
+inline constexpr TileConfig kDecodeConfigs[] = {
+    decode_config(1), decode_config(2), decode_config(4), decode_config(8), decode_config(16)};
 
 // Asks for rows of all heads of a task, in the order they lie in memory, for the second-level
 // cache. A few at a time: lines that are asked for at once keep the loads of the next product
@@ -60,10 +60,14 @@ struct TileProducts : DotProducts<BFloat16> {
   static constexpr int kUnits = kTile;      // of a read: pairs of columns
   static constexpr int kGroup = 2 * kTile;  // keys of one product with V
   static constexpr int kStep = kGroup;      // keys of a tile are padded to a multiple of it
+  static constexpr int kMostRows = 32;      // of a head
+  static constexpr int kRows = kTile;       // of a product
 
   struct Session {
     TILEWISE_FN explicit Session(int64_t rows) {
-      tile_configure(kDecodeConfigs[rows <= 1 ? 0 : rows <= 2 ? 1 : rows <= 4 ? 2 : 3]);
+      int config = 0;
+      while (kDecodeConfigs[config].rows[3] < min<int64_t>(rows, kRows)) ++config;
+      tile_configure(kDecodeConfigs[config]);
     }
     TILEWISE_FN ~Session() { tile_release(); }
     Session(const Session&) = delete;
@@ -72,14 +76,15 @@ struct TileProducts : DotProducts<BFloat16> {
 
   using DotProducts<BFloat16>::DotProducts;
 
-  // q: [head][read][unit][row of the head]
+  // q: [head][tile][read][unit][row of the tile]
   template <class Item>
   TILEWISE_FN static void place_q(const Item& d, Read part, int64_t h, int64_t lane, int64_t c) {
-    const int64_t rows = d.rows_of_head();
+    const int64_t rows = min<int64_t>(kRows, d.rows_of_head);
+    const int64_t tile = (h * d.rows_of_head + lane) / rows;
     uint32_t units[kUnits];
     store_as(units, part);
-    uint32_t* const to =
-        reinterpret_cast<uint32_t*>(d.q) + (h * d.reads_of_q() + c) * kUnits * rows + lane;
+    uint32_t* const to = reinterpret_cast<uint32_t*>(d.q) +
+                         (tile * d.reads_of_q() + c) * kUnits * rows + lane % rows;
     for (int i = 0; i < kUnits; ++i) to[i * rows] = units[i];
   }
 
@@ -133,28 +138,31 @@ struct TileProducts : DotProducts<BFloat16> {
 
   template <int R, class Item>
   __attribute__((noinline)) void scores(const Item& d) const {
-    F sums[kDecodeRows];  // [head][key][row]
+    F sums[kDecodeRows];                                       // [head][tile][key][row]
+    const int64_t tiles = R < kRows ? 1 : d.rows_of_head / R;  // of a head
     RowsAhead ahead(d.rows + max<int64_t>(kGroup, ahead_k), d.task.heads, d.p.k.stride_head,
                     d.p.head_dim);
     for (int64_t first = 0; first < d.padded; first += kTile) {
       const Keys k(d.rows + first, d.p.head_dim);
       const uint32_t* query = reinterpret_cast<const uint32_t*>(d.q);
       tile_fence();
-      for (int64_t h = 0; h < d.task.heads; ++h) {
-        tile_zero<0>();
-        for (int64_t c = 0; c < k.columns; c += kColumns, query += kUnits * R) {
-          ahead.ask(kTile / 2);
-          k.load<Item>(h * d.p.k.stride_head, c);
-          tile_load<2>(query, 4 * R);
-          tile_dot_bf16<0, 1, 2>();
-          ahead.ask(kTile / 2);
+      for (int64_t h = 0; h < d.task.heads; ++h)
+        for (int64_t t = 0; t < tiles; ++t) {
+          const int asked = t == 0 ? kTile / 2 : 0;
+          tile_zero<0>();
+          for (int64_t c = 0; c < k.columns; c += kColumns, query += kUnits * R) {
+            ahead.ask(asked);
+            k.load<Item>(h * d.p.k.stride_head, c);
+            tile_load<2>(query, 4 * R);
+            tile_dot_bf16<0, 1, 2>();
+            ahead.ask(asked);
+          }
+          tile_store<0>(sums + (h * tiles + t) * R, 4 * R);
         }
-        tile_store<0>(sums + h * R, 4 * R);
-      }
       tile_fence();
       // Not at once: a vector is loaded only when all stores of a tile below it are done.
-      for (int64_t h = 0; h < d.task.heads; ++h)
-        split_rows<R>(sums + h * R, d.s_of(h * R) + first, d.tile_k);
+      for (int64_t t = 0; t < d.task.heads * tiles; ++t)
+        split_rows<R>(sums + t * R, d.s_of(t * R) + first, d.tile_k);
     }
   }
 
@@ -193,16 +201,19 @@ struct TileProducts : DotProducts<BFloat16> {
   template <int R, class Item>
   TILEWISE_FN static void multiply(const Item& d, const Pairs& v, int64_t first, int64_t h,
                                    int64_t column) {
-    float* const o = d.o_of(h * R) + column;
-    tile_load<3>(reinterpret_cast<const T*>(d.s_of(h * R)) + first, d.tile_k * 4);
-    tile_load<4>(o, d.o_ld * 4);
-    tile_load<5>(o + W, d.o_ld * 4);
+    const int64_t rows = R < kRows ? R : d.rows_of_head;
     tile_load<6>(v.low, sizeof(Read));
     tile_load<7>(v.high, sizeof(Read));
-    tile_dot_bf16<4, 3, 6>();
-    tile_dot_bf16<5, 3, 7>();
-    tile_store<4>(o, d.o_ld * 4);
-    tile_store<5>(o + W, d.o_ld * 4);
+    for (int64_t row = h * rows; row < (h + 1) * rows; row += R) {
+      float* const o = d.o_of(row) + column;
+      tile_load<3>(reinterpret_cast<const T*>(d.s_of(row)) + first, d.tile_k * 4);
+      tile_load<4>(o, d.o_ld * 4);
+      tile_load<5>(o + W, d.o_ld * 4);
+      tile_dot_bf16<4, 3, 6>();
+      tile_dot_bf16<5, 3, 7>();
+      tile_store<4>(o, d.o_ld * 4);
+      tile_store<5>(o + W, d.o_ld * 4);
+    }
   }
 
   // Rows are interleaved one step before their product: a tile, too, waits for stores below it
