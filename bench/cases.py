@@ -90,7 +90,9 @@ def attention_cases(lengths: tuple[int, ...] = LENGTHS) -> Iterator[Case]:
 
 
 def decode_cases(longest: int = LONG_CACHE) -> Iterator[Decode]:
-    """Caches of 8 heads for one, four and eight query heads each; one of up to `longest` keys."""
+    """Caches of 8 heads for one, four and eight query heads each, and a long one unless `longest`
+    says that there is none.
+    """
     for head_dim in HEAD_DIMS:
         for dtype in DTYPES:
             for group in (1, 4, 8):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import mmap
 import os
 import re
 
 import numpy as np
 import pytest
+import torch
 
 import capi
 import devices
@@ -128,6 +131,37 @@ def test_head_dims_that_end_inside_a_read(dtype, group, head_dim, page_size):
              pad=8 * (group % 2), window=(150, 0) if group == 3 else (-1, -1)),
         backward=False,
     )  # fmt: skip
+
+
+def at_the_end_of_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the order of its dimensions; reading behind its last byte ends the process."""
+    page = mmap.PAGESIZE
+    size = tensor.numel() * tensor.element_size()
+    room = -(-size // page) * page
+    memory = mmap.mmap(-1, room + page)
+    behind = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + room
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(behind), ctypes.c_size_t(page), 0) == 0
+    copy = torch.frombuffer(
+        memory, dtype=tensor.dtype, count=tensor.numel(), offset=room - size
+    ).view(tensor.shape)
+    return copy.copy_(tensor)
+
+
+@pytest.mark.abi("cpu")
+@pytest.mark.parametrize("isa", capi.instruction_sets()[0])
+@pytest.mark.parametrize("rows", [1, 12, 40])
+@pytest.mark.parametrize("keys", [5, 37, 293])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_behind_a_buffer_is_read(dtype, keys, rows, isa):
+    case = Case(dtype, (rows,), (keys,), heads_kv=2, head_dim=72, head_dim_v=40, bias="bhr")
+    b = Built(case)
+    kept = {name: at_the_end_of_memory(getattr(b, name)) for name in ("q", "k", "v", "bias")}
+    with capi.cpu(isa):
+        expected = run(b, backward=False)
+        for name in ("q", "k", "v"):
+            setattr(b.attention, name, capi.tensor(kept[name]))
+        b.attention.bias = kept["bias"].data_ptr()
+        assert np.array_equal(run(b, backward=False).out, expected.out)
 
 
 def merged(seed: int) -> Case:

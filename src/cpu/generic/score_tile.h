@@ -21,8 +21,9 @@ TILEWISE_FN float bias_at(const Problem& p, int64_t offset) {
   return to_float(static_cast<const BFloat16*>(p.bias)[offset]);
 }
 
-// Of W keys, of which `count` exist.
+// Of W keys, of which `count` exist: none, or fewer than none, where a padded step ends.
 TILEWISE_FN F bias_of_keys(const Problem& p, int64_t offset, int64_t count) {
+  if (count <= 0) return F{};
   const auto from = [&](const auto* bias) {
     return count >= W ? to_fp32(bias + offset) : to_fp32_tail(bias + offset, count);
   };

@@ -246,8 +246,8 @@ TILEWISE_FN void from_fp32(Half* p, F v) {
 #endif
 }
 
-// The first n < N elements; those past them are 0, memory past them is not touched. Where there are
-// masks for bytes, a loop is slow: a quarter of what decoding of D72 in bf16 took.
+// The first n elements, 0 <= n < N; those past them are 0, memory past them is not touched. Where
+// there are masks for bytes, a loop is slow: a quarter of what decoding of D72 in bf16 took.
 template <class T, int N>
 TILEWISE_FN void copy_first(T (&to)[N], const T* from, int64_t n) {
 #if defined(__AVX512BW__)
