@@ -53,29 +53,57 @@ struct SplitRule {
   }
 };
 
-// The same by the lengths of a batch: no part has more than a share of all of its keys, in whole
-// tiles. Below 2^31 keys.
+// The same by the lengths of a batch, in whole tiles. Sequences of lengths that are alike are cut
+// as they are where lengths are known, others into parts of a share of all keys. Of batches of at
+// most 2^30 keys.
 struct EqualParts {
-  Divisor shares = 0;  // 0: not cut like this
-  Divisor tile = 1;    // keys
+  int32_t most = 0;   // of a batch, at least `alike` for each sequence; 0: not cut like this
+  int32_t alike = 1;  // of each sequence of a batch of lengths that are alike
+  int32_t tile = 1;   // keys
 
-  TILEWISE_FN constexpr bool any() const { return shares != 0; }
-  // Every sequence has one that may be short.
-  TILEWISE_FN constexpr int64_t most(int64_t sequences) const { return shares + sequences; }
-  TILEWISE_FN constexpr int32_t keys_of_part(int32_t batch_keys) const {
-    return ceil_quotient(tile, ceil_quotient(shares, batch_keys)) * tile;
+  struct Batch {
+    int32_t sequences;
+    int32_t keys;
+    int32_t longest;
+
+    // The longest one is at most a fourth above the mean.
+    TILEWISE_FN constexpr bool are_alike() const {
+      return int64_t{longest} * sequences * 4 <= int64_t{keys} * 5;
+    }
+  };
+
+  TILEWISE_FN constexpr bool any() const { return most != 0; }
+
+  // Keys of a part: the first one of these by which a batch has no more than `most`.
+  TILEWISE_FN constexpr int32_t first_part(const Batch& batch) const {
+    if (batch.are_alike()) return whole_tiles(quotient(batch.longest, alike));
+    // Every sequence has one part that may be short, of which half is to be expected.
+    return whole_tiles(quotient(batch.keys, most - batch.sequences / 2));
   }
+  TILEWISE_FN constexpr int32_t next_part(const Batch& batch, int turn, int32_t part,
+                                          int32_t parts) const {
+    constexpr int kTurns = 3;
+    if (turn + 1 < kTurns) {
+      const float longer = static_cast<float>(part) * static_cast<float>(parts);
+      return max(part + tile, whole_tiles(static_cast<int32_t>(longer / static_cast<float>(most))));
+    }
+    return whole_tiles(most > batch.sequences ? quotient(batch.keys, most - batch.sequences)
+                                              : batch.longest);
+  }
+
   // Of a sequence, at least 1: somebody has to write the rows of an empty one.
   TILEWISE_FN static constexpr int32_t count(int32_t keys, int32_t keys_of_part) {
-    const auto some = static_cast<uint32_t>(max(1, keys));
-    const auto part = static_cast<uint32_t>(keys_of_part);
-    return static_cast<int32_t>((some + part - 1) / part);
+    return quotient(max(1, keys), keys_of_part);
   }
 
  private:
-  // At least 1.
-  TILEWISE_FN static constexpr int32_t ceil_quotient(const Divisor& by, int32_t n) {
-    return by.quotient(max(1, n) - 1) + 1;
+  // Rounded up. 32 bits: a GPU divides 64 of them slowly.
+  TILEWISE_FN static constexpr int32_t quotient(int32_t n, int32_t by) {
+    return static_cast<int32_t>((static_cast<uint32_t>(n) + static_cast<uint32_t>(by) - 1) /
+                                static_cast<uint32_t>(by));
+  }
+  TILEWISE_FN constexpr int32_t whole_tiles(int32_t keys) const {
+    return quotient(max(1, keys), tile) * tile;
   }
 };
 

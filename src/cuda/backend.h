@@ -25,9 +25,11 @@ struct Plan {
   int32_t pack = 1;    // query heads in one tile
   int64_t splits = 1;  // the most that a sequence has by `rule`
   SplitRule rule;
-  EqualParts parts;     // of a batch, instead of splits
-  int32_t cluster = 1;  // blocks of the main kernel that merge their splits themselves
-  int32_t pitch = 0;    // of the results of splits (params.h)
+  EqualParts parts;           // of a batch, instead of splits
+  bool merges_parts = false;  // the main kernel does; else a second one
+  int32_t cluster = 1;        // blocks of the main kernel that merge their splits themselves
+  bool alone = false;         // a block on its multiprocessor: boxes have a ring of one stage more
+  int32_t pitch = 0;          // of the results of splits (params.h)
   int64_t workspace_bytes = 0;
 
   const UnitTable* unit = nullptr;    // the kernels; null: no kernel serves the problem

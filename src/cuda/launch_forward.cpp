@@ -1,4 +1,7 @@
 // The launches of a forward: [index check] [prepare] main [combine] [second pass].
+#include <atomic>
+#include <random>
+
 #include "cuda/common/kernels.h"
 #include "cuda/launch.h"
 #include "cuda/plan.h"
@@ -6,6 +9,12 @@
 
 namespace tilewise::cuda {
 namespace {
+
+// None twice in a process, and such that memory of unknown contents does not hold it.
+uint64_t number_of_launch() {
+  static std::atomic<uint64_t> next{std::random_device{}() * uint64_t{0x9e3779b97f4a7c15}};
+  return next.fetch_add(1, std::memory_order_relaxed);
+}
 
 ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPieces& pieces,
                           void* workspace) {
@@ -23,6 +32,8 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPiece
   params.flags = {pieces.flags.in<uint8_t>(workspace), plan.order.splits, plan.tiles};
   params.rule = plan.rule;
   params.parts = plan.parts;
+  params.arrivals = pieces.arrivals.in<PartArrivals>(workspace);
+  if (params.arrivals != nullptr) params.launch = PartArrivals::of_launch(number_of_launch());
   params.packed_rows = static_cast<int32_t>(packed_rows(p, plan));
   params.pitch = plan.pitch;
   params.merges_splits = plan.cluster > 1;
@@ -59,8 +70,11 @@ void launch_boxes(const Problem& p, const Plan& plan, const ForwardParams& main)
   const auto map = plan.form == Form::paged_boxes ? map_of_pages : map_of_keys;
   params.k = map(p, p.k, p.head_dim, plan.tile_k);
   params.v = map(p, p.v, p.head_dim_v, plan.tile_k);
-  launch(plan.unit->form(plan.form).tma_forward, plan.blocks, p.stream, params, Start::in_order,
-         plan.cluster);
+  const int32_t fewer = plan.alone ? 0 : 1;
+  params.stages = plan.unit->most_stages - fewer;
+  Kernel<TmaForwardParams> kernel = plan.unit->form(plan.form).tma_forward;
+  kernel.shared_bytes -= fewer * plan.unit->stage_bytes;
+  launch(kernel, plan.blocks, p.stream, params, Start::in_order, plan.cluster);
 }
 
 }  // namespace
@@ -87,7 +101,7 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
   else
     launch(plan.unit->form(plan.form).forward, plan.blocks, p.stream, params, Start::in_order,
            plan.cluster);
-  if (leaves_parts(plan)) {
+  if (leaves_results(plan)) {
     const common::TensorKernels& kernels = common::tensor_kernels(p.dtype);
     launch(plan.parts.any() ? kernels.combine_parts : kernels.combine_splits,
            common::combine_blocks(params), p.stream, params, Start::dependent);

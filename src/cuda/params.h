@@ -76,8 +76,27 @@ struct Flags {
     for (int32_t i = 0; i < per_tile; ++i) found |= data[tile * per_tile + i];
     return found != 0;
   }
-  // With equal parts: `combine` joins those of blocks to that of a tile.
+  // With equal parts: who merges them joins those of blocks to that of a tile.
   TILEWISE_FN uint8_t* of_block(int64_t block) const { return data + tiles + block; }
+};
+
+// How many parts of a tile are done. Memory of unknown contents becomes a record when it holds the
+// number of the launch, which no other launch of the process has; whoever is done last makes it 0
+// again, since a graph launches with the same number many times.
+struct PartArrivals {
+  uint64_t state;  // launch: 56 bits, arrived: 8
+  int32_t second;  // of the line of parts: the second one of the sequence
+
+  static constexpr int32_t kMost = 32;  // parts of a tile: each lane of a warp weighs one
+  static constexpr int kCountBits = 8;
+
+  TILEWISE_FN static constexpr uint64_t of_launch(uint64_t number) { return number << kCountBits; }
+  TILEWISE_FN static constexpr bool is_of(uint64_t state, uint64_t launch) {
+    return (state ^ launch) >> kCountBits == 0;
+  }
+  TILEWISE_FN static constexpr int32_t arrived(uint64_t state) {
+    return static_cast<int32_t>(state & ((1u << kCountBits) - 1));
+  }
 };
 
 // Rows in use and keys in use are written by the main kernels, everything else by
@@ -92,10 +111,13 @@ struct ForwardParams {
   SplitRule rule;    // how many of the splits a sequence has
   int32_t pitch;     // of the partial results: `partial_row`
   // Parts > 1: [splits, partial_rows, heads_q, head_dim_v], normalised, anything where the lse of
-  // the split is -inf; with equal parts: [blocks, packed_rows, head_dim_v].
+  // the split is -inf; with equal parts: [blocks, packed_rows, head_dim_v] or, where the main
+  // kernel merges them, as mma_sync/forward_merge.h has it.
   float* partial_out;
   float* partial_lse;       // the same without columns, and without the sink
   EqualParts parts;         // of a batch, instead of splits: decoding. A block has a part and head
+  PartArrivals* arrivals;   // of each tile; null: a second kernel merges the parts
+  uint64_t launch;          // PartArrivals::of_launch
   Divisor packed_rows = 1;  // with equal parts: of a tile, at most
   Divisor group = 1;        // query heads per key/value head, whether packed or not
   Divisor page_size = 1;    // of the forms of pages
@@ -139,6 +161,7 @@ struct TmaForwardParams : ForwardParams {
   TensorMap q;
   TensorMap k;
   TensorMap v;
+  int32_t stages = 0;           // of the ring of boxes
   int32_t work = 0;             // blocks of `order`, which a smaller grid shares
   int32_t* counter = nullptr;   // works of different lengths: how many were taken, 0 at first
   bool shape_says_all = false;  // attention/problem.h

@@ -55,14 +55,15 @@ struct ForwardPieces {
   Piece counter;  // wgmma: TmaForwardParams::counter
   Piece before;   // wgmma: TmaForwardParams::before
   Piece flags;
+  Piece arrivals;  // ForwardParams::arrivals
   Piece partial_out;
   Piece partial_lse;
   int64_t bytes = 0;
 };
 ForwardPieces forward_pieces(const Problem& p, const Plan& plan);
 
-// Whether results of a forward are parts that a second kernel joins.
-bool leaves_parts(const Plan& plan);
+// Whether the main kernel of a forward leaves partial results to a second one.
+bool leaves_results(const Plan& plan);
 
 // Packed rows of a tile, at most.
 int64_t packed_rows(const Problem& p, const Plan& plan);

@@ -58,9 +58,17 @@ int64_t keys_of_split(const UnitTable& unit) {
   return unit.forward_tile.rows > kDecodeRows ? kKeysOfSplit : kKeysOfSplitOfWarp;
 }
 
-// Whether its kernels are those of decoding by boxes of TMA, all but the general one of which have
-// clusters merge splits.
+// Whether its kernels are those of decoding by boxes of TMA, all but the general one of which merge
+// splits themselves.
 bool reads_boxes(const UnitTable& unit) { return unit.boxes.tma_forward.function != nullptr; }
+bool can_merge(const Plan& plan) { return reads_boxes(*plan.unit) && plan.form != Form::general; }
+
+// Whether the block of a tile that is done last merges its parts: tiles are more than
+// multiprocessors, so that most have one part, and few more than a few. (B64 with 1k keys,
+// log-normal: 39.0 -> 33.9 us, all of them: 70.0 -> 66.8; but B16 14.3 -> 15.3.)
+bool merges_parts(const Plan& plan, const Gpu& gpu, int64_t blocks) {
+  return can_merge(plan) && blocks > gpu.multiprocessors;
+}
 
 // Splits that a cluster can merge. sm_90 and 100 run larger clusters than every GPU does.
 constexpr int64_t kSmallCluster = 8;
@@ -83,19 +91,37 @@ bool are_better_merged(const Gpu& gpu, int64_t blocks, int64_t splits, int64_t k
 
 constexpr int64_t kReadersOfMultiprocessor = 2;
 
+// Whether only the GPU knows the lengths of the batch.
+bool are_uneven(const Problem& p) {
+  return p.batch > 1 && p.seqused_k != nullptr && p.window_left < 0;
+}
+
+// Whether blocks alone on their multiprocessors read as fast as two of them: with a stage more in
+// their ring, where they have many tiles of keys, and no pages, which a warp spends more time on.
+// (B8 with 8k keys: 67.2 -> 64.9 us, B16 with 2k keys and 64/8 heads, which is not split then, 36.8
+// -> 35.3; but B4 with 4k keys, 16 tiles each, 21.3 -> 21.9.) Where a second kernel combines parts
+// it takes more of them to see that.
+bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
+  if (plan.form != Form::boxes || p.num_splits > 0 || blocks == 0) return false;
+  const int64_t splits = gpu.multiprocessors / blocks;
+  const int64_t tiles = ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k);
+  return splits > 0 && ceil_div(tiles, splits) >= (are_uneven(p) && splits > 1 ? 64 : 24);
+}
+
 // Decoding by boxes: two blocks a multiprocessor read as fast as four, with half as many partial
-// results (B1 with 32k keys: 38.0 -> 36.3 us), and one is not far behind (B32 with 1k keys, 256
-// blocks without splits: 39.0 -> 34.9 us). So do the blocks of small clusters, and of larger ones
-// there is room for one.
-int64_t choose_splits_of_boxes(const Gpu& gpu, Form form, int64_t blocks, int64_t key_tiles) {
+// results (B1 with 32k keys: 38.0 -> 36.3 us), and one is not far behind. So do the blocks of small
+// clusters, and of larger ones there is room for one.
+int64_t choose_splits_of_boxes(const Plan& plan, const Gpu& gpu, int64_t blocks,
+                               int64_t key_tiles) {
   const int64_t all = gpu.multiprocessors;
   if (blocks > all) return 1;
-  const int64_t most = min(kMostSplits, kReadersOfMultiprocessor * all / blocks);
+  const int64_t readers = plan.alone ? 1 : kReadersOfMultiprocessor;
+  const int64_t most = min(kMostSplits, readers * all / blocks);
   int64_t merged = min(most, kSmallCluster);
   if (blocks * merged * 8 < all * 7) merged = min(most_merged_splits(gpu), all / blocks);
   const bool busy = blocks * merged * 8 >= all * 7 || key_tiles <= merged;
   const bool merge =
-      form != Form::general && busy && are_better_merged(gpu, blocks, merged, key_tiles);
+      plan.form != Form::general && busy && are_better_merged(gpu, blocks, merged, key_tiles);
   const int64_t tiles = ceil_div(key_tiles, merge ? merged : most);  // splits are whole tiles
   return ceil_div(key_tiles, tiles);
 }
@@ -110,7 +136,7 @@ int64_t choose_splits(const Problem& p, const Plan& plan, const Gpu& gpu, int64_
   const int64_t rows = ceil_div(tile.rows, plan.pack);
   const int64_t key_tiles = ceil_div(keys_of_tile(p, min(rows, most_rows(p))), tile.keys);
   if (reads_boxes(unit) && key_tiles > 0)
-    return choose_splits_of_boxes(gpu, plan.form, blocks, key_tiles);
+    return choose_splits_of_boxes(plan, gpu, blocks, key_tiles);
   const bool whole_tiles = most_rows(p) * plan.pack > tile.rows;
   const int64_t least = ceil_div(whole_tiles ? kKeysOfSplitOfTile : keys_of_split(unit), tile.keys);
   const int64_t most = min(kMostSplits, key_tiles / least);
@@ -161,18 +187,29 @@ SplitRule uneven_rule(const Problem& p, const Gpu& gpu, const UnitTable& unit, i
   return {max(max(keys_of_split(unit), least), share(slots * times)), kMostSplits};
 }
 
-// The same where one can: a part is a share of all keys, so that a long sequence is cut where short
-// ones are not. Sequences of equal length have as many as there is room for, as without lengths.
-EqualParts equal_parts(const Problem& p, const Gpu& gpu, const UnitTable& unit, int64_t blocks) {
-  const Tile& tile = unit.forward_tile;
+// The same where one can: a long sequence is cut where short ones are not, and sequences of lengths
+// that are alike as many times as without lengths. There is room for two blocks a multiprocessor,
+// and one that may be short for each sequence. Where a multiprocessor has one block of lengths that
+// are alike, or three, room for one or two more each: of a larger grid the hardware gives some of
+// them a part too many, and others none (B16 with 8k keys: 124 -> 130 us, B32 with 4k keys: 122 ->
+// 134).
+EqualParts equal_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   int64_t keys = 0;
-  if (!checked_mul(p.batch, max<int64_t>(1, most_keys(p)), &keys) || keys > INT32_MAX ||
-      blocks > INT32_MAX / (4 * kDecodeRows))
+  if (!checked_mul(p.batch, max<int64_t>(1, most_keys(p)), &keys) || keys > 1 << 30 ||
+      blocks > INT32_MAX / (8 * kDecodeRows))
     return {};  // more than 32 bits count
-  const int64_t readers = min<int64_t>(tile.blocks_per_sm, kReadersOfMultiprocessor);
-  const int64_t of_each = max<int64_t>(1, readers * gpu.multiprocessors / max<int64_t>(1, blocks));
-  const int64_t tiles = p.batch * ceil_div(most_keys(p), tile.keys);
-  return {static_cast<int32_t>(min(p.batch * of_each, tiles)), tile.keys};
+  const int64_t all = gpu.multiprocessors;
+  const int64_t heads = max<int64_t>(1, blocks / p.batch);
+  const bool merges = merges_parts(plan, gpu, blocks);
+  int64_t most = max(kReadersOfMultiprocessor * all / heads, p.batch) + p.batch;
+  if (merges || plan.alone) {
+    const int64_t own = ceil_div(blocks, all);
+    most = ((own + (own > 2 ? 2 : 1)) * all - 1) / heads;
+  }
+  if (merges) most = min(most, p.batch + PartArrivals::kMost - 1);
+  const int64_t tiles = p.batch * ceil_div(max<int64_t>(1, most_keys(p)), int64_t{plan.tile_k});
+  return {static_cast<int32_t>(clamp(most, plan.splits * p.batch, tiles)),
+          static_cast<int32_t>(plan.splits), plan.tile_k};
 }
 
 // Whether lengths that only the GPU knows are better cut into as many splits each, which clusters
@@ -181,16 +218,17 @@ EqualParts equal_parts(const Problem& p, const Gpu& gpu, const UnitTable& unit, 
 bool are_better_cut_alike(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks,
                           int64_t splits) {
   const int64_t tiles = ceil_div(most_keys(p), int64_t{plan.tile_k});
-  return reads_boxes(*plan.unit) && plan.form != Form::general &&
-         ceil_div(tiles, splits) <= kTilesOfBlock && are_better_merged(gpu, blocks, splits, tiles);
+  return can_merge(plan) && ceil_div(tiles, splits) <= kTilesOfBlock &&
+         are_better_merged(gpu, blocks, splits, tiles);
 }
 
 // Of a decode whose lengths only the GPU knows: parts or, where it cannot count them, a rule.
 void split_unevenly(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
+  if (plan.family == Family::mma_sync && plan.unit->forward_tile.rows == kDecodeRows)
+    plan.parts = equal_parts(p, plan, gpu, blocks);
+  plan.merges_parts = plan.parts.any() && merges_parts(plan, gpu, blocks);
   plan.splits = 1;
   plan.rule = {};
-  if (plan.family == Family::mma_sync && plan.unit->forward_tile.rows == kDecodeRows)
-    plan.parts = equal_parts(p, gpu, *plan.unit, blocks);
   if (plan.parts.any()) return;
   const SplitRule rule = uneven_rule(p, gpu, *plan.unit, blocks);
   plan.splits = rule.parts(most_rows(p), most_keys(p));
@@ -208,9 +246,8 @@ void split(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
   }
   plan.splits = choose_splits(p, plan, gpu, blocks);
   plan.rule = {0, plan.splits, INT64_MAX};
-  const bool uneven = p.batch > 1 && p.seqused_k != nullptr && p.window_left < 0;
   const bool decoding = most_rows(p) * group_size(p) <= kDecodeRows;
-  if (uneven && decoding && p.num_splits == 0 &&
+  if (are_uneven(p) && decoding && p.num_splits == 0 &&
       !are_better_cut_alike(p, plan, gpu, blocks, plan.splits))
     split_unevenly(plan, p, gpu, blocks);
 }
@@ -228,8 +265,7 @@ bool tiles_grow_evenly(const Problem& p, int64_t rows_of_tile) {
 
 // Whether the blocks of the splits of a tile become a cluster, which merges them.
 bool merges_splits(const Problem& p, const Plan& plan, const Gpu& gpu) {
-  const bool built = reads_boxes(*plan.unit) && plan.form != Form::general;
-  return built && !plan.parts.any() &&
+  return can_merge(plan) && !plan.parts.any() &&
          are_better_merged(gpu, plan.blocks / plan.splits, plan.splits,
                            ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k));
 }
@@ -242,8 +278,8 @@ bool deals_in_rounds(const Problem& p, const Plan& plan) {
 
 }  // namespace
 
-bool leaves_parts(const Plan& plan) {
-  return plan.parts.any() || (plan.splits > 1 && plan.cluster == 1);
+bool leaves_results(const Plan& plan) {
+  return plan.parts.any() ? !plan.merges_parts : plan.splits > 1 && plan.cluster == 1;
 }
 
 int64_t packed_rows(const Problem& p, const Plan& plan) { return most_rows(p) * plan.pack; }
@@ -264,10 +300,11 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Invento
   const int64_t tiles = most_tiles(ragged_rows(p), p.seqlen_q * plan.pack, most_rows(p) * plan.pack,
                                    p.batch, plan.tile_q);
   const int64_t blocks = tiles * plan.order.heads;
+  plan.alone = reads_alone(p, plan, gpu, blocks);
   split(plan, p, gpu, blocks);
   plan.tiles = static_cast<int32_t>(min<int64_t>(blocks, INT32_MAX));
   plan.blocks =
-      plan.parts.any() ? plan.parts.most(p.batch) * plan.order.heads : blocks * plan.splits;
+      plan.parts.any() ? int64_t{plan.parts.most} * plan.order.heads : blocks * plan.splits;
   plan.order.splits = static_cast<int32_t>(plan.splits);
   if (merges_splits(p, plan, gpu)) plan.cluster = static_cast<int32_t>(plan.splits);
   // wgmma's plain form is the lean one: instructions that a launch does not run cost it, too.
@@ -301,11 +338,14 @@ ForwardPieces forward_pieces(const Problem& p, const Plan& plan) {
         workspace.take<int32_t>(plan.blocks * plan.tile_q / arch::WgmmaForwardTile::kRowsOfWarp);
   if (plan.second != nullptr)
     pieces.flags = workspace.take<uint8_t>(plan.blocks + (plan.parts.any() ? plan.tiles : 0));
-  if (leaves_parts(plan)) {
+  if (plan.merges_parts) pieces.arrivals = workspace.take<PartArrivals>(plan.tiles);
+  if (plan.parts.any() || leaves_results(plan)) {
     const int64_t rows = plan.parts.any() ? plan.blocks * packed_rows(p, plan)
                                           : plan.splits * partial_rows(p, plan.pitch) * p.heads_q;
-    pieces.partial_out = workspace.take<float>(rows * p.head_dim_v);
-    pieces.partial_lse = workspace.take<float>(rows);
+    // Who merges parts keeps lse behind the columns, of which there are those of the tile.
+    const int64_t columns = plan.merges_parts ? plan.head_dim + 4 : p.head_dim_v;
+    pieces.partial_out = workspace.take<float>(rows * columns);
+    pieces.partial_lse = workspace.take<float>(plan.merges_parts ? 0 : rows);
   }
   pieces.bytes = workspace.bytes();
   return pieces;

@@ -219,10 +219,10 @@ void read_back(void* to, const void* from, int64_t bytes, Stream stream) {
 namespace detail {
 namespace {
 
-bool starts_dependents() {
+const Gpu& current_gpu() {
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
-  return facts(device).gpu.sm >= 90;
+  return facts(device).gpu;
 }
 
 }  // namespace
@@ -232,13 +232,15 @@ void launch(const void* function, int64_t blocks, int32_t threads, int32_t share
   if (blocks > INT32_MAX) {
     throw Error("a grid of " + std::to_string(blocks) + " blocks: at most 2147483647 are allowed");
   }
-  if (shared_bytes > kDefaultSharedBytes)
-    allow(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (shared_bytes > kDefaultSharedBytes) {  // launches of a kernel may differ
+    allow(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+          static_cast<int32_t>(current_gpu().shared_bytes));
+  }
   if (cluster > kDefaultCluster) allow(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   void* arguments[] = {const_cast<void*>(params)};
   std::array<cudaLaunchAttribute, 2> attributes{};
   unsigned count = 0;
-  if (start == Start::dependent && starts_dependents()) {
+  if (start == Start::dependent && current_gpu().sm >= 90) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }

@@ -88,7 +88,8 @@ std::string tile_text(const cuda::Plan& plan, const Device& device) {
   if (plan.splits > 1) text += ", " + std::to_string(plan.splits) + " key splits";
   if (plan.cluster > 1) text += " of a cluster";
   if (plan.parts.any())
-    text += ", keys of the batch in " + std::to_string(int32_t{plan.parts.shares}) + " equal parts";
+    text += ", keys of the batch in " + std::to_string(plan.parts.most) + " parts";
+  if (plan.merges_parts) text += ", merged by the last block of a tile";
   return text;
 }
 

@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <numeric>
+#include <random>
 #include <vector>
 
 #include "attention/band.h"
@@ -64,36 +67,71 @@ TEST(KeySplit, PartsAreWholeTilesThatCoverTheKeysOnce) {
         }
 }
 
-// A batch has at most a part for each share of its keys, and one more for each sequence, of whole
-// tiles; sequences of equal length have as many as there are shares of each.
-TEST(EqualParts, FollowTheBatch) {
+struct Lengths {
+  std::vector<int32_t> keys;
+
+  int32_t all() const { return std::accumulate(keys.begin(), keys.end(), 0); }
+  int32_t parts(int32_t part) const {
+    int32_t count = 0;
+    for (const int32_t each : keys) count += EqualParts::count(each, part);
+    return count;
+  }
+  int32_t part(const EqualParts& rule) const {
+    const EqualParts::Batch batch = {static_cast<int32_t>(keys.size()), all(),
+                                     *std::max_element(keys.begin(), keys.end())};
+    int32_t part = rule.first_part(batch);
+    for (int turn = 0; parts(part) > rule.most; ++turn) {
+      EXPECT_LT(turn, 3);
+      part = rule.next_part(batch, turn, part, parts(part));
+    }
+    return part;
+  }
+};
+
+// Whatever the lengths, parts are whole tiles and no more than allowed; with room for a few beside
+// the sequences, nearly as many.
+TEST(EqualParts, AreAsManyAsAllowed) {
   constexpr int32_t kTile = 64;
-  for (int32_t sequences : {1, 3, 16, 200})
-    for (int32_t shares_of_each : {1, 2, 5, 16}) {
-      const EqualParts parts{sequences * shares_of_each, kTile};
-      for (int32_t keys : {1, 100, 2048, 4096, 5120, 32768}) {
-        int32_t all = 0;
-        for (int32_t i = 0; i < sequences; ++i) all += i % 3 == 0 ? 0 : keys * (i % 3);
-        const int32_t part = parts.keys_of_part(all);
-        EXPECT_EQ(part % kTile, 0);
-        int64_t count = 0;
+  std::mt19937 random(1);
+  std::lognormal_distribution<float> spread(0.0f, 1.0f);
+  for (int32_t sequences : {1, 2, 3, 16, 33, 200})
+    for (int32_t more : {0, 1, 5, sequences, 3 * sequences})
+      for (int32_t keys : {0, 1, 100, 2048, 40000}) {
+        Lengths lengths;
         for (int32_t i = 0; i < sequences; ++i)
-          count += EqualParts::count(i % 3 == 0 ? 0 : keys * (i % 3), part);
-        EXPECT_LE(count, parts.most(sequences));
-        if (keys % (kTile * shares_of_each) == 0) {
-          EXPECT_EQ(EqualParts::count(keys, parts.keys_of_part(sequences * keys)), shares_of_each);
+          lengths.keys.push_back(static_cast<int32_t>(spread(random) * static_cast<float>(keys)));
+        const EqualParts rule{sequences + more, 1, kTile};
+        const int32_t part = lengths.part(rule);
+        EXPECT_EQ(part % kTile, 0);
+        EXPECT_LE(lengths.parts(part), rule.most);
+        if (keys == 40000 && sequences >= 16 && more >= sequences) {
+          EXPECT_GT(lengths.parts(part), rule.most * 3 / 4) << sequences << " + " << more;
         }
       }
-    }
   EXPECT_FALSE(EqualParts{}.any());
 }
 
+// Lengths that are alike are cut as they are where they are known.
+TEST(EqualParts, OfLengthsThatAreAlikeAreAsAsked) {
+  for (const int32_t alike : {1, 2, 7}) {
+    const EqualParts rule{16 * 8, alike, 64};
+    Lengths some{std::vector<int32_t>(16, 8192)};
+    EXPECT_EQ(some.part(rule), (8192 / 64 + alike - 1) / alike * 64);
+    some.keys[3] = 6000;
+    some.keys[7] = 9900;
+    EXPECT_LE(some.parts(some.part(rule)), 16 * alike);
+    EXPECT_GE(some.parts(some.part(rule)), 12 * alike);
+    some.keys[7] = 30000;
+    EXPECT_GT(some.parts(some.part(rule)), 100);
+  }
+}
+
 TEST(EqualParts, HaveAnEndAndABeginning) {
-  const EqualParts parts{4, 64};
-  EXPECT_EQ(parts.keys_of_part(0), 64);
-  EXPECT_EQ(parts.keys_of_part(256), 64);
-  EXPECT_EQ(parts.keys_of_part(257), 128);
-  EXPECT_EQ(parts.keys_of_part(INT32_MAX), 1 << 29);
+  const EqualParts rule{4, 1, 64};
+  EXPECT_EQ(Lengths{{0}}.part(rule), 64);
+  EXPECT_EQ((Lengths{{0, 256}}.part(rule)), 128);  // three, and one that is empty
+  const Lengths long_one{{1, 1 << 29}};
+  EXPECT_EQ(long_one.parts(long_one.part(rule)), 4);
   EXPECT_EQ(EqualParts::count(0, 64), 1);
   EXPECT_EQ(EqualParts::count(64, 64), 1);
   EXPECT_EQ(EqualParts::count(65, 64), 2);

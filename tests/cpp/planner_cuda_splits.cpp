@@ -37,7 +37,7 @@ TEST(PlannerCudaSplits, AClusterMergesFewSplitsThatRunAtOnce) {
   };
   for (const cuda::Plan& plan :
        {planned(1, 1024), planned(1, 1024, 16), planned(8, 1024), planned(1, 8192),
-        planned(1, 100, 2), planned(16, 8192), planned(1, 1024, 0, 100)}) {
+        planned(1, 100, 2), planned(16, 512), planned(1, 1024, 0, 100)}) {
     EXPECT_GT(plan.splits, 1);
     EXPECT_EQ(plan.cluster, plan.splits);
     EXPECT_EQ(plan.workspace_bytes, 0);
@@ -79,10 +79,12 @@ TEST(PlannerCudaSplits, SplitsOfADecodeFillTheGpuOnceOrTwice) {
   EXPECT_EQ(splits(1, 8192, 32, 8), 16);
   EXPECT_EQ(splits(1, 16384, 32, 8), 32);
   EXPECT_EQ(splits(2, 4096, 32, 8), 8);
-  EXPECT_EQ(splits(2, 16384, 32, 8), 16);
+  EXPECT_EQ(splits(2, 16384, 32, 8), 8);  // one block a multiprocessor is enough for many keys
   EXPECT_EQ(splits(4, 4096, 32, 8), 8);
   EXPECT_EQ(splits(8, 1024, 32, 8), 4);
-  EXPECT_EQ(splits(16, 8192, 32, 8), 2);
+  EXPECT_EQ(splits(8, 4096, 32, 8), 2);
+  EXPECT_EQ(splits(16, 512, 32, 8), 2);
+  EXPECT_EQ(splits(16, 8192, 32, 8), 1);
   EXPECT_EQ(splits(24, 1024, 32, 8), 1);  // more blocks than multiprocessors
   EXPECT_EQ(splits(32, 8192, 32, 8), 1);
   EXPECT_EQ(splits(64, 4096, 32, 8), 1);
@@ -92,27 +94,42 @@ TEST(PlannerCudaSplits, SplitsOfADecodeFillTheGpuOnceOrTwice) {
 // Lengths that only the GPU knows: each block has a part of the keys of the batch.
 TEST(PlannerCudaSplits, UnevenLengthsAreCutIntoEqualParts) {
   const Device device = gpu_with(90);
+  const int64_t all = device.gpu.multiprocessors;
   Problem p = problem(TILEWISE_BFLOAT16, 4, 1, 65536, 8);
   const int32_t lengths = 0;
   p.seqused_k = &lengths;
   const cuda::Plan some = forward(p, device);
-  EXPECT_EQ(some.parts.shares, 4 * (2 * device.gpu.multiprocessors / (4 * 8)));
-  EXPECT_EQ(some.blocks, (some.parts.shares + 4) * 8);
+  EXPECT_EQ(some.parts.most, (2 * all - 1) / 8);  // one more on each multiprocessor
+  EXPECT_EQ(some.parts.alike, 4);
+  EXPECT_EQ(some.blocks, some.parts.most * 8);
   EXPECT_EQ(some.splits, 1);
   const int64_t partial = some.blocks * 129 * 4;
   EXPECT_GE(some.workspace_bytes, partial);
   EXPECT_LE(some.workspace_bytes, partial + 256);
   const Decision decision = plan(p, nullptr, device);
   const std::string text = explain(decision, p, nullptr, device);
-  EXPECT_NE(text.find("keys of the batch in 32 equal parts"), std::string::npos) << text;
+  EXPECT_NE(text.find("keys of the batch in 32 parts"), std::string::npos) << text;
   p.softcap = 30.0f;
   EXPECT_TRUE(forward(p, device).parts.any());
   EXPECT_TRUE(forward(p, gpu_with(80)).parts.any());
   p.seqlen_k = 128;  // no more of them than tiles
-  EXPECT_EQ(forward(p, device).parts.shares, 4 * 2);
-  p.batch = 1000;  // one for each
+  EXPECT_EQ(forward(p, device).parts.most, 4 * 2);
   p.seqlen_k = 4096;
-  EXPECT_EQ(forward(p, device).parts.shares, 1000);
+  EXPECT_EQ(forward(p, device).parts.most, 2 * all / 8 + 4);  // two, and one for each sequence
+  EXPECT_FALSE(forward(p, device).merges_parts);
+  for (const int64_t batch : {32, 64, 1000}) {  // tiles fill the GPU: room for a few more
+    p.batch = batch;
+    p.softcap = 0.0f;
+    const cuda::Plan full = forward(p, device);
+    EXPECT_TRUE(full.merges_parts);
+    EXPECT_EQ(full.parts.alike, 1);
+    EXPECT_GT(full.blocks, batch * 8 + (batch < 1000 ? all : 0) - 8);
+    EXPECT_LT(full.blocks, batch * 8 + 3 * all);
+    EXPECT_GE(full.workspace_bytes, full.blocks * 132 * 4);
+    EXPECT_FALSE(forward(p, gpu_with(80)).merges_parts);
+    p.softcap = 30.0f;
+    EXPECT_FALSE(forward(p, device).merges_parts);
+  }
 }
 
 // By its own keys where nobody counts the parts, or could not.
@@ -141,7 +158,8 @@ TEST(PlannerCudaSplits, UnevenLengthsAreCutByTheirKeys) {
   EXPECT_FALSE(forward(p, device).parts.any());
 }
 
-// Full caches are cut as they are without lengths.
+// Full caches are cut as they are without lengths, or twice as often where a block has not very
+// many keys, and there are blocks for that.
 TEST(PlannerCudaSplits, FullLengthsAreCutAsNoLengths) {
   const Device device = gpu_with(90);
   for (const int64_t batch : {2, 3, 5, 8, 16, 64}) {
@@ -151,11 +169,27 @@ TEST(PlannerCudaSplits, FullLengthsAreCutAsNoLengths) {
       const int64_t splits = forward(p, device).splits;
       const int32_t lengths = 0;
       p.seqused_k = &lengths;
-      const cuda::Plan plan = forward(p, device);
-      const int32_t part = plan.parts.keys_of_part(static_cast<int32_t>(batch) * keys);
-      EXPECT_EQ(EqualParts::count(keys, part), splits) << batch << " x " << keys;
+      const EqualParts parts = forward(p, device).parts;
+      EXPECT_GE(parts.alike, splits) << batch << " x " << keys;
+      EXPECT_LE(parts.alike, keys < 32768 && batch < 16 ? 2 * splits + 1 : splits);
+      EXPECT_GE(parts.most, batch * splits);
     }
   }
+}
+
+// A block that is alone on its multiprocessor has a larger ring, but of few keys, and of pages.
+TEST(PlannerCudaSplits, ABlockWithManyKeysMayReadAlone) {
+  const auto alone = [](int64_t batch, int64_t keys) {
+    Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, 32);
+    p.heads_kv = 8;
+    return forward(p, gpu_with(90)).alone;
+  };
+  EXPECT_TRUE(alone(16, 4096));
+  EXPECT_TRUE(alone(8, 4096));
+  EXPECT_FALSE(alone(16, 512));
+  EXPECT_FALSE(alone(32, 4096));
+  Problem pages = paged(TILEWISE_BFLOAT16, 16);
+  EXPECT_FALSE(forward(pages, gpu_with(90)).alone);
 }
 
 }  // namespace

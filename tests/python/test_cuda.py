@@ -60,6 +60,36 @@ def test_dropout_in_a_graph_draws_anew():
     assert first.isfinite().all() and not torch.equal(first, out)
 
 
+def test_graphs_of_uneven_lengths_on_two_streams():
+    """Blocks count how many of a tile are done: from nothing in each launch."""
+    q = torch.randn(70, 1, 8, 128, dtype=torch.bfloat16)
+    cache = [torch.randn(70, 1024, 2, 128, dtype=torch.bfloat16) for _ in "kv"]
+    lengths = torch.ones(70, dtype=torch.int32)
+    captured = []
+    for i in range(2):
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        tilewise.attention_with_kvcache(q + i, *cache, cache_seqlens=lengths)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            outs = [
+                tilewise.attention_with_kvcache(q + i, *cache, cache_seqlens=lengths)
+                for _ in range(4)
+            ]
+        captured.append((stream, graph, outs))
+    for turn in range(12):
+        new = (torch.rand(70) ** (1 + turn % 4) * 1024).int()
+        lengths.copy_(new)
+        want = [tilewise.attention_with_kvcache(q + i, *cache, cache_seqlens=new) for i in (0, 1)]
+        torch.cuda.synchronize()
+        for stream, graph, _ in captured:
+            with torch.cuda.stream(stream):
+                graph.replay()
+                graph.replay()
+        torch.cuda.synchronize()
+        for (_, _, outs), right in zip(captured, want, strict=True):
+            assert all(torch.equal(out, right) for out in outs)
+
+
 def test_streams_of_torch_are_used():
     q, k, v = (x.detach() for x in inputs())
     want = tilewise.attention(q, k, v)

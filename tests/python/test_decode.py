@@ -203,6 +203,37 @@ def test_a_cluster_merges_splits(seed):
     check(case, backward=False)
 
 
+def uneven(seed: int) -> Case:
+    """More tiles than multiprocessors, and a few sequences with many parts."""
+    r = np.random.default_rng(seed)
+    batch, longest = (6, 400) if devices.current().name == "emulator" else (70, 900)
+    used = np.minimum(longest, r.lognormal(4.5, 0.6, batch)).astype(int)
+    used[r.integers(batch, size=2)] = longest, 0
+    return Case(
+        dtype=("bf16", "fp16")[seed % 2], rows=(int(r.choice([1, 2])),) * batch,
+        keys=(longest + 60 * (seed % 4),) * batch, used_k=tuple(int(n) for n in used),
+        group=int(r.choice([1, 4, 8])), head_dim=int(r.choice([64, 128, 256])),
+        head_dim_v=int(r.choice([40, 64])), page_size=(0, 16, 3, 64)[seed % 4],
+        window=((-1, -1), (-1, 0))[seed % 2], sinks=bool(r.integers(2)), seed=seed,
+    )  # fmt: skip
+
+
+@pytest.mark.abi("cuda", "emulator")
+@pytest.mark.parametrize("seed", range(16))
+def test_the_last_block_merges_parts(seed, monkeypatch):
+    """Whatever the workspace holds before, to the bit, and right."""
+    b = Built(case := uneven(seed))
+    why = capi.plan(b.attention).why
+    assert (b"merged by the last block" in why) == (b"of table sm_90" in why), why
+    check(case, backward=False)
+    want = run(b, backward=False)
+    for fill in (0x00, 0x01, 0x7F):
+        monkeypatch.setattr(capi.Workspace, "FILL", fill)
+        got = run(b, backward=False)
+        assert np.array_equal(got.out, want.out)
+        assert np.array_equal(got.lse, want.lse)
+
+
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_cluster_merges_as_a_second_kernel_does(head_dim):
@@ -244,7 +275,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("page_size", [1, 3, 8, 16, 32, 64, 100, 128, 192, 256])
 def test_pages_are_keys_in_another_place(page_size, shape, head_dim):
-    """To the bit; table entries of no key in use are not used."""
+    """To the bit, when both are cut alike; table entries of no key in use are not used."""
     room = -(-300 // page_size) * page_size
     contiguous = Case(
         dtype="bf16", keys=(room,) * 3, used_k=(300, 41, 197), head_dim=head_dim[0],
@@ -265,10 +296,17 @@ def test_pages_are_keys_in_another_place(page_size, shape, head_dim):
         entries[-(-contiguous.used_k[i] // page_size) :] = 2**30
     plan = capi.plan(b.attention)
     assert b"mma_sync" not in plan.kernel or f"{form(b, plan)} form".encode() in plan.why
+    if cut(plan) != cut(capi.plan(want.attention)):
+        want.attention.num_splits = b.attention.num_splits = 2
     results = [run(x, backward=False) for x in (b, want)]
     for here, there in zip(b.parts, want.parts, strict=True):
         assert np.array_equal(results[0].out[here.rows], results[1].out[there.rows])
     assert np.array_equal(results[0].lse, results[1].lse)
+
+
+def cut(plan):
+    """How keys are cut, in the planner's words."""
+    return re.findall(rb"\d+ key splits|in \d+ parts", plan.why)
 
 
 def form(b, plan):

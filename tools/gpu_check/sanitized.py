@@ -106,6 +106,8 @@ class Call:
         if s.used:
             a.seqused_q = self._int32([max(n - 7 * i, 0) for i, n in enumerate(s.rows)])
             a.seqused_k = self._int32([max(n - 33 * i, 1) for i, n in enumerate(s.keys)])
+        if s.uneven:
+            a.seqused_k = self._int32([n if i == 3 else 40 + i for i, n in enumerate(s.keys)])
         if s.leftpad:
             a.leftpad_k = self._int32([min(5 * i + 3, n - 1) for i, n in enumerate(s.keys)])
 
@@ -177,6 +179,8 @@ def run(call: Call) -> list[str]:
             break
         info = plan(call, gradients)
         workspace = call.memory.empty(info.workspace_bytes)
+        if call.shape.uneven:  # the records of arrivals may hold anything, and are read
+            workspace = call.memory.upload(np.full(info.workspace_bytes, 0x5A, np.uint8))
         if gradients is None:
             status = library.tilewise_forward(call.a, workspace, info.workspace_bytes)
         else:

@@ -26,6 +26,7 @@ class Shape:
     varlen: bool = False
     tail: int = 0  # rows behind the last sequence
     used: bool = False  # seqused_q and seqused_k below the lengths
+    uneven: bool = False  # seqused_k alone, of one long sequence among short ones
     leftpad: bool = False
     page_size: int = 0
     window: tuple[int, int] = (-1, 0)
@@ -78,6 +79,9 @@ def options(dtype: str) -> Iterator[Shape]:
         "decode": dict(**cache),
         "decode-splits": dict(**cache, splits=3, used=True),
         "decode-paged-splits": dict(**cache, splits=4, page_size=64, sinks=True, head_dim=128),
+        "decode-uneven": dict(  # more tiles than multiprocessors: the last block merges parts
+            rows=(1,) * 70, keys=(400,) * 70, group=4, uneven=True, backward=False
+        ),
         "nan": dict(nan=True),
         "nan-deterministic": dict(nan=True, deterministic=True, window=(40, 3), head_dim=128),
         "empty-rows": dict(rows=(0, 0), keys=(9, 9)),

@@ -16,7 +16,7 @@ struct KeyPart {
 };
 
 // A warp sums up the lengths of a batch and counts the parts: whole warps call it. A lane has some
-// sequences that follow each other; those of 128 of them stay in registers.
+// sequences that follow each other. Loops, not many instructions: a launch waits for each of them.
 class BatchParts {
  public:
   TILEWISE_DEVICE explicit BatchParts(const ForwardParams& p)
@@ -24,13 +24,25 @@ class BatchParts {
         sequences_(static_cast<int32_t>(p.problem.batch)),
         of_lane_((sequences_ + kLanes - 1) / kLanes) {
     uint32_t keys = 0;
-#pragma unroll 1
-    for (int32_t first = 0; first < of_lane_; first += kAtOnce) {
-      load(first);
-#pragma unroll
-      for (const int32_t each : keys_) keys += static_cast<uint32_t>(max(0, each));
+    uint32_t longest = 0;
+#pragma unroll 4
+    for (int32_t i = 0; i < of_lane_; ++i) {
+      const int32_t sequence = ptx::lane_index() * of_lane_ + i;
+      const auto own = static_cast<uint32_t>(sequence < sequences_ ? keys_of(sequence) : 0);
+      keys += own;
+      longest = max(longest, own);
     }
-    part_ = p.parts.keys_of_part(static_cast<int32_t>(ptx::sum(keys)));
+    const EqualParts::Batch batch = {sequences_, static_cast<int32_t>(ptx::sum(keys)),
+                                     static_cast<int32_t>(ptx::highest(longest))};
+    part_ = p.parts.first_part(batch);
+#pragma unroll 1
+    for (int turn = 0;; ++turn) {
+      others_ = others_of_lane(part_);
+      const int32_t parts =
+          sequences_ + static_cast<int32_t>(ptx::sum(static_cast<uint32_t>(others_)));
+      if (parts <= p.parts.most) break;
+      part_ = p.parts.next_part(batch, turn, part_, parts);
+    }
   }
 
   // Parts of a sequence.
@@ -39,14 +51,13 @@ class BatchParts {
   }
 
   // What is at `index` of the line.
-  TILEWISE_DEVICE KeyPart find(int32_t index) {
+  TILEWISE_DEVICE KeyPart find(int32_t index) const {
     if (index < sequences_) return {index, 0, count(index)};
-    const int32_t own = others_of_lane();
-    const int32_t to_lane = sum_to_lane(own);
+    const int32_t to_lane = sum_to_lane(others_);
     const int32_t other = index - sequences_;
     const int lane = static_cast<int>(ptx::sum(to_lane <= other ? 1u : 0u));
     if (lane == kLanes) return {-1, 0, 0};
-    int32_t split = other - from_lane(to_lane - own, lane) + 1;
+    int32_t split = other - from_lane(to_lane - others_, lane) + 1;
     int32_t sequence = lane * of_lane_;
     int32_t splits = count(sequence);
 #pragma unroll 1
@@ -58,10 +69,9 @@ class BatchParts {
   }
 
   // Where the second part of a sequence is in the line.
-  TILEWISE_DEVICE int32_t second(int32_t sequence) {
+  TILEWISE_DEVICE int32_t second(int32_t sequence) const {
     const int lane = sequence / of_lane_;
-    const int32_t own = others_of_lane();
-    int32_t second = sequences_ + from_lane(sum_to_lane(own) - own, lane);
+    int32_t second = sequences_ + from_lane(sum_to_lane(others_) - others_, lane);
 #pragma unroll 1
     for (int32_t before = lane * of_lane_; before < sequence; ++before) second += count(before) - 1;
     return second;
@@ -69,7 +79,6 @@ class BatchParts {
 
  private:
   static constexpr int kLanes = ptx::kWarpSize;
-  static constexpr int kAtOnce = 4;
 
   TILEWISE_DEVICE int32_t keys_of(int32_t sequence) const {
     const Problem& problem = p_.problem;
@@ -77,26 +86,14 @@ class BatchParts {
     return max(0, problem.seqused_k[sequence] - padding);
   }
 
-  TILEWISE_DEVICE void load(int32_t first) {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int32_t sequence = ptx::lane_index() * of_lane_ + first + i;
-      const bool is_own = first + i < of_lane_ && sequence < sequences_;
-      keys_[i] = is_own ? keys_of(sequence) : kNobody;
-    }
-  }
-
-  // Parts of the sequences of this lane but their first ones.
-  TILEWISE_DEVICE int32_t others_of_lane() {
-    int32_t count = 0;
+  // Parts of `part` keys of the sequences of this lane but their first ones.
+  TILEWISE_DEVICE int32_t others_of_lane(int32_t part) const {
+    const int32_t first = ptx::lane_index() * of_lane_;
+    int32_t others = 0;
 #pragma unroll 1
-    for (int32_t first = 0; first < of_lane_; first += kAtOnce) {
-      if (of_lane_ > kAtOnce) load(first);
-#pragma unroll
-      for (const int32_t keys : keys_)
-        count += keys == kNobody ? 0 : EqualParts::count(keys, part_) - 1;
-    }
-    return count;
+    for (int32_t i = 0; i < of_lane_; ++i)
+      if (first + i < sequences_) others += EqualParts::count(keys_of(first + i), part) - 1;
+    return others;
   }
 
   TILEWISE_DEVICE static int32_t from_lane(int32_t x, int lane) {
@@ -112,13 +109,11 @@ class BatchParts {
     return sum;
   }
 
-  static constexpr int32_t kNobody = -1;
-
   const ForwardParams& p_;
   int32_t sequences_;
   int32_t of_lane_;
-  int32_t part_;  // keys
-  int32_t keys_[kAtOnce] = {};
+  int32_t part_;        // keys
+  int32_t others_ = 0;  // parts of the sequences of this lane but their first ones
 };
 
 }  // namespace tilewise::cuda

@@ -116,6 +116,13 @@ TILEWISE_DEVICE void store_partial(const ForwardParams& p, const BlockWork& work
   }
 }
 
+// Of packed row r.
+TILEWISE_DEVICE float* lse_place(const Problem& p, const BlockWork& work, int32_t r) {
+  const int64_t row =
+      work.sequence.lse_offset(p.lse_stride_batch, work.rows.first + work.rows.row(r));
+  return p.lse + row + work.head(r) * p.lse_stride_head;
+}
+
 template <int kRows>
 TILEWISE_DEVICE void store_lse(const Problem& p, const BlockWork& work, const LanePlace& place,
                                const RowResults<kRows>& result) {
@@ -138,10 +145,7 @@ TILEWISE_DEVICE void store_lse(const Problem& p, const BlockWork& work, const La
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int32_t r = place.row(i, h);
-      if (r >= work.rows.count) continue;
-      const int64_t row =
-          work.sequence.lse_offset(p.lse_stride_batch, work.rows.first + work.rows.row(r));
-      p.lse[row + work.head(r) * p.lse_stride_head] = result.lse[i][h];
+      if (r < work.rows.count) *lse_place(p, work, r) = result.lse[i][h];
     }
   }
 }

@@ -11,6 +11,7 @@
 
 #include "cuda/mma_sync/config.h"
 #include "cuda/mma_sync/forward_boxes.h"
+#include "cuda/mma_sync/forward_parts.h"
 #include "cuda/mma_sync/forward_ring.h"
 #include "cuda/mma_sync/forward_rows.h"
 #include "cuda/mma_sync/forward_softmax.h"
@@ -240,8 +241,7 @@ template <class C>
 TILEWISE_DEVICE uint8_t* flag_of(const ForwardParams& p, const BlockWork& work) {
   if (!C::kDecodes || !p.parts.any()) return p.flags.data + ptx::block_index();
   if (work.splits > 1) return p.flags.of_block(ptx::block_index());
-  const int32_t head = p.order.heads.remainder(static_cast<int32_t>(ptx::block_index()));
-  return p.flags.data + work.sequence.batch * p.order.heads + head;
+  return p.flags.data + tile_of_part(p, work);
 }
 
 template <class C>
@@ -289,6 +289,9 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
       q + ptx::warp_index() * (C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes);
   KvFeed<C> feed(p, work, q + kFeedAt<C>);
   feed.start([&] { load_queries<C>(problem, work, q); });
+  if constexpr (C::kMerges) {
+    if (p.arrivals != nullptr && work.splits > 1) PartsMerge<C>(p, work).expect();
+  }
 
   BlockWork& kept = kept_work<C>();
   work.tiles.find_full(work.rows, C::kForward.keys);
@@ -360,6 +363,12 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
       const ClusterMerge<C> merge(p, kept, feed.idle());
       merge.send(place, o, result);
       merge.store();
+      return;
+    }
+    if (p.arrivals != nullptr && kept.splits > 1) {
+      const PartsMerge<C> merge(p, kept);
+      merge.send(place, o, result);
+      merge.store(feed.idle());
       return;
     }
   }

@@ -14,8 +14,9 @@
 namespace tilewise::cuda::mma_sync {
 
 // A block of one warp: who reads a slot also fills it, so there is no barrier for free slots. Fill
-// f (K, V of the last tile, K, V of the one before, ...) goes to slot f % kStages, and is asked for
-// when what lay there has been read: kStages fills are on their way while weights are computed.
+// f (K, V of the last tile, K, V of the one before, ...) goes to slot f % stages, and is asked for
+// when what lay there has been read: `stages` fills are on their way while weights are computed.
+// The launch says how many, as many as the tile table does or one more.
 template <class C>
 class BoxFeed {
  public:
@@ -25,11 +26,11 @@ class BoxFeed {
   using Tile = tile::SwizzledTile<C::kForward.keys, C::kHeadDim>;
   using KeyLanes = tile::PanelOffsets<Tile, tile::Lanes::chunks_first>;
   using ValueLanes = tile::PanelB<typename C::Element, Tile>;
-  static constexpr int kStages = C::kForward.stages;
-  static constexpr int kBarriersAt = kStages * Tile::kBytes;
-  static_assert(kMostMergedBytes<C> <= kBarriersAt);
-  static constexpr int kPlacesAt = kBarriersAt + kStages * 8;
-  static constexpr int kBytes = kPlacesAt + Places::kBytes;
+  static constexpr int kMostStages = C::kForward.stages + 1;
+  static_assert(kMostMergedBytes<C> <= C::kForward.stages * Tile::kBytes);
+  static constexpr int kPlacesAt = kMostStages * 8;  // behind the barriers
+  static constexpr int kRingAt = static_cast<int>(round_up(kPlacesAt + Places::kBytes, 1024));
+  static constexpr int kBytes = kRingAt + kMostStages * Tile::kBytes;
   static constexpr int kParts = 1;
 
   // First of all: what takes time and depends on nothing.
@@ -38,7 +39,7 @@ class BoxFeed {
     ptx::prefetch_tensormap(p.k);
     ptx::prefetch_tensormap(p.v);
 #pragma unroll
-    for (int slot = 0; slot < kStages; ++slot) ptx::mbarrier_init(base + kBarriersAt + slot * 8, 1);
+    for (int slot = 0; slot < kMostStages; ++slot) ptx::mbarrier_init(base + slot * 8, 1);
     ptx::fence_mbarrier_init();
   }
 
@@ -48,7 +49,8 @@ class BoxFeed {
         places_(p, work, base + kPlacesAt),
         head_(uniform(p.group.quotient(work.rows.first_head))),
         first_(uniform(work.tiles.first)),
-        last_(uniform(work.tiles.last)) {}
+        last_(uniform(work.tiles.last)),
+        stages_(p.stages) {}
 
   // The queries are needed with the first keys, before any values.
   template <class Queries>
@@ -57,7 +59,8 @@ class BoxFeed {
     load_queries();
     tile::commit<Arch>();
 #pragma unroll
-    for (int i = 1; i < kStages; ++i) load(i % 2 == 0, last_ - i / 2, i);
+    for (int i = 1; i < kMostStages; ++i)
+      if (i < stages_) load(i % 2 == 0, last_ - i / 2, i);
   }
 
   // Before the first `arrive`: q has landed.
@@ -88,12 +91,12 @@ class BoxFeed {
     ptx::sync_warp();
   }
 
-  // The keys (`scores`) or values of `tile` have been read: the next but kStages - 1 take the slot.
+  // The keys (`scores`) or values of `tile` have been read: the next but stages - 1 take the slot.
   TILEWISE_DEVICE void release(bool scores, int32_t tile) {
     ptx::sync_warp();
-    const bool keys = scores == (kStages % 2 == 0);
-    load(keys, tile - (scores ? kStages : kStages + 1) / 2, slot_);
-    if (++slot_ == kStages) {
+    const bool keys = scores == (stages_ % 2 == 0);
+    load(keys, tile - (scores ? stages_ : stages_ + 1) / 2, slot_);
+    if (++slot_ == stages_) {
       slot_ = 0;
       phase_ ^= 1;
     }
@@ -103,15 +106,15 @@ class BoxFeed {
   // After the loop: other blocks may write into the ring.
   TILEWISE_DEVICE void let_go() const { ptx::barrier_cluster_arrive_relaxed(); }
   TILEWISE_DEVICE IdleRing idle() const {
-    return {base_, barrier(0), slot_ == 0 ? phase_ : phase_ ^ 1};
+    return {at(0), barrier(0), slot_ == 0 ? phase_ : phase_ ^ 1};
   }
 
  private:
   TILEWISE_DEVICE ptx::SharedAddress at(int slot) const {
-    return base_ + static_cast<uint32_t>(slot * Tile::kBytes);
+    return base_ + static_cast<uint32_t>(kRingAt + slot * Tile::kBytes);
   }
   TILEWISE_DEVICE ptx::SharedAddress barrier(int slot) const {
-    return base_ + static_cast<uint32_t>(kBarriersAt + slot * 8);
+    return base_ + static_cast<uint32_t>(slot * 8);
   }
 
   // Columns and rows that the tensor does not have arrive as 0.
@@ -137,6 +140,7 @@ class BoxFeed {
   int32_t head_;
   int32_t first_;  // tile that is wanted
   int32_t last_;
+  int stages_;
   int slot_ = 0;   // to be read
   int phase_ = 0;  // of its barrier
 };

@@ -1,4 +1,5 @@
-// Global memory: vector accesses, reductions, flags between blocks. PTX ISA 9.7.9, 9.7.13 (red).
+// Global memory: vector accesses, reductions, flags between blocks. PTX ISA 9.7.9, 9.7.13 (red,
+// atom).
 #pragma once
 
 #include "cuda/ptx/platform.h"
@@ -35,6 +36,15 @@ TILEWISE_DEVICE void red_release_add_s32(int32_t* p, int32_t x) {
 // Adds and returns what was there before.
 TILEWISE_DEVICE int32_t atom_add(int32_t* p, int32_t x) {
   return __atomic_fetch_add(p, x, __ATOMIC_RELAXED);
+}
+// The same, of what the blocks before have released and those behind acquire.
+TILEWISE_DEVICE uint64_t atom_acq_rel_add(uint64_t* p, uint64_t x) {
+  return __atomic_fetch_add(p, x, __ATOMIC_ACQ_REL);
+}
+// Writes `to` where `from` is; returns what was there.
+TILEWISE_DEVICE uint64_t atom_cas(uint64_t* p, uint64_t from, uint64_t to) {
+  __atomic_compare_exchange_n(p, &from, to, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  return from;
 }
 
 #else
@@ -80,6 +90,22 @@ TILEWISE_DEVICE void red_release_add_s32(int32_t* p, int32_t x) {
 TILEWISE_DEVICE int32_t atom_add(int32_t* p, int32_t x) {
   int32_t before;
   asm volatile("atom.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(x) : "memory");
+  return before;
+}
+TILEWISE_DEVICE uint64_t atom_acq_rel_add(uint64_t* p, uint64_t x) {
+  uint64_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(p), "l"(x)
+               : "memory");
+  return before;
+}
+TILEWISE_DEVICE uint64_t atom_cas(uint64_t* p, uint64_t from, uint64_t to) {
+  uint64_t before;
+  asm volatile("atom.global.cas.b64 %0, [%1], %2, %3;"
+               : "=l"(before)
+               : "l"(p), "l"(from), "l"(to)
+               : "memory");
   return before;
 }
 

@@ -25,6 +25,13 @@ TILEWISE_DEVICE uint32_t sum(uint32_t x) {
   for (int lanes = 1; lanes < kWarpSize; lanes *= 2) x += emulator::shuffle_xor(x, lanes);
   return x;
 }
+TILEWISE_DEVICE uint32_t highest(uint32_t x) {
+  for (int lanes = 1; lanes < kWarpSize; lanes *= 2) {
+    const uint32_t other = emulator::shuffle_xor(x, lanes);
+    x = x < other ? other : x;
+  }
+  return x;
+}
 // One lane of a whole warp. ptxas knows that it is one, which `lane == 0` does not say: bulk copies
 // go without a loop over lanes.
 TILEWISE_DEVICE bool elect_one() { return emulator::thread_index() % kWarpSize == 0; }
@@ -67,6 +74,18 @@ TILEWISE_DEVICE uint32_t sum(uint32_t x) {
 #else
 #pragma unroll
   for (int lanes = 1; lanes < kWarpSize; lanes *= 2) x += __shfl_xor_sync(kAllLanes, x, lanes);
+  return x;
+#endif
+}
+TILEWISE_DEVICE uint32_t highest(uint32_t x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(kAllLanes, x);
+#else
+#pragma unroll
+  for (int lanes = 1; lanes < kWarpSize; lanes *= 2) {
+    const uint32_t other = __shfl_xor_sync(kAllLanes, x, lanes);
+    x = x < other ? other : x;
+  }
   return x;
 #endif
 }
