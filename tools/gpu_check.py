@@ -108,6 +108,7 @@ def main() -> int:
     setup.build.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     result = fresh(path, gpu)
+    setup.earlier = result["stages"]
     say(f"{gpu['name']} (sm_{architecture}), driver {gpu['driver']}, sources {result['sources']}")
     for name in stages:
         stage, limit = STAGES[name]

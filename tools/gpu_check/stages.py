@@ -38,6 +38,7 @@ class Setup:
     architecture: str  # "90"
     cmake: list[str] = field(default_factory=list)
     pytest: list[str] = field(default_factory=list)
+    earlier: Report = field(default_factory=dict)  # stages of the same sources and GPU
 
     @property
     def logs(self) -> Path:
@@ -172,34 +173,55 @@ def smoke(setup: Setup, limit: float) -> Report:
     return report
 
 
+def is_green(found: Report) -> bool:
+    """Whether all tests of a tile table ran and none failed."""
+    return found.get("passed", 0) > 0 and not found.get("failed") and not found.get("not_run")
+
+
+def failed_tests(found: Report) -> list[str]:
+    """Those of a tile table whose other tests all passed; none, where that is not known."""
+    failures = [f["test"] for f in found.get("failures", [])]
+    known = len(failures) == found.get("failed", 0) and not found.get("not_run")
+    return failures if known else []
+
+
 def tests(setup: Setup, limit: float) -> Report:
-    """The suite on the GPU, and what calls kernels directly once more per forced tile table."""
+    """The suite on the GPU, and what calls kernels directly once more per forced tile table. What
+    passed before, on the same sources, is not run again: of a tile table whose tests all ran, only
+    those that failed are.
+    """
     shares = []
     folder = setup.logs / "tests"
     everything = setup.pytest or ["tests/python", *(f"--ignore={x}" for x in NOT_HERE)]
     processes = max(2, setup.jobs - 2)
     of_forced = max(1, setup.jobs // 4)
-    names = [label(a) for a in setup.architectures]
-    for name in names:
+    earlier = setup.earlier.get("tests", {})
+    report: Report = {label(a): earlier.get(label(a), {}) for a in setup.architectures}
+    for name in [name for name, before in report.items() if not is_green(before)]:
         of, arguments = processes, everything
         if name != "native":
             of, arguments = of_forced, ["-m", "abi", *everything]
+        again = failed_tests(report[name])
         env = setup.python("" if name == "native" else name.removeprefix("forced-"))
         env["TILEWISE_TEST_EXAMPLES_PER_DTYPE"] = RANDOM[name == "native"]
-        shares += [suite.Share(name, i, of, folder, env, arguments) for i in range(of)]
+        of = min(of, len(again) or of)
+        shares += [suite.Share(name, i, of, folder, env, again or arguments) for i in range(of)]
     suite.run_shares(shares, limit=limit, each=min(150, limit / 2))
-    report: Report = {"passed": True}
-    for name in names:
+    for name in dict.fromkeys(s.name for s in shares):
         mine = [s for s in shares if s.name == name]
         found = suite.counts(mine)
         say(f"  {name}: {suite.summary(found)}")
+        before = report[name] if failed_tests(report[name]) else {}
         report[name] = {n.replace(" ", "_"): count for n, count in found.items()}
+        if before:
+            report[name]["run_again"] = before["failed"]
+            report[name]["passed"] = found["passed"] + before["passed"]
+            report[name]["skipped"] = found["skipped"] + before["skipped"]
         report[name]["failures"] = suite.failures(mine)
-        report[name]["skips"] = suite.skips(mine)
-        report["passed"] &= found["passed"] > 0 and not found["failed"] and not found["not run"]
+        report[name]["skips"] = before.get("skips") or suite.skips(mine)
         for failure in report[name]["failures"][:12]:
             say(f"    FAILED {failure['test']}")
-    return report
+    return {"passed": all(is_green(found) for found in report.values()), **report}
 
 
 def errors_of(output: str) -> int:
