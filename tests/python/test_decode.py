@@ -206,7 +206,7 @@ def test_a_cluster_merges_splits(seed):
 def uneven(seed: int) -> Case:
     """More tiles than multiprocessors, and a few sequences with many parts."""
     r = np.random.default_rng(seed)
-    batch, longest = (6, 400) if devices.current().name == "emulator" else (140, 900)
+    batch, longest = (6, 400) if devices.current().name == "emulator" else (200, 900)
     used = np.minimum(longest, r.lognormal(4.5, 0.6, batch)).astype(int)
     used[r.integers(batch, size=2)] = longest, 0
     return Case(
