@@ -86,7 +86,7 @@ struct ForwardScratch {
   uint32_t* q;        // [panel][unit][lane]
   uint32_t* k;        // [key][unit]
   uint32_t* v;        // in the engine's order, contraction over keys
-  float* s_tile;      // S^T of one panel: [key][lane]
+  float* s_tile;      // S^T of one panel and strip: [key][lane]
   uint32_t* weights;  // P^T as the engine wants it; fp32 engines: s_tile
   float* o;           // [panel][dv][lane]
   float* m;           // [lane], in the units of S
@@ -108,7 +108,7 @@ struct ForwardScratch {
         q(arena.take<uint32_t>(s.parts * q_plane)),
         k(arena.take<uint32_t>(s.parts * k_plane)),
         v(arena.take<uint32_t>(s.parts * v_plane)),
-        s_tile(arena.take<float>(s.tile_k * s.panel)),
+        s_tile(arena.take<float>(s.strip * s.panel)),
         weights(s.pair == 1 ? reinterpret_cast<uint32_t*>(s_tile)
                             : arena.take<uint32_t>(s.parts * weights_plane)),
         o(arena.take<float>(panels * dv.m * s.panel)),

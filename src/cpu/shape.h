@@ -19,28 +19,32 @@ struct Shape {
   int parts;      // 2: every operand is a sum of two bf16 (fp16 on bf16 matrix units)
   int tile_q;     // packed query rows of a forward work item
   int tile_k;     // keys of a forward tile
+  int strip;      // keys of it whose scores are in memory at once
   int back_q;     // packed query rows of a backward step
   int back_keys;  // keys of a backward work item, at head dimension 64
 };
 
 // S^T of one panel and one tile stays in the L1 cache with the vector engines (128 keys of 48
-// lanes: 24 KB). With AMX longer tiles win: sums of O stay in tile registers for longer.
+// lanes: 24 KB). With AMX longer tiles win, as sums of O stay in tile registers for longer, but of
+// scores there are 8 KB, a strip, at once. Scores of the next strip beside the weights of this one
+// bring nothing: while the tile unit multiplies, one of the two multipliers of the vector unit
+// rests.
 constexpr Shape shape_of(Isa isa, int32_t dtype) {
-  constexpr Shape avx512 = {"fma", 16, 48, 8, 1, 1, 1, 192, 128, 96, 512};
+  constexpr Shape avx512 = {"fma", 16, 48, 8, 1, 1, 1, 192, 128, 128, 96, 512};
   switch (isa) {
     case Isa::portable:
-      return {"fma", 4, 8, 4, 1, 1, 1, 64, 128, 32, 256};
+      return {"fma", 4, 8, 4, 1, 1, 1, 64, 128, 128, 32, 256};
     case Isa::avx2:
-      return {"fma", 8, 24, 4, 1, 1, 1, 120, 128, 72, 256};
+      return {"fma", 8, 24, 4, 1, 1, 1, 120, 128, 128, 72, 256};
     case Isa::avx512:
       return avx512;
     case Isa::avx512_bf16:
-      if (dtype == TILEWISE_BFLOAT16) return {"dot", 16, 48, 8, 2, 1, 1, 192, 128, 96, 512};
+      if (dtype == TILEWISE_BFLOAT16) return {"dot", 16, 48, 8, 2, 1, 1, 192, 128, 128, 96, 512};
       return avx512;
     case Isa::amx:
-      if (dtype == TILEWISE_BFLOAT16) return {"amx", 16, 32, 32, 2, 16, 1, 256, 256, 128, 1024};
+      if (dtype == TILEWISE_BFLOAT16) return {"amx", 16, 32, 32, 2, 16, 1, 256, 256, 64, 128, 1024};
       if (dtype == TILEWISE_FLOAT16)
-        return {"amx_split", 16, 32, 32, 2, 16, 2, 256, 256, 128, 1024};
+        return {"amx_split", 16, 32, 32, 2, 16, 2, 256, 256, 32, 128, 1024};
       return avx512;
   }
   return {};
@@ -66,7 +70,7 @@ TILEWISE_FN bool heads_side_by_side(const Problem& p) {
 constexpr Shape thin_shape_of(Isa isa, int32_t dtype) {
   const int lanes = shape_of(isa, TILEWISE_FLOAT32).lanes;
   const int rows = thin_rows(isa, dtype);
-  return {"stream", lanes, max(rows, lanes), lanes, 1, 1, 1, rows, 128, 0, 0};
+  return {"stream", lanes, max(rows, lanes), lanes, 1, 1, 1, rows, 128, 128, 0, 0};
 }
 
 // Keys of a backward tile.

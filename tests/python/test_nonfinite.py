@@ -349,14 +349,17 @@ def test_equal_logits_average(dtype, level):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0)])
-def test_growing_logits_rescale_often(dtype, window):
-    """Every key's logit is above all before: the running maximum moves with every tile."""
+@pytest.mark.parametrize("step", [1 / 16, 1 / 2])
+def test_growing_logits_rescale_often(dtype, window, step):
+    """Every key's logit is above all before: the running maximum moves with every tile, and many
+    times within one.
+    """
     n = 300
     case = Case(dtype, (n,), (n,), head_dim=4, window=window, alibi="h", dlse=True)
     b = Built(case)
     b.q.zero_()
     b.q[..., 0] = 1
-    b.k[..., 0] = devices.put(torch.arange(n)).view(1, n, 1) / 16
+    b.k[..., 0] = devices.put(torch.arange(n)).view(1, n, 1) * step
     want = b.expected()
     for place in capi.targets():
         with capi.on(place):

@@ -170,7 +170,7 @@ struct Decode : DecodeScratch {
     const int64_t batch_head = s.batch * p.heads_q + head;
     F sum{};
     for (int64_t i = 0; i < padded; i += W) {
-      F w = exp2<kExpDegree<T>>((load(at + i) - base) * exponent);
+      F w = exp2<kExpDegree<T>>(exponent_at<T>(load(at + i), splat(base), exponent));
       sum = sum + w;
       if (dropout.on())
         w = w * keep_scale_of_keys(dropout, batch_head, lanes.row[lane], keys.begin + i);

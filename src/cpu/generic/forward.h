@@ -30,6 +30,12 @@ struct Forward : ForwardScratch {
   PackedProducts<E> products;
   const float exponent;  // P = 2^((S - m) * exponent)
 
+  // Weights of a tile that O does not have yet: from key `begin` on.
+  struct Weighted {
+    int64_t begin;
+    int64_t bad_count;  // rows that were taken out of V
+  };
+
   TILEWISE_FN Forward(const ForwardTask& t, Arena& arena)
       : ForwardScratch(S, *t.problem, arena),
         task(t),
@@ -59,17 +65,14 @@ struct Forward : ForwardScratch {
     }
   }
 
-  // S^T = K Q^T for one panel, with score changes and band applied.
-  TILEWISE_FN void score_panel(int64_t panel, Range keys, int64_t padded_keys) {
-    products.scores(panel, padded_keys, vectors(panel));
-    if (general) scores.load_panel(s, lanes, panel * S.panel, S.panel, keys, 0);
-    const bool masked = padded_keys != keys.size() || !lanes.panel_covers(panel, keys);
-    if (!general && !masked) return;
+  // Score changes; and the band, where the panel does not see all keys of the strip.
+  TILEWISE_FN void change_scores(int64_t panel, Range strip, Range keys, bool masked) {
     for (int64_t lane = 0; lane < vectors(panel) * W; lane += W) {
       const Lanes::Bounds bounds = lanes.bounds(panel * S.panel + lane, keys);
       const I diagonal = ScoreTile::diagonal(s, lanes, panel * S.panel + lane, keys);
-      for (int32_t key = 0; key < padded_keys; ++key) {
-        float* at = s_tile + key * S.panel + lane;
+      float* at = s_tile + lane;
+      for (int64_t i = strip.begin; i < strip.end; ++i, at += S.panel) {
+        const int32_t key = static_cast<int32_t>(i);
         F value = load(at);
         if (general && key < keys.size()) value = scores.at(value, diagonal, key, lane).value;
         if (masked) value = bounds.sees(key) ? value : splat(kMinusInfinity);
@@ -82,18 +85,20 @@ struct Forward : ForwardScratch {
     return min<int64_t>(S.panel / W, ceil_div(lanes.count - panel * S.panel, W));
   }
 
-  // Raises m where the tile's maximum has outgrown it, and rescales l and O then.
-  TILEWISE_FN F raise_maximum(int64_t panel, int64_t lane, int64_t padded_keys) {
+  // Raises m where the strip's maximum has outgrown it, and rescales l and O then, once O has what
+  // was weighted before.
+  TILEWISE_FN F raise_maximum(int64_t panel, int64_t lane, Range strip, Weighted& weighted) {
     float* const m_at = m + panel * S.panel + lane;
-    F tile_max[4];  // independent chains: the latency of max is four cycles
-    for (F& chain : tile_max) chain = splat(kMinusInfinity);
-    for (int64_t key = 0; key < padded_keys; key += 4)
-      for (int i = 0; i < 4; ++i)
-        tile_max[i] = vmax(tile_max[i], load(s_tile + (key + i) * S.panel + lane));
-    const F highest = vmax(vmax(tile_max[0], tile_max[1]), vmax(tile_max[2], tile_max[3]));
+    const float* from = s_tile + lane;
+    F highest_of[4];  // independent chains: the latency of max is four cycles
+    for (F& chain : highest_of) chain = splat(kMinusInfinity);
+    for (int64_t key = 0; key < strip.size(); key += 4, from += 4 * S.panel)
+      for (int i = 0; i < 4; ++i) highest_of[i] = vmax(highest_of[i], load(from + i * S.panel));
+    const F highest = vmax(vmax(highest_of[0], highest_of[1]), vmax(highest_of[2], highest_of[3]));
     const F old = load(m_at);
     const I outgrown = highest > old + kOutgrown / exponent;
     if (any(outgrown)) {
+      accumulate(panel, weighted, strip.begin);
       const F raised = outgrown ? highest : old;
       const F alpha = exp2<kExpDegree<float>>((old - raised) * exponent);
       const F factor = outgrown ? alpha : splat(1.0f);
@@ -109,49 +114,71 @@ struct Forward : ForwardScratch {
 
   // P^T = 2^((S^T - m) c) for W lanes; l grows by its undropped column sums.
   template <bool kDropout>
-  TILEWISE_FN void exponentiate(int64_t panel, int64_t lane, Range keys, int64_t padded_keys,
-                                F base) {
+  TILEWISE_FN void exponentiate(int64_t panel, int64_t lane, Range strip, Range keys, F base) {
     F sum[4] = {};
     KeepMask keep;
-    for (int64_t key = 0; key < padded_keys; key += 8) {
+    const float* from = s_tile + lane;
+    uint32_t* const to = weights;
+    const float c = exponent;
+    for (int64_t key = strip.begin; key < strip.end; key += 8, from += 8 * S.panel) {
       if (kDropout && key % Dropout::kKeysPerBlock == 0)
         keep = KeepMask::of(dropout, p, s, lanes, panel * S.panel + lane, keys.begin + key);
       for (int i = 0; i < 8; i += 2) {
         F w[2];
         for (int j = 0; j < 2; ++j) {
-          const F x = load(s_tile + (key + i + j) * S.panel + lane);
-          w[j] = exp2<kExpDegree<T>>((x - base) * exponent);
+          w[j] = exp2<kExpDegree<T>>(exponent_at<T>(load(from + (i + j) * S.panel), base, c));
           sum[(i + j) % 4] += w[j];
           if constexpr (kDropout) w[j] = w[j] * keep.scale(dropout, key + i + j);
         }
-        E::store_weights_b(weights, weights_plane, S.panel, key + i, lane, w[0], w[1]);
+        E::store_weights_b(to, weights_plane, S.panel, key + i, lane, w[0], w[1]);
       }
     }
     float* const l_at = l + panel * S.panel + lane;
     store(l_at, load(l_at) + ((sum[0] + sum[1]) + (sum[2] + sum[3])));
   }
 
-  TILEWISE_FN void softmax_panel(int64_t panel, Range keys, int64_t padded_keys) {
+  TILEWISE_FN void softmax_strip(int64_t panel, Range strip, Range keys, Weighted& weighted) {
     for (int64_t lane = 0; lane < vectors(panel) * W; lane += W) {
-      const F base = raise_maximum(panel, lane, padded_keys);
+      const F base = raise_maximum(panel, lane, strip, weighted);
       if (dropout.on())
-        exponentiate<true>(panel, lane, keys, padded_keys, base);
+        exponentiate<true>(panel, lane, strip, keys, base);
       else
-        exponentiate<false>(panel, lane, keys, padded_keys, base);
+        exponentiate<false>(panel, lane, strip, keys, base);
     }
   }
 
   // O^T += V^T P^T, and the rows that were taken out of V where their weight is not 0.
-  TILEWISE_FN void accumulate(int64_t panel, int64_t padded_keys, int64_t bad_count) {
-    products.accumulate(panel, padded_keys, vectors(panel));
+  TILEWISE_FN void accumulate(int64_t panel, Weighted& weighted, int64_t end) {
+    const Range now = {weighted.begin, end};
+    if (now.empty()) return;
+    weighted.begin = end;
+    products.accumulate(panel, now, vectors(panel));
     float* const o_panel = o + panel * dv.m * S.panel;
-    for (int64_t b = 0; b < bad_count && bad_v.index[b] < padded_keys; ++b)
+    for (int64_t b = 0; b < weighted.bad_count; ++b) {
+      if (!now.contains(bad_v.index[b])) continue;
       for (int64_t lane = 0; lane < vectors(panel) * W; ++lane) {
         const float w = E::weight_b(weights, weights_plane, S.panel, bad_v.index[b], lane);
         if (w == 0.0f) continue;
         for (int64_t d = 0; d < p.head_dim_v; ++d)
           o_panel[d * S.panel + lane] += w * to_float(static_cast<const T*>(bad_v.address[b])[d]);
       }
+    }
+  }
+
+  // One panel and the keys of a tile, strip by strip: scores are weighted where they are near.
+  TILEWISE_FN void attend(int64_t panel, Range keys, int64_t bad_count) {
+    const Tiling strips{padded(keys), S.strip};
+    Weighted weighted{0, bad_count};
+    if (general) scores.load_panel(s, lanes, panel * S.panel, S.panel, keys, 0);
+    for (int64_t i = 0; i < strips.count(); ++i) {
+      const Range strip = strips.at(i);
+      const Range seen = {keys.begin + strip.begin, keys.begin + strip.end};
+      const bool masked = seen.end > keys.end || !lanes.panel_covers(panel, seen);
+      products.scores(panel, strip, vectors(panel));
+      if (general || masked) change_scores(panel, strip, keys, masked);
+      softmax_strip(panel, strip, keys, weighted);
+    }
+    accumulate(panel, weighted, strips.length);
   }
 
   TILEWISE_FN void run() {
@@ -166,10 +193,7 @@ struct Forward : ForwardScratch {
       for (int64_t i = 0; i < used_panels; ++i) {
         if (!lanes.panel_sees(i, keys)) continue;
         // On the diagonal a panel stops at the last key it sees, not at the end of the tile.
-        const Range seen_keys = {keys.begin, min(keys.end, lanes.any[i].end)};
-        score_panel(i, seen_keys, padded(seen_keys));
-        softmax_panel(i, seen_keys, padded(seen_keys));
-        accumulate(i, padded(seen_keys), bad_count);
+        attend(i, {keys.begin, min(keys.end, lanes.any[i].end)}, bad_count);
       }
     }
     finish();

@@ -79,8 +79,8 @@ template <class E>
 void pack_rows_transposed(uint32_t* dst, int64_t ld, int64_t plane,
                           const typename E::Storage* const* rows, int64_t count, int64_t columns,
                           int64_t padded_columns) {
-  for (int64_t column = 0; column < padded_columns; column += W)
-    for (int64_t r = 0; r < count; r += W * E::kPair) {
+  for (int64_t r = 0; r < count; r += W * E::kPair)
+    for (int64_t column = 0; column < padded_columns; column += W) {
       typename E::Units block[W];
       for (int i = 0; i < W; ++i)
         block[i] = units_of_rows<E>(rows + r + i * E::kPair, column, columns);

@@ -43,16 +43,19 @@ struct PackedProducts {
     v = x.v;
     E::pack_rows_a(x.v, x.dv.m_ld, x.v_plane, rows, count, p.head_dim_v);
   }
-  // s_tile[key][lane]
-  TILEWISE_FN void scores(int64_t panel, int64_t keys, int64_t vectors) const {
-    E::gemm(x.s_tile, S.panel, false, {k, x.qk.ld, 1, x.k_plane}, keys,
-            {x.q + panel * x.qk.units * S.panel, S.panel, x.q_plane}, vectors, x.qk.units);
+  // s_tile[key][lane] of these keys of the tile
+  TILEWISE_FN void scores(int64_t panel, Range keys, int64_t vectors) const {
+    E::gemm(x.s_tile, S.panel, false, {k + keys.begin * x.qk.ld, x.qk.ld, 1, x.k_plane},
+            keys.size(), {x.q + panel * x.qk.units * S.panel, S.panel, x.q_plane}, vectors,
+            x.qk.units);
   }
-  // o[dv][lane] += weights
-  TILEWISE_FN void accumulate(int64_t panel, int64_t keys, int64_t vectors) const {
-    E::gemm(x.o + panel * x.dv.m * S.panel, S.panel, true,
-            E::rows_a(v, x.dv.m_ld, packed_keys, x.v_plane), x.dv.m,
-            {x.weights, S.panel, x.weights_plane}, vectors, keys / S.pair);
+  // o[dv][lane] += weights of these keys
+  TILEWISE_FN void accumulate(int64_t panel, Range keys, int64_t vectors) const {
+    const int64_t unit = keys.begin / S.pair;
+    OperandA values = E::rows_a(v, x.dv.m_ld, packed_keys, x.v_plane);
+    values.data += unit * values.unit;
+    E::gemm(x.o + panel * x.dv.m * S.panel, S.panel, true, values, x.dv.m,
+            {x.weights + unit * S.panel, S.panel, x.weights_plane}, vectors, keys.size() / S.pair);
   }
 };
 
