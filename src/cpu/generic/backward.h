@@ -109,15 +109,16 @@ struct Backward : BackwardScratch {
     return S.pair == 1 ? lane : lane % S.panel;
   }
 
-  // P^T and dS^T of one panel from S^T and dP^T.
-  template <bool kDropout>
+  // P^T and dS^T of W lanes from S^T and dP^T. Plain: no option, and every lane sees all keys.
+  template <bool kPlain, bool kDropout = false>
   TILEWISE_FN void softmax_lanes(int64_t first, Range keys, bool masked) {
-    const Lanes::Bounds bounds = lanes.bounds(first, keys);
-    const I diagonal = ScoreTile::diagonal(s, lanes, first, keys);
+    const Lanes::Bounds bounds = kPlain ? Lanes::Bounds{} : lanes.bounds(first, keys);
+    const I diagonal = kPlain ? I{} : ScoreTile::diagonal(s, lanes, first, keys);
     const F lse_lanes = load(lse2 + first);
     const F lse_rest = load(lse2_rest + first);
     const F delta_lanes = load(delta + first);
-    const float to_log2 = general ? kLog2e : scores.score.scale * kLog2e;
+    const bool changed = !kPlain && general;
+    const float to_log2 = changed ? kLog2e : scores.score.scale * kLog2e;
     KeepMask keep;
     for (int32_t key = 0; key < kBackTileK; key += 2) {
       F ds[2];
@@ -126,7 +127,7 @@ struct Backward : BackwardScratch {
         if (kDropout && (key + i) % Dropout::kKeysPerBlock == 0)
           keep = KeepMask::of(dropout, p, s, lanes, first, keys.begin + key + i);
         Score::Capped<F> score{load(s_tile + at), splat(1.0f)};
-        if (general) score = scores.at(score.value, diagonal, key + i, first);
+        if (changed) score = scores.at(score.value, diagonal, key + i, first);
         const F exponent = score.value * to_log2 - lse_lanes - lse_rest;
         // lse is rounded: a weight may come out above 1 by that rounding, never by more.
         F w = exp2<kExpDegree<T>>(exponent > 0.0f ? F{} : exponent);
@@ -138,14 +139,14 @@ struct Backward : BackwardScratch {
           dp = dp * factor;
         }
         const F dscore = w * (dp - delta_lanes);
-        ds[i] = general ? dscore * score.derivative : dscore;
-        if (masked) {
+        ds[i] = changed ? dscore * score.derivative : dscore;
+        if (!kPlain && masked) {
           const I sees = bounds.sees(key + i);
           dropped = sees ? dropped : F{};
           ds[i] = sees ? ds[i] : F{};
         }
         E::store_weights_a(p_a, weights_plane, kWeightsLd, key + i, first, dropped);
-        if (g.dbias != nullptr) add_dbias(first, keys, key + i, dscore, bounds);
+        if (!kPlain && g.dbias != nullptr) add_dbias(first, keys, key + i, dscore, bounds);
         E::store_weights_a(ds_a, weights_plane, kWeightsLd, key + i, first, ds[i]);
       }
       if (want_dq && S.pair > 1)
@@ -178,9 +179,11 @@ struct Backward : BackwardScratch {
       const bool masked = keys.size() != kBackTileK || !lanes.panel_covers(i, keys);
       for (int64_t at = lane; at < lane + S.panel; at += W) {
         if (dropout.on())
-          softmax_lanes<true>(at, keys, masked);
-        else
+          softmax_lanes<false, true>(at, keys, masked);
+        else if (general || masked)
           softmax_lanes<false>(at, keys, masked);
+        else
+          softmax_lanes<true>(at, keys, masked);
       }
     }
     products(key_tile, used);
