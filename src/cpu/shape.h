@@ -44,7 +44,7 @@ constexpr Shape shape_of(Isa isa, int32_t dtype) {
     case Isa::amx:
       if (dtype == TILEWISE_BFLOAT16) return {"amx", 16, 32, 32, 2, 16, 1, 256, 256, 64, 128, 1024};
       if (dtype == TILEWISE_FLOAT16)
-        return {"amx_split", 16, 32, 32, 2, 16, 2, 256, 256, 32, 128, 1024};
+        return {"amx_split", 16, 32, 32, 2, 16, 2, 256, 128, 64, 128, 1024};
       return avx512;
   }
   return {};
