@@ -145,7 +145,7 @@ struct ForwardLaunch {
         shape(forward_shape(p, plan.isa)),
         kernels(kernels_for(plan.isa, p.dtype)),
         layout(p, shape, plan, arena),
-        tiles(p, shape.tile_q, layout.first_tile) {
+        tiles(p, plan.tile_q, layout.first_tile) {
     layout.first_key_tile[0] = 0;
     for (int64_t b = 0; b < p.batch; ++b)
       layout.first_key_tile[b + 1] =
@@ -224,7 +224,7 @@ struct ForwardLaunch {
     if (layout.packed != nullptr) pack_keys();
     const auto kernel = is_decoding(p, plan.isa) ? kernels.decode : kernels.forward;
     const int64_t some = items(plan.heads);
-    const int64_t work = saturating_work(tiles.total * shape.tile_q, tiles.most_keys + 1,
+    const int64_t work = saturating_work(tiles.total * plan.tile_q, tiles.most_keys + 1,
                                          (p.head_dim + p.head_dim_v) * p.heads_kv);
     // The same keys of all heads after each other: they lie side by side, in the same pages.
     run_items(parallel, some * plan.splits, work, [&](int64_t worker, int64_t i) {

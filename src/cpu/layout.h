@@ -40,12 +40,12 @@ inline int64_t key_tiles(const Problem& p, int64_t tile) {
 // Packing keys once costs a copy of K and V; every work item packing its own costs that much time
 // per query tile: a quarter of the forward with AMX, 5 % with bf16 dot products, nothing with fp32,
 // which does not. Few query tiles stay without the copy.
-inline bool packs_once(const Problem& p, const Shape& shape) {
+inline bool packs_once(const Problem& p, const Shape& shape, int64_t tile_q) {
   constexpr int64_t kQueryTiles = 3;
   const int64_t rows = p.cu_seqlens_q == nullptr ? p.seqlen_q
                        : p.max_seqlen_q > 0      ? p.max_seqlen_q
                                                  : p.seqlen_q / max(int64_t{1}, p.batch);
-  return shape.pair > 1 && rows * group_size(p) >= kQueryTiles * shape.tile_q;
+  return shape.pair > 1 && rows * group_size(p) >= kQueryTiles * tile_q;
 }
 
 struct ForwardLayout {
@@ -63,15 +63,15 @@ struct ForwardLayout {
   ForwardLayout(const Problem& p, const Shape& shape, const Plan& plan, Arena& arena)
       : scratch_bytes(measure(p, shape, plan.isa)),
         packed_units(packed_tile_units(shape, p)),
-        partial_rows(min<int64_t>(shape.tile_q, max(int64_t{1}, p.seqlen_q * group_size(p)))) {
+        partial_rows(min<int64_t>(plan.tile_q, max(int64_t{1}, p.seqlen_q * group_size(p)))) {
     scratch = arena.take<char>(scratch_bytes * plan.threads);
     first_tile = arena.take<int64_t>(p.batch + 1);
     first_key_tile = arena.take<int64_t>(p.batch + 1);
-    const bool once = packs_once(p, shape);
+    const bool once = packs_once(p, shape, plan.tile_q);
     const int64_t tiles = once ? key_tiles(p, shape.tile_k) * p.heads_kv : 0;
     packed = once ? arena.take<uint32_t>(tiles * packed_units) : nullptr;
     nonfinite = once ? arena.take<int32_t>(tiles) : nullptr;
-    const int64_t partial_tiles = plan.rule.least > 0 ? p.batch : query_tiles(p, shape.tile_q);
+    const int64_t partial_tiles = plan.rule.least > 0 ? p.batch : query_tiles(p, plan.tile_q);
     const int64_t partials =
         plan.splits == 1 ? 0 : partial_tiles * p.heads_kv * plan.splits * partial_rows;
     partial_out = arena.take<float>(partials * p.head_dim_v);

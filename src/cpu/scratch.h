@@ -98,7 +98,7 @@ struct ForwardScratch {
   TILEWISE_FN ForwardScratch(const Shape& s, const Problem& p, Arena& arena)
       : qk(extent_of(s, p.head_dim)),
         dv(extent_of(s, p.head_dim_v)),
-        panels(ceil_div(s.tile_q, s.panel)),
+        panels(ceil_div(s.wide_q, s.panel)),
         q_plane(panels * qk.units * s.panel),
         k_plane(s.tile_k * qk.ld),
         v_plane(s.tile_k / s.pair * dv.m_ld),

@@ -18,6 +18,7 @@ struct Shape {
   int units;      // the contraction is a multiple of this many units
   int parts;      // 2: every operand is a sum of two bf16 (fp16 on bf16 matrix units)
   int tile_q;     // packed query rows of a forward work item
+  int wide_q;     // the same where there are items enough for all threads
   int tile_k;     // keys of a forward tile
   int strip;      // keys of it whose scores are in memory at once
   int back_q;     // packed query rows of a backward step
@@ -30,21 +31,23 @@ struct Shape {
 // bring nothing: while the tile unit multiplies, one of the two multipliers of the vector unit
 // rests.
 constexpr Shape shape_of(Isa isa, int32_t dtype) {
-  constexpr Shape avx512 = {"fma", 16, 48, 8, 1, 1, 1, 192, 128, 128, 96, 512};
+  constexpr Shape avx512 = {"fma", 16, 48, 8, 1, 1, 1, 192, 192, 128, 128, 96, 512};
   switch (isa) {
     case Isa::portable:
-      return {"fma", 4, 8, 4, 1, 1, 1, 64, 128, 128, 32, 256};
+      return {"fma", 4, 8, 4, 1, 1, 1, 64, 64, 128, 128, 32, 256};
     case Isa::avx2:
-      return {"fma", 8, 24, 4, 1, 1, 1, 120, 128, 128, 72, 256};
+      return {"fma", 8, 24, 4, 1, 1, 1, 120, 120, 128, 128, 72, 256};
     case Isa::avx512:
       return avx512;
     case Isa::avx512_bf16:
-      if (dtype == TILEWISE_BFLOAT16) return {"dot", 16, 48, 8, 2, 1, 1, 192, 128, 128, 96, 512};
+      if (dtype == TILEWISE_BFLOAT16)
+        return {"dot", 16, 48, 8, 2, 1, 1, 192, 192, 128, 128, 96, 512};
       return avx512;
     case Isa::amx:
-      if (dtype == TILEWISE_BFLOAT16) return {"amx", 16, 32, 32, 2, 16, 1, 256, 256, 64, 128, 1024};
+      if (dtype == TILEWISE_BFLOAT16)
+        return {"amx", 16, 32, 32, 2, 16, 1, 256, 512, 256, 64, 128, 1024};
       if (dtype == TILEWISE_FLOAT16)
-        return {"amx_split", 16, 32, 32, 2, 16, 2, 256, 128, 64, 128, 1024};
+        return {"amx_split", 16, 32, 32, 2, 16, 2, 256, 512, 128, 64, 128, 1024};
       return avx512;
   }
   return {};
@@ -70,7 +73,7 @@ TILEWISE_FN bool heads_side_by_side(const Problem& p) {
 constexpr Shape thin_shape_of(Isa isa, int32_t dtype) {
   const int lanes = shape_of(isa, TILEWISE_FLOAT32).lanes;
   const int rows = thin_rows(isa, dtype);
-  return {"stream", lanes, max(rows, lanes), lanes, 1, 1, 1, rows, 128, 128, 0, 0};
+  return {"stream", lanes, max(rows, lanes), lanes, 1, 1, 1, rows, rows, 128, 128, 0, 0};
 }
 
 // Keys of a backward tile.

@@ -153,6 +153,25 @@ TEST(Planner, ThreadsChangeTheScratchAndNothingElse) {
   }
 }
 
+// How many rows share an item's keys decides who computes them, not how.
+TEST(Planner, ItemsOfAmxAreWideWhereThereAreEnough) {
+  const auto ask_amx = [](const Problem& p, int32_t threads) {
+    Device device = kSapphireRapids;
+    device.threads = threads;
+    return plan(p, nullptr, device).cpu;
+  };
+  const Problem p = problem(TILEWISE_BFLOAT16, 8);
+  for (const auto& [threads, rows] : {std::pair{1, 512}, {64, 512}, {65, 256}}) {
+    const auto found = ask_amx(p, threads);
+    EXPECT_EQ(found.tile_q, rows) << threads;
+    EXPECT_EQ(found.tile_k, 256) << threads;
+    EXPECT_EQ(found.splits, 1) << threads;
+  }
+  const auto split = ask_amx(problem(TILEWISE_BFLOAT16, 1, 2048, 2048, 2), 1);
+  EXPECT_GT(split.splits, 1);
+  EXPECT_EQ(split.tile_q, 256);
+}
+
 TEST(Planner, SplitsKeysWhenThereAreFewRows) {
   EXPECT_EQ(plan(problem(TILEWISE_FLOAT32, 16, 2048, 2048), nullptr, kZen4).cpu.splits, 1);
   EXPECT_GT(plan(problem(TILEWISE_FLOAT32, 1, 1, 8192, 1), nullptr, kZen4).cpu.splits, 4);

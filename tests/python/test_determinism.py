@@ -21,6 +21,9 @@ CASES = {
         head_dim_v=32, dlse=True,
     ),
     "one_head": Case(rows=(300,), keys=(500,), head_dim=64, head_dim_v=64, bias="r", sinks=True),
+    # Work items of 512 rows for one thread, of 256 for seven.
+    "long_rows": Case(rows=(1100,), keys=(300,), heads_kv=2, window=(-1, 0), head_dim=32,
+                      head_dim_v=32),
     "decode": Case(rows=(1,), keys=(3000,), group=8, head_dim=64, head_dim_v=64),
     "decode_of_many_heads": Case(
         rows=(2,) * 4, keys=(400,) * 4, heads_kv=8, group=2, head_dim=64, head_dim_v=64,
