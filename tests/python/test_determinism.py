@@ -83,6 +83,21 @@ def test_bitwise_equal_for_every_thread_count_and_order(dtype, name):
                 assert different(pool, run(b, hook=hook)) == [], f"{place}: hook {kind}"
 
 
+@pytest.mark.abi("cpu")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [(-1, 0), (200, 0), (-1, -1)])
+def test_infinities_among_values_and_the_number_of_threads(dtype, window):
+    """A tile whose V holds one is computed in two ways, and not by who shares a work item."""
+    case = dataclasses.replace(CASES["long_rows"], dtype=dtype, keys=(1000,), window=window)
+    b = Built(case)
+    for key in (3, 255, 256, 700):
+        b.v[:, key, :, 1] = float("inf")
+    for place in capi.targets():
+        with capi.on(place):
+            results = [run(b, backward=False, hook=capi.parallel_hook(n, None)) for n in (1, 7)]
+        assert different(*results) == [], place
+
+
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", DTYPES)

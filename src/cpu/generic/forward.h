@@ -189,29 +189,48 @@ struct Forward : ForwardScratch {
     const Range tiles = tiling.touching(seen);
     for (int64_t j = tiles.begin; j < tiles.end; ++j) {
       const Range keys = intersect(tiling.at(j), task.keys);
-      const int64_t bad_count = load_tile(j, keys, used_panels);
-      for (int64_t i = 0; i < used_panels; ++i) {
-        if (!lanes.panel_sees(i, keys)) continue;
-        // On the diagonal a panel stops at the last key it sees, not at the end of the tile.
-        attend(i, {keys.begin, min(keys.end, lanes.any[i].end)}, bad_count);
+      const bool nonfinite = load_tile(j, keys, used_panels) > 0;
+      for (int64_t first = 0; first < used_panels; first += kGroup) {
+        const Range group = {first, min(first + kGroup, used_panels)};
+        const int64_t bad_count = nonfinite ? load_values(keys, group) : 0;
+        for (int64_t i = group.begin; i < group.end; ++i) {
+          if (!lanes.panel_sees(i, keys)) continue;
+          // On the diagonal a panel stops at the last key it sees, not at the end of the tile.
+          attend(i, {keys.begin, min(keys.end, lanes.any[i].end)}, bad_count);
+        }
       }
     }
     finish();
   }
 
+  // Panels of the narrowest item: what a row's sums are may not depend on the rows beside it.
+  static constexpr int64_t kGroup = S.tile_q / S.panel;
+
+  TILEWISE_FN bool covers(Range group, Range keys) const {
+    bool all = true;
+    for (int64_t i = group.begin; i < group.end; ++i) all &= lanes.panel_covers(i, keys);
+    return all;
+  }
+
   // K and V of key tile j; returns how many rows of V were taken out.
   TILEWISE_FN int64_t load_tile(int64_t j, Range keys, int64_t used_panels) {
     const int64_t packed_keys = padded(keys);
-    bool edge = false;
-    for (int64_t i = 0; i < used_panels; ++i) edge |= !lanes.panel_covers(i, keys);
-    if (task.packed != nullptr && !(edge && task.nonfinite[j] != 0)) {
+    const Range group = {0, used_panels};
+    if (task.packed != nullptr && (task.nonfinite[j] == 0 || covers(group, keys))) {
       products.use(task.packed + j * packed_tile_units(S, p), packed_keys);
       return 0;
     }
     keys_of(rows, wide_k, keys, packed_keys, p, s, p.k, task.kv_head, p.head_dim);
     products.load_keys(rows, packed_keys);
+    return load_values(keys, group);
+  }
+
+  // V for these panels, without rows that are not finite where a lane does not see all keys.
+  TILEWISE_FN int64_t load_values(Range keys, Range group) {
+    const int64_t packed_keys = padded(keys);
     keys_of(rows, wide_v, keys, packed_keys, p, s, p.v, task.kv_head, p.head_dim_v);
-    const int64_t bad_count = edge ? take_out_nonfinite(rows, keys.size(), p.head_dim_v, bad_v) : 0;
+    const int64_t bad_count =
+        covers(group, keys) ? 0 : take_out_nonfinite(rows, keys.size(), p.head_dim_v, bad_v);
     products.load_values(rows, packed_keys);
     return bad_count;
   }
