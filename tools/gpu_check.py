@@ -3,6 +3,7 @@
 
   tools/gpu_check.py                          every stage
   tools/gpu_check.py --stages build,tests     some
+  tools/gpu_check.py --stages tests --resume  of the tests, those that have not passed yet
   tools/gpu_check.py --verify                 whether the committed results are of these sources
 
 Needs no network and nothing installed but CUDA, PyTorch, CMake, Ninja, pytest and hypothesis. Every
@@ -84,7 +85,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--arch", help="compute capability to build for, 90; default: this GPU's")
     parser.add_argument("--cmake", action="append", default=[], help="option for the build")
     parser.add_argument("--pytest", action="append", default=[], help="what the tests stage runs")
-    return parser.parse_args()
+    parser.add_argument("--resume", action="store_true",
+                        help="keep tests that passed on the same kernel sources")  # fmt: skip
+    given = parser.parse_args()
+    if given.resume and given.pytest:
+        parser.error("--resume is for all tests: leave --pytest out")
+    return given
 
 
 def main() -> int:
@@ -108,7 +114,8 @@ def main() -> int:
     setup.build.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     result = fresh(path, gpu)
-    setup.earlier = result["stages"]
+    if given.resume:
+        setup.earlier = result["stages"]
     say(f"{gpu['name']} (sm_{architecture}), driver {gpu['driver']}, sources {result['sources']}")
     for name in stages:
         stage, limit = STAGES[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -93,9 +94,16 @@ def test_infinities_among_values_and_the_number_of_threads(dtype, window):
     for key in (3, 255, 256, 700):
         b.v[:, key, :, 1] = float("inf")
     for place in capi.targets():
-        with capi.on(place):
-            results = [run(b, backward=False, hook=capi.parallel_hook(n, None)) for n in (1, 7)]
+        results, rows = [], []
+        for threads in (1, 7):
+            hook = capi.parallel_hook(threads, None)
+            with capi.on(place):
+                results.append(run(b, backward=False, hook=hook))
+                b.attention.parallel = ctypes.addressof(hook)
+                rows.append(capi.plan(b.attention).tile_q)
         assert different(*results) == [], place
+        if place == "amx" and dtype != "fp32":
+            assert rows == [512, 256]
 
 
 @pytest.mark.abi("cuda", "emulator")

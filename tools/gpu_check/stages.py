@@ -38,7 +38,7 @@ class Setup:
     architecture: str  # "90"
     cmake: list[str] = field(default_factory=list)
     pytest: list[str] = field(default_factory=list)
-    earlier: Report = field(default_factory=dict)  # stages of the same sources and GPU
+    earlier: Report = field(default_factory=dict)  # stages to be resumed
 
     @property
     def logs(self) -> Path:
@@ -187,8 +187,8 @@ def failed_tests(found: Report) -> list[str]:
 
 def tests(setup: Setup, limit: float) -> Report:
     """The suite on the GPU, and what calls kernels directly once more per forced tile table. What
-    passed before, on the same sources, is not run again: of a tile table whose tests all ran, only
-    those that failed are.
+    passed in a run that is resumed stays: of a tile table whose tests all ran, only those that
+    failed are run again.
     """
     shares = []
     folder = setup.logs / "tests"
@@ -197,7 +197,10 @@ def tests(setup: Setup, limit: float) -> Report:
     of_forced = max(1, setup.jobs // 4)
     earlier = setup.earlier.get("tests", {})
     report: Report = {label(a): earlier.get(label(a), {}) for a in setup.architectures}
-    for name in [name for name, before in report.items() if not is_green(before)]:
+    for name in report:
+        if is_green(report[name]):
+            say(f"  {name}: {report[name]['passed']} passed before, not run again")
+            continue
         of, arguments = processes, everything
         if name != "native":
             of, arguments = of_forced, ["-m", "abi", *everything]

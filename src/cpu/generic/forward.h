@@ -18,6 +18,8 @@ template <class E>
 struct Forward : ForwardScratch {
   using T = typename E::Storage;
   static constexpr Shape S = E::S;
+  static_assert(S.pair > 1 || S.strip == S.tile_k, "weights take the place of the tile's scores");
+  static_assert(S.tile_k % S.strip == 0 && S.strip % Dropout::kKeysPerBlock == 0);
 
   const ForwardTask& task;
   const Problem& p;

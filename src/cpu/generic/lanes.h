@@ -22,7 +22,7 @@ struct Lanes : LaneScratch {
     for (int64_t lane = 0; lane < round_up(count, panel); ++lane) {
       row[lane] = now;
       head[lane] = kv_head * packing.group + member;
-      if (lane + 1 < count && ++member == packing.group) {  // a division is 10 times as slow
+      if (lane + 1 < count && ++member == packing.group) {  // no division a lane
         member = 0;
         ++now;
       }
