@@ -46,7 +46,7 @@ def random_case(seed: int, dtype: str) -> Case:
         kv_idx = tuple(int(n) for n in r.permutation(batch + 2)[:batch])
     return Case(
         dtype=dtype, rows=(rows,) * batch, keys=(room,) * batch, heads_kv=heads_kv, group=group,
-        head_dim=int(r.choice([16, 40, 64])), head_dim_v=int(r.choice([64, 64, 24])),
+        head_dim=int(r.choice([16, 40, 64, 88])), head_dim_v=int(r.choice([64, 64, 24, 80])),
         page_size=page_size, used_k=used_k, leftpad=leftpad, kv_idx=kv_idx,
         window=[(-1, -1), (-1, 0), (int(r.integers(0, 200)), 0), (3, 5)][int(r.integers(4))],
         softcap=float(r.choice([0.0, 0.0, 0.0, 5.0])), alibi=str(r.choice(["", "", "h", "bh"])),
@@ -151,9 +151,12 @@ def at_the_end_of_memory(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("isa", capi.instruction_sets()[0])
 @pytest.mark.parametrize("rows", [1, 12, 40])
 @pytest.mark.parametrize("keys", [5, 37, 293])
+@pytest.mark.parametrize("head_dim, head_dim_v", [(72, 40), (88, 80)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_behind_a_buffer_is_read(dtype, keys, rows, isa):
-    case = Case(dtype, (rows,), (keys,), heads_kv=2, head_dim=72, head_dim_v=40, bias="bhr")
+def test_nothing_behind_a_buffer_is_read(dtype, head_dim, head_dim_v, keys, rows, isa):
+    case = Case(
+        dtype, (rows,), (keys,), heads_kv=2, head_dim=head_dim, head_dim_v=head_dim_v, bias="bhr"
+    )
     b = Built(case)
     kept = {name: at_the_end_of_memory(getattr(b, name)) for name in ("q", "k", "v", "bias")}
     with capi.cpu(isa):

@@ -68,10 +68,8 @@ struct Decode : DecodeScratch {
 
   // Past the last column: zeros.
   TILEWISE_FN static Read read(const T* row, int64_t column, int64_t columns) {
-    if (column + kColumns <= columns) return Reader::read(row + column);
-    T buffer[kColumns];
-    copy_first(buffer, row + column, columns - column);
-    return Reader::read(buffer);
+    return column + kColumns <= columns ? Reader::read(row + column)
+                                        : Reader::read_first(row + column, columns - column);
   }
 
   // Calls body with a head's number of rows, rounded up to what a product takes, as a constant.

@@ -111,16 +111,17 @@ struct DotProducts {
       else
         return d.read(row + offset, min(columns, column), columns);
     };
+    typename Reader::Values values[V];
     for (int j = 0; j < V; ++j) {
       const int64_t column = c + j * kColumns;
       for (int i = 0; i <= int{kTwo}; ++i) {
         __builtin_prefetch(v[i + ahead_v] + offset + column, 0, 2);
         if (R > 1) __builtin_prefetch(v[i + kNear] + offset + column);
       }
-      const auto values =
-          Reader::values(read_at(v[0], column), kTwo ? read_at(v[1], column) : Read{});
-      for (int r = 0; r < R; ++r) Reader::weigh(sum[r][j], values, weights + r * d.tile_k, key);
+      values[j] = Reader::values(read_at(v[0], column), kTwo ? read_at(v[1], column) : Read{});
     }
+    for (int r = 0; r < R; ++r)
+      for (int j = 0; j < V; ++j) Reader::weigh(sum[r][j], values[j], weights + r * d.tile_k, key);
   }
 
   template <int R, int V, bool kWhole, class Item>

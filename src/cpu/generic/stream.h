@@ -7,12 +7,23 @@
 namespace tilewise::cpu {
 namespace {
 
-// kColumns neighbouring elements as kParts vectors of fp32.
+// kColumns neighbouring elements as kParts vectors of fp32. Half: 64 bytes at once, where sums of
+// two parts have registers enough.
 template <class T>
 struct Widened {
-  static constexpr int kParts = 1;
-  TILEWISE_FN static void read(const T* from, F (&part)[1]) { part[0] = to_fp32(from); }
-  TILEWISE_FN static void in_order(F (&)[1]) {}
+  static constexpr int kParts = sizeof(T) == 2 && W == 16 ? 2 : 1;
+  TILEWISE_FN static void read(const T* from, F (&part)[kParts]) {
+    for (int i = 0; i < kParts; ++i) part[i] = to_fp32(from + i * W);
+  }
+  TILEWISE_FN static void read_first(const T* from, int64_t n, F (&part)[kParts]) {
+    for (int i = 0; i < kParts; ++i, from += W, n -= W) {
+      if (n >= W)
+        part[i] = to_fp32(from);
+      else
+        part[i] = n > 0 ? to_fp32_tail(from, n) : F{};
+    }
+  }
+  TILEWISE_FN static void in_order(F (&)[kParts]) {}
 };
 
 // The even columns and the odd ones: two operations, where widening in order is four.
@@ -25,6 +36,11 @@ struct Widened<BFloat16> {
     const U odd = pairs & 0xffff0000u;
     part[0] = load_as<F>(&even);
     part[1] = load_as<F>(&odd);
+  }
+  TILEWISE_FN static void read_first(const BFloat16* from, int64_t n, F (&part)[2]) {
+    BFloat16 buffer[2 * W];
+    copy_first(buffer, from, n);
+    read(buffer, part);
   }
   TILEWISE_FN static void in_order(F (&part)[2]) {
     interleave(part[0], part[1], std::make_integer_sequence<int, W>{});
@@ -56,6 +72,12 @@ struct Stream {
   TILEWISE_FN static Read read(const T* from) {
     Read r;
     Widened<T>::read(from, r.part);
+    return r;
+  }
+  // The first n < kColumns elements, then zeros.
+  TILEWISE_FN static Read read_first(const T* from, int64_t n) {
+    Read r;
+    Widened<T>::read_first(from, n, r.part);
     return r;
   }
   TILEWISE_FN static void negate(Read& r) {
@@ -93,6 +115,11 @@ struct Stream<BFloat16> {
   };
 
   TILEWISE_FN static Read read(const BFloat16* from) { return load_as<H2>(from); }
+  TILEWISE_FN static Read read_first(const BFloat16* from, int64_t n) {
+    BFloat16 buffer[kColumns];
+    copy_first(buffer, from, n);
+    return read(buffer);
+  }
   TILEWISE_FN static void negate(Read& r) { r ^= static_cast<uint16_t>(0x8000); }
   TILEWISE_FN static F multiply_add(F sum, H2 a, H2 b) {
     return reinterpret_cast<F>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum),
