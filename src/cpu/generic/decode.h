@@ -243,7 +243,7 @@ struct Decode : DecodeScratch {
   TILEWISE_FN void finish(int64_t row, int64_t lane, int64_t h) const {
     const float sum = sum_lanes(load(l + row * W));
     const float factor = sum == 0.0f ? 0.0f : v_descale(p, s.batch, task.kv_head + h) / sum;
-    const float lse = lse_of(m[row], sum, exponent);
+    const float lse = lse_of(splat(m[row]), splat(sum), exponent)[0];
     if (task.partial_out != nullptr) {
       const int64_t at = h * task.partial_stride + lane;
       task.partial_lse[at] = lse;

@@ -31,6 +31,8 @@ struct Forward : ForwardScratch {
   const T** rows;
   PackedProducts<E> products;
   const float exponent;  // P = 2^((S - m) * exponent)
+  // Whether O of a panel has sums. Until then it holds nothing: the first product writes it.
+  bool summed[ceil_div(S.wide_q, S.panel)] = {};
 
   // Weights of a tile that O does not have yet: from key `begin` on.
   struct Weighted {
@@ -59,7 +61,6 @@ struct Forward : ForwardScratch {
     const int64_t used_panels = ceil_div(lanes.count, S.panel);
     lane_rows(rows, lanes, used_panels * S.panel, s, p.q);
     products.load_queries(rows, used_panels, negate);
-    for (int64_t i = 0; i < used_panels * dv.m * S.panel; ++i) o[i] = 0.0f;
     for (int64_t lane = 0; lane < used_panels * S.panel; ++lane) {
       const SoftmaxState state = first_state(task, lanes.head[lane], exponent);
       m[lane] = state.m;
@@ -108,7 +109,8 @@ struct Forward : ForwardScratch {
       float* const l_at = l + panel * S.panel + lane;
       store(l_at, load(l_at) * factor);
       float* o_at = o + panel * dv.m * S.panel + lane;
-      for (int64_t d = 0; d < dv.m; ++d, o_at += S.panel) store(o_at, load(o_at) * factor);
+      for (int64_t d = 0; summed[panel] && d < dv.m; ++d, o_at += S.panel)
+        store(o_at, load(o_at) * factor);
     }
     const F now = load(m_at);
     return now == kMinusInfinity ? F{} : now;
@@ -154,7 +156,8 @@ struct Forward : ForwardScratch {
     const Range now = {weighted.begin, end};
     if (now.empty()) return;
     weighted.begin = end;
-    products.accumulate(panel, now, vectors(panel));
+    products.accumulate(panel, now, vectors(panel), summed[panel]);
+    summed[panel] = true;
     float* const o_panel = o + panel * dv.m * S.panel;
     for (int64_t b = 0; b < weighted.bad_count; ++b) {
       if (!now.contains(bad_v.index[b])) continue;
@@ -246,8 +249,11 @@ struct Forward : ForwardScratch {
   // out = O / l and lse = m + log(l), lane by lane.
   TILEWISE_FN void finish() {
     const int64_t used_panels = ceil_div(lanes.count, S.panel);
-    for (int64_t panel = 0; panel < used_panels; ++panel)
+    for (int64_t panel = 0; panel < used_panels; ++panel) {
+      for (int64_t i = 0; !summed[panel] && i < dv.m * S.panel; ++i)
+        o[panel * dv.m * S.panel + i] = 0.0f;
       for (int64_t lane = 0; lane < vectors(panel) * W; lane += W) finish_lanes(panel, lane);
+    }
   }
 
   TILEWISE_FN void finish_lanes(int64_t panel, int64_t lane) {
@@ -255,19 +261,19 @@ struct Forward : ForwardScratch {
     const int64_t valid = min<int64_t>(W, lanes.count - first);
     const F sum = load(l + first);
     const F inverse = sum == 0.0f ? F{} : v_descale(p, s.batch, task.kv_head) / sum;
+    const F lse = lse_of(load(m + first), sum, exponent);
     const float* const o_lanes = o + panel * dv.m * S.panel + lane;
     float* partial[W];
     T* out[W];
     for (int i = 0; i < valid; ++i) {
       const int64_t at = first + i;
-      const float lse = lse_of(m[at], l[at], exponent);
       if (task.partial_out != nullptr) {
         partial[i] = task.partial_out + at * p.head_dim_v;
-        task.partial_lse[at] = lse;
+        task.partial_lse[at] = lse[i];
       } else {
         out[i] = static_cast<T*>(p.out.data) + s.row_offset(p.out, lanes.row[at]) +
                  lanes.head[at] * p.out.stride_head;
-        if (p.lse != nullptr) p.lse[lse_index(p, s, lanes.row[at], lanes.head[at])] = lse;
+        if (p.lse != nullptr) p.lse[lse_index(p, s, lanes.row[at], lanes.head[at])] = lse[i];
       }
     }
     if (task.partial_out != nullptr)

@@ -49,12 +49,12 @@ struct PackedProducts {
             keys.size(), {x.q + panel * x.qk.units * S.panel, S.panel, x.q_plane}, vectors,
             x.qk.units);
   }
-  // o[dv][lane] += weights of these keys
-  TILEWISE_FN void accumulate(int64_t panel, Range keys, int64_t vectors) const {
+  // o[dv][lane] = weights of these keys, or adds them
+  TILEWISE_FN void accumulate(int64_t panel, Range keys, int64_t vectors, bool adds) const {
     const int64_t unit = keys.begin / S.pair;
     OperandA values = E::rows_a(v, x.dv.m_ld, packed_keys, x.v_plane);
     values.data += unit * values.unit;
-    E::gemm(x.o + panel * x.dv.m * S.panel, S.panel, true, values, x.dv.m,
+    E::gemm(x.o + panel * x.dv.m * S.panel, S.panel, adds, values, x.dv.m,
             {x.weights + unit * S.panel, S.panel, x.weights_plane}, vectors, keys.size() / S.pair);
   }
 };

@@ -38,6 +38,7 @@ using I = int32_t __attribute__((vector_size(W * 4)));
 using U = uint32_t __attribute__((vector_size(W * 4)));
 using H = uint16_t __attribute__((vector_size(W * 2)));
 using U64 = uint64_t __attribute__((vector_size(W * 8)));
+using D = double __attribute__((vector_size(W * 8)));
 
 TILEWISE_FN F splat(float x) { return F{} + x; }
 
