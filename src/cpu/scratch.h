@@ -83,15 +83,16 @@ struct ForwardScratch {
   int64_t q_plane, k_plane, v_plane, weights_plane;
   LaneScratch lanes;
   ScoreScratch scores;
-  uint32_t* q;        // [panel][unit][lane]
-  uint32_t* k;        // [key][unit]
-  uint32_t* v;        // in the engine's order, contraction over keys
-  float* s_tile;      // S^T of one panel and strip: [key][lane]
-  uint32_t* weights;  // P^T as the engine wants it; fp32 engines: s_tile
-  float* o;           // [panel][dv][lane]
-  float* m;           // [lane], in the units of S
-  float* l;           // [lane]
-  const void** rows;  // addresses being packed
+  uint32_t* q;             // [panel][unit][lane]
+  uint32_t* k;             // [key][unit]
+  uint32_t* v;             // in the engine's order, contraction over keys
+  float* s_tile;           // S^T of one panel and strip: [key][lane]
+  uint32_t* weights;       // P^T as the engine wants it; fp32 engines: s_tile
+  float* o;                // [panel][dv][lane]
+  float* m;                // [lane], in the units of S
+  float* l;                // [lane]
+  const void** rows;       // addresses being packed
+  const void** next_rows;  // of keys and values of the next tile
   RowScratch bad_v;
   WideScratch wide_k, wide_v;
 
@@ -115,6 +116,7 @@ struct ForwardScratch {
         m(arena.take<float>(panels * s.panel)),
         l(arena.take<float>(panels * s.panel)),
         rows(arena.take<const void*>(max<int64_t>(panels * s.panel, s.tile_k))),
+        next_rows(arena.take<const void*>(2 * s.tile_k)),
         bad_v(s.tile_k, arena),
         wide_k(p, s.tile_k, p.head_dim, arena),
         wide_v(p, s.tile_k, p.head_dim_v, arena) {}

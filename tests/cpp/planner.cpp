@@ -167,9 +167,20 @@ TEST(Planner, ItemsOfAmxAreWideWhereThereAreEnough) {
     EXPECT_EQ(found.tile_k, 256) << threads;
     EXPECT_EQ(found.splits, 1) << threads;
   }
-  const auto split = ask_amx(problem(TILEWISE_BFLOAT16, 1, 2048, 2048, 2), 1);
-  EXPECT_GT(split.splits, 1);
-  EXPECT_EQ(split.tile_q, 256);
+  // The same of parts of keys: four of 4 x 2 wide items.
+  const Problem split = problem(TILEWISE_BFLOAT16, 1, 2048, 2048, 2);
+  for (const auto& [threads, rows] : {std::pair{8, 512}, {9, 256}}) {
+    EXPECT_EQ(ask_amx(split, threads).splits, 4);
+    EXPECT_EQ(ask_amx(split, threads).tile_q, rows) << threads;
+  }
+}
+
+// Merging parts and what they write costs a third of a short prefill.
+TEST(Planner, FewItemsAreCutAndMoreThanHalfOfTheWantedOnesAreNot) {
+  for (const auto& [rows, splits] : {std::pair{1024, 2}, {1280, 1}, {2048, 1}}) {
+    const Problem p = problem(TILEWISE_BFLOAT16, 1, rows, rows, 8);
+    EXPECT_EQ(plan(p, nullptr, kSapphireRapids).cpu.splits, splits) << rows;
+  }
 }
 
 TEST(Planner, SplitsKeysWhenThereAreFewRows) {

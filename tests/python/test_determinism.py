@@ -87,9 +87,12 @@ def test_bitwise_equal_for_every_thread_count_and_order(dtype, name):
 @pytest.mark.abi("cpu")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [(-1, 0), (200, 0), (-1, -1)])
-def test_infinities_among_values_and_the_number_of_threads(dtype, window):
+@pytest.mark.parametrize("splits", [0, 2])
+def test_infinities_among_values_and_the_number_of_threads(dtype, window, splits):
     """A tile whose V holds one is computed in two ways, and not by who shares a work item."""
-    case = dataclasses.replace(CASES["long_rows"], dtype=dtype, keys=(1000,), window=window)
+    case = dataclasses.replace(
+        CASES["long_rows"], dtype=dtype, keys=(1000,), window=window, splits=splits
+    )
     b = Built(case)
     for key in (3, 255, 256, 700):
         b.v[:, key, :, 1] = float("inf")

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cpu/generic/products.h"
+#include "cpu/generic/rows_to_come.h"
 #include "cpu/generic/score_tile.h"
 #include "cpu/generic/softmax.h"
 
@@ -33,6 +34,7 @@ struct Forward : ForwardScratch {
   const float exponent;  // P = 2^((S - m) * exponent)
   // Whether O of a panel has sums. Until then it holds nothing: the first product writes it.
   bool summed[ceil_div(S.wide_q, S.panel)] = {};
+  RowsToCome<T> next_k, next_v;  // of the next tile
 
   // Weights of a tile that O does not have yet: from key `begin` on.
   struct Weighted {
@@ -143,6 +145,8 @@ struct Forward : ForwardScratch {
 
   TILEWISE_FN void softmax_strip(int64_t panel, Range strip, Range keys, Weighted& weighted) {
     for (int64_t lane = 0; lane < vectors(panel) * W; lane += W) {
+      next_k.ask();
+      next_v.ask();
       const F base = raise_maximum(panel, lane, strip, weighted);
       if (dropout.on())
         exponentiate<true>(panel, lane, strip, keys, base);
@@ -195,6 +199,7 @@ struct Forward : ForwardScratch {
     for (int64_t j = tiles.begin; j < tiles.end; ++j) {
       const Range keys = intersect(tiling.at(j), task.keys);
       const bool nonfinite = load_tile(j, keys, used_panels) > 0;
+      if (j + 1 < tiles.end) announce(intersect(tiling.at(j + 1), task.keys), used_panels);
       for (int64_t first = 0; first < used_panels; first += kGroup) {
         const Range group = {first, min(first + kGroup, used_panels)};
         const int64_t bad_count = nonfinite ? load_values(keys, group) : 0;
@@ -215,6 +220,18 @@ struct Forward : ForwardScratch {
     bool all = true;
     for (int64_t i = group.begin; i < group.end; ++i) all &= lanes.panel_covers(i, keys);
     return all;
+  }
+
+  // The keys of the tile after this one.
+  TILEWISE_FN void announce(Range keys, int64_t used_panels) {
+    if (task.packed != nullptr || p.kv_float8 != 0) return;
+    const T** const k_rows = reinterpret_cast<const T**>(next_rows);
+    const T** const v_rows = k_rows + S.tile_k;
+    key_rows(k_rows, keys, keys.size(), s.kv, p.k, task.kv_head);
+    key_rows(v_rows, keys, keys.size(), s.kv, p.v, task.kv_head);
+    const int64_t turns = used_panels * (S.panel / W) * (S.tile_k / S.strip);
+    next_k = RowsToCome<T>(k_rows, keys.size(), p.head_dim, turns);
+    next_v = RowsToCome<T>(v_rows, keys.size(), p.head_dim_v, turns);
   }
 
   // K and V of key tile j; returns how many rows of V were taken out.

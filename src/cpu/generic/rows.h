@@ -17,7 +17,8 @@ TILEWISE_FN T* packed_row(const Problem& p, const Sequence& s, int64_t kv_head, 
          (kv_head * packing.group + packing.head(packed)) * view.stride_head;
 }
 
-// out = sum of 2^(lse_i - lse) out_i over the splits, in ascending order.
+// out = sum of 2^(lse_i - lse) out_i over the splits, in ascending order. Their weights take the
+// place of their lse.
 template <class T>
 void merge_item(const ForwardTask& t, int64_t splits, int64_t stride) {
   const Problem& p = *t.problem;
@@ -29,8 +30,11 @@ void merge_item(const ForwardTask& t, int64_t splits, int64_t stride) {
       highest = max(highest, t.partial_lse[split * stride + i]);
     const float base = exponent_base(highest);
     float sum = 0.0f;
-    for (int64_t split = 0; split < splits; ++split)
-      sum += __builtin_expf(t.partial_lse[split * stride + i] - base);
+    for (int64_t split = 0; split < splits; ++split) {
+      float& weight = t.partial_lse[split * stride + i];
+      weight = __builtin_expf(weight - base);
+      sum += weight;
+    }
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     T* const out = packed_row<T>(p, t.sequence, t.kv_head, packed, p.out);
     for (int64_t c = 0; c < p.head_dim_v; c += W) {
@@ -38,7 +42,7 @@ void merge_item(const ForwardTask& t, int64_t splits, int64_t stride) {
       F total{};
       for (int64_t split = 0; split < splits; ++split) {
         const int64_t at = split * stride + i;
-        const float weight = __builtin_expf(t.partial_lse[at] - base) * inverse;
+        const float weight = t.partial_lse[at] * inverse;
         const float* const part = t.partial_out + at * p.head_dim_v + c;
         // A split that saw nothing holds 0; one with NaN must stay NaN: no skipping.
         total = total + (now == W ? load(part) : to_fp32_tail(part, now)) * weight;
