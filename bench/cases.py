@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 DTYPES = ("fp32", "bf16", "fp16")
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-LENGTHS = (512, 2048, 8192)
+LENGTHS = (512, 1024, 2048, 8192)
 HEAD_DIMS = (64, 128)
 HEADS = 8
 
