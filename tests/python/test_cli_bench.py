@@ -169,7 +169,7 @@ def test_bars(isa, name, bar):
 
 def test_grid_is_complete():
     grid = list(cases.attention_cases())
-    assert len(grid) == len({c.name for c in grid}) == 3 * 2 * 3 * 2 * 2
+    assert len(grid) == len({c.name for c in grid}) == 3 * 2 * 4 * 2 * 2
     case = cases.Case("bf16", 2048, 64, causal=False, backward=False)
     assert case.flop == 4 * 8 * 2048 * 2048 * 64
     causal = cases.Case("bf16", 2048, 64, causal=True, backward=True)
