@@ -8,28 +8,21 @@
 namespace tilewise::cpu {
 namespace {
 
-// 32 columns of a row from `column` on; zeros past the last one and of a null row.
-TILEWISE_FN __m512i columns_of_row(const BFloat16* row, int64_t column, int64_t columns) {
-  constexpr int64_t kAll = 2 * W;
-  if (row == nullptr || column >= columns) return __m512i{};
-  if (column + kAll <= columns) return load_as<__m512i>(row + column);
-  BFloat16 first[kAll];
-  copy_first(first, row + column, columns - column);
-  return load_as<__m512i>(first);
-}
-
 // pack_rows_transposed for bf16, 32 columns at once: interleaving two whole vectors of rows is an
 // instruction for 16 units, and a line of memory is met once. `padded_columns` is a multiple of 32.
+template <class E>
 TILEWISE_FN void pack_row_pairs_transposed(uint32_t* dst, int64_t ld, const BFloat16* const* rows,
                                            int64_t count, int64_t columns, int64_t padded_columns) {
   for (int64_t r = 0; r < count; r += 2 * W)
     for (int64_t column = 0; column < padded_columns; column += 2 * W) {
       U half[2][W];  // of each 8 columns the first four and the last four
       for (int i = 0; i < W; ++i) {
-        const __m512i a = columns_of_row(rows[r + 2 * i], column, columns);
-        const __m512i b = columns_of_row(rows[r + 2 * i + 1], column, columns);
-        half[0][i] = reinterpret_cast<U>(_mm512_unpacklo_epi16(a, b));
-        half[1][i] = reinterpret_cast<U>(_mm512_unpackhi_epi16(a, b));
+        const U a = units_of_row<E>(rows[r + 2 * i], column, columns);
+        const U b = units_of_row<E>(rows[r + 2 * i + 1], column, columns);
+        half[0][i] = reinterpret_cast<U>(
+            _mm512_unpacklo_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+        half[1][i] = reinterpret_cast<U>(
+            _mm512_unpackhi_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
       }
       for (int h = 0; h < 2; ++h) {
         transpose(half[h]);
@@ -48,7 +41,7 @@ struct AmxEngine : DotEngine<kIsa> {
   // dst[column][key / 2]: `ld` columns of zeros or rows, and `count` keys.
   TILEWISE_FN static void pack_rows_a(uint32_t* dst, int64_t ld, int64_t,
                                       const BFloat16* const* rows, int64_t count, int64_t columns) {
-    pack_row_pairs_transposed(dst, count / S.pair, rows, count, columns, ld);
+    pack_row_pairs_transposed<AmxEngine>(dst, count / S.pair, rows, count, columns, ld);
   }
   TILEWISE_FN static OperandA rows_a(const uint32_t* data, int64_t, int64_t count, int64_t plane) {
     return {data, count / S.pair, 1, plane};

@@ -17,9 +17,9 @@ TILEWISE_FN typename E::Units units_of_row(const typename E::Storage* row, int64
                                            int64_t columns) {
   if (row == nullptr || column >= columns) return typename E::Units{};
   if (column + E::kPair * W <= columns) return E::along_columns(row + column);
-  typename E::Storage buffer[E::kPair * W] = {};
-  for (int64_t i = column; i < columns; ++i) buffer[i - column] = row[i];
-  return E::along_columns(buffer);
+  typename E::Storage first[E::kPair * W];
+  copy_first(first, row + column, columns - column);
+  return E::along_columns(first);
 }
 
 // W units from a pair of rows (or one), contraction from row to row.
