@@ -1,9 +1,10 @@
-"""Decoding on a GPU: one query a sequence against key/value caches, beside cuDNN and FA-2.
+"""Decoding on a GPU: one query a sequence against key/value caches, beside cuDNN, FA-2 and FA-3.
 
 Ours attends to contiguous caches without and with cache_seqlens, to log-normal lengths, and to
-pages of 1, 16, 64 and 256 keys in random order; the peers are PyTorch's own and take contiguous
-caches. All take turns, in a CUDA graph of many calls (the device's time of one) and call by call
-(with what a launch costs); caches are changed from call to call, so that none is in L2.
+pages of 1, 16, 64 and 256 keys in random order; the peers are PyTorch's own, and FA-3 where it is
+installed, and take contiguous caches. All take turns, in a CUDA graph of many calls (the device's
+time of one) and call by call (with what a launch costs); caches are changed from call to call, so
+that none is in L2.
 
   python bench/bench_gpu_decode.py                    B1..128, 1k..128k keys, 4 sets of heads
   python bench/bench_gpu_decode.py --quick            the main points (under 25 seconds)
@@ -14,6 +15,7 @@ caches. All take turns, in a CUDA graph of many calls (the device's time of one)
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +33,8 @@ from tilewise.cli import tables
 from tilewise.cli.progress import Progress
 
 WRONG = 1e-2  # error of bf16 is 2e-3
-PEERS = ("cudnn", "fa2", "sdpa")
+PEERS = ("cudnn", "fa2", "fa3", "sdpa")
+BARS = ("cudnn", "fa3")  # the best of them is the bar
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -114,9 +117,10 @@ def make_row(
         n: times[n] / times["lengths"] for n in cases.PAGE_BARS if n in times and "lengths" in times
     }
     row["missed"] = [
-        f"{n} {x:.2f} of cuDNN"
-        for n, x in row["ratio"].get("cudnn", {}).items()
-        if n in ("dense", "lengths") and round(x, 2) < cases.CUDNN_BAR
+        f"{n} {row['ratio'][p][n]:.2f} of {TITLES[p]}"
+        for n in ("dense", "lengths")
+        for p in BARS
+        if round(row["ratio"].get(p, {}).get(n, math.inf), 2) < cases.PEER_BAR
     ]
     row["missed"] += [
         f"{n} {x:.2f} of contiguous"
@@ -127,7 +131,17 @@ def make_row(
     return row
 
 
-HEAD = ("point", "dense", "lengths", *cases.PAGE_BARS, "uneven", "uneven page16", "cuDNN", "FA-2")
+HEAD = (
+    "point",
+    "dense",
+    "lengths",
+    *cases.PAGE_BARS,
+    "uneven",
+    "uneven page16",
+    "cuDNN",
+    "FA-2",
+    "FA-3",
+)
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -149,9 +163,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Geometric means, points below a bar, results that are wrong, who did not run."""
     means = {}
     for name in HEAD[1:]:
-        ratios = [r["ratio"]["cudnn"][name] for r in rows if name in r["ratio"].get("cudnn", {})]
-        if ratios:
-            means[f"{name} over cuDNN"] = gpu_report.geometric_mean(ratios)
+        for peer in BARS:
+            ratios = [r["ratio"][peer][name] for r in rows if name in r["ratio"].get(peer, {})]
+            if ratios:
+                means[f"{name} over {TITLES[peer]}"] = gpu_report.geometric_mean(ratios)
         slower = [r["of_contiguous"][name] for r in rows if name in r["of_contiguous"]]
         if slower:
             means[f"{name} over contiguous, time"] = gpu_report.geometric_mean(slower)

@@ -7,6 +7,7 @@ nor autograd is timed. FA-3 and FA-4 offer their backward through autograd only.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -177,6 +178,11 @@ def _by_autograd(case: Case, x: Inputs, attend: Callable[..., Any]) -> Call:
     leaves = tuple(t.detach().requires_grad_() for t in (x.q, x.k, x.v))
     out = first(attend(*leaves))
     return lambda: _named(torch.autograd.grad(out, leaves, x.dout, retain_graph=True), False)
+
+
+def fa3_installed() -> bool:
+    """Whether there is an FA-3 to be measured."""
+    return importlib.util.find_spec("flash_attn_interface") is not None
 
 
 def _fa3(case: Case, x: Inputs) -> Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 import tilewise
+from gpu_contestants import fa3_installed
 
 HEAD_DIM = 128
 HEADS = ((32, 8), (32, 32), (64, 8), (16, 1))  # query heads, key/value heads
@@ -21,8 +23,8 @@ MOST_BYTES = 20e9
 COPIES_BYTES = 200 << 20
 MOST_COPIES = 40
 
-# Ratio to cuDNN; time over that of the contiguous cache with the same lengths.
-CUDNN_BAR = 1.0
+# Ratio to the best peer; time over that of the contiguous cache with the same lengths.
+PEER_BAR = 1.0
 PAGE_BARS = {"page1": 1.15, "page16": 1.05, "page64": 1.05, "page256": 1.05}
 
 aten = torch.ops.aten
@@ -149,6 +151,8 @@ def contestants(case: Case, x: Inputs) -> Iterator[Contestant]:
     if x.q.is_cuda:
         yield Contestant("cudnn", _cudnn(q, heads_first), x.full)
         yield Contestant("fa2", _fa2(q, heads_first), x.full)
+        if fa3_installed():
+            yield Contestant("fa3", _fa3(x), x.full)
     else:
         yield Contestant("sdpa", _sdpa(q, heads_first), x.full)
 
@@ -162,6 +166,11 @@ def _fa2(q: Tensor, caches: list[tuple[Tensor, Tensor]]) -> Call:
     attend = aten._scaled_dot_product_flash_attention
     scale = HEAD_DIM**-0.5
     return lambda copy: attend(q, *caches[copy], 0.0, False, False, scale=scale)[0].transpose(1, 2)
+
+
+def _fa3(x: Inputs) -> Call:
+    attend = importlib.import_module("flash_attn_interface").flash_attn_with_kvcache
+    return lambda copy: attend(x.q, *x.caches[copy])
 
 
 def _sdpa(q: Tensor, caches: list[tuple[Tensor, Tensor]]) -> Call:

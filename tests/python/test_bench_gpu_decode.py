@@ -45,7 +45,7 @@ def test_caches_that_take_turns_do_not_fit_into_l2():
     )
 
 
-def test_a_row_is_judged_by_cudnn_and_by_contiguous_keys():
+def test_a_row_is_judged_by_the_best_peer_and_by_contiguous_keys():
     r = row()
     assert r["gb_s"]["dense"] == pytest.approx(CASE.bytes / 10.0 / 1e3)
     assert r["ratio"]["cudnn"]["dense"] == pytest.approx(0.9)
@@ -54,6 +54,9 @@ def test_a_row_is_judged_by_cudnn_and_by_contiguous_keys():
     missed = ["dense 0.90 of cuDNN", "lengths 0.90 of cuDNN", "page1 1.20 of contiguous"]
     assert sorted(r["missed"]) == missed
     assert row(cudnn=10.0, page1=11.0)["missed"] == []
+    assert row(cudnn=10.0, page1=11.0, fa3=11.0)["missed"] == []
+    missed = row(cudnn=10.0, page1=11.0, fa3=9.5)["missed"]
+    assert missed == ["dense 0.95 of FA-3", "lengths 0.95 of FA-3"]
     assert "dense" in row(errors=float("inf"))["wrong"] and not r["wrong"]
 
 
