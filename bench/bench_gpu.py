@@ -8,6 +8,7 @@ we are faster), beside the bf16 matrix product and the copy bandwidth of the sam
   python bench/bench_gpu.py --quick              the main points (under a minute)
   python bench/bench_gpu.py --points "bf16 D128 causal" --points "fp32 fwd"
   python bench/bench_gpu.py --time-limit 300 --json FILE --png FILE
+  python bench/bench_gpu.py --points "bf16 D128" --without-rest 0.5   a GPU that never rests
 """
 
 from __future__ import annotations
@@ -46,6 +47,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--peers", metavar="NAMES", help="comma-separated, of: " + ", ".join(peers()))
+    add(
+        "--without-rest",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="no turns: everybody calls twice for so long, as training does; the GPU gets hot",
+    )
     add("--no-check", action="store_true", help="leave the errors out")
     add("--no-overhead", action="store_true", help="leave launch overhead and autograd out")
     add("--png", type=Path, metavar="FILE", help="draw speed over sequence length")
@@ -54,6 +62,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = gpu_arguments.parsed(parser, arguments)
     if options.tokens < 1:
         parser.error(f"--tokens is {options.tokens}, must be at least 1")
+    if options.without_rest < 0:
+        parser.error(f"--without-rest is {options.without_rest}, must be 0 (turns) or more")
     wanted = options.peers.split(",") if options.peers else peers()
     unknown = [n for n in wanted if n not in peers()]
     if unknown:
@@ -112,8 +122,18 @@ def measure(
         del expected
     else:
         errors = {n: {"unchecked": 0.0} for n in calls}
-    timings = clock.interleave(calls, options.rounds)
+    if options.without_rest:
+        timings = clock.without_rest(calls, options.without_rest)
+    else:
+        timings = clock.interleave(calls, options.rounds)
     return gpu_report.make_row(case, timings, errors, left_out, kernel(case, x))
+
+
+def method(options: argparse.Namespace) -> str:
+    """How it is timed."""
+    if options.without_rest:
+        return f"{options.without_rest:g} s without rest, twice"
+    return f"medians of {options.rounds} rounds"
 
 
 def kernel(case: gpu_cases.Case, x: gpu_contestants.Inputs) -> dict[str, Any]:
@@ -216,14 +236,18 @@ def run(options: argparse.Namespace) -> int:
     torch.manual_seed(0)
     clock = gpu_timing.Clock(options.device)
     size = 8192 if options.device == "cuda" else 256
-    result: dict[str, Any] = {"machine": machine(options.device), "rounds": options.rounds}
+    result: dict[str, Any] = {
+        "machine": machine(options.device),
+        "rounds": options.rounds,
+        "without_rest": options.without_rest,
+    }
     result["roofline"] = gpu_timing.roofline(clock, options.device, size, size / 8192)
     facts, limits = result["machine"], result["roofline"]
     forced = f", TILEWISE_FORCE_ARCH={facts['forced_arch']}" if facts["forced_arch"] else ""
     print(
         f"tilewise {facts['tilewise']}, torch {facts['torch']}, {facts['device']}{forced}\n"
         f"bf16 {size}^3 product {limits['gemm_bf16_tflops']:.0f} TFLOP/s, "
-        f"copy {limits['copy_gb_s']:.0f} GB/s; medians of {options.rounds} rounds\n"
+        f"copy {limits['copy_gb_s']:.0f} GB/s; {method(options)}\n"
     )
     if not options.no_overhead:
         result["launch_overhead"] = overhead(options.device)

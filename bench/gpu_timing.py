@@ -45,7 +45,7 @@ class Clock:
         self, calls: Mapping[str, Callable[[], Any]], rounds: int, warm: int = 2
     ) -> dict[str, Timing]:
         """All calls in turns; every other round runs backwards."""
-        pending: dict[str, list[Any]] = {name: [] for name in calls}
+        pending: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
         for repetition in range(-warm, rounds):
             order = list(calls) if repetition % 2 else list(reversed(calls))
             for name in order:
@@ -54,22 +54,50 @@ class Clock:
                     pending[name].append(measured)
             if self.cuda:  # no round waits for the CPU, none runs far ahead of it
                 torch.cuda.synchronize()
-        return {name: Timing([self._read(m) for m in marks]) for name, marks in pending.items()}
+        return {n: Timing([self._between(*m) for m in marks]) for n, marks in pending.items()}
 
-    def _once(self, call: Callable[[], Any]) -> Any:
-        if not self.cuda:
-            begin = time.perf_counter()
-            call()
-            return 1e3 * (time.perf_counter() - begin)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._flush.zero_()
-        begin.record()
+    def without_rest(
+        self, calls: Mapping[str, Callable[[], Any]], seconds: float
+    ) -> dict[str, Timing]:
+        """Milliseconds of a call where the device is never idle, as in training: its clock falls.
+
+        Everybody calls for so long, then again in reverse order; the first third is not counted.
+        """
+        rounds: dict[str, list[float]] = {name: [] for name in calls}
+        for name in [*calls, *reversed(calls)]:
+            rounds[name].append(self._in_a_row(calls[name], seconds))
+        return {name: Timing(times) for name, times in rounds.items()}
+
+    def _in_a_row(self, call: Callable[[], Any], seconds: float, of_mark: int = 8) -> float:
+        marks = [self._mark()]
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < seconds or len(marks) < 4:
+            for _ in range(of_mark):
+                call()
+            marks.append(self._mark())
+            if self.cuda:  # the CPU stays a little ahead
+                marks[max(0, len(marks) - 4)].synchronize()
+        if self.cuda:
+            torch.cuda.synchronize()
+        first = len(marks) // 3
+        return self._between(marks[first], marks[-1]) / (of_mark * (len(marks) - 1 - first))
+
+    def _once(self, call: Callable[[], Any]) -> tuple[Any, Any]:
+        if self.cuda:
+            self._flush.zero_()
+        begin = self._mark()
         call()
-        end.record()
-        return begin, end
+        return begin, self._mark()
 
-    def _read(self, measured: Any) -> float:
-        return measured[0].elapsed_time(measured[1]) if self.cuda else measured
+    def _mark(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end) if self.cuda else 1e3 * (end - begin))
 
 
 def roofline(clock: Clock, device: str, size: int = 8192, gigabytes: float = 1.0) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import gpu_contestants
 import gpu_peers
 import gpu_reference
 import gpu_report
-from gpu_timing import Timing
+from gpu_timing import Clock, Timing
 
 CASE = gpu_cases.Case("bf16", "fwd", 64, 4096, True, 32, 32)
 
@@ -26,6 +27,10 @@ def row(case=CASE, ours=1.0, peer=1.2, error=1e-3, name="fa2"):
     timings = {"tilewise": Timing([ours] * 3), name: Timing([peer] * 3)}
     errors = {"tilewise": {"out": error}, name: {"out": 1e-3}}
     return gpu_report.make_row(case, timings, errors, {}, {})
+
+
+def sleep():
+    time.sleep(1e-3)
 
 
 def test_points_are_distinct_and_the_main_ones_come_first():
@@ -137,6 +142,31 @@ def test_a_run_on_the_cpu(tmp_path, capsys):
     ]
     assert all(r["right"] and r["kernel"]["name"].startswith("cpu.") for r in found["rows"])
     assert "points at or above their bar" in capsys.readouterr().out
+
+
+def test_without_rest_everybody_calls_in_a_row_twice():
+    order = []
+    calls = {
+        "quick": lambda: order.append("quick"),
+        "slow": lambda: (order.append("slow"), sleep()),
+    }
+    found = Clock("cpu").without_rest(calls, 0.02)
+    changes = [b for a, b in zip(["", *order], order, strict=False) if a != b]
+    assert changes == ["quick", "slow", "quick"]  # slow is the last one, and the first one back
+    assert len(found["quick"].rounds) == len(found["slow"].rounds) == 2
+    assert min(found["slow"].rounds) >= 1.0 > max(found["quick"].rounds)
+    with pytest.raises(SystemExit):
+        bench_gpu.parse(["--without-rest", "-1"])
+
+
+def test_a_run_without_rest(tmp_path, capsys):
+    path = tmp_path / "results.json"
+    arguments = ["--device", "cpu", "--tokens", "512", "--no-overhead", "--without-rest", "0.001"]
+    arguments += ["--points", "bf16 fwd S512 D256 MHA full", "--json", str(path)]
+    assert bench_gpu.main(arguments) == 0
+    found = json.loads(path.read_text())
+    assert found["without_rest"] == 0.001 and found["rows"][0]["tflops"]["tilewise"] > 0
+    assert "0.001 s without rest, twice" in capsys.readouterr().out
 
 
 def test_what_is_out_of_time_is_listed(tmp_path, capsys):
