@@ -130,12 +130,15 @@ def test_a_peer_that_is_missing_or_refuses_is_a_sentence():
     assert "grouped" in gpu_contestants.prepare("efficient", case, x)
 
 
-def test_a_run_on_the_cpu(tmp_path, capsys):
+def results_on_the_cpu(tmp_path, *arguments):
     path = tmp_path / "results.json"
-    arguments = ["--device", "cpu", "--tokens", "512", "--rounds", "1", "--no-overhead"]
-    arguments += ["--points", "bf16 S512 D256 MHA full", "--json", str(path)]
-    assert bench_gpu.main(arguments) == 0
-    found = json.loads(path.read_text())
+    always = ["--device", "cpu", "--tokens", "512", "--no-overhead", "--json", str(path)]
+    assert bench_gpu.main([*always, "--points", "bf16 S512 D256 MHA full", *arguments]) == 0
+    return json.loads(path.read_text())
+
+
+def test_a_run_on_the_cpu(tmp_path, capsys):
+    found = results_on_the_cpu(tmp_path, "--rounds", "1")
     assert [r["name"] for r in found["rows"]] == [
         "bf16 fwd D256 S512 full MHA",
         "bf16 bwd D256 S512 full MHA",
@@ -160,20 +163,13 @@ def test_without_rest_everybody_calls_in_a_row_twice():
 
 
 def test_a_run_without_rest(tmp_path, capsys):
-    path = tmp_path / "results.json"
-    arguments = ["--device", "cpu", "--tokens", "512", "--no-overhead", "--without-rest", "0.001"]
-    arguments += ["--points", "bf16 fwd S512 D256 MHA full", "--json", str(path)]
-    assert bench_gpu.main(arguments) == 0
-    found = json.loads(path.read_text())
-    assert found["without_rest"] == 0.001 and found["rows"][0]["tflops"]["tilewise"] > 0
+    found = results_on_the_cpu(tmp_path, "--without-rest", "0.001")
+    assert found["without_rest"] == 0.001
+    assert all(r["tflops"]["tilewise"] > 0 for r in found["rows"])
     assert "0.001 s without rest, twice" in capsys.readouterr().out
 
 
 def test_what_is_out_of_time_is_listed(tmp_path, capsys):
-    path = tmp_path / "results.json"
-    arguments = ["--device", "cpu", "--tokens", "512", "--no-overhead", "--time-limit", "1e-9"]
-    arguments += ["--points", "bf16 S512 D256 MHA full", "--json", str(path)]
-    assert bench_gpu.main(arguments) == 0
-    found = json.loads(path.read_text())
+    found = results_on_the_cpu(tmp_path, "--time-limit", "1e-9")
     assert len(found["not_measured"]) == 2 and not found["rows"]
     assert "out of time: 2" in capsys.readouterr().out
