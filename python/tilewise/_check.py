@@ -203,8 +203,8 @@ def descale(name: str, array: Any, float8: bool, batch: int, heads_kv: int) -> N
     fits = len(given) == 2 and given[0] in (1, batch) and given[1] in (1, heads_kv)
     if not fits:
         raise ValueError(
-            f"{name} has shape {list(given)}, but must be broadcastable to [batch, heads_kv] = "
-            f"[{batch}, {heads_kv}]"
+            f"{name} has shape {list(given)}, but must be [batch, heads_kv] = "
+            f"[{batch}, {heads_kv}], where either may be 1"
         )
 
 

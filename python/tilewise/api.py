@@ -67,7 +67,7 @@ def attention(
         batch_invariant: Give each sequence's rows of out and lse, to the bit, what they are without
             the other sequences of the batch: on one kind of GPU or CPU, without dropout, whose bits
             are numbered by batch row. Gradients of q, k and v likewise.
-        k_descale: float32 broadcastable to [batch, heads_kv]: factor of k of torch.float8_e4m3fn,
+        k_descale: float32 [batch, heads_kv], either may be 1: factor of k of torch.float8_e4m3fn,
             which q of float16 or bfloat16 takes (forward only). None is 1.
         v_descale: Likewise of v.
         layout: "bshd" or "bhsd", of q, k, v and out.

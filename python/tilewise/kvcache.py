@@ -222,7 +222,7 @@ def attention_with_kvcache(
         batch_invariant: give each sequence's rows, to the bit, what they are without the other
             sequences of the batch; then num_splits is 0, and splits follow from the lengths of
             each sequence.
-        k_descale, v_descale: fp32 broadcastable to [B, Hkv]: what the values of a float8_e4m3fn
+        k_descale, v_descale: fp32 [B, Hkv], either may be 1: what the values of a float8_e4m3fn
             cache are multiplied by. New keys and values are divided by them, rounded to nearest
             even and held within +-448. None is 1.
 

@@ -12,7 +12,7 @@ DESCRIPTION = """Exact attention in linear memory.
 
 examples:
   tilewise doctor                     what runs here, and does it compute the right thing
-  tilewise bench --seqlens 512,2048   beside PyTorch's own attention, with a plot
+  tilewise bench --seqlens 512,2048   beside PyTorch's own attention; --plot FILE draws it
 """
 
 
