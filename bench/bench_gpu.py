@@ -52,7 +52,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="no turns: everybody calls twice for so long, as training does; the GPU gets hot",
+        help="no turns: everybody calls twice for so long, without a break, as training does",
     )
     add("--no-check", action="store_true", help="leave the errors out")
     add("--no-overhead", action="store_true", help="leave launch overhead and autograd out")

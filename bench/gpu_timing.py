@@ -59,7 +59,7 @@ class Clock:
     def without_rest(
         self, calls: Mapping[str, Callable[[], Any]], seconds: float
     ) -> dict[str, Timing]:
-        """Milliseconds of a call where the device is never idle, as in training: its clock falls.
+        """Milliseconds of a call where the device is never idle, as in training: it is slower.
 
         Everybody calls for so long, then again in reverse order; the first third is not counted.
         """
