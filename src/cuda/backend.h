@@ -6,6 +6,7 @@
 #include "cuda/form.h"
 #include "cuda/order.h"
 #include "cuda/runtime.h"
+#include "cuda/shares.h"
 
 namespace tilewise::cuda {
 
@@ -26,6 +27,7 @@ struct Plan {
   int64_t splits = 1;  // the most that a sequence has by `rule`
   SplitRule rule;
   EqualParts parts;           // of a batch, instead of splits
+  Shares shares;              // works of the last round
   bool merges_parts = false;  // the main kernel does; else a second one
   int32_t cluster = 1;        // blocks of the main kernel that merge their splits themselves
   bool alone = false;         // a block on its multiprocessor: boxes have a ring of one stage more

@@ -32,6 +32,7 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPiece
   params.flags = {pieces.flags.in<uint8_t>(workspace), plan.order.splits, plan.tiles};
   params.rule = plan.rule;
   params.parts = plan.parts;
+  params.shares = plan.shares;
   params.arrivals = pieces.arrivals.in<PartArrivals>(workspace);
   if (params.arrivals != nullptr) params.launch = PartArrivals::of_launch(number_of_launch());
   params.packed_rows = static_cast<int32_t>(packed_rows(p, plan));
@@ -54,11 +55,12 @@ void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& 
   params.q = map_of_rows(p, p.q, p.head_dim, kRowsOfWarpgroup);
   params.k = map_of_keys(p, p.k, p.head_dim, plan.tile_k);
   params.v = map_of_keys(p, p.v, p.head_dim_v, plan.tile_k);
-  params.work = static_cast<int32_t>(plan.blocks);
+  params.work = static_cast<int32_t>(plan.shares.any() ? plan.shares.first : plan.blocks);
   params.counter = counter;
   params.shape_says_all = shape_says_all(p);
   params.before = before;
-  const int64_t grid = min<int64_t>(plan.blocks, gpu(p.device_index).multiprocessors);
+  const int64_t all = gpu(p.device_index).multiprocessors;
+  const int64_t grid = plan.shares.any() ? all : min(plan.blocks, all);
   launch(plan.unit->form(plan.form).tma_forward, grid, p.stream, params,
          counter != nullptr ? Start::dependent : Start::in_order);
 }
@@ -103,8 +105,8 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
            plan.cluster);
   if (leaves_results(plan)) {
     const common::TensorKernels& kernels = common::tensor_kernels(p.dtype);
-    launch(plan.parts.any() ? kernels.combine_parts : kernels.combine_splits,
-           common::combine_blocks(params), p.stream, params, Start::dependent);
+    launch(kernels.combine(params), common::combine_blocks(params), p.stream, params,
+           Start::dependent);
   }
   if (plan.second == nullptr) return;
   // The same tiles, each with all of its keys.

@@ -5,6 +5,7 @@
 #include "attention/schedule.h"
 #include "cuda/key_record.h"
 #include "cuda/order.h"
+#include "cuda/shares.h"
 #include "cuda/tensor_map.h"
 
 namespace tilewise::cuda {
@@ -112,10 +113,12 @@ struct ForwardParams {
   int32_t pitch;     // of the partial results: `partial_row`
   // Parts > 1: [splits, partial_rows, heads_q, head_dim_v], normalised, anything where the lse of
   // the split is -inf; with equal parts: [blocks, packed_rows, head_dim_v] or, where the main
-  // kernel merges them, as mma_sync/forward_merge.h has it.
+  // kernel merges them, as mma_sync/forward_merge.h has it; of shared works: [shares.slots(),
+  // row_tile, shares.columns].
   float* partial_out;
   float* partial_lse;       // the same without columns, and without the sink
   EqualParts parts;         // of a batch, instead of splits: decoding. A block has a part and head
+  Shares shares;            // wgmma's plain form
   PartArrivals* arrivals;   // of each tile; null: a second kernel merges the parts
   uint64_t launch;          // PartArrivals::of_launch
   Divisor packed_rows = 1;  // with equal parts: of a tile, at most
@@ -162,7 +165,7 @@ struct TmaForwardParams : ForwardParams {
   TensorMap k;
   TensorMap v;
   int32_t stages = 0;           // of the ring of boxes
-  int32_t work = 0;             // blocks of `order`, which a smaller grid shares
+  int32_t work = 0;             // blocks of `order`, which a smaller grid shares; others follow
   int32_t* counter = nullptr;   // works of different lengths: how many were taken, 0 at first
   bool shape_says_all = false;  // attention/problem.h
   // wgmma/forward_repair.h; null: no band is in force. [works, math warps], nothing at first

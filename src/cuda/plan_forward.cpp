@@ -276,9 +276,43 @@ bool deals_in_rounds(const Problem& p, const Plan& plan) {
          tiles_grow_evenly(p, plan.tile_q / plan.pack) && plan.splits == 1;
 }
 
+// What sharing costs, in products of a multiprocessor: starts, ends and the second kernel, and for
+// each number of partial results (H200: 6 us, and 0.4 us a MB).
+constexpr int64_t kProductsOfSharing = int64_t{16} << 20;
+constexpr int64_t kProductsOfNumber = 5;
+
+// The works of a round that is not full, where sharing them saves more of it than that costs: of
+// wgmma's plain form, where all works have as many key tiles.
+Shares share_last_round(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
+  const bool alike = p.window_left < 0 && p.window_right < 0 && shape_says_all(p);
+  if (plan.family != Family::wgmma || plan.form != Form::plain || plan.pack > 1 || !alike ||
+      p.batch_invariant != 0 || p.num_splits > 0)
+    return {};
+  const int64_t all = gpu.multiprocessors;
+  const int64_t works = blocks % all;
+  const int64_t key_tiles = ceil_div(p.seqlen_k, plan.tile_k);
+  if (works == 0 || key_tiles == 0 || works * key_tiles > INT32_MAX) return {};
+  if (blocks * (Shares::kMostParts - 1) < all) return {};  // blocks would be idle: key splits
+  // A work may begin and end inside of a stretch.
+  const int64_t stretch =
+      max(ceil_div(works * key_tiles, all), ceil_div(key_tiles, int64_t{Shares::kMostParts - 1}));
+  Shares shares;
+  shares.works = static_cast<int32_t>(works);
+  shares.first = static_cast<int32_t>(blocks - works);
+  shares.key_tiles = static_cast<int32_t>(key_tiles);
+  shares.stretch = static_cast<int32_t>(stretch);
+  shares.columns = plan.unit->head_dim_v;
+  const int64_t of_key_tile = plan.tile_q * plan.tile_k * (plan.unit->head_dim + shares.columns);
+  const int64_t numbers = int64_t{shares.slots()} * plan.tile_q * shares.columns;
+  const bool pays =
+      (key_tiles - stretch) * of_key_tile >= kProductsOfSharing + kProductsOfNumber * numbers;
+  return pays ? shares : Shares{};
+}
+
 }  // namespace
 
 bool leaves_results(const Plan& plan) {
+  if (plan.shares.any()) return true;
   return plan.parts.any() ? !plan.merges_parts : plan.splits > 1 && plan.cluster == 1;
 }
 
@@ -301,7 +335,8 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Invento
                                    p.batch, plan.tile_q);
   const int64_t blocks = tiles * plan.order.heads;
   plan.alone = reads_alone(p, plan, gpu, blocks);
-  split(plan, p, gpu, blocks);
+  plan.shares = share_last_round(p, plan, gpu, blocks);
+  if (!plan.shares.any()) split(plan, p, gpu, blocks);
   plan.tiles = static_cast<int32_t>(min<int64_t>(blocks, INT32_MAX));
   plan.blocks =
       plan.parts.any() ? int64_t{plan.parts.most} * plan.order.heads : blocks * plan.splits;
@@ -340,10 +375,13 @@ ForwardPieces forward_pieces(const Problem& p, const Plan& plan) {
     pieces.flags = workspace.take<uint8_t>(plan.blocks + (plan.parts.any() ? plan.tiles : 0));
   if (plan.merges_parts) pieces.arrivals = workspace.take<PartArrivals>(plan.tiles);
   if (plan.parts.any() || leaves_results(plan)) {
-    const int64_t rows = plan.parts.any() ? plan.blocks * packed_rows(p, plan)
-                                          : plan.splits * partial_rows(p, plan.pitch) * p.heads_q;
+    const int64_t rows = plan.shares.any()  ? int64_t{plan.shares.slots()} * plan.tile_q
+                         : plan.parts.any() ? plan.blocks * packed_rows(p, plan)
+                                            : plan.splits * partial_rows(p, plan.pitch) * p.heads_q;
     // Who merges parts keeps lse behind the columns, of which there are those of the tile.
-    const int64_t columns = plan.merges_parts ? plan.head_dim + 4 : p.head_dim_v;
+    const int64_t columns = plan.merges_parts   ? plan.head_dim + 4
+                            : plan.shares.any() ? plan.shares.columns
+                                                : p.head_dim_v;
     pieces.partial_out = workspace.take<float>(rows * columns);
     pieces.partial_lse = workspace.take<float>(plan.merges_parts ? 0 : rows);
   }

@@ -87,6 +87,8 @@ std::string tile_text(const cuda::Plan& plan, const Device& device) {
   if (plan.pack > 1) text += ", " + std::to_string(plan.pack) + " heads a tile";
   if (plan.splits > 1) text += ", " + std::to_string(plan.splits) + " key splits";
   if (plan.cluster > 1) text += " of a cluster";
+  if (plan.shares.any())
+    text += ", the last " + std::to_string(plan.shares.works) + " tiles shared by all blocks";
   if (plan.parts.any())
     text += ", keys of the batch in " + std::to_string(plan.parts.most) + " parts";
   if (plan.merges_parts) text += ", merged by the last block of a tile";

@@ -16,6 +16,7 @@ TEST(PlannerCudaSplits, SplitsFillTheGpuAndFollowTheCaller) {
   const Device device = gpu_with(90);
   EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16, 16, 2048, 2048, 16), device).splits, 1);
   EXPECT_GT(forward(problem(TILEWISE_BFLOAT16, 1, 128, 65536, 1), device).splits, 32);
+  EXPECT_GT(forward(problem(TILEWISE_BFLOAT16, 1, 128, 65536, 1), gpu_with(80)).splits, 32);
   EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16, 1, 17, 200, 1), device).splits, 1);
   EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16, 1, 1, 64, 1), device).splits, 1);
   Problem asked = problem(TILEWISE_BFLOAT16, 16, 2048, 2048, 16);
@@ -25,6 +26,30 @@ TEST(PlannerCudaSplits, SplitsFillTheGpuAndFollowTheCaller) {
   const int64_t partial = int64_t{3} * 16 * 2048 * 16 * 129 * 4;
   EXPECT_GE(plan.workspace_bytes, partial);
   EXPECT_LE(plan.workspace_bytes, partial + 256);
+}
+
+// Tiles that fill no round of blocks share their keys, where that saves more than it costs.
+TEST(PlannerCudaSplits, TheLastRoundOfAFullForwardIsShared) {
+  const auto planned = [](int64_t rows, int64_t heads, int32_t right = -1, int32_t sm = 90) {
+    Problem p = problem(TILEWISE_BFLOAT16, 1, rows, rows, heads);
+    p.window_right = right;
+    return forward(p, gpu_with(sm));
+  };
+  const int64_t all = gpu_with(90).gpu.multiprocessors;
+  for (const auto& [rows, heads] :
+       {std::pair<int64_t, int64_t>{2048, 4}, {2048, 12}, {16384, 16}, {8192, 1}}) {
+    const cuda::Plan plan = planned(rows, heads);
+    EXPECT_EQ(plan.splits, 1);
+    EXPECT_EQ(plan.shares.works, plan.blocks % all) << rows << " rows, " << heads << " heads";
+    EXPECT_EQ(plan.shares.first, plan.blocks - plan.shares.works);
+    EXPECT_GT(plan.workspace_bytes, int64_t{plan.shares.works} * plan.tile_q * 128 * 4);
+    for (int32_t work = 0; work < plan.shares.works; ++work)
+      EXPECT_LE(plan.shares.parts(work), cuda::Shares::kMostParts);
+  }
+  EXPECT_FALSE(planned(2048, 4, 0).shares.any());       // causal tiles have lengths of their own
+  EXPECT_FALSE(planned(2048, 4, -1, 80).shares.any());  // another family
+  EXPECT_FALSE(planned(512, 33).shares.any());          // whole rounds
+  EXPECT_FALSE(planned(512, 8).shares.any());           // saves less than it costs
 }
 
 // Few splits of a decode become a cluster: no second launch, and nothing in the workspace.

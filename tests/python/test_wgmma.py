@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import capi
+import devices
 import oracle
 import test_nonfinite
 from cases import Built, Case, check, run
@@ -125,6 +126,37 @@ def test_every_option_is_served_and_right(option, device):
     for kernel in kernels(case):
         assert kernel.startswith(FAMILY), kernel
     check(case)
+
+
+# Works of a round that is not full, whose keys all blocks share: of the emulated GPU and of others.
+SHARED = {
+    "one": {},
+    "rows and keys end anywhere": dict(rows=(67,), keys=(1207,), head_dim=56, head_dim_v=56),
+    "sinks, lse": dict(sinks=True, dlse=True),
+    "negative scale": dict(scale=-0.2),
+    "strides": dict(order=(0, 2, 1, 3), pad=8),
+    "fp16": dict(dtype="fp16"),
+    "head dim 128": dict(head_dim=128, head_dim_v=128),
+    "head dim 192/128": dict(head_dim=192, head_dim_v=128),
+    "head dim 256": dict(head_dim=256, head_dim_v=256),
+    "more works than blocks": dict(rows=(300,) * 2, keys=(4000,) * 2, heads_kv=50),
+    "grouped heads": dict(rows=(500,), keys=(3000,), heads_kv=8, group=9, head_dim=128,
+                          head_dim_v=128),
+    "256, more works": dict(rows=(300,), keys=(3000,), heads_kv=45, head_dim=256, head_dim_v=256),
+    "many parts": dict(rows=(100,), keys=(40000,)),
+}  # fmt: skip
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("option", SHARED)
+def test_shared_works_are_right(option, device, monkeypatch):
+    monkeypatch.setattr(devices, "EMULATOR_WORK", 3e8)
+    values = dict(rows=(70,), keys=(1100,), heads_kv=5, group=1, window=(-1, -1)) | SHARED[option]
+    case = dataclasses.replace(BASE, **values)
+    plan = capi.plan(Built(case).attention)
+    assert plan.kernel.decode().startswith(FAMILY)
+    assert "tiles shared by all blocks" in plan.why.decode()
+    check(case, backward=False)
 
 
 # Of the type of q: it comes a tile of keys ahead, 16 bytes or one element at a time.

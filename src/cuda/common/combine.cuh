@@ -12,7 +12,7 @@ namespace tilewise::cuda::common {
 
 static_assert(kCombineWarps == SplitWeights::kChains);
 
-// Where the row of a block comes from and goes to, which is known before the main kernel is
+// Where a row of a head comes from and goes to, which is known before the main kernel is
 // complete.
 struct CombinedRow {
   Place place{};
@@ -22,6 +22,7 @@ struct CombinedRow {
   int64_t first = 0;
   int64_t second = 0;
   int64_t stride = 0;
+  int64_t columns = 0;
 
   TILEWISE_DEVICE int64_t item(int64_t split) const {
     return split == 0 ? first : second + (split - 1) * stride;
@@ -30,10 +31,10 @@ struct CombinedRow {
 
 // Key splits: by rows of all sequences, and heads.
 struct SplitRow : CombinedRow {
-  TILEWISE_DEVICE explicit SplitRow(const ForwardParams& params) {
+  TILEWISE_DEVICE SplitRow(const ForwardParams& params, int64_t index) {
     const Problem& p = params.problem;
-    const int64_t row = ptx::block_index() / p.heads_q;
-    head = ptx::block_index() - row * p.heads_q;
+    const int64_t row = index / p.heads_q;
+    head = index - row * p.heads_q;
     place = row_place(p, row);
     if (!place.in_use) return;  // prepare clears it
     splits = params.order.splits;
@@ -45,6 +46,7 @@ struct SplitRow : CombinedRow {
       place.in_use = splits > 1;  // the main kernel has written it
     }
     stride = partial_rows(p, params.pitch) * p.heads_q;
+    columns = p.head_dim_v;
     first = partial * p.heads_q + head;
     second = first + stride;
   }
@@ -58,8 +60,8 @@ struct PartRow : CombinedRow {
   int32_t tile;
   bool joins = false;
 
-  TILEWISE_DEVICE explicit PartRow(const ForwardParams& params) {
-    const auto index = static_cast<int32_t>(ptx::block_index());
+  TILEWISE_DEVICE PartRow(const ForwardParams& params, int64_t of) {
+    const auto index = static_cast<int32_t>(of);
     tile = params.packed_rows.quotient(index);
     const int32_t r = params.packed_rows.remainder(index);
     const Divisor& heads = params.order.heads;
@@ -88,6 +90,26 @@ struct PartRow : CombinedRow {
   }
 };
 
+// Parts of shared works: rows of their tiles.
+struct SharedRow : CombinedRow {
+  TILEWISE_DEVICE SharedRow(const ForwardParams& params, int64_t of) {
+    const auto index = static_cast<int32_t>(of);
+    const int32_t work = index / params.row_tile;
+    const int32_t r = index - work * params.row_tile;
+    const TileOrder::Work at = params.order.at(params.shares.first + work);
+    const Sequence s = sequence_of_shape(params.problem, at.sequence);
+    const int32_t row = at.tile * params.row_tile + r;
+    place = {s.batch, row, s.slot, s.first_row + row, row < s.band.rows};
+    head = at.head;
+    splits = params.shares.parts(work);
+    stride = params.row_tile;
+    columns = params.shares.columns;
+    first = Shares::slot(params.shares.first_block(work), work) * stride + r;
+    second = first + stride;
+  }
+};
+
+// A row by a block.
 template <class Element, class Row>
 struct Combine {
   using T = typename Element::Storage;
@@ -99,7 +121,7 @@ struct Combine {
   SplitWeights weights;
 
   TILEWISE_DEVICE explicit Combine(const ForwardParams& of)
-      : params(of), p(of.problem), row(of), splits(row.splits) {}
+      : params(of), p(of.problem), row(of, ptx::block_index()), splits(row.splits) {}
 
   // Of the lane's split among 32.
   TILEWISE_DEVICE float lse_of(int32_t begin) const {
@@ -219,6 +241,71 @@ void combine(TILEWISE_PARAMETER ForwardParams params) {
     combine.template run<4>();
   else
     combine.template run<1>();
+}
+
+// A row by a warp: of few parts, and many rows. Columns are a multiple of four.
+template <class Element, class Row>
+struct CombineByWarps {
+  using T = typename Element::Storage;
+  static constexpr int kWidth = 4;  // columns of a lane
+  static constexpr int kChains = SplitWeights::kChains;
+
+  const ForwardParams& params;
+  const Problem& p;
+  const Row row;
+
+  TILEWISE_DEVICE void run() const {
+    const float sink = p.sinks != nullptr ? p.sinks[row.head] : kMinusInfinity;
+    const int lane = ptx::lane_index();
+    const float own = lane < row.splits ? params.partial_lse[row.item(lane)] : kMinusInfinity;
+    SplitWeights weights;
+    weights.begin(own, sink);
+    const float lse = weights.finish(exponential(own - weights.base), sink);
+    if (p.lse != nullptr && lane == 0)
+      p.lse[row.place.slot * p.lse_stride_batch + row.place.row + row.head * p.lse_stride_head] =
+          lse;
+    const float weight = weights.of(own);
+#pragma unroll 1
+    for (int64_t c = 0; c < p.head_dim_v; c += ptx::kWarpSize * kWidth)
+      write(c + lane * kWidth, weight);
+  }
+
+  // `weight` is that of part `lane`.
+  TILEWISE_DEVICE void write(int64_t c, float weight) const {
+    const bool exists = c < p.head_dim_v;
+    float sum[kChains][kWidth] = {};
+#pragma unroll 1
+    for (int32_t begin = 0; begin < row.splits; begin += kChains) {
+      uint32_t x[kChains][kWidth] = {};
+#pragma unroll
+      for (int i = 0; i < kChains; ++i) {
+        if (!exists || begin + i >= row.splits) continue;
+        ptx::ld_global_v4_b32(x[i], params.partial_out + row.item(begin + i) * row.columns + c);
+      }
+#pragma unroll
+      for (int i = 0; i < kChains; ++i) {
+        const float its = ptx::shuffle(weight, begin + i);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) sum[i][j] = SplitWeights::add(sum[i][j], its, x[i][j]);
+      }
+    }
+    if (!exists) return;
+    T* const out =
+        static_cast<T*>(p.out.data) + row.place.offset(p.out) + row.head * p.out.stride_head + c;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j)
+      out[j] = rounded<T>(sum[0][j] + sum[1][j] + sum[2][j] + sum[3][j]);
+  }
+};
+
+template <class Element, class Row>
+TILEWISE_KERNEL(kCombineByWarpsThreads, 1)
+void combine_by_warps(TILEWISE_PARAMETER ForwardParams params) {
+  const int64_t index = ptx::block_index() * kRowsOfCombine + ptx::warp_index();
+  if (index >= combined_rows(params)) return;
+  const CombineByWarps<Element, Row> combine{params, params.problem, Row(params, index)};
+  ptx::griddepcontrol_wait();
+  if (combine.row.place.in_use) combine.run();
 }
 
 }  // namespace tilewise::cuda::common

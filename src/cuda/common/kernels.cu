@@ -14,6 +14,8 @@ template <class Element>
 constexpr TensorKernels kTensorKernels = {
     {&combine<Element, SplitRow>, kCombineThreads, kCombineSharedBytes},
     {&combine<Element, PartRow>, kCombineThreads, kCombineSharedBytes},
+    {&combine_by_warps<Element, SplitRow>, kCombineByWarpsThreads, 0},
+    {&combine_by_warps<Element, SharedRow>, kCombineByWarpsThreads, 0},
     {&append<Element>, kAppendThreads, kAppendSharedBytes},
     {&dbias<Element>, kDbiasThreads, kDbiasSharedBytes},
     {&dsinks<Element>, kDsinksThreads, kDsinksSharedBytes},

@@ -15,9 +15,17 @@ namespace tilewise::cuda::common {
 struct TensorKernels {
   Kernel<ForwardParams> combine_splits;
   Kernel<ForwardParams> combine_parts;
+  Kernel<ForwardParams> combine_splits_by_warps;
+  Kernel<ForwardParams> combine_shares;
   Kernel<AppendParams> append;
   Kernel<DbiasParams> dbias;
   Kernel<DsinksParams> dsinks;
+
+  const Kernel<ForwardParams>& combine(const ForwardParams& p) const {
+    if (p.shares.any()) return combine_shares;
+    if (p.parts.any()) return combine_parts;
+    return combines_by_warps(p) ? combine_splits_by_warps : combine_splits;
+  }
 };
 
 // `dtype` is TILEWISE_FLOAT32, TILEWISE_FLOAT16 or TILEWISE_BFLOAT16.

@@ -26,7 +26,7 @@ class ForwardDeal {
     // with one more than now a block was done 64 us of 420 before another one.
     const uint32_t ahead = p_.counter == nullptr ? Shared::kWorkSlots : 2;
 #pragma unroll 1
-    while (index < p_.work) {  // once at least
+    while (index < end()) {  // once at least
       Work& work = shared_.work(place.slot());
       const bool has_rows = locate(work, index);
       if (!started) ptx::sync_block();
@@ -58,6 +58,16 @@ class ForwardDeal {
     return ptx::lane_index() < C::kForward.math_warpgroups;
   }
 
+  // Works have all of their keys up to p_.work; from there on they are parts of shared ones, two
+  // for each block.
+  TILEWISE_DEVICE int32_t end() const {
+    if (C::kGeneral || !p_.shares.any()) return p_.work;
+    return p_.work + 2 * static_cast<int32_t>(ptx::grid_blocks());
+  }
+  TILEWISE_DEVICE Shares::Part part_of(int32_t index) const {
+    return p_.shares.part(static_cast<int32_t>(ptx::block_index()), (index - p_.work) % 2);
+  }
+
   // In rounds: where a block stands.
   struct Turn {
     int32_t round;
@@ -69,6 +79,8 @@ class ForwardDeal {
     const auto grid = static_cast<int32_t>(ptx::grid_blocks());
     const auto block = static_cast<int32_t>(ptx::block_index());
     const int32_t at = turn.round * grid + (turn.round % 2 == 0 ? block : grid - 1 - block);
+    if (!C::kGeneral && at >= p_.work && p_.shares.any())
+      return at < end() ? p_.work + 2 * block + (at - p_.work >= grid ? 1 : 0) : at;
     const int32_t pairs = p_.order.in_pairs / 2;
     return at < pairs ? 2 * at + turn.second : at + pairs;
   }
@@ -91,7 +103,9 @@ class ForwardDeal {
   // few registers.
   TILEWISE_DEVICE bool locate(Work& work, int32_t index) const {
     const bool writes = ptx::lane_index() == 0;
-    const TileOrder::Work at = p_.order.at(index);
+    const bool shared = !C::kGeneral && index >= p_.work;
+    if (shared && part_of(index).empty()) return false;
+    const TileOrder::Work at = p_.order.at(shared ? p_.work + part_of(index).work : index);
     if (at.sequence < 0) return false;
     if (writes) {
       work.split = at.split;
@@ -107,7 +121,7 @@ class ForwardDeal {
     ptx::sync_warp();
     if (writes) {
       work.rows = QueryRows::of(p_, work.sequence.band, at.tile, at.head);
-      work.splits = C::kGeneral ? p_.splits_of(work.sequence.band) : 1;
+      work.splits = C::kGeneral ? p_.splits_of(work.sequence.band) : shared ? 2 : 1;
       if (work.split >= work.splits) work.rows.count = 0;
     }
     ptx::sync_warp();
@@ -115,6 +129,12 @@ class ForwardDeal {
     if (writes) {
       work.tiles = KeyTiles::of(work.sequence.band, work.rows, work.split,
                                 C::kGeneral ? work.splits : 1, C::kForward.keys);
+      if (shared) {
+        const Shares::Part part = part_of(index);
+        work.tiles.first = part.begin;
+        work.tiles.last = part.end - 1;
+        work.split = Shares::slot(static_cast<int32_t>(ptx::block_index()), part.work);
+      }
     }
     ptx::sync_warp();
     return true;

@@ -94,7 +94,8 @@ class ForwardMath {
     const int slot = works_.slot();
     shared_.work_full(slot).wait(works_.phase());
     works_.next();
-    const WarpgroupTiles& mine = shared_.work(slot).parts[warpgroup_];
+    // Not warpgroup_, which D192 and D256 have no register for across a work.
+    const WarpgroupTiles& mine = shared_.work(slot).parts[thread() / ptx::kWarpgroupSize];
     // ptxas is told that all lanes agree: it keeps descriptors in uniform registers only then, and
     // 48 moves and a barrier of the warp out of the main loop (4 %). It loses track when the loops
     // of `run` are nested.
@@ -362,7 +363,7 @@ class ForwardMath {
     ending.l[0][1] = softmax_.l[0][1];
     ending.rows = finish_rows<Element>(p_, work, at, softmax_.m, ending.l, terms_.keep_scale());
     ending.out = OutRows<C>::of(p_.problem, work, at.row0);
-    if (!C::kGeneral || work.splits == 1) store_row_sums<C>(p_.problem, work, at, ending.rows);
+    if (work.splits == 1) store_row_sums<C>(p_.problem, work, at, ending.rows);
     return ending;
   }
 
@@ -373,6 +374,8 @@ class ForwardMath {
       RowRepair<C>::note(p_, thread() / ptx::kWarpSize, work.index, spoilt_);
     if (C::kGeneral && work.splits > 1) [[unlikely]]
       store_partial(p_, work, at, o_, ending.rows);
+    else if (!C::kGeneral && work.splits > 1) [[unlikely]]
+      store_part<C>(p_, work, at, o_, ending.rows);
     else
       store_outputs<C>(p_.problem, work, at, o_, ending.rows, ending.out);
     ptx::sync_warp();

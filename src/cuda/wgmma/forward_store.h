@@ -71,4 +71,27 @@ TILEWISE_DEVICE void store_row_sums(const Problem& p, const ForwardWork<C>& work
   if (8 < left) lse[place.row0 + 8] = result.lse[0][1];
 }
 
+// fp32 results of a part of a shared work: all rows and columns of the tile, so that a lane has one
+// address.
+template <class C>
+TILEWISE_DEVICE void store_part(const ForwardParams& p, const ForwardWork<C>& work,
+                                const LanePlace& place, const Outputs<C>& o,
+                                const RowResults<1>& result) {
+  constexpr int kRows = C::kForward.rows();
+  const int64_t row = int64_t{work.split} * kRows + place.row0;
+  float* const lse = p.partial_lse + row;
+  float* const out = p.partial_out + row * C::kHeadDimV + place.column;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float factor = result.factor[0][h];
+    if (place.column == 0) lse[8 * h] = result.lse[0][h];
+#pragma unroll
+    for (int n = 0; n < C::kHeadDimV / 8; ++n) {
+      const uint32_t pair[2] = {ptx::bits_of(o.x[0][n][2 * h] * factor),
+                                ptx::bits_of(o.x[0][n][2 * h + 1] * factor)};
+      ptx::st_global_v2_b32(out + 8 * h * C::kHeadDimV + 8 * n, pair);
+    }
+  }
+}
+
 }  // namespace tilewise::cuda::wgmma
