@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ._explain import Explanation, Kernel, Plan, capabilities, explain
+from ._capabilities import Kernel, capabilities
+from ._explain import Explanation, Plan, explain
 from .api import attention, attention_varlen, merge_states
 
 if TYPE_CHECKING:

@@ -1,8 +1,10 @@
-"""Which kernel will run, and why: ``explain`` for a problem, ``capabilities`` for the machine."""
+"""Which kernel will run for a problem, and why."""
 
 from __future__ import annotations
 
 import ctypes
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -10,7 +12,8 @@ from . import _abi, _check, _describe
 from ._check import Window
 from ._library import c_library
 from ._request import Request, Sequences
-from .kvcache import Where
+from .api import attention, attention_varlen
+from .kvcache import Where, attention_with_kvcache
 
 # tilewise_plan reads no data, but an address of 0 would switch an option off.
 _SOME_ADDRESS = 64
@@ -48,41 +51,6 @@ class Explanation:
         return f"{self.problem}\n  forward:  {self.forward}\n  backward: {self.backward}"
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """One row of the support matrix: a kernel family for a dtype."""
-
-    name: str
-    device: str
-    dtype: str
-    max_head_dim: int
-    forward: bool
-    backward: bool
-    available: bool
-    requires: str
-
-
-def capabilities() -> list[Kernel]:
-    """All kernels of this build, and whether this machine can run them; the best come last."""
-    library = c_library()
-    rows: list[Kernel] = []
-    info = _abi.sized(_abi.KernelInfo)
-    while library.tilewise_kernel(len(rows), ctypes.byref(info)) == _abi.OK:
-        rows.append(
-            Kernel(
-                name=info.name.decode(),
-                device=_abi.DEVICE_NAMES[info.device],
-                dtype=_abi.DTYPE_NAMES[info.dtype],
-                max_head_dim=info.max_head_dim,
-                forward=bool(info.forward),
-                backward=bool(info.backward),
-                available=bool(info.available),
-                requires=info.requires_.decode(),
-            )
-        )
-    return rows
-
-
 def explain(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: Window = (None, None),
     scale: Any = None, softcap: float = 0.0, bias: Any = None, alibi_slopes: Any = None,
@@ -97,8 +65,10 @@ def explain(
     """What ``attention`` will run, without running it.
 
     With cu_seqlens_q: what ``attention_varlen`` will run. With cache_seqlens, cache_batch_idx or
-    cache_leftpad, k and v being the caches: ``attention_with_kvcache`` after its append, if any.
-    Takes the arguments of those functions, with the same checks and errors.
+    cache_leftpad, k and v being the caches: ``attention_with_kvcache`` after its append, if any,
+    which is not planned: there are no arguments for new keys, new values and rotary embedding.
+    Takes the other arguments of those functions, with the same checks and errors, and refuses what
+    the one that would run does not take.
 
     Returns:
         An Explanation: kernel, tiles, splits, threads, workspace and reason of both passes.
@@ -111,27 +81,37 @@ def explain(
     cached = any(x is not None for x in (cache_seqlens, cache_batch_idx, cache_leftpad))
     if num_splits != 0 and not cached:
         raise ValueError("num_splits is given, but belongs to cache_seqlens, which is None")
-    where = Where(cache_batch_idx, cache_leftpad, block_table, num_splits)
+    _check.heads_first(layout)
     sequences = Sequences(
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-        None if cached else block_table,
-    ).or_none()  # fmt: skip
-    if cached and sequences is not None:
-        raise ValueError("cu_seqlens_q is given, but attention_with_kvcache has no such argument")
-    problem: _Problem = _Cached(cache_seqlens, where) if cached else sequences or _Dense(layout)
-    if hasattr(q, "__torch_function__"):
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, block_table
+    )
+    function: Callable[..., Any]
+    problem: _Problem
+    if cached:
+        where = Where(cache_batch_idx, cache_leftpad, block_table, num_splits)
+        function, problem = attention_with_kvcache, _Cached(cache_seqlens, where)
+    elif sequences.or_none() is not None:
+        function, problem = attention_varlen, sequences
+    else:
+        function, problem = attention, _Dense(layout)
+    _refuse_foreign(function, {**request._asdict(), **sequences._asdict(), "layout": layout})
+    tensors = hasattr(q, "__torch_function__")
+    if tensors:
         a, threads, kept = _describe_torch(q, k, v, problem, request)
     else:
         a, threads, kept = _describe_numpy(q, k, v, problem, request)
     parallel = _abi.Parallel(_abi.PARALLEL_FOR(_never_called), None, threads, 0)
     a.parallel = ctypes.pointer(parallel)
-    backward = _NO_GRADIENT if cached else _plan(a, _gradients(a, kept))
+    backward: Plan | str
+    if cached:
+        backward = "attention_with_kvcache has no gradient"
+    elif block_table is not None and not tensors:
+        backward = "attention_backward, of arrays, takes no block_table: pages have no gradient"
+    else:
+        backward = _plan(a, _gradients(a, kept))
     explanation = Explanation(_sentence(a), _plan(a, None), backward)
     del kept
     return explanation
-
-
-_NO_GRADIENT = "attention_with_kvcache has no gradient"
 
 
 class _Dense(NamedTuple):
@@ -148,6 +128,17 @@ class _Cached(NamedTuple):
 
 
 _Problem: TypeAlias = _Dense | Sequences | _Cached
+
+
+def _refuse_foreign(function: Callable[..., Any], given: dict[str, Any]) -> None:
+    """Refuses what is given although the function that would run does not take it."""
+    taken, ours = (inspect.signature(each).parameters for each in (function, explain))
+    for name, value in given.items():
+        if name in taken:
+            continue
+        default = ours[name].default
+        if value is not None if default is None else value != default:
+            raise ValueError(f"{name} is given, but {function.__name__} has no such argument")
 
 
 def _never_called(*_: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 import tilewise
-from tilewise import _check
+from tilewise import _capabilities, _check
 
 HEADER = Path(__file__).parents[2] / "include/tilewise/version.h"
+BOTH = pytest.mark.parametrize("kind", [lambda x: x, torch.Tensor.numpy], ids=["torch", "numpy"])
 
 
 def test_version_is_that_of_the_header():
@@ -72,7 +74,7 @@ def test_explain_of_sequences_and_pages():
     assert "pages of 8" in text and "x 24 keys" in text
 
 
-@pytest.mark.parametrize("kind", [lambda x: x, torch.Tensor.numpy], ids=["torch", "numpy"])
+@BOTH
 def test_explain_of_a_cache(kind):
     q, cache = kind(torch.zeros(2, 1, 4, 16)), kind(torch.zeros(3, 40, 2, 16))
     lengths, rows = kind(torch.tensor([9, 20])), kind(torch.tensor([2, 0]))
@@ -93,6 +95,48 @@ def test_explain_of_a_cache(kind):
         tilewise.explain(q, q, q, num_splits=2)
     with pytest.raises(ValueError, match="cu_seqlens_q is given, but attention_with_kvcache"):
         tilewise.explain(q, cache, cache, cache_seqlens=lengths, cu_seqlens_q=pages[0])
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("bias", torch.zeros(40)), ("dropout_p", 0.5), ("deterministic", True), ("layout", "bhsd"),
+     ("cu_seqlens_k", torch.tensor([0, 40])), ("seqused_k", torch.tensor([9, 20])),
+     ("max_seqlen_k", 40)],
+)  # fmt: skip
+def test_explain_of_a_cache_refuses_what_attention_to_it_lacks(kind, name, value):
+    q, cache = kind(torch.zeros(2, 1, 4, 16)), kind(torch.zeros(2, 40, 2, 16))
+    value = kind(value) if isinstance(value, torch.Tensor) else value
+    for given in (dict(cache_seqlens=7), dict(cache_batch_idx=kind(torch.tensor([1, 0])))):
+        with pytest.raises(ValueError, match=f"{name} is given, but attention_with_kvcache has no"):
+            tilewise.explain(q, cache, cache, **given, **{name: value})
+
+
+@BOTH
+def test_explain_checks_the_layout_of_every_form(kind):
+    q, starts = kind(torch.zeros(9, 2, 16)), kind(torch.tensor([0, 3, 9], dtype=torch.int32))
+    dense, varlen = q[None], dict(cu_seqlens_q=starts, cu_seqlens_k=starts)
+    for x, given in ((dense, {}), (dense, dict(cache_seqlens=7)), (q, varlen)):
+        with pytest.raises(ValueError, match="layout is 'junk', but must be 'bshd' or 'bhsd'"):
+            tilewise.explain(x, x, x, layout="junk", **given)
+    with pytest.raises(ValueError, match="layout is given, but attention_varlen has no such"):
+        tilewise.explain(q, q, q, layout="bhsd", **varlen)
+    with pytest.raises(ValueError, match="check is given, but attention has no such argument"):
+        tilewise.explain(dense, dense, dense, check=True)
+
+
+def test_explain_names_no_backward_where_there_is_none():
+    """Pages have a gradient as tensors; attention_backward, for arrays, takes none."""
+    starts, table = torch.tensor([0, 3, 9]).int(), torch.zeros(2, 3).int()
+    q, pages = torch.zeros(9, 2, 16), torch.zeros(4, 8, 2, 16)
+    given = dict(cu_seqlens_q=starts, block_table=table)
+    assert isinstance(tilewise.explain(q, pages, pages, **given).backward, tilewise.Plan)
+    arrays = {name: value.numpy() for name, value in given.items()}
+    told = tilewise.explain(q.numpy(), pages.numpy(), pages.numpy(), **arrays)
+    assert isinstance(told.forward, tilewise.Plan)
+    assert "takes no block_table" in told.backward
+    taken = inspect.signature(tilewise.attention_backward).parameters
+    assert "cu_seqlens_q" in taken and "block_table" not in taken
 
 
 def test_explain_leaves_the_generators_alone():
@@ -128,3 +172,21 @@ def test_capabilities():
     portable = [row for row in rows if row.name == "cpu.portable"]
     assert len(portable) == 3
     assert all(row.available and row.forward and row.backward for row in portable)
+
+
+def test_requirements_of_a_gpu_family_say_what_this_build_has_code_for(monkeypatch):
+    """A family may need less than what builds are compiled for, as simt does."""
+    code = [
+        {"table": table, "sm": sm, "ptx": ptx}
+        for table, sm, ptx in ((0, 75, False), (0, 90, False), (80, 80, True), (901, 90, False))
+    ]
+    monkeypatch.setattr(_capabilities, "cuda_code", lambda: code)
+    for row in tilewise.capabilities():
+        oldest = {"cuda.simt": 75, "cuda.mma_sync": 80, "cuda.wgmma": 90}.get(row.name)
+        words = f"; its oldest code in this build is for sm_{oldest}"
+        assert row.requires.endswith(words) == (oldest is not None), row
+        assert "this build" in row.requires or row.device == "cpu"
+    monkeypatch.setattr(_capabilities, "cuda_code", list)
+    for row in tilewise.capabilities():
+        missing = row.device == "cuda" and not row.available
+        assert row.requires.endswith("; this build has no code of it") == missing, row

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("numpy")
 
 from tilewise import _abi
+from tilewise._capabilities import cuda_code
 from tilewise._library import c_library
 from tilewise.cli import doctor, gpu, provenance, selftest, system
 from tilewise.cli.command import main
@@ -88,7 +89,7 @@ def test_status_tells_tables_that_ran_from_those_that_only_compiled(monkeypatch)
     inside = [{"table": t, "sm": t or 75, "ptx": False} for t in (0, 86, 90, 901)]
     names = ("cpu.avx2", "cuda.simt", "cuda.mma_sync", "cuda.wgmma")
     families = [{"kernel": name} for name in names]
-    monkeypatch.setattr(gpu, "code", lambda: inside)
+    monkeypatch.setattr(provenance, "cuda_code", lambda: inside)
     monkeypatch.setattr(provenance.system, "kernels", lambda: families)
     rows = provenance.status(provenance.from_gpu_check(result(native=counted())))
     assert {r["kernel"]: r["state"] for r in rows} == {
@@ -98,6 +99,31 @@ def test_status_tells_tables_that_ran_from_those_that_only_compiled(monkeypatch)
         "cuda.mma_sync tiles of sm_90": "run",
         "cuda.wgmma tiles of sm_90a": "only compiled",
     }
+
+
+def test_status_names_the_tables_that_ran_in_other_builds(monkeypatch):
+    families = [{"kernel": name} for name in ("cuda.simt", "cuda.mma_sync", "cuda.wgmma")]
+    monkeypatch.setattr(provenance, "cuda_code", list)
+    monkeypatch.setattr(provenance.system, "kernels", lambda: families)
+    ran = provenance.from_gpu_check(result(**{"native": counted(), "forced-75": counted()}))
+    rows = provenance.status(ran)
+    assert {r["kernel"]: [run["table"] for run in r["runs"]] for r in rows} == {
+        "cuda.simt": [0],
+        "cuda.mma_sync tiles of sm_75": [75],
+        "cuda.mma_sync tiles of sm_90": [90],
+        "cuda.wgmma": [],
+    }
+    assert {r["state"] for r in rows} == {"not in this build"}
+
+
+def test_provenance_names_the_code_inside(monkeypatch, capsys):
+    code = [{"table": t, "sm": t or 75, "ptx": t == 80} for t in (0, 80, 90)]
+    monkeypatch.setattr(doctor, "cuda_code", lambda: code)
+    assert main(["doctor", "--provenance"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "CUDA code inside: without tensor cores: SASS 75; tiles of sm_80: PTX 80; "
+        "tiles of sm_90: SASS 90"
+    )
 
 
 def test_gpus_or_the_reason_why_there_is_none():
@@ -112,7 +138,7 @@ def test_gpus_or_the_reason_why_there_is_none():
 
 
 def test_code_inside_ends_with_a_status():
-    rows = gpu.code()
+    rows = cuda_code()
     info = _abi.sized(_abi.CudaCodeInfo)
     status = c_library().tilewise_cuda_code(len(rows), ctypes.byref(info))
     assert status == (_abi.INVALID_ARGUMENT if rows else _abi.UNSUPPORTED)

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 import compat_reference as reference  # noqa: E402
 import devices  # noqa: E402
+import tilewise  # noqa: E402
 from compat_reference import assert_as_good, check_against  # noqa: E402
 from tilewise.compat import flash_attn_interface as fa3  # noqa: E402
 from tilewise.compat._chunks import split_lengths  # noqa: E402
@@ -379,8 +380,19 @@ def test_fp8_scales_are_refused_by_name(name):
         lambda: fa3.flash_attn_with_kvcache(q, k, v, **scale),
         lambda: fa3._flash_attn_forward(q, k, v, **scale),
     ):
-        with pytest.raises(NotImplementedError, match=name):
+        with pytest.raises(NotImplementedError, match=f"{name} is given.*no kernel for q of fp8"):
             call()
+
+
+def test_fp8_keys_without_scales_are_taken():
+    """And q of fp8 is not: what the refusal above says."""
+    q, k, v = (x.bfloat16() for x in inputs(1, 4, 9))
+    k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+    out = fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=5, causal=True)
+    wanted = tilewise.attention_with_kvcache(q, k, v, cache_seqlens=5, causal=True)
+    assert devices.equal(out, wanted)
+    with pytest.raises(TypeError, match=r"q has dtype torch\.float8_e4m3fn"):
+        fa3.flash_attn_func(q.to(torch.float8_e4m3fn), k, v)
 
 
 def test_refusals_name_the_argument():

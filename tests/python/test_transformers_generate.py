@@ -154,3 +154,12 @@ def request_number(key: str) -> int:
 def test_paged_attention_refuses_dropout() -> None:
     with pytest.raises(ValueError, match=r"call model.eval\(\)"):
         _paged.paged_attention(*(torch.zeros(1),) * 3, None, dict(dropout_p=0.1), {})
+
+
+def test_position_bias_of_pages_is_refused_before_anything_is_written() -> None:
+    from tilewise.integrations.transformers import attention
+
+    q = torch.zeros(1, 4, 1, 8)
+    given: dict = dict(is_causal=True, cache=object(), block_table=torch.zeros(1, 1).int())
+    with pytest.raises(ValueError, match="position_bias is given with block_table"):
+        attention(torch.nn.Module(), q, q, q, None, position_bias=torch.zeros(4, 1, 9), **given)

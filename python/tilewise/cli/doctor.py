@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewise import _abi
+from tilewise._capabilities import cuda_code
 from tilewise._library import c_library
 from tilewise.cli import gpu, provenance, system, tables
 from tilewise.cli.progress import Progress
@@ -104,7 +105,7 @@ def collect(sets: list[tuple[str, bool]]) -> dict[str, Any]:
             "gpus": gpus,
             "no_gpu": no_gpu,
         },
-        "cuda_code": gpu.code(),
+        "cuda_code": cuda_code(),
         "library": system.library_path(),
         "versions": system.versions(),
         "instruction_sets": [{"name": n, "available": a} for n, a in sets],
@@ -318,4 +319,5 @@ def show_provenance(as_json: bool) -> int:
             lines.append([row["kernel"], row["state"], r["machine"], r["date"], passed])
     head = ["kernel", "state", "machine", "date", "proof"]
     tables.show(head, lines, left=range(len(head)))
+    print(f"CUDA code inside: {code_text(cuda_code())}")
     return 0

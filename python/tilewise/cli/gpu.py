@@ -43,16 +43,6 @@ def gpus() -> tuple[list[dict[str, Any]], str]:
     return rows, "" if rows else library.tilewise_last_error().decode()
 
 
-def code() -> list[dict[str, Any]]:
-    """The machine code inside: tile table (0: kernels without one), sm, whether it is PTX."""
-    library = c_library()
-    rows: list[dict[str, Any]] = []
-    info = _abi.sized(_abi.CudaCodeInfo)
-    while library.tilewise_cuda_code(len(rows), ctypes.byref(info)) == _abi.OK:
-        rows.append({"table": info.table, "sm": info.sm, "ptx": bool(info.ptx)})
-    return rows
-
-
 def plan(index: int, dtype: str, head_dim: int, case: str, which: int) -> dict[str, Any]:
     """Kernel, tile, splits and reason of the planner on GPU `index`; a refusal has no kernel."""
     library = c_library()

@@ -17,12 +17,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from tilewise._capabilities import OWN_TABLE, cuda_code, family_of
 from tilewise.cli import gpu, system
 
 # Tile tables of mma_sync, and how a result of gpu-check calls runs that were forced to use one.
 TABLES = (75, 80, 86, 90, 120)
-# Families with one table of their own; every other one but mma_sync has none (0).
-OWN_TABLE = {"cuda.wgmma": 901}
 FORCED = re.compile(r"forced-(\d+)$")
 SHORT_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
@@ -133,32 +132,30 @@ def from_gpu_check(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def status(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per kernel family of this build (on GPUs: and tile table inside): where it was run,
-    or that it only compiled.
+    """One row per kernel family (on GPUs: and tile table, inside or recorded): where it was run,
+    that it only compiled, or that this build has none of it.
     """
-    tables = sorted({row["table"] for row in gpu.code()})
+    inside = {row["table"] for row in cuda_code()}
+    recorded = {r.get("table", 0) for r in records if r["device"] == "cuda"}
     rows = []
     for family in dict.fromkeys(row["kernel"] for row in system.kernels()):
         mine = [r for r in records if r["kernel"] == family]
         if not family.startswith("cuda."):
-            rows.append(_row(family, mine))
+            rows.append(_row(family, mine, True))
             continue
-        of_family = [t for t in tables if family == _family_of(t)]
+        of_family = sorted(t for t in inside | recorded if family == family_of(t))
         for table in of_family:
             name = f"{family} tiles of {gpu.table_name(table)}" if table else family
-            rows.append(_row(name, [r for r in mine if r.get("table", 0) == table]))
+            runs = [r for r in mine if r.get("table", 0) == table]
+            rows.append(_row(name, runs, table in inside))
         if not of_family:
-            rows.append({"kernel": family, "state": "not in this build", "runs": mine})
+            rows.append(_row(family, [], False))
     return rows
 
 
-def _family_of(table: int) -> str:
-    own = {number: family for family, number in OWN_TABLE.items()}
-    return own.get(table, "cuda.mma_sync") if table else "cuda.simt"
-
-
-def _row(kernel: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"kernel": kernel, "state": "run" if runs else "only compiled", "runs": runs}
+def _row(kernel: str, runs: list[dict[str, Any]], inside: bool) -> dict[str, Any]:
+    state = ("run" if runs else "only compiled") if inside else "not in this build"
+    return {"kernel": kernel, "state": state, "runs": runs}
 
 
 def main(arguments: Sequence[str], path: Path = FILE) -> int:

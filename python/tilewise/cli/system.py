@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import importlib.metadata
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewise import _abi
+from tilewise._capabilities import capabilities
 from tilewise._library import c_library
 
 if TYPE_CHECKING:
@@ -72,23 +74,8 @@ def forced_isa(name: str) -> Iterator[None]:
 
 def kernels() -> list[dict[str, Any]]:
     """The support matrix: one row per kernel family and dtype."""
-    library = c_library()
-    rows: list[dict[str, Any]] = []
-    info = _abi.sized(_abi.KernelInfo)
-    while library.tilewise_kernel(len(rows), ctypes.byref(info)) == _abi.OK:
-        rows.append(
-            {
-                "kernel": info.name.decode(),
-                "device": _abi.DEVICE_NAMES[info.device],
-                "dtype": _abi.DTYPE_NAMES[info.dtype],
-                "max_head_dim": info.max_head_dim,
-                "forward": bool(info.forward),
-                "backward": bool(info.backward),
-                "available": bool(info.available),
-                "requires": info.requires_.decode(),
-            }
-        )
-    return rows
+    rows = [dataclasses.asdict(row) for row in capabilities()]
+    return [{"kernel": row.pop("name"), **row} for row in rows]
 
 
 def torch_or_none() -> ModuleType | None:

@@ -18,11 +18,13 @@ from tilewise.compat._chunks import Sequence, split_cache, split_packed
 
 
 def refuse(**arguments: Any) -> None:
-    """NotImplementedError for arguments that are given although nothing here can honour them."""
+    """NotImplementedError for factors of fp8 inputs, which only our own functions take."""
     for name, value in arguments.items():
         if value is not None:
             raise NotImplementedError(
-                f"{name} is given: it scales fp8 inputs, for which there is no kernel; pass None"
+                f"{name} is given, but must be None: there is no kernel for q of fp8, and factors "
+                "of k and v of float8_e4m3fn, with q of fp16 or bf16, are arguments of "
+                "tilewise.attention, attention_varlen and attention_with_kvcache"
             )
 
 

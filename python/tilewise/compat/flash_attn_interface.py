@@ -6,8 +6,10 @@ is a right side of 0; with ``attention_chunk`` only keys of the row's own chunk.
 to q . k (then head_dim + head_dim_v may be 512 at most). Differentiable; ``return_attn_probs`` adds
 the log-sum-exp, fp32 [B, H, Sq] or [H, T], which has a gradient too.
 
-``q_descale``, ``k_descale`` and ``v_descale`` belong to fp8 inputs, for which there are no kernels
-yet: they raise NotImplementedError. ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are
+``q_descale``, ``k_descale`` and ``v_descale`` raise NotImplementedError: q of fp8 has no kernel;
+factors of k and v of torch.float8_e4m3fn, under q of fp16 or bf16, are arguments of
+``tilewise.attention``, ``attention_varlen`` and ``attention_with_kvcache``; without factors such k
+and v are taken here, too, for a forward. ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are
 hints about how a kernel is laid out; they cannot change a result and are not needed.
 """
 

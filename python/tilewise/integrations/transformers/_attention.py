@@ -84,6 +84,11 @@ def attention(
     if cache is not None:
         from ._paged import paged_attention
 
+        if position_bias is not None and kwargs.get("block_table") is not None:
+            raise ValueError(
+                "position_bias is given with block_table, but tilewise does not compute it over a "
+                "paged cache: pass None, or load the model with another attn_implementation"
+            )
         key, value = cache.update(
             key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs
         )

@@ -1,0 +1,78 @@
+"""What this build can run: the support matrix, and the CUDA code inside."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+from . import _abi
+from ._library import c_library
+
+# CUDA families with one tile table of their own, or with none (0). All other tables are mma_sync's.
+OWN_TABLE = {"cuda.simt": 0, "cuda.wgmma": 901}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One row of the support matrix: a kernel family for a dtype.
+
+    ``requires`` says what its instructions need and, of a GPU, what this build has code for.
+    """
+
+    name: str
+    device: str
+    dtype: str
+    max_head_dim: int
+    forward: bool
+    backward: bool
+    available: bool
+    requires: str
+
+
+def capabilities() -> list[Kernel]:
+    """All kernels of this build, and whether this machine can run them; the best come last."""
+    library, code = c_library(), cuda_code()
+    rows: list[Kernel] = []
+    info = _abi.sized(_abi.KernelInfo)
+    while library.tilewise_kernel(len(rows), ctypes.byref(info)) == _abi.OK:
+        name, available = info.name.decode(), bool(info.available)
+        # What is available without any code is emulated.
+        inside = info.device == _abi.CUDA and (code or not available)
+        rows.append(
+            Kernel(
+                name=name,
+                device=_abi.DEVICE_NAMES[info.device],
+                dtype=_abi.DTYPE_NAMES[info.dtype],
+                max_head_dim=info.max_head_dim,
+                forward=bool(info.forward),
+                backward=bool(info.backward),
+                available=available,
+                requires=info.requires_.decode() + (_inside(name, code) if inside else ""),
+            )
+        )
+    return rows
+
+
+def cuda_code() -> list[dict[str, Any]]:
+    """The machine code inside: tile table (0: kernels without one), sm, whether it is PTX."""
+    library = c_library()
+    rows: list[dict[str, Any]] = []
+    info = _abi.sized(_abi.CudaCodeInfo)
+    while library.tilewise_cuda_code(len(rows), ctypes.byref(info)) == _abi.OK:
+        rows.append({"table": info.table, "sm": info.sm, "ptx": bool(info.ptx)})
+    return rows
+
+
+def family_of(table: int) -> str:
+    """The CUDA family whose kernels use a tile table."""
+    own = {number: family for family, number in OWN_TABLE.items()}
+    return own.get(table, "cuda.mma_sync")
+
+
+def _inside(family: str, code: list[dict[str, Any]]) -> str:
+    """For which GPUs there is code: a family may need less than any build is compiled for."""
+    mine = [row["sm"] for row in code if family_of(row["table"]) == family]
+    if not mine:
+        return "; this build has no code of it"
+    return f"; its oldest code in this build is for sm_{min(mine)}"
