@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -100,20 +102,100 @@ def forced_logits(model: Any, tokenizer: Any, answer: Tensor) -> Tensor:
 
 # Not the tokens themselves: the first one is "The" or, 0.1 of 25 behind it, a French article, and
 # in bf16 that is one step. Under eager, too, the answer in French is nonsense.
+#
+# One run of a model tells little either: a last bit of one attention, through thirty layers of
+# half precision, moves the mean error of the logits by a tenth. With last bits drawn at random
+# fp16 gives 0.0202 +- 0.0025 under an exact attention, 0.0204 +- 0.0015 under eager and
+# 0.0207 +- 0.0021 under ours (16 draws each). Hence means of draws, and the same ones for both.
+DRAWS = 8
+
+
+@contextlib.contextmanager
+def drawn_last_bits(model: Any, seed: int) -> Iterator[None]:
+    """Every attention's output changes by about half a rounding step of its dtype."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(_module: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        o = given[0]
+        noise = torch.randn(o.shape, generator=generator, dtype=torch.float64, device="cpu")
+        return ((o.double() * (1 + torch.finfo(o.dtype).eps / 4 * noise.to(o.device))).to(o.dtype),)
+
+    hooks = [layer.self_attn.o_proj.register_forward_pre_hook(draw) for layer in model.model.layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_as_near_to_fp32_as_eager(dtype: torch.dtype, one_by_one: Tensor) -> None:
-    import copy
-
     model, tokenizer = hf_models.smollm2()
     answer = one_by_one[0, :8]
     exact = forced_logits(hf_models.with_attention(model, "eager"), tokenizer, answer)
     model = copy.deepcopy(model).to(dtype)
-    errors = {}
+    mean, largest = {}, {}
     for name in ("eager", "tilewise"):
-        given = forced_logits(hf_models.with_attention(model, name), tokenizer, answer)
-        errors[name] = (given - exact).abs().mean(dim=-1)  # [tokens]
-    assert float(errors["tilewise"].mean()) < 1.25 * float(errors["eager"].mean())
-    assert float(errors["tilewise"].max()) < 2.0 * float(errors["eager"].max())
+        hf_models.with_attention(model, name)
+        errors = []  # [draws, tokens]
+        for seed in range(DRAWS):
+            with drawn_last_bits(model, seed):
+                given = forced_logits(model, tokenizer, answer)
+            errors.append((given - exact).abs().mean(dim=-1))
+        mean[name] = float(torch.stack(errors).mean())
+        largest[name] = float(torch.stack(errors).amax(dim=-1).mean())
+    assert mean["tilewise"] < 1.25 * mean["eager"]
+    assert largest["tilewise"] < 2.0 * largest["eager"]
+
+
+def hidden_keys(q: Tensor, k: Tensor) -> Tensor:
+    """[rows, keys]; True where a causal row sees nothing. Rows are the last ones."""
+    every = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+    return every.triu(1 + k.shape[2] - q.shape[2])
+
+
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal, of [batch, heads, rows, dim] with grouped heads; in fp64."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    s = q.double() @ keys.transpose(2, 3) * scale
+    return s.masked_fill(hidden_keys(q, k), float("-inf")).softmax(dim=-1) @ values
+
+
+# What the test above says of a model, of its attention alone and without chance: with the q, k, v
+# of all thirty layers ours is 0.37 (fp16) and 0.40 (bf16) as far from fp64 as eager, which rounds
+# s and p as well.
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_layer_is_nearer_to_fp64_than_eager(dtype: torch.dtype, one_by_one: Tensor) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    ours = ALL_ATTENTION_FUNCTIONS["tilewise"]
+    errors: dict[str, list[float]] = {"eager": [], "tilewise": []}
+
+    def compared(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
+        exact = exact_attention(q, k, v, options["scaling"]).transpose(1, 2)
+        lowest = torch.finfo(dtype).min
+        bias = torch.zeros_like(hidden_keys(q, k), dtype=dtype)
+        bias = bias.masked_fill(hidden_keys(q, k), lowest)[None, None]
+        given = ours(module, q, k, v, mask, **options)
+        eager = eager_attention_forward(module, q, k, v, bias, **options)
+        for name, (o, _weights) in dict(tilewise=given, eager=eager).items():
+            errors[name].append(float((o.double() - exact).norm() / exact.norm()))
+        return given
+
+    AttentionInterface.register("compared", compared)
+    AttentionMaskInterface.register("compared", ALL_MASK_ATTENTION_FUNCTIONS["tilewise"])
+    model, tokenizer = hf_models.smollm2()
+    model = copy.deepcopy(model).to(dtype)
+    forced_logits(hf_models.with_attention(model, "compared"), tokenizer, one_by_one[0, :8])
+    layers = model.config.num_hidden_layers
+    assert len(errors["tilewise"]) == layers * (1 + 8)
+    for given, eager in zip(errors["tilewise"], errors["eager"], strict=True):
+        assert given < eager
+    assert sum(errors["tilewise"]) < 0.5 * sum(errors["eager"])
 
 
 def test_continuous_batching_is_as_one_by_one(smollm2: tuple[Any, Any], one_by_one: Tensor) -> None:
@@ -146,8 +228,6 @@ def test_continuous_batching_is_as_one_by_one(smollm2: tuple[Any, Any], one_by_o
 
 def losses(implementation: str) -> list[float]:
     """Of a few steps of fine-tuning on padded texts, from the same weights."""
-    import copy
-
     model, tokenizer = hf_models.smollm2()
     model = hf_models.with_attention(copy.deepcopy(model), implementation).train()
     texts = [f"Question: {prompt}\nAnswer: tile by tile." for prompt in PROMPTS]
