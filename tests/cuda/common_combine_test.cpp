@@ -1,6 +1,9 @@
 // The merge of splits, against sums in double.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <vector>
+
 #include "call.h"
 #include "cuda/common/kernels.h"
 
@@ -14,29 +17,25 @@ using tilewise::to_float;
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
+// Results of parts, one after the other: columns, and lse. Parts that saw nothing have lse -inf and
+// whatever was in memory.
 struct Partials {
-  int64_t rows;  // of all sequences
-  int64_t heads;
   int64_t columns;
-  int32_t splits;
   std::vector<float> out, lse;
 
-  // Splits that saw nothing have lse -inf and whatever was in memory.
-  template <class T>
-  Partials(Call<T>& call, int32_t count)
-      : rows(tilewise::cuda::total_rows(call.p)),
-        heads(call.p.heads_q),
-        columns(call.p.head_dim_v),
-        splits(count) {
-    const bool empty_rows = call.random.coin();
-    for (int64_t i = 0; i < splits * rows * heads; ++i) {
-      const bool nothing = call.random.rarely() || (empty_rows && i % (rows * heads) % 3 == 0);
-      lse.push_back(nothing ? kNothing : 8.0f * call.random.normal());
-      for (int64_t c = 0; c < columns; ++c) out.push_back(nothing ? kNaN : call.random.normal());
+  template <class Nothing>
+  Partials(cuda_test::Random& random, int64_t rows, int64_t of_row, const Nothing& saw_nothing)
+      : columns(of_row) {
+    for (int64_t i = 0; i < rows; ++i) {
+      const bool nothing = random.rarely() || saw_nothing(i);
+      lse.push_back(nothing ? kNothing : 8.0f * random.normal());
+      for (int64_t c = 0; c < columns; ++c) out.push_back(nothing ? kNaN : random.normal());
     }
   }
-  size_t at(int32_t split, int64_t row, int64_t head) const {
-    return static_cast<size_t>((split * rows + row) * heads + head);
+
+  void give_to(tilewise::cuda::ForwardParams& params) {
+    params.partial_out = out.data();
+    params.partial_lse = lse.data();
   }
 };
 
@@ -45,28 +44,28 @@ class CommonCombine : public testing::Test {};
 using Types = testing::Types<float, tilewise::Half, tilewise::BFloat16>;
 TYPED_TEST_SUITE(CommonCombine, Types);
 
-// One row of one head.
+// One row of one head, whose parts lie at `parts`.
 template <class T>
-void compare(const Call<T>& call, const Partials& part, const Sequence& s, int64_t i,
-             int64_t head) {
+void compare(const Call<T>& call, const Partials& partials, const Sequence& s, int64_t i,
+             int64_t head, const std::vector<size_t>& parts) {
   const tilewise::Problem& p = call.p;
-  const int64_t row = tilewise::cuda::flat_row(p, s, i);
   double sum = p.sinks != nullptr ? std::exp(static_cast<double>(p.sinks[head])) : 0.0;
-  for (int32_t split = 0; split < part.splits; ++split)
-    sum += std::exp(static_cast<double>(part.lse[part.at(split, row, head)]));
-  const auto lse_at =
-      static_cast<size_t>(s.lse_offset(p.lse_stride_batch, i) + head * p.lse_stride_head);
-  if (sum == 0.0)
-    ASSERT_EQ(call.lse[lse_at], kNothing);
-  else
-    ASSERT_NEAR(call.lse[lse_at], std::log(sum), 1e-6 * std::max(1.0, std::abs(std::log(sum))));
+  for (const size_t part : parts) sum += std::exp(static_cast<double>(partials.lse[part]));
+  if (p.lse != nullptr) {
+    const auto at =
+        static_cast<size_t>(s.lse_offset(p.lse_stride_batch, i) + head * p.lse_stride_head);
+    if (sum == 0.0)
+      ASSERT_EQ(call.lse[at], kNothing);
+    else
+      ASSERT_NEAR(call.lse[at], std::log(sum), 1e-6 * std::max(1.0, std::abs(std::log(sum))));
+  }
   for (int64_t c = 0; c < p.head_dim_v; ++c) {
     double expected = 0.0;
-    for (int32_t split = 0; split < part.splits; ++split) {
-      const size_t at = part.at(split, row, head);
-      if (part.lse[at] == kNothing) continue;
-      expected += std::exp(static_cast<double>(part.lse[at])) / sum *
-                  part.out[at * static_cast<size_t>(p.head_dim_v) + static_cast<size_t>(c)];
+    for (const size_t part : parts) {
+      if (partials.lse[part] == kNothing) continue;
+      expected +=
+          std::exp(static_cast<double>(partials.lse[part])) / sum *
+          partials.out[part * static_cast<size_t>(partials.columns) + static_cast<size_t>(c)];
     }
     const auto at = static_cast<size_t>(s.row_offset(p.out, i) + head * p.out.stride_head + c);
     const double unit = std::max(cuda_test::Type<T>::kUnit, 0x1p-20);
@@ -74,40 +73,105 @@ void compare(const Call<T>& call, const Partials& part, const Sequence& s, int64
   }
 }
 
+template <class T>
+int64_t written(const Call<T>& call) {
+  return std::count_if(call.out.begin(), call.out.end(),
+                       [](T x) { return !std::isnan(to_float(x)); });
+}
+
 TYPED_TEST(CommonCombine, IsTheSoftmaxOfAllSplits) {
   for (uint32_t seed = 0; seed < 120; ++seed) {
     Call<TypeParam> call(seed, {30, 10, 140, 3});
+    const tilewise::Problem& p = call.p;
     const int32_t splits = call.random.template pick<int32_t>({2, 3, 7, 32, 33, 80});
-    Partials part(call, splits);
+    const int64_t all = tilewise::cuda::total_rows(p) * p.heads_q;  // of a split
+    const bool empty_rows = call.random.coin();
+    Partials partials(call.random, splits * all, p.head_dim_v,
+                      [&](int64_t i) { return empty_rows && i % all % 3 == 0; });
     if (seed % 7 == 0) call.p.lse = nullptr;
     tilewise::cuda::ForwardParams params{};
-    params.problem = call.p;
+    params.problem = p;
     params.order.splits = splits;
-    params.partial_out = part.out.data();
-    params.partial_lse = part.lse.data();
     params.rule = {0, splits};
-    const common::TensorKernels& kernels = common::tensor_kernels(call.p.dtype);
+    partials.give_to(params);
+    const common::TensorKernels& kernels = common::tensor_kernels(p.dtype);
     const int64_t rows = common::combined_rows(params);
     // Which of the two a launch takes follows from the number of rows.
-    if (seed % 2 == 0 && splits <= 32 && call.p.head_dim_v % 4 == 0)
+    if (seed % 2 == 0 && splits <= 32 && p.head_dim_v % 4 == 0)
       tilewise::cuda::launch(kernels.combine_splits_by_warps,
                              tilewise::ceil_div(rows, common::kRowsOfCombine), nullptr, params);
     else
       tilewise::cuda::launch(kernels.combine_splits, rows, nullptr, params);
     int64_t used = 0;
-    for (int64_t b = 0; b < call.p.batch; ++b) {
-      const Sequence s = tilewise::sequence_of(call.p, b);
+    for (int64_t b = 0; b < p.batch; ++b) {
+      const Sequence s = tilewise::sequence_of(p, b);
       used += s.band.rows;
-      if (call.p.lse == nullptr) continue;
-      for (int64_t i = 0; i < s.band.rows; ++i)
-        for (int64_t head = 0; head < call.p.heads_q; ++head) compare(call, part, s, i, head);
+      for (int64_t i = 0; i < s.band.rows; ++i) {
+        for (int64_t head = 0; head < p.heads_q; ++head) {
+          std::vector<size_t> parts;
+          for (int64_t split = 0; split < splits; ++split)
+            parts.push_back(static_cast<size_t>(
+                split * all + tilewise::cuda::flat_row(p, s, i) * p.heads_q + head));
+          compare(call, partials, s, i, head, parts);
+        }
+      }
     }
     // Rows that are not in use are not this kernel's.
-    int64_t written = 0;
-    for (const TypeParam x : call.out) written += std::isnan(to_float(x)) ? 0 : 1;
-    ASSERT_EQ(written, used * call.p.heads_q * call.p.head_dim_v) << "seed " << seed;
+    ASSERT_EQ(written(call), used * p.heads_q * p.head_dim_v) << "seed " << seed;
     if (testing::Test::HasFatalFailure()) FAIL() << "seed " << seed;
   }
+}
+
+// The rows of shared works get the softmax of their parts, those of the works before none.
+TYPED_TEST(CommonCombine, IsTheSoftmaxOfTheSharesOfAWork) {
+  constexpr int32_t kRowTile = 16;
+  int32_t problems = 0;
+  for (uint32_t seed = 0; seed < 1200; ++seed) {
+    Call<TypeParam> call(seed, {50, 10, 140, 3});
+    const tilewise::Problem& p = call.p;
+    const bool shape_says_rows = p.cu_seqlens_q == nullptr && p.seqused_q == nullptr;
+    if (!shape_says_rows || p.head_dim_v % 8 != 0 || p.batch * p.seqlen_q == 0) continue;
+    ++problems;
+    if (problems % 7 == 0) call.p.lse = nullptr;
+    tilewise::cuda::ForwardParams params{};
+    params.problem = p;
+    params.row_tile = kRowTile;
+    params.order.tiles = static_cast<int32_t>(tilewise::ceil_div(p.seqlen_q, int64_t{kRowTile}));
+    params.order.heads = static_cast<int32_t>(p.heads_q);
+    params.order.sequences = static_cast<int32_t>(p.batch);
+    const int32_t works = params.order.tiles * params.order.heads * params.order.sequences;
+    tilewise::cuda::Shares& shares = params.shares;
+    shares.works = static_cast<int32_t>(call.random.between(1, works));
+    shares.first = works - shares.works;
+    const auto key_tiles = static_cast<int32_t>(call.random.between(1, 90));
+    shares.key_tiles = key_tiles;
+    shares.stretch = static_cast<int32_t>(
+        call.random.between(tilewise::ceil_div(key_tiles, shares.kMostParts - 1), key_tiles));
+    shares.columns = static_cast<int32_t>(p.head_dim_v + call.random.pick({0, 8, 64}));
+    Partials partials(call.random, shares.slots() * kRowTile, shares.columns,
+                      [](int64_t) { return false; });
+    partials.give_to(params);
+    tilewise::cuda::launch(common::tensor_kernels(p.dtype).combine(params),
+                           common::combine_blocks(params), nullptr, params);
+    int64_t used = 0;
+    for (int32_t work = 0; work < shares.works; ++work) {
+      const tilewise::cuda::TileOrder::Work at = params.order.at(shares.first + work);
+      const Sequence s = tilewise::sequence_of(p, at.sequence);
+      const int64_t first = int64_t{at.tile} * kRowTile;
+      const int64_t rows = std::min<int64_t>(kRowTile, p.seqlen_q - first);
+      used += rows;
+      for (int64_t r = 0; r < rows; ++r) {
+        std::vector<size_t> parts;
+        for (int32_t part = 0; part < shares.parts(work); ++part)
+          parts.push_back(static_cast<size_t>(
+              shares.slot(shares.first_block(work) + part, work) * kRowTile + r));
+        compare(call, partials, s, first + r, at.head, parts);
+      }
+    }
+    ASSERT_EQ(written(call), used * p.head_dim_v) << "seed " << seed;
+    if (testing::Test::HasFatalFailure()) FAIL() << "seed " << seed;
+  }
+  ASSERT_GT(problems, 30);
 }
 
 }  // namespace

@@ -27,6 +27,14 @@ struct CombinedRow {
   TILEWISE_DEVICE int64_t item(int64_t split) const {
     return split == 0 ? first : second + (split - 1) * stride;
   }
+
+  TILEWISE_DEVICE void write_lse(const Problem& p, float lse) const {
+    p.lse[place.slot * p.lse_stride_batch + place.row + head * p.lse_stride_head] = lse;
+  }
+  template <class T>
+  TILEWISE_DEVICE T* out(const Problem& p) const {
+    return static_cast<T*>(p.out.data) + place.offset(p.out) + head * p.out.stride_head;
+  }
 };
 
 // Key splits: by rows of all sequences, and heads.
@@ -177,8 +185,7 @@ struct Combine {
   // warps' sums are added in order.
   template <int kWidth>
   TILEWISE_DEVICE void write(float lse, Parts<kWidth> parts) const {
-    T* const out =
-        static_cast<T*>(p.out.data) + row.place.offset(p.out) + row.head * p.out.stride_head;
+    T* const out = row.template out<T>(p);
     const int warp = ptx::warp_index();
     const SharedWords sums = shared_words(0);
 #pragma unroll 1
@@ -223,9 +230,7 @@ struct Combine {
     const float own = lse_of(0);
     const auto parts = load<kWidth>(0, ptx::lane_index() * kWidth);
     const float lse = merge(own, p.sinks != nullptr ? p.sinks[row.head] : kMinusInfinity);
-    if (p.lse != nullptr && ptx::thread_index() == 0)
-      p.lse[row.place.slot * p.lse_stride_batch + row.place.row + row.head * p.lse_stride_head] =
-          lse;
+    if (p.lse != nullptr && ptx::thread_index() == 0) row.write_lse(p, lse);
     write(own, parts);
   }
 };
@@ -261,9 +266,7 @@ struct CombineByWarps {
     SplitWeights weights;
     weights.begin(own, sink);
     const float lse = weights.finish(exponential(own - weights.base), sink);
-    if (p.lse != nullptr && lane == 0)
-      p.lse[row.place.slot * p.lse_stride_batch + row.place.row + row.head * p.lse_stride_head] =
-          lse;
+    if (p.lse != nullptr && lane == 0) row.write_lse(p, lse);
     const float weight = weights.of(own);
 #pragma unroll 1
     for (int64_t c = 0; c < p.head_dim_v; c += ptx::kWarpSize * kWidth)
@@ -290,8 +293,7 @@ struct CombineByWarps {
       }
     }
     if (!exists) return;
-    T* const out =
-        static_cast<T*>(p.out.data) + row.place.offset(p.out) + row.head * p.out.stride_head + c;
+    T* const out = row.template out<T>(p) + c;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j)
       out[j] = rounded<T>(sum[0][j] + sum[1][j] + sum[2][j] + sum[3][j]);

@@ -372,12 +372,14 @@ class ForwardMath {
     const LanePlace at = place();
     if (p_.before != nullptr && ptx::any(!outputs_are_finite(work, at, o_, ending.l))) [[unlikely]]
       RowRepair<C>::note(p_, thread() / ptx::kWarpSize, work.index, spoilt_);
-    if (C::kGeneral && work.splits > 1) [[unlikely]]
-      store_partial(p_, work, at, o_, ending.rows);
-    else if (!C::kGeneral && work.splits > 1) [[unlikely]]
-      store_part<C>(p_, work, at, o_, ending.rows);
-    else
+    if (work.splits > 1) [[unlikely]] {
+      if constexpr (C::kGeneral)
+        store_partial(p_, work, at, o_, ending.rows);
+      else
+        store_part<C>(p_, work, at, o_, ending.rows);
+    } else {
       store_outputs<C>(p_.problem, work, at, o_, ending.rows, ending.out);
+    }
     ptx::sync_warp();
     release(shared_.work_free(slot));
   }
