@@ -7,8 +7,9 @@ r"""An OpenAI-compatible HTTP server: continuous batching over Tilewise's paged 
     -d '{"messages": [{"role": "user", "content": "What is a tile?"}], "stream": true}'
 
 /v1/models, /v1/completions and /v1/chat/completions (with "stream": true as server-sent events),
-/health, /metrics. A server that is full answers 429 with Retry-After. SIGINT and SIGTERM let what
-is in flight finish. docs/serving.md says more.
+/health, /metrics. What is not honoured is refused with 400 and its name, another model with 404;
+a server that is full answers 429 with Retry-After. SIGINT and SIGTERM let what is in flight finish.
+docs/serving.md says more.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import models
 
@@ -32,10 +33,17 @@ models.require_or_exit("fastapi", "uvicorn", "transformers")
 import torch  # noqa: E402
 import uvicorn  # noqa: E402
 from fastapi import FastAPI, Request  # noqa: E402
-from fastapi.exceptions import RequestValidationError  # noqa: E402
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse  # noqa: E402
-from pydantic import BaseModel, ConfigDict, Field, model_validator  # noqa: E402
+from fastapi.responses import (  # noqa: E402
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
+from starlette.exceptions import HTTPException  # noqa: E402
+from starlette.requests import ClientDisconnect  # noqa: E402
 
+import serve_requests  # noqa: E402
+from serve_requests import Asked, RefusedError  # noqa: E402
 from tilewise.serving import (  # noqa: E402
     Engine,
     Output,
@@ -47,115 +55,7 @@ from tilewise.serving import (  # noqa: E402
 
 GRACE_SECONDS = 30  # for what is in flight at the end
 
-# --- what clients send ----------------------------------------------------------------------------
-
-_WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier"}
-# What asks for nothing, where that is not what is empty or zero.
-_NEUTRAL: dict[str, Any] = {
-    "n": 1, "best_of": 1, "repetition_penalty": 1, "tool_choice": "none",
-    "response_format": {"type": "text"}, "parallel_tool_calls": True,
-}  # fmt: skip
-
-
-class NotHereError(ValueError):
-    """A request asks for something that would change the answer, and that this server lacks."""
-
-    def __init__(self, name: str, value: Any) -> None:
-        super().__init__(f"{name} is {value!r}, but this server does not have it")
-        self.name = name
-
-
-def refuse_others(extra: dict[str, Any] | None, prefix: str = "") -> None:
-    """Raises for what clients ask for beyond the fields of a model, if it asks for anything."""
-    for name, value in (extra or {}).items():
-        neutral = name in _NEUTRAL and value == _NEUTRAL[name]
-        if value and not neutral and name not in _WITHOUT_EFFECT:
-            raise NotHereError(prefix + name, value)
-
-
-class Lenient(BaseModel):
-    """Fields, and others that are judged by what they ask for: many clients send null for all."""
-
-    model_config = ConfigDict(extra="allow")
-
-    @model_validator(mode="before")
-    @classmethod
-    def without_nulls(cls, body: Any) -> Any:
-        return {k: v for k, v in body.items() if v is not None} if isinstance(body, dict) else body
-
-
-class StreamOptions(Lenient):
-    """How to stream."""
-
-    include_usage: bool = False
-
-
-class Common(Lenient):
-    """What both kinds of requests can ask for."""
-
-    model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0.0, le=2.0)
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    stream: bool = False
-    stream_options: StreamOptions = Field(default_factory=StreamOptions)
-
-    def params(self) -> SamplingParams:
-        refuse_others(self.model_extra)
-        refuse_others(self.stream_options.model_extra, "stream_options.")
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return SamplingParams(self.max_tokens, self.temperature, self.top_p, self.seed, tuple(stop))
-
-
-class CompletionRequest(Common):
-    """POST /v1/completions: text, or tokens, to go on with."""
-
-    prompt: str | list[int]
-    max_tokens: int | None = Field(16, ge=1)
-
-    def tokens(self, tokenizer: Any) -> list[int]:
-        return tokenizer.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
-
-
-class Part(BaseModel):
-    """A piece of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    """What somebody said."""
-
-    role: str
-    content: str | list[Part]
-
-    def plain(self) -> dict[str, str]:
-        whole = isinstance(self.content, str)
-        text = self.content if whole else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": text}
-
-
-class ChatRequest(Common):
-    """POST /v1/chat/completions: a conversation to answer."""
-
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-
-    def params(self) -> SamplingParams:
-        self.max_tokens = self.max_completion_tokens or self.max_tokens
-        return super().params()
-
-    def tokens(self, tokenizer: Any) -> list[int]:
-        try:
-            return models.chat_prompt(tokenizer, [m.plain() for m in self.messages])
-        except Exception as error:  # whatever the model's own template raises
-            raise ValueError(f"messages do not fit the model's template: {error}") from error
-
-
-# --- what they get --------------------------------------------------------------------------------
+# --- what clients get -----------------------------------------------------------------------------
 
 
 class Stream:
@@ -235,11 +135,13 @@ class Form:
 
 def failure(
     status: int, message: str, kind: str = "invalid_request_error", param: str | None = None,
-    **headers: str,
-) -> JSONResponse:  # fmt: skip
+    code: str | None = None, **headers: str,
+) -> Response:  # fmt: skip
     """An error as clients of this interface expect it; param: the field that is at fault."""
-    body = {"error": {"message": message, "type": kind, "param": param, "code": None}}
-    return JSONResponse(body, status, headers={k.replace("_", "-"): v for k, v in headers.items()})
+    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    # Escaped: half a character is allowed in the name of a JSON field, and is no UTF-8.
+    text, headers = json.dumps(body), {k.replace("_", "-"): v for k, v in headers.items()}
+    return Response(text, status, headers, "application/json")
 
 
 async def events(stream: Stream, form: Form, with_usage: bool) -> AsyncIterator[str]:
@@ -264,7 +166,7 @@ async def events(stream: Stream, form: Form, with_usage: bool) -> AsyncIterator[
     yield "data: [DONE]\n\n"
 
 
-async def collected(stream: Stream, form: Form) -> JSONResponse:
+async def collected(stream: Stream, form: Form) -> Response:
     """The answer in one piece."""
     text, tokens, finish = "", 0, ""
     async for output in stream:
@@ -276,7 +178,7 @@ async def collected(stream: Stream, form: Form) -> JSONResponse:
     return JSONResponse(form.whole(text, finish, tokens))
 
 
-async def unless_disconnected(request: Request, stream: Stream, form: Form) -> JSONResponse:
+async def unless_disconnected(request: Request, stream: Stream, form: Form) -> Response:
     """The answer, given up as soon as nobody waits for it."""
 
     async def disconnected() -> None:
@@ -296,6 +198,18 @@ async def unless_disconnected(request: Request, stream: Stream, form: Form) -> J
 # --- the server -----------------------------------------------------------------------------------
 
 
+async def body_of(request: Request) -> Any:
+    """The JSON that was sent. Raises RefusedError."""
+    kind = request.headers.get("content-type", "")
+    # Any page in a browser may send text or a form to a server on this machine, but not JSON.
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        raise RefusedError(None, f"content-type is {kind!r}, but must be application/json")
+    try:
+        return json.loads(await request.body())
+    except (ValueError, RecursionError, ClientDisconnect) as error:
+        raise RefusedError(None, f"body is not JSON, but must be: {error}") from error
+
+
 def create_app(service: Service, tokenizer: Any, name: str) -> FastAPI:
     """The application; it closes the service when it ends."""
 
@@ -307,23 +221,28 @@ def create_app(service: Service, tokenizer: Any, name: str) -> FastAPI:
     app = FastAPI(title="Tilewise", lifespan=lifespan)
     started = int(time.time())
 
-    async def answer(request: Request, body: CompletionRequest | ChatRequest) -> Any:
-        if body.model not in (None, name):
-            return failure(404, f"model is {body.model!r}, but this server has {name!r}")
-        prompt, params = body.tokens(tokenizer), body.params()
-        stream = Stream(service, prompt, params)
-        form = Form(name, len(prompt), isinstance(body, ChatRequest))
-        if body.stream:
-            return EventStream(stream, events(stream, form, body.stream_options.include_usage))
+    async def answer(request: Request, read: Callable[[Any], Asked]) -> Response:
+        asked = read(await body_of(request))
+        if asked.model not in (None, name):
+            error = serve_requests.refused("model", asked.model, f"{name!r} or left out")
+            return failure(404, str(error), param=error.param, code="model_not_found")
+        prompt = asked.tokens(tokenizer)
+        try:
+            stream = Stream(service, prompt, asked.params)
+        except ValueError as error:
+            raise asked.does_not_fit(prompt, service.engine.context, error) from error
+        form = Form(name, len(prompt), asked.source == "messages")
+        if asked.stream:
+            return EventStream(stream, events(stream, form, asked.include_usage))
         return await unless_disconnected(request, stream, form)
 
     @app.post("/v1/completions")
-    async def completions(request: Request, body: CompletionRequest) -> Any:
-        return await answer(request, body)
+    async def completions(request: Request) -> Any:
+        return await answer(request, serve_requests.completion)
 
     @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request, body: ChatRequest) -> Any:
-        return await answer(request, body)
+    async def chat_completions(request: Request) -> Any:
+        return await answer(request, serve_requests.chat)
 
     @app.get("/v1/models")
     async def list_models() -> Any:
@@ -340,22 +259,21 @@ def create_app(service: Service, tokenizer: Any, name: str) -> FastAPI:
     async def metrics() -> Any:
         return PlainTextResponse(metrics_text(service.engine.stats()))
 
-    @app.exception_handler(RequestValidationError)
-    async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        return failure(400, f"{where}: {first['msg']}")
+    @app.exception_handler(RefusedError)
+    async def refused(_: Request, error: RefusedError) -> Response:
+        return failure(400, str(error), param=error.param)
 
-    @app.exception_handler(ValueError)
-    async def refused(_: Request, error: ValueError) -> JSONResponse:
-        return failure(400, str(error), param=getattr(error, "name", None))
+    @app.exception_handler(HTTPException)
+    async def no_such_path(request: Request, error: HTTPException) -> Response:
+        asked = f"{request.method} {request.url.path}"
+        return failure(error.status_code, f"{asked}: {error.detail}", **(error.headers or {}))
 
     @app.exception_handler(OverloadedError)
-    async def overloaded(_: Request, error: OverloadedError) -> JSONResponse:
+    async def overloaded(_: Request, error: OverloadedError) -> Response:
         return failure(429, str(error), "overloaded", retry_after=str(error.retry_after))
 
     @app.exception_handler(ServiceClosedError)
-    async def closed(_: Request, error: ServiceClosedError) -> JSONResponse:
+    async def closed(_: Request, error: ServiceClosedError) -> Response:
         return failure(503, str(error), "server_error")
 
     return app
@@ -385,12 +303,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", default="auto", choices=["auto", *models.DTYPES])
     add("--cache-tokens", type=int, default=16384, help="tokens that the pages hold")
     add("--page-size", type=int, default=16)
-    add("--max-running", type=int, default=32, help="requests worked on at once")
+    add("--max-running", type=int, default=32, help="requests at once, at most --step-tokens (32)")
     add("--max-waiting", type=int, default=64, help="requests beyond those before 429")
-    add("--step-tokens", type=int, default=512, help="tokens of a forward pass")
+    add("--step-tokens", type=int, default=512, help="tokens of a forward pass (512)")
     options = parser.parse_args(arguments)
     if not 0 <= options.port <= 65535:
         parser.error(f"--port is {options.port}, must be from 0 to 65535")
+    # The engine says so, too, but not before the model is loaded.
+    if options.step_tokens < options.max_running:
+        parser.error(
+            f"--step-tokens is {options.step_tokens}, but must be at least --max-running, "
+            f"{options.max_running}: a forward pass has a token of every request it works on"
+        )
     return options
 
 

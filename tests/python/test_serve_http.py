@@ -37,7 +37,7 @@ import uvicorn  # noqa: E402
 
 import models  # noqa: E402
 import serve  # noqa: E402
-from tilewise.serving import Engine, Service  # noqa: E402
+from tilewise.serving import Engine, SamplingParams, Service  # noqa: E402
 
 pytestmark = [pytest.mark.models, pytest.mark.tensors]
 
@@ -286,36 +286,114 @@ def test_stop_and_the_harmless(client):
     assert cut == {**cut, "text": text[: text.index(stop)], "finish_reason": "stop"}
 
 
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def hello(**more: Any) -> dict[str, Any]:
+    return dict(role="user", content="hello", **more)
+
+
+# What test_serve_requests.py has in full, one of each kind; and what only an engine can refuse.
 @pytest.mark.parametrize(
-    ("body", "status", "sentence"),
+    ("path", "body", "param", "sentence"),
     [
-        (dict(), 400, "prompt: Field required"),
-        (dict(prompt="a", temperature=3), 400, "temperature: .*less than or equal to 2"),
-        (dict(prompt="a", n=3), 400, "n is 3, but this server does not have it"),
-        (dict(prompt="a", logit_bias={"1": 2}), 400, "logit_bias is"),
-        (dict(prompt="a", presence_penalty=1), 400, "presence_penalty is 1"),
-        (dict(prompt="a", logprobs=1), 400, "logprobs is 1"),
-        (dict(prompt="a", echo=True), 400, "echo is True"),
-        (dict(prompt="a", top_k=1), 400, "top_k is 1"),
+        (COMPLETIONS, dict(), "prompt", "prompt is missing, but must be a string or"),
+        (COMPLETIONS, [1], None, r"body is \[1\], but must be an object"),
+        (COMPLETIONS, dict(prompt=["a"]), "prompt", r"prompt is \['a'\], but must be a string or"),
+        (COMPLETIONS, dict(prompt="a", temperature=3), "temperature", "is 3, but .* from 0 to 2"),
+        (COMPLETIONS, dict(prompt="a", n=3), "n", "n is 3, but must be 1"),
+        (COMPLETIONS, dict(prompt="a", logprobs=0), "logprobs", "is 0, but must be False"),
+        (COMPLETIONS, dict(prompt="a", stop=[""]), "stop", "stop is"),
+        (COMPLETIONS, {"prompt": "a", "\ud800": 1}, "\ud800", "must be left out"),
         (
-            dict(prompt="a", stream_options=dict(include_usage=True, continuous_usage_stats=True)),
-            400,
-            r"stream_options\.continuous_usage_stats is True, but this server does not have it",
+            COMPLETIONS,
+            dict(prompt="a", stream=True, stream_options=dict(continuous_usage_stats=True)),
+            "stream_options.continuous_usage_stats",
+            "is True, but must be left out: honoured here: include_usage",
         ),
-        (dict(prompt="a", stream_options=dict(include_usage=2)), 400, "include_usage: "),
-        ([1], 400, "body: "),
-        (dict(prompt=""), 400, "prompt has 0 tokens"),
-        (dict(prompt="a", max_tokens=10**6), 400, "at most"),
-        (dict(prompt=[1, 10**6]), 400, "prompt has token 1000000"),
-        (dict(prompt="a", stop=[""]), 400, "stop is"),
-        (dict(prompt="a", model="other"), 404, "model is 'other'"),
+        (
+            CHAT,
+            dict(messages=[hello(), dict(role="assistant", content=None, tool_calls=[{"id": 1}])]),
+            "messages[1].tool_calls",
+            r"is \[{'id': 1}\], but must be left out: honoured here: role, content",
+        ),
+        (
+            CHAT,
+            dict(messages=[dict(role="user", content=[dict(type="image_url", image_url={})])]),
+            "messages[0].content[0].type",
+            "is 'image_url', but must be 'text'",
+        ),
+        (COMPLETIONS, dict(prompt=""), "prompt", "^prompt has 0 tokens .* at least 1"),
+        (COMPLETIONS, dict(prompt=[1] * 5000), "prompt", "^prompt has 5000 tokens .* at most"),
+        (COMPLETIONS, dict(prompt=[1] * 5000, max_tokens=5), "prompt", "^prompt has 5000 tokens"),
+        (COMPLETIONS, dict(prompt="a", max_tokens=10**6), "max_tokens", "1000000 are .* at most"),
+        (COMPLETIONS, dict(prompt=[1, 10**6]), "prompt", "^prompt has token 1000000"),
+        (COMPLETIONS, dict(prompt=[-1], max_tokens=2), "prompt", "^prompt has token -1"),
+        (CHAT, dict(messages=[hello()] * 1000), "messages", "^messages: prompt has .* at most"),
+        (
+            CHAT,
+            dict(messages=[hello()], max_completion_tokens=10**6),
+            "max_completion_tokens",
+            "^max_completion_tokens: prompt has .* 1000000 are .* at most",
+        ),
     ],
 )
-def test_refusals(client, body, status, sentence):
-    got, answer, _ = client.call("POST", "/v1/completions", body)
-    assert got == status and re.search(sentence, answer["error"]["message"]), answer
-    if "does not have it" in sentence:
-        assert answer["error"]["param"] == answer["error"]["message"].split(" is ")[0]
+def test_refusals(client, path, body, param, sentence):
+    before = client.metrics()["requests_total"]
+    status, answer, _ = client.call("POST", path, body)
+    error = answer["error"]
+    assert status == 400 and re.search(sentence, error["message"]), answer
+    assert error == {**error, "type": "invalid_request_error", "param": param, "code": None}
+    assert client.metrics()["requests_total"] == before
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(COMPLETIONS, dict(prompt="a")), (CHAT, dict(messages=[hello()]))]
+)
+def test_another_model_is_not_found(client, path, body):
+    status, answer, _ = client.call("POST", path, {**body, "model": "other"})
+    assert status == 404
+    assert answer["error"] == dict(
+        message=f"model is 'other', but must be {MODEL!r} or left out",
+        type="invalid_request_error",
+        param="model",
+        code="model_not_found",
+    )
+    for right in (MODEL, None):
+        status, answer, _ = client.call("POST", path, {**body, "model": right, "max_tokens": 1})
+        assert status == 200 and answer["model"] == MODEL
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("POST", "/v1/embeddings", 404), ("GET", COMPLETIONS, 405), ("POST", "/health", 405)],
+)
+def test_another_path_or_method_is_refused_in_the_same_shape(client, method, path, status):
+    got, answer, headers = client.call(method, path)
+    assert got == status and answer["error"]["message"].startswith(f"{method} {path}: ")
+    assert ("allow" in headers) == (status == 405)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "sentence"),
+    [
+        ("application/json", b'{"prompt": "a"', "body is not JSON, but must be: "),
+        ("application/json", b"", "body is not JSON, but must be: "),
+        ("application/json", b"\xff", "body is not JSON, but must be: "),
+        ("application/json", b"[" * 10**5, "body is not JSON, but must be: "),
+        ("text/plain", b'{"prompt": "a"}', "content-type is 'text/plain', but must be application"),
+        ("application/json; charset=utf-8", b'{"prompt": "a", "max_tokens": 1}', ""),
+    ],
+)
+def test_what_is_no_json(client, kind, text, sentence):
+    connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=PATIENCE)
+    with contextlib.closing(connection):
+        connection.request("POST", COMPLETIONS, text, {"content-type": kind})
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+    assert response.status == (400 if sentence else 200)
+    if sentence:
+        assert answer["error"]["message"].startswith(sentence) and answer["error"]["param"] is None
 
 
 @pytest.mark.tensors("cpu")  # nothing is computed
@@ -331,6 +409,41 @@ def test_refusals(client, body, status, sentence):
 def test_a_command_line_that_cannot_be_served(options, sentence, capsys):
     assert serve.main(["--model", "tiny", *options]) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.tensors("cpu")  # nothing is loaded
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--port", "65536"], "--port is 65536, must be from 0 to 65535"),
+        (["--max-running", "513"], "--step-tokens is 512, but must be at least --max-running, 513"),
+        (["--step-tokens", "31"], "--step-tokens is 31, but must be at least --max-running, 32"),
+    ],
+)
+def test_a_command_line_that_is_refused_before_a_model_is_loaded(options, sentence, capsys):
+    with pytest.raises(SystemExit) as ended:
+        serve.main(["--model", "not/a-model", *options])
+    assert ended.value.code == 2 and sentence in capsys.readouterr().err
+
+
+@pytest.mark.tensors("cpu")
+def test_more_than_512_requests_run_at_once_in_passes_of_as_many_tokens():
+    count = 520
+    options = serve.parse(["--max-running", str(count), "--step-tokens", str(count)])
+    sizes = dict(max_running=options.max_running, step_tokens=options.step_tokens)
+    model, tokenizer = models.load(models.TINY, "cpu", "fp32")
+    engine = Engine(model, tokenizer, **sizes)
+    params = SamplingParams(6, temperature=0.0)
+    some = range(0, count, count // 4)
+    alone = [engine.generate([[i % 256]], params)[0].tokens for i in some]
+    given: list[list[int | None]] = [[] for _ in range(count)]
+    for i in range(count):
+        engine.add([i % 256], params, lambda output, i=i: given[i].append(output.token))
+    engine.step()
+    assert engine.stats()["running"] == count
+    while engine.busy:
+        engine.step()
+    assert [given[i] for i in some] == alone
 
 
 @pytest.mark.skipif(MODEL != models.TINY, reason="takes long to load")

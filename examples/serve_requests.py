@@ -1,0 +1,255 @@
+"""What clients of examples/serve.py send, read field by field: honoured, or refused by its name.
+
+A field that would change the answer and is not honoured here raises RefusedError, at any depth:
+what is dropped silently is found out too late, by whoever reads the answers. null is a field left
+out, since many clients send it for all the fields they know.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import models
+from tilewise.serving import SamplingParams
+
+# Nothing in an answer depends on these, whatever they are.
+_WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier"})
+# The values that ask for nothing, where those are not false, zero and what is empty. Names that
+# only other servers of this interface have are here when even their false or zero means something.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "repetition_penalty": (1,),
+    "logprobs": (False,), "prompt_logprobs": (),  # 0 asks for those of the tokens themselves
+    "tool_choice": ("none",), "function_call": ("none",), "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},), "modalities": (["text"],),
+    "web_search_options": (),  # empty: a search with all defaults
+    "skip_special_tokens": (True,), "add_generation_prompt": (True,),
+}  # fmt: skip
+
+_brief = reprlib.Repr()  # a picture in base64 is no part of a sentence
+_brief.maxlevel, _brief.maxlist, _brief.maxdict, _brief.maxstring = 3, 4, 4, 60
+
+
+class RefusedError(ValueError):
+    """A request that is not served; ``param``: the field at fault, None: the body as a whole."""
+
+    def __init__(self, param: str | None, sentence: str) -> None:
+        super().__init__(sentence)
+        self.param = param
+
+
+def refused(param: str, given: Any, allowed: str) -> RefusedError:
+    """The error of a field that was given something that is not allowed."""
+    return RefusedError(param, f"{param} is {_brief.repr(given)}, but must be {allowed}")
+
+
+class Fields:
+    """The fields of a JSON object, to be taken by name and then closed.
+
+    Args:
+        value: What was sent in its place.
+        where: Its own name in the request; empty: it is the body.
+    """
+
+    def __init__(self, value: Any, where: str = "") -> None:
+        if not isinstance(value, dict):
+            if where:
+                raise refused(where, value, "an object")
+            raise RefusedError(None, f"body is {_brief.repr(value)}, but must be an object")
+        self._dot, self._is_body = where and where + ".", not where
+        self._left = {name: x for name, x in value.items() if x is not None}
+        self._honoured: list[str] = []
+        self._missing: list[tuple[str, str]] = []
+
+    def take(
+        self, name: str, allowed: str, fits: Callable[[Any], bool], default: Any = None,
+        required: bool = False,
+    ) -> Any:  # fmt: skip
+        """The value of a field, or the default.
+
+        Raises:
+            RefusedError: it is not what ``fits`` takes, which ``allowed`` puts in words.
+        """
+        self._honoured.append(name)
+        if name not in self._left:
+            if required:
+                self._missing.append((name, allowed))
+            return default
+        value = self._left.pop(name)
+        if not fits(value):
+            raise refused(self._dot + name, value, allowed)
+        return value
+
+    def close(self) -> None:
+        """Raises RefusedError for a field that nobody took, then for one that is missing.
+
+        In this order: a message with tool_calls has no content, and it is not for that.
+        """
+        for name, value in self._left.items():
+            if self._is_body and (name in _WITHOUT_EFFECT or _is_neutral(name, value)):
+                continue
+            if self._is_body and _NEUTRAL.get(name):
+                allowed = " or ".join(map(repr, _NEUTRAL[name]))
+                raise refused(name, value, f"{allowed}: this server has nothing else")
+            if value or self._is_body:
+                known = ", ".join(self._honoured)
+                raise refused(self._dot + name, value, f"left out: honoured here: {known}")
+        for name, allowed in self._missing:
+            param = self._dot + name
+            raise RefusedError(param, f"{param} is missing, but must be {allowed}")
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Whether a field of the body asks for nothing. True and 1 are not the same in JSON."""
+    if name not in _NEUTRAL:
+        return not value
+    return any(
+        value == x and isinstance(value, bool) == isinstance(x, bool) for x in _NEUTRAL[name]
+    )
+
+
+# --- kinds of values ------------------------------------------------------------------------------
+
+
+def _is_text(x: Any) -> bool:
+    return isinstance(x, str)
+
+
+def _is_flag(x: Any) -> bool:
+    return isinstance(x, bool)
+
+
+def _is_integer(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)  # which JSON's true is in Python
+
+
+def _is_count(x: Any) -> bool:
+    return _is_integer(x) and x >= 1
+
+
+def _is_number(x: Any) -> bool:
+    return _is_integer(x) or isinstance(x, float)
+
+
+def _is_prompt(x: Any) -> bool:
+    return _is_text(x) or (isinstance(x, list) and all(map(_is_integer, x)))
+
+
+def _is_stop(x: Any) -> bool:
+    strings = x if isinstance(x, list) else [x]
+    return all(_is_text(s) and s for s in strings)
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a client asks for."""
+
+    model: str | None
+    source: str  # the name of the field that the prompt comes from
+    prompt: Any  # text or tokens; messages, as templates take them
+    limit: str | None  # the name of the field that max_tokens comes from, if there was one
+    params: SamplingParams
+    stream: bool
+    include_usage: bool
+
+    def tokens(self, tokenizer: Any) -> list[int]:
+        """The prompt as the model gets it."""
+        try:
+            if self.source == "messages":
+                return models.chat_prompt(tokenizer, self.prompt)
+            return tokenizer.encode(self.prompt) if _is_text(self.prompt) else self.prompt
+        except Exception as error:  # whatever the model's own template or tokenizer raises
+            whose = "template" if self.source == "messages" else "tokenizer"
+            sentence = f"{self.source} must fit the model's {whose}, which says: {error}"
+            raise RefusedError(self.source, sentence) from error
+
+    def does_not_fit(self, tokens: Sequence[int], context: int, error: ValueError) -> RefusedError:
+        """What the engine has against these tokens, and by the name of the field at fault."""
+        too_long = len(tokens) + (self.params.max_tokens or 1) > context
+        at_fault = self.source
+        if self.limit and too_long and 0 < len(tokens) < context:
+            at_fault = self.limit  # the prompt alone would fit
+        own = at_fault == "prompt"  # which is what the engine calls it, too
+        return RefusedError(at_fault, str(error) if own else f"{at_fault}: {error}")
+
+
+def completion(body: Any) -> Asked:
+    """POST /v1/completions: text, or tokens, to go on with. Raises RefusedError."""
+    fields = Fields(body)
+    what = "a string or a list of tokens (integers), one prompt a request"
+    prompt = fields.take("prompt", what, _is_prompt, required=True)
+    return _common(fields, "prompt", prompt, ("max_tokens",), 16)
+
+
+def chat(body: Any) -> Asked:
+    """POST /v1/chat/completions: a conversation to answer. Raises RefusedError."""
+    fields = Fields(body)
+    messages = fields.take(
+        "messages", "a list of at least one message", lambda x: isinstance(x, list) and bool(x),
+        default=[], required=True,
+    )  # fmt: skip
+    said = [message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+    return _common(fields, "messages", said, ("max_completion_tokens", "max_tokens"), None)
+
+
+def message(value: Any, where: str) -> dict[str, str]:
+    """What somebody said, as templates take it."""
+    fields = Fields(value, where)
+    role = fields.take("role", "a string", _is_text, required=True)
+    content = fields.take(
+        "content", "a string or a list of text parts", lambda x: isinstance(x, str | list),
+        default="", required=True,
+    )  # fmt: skip
+    fields.close()
+    if isinstance(content, list):
+        content = "".join(_part(p, f"{where}.content[{j}]") for j, p in enumerate(content))
+    return {"role": role, "content": content}
+
+
+def _part(value: Any, where: str) -> str:
+    """The text of a piece of a message."""
+    fields = Fields(value, where)
+    # First: a part that is a picture has no text, and it is not for that.
+    fields.take("type", "'text'", lambda x: x == "text", required=True)
+    text = fields.take("text", "a string", _is_text, required=True)
+    fields.close()
+    return text
+
+
+def _common(
+    fields: Fields, source: str, prompt: Any, limits: Sequence[str], default: int | None
+) -> Asked:
+    """The fields of both kinds of requests."""
+    model = fields.take("model", "a string", _is_text)
+    asked = {name: fields.take(name, "an integer from 1", _is_count) for name in limits}
+    given = [name for name in limits if asked[name] is not None]
+    if len({asked[name] for name in given}) > 1:
+        first, second = given
+        allowed = f"left out beside {first}, or equal to it, {asked[first]}"
+        raise refused(second, asked[second], allowed)
+    temperature = fields.take(
+        "temperature", "a number from 0 to 2", lambda x: _is_number(x) and 0 <= x <= 2, 1.0
+    )
+    top_p = fields.take(
+        "top_p", "a number above 0 and at most 1", lambda x: _is_number(x) and 0 < x <= 1, 1.0
+    )
+    stop = fields.take("stop", "a string or a list of strings, none of them empty", _is_stop, [])
+    seed = fields.take("seed", "an integer", _is_integer)
+    stream = fields.take("stream", "true or false", _is_flag, False)
+    options = Fields(
+        fields.take("stream_options", "an object", lambda x: isinstance(x, dict), {}),
+        "stream_options",
+    )
+    usage = options.take("include_usage", "true or false", _is_flag, False)
+    options.close()
+    fields.close()
+    params = SamplingParams(
+        asked[given[0]] if given else default, temperature, top_p, seed,
+        (stop,) if isinstance(stop, str) else tuple(stop),
+    )  # fmt: skip
+    return Asked(model, source, prompt, given[0] if given else None, params, stream, usage)
