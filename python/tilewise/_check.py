@@ -6,6 +6,7 @@ traces) and NumPy arrays alike.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -178,6 +179,26 @@ def bias(array: Any, batch: int, heads: int, rows: int | None, keys: int | None)
             )
 
 
+def varlen_bias(shape: Sequence[int], rows: int | None, keys: int | None) -> None:
+    """Of the longest sequence, as far as it is known, a bias has every row and key."""
+    for name, have, want in (("rows", shape[2], rows), ("keys", shape[3], keys)):
+        if want is not None and have != 1 and have < want:
+            raise ValueError(
+                f"bias has shape {list(shape)} with {have} {name}, but the longest sequence has "
+                f"{want}: at least as many, or 1, are allowed"
+            )
+    if keys is None and shape[3] == 1:
+        raise ValueError(
+            f"bias has shape {list(shape)} with one key for all, which needs to know how many "
+            "there are: pass max_seqlen_k, or a bias with a dimension of keys"
+        )
+
+
+def bounds_of_bias(shape: Sequence[int], rows: int, keys: int) -> tuple[int, int]:
+    """Bounds of the lengths: those given, or, where they are 0, what a bias has room for."""
+    return rows or (shape[2] if shape[2] != 1 else 0), keys or shape[3]
+
+
 def is_float8(dtype: Any) -> bool:
     """Whether it is float8_e4m3fn, of PyTorch or of ml_dtypes."""
     return str(dtype).endswith("float8_e4m3fn")
@@ -192,7 +213,7 @@ def key_dtype(name: str, dtype: Any, k_dtype: Any, q_dtype: Any) -> None:
         raise TypeError(f"{name} has dtype {dtype}, but k has {k_dtype}: both must have the same")
     if dtype != k_dtype or wide or not is_float8(dtype):
         other = "" if wide else ", or float8_e4m3fn for both k and v"
-        raise TypeError(f"{name} has dtype {dtype}, but q has {q_dtype}: that is allowed{other}")
+        raise TypeError(f"{name} has dtype {dtype}, but must have {q_dtype} like q{other}")
 
 
 def descale(name: str, array: Any, float8: bool, batch: int, heads_kv: int) -> None:

@@ -183,15 +183,28 @@ def prepare_varlen(q: Any, k: Any, v: Any, sequences: Sequences, request: Reques
         array = _int32(name, getattr(sequences, name), dims)
         if array is not None:
             arrays[name] = array
-    if request.bias is not None:
-        bias = _bias(request.bias, q)
-        _check.bias(bias, batch, q.shape[1], None, None)
-        arrays["bias"] = _four_dimensions(bias, bias.shape[-1])
     bounds = {
         name: _check.bound(name, getattr(sequences, name))
         for name in ("max_seqlen_q", "max_seqlen_k")
     }
+    if request.bias is not None:
+        bias = _bias(request.bias, q)
+        _check.bias(bias, batch, q.shape[1], None, None)
+        rows, keys = _longest(arrays, "q"), _longest(arrays, "k")
+        if keys is None:
+            keys = arrays["block_table"].shape[1] * k.shape[1]
+        bias = _four_dimensions(bias, keys if bias.shape[-1] == 1 else bias.shape[-1])
+        _check.varlen_bias(bias.shape, rows, keys)
+        arrays["bias"] = bias
     return _describe_problem(q, k, v, batch, request, arrays, bounds, False)
+
+
+def _longest(arrays: dict[str, Array], of: str) -> int | None:
+    """The longest sequence of queries or keys; None: as long as its pages are."""
+    lengths = arrays.get(f"seqused_{of}")
+    if lengths is None and f"cu_seqlens_{of}" in arrays:
+        lengths = np.diff(arrays[f"cu_seqlens_{of}"])
+    return None if lengths is None else int(lengths.max(initial=0))
 
 
 def _describe_problem(

@@ -36,6 +36,11 @@ _grad_enabled = torch.is_grad_enabled
 _deterministic_mode = torch._C._get_deterministic_algorithms
 
 
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is at work."""
+    return _transform_level() is not None
+
+
 def is_eager() -> bool:
     """Whether nothing stands between a call and its kernel: no tracing, transform, mode, cast."""
     return not (

@@ -14,6 +14,7 @@ from ._request import Request, Sequences
 Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_is_compiling = torch.compiler.is_compiling
 
 
 # From now on plain calls take the short ways.
@@ -69,7 +70,10 @@ def prepare_varlen(
     if bias is not None:
         _check_bias(bias, q)
         _check.bias(bias, batch, q.shape[1], None, None)
-        bias = _four_dimensions(bias)
+        bias, most_rows, most_keys = _varlen_bias(bias, k, sequences)
+    else:
+        most_rows = _check.bound("max_seqlen_q", sequences.max_seqlen_q)
+        most_keys = _check.bound("max_seqlen_k", sequences.max_seqlen_k)
     options = options._replace(
         bias=bias,
         cu_seqlens_q=sequences.cu_seqlens_q,
@@ -77,8 +81,8 @@ def prepare_varlen(
         seqused_q=sequences.seqused_q,
         seqused_k=sequences.seqused_k,
         block_table=sequences.block_table,
-        max_seqlen_q=_check.bound("max_seqlen_q", sequences.max_seqlen_q),
-        max_seqlen_k=_check.bound("max_seqlen_k", sequences.max_seqlen_k),
+        max_seqlen_q=most_rows,
+        max_seqlen_k=most_keys,
     )
     return *_columns(q, k, v), options
 
@@ -349,13 +353,43 @@ def _four_dimensions(bias: Tensor) -> Tensor:
     """The bias with leading dimensions of 1, and expanded dimensions taken back to 1.
 
     The gradient of an expanded view would be as large as the view; that of the part that repeats is
-    the sum, which is what the library computes.
+    the sum, which is what the library computes and what the tensor behind the view gets. A view
+    whose own gradient can be looked at stays as it is, and is copied.
     """
+    shown = bias.requires_grad and (
+        bias.is_leaf or _plain.is_transformed() or (not _is_compiling() and bias.retains_grad)
+    )
     bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
     for dim in range(3):
-        if bias.shape[dim] > 1 and bias.stride(dim) == 0:
+        if bias.shape[dim] > 1 and bias.stride(dim) == 0 and not shown:
             bias = bias.narrow(dim, 0, 1)
     return contiguous_columns(bias)
+
+
+def _longest(starts: Tensor | None, used: Tensor | None) -> int | None:
+    """The longest sequence, read on the CPU; None: not known there."""
+    lengths = used if used is not None else None if starts is None else starts.diff()
+    if lengths is None or lengths.device.type != "cpu" or not _plain.is_eager():
+        return None
+    return int(lengths.max()) if lengths.numel() else 0
+
+
+def _varlen_bias(bias: Tensor, k: Tensor, sequences: Sequences) -> tuple[Tensor, int, int]:
+    """The bias with four dimensions and every key, and bounds of the lengths that it has room for:
+    the library verifies them wherever it verifies lengths.
+    """
+    bias = _four_dimensions(bias)
+    most_rows = _check.bound("max_seqlen_q", sequences.max_seqlen_q)
+    most_keys = _check.bound("max_seqlen_k", sequences.max_seqlen_k)
+    rows = _longest(sequences.cu_seqlens_q, sequences.seqused_q)
+    keys = _longest(sequences.cu_seqlens_k, sequences.seqused_k)
+    if keys is None and most_keys == 0 and sequences.block_table is not None:
+        keys = sequences.block_table.shape[1] * k.shape[1]
+    keys = most_keys if keys is None and most_keys > 0 else keys
+    _check.varlen_bias(bias.shape, most_rows if rows is None and most_rows > 0 else rows, keys)
+    if bias.shape[3] == 1 and keys is not None and keys > 1:
+        bias = bias.expand(-1, -1, -1, keys).contiguous()
+    return bias, *_check.bounds_of_bias(bias.shape, most_rows, most_keys)
 
 
 def _full_keys(bias: Tensor, keys: int) -> Tensor:

@@ -6,6 +6,7 @@ Needs no framework: tensors and arrays are handled by ``_kvcache_torch`` and ``_
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from . import _check
@@ -13,6 +14,17 @@ from ._request import Request
 
 # The short way of tensors (_plain.indexed), there once PyTorch has been needed.
 _indexed: Callable[..., Any] | None = None
+
+
+def _backend(q: Any) -> ModuleType:
+    """The module for this kind of array."""
+    if hasattr(q, "__torch_function__"):
+        import tilewise._kvcache_torch  # as in api._backend
+
+        return tilewise._kvcache_torch
+    import tilewise._kvcache_numpy
+
+    return tilewise._kvcache_numpy
 
 
 class NewKeys(NamedTuple):
@@ -232,6 +244,7 @@ def attention_with_kvcache(
     Raises:
         ValueError, TypeError, RuntimeError: naming the argument, what was given, what is allowed.
     """
+    backend = _backend(q)  # sets _indexed, as in api.attention
     if (
         _indexed is not None and k is None and v is None and rotary_cos is None
         and rotary_sin is None and alibi_slopes is None and sinks is None and k_descale is None
@@ -258,12 +271,5 @@ def attention_with_kvcache(
         v_descale=v_descale,
     )
     where = Where(cache_batch_idx, cache_leftpad, block_table, num_splits, check)
-    if hasattr(q, "__torch_function__"):
-        from . import _kvcache_torch
-
-        results = _kvcache_torch.attention_with_kvcache(q, k_cache, v_cache, new, request, where)
-    else:
-        from . import _kvcache_numpy
-
-        results = _kvcache_numpy.attention_with_kvcache(q, k_cache, v_cache, new, request, where)
+    results = backend.attention_with_kvcache(q, k_cache, v_cache, new, request, where)
     return results if return_lse else results[0]

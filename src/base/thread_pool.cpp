@@ -29,8 +29,15 @@ int32_t usable_processors() {
 
 class Pool {
  public:
+  // With fewer threads than asked for where the system grants no more (a limit of processes, or of
+  // memory for their stacks): results do not depend on their number.
   explicit Pool(int32_t threads) {
-    for (int32_t i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+    workers_.reserve(static_cast<size_t>(max(threads, 1)));
+    try {
+      for (int32_t i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+    } catch (const std::system_error&) {
+      return;
+    }
   }
 
   ~Pool() {

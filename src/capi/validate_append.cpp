@@ -235,8 +235,15 @@ void check_entries_of_gpu(const tilewise_kv_append& append) {
   fetch(a.rotary_seqlens, a.batch);
   fetch(a.kv_batch_idx, a.batch);
   fetch(a.leftpad_k, a.batch);
-  const bool pages = a.batch > 0 && a.block_table_width > 0;
-  fetch(a.block_table, pages ? (a.batch - 1) * a.block_table_stride + a.block_table_width : 0);
+  if (a.block_table != nullptr) {  // row by row: a stride may be negative, or as large as it likes
+    const int64_t width = a.block_table_width;
+    std::vector<int32_t>& copy = copies.emplace_back(a.batch * width);
+    for (int64_t b = 0; b < a.batch && width > 0; ++b)
+      cuda::read_entries(copy.data() + b * width, a.block_table + b * a.block_table_stride, width,
+                         a.device_index, a.stream);
+    a.block_table = copy.data();
+    a.block_table_stride = width;
+  }
   check_entries(a);
 }
 

@@ -1,3 +1,4 @@
+#include <cfloat>
 #include <cmath>
 #include <utility>
 
@@ -68,8 +69,9 @@ void check_cache(Problem& p) {
 void check_score(const Problem& p) {
   require(p.scale_ptr != nullptr || std::isfinite(p.scale), "scale is ", p.scale,
           ": a finite number is allowed");
-  require(std::isfinite(p.softcap) && p.softcap >= 0, "softcap is ", p.softcap,
-          ": a finite number from 0 (off) is allowed");
+  const bool softcap_fits = p.softcap == 0 || p.softcap >= FLT_MIN;  // scores are divided by it
+  require(std::isfinite(p.softcap) && softcap_fits, "softcap is ", p.softcap,
+          ": 0 (off) or a finite number from ", FLT_MIN, " on is allowed");
   require(p.dropout_p >= 0 && p.dropout_p < 1, "dropout_p is ", p.dropout_p,
           ": 0 <= dropout_p < 1 is allowed");
   if (p.bias != nullptr) {

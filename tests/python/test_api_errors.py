@@ -101,8 +101,16 @@ def test_attention_refuses(make, changes, error, words):
 TENSORS = [
     (dict(q=tensor(2, 5, 4, 8, dtype=torch.float64)), TypeError, "q has dtype torch.float64"),
     (dict(q=tensor(2, 5, 4, 8, dtype=torch.int32)), TypeError, "q has dtype torch.int32"),
-    (dict(k=tensor(2, 7, 2, 8).half()), TypeError, "k has dtype torch.float16, but q has"),
-    (dict(v=tensor(2, 7, 2, 6).bfloat16()), TypeError, "v has dtype torch.bfloat16, but q has"),
+    (
+        dict(k=tensor(2, 7, 2, 8).half()),
+        TypeError,
+        "k has dtype torch.float16, but must have torch.float32 like q",
+    ),
+    (
+        dict(v=tensor(2, 7, 2, 6).bfloat16()),
+        TypeError,
+        "v has dtype torch.bfloat16, but must have torch.float32",
+    ),
     (dict(k=array(2, 7, 2, 8)), TypeError, "k is a ndarray, but must be a torch.Tensor"),
     (dict(q=tensor(2, 5, 4, 8).to_sparse()), TypeError, "q has layout torch.sparse_coo"),
     (dict(q=torch.nested.nested_tensor([tensor(5, 4, 8)])), TypeError, "q is a nested tensor"),
@@ -130,7 +138,11 @@ def test_attention_refuses_tensors(changes, error, words):
 
 ARRAYS = [
     (dict(q=array(2, 5, 4, 8, dtype=np.float64)), TypeError, "q has dtype float64"),
-    (dict(k=array(2, 7, 2, 8, dtype=np.float16)), TypeError, "k has dtype float16, but q has"),
+    (
+        dict(k=array(2, 7, 2, 8, dtype=np.float16)),
+        TypeError,
+        "k has dtype float16, but must have float32 like q",
+    ),
     (dict(v=tensor(2, 7, 2, 6)), TypeError, r"v is a torch\.Tensor, but must be an array"),
     (dict(scale=tensor(1)), TypeError, r"scale is a torch\.Tensor, but must be an array"),
     (dict(bias=array(5, 7, dtype=np.float64)), TypeError, "bias has dtype float64"),

@@ -408,3 +408,34 @@ def test_refusals_name_the_argument():
         fa3.flash_attn_func(*wide, qv=torch.zeros(1, 2, 1, 512))
     with pytest.raises(NotImplementedError, match="cu_seqlens_q"):
         fa3._flash_attn_forward(q, k[0], v[0], cu_seqlens_k=torch.tensor([0, 4]))
+
+
+def test_scale_has_its_gradient():
+    q, k, v = inputs(2, 9, 9)
+    scale = torch.tensor(0.3, requires_grad=True)
+    fa3.flash_attn_func(q, k, v, softmax_scale=scale, causal=True).square().sum().backward()
+    given, scale.grad = scale.grad, None
+    tilewise.attention(q, k, v, scale=scale, causal=True).square().sum().backward()
+    assert torch.equal(given, scale.grad)
+
+
+@pytest.mark.parametrize("wrong", [dict(size=(5, 2, 9, 4, 16)), dict(dtype=torch.float16)])
+def test_outputs_that_do_not_fit_are_refused(wrong):
+    options = dict(size=(2, 9, 4, 16), dtype=torch.float32) | wrong
+    given = torch.empty(options["size"], dtype=options["dtype"])
+    parts, lse = torch.randn(3, 2, 9, 4, 16), torch.randn(3, 2, 9, 4)
+    with pytest.raises(ValueError, match=r"^out has shape .* but must have .*float32"):
+        fa3.flash_attn_combine(parts, lse, out=given, out_dtype=torch.float32)
+    q = torch.randn(2, 9, 4, 16)
+    with pytest.raises(ValueError, match=r"^out_ has shape"):
+        fa3._flash_attn_forward(q, q, q, out_=given)
+
+
+def test_a_bound_of_queries_that_is_too_small_is_refused():
+    q, cache = torch.randn(8, 4, 16), torch.randn(2, 40, 4, 16)
+    starts = torch.tensor([0, 5, 8], dtype=torch.int32)
+    with pytest.raises(ValueError, match="max_seqlen_q is 2, but a sequence has 5 queries"):
+        fa3.flash_attn_with_kvcache(
+            q, cache, cache, cache_seqlens=torch.tensor([20, 30], dtype=torch.int32),
+            cu_seqlens_q=starts, max_seqlen_q=2, attention_chunk=4, causal=True,
+        )  # fmt: skip

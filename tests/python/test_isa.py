@@ -115,6 +115,23 @@ def test_a_number_of_threads_that_is_none_is_refused(value):
     assert done.returncode == 1 and sentence in done.stderr
 
 
+def test_threads_that_the_system_does_not_grant_are_done_without():
+    program = (
+        "import resource\n"
+        "import numpy as np, tilewise\n"
+        "x = np.ones((64, 40, 8, 64), np.float32)\n"
+        "tilewise.capabilities()\n"  # what is loaded is loaded
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20),) * 2)\n"
+        "assert np.array_equal(tilewise.attention(x, x, x), x)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "TILEWISE_NUM_THREADS": "300"},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 def test_environment_variable_forces_one():
     for isa in capi.instruction_sets()[0]:
         assert current_cpu(isa).stdout.strip() == isa

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -144,6 +145,25 @@ def test_float64_goes_on_to_pytorch(active: None, calls: list[str]) -> None:
         given = F.scaled_dot_product_attention(q, q, q)
     assert not calls
     torch.testing.assert_close(given, torch.softmax(q @ q.mT * 8**-0.5, -1) @ q)
+
+
+@pytest.mark.tensors("cpu")
+def test_wide_heads_go_on_to_pytorch(active: None, calls: list[str]) -> None:
+    q = torch.randn(1, 2, 9, 640)
+    given = F.scaled_dot_product_attention(q, q, q)
+    assert not calls
+    torch.testing.assert_close(given, torch.softmax(q @ q.mT * 640**-0.5, -1) @ q)
+
+
+@pytest.mark.tensors("cpu")
+def test_a_mask_of_keys_that_no_row_sees(active: None, calls: list[str]) -> None:
+    q, k, v = torch.randn(1, 2, 7, 16), torch.randn(1, 2, 13, 16), torch.randn(1, 2, 13, 16)
+    mask = torch.randn(7, 13)
+    request = sdpa.Call(0.0, True, None, mask)
+    given = sdpa.forward(q, k, v, request)[0]
+    hidden = torch.ones(7, 13, dtype=torch.bool).triu(1)
+    s = (q @ k.mT * 0.25 + mask).masked_fill(hidden, -math.inf)
+    torch.testing.assert_close(given, torch.softmax(s, -1) @ v)
 
 
 def test_the_switch(calls: list[str]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -202,3 +205,27 @@ def test_second_derivative_under_func_is_refused_in_words():
     inner = torch.func.grad(lambda q: loss_of(q, q, q))
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.func.grad(lambda q: inner(q).sum())(q)
+
+
+# Of a process: it imports what the guards of a compiled call must not have been made without.
+FIRST_CALLS = {
+    "attention": "attention(q, q, q, causal=True)",
+    "varlen": "attention_varlen(q[0], q[0], q[0], cu, cu, causal=True)",
+    "cache": "attention_with_kvcache(q, cache.clone(), cache.clone(), cache_seqlens=lengths)",
+    "append": "attention_with_kvcache(q, cache, cache, k=q, v=q, cache_seqlens=lengths)",
+}
+
+
+@pytest.mark.parametrize("call", FIRST_CALLS)
+def test_the_first_call_of_a_process_may_be_compiled(call):
+    script = f"""
+import torch, tilewise
+q, cache = torch.randn(2, 9, 4, 16), torch.randn(2, 40, 4, 16)
+cu, lengths = torch.tensor([0, 4, 9], dtype=torch.int32), torch.tensor([9, 20], dtype=torch.int32)
+def run(q, cache):
+    return tilewise.{FIRST_CALLS[call]}
+given = torch.compile(run, fullgraph=True, backend="aot_eager")(q, cache.clone())
+assert torch.equal(given, run(q, cache.clone()))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

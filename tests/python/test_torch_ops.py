@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import devices
+import tilewise
 from tilewise import _ops, _torch
 from tilewise._request import Request, Sequences
 
@@ -155,3 +156,28 @@ def test_a_gpu_without_a_kernel_is_refused_in_words():
         pytest.skip("this build has kernels for this GPU")
     with pytest.raises(RuntimeError, match="tilewise"):
         torch.ops.tilewise.forward(*(x.cuda() for x in dense()[:3]), *_ops.Options())
+
+
+@pytest.mark.tensors
+@pytest.mark.parametrize("how", ["leaf", "retain_grad", "grad of a function"])
+def test_every_element_of_an_expanded_bias_has_its_gradient(how):
+    q, k, v = (torch.randn(2, 9, 4, 16) for _ in range(3))
+    base = torch.randn(1, 4, 9, 9)
+
+    def loss(bias):
+        return tilewise.attention(q, k, v, bias=bias).square().sum()
+
+    apart = base.repeat(2, 1, 1, 1).requires_grad_()
+    loss(apart).backward()
+    if how == "leaf":
+        view = base.expand(2, 4, 9, 9).detach().requires_grad_()
+        loss(view).backward()
+        given = view.grad
+    elif how == "retain_grad":
+        view = base.requires_grad_().expand(2, 4, 9, 9)
+        view.retain_grad()
+        loss(view).backward()
+        given = view.grad
+    else:
+        given = torch.func.grad(loss)(base.expand(2, 4, 9, 9))
+    assert torch.allclose(given, apart.grad, atol=1e-5)

@@ -168,3 +168,39 @@ def test_checked_entries_change_nothing():
         out = tilewise.attention_varlen(q, k, v, starts, starts, deterministic=True, check=check)
         results.append((out, *torch.autograd.grad(out.sin().sum(), (q, k, v))))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+BIASED = torch.tensor([0, 4, 10], dtype=torch.int32)
+
+
+def biased(shape):
+    """A bias of this shape in the middle of other numbers, which nobody may see."""
+    count = math.prod(shape)
+    memory = torch.full((3 * count + 400,), 1e4)
+    memory[count : 2 * count] = torch.randn(count)
+    return memory[count : 2 * count].view(shape)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1,), (6, 1), (2, 4, 6, 1), (2, 1, 1, 1), (4, 1, 1), (6, 6), (1, 6), (2, 1, 7, 9)]
+)
+def test_a_bias_is_broadcast_within_a_sequence(shape):
+    q, k, v = (torch.randn(10, 4, 16) for _ in range(3))
+    bias = biased(shape)
+    given = tilewise.attention_varlen(q, k, v, BIASED, BIASED, bias=bias)
+    full = bias.expand(2, 4, *(max(6, x) for x in ((1, 1, *shape)[-2:])))
+    for b, (first, last) in enumerate(((0, 4), (4, 10))):
+        rows = slice(first, last)
+        one = tilewise.attention(
+            *(x[None, rows] for x in (q, k, v)),
+            bias=full[b : b + 1, :, : last - first, : last - first].contiguous(),
+        )
+        assert torch.allclose(given[rows], one[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 5, 6), (2, 4, 6, 5), (2, 1, 1, 3), (4, 2, 6)])
+def test_a_bias_too_small_for_the_longest_sequence_is_refused(shape):
+    q = torch.randn(10, 4, 16)
+    name = "rows" if shape[-2] not in (1, 6) else "keys"
+    with pytest.raises(ValueError, match=f"bias has shape .*{name}, but the longest .* has 6"):
+        tilewise.attention_varlen(q, q, q, BIASED, BIASED, bias=biased(shape))

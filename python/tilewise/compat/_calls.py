@@ -94,6 +94,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, T
     return _ops.forward(q, k, v, options)
 
 
+def write_to(name: str, given: Tensor, result: Tensor) -> Tensor:
+    """The result in a tensor of the caller's, of its very shape and dtype."""
+    if given.shape != result.shape or given.dtype != result.dtype:
+        raise ValueError(
+            f"{name} has shape {list(given.shape)} and dtype {given.dtype}, but must have "
+            f"{list(result.shape)} and {result.dtype}"
+        )
+    return given.copy_(result)
+
+
 @torch.no_grad()
 def backward(
     dout: Tensor,
@@ -117,9 +127,9 @@ def backward(
     results = torch.ops.tilewise.backward(
         maybe_contiguous(dout), None, *inputs, lse, *options, wanted
     )
-    for given, made in zip(gradients, results, strict=False):
+    for name, given, made in zip(("dq", "dk", "dv"), gradients, results, strict=False):
         if given is not None:
-            given.copy_(made)
+            write_to(name, given, made)
     sums = (dout.float() * out.float()).sum(dim=-1)
     return sums.transpose(-1, -2).contiguous()
 

@@ -34,10 +34,12 @@ def _check_chunk(attention_chunk: int) -> bool:
     return attention_chunk > 0
 
 
-def scale_of(q: Tensor, qv: Optional[Tensor], softmax_scale: Optional[float]) -> float:
+def scale_of(
+    q: Tensor, qv: Optional[Tensor], softmax_scale: Union[float, Tensor, None]
+) -> Union[float, Tensor]:
     """softmax_scale, by default 1 / sqrt of all that a score sums over."""
     if softmax_scale is not None:
-        return float(softmax_scale)
+        return softmax_scale
     return (q.shape[-1] + (0 if qv is None else qv.shape[-1])) ** -0.5
 
 
@@ -234,6 +236,18 @@ def attend_cached(
     return _attend_cache_chunks(q, keys, v_cache, options, attention_chunk, batch, max_seqlen_q)
 
 
+def _check_bound(rows: Tensor, max_rows: int) -> None:
+    """The bound says how many chunks there are; on a GPU it is not verified, as elsewhere."""
+    if rows.device.type != "cpu" or rows.numel() == 0 or torch.compiler.is_compiling():
+        return
+    most = int(rows.max())
+    if most > max_rows:
+        raise ValueError(
+            f"max_seqlen_q is {max_rows}, but a sequence has {most} queries: at least as many are "
+            "allowed"
+        )
+
+
 def _attend_cache_chunks(
     q: Tensor,
     k: Tensor,
@@ -252,6 +266,7 @@ def _attend_cache_chunks(
     else:
         rows = options.cu_seqlens_q.diff()
         max_rows = bound(max_seqlen_q) or q.shape[0]
+        _check_bound(rows, max_rows)
     keys = options.seqused_k
     if keys is None:
         width = 1 if options.block_table is None else options.block_table.shape[1]

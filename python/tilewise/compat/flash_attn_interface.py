@@ -29,6 +29,7 @@ from tilewise.compat._calls import (
     maybe_contiguous,
     options_of,
     round_multiple,
+    write_to,
 )
 from tilewise.compat._fa3 import attend_cached, attend_dense, attend_varlen, refuse
 
@@ -115,7 +116,7 @@ def _flash_attn_forward(
             lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
             out, lse = _attend(q, k, v, *lengths, **common)
     if out_ is not None:
-        out = out_.copy_(out)
+        out = write_to("out_", out_, out)
     empty = q.new_empty(0, dtype=torch.float32)
     return out, lse, empty, empty.clone()
 
@@ -363,10 +364,10 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
     # A part without keys may hold anything, NaN included: its weight of 0 must not meet it.
     parts = torch.where((weights == 0.0).unsqueeze(-1), 0.0, out_partial.float())
     merged = (weights.unsqueeze(-1) * parts).sum(dim=0)
-    dtype = out_partial.dtype if out_dtype is None else out_dtype
-    if out is None:
-        return merged.to(dtype), lse
-    return out.copy_(merged), lse
+    if out_dtype is None:
+        out_dtype = out_partial.dtype if out is None else out.dtype
+    merged = merged.to(out_dtype)
+    return merged if out is None else write_to("out", out, merged), lse
 
 
 def flash_attn_with_kvcache(

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import attention as _switch
 
 from tilewise import _ops, _torch
+from tilewise._check import MAX_HEAD_DIM
 from tilewise._request import Request
 
 NAME = "tilewise"
@@ -84,14 +85,16 @@ def backward(
 
 
 def _prepared(query: Tensor, key: Tensor, value: Tensor, call: Call) -> _torch.Prepared:
-    rows, keys = query.shape[2], key.shape[2]
+    rows, keys, mask = query.shape[2], key.shape[2], call.mask
     window: tuple[int | None, int | None] = (None, None)
     if call.is_causal:
         if keys > rows:  # those behind the last row are seen by none
             key, value = key[:, :, :rows], value[:, :, :rows]
+            if mask is not None and mask.shape[-1] != 1:
+                mask = mask[..., :rows]
         window = (None, max(rows - keys, 0))
     request = Request(
-        window=window, scale=call.scale, dropout_p=call.dropout_p, bias=_bias(call.mask, query)
+        window=window, scale=call.scale, dropout_p=call.dropout_p, bias=_bias(mask, query)
     )
     if _by_heads(query):  # then so is PyTorch's output
         return _torch.prepare_dense(query, key, value, "bhsd", request)
@@ -183,14 +186,14 @@ OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 def _ours_or(original: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Ours for the dtypes it has, PyTorch's own kernel for the others."""
+    """Ours for the dtypes and head dimensions it has, PyTorch's own kernel for the others."""
 
     def kernel(keys: Any, *arguments: Any, **options: Any) -> Any:
         tensor = arguments[0]
         debug = ours is _cuda_forward and (
             options.get("return_debug_mask") or arguments[5:6] == (True,)
         )
-        if tensor.dtype in _DTYPES and not debug:
+        if tensor.dtype in _DTYPES and tensor.shape[-1] <= MAX_HEAD_DIM and not debug:
             return ours(*arguments, **options)
         return original.call_boxed(keys, *arguments, **options)
 
