@@ -18,6 +18,7 @@ VARLEN = "[total rows, heads, head_dim]"
 PAGED = "[pages, page_size, heads, head_dim]"
 MAX_HEAD_DIM = 512
 
+_MOST_KEYS = 2**62  # a sum of two of them has 64 bits
 INT32 = (-(2**31), 2**31 - 1)  # least and largest number of the kernels' index arrays
 
 Window = tuple[int | None, int | None]
@@ -25,7 +26,7 @@ Window = tuple[int | None, int | None]
 
 def heads_first(layout: str) -> bool:
     """True for "bhsd", False for "bshd"."""
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}, but must be 'bshd' or 'bhsd'")
     return layout == "bhsd"
 
@@ -53,6 +54,8 @@ def window_bounds(causal: bool, window: Window) -> tuple[int, int]:
     for side, value in zip(("left", "right"), window, strict=True):
         if value is not None:
             value = integer(f"window {side}", value, "an integer, or None for no limit")
+            if value > _MOST_KEYS:
+                raise ValueError(f"window {side} is {value}, but must be at most {_MOST_KEYS}")
         bounds.append(-1 if value is None or value < 0 else value)
     return bounds[0], 0 if causal else bounds[1]
 

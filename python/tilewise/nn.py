@@ -49,8 +49,15 @@ class FlashAttention(torch.nn.Module):
         self.causal, self.window = causal, window
         self.softcap, self.dropout_p = _check.softcap(softcap), _check.dropout(dropout_p)
         self.deterministic, self.tf32 = deterministic, tf32
-        start = head_dim**-0.5 if scale is None else _check.scale_number(scale)
-        self.scale = torch.nn.Parameter(torch.tensor(start)) if learnable_scale else start
+        self._start = head_dim**-0.5 if scale is None else _check.scale_number(scale)
+        start = torch.tensor(self._start) if learnable_scale else self._start
+        self.scale = torch.nn.Parameter(start) if isinstance(start, Tensor) else start
+
+    def reset_parameters(self) -> None:
+        """The scale that the module began with; of one made on "meta", after ``to_empty``."""
+        if isinstance(self.scale, Tensor):
+            with torch.no_grad():
+                self.scale.fill_(self._start)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None,
@@ -106,11 +113,21 @@ class RotaryEmbedding(torch.nn.Module):
         super().__init__()
         if head_dim % 2 != 0:
             raise ValueError(f"head_dim is {head_dim}, but must be even for rotary embedding")
-        frequency = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-        angle = torch.outer(torch.arange(max_positions, dtype=torch.float64), frequency)
+        self.head_dim, self.base = head_dim, base
         # Recomputed from the arguments, so not part of a checkpoint.
-        self.register_buffer("cos", angle.cos().float(), persistent=False)
-        self.register_buffer("sin", angle.sin().float(), persistent=False)
+        self.register_buffer("cos", torch.empty(max_positions, head_dim // 2), persistent=False)
+        self.register_buffer("sin", torch.empty(max_positions, head_dim // 2), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Computes the tables; of a module made on "meta", after ``to_empty``."""
+        device, positions = self.cos.device, self.cos.shape[0]
+        exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device)
+        frequency = self.base ** -(exponent / self.head_dim)
+        rows = torch.arange(positions, dtype=torch.float64, device=device)
+        angle = torch.outer(rows, frequency)
+        self.cos.copy_(angle.cos())
+        self.sin.copy_(angle.sin())
 
     def forward(self, x: Tensor) -> Tensor:
         """Rotates x [batch, seqlen, heads, head_dim], whose rows are at positions 0, 1, ..."""
@@ -161,7 +178,9 @@ class MultiheadAttention(torch.nn.Module):
                 "unless head_dim is given"
             )
         self.num_heads, self.num_kv_heads = num_heads, kv_heads
-        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.head_dim = embed_dim // num_heads
+        if head_dim is not None:
+            self.head_dim = _check.integer("head_dim", head_dim, "an integer or None")
         _check.head_sizes(num_heads, kv_heads, self.head_dim, self.head_dim)
         _check.window_bounds(causal, window)
         self.causal, self.window = causal, window
@@ -174,6 +193,18 @@ class MultiheadAttention(torch.nn.Module):
         self.rotary = None
         if rotary_base is not None:
             self.rotary = RotaryEmbedding(self.head_dim, max_positions, rotary_base)
+
+    def reset_parameters(self) -> None:
+        """Draws the projections anew, makes sinks 0 and computes the rotary tables.
+
+        Of a module made on "meta", after ``to_empty``; a checkpoint holds all but the tables.
+        """
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+            projection.reset_parameters()
+        if self.sinks is not None:
+            torch.nn.init.zeros_(self.sinks)
+        if self.rotary is not None:
+            self.rotary.reset_parameters()
 
     def new_cache(self, batch: int, capacity: int) -> KeyValueCache:
         """An empty cache for ``forward``, in the dtype and on the device of the projections."""
@@ -188,9 +219,11 @@ class MultiheadAttention(torch.nn.Module):
         causal module, and has no gradient.
 
         Raises:
-            ValueError: x does not fit into the cache, is longer than the rotary embedding, or there
-                is a cache and the module is not causal.
+            ValueError: x has another shape, does not fit into the cache, is longer than the rotary
+                embedding, or there is a cache and the module is not causal.
         """
+        columns = self.q_proj.in_features
+        _check.shape("x", x, (None, None, columns), "[batch, seqlen, embed_dim]")
         batch, rows = x.shape[:2]
         q = self.q_proj(x).view(batch, rows, self.num_heads, self.head_dim)
         k = self.k_proj(x).view(batch, rows, self.num_kv_heads, self.head_dim)

@@ -12,6 +12,7 @@ import pytest
 
 np = pytest.importorskip("numpy")
 
+import tilewise  # noqa: E402
 from tilewise.cli import doctor, oracle, provenance, selftest, system, tables  # noqa: E402
 from tilewise.cli.command import main  # noqa: E402
 
@@ -261,3 +262,16 @@ def test_device_is_announced_once(capsys):
         assert text.count("running on the CPU") == 1
     else:
         assert devices == {"cuda"} and not text
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"tilewise {tilewise.__version__}\n"
+
+
+@pytest.mark.parametrize("flag", ["--provenance", "--no-test"])
+def test_an_instruction_set_that_nothing_would_test_is_refused(flag, capsys):
+    assert main(["doctor", flag, "--isa", "avx2"]) == 2
+    assert f"--isa is 'avx2', but with {flag} nothing is tested" in capsys.readouterr().err

@@ -110,6 +110,8 @@ def test_constant_scale_and_dropout_in_training_only():
         (lambda: MultiheadAttention(32, 4, window=3), "window is 3"),
         (lambda: MultiheadAttention(32, 4, num_kv_heads=3), "num_kv_heads 3"),
         (lambda: MultiheadAttention(20, 4, rotary_base=1e4), "must be even"),
+        (lambda: MultiheadAttention(32, 4)(torch.zeros(5, 32)), r"x has shape \[5, 32\]"),
+        (lambda: MultiheadAttention(32, 4)(torch.zeros(2, 5, 31)), r"x has shape \[2, 5, 31\]"),
         (lambda: RotaryEmbedding(8, 4)(torch.zeros(1, 5, 1, 8)), "x has 5 rows"),
     ],
 )
@@ -209,3 +211,25 @@ def test_cache_needs_a_causal_block():
     block = MultiheadAttention(16, 2, causal=False)
     with pytest.raises(ValueError, match="causal=True"):
         block(torch.zeros(1, 2, 16), block.new_cache(1, 4))
+
+
+def test_a_module_made_without_memory():
+    """On "meta", given memory, parameters from a checkpoint and the rest computed: as ever."""
+    options = dict(rotary_base=1e4, sinks=True, max_positions=32)
+    made = MultiheadAttention(64, 4, **options)
+    with torch.device("meta"):
+        empty = MultiheadAttention(64, 4, **options)
+    empty.to_empty(device=torch.get_default_device())
+    for buffer in (*empty.parameters(), *empty.buffers()):
+        buffer.detach().fill_(math.nan)
+    empty.reset_parameters()
+    assert torch.equal(empty.rotary.cos, made.rotary.cos)
+    assert torch.equal(empty.rotary.sin, made.rotary.sin)
+    assert all(p.isfinite().all() for p in empty.parameters())
+    empty.load_state_dict(made.state_dict())
+    x = torch.randn(2, 9, 64)
+    assert torch.equal(empty(x), made(x))
+    with torch.device("meta"):
+        attn = FlashAttention(16, scale=0.3)
+    attn.to_empty(device=torch.get_default_device()).reset_parameters()
+    assert float(attn.scale) == pytest.approx(0.3)

@@ -35,20 +35,39 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--seqlens", type=_lengths, default=[512, 1024, 2048, 4096], metavar="N,N,...")
-    add("--batch", type=_positive, default=1, metavar="B")
-    add("--heads", type=_positive, default=8, metavar="H")
+    add(
+        "--seqlens",
+        type=_lengths,
+        default=[512, 1024, 2048, 4096],
+        metavar="N,N,...",
+        help="rows, and as many keys; default: 512,1024,2048,4096",
+    )
+    add("--batch", type=_positive, default=1, metavar="B", help="default: %(default)s")
+    add("--heads", type=_positive, default=8, metavar="H", help="default: %(default)s")
     add("--kv-heads", type=_positive, metavar="H", help="default: as many as --heads")
-    add("--head-dim", type=_positive, default=64, metavar="D")
-    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
+    add("--head-dim", type=_positive, default=64, metavar="D", help="default: %(default)s")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: %(default)s")
     mask = parser.add_mutually_exclusive_group()
-    mask.add_argument("--causal", dest="causal", action="store_true", default=True)
+    mask.add_argument(
+        "--causal", dest="causal", action="store_true", default=True, help="the default"
+    )
     mask.add_argument("--full", dest="causal", action="store_false", help="no mask")
     add("--pass", dest="which", choices=("forward", "both"), default="both", help="default: both")
     add("--backends", type=_names, metavar="NAME,...", help="default: all that run here")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="default: a GPU if there is one",
+    )
     add("--threads", type=_positive, metavar="T", help="default: PyTorch's choice")
-    add("--seconds", type=_seconds, default=0.5, metavar="S", help="per backend and length")
+    add(
+        "--seconds",
+        type=_seconds,
+        default=0.5,
+        metavar="S",
+        help="per backend and length; default: %(default)s",
+    )
     add("--no-memory", action="store_true", help="do not measure peak memory")
     add("--json", type=Path, metavar="FILE", help="write the rows to FILE")
     add("--plot", type=Path, metavar="FILE", help="draw them (.png, .svg or .pdf)")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+import tilewise
 from tilewise.cli import bench, doctor
 
 DESCRIPTION = """Exact attention in linear memory.
@@ -16,6 +18,17 @@ examples:
 """
 
 
+class PrintVersion(argparse.Action):
+    """The version is the library's, which is loaded when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        try:
+            print(f"tilewise {tilewise.__version__}")
+        except ImportError as error:
+            parser.exit(2, f"tilewise: {error}\n")
+        parser.exit()
+
+
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     top = argparse.ArgumentParser(
@@ -23,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    top.add_argument("--version", action=PrintVersion, nargs=0, help="print it and leave")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor.add_parser(commands)
     bench.add_parser(commands)

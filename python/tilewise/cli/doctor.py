@@ -56,10 +56,13 @@ def run(options: argparse.Namespace) -> int:
     """Prints what is asked. Returns the exit status.
 
     Raises:
-        ValueError: --isa names an instruction set that cannot be tested here, or --record a file
-            that records cannot be added to.
+        ValueError: --isa names an instruction set that cannot be tested here, or is given where
+            nothing is tested; --record names a file that records cannot be added to.
         ImportError: the library or NumPy is missing.
     """
+    for flag, given in (("--provenance", options.provenance), ("--no-test", options.no_test)):
+        if given and options.isa:
+            raise ValueError(f"--isa is {options.isa!r}, but with {flag} nothing is tested")
     if options.provenance:
         return show_provenance(options.json)
     sets = system.instruction_sets()
