@@ -187,5 +187,20 @@ def attention_with_kvcache(
     new = new._replace(lengths=options.seqused_k)
     if where.check:
         check_entries(_entries(q, k_cache, v_cache, options, new))
-    q, options = append(q, k_cache, v_cache, options, new)
-    return _ops.forward(q, k_cache, v_cache, options)
+    try:
+        rotated, grown = append(q, k_cache, v_cache, options, new)
+        return _ops.forward(rotated, k_cache, v_cache, grown)
+    except ValueError:
+        if q.device.type == "cpu" and _plain.is_eager():
+            _refuse_by_our_names(q, k_cache, v_cache, options, new)
+        raise
+
+
+def _refuse_by_our_names(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, options: Options, new: NewKeys
+) -> None:
+    """The library's sentence about an entry has the names of the C interface."""
+    try:
+        check_entries(_entries(q, k_cache, v_cache, options, new))
+    except ValueError as error:
+        raise error from None

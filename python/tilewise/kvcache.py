@@ -94,6 +94,11 @@ def check_cache(
         _check.shape("q", q, (None, None, head_dim), "[total rows, heads, head_dim]")
     _check.head_sizes(q.shape[-2], k_cache.shape[2], head_dim, v_cache.shape[3])
     batch = q.shape[0] if packed is None else packed
+    if block_table is not None and batch_idx is not None:
+        raise ValueError(
+            "cache_batch_idx and block_table are both given, but block_table says where the keys "
+            "of each sequence lie: only one of them is allowed"
+        )
     if block_table is not None:
         _check.shape("block_table", block_table, (batch, None), "[batch, pages of a sequence]")
     elif batch_idx is None and k_cache.shape[0] != batch:

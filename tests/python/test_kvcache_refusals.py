@@ -68,8 +68,8 @@ BAD = {
         dict(block_table=torch.arange(24, dtype=torch.int32).reshape(2, 12).flip(1) + 4),
         r"block_table\[1, 0\] is 27",
     ),
-    "index and table": (dict(cache_batch_idx=torch.tensor([0, 1])), "kv_batch_idx"),
-    "entry: leftpad": (dict(cache_leftpad=torch.tensor([0, 10])), "(cache_)?leftpad"),
+    "index and table": (dict(cache_batch_idx=torch.tensor([0, 1])), "cache_batch_idx"),
+    "entry: leftpad": (dict(cache_leftpad=torch.tensor([0, 10])), "cache_leftpad"),
     "sin missing": (dict(rotary_sin=None), "rotary_sin"),
     "sin shape": (dict(rotary_sin=torch.randn(CAPACITY, 3)), "rotary_sin"),
     "cos dtype": (dict(rotary_cos=torch.randn(CAPACITY, 4).half()), "rotary_cos"),
@@ -79,7 +79,7 @@ BAD = {
     ),
     "entry: cos too short": (
         dict(rotary_cos=torch.randn(9, 4), rotary_sin=torch.randn(9, 4)),
-        "(rotary_rows|rotary_cos)",
+        "rotary_cos",
     ),
     "rotary without k": (dict(k=None, v=None), "rotary_cos"),
     "slopes": (dict(alibi_slopes=torch.randn(3)), "alibi_slopes"),
@@ -88,6 +88,25 @@ BAD = {
     "softcap": (dict(softcap=-1.0), "softcap"),
     "splits": (dict(num_splits=-1), "num_splits"),
 }
+
+
+# Of a call without new keys, which the library refuses while it attends.
+OLD_KEYS = {
+    "row": (dict(cache_batch_idx=torch.tensor([0, 2])), r"cache_batch_idx\[1\] is 2"),
+    "padding": (dict(cache_leftpad=torch.tensor([40, 0])), r"cache_leftpad\[0\] is 40"),
+    "length": (dict(cache_seqlens=torch.tensor([33, 3])), r"cache_seqlens\[0\] is 33"),
+}
+
+
+@pytest.mark.parametrize("name", OLD_KEYS)
+def test_entries_of_a_cache_are_refused_by_their_names(name, device):
+    if device.name == "cuda":
+        pytest.skip("entries in the memory of a GPU are read only where that is asked for")
+    changes, sentence = OLD_KEYS[name]
+    q, cache = torch.randn(2, 1, 4, 16), torch.randn(2, 32, 2, 16)
+    options = dict(cache_seqlens=torch.tensor([3, 3])) | changes
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        tilewise.attention_with_kvcache(q, cache, cache, **options)
 
 
 @pytest.mark.parametrize("name", BAD)
