@@ -50,8 +50,8 @@ int main() try {
   // Backward of loss = sum(out * weight).
   const auto weight = random_tensor(kHeads, 4);
   std::vector<float> dq(q.size()), dk(k.size()), dv(v.size());
-  const auto gradients = tilewise::describe(tilewise::GradientViews{
-      .dout = wide(weight), .dq = wide(dq), .dk = narrow(dk), .dv = narrow(dv)});
+  const auto gradients = tilewise::describe(
+      problem, {.dout = wide(weight), .dq = wide(dq), .dk = narrow(dk), .dv = narrow(dv)});
   tilewise::backward(problem, gradients, workspace);
 
   // The same derivative along one direction, by differences of the loss.

@@ -6,9 +6,10 @@
  *     tilewise::ConstTensor in = tilewise::view(q, {2, 128, 8, 64});
  *     tilewise::attention(in, in, in, tilewise::view(out, {2, 128, 8, 64}), {.causal = true});
  *
- * Views check their rank and that they stay inside the memory they are given; everything else is
- * checked by the library. Whatever goes wrong is thrown as tilewise::Error. For the full set of
- * options fill in the struct that `describe` returns: this layer hides nothing.
+ * Views check their rank and that they stay inside the memory they are given, `describe` that they
+ * fit each other; everything else is checked by the library. Whatever goes wrong is thrown as
+ * tilewise::Error. For the full set of options fill in the struct that `describe` returns: this
+ * layer hides nothing.
  */
 #ifndef TILEWISE_TILEWISE_HPP
 #define TILEWISE_TILEWISE_HPP
@@ -339,7 +340,43 @@ struct GradientViews {
   Tensor dv = {};
 };
 
-inline tilewise_gradients describe(const GradientViews& views) {
+namespace detail {
+
+// A view that goes with a problem: of its dtype and, from the first dimension it has, these sizes.
+inline void check_gradient(const char* name, const ConstTensor& view, const tilewise_attention& a,
+                           bool packed, const std::array<int64_t, 4>& sizes) {
+  if (view.data == nullptr) return;
+  const auto same = [name](const char* what, int64_t given, int64_t wanted) {
+    const std::string both = std::string("the ") + what + " of " + name + " and of the problem";
+    check_same(both.c_str(), given, wanted);
+  };
+  same("dtypes", view.dtype, a.dtype);
+  same("ranks", view.rank, packed ? 3 : 4);
+  constexpr std::array<const char*, 4> kDimensions = {"batches", "rows", "heads", "columns"};
+  for (std::size_t i = packed ? 1 : 0; i < 4; ++i) same(kDimensions[i], view.sizes[i], sizes[i]);
+}
+
+}  // namespace detail
+
+// The struct of the C ABI for these views, which have the shapes that tilewise.h says.
+inline tilewise_gradients describe(const tilewise_attention& a, const GradientViews& views) {
+  const bool pages = a.block_table != nullptr;
+  const bool packed_q = a.cu_seqlens_q != nullptr;
+  const bool packed_k = a.cu_seqlens_k != nullptr && !pages;
+  const bool each_its_own = pages || a.kv_batch_idx != nullptr || a.kv_batch == 0;
+  const int64_t batch_k = each_its_own ? a.batch : a.kv_batch;
+  const int64_t keys = pages ? a.block_table_width * a.page_size : a.seqlen_k;
+  const int64_t columns_v = a.head_dim_v == 0 ? a.head_dim : a.head_dim_v;
+  const auto check_q = [&](const char* name, const ConstTensor& view, int64_t columns) {
+    detail::check_gradient(name, view, a, packed_q, {a.batch, a.seqlen_q, a.heads_q, columns});
+  };
+  const auto check_k = [&](const char* name, const ConstTensor& view, int64_t columns) {
+    detail::check_gradient(name, view, a, packed_k, {batch_k, keys, a.heads_kv, columns});
+  };
+  check_q("dout", views.dout, columns_v);
+  check_q("dq", views.dq, a.head_dim);
+  check_k("dk", views.dk, a.head_dim);
+  check_k("dv", views.dv, columns_v);
   tilewise_gradients g{};
   g.struct_size = sizeof(g);
   g.dout = views.dout.raw();

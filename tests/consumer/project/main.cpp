@@ -63,10 +63,10 @@ bool varlen_gradients_are_right() {
       tilewise::describe(tilewise::view(q, sizes), tilewise::view(k, sizes),
                          tilewise::view(v, sizes), tilewise::view(out, sizes),
                          {.causal = true, .cu_seqlens_q = starts, .cu_seqlens_k = starts}, lse);
-  const tilewise_gradients g = tilewise::describe({.dout = tilewise::view(dout, sizes),
-                                                   .dq = tilewise::view(dq, sizes),
-                                                   .dk = tilewise::view(dk, sizes),
-                                                   .dv = tilewise::view(dv, sizes)});
+  const tilewise_gradients g = tilewise::describe(a, {.dout = tilewise::view(dout, sizes),
+                                                      .dq = tilewise::view(dq, sizes),
+                                                      .dk = tilewise::view(dk, sizes),
+                                                      .dv = tilewise::view(dv, sizes)});
   tilewise::Workspace workspace;
   tilewise::forward(a, workspace);
   tilewise::backward(a, g, workspace);
@@ -107,8 +107,21 @@ bool mistakes_are_exceptions() {
     return false;
   };
   const auto whole = tilewise::view(x, {1, kRows, kHeads, kDim});
-  bool good = expect(message([&] { tilewise::view(x, {2, kRows, kHeads, kDim}); }),
-                     "sizes and strides reach from element 0 to 191");
+  const tilewise_attention a = tilewise::describe(whole, whole, whole, whole);
+  const auto fewer_rows = tilewise::view(x, {1, kRows - 1, kHeads, kDim});
+  const auto packed = tilewise::view(x, {kRows, kHeads, kDim});
+  const auto halves = tilewise::view(x.data(), TILEWISE_FLOAT16, {1, kRows, kHeads, kDim});
+  bool good = expect(message([&] { tilewise::describe(a, {.dout = whole, .dq = fewer_rows}); }),
+                     "the rows of dq and of the problem are 5 and 6: they have to be equal");
+  good = expect(message([&] { tilewise::describe(a, {.dout = whole, .dk = packed}); }),
+                "the ranks of dk and of the problem are 3 and 4") &&
+         good;
+  good = expect(message([&] { tilewise::describe(a, {.dout = halves}); }),
+                "the dtypes of dout and of the problem are") &&
+         good;
+  good = expect(message([&] { tilewise::view(x, {2, kRows, kHeads, kDim}); }),
+                "sizes and strides reach from element 0 to 191") &&
+         good;
   good = expect(message([&] { tilewise::view(x, {kRows, kDim}); }), "sizes has 2 entries") && good;
   good =
       expect(message([&] { tilewise::view(x, {1, 2, 2}, {4, 2, 2}); }), "last stride is 2") && good;
