@@ -7,9 +7,9 @@ View rows_view(const char* name, const tilewise_tensor& t, const Problem& p, int
   const bool varlen = p.cu_seqlens_q != nullptr;
   return {name,
           t.data,
-          {{{"stride_batch", varlen ? 1 : p.batch, t.stride_batch},
-            {"stride_row", p.seqlen_q, t.stride_row},
-            {"stride_head", p.heads_q, t.stride_head}}},
+          {{{".stride_batch", varlen ? 1 : p.batch, t.stride_batch},
+            {".stride_row", p.seqlen_q, t.stride_row},
+            {".stride_head", p.heads_q, t.stride_head}}},
           p.batch == 0 && !varlen ? 0 : columns,
           element_bytes(p.dtype),
           access};
@@ -20,13 +20,13 @@ View keys_view(const char* name, const tilewise_tensor& t, const Problem& p, int
   const bool varlen = !paged && p.cu_seqlens_k != nullptr;
   return {name,
           t.data,
-          {{{"stride_batch",
+          {{{".stride_batch",
              paged    ? p.pages
              : varlen ? 1
                       : p.kv_batch,
              t.stride_batch},
-            {"stride_row", paged ? p.page_size : p.seqlen_k, t.stride_row},
-            {"stride_head", p.heads_kv, t.stride_head}}},
+            {".stride_row", paged ? p.page_size : p.seqlen_k, t.stride_row},
+            {".stride_head", p.heads_kv, t.stride_head}}},
           columns,
           element_bytes(p.kv_float8 != 0 ? TILEWISE_FLOAT8_E4M3 : p.dtype),
           Access::read};
@@ -37,8 +37,8 @@ View lse_view(const char* name, const float* data, int64_t stride_batch, int64_t
   const bool varlen = p.cu_seqlens_q != nullptr;
   return {name,
           data,
-          {{{"stride_batch", varlen ? 1 : p.batch, stride_batch},
-            {"stride_head", p.heads_q, stride_head},
+          {{{"_stride_batch", varlen ? 1 : p.batch, stride_batch},
+            {"_stride_head", p.heads_q, stride_head},
             {"", 1, 0}}},
           p.seqlen_q,
           4,

@@ -48,7 +48,7 @@ void check_cache(Append& a) {
     check_rows("batch * block_table_width * page_size", a.batch, a.block_table_width, a.page_size);
     check_layout({"block_table",
                   nullptr,
-                  {{{"stride", a.batch, a.block_table_stride}, {"", 1, 0}, {"", 1, 0}}},
+                  {{{"_stride", a.batch, a.block_table_stride}, {"", 1, 0}, {"", 1, 0}}},
                   a.block_table_width,
                   4,
                   Access::read});
@@ -69,9 +69,9 @@ View rows_view(const char* name, const tilewise_tensor& t, const Append& a, int6
                int64_t heads, bool varlen, int64_t columns, Access access) {
   return {name,
           t.data,
-          {{{"stride_batch", varlen ? 1 : a.batch, t.stride_batch},
-            {"stride_row", rows, t.stride_row},
-            {"stride_head", heads, t.stride_head}}},
+          {{{".stride_batch", varlen ? 1 : a.batch, t.stride_batch},
+            {".stride_row", rows, t.stride_row},
+            {".stride_head", heads, t.stride_head}}},
           columns,
           element_bytes(a.dtype),
           access};
@@ -81,17 +81,17 @@ View cache_view(const char* name, const tilewise_tensor& t, const Append& a, int
   const bool paged = a.block_table != nullptr;
   return {name,
           t.data,
-          {{{"stride_batch", paged ? a.pages : a.kv_batch, t.stride_batch},
-            {"stride_row", paged ? a.page_size : a.seqlen_k, t.stride_row},
-            {"stride_head", a.heads_kv, t.stride_head}}},
+          {{{".stride_batch", paged ? a.pages : a.kv_batch, t.stride_batch},
+            {".stride_row", paged ? a.page_size : a.seqlen_k, t.stride_row},
+            {".stride_head", a.heads_kv, t.stride_head}}},
           columns,
           element_bytes(a.kv_float8 != 0 ? TILEWISE_FLOAT8_E4M3 : a.dtype),
           Access::write};
 }
 
-void check_view(const View& view) {
-  check_layout(view);
+void check_view(const View& view) {  // a missing tensor is not one of strides 0
   check_data(view);
+  check_layout(view);
 }
 
 void check_tensors(const Append& a) {

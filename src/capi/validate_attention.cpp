@@ -45,7 +45,7 @@ void check_cache(Problem& p) {
     check_rows("batch * block_table_width * page_size", p.batch, p.block_table_width, p.page_size);
     check_layout({"block_table",
                   nullptr,
-                  {{{"stride", p.batch, p.block_table_stride}, {"", 1, 0}, {"", 1, 0}}},
+                  {{{"_stride", p.batch, p.block_table_stride}, {"", 1, 0}, {"", 1, 0}}},
                   p.block_table_width,
                   4,
                   Access::read});
@@ -82,17 +82,17 @@ void check_score(const Problem& p) {
     const int64_t rows = p.max_seqlen_q > 0 ? p.max_seqlen_q : p.seqlen_q;
     check_layout({"bias",
                   p.bias,
-                  {{{"stride_batch", p.batch, p.bias_stride_batch},
-                    {"stride_head", p.heads_q, p.bias_stride_head},
-                    {"stride_row", rows, p.bias_stride_row}}},
+                  {{{"_stride_batch", p.batch, p.bias_stride_batch},
+                    {"_stride_head", p.heads_q, p.bias_stride_head},
+                    {"_stride_row", rows, p.bias_stride_row}}},
                   keys,
                   element_bytes(p.bias_dtype),
                   Access::read});
   }
   if (p.alibi_slopes != nullptr) {
-    check_layout({"alibi_slopes",
+    check_layout({"alibi",
                   p.alibi_slopes,
-                  {{{"stride_batch", p.batch, p.alibi_stride_batch}, {"", 1, 0}, {"", 1, 0}}},
+                  {{{"_stride_batch", p.batch, p.alibi_stride_batch}, {"", 1, 0}, {"", 1, 0}}},
                   p.heads_q,
                   4,
                   Access::read});
@@ -124,16 +124,16 @@ void check_views(const Problem& p, int32_t pass, Contents contents) {
       keys_view("v", p.v, p, p.head_dim_v),
       rows_view("out", p.out, p, p.head_dim_v, backward ? Access::read : Access::write),
   };
-  for (const View& view : views) {
-    check_layout(view);
+  for (const View& view : views) {  // a missing tensor is not one of strides 0
     if (contents != Contents::unread) check_data(view);
+    check_layout(view);
   }
   // The forward may leave lse out; in a plan the pointer may be missing in any case.
   if (p.lse == nullptr && (!backward || contents == Contents::unread)) return;
   const View lse = lse_view("lse", p.lse, p.lse_stride_batch, p.lse_stride_head, p,
                             backward ? Access::read : Access::write);
-  check_layout(lse);
   if (contents != Contents::unread) check_data(lse);
+  check_layout(lse);
 }
 
 void check_option_pointers(const Problem& p) {
@@ -199,8 +199,8 @@ void check_float8(int32_t kv_float8, int32_t dtype, const Descale& k, const Desc
     if (descale.data == nullptr) continue;
     check_layout({name,
                   descale.data,
-                  {{{"stride_batch", batch, descale.stride_batch},
-                    {"stride_head", heads_kv, descale.stride_head},
+                  {{{"_stride_batch", batch, descale.stride_batch},
+                    {"_stride_head", heads_kv, descale.stride_head},
                     {"", 1, 0}}},
                   1,
                   4,

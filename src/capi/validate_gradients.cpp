@@ -9,8 +9,8 @@ namespace {
 
 void check_wanted(const View& view, Contents contents) {
   if (view.data == nullptr) return;
-  check_layout(view);
   if (contents != Contents::unread) check_data(view);
+  check_layout(view);
 }
 
 void check_dbias(const Gradients& g, const Problem& p, Contents contents) {
@@ -41,9 +41,9 @@ void check_dbias(const Gradients& g, const Problem& p, Contents contents) {
   }
   check_wanted({"dbias",
                 g.dbias,
-                {{{"stride_batch", g.dbias_stride_batch != 0 ? p.batch : 1, g.dbias_stride_batch},
-                  {"stride_head", g.dbias_stride_head != 0 ? p.heads_q : 1, g.dbias_stride_head},
-                  {"stride_row", g.dbias_stride_row != 0 ? g.dbias_rows : 1, g.dbias_stride_row}}},
+                {{{"_stride_batch", g.dbias_stride_batch != 0 ? p.batch : 1, g.dbias_stride_batch},
+                  {"_stride_head", g.dbias_stride_head != 0 ? p.heads_q : 1, g.dbias_stride_head},
+                  {"_stride_row", g.dbias_stride_row != 0 ? g.dbias_rows : 1, g.dbias_stride_row}}},
                 g.dbias_keys,
                 4,
                 Access::write},
@@ -72,8 +72,8 @@ Gradients validated_gradients(const tilewise_gradients* given, const Problem& p,
   if (p.device != TILEWISE_CPU && contents == Contents::read) contents = Contents::pointers;
   check_range("gradients.reserved", g.reserved, 0, 0);
   const View dout = rows_view("dout", g.dout, p, p.head_dim_v, Access::read);
-  check_layout(dout);
   if (contents != Contents::unread) check_data(dout);
+  check_layout(dout);
   check_wanted(rows_view("dq", g.dq, p, p.head_dim, Access::write), contents);
   check_wanted(dkeys_view("dk", g.dk, p, p.head_dim), contents);
   check_wanted(dkeys_view("dv", g.dv, p, p.head_dim_v), contents);

@@ -25,7 +25,7 @@ void check_span(const View& view) {
     const bool fits = stride <= static_cast<uint64_t>(limit) &&
                       checked_mul(d.size - 1, static_cast<int64_t>(stride), &reach) &&
                       checked_add(span, reach, &span) && span <= limit;
-    require(fits, view.name, ".", d.stride_name, " is ", d.stride, ": with ", d.size,
+    require(fits, view.name, d.stride_name, " is ", d.stride, ": with ", d.size,
             " entries the tensor spans more than the allowed ", kMaxSpanBytes, " bytes");
   }
 }
@@ -40,7 +40,7 @@ void check_disjoint(const View& view) {
   for (const Dimension& d : sorted) {
     if (d.size <= 1) continue;
     const auto stride = static_cast<int64_t>(magnitude(d.stride));
-    require(stride >= covered, view.name, ".", d.stride_name, " is ", d.stride,
+    require(stride >= covered, view.name, d.stride_name, " is ", d.stride,
             ": entries of a tensor that is written may not overlap, at least ", covered,
             " is allowed");
     covered += (d.size - 1) * stride;

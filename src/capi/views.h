@@ -17,7 +17,8 @@ inline constexpr int64_t kMaxCount = INT32_MAX;
 
 enum class Access { read, write };
 
-// One dimension of a view: its size and the stride, in elements, with the name to report.
+// One dimension of a view: its size and the stride, in elements. With the view's name the stride's
+// is that of a field: ".stride_row" of a tilewise_tensor, "_stride_row" of a struct with a pointer.
 struct Dimension {
   const char* stride_name;
   int64_t size;

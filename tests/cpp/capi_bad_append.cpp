@@ -102,6 +102,7 @@ const Bad kBad[] = {
     {"q_stride", [](AppendCall& c) { c.a.q.stride_row = kHuge * 2; },
      "q.stride_row is 2305843009213693952"},
     {"q_out_null", [](AppendCall& c) { c.a.q_out.data = nullptr; }, "q_out is NULL"},
+    {"q_out_left_out", [](AppendCall& c) { c.a.q_out = {}; }, "q_out is NULL"},
     {"q_out_misaligned", [](AppendCall& c) { c.a.q_out.data = misaligned(c.a.q_out.data); },
      "q_out is 0x"},
     {"q_out_overlap", [](AppendCall& c) { c.a.q_out.stride_head = 4; },
@@ -208,7 +209,7 @@ const Bad kBad[] = {
        c.use_pages();
        c.a.block_table_stride = kHuge;
      },
-     "block_table.stride is 1152921504606846976"},
+     "block_table_stride is 1152921504606846976"},
     {"pages_and_kv_batch_idx",
      [](AppendCall& c) {
        c.use_pages();
@@ -291,25 +292,25 @@ const Bad kBad[] = {
        c.use_float8();
        c.a.k_descale_stride_batch = -kHuge;
      },
-     "k_descale.stride_batch is -1152921504606846976: with 2 entries"},
+     "k_descale_stride_batch is -1152921504606846976: with 2 entries"},
     {"k_descale_stride_head",
      [](AppendCall& c) {
        c.use_float8();
        c.a.k_descale_stride_head = kHuge;
      },
-     "k_descale.stride_head is 1152921504606846976: with 2 entries"},
+     "k_descale_stride_head is 1152921504606846976: with 2 entries"},
     {"v_descale_stride_batch",
      [](AppendCall& c) {
        c.use_float8();
        c.a.v_descale_stride_batch = INT64_MAX;
      },
-     "v_descale.stride_batch is 9223372036854775807: with 2 entries"},
+     "v_descale_stride_batch is 9223372036854775807: with 2 entries"},
     {"v_descale_stride_head",
      [](AppendCall& c) {
        c.use_float8();
        c.a.v_descale_stride_head = kHuge;
      },
-     "v_descale.stride_head is 1152921504606846976: with 2 entries"},
+     "v_descale_stride_head is 1152921504606846976: with 2 entries"},
     {"parallel",
      [](AppendCall& c) {
        c.parallel.threads = -3;

@@ -95,7 +95,7 @@ const Bad kBad[] = {
     {"out_stride_span", [](Call& c) { c.a.out.stride_batch = kHuge; },
      "out.stride_batch is 1152921504606846976"},
     {"lse_stride_span", [](Call& c) { c.a.lse_stride_batch = kHuge; },
-     "lse.stride_batch is 1152921504606846976"},
+     "lse_stride_batch is 1152921504606846976"},
     {"max_seqlen_q", [](Call& c) { c.a.max_seqlen_q = -1; }, "max_seqlen_q is -1"},
     {"max_seqlen_k", [](Call& c) { c.a.max_seqlen_k = -1; }, "max_seqlen_k is -1"},
     {"scale_nan", [](Call& c) { c.a.scale = kNan; }, "scale is nan: a finite number is allowed"},
@@ -115,7 +115,7 @@ const Bad kBad[] = {
        c.a.alibi_slopes = c.slopes.data();
        c.a.alibi_stride_batch = kHuge * 2;
      },
-     "alibi_slopes.stride_batch is 2305843009213693952"},
+     "alibi_stride_batch is 2305843009213693952"},
     {"bias_dtype",
      [](Call& c) {
        c.use_bias();
@@ -133,19 +133,19 @@ const Bad kBad[] = {
        c.use_bias();
        c.a.bias_stride_batch = kHuge;
      },
-     "bias.stride_batch is 1152921504606846976"},
+     "bias_stride_batch is 1152921504606846976"},
     {"bias_stride_head",
      [](Call& c) {
        c.use_bias();
        c.a.bias_stride_head = kHuge;
      },
-     "bias.stride_head is 1152921504606846976"},
+     "bias_stride_head is 1152921504606846976"},
     {"bias_stride_row",
      [](Call& c) {
        c.use_bias();
        c.a.bias_stride_row = -kHuge;
      },
-     "bias.stride_row is -1152921504606846976"},
+     "bias_stride_row is -1152921504606846976"},
     {"page_size",
      [](Call& c) {
        c.use_pages();
@@ -169,7 +169,7 @@ const Bad kBad[] = {
        c.use_pages();
        c.a.block_table_stride = kHuge;
      },
-     "block_table.stride is 1152921504606846976"},
+     "block_table_stride is 1152921504606846976"},
     {"pages_together",
      [](Call& c) {
        c.use_pages();
@@ -221,25 +221,25 @@ const Bad kBad[] = {
        c.use_float8();
        c.a.k_descale_stride_batch = kHuge;
      },
-     "k_descale.stride_batch is 1152921504606846976: with 2 entries"},
+     "k_descale_stride_batch is 1152921504606846976: with 2 entries"},
     {"k_descale_stride_head",
      [](Call& c) {
        c.use_float8();
        c.a.k_descale_stride_head = -kHuge;
      },
-     "k_descale.stride_head is -1152921504606846976: with 2 entries"},
+     "k_descale_stride_head is -1152921504606846976: with 2 entries"},
     {"v_descale_stride_batch",
      [](Call& c) {
        c.use_float8();
        c.a.v_descale_stride_batch = kHuge;
      },
-     "v_descale.stride_batch is 1152921504606846976: with 2 entries"},
+     "v_descale_stride_batch is 1152921504606846976: with 2 entries"},
     {"v_descale_stride_head",
      [](Call& c) {
        c.use_float8();
        c.a.v_descale_stride_head = INT64_MIN;
      },
-     "v_descale.stride_head is -9223372036854775808: with 2 entries"},
+     "v_descale_stride_head is -9223372036854775808: with 2 entries"},
     {"parallel_threads",
      [](Call& c) {
        c.parallel.threads = -1;
@@ -266,7 +266,7 @@ TEST(BadOutput, OverlapIsRefusedWhereItIsWritten) {
        "out.stride_row is 23: entries of a tensor that is "
        "written may not overlap, at least 24 is allowed"},
       {[](Call& c) { c.a.out.stride_head = -5; }, "out.stride_head is -5"},
-      {[](Call& c) { c.a.lse_stride_head = 4; }, "lse.stride_head is 4"},
+      {[](Call& c) { c.a.lse_stride_head = 4; }, "lse_stride_head is 4"},
   };
   for (const auto& each : cases) {
     Call call;
@@ -276,6 +276,12 @@ TEST(BadOutput, OverlapIsRefusedWhereItIsWritten) {
     info.struct_size = sizeof(info);
     expect_refused(call.plan(TILEWISE_PASS_FORWARD, &info), call, each.message);
   }
+}
+
+TEST(BadOutput, WhatIsLeftOutIsNotCalledOverlapping) {
+  Call call;
+  call.a.out = {};
+  expect_refused(call.forward(), call, "out is NULL");
 }
 
 TEST(BadAttentionStruct, NullIsRefused) {

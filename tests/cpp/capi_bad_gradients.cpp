@@ -61,7 +61,7 @@ const Bad kBad[] = {
        c.use_dlse();
        c.g.dlse_stride_head = kHuge;
      },
-     "dlse.stride_head is 1152921504606846976"},
+     "dlse_stride_head is 1152921504606846976"},
     {"dbias_without_bias",
      [](Call& c) {
        c.use_bias();
@@ -91,7 +91,7 @@ const Bad kBad[] = {
        c.use_bias();
        c.g.dbias_stride_row = 6;
      },
-     "dbias.stride_row is 6: entries of a tensor that is written may not overlap, at least 7 is "
+     "dbias_stride_row is 6: entries of a tensor that is written may not overlap, at least 7 is "
      "allowed"},
     {"dbias_keys",
      [](Call& c) {
