@@ -3,9 +3,10 @@
  * Copyright (c) 2026 The Tilewise authors. BSD-3-Clause.
  *
  * One struct, `tilewise_attention`, describes what is asked. `tilewise_plan` says which kernel will
- * run and how much workspace it needs; `tilewise_forward` and `tilewise_backward` run it. Nothing
- * is allocated in a launch, no exception crosses this boundary, and every function returns a
- * status; `tilewise_last_error` holds one sentence about the last failure of the calling thread.
+ * run and how much workspace it needs; `tilewise_forward` and `tilewise_backward` run it. A launch
+ * allocates no workspace and nothing on a GPU (a check of index arrays may take some host memory),
+ * no exception crosses this boundary, and every function returns a status; `tilewise_last_error`
+ * holds one sentence about the last failure of the calling thread.
  *
  * Meaning (FlashAttention-2, arXiv 2307.08691, with the conventions of the FlashAttention
  * packages):
@@ -115,12 +116,13 @@ typedef struct tilewise_attention {
 
   /* Score */
   float scale;                /* multiplies q.k; used when scale_ptr is NULL */
-  float softcap;              /* >= 0; 0: off */
+  float softcap;              /* 0: off; else at least FLT_MIN */
   const float* scale_ptr;     /* optional: one float in device memory, replaces `scale` */
   const float* alibi_slopes;  /* [Hq] or [B, Hq] fp32 */
   int64_t alibi_stride_batch; /* 0 for [Hq] */
   const void* bias;           /* [B, Hq, Sq, Sk]; bias_dtype; key stride 1 */
-  int64_t bias_stride_batch;  /* 0 broadcasts; varlen: row i of sequence b is bias[b, h, i, j] */
+  int64_t bias_stride_batch;  /* 0 broadcasts; varlen: row i of sequence b is bias[b, h, i, j], with
+                                 the rows and keys of the longest one, which nothing can check */
   int64_t bias_stride_head;
   int64_t bias_stride_row;
   int32_t bias_dtype; /* fp32 or the dtype of q */
@@ -128,7 +130,8 @@ typedef struct tilewise_attention {
   uint64_t dropout_seed;
   uint64_t dropout_offset;
   const uint64_t* dropout_state; /* optional: {seed, offset} in device memory, replaces the two */
-  const float* sinks;            /* [Hq] fp32: a logit per head that takes part in the softmax */
+  const float* sinks;            /* [Hq] fp32: a logit per head that takes part in the softmax;
+                                    +inf is not defined */
 
   /* Variable length. Entries are int32 in the memory of the device. */
   const int32_t* cu_seqlens_q; /* [B+1], from 0, not decreasing, last <= T */
@@ -151,8 +154,8 @@ typedef struct tilewise_attention {
 
   int32_t num_splits;    /* key splits of the forward; 0: the planner chooses (by shape alone) */
   int32_t deterministic; /* bitwise equal results on the same device; the CPU always is */
-  int32_t check;         /* GPU: verify cu_seqlens and block_table first, at the cost of a kernel;
-                            the CPU always verifies */
+  int32_t check;         /* GPU: verify cu_seqlens and block_table first, by a kernel for which the
+                            stream is waited for; the CPU always verifies */
   int32_t tf32;          /* GPU: 1 lets fp32 operands be rounded to TF32 */
   const tilewise_parallel* parallel; /* CPU; NULL: the library's own pool */
 
@@ -236,7 +239,7 @@ typedef struct tilewise_kv_append {
   int64_t batch;
   int64_t seqlen_q;
   int64_t seqlen_new; /* new keys per sequence; with cu_seqlens_new: all rows of k_new */
-  int64_t seqlen_k;   /* capacity of a dense cache; paged: not read */
+  int64_t seqlen_k;   /* capacity of a dense cache, if only q is rotated, too; paged: not read */
   int64_t heads_q;
   int64_t heads_kv;
   int64_t head_dim;
@@ -251,7 +254,7 @@ typedef struct tilewise_kv_append {
   const int32_t* cu_seqlens_q;   /* [B+1] optional */
   const int32_t* cu_seqlens_new; /* [B+1] optional */
   const int32_t* rotary_seqlens; /* [B] optional: replaces cache_seqlens as rotary position */
-  const int32_t* block_table;
+  const int32_t* block_table;    /* a row that is written belongs to one sequence alone */
   int64_t block_table_stride;
   int64_t block_table_width;
   int64_t page_size;
