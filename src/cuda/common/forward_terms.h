@@ -128,7 +128,7 @@ struct KeptBits {
   }
 };
 
-// Storage: that of q, k and v, which a bias may have.
+// Storage: that of q, which a bias may have.
 template <class Storage>
 struct GeneralTerms {
   using Math = std::conditional_t<sizeof(Storage) == 2, HalfMath, DeviceMath>;
@@ -161,8 +161,12 @@ struct GeneralTerms {
     if (p.bias == nullptr) return;
     if (p.bias_dtype == TILEWISE_FLOAT32)
       add_bias<float>(p, work, s, tile, place);
-    else
+    else if constexpr (!std::is_same_v<Storage, EitherHalf>)
       add_bias<Storage>(p, work, s, tile, place);
+    else if (p.bias_dtype == TILEWISE_BFLOAT16)
+      add_bias<BFloat16>(p, work, s, tile, place);
+    else
+      add_bias<Half>(p, work, s, tile, place);
   }
 
   // key0: the lane's first one. Distances are whole numbers, and their sign costs no instruction.
