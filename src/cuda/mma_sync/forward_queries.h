@@ -51,24 +51,25 @@ TILEWISE_DEVICE void load_queries(const Problem& p, const BlockWork& work, ptx::
   }
 }
 
-// The queries of a float8 cache become F16, in the order of its columns. Each row is multiplied by
-// a power of two, so that its largest number has the highest exponent of F16: BF16 has more of
-// them, and of what F16 cannot hold then no product matters (it is below 2^-40 of the largest). A
-// quad has the rows that its sums belong to.
+// The queries of a float8 cache become F16, in the order of its columns. Rows of BF16, which has
+// more exponents, are multiplied by a power of two, so that their largest number has the highest
+// exponent of F16: what that cannot hold then is below 2^-40 of it. A quad has the rows that its
+// sums belong to.
 template <class C>
 class Float8Queries {
  public:
   static constexpr int kRows = C::kForward.warp_rows / 16;
 
   TILEWISE_DEVICE Float8Queries(const Problem& p, ptx::SharedAddress q_of_warp, bool negate)
-      : q_(q_of_warp), bf16_(p.dtype == TILEWISE_BFLOAT16), sign_(negate ? 0x80000000u : 0) {}
+      : q_(q_of_warp), bf16_(p.dtype == TILEWISE_BFLOAT16), negate_(negate) {}
 
   TILEWISE_DEVICE RowUnits<kRows> prepare() const {
     RowUnits<kRows> units;
 #pragma unroll
     for (int m = 0; m < kRows; ++m) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) units.x[m][h] = prepare(16 * m + 8 * h + ptx::lane_index() / 4);
+      for (int h = 0; h < 2; ++h)
+        units.x[m][h] = prepare(16 * m + 8 * h + ptx::lane_index() / 4) * C::kCachedUnit;
     }
     ptx::sync_warp();
     return units;
@@ -78,53 +79,71 @@ class Float8Queries {
   static constexpr int kSteps = C::kHeadDim / 64;  // of 16 columns, of which a lane has a fourth
   static_assert(C::kHeadDim % 64 == 0);
   using Swizzle = tile::Swizzle<C::kHeadDim * 2>;
+  using Words = uint32_t[kSteps][2][4];  // the lane's own of a row
 
   TILEWISE_DEVICE ptx::SharedAddress chunk(int row, int step, int half) const {
     const int own = ptx::lane_index() % 4 + 4 * step;
     return q_ + Swizzle::offset(row, 2 * own + half);
   }
-  TILEWISE_DEVICE float low_of(uint32_t pair) const {
-    return bf16_ ? tile::low_of<BF16>(pair) : tile::low_of<F16>(pair);
-  }
-  TILEWISE_DEVICE float high_of(uint32_t pair) const {
-    return bf16_ ? tile::high_of<BF16>(pair) : tile::high_of<F16>(pair);
-  }
 
   // Returns the unit.
   TILEWISE_DEVICE float prepare(int row) const {
-    uint32_t x[kSteps][2][4];
-    float largest = 0.0f;  // but for NaN
+    Words x;
 #pragma unroll
-    for (int i = 0; i < kSteps * 2; ++i) {
-      uint32_t (&words)[4] = x[i / 2][i % 2];
-      ptx::ld_shared_v4_b32(words, chunk(row, i / 2, i % 2));
-      for (const uint32_t pair : words)
-        largest = ptx::fmax(
-            largest, ptx::fmax(__builtin_fabsf(low_of(pair)), __builtin_fabsf(high_of(pair))));
-    }
-    // Exponents of fp32. Factor and unit are normal numbers.
-    constexpr uint32_t kHighest = 127 + 15;
-    const uint32_t exponent =
-        min(max(ptx::bits_of(tile::quad_max(largest)) >> 23, kHighest - 126), kHighest + 112);
-    const float factor = ptx::float_of((127 + kHighest - exponent) << 23 | sign_);
+    for (int i = 0; i < kSteps * 2; ++i)
+      ptx::ld_shared_v4_b32(x[i / 2][i % 2], chunk(row, i / 2, i % 2));
+    float unit = 1.0f;
+    if (bf16_)
+      unit = narrow(x);
+    else if (negate_)
+      change(x, [](uint32_t pair) { return pair ^ 0x80008000u; });
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (auto& words : x[step]) {
-        for (uint32_t& pair : words)
-          pair = ptx::cvt_f16x2(low_of(pair) * factor, high_of(pair) * factor);
-      }
       tile::pair_words(x[step][0], x[step][1]);
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         ptx::st_shared_v4_b32(chunk(row, step, half), x[step][half]);
     }
-    return ptx::float_of((127 - kHighest + exponent) << 23) * C::kCachedUnit;
+    return unit;
+  }
+
+  // Of BF16, magnitudes are ordered as their bits are.
+  TILEWISE_DEVICE float narrow(Words& x) const {
+    uint32_t highs = 0;
+    uint32_t lows = 0;
+    change(x, [&](uint32_t pair) {
+      highs = max(highs, pair & 0x7fffffffu);
+      lows = max(lows, pair << 16 & 0x7fffffffu);
+      return pair;
+    });
+    // Exponents of fp32. Factor and unit are normal numbers, infinity has the factor of the
+    // largest.
+    constexpr uint32_t kHighest = 127 + 15;
+    const uint32_t exponent =
+        min(max(tile::quad_max(max(highs, lows)) >> 23, kHighest - 126), kHighest + 112);
+    const uint32_t sign = negate_ ? 0x80000000u : 0;
+    const float factor = ptx::float_of((127 + kHighest - exponent) << 23 | sign);
+    change(x, [&](uint32_t pair) {
+      return ptx::cvt_f16x2(tile::low_of<BF16>(pair) * factor, tile::high_of<BF16>(pair) * factor);
+    });
+    return ptx::float_of((127 - kHighest + exponent) << 23);
+  }
+
+  template <class Change>
+  TILEWISE_DEVICE static void change(Words& x, const Change& change) {
+#pragma unroll
+    for (auto& step : x) {
+#pragma unroll
+      for (auto& words : step) {
+#pragma unroll
+        for (uint32_t& pair : words) pair = change(pair);
+      }
+    }
   }
 
   ptx::SharedAddress q_;
   bool bf16_;
-  uint32_t sign_;
+  bool negate_;
 };
 
 // The rows of a warp change sign, so that the scale of the scores may be positive, those of fp32
