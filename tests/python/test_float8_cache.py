@@ -18,7 +18,7 @@ import devices  # noqa: E402
 import test_decode  # noqa: E402
 import tilewise  # noqa: E402
 import yardstick  # noqa: E402
-from bounds import check_lse, check_out  # noqa: E402
+from bounds import LSE_LOW, check_lse, check_out  # noqa: E402
 from cases import Built, Case, run  # noqa: E402
 
 FLOAT8 = torch.float8_e4m3fn
@@ -197,7 +197,7 @@ def test_queries_of_any_size(dtype):
         want = b.expected()
         assert is_expected(got.kernels[0])
         assert np.abs(got.out - want.out).max() <= 2**-7 * np.abs(want.out).max()
-        assert (np.abs(got.lse - want.lse) <= 1e-5 * np.maximum(1, np.abs(want.lse))).all()
+        assert (np.abs(got.lse - want.lse) <= LSE_LOW * np.maximum(1, np.abs(want.lse))).all()
 
 
 CODES = torch.arange(256, dtype=torch.int16).to(torch.uint8)
@@ -215,6 +215,7 @@ def test_every_code_is_exact(dtype, rows):
     meaning = CODES.view(FLOAT8).double().numpy()
     finite = CODES.clone()
     finite[[0x7F, 0xFF]] = 0
+    near = LSE_LOW if devices.current().name == "cpu" else 1e-6  # weights of few bits there
     for target in capi.targets():
         with capi.on(target):
             b.bytes["k"][:] = 0
@@ -227,7 +228,7 @@ def test_every_code_is_exact(dtype, rows):
                 b.q[:] = torch.eye(256)[columns][None, :, None].to(b.q)
                 lse = run(b, backward=False).lse[:, 0]
                 want = finite.view(FLOAT8).double()[columns].numpy()
-                assert (np.abs(lse - want) <= 1e-6 * np.maximum(1, np.abs(want))).all(), target
+                assert (np.abs(lse - want) <= near * np.maximum(1, np.abs(want))).all(), target
             b.bytes["k"][0, 0, 0, 9] = 0xFF
             assert np.isnan(run(b, backward=False).out).all(), target
 
@@ -277,14 +278,24 @@ def test_splits_and_parts_are_merged(make, seed):
 
 
 @pytest.mark.abi
-def test_infinities_and_nan_reach_only_the_rows_that_see_them():
-    b = Built(Case(dtype="bf16", rows=(4,), keys=(40,), head_dim=64, head_dim_v=64, window=(-1, 0)))
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("rows", [4, 40])
+def test_nan_reaches_only_the_rows_that_see_it(rows, page_size, softcap):
+    b = Built(
+        Case(dtype="bf16", rows=(rows,), keys=(48,), head_dim=64, head_dim_v=64, window=(-1, 0),
+             page_size=page_size, softcap=softcap)
+    )  # fmt: skip
     with_float8(b, factors=False)
-    b.bytes["v"][0, 39, 0, 3] = 0x7F  # NaN in v of the last key
+    last = b.parts[0].keys[-1]
     for target in capi.targets():
-        with capi.on(target):
-            out = run(b, backward=False).out
-        assert np.isnan(out[3, 0, 3]) and np.isnan(out).sum() == 1, target
+        for name, code, columns in (("v", 0x7F, 1), ("k", 0xFF, 64)):
+            row = test_decode.flat_view(b.bytes[name])[last]
+            before, row[0, 3] = int(row[0, 3]), code
+            with capi.on(target):
+                out = run(b, backward=False).out
+            assert np.isnan(out[-1, 0, 3]) and np.isnan(out).sum() == columns, (target, name)
+            row[0, 3] = before
 
 
 def plan(case: Case, change, gradients: bool = False) -> tuple[int, str]:
