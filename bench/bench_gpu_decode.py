@@ -2,9 +2,9 @@
 
 Ours attends to contiguous caches without and with cache_seqlens, to log-normal lengths, to pages of
 1, 16, 64 and 256 keys in random order, and to as many keys of float8; the peers are PyTorch's own,
-and FA-3 where it is installed, and take contiguous caches of bf16. All take turns, in a CUDA graph of many calls (the device's
-time of one) and call by call (with what a launch costs); caches are changed from call to call, so
-that none is in L2.
+and FA-3 where it is installed, and take contiguous caches of bf16. All take turns, in a CUDA graph
+of many calls (the device's time of one) and call by call (with what a launch costs); caches are
+changed from call to call, so that none is in L2.
 
   python bench/bench_gpu_decode.py                    B1..128, 1k..128k keys, 4 sets of heads
   python bench/bench_gpu_decode.py --quick            the main points (under 40 seconds)
@@ -187,7 +187,7 @@ def show(result: dict[str, Any]) -> None:
     print(
         f"\nMicroseconds of a call{' in a CUDA graph' if in_graph else ''}; in brackets, of pages:"
     )
-    print("over the time of contiguous keys, of float8: over that of bf16, of the others: GB/s over")
+    print("over the time of contiguous keys, of float8 over that of bf16, of the others: GB/s over")
     print("cuDNN's\n")
     tables.show(HEAD, [cells(r) for r in rows], left=(0,))
     if in_graph:

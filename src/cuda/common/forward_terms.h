@@ -161,12 +161,8 @@ struct GeneralTerms {
     if (p.bias == nullptr) return;
     if (p.bias_dtype == TILEWISE_FLOAT32)
       add_bias<float>(p, work, s, tile, place);
-    else if constexpr (!std::is_same_v<Storage, EitherHalf>)
-      add_bias<Storage>(p, work, s, tile, place);
-    else if (p.bias_dtype == TILEWISE_BFLOAT16)
-      add_bias<BFloat16>(p, work, s, tile, place);
     else
-      add_bias<Half>(p, work, s, tile, place);
+      add_bias<Storage>(p, work, s, tile, place);
   }
 
   // key0: the lane's first one. Distances are whole numbers, and their sign costs no instruction.
@@ -192,6 +188,15 @@ struct GeneralTerms {
     }
   }
 
+  template <class T>
+  TILEWISE_DEVICE static float bias_of(const Problem&, T x) {
+    return to_float(x);
+  }
+  TILEWISE_DEVICE static float bias_of(const Problem& p, EitherHalf x) {
+    return p.bias_dtype == TILEWISE_BFLOAT16 ? to_float(BFloat16{x.bits})
+                                             : ptx::cvt_f32_f16(x.bits);
+  }
+
   // Loaded where it is used, element by element. Past the last key there is none.
   template <class T, int kRows, int kColumns>
   TILEWISE_DEVICE void add_bias(const Problem& p, const BlockWork& work,
@@ -212,7 +217,7 @@ struct GeneralTerms {
           for (int e = 0; e < 2; ++e) {
             float& x = s.x[m][n][2 * h + e];
             x *= unit;
-            if (8 * n + e < keys) x += to_float(bias[8 * n + e]);
+            if (8 * n + e < keys) x += bias_of(p, bias[8 * n + e]);
           }
         }
       }
