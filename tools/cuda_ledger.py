@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LEDGER = ROOT / "docs" / "results" / "cuda-ledger.txt"
 LARGEST_LIBRARY = 40_000_000
 CODE_TOLERANCE = 0.05
-ELEMENTS = ("BF16", "F16", "Tf32", "F32")
+ELEMENTS = ("BF16", "F16", "Tf32", "F32", "E4M3")
 HEAD = ("sm", "family", "kernel", "table", "element", "D", "form",
         "registers", "stack", "shared", "code", "R2UR", "WARPSYNC")  # fmt: skip
 

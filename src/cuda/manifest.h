@@ -13,6 +13,7 @@ namespace tilewise::cuda {
 // Head-dim tiles: a problem takes the first one that holds both of its head dimensions.
 inline constexpr std::array kHalfHeadDims = {64, 96, 128, 192, 256};  // F16, BF16
 inline constexpr std::array kFloatHeadDims = {64, 128, 256};          // F32, Tf32
+inline constexpr std::array kFloat8HeadDims = {64, 128, 256};         // E4M3
 inline constexpr int kSimtMaxHeadDim = 512;
 // wgmma, F16 and BF16: of q and k, and of v.
 struct HeadDims {
@@ -39,6 +40,7 @@ constexpr void for_each_unit(Visit&& visit) {
       visit(Unit{"mma_sync", arch, "F16", d, d});
       if (!turing) visit(Unit{"mma_sync", arch, "BF16", d, d});
     }
+    for (int d : kFloat8HeadDims) visit(Unit{"mma_sync", arch, "E4M3", d, d});
     for (int d : kFloatHeadDims) {
       if (turing) continue;
       visit(Unit{"mma_sync", arch, "F32", d, d});

@@ -7,6 +7,12 @@ namespace tilewise::cuda {
 
 inline int64_t element_bytes(const Problem& p) { return p.dtype == TILEWISE_FLOAT32 ? 4 : 2; }
 
+// Of keys and values.
+inline int32_t key_dtype(const Problem& p) {
+  return p.kv_float8 != 0 ? TILEWISE_FLOAT8_E4M3 : p.dtype;
+}
+inline int64_t key_bytes(const Problem& p) { return p.kv_float8 != 0 ? 1 : element_bytes(p); }
+
 // Packed rows of a sequence up to which a problem is decoding: a tile of mma_sync's cut for it.
 inline constexpr int64_t kDecodeRows = 16;
 
