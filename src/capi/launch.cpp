@@ -3,6 +3,7 @@
 #include <cstdio>
 
 #include "base/parallel.h"
+#include "base/size.h"
 #include "capi/validate.h"
 #include "capi/versioned.h"
 #include "capi/views.h"
@@ -47,12 +48,32 @@ void on_gpu(const Launch& launch) {
   }
 }
 
+// Sizes that are allowed one by one may be too much together.
+template <class... Parts>
+[[noreturn]] void refuse_sizes(tilewise_status status, const Problem& p, const Parts&... what) {
+  refuse(status, "batch ", p.batch, ", seqlen_q ", p.seqlen_q, ", keys ", key_capacity(p),
+         ", heads_q ", p.heads_q, ", heads_kv ", p.heads_kv, " and num_splits ", p.num_splits,
+         " together take ", what...);
+}
+
+void check_extent(const dispatch::Decision& decision, const Problem& p) {
+  if (decision.on_gpu() && !decision.cuda.can_be_launched()) {
+    refuse_sizes(TILEWISE_UNSUPPORTED, p, decision.cuda.grid, " blocks of a GPU: at most ",
+                 cuda::Plan::kMostBlocks, " are allowed");
+  }
+  if (!Size(decision.workspace_bytes()).fits()) {
+    refuse_sizes(TILEWISE_INVALID_ARGUMENT, p, "a workspace of more than the allowed ", Size::kMost,
+                 " bytes");
+  }
+}
+
 // The text for people is made for tilewise_plan alone: a launch allocates nothing.
 dispatch::Decision decide(const Problem& p, const Gradients* gradients,
                           const dispatch::Device& device) {
   dispatch::Decision decision = dispatch::plan(p, gradients, device);
   if (decision.status != TILEWISE_OK)
     refuse(decision.status, dispatch::explain(decision, p, gradients, device));
+  check_extent(decision, p);
   return decision;
 }
 

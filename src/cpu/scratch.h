@@ -3,6 +3,7 @@
 #pragma once
 
 #include "base/float8.h"
+#include "base/size.h"
 #include "cpu/shape.h"
 
 namespace tilewise::cpu {
@@ -13,10 +14,11 @@ struct Arena {
   int64_t used = 0;
 
   template <class T>
-  TILEWISE_FN T* take(int64_t count) {
+  TILEWISE_FN T* take(Size count) {
     T* const result =
         reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(base) + static_cast<uintptr_t>(used));
-    used += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
+    const Size bytes = count * static_cast<int64_t>(sizeof(T));
+    used = (Size(used) + round_up(bytes.value(), 64)).value();
     return result;
   }
 };

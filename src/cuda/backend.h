@@ -17,6 +17,8 @@ struct Inventory;
 
 // How a launch is cut. A pure function of the problem, the family and the described GPU.
 struct Plan {
+  static constexpr int64_t kMostBlocks = INT32_MAX;  // of a grid
+
   Family family = Family::simt;
   Form form = Form::plain;
   int32_t architecture = 0;  // the tile table used: 75, 80, 86, 90, 120, 901; simt has none
@@ -39,7 +41,11 @@ struct Plan {
   TileOrder order{};                  // without its table
   int32_t tiles = 0;                  // of rows and heads
   int64_t blocks = 0;                 // of the main kernel
+  int64_t grid = 0;                   // blocks of the largest kernel
   bool counts_works = false;          // TmaForwardParams::counter
+
+  // Otherwise nothing else of the plan but the kernels is set.
+  bool can_be_launched() const { return grid <= kMostBlocks; }
 };
 
 // Whether this build has a kernel of the family for the problem on the described GPU.
