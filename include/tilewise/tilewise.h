@@ -254,7 +254,8 @@ typedef struct tilewise_kv_append {
   const int32_t* cu_seqlens_q;   /* [B+1] optional */
   const int32_t* cu_seqlens_new; /* [B+1] optional */
   const int32_t* rotary_seqlens; /* [B] optional: replaces cache_seqlens as rotary position */
-  const int32_t* block_table;    /* a row that is written belongs to one sequence alone */
+  const int32_t* block_table;    /* sequences may share pages; a row that is written belongs to one
+                                    of them alone */
   int64_t block_table_stride;
   int64_t block_table_width;
   int64_t page_size;

@@ -68,6 +68,13 @@ BAD = {
         dict(block_table=torch.arange(24, dtype=torch.int32).reshape(2, 12).flip(1) + 4),
         r"block_table\[1, 0\] is 27",
     ),
+    "entry: page of two sequences": (
+        dict(
+            block_table=torch.arange(24, dtype=torch.int32).reshape(2, 12) % 12,
+            cache_seqlens=torch.tensor([5, 4]),
+        ),
+        r"block_table\[1, 1\] is 1, as block_table\[0, 1\] is, but both .* row 1 of that page",
+    ),
     "index and table": (dict(cache_batch_idx=torch.tensor([0, 1])), "cache_batch_idx"),
     "entry: leftpad": (dict(cache_leftpad=torch.tensor([0, 10])), "cache_leftpad"),
     "sin missing": (dict(rotary_sin=None), "rotary_sin"),
