@@ -130,8 +130,8 @@ typedef struct tilewise_attention {
   uint64_t dropout_seed;
   uint64_t dropout_offset;
   const uint64_t* dropout_state; /* optional: {seed, offset} in device memory, replaces the two */
-  const float* sinks;            /* [Hq] fp32: a logit per head that takes part in the softmax;
-                                    +inf is not defined */
+  const float* sinks;            /* [Hq] fp32: a logit per head that takes part in the softmax; of
+                                    +inf: out = 0, lse = +inf */
 
   /* Variable length. Entries are int32 in the memory of the device. */
   const int32_t* cu_seqlens_q; /* [B+1], from 0, not decreasing, last <= T */

@@ -122,17 +122,21 @@ def merge_states(
 
 
 def _merge_weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(lse_x - lse) of both states and their common lse; 0, 0 and -inf where both are empty.
+    """exp(lse_x - lse) of both states and their common lse; 0, 0 and -inf where both are empty. An
+    lse of +inf, which a sink may give, has all the weight.
 
-    The softmax is taken over values that are finite wherever both states are empty, so that neither
-    it nor its derivative meets inf - inf there.
+    The softmax is taken over 0 for the larger one wherever that is infinite, so that neither it nor
+    its derivative meets inf - inf there.
     """
-    empty = (lse_a == -math.inf) & (lse_b == -math.inf)
-    safe_a, safe_b = lse_a.masked_fill(empty, 0.0), lse_b.masked_fill(empty, 0.0)
+    top = torch.maximum(lse_a, lse_b)
+    infinite, empty = top.isinf(), top == -math.inf
+    safe_a, safe_b = (
+        torch.where(infinite, torch.where(x == top, 0.0, -math.inf), x) for x in (lse_a, lse_b)
+    )
     lse = torch.logaddexp(safe_a, safe_b)
     weight_a = torch.exp(safe_a - lse).masked_fill(empty, 0.0)
     weight_b = torch.exp(safe_b - lse).masked_fill(empty, 0.0)
-    return weight_a, weight_b, lse.masked_fill(empty, -math.inf)
+    return weight_a, weight_b, torch.where(infinite, top.masked_fill(empty, -math.inf), lse)
 
 
 # --- pieces shared with tilewise.kvcache ----------------------------------------------------------
