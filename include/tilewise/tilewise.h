@@ -154,8 +154,8 @@ typedef struct tilewise_attention {
 
   int32_t num_splits;    /* key splits of the forward; 0: the planner chooses (by shape alone) */
   int32_t deterministic; /* bitwise equal results on the same device; the CPU always is */
-  int32_t check;         /* GPU: verify cu_seqlens and block_table first, by a kernel for which the
-                            stream is waited for; the CPU always verifies */
+  int32_t check;         /* GPU: verify the entries of the index arrays first, by a kernel for which
+                            the stream is waited for: 0 while it is captured; the CPU always does */
   int32_t tf32;          /* GPU: 1 lets fp32 operands be rounded to TF32 */
   const tilewise_parallel* parallel; /* CPU; NULL: the library's own pool */
 
@@ -274,7 +274,7 @@ typedef struct tilewise_kv_append {
   int32_t kv_float8; /* 1: the caches are float8_e4m3: a new x is written as x / descale, rounded to
                         nearest even, at most 448 in magnitude */
   int32_t check;     /* GPU: verify the entries of the index arrays first, for which the stream is
-                        waited for; the CPU always verifies */
+                        waited for: 0 while it is captured; the CPU always does */
   const float* k_descale; /* as in tilewise_attention */
   const float* v_descale;
   int64_t k_descale_stride_batch;

@@ -186,6 +186,11 @@ def attention_with_kvcache(
     options = prepare(q, k_cache, v_cache, new.lengths, request, where)
     new = new._replace(lengths=options.seqused_k)
     if where.check:
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "check is True while the stream is being captured, but it waits for the GPU: only "
+                "False is allowed"
+            )
         check_entries(_entries(q, k_cache, v_cache, options, new))
     try:
         rotated, grown = append(q, k_cache, v_cache, options, new)

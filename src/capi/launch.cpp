@@ -38,13 +38,13 @@ dispatch::Device device_of(const Problem& p, int32_t threads) {
   return dispatch::this_cpu(threads);
 }
 
-// What the GPU has found in an index array is the caller's mistake, not the library's.
+// What the check on a GPU refuses is the caller's mistake, not the library's.
 template <class Launch>
 void on_gpu(const Launch& launch) {
   try {
     launch();
-  } catch (const cuda::InvalidEntry& entry) {
-    refuse(TILEWISE_INVALID_ARGUMENT, entry.what());
+  } catch (const cuda::InvalidArgument& argument) {
+    refuse(TILEWISE_INVALID_ARGUMENT, argument.what());
   }
 }
 
@@ -181,8 +181,10 @@ tilewise_status tilewise_append_kv(const tilewise_kv_append* append) {
     const tilewise_kv_append validated = capi::validated_append(append);
     if (validated.device == TILEWISE_CUDA) {
       capi::gpu_of(validated.device_index);
-      if (validated.check != 0) capi::check_entries_of_gpu(validated);
-      cuda::append_kv(validated);
+      capi::on_gpu([&] {
+        if (validated.check != 0) capi::check_entries_of_gpu(validated);
+        cuda::append_kv(validated);
+      });
     } else {
       cpu::append_kv(validated, make_parallel(validated.parallel));
     }

@@ -13,8 +13,6 @@ namespace {
 
 using Append = tilewise_kv_append;
 
-constexpr int64_t kMaxHeadDim = 512;
-
 int64_t capacity(const Append& a) {
   return a.block_table != nullptr ? a.block_table_width * a.page_size : a.seqlen_k;
 }

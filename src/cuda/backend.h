@@ -57,8 +57,8 @@ Plan plan_forward(const Problem& problem, Family family, const Gpu& gpu);
 Plan plan_backward(const Problem& problem, const Gradients& gradients, Family family,
                    const Gpu& gpu);
 
-// What `check` found in an index array.
-struct InvalidEntry : Error {
+// What `check` refuses: an entry of an index array, or that it is asked for at all.
+struct InvalidArgument : Error {
   using Error::Error;
 };
 
@@ -69,7 +69,7 @@ void backward(const Problem& problem, const Gradients& gradients, const Plan& pl
               void* workspace);
 void append_kv(const tilewise_kv_append& append);
 
-// Copies an index array to the host, when what is on the stream is done.
+// For `check`: copies an index array to the host, when what is on the stream is done.
 void read_entries(int32_t* to, const int32_t* from, int64_t count, int32_t device_index,
                   void* stream);
 

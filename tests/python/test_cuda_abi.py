@@ -188,6 +188,33 @@ def test_graph_capture_and_replay(dtype, name):
 
 
 @pytest.mark.abi("cuda")
+def test_a_check_is_refused_while_a_graph_is_captured():
+    """As an argument, and without ending the capture or adding to it."""
+    b = Built(dataclasses.replace(PLAIN, varlen_q=True, varlen_k=True))
+    want = run(b)
+    b.attention.check = 1
+    checked, b.attention.check = area(b, None), 0
+    plain = area(b, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        b.attention.check, b.attention.stream = 1, b.device.stream
+        start = -(-checked.data_ptr() // 64) * 64
+        status = capi.library().tilewise_forward(
+            ctypes.byref(b.attention), start, checked.numel() - 64
+        )
+        said = capi.last_error()
+        b.attention.check = 0
+        launch(b, None, plain)
+    assert status == capi.INVALID_ARGUMENT
+    assert said == (
+        "check is 1 while the stream is being captured: it waits for the GPU, 0 is allowed"
+    )
+    b.out.poison()
+    graph.replay()
+    assert np.array_equal(flat(b.out.view), want.out)
+
+
+@pytest.mark.abi("cuda")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_stream_of_its_own(dtype):
     """The inputs arrive on another stream, behind work that takes a while."""
