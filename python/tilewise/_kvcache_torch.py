@@ -89,6 +89,12 @@ def append(
     batch = q.shape[0] if options.cu_seqlens_q is None else batch_of(options.cu_seqlens_q)
     if not _appends(new, q, k_cache, v_cache, batch):
         return q, options._replace(seqused_k=new.lengths)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not torch.compiler.is_compiling() and cache.is_neg():
+            raise ValueError(
+                f"{name} is a negative view (torch.Tensor.is_neg), but k and v are to be written "
+                "to it: only a tensor that holds its own numbers is allowed"
+            )
     count = new.k.shape[1] if new.cu_seqlens is None else new.cu_seqlens.diff()
     seqused_k = new.lengths + count
     table = options.block_table

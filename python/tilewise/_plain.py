@@ -49,6 +49,13 @@ def is_eager() -> bool:
     )  # fmt: skip
 
 
+def _needs_dispatch(tensor: Tensor) -> bool:
+    """Whether there is more to a tensor than its memory. The plain operators also serve the keys of
+    autograd, above the layers of PyTorch that would see to a subclass or to a negative view.
+    """
+    return type(tensor) is not Tensor or tensor.is_neg()
+
+
 def attention(
     q: Any, k: Any, v: Any, causal: bool, window: Window, scale: Any, return_lse: bool,
     deterministic: bool, tf32: bool, layout: str,
@@ -61,6 +68,9 @@ def attention(
         or type(k) not in _PLAIN_TYPES
         or type(v) not in _PLAIN_TYPES
         or (scale is not None and type(scale) is not float)
+        or q.is_neg()
+        or k.is_neg()
+        or v.is_neg()
         or _transform_level() is not None
         or _dispatch_modes()
         or _any_autocast()
@@ -175,9 +185,15 @@ class _Attention(torch.autograd.Function):
         if wanted == 0 or (dout is None and dlse is None):
             return None, None, None, None, None
         q, k, v, out, lse = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else _contiguous_columns(dout)
-        dlse = None if dlse is None else _contiguous_columns(dlse)
-        if _is_compiling() or _grad_enabled() or _transform_level() is not None:
+        dout = torch.zeros_like(out) if dout is None else _ops.contiguous_columns(dout)
+        dlse = None if dlse is None else _ops.contiguous_columns(dlse)
+        if (
+            _is_compiling()
+            or _grad_enabled()
+            or _transform_level() is not None
+            or _needs_dispatch(dout)
+            or (dlse is not None and _needs_dispatch(dlse))
+        ):
             grads = _general_backward(dout, dlse, q, k, v, out, lse, ctx.options, wanted)
         else:
             grads = _backward(dout, dlse, q, k, v, out, lse, *ctx.options, wanted)
@@ -193,10 +209,6 @@ class _Attention(torch.autograd.Function):
 
 # Function.apply without its preparations for torch.func, which takes the long way.
 _apply = super(torch.autograd.Function, _Attention).apply
-
-
-def _contiguous_columns(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _general_backward(

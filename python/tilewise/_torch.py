@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _check, _ops, _plain, api
+from ._ops import contiguous_columns
 from ._request import Request, Sequences
 
 Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
@@ -330,10 +331,6 @@ def _scale(scale: Any, head_dim: int, q: Tensor) -> tuple[float, Tensor | None]:
 
 def _dense(tensor: Tensor) -> Tensor:
     return contiguous_columns(tensor.to(torch.float32))
-
-
-def contiguous_columns(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _columns(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

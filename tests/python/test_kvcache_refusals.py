@@ -116,6 +116,17 @@ def test_entries_of_a_cache_are_refused_by_their_names(name, device):
         tilewise.attention_with_kvcache(q, cache, cache, **options)
 
 
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_a_negative_view_is_read_but_not_written(name):
+    """PyTorch resolves it into a copy, where new keys would be lost."""
+    arguments = valid() | {name: torch._neg_view(-valid()[name])}
+    with pytest.raises(ValueError, match=rf"{name} is a negative view .* to be written to it"):
+        tilewise.attention_with_kvcache(**arguments)
+    reading = dict(k=None, v=None, rotary_cos=None, rotary_sin=None)
+    got = tilewise.attention_with_kvcache(**(arguments | reading))
+    assert torch.equal(got, tilewise.attention_with_kvcache(**(valid() | reading)))
+
+
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("check", [False, True])
 def test_refusals_name_the_argument_and_write_nothing(name, check, device):
