@@ -191,6 +191,7 @@ class _Attention(torch.autograd.Function):
             _is_compiling()
             or _grad_enabled()
             or _transform_level() is not None
+            or _dispatch_modes()
             or _needs_dispatch(dout)
             or (dlse is not None and _needs_dispatch(dlse))
         ):

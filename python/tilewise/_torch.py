@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from . import _check, _ops, _plain, api
+from . import _check, _flops, _ops, _plain, api  # noqa: F401 (_flops registers formulas)
 from ._ops import contiguous_columns
 from ._request import Request, Sequences
 
