@@ -58,6 +58,11 @@ def cache_lengths(cache_seqlens: Any, batch: int, device: torch.device) -> Tenso
     return index_tensor("cache_seqlens", cache_seqlens, device)
 
 
+def _has_values() -> bool:
+    """Whether the entries of tensors can be looked at."""
+    return not torch.compiler.is_compiling() and not _plain.is_transformed()
+
+
 def _appends(new: NewKeys, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: int) -> bool:
     """Whether there are new keys; refuses what does not go with q and the caches."""
     for name in ("k", "v", "rotary_cos", "rotary_sin"):
@@ -98,7 +103,7 @@ def append(
     count = new.k.shape[1] if new.cu_seqlens is None else new.cu_seqlens.diff()
     seqused_k = new.lengths + count
     table = options.block_table
-    if table is not None and table.device.type == "cpu" and not torch.compiler.is_compiling():
+    if table is not None and table.device.type == "cpu" and _has_values():
         check_pages(torch, table, k_cache, seqused_k, options.leftpad_k)
     rotates, positions = new.rotary_cos is not None, new.rotary_lengths
     if rotates and positions is None and options.leftpad_k is not None:

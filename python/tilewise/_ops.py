@@ -402,8 +402,28 @@ def _backward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     return tuple(unfolded), (0,) * len(unfolded)
 
 
+def _append_kv_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+    """One append per element, into its part of the caches: a view, of which no copy is made."""
+    k_dim, v_dim = in_dims[:2]
+    if k_dim is None or v_dim is None:
+        name = "k_cache" if k_dim is None else "v_cache"
+        raise RuntimeError(
+            f"tilewise: {name} is not mapped by torch.func.vmap, but every element appends its own "
+            "keys: only caches that are mapped, as the keys are, are allowed"
+        )
+    rotated = []
+    for i in range(info.batch_size):
+        picked = [
+            x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True)
+        ]
+        rest = [contiguous_columns(x) if isinstance(x, Tensor) else x for x in picked[2:]]
+        rotated.append(torch.ops.tilewise.append_kv(*picked[:2], *rest))
+    return torch.stack(rotated), 0
+
+
 torch.library.register_vmap("tilewise::forward", _forward_vmap, lib=_library)
 torch.library.register_vmap("tilewise::backward", _backward_vmap, lib=_library)
+torch.library.register_vmap("tilewise::append_kv", _append_kv_vmap, lib=_library)
 
 
 # --- without a compiler ---------------------------------------------------------------------------
