@@ -94,6 +94,22 @@ def scale_number(value: float) -> float:
     return float(value)
 
 
+def positive(name: str, value: float) -> float:
+    """A finite number above 0."""
+    _number(name, value)
+    if not 0.0 < value < float("inf"):
+        raise ValueError(f"{name} is {value}, but must be finite and > 0")
+    return float(value)
+
+
+def count(name: str, value: int, least: int = 1) -> int:
+    """An integer from `least` on."""
+    value = integer(name, value, "an integer")
+    if value < least:
+        raise ValueError(f"{name} is {value}, but must be >= {least}")
+    return value
+
+
 def shape(name: str, array: Any, dims: tuple[int | None, ...], meaning: str) -> None:
     """The shape of an array; None allows any size."""
     given = tuple(array.shape)
