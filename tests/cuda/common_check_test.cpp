@@ -167,7 +167,9 @@ TEST(CommonCheck, IsRefusedWhileAGraphIsCaptured) {
     out.assign(16, -1.0f);
     expect(tilewise_forward(&a, aligned, plan.workspace_bytes));
     EXPECT_EQ(out, std::vector<float>(16, check ? -1.0f : 0.5f));
-    if (check) EXPECT_EQ(workspace, before);
+    if (check) {
+      EXPECT_EQ(workspace, before);
+    }
   }
 }
 
