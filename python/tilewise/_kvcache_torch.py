@@ -28,7 +28,6 @@ from .kvcache import (
     check_new,
     check_pages,
     common_length,
-    split_count,
 )
 
 # From now on decoding without an append takes the short way.
@@ -185,7 +184,7 @@ def prepare(
         kv_batch_idx=index_tensor("cache_batch_idx", where.cache_batch_idx, q.device),
         leftpad_k=index_tensor("cache_leftpad", where.cache_leftpad, q.device),
         block_table=table,
-        num_splits=split_count(where.num_splits),
+        num_splits=_check.split_count(where.num_splits),
     )
 
 
@@ -196,7 +195,7 @@ def attention_with_kvcache(
     """(out, lse); see ``tilewise.attention_with_kvcache``."""
     options = prepare(q, k_cache, v_cache, new.lengths, request, where)
     new = new._replace(lengths=options.seqused_k)
-    if where.check:
+    if _check.flag("check", where.check):
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(
                 "check is True while the stream is being captured, but it waits for the GPU: only "

@@ -241,10 +241,10 @@ def _describe_problem(
         window_right=right,
         softcap=_check.softcap(request.softcap),
         dropout_p=dropout_p,
-        deterministic=bool(request.deterministic),
-        tf32=bool(request.tf32),
-        check=bool(request.check),
-        batch_invariant=bool(request.batch_invariant),
+        deterministic=_check.flag("deterministic", request.deterministic),
+        tf32=_check.flag("tf32", request.tf32),
+        check=_check.flag("check", request.check),
+        batch_invariant=_check.flag("batch_invariant", request.batch_invariant),
         kv_float8=_check.is_float8(k.dtype),
     )
     dtype = _abi.DTYPES[str(q.dtype)]

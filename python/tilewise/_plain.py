@@ -25,7 +25,7 @@ _backward = getattr(_backward, "_op", _backward)
 _general = torch.ops.tilewise.forward.default
 _general = getattr(_general, "_op", _general)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-FAILURES = (TypeError, ValueError, RuntimeError)
+FAILURES = (TypeError, ValueError, RuntimeError, IndexError, ZeroDivisionError)
 
 _is_compiling = torch.compiler.is_compiling
 _transform_level = torch._C._functorch.maybe_current_level
@@ -68,6 +68,8 @@ def attention(
         or type(k) not in _PLAIN_TYPES
         or type(v) not in _PLAIN_TYPES
         or (scale is not None and type(scale) is not float)
+        or type(deterministic) is not bool
+        or type(tf32) is not bool
         or q.is_neg()
         or k.is_neg()
         or v.is_neg()
@@ -83,12 +85,12 @@ def attention(
         heads_first = True
     else:
         return None
-    if window is _UNBOUNDED:
+    if window is _UNBOUNDED and type(causal) is bool:
         left, right = -1, 0 if causal else -1
     else:
         left, right = window_bounds(causal, window)
     options = (
-        scale, left, right, bool(deterministic) or _deterministic_mode(), bool(tf32), heads_first
+        scale, left, right, deterministic or _deterministic_mode(), tf32, heads_first
     )  # fmt: skip
     try:
         if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -116,6 +118,9 @@ def indexed(
         or (scale is not None and type(scale) is not float)
         or type(softcap) is not float
         or type(num_splits) is not int
+        or type(deterministic) is not bool
+        or type(tf32) is not bool
+        or type(batch_invariant) is not bool
         or not is_eager()
     ):
         return None
@@ -137,8 +142,7 @@ def indexed(
                 block_table, kv_batch_idx, leftpad_k, None, None, None, None,
                 q.shape[-1] ** -0.5 if scale is None else scale, left, right, softcap, 0.0,
                 max_seqlen_q, max_seqlen_k, num_splits,
-                bool(deterministic) or _deterministic_mode(), bool(tf32), False,
-                bool(batch_invariant), False,
+                deterministic or _deterministic_mode(), tf32, False, batch_invariant, False,
             )  # fmt: skip
     except FAILURES:
         return None

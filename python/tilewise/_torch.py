@@ -114,6 +114,9 @@ def merge_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, layout: str
 ) -> tuple[Tensor, Tensor]:
     """See ``tilewise.merge_states``."""
+    for name, tensor in (("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        if tensor.device != out_a.device:
+            raise ValueError(f"{name} is on {tensor.device}, but out_a is on {out_a.device}")
     weight_a, weight_b, lse = _merge_weights(lse_a.float(), lse_b.float())
     heads_second = out_a.dim() == 4 and layout == "bhsd"
     if not heads_second:
@@ -173,10 +176,11 @@ def score_options(q: Tensor, batch: int, request: Request) -> _ops.Options:
         window_right=right,
         softcap=_check.softcap(request.softcap),
         dropout_p=dropout_p,
-        deterministic=bool(request.deterministic) or torch.are_deterministic_algorithms_enabled(),
-        tf32=bool(request.tf32),
-        check=bool(request.check),
-        batch_invariant=bool(request.batch_invariant),
+        deterministic=_check.flag("deterministic", request.deterministic)
+        or torch.are_deterministic_algorithms_enabled(),
+        tf32=_check.flag("tf32", request.tf32),
+        check=_check.flag("check", request.check),
+        batch_invariant=_check.flag("batch_invariant", request.batch_invariant),
     )
 
 

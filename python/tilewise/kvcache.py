@@ -50,14 +50,6 @@ class Where(NamedTuple):
     check: bool = False
 
 
-def split_count(num_splits: int) -> int:
-    """A number >= 0; 0 leaves the choice to the planner."""
-    num_splits = _check.integer("num_splits", num_splits, "an integer")
-    if num_splits < 0:
-        raise ValueError(f"num_splits is {num_splits}, but must be >= 0 (0: chosen by shape)")
-    return num_splits
-
-
 def common_length(cache_seqlens: Any) -> int:
     """A length that all sequences have."""
     allowed = "an integer, or a tensor or array [batch] of integers"
@@ -209,7 +201,9 @@ def check_entries(e: Entries) -> None:
         room = f"with {e.appended} new keys, the cache holds {e.capacity}"
         _entry(f"cache_seqlens[{b}]", length, 0, e.capacity - e.appended, room)
         padding = e.leftpad[b] if e.leftpad else 0
-        _entry(f"cache_leftpad[{b}]", padding, 0, length, f"cache_seqlens[{b}] is {length}")
+        if e.appended:  # behind the padding; else a row that is nothing but padding has no keys
+            _entry(f"cache_leftpad[{b}]", padding, 0, length, f"cache_seqlens[{b}] is {length}")
+        _entry(f"cache_leftpad[{b}]", padding, 0, e.capacity, "the keys of a row of the cache")
         if e.table is not None:
             for i in range(padding // e.page_size, -(-(length + e.appended) // e.page_size)):
                 _entry(f"block_table[{b}, {i}]", e.table[b][i], 0, e.pages - 1, "a page of k_cache")

@@ -71,7 +71,7 @@ class FlashAttention(torch.nn.Module):
         alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Attention in the module's layout; see ``tilewise.attention`` for shapes and errors."""
-        if q.shape[-1] != self.head_dim:
+        if _check_tensor("q", q).shape[-1] != self.head_dim:
             raise ValueError(f"q has head dimension {q.shape[-1]}, but must have {self.head_dim}")
         return attention(
             q, k, v, causal=self.causal, window=self.window, scale=self.scale,
@@ -86,6 +86,15 @@ class FlashAttention(torch.nn.Module):
             f"softcap={self.softcap}, dropout_p={self.dropout_p}, layout={self.layout!r}, "
             f"learnable_scale={isinstance(self.scale, Tensor)}"
         )
+
+
+def _check_tensor(name: str, tensor: Tensor) -> Tensor:
+    """The tensor, if it is one that has columns."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}, but must be a torch.Tensor")
+    if tensor.dim() == 0:
+        raise ValueError(f"{name} has shape [], but must have columns")
+    return tensor
 
 
 @dataclass
@@ -247,7 +256,9 @@ class MultiheadAttention(torch.nn.Module):
                 embedding, or there is a cache and the module is not causal, or trains with dropout.
         """
         columns = self.q_proj.in_features
-        _check.shape("x", x, (None, None, columns), "[batch, seqlen, embed_dim]")
+        _check.shape(
+            "x", _check_tensor("x", x), (None, None, columns), "[batch, seqlen, embed_dim]"
+        )
         batch, rows = x.shape[:2]
         q = self.q_proj(x).view(batch, rows, self.num_heads, self.head_dim)
         k = self.k_proj(x).view(batch, rows, self.num_kv_heads, self.head_dim)

@@ -94,7 +94,27 @@ BAD = {
     "window": (dict(window=(1.5, 0)), "window"),
     "softcap": (dict(softcap=-1.0), "softcap"),
     "splits": (dict(num_splits=-1), "num_splits"),
+    "splits: beyond int32": (dict(num_splits=2**32), "num_splits is 4294967296, but must be from"),
+    "check: a word": (dict(check="no"), "check is 'no'"),
+    "q: no dimensions": (dict(q=torch.zeros(())), r"q has shape \[\]"),
+    "q: no columns": (
+        dict(
+            q=torch.randn(2, 2, 4, 0), k=torch.randn(2, 2, 2, 0), k_cache=torch.randn(27, 4, 2, 0)
+        ),
+        "q has head dimension 0",
+    ),
 }
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_row_that_is_nothing_but_padding_has_no_keys(check):
+    q, cache = torch.randn(2, 1, 4, 16), torch.randn(2, 32, 2, 16)
+    out, lse = tilewise.attention_with_kvcache(
+        q, cache, cache, cache_seqlens=torch.tensor([3, 5]), cache_leftpad=torch.tensor([1, 7]),
+        check=check, return_lse=True,
+    )  # fmt: skip
+    assert out[0].any() and not out[1].any()
+    assert lse[0].isfinite().all() and (lse[1] == -torch.inf).all()
 
 
 # Of a call without new keys, which the library refuses while it attends.
@@ -133,7 +153,7 @@ def test_refusals_name_the_argument_and_write_nothing(name, check, device):
     if device.name == "cuda" and name.startswith("entry") and not check:
         pytest.skip("entries in the memory of a GPU are read only where that is asked for")
     changes, argument = BAD[name]
-    arguments = valid() | devices.moved(changes) | dict(check=check)
+    arguments = valid() | dict(check=check) | devices.moved(changes)
     caches = [arguments[name] for name in ("k_cache", "v_cache") if arguments[name] is not None]
     before = [cache.clone() for cache in caches]
     with pytest.raises((ValueError, TypeError, RuntimeError), match=rf"\b{argument}"):
