@@ -132,6 +132,21 @@ def test_forced_nonsense_is_refused(architecture):
     assert said.startswith("refused") and "TILEWISE_FORCE_ARCH" in said and architecture in said
 
 
+@pytest.mark.abi("cuda", "emulator")
+def test_more_blocks_than_a_grid_has_are_refused_by_the_plan():
+    b = Built(PLAIN)
+    a = b.attention
+    a.batch, a.heads_q, a.heads_kv, a.seqlen_q, a.seqlen_k = 2**31 - 1, 2, 2, 1, 1
+    a.out.stride_batch, a.out.stride_row, a.out.stride_head, a.lse = 128, 128, 64, None
+    info = capi.PlanInfo(struct_size=ctypes.sizeof(capi.PlanInfo))
+    status = capi.library().tilewise_plan(ctypes.byref(a), None, 0, ctypes.byref(info))
+    assert status == capi.UNSUPPORTED
+    assert capi.last_error() == (
+        "batch 2147483647, seqlen_q 1, keys 1, heads_q 2, heads_kv 2 and num_splits 0 together "
+        "take 4294967294 blocks of a GPU: at most 2147483647 are allowed"
+    )
+
+
 # Without a GPU from here on there is nothing to test -------------------------------------------
 
 
