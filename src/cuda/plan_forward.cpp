@@ -278,6 +278,12 @@ bool merges_splits(const Problem& p, const Plan& plan, const Gpu& gpu) {
                            ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k));
 }
 
+// The main kernel's, or that of a second one with a block for each row of splits.
+int64_t largest_grid(const Problem& p, const Plan& plan) {
+  const bool by_rows = plan.splits > 1 && leaves_results(plan);
+  return by_rows ? max(plan.blocks, total_rows(p) * p.heads_q) : plan.blocks;
+}
+
 // Whether blocks take the works in rounds: causal ones, where lengths follow from the shape.
 bool deals_in_rounds(const Problem& p, const Plan& plan) {
   return plan.family == Family::wgmma && plan.order.longest_first != 0 && shape_says_all(p) &&
@@ -338,18 +344,22 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Invento
   plan.tile_q = unit.forward_tile.rows;
   plan.tile_k = unit.forward_tile.keys;
   plan.pack = choose_pack(p, plan.tile_q);
+  const Size tiles = most_tiles(ragged_rows(p), p.seqlen_q * plan.pack, most_rows(p) * plan.pack,
+                                p.batch, plan.tile_q);
+  const int64_t blocks = (tiles * (p.heads_q / plan.pack)).value();
+  plan.grid = blocks;
+  if (!plan.can_be_launched()) return plan;
   plan.order = choose_order(p, gpu, plan.tile_q, plan.pack);
-  const int64_t tiles = most_tiles(ragged_rows(p), p.seqlen_q * plan.pack, most_rows(p) * plan.pack,
-                                   p.batch, plan.tile_q);
-  const int64_t blocks = tiles * plan.order.heads;
   plan.alone = reads_alone(p, plan, gpu, blocks);
   plan.shares = share_last_round(p, plan, gpu, blocks);
   if (!plan.shares.any()) split(plan, p, gpu, blocks);
-  plan.tiles = static_cast<int32_t>(min<int64_t>(blocks, INT32_MAX));
+  plan.tiles = static_cast<int32_t>(blocks);
   plan.blocks =
       plan.parts.any() ? int64_t{plan.parts.most} * plan.order.heads : blocks * plan.splits;
   plan.order.splits = static_cast<int32_t>(plan.splits);
   if (merges_splits(p, plan, gpu)) plan.cluster = static_cast<int32_t>(plan.splits);
+  plan.grid = largest_grid(p, plan);
+  if (!plan.can_be_launched()) return plan;
   // wgmma's plain form is the lean one: instructions that a launch does not run cost it, too.
   const bool shared = plan.pack > 1 || plan.splits > 1;
   if (family == Family::wgmma && shared) plan.form = Form::general;
@@ -383,15 +393,16 @@ ForwardPieces forward_pieces(const Problem& p, const Plan& plan) {
     pieces.flags = workspace.take<uint8_t>(plan.blocks + (plan.parts.any() ? plan.tiles : 0));
   if (plan.merges_parts) pieces.arrivals = workspace.take<PartArrivals>(plan.tiles);
   if (plan.parts.any() || leaves_results(plan)) {
-    const int64_t rows = plan.shares.any()  ? int64_t{plan.shares.slots()} * plan.tile_q
-                         : plan.parts.any() ? plan.blocks * packed_rows(p, plan)
-                                            : plan.splits * partial_rows(p, plan.pitch) * p.heads_q;
+    const Size rows = plan.shares.any() ? Size(plan.shares.slots()) * plan.tile_q
+                      : plan.parts.any()
+                          ? Size(plan.blocks) * packed_rows(p, plan)
+                          : Size(partial_rows(p, plan.pitch)) * p.heads_q * plan.splits;
     // Who merges parts keeps lse behind the columns, of which there are those of the tile.
     const int64_t columns = plan.merges_parts   ? plan.head_dim + 4
                             : plan.shares.any() ? plan.shares.columns
                                                 : p.head_dim_v;
     pieces.partial_out = workspace.take<float>(rows * columns);
-    pieces.partial_lse = workspace.take<float>(plan.merges_parts ? 0 : rows);
+    pieces.partial_lse = workspace.take<float>(plan.merges_parts ? Size(0) : rows);
   }
   pieces.bytes = workspace.bytes();
   return pieces;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/problem.h"
+#include "base/size.h"
 
 namespace tilewise::cuda {
 
@@ -41,11 +42,9 @@ inline int64_t usual_keys(const Problem& p) {
 }
 
 // Tiles of all sequences together, at most. Ragged: every sequence may end in a started tile.
-inline int64_t most_tiles(bool ragged, int64_t total, int64_t longest, int64_t batch,
-                          int64_t tile) {
-  int64_t alike = 0;
-  if (!checked_mul(batch, ceil_div(longest, tile), &alike)) alike = INT64_MAX;
-  return ragged ? min(alike, total / tile + batch) : alike;
+inline Size most_tiles(bool ragged, int64_t total, int64_t longest, int64_t batch, int64_t tile) {
+  const Size alike = Size(batch) * ceil_div(longest, tile);
+  return ragged ? min(alike.value(), total / tile + batch) : alike;
 }
 
 // The largest power of two of pairs (head, sequence) whose bytes fit into `budget`, at least one.

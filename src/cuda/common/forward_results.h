@@ -20,7 +20,7 @@ TILEWISE_DEVICE float join_sink(float sink, float& m, float& l) {
   const float of_sink = sink * kLog2e;
   const float highest = ptx::fmax(m, of_sink);
   const float shrink = ptx::ex2(m - highest);
-  l = l * shrink + ptx::ex2(of_sink - highest);
+  l = l * shrink + ptx::ex2(above(of_sink, highest));
   m = highest;
   return shrink;
 }
