@@ -116,7 +116,8 @@ def contiguous_columns(tensor: Tensor) -> Tensor:
     """The tensor, or a copy where its columns do not lie side by side, or are not in memory at all,
     as those of PyTorch's zero tensors.
     """
-    if tensor.stride(-1) == 1 and not tensor._is_zerotensor():
+    in_memory = torch.compiler.is_compiling() or not tensor._is_zerotensor()
+    if in_memory and tensor.stride(-1) == 1:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
