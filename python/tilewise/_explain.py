@@ -88,7 +88,10 @@ def explain(
     function: Callable[..., Any]
     problem: _Problem
     if cached:
-        where = Where(cache_batch_idx, cache_leftpad, block_table, num_splits)
+        where = Where(
+            cache_batch_idx, cache_leftpad, block_table, num_splits, check, cu_seqlens_q,
+            max_seqlen_q,
+        )  # fmt: skip
         function, problem = attention_with_kvcache, _Cached(cache_seqlens, where)
     elif sequences.or_none() is not None:
         function, problem = attention_varlen, sequences
