@@ -6,6 +6,10 @@ import ctypes
 from ctypes import c_int32, c_int64, c_uint32, c_void_p
 from typing import Any, ClassVar, NamedTuple
 
+from ._requirements import require
+
+require("tilewise on arrays", "numpy")
+
 import numpy as np
 
 from . import _abi, _check, _describe, _numpy

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ._requirements import require
+
+require("tilewise.nn", "torch")
+
 import torch
 from torch import Tensor
 
