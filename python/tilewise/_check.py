@@ -40,7 +40,7 @@ def integer(name: str, value: Any, allowed: str) -> int:
     return int(value)
 
 
-def _number(name: str, value: Any, allowed: str = "a number") -> None:
+def number(name: str, value: Any, allowed: str = "a number") -> None:
     """A real number of Python or NumPy."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}, but must be {allowed}")
@@ -62,7 +62,7 @@ def window_bounds(causal: bool, window: Window) -> tuple[int, int]:
 
 def softcap(value: float) -> float:
     """A finite number >= 0."""
-    _number("softcap", value)
+    number("softcap", value)
     if not 0.0 <= value < float("inf"):
         raise ValueError(f"softcap is {value}, but must be finite and >= 0 (0 switches it off)")
     return float(value)
@@ -70,7 +70,7 @@ def softcap(value: float) -> float:
 
 def dropout(value: float) -> float:
     """A number in [0, 1)."""
-    _number("dropout_p", value)
+    number("dropout_p", value)
     if not 0.0 <= value < 1.0:
         raise ValueError(f"dropout_p is {value}, but must be in [0, 1)")
     return float(value)
@@ -88,7 +88,7 @@ def bound(name: str, value: int | None) -> int:
 
 def scale_number(value: float) -> float:
     """A finite number."""
-    _number("scale", value, "a number, a tensor of one element or None")
+    number("scale", value, "a number, a tensor of one element or None")
     if not abs(value) < float("inf"):
         raise ValueError(f"scale is {value}, but must be finite")
     return float(value)
