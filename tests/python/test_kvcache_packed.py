@@ -142,6 +142,19 @@ def test_arrays_are_as_tensors(page_size: int) -> None:
         assert torch.equal(torch.from_numpy(arrays[name]), given[name])
 
 
+def test_compiled_whole() -> None:
+    results = []
+    call = torch.compile(tilewise.attention_with_kvcache, fullgraph=True, backend="aot_eager")
+    for function in (tilewise.attention_with_kvcache, call):
+        given, cache = arguments(page_size=4)
+        cos, sin = rotary_tables(torch.float32)
+        given |= dict(rotary_cos=cos, rotary_sin=sin, rotary_seqlens=torch.tensor(POSITIONS))
+        bias = torch.linspace(-1.0, 1.0, CAPACITY)
+        out = function(**given, bias=bias, causal=True, max_seqlen_q=max(ROWS))
+        results.append((out, cache.k, cache.v))
+    assert all(devices.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_equal_rows_and_packed_new_keys() -> None:
     """One may be packed without the other."""
     given, cache = arguments()
