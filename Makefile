@@ -83,6 +83,12 @@ wheel: $(VENV)/.ready-wheel ## the package in dist/, for every Python, torch >= 
 	  --exclude 'libtorch*' --exclude libtilewise.so build/wheelhouse/*.whl
 	@$(python) tools/check_wheel.py dist/*-py3-none-manylinux*.whl
 
+.PHONY: wheel-shim
+wheel-shim: $(VENV)/.ready-wheel ## the package that lends Tilewise the name flash_attn, in dist/ (packages/flash-attn-shim)
+	@rm -rf build/shim && mkdir -p build dist && cp -r packages/flash-attn-shim build/shim # a build leaves files there
+	@$(python) -m pip wheel --quiet --no-build-isolation --no-deps -w dist build/shim
+	@ls -l dist/flash_attn-*.whl
+
 .PHONY: sdist
 sdist: $(VENV)/.ready-wheel ## the sources in dist/; `make wheel FROM=dist/tilewise-VERSION.tar.gz` builds from them
 	@$(python) -m build --sdist --no-isolation --outdir dist . >/dev/null

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import models
 import tilewise
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -53,7 +52,7 @@ def make(options: argparse.Namespace) -> Problem:
     b, size = options.sequences, options.page_size
     common, own = options.prefix // size, -(-options.suffix // size)
     page = (size, options.kv_heads, options.head_dim)
-    kind = dict(device=options.device, dtype=DTYPES[options.dtype])
+    kind = dict(device=options.device, dtype=models.DTYPES[options.dtype])
     k_pages, v_pages = (torch.randn(common + b * own, *page, **kind) for _ in range(2))
     shared = torch.arange(common).expand(b, common)
     table = torch.cat([shared, common + torch.arange(b * own).view(b, own)], 1)
@@ -116,19 +115,17 @@ def milliseconds(run: Callable[[], object], device: str, rounds: int = 20) -> fl
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=models.Help)
     add = parser.add_argument
-    add("--sequences", type=int, default=16)
+    add("--sequences", type=int, default=16, help="that decode at once")
     add("--prefix", type=int, default=2048, help="common tokens, cut to whole pages")
     add("--suffix", type=int, default=100, help="own tokens, at most")
-    add("--page-size", type=int, default=16)
-    add("--heads", type=int, default=8)
-    add("--kv-heads", type=int, default=2)
-    add("--head-dim", type=int, default=64)
-    add("--dtype", choices=DTYPES, default="fp32")
-    add("--device", default="cpu")
+    add("--page-size", type=int, default=16, help="tokens of a page")
+    add("--heads", type=int, default=8, help="of the queries")
+    add("--kv-heads", type=int, default=2, help="of keys and values")
+    add("--head-dim", type=int, default=64, help="columns of a head")
+    add("--dtype", choices=[*models.DTYPES], default="fp32", help="of everything")
+    add("--device", default=models.default_device(), help="cpu, cuda, cuda:1, ...")
     options = parser.parse_args(arguments)
     for name in ("sequences", "suffix", "page_size", "heads", "kv_heads", "head_dim"):
         if getattr(options, name) < 1:

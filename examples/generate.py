@@ -169,19 +169,18 @@ def compare(model: Any, tokenizer: Any, options: argparse.Namespace) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=models.Help)
     add = parser.add_argument
-    add("--model", default=models.SMOLLM2, help="smollm2 (default), tiny, or one of Transformers")
-    add("--question", help="answer this and end")
+    add("--model", default=models.SMOLLM2, help="smollm2, tiny, or one of Transformers")
+    add("--question", help="answer this and end; without it, a chat")
     add("--compare", action="store_true", help="tokens per second of Tilewise, SDPA and eager")
-    add("--attention", default=OURS, choices=PEERS)
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", default="auto", choices=["auto", *models.DTYPES])
-    add("--max-tokens", type=int, default=200)
-    add("--temperature", type=float, default=0.0, help="0 (default): the most likely token")
-    add("--seed", type=int, default=0)
+    add("--attention", default=OURS, choices=PEERS, help="implementation that Transformers takes")
+    add("--device", default=models.default_device(), help="cpu, cuda, cuda:1, ...")
+    add("--dtype", default="auto", choices=["auto", *models.DTYPES],
+        help="auto: fp32 on the CPU, bf16 on a GPU")  # fmt: skip
+    add("--max-tokens", type=int, default=200, help="of an answer, at most")
+    add("--temperature", type=float, default=0.0, help="0: the most likely token")
+    add("--seed", type=int, default=0, help="of the draws")
     add("--context", type=int, default=0, help="--compare: tokens of the prompt at least")
     add("--rounds", type=int, default=3, help="--compare: measured generations of each")
     options = parser.parse_args(arguments)

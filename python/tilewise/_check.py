@@ -43,7 +43,7 @@ def integer(name: str, value: Any, allowed: str) -> int:
     return int(value)
 
 
-def _number(name: str, value: Any, allowed: str = "a number") -> None:
+def number(name: str, value: Any, allowed: str = "a number") -> None:
     """A real number of Python or NumPy."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}, but must be {allowed}")
@@ -76,7 +76,7 @@ def window_bounds(causal: bool, window: Window) -> tuple[int, int]:
 
 def softcap(value: float) -> float:
     """0, or a number that float32 holds: scores are divided by it."""
-    _number("softcap", value)
+    number("softcap", value)
     if value != 0 and not _LEAST_FLOAT <= value <= _MOST_FLOAT:
         raise ValueError(
             f"softcap is {value}, but must be 0 (off) or from {_LEAST_FLOAT:.3g} to "
@@ -87,7 +87,7 @@ def softcap(value: float) -> float:
 
 def dropout(value: float) -> float:
     """A number in [0, 1), in float32, too."""
-    _number("dropout_p", value)
+    number("dropout_p", value)
     if not 0.0 <= value < 1.0 - 2.0**-25:
         raise ValueError(f"dropout_p is {value}, but must be in [0, 1), and below 1 in float32")
     return float(value)
@@ -115,7 +115,7 @@ def split_count(num_splits: int) -> int:
 
 def scale_number(value: float) -> float:
     """A number that float32 holds."""
-    _number("scale", value, "a number, a tensor of one element or None")
+    number("scale", value, "a number, a tensor of one element or None")
     if not abs(value) <= _MOST_FLOAT:
         raise ValueError(f"scale is {value}, but must be finite, and in float32, too")
     return float(value)
@@ -123,7 +123,7 @@ def scale_number(value: float) -> float:
 
 def positive(name: str, value: float) -> float:
     """A finite number above 0."""
-    _number(name, value)
+    number(name, value)
     if not 0.0 < value < float("inf"):
         raise ValueError(f"{name} is {value}, but must be finite and > 0")
     return float(value)

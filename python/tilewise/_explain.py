@@ -88,7 +88,10 @@ def explain(
     function: Callable[..., Any]
     problem: _Problem
     if cached:
-        where = Where(cache_batch_idx, cache_leftpad, block_table, num_splits)
+        where = Where(
+            cache_batch_idx, cache_leftpad, block_table, num_splits, check, cu_seqlens_q,
+            max_seqlen_q,
+        )  # fmt: skip
         function, problem = attention_with_kvcache, _Cached(cache_seqlens, where)
     elif sequences.or_none() is not None:
         function, problem = attention_varlen, sequences
@@ -148,11 +151,9 @@ def _never_called(*_: Any) -> None:
 def _describe_numpy(
     q: Any, k: Any, v: Any, given: _Problem, request: Request
 ) -> tuple[Any, int, Any]:
-    import numpy as np
-
     from . import _kvcache_numpy, _numpy
 
-    state = np.random.get_state() if request.dropout_p else None
+    state = _numpy.np.random.get_state() if request.dropout_p else None
     if isinstance(given, _Cached):
         problem = _kvcache_numpy.prepare(q, k, v, given.lengths, request, given.where)
     elif isinstance(given, Sequences):
@@ -160,7 +161,7 @@ def _describe_numpy(
     else:
         problem = _numpy.prepare_dense(q, k, v, given.layout, request)
     if state is not None:
-        np.random.set_state(state)
+        _numpy.np.random.set_state(state)
     return problem.attention, c_library().tilewise_cpu_threads(), problem.arrays
 
 

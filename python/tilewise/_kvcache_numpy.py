@@ -6,6 +6,10 @@ import ctypes
 from ctypes import c_int32, c_int64, c_uint32, c_void_p
 from typing import Any, ClassVar, NamedTuple
 
+from ._requirements import require
+
+require("tilewise on arrays", "numpy")
+
 import numpy as np
 
 from . import _abi, _check, _describe, _numpy
@@ -105,12 +109,14 @@ class _Arrays(NamedTuple):
     q: Array
     k_cache: Array
     v_cache: Array
-    indices: dict[str, Array]  # by their names in the C struct
+    batch: int
+    arrays: dict[str, Array]  # by their names in the C struct
 
     def problem(self, request: Request, where: Where) -> _numpy._Problem:
-        splits = {"num_splits": _check.split_count(where.num_splits)}
+        splits, most_rows = _check.split_count(where.num_splits), where.most_rows()
+        numbers = {"num_splits": splits, "max_seqlen_q": most_rows}
         return _numpy._describe_problem(
-            self.q, self.k_cache, self.v_cache, len(self.q), request, self.indices, splits, False
+            self.q, self.k_cache, self.v_cache, self.batch, request, self.arrays, numbers, False
         )
 
 
@@ -118,30 +124,51 @@ def prepare(
     q: Any, k_cache: Any, v_cache: Any, lengths: Any, request: Request, where: Where
 ) -> _numpy._Problem:
     """What ``attention_with_kvcache`` asks of the library once new keys are in the cache."""
-    return _check_arrays(q, k_cache, v_cache, lengths, where, False).problem(request, where)
+    given = _check_arrays(q, k_cache, v_cache, lengths, request.bias, where, False)
+    return given.problem(request, where)
 
 
 def _check_arrays(
-    q: Any, k_cache: Any, v_cache: Any, lengths: Any, where: Where, writes: bool
+    q: Any, k_cache: Any, v_cache: Any, lengths: Any, bias: Any, where: Where, writes: bool
 ) -> _Arrays:
     k_cache = _cache("k_cache", k_cache, writes)
     v_cache = _cache("v_cache", v_cache, writes)
     q, _, _ = _numpy._check_arrays(q, k_cache, v_cache)
     table, index = where.block_table, where.cache_batch_idx
-    batch = check_cache(q, k_cache, v_cache, table, index, packed=None)
-    indices: dict[str, Array] = {}
+    starts = _indices("cu_seqlens_q", where.cu_seqlens_q, (None,))
+    if starts is not None and len(starts) < 1:
+        raise ValueError("cu_seqlens_q is empty, but must be [batch + 1]")
+    packed = None if starts is None else len(starts) - 1
+    batch = check_cache(q, k_cache, v_cache, table, index, packed)
+    arrays: dict[str, Array] = {}
     for name, given, value, dims in (
         ("kv_batch_idx", "cache_batch_idx", where.cache_batch_idx, (batch,)),
         ("leftpad_k", "cache_leftpad", where.cache_leftpad, (batch,)),
         ("block_table", "block_table", where.block_table, (batch, None)),
+        ("cu_seqlens_q", "cu_seqlens_q", starts, (batch + 1,)),
     ):
         array = _indices(given, value, dims)
         if array is not None:
-            indices[name] = array
+            arrays[name] = array
     seqused = _lengths(lengths, batch)
     if seqused is not None:
-        indices["seqused_k"] = seqused
-    return _Arrays(q, k_cache, v_cache, indices)
+        arrays["seqused_k"] = seqused
+    if bias is not None:
+        arrays["bias"] = _bias(bias, q, k_cache, batch, arrays)
+    return _Arrays(q, k_cache, v_cache, batch, arrays)
+
+
+def _bias(value: Any, q: Array, k_cache: Array, batch: int, arrays: dict[str, Array]) -> Array:
+    """With every key that the cache has room for."""
+    bias = _numpy._bias(value, q)
+    packed = "cu_seqlens_q" in arrays
+    table = arrays.get("block_table")
+    capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    _check.bias(bias, batch, q.shape[-2], None if packed else q.shape[1], capacity)
+    bias = _numpy._four_dimensions(bias, capacity)
+    if packed:
+        _check.varlen_bias(bias.shape, _numpy._longest(arrays, "q"), capacity)
+    return bias
 
 
 def attention_with_kvcache(
@@ -149,16 +176,13 @@ def attention_with_kvcache(
 ) -> tuple[Array, Array]:
     """(out, lse); see ``tilewise.attention_with_kvcache``."""
     appends = check_new(new)
-    given = _check_arrays(q, k_cache, v_cache, new.lengths, where, appends)
-    q, k_cache, v_cache, arrays = given
-    batch, lengths = len(q), arrays.get("seqused_k")
-    rotated = q
+    given = _check_arrays(q, k_cache, v_cache, new.lengths, request.bias, where, appends)
+    q, k_cache, v_cache, batch, arrays = given
+    lengths, rotated = arrays.get("seqused_k"), q
     if appends:
-        heads_kv, head_dim = k_cache.shape[2:]
-        k = _new_rows("k", new.k, q, (batch, None, heads_kv, head_dim))
-        v = _new_rows("v", new.v, q, (batch, k.shape[1], heads_kv, v_cache.shape[3]))
-        new = new._replace(k=k, v=v, lengths=lengths)
-        arrays["seqused_k"] = np.asarray(lengths) + np.int32(k.shape[1])
+        new = _check_new_rows(new, q, k_cache, v_cache, batch)._replace(lengths=lengths)
+        count = np.int32(new.k.shape[1]) if new.cu_seqlens is None else np.diff(new.cu_seqlens)
+        arrays["seqused_k"] = np.asarray(lengths) + count
         if "block_table" in arrays:
             pad = arrays.get("leftpad_k")
             check_pages(np, arrays["block_table"], k_cache, arrays["seqused_k"], pad)
@@ -166,8 +190,8 @@ def attention_with_kvcache(
     problem = given._replace(q=rotated).problem(request, where)
     _check.flag("check", where.check)
     # Planned, and so checked, before the append writes anything.
-    out = np.empty((*q.shape[:3], v_cache.shape[3]), q.dtype)
-    lse = np.empty((batch, q.shape[2], q.shape[1]), np.float32)
+    out = np.empty((*q.shape[:-1], v_cache.shape[3]), q.dtype)
+    lse = np.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), np.float32)
     _describe.set_output(problem.attention, _numpy.view(out), _numpy.view(lse))
     _describe.plan(c_library(), problem.attention, None)
     try:
@@ -183,20 +207,22 @@ def _refuse_by_our_names(
     a: Any, lengths: Array | None, arrays: dict[str, Array], new: NewKeys
 ) -> None:
     """The library's sentence about an entry has the names of the C interface."""
-    table = arrays.get("block_table")
-    count = 0 if new.k is None else new.k.shape[1]
+    table, starts = arrays.get("block_table"), arrays.get("cu_seqlens_q")
     capacity = a.seqlen_k if table is None else a.block_table_width * a.page_size
-    rotated = 0
-    if new.rotary_cos is not None:
-        all_alike = a.window_left < 0 and a.window_right < 0
-        rotated = max(count, min(a.seqlen_q, 1) if all_alike else a.seqlen_q)
+    packed = [] if starts is None else [("cu_seqlens_q", starts.tolist(), a.seqlen_q)]
+    if new.cu_seqlens is not None:
+        packed.append(("cu_seqlens_k_new", new.cu_seqlens.tolist(), len(new.k)))
 
     def numbers(name: str) -> Any:
         return arrays[name].tolist() if name in arrays else None
 
+    def rows(of: Array | None, alike: int) -> list[int]:
+        return [alike] * a.batch if of is None else np.diff(of).tolist()
+
     entries = Entries(
         lengths=[capacity] * a.batch if lengths is None else lengths.tolist(),
-        appended=count,
+        rows=rows(starts, a.seqlen_q),
+        appended=rows(new.cu_seqlens, 0 if new.k is None else new.k.shape[1]),
         capacity=capacity,
         leftpad=numbers("leftpad_k"),
         batch_idx=numbers("kv_batch_idx"),
@@ -204,13 +230,25 @@ def _refuse_by_our_names(
         table=numbers("block_table"),
         pages=a.pages,
         page_size=a.page_size,
-        rotated=rotated,
-        rotary_rows=0 if new.rotary_cos is None else len(new.rotary_cos),
+        starts=tuple(packed),
+        most_rows=a.max_seqlen_q,
+        rotary_rows=None if new.rotary_cos is None else len(new.rotary_cos),
+        rotary_lengths=None if new.rotary_lengths is None else new.rotary_lengths.tolist(),
+        rotated_alike=a.window_left < 0 and a.window_right < 0,
     )
     try:
         check_entries(entries)
     except ValueError as error:
         raise error from None
+
+
+def _check_new_rows(new: NewKeys, q: Array, k_cache: Array, v_cache: Array, batch: int) -> NewKeys:
+    starts = _indices("cu_seqlens_k_new", new.cu_seqlens, (batch + 1,))
+    rows: tuple[int | None, ...] = (batch, None) if starts is None else (None,)
+    k = _new_rows("k", new.k, q, (*rows, *k_cache.shape[2:]))
+    v = _new_rows("v", new.v, q, (*k.shape[:-2], *v_cache.shape[2:]))
+    positions = _indices("rotary_seqlens", new.rotary_lengths, (batch,))
+    return new._replace(k=k, v=v, cu_seqlens=starts, rotary_lengths=positions)
 
 
 def _append(
@@ -226,11 +264,12 @@ def _append(
     library.tilewise_append_kv.restype = c_int32
     a = _abi.sized(KvAppend)
     for name in ("device", "device_index", "dtype", "batch", "seqlen_q", "seqlen_k", "heads_q",
-                 "heads_kv", "head_dim", "head_dim_v", "block_table", "block_table_stride",
+                 "heads_kv", "head_dim", "head_dim_v", "cu_seqlens_q", "block_table",
+                 "block_table_stride",
                  "block_table_width", "page_size", "pages", "kv_batch_idx", "kv_batch",
                  "leftpad_k"):  # fmt: skip
         setattr(a, name, getattr(attention, name))
-    a.seqlen_new = new.k.shape[1]
+    a.seqlen_new = new.k.shape[-3]
     tensors = {"k_new": new.k, "v_new": new.v, "k_cache": k_cache, "v_cache": v_cache}
     kept = [new.lengths]  # the struct holds only addresses
     if new.rotary_cos is not None:
@@ -243,13 +282,17 @@ def _append(
         a.rotary_rows, a.rotary_dim = cos.shape[0], 2 * cos.shape[1]
         a.rotary_interleaved = int(new.rotary_interleaved)
         a.q_single_position = int(attention.window_left < 0 and attention.window_right < 0)
-        if "leftpad_k" in arrays:  # positions count from the start of the row, as for tensors
+        if new.rotary_lengths is not None:
+            a.rotary_seqlens = new.rotary_lengths.ctypes.data
+        elif "leftpad_k" in arrays:  # positions count from the start of the row, as for tensors
             a.rotary_seqlens = new.lengths.ctypes.data
     a.kv_float8 = attention.kv_float8
     factors = (arrays.get("k_descale"), arrays.get("v_descale"))
     _describe.set_descale(a, *(None if x is None else _numpy.view(x) for x in factors))
     a.cache_seqlens = new.lengths.ctypes.data
+    if new.cu_seqlens is not None:
+        a.cu_seqlens_new = new.cu_seqlens.ctypes.data
     for name, array in tensors.items():
-        setattr(a, name, _describe.rows(_numpy.view(array), False))
+        setattr(a, name, _describe.rows(_numpy.view(array), array.ndim == 3))
     _abi.check(library, library.tilewise_append_kv(ctypes.byref(a)))
     del kept  # alive until here

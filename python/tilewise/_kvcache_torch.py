@@ -11,6 +11,9 @@ from . import _check, _ops, _plain, kvcache
 from ._ops import Options
 from ._request import Request
 from ._torch import (
+    _check_bias,
+    _full_keys,
+    _longest,
     batch_of,
     check_new_rows,
     check_tensors,
@@ -25,8 +28,10 @@ from .kvcache import (
     Where,
     check_cache,
     check_entries,
+    check_most_rows,
     check_new,
     check_pages,
+    check_starts,
     common_length,
 )
 
@@ -138,11 +143,16 @@ def _numbers(x: Tensor | None) -> Any:
     return None if x is None else x.tolist()
 
 
+def _rows(starts: Tensor | None, batch: int, rows: int) -> list[int]:
+    return [rows] * batch if starts is None else starts.diff().tolist()
+
+
 def _entries(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, options: Options, new: NewKeys
 ) -> Entries:
     """On the host; the shapes of index tensors are checked first, as the operators do."""
-    batch, table = q.shape[0], options.block_table
+    starts, table = options.cu_seqlens_q, options.block_table
+    batch = q.shape[0] if starts is None else batch_of(starts)
     for name, index in (
         ("cache_batch_idx", options.kv_batch_idx),
         ("cache_leftpad", options.leftpad_k),
@@ -152,14 +162,13 @@ def _entries(
     _appends(new, q, k_cache, v_cache, batch)
     rows, page_size = k_cache.shape[:2]
     capacity = page_size if table is None else table.shape[1] * page_size
-    count = 0 if new.k is None else new.k.shape[1]
-    rotated = 0
-    if new.rotary_cos is not None:
-        all_alike = options.window_left < 0 and options.window_right < 0
-        rotated = max(count, min(q.shape[1], 1) if all_alike else q.shape[1])
+    packed = [] if starts is None else [("cu_seqlens_q", starts.tolist(), q.shape[0])]
+    if new.cu_seqlens is not None:
+        packed.append(("cu_seqlens_k_new", new.cu_seqlens.tolist(), new.k.shape[0]))
     return Entries(
         lengths=[capacity] * batch if new.lengths is None else _numbers(new.lengths),
-        appended=count,
+        rows=_rows(starts, batch, q.shape[1]),
+        appended=_rows(new.cu_seqlens, batch, 0 if new.k is None else new.k.shape[1]),
         capacity=capacity,
         leftpad=_numbers(options.leftpad_k),
         batch_idx=_numbers(options.kv_batch_idx),
@@ -167,9 +176,29 @@ def _entries(
         table=_numbers(table),
         pages=rows,
         page_size=page_size,
-        rotated=rotated,
-        rotary_rows=0 if new.rotary_cos is None else new.rotary_cos.shape[0],
+        starts=tuple(packed),
+        most_rows=options.max_seqlen_q,
+        rotary_rows=None if new.rotary_cos is None else new.rotary_cos.shape[0],
+        rotary_lengths=_numbers(new.rotary_lengths),
+        rotated_alike=options.window_left < 0 and options.window_right < 0,
     )
+
+
+def _with_bias(options: Options, bias: Any, q: Tensor, k_cache: Tensor, batch: int) -> Options:
+    """With a bias that has every key that the cache has room for."""
+    if bias is None:
+        return options
+    _check_bias(bias, q)
+    table, packed = options.block_table, options.cu_seqlens_q is not None
+    capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    _check.bias(bias, batch, q.shape[-2], None if packed else q.shape[1], capacity)
+    bias = _full_keys(bias, capacity)
+    if not packed:
+        return options._replace(bias=bias)
+    longest = _longest(options.cu_seqlens_q, None)
+    _check.varlen_bias(bias.shape, longest or options.max_seqlen_q or None, capacity)
+    most_rows, _ = _check.bounds_of_bias(bias.shape, options.max_seqlen_q, capacity)
+    return options._replace(bias=bias, max_seqlen_q=most_rows)
 
 
 def prepare(
@@ -177,15 +206,40 @@ def prepare(
 ) -> Options:
     """Checks a problem but for its new keys: the options, seqused_k being those before them."""
     check_tensors(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
+    starts = index_tensor("cu_seqlens_q", where.cu_seqlens_q, q.device)
+    packed = None if starts is None else batch_of(starts)
     table = index_tensor("block_table", where.block_table, q.device)
-    batch = check_cache(q, k_cache, v_cache, table, where.cache_batch_idx, packed=None)
-    return with_descale(score_options(q, batch, request), q, k_cache, request)._replace(
+    batch = check_cache(q, k_cache, v_cache, table, where.cache_batch_idx, packed)
+    most_rows = where.most_rows()
+    if starts is not None and starts.device.type == "cpu" and _plain.is_eager():
+        # The library looks at them, too, but an append may be over by then.
+        check_starts("cu_seqlens_q", starts.tolist(), q.shape[0])
+        check_most_rows(most_rows, _longest(starts, None) or 0)
+    options = with_descale(score_options(q, batch, request), q, k_cache, request, batch)._replace(
+        cu_seqlens_q=starts,
+        max_seqlen_q=most_rows,
         seqused_k=cache_lengths(lengths, batch, q.device),
         kv_batch_idx=index_tensor("cache_batch_idx", where.cache_batch_idx, q.device),
         leftpad_k=index_tensor("cache_leftpad", where.cache_leftpad, q.device),
         block_table=table,
         num_splits=_check.split_count(where.num_splits),
     )
+    return _with_bias(options, request.bias, q, k_cache, batch)
+
+
+def _indices_of(new: NewKeys, batch: int, device: torch.device) -> NewKeys:
+    """With index tensors as the kernels read them."""
+    given = (
+        ("rotary_seqlens", new.rotary_lengths, batch),
+        ("cu_seqlens_k_new", new.cu_seqlens, batch + 1),
+    )
+    tensors = []
+    for name, value, size in given:
+        index = index_tensor(name, value, device)
+        if index is not None:
+            _check.shape(name, index, (size,), "see tilewise.attention_with_kvcache")
+        tensors.append(index)
+    return new._replace(rotary_lengths=tensors[0], cu_seqlens=tensors[1])
 
 
 @torch.no_grad()
@@ -194,7 +248,8 @@ def attention_with_kvcache(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse); see ``tilewise.attention_with_kvcache``."""
     options = prepare(q, k_cache, v_cache, new.lengths, request, where)
-    new = new._replace(lengths=options.seqused_k)
+    batch = q.shape[0] if options.cu_seqlens_q is None else batch_of(options.cu_seqlens_q)
+    new = _indices_of(new._replace(lengths=options.seqused_k), batch, q.device)
     if _check.flag("check", where.check):
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from . import _abi
+from ._requirements import PACKAGES, is_older
 
 DIRECTORY_VARIABLE = "TILEWISE_LIBRARY_DIR"
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
@@ -113,11 +114,10 @@ def load_torch_adapter() -> None:
     """
     import torch
 
-    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if release < (2, 10):
+    if is_older("torch", torch.__version__):
         raise LibraryNotFoundError(
-            f"tilewise needs PyTorch 2.10 or newer for tensors, but {torch.__version__} is "
-            "installed. NumPy arrays work without it."
+            f"tilewise needs PyTorch {PACKAGES['torch'].version} or newer for tensors, but "
+            f"{torch.__version__} is installed. NumPy arrays work without it."
         )
     c_library()  # a missing core is reported as such, not as an unresolved symbol of the adapter
     try:

@@ -10,6 +10,10 @@ from __future__ import annotations
 import ctypes
 from typing import Any, NamedTuple, TypeAlias
 
+from ._requirements import require
+
+require("tilewise on arrays", "numpy")
+
 import numpy as np
 import numpy.typing as npt
 

@@ -41,13 +41,25 @@ class NewKeys(NamedTuple):
 
 
 class Where(NamedTuple):
-    """Where the keys of each sequence lie in the caches, unchecked."""
+    """Where the queries and keys of each sequence lie, unchecked."""
 
     cache_batch_idx: Any = None
     cache_leftpad: Any = None
     block_table: Any = None
     num_splits: int = 0
     check: bool = False
+    cu_seqlens_q: Any = None  # [B + 1]; q is [T, Hq, D]
+    max_seqlen_q: int | None = None
+
+    def most_rows(self) -> int:
+        """The bound of queries of a sequence, or 0.
+
+        Raises:
+            ValueError: it is given for sequences that are equally long.
+        """
+        if self.max_seqlen_q is not None and self.cu_seqlens_q is None:
+            raise ValueError("max_seqlen_q is given, but belongs to cu_seqlens_q, which is None")
+        return _check.bound("max_seqlen_q", self.max_seqlen_q)
 
 
 def common_length(cache_seqlens: Any) -> int:
@@ -110,6 +122,12 @@ def check_new(new: NewKeys) -> bool:
             raise ValueError(f"{missing} is None, but {first} and {second} must be given together")
     if new.k is None and new.rotary_cos is not None:
         raise ValueError("rotary_cos is given without k, but rotates only q and new keys")
+    for name, value, needed, there in (
+        ("rotary_seqlens", new.rotary_lengths, "rotary_cos", new.rotary_cos),
+        ("cu_seqlens_k_new", new.cu_seqlens, "k", new.k),
+    ):
+        if value is not None and there is None:
+            raise ValueError(f"{name} is given, but belongs to {needed}, which is None")
     if new.k is not None and new.lengths is None:
         raise ValueError("cache_seqlens is None, but must say where k and v are written")
     return new.k is not None
@@ -146,7 +164,8 @@ class Entries(NamedTuple):
     """The entries of index arrays, as lists on the host, and the sizes they are limited by."""
 
     lengths: list[int]  # keys in the cache before the append
-    appended: int  # new keys of each sequence
+    rows: list[int]  # queries of each sequence
+    appended: list[int]  # new keys of each sequence
     capacity: int  # keys of a row of the caches, or of block_table
     leftpad: list[int] | None = None
     batch_idx: list[int] | None = None
@@ -154,8 +173,11 @@ class Entries(NamedTuple):
     table: list[list[int]] | None = None
     pages: int = 0
     page_size: int = 1
-    rotated: int = 0  # rows of a sequence that are rotated
-    rotary_rows: int = 0
+    starts: tuple[tuple[str, list[int], int], ...] = ()  # name, cu_seqlens, rows there are
+    most_rows: int = 0  # max_seqlen_q, or 0
+    rotary_rows: int | None = None  # None: nothing is rotated
+    rotary_lengths: list[int] | None = None
+    rotated_alike: bool = False  # all queries of a sequence
 
 
 def _entry(name: str, value: int, low: int, high: int, what: str) -> None:
@@ -186,58 +208,91 @@ class _Pages:
             others.append((low, high, f"block_table[{b}, {i}]"))
 
 
+def check_starts(name: str, starts: list[int], total: int) -> None:
+    """Refuses sequences that do not lie one behind the other within all rows."""
+    _entry(f"{name}[0]", starts[0], 0, 0, "the first row")
+    for b, end in enumerate(starts[1:]):
+        what = f"{name}[{b}] is {starts[b]}, and there are {total} rows"
+        _entry(f"{name}[{b + 1}]", end, starts[b], total, what)
+
+
+def check_most_rows(most: int, longest: int) -> None:
+    """max_seqlen_q, where it is given, is no less than what there is."""
+    if 0 < most < longest:
+        raise ValueError(
+            f"max_seqlen_q is {most}, but a sequence has {longest} queries: at least as many are "
+            "allowed"
+        )
+
+
+def _check_rotation(e: Entries, b: int) -> None:
+    queries = min(e.rows[b], 1) if e.rotated_alike else e.rows[b]
+    rotated = max(e.appended[b], queries)
+    if e.rotary_rows is None or rotated == 0:
+        return
+    first = e.lengths[b] if e.rotary_lengths is None else e.rotary_lengths[b]
+    if e.rotary_lengths is not None:
+        _entry(f"rotary_seqlens[{b}]", first, 0, _check.INT32[1], "a row of rotary_cos")
+    if first + rotated > e.rotary_rows:
+        raise ValueError(
+            f"rotary_cos has {e.rotary_rows} rows, but must have {first + rotated}: sequence {b} "
+            f"is rotated up to position {first + rotated - 1}"
+        )
+
+
 def check_entries(e: Entries) -> None:
     """Refuses entries by which keys lie outside the caches, or new ones upon each other."""
+    for starts in e.starts:
+        check_starts(*starts)
+    check_most_rows(e.most_rows, max(e.rows, default=0))
     seen: dict[int, int] = {}
     pages = _Pages(e.page_size)
     for b, row in enumerate(e.batch_idx or ()):
         _entry(f"cache_batch_idx[{b}]", row, 0, e.cache_batch - 1, "a row of k_cache")
-        if e.appended and seen.setdefault(row, b) != b:
+        if any(e.appended) and seen.setdefault(row, b) != b:
             raise ValueError(
                 f"cache_batch_idx[{b}] is {row}, as that of sequence {seen[row]}, but new keys "
                 "must go to rows of their own"
             )
-    for b, length in enumerate(e.lengths):
-        room = f"with {e.appended} new keys, the cache holds {e.capacity}"
-        _entry(f"cache_seqlens[{b}]", length, 0, e.capacity - e.appended, room)
+    for b, (length, appended) in enumerate(zip(e.lengths, e.appended, strict=True)):
+        room = f"with {appended} new keys, the cache holds {e.capacity}"
+        _entry(f"cache_seqlens[{b}]", length, 0, e.capacity - appended, room)
         padding = e.leftpad[b] if e.leftpad else 0
-        if e.appended:  # behind the padding; else a row that is nothing but padding has no keys
+        if any(e.appended):  # else a row that is nothing but padding has no keys
             _entry(f"cache_leftpad[{b}]", padding, 0, length, f"cache_seqlens[{b}] is {length}")
         _entry(f"cache_leftpad[{b}]", padding, 0, e.capacity, "the keys of a row of the cache")
         if e.table is not None:
-            for i in range(padding // e.page_size, -(-(length + e.appended) // e.page_size)):
+            for i in range(padding // e.page_size, -(-(length + appended) // e.page_size)):
                 _entry(f"block_table[{b}, {i}]", e.table[b][i], 0, e.pages - 1, "a page of k_cache")
-            if e.appended:
-                pages.write(b, e.table[b], length, length + e.appended)
-        if e.rotated and length + e.rotated > e.rotary_rows:
-            raise ValueError(
-                f"rotary_cos has {e.rotary_rows} rows, but must have {length + e.rotated}: "
-                f"sequence {b} is rotated up to position {length + e.rotated - 1}"
-            )
+            if appended:
+                pages.write(b, e.table[b], length, length + appended)
+        _check_rotation(e, b)
 
 
 def attention_with_kvcache(
     q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, *,
     cache_seqlens: Any = None, cache_batch_idx: Any = None, cache_leftpad: Any = None,
     block_table: Any = None, rotary_cos: Any = None, rotary_sin: Any = None,
-    rotary_interleaved: bool = True, causal: bool = False,
+    rotary_interleaved: bool = True, rotary_seqlens: Any = None, cu_seqlens_q: Any = None,
+    cu_seqlens_k_new: Any = None, max_seqlen_q: int | None = None, causal: bool = False,
     window: _check.Window = (None, None), scale: Any = None, softcap: float = 0.0,
-    alibi_slopes: Any = None, sinks: Any = None, num_splits: int = 0, return_lse: bool = False,
-    tf32: bool = False, check: bool = False, batch_invariant: bool = False, k_descale: Any = None,
-    v_descale: Any = None,
+    bias: Any = None, alibi_slopes: Any = None, sinks: Any = None, num_splits: int = 0,
+    return_lse: bool = False, tf32: bool = False, check: bool = False,
+    batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
 ) -> Any:  # fmt: skip
     """Appends new keys and values to a cache in place, then attends to all of it.
 
     For inference: no gradient flows through it. Nothing is written when an argument is refused.
 
     Args:
-        q: [B, Sq, Hq, D], fp32, fp16 or bf16: a torch.Tensor or a NumPy array, and all the others
-            of that kind.
+        q: [B, Sq, Hq, D], or [T, Hq, D] with cu_seqlens_q; fp32, fp16 or bf16: a torch.Tensor or a
+            NumPy array, and all the others of that kind.
         k_cache, v_cache: [cache batch, capacity, Hkv, D] and [..., Dv]; with block_table
             [pages, page_size, Hkv, D] and [..., Dv], any page size. In q's dtype, or, for q of
             fp16 or bf16, torch.float8_e4m3fn (ml_dtypes' float8_e4m3fn).
         k, v: new keys [B, Snew, Hkv, D] and values [B, Snew, Hkv, Dv], written to
-            ``cache_seqlens[b] .. cache_seqlens[b] + Snew - 1``.
+            ``cache_seqlens[b] .. cache_seqlens[b] + Snew - 1``; [Tnew, Hkv, ...] with
+            cu_seqlens_k_new.
         cache_seqlens: int or [B]: keys already in the cache, left padding included. None (allowed
             without k): the caches are full.
         cache_batch_idx: [B] int: sequence b uses row ``cache_batch_idx[b]`` of the caches.
@@ -248,8 +303,17 @@ def attention_with_kvcache(
             rotated at ``cache_seqlens[b] + r``; so is row r of q if causal or a window is given,
             otherwise all of its rows are rotated at ``cache_seqlens[b]``.
         rotary_interleaved: pairs (2i, 2i + 1) (GPT-J), else (i, i + rotary_dim / 2) (GPT-NeoX).
+        rotary_seqlens: [B] int: positions that rotation counts from, instead of cache_seqlens.
+        cu_seqlens_q: [B + 1] int: sequence b has the queries ``cu_seqlens_q[b]`` to
+            ``cu_seqlens_q[b + 1]``. None: equally many.
+        cu_seqlens_k_new: likewise of new keys; either may be given without the other.
+        max_seqlen_q: upper bound of the queries of a sequence, when known; never required.
         causal, window, scale, softcap, alibi_slopes, sinks: as in ``tilewise.attention``; the last
             query is aligned with the last key.
+        bias: as in ``tilewise.attention``, without a gradient, broadcastable to [B, Hq, Sq,
+            capacity], capacity being that of a row of the caches or of block_table; key 0 is the
+            first one behind cache_leftpad. With cu_seqlens_q at least as many rows as the longest
+            sequence has, or 1.
         num_splits: key splits worked on at once; 0: chosen by shape. Changes rounding only.
         return_lse: also return lse.
         tf32: as in ``tilewise.attention``.
@@ -265,7 +329,8 @@ def attention_with_kvcache(
             even and held within +-448. None is 1.
 
     Returns:
-        out [B, Sq, Hq, Dv], or (out, lse [B, Hq, Sq] fp32).
+        out [B, Sq, Hq, Dv], or (out, lse [B, Hq, Sq] fp32); with cu_seqlens_q out [T, Hq, Dv] and
+        lse [Hq, T].
 
     Raises:
         ValueError, TypeError, RuntimeError: naming the argument, what was given, what is allowed.
@@ -273,8 +338,10 @@ def attention_with_kvcache(
     backend = _backend(q)  # sets _indexed, as in api.attention
     if (
         _indexed is not None and k is None and v is None and rotary_cos is None
-        and rotary_sin is None and alibi_slopes is None and sinks is None and k_descale is None
-        and v_descale is None and not check
+        and rotary_sin is None and rotary_seqlens is None and cu_seqlens_q is None
+        and cu_seqlens_k_new is None and max_seqlen_q is None and bias is None
+        and alibi_slopes is None and sinks is None and k_descale is None and v_descale is None
+        and not check
     ):  # fmt: skip
         short = _indexed(
             q, k_cache, v_cache, None, None, None, cache_seqlens, block_table, cache_batch_idx,
@@ -283,12 +350,16 @@ def attention_with_kvcache(
         )  # fmt: skip
         if short is not None:
             return short if return_lse else short[0]
-    new = NewKeys(k, v, cache_seqlens, rotary_cos, rotary_sin, rotary_interleaved)
+    new = NewKeys(
+        k, v, cache_seqlens, rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens,
+        cu_seqlens_k_new,
+    )  # fmt: skip
     request = Request(
         causal=causal,
         window=window,
         scale=scale,
         softcap=softcap,
+        bias=bias,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         tf32=tf32,
@@ -296,6 +367,8 @@ def attention_with_kvcache(
         k_descale=k_descale,
         v_descale=v_descale,
     )
-    where = Where(cache_batch_idx, cache_leftpad, block_table, num_splits, check)
+    where = Where(
+        cache_batch_idx, cache_leftpad, block_table, num_splits, check, cu_seqlens_q, max_seqlen_q
+    )
     results = backend.attention_with_kvcache(q, k_cache, v_cache, new, request, where)
     return results if return_lse else results[0]

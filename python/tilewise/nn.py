@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from ._requirements import require
+
+require("tilewise.nn", "torch")
+
 import torch
 from torch import Tensor
 

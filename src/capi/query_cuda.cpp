@@ -13,6 +13,11 @@ namespace {
 tilewise_gpu_info describe_gpu(int32_t index) {
   std::string why;
   const int32_t gpus = cuda::gpu_count(&why);
+  if (gpus == 0 && cuda::inventory().code.empty()) {  // there may be one all the same
+    capi::refuse(TILEWISE_UNSUPPORTED, "no GPU is used: ", why,
+                 "; to get one with it, build where nvcc is: pip install . "
+                 "-Ccmake.define.TILEWISE_CUDA=ON, or cmake -DTILEWISE_CUDA=ON");
+  }
   if (gpus == 0) capi::refuse(TILEWISE_UNSUPPORTED, "there is no GPU: ", why);
   capi::require(index >= 0 && index < gpus, "index is ", index, ": allowed is 0 to ", gpus - 1);
   const dispatch::Device device = dispatch::this_gpu(index);

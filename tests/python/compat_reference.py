@@ -42,6 +42,7 @@ def attend_one(
     scale=None,
     softcap=0.0,
     slopes=None,
+    bias=None,
     sinks=None,
     key_mask=None,
     kept=None,
@@ -49,7 +50,7 @@ def attend_one(
 ) -> tuple[Tensor, Tensor]:
     """One sequence: q [Sq, H, D], k [Sk, Hkv, D], v [Sk, Hkv, Dv] -> out [Sq, H, Dv], lse [H, Sq].
 
-    slopes and sinks [H]; key_mask [Sk] and kept [H, Sq, Sk] bool.
+    slopes and sinks [H]; bias [H, Sq, Sk]; key_mask [Sk] and kept [H, Sq, Sk] bool.
     """
     rows, heads, head_dim = q.shape
     keys = k.shape[0]
@@ -61,6 +62,8 @@ def attend_one(
     if slopes is not None:
         distance = torch.arange(rows).unsqueeze(1) + keys - rows - torch.arange(keys)
         s = s - slopes.to(s.dtype)[:, None, None] * distance.abs().to(s.dtype)
+    if bias is not None:
+        s = s + bias.to(s.dtype)
     seen = visible(rows, keys, window, causal, chunk)
     if key_mask is not None:
         seen = seen & key_mask

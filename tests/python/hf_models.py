@@ -83,24 +83,24 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 CHUNKED = "llama4_chunked"  # the one pattern of these that needs a mask of rows times keys
 
 
-def configuration(name: str) -> Any:
+def configuration(name: str, **more: Any) -> Any:
     import transformers
 
     kind, extra = DECODERS[name]
     sizes = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2) if name == "gpt2" else SIZES
-    return getattr(transformers, kind)(**sizes, **extra)
+    return getattr(transformers, kind)(**sizes, **extra, **more)
 
 
-def decoder(name: str, implementation: str = "eager") -> Any:
+def decoder(name: str, implementation: str = "eager", **more: Any) -> Any:
     """The random model of this name, in evaluation mode, always with the same weights, on torch's
-    default device.
+    default device; more: of its configuration.
     """
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(1)
     with torch.device("cpu"), torch.no_grad():  # another device's generator draws other numbers
         model = AutoModelForCausalLM.from_config(
-            configuration(name), attn_implementation=implementation
+            configuration(name, **more), attn_implementation=implementation
         )
         for key, parameter in model.named_parameters():
             if key.endswith("sinks"):

@@ -6,10 +6,13 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
 import capi
 import devices
+import tilewise
 from cases import Built, Case, Outcome, run
+from tilewise import _plain, kvcache
 
 DTYPES = ["fp32", "bf16", "fp16"]
 GRADIENTS = ("q", "k", "v")
@@ -180,3 +183,90 @@ def test_the_result_is_as_exact_as_any():
             got = run(b, backward=False)
         check_out(got.out, want, "fp32", None, target)
         check_lse(got.lse, want.lse, "fp32", None, target)
+
+
+# --- the faces of Python --------------------------------------------------------------------------
+
+# So many sequences that on a CPU the keys of none are split, while those of one alone are.
+BATCH, KEYS, PAGE = 32, 2048, 256
+LENGTHS = [KEYS - 37 * i for i in range(BATCH)]  # of the varlen and the cache ways
+
+
+def inputs(way: str) -> dict[str, torch.Tensor]:
+    """Arguments of a whole batch, by name."""
+    g = devices.generator(6)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g)
+
+    if way == "attention":
+        return dict(q=draw(BATCH, 1, 2, 16), k=draw(BATCH, KEYS, 2, 16), v=draw(BATCH, KEYS, 2, 16))
+    if way == "varlen":
+        starts = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32)
+        k, v = (draw(sum(LENGTHS), 2, 16) for _ in range(2))
+        q_starts = torch.arange(BATCH + 1, dtype=torch.int32)
+        return dict(q=draw(BATCH, 2, 16), k=k, v=v, cu_seqlens_q=q_starts, cu_seqlens_k=starts)
+    rows = BATCH * KEYS // PAGE if way == "paged" else BATCH
+    k, v = (draw(rows, PAGE if way == "paged" else KEYS, 2, 16) for _ in range(2))
+    given = dict(q=draw(BATCH, 1, 2, 16), k_cache=k, v_cache=v,
+                 cache_seqlens=torch.tensor(LENGTHS, dtype=torch.int32))  # fmt: skip
+    if way == "paged":
+        given["block_table"] = torch.arange(rows, dtype=torch.int32).flip(0).view(BATCH, -1)
+    return given
+
+
+def single(given: dict, i: int) -> dict:
+    """Sequence i of the arguments by itself."""
+    one = {name: x[i : i + 1] for name, x in given.items()}
+    if "cu_seqlens_k" in given:
+        begin, end = (int(x) for x in given["cu_seqlens_k"][i : i + 2])
+        one |= {name: given[name][begin:end] for name in ("k", "v")}
+        one["cu_seqlens_k"] = given["cu_seqlens_k"][i : i + 2] - begin
+        one["cu_seqlens_q"] = given["cu_seqlens_q"][:2]
+    elif "block_table" in given:
+        one |= {name: given[name] for name in ("k_cache", "v_cache")}
+    return one
+
+
+FUNCTIONS = {"attention": tilewise.attention, "varlen": tilewise.attention_varlen}
+
+
+def rows_that_differ(way: str, given: dict, **options: object) -> int:
+    """How many of some sequences give other bits than in their batch."""
+    call = FUNCTIONS.get(way, tilewise.attention_with_kvcache)
+    out, lse = call(**given, return_lse=True, **options)
+    lse = lse.T if way == "varlen" else lse
+    different = 0
+    for i in (0, 7, BATCH - 1):
+        one, one_lse = call(**single(given, i), return_lse=True, **options)
+        one_lse = one_lse.T if way == "varlen" else one_lse
+        equal = (one == out[i : i + 1]).all() and (one_lse == lse[i : i + 1]).all()
+        different += not equal
+    return different
+
+
+WAYS = ["attention", "varlen", "cache", "paged"]
+
+
+@pytest.mark.tensors
+@pytest.mark.parametrize("long", [False, True], ids=["short", "long"])
+@pytest.mark.parametrize("way", WAYS)
+def test_tensors_say_it_to_the_library(way, long, monkeypatch):
+    """On a GPU splits may be as many in a batch; there, too, the bits are the same."""
+    given, taken = inputs(way), []
+    real = _plain.indexed
+    for module, name in ((_plain, "indexed"), (kvcache, "_indexed")):
+        monkeypatch.setattr(module, name, lambda *a: taken.append(real(*a)) or taken[-1])
+    options = dict(sinks=torch.zeros(2)) if long else {}
+    assert rows_that_differ(way, given, batch_invariant=True, **options) == 0
+    short = not long and way != "attention"  # which has no short way with this option
+    assert [x is not None for x in taken] == [True] * (4 * short)
+    if devices.current().name == "cpu":
+        assert rows_that_differ(way, given, **options) > 0, "or nothing is tested here"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_arrays_say_it_to_the_library(way):
+    given = {name: x.numpy() for name, x in inputs(way).items()}
+    assert rows_that_differ(way, given, batch_invariant=True) == 0
+    assert rows_that_differ(way, given) > 0, "or nothing is tested here"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -135,6 +137,17 @@ def test_gpus_or_the_reason_why_there_is_none():
     info = _abi.sized(_abi.GpuInfo)
     status = c_library().tilewise_gpu(len(gpus), ctypes.byref(info))
     assert status == (_abi.INVALID_ARGUMENT if gpus else _abi.UNSUPPORTED)
+
+
+def test_a_library_without_cuda_knows_of_no_gpu_and_says_how_to_get_one_with_it():
+    """Not that there is none: the machine may have one."""
+    if doctor.cuda_code():
+        pytest.skip("this library has CUDA code")
+    why = gpu.gpus()[1]
+    assert why.startswith("no GPU is used: this library was built without CUDA; ")
+    options = re.findall(r"TILEWISE_\w+", why)
+    packaging = (Path(__file__).parents[2] / "docs" / "packaging.md").read_text()
+    assert options and all(f"| `{option}` |" in packaging for option in options)
 
 
 def test_code_inside_ends_with_a_status():

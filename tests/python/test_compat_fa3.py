@@ -369,32 +369,6 @@ def test_hints_are_accepted():
     assert fa3.round_up_headdim(72) == 72 and fa3.round_multiple(65, 64) == 128
 
 
-@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale"])
-def test_fp8_scales_are_refused_by_name(name):
-    q, k, v = inputs(1, 4, 4)
-    starts = torch.tensor([0, 4], dtype=torch.int32)
-    scale = {name: torch.ones(1, 2)}
-    for call in (
-        lambda: fa3.flash_attn_func(q, k, v, **scale),
-        lambda: fa3.flash_attn_varlen_func(q[0], k[0], v[0], starts, starts, 4, 4, **scale),
-        lambda: fa3.flash_attn_with_kvcache(q, k, v, **scale),
-        lambda: fa3._flash_attn_forward(q, k, v, **scale),
-    ):
-        with pytest.raises(NotImplementedError, match=f"{name} is given.*no kernel for q of fp8"):
-            call()
-
-
-def test_fp8_keys_without_scales_are_taken():
-    """And q of fp8 is not: what the refusal above says."""
-    q, k, v = (x.bfloat16() for x in inputs(1, 4, 9))
-    k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
-    out = fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=5, causal=True)
-    wanted = tilewise.attention_with_kvcache(q, k, v, cache_seqlens=5, causal=True)
-    assert devices.equal(out, wanted)
-    with pytest.raises(TypeError, match=r"q has dtype torch\.float8_e4m3fn"):
-        fa3.flash_attn_func(q.to(torch.float8_e4m3fn), k, v)
-
-
 def test_refusals_name_the_argument():
     q, k, v = inputs(1, 4, 4)
     with pytest.raises(ValueError, match="attention_chunk"):

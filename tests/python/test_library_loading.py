@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise import _abi, _library
+from tilewise import _abi, _library, _requirements
 
 NAME = f"libtilewise{_library._SUFFIX}"
 ADAPTER = f"libtilewise_torch{_library._SUFFIX}"
@@ -140,6 +141,89 @@ def test_doctor_says_it_in_one_line(tmp_path):
     )
     assert done.returncode == 2 and done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1 and NAME in done.stderr
+
+
+# --- packages that are not installed -------------------------------------------------------------
+
+NEEDED = {
+    ("tilewise.hf", "torch"): "tilewise.hf needs PyTorch 2.10 or newer",
+    ("tilewise.hf", "transformers"): "tilewise.hf needs Transformers 5.20 or newer",
+    ("tilewise.integrations.transformers", "transformers"): "tilewise.hf needs Transformers 5.20",
+    ("tilewise.integrations.sdpa", "torch"): "tilewise.integrations.sdpa needs PyTorch 2.10",
+    ("tilewise.serving", "torch"): "tilewise.serving needs PyTorch 2.10",
+    ("tilewise.serving", "transformers"): "tilewise.serving needs Transformers 5.20",
+    ("tilewise.serving.engine", "torch"): "tilewise.serving needs PyTorch 2.10",
+    ("tilewise.nn", "torch"): "tilewise.nn needs PyTorch 2.10 or newer",
+    ("tilewise.compat", "torch"): "tilewise.compat needs PyTorch 2.10 or newer",
+    ("tilewise.compat.flash_attn.bert_padding", "torch"): "tilewise.compat needs PyTorch 2.10",
+    ("tilewise.compat.flash_attn_interface", "torch"): "tilewise.compat needs PyTorch 2.10",
+}
+CALLS = {
+    "tilewise.attention([1.0], [1.0], [1.0])",
+    "tilewise.attention_varlen([1.0], [1.0], [1.0], [0], [0])",
+    "tilewise.attention_with_kvcache([1.0], [1.0], [1.0])",
+    "tilewise.merge_states([1.0], [1.0], [1.0], [1.0])",
+    "tilewise.attention_backward",
+    "tilewise.explain([1.0], [1.0], [1.0])",
+}
+
+
+def missed(program: str, absent: str) -> str:
+    """The sentence that a program ends with where a package is not installed."""
+    done = run(
+        f"import sys; sys.modules[{absent!r}] = None\n{program}", _library.library_directory()
+    )
+    assert done.returncode == 1, f"status {done.returncode}: {done.stderr[-2000:]}"
+    assert "During handling" not in done.stderr and "direct cause" not in done.stderr
+    kind, _, sentence = done.stderr.strip().splitlines()[-1].partition(": ")
+    assert kind == "ModuleNotFoundError", done.stderr[-2000:]
+    assert f", which is not installed: pip install '{absent}>=" in sentence
+    return sentence
+
+
+@pytest.mark.parametrize(("module", "absent"), NEEDED)
+def test_a_module_without_what_it_needs(module, absent):
+    if absent != "torch":
+        pytest.importorskip("torch")
+    sentence = missed(f"import {module}", absent)
+    assert sentence.startswith(NEEDED[module, absent])
+    if module in ("tilewise.nn", "tilewise.compat"):  # as an attribute, too
+        assert missed(f"import tilewise; {module}", absent) == sentence
+
+
+@pytest.mark.parametrize("call", sorted(CALLS))
+def test_arrays_without_numpy(call):
+    sentence = missed(f"import tilewise; {call}", "numpy")
+    assert sentence.startswith("tilewise on arrays needs NumPy 1.24 or newer")
+
+
+def test_what_a_package_lacks_itself_is_not_ours_to_say():
+    """PyTorch is there, and something that it imports is not."""
+    pytest.importorskip("torch")
+    done = run("import sys; sys.modules['typing_extensions'] = None\nimport tilewise.nn",
+               _library.library_directory())  # fmt: skip
+    assert done.returncode == 1 and "typing_extensions" in done.stderr
+    assert "tilewise.nn needs" not in done.stderr
+
+
+@pytest.mark.parametrize("module", ["tilewise.hf", "tilewise.serving"])
+def test_an_older_transformers(module):
+    pytest.importorskip("torch")
+    fake = "types.ModuleType('transformers'); sys.modules['transformers'].__version__ = '4.57.1'"
+    program = f"import sys, types; sys.modules['transformers'] = {fake}\nimport {module}"
+    done = run(program, _library.library_directory())
+    assert done.stderr.strip().splitlines()[-1] == (
+        f"ImportError: {module} needs Transformers 5.20 or newer, and this is 4.57.1: "
+        "pip install -U 'transformers>=5.20'"
+    )
+
+
+def test_versions_are_those_of_the_package():
+    """Of its extras: what pip is told, and what the sentences say."""
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    for name, package in _requirements.PACKAGES.items():
+        stated = set(re.findall(rf'"{name}>=([\d.]+)"', project))
+        assert stated == {package.version}, name
 
 
 # --- the adapter of PyTorch ----------------------------------------------------------------------

@@ -35,6 +35,8 @@ sys.path.insert(0, str(EXAMPLES))
 import torch  # noqa: E402
 import uvicorn  # noqa: E402
 
+import cascade  # noqa: E402
+import generate  # noqa: E402
 import models  # noqa: E402
 import serve  # noqa: E402
 from tilewise.serving import Engine, SamplingParams, Service  # noqa: E402
@@ -266,7 +268,13 @@ def test_chat_completions(client):
 
 
 def test_models_and_health(client):
-    assert client.call("GET", "/v1/models")[1]["data"][0]["id"] == MODEL
+    (model,) = client.call("GET", "/v1/models")[1]["data"]
+    assert model["id"] == MODEL
+    assert client.call("GET", f"/v1/models/{MODEL}")[:2] == (200, model)
+    for other in ("org/name", "gpt-4"):
+        status, answer, _ = client.call("GET", f"/v1/models/{other}")
+        assert status == 404 and answer["error"]["code"] == "model_not_found"
+        assert answer["error"]["message"] == f"model is {other!r}, but must be {MODEL!r}"
     assert client.call("GET", "/health")[:2] == (200, {"status": "ok"})
 
 
@@ -427,6 +435,23 @@ def test_a_command_line_that_is_refused_before_a_model_is_loaded(options, senten
 
 
 @pytest.mark.tensors("cpu")
+@pytest.mark.parametrize("example", [serve, generate, cascade])
+def test_help_has_words_and_a_default_for_every_option(example, capsys):
+    with pytest.raises(SystemExit):
+        example.parse(["--help"])
+    entries = [" ".join(x.split()) for x in capsys.readouterr().out.split("\n  --")[1:]]
+    options = vars(example.parse([]))
+    assert len(entries) == len(options)
+    for entry in entries:
+        flag, words = re.match(r"([\w-]+)(?: [A-Z_]+| \{.*\})?(?: (\S.*))?$", entry).groups()
+        default = options[flag.replace("-", "_")]
+        assert words, f"--{flag} has none"
+        if default is not None and default is not False:
+            assert words.endswith(f" (default: {default})"), flag
+    assert options["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.tensors("cpu")
 def test_more_than_512_requests_run_at_once_in_passes_of_as_many_tokens():
     count = 520
     options = serve.parse(["--max-running", str(count), "--step-tokens", str(count)])
@@ -468,3 +493,7 @@ def test_a_signal_lets_streams_finish_and_ends_the_server(device):
         child.kill()
     assert child.returncode == 0, errors
     assert "stopped: 400 tokens generated" in printed and "Traceback" not in errors
+    loading, making, ready = errors.splitlines()[:3]
+    assert loading == f"loading tiny to {device.memory} ..."
+    assert re.match(r"\d+ M parameters of torch\.\w+; making the pages \.\.\.$", making)
+    assert re.match(r"1024 pages of 16 tokens take \d+ MiB; ready after [\d.]+ s$", ready)

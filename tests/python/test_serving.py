@@ -254,6 +254,22 @@ def test_engine_refuses(options, sentence):
         engine(**options)
 
 
+@pytest.mark.parametrize("name", ["page_size", "cache_tokens", "max_running", "step_tokens"])
+@pytest.mark.parametrize("value", [2.5, "64", True, None])
+def test_numbers_of_an_engine_are_integers(name, value):
+    with pytest.raises(TypeError, match=re.escape(f"{name} is {value!r}, but must be an integer")):
+        engine(**{name: value})
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(
+        TypeError, match=r"^model is 'gpt2', but must be .*from_pretrained\('gpt2'\)"
+    ):
+        Engine("gpt2")
+    with pytest.raises(TypeError, match=r"^model is a Linear, but must be a causal language"):
+        Engine(torch.nn.Linear(2, 2))
+
+
 def test_models_that_attend_otherwise_are_refused():
     model = tiny_llama.make()
     model.config.layer_types = ["full_attention", "chunked_attention"]
@@ -330,6 +346,25 @@ def test_prompts_of_tensors_and_of_what_is_no_tokens(answers):
             engine().add(prompt, GREEDY)
     with pytest.raises(TypeError, match=r"max_tokens is 2\.5"):
         SamplingParams(2.5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "allowed"),
+    [
+        (dict(temperature="0.5"), "a number from 0 to 100"),
+        (dict(temperature=None), "a number from 0 to 100"),
+        (dict(top_p="1"), "a number above 0 and at most 1"),
+        (dict(seed=1.5), "an integer or None"),
+        (dict(stop=5), "a sequence of non-empty strings"),
+        (dict(stop=["x", 5]), "a sequence of non-empty strings"),
+        (dict(stop_token_ids=("a",)), "integers"),
+    ],
+)
+def test_parameters_of_another_type(wrong, allowed):
+    ((name, value),) = wrong.items()
+    said = value[0] if name == "stop_token_ids" else value
+    with pytest.raises(TypeError, match=re.escape(f"{name} is {said!r}, but must be {allowed}")):
+        SamplingParams(**wrong)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,17 +22,19 @@ TOLERANCE = 1e-5  # of the largest number; measured: 1e-6
 
 
 @pytest.fixture
-def masks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
+def masks() -> Iterator[list[Tensor | None]]:
     """The masks that reach the attention function."""
+    from transformers import AttentionInterface
+
     seen: list[Tensor | None] = []
-    real = _attention._padded
 
-    def spy(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
+    def spy(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **rest: Any) -> Any:
         seen.append(mask)
-        return real(q, k, v, mask, *rest)
+        return _attention.attention(module, q, k, v, mask, **rest)
 
-    monkeypatch.setattr(_attention, "_padded", spy)
-    return seen
+    AttentionInterface.register(tilewise.hf.NAME, spy)
+    yield seen
+    AttentionInterface.register(tilewise.hf.NAME, _attention.attention)
 
 
 def rows_times_keys(mask: Tensor | None) -> bool:
@@ -73,6 +76,47 @@ def test_half_precision_is_as_close_to_fp32_as_eager(dtype: torch.dtype) -> None
     )
     error = [float((x.float() - exact).abs().max()) for x in (eager, ours)]
     assert error[1] <= 2.0 * error[0]
+
+
+# --- the short way of a layer ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2_softcap_window"])
+def test_short_and_long_way_agree_bitwise(
+    name: str, rows: int, padding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = hf_models.decoder(name, "tilewise"), hf_models.tokens(3, LENGTH + rows)
+    mask = hf_models.paddings(3, LENGTH + rows)[padding]
+    real, taken = _attention._short, []
+
+    def step() -> Tensor:
+        """Of some tokens behind a cache."""
+        with torch.no_grad():
+            seen = None if mask is None else mask[:, :LENGTH]
+            cache = model(ids[:, :LENGTH], attention_mask=seen).past_key_values
+            taken.clear()
+            return model(ids[:, LENGTH:], attention_mask=mask, past_key_values=cache).logits
+
+    monkeypatch.setattr(_attention, "_short", lambda *a: taken.append(real(*a)) or taken[-1])
+    short = step()
+    assert [x is not None for x in taken] == [True] * model.config.num_hidden_layers
+    monkeypatch.setattr(_attention, "_short", lambda *_: None)
+    assert torch.equal(step(), short)
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("gemma3_window", 2)])
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_masks_are_read_once_a_forward_not_once_a_layer(
+    name: str, kinds: int, padding: str, masks: list[Tensor | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = hf_models.decoder(name, "tilewise"), hf_models.tokens(3, LENGTH)
+    reads, real = [], _masks._read
+    monkeypatch.setattr(_masks, "_read", lambda mask: reads.append(mask) or real(mask))
+    model(ids, attention_mask=hf_models.paddings(3, LENGTH)[padding])
+    used = len({id(mask) for mask in masks})
+    assert len(reads) == used <= kinds < len(masks)
 
 
 # --- packed sequences -----------------------------------------------------------------------------
@@ -220,6 +264,14 @@ def layer() -> torch.nn.Module:
 
 def heads(length: int = 6) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(2, 4, length, 8), torch.randn(2, 2, length, 8), torch.randn(2, 2, length, 8)
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "hole"])
+def test_a_model_in_double_precision_says_what_to_do(padding: str) -> None:
+    model, ids = hf_models.decoder("llama", "tilewise").double(), hf_models.tokens(3, LENGTH)
+    with pytest.raises(TypeError, match=r"query has dtype torch\.float64.*call model\.float\(\)"):
+        model(ids, attention_mask=hf_models.paddings(3, LENGTH)[padding])
+    model.float()(ids)
 
 
 @pytest.mark.tensors("cpu")  # nothing is computed

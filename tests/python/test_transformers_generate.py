@@ -151,6 +151,31 @@ def request_number(key: str) -> int:
     return int(key.rsplit("_", 1)[1])
 
 
+@pytest.mark.parametrize("sliding_window", [None, 1, 5, 64])
+def test_paged_attention_sees_its_window(sliding_window: int | None) -> None:
+    """The new key and those before it, sliding_window in all."""
+    lengths, page_size, heads, heads_kv, dim = (23, 1, 8), 8, 4, 2, 16
+    k_cache, v_cache = (torch.randn(10, page_size, heads_kv, dim) for _ in range(2))
+    table = torch.tensor([[7, 2, 4], [1, 9, 9], [3, 9, 9]], dtype=torch.int32)
+    query = torch.randn(1, heads, 3, dim)
+    key, value = (torch.randn(1, heads_kv, 3, dim) for _ in range(2))
+    keys, values = (cache[table.long()].flatten(1, 2) for cache in (k_cache, v_cache))
+    expected = torch.empty(1, 3, heads, dim)
+    for b, length in enumerate(lengths):
+        first = 0 if sliding_window is None else max(length - sliding_window, 0)
+        k = torch.cat([keys[b, : length - 1], key[0, :, b][None]])[first:]
+        v = torch.cat([values[b, : length - 1], value[0, :, b][None]])[first:]
+        k, v = (x.repeat_interleave(heads // heads_kv, 1).double() for x in (k, v))
+        weights = (torch.einsum("hd,khd->hk", query[0, :, b].double(), k) * 0.3).softmax(-1)
+        expected[0, b] = torch.einsum("hk,khd->hd", weights, v)
+    options = dict(scale=0.3, softcap=0.0, sinks=None, dropout_p=0.0)
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    cache = dict(k_cache=k_cache, v_cache=v_cache, block_table=table, cu_seq_lens_k=ends)
+    out = _paged.paged_attention(query, key, value, sliding_window, options, cache)
+    assert hf_models.relative(out, expected) < TOLERANCE
+    assert torch.equal(k_cache[4, 6], key[0, :, 0]) and torch.equal(v_cache[3, 7], value[0, :, 2])
+
+
 def test_paged_attention_refuses_dropout() -> None:
     with pytest.raises(ValueError, match=r"call model.eval\(\)"):
         _paged.paged_attention(*(torch.zeros(1),) * 3, None, dict(dropout_p=0.1), {})

@@ -15,6 +15,7 @@ import hf_models
 hf_models.require("transformers>=5.20", "accelerate")
 
 import tilewise.hf  # noqa: E402, F401
+from tilewise import _ops  # noqa: E402
 
 pytestmark = hf_models.MARKS
 TOLERANCE = 1e-5  # of the largest number; measured: 1e-6
@@ -26,6 +27,45 @@ def loss_and_gradients(model: Any, ids: Tensor, mask: Tensor | None) -> tuple[Te
     loss = model(ids, attention_mask=mask, labels=labels, use_cache=False).loss
     loss.backward()
     return loss.detach(), hf_models.gradients(model)
+
+
+# --- dropout --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "hole"])
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_dropout_while_training_and_only_then(
+    kind: str, padding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "llama":
+        model = hf_models.decoder("llama", attention_dropout=0.5)
+    else:
+        dropout = dict(attention_probs_dropout_prob=0.5, hidden_dropout_prob=0.0)
+        model = encoder("BertConfig", **dropout)
+    ids, mask = hf_models.tokens(3, 20), hf_models.paddings(3, 20)[padding]
+    kept = torch.ones_like(ids).bool() if mask is None else mask.bool()
+    asked: list[float] = []
+    real = _ops.forward
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, options: _ops.Options) -> tuple[Tensor, Tensor]:
+        asked.append(options.dropout_p)
+        return real(q, k, v, options)
+
+    monkeypatch.setattr(_ops, "forward", spy)
+
+    def run(m: Any, seed: int = 0) -> Tensor:
+        torch.manual_seed(seed)
+        return m(ids, attention_mask=mask)[0][kept].detach()
+
+    expected, given = hf_models.under_both(model.eval(), run)
+    assert hf_models.relative(given, expected) < TOLERANCE and not any(asked)
+    asked.clear()
+    dropped = run(model.train(), 1)
+    assert asked == [0.5] * model.config.num_hidden_layers
+    assert torch.equal(run(model, 1), dropped)
+    for other in (given, run(model, 2)):
+        assert hf_models.relative(other, dropped) > 100 * TOLERANCE
+    assert torch.equal(run(model.eval(), 3), given)
 
 
 # --- checkpoints, compilation ---------------------------------------------------------------------
@@ -72,9 +112,10 @@ def test_compiled_whole(name: str, padding: str) -> None:
     assert_compiled_is_eager(name, padding, "aot_eager")
 
 
-@pytest.mark.tensors("cuda")  # on a CPU it takes a minute of a C++ compiler
 @pytest.mark.parametrize("padding", ["none", "left"])
 def test_compiled_by_inductor(padding: str) -> None:
+    if torch.get_default_device().type == "cpu" and padding == "none":
+        pytest.skip("a minute of a C++ compiler: one case is enough")
     assert_compiled_is_eager("llama", padding, "inductor")
 
 

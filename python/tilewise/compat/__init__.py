@@ -13,11 +13,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from tilewise._requirements import require
+
+require("tilewise.compat", "torch")
+
 __all__ = ["flash_attn", "flash_attn_interface"]
 
 
 def __getattr__(name: str) -> Any:
-    # Both need PyTorch, so they are imported when asked for.
     if name in __all__:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -38,9 +38,9 @@ class Sequence(NamedTuple):
 
 
 def split_packed(sequences: list[Sequence], chunk: int, device: torch.device):
-    """cu_seqlens_q and cu_seqlens_k int32 with one sequence per chunk."""
-    rows, keys = [0], [0]
-    for sequence in sequences:
+    """cu_seqlens_q and cu_seqlens_k, int32, with one sequence per chunk, and whose each is."""
+    rows, keys, owners = [0], [0], []
+    for owner, sequence in enumerate(sequences):
         parts = split_lengths(sequence.rows_used, sequence.keys_used, chunk)
         # What is not used must still be stepped over; apart, so that the one sees not the other.
         parts.append((sequence.rows - sequence.rows_used, 0))
@@ -49,7 +49,8 @@ def split_packed(sequences: list[Sequence], chunk: int, device: torch.device):
             if part_rows or part_keys:
                 rows.append(rows[-1] + part_rows)
                 keys.append(keys[-1] + part_keys)
-    return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (rows, keys))
+                owners.append(owner)
+    return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (rows, keys, owners))
 
 
 class CacheChunks(NamedTuple):

@@ -4,28 +4,48 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
-from typing import Any, Optional, Union
+from collections.abc import Callable
+from typing import Optional, Union
 
 import torch
 from torch import Tensor
 
 from tilewise import _check, _kvcache_torch, kvcache
-from tilewise._check import MAX_HEAD_DIM
+from tilewise._check import MAX_HEAD_DIM, is_float8
 from tilewise._ops import Options
-from tilewise._torch import batch_of, check_tensors
+from tilewise._request import Request
+from tilewise._torch import batch_of, check_tensors, with_descale
 from tilewise.compat._calls import attend, bound, int32, maybe_contiguous, options_of
 from tilewise.compat._chunks import Sequence, split_cache, split_packed
 
+_FP8 = "k and v alone may be of float8_e4m3fn, under q of torch.float16 or torch.bfloat16"
 
-def refuse(**arguments: Any) -> None:
-    """NotImplementedError for factors of fp8 inputs, which only our own functions take."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"{name} is given, but must be None: there is no kernel for q of fp8, and factors "
-                "of k and v of float8_e4m3fn, with q of fp16 or bf16, are arguments of "
-                "tilewise.attention, attention_varlen and attention_with_kvcache"
-            )
+
+def refuse_fp8_queries(q: Tensor, q_descale: Optional[Tensor]) -> None:
+    """NotImplementedError for what FlashAttention-3 takes and has no kernel here."""
+    if str(q.dtype).startswith("torch.float8"):
+        raise NotImplementedError(f"q has dtype {q.dtype}, for which there is no kernel: {_FP8}")
+    if q_descale is not None:
+        raise NotImplementedError(
+            f"q_descale is given, but must be None: there is no kernel for q of fp8; {_FP8}"
+        )
+
+
+def _with_factors(
+    options: Options, q: Tensor, k: Tensor, batch: int, factors: tuple[Optional[Tensor], ...]
+) -> Options:
+    """With k_descale and v_descale [B, Hkv]."""
+    k_descale, v_descale = factors
+    request = Request(k_descale=k_descale, v_descale=v_descale)
+    return with_descale(options, q, k, request, batch)
+
+
+def _of_chunks(options: Options, repeat: Callable[[Tensor], Tensor]) -> Options:
+    """With the factors of each sequence for each of its chunks."""
+    k_descale, v_descale = (
+        None if x is None else repeat(x) for x in (options.k_descale, options.v_descale)
+    )
+    return options._replace(k_descale=k_descale, v_descale=v_descale)
 
 
 def _check_chunk(attention_chunk: int) -> bool:
@@ -46,6 +66,10 @@ def scale_of(
 def _check_qv(q: Tensor, v: Tensor, qv: Optional[Tensor]) -> None:
     if qv is None:
         return
+    if is_float8(v.dtype):
+        raise NotImplementedError(
+            f"qv is given, but must be None with v of {v.dtype}: there is no kernel for it"
+        )
     wanted = [*q.shape[:-1], v.shape[-1]]
     if list(qv.shape) != wanted:
         raise ValueError(f"qv has shape {list(qv.shape)}, but must be {wanted}: q's, as wide as v")
@@ -83,6 +107,8 @@ def attend_dense(
     deterministic: bool = False,
     seqused_q: Optional[Tensor] = None,
     seqused_k: Optional[Tensor] = None,
+    k_descale: Optional[Tensor] = None,
+    v_descale: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [B, Sq, Hq, Dv], lse [B, Hq, Sq]) of q [B, Sq, Hq, D], k and v [B, Sk, Hkv, ...]."""
     common = dict(
@@ -93,7 +119,8 @@ def attend_dense(
         deterministic=deterministic,
     )
     q, k = _absorb(q, k, v, qv)
-    options = options_of(q, **common)._replace(
+    factors = (k_descale, v_descale)
+    options = _with_factors(options_of(q, **common), q, k, q.shape[0], factors)._replace(
         num_splits=_check.split_count(num_splits),
         seqused_q=int32("seqused_q", seqused_q),
         seqused_k=int32("seqused_k", seqused_k),
@@ -128,6 +155,8 @@ def attend_varlen(
     deterministic: bool = False,
     seqused_q: Optional[Tensor] = None,
     seqused_k: Optional[Tensor] = None,
+    k_descale: Optional[Tensor] = None,
+    v_descale: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [T, Hq, Dv], lse [Hq, T]) of packed sequences. Chunks read the lengths on the host."""
     common = dict(
@@ -138,7 +167,9 @@ def attend_varlen(
         deterministic=deterministic,
     )
     q, k = _absorb(q, k, v, qv)
-    options = options_of(q, **common)._replace(num_splits=_check.split_count(num_splits))
+    factors, batch = (k_descale, v_descale), batch_of(cu_seqlens_q)
+    options = _with_factors(options_of(q, **common), q, k, batch, factors)
+    options = options._replace(num_splits=_check.split_count(num_splits))
     if _check_chunk(attention_chunk):
         rows, keys = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
         used = _values(seqused_q, rows), _values(seqused_k, keys)
@@ -158,8 +189,8 @@ def attend_varlen(
 def _attend_chunks(
     q: Tensor, k: Tensor, v: Tensor, options: Options, sequences: list[Sequence], chunk: int
 ) -> tuple[Tensor, Tensor]:
-    cu_seqlens_q, cu_seqlens_k = split_packed(sequences, chunk, q.device)
-    options = options._replace(
+    cu_seqlens_q, cu_seqlens_k, owners = split_packed(sequences, chunk, q.device)
+    options = _of_chunks(options, lambda x: x[owners])._replace(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=None, seqused_k=None
     )
     return attend(q, k, v, options)
@@ -191,6 +222,8 @@ def attend_cached(
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     num_splits: int = 0,
+    k_descale: Optional[Tensor] = None,
+    v_descale: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) after appending k and v; the arguments are those of flash_attn_with_kvcache."""
     batch = q.shape[0] if cu_seqlens_q is None else batch_of(cu_seqlens_q)
@@ -215,6 +248,7 @@ def attend_cached(
         kv_batch_idx=int32("cache_batch_idx", cache_batch_idx),
         leftpad_k=int32("cache_leftpad", cache_leftpad),
     )
+    options = _with_factors(options, q, k_cache, batch, (k_descale, v_descale))
     new = kvcache.NewKeys(
         k=k,
         v=v,
@@ -279,7 +313,7 @@ def _attend_cache_chunks(
     table, index = options.block_table, options.kv_batch_idx
     if table is None and index is None:
         index = torch.arange(batch, dtype=torch.int32, device=device)
-    options = options._replace(
+    options = _of_chunks(options, repeat)._replace(
         cu_seqlens_q=chunks.cu_seqlens_q,
         seqused_k=chunks.seqused_k,
         leftpad_k=chunks.leftpad_k,

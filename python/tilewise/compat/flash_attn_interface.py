@@ -6,11 +6,11 @@ is a right side of 0; with ``attention_chunk`` only keys of the row's own chunk.
 to q . k (then head_dim + head_dim_v may be 512 at most). Differentiable; ``return_attn_probs`` adds
 the log-sum-exp, fp32 [B, H, Sq] or [H, T], which has a gradient too.
 
-``q_descale``, ``k_descale`` and ``v_descale`` raise NotImplementedError: q of fp8 has no kernel;
-factors of k and v of torch.float8_e4m3fn, under q of fp16 or bf16, are arguments of
-``tilewise.attention``, ``attention_varlen`` and ``attention_with_kvcache``; without factors such k
-and v are taken here, too, for a forward. ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are
-hints about how a kernel is laid out; they cannot change a result and are not needed.
+k and v may be of torch.float8_e4m3fn under q of fp16 or bf16, in a forward and without ``qv``; then
+``k_descale`` and ``v_descale``, fp32 [B, Hkv], either may be 1, are what their values are
+multiplied by, and what new keys and values of a cache are divided by. q of fp8 has no kernel: it
+and ``q_descale`` raise NotImplementedError. ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata``
+are hints about how a kernel is laid out; they cannot change a result and are not needed.
 """
 
 # The signatures are those of another package: they stay unannotated where it does not annotate.
@@ -31,7 +31,12 @@ from tilewise.compat._calls import (
     round_multiple,
     write_to,
 )
-from tilewise.compat._fa3 import attend_cached, attend_dense, attend_varlen, refuse
+from tilewise.compat._fa3 import (
+    attend_cached,
+    attend_dense,
+    attend_varlen,
+    refuse_fp8_queries,
+)
 
 __all__ = [
     "flash_attn_combine",
@@ -91,7 +96,7 @@ def _flash_attn_forward(
 
     k and v are caches if k_new, page_table, kv_batch_idx or leftpad_k is given.
     """
-    refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse_fp8_queries(q, q_descale)
     common = dict(
         softmax_scale=softmax_scale,
         causal=causal,
@@ -100,6 +105,8 @@ def _flash_attn_forward(
         attention_chunk=attention_chunk,
         softcap=softcap,
         num_splits=num_splits,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
     cached = any(x is not None for x in (k_new, page_table, kv_batch_idx, leftpad_k))
     with torch.no_grad():
@@ -269,7 +276,7 @@ def flash_attn_func(
     Returns:
         out [B, Sq, Hq, Dv], or (out, softmax_lse [B, Hq, Sq] fp32) with return_attn_probs.
     """
-    refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse_fp8_queries(q, q_descale)
     out, lse = attend_dense(
         q,
         k,
@@ -282,6 +289,8 @@ def flash_attn_func(
         softcap=softcap,
         num_splits=num_splits,
         deterministic=deterministic,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
     return (out, lse) if return_attn_probs else out
 
@@ -320,7 +329,7 @@ def flash_attn_varlen_func(
     Returns:
         out [Tq, Hq, Dv], or (out, softmax_lse [Hq, Tq] fp32) with return_attn_probs.
     """
-    refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse_fp8_queries(q, q_descale)
     out, lse = attend_varlen(
         q,
         k,
@@ -339,6 +348,8 @@ def flash_attn_varlen_func(
         deterministic=deterministic,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
     return (out, lse) if return_attn_probs else out
 
@@ -418,7 +429,7 @@ def flash_attn_with_kvcache(
         out, or (out, softmax_lse, out_accum, softmax_lse_accum) with return_softmax_lse; the last
         two, partial results of splits there, are empty.
     """
-    refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse_fp8_queries(q, q_descale)
     out, lse = attend_cached(
         q,
         k_cache,
@@ -443,6 +454,8 @@ def flash_attn_with_kvcache(
         softcap=softcap,
         rotary_interleaved=rotary_interleaved,
         num_splits=num_splits,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
     if not return_softmax_lse:
         return out

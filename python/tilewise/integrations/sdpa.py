@@ -23,6 +23,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from tilewise._requirements import require
+
+require("tilewise.integrations.sdpa", "torch")
+
 import torch
 from torch import Tensor
 from torch.nn import attention as _switch

@@ -7,6 +7,11 @@ docs/serving.md shows how the parts fit; examples/serve.py puts an HTTP server i
 Needs torch and transformers.
 """
 
+from tilewise._requirements import require, require_version
+
+require("tilewise.serving", "torch", "transformers")
+require_version("tilewise.serving", "transformers")
+
 from .engine import Completion, Engine, OverloadedError
 from .pages import PagePool
 from .sampling import SamplingParams

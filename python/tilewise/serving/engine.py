@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise import _check
+
 from . import attention
 from .pages import PagedCache, PagePool
 from .sampling import SamplingParams, sample
@@ -65,6 +67,7 @@ class Engine:
         step_tokens: Tokens of a forward pass, at least max_running.
 
     Raises:
+        TypeError: a number is no integer, or the model none of Transformers.
         ValueError: a number is out of range, or the model attends in a way this engine does not.
     """
 
@@ -86,8 +89,9 @@ class Engine:
             ("max_waiting", max_waiting, 0, ""),
             ("step_tokens", step_tokens, max_running, "max_running, "),
         ):
-            if value < least:
+            if _check.integer(name, value, "an integer") < least:
                 raise ValueError(f"{name} is {value}, but must be at least {what}{least}")
+        _check_model(model)
         self.pool = PagePool(cache_tokens // page_size, page_size, max_running)
         self.cache = PagedCache(self.pool)
         self.places, self.step_tokens = max_running + max_waiting, step_tokens
@@ -366,6 +370,19 @@ class Engine:
 
     def _decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def _check_model(model: Any) -> None:
+    """Refuses what is no model, the name of one for example; wrappers that pass on are models."""
+    needed = ("config", "get_input_embeddings", "set_attn_implementation")
+    if all(hasattr(model, name) for name in needed):
+        return
+    named = isinstance(model, str)
+    given = f"model is {model!r}" if named else f"model is a {type(model).__name__}"
+    raise TypeError(
+        f"{given}, but must be a causal language model of Transformers, as "
+        f"AutoModelForCausalLM.from_pretrained({repr(model) if named else '...'}) returns one"
+    )
 
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewise import _check
+
 
 class PagePool:
     """Pages of equal size, handed out to rows of one block table.
@@ -19,7 +21,7 @@ class PagePool:
 
     def __init__(self, pages: int, page_size: int, rows: int) -> None:
         for name, value in (("pages", pages), ("page_size", page_size), ("rows", rows)):
-            if value < 1:
+            if _check.integer(name, value, "an integer") < 1:
                 raise ValueError(f"{name} is {value}, but must be at least 1")
         self.pages, self.page_size = pages, page_size
         self._free = list(range(pages - 1, -1, -1))

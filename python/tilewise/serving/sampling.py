@@ -36,12 +36,21 @@ class SamplingParams:
             _check.integer("max_tokens", self.max_tokens, "an integer or None") < 1
         ):
             raise ValueError(f"max_tokens is {self.max_tokens}, but must be at least 1")
+        _check.number("temperature", self.temperature, "a number from 0 to 100")
         if not 0.0 <= self.temperature <= 100.0:
             raise ValueError(f"temperature is {self.temperature}, but must be from 0 to 100")
+        _check.number("top_p", self.top_p, "a number above 0 and at most 1")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p is {self.top_p}, but must be above 0 and at most 1")
-        if isinstance(self.stop, str) or not all(self.stop):
-            raise ValueError(f"stop is {self.stop!r}, but must be a sequence of non-empty strings")
+        if self.seed is not None:
+            _check.integer("seed", self.seed, "an integer or None")
+        strings = isinstance(self.stop, Sequence) and all(isinstance(x, str) for x in self.stop)
+        if isinstance(self.stop, str) or not strings or not all(self.stop):
+            raise (ValueError if strings else TypeError)(
+                f"stop is {self.stop!r}, but must be a sequence of non-empty strings"
+            )
+        for token in self.stop_token_ids or ():
+            _check.integer("stop_token_ids", token, "integers")
 
 
 def sample(logits: Tensor, params: list[SamplingParams], uniform: list[float]) -> list[int]:

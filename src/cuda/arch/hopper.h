@@ -28,8 +28,7 @@ struct Sm90a {
     // form's speed), elsewhere they spill, and each takes 10 s to compile.
     // Where steps take no maximum, turns are worth up to 6 % (causal), else they cost 2 %.
     if (widest <= 128) return {2, 128, 2, 2, !general, true, 232, 40, true};
-    if (widest <= 192 && head_dim_v <= 128)
-      return {2, 128, 2, 1, false, false, 232, 40, false};
+    if (widest <= 192 && head_dim_v <= 128) return {2, 128, 2, 1, false, false, 232, 40, false};
     if (widest <= 192) return {2, 96, 2, 1, false, false, 232, 40, false};
     return {2, 80, 2, 1, false, false, 232, 40, false};
   }

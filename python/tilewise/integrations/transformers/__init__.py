@@ -13,6 +13,11 @@ is. What cannot be computed as asked raises a sentence that says so.
 Rows of padding give 0 (eager attention gives numbers there that nobody reads).
 """
 
+from tilewise._requirements import require, require_version
+
+require("tilewise.hf", "torch", "transformers")
+require_version("tilewise.hf", "transformers")
+
 from ._attention import attention
 from ._masks import create_mask
 from ._register import NAME, register

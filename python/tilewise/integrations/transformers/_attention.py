@@ -13,10 +13,15 @@ from tilewise import _ops, _plain, _torch
 from tilewise._request import Request
 from tilewise.api import _UNBOUNDED
 
-from ._masks import Form, form_of, numbers
+from ._masks import Form, Said, form_of, said_by
 
 # Arguments that change what is computed in a way that is not this function's.
 _NOT_OURS = ("indices", "block_indices", "sinks", "head_mask")
+# Further ones that are read below; without any of these a call may take the short way.
+_READ = frozenset(
+    (*_NOT_OURS, "output_attentions", "cu_seq_lens_q", "cu_seq_lens_k", "block_table")
+)
+_PLAIN = Form.PLAIN  # every layer asks: no look-up in the class
 
 
 class Band(NamedTuple):
@@ -24,6 +29,9 @@ class Band(NamedTuple):
 
     causal: bool
     window: tuple[int | None, int | None] = _UNBOUNDED
+
+
+_CAUSAL, _FULL = Band(True), Band(False)
 
 
 def attention(
@@ -69,15 +77,23 @@ def attention(
     Raises:
         ValueError: the layer asks for something that would not be computed as asked.
     """
-    _refuse(module, kwargs)
-    form = form_of(attention_mask)
-    if attention_mask is not None and form is not None:
-        _, causal_size, window_size, _ = attention_mask.shape
-        causal = causal_size == 2
-        if window_size == 2 and sliding_window is None:
+    said = None if attention_mask is None else said_by(attention_mask)
+    form = None if said is None else said.form
+    if said is not None and form is not None:
+        causal = said.causal
+        if said.window and sliding_window is None:
             sliding_window = _window_of_the_configuration(module, causal)
     else:
         causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
+    band = _band(causal, sliding_window)
+    if (
+        dropout == 0.0 and s_aux is None and position_bias is None and cache is None
+        and (form is not None or attention_mask is None) and _READ.isdisjoint(kwargs)
+    ):  # fmt: skip
+        out = _short(query, key, value, said, band, scaling, softcap or 0.0)
+        if out is not None:
+            return out, None
+    _refuse(module, query, kwargs)
     options: dict[str, Any] = dict(
         scale=scaling, softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout
     )
@@ -95,15 +111,58 @@ def attention(
         if kwargs.get("block_table") is not None:
             return paged_attention(query, key, value, sliding_window, options, kwargs), None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    band = _band(causal, sliding_window)
     packed = kwargs.get("cu_seq_lens_q") is not None and kwargs.get("cu_seq_lens_k") is not None
     # Older versions give continuous batching a whole mask beside the boundaries; they agree.
     if packed and (cache is None or attention_mask is None or form is not None):
         return _packed(q, k, v, attention_mask, position_bias, band, options, kwargs), None
-    return _padded(q, k, v, attention_mask, form, position_bias, band, options), None
+    return _padded(q, k, v, attention_mask, said, position_bias, band, options), None
 
 
-def _refuse(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+def _short(
+    query: Tensor, key: Tensor, value: Tensor, said: Said | None, band: Band, scaling: Any,
+    softcap: float,
+) -> Tensor | None:  # fmt: skip
+    """Of a layer without further options; with padding or softcap, without a gradient, too.
+
+    None: take the long way.
+    """
+    form = _PLAIN if said is None else said.form
+    if form is _PLAIN and not softcap:
+        causal, window = band
+        if query.shape[2] == 1:  # one row lies in memory alike in either layout
+            out = _plain.attention(
+                query, key, value, causal, window, scaling, False, False, False, "bhsd"
+            )
+            return None if out is None else out.transpose(1, 2)
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        given: Tensor | None = _plain.attention(
+            q, k, v, causal, window, scaling, False, False, False, "bshd"
+        )
+        return given
+    first = end = rows = None
+    if said is not None and said.spans is not None:
+        first, end, rows = said.spans
+        if first.shape[0] != query.shape[0]:
+            return None
+    elif form is not _PLAIN:
+        return None
+    if torch.is_grad_enabled():
+        return None
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    short = _plain.indexed(
+        q, k, v, None, None, rows, end, None, None, first, *band, scaling, softcap, 0, 0, 0,
+        False, False, False,
+    )  # fmt: skip
+    return None if short is None else short[0]
+
+
+def _refuse(module: torch.nn.Module, query: Tensor, kwargs: dict[str, Any]) -> None:
+    if query.dtype == torch.float64:
+        raise TypeError(
+            "query has dtype torch.float64, but must be torch.float32, torch.float16 or "
+            "torch.bfloat16: call model.float(), or load the model with dtype=torch.float32, or "
+            'with attn_implementation="eager"'
+        )
     if kwargs.get("output_attentions"):
         raise ValueError(
             "output_attentions=True asks for the matrix of attention weights, which tilewise never "
@@ -131,7 +190,7 @@ def _window_of_the_configuration(module: torch.nn.Module, causal: bool) -> int:
 
 def _band(causal: bool, sliding_window: int | None) -> Band:
     if sliding_window is None:
-        return Band(causal)
+        return _CAUSAL if causal else _FULL
     return Band(causal, (sliding_window - 1, 0 if causal else sliding_window - 1))
 
 
@@ -139,25 +198,25 @@ def _band(causal: bool, sliding_window: int | None) -> Band:
 
 
 def _padded(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: Form | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, said: Said | None,
     position_bias: Tensor | None, band: Band, options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
     bias = _as_bias("position_bias", position_bias, q)
-    if mask is None or form is Form.PLAIN:
+    form = None if said is None else said.form
+    if mask is None or said is None or form is _PLAIN:
         pass
-    elif form is Form.PACKED:
+    elif said.boundaries is not None:
         if bias is not None:
             raise ValueError("position_bias of packed sequences is not computed by tilewise")
-        boundaries = numbers(mask)
-        return _packed_rows(q, k, v, band, options, boundaries, boundaries)
-    elif form is Form.SPANS:
-        return _spanned(q, k, v, numbers(mask), bias, band, options)
+        return _packed_rows(q, k, v, band, options, said.boundaries, said.boundaries)
+    elif said.spans is not None:
+        return _spanned(q, k, v, said.spans, bias, band, options)
     elif form is Form.KEYS or mask.dim() == 2:
         seen = _visible_keys(mask, q.shape[0], k.shape[1])
         k, v = k[:, : seen.shape[-1]], v[:, : seen.shape[-1]]
         bias = _sum(bias, _as_bias("attention_mask", seen, q))
     elif mask.dim() == 4:
-        band = Band(False)
+        band = _FULL
         bias = _sum(bias, _as_bias("attention_mask", mask, q))
     else:
         raise ValueError(
@@ -168,24 +227,16 @@ def _padded(
 
 
 def _spanned(
-    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, bias: Tensor | None, band: Band,
+    q: Tensor, k: Tensor, v: Tensor, spans: tuple[Tensor, ...], bias: Tensor | None, band: Band,
     options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    """Attention within the spans [3, batch] of first key, end of keys, and rows in use."""
-    if spans.shape[1] != q.shape[0]:
+    """Attention within the spans [batch] each of first key, end of keys, and rows in use."""
+    first, end, rows = spans
+    if first.shape[0] != q.shape[0]:
         raise ValueError(
-            f"attention_mask is of {spans.shape[1]} sequences, but query has {q.shape[0]}: the "
+            f"attention_mask is of {first.shape[0]} sequences, but query has {q.shape[0]}: the "
             "model cuts its sequences in a way that tilewise does not compute"
         )
-    first, end, rows = spans.unbind(0)
-    plain = bias is None and options["sinks"] is None and not options["dropout_p"]
-    if plain and not torch.is_grad_enabled():
-        short = _plain.indexed(
-            q, k, v, None, None, rows, end, None, None, first, band.causal, band.window,
-            options["scale"], options["softcap"], 0, 0, 0, False, False, False,
-        )  # fmt: skip
-        if short is not None:
-            return short[0]
     request = Request(causal=band.causal, window=band.window, bias=bias, **options)
     q, k, v, prepared = _torch.prepare_dense(q, k, v, "bshd", request)
     prepared = prepared._replace(leftpad_k=first, seqused_k=end, seqused_q=rows)

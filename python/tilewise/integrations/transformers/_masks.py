@@ -49,10 +49,43 @@ def form_of(mask: Tensor | None) -> Form | None:
     return Form.KEYS if dtype == _FLAGS else None
 
 
-def numbers(mask: Tensor) -> Tensor:
-    """int32: the boundaries [sequences + 1] of PACKED, [3, batch] of SPANS."""
-    given = mask[:, 0, 0].contiguous().view(torch.int32)
-    return given[0] if mask.shape[0] == Form.PACKED else given
+class Said(NamedTuple):
+    """What a mask says."""
+
+    form: Form | None = None  # None: it is no compact one, and what follows is not set
+    causal: bool = False
+    window: bool = False
+    boundaries: Tensor | None = None  # int32 [sequences + 1] of PACKED
+    spans: tuple[Tensor, ...] | None = None  # int32 [batch] each of SPANS: first, end, rows
+
+
+_NOTHING = Said()
+
+
+def said_by(mask: Tensor) -> Said:
+    """What a mask says. Every layer asks the same mask: the answer is kept with it."""
+    if torch.compiler.is_compiling():
+        return _read(mask)
+    said: Said | None = getattr(mask, "_tilewise_said", None)
+    if said is None:
+        said = _read(mask)
+        mask._tilewise_said = said
+    return said
+
+
+def _read(mask: Tensor) -> Said:
+    form = form_of(mask)
+    if form is None:
+        return _NOTHING
+    _, causal, window, _ = mask.shape
+    said = Said(form, causal == 2, window == 2)
+    if form is Form.PACKED:
+        return said._replace(boundaries=_numbers(mask)[0])
+    return said._replace(spans=_numbers(mask).unbind(0)) if form is Form.SPANS else said
+
+
+def _numbers(mask: Tensor) -> Tensor:
+    return mask[:, 0, 0].contiguous().view(torch.int32)
 
 
 def _marked(mask: Tensor, pattern: Pattern) -> Tensor:

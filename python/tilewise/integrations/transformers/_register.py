@@ -6,7 +6,6 @@ import functools
 import sys
 from typing import Any
 
-import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ._attention import attention
@@ -16,16 +15,8 @@ from ._paged import allow_continuous_batching
 NAME = "tilewise"  # without "flash", "sdpa", "/" or "|", which have a meaning in such names
 
 
-OLDEST = (5, 20)  # before it packed sequences and continuous batching are described differently
-
-
 def register() -> None:
     """Registers attention and mask functions as "tilewise"; again is no harm."""
-    if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST:
-        raise ImportError(
-            f"tilewise.hf needs Transformers {OLDEST[0]}.{OLDEST[1]} or newer, and this is "
-            f"{transformers.__version__}: pip install -U transformers"
-        )
     AttentionInterface.register(NAME, attention)
     # Without a mask function, Transformers would leave out every mask in silence.
     AttentionMaskInterface.register(NAME, create_mask)
