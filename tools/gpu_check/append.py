@@ -42,12 +42,6 @@ class KvAppend(ctypes.Structure):
     ]
 
 
-NAMES = [
-    f"append-{dtype}-{cache}-{rotary}"
-    for dtype in ("bf16", "fp16", "fp32")
-    for cache in ("dense", "paged", "indexed")
-    for rotary in ("plain", "halves", "pairs")
-]
 BATCH, NEW, CAPACITY, HEADS, HEADS_KV, DIM, DIM_V = 3, 5, 96, 4, 2, 40, 24
 
 

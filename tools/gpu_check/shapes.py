@@ -7,8 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 DTYPES = ("bf16", "fp16", "fp32", "tf32")
+APPENDS = [
+    f"append-{dtype}-{cache}-{rotary}"
+    for dtype in ("bf16", "fp16", "fp32")
+    for cache in ("dense", "paged", "indexed")
+    for rotary in ("plain", "halves", "pairs")
+]
+PART = 6  # problems
 
 
 @dataclass(frozen=True)
@@ -89,3 +97,27 @@ def options(dtype: str) -> Iterator[Shape]:
     }
     for kind, changes in kinds.items():
         yield replace(base, name=f"{dtype}-{kind}", **changes)  # type: ignore[arg-type]
+
+
+def problems(only: str = "") -> dict[str, Shape | None]:
+    """All whose name contains this; None is one of append.py."""
+    named: dict[str, Shape | None] = {s.name: s for s in shapes()}
+    return {n: s for n, s in (named | dict.fromkeys(APPENDS)).items() if only in n}
+
+
+def parts(only: str = "") -> list[list[str]]:
+    """Names of problems that share kernels, a few at a time, those with the most code first.
+
+    A process that compute-sanitizer watches patches each kernel that it meets, which takes longer
+    than running it.
+    """
+
+    def kernels(problem: tuple[str, Shape | None]) -> tuple[int, str]:
+        name, shape = problem
+        return (-shape.head_dim, shape.dtype) if shape else (0, name.split("-")[1])
+
+    found = []
+    for _, alike in groupby(sorted(problems(only).items(), key=kernels), key=kernels):
+        names = [name for name, _ in alike]
+        found += [names[i : i + PART] for i in range(0, len(names), PART)]
+    return found
