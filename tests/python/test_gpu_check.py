@@ -185,6 +185,7 @@ def test_problems_of_a_process_that_was_ended_are_not_judged(tmp_path):
     assert not report["passed"] and report["unfinished"] == 1
     line = sanitizer.in_words("racecheck native", report)
     assert line == "racecheck native: 0 errors, 1 of 2 problems NOT judged"
+    assert report["first"] == ["not judged: bf16-d96"]
     assert judged(ended(tmp_path, clean, names=both), names=both)["passed"]
     hazards = "========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warnings)\n"
     assert judged(ended(tmp_path, hazards, 9), tool="racecheck")["errors"] == 3

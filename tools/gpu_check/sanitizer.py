@@ -69,17 +69,20 @@ def judge(tool: str, mine: list[Ended], wanted: list[str], sass: Callable[[str],
         ran |= set(re.findall(r"\bran (\S+):", output)) if is_judged else set()
         right = ended.status == 0 or (ended.status == FOUND and titles and new == 0)
         bad += not right or bool(re.search(r"^failed \S+:", output, re.MULTILINE))
+    left = [name for name in wanted if name not in ran]
     report: Report = {
         "errors": errors,
         "problems": len(wanted),
-        "unfinished": len(set(wanted) - ran),
+        "unfinished": len(left),
         "known": dict(expected),
     }
     report["passed"] = errors == 0 and bad == 0 and report["unfinished"] == 0
     if not report["passed"]:
         said = (line for output in outputs for line in output.splitlines())
         where = Counter(x for x in said if re.search(r" access at |=  {3,}at |error detected", x))
-        report["first"] = [f"{n} x {x}" for x, n in where.most_common(24)] or mine[0].tail(8)
+        report["first"] = [f"{n} x {x}" for x, n in where.most_common(24)]
+        report["first"] += [f"not judged: {', '.join(left[:24])}"] if left else []
+        report["first"] = report["first"] or mine[0].tail(8)
     return report
 
 

@@ -218,7 +218,7 @@ STAGES = {
     "build": (build, 240),
     "smoke": (smoke, 120),
     "tests": (tests, 300),
-    "sanitizer": (sanitizer, 300),
+    "sanitizer": (sanitizer, 240),
     "train": (train, 60),
     "models": (models, 120),
     "bench": (bench, 120),
