@@ -53,7 +53,7 @@ def details(stage: dict[str, Any]) -> list[str]:
     """What is below the line of a stage."""
     lines = [stage[key] for key in ("why", "not_run") if isinstance(stage.get(key), str)]
     lines += [f"NOT run: {x}" for x in stage.get("left_out", ())]
-    lines += stage.get("objections", ())
+    lines += stage.get("objections", ())[:12]
     for part, value in stage.items():
         if isinstance(value, dict) and "not_run" in value:
             counted = ", ".join(f"{n.replace('_', ' ')} {c}" for n, c in value.items()
