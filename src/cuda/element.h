@@ -18,6 +18,9 @@ struct BF16 {
   static constexpr int32_t kDtype = TILEWISE_BFLOAT16;
   static constexpr int kBytes = 2;
 };
+// Whether 16 bits have the range of fp32: a weight may then exceed 1 by far.
+template <class Element>
+inline constexpr bool kHasWideRange = Element::kDtype == TILEWISE_BFLOAT16;
 struct F32 {
   using Storage = float;
   static constexpr int32_t kDtype = TILEWISE_FLOAT32;

@@ -59,6 +59,7 @@ void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& 
   params.counter = counter;
   params.shape_says_all = shape_says_all(p);
   params.before = before;
+  params.may_spoil = may_spoil(p);
   const int64_t all = gpu(p.device_index).multiprocessors;
   const int64_t grid = plan.shares.any() ? all : min(plan.blocks, all);
   launch(plan.unit->form(plan.form).tma_forward, grid, p.stream, params,

@@ -168,8 +168,8 @@ struct TmaForwardParams : ForwardParams {
   int32_t work = 0;             // blocks of `order`, which a smaller grid shares; others follow
   int32_t* counter = nullptr;   // works of different lengths: how many were taken, 0 at first
   bool shape_says_all = false;  // attention/problem.h
-  // wgmma/forward_repair.h; null: no band is in force. [works, math warps], nothing at first
-  int32_t* before = nullptr;
+  bool may_spoil = false;       // a band is in force
+  int32_t* before = nullptr;    // wgmma/forward_repair.h: [works, math warps], nothing at first
 };
 
 struct TmaBackwardParams : BackwardParams {

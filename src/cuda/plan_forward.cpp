@@ -368,7 +368,7 @@ ForwardPieces forward_pieces(const Problem& p, const Plan& plan) {
   if (ragged_rows(p) && plan.order.tiles > 1)
     pieces.table = workspace.take<TileOrder::Entry>(p.batch + 1);
   if (plan.counts_works) pieces.counter = workspace.take<int32_t>(4);
-  if (plan.family == Family::wgmma && may_spoil(p))
+  if (plan.family == Family::wgmma)
     pieces.before =
         workspace.take<int32_t>(plan.blocks * plan.tile_q / arch::WgmmaForwardTile::kRowsOfWarp);
   if (plan.second != nullptr)

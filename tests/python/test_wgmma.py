@@ -20,6 +20,7 @@ import capi
 import devices
 import oracle
 import test_nonfinite
+from bounds import LSE_LOW
 from cases import Built, Case, check, run
 from strategies import cases
 
@@ -159,6 +160,72 @@ def test_shared_works_are_right(option, device, monkeypatch):
     assert plan.kernel.decode().startswith(FAMILY)
     assert "tiles shared by all blocks" in plan.why.decode()
     check(case, backward=False)
+
+
+# Steps of full tiles take no maximum: their weights are relative to that of the first tiles until
+# sums have grown. Keys are walked from the last one to the first.
+GROWING = {
+    "full": dict(window=(-1, -1)),
+    "causal": {},
+    "rows of the first tile see no key": dict(rows=(600,), keys=(557,)),
+    "packed heads": dict(rows=(20,), group=8),
+    "pages": dict(page_size=16, used_k=(530,)),
+    "ALiBi": dict(alibi="h"),
+    "sinks, lse": dict(sinks=True, dlse=True),
+    "varlen": dict(rows=(600, 3), keys=(600, 450), varlen_q=True, varlen_k=True),
+    "head dim 128": dict(head_dim=128, head_dim_v=128),
+    "head dim 192/128": dict(head_dim=192, head_dim_v=128),
+    "head dim 256": dict(head_dim=256, head_dim_v=256),
+    "narrow": dict(rows=(300,), keys=(600,)),
+    "shared works": dict(rows=(70,), keys=(1100,), heads_kv=5, group=1, window=(-1, -1)),
+}  # fmt: skip
+TILE = 64
+# What is added to the scores of the keys of tile t, counted from the first key on: m moves by little
+# and by much, twice, never, and rows overflow (88 in fp32) at once and in between.
+LEVELS = {
+    "slowly": lambda t: -6.0 * t,
+    "fast": lambda t: -40.0 * t,
+    "too fast": lambda t: -150.0 * t,
+    "in the end": lambda t: 70.0 if t == 0 else 0.0,
+    "too much in the end": lambda t: 300.0 if t == 0 else 0.0,
+    "down": lambda t: 50.0 * t,
+    "up and down": lambda t: 45.0 * (t % 2),
+    "one step": lambda t: -11.0 if t >= 4 else 0.0,
+}  # fmt: skip
+
+
+def place_of(b: Built, sequence: int, key: int) -> tuple[int, ...]:
+    """Where a key lies in k and v."""
+    case = b.case
+    if case.page_size:
+        page = int(b.meta["block_table"][sequence, key // case.page_size])
+        return page, key % case.page_size
+    return (sum(case.keys[:sequence]) + key,) if case.varlen_k else (sequence, key)
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("option", GROWING)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_scores_that_grow(dtype, option, level):
+    values = dict(rows=(600,), keys=(600,), heads_kv=1, scale=1.0) | GROWING[option]
+    case = dataclasses.replace(BASE, dtype=dtype, **values)
+    assert kernels(case)[0].startswith(FAMILY), kernels(case)
+    b = Built(case)
+    b.q.mul_(0.25)
+    b.q[..., 0] = 1
+    for sequence, keys in enumerate(case.keys):
+        for key in range(keys):
+            b.k[place_of(b, sequence, key)][..., 0] = LEVELS[level](key // TILE)
+    want = b.expected()
+    got = run(b, backward=False)
+    unit = {"bf16": 2**-6, "fp16": 2**-9}[dtype]
+    assert np.isfinite(got.out).all()
+    assert np.abs(got.out - want.out).max() <= unit * np.abs(want.out).max()
+    seen = np.isfinite(want.lse)
+    assert np.array_equal(seen, np.isfinite(got.lse))
+    size = max(1.0, np.abs(want.lse[seen]).max())
+    assert np.abs(got.lse[seen] - want.lse[seen]).max() <= LSE_LOW * size
 
 
 # Of the type of q: it comes a tile of keys ahead, 16 bytes or one element at a time.

@@ -16,21 +16,22 @@ enum class Cut {
 struct Sm90a {
   static constexpr int kTable = 901;
 
-  static constexpr WgmmaForwardTile forward(int head_dim, int head_dim_v, Cut cut) {
+  static constexpr WgmmaForwardTile forward(int head_dim, int head_dim_v, Cut cut, bool general) {
     const int widest = head_dim > head_dim_v ? head_dim : head_dim_v;
     if (widest <= 64) {
       // Four warpgroups and short key tiles: 1.05x at 512 and 1k rows.
-      if (cut == Cut::narrow) return {4, 64, 4, 2, false, false, false, 112, 32, false};
-      return {3, 128, 2, 2, true, false, false, 160, 32, false};
+      if (cut == Cut::narrow) return {4, 64, 4, 2, false, false, 112, 32, false};
+      return {3, 128, 2, 2, true, false, 160, 32, false};
     }
     if (cut == Cut::narrow) return {};
     // Loops for single options have registers enough here (D128: softcap 58 -> 76 % of the plain
     // form's speed), elsewhere they spill, and each takes 10 s to compile.
-    if (widest <= 128) return {2, 128, 2, 2, false, true, false, 232, 40, true};
+    // Where steps take no maximum, turns are worth up to 6 % (causal), else they cost 2 %.
+    if (widest <= 128) return {2, 128, 2, 2, !general, true, 232, 40, true};
     if (widest <= 192 && head_dim_v <= 128)
-      return {2, 128, 2, 1, false, false, false, 232, 40, false};
-    if (widest <= 192) return {2, 96, 2, 1, false, false, true, 232, 40, false};
-    return {2, 80, 2, 1, false, false, true, 232, 40, false};
+      return {2, 128, 2, 1, false, false, 232, 40, false};
+    if (widest <= 192) return {2, 96, 2, 1, false, false, 232, 40, false};
+    return {2, 80, 2, 1, false, false, 232, 40, false};
   }
   // Which problems take the narrow cut: at 2k rows it is 2 % faster with a causal edge, and 7 %
   // slower without one.
@@ -43,7 +44,7 @@ struct Sm90a {
     // Latency-bound: many queries, statistics where they are used.
     if (head_dim <= 64)
       return narrow ? WgmmaBackwardTile{}
-                    : WgmmaBackwardTile{128, 128, 1, false, SendDq::at_once, 240, 24, true};
+                    : WgmmaBackwardTile{128, 128, 1, false, SendDq::under_scores, 240, 24, true};
     // 80 queries are faster once there is much to walk, 64 lose less at a causal edge.
     if (head_dim <= 128)
       return narrow ? WgmmaBackwardTile{128, 64, 1, true, SendDq::under_dp, 240, 24, true}

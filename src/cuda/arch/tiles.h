@@ -44,7 +44,6 @@ struct WgmmaForwardTile {
   int q_buffers;
   bool ping_pong;      // the warpgroups take turns to issue products
   bool overlap_tiles;  // the first scores of the next tile beside the last product of this one
-  bool early_rescale;  // the sums are rescaled between the two products of a step
   int math_registers;
   int load_registers;
   bool option_loops;  // a loop for each option of the general form that is on alone

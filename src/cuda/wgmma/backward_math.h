@@ -228,7 +228,6 @@ class DsStore {
 #pragma unroll
     for (int k = 0; k < Plan::kQueries / 16; ++k)
       ptx::stmatrix_x4_trans(at + static_cast<uint32_t>(k * 16 * tile::kSwizzledRowBytes), ds[k]);
-    ptx::fence_proxy_async();
   }
 
  private:

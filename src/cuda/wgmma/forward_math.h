@@ -22,6 +22,8 @@ class ForwardMath {
   using VTile = typename Shared::VTile;
   static constexpr arch::WgmmaForwardTile kTile = C::kForward;
   static constexpr int kKeys = kTile.keys;
+  using RowMath = RowSoftmax<kKeys / 8>;
+  static constexpr bool kWide = kHasWideRange<Element>;
 
   TILEWISE_DEVICE ForwardMath(const TmaForwardParams& params, const Shared& shared, int warpgroup)
       : p_(params),
@@ -196,11 +198,11 @@ class ForwardMath {
     }
     terms_.drop(weights_, place());
   }
-  TILEWISE_DEVICE void rescale() {
+  TILEWISE_DEVICE void rescale(const float (&factor)[2]) {
 #pragma unroll
     for (int n = 0; n < C::kHeadDimV / 8; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) o_.x[0][n][e] *= softmax_.shrink[e / 2];
+      for (int e = 0; e < 4; ++e) o_.x[0][n][e] *= factor[e / 2];
     }
     ptx::keep(o_.flat());  // here, and not after the next wait
   }
@@ -212,19 +214,27 @@ class ForwardMath {
 
   // --- the walk ---
 
-  // kMasked: the band may cut the tile.
+  // kMasked: the band may cut the tile, and m may have to rise.
   template <bool kFirst, bool kMasked>
   TILEWISE_DEVICE void take_scores(int slot, int32_t tile) {
     const Work& work = shared_.work(slot);
     const bool cut = kMasked && (tile >= tiles_.full_end || tile < tiles_.full_begin);
     if constexpr (kOption == Option::softcap) {
       if (!cut && terms_.are_small(s_))
-        return softmax_.template update<kFirst>(s_, terms_.small_exponent(softmax_.scale));
+        return weigh<kFirst, kMasked>(terms_.small_exponent(softmax_.scale));
     }
     terms_.apply(work, s_, tile, place(), tile > tiles_.first);
     if (cut) mask(s_, work, place(), tile);
-    softmax_.template update<kFirst>(s_, LinearExponent{softmax_.scale});
+    weigh<kFirst, kMasked>(LinearExponent{softmax_.scale});
     terms_.finish(tile, place());
+  }
+
+  template <bool kFirst, bool kMasked, class Exponent>
+  TILEWISE_DEVICE void weigh(const Exponent& exponent) {
+    if constexpr (kFirst || kMasked)
+      softmax_.template update<kFirst>(s_, exponent);
+    else
+      has_grown_ = softmax_.template weigh<kWide>(s_, exponent);
   }
 
   // Beside the products of the first tile of a work: what is loaded for it leaves, and is here.
@@ -253,9 +263,9 @@ class ForwardMath {
     take_weights();
   }
 
-  // The scores of a key tile beside the values of the one after it.
+  // The scores of a key tile beside the values of the one after it. Whether sums have grown.
   template <bool kMasked>
-  TILEWISE_DEVICE void step(int slot, int32_t tile) {
+  TILEWISE_DEVICE bool step(int slot, int32_t tile) {
     terms_.receive();
     issue_both();
     terms_.prepare(tile, tile > tiles_.first);
@@ -264,8 +274,36 @@ class ForwardMath {
     take_scores<false, kMasked>(slot, tile);
     hold_order();
     wait_for_values();
+    if constexpr (!kMasked && !kWide) {
+      if (ptx::any(has_grown_)) [[unlikely]]
+        raise();
+    }
     take_weights();
-    if (!kTile.early_rescale) rescale();
+    if constexpr (!kMasked) return kWide && ptx::any(has_grown_);
+    rescale(softmax_.shrink);
+    return false;
+  }
+
+  // Of a warp, when none of its products is under way. kWide: p is an operand by then.
+  TILEWISE_DEVICE void raise() {
+    float factor[2];
+    softmax_.raise(factor);
+    rescale(factor);
+    if constexpr (!kWide) {
+#pragma unroll
+      for (float (&x)[4] : s_.x[0]) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[e] *= factor[e / 2];
+      }
+      return;
+    }
+#pragma unroll
+    for (auto& operand : weights_) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        operand[e] = tile::pack<Element>(tile::low_of<Element>(operand[e]) * factor[e % 2],
+                                         tile::high_of<Element>(operand[e]) * factor[e % 2]);
+    }
   }
 
   TILEWISE_DEVICE void issue_both() {
@@ -275,7 +313,6 @@ class ForwardMath {
     shared_.k_full(ks_.slot()).wait(ks_.phase());
     wait_for_turn();
     issue_scores(q, k);
-    if (kTile.early_rescale) rescale();
     shared_.v_full(vs_.slot()).wait(vs_.phase());
     issue_values(v);
     pass_turn();
@@ -287,11 +324,19 @@ class ForwardMath {
 #pragma unroll 1
       for (; tile >= tiles_.first; --tile) step<true>(slot, tile);
     } else {
+      // Parts of a shared work have nobody who computes their rows again.
+      const bool whole = shared_.work(slot).splits == 1;
 #pragma unroll 1
       while (tile >= tiles_.first) {
-        if (tile < tiles_.full_end) {
+        if (tile < tiles_.full_end && whole) {
+          bool grown = false;
+          softmax_.settle();
 #pragma unroll 1
-          for (; tile >= tiles_.full_begin; --tile) step<false>(slot, tile);
+          for (; tile >= tiles_.full_begin && !grown; --tile) grown = step<false>(slot, tile);
+          if (grown) {
+            raise();
+            continue;
+          }
         }
         if (tile >= tiles_.first) step<true>(slot, tile--);
       }
@@ -299,7 +344,6 @@ class ForwardMath {
   }
 
   TILEWISE_DEVICE void issue_last_values() {
-    if (kTile.early_rescale) rescale();
     const uint64_t v = values();
     shared_.v_full(vs_.slot()).wait(vs_.phase());
     issue_values(v);
@@ -362,6 +406,11 @@ class ForwardMath {
     ending.l[0][0] = softmax_.l[0][0];
     ending.l[0][1] = softmax_.l[0][1];
     ending.rows = finish_rows<Element>(p_, work, at, softmax_.m, ending.l, terms_.keep_scale());
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (ending.l[0][h] > FLT_MAX)  // the mark of a row to be computed again
+        ending.rows.factor[0][h] = ptx::float_of(0x7fc00000u);
+    }
     ending.out = OutRows<C>::of(p_.problem, work, at.row0);
     if (work.splits == 1) store_row_sums<C>(p_.problem, work, at, ending.rows);
     return ending;
@@ -370,7 +419,9 @@ class ForwardMath {
   TILEWISE_DEVICE void store_tile(int slot, const Ending& ending) {
     const Work& work = shared_.work(slot);
     const LanePlace at = place();
-    if (p_.before != nullptr && ptx::any(!outputs_are_finite(work, at, o_, ending.l))) [[unlikely]]
+    const bool grown = ptx::fmax(ending.l[0][0], ending.l[0][1]) > RowMath::kHigh;
+    if ((p_.may_spoil || ptx::any(grown)) && ptx::any(!outputs_are_finite(work, at, o_, ending.l)))
+        [[unlikely]]
       RowRepair<C>::note(p_, thread() / ptx::kWarpSize, work.index, spoilt_);
     if (work.splits > 1) [[unlikely]] {
       if constexpr (C::kGeneral)
@@ -406,7 +457,8 @@ class ForwardMath {
   tile::Sums<1, kKeys / 8> s_;
   tile::Sums<1, C::kHeadDimV / 8> o_;
   uint32_t weights_[kKeys / 16][4];  // p of the step before, as operand of its values
-  RowSoftmax<kKeys / 8> softmax_;
+  RowMath softmax_;
+  bool has_grown_ = false;  // l of a row of this lane
 };
 
 }  // namespace tilewise::cuda::wgmma

@@ -1,4 +1,5 @@
-// Rows that a stranger's NaN has spoilt are computed again (decision 008).
+// Rows that a stranger's NaN has spoilt are computed again (decision 008), and those whose weights
+// have overflowed (forward_softmax.h).
 //
 // A masked key of an edge tile has weight 0, and in a tensor core 0 times its NaN is NaN. That
 // shows: what has been spoilt is not finite. When all works are done a warp computes such rows of
@@ -265,6 +266,7 @@ class RowRepair {
     float l = common::sum_of_warp(row.l);
     float factor = 1.0f;
     if (p_.sinks != nullptr && work_.splits == 1) factor = join_sink(p_.sinks[work_.head(r)], m, l);
+    if (!is_part()) store_lse_of(r, m, l);
     factor = l == 0.0f ? 0.0f : factor * ptx::rcp_approximate(l);
 #pragma unroll
     for (int j = 0; j < kPairs; ++j) {
@@ -278,6 +280,13 @@ class RowRepair {
           out(r)[column + e] = from_float<Storage>(row.o[j][e] * factor);
       }
     }
+  }
+
+  // An overflow is one of the sum, too.
+  TILEWISE_DEVICE void store_lse_of(int32_t r, float m, float l) const {
+    if (p_.lse == nullptr || ptx::lane_index() != 0) return;
+    *lse_place(p_, work_, r) =
+        l == 0.0f ? kMinusInfinity : (m + ptx::lg2(l)) * static_cast<float>(kLn2);
   }
 
   const TmaForwardParams& params_;
