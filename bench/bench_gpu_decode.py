@@ -1,13 +1,13 @@
 """Decoding on a GPU: one query a sequence against key/value caches, beside cuDNN, FA-2 and FA-3.
 
-Ours attends to contiguous caches without and with cache_seqlens, to log-normal lengths, and to
-pages of 1, 16, 64 and 256 keys in random order; the peers are PyTorch's own, and FA-3 where it is
-installed, and take contiguous caches. All take turns, in a CUDA graph of many calls (the device's
-time of one) and call by call (with what a launch costs); caches are changed from call to call, so
-that none is in L2.
+Ours attends to contiguous caches without and with cache_seqlens, to log-normal lengths, to pages of
+1, 16, 64 and 256 keys in random order, and to as many keys of float8; the peers are PyTorch's own,
+and FA-3 where it is installed, and take contiguous caches of bf16. All take turns, in a CUDA graph
+of many calls (the device's time of one) and call by call (with what a launch costs); caches are
+changed from call to call, so that none is in L2.
 
   python bench/bench_gpu_decode.py                    B1..128, 1k..128k keys, 4 sets of heads
-  python bench/bench_gpu_decode.py --quick            the main points (under 25 seconds)
+  python bench/bench_gpu_decode.py --quick            the main points (under 40 seconds)
   python bench/bench_gpu_decode.py --points "B1 32/8" --points "S4096 16/1"
   python bench/bench_gpu_decode.py --time-limit 300 --json FILE
 """
@@ -79,7 +79,7 @@ def measure(
             left_out[who.name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
             continue
         calls[who.name] = who.call
-        shares[who.name] = float(who.lengths.double().mean()) / case.keys
+        shares[who.name] = who.share(case)
     singles = {n: (lambda call=call: call(0)) for n, call in calls.items()}
     eager = clock.interleave(singles, options.rounds)
     graph = {}
@@ -100,11 +100,12 @@ def make_row(
     shares: Mapping[str, float],
     left_out: Mapping[str, str],
 ) -> dict[str, Any]:
-    """One result: microseconds, GB/s, ratios to the peers, pages over contiguous keys, the bars.
+    """One result: microseconds, GB/s, ratios to the peers, pages over contiguous keys, float8 over
+    bf16, the bars.
 
     Args:
-        shares: of the keys of the caches that a contestant reads. Ratios are those of GB/s, so that
-            a peer that has no lengths is compared by what is read.
+        shares: of the bytes of the caches that a contestant reads. Ratios are those of GB/s, so
+            that a peer that has no lengths is compared by what is read.
     """
     row: dict[str, Any] = {**case.to_json(), "left_out": dict(left_out), "errors": dict(errors)}
     row["eager_us"], row["graph_us"] = dict(eager), dict(graph)
@@ -115,6 +116,11 @@ def make_row(
     row["ratio"] = {p: {n: rates[n] / rates[p] for n in ours} for p in PEERS if p in rates}
     row["of_contiguous"] = {
         n: times[n] / times["lengths"] for n in cases.PAGE_BARS if n in times and "lengths" in times
+    }
+    row["of_bf16"] = {
+        n: times[n] / times[other]
+        for n, other in cases.FLOAT8.items()
+        if n in times and other in times
     }
     row["missed"] = [
         f"{n} {row['ratio'][p][n]:.2f} of {TITLES[p]}"
@@ -131,19 +137,21 @@ def make_row(
     return row
 
 
-OURS = ("dense", "lengths", *cases.PAGE_BARS, "uneven", "uneven page16")
+OURS = ("dense", "lengths", *cases.PAGE_BARS, *cases.FLOAT8, "uneven", "uneven page16")
 HEAD = ("point", *OURS, "cuDNN", "FA-2", "FA-3")
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """Microseconds of one; ours with the ratio to cuDNN, pages with that to contiguous keys."""
+    """Microseconds of one; ours with the ratio to cuDNN, pages with that to contiguous keys, float8
+    with that to bf16.
+    """
     times = row["graph_us"] or row["eager_us"]
     over_cudnn = row["ratio"].get("cudnn", {})
 
     def cell(name: str) -> str:
         if name not in times:
             return "-"
-        ratio = row["of_contiguous"].get(name, over_cudnn.get(name))
+        ratio = (row["of_contiguous"] | row["of_bf16"]).get(name, over_cudnn.get(name))
         return f"{times[name]:.1f}" + ("" if ratio is None else f" ({ratio:.2f})")
 
     titles = {title: name for name, title in TITLES.items()}
@@ -161,6 +169,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         slower = [r["of_contiguous"][name] for r in rows if name in r["of_contiguous"]]
         if slower:
             means[f"{name} over contiguous, time"] = gpu_report.geometric_mean(slower)
+        of_bf16 = [r["of_bf16"][name] for r in rows if name in r["of_bf16"]]
+        if of_bf16:
+            means[f"{name} over bf16, time"] = gpu_report.geometric_mean(of_bf16)
     return {
         "means": means,
         "missed": [f"{r['name']}: {', '.join(r['missed'])}" for r in rows if r["missed"]],
@@ -176,7 +187,8 @@ def show(result: dict[str, Any]) -> None:
     print(
         f"\nMicroseconds of a call{' in a CUDA graph' if in_graph else ''}; in brackets, of pages:"
     )
-    print("over the time of contiguous keys, of the others: GB/s over cuDNN's\n")
+    print("over the time of contiguous keys, of float8 over that of bf16, of the others: GB/s over")
+    print("cuDNN's\n")
     tables.show(HEAD, [cells(r) for r in rows], left=(0,))
     if in_graph:
         print("\nCall by call, microseconds:\n")
@@ -195,7 +207,7 @@ def show(result: dict[str, Any]) -> None:
 
 def alone(row: dict[str, Any]) -> dict[str, Any]:
     """The times of calls without a graph, to be shown alike."""
-    return row | {"graph_us": {}, "ratio": {}, "of_contiguous": {}}
+    return row | {"graph_us": {}, "ratio": {}, "of_contiguous": {}, "of_bf16": {}}
 
 
 def run(options: argparse.Namespace) -> int:

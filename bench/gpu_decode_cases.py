@@ -26,6 +26,8 @@ MOST_COPIES = 40
 # Ratio to the best peer; time over that of the contiguous cache with the same lengths.
 PEER_BAR = 1.0
 PAGE_BARS = {"page1": 1.15, "page16": 1.05, "page64": 1.05, "page256": 1.05}
+# Caches of float8_e4m3, half the bytes, and the contestant over as many keys of bf16.
+FLOAT8 = {"float8": "lengths", "float8 page16": "page16", "float8 page64": "page64"}
 
 aten = torch.ops.aten
 
@@ -83,6 +85,7 @@ class Inputs:
 
     q: Tensor
     caches: list[tuple[Tensor, Tensor]]
+    float8: list[tuple[Tensor, Tensor]]  # the same, rounded
     full: Tensor  # lengths: all keys
     uneven: Tensor  # log-normal, as those of requests are
     tables: dict[int, Tensor]  # by page size: pages in any order
@@ -105,9 +108,11 @@ def draw(case: Case, device: str) -> Inputs:
         pages = case.batch * case.keys // size
         order = torch.randperm(pages, generator=generator, device=device)
         tables[size] = order.int().view(case.batch, -1)
+    caches = [(cache(), cache()) for _ in range(case.copies)]
     return Inputs(
         normal(case.batch, 1, case.heads, HEAD_DIM),
-        [(cache(), cache()) for _ in range(case.copies)],
+        caches,
+        [(k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)) for k, v in caches],
         torch.full((case.batch,), case.keys, device=device, dtype=torch.int32),
         lengths.int(),
         tables,
@@ -126,23 +131,31 @@ class Contestant:
     call: Call
     lengths: Tensor  # keys of each sequence
     page_size: int = 0  # 0: contiguous
+    float8: bool = False
+
+    def share(self, case: Case) -> float:
+        """Of the bytes of bf16 caches, what it reads."""
+        return float(self.lengths.double().mean()) / case.keys * (0.5 if self.float8 else 1.0)
 
 
 def contestants(case: Case, x: Inputs) -> Iterator[Contestant]:
     """Ours in every way a cache can lie, and the peers, which take contiguous caches."""
 
-    def ours(lengths: Tensor, size: int = 0) -> Call:
+    def ours(lengths: Tensor, size: int = 0, float8: bool = False) -> Call:
         options = {"cache_seqlens": lengths}
         shape = (-1, size, case.kv_heads, HEAD_DIM) if size else x.caches[0][0].shape
         if size:
             options["block_table"] = x.tables[size]
-        caches = [(k.view(shape), v.view(shape)) for k, v in x.caches]
+        whole = x.float8 if float8 else x.caches
+        caches = [(k.view(shape), v.view(shape)) for k, v in whole]
         return lambda copy: tilewise.attention_with_kvcache(x.q, *caches[copy], **options)
 
     yield Contestant("dense", lambda copy: tilewise.attention(x.q, *x.caches[copy]), x.full)
     yield Contestant("lengths", ours(x.full), x.full)
     for size in PAGES:
         yield Contestant(f"page{size}", ours(x.full, size), x.full, size)
+    for name, size in zip(FLOAT8, (0, 16, 64), strict=True):
+        yield Contestant(name, ours(x.full, size, float8=True), x.full, size, float8=True)
     if case.batch > 1:
         yield Contestant("uneven", ours(x.uneven), x.uneven)
         yield Contestant("uneven page16", ours(x.uneven, 16), x.uneven, 16)
@@ -185,7 +198,7 @@ def error(case: Case, x: Inputs, who: Contestant) -> float:
     group = case.heads // case.kv_heads
     rows = torch.arange(int(who.lengths[-1]), device=x.q.device)
     rows_of = {}
-    for name, cache in zip("kv", x.caches[0], strict=True):
+    for name, cache in zip("kv", (x.float8 if who.float8 else x.caches)[0], strict=True):
         flat = cache[..., -1, :].reshape(-1, HEAD_DIM)
         at = (case.batch - 1) * case.keys + rows
         if who.page_size:

@@ -177,6 +177,12 @@ def scores(o: Options, batch: int, raw: Array) -> tuple[Array, Array]:
     return np.where(visible(o, n, m), s, -np.inf), capped
 
 
+def exp_above(sink: Array, base: Array) -> Array:
+    """exp(sink - base), which is 1 where they are equal: of +inf, too, where all scores weigh 0."""
+    with np.errstate(invalid="ignore"):
+        return np.where(sink == base, 1.0, np.exp(sink - base))
+
+
 def attention(
     q: Array,
     k: Array,
@@ -211,12 +217,12 @@ def attention(
         sink = np.full(heads, -np.inf) if o.sinks is None else o.sinks
         top = np.maximum(s.max(axis=2, initial=-np.inf), sink[:, None])
         base = np.where(np.isneginf(top), 0.0, top)
-        total = np.exp(s - base[:, :, None]).sum(axis=2) + np.exp(sink[:, None] - base)
+        total = np.exp(s - base[:, :, None]).sum(axis=2) + exp_above(sink[:, None], base)
         with np.errstate(divide="ignore"):
             lse = base + np.log(total)
         safe = np.where(np.isneginf(lse), 0.0, lse)
         p = np.exp(s - safe[:, :, None])
-        p_sink = np.exp(sink[:, None] - safe)
+        p_sink = exp_above(sink[:, None], safe)
         drop = np.ones_like(p)
         if o.dropout_p > 0:
             drop = kept(o, part.batch, heads, n, m) / (1 - float(np.float32(o.dropout_p)))

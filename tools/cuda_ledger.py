@@ -46,7 +46,7 @@ CODE_TOLERANCE = 0.05
 LARGEST_FAMILY = {"wgmma": 8_000_000}
 # Of a family on two cores, in seconds: said, not judged, since a machine may have had other work.
 LONGEST_FAMILY = {"wgmma": 180}
-ELEMENTS = ("BF16", "F16", "Tf32", "F32")
+ELEMENTS = ("BF16", "F16", "Tf32", "F32", "E4M3")
 HEAD = ("sm", "family", "kernel", "table", "element", "D", "form",
         "registers", "stack", "shared", "code", "R2UR", "WARPSYNC")  # fmt: skip
 

@@ -130,8 +130,8 @@ typedef struct tilewise_attention {
   uint64_t dropout_seed;
   uint64_t dropout_offset;
   const uint64_t* dropout_state; /* optional: {seed, offset} in device memory, replaces the two */
-  const float* sinks;            /* [Hq] fp32: a logit per head that takes part in the softmax;
-                                    +inf is not defined */
+  const float* sinks;            /* [Hq] fp32: a logit per head that takes part in the softmax; of
+                                    +inf: out = 0, lse = +inf */
 
   /* Variable length. Entries are int32 in the memory of the device. */
   const int32_t* cu_seqlens_q; /* [B+1], from 0, not decreasing, last <= T */
@@ -154,8 +154,8 @@ typedef struct tilewise_attention {
 
   int32_t num_splits;    /* key splits of the forward; 0: the planner chooses (by shape alone) */
   int32_t deterministic; /* bitwise equal results on the same device; the CPU always is */
-  int32_t check;         /* GPU: verify cu_seqlens and block_table first, by a kernel for which the
-                            stream is waited for; the CPU always verifies */
+  int32_t check;         /* GPU: verify the entries of the index arrays first, by a kernel for which
+                            the stream is waited for: 0 while it is captured; the CPU always does */
   int32_t tf32;          /* GPU: 1 lets fp32 operands be rounded to TF32 */
   const tilewise_parallel* parallel; /* CPU; NULL: the library's own pool */
 
@@ -254,7 +254,8 @@ typedef struct tilewise_kv_append {
   const int32_t* cu_seqlens_q;   /* [B+1] optional */
   const int32_t* cu_seqlens_new; /* [B+1] optional */
   const int32_t* rotary_seqlens; /* [B] optional: replaces cache_seqlens as rotary position */
-  const int32_t* block_table;    /* a row that is written belongs to one sequence alone */
+  const int32_t* block_table;    /* sequences may share pages; a row that is written belongs to one
+                                    of them alone */
   int64_t block_table_stride;
   int64_t block_table_width;
   int64_t page_size;
@@ -273,7 +274,7 @@ typedef struct tilewise_kv_append {
   int32_t kv_float8; /* 1: the caches are float8_e4m3: a new x is written as x / descale, rounded to
                         nearest even, at most 448 in magnitude */
   int32_t check;     /* GPU: verify the entries of the index arrays first, for which the stream is
-                        waited for; the CPU always verifies */
+                        waited for: 0 while it is captured; the CPU always does */
   const float* k_descale; /* as in tilewise_attention */
   const float* v_descale;
   int64_t k_descale_stride_batch;

@@ -290,7 +290,7 @@ inline tilewise_plan_info plan(const tilewise_attention& attention,
 class Workspace {
  public:
   void* reserve(int64_t bytes) {
-    if (bytes > capacity_) {
+    if (bytes > capacity()) {
       memory_.reset();
       capacity_ = 0;
       memory_.reset(::operator new(static_cast<std::size_t>(bytes), kAlignment));
@@ -298,14 +298,14 @@ class Workspace {
     }
     return memory_.get();
   }
-  int64_t capacity() const noexcept { return capacity_; }
+  int64_t capacity() const noexcept { return memory_ != nullptr ? capacity_ : 0; }
 
  private:
   static constexpr std::align_val_t kAlignment{64};
   struct Free {
     void operator()(void* memory) const { ::operator delete(memory, kAlignment); }
   };
-  std::unique_ptr<void, Free> memory_;
+  std::unique_ptr<void, Free> memory_;  // none in one that has been moved from
   int64_t capacity_ = 0;
 };
 

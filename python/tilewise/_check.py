@@ -17,8 +17,11 @@ LAYOUTS = {
 VARLEN = "[total rows, heads, head_dim]"
 PAGED = "[pages, page_size, heads, head_dim]"
 MAX_HEAD_DIM = 512
+MAX_SPLITS = 256
 
 _MOST_KEYS = 2**62  # a sum of two of them has 64 bits
+# What kernels compute with: the least normal number of float32, and the largest one.
+_LEAST_FLOAT, _MOST_FLOAT = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 INT32 = (-(2**31), 2**31 - 1)  # least and largest number of the kernels' index arrays
 
 Window = tuple[int | None, int | None]
@@ -46,8 +49,19 @@ def _number(name: str, value: Any, allowed: str = "a number") -> None:
         raise TypeError(f"{name} is {value!r}, but must be {allowed}")
 
 
+def flag(name: str, value: Any) -> bool:
+    """True or False: of Python, of NumPy, or 1 or 0."""
+    if value is True or value is False:
+        return bool(value)
+    of_numpy = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+    if (isinstance(value, Integral) and value in (0, 1)) or (of_numpy and value.dtype == bool):
+        return bool(value)
+    raise TypeError(f"{name} is {value!r}, but must be True or False")
+
+
 def window_bounds(causal: bool, window: Window) -> tuple[int, int]:
     """(left, right) as the library counts them: -1 is no limit. Causal closes the right side."""
+    causal = flag("causal", causal)
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"window is {window!r}, but must be a pair (left, right)")
     bounds = []
@@ -61,18 +75,21 @@ def window_bounds(causal: bool, window: Window) -> tuple[int, int]:
 
 
 def softcap(value: float) -> float:
-    """A finite number >= 0."""
+    """0, or a number that float32 holds: scores are divided by it."""
     _number("softcap", value)
-    if not 0.0 <= value < float("inf"):
-        raise ValueError(f"softcap is {value}, but must be finite and >= 0 (0 switches it off)")
+    if value != 0 and not _LEAST_FLOAT <= value <= _MOST_FLOAT:
+        raise ValueError(
+            f"softcap is {value}, but must be 0 (off) or from {_LEAST_FLOAT:.3g} to "
+            f"{_MOST_FLOAT:.3g}"
+        )
     return float(value)
 
 
 def dropout(value: float) -> float:
-    """A number in [0, 1)."""
+    """A number in [0, 1), in float32, too."""
     _number("dropout_p", value)
-    if not 0.0 <= value < 1.0:
-        raise ValueError(f"dropout_p is {value}, but must be in [0, 1)")
+    if not 0.0 <= value < 1.0 - 2.0**-25:
+        raise ValueError(f"dropout_p is {value}, but must be in [0, 1), and below 1 in float32")
     return float(value)
 
 
@@ -81,17 +98,43 @@ def bound(name: str, value: int | None) -> int:
     if value is None:
         return 0
     value = integer(name, value, "an integer or None")
-    if value < 0:
-        raise ValueError(f"{name} is {value}, but must be >= 0")
+    if not 0 <= value <= _MOST_KEYS:
+        raise ValueError(f"{name} is {value}, but must be from 0 to {_MOST_KEYS}")
     return value
 
 
+def split_count(num_splits: int) -> int:
+    """A number >= 0; 0 leaves the choice to the planner."""
+    num_splits = integer("num_splits", num_splits, "an integer")
+    if not 0 <= num_splits <= MAX_SPLITS:
+        raise ValueError(
+            f"num_splits is {num_splits}, but must be from 0 to {MAX_SPLITS} (0: chosen by shape)"
+        )
+    return num_splits
+
+
 def scale_number(value: float) -> float:
-    """A finite number."""
+    """A number that float32 holds."""
     _number("scale", value, "a number, a tensor of one element or None")
-    if not abs(value) < float("inf"):
-        raise ValueError(f"scale is {value}, but must be finite")
+    if not abs(value) <= _MOST_FLOAT:
+        raise ValueError(f"scale is {value}, but must be finite, and in float32, too")
     return float(value)
+
+
+def positive(name: str, value: float) -> float:
+    """A finite number above 0."""
+    _number(name, value)
+    if not 0.0 < value < float("inf"):
+        raise ValueError(f"{name} is {value}, but must be finite and > 0")
+    return float(value)
+
+
+def count(name: str, value: int, least: int = 1) -> int:
+    """An integer from `least` on."""
+    value = integer(name, value, "an integer")
+    if value < least:
+        raise ValueError(f"{name} is {value}, but must be >= {least}")
+    return value
 
 
 def shape(name: str, array: Any, dims: tuple[int | None, ...], meaning: str) -> None:

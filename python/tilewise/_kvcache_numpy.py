@@ -13,13 +13,14 @@ from ._library import c_library
 from ._numpy import Array
 from ._request import Request
 from .kvcache import (
+    Entries,
     NewKeys,
     Where,
     check_cache,
+    check_entries,
     check_new,
     check_pages,
     common_length,
-    split_count,
 )
 
 
@@ -107,7 +108,7 @@ class _Arrays(NamedTuple):
     indices: dict[str, Array]  # by their names in the C struct
 
     def problem(self, request: Request, where: Where) -> _numpy._Problem:
-        splits = {"num_splits": split_count(where.num_splits)}
+        splits = {"num_splits": _check.split_count(where.num_splits)}
         return _numpy._describe_problem(
             self.q, self.k_cache, self.v_cache, len(self.q), request, self.indices, splits, False
         )
@@ -163,14 +164,53 @@ def attention_with_kvcache(
             check_pages(np, arrays["block_table"], k_cache, arrays["seqused_k"], pad)
         rotated = np.empty(q.shape, q.dtype) if new.rotary_cos is not None else q
     problem = given._replace(q=rotated).problem(request, where)
+    _check.flag("check", where.check)
     # Planned, and so checked, before the append writes anything.
     out = np.empty((*q.shape[:3], v_cache.shape[3]), q.dtype)
     lse = np.empty((batch, q.shape[2], q.shape[1]), np.float32)
     _describe.set_output(problem.attention, _numpy.view(out), _numpy.view(lse))
     _describe.plan(c_library(), problem.attention, None)
-    if appends:
-        _append(q, rotated, k_cache, v_cache, new, arrays, problem.attention)
-    return _numpy._forward(problem)
+    try:
+        if appends:
+            _append(q, rotated, k_cache, v_cache, new, arrays, problem.attention)
+        return _numpy._forward(problem)
+    except ValueError:
+        _refuse_by_our_names(problem.attention, lengths, arrays, new)
+        raise
+
+
+def _refuse_by_our_names(
+    a: Any, lengths: Array | None, arrays: dict[str, Array], new: NewKeys
+) -> None:
+    """The library's sentence about an entry has the names of the C interface."""
+    table = arrays.get("block_table")
+    count = 0 if new.k is None else new.k.shape[1]
+    capacity = a.seqlen_k if table is None else a.block_table_width * a.page_size
+    rotated = 0
+    if new.rotary_cos is not None:
+        all_alike = a.window_left < 0 and a.window_right < 0
+        rotated = max(count, min(a.seqlen_q, 1) if all_alike else a.seqlen_q)
+
+    def numbers(name: str) -> Any:
+        return arrays[name].tolist() if name in arrays else None
+
+    entries = Entries(
+        lengths=[capacity] * a.batch if lengths is None else lengths.tolist(),
+        appended=count,
+        capacity=capacity,
+        leftpad=numbers("leftpad_k"),
+        batch_idx=numbers("kv_batch_idx"),
+        cache_batch=a.kv_batch or a.batch,
+        table=numbers("block_table"),
+        pages=a.pages,
+        page_size=a.page_size,
+        rotated=rotated,
+        rotary_rows=0 if new.rotary_cos is None else len(new.rotary_cos),
+    )
+    try:
+        check_entries(entries)
+    except ValueError as error:
+        raise error from None
 
 
 def _append(

@@ -28,7 +28,6 @@ from .kvcache import (
     check_new,
     check_pages,
     common_length,
-    split_count,
 )
 
 # From now on decoding without an append takes the short way.
@@ -56,6 +55,11 @@ def cache_lengths(cache_seqlens: Any, batch: int, device: torch.device) -> Tenso
         return torch.full((batch,), length, dtype=torch.int32, device=device)
     _check.shape("cache_seqlens", cache_seqlens, (batch,), "one length per sequence")
     return index_tensor("cache_seqlens", cache_seqlens, device)
+
+
+def _has_values() -> bool:
+    """Whether the entries of tensors can be looked at."""
+    return not torch.compiler.is_compiling() and not _plain.is_transformed()
 
 
 def _appends(new: NewKeys, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: int) -> bool:
@@ -89,10 +93,16 @@ def append(
     batch = q.shape[0] if options.cu_seqlens_q is None else batch_of(options.cu_seqlens_q)
     if not _appends(new, q, k_cache, v_cache, batch):
         return q, options._replace(seqused_k=new.lengths)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not torch.compiler.is_compiling() and cache.is_neg():
+            raise ValueError(
+                f"{name} is a negative view (torch.Tensor.is_neg), but k and v are to be written "
+                "to it: only a tensor that holds its own numbers is allowed"
+            )
     count = new.k.shape[1] if new.cu_seqlens is None else new.cu_seqlens.diff()
     seqused_k = new.lengths + count
     table = options.block_table
-    if table is not None and table.device.type == "cpu" and not torch.compiler.is_compiling():
+    if table is not None and table.device.type == "cpu" and _has_values():
         check_pages(torch, table, k_cache, seqused_k, options.leftpad_k)
     rotates, positions = new.rotary_cos is not None, new.rotary_lengths
     if rotates and positions is None and options.leftpad_k is not None:
@@ -174,7 +184,7 @@ def prepare(
         kv_batch_idx=index_tensor("cache_batch_idx", where.cache_batch_idx, q.device),
         leftpad_k=index_tensor("cache_leftpad", where.cache_leftpad, q.device),
         block_table=table,
-        num_splits=split_count(where.num_splits),
+        num_splits=_check.split_count(where.num_splits),
     )
 
 
@@ -185,7 +195,12 @@ def attention_with_kvcache(
     """(out, lse); see ``tilewise.attention_with_kvcache``."""
     options = prepare(q, k_cache, v_cache, new.lengths, request, where)
     new = new._replace(lengths=options.seqused_k)
-    if where.check:
+    if _check.flag("check", where.check):
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "check is True while the stream is being captured, but it waits for the GPU: only "
+                "False is allowed"
+            )
         check_entries(_entries(q, k_cache, v_cache, options, new))
     try:
         rotated, grown = append(q, k_cache, v_cache, options, new)

@@ -115,16 +115,19 @@ def merge_states(
 ) -> tuple[Array, Array]:
     """See ``tilewise.merge_states``."""
     a, b = lse_a.astype(np.float32), lse_b.astype(np.float32)
-    empty = np.isneginf(a) & np.isneginf(b)
-    safe_a, safe_b = np.where(empty, np.float32(0), a), np.where(empty, np.float32(0), b)
-    lse = np.logaddexp(safe_a, safe_b)
-    weights = [np.where(empty, np.float32(0), np.exp(x - lse)) for x in (safe_a, safe_b)]
+    top = np.maximum(a, b)
+    infinite, empty = np.isinf(top), np.isneginf(top)
+    # 0 for the larger one wherever that is infinite: its weight is 1, and nothing is inf - inf.
+    zero, nothing = np.float32(0), np.float32(-np.inf)
+    safe = [np.where(infinite, np.where(x == top, zero, nothing), x) for x in (a, b)]
+    lse = np.logaddexp(*safe)
+    weights = [np.where(empty, zero, np.exp(x - lse)) for x in safe]
     if out_a.ndim == 3 or layout == "bshd":
         weights = [w.swapaxes(-1, -2) for w in weights]
     out = sum(
         w[..., None] * x.astype(np.float32) for w, x in zip(weights, (out_a, out_b), strict=True)
     )
-    return out.astype(out_a.dtype), np.where(empty, np.float32(-np.inf), lse)
+    return out.astype(out_a.dtype), np.where(infinite, top, lse)
 
 
 # --- from arguments to a problem ------------------------------------------------------------------
@@ -238,10 +241,10 @@ def _describe_problem(
         window_right=right,
         softcap=_check.softcap(request.softcap),
         dropout_p=dropout_p,
-        deterministic=bool(request.deterministic),
-        tf32=bool(request.tf32),
-        check=bool(request.check),
-        batch_invariant=bool(request.batch_invariant),
+        deterministic=_check.flag("deterministic", request.deterministic),
+        tf32=_check.flag("tf32", request.tf32),
+        check=_check.flag("check", request.check),
+        batch_invariant=_check.flag("batch_invariant", request.batch_invariant),
         kv_float8=_check.is_float8(k.dtype),
     )
     dtype = _abi.DTYPES[str(q.dtype)]

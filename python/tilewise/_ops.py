@@ -112,6 +112,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
         return torch.ops.tilewise.forward(*arguments)
 
 
+def contiguous_columns(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where its columns do not lie side by side, or are not in memory at all,
+    as those of PyTorch's zero tensors.
+    """
+    if tensor.stride(-1) == 1 and not tensor._is_zerotensor():
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 def _transformed() -> bool:
     """Whether a transform of torch.func is active: register_autograd is no use under one."""
     return torch._C._functorch.maybe_current_level() is not None
@@ -193,10 +202,6 @@ def _position(name: str) -> int:
     return 3 + Options._fields.index(name)
 
 
-def _contiguous_columns(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 def _materialized_bias(bias: Tensor | None) -> Tensor | None:
     """The bias, copied where it is an expanded view: each of its elements has its own gradient."""
     if bias is None:
@@ -249,8 +254,8 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     options = Options(*tensors, *ctx.numbers)
     if wanted & WANT_BIAS:
         options = options._replace(bias=_materialized_bias(options.bias))
-    dout = torch.zeros_like(out) if dout is None else _contiguous_columns(dout)
-    dlse = None if dlse is None else _contiguous_columns(dlse)
+    dout = torch.zeros_like(out) if dout is None else contiguous_columns(dout)
+    dlse = None if dlse is None else contiguous_columns(dlse)
     grads = call_backward(dout, dlse, q, k, v, out, lse, *options, wanted)
     for grad, (position, bit) in zip(grads, _WANT_AT, strict=True):
         if wanted & bit:
@@ -321,7 +326,7 @@ def _foldable(options: Options, dims: tuple[int | None, ...]) -> bool:
 def _fold(tensor: Tensor, dim: int | None, count: int) -> Tensor:
     """[..., count at dim, ...] with a batch dimension first otherwise -> [count * batch, ...]."""
     front = tensor.expand(count, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-    return _contiguous_columns(front.flatten(0, 1))
+    return contiguous_columns(front.flatten(0, 1))
 
 
 def _unfold(tensor: Tensor, count: int) -> Tensor:
@@ -339,7 +344,7 @@ def _fold_options(
         if dim is not None or front.shape[1] != 1:
             # A batch dimension of 1 cannot stay one next to a mapped dimension.
             front = front.expand(count, batch, *front.shape[2:])
-        bias = _contiguous_columns(front.flatten(0, 1))
+        bias = contiguous_columns(front.flatten(0, 1))
     if slopes is not None:
         dim = by_name["alibi_slopes"]
         front = slopes.unsqueeze(0) if dim is None else slopes.movedim(dim, 0)
@@ -357,7 +362,7 @@ def _one_by_one(call: Any, info: Any, in_dims: tuple[Any, ...], args: tuple[Any,
             for argument, dim in zip(args, in_dims, strict=True)
         ]
         picked = [
-            _contiguous_columns(value) if isinstance(value, Tensor) and value.dim() > 1 else value
+            contiguous_columns(value) if isinstance(value, Tensor) and value.dim() > 1 else value
             for value in picked
         ]
         calls.append(call(*picked))
@@ -397,8 +402,28 @@ def _backward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     return tuple(unfolded), (0,) * len(unfolded)
 
 
+def _append_kv_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+    """One append per element, into its part of the caches: a view, of which no copy is made."""
+    k_dim, v_dim = in_dims[:2]
+    if k_dim is None or v_dim is None:
+        name = "k_cache" if k_dim is None else "v_cache"
+        raise RuntimeError(
+            f"tilewise: {name} is not mapped by torch.func.vmap, but every element appends its own "
+            "keys: only caches that are mapped, as the keys are, are allowed"
+        )
+    rotated = []
+    for i in range(info.batch_size):
+        picked = [
+            x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True)
+        ]
+        rest = [contiguous_columns(x) if isinstance(x, Tensor) else x for x in picked[2:]]
+        rotated.append(torch.ops.tilewise.append_kv(*picked[:2], *rest))
+    return torch.stack(rotated), 0
+
+
 torch.library.register_vmap("tilewise::forward", _forward_vmap, lib=_library)
 torch.library.register_vmap("tilewise::backward", _backward_vmap, lib=_library)
+torch.library.register_vmap("tilewise::append_kv", _append_kv_vmap, lib=_library)
 
 
 # --- without a compiler ---------------------------------------------------------------------------

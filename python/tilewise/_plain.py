@@ -25,7 +25,7 @@ _backward = getattr(_backward, "_op", _backward)
 _general = torch.ops.tilewise.forward.default
 _general = getattr(_general, "_op", _general)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-FAILURES = (TypeError, ValueError, RuntimeError)
+FAILURES = (TypeError, ValueError, RuntimeError, IndexError, ZeroDivisionError)
 
 _is_compiling = torch.compiler.is_compiling
 _transform_level = torch._C._functorch.maybe_current_level
@@ -49,6 +49,13 @@ def is_eager() -> bool:
     )  # fmt: skip
 
 
+def _needs_dispatch(tensor: Tensor) -> bool:
+    """Whether there is more to a tensor than its memory. The plain operators also serve the keys of
+    autograd, above the layers of PyTorch that would see to a subclass or to a negative view.
+    """
+    return type(tensor) is not Tensor or tensor.is_neg()
+
+
 def attention(
     q: Any, k: Any, v: Any, causal: bool, window: Window, scale: Any, return_lse: bool,
     deterministic: bool, tf32: bool, layout: str,
@@ -61,6 +68,11 @@ def attention(
         or type(k) not in _PLAIN_TYPES
         or type(v) not in _PLAIN_TYPES
         or (scale is not None and type(scale) is not float)
+        or type(deterministic) is not bool
+        or type(tf32) is not bool
+        or q.is_neg()
+        or k.is_neg()
+        or v.is_neg()
         or _transform_level() is not None
         or _dispatch_modes()
         or _any_autocast()
@@ -73,12 +85,12 @@ def attention(
         heads_first = True
     else:
         return None
-    if window is _UNBOUNDED:
+    if window is _UNBOUNDED and type(causal) is bool:
         left, right = -1, 0 if causal else -1
     else:
         left, right = window_bounds(causal, window)
     options = (
-        scale, left, right, bool(deterministic) or _deterministic_mode(), bool(tf32), heads_first
+        scale, left, right, deterministic or _deterministic_mode(), tf32, heads_first
     )  # fmt: skip
     try:
         if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -106,6 +118,9 @@ def indexed(
         or (scale is not None and type(scale) is not float)
         or type(softcap) is not float
         or type(num_splits) is not int
+        or type(deterministic) is not bool
+        or type(tf32) is not bool
+        or type(batch_invariant) is not bool
         or not is_eager()
     ):
         return None
@@ -127,8 +142,7 @@ def indexed(
                 block_table, kv_batch_idx, leftpad_k, None, None, None, None,
                 q.shape[-1] ** -0.5 if scale is None else scale, left, right, softcap, 0.0,
                 max_seqlen_q, max_seqlen_k, num_splits,
-                bool(deterministic) or _deterministic_mode(), bool(tf32), False,
-                bool(batch_invariant), False,
+                deterministic or _deterministic_mode(), tf32, False, batch_invariant, False,
             )  # fmt: skip
     except FAILURES:
         return None
@@ -175,9 +189,16 @@ class _Attention(torch.autograd.Function):
         if wanted == 0 or (dout is None and dlse is None):
             return None, None, None, None, None
         q, k, v, out, lse = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else _contiguous_columns(dout)
-        dlse = None if dlse is None else _contiguous_columns(dlse)
-        if _is_compiling() or _grad_enabled() or _transform_level() is not None:
+        dout = torch.zeros_like(out) if dout is None else _ops.contiguous_columns(dout)
+        dlse = None if dlse is None else _ops.contiguous_columns(dlse)
+        if (
+            _is_compiling()
+            or _grad_enabled()
+            or _transform_level() is not None
+            or _dispatch_modes()
+            or _needs_dispatch(dout)
+            or (dlse is not None and _needs_dispatch(dlse))
+        ):
             grads = _general_backward(dout, dlse, q, k, v, out, lse, ctx.options, wanted)
         else:
             grads = _backward(dout, dlse, q, k, v, out, lse, *ctx.options, wanted)
@@ -193,10 +214,6 @@ class _Attention(torch.autograd.Function):
 
 # Function.apply without its preparations for torch.func, which takes the long way.
 _apply = super(torch.autograd.Function, _Attention).apply
-
-
-def _contiguous_columns(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _general_backward(

@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from . import _check, _ops, _plain, api
+from . import _check, _flops, _ops, _plain, api  # noqa: F401 (_flops registers formulas)
+from ._ops import contiguous_columns
 from ._request import Request, Sequences
 
 Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
@@ -113,6 +114,9 @@ def merge_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, layout: str
 ) -> tuple[Tensor, Tensor]:
     """See ``tilewise.merge_states``."""
+    for name, tensor in (("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        if tensor.device != out_a.device:
+            raise ValueError(f"{name} is on {tensor.device}, but out_a is on {out_a.device}")
     weight_a, weight_b, lse = _merge_weights(lse_a.float(), lse_b.float())
     heads_second = out_a.dim() == 4 and layout == "bhsd"
     if not heads_second:
@@ -122,17 +126,21 @@ def merge_states(
 
 
 def _merge_weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(lse_x - lse) of both states and their common lse; 0, 0 and -inf where both are empty.
+    """exp(lse_x - lse) of both states and their common lse; 0, 0 and -inf where both are empty. An
+    lse of +inf, which a sink may give, has all the weight.
 
-    The softmax is taken over values that are finite wherever both states are empty, so that neither
-    it nor its derivative meets inf - inf there.
+    The softmax is taken over 0 for the larger one wherever that is infinite, so that neither it nor
+    its derivative meets inf - inf there.
     """
-    empty = (lse_a == -math.inf) & (lse_b == -math.inf)
-    safe_a, safe_b = lse_a.masked_fill(empty, 0.0), lse_b.masked_fill(empty, 0.0)
+    top = torch.maximum(lse_a, lse_b)
+    infinite, empty = top.isinf(), top == -math.inf
+    safe_a, safe_b = (
+        torch.where(infinite, torch.where(x == top, 0.0, -math.inf), x) for x in (lse_a, lse_b)
+    )
     lse = torch.logaddexp(safe_a, safe_b)
     weight_a = torch.exp(safe_a - lse).masked_fill(empty, 0.0)
     weight_b = torch.exp(safe_b - lse).masked_fill(empty, 0.0)
-    return weight_a, weight_b, lse.masked_fill(empty, -math.inf)
+    return weight_a, weight_b, torch.where(infinite, top.masked_fill(empty, -math.inf), lse)
 
 
 # --- pieces shared with tilewise.kvcache ----------------------------------------------------------
@@ -168,10 +176,11 @@ def score_options(q: Tensor, batch: int, request: Request) -> _ops.Options:
         window_right=right,
         softcap=_check.softcap(request.softcap),
         dropout_p=dropout_p,
-        deterministic=bool(request.deterministic) or torch.are_deterministic_algorithms_enabled(),
-        tf32=bool(request.tf32),
-        check=bool(request.check),
-        batch_invariant=bool(request.batch_invariant),
+        deterministic=_check.flag("deterministic", request.deterministic)
+        or torch.are_deterministic_algorithms_enabled(),
+        tf32=_check.flag("tf32", request.tf32),
+        check=_check.flag("check", request.check),
+        batch_invariant=_check.flag("batch_invariant", request.batch_invariant),
     )
 
 
@@ -326,10 +335,6 @@ def _scale(scale: Any, head_dim: int, q: Tensor) -> tuple[float, Tensor | None]:
 
 def _dense(tensor: Tensor) -> Tensor:
     return contiguous_columns(tensor.to(torch.float32))
-
-
-def contiguous_columns(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _columns(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -203,8 +203,8 @@ def merge_states(
         from outputs that have been rounded to their dtype. Differentiable for tensors.
 
     Raises:
-        TypeError: an argument is of another kind than out_a.
-        ValueError: shapes do not belong together.
+        TypeError: an argument is of another kind than out_a, or of no floating-point dtype.
+        ValueError: shapes or devices do not belong together.
     """
     _check.heads_first(layout)
     backend = _backend(out_a)
@@ -216,6 +216,14 @@ def merge_states(
             f"out_a has shape {list(out_a.shape)}, but must have 3 or 4 dimensions: "
             f"{_check.LAYOUTS[layout]} or {_check.VARLEN}"
         )
+    for name, array in (
+        ("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b),
+    ):  # fmt: skip
+        if "float" not in str(array.dtype):
+            raise TypeError(
+                f"{name} has dtype {array.dtype}, but must be of attention's results: float32, "
+                "float16 or bfloat16"
+            )
     rows, heads = (1, 2) if layout == "bshd" else (2, 1)
     expected = (
         (out_a.shape[1], out_a.shape[0])

@@ -50,14 +50,6 @@ class Where(NamedTuple):
     check: bool = False
 
 
-def split_count(num_splits: int) -> int:
-    """A number >= 0; 0 leaves the choice to the planner."""
-    num_splits = _check.integer("num_splits", num_splits, "an integer")
-    if num_splits < 0:
-        raise ValueError(f"num_splits is {num_splits}, but must be >= 0 (0: chosen by shape)")
-    return num_splits
-
-
 def common_length(cache_seqlens: Any) -> int:
     """A length that all sequences have."""
     allowed = "an integer, or a tensor or array [batch] of integers"
@@ -171,9 +163,33 @@ def _entry(name: str, value: int, low: int, high: int, what: str) -> None:
         raise ValueError(f"{name} is {value}, but must be from {low} to {high}: {what}")
 
 
+class _Pages:
+    """Which rows of which pages new keys go to: no row twice."""
+
+    def __init__(self, page_size: int) -> None:
+        self._size = page_size
+        self._written: dict[int, list[tuple[int, int, str]]] = {}  # by page: rows, entry
+
+    def write(self, b: int, table: list[int], begin: int, end: int) -> None:
+        """Keys [begin, end) of sequence b are new."""
+        for i in range(begin // self._size, -(-end // self._size)):
+            first, page = i * self._size, table[i]
+            low, high = max(begin - first, 0), min(end - first, self._size)
+            others = self._written.setdefault(page, [])
+            for other_low, other_high, entry in others:
+                if low < other_high and other_low < high:
+                    raise ValueError(
+                        f"block_table[{b}, {i}] is {page}, as {entry} is, but both are to hold a "
+                        f"new key in row {max(low, other_low)} of that page: new keys must go to "
+                        "rows of their own"
+                    )
+            others.append((low, high, f"block_table[{b}, {i}]"))
+
+
 def check_entries(e: Entries) -> None:
-    """Refuses entries that would have keys read or written outside the caches."""
+    """Refuses entries by which keys lie outside the caches, or new ones upon each other."""
     seen: dict[int, int] = {}
+    pages = _Pages(e.page_size)
     for b, row in enumerate(e.batch_idx or ()):
         _entry(f"cache_batch_idx[{b}]", row, 0, e.cache_batch - 1, "a row of k_cache")
         if e.appended and seen.setdefault(row, b) != b:
@@ -185,10 +201,14 @@ def check_entries(e: Entries) -> None:
         room = f"with {e.appended} new keys, the cache holds {e.capacity}"
         _entry(f"cache_seqlens[{b}]", length, 0, e.capacity - e.appended, room)
         padding = e.leftpad[b] if e.leftpad else 0
-        _entry(f"cache_leftpad[{b}]", padding, 0, length, f"cache_seqlens[{b}] is {length}")
+        if e.appended:  # behind the padding; else a row that is nothing but padding has no keys
+            _entry(f"cache_leftpad[{b}]", padding, 0, length, f"cache_seqlens[{b}] is {length}")
+        _entry(f"cache_leftpad[{b}]", padding, 0, e.capacity, "the keys of a row of the cache")
         if e.table is not None:
             for i in range(padding // e.page_size, -(-(length + e.appended) // e.page_size)):
                 _entry(f"block_table[{b}, {i}]", e.table[b][i], 0, e.pages - 1, "a page of k_cache")
+            if e.appended:
+                pages.write(b, e.table[b], length, length + e.appended)
         if e.rotated and length + e.rotated > e.rotary_rows:
             raise ValueError(
                 f"rotary_cos has {e.rotary_rows} rows, but must have {length + e.rotated}: "
@@ -222,7 +242,8 @@ def attention_with_kvcache(
             without k): the caches are full.
         cache_batch_idx: [B] int: sequence b uses row ``cache_batch_idx[b]`` of the caches.
         cache_leftpad: [B] int: first key of each sequence; those before it are not seen.
-        block_table: [B, pages of a sequence] int: page of each run of page_size keys.
+        block_table: [B, pages of a sequence] int: page of each run of page_size keys. Sequences may
+            share pages, but each new key goes to a row of its own.
         rotary_cos, rotary_sin: [positions, rotary_dim / 2] in q's dtype; need k. Row r of k is
             rotated at ``cache_seqlens[b] + r``; so is row r of q if causal or a window is given,
             otherwise all of its rows are rotated at ``cache_seqlens[b]``.

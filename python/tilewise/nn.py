@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,11 +13,13 @@ from ._check import Window
 from .api import attention
 from .kvcache import attention_with_kvcache
 
+Device: TypeAlias = torch.device | str | int | None
+
 
 class FlashAttention(torch.nn.Module):
     """Attention of given queries, keys and values, with a softmax scale that can be learned.
 
-    The only parameter is ``scale`` (float32, no dimensions), which multiplies q.k and starts at
+    The only parameter is ``scale`` (no dimensions), which multiplies q.k and starts at
     1 / sqrt(head_dim); ``learnable_scale=False`` makes it a constant.
 
     Args:
@@ -30,6 +33,8 @@ class FlashAttention(torch.nn.Module):
         learnable_scale: Whether the scale is a parameter.
         deterministic: Bitwise equal results for equal inputs.
         tf32: Let a GPU round float32 operands to TF32.
+        device: Of the scale, when it is a parameter; None is PyTorch's default.
+        dtype: Likewise; attention computes with it in float32.
     """
 
     scale: Tensor | float
@@ -38,7 +43,7 @@ class FlashAttention(torch.nn.Module):
         self, head_dim: int, *, causal: bool = False, window: Window = (None, None),
         softcap: float = 0.0, dropout_p: float = 0.0, layout: str = "bhsd",
         scale: float | None = None, learnable_scale: bool = True, deterministic: bool = False,
-        tf32: bool = False,
+        tf32: bool = False, device: Device = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if not 1 <= _check.integer("head_dim", head_dim, "an integer") <= _check.MAX_HEAD_DIM:
@@ -50,8 +55,10 @@ class FlashAttention(torch.nn.Module):
         self.softcap, self.dropout_p = _check.softcap(softcap), _check.dropout(dropout_p)
         self.deterministic, self.tf32 = deterministic, tf32
         self._start = head_dim**-0.5 if scale is None else _check.scale_number(scale)
-        start = torch.tensor(self._start) if learnable_scale else self._start
-        self.scale = torch.nn.Parameter(start) if isinstance(start, Tensor) else start
+        self.scale = self._start
+        if learnable_scale:
+            start = torch.tensor(self._start, device=device, dtype=dtype)
+            self.scale = torch.nn.Parameter(start)
 
     def reset_parameters(self) -> None:
         """The scale that the module began with; of one made on "meta", after ``to_empty``."""
@@ -64,7 +71,7 @@ class FlashAttention(torch.nn.Module):
         alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Attention in the module's layout; see ``tilewise.attention`` for shapes and errors."""
-        if q.shape[-1] != self.head_dim:
+        if _check_tensor("q", q).shape[-1] != self.head_dim:
             raise ValueError(f"q has head dimension {q.shape[-1]}, but must have {self.head_dim}")
         return attention(
             q, k, v, causal=self.causal, window=self.window, scale=self.scale,
@@ -76,8 +83,18 @@ class FlashAttention(torch.nn.Module):
     def extra_repr(self) -> str:
         return (
             f"head_dim={self.head_dim}, causal={self.causal}, window={self.window}, "
-            f"softcap={self.softcap}, dropout_p={self.dropout_p}, layout={self.layout!r}"
+            f"softcap={self.softcap}, dropout_p={self.dropout_p}, layout={self.layout!r}, "
+            f"learnable_scale={isinstance(self.scale, Tensor)}"
         )
+
+
+def _check_tensor(name: str, tensor: Tensor) -> Tensor:
+    """The tensor, if it is one that has columns."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}, but must be a torch.Tensor")
+    if tensor.dim() == 0:
+        raise ValueError(f"{name} has shape [], but must have columns")
+    return tensor
 
 
 @dataclass
@@ -104,19 +121,26 @@ class RotaryEmbedding(torch.nn.Module):
         head_dim: Even.
         max_positions: Rows of the tables of cosines and sines.
         base: Wavelengths run from 2 pi to 2 pi * base.
+        device: Of the tables, which are float32 in a module of any dtype; None is PyTorch's
+            default.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, head_dim: int, max_positions: int, base: float = 10000.0) -> None:
+    def __init__(
+        self, head_dim: int, max_positions: int, base: float = 10000.0, *, device: Device = None
+    ) -> None:
         super().__init__()
-        if head_dim % 2 != 0:
+        if _check.count("head_dim", head_dim) % 2 != 0:
             raise ValueError(f"head_dim is {head_dim}, but must be even for rotary embedding")
+        _check.count("max_positions", max_positions, 0)
+        _check.positive("base", base)
         self.head_dim, self.base = head_dim, base
-        # Recomputed from the arguments, so not part of a checkpoint.
-        self.register_buffer("cos", torch.empty(max_positions, head_dim // 2), persistent=False)
-        self.register_buffer("sin", torch.empty(max_positions, head_dim // 2), persistent=False)
+        for name in ("cos", "sin"):
+            table = torch.empty(max_positions, head_dim // 2, device=device, dtype=torch.float32)
+            # Recomputed from the arguments, so not part of a checkpoint.
+            self.register_buffer(name, table, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -157,6 +181,8 @@ class MultiheadAttention(torch.nn.Module):
         sinks: Whether each head learns a logit that takes part in its softmax.
         rotary_base: Base of the rotary embedding, or None for no rotary embedding.
         max_positions: Longest sequence of the rotary embedding.
+        device: Of parameters and buffers; None is PyTorch's default.
+        dtype: Of the parameters; likewise.
     """
 
     def __init__(
@@ -164,10 +190,16 @@ class MultiheadAttention(torch.nn.Module):
         head_dim: int | None = None, bias: bool = False, causal: bool = True,
         window: Window = (None, None), softcap: float = 0.0, dropout_p: float = 0.0,
         sinks: bool = False, rotary_base: float | None = None, max_positions: int = 4096,
+        device: Device = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or kv_heads < 1 or num_heads % kv_heads != 0:
+        made: dict[str, Any] = dict(device=device, dtype=dtype)
+        _check.count("embed_dim", embed_dim)
+        _check.count("num_heads", num_heads)
+        kv_heads = num_heads
+        if num_kv_heads is not None:
+            kv_heads = _check.count("num_kv_heads", num_kv_heads)
+        if num_heads % kv_heads != 0:
             raise ValueError(
                 f"num_heads is {num_heads} and num_kv_heads {kv_heads}, but num_heads must be a "
                 "positive multiple of num_kv_heads"
@@ -185,14 +217,15 @@ class MultiheadAttention(torch.nn.Module):
         _check.window_bounds(causal, window)
         self.causal, self.window = causal, window
         self.softcap, self.dropout_p = _check.softcap(softcap), _check.dropout(dropout_p)
-        self.q_proj = torch.nn.Linear(embed_dim, num_heads * self.head_dim, bias=bias)
-        self.k_proj = torch.nn.Linear(embed_dim, kv_heads * self.head_dim, bias=bias)
-        self.v_proj = torch.nn.Linear(embed_dim, kv_heads * self.head_dim, bias=bias)
-        self.out_proj = torch.nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias)
-        self.sinks = torch.nn.Parameter(torch.zeros(num_heads)) if sinks else None
+        self.q_proj = torch.nn.Linear(embed_dim, num_heads * self.head_dim, bias=bias, **made)
+        self.k_proj = torch.nn.Linear(embed_dim, kv_heads * self.head_dim, bias=bias, **made)
+        self.v_proj = torch.nn.Linear(embed_dim, kv_heads * self.head_dim, bias=bias, **made)
+        self.out_proj = torch.nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias, **made)
+        self.sinks = torch.nn.Parameter(torch.zeros(num_heads, **made)) if sinks else None
         self.rotary = None
         if rotary_base is not None:
-            self.rotary = RotaryEmbedding(self.head_dim, max_positions, rotary_base)
+            _check.positive("rotary_base", rotary_base)
+            self.rotary = RotaryEmbedding(self.head_dim, max_positions, rotary_base, device=device)
 
     def reset_parameters(self) -> None:
         """Draws the projections anew, makes sinks 0 and computes the rotary tables.
@@ -220,10 +253,12 @@ class MultiheadAttention(torch.nn.Module):
 
         Raises:
             ValueError: x has another shape, does not fit into the cache, is longer than the rotary
-                embedding, or there is a cache and the module is not causal.
+                embedding, or there is a cache and the module is not causal, or trains with dropout.
         """
         columns = self.q_proj.in_features
-        _check.shape("x", x, (None, None, columns), "[batch, seqlen, embed_dim]")
+        _check.shape(
+            "x", _check_tensor("x", x), (None, None, columns), "[batch, seqlen, embed_dim]"
+        )
         batch, rows = x.shape[:2]
         q = self.q_proj(x).view(batch, rows, self.num_heads, self.head_dim)
         k = self.k_proj(x).view(batch, rows, self.num_kv_heads, self.head_dim)
@@ -242,6 +277,11 @@ class MultiheadAttention(torch.nn.Module):
     def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache) -> Tensor:
         if not self.causal:
             raise ValueError("a cache is given, but generation needs a module with causal=True")
+        if self.training and self.dropout_p > 0.0:
+            raise ValueError(
+                f"a cache is given to a module that trains with dropout_p {self.dropout_p}, but "
+                "nothing is dropped from a cache: call eval() first"
+            )
         length = cache.length + q.shape[1]
         if length > cache.capacity:
             raise ValueError(

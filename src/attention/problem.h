@@ -11,6 +11,9 @@
 
 namespace tilewise {
 
+// The largest head dimension, of q and k and of v.
+inline constexpr int64_t kMaxHeadDim = 512;
+
 // After `normalise`: head_dim_v and kv_batch are set, every size has been checked to fit.
 using Problem = tilewise_attention;
 using Gradients = tilewise_gradients;

@@ -3,6 +3,7 @@
 #include <cstdio>
 
 #include "base/parallel.h"
+#include "base/size.h"
 #include "capi/validate.h"
 #include "capi/versioned.h"
 #include "capi/views.h"
@@ -37,13 +38,32 @@ dispatch::Device device_of(const Problem& p, int32_t threads) {
   return dispatch::this_cpu(threads);
 }
 
-// What the GPU has found in an index array is the caller's mistake, not the library's.
+// What the check on a GPU refuses is the caller's mistake, not the library's.
 template <class Launch>
 void on_gpu(const Launch& launch) {
   try {
     launch();
-  } catch (const cuda::InvalidEntry& entry) {
-    refuse(TILEWISE_INVALID_ARGUMENT, entry.what());
+  } catch (const cuda::InvalidArgument& argument) {
+    refuse(TILEWISE_INVALID_ARGUMENT, argument.what());
+  }
+}
+
+// Sizes that are allowed one by one may be too much together.
+template <class... Parts>
+[[noreturn]] void refuse_sizes(tilewise_status status, const Problem& p, const Parts&... what) {
+  refuse(status, "batch ", p.batch, ", seqlen_q ", p.seqlen_q, ", keys ", key_capacity(p),
+         ", heads_q ", p.heads_q, ", heads_kv ", p.heads_kv, " and num_splits ", p.num_splits,
+         " together take ", what...);
+}
+
+void check_extent(const dispatch::Decision& decision, const Problem& p) {
+  if (decision.on_gpu() && !decision.cuda.can_be_launched()) {
+    refuse_sizes(TILEWISE_UNSUPPORTED, p, decision.cuda.grid, " blocks of a GPU: at most ",
+                 cuda::Plan::kMostBlocks, " are allowed");
+  }
+  if (!Size(decision.workspace_bytes()).fits()) {
+    refuse_sizes(TILEWISE_INVALID_ARGUMENT, p, "a workspace of more than the allowed ", Size::kMost,
+                 " bytes");
   }
 }
 
@@ -53,6 +73,7 @@ dispatch::Decision decide(const Problem& p, const Gradients* gradients,
   dispatch::Decision decision = dispatch::plan(p, gradients, device);
   if (decision.status != TILEWISE_OK)
     refuse(decision.status, dispatch::explain(decision, p, gradients, device));
+  check_extent(decision, p);
   return decision;
 }
 
@@ -160,8 +181,10 @@ tilewise_status tilewise_append_kv(const tilewise_kv_append* append) {
     const tilewise_kv_append validated = capi::validated_append(append);
     if (validated.device == TILEWISE_CUDA) {
       capi::gpu_of(validated.device_index);
-      if (validated.check != 0) capi::check_entries_of_gpu(validated);
-      cuda::append_kv(validated);
+      capi::on_gpu([&] {
+        if (validated.check != 0) capi::check_entries_of_gpu(validated);
+        cuda::append_kv(validated);
+      });
     } else {
       cpu::append_kv(validated, make_parallel(validated.parallel));
     }

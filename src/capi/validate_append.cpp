@@ -1,3 +1,5 @@
+#include <algorithm>
+#include <tuple>
 #include <vector>
 
 #include "capi/validate.h"
@@ -10,8 +12,6 @@ namespace tilewise::capi {
 namespace {
 
 using Append = tilewise_kv_append;
-
-constexpr int64_t kMaxHeadDim = 512;
 
 int64_t capacity(const Append& a) {
   return a.block_table != nullptr ? a.block_table_width * a.page_size : a.seqlen_k;
@@ -162,6 +162,42 @@ void check_index_pointers(const Append& a) {
   check_aligned("v_descale", a.v_descale, 4);
 }
 
+// New keys of a sequence in a page.
+struct Written {
+  int32_t page;
+  Range rows;
+  int64_t sequence;
+  int64_t index;  // of block_table
+};
+
+void add_pages(std::vector<Written>& written, const Append& a, int64_t b, Range keys) {
+  if (keys.empty()) return;
+  for (int64_t i = keys.begin / a.page_size; i * a.page_size < keys.end; ++i) {
+    const int64_t first = i * a.page_size;
+    const Range rows = intersect(keys, {first, first + a.page_size});
+    written.push_back({a.block_table[b * a.block_table_stride + i],
+                       {rows.begin - first, rows.end - first},
+                       b,
+                       i});
+  }
+}
+
+// Sequences may share pages, but no row of them is written twice.
+void check_written_once(std::vector<Written>& written) {
+  std::sort(written.begin(), written.end(), [](const Written& x, const Written& y) {
+    return std::tie(x.page, x.rows.begin, x.sequence, x.index) <
+           std::tie(y.page, y.rows.begin, y.sequence, y.index);
+  });
+  for (std::size_t i = 1; i < written.size(); ++i) {
+    const Written& x = written[i - 1];
+    const Written& y = written[i];
+    require(x.page != y.page || x.rows.end <= y.rows.begin, "block_table[", y.sequence, ", ",
+            y.index, "] is ", y.page, " as block_table[", x.sequence, ", ", x.index,
+            "] is, and both are to hold a new key in row ", y.rows.begin,
+            " of that page: every new key needs a row of its own");
+  }
+}
+
 // Of index arrays in the memory of the CPU.
 void check_entries(const Append& a) {
   if (a.kv_batch_idx != nullptr) {
@@ -174,6 +210,7 @@ void check_entries(const Append& a) {
   if (a.cu_seqlens_new != nullptr) {
     check_cu_seqlens("cu_seqlens_new", a.cu_seqlens_new, a.batch, a.seqlen_new, "seqlen_new");
   }
+  std::vector<Written> written;
   for (int64_t b = 0; b < a.batch; ++b) {
     const int64_t before = a.cache_seqlens != nullptr ? a.cache_seqlens[b] : 0;
     const int64_t rows = appends(a) ? rows_of(a.cu_seqlens_new, a.seqlen_new, b) : 0;
@@ -187,9 +224,11 @@ void check_entries(const Append& a) {
     if (a.block_table != nullptr) {
       check_pages(a.block_table, a.block_table_stride, b, {before, before + rows}, a.page_size,
                   a.pages);
+      add_pages(written, a, b, {before, before + rows});
     }
     check_positions(a, b, rows);
   }
+  check_written_once(written);
 }
 
 }  // namespace

@@ -11,7 +11,6 @@
 namespace tilewise::capi {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 512;
 constexpr int64_t kMaxSplits = 256;
 constexpr int64_t kMaxThreads = 65536;
 

@@ -11,7 +11,6 @@
 namespace tilewise::cpu {
 namespace {
 
-constexpr int64_t max_head_dim = 512;
 // Copying is bound by memory: below about this many elements waking a thread costs more than it
 // saves.
 constexpr int64_t elements_per_task = 16384;
@@ -68,8 +67,8 @@ class RowCursor {
 
 // cos and sin of one position, converted once for all heads.
 struct Rotation {
-  float cosine[max_head_dim / 2];
-  float sine[max_head_dim / 2];
+  float cosine[kMaxHeadDim / 2];
+  float sine[kMaxHeadDim / 2];
 
   template <class T>
   void load(const tilewise_kv_append& a, int64_t position) {
@@ -89,7 +88,7 @@ struct Rotation {
 template <class T, class Y>
 void rotate_head(const T* x, Y* y, const Rotation& r, int64_t rotary_dim, bool interleaved,
                  float descale) {
-  float in[max_head_dim], out[max_head_dim];
+  float in[kMaxHeadDim], out[kMaxHeadDim];
   const int64_t half = rotary_dim / 2;
   for (int64_t i = 0; i < rotary_dim; ++i) in[i] = to_float(x[i]);
   if (interleaved) {

@@ -13,7 +13,6 @@ namespace tilewise::cpu {
 enum class Isa : int32_t { portable, avx2, avx512, avx512_bf16, amx };
 inline constexpr std::array<const char*, 5> kIsaNames = {"portable", "avx2", "avx512",
                                                          "avx512_bf16", "amx"};
-inline constexpr int64_t kMaxHeadDim = 512;
 
 // Whether this build has code for it, and whether this machine (CPUID, and XGETBV for the operating
 // system's share) runs it. AMX asks Linux for permission once.

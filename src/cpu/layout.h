@@ -64,16 +64,16 @@ struct ForwardLayout {
       : scratch_bytes(measure(p, shape, plan.isa)),
         packed_units(packed_tile_units(shape, p)),
         partial_rows(min<int64_t>(plan.tile_q, max(int64_t{1}, p.seqlen_q * group_size(p)))) {
-    scratch = arena.take<char>(scratch_bytes * plan.threads);
+    scratch = arena.take<char>(Size(scratch_bytes) * plan.threads);
     first_tile = arena.take<int64_t>(p.batch + 1);
     first_key_tile = arena.take<int64_t>(p.batch + 1);
     const bool once = packs_once(p, shape, plan.tile_q);
-    const int64_t tiles = once ? key_tiles(p, shape.tile_k) * p.heads_kv : 0;
+    const Size tiles = once ? Size(key_tiles(p, shape.tile_k)) * p.heads_kv : Size(0);
     packed = once ? arena.take<uint32_t>(tiles * packed_units) : nullptr;
     nonfinite = once ? arena.take<int32_t>(tiles) : nullptr;
     const int64_t partial_tiles = plan.rule.least > 0 ? p.batch : query_tiles(p, plan.tile_q);
-    const int64_t partials =
-        plan.splits == 1 ? 0 : partial_tiles * p.heads_kv * plan.splits * partial_rows;
+    const Size partials =
+        plan.splits == 1 ? Size(0) : Size(partial_tiles) * p.heads_kv * plan.splits * partial_rows;
     partial_out = arena.take<float>(partials * p.head_dim_v);
     partial_lse = arena.take<float>(partials);
   }
@@ -103,9 +103,9 @@ struct BackwardLayout {
   BackwardLayout(const Problem& p, const Gradients& g, const Shape& shape, const Plan& plan,
                  Arena& arena)
       : scratch_bytes(measure(p, shape)), dq_tile(shape.back_q * extent_of(shape, p.head_dim).m) {
-    scratch = arena.take<char>(scratch_bytes * plan.threads);
+    scratch = arena.take<char>(Size(scratch_bytes) * plan.threads);
     first_tile = arena.take<int64_t>(p.batch + 1);
-    const int64_t tiles = query_tiles(p, shape.back_q) * p.heads_kv;
+    const Size tiles = Size(query_tiles(p, shape.back_q)) * p.heads_kv;
     delta = arena.take<float>(tiles * shape.back_q);
     dsinks = g.dsinks != nullptr ? arena.take<float>(tiles * shape.back_q) : nullptr;
     const bool want_dq = g.dq.data != nullptr || g.dscale != nullptr;

@@ -17,6 +17,8 @@ struct Inventory;
 
 // How a launch is cut. A pure function of the problem, the family and the described GPU.
 struct Plan {
+  static constexpr int64_t kMostBlocks = INT32_MAX;  // of a grid
+
   Family family = Family::simt;
   Form form = Form::plain;
   int32_t architecture = 0;  // the tile table used: 75, 80, 86, 90, 120, 901; simt has none
@@ -39,7 +41,11 @@ struct Plan {
   TileOrder order{};                  // without its table
   int32_t tiles = 0;                  // of rows and heads
   int64_t blocks = 0;                 // of the main kernel
+  int64_t grid = 0;                   // blocks of the largest kernel
   bool counts_works = false;          // TmaForwardParams::counter
+
+  // Otherwise nothing else of the plan but the kernels is set.
+  bool can_be_launched() const { return grid <= kMostBlocks; }
 };
 
 // Whether this build has a kernel of the family for the problem on the described GPU.
@@ -51,8 +57,8 @@ Plan plan_forward(const Problem& problem, Family family, const Gpu& gpu);
 Plan plan_backward(const Problem& problem, const Gradients& gradients, Family family,
                    const Gpu& gpu);
 
-// What `check` found in an index array.
-struct InvalidEntry : Error {
+// What `check` refuses: an entry of an index array, or that it is asked for at all.
+struct InvalidArgument : Error {
   using Error::Error;
 };
 
@@ -63,7 +69,7 @@ void backward(const Problem& problem, const Gradients& gradients, const Plan& pl
               void* workspace);
 void append_kv(const tilewise_kv_append& append);
 
-// Copies an index array to the host, when what is on the stream is done.
+// For `check`: copies an index array to the host, when what is on the stream is done.
 void read_entries(int32_t* to, const int32_t* from, int64_t count, int32_t device_index,
                   void* stream);
 

@@ -2,7 +2,7 @@
 // operands (Ootomo & Yokota, arXiv 2203.03341); Tf32 is one product, for callers who ask for it.
 #pragma once
 
-#include "base/half.h"
+#include "base/float8.h"
 #include "base/platform.h"
 #include "tilewise/tilewise.h"
 
@@ -30,6 +30,17 @@ struct Tf32 {
   using Storage = float;
   static constexpr int32_t kDtype = TILEWISE_FLOAT32;
   static constexpr int kBytes = 4;
+};
+// Of keys and values alone: a kernel multiplies them as F16.
+struct E4M3 {
+  using Storage = Float8;
+  static constexpr int32_t kDtype = TILEWISE_FLOAT8_E4M3;
+  static constexpr int kBytes = 1;
+};
+
+// 16 bits in memory, of which a kernel learns when it runs whether they are F16 or BF16.
+struct EitherHalf {
+  uint16_t bits;
 };
 
 }  // namespace tilewise::cuda

@@ -74,9 +74,17 @@ std::string sentence(const common::CheckReport& r, const Problem& p) {
   return "an index array holds an entry that is not allowed";
 }
 
+// Before anything of the check is launched: it would become a part of the graph.
+void refuse_capture(Stream stream) {
+  if (!is_captured(stream)) return;
+  throw InvalidArgument(
+      "check is 1 while the stream is being captured: it waits for the GPU, 0 is allowed");
+}
+
 }  // namespace
 
 void check_entries(const Problem& p, const Gradients* g, void* report) {
+  refuse_capture(p.stream);
   common::CheckParams params;
   params.problem = p;
   if (g != nullptr) params.gradients = *g;
@@ -84,7 +92,7 @@ void check_entries(const Problem& p, const Gradients* g, void* report) {
   launch(common::check_kernel(), common::kCheckBlocks, p.stream, params);
   common::CheckReport found{};
   read_back(&found, report, sizeof(found), p.stream);
-  if (found.fault != Fault::none) throw InvalidEntry(sentence(found, p));
+  if (found.fault != Fault::none) throw InvalidArgument(sentence(found, p));
 }
 
 void prepare(common::PrepareParams& params, Stream stream) {
@@ -100,6 +108,7 @@ int64_t second_blocks(const Flags& flags, const Tile& tile, int32_t device_index
 void read_entries(int32_t* to, const int32_t* from, int64_t count, int32_t device_index,
                   void* stream) {
   const DeviceScope scope(device_index);
+  refuse_capture(stream);
   read_back(to, from, count * static_cast<int64_t>(sizeof(int32_t)), stream);
 }
 

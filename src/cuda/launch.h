@@ -7,7 +7,7 @@
 
 namespace tilewise::cuda {
 
-// Reads the index arrays on the GPU and waits for the answer; a fault is thrown as InvalidEntry.
+// Reads the index arrays on the GPU and waits for the answer; a fault is thrown as InvalidArgument.
 // `report` lies in the workspace; `g` is null for the forward.
 void check_entries(const Problem& p, const Gradients* g, void* report);
 

@@ -1,7 +1,5 @@
 // The launches of a backward: [index check] [prepare] row statistics, keys, rows [second pass]
 // [dbias] [dsinks] [sums].
-#include <string>
-
 #include "cuda/common/kernels.h"
 #include "cuda/launch.h"
 #include "cuda/plan.h"
@@ -49,9 +47,6 @@ void prepare_all(const Problem& p, const Gradients& g, const Plan& plan,
 void launch_wgmma(const Problem& p, const Gradients& g, const Plan& plan,
                   const BackwardParams& main) {
   const int32_t cluster = plan.unit->backward_tile.cluster;
-  if (plan.blocks * cluster > INT32_MAX)
-    throw Error(std::to_string(plan.blocks) + " key tiles: at most " +
-                std::to_string(INT32_MAX / cluster) + " are allowed");
   TmaBackwardParams params;
   static_cast<BackwardParams&>(params) = main;
   params.q = map_of_rows(p, p.q, p.head_dim, plan.tile_q);

@@ -47,9 +47,6 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPiece
 void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& main,
                        int32_t* counter, int32_t* before) {
   constexpr int32_t kRowsOfWarpgroup = 64;
-  if (plan.blocks > INT32_MAX) {
-    throw Error(std::to_string(plan.blocks) + " tiles: at most 2147483647 are allowed");
-  }
   TmaForwardParams params;
   static_cast<ForwardParams&>(params) = main;
   params.q = map_of_rows(p, p.q, p.head_dim, kRowsOfWarpgroup);

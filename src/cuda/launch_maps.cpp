@@ -1,5 +1,6 @@
 // How TMA reads the tensors of a problem.
 #include "cuda/launch.h"
+#include "cuda/plan_shape.h"
 
 namespace tilewise::cuda {
 namespace {
@@ -11,9 +12,9 @@ struct Sizes {
 };
 
 // A size of 0 becomes 1: such a map is never read, but the driver has to accept it.
-TensorMap map_of(const Problem& p, const tilewise_tensor& view, const Sizes& sizes, int64_t columns,
-                 int32_t box_rows) {
-  constexpr int64_t kUnusedStride = 8;
+TensorMap map_of(const Problem& p, const tilewise_tensor& view, const Sizes& sizes,
+                 int64_t element_bytes, int64_t columns, int32_t box_rows) {
+  constexpr int64_t kUnusedStride = 16;
   const auto stride = [](int64_t size, int64_t x) { return size > 1 ? x : kUnusedStride; };
   TensorMapShape shape;
   for (const void* data : {view.data, p.q.data, p.k.data}) {
@@ -27,6 +28,7 @@ TensorMap map_of(const Problem& p, const tilewise_tensor& view, const Sizes& siz
   shape.stride_row = stride(sizes.rows, view.stride_row);
   shape.stride_head = stride(sizes.heads, view.stride_head);
   shape.stride_slot = stride(sizes.slots, view.stride_batch);
+  shape.element_bytes = static_cast<int32_t>(element_bytes);
   shape.dtype = p.dtype;
   shape.box_rows = box_rows;
   TensorMap map;
@@ -39,20 +41,20 @@ TensorMap map_of(const Problem& p, const tilewise_tensor& view, const Sizes& siz
 TensorMap map_of_rows(const Problem& p, const tilewise_tensor& view, int64_t columns,
                       int32_t box_rows) {
   const int64_t slots = p.cu_seqlens_q != nullptr ? 1 : p.batch;
-  return map_of(p, view, {slots, p.seqlen_q, p.heads_q}, columns, box_rows);
+  return map_of(p, view, {slots, p.seqlen_q, p.heads_q}, element_bytes(p), columns, box_rows);
 }
 
 TensorMap map_of_keys(const Problem& p, const tilewise_tensor& view, int64_t columns,
                       int32_t box_rows) {
   if (p.block_table != nullptr) return {};
   const int64_t slots = p.cu_seqlens_k != nullptr ? 1 : p.kv_batch;
-  return map_of(p, view, {slots, p.seqlen_k, p.heads_kv}, columns, box_rows);
+  return map_of(p, view, {slots, p.seqlen_k, p.heads_kv}, key_bytes(p), columns, box_rows);
 }
 
 TensorMap map_of_pages(const Problem& p, const tilewise_tensor& view, int64_t columns,
                        int32_t key_tile) {
   const auto box_rows = static_cast<int32_t>(min<int64_t>(p.page_size, key_tile));
-  return map_of(p, view, {p.pages, p.page_size, p.heads_kv}, columns, box_rows);
+  return map_of(p, view, {p.pages, p.page_size, p.heads_kv}, key_bytes(p), columns, box_rows);
 }
 
 }  // namespace tilewise::cuda

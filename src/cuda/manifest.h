@@ -6,6 +6,7 @@
 #include <array>
 #include <cstdint>
 
+#include "attention/problem.h"
 #include "cuda/arch/tables.h"
 
 namespace tilewise::cuda {
@@ -13,7 +14,8 @@ namespace tilewise::cuda {
 // Head-dim tiles: a problem takes the first one that holds both of its head dimensions.
 inline constexpr std::array kHalfHeadDims = {64, 96, 128, 192, 256};  // F16, BF16
 inline constexpr std::array kFloatHeadDims = {64, 128, 256};          // F32, Tf32
-inline constexpr int kSimtMaxHeadDim = 512;
+inline constexpr std::array kFloat8HeadDims = {64, 128, 256};         // E4M3
+inline constexpr std::array kSimtHeadDims = {64, 128, 256, static_cast<int>(kMaxHeadDim)};
 // wgmma, F16 and BF16: of q and k, and of v.
 struct HeadDims {
   int qk;
@@ -39,6 +41,7 @@ constexpr void for_each_unit(Visit&& visit) {
       visit(Unit{"mma_sync", arch, "F16", d, d});
       if (!turing) visit(Unit{"mma_sync", arch, "BF16", d, d});
     }
+    for (int d : kFloat8HeadDims) visit(Unit{"mma_sync", arch, "E4M3", d, d});
     for (int d : kFloatHeadDims) {
       if (turing) continue;
       visit(Unit{"mma_sync", arch, "F32", d, d});
@@ -49,7 +52,7 @@ constexpr void for_each_unit(Visit&& visit) {
     for (HeadDims d : kWgmmaHeadDims) visit(Unit{"wgmma", "Sm90a", element, d.qk, d.v});
   }
   for (const char* element : {"F16", "BF16", "F32"}) {
-    for (int d : {64, 128, 256, 512}) visit(Unit{"simt", "", element, d, d});
+    for (int d : kSimtHeadDims) visit(Unit{"simt", "", element, d, d});
   }
 }
 

@@ -39,9 +39,9 @@ struct TileOrder {
 
   // Of dense problems.
   void walk_together(int64_t couples_of_section) {
-    const int32_t couples = heads * sequences;
-    section = static_cast<int32_t>(clamp(couples_of_section, 1, max(1, couples)));
-    const int32_t left = couples % section;
+    const int64_t couples = int64_t{heads} * sequences;  // of rows or keys, or of none
+    section = static_cast<int32_t>(clamp(couples_of_section, 1, clamp(couples, 1, INT32_MAX)));
+    const auto left = static_cast<int32_t>(couples % section);
     last_section = left == 0 ? static_cast<int32_t>(section) : left;
   }
 

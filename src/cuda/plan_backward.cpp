@@ -1,5 +1,6 @@
 // How a backward is cut: order of the key tiles, workspace.
 #include "cuda/common/check.h"
+#include "cuda/common/dbias.h"
 #include "cuda/common/sums.h"
 #include "cuda/plan.h"
 #include "cuda/plan_shape.h"
@@ -62,6 +63,14 @@ TileOrder choose_order(const Problem& p, const Plan& plan, const Gpu& gpu) {
   return order;
 }
 
+// Of the kernels of keys, of rows, and of wgmma a bound of the one that is for both.
+int64_t largest_grid(const Problem& p, const Gradients& g, const Plan& plan) {
+  const Size keys = Size(plan.blocks) * plan.unit->backward_tile.cluster;
+  const Size rows = Size(row_blocks(p, plan)) * plan.unit->prepare_parts;
+  const Size both = plan.family == Family::wgmma ? keys + rows : max(keys.value(), rows.value());
+  return max(both.value(), common::dbias_blocks(p, g));
+}
+
 }  // namespace
 
 Plan plan_backward(const Problem& p, const Gradients& g, Family family, const Gpu& gpu,
@@ -77,8 +86,10 @@ Plan plan_backward(const Problem& p, const Gradients& g, Family family, const Gp
   plan.tile_q = unit.backward_tile.rows;
   plan.tile_k = unit.backward_tile.keys;
   plan.order = choose_order(p, plan, gpu);
-  plan.blocks =
-      plan.order.heads * most_tiles(ragged_keys(p), p.seqlen_k, most_keys(p), p.batch, plan.tile_k);
+  const Size tiles = most_tiles(ragged_keys(p), p.seqlen_k, most_keys(p), p.batch, plan.tile_k);
+  plan.blocks = (tiles * p.heads_kv).value();
+  plan.grid = largest_grid(p, g, plan);
+  if (!plan.can_be_launched()) return plan;
   if (family != Family::simt && may_spoil(p))
     plan.second = find_backward(p, &g, Family::simt, gpu, inside);
   plan.workspace_bytes = backward_pieces(p, g, plan).bytes;
@@ -107,9 +118,10 @@ BackwardPieces backward_pieces(const Problem& p, const Gradients& g, const Plan&
   pieces.row_delta = workspace.take<float>(rows);
   if (plan.family != Family::simt) {
     pieces.row_lse = workspace.take<float>(rows);
-    pieces.dq_sum = workspace.take<float>(rows * plan.head_dim);
+    pieces.dq_sum = workspace.take<float>(Size(rows) * plan.head_dim);
     if (plan.family == Family::wgmma) {
-      pieces.records = workspace.take<KeyRecord>(plan.blocks * plan.unit->backward_tile.cluster);
+      pieces.records =
+          workspace.take<KeyRecord>(Size(plan.blocks) * plan.unit->backward_tile.cluster);
       // The blocks of a cluster start together. Those of deterministic sums wait for earlier ones,
       // which a block that goes on to a second piece might keep from being started.
       const bool persistent = plan.unit->persistent_backward && p.deterministic == 0;
@@ -119,7 +131,7 @@ BackwardPieces backward_pieces(const Problem& p, const Gradients& g, const Plan&
   }
   if (g.dscale != nullptr) pieces.dscale_parts = workspace.take<float>(row_tiles);
   if (g.dsinks != nullptr)
-    pieces.dsinks_parts = workspace.take<double>(p.heads_q * common::dsinks_chunks(p));
+    pieces.dsinks_parts = workspace.take<double>(Size(p.heads_q) * common::dsinks_chunks(p));
   pieces.bytes = workspace.bytes();
   return pieces;
 }

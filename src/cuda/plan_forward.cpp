@@ -14,9 +14,10 @@ constexpr int64_t kLeastSection = 16;
 
 // A split pays a pass over partial results, so a tile of rows has to have work for it.
 constexpr int64_t kMostSplits = 128;
-constexpr int64_t kKeysOfSplit = 256;         // few rows: the time is that of reading the keys,
-constexpr int64_t kKeysOfSplitOfWarp = 64;    // by blocks of a warp that of a few of them
-constexpr int64_t kKeysOfSplitOfTile = 1024;  // whole tiles of rows: that of the products
+constexpr int64_t kKeysOfSplit = 256;          // few rows: the time is that of reading the keys,
+constexpr int64_t kKeysOfSplitOfWarp = 64;     // by blocks of a warp that of a few of them,
+constexpr int64_t kKeysOfSplitOfFloat8 = 128;  // of as many bytes
+constexpr int64_t kKeysOfSplitOfTile = 1024;   // whole tiles of rows: that of the products
 
 // Short sequences leave a tile of one head nearly empty: all heads of a group then share it.
 int32_t choose_pack(const Problem& p, int64_t tile) {
@@ -39,8 +40,7 @@ TileOrder choose_order(const Problem& p, const Gpu& gpu, int64_t tile, int32_t p
   order.heads = static_cast<int32_t>(p.heads_q / pack);
   order.sequences = static_cast<int32_t>(p.batch);
   order.longest_first = order.tiles > 1 ? longest_first(p) : 0;
-  const int64_t bytes = p.dtype == TILEWISE_FLOAT32 ? 4 : 2;
-  const int64_t keys_and_values = usual_keys(p) * (p.head_dim + p.head_dim_v) * bytes;
+  const int64_t keys_and_values = usual_keys(p) * (p.head_dim + p.head_dim_v) * key_bytes(p);
   const auto budget = static_cast<int64_t>(gpu.l2_bytes * kShareOfL2);
   const int64_t section = pairs_within(keys_and_values, budget) * group_size(p) / pack;
   if (order.longest_first != 0) order.walk_together(max(section, kLeastSection));
@@ -54,8 +54,11 @@ int64_t keys_of_tile(const Problem& p, int64_t rows) {
   return min(keys, min(keys, p.window_left) + min(keys, p.window_right) + rows);
 }
 
+bool reads_float8(const UnitTable& unit) { return unit.dtype == TILEWISE_FLOAT8_E4M3; }
+
 int64_t keys_of_split(const UnitTable& unit) {
-  return unit.forward_tile.rows > kDecodeRows ? kKeysOfSplit : kKeysOfSplitOfWarp;
+  if (unit.forward_tile.rows > kDecodeRows) return kKeysOfSplit;
+  return reads_float8(unit) ? kKeysOfSplitOfFloat8 : kKeysOfSplitOfWarp;
 }
 
 // Whether its kernels are those of decoding by boxes of TMA, all but the general one of which merge
@@ -89,7 +92,9 @@ bool are_better_merged(const Gpu& gpu, int64_t blocks, int64_t splits, int64_t k
          (splits == 2 || ceil_div(key_tiles, splits) <= kTilesOfBlock);
 }
 
-constexpr int64_t kReadersOfMultiprocessor = 2;
+// Blocks that read as fast as more of them. Of float8 a warp converts what it reads: for each byte
+// it takes three times the instructions (820 a tile of 64 keys and 128 columns, of 16 bits 557).
+int64_t readers_of_multiprocessor(const UnitTable& unit) { return reads_float8(unit) ? 3 : 2; }
 
 // Whether only the GPU knows the lengths of the batch.
 bool are_uneven(const Problem& p) {
@@ -97,12 +102,14 @@ bool are_uneven(const Problem& p) {
 }
 
 // Whether blocks alone on their multiprocessors read as fast as two of them: with a stage more in
-// their ring, where they have many tiles of keys, and no pages, which a warp spends more time on.
+// their ring, where they have many tiles of keys, and no pages or float8, which a warp spends more
+// time on.
 // (B8 with 8k keys: 67.2 -> 64.9 us, B16 with 2k keys and 64/8 heads, which is not split then, 36.8
 // -> 35.3; but B4 with 4k keys, 16 tiles each, 21.3 -> 21.9.) Where a second kernel combines parts
 // it takes more of them to see that.
 bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
-  if (plan.form != Form::boxes || p.num_splits > 0 || blocks == 0) return false;
+  if (plan.form != Form::boxes || p.num_splits > 0 || blocks == 0 || reads_float8(*plan.unit))
+    return false;
   const int64_t splits = gpu.multiprocessors / blocks;
   const int64_t tiles = ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k);
   return splits > 0 && ceil_div(tiles, splits) >= (are_uneven(p) && splits > 1 ? 64 : 24);
@@ -114,8 +121,9 @@ bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blo
 int64_t choose_splits_of_boxes(const Plan& plan, const Gpu& gpu, int64_t blocks,
                                int64_t key_tiles) {
   const int64_t all = gpu.multiprocessors;
-  if (blocks > all) return 1;
-  const int64_t readers = plan.alone ? 1 : kReadersOfMultiprocessor;
+  int64_t readers = readers_of_multiprocessor(*plan.unit);
+  if (blocks * 2 > all * readers) return 1;
+  if (plan.alone) readers = 1;
   const int64_t most = min(kMostSplits, readers * all / blocks);
   int64_t merged = min(most, kSmallCluster);
   if (blocks * merged * 8 < all * 7) merged = min(most_merged_splits(gpu), all / blocks);
@@ -201,7 +209,7 @@ EqualParts equal_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64
   const int64_t all = gpu.multiprocessors;
   const int64_t heads = max<int64_t>(1, blocks / p.batch);
   const bool merges = merges_parts(plan, gpu, blocks);
-  int64_t most = max(kReadersOfMultiprocessor * all / heads, p.batch) + p.batch;
+  int64_t most = max(readers_of_multiprocessor(*plan.unit) * all / heads, p.batch) + p.batch;
   if (merges || plan.alone) {
     const int64_t own = ceil_div(blocks, all);
     most = ((own + (own > 2 ? 2 : 1)) * all - 1) / heads;
@@ -270,6 +278,12 @@ bool merges_splits(const Problem& p, const Plan& plan, const Gpu& gpu) {
                            ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k));
 }
 
+// The main kernel's, or that of a second one with a block for each row of splits.
+int64_t largest_grid(const Problem& p, const Plan& plan) {
+  const bool by_rows = plan.splits > 1 && leaves_results(plan);
+  return by_rows ? max(plan.blocks, total_rows(p) * p.heads_q) : plan.blocks;
+}
+
 // Whether blocks take the works in rounds: causal ones, where lengths follow from the shape.
 bool deals_in_rounds(const Problem& p, const Plan& plan) {
   return plan.family == Family::wgmma && plan.order.longest_first != 0 && shape_says_all(p) &&
@@ -330,18 +344,22 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Invento
   plan.tile_q = unit.forward_tile.rows;
   plan.tile_k = unit.forward_tile.keys;
   plan.pack = choose_pack(p, plan.tile_q);
+  const Size tiles = most_tiles(ragged_rows(p), p.seqlen_q * plan.pack, most_rows(p) * plan.pack,
+                                p.batch, plan.tile_q);
+  const int64_t blocks = (tiles * (p.heads_q / plan.pack)).value();
+  plan.grid = blocks;
+  if (!plan.can_be_launched()) return plan;
   plan.order = choose_order(p, gpu, plan.tile_q, plan.pack);
-  const int64_t tiles = most_tiles(ragged_rows(p), p.seqlen_q * plan.pack, most_rows(p) * plan.pack,
-                                   p.batch, plan.tile_q);
-  const int64_t blocks = tiles * plan.order.heads;
   plan.alone = reads_alone(p, plan, gpu, blocks);
   plan.shares = share_last_round(p, plan, gpu, blocks);
   if (!plan.shares.any()) split(plan, p, gpu, blocks);
-  plan.tiles = static_cast<int32_t>(min<int64_t>(blocks, INT32_MAX));
+  plan.tiles = static_cast<int32_t>(blocks);
   plan.blocks =
       plan.parts.any() ? int64_t{plan.parts.most} * plan.order.heads : blocks * plan.splits;
   plan.order.splits = static_cast<int32_t>(plan.splits);
   if (merges_splits(p, plan, gpu)) plan.cluster = static_cast<int32_t>(plan.splits);
+  plan.grid = largest_grid(p, plan);
+  if (!plan.can_be_launched()) return plan;
   // wgmma's plain form is the lean one: instructions that a launch does not run cost it, too.
   const bool shared = plan.pack > 1 || plan.splits > 1;
   if (family == Family::wgmma && shared) plan.form = Form::general;
@@ -375,15 +393,16 @@ ForwardPieces forward_pieces(const Problem& p, const Plan& plan) {
     pieces.flags = workspace.take<uint8_t>(plan.blocks + (plan.parts.any() ? plan.tiles : 0));
   if (plan.merges_parts) pieces.arrivals = workspace.take<PartArrivals>(plan.tiles);
   if (plan.parts.any() || leaves_results(plan)) {
-    const int64_t rows = plan.shares.any()  ? int64_t{plan.shares.slots()} * plan.tile_q
-                         : plan.parts.any() ? plan.blocks * packed_rows(p, plan)
-                                            : plan.splits * partial_rows(p, plan.pitch) * p.heads_q;
+    const Size rows = plan.shares.any() ? Size(plan.shares.slots()) * plan.tile_q
+                      : plan.parts.any()
+                          ? Size(plan.blocks) * packed_rows(p, plan)
+                          : Size(partial_rows(p, plan.pitch)) * p.heads_q * plan.splits;
     // Who merges parts keeps lse behind the columns, of which there are those of the tile.
     const int64_t columns = plan.merges_parts   ? plan.head_dim + 4
                             : plan.shares.any() ? plan.shares.columns
                                                 : p.head_dim_v;
     pieces.partial_out = workspace.take<float>(rows * columns);
-    pieces.partial_lse = workspace.take<float>(plan.merges_parts ? 0 : rows);
+    pieces.partial_lse = workspace.take<float>(plan.merges_parts ? Size(0) : rows);
   }
   pieces.bytes = workspace.bytes();
   return pieces;

@@ -2,10 +2,17 @@
 #pragma once
 
 #include "attention/problem.h"
+#include "base/size.h"
 
 namespace tilewise::cuda {
 
 inline int64_t element_bytes(const Problem& p) { return p.dtype == TILEWISE_FLOAT32 ? 4 : 2; }
+
+// Of keys and values.
+inline int32_t key_dtype(const Problem& p) {
+  return p.kv_float8 != 0 ? TILEWISE_FLOAT8_E4M3 : p.dtype;
+}
+inline int64_t key_bytes(const Problem& p) { return p.kv_float8 != 0 ? 1 : element_bytes(p); }
 
 // Packed rows of a sequence up to which a problem is decoding: a tile of mma_sync's cut for it.
 inline constexpr int64_t kDecodeRows = 16;
@@ -35,11 +42,9 @@ inline int64_t usual_keys(const Problem& p) {
 }
 
 // Tiles of all sequences together, at most. Ragged: every sequence may end in a started tile.
-inline int64_t most_tiles(bool ragged, int64_t total, int64_t longest, int64_t batch,
-                          int64_t tile) {
-  int64_t alike = 0;
-  if (!checked_mul(batch, ceil_div(longest, tile), &alike)) alike = INT64_MAX;
-  return ragged ? min(alike, total / tile + batch) : alike;
+inline Size most_tiles(bool ragged, int64_t total, int64_t longest, int64_t batch, int64_t tile) {
+  const Size alike = Size(batch) * ceil_div(longest, tile);
+  return ragged ? min(alike.value(), total / tile + batch) : alike;
 }
 
 // The largest power of two of pairs (head, sequence) whose bytes fit into `budget`, at least one.

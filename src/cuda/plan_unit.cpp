@@ -35,9 +35,11 @@ using Serves = bool (*)(const UnitTable&, const Gpu&);
 // The smallest head-dim tile of a tile table that holds the problem.
 const UnitTable* smallest(const Problem& p, Family family, int32_t architecture, bool tf32,
                           const Gpu& gpu, const Inventory& inside, Serves serves) {
+  // What simt is compiled for is q, in mma_sync it is the keys: of float8 under any 16 bits.
+  const int32_t dtype = family == Family::simt ? p.dtype : key_dtype(p);
   const UnitTable* best = nullptr;
   for (const UnitTable* unit : inside.units) {
-    if (unit->family != family || unit->architecture != architecture || unit->dtype != p.dtype ||
+    if (unit->family != family || unit->architecture != architecture || unit->dtype != dtype ||
         unit->tf32 != tf32)
       continue;
     if (unit->head_dim < p.head_dim || unit->head_dim_v < p.head_dim_v || !serves(*unit, gpu))
@@ -106,7 +108,6 @@ const UnitTable* find_forward(const Problem& p, Family family, const Gpu& gpu,
   if (family == Family::wgmma && why_not_wgmma(p, nullptr) != nullptr) return nullptr;
   const UnitTable* unit = find(p, family, gpu, inside, serves_forward);
   if (unit == nullptr || family == Family::simt) return unit;
-  if (p.kv_float8 != 0) return nullptr;  // their copies do not convert
   if (family == Family::mma_sync && may_spoil(p) &&
       find_forward(p, Family::simt, gpu, inside) == nullptr)
     return nullptr;
@@ -134,7 +135,9 @@ namespace {
 // Every row that is read or written starts at a multiple of 16 bytes. Of pages: each of theirs.
 bool rows_are_aligned(const Problem& p, const Gradients* g) {
   const int64_t bytes = element_bytes(p);
-  if (p.head_dim * bytes % kAlignment != 0 || p.head_dim_v * bytes % kAlignment != 0) return false;
+  const int64_t of_key = key_bytes(p);
+  if (p.head_dim * of_key % kAlignment != 0 || p.head_dim_v * of_key % kAlignment != 0)
+    return false;
   const bool paged = p.block_table != nullptr;
   const Shape rows = {p.cu_seqlens_q != nullptr ? 1 : p.batch, p.seqlen_q, p.heads_q};
   const Shape keys = {paged                       ? p.pages
@@ -142,7 +145,7 @@ bool rows_are_aligned(const Problem& p, const Gradients* g) {
                                                   : p.kv_batch,
                       paged ? p.page_size : p.seqlen_k, p.heads_kv};
   const bool inputs = aligned(p.q, rows, bytes) && aligned(p.out, rows, bytes) &&
-                      aligned(p.k, keys, bytes) && aligned(p.v, keys, bytes);
+                      aligned(p.k, keys, of_key) && aligned(p.v, keys, of_key);
   if (g == nullptr || !inputs) return inputs;
   const Shape gradients =
       common::keys_per_sequence(p) ? Shape{p.batch, key_capacity(p), p.heads_kv} : keys;
@@ -163,7 +166,7 @@ bool pages_fit_32_bits(const Problem& p) {
   const auto fits = [&](const tilewise_tensor& view) {
     const auto bytes = [&](int64_t size, int64_t stride) {
       return static_cast<double>(size) * static_cast<double>(stride < 0 ? -stride : stride) *
-             static_cast<double>(element_bytes(p));
+             static_cast<double>(key_bytes(p));
     };
     return bytes(p.pages, view.stride_batch) + bytes(p.page_size, view.stride_row) <=
            static_cast<double>(kMost * kAlignment);
@@ -204,7 +207,8 @@ bool fits_plain(const Problem& p, const Gradients* g) {
 Form forward_form(const Problem& p, const UnitTable& unit) {
   if (fits_plain(p, nullptr)) {
     const bool boxes = unit.boxes.tma_forward.function != nullptr;
-    return boxes && keys_are_mappable(p) ? Form::boxes : Form::plain;
+    if (boxes && keys_are_mappable(p)) return Form::boxes;
+    return unit.dtype == TILEWISE_FLOAT8_E4M3 ? Form::general : Form::plain;
   }
   const bool paged = !is_general(p) && p.block_table != nullptr && rows_are_aligned(p, nullptr);
   if (!paged) return Form::general;

@@ -60,6 +60,9 @@ class DeviceScope {
 // Throws Error when the driver refuses the shape.
 void encode_tensor_map(TensorMap& map, const TensorMapShape& shape);
 
+// Whether the stream records a graph: nobody may wait for it then.
+bool is_captured(Stream stream);
+
 // Waits for everything on the stream, and copies to the memory of the host.
 void read_back(void* to, const void* from, int64_t bytes, Stream stream);
 

@@ -148,16 +148,17 @@ void bind_context() {
 void encode_tensor_map(TensorMap& map, const TensorMapShape& shape) {
   static_assert(sizeof(TensorMap) == sizeof(CUtensorMap));
   static const EncodeTiled encode = find_encode_tiled();
-  constexpr cuuint64_t kElementBytes = 2;
   const auto size = [](int64_t x) { return static_cast<cuuint64_t>(x); };
+  const auto bytes = [&](int64_t x) { return size(x * shape.element_bytes); };
   const cuuint64_t sizes[] = {size(shape.columns), size(shape.rows), size(shape.heads),
                               size(shape.slots)};
-  const cuuint64_t strides[] = {size(shape.stride_row) * kElementBytes,
-                                size(shape.stride_head) * kElementBytes,
-                                size(shape.stride_slot) * kElementBytes};
-  const cuuint32_t box[] = {kTensorMapBoxColumns, static_cast<cuuint32_t>(shape.box_rows), 1, 1};
+  const cuuint64_t strides[] = {bytes(shape.stride_row), bytes(shape.stride_head),
+                                bytes(shape.stride_slot)};
+  const auto columns = static_cast<cuuint32_t>(kTensorMapBoxBytes / shape.element_bytes);
+  const cuuint32_t box[] = {columns, static_cast<cuuint32_t>(shape.box_rows), 1, 1};
   const cuuint32_t steps[] = {1, 1, 1, 1};
-  const CUtensorMapDataType type = shape.dtype == TILEWISE_BFLOAT16
+  const CUtensorMapDataType type = shape.element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                   : shape.dtype == TILEWISE_BFLOAT16
                                        ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                        : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const auto attempt = [&] {
@@ -203,14 +204,15 @@ DeviceScope::~DeviceScope() {
   if (previous_ >= 0) cudaSetDevice(previous_);
 }
 
+bool is_captured(Stream stream) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture),
+        "cudaStreamIsCapturing");
+  return capture != cudaStreamCaptureStatusNone;
+}
+
 void read_back(void* to, const void* from, int64_t bytes, Stream stream) {
   const auto s = static_cast<cudaStream_t>(stream);
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  check(cudaStreamIsCapturing(s, &capture), "cudaStreamIsCapturing");
-  if (capture != cudaStreamCaptureStatusNone) {
-    throw Error(
-        "check is 1 while the stream is being captured: it waits for the GPU, 0 is allowed");
-  }
   check(cudaMemcpyAsync(to, from, static_cast<std::size_t>(bytes), cudaMemcpyDeviceToHost, s),
         "cudaMemcpyAsync");
   check(cudaStreamSynchronize(s), "cudaStreamSynchronize");

@@ -51,6 +51,8 @@ void encode_tensor_map(TensorMap& map, const TensorMapShape& shape) {
   emulator::encode_tensor_map(map, shape);
 }
 
+bool is_captured(Stream stream) { return stream == emulator::captured_stream(); }
+
 void read_back(void* to, const void* from, int64_t bytes, Stream) {
   std::memcpy(to, from, static_cast<std::size_t>(bytes));
 }

@@ -10,24 +10,25 @@ struct alignas(64) TensorMap {
   uint64_t opaque[16] = {};
 };
 
-// What a map describes: [slots, heads, rows, columns] of 16-bit elements, columns contiguous. A box
-// is `box_columns` columns of `box_rows` rows of one head; it lies in shared memory row by row with
-// the 128-byte swizzle, so it is 64 columns wide. Entries outside of the tensor are read as 0 and
-// not written.
+// What a map describes: [slots, heads, rows, columns] of elements of 16 or 8 bits, columns
+// contiguous. A box is 128 bytes of each of `box_rows` rows of one head; it lies in shared memory
+// row by row with the 128-byte swizzle. Entries outside of the tensor are read as 0 and not
+// written.
 struct TensorMapShape {
   const void* data = nullptr;
   int64_t columns = 0;
   int64_t rows = 0;
   int64_t heads = 0;
   int64_t slots = 0;
-  int64_t stride_row = 0;  // in elements; each a multiple of 8 unless its dimension has one entry
+  int64_t stride_row = 0;  // in elements; a multiple of 16 bytes unless its dimension has one entry
   int64_t stride_head = 0;
   int64_t stride_slot = 0;
-  int32_t dtype = 0;  // TILEWISE_FLOAT16 or TILEWISE_BFLOAT16: a box of sums adds in it
+  int32_t element_bytes = 2;
+  int32_t dtype = 0;  // of 16 bits, TILEWISE_FLOAT16 or TILEWISE_BFLOAT16: a box of sums adds in it
   int32_t box_rows = 0;
 };
 
-inline constexpr int kTensorMapBoxColumns = 64;
+inline constexpr int kTensorMapBoxBytes = 128;      // of a row
 inline constexpr int64_t kTensorMapAlignment = 16;  // bytes: address and strides
 inline constexpr int32_t kTensorMapMaxBoxRows = 256;
 

@@ -1,6 +1,7 @@
 // Lays out a workspace: pieces of the caller's memory, each starting at a multiple of 64 bytes.
 #pragma once
 
+#include "base/size.h"
 #include "cuda/plan.h"
 
 namespace tilewise::cuda {
@@ -8,16 +9,17 @@ namespace tilewise::cuda {
 class Workspace {
  public:
   template <class T>
-  Piece take(int64_t count) {
-    const Piece piece = {bytes_, count * static_cast<int64_t>(sizeof(T))};
-    bytes_ = round_up(bytes_ + piece.bytes, kAlignment);
+  Piece take(Size count) {
+    const Size bytes = count * static_cast<int64_t>(sizeof(T));
+    const Piece piece = {bytes_.value(), bytes.value()};
+    bytes_ = round_up((bytes_ + bytes).value(), kAlignment);
     return piece;
   }
-  int64_t bytes() const { return bytes_; }
+  int64_t bytes() const { return bytes_.value(); }
 
  private:
   static constexpr int64_t kAlignment = 64;
-  int64_t bytes_ = 0;
+  Size bytes_ = 0;
 };
 
 }  // namespace tilewise::cuda

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 
+#include "attention/problem.h"
 #include "cpu/backend.h"
 #include "cuda/backend.h"
 #include "cuda/manifest.h"
@@ -48,14 +49,13 @@ struct Family {
   const char* requires_;
 };
 
-inline constexpr Dtypes kNone = Dtypes::of();
 inline constexpr Dtypes kReduced = Dtypes::of(TILEWISE_FLOAT16, TILEWISE_BFLOAT16);
 inline constexpr Dtypes kCpuDtypes =
     Dtypes::of(TILEWISE_FLOAT32, TILEWISE_FLOAT16, TILEWISE_BFLOAT16);
 
 constexpr Family cpu_family(const char* name, cpu::Isa isa, Dtypes gains, const char* requires_) {
   return {name,       TILEWISE_CPU, isa,  {},   {},
-          kCpuDtypes, gains,        true, true, static_cast<int32_t>(cpu::kMaxHeadDim),
+          kCpuDtypes, gains,        true, true, static_cast<int32_t>(kMaxHeadDim),
           requires_};
 }
 
@@ -85,13 +85,12 @@ inline constexpr std::array kManifest = {
     cpu_family("cpu.avx512_bf16", cpu::Isa::avx512_bf16, Dtypes::of(TILEWISE_BFLOAT16),
                "AVX512-BF16"),
     cpu_family("cpu.amx", cpu::Isa::amx, kReduced, "AMX-TILE and AMX-BF16"),
-    cuda_family("cuda.simt", cuda::Family::simt, 60, cuda::kSimtMaxHeadDim, "an NVIDIA GPU, sm_60"),
+    cuda_family("cuda.simt", cuda::Family::simt, 60, cuda::kSimtHeadDims.back(),
+                "an NVIDIA GPU, sm_60"),
     cuda_family("cuda.mma_sync", cuda::Family::mma_sync, 75, cuda::kHalfHeadDims.back(),
                 "tensor cores: sm_75 for float16, sm_80 for bfloat16 and float32"),
     wgmma_family(),
 };
-
-constexpr int32_t kManifestRows = static_cast<int32_t>(kManifest.size());
 
 // The row of a CPU family; the manifest lists them in the order of the enumeration.
 constexpr const Family& cpu_row(cpu::Isa isa) { return kManifest[static_cast<std::size_t>(isa)]; }

@@ -30,7 +30,7 @@ std::string missing_on_cpu(const Family& family, const Device& device) {
 std::string explain_refusal(const Problem& p, const Gradients* gradients, const Device& device) {
   if (device.kind == TILEWISE_CUDA) return refuse_cuda(p, gradients, device);
   return "device is CPU: no CPU kernel computes a " + request_text(p, gradients) +
-         "; float32, float16 and bfloat16 up to head_dim " + std::to_string(cpu::kMaxHeadDim) +
+         "; float32, float16 and bfloat16 up to head_dim " + std::to_string(kMaxHeadDim) +
          " are allowed";
 }
 

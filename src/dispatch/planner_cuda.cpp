@@ -32,12 +32,11 @@ std::string why_not_faster(const Family& chosen, const Problem& p, const Gradien
     return std::string(faster->name) + " is for more rows: it fills tiles of 64";
   const std::string why = specific ? why_not_wgmma(p, gradients, device) : "";
   if (!why.empty()) return name + why;
-  if (p.kv_float8 != 0) return name + "its copies do not convert float8";
   const int64_t head_dim = max(p.head_dim, p.head_dim_v);
   if (head_dim > faster->max_head_dim)
     return name + "its head dims end at " + std::to_string(faster->max_head_dim);
   const int32_t table = specific ? cuda::arch::Sm90a::kTable : tile_table(device);
-  if (table == 75 && p.dtype != TILEWISE_FLOAT16)
+  if (table == 75 && p.dtype != TILEWISE_FLOAT16 && p.kv_float8 == 0)
     return name + "the tensor cores of sm_75 compute no " + short_dtype(p.dtype);
   if (!inside(device).runs(table, device.gpu.sm)) {
     return name + "this build has no code of it for " + sm_text(device) +

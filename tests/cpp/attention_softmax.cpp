@@ -93,6 +93,19 @@ TEST(Merge, EmptySidesAndExtremes) {
   EXPECT_FLOAT_EQ(equal.lse, -200.0f + std::log(2.0f));
 }
 
+// A sink of +inf has all the weight; of two of them each has half.
+TEST(Merge, TheInfiniteSideIsTheWhole) {
+  for (const float other : {-kInfinity, -3.0f, 1e30f}) {
+    const Merge m = Merge::of(other, kInfinity);
+    EXPECT_EQ(m.weight_a, 0.0f);
+    EXPECT_EQ(m.weight_b, 1.0f);
+    EXPECT_EQ(m.lse, kInfinity);
+  }
+  const Merge both = Merge::of(kInfinity, kInfinity);
+  EXPECT_EQ(both.weight_a, 0.5f);
+  EXPECT_EQ(both.lse, kInfinity);
+}
+
 TEST(Merge, NanIsNotLost) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   for (const Merge m : {Merge::of(nan, 1.0f), Merge::of(1.0f, nan), Merge::of(nan, -kInfinity),

@@ -13,6 +13,7 @@
 #include "base/half.h"
 #include "base/math.h"
 #include "base/parallel.h"
+#include "base/size.h"
 
 namespace tilewise {
 namespace {
@@ -86,6 +87,18 @@ TEST(Math, ChecksOverflow) {
   EXPECT_FALSE(checked_add(INT64_MAX, 1, &result));
   EXPECT_TRUE(checked_add(INT64_MAX - 1, 1, &result));
   EXPECT_EQ(result, INT64_MAX);
+}
+
+TEST(Size, StaysAtWhatNoMemoryHas) {
+  EXPECT_EQ((Size(6) * 7 + 8).value(), 50);
+  EXPECT_TRUE((Size(int64_t{1} << 31) * (int64_t{1} << 30)).fits());
+  for (const Size size : {Size(int64_t{1} << 31) * (int64_t{1} << 31), Size(INT64_MAX),
+                          Size(Size::kMost - 1) + 1, Size(Size::kMost) + Size::kMost,
+                          Size(int64_t{1} << 40) * (int64_t{1} << 40) * (int64_t{1} << 40)}) {
+    EXPECT_FALSE(size.fits());
+    EXPECT_EQ(size.value(), Size::kMost);
+  }
+  EXPECT_EQ((Size(INT64_MAX) * 0).value(), 0);
 }
 
 TEST(Math, Ranges) {

@@ -210,6 +210,24 @@ const Bad kBad[] = {
        c.a.block_table_stride = kHuge;
      },
      "block_table_stride is 1152921504606846976"},
+    {"block_table_shared",
+     [](AppendCall& c) {
+       c.use_pages();
+       c.seqlens = {4, 2};
+       c.table = {0, 2, 2, 3};
+     },
+     "block_table[1, 0] is 2 as block_table[0, 1] is, and both are to hold a new key in row 2 of "
+     "that page: every new key needs a row of its own"},
+    {"block_table_twice",
+     [](AppendCall& c) {
+       c.use_pages();
+       c.seqlens = {2, 0};
+       c.a.seqlen_new = 5;
+       c.cu_new = {0, 0, 5};
+       c.a.cu_seqlens_new = c.cu_new.data();
+       c.table = {0, 1, 3, 3};
+     },
+     "block_table[1, 1] is 3 as block_table[1, 0] is, and both are to hold a new key in row 0"},
     {"pages_and_kv_batch_idx",
      [](AppendCall& c) {
        c.use_pages();
@@ -336,6 +354,21 @@ TEST(BadAppendStruct, WhatHasNoKernelIsUnsupported) {
   EXPECT_EQ(tilewise_append_kv(&call.a), TILEWISE_UNSUPPORTED);
   expect_message("float8_e4m3");
   EXPECT_TRUE(call.untouched());
+}
+
+// A page of both sequences, which only one of them writes to; and one whose rows they share.
+TEST(Append, SequencesMaySharePages) {
+  AppendCall prefix;
+  prefix.use_pages();
+  prefix.seqlens = {4, 4};
+  prefix.table = {0, 2, 0, 3};
+  EXPECT_EQ(tilewise_append_kv(&prefix.a), TILEWISE_OK) << tilewise_last_error();
+  AppendCall rows;
+  rows.use_pages();
+  rows.a.seqlen_new = 2;
+  rows.seqlens = {4, 2};
+  rows.table = {0, 2, 2, 3};
+  EXPECT_EQ(tilewise_append_kv(&rows.a), TILEWISE_OK) << tilewise_last_error();
 }
 
 TEST(Append, WritesTheNewKeysAndNothingElse) {

@@ -308,6 +308,30 @@ TEST(BadAttentionStruct, UnknownOptionIsRefused) {
           .c_str());
 }
 
+// Each of the sizes is allowed; partial results of all of them are 2^68 bytes.
+TEST(BadPlan, AWorkspaceThatNoMemoryHasIsRefused) {
+  Call call;
+  call.use_varlen_q();
+  call.use_varlen_k();
+  call.a.batch = INT32_MAX;
+  call.a.heads_q = call.a.heads_kv = 1 << 11;
+  call.a.seqlen_q = call.a.seqlen_k = 1 << 20;
+  call.a.head_dim_v = 512;
+  call.a.out = {nullptr, 0, int64_t{512} << 11, 512};
+  call.a.lse_stride_head = call.a.seqlen_q;
+  call.a.num_splits = 256;
+  tilewise_plan_info info{};
+  info.struct_size = sizeof(info);
+  expect_refused(call.plan(TILEWISE_PASS_FORWARD, &info), call,
+                 "batch 2147483647, seqlen_q 1048576, keys 1048576, heads_q 2048, heads_kv 2048 "
+                 "and num_splits 256 together take a workspace of more than the allowed "
+                 "4611686018427387904 bytes");
+  EXPECT_EQ(info.workspace_bytes, 0);
+  call.a.num_splits = 1;
+  EXPECT_EQ(call.plan(TILEWISE_PASS_FORWARD, &info), TILEWISE_OK) << tilewise_last_error();
+  EXPECT_GT(info.workspace_bytes, 0);
+}
+
 TEST(BadPlan, ArgumentsAreRefused) {
   Call call;
   tilewise_plan_info info{};

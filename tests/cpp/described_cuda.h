@@ -40,7 +40,10 @@ inline cuda::UnitTable hopper(cuda::UnitTable table, cuda::arch::Cut cut) {
 inline cuda::UnitTable described(const cuda::Unit& unit) {
   const auto is = [&](const char* each) { return std::strcmp(unit.element, each) == 0; };
   cuda::UnitTable table;
-  table.dtype = is("F16") ? TILEWISE_FLOAT16 : is("BF16") ? TILEWISE_BFLOAT16 : TILEWISE_FLOAT32;
+  table.dtype = is("F16")    ? TILEWISE_FLOAT16
+                : is("BF16") ? TILEWISE_BFLOAT16
+                : is("E4M3") ? TILEWISE_FLOAT8_E4M3
+                             : TILEWISE_FLOAT32;
   table.tf32 = is("Tf32");
   table.head_dim = unit.head_dim;
   table.head_dim_v = unit.head_dim_v;
@@ -56,7 +59,7 @@ inline cuda::UnitTable described(const cuda::Unit& unit) {
     return table;
   }
   table.family = cuda::Family::mma_sync;
-  const int bytes = table.dtype == TILEWISE_FLOAT32 ? 4 : 2;
+  const int bytes = is("E4M3") ? 1 : table.dtype == TILEWISE_FLOAT32 ? 4 : 2;
   if (bytes == 2) table.paged.forward.function = [](cuda::ForwardParams) {};
   with_arch(unit.arch, [&]<class Arch>(Arch) {
     table.architecture = Arch::kTable;

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include "base/size.h"
 #include "described_cuda.h"
 
 #include <algorithm>
@@ -285,6 +286,22 @@ TEST(Manifest, NamesAreUniqueAndFitTheAbi) {
     if (family.device != TILEWISE_CPU) continue;
     EXPECT_EQ(family.name,
               std::string("cpu.") + cpu::kIsaNames[static_cast<std::size_t>(family.isa)]);
+  }
+}
+
+// Pages of 2^57 keys and heads, all of which AMX would pack.
+TEST(Planner, AWorkspaceDoesNotWrap) {
+  static constexpr int32_t kTable[] = {0};  // read by no planner
+  Problem p = problem(TILEWISE_BFLOAT16, 1 << 15, 1 << 12, 0);
+  p.block_table = kTable;
+  p.block_table_width = 1;
+  p.page_size = 1 << 27;
+  for (const int64_t heads : {1 << 8, 1 << 15}) {
+    p.heads_q = p.heads_kv = heads;
+    const int64_t bytes = plan(p, nullptr, kSapphireRapids).cpu.workspace_bytes;
+    EXPECT_EQ(bytes < Size::kMost, heads == 1 << 8) << bytes;
+    EXPECT_GT(bytes, int64_t{1} << 40);
+    EXPECT_LE(bytes, Size::kMost);
   }
 }
 

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <memory>
 
 #include "call.h"
 #include "capi/refusal.h"
@@ -28,8 +29,8 @@ std::string of_gpu(const tilewise::Problem& p, const tilewise::Gradients* g = nu
   std::memset(static_cast<void*>(&report), 0x5a, sizeof(report));
   try {
     tilewise::cuda::check_entries(p, g, &report);
-  } catch (const tilewise::cuda::InvalidEntry& entry) {
-    return entry.what();
+  } catch (const tilewise::cuda::InvalidArgument& argument) {
+    return argument.what();
   }
   return "";
 }
@@ -63,7 +64,7 @@ TEST(CommonCheck, FindsWhatTheCpuFinds) {
   int64_t faults = 0, valid = 0;
   for (uint32_t seed = 0; seed < 700; ++seed) {
     Call<float> call(seed, {20, 20, 8, seed % 3 == 0 ? 40 : 4});
-    if (!common::has_index_arrays(call.p)) continue;
+    if (tilewise::shape_says_all(call.p)) continue;
     ASSERT_EQ(of_gpu(call.p), "") << "seed " << seed;
     for (int64_t i = call.random.between(0, 3); i > 0; --i) damage(call);
     if (call.random.rarely()) call.p.max_seqlen_q = call.random.between(1, 25);
@@ -116,6 +117,60 @@ TEST(CommonCheck, ManySequencesAndPages) {
   EXPECT_EQ(of_gpu(p), of_cpu(p));
   used[899] = 141;
   EXPECT_EQ(of_gpu(p), of_cpu(p));
+}
+
+// Nothing is launched that a graph would repeat, and the caller is told what to change.
+TEST(CommonCheck, IsRefusedWhileAGraphIsCaptured) {
+  std::vector<float> in(16, 0.5f), out(16, -1.0f);
+  std::vector<int32_t> used = {1, 1};
+  tilewise_attention a{};
+  a.struct_size = sizeof(a);
+  a.device = TILEWISE_CUDA;
+  a.stream = tilewise::cuda::emulator::captured_stream();
+  a.batch = 2;
+  a.seqlen_q = a.seqlen_k = a.heads_q = a.heads_kv = 1;
+  a.head_dim = 8;
+  a.q = a.k = a.v = {in.data(), 8, 8, 8};
+  a.out = {out.data(), 8, 8, 8};
+  a.seqused_k = used.data();
+  a.scale = 1;
+  a.window_left = a.window_right = -1;
+  tilewise_kv_append append{};
+  append.struct_size = sizeof(append);
+  append.device = TILEWISE_CUDA;
+  append.stream = a.stream;
+  append.batch = 2;
+  append.seqlen_new = append.seqlen_k = append.heads_kv = 1;
+  append.head_dim = 8;
+  append.k_new = append.v_new = a.k;
+  append.k_cache = append.v_cache = a.out;
+  const std::vector<int32_t> lengths = {0, 0};
+  append.cache_seqlens = lengths.data();
+  for (const bool check : {true, false}) {
+    a.check = append.check = check ? 1 : 0;
+    tilewise_plan_info plan{};
+    plan.struct_size = sizeof(plan);
+    ASSERT_EQ(tilewise_plan(&a, nullptr, TILEWISE_PASS_FORWARD, &plan), TILEWISE_OK);
+    std::vector<double> workspace(static_cast<size_t>(plan.workspace_bytes) / 8 + 16, 7.0);
+    void* aligned = workspace.data();
+    size_t room = workspace.size() * 8;
+    ASSERT_NE(std::align(64, static_cast<size_t>(plan.workspace_bytes), aligned, room), nullptr);
+    const std::vector<double> before = workspace;
+    const auto expect = [&](tilewise_status status) {
+      EXPECT_EQ(status, check ? TILEWISE_INVALID_ARGUMENT : TILEWISE_OK) << tilewise_last_error();
+      EXPECT_STREQ(tilewise_last_error(), check ? "check is 1 while the stream is being captured: "
+                                                  "it waits for the GPU, 0 is allowed"
+                                                : "");
+    };
+    expect(tilewise_append_kv(&append));
+    EXPECT_EQ(out, std::vector<float>(16, check ? -1.0f : 0.5f));
+    out.assign(16, -1.0f);
+    expect(tilewise_forward(&a, aligned, plan.workspace_bytes));
+    EXPECT_EQ(out, std::vector<float>(16, check ? -1.0f : 0.5f));
+    if (check) {
+      EXPECT_EQ(workspace, before);
+    }
+  }
 }
 
 TEST(CommonCheck, ExtentOfDbias) {

@@ -10,10 +10,8 @@ namespace tilewise::cuda::emulator {
 namespace {
 
 constexpr uint64_t kEncoded = 0x6569776c6974616d;  // in the last word of a map
-constexpr int kElementBytes = 2;
-constexpr int kRowBytes = kTensorMapBoxColumns * kElementBytes;
+constexpr int kRowBytes = kTensorMapBoxBytes;
 constexpr int kChunkBytes = 16;
-constexpr int kChunkElements = kChunkBytes / kElementBytes;
 
 struct Box {
   TensorMapShape shape;
@@ -45,22 +43,24 @@ Box box_of(const TensorMap& map, uint32_t shared, int column, int row, int head,
 template <class Visit>
 void for_each_chunk(const Box& box, Visit visit) {
   const TensorMapShape& s = box.shape;
+  const int element_bytes = s.element_bytes;
+  const int chunk_elements = kChunkBytes / element_bytes;
   const auto inside = [](int64_t i, int64_t size) { return i >= 0 && i < size; };
   const bool head_exists = inside(box.head, s.heads) && inside(box.slot, s.slots);
   const char* head = static_cast<const char*>(s.data) +
-                     (box.head * s.stride_head + box.slot * s.stride_slot) * kElementBytes;
+                     (box.head * s.stride_head + box.slot * s.stride_slot) * element_bytes;
   for (int row = 0; row < s.box_rows; ++row) {
     const bool row_exists = head_exists && inside(box.row + row, s.rows);
-    const char* start = head + (box.row + row) * s.stride_row * kElementBytes;
+    const char* start = head + (box.row + row) * s.stride_row * element_bytes;
     const uint32_t line = box.shared + static_cast<uint32_t>(row * kRowBytes);
     for (int chunk = 0; chunk < kRowBytes / kChunkBytes; ++chunk) {
-      const int64_t column = box.column + chunk * kChunkElements;
+      const int64_t column = box.column + chunk * chunk_elements;
       const uint32_t at = line + static_cast<uint32_t>(chunk * kChunkBytes);
-      const int64_t first = row_exists ? std::clamp<int64_t>(-column, 0, kChunkElements) : 0;
+      const int64_t first = row_exists ? std::clamp<int64_t>(-column, 0, chunk_elements) : 0;
       const int64_t end =
-          row_exists ? std::clamp<int64_t>(s.columns - column, first, kChunkElements) : first;
-      visit(at ^ (at >> 3 & 0x70), start + column * kElementBytes,
-            static_cast<size_t>(first * kElementBytes), static_cast<size_t>(end * kElementBytes));
+          row_exists ? std::clamp<int64_t>(s.columns - column, first, chunk_elements) : first;
+      visit(at ^ (at >> 3 & 0x70), start + column * element_bytes,
+            static_cast<size_t>(first * element_bytes), static_cast<size_t>(end * element_bytes));
     }
   }
 }
@@ -98,7 +98,7 @@ void encode_tensor_map(TensorMap& map, const TensorMapShape& s) {
     }
   }
   const auto check_stride = [&](int64_t size, int64_t stride) {
-    const int64_t bytes = stride * kElementBytes;
+    const int64_t bytes = stride * s.element_bytes;
     if (size > 1 && (bytes < 0 || bytes >= kMaxStride || bytes % kTensorMapAlignment != 0)) {
       refuse(text("a stride of %lld bytes: multiples of 16 below 2^40",
                   static_cast<long long>(bytes)));

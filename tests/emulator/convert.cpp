@@ -1,7 +1,7 @@
 // Conversions and the functions of the special function unit.
 #include <cmath>
 
-#include "base/half.h"
+#include "base/float8.h"
 #include "emulator/device.h"
 
 namespace tilewise::cuda::emulator {
@@ -21,6 +21,10 @@ float flush(float x) {
 
 uint32_t cvt_f16x2(float low, float high) { return pack<Half>(low, high); }
 uint32_t cvt_bf16x2(float low, float high) { return pack<BFloat16>(low, high); }
+uint32_t cvt_f16x2_e4m3x2(uint16_t x) {
+  const auto value = [&](int shift) { return to_float(Float8{static_cast<uint8_t>(x >> shift)}); };
+  return pack<Half>(value(0), value(8));
+}
 float ex2(float x) { return flush(std::exp2(flush(x))); }
 float lg2(float x) { return std::log2(flush(x)); }
 

@@ -104,6 +104,8 @@ void wgmma(float* d, int n, bool bf16, const uint32_t (&a)[4], uint64_t b, bool 
 
 uint32_t cvt_f16x2(float low, float high);
 uint32_t cvt_bf16x2(float low, float high);
+// sm_89.
+uint32_t cvt_f16x2_e4m3x2(uint16_t x);
 // As .approx.ftz: subnormal arguments and results are 0. The last bits are the host's.
 float ex2(float x);
 float lg2(float x);

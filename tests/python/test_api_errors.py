@@ -66,10 +66,14 @@ BOTH = [
     (lambda _: dict(scale=math.inf), ValueError, "scale is inf"),
     (lambda _: dict(scale=math.nan), ValueError, "scale is nan"),
     (lambda m: dict(scale=m(2)), ValueError, r"scale has shape \[2\]"),
-    (lambda _: dict(softcap=-1.0), ValueError, "softcap is -1.0, but must be finite and >= 0"),
+    (lambda _: dict(scale=1e300), ValueError, r"scale is 1e\+300, but must be finite, and in"),
+    (lambda _: dict(softcap=-1.0), ValueError, r"softcap is -1.0, but must be 0 \(off\) or from"),
+    (lambda _: dict(softcap=1e-50), ValueError, "softcap is 1e-50"),  # 0 in float32: off
+    (lambda _: dict(softcap=1e300), ValueError, r"softcap is 1e\+300"),
     (lambda _: dict(softcap=math.nan), ValueError, "softcap is nan"),
     (lambda _: dict(softcap=None), TypeError, "softcap is None"),
     (lambda _: dict(dropout_p=1.0), ValueError, r"dropout_p is 1.0, but must be in \[0, 1\)"),
+    (lambda _: dict(dropout_p=1 - 1e-12), ValueError, "dropout_p is .*, and below 1 in float32"),
     (lambda _: dict(dropout_p=-0.1), ValueError, "dropout_p is -0.1"),
     (lambda _: dict(dropout_p="x"), TypeError, "dropout_p is 'x'"),
     (lambda m: dict(bias=m(5, 8)), ValueError, r"bias has shape \[5, 8\], .* here \[5, 7\]"),
@@ -82,6 +86,13 @@ BOTH = [
     (lambda _: dict(alibi_slopes=1.0), TypeError, "alibi_slopes is a float"),
     (lambda m: dict(sinks=m(2)), ValueError, r"sinks has shape \[2\], but must be \[4\]"),
     (lambda _: dict(sinks=1.0), TypeError, "sinks is a float"),
+    (lambda _: dict(causal="False"), TypeError, "causal is 'False', but must be True or False"),
+    (lambda _: dict(causal=None), TypeError, "causal is None"),
+    (lambda _: dict(causal=2, window=(3, 3)), TypeError, "causal is 2"),
+    (lambda m: dict(causal=m(2)), TypeError, "causal is"),
+    (lambda _: dict(deterministic="no"), TypeError, "deterministic is 'no'"),
+    (lambda _: dict(tf32=0.5), TypeError, "tf32 is 0.5"),
+    (lambda _: dict(batch_invariant="yes"), TypeError, "batch_invariant is 'yes'"),
 ]
 
 
@@ -91,6 +102,17 @@ def test_numbers_of_numpy_are_numbers(make):
     varlen(make, max_seqlen_q=np.int64(3))
     with pytest.raises(TypeError, match="softcap is"):
         dense(make, softcap=np.bool_(True))
+
+
+@pytest.mark.parametrize("make", [tensor, array], ids=["tensor", "array"])
+@pytest.mark.parametrize("value", [1, np.True_, np.int32(1), True])
+def test_what_is_true_is_true(make, value):
+    """Whichever way a call goes: the short ones take Python's own alone."""
+    options = dict(causal=value, deterministic=value, tf32=value, return_lse=True)
+    lse = dense(make, **options)[1]
+    assert float(lse[0, 0, 3]) == pytest.approx(math.log(6))  # the last row but one, of 7 keys
+    lse = varlen(make, **options)[1]
+    assert float(lse[0, 0]) == pytest.approx(math.log(3))
 
 
 @pytest.mark.parametrize("make", [tensor, array], ids=["tensor", "array"])
@@ -200,6 +222,12 @@ VARLEN = [
     (lambda _: dict(seqused_q=3), TypeError, "seqused_q is a int"),
     (lambda _: dict(max_seqlen_q=2.5), TypeError, "max_seqlen_q is 2.5"),
     (lambda _: dict(max_seqlen_k=-1), ValueError, "max_seqlen_k is -1"),
+    (lambda _: dict(max_seqlen_k=2**64), ValueError, "max_seqlen_k is 18446744073709551616"),
+    (lambda m: dict(q=m()), ValueError, r"q has shape \[\], but must have 3 dimensions"),
+    (lambda m: dict(q=m(5, 4, 0), k=m(9, 2, 0)), ValueError, "q has head dimension 0"),
+    (lambda _: dict(softcap=1e-50), ValueError, "softcap is 1e-50"),
+    (lambda _: dict(causal="no"), TypeError, "causal is 'no'"),
+    (lambda _: dict(check="no"), TypeError, "check is 'no'"),
     (lambda m: dict(bias=m(3, 4, 3, 5)), ValueError, r"bias has shape \[3, 4, 3, 5\]"),
     (
         lambda m: paged(m, cu_seqlens_k=int32(m, [0, 4, 9])),
@@ -255,6 +283,16 @@ def test_merge_states_refuses(make, arguments, words):
         tilewise.merge_states(*arguments(make))
 
 
+@pytest.mark.parametrize("make", [tensor, array], ids=["tensor", "array"])
+@pytest.mark.parametrize("which", range(4))
+def test_merge_states_wants_floating_point_numbers(make, which):
+    given = [make(2, 5, 4, 6), make(2, 4, 5)] * 2
+    given[which] = make(*given[which].shape, dtype=torch.int32 if make is tensor else np.int32)
+    name = ("out_a", "lse_a", "out_b", "lse_b")[which]
+    with pytest.raises(TypeError, match=rf"{name} has dtype (torch\.)?int32, but must be"):
+        tilewise.merge_states(*given)
+
+
 def test_merge_states_takes_one_kind():
     out, lse = tensor(5, 4, 6), tensor(4, 5)
     with pytest.raises(TypeError, match=r"out_b is a ndarray, but must be a torch\.Tensor"):
@@ -263,6 +301,8 @@ def test_merge_states_takes_one_kind():
         tilewise.merge_states(out.numpy(), lse, out.numpy(), lse.numpy())
     with pytest.raises(TypeError, match="out_a is a NoneType"):
         tilewise.merge_states(None, lse, out, lse)
+    with pytest.raises(ValueError, match="lse_b is on meta, but out_a is on cpu"):
+        tilewise.merge_states(out, lse, out, lse.to("meta"))
 
 
 def test_attention_backward_refuses():

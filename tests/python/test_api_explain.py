@@ -42,6 +42,14 @@ def test_the_largest_head_dimension_is_that_of_the_library():
     assert max(row.max_head_dim for row in tilewise.capabilities()) == _check.MAX_HEAD_DIM
 
 
+def test_the_most_splits_are_those_of_the_library(monkeypatch):
+    q = torch.zeros(1, 1, 1, 8)
+    assert tilewise.explain(q, q, q, cache_seqlens=1, num_splits=_check.MAX_SPLITS).forward.splits
+    monkeypatch.setattr(_check, "MAX_SPLITS", _check.MAX_SPLITS + 1)
+    with pytest.raises(ValueError, match=r"^tilewise: num_splits is 257: allowed is 0 to 256"):
+        tilewise.explain(q, q, q, cache_seqlens=1, num_splits=_check.MAX_SPLITS)
+
+
 def test_explain_counts_torch_threads():
     q, threads = torch.zeros(4, 300, 8, 16), torch.get_num_threads()
     try:

@@ -72,6 +72,27 @@ def test_empty_sides_of_tensors_and_no_nan_in_their_gradients():
         assert grad.isfinite().all()
 
 
+def test_an_infinite_sink_has_all_the_weight():
+    """As `attention` gives it: of one state, and of the keys of both."""
+    q, k, v = torch.randn(1, 3, 2, 8), torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8)
+    sinks = torch.tensor([0.5, math.inf])
+    wanted = tilewise.attention(q, k, v, sinks=sinks, return_lse=True)
+    first = tilewise.attention(q, k[:, :4], v[:, :4], sinks=sinks, return_lse=True)
+    rest = tilewise.attention(q, k[:, 4:], v[:, 4:], return_lse=True)
+    assert (wanted[0][:, :, 1] == 0).all() and (wanted[1][:, 1] == math.inf).all()
+    for state in ((*first, *rest), (*rest, *first)):
+        out, lse = tilewise.merge_states(*state)
+        assert torch.allclose(out, wanted[0], atol=1e-6) and torch.allclose(lse, wanted[1])
+        arrays = tilewise.merge_states(*(np.asarray(x.cpu()) for x in state))
+        for array, tensor in zip(arrays, (out, lse), strict=True):
+            assert np.allclose(array, tensor.cpu(), atol=1e-6)
+    leaves = [x.clone().requires_grad_() for x in (*first, *rest)]
+    out, lse = tilewise.merge_states(*leaves)
+    grads = torch.autograd.grad(out.sum() + lse.sum(), leaves)
+    assert all(grad.isfinite().all() for grad in grads)
+    assert (grads[1][:, 1] == 1).all() and (grads[3][:, 1] == 0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_keeps_its_dtype(dtype):
     q = torch.randn(1, 5, 2, 8, dtype=dtype)

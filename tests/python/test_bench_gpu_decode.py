@@ -60,6 +60,15 @@ def test_a_row_is_judged_by_the_best_peer_and_by_contiguous_keys():
     assert "dense" in row(errors=float("inf"))["wrong"] and not r["wrong"]
 
 
+def test_float8_is_judged_by_as_many_keys_of_bf16():
+    r = row(**{"float8": 6.0, "float8 page16": 6.24})
+    assert r["of_bf16"] == pytest.approx({"float8": 0.6, "float8 page16": 0.6})
+    line = dict(zip(bench_gpu_decode.HEAD, bench_gpu_decode.cells(r), strict=True))
+    assert line["float8 page16"] == "6.2 (0.60)" and line["float8 page64"] == "-"
+    means = bench_gpu_decode.summary([r])["means"]
+    assert means["float8 over bf16, time"] == pytest.approx(0.6)
+
+
 def test_the_table_and_the_summary():
     rows = [row(), row(cudnn=10.0)]
     line = dict(zip(bench_gpu_decode.HEAD, bench_gpu_decode.cells(rows[0]), strict=True))
@@ -94,7 +103,8 @@ def test_everybody_attends_to_the_same_keys(small):
     case = cases.main_cases()[0]
     x = cases.draw(case, "cpu")
     found = {who.name: cases.error(case, x, who) for who in cases.contestants(case, x)}
-    assert {"dense", "lengths", *cases.PAGE_BARS, "uneven", "uneven page16", "sdpa"} == set(found)
+    ours = {"dense", "lengths", *cases.PAGE_BARS, *cases.FLOAT8, "uneven", "uneven page16"}
+    assert ours | {"sdpa"} == set(found)
     assert max(found.values()) < bench_gpu_decode.WRONG
 
 
@@ -105,6 +115,7 @@ def test_a_run_on_the_cpu(small, tmp_path, capsys):
     found = json.loads(path.read_text())
     assert [r["name"] for r in found["rows"]] == ["B2 S512 4/2"]
     assert found["rows"][0]["of_contiguous"].keys() == cases.PAGE_BARS.keys()
+    assert found["rows"][0]["of_bf16"].keys() == cases.FLOAT8.keys()
     assert "page256" in capsys.readouterr().out
 
 

@@ -90,6 +90,30 @@ def test_graphs_of_uneven_lengths_on_two_streams():
             assert all(torch.equal(out, right) for out in outs)
 
 
+def test_checks_are_refused_in_a_graph_that_goes_on():
+    q, cache = torch.randn(2, 1, 4, 64), torch.randn(2, 32, 2, 64)
+    packed, keys = torch.randn(10, 4, 64), torch.randn(10, 2, 64)
+    starts = torch.tensor([0, 4, 10], dtype=torch.int32)
+    lengths = torch.tensor([3, 30], dtype=torch.int32)
+
+    def results(check):
+        yield lambda: tilewise.attention_varlen(packed, keys, keys, starts, starts, check=check)
+        yield lambda: tilewise.attention_with_kvcache(
+            q, cache, cache, cache_seqlens=lengths, check=check
+        )
+
+    want = [call() for call in results(True)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in results(True):
+            with pytest.raises(ValueError, match=r"check is .* while the stream is being captured"):
+                call()
+        got = [call() for call in results(False)]
+    graph.replay()
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y)
+
+
 def test_streams_of_torch_are_used():
     q, k, v = (x.detach() for x in inputs())
     want = tilewise.attention(q, k, v)

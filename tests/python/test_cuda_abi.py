@@ -132,6 +132,21 @@ def test_forced_nonsense_is_refused(architecture):
     assert said.startswith("refused") and "TILEWISE_FORCE_ARCH" in said and architecture in said
 
 
+@pytest.mark.abi("cuda", "emulator")
+def test_more_blocks_than_a_grid_has_are_refused_by_the_plan():
+    b = Built(PLAIN)
+    a = b.attention
+    a.batch, a.heads_q, a.heads_kv, a.seqlen_q, a.seqlen_k = 2**31 - 1, 2, 2, 1, 1
+    a.out.stride_batch, a.out.stride_row, a.out.stride_head, a.lse = 128, 128, 64, None
+    info = capi.PlanInfo(struct_size=ctypes.sizeof(capi.PlanInfo))
+    status = capi.library().tilewise_plan(ctypes.byref(a), None, 0, ctypes.byref(info))
+    assert status == capi.UNSUPPORTED
+    assert capi.last_error() == (
+        "batch 2147483647, seqlen_q 1, keys 1, heads_q 2, heads_kv 2 and num_splits 0 together "
+        "take 4294967294 blocks of a GPU: at most 2147483647 are allowed"
+    )
+
+
 # Without a GPU from here on there is nothing to test -------------------------------------------
 
 
@@ -185,6 +200,33 @@ def test_graph_capture_and_replay(dtype, name):
         for part, got in zip(want.grads, results[2:], strict=True):
             values = flat(got.view) if part in "qkv" else float64(got.view)
             assert np.array_equal(values, want.grads[part]), (numbers, part)
+
+
+@pytest.mark.abi("cuda")
+def test_a_check_is_refused_while_a_graph_is_captured():
+    """As an argument, and without ending the capture or adding to it."""
+    b = Built(dataclasses.replace(PLAIN, varlen_q=True, varlen_k=True))
+    want = run(b)
+    b.attention.check = 1
+    checked, b.attention.check = area(b, None), 0
+    plain = area(b, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        b.attention.check, b.attention.stream = 1, b.device.stream
+        start = -(-checked.data_ptr() // 64) * 64
+        status = capi.library().tilewise_forward(
+            ctypes.byref(b.attention), start, checked.numel() - 64
+        )
+        said = capi.last_error()
+        b.attention.check = 0
+        launch(b, None, plain)
+    assert status == capi.INVALID_ARGUMENT
+    assert said == (
+        "check is 1 while the stream is being captured: it waits for the GPU, 0 is allowed"
+    )
+    b.out.poison()
+    graph.replay()
+    assert np.array_equal(flat(b.out.view), want.out)
 
 
 @pytest.mark.abi("cuda")

@@ -66,6 +66,8 @@ def test_a_name_says_what_the_kernel_is():
     for number, name in ((3, "boxes"), (4, "paged-boxes")):
         other = tool.key_of(paged.replace("FormE2E", f"FormE{number}E"), 90)
         assert other == replace(key, form=f"{name}-narrow")
+    float8 = FORWARD.replace("3F16E", "4E4M3E")
+    assert tool.key_of(float8, 90) == replace(key, element="E4M3")
     assert tool.key_of(ROWS, 75) == tool.Key(75, "simt", "backward_rows", "-", "BF16", 512, 0, "-")
     assert tool.key_of(CHECK, 75) == tool.Key(75, "common", "check", "-", "-", 0, 0, "-")
 

@@ -6,6 +6,7 @@ Through the C ABI on every device, and append and attention together through PyT
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 
 import numpy as np
 import pytest
@@ -14,53 +15,81 @@ torch = pytest.importorskip("torch")
 
 import capi  # noqa: E402
 import devices  # noqa: E402
+import test_decode  # noqa: E402
 import tilewise  # noqa: E402
 import yardstick  # noqa: E402
-from bounds import check_lse, check_out  # noqa: E402
+from bounds import LSE_LOW, check_lse, check_out  # noqa: E402
 from cases import Built, Case, run  # noqa: E402
 
 FLOAT8 = torch.float8_e4m3fn
 DTYPES = ["fp16", "bf16"]
 
 
-def with_float8(b: Built, factors: bool, broadcast: str = "") -> None:
-    """Rounds k and v to descale * float8, and puts the bytes into the struct."""
+def with_float8(b: Built, factors: bool, broadcast: str = "", signed: bool = False) -> None:
+    """Rounds k and v to descale * float8, and puts the bytes into the struct.
+
+    Args:
+        signed: descales are negative and 0, too.
+    """
     c, a = b.case, b.attention
     rng = np.random.default_rng(c.seed)
     a.kv_float8 = 1
+    b.bytes: dict[str, torch.Tensor] = {}
     for name in ("k", "v"):
-        x = getattr(b, name)
+        x = getattr(b, name).contiguous()
+        setattr(b, name, x)
         shape = (1 if "b" in broadcast else b.batch, 1 if "h" in broadcast else c.heads_kv)
         scale = torch.from_numpy(rng.uniform(0.25, 2.0, shape)) if factors else torch.ones(shape)
         # Powers of two, so that the products are values of q's dtype too: the yardstick is exact.
         scale = torch.exp2(torch.round(torch.log2(scale))).float().to(x.device)
+        if factors and signed:
+            scale *= torch.from_numpy(rng.choice([1, -1, 0], shape)).float().to(x.device)
         full = scale.expand(b.batch, c.heads_kv)
-        bytes_ = torch.full(x.shape, -1, dtype=torch.int8, device=x.device).view(FLOAT8)
+        room = (*x.shape[:-1], x.shape[-1] + c.pad)
+        bytes_ = torch.full(room, -1, dtype=torch.int8, device=x.device).view(FLOAT8)
+        bytes_ = bytes_[..., : x.shape[-1]]
         rows, out = x.view(-1, *x.shape[-2:]), bytes_.view(-1, *x.shape[-2:])
         for i, part in enumerate(b.parts):
             keys = torch.from_numpy(np.asarray(part.keys)).to(x.device)
-            stored = (rows[keys].float() / full[i][:, None]).to(FLOAT8)
+            divided = rows[keys].float() / torch.where(full[i] == 0, 1.0, full[i])[:, None]
+            stored = divided.clamp(-448, 448).to(FLOAT8)
             out[keys] = stored
             rows[keys] = (stored.float() * full[i][:, None]).to(b.dtype)
         setattr(a, name, capi.tensor(bytes_, batched=b.batched_k))
         b.keep += [bytes_, scale]
+        b.bytes[name] = bytes_.view(torch.uint8)
         if factors:
             setattr(a, f"{name}_descale", scale.data_ptr())
             setattr(a, f"{name}_descale_stride_batch", 0 if "b" in broadcast else scale.stride(0))
             setattr(a, f"{name}_descale_stride_head", 0 if "h" in broadcast else 1)
 
 
-def check(case: Case, factors: bool = True, broadcast: str = "") -> None:
+def check(case: Case, factors: bool = True, broadcast: str = "", signed: bool = False) -> None:
     b = Built(case)
-    with_float8(b, factors, broadcast)
+    with_float8(b, factors, broadcast, signed)
+    check_built(b)
+
+
+def check_built(b: Built) -> None:
+    case = b.case
     want = b.expected()
     yard = yardstick.errors(b, want)
     for target in capi.targets():
         with capi.on(target):
             got = run(b, backward=False)
         where = f"{target} {got.kernels} {case}"
+        assert all(is_expected(kernel) for kernel in got.kernels), where
         check_out(got.out, want, case.dtype, yard, where)
         check_lse(got.lse, want.lse, case.dtype, yard, where)
+
+
+def is_expected(kernel: str) -> bool:
+    """Tensor cores wherever there are some."""
+    name = devices.current().name
+    tensor_cores = name == "emulator" or (
+        name == "cuda" and torch.cuda.get_device_capability() >= (7, 5)
+    )
+    return not tensor_cores or kernel.startswith("cuda.mma_sync.forward.")
 
 
 def random_case(seed: int, dtype: str) -> Case:
@@ -98,16 +127,174 @@ def test_many_rows():
     check(Case(dtype="bf16", rows=(n,), keys=(n,), head_dim=64, head_dim_v=64, window=(-1, 0)))
 
 
+def option_case(seed: int, dtype: str) -> Case:
+    """Every option beside every other one, in the ways that serving asks for them."""
+    r = np.random.default_rng(1000 + seed)
+    big = 1 if devices.current().name == "emulator" else 4
+    rows = int(r.choice([1, 1, 1, 2, 4, 7, 16, 33, 64]))
+    batch = int(r.integers(1, 4)) if rows <= 7 else 1
+    group = int(r.choice([1, 2, 4, 5, 8, 16])) if rows <= 4 else int(r.choice([1, 2]))
+    head_dim, head_dim_v = r.choice([8, 16, 64, 72, 80, 96, 128, 192, 256], 2)
+    most = 6e6 * big / (batch * rows * group * (head_dim + head_dim_v))
+    longest = int(min(r.choice([60, 200, 400]) * big, max(20, most)))
+    page_size = int(r.choice([0, 0, 1, 3, 16, 64, 128]))
+    room = -(-longest // page_size) * page_size if page_size else longest
+    used_k = tuple(int(n) for n in r.integers(0, longest + 1, batch)) if r.integers(4) else None
+    leftpad = None
+    if used_k is not None and r.integers(4) == 0:
+        leftpad = tuple(int(n) for n in r.integers(0, np.array(used_k) + 1))
+    kv_idx = None
+    if not page_size and r.integers(4) == 0:
+        kv_idx = tuple(int(n) for n in r.permutation(batch + 2)[:batch])
+    return Case(
+        dtype=dtype, rows=(rows,) * batch, keys=(room,) * batch, group=group, used_k=used_k,
+        heads_kv=int(r.integers(1, 3)) if rows <= 7 else 1, head_dim=int(head_dim),
+        head_dim_v=int(head_dim_v), page_size=page_size, leftpad=leftpad, kv_idx=kv_idx,
+        window=[(-1, -1), (-1, 0), (int(r.integers(0, 100)), 0), (3, 5)][int(r.integers(4))],
+        softcap=float(r.choice([0.0, 0.0, 5.0])), alibi=str(r.choice(["", "", "h", "bh"])),
+        bias=[None, None, None, "bhr", "r"][int(r.integers(5))],
+        bias_own_dtype=bool(r.integers(2)), sinks=bool(r.integers(3) == 0),
+        dropout_p=float(r.choice([0.0, 0.0, 0.2])), splits=int(r.choice([0, 0, 1, 3, 8])),
+        scale=float(r.choice([1.0, -1.0, 0.3])) * float(head_dim) ** -0.5,
+        scale_ptr=bool(r.integers(2)), pad=int(r.choice([0, 0, 16, 1])), seed=seed,
+    )  # fmt: skip
+
+
 @pytest.mark.abi
-def test_infinities_and_nan_reach_only_the_rows_that_see_them():
-    b = Built(Case(dtype="bf16", rows=(4,), keys=(40,), head_dim=64, head_dim_v=64, window=(-1, 0)))
-    with_float8(b, factors=False)
-    bytes_ = next(x for x in reversed(b.keep) if isinstance(x, torch.Tensor) and x.dtype == FLOAT8)
-    bytes_.view(torch.uint8)[0, 39, 0, 3] = 0x7F  # NaN in v of the last key
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_option(dtype, seed):
+    check(option_case(seed, dtype), factors=seed % 5 != 0, signed=seed % 3 == 0)
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("page_size", [0, 1, 16, 64])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_chunk_of_a_prompt_over_the_keys_before_it(dtype, head_dim, page_size):
+    """More rows than a tile has, in pages and not, of uneven lengths."""
+    room = 304 if page_size != 64 else 320
+    check(
+        Case(dtype=dtype, rows=(100,), keys=(room,), used_k=(300,), head_dim=head_dim,
+             head_dim_v=64, page_size=page_size, window=(-1, 0)),
+    )  # fmt: skip
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_of_any_size(dtype):
+    """Each row is a number of fp16 times a power of two: rows far apart, large, tiny and 0."""
+    lowest, highest = (-20, 13) if dtype == "fp16" else (-120, 70)
+    b = Built(Case(dtype=dtype, rows=(12,), keys=(70,), head_dim=64, head_dim_v=64,
+                   scale=2.0 ** (5 - highest)))  # fmt: skip
+    powers = torch.linspace(lowest, highest, 12).round()
+    powers[5] = -torch.inf  # a row of zeros
+    b.q.mul_(torch.exp2(powers).to(b.q)[None, :, None, None])
+    with_float8(b, factors=True)
     for target in capi.targets():
         with capi.on(target):
+            got = run(b, backward=False)
+        want = b.expected()
+        assert is_expected(got.kernels[0])
+        assert np.abs(got.out - want.out).max() <= 2**-7 * np.abs(want.out).max()
+        assert (np.abs(got.lse - want.lse) <= LSE_LOW * np.maximum(1, np.abs(want.lse))).all()
+
+
+CODES = torch.arange(256, dtype=torch.int16).to(torch.uint8)
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_code_is_exact(dtype, rows):
+    """One key: its v is the result, and its k, seen by queries of a single 1, is the score."""
+    b = Built(Case(dtype=dtype, rows=(rows,), keys=(1,), head_dim=256, head_dim_v=256, scale=1.0))
+    with_float8(b, factors=False)
+    b.q[:] = 0
+    b.bytes["v"][0, 0, 0] = CODES
+    meaning = CODES.view(FLOAT8).double().numpy()
+    finite = CODES.clone()
+    finite[[0x7F, 0xFF]] = 0
+    for target in capi.targets():
+        with capi.on(target):
+            b.bytes["k"][:] = 0
             out = run(b, backward=False).out
-        assert np.isnan(out[3, 0, 3]) and np.isnan(out).sum() == 1, target
+            seen = ~np.isnan(meaning)
+            assert (out[:, 0, seen] == meaning[seen]).all() and np.isnan(out[:, 0, ~seen]).all()
+            b.bytes["k"][0, 0, 0] = finite
+            for first in range(0, 256, rows):
+                columns = (first + torch.arange(rows)) % 256
+                b.q[:] = torch.eye(256)[columns][None, :, None].to(b.q)
+                lse = run(b, backward=False).lse[:, 0]
+                want = finite.view(FLOAT8).double()[columns].numpy()
+                assert (np.abs(lse - want) <= LSE_LOW * np.maximum(1, np.abs(want))).all(), target
+            b.bytes["k"][0, 0, 0, 9] = 0xFF
+            assert np.isnan(run(b, backward=False).out).all(), target
+
+
+SHAPES = test_decode.SHAPES | {"general": dict(rows=(2,) * 3, group=2, softcap=9.0)}
+
+
+@pytest.mark.abi("cuda", "emulator")
+@pytest.mark.parametrize("head_dim", [(64, 64), (96, 48), (128, 80), (256, 144)])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 128])
+def test_pages_are_keys_in_another_place(page_size, shape, head_dim):
+    """To the bit, when both are cut alike, whichever form serves them."""
+    room = -(-300 // page_size) * page_size
+    contiguous = Case(
+        dtype="bf16", keys=(room,) * 3, used_k=(300, 41, 197), head_dim=head_dim[0],
+        head_dim_v=head_dim[1], **SHAPES[shape],
+    )  # fmt: skip
+    want, b = Built(contiguous), Built(dataclasses.replace(contiguous, page_size=page_size))
+    for each in (want, b):
+        each.attention.batch_invariant = shape == "invariant"
+        with_float8(each, factors=True)
+    b.q.copy_(want.q)
+    if b.sinks is not None:
+        b.sinks.copy_(want.sinks)
+    for name in ("k", "v"):
+        to, source = (test_decode.flat_view(x.bytes[name]) for x in (b, want))
+        for here, there in zip(b.parts, want.parts, strict=True):
+            to[here.keys] = source[there.keys]
+    plan = capi.plan(b.attention)
+    boxes = test_decode.form(b, plan) == "paged boxes" and shape != "general"
+    assert (b"paged boxes form" if boxes else b"general form") in plan.why
+    if test_decode.cut(plan) != test_decode.cut(capi.plan(want.attention)):
+        want.attention.num_splits = b.attention.num_splits = 2
+    results = [run(x, backward=False) for x in (b, want)]
+    for here, there in zip(b.parts, want.parts, strict=True):
+        assert np.array_equal(results[0].out[here.rows], results[1].out[there.rows])
+    assert np.array_equal(results[0].lse, results[1].lse)
+
+
+@pytest.mark.abi("cuda", "emulator")
+@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("make", [test_decode.merged, test_decode.uneven])
+def test_splits_and_parts_are_merged(make, seed):
+    """By clusters, by the last block of a tile, and by a second kernel."""
+    check(dataclasses.replace(make(seed), head_dim_v=(48, 64)[seed % 2]), signed=seed % 4 == 0)
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("rows", [4, 40])
+def test_nan_reaches_only_the_rows_that_see_it(rows, page_size, softcap):
+    b = Built(
+        Case(dtype="bf16", rows=(rows,), keys=(48,), head_dim=64, head_dim_v=64, window=(-1, 0),
+             page_size=page_size, softcap=softcap)
+    )  # fmt: skip
+    with_float8(b, factors=False)
+    last = b.parts[0].keys[-1]
+    for target in capi.targets():
+        for name, code, columns in (("v", 0x7F, 1), ("k", 0xFF, 64)):
+            row = test_decode.flat_view(b.bytes[name])[last]
+            before, row[0, 3] = int(row[0, 3]), code
+            with capi.on(target):
+                out = run(b, backward=False).out
+            assert np.isnan(out[-1, 0, 3]) and np.isnan(out).sum() == columns, (target, name)
+            row[0, 3] = before
 
 
 def plan(case: Case, change, gradients: bool = False) -> tuple[int, str]:

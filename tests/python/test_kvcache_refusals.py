@@ -68,6 +68,13 @@ BAD = {
         dict(block_table=torch.arange(24, dtype=torch.int32).reshape(2, 12).flip(1) + 4),
         r"block_table\[1, 0\] is 27",
     ),
+    "entry: page of two sequences": (
+        dict(
+            block_table=torch.arange(24, dtype=torch.int32).reshape(2, 12) % 12,
+            cache_seqlens=torch.tensor([5, 4]),
+        ),
+        r"block_table\[1, 1\] is 1, as block_table\[0, 1\] is, but both .* row 1 of that page",
+    ),
     "index and table": (dict(cache_batch_idx=torch.tensor([0, 1])), "cache_batch_idx"),
     "entry: leftpad": (dict(cache_leftpad=torch.tensor([0, 10])), "cache_leftpad"),
     "sin missing": (dict(rotary_sin=None), "rotary_sin"),
@@ -87,7 +94,27 @@ BAD = {
     "window": (dict(window=(1.5, 0)), "window"),
     "softcap": (dict(softcap=-1.0), "softcap"),
     "splits": (dict(num_splits=-1), "num_splits"),
+    "splits: beyond int32": (dict(num_splits=2**32), "num_splits is 4294967296, but must be from"),
+    "check: a word": (dict(check="no"), "check is 'no'"),
+    "q: no dimensions": (dict(q=torch.zeros(())), r"q has shape \[\]"),
+    "q: no columns": (
+        dict(
+            q=torch.randn(2, 2, 4, 0), k=torch.randn(2, 2, 2, 0), k_cache=torch.randn(27, 4, 2, 0)
+        ),
+        "q has head dimension 0",
+    ),
 }
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_row_that_is_nothing_but_padding_has_no_keys(check):
+    q, cache = torch.randn(2, 1, 4, 16), torch.randn(2, 32, 2, 16)
+    out, lse = tilewise.attention_with_kvcache(
+        q, cache, cache, cache_seqlens=torch.tensor([3, 5]), cache_leftpad=torch.tensor([1, 7]),
+        check=check, return_lse=True,
+    )  # fmt: skip
+    assert out[0].any() and not out[1].any()
+    assert lse[0].isfinite().all() and (lse[1] == -torch.inf).all()
 
 
 # Of a call without new keys, which the library refuses while it attends.
@@ -109,13 +136,24 @@ def test_entries_of_a_cache_are_refused_by_their_names(name, device):
         tilewise.attention_with_kvcache(q, cache, cache, **options)
 
 
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_a_negative_view_is_read_but_not_written(name):
+    """PyTorch resolves it into a copy, where new keys would be lost."""
+    arguments = valid() | {name: torch._neg_view(-valid()[name])}
+    with pytest.raises(ValueError, match=rf"{name} is a negative view .* to be written to it"):
+        tilewise.attention_with_kvcache(**arguments)
+    reading = dict(k=None, v=None, rotary_cos=None, rotary_sin=None)
+    got = tilewise.attention_with_kvcache(**(arguments | reading))
+    assert torch.equal(got, tilewise.attention_with_kvcache(**(valid() | reading)))
+
+
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("check", [False, True])
 def test_refusals_name_the_argument_and_write_nothing(name, check, device):
     if device.name == "cuda" and name.startswith("entry") and not check:
         pytest.skip("entries in the memory of a GPU are read only where that is asked for")
     changes, argument = BAD[name]
-    arguments = valid() | devices.moved(changes) | dict(check=check)
+    arguments = valid() | dict(check=check) | devices.moved(changes)
     caches = [arguments[name] for name in ("k_cache", "v_cache") if arguments[name] is not None]
     before = [cache.clone() for cache in caches]
     with pytest.raises((ValueError, TypeError, RuntimeError), match=rf"\b{argument}"):

@@ -420,6 +420,48 @@ def test_sink_of_minus_infinity_is_no_sink(dtype):
             assert same(got.grads[name], plain.grads[name], dtype), (place, name)
 
 
+SINK = Case(rows=(70,), keys=(80,), group=2, head_dim=24, head_dim_v=24, sinks=True, dlse=True)
+DECODE = dataclasses.replace(SINK, rows=(1,) * 3, keys=(500,) * 3, used_k=(500, 0, 377))
+UNEVEN = dataclasses.replace(
+    SINK, rows=(4,) * 4, keys=(1024,) * 4, used_k=(1000, 70, 0, 300), heads_kv=2, head_dim=64,
+    head_dim_v=64, window=(-1, 0), spread=0.5,
+)  # fmt: skip
+SINKS = {
+    "rows": dataclasses.replace(SINK, window=(-1, 0)),
+    "tiles": dataclasses.replace(SINK, rows=(300,), keys=(300,), head_dim=64, head_dim_v=64),
+    "split": dataclasses.replace(SINK, splits=3),
+    "general": dataclasses.replace(SINK, softcap=3.0, alibi="h", bias="r", dropout_p=0.2),
+    "decode": DECODE,
+    "decode, split": dataclasses.replace(DECODE, splits=3),
+    "decode, clusters": dataclasses.replace(DECODE, used_k=None, head_dim=64, head_dim_v=64),
+    "decode, uneven": UNEVEN,
+    "decode, pages": dataclasses.replace(UNEVEN, page_size=16),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SINKS)
+def test_sink_of_plus_infinity_takes_all_weight(dtype, name):
+    """Its heads: out 0, lse +inf, and no gradient but that of lse, which is the sink's."""
+    b = Built(dataclasses.replace(SINKS[name], dtype=dtype))
+    assert b.sinks is not None and b.dlse is not None
+    b.sinks[1::2] = torch.inf
+    want = b.expected()
+    unit = {"fp32": 2e-6, "bf16": 2**-6, "fp16": 2**-9}[dtype]
+    used = np.concatenate([part.rows for part in b.parts])
+    for place in capi.targets():
+        with capi.on(place):
+            got = run(b)
+        assert (got.out[used, 1::2] == 0).all(), place
+        assert (got.lse[used, 1::2] == np.inf).all(), place
+        assert (got.grads["q"][:, 1::2] == 0).all(), place
+        assert same(got.lse[:, ::2], want.lse[:, ::2], "fp16"), place
+        for what in ("out", "dq", "dk", "dv", "dsinks", *(["dbias"] if b.bias is not None else [])):
+            target = getattr(want, what)
+            error = np.abs((got.out if what == "out" else got.grads[what[1:]]) - target).max()
+            assert error <= unit * np.abs(target).max(), (place, what, error)
+
+
 def test_everything_masked():
     check(Case(rows=(30,), keys=(4,), window=(0, 0), group=2, seed=3))
     check(Case("bf16", (30,), (4,), window=(-1, 0), sinks=True))

@@ -174,6 +174,53 @@ def test_vmap_is_a_loop(name, v_dim):
     )
 
 
+def appending(table=None, **options):
+    """A call for vmap: (q, k_cache, v_cache, k, v, lengths or table)."""
+
+    def call(q, k_cache, v_cache, k, v, entries):
+        where = dict(cache_seqlens=entries) if table is None else dict(block_table=entries)
+        return tilewise.attention_with_kvcache(
+            q, k_cache, v_cache, k, v, causal=True, **dict(cache_seqlens=5) | where | options
+        )
+
+    return call
+
+
+@pytest.mark.parametrize("dims", [(0, 0), (2, 1)])
+@pytest.mark.parametrize("kind", ["lengths", "rotary", "pages"])
+def test_vmap_of_an_append_is_a_loop(kind, dims):
+    """Elements write to their own parts of the caches, wherever the mapped dimension lies."""
+    q, k, v = torch.randn(3, 2, 1, 4, 16), torch.randn(3, 2, 1, 2, 16), torch.randn(3, 2, 1, 2, 16)
+    if kind == "pages":
+        call, shape = appending(table=True), (3, 24, 8, 2, 16)
+        entries = torch.stack([torch.randperm(24)[:8].view(2, 4).int() for _ in range(3)])
+    else:
+        angle = torch.randn(32, 8)
+        rotary = dict(rotary_cos=angle.cos(), rotary_sin=angle.sin()) if kind == "rotary" else {}
+        call, shape = appending(**rotary), (3, 2, 32, 2, 16)
+        entries = torch.randint(0, 30, (3, 2)).int()
+    starts = [torch.randn(shape) for _ in "kv"]
+    looped = [x.clone() for x in starts]
+    want = stacked(
+        [(call(q[i], looped[0][i], looped[1][i], k[i], v[i], entries[i]),) for i in range(3)]
+    )
+    caches = [x.movedim(0, dim).contiguous() for x, dim in zip(starts, dims, strict=True)]
+    got = torch.func.vmap(call, in_dims=(0, *dims, 0, 0, 0))(q, *caches, k, v, entries)
+    close([got], want)
+    for cache, dim, other in zip(caches, dims, looped, strict=True):
+        assert torch.equal(cache.movedim(dim, 0), other)
+
+
+def test_vmap_of_an_append_to_one_cache_is_refused():
+    q, k = torch.randn(3, 2, 1, 4, 16), torch.randn(3, 2, 1, 2, 16)
+    caches = torch.randn(3, 2, 32, 2, 16), torch.randn(2, 32, 2, 16)
+    before = [x.clone() for x in caches]
+    call = torch.func.vmap(appending(), in_dims=(0, 0, None, 0, 0, None))
+    with pytest.raises(RuntimeError, match=r"v_cache is not mapped by torch\.func\.vmap"):
+        call(q, *caches, k, k, torch.tensor([3, 4]).int())
+    assert all(torch.equal(x, y) for x, y in zip(caches, before, strict=True))
+
+
 def test_vmap_of_vmap_and_gradients_of_options_per_sample():
     q, sinks = torch.randn(2, 3, 1, 9, 2, 8), torch.randn(2, 3, 2)
 

@@ -110,6 +110,13 @@ def test_constant_scale_and_dropout_in_training_only():
         (lambda: MultiheadAttention(32, 4, window=3), "window is 3"),
         (lambda: MultiheadAttention(32, 4, num_kv_heads=3), "num_kv_heads 3"),
         (lambda: MultiheadAttention(20, 4, rotary_base=1e4), "must be even"),
+        (lambda: MultiheadAttention(0, 4), "embed_dim is 0, but must be >= 1"),
+        (lambda: MultiheadAttention(32, 0), "num_heads is 0, but must be >= 1"),
+        (lambda: MultiheadAttention(32, 4, num_kv_heads=-1), "num_kv_heads is -1"),
+        (lambda: MultiheadAttention(32, 4, rotary_base=0.0), "rotary_base is 0.0"),
+        (lambda: RotaryEmbedding(8, -1), "max_positions is -1, but must be >= 0"),
+        (lambda: RotaryEmbedding(8, 4, base=-1.0), "base is -1.0, but must be finite and > 0"),
+        (lambda: RotaryEmbedding(0, 4), "head_dim is 0, but must be >= 1"),
         (lambda: MultiheadAttention(32, 4)(torch.zeros(5, 32)), r"x has shape \[5, 32\]"),
         (lambda: MultiheadAttention(32, 4)(torch.zeros(2, 5, 31)), r"x has shape \[2, 5, 31\]"),
         (lambda: RotaryEmbedding(8, 4)(torch.zeros(1, 5, 1, 8)), "x has 5 rows"),
@@ -117,6 +124,20 @@ def test_constant_scale_and_dropout_in_training_only():
 )
 def test_modules_refuse(call, words):
     with pytest.raises(ValueError, match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: MultiheadAttention(32.0, 4), "embed_dim is 32.0"),
+        (lambda: MultiheadAttention(32, "4"), "num_heads is '4'"),
+        (lambda: MultiheadAttention(32, 4, num_kv_heads=True), "num_kv_heads is True"),
+        (lambda: RotaryEmbedding(8, 4.5), "max_positions is 4.5"),
+    ],
+)
+def test_modules_want_integers(call, words):
+    with pytest.raises(TypeError, match=words):
         call()
 
 
@@ -211,6 +232,36 @@ def test_cache_needs_a_causal_block():
     block = MultiheadAttention(16, 2, causal=False)
     with pytest.raises(ValueError, match="causal=True"):
         block(torch.zeros(1, 2, 16), block.new_cache(1, 4))
+
+
+def test_dropout_is_not_left_out_in_silence():
+    block = MultiheadAttention(16, 2, dropout_p=0.5)
+    with pytest.raises(ValueError, match=r"trains with dropout_p 0\.5"):
+        block(torch.zeros(1, 2, 16), block.new_cache(1, 4))
+    block.eval()
+    assert block(torch.zeros(1, 2, 16), block.new_cache(1, 4)).shape == (1, 2, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, None])
+def test_modules_are_made_where_and_as_asked(dtype):
+    """As torch.nn's: device and dtype, "meta" too; tables of a rotary embedding stay float32."""
+    options = dict(rotary_base=1e4, sinks=True, bias=True, max_positions=32)
+    for device in ("meta", torch.get_default_device(), None):
+        block = MultiheadAttention(64, 4, **options, device=device, dtype=dtype)
+        scale = FlashAttention(16, device=device, dtype=dtype).scale
+        here = torch.get_default_device() if device is None else torch.device(device)
+        for made in (scale, *block.parameters()):
+            assert made.device.type == here.type and made.dtype == (dtype or torch.float32)
+        for table in (block.rotary.cos, block.rotary.sin):
+            assert table.device.type == here.type and table.dtype == torch.float32
+        constant = FlashAttention(16, learnable_scale=False, device=device, dtype=dtype)
+        assert constant.scale == 0.25
+    x = torch.randn(2, 9, 64, dtype=dtype)
+    out = block(x)
+    assert out.dtype == x.dtype and out.isfinite().all()
+    cache = block.new_cache(2, 9)
+    assert cache.k.dtype == x.dtype
+    assert relative(block(x, cache).float(), out.float()) < 0.05
 
 
 def test_a_module_made_without_memory():

@@ -140,6 +140,8 @@ def bad(**changes):
         (dict(dropout_p=-0.5), "dropout_p"),
         (dict(dropout_p=1.0, dropout_state=torch.zeros(2).long()), "dropout_p"),
         (dict(softcap=-1.0), "softcap"),
+        (dict(softcap=1e-50), "softcap is .* but not 0, which it is in float32"),
+        (dict(num_splits=2**32), "num_splits is 4294967296, but must have 32 bits"),
         (dict(scale=float("nan")), "scale"),
         (dict(cu_seqlens_q=torch.zeros(0).int()), "cu_seqlens_q is empty"),
     ],

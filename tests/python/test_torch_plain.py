@@ -105,6 +105,63 @@ def test_what_the_short_way_leaves_to_the_long_one():
     assert torch.func.vmap(lambda x: torch.tensor(plain(x, k, v) is None))(q[None]).all()
 
 
+def negative(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, of which memory holds the negative: as of `z.conj().imag`."""
+    return torch._neg_view(-x)
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("gradients", [False, True])
+def test_negative_views_are_what_they_show(which, gradients):
+    given = tensors(gradients=gradients)
+    want = plain(*given)
+    lazy = list(given)
+    lazy[which] = negative(given[which])
+    assert lazy[which].is_neg() and plain(*lazy) is None
+    got = tilewise.attention(*lazy, return_lse=True, deterministic=True)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    if gradients:
+        douts = [torch.randn_like(x) for x in want]
+        grads = (torch.autograd.grad(x, given, douts) for x in (got, want))
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+class Doubled(torch.Tensor):
+    """A subclass whose numbers are twice what its memory holds."""
+
+    @staticmethod
+    def __new__(cls, half: torch.Tensor) -> Doubled:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, half.shape, dtype=half.dtype, device=half.device, strides=half.stride()
+        )
+        made.half_of_it = half
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        whole = [2 * x.half_of_it if isinstance(x, Doubled) else x for x in args]
+        return func(*whole, **(kwargs or {}))
+
+
+# What is made to show the given numbers, or zeros.
+LAZY = {
+    "negative": negative,
+    "subclass": lambda x: Doubled(x / 2),
+    "zeros": lambda x: torch._efficientzerotensor(x.shape, device=x.device),
+}
+
+
+@pytest.mark.parametrize("kind", LAZY)
+@pytest.mark.parametrize("way", [plain, general])
+def test_incoming_gradients_are_what_they_show(way, kind):
+    given, lazy = tensors(gradients=True), LAZY[kind]
+    results = way(*given)
+    douts = [torch.zeros_like(x) if kind == "zeros" else torch.randn_like(x) for x in results]
+    want = torch.autograd.grad(results, given, douts, retain_graph=True)
+    got = torch.autograd.grad(results, given, [lazy(x) for x in douts])
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_errors_come_from_the_long_way():
     q, k, v = tensors()
     tilewise.attention(q, k, v)  # from now on the short way is tried first

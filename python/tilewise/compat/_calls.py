@@ -64,12 +64,12 @@ def options_of(
 ) -> Options:
     """The options that dense and variable-length calls have in common; batch is q's by default."""
     request = Request(
-        causal=causal,
+        causal=bool(causal),
         window=window_size,
         scale=softmax_scale,
         softcap=0.0 if softcap is None else softcap,
         alibi_slopes=slopes_of(alibi_slopes),
-        deterministic=deterministic,
+        deterministic=bool(deterministic),
     )
     batch = q.shape[0] if batch is None else batch
     return score_options(q, batch, request)._replace(

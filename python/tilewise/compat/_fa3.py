@@ -9,7 +9,7 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
-from tilewise import _kvcache_torch, kvcache
+from tilewise import _check, _kvcache_torch, kvcache
 from tilewise._check import MAX_HEAD_DIM
 from tilewise._ops import Options
 from tilewise._torch import batch_of, check_tensors
@@ -94,7 +94,7 @@ def attend_dense(
     )
     q, k = _absorb(q, k, v, qv)
     options = options_of(q, **common)._replace(
-        num_splits=num_splits,
+        num_splits=_check.split_count(num_splits),
         seqused_q=int32("seqused_q", seqused_q),
         seqused_k=int32("seqused_k", seqused_k),
     )
@@ -138,7 +138,7 @@ def attend_varlen(
         deterministic=deterministic,
     )
     q, k = _absorb(q, k, v, qv)
-    options = options_of(q, **common)._replace(num_splits=num_splits)
+    options = options_of(q, **common)._replace(num_splits=_check.split_count(num_splits))
     if _check_chunk(attention_chunk):
         rows, keys = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
         used = _values(seqused_q, rows), _values(seqused_k, keys)
@@ -209,7 +209,7 @@ def attend_cached(
         window_size=window_size,
         softcap=softcap,
     )._replace(
-        num_splits=kvcache.split_count(num_splits),
+        num_splits=_check.split_count(num_splits),
         cu_seqlens_q=int32("cu_seqlens_q", cu_seqlens_q),
         block_table=int32("page_table", page_table),
         kv_batch_idx=int32("cache_batch_idx", cache_batch_idx),

@@ -5,6 +5,7 @@
 
 #include "cpu/generic/amx_gemm.h"
 #include "cpu/generic/decode_dots.h"
+#include "cpu/generic/rows_to_come.h"
 
 namespace tilewise::cpu {
 namespace {
@@ -23,37 +24,6 @@ constexpr TileConfig decode_config(int rows) {
 }
 inline constexpr TileConfig kDecodeConfigs[] = {
     decode_config(1), decode_config(2), decode_config(4), decode_config(8), decode_config(16)};
-
-// Asks for rows of all heads of a task, in the order they lie in memory, for the second-level
-// cache. A few at a time: lines that are asked for at once keep the loads of the next product
-// waiting (D128 39.2 instead of 35.9 ns a key).
-class RowsAhead {
- public:
-  using T = BFloat16;
-
-  TILEWISE_FN RowsAhead(const T* const* rows, int64_t heads, int64_t stride_head, int64_t columns)
-      : row_(rows), heads_(heads), stride_head_(stride_head), columns_(columns) {}
-
-  TILEWISE_FN void ask(int reads) {
-    for (int i = 0; i < reads; ++i) {
-      __builtin_prefetch(*row_ + head_ * stride_head_ + column_, 0, 2);
-      column_ += Stream<T>::kColumns;
-      if (column_ < columns_) continue;
-      column_ = 0;
-      if (++head_ < heads_) continue;
-      head_ = 0;
-      ++row_;
-    }
-  }
-
- private:
-  const T* const* row_;
-  int64_t heads_;
-  int64_t stride_head_;
-  int64_t columns_;
-  int64_t head_ = 0;
-  int64_t column_ = 0;
-};
 
 struct TileProducts : DotProducts<BFloat16> {
   using T = BFloat16;
@@ -136,12 +106,14 @@ struct TileProducts : DotProducts<BFloat16> {
     }
   }
 
+  // Lines are asked for a few at a time: those of a tile at once keep the loads of the next product
+  // waiting (D128 39.2 instead of 35.9 ns a key).
   template <int R, class Item>
   __attribute__((noinline)) void scores(const Item& d) const {
     F sums[kDecodeRows];                                       // [head][tile][key][row]
     const int64_t tiles = R < kRows ? 1 : d.rows_of_head / R;  // of a head
-    RowsAhead ahead(d.rows + max<int64_t>(kGroup, ahead_k), d.task.heads, d.p.k.stride_head,
-                    d.p.head_dim);
+    RowLines<T> ahead(d.rows + max<int64_t>(kGroup, ahead_k), d.task.heads, d.p.k.stride_head,
+                      d.p.head_dim);
     for (int64_t first = 0; first < d.padded; first += kTile) {
       const Keys k(d.rows + first, d.p.head_dim);
       const uint32_t* query = reinterpret_cast<const uint32_t*>(d.q);
@@ -175,7 +147,7 @@ struct TileProducts : DotProducts<BFloat16> {
   // Past the last key: zeros.
   template <class Item>
   TILEWISE_FN static void interleave(const Item& d, Pairs& to, int64_t first, int64_t h,
-                                     int64_t column, RowsAhead& ahead) {
+                                     int64_t column, RowLines<T>& ahead) {
     const T* const* const v = d.rows + d.padded + first;
     const int64_t offset = h * d.p.v.stride_head;
     const auto put = [&](int i, Read a, Read b) {
@@ -224,8 +196,8 @@ struct TileProducts : DotProducts<BFloat16> {
       int64_t first, h, column;
     } last{};
     Pairs pairs[2];
-    RowsAhead ahead(d.rows + d.padded + max<int64_t>(kGroup, ahead_v), d.task.heads,
-                    d.p.v.stride_head, d.p.head_dim_v);
+    RowLines<T> ahead(d.rows + d.padded + max<int64_t>(kGroup, ahead_v), d.task.heads,
+                      d.p.v.stride_head, d.p.head_dim_v);
     int turn = 0;
     for (int64_t first = 0; first < d.count; first += kGroup)
       for (int64_t h = 0; h < d.task.heads; ++h)

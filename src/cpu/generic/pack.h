@@ -32,8 +32,7 @@ TILEWISE_FN typename E::Units units_of_rows(const typename E::Storage* const* ro
   for (int i = 0; i < E::kPair; ++i) {
     from[i] = rows[i] == nullptr || column >= columns ? zeros : rows[i] + column;
     if (column < columns && column + W > columns && rows[i] != nullptr) {
-      for (int64_t j = 0; j < W; ++j)
-        buffer[i][j] = column + j < columns ? rows[i][column + j] : typename E::Storage{};
+      copy_first(buffer[i], rows[i] + column, columns - column);
       from[i] = buffer[i];
     }
   }

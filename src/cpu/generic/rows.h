@@ -32,7 +32,7 @@ void merge_item(const ForwardTask& t, int64_t splits, int64_t stride) {
     float sum = 0.0f;
     for (int64_t split = 0; split < splits; ++split) {
       float& weight = t.partial_lse[split * stride + i];
-      weight = __builtin_expf(weight - base);
+      weight = __builtin_expf(above(weight, base));
       sum += weight;
     }
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
@@ -87,7 +87,7 @@ void delta_item(const RowTask& t) {
     t.delta[i] = delta;
     if (t.dsinks == nullptr) continue;
     const float lse = p.lse[lse_index(p, t.sequence, row, head)];
-    t.dsinks[i] = lse == kMinusInfinity ? 0.0f : -__builtin_expf(p.sinks[head] - lse) * delta;
+    t.dsinks[i] = lse == kMinusInfinity ? 0.0f : -__builtin_expf(above(p.sinks[head], lse)) * delta;
   }
 }
 

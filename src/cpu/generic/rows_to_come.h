@@ -1,5 +1,5 @@
-// Rows that will be packed later, asked for a few lines at a time beside computing. Rows of a head
-// are too far from each other for the hardware to follow, and packing them waits for every line.
+// Rows that will be read later, asked for a few lines at a time beside computing, for the
+// second-level cache. Rows of a head are too far from each other for the hardware to follow.
 #pragma once
 
 #include "cpu/generic/simd.h"
@@ -7,34 +7,57 @@
 namespace tilewise::cpu {
 namespace {
 
+// Row by row the lines of `heads` heads, in the order they lie in memory.
 template <class T>
-class RowsToCome {
+class RowLines {
  public:
-  RowsToCome() = default;
-  // `rows` of `columns` columns; all of them after `turns` calls of ask().
-  TILEWISE_FN RowsToCome(const T* const* rows, int64_t count, int64_t columns, int64_t turns)
-      : row_(rows), end_(rows + count), columns_(columns) {
-    lines_ = ceil_div(count * ceil_div(columns, kLine), turns);
-  }
+  static constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
 
-  // For the second-level cache.
-  TILEWISE_FN void ask() {
-    for (int64_t i = 0; i < lines_ && row_ < end_; ++i) {
-      __builtin_prefetch(*row_ + column_, 0, 2);
+  RowLines() = default;
+  TILEWISE_FN RowLines(const T* const* rows, int64_t heads, int64_t stride_head, int64_t columns)
+      : row_(rows), heads_(heads), stride_head_(stride_head), columns_(columns) {}
+
+  TILEWISE_FN void ask(int64_t lines) {
+    for (int64_t i = 0; i < lines; ++i) {
+      __builtin_prefetch(*row_ + head_ * stride_head_ + column_, 0, 2);
       column_ += kLine;
       if (column_ < columns_) continue;
       column_ = 0;
+      if (++head_ < heads_) continue;
+      head_ = 0;
       ++row_;
     }
   }
 
  private:
-  static constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
   const T* const* row_ = nullptr;
-  const T* const* end_ = nullptr;
+  int64_t heads_ = 0;
+  int64_t stride_head_ = 0;
   int64_t columns_ = 0;
+  int64_t head_ = 0;
   int64_t column_ = 0;
-  int64_t lines_ = 0;  // of a turn
+};
+
+// `count` rows of a head: all of them after `turns` calls of ask().
+template <class T>
+class RowsToCome {
+ public:
+  RowsToCome() = default;
+  TILEWISE_FN RowsToCome(const T* const* rows, int64_t count, int64_t columns, int64_t turns)
+      : next_(rows, 1, 0, columns),
+        left_(count * ceil_div(columns, RowLines<T>::kLine)),
+        of_turn_(ceil_div(left_, turns)) {}
+
+  TILEWISE_FN void ask() {
+    const int64_t lines = min(left_, of_turn_);
+    next_.ask(lines);
+    left_ -= lines;
+  }
+
+ private:
+  RowLines<T> next_;
+  int64_t left_ = 0;
+  int64_t of_turn_ = 0;
 };
 
 }  // namespace

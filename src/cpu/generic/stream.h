@@ -7,6 +7,15 @@
 namespace tilewise::cpu {
 namespace {
 
+// The first n elements, then zeros, where a whole read finds them.
+template <class T, int N>
+struct FirstElements {
+  T data[N] = {};
+  TILEWISE_FN FirstElements(const T* from, int64_t n) {
+    if (n > 0) copy_first(data, from, n);  // reads come in groups, the last of which may be empty
+  }
+};
+
 // kColumns neighbouring elements as kParts vectors of fp32. Half: 64 bytes at once, where sums of
 // two parts have registers enough.
 template <class T>
@@ -38,9 +47,7 @@ struct Widened<BFloat16> {
     part[1] = load_as<F>(&odd);
   }
   TILEWISE_FN static void read_first(const BFloat16* from, int64_t n, F (&part)[2]) {
-    BFloat16 buffer[2 * W];
-    copy_first(buffer, from, n);
-    read(buffer, part);
+    read(FirstElements<BFloat16, 2 * W>(from, n).data, part);
   }
   TILEWISE_FN static void in_order(F (&part)[2]) {
     interleave(part[0], part[1], std::make_integer_sequence<int, W>{});
@@ -116,9 +123,7 @@ struct Stream<BFloat16> {
 
   TILEWISE_FN static Read read(const BFloat16* from) { return load_as<H2>(from); }
   TILEWISE_FN static Read read_first(const BFloat16* from, int64_t n) {
-    BFloat16 buffer[kColumns];
-    copy_first(buffer, from, n);
-    return read(buffer);
+    return read(FirstElements<BFloat16, kColumns>(from, n).data);
   }
   TILEWISE_FN static void negate(Read& r) { r ^= static_cast<uint16_t>(0x8000); }
   TILEWISE_FN static F multiply_add(F sum, H2 a, H2 b) {

@@ -19,8 +19,13 @@ struct Sm90 {
   static constexpr bool kBoxCopy = true;          // cp.async.bulk.tensor
   static constexpr bool kVectorReduction = true;  // red.global.add.v4.f32
   static constexpr bool kWideMma = true;          // m16n8k16, bf16, tf32
+  static constexpr bool kConvertsFloat8 = true;   // cvt.rn.f16x2.e4m3x2
 
   static constexpr ForwardTile forward(int element_bytes, int head_dim, bool tf32) {
+    if (element_bytes == 1) {
+      if (head_dim <= 128) return {4, 32, 64, 4, 2};
+      return {4, 16, 64, 3, 2};
+    }
     if (element_bytes == 2) {
       if (head_dim <= 64) return {4, 32, 128, 3, 2};
       if (head_dim <= 128) return {4, 32, 64, 4, 2};
@@ -34,6 +39,11 @@ struct Sm90 {
   // One warp and 16 rows: the time is that of reading keys and values, and four independent warps
   // of a multiprocessor have some 100 KB of them on their way.
   static constexpr ForwardTile decode(int element_bytes, int head_dim) {
+    if (element_bytes == 1) {
+      if (head_dim <= 64) return {1, 16, 128, 3, 4};  // rows of boxes are padded to 128 bytes
+      if (head_dim <= 128) return {1, 16, 64, 6, 4};
+      return {1, 16, 64, 3, 4};
+    }
     if (element_bytes != 2) return kNoForward;
     if (head_dim <= 64) return {1, 16, 128, 3, 4};
     if (head_dim <= 128) return {1, 16, 64, 3, 4};
@@ -41,6 +51,7 @@ struct Sm90 {
   }
 
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
+    if (element_bytes == 1) return kNoBackward;
     if (element_bytes == 2) {
       if (head_dim <= 64) return {4, 1, 32, 3, true, 2};
       if (head_dim <= 128) return {4, 2, 64, 3, true, 1};
@@ -59,8 +70,10 @@ struct Sm80 {
   static constexpr bool kBoxCopy = false;
   static constexpr bool kVectorReduction = false;
   static constexpr bool kWideMma = true;
+  static constexpr bool kConvertsFloat8 = false;
 
   static constexpr ForwardTile forward(int element_bytes, int head_dim, bool tf32) {
+    if (element_bytes == 1) return Sm90::forward(1, head_dim, false);
     if (element_bytes == 2 && head_dim <= 64) return {4, 32, 80, 3, 2};
     if (element_bytes == 2 && head_dim > 128) return {4, 16, 64, 2, 1};
     if (element_bytes == 2 && head_dim > 96) return {4, 32, 64, 2, 2};
@@ -70,12 +83,18 @@ struct Sm80 {
     return Sm90::forward(element_bytes, head_dim, tf32);
   }
   static constexpr ForwardTile decode(int element_bytes, int head_dim) {
+    if (element_bytes == 1) {
+      if (head_dim <= 64) return {1, 16, 128, 4, 4};
+      if (head_dim <= 128) return {1, 16, 64, 4, 4};
+      return {1, 16, 32, 4, 4};
+    }
     if (element_bytes != 2) return kNoForward;
     if (head_dim <= 64) return {1, 16, 64, 4, 4};
     if (head_dim <= 128) return {1, 16, 32, 4, 4};
     return {1, 16, 16, 4, 4};
   }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
+    if (element_bytes == 1) return kNoBackward;
     if (element_bytes == 2 && head_dim > 128) return {2, 4, 64, 1, false, 1};
     if (element_bytes == 2 && head_dim > 64) return {4, 2, 64, 2, true, 1};
     if (element_bytes == 2) return Sm90::backward(element_bytes, head_dim);
@@ -92,8 +111,13 @@ struct Sm86 {
   static constexpr bool kBoxCopy = false;
   static constexpr bool kVectorReduction = false;
   static constexpr bool kWideMma = true;
+  static constexpr bool kConvertsFloat8 = false;
 
   static constexpr ForwardTile forward(int element_bytes, int head_dim, bool /*tf32*/) {
+    if (element_bytes == 1) {
+      if (head_dim <= 128) return {4, 32, 64, 2, 2};
+      return {4, 16, 64, 2, 1};
+    }
     if (element_bytes == 2) {
       if (head_dim <= 64) return {4, 32, 64, 3, 2};
       if (head_dim <= 128) return {4, 32, 32, 2, 2};
@@ -104,12 +128,18 @@ struct Sm86 {
     return {2, 16, 16, 3, 1};
   }
   static constexpr ForwardTile decode(int element_bytes, int head_dim) {
+    if (element_bytes == 1) {
+      if (head_dim <= 64) return {1, 16, 128, 3, 3};
+      if (head_dim <= 128) return {1, 16, 64, 3, 3};
+      return {1, 16, 32, 3, 2};
+    }
     if (element_bytes != 2) return kNoForward;
     if (head_dim <= 64) return {1, 16, 64, 3, 3};
     if (head_dim <= 128) return {1, 16, 32, 3, 3};
     return {1, 16, 16, 3, 2};
   }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
+    if (element_bytes == 1) return kNoBackward;
     if (element_bytes == 2) {
       if (head_dim <= 64) return {4, 1, 32, 2, true, 1};
       if (head_dim <= 96) return {2, 2, 64, 1, false, 1};
@@ -131,6 +161,7 @@ struct Sm120 {
   static constexpr bool kBoxCopy = false;
   static constexpr bool kVectorReduction = true;
   static constexpr bool kWideMma = true;
+  static constexpr bool kConvertsFloat8 = true;
 
   static constexpr ForwardTile forward(int element_bytes, int head_dim, bool tf32) {
     if (element_bytes == 4 && head_dim <= 64) return {4, 16, 64, 2, 2};
@@ -151,9 +182,11 @@ struct Sm75 {
   static constexpr bool kBoxCopy = false;
   static constexpr bool kVectorReduction = false;
   static constexpr bool kWideMma = false;
+  static constexpr bool kConvertsFloat8 = false;
 
   static constexpr ForwardTile forward(int element_bytes, int head_dim, bool /*tf32*/) {
-    if (element_bytes != 2) return kNoForward;
+    if (element_bytes == 1 && head_dim > 128) return {4, 16, 32, 2, 1};
+    if (element_bytes > 2) return kNoForward;
     if (head_dim <= 64) return {4, 32, 64, 3, 1};
     if (head_dim <= 128) return {4, 16, 64, 2, 1};
     return {4, 16, 16, 2, 1};

@@ -46,13 +46,6 @@ struct CheckParams {
   CheckReport* report = nullptr;  // written in full, whatever is found
 };
 
-// Whether there is any array to check.
-inline bool has_index_arrays(const Problem& p) {
-  return p.cu_seqlens_q != nullptr || p.cu_seqlens_k != nullptr || p.seqused_q != nullptr ||
-         p.seqused_k != nullptr || p.leftpad_k != nullptr || p.block_table != nullptr ||
-         p.kv_batch_idx != nullptr;
-}
-
 // check.cuh: check(CheckParams)
 
 }  // namespace tilewise::cuda::common

@@ -20,7 +20,7 @@ TILEWISE_DEVICE float join_sink(float sink, float& m, float& l) {
   const float of_sink = sink * kLog2e;
   const float highest = ptx::fmax(m, of_sink);
   const float shrink = ptx::ex2(m - highest);
-  l = l * shrink + ptx::ex2(of_sink - highest);
+  l = l * shrink + ptx::ex2(above(of_sink, highest));
   m = highest;
   return shrink;
 }
@@ -85,7 +85,7 @@ TILEWISE_DEVICE int64_t partial_index(const ForwardParams& p, const BlockWork& w
 
 // fp32 results of one key split; a lane owns pairs of columns, which leave together where rows have
 // even lengths (`kEven`).
-template <bool kEven = false, int kRows, int kColumns>
+template <bool kEven = false, class Columns = tile::TwoColumns, int kRows, int kColumns>
 TILEWISE_DEVICE void store_partial(const ForwardParams& p, const BlockWork& work,
                                    const LanePlace& place, const tile::Sums<kRows, kColumns>& o,
                                    const RowResults<kRows>& result) {
@@ -101,7 +101,7 @@ TILEWISE_DEVICE void store_partial(const ForwardParams& p, const BlockWork& work
       float* out = p.partial_out + index * columns;
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
-        const int column = n * 8 + place.column;
+        const int column = Columns::of_tile(n) + Columns::of_lane(place.column);
         const float low = o.x[i][n][2 * h] * result.factor[i][h];
         const float high = o.x[i][n][2 * h + 1] * result.factor[i][h];
         if constexpr (kEven) {

@@ -128,7 +128,7 @@ struct KeptBits {
   }
 };
 
-// Storage: that of q, k and v, which a bias may have.
+// Storage: that of q, which a bias may have.
 template <class Storage>
 struct GeneralTerms {
   using Math = std::conditional_t<sizeof(Storage) == 2, HalfMath, DeviceMath>;
@@ -188,6 +188,15 @@ struct GeneralTerms {
     }
   }
 
+  template <class T>
+  TILEWISE_DEVICE static float bias_of(const Problem&, T x) {
+    return to_float(x);
+  }
+  TILEWISE_DEVICE static float bias_of(const Problem& p, EitherHalf x) {
+    return p.bias_dtype == TILEWISE_BFLOAT16 ? to_float(BFloat16{x.bits})
+                                             : ptx::cvt_f32_f16(x.bits);
+  }
+
   // Loaded where it is used, element by element. Past the last key there is none.
   template <class T, int kRows, int kColumns>
   TILEWISE_DEVICE void add_bias(const Problem& p, const BlockWork& work,
@@ -208,7 +217,7 @@ struct GeneralTerms {
           for (int e = 0; e < 2; ++e) {
             float& x = s.x[m][n][2 * h + e];
             x *= unit;
-            if (8 * n + e < keys) x += to_float(bias[8 * n + e]);
+            if (8 * n + e < keys) x += bias_of(p, bias[8 * n + e]);
           }
         }
       }

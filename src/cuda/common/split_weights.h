@@ -23,7 +23,7 @@ struct SplitWeights {
   }
   // `sum` of the lane's exponential(lse - base); returns lse of the row.
   TILEWISE_DEVICE float finish(float sum, float sink) {
-    sum = sum_of_warp(sum) + exponential(sink - base);
+    sum = sum_of_warp(sum) + exponential(above(sink, base));
     inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     return sum == 0.0f ? kMinusInfinity : base + ptx::log_accurate(sum);
   }

@@ -39,7 +39,7 @@ void dsinks(TILEWISE_PARAMETER DsinksParams params) {
     const float lse = p.lse[place.slot * p.lse_stride_batch + place.row + head * p.lse_stride_head];
     if (lse == kMinusInfinity) continue;  // the sink is -inf, too
     const float delta = delta_of_warp<typename Element::Storage>(p, params.gradients, place, head);
-    sum -= static_cast<double>(exponential(p.sinks[head] - lse) * delta);
+    sum -= static_cast<double>(exponential(above(p.sinks[head], lse)) * delta);
   }
   auto* const sums = reinterpret_cast<double*>(ptx::shared_memory());
   if (ptx::lane_index() == 0) sums[ptx::warp_index()] = sum;

@@ -6,6 +6,7 @@
 #include "cuda/arch/tables.h"
 #include "cuda/element.h"
 #include "cuda/form.h"
+#include "cuda/tile/float8.h"
 
 namespace tilewise::cuda::mma_sync {
 
@@ -15,23 +16,33 @@ enum class Cut { usual, decode };
 template <class Arch_, class Element_, int kHeadDim_, Form kForm_, Cut kCut_ = Cut::usual>
 struct Config {
   using Arch = Arch_;
-  using Element = Element_;
+  using Cached = Element_;  // what keys and values are in memory
+  // They are multiplied as F16, whichever 16 bits q and out have.
+  static constexpr bool kFloat8 = std::is_same_v<Cached, E4M3>;
+  using Element = std::conditional_t<kFloat8, F16, Cached>;
+  using Storage = std::conditional_t<kFloat8, EitherHalf, typename Element::Storage>;  // of q, out
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kGeneral = kForm_ == Form::general;
   static constexpr bool kPaged = kForm_ == Form::paged || kForm_ == Form::paged_boxes;
   static constexpr bool kBoxes = kForm_ == Form::boxes || kForm_ == Form::paged_boxes;
   static constexpr arch::ForwardTile kForward =
-      kCut_ == Cut::decode
-          ? Arch::decode(Element::kBytes, kHeadDim)
-          : Arch::forward(Element::kBytes, kHeadDim, std::is_same_v<Element, Tf32>);
+      kCut_ == Cut::decode ? Arch::decode(Cached::kBytes, kHeadDim)
+                           : Arch::forward(Cached::kBytes, kHeadDim, std::is_same_v<Element, Tf32>);
   static constexpr bool kDecodes = kCut_ == Cut::decode;
   // Clusters merge key splits.
   static constexpr bool kMerges = Arch::kBoxCopy && kDecodes && !kGeneral;
   static constexpr bool kSplitOnce = kForward.warps > 0 && kForward.stages == 0;
-  static constexpr arch::BackwardTile kBackward = Arch::backward(Element::kBytes, kHeadDim);
-  // Pages of fp32 are left to the general form: caches have 16 bits. Boxes are for decoding.
-  static constexpr bool kServes =
-      kBoxes ? Arch::kBoxCopy && kDecodes : !kPaged || Element::kBytes == 2;
+  static constexpr arch::BackwardTile kBackward = Arch::backward(Cached::kBytes, kHeadDim);
+  static constexpr bool kConverts = Arch::kConvertsFloat8;
+  // A key or value is this many times its operand.
+  static constexpr float kCachedUnit = kFloat8 ? tile::Float8Pairs<kConverts>::kUnit : 1.0f;
+  // What a lane has of its sums over values.
+  using Columns = std::conditional_t<kFloat8, tile::FourColumns, tile::TwoColumns>;
+  // Pages of fp32 are left to the general form, and so is all of float8 but boxes: caches have 16
+  // bits or are decoded from. Boxes are for decoding.
+  static constexpr bool kServes = kBoxes    ? Arch::kBoxCopy && kDecodes
+                                  : kFloat8 ? kGeneral
+                                            : !kPaged || Element::kBytes == 2;
 };
 
 // The kernels:

@@ -12,6 +12,7 @@
 #include "cuda/mma_sync/config.h"
 #include "cuda/mma_sync/forward_boxes.h"
 #include "cuda/mma_sync/forward_parts.h"
+#include "cuda/mma_sync/forward_queries.h"
 #include "cuda/mma_sync/forward_ring.h"
 #include "cuda/mma_sync/forward_rows.h"
 #include "cuda/mma_sync/forward_softmax.h"
@@ -35,62 +36,6 @@ using KvFeed = typename decltype(feed_of<C>())::type;
 template <class C>
 inline constexpr int kForwardSharedBytes = kFeedAt<C> + KvFeed<C>::kBytes;
 
-template <class C>
-TILEWISE_DEVICE void load_queries(const Problem& p, const BlockWork& work, ptx::SharedAddress q) {
-  using Element = typename C::Element;
-  using Lanes =
-      tile::CopyLanes<C::kForward.threads(), C::kForward.rows(), C::kHeadDim * Element::kBytes>;
-  const Lanes lanes(ptx::thread_index());
-  const int columns = static_cast<int>(p.head_dim);
-  if (!C::kGeneral && !C::kBoxes && !work.rows.packed()) {
-    bool exists[Lanes::kColumns];
-#pragma unroll
-    for (int column = 0; column < Lanes::kColumns; ++column)
-      exists[column] = lanes.chunk_of(column) * (16 / Element::kBytes) < columns;
-    const char* row = static_cast<const char*>(p.q.data) +
-                      work.offset_unpacked(p.q, lanes.row) * Element::kBytes + lanes.chunk * 16;
-    copy_rows<C>(q, lanes, row, p.q.stride_row * Element::kBytes, work.rows.count - lanes.row,
-                 exists);
-    return;
-  }
-  const bool aligned = !C::kGeneral || rows_are_aligned<Element>(p.q, columns);
-#pragma unroll 1
-  for (int pass = 0; pass < Lanes::kPasses; ++pass) {
-    if (!lanes.has(pass)) continue;
-    const int r = lanes.row_of(pass);
-    if (r >= work.rows.count) {  // most of them in a tile of few rows: no address
-      const uint32_t zeros[4] = {0, 0, 0, 0};
-#pragma unroll
-      for (int column = 0; column < Lanes::kColumns; ++column)
-        ptx::st_shared_v4_b32(q + lanes.offset(pass, column), zeros);
-      continue;
-    }
-    const char* row = static_cast<const char*>(p.q.data) + work.offset(p.q, r) * Element::kBytes;
-#pragma unroll
-    for (int column = 0; column < Lanes::kColumns; ++column) {
-      copy_row_chunk<C>(q + lanes.offset(pass, column), row, lanes.chunk_of(column), columns,
-                        aligned);
-    }
-  }
-}
-
-// The rows of a warp change sign, so that the scale of the scores may be positive, and those of
-// fp32 are joined.
-template <class C>
-TILEWISE_DEVICE void prepare_queries(ptx::SharedAddress q_of_warp, bool negate) {
-  constexpr int kBytes = C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes;
-  constexpr bool kJoin = std::is_same_v<typename C::Element, F32>;
-  if (!kJoin && !negate) return;
-  const uint32_t signs = !negate ? 0 : C::Element::kBytes == 2 ? 0x80008000u : 0x80000000u;
-  for (int at = ptx::lane_index() * 16; at < kBytes; at += ptx::kWarpSize * 16) {
-    uint32_t x[4];
-    ptx::ld_shared_v4_b32(x, q_of_warp + at);
-    for (uint32_t& each : x) each = kJoin ? tile::join(each ^ signs) : each ^ signs;
-    ptx::st_shared_v4_b32(q_of_warp + at, x);
-  }
-  ptx::sync_warp();
-}
-
 // The two products of a warp. `ask(part)` issues the copies of the ring between the instructions.
 template <class C>
 struct Products {
@@ -104,6 +49,7 @@ struct Products {
   static constexpr bool kOne = tile::kStepsInCore<Element> == 0;  // sum for all steps
   // Sums at work at once, when they are many: products into one sum wait for each other.
   static constexpr int kAtOnce = 8;
+  static constexpr int kWide = C::kFloat8 ? 2 : 1;  // steps, or 16 columns, of one load
 
   tile::LaneOffsets<kRowBytes, tile::Lanes::rows_first> q_lanes{ptx::lane_index()};
   typename KvFeed<C>::KeyLanes k_lanes{ptx::lane_index()};
@@ -117,6 +63,7 @@ struct Products {
     constexpr int kInCore = kOne ? kSteps : std::gcd(kSteps, tile::kStepsInCore<Element>);
     constexpr int kKeysAtOnce = kOne ? 1 : min(kKeys / 16, max(1, kAtOnce / (2 * kRows)));
     constexpr int kGroups = kOne ? 1 : max(1, kAtOnce / (2 * kRows * kKeysAtOnce));
+    constexpr int kApart = kWide > 1 ? 1 : kInCore;  // steps of neighbouring fragments
 #pragma unroll
     for (int group = 0; group < kSteps / kInCore; group += kGroups) {
       const int begin = group * kInCore;
@@ -124,33 +71,34 @@ struct Products {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) part[g].fill(0.0f);
 #pragma unroll
-      for (int step = begin; step < begin + kInCore; ++step) {
-        tile::Fragment<Element> a[kGroups][kRows];
+      for (int step = begin; step < begin + kInCore; step += kWide) {
+        tile::Fragment<Element> a[kGroups * kWide][kRows];
 #pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
+        for (int g = 0; g < kGroups * kWide; ++g) {
 #pragma unroll
           for (int m = 0; m < kRows; ++m)
-            a[g][m] = tile::load_joined<Element>(q_lanes.address(q, 16 * m, step + g * kInCore));
+            a[g][m] = tile::load_joined<Element>(q_lanes.address(q, 16 * m, step + g * kApart));
         }
 #pragma unroll
         for (int j = 0; j < kKeys / 16; j += kKeysAtOnce) {
-          tile::Fragment<Element> b[kGroups][kKeysAtOnce];
+          tile::Fragment<Element> b[kGroups * kWide][kKeysAtOnce];
 #pragma unroll
           for (int i = 0; i < kGroups * kKeysAtOnce; ++i) {
-            b[i / kKeysAtOnce][i % kKeysAtOnce] = keys_at(
-                k_lanes.address(k, 16 * (j + i % kKeysAtOnce), step + i / kKeysAtOnce * kInCore));
+            load_keys(b, i,
+                      k_lanes.address(k, 16 * (j + i % kKeysAtOnce),
+                                      step / kWide + i / kKeysAtOnce * kInCore));
           }
           // Terms outermost: those of one sum wait for each other.
 #pragma unroll
           for (int term = 0; term < tile::kTerms<Element>; ++term) {
 #pragma unroll
-            for (int g = 0; g < kGroups; ++g) {
+            for (int g = 0; g < kGroups * kWide; ++g) {
 #pragma unroll
               for (int m = 0; m < kRows; ++m) {
 #pragma unroll
                 for (int n = 0; n < 2 * kKeysAtOnce; ++n) {
-                  tile::multiply_term<Arch>(part[g].x[m][2 * j + n], a[g][m], b[g][n / 2], n % 2,
-                                            term);
+                  tile::multiply_term<Arch>(part[g / kWide].x[m][2 * j + n], a[g][m], b[g][n / 2],
+                                            n % 2, term);
                 }
               }
             }
@@ -179,7 +127,7 @@ struct Products {
     constexpr int kKept = kRows * C::kHeadDim / 2 + kInCore * kRows * 8;
     constexpr int kMost = max(1, kAtOnce / (2 * kRows));
     constexpr bool kRoom = kKept + kMost * (8 * kRows + 8) <= 208;
-    constexpr int kColumnsAtOnce = kOne ? 1 : kRoom ? kMost : max(1, kMost / 2);
+    constexpr int kColumnsAtOnce = kOne ? kWide : kRoom ? kMost : max(1, kMost / 2);
 #pragma unroll
     for (int begin = 0; begin < kSteps; begin += kInCore) {
       tile::Fragment<Element> a[kInCore][kRows];
@@ -195,9 +143,7 @@ struct Products {
 #pragma unroll
         for (int i = 0; i < kInCore; ++i) {
           tile::Fragment<Element> b[kColumnsAtOnce];
-#pragma unroll
-          for (int c = 0; c < kColumnsAtOnce; ++c)
-            b[c] = v_lanes.load_whole(v, (begin + i) * kStep, j + c);
+          load_values(b, v, (begin + i) * kStep, j);
 #pragma unroll
           for (int term = 0; term < tile::kTerms<Element>; ++term) {
 #pragma unroll
@@ -220,11 +166,30 @@ struct Products {
   }
 
  private:
-  TILEWISE_DEVICE static tile::Fragment<Element> keys_at(ptx::SharedAddress address) {
-    if constexpr (C::kSplitOnce)
-      return tile::load_split(address, KvFeed<C>::kTileBytes);
-    else
-      return tile::load<Element>(address);
+  // Load `i` of those of a step, which come in the order of groups and keys.
+  template <int kFragments, int kAtOnceOfKeys>
+  TILEWISE_DEVICE static void load_keys(tile::Fragment<Element> (&b)[kFragments][kAtOnceOfKeys],
+                                        int i, ptx::SharedAddress address) {
+    tile::Fragment<Element>& first = b[i / kAtOnceOfKeys][i % kAtOnceOfKeys];
+    if constexpr (C::kFloat8) {
+      tile::load_float8<C::kConverts>(first, b[1][0], address);
+    } else if constexpr (C::kSplitOnce) {
+      first = tile::load_split(address, KvFeed<C>::kTileBytes);
+    } else {
+      first = tile::load<Element>(address);
+    }
+  }
+
+  // kStep rows from `row` on, 16 columns each from 16 `column` on.
+  template <int kFragments>
+  TILEWISE_DEVICE void load_values(tile::Fragment<Element> (&b)[kFragments], ptx::SharedAddress v,
+                                   int row, int column) const {
+    if constexpr (C::kFloat8) {
+      v_lanes.load(b, v, row, column / kWide);
+    } else {
+#pragma unroll
+      for (int c = 0; c < kFragments; ++c) b[c] = v_lanes.load_whole(v, row, column + c);
+    }
   }
 
   template <class Ask>
@@ -274,6 +239,24 @@ TILEWISE_DEVICE BlockWork find_work(const ForwardParamsOf<C>& p, ptx::SharedAddr
   }
 }
 
+// What the scores and the sums over values are multiplied by. The factors of a float8 cache are
+// those of the sequence and head that the block is for.
+struct BlockFactors {
+  float of_scores;
+  float of_values;
+};
+template <class C>
+TILEWISE_DEVICE BlockFactors factors_of(const ForwardParams& p, const BlockWork& work) {
+  if constexpr (!C::kFloat8) {
+    return {score_of(p.problem).scale, 1.0f};
+  } else {
+    const int64_t batch = work.sequence.batch;
+    const int32_t head = p.group.quotient(work.rows.first_head);
+    return {score_of(p.problem, batch, head).scale,
+            v_descale(p.problem, batch, head) * C::kCachedUnit};
+  }
+}
+
 template <class C>
 TILEWISE_KERNEL(C::kForward.threads(), C::kForward.blocks_per_sm)
 void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
@@ -296,17 +279,17 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   BlockWork& kept = kept_work<C>();
   work.tiles.find_full(work.rows, C::kForward.keys);
   if (ptx::thread_index() == 0) kept = work;
-  const float asked = score_of(problem).scale;
+  const auto [asked, of_values] = factors_of<C>(p, work);
   const float scale = asked == 0.0f ? FLT_MIN : asked < 0.0f ? -asked : asked;  // -inf stays -inf
-  const GeneralTerms<typename C::Element::Storage> general(problem, scale);
+  const GeneralTerms<typename C::Storage> general(problem, scale);
   const bool dropout = C::kGeneral && general.dropout.on();
   feed.begin();
   // `combine` waits for the end. Its blocks had better not look for their rows while ours do.
   if (p.order.splits > 1 || p.parts.any()) ptx::griddepcontrol_launch_dependents();
-  prepare_queries<C>(q_of_warp, asked < 0.0f);
+  const auto units = prepare_queries<C>(problem, q_of_warp, asked < 0.0f);
 
   const Products<C> multiply;
-  RowSoftmax<C> softmax((C::kGeneral ? general.unit(problem) : scale) * kLog2e);
+  RowSoftmax<C> softmax((C::kGeneral ? general.unit(problem) : scale) * kLog2e, units);
   Scores<C> s;
   Outputs<C> o;
   o.fill(0.0f);
@@ -315,7 +298,10 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
     multiply.scores(s, q_of_warp, feed.keys(), [&](int part) { feed.ask(true, tile, part); });
     feed.release(true, tile);
 
-    if constexpr (C::kGeneral) general.apply(problem, kept, s, tile, lane_place<C>());
+    if constexpr (C::kGeneral) {
+      units.apply(s);
+      general.apply(problem, kept, s, tile, lane_place<C>());
+    }
     if (masked) mask<C>(s, kept_work<C>(), tile);
     softmax.raise(s, o);
     softmax.exponentiate(s);
@@ -352,8 +338,9 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   if constexpr (C::kMerges) {
     if (merges) feed.let_go();
   }
+  if constexpr (C::kFloat8) tile::pair_columns(o);
   const LanePlace place = lane_place<C>();
-  const float weight = dropout ? general.dropout.keep_scale : 1.0f;
+  const float weight = (dropout ? general.dropout.keep_scale : 1.0f) * of_values;
   const auto result =
       finish_rows<typename C::Element>(p, kept, place, softmax.m, softmax.l, weight);
   if (p.flags.data != nullptr && !outputs_are_finite(kept, place, o, softmax.l)) [[unlikely]]
@@ -373,11 +360,11 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
     }
   }
   if (kept.splits > 1) [[unlikely]] {
-    store_partial<!C::kGeneral>(p, kept, place, o, result);
+    store_partial<!C::kGeneral, typename C::Columns>(p, kept, place, o, result);
     return;
   }
   ptx::sync_warp();
-  stage_outputs<C>(q, place, o, result);
+  stage_outputs<C>(problem, q, place, o, result);
   ptx::sync_warp();
   store_outputs<C>(problem, kept, q);
   store_lse(problem, kept, place, result);

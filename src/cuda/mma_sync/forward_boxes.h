@@ -23,15 +23,20 @@ class BoxFeed {
   static_assert(C::kForward.warps == 1);
   using Arch = typename C::Arch;
   using Places = std::conditional_t<C::kPaged, PageBoxes<C>, RowBoxes<C>>;
-  using Tile = tile::SwizzledTile<C::kForward.keys, C::kHeadDim>;
+  // Its columns have two bytes each.
+  using Tile = tile::SwizzledTile<C::kForward.keys, C::kHeadDim * C::Cached::kBytes / 2>;
   using KeyLanes = tile::PanelOffsets<Tile, tile::Lanes::chunks_first>;
-  using ValueLanes = tile::PanelB<typename C::Element, Tile>;
+  using ValueLanes = std::conditional_t<
+      C::kFloat8, tile::Float8B<C::kConverts, tile::PanelOffsets<Tile, tile::Lanes::rows_first>>,
+      tile::PanelB<typename C::Element, Tile>>;
+  static_assert(Tile::kBytes == kSlotBytes<C>);
   static constexpr int kMostStages = C::kForward.stages + 1;
   static_assert(kMostMergedBytes<C> <= C::kForward.stages * Tile::kBytes);
   static constexpr int kPlacesAt = kMostStages * 8;  // behind the barriers
   static constexpr int kRingAt = static_cast<int>(round_up(kPlacesAt + Places::kBytes, 1024));
   static constexpr int kBytes = kRingAt + kMostStages * Tile::kBytes;
   static constexpr int kParts = 1;
+  static constexpr int kPanelColumns = tile::kSwizzledRowBytes / C::Cached::kBytes;
 
   // First of all: what takes time and depends on nothing.
   TILEWISE_DEVICE static void prepare(const TmaForwardParams& p, ptx::SharedAddress base) {
@@ -128,8 +133,8 @@ class BoxFeed {
 #pragma unroll
           for (int panel = 0; panel < Tile::kPanels; ++panel)
             ptx::cp_async_bulk_tensor_load(to + panel * Tile::kPanelBytes, keys ? p_.k : p_.v,
-                                           panel * tile::kPanelColumns, row, head_, index,
-                                           barrier(slot), ptx::CachePolicy::evict_normal);
+                                           panel * kPanelColumns, row, head_, index, barrier(slot),
+                                           ptx::CachePolicy::evict_normal);
         });
     if (!keys) places_.pass(tile);
   }

@@ -115,13 +115,12 @@ class MergedRows {
 #pragma unroll
       for (int j = 0; j < 4; ++j) sum[0][j] += sum[i][j];
     }
-    const int column = chunk / 4 * 16 + chunk % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int c = column + 8 * half;
+      const int c = C::Columns::of_tile(chunk / 4 * 2 + half) + C::Columns::of_lane(chunk % 4 * 2);
       if (chunk < kChunks && c < p_.problem.head_dim_v)
         *reinterpret_cast<uint32_t*>(out + c * C::Element::kBytes) =
-            tile::pack<typename C::Element>(sum[0][2 * half], sum[0][2 * half + 1]);
+            pack_output<C>(p_.problem, sum[0][2 * half], sum[0][2 * half + 1]);
     }
   }
 

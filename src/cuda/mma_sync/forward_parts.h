@@ -66,8 +66,7 @@ class PartsMerge {
 
  private:
   static constexpr int kPartBytes = kMergedPartBytes<C>;
-  static constexpr int kMostPartsInRing =
-      C::kForward.stages * C::kForward.keys * C::kHeadDim * C::Element::kBytes / kPartBytes;
+  static constexpr int kMostPartsInRing = C::kForward.stages * kSlotBytes<C> / kPartBytes;
   static_assert(PartArrivals::kMost <= kMostPartsInRing);
 
   // What a block has left: its rows follow each other.

@@ -21,10 +21,9 @@ TILEWISE_DEVICE bool rows_are_aligned(const tilewise_tensor& view, int64_t colum
 
 // `chunk` of a row that has `columns` columns goes to shared memory; what the row does not have is
 // 0. `row` is null for a row of zeros. Plain: the row is aligned.
-template <class C>
+template <class C, class Element>
 TILEWISE_DEVICE void copy_row_chunk(ptx::SharedAddress to, const char* row, int chunk, int columns,
                                     bool aligned) {
-  using Element = typename C::Element;
   constexpr int kPerChunk = 16 / Element::kBytes;
   const int begin = row != nullptr ? chunk * kPerChunk : columns;
   if (!C::kGeneral || aligned) {
@@ -60,7 +59,7 @@ TILEWISE_DEVICE void copy_rows(ptx::SharedAddress to, const Lanes& lanes, const 
 template <class C, class Lanes>
 class KeyStream {
  public:
-  using Element = typename C::Element;
+  using Element = typename C::Cached;
   static constexpr int kKeys = C::kForward.keys;
   static constexpr int kParts = Lanes::kPasses < 2 ? 1 : 2;
   static constexpr int kPartPasses = (Lanes::kPasses + kParts - 1) / kParts;
@@ -176,8 +175,8 @@ class KeyStream {
       const char* row = is_there(tile, key) ? base_ + offset * Element::kBytes : nullptr;
 #pragma unroll
       for (int column = 0; column < Lanes::kColumns; ++column) {
-        copy_row_chunk<C>(slot + lanes_.offset(pass, column), row, lanes_.chunk_of(column),
-                          columns_, aligned_);
+        copy_row_chunk<C, Element>(slot + lanes_.offset(pass, column), row, lanes_.chunk_of(column),
+                                   columns_, aligned_);
       }
     }
   }
@@ -198,11 +197,11 @@ template <class C>
 class KvRing {
  public:
   using Lanes =
-      tile::CopyLanes<C::kForward.threads(), C::kForward.keys, C::kHeadDim * C::Element::kBytes>;
+      tile::CopyLanes<C::kForward.threads(), C::kForward.keys, C::kHeadDim * C::Cached::kBytes>;
   using Stream = std::conditional_t<C::kPaged, PageStream<C, Lanes>, KeyStream<C, Lanes>>;
   using Arch = typename C::Arch;
   static constexpr int kStages = C::kForward.stages;
-  static constexpr int kSlotBytes = C::kForward.keys * C::kHeadDim * C::Element::kBytes;
+  static constexpr int kSlotBytes = mma_sync::kSlotBytes<C>;
   static constexpr int kMergeAt = kStages * kSlotBytes;  // a barrier
   static constexpr int kBytes = kMergeAt + (C::kMerges ? 8 : 0);
   static_assert(!C::kMerges || kMostMergedBytes<C> <= kMergeAt);
@@ -213,7 +212,10 @@ class KvRing {
   static constexpr int kValuesAhead = (kStages - 1) / 2;
   static constexpr int kParts = Stream::kParts;
   using KeyLanes = tile::LaneOffsets<Lanes::kRowBytes, tile::Lanes::chunks_first>;
-  using ValueLanes = tile::TransposedB<typename C::Element, Lanes::kRowBytes>;
+  using ValueLanes = std::conditional_t<
+      C::kFloat8,
+      tile::Float8B<C::kConverts, tile::LaneOffsets<Lanes::kRowBytes, tile::Lanes::rows_first>>,
+      tile::TransposedB<typename C::Element, Lanes::kRowBytes>>;
 
   TILEWISE_DEVICE static void prepare(const ForwardParams&, ptx::SharedAddress base) {
     if constexpr (C::kMerges) {

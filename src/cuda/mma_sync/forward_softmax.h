@@ -7,6 +7,7 @@
 #include "attention/online_softmax.h"
 #include "cuda/common/forward_terms.h"
 #include "cuda/mma_sync/forward_rows.h"
+#include "cuda/mma_sync/forward_units.h"
 #include "cuda/tile/fragment.h"
 #include "cuda/tile/quad.h"
 
@@ -68,11 +69,17 @@ struct RowSoftmax {
   // and every one of them costs a pass over the output.
   static constexpr float kSlack = 8.0f;
 
+  // Weights start at 2^kFirst. F16 has none below 2^-24, which queries of BF16 would miss among a
+  // million keys; the highest of float8 are thus 2^15.
+  static constexpr float kFirst = C::kFloat8 ? 7.0f : 0.0f;
+  using Scale = std::conditional_t<C::kFloat8 && !C::kGeneral, RowScales<kRows>, OneScale>;
+
   float m[kRows][2];
   float l[kRows][2];
-  float scale;  // positive
+  Scale scale;  // positive
 
-  TILEWISE_DEVICE explicit RowSoftmax(float log2_scale) : scale(log2_scale) {
+  template <class Units>
+  TILEWISE_DEVICE RowSoftmax(float log2_scale, const Units& units) : scale(log2_scale, units) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       m[i][0] = m[i][1] = -FLT_MAX;
@@ -81,7 +88,7 @@ struct RowSoftmax {
   }
 
   // Raises m where the scores ask for it, to the highest of them: the weight of a key that is alone
-  // is then 1, which 16 bits hold exactly.
+  // is then a power of two, which 16 bits hold exactly.
   TILEWISE_DEVICE void raise(const Scores<C>& s, Outputs<C>& o) {
     float highest[kRows][2];
     bool more = false;
@@ -93,7 +100,7 @@ struct RowSoftmax {
 #pragma unroll
         for (int n = 1; n < C::kForward.keys / 8; ++n)
           x = ptx::fmax(x, ptx::fmax(s.x[i][n][2 * h], s.x[i][n][2 * h + 1]));
-        highest[i][h] = x * scale;
+        highest[i][h] = kFirst == 0.0f ? x * scale.at(i, h) : ptx::fma(x, scale.at(i, h), -kFirst);
         more |= highest[i][h] > m[i][h] + kSlack;
       }
     }
@@ -125,8 +132,8 @@ struct RowSoftmax {
 #pragma unroll
         for (int n = 0; n < C::kForward.keys / 8; ++n) {
           float* x = &s.x[i][n][2 * h];
-          x[0] = ptx::ex2(ptx::fma(x[0], scale, -m[i][h]));
-          x[1] = ptx::ex2(ptx::fma(x[1], scale, -m[i][h]));
+          x[0] = ptx::ex2(ptx::fma(x[0], scale.at(i, h), -m[i][h]));
+          x[1] = ptx::ex2(ptx::fma(x[1], scale.at(i, h), -m[i][h]));
           sum += x[0] + x[1];
         }
         l[i][h] += sum;

@@ -10,14 +10,14 @@ namespace tilewise::cuda::mma_sync {
 // A warp's rows of the output as elements into its own rows of the Q tile, which nobody reads any
 // more, so that whole rows leave together.
 template <class C>
-TILEWISE_DEVICE void stage_outputs(ptx::SharedAddress q, const LanePlace& place,
+TILEWISE_DEVICE void stage_outputs(const Problem& p, ptx::SharedAddress q, const LanePlace& place,
                                    const Outputs<C>& o,
                                    const RowResults<C::kForward.warp_rows / 16>& result) {
   using Element = typename C::Element;
   constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
   constexpr int kPeriod = tile::Swizzle<kRowBytes>::kPeriod;
   // Rows 8 apart permute alike: an exclusive or per chunk, immediates for the rest.
-  const int column = place.column * Element::kBytes;
+  const int column = C::Columns::of_lane(place.column) * Element::kBytes;
   const ptx::SharedAddress lane =
       q + tile::Swizzle<kRowBytes>::offset(place.row0, column / 16) + column % 16;
 #pragma unroll
@@ -28,12 +28,14 @@ TILEWISE_DEVICE void stage_outputs(ptx::SharedAddress q, const LanePlace& place,
       for (int n = 0; n < C::kHeadDim / 8; ++n) {
         const float low = o.x[i][n][2 * h] * result.factor[i][h];
         const float high = o.x[i][n][2 * h + 1] * result.factor[i][h];
-        const int chunk = n * Element::kBytes / 2;
+        const int byte = C::Columns::of_tile(n) * Element::kBytes;
+        const int chunk = byte / 16;
         const ptx::SharedAddress to =
             (lane ^ static_cast<uint32_t>(chunk % kPeriod * 16)) +
-            static_cast<uint32_t>(chunk / kPeriod * kPeriod * 16 + (16 * i + 8 * h) * kRowBytes);
+            static_cast<uint32_t>(chunk / kPeriod * kPeriod * 16 + byte % 16 +
+                                  (16 * i + 8 * h) * kRowBytes);
         if constexpr (Element::kBytes == 2) {
-          ptx::st_shared_b32(to, tile::pack<Element>(low, high));
+          ptx::st_shared_b32(to, pack_output<C>(p, low, high));
         } else {
           ptx::st_shared_b32(to, ptx::bits_of(low));
           ptx::st_shared_b32(to + 4, ptx::bits_of(high));

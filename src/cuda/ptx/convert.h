@@ -15,6 +15,11 @@ TILEWISE_DEVICE uint32_t cvt_f16x2(float low, float high) { return emulator::cvt
 TILEWISE_DEVICE uint32_t cvt_bf16x2(float low, float high) {
   return emulator::cvt_bf16x2(low, high);
 }
+// The two numbers of float8_e4m3 in a half of x, exact, that of its low byte in the low half.
+template <bool kHigh>
+TILEWISE_DEVICE uint32_t cvt_f16x2_e4m3x2(uint32_t x) {
+  return emulator::cvt_f16x2_e4m3x2(static_cast<uint16_t>(kHigh ? x >> 16 : x));
+}
 // The number in the low half.
 TILEWISE_DEVICE float cvt_f32_f16(uint32_t x) {
   return to_float(Half{static_cast<uint16_t>(x & 0xffffu)});
@@ -73,8 +78,22 @@ TILEWISE_DEVICE uint32_t cvt_f16x2(float low, float high) {
   return r;
 }
 TILEWISE_DEVICE uint32_t cvt_bf16x2(float low, float high) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   uint32_t r;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+#else
+  return from_float<BFloat16>(low).bits | static_cast<uint32_t>(from_float<BFloat16>(high).bits)
+                                              << 16;
+#endif
+}
+template <bool kHigh>
+TILEWISE_DEVICE uint32_t cvt_f16x2_e4m3x2(uint32_t x) {  // sm_89; the half costs no instruction
+  uint32_t r;
+  if constexpr (kHigh)
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, h; }" : "=r"(r) : "r"(x));
+  else
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, l; }" : "=r"(r) : "r"(x));
   return r;
 }
 TILEWISE_DEVICE float cvt_f32_f16(uint32_t x) {

@@ -75,7 +75,7 @@ struct Forward {
         highest = max(highest, ptx::shuffle_xor(highest, lanes));
       const float raised = max(m[i], highest);
       const float base = exponent_base(raised);
-      const float alpha = ptx::exp2_accurate((m[i] - base) * exponent);
+      const float alpha = ptx::exp2_accurate(above(m[i], base) * exponent);
       m[i] = raised;
       float sum = 0.0f;
 #pragma unroll

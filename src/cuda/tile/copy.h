@@ -32,10 +32,10 @@ TILEWISE_DEVICE void copy_elements(ptx::SharedAddress to, const typename Element
 #pragma unroll
   for (int i = 0; i < 4 * kPerWord; ++i) {
     if (i >= count) continue;
-    if constexpr (kPerWord == 2)
-      x[i / 2] |= static_cast<uint32_t>(from[i].bits) << (i % 2 * 16);
-    else
+    if constexpr (kPerWord == 1)
       x[i] = ptx::bits_of(from[i]);
+    else
+      x[i / kPerWord] |= static_cast<uint32_t>(from[i].bits) << (i % kPerWord * (32 / kPerWord));
   }
   ptx::st_shared_v4_b32(to, x);
 }

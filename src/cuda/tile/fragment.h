@@ -191,6 +191,17 @@ struct Sums {
   }
 };
 
+// Which columns a lane has of tile n of its sums: of_lane(2t) + of_tile(n) and the next one. Two
+// neighbours of eight, or, of two tiles together, four neighbours of sixteen.
+struct TwoColumns {
+  TILEWISE_DEVICE static constexpr int of_lane(int column) { return column; }
+  TILEWISE_DEVICE static constexpr int of_tile(int n) { return 8 * n; }
+};
+struct FourColumns {
+  TILEWISE_DEVICE static constexpr int of_lane(int column) { return 2 * column; }
+  TILEWISE_DEVICE static constexpr int of_tile(int n) { return n / 2 * 16 + n % 2 * 2; }
+};
+
 // Two floats as elements, the lower column in the low half.
 template <class Element>
 TILEWISE_DEVICE uint32_t pack(float low, float high) {

@@ -11,6 +11,11 @@ TILEWISE_DEVICE float quad_max(float x) {
   return ptx::fmax(x, ptx::shuffle_xor(x, 2));
 }
 
+TILEWISE_DEVICE uint32_t quad_max(uint32_t x) {
+  x = max(x, ptx::shuffle_xor(x, 1));
+  return max(x, ptx::shuffle_xor(x, 2));
+}
+
 TILEWISE_DEVICE float quad_sum(float x) {
   x += ptx::shuffle_xor(x, 1);
   return x + ptx::shuffle_xor(x, 2);

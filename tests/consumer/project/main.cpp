@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tilewise/tilewise.hpp"
@@ -137,10 +138,22 @@ bool mistakes_are_exceptions() {
   return good;
 }
 
+// One that has been moved from has nothing, and gets memory like a new one.
+bool a_workspace_can_be_moved() {
+  tilewise::Workspace first;
+  const void* const memory = first.reserve(1 << 10);
+  tilewise::Workspace second = std::move(first);
+  const bool moved = second.capacity() == 1 << 10 && second.reserve(1 << 10) == memory;
+  const bool anew = first.capacity() == 0 && first.reserve(64) != nullptr;
+  if (!moved || !anew) std::fprintf(stderr, "a moved workspace lost its memory, or kept it\n");
+  return moved && anew;
+}
+
 }  // namespace
 
 int main() {
   bool good = varlen_gradients_are_right();
   good = mistakes_are_exceptions() && good;
+  good = a_workspace_can_be_moved() && good;
   return good ? 0 : 1;
 }

@@ -314,11 +314,11 @@ def flash_attn_with_kvcache(
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
-        causal=causal,
+        causal=bool(causal),
         window=window_size,
         scale=softmax_scale,
         softcap=0.0 if softcap is None else softcap,
         alibi_slopes=slopes_of(alibi_slopes),
         num_splits=num_splits,
-        return_lse=return_softmax_lse,
+        return_lse=bool(return_softmax_lse),
     )

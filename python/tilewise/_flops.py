@@ -1,0 +1,81 @@
+"""What ``torch.utils.flop_counter.FlopCounterMode`` counts of the operators.
+
+It is what it counts of PyTorch's own attention: two products forward and five backward (one of them
+the scores again), of every row with every key of its sequence. Nothing is taken off for what a mask
+or a window hides, and nothing added for the softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
+
+from ._ops import Options
+
+
+def _numbers(tensor: Tensor | None) -> list[int] | None:
+    """The entries of an index tensor; None where it has none: not given, or only a shape."""
+    from torch._subclasses.fake_tensor import FakeTensor  # whoever counts can wait for these
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    if tensor is None or isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.is_meta:
+        return None
+    return tensor.tolist()
+
+
+def _lengths(starts: Tensor | None, used: Tensor | None, alike: Sequence[int]) -> list[int] | None:
+    """Of each sequence, `alike` without index tensors; None: they tell, but have no entries."""
+    entries = _numbers(used if used is not None else starts)
+    if entries is None:
+        return None if used is not None or starts is not None else list(alike)
+    if used is not None:
+        return entries
+    return [end - begin for begin, end in pairwise(entries)]
+
+
+def _pairs(q: Tensor, k: Tensor, o: Options) -> int:
+    """Rows times keys, over all sequences; of lengths that are not known the most they can be."""
+    varlen = o.cu_seqlens_q is not None
+    batch = len(o.cu_seqlens_q) - 1 if o.cu_seqlens_q is not None else len(q)
+    paged = o.block_table is not None
+    capacity = k.shape[-3] if o.block_table is None else o.block_table.shape[1] * k.shape[1]
+    rows = _lengths(o.cu_seqlens_q, o.seqused_q, [q.shape[-3]] * batch)
+    keys = _lengths(None if paged else o.cu_seqlens_k, o.seqused_k, [capacity] * batch)
+    padding = _numbers(o.leftpad_k) or [0] * batch
+    if keys is None:
+        keys = [min(capacity, o.max_seqlen_k or capacity)] * batch
+    elif o.leftpad_k is not None:
+        keys = [max(n - first, 0) for n, first in zip(keys, padding, strict=True)]
+    if rows is None:
+        return (q.shape[0] if varlen else batch * q.shape[1]) * max(keys, default=0)
+    return sum(n * m for n, m in zip(rows, keys, strict=True))
+
+
+@register_flop_formula(torch.ops.tilewise.forward, get_raw=True)
+def _forward(q: Tensor, k: Tensor, v: Tensor, *options: Any, **_out: Any) -> int:
+    return 2 * q.shape[-2] * _pairs(q, k, Options(*options)) * (q.shape[-1] + v.shape[-1])
+
+
+@register_flop_formula(torch.ops.tilewise.backward, get_raw=True)
+def _backward(*arguments: Any, **_out: Any) -> int:
+    _dout, _dlse, q, k, v, _out, _lse, *options, _wanted = arguments
+    columns = 3 * q.shape[-1] + 2 * v.shape[-1]
+    return 2 * q.shape[-2] * _pairs(q, k, Options(*options)) * columns
+
+
+def _tell_counters() -> None:
+    """A counter copies the formulas when it is made, and ours come with the first call."""
+    for mode in _get_current_dispatch_mode_stack():
+        counter = getattr(mode, "counter", None)
+        if isinstance(counter, FlopCounterMode):
+            for operator in (torch.ops.tilewise.forward, torch.ops.tilewise.backward):
+                counter.flop_registry.setdefault(operator, flop_registry[operator])
+
+
+_tell_counters()

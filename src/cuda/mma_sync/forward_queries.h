@@ -1,0 +1,171 @@
+// The queries of a block in shared memory: how they come there, and what becomes of them there
+// before the first product.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/mma_sync/forward_ring.h"
+#include "cuda/mma_sync/forward_rows.h"
+#include "cuda/mma_sync/forward_units.h"
+#include "cuda/tile/float8.h"
+#include "cuda/tile/quad.h"
+
+namespace tilewise::cuda::mma_sync {
+
+template <class C>
+TILEWISE_DEVICE void load_queries(const Problem& p, const BlockWork& work, ptx::SharedAddress q) {
+  using Element = typename C::Element;
+  using Lanes =
+      tile::CopyLanes<C::kForward.threads(), C::kForward.rows(), C::kHeadDim * Element::kBytes>;
+  const Lanes lanes(ptx::thread_index());
+  const int columns = static_cast<int>(p.head_dim);
+  if (!C::kGeneral && !C::kBoxes && !work.rows.packed()) {
+    bool exists[Lanes::kColumns];
+#pragma unroll
+    for (int column = 0; column < Lanes::kColumns; ++column)
+      exists[column] = lanes.chunk_of(column) * (16 / Element::kBytes) < columns;
+    const char* row = static_cast<const char*>(p.q.data) +
+                      work.offset_unpacked(p.q, lanes.row) * Element::kBytes + lanes.chunk * 16;
+    copy_rows<C>(q, lanes, row, p.q.stride_row * Element::kBytes, work.rows.count - lanes.row,
+                 exists);
+    return;
+  }
+  const bool aligned = !C::kGeneral || rows_are_aligned<Element>(p.q, columns);
+#pragma unroll 1
+  for (int pass = 0; pass < Lanes::kPasses; ++pass) {
+    if (!lanes.has(pass)) continue;
+    const int r = lanes.row_of(pass);
+    if (r >= work.rows.count) {  // most of them in a tile of few rows: no address
+      const uint32_t zeros[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int column = 0; column < Lanes::kColumns; ++column)
+        ptx::st_shared_v4_b32(q + lanes.offset(pass, column), zeros);
+      continue;
+    }
+    const char* row = static_cast<const char*>(p.q.data) + work.offset(p.q, r) * Element::kBytes;
+#pragma unroll
+    for (int column = 0; column < Lanes::kColumns; ++column) {
+      copy_row_chunk<C, Element>(q + lanes.offset(pass, column), row, lanes.chunk_of(column),
+                                 columns, aligned);
+    }
+  }
+}
+
+// The queries of a float8 cache become F16, in the order of its columns. Rows of BF16, which has
+// more exponents, are multiplied by a power of two, so that their largest number has the highest
+// exponent of F16: what that cannot hold then is below 2^-40 of it. A quad has the rows that its
+// sums belong to.
+template <class C>
+class Float8Queries {
+ public:
+  static constexpr int kRows = C::kForward.warp_rows / 16;
+
+  TILEWISE_DEVICE Float8Queries(const Problem& p, ptx::SharedAddress q_of_warp, bool negate)
+      : q_(q_of_warp), bf16_(p.dtype == TILEWISE_BFLOAT16), negate_(negate) {}
+
+  TILEWISE_DEVICE RowUnits<kRows> prepare() const {
+    RowUnits<kRows> units;
+#pragma unroll
+    for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        units.x[m][h] = prepare(16 * m + 8 * h + ptx::lane_index() / 4) * C::kCachedUnit;
+    }
+    ptx::sync_warp();
+    return units;
+  }
+
+ private:
+  static constexpr int kSteps = C::kHeadDim / 64;  // of 16 columns, of which a lane has a fourth
+  static_assert(C::kHeadDim % 64 == 0);
+  using Swizzle = tile::Swizzle<C::kHeadDim * 2>;
+  using Words = uint32_t[kSteps][2][4];  // the lane's own of a row
+
+  TILEWISE_DEVICE ptx::SharedAddress chunk(int row, int step, int half) const {
+    const int own = ptx::lane_index() % 4 + 4 * step;
+    return q_ + Swizzle::offset(row, 2 * own + half);
+  }
+
+  // Returns the unit.
+  TILEWISE_DEVICE float prepare(int row) const {
+    Words x;
+#pragma unroll
+    for (int i = 0; i < kSteps * 2; ++i)
+      ptx::ld_shared_v4_b32(x[i / 2][i % 2], chunk(row, i / 2, i % 2));
+    float unit = 1.0f;
+    if (bf16_)
+      unit = narrow(x);
+    else if (negate_)
+      change(x, [](uint32_t pair) { return pair ^ 0x80008000u; });
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      tile::pair_words(x[step][0], x[step][1]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        ptx::st_shared_v4_b32(chunk(row, step, half), x[step][half]);
+    }
+    return unit;
+  }
+
+  // Of BF16, magnitudes are ordered as their bits are.
+  TILEWISE_DEVICE float narrow(Words& x) const {
+    uint32_t highs = 0;
+    uint32_t lows = 0;
+    change(x, [&](uint32_t pair) {
+      highs = max(highs, pair & 0x7fffffffu);
+      lows = max(lows, pair << 16 & 0x7fffffffu);
+      return pair;
+    });
+    // Exponents of fp32. Factor and unit are normal numbers, infinity has the factor of the
+    // largest.
+    constexpr uint32_t kHighest = 127 + 15;
+    const uint32_t exponent =
+        min(max(tile::quad_max(max(highs, lows)) >> 23, kHighest - 126), kHighest + 112);
+    const uint32_t sign = negate_ ? 0x80000000u : 0;
+    const float factor = ptx::float_of((127 + kHighest - exponent) << 23 | sign);
+    change(x, [&](uint32_t pair) {
+      return ptx::cvt_f16x2(tile::low_of<BF16>(pair) * factor, tile::high_of<BF16>(pair) * factor);
+    });
+    return ptx::float_of((127 - kHighest + exponent) << 23);
+  }
+
+  template <class Change>
+  TILEWISE_DEVICE static void change(Words& x, const Change& change) {
+#pragma unroll
+    for (auto& step : x) {
+#pragma unroll
+      for (auto& words : step) {
+#pragma unroll
+        for (uint32_t& pair : words) pair = change(pair);
+      }
+    }
+  }
+
+  ptx::SharedAddress q_;
+  bool bf16_;
+  bool negate_;
+};
+
+// The rows of a warp change sign, so that the scale of the scores may be positive, those of fp32
+// are joined, and those of a float8 cache become what it is multiplied with.
+template <class C>
+TILEWISE_DEVICE auto prepare_queries(const Problem& p, ptx::SharedAddress q_of_warp, bool negate) {
+  if constexpr (C::kFloat8) {
+    return Float8Queries<C>(p, q_of_warp, negate).prepare();
+  } else {
+    constexpr int kBytes = C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes;
+    constexpr bool kJoin = std::is_same_v<typename C::Element, F32>;
+    if (!kJoin && !negate) return OneUnit{};
+    const uint32_t signs = !negate ? 0 : C::Element::kBytes == 2 ? 0x80008000u : 0x80000000u;
+    for (int at = ptx::lane_index() * 16; at < kBytes; at += ptx::kWarpSize * 16) {
+      uint32_t x[4];
+      ptx::ld_shared_v4_b32(x, q_of_warp + at);
+      for (uint32_t& each : x) each = kJoin ? tile::join(each ^ signs) : each ^ signs;
+      ptx::st_shared_v4_b32(q_of_warp + at, x);
+    }
+    ptx::sync_warp();
+    return OneUnit{};
+  }
+}
+
+}  // namespace tilewise::cuda::mma_sync

@@ -1,0 +1,58 @@
+// What the numbers of a row of scores stand for. Queries of a float8 cache are multiplied by a
+// power of two each (forward_queries.h), all others are as they came.
+#pragma once
+
+#include <cfloat>
+
+#include "cuda/tile/fragment.h"
+
+namespace tilewise::cuda::mma_sync {
+
+// What products with the queries of a lane's rows are in units of.
+struct OneUnit {
+  template <class Sums>
+  TILEWISE_DEVICE void apply(Sums&) const {}
+};
+template <int kRows>
+struct RowUnits {
+  float x[kRows][2];
+
+  template <int kColumns>
+  TILEWISE_DEVICE void apply(tile::Sums<kRows, kColumns>& s) const {
+#pragma unroll
+    for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s.x[m][n][e] *= x[m][e / 2];
+      }
+    }
+  }
+};
+
+// What scores are multiplied by, to powers of two: positive, the same in all rows or not.
+struct OneScale {
+  float x;
+
+  template <class Units>
+  TILEWISE_DEVICE OneScale(float scale, const Units&) : x(scale) {}
+  TILEWISE_DEVICE float at(int, int) const { return x; }
+};
+template <int kRows>
+struct RowScales {
+  float x[kRows][2];
+
+  TILEWISE_DEVICE RowScales(float scale, const RowUnits<kRows>& units) {
+#pragma unroll
+    for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float product = scale * units.x[m][h];
+        x[m][h] = product < FLT_MIN ? FLT_MIN : product;  // NaN stays NaN
+      }
+    }
+  }
+  TILEWISE_DEVICE float at(int m, int h) const { return x[m][h]; }
+};
+
+}  // namespace tilewise::cuda::mma_sync

@@ -1,0 +1,113 @@
+// Operands of float8_e4m3: bytes in shared memory that become fp16 in the registers of who
+// multiplies them, exactly. Tiles are addressed as those of 16-bit elements that each hold two
+// neighbouring columns, so that 32 bytes of a row, one step of those, are two steps of 16 columns.
+#pragma once
+
+#include "cuda/element.h"
+#include "cuda/ptx/convert.h"
+#include "cuda/ptx/shared.h"
+#include "cuda/tile/fragment.h"
+
+namespace tilewise::cuda::tile {
+
+// The numbers of a word, two at a time: as `cvt` gives them or, before sm_89, with the bits put
+// into their places.
+template <bool kConvert>
+struct Float8Pairs {
+  // A number is this many times its fp16 operand.
+  static constexpr float kUnit = kConvert ? 1.0f : 256.0f;
+
+  uint32_t first;
+  uint32_t second;
+
+  // Bytes 0 and 1, and 2 and 3.
+  TILEWISE_DEVICE static Float8Pairs neighbours(uint32_t x) {
+    if constexpr (!kConvert) return alternate(swapped(x));
+    return {ptx::cvt_f16x2_e4m3x2<false>(x), ptx::cvt_f16x2_e4m3x2<true>(x)};
+  }
+
+  // Bytes 0 and 2, and 1 and 3.
+  TILEWISE_DEVICE static Float8Pairs alternate(uint32_t x) {
+    if constexpr (kConvert) return neighbours(swapped(x));
+    // Exponents of fp16 are 8 more for the same bits: 2^8 is the unit. 0x7f is NaN: the carry gives
+    // it the highest exponent.
+    const uint32_t magnitude = x & 0x7f7f7f7fu;
+    const uint32_t finite = magnitude | ((magnitude + 0x01010101u) & 0x80808080u);
+    return {(finite << 7 & 0x7f807f80u) | (x << 8 & 0x80008000u),
+            (finite >> 1 & 0x7f807f80u) | (x & 0x80008000u)};
+  }
+
+ private:
+  TILEWISE_DEVICE static uint32_t swapped(uint32_t x) { return ptx::prmt<0x3120>(x, x); }
+};
+
+// 16 rows of a B that is stored [n][k], at two steps. Inside a step the order of the summed index
+// is that of the words of `pair_words`.
+template <bool kConvert>
+TILEWISE_DEVICE void load_float8(Fragment<F16>& first, Fragment<F16>& second,
+                                 ptx::SharedAddress address) {
+  uint32_t x[4];
+  ptx::ldmatrix_x4(x, address);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const auto pairs = Float8Pairs<kConvert>::neighbours(x[i]);
+    Fragment<F16>& f = i % 2 == 0 ? first : second;
+    f.r[i / 2 * 2] = pairs.first;
+    f.r[i / 2 * 2 + 1] = pairs.second;
+  }
+}
+
+// What belongs to it: the 16 columns of a step of A, in two chunks of eight. A lane has columns 4t
+// to 4t + 3 of B, and takes word t of each chunk of A.
+TILEWISE_DEVICE void pair_words(uint32_t (&first)[4], uint32_t (&second)[4]) {
+  const uint32_t x[8] = {first[0],  first[1],  first[2],  first[3],
+                         second[0], second[1], second[2], second[3]};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    first[i] = x[2 * i];
+    second[i] = x[2 * i + 1];
+  }
+}
+
+// A B that is stored [k][n]: 16 rows x 32 columns. Of each 16 columns the even ones are the first 8
+// of B, the odd ones the rest: see `pair_columns`. `Offsets`: LaneOffsets or PanelOffsets, rows
+// first.
+template <bool kConvert, class Offsets>
+class Float8B {
+ public:
+  TILEWISE_DEVICE explicit Float8B(int lane) : offsets_(lane) {}
+
+  TILEWISE_DEVICE void load(Fragment<F16> (&f)[2], ptx::SharedAddress tile, int row,
+                            int step) const {
+    uint32_t x[4];
+    ptx::ldmatrix_x4_trans(x, offsets_.address(tile, row, step));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const auto pairs = Float8Pairs<kConvert>::alternate(x[i]);
+      f[i / 2].r[i % 2] = pairs.first;
+      f[i / 2].r[i % 2 + 2] = pairs.second;
+    }
+  }
+
+ private:
+  Offsets offsets_;
+};
+
+// Sums over such a B: what a lane has becomes FourColumns, by other names for its registers.
+template <int kRows, int kColumns>
+TILEWISE_DEVICE void pair_columns(Sums<kRows, kColumns>& o) {
+#pragma unroll
+  for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+    for (int n = 0; n < kColumns; n += 2) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float x = o.x[m][n][2 * h + 1];
+        o.x[m][n][2 * h + 1] = o.x[m][n + 1][2 * h];
+        o.x[m][n + 1][2 * h] = x;
+      }
+    }
+  }
+}
+
+}  // namespace tilewise::cuda::tile

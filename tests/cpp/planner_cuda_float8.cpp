@@ -1,0 +1,107 @@
+// Which kernels serve caches of float8_e4m3, and how they cut them.
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "described_cuda.h"
+#include "planned_cuda.h"
+
+namespace tilewise::dispatch {
+namespace {
+
+Problem with_float8(Problem p) {
+  p.kv_float8 = 1;
+  return p;
+}
+
+std::string explained(const Problem& p, const Device& device) {
+  return explain(plan(p, nullptr, device), p, nullptr, device);
+}
+
+// Under either 16 bits, whatever the tensor cores compute: it is fp16 that they multiply.
+TEST(PlannerCudaFloat8, TensorCoresServeIt) {
+  for (const int32_t sm : {75, 80, 86, 89, 90, 100, 120}) {
+    for (const int32_t dtype : {TILEWISE_FLOAT16, TILEWISE_BFLOAT16}) {
+      for (const int64_t head_dim : {8, 64, 72, 128, 192, 256}) {
+        const Problem p = with_float8(problem(dtype, 2, 1, 1000, 8, head_dim));
+        const Device device = gpu_with(sm);
+        const Decision decision = plan(p, nullptr, device);
+        ASSERT_EQ(decision.status, TILEWISE_OK);
+        EXPECT_STREQ(decision.family->name, "cuda.mma_sync") << sm << ": " << explained(p, device);
+        EXPECT_EQ(decision.cuda.architecture, cuda::arch::limits_of(sm).table);
+        EXPECT_EQ(decision.cuda.head_dim, head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256);
+      }
+    }
+  }
+  EXPECT_EQ(
+      forward(with_float8(problem(TILEWISE_BFLOAT16, 1, 1, 1000, 8, 320)), gpu_with(90)).family,
+      cuda::Family::simt);
+  EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16), gpu_with(75)).family, cuda::Family::simt);
+}
+
+TEST(PlannerCudaFloat8, DecodingReadsBoxesWhereTheyLie) {
+  const auto form = [](Problem p, int32_t sm = 90) {
+    return forward(with_float8(p), gpu_with(sm)).form;
+  };
+  const Problem plain = problem(TILEWISE_BFLOAT16, 2, 1, 4096);
+  EXPECT_EQ(form(plain), cuda::Form::boxes);
+  EXPECT_EQ(form(plain, 80), cuda::Form::general);
+  EXPECT_EQ(form(problem(TILEWISE_FLOAT16, 2, 1, 4096, 8, 80)), cuda::Form::boxes);
+  // 72 bytes are no multiple of 16, as 144 are.
+  EXPECT_EQ(form(problem(TILEWISE_FLOAT16, 2, 1, 4096, 8, 72)), cuda::Form::general);
+  Problem p = plain;
+  p.k.stride_row += 8;  // bytes
+  EXPECT_EQ(form(p), cuda::Form::general);
+  p = plain;
+  p.softcap = 30.0f;
+  EXPECT_EQ(form(p), cuda::Form::general);
+  p = plain;
+  p.v.stride_head = 0;
+  EXPECT_EQ(form(p), cuda::Form::general);
+  for (const int64_t page : {16, 32, 64, 128, 256})
+    EXPECT_EQ(form(paged(TILEWISE_BFLOAT16, page)), cuda::Form::paged_boxes) << page;
+  for (const int64_t page : {1, 8})
+    EXPECT_EQ(form(paged(TILEWISE_BFLOAT16, page)), cuda::Form::general) << page;
+  EXPECT_EQ(form(paged(TILEWISE_BFLOAT16, 64), 120), cuda::Form::general);
+}
+
+TEST(PlannerCudaFloat8, RowsOfAPromptStayOffWgmma) {
+  const Problem p = with_float8(problem(TILEWISE_BFLOAT16, 16, 1024, 4096));
+  EXPECT_EQ(explained(p, gpu_with(90)),
+            "bf16 on sm_90, tile 128x64 for head_dim 128 of table sm_90, general form: cuda.wgmma "
+            "would be faster, but its copies do not convert float8");
+}
+
+// A build of units for 16 and 32 bits alone.
+TEST(PlannerCudaFloat8, SimtServesWhereItIsNotInside) {
+  std::vector<const cuda::UnitTable*> units;
+  for (const cuda::UnitTable* unit : every_gpu().units)
+    if (unit->dtype != TILEWISE_FLOAT8_E4M3) units.push_back(unit);
+  cuda::Inventory inside = every_gpu();
+  inside.units = units;
+  const Device device = gpu_with(90, inside);
+  const Problem p = with_float8(problem(TILEWISE_BFLOAT16, 1, 1, 1024));
+  EXPECT_EQ(forward(p, device).family, cuda::Family::simt);
+  EXPECT_NE(explained(p, device).find("cuda.mma_sync would be faster, but it has no tile"),
+            std::string::npos);
+}
+
+// A warp spends more on its bytes: three blocks a multiprocessor, where two read 16 bits as fast.
+TEST(PlannerCudaFloat8, MoreBlocksReadIt) {
+  const Device device = gpu_with(90);
+  const int64_t all = device.gpu.multiprocessors;
+  for (const int64_t batch : {1, 4, 8, 16, 24}) {
+    Problem p = problem(TILEWISE_BFLOAT16, batch, 1, 32768, 32);
+    p.heads_kv = 8;
+    const cuda::Plan wide = forward(p, device);
+    const cuda::Plan narrow = forward(with_float8(p), device);
+    EXPECT_FALSE(narrow.alone);
+    EXPECT_LE(wide.blocks, 2 * all);
+    EXPECT_GT(narrow.blocks, wide.blocks) << batch;
+    EXPECT_LE(narrow.blocks, 3 * all) << batch;
+    EXPECT_EQ(narrow.tile_k, 64);
+  }
+}
+
+}  // namespace
+}  // namespace tilewise::dispatch
