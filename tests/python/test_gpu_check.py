@@ -98,7 +98,7 @@ def test_parts_hold_every_problem_once_and_few_kernels():
     known = problems()
     for part in found:
         shapes = [known[name] for name in part]
-        assert len({s and (s.dtype, s.head_dim) for s in shapes}) == 1
+        assert len({s and (s.dtype, s.head_dim, s.float8) for s in shapes}) == 1
     assert {name for part in parts("fp16") for name in part} == set(problems("fp16"))
 
 

@@ -74,6 +74,21 @@ class Call:
             values[nan_row] = np.nan
         return self.memory.upload(stored(values, self.shape.dtype))
 
+    def _float8(self, rows: int, heads: int, dim: int, nan_row: int = -1) -> int:
+        """Bytes of numbers up to 2, of either sign."""
+        size = (rows, heads, dim)
+        bits = self.rng.integers(0, 0x40, size) | self.rng.integers(0, 2, size) << 7
+        if nan_row >= 0:
+            bits[nan_row] = 0x7F
+        return self.memory.upload(bits.astype(np.uint8))
+
+    def _factors(self, name: str) -> None:
+        heads = self.shape.heads_kv
+        values = self.rng.uniform(0.5, 2.0, (self.batch, heads)).astype(np.float32)
+        setattr(self.a, name, self.memory.upload(values))
+        setattr(self.a, f"{name}_stride_batch", heads)
+        setattr(self.a, f"{name}_stride_head", 1)
+
     def _view(self, data: int, heads: int, dim: int, rows: int) -> Any:
         return _abi.Tensor(data, rows * heads * dim, heads * dim, dim)
 
@@ -90,9 +105,13 @@ class Call:
             a.page_size, a.pages = s.page_size, pages
         a.q = self._view(self._random(self.total_q, s.heads, s.head_dim), s.heads, s.head_dim, rows)
         nan_row = 70 if s.nan else -1
+        a.kv_float8 = s.float8
+        draw = self._float8 if s.float8 else self._random
         for name, dim in (("k", s.head_dim), ("v", self.dim_v)):
-            data = self._random(slots, s.heads_kv, dim, nan_row)
+            data = draw(slots, s.heads_kv, dim, nan_row)
             setattr(a, name, self._view(data, s.heads_kv, dim, self.rows_k))
+            if s.float8:
+                self._factors(f"{name}_descale")
         out = self.memory.empty(self.total_q * s.heads * self.dim_v * self.size)
         a.out = self._view(out, s.heads, self.dim_v, rows)
         a.lse = self.memory.empty(4 * self.total_q * s.heads)
