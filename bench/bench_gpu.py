@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import fnmatch
+import itertools
 import json
 import os
 import platform
@@ -52,7 +53,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="no turns: everybody calls twice for so long, without a break, as training does",
+        help="no turns: everybody calls twice for so long, without a break, as training does; with "
+        "the GPU's power, clock and energy where nvidia-ml-py is installed",
     )
     add("--no-check", action="store_true", help="leave the errors out")
     add("--no-overhead", action="store_true", help="leave launch overhead and autograd out")
@@ -173,6 +175,34 @@ def overhead(device: str) -> dict[str, dict[str, float]]:
         return gpu_timing.launch_overhead(both, device)
 
 
+LATENCY = ("tilewise", "cudnn", "sdpa")
+LAUNCHES = 40  # of a graph
+
+
+def graph_latency(clock: gpu_timing.Clock, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """B1 H16 S512 D128 in a CUDA graph, operands in L2: what of a launch is left for the device."""
+    rows = []
+    length = 512 if clock.cuda else 32
+    for direction, causal in itertools.product(("fwd", "bwd"), (False, True)):
+        case = gpu_cases.Case("bf16", direction, 128, length, causal, 16, 16, length)
+        x = gpu_contestants.draw(case, options.device)
+        calls: dict[str, Any] = {}
+        left_out: dict[str, str] = {}
+        for name in gpu_contestants.names_for(case, options.device):
+            call = gpu_contestants.prepare(name, case, x) if name in LATENCY else None
+            try:
+                if callable(call):
+                    calls[name] = gpu_timing.graph_of(call, LAUNCHES) if clock.cuda else call
+                elif call:
+                    left_out[name] = call
+            except RuntimeError as error:  # who cannot be captured
+                left_out[name] = str(error).strip().splitlines()[0]
+        times = clock.interleave(calls, options.rounds)
+        each = {n: 1e3 * t.median / (LAUNCHES if clock.cuda else 1) for n, t in times.items()}
+        rows.append({"name": f"B1 H16 {case.name}", "microseconds": each, "left_out": left_out})
+    return rows
+
+
 def end_to_end(clock: gpu_timing.Clock, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Forward and backward through autograd, as a model calls them."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -252,6 +282,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.no_overhead:
         result["launch_overhead"] = overhead(options.device)
         result["end_to_end"] = end_to_end(clock, options)
+        result["graph_latency"] = graph_latency(clock, options)
     result["rows"], result["not_measured"] = [], []
     gpu_report.print_line(gpu_report.HEAD)
     with Progress(len(cases), "points") as bar:
@@ -262,6 +293,8 @@ def run(options: argparse.Namespace) -> int:
             row = measure(case, options, clock)
             result["rows"].append(row)
             gpu_report.print_line(gpu_report.line(row, limits))
+            if options.without_rest:
+                print(gpu_report.power_line(row), flush=True)
             bar.update(point=case.name)
             write(result, options.json)
     result["summary"] = gpu_report.summary(result["rows"])

@@ -11,7 +11,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 MAIN_LENGTHS = (1024, 4096, 16384)
 HEAD_DIMS = (64, 128, 256)
 OTHER_HEAD_DIMS = (80, 96, 192)
-GROUPED = (32, 8)  # query heads, key/value heads
+GROUPED = ((32, 8), (64, 8))  # query heads, key/value heads
 
 # Ratio to the peer at every point, and the geometric mean over all points of a direction. "best" is
 # the best of cuDNN, FA-3 and FA-4, which the wgmma kernels are judged by.
@@ -45,9 +45,13 @@ class Case:
 
     @property
     def name(self) -> str:
-        """E.g. "bf16 fwd D128 S4096 causal MHA": what --points matches."""
+        """E.g. "bf16 fwd D128 S4096 causal MHA": what --points matches. GQA: the first of GROUPED,
+        others by their heads.
+        """
         mask = "causal" if self.causal else "full"
         heads = "MHA" if self.heads == self.kv_heads else "GQA"
+        if heads == "GQA" and (self.heads, self.kv_heads) != GROUPED[0]:
+            heads = f"{self.heads}/{self.kv_heads}"
         return f"{self.dtype} {self.direction} D{self.head_dim} S{self.seqlen} {mask} {heads}"
 
     @property
@@ -71,13 +75,13 @@ def _cases(
     dtypes: tuple[str, ...],
     head_dims: tuple[int, ...],
     lengths: tuple[int, ...],
-    grouped: bool,
+    grouped: tuple[int, int] | None,
     tokens: int,
 ) -> Iterator[Case]:
     for dtype in dtypes:
         for direction in ("fwd", "bwd"):
             for head_dim in head_dims:
-                heads, kv_heads = GROUPED if grouped else (HIDDEN // head_dim,) * 2
+                heads, kv_heads = grouped or (HIDDEN // head_dim,) * 2
                 for causal in (False, True):
                     for seqlen in (n for n in lengths if n <= tokens):
                         yield Case(
@@ -88,21 +92,24 @@ def _cases(
 def main_cases(tokens: int = TOKENS) -> list[Case]:
     """The points that a short run measures."""
     return [
-        *_cases(("bf16",), HEAD_DIMS, MAIN_LENGTHS, False, tokens),
-        *_cases(("bf16",), (128,), (4096,), True, tokens),
-        *_cases((FP32,), (64,), (4096,), False, tokens),
+        *_cases(("bf16",), HEAD_DIMS, MAIN_LENGTHS, None, tokens),
+        *_cases(("bf16",), (128,), (4096,), GROUPED[0], tokens),
+        *_cases(("fp16",), (128,), (4096,), None, tokens),
+        *_cases((FP32,), (64,), (4096,), None, tokens),
     ]
 
 
 def all_cases(tokens: int = TOKENS) -> list[Case]:
     """The whole grid, main points first: a run that is out of time has measured those."""
+    few, many = GROUPED
     cases = [
         *main_cases(tokens),
-        *_cases(("bf16",), HEAD_DIMS, LENGTHS, False, tokens),
-        *_cases((FP32,), HEAD_DIMS, MAIN_LENGTHS, False, tokens),
-        *_cases(("bf16",), HEAD_DIMS, LENGTHS, True, tokens),
-        *_cases(("bf16",), OTHER_HEAD_DIMS, MAIN_LENGTHS, False, tokens),
-        *_cases(("fp16",), HEAD_DIMS, LENGTHS, False, tokens),
-        *_cases(("fp16",), HEAD_DIMS, LENGTHS, True, tokens),
+        *_cases(("bf16",), HEAD_DIMS, LENGTHS, None, tokens),
+        *_cases((FP32,), HEAD_DIMS, MAIN_LENGTHS, None, tokens),
+        *_cases(("bf16",), HEAD_DIMS, LENGTHS, few, tokens),
+        *_cases(("bf16",), (64, 128), MAIN_LENGTHS, many, tokens),
+        *_cases(("bf16",), OTHER_HEAD_DIMS, MAIN_LENGTHS, None, tokens),
+        *_cases(("fp16",), HEAD_DIMS, LENGTHS, None, tokens),
+        *_cases(("fp16",), HEAD_DIMS, LENGTHS, few, tokens),
     ]
     return list(dict.fromkeys(cases))

@@ -26,8 +26,8 @@ def _cases() -> list[dict[str, Any]]:
 
 
 def best_over_cudnn(case: Case) -> float:
-    """Of the measured point with the same heads and mask that is nearest in length; 1 without one
-    (then cuDNN alone is the peer).
+    """Of the measured point with the same mask, and with grouped heads or without, that is nearest
+    in length; 1 without one (then cuDNN alone is the peer).
     """
     alike = [
         c

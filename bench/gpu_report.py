@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import gpu_peers
@@ -28,6 +29,8 @@ def make_row(
     row["tflops"] = {n: case.flop / t.median / 1e9 for n, t in timings.items()}
     row["milliseconds"] = {n: t.median for n, t in timings.items()}
     row["spread"] = {n: t.spread for n, t in timings.items()}
+    if any(t.power for t in timings.values()):
+        row |= power_of(case, timings)
     row["errors"] = errors
     row["largest_error"] = {n: max(e.values()) for n, e in errors.items()}
     if "tilewise" not in timings:
@@ -43,6 +46,32 @@ def make_row(
         row["met"] = round(row["ratio"][peer], 2) >= row["bar"]
     row["right"] = is_right(row)
     return row
+
+
+def power_of(case: Case, timings: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Mean watts, MHz and picojoules of a useful operation of those whose power was read."""
+    read = {n: t for n, t in timings.items() if t.power}
+    watts = {n: fmean(p.watts for p in t.power) for n, t in read.items()}
+    return {
+        "watts": watts,
+        "sm_mhz": {n: fmean(p.sm_mhz for p in t.power) for n, t in read.items()},
+        "pj_per_flop": {n: 1e9 * w * read[n].median / case.flop for n, w in watts.items()},
+    }
+
+
+def power_line(row: dict[str, Any]) -> str:
+    """Below the line of a point."""
+
+    def of(name: str, key: str, digits: int) -> str:
+        values = row.get(key, {})
+        return f"{values[name]:.{digits}f}" if name in values else "-"
+
+    parts = [
+        f"{name} {of(name, 'watts', 0)} W {of(name, 'sm_mhz', 0)} MHz "
+        f"{of(name, 'pj_per_flop', 2)} pJ/flop"
+        for name in row["tflops"]
+    ]
+    return "    " + "; ".join(parts)
 
 
 def is_right(row: dict[str, Any]) -> bool:
@@ -139,7 +168,19 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         ],
         "not_run": [f"{r['name']}: {r['left_out']['tilewise']}" for r in rows if "ratio" not in r],
         "means": means,
+        "largest_spread": largest_spread(ran),
     }
+
+
+def largest_spread(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of ours and of the peers: how far apart the quartiles are, relative to the median."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        for name, spread in row["spread"].items():
+            whose = "ours" if name.startswith("tilewise") else "peers"
+            if spread >= found.get(whose, {"spread": -1.0})["spread"]:
+                found[whose] = {"spread": spread, "name": name, "point": row["name"]}
+    return found
 
 
 def show_summary(result: dict[str, Any]) -> None:
@@ -154,6 +195,11 @@ def show_summary(result: dict[str, Any]) -> None:
     ):
         if names:
             print(f"{title}: " + "; ".join(names))
+    for whose, most in s["largest_spread"].items():
+        where = f"{most['name']}, {most['point']}"
+        print(
+            f"largest distance between quartiles, {whose}: {100 * most['spread']:.1f} % ({where})"
+        )
     if s["means"]:
         head = ["ratio to the peer", "geometric mean", "least", "greatest", "points", "bar", ""]
         lines = [
@@ -177,6 +223,18 @@ def show_summary(result: dict[str, Any]) -> None:
             for name, t in result["launch_overhead"].items()
         ]
         tables.show(["call", "busy in Python", "until the result"], lines, left=(0,))
+    if result.get("graph_latency"):
+        print("\nOne call in a CUDA graph, microseconds:")
+        rows = result["graph_latency"]
+        names = list(dict.fromkeys(name for r in rows for name in r["microseconds"]))
+        lines = [
+            [r["name"], *(f"{r['microseconds'].get(name, math.nan):.1f}" for name in names)]
+            for r in rows
+        ]
+        tables.show(["point", *(TITLES.get(name, name) for name in names)], lines, left=(0,))
+        for r in rows:
+            for name, why in r["left_out"].items():
+                print(f"{r['name']}: {name} does not take it: {why}")
     if result.get("end_to_end"):
         print("\nForward and backward through autograd, milliseconds:")
         lines = [

@@ -5,17 +5,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+import gpu_power
+
 
 @dataclass
 class Timing:
-    """Milliseconds of each round."""
+    """Milliseconds of each round, and what the GPU took meanwhile, where that was read."""
 
     rounds: list[float]
+    power: list[gpu_power.Reading] = field(default_factory=list)
 
     @property
     def median(self) -> float:
@@ -36,6 +39,7 @@ class Clock:
 
     def __init__(self, device: str) -> None:
         self.cuda = device == "cuda"
+        self.meter = gpu_power.Meter(device)
         if self.cuda:
             l2 = torch.cuda.get_device_properties().L2_cache_size
             # Long enough (0.1 ms) for the CPU to have queued the call before it begins.
@@ -63,10 +67,14 @@ class Clock:
 
         Everybody calls for so long, then again in reverse order; the first third is not counted.
         """
-        rounds: dict[str, list[float]] = {name: [] for name in calls}
+        timings = {name: Timing([]) for name in calls}
         for name in [*calls, *reversed(calls)]:
-            rounds[name].append(self._in_a_row(calls[name], seconds))
-        return {name: Timing(times) for name, times in rounds.items()}
+            self.meter.start()
+            begin = time.perf_counter()
+            timings[name].rounds.append(self._in_a_row(calls[name], seconds))
+            reading = self.meter.stop(begin + (time.perf_counter() - begin) / 3)
+            timings[name].power += [reading] if reading is not None else []
+        return timings
 
     def _in_a_row(self, call: Callable[[], Any], seconds: float, of_mark: int = 8) -> float:
         marks = [self._mark()]
@@ -111,6 +119,20 @@ def roofline(clock: Clock, device: str, size: int = 8192, gigabytes: float = 1.0
         "gemm_bf16_tflops": 2.0 * size**3 / timings["gemm"].median / 1e9,
         "copy_gb_s": 2.0 * source.numel() / timings["copy"].median / 1e6,
     }
+
+
+def graph_of(call: Callable[[], Any], launches: int) -> Callable[[], None]:
+    """Replays a CUDA graph of so many calls."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(launches):
+            call()
+    return graph.replay
 
 
 def launch_overhead(

@@ -14,10 +14,11 @@ Of the kernels of wgmma it also has how many R2UR (a value moved to a uniform re
 stand in their main loops, where products wait for them; for that nvdisasm has to be in PATH or
 beside cuobjdump, and without it they are neither written nor compared.
 
-A register or R2UR more or less, a kernel that came or went, code 5 % larger or smaller, and a
-library of 40 MB or more are differences. Plain kernels should not use the stack, where spilled
-registers go: those that do are listed at the end of the file, and one more, or a byte more, is a
-fault.
+A register or R2UR more or less, a kernel that came or went, code 5 % larger or smaller, a library
+of 40 MB or more, and 8 MB or more of it of wgmma (whose machine code is compressed there) are
+differences. With --ninja-log FILE it says how long the units were compiled, too.
+Plain kernels should not use the stack, where spilled registers go: those that do are listed at the
+end of the file, and one more, or a byte more, is a fault.
 Dynamic shared memory is not in the machine code: it follows from the tiles of
 src/cuda/arch/tables.h, and `tilewise_plan` knows it.
 """
@@ -34,7 +35,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ ROOT = Path(__file__).resolve().parents[1]
 LEDGER = ROOT / "docs" / "results" / "cuda-ledger.txt"
 LARGEST_LIBRARY = 40_000_000
 CODE_TOLERANCE = 0.05
+LARGEST_FAMILY = {"wgmma": 8_000_000}
+# Of a family on two cores, in seconds: said, not judged, since a machine may have had other work.
+LONGEST_FAMILY = {"wgmma": 180}
 ELEMENTS = ("BF16", "F16", "Tf32", "F32", "E4M3")
 HEAD = ("sm", "family", "kernel", "table", "element", "D", "form",
         "registers", "stack", "shared", "code", "R2UR", "WARPSYNC")  # fmt: skip
@@ -93,6 +97,18 @@ class Cost:
 Ledger = dict[Key, Cost]
 
 
+@dataclass
+class Family:
+    """Its files of machine code: how many, their bytes, and their bytes inside, compressed."""
+
+    files: int = 0
+    code: int = 0
+    inside: int = 0
+
+
+Families = dict[str, Family]
+
+
 def identifiers(mangled: str) -> list[str]:
     """The nested name at the start of a mangled one: ["tilewise", "cuda", "simt", "forward"]."""
     names, rest = [], mangled.removeprefix("_ZN")
@@ -137,12 +153,18 @@ def find_cuobjdump() -> str:
     nvcc = shutil.which("nvcc")
     if nvcc:
         candidates.append(str(Path(nvcc).resolve().with_name("cuobjdump")))
+    candidates.append("/usr/local/cuda/bin/cuobjdump")
     packages = Path(sysconfig.get_paths()["purelib"])
     candidates += [str(p) for p in sorted(packages.glob("nvidia/cu*/bin/cuobjdump"))]
     for candidate in candidates:
         if candidate and Path(candidate).is_file():
             return candidate
     raise LedgerError("cuobjdump is not found: pip install nvidia-cuda-cuobjdump, or set CUOBJDUMP")
+
+
+def beside(program: str) -> dict[str, str]:
+    """An environment in which it finds its neighbour, nvdisasm."""
+    return {**os.environ, "PATH": f"{Path(program).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 def output_of(*command: str, folder: Path | None = None, env: dict[str, str] | None = None) -> str:
@@ -158,18 +180,41 @@ def output_of(*command: str, folder: Path | None = None, env: dict[str, str] | N
     return done.stdout
 
 
+def sections(elf: bytes) -> Iterator[tuple[str, int, int]]:
+    """(name, offset, size) of the sections of a 64-bit little-endian ELF file."""
+    (offset,) = struct.unpack_from("<Q", elf, 40)
+    size, count, names_at = struct.unpack_from("<HHH", elf, 58)
+    found = [struct.unpack_from("<IIQQQQ", elf, offset + i * size) for i in range(count)]
+    for section in found:
+        begin = found[names_at][4] + section[0]
+        yield elf[begin : elf.index(b"\0", begin)].decode(), section[4], section[5]
+
+
 def code_bytes(cubin: bytes) -> dict[str, int]:
-    """Sizes of the .text sections of a 64-bit little-endian ELF file, by kernel."""
-    (offset,) = struct.unpack_from("<Q", cubin, 40)
-    size, count, names_at = struct.unpack_from("<HHH", cubin, 58)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, offset + i * size) for i in range(count)]
-    names = sections[names_at][4]
-    found = {}
-    for section in sections:
-        begin = names + section[0]
-        name = cubin[begin : cubin.index(b"\0", begin)].decode()
-        if name.startswith(".text."):
-            found[name.removeprefix(".text.")] = section[5]
+    """Sizes of the .text sections, by kernel."""
+    texts = ((n, size) for n, _, size in sections(cubin) if n.startswith(".text."))
+    return {name.removeprefix(".text."): size for name, size in texts}
+
+
+def bytes_inside(library: bytes) -> list[int]:
+    """What each file of machine code takes inside a library or an object, in cuobjdump's order.
+
+    Fat binaries lie one behind the other: 16 bytes that end in the size of what follows, which are
+    images; each has its kind (2: machine code), the size of its header and its own there.
+    """
+    found = []
+    for name, at, size in sections(library) if library.startswith(b"\x7fELF") else ():
+        end = at + size if name == ".nv_fatbin" else at
+        while at < end:
+            magic, _, header, total = struct.unpack_from("<IHHQ", library, at)
+            if magic != 0xBA55ED50:  # between two of them
+                at += 8
+                continue
+            image, at = at + header, at + header + total
+            while image < at:
+                kind, _, header, payload = struct.unpack_from("<HHIQ", library, image)
+                found += [payload] if kind == 2 else []
+                image += header + payload
     return found
 
 
@@ -213,10 +258,10 @@ def main_loop(code: str) -> tuple[int, int] | None:
 
 def main_loops(cubin: Path, cuobjdump: str) -> dict[str, tuple[int, int]]:
     """`main_loop` of each kernel that has one; nothing where there is no disassembler."""
-    path = f"{Path(cuobjdump).parent}{os.pathsep}{os.environ['PATH']}"
-    if shutil.which("nvdisasm", path=path) is None:
+    env = beside(cuobjdump)
+    if shutil.which("nvdisasm", path=env["PATH"]) is None:
         return {}
-    text = output_of(cuobjdump, "--dump-sass", str(cubin), env={**os.environ, "PATH": path})
+    text = output_of(cuobjdump, "--dump-sass", str(cubin), env=env)
     loops = {}
     for function in text.split("Function : ")[1:]:
         name, _, code = function.partition("\n")
@@ -225,31 +270,40 @@ def main_loops(cubin: Path, cuobjdump: str) -> dict[str, tuple[int, int]]:
     return loops
 
 
-def read(paths: Sequence[Path], cuobjdump: str) -> Ledger:
+def number_of(cubin: Path) -> int:
+    """Its place in the library: what is between the last dots but two."""
+    return int(cubin.name.split(".")[-3])
+
+
+def read(paths: Sequence[Path], cuobjdump: str) -> tuple[Ledger, Families]:
     """The kernels inside libraries or objects.
 
     Raises:
         LedgerError: there are none.
     """
     ledger: Ledger = {}
+    families: Families = {}
     for path in paths:
         sizes: dict[tuple[int, str], int] = {}
         loops: dict[str, tuple[int, int]] = {}
         with tempfile.TemporaryDirectory() as folder:
             output_of(cuobjdump, "--extract-elf", "all", str(path.resolve()), folder=Path(folder))
-            for cubin in Path(folder).iterdir():
+            cubins = sorted(Path(folder).iterdir(), key=number_of)
+            for cubin, inside in zip(cubins, bytes_inside(path.read_bytes()), strict=True):
                 found = re.search(r"\.sm_(\d+)[a-z]?\.cubin$", cubin.name)
                 if cubin.name.endswith("a.cubin"):  # of one GPU alone: warpgroup products
                     loops |= main_loops(cubin, cuobjdump)
-                for name, size in code_bytes(cubin.read_bytes()).items():
+                code = code_bytes(cubin.read_bytes())
+                for name, size in code.items():
                     sizes[int(found[1]) if found else 0, name] = size
-        for sm, name, numbers in resources(
-            output_of(cuobjdump, "--dump-resource-usage", str(path.resolve()))
-        ):
-            cost = Cost(
-                registers=numbers["REG"],
-                stack=numbers["STACK"] + numbers.get("LOCAL", 0),
-                shared=numbers["SHARED"],
+                for family in {key_of(name, 0).family for name in code}:
+                    all_of = families.setdefault(family, Family())
+                    all_of.files += 1
+                    all_of.code += cubin.stat().st_size
+                    all_of.inside += inside
+        for sm, name, cost in costs(path, cuobjdump):
+            cost = replace(
+                cost,
                 code=sizes.get((sm, name), 0),
                 r2ur=loops[name][0] if name in loops else None,
                 warpsync=loops[name][1] if name in loops else None,
@@ -258,7 +312,15 @@ def read(paths: Sequence[Path], cuobjdump: str) -> Ledger:
                 raise LedgerError(f"{name} for sm_{sm} is there twice, and not alike")
     if not ledger:
         raise LedgerError(f"{', '.join(map(str, paths))}: no CUDA machine code inside")
-    return ledger
+    return ledger, families
+
+
+def costs(path: Path, cuobjdump: str) -> Iterator[tuple[int, str, Cost]]:
+    """(sm, mangled name, what it takes) of the kernels inside, without their code."""
+    text = output_of(cuobjdump, "--dump-resource-usage", str(path.resolve()))
+    for sm, name, numbers in resources(text):
+        stack = numbers["STACK"] + numbers.get("LOCAL", 0)
+        yield sm, name, Cost(numbers["REG"], stack, numbers["SHARED"], 0)
 
 
 def compiler() -> str:
@@ -268,7 +330,32 @@ def compiler() -> str:
     return found[1] if found else "unknown"
 
 
-def text_of(ledger: Ledger, nvcc: str, library_bytes: int) -> str:
+def of_families(families: Families) -> list[str]:
+    """A line for each."""
+    return [
+        f"{name}: {f.files} files of machine code, {f.code} bytes, {f.inside} inside the library"
+        + (f" (allowed are {LARGEST_FAMILY[name] - 1})" if name in LARGEST_FAMILY else "")
+        for name, f in sorted(families.items())
+    ]
+
+
+def compile_times(log: str) -> list[str]:
+    """A line for each family, of a build's .ninja_log: seconds that its units took, one by one."""
+    seconds: dict[str, dict[str, float]] = {}
+    for line in log.splitlines():
+        cells = line.split("\t")
+        unit = re.search(r"/cuda/(wgmma|mma_sync|simt)_\w+\.cu\.o$", cells[3] if cells[3:] else "")
+        if unit:  # the last line of a unit is the newest
+            seconds.setdefault(unit[1], {})[cells[3]] = (int(cells[1]) - int(cells[0])) / 1e3
+    return [
+        f"{family}: {len(units)} units, {sum(units.values()):.0f} s of compiling"
+        + (f" (goal of all: {LONGEST_FAMILY[family]} s on two cores)"
+           if family in LONGEST_FAMILY else "")
+        for family, units in sorted(seconds.items())
+    ]  # fmt: skip
+
+
+def text_of(ledger: Ledger, nvcc: str, library_bytes: int, families: Families) -> str:
     """The file."""
     rows = [list(HEAD)]
     for key in sorted(ledger):
@@ -282,6 +369,7 @@ def text_of(ledger: Ledger, nvcc: str, library_bytes: int) -> str:
         "# sm: the GPU that the machine code is for.",
         f"# nvcc {nvcc}",
         f"# library {library_bytes} bytes",
+        *(f"# {line}" for line in of_families(families)),
     ]
     for row in rows:
         left = (cell.ljust(w) for cell, w in zip(row[:7], widths[:7], strict=True))
@@ -316,7 +404,7 @@ def spilling(ledger: Ledger) -> list[tuple[Key, Cost]]:
     return [(k, c) for k, c in sorted(ledger.items()) if k.form.startswith("plain") and c.stack > 0]
 
 
-def faults(now: Ledger, before: Ledger, library_bytes: int) -> list[str]:
+def faults(now: Ledger, before: Ledger, library_bytes: int, families: Families) -> list[str]:
     """What is wrong whichever compiler the committed file is of."""
     found = [
         f"{key}: {cost.stack} bytes of stack in a plain kernel (spilled registers)"
@@ -325,6 +413,11 @@ def faults(now: Ledger, before: Ledger, library_bytes: int) -> list[str]:
     ]
     if library_bytes >= LARGEST_LIBRARY:
         found.append(f"the library has {library_bytes} bytes, allowed are {LARGEST_LIBRARY - 1}")
+    found += [
+        f"{name} has {families[name].inside} bytes of the library, allowed are {largest - 1}"
+        for name, largest in LARGEST_FAMILY.items()
+        if name in families and families[name].inside >= largest
+    ]
     return found
 
 
@@ -357,16 +450,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     parser.add_argument("--part", action="store_true", help="only some units are in the files")
     parser.add_argument("--ledger", type=Path, default=LEDGER, metavar="FILE")
+    parser.add_argument("--ninja-log", type=Path, metavar="FILE", help="of the build")
     options = parser.parse_args(arguments)
     try:
-        now, nvcc = read(options.files, find_cuobjdump()), compiler()
+        (now, families), nvcc = read(options.files, find_cuobjdump()), compiler()
+        times = compile_times(options.ninja_log.read_text()) if options.ninja_log else []
     except (LedgerError, OSError) as error:
         print(f"cuda_ledger: {error}", file=sys.stderr)
         return 2
     size = sum(path.stat().st_size for path in options.files)
+    print("\n".join([*of_families(families), *times]))
     if not options.check:
         options.ledger.parent.mkdir(parents=True, exist_ok=True)
-        options.ledger.write_text(text_of(now, nvcc, size))
+        options.ledger.write_text(text_of(now, nvcc, size, families))
         spills = len(spilling(now))
         print(f"{len(now)} kernels in {options.ledger}, {spills} plain ones use the stack")
         return 0
@@ -377,7 +473,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     same = their_nvcc == nvcc
     if not same:
         print(f"Registers NOT compared: the ledger is of nvcc {their_nvcc}, this is nvcc {nvcc}")
-    found = faults(now, before if same else now, size) + (
+    found = faults(now, before if same else now, size, families) + (
         differences(now, before, part=options.part) if same else []
     )
     print("\n".join(found) or f"{len(now)} kernels, {size} bytes: nothing to object to")

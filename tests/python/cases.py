@@ -412,8 +412,9 @@ def run(b: Built, *, backward: bool = True, hook: capi.Parallel | None = None) -
     return result
 
 
-def check(case: Case, *, backward: bool = True) -> None:
-    """The case on the device, a CPU with every instruction set it has, against the oracle."""
+def check(case: Case, *, backward: bool = True) -> list[str]:
+    """The case on the device, a CPU with every instruction set it has, against the oracle; the
+    kernels that have served it (of a CPU, with the last of its sets)."""
     b = Built(case)
     want = b.expected()
     yard = None
@@ -429,3 +430,4 @@ def check(case: Case, *, backward: bool = True) -> None:
         check_lse(got.lse, want.lse, case.dtype, yard, where)
         if backward:
             check_gradients(got.grads, want, b, yard, where)
+    return got.kernels

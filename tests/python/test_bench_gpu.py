@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ import pytest
 pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
+import torch
+
 import bench_gpu
 import gpu_cases
 import gpu_contestants
 import gpu_peers
+import gpu_power
 import gpu_reference
 import gpu_report
 from gpu_timing import Clock, Timing
@@ -40,7 +44,10 @@ def test_points_are_distinct_and_the_main_ones_come_first():
     assert cases[: len(main)] == main
     assert {c.head_dim for c in cases} == {64, 80, 96, 128, 192, 256}
     assert {c.seqlen for c in cases} == set(gpu_cases.LENGTHS)
-    assert {(c.heads, c.kv_heads) for c in cases if c.heads != c.kv_heads} == {(32, 8)}
+    assert {(c.heads, c.kv_heads) for c in cases if c.heads != c.kv_heads} == {
+        (32, 8),
+        (64, 8),
+    }
     assert all(c.batch * c.seqlen == gpu_cases.TOKENS for c in cases)
 
 
@@ -48,6 +55,14 @@ def test_words_choose_points():
     options = bench_gpu.parse(["--points", "bf16 bwd D128 causal GQA", "--points", "fp32 D64"])
     names = [c.name for c in bench_gpu.choose(options)]
     assert names and all("GQA" in n or n.startswith("fp32") for n in names)
+
+
+def test_fp16_is_among_the_main_points_and_can_be_asked_for():
+    assert sum(c.dtype == "fp16" for c in gpu_cases.main_cases()) == 4
+    options = bench_gpu.parse(["--points", "fp16 fwd D64 S1024 MHA"])
+    assert [c.causal for c in bench_gpu.choose(options)] == [False, True]
+    names = [c.name for c in bench_gpu.choose(bench_gpu.parse(["--points", "64/8 D64 S1024"]))]
+    assert names[0] == "bf16 fwd D64 S1024 full 64/8" and len(names) == 4
 
 
 def test_operations_are_counted_as_the_field_does():
@@ -81,6 +96,18 @@ def test_wgmma_is_judged_by_the_best_of_its_peers():
     assert "met" not in judged(fa2=2.0)
     rows = [by_cudnn, judged(cudnn=1.0)]
     assert "bar" in gpu_report.summary(rows)["means"]["fwd over best"]
+
+
+def test_the_largest_spread_is_that_of_ours_and_of_a_peer():
+    case = gpu_cases.Case("bf16", "fwd", 128, 4096, True, 16, 16)
+    moving = gpu_report.make_row(
+        case, {"tilewise": Timing([1.0, 1.0, 1.2, 1.4]), "fa2": Timing([1.0, 1.5, 1.5, 1.5])},
+        {"tilewise": {"out": 1e-3}, "fa2": {"out": 1e-3}}, {}, {},
+    )  # fmt: skip
+    largest = gpu_report.summary([row(), moving, row()])["largest_spread"]
+    assert largest["ours"] == {"spread": moving["spread"]["tilewise"], "name": "tilewise",
+                               "point": case.name}  # fmt: skip
+    assert largest["peers"]["name"] == "fa2" and largest["peers"]["spread"] > 0.05
 
 
 def test_the_nearest_measured_length_stands_for_a_point():
@@ -130,10 +157,10 @@ def test_a_peer_that_is_missing_or_refuses_is_a_sentence():
     assert "grouped" in gpu_contestants.prepare("efficient", case, x)
 
 
-def results_on_the_cpu(tmp_path, *arguments):
+def results_on_the_cpu(tmp_path, *arguments, words="full"):
     path = tmp_path / "results.json"
     always = ["--device", "cpu", "--tokens", "512", "--no-overhead", "--json", str(path)]
-    assert bench_gpu.main([*always, "--points", "bf16 S512 D256 MHA full", *arguments]) == 0
+    assert bench_gpu.main([*always, "--points", f"bf16 S512 D256 MHA {words}", *arguments]) == 0
     return json.loads(path.read_text())
 
 
@@ -163,13 +190,113 @@ def test_without_rest_everybody_calls_in_a_row_twice():
 
 
 def test_a_run_without_rest(tmp_path, capsys):
-    found = results_on_the_cpu(tmp_path, "--without-rest", "0.001")
+    found = results_on_the_cpu(tmp_path, "--without-rest", "0.001", words="fwd full")
     assert found["without_rest"] == 0.001
     assert all(r["tflops"]["tilewise"] > 0 for r in found["rows"])
-    assert "0.001 s without rest, twice" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "0.001 s without rest, twice" in printed
+    assert "    tilewise - W - MHz - pJ/flop; sdpa - W - MHz - pJ/flop" in printed
 
 
 def test_what_is_out_of_time_is_listed(tmp_path, capsys):
     found = results_on_the_cpu(tmp_path, "--time-limit", "1e-9")
     assert len(found["not_measured"]) == 2 and not found["rows"]
     assert "out of time: 2" in capsys.readouterr().out
+
+
+class Library(types.ModuleType):
+    """pynvml of a GPU that takes 500 W at 1400 MHz; its counter moves every 30 milliseconds."""
+
+    NVML_CLOCK_SM = 1
+
+    def __init__(self):
+        super().__init__("pynvml")
+        self.counts, self.gpus = True, 1
+
+    def nvmlInit(self):
+        pass
+
+    def nvmlDeviceGetCount(self):
+        return self.gpus
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        assert index == 0 and self.gpus == 1
+        return "handle"
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        assert uuid == "GPU-1234" and self.gpus == 2
+        return "handle"
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
+        assert handle == "handle"
+        if not self.counts:
+            raise RuntimeError("Not Supported")
+        return int(500e3 * 0.03 * (time.perf_counter() // 0.03))
+
+    def nvmlDeviceGetClockInfo(self, handle, clock):
+        assert (handle, clock) == ("handle", 1)
+        return 1400
+
+
+@pytest.fixture
+def library(monkeypatch):
+    fake = Library()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    facts = types.SimpleNamespace(uuid="1234")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: facts)
+    return fake
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_power_is_that_of_the_later_part_of_a_run(library, gpus):
+    library.gpus = gpus
+    clock = Clock("cpu")
+    clock.meter = gpu_power.Meter("cuda")
+    timings = clock.without_rest({"tilewise": sleep, "fa2": sleep}, 0.4)
+    assert [len(t.power) for t in timings.values()] == [2, 2]
+    for reading in timings["tilewise"].power:
+        assert reading.watts == pytest.approx(500, rel=0.25) and reading.sm_mhz == 1400
+    errors = {name: {"out": 1e-3} for name in timings}
+    made = gpu_report.make_row(CASE, timings, errors, {}, {})
+    joules = made["watts"]["tilewise"] * made["milliseconds"]["tilewise"] / 1e3
+    assert made["pj_per_flop"]["tilewise"] == pytest.approx(1e12 * joules / CASE.flop)
+    assert " W 1400 MHz " in gpu_report.power_line(made)
+
+
+def test_means_are_taken_between_steps_of_the_counter():
+    def sample(at, joules, mhz):
+        return gpu_power._Sample(at, joules, mhz)
+
+    samples = [sample(0.0, 0.0, 9000), sample(1.0, 90.0, 2000), sample(1.5, 100.0, 1000),
+               sample(2.0, 100.0, 1000), sample(2.5, 300.0, 1000)]  # fmt: skip
+    assert gpu_power.mean(samples, 1.0) == gpu_power.Reading(200.0, 1250.0)
+    assert gpu_power.mean(samples, 1.6) is None  # one step only
+
+
+@pytest.mark.parametrize("counts", [False, None])
+def test_without_readings_there_are_dashes(library, counts, monkeypatch):
+    """A GPU that does not count its energy, and a machine without the library."""
+    library.counts = counts
+    if counts is None:
+        monkeypatch.setitem(sys.modules, "pynvml", None)  # importing it fails
+    clock = Clock("cpu")
+    clock.meter = gpu_power.Meter("cuda")
+    timings = clock.without_rest({"tilewise": sleep}, 0.01)
+    made = gpu_report.make_row(CASE, timings, {"tilewise": {"out": 1e-3}}, {}, {})
+    assert timings["tilewise"].power == [] and "watts" not in made
+    assert gpu_report.power_line(made) == "    tilewise - W - MHz - pJ/flop"
+
+
+def test_a_launch_in_a_graph_is_among_what_is_measured(capsys):
+    options = bench_gpu.parse(["--device", "cpu", "--rounds", "1"])
+    rows = bench_gpu.graph_latency(Clock("cpu"), options)
+    points = [f"{d} D128 S32 {mask} MHA" for d in ("fwd", "bwd") for mask in ("full", "causal")]
+    assert [r["name"] for r in rows] == [f"B1 H16 bf16 {point}" for point in points]
+    assert all(set(r["microseconds"]) == {"tilewise", "sdpa"} for r in rows)
+    rows.append({"name": "other", "microseconds": {}, "left_out": {"cudnn": "not captured"}})
+    summary = gpu_report.summary([row()])
+    gpu_report.show_summary({"summary": summary, "graph_latency": rows, "not_measured": []})
+    printed = capsys.readouterr().out
+    assert "One call in a CUDA graph" in printed and points[0] in printed
+    assert "other: cudnn does not take it: not captured" in printed
+    assert "largest distance between quartiles, ours: 0.0 % (tilewise, bf16 fwd D64" in printed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import cuda_ledger as tool
+import ptxas_notices
 
 FORWARD = (
     "_ZN8tilewise4cuda8mma_sync7forwardINS1_6ConfigINS0_4arch4Sm90ENS0_3F16ELi64E"
@@ -22,6 +24,8 @@ NARROW = (
     "LNS0_4arch3CutE1EEEEEvNS0_16TmaForwardParamsE"
 )
 CHECK = "_ZN8tilewise4cuda6common5checkENS1_11CheckParamsE"
+
+FAMILIES = {"simt": tool.Family(3, 900, 300), "wgmma": tool.Family(12, 13_000_000, 7_999_999)}
 
 USAGE = f"""
 Fatbin elf code:
@@ -76,9 +80,11 @@ def test_resource_usage_is_read_per_architecture():
 
 
 def test_the_file_reads_back():
-    text = tool.text_of(ledger(), "13.0", 123)
+    text = tool.text_of(ledger(), "13.0", 123, FAMILIES)
     assert tool.parse_text(text) == (ledger(), "13.0")
-    assert text == tool.text_of(dict(reversed(ledger().items())), "13.0", 123)  # order is stable
+    assert text == tool.text_of(
+        dict(reversed(ledger().items())), "13.0", 123, FAMILIES
+    )  # order is stable
 
 
 LOOPS = """
@@ -111,7 +117,7 @@ def test_counts_of_the_main_loop_are_compared_where_both_have_them():
     assert tool.differences(now, before) == []
     before[key] = replace(before[key], r2ur=4, warpsync=0)
     assert tool.differences(now, before) == [f"{key}: r2ur 4 -> 5"]
-    assert tool.parse_text(tool.text_of(now, "13.0", 123)) == (now, "13.0")
+    assert tool.parse_text(tool.text_of(now, "13.0", 123, FAMILIES)) == (now, "13.0")
 
 
 def test_differences_are_found():
@@ -143,17 +149,102 @@ def test_of_a_build_of_some_units_the_others_are_not_missed():
 
 def test_more_stack_in_a_plain_kernel_and_a_large_library_are_faults():
     now = ledger()
-    assert tool.faults(now, ledger(), 39_999_999) == []
-    assert len(tool.faults(now, ledger(), 40_000_000)) == 1
+    assert tool.faults(now, ledger(), 39_999_999, FAMILIES) == []
+    assert len(tool.faults(now, ledger(), 40_000_000, FAMILIES)) == 1
     key = tool.key_of(FORWARD, 90)
     now[key] = replace(now[key], stack=16)
     spilled = [f"{key}: 16 bytes of stack in a plain kernel (spilled registers)"]
-    assert tool.faults(now, ledger(), 1) == spilled
-    assert tool.faults(now, {}, 1) == spilled
+    assert tool.faults(now, ledger(), 1, {}) == spilled
+    assert tool.faults(now, {}, 1, {}) == spilled
     less = {key: replace(now[key], stack=15)}
-    assert tool.faults(now, less, 1) == spilled
-    assert tool.faults(now, {key: now[key]}, 1) == []
-    assert f"{key}: 16 bytes" in tool.text_of(now, "13", 1)
+    assert tool.faults(now, less, 1, {}) == spilled
+    assert tool.faults(now, {key: now[key]}, 1, {}) == []
+    assert f"{key}: 16 bytes" in tool.text_of(now, "13", 1, {})
+
+
+def test_a_family_has_a_limit_inside_the_library():
+    large = FAMILIES | {"wgmma": tool.Family(12, 13_000_000, 8_000_000)}
+    wrong = ["wgmma has 8000000 bytes of the library, allowed are 7999999"]
+    assert tool.faults(ledger(), ledger(), 1, large) == wrong
+    line = "wgmma: 12 files of machine code, 13000000 bytes, 7999999 inside the library"
+    assert f"# {line} (allowed are 7999999)\n" in tool.text_of(ledger(), "13", 1, FAMILIES)
+
+
+def elf(*sections: tuple[str, bytes]) -> bytes:
+    """Of 64 bits, with these sections and one of their names."""
+    names = b"\0".join(name.encode() for name, _ in sections) + b"\0.names\0"
+    header, parts, at = [], b"", 64
+    for name, data in (*sections, (".names", names)):
+        header.append(struct.pack("<IIQQQQ24x", names.index(name.encode()), 1, 0, 0, at, len(data)))
+        parts, at = parts + data, at + len(data)
+    counts = struct.pack("<HHH", 64, len(header), len(sections))
+    return (
+        b"\x7fELF"
+        + bytes(36)
+        + struct.pack("<Q", at)
+        + bytes(10)
+        + counts
+        + parts
+        + b"".join(header)
+    )
+
+
+def test_bytes_inside_a_library_are_those_of_its_fat_binaries():
+    def image(kind: int, payload: int) -> bytes:
+        return struct.pack("<HHIQ", kind, 257, 64, payload) + bytes(48 + payload)
+
+    def container(*images: bytes) -> bytes:
+        inside = b"".join(images)
+        return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(inside)) + inside
+
+    fat = container(image(2, 24), image(1, 40), image(2, 8)) + bytes(16) + container(image(2, 56))
+    library = elf((".text", b"\1" * 40), (".nv_fatbin", fat))
+    assert tool.bytes_inside(library) == [24, 8, 56]
+    assert tool.code_bytes(elf((".text.f", bytes(48)), (".nv.info", bytes(8)))) == {"f": 48}
+
+
+def test_compile_times_are_the_last_ones_of_each_unit():
+    log = "# ninja log v5\n"
+    for begin, end, unit in ((0, 9000, "wgmma_sm90a_f16_d64"), (0, 4000, "mma_sync_sm90_f16_d64"),
+                             (500, 3000, "wgmma_sm90a_f16_d64"), (0, 4500, "wgmma_sm90a_f16_d96"),
+                             (0, 800, "common")):  # fmt: skip
+        log += f"{begin}\t{end}\t1\tCMakeFiles/x.dir/cuda/{unit}.cu.o\tabc\n"
+    assert tool.compile_times(log) == [
+        "mma_sync: 1 units, 4 s of compiling",
+        "wgmma: 2 units, 7 s of compiling (goal of all: 180 s on two cores)",
+    ]
+
+
+LOG = """[1/4] Building CUDA object CMakeFiles/a.dir/cuda/one.cu.o
+  [2/4] Building CUDA object CMakeFiles/a.dir/cuda/two.cu.o
+  ptxas info    : (C7519) warpgroup.arrive is injected in around line 75 by compiler
+  ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized
+[3/4] Building CXX object CMakeFiles/a.dir/three.cpp.o
+ptxas info    : (C7518) something
+[4/4] Linking CXX shared library x.so
+"""
+
+
+def test_notices_of_serialised_products_are_found_and_their_objects_compiled_again(
+    tmp_path, capsys, monkeypatch
+):
+    objects = [tmp_path / f"CMakeFiles/a.dir/cuda/{name}.cu.o" for name in ("one", "two")]
+    objects[0].parent.mkdir(parents=True)
+    for path in objects:
+        path.write_text("")
+    log = tmp_path / "build.log"
+
+    def status(text: str) -> int:
+        log.write_text(text)
+        monkeypatch.setattr(sys, "argv", ["ptxas_notices.py", str(log), str(tmp_path)])
+        return ptxas_notices.main()
+
+    assert status(LOG.replace("C75", "C74")) == 0
+    assert all(path.exists() for path in objects) and not capsys.readouterr().out
+    assert status(LOG) == 1
+    assert [path.exists() for path in objects] == [True, False]
+    printed = capsys.readouterr().out
+    assert "(C7510)" in printed and "(C7518)" in printed and "3 notices in" in printed
 
 
 def test_a_file_without_machine_code_is_refused(tmp_path, capsys, monkeypatch):

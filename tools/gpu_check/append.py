@@ -39,15 +39,13 @@ class KvAppend(ctypes.Structure):
         *_fields(_INT64, "rotary_rows rotary_dim"),
         *_fields(ctypes.c_int32, "rotary_interleaved q_single_position"),
         *_fields(_POINTER, "parallel"),
+        *_fields(ctypes.c_int32, "kv_float8 check"),
+        *_fields(_POINTER, "k_descale v_descale"),
+        *_fields(_INT64, "k_descale_stride_batch k_descale_stride_head"),
+        *_fields(_INT64, "v_descale_stride_batch v_descale_stride_head"),
     ]
 
 
-NAMES = [
-    f"append-{dtype}-{cache}-{rotary}"
-    for dtype in ("bf16", "fp16", "fp32")
-    for cache in ("dense", "paged", "indexed")
-    for rotary in ("plain", "halves", "pairs")
-]
 BATCH, NEW, CAPACITY, HEADS, HEADS_KV, DIM, DIM_V = 3, 5, 96, 4, 2, 40, 24
 
 
@@ -57,9 +55,11 @@ def run(name: str, memory: Gpu | Host) -> None:
     size = 4 if dtype == "fp32" else 2
     rng = np.random.default_rng(1)
 
-    def tensor(slots: int, rows: int, heads: int, dim: int) -> Any:
+    def tensor(slots: int, rows: int, heads: int, dim: int, float8: bool = False) -> Any:
         bits = rng.integers(0, 0x3C00, slots * rows * heads * dim)  # numbers below 1 in every type
-        kind = np.uint32 if size == 4 else np.uint16
+        kind: Any = np.uint32 if size == 4 else np.uint16
+        if float8:
+            bits, kind = bits >> 8, np.uint8
         data = memory.upload((bits << 16 if size == 4 else bits).astype(kind))
         return _abi.Tensor(data, rows * heads * dim, heads * dim, dim)
 
@@ -81,7 +81,14 @@ def run(name: str, memory: Gpu | Host) -> None:
     elif cache == "indexed":
         slots = a.kv_batch = BATCH + 2
         a.kv_batch_idx = integers([4, 0, 2])
-    a.k_cache, a.v_cache = tensor(slots, rows, HEADS_KV, DIM), tensor(slots, rows, HEADS_KV, DIM_V)
+    a.kv_float8 = cache == "float8"
+    if a.kv_float8:
+        factors = memory.upload(np.full((BATCH, HEADS_KV), 0.5, np.float32))
+        a.k_descale = a.v_descale = factors
+        a.k_descale_stride_batch = a.v_descale_stride_batch = HEADS_KV
+        a.k_descale_stride_head = a.v_descale_stride_head = 1
+    a.k_cache = tensor(slots, rows, HEADS_KV, DIM, a.kv_float8)
+    a.v_cache = tensor(slots, rows, HEADS_KV, DIM_V, a.kv_float8)
     if rotary != "plain":
         a.q, a.q_out = tensor(BATCH, NEW, HEADS, DIM), tensor(BATCH, NEW, HEADS, DIM)
         table = tensor(1, CAPACITY + NEW, 1, DIM // 2).data

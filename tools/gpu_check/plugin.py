@@ -52,12 +52,18 @@ def pytest_runtest_logstart(nodeid: str) -> None:
     note(event="start", test=nodeid)
 
 
+# Of the random problems of a test: how many each kernel has served (record_property).
+SERVED = "served"
+_served: dict[str, dict[str, int]] = {}
 _failed: dict[str, str] = {}
 _skipped: dict[str, str] = {}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Keeps what went wrong in any phase."""
+    """Keeps what went wrong in any phase, and what the test has counted."""
+    for name, value in report.user_properties:
+        if name == SERVED:
+            _served[report.nodeid] = dict(value)  # type: ignore[call-overload]
     if report.failed:
         _failed.setdefault(report.nodeid, str(report.longrepr)[-1500:])
     elif report.skipped:
@@ -69,4 +75,5 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
     """Noted after all phases."""
     outcome = "failed" if nodeid in _failed else "skipped" if nodeid in _skipped else "passed"
     text = _failed.get(nodeid) or _skipped.get(nodeid) or ""
-    note(event="end", test=nodeid, outcome=outcome, text=text)
+    served = _served.get(nodeid, {})
+    note(event="end", test=nodeid, outcome=outcome, text=text, served=served)

@@ -117,6 +117,10 @@ def verify() -> list[str]:
             result = json.loads(path.read_text())
             where = f"{result['gpu']['name']}, {result['date']}"
             passed = "all stages passed" if result["passed"] else "NOT all stages passed"
+            stages = result["stages"].items()
+            not_run = [name for name, stage in stages if "not_run" in stage]
+            not_run += [x for _, stage in stages for x in stage.get("left_out", ())]
+            passed += f", NOT run: {'; '.join(not_run)}" if not_run else ""
             theirs = result["sources"]
         except (ValueError, KeyError, TypeError) as error:
             lines.append(f"{path.name}: not readable ({error})")

@@ -1,6 +1,7 @@
 """Runs the small problems of `shapes` through the C ABI: what compute-sanitizer watches.
 
-  python -m gpu_check.sanitized [--share 2/8] [--list] [--emulated]
+  python -m gpu_check.sanitized [--share 2/8] [--only bf16-d64] [--emulated]
+  python -m gpu_check.sanitized --queue FOLDER --seconds 200    shared with others that are told so
 
 Nothing is compared here, the tests do that. The workspace is memory that nobody has written, so
 that initcheck sees a kernel that reads it too early.
@@ -9,7 +10,11 @@ that initcheck sees a kernel that reads it too early.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +24,7 @@ from tilewise._library import c_library
 
 from . import append
 from .device_memory import Gpu, Host
-from .shapes import Shape, shapes
+from .shapes import Shape, parts, problems
 
 CODES = {"bf16": 2, "fp16": 1, "fp32": 0, "tf32": 0}
 Memory = Gpu | Host
@@ -69,6 +74,21 @@ class Call:
             values[nan_row] = np.nan
         return self.memory.upload(stored(values, self.shape.dtype))
 
+    def _float8(self, rows: int, heads: int, dim: int, nan_row: int = -1) -> int:
+        """Bytes of numbers up to 2, of either sign."""
+        size = (rows, heads, dim)
+        bits = self.rng.integers(0, 0x40, size) | self.rng.integers(0, 2, size) << 7
+        if nan_row >= 0:
+            bits[nan_row] = 0x7F
+        return self.memory.upload(bits.astype(np.uint8))
+
+    def _factors(self, name: str) -> None:
+        heads = self.shape.heads_kv
+        values = self.rng.uniform(0.5, 2.0, (self.batch, heads)).astype(np.float32)
+        setattr(self.a, name, self.memory.upload(values))
+        setattr(self.a, f"{name}_stride_batch", heads)
+        setattr(self.a, f"{name}_stride_head", 1)
+
     def _view(self, data: int, heads: int, dim: int, rows: int) -> Any:
         return _abi.Tensor(data, rows * heads * dim, heads * dim, dim)
 
@@ -85,9 +105,13 @@ class Call:
             a.page_size, a.pages = s.page_size, pages
         a.q = self._view(self._random(self.total_q, s.heads, s.head_dim), s.heads, s.head_dim, rows)
         nan_row = 70 if s.nan else -1
+        a.kv_float8 = s.float8
+        draw = self._float8 if s.float8 else self._random
         for name, dim in (("k", s.head_dim), ("v", self.dim_v)):
-            data = self._random(slots, s.heads_kv, dim, nan_row)
+            data = draw(slots, s.heads_kv, dim, nan_row)
             setattr(a, name, self._view(data, s.heads_kv, dim, self.rows_k))
+            if s.float8:
+                self._factors(f"{name}_descale")
         out = self.memory.empty(self.total_q * s.heads * self.dim_v * self.size)
         a.out = self._view(out, s.heads, self.dim_v, rows)
         a.lse = self.memory.empty(4 * self.total_q * s.heads)
@@ -191,35 +215,54 @@ def run(call: Call) -> list[str]:
     return names
 
 
+def taken(folder: Path, only: str, seconds: float) -> Iterator[str]:
+    """Names of problems that no other process of this folder has taken, until time is over."""
+    begin = time.monotonic()
+    for number, names in enumerate(parts(only)):
+        try:
+            os.close(os.open(folder / str(number), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        for name in names:
+            if time.monotonic() - begin > seconds:
+                return
+            yield name
+
+
+def attempt(name: str, shape: Shape | None, memory: Memory) -> bool:
+    """Runs a problem and says so, which the stages read."""
+    kernels = ["append"]
+    try:
+        if shape is None:
+            append.run(name, memory)
+        else:
+            kernels = run(Call(shape, memory))
+    except (ValueError, NotImplementedError) as error:
+        print(f"failed {name}: {error}", flush=True)
+        return False
+    memory.free()
+    print(f"ran {name}: {'; '.join(kernels)}", flush=True)
+    return True
+
+
 def main() -> int:
-    """Runs a share of the shapes."""
+    """Runs a share of the problems, or what others leave of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--share", default="0/1", help="only every n-th shape: 2/8")
-    parser.add_argument("--list", action="store_true", help="print the kernels")
+    parser.add_argument("--share", default="0/1", help="only every n-th problem: 2/8")
+    parser.add_argument("--queue", type=Path, help="an empty folder; excludes --share")
+    parser.add_argument("--seconds", type=float, default=1e9, help="none of a queue is begun then")
     parser.add_argument("--emulated", action="store_true", help="a build that emulates the GPU")
-    parser.add_argument("--only", default="", help="shapes whose name contains this")
+    parser.add_argument("--only", default="", help="problems whose name contains this")
     given = parser.parse_args()
     share, of = (int(x) for x in given.share.split("/"))
     memory: Memory = Host() if given.emulated else Gpu()
-    failed = 0
-    known: dict[str, Shape | None] = {s.name: s for s in shapes()} | dict.fromkeys(append.NAMES)
-    wanted = [name for name in known if given.only in name][share::of]
-    for name in wanted:
-        shape, kernels = known[name], ["append"]
-        try:
-            if shape is None:
-                append.run(name, memory)
-            else:
-                kernels = run(Call(shape, memory))
-        except (ValueError, NotImplementedError) as error:
-            print(f"{name}: {error}")
-            failed += 1
-            continue
-        memory.free()
-        if given.list:
-            print(f"{name}: {'; '.join(kernels)}", flush=True)
-    print(f"{len(wanted) - failed} of {len(wanted)} shapes run")
-    return 1 if failed else 0
+    known = problems(given.only)
+    wanted: Any = list(known)[share::of]
+    if given.queue:
+        wanted = taken(given.queue, given.only, given.seconds)
+    done = [attempt(name, known[name], memory) for name in wanted]
+    print(f"{sum(done)} of {len(done)} shapes run")
+    return 0 if all(done) else 1
 
 
 if __name__ == "__main__":

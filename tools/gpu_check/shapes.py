@@ -7,8 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 DTYPES = ("bf16", "fp16", "fp32", "tf32")
+APPENDS = [
+    f"append-{dtype}-{cache}-{rotary}"
+    for dtype in ("bf16", "fp16", "fp32")
+    for cache in ("dense", "paged", "indexed")
+    for rotary in ("plain", "halves", "pairs")
+] + [f"append-{t}-float8-{r}" for t in ("bf16", "fp16") for r in ("plain", "pairs")]
+PART = 6  # problems
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,7 @@ class Shape:
     deterministic: bool = False
     check: bool = False
     nan: bool = False
+    float8: bool = False  # keys and values
     backward: bool = True
 
     @property
@@ -58,6 +67,24 @@ def shapes() -> Iterator[Shape]:
             yield replace(general, name=f"{general.name}-deterministic", deterministic=True)
     for dtype in DTYPES:
         yield from options(dtype)
+    for dtype in ("bf16", "fp16"):
+        yield from over_float8(dtype)
+
+
+def over_float8(dtype: str) -> Iterator[Shape]:
+    """Caches of float8 under queries of 16 bits: by boxes, also of pages, and in general."""
+    for dim in (64, 128, 256):
+        general = Shape(f"{dtype}-f8-d{dim}", dtype, dim, float8=True, sinks=True, backward=False)
+        few = replace(general, rows=(1, 1, 1), keys=(500, 500, 500), group=8)
+        yield general
+        yield replace(few, name=f"{general.name}-decode", splits=3, used=True)
+        yield replace(few, name=f"{general.name}-decode-paged", page_size=64)
+        yield replace(few, name=f"{general.name}-odd", page_size=3, leftpad=True, sinks=False,
+                      general=True)  # fmt: skip
+    nan = Shape(f"{dtype}-f8-nan", dtype, nan=True, float8=True, backward=False)
+    yield nan
+    yield replace(nan, name=f"{dtype}-f8-odd", head_dim=37, head_dim_v=51, check=True)
+    yield replace(nan, name=f"{dtype}-f8-simt", head_dim=300, rows=(40,), keys=(80,), heads_kv=1)
 
 
 def options(dtype: str) -> Iterator[Shape]:
@@ -89,3 +116,29 @@ def options(dtype: str) -> Iterator[Shape]:
     }
     for kind, changes in kinds.items():
         yield replace(base, name=f"{dtype}-{kind}", **changes)  # type: ignore[arg-type]
+
+
+def problems(only: str = "") -> dict[str, Shape | None]:
+    """All whose name contains this; None is one of append.py."""
+    named: dict[str, Shape | None] = {s.name: s for s in shapes()}
+    return {n: s for n, s in (named | dict.fromkeys(APPENDS)).items() if only in n}
+
+
+def parts(only: str = "") -> list[list[str]]:
+    """Names of problems that share kernels, a few at a time, those with the most code first.
+
+    A process that compute-sanitizer watches patches each kernel that it meets, which takes longer
+    than running it.
+    """
+
+    def kernels(problem: tuple[str, Shape | None]) -> tuple[int, str]:
+        name, shape = problem
+        if shape is None:
+            return 0, name.split("-")[1]
+        return -shape.head_dim, f"{shape.dtype}{'-f8' if shape.float8 else ''}"
+
+    found = []
+    for _, alike in groupby(sorted(problems(only).items(), key=kernels), key=kernels):
+        names = [name for name, _ in alike]
+        found += [names[i : i + PART] for i in range(0, len(names), PART)]
+    return found

@@ -6,70 +6,25 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+import cuda_ledger
+import ptxas_notices
 
 from . import suite
-from .processes import PYTHON, ROOT, TIMED_OUT, Ended, python_environment, run, run_all, say
+from .models import models
+from .processes import PYTHON, ROOT, run, run_all, say
+from .sanitizer import sanitizer
+from .setup import Report, Setup, driver, driver_environment, failed, label
 from .shapes import DTYPES
 
-Report = dict[str, Any]
-# What TILEWISE_FORCE_ARCH is set to: tile tables of mma_sync.
-FORCED = ("80", "75")
-# Random problems per dtype: forced, native (10,000 in three dtypes).
-RANDOM = ("160", "3400")
-# What racecheck sees of a forced tile table: one dtype, which all of them have.
-RACED = ("--only", "fp16")
+# Random problems per dtype: forced, native. Of any kernels in three dtypes and, where it is, of
+# wgmma in two: 12,000.
+RANDOM = ("160", "2400")
 # Tests of the benchmarks' scripts: they need no GPU.
 NOT_HERE = ("tests/python/test_cli_bench.py", "tests/python/test_bench_gpu.py")
-TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-
-
-@dataclass
-class Setup:
-    """What the stages share."""
-
-    build: Path
-    jobs: int
-    architecture: str  # "90"
-    cmake: list[str] = field(default_factory=list)
-    pytest: list[str] = field(default_factory=list)
-    earlier: Report = field(default_factory=dict)  # stages to be resumed
-
-    @property
-    def logs(self) -> Path:
-        return self.build / "logs"
-
-    @property
-    def forced(self) -> tuple[str, ...]:
-        """On Hopper mma_sync has to be asked for: the GPU's own choice is wgmma."""
-        return ("90", *FORCED) if self.architecture == "90" else FORCED
-
-    @property
-    def architectures(self) -> tuple[str, ...]:
-        """What runs: the GPU's own choice first."""
-        return ("", *self.forced)
-
-    def python(self, architecture: str = "") -> dict[str, str]:
-        env = python_environment(self.build)
-        env["TILEWISE_TEST_DEVICES"] = "cuda"
-        env["CUDA_CACHE_PATH"] = str(self.build / "ptx-cache")
-        env["CUDA_CACHE_MAXSIZE"] = str(2**32 - 2**20)
-        if architecture:
-            env["TILEWISE_FORCE_ARCH"] = architecture
-        return env
-
-
-def failed(ended: Ended, lines: int = 15) -> Report:
-    """The report of a command that did not succeed."""
-    why = "took too long" if ended.status == TIMED_OUT else f"status {ended.status}"
-    for line in ended.tail(lines):
-        say(f"    {line}")
-    return {"passed": False, "why": why, "tail": ended.tail(lines)}
 
 
 def build(setup: Setup, limit: float) -> Report:
@@ -92,6 +47,7 @@ def build(setup: Setup, limit: float) -> Report:
         return failed(ended)
     command = ["cmake", "--build", str(setup.build), "-j", str(setup.jobs)]
     compiled = run(command, limit - ended.seconds, setup.logs / "build.log")
+    notices = ptxas_notices.check(compiled.log, setup.build)
     if compiled.status != 0:
         lines = [x for x in compiled.output().splitlines() if re.search(r"error|FAILED", x)]
         for line in lines[:20]:
@@ -100,30 +56,31 @@ def build(setup: Setup, limit: float) -> Report:
     library = setup.build / "libtilewise.so"
     megabytes = library.stat().st_size / 1e6
     say(f"  {library.name}: {megabytes:.1f} MB in {compiled.seconds:.0f} s")
-    return {"passed": True, "compile_seconds": round(compiled.seconds), "megabytes": megabytes}
+    objections = [*notices, *spilled(library)]
+    for line in objections[:20]:
+        say(f"    {line}")
+    report: Report = {"passed": not objections, "compile_seconds": round(compiled.seconds)}
+    return report | {"megabytes": megabytes, "objections": objections[:60]}
 
 
-def driver(share: str, *more: str) -> list[str]:
-    """The small problems without PyTorch."""
-    return [PYTHON, "-m", "gpu_check.sanitized", "--share", share, *more]
-
-
-def driver_environment(setup: Setup, architecture: str) -> dict[str, str]:
-    """Of a module of this package."""
-    env = setup.python(architecture)
-    env["PYTHONPATH"] += f":{ROOT / 'tools'}"
-    return env
+def spilled(library: Path) -> list[str]:
+    """Plain kernels of warpgroup products that use the stack, where spilled registers go."""
+    try:
+        found = list(cuda_ledger.costs(library, cuda_ledger.find_cuobjdump()))
+    except cuda_ledger.LedgerError as error:
+        return [f"spills NOT looked for: {error}"]
+    costs = [(cuda_ledger.key_of(name, sm), cost) for sm, name, cost in found]
+    return [
+        f"{key}: {cost.stack} bytes of stack in a plain kernel (spilled registers)"
+        for key, cost in costs
+        if key.family == "wgmma" and key.form.startswith("plain") and cost.stack > 0
+    ]
 
 
 def architecture_of(name: str) -> str:
     """The tile table in the name of a process."""
     found = re.match(r"forced-(\d+)", name)
     return found.group(1) if found else ""
-
-
-def label(architecture: str) -> str:
-    """How the report names a tile table."""
-    return f"forced-{architecture}" if architecture else "native"
 
 
 def tile_names(architecture: str) -> list[str]:
@@ -133,22 +90,21 @@ def tile_names(architecture: str) -> list[str]:
     """
     dtypes = ("fp16",) if architecture == "75" else DTYPES
     dims = {2: (64, 96, 128, 192, 256), 4: (64, 128, 256)}
-    return [f"{t}-d{d}" for t in dtypes for d in dims[2 if t in ("fp16", "bf16") else 4]]
+    names = [f"{t}-d{d}" for t in dtypes for d in dims[2 if t in ("fp16", "bf16") else 4]]
+    return names + [f"fp16-f8-d{d}" for d in dims[4]]
 
 
 def smoke(setup: Setup, limit: float) -> Report:
     """Each small problem once: what does not launch, and what hangs, is known after seconds."""
     begin = time.monotonic()
     first = {
-        f"{label(a)} {name}": driver("0/1", "--only", name)
-        for a in setup.forced
-        for name in tile_names(a)
+        f"{label(a)} {name}": driver("--only", name) for a in setup.forced for name in tile_names(a)
     }
     env = {name: driver_environment(setup, architecture_of(name)) for name in first}
     warmed = run_all(first, limit, setup.logs / "smoke", env)
     parts = max(1, setup.jobs // 4)
     second = {
-        f"{label(a)} {i}": driver(f"{i}/{parts}", "--list")
+        f"{label(a)} {i}": driver("--share", f"{i}/{parts}")
         for a in setup.architectures
         for i in range(parts)
     }
@@ -201,7 +157,7 @@ def tests(setup: Setup, limit: float) -> Report:
         if is_green(report[name]):
             say(f"  {name}: {report[name]['passed']} passed before, not run again")
             continue
-        of, arguments = processes, everything
+        of, arguments = processes, ["-m", "not models", *everything]
         if name != "native":
             of, arguments = of_forced, ["-m", "abi", *everything]
         again = failed_tests(report[name])
@@ -220,76 +176,13 @@ def tests(setup: Setup, limit: float) -> Report:
             report[name]["run_again"] = before["failed"]
             report[name]["passed"] = found["passed"] + before["passed"]
             report[name]["skipped"] = found["skipped"] + before["skipped"]
+        served = sum((s.served for s in mine), Counter(before.get("served", {})))
+        report[name]["served"] = dict(sorted(served.items()))
         report[name]["failures"] = suite.failures(mine)
         report[name]["skips"] = before.get("skips") or suite.skips(mine)
         for failure in report[name]["failures"][:12]:
             say(f"    FAILED {failure['test']}")
     return {"passed": all(is_green(found) for found in report.values()), **report}
-
-
-def errors_of(output: str) -> int:
-    """What compute-sanitizer counts; -1 when it has not said."""
-    counted = re.findall(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", output)
-    return sum(int(a or b) for a, b in counted) if counted else -1
-
-
-def judge(mine: list[Ended]) -> Report:
-    """One tool on one tile table, which several processes shared."""
-    counted = [errors_of(e.output()) for e in mine]
-    done = [e.status != TIMED_OUT and c >= 0 for e, c in zip(mine, counted, strict=True)]
-    report: Report = {
-        "errors": sum(max(c, 0) for c in counted),
-        "unfinished": done.count(False),
-        "passed": all(done) and not any(counted) and all(e.status == 0 for e in mine),
-    }
-    if not report["passed"]:
-        said = (line for e in mine for line in e.output().splitlines())
-        where = Counter(x for x in said if re.search(r" access at |=  {3,}at |error detected", x))
-        report["first"] = [f"{n} x {x}" for x, n in where.most_common(24)] or mine[0].tail(8)
-    return report
-
-
-def sanitizer(setup: Setup, limit: float) -> Report:
-    """compute-sanitizer over the small problems: every tool, every tile table, all at once, because
-    most of the time goes into patching kernels on the CPU.
-    """
-    program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    if not Path(program).exists():
-        return {"passed": False, "why": "no compute-sanitizer"}
-    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
-    report: Report = {"passed": True, "version": version.stdout.split("Version ")[-1].strip()}
-    say(f"  compute-sanitizer {report['version']}")
-    commands, env = {}, {}
-    for tool in TOOLS:
-        options = ["--tool", tool, "--print-limit", "100", "--error-exitcode", "9"]
-        if tool == "memcheck":
-            options += ["--padding", "64"]
-        for architecture in setup.architectures:
-            shares = max(1, setup.jobs // 8)
-            if tool == "racecheck":  # five times as slow
-                shares = max(1, setup.jobs // (4 if architecture else 2))
-            some = RACED if tool == "racecheck" and architecture else ()
-            for share in range(shares):
-                name = f"{label(architecture)}-{tool}-{share}"
-                commands[name] = [program, *options, *driver(f"{share}/{shares}", *some)]
-                env[name] = driver_environment(setup, architecture)
-    ended = run_all(commands, limit, setup.logs / "sanitizer", env)
-    for architecture in setup.architectures:
-        for tool in TOOLS:
-            name = f"{label(architecture)}-{tool}-"
-            mine = [e for n, e in ended.items() if n.startswith(name)]
-            found = judge(mine)
-            report[f"{tool} {label(architecture)}"] = found
-            report["passed"] &= found["passed"]
-            seconds = max(e.seconds for e in mine)
-            unfinished = f", {found['unfinished']} of {len(mine)} parts unfinished"
-            say(
-                f"  {tool} {label(architecture)}: {found['errors']} errors in {seconds:.0f} s"
-                f"{unfinished if found['unfinished'] else ''}"
-            )
-            for line in found.get("first", []):
-                say(f"    {line}")
-    return report
 
 
 def train(setup: Setup, limit: float) -> Report:
@@ -326,7 +219,8 @@ STAGES = {
     "build": (build, 240),
     "smoke": (smoke, 120),
     "tests": (tests, 300),
-    "sanitizer": (sanitizer, 300),
+    "sanitizer": (sanitizer, 240),
     "train": (train, 60),
+    "models": (models, 120),
     "bench": (bench, 120),
 }

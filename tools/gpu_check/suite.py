@@ -35,6 +35,7 @@ class Share:
     since: float = 0.0
     tests: list[str] = field(default_factory=list)
     outcomes: dict[str, tuple[str, str]] = field(default_factory=dict)
+    served: Counter = field(default_factory=Counter)  # random problems by kernel
     read: int = 0
     over: bool = False
 
@@ -84,6 +85,7 @@ class Share:
                     self.current, self.since = event["test"], event["time"]
                 else:
                     self.outcomes[event["test"]] = event["outcome"], event["text"]
+                    self.served.update(event.get("served", {}))
                     self.current, self.since = "", event["time"]
 
     def watch(self, limit: float) -> None:

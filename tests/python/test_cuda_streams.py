@@ -1,0 +1,361 @@
+"""Work on two streams at once, calls that nobody waits for, graphs of caches that grow.
+
+On the CPU there are no streams: the same calls run one after another there, so that what is written
+here for a GPU is tried without one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import devices
+import tilewise
+
+pytestmark = pytest.mark.tensors
+DIM, FLOAT8 = 128, torch.float8_e4m3fn
+
+
+def on_gpu() -> bool:
+    return devices.current().name == "cuda"
+
+
+def synchronize() -> None:
+    if on_gpu():
+        torch.cuda.synchronize()
+
+
+class Lane:
+    """A stream."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream() if on_gpu() else None
+
+    def __enter__(self) -> None:
+        self.context = torch.cuda.stream(self.stream) if on_gpu() else contextlib.nullcontext()
+        self.context.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.context.__exit__(*error)
+
+    def delay(self) -> None:
+        """Some milliseconds, in which the CPU queues what then runs at once."""
+        if on_gpu():
+            with self:
+                torch.cuda._sleep(20_000_000)
+
+
+def captured(call: Callable[[], list[Tensor]], lane: Lane) -> tuple[Callable, list[Tensor]]:
+    """What replays a graph of the call, and its results."""
+    synchronize()
+    with lane:
+        call()
+    synchronize()
+    if on_gpu():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=lane.stream):
+            results = call()
+        return graph.replay, results
+    results = call()
+
+    def replay() -> None:
+        for old, new in zip(results, call(), strict=True):
+            old.copy_(new)
+
+    return replay, results
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+# --- two streams ----------------------------------------------------------------------------------
+
+
+class Training:
+    """Forward and backward of sequences of uneven lengths, which on Hopper wgmma serves."""
+
+    def __init__(self, deterministic: bool, lengths: tuple[int, ...], dim: int) -> None:
+        lengths = lengths if on_gpu() else tuple(-(-n // 8) for n in lengths)
+        self.deterministic = deterministic
+        self.cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        rows = sum(lengths)
+        self.leaves = [normal(rows, h, dim).requires_grad_() for h in (8, 2, 2)]
+        self.dout = normal(rows, 8, dim)
+        self.options = dict(causal=True, deterministic=deterministic, max_seqlen_q=max(lengths),
+                            max_seqlen_k=max(lengths))  # fmt: skip
+        told = tilewise.explain(
+            *self.leaves, cu_seqlens_q=self.cu, cu_seqlens_k=self.cu, **self.options
+        )
+        forced = "TILEWISE_FORCE_ARCH" in os.environ
+        if on_gpu() and not forced and torch.cuda.get_device_capability() == (9, 0):
+            for plan in (told.forward, told.backward):
+                assert plan.kernel.startswith("cuda.wgmma"), plan
+
+    def __call__(self) -> list[Tensor]:
+        """out, lse, dq, dk, dv."""
+        out, lse = tilewise.attention_varlen(
+            *self.leaves, self.cu, self.cu, return_lse=True, **self.options
+        )
+        grads = torch.autograd.grad(out, self.leaves, self.dout)
+        return [out.detach(), lse.detach(), *grads]
+
+    def check(self, got: list[Tensor], want: list[Tensor]) -> None:
+        """To the bit, but for gradients whose sums have no order."""
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            same = torch.equal if i < 2 or self.deterministic else devices.equal
+            assert same(a, b), ("out", "lse", "dq", "dk", "dv")[i]
+
+
+def pair(first: bool, second: bool) -> list[tuple[Training, Lane, list[Tensor]]]:
+    """Two pieces of work, their streams, and what they give alone."""
+    works = [
+        Training(first, (700, 3, 1025, 260, 512), 128),
+        Training(second, (64, 1500, 300, 129, 1), 64),
+    ]
+    made = [(work, Lane(), work()) for work in works]
+    synchronize()
+    return made
+
+
+KINDS = pytest.mark.parametrize(
+    "deterministic", [(True, True), (True, False), (False, False)],
+    ids=["deterministic", "one deterministic", "plain"],
+)  # fmt: skip
+
+
+@KINDS
+def test_training_on_two_streams_at_once(deterministic):
+    both = pair(*deterministic)
+    for _ in range(10 if on_gpu() else 1):
+        for _, lane, _ in both:
+            lane.delay()
+        got = []
+        for _ in range(3):
+            for work, lane, _ in both:
+                with lane:
+                    got.append(work())
+        synchronize()
+        for i, results in enumerate(got):
+            work, _, want = both[i % 2]
+            work.check(results, want)
+
+
+@KINDS
+def test_graphs_of_training_on_two_streams_at_once(deterministic):
+    both = [(*each, *captured(each[0], each[1])) for each in pair(*deterministic)]
+    for _ in range(10 if on_gpu() else 1):
+        for *_, results in both:
+            for x in results:
+                x.fill_(torch.nan)
+        synchronize()
+        for _, lane, *_ in both:
+            lane.delay()
+        for _ in range(3 if on_gpu() else 1):
+            for _, lane, _, replay, _ in both:
+                with lane:
+                    replay()
+        synchronize()
+        for work, _, want, _, results in both:
+            work.check(results, want)
+
+
+# --- caches that grow, in graphs ------------------------------------------------------------------
+
+
+class Decoding:
+    """A step of decoding with a cache, of bf16 or float8, dense or in pages."""
+
+    BATCH, HEADS, HEADS_KV, CAPACITY, PAGE = 3, 8, 2, 256, 16
+
+    def __init__(
+        self, new: int = 0, rotary: str = "", pages: bool = False, leftpad: bool = False,
+        index: bool = False, float8: bool = False, rows: int = 1, **options: object,
+    ) -> None:  # fmt: skip
+        batch, room, kind = self.BATCH, self.CAPACITY, FLOAT8 if float8 else torch.bfloat16
+        self.q = normal(batch, rows, self.HEADS, DIM)
+        self.new = [normal(batch, new, self.HEADS_KV, DIM) for _ in "kv"] if new else []
+        self.lengths = torch.tensor([200, 1, 77], dtype=torch.int32)
+        slots = (batch * room // self.PAGE + 2, self.PAGE) if pages else (batch + index, room)
+        self.caches = [normal(*slots, self.HEADS_KV, DIM).to(kind) for _ in "kv"]
+        self.options = dict(options, causal=True, return_lse=True)
+        if pages:
+            table = torch.randperm(slots[0])[: batch * room // self.PAGE]
+            self.options["block_table"] = table.int().reshape(batch, -1)
+        if leftpad:
+            self.options["cache_leftpad"] = torch.tensor([2, 0, 5], dtype=torch.int32)
+        if index:
+            self.options["cache_batch_idx"] = torch.tensor([3, 0, 2], dtype=torch.int32)
+        if rotary:
+            angle = torch.rand(room + 8, 32) * 6.3
+            tables = dict(rotary_cos=angle.cos().bfloat16(), rotary_sin=angle.sin().bfloat16())
+            self.options |= dict(tables, rotary_interleaved=rotary == "interleaved")
+        if float8:
+            for name in ("k_descale", "v_descale"):
+                self.options[name] = torch.rand(batch, self.HEADS_KV) + 0.5
+
+    def __call__(self) -> list[Tensor]:
+        """out and lse; new keys go into the caches."""
+        new = self.new or [None, None]
+        return list(
+            tilewise.attention_with_kvcache(
+                self.q, *self.caches, *new, cache_seqlens=self.lengths, **self.options
+            )
+        )
+
+    def change(self, turn: int) -> None:
+        """Other numbers and lengths in the same memory."""
+        for x in (self.q, *self.new, *self.caches):
+            x.copy_(torch.randn(x.shape).to(x.dtype))
+        self.lengths.copy_(torch.tensor([[3, 250, 31], [120, 60, 5], [240, 7, 64]][turn % 3]))
+
+    def stored(self) -> list[Tensor]:
+        """The bytes of the caches."""
+        return [x.view(torch.uint8).clone() for x in self.caches]
+
+
+STEPS = {
+    "dense": {},
+    "append": dict(new=1),
+    "append of four": dict(new=4, rows=4),
+    "append, rotary": dict(new=1, rotary="interleaved"),
+    "append, rotary by halves, window": dict(new=2, rows=2, rotary="halves", window=(64, 0)),
+    "append, rotary, pages": dict(new=1, rotary="halves", pages=True),
+    "pages, left padding": dict(pages=True, leftpad=True),
+    "append, rotary, pages, left padding": dict(new=1, rotary="halves", pages=True, leftpad=True),
+    "append, batch index": dict(new=1, index=True),
+    "splits": dict(new=1, num_splits=3),
+    "float8": dict(float8=True),
+    "float8, append": dict(float8=True, new=1),
+    "float8, append, rotary, pages": dict(float8=True, new=1, rotary="interleaved", pages=True),
+    "float8, pages, left padding": dict(float8=True, pages=True, leftpad=True),
+}
+STEP = pytest.mark.parametrize("step", STEPS)
+
+
+@STEP
+def test_graph_of_a_step_of_decoding(step):
+    decoding, lane = Decoding(**STEPS[step]), Lane()
+    replay, results = captured(decoding, lane)
+    for turn in range(4):
+        decoding.change(turn)
+        before = [x.clone() for x in decoding.caches]
+        want = decoding()
+        grown = decoding.stored()
+        for cache, old in zip(decoding.caches, before, strict=True):
+            cache.copy_(old)
+        if decoding.new:
+            assert not all(torch.equal(a, b) for a, b in zip(decoding.stored(), grown, strict=True))
+        for x in results:
+            x.fill_(torch.nan)
+        synchronize()
+        with lane:
+            replay()
+        synchronize()
+        for got, right in zip([*results, *decoding.stored()], [*want, *grown], strict=True):
+            assert torch.equal(got, right), turn
+
+
+# --- nobody waits ---------------------------------------------------------------------------------
+
+READS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.equal}
+
+
+class NoReads(TorchDispatchMode):
+    """Refuses what would wait for a GPU, were there one."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket not in READS, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def nobody_waits(looks_at_pages: bool = False) -> Iterator[None]:
+    """Args:
+    looks_at_pages: on the CPU, where an append checks those that it goes to.
+    """
+    if not on_gpu():
+        with contextlib.nullcontext() if looks_at_pages else NoReads():
+            yield
+        return
+    synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode does not see everything
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def gradients_of(out: Tensor, leaves: list[Tensor]) -> None:
+    torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+
+def leaves_of(rows: int = 100, batch: int = 2) -> list[Tensor]:
+    return [normal(batch, rows, h, 64).requires_grad_() for h in (4, 2, 2)]
+
+
+def attention_call(**options: object) -> Callable[[], None]:
+    leaves = leaves_of()
+    return lambda: gradients_of(tilewise.attention(*leaves, **options), leaves)
+
+
+def varlen_call(bounds: bool = True, **options: object) -> Callable[[], None]:
+    leaves = [x[0].detach().requires_grad_() for x in leaves_of(230)]
+    cu = torch.tensor([0, 100, 100, 229], dtype=torch.int32)
+    if bounds:
+        options |= dict(max_seqlen_q=129, max_seqlen_k=129)
+    return lambda: gradients_of(tilewise.attention_varlen(*leaves, cu, cu, **options), leaves)
+
+
+CALLS: dict[str, Callable[[], Callable[[], object]]] = {
+    "attention": lambda: attention_call(causal=True),
+    "deterministic": lambda: attention_call(causal=True, deterministic=True),
+    "score": lambda: attention_call(
+        softcap=20.0, alibi_slopes=torch.rand(4), bias=normal(1, 4, 100, 100),
+        sinks=torch.zeros(4), window=(40, 10),
+    ),
+    "dropout": lambda: attention_call(dropout_p=0.1),
+    "learned scale": lambda: attention_call(scale=torch.tensor(0.2)),
+    "batch invariant": lambda: attention_call(batch_invariant=True),
+    "varlen": lambda: varlen_call(causal=True),
+    "varlen without bounds": lambda: varlen_call(bounds=False),
+    "varlen, in use": lambda: varlen_call(
+        seqused_q=torch.tensor([50, 0, 100], dtype=torch.int32),
+        seqused_k=torch.tensor([60, 0, 129], dtype=torch.int32),
+    ),
+    "one length of all": lambda: with_a_number(200),
+    **{f"cache: {name}": lambda step=step: Decoding(**step) for name, step in STEPS.items()},
+}  # fmt: skip
+
+
+def with_a_number(length: int) -> Callable[[], object]:
+    """A step whose cache_seqlens is an int."""
+    decoding = Decoding(new=1)
+    decoding.lengths = length  # type: ignore[assignment]
+    return decoding
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_call_waits_for_the_device(name):
+    call = CALLS[name]()
+    call()  # loads what is loaded once
+    with nobody_waits(looks_at_pages="append" in name and "pages" in name):
+        for _ in range(2):
+            call()
+
+
+def test_waiting_would_be_seen():
+    x = torch.ones(3)
+    with pytest.raises((RuntimeError, AssertionError)), nobody_waits():
+        float(x.sum())
+    assert float(x.sum()) == 3.0
