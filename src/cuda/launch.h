@@ -14,14 +14,14 @@ void check_entries(const Problem& p, const Gradients* g, void* report);
 // Launches the preparation, when there is anything to prepare.
 void prepare(common::PrepareParams& params, Stream stream);
 
-// TMA maps of q or dout, of k or v (paged ones have none: they are copied row by row), and of k or
-// v in pages that come as boxes, of at most `key_tile` rows.
+// TMA maps of q or dout, of k or v (paged ones have none), and of k or v in pages, of which boxes
+// have as many rows as divide a page, or are one.
 TensorMap map_of_rows(const Problem& p, const tilewise_tensor& view, int64_t columns,
                       int32_t box_rows);
 TensorMap map_of_keys(const Problem& p, const tilewise_tensor& view, int64_t columns,
                       int32_t box_rows);
 TensorMap map_of_pages(const Problem& p, const tilewise_tensor& view, int64_t columns,
-                       int32_t key_tile);
+                       int32_t box_rows);
 
 // Blocks of a second pass over flagged tiles: as many as the GPU runs at once. The tiles of a head
 // are often a power of two apart, so an odd number spreads them over the blocks.

@@ -1,5 +1,6 @@
 // The launches of a forward: [index check] [prepare] main [combine] [second pass].
 #include <atomic>
+#include <numeric>
 #include <random>
 
 #include "cuda/common/kernels.h"
@@ -24,8 +25,7 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPiece
   params.order.table = pieces.table.in<TileOrder::Entry>(workspace);
   params.packing = {plan.pack};
   params.group = static_cast<int32_t>(group_size(p));
-  if (plan.form == Form::paged || plan.form == Form::paged_boxes)
-    params.page_size = static_cast<int32_t>(p.page_size);
+  if (p.block_table != nullptr) params.page_size = static_cast<int32_t>(p.page_size);
   params.pack_reciprocal = static_cast<uint32_t>(ceil_div(int64_t{1} << 31, plan.pack));
   params.row_tile = plan.tile_q;
   params.key_tile = plan.tile_k;
@@ -50,8 +50,13 @@ void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& 
   TmaForwardParams params;
   static_cast<ForwardParams&>(params) = main;
   params.q = map_of_rows(p, p.q, p.head_dim, kRowsOfWarpgroup);
-  params.k = map_of_keys(p, p.k, p.head_dim, plan.tile_k);
-  params.v = map_of_keys(p, p.v, p.head_dim_v, plan.tile_k);
+  int32_t box_rows = plan.tile_k;
+  if (p.block_table != nullptr)
+    params.page_box_rows = box_rows =
+        static_cast<int32_t>(std::gcd(p.page_size, int64_t{plan.tile_k}));
+  const auto map = p.block_table != nullptr ? map_of_pages : map_of_keys;
+  params.k = map(p, p.k, p.head_dim, box_rows);
+  params.v = map(p, p.v, p.head_dim_v, box_rows);
   params.work = static_cast<int32_t>(plan.shares.any() ? plan.shares.first : plan.blocks);
   params.counter = counter;
   params.shape_says_all = shape_says_all(p);
@@ -67,9 +72,12 @@ void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& 
 void launch_boxes(const Problem& p, const Plan& plan, const ForwardParams& main) {
   TmaForwardParams params;
   static_cast<ForwardParams&>(params) = main;
-  const auto map = plan.form == Form::paged_boxes ? map_of_pages : map_of_keys;
-  params.k = map(p, p.k, p.head_dim, plan.tile_k);
-  params.v = map(p, p.v, p.head_dim_v, plan.tile_k);
+  const bool paged = plan.form == Form::paged_boxes;
+  const auto box_rows =
+      static_cast<int32_t>(paged ? min<int64_t>(p.page_size, plan.tile_k) : plan.tile_k);
+  const auto map = paged ? map_of_pages : map_of_keys;
+  params.k = map(p, p.k, p.head_dim, box_rows);
+  params.v = map(p, p.v, p.head_dim_v, box_rows);
   const int32_t fewer = plan.alone ? 0 : 1;
   params.stages = plan.unit->most_stages - fewer;
   Kernel<TmaForwardParams> kernel = plan.unit->form(plan.form).tma_forward;

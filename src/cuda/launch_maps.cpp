@@ -52,8 +52,7 @@ TensorMap map_of_keys(const Problem& p, const tilewise_tensor& view, int64_t col
 }
 
 TensorMap map_of_pages(const Problem& p, const tilewise_tensor& view, int64_t columns,
-                       int32_t key_tile) {
-  const auto box_rows = static_cast<int32_t>(min<int64_t>(p.page_size, key_tile));
+                       int32_t box_rows) {
   return map_of(p, view, {p.pages, p.page_size, p.heads_kv}, key_bytes(p), columns, box_rows);
 }
 

@@ -123,7 +123,7 @@ struct ForwardParams {
   uint64_t launch;          // PartArrivals::of_launch
   Divisor packed_rows = 1;  // with equal parts: of a tile, at most
   Divisor group = 1;        // query heads per key/value head, whether packed or not
-  Divisor page_size = 1;    // of the forms of pages
+  Divisor page_size = 1;    // of the forms of pages, and of boxes of pages
   uint32_t pack_reciprocal = 1u << 31;  // ceil(2^31 / packing.group)
   bool merges_splits = false;           // the blocks of the splits of a tile are a cluster
 
@@ -165,6 +165,7 @@ struct TmaForwardParams : ForwardParams {
   TensorMap k;
   TensorMap v;
   int32_t stages = 0;           // of the ring of boxes
+  int32_t page_box_rows = 0;    // wgmma: of a box of a page
   int32_t work = 0;             // blocks of `order`, which a smaller grid shares; others follow
   int32_t* counter = nullptr;   // works of different lengths: how many were taken, 0 at first
   bool shape_says_all = false;  // attention/problem.h

@@ -79,17 +79,21 @@ int64_t most_merged_splits(const Gpu& gpu) {
   return gpu.sm < 110 ? kMostMergedSplits : kSmallCluster;
 }
 
+// What a block may have to walk before it merges. Tiles of float8 have twice the keys: B16 with 8k
+// keys and one head of them 18.0 -> 21.6 us with eight.
+int64_t few_tiles(const Plan& plan) { return reads_float8(*plan.unit) ? 4 : 8; }
+
 // Whether so many splits are better merged by clusters, with no second launch: where blocks have a
 // few tiles, and clusters, which get their places all at once, find them. (B2 with 4k keys:
 // clusters of 16 with two blocks a multiprocessor 13.7 us, a second kernel 13.5, clusters of
 // 8 12.8.) Pairs find theirs, and are better however many tiles they have: B16 with 8k keys 126.2
 // -> 124.4 us, where B8, four splits, goes from 66.6 to 68.3.
-constexpr int64_t kTilesOfBlock = 8;
-bool are_better_merged(const Gpu& gpu, int64_t blocks, int64_t splits, int64_t key_tiles) {
+bool are_better_merged(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t splits,
+                       int64_t key_tiles) {
   const int64_t rounds = splits <= kSmallCluster ? 2 : 1;
   return splits > 1 && splits <= most_merged_splits(gpu) &&
          blocks * splits <= rounds * gpu.multiprocessors &&
-         (splits == 2 || ceil_div(key_tiles, splits) <= kTilesOfBlock);
+         (splits == 2 || ceil_div(key_tiles, splits) <= few_tiles(plan));
 }
 
 // Blocks that read as fast as more of them. Of float8 a warp converts what it reads: for each byte
@@ -129,7 +133,7 @@ int64_t choose_splits_of_boxes(const Plan& plan, const Gpu& gpu, int64_t blocks,
   if (blocks * merged * 8 < all * 7) merged = min(most_merged_splits(gpu), all / blocks);
   const bool busy = blocks * merged * 8 >= all * 7 || key_tiles <= merged;
   const bool merge =
-      plan.form != Form::general && busy && are_better_merged(gpu, blocks, merged, key_tiles);
+      plan.form != Form::general && busy && are_better_merged(plan, gpu, blocks, merged, key_tiles);
   const int64_t tiles = ceil_div(key_tiles, merge ? merged : most);  // splits are whole tiles
   return ceil_div(key_tiles, tiles);
 }
@@ -226,8 +230,8 @@ EqualParts equal_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64
 bool are_better_cut_alike(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks,
                           int64_t splits) {
   const int64_t tiles = ceil_div(most_keys(p), int64_t{plan.tile_k});
-  return can_merge(plan) && ceil_div(tiles, splits) <= kTilesOfBlock &&
-         are_better_merged(gpu, blocks, splits, tiles);
+  return can_merge(plan) && ceil_div(tiles, splits) <= few_tiles(plan) &&
+         are_better_merged(plan, gpu, blocks, splits, tiles);
 }
 
 // Of a decode whose lengths only the GPU knows: parts or, where it cannot count them, a rule.
@@ -274,7 +278,7 @@ bool tiles_grow_evenly(const Problem& p, int64_t rows_of_tile) {
 // Whether the blocks of the splits of a tile become a cluster, which merges them.
 bool merges_splits(const Problem& p, const Plan& plan, const Gpu& gpu) {
   return can_merge(plan) && !plan.parts.any() &&
-         are_better_merged(gpu, plan.blocks / plan.splits, plan.splits,
+         are_better_merged(plan, gpu, plan.blocks / plan.splits, plan.splits,
                            ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k));
 }
 

@@ -189,13 +189,17 @@ bool keys_are_mappable(const Problem& p) {
   return is_mappable(p.k, keys) && is_mappable(p.v, keys);
 }
 
-// Tiles of `keys` keys are whole boxes of pages: a box lies in one page, from a multiple of its
-// rows on, which left padding would shift.
+// A box lies in one page, from a multiple of its rows on, which left padding would shift.
+bool pages_are_mappable(const Problem& p) {
+  const Shape pages = {p.pages, p.page_size, p.heads_kv};
+  return p.leftpad_k == nullptr && rows_fit_32_bits(p) && is_mappable(p.k, pages) &&
+         is_mappable(p.v, pages);
+}
+
+// A box is a page, or a tile of `keys` keys.
 bool pages_are_boxes(const Problem& p, int64_t keys) {
   const bool parts = p.page_size >= kLeastRowsOfPageBox && keys % p.page_size == 0;
-  const Shape pages = {p.pages, p.page_size, p.heads_kv};
-  return p.leftpad_k == nullptr && (parts || p.page_size % keys == 0) && rows_fit_32_bits(p) &&
-         is_mappable(p.k, pages) && is_mappable(p.v, pages);
+  return (parts || p.page_size % keys == 0) && pages_are_mappable(p);
 }
 
 }  // namespace
@@ -233,9 +237,15 @@ const char* why_not_wgmma(const Problem& p, const Gradients* g) {
   if (!rows_are_aligned(p, g))
     return "its copies need rows that start at multiples of 16 bytes and head dims that are "
            "multiples of 8";
+  // Every key tile is a multiple of that, and a box as many rows as divide the tile and a page.
+  const bool paged = p.block_table != nullptr;
+  if (g == nullptr && paged && p.page_size % kLeastRowsOfPageBox != 0)
+    return "its copies need pages of a multiple of 16 keys";
+  if (g == nullptr && paged && !pages_are_mappable(p))
+    return "its copies need pages at strides below 2^40 bytes whose keys no left padding shifts";
   const Shape rows = {p.cu_seqlens_q != nullptr ? 1 : p.batch, p.seqlen_q, p.heads_q};
   const bool mappable = is_mappable(p.q, rows) && (g == nullptr || is_mappable(g->dout, rows)) &&
-                        (p.block_table != nullptr || keys_are_mappable(p));
+                        (paged || keys_are_mappable(p));
   return mappable ? nullptr : "TMA needs positive strides below 2^40 bytes";
 }
 

@@ -99,7 +99,7 @@ TEST(PlannerCudaFloat8, MoreBlocksReadIt) {
     EXPECT_LE(wide.blocks, 2 * all);
     EXPECT_GT(narrow.blocks, wide.blocks) << batch;
     EXPECT_LE(narrow.blocks, 3 * all) << batch;
-    EXPECT_EQ(narrow.tile_k, 64);
+    EXPECT_EQ(narrow.tile_k, 128);
   }
 }
 

@@ -24,8 +24,9 @@ TEST(PlannerCudaSplits, SplitsFillTheGpuAndFollowTheCaller) {
   const cuda::Plan plan = forward(asked, device);
   EXPECT_EQ(plan.splits, 3);
   const int64_t partial = int64_t{3} * 16 * 2048 * 16 * 129 * 4;
-  EXPECT_GE(plan.workspace_bytes, partial);
-  EXPECT_LE(plan.workspace_bytes, partial + 256);
+  const int64_t overflows = plan.blocks * plan.tile_q / 16 * 4;  // four bytes a warp
+  EXPECT_GE(plan.workspace_bytes, partial + overflows);
+  EXPECT_LE(plan.workspace_bytes, partial + overflows + 256);
 }
 
 // Tiles that fill no round of blocks share their keys, where that saves more than it costs.

@@ -86,7 +86,15 @@ OPTIONS = {
     "left padding": dict(leftpad=(3, 160)),
     "cache index": dict(kv_idx=(1, 0)),
     "paged": dict(page_size=16, used_k=(170, 31)),
-    "odd pages": dict(page_size=3, leftpad=(5, 0)),
+    "pages of 48": dict(page_size=48, used_k=(170, 49), window=(60, 20)),
+    "pages of 64": dict(page_size=64, used_k=(130, 64)),
+    "pages of 256": dict(page_size=256, keys=(700, 300), used_k=(521, 256)),
+    "pages, varlen": dict(rows=(130, 0, 3, 257), keys=(90, 20, 0, 300), varlen_q=True,
+                          varlen_k=True, page_size=32),
+    "shared pages": dict(page_size=32, share_pages=True, softcap=5.0),
+    "pages, head dim 128": dict(page_size=16, used_k=(170, 31), head_dim=128, head_dim_v=128),
+    "pages, head dim 192": dict(page_size=64, head_dim=192, head_dim_v=192),
+    "pages, head dim 256": dict(page_size=64, used_k=(167, 95), head_dim=256, head_dim_v=256),
     "softcap": dict(softcap=5.0),
     "ALiBi": dict(alibi="bh"),
     "bias": dict(bias="bhr", bias_hides=True),
@@ -128,6 +136,16 @@ def test_every_option_is_served_and_right(option, device):
     case = dataclasses.replace(BASE, **OPTIONS[option])
     for kernel in kernels(case):
         assert kernel.startswith(FAMILY), kernel
+    check(case)
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("pages", [dict(page_size=3), dict(page_size=16, leftpad=(5, 0))])
+def test_pages_that_are_no_boxes_are_read_elsewhere(pages, device):
+    case = dataclasses.replace(BASE, **pages)
+    forward, backward = kernels(case)
+    assert forward.startswith("cuda.mma_sync"), forward
+    assert backward.startswith(FAMILY), backward
     check(case)
 
 

@@ -40,8 +40,9 @@ struct Sm90 {
   // of a multiprocessor have some 100 KB of them on their way.
   static constexpr ForwardTile decode(int element_bytes, int head_dim) {
     if (element_bytes == 1) {
-      if (head_dim <= 64) return {1, 16, 128, 3, 4};  // rows of boxes are padded to 128 bytes
-      if (head_dim <= 128) return {1, 16, 64, 6, 4};
+      // Rows of boxes are padded to 128 bytes. Against six stages of 64 keys: pages of 16 up
+      // to 1.12.
+      if (head_dim <= 128) return {1, 16, 128, 3, 4};
       return {1, 16, 64, 3, 4};
     }
     if (element_bytes != 2) return kNoForward;

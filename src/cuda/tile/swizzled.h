@@ -47,10 +47,15 @@ struct SwizzledTile {
     return chunk / 8 * kPanelBytes + row * kSwizzledRowBytes + ((chunk % 8) ^ (row % 8)) * 16;
   }
 
+  // What begins with row `row`, a multiple of 8.
+  TILEWISE_FN SwizzledTile from_row(int row) const {
+    return {base + static_cast<uint32_t>(row) * kSwizzledRowBytes};
+  }
+
   // Columns are k: rows row0 on as m or n (row0 a multiple of 8). Product k takes columns 16 k to
   // 16 k + 15.
   TILEWISE_FN uint64_t by_columns(int row0 = 0) const {
-    return Operand::make(base + static_cast<uint32_t>(row0) * kSwizzledRowBytes, 16, 1024);
+    return Operand::make(from_row(row0).base, 16, 1024);
   }
   static TILEWISE_FN constexpr uint64_t column_step(int k) {
     return static_cast<uint64_t>((k / 4 * kPanelBytes + k % 4 * 32) >> 4);

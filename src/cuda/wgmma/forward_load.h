@@ -48,7 +48,7 @@ class ForwardLoad {
         load_q(work, {place.count});
       else
         prefetch_q(work);
-      const Keys keys = keys_of(work, place.slot());
+      Keys keys = keys_of(work, place.slot());
       const int32_t last = work.tiles.last;
       int32_t tile = last;
 #pragma unroll 1
@@ -59,6 +59,7 @@ class ForwardLoad {
         if (behind_tile != kNone) load_v(behind, behind_tile, {ks_.count - (wanted ? 2u : 1u)});
         behind = keys;
         behind_tile = wanted ? tile : kNone;
+        pass(keys, tile);
       } while (--tile >= keys.first_tile - (kOverlap ? 0 : 1));
       if (last < keys.first_tile) release(place.slot());
     }
@@ -77,6 +78,10 @@ class ForwardLoad {
     int32_t head;
     int32_t slot;          // kNone: pages
     int32_t foreign_tile;  // from here on tiles have rows behind the keys of the sequence
+    // Lane i has the page of box i of the tile to be asked for, and of the tile after it: no copy
+    // waits for the block table.
+    uint32_t page;
+    uint32_t next_page;
   };
 
   // Rows behind the keys of a sequence come with its last tile: a masked key has weight 0, and 0
@@ -84,13 +89,34 @@ class ForwardLoad {
   TILEWISE_DEVICE Keys keys_of(const Work& work, int slot) const {
     const KvSource& kv = work.sequence.kv;
     const bool paged = C::kGeneral && kv.pages != nullptr;
-    const bool alone = paged || kv.first + work.tiles.keys == p_.problem.seqlen_k;
+    const bool alone = !paged && kv.first + work.tiles.keys == p_.problem.seqlen_k;
+    const int32_t last = work.tiles.last;
     return {slot,
             work.tiles.first,
             static_cast<int32_t>(kv.first),
             p_.group.quotient(work.rows.first_head),
             paged ? kNone : static_cast<int32_t>(kv.slot),
-            alone ? INT32_MAX : work.tiles.keys / kTile.keys};
+            alone ? INT32_MAX : work.tiles.keys / kTile.keys,
+            paged ? page_of_lane(work, last) : kNowhere,
+            paged ? page_of_lane(work, last - 1) : kNowhere};
+  }
+
+  // Keys of `tile` have been asked for.
+  TILEWISE_DEVICE void pass(Keys& keys, int32_t tile) const {
+    if (!C::kGeneral || keys.slot != kNone) return;
+    keys.page = keys.next_page;
+    if (tile - 2 >= keys.first_tile)  // else the record may have been given back
+      keys.next_page = page_of_lane(shared_.work(keys.work), tile - 2);
+  }
+
+  // Outside of every map: a box of it arrives as 0, and nothing is read. Entries of no key in use
+  // are not looked up.
+  static constexpr uint32_t kNowhere = ~0u;
+
+  TILEWISE_DEVICE uint32_t page_of_lane(const Work& work, int32_t tile) const {
+    const int32_t key = tile * kTile.keys + lane() * p_.page_box_rows;
+    if (tile < work.tiles.first || key >= work.tiles.keys) return kNowhere;
+    return ptx::ld_global_b32(work.sequence.kv.pages + p_.page_size.quotient(key));
   }
 
   // Read again where it is asked for: a lane of this warp has few registers.
@@ -139,7 +165,7 @@ class ForwardLoad {
     const Barrier full = shared_.k_full(ks_.slot());
     shared_.k_free(ks_.slot()).wait(ks_.phase() ^ 1);
     ks_.next();
-    load_keys(to, full, full, p_.k, p_.problem.k, p_.problem.head_dim, keys, tile);
+    load_keys(to, full, p_.k, keys, tile);
   }
 
   TILEWISE_DEVICE void load_v(const Keys& keys, int32_t tile, typename Shared::KvPlace place) {
@@ -147,8 +173,7 @@ class ForwardLoad {
     const Barrier full = shared_.v_full(place.slot());
     const bool foreign = tile >= keys.foreign_tile;
     shared_.v_free(place.slot()).wait(place.phase() ^ 1);
-    load_keys(to, full, foreign ? shared_.v_landed() : full, p_.v, p_.problem.v,
-              p_.problem.head_dim_v, keys, tile);
+    load_keys(to, foreign ? shared_.v_landed() : full, p_.v, keys, tile);
     if (foreign) [[unlikely]] {
       shared_.v_landed().wait(landed_phase_);
       landed_phase_ ^= 1;
@@ -162,17 +187,30 @@ class ForwardLoad {
 
   // One key tile of one head; `landed` counts the bytes.
   template <class Tile>
-  TILEWISE_DEVICE void load_keys(const Tile& to, Barrier full, Barrier landed, const TensorMap& map,
-                                 const tilewise_tensor& view, int64_t columns, const Keys& keys,
-                                 int32_t tile) const {
-    if (C::kGeneral && keys.slot == kNone) [[unlikely]] {
-      copy_keys(to, view, columns, keys, tile);
-      return announce_copies(full);
-    }
+  TILEWISE_DEVICE void load_keys(const Tile& to, Barrier landed, const TensorMap& map,
+                                 const Keys& keys, int32_t tile) const {
+    if (C::kGeneral && keys.slot == kNone) return load_pages(to, landed, map, keys, tile);
     if (!ptx::elect_one()) return;
     landed.expect(Tile::kBytes);
     load_tile(to, landed, map, keys.row + tile * kTile.keys, keys.head, keys.slot,
               ptx::CachePolicy::evict_last);
+  }
+
+  // A box is as many rows of a page as divide it and the tile.
+  template <class Tile>
+  TILEWISE_DEVICE void load_pages(const Tile& to, Barrier landed, const TensorMap& map,
+                                  const Keys& keys, int32_t tile) const {
+    if (ptx::elect_one()) landed.expect(Tile::kBytes);
+    int32_t row = p_.page_size.remainder(tile * kTile.keys);
+#pragma unroll 1
+    for (int32_t begin = 0, box = 0; begin < kTile.keys; begin += p_.page_box_rows, ++box) {
+      const auto page = static_cast<int32_t>(ptx::shuffle(keys.page, box));
+      if (ptx::elect_one())
+        load_tile(to.from_row(begin), landed, map, row, keys.head, page,
+                  ptx::CachePolicy::evict_last);
+      row += p_.page_box_rows;
+      if (row == p_.page_size) row = 0;
+    }
   }
 
   // Columns and rows that the tensor does not have arrive as 0.
@@ -214,23 +252,6 @@ class ForwardLoad {
       if (r < work.rows.count)
         row = static_cast<const char*>(q.data) + work.offset(q, r) * C::Element::kBytes;
       copy_row(shared_.q(buffer, r / 64), r % 64, row, columns);
-    }
-  }
-
-  // Keys of a paged cache.
-  template <class Tile>
-  TILEWISE_DEVICE void copy_keys(const Tile& to, const tilewise_tensor& view, int64_t columns,
-                                 const Keys& keys, int32_t tile) const {
-    const Work& work = shared_.work(keys.work);
-#pragma unroll 1
-    for (int r = lane() / kLanesPerRow; r < kTile.keys; r += kRowsPerPass) {
-      const int32_t key = tile * kTile.keys + r;
-      const char* row = nullptr;
-      if (key < work.tiles.keys) {
-        const int64_t offset = work.sequence.kv.offset_32(view, key) + keys.head * view.stride_head;
-        row = static_cast<const char*>(view.data) + offset * C::Element::kBytes;
-      }
-      copy_row(to, r, row, static_cast<int>(columns));
     }
   }
 
