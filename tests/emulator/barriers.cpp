@@ -197,7 +197,7 @@ std::string MemoryBarriers::describe(int barrier) const {
 
 // --- named barriers ------------------------------------------------------------------------------
 
-void NamedBarriers::arrive(int barrier, int threads, bool wait) {
+bool NamedBarriers::arrive(int barrier, int threads, bool wait, bool x) {
   Block& block_ = block();
   block_.clocks().activate();
   const char* what = wait ? "bar_sync" : "bar_arrive";
@@ -209,18 +209,21 @@ void NamedBarriers::arrive(int barrier, int threads, bool wait) {
   Barrier& b = barriers_[static_cast<size_t>(barrier)];
   if (b.arrived == 0) {
     b.threads = threads;
+    b.some = false;
     b.known = block_.clocks().nothing();
   } else if (b.threads != threads) {
     fault(text("%s of barrier %d with %d threads, others meet there with %d", what, barrier,
                threads, b.threads));
   }
   release(b.known);
+  b.some = b.some || x;
   if (++b.arrived < b.threads) {
-    if (!wait) return;
+    if (!wait) return false;
     b.waiting.push_back(block_.thread());
     block_.wait({Wait::named_barrier, barrier, 0});
-    return;
+    return b.result;
   }
+  b.result = b.some;
   for (const int thread : b.waiting) {
     block_.clocks().acquire(thread, b.known);
     block_.wake(thread);
@@ -228,6 +231,7 @@ void NamedBarriers::arrive(int barrier, int threads, bool wait) {
   if (wait) block_.clocks().acquire(block_.thread(), b.known);
   b.waiting.clear();
   b.arrived = 0;
+  return b.result;
 }
 
 std::string NamedBarriers::describe(int barrier) const {
@@ -329,6 +333,9 @@ void fence_proxy_async() {
 void bar_sync(int barrier, int threads) { block().named_barriers().arrive(barrier, threads, true); }
 void bar_arrive(int barrier, int threads) {
   block().named_barriers().arrive(barrier, threads, false);
+}
+bool bar_any(int barrier, int threads, bool x) {
+  return block().named_barriers().arrive(barrier, threads, true, x);
 }
 void setmaxnreg_inc(int registers) { block().registers().increase(registers); }
 void setmaxnreg_dec(int registers) { block().registers().decrease(registers); }

@@ -68,13 +68,16 @@ class NamedBarriers {
  public:
   static constexpr int kCount = 16;
   void start() { barriers_ = {}; }
-  void arrive(int barrier, int threads, bool wait);
+  // Whether x is true for somebody who has met; for who waits, when it goes on.
+  bool arrive(int barrier, int threads, bool wait, bool x = false);
   std::string describe(int barrier) const;
 
  private:
   struct Barrier {
     int threads = 0;
     int arrived = 0;
+    bool some = false;    // of those who have arrived
+    bool result = false;  // of those who met last
     std::vector<int> waiting;
     Clock known;
   };

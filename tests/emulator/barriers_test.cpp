@@ -241,6 +241,18 @@ TEST(Mbarrier, OneLaneWaitsForItsWarp) {
   expect_part(wait_for_the_warp(false), "race: ld.shared of byte 16");
 }
 
+TEST(NamedBarrier, TellsAllWhetherSomebodySaysSo) {
+  EXPECT_EQ(fault_of(1, 128, 0,
+                     [] {
+                       const int thread = ptx::thread_index();
+                       for (const int who : {0, 127, -1, 64, -1, 3})
+                         ASSERT_EQ(ptx::bar_any(1, 128, thread == who), who >= 0);
+                       ptx::bar_sync(1, 128);
+                       ASSERT_EQ(ptx::bar_any(1, 128, false), false);
+                     }),
+            "");
+}
+
 TEST(NamedBarrier, OrdersThoseWhoMeet) {
   const auto exchange = [](bool third) {
     return fault_of(1, 96, 512, [&] {

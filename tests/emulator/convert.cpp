@@ -27,5 +27,6 @@ uint32_t cvt_f16x2_e4m3x2(uint16_t x) {
 }
 float ex2(float x) { return flush(std::exp2(flush(x))); }
 float lg2(float x) { return std::log2(flush(x)); }
+float rcp_approximate(float x) { return flush(1.0f / flush(x)); }
 
 }  // namespace tilewise::cuda::emulator

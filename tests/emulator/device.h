@@ -91,6 +91,7 @@ void cp_async_bulk_to_rank(uint32_t to, uint32_t from, int bytes, uint32_t barri
 
 void bar_sync(int barrier, int threads);
 void bar_arrive(int barrier, int threads);
+bool bar_any(int barrier, int threads, bool x);
 void setmaxnreg_inc(int registers);
 void setmaxnreg_dec(int registers);
 
@@ -109,6 +110,7 @@ uint32_t cvt_f16x2_e4m3x2(uint16_t x);
 // As .approx.ftz: subnormal arguments and results are 0. The last bits are the host's.
 float ex2(float x);
 float lg2(float x);
+float rcp_approximate(float x);
 
 using tilewise::detail::bits_of;
 using tilewise::detail::float_of;

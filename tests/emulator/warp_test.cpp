@@ -230,6 +230,9 @@ TEST(Warp, Conversions) {
   EXPECT_EQ(ptx::ex2(-HUGE_VALF), 0.0f);
   EXPECT_EQ(ptx::lg2(1e-40f), -HUGE_VALF);
   EXPECT_EQ(ptx::lg2(0.25f), -2.0f);
+  EXPECT_EQ(ptx::rcp_approximate(-0x1p126f), -0x1p-126f);
+  EXPECT_EQ(ptx::rcp_approximate(0x1.8p126f), 0.0f);
+  EXPECT_EQ(ptx::rcp_approximate(1e-40f), HUGE_VALF);
   EXPECT_TRUE(std::isnan(ptx::ex2(std::nanf(""))));
 }
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
 import hf_models  # noqa: E402
 
-hf_models.require("transformers")
+hf_models.require("transformers>=5.20")
 import tiny_llama  # noqa: E402
 from tilewise.serving import (  # noqa: E402
     Engine,
@@ -284,6 +284,7 @@ def test_the_model_says_whose_it_is():
         model(torch.tensor([[1, 2]]))
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_pages_are_handed_out_once(data):
     size = data.draw(st.integers(1, 5))

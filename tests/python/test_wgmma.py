@@ -8,6 +8,7 @@ per dtype instead of the default ones, TILEWISE_TEST_EXAMPLES_PER_DTYPE=<n> n of
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections import Counter
 
@@ -189,6 +190,7 @@ GROWING = {
     "packed heads": dict(rows=(20,), group=8),
     "pages": dict(page_size=16, used_k=(530,)),
     "ALiBi": dict(alibi="h"),
+    "ALiBi of both sides": dict(alibi="h", window=(-1, -1)),
     "sinks, lse": dict(sinks=True, dlse=True),
     "varlen": dict(rows=(600, 3), keys=(600, 450), varlen_q=True, varlen_k=True),
     "head dim 128": dict(head_dim=128, head_dim_v=128),
@@ -209,6 +211,7 @@ LEVELS = {
     "down": lambda t: 50.0 * t,
     "up and down": lambda t: 45.0 * (t % 2),
     "one step": lambda t: -11.0 if t >= 4 else 0.0,
+    "far below": lambda t: -150.0,
 }  # fmt: skip
 
 
@@ -221,9 +224,14 @@ def place_of(b: Built, sequence: int, key: int) -> tuple[int, ...]:
     return (sum(case.keys[:sequence]) + key,) if case.varlen_k else (sequence, key)
 
 
+# Beside a sink nothing is left of weights of e^-150.
+FAR_FROM_SINKS = ("sinks, lse", "far below")
+
+
 @pytest.mark.abi
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("option", GROWING)
+@pytest.mark.parametrize(
+    ("option", "level"), [x for x in itertools.product(GROWING, LEVELS) if x != FAR_FROM_SINKS]
+)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_scores_that_grow(dtype, option, level):
     values = dict(rows=(600,), keys=(600,), heads_kv=1, scale=1.0) | GROWING[option]
@@ -244,6 +252,53 @@ def test_scores_that_grow(dtype, option, level):
     assert np.array_equal(seen, np.isfinite(got.lse))
     size = max(1.0, np.abs(want.lse[seen]).max())
     assert np.abs(got.lse[seen] - want.lse[seen]).max() <= LSE_LOW * size
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("head_dim", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_row_whose_first_tile_is_full(dtype, head_dim, device):
+    """Nothing it has seen before says where its scores are: as far from 0 as they may be."""
+    case = dataclasses.replace(BASE, dtype=dtype, rows=(320,), keys=(640,), scale=1.0,
+                               head_dim=head_dim[0], head_dim_v=head_dim[1])  # fmt: skip
+    tile = capi.plan(Built(case).attention).tile_k
+    for more in (
+        tile - 1,
+        tile,
+        tile + 63,
+    ):  # a warpgroup's first row ends a tile, or not
+        b = Built(dataclasses.replace(case, keys=(320 + more,)))
+        b.q.mul_(0.25)
+        b.q[..., 0] = 1
+        b.k[..., 0] = -150
+        want, got = b.expected(), run(b, backward=False)
+        assert got.kernels[0].startswith(FAMILY), got.kernels
+        unit = {"bf16": 2**-6, "fp16": 2**-9}[dtype]
+        assert np.abs(got.out - want.out).max() <= unit * np.abs(want.out).max()
+        assert np.abs(got.lse - want.lse).max() <= LSE_LOW * np.abs(want.lse).max()
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("hides", [-np.inf, -1e4, -3e38])
+@pytest.mark.parametrize("bias", ["", "hr"])
+def test_a_bias_that_hides_the_last_keys(bias, hides, head_dim, device):
+    """Maxima of hidden tiles say nothing of the scores to come, whose weights would overflow."""
+    values = dict(rows=(150,), keys=(900,), window=(-1, -1), scale=1.0)
+    values |= dict(bias=bias, bias_own_dtype=True)
+    case = dataclasses.replace(BASE, head_dim=head_dim, head_dim_v=head_dim, **values)
+    b = Built(case)
+    b.q.mul_(0.25)
+    b.q[..., 0] = 1
+    b.k[..., 0] = -150
+    b.bias[..., 500:] = hides
+    b.bias[..., 100:140, :] = -np.inf  # of rows, if it has any
+    want, got = b.expected(), run(b, backward=False)
+    assert got.kernels[0].startswith(FAMILY), got.kernels
+    assert np.abs(got.out - want.out).max() <= 2**-6 * np.abs(want.out).max()
+    seen = np.isfinite(want.lse)
+    assert np.array_equal(seen, np.isfinite(got.lse))
+    assert np.abs(got.lse[seen] - want.lse[seen]).max() <= LSE_LOW * np.abs(want.lse[seen]).max()
 
 
 # Of the type of q: it comes a tile of keys ahead, 16 bytes or one element at a time.

@@ -17,6 +17,10 @@ TILEWISE_DEVICE void bar_sync(int barrier, int threads) { emulator::bar_sync(bar
 TILEWISE_DEVICE void bar_arrive(int barrier, int threads) {
   emulator::bar_arrive(barrier, threads);
 }
+// As bar_sync. Whether x is true for one of those who meet.
+TILEWISE_DEVICE bool bar_any(int barrier, int threads, bool x) {
+  return emulator::bar_any(barrier, threads, x);
+}
 template <int kRegisters>
 TILEWISE_DEVICE void setmaxnreg_inc() {
   emulator::setmaxnreg_inc(kRegisters);
@@ -40,6 +44,20 @@ TILEWISE_DEVICE void bar_sync(int barrier, int threads) {
 }
 TILEWISE_DEVICE void bar_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+TILEWISE_DEVICE bool bar_any(int barrier, int threads, bool x) {
+  uint32_t some;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, all;\n"
+      "setp.ne.u32 mine, %3, 0;\n"
+      "bar.red.or.pred all, %1, %2, mine;\n"
+      "selp.u32 %0, 1, 0, all;\n"
+      "}"
+      : "=r"(some)
+      : "r"(barrier), "r"(threads), "r"(x ? 1u : 0u)
+      : "memory");
+  return some != 0;
 }
 template <int kRegisters>
 TILEWISE_DEVICE void setmaxnreg_inc() {

@@ -105,7 +105,9 @@ class ForwardMath {
     tiles_.first = uniform(mine.first);
     tiles_.last = uniform(mine.last);
     tiles_.full_begin = uniform(mine.full_begin);
-    tiles_.full_end = uniform(mine.full_end);
+    // Left of the diagonal ALiBi only lowers scores.
+    tiles_.full_end =
+        uniform(kOption == Option::alibi ? min(mine.full_end, mine.left_end) : mine.full_end);
     tiles_.skip_before = uniform(mine.skip_before);
     tiles_.skip_after = uniform(mine.skip_after);
     return slot;
@@ -326,11 +328,12 @@ class ForwardMath {
     } else {
       // Parts of a shared work have nobody who computes their rows again.
       const bool whole = shared_.work(slot).splits == 1;
+      bool hidden = kOption == Option::bias;
 #pragma unroll 1
       while (tile >= tiles_.first) {
-        if (tile < tiles_.full_end && whole) {
+        if (hidden && whole && tile < tiles_.full_end) hidden = some_rows_are_hidden();
+        if (tile < tiles_.full_end && whole && !hidden) {
           bool grown = false;
-          softmax_.settle();
 #pragma unroll 1
           for (; tile >= tiles_.full_begin && !grown; --tile) grown = step<false>(slot, tile);
           if (grown) {
@@ -341,6 +344,12 @@ class ForwardMath {
         if (tile >= tiles_.first) step<true>(slot, tile--);
       }
     }
+  }
+
+  // Of the warpgroup, whose warps multiply together.
+  TILEWISE_DEVICE bool some_rows_are_hidden() const {
+    const int barrier = kRowsBarrier + thread() / ptx::kWarpgroupSize;
+    return uniform(ptx::bar_any(barrier, ptx::kWarpgroupSize, softmax_.is_hidden()) ? 1 : 0) != 0;
   }
 
   TILEWISE_DEVICE void issue_last_values() {
@@ -408,8 +417,10 @@ class ForwardMath {
     ending.rows = finish_rows<Element>(p_, work, at, softmax_.m, ending.l, terms_.keep_scale());
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (ending.l[0][h] > FLT_MAX)  // the mark of a row to be computed again
+      if (ending.l[0][h] > RowMath::kOverflow) {  // the marks of a row to be computed again
+        ending.l[0][h] = -kMinusInfinity;
         ending.rows.factor[0][h] = ptx::float_of(0x7fc00000u);
+      }
     }
     ending.out = OutRows<C>::of(p_.problem, work, at.row0);
     if (work.splits == 1) store_row_sums<C>(p_.problem, work, at, ending.rows);

@@ -45,12 +45,13 @@ struct RowSoftmax : RowSums {
   // have the range of fp32, after the step, and where they end at 2^16, in it.
   static constexpr float kHigh = 0x1p24f;
   static constexpr float kHighOfNarrow = 0x1p14f;
+  // And from here on l has no reciprocal.
+  static constexpr float kOverflow = 0x1p126f;
+  // A lower m is that of keys which a bias hides, be it by -1e4, and says nothing of scores to
+  // come.
+  static constexpr float kHidden = -0x1p10f;
 
-  // Rows that have seen no key have no sums yet: any m is right that is near their scores to come.
-  TILEWISE_DEVICE void settle() {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) m[0][h] = m[0][h] == -FLT_MAX ? 0.0f : m[0][h];
-  }
+  TILEWISE_DEVICE bool is_hidden() const { return m[0][0] < kHidden || m[0][1] < kHidden; }
 
   // Scores become weights, relative to m as it is. Whether m is to be moved: kWide, by what there
   // was before, so that nothing waits for the sums.
