@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -125,8 +126,16 @@ def test_threads_that_the_system_does_not_grant_are_done_without():
         "resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20),) * 2)\n"
         "assert np.array_equal(tilewise.attention(x, x, x), x)"
     )
+
+    def large_stacks() -> None:
+        """Few of them use the room up, and what they leave has room for what a thread allocates:
+        without, glibc ends the process now and then."""
+        hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+        resource.setrlimit(resource.RLIMIT_STACK, (48 << 20, hard))
+
     done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, "TILEWISE_NUM_THREADS": "300"},
+        [sys.executable, "-c", program], preexec_fn=large_stacks,
+        env={**os.environ, "TILEWISE_NUM_THREADS": "300", "MALLOC_ARENA_MAX": "1"},
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
