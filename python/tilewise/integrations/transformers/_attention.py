@@ -67,7 +67,7 @@ def attention(
         is_causal: Whether rows see no later keys.
         s_aux: [heads], the sinks.
         position_bias: [1 or batch, heads, rows, keys], added to the scores.
-        cache: A paged cache, of continuous batching.
+        cache: A paged cache, of continuous batching, that has not got the new keys yet.
         kwargs: ``cu_seq_lens_q`` and ``_k``, ``max_length_q`` and ``_k`` of packed sequences;
             what a paged cache needs; others are not read.
 
@@ -97,19 +97,20 @@ def attention(
     options: dict[str, Any] = dict(
         scale=scaling, softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout
     )
-    if cache is not None:
-        from ._paged import paged_attention
-
-        if position_bias is not None and kwargs.get("block_table") is not None:
-            raise ValueError(
-                "position_bias is given with block_table, but tilewise does not compute it over a "
-                "paged cache: pass None, or load the model with another attn_implementation"
-            )
+    has_pages = kwargs.get("block_table") is not None
+    if has_pages and position_bias is not None:
+        raise ValueError(
+            "position_bias is given with block_table, but tilewise does not compute it over a "
+            "paged cache: pass None, or load the model with another attn_implementation"
+        )
+    if cache is not None:  # before 5.24; from then on the layer does it
         key, value = cache.update(
             key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs
         )
-        if kwargs.get("block_table") is not None:
-            return paged_attention(query, key, value, sliding_window, options, kwargs), None
+    if has_pages:
+        from ._paged import paged_attention
+
+        return paged_attention(query, key, value, sliding_window, options, kwargs), None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     packed = kwargs.get("cu_seq_lens_q") is not None and kwargs.get("cu_seq_lens_k") is not None
     # Older versions give continuous batching a whole mask beside the boundaries; they agree.

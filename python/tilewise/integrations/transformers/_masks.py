@@ -232,11 +232,12 @@ def _pattern(function: Any) -> Pattern | None:
     if parts is None or len(parts) != 2:
         return None
     outer, inner = parts
-    packed = _captured(outer, "packed_sequence_mask_function.<locals>.inner_mask")
-    if packed:
-        remapped = _captured(inner, "remap_positions_for_packed_sequence.<locals>.inner_mask")
-        pattern = _pattern(remapped.get("mask_function"))
-        return pattern and pattern._replace(segments=packed["packed_sequence_mask"])
+    for packing, rest in ((outer, inner), (inner, outer)):  # the order of 5.23, and of the others
+        packed = _captured(packing, "packed_sequence_mask_function.<locals>.inner_mask")
+        if packed:
+            remapped = _captured(rest, "remap_positions_for_packed_sequence.<locals>.inner_mask")
+            pattern = _pattern(remapped.get("mask_function", rest))
+            return pattern and pattern._replace(segments=packed["packed_sequence_mask"])
     if inner is masking_utils.causal_mask_function:
         overlay = _captured(outer, "sliding_window_overlay.<locals>.inner_mask")
         return Pattern(True, True) if overlay else None
