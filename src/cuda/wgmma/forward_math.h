@@ -105,12 +105,20 @@ class ForwardMath {
     tiles_.first = uniform(mine.first);
     tiles_.last = uniform(mine.last);
     tiles_.full_begin = uniform(mine.full_begin);
-    // Left of the diagonal ALiBi only lowers scores.
-    tiles_.full_end =
-        uniform(kOption == Option::alibi ? min(mine.full_end, mine.left_end) : mine.full_end);
+    tiles_.full_end = uniform(mine.full_end);
+    if constexpr (kOption == Option::alibi) {  // which only lowers scores left of the diagonal
+      tiles_.full_end = min(tiles_.full_end, uniform(left_end(shared_.work(slot))));
+    }
     tiles_.skip_before = uniform(mine.skip_before);
     tiles_.skip_after = uniform(mine.skip_after);
     return slot;
+  }
+
+  // Key tiles below it lie left of the diagonal of all rows of the warpgroup.
+  TILEWISE_DEVICE static int32_t left_end(const Work& work) {
+    const int32_t row0 = work.rows.row(64 * (thread() / ptx::kWarpgroupSize));
+    const int64_t diagonal = work.rows.first + row0 + work.sequence.band.shift();
+    return static_cast<int32_t>(clamp(diagonal + 1, 0, work.tiles.keys)) / kKeys;
   }
 
   TILEWISE_DEVICE static void release(Barrier barrier) {

@@ -17,7 +17,6 @@ struct WarpgroupTiles {
   int32_t full_begin;
   // Tiles in [full_begin, full_end) are seen by all rows in full, and all have seen a key before.
   int32_t full_end;
-  int32_t left_end;  // tiles in [0, left_end) lie left of the diagonal of all rows
   int32_t skip_before;
   int32_t skip_after;  // tiles of the block before (after) its own ones, in the order of the walk
 
@@ -32,11 +31,8 @@ struct WarpgroupTiles {
     const int32_t seen = max(0, min(block.keys, block.upper + row0));  // by the first row
     const bool ends_at_once = seen == (last + 1) * step;
     const int32_t full_end = ends_at_once ? last + 1 : max(0, seen - 1) / step;
-    const int64_t diagonal = work.rows.first + row0 + work.sequence.band.shift();
-    const auto left_end = static_cast<int32_t>(clamp(diagonal + 1, 0, block.keys)) / step;
     const Walk what = block.first > block.last ? Walk::nothing : Walk::keys;
-    return {
-        what, first, last, full_begin, full_end, left_end, block.last - last, first - block.first};
+    return {what, first, last, full_begin, full_end, block.last - last, first - block.first};
   }
 
  private:
