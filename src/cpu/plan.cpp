@@ -52,7 +52,7 @@ int32_t rows_of_item(const Problem& p, const Shape& shape, const Plan& plan) {
 // Decoding reads the rows of neighbouring heads, which lie side by side, in the order of memory: 28
 // instead of 24 GB/s of a thread's 36.
 int64_t heads_of_item(const Problem& p, const Plan& plan) {
-  if (!is_decoding(p, plan.isa) || !heads_side_by_side(p) || p.kv_float8 != 0) return 1;
+  if (!is_decoding(p, plan.isa) || !heads_side_by_side(p)) return 1;
   const int64_t items = query_tiles(p, plan.tile_q) * p.heads_kv * plan.splits;
   return clamp(items / (kItemsOfThread * plan.threads), 1, p.heads_kv);
 }

@@ -22,14 +22,16 @@ TILEWISE_FN int64_t decode_rows_of_head(int64_t rows) {
   return most;
 }
 
-template <class T, class Products>
+// Cached: the storage of K and V, T itself or Float8.
+template <class T, class Cached, class Products>
 struct Decode : DecodeScratch {
-  using Reader = Stream<T>;
+  using Reader = Stream<Cached>;
   using Read = typename Reader::Read;
+  static constexpr bool kFloat8 = !std::is_same_v<T, Cached>;
   static constexpr int kParts = Reader::kParts;
   static constexpr int kColumns = Reader::kColumns;
   static constexpr int kMostRows = Products::kMostRows;  // of a head
-  static constexpr int kGroup = DotProducts<T>::kGroup;  // keys whose values are added up at once
+  static constexpr int kGroup = DotProducts<Cached>::kGroup;  // keys added up at once
 
   const ForwardTask& task;
   const Problem& p;
@@ -42,7 +44,7 @@ struct Decode : DecodeScratch {
   const int64_t rows_of_head;  // rounded up
   // Rows of the first head in the order they are read, each list padded to whole steps: keys of the
   // tile, its values, keys of the next tile.
-  const T** const rows;
+  const Cached** const rows;
   int64_t count = 0;   // keys of the tile
   int64_t padded = 0;  // ... and up to a whole step
   Products products;
@@ -53,23 +55,44 @@ struct Decode : DecodeScratch {
         p(*t.problem),
         s(t.sequence),
         lanes{DecodeScratch::lanes},
-        score(score_of(p, s.batch, t.kv_head)),
+        score(kFloat8 ? score_of(p) : score_of(p, s.batch, t.kv_head)),
         dropout(dropout_of(p)),
         general(is_general(p)),
         exponent(exponent_of(score, general)),
         rows_of_head(decode_rows_of_head(t.packed_rows.size())),
-        rows(reinterpret_cast<const T**>(DecodeScratch::rows)),
+        rows(reinterpret_cast<const Cached**>(DecodeScratch::rows)),
         products(task) {}
 
   TILEWISE_FN int64_t reads_of_q() const { return ceil_div(p.head_dim, kColumns); }
   TILEWISE_FN int64_t panel() const { return round_up(task.packed_rows.size(), W); }  // all lanes
+  // What products with K and V of a head are multiplied by.
+  TILEWISE_FN float unit_of_k(int64_t h) const {
+    return kFloat8 ? Reader::kUnit * k_descale(p, s.batch, task.kv_head + h) : 1.0f;
+  }
+  TILEWISE_FN float unit_of_v(int64_t h) const {
+    return Reader::kUnit * v_descale(p, s.batch, task.kv_head + h);
+  }
   TILEWISE_FN float* s_of(int64_t row) const { return s_tile + row * tile_k; }
   TILEWISE_FN float* o_of(int64_t row) const { return o + row * o_ld; }
 
   // Past the last column: zeros.
-  TILEWISE_FN static Read read(const T* row, int64_t column, int64_t columns) {
+  TILEWISE_FN static Read read(const Cached* row, int64_t column, int64_t columns) {
     return column + kColumns <= columns ? Reader::read(row + column)
                                         : Reader::read_first(row + column, columns - column);
+  }
+  TILEWISE_FN static Read read_query(const T* row, int64_t column, int64_t columns) {
+    if constexpr (!kFloat8) {
+      return read(row, column, columns);
+    } else {
+      Read r;
+      for (F& part : r.part) {
+        part = column + W <= columns
+                   ? to_fp32(row + column)
+                   : to_fp32_tail(row + column, max<int64_t>(0, columns - column));
+        column += W;
+      }
+      return r;
+    }
   }
 
   // Calls body with a head's number of rows, rounded up to what a product takes, as a constant.
@@ -103,7 +126,7 @@ struct Decode : DecodeScratch {
     for_rows([&](int64_t row, int64_t lane, int64_t h) {
       const T* const q_row = from[lane] + h * group_size(p) * p.q.stride_head;
       for (int64_t c = 0; c < reads_of_q(); ++c) {
-        Read part = read(q_row, c * kColumns, p.head_dim);
+        Read part = read_query(q_row, c * kColumns, p.head_dim);
         if (negate) Reader::negate(part);
         Products::place_q(*this, part, h, lane, c);
       }
@@ -118,11 +141,14 @@ struct Decode : DecodeScratch {
 
   // Rows of `keys` and, up to a whole step and for what is prefetched behind them, again the
   // first one. Returns where the next list starts.
-  TILEWISE_FN const T** list(const T** to, const WideScratch& wide, Range keys,
-                             const tilewise_tensor& view, int64_t columns) const {
-    keys_of(to, wide, keys, keys.size(), p, s, view, task.kv_head, columns);
-    const T** const end = to + round_up(keys.size(), Products::kStep);
-    for (const T** at = to + keys.size(); at < end + Products::kMostAhead; ++at) *at = rows[0];
+  TILEWISE_FN const Cached** list(const Cached** to, const WideScratch& wide, Range keys,
+                                  const tilewise_tensor& view, int64_t columns) const {
+    if constexpr (kFloat8)
+      key_rows(to, keys, keys.size(), s.kv, view, task.kv_head);
+    else
+      keys_of(to, wide, keys, keys.size(), p, s, view, task.kv_head, columns);
+    const Cached** const end = to + round_up(keys.size(), Products::kStep);
+    for (const Cached** at = to + keys.size(); at < end + Products::kMostAhead; ++at) *at = rows[0];
     return end;
   }
 
@@ -195,7 +221,7 @@ struct Decode : DecodeScratch {
 
   // The same sums, of the keys whose weight is not 0.
   TILEWISE_FN void accumulate_seen() const {
-    const T* const* const v = rows + padded;
+    const Cached* const* const v = rows + padded;
     for_rows([&](int64_t row, int64_t, int64_t h) {
       for (int64_t first = 0; first < count; first += kGroup)
         for (int64_t c = 0; c < p.head_dim_v; c += kColumns) {
@@ -204,8 +230,11 @@ struct Decode : DecodeScratch {
             return read(v[key] + h * p.v.stride_head, c, p.head_dim_v);
           };
           F sum[kParts] = {};
-          for (int64_t key = first; key < min(count, first + kGroup); key += 2)
-            Reader::weigh(sum, Reader::values(seen(key), seen(key + 1)), s_of(row), key);
+          for (int64_t key = first; key < min(count, first + kGroup); key += Reader::kKeys) {
+            Read read[Reader::kKeys];
+            for (int i = 0; i < Reader::kKeys; ++i) read[i] = seen(key + i);
+            Reader::weigh(sum, Reader::values(read), s_of(row), key);
+          }
           add_to_o(row, c, sum);
         }
     });
@@ -224,7 +253,7 @@ struct Decode : DecodeScratch {
       const Range keys = keys_at(j);
       count = keys.size();
       padded = round_up(count, Products::kStep);
-      const T** const next = list(rows + padded, wide_v, keys, p.v, p.head_dim_v);
+      const Cached** const next = list(rows + padded, wide_v, keys, p.v, p.head_dim_v);
       with_rows([&](auto R) { products.template scores<R>(*this); });
       for_rows([&](int64_t row, int64_t lane, int64_t h) {
         softmax(row, lane, head_of(lane, h), keys);
@@ -242,7 +271,7 @@ struct Decode : DecodeScratch {
   // out = o / l and lse = m + log(l).
   TILEWISE_FN void finish(int64_t row, int64_t lane, int64_t h) const {
     const float sum = sum_lanes(load(l + row * W));
-    const float factor = sum == 0.0f ? 0.0f : v_descale(p, s.batch, task.kv_head + h) / sum;
+    const float factor = sum == 0.0f ? 0.0f : unit_of_v(h) / sum;
     const float lse = lse_of(splat(m[row]), splat(sum), exponent)[0];
     if (task.partial_out != nullptr) {
       const int64_t at = h * task.partial_stride + lane;
@@ -273,23 +302,33 @@ struct Decode : DecodeScratch {
   }
 };
 
-// As many heads at once as there is room for.
+// As many heads at once as there is room for. Rows of float8 are read where they lie while they
+// are as few as vectors take, else copied in the dtype of q, those of one head.
 template <class T, class Products, Isa kIsa>
 void decode_item(const ForwardTask& task, Arena scratch) {
+  using Float8Products = DotProducts<Float8>;
   constexpr Shape shape = thin_shape_of(kIsa, kDtype<T>);
   static_assert(shape.lanes == W && shape.tile_q <= Products::kMostRows);
   const int64_t rows = decode_rows_of_head(task.packed_rows.size());
+  const bool float8 = sizeof(T) == 2 && task.problem->kv_float8 != 0;
+  const bool copied = float8 && rows > Float8Products::kMostRows;
   ForwardTask part = task;
   for (int64_t h = 0; h < task.heads; h += part.heads) {
     part.kv_head = task.kv_head + h;
-    part.heads = min(kDecodeRows / rows, task.heads - h);
+    part.heads = copied ? 1 : min(kDecodeRows / rows, task.heads - h);
     if (task.partial_out != nullptr) {
       const int64_t row = h * task.partial_stride;
       part.partial_out = task.partial_out + row * task.problem->head_dim_v;
       part.partial_lse = task.partial_lse + row;
     }
     Arena arena = scratch;
-    Decode<T, Products>(shape, part, arena).run();
+    if constexpr (sizeof(T) == 2) {
+      if (float8 && !copied) {
+        Decode<T, Float8, Float8Products>(shape, part, arena).run();
+        continue;
+      }
+    }
+    Decode<T, T, Products>(shape, part, arena).run();
   }
 }
 

@@ -24,6 +24,8 @@ struct DotProducts {
   static constexpr int kGroup = 8;
   // Sums that are kept in registers: half of them, the other half holds operands.
   static constexpr int kSums = W == 16 ? 16 : 8;
+  // Rows whose sums of values are kept: with 8 of them half of the 16 registers would be in memory.
+  static constexpr int kRowsOfValues = W == 16 ? 8 : 4;
   // Products that wait for memory fill the queues of the core, and then nobody asks for what comes
   // next. So as many keys as fit in this are asked for ahead, for the second-level cache ...
   static constexpr int64_t kBytesAhead = 32 * 1024;
@@ -31,6 +33,7 @@ struct DotProducts {
   // ... and again so many ahead, for the first level, where several rows share them (one query
   // head a key gains 5 % without, four lose 7 %).
   static constexpr int kNear = 4;
+  static constexpr int64_t kLine = 64;  // bytes
 
   const int64_t ahead_k;
   const int64_t ahead_v;
@@ -41,6 +44,15 @@ struct DotProducts {
 
   TILEWISE_FN static int64_t keys_ahead(int64_t columns) {
     return clamp(kBytesAhead / (columns * static_cast<int64_t>(sizeof(T))), 4, kMostAhead);
+  }
+
+  // Beside the read from `column` on; of float8 two to four reads are of one line.
+  template <int R>
+  TILEWISE_FN static void ask_ahead(const T* const* rows, int64_t ahead, int64_t offset,
+                                    int64_t column) {
+    if (sizeof(T) == 1 && column % kLine != 0) return;
+    __builtin_prefetch(rows[ahead] + offset + column, 0, 2);
+    if (R > 1) __builtin_prefetch(rows[kNear] + offset + column);
   }
 
   // q: [row][read]
@@ -67,8 +79,7 @@ struct DotProducts {
     for (int64_t c = 0; c < whole; ++c) {
       const int64_t at = offset + c * kColumns;
       for (int n = 0; n < N; ++n) {
-        __builtin_prefetch(k[n + ahead_k] + at, 0, 2);
-        if (R > 1) __builtin_prefetch(k[n + kNear] + at);
+        ask_ahead<R>(k + n, ahead_k, offset, c * kColumns);
         key[n] = Reader::read(k[n] + at);
       }
       add(c, key);
@@ -83,7 +94,8 @@ struct DotProducts {
 
   template <int R, class Item>
   __attribute__((noinline)) void scores(const Item& d) const {
-    constexpr int N = R == 1 ? 1 : min(4, kSums / R);
+    // One row does little beside reading, but for float8, which is converted.
+    constexpr int N = R == 1 && sizeof(T) > 1 ? 1 : min(4, kSums / R);
     const Read* const query = reinterpret_cast<const Read*>(d.q);
     for (int64_t first = 0; first < d.padded; first += W) {
       F sums[kDecodeRows][W / 4];  // lane i: of key i % 4
@@ -96,62 +108,69 @@ struct DotProducts {
           for (int r = 0; r < R; ++r) sums[h * R + r][four] = sum_of_rows<1>(sum[r]);
         }
       for (int64_t row = 0; row < d.task.heads * R; ++row)
-        store(d.s_of(row) + first, sum_of_rows<4>(sums[row]));
+        store(d.s_of(row) + first, sum_of_rows<4>(sums[row]) * d.unit_of_k(row / R));
     }
   }
 
-  // o of R rows += p v of two keys, or of one: V reads of columns from `c` on.
-  template <int R, int V, bool kWhole, bool kTwo, class Item>
-  TILEWISE_FN void weigh(const Item& d, const T* const* v, int64_t offset, int64_t c,
-                         const float* weights, int64_t key, F (&sum)[R][V][kParts]) const {
+  // o of B rows += p v of `kKeys` keys, all whose weights are applied at once or one: V reads of
+  // columns from `c` on. ask: for those to come, once a head.
+  template <int R, int B, int V, bool kWhole, int kKeys, class Item>
+  TILEWISE_FN void weigh(const Item& d, const T* const* v, int64_t offset, int64_t c, bool ask,
+                         const float* weights, int64_t key, F (&sum)[B][V][kParts]) const {
     const int64_t columns = d.p.head_dim_v;
-    const auto read_at = [&](const T* row, int64_t column) {
-      if constexpr (kWhole)
-        return Reader::read(row + offset + column);
-      else
-        return d.read(row + offset, min(columns, column), columns);
-    };
     typename Reader::Values values[V];
     for (int j = 0; j < V; ++j) {
       const int64_t column = c + j * kColumns;
-      for (int i = 0; i <= int{kTwo}; ++i) {
-        __builtin_prefetch(v[i + ahead_v] + offset + column, 0, 2);
-        if (R > 1) __builtin_prefetch(v[i + kNear] + offset + column);
+      Read read[Reader::kKeys] = {};
+      for (int i = 0; i < kKeys; ++i) {
+        if (ask) ask_ahead<R>(v + i, ahead_v, offset, column);
+        if constexpr (kWhole)
+          read[i] = Reader::read(v[i] + offset + column);
+        else
+          read[i] = d.read(v[i] + offset, min(columns, column), columns);
       }
-      values[j] = Reader::values(read_at(v[0], column), kTwo ? read_at(v[1], column) : Read{});
+      values[j] = Reader::values(read);
     }
-    for (int r = 0; r < R; ++r)
+    for (int r = 0; r < B; ++r)
       for (int j = 0; j < V; ++j) Reader::weigh(sum[r][j], values[j], weights + r * d.tile_k, key);
   }
 
-  template <int R, int V, bool kWhole, class Item>
-  TILEWISE_FN void accumulate_group(const Item& d, Range keys, int64_t h, int64_t c) const {
+  // Of the B rows from `row` on of head h.
+  template <int R, int B, int V, bool kWhole, class Item>
+  TILEWISE_FN void accumulate_group(const Item& d, Range keys, int64_t h, int64_t row,
+                                    int64_t c) const {
+    constexpr int K = Reader::kKeys;
     const T* const* const v = d.rows + d.padded;
     const int64_t offset = h * d.p.v.stride_head;
-    const float* const weights = d.s_of(h * R);
-    F sum[R][V][kParts] = {};
-    for (int64_t key = keys.begin; key + 1 < keys.end; key += 2)
-      weigh<R, V, kWhole, true>(d, v + key, offset, c, weights, key, sum);
-    if (keys.size() % 2 != 0)
-      weigh<R, V, kWhole, false>(d, v + keys.end - 1, offset, c, weights, keys.end - 1, sum);
-    for (int r = 0; r < R; ++r)
-      for (int j = 0; j < V; ++j) d.add_to_o(h * R + r, c + j * kColumns, sum[r][j]);
+    const float* const weights = d.s_of(h * R + row);
+    F sum[B][V][kParts] = {};
+    int64_t key = keys.begin;
+    for (; key + K <= keys.end; key += K)
+      weigh<R, B, V, kWhole, K>(d, v + key, offset, c, row == 0, weights, key, sum);
+    if (key < keys.end)
+      weigh<R, B, V, kWhole, 1>(d, v + key, offset, c, row == 0, weights, key, sum);
+    for (int r = 0; r < B; ++r)
+      for (int j = 0; j < V; ++j) d.add_to_o(h * R + row + r, c + j * kColumns, sum[r][j]);
   }
 
   template <int R, class Item>
   __attribute__((noinline)) void accumulate(const Item& d) const {
-    constexpr int V = max(1, min(8, kSums / R) / kParts);
+    constexpr int B = min(R, kRowsOfValues);
+    constexpr int V = max(1, min(8, kSums / B) / kParts);
     constexpr int kHalf = max(1, V / 2);
     const int64_t columns = d.p.head_dim_v;
     for (int64_t first = 0; first < d.count; first += kGroup)
       for (int64_t h = 0; h < d.task.heads; ++h) {
         const Range keys = {first, min<int64_t>(d.count, first + kGroup)};
-        int64_t c = 0;
-        for (; c + V * kColumns <= columns; c += V * kColumns)
-          accumulate_group<R, V, true>(d, keys, h, c);
-        for (; c + kHalf * kColumns <= columns; c += kHalf * kColumns)
-          accumulate_group<R, kHalf, true>(d, keys, h, c);
-        for (; c < columns; c += kHalf * kColumns) accumulate_group<R, kHalf, false>(d, keys, h, c);
+        for (int64_t row = 0; row < R; row += B) {
+          int64_t c = 0;
+          for (; c + V * kColumns <= columns; c += V * kColumns)
+            accumulate_group<R, B, V, true>(d, keys, h, row, c);
+          for (; c + kHalf * kColumns <= columns; c += kHalf * kColumns)
+            accumulate_group<R, B, kHalf, true>(d, keys, h, row, c);
+          for (; c < columns; c += kHalf * kColumns)
+            accumulate_group<R, B, kHalf, false>(d, keys, h, row, c);
+        }
       }
   }
 };

@@ -151,7 +151,7 @@ struct TileProducts : DotProducts<BFloat16> {
     const T* const* const v = d.rows + d.padded + first;
     const int64_t offset = h * d.p.v.stride_head;
     const auto put = [&](int i, Read a, Read b) {
-      const Reader::Values values = Reader::values(a, b);
+      const Reader::Values values = Reader::values({a, b});
       to.low[i] = values.low;
       to.high[i] = values.high;
     };

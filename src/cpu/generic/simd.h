@@ -37,6 +37,7 @@ using F = float __attribute__((vector_size(W * 4)));
 using I = int32_t __attribute__((vector_size(W * 4)));
 using U = uint32_t __attribute__((vector_size(W * 4)));
 using H = uint16_t __attribute__((vector_size(W * 2)));
+using H2 = uint16_t __attribute__((vector_size(W * 4)));
 using U64 = uint64_t __attribute__((vector_size(W * 8)));
 using D = double __attribute__((vector_size(W * 8)));
 
@@ -180,19 +181,39 @@ TILEWISE_FN F to_fp32(const Half* p) {
 
 // As the scalar conversion (base/float8.h). Where there is one for fp16: a float8_e4m3 is, seven
 // bits further left, an fp16 number 2^8 times smaller, subnormal numbers too.
-TILEWISE_FN F to_fp32(const Float8* p) {
 #if defined(__AVX2__) || defined(__AVX512F__)
-  using B = uint8_t __attribute__((vector_size(W)));
-  const H bits = __builtin_convertvector(load_as<B>(p), H);
-  const H magnitude = bits & static_cast<uint16_t>(0x7f);
-  const H half = (magnitude << 7) | ((bits & static_cast<uint16_t>(0x80)) << 8);
-  // fp16's own NaN in the place of what would be 480.
-  const H known =
-      magnitude == static_cast<uint16_t>(0x7f) ? half | static_cast<uint16_t>(0x7e00) : half;
-  Half halves[W];
-  store_as(halves, known);
-  return to_fp32(halves) * 256.0f;
+inline constexpr float kFloat8Unit = 256.0f;
+
+template <class Halves>
+TILEWISE_FN Halves half_of_float8(Halves with_copies_of_the_sign) {
+  constexpr uint16_t kSign = 0x8000;
+  constexpr uint16_t kNoNumber = 0xbf80;  // would be -480
+  const Halves bits = (with_copies_of_the_sign << 7) & kNoNumber;
+  return (bits | kSign) == kNoNumber ? ~Halves{} : bits;  // fp16's own NaN
+}
+
+TILEWISE_FN F to_fp32(const Float8* p) {
+#if defined(__AVX512F__)
+  const H bits = half_of_float8(reinterpret_cast<H>(_mm256_cvtepi8_epi16(load_as<__m128i>(p))));
 #else
+  const H bits = half_of_float8(reinterpret_cast<H>(_mm_cvtepi8_epi16(_mm_loadu_si64(p))));
+#endif
+  return to_fp32(reinterpret_cast<const Half*>(&bits)) * kFloat8Unit;
+}
+
+// 2 W of them, in units of 1 / kFloat8Unit.
+TILEWISE_FN void to_fp32_units(const Float8* p, F (&part)[2]) {
+#if defined(__AVX512F__)
+  const H2 bits = half_of_float8(reinterpret_cast<H2>(_mm512_cvtepi8_epi16(load_as<__m256i>(p))));
+#else
+  const H2 bits = half_of_float8(reinterpret_cast<H2>(_mm256_cvtepi8_epi16(load_as<__m128i>(p))));
+#endif
+  for (int i = 0; i < 2; ++i) part[i] = to_fp32(reinterpret_cast<const Half*>(&bits) + i * W);
+}
+#else
+inline constexpr float kFloat8Unit = 1.0f;
+
+TILEWISE_FN F to_fp32(const Float8* p) {
   U bits;
   for (int i = 0; i < W; ++i) bits[i] = p[i].bits;
   const U magnitude = bits & 0x7fu;
@@ -204,8 +225,12 @@ TILEWISE_FN F to_fp32(const Float8* p) {
   const U known = magnitude == 0x7fu ? U{} + 0x7fc00000u : load_as<U>(&value);
   const U with_sign = known | ((bits & 0x80u) << 24);
   return load_as<F>(&with_sign);
-#endif
 }
+
+TILEWISE_FN void to_fp32_units(const Float8* p, F (&part)[2]) {
+  for (int i = 0; i < 2; ++i) part[i] = to_fp32(p + i * W);
+}
+#endif
 
 TILEWISE_FN U bf16_bits(F v) {  // in the low halves
   const U u = load_as<U>(&v);
@@ -226,7 +251,6 @@ TILEWISE_FN void from_fp32(BFloat16* p, F v) {
 // Lane i holds the bf16 of low[i] and, above it, of high[i].
 TILEWISE_FN U interleave_bf16(F low, F high) {
 #if defined(__AVX512BF16__)
-  using H2 = uint16_t __attribute__((vector_size(W * 4)));
   const H2 halves = reinterpret_cast<H2>(
       _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(high), reinterpret_cast<__m512>(low)));
   return reinterpret_cast<U>(__builtin_shufflevector(halves, halves, 0, 16, 1, 17, 2, 18, 3, 19, 4,

@@ -1,6 +1,8 @@
-// How decoding reads storage: whole vectors from where rows lie, their dot products with q, and
-// their sums weighted by p, in fp32 or in pairs of bf16.
+// How decoding reads the storage of K and V: whole vectors from where rows lie, their dot products
+// with q, and their sums weighted by p, in fp32 or in pairs of bf16.
 #pragma once
+
+#include <type_traits>
 
 #include "cpu/generic/simd.h"
 
@@ -33,6 +35,17 @@ struct Widened {
     }
   }
   TILEWISE_FN static void in_order(F (&)[kParts]) {}
+};
+
+// In units of 1 / kFloat8Unit.
+template <>
+struct Widened<Float8> {
+  static constexpr int kParts = 2;
+  TILEWISE_FN static void read(const Float8* from, F (&part)[2]) { to_fp32_units(from, part); }
+  TILEWISE_FN static void read_first(const Float8* from, int64_t n, F (&part)[2]) {
+    read(FirstElements<Float8, 2 * W>(from, n).data, part);
+  }
+  TILEWISE_FN static void in_order(F (&)[2]) {}
 };
 
 // The even columns and the odd ones: two operations, where widening in order is four.
@@ -69,11 +82,14 @@ struct Stream {
   using Storage = T;
   static constexpr int kParts = Widened<T>::kParts;  // vectors of sums for one read
   static constexpr int kColumns = kParts * W;        // elements of a read
+  static constexpr float kUnit = std::is_same_v<T, Float8> ? kFloat8Unit : 1.0f;  // of what is read
   struct Read {
     F part[kParts];
   };
-  struct Values {  // of two keys
-    Read first, second;
+  // Whose weights are applied at once: with 16 registers two leave too few for sums.
+  static constexpr int kKeys = W == 16 ? 2 : 1;
+  struct Values {
+    Read of[kKeys];
   };
 
   TILEWISE_FN static Read read(const T* from) {
@@ -95,15 +111,17 @@ struct Stream {
     return sum;
   }
 
-  // p of W keys takes the place of their s; that of keys i and i + 1 is applied together.
+  // p of W keys takes the place of their s; that of kKeys keys is applied together.
   TILEWISE_FN static void store_weights(float* row, int64_t key, F p) { store(row + key, p); }
   TILEWISE_FN static float weight(const float* row, int64_t key) { return row[key]; }
-  TILEWISE_FN static Values values(const Read& first, const Read& second) {
-    return {first, second};
+  TILEWISE_FN static Values values(const Read (&read)[kKeys]) {
+    Values v;
+    for (int k = 0; k < kKeys; ++k) v.of[k] = read[k];
+    return v;
   }
   TILEWISE_FN static void weigh(F (&sum)[kParts], const Values& v, const float* row, int64_t key) {
-    for (int i = 0; i < kParts; ++i)
-      sum[i] = sum[i] + v.first.part[i] * row[key] + v.second.part[i] * row[key + 1];
+    for (int k = 0; k < kKeys; ++k)
+      for (int i = 0; i < kParts; ++i) sum[i] = sum[i] + v.of[k].part[i] * row[key + k];
   }
   TILEWISE_FN static void in_order(F (&sum)[kParts]) { Widened<T>::in_order(sum); }
 };
@@ -113,9 +131,10 @@ struct Stream {
 template <>
 struct Stream<BFloat16> {
   using Storage = BFloat16;
-  using H2 = uint16_t __attribute__((vector_size(W * 4)));
   static constexpr int kParts = 2;
   static constexpr int kColumns = kParts * W;
+  static constexpr float kUnit = 1.0f;
+  static constexpr int kKeys = 2;
   using Read = H2;
   struct Values {
     H2 low, high;  // in each group of 8 columns the first four and the last four
@@ -140,11 +159,11 @@ struct Stream<BFloat16> {
   TILEWISE_FN static float weight(const float* row, int64_t key) {
     return to_float(load_as<BFloat16>(reinterpret_cast<const BFloat16*>(row) + key));
   }
-  TILEWISE_FN static Values values(Read first, Read second) {
-    return {reinterpret_cast<H2>(_mm512_unpacklo_epi16(reinterpret_cast<__m512i>(first),
-                                                       reinterpret_cast<__m512i>(second))),
-            reinterpret_cast<H2>(_mm512_unpackhi_epi16(reinterpret_cast<__m512i>(first),
-                                                       reinterpret_cast<__m512i>(second)))};
+  TILEWISE_FN static Values values(const Read (&read)[kKeys]) {
+    return {reinterpret_cast<H2>(_mm512_unpacklo_epi16(reinterpret_cast<__m512i>(read[0]),
+                                                       reinterpret_cast<__m512i>(read[1]))),
+            reinterpret_cast<H2>(_mm512_unpackhi_epi16(reinterpret_cast<__m512i>(read[0]),
+                                                       reinterpret_cast<__m512i>(read[1])))};
   }
   TILEWISE_FN static void weigh(F (&sum)[kParts], const Values& v, const float* row, int64_t key) {
     const U pair = U{} + load_as<uint32_t>(reinterpret_cast<const BFloat16*>(row) + key);
