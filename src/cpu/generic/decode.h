@@ -30,7 +30,7 @@ struct Decode : DecodeScratch {
   static constexpr bool kFloat8 = !std::is_same_v<T, Cached>;
   static constexpr int kParts = Reader::kParts;
   static constexpr int kColumns = Reader::kColumns;
-  static constexpr int kMostRows = Products::kMostRows;  // of a head
+  static constexpr int kMostRows = Products::kMostRows;       // of a head
   static constexpr int kGroup = DotProducts<Cached>::kGroup;  // keys added up at once
 
   const ForwardTask& task;

@@ -201,6 +201,15 @@ TILEWISE_FN F to_fp32(const Float8* p) {
   return to_fp32(reinterpret_cast<const Half*>(&bits)) * kFloat8Unit;
 }
 
+// In registers: a part of a vector that is read through its address is written to memory first.
+template <int... J>
+TILEWISE_FN void to_fp32(H2 halves, F (&part)[2], std::integer_sequence<int, J...>) {
+  const H low = __builtin_shufflevector(halves, halves, J...);
+  const H high = __builtin_shufflevector(halves, halves, (W + J)...);
+  part[0] = to_fp32(reinterpret_cast<const Half*>(&low));
+  part[1] = to_fp32(reinterpret_cast<const Half*>(&high));
+}
+
 // 2 W of them, in units of 1 / kFloat8Unit.
 TILEWISE_FN void to_fp32_units(const Float8* p, F (&part)[2]) {
 #if defined(__AVX512F__)
@@ -208,7 +217,7 @@ TILEWISE_FN void to_fp32_units(const Float8* p, F (&part)[2]) {
 #else
   const H2 bits = half_of_float8(reinterpret_cast<H2>(_mm256_cvtepi8_epi16(load_as<__m128i>(p))));
 #endif
-  for (int i = 0; i < 2; ++i) part[i] = to_fp32(reinterpret_cast<const Half*>(&bits) + i * W);
+  to_fp32(bits, part, std::make_integer_sequence<int, W>{});
 }
 #else
 inline constexpr float kFloat8Unit = 1.0f;
