@@ -170,9 +170,9 @@ format: $(VENV)/.ready-lint ## rewrites C++ and Python in the project's format
 .PHONY: lint
 lint: $(VENV)/.ready-lint ## format, include arrows, sizes, words, ruff, mypy: nothing is rewritten
 	@status=0; \
-	git ls-files -z $(cxx_files) | xargs -0 -r clang-format --dry-run -Werror 2>&1 | \
-	  sed -n 's/^\([^:]*\):[0-9:]* error: code should be.*/\1: not in the format of .clang-format/p' | \
-	  sort -u | tee /dev/stderr | grep -q . && status=1; \
+	report=$$(git ls-files -z $(cxx_files) | xargs -0 -r clang-format --dry-run -Werror 2>&1) || \
+	  { status=1; sed -n 's/^\([^:]*\):[0-9:]* error: code should be.*/\1: not in the format of .clang-format/p' \
+	      <<<"$$report" | sort -u | grep . || echo "$$report"; }; \
 	ruff format --check . || status=1; \
 	ruff check --output-format concise . || status=1; \
 	for lint in includes size words; do $(python) tools/lint_$$lint.py || status=1; done; \
