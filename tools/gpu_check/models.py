@@ -92,7 +92,7 @@ def models(setup: Setup, limit: float) -> Report:
     of = max(2, setup.jobs - 2)
     shares = [suite.Share("models", i, of, setup.logs / "tests", env, arguments) for i in range(of)]
     left = limit - (time.monotonic() - begin)
-    suite.run_shares(shares, limit=left, each=min(90, left / 2))
+    suite.run_shares(shares, limit=left, each=min(120, left / 2))
     counted = suite.counts(shares)
     say(f"  models: {suite.summary(counted)}")
     report["tests"] = {n.replace(" ", "_"): count for n, count in counted.items()}

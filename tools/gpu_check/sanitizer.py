@@ -110,6 +110,7 @@ def commands_of(
     """Processes of a tool on a tile table by name."""
     options = ["--tool", tool, "--print-limit", PRINTED.get(tool, "100")]
     options += ["--error-exitcode", str(FOUND)]
+    options += ["--show-backtrace", "device"]  # of the host it takes half a second a report
     if tool == "memcheck":
         options += ["--padding", "64"]
     name = f"{label(architecture)}-{tool}"

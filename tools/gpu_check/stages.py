@@ -221,6 +221,6 @@ STAGES = {
     "tests": (tests, 300),
     "sanitizer": (sanitizer, 240),
     "train": (train, 60),
-    "models": (models, 120),
+    "models": (models, 240),
     "bench": (bench, 120),
 }
