@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from gpu_check import models, plugin, provenance, reports, sanitizer, stages, suite
+from gpu_check import models, plugin, processes, provenance, reports, sanitizer, stages, suite
 from gpu_check.processes import TIMED_OUT, Ended
 from gpu_check.setup import Setup
 from gpu_check.shapes import PART, parts, problems
@@ -104,13 +105,13 @@ def test_parts_hold_every_problem_once_and_few_kernels():
 
 def test_processes_of_a_queue_share_its_problems(tmp_path):
     sanitized = pytest.importorskip("gpu_check.sanitized")
-    first = sanitized.taken(tmp_path, "bf16", 100)
+    first = sanitized.taken(tmp_path, "bf16", 1e12)
     begun = [next(first)]
-    second = list(sanitized.taken(tmp_path, "bf16", 100))
+    second = list(sanitized.taken(tmp_path, "bf16", 1e12))
     assert sorted([*begun, *first, *second]) == sorted(problems("bf16"))
     assert begun[0] not in second
     (tmp_path / "late").mkdir()
-    assert list(sanitized.taken(tmp_path / "late", "bf16", -1)) == []
+    assert list(sanitized.taken(tmp_path / "late", "bf16", time.time() - 1)) == []
 
 
 KNOWN = reports.KNOWN[0]
@@ -177,6 +178,35 @@ def test_a_new_error_is_not_hidden_among_known_ones(tmp_path):
     assert judged(ended(tmp_path, summary(0)))["passed"]
 
 
+def test_a_process_goes_on_behind_a_problem_that_a_known_report_has_ended(tmp_path):
+    names = ("bf16-d64", "bf16-d96", "bf16-d128")
+    both = "ended bf16-d96: CUDA error 719\n" + reported() + summary(1)
+    head = "========= COMPUTE-SANITIZER\n"
+    first = ended(tmp_path, both, status=9)
+    first.log.write_text(head + first.output())
+    assert sanitizer.ended_by_report(first)
+    assert not sanitizer.ended_by_report(Ended(1, 1.0, first.log))
+    with first.log.open("a") as log:  # what the next process of it adds
+        log.write(head + "ran bf16-d128: kernel\n" + summary(0))
+    again = Ended(0, 2.0, first.log)
+    assert not sanitizer.ended_by_report(again)
+    report = judged(again, names=names)
+    assert report["passed"] and report["cut"] == 1 and report["unfinished"] == 0
+    line = sanitizer.in_words("synccheck native", report)
+    assert line.endswith("; 1 times), which ended 1 problems")
+    first.log.write_text(first.output().replace("+0x119d0", "+0x5"))
+    report = judged(again, names=names)
+    assert not report["passed"] and report["errors"] == 1 and report["unfinished"] == 1
+
+
+def test_a_command_is_started_again(tmp_path):
+    def again(one: Ended) -> bool:
+        return len(one.output().splitlines()) < 3
+
+    done = processes.run_all({"one": ["echo", "line"]}, 20, tmp_path, {}, again)
+    assert done["one"].output() == 3 * "line\n" and done["one"].status == 0
+
+
 def test_problems_of_a_process_that_was_ended_are_not_judged(tmp_path):
     clean = summary(0)
     cut = ended(tmp_path, "", TIMED_OUT, names=("bf16-d96",))
@@ -195,7 +225,9 @@ def test_processes_of_the_sanitizer_share_a_queue(tmp_path):
     commands = sanitizer.commands_of(setup(tmp_path), "tool", "racecheck", "80", 100)
     assert list(commands) == ["forced-80-racecheck-0"]
     command = " ".join(commands["forced-80-racecheck-0"])
-    assert "--tool racecheck" in command and "--seconds 85" in command and "--only fp16" in command
+    assert "--tool racecheck" in command and "--only fp16" in command
+    until = float(command.partition("--until ")[2].split()[0])
+    assert until == pytest.approx(time.time() + 85, abs=5)
     assert (tmp_path / "logs/sanitizer/forced-80-racecheck.queue").is_dir()
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,10 +75,20 @@ def run(command: list[str], limit: float, log: Path, env: dict[str, str] | None 
     return Ended(status, time.monotonic() - begin, log)
 
 
+def never(_ended: Ended) -> bool:
+    """No command is started again."""
+    return False
+
+
 def run_all(
-    commands: dict[str, list[str]], limit: float, folder: Path, env: dict[str, dict[str, str]]
-) -> dict[str, Ended]:
-    """Runs commands beside each other; those that are not done at the limit are ended."""
+    commands: dict[str, list[str]], limit: float, folder: Path, env: dict[str, dict[str, str]],
+    again: Callable[[Ended], bool] = never,
+) -> dict[str, Ended]:  # fmt: skip
+    """Runs commands beside each other; those that are not done at the limit are ended.
+
+    Args:
+        again: Whether a command that has ended is started once more, its log going on.
+    """
     begin = time.monotonic()
     running = {}
     for name, command in commands.items():
@@ -92,9 +103,14 @@ def run_all(
             if status is None and seconds > limit:
                 end(process)
                 status = TIMED_OUT
-            if status is not None:
-                done[name] = Ended(status, seconds, folder / f"{name}.log")
-                del running[name]
+            if status is None:
+                continue
+            ended = Ended(status, seconds, folder / f"{name}.log")
+            if status != TIMED_OUT and again(ended):
+                running[name] = start(commands[name], ended.log, env.get(name))
+                continue
+            done[name] = ended
+            del running[name]
         time.sleep(0.1)
     return done
 

@@ -1,7 +1,7 @@
 """Runs the small problems of `shapes` through the C ABI: what compute-sanitizer watches.
 
   python -m gpu_check.sanitized [--share 2/8] [--only bf16-d64] [--emulated]
-  python -m gpu_check.sanitized --queue FOLDER --seconds 200    shared with others that are told so
+  python -m gpu_check.sanitized --queue FOLDER --until 1790000000    shared with others that are told so
 
 Nothing is compared here, the tests do that. The workspace is memory that nobody has written, so
 that initcheck sees a kernel that reads it too early.
@@ -215,16 +215,15 @@ def run(call: Call) -> list[str]:
     return names
 
 
-def taken(folder: Path, only: str, seconds: float) -> Iterator[str]:
-    """Names of problems that no other process of this folder has taken, until time is over."""
-    begin = time.monotonic()
+def taken(folder: Path, only: str, until: float) -> Iterator[str]:
+    """Names of problems that no other process of this folder has taken, until then (time.time)."""
     for number, names in enumerate(parts(only)):
         try:
             os.close(os.open(folder / str(number), os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             continue
         for name in names:
-            if time.monotonic() - begin > seconds:
+            if time.time() > until:
                 return
             yield name
 
@@ -250,7 +249,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--share", default="0/1", help="only every n-th problem: 2/8")
     parser.add_argument("--queue", type=Path, help="an empty folder; excludes --share")
-    parser.add_argument("--seconds", type=float, default=1e9, help="none of a queue is begun then")
+    parser.add_argument("--until", type=float, default=1e12, help="none of a queue is begun then")
     parser.add_argument("--emulated", action="store_true", help="a build that emulates the GPU")
     parser.add_argument("--only", default="", help="problems whose name contains this")
     given = parser.parse_args()
@@ -259,8 +258,14 @@ def main() -> int:
     known = problems(given.only)
     wanted: Any = list(known)[share::of]
     if given.queue:
-        wanted = taken(given.queue, given.only, given.seconds)
-    done = [attempt(name, known[name], memory) for name in wanted]
+        wanted = taken(given.queue, given.only, given.until)
+    done = []
+    for name in wanted:
+        try:
+            done.append(attempt(name, known[name], memory))
+        except RuntimeError as error:  # of the GPU, which this process has lost by that
+            print(f"ended {name}: {error}", flush=True)
+            return 1
     print(f"{sum(done)} of {len(done)} shapes run")
     return 0 if all(done) else 1
 

@@ -8,6 +8,7 @@ import functools
 import re
 import shutil
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -53,13 +54,24 @@ def machine_code(library: Path) -> Callable[[str], str]:
     return sass
 
 
+def problems_ended(output: str) -> set[str]:
+    """Those whose kernel a tool has ended, and the process with it."""
+    return set(re.findall(r"^ended (\S+):", output, re.MULTILINE))
+
+
+def ended_by_report(ended: Ended) -> bool:
+    """Whether others are left to a process that is not to blame: it is started again."""
+    last = ended.output().rpartition("========= COMPUTE-SANITIZER")[2]
+    return ended.status == FOUND and bool(problems_ended(last))
+
+
 def judge(tool: str, mine: list[Ended], wanted: list[str], sass: Callable[[str], str]) -> Report:
     """One tool on one tile table, whose problems several processes shared."""
     outputs = [e.output() for e in mine]
     judged = [e.status != TIMED_OUT and errors_of(o) >= 0
               for e, o in zip(mine, outputs, strict=True)]  # fmt: skip
     expected: Counter = Counter()
-    errors, bad, ran = 0, 0, set()
+    errors, bad, ran, cut = 0, 0, set(), set()
     for ended, output, is_judged in zip(mine, outputs, judged, strict=True):
         found = [known(tool, x, sass) for x in reports(output)]
         titles = [x.title for x in found if x is not None]
@@ -67,14 +79,16 @@ def judge(tool: str, mine: list[Ended], wanted: list[str], sass: Callable[[str],
         new = max(errors_of(output), 0) - len(titles)
         errors += max(new, 0)
         ran |= set(re.findall(r"\bran (\S+):", output)) if is_judged else set()
+        cut |= problems_ended(output)
         right = ended.status == 0 or (ended.status == FOUND and titles and new == 0)
         bad += not right or bool(re.search(r"^failed \S+:", output, re.MULTILINE))
-    left = [name for name in wanted if name not in ran]
+    left = [name for name in wanted if name not in ran and not (name in cut and errors == 0)]
     report: Report = {
         "errors": errors,
         "problems": len(wanted),
         "unfinished": len(left),
         "known": dict(expected),
+        "cut": len(cut),
     }
     report["passed"] = errors == 0 and bad == 0 and report["unfinished"] == 0
     if not report["passed"]:
@@ -91,6 +105,8 @@ def in_words(name: str, report: Report) -> str:
     text = f"{name}: {report['errors']} errors"
     for title, times in report.get("known", {}).items():
         text += f", 1 known report ({title}; {times} times)"
+    if report.get("cut"):
+        text += f", which ended {report['cut']} problems"
     if report.get("unfinished"):
         of = f" of {report['problems']} problems" if "problems" in report else " parts"
         text += f", {report['unfinished']}{of} NOT judged"
@@ -110,14 +126,13 @@ def commands_of(
     """Processes of a tool on a tile table by name."""
     options = ["--tool", tool, "--print-limit", PRINTED.get(tool, "100")]
     options += ["--error-exitcode", str(FOUND)]
-    options += ["--show-backtrace", "device"]  # of the host it takes half a second a report
     if tool == "memcheck":
         options += ["--padding", "64"]
     name = f"{label(architecture)}-{tool}"
     queue = setup.logs / "sanitizer" / f"{name}.queue"
     shutil.rmtree(queue, ignore_errors=True)
     queue.mkdir(parents=True)
-    work = ["--queue", str(queue), "--seconds", f"{TAKING * limit:.0f}"]
+    work = ["--queue", str(queue), "--until", f"{time.time() + TAKING * limit:.0f}"]
     work += ["--only", only(tool, architecture)]
     return {
         f"{name}-{i}": [program, *options, *driver(*work)]
@@ -147,7 +162,7 @@ def sanitizer(setup: Setup, limit: float) -> Report:
         names[tool, architecture] = list(mine)
         commands |= mine
         env |= dict.fromkeys(mine, driver_environment(setup, architecture))
-    ended = run_all(commands, limit, setup.logs / "sanitizer", env)
+    ended = run_all(commands, limit, setup.logs / "sanitizer", env, ended_by_report)
     sass = machine_code(setup.build / "libtilewise.so")
     for tool, architecture in parts:
         done = [ended[name] for name in names[tool, architecture]]
