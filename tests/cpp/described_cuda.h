@@ -29,7 +29,7 @@ inline cuda::UnitTable hopper(cuda::UnitTable table, cuda::arch::Cut cut) {
   using cuda::arch::Sm90a;
   table.family = cuda::Family::wgmma;
   table.architecture = Sm90a::kTable;
-  const auto forward = Sm90a::forward(table.head_dim, table.head_dim_v, cut, false);
+  const auto forward = Sm90a::forward(table.head_dim, table.head_dim_v, cut);
   const auto backward = Sm90a::backward(table.head_dim, cut);
   table.forward_tile = {forward.rows(), forward.keys, 1};
   table.backward_tile = {backward.queries, backward.keys * backward.cluster, 1, backward.cluster};

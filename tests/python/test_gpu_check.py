@@ -153,7 +153,7 @@ def test_a_known_report_is_told_by_kernel_sentence_and_place(tmp_path):
     assert report["passed"] and report["errors"] == 0 and report["known"] == {KNOWN.title: 2}
     line = sanitizer.in_words("synccheck native", report)
     assert line == f"synccheck native: 0 errors, 1 known report ({KNOWN.title}; 2 times)"
-    other_kernel = KNOWN.kernels[0].name.replace("(int)64, (int)64", "(int)96, (int)96")
+    other_kernel = KNOWN.kernels[0].name.replace("(int)64, (int)64", "(int)72, (int)72")
     for new in (
         reported(offset=0x140),
         reported(offset=0x119F0),

@@ -1,7 +1,7 @@
 """Runs the small problems of `shapes` through the C ABI: what compute-sanitizer watches.
 
   python -m gpu_check.sanitized [--share 2/8] [--only bf16-d64] [--emulated]
-  python -m gpu_check.sanitized --queue FOLDER --until 1790000000    shared with others that are told so
+  python -m gpu_check.sanitized --queue FOLDER --until 1790000000   shared with others of it
 
 Nothing is compared here, the tests do that. The workspace is memory that nobody has written, so
 that initcheck sees a kernel that reads it too early.
@@ -10,6 +10,7 @@ that initcheck sees a kernel that reads it too early.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import time
@@ -215,16 +216,24 @@ def run(call: Call) -> list[str]:
     return names
 
 
+def take(mark: Path) -> bool:
+    """Whether nobody has before."""
+    try:
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
 def taken(folder: Path, only: str, until: float) -> Iterator[str]:
-    """Names of problems that no other process of this folder has taken, until then (time.time)."""
-    for number, names in enumerate(parts(only)):
-        try:
-            os.close(os.open(folder / str(number), os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            continue
-        for name in names:
-            if time.time() > until:
-                return
+    """Names of problems that no other process of this folder has taken, until then (time.time):
+    those of a part after each other, whose kernels are the same, then what is left of parts.
+    """
+    of_parts = (n for i, part in enumerate(parts(only)) if take(folder / f"part-{i}") for n in part)
+    for name in itertools.chain(of_parts, problems(only)):
+        if time.time() > until:
+            return
+        if take(folder / name):
             yield name
 
 

@@ -218,7 +218,7 @@ def bench(setup: Setup, limit: float) -> Report:
 STAGES = {
     "build": (build, 240),
     "smoke": (smoke, 120),
-    "tests": (tests, 300),
+    "tests": (tests, 360),
     "sanitizer": (sanitizer, 240),
     "train": (train, 60),
     "models": (models, 240),

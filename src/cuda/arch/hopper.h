@@ -16,7 +16,7 @@ enum class Cut {
 struct Sm90a {
   static constexpr int kTable = 901;
 
-  static constexpr WgmmaForwardTile forward(int head_dim, int head_dim_v, Cut cut, bool general) {
+  static constexpr WgmmaForwardTile forward(int head_dim, int head_dim_v, Cut cut) {
     const int widest = head_dim > head_dim_v ? head_dim : head_dim_v;
     if (widest <= 64) {
       // Four warpgroups and short key tiles: 1.05x at 512 and 1k rows.
@@ -28,8 +28,9 @@ struct Sm90a {
     // Loops for single options have registers enough here (D128: softcap 58 -> 76 % of the plain
     // form's speed), elsewhere they spill, and each takes 10 s to compile.
     // 144, 160 and 176 keys: 0.80 to 1.03 of it.
-    // Where steps take no maximum, turns are worth up to 6 % (causal), else they cost 2 %.
-    if (widest <= 128) return {2, 128, 2, 2, !general, true, 232, 40, true};
+    // Where steps take no maximum, turns are worth up to 6 % (causal; with dropout 5 to 16 %), else
+    // (more than one option) they cost 2 %.
+    if (widest <= 128) return {2, 128, 2, 2, true, true, 232, 40, true};
     if (widest <= 192 && head_dim_v <= 128) return {2, 128, 2, 1, false, false, 232, 40, false};
     if (widest <= 192) return {2, 96, 2, 1, false, false, 232, 40, false};
     // Two stages of no more than 80 keys fit beside Q (224 of 227 KB).
