@@ -268,13 +268,13 @@ def main() -> int:
     wanted: Any = list(known)[share::of]
     if given.queue:
         wanted = taken(given.queue, given.only, given.until)
-    done = []
-    for name in wanted:
-        try:
+    done, name = [], ""
+    try:
+        for name in wanted:
             done.append(attempt(name, known[name], memory))
-        except RuntimeError as error:  # of the GPU, which this process has lost by that
-            print(f"ended {name}: {error}", flush=True)
-            return 1
+    except RuntimeError as error:  # of the GPU, which this process has lost by that
+        print(f"ended {name}: {error}", flush=True)
+        return 1
     print(f"{sum(done)} of {len(done)} shapes run")
     return 0 if all(done) else 1
 

@@ -23,8 +23,7 @@ struct Config {
   static constexpr bool kGeneral = kForm_ == Form::general;
   static constexpr arch::WgmmaBackwardTile kBackward =
       Arch::backward(max(kHeadDim, kHeadDimV), kCut_);
-  static constexpr arch::WgmmaForwardTile kForward =
-      Arch::forward(kHeadDim, kHeadDimV, kCut_);
+  static constexpr arch::WgmmaForwardTile kForward = Arch::forward(kHeadDim, kHeadDimV, kCut_);
   static constexpr ptx::Half16 kHalf =
       Element::kDtype == TILEWISE_BFLOAT16 ? ptx::Half16::bf16 : ptx::Half16::f16;
 };
