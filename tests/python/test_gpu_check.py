@@ -191,9 +191,10 @@ def test_a_process_goes_on_behind_a_problem_that_a_known_report_has_ended(tmp_pa
     again = Ended(0, 2.0, first.log)
     assert not sanitizer.ended_by_report(again)
     report = judged(again, names=names)
-    assert report["passed"] and report["cut"] == 1 and report["unfinished"] == 0
+    assert report["errors"] == 0 and report["cut"] == 1
+    assert not report["passed"] and report["first"][-1] == "not judged: bf16-d96"
     line = sanitizer.in_words("synccheck native", report)
-    assert line.endswith("; 1 times), which ended 1 problems")
+    assert line.endswith("; 1 times), 1 problems ended by the tool, 1 of 3 problems NOT judged")
     first.log.write_text(first.output().replace("+0x119d0", "+0x5"))
     report = judged(again, names=names)
     assert not report["passed"] and report["errors"] == 1 and report["unfinished"] == 1

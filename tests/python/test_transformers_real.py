@@ -162,12 +162,11 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return s.masked_fill(hidden_keys(q, k), float("-inf")).softmax(dim=-1) @ values
 
 
-# What the test above says of a model, of its attention alone: with the q, k, v of all thirty layers
-# ours is 0.37 (fp16) and 0.40 (bf16) as far from fp64 as eager, which rounds s as well. Of a row
-# that attends to few keys both round little else than the result, and the last bit decides: on an
-# H200 a call in bf16 was 7 % farther.
+# What the test above says of a model, of its attention alone and without chance: with the q, k, v
+# of all thirty layers ours is 0.37 (fp16) and 0.40 (bf16) as far from fp64 as eager, which rounds
+# s and p as well.
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_layers_are_nearer_to_fp64_than_eager(dtype: torch.dtype, one_by_one: Tensor) -> None:
+def test_every_layer_is_nearer_to_fp64_than_eager(dtype: torch.dtype, one_by_one: Tensor) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -195,7 +194,7 @@ def test_layers_are_nearer_to_fp64_than_eager(dtype: torch.dtype, one_by_one: Te
     layers = model.config.num_hidden_layers
     assert len(errors["tilewise"]) == layers * (1 + 8)
     for given, eager in zip(errors["tilewise"], errors["eager"], strict=True):
-        assert given < 2.0 * eager
+        assert given < eager
     assert sum(errors["tilewise"]) < 0.5 * sum(errors["eager"])
 
 

@@ -43,23 +43,19 @@ class Found:
     offset: int
 
 
-def _forward(element: str, head_dim: int, head_dim_v: int, form: int, cut: int) -> Kernel:
+def _plain_forward(element: str, head_dim: int, cut: int) -> Kernel:
     """A forward of the Hopper kernels."""
     config = (
         f"tilewise::cuda::wgmma::Config<tilewise::cuda::{element}, (int){head_dim}, "
-        f"(int){head_dim_v}, (tilewise::cuda::wgmma::Form){form}, (tilewise::cuda::arch::Cut){cut}>"
+        f"(int){head_dim}, (tilewise::cuda::wgmma::Form)0, (tilewise::cuda::arch::Cut){cut}>"
     )
     return Kernel(
         f"void tilewise::cuda::wgmma::forward<{config}>(tilewise::cuda::TmaForwardParams)",
         f"_ZN8tilewise4cuda5wgmma7forwardINS1_6ConfigINS0_{len(element)}{element}"
-        f"ELi{head_dim}ELi{head_dim_v}ELNS1_4FormE{form}ELNS0_4arch3CutE{cut}EEEEEv"
+        f"ELi{head_dim}ELi{head_dim}ELNS1_4FormE0ELNS0_4arch3CutE{cut}EEEEEv"
         "NS0_16TmaForwardParamsE",
     )
 
-
-# Head dims and cut, of plain and general form.
-FORWARDS = ((64, 64, 0), (64, 64, 1), (96, 96, 0), (128, 128, 0), (192, 128, 0), (192, 192, 0),
-            (256, 256, 0))  # fmt: skip
 
 # docs/kernels-hopper.md, "Proof and result", says why they are no errors.
 KNOWN = (
@@ -70,10 +66,9 @@ KNOWN = (
         # A role comes to this barrier in code of its own, and idle warps before those that look
         # for the first work.
         kernels=tuple(
-            _forward(element, head_dim, head_dim_v, form, cut)
+            _plain_forward(element, head_dim, cut)
             for element in ("BF16", "F16")
-            for form in (0, 1)
-            for head_dim, head_dim_v, cut in FORWARDS
+            for head_dim, cut in ((64, 1), (96, 0), (128, 0), (192, 0), (256, 0))
         ),
         place="BAR.SYNC.DEFER_BLOCKING 0x0; EXIT",
     ),

@@ -82,7 +82,7 @@ def judge(tool: str, mine: list[Ended], wanted: list[str], sass: Callable[[str],
         cut |= problems_ended(output)
         right = ended.status == 0 or (ended.status == FOUND and titles and new == 0)
         bad += not right or bool(re.search(r"^failed \S+:", output, re.MULTILINE))
-    left = [name for name in wanted if name not in ran and not (name in cut and errors == 0)]
+    left = [name for name in wanted if name not in ran]
     report: Report = {
         "errors": errors,
         "problems": len(wanted),
@@ -106,7 +106,7 @@ def in_words(name: str, report: Report) -> str:
     for title, times in report.get("known", {}).items():
         text += f", 1 known report ({title}; {times} times)"
     if report.get("cut"):
-        text += f", which ended {report['cut']} problems"
+        text += f", {report['cut']} problems ended by the tool"
     if report.get("unfinished"):
         of = f" of {report['problems']} problems" if "problems" in report else " parts"
         text += f", {report['unfinished']}{of} NOT judged"
