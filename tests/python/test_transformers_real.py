@@ -110,15 +110,19 @@ def forced_logits(model: Any, tokenizer: Any, answer: Tensor) -> Tensor:
 DRAWS = 8
 
 
+def with_drawn_bits(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Changed by about half a rounding step of its dtype."""
+    noise = torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu")
+    return (x.double() * (1 + torch.finfo(x.dtype).eps / 4 * noise.to(x.device))).to(x.dtype)
+
+
 @contextlib.contextmanager
 def drawn_last_bits(model: Any, seed: int) -> Iterator[None]:
-    """Every attention's output changes by about half a rounding step of its dtype."""
+    """Of the output of every attention."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(_module: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        o = given[0]
-        noise = torch.randn(o.shape, generator=generator, dtype=torch.float64, device="cpu")
-        return ((o.double() * (1 + torch.finfo(o.dtype).eps / 4 * noise.to(o.device))).to(o.dtype),)
+        return (with_drawn_bits(given[0], generator),)
 
     hooks = [layer.self_attn.o_proj.register_forward_pre_hook(draw) for layer in model.model.layers]
     try:
@@ -162,9 +166,13 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return s.masked_fill(hidden_keys(q, k), float("-inf")).softmax(dim=-1) @ values
 
 
-# What the test above says of a model, of its attention alone and without chance: with the q, k, v
-# of all thirty layers ours is 0.37 (fp16) and 0.40 (bf16) as far from fp64 as eager, which rounds
-# s and p as well.
+# What the test above says of a model, of its attention alone: with the q, k, v of all thirty
+# layers ours is 0.37 (fp16) and 0.40 (bf16) as far from fp64 as eager, which rounds s and p, too.
+#
+# Chance decides single calls, too, where hardly more is lost than by rounding o: a kernel that
+# rounds p and o came within 1 % of eager in one of 1620 calls, one that rounds only o within 7 %.
+# Hence means of draws: 8 % and 10 % in the worst call. A kernel whose largest weight is not exact
+# is still found out (32 of these calls).
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_layer_is_nearer_to_fp64_than_eager(dtype: torch.dtype, one_by_one: Tensor) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -174,17 +182,23 @@ def test_every_layer_is_nearer_to_fp64_than_eager(dtype: torch.dtype, one_by_one
 
     ours = ALL_ATTENTION_FUNCTIONS["tilewise"]
     errors: dict[str, list[float]] = {"eager": [], "tilewise": []}
+    generator = torch.Generator().manual_seed(0)
 
     def compared(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
-        exact = exact_attention(q, k, v, options["scaling"]).transpose(1, 2)
         lowest = torch.finfo(dtype).min
         bias = torch.zeros_like(hidden_keys(q, k), dtype=dtype)
         bias = bias.masked_fill(hidden_keys(q, k), lowest)[None, None]
-        given = ours(module, q, k, v, mask, **options)
-        eager = eager_attention_forward(module, q, k, v, bias, **options)
-        for name, (o, _weights) in dict(tilewise=given, eager=eager).items():
-            errors[name].append(float((o.double() - exact).norm() / exact.norm()))
-        return given
+        drawn: dict[str, list[float]] = {name: [] for name in errors}
+        for _ in range(DRAWS):
+            qkv = [with_drawn_bits(x, generator) for x in (q, k, v)]
+            exact = exact_attention(*qkv, options["scaling"]).transpose(1, 2)
+            given = ours(module, *qkv, mask, **options)
+            eager = eager_attention_forward(module, *qkv, bias, **options)
+            for name, (o, _weights) in dict(tilewise=given, eager=eager).items():
+                drawn[name].append(float((o.double() - exact).norm() / exact.norm()))
+        for name, found in drawn.items():
+            errors[name].append(sum(found) / DRAWS)
+        return ours(module, q, k, v, mask, **options)
 
     AttentionInterface.register("compared", compared)
     AttentionMaskInterface.register("compared", ALL_MASK_ATTENTION_FUNCTIONS["tilewise"])

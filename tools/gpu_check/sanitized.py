@@ -141,18 +141,26 @@ class Call:
         a.scale = s.head_dim**-0.5
         if s.sinks:
             a.sinks = self.memory.upload(self.rng.standard_normal(s.heads, dtype=np.float32))
-        if not s.general:
-            return
-        a.softcap, a.dropout_p = 5.0, 0.2
-        a.dropout_seed, a.dropout_offset = 7, 9
-        a.alibi_slopes = self.memory.upload(np.full(s.heads, 0.02, np.float32))
+        if "softcap" in s.options:
+            a.softcap = 5.0
+        if "dropout" in s.options:
+            a.dropout_p, a.dropout_seed, a.dropout_offset = 0.2, 7, 9
+        if "alibi" in s.options:
+            a.alibi_slopes = self.memory.upload(np.full(s.heads, 0.02, np.float32))
+        if "bias" in s.options:
+            self._bias()
+
+    def _bias(self) -> None:
+        """Of fp32 among other options, of the problem's own dtype alone."""
+        a, s = self.a, self.shape
         heads, batch = (1, 1) if s.bias_broadcast else (s.heads, self.batch)
         self.bias_rows = max(s.rows)
         self.bias_keys = self.width * s.page_size if s.page_size else max(s.keys)
         bias = self.rng.standard_normal(
             (batch, heads, self.bias_rows, self.bias_keys), dtype=np.float32
         )
-        a.bias = self.memory.upload(bias)
+        a.bias_dtype = CODES["fp32" if s.general else s.dtype]
+        a.bias = self.memory.upload(stored(bias, "fp32" if s.general else s.dtype))
         a.bias_stride_row = self.bias_keys
         if not s.bias_broadcast:
             a.bias_stride_head = self.bias_rows * self.bias_keys
@@ -177,7 +185,7 @@ class Call:
         g.dscale = self.memory.empty(4)
         if s.sinks:
             g.dsinks = self.memory.empty(4 * s.heads)
-        if s.general:
+        if "bias" in s.options:
             count = self.bias_rows * self.bias_keys
             count *= 1 if s.bias_broadcast else s.heads * self.batch
             g.dbias = self.memory.empty(4 * count)

@@ -16,6 +16,7 @@ APPENDS = [
     for cache in ("dense", "paged", "indexed")
     for rotary in ("plain", "halves", "pairs")
 ] + [f"append-{t}-float8-{r}" for t in ("bf16", "fp16") for r in ("plain", "pairs")]
+OPTIONS = ("softcap", "alibi", "bias", "dropout")
 PART = 6  # problems
 
 
@@ -38,7 +39,8 @@ class Shape:
     leftpad: bool = False
     page_size: int = 0
     window: tuple[int, int] = (-1, 0)
-    general: bool = False  # softcap, ALiBi, bias and dropout
+    general: bool = False  # all of OPTIONS
+    option: str = ""  # one of them alone
     bias_broadcast: bool = False
     sinks: bool = False
     splits: int = 0
@@ -51,6 +53,10 @@ class Shape:
     @property
     def heads(self) -> int:
         return self.heads_kv * self.group
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return OPTIONS if self.general else (self.option,) if self.option else ()
 
 
 def shapes() -> Iterator[Shape]:
@@ -109,6 +115,7 @@ def options(dtype: str) -> Iterator[Shape]:
         "decode-uneven": dict(  # more tiles than multiprocessors: the last block merges parts
             rows=(1,) * 70, keys=(400,) * 70, group=4, uneven=True, backward=False
         ),
+        **{option: dict(option=option, head_dim=128) for option in OPTIONS},
         "nan": dict(nan=True),
         "nan-deterministic": dict(nan=True, deterministic=True, window=(40, 3), head_dim=128),
         "empty-rows": dict(rows=(0, 0), keys=(9, 9)),

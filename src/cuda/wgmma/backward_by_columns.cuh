@@ -48,6 +48,10 @@ struct ColumnWalk {
         shared(block) {}
 
   TILEWISE_DEVICE static bool speaks() { return ptx::lane_index() == 0; }
+  // A tile of Q or dO has been read: who has read its statistics says so himself.
+  TILEWISE_DEVICE static void release(ptx::SharedAddress read, bool statistics) {
+    if (statistics || speaks()) ptx::mbarrier_arrive(read);
+  }
 
   // dq and dk of a step, with the keys of the block. The last dk is under way when it returns.
   TILEWISE_DEVICE void rows_and_keys(ColumnSums<C, kWarpgroup>& sums, const RowWalk& walk,
@@ -58,7 +62,7 @@ struct ColumnWalk {
     products.start_dq(dq, stage);
     products.add_dk(sums.dk[0], 0, stage);
     ptx::wgmma_wait_group<1>();
-    if (speaks()) ptx::mbarrier_arrive(barriers.dout_read(0));
+    release(barriers.dout_read(0), kWarpgroup == 1);
     ptx::keep(dq);
     reduction.await_turn(walk);
     reduction.add(dq, walk, first_dq);
@@ -92,14 +96,12 @@ struct ColumnWalk {
     ptx::mbarrier_wait_parity(barriers.peer_ds_landed(), stage);
     products.add_peer_dq(dq);
     ptx::wgmma_wait_group<2>();
-    if (speaks()) ptx::mbarrier_arrive(barriers.dout_read(0));
+    release(barriers.dout_read(0), kWarpgroup == 1);
     ptx::wgmma_wait_group<0>();
     ptx::keep(dq);
     if (kWarpgroup == 1 && !last) ptx::bar_arrive(kPRead, Plan::kMathThreads);
-    if (speaks()) {
-      ptx::mbarrier_arrive_remote(ptx::map_to_rank(barriers.peer_has_read(), peer));
-      ptx::mbarrier_arrive(barriers.q_read(stage));
-    }
+    if (speaks()) ptx::mbarrier_arrive_remote(ptx::map_to_rank(barriers.peer_has_read(), peer));
+    release(barriers.q_read(stage), kWarpgroup == 0);
     reduction.await_turn(walk);
     reduction.add(dq, walk, first_dq);
     reduction.pass_turn(walk);
@@ -136,7 +138,7 @@ TILEWISE_DEVICE void walk_by_columns(const TmaBackwardParams& params, const KeyR
     if constexpr (kWarpgroup == 0) ptx::bar_arrive(kScoresIssued, Plan::kMathThreads);
     if constexpr (kAlone) {
       ptx::wgmma_wait_group<1>();  // the last dk of the step before
-      if (own.speaks() && step > 0) ptx::mbarrier_arrive(barriers.q_read(stage ^ 1));
+      if (step > 0) own.release(barriers.q_read(stage ^ 1), kWarpgroup == 0);
     }
     ptx::wgmma_wait_group<0>();
     ptx::keep(s);

@@ -39,7 +39,6 @@ TILEWISE_DEVICE void walk_by_keys(const TmaBackwardParams& params, const KeyReco
   const KeyMask<C> mask(work, own_key);
   const float scale_log2 = exponent_scale(score_of(params.problem).scale);
   [[maybe_unused]] BackwardTerms<C, kOption> terms(params.problem, work, own_key);
-  const bool speaker = ptx::lane_index() == 0;
   [[maybe_unused]] const bool never = params.problem.heads_q == 0;
   const int32_t end = passed + work.steps;
   RowWalk walk(work);
@@ -118,12 +117,12 @@ TILEWISE_DEVICE void walk_by_keys(const TmaBackwardParams& params, const KeyReco
     products.start_dq(dq, stage);
     products.add_dk(dk, ds, stage);
     ptx::wgmma_wait_group<1>();
-    if (speaker) ptx::mbarrier_arrive(barriers.dout_read(stage));
+    ptx::mbarrier_arrive(barriers.dout_read(stage));
     ptx::keep(dq);
     dq_stage.store(dq);
     if (Plan::kTile.send == arch::SendDq::at_once) dq_stage.send();
     ptx::wgmma_wait_group<0>();
-    if (speaker) ptx::mbarrier_arrive(barriers.q_read(stage));
+    ptx::mbarrier_arrive(barriers.q_read(stage));
     if constexpr (Plan::kQueries == 80)
       walk.advance(Plan::kQueries);
     else

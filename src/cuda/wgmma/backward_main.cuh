@@ -35,7 +35,7 @@ TILEWISE_DEVICE void backward_block(const TmaBackwardParams& p) {
   constexpr int kMathWarps = Plan::kMathThreads / ptx::kWarpSize;
   const ptx::SharedAddress shared = ptx::shared_address(ptx::shared_memory());
   if (ptx::thread_index() == 0)
-    BackwardBarriers{shared + Plan::kBarriers}.init(kMathWarps, Plan::kSendWarps,
+    BackwardBarriers{shared + Plan::kBarriers}.init(kMathWarps, Plan::kSendWarps, Plan::kReleases,
                                                     Plan::kRecordSlots);
   sync_all<C>();
 

@@ -38,7 +38,7 @@ struct BackwardBarriers {
   static constexpr int bytes(int record_slots) { return (14 + record_slots) * 8; }
 
   // By one thread; a barrier of the block or of the cluster follows.
-  TILEWISE_DEVICE void init(int math_warps, int send_warps, int record_slots) const {
+  TILEWISE_DEVICE void init(int math_warps, int send_warps, int releases, int record_slots) const {
     for (const auto barrier : {k_landed(), v_landed(), tail_landed(), peer_ds_landed()})
       ptx::mbarrier_init(barrier, 1);
     ptx::mbarrier_init(keys_left(), math_warps + send_warps);
@@ -46,8 +46,8 @@ struct BackwardBarriers {
     for (int stage = 0; stage < 2; ++stage) {
       ptx::mbarrier_init(q_landed(stage), 1);
       ptx::mbarrier_init(dout_landed(stage), 1);
-      ptx::mbarrier_init(q_read(stage), math_warps);
-      ptx::mbarrier_init(dout_read(stage), math_warps);
+      ptx::mbarrier_init(q_read(stage), releases);
+      ptx::mbarrier_init(dout_read(stage), releases);
     }
     for (int slot = 0; slot < record_slots; ++slot) ptx::mbarrier_init(record_landed(slot), 1);
     ptx::fence_mbarrier_init();
@@ -68,6 +68,9 @@ struct BackwardPlan<C, false> : BackwardSums<C> {
   static constexpr int kThreads = kTile.threads();
   static constexpr int kMathThreads = 256;
   static constexpr int kSendWarps = 2;
+  // Of a tile of Q or dO: by each thread that has read its statistics. That one lane speaks for its
+  // warp is nothing that racecheck takes.
+  static constexpr int kReleases = kMathThreads;
   static constexpr bool kPersistent = true;
   static constexpr int kKeys = kTile.keys;
   static constexpr int kCluster = kTile.cluster;
@@ -113,6 +116,7 @@ struct BackwardPlan<C, true> : BackwardSums<C> {
   static constexpr int kThreads = kTile.threads();
   static constexpr int kMathThreads = 256;
   static constexpr int kSendWarps = 0;
+  static constexpr int kReleases = kMathThreads / 2 + 4;  // one warpgroup reads statistics
   static constexpr bool kPersistent = false;
   static constexpr int kKeys = kTile.keys;
   static_assert(kQueries == 64 && kKeys % 16 == 0);

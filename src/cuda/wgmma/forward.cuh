@@ -50,19 +50,22 @@ void forward(TILEWISE_PARAMETER TmaForwardParams p) {
   const ForwardShared<C> shared = ForwardShared<C>::of();
   const int warpgroup = ptx::uniform(ptx::thread_index() / ptx::kWarpgroupSize);
   ptx::griddepcontrol_launch_dependents();
-  // Each role passes the barrier of the block, which says that all others exist. The first work is
-  // found before it: a GPU that has just started waits for instructions more than for anything.
+  // All pass one barrier, whose place in the code is the same for all. The first work is found
+  // before it: a GPU that has just started waits for instructions more than for anything.
+  ForwardLoad<C> load(p, shared);
+  ForwardDeal<C> deal(p, shared);
+  const int warp = ptx::uniform(ptx::warp_index());
+  if (warp == 0) load.begin();
+  if (warp == 1) deal.begin();
+  ptx::sync_block();
   if (warpgroup == 0) [[likely]] {
     ptx::setmaxnreg_dec<C::kForward.load_registers>();
-    if (ptx::warp_index() == 0)
-      ForwardLoad<C>(p, shared).run();
-    else if (ptx::warp_index() == 1)
-      ForwardDeal<C>(p, shared).run();
-    else
-      ptx::sync_block();
+    if (warp == 0)
+      load.run();
+    else if (warp == 1)
+      deal.run();
   } else {
     ptx::setmaxnreg_inc<C::kForward.math_registers>();
-    ptx::sync_block();
     int32_t spoilt = RowRepair<C>::kNone;
     const ForwardMathRole<C> role{p, shared, warpgroup - 1, spoilt};
     if (!C::kGeneral || option_of(p.problem) == Option::none)

@@ -16,30 +16,31 @@ class ForwardDeal {
   TILEWISE_DEVICE ForwardDeal(const TmaForwardParams& params, const Shared& shared)
       : p_(params), shared_(shared) {}
 
-  TILEWISE_DEVICE void run() const {
+  // The first work, before the barrier of the block.
+  TILEWISE_DEVICE void begin() {
     if (p_.order.table != nullptr) ptx::griddepcontrol_wait();
+    index_ = work_of(turn_);
+    has_rows_ = locate(shared_.work(0), index_);
+  }
+
+  TILEWISE_DEVICE void run() {
     typename Shared::WorkPlace place;
-    Turn turn{0, 0};
-    int32_t index = work_of(turn);
-    bool started = false;
     // Who takes works from a common heap before he needs them keeps them from those who are idle:
     // with one more than now a block was done 64 us of 420 before another one.
     const uint32_t ahead = p_.counter == nullptr ? Shared::kWorkSlots : 2;
 #pragma unroll 1
-    while (index < end()) {  // once at least
-      Work& work = shared_.work(place.slot());
-      const bool has_rows = locate(work, index);
-      if (!started) ptx::sync_block();
-      started = true;
-      if (has_rows) {
+    for (;;) {
+      if (has_rows_) {
         if (ptx::lane_index() == 0) shared_.work_located(place.slot()).arrive();
-        describe(work);
+        describe(shared_.work(place.slot()));
         if (writes_part()) shared_.work_full(place.slot()).arrive();
         place.next();
       }
       const typename Shared::WorkPlace before{place.count - ahead};
       shared_.work_free(before.slot()).wait(before.phase());
-      index = following(index, turn);
+      index_ = following(index_, turn_);
+      if (index_ >= end()) break;
+      has_rows_ = locate(shared_.work(place.slot()), index_);
     }
     shared_.work_free(place.slot()).wait(place.phase() ^ 1);
     if (!writes_part()) return;
@@ -153,6 +154,9 @@ class ForwardDeal {
 
   const TmaForwardParams& p_;
   Shared shared_;
+  Turn turn_{0, 0};
+  int32_t index_ = 0;
+  bool has_rows_ = false;
 };
 
 }  // namespace tilewise::cuda::wgmma

@@ -28,14 +28,16 @@ class ForwardLoad {
   TILEWISE_DEVICE ForwardLoad(const TmaForwardParams& params, const Shared& shared)
       : p_(params), shared_(shared) {}
 
+  // Before the barrier of the block.
+  TILEWISE_DEVICE void begin() const {
+    if (!ptx::elect_one()) return;
+    shared_.init_barriers();
+    ptx::prefetch_tensormap(p_.q);
+    ptx::prefetch_tensormap(p_.k);
+    ptx::prefetch_tensormap(p_.v);
+  }
+
   TILEWISE_DEVICE void run() {
-    if (ptx::elect_one()) {
-      shared_.init_barriers();
-      ptx::prefetch_tensormap(p_.q);
-      ptx::prefetch_tensormap(p_.k);
-      ptx::prefetch_tensormap(p_.v);
-    }
-    ptx::sync_block();
     Keys behind{};  // whose values are to come: they follow a step later
     int32_t behind_tile = kNone;
     typename Shared::WorkPlace place;

@@ -217,11 +217,6 @@ class ForwardMath {
     ptx::keep(o_.flat());  // here, and not after the next wait
   }
 
-  // Where the wait after it stays. (The plain form has none, and waits before its exponentials.)
-  TILEWISE_DEVICE void hold_order() const {
-    if constexpr (kOneOption<kOption>) ptx::hold_order(p_.problem.heads_q == 0);
-  }
-
   // --- the walk ---
 
   // kMasked: the band may cut the tile, and m may have to rise.
@@ -279,10 +274,8 @@ class ForwardMath {
     terms_.receive();
     issue_both();
     terms_.prepare(tile, tile > tiles_.first);
-    hold_order();
     wait_for_scores<1>();
     take_scores<false, kMasked>(slot, tile);
-    hold_order();
     wait_for_values();
     if constexpr (!kMasked && !kWide) {
       if (ptx::any(has_grown_)) [[unlikely]]
@@ -376,7 +369,6 @@ class ForwardMath {
     end_terms();
     wait_for_scores<1>();
     take_scores<true, true>(slot, tiles_.last);
-    hold_order();
     wait_for_values();
     take_weights();
   }

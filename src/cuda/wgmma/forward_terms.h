@@ -2,8 +2,10 @@
 // when they come. What is left between products and weights are, for 64 scores of a lane, 130
 // instructions of a bias and 200 of ALiBi, beside 280 of the softmax. An option that is on alone
 // has a loop of its own, with the registers of all: on an H200 (D128, causal, 4k) softcap went from
-// 58 to 76 % of the plain form's speed. The random bits of dropout, 270 instructions, fill the gaps
-// between the exponentials: 64 % of it, level with drawing them beside the products.
+// 58 to 76 % of the plain form's speed. The random bits of dropout, 270 instructions, are spread
+// over all of a step. A fifth of them are wide integer products, and these cost what they cost
+// wherever they are drawn: on an H100 0.66 of the plain form's speed, 0.83 without them, and 0.56
+// with two idle warps that drew them ahead (they share a scheduler with half of the math warps).
 #pragma once
 
 #include "cuda/common/forward_terms.h"
