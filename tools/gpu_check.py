@@ -18,6 +18,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -142,8 +143,10 @@ def main() -> int:
         return 2
     architecture = given.arch or gpu["compute_capability"].replace(".", "")
     path = given.result or provenance.RESULTS / f"gpu-{provenance.slug(gpu['name'])}.json"
+    memory = re.match(r"\d+", gpu["memory"])
     setup = Setup(given.build.resolve(), given.jobs, architecture, given.cmake, given.pytest,
-                  wheels=given.wheels, device=given.device)  # fmt: skip
+                  wheels=given.wheels, device=given.device,
+                  memory=int(memory[0]) if memory else 0)  # fmt: skip
     setup.build.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     result = fresh(path, gpu)

@@ -41,6 +41,15 @@ def setup(tmp_path, **earlier) -> Setup:
     return Setup(tmp_path, 4, "80", earlier={"tests": earlier} if earlier else {})
 
 
+@pytest.mark.parametrize(
+    ("memory", "processes"), [(143771, (14, 4)), (81559, (10, 2)), (24000, (2, 1)), (0, (14, 4))]
+)
+def test_tests_share_the_memory_of_a_gpu(memory, processes, tmp_path):
+    of = Setup(tmp_path, 16, "90", memory=memory)
+    assert stages.shared_out(of) == processes
+    assert of.processes == min(14, memory // 5000 or 14)
+
+
 def table(passed: int, failed: tuple[str, ...] = (), not_run: int = 0) -> dict:
     failures = [{"test": t, "text": ""} for t in failed]
     return {"passed": passed, "failed": len(failed), "skipped": 5, "not_run": not_run,

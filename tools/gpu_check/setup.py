@@ -11,6 +11,9 @@ from .processes import PYTHON, ROOT, TIMED_OUT, Ended, python_environment, say
 Report = dict[str, Any]
 # What TILEWISE_FORCE_ARCH is set to: tile tables of mma_sync.
 FORCED = ("80", "75")
+# MiB of a GPU for each process that runs tests: most take 2000, now and then one 12000. With 3000
+# (26 processes on 80 GB) 216 tests of a run found none.
+OF_A_PROCESS = 5000
 
 
 @dataclass
@@ -25,10 +28,17 @@ class Setup:
     earlier: Report = field(default_factory=dict)  # stages to be resumed
     wheels: Path | None = None  # packages of the models stage that this machine lacks
     device: str = "cuda"  # of the tests
+    memory: int = 0  # MiB of the GPU; 0: not known
 
     @property
     def logs(self) -> Path:
         return self.build / "logs"
+
+    @property
+    def processes(self) -> int:
+        """That run tests at once."""
+        room = self.memory // OF_A_PROCESS if self.memory else self.jobs
+        return max(2, min(self.jobs - 2, room))
 
     @property
     def forced(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from . import suite
 from .models import models
 from .processes import PYTHON, ROOT, run, run_all, say
 from .sanitizer import sanitizer
-from .setup import Report, Setup, driver, driver_environment, failed, label
+from .setup import OF_A_PROCESS, Report, Setup, driver, driver_environment, failed, label
 from .shapes import DTYPES
 
 # Random problems per dtype: forced, native. Of any kernels in three dtypes and, where it is, of
@@ -141,6 +141,15 @@ def failed_tests(found: Report) -> list[str]:
     return failures if known else []
 
 
+def shared_out(setup: Setup) -> tuple[int, int]:
+    """Processes for the GPU's own choice, and for each forced tile table, whose tests are fewer."""
+    of_forced = max(1, setup.jobs // 4)
+    room = setup.memory // OF_A_PROCESS if setup.memory else setup.jobs * 4
+    while of_forced > 1 and of_forced * len(setup.forced) > room / 2:
+        of_forced -= 1
+    return max(2, min(setup.jobs - 2, room - of_forced * len(setup.forced))), of_forced
+
+
 def tests(setup: Setup, limit: float) -> Report:
     """The suite on the GPU, and what calls kernels directly once more per forced tile table. What
     passed in a run that is resumed stays: of a tile table whose tests all ran, only those that
@@ -149,8 +158,7 @@ def tests(setup: Setup, limit: float) -> Report:
     shares = []
     folder = setup.logs / "tests"
     everything = setup.pytest or ["tests/python", *(f"--ignore={x}" for x in NOT_HERE)]
-    processes = max(2, setup.jobs - 2)
-    of_forced = max(1, setup.jobs // 4)
+    processes, of_forced = shared_out(setup)
     earlier = setup.earlier.get("tests", {})
     report: Report = {label(a): earlier.get(label(a), {}) for a in setup.architectures}
     for name in report:
@@ -219,7 +227,7 @@ STAGES = {
     "build": (build, 240),
     "smoke": (smoke, 120),
     "tests": (tests, 360),
-    "sanitizer": (sanitizer, 240),
+    "sanitizer": (sanitizer, 300),
     "train": (train, 60),
     "models": (models, 240),
     "bench": (bench, 120),

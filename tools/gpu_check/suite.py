@@ -8,6 +8,7 @@ its process, and a kernel that waits for ever ends nothing at all.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import time
 from collections import Counter
@@ -150,7 +151,7 @@ def summary(found: Counter) -> str:
 def failures(shares: list[Share], most: int = 60) -> list[dict[str, str]]:
     """What failed, and how."""
     found = [
-        {"test": test, "text": text[-700:]}
+        {"test": test, "text": re.sub(r"/\S*/site-packages/", "", text[-700:])}
         for share in shares
         for test, (outcome, text) in share.outcomes.items()
         if outcome == "failed"
