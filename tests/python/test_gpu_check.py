@@ -47,7 +47,7 @@ def setup(tmp_path, **earlier) -> Setup:
 def test_tests_share_the_memory_of_a_gpu(memory, processes, tmp_path):
     of = Setup(tmp_path, 16, "90", memory=memory)
     assert stages.shared_out(of) == processes
-    assert of.processes == min(14, memory // 5000 or 14)
+    assert of.processes() == min(14, memory // 5000 or 14)
 
 
 def table(passed: int, failed: tuple[str, ...] = (), not_run: int = 0) -> dict:

@@ -89,7 +89,7 @@ def models(setup: Setup, limit: float) -> Report:
     for line in report["left_out"]:
         say(f"  NOT run: {line}")
     arguments = ["-m", "models", *(setup.pytest or ["tests/python"])]
-    of = setup.processes
+    of = setup.processes()
     shares = [suite.Share("models", i, of, setup.logs / "tests", env, arguments) for i in range(of)]
     left = limit - (time.monotonic() - begin)
     suite.run_shares(shares, limit=left, each=min(120, left / 2))

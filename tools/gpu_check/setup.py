@@ -12,7 +12,7 @@ Report = dict[str, Any]
 # What TILEWISE_FORCE_ARCH is set to: tile tables of mma_sync.
 FORCED = ("80", "75")
 # MiB of a GPU for each process that runs tests: most take 2000, now and then one 12000. With 3000
-# (26 processes on 80 GB) 216 tests of a run found none.
+# (26 processes on 80 GB) 216 tests of a run failed, most of them for want of it.
 OF_A_PROCESS = 5000
 
 
@@ -34,11 +34,10 @@ class Setup:
     def logs(self) -> Path:
         return self.build / "logs"
 
-    @property
-    def processes(self) -> int:
-        """That run tests at once."""
-        room = self.memory // OF_A_PROCESS if self.memory else self.jobs
-        return max(2, min(self.jobs - 2, room))
+    def processes(self, beside: int = 0) -> int:
+        """That run tests at once, while so many others do."""
+        room = self.memory // OF_A_PROCESS if self.memory else self.jobs + beside
+        return max(2, min(self.jobs - 2, room - beside))
 
     @property
     def forced(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from . import suite
 from .models import models
 from .processes import PYTHON, ROOT, run, run_all, say
 from .sanitizer import sanitizer
-from .setup import OF_A_PROCESS, Report, Setup, driver, driver_environment, failed, label
+from .setup import Report, Setup, driver, driver_environment, failed, label
 from .shapes import DTYPES
 
 # Random problems per dtype: forced, native. Of any kernels in three dtypes and, where it is, of
@@ -144,10 +144,9 @@ def failed_tests(found: Report) -> list[str]:
 def shared_out(setup: Setup) -> tuple[int, int]:
     """Processes for the GPU's own choice, and for each forced tile table, whose tests are fewer."""
     of_forced = max(1, setup.jobs // 4)
-    room = setup.memory // OF_A_PROCESS if setup.memory else setup.jobs * 4
-    while of_forced > 1 and of_forced * len(setup.forced) > room / 2:
+    while of_forced > 1 and setup.processes(of_forced * len(setup.forced)) < 3 * of_forced:
         of_forced -= 1
-    return max(2, min(setup.jobs - 2, room - of_forced * len(setup.forced))), of_forced
+    return setup.processes(of_forced * len(setup.forced)), of_forced
 
 
 def tests(setup: Setup, limit: float) -> Report:
