@@ -6,7 +6,7 @@
 //   ------------------------------------ p_stored
 //                                      ds = p (dp - delta) to shared memory
 //   dv += p dO                         dv += p dO
-//   ------------------------------------ barrier: ds is in shared memory
+//   ------------------------------------ ds_stored
 //   dq = ds K to memory, dk += ds Q    dq = ds K to memory, dk += ds Q
 //
 // Two blocks of a cluster own neighbouring keys. Each sends its ds to the other one, and sums half
@@ -153,12 +153,16 @@ TILEWISE_DEVICE void walk_by_columns(const TmaBackwardParams& params, const KeyR
       ptx::bar_sync(kPStored, Plan::kMathThreads);
       if (!kAlone) ptx::mbarrier_wait_parity(barriers.peer_has_read(), stage ^ 1);
       own.scores.store_ds(s, statistic, stage);
+      ptx::bar_arrive(kDsStored, Plan::kMathThreads);
       if constexpr (!kAlone) own.send_ds();
       ptx::mbarrier_wait_parity(barriers.q_landed(stage), parity);
     }
 
     own.products.add_dv(sums.dv, stage);
-    ptx::bar_sync(kMath, Plan::kMathThreads);  // dS is stored
+    if constexpr (kWarpgroup == 0)
+      ptx::bar_sync(kDsStored, Plan::kMathThreads);
+    else if constexpr (kAlone)
+      ptx::bar_sync(kOwnStored + 1, ptx::kWarpgroupSize);
     if constexpr (kAlone)
       own.rows_and_keys(sums, walk, stage);
     else
@@ -169,15 +173,21 @@ TILEWISE_DEVICE void walk_by_columns(const TmaBackwardParams& params, const KeyR
   sums.keep();
 }
 
+// Both warpgroups, before they part: the work and its keys are here.
+template <class C>
+TILEWISE_DEVICE void begin_by_columns(const TmaBackwardParams& p, ptx::SharedAddress shared) {
+  ptx::griddepcontrol_wait();  // for the zeros that dq is added to
+  const BackwardBarriers barriers{shared + BackwardPlan<C>::kBarriers};
+  ptx::mbarrier_wait_parity(barriers.record_landed(0), 0);
+  const KeyRecord& work = received_work<C>(0);
+  if (work.steps > 0) await_keys<C>(p, work, shared, ptx::thread_index() - ptx::kWarpgroupSize, 0);
+}
+
 template <class C, int kWarpgroup>
 TILEWISE_DEVICE void by_columns_role(const TmaBackwardParams& p, ptx::SharedAddress shared,
                                      int warp) {
   using Plan = BackwardPlan<C>;
-  ptx::griddepcontrol_wait();  // for the zeros that dq is added to
-  const BackwardBarriers barriers{shared + Plan::kBarriers};
-  ptx::mbarrier_wait_parity(barriers.record_landed(0), 0);
   const KeyRecord& work = received_work<C>(0);
-  if (work.steps > 0) await_keys<C>(p, work, shared, ptx::thread_index() - ptx::kWarpgroupSize, 0);
   ColumnSums<C, kWarpgroup> sums;
   sums.clear();
   walk_by_columns<C, kWarpgroup>(p, work, shared, warp, sums);
@@ -185,7 +195,10 @@ TILEWISE_DEVICE void by_columns_role(const TmaBackwardParams& p, ptx::SharedAddr
 
   if (p.key_flags.data != nullptr && ptx::any(!sums.finite()) && ptx::lane_index() == 0)
     p.key_flags.data[work.index] = 1;
-  ptx::bar_sync(kMath, Plan::kMathThreads);  // nobody reads K and V any more
+  // Nobody reads K and V any more. Each says so to the other one: synccheck takes no barrier to which
+  // threads come in code of their own.
+  ptx::bar_arrive(kKeysRead + (kWarpgroup ^ 1), Plan::kMathThreads);
+  ptx::bar_sync(kKeysRead + kWarpgroup, Plan::kMathThreads);
   const float scale = score_of(p.problem).scale;
   const typename Plan::KTile k{shared + Plan::kK};
   const typename Plan::VTile v{shared + Plan::kV};

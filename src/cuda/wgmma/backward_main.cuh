@@ -49,6 +49,7 @@ TILEWISE_DEVICE void backward_block(const TmaBackwardParams& p) {
   } else {
     ptx::setmaxnreg_inc<C::kBackward.math_registers>();
     if constexpr (kByColumns<C>) {
+      begin_by_columns<C>(p, shared);
       if (warp < 8)
         by_columns_role<C, 0>(p, shared, warp % 4);
       else

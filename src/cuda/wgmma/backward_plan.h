@@ -160,8 +160,8 @@ struct BackwardPlan<C, true> : BackwardSums<C> {
   static constexpr int first_dq(int warpgroup) { return warpgroup == 0 ? 0 : own_dq(0); }
 };
 
-// Named barriers. Those of dQ are one per warpgroup, shared with the warp that sends its sums; by
-// columns the others of them order the two warpgroups.
+// Named barriers. Those of dQ are one per warpgroup, shared with the warp that sends its sums.
+// kScoresIssued, kPStored, kDsStored, kPRead and kKeysRead order the two warpgroups by columns.
 enum BackwardBarrier : int {
   kDqStaged = 1,
   kDqTaken = 3,
@@ -171,6 +171,8 @@ enum BackwardBarrier : int {
   kOwnStored = 8,  // and 9: one per warpgroup
   kPRead = 10,
   kKeysCleared = 11,
+  kDsStored = 12,
+  kKeysRead = 13,  // and 14: by the other warpgroup
 };
 inline constexpr int kDqThreads = 128 + 32;
 
