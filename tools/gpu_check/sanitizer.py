@@ -78,10 +78,12 @@ def in_words(name: str, report: Report) -> str:
 
 
 def processes_of(setup: Setup, tool: str, architecture: str) -> int:
-    """How many share the problems of a tool: racecheck takes five times as long."""
+    """How many share the problems of a tool: racecheck takes ten times as long, and with the GPU's
+    own choice it is alone in the end.
+    """
     if tool != "racecheck":
         return max(1, setup.jobs // 8)
-    return max(1, setup.jobs // 4 if architecture else setup.jobs * 3 // 4)
+    return max(1, setup.jobs // 4 if architecture else setup.jobs)
 
 
 def commands_of(

@@ -226,7 +226,7 @@ STAGES = {
     "build": (build, 240),
     "smoke": (smoke, 120),
     "tests": (tests, 360),
-    "sanitizer": (sanitizer, 300),
+    "sanitizer": (sanitizer, 420),
     "train": (train, 60),
     "models": (models, 240),
     "bench": (bench, 120),
