@@ -225,7 +225,7 @@ def bench(setup: Setup, limit: float) -> Report:
 STAGES = {
     "build": (build, 240),
     "smoke": (smoke, 120),
-    "tests": (tests, 360),
+    "tests": (tests, 480),
     "sanitizer": (sanitizer, 420),
     "train": (train, 60),
     "models": (models, 240),
