@@ -7,7 +7,8 @@ mark name the devices; without a mark a test runs once, on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -80,6 +81,14 @@ def device(request: pytest.FixtureRequest) -> Iterator[object]:
         lost = devices.context_lost()
         if lost:
             pytest.exit(f"no test can run after this: {lost}", returncode=devices.CONTEXT_LOST)
+        devices.return_memory()
+
+
+@pytest.fixture
+def much_memory(device: object) -> Iterator[Callable[[int], None]]:
+    """To be called with the bytes of the GPU that the test takes: `devices.much_memory`."""
+    with contextlib.ExitStack() as held:
+        yield lambda needed: held.enter_context(devices.much_memory(needed))
 
 
 @pytest.fixture(autouse=True)

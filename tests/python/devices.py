@@ -10,10 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import filelock
 import pytest
 import torch
 
@@ -99,6 +103,31 @@ def context_lost() -> str:
     except RuntimeError as error:
         return str(error).splitlines()[0]
     return ""
+
+
+CACHED = 2**30  # bytes of a GPU that a process may keep between tests: others run beside it
+
+
+def return_memory() -> None:
+    """What torch has cached of the GPU, where that is much."""
+    if torch.cuda.memory_reserved() > CACHED:
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def much_memory(needed: int, patience: float = 60) -> Iterator[None]:
+    """The body takes so many bytes of the GPU: in one process at a time, and it is skipped where
+    they are not free after `patience` seconds."""
+    with filelock.FileLock(Path(tempfile.gettempdir()) / "tilewise-much-gpu-memory.lock"):
+        last = time.monotonic() + patience
+        while (free := torch.cuda.mem_get_info()[0]) < needed:
+            if time.monotonic() > last:
+                pytest.skip(f"{needed / 1e9:.0f} GB on the GPU are needed, {free / 1e9:.0f} free")
+            time.sleep(0.5)
+        try:
+            yield
+        finally:
+            torch.cuda.empty_cache()
 
 
 def put(x: torch.Tensor) -> torch.Tensor:

@@ -208,11 +208,10 @@ def test_tensors_of_two_devices_are_refused():
         tilewise.attention(q, k.cpu(), v)
 
 
-def test_more_elements_than_an_int_counts():
+def test_more_elements_than_an_int_counts(much_memory):
     """bf16 with 2^31 + elements in q, k, v, out each: rows from far ends against short problems."""
     rows, heads, dim = 2**31 // (64 * 128) + 1000, 64, 128
-    if torch.cuda.mem_get_info()[0] < 5 * 2 * rows * heads * dim:
-        pytest.skip(f"{10 * rows * heads * dim / 1e9:.0f} GB of free GPU memory are needed")
+    much_memory(5 * 2 * rows * heads * dim)
     q, k, v = (torch.empty(1, rows, heads, dim, dtype=torch.bfloat16) for _ in range(3))
     for x in (q, k, v):
         x.normal_()

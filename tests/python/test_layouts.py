@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -190,15 +191,17 @@ def test_lengths_of_pages_by_cu_seqlens():
 
 
 def far_apart(
-    shape: tuple[int, ...], strides: tuple[int, ...], views: int, step: int
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    views: int,
+    step: int,
+    much_memory: Callable[[int], None],
 ) -> list[torch.Tensor]:
     """fp32 views with these strides, each `step` elements behind the one before, in one area. On
     the host it is reserved and used only where it is written; a GPU has to have it."""
     count = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + views * step
     if devices.current().memory.type == "cuda":
-        free = torch.cuda.mem_get_info()[0]
-        if free < 4 * count + 2**31:
-            pytest.skip(f"{4 * count / 1e9:.0f} GB on the GPU are needed, {free / 1e9:.0f} free")
+        much_memory(4 * count + 2**31)
         area = torch.empty(count, device="cuda")
     else:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -207,7 +210,7 @@ def far_apart(
 
 
 @pytest.mark.parametrize("which", ["batch", "row", "head"])
-def test_more_than_two_to_the_31_elements(which):
+def test_more_than_two_to_the_31_elements(which, much_memory):
     """Offsets beyond 2^31 in every tensor, forward and backward: index arithmetic is 64-bit."""
     far = 2**31 // 3 + 12345  # 4 steps: beyond 2^31, and beyond 2^32 bytes after one
     n, heads = 5, 5
@@ -222,7 +225,8 @@ def test_more_than_two_to_the_31_elements(which):
         "head": (8, 8, far, 1),
     }[which]
     names = ("q", "k", "v", "out", "dq", "dk", "dv")
-    views = dict(zip(names, far_apart(shape, strides, len(names), 256), strict=True))
+    far_views = far_apart(shape, strides, len(names), 256, much_memory)
+    views = dict(zip(names, far_views, strict=True))
     g = b.gradients()
     for name in "qkv":
         views[name].copy_(getattr(b, name))
@@ -240,12 +244,12 @@ def test_more_than_two_to_the_31_elements(which):
             views[name].fill_(torch.nan)
 
 
-def test_bias_beyond_two_to_the_31_elements():
+def test_bias_beyond_two_to_the_31_elements(much_memory):
     rows, keys = 6, 9
     b = Built(Case(rows=(rows,), keys=(keys,), heads_kv=2, bias="hr"))
     want = b.expected()
     far = 2**31 // 4 + 999
-    bias, dbias = far_apart((1, 2, rows, keys), (0, keys, far, 1), 2, 64)
+    bias, dbias = far_apart((1, 2, rows, keys), (0, keys, far, 1), 2, 64, much_memory)
     assert b.bias is not None
     bias.copy_(b.bias)
     b.attention.bias, b.attention.bias_stride_head = bias.data_ptr(), keys

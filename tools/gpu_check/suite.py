@@ -148,7 +148,7 @@ def summary(found: Counter) -> str:
     return ", ".join(f"{found[n]} {n}" for n in names if found[n] or n == "passed")
 
 
-def failures(shares: list[Share], most: int = 60) -> list[dict[str, str]]:
+def failures(shares: list[Share], most: int = 300) -> list[dict[str, str]]:
     """What failed, and how."""
     found = [
         {"test": test, "text": re.sub(r"/\S*/site-packages/", "", text[-700:])}
