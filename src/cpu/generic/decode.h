@@ -30,8 +30,7 @@ struct Decode : DecodeScratch {
   static constexpr bool kFloat8 = !std::is_same_v<T, Cached>;
   static constexpr int kParts = Reader::kParts;
   static constexpr int kColumns = Reader::kColumns;
-  static constexpr int kMostRows = Products::kMostRows;       // of a head
-  static constexpr int kGroup = DotProducts<Cached>::kGroup;  // keys added up at once
+  static constexpr int kMostRows = Products::kMostRows;  // of a head
 
   const ForwardTask& task;
   const Problem& p;
@@ -222,15 +221,16 @@ struct Decode : DecodeScratch {
   // The same sums, of the keys whose weight is not 0.
   TILEWISE_FN void accumulate_seen() const {
     const Cached* const* const v = rows + padded;
+    const int group = DotProducts<Cached>::group_of(rows_of_head);  // keys added up at once
     for_rows([&](int64_t row, int64_t, int64_t h) {
-      for (int64_t first = 0; first < count; first += kGroup)
+      for (int64_t first = 0; first < count; first += group)
         for (int64_t c = 0; c < p.head_dim_v; c += kColumns) {
           const auto seen = [&](int64_t key) {
             if (key >= count || Reader::weight(s_of(row), key) == 0.0f) return Read{};
             return read(v[key] + h * p.v.stride_head, c, p.head_dim_v);
           };
           F sum[kParts] = {};
-          for (int64_t key = first; key < min(count, first + kGroup); key += Reader::kKeys) {
+          for (int64_t key = first; key < min(count, first + group); key += Reader::kKeys) {
             Read read[Reader::kKeys];
             for (int i = 0; i < Reader::kKeys; ++i) read[i] = seen(key + i);
             Reader::weigh(sum, Reader::values(read), s_of(row), key);

@@ -2,7 +2,7 @@
 // of V weighted by p, both as they lie in memory.
 #pragma once
 
-#include "cpu/generic/stream.h"
+#include "cpu/generic/decode_units.h"
 #include "cpu/generic/tasks.h"
 
 namespace tilewise::cpu {
@@ -20,47 +20,39 @@ struct DotProducts {
   static constexpr int kRows = kMostRows;      // of a product
   static constexpr int kParts = Reader::kParts;
   static constexpr int kColumns = Reader::kColumns;
-  // Keys whose values a row adds up in registers. Short: another head comes after them.
-  static constexpr int kGroup = 8;
+  // Keys whose values a row adds up in registers. Short: another head comes after them. Several
+  // rows have as many sums to put down (8 to 16: 5 to 10 % less in cache; one row of bf16 from
+  // memory takes 10 % longer).
+  TILEWISE_FN static constexpr int group_of(int64_t rows) { return rows == 1 ? 8 : 16; }
   // Sums that are kept in registers: half of them, the other half holds operands.
   static constexpr int kSums = W == 16 ? 16 : 8;
   // Rows whose sums of values are kept: with 8 of them half of the 16 registers would be in memory.
   static constexpr int kRowsOfValues = W == 16 ? 8 : 4;
-  // Products that wait for memory fill the queues of the core, and then nobody asks for what comes
-  // next. So as many keys as fit in this are asked for ahead, for the second-level cache ...
-  static constexpr int64_t kBytesAhead = 32 * 1024;
-  static constexpr int64_t kMostAhead = 128;  // keys: a tile
-  // ... and again so many ahead, for the first level, where several rows share them (one query
-  // head a key gains 5 % without, four lose 7 %).
-  static constexpr int kNear = 4;
-  static constexpr int64_t kLine = 64;  // bytes
+  static constexpr int64_t kMostAhead = Ahead<T>::kMost;
+
+  // Few rows are faster one after the other, key by key: their time is that of memory (Zen 5, one
+  // thread: one row 5 to 10 %, two 5 %; four are level, eight 22 to 58 % slower).
+  template <int R>
+  static constexpr bool kByUnits = Reader::kHasUnits && R >= 4;
 
   const int64_t ahead_k;
   const int64_t ahead_v;
 
   TILEWISE_FN explicit DotProducts(const ForwardTask& task)
-      : ahead_k(keys_ahead(task.heads * task.problem->head_dim)),
-        ahead_v(keys_ahead(task.heads * task.problem->head_dim_v)) {}
+      : ahead_k(Ahead<T>::keys(task.heads * task.problem->head_dim)),
+        ahead_v(Ahead<T>::keys(task.heads * task.problem->head_dim_v)) {}
 
-  TILEWISE_FN static int64_t keys_ahead(int64_t columns) {
-    return clamp(kBytesAhead / (columns * static_cast<int64_t>(sizeof(T))), 4, kMostAhead);
-  }
-
-  // Beside the read from `column` on; of float8 two to four reads are of one line.
-  template <int R>
-  TILEWISE_FN static void ask_ahead(const T* const* rows, int64_t ahead, int64_t offset,
-                                    int64_t column) {
-    if (sizeof(T) == 1 && column % kLine != 0) return;
-    __builtin_prefetch(rows[ahead] + offset + column, 0, 2);
-    if (R > 1) __builtin_prefetch(rows[kNear] + offset + column);
-  }
-
-  // q: [row][read]
+  // q: [row][read], or as UnitScores has it
   template <class Item>
   TILEWISE_FN static void place_q(const Item& d, const Read& part, int64_t h, int64_t lane,
                                   int64_t c) {
-    const int64_t row = h * d.rows_of_head + lane;
-    reinterpret_cast<Read*>(d.q)[row * d.reads_of_q() + c] = part;
+    d.with_rows([&](auto R) {
+      Read* const q = reinterpret_cast<Read*>(d.q) + h * R * d.reads_of_q();
+      if constexpr (kByUnits<R>)
+        UnitScores<T, R>::place(q, part, lane, c);
+      else
+        q[lane * d.reads_of_q() + c] = part;
+    });
   }
 
   // q . k of R rows and N keys, one of them line by line as it lies in memory: sums over lanes are
@@ -79,7 +71,7 @@ struct DotProducts {
     for (int64_t c = 0; c < whole; ++c) {
       const int64_t at = offset + c * kColumns;
       for (int n = 0; n < N; ++n) {
-        ask_ahead<R>(k + n, ahead_k, offset, c * kColumns);
+        Ahead<T>::template ask<R>(k + n, ahead_k, offset, c * kColumns);
         key[n] = Reader::read(k[n] + at);
       }
       add(c, key);
@@ -94,6 +86,29 @@ struct DotProducts {
 
   template <int R, class Item>
   __attribute__((noinline)) void scores(const Item& d) const {
+    if constexpr (kByUnits<R>)
+      scores_by_units<R>(d);
+    else
+      scores_by_dots<R>(d);
+  }
+
+  template <int R, class Item>
+  TILEWISE_FN void scores_by_units(const Item& d) const {
+    using Units = UnitScores<T, R>;
+    const Read* const q = reinterpret_cast<const Read*>(d.q);
+    for (int64_t first = 0; first < d.padded; first += W)
+      for (int64_t h = 0; h < d.task.heads; ++h) {
+        F sums[W];
+        F rows[R];
+        Units::dots(sums, q + h * R * d.reads_of_q(), d.rows + first, h * d.p.k.stride_head,
+                    d.p.head_dim, ahead_k);
+        Units::by_rows(rows, sums);
+        for (int r = 0; r < R; ++r) store(d.s_of(h * R + r) + first, rows[r] * d.unit_of_k(h));
+      }
+  }
+
+  template <int R, class Item>
+  TILEWISE_FN void scores_by_dots(const Item& d) const {
     // One row does little beside reading, but for float8, which is converted.
     constexpr int N = R == 1 && sizeof(T) > 1 ? 1 : min(4, kSums / R);
     const Read* const query = reinterpret_cast<const Read*>(d.q);
@@ -123,7 +138,7 @@ struct DotProducts {
       const int64_t column = c + j * kColumns;
       Read read[Reader::kKeys] = {};
       for (int i = 0; i < kKeys; ++i) {
-        if (ask) ask_ahead<R>(v + i, ahead_v, offset, column);
+        if (ask) Ahead<T>::template ask<R>(v + i, ahead_v, offset, column);
         if constexpr (kWhole)
           read[i] = Reader::read(v[i] + offset + column);
         else
@@ -158,6 +173,7 @@ struct DotProducts {
     constexpr int B = min(R, kRowsOfValues);
     constexpr int V = max(1, min(8, kSums / B) / kParts);
     constexpr int kHalf = max(1, V / 2);
+    constexpr int kGroup = group_of(R);
     const int64_t columns = d.p.head_dim_v;
     for (int64_t first = 0; first < d.count; first += kGroup)
       for (int64_t h = 0; h < d.task.heads; ++h) {

@@ -18,6 +18,29 @@ struct FirstElements {
   }
 };
 
+// kUnits units of 32 bits from there, again and again.
+template <class V, int kUnits, class T>
+TILEWISE_FN V repeated(const T* from) {
+  static_assert(kUnits <= 2 || kUnits == W || W > 4);
+  if constexpr (kUnits == W) {
+    return load_as<V>(from);
+  } else if constexpr (kUnits == 1) {
+    return reinterpret_cast<V>(U{} + load_as<uint32_t>(from));
+  } else if constexpr (kUnits == 2) {
+    using Pairs = uint64_t __attribute__((vector_size(W * 4)));
+    return reinterpret_cast<V>(Pairs{} + load_as<uint64_t>(from));
+#if defined(__AVX512F__)
+  } else if constexpr (kUnits == 4) {
+    return reinterpret_cast<V>(_mm512_broadcast_i32x4(load_as<__m128i>(from)));
+  } else {
+    return reinterpret_cast<V>(_mm512_broadcast_i64x4(load_as<__m256i>(from)));
+#elif defined(__AVX2__)
+  } else {
+    return reinterpret_cast<V>(_mm256_broadcastsi128_si256(load_as<__m128i>(from)));
+#endif
+  }
+}
+
 // kColumns neighbouring elements as kParts vectors of fp32. Half: 64 bytes at once, where sums of
 // two parts have registers enough.
 template <class T>
@@ -92,6 +115,13 @@ struct Stream {
     Read of[kKeys];
   };
 
+  // Whether 32 bits are an operand as they lie in memory.
+  static constexpr bool kHasUnits = std::is_same_v<T, float>;
+  static constexpr int kUnitColumns = 1;
+  template <int kUnits>
+  TILEWISE_FN static Read read_repeated(const T* from) {
+    return {{repeated<F, kUnits>(from)}};
+  }
   TILEWISE_FN static Read read(const T* from) {
     Read r;
     Widened<T>::read(from, r.part);
@@ -140,6 +170,12 @@ struct Stream<BFloat16> {
     H2 low, high;  // in each group of 8 columns the first four and the last four
   };
 
+  static constexpr bool kHasUnits = true;
+  static constexpr int kUnitColumns = 2;
+  template <int kUnits>
+  TILEWISE_FN static Read read_repeated(const BFloat16* from) {
+    return repeated<H2, kUnits>(from);
+  }
   TILEWISE_FN static Read read(const BFloat16* from) { return load_as<H2>(from); }
   TILEWISE_FN static Read read_first(const BFloat16* from, int64_t n) {
     return read(FirstElements<BFloat16, kColumns>(from, n).data);

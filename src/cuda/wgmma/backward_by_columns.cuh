@@ -195,8 +195,8 @@ TILEWISE_DEVICE void by_columns_role(const TmaBackwardParams& p, ptx::SharedAddr
 
   if (p.key_flags.data != nullptr && ptx::any(!sums.finite()) && ptx::lane_index() == 0)
     p.key_flags.data[work.index] = 1;
-  // Nobody reads K and V any more. Each says so to the other one: synccheck takes no barrier to which
-  // threads come in code of their own.
+  // Nobody reads K and V any more. Each says so to the other one: synccheck takes no barrier to
+  // which threads come in code of their own.
   ptx::bar_arrive(kKeysRead + (kWarpgroup ^ 1), Plan::kMathThreads);
   ptx::bar_sync(kKeysRead + kWarpgroup, Plan::kMathThreads);
   const float scale = score_of(p.problem).scale;
