@@ -2,8 +2,7 @@
 // U units of 32 bits, and U units of a key are read into each of these R parts:
 //
 //   q    row 0: unit 0 .. U-1 | row 1: unit 0 .. U-1 | ...
-//   k           unit 0 .. U-1 |        unit 0 .. U-1 | ...    a broadcast, which no port of sums
-//   does
+//   k           unit 0 .. U-1 |        unit 0 .. U-1 | ...    one load, which repeats them
 //
 // so that adding up lanes, which takes longer than the products of a key, is done for all rows at
 // once.
@@ -21,8 +20,8 @@ struct UnitScores {
   using Read = typename Reader::Read;
   static constexpr int U = W / R;
   static constexpr int kColumns = U * Reader::kUnitColumns;  // of a step
-  // That a read of q serves. Memory would have less, one after the other (Zen 5, eight rows of bf16
-  // D64: 16 GB/s with one, 18 with four, 17 with eight).
+  // That a read of q serves (Zen 5, eight rows of bf16 D64: 16 GB/s with one, 18 with four, 17 with
+  // eight).
   static constexpr int kKeys = 4;
   static constexpr int kStepsOfLine =
       max(1, static_cast<int>(Ahead<T>::kLine) / (kColumns * int{sizeof(T)}));
