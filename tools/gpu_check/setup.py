@@ -11,8 +11,8 @@ from .processes import PYTHON, ROOT, TIMED_OUT, Ended, python_environment, say
 Report = dict[str, Any]
 # What TILEWISE_FORCE_ARCH is set to: tile tables of mma_sync.
 FORCED = ("80", "75")
-# MiB of a GPU for each process that runs tests: most take 2000, now and then one 12000. With 3000
-# (26 processes on 80 GB) 216 tests of a run failed, most of them for want of it.
+# MiB of a GPU for each process that runs tests: most take 2000; those that need 11 GB and more
+# take turns (tests/python/devices.py, much_memory), beside what this leaves free.
 OF_A_PROCESS = 5000
 
 

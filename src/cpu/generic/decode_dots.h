@@ -21,8 +21,8 @@ struct DotProducts {
   static constexpr int kParts = Reader::kParts;
   static constexpr int kColumns = Reader::kColumns;
   // Keys whose values a row adds up in registers. Short: another head comes after them. Several
-  // rows have as many sums to put down (8 to 16: 5 to 10 % less in cache; one row of bf16 from
-  // memory takes 10 % longer).
+  // rows have as many sums to put down (16 instead of 8: 5 to 11 % less in cache); one row, whose
+  // time is that of memory, gains nothing.
   TILEWISE_FN static constexpr int group_of(int64_t rows) { return rows == 1 ? 8 : 16; }
   // Sums that are kept in registers: half of them, the other half holds operands.
   static constexpr int kSums = W == 16 ? 16 : 8;
@@ -31,8 +31,7 @@ struct DotProducts {
   static constexpr int64_t kMostAhead = Ahead<T>::kMost;
 
   // Few rows are read key by key, since their time is that of memory. By units (Zen 5, one thread)
-  // one row takes 5 to 10 % longer and two 5 %, four are level, eight have 1.26 to 1.38 of the
-  // speed.
+  // one and two rows take up to 10 % longer, four are level, eight have 1.26 to 1.38 of the speed.
   template <int R>
   static constexpr bool kByUnits = Reader::kHasUnits && R >= 4;
 
