@@ -41,9 +41,9 @@ struct Decode : DecodeScratch {
   const bool general;
   const float exponent;        // p = 2^((s - m) * exponent)
   const int64_t rows_of_head;  // rounded up
-  // Rows of the first head in the order they are read, each list padded to whole steps: keys of the
-  // tile, its values, keys of the next tile.
-  const Cached** const rows;
+  // Rows of the first head: keys and values of the tile, and of as many behind it as are asked for.
+  const Cached** const keys_of_tile;
+  const Cached** const values_of_tile;
   int64_t count = 0;   // keys of the tile
   int64_t padded = 0;  // ... and up to a whole step
   Products products;
@@ -59,7 +59,8 @@ struct Decode : DecodeScratch {
         general(is_general(p)),
         exponent(exponent_of(score, general)),
         rows_of_head(decode_rows_of_head(t.packed_rows.size())),
-        rows(reinterpret_cast<const Cached**>(DecodeScratch::rows)),
+        keys_of_tile(reinterpret_cast<const Cached**>(rows)),
+        values_of_tile(keys_of_tile + tile_k + Products::kMostAhead),
         products(task) {}
 
   TILEWISE_FN int64_t reads_of_q() const { return ceil_div(p.head_dim, kColumns); }
@@ -138,17 +139,20 @@ struct Decode : DecodeScratch {
     });
   }
 
-  // Rows of `keys` and, up to a whole step and for what is prefetched behind them, again the
-  // first one. Returns where the next list starts.
-  TILEWISE_FN const Cached** list(const Cached** to, const WideScratch& wide, Range keys,
-                                  const tilewise_tensor& view, int64_t columns) const {
-    if constexpr (kFloat8)
-      key_rows(to, keys, keys.size(), s.kv, view, task.kv_head);
-    else
-      keys_of(to, wide, keys, keys.size(), p, s, view, task.kv_head, columns);
-    const Cached** const end = to + round_up(keys.size(), Products::kStep);
-    for (const Cached** at = to + keys.size(); at < end + Products::kMostAhead; ++at) *at = rows[0];
-    return end;
+  // Rows of `keys`, of `ahead` after them and, where there are no more, again the first one, up to
+  // a whole step. Rows of float8 that are copied are not asked for ahead.
+  TILEWISE_FN void list(const Cached** to, const WideScratch& wide, Range keys, int64_t ahead,
+                        const tilewise_tensor& view, int64_t columns) const {
+    const Range more = {keys.begin, min(keys.end + ahead, task.keys.end)};
+    int64_t listed = more.size();
+    if (!kFloat8 && p.kv_float8 != 0) {
+      listed = keys.size();
+      keys_of(to, wide, keys, listed, p, s, view, task.kv_head, columns);
+    } else {
+      key_rows(to, more, listed, s.kv, view, task.kv_head);
+    }
+    const int64_t end = round_up(keys.size(), Products::kStep) + ahead;
+    for (int64_t i = listed; i < end; ++i) to[i] = to[0];
   }
 
   // Score changes and band: W keys of a row from `key` of the sequence on, of which `left` exist.
@@ -214,20 +218,19 @@ struct Decode : DecodeScratch {
     if (lanes.panel_covers(0, keys)) return false;
     for (int64_t key = 0; key < keys.size(); ++key)
       for (int64_t h = 0; h < task.heads; ++h)
-        if (!row_is_finite(rows[padded + key] + h * p.v.stride_head, p.head_dim_v)) return true;
+        if (!row_is_finite(values_of_tile[key] + h * p.v.stride_head, p.head_dim_v)) return true;
     return false;
   }
 
   // The same sums, of the keys whose weight is not 0.
   TILEWISE_FN void accumulate_seen() const {
-    const Cached* const* const v = rows + padded;
-    const int group = DotProducts<Cached>::group_of(rows_of_head);  // keys added up at once
+    const int64_t group = DotProducts<Cached>::group_of(p, rows_of_head);
     for_rows([&](int64_t row, int64_t, int64_t h) {
       for (int64_t first = 0; first < count; first += group)
         for (int64_t c = 0; c < p.head_dim_v; c += kColumns) {
           const auto seen = [&](int64_t key) {
             if (key >= count || Reader::weight(s_of(row), key) == 0.0f) return Read{};
-            return read(v[key] + h * p.v.stride_head, c, p.head_dim_v);
+            return read(values_of_tile[key] + h * p.v.stride_head, c, p.head_dim_v);
           };
           F sum[kParts] = {};
           for (int64_t key = first; key < min(count, first + group); key += Reader::kKeys) {
@@ -245,25 +248,20 @@ struct Decode : DecodeScratch {
     [[maybe_unused]] const typename Products::Session session{lanes.count};
     const Tiling tiling{s.band.keys, tile_k};
     const Range tiles = tiling.touching(intersect(lanes.all_lanes_any(panel()), task.keys));
-    const auto keys_at = [&](int64_t j) {
-      return j < tiles.end ? intersect(tiling.at(j), task.keys) : Range{};
-    };
-    if (!tiles.empty()) list(rows, wide_k, keys_at(tiles.begin), p.k, p.head_dim);
     for (int64_t j = tiles.begin; j < tiles.end; ++j) {
-      const Range keys = keys_at(j);
+      const Range keys = intersect(tiling.at(j), task.keys);
       count = keys.size();
       padded = round_up(count, Products::kStep);
-      const Cached** const next = list(rows + padded, wide_v, keys, p.v, p.head_dim_v);
+      list(keys_of_tile, wide_k, keys, products.ahead_k, p.k, p.head_dim);
       with_rows([&](auto R) { products.template scores<R>(*this); });
       for_rows([&](int64_t row, int64_t lane, int64_t h) {
         softmax(row, lane, head_of(lane, h), keys);
       });
-      list(next, wide_k, keys_at(j + 1), p.k, p.head_dim);
+      list(values_of_tile, wide_v, keys, products.ahead_v, p.v, p.head_dim_v);
       if (hides_nonfinite(keys))
         accumulate_seen();
       else
         with_rows([&](auto R) { products.template accumulate<R>(*this); });
-      __builtin_memmove(rows, next, static_cast<size_t>(tile_k) * sizeof(*rows));
     }
     for_rows([&](int64_t row, int64_t lane, int64_t h) { finish(row, lane, h); });
   }

@@ -20,10 +20,14 @@ struct DotProducts {
   static constexpr int kRows = kMostRows;      // of a product
   static constexpr int kParts = Reader::kParts;
   static constexpr int kColumns = Reader::kColumns;
-  // Keys whose values a row adds up in registers. Short: another head comes after them. Several
-  // rows have as many sums to put down (16 instead of 8: 5 to 11 % less in cache); one row, whose
-  // time is that of memory, gains nothing.
-  TILEWISE_FN static constexpr int group_of(int64_t rows) { return rows == 1 ? 8 : 16; }
+  // Keys whose values a row adds up in registers: those of a tile where the next ones are of the
+  // same head (Zen 5, one row of bf16 D128, one thread: 32 GB/s, 29 with eight), else few: another
+  // head comes after them. Several rows have as many sums to put down (16 instead of 8: 5 to 11 %
+  // less in cache), and gain nothing by more.
+  TILEWISE_FN static int64_t group_of(const Problem& p, int64_t rows) {
+    if (rows > 1) return 16;
+    return heads_side_by_side(p) ? 8 : Ahead<T>::kMost;
+  }
   // Sums that are kept in registers: half of them, the other half holds operands.
   static constexpr int kSums = W == 16 ? 16 : 8;
   // Rows whose sums of values are kept: with 8 of them half of the 16 registers would be in memory.
@@ -39,8 +43,8 @@ struct DotProducts {
   const int64_t ahead_v;
 
   TILEWISE_FN explicit DotProducts(const ForwardTask& task)
-      : ahead_k(Ahead<T>::keys(task.heads * task.problem->head_dim)),
-        ahead_v(Ahead<T>::keys(task.heads * task.problem->head_dim_v)) {}
+      : ahead_k(Ahead<T>::keys(task.heads, task.problem->head_dim)),
+        ahead_v(Ahead<T>::keys(task.heads, task.problem->head_dim_v)) {}
 
   // q: [row][read], or as UnitScores has it
   template <class Item>
@@ -71,7 +75,7 @@ struct DotProducts {
     for (int64_t c = 0; c < whole; ++c) {
       const int64_t at = offset + c * kColumns;
       for (int n = 0; n < N; ++n) {
-        Ahead<T>::template ask<R>(k + n, ahead_k, offset, c * kColumns);
+        Ahead<T>::ask(k + n, ahead_k, offset, c * kColumns);
         key[n] = Reader::read(k[n] + at);
       }
       add(c, key);
@@ -100,7 +104,7 @@ struct DotProducts {
       for (int64_t h = 0; h < d.task.heads; ++h) {
         F sums[W];
         F rows[R];
-        Units::dots(sums, q + h * R * d.reads_of_q(), d.rows + first, h * d.p.k.stride_head,
+        Units::dots(sums, q + h * R * d.reads_of_q(), d.keys_of_tile + first, h * d.p.k.stride_head,
                     d.p.head_dim, ahead_k);
         Units::by_rows(rows, sums);
         for (int r = 0; r < R; ++r) store(d.s_of(h * R + r) + first, rows[r] * d.unit_of_k(h));
@@ -116,7 +120,7 @@ struct DotProducts {
       F sums[kDecodeRows][W / 4];  // lane i: of key i % 4
       for (int four = 0; four < W / 4; ++four)
         for (int64_t h = 0; h < d.task.heads; ++h) {
-          const T* const* const k = d.rows + first + 4 * four;
+          const T* const* const k = d.keys_of_tile + first + 4 * four;
           F sum[R][4];
           for (int n = 0; n < 4; n += N)
             dots<R, N>(d, query + h * R * d.reads_of_q(), k + n, h * d.p.k.stride_head, n, sum);
@@ -138,7 +142,7 @@ struct DotProducts {
       const int64_t column = c + j * kColumns;
       Read read[Reader::kKeys] = {};
       for (int i = 0; i < kKeys; ++i) {
-        if (ask) Ahead<T>::template ask<R>(v + i, ahead_v, offset, column);
+        if (ask) Ahead<T>::ask(v + i, ahead_v, offset, column);
         if constexpr (kWhole)
           read[i] = Reader::read(v[i] + offset + column);
         else
@@ -155,7 +159,7 @@ struct DotProducts {
   TILEWISE_FN void accumulate_group(const Item& d, Range keys, int64_t h, int64_t row,
                                     int64_t c) const {
     constexpr int K = Reader::kKeys;
-    const T* const* const v = d.rows + d.padded;
+    const T* const* const v = d.values_of_tile;
     const int64_t offset = h * d.p.v.stride_head;
     const float* const weights = d.s_of(h * R + row);
     F sum[B][V][kParts] = {};
@@ -173,11 +177,11 @@ struct DotProducts {
     constexpr int B = min(R, kRowsOfValues);
     constexpr int V = max(1, min(8, kSums / B) / kParts);
     constexpr int kHalf = max(1, V / 2);
-    constexpr int kGroup = group_of(R);
+    const int64_t group = group_of(d.p, R);
     const int64_t columns = d.p.head_dim_v;
-    for (int64_t first = 0; first < d.count; first += kGroup)
+    for (int64_t first = 0; first < d.count; first += group)
       for (int64_t h = 0; h < d.task.heads; ++h) {
-        const Range keys = {first, min<int64_t>(d.count, first + kGroup)};
+        const Range keys = {first, min(d.count, first + group)};
         for (int64_t row = 0; row < R; row += B) {
           int64_t c = 0;
           for (; c + V * kColumns <= columns; c += V * kColumns)

@@ -112,10 +112,10 @@ struct TileProducts : DotProducts<BFloat16> {
   __attribute__((noinline)) void scores(const Item& d) const {
     F sums[kDecodeRows];                                       // [head][tile][key][row]
     const int64_t tiles = R < kRows ? 1 : d.rows_of_head / R;  // of a head
-    RowLines<T> ahead(d.rows + max<int64_t>(kGroup, ahead_k), d.task.heads, d.p.k.stride_head,
+    RowLines<T> ahead(d.keys_of_tile + max<int64_t>(kGroup, ahead_k), d.task.heads, d.p.k.stride_head,
                       d.p.head_dim);
     for (int64_t first = 0; first < d.padded; first += kTile) {
-      const Keys k(d.rows + first, d.p.head_dim);
+      const Keys k(d.keys_of_tile + first, d.p.head_dim);
       const uint32_t* query = reinterpret_cast<const uint32_t*>(d.q);
       tile_fence();
       for (int64_t h = 0; h < d.task.heads; ++h)
@@ -148,7 +148,7 @@ struct TileProducts : DotProducts<BFloat16> {
   template <class Item>
   TILEWISE_FN static void interleave(const Item& d, Pairs& to, int64_t first, int64_t h,
                                      int64_t column, RowLines<T>& ahead) {
-    const T* const* const v = d.rows + d.padded + first;
+    const T* const* const v = d.values_of_tile + first;
     const int64_t offset = h * d.p.v.stride_head;
     const auto put = [&](int i, Read a, Read b) {
       const Reader::Values values = Reader::values({a, b});
@@ -196,7 +196,7 @@ struct TileProducts : DotProducts<BFloat16> {
       int64_t first, h, column;
     } last{};
     Pairs pairs[2];
-    RowLines<T> ahead(d.rows + d.padded + max<int64_t>(kGroup, ahead_v), d.task.heads,
+    RowLines<T> ahead(d.values_of_tile + max<int64_t>(kGroup, ahead_v), d.task.heads,
                       d.p.v.stride_head, d.p.head_dim_v);
     int turn = 0;
     for (int64_t first = 0; first < d.count; first += kGroup)

@@ -20,9 +20,9 @@ struct UnitScores {
   using Read = typename Reader::Read;
   static constexpr int U = W / R;
   static constexpr int kColumns = U * Reader::kUnitColumns;  // of a step
-  // That a read of q serves (Zen 5, eight rows of bf16 D64: 16 GB/s with one, 18 with four, 17 with
-  // eight).
-  static constexpr int kKeys = 4;
+  // That a read of q serves, and that are read in turns (Zen 5, one thread, D128: eight rows 26
+  // GB/s with eight, 24 with four; four rows 29, 32 and 33 with four, two and one).
+  static constexpr int kKeys = R == 4 ? 2 : 8;
   static constexpr int kStepsOfLine =
       max(1, static_cast<int>(Ahead<T>::kLine) / (kColumns * int{sizeof(T)}));
   static_assert(W % R == 0 && W % kKeys == 0);
@@ -45,7 +45,7 @@ struct UnitScores {
       int64_t c = 0;
       for (; c + kStepsOfLine <= whole; c += kStepsOfLine) {
         for (int n = 0; n < kKeys; ++n)
-          Ahead<T>::template ask<R>(key + n, ahead, offset, c * kColumns);
+          Ahead<T>::ask(key + n, ahead, offset, c * kColumns);
         for (int i = 0; i < kStepsOfLine; ++i) add(sum, q[c + i], key, offset + (c + i) * kColumns);
       }
       for (; c < whole; ++c) add(sum, q[c], key, offset + c * kColumns);
