@@ -2,9 +2,10 @@
 
 Ours attends to contiguous caches without and with cache_seqlens, to log-normal lengths, to pages of
 1, 16, 64 and 256 keys in random order, and to as many keys of float8; the peers are PyTorch's own,
-and FA-3 where it is installed, and take contiguous caches of bf16. All take turns, in a CUDA graph
-of many calls (the device's time of one) and call by call (with what a launch costs); caches are
-changed from call to call, so that none is in L2.
+and FA-3 where it is installed, and take contiguous caches of bf16. With cuDNN's own front end
+(nvidia-cudnn-frontend) cuDNN attends to these lengths and pages, too. All take turns, in a CUDA
+graph of many calls (the device's time of one) and call by call (with what a launch costs); caches
+are changed from call to call, so that none is in L2.
 
   python bench/bench_gpu_decode.py                    B1..128, 1k..128k keys, 4 sets of heads
   python bench/bench_gpu_decode.py --quick            the main points (under 40 seconds)
@@ -33,7 +34,7 @@ from tilewise.cli import tables
 from tilewise.cli.progress import Progress
 
 WRONG = 1e-2  # error of bf16 is 2e-3
-PEERS = ("cudnn", "fa2", "fa3", "sdpa")
+PEERS = ("cudnn", "fa2", "fa3", "sdpa", *cases.ALIKE)
 BARS = ("cudnn", "fa3")  # the best of them is the bar
 
 
@@ -113,7 +114,11 @@ def make_row(
     rates = {n: case.bytes * shares[n] / t / 1e3 for n, t in times.items()}
     ours = [n for n in rates if n not in PEERS]
     row["gb_s"] = rates
-    row["ratio"] = {p: {n: rates[n] / rates[p] for n in ours} for p in PEERS if p in rates}
+    row["ratio"] = {
+        p: {n: rates[n] / rates[p] for n in ours if cases.ALIKE.get(p, n) == n}
+        for p in PEERS
+        if p in rates
+    }
     row["of_contiguous"] = {
         n: times[n] / times["lengths"] for n in cases.PAGE_BARS if n in times and "lengths" in times
     }
@@ -129,6 +134,11 @@ def make_row(
         if round(row["ratio"].get(p, {}).get(n, math.inf), 2) < cases.PEER_BAR
     ]
     row["missed"] += [
+        f"{n} {row['ratio'][p][n]:.2f} of cuDNN's"
+        for p, n in cases.ALIKE.items()
+        if round(row["ratio"].get(p, {}).get(n, math.inf), 2) < cases.PEER_BAR
+    ]
+    row["missed"] += [
         f"{n} {x:.2f} of contiguous"
         for n, x in row["of_contiguous"].items()
         if round(x, 2) > cases.PAGE_BARS[n]
@@ -138,7 +148,7 @@ def make_row(
 
 
 OURS = ("dense", "lengths", *cases.PAGE_BARS, *cases.FLOAT8, "uneven", "uneven page16")
-HEAD = ("point", *OURS, "cuDNN", "FA-2", "FA-3")
+HEAD = ("point", *OURS, "cuDNN", *cases.ALIKE, "FA-2", "FA-3")
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -166,6 +176,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             ratios = [r["ratio"][peer][name] for r in rows if name in r["ratio"].get(peer, {})]
             if ratios:
                 means[f"{name} over {TITLES[peer]}"] = gpu_report.geometric_mean(ratios)
+        alike = [r["ratio"][f"cudnn {name}"][name] for r in rows if f"cudnn {name}" in r["ratio"]]
+        if alike:
+            means[f"{name} over cuDNN's {name}"] = gpu_report.geometric_mean(alike)
         slower = [r["of_contiguous"][name] for r in rows if name in r["of_contiguous"]]
         if slower:
             means[f"{name} over contiguous, time"] = gpu_report.geometric_mean(slower)

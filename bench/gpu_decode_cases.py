@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+import gpu_decode_cudnn
 import tilewise
 from gpu_contestants import fa3_installed
 
@@ -28,6 +29,8 @@ PEER_BAR = 1.0
 PAGE_BARS = {"page1": 1.15, "page16": 1.05, "page64": 1.05, "page256": 1.05}
 # Caches of float8_e4m3, half the bytes, and the contestant over as many keys of bf16.
 FLOAT8 = {"float8": "lengths", "float8 page16": "page16", "float8 page64": "page64"}
+# Peers with the lengths and the pages of ours.
+ALIKE = {f"cudnn {n}": n for n in ("lengths", "uneven", "page16", "page64", "uneven page16")}
 
 aten = torch.ops.aten
 
@@ -164,6 +167,13 @@ def contestants(case: Case, x: Inputs) -> Iterator[Contestant]:
     if x.q.is_cuda:
         yield Contestant("cudnn", _cudnn(q, heads_first), x.full)
         yield Contestant("fa2", _fa2(q, heads_first), x.full)
+        if gpu_decode_cudnn.installed():
+            for name, of in ALIKE.items():
+                if case.batch == 1 and "uneven" in of:
+                    continue
+                lengths = x.uneven if "uneven" in of else x.full
+                size = int(of.partition("page")[2] or 0)
+                yield Contestant(name, _cudnn_alike(x, lengths, size), lengths, size)
         if fa3_installed():
             yield Contestant("fa3", _fa3(x), x.full)
     else:
@@ -173,6 +183,19 @@ def contestants(case: Case, x: Inputs) -> Iterator[Contestant]:
 def _cudnn(q: Tensor, caches: list[tuple[Tensor, Tensor]]) -> Call:
     attend = aten._scaled_dot_product_cudnn_attention
     return lambda copy: attend(q, *caches[copy], None, False, 0.0, False, False)[0].transpose(1, 2)
+
+
+def _cudnn_alike(x: Inputs, lengths: Tensor, size: int) -> Call:
+    shape = (-1, size, *x.caches[0][0].shape[2:]) if size else x.caches[0][0].shape
+    caches = [(k.view(shape), v.view(shape)) for k, v in x.caches]
+    made: list[gpu_decode_cudnn.Decode] = []
+
+    def call(copy: int) -> Tensor:
+        if not made:
+            made.append(gpu_decode_cudnn.Decode(x.q, caches[0][0], lengths, x.tables.get(size)))
+        return made[0](x.q, *caches[copy])
+
+    return call
 
 
 def _fa2(q: Tensor, caches: list[tuple[Tensor, Tensor]]) -> Call:

@@ -60,23 +60,31 @@ struct EqualParts {
   int32_t most = 0;   // of a batch, at least `alike` for each sequence; 0: not cut like this
   int32_t alike = 1;  // of each sequence of a batch of lengths that are alike
   int32_t tile = 1;   // keys
+  // Short ones are alike, too, when the longest is at most so many fourths of the mean.
+  int32_t fourths = kFourths;
 
   struct Batch {
     int32_t sequences;
     int32_t keys;
     int32_t longest;
 
-    // The longest one is at most a fourth above the mean.
-    TILEWISE_FN constexpr bool are_alike() const {
-      return int64_t{longest} * sequences * 4 <= int64_t{keys} * 5;
+    TILEWISE_FN constexpr bool within(int32_t fourths) const {
+      return int64_t{longest} * sequences * 4 <= int64_t{keys} * fourths;
     }
   };
+
+  static constexpr int32_t kFourths = 5;  // of lengths that are alike
+  static constexpr int32_t kShort = 32;   // tiles
+
+  TILEWISE_FN constexpr bool are_alike(const Batch& batch) const {
+    return batch.within(batch.longest <= kShort * tile ? fourths : kFourths);
+  }
 
   TILEWISE_FN constexpr bool any() const { return most != 0; }
 
   // Keys of a part: the first one of these by which a batch has no more than `most`.
   TILEWISE_FN constexpr int32_t first_part(const Batch& batch) const {
-    if (batch.are_alike()) return whole_tiles(quotient(batch.longest, alike));
+    if (are_alike(batch)) return whole_tiles(quotient(batch.longest, alike));
     // Every sequence has one part that may be short, of which half is to be expected.
     return whole_tiles(quotient(batch.keys, most - batch.sequences / 2));
   }

@@ -106,17 +106,22 @@ bool are_uneven(const Problem& p) {
 }
 
 // Whether blocks alone on their multiprocessors read as fast as two of them: with a stage more in
-// their ring, where they have many tiles of keys, and no pages or float8, which a warp spends more
-// time on.
-// (B8 with 8k keys: 67.2 -> 64.9 us, B16 with 2k keys and 64/8 heads, which is not split then, 36.8
-// -> 35.3; but B4 with 4k keys, 16 tiles each, 21.3 -> 21.9.) Where a second kernel combines parts
-// it takes more of them to see that.
+// their ring, where they have many tiles of keys, and no float8, which a warp spends more time on.
+// (H200: B8 with 8k keys 67.2 -> 64.9 us, B16 with 2k keys and 64/8 heads, which is not split then,
+// 36.8 -> 35.3; but B4 with 4k keys, 16 tiles each, 21.3 -> 21.9. H100: B128 with 1k keys and 16/1
+// heads 30.9 -> 27.8, B16 with 1k and 64/8 28.3 -> 27.6.) Where a second kernel combines parts it
+// takes more of them to see that. On pages a warp spends more instructions: only where some tiles
+// have two parts otherwise (H100: B16 with 2k keys and 64/8 heads 55.4 -> 53.2, but with 1k 28.9 ->
+// 30.4).
 bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
-  if (plan.form != Form::boxes || p.num_splits > 0 || blocks == 0 || reads_float8(*plan.unit))
-    return false;
+  const bool boxes = plan.form == Form::boxes || plan.form == Form::paged_boxes;
+  if (!boxes || p.num_splits > 0 || blocks == 0 || reads_float8(*plan.unit)) return false;
   const int64_t splits = gpu.multiprocessors / blocks;
   const int64_t tiles = ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k);
-  return splits > 0 && ceil_div(tiles, splits) >= (are_uneven(p) && splits > 1 ? 64 : 24);
+  if (plan.form == Form::paged_boxes) return splits == 1 && 24 <= tiles && tiles <= 32;
+  const bool uneven = are_uneven(p);
+  const int64_t least = splits > 1 ? (uneven ? 64 : 24) : (uneven ? 24 : 16);
+  return splits > 0 && ceil_div(tiles, splits) >= least;
 }
 
 // Decoding by boxes: two blocks a multiprocessor read as fast as four, with half as many partial
@@ -199,12 +204,22 @@ SplitRule uneven_rule(const Problem& p, const Gpu& gpu, const UnitTable& unit, i
   return {max(max(keys_of_split(unit), least), share(slots * times)), kMostSplits};
 }
 
+// Where multiprocessors have several tiles each, sequences of up to 2k keys are not cut when the
+// longest one is no longer than what a multiprocessor has to read, more or less (H100, log-normal
+// lengths, cut and not: 64 sequences of 1k keys 43.0 and 39.9 us, 128 77.6 and 75.6; but 32 of 1k
+// 24.1 and 25.4, 64 of 4k in pages 138.3 and 145.8).
+int32_t fourths_of_uncut(const Gpu& gpu, int64_t blocks) {
+  return static_cast<int32_t>(
+      clamp(blocks * 23 / (5 * gpu.multiprocessors), EqualParts::kFourths, 1 << 20));
+}
+
 // The same where one can: a long sequence is cut where short ones are not, and sequences of lengths
 // that are alike as many times as without lengths. There is room for two blocks a multiprocessor,
-// and one that may be short for each sequence. Where a multiprocessor has one block of lengths that
-// are alike, or three, room for one or two more each: of a larger grid the hardware gives some of
-// them a part too many, and others none (B16 with 8k keys: 124 -> 130 us, B32 with 4k keys: 122 ->
-// 134).
+// and one that may be short for each sequence. Where parts are merged by the last block or blocks
+// are alone, there is room for one more on each multiprocessor: of a larger grid the hardware gives
+// some of them a part too many, and others none (H200: B16 with 8k keys 124 -> 130 us, B32 with 4k
+// 122 -> 134), and blocks without a part come last (H100, two more and one: B48 with 1k keys 74.9
+// -> 72.2 us, with 2k 140.3 -> 137.7, log-normal 53.6 -> 52.1).
 EqualParts equal_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   int64_t keys = 0;
   if (!checked_mul(p.batch, max<int64_t>(1, most_keys(p)), &keys) || keys > 1 << 30 ||
@@ -215,13 +230,16 @@ EqualParts equal_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64
   const bool merges = merges_parts(plan, gpu, blocks);
   int64_t most = max(readers_of_multiprocessor(*plan.unit) * all / heads, p.batch) + p.batch;
   if (merges || plan.alone) {
-    const int64_t own = ceil_div(blocks, all);
-    most = ((own + (own > 2 ? 2 : 1)) * all - 1) / heads;
+    most = ((ceil_div(blocks, all) + 1) * all - 1) / heads;
   }
   if (merges) most = min(most, p.batch + PartArrivals::kMost - 1);
   const int64_t tiles = p.batch * ceil_div(max<int64_t>(1, most_keys(p)), int64_t{plan.tile_k});
-  return {static_cast<int32_t>(clamp(most, plan.splits * p.batch, tiles)),
-          static_cast<int32_t>(plan.splits), plan.tile_k};
+  EqualParts parts;
+  parts.most = static_cast<int32_t>(clamp(most, plan.splits * p.batch, tiles));
+  parts.alike = static_cast<int32_t>(plan.splits);
+  parts.tile = plan.tile_k;
+  if (merges) parts.fourths = fourths_of_uncut(gpu, blocks);
+  return parts;
 }
 
 // Whether lengths that only the GPU knows are better cut into as many splits each, which clusters

@@ -111,6 +111,18 @@ TEST(EqualParts, AreAsManyAsAllowed) {
   EXPECT_FALSE(EqualParts{}.any());
 }
 
+// Short ones may differ more than long ones before they are cut.
+TEST(EqualParts, ShortOnesAreAlikeWhateverTheirRuleSays) {
+  Lengths lengths;
+  for (const int32_t tiles : {32, 8, 8, 8}) lengths.keys.push_back(tiles * 64);
+  EqualParts rule{8, 1, 64};
+  EXPECT_GT(lengths.parts(lengths.part(rule)), 4);
+  rule.fourths = 10;
+  EXPECT_EQ(lengths.parts(lengths.part(rule)), 4);
+  lengths.keys[0] += 1;
+  EXPECT_GT(lengths.parts(lengths.part(rule)), 4);
+}
+
 // Lengths that are alike are cut as they are where they are known.
 TEST(EqualParts, OfLengthsThatAreAlikeAreAsAsked) {
   for (const int32_t alike : {1, 2, 7}) {

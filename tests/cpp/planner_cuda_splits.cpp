@@ -203,19 +203,57 @@ TEST(PlannerCudaSplits, FullLengthsAreCutAsNoLengths) {
   }
 }
 
-// A block that is alone on its multiprocessor has a larger ring, but of few keys, and of pages.
+// A block that is alone on its multiprocessor has a larger ring: of many keys, or where there is
+// one for each multiprocessor, and some pages.
 TEST(PlannerCudaSplits, ABlockWithManyKeysMayReadAlone) {
-  const auto alone = [](int64_t batch, int64_t keys) {
+  const Device device = gpu_with(90);
+  const auto decode = [](int64_t batch, int64_t keys) {
     Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, 32);
     p.heads_kv = 8;
-    return forward(p, gpu_with(90)).alone;
+    return p;
+  };
+  const auto alone = [&](int64_t batch, int64_t keys) {
+    return forward(decode(batch, keys), device).alone;
   };
   EXPECT_TRUE(alone(16, 4096));
+  EXPECT_TRUE(alone(16, 1024));
   EXPECT_TRUE(alone(8, 4096));
+  EXPECT_FALSE(alone(8, 2048));
   EXPECT_FALSE(alone(16, 512));
   EXPECT_FALSE(alone(32, 4096));
-  Problem pages = paged(TILEWISE_BFLOAT16, 16);
-  EXPECT_FALSE(forward(pages, gpu_with(90)).alone);
+  const int32_t lengths = 0;
+  Problem uneven = decode(16, 1024);
+  uneven.seqused_k = &lengths;
+  EXPECT_FALSE(forward(uneven, device).alone);
+  const auto pages_alone = [&](int64_t batch, int64_t keys) {
+    Problem p = paged(TILEWISE_BFLOAT16, 16);
+    p.batch = batch;
+    p.block_table_width = p.block_table_stride = keys / 16;
+    p.pages = batch * p.block_table_width;
+    p.heads_q = 32;
+    const cuda::Plan plan = forward(p, device);
+    EXPECT_EQ(plan.form, cuda::Form::paged_boxes);
+    return plan.alone;
+  };
+  EXPECT_TRUE(pages_alone(16, 2048));
+  EXPECT_FALSE(pages_alone(16, 1024));
+  EXPECT_FALSE(pages_alone(16, 4096));
+  EXPECT_FALSE(pages_alone(8, 4096));
+}
+
+// Short sequences are not cut for one that is a few times as long as the mean where there are many.
+TEST(PlannerCudaSplits, ManyShortSequencesNeedNotBeAlike) {
+  const Device device = gpu_with(90);
+  const auto fourths = [&](int64_t batch) {
+    Problem p = problem(TILEWISE_BFLOAT16, batch, 1, 8192, 32);
+    p.heads_kv = 8;
+    const int32_t lengths = 0;
+    p.seqused_k = &lengths;
+    return forward(p, device).parts.fourths;
+  };
+  EXPECT_EQ(fourths(16), EqualParts::kFourths);
+  EXPECT_EQ(fourths(64), 64 * 8 * 23 / (5 * device.gpu.multiprocessors));
+  EXPECT_GT(fourths(128), 7 * 4);
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ TIMES = {"dense": 10.0, "lengths": 10.0, "page16": 10.4, "page1": 12.0, "uneven"
 
 def row(errors=2e-3, **times):
     graph = TIMES | times
-    shares = {n: 0.25 if n == "uneven" else 1.0 for n in graph}
+    shares = {n: 0.25 if "uneven" in n else 1.0 for n in graph}
     eager = {n: t + 3 for n, t in graph.items()}
     wrong = dict.fromkeys(graph, errors)
     return bench_gpu_decode.make_row(CASE, eager, graph, wrong, shares, {"fa2": "no"})
@@ -58,6 +58,16 @@ def test_a_row_is_judged_by_the_best_peer_and_by_contiguous_keys():
     missed = row(cudnn=10.0, page1=11.0, fa3=9.5)["missed"]
     assert missed == ["dense 0.95 of FA-3", "lengths 0.95 of FA-3"]
     assert "dense" in row(errors=float("inf"))["wrong"] and not r["wrong"]
+
+
+def test_lengths_and_pages_are_judged_by_a_peer_that_has_them():
+    r = row(cudnn=10.0, page1=11.0, **{"cudnn uneven": 3.8, "cudnn page16": 11.0})
+    assert r["ratio"]["cudnn uneven"] == pytest.approx({"uneven": 0.95})
+    assert r["ratio"]["cudnn page16"] == pytest.approx({"page16": 11 / 10.4})
+    assert r["missed"] == ["uneven 0.95 of cuDNN's"]
+    means = bench_gpu_decode.summary([r])["means"]
+    assert means["uneven over cuDNN's uneven"] == pytest.approx(0.95)
+    assert "cudnn uneven" in bench_gpu_decode.HEAD
 
 
 def test_float8_is_judged_by_as_many_keys_of_bf16():

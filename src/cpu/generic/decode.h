@@ -253,11 +253,11 @@ struct Decode : DecodeScratch {
       count = keys.size();
       padded = round_up(count, Products::kStep);
       list(keys_of_tile, wide_k, keys, products.ahead_k, p.k, p.head_dim);
+      list(values_of_tile, wide_v, keys, products.ahead_v, p.v, p.head_dim_v);
       with_rows([&](auto R) { products.template scores<R>(*this); });
       for_rows([&](int64_t row, int64_t lane, int64_t h) {
         softmax(row, lane, head_of(lane, h), keys);
       });
-      list(values_of_tile, wide_v, keys, products.ahead_v, p.v, p.head_dim_v);
       if (hides_nonfinite(keys))
         accumulate_seen();
       else

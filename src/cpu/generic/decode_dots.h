@@ -39,12 +39,28 @@ struct DotProducts {
   template <int R>
   static constexpr bool kByUnits = Reader::kHasUnits && R >= 4;
 
+  // So many keys and values behind a tile are listed with it. One row asks for those so far ahead,
+  // several ask for the other tensor (Ahead).
+  const bool asks_across;
   const int64_t ahead_k;
   const int64_t ahead_v;
 
   TILEWISE_FN explicit DotProducts(const ForwardTask& task)
-      : ahead_k(Ahead<T>::keys(task.heads, task.problem->head_dim)),
-        ahead_v(Ahead<T>::keys(task.heads, task.problem->head_dim_v)) {}
+      : DotProducts(task, task.packed_rows.size() > 1) {}
+  TILEWISE_FN DotProducts(const ForwardTask& task, bool across)
+      : asks_across(across),
+        ahead_k(across ? kMostAhead : Ahead<T>::keys(task.heads, task.problem->head_dim)),
+        ahead_v(across ? Ahead<T>::kNear : Ahead<T>::keys(task.heads, task.problem->head_dim_v)) {}
+
+  // What is to be asked for beside the first key and value of a tile.
+  template <class Item>
+  TILEWISE_FN const T* const* coming_with_keys(const Item& d) const {
+    return asks_across ? d.values_of_tile : d.keys_of_tile + ahead_k;
+  }
+  template <class Item>
+  TILEWISE_FN const T* const* coming_with_values(const Item& d) const {
+    return asks_across ? d.keys_of_tile + d.padded : d.values_of_tile + ahead_v;
+  }
 
   // q: [row][read], or as UnitScores has it
   template <class Item>
@@ -62,8 +78,8 @@ struct DotProducts {
   // q . k of R rows and N keys, one of them line by line as it lies in memory: sums over lanes are
   // still to be added up.
   template <int R, int N, class Item>
-  TILEWISE_FN void dots(const Item& d, const Read* query, const T* const* k, int64_t offset,
-                        int first, F (&sums)[R][4]) const {
+  TILEWISE_FN void dots(const Item& d, const Read* query, const T* const* k, const T* const* coming,
+                        int64_t offset, int first, F (&sums)[R][4]) const {
     F sum[R][N] = {};
     const auto add = [&](int64_t c, const Read(&key)[N]) {
       for (int r = 0; r < R; ++r)
@@ -75,7 +91,7 @@ struct DotProducts {
     for (int64_t c = 0; c < whole; ++c) {
       const int64_t at = offset + c * kColumns;
       for (int n = 0; n < N; ++n) {
-        Ahead<T>::ask(k + n, ahead_k, offset, c * kColumns);
+        Ahead<T>::template ask<R>(k + n, coming[n], offset, c * kColumns);
         key[n] = Reader::read(k[n] + at);
       }
       add(c, key);
@@ -100,12 +116,13 @@ struct DotProducts {
   TILEWISE_FN void scores_by_units(const Item& d) const {
     using Units = UnitScores<T, R>;
     const Read* const q = reinterpret_cast<const Read*>(d.q);
+    const T* const* const coming = coming_with_keys(d);
     for (int64_t first = 0; first < d.padded; first += W)
       for (int64_t h = 0; h < d.task.heads; ++h) {
         F sums[W];
         F rows[R];
-        Units::dots(sums, q + h * R * d.reads_of_q(), d.keys_of_tile + first, h * d.p.k.stride_head,
-                    d.p.head_dim, ahead_k);
+        Units::dots(sums, q + h * R * d.reads_of_q(), d.keys_of_tile + first, coming + first,
+                    h * d.p.k.stride_head, d.p.head_dim);
         Units::by_rows(rows, sums);
         for (int r = 0; r < R; ++r) store(d.s_of(h * R + r) + first, rows[r] * d.unit_of_k(h));
       }
@@ -116,14 +133,16 @@ struct DotProducts {
     // One row does little beside reading, but for float8, which is converted.
     constexpr int N = R == 1 && sizeof(T) > 1 ? 1 : min(4, kSums / R);
     const Read* const query = reinterpret_cast<const Read*>(d.q);
+    const T* const* const coming = coming_with_keys(d);
     for (int64_t first = 0; first < d.padded; first += W) {
       F sums[kDecodeRows][W / 4];  // lane i: of key i % 4
       for (int four = 0; four < W / 4; ++four)
         for (int64_t h = 0; h < d.task.heads; ++h) {
-          const T* const* const k = d.keys_of_tile + first + 4 * four;
+          const int64_t key = first + 4 * four;
           F sum[R][4];
           for (int n = 0; n < 4; n += N)
-            dots<R, N>(d, query + h * R * d.reads_of_q(), k + n, h * d.p.k.stride_head, n, sum);
+            dots<R, N>(d, query + h * R * d.reads_of_q(), d.keys_of_tile + key + n,
+                       coming + key + n, h * d.p.k.stride_head, n, sum);
           for (int r = 0; r < R; ++r) sums[h * R + r][four] = sum_of_rows<1>(sum[r]);
         }
       for (int64_t row = 0; row < d.task.heads * R; ++row)
@@ -134,15 +153,16 @@ struct DotProducts {
   // o of B rows += p v of `kKeys` keys, all whose weights are applied at once or one: V reads of
   // columns from `c` on. ask: for those to come, once a head.
   template <int R, int B, int V, bool kWhole, int kKeys, class Item>
-  TILEWISE_FN void weigh(const Item& d, const T* const* v, int64_t offset, int64_t c, bool ask,
+  TILEWISE_FN void weigh(const Item& d, const T* const* coming, int64_t offset, int64_t c, bool ask,
                          const float* weights, int64_t key, F (&sum)[B][V][kParts]) const {
+    const T* const* const v = d.values_of_tile + key;
     const int64_t columns = d.p.head_dim_v;
     typename Reader::Values values[V];
     for (int j = 0; j < V; ++j) {
       const int64_t column = c + j * kColumns;
       Read read[Reader::kKeys] = {};
       for (int i = 0; i < kKeys; ++i) {
-        if (ask) Ahead<T>::ask(v + i, ahead_v, offset, column);
+        if (ask) Ahead<T>::template ask<R>(v + i, coming[key + i], offset, column);
         if constexpr (kWhole)
           read[i] = Reader::read(v[i] + offset + column);
         else
@@ -159,15 +179,15 @@ struct DotProducts {
   TILEWISE_FN void accumulate_group(const Item& d, Range keys, int64_t h, int64_t row,
                                     int64_t c) const {
     constexpr int K = Reader::kKeys;
-    const T* const* const v = d.values_of_tile;
+    const T* const* const coming = coming_with_values(d);
     const int64_t offset = h * d.p.v.stride_head;
     const float* const weights = d.s_of(h * R + row);
     F sum[B][V][kParts] = {};
     int64_t key = keys.begin;
     for (; key + K <= keys.end; key += K)
-      weigh<R, B, V, kWhole, K>(d, v + key, offset, c, row == 0, weights, key, sum);
+      weigh<R, B, V, kWhole, K>(d, coming, offset, c, row == 0, weights, key, sum);
     if (key < keys.end)
-      weigh<R, B, V, kWhole, 1>(d, v + key, offset, c, row == 0, weights, key, sum);
+      weigh<R, B, V, kWhole, 1>(d, coming, offset, c, row == 0, weights, key, sum);
     for (int r = 0; r < B; ++r)
       for (int j = 0; j < V; ++j) d.add_to_o(h * R + row + r, c + j * kColumns, sum[r][j]);
   }

@@ -44,7 +44,7 @@ struct TileProducts : DotProducts<BFloat16> {
     Session& operator=(const Session&) = delete;
   };
 
-  using DotProducts<BFloat16>::DotProducts;
+  TILEWISE_FN explicit TileProducts(const ForwardTask& task) : DotProducts<BFloat16>(task, true) {}
 
   // q: [head][tile][read][unit][row of the tile]
   template <class Item>
@@ -112,8 +112,8 @@ struct TileProducts : DotProducts<BFloat16> {
   __attribute__((noinline)) void scores(const Item& d) const {
     F sums[kDecodeRows];                                       // [head][tile][key][row]
     const int64_t tiles = R < kRows ? 1 : d.rows_of_head / R;  // of a head
-    RowLines<T> ahead(d.keys_of_tile + max<int64_t>(kGroup, ahead_k), d.task.heads, d.p.k.stride_head,
-                      d.p.head_dim);
+    RowLines<T> ahead(coming_with_keys(d), d.padded, d.task.heads, d.p.v.stride_head,
+                      d.p.head_dim_v);
     for (int64_t first = 0; first < d.padded; first += kTile) {
       const Keys k(d.keys_of_tile + first, d.p.head_dim);
       const uint32_t* query = reinterpret_cast<const uint32_t*>(d.q);
@@ -196,8 +196,8 @@ struct TileProducts : DotProducts<BFloat16> {
       int64_t first, h, column;
     } last{};
     Pairs pairs[2];
-    RowLines<T> ahead(d.values_of_tile + max<int64_t>(kGroup, ahead_v), d.task.heads,
-                      d.p.v.stride_head, d.p.head_dim_v);
+    RowLines<T> ahead(coming_with_values(d), kMostAhead, d.task.heads, d.p.k.stride_head,
+                      d.p.head_dim);
     int turn = 0;
     for (int64_t first = 0; first < d.count; first += kGroup)
       for (int64_t h = 0; h < d.task.heads; ++h)

@@ -35,9 +35,9 @@ struct UnitScores {
     for (int i = 0; i < W; ++i) to[i / U * W + row * U + i % U] = unit[i];
   }
 
-  // Of W keys, `columns` from `offset` of their rows on; asks for rows `ahead` of them.
-  TILEWISE_FN static void dots(F (&sums)[W], const Read* q, const T* const* k, int64_t offset,
-                               int64_t columns, int64_t ahead) {
+  // Of W keys, `columns` from `offset` of their rows on; asks for as much of `coming`.
+  TILEWISE_FN static void dots(F (&sums)[W], const Read* q, const T* const* k,
+                               const T* const* coming, int64_t offset, int64_t columns) {
     const int64_t whole = columns / kColumns;
     for (int first = 0; first < W; first += kKeys) {
       const T* const* const key = k + first;
@@ -45,7 +45,7 @@ struct UnitScores {
       int64_t c = 0;
       for (; c + kStepsOfLine <= whole; c += kStepsOfLine) {
         for (int n = 0; n < kKeys; ++n)
-          Ahead<T>::ask(key + n, ahead, offset, c * kColumns);
+          Ahead<T>::template ask<R>(key + n, coming[first + n], offset, c * kColumns);
         for (int i = 0; i < kStepsOfLine; ++i) add(sum, q[c + i], key, offset + (c + i) * kColumns);
       }
       for (; c < whole; ++c) add(sum, q[c], key, offset + c * kColumns);
