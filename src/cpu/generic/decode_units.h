@@ -20,8 +20,9 @@ struct UnitScores {
   using Read = typename Reader::Read;
   static constexpr int U = W / R;
   static constexpr int kColumns = U * Reader::kUnitColumns;  // of a step
-  // That a read of q serves, and that are read in turns (Zen 5, one thread, D128: eight rows 26
-  // GB/s with eight, 24 with four; four rows 29, 32 and 33 with four, two and one).
+  // That a read of q serves, and that are read in turns (Zen 5, one thread, bf16 D128 from memory, q
+  // k alone: four rows 29 GB/s with four keys, 32 with two or one; eight rows 18, 21, 25 and 30 with
+  // one, two, four and eight).
   static constexpr int kKeys = R == 4 ? 2 : 8;
   static constexpr int kStepsOfLine =
       max(1, static_cast<int>(Ahead<T>::kLine) / (kColumns * int{sizeof(T)}));
