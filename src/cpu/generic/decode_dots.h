@@ -20,18 +20,23 @@ struct DotProducts {
   static constexpr int kRows = kMostRows;      // of a product
   static constexpr int kParts = Reader::kParts;
   static constexpr int kColumns = Reader::kColumns;
-  // Keys whose values a row adds up in registers: those of a tile where the next ones are of the
-  // same head (Zen 5, one row of bf16 D128, one thread: 32 GB/s, 29 with eight), else few: another
-  // head comes after them. Several rows have as many sums to put down (16 instead of 8: 5 to 11 %
-  // less in cache), and gain nothing by more.
-  TILEWISE_FN static int64_t group_of(const Problem& p, int64_t rows) {
-    if (rows > 1) return 16;
-    return heads_side_by_side(p) ? 8 : Ahead<T>::kMost;
-  }
   // Sums that are kept in registers: half of them, the other half holds operands.
   static constexpr int kSums = W == 16 ? 16 : 8;
   // Rows whose sums of values are kept: with 8 of them half of the 16 registers would be in memory.
   static constexpr int kRowsOfValues = W == 16 ? 8 : 4;
+  // Reads of V whose sums of `rows` rows are kept.
+  TILEWISE_FN static constexpr int reads_at_once(int rows) {
+    return max(1, min(8, kSums / rows) / kParts);
+  }
+  // Keys whose values a row adds up in registers: those of a tile where the next ones are of the
+  // same head and a row of V is read at once (Zen 5, one row of bf16 D128, one thread: 32 GB/s, 29
+  // with eight), else few: another head comes after them. Several rows have as many sums to put
+  // down (16 instead of 8: 5 to 11 % less in cache), and gain nothing by more.
+  TILEWISE_FN static int64_t group_of(const Problem& p, int64_t rows) {
+    if (rows > 1) return 16;
+    const bool one_run = !heads_side_by_side(p) && p.head_dim_v <= reads_at_once(1) * kColumns;
+    return one_run ? Ahead<T>::kMost : 8;
+  }
   static constexpr int64_t kMostAhead = Ahead<T>::kMost;
 
   // Few rows are read key by key, since their time is that of memory. By units (Zen 5, one thread)
@@ -195,7 +200,7 @@ struct DotProducts {
   template <int R, class Item>
   __attribute__((noinline)) void accumulate(const Item& d) const {
     constexpr int B = min(R, kRowsOfValues);
-    constexpr int V = max(1, min(8, kSums / B) / kParts);
+    constexpr int V = reads_at_once(B);
     constexpr int kHalf = max(1, V / 2);
     const int64_t group = group_of(d.p, R);
     const int64_t columns = d.p.head_dim_v;

@@ -20,10 +20,10 @@ struct UnitScores {
   using Read = typename Reader::Read;
   static constexpr int U = W / R;
   static constexpr int kColumns = U * Reader::kUnitColumns;  // of a step
-  // That a read of q serves, and that are read in turns (Zen 5, one thread, bf16 D128 from memory, q
-  // k alone: four rows 29 GB/s with four keys, 32 with two or one; eight rows 18, 21, 25 and 30 with
-  // one, two, four and eight).
-  static constexpr int kKeys = R == 4 ? 2 : 8;
+  // That a read of q serves, and that are read in turns (Zen 5, one thread, bf16 D128 from memory,
+  // q k alone: four rows 29 GB/s with four keys, 32 with two or one; eight rows 18, 21, 25 and 30
+  // with one, two, four and eight). Of 16 registers sums of eight keys take too many.
+  static constexpr int kKeys = W < 16 ? 4 : R == 4 ? 2 : 8;
   static constexpr int kStepsOfLine =
       max(1, static_cast<int>(Ahead<T>::kLine) / (kColumns * int{sizeof(T)}));
   static_assert(W % R == 0 && W % kKeys == 0);
