@@ -68,8 +68,9 @@ struct EqualParts {
     int32_t keys;
     int32_t longest;
 
-    TILEWISE_FN constexpr bool within(int32_t fourths) const {
-      return int64_t{longest} * sequences * 4 <= int64_t{keys} * fourths;
+    // Whether the longest is at most so many fourths of the mean.
+    TILEWISE_FN constexpr bool within(int32_t spread) const {
+      return int64_t{longest} * sequences * 4 <= int64_t{keys} * spread;
     }
   };
 
