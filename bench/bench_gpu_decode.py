@@ -176,7 +176,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             ratios = [r["ratio"][peer][name] for r in rows if name in r["ratio"].get(peer, {})]
             if ratios:
                 means[f"{name} over {TITLES[peer]}"] = gpu_report.geometric_mean(ratios)
-        alike = [r["ratio"][f"cudnn {name}"][name] for r in rows if f"cudnn {name}" in r["ratio"]]
+        peers = [r["ratio"].get(f"cudnn {name}", {}) for r in rows]
+        alike = [ratio[name] for ratio in peers if name in ratio]
         if alike:
             means[f"{name} over cuDNN's {name}"] = gpu_report.geometric_mean(alike)
         slower = [r["of_contiguous"][name] for r in rows if name in r["of_contiguous"]]

@@ -68,6 +68,9 @@ def test_lengths_and_pages_are_judged_by_a_peer_that_has_them():
     means = bench_gpu_decode.summary([r])["means"]
     assert means["uneven over cuDNN's uneven"] == pytest.approx(0.95)
     assert "cudnn uneven" in bench_gpu_decode.HEAD
+    alone = row(**{"cudnn page64": 9.0})  # ours did not run
+    assert alone["ratio"]["cudnn page64"] == {}
+    assert "page64 over cuDNN's page64" not in bench_gpu_decode.summary([alone])["means"]
 
 
 def test_float8_is_judged_by_as_many_keys_of_bf16():
