@@ -110,8 +110,8 @@ bool are_uneven(const Problem& p) {
 // (H200: B8 with 8k keys 67.2 -> 64.9 us, B16 with 2k keys and 64/8 heads, which is not split then,
 // 36.8 -> 35.3; but B4 with 4k keys, 16 tiles each, 21.3 -> 21.9. H100: B128 with 1k keys and 16/1
 // heads 30.9 -> 27.8, B16 with 1k and 64/8 28.3 -> 27.6.) Where a second kernel combines parts it
-// takes more of them to see that. On pages a warp spends more instructions, so there only with 24 to
-// 32 tiles (H100: B16 with 2k keys and 64/8 heads 55.4 -> 53.2, but with 1k 28.9 -> 30.4).
+// takes more of them to see that. On pages a warp spends more instructions, so there only with 24
+// to 32 tiles (H100: B16 with 2k keys and 64/8 heads 55.4 -> 53.2, but with 1k 28.9 -> 30.4).
 bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   const bool boxes = plan.form == Form::boxes || plan.form == Form::paged_boxes;
   if (!boxes || p.num_splits > 0 || blocks == 0 || reads_float8(*plan.unit)) return false;
