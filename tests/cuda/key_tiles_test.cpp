@@ -42,7 +42,8 @@ void check(const Shape& shape, int32_t splits) {
     const Range any = band.keys_of_any({begin, std::min(begin + p.row_tile, shape.rows)});
     std::vector<int> walked(static_cast<size_t>(shape.keys / kKeyTile + 1), 0);
     for (int32_t split = 0; split < splits; ++split) {
-      const KeyTiles tiles = KeyTiles::of(band, rows, split, p.splits_of(band), kKeyTile);
+      KeyTiles tiles = KeyTiles::of(band, rows, kKeyTile);
+      tiles.keep(split, p.splits_of(band));
       if (tiles.last < tiles.first) continue;
       ASSERT_GE(tiles.first, 0);
       ASSERT_LT(int64_t{tiles.last} * kKeyTile, any.end) << "tile " << tile << " split " << split;

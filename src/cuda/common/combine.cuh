@@ -23,7 +23,9 @@ struct CombinedRow {
   int64_t second = 0;
   int64_t stride = 0;
   int64_t columns = 0;
+  bool joins = false;  // flags
 
+  TILEWISE_DEVICE bool is_done() const { return !place.in_use && !joins; }
   TILEWISE_DEVICE int64_t item(int64_t split) const {
     return split == 0 ? first : second + (split - 1) * stride;
   }
@@ -66,7 +68,6 @@ struct SplitRow : CombinedRow {
 // and its rows.
 struct PartRow : CombinedRow {
   int32_t tile;
-  bool joins = false;
 
   TILEWISE_DEVICE PartRow(const ForwardParams& params, int64_t of) {
     const auto index = static_cast<int32_t>(of);
@@ -239,6 +240,8 @@ template <class Element, class Row>
 TILEWISE_KERNEL(kCombineThreads, 1)
 void combine(TILEWISE_PARAMETER ForwardParams params) {
   Combine<Element, Row> combine(params);
+  // One block is left to wait: this kernel must not be complete before the main one.
+  if (combine.row.is_done() && ptx::block_index() != 0) return;
   ptx::griddepcontrol_wait();
   combine.row.join_flags(params);
   if (!combine.row.place.in_use) return;

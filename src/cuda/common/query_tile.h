@@ -71,24 +71,25 @@ struct KeyTiles {
   int32_t upper;
 
   // Without the full tiles: what the first copies wait for.
-  TILEWISE_DEVICE static KeyTiles of(const Band& band, const QueryRows& rows, int32_t split,
-                                     int32_t splits, int32_t step) {
+  TILEWISE_DEVICE static KeyTiles of(const Band& band, const QueryRows& rows, int32_t step) {
     const int64_t row0 = rows.first + band.shift();
     KeyTiles t;
     t.keys = position(band.keys);
     t.lower = position(row0 - band.left);
     t.upper = position(row0 + band.right + 1);
-    int32_t end = max(0, min(t.keys, t.upper + rows.last_row()));
+    const int32_t end = max(0, min(t.keys, t.upper + rows.last_row()));
     t.first = tiles(max(0, t.lower), step);
-    if (splits != 1) [[unlikely]] {  // as `key_split`
-      const int32_t count = max(0, tiles(end + step - 1, step) - t.first);
-      const int32_t part = tiles(count + splits - 1, splits);
-      const int32_t begin = t.first + min(count, part * split);
-      end = min(end, (t.first + min(count, part * (split + 1))) * step);
-      t.first = begin;
-    }
     t.last = end > t.first * step ? tiles(end - 1, step) : t.first - 1;
     return t;
+  }
+
+  // Those of a split. The first one has the last tiles: where it begins to read is known before how
+  // many splits there are.
+  TILEWISE_DEVICE void keep(int32_t split, int32_t splits) {
+    const int32_t count = last - first + 1;
+    const int32_t part = tiles(count + splits - 1, splits);
+    last -= min(count, part * split);
+    first = max(first, last - part + 1);
   }
 
   // The rest.
@@ -124,19 +125,35 @@ struct BlockWork {
            rows.head(r) * view.stride_head;
   }
 
-  // `splits` of the sequence, where they are known; 0: they follow from its lengths.
   TILEWISE_DEVICE static BlockWork of(const ForwardParams& p, const TileOrder::Work& work,
-                                      int32_t key_tile, int32_t splits = 0) {
+                                      int32_t key_tile) {
+    BlockWork w = uncut(p, work, key_tile);
+    if (!w.any()) return w;
+    const int32_t splits = p.splits_of(w.sequence.band);
+    if (splits != 1) [[unlikely]]
+      w.keep(work.split, splits);
+    return w;
+  }
+
+  // With all keys of the sequence.
+  TILEWISE_DEVICE static BlockWork uncut(const ForwardParams& p, const TileOrder::Work& work,
+                                         int32_t key_tile) {
     BlockWork w;
     w.rows.count = 0;
+    w.split = 0;
+    w.splits = 1;
     if (work.sequence < 0) return w;
     w.sequence = sequence_of(p.problem, work.sequence);
     w.rows = QueryRows::of(p, w.sequence.band, work.tile, work.head);
-    w.split = work.split;
-    w.splits = splits != 0 ? splits : p.splits_of(w.sequence.band);
-    if (w.split >= w.splits) w.rows.count = 0;
-    if (w.any()) w.tiles = KeyTiles::of(w.sequence.band, w.rows, w.split, w.splits, key_tile);
+    if (w.any()) w.tiles = KeyTiles::of(w.sequence.band, w.rows, key_tile);
     return w;
+  }
+
+  TILEWISE_DEVICE void keep(int32_t of_split, int32_t of_splits) {
+    split = of_split;
+    splits = of_splits;
+    if (split >= splits) rows.count = 0;
+    if (any()) tiles.keep(split, splits);
   }
 };
 

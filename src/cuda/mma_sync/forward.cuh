@@ -209,24 +209,37 @@ TILEWISE_DEVICE uint8_t* flag_of(const ForwardParams& p, const BlockWork& work) 
   return p.flags.data + tile_of_part(p, work);
 }
 
+// With equal parts the first blocks have a tile each.
 template <class C>
-TILEWISE_DEVICE void clear_flag(const ForwardParams& p, const BlockWork& work) {
-  if (p.flags.data != nullptr && ptx::thread_index() == 0) *flag_of<C>(p, work) = 0;
+TILEWISE_DEVICE void clear_flags(const ForwardParams& p) {
+  if (p.flags.data == nullptr || ptx::thread_index() != 0) return;
+  const bool parts = C::kDecodes && p.parts.any();
+  if (parts) *p.flags.of_block(ptx::block_index()) = 0;
+  if (!parts || ptx::block_index() < p.flags.tiles) p.flags.data[ptx::block_index()] = 0;
 }
 
-// Which work the block takes. Decoding by boxes has one tile a sequence, and its first load waits
-// for every instruction before it. Heads of a part are neighbours: their keys are, in memory.
+// Parts of a batch (EqualParts). Who has the first part of a sequence knows where it begins to read,
+// and counts the parts while that is on its way; others count to find their sequence.
+TILEWISE_DEVICE bool has_first_part(const ForwardParams& p) {
+  return p.order.heads.quotient(static_cast<int32_t>(ptx::block_index())) < p.order.sequences;
+}
+TILEWISE_DEVICE KeyPart part_of_block(const ForwardParams& p) {
+  return BatchParts(p).find(p.order.heads.quotient(static_cast<int32_t>(ptx::block_index())));
+}
+
+// Which work the block takes; of a first part, all keys of its sequence. Decoding by boxes has one
+// tile a sequence, and its first load waits for every instruction before it. Heads of a part are
+// neighbours: their keys are, in memory.
 template <class C>
 TILEWISE_DEVICE BlockWork find_work(const ForwardParamsOf<C>& p, ptx::SharedAddress feed) {
   constexpr int kKeys = C::kForward.keys;
   if constexpr (C::kDecodes) {
-    if (p.parts.any()) {
+    if (p.parts.any() && !has_first_part(p)) {
+      const KeyPart part = part_of_block(p);
       const auto block = static_cast<int32_t>(ptx::block_index());
-      BatchParts batch(p);
-      const KeyPart part = batch.find(p.order.heads.quotient(block));
-      const TileOrder::Work of = {0, p.order.heads.remainder(block), part.sequence, part.split};
-      const BlockWork work = BlockWork::of(p, of, kKeys, part.splits);
-      if (part.sequence >= 0) clear_flag<C>(p, work);
+      BlockWork work =
+          BlockWork::uncut(p, {0, p.order.heads.remainder(block), part.sequence, 0}, kKeys);
+      if (work.any()) work.keep(part.split, part.splits);
       return work;
     }
   }
@@ -261,8 +274,7 @@ template <class C>
 TILEWISE_KERNEL(C::kForward.threads(), C::kForward.blocks_per_sm)
 void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   const Problem& problem = p.problem;
-  if (p.flags.data != nullptr && !p.parts.any() && ptx::thread_index() == 0)
-    p.flags.data[ptx::block_index()] = 0;
+  clear_flags<C>(p);
   const ptx::SharedAddress q = ptx::shared_address(ptx::shared_memory());
   KvFeed<C>::prepare(p, q + kFeedAt<C>);
   BlockWork work = find_work<C>(p, q + kFeedAt<C>);
@@ -272,6 +284,14 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
       q + ptx::warp_index() * (C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes);
   KvFeed<C> feed(p, work, q + kFeedAt<C>);
   feed.start([&] { load_queries<C>(problem, work, q); });
+  if constexpr (C::kDecodes) {
+    if (p.parts.any() && has_first_part(p)) {
+      const KeyPart part = part_of_block(p);
+      work.keep(part.split, part.splits);
+      feed.keep(work.tiles.first);
+    }
+  }
+  feed.fill();
   if constexpr (C::kMerges) {
     if (p.arrivals != nullptr && work.splits > 1) PartsMerge<C>(p, work).expect();
   }

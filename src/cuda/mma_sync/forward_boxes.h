@@ -57,14 +57,23 @@ class BoxFeed {
         last_(uniform(work.tiles.last)),
         stages_(p.stages) {}
 
-  // The queries are needed with the first keys, before any values.
+  // What a work has however many parts there are of it. The queries are needed with the first keys,
+  // before any values.
   template <class Queries>
   TILEWISE_DEVICE void start(Queries&& load_queries) {
     load(true, last_, 0);
     load_queries();
     tile::commit<Arch>();
+    load(false, last_, 1);
+  }
+
+  // Tiles before `first` are not wanted.
+  TILEWISE_DEVICE void keep(int32_t first) { first_ = uniform(first); }
+
+  // The rest of the ring.
+  TILEWISE_DEVICE void fill() {
 #pragma unroll
-    for (int i = 1; i < kMostStages; ++i)
+    for (int i = 2; i < kMostStages; ++i)
       if (i < stages_) load(i % 2 == 0, last_ - i / 2, i);
   }
 
