@@ -62,6 +62,7 @@ struct EqualParts {
   int32_t tile = 1;   // keys
   // Short ones are alike, too, when the longest is at most so many fourths of the mean.
   int32_t fourths = kFourths;
+  bool longest_first = false;  // the sequences of first parts
 
   struct Batch {
     int32_t sequences;

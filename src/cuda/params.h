@@ -77,8 +77,8 @@ struct Flags {
     for (int32_t i = 0; i < per_tile; ++i) found |= data[tile * per_tile + i];
     return found != 0;
   }
-  // With equal parts: who merges them joins those of blocks to that of a tile.
-  TILEWISE_FN uint8_t* of_block(int64_t block) const { return data + tiles + block; }
+  // With equal parts: who merges them joins those of parts to that of a tile.
+  TILEWISE_FN uint8_t* of_part(int64_t place) const { return data + tiles + place; }
 };
 
 // How many parts of a tile are done. Memory of unknown contents becomes a record when it holds the

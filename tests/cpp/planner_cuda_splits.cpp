@@ -256,5 +256,24 @@ TEST(PlannerCudaSplits, ManyShortSequencesNeedNotBeAlike) {
   EXPECT_GT(fourths(128), 7 * 4);
 }
 
+// Long sequences come first where not all run at once, and no more of them than a warp sorts.
+TEST(PlannerCudaSplits, BatchesOfManyRoundsAreSorted) {
+  const Device device = gpu_with(90);
+  const auto sorts = [&](int64_t batch) {
+    Problem p = problem(TILEWISE_BFLOAT16, batch, 1, 8192, 32);
+    p.heads_kv = 8;
+    const int32_t lengths = 0;
+    p.seqused_k = &lengths;
+    const EqualParts parts = forward(p, device).parts;
+    EXPECT_TRUE(parts.any());
+    return parts.longest_first;
+  };
+  EXPECT_FALSE(sorts(32));
+  EXPECT_FALSE(sorts(64));
+  EXPECT_TRUE(sorts(128));
+  EXPECT_TRUE(sorts(1024));
+  EXPECT_FALSE(sorts(1025));
+}
+
 }  // namespace
 }  // namespace tilewise::dispatch

@@ -15,6 +15,12 @@ struct KeyPart {
   int32_t splits;  // of the sequence
 };
 
+// Keys of a sequence, whose number the GPU knows.
+TILEWISE_DEVICE int32_t keys_in_use(const Problem& p, int32_t sequence) {
+  const int32_t padding = p.leftpad_k != nullptr ? p.leftpad_k[sequence] : 0;
+  return max(0, p.seqused_k[sequence] - padding);
+}
+
 // A warp sums up the lengths of a batch and counts the parts: whole warps call it. A lane has some
 // sequences that follow each other. Loops, not many instructions: a launch waits for each of them.
 class BatchParts {
@@ -53,7 +59,7 @@ class BatchParts {
   // What is at `index` of the line.
   TILEWISE_DEVICE KeyPart find(int32_t index) const {
     if (index < sequences_) return {index, 0, count(index)};
-    const int32_t to_lane = sum_to_lane(others_);
+    const int32_t to_lane = to_this_lane(others_);
     const int32_t other = index - sequences_;
     const int lane = static_cast<int>(ptx::sum(to_lane <= other ? 1u : 0u));
     if (lane == kLanes) return {-1, 0, 0};
@@ -71,7 +77,7 @@ class BatchParts {
   // Where the second part of a sequence is in the line.
   TILEWISE_DEVICE int32_t second(int32_t sequence) const {
     const int lane = sequence / of_lane_;
-    int32_t second = sequences_ + from_lane(sum_to_lane(others_) - others_, lane);
+    int32_t second = sequences_ + from_lane(to_this_lane(others_) - others_, lane);
 #pragma unroll 1
     for (int32_t before = lane * of_lane_; before < sequence; ++before) second += count(before) - 1;
     return second;
@@ -81,9 +87,7 @@ class BatchParts {
   static constexpr int kLanes = ptx::kWarpSize;
 
   TILEWISE_DEVICE int32_t keys_of(int32_t sequence) const {
-    const Problem& problem = p_.problem;
-    const int32_t padding = problem.leftpad_k != nullptr ? problem.leftpad_k[sequence] : 0;
-    return max(0, problem.seqused_k[sequence] - padding);
+    return keys_in_use(p_.problem, sequence);
   }
 
   // Parts of `part` keys of the sequences of this lane but their first ones.
@@ -99,14 +103,8 @@ class BatchParts {
   TILEWISE_DEVICE static int32_t from_lane(int32_t x, int lane) {
     return static_cast<int32_t>(ptx::shuffle(static_cast<uint32_t>(x), lane));
   }
-  // Of this lane and those before it.
-  TILEWISE_DEVICE static int32_t sum_to_lane(int32_t sum) {
-#pragma unroll
-    for (int lanes = 1; lanes < kLanes; lanes *= 2) {
-      const int32_t other = from_lane(sum, max(0, ptx::lane_index() - lanes));
-      if (ptx::lane_index() >= lanes) sum += other;
-    }
-    return sum;
+  TILEWISE_DEVICE static int32_t to_this_lane(int32_t x) {
+    return static_cast<int32_t>(ptx::sum_to_lane(static_cast<uint32_t>(x)));
   }
 
   const ForwardParams& p_;

@@ -94,7 +94,7 @@ struct PartRow : CombinedRow {
     if (!joins || ptx::thread_index() != 0) return;
     uint8_t flagged = 0;
     for (int32_t split = 0; split < splits; ++split)
-      flagged |= *params.flags.of_block(item(split) / params.packed_rows);
+      flagged |= *params.flags.of_part(item(split) / params.packed_rows);
     params.flags.data[tile] = flagged;
   }
 };

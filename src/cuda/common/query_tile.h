@@ -157,4 +157,15 @@ struct BlockWork {
   }
 };
 
+// The tile of a block that has a part of its keys.
+TILEWISE_DEVICE int64_t tile_of_part(const ForwardParams& p, const BlockWork& work) {
+  const auto block = static_cast<int32_t>(ptx::block_index());
+  return work.sequence.batch * p.order.heads + p.order.heads.remainder(block);
+}
+// Where its results lie, among all parts: as blocks come, but for first parts, which have the
+// places of their tiles whichever block takes them.
+TILEWISE_DEVICE int64_t place_of_part(const ForwardParams& p, const BlockWork& work) {
+  return work.split > 0 ? ptx::block_index() : tile_of_part(p, work);
+}
+
 }  // namespace tilewise::cuda

@@ -9,6 +9,7 @@
 #include <numeric>
 #include <type_traits>
 
+#include "cuda/common/longest_first.h"
 #include "cuda/mma_sync/config.h"
 #include "cuda/mma_sync/forward_boxes.h"
 #include "cuda/mma_sync/forward_parts.h"
@@ -201,48 +202,57 @@ struct Products {
   }
 };
 
-// The flag of a work: of its block or, where its result is whole, of its tile.
+// The flag of a work: of its block or, with equal parts, of its part or, where that is all, its
+// tile.
 template <class C>
 TILEWISE_DEVICE uint8_t* flag_of(const ForwardParams& p, const BlockWork& work) {
   if (!C::kDecodes || !p.parts.any()) return p.flags.data + ptx::block_index();
-  if (work.splits > 1) return p.flags.of_block(ptx::block_index());
+  if (work.splits > 1) return p.flags.of_part(place_of_part(p, work));
   return p.flags.data + tile_of_part(p, work);
 }
 
-// With equal parts the first blocks have a tile each.
+// What the block has of a batch in equal parts. The keys of a first part end where its sequence
+// does: they can be asked for before the parts have been counted (`keep_part`), and until then are
+// all keys of the sequence.
 template <class C>
-TILEWISE_DEVICE void clear_flags(const ForwardParams& p) {
-  if (p.flags.data == nullptr || ptx::thread_index() != 0) return;
-  const bool parts = C::kDecodes && p.parts.any();
-  if (parts) *p.flags.of_block(ptx::block_index()) = 0;
-  if (!parts || ptx::block_index() < p.flags.tiles) p.flags.data[ptx::block_index()] = 0;
+TILEWISE_DEVICE BlockWork find_part(const ForwardParamsOf<C>& p, ptx::SharedAddress feed) {
+  const auto block = static_cast<int32_t>(ptx::block_index());
+  const int32_t place = p.order.heads.quotient(block);
+  const bool first = place < p.order.sequences;
+  KeyPart part = {place, 0, 1};
+  if (!first)
+    part = BatchParts(p).find(place);
+  else if (p.parts.longest_first)
+    part.sequence = LongestFirst(p).at(place);
+  if constexpr (C::kBoxes) {
+    if (first) KvFeed<C>::Places::foresee(p.problem, part.sequence, feed + KvFeed<C>::kPlacesAt);
+  }
+  BlockWork work =
+      BlockWork::uncut(p, {0, p.order.heads.remainder(block), part.sequence, 0}, C::kForward.keys);
+  if (!first && work.any()) work.keep(part.split, part.splits);
+  if (p.flags.data != nullptr && part.sequence >= 0 && ptx::thread_index() == 0) {
+    *p.flags.of_part(place_of_part(p, work)) = 0;
+    if (first) p.flags.data[tile_of_part(p, work)] = 0;
+  }
+  return work;
 }
 
-// Parts of a batch (EqualParts). Who has the first part of a sequence knows where it begins to read,
-// and counts the parts while that is on its way; others count to find their sequence.
-TILEWISE_DEVICE bool has_first_part(const ForwardParams& p) {
-  return p.order.heads.quotient(static_cast<int32_t>(ptx::block_index())) < p.order.sequences;
-}
-TILEWISE_DEVICE KeyPart part_of_block(const ForwardParams& p) {
-  return BatchParts(p).find(p.order.heads.quotient(static_cast<int32_t>(ptx::block_index())));
+template <class C>
+TILEWISE_DEVICE void keep_part(const ForwardParams& p, BlockWork& work, KvFeed<C>& feed) {
+  if (work.split > 0) return;
+  work.keep(0, BatchParts(p).count(static_cast<int32_t>(work.sequence.batch)));
+  feed.keep(work.tiles.first);
 }
 
-// Which work the block takes; of a first part, all keys of its sequence. Decoding by boxes has one
-// tile a sequence, and its first load waits for every instruction before it. Heads of a part are
-// neighbours: their keys are, in memory.
+// Which work the block takes. Decoding by boxes has one tile a sequence, and its first load waits
+// for every instruction before it. Heads of a part are neighbours: their keys are, in memory.
 template <class C>
 TILEWISE_DEVICE BlockWork find_work(const ForwardParamsOf<C>& p, ptx::SharedAddress feed) {
   constexpr int kKeys = C::kForward.keys;
   if constexpr (C::kDecodes) {
-    if (p.parts.any() && !has_first_part(p)) {
-      const KeyPart part = part_of_block(p);
-      const auto block = static_cast<int32_t>(ptx::block_index());
-      BlockWork work =
-          BlockWork::uncut(p, {0, p.order.heads.remainder(block), part.sequence, 0}, kKeys);
-      if (work.any()) work.keep(part.split, part.splits);
-      return work;
-    }
+    if (p.parts.any()) return find_part<C>(p, feed);
   }
+  if (p.flags.data != nullptr && ptx::thread_index() == 0) p.flags.data[ptx::block_index()] = 0;
   if constexpr (C::kBoxes) {
     const TileOrder::Work work = p.order.at_only_tile(ptx::block_index());
     KvFeed<C>::Places::foresee(p.problem, work.sequence, feed + KvFeed<C>::kPlacesAt);
@@ -274,7 +284,6 @@ template <class C>
 TILEWISE_KERNEL(C::kForward.threads(), C::kForward.blocks_per_sm)
 void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   const Problem& problem = p.problem;
-  clear_flags<C>(p);
   const ptx::SharedAddress q = ptx::shared_address(ptx::shared_memory());
   KvFeed<C>::prepare(p, q + kFeedAt<C>);
   BlockWork work = find_work<C>(p, q + kFeedAt<C>);
@@ -285,11 +294,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   KvFeed<C> feed(p, work, q + kFeedAt<C>);
   feed.start([&] { load_queries<C>(problem, work, q); });
   if constexpr (C::kDecodes) {
-    if (p.parts.any() && has_first_part(p)) {
-      const KeyPart part = part_of_block(p);
-      work.keep(part.split, part.splits);
-      feed.keep(work.tiles.first);
-    }
+    if (p.parts.any()) keep_part<C>(p, work, feed);
   }
   feed.fill();
   if constexpr (C::kMerges) {

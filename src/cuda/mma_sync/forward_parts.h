@@ -6,12 +6,6 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// The tile of a block that has a part of its keys.
-TILEWISE_DEVICE int64_t tile_of_part(const ForwardParams& p, const BlockWork& work) {
-  const auto block = static_cast<int32_t>(ptx::block_index());
-  return work.sequence.batch * p.order.heads + p.order.heads.remainder(block);
-}
-
 template <class C>
 class PartsMerge {
  public:
@@ -32,7 +26,7 @@ class PartsMerge {
 
   TILEWISE_DEVICE void send(const LanePlace& place, const Outputs<C>& o,
                             const RowResults<1>& result) const {
-    char* const own = part(ptx::block_index());
+    char* const own = part(place_of_part(p_, work_));
     visit_part<C>(place, o, result, work_.rows.count, [&](int h, int byte, const uint32_t (&x)[4]) {
       ptx::st_global_v4_b32(own + place.row(0, h) * kPartBytes + byte, x);
     });
@@ -70,10 +64,10 @@ class PartsMerge {
   static_assert(PartArrivals::kMost <= kMostPartsInRing);
 
   // What a block has left: its rows follow each other.
-  TILEWISE_DEVICE char* part(int64_t block) const {
-    return reinterpret_cast<char*>(p_.partial_out) + block * p_.packed_rows * kPartBytes;
+  TILEWISE_DEVICE char* part(int64_t place) const {
+    return reinterpret_cast<char*>(p_.partial_out) + place * p_.packed_rows * kPartBytes;
   }
-  TILEWISE_DEVICE int64_t block_of(int32_t second, int32_t split) const {
+  TILEWISE_DEVICE int64_t place_of(int32_t second, int32_t split) const {
     const int64_t place = split == 0 ? work_.sequence.batch : second + split - 1;
     const Divisor& heads = p_.order.heads;
     return place * heads + heads.remainder(static_cast<int32_t>(ptx::block_index()));
@@ -88,7 +82,7 @@ class PartsMerge {
 #pragma unroll 1
     for (int32_t split = lane; split < work_.splits; split += ptx::kWarpSize)
       ptx::cp_async_bulk_load(ring.base + static_cast<uint32_t>(split * room * kPartBytes),
-                              part(block_of(second, split)) + first * kPartBytes,
+                              part(place_of(second, split)) + first * kPartBytes,
                               count * kPartBytes, ring.barrier);
   }
 
@@ -97,7 +91,7 @@ class PartsMerge {
     if (p_.flags.data == nullptr) return;
     bool flagged = false;
     for (int32_t split = ptx::lane_index(); split < work_.splits; split += ptx::kWarpSize)
-      flagged |= *p_.flags.of_block(block_of(second, split)) != 0;
+      flagged |= *p_.flags.of_part(place_of(second, split)) != 0;
     flagged = ptx::any(flagged);
     if (ptx::lane_index() == 0) p_.flags.data[tile_of_part(p_, work_)] = flagged ? 1 : 0;
   }

@@ -2,6 +2,9 @@
 // redux.sync, 9.7.14: movmatrix.
 #pragma once
 
+#include <bit>
+
+#include "cuda/ptx/block.h"
 #include "cuda/ptx/platform.h"
 
 namespace tilewise::cuda::ptx {
@@ -25,6 +28,11 @@ TILEWISE_DEVICE uint32_t sum(uint32_t x) {
   for (int lanes = 1; lanes < kWarpSize; lanes *= 2) x += emulator::shuffle_xor(x, lanes);
   return x;
 }
+// Bit i: of lane i.
+TILEWISE_DEVICE uint32_t ballot(bool x) { return sum(x ? 1u << lane_index() : 0u); }
+TILEWISE_DEVICE int count_ones(uint32_t x) { return std::popcount(x); }
+// 1 + the number of the highest bit that is 1; 0: none is.
+TILEWISE_DEVICE int bit_width(uint32_t x) { return static_cast<int>(std::bit_width(x)); }
 TILEWISE_DEVICE uint32_t highest(uint32_t x) {
   for (int lanes = 1; lanes < kWarpSize; lanes *= 2) {
     const uint32_t other = emulator::shuffle_xor(x, lanes);
@@ -68,6 +76,9 @@ TILEWISE_DEVICE uint32_t shuffle_within(uint32_t x, int lane) {
   return __shfl_sync(kAllLanes, x, lane, kLanes);
 }
 TILEWISE_DEVICE bool any(bool x) { return __any_sync(kAllLanes, x) != 0; }
+TILEWISE_DEVICE uint32_t ballot(bool x) { return __ballot_sync(kAllLanes, x); }
+TILEWISE_DEVICE int count_ones(uint32_t x) { return __popc(static_cast<int>(x)); }
+TILEWISE_DEVICE int bit_width(uint32_t x) { return 32 - __clz(static_cast<int>(x)); }
 TILEWISE_DEVICE uint32_t sum(uint32_t x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   return __reduce_add_sync(kAllLanes, x);
@@ -118,5 +129,14 @@ TILEWISE_DEVICE const char* recent(const char* x) {
 }
 
 #endif
+
+// Of this lane and those before it.
+TILEWISE_DEVICE uint32_t sum_to_lane(uint32_t x) {
+  for (int lanes = 1; lanes < kWarpSize; lanes *= 2) {
+    const uint32_t other = shuffle(x, lane_index() < lanes ? 0 : lane_index() - lanes);
+    if (lane_index() >= lanes) x += other;
+  }
+  return x;
+}
 
 }  // namespace tilewise::cuda::ptx
