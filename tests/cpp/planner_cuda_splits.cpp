@@ -241,38 +241,29 @@ TEST(PlannerCudaSplits, ABlockWithManyKeysMayReadAlone) {
   EXPECT_FALSE(pages_alone(8, 4096));
 }
 
+// How sm_90 cuts a decode of 32 over 8 heads whose lengths, up to 8192 keys, only it knows.
+EqualParts parts_of_decode(int64_t batch) {
+  Problem p = problem(TILEWISE_BFLOAT16, batch, 1, 8192, 32);
+  p.heads_kv = 8;
+  const int32_t lengths = 0;
+  p.seqused_k = &lengths;
+  return forward(p, gpu_with(90)).parts;
+}
+
 // Short sequences are not cut for one that is a few times as long as the mean where there are many.
 TEST(PlannerCudaSplits, ManyShortSequencesNeedNotBeAlike) {
-  const Device device = gpu_with(90);
-  const auto fourths = [&](int64_t batch) {
-    Problem p = problem(TILEWISE_BFLOAT16, batch, 1, 8192, 32);
-    p.heads_kv = 8;
-    const int32_t lengths = 0;
-    p.seqused_k = &lengths;
-    return forward(p, device).parts.fourths;
-  };
-  EXPECT_EQ(fourths(16), EqualParts::kFourths);
-  EXPECT_EQ(fourths(64), 64 * 8 * 23 / (5 * device.gpu.multiprocessors));
-  EXPECT_GT(fourths(128), 7 * 4);
+  EXPECT_EQ(parts_of_decode(16).fourths, EqualParts::kFourths);
+  EXPECT_EQ(parts_of_decode(64).fourths, 64 * 8 * 23 / (5 * gpu_with(90).gpu.multiprocessors));
+  EXPECT_GT(parts_of_decode(128).fourths, 7 * 4);
 }
 
 // Long sequences come first where not all run at once, and no more of them than a warp sorts.
 TEST(PlannerCudaSplits, BatchesOfManyRoundsAreSorted) {
-  const Device device = gpu_with(90);
-  const auto sorts = [&](int64_t batch) {
-    Problem p = problem(TILEWISE_BFLOAT16, batch, 1, 8192, 32);
-    p.heads_kv = 8;
-    const int32_t lengths = 0;
-    p.seqused_k = &lengths;
-    const EqualParts parts = forward(p, device).parts;
-    EXPECT_TRUE(parts.any());
-    return parts.longest_first;
-  };
-  EXPECT_FALSE(sorts(32));
-  EXPECT_FALSE(sorts(64));
-  EXPECT_TRUE(sorts(128));
-  EXPECT_TRUE(sorts(1024));
-  EXPECT_FALSE(sorts(1025));
+  for (const int64_t batch : {32, 64, 128, 1024, 1025}) {
+    const EqualParts parts = parts_of_decode(batch);
+    EXPECT_TRUE(parts.any()) << batch;
+    EXPECT_EQ(parts.longest_first, batch == 128 || batch == 1024) << batch;
+  }
 }
 
 }  // namespace
