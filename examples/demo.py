@@ -38,11 +38,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--text", type=Path, metavar="FILE", help="default: Python's standard library")
-    add("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="default: out/demo")
+    add("--out", type=Path, metavar="DIR", help="default: out/demo, of a quick run out/demo-quick")
     add("--minutes", type=float, default=4.0, help="train no longer than this (4)")
     add("--quick", action="store_true", help="a small run")
     add("--fresh", action="store_true", help="start the training over")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.out is None:  # neither continues the other's training
+        options.out = Path("out/demo-quick" if options.quick else "out/demo")
+    return options
 
 
 def headline(number: int, text: str) -> None:

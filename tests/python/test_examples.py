@@ -208,6 +208,12 @@ def test_files_that_cannot_be_used(text, tmp_path, capsys):
 # --- the demo -------------------------------------------------------------------------------------
 
 
+def test_a_quick_demo_has_a_folder_of_its_own():
+    """The training of one cannot be continued by the other."""
+    assert demo.parse([]).out != demo.parse(["--quick"]).out
+    assert demo.parse(["--quick", "--out", "here"]).out == Path("here")
+
+
 def test_demo_draws_one_picture(text, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     small = (exactness.Setting("causal", rows=60, keys=60, causal=True),)
