@@ -244,12 +244,12 @@ def test_long_sequences_come_first(seed):
     r = np.random.default_rng(seed)
     batch = 20 if devices.current().name == "emulator" else 200
     used = np.minimum(520, r.lognormal(3.5, 0.6, batch)).astype(int)
-    used[r.integers(batch, size=4)] = 520, 515, 400, 0
+    used[r.permutation(batch)[:4]] = 520, 515, 400, 0
     case = Case(
         dtype=("bf16", "fp16")[seed % 2], rows=(1,) * batch, keys=(576,) * batch,
         used_k=tuple(int(n) for n in used), group=4, heads_kv=3, head_dim=256,
         page_size=(0, 16, 3, 64)[seed % 4], window=((-1, -1), (-1, 0))[seed // 2],
-        leftpad=tuple(int(n) for n in r.integers(0, 40, batch)) if seed == 3 else None, seed=seed,
+        leftpad=tuple(int(n) for n in r.integers(0, 9, batch)) if seed == 3 else None, seed=seed,
     )  # fmt: skip
     check(case, backward=False)
 
