@@ -14,6 +14,9 @@ enum class Form : int32_t { plain, general, paged, boxes, paged_boxes };
 // Rows of the smallest page that comes as boxes.
 inline constexpr int32_t kLeastRowsOfPageBox = 16;
 
+// Rows of the boxes that the last keys of a sequence come in, where they are less than a tile.
+inline constexpr int32_t kRowsOfEndBox = 8;
+
 // Splits of a decode that a cluster merges: the most blocks that a cluster can have.
 inline constexpr int32_t kMostMergedSplits = 16;
 

@@ -164,6 +164,8 @@ struct TmaForwardParams : ForwardParams {
   TensorMap q;
   TensorMap k;
   TensorMap v;
+  TensorMap k_end;  // decoding: in smaller boxes (kRowsOfEndBox)
+  TensorMap v_end;
   int32_t stages = 0;           // of the ring of boxes
   int32_t page_box_rows = 0;    // wgmma: of a box of a page
   int32_t work = 0;             // blocks of `order`, which a smaller grid shares; others follow

@@ -63,8 +63,11 @@ int64_t keys_of_split(const UnitTable& unit) {
 
 // Whether its kernels are those of decoding by boxes of TMA, all but the general one of which merge
 // splits themselves.
-bool reads_boxes(const UnitTable& unit) { return unit.boxes.tma_forward.function != nullptr; }
-bool can_merge(const Plan& plan) { return reads_boxes(*plan.unit) && plan.form != Form::general; }
+bool has_boxes(const UnitTable& unit) { return unit.boxes.tma_forward.function != nullptr; }
+bool reads_boxes(const Plan& plan) {
+  return plan.form == Form::boxes || plan.form == Form::paged_boxes;
+}
+bool can_merge(const Plan& plan) { return has_boxes(*plan.unit) && plan.form != Form::general; }
 
 // Whether the block of a tile that is done last merges its parts: tiles are more than
 // multiprocessors, so that most have one part, and few more than a few. (B64 with 1k keys,
@@ -113,8 +116,8 @@ bool are_uneven(const Problem& p) {
 // takes more of them to see that. On pages a warp spends more instructions, so there only with 24
 // to 32 tiles (H100: B16 with 2k keys and 64/8 heads 55.4 -> 53.2, but with 1k 28.9 -> 30.4).
 bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
-  const bool boxes = plan.form == Form::boxes || plan.form == Form::paged_boxes;
-  if (!boxes || p.num_splits > 0 || blocks == 0 || reads_float8(*plan.unit)) return false;
+  if (!reads_boxes(plan) || p.num_splits > 0 || blocks == 0 || reads_float8(*plan.unit))
+    return false;
   const int64_t splits = gpu.multiprocessors / blocks;
   const int64_t tiles = ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k);
   if (plan.form == Form::paged_boxes) return splits == 1 && 24 <= tiles && tiles <= 32;
@@ -151,8 +154,7 @@ int64_t choose_splits(const Problem& p, const Plan& plan, const Gpu& gpu, int64_
   if (blocks == 0 || blocks * 5 >= slots * 4) return 1;
   const int64_t rows = ceil_div(tile.rows, plan.pack);
   const int64_t key_tiles = ceil_div(keys_of_tile(p, min(rows, most_rows(p))), tile.keys);
-  if (reads_boxes(unit) && key_tiles > 0)
-    return choose_splits_of_boxes(plan, gpu, blocks, key_tiles);
+  if (has_boxes(unit) && key_tiles > 0) return choose_splits_of_boxes(plan, gpu, blocks, key_tiles);
   const bool whole_tiles = most_rows(p) * plan.pack > tile.rows;
   const int64_t least = ceil_div(whole_tiles ? kKeysOfSplitOfTile : keys_of_split(unit), tile.keys);
   const int64_t most = min(kMostSplits, key_tiles / least);
@@ -245,7 +247,7 @@ EqualParts equal_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64
   parts.tile = plan.tile_k;
   if (merges) parts.fourths = fourths_of_uncut(gpu, blocks);
   const int64_t slots = all * max(1, plan.unit->forward_tile.blocks_per_sm);
-  parts.longest_first = blocks > slots && p.batch <= kMostSorted;
+  parts.longest_first = reads_boxes(plan) && blocks > slots && p.batch <= kMostSorted;
   return parts;
 }
 

@@ -42,8 +42,7 @@ void check(const Shape& shape, int32_t splits) {
     const Range any = band.keys_of_any({begin, std::min(begin + p.row_tile, shape.rows)});
     std::vector<int> walked(static_cast<size_t>(shape.keys / kKeyTile + 1), 0);
     for (int32_t split = 0; split < splits; ++split) {
-      KeyTiles tiles = KeyTiles::of(band, rows, kKeyTile);
-      tiles.keep(split, p.splits_of(band));
+      const KeyTiles tiles = KeyTiles::of(band, rows, split, p.splits_of(band), kKeyTile);
       if (tiles.last < tiles.first) continue;
       ASSERT_GE(tiles.first, 0);
       ASSERT_LT(int64_t{tiles.last} * kKeyTile, any.end) << "tile " << tile << " split " << split;
@@ -56,6 +55,11 @@ void check(const Shape& shape, int32_t splits) {
       }
       ASSERT_LE(times, 1);
     }
+    const KeyTiles first = KeyTiles::of(band, rows, 0, splits, kKeyTile);
+    KeyTiles cut_later = KeyTiles::of(band, rows, 0, 1, kKeyTile);
+    cut_later.keep_first_split(splits);
+    ASSERT_EQ(cut_later.first, first.first) << "tile " << tile;
+    ASSERT_EQ(cut_later.last, first.last) << "tile " << tile;
   }
 }
 

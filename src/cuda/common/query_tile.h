@@ -71,25 +71,27 @@ struct KeyTiles {
   int32_t upper;
 
   // Without the full tiles: what the first copies wait for.
-  TILEWISE_DEVICE static KeyTiles of(const Band& band, const QueryRows& rows, int32_t step) {
+  TILEWISE_DEVICE static KeyTiles of(const Band& band, const QueryRows& rows, int32_t split,
+                                     int32_t splits, int32_t step) {
     const int64_t row0 = rows.first + band.shift();
     KeyTiles t;
     t.keys = position(band.keys);
     t.lower = position(row0 - band.left);
     t.upper = position(row0 + band.right + 1);
-    const int32_t end = max(0, min(t.keys, t.upper + rows.last_row()));
+    int32_t end = max(0, min(t.keys, t.upper + rows.last_row()));
     t.first = tiles(max(0, t.lower), step);
+    if (splits != 1) [[unlikely]] {
+      const int32_t stop = max(t.first, tiles(end + step - 1, step));
+      if (split > 0) end = begin_of_split(t.first, stop, split - 1, splits) * step;
+      t.first = begin_of_split(t.first, stop, split, splits);
+    }
     t.last = end > t.first * step ? tiles(end - 1, step) : t.first - 1;
     return t;
   }
 
-  // Those of a split. The first one has the last tiles: where it begins to read is known before how
-  // many splits there are.
-  TILEWISE_DEVICE void keep(int32_t split, int32_t splits) {
-    const int32_t count = last - first + 1;
-    const int32_t part = tiles(count + splits - 1, splits);
-    last -= min(count, part * split);
-    first = max(first, last - part + 1);
+  // Those of the first split.
+  TILEWISE_DEVICE void keep_first_split(int32_t splits) {
+    first = begin_of_split(first, last + 1, 0, splits);
   }
 
   // The rest.
@@ -103,6 +105,13 @@ struct KeyTiles {
  private:
   TILEWISE_DEVICE static int32_t tiles(int32_t keys, int32_t step) {
     return static_cast<int32_t>(static_cast<uint32_t>(keys) / static_cast<uint32_t>(step));
+  }
+
+  // Of the tiles [begin, end). The first split has the last ones: where it begins to read is known
+  // before how many splits there are.
+  TILEWISE_DEVICE static int32_t begin_of_split(int32_t begin, int32_t end, int32_t split,
+                                                int32_t splits) {
+    return max(begin, end - tiles(end - begin + splits - 1, splits) * (split + 1));
   }
 };
 
@@ -125,35 +134,25 @@ struct BlockWork {
            rows.head(r) * view.stride_head;
   }
 
+  // `splits` of the sequence, where they are known; 0: they follow from its lengths.
   TILEWISE_DEVICE static BlockWork of(const ForwardParams& p, const TileOrder::Work& work,
-                                      int32_t key_tile) {
-    BlockWork w = uncut(p, work, key_tile);
-    if (!w.any()) return w;
-    const int32_t splits = p.splits_of(w.sequence.band);
-    if (splits != 1) [[unlikely]]
-      w.keep(work.split, splits);
-    return w;
-  }
-
-  // With all keys of the sequence.
-  TILEWISE_DEVICE static BlockWork uncut(const ForwardParams& p, const TileOrder::Work& work,
-                                         int32_t key_tile) {
+                                      int32_t key_tile, int32_t splits = 0) {
     BlockWork w;
     w.rows.count = 0;
-    w.split = 0;
-    w.splits = 1;
     if (work.sequence < 0) return w;
     w.sequence = sequence_of(p.problem, work.sequence);
     w.rows = QueryRows::of(p, w.sequence.band, work.tile, work.head);
-    if (w.any()) w.tiles = KeyTiles::of(w.sequence.band, w.rows, key_tile);
+    w.split = work.split;
+    w.splits = splits != 0 ? splits : p.splits_of(w.sequence.band);
+    if (w.split >= w.splits) w.rows.count = 0;
+    if (w.any()) w.tiles = KeyTiles::of(w.sequence.band, w.rows, w.split, w.splits, key_tile);
     return w;
   }
 
-  TILEWISE_DEVICE void keep(int32_t of_split, int32_t of_splits) {
-    split = of_split;
-    splits = of_splits;
-    if (split >= splits) rows.count = 0;
-    if (any()) tiles.keep(split, splits);
+  // What had all keys becomes the first of `of_sequence` splits.
+  TILEWISE_DEVICE void keep_first_split(int32_t of_sequence) {
+    splits = of_sequence;
+    tiles.keep_first_split(splits);
   }
 };
 

@@ -211,28 +211,27 @@ TILEWISE_DEVICE uint8_t* flag_of(const ForwardParams& p, const BlockWork& work) 
   return p.flags.data + tile_of_part(p, work);
 }
 
-// What the block has of a batch in equal parts. The keys of a first part end where its sequence
-// does: they can be asked for before the parts have been counted (`keep_part`), and until then are
-// all keys of the sequence.
+// What the block has of a batch in equal parts. By boxes, the keys of a first part are asked for
+// before the parts have been counted (`keep_part`), since they end where its sequence does; until
+// then it has all of them.
 template <class C>
 TILEWISE_DEVICE BlockWork find_part(const ForwardParamsOf<C>& p, ptx::SharedAddress feed) {
   const auto block = static_cast<int32_t>(ptx::block_index());
   const int32_t place = p.order.heads.quotient(block);
-  const bool first = place < p.order.sequences;
+  const bool is_early = C::kBoxes && place < p.order.sequences;
   KeyPart part = {place, 0, 1};
-  if (!first)
-    part = BatchParts(p).find(place);
-  else if (p.parts.longest_first)
-    part.sequence = LongestFirst(p).at(place);
+  if (!is_early) part = BatchParts(p).find(place);
   if constexpr (C::kBoxes) {
-    if (first) KvFeed<C>::Places::foresee(p.problem, part.sequence, feed + KvFeed<C>::kPlacesAt);
+    if (is_early) {
+      if (p.parts.longest_first) part.sequence = LongestFirst(p).at(place);
+      KvFeed<C>::Places::foresee(p.problem, part.sequence, feed + KvFeed<C>::kPlacesAt);
+    }
   }
-  BlockWork work =
-      BlockWork::uncut(p, {0, p.order.heads.remainder(block), part.sequence, 0}, C::kForward.keys);
-  if (!first && work.any()) work.keep(part.split, part.splits);
+  const TileOrder::Work of = {0, p.order.heads.remainder(block), part.sequence, part.split};
+  const BlockWork work = BlockWork::of(p, of, C::kForward.keys, part.splits);
   if (p.flags.data != nullptr && part.sequence >= 0 && ptx::thread_index() == 0) {
     *p.flags.of_part(place_of_part(p, work)) = 0;
-    if (first) p.flags.data[tile_of_part(p, work)] = 0;
+    if (work.split == 0) p.flags.data[tile_of_part(p, work)] = 0;
   }
   return work;
 }
@@ -240,7 +239,7 @@ TILEWISE_DEVICE BlockWork find_part(const ForwardParamsOf<C>& p, ptx::SharedAddr
 template <class C>
 TILEWISE_DEVICE void keep_part(const ForwardParams& p, BlockWork& work, KvFeed<C>& feed) {
   if (work.split > 0) return;
-  work.keep(0, BatchParts(p).count(static_cast<int32_t>(work.sequence.batch)));
+  work.keep_first_split(BatchParts(p).count(static_cast<int32_t>(work.sequence.batch)));
   feed.keep(work.tiles.first);
 }
 
@@ -293,10 +292,10 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
       q + ptx::warp_index() * (C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes);
   KvFeed<C> feed(p, work, q + kFeedAt<C>);
   feed.start([&] { load_queries<C>(problem, work, q); });
-  if constexpr (C::kDecodes) {
+  if constexpr (C::kBoxes) {
     if (p.parts.any()) keep_part<C>(p, work, feed);
+    feed.fill();
   }
-  feed.fill();
   if constexpr (C::kMerges) {
     if (p.arrivals != nullptr && work.splits > 1) PartsMerge<C>(p, work).expect();
   }

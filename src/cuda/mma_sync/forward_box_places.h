@@ -8,8 +8,12 @@
 
 namespace tilewise::cuda::mma_sync {
 
+// A sequence or page outside of every map: a box of it arrives as 0, and nothing is read.
+inline constexpr int32_t kNowhere = -1;
+
 // Rows of a sequence follow each other: one box holds a tile. Its place is a row, and the index of
-// the sequence.
+// the sequence. The tile in which its keys end is of smaller boxes: what lies behind them is as
+// many bytes to read, half a tile on average.
 template <class C>
 class RowBoxes {
  public:
@@ -18,7 +22,8 @@ class RowBoxes {
 
   TILEWISE_DEVICE RowBoxes(const TmaForwardParams&, const BlockWork& work, ptx::SharedAddress)
       : row_(uniform(static_cast<int32_t>(work.sequence.kv.first))),
-        sequence_(uniform(static_cast<int32_t>(work.sequence.kv.slot))) {}
+        sequence_(uniform(static_cast<int32_t>(work.sequence.kv.slot))),
+        keys_(work.tiles.keys) {}
 
   // When no more than the sequence is known: what will be waited for.
   TILEWISE_DEVICE static void foresee(const Problem&, int32_t, ptx::SharedAddress) {}
@@ -31,12 +36,27 @@ class RowBoxes {
     copy(0, row_ + tile * kKeys, sequence_);
   }
 
+  // The same of the tile that is read first, the only one in which keys may end; then it calls
+  // copy_end for boxes of kRowsOfEndBox rows.
+  template <class Expect, class Copy, class CopyEnd>
+  TILEWISE_DEVICE void visit_first(int32_t tile, const Expect& expect, const Copy& copy,
+                                   const CopyEnd& copy_end) const {
+    const int32_t left = keys_ - tile * kKeys;
+    if (left >= kKeys) return visit(tile, expect, copy);
+    if (ptx::thread_index() != 0) return;
+    expect();
+#pragma unroll 1
+    for (int32_t begin = 0; begin < kKeys; begin += kRowsOfEndBox)
+      copy_end(begin, row_ + tile * kKeys + begin, begin < left ? sequence_ : kNowhere);
+  }
+
   // Keys and values of `tile` have been asked for.
   TILEWISE_DEVICE void pass(int32_t) {}
 
  private:
   int32_t row_;  // of key 0
   int32_t sequence_;
+  int32_t keys_;
 };
 
 // A box is a page, or as much of a larger one as a tile holds. Its place is a row of the page, and
@@ -86,6 +106,13 @@ class PageBoxes {
       copy(begin, row, static_cast<int32_t>(ptx::ld_shared_b32(from)));
   }
 
+  // A page in use is not read in part: no box of it is smaller.
+  template <class Expect, class Copy, class CopyEnd>
+  TILEWISE_DEVICE void visit_first(int32_t tile, const Expect& expect, const Copy& copy,
+                                   const CopyEnd&) const {
+    visit(tile, expect, copy);
+  }
+
   TILEWISE_DEVICE void pass(int32_t tile) {
     ptx::sync_warp();
     hand_on(next_pages_);
@@ -93,13 +120,10 @@ class PageBoxes {
   }
 
  private:
-  // Outside of every map: a box of it arrives as 0, and nothing is read. Entries of no key in use
-  // are not looked up.
-  static constexpr uint32_t kNowhere = ~0u;
-
+  // Entries of no key in use are not looked up.
   TILEWISE_DEVICE uint32_t look_up(int32_t tile) const {
     const int32_t row = tile * kKeys + ptx::lane_index() * box_rows_;
-    if (tile < first_ || row >= keys_) return kNowhere;
+    if (tile < first_ || row >= keys_) return static_cast<uint32_t>(kNowhere);
     return ptx::ld_global_b32(table_ + size_.quotient(row));
   }
 

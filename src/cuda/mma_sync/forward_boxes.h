@@ -43,6 +43,10 @@ class BoxFeed {
     if (ptx::thread_index() != 0) return;
     ptx::prefetch_tensormap(p.k);
     ptx::prefetch_tensormap(p.v);
+    if constexpr (!C::kPaged) {
+      ptx::prefetch_tensormap(p.k_end);
+      ptx::prefetch_tensormap(p.v_end);
+    }
 #pragma unroll
     for (int slot = 0; slot < kMostStages; ++slot) ptx::mbarrier_init(base + slot * 8, 1);
     ptx::fence_mbarrier_init();
@@ -61,10 +65,10 @@ class BoxFeed {
   // before any values.
   template <class Queries>
   TILEWISE_DEVICE void start(Queries&& load_queries) {
-    load(true, last_, 0);
+    load_first(true, 0);
     load_queries();
     tile::commit<Arch>();
-    load(false, last_, 1);
+    load_first(false, 1);
   }
 
   // Tiles before `first` are not wanted.
@@ -131,21 +135,33 @@ class BoxFeed {
     return base_ + static_cast<uint32_t>(slot * 8);
   }
 
-  // Columns and rows that the tensor does not have arrive as 0.
   TILEWISE_DEVICE void load(bool keys, int32_t tile, int slot) {
     if (tile < first_) return;
-    places_.visit(
-        tile, [&] { ptx::mbarrier_arrive_expect_tx(barrier(slot), Tile::kBytes); },
-        [&](int32_t begin, int32_t row, int32_t index) {
-          const ptx::SharedAddress to =
-              at(slot) + static_cast<uint32_t>(begin * tile::kSwizzledRowBytes);
-#pragma unroll
-          for (int panel = 0; panel < Tile::kPanels; ++panel)
-            ptx::cp_async_bulk_tensor_load(to + panel * Tile::kPanelBytes, keys ? p_.k : p_.v,
-                                           panel * kPanelColumns, row, head_, index, barrier(slot),
-                                           ptx::CachePolicy::evict_normal);
-        });
+    places_.visit(tile, expect(slot), copy(keys ? p_.k : p_.v, slot));
     if (!keys) places_.pass(tile);
+  }
+  // Of the tile that is read first.
+  TILEWISE_DEVICE void load_first(bool keys, int slot) {
+    if (last_ < first_) return;
+    places_.visit_first(last_, expect(slot), copy(keys ? p_.k : p_.v, slot),
+                        copy(keys ? p_.k_end : p_.v_end, slot));
+    if (!keys) places_.pass(last_);
+  }
+
+  TILEWISE_DEVICE auto expect(int slot) const {
+    return [this, slot] { ptx::mbarrier_arrive_expect_tx(barrier(slot), Tile::kBytes); };
+  }
+  // Columns and rows that the tensor does not have arrive as 0.
+  TILEWISE_DEVICE auto copy(const TensorMap& map, int slot) const {
+    return [this, &map, slot](int32_t begin, int32_t row, int32_t index) {
+      const ptx::SharedAddress to =
+          at(slot) + static_cast<uint32_t>(begin * tile::kSwizzledRowBytes);
+#pragma unroll
+      for (int panel = 0; panel < Tile::kPanels; ++panel)
+        ptx::cp_async_bulk_tensor_load(to + panel * Tile::kPanelBytes, map, panel * kPanelColumns,
+                                       row, head_, index, barrier(slot),
+                                       ptx::CachePolicy::evict_normal);
+    };
   }
 
   const TmaForwardParams& p_;

@@ -37,9 +37,6 @@ class PageStream {
     look_up(work, work.tiles.last);
   }
 
-  // Tiles before `first` are not wanted.
-  TILEWISE_DEVICE void keep(int32_t first) { first_ = uniform(first); }
-
   // Before the loop: all of the next tile, which is `tile`. The last one may be cut short by the
   // number of keys.
   TILEWISE_DEVICE void copy_whole(ptx::SharedAddress slot, int32_t tile) {

@@ -88,9 +88,6 @@ class KeyStream {
     }
   }
 
-  // Tiles before `first` are not wanted.
-  TILEWISE_DEVICE void keep(int32_t first) { first_ = uniform(first); }
-
   // Before the loop: all of the next tile, which is `tile`. The last one may be cut short by the
   // number of keys.
   TILEWISE_DEVICE void copy_whole(ptx::SharedAddress slot, int32_t tile) {
@@ -253,13 +250,6 @@ class KvRing {
       tile::commit<Arch>();
     }
   }
-
-  // Tiles before `first` are not wanted; a few of them may have been asked for.
-  TILEWISE_DEVICE void keep(int32_t first) {
-    k_.keep(first);
-    v_.keep(first);
-  }
-  TILEWISE_DEVICE void fill() const {}  // `start` has asked for all that there is room for
 
   // Before the first `arrive`: q has landed, and so have the first keys.
   TILEWISE_DEVICE void begin() const { arrive(); }

@@ -40,13 +40,6 @@ class SplitFeed {
     tile::commit<Arch>();
   }
 
-  // Tiles before `first` are not wanted; one of them may have been asked for.
-  TILEWISE_DEVICE void keep(int32_t first) {
-    k_.keep(first);
-    v_.keep(first);
-  }
-  TILEWISE_DEVICE void fill() const {}  // `start` has asked for all that there is room for
-
   // Before the first `arrive`: q has landed, and the first keys are split.
   TILEWISE_DEVICE void begin() {
 #pragma unroll

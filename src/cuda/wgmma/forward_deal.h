@@ -128,8 +128,8 @@ class ForwardDeal {
     ptx::sync_warp();
     if (work.rows.count == 0) return false;
     if (writes) {
-      work.tiles = KeyTiles::of(work.sequence.band, work.rows, C::kForward.keys);
-      if (C::kGeneral && work.splits != 1) work.tiles.keep(work.split, work.splits);
+      work.tiles = KeyTiles::of(work.sequence.band, work.rows, work.split,
+                                C::kGeneral ? work.splits : 1, C::kForward.keys);
       if (shared) {
         const Shares::Part part = part_of(index);
         work.tiles.first = part.begin;
