@@ -62,7 +62,10 @@ struct EqualParts {
   int32_t tile = 1;   // keys
   // Short ones are alike, too, when the longest is at most so many fourths of the mean.
   int32_t fourths = kFourths;
-  bool longest_first = false;  // the sequences of first parts
+  // Blocks of long sequences come first. Of so many sequences as run at once none has more keys
+  // than its share of all.
+  bool long_first = false;
+  int32_t at_once = 0;
 
   struct Batch {
     int32_t sequences;
@@ -86,7 +89,10 @@ struct EqualParts {
 
   // Keys of a part: the first one of these by which a batch has no more than `most`.
   TILEWISE_FN constexpr int32_t first_part(const Batch& batch) const {
-    if (are_alike(batch)) return whole_tiles(quotient(batch.longest, alike));
+    if (are_alike(batch)) {
+      const int32_t part = quotient(batch.longest, alike);
+      return whole_tiles(long_first ? min(part, quotient(batch.keys, at_once)) : part);
+    }
     // Every sequence has one part that may be short, of which half is to be expected.
     return whole_tiles(quotient(batch.keys, most - batch.sequences / 2));
   }

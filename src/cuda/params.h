@@ -81,21 +81,32 @@ struct Flags {
   TILEWISE_FN uint8_t* of_part(int64_t place) const { return data + tiles + place; }
 };
 
-// How many parts of a tile are done. Memory of unknown contents becomes a record when it holds the
-// number of the launch, which no other launch of the process has; whoever is done last makes it 0
-// again, since a graph launches with the same number many times.
+// How many parts of a tile are done, and where they are: the sum of what they arrive with. Memory
+// of unknown contents becomes a record when it holds the number of the launch, which no other
+// launch of the process has; whoever is done last makes it 0 again, since a graph launches with the
+// same number many times.
 struct PartArrivals {
-  uint64_t state;  // launch: 56 bits, arrived: 8
-  int32_t second;  // of the line of parts: the second one of the sequence
+  uint64_t state;  // launch: 44 bits, second part: 10, arrived: 10
 
-  static constexpr int32_t kMost = 32;  // parts of a tile: each lane of a warp weighs one
-  static constexpr int kCountBits = 8;
+  static constexpr int kCountBits = 10;
+  static constexpr int32_t kMost = (1 << kCountBits) - 1;  // parts of a tile, places of others
 
-  TILEWISE_FN static constexpr uint64_t of_launch(uint64_t number) { return number << kCountBits; }
-  TILEWISE_FN static constexpr bool is_of(uint64_t state, uint64_t launch) {
-    return (state ^ launch) >> kCountBits == 0;
+  TILEWISE_FN static constexpr uint64_t of_launch(uint64_t number) {
+    return number << (2 * kCountBits);
   }
-  TILEWISE_FN static constexpr int32_t arrived(uint64_t state) {
+  TILEWISE_FN static constexpr bool is_of(uint64_t state, uint64_t launch) {
+    return (state ^ launch) >> (2 * kCountBits) == 0;
+  }
+  // Of a split; `other`: its place among all parts that are not first.
+  TILEWISE_FN static constexpr uint64_t arrival(int32_t split, int32_t other) {
+    return 1 + (split == 1 ? static_cast<uint64_t>(other) << kCountBits : 0);
+  }
+  TILEWISE_FN static constexpr int32_t arrived(uint64_t state) { return bits(state); }
+  // The place of split 1, when it has arrived.
+  TILEWISE_FN static constexpr int32_t second(uint64_t state) { return bits(state >> kCountBits); }
+
+ private:
+  TILEWISE_FN static constexpr int32_t bits(uint64_t state) {
     return static_cast<int32_t>(state & ((1u << kCountBits) - 1));
   }
 };

@@ -69,11 +69,16 @@ bool reads_boxes(const Plan& plan) {
 }
 bool can_merge(const Plan& plan) { return has_boxes(*plan.unit) && plan.form != Form::general; }
 
-// Whether the block of a tile that is done last merges its parts: tiles are more than
-// multiprocessors, so that most have one part, and few more than a few. (B64 with 1k keys,
-// log-normal: 39.0 -> 33.9 us, all of them: 70.0 -> 66.8; but B16 14.3 -> 15.3.)
+// Whether the block of a tile that is done last merges its parts: tiles are nearly as many as
+// multiprocessors, or more, so that most have one part, and few more than a few. (H100, a second
+// kernel and this, full and log-normal lengths: B16 with 2k keys and 64/8 heads 49.8, 24.4 -> 49.2,
+// 23.3 us, with 8k and 32/8 178.1, 73.1 -> 177.8, 72.3, in pages of 16 with 4k 36.6 -> 37.2; but
+// B12 with 2k 39.4, 19.7 -> 38.8, 20.2, and B8 with 8k keys 17.2 -> 18.6.)
+bool has_many_tiles(const Gpu& gpu, int64_t blocks) {
+  return blocks * 4 >= int64_t{gpu.multiprocessors} * 3;
+}
 bool merges_parts(const Plan& plan, const Gpu& gpu, int64_t blocks) {
-  return can_merge(plan) && blocks > gpu.multiprocessors;
+  return can_merge(plan) && has_many_tiles(gpu, blocks);
 }
 
 // Splits that a cluster can merge. sm_90 and 100 run larger clusters than every GPU does.
@@ -112,9 +117,13 @@ bool are_uneven(const Problem& p) {
 // their ring, where they have many tiles of keys, and no float8, which a warp spends more time on.
 // (H200: B8 with 8k keys 67.2 -> 64.9 us, B16 with 2k keys and 64/8 heads, which is not split then,
 // 36.8 -> 35.3; but B4 with 4k keys, 16 tiles each, 21.3 -> 21.9. H100: B128 with 1k keys and 16/1
-// heads 30.9 -> 27.8, B16 with 1k and 64/8 28.3 -> 27.6.) Where a second kernel combines parts it
-// takes more of them to see that. On pages a warp spends more instructions, so there only with 24
-// to 32 tiles (H100: B16 with 2k keys and 64/8 heads 55.4 -> 53.2, but with 1k 28.9 -> 30.4).
+// heads 30.9 -> 27.8, B16 with 1k and 64/8 28.3 -> 27.6.) Of uneven lengths a pair of blocks, which
+// its cluster merges, is better up to 24 tiles, but not where it has more than four rows and there
+// are many pairs (H100, full and log-normal lengths: B128 with 1k keys and 16/1 heads 31.3, 18.4
+// -> 28.8, 18.0, B16 with 1k and 64/8 28.7, 15.5 -> 28.0, 15.6; but with 32/8 27.3, 14.4 -> 28.0,
+// 15.3, and B80 with 1k and 16/1 22.2, 13.9 -> 21.5, 17.9). On pages a warp spends more
+// instructions, so there only with 24 to 32 tiles (H100: B16 with 2k keys and 64/8 heads 55.4
+// -> 53.2, but with 1k 28.9 -> 30.4).
 bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   if (!reads_boxes(plan) || p.num_splits > 0 || blocks == 0 || reads_float8(*plan.unit))
     return false;
@@ -122,7 +131,9 @@ bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blo
   const int64_t tiles = ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k);
   if (plan.form == Form::paged_boxes) return splits == 1 && 24 <= tiles && tiles <= 32;
   const bool uneven = are_uneven(p);
-  const int64_t least = splits > 1 ? (uneven ? 64 : 24) : (uneven ? 24 : 16);
+  const bool few_rows = most_rows(p) * plan.pack <= 4;
+  const bool pairs = uneven && (few_rows || !has_many_tiles(gpu, blocks));
+  const int64_t least = splits > 1 ? (uneven ? 64 : 24) : (pairs ? 24 : 16);
   return splits > 0 && ceil_div(tiles, splits) >= least;
 }
 
@@ -214,11 +225,19 @@ int32_t fourths_of_uncut(const Gpu& gpu, int64_t blocks) {
       clamp(blocks * 23 / (5 * gpu.multiprocessors), EqualParts::kFourths, 1 << 20));
 }
 
-// Sequences that a warp sorts. Where all blocks run at once that costs and saves nothing; of more
-// of them it leaves no long ones for the end (H100, log-normal lengths: B128 with 1k keys 75.3
-// -> 73.1 us, with 4k 259.8 -> 251.1, in pages of 16 266.6 -> 254.8; but B64 with 1k 39.3 -> 39.9).
-// Each block looks at all lengths: of 256 sequences 134.6 -> 133.8, more were not timed.
-constexpr int64_t kMostSorted = 256;
+// Whether long sequences come first, and what is longer than its share is cut: of more tiles than
+// run at once the last ones are short then (H100, log-normal lengths: B128 with 1k keys 70.7
+// -> 68.2 us, B32 with 1k and 32/32 heads 61.7 -> 59.5). Of nearly as many where caches have room
+// for 2k keys (B16 with 2k and 32/32 heads 67.0 -> 62.7, B64 with 4k 135.4 -> 132.0, with 2k 72.1
+// -> 72.8; but B64 with 1k 36.4 -> 38.0). Each block looks at all lengths: more than 256 were not
+// timed.
+bool has_long_first(const Problem& p, const Plan& plan, int64_t blocks, int64_t slots) {
+  constexpr int64_t kMostSorted = 256;
+  constexpr int64_t kRoom = 32;  // tiles
+  const bool some_wait = blocks > slots;
+  const bool nearly = blocks * 4 > slots * 3 && most_keys(p) >= kRoom * plan.tile_k;
+  return reads_boxes(plan) && p.batch <= kMostSorted && (some_wait || nearly);
+}
 
 // The same where one can: a long sequence is cut where short ones are not, and sequences of lengths
 // that are alike as many times as without lengths. There is room for two blocks a multiprocessor,
@@ -239,15 +258,17 @@ EqualParts equal_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64
   if (merges || plan.alone) {
     most = ((ceil_div(blocks, all) + 1) * all - 1) / heads;
   }
-  if (merges) most = min(most, p.batch + PartArrivals::kMost - 1);
   const int64_t tiles = p.batch * ceil_div(max<int64_t>(1, most_keys(p)), int64_t{plan.tile_k});
   EqualParts parts;
-  parts.most = static_cast<int32_t>(clamp(most, plan.splits * p.batch, tiles));
-  parts.alike = static_cast<int32_t>(plan.splits);
+  most = clamp(most, plan.splits * p.batch, tiles);
+  if (merges) most = min(most, p.batch + PartArrivals::kMost - 1);
+  parts.most = static_cast<int32_t>(most);
+  parts.alike = static_cast<int32_t>(min(plan.splits, most / p.batch));
   parts.tile = plan.tile_k;
   if (merges) parts.fourths = fourths_of_uncut(gpu, blocks);
   const int64_t slots = all * max(1, plan.unit->forward_tile.blocks_per_sm);
-  parts.longest_first = reads_boxes(plan) && blocks > slots && p.batch <= kMostSorted;
+  parts.long_first = has_long_first(p, plan, blocks, slots);
+  if (parts.long_first) parts.at_once = static_cast<int32_t>(max<int64_t>(1, slots / heads));
   return parts;
 }
 

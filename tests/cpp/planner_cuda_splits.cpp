@@ -241,13 +241,56 @@ TEST(PlannerCudaSplits, ABlockWithManyKeysMayReadAlone) {
   EXPECT_FALSE(pages_alone(8, 4096));
 }
 
-// How sm_90 cuts a decode of 32 over 8 heads whose lengths, up to 8192 keys, only it knows.
-EqualParts parts_of_decode(int64_t batch) {
-  Problem p = problem(TILEWISE_BFLOAT16, batch, 1, 8192, 32);
-  p.heads_kv = 8;
+// How sm_90 cuts a decode whose lengths, up to `keys`, only it knows.
+cuda::Plan uneven_decode(int64_t batch, int64_t keys = 8192, int64_t heads = 32,
+                         int64_t heads_kv = 8, bool pages = false) {
+  Problem p =
+      pages ? paged(TILEWISE_BFLOAT16, 16) : problem(TILEWISE_BFLOAT16, batch, 1, keys, heads);
+  p.batch = batch;
+  p.heads_q = heads;
+  p.heads_kv = heads_kv;
+  if (pages) {
+    p.block_table_width = p.block_table_stride = keys / 16;
+    p.pages = batch * p.block_table_width;
+  }
   const int32_t lengths = 0;
   p.seqused_k = &lengths;
-  return forward(p, gpu_with(90)).parts;
+  return forward(p, gpu_with(90));
+}
+EqualParts parts_of_decode(int64_t batch) { return uneven_decode(batch).parts; }
+
+// By the last block where tiles are nearly as many as multiprocessors, or more, but a pair of
+// blocks merges four rows of a few tiles faster.
+TEST(PlannerCudaSplits, ManyTilesAreMergedByTheLastBlock) {
+  EXPECT_FALSE(uneven_decode(12).merges_parts);
+  EXPECT_TRUE(uneven_decode(14).merges_parts);
+  EXPECT_TRUE(uneven_decode(16).merges_parts);
+  EXPECT_EQ(uneven_decode(16, 1024).cluster, 2);
+  EXPECT_EQ(uneven_decode(16, 1024, 32, 8, true).cluster, 2);
+  EXPECT_TRUE(uneven_decode(16, 2048, 32, 8, true).merges_parts);
+  const cuda::Plan of_many_rows = uneven_decode(128, 1024, 16, 1);
+  EXPECT_TRUE(of_many_rows.merges_parts);
+  EXPECT_TRUE(of_many_rows.alone);
+  EXPECT_EQ(of_many_rows.parts.alike, 1);
+  EXPECT_EQ(uneven_decode(128, 512, 16, 1).cluster, 2);
+  EXPECT_EQ(uneven_decode(80, 1024, 16, 1).cluster, 3);
+}
+
+// Counts of arrivals have room for all parts that are merged by the last block.
+TEST(PlannerCudaSplits, MergedPartsFitTheirRecord) {
+  for (const int64_t batch : {100, 140, 160, 900}) {
+    for (const int64_t heads_kv : {1, 2, 8}) {
+      Problem p = problem(TILEWISE_BFLOAT16, batch, 1, 65536 * 4, 16 * heads_kv);
+      p.heads_kv = heads_kv;
+      p.kv_float8 = 1;
+      const int32_t lengths = 0;
+      p.seqused_k = &lengths;
+      const cuda::Plan plan = forward(p, gpu_with(90));
+      ASSERT_TRUE(plan.merges_parts);
+      EXPECT_GE(plan.parts.most, batch * plan.parts.alike);
+      EXPECT_LT(plan.parts.most, batch + cuda::PartArrivals::kMost);
+    }
+  }
 }
 
 // Short sequences are not cut for one that is a few times as long as the mean where there are many.
@@ -257,13 +300,29 @@ TEST(PlannerCudaSplits, ManyShortSequencesNeedNotBeAlike) {
   EXPECT_GT(parts_of_decode(128).fourths, 7 * 4);
 }
 
-// Long sequences come first where not all run at once, and no more of them than a warp sorts.
-TEST(PlannerCudaSplits, BatchesOfManyRoundsAreSorted) {
+// Long sequences come first where not all run at once, or nearly so where they may be long, and no
+// more of them than a warp looks at.
+TEST(PlannerCudaSplits, LongSequencesOfManyComeFirst) {
   for (const int64_t batch : {32, 64, 128, 256, 257}) {
     const EqualParts parts = parts_of_decode(batch);
     EXPECT_TRUE(parts.any()) << batch;
-    EXPECT_EQ(parts.longest_first, batch == 128 || batch == 256) << batch;
+    EXPECT_EQ(parts.long_first, batch == 64 || batch == 128 || batch == 256) << batch;
+    if (parts.long_first) {
+      EXPECT_EQ(parts.at_once, 4 * gpu_with(90).gpu.multiprocessors / 8);
+    }
   }
+  EXPECT_FALSE(uneven_decode(64, 1024).parts.long_first);
+  EXPECT_TRUE(uneven_decode(128, 1024).parts.long_first);
+}
+
+// What has more keys than the share of one sequence that runs at once is cut.
+TEST(PlannerCudaSplits, WhatIsLongerThanItsShareIsCut) {
+  EqualParts parts = parts_of_decode(128);
+  const EqualParts::Batch batch = {128, 128 * 400, 1000};  // alike: short enough
+  EXPECT_EQ(parts.first_part(batch), 832);                 // of 66 at once, in tiles of 64
+  EXPECT_EQ(parts.first_part({128, 128 * 1000, 1024}), 1024);
+  parts.long_first = false;
+  EXPECT_EQ(parts.first_part(batch), 1024);
 }
 
 }  // namespace

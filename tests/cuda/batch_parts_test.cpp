@@ -1,6 +1,6 @@
 // The parts that warps find from the lengths of a batch, against those of their sum.
 #include "cuda/common/batch_parts.h"
-#include "cuda/common/longest_first.h"
+#include "cuda/common/long_first.h"
 
 #include <gtest/gtest.h>
 
@@ -17,7 +17,7 @@ using tilewise::EqualParts;
 using tilewise::cuda::BatchParts;
 using tilewise::cuda::ForwardParams;
 using tilewise::cuda::KeyPart;
-using tilewise::cuda::LongestFirst;
+using tilewise::cuda::LongFirst;
 
 struct Batch {
   std::vector<int32_t> lengths, paddings, keys;
@@ -82,23 +82,20 @@ TEST(BatchParts, EveryWarpFindsThePartsOfAllLengths) {
   }
 }
 
-// Every sequence comes once; none is longer by more than a class than one before it, and those of a
-// class keep their order, as those of a batch without a long one do.
-TEST(LongestFirst, EveryWarpFindsTheSequenceOfANumber) {
+// Every sequence comes once, those with more keys than the mean first, unless the mean is short.
+TEST(LongFirst, EveryWarpFindsTheSequenceOfANumber) {
   for (const int32_t batch : {1, 2, 31, 32, 33, 127, 128, 129, 300}) {
-    for (const int64_t longest : {0, 1, 1000, 1030, 2000, 100000}) {
+    for (const int64_t longest : {0, 1, 400, 600, 2000, 100000}) {
       const Batch b(batch, longest, batch);
-      const int32_t most = *std::max_element(b.keys.begin(), b.keys.end());
-      int32_t width = 1;
-      while (most / width >= 32) width *= 2;
+      const int64_t keys = std::accumulate(b.keys.begin(), b.keys.end(), int64_t{0});
       std::vector<int32_t> expected(b.keys.size());
       std::iota(expected.begin(), expected.end(), 0);
-      const auto class_of = [&](int32_t i) { return b.keys[static_cast<size_t>(i)] / width; };
-      if (most >= LongestFirst::kLong * b.p.parts.tile)
-        std::stable_sort(expected.begin(), expected.end(),
-                         [&](int32_t i, int32_t j) { return class_of(i) > class_of(j); });
+      if (keys >= int64_t{batch} * LongFirst::kShort * b.p.parts.tile)
+        std::stable_partition(expected.begin(), expected.end(), [&](int32_t i) {
+          return int64_t{b.keys[static_cast<size_t>(i)]} * batch > keys;
+        });
       tilewise::cuda::emulator::run_grid(1, 32, 0, [&] {
-        const LongestFirst order(b.p);
+        const LongFirst order(b.p);
         for (int32_t n = 0; n < batch; ++n)
           ASSERT_EQ(order.at(n), expected[static_cast<size_t>(n)]) << batch << ' ' << longest;
       });

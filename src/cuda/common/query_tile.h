@@ -156,15 +156,27 @@ struct BlockWork {
   }
 };
 
+// The place of a block's part in the line of all parts. Blocks come in its order, but where long
+// sequences are first: then those of parts that are not the first of their sequence are before all,
+// since such parts are of long ones.
+TILEWISE_DEVICE int32_t place_in_line(const ForwardParams& p) {
+  const int32_t place = p.order.heads.quotient(static_cast<int32_t>(ptx::block_index()));
+  if (!p.parts.long_first) return place;
+  const int32_t others = p.parts.most - p.order.sequences;
+  return place < others ? p.order.sequences + place : place - others;
+}
+
 // The tile of a block that has a part of its keys.
 TILEWISE_DEVICE int64_t tile_of_part(const ForwardParams& p, const BlockWork& work) {
   const auto block = static_cast<int32_t>(ptx::block_index());
   return work.sequence.batch * p.order.heads + p.order.heads.remainder(block);
 }
-// Where its results lie, among all parts: as blocks come, but for first parts, which have the
-// places of their tiles whichever block takes them.
+// Where its results lie, among those of all parts: in the order of the line, and first parts in
+// that of their sequences.
 TILEWISE_DEVICE int64_t place_of_part(const ForwardParams& p, const BlockWork& work) {
-  return work.split > 0 ? ptx::block_index() : tile_of_part(p, work);
+  if (work.split == 0) return tile_of_part(p, work);
+  const auto block = static_cast<int32_t>(ptx::block_index());
+  return int64_t{place_in_line(p)} * p.order.heads + p.order.heads.remainder(block);
 }
 
 }  // namespace tilewise::cuda

@@ -9,7 +9,7 @@
 #include <numeric>
 #include <type_traits>
 
-#include "cuda/common/longest_first.h"
+#include "cuda/common/long_first.h"
 #include "cuda/mma_sync/config.h"
 #include "cuda/mma_sync/forward_boxes.h"
 #include "cuda/mma_sync/forward_parts.h"
@@ -216,18 +216,18 @@ TILEWISE_DEVICE uint8_t* flag_of(const ForwardParams& p, const BlockWork& work) 
 // then it has all of them.
 template <class C>
 TILEWISE_DEVICE BlockWork find_part(const ForwardParamsOf<C>& p, ptx::SharedAddress feed) {
-  const auto block = static_cast<int32_t>(ptx::block_index());
-  const int32_t place = p.order.heads.quotient(block);
+  const int32_t place = place_in_line(p);
   const bool is_early = C::kBoxes && place < p.order.sequences;
   KeyPart part = {place, 0, 1};
   if (!is_early) part = BatchParts(p).find(place);
   if constexpr (C::kBoxes) {
     if (is_early) {
-      if (p.parts.longest_first) part.sequence = LongestFirst(p).at(place);
+      if (p.parts.long_first) part.sequence = LongFirst(p).at(place);
       KvFeed<C>::Places::foresee(p.problem, part.sequence, feed + KvFeed<C>::kPlacesAt);
     }
   }
-  const TileOrder::Work of = {0, p.order.heads.remainder(block), part.sequence, part.split};
+  const int32_t head = p.order.heads.remainder(static_cast<int32_t>(ptx::block_index()));
+  const TileOrder::Work of = {0, head, part.sequence, part.split};
   const BlockWork work = BlockWork::of(p, of, C::kForward.keys, part.splits);
   if (p.flags.data != nullptr && part.sequence >= 0 && ptx::thread_index() == 0) {
     *p.flags.of_part(place_of_part(p, work)) = 0;
@@ -365,10 +365,10 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   if constexpr (C::kFloat8) tile::pair_columns(o);
   const LanePlace place = lane_place<C>();
   const float weight = (dropout ? general.dropout.keep_scale : 1.0f) * of_values;
-  const auto result =
-      finish_rows<typename C::Element>(p, kept, place, softmax.m, softmax.l, weight);
+  auto result = finish_rows<typename C::Element>(p, kept, place, softmax.m, softmax.l, weight);
   if (p.flags.data != nullptr && !outputs_are_finite(kept, place, o, softmax.l)) [[unlikely]]
     *flag_of<C>(p, kept) = 1;  // after the 0: barriers lie between
+  bool is_whole = kept.splits == 1;
   if constexpr (C::kMerges) {
     if (merges) {
       const ClusterMerge<C> merge(p, kept, feed.idle());
@@ -376,14 +376,15 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
       merge.store();
       return;
     }
-    if (p.arrivals != nullptr && kept.splits > 1) {
-      const PartsMerge<C> merge(p, kept);
+    if (p.arrivals != nullptr && !is_whole) {
+      PartsMerge<C> merge(p, kept);
       merge.send(place, o, result);
-      merge.store(feed.idle());
-      return;
+      if (!merge.is_last()) return;
+      merge.gather(place, o, result);
+      is_whole = true;
     }
   }
-  if (kept.splits > 1) [[unlikely]] {
+  if (!is_whole) [[unlikely]] {
     store_partial<!C::kGeneral, typename C::Columns>(p, kept, place, o, result);
     return;
   }

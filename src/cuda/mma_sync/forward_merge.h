@@ -1,5 +1,4 @@
-// Key splits that are merged in shared memory, with no second launch: by the blocks of a cluster,
-// or by the block of a tile that is done last.
+// Key splits that are merged in shared memory by the blocks of a cluster, with no second launch.
 #pragma once
 
 #include "cuda/common/forward_results.h"

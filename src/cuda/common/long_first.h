@@ -1,0 +1,70 @@
+// The sequences of a batch by the lengths of their keys, which the GPU alone knows.
+#pragma once
+
+#include "cuda/common/batch_parts.h"
+#include "cuda/params.h"
+#include "cuda/ptx/warp.h"
+
+namespace tilewise::cuda {
+
+// Those with more keys than the mean first, and either kind as they come: who begins last is done
+// soon. A batch of short ones (kShort tiles in the mean) keeps its order, since a start by it takes
+// longer. Whole warps call it.
+class LongFirst {
+ public:
+  static constexpr int32_t kShort = 4;
+
+  TILEWISE_DEVICE explicit LongFirst(const ForwardParams& p)
+      : p_(p), sequences_(static_cast<int32_t>(p.problem.batch)) {
+    uint32_t keys = 0;
+#pragma unroll 4
+    for (int32_t first = 0; first < sequences_; first += kLanes)
+      keys += static_cast<uint32_t>(keys_of(first));
+    keys_ = static_cast<int32_t>(ptx::sum(keys));
+    if (keys_ < sequences_ * kShort * p.parts.tile) return;
+#pragma unroll 4
+    for (int32_t first = 0; first < sequences_; first += kLanes)
+      long_ += ptx::count_ones(lanes_of(true, first));
+  }
+
+  // Number `n` of them.
+  TILEWISE_DEVICE int32_t at(int32_t n) const {
+    if (long_ == 0) return n;
+    const bool is_long = n < long_;
+    if (!is_long) n -= long_;
+    int32_t first = 0;
+    uint32_t lanes = 0;
+#pragma unroll 1
+    for (;; first += kLanes) {
+      lanes = lanes_of(is_long, first);
+      const int here = ptx::count_ones(lanes);
+      if (n < here || first + kLanes >= sequences_) break;
+      n -= here;
+    }
+    const uint32_t before = lanes & ((1u << ptx::lane_index()) - 1);
+    const bool is_it = (lanes >> ptx::lane_index() & 1) != 0 && ptx::count_ones(before) == n;
+    return first + ptx::bit_width(ptx::ballot(is_it)) - 1;
+  }
+
+ private:
+  static constexpr int kLanes = ptx::kWarpSize;
+
+  // Of the lane's sequence of the 32 from `first` on.
+  TILEWISE_DEVICE int32_t keys_of(int32_t first) const {
+    const int32_t sequence = first + ptx::lane_index();
+    return sequence < sequences_ ? keys_in_use(p_.problem, sequence) : 0;
+  }
+
+  // Those of the 32 sequences that are long, or those that are not.
+  TILEWISE_DEVICE uint32_t lanes_of(bool are_long, int32_t first) const {
+    const bool is_long = int64_t{keys_of(first)} * sequences_ > keys_;
+    return ptx::ballot(first + ptx::lane_index() < sequences_ && is_long == are_long);
+  }
+
+  const ForwardParams& p_;
+  int32_t sequences_;
+  int32_t keys_;
+  int32_t long_ = 0;  // sequences
+};
+
+}  // namespace tilewise::cuda
