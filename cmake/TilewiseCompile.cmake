@@ -54,6 +54,9 @@ function(tilewise_link_options target)
     set(map "${PROJECT_SOURCE_DIR}/cmake/tilewise.map")
     target_link_options(${target} PRIVATE "LINKER:--version-script=${map}")
     set_property(TARGET ${target} APPEND PROPERTY LINK_DEPENDS "${map}")
+    if(NOT TILEWISE_CUDA_EMULATOR) # whose reports name the functions of a kernel
+      target_link_options(${target} PRIVATE "$<$<CONFIG:Release>:LINKER:--discard-all>")
+    endif()
     if(NOT TILEWISE_SANITIZE AND NOT TILEWISE_BUILD_FUZZ) # their runtime comes with the program
       target_link_options(${target} PRIVATE "LINKER:-z,defs" "LINKER:--as-needed")
     endif()

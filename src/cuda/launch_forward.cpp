@@ -78,10 +78,8 @@ void launch_boxes(const Problem& p, const Plan& plan, const ForwardParams& main)
   const auto map = paged ? map_of_pages : map_of_keys;
   params.k = map(p, p.k, p.head_dim, box_rows);
   params.v = map(p, p.v, p.head_dim_v, box_rows);
-  if (!paged) {
-    params.k_end = map_of_keys(p, p.k, p.head_dim, kRowsOfEndBox);
-    params.v_end = map_of_keys(p, p.v, p.head_dim_v, kRowsOfEndBox);
-  }
+  params.k_end = map(p, p.k, p.head_dim, kRowsOfEndBox);
+  params.v_end = map(p, p.v, p.head_dim_v, kRowsOfEndBox);
   const int32_t fewer = plan.alone ? 0 : 1;
   params.stages = plan.unit->most_stages - fewer;
   Kernel<TmaForwardParams> kernel = plan.unit->form(plan.form).tma_forward;

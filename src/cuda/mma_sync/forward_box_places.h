@@ -18,6 +18,7 @@ template <class C>
 class RowBoxes {
  public:
   static constexpr int kKeys = C::kForward.keys;
+  static_assert(kKeys % kRowsOfEndBox == 0);
   static constexpr int kBytes = 0;  // of shared memory
 
   TILEWISE_DEVICE RowBoxes(const TmaForwardParams&, const BlockWork& work, ptx::SharedAddress)
@@ -66,7 +67,9 @@ template <class C>
 class PageBoxes {
  public:
   static constexpr int kKeys = C::kForward.keys;
+  static_assert((kKeys & (kKeys - 1)) == 0);  // so pages that divide it are whole boxes of its end
   static constexpr int kBoxes = static_cast<int>(ceil_div(kKeys, kLeastRowsOfPageBox));
+  static constexpr int32_t kSmallPage = 16;  // rows
   static constexpr int kForeseenAt = kBoxes * 4;
   static constexpr int kBytes = kForeseenAt + ptx::kWarpSize * 4;
 
@@ -106,11 +109,23 @@ class PageBoxes {
       copy(begin, row, static_cast<int32_t>(ptx::ld_shared_b32(from)));
   }
 
-  // A page in use is not read in part: no box of it is smaller.
+  // Small pages are read as a whole: half of one is few rows, and their boxes are many as it is.
   template <class Expect, class Copy, class CopyEnd>
   TILEWISE_DEVICE void visit_first(int32_t tile, const Expect& expect, const Copy& copy,
-                                   const CopyEnd&) const {
-    visit(tile, expect, copy);
+                                   const CopyEnd& copy_end) const {
+    const int32_t left = keys_ - tile * kKeys;
+    if (left >= kKeys || box_rows_ <= kSmallPage) return visit(tile, expect, copy);
+    if (!ptx::elect_one()) return;
+    expect();
+    const int32_t row = size_.remainder(tile * kKeys);
+    ptx::SharedAddress from = shared_;
+#pragma unroll 1
+    for (int32_t page = 0; page < kKeys; page += box_rows_, from += 4) {
+      const auto index = static_cast<int32_t>(ptx::ld_shared_b32(from));
+#pragma unroll 1
+      for (int32_t begin = 0; begin < box_rows_; begin += kRowsOfEndBox)
+        copy_end(page + begin, row + begin, page + begin < left ? index : kNowhere);
+    }
   }
 
   TILEWISE_DEVICE void pass(int32_t tile) {

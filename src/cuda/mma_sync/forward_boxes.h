@@ -43,10 +43,8 @@ class BoxFeed {
     if (ptx::thread_index() != 0) return;
     ptx::prefetch_tensormap(p.k);
     ptx::prefetch_tensormap(p.v);
-    if constexpr (!C::kPaged) {
-      ptx::prefetch_tensormap(p.k_end);
-      ptx::prefetch_tensormap(p.v_end);
-    }
+    ptx::prefetch_tensormap(p.k_end);
+    ptx::prefetch_tensormap(p.v_end);
 #pragma unroll
     for (int slot = 0; slot < kMostStages; ++slot) ptx::mbarrier_init(base + slot * 8, 1);
     ptx::fence_mbarrier_init();
