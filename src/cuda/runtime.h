@@ -35,7 +35,8 @@ struct Gpu {
   int32_t multiprocessors = 0;
   int32_t shared_bytes = 0;  // a block may opt in to
   int32_t l2_bytes = 0;
-  int32_t table = 0;  // tile table to use (TILEWISE_FORCE_ARCH); 0: the one of arch/limits.h
+  int32_t memory_speed = 0;  // gigabytes a second, by clock and bus; 0: not known
+  int32_t table = 0;         // tile table to use (TILEWISE_FORCE_ARCH); 0: that of arch/limits.h
 };
 
 // 0 when there is no driver or no GPU; the reason goes to `why` when it is given.

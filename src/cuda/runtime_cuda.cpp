@@ -37,6 +37,11 @@ int32_t attribute(int32_t index, cudaDeviceAttr which) {
   return value;
 }
 
+// Memory moves twice a clock.
+int32_t memory_speed(int64_t kilohertz, int64_t bits) {
+  return static_cast<int32_t>(2 * kilohertz * bits / 8 / 1000000);
+}
+
 Facts describe(int32_t index) {
   Facts facts;
   facts.gpu.sm = attribute(index, cudaDevAttrComputeCapabilityMajor) * 10 +
@@ -44,6 +49,8 @@ Facts describe(int32_t index) {
   facts.gpu.multiprocessors = attribute(index, cudaDevAttrMultiProcessorCount);
   facts.gpu.shared_bytes = attribute(index, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   facts.gpu.l2_bytes = attribute(index, cudaDevAttrL2CacheSize);
+  facts.gpu.memory_speed = memory_speed(attribute(index, cudaDevAttrMemoryClockRate),
+                                        attribute(index, cudaDevAttrGlobalMemoryBusWidth));
   cudaDeviceProp properties;
   check(cudaGetDeviceProperties(&properties, index), "cudaGetDeviceProperties");
   facts.name = properties.name;

@@ -225,13 +225,16 @@ TEST(PlannerCudaSplits, ABlockWithManyKeysMayReadAlone) {
   Problem uneven = decode(16, 1024);
   uneven.seqused_k = &lengths;
   EXPECT_FALSE(forward(uneven, device).alone);
-  const auto pages_alone = [&](int64_t batch, int64_t keys) {
-    Problem p = paged(TILEWISE_BFLOAT16, 16);
+  const auto pages_alone = [&](int64_t batch, int64_t keys, int64_t size = 16,
+                               int32_t speed = 3352) {
+    Problem p = paged(TILEWISE_BFLOAT16, size);
     p.batch = batch;
-    p.block_table_width = p.block_table_stride = keys / 16;
+    p.block_table_width = p.block_table_stride = keys / size;
     p.pages = batch * p.block_table_width;
     p.heads_q = 32;
-    const cuda::Plan plan = forward(p, device);
+    Device gpu = device;
+    gpu.gpu.memory_speed = speed;
+    const cuda::Plan plan = forward(p, gpu);
     EXPECT_EQ(plan.form, cuda::Form::paged_boxes);
     return plan.alone;
   };
@@ -239,6 +242,8 @@ TEST(PlannerCudaSplits, ABlockWithManyKeysMayReadAlone) {
   EXPECT_FALSE(pages_alone(16, 1024));
   EXPECT_FALSE(pages_alone(16, 4096));
   EXPECT_FALSE(pages_alone(8, 4096));
+  EXPECT_FALSE(pages_alone(16, 2048, 16, 4917));
+  EXPECT_TRUE(pages_alone(16, 2048, 64, 4917));
 }
 
 // How sm_90 cuts a decode whose lengths, up to `keys`, only it knows.
