@@ -123,18 +123,16 @@ bool are_uneven(const Problem& p) {
 // -> 28.8, 18.0, B16 with 1k and 64/8 28.7, 15.5 -> 28.0, 15.6; but with 32/8 27.3, 14.4 -> 28.0,
 // 15.3, and B80 with 1k and 16/1 22.2, 13.9 -> 21.5, 17.9). On pages a warp
 // spends more instructions, so there only with 24 to 32 tiles (H100: B16 with 2k keys and 64/8
-// heads 55.4 -> 53.2, but with 1k 28.9 -> 30.4), and on small ones not where memory is faster than
-// a warp (H200: B16 with 2k keys in pages of 16 44.5, of 64 38.1).
+// heads 55.4 -> 53.2, but with 1k 28.9 -> 30.4), and not where memory is faster than it (H200: B16
+// with 2k keys in pages of 16 38.4 -> 44.5).
 bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   if (!reads_boxes(plan) || p.num_splits > 0 || blocks == 0 || reads_float8(*plan.unit))
     return false;
   const int64_t splits = gpu.multiprocessors / blocks;
   const int64_t tiles = ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k);
   if (plan.form == Form::paged_boxes) {
-    constexpr int64_t kSmallPage = 16;
-    constexpr int64_t kSpeedOfWarp = 26;  // on small pages, gigabytes a second
-    const bool keeps_up =
-        p.page_size > kSmallPage || gpu.memory_speed <= kSpeedOfWarp * gpu.multiprocessors;
+    constexpr int64_t kSpeedOfWarp = 26;  // gigabytes a second
+    const bool keeps_up = gpu.memory_speed <= kSpeedOfWarp * gpu.multiprocessors;
     return splits == 1 && 24 <= tiles && tiles <= 32 && keeps_up;
   }
   const bool uneven = are_uneven(p);

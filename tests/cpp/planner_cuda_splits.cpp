@@ -225,11 +225,10 @@ TEST(PlannerCudaSplits, ABlockWithManyKeysMayReadAlone) {
   Problem uneven = decode(16, 1024);
   uneven.seqused_k = &lengths;
   EXPECT_FALSE(forward(uneven, device).alone);
-  const auto pages_alone = [&](int64_t batch, int64_t keys, int64_t size = 16,
-                               int32_t speed = 3352) {
-    Problem p = paged(TILEWISE_BFLOAT16, size);
+  const auto pages_alone = [&](int64_t batch, int64_t keys, int32_t speed = 3352) {
+    Problem p = paged(TILEWISE_BFLOAT16, 16);
     p.batch = batch;
-    p.block_table_width = p.block_table_stride = keys / size;
+    p.block_table_width = p.block_table_stride = keys / 16;
     p.pages = batch * p.block_table_width;
     p.heads_q = 32;
     Device gpu = device;
@@ -242,8 +241,7 @@ TEST(PlannerCudaSplits, ABlockWithManyKeysMayReadAlone) {
   EXPECT_FALSE(pages_alone(16, 1024));
   EXPECT_FALSE(pages_alone(16, 4096));
   EXPECT_FALSE(pages_alone(8, 4096));
-  EXPECT_FALSE(pages_alone(16, 2048, 16, 4917));
-  EXPECT_TRUE(pages_alone(16, 2048, 64, 4917));
+  EXPECT_FALSE(pages_alone(16, 2048, 4917));
 }
 
 // How sm_90 cuts a decode whose lengths, up to `keys`, only it knows.
