@@ -69,14 +69,16 @@ bool reads_boxes(const Plan& plan) {
 }
 bool can_merge(const Plan& plan) { return has_boxes(*plan.unit) && plan.form != Form::general; }
 
-// Whether the block of a tile that is done last merges its parts: tiles are nearly as many as
-// multiprocessors, or more, so that most have one part, and few more than a few. (H100, a second
-// kernel and this, full and log-normal lengths: B16 with 2k keys and 64/8 heads 49.8, 24.4 -> 49.2,
-// 23.3 us, with 8k and 32/8 178.1, 73.1 -> 177.8, 72.3, in pages of 16 with 4k 36.6 -> 37.2; but
-// B12 with 2k 39.4, 19.7 -> 38.8, 20.2, and B8 with 8k keys 17.2 -> 18.6.)
+// Whether tiles are nearly as many as multiprocessors, or more.
 bool has_many_tiles(const Gpu& gpu, int64_t blocks) {
   return blocks * 4 >= int64_t{gpu.multiprocessors} * 3;
 }
+
+// Whether the block of a tile that is done last merges its parts: most have one part then, and few
+// more than a few. (H100, a second kernel and this, full and log-normal lengths: B16 with 2k keys
+// and 64/8 heads 49.8, 24.4 -> 49.2, 23.3 us, with 8k and 32/8 178.1, 73.1 -> 177.8, 72.3, in pages
+// of 16 with 4k 36.6 -> 37.2; but B12 with 2k 39.4, 19.7 -> 38.8, 20.2, and B8 with 8k keys 17.2
+// -> 18.6.)
 bool merges_parts(const Plan& plan, const Gpu& gpu, int64_t blocks) {
   return can_merge(plan) && has_many_tiles(gpu, blocks);
 }
@@ -234,8 +236,8 @@ int32_t fourths_of_uncut(const Gpu& gpu, int64_t blocks) {
 // run at once the last ones are short then (H100, log-normal lengths: B128 with 1k keys 70.7
 // -> 68.2 us, B32 with 1k and 32/32 heads 61.7 -> 59.5). Of nearly as many where caches have room
 // for 2k keys (B16 with 2k and 32/32 heads 67.0 -> 62.7, B64 with 4k 135.4 -> 132.0, with 2k 72.1
-// -> 72.8; but B64 with 1k 36.4 -> 38.0). Each block looks at all lengths: more than 256 were not
-// timed.
+// -> 72.8; but B64 with 1k 36.4 -> 38.0). Each block looks at all lengths (B1024 with 512 keys and
+// 16/1 heads 54.4 -> 67.8).
 bool has_long_first(const Problem& p, const Plan& plan, int64_t blocks, int64_t slots) {
   constexpr int64_t kMostSorted = 256;
   constexpr int64_t kRoom = 32;  // tiles

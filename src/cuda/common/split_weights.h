@@ -1,5 +1,5 @@
 // What the partial results of a row's splits weigh: the order of sums is part of the meaning, so
-// that whoever merges them gets the same bits.
+// that a second kernel and a cluster get the same bits.
 #pragma once
 
 #include "attention/online_softmax.h"
