@@ -58,14 +58,13 @@ struct SplitRule {
 // most 2^30 keys.
 struct EqualParts {
   int32_t most = 0;   // of a batch, at least `alike` for each sequence; 0: not cut like this
-  int32_t alike = 1;  // of each sequence of a batch of lengths that are alike
-  int32_t tile = 1;   // keys
+  Divisor alike = 1;  // of each sequence of a batch of lengths that are alike
+  Divisor tile = 1;   // keys
   // Short ones are alike, too, when the longest is at most so many fourths of the mean.
   int32_t fourths = kFourths;
-  // Blocks of long sequences come first. Of so many sequences as run at once none has more keys
-  // than its share of all.
-  bool long_first = false;
-  int32_t at_once = 0;
+  // Not 0: blocks of long sequences come first, and of so many sequences as run at once none has
+  // more keys than its share of all.
+  Divisor at_once = 0;
 
   struct Batch {
     int32_t sequences;
@@ -86,12 +85,13 @@ struct EqualParts {
   }
 
   TILEWISE_FN constexpr bool any() const { return most != 0; }
+  TILEWISE_FN constexpr bool long_first() const { return at_once != 0; }
 
   // Keys of a part: the first one of these by which a batch has no more than `most`.
   TILEWISE_FN constexpr int32_t first_part(const Batch& batch) const {
     if (are_alike(batch)) {
       const int32_t part = quotient(batch.longest, alike);
-      return whole_tiles(long_first ? min(part, quotient(batch.keys, at_once)) : part);
+      return whole_tiles(long_first() ? min(part, quotient(batch.keys, at_once)) : part);
     }
     // Every sequence has one part that may be short, of which half is to be expected.
     return whole_tiles(quotient(batch.keys, most - batch.sequences / 2));
@@ -117,6 +117,9 @@ struct EqualParts {
   TILEWISE_FN static constexpr int32_t quotient(int32_t n, int32_t by) {
     return static_cast<int32_t>((static_cast<uint32_t>(n) + static_cast<uint32_t>(by) - 1) /
                                 static_cast<uint32_t>(by));
+  }
+  TILEWISE_FN static constexpr int32_t quotient(int32_t n, const Divisor& by) {
+    return by.quotient(n + by - 1);
   }
   TILEWISE_FN constexpr int32_t whole_tiles(int32_t keys) const {
     return quotient(max(1, keys), tile) * tile;

@@ -17,6 +17,9 @@ inline constexpr int32_t kLeastRowsOfPageBox = 16;
 // Rows of the boxes that the last keys of a sequence come in, where they are less than a tile.
 inline constexpr int32_t kRowsOfEndBox = 8;
 
+// A sequence or page outside of every map: a box of it arrives as 0, and nothing is read.
+inline constexpr int32_t kNowhere = -1;
+
 // Splits of a decode that a cluster merges: the most blocks that a cluster can have.
 inline constexpr int32_t kMostMergedSplits = 16;
 

@@ -37,6 +37,7 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPiece
   if (params.arrivals != nullptr) params.launch = PartArrivals::of_launch(number_of_launch());
   params.packed_rows = static_cast<int32_t>(packed_rows(p, plan));
   params.pitch = plan.pitch;
+  params.shape_says_all = shape_says_all(p);
   params.merges_splits = plan.cluster > 1;
   params.partial_out = pieces.partial_out.in<float>(workspace);
   params.partial_lse = pieces.partial_lse.in<float>(workspace);
@@ -59,7 +60,6 @@ void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& 
   params.v = map(p, p.v, p.head_dim_v, box_rows);
   params.work = static_cast<int32_t>(plan.shares.any() ? plan.shares.first : plan.blocks);
   params.counter = counter;
-  params.shape_says_all = shape_says_all(p);
   params.before = before;
   params.may_spoil = may_spoil(p);
   const int64_t all = gpu(p.device_index).multiprocessors;

@@ -136,6 +136,7 @@ struct ForwardParams {
   Divisor group = 1;        // query heads per key/value head, whether packed or not
   Divisor page_size = 1;    // of the forms of pages, and of boxes of pages
   uint32_t pack_reciprocal = 1u << 31;  // ceil(2^31 / packing.group)
+  bool shape_says_all = false;          // attention/problem.h
   bool merges_splits = false;           // the blocks of the splits of a tile are a cluster
 
   // Of the keys of a sequence, which are not in equal parts; 1: its results go straight to out.
@@ -177,13 +178,12 @@ struct TmaForwardParams : ForwardParams {
   TensorMap v;
   TensorMap k_end;  // decoding: in smaller boxes (kRowsOfEndBox)
   TensorMap v_end;
-  int32_t stages = 0;           // of the ring of boxes
-  int32_t page_box_rows = 0;    // wgmma: of a box of a page
-  int32_t work = 0;             // blocks of `order`, which a smaller grid shares; others follow
-  int32_t* counter = nullptr;   // works of different lengths: how many were taken, 0 at first
-  bool shape_says_all = false;  // attention/problem.h
-  bool may_spoil = false;       // a band is in force
-  int32_t* before = nullptr;    // wgmma/forward_repair.h: [works, math warps], nothing at first
+  int32_t stages = 0;          // of the ring of boxes
+  int32_t page_box_rows = 0;   // wgmma: of a box of a page
+  int32_t work = 0;            // blocks of `order`, which a smaller grid shares; others follow
+  int32_t* counter = nullptr;  // works of different lengths: how many were taken, 0 at first
+  bool may_spoil = false;      // a band is in force
+  int32_t* before = nullptr;   // wgmma/forward_repair.h: [works, math warps], nothing at first
 };
 
 struct TmaBackwardParams : BackwardParams {

@@ -274,8 +274,8 @@ EqualParts equal_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64
   parts.tile = plan.tile_k;
   if (merges) parts.fourths = fourths_of_uncut(gpu, blocks);
   const int64_t slots = all * max(1, plan.unit->forward_tile.blocks_per_sm);
-  parts.long_first = has_long_first(p, plan, blocks, slots);
-  if (parts.long_first) parts.at_once = static_cast<int32_t>(max<int64_t>(1, slots / heads));
+  if (has_long_first(p, plan, blocks, slots))
+    parts.at_once = static_cast<int32_t>(max<int64_t>(1, slots / heads));
   return parts;
 }
 

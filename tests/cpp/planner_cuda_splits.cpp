@@ -309,13 +309,13 @@ TEST(PlannerCudaSplits, LongSequencesOfManyComeFirst) {
   for (const int64_t batch : {32, 64, 128, 256, 257}) {
     const EqualParts parts = parts_of_decode(batch);
     EXPECT_TRUE(parts.any()) << batch;
-    EXPECT_EQ(parts.long_first, batch == 64 || batch == 128 || batch == 256) << batch;
-    if (parts.long_first) {
+    EXPECT_EQ(parts.long_first(), batch == 64 || batch == 128 || batch == 256) << batch;
+    if (parts.long_first()) {
       EXPECT_EQ(parts.at_once, 4 * gpu_with(90).gpu.multiprocessors / 8);
     }
   }
-  EXPECT_FALSE(uneven_decode(64, 1024).parts.long_first);
-  EXPECT_TRUE(uneven_decode(128, 1024).parts.long_first);
+  EXPECT_FALSE(uneven_decode(64, 1024).parts.long_first());
+  EXPECT_TRUE(uneven_decode(128, 1024).parts.long_first());
 }
 
 // What has more keys than the share of one sequence that runs at once is cut.
@@ -324,7 +324,7 @@ TEST(PlannerCudaSplits, WhatIsLongerThanItsShareIsCut) {
   const EqualParts::Batch batch = {128, 128 * 400, 1000};  // alike: short enough
   EXPECT_EQ(parts.first_part(batch), 832);                 // of 66 at once, in tiles of 64
   EXPECT_EQ(parts.first_part({128, 128 * 1000, 1024}), 1024);
-  parts.long_first = false;
+  parts.at_once = 0;
   EXPECT_EQ(parts.first_part(batch), 1024);
 }
 

@@ -237,6 +237,37 @@ def test_the_last_block_merges_parts(seed, monkeypatch):
         assert np.array_equal(got.lse, want.lse)
 
 
+def places(b: Built, sequence: int, keys: torch.Tensor) -> tuple[int | torch.Tensor, torch.Tensor]:
+    """Where keys of a sequence are in its cache."""
+    size = b.case.page_size
+    if not size:
+        return sequence, keys
+    return b.meta["block_table"][sequence].long()[keys // size], keys % size
+
+
+@pytest.mark.abi("cuda", "emulator")
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("half", [0, 1])
+def test_infinite_values_do_not_vanish_with_their_weight(half, seed):
+    """A part that weighs less than the smallest number, wherever its keys are; one of no keys has
+    nothing to say.
+    """
+    case = uneven(seed)
+    used = (case.keys[0], *case.used_k[1:])
+    b = Built(dataclasses.replace(case, used_k=used, window=(-1, -1), sinks=False))
+    want = run(b, backward=False)
+    keys = torch.arange(used[0])
+    low = keys.chunk(2)[half]
+    b.q[0] = 1.0
+    b.k[places(b, 0, keys)] = 0.0
+    b.k[places(b, 0, low)] = -32.0  # scores of at most -256
+    b.v[places(b, 0, low)] = torch.inf
+    got = run(b, backward=False)
+    rows = case.rows[0]
+    assert not np.isfinite(got.out[:rows]).any()
+    assert np.array_equal(got.out[rows:], want.out[rows:])
+
+
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("seed", range(4))
 def test_long_sequences_come_first(seed):

@@ -23,6 +23,14 @@ TILEWISE_DEVICE int32_t uniform(int32_t x) {
   return static_cast<int32_t>(ptx::shuffle(static_cast<uint32_t>(x), 0));
 }
 
+// The same, but not said: what follows from it is counted in every lane's registers. In a chain of
+// uniform instructions each waits longer for the one before, and there are moves to predicates and
+// addresses, and back.
+TILEWISE_DEVICE int32_t of_lanes(int32_t x) {
+  constexpr int kMostThreads = 1024;  // of a block
+  return x + static_cast<int32_t>(ptx::thread_index()) / kMostThreads;
+}
+
 // The packed rows of a tile, counted from its first one. Row r is row `first + row(r)` of the
 // sequence and query head `first_head + head(r)`.
 struct QueryRows {
@@ -82,8 +90,9 @@ struct KeyTiles {
     t.first = tiles(max(0, t.lower), step);
     if (splits != 1) [[unlikely]] {
       const int32_t stop = max(t.first, tiles(end + step - 1, step));
-      if (split > 0) end = begin_of_split(t.first, stop, split - 1, splits) * step;
-      t.first = begin_of_split(t.first, stop, split, splits);
+      const int32_t part = tiles_of_split(stop - t.first, splits);
+      if (split > 0) end = max(t.first, stop - part * split) * step;
+      t.first = max(t.first, stop - part * (split + 1));
     }
     t.last = end > t.first * step ? tiles(end - 1, step) : t.first - 1;
     return t;
@@ -91,7 +100,7 @@ struct KeyTiles {
 
   // Those of the first split.
   TILEWISE_DEVICE void keep_first_split(int32_t splits) {
-    first = begin_of_split(first, last + 1, 0, splits);
+    first = max(first, last + 1 - tiles_of_split(last + 1 - first, splits));
   }
 
   // The rest.
@@ -107,13 +116,18 @@ struct KeyTiles {
     return static_cast<int32_t>(static_cast<uint32_t>(keys) / static_cast<uint32_t>(step));
   }
 
-  // Of the tiles [begin, end). The first split has the last ones: where it begins to read is known
-  // before how many splits there are.
-  TILEWISE_DEVICE static int32_t begin_of_split(int32_t begin, int32_t end, int32_t split,
-                                                int32_t splits) {
-    return max(begin, end - tiles(end - begin + splits - 1, splits) * (split + 1));
+  // The first split has the last ones: where it begins to read is known before how many splits
+  // there are.
+  TILEWISE_DEVICE static int32_t tiles_of_split(int32_t all, int32_t splits) {
+    return tiles(all + splits - 1, splits);
   }
 };
+
+TILEWISE_DEVICE Sequence sequence_of(const ForwardParams& p, int32_t b) {
+  if (p.shape_says_all) [[likely]]
+    return sequence_of_shape(p.problem, b);
+  return tilewise::sequence_of(p.problem, b);
+}
 
 // All of it.
 struct BlockWork {
@@ -140,7 +154,7 @@ struct BlockWork {
     BlockWork w;
     w.rows.count = 0;
     if (work.sequence < 0) return w;
-    w.sequence = sequence_of(p.problem, work.sequence);
+    w.sequence = sequence_of(p, work.sequence);
     w.rows = QueryRows::of(p, w.sequence.band, work.tile, work.head);
     w.split = work.split;
     w.splits = splits != 0 ? splits : p.splits_of(w.sequence.band);
@@ -161,22 +175,24 @@ struct BlockWork {
 // since such parts are of long ones.
 TILEWISE_DEVICE int32_t place_in_line(const ForwardParams& p) {
   const int32_t place = p.order.heads.quotient(static_cast<int32_t>(ptx::block_index()));
-  if (!p.parts.long_first) return place;
+  if (!p.parts.long_first()) return place;
   const int32_t others = p.parts.most - p.order.sequences;
   return place < others ? p.order.sequences + place : place - others;
 }
 
+// Heads of a part are neighbours: their keys are, in memory.
+TILEWISE_DEVICE int32_t head_of_part(const ForwardParams& p) {
+  return p.order.heads.remainder(static_cast<int32_t>(ptx::block_index()));
+}
 // The tile of a block that has a part of its keys.
 TILEWISE_DEVICE int64_t tile_of_part(const ForwardParams& p, const BlockWork& work) {
-  const auto block = static_cast<int32_t>(ptx::block_index());
-  return work.sequence.batch * p.order.heads + p.order.heads.remainder(block);
+  return work.sequence.batch * p.order.heads + head_of_part(p);
 }
 // Where its results lie, among those of all parts: in the order of the line, and first parts in
 // that of their sequences.
 TILEWISE_DEVICE int64_t place_of_part(const ForwardParams& p, const BlockWork& work) {
   if (work.split == 0) return tile_of_part(p, work);
-  const auto block = static_cast<int32_t>(ptx::block_index());
-  return int64_t{place_in_line(p)} * p.order.heads + p.order.heads.remainder(block);
+  return int64_t{place_in_line(p)} * p.order.heads + head_of_part(p);
 }
 
 }  // namespace tilewise::cuda

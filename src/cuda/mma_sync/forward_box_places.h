@@ -8,9 +8,6 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// A sequence or page outside of every map: a box of it arrives as 0, and nothing is read.
-inline constexpr int32_t kNowhere = -1;
-
 // Rows of a sequence follow each other: one box holds a tile. Its place is a row, and the index of
 // the sequence. The tile in which its keys end is of smaller boxes: what lies behind them is as
 // many bytes to read, half a tile on average.

@@ -5,6 +5,7 @@
 #include "attention/online_softmax.h"
 #include "cuda/common/block.h"
 #include "cuda/mma_sync/forward_merge.h"
+#include "cuda/tile/quad.h"
 
 namespace tilewise::cuda::mma_sync {
 
@@ -46,37 +47,49 @@ class PartsMerge {
     return true;
   }
 
-  // Puts what all parts have in the place of what this one has. Lanes read what lanes of the same
-  // number have sent, from the first part to the last, whoever merges them.
-  TILEWISE_DEVICE void gather(const LanePlace& place, Outputs<C>& o, RowResults<1>& result) const {
+  // Puts what all parts have in the place of what this one has, summed from the first part to the
+  // last, whoever merges them. They come into the ring, all at once where it holds them: one wait
+  // for memory, and fewer instructions than for parts in registers.
+  TILEWISE_DEVICE void gather(const LanePlace& place, Outputs<C>& o, RowResults<1>& result,
+                              IdleRing ring) const {
+    ptx::fence_proxy_async_global();  // bulk copies take what other blocks have stored
+    ptx::fence_proxy_async();         // and go where this one has read
+    ptx::sync_warp();
+    load(0, ring);
+    float base[2];
+    float sum[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) begin_row(place.row(0, h), base[h], sum[h]);
     o.fill(0.0f);
+#pragma unroll 1
+    for (int32_t first = 0;;) {
+      ptx::mbarrier_wait_parity(ring.barrier, ring.parity);
+      const int32_t count = min(work_.splits - first, kPartsInRing);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (place.row(0, h) < work_.rows.count)
+          sum[h] += add_parts(o, h, row_in_ring(place, h, ring), count, base[h]);
+      }
+      first += kPartsInRing;
+      if (first >= work_.splits) break;
+      ring.parity ^= 1;
+      ptx::sync_warp();
+      load(first, ring);
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int32_t r = place.row(0, h);
-      if (r >= work_.rows.count) continue;
-      const float* const sinks = p_.problem.sinks;
-      float highest = sinks != nullptr ? sinks[work_.head(r)] : kMinusInfinity;
-      float sum = highest != kMinusInfinity ? 1.0f : 0.0f;
-#pragma unroll 2
-      for (int32_t split = 0; split < work_.splits; ++split) {
-        const char* const row = part(place_of(split)) + r * kPartBytes;
-        const float lse = ptx::float_of(ptx::ld_global_b32(row + kMergedChunks<C> * 16));
-        const float before = highest;
-        highest = max(highest, lse);
-        const float base = exponent_base(highest);
-        const float shrink = common::exponential(above(before, base));
-        const float weight = common::exponential(above(lse, base));
-        sum = sum * shrink + weight;
-        add_row(o, h, row + place.lane_of_quad() * 16, shrink, weight);
-      }
-      result.factor[0][h] = sum == 0.0f ? 0.0f : 1.0f / sum;
-      result.lse[0][h] =
-          sum == 0.0f ? kMinusInfinity : exponent_base(highest) + ptx::log_accurate(sum);
+      result.factor[0][h] = sum[h] == 0.0f ? 0.0f : 1.0f / sum[h];
+      result.lse[0][h] = sum[h] == 0.0f ? kMinusInfinity : base[h] + ptx::log_accurate(sum[h]);
     }
   }
 
  private:
   static constexpr int kPartBytes = kMergedPartBytes<C>;
+  static constexpr int kLseAt = kMergedChunks<C> * 16;  // of a row
+  static constexpr int kTileBytes = C::kForward.rows() * kPartBytes;
+  static constexpr int kPartsInRing =
+      min(ptx::kWarpSize, C::kForward.stages* kSlotBytes<C> / kTileBytes);
+  static_assert(kPartsInRing > 0);
 
   // What a block has left: its rows follow each other.
   TILEWISE_DEVICE char* part(int64_t place) const {
@@ -84,29 +97,71 @@ class PartsMerge {
   }
   TILEWISE_DEVICE int64_t place_of(int32_t split) const {
     const int64_t place = split == 0 ? work_.sequence.batch : second_ + split - 1;
-    const Divisor& heads = p_.order.heads;
-    return place * heads + heads.remainder(static_cast<int32_t>(ptx::block_index()));
+    return place * p_.order.heads + head_of_part(p_);
   }
 
-  // A part that saw nothing has no weight: its sums may be NaN.
-  TILEWISE_DEVICE static void add_row(Outputs<C>& o, int h, const char* row, float shrink,
-                                      float weight) {
+  // Parts from `first` on, as many as there is room for, one by a lane.
+  TILEWISE_DEVICE void load(int32_t first, const IdleRing& ring) const {
+    const int lane = ptx::lane_index();
+    const int32_t count = min(work_.splits - first, kPartsInRing);
+    const int32_t bytes = work_.rows.count * kPartBytes;
+    if (lane == 0) ptx::mbarrier_arrive_expect_tx(ring.barrier, count * bytes);
+    ptx::sync_warp();
+    if (lane < count)
+      ptx::cp_async_bulk_load(ring.base + static_cast<uint32_t>(lane * kTileBytes),
+                              part(place_of(first + lane)), bytes, ring.barrier);
+  }
+  TILEWISE_DEVICE static ptx::SharedAddress row_in_ring(const LanePlace& place, int h,
+                                                        const IdleRing& ring) {
+    return ring.base + static_cast<uint32_t>(place.row(0, h) * kPartBytes);
+  }
+
+  // The largest lse of row r, that of a sink among them, and the weight of the sink.
+  TILEWISE_DEVICE void begin_row(int32_t r, float& base, float& sum) const {
+    const bool exists = r < work_.rows.count;
+    const float* const sinks = p_.problem.sinks;
+    const float sink = exists && sinks != nullptr ? sinks[work_.head(r)] : kMinusInfinity;
+    float highest = sink;
+#pragma unroll 1
+    for (int32_t split = ptx::lane_index() % 4; exists && split < work_.splits; split += 4)
+      highest =
+          max(highest,
+              ptx::float_of(ptx::ld_global_b32(part(place_of(split)) + r * kPartBytes + kLseAt)));
+    base = exponent_base(tile::quad_max(highest));
+    sum = common::exponential(above(sink, base));
+  }
+
+  // The sums of a row of `count` parts, weighed; returns what they weigh. A part that saw nothing
+  // may have NaN.
+  TILEWISE_DEVICE static float add_parts(Outputs<C>& o, int h, ptx::SharedAddress row,
+                                         int32_t count, float base) {
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int32_t i = 0; i < count; ++i, row += kTileBytes) {
+      const float lse = ptx::float_of(ptx::ld_shared_b32(row + kLseAt));
+      if (lse == kMinusInfinity) continue;
+      const float weight = common::exponential(above(lse, base));
+      sum += weight;
+      const ptx::SharedAddress own = row + static_cast<uint32_t>(ptx::lane_index() % 4 * 16);
 #pragma unroll
-    for (int n = 0; n < C::kHeadDim / 8; n += 2) {
-      uint32_t x[4];
-      ptx::ld_global_v4_b32(x, row + 2 * n * 16);
+      for (int n = 0; n < C::kHeadDim / 8; n += 2) {
+        uint32_t x[4];
+        ptx::ld_shared_v4_b32(x, own + static_cast<uint32_t>(2 * n * 16));
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float& sum = o.x[0][n + e / 2][2 * h + e % 2];
-        sum = ptx::fma(weight, weight == 0.0f ? 0.0f : ptx::float_of(x[e]), sum * shrink);
+        for (int e = 0; e < 4; ++e) {
+          float& to = o.x[0][n + e / 2][2 * h + e % 2];
+          to = ptx::fma(weight, ptx::float_of(x[e]), to);
+        }
       }
     }
+    return sum;
   }
 
   // The flags of the blocks of a tile become one.
   TILEWISE_DEVICE void join_flags() const {
     if (p_.flags.data == nullptr) return;
     bool flagged = false;
+#pragma unroll 1
     for (int32_t split = ptx::lane_index(); split < work_.splits; split += ptx::kWarpSize)
       flagged |= *p_.flags.of_part(place_of(split)) != 0;
     flagged = ptx::any(flagged);

@@ -15,11 +15,11 @@ namespace tilewise::cuda::mma_sync {
 template <class C>
 TILEWISE_DEVICE void load_queries(const Problem& p, const BlockWork& work, ptx::SharedAddress q) {
   using Element = typename C::Element;
-  using Lanes =
-      tile::CopyLanes<C::kForward.threads(), C::kForward.rows(), C::kHeadDim * Element::kBytes>;
-  const Lanes lanes(ptx::thread_index());
+  constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
   const int columns = static_cast<int>(p.head_dim);
   if (!C::kGeneral && !C::kBoxes && !work.rows.packed()) {
+    using Lanes = tile::CopyLanes<C::kForward.threads(), C::kForward.rows(), kRowBytes>;
+    const Lanes lanes(ptx::thread_index());
     bool exists[Lanes::kColumns];
 #pragma unroll
     for (int column = 0; column < Lanes::kColumns; ++column)
@@ -30,23 +30,20 @@ TILEWISE_DEVICE void load_queries(const Problem& p, const BlockWork& work, ptx::
                  exists);
     return;
   }
+  using Rows = PackedRows<C>;
+  const Rows rows(work, p.q);
+  const ptx::SharedAddress q_of_warp = q + rows.first() * kRowBytes;
   const bool aligned = !C::kGeneral || rows_are_aligned<Element>(p.q, columns);
-#pragma unroll 1
-  for (int pass = 0; pass < Lanes::kPasses; ++pass) {
-    if (!lanes.has(pass)) continue;
-    const int r = lanes.row_of(pass);
-    if (r >= work.rows.count) {  // most of them in a tile of few rows: no address
-      const uint32_t zeros[4] = {0, 0, 0, 0};
+#pragma unroll Rows::kAtOnce
+  for (int pass = 0; pass < Rows::Lanes::kPasses; ++pass) {
+    const int64_t offset = rows.offset(pass);
+    if (!rows.lanes.has(pass)) continue;
+    const char* const row =
+        rows.exists(pass) ? static_cast<const char*>(p.q.data) + offset : nullptr;
 #pragma unroll
-      for (int column = 0; column < Lanes::kColumns; ++column)
-        ptx::st_shared_v4_b32(q + lanes.offset(pass, column), zeros);
-      continue;
-    }
-    const char* row = static_cast<const char*>(p.q.data) + work.offset(p.q, r) * Element::kBytes;
-#pragma unroll
-    for (int column = 0; column < Lanes::kColumns; ++column) {
-      copy_row_chunk<C, Element>(q + lanes.offset(pass, column), row, lanes.chunk_of(column),
-                                 columns, aligned);
+    for (int column = 0; column < Rows::Lanes::kColumns; ++column) {
+      copy_row_chunk<C, Element>(q_of_warp + rows.lanes.offset(pass, column), row,
+                                 rows.lanes.chunk_of(column), columns, aligned);
     }
   }
 }

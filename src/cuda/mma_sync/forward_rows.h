@@ -7,6 +7,7 @@
 
 #include "cuda/common/query_tile.h"
 #include "cuda/ptx/shared.h"
+#include "cuda/tile/copy.h"
 #include "cuda/tile/fragment.h"
 #include "cuda/tile/swizzled.h"
 
@@ -38,6 +39,41 @@ TILEWISE_DEVICE uint32_t pack_output(const Problem& p, float low, float high) {
   else
     return p.dtype == TILEWISE_BFLOAT16 ? tile::pack<BF16>(low, high) : tile::pack<F16>(low, high);
 }
+
+// The rows of a warp as packed rows of q or out, which it copies in passes. A lane works out where
+// one of them lies, and tells the others: products of 64 bits for each row take longer. (H100, 128
+// sequences of 1k keys with 16 rows: 28.2 -> 27.8 us, of uneven lengths 17.4 -> 16.8.)
+template <class C>
+class PackedRows {
+ public:
+  static constexpr int kRows = C::kForward.warp_rows;
+  static_assert(kRows <= ptx::kWarpSize);
+  using Lanes = tile::CopyLanes<ptx::kWarpSize, kRows, C::kHeadDim * C::Element::kBytes>;
+  static constexpr int kAtOnce = C::kBoxes ? 4 : 1;  // passes
+
+  TILEWISE_DEVICE PackedRows(const BlockWork& work, const tilewise_tensor& view)
+      : lanes(recent_thread() % ptx::kWarpSize),
+        first_(recent_thread() / ptx::kWarpSize * kRows),
+        left_(work.rows.count - first_ - lanes.row) {
+    const int own = recent_thread() % kRows;
+    offset_ = work.offset(view, first_ + own) * C::Element::kBytes;
+  }
+
+  // Of the tile.
+  TILEWISE_DEVICE int first() const { return first_; }
+  TILEWISE_DEVICE bool exists(int pass) const { return Lanes::rows_to(pass) < left_; }
+  // Bytes, where the row exists. Whole warps call it.
+  TILEWISE_DEVICE int64_t offset(int pass) const {
+    return ptx::shuffle(offset_, lanes.row_of(pass) % kRows);
+  }
+
+  const Lanes lanes;
+
+ private:
+  int first_;
+  int32_t left_;
+  int64_t offset_;
+};
 
 // What edge tiles and the end of a block need: registers are for sums.
 template <class C>

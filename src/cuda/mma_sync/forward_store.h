@@ -8,10 +8,10 @@
 namespace tilewise::cuda::mma_sync {
 
 // A warp's rows of the output as elements into its own rows of the Q tile, which nobody reads any
-// more, so that whole rows leave together.
+// more, so that whole rows leave together. `rows` of the tile exist: decoding has often few.
 template <class C>
-TILEWISE_DEVICE void stage_outputs(const Problem& p, ptx::SharedAddress q, const LanePlace& place,
-                                   const Outputs<C>& o,
+TILEWISE_DEVICE void stage_outputs(const Problem& p, int32_t rows, ptx::SharedAddress q,
+                                   const LanePlace& place, const Outputs<C>& o,
                                    const RowResults<C::kForward.warp_rows / 16>& result) {
   using Element = typename C::Element;
   constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
@@ -24,6 +24,7 @@ TILEWISE_DEVICE void stage_outputs(const Problem& p, ptx::SharedAddress q, const
   for (int i = 0; i < C::kForward.warp_rows / 16; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      if (C::kBoxes && 8 * h >= rows) continue;
 #pragma unroll
       for (int n = 0; n < C::kHeadDim / 8; ++n) {
         const float low = o.x[i][n][2 * h] * result.factor[i][h];
@@ -50,7 +51,7 @@ TILEWISE_DEVICE void store_outputs(const Problem& p, const BlockWork& work, ptx:
   using Element = typename C::Element;
   constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
   constexpr int kPerChunk = 16 / Element::kBytes;
-  using Lanes = tile::CopyLanes<ptx::kWarpSize, C::kForward.warp_rows, kRowBytes>;
+  using Lanes = typename PackedRows<C>::Lanes;
   const int thread = recent_thread();
   const Lanes lanes(thread % ptx::kWarpSize);
   const int columns = static_cast<int>(p.head_dim_v);
@@ -74,12 +75,14 @@ TILEWISE_DEVICE void store_outputs(const Problem& p, const BlockWork& work, ptx:
     }
     return;
   }
+  using Rows = PackedRows<C>;
+  const Rows rows(work, p.out);
   const bool aligned = !C::kGeneral || rows_are_aligned<Element>(p.out, columns);
-#pragma unroll 1
+#pragma unroll Rows::kAtOnce
   for (int pass = 0; pass < Lanes::kPasses; ++pass) {
-    const int r = row0 + lanes.row_of(pass);
-    if (!lanes.has(pass) || r >= work.rows.count) continue;
-    char* out = static_cast<char*>(p.out.data) + work.offset(p.out, r) * Element::kBytes;
+    const int64_t offset = rows.offset(pass);
+    if (!lanes.has(pass) || !rows.exists(pass)) continue;
+    char* const out = static_cast<char*>(p.out.data) + offset;
 #pragma unroll
     for (int column = 0; column < Lanes::kColumns; ++column) {
       const int chunk = lanes.chunk_of(column);

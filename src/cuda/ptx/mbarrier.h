@@ -30,6 +30,8 @@ TILEWISE_DEVICE void fence_mbarrier_init() { emulator::fence_mbarrier_init(); }
 TILEWISE_DEVICE void fence_proxy_async() { emulator::fence_proxy_async(); }
 // The same for all memory.
 TILEWISE_DEVICE void fence_proxy_async_all() { emulator::fence_proxy_async(); }
+// The same for global memory alone, of accesses that are ordered before this one: no wait for them.
+TILEWISE_DEVICE void fence_proxy_async_global() { emulator::fence_proxy_async(); }
 
 #else
 
@@ -60,6 +62,9 @@ TILEWISE_DEVICE void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 TILEWISE_DEVICE void fence_proxy_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
+TILEWISE_DEVICE void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
 
 #endif
 

@@ -130,6 +130,12 @@ TILEWISE_DEVICE const char* recent(const char* x) {
 
 #endif
 
+TILEWISE_DEVICE int64_t shuffle(int64_t x, int lane) {
+  const uint32_t low = shuffle(static_cast<uint32_t>(x), lane);
+  const uint64_t high = shuffle(static_cast<uint32_t>(static_cast<uint64_t>(x) >> 32), lane);
+  return static_cast<int64_t>(high << 32 | low);
+}
+
 // Of this lane and those before it.
 TILEWISE_DEVICE uint32_t sum_to_lane(uint32_t x) {
   for (int lanes = 1; lanes < kWarpSize; lanes *= 2) {

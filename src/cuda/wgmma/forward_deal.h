@@ -113,12 +113,7 @@ class ForwardDeal {
       work.index = index;
     }
     ptx::sync_warp();
-    if (writes) {
-      if (p_.shape_says_all) [[likely]]
-        work.sequence = sequence_of_shape(p_.problem, at.sequence);
-      else
-        work.sequence = sequence_of(p_.problem, at.sequence);
-    }
+    if (writes) work.sequence = sequence_of(p_, at.sequence);
     ptx::sync_warp();
     if (writes) {
       work.rows = QueryRows::of(p_, work.sequence.band, at.tile, at.head);

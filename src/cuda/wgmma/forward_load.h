@@ -82,8 +82,8 @@ class ForwardLoad {
     int32_t foreign_tile;  // from here on tiles have rows behind the keys of the sequence
     // Lane i has the page of box i of the tile to be asked for, and of the tile after it: no copy
     // waits for the block table.
-    uint32_t page;
-    uint32_t next_page;
+    int32_t page;
+    int32_t next_page;
   };
 
   // Rows behind the keys of a sequence come with its last tile: a masked key has weight 0, and 0
@@ -111,14 +111,12 @@ class ForwardLoad {
       keys.next_page = page_of_lane(shared_.work(keys.work), tile - 2);
   }
 
-  // Outside of every map: a box of it arrives as 0, and nothing is read. Entries of no key in use
-  // are not looked up.
-  static constexpr uint32_t kNowhere = ~0u;
-
-  TILEWISE_DEVICE uint32_t page_of_lane(const Work& work, int32_t tile) const {
+  // Entries of no key in use are not looked up.
+  TILEWISE_DEVICE int32_t page_of_lane(const Work& work, int32_t tile) const {
     const int32_t key = tile * kTile.keys + lane() * p_.page_box_rows;
     if (tile < work.tiles.first || key >= work.tiles.keys) return kNowhere;
-    return ptx::ld_global_b32(work.sequence.kv.pages + p_.page_size.quotient(key));
+    const uint32_t page = ptx::ld_global_b32(work.sequence.kv.pages + p_.page_size.quotient(key));
+    return static_cast<int32_t>(page);
   }
 
   // Read again where it is asked for: a lane of this warp has few registers.
@@ -206,7 +204,7 @@ class ForwardLoad {
     int32_t row = p_.page_size.remainder(tile * kTile.keys);
 #pragma unroll 1
     for (int32_t begin = 0, box = 0; begin < kTile.keys; begin += p_.page_box_rows, ++box) {
-      const auto page = static_cast<int32_t>(ptx::shuffle(keys.page, box));
+      const auto page = static_cast<int32_t>(ptx::shuffle(static_cast<uint32_t>(keys.page), box));
       if (ptx::elect_one())
         load_tile(to.from_row(begin), landed, map, row, keys.head, page,
                   ptx::CachePolicy::evict_last);
