@@ -253,6 +253,8 @@ def test_infinite_values_do_not_vanish_with_their_weight(at_end, seed):
     case = uneven(seed)
     used = (case.keys[0], *case.used_k[1:])
     b = Built(dataclasses.replace(case, used_k=used, window=(-1, -1), sinks=False))
+    why = capi.plan(b.attention).why
+    assert (b"merged by the last block" in why) == (b"of table sm_90" in why), why
     want = run(b, backward=False)
     keys = torch.arange(used[0])
     keys = keys.flip(0) if at_end else keys
