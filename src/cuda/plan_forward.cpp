@@ -107,40 +107,64 @@ bool are_better_merged(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t
 }
 
 // Blocks that read as fast as more of them. Of float8 a warp converts what it reads: for each byte
-// it takes three times the instructions (820 a tile of 64 keys and 128 columns, of 16 bits 557).
-int64_t readers_of_multiprocessor(const UnitTable& unit) { return reads_float8(unit) ? 3 : 2; }
+// it takes three times the instructions (820 a tile of 64 keys and 128 columns, of 16 bits 557). A
+// block copies small pages with less on its way (H200, pages of 1: B16 with 2k keys 41.9 -> 40.2
+// us, with 4k 72.8 -> 69.0, B8 with 8k 71.7 -> 69.8; but with 1k keys B16 21.7 -> 24.6, and of few
+// sequences B4 with 16k and 16/1 heads 17.6 -> 19.9).
+int64_t readers_of_multiprocessor(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t tiles) {
+  if (reads_float8(*plan.unit)) return 3;
+  const bool many = blocks * 4 >= gpu.multiprocessors && blocks <= gpu.multiprocessors;
+  return plan.form == Form::paged && many && tiles >= 24 ? 4 : 2;
+}
 
 // Whether only the GPU knows the lengths of the batch.
 bool are_uneven(const Problem& p) {
   return p.batch > 1 && p.seqused_k != nullptr && p.window_left < 0;
 }
 
-// Whether blocks alone on their multiprocessors read as fast as two of them: with a stage more in
-// their ring, where they have many tiles of keys, and no float8, which a warp spends more time on.
-// (H200: B8 with 8k keys 67.2 -> 64.9 us, B16 with 2k keys and 64/8 heads, which is not split then,
-// 36.8 -> 35.3; but B4 with 4k keys, 16 tiles each, 21.3 -> 21.9. H100: B128 with 1k keys and 16/1
-// heads 30.9 -> 27.8, B16 with 1k and 64/8 28.3 -> 27.6.) Of uneven lengths a pair of blocks, which
-// its cluster merges, is better up to 24 tiles, but not where it has more than four rows and there
-// are many pairs (H100, full and log-normal lengths: B128 with 1k keys and 16/1 heads 31.3, 18.4
-// -> 28.8, 18.0, B16 with 1k and 64/8 28.7, 15.5 -> 28.0, 15.6; but with 32/8 27.3, 14.4 -> 28.0,
-// 15.3, and B80 with 1k and 16/1 22.2, 13.9 -> 21.5, 17.9). On pages a warp
-// spends more instructions, so there only with 24 to 32 tiles (H100: B16 with 2k keys and 64/8
-// heads 55.4 -> 53.2, but with 1k 28.9 -> 30.4), and not where memory is faster than it (H200: B16
-// with 2k keys in pages of 16 38.4 -> 44.5).
+// The fewest tiles of keys of which blocks alone on their multiprocessors read as fast as two of
+// them: with a stage more in their ring, and nothing to merge. (H200: B8 with 8k keys 67.2 -> 64.9
+// us; but B4 with 4k keys, 16 tiles each, 21.3 -> 21.9. H100, one block for each multiprocessor:
+// B128 with 1k keys and 16/1 heads 30.9 -> 27.8, with 512 20.0 -> 15.7, B16 with 512 15.9 -> 15.1.)
+// Of uneven lengths a pair of blocks, which its cluster merges, is better up to 24 tiles if it has
+// few rows or there are few pairs, and up to 16 if it has not many (H100, full and log-normal
+// lengths: B16 with 1k and 32/8 heads 27.4, 14.5 -> 27.6, 15.5, B80 with 1k and 16/1 22.2, 13.9
+// -> 21.5, 17.9, B16 with 512 and 64/8 17.4, 12.1 -> 16.0, 13.4; but B128 with 512 and 16/1 20.3,
+// 14.1 -> 16.5, 14.1).
+int64_t least_tiles_alone(int64_t rows, bool uneven, bool split, bool many) {
+  if (split) return uneven ? 64 : 24;
+  if (!uneven) return many ? 8 : 16;
+  if (rows <= 4 || !many) return 24;
+  return rows <= 8 ? 16 : 8;
+}
+
+// Whether they do on pages, where a warp spends more instructions: one block for each
+// multiprocessor, where memory is not faster than a warp, whose boxes take longer where rows of
+// several heads lie side by side. (Pages of 16, full and log-normal lengths, H100: B16 with 1k
+// keys and 32/8 heads 27.9, 16.3 -> 27.7, 15.4, with 4k 96.0, 37.6 -> 94.9, 37.9, with 8k 184.3,
+// 74.4 -> 184.5, 75.1, B128 with 1k and 16/1 32.0, 20.2 -> 29.1, 17.0, with 512 20.4, 14.8 -> 17.0,
+// 14.2; H200: the latter with 1k 25.1, 18.8 -> 24.6, 15.7, but B16 with 1k and 64/8 22.0, 16.0
+// -> 24.0, 14.3, with 2k and 32/8 38.1, 19.3 -> 42.0, 19.1.)
+bool reads_pages_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks,
+                       int64_t tiles) {
+  constexpr int64_t kMost = 64;         // tiles
+  constexpr int64_t kSpeedOfWarp = 26;  // gigabytes a second, of several heads
+  const bool keeps_up = p.heads_kv == 1 || gpu.memory_speed <= kSpeedOfWarp * gpu.multiprocessors;
+  const int64_t least = most_rows(p) * plan.pack <= 8 ? 16 : 8;
+  return gpu.multiprocessors / blocks == 1 && has_many_tiles(gpu, blocks) && least <= tiles &&
+         tiles <= kMost && keeps_up;
+}
+
+// Whether blocks are alone on their multiprocessors. Not of float8, which a warp spends more time
+// on.
 bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   if (!reads_boxes(plan) || p.num_splits > 0 || blocks == 0 || reads_float8(*plan.unit))
     return false;
   const int64_t splits = gpu.multiprocessors / blocks;
   const int64_t tiles = ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k);
-  if (plan.form == Form::paged_boxes) {
-    constexpr int64_t kSpeedOfWarp = 26;  // gigabytes a second
-    const bool keeps_up = gpu.memory_speed <= kSpeedOfWarp * gpu.multiprocessors;
-    return splits == 1 && 24 <= tiles && tiles <= 32 && keeps_up;
-  }
-  const bool uneven = are_uneven(p);
-  const bool few_rows = most_rows(p) * plan.pack <= 4;
-  const bool pairs = uneven && (few_rows || !has_many_tiles(gpu, blocks));
-  const int64_t least = splits > 1 ? (uneven ? 64 : 24) : (pairs ? 24 : 16);
+  if (plan.form == Form::paged_boxes) return reads_pages_alone(p, plan, gpu, blocks, tiles);
+  const int64_t least = least_tiles_alone(most_rows(p) * plan.pack, are_uneven(p), splits > 1,
+                                          has_many_tiles(gpu, blocks));
   return splits > 0 && ceil_div(tiles, splits) >= least;
 }
 
@@ -150,7 +174,7 @@ bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blo
 int64_t choose_splits_of_boxes(const Plan& plan, const Gpu& gpu, int64_t blocks,
                                int64_t key_tiles) {
   const int64_t all = gpu.multiprocessors;
-  int64_t readers = readers_of_multiprocessor(*plan.unit);
+  int64_t readers = readers_of_multiprocessor(plan, gpu, blocks, key_tiles);
   if (blocks * 2 > all * readers) return 1;
   if (plan.alone) readers = 1;
   const int64_t most = min(kMostSplits, readers * all / blocks);
@@ -261,13 +285,14 @@ EqualParts equal_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64
   const int64_t all = gpu.multiprocessors;
   const int64_t heads = max<int64_t>(1, blocks / p.batch);
   const bool merges = merges_parts(plan, gpu, blocks);
-  int64_t most = max(readers_of_multiprocessor(*plan.unit) * all / heads, p.batch) + p.batch;
+  const int64_t tiles = ceil_div(max<int64_t>(1, most_keys(p)), int64_t{plan.tile_k});
+  const int64_t readers = readers_of_multiprocessor(plan, gpu, blocks, tiles);
+  int64_t most = max(readers * all / heads, p.batch) + p.batch;
   if (merges || plan.alone) {
     most = ((ceil_div(blocks, all) + 1) * all - 1) / heads;
   }
-  const int64_t tiles = p.batch * ceil_div(max<int64_t>(1, most_keys(p)), int64_t{plan.tile_k});
   EqualParts parts;
-  most = clamp(most, plan.splits * p.batch, tiles);
+  most = clamp(most, plan.splits * p.batch, tiles * p.batch);
   if (merges) most = min(most, p.batch + PartArrivals::kMost - 1);
   parts.most = static_cast<int32_t>(most);
   parts.alike = static_cast<int32_t>(min(plan.splits, most / p.batch));

@@ -63,7 +63,7 @@ TEST(PlannerCudaSplits, AClusterMergesFewSplitsThatRunAtOnce) {
   };
   for (const cuda::Plan& plan :
        {planned(1, 1024), planned(1, 1024, 16), planned(8, 1024), planned(1, 8192),
-        planned(1, 100, 2), planned(16, 512), planned(1, 1024, 0, 100)}) {
+        planned(1, 100, 2), planned(16, 256), planned(1, 1024, 0, 100)}) {
     EXPECT_GT(plan.splits, 1);
     EXPECT_EQ(plan.cluster, plan.splits);
     EXPECT_EQ(plan.workspace_bytes, 0);
@@ -109,7 +109,8 @@ TEST(PlannerCudaSplits, SplitsOfADecodeFillTheGpuOnceOrTwice) {
   EXPECT_EQ(splits(4, 4096, 32, 8), 8);
   EXPECT_EQ(splits(8, 1024, 32, 8), 4);
   EXPECT_EQ(splits(8, 4096, 32, 8), 2);
-  EXPECT_EQ(splits(16, 512, 32, 8), 2);
+  EXPECT_EQ(splits(16, 256, 32, 8), 2);
+  EXPECT_EQ(splits(16, 512, 32, 8), 1);
   EXPECT_EQ(splits(16, 8192, 32, 8), 1);
   EXPECT_EQ(splits(24, 1024, 32, 8), 1);  // more blocks than multiprocessors
   EXPECT_EQ(splits(32, 8192, 32, 8), 1);
@@ -216,32 +217,62 @@ TEST(PlannerCudaSplits, ABlockWithManyKeysMayReadAlone) {
     return forward(decode(batch, keys), device).alone;
   };
   EXPECT_TRUE(alone(16, 4096));
-  EXPECT_TRUE(alone(16, 1024));
+  EXPECT_TRUE(alone(16, 512));
+  EXPECT_FALSE(alone(16, 256));
   EXPECT_TRUE(alone(8, 4096));
   EXPECT_FALSE(alone(8, 2048));
-  EXPECT_FALSE(alone(16, 512));
+  EXPECT_TRUE(alone(10, 1024));
+  EXPECT_FALSE(alone(10, 512));
   EXPECT_FALSE(alone(32, 4096));
   const int32_t lengths = 0;
   Problem uneven = decode(16, 1024);
   uneven.seqused_k = &lengths;
   EXPECT_FALSE(forward(uneven, device).alone);
-  const auto pages_alone = [&](int64_t batch, int64_t keys, int32_t speed = 3352) {
+  const auto pages_alone = [&](int64_t batch, int64_t keys, int64_t heads_kv, int32_t speed) {
     Problem p = paged(TILEWISE_BFLOAT16, 16);
     p.batch = batch;
     p.block_table_width = p.block_table_stride = keys / 16;
     p.pages = batch * p.block_table_width;
-    p.heads_q = 32;
+    p.heads_q = heads_kv == 1 ? 16 : 32;
+    p.heads_kv = heads_kv;
     Device gpu = device;
     gpu.gpu.memory_speed = speed;
     const cuda::Plan plan = forward(p, gpu);
     EXPECT_EQ(plan.form, cuda::Form::paged_boxes);
     return plan.alone;
   };
-  EXPECT_TRUE(pages_alone(16, 2048));
-  EXPECT_FALSE(pages_alone(16, 1024));
-  EXPECT_FALSE(pages_alone(16, 4096));
-  EXPECT_FALSE(pages_alone(8, 4096));
-  EXPECT_FALSE(pages_alone(16, 2048, 4917));
+  constexpr int32_t kH100 = 3352;
+  constexpr int32_t kH200 = 4917;
+  EXPECT_TRUE(pages_alone(16, 1024, 8, kH100));
+  EXPECT_TRUE(pages_alone(16, 4096, 8, kH100));
+  EXPECT_FALSE(pages_alone(16, 512, 8, kH100));
+  EXPECT_FALSE(pages_alone(16, 8192, 8, kH100));
+  EXPECT_FALSE(pages_alone(8, 4096, 8, kH100));
+  EXPECT_FALSE(pages_alone(10, 1024, 8, kH100));
+  EXPECT_FALSE(pages_alone(16, 2048, 8, kH200));
+  for (const int32_t speed : {kH100, kH200}) {
+    EXPECT_TRUE(pages_alone(128, 512, 1, speed));
+    EXPECT_FALSE(pages_alone(128, 256, 1, speed));
+  }
+}
+
+// Small pages: more blocks read long sequences, where they find room.
+TEST(PlannerCudaSplits, SmallPagesHaveMoreReaders) {
+  const auto splits = [](int64_t batch, int64_t keys, int64_t page) {
+    Problem p = paged(TILEWISE_BFLOAT16, page);
+    p.batch = batch;
+    p.block_table_width = p.block_table_stride = keys / page;
+    p.pages = batch * p.block_table_width;
+    p.heads_q = 32;
+    const cuda::Plan plan = forward(p, gpu_with(90));
+    EXPECT_EQ(plan.form, page < 16 ? cuda::Form::paged : cuda::Form::paged_boxes);
+    return plan.splits;
+  };
+  EXPECT_EQ(splits(16, 8192, 1), 4);
+  EXPECT_EQ(splits(16, 8192, 16), 2);
+  EXPECT_EQ(splits(16, 1024, 1), 2);
+  EXPECT_EQ(splits(24, 8192, 1), 1);
+  EXPECT_EQ(splits(2, 8192, 1), splits(2, 8192, 16));
 }
 
 // How sm_90 cuts a decode whose lengths, up to `keys`, only it knows.
@@ -269,13 +300,14 @@ TEST(PlannerCudaSplits, ManyTilesAreMergedByTheLastBlock) {
   EXPECT_TRUE(uneven_decode(14).merges_parts);
   EXPECT_TRUE(uneven_decode(16).merges_parts);
   EXPECT_EQ(uneven_decode(16, 1024).cluster, 2);
-  EXPECT_EQ(uneven_decode(16, 1024, 32, 8, true).cluster, 2);
-  EXPECT_TRUE(uneven_decode(16, 2048, 32, 8, true).merges_parts);
+  EXPECT_EQ(uneven_decode(16, 512, 32, 8, true).cluster, 2);
+  EXPECT_TRUE(uneven_decode(16, 1024, 32, 8, true).merges_parts);
   const cuda::Plan of_many_rows = uneven_decode(128, 1024, 16, 1);
   EXPECT_TRUE(of_many_rows.merges_parts);
   EXPECT_TRUE(of_many_rows.alone);
   EXPECT_EQ(of_many_rows.parts.alike, 1);
-  EXPECT_EQ(uneven_decode(128, 512, 16, 1).cluster, 2);
+  EXPECT_TRUE(uneven_decode(128, 512, 16, 1).alone);
+  EXPECT_EQ(uneven_decode(16, 512, 64, 8).cluster, 2);
   EXPECT_EQ(uneven_decode(80, 1024, 16, 1).cluster, 3);
 }
 

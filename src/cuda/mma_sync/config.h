@@ -31,6 +31,8 @@ struct Config {
   static constexpr bool kDecodes = kCut_ == Cut::decode;
   // Clusters merge key splits.
   static constexpr bool kMerges = Arch::kBoxCopy && kDecodes && !kGeneral;
+  // Asks for the first keys of a sequence before it counts the parts of its batch.
+  static constexpr bool kCountsLate = kMerges && (kBoxes || kPaged);
   static constexpr bool kSplitOnce = kForward.warps > 0 && kForward.stages == 0;
   static constexpr arch::BackwardTile kBackward = Arch::backward(Cached::kBytes, kHeadDim);
   static constexpr bool kConverts = Arch::kConvertsFloat8;

@@ -215,24 +215,22 @@ TILEWISE_DEVICE uint8_t* flag_of(const ForwardParams& p, const BlockWork& work) 
 // of 1k keys: 6.51 -> 6.40 us; but 27.7 -> 27.9 for 16 of them in pages, which lanes look up.)
 template <class C>
 TILEWISE_DEVICE int32_t chosen(int32_t sequence) {
-  return C::kPaged ? sequence : of_lanes(sequence);
+  return C::kBoxes && !C::kPaged ? of_lanes(sequence) : sequence;
 }
 
-// What the block has of a batch in equal parts. By boxes, the keys of a first part are asked for
-// before the parts have been counted (`keep_part`), since they end where its sequence does; until
-// then it has all of them.
+// What the block has of a batch in equal parts. The keys of a first part are asked for before the
+// parts have been counted (`keep_part`), since they end where its sequence does; until then it has
+// all of them.
 template <class C>
 TILEWISE_DEVICE BlockWork find_part(const ForwardParamsOf<C>& p, ptx::SharedAddress feed) {
   const int32_t place = place_in_line(p);
-  const bool is_early = C::kBoxes && place < p.order.sequences;
+  const bool is_early = C::kCountsLate && place < p.order.sequences;
   KeyPart part = {place, 0, 1};
   if (!is_early) part = BatchParts(p).find(place);
   if constexpr (C::kBoxes) {
-    if (is_early) {
-      if (p.parts.long_first()) part.sequence = LongFirst(p).at(place);
-      KvFeed<C>::Places::foresee(p.problem, part.sequence, feed + KvFeed<C>::kPlacesAt);
-    }
+    if (is_early && p.parts.long_first()) part.sequence = LongFirst(p).at(place);
   }
+  if (is_early) KvFeed<C>::foresee(p.problem, part.sequence, feed);
   part.sequence = chosen<C>(part.sequence);
   const TileOrder::Work of = {0, head_of_part(p), part.sequence, part.split};
   const BlockWork work = BlockWork::of(p, of, C::kForward.keys, part.splits);
@@ -250,8 +248,8 @@ TILEWISE_DEVICE void keep_part(const ForwardParams& p, BlockWork& work, KvFeed<C
   feed.keep(work.tiles.first);
 }
 
-// Which work the block takes. Decoding by boxes has one tile a sequence, and its first load waits
-// for every instruction before it.
+// Which work the block takes. Decoding has one tile a sequence, and its first load waits for every
+// instruction before it.
 template <class C>
 TILEWISE_DEVICE BlockWork find_work(const ForwardParamsOf<C>& p, ptx::SharedAddress feed) {
   constexpr int kKeys = C::kForward.keys;
@@ -259,10 +257,10 @@ TILEWISE_DEVICE BlockWork find_work(const ForwardParamsOf<C>& p, ptx::SharedAddr
     if (p.parts.any()) return find_part<C>(p, feed);
   }
   if (p.flags.data != nullptr && ptx::thread_index() == 0) p.flags.data[ptx::block_index()] = 0;
-  if constexpr (C::kBoxes) {
+  if constexpr (C::kDecodes && !C::kGeneral) {
     TileOrder::Work work = p.order.at_only_tile(ptx::block_index());
     work.sequence = chosen<C>(work.sequence);
-    KvFeed<C>::Places::foresee(p.problem, work.sequence, feed + KvFeed<C>::kPlacesAt);
+    KvFeed<C>::foresee(p.problem, work.sequence, feed);
     return BlockWork::of(p, work, kKeys);
   } else {
     return BlockWork::of(p, p.order.at(ptx::block_index()), kKeys);
@@ -300,10 +298,10 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
       q + ptx::warp_index() * (C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes);
   KvFeed<C> feed(p, work, q + kFeedAt<C>);
   feed.start([&] { load_queries<C>(problem, work, q); });
-  if constexpr (C::kBoxes) {
+  if constexpr (C::kCountsLate) {
     if (p.parts.any()) keep_part<C>(p, work, feed);
-    feed.fill();
   }
+  if constexpr (C::kBoxes) feed.fill();
   if constexpr (C::kMerges) {
     if (p.arrivals != nullptr && work.splits > 1) PartsMerge<C>(p, work).expect();
   }

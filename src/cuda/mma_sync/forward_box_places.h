@@ -1,8 +1,7 @@
 // Where the boxes of a key tile lie: `BoxFeed` asks one of these policies.
 #pragma once
 
-#include "cuda/mma_sync/forward_rows.h"
-#include "cuda/ptx/cp_async.h"
+#include "cuda/mma_sync/forward_pages.h"
 #include "cuda/ptx/global.h"
 #include "cuda/ptx/shared.h"
 
@@ -22,9 +21,6 @@ class RowBoxes {
       : row_(uniform(static_cast<int32_t>(work.sequence.kv.first))),
         sequence_(uniform(static_cast<int32_t>(work.sequence.kv.slot))),
         keys_(work.tiles.keys) {}
-
-  // When no more than the sequence is known: what will be waited for.
-  TILEWISE_DEVICE static void foresee(const Problem&, int32_t, ptx::SharedAddress) {}
 
   // Calls expect(), and copy(first row in the tile, row, slot) for each box of `tile`, in one lane.
   template <class Expect, class Copy>
@@ -68,7 +64,7 @@ class PageBoxes {
   static constexpr int kBoxes = static_cast<int>(ceil_div(kKeys, kLeastRowsOfPageBox));
   static constexpr int32_t kSmallPage = 16;  // rows
   static constexpr int kForeseenAt = kBoxes * 4;
-  static constexpr int kBytes = kForeseenAt + ptx::kWarpSize * 4;
+  static constexpr int kBytes = kForeseenAt + kForeseenBytes<1>;
 
   TILEWISE_DEVICE PageBoxes(const TmaForwardParams& p, const BlockWork& work,
                             ptx::SharedAddress shared)
@@ -83,27 +79,18 @@ class PageBoxes {
     hand_on(pages);
   }
 
-  // The first entries of a sequence come into L1 while its length is on its way: looked up only
-  // then, they would be a second wait for L2. A sector has 8 of them; nobody reads the copies.
-  TILEWISE_DEVICE static void foresee(const Problem& p, int32_t sequence,
-                                      ptx::SharedAddress shared) {
-    constexpr int kEntriesOfSector = 8;
-    const int lane = ptx::lane_index();
-    const int entry = lane * kEntriesOfSector;
-    if (entry < p.block_table_width)
-      ptx::cp_async_4(shared + static_cast<uint32_t>(kForeseenAt + lane * 4),
-                      p.block_table + sequence * p.block_table_stride + entry, 4);
-  }
-
   template <class Expect, class Copy>
   TILEWISE_DEVICE void visit(int32_t tile, const Expect& expect, const Copy& copy) const {
     if (!ptx::elect_one()) return;
     expect();
     const int32_t row = size_.remainder(tile * kKeys);  // 0 where pages are no larger than a tile
-    ptx::SharedAddress from = shared_;
-#pragma unroll 1
-    for (int32_t begin = 0; begin < kKeys; begin += box_rows_, from += 4)
-      copy(begin, row, static_cast<int32_t>(ptx::ld_shared_b32(from)));
+    uint32_t pages[kBoxes];
+#pragma unroll
+    for (int i = 0; i < kBoxes; ++i)
+      pages[i] = ptx::ld_shared_b32(shared_ + static_cast<uint32_t>(i * 4));
+#pragma unroll
+    for (int i = 0; i < kBoxes && i * box_rows_ < kKeys; ++i)
+      copy(i * box_rows_, row, static_cast<int32_t>(pages[i]));
   }
 
   // Small pages are read as a whole: half of one is few rows, and their boxes are many as it is.

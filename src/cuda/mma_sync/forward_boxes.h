@@ -50,6 +50,11 @@ class BoxFeed {
     ptx::fence_mbarrier_init();
   }
 
+  // When no more than the sequence is known: what will be waited for.
+  TILEWISE_DEVICE static void foresee(const Problem& p, int32_t sequence, ptx::SharedAddress base) {
+    if constexpr (C::kPaged) foresee_pages<1>(p, sequence, base + kPlacesAt + Places::kForeseenAt);
+  }
+
   TILEWISE_DEVICE BoxFeed(const TmaForwardParams& p, const BlockWork& work, ptx::SharedAddress base)
       : p_(p),
         base_(base),

@@ -193,17 +193,25 @@ class KeyStream {
   bool aligned_ = true;
 };
 
+struct NoPages {
+  TILEWISE_DEVICE NoPages(const ForwardParams&, const BlockWork&) {}
+};
+
 template <class C>
 class KvRing {
  public:
   using Lanes =
       tile::CopyLanes<C::kForward.threads(), C::kForward.keys, C::kHeadDim * C::Cached::kBytes>;
   using Stream = std::conditional_t<C::kPaged, PageStream<C, Lanes>, KeyStream<C, Lanes>>;
+  using Rows = std::conditional_t<C::kPaged, PageRows<C, Lanes>, NoPages>;
   using Arch = typename C::Arch;
   static constexpr int kStages = C::kForward.stages;
   static constexpr int kSlotBytes = mma_sync::kSlotBytes<C>;
   static constexpr int kMergeAt = kStages * kSlotBytes;  // a barrier
-  static constexpr int kBytes = kMergeAt + (C::kMerges ? 8 : 0);
+  static constexpr bool kForesees = C::kPaged && C::kDecodes && Arch::kAsyncCopy;
+  static constexpr int kForeseenAt = kMergeAt + (C::kMerges ? 8 : 0);
+  static constexpr int kForeseen = 4;  // pages may be small: entries of 1024 keys at least
+  static constexpr int kBytes = kForeseenAt + (kForesees ? kForeseenBytes<kForeseen> : 0);
   static_assert(!C::kMerges || kMostMergedBytes<C> <= kMergeAt);
   // While the scores of a tile are computed, K (odd rings) or V (even ones) of a later tile is
   // asked for, and the other while its values are summed up.
@@ -225,8 +233,15 @@ class KvRing {
     }
   }
 
+  // As that of BoxFeed.
+  TILEWISE_DEVICE static void foresee(const Problem& p, int32_t sequence, ptx::SharedAddress base) {
+    if constexpr (kForesees) foresee_pages<kForeseen>(p, sequence, base + kForeseenAt);
+  }
+
   TILEWISE_DEVICE KvRing(const ForwardParams& p, const BlockWork& work, ptx::SharedAddress base)
-      : k_(p, p.problem.k, p.problem.head_dim, work),
+      : work_(work),
+        rows_(p, work),
+        k_(p, p.problem.k, p.problem.head_dim, work),
         v_(p, p.problem.v, p.problem.head_dim_v, work),
         base_(base),
         read_(base),
@@ -236,20 +251,29 @@ class KvRing {
   // keys: before those where their pages are still being looked up.
   template <class Queries>
   TILEWISE_DEVICE void start(Queries&& load_queries) {
-    if (C::kPaged) load_queries();
+    constexpr bool kQueriesFirst = C::kPaged && !kForesees;
+    // Two slots: the last values too, since they may be cut short.
+    constexpr int kFills = max(2, kStages - 1);
+    if (kQueriesFirst) load_queries();
 #pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) {
-      Stream& stream = i % 2 == 0 ? k_ : v_;
+    for (int i = 0; i < kFills; ++i) {
+      const bool keys = i % 2 == 0;
       const int32_t tile = last_ - i / 2;
-      stream.copy_whole(base_ + i * kSlotBytes, tile);
-      if (i == 0 && !C::kPaged) load_queries();
-      tile::commit<Arch>();
-    }
-    if (kStages == 2) {  // the last values too, since they may be cut short
-      v_.copy_whole(base_ + kSlotBytes, last_);
+      Stream& stream = keys ? k_ : v_;
+      const ptx::SharedAddress slot = base_ + i * kSlotBytes;
+      if constexpr (C::kPaged) {
+        stream.copy_whole(slot, rows_, work_, tile);
+        rows_.pass(work_, keys, tile);
+      } else {
+        stream.copy_whole(slot, tile);
+      }
+      if (i == 0 && !kQueriesFirst) load_queries();
       tile::commit<Arch>();
     }
   }
+
+  // Tiles before `first` are not wanted. What `start` asks for is.
+  TILEWISE_DEVICE void keep(int32_t first) { rows_.keep(first); }
 
   // Before the first `arrive`: q has landed, and so have the first keys.
   TILEWISE_DEVICE void begin() const { arrive(); }
@@ -270,7 +294,14 @@ class KvRing {
     const bool keys = scores == kKeysFirst;
     const int32_t wanted = tile - (keys ? kKeysAhead : kValuesAhead);
     Stream& stream = keys ? k_ : v_;
-    if (kStages > 2 || keys || wanted != last_) stream.copy(before(read_), wanted, part);
+    if (kStages > 2 || keys || wanted != last_) {
+      if constexpr (C::kPaged) {
+        stream.copy(before(read_), rows_, wanted, part);
+        if (part == kParts - 1) rows_.pass(kept_work<C>(), keys, wanted);
+      } else {
+        stream.copy(before(read_), wanted, part);
+      }
+    }
     if (part == kParts - 1) tile::commit<Arch>();
   }
 
@@ -288,6 +319,8 @@ class KvRing {
   TILEWISE_DEVICE ptx::SharedAddress before(ptx::SharedAddress slot) const {
     return slot == base_ ? base_ + (kMergeAt - kSlotBytes) : slot - kSlotBytes;
   }
+  const BlockWork& work_;  // before the loop; then `kept_work`
+  Rows rows_;
   Stream k_;
   Stream v_;
   ptx::SharedAddress base_;
