@@ -90,8 +90,13 @@ int64_t most_merged_splits(const Gpu& gpu) {
 }
 
 // What a block may have to walk before it merges. Tiles of float8 have twice the keys: B16 with 8k
-// keys and one head of them 18.0 -> 21.6 us with eight.
-int64_t few_tiles(const Plan& plan) { return reads_float8(*plan.unit) ? 4 : 8; }
+// keys and one head of them 18.0 -> 21.6 us with eight. A block that is alone on its multiprocessor
+// copies small pages with too little on its way (H200, pages of 1: B1 with 4k keys 11.3 -> 10.6 us,
+// with 8k 17.2 -> 15.0, B2 with 4k 17.1 -> 15.8; but B4 with 4k, two blocks each, 21.9 -> 24.5).
+int64_t few_tiles(const Plan& plan, const Gpu& gpu, int64_t blocks) {
+  if (reads_float8(*plan.unit)) return 4;
+  return plan.form == Form::paged && blocks <= gpu.multiprocessors ? 2 : 8;
+}
 
 // Whether so many splits are better merged by clusters, with no second launch: where blocks have a
 // few tiles, and clusters, which get their places all at once, find them. (B2 with 4k keys:
@@ -103,18 +108,19 @@ bool are_better_merged(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t
   const int64_t rounds = splits <= kSmallCluster ? 2 : 1;
   return splits > 1 && splits <= most_merged_splits(gpu) &&
          blocks * splits <= rounds * gpu.multiprocessors &&
-         (splits == 2 || ceil_div(key_tiles, splits) <= few_tiles(plan));
+         (splits == 2 || ceil_div(key_tiles, splits) <= few_tiles(plan, gpu, blocks * splits));
 }
 
 // Blocks that read as fast as more of them. Of float8 a warp converts what it reads: for each byte
-// it takes three times the instructions (820 a tile of 64 keys and 128 columns, of 16 bits 557). A
-// block copies small pages with less on its way (H200, pages of 1: B16 with 2k keys 41.9 -> 40.2
-// us, with 4k 72.8 -> 69.0, B8 with 8k 71.7 -> 69.8; but with 1k keys B16 21.7 -> 24.6, and of few
-// sequences B4 with 16k and 16/1 heads 17.6 -> 19.9).
+// it takes three times the instructions (820 a tile of 64 keys and 128 columns, of 16 bits 557).
+// Small pages: see `few_tiles` (H200, pages of 1: B16 with 2k keys 41.9 -> 40.2 us, with 4k 72.8
+// -> 69.0, B8 with 8k 71.7 -> 69.8; but B16 with 1k 21.7 -> 24.6, B8 with 2k 23.2 -> 23.9, B4 with
+// 16k and 16/1 heads 17.6 -> 19.9).
 int64_t readers_of_multiprocessor(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t tiles) {
   if (reads_float8(*plan.unit)) return 3;
-  const bool many = blocks * 4 >= gpu.multiprocessors && blocks <= gpu.multiprocessors;
-  return plan.form == Form::paged && many && tiles >= 24 ? 4 : 2;
+  const int64_t all = gpu.multiprocessors;
+  const bool much = blocks * 4 >= all && blocks <= all && blocks * tiles >= 24 * all;
+  return plan.form == Form::paged && much ? 4 : 2;
 }
 
 // Whether only the GPU knows the lengths of the batch.
@@ -155,8 +161,7 @@ bool reads_pages_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64
          tiles <= kMost && keeps_up;
 }
 
-// Whether blocks are alone on their multiprocessors. Not of float8, which a warp spends more time
-// on.
+// Whether blocks are alone on their multiprocessors. Float8 takes a warp too long.
 bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   if (!reads_boxes(plan) || p.num_splits > 0 || blocks == 0 || reads_float8(*plan.unit))
     return false;
@@ -310,7 +315,7 @@ EqualParts equal_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64
 bool are_better_cut_alike(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks,
                           int64_t splits) {
   const int64_t tiles = ceil_div(most_keys(p), int64_t{plan.tile_k});
-  return can_merge(plan) && ceil_div(tiles, splits) <= few_tiles(plan) &&
+  return can_merge(plan) && ceil_div(tiles, splits) <= few_tiles(plan, gpu, blocks * splits) &&
          are_better_merged(plan, gpu, blocks, splits, tiles);
 }
 

@@ -87,6 +87,7 @@ TEST(PlannerCudaSplits, AClusterMergesFewSplitsThatRunAtOnce) {
   p.softcap = 30.0f;
   EXPECT_EQ(text().find("cluster"), std::string::npos) << text();
   p = paged(TILEWISE_BFLOAT16, 1);
+  p.block_table_width = p.block_table_stride = 1024;
   p.num_splits = 8;
   const cuda::Plan pages = forward(p, gpu_with(90));
   EXPECT_EQ(pages.form, Form::paged);
@@ -272,7 +273,10 @@ TEST(PlannerCudaSplits, SmallPagesHaveMoreReaders) {
   EXPECT_EQ(splits(16, 8192, 16), 2);
   EXPECT_EQ(splits(16, 1024, 1), 2);
   EXPECT_EQ(splits(24, 8192, 1), 1);
+  EXPECT_EQ(splits(8, 2048, 1), splits(8, 2048, 16));
   EXPECT_EQ(splits(2, 8192, 1), splits(2, 8192, 16));
+  EXPECT_EQ(splits(1, 8192, 1), 32);  // no cluster of blocks that are alone with many tiles
+  EXPECT_EQ(splits(1, 8192, 16), 16);
 }
 
 // How sm_90 cuts a decode whose lengths, up to `keys`, only it knows.
