@@ -47,6 +47,7 @@ struct DotProducts {
   // So many keys and values behind a tile are listed with it. One row asks for those so far ahead,
   // several ask for the other tensor (Ahead).
   const bool asks_across;
+  const bool first_level;
   const int64_t ahead_k;
   const int64_t ahead_v;
 
@@ -54,6 +55,7 @@ struct DotProducts {
       : DotProducts(task, task.packed_rows.size() > 1) {}
   TILEWISE_FN DotProducts(const ForwardTask& task, bool across)
       : asks_across(across),
+        first_level(task.asks_first_level),
         ahead_k(across ? kMostAhead : Ahead<T>::keys(task.heads, task.problem->head_dim)),
         ahead_v(across ? Ahead<T>::kNear : Ahead<T>::keys(task.heads, task.problem->head_dim_v)) {}
 
@@ -96,7 +98,7 @@ struct DotProducts {
     for (int64_t c = 0; c < whole; ++c) {
       const int64_t at = offset + c * kColumns;
       for (int n = 0; n < N; ++n) {
-        Ahead<T>::template ask<R>(k + n, coming[n], offset, c * kColumns);
+        Ahead<T>::template ask<R>(k + n, coming[n], offset, c * kColumns, first_level);
         key[n] = Reader::read(k[n] + at);
       }
       add(c, key);
@@ -167,7 +169,7 @@ struct DotProducts {
       const int64_t column = c + j * kColumns;
       Read read[Reader::kKeys] = {};
       for (int i = 0; i < kKeys; ++i) {
-        if (ask) Ahead<T>::template ask<R>(v + i, coming[key + i], offset, column);
+        if (ask) Ahead<T>::template ask<R>(v + i, coming[key + i], offset, column, first_level);
         if constexpr (kWhole)
           read[i] = Reader::read(v[i] + offset + column);
         else

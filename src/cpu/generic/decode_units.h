@@ -46,7 +46,7 @@ struct UnitScores {
       int64_t c = 0;
       for (; c + kStepsOfLine <= whole; c += kStepsOfLine) {
         for (int n = 0; n < kKeys; ++n)
-          Ahead<T>::template ask<R>(key + n, coming[first + n], offset, c * kColumns);
+          Ahead<T>::template ask<R>(key + n, coming[first + n], offset, c * kColumns, false);
         for (int i = 0; i < kStepsOfLine; ++i) add(sum, q[c + i], key, offset + (c + i) * kColumns);
       }
       for (; c < whole; ++c) add(sum, q[c], key, offset + c * kColumns);
