@@ -4,6 +4,7 @@
 #include "attention/problem.h"
 #include "attention/schedule.h"
 #include "cuda/form.h"
+#include "cuda/next_start.h"
 #include "cuda/order.h"
 #include "cuda/runtime.h"
 #include "cuda/shares.h"
@@ -34,6 +35,7 @@ struct Plan {
   int32_t cluster = 1;        // blocks of the main kernel that merge their splits themselves
   bool alone = false;         // a block on its multiprocessor: boxes have a ring of one stage more
   int32_t pitch = 0;          // of the results of splits (params.h)
+  NextStart next = NextStart::at_end;
   int64_t workspace_bytes = 0;
 
   const UnitTable* unit = nullptr;    // the kernels; null: no kernel serves the problem

@@ -95,9 +95,10 @@ void check_entries(const Problem& p, const Gradients* g, void* report) {
   if (found.fault != Fault::none) throw InvalidArgument(sentence(found, p));
 }
 
-void prepare(common::PrepareParams& params, Stream stream) {
+bool prepare(common::PrepareParams& params, Stream stream) {
   const int64_t blocks = common::finish(params);
   launch(common::prepare_kernel(), blocks, stream, params);
+  return blocks > 0;
 }
 
 int64_t second_blocks(const Flags& flags, const Tile& tile, int32_t device_index) {

@@ -11,8 +11,8 @@ namespace tilewise::cuda {
 // `report` lies in the workspace; `g` is null for the forward.
 void check_entries(const Problem& p, const Gradients* g, void* report);
 
-// Launches the preparation, when there is anything to prepare.
-void prepare(common::PrepareParams& params, Stream stream);
+// Launches the preparation, when there is anything to prepare; whether there was.
+bool prepare(common::PrepareParams& params, Stream stream);
 
 // TMA maps of q or dout, of k or v (paged ones have none), and of k or v in pages, of which boxes
 // have as many rows as divide a page, or are one.

@@ -39,6 +39,7 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPiece
   params.pitch = plan.pitch;
   params.shape_says_all = shape_says_all(p);
   params.merges_splits = plan.cluster > 1;
+  params.next = plan.next;
   params.partial_out = pieces.partial_out.in<float>(workspace);
   params.partial_lse = pieces.partial_lse.in<float>(workspace);
   return params;
@@ -69,7 +70,7 @@ void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& 
 }
 
 // A block for each work, with maps of K and V.
-void launch_boxes(const Problem& p, const Plan& plan, const ForwardParams& main) {
+void launch_boxes(const Problem& p, const Plan& plan, const ForwardParams& main, Start start) {
   TmaForwardParams params;
   static_cast<ForwardParams&>(params) = main;
   const bool paged = plan.form == Form::paged_boxes;
@@ -84,7 +85,7 @@ void launch_boxes(const Problem& p, const Plan& plan, const ForwardParams& main)
   params.stages = plan.unit->most_stages - fewer;
   Kernel<TmaForwardParams> kernel = plan.unit->form(plan.form).tma_forward;
   kernel.shared_bytes -= fewer * plan.unit->stage_bytes;
-  launch(kernel, plan.blocks, p.stream, params, Start::in_order, plan.cluster);
+  launch(kernel, plan.blocks, p.stream, params, start, plan.cluster);
 }
 
 }  // namespace
@@ -100,17 +101,17 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
                     plan.tile_q, plan.pack};
   }
   before.fills[0] = {pieces.counter.in<void>(workspace), pieces.counter.bytes};
-  prepare(before, p.stream);
+  // Beside its blocks those of decoding would be spread unevenly: see next_start.
+  const Start start = prepare(before, p.stream) ? Start::in_order : Start::dependent;
 
   ForwardParams params = main_params(p, plan, pieces, workspace);
   if (plan.family == Family::wgmma)
     launch_persistent(p, plan, params, pieces.counter.in<int32_t>(workspace),
                       pieces.before.in<int32_t>(workspace));
   else if (plan.unit->form(plan.form).tma_forward.function != nullptr)
-    launch_boxes(p, plan, params);
+    launch_boxes(p, plan, params, start);
   else
-    launch(plan.unit->form(plan.form).forward, plan.blocks, p.stream, params, Start::in_order,
-           plan.cluster);
+    launch(plan.unit->form(plan.form).forward, plan.blocks, p.stream, params, start, plan.cluster);
   if (leaves_results(plan)) {
     const common::TensorKernels& kernels = common::tensor_kernels(p.dtype);
     launch(kernels.combine(params), common::combine_blocks(params), p.stream, params,

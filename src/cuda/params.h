@@ -4,6 +4,7 @@
 #include "attention/problem.h"
 #include "attention/schedule.h"
 #include "cuda/key_record.h"
+#include "cuda/next_start.h"
 #include "cuda/order.h"
 #include "cuda/shares.h"
 #include "cuda/tensor_map.h"
@@ -138,6 +139,7 @@ struct ForwardParams {
   uint32_t pack_reciprocal = 1u << 31;  // ceil(2^31 / packing.group)
   bool shape_says_all = false;          // attention/problem.h
   bool merges_splits = false;           // the blocks of the splits of a tile are a cluster
+  NextStart next = NextStart::at_end;   // mma_sync, wgmma
 
   // Of the keys of a sequence, which are not in equal parts; 1: its results go straight to out.
   TILEWISE_FN int32_t splits_of(const Band& band) const {

@@ -41,6 +41,13 @@ inline int64_t usual_keys(const Problem& p) {
   return ceil_div(p.seqlen_k, p.batch);
 }
 
+// Keys that a tile of rows meets, at most.
+inline int64_t keys_of_tile(const Problem& p, int64_t rows) {
+  const int64_t keys = usual_keys(p);
+  if (p.window_left < 0 || p.window_right < 0) return keys;
+  return min(keys, min(keys, p.window_left) + min(keys, p.window_right) + rows);
+}
+
 // Tiles of all sequences together, at most. Ragged: every sequence may end in a started tile.
 inline Size most_tiles(bool ragged, int64_t total, int64_t longest, int64_t batch, int64_t tile) {
   const Size alike = Size(batch) * ceil_div(longest, tile);

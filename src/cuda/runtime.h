@@ -67,10 +67,10 @@ bool is_captured(Stream stream);
 // Waits for everything on the stream, and copies to the memory of the host.
 void read_back(void* to, const void* from, int64_t bytes, Stream stream);
 
-// When a kernel may start. `dependent`: as soon as every block of the kernel before it has asked
-// for that or is done; it waits itself (ptx::griddepcontrol_wait). For a kernel that follows
-// another one of the same call: what came before the call is then complete. GPUs before sm_90 start
-// in order.
+// When a kernel may start. `dependent`: as soon as every block of the kernel before it, whoever
+// launched that, has asked for it or is done. It waits itself before it reads or writes anything
+// (ptx::griddepcontrol_wait), one of its blocks at least, so that it is complete no sooner than
+// what came before. GPUs before sm_90 start in order.
 enum class Start { in_order, dependent };
 
 namespace detail {

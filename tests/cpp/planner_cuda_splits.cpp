@@ -364,5 +364,43 @@ TEST(PlannerCudaSplits, WhatIsLongerThanItsShareIsCut) {
   EXPECT_EQ(parts.first_part(batch), 1024);
 }
 
+// The launch after this one comes early where its blocks find their places evenly.
+TEST(PlannerCudaSplits, TheNextLaunchComesWhereThereIsRoom) {
+  using cuda::NextStart;
+  static constexpr int32_t kLengths[] = {0};  // read by no planner
+  const auto planned = [](int64_t batch, int64_t keys, int64_t heads, int64_t kv_heads,
+                          bool lengths, int32_t sm = 90) {
+    Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, heads);
+    p.heads_kv = kv_heads;
+    for (tilewise_tensor* t : {&p.k, &p.v})
+      *t = {nullptr, keys * kv_heads * 128, kv_heads * 128, 128};
+    if (lengths) p.seqused_k = kLengths;
+    return forward(p, gpu_with(sm));
+  };
+  const auto next = [&](auto... of) { return planned(of...).next; };
+  // A cluster of one block a multiprocessor, and of two.
+  EXPECT_EQ(planned(1, 1024, 32, 8, false).cluster, 16);
+  EXPECT_EQ(next(1, 1024, 32, 8, false), NextStart::after_first_keys);
+  EXPECT_EQ(planned(4, 4096, 32, 8, false).cluster, 8);
+  EXPECT_EQ(next(4, 4096, 32, 8, false), NextStart::at_end);
+  // A block a tile: one turn of them, and several.
+  EXPECT_EQ(next(16, 1024, 32, 8, false), NextStart::after_first_keys);
+  EXPECT_EQ(next(48, 1024, 32, 8, false), NextStart::before_last_result);
+  // Equal parts.
+  EXPECT_EQ(next(16, 1024, 32, 8, true), NextStart::after_first_keys);
+  EXPECT_TRUE(planned(16, 4096, 32, 8, true).alone);
+  EXPECT_EQ(next(16, 4096, 32, 8, true), NextStart::before_last_result);
+  EXPECT_EQ(next(48, 1024, 32, 8, true), NextStart::before_last_result);
+  // A second kernel waits for this one.
+  EXPECT_TRUE(leaves_results(planned(1, 131072, 32, 8, false)));
+  EXPECT_EQ(next(1, 131072, 32, 8, false), NextStart::after_first_keys);
+  // Prompts.
+  const Device device = gpu_with(90);
+  EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16), device).next, NextStart::at_end);
+  const cuda::Plan shared = forward(problem(TILEWISE_BFLOAT16, 1, 2048, 2048, 4), device);
+  EXPECT_TRUE(shared.shares.any());
+  EXPECT_EQ(shared.next, NextStart::after_first_keys);
+}
+
 }  // namespace
 }  // namespace tilewise::dispatch

@@ -1,4 +1,5 @@
-"""Work on two streams at once, calls that nobody waits for, graphs of caches that grow.
+"""Work on two streams at once, launches that overlap, calls that nobody waits for, graphs of caches
+that grow.
 
 On the CPU there are no streams: the same calls run one after another there, so that what is written
 here for a GPU is tried without one.
@@ -262,6 +263,98 @@ def test_graph_of_a_step_of_decoding(step):
         synchronize()
         for got, right in zip([*results, *decoding.stored()], [*want, *grown], strict=True):
             assert torch.equal(got, right), turn
+
+
+# --- launches that overlap ------------------------------------------------------------------------
+
+
+class Chain:
+    """Steps of decoding each of which reads what was written right before it: by another step, a
+    kernel, a copy, a fill, an append, another stream.
+    """
+
+    def __init__(self, batch: int, keys: int, heads: int, heads_kv: int, page: int) -> None:
+        batch, keys = (batch, keys) if on_gpu() else (min(batch, 3), keys // 16)
+        self.q = normal(batch, 1, heads, DIM)
+        self.rows = [normal(batch, keys, heads_kv, DIM) for _ in "kv"]
+        self.lengths = torch.randint(keys // 2, keys - 8, (batch,), dtype=torch.int32)
+        self.shape = (batch * keys // page, page, heads_kv, DIM) if page else self.rows[0].shape
+        self.options = {}
+        if page:
+            table = torch.randperm(batch * keys // page).int().view(batch, -1)
+            self.options["block_table"] = table
+        self.other = Lane()
+
+    def elsewhere(self, x: Tensor) -> Tensor:
+        """Twice x, computed on another stream."""
+        if not on_gpu():
+            return x * 2
+        here = torch.cuda.current_stream()
+        self.other.stream.wait_stream(here)
+        with self.other:
+            twice = x * 2
+        here.wait_stream(self.other.stream)
+        twice.record_stream(here)
+        return twice
+
+    def __call__(self, pause: Callable[[], None] = lambda: None) -> list[Tensor]:
+        """The result of each step; `pause` between any two pieces of work."""
+        k, v = caches = [x.clone() for x in self.rows]
+        x, lengths, results = self.q, self.lengths.clone(), []
+
+        def step(new: Tensor | None = None) -> Tensor:
+            pause()
+            out = tilewise.attention_with_kvcache(
+                x, *(c.view(self.shape) for c in caches), new, new,
+                cache_seqlens=lengths, **self.options,
+            )  # fmt: skip
+            pause()
+            results.append(out)
+            return out
+
+        x = step()
+        x = step()
+        k[:, -1:].mul_(2.0)
+        x = step()
+        v.copy_(self.rows[0])
+        x = step()
+        k[0].zero_()
+        x = step()
+        lengths.add_(3)
+        x = step()
+        x = step(x[:, :, : k.shape[2]].contiguous())
+        x = step(self.elsewhere(x[:, :, : k.shape[2]].contiguous()))
+        x = self.elsewhere(x)
+        step()
+        return results
+
+
+# Clusters of one block a multiprocessor and of two, a second kernel, blocks and equal parts that
+# run at once and in turns (cuda/plan_decode.cpp, next_start).
+CHAINS = [(1, 1024, 32, 8), (4, 4096, 32, 8), (2, 8192, 32, 8), (16, 1024, 32, 8),
+          (48, 512, 32, 8), (128, 512, 16, 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize("page", [0, 1, 16])
+@pytest.mark.parametrize("shape", CHAINS, ids=str)
+def test_a_step_waits_for_what_comes_before(shape, page):
+    chain, lane = Chain(*shape, page), Lane()
+    want = chain(synchronize)
+    assert all(bool(x.isfinite().all()) and float(x.abs().max()) > 0 for x in want)
+    replay, results = captured(chain, lane)
+    lane.delay()
+    with lane:
+        queued = chain()
+    for x in results:
+        x.fill_(torch.nan)
+    synchronize()
+    with lane:
+        replay()
+        replay()
+    synchronize()
+    for i, (eager, graph, right) in enumerate(zip(queued, results, want, strict=True)):
+        assert torch.equal(eager, right), i
+        assert torch.equal(graph, right), i
 
 
 # --- nobody waits ---------------------------------------------------------------------------------

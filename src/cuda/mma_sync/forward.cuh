@@ -291,6 +291,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   const Problem& problem = p.problem;
   const ptx::SharedAddress q = ptx::shared_address(ptx::shared_memory());
   KvFeed<C>::prepare(p, q + kFeedAt<C>);
+  ptx::griddepcontrol_wait();
   BlockWork work = find_work<C>(p, q + kFeedAt<C>);
   if (!work.any()) return;
 
@@ -314,8 +315,8 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   const GeneralTerms<typename C::Storage> general(problem, scale);
   const bool dropout = C::kGeneral && general.dropout.on();
   feed.begin();
-  // `combine` waits for the end. Its blocks had better not look for their rows while ours do.
-  if (p.order.splits > 1 || p.parts.any()) ptx::griddepcontrol_launch_dependents();
+  // Who comes next had better not look for his work while we do.
+  if (p.next == NextStart::after_first_keys) ptx::griddepcontrol_launch_dependents();
   const auto units = prepare_queries<C>(problem, q_of_warp, asked < 0.0f);
 
   const Products<C> multiply;
@@ -363,6 +364,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
     }
   }
 
+  if (p.next == NextStart::before_last_result) ptx::griddepcontrol_launch_dependents();
   tile::wait<typename C::Arch, 0>();
   const bool merges = C::kMerges && p.merges_splits && kept.splits > 1;
   if constexpr (C::kMerges) {

@@ -49,7 +49,7 @@ TILEWISE_KERNEL(C::kForward.threads(), 1)
 void forward(TILEWISE_PARAMETER TmaForwardParams p) {
   const ForwardShared<C> shared = ForwardShared<C>::of();
   const int warpgroup = ptx::uniform(ptx::thread_index() / ptx::kWarpgroupSize);
-  ptx::griddepcontrol_launch_dependents();
+  if (p.next != NextStart::at_end) ptx::griddepcontrol_launch_dependents();
   // All pass one barrier, whose place in the code is the same for all. The first work is found
   // before it: a GPU that has just started waits for instructions more than for anything.
   ForwardLoad<C> load(p, shared);

@@ -1,0 +1,43 @@
+// What the planner asks about decoding. `blocks`: tiles of rows and heads, before they are cut.
+#pragma once
+
+#include "cuda/plan.h"
+
+namespace tilewise::cuda {
+
+inline constexpr int64_t kMostSplits = 128;
+
+bool reads_float8(const UnitTable& unit);
+
+// Whether its kernels are those of decoding by boxes of TMA, all but the general one of which merge
+// splits themselves.
+bool has_boxes(const UnitTable& unit);
+bool reads_boxes(const Plan& plan);
+bool can_merge(const Plan& plan);
+
+// Whether only the GPU knows the lengths of the batch.
+bool are_uneven(const Problem& p);
+
+// Whether the block of a tile that is done last merges its parts.
+bool merges_parts(const Plan& plan, const Gpu& gpu, int64_t blocks);
+
+// What a block may have to walk before it merges.
+int64_t few_tiles(const Plan& plan, const Gpu& gpu, int64_t blocks);
+
+// Whether so many splits are better merged by clusters, with no second launch.
+bool are_better_merged(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t splits,
+                       int64_t key_tiles);
+
+// Blocks of a multiprocessor that read as fast as more of them.
+int64_t readers_of_multiprocessor(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t tiles);
+
+// Whether blocks are alone on their multiprocessors.
+bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks);
+
+// Splits of as many key tiles each.
+int64_t choose_splits_of_boxes(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t key_tiles);
+
+// When the launch after a main kernel may begin: the plan is complete but for this.
+NextStart next_start(const Plan& plan, const Gpu& gpu);
+
+}  // namespace tilewise::cuda
