@@ -35,7 +35,8 @@ struct Plan {
   int32_t cluster = 1;        // blocks of the main kernel that merge their splits themselves
   bool alone = false;         // a block on its multiprocessor: boxes have a ring of one stage more
   int32_t pitch = 0;          // of the results of splits (params.h)
-  NextStart next = NextStart::at_end;
+  NextStart next = NextStart::at_end;           // the launch after the main kernel
+  NextStart next_of_merge = NextStart::at_end;  // after the one that merges its results
   int64_t workspace_bytes = 0;
 
   const UnitTable* unit = nullptr;    // the kernels; null: no kernel serves the problem

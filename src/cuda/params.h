@@ -139,7 +139,7 @@ struct ForwardParams {
   uint32_t pack_reciprocal = 1u << 31;  // ceil(2^31 / packing.group)
   bool shape_says_all = false;          // attention/problem.h
   bool merges_splits = false;           // the blocks of the splits of a tile are a cluster
-  NextStart next = NextStart::at_end;   // mma_sync, wgmma
+  NextStart next = NextStart::at_end;   // the launch after this one; simt does not ask
 
   // Of the keys of a sequence, which are not in equal parts; 1: its results go straight to out.
   TILEWISE_FN int32_t splits_of(const Band& band) const {

@@ -138,27 +138,41 @@ int64_t choose_splits_of_boxes(const Plan& plan, const Gpu& gpu, int64_t blocks,
   return ceil_div(key_tiles, tiles);
 }
 
-// A second kernel waits for all, and had better be there. Blocks of the next call, one of these or
-// another, spread evenly over multiprocessors only if each has as much room for them: with one
-// block each, or two that come and go as they please, early ones do (B16 with 1k keys 26.7 -> 25.8
-// us, B1 6.23 -> 5.54). Clusters of two blocks each do not (B4 with 4k keys 27.4 -> 31.8 early, B8
-// with 1k 15.7 -> 16.4 late, at the end 15.4), nor do blocks of several turns (B48 with 1k 70.8
-// -> 78.1, late 70.5). Parts have more blocks than there are places, and those of uneven lengths
-// end at different times (B16 with 4k, log-normal, 36.7 -> 40.4, late 36.4), but for short ones two
-// of which would meet (B16 with 1k 27.4 -> 26.4, late 28.5). All on an H100, alike on an H200.
+namespace {
+
+bool decodes(const Plan& plan) {
+  return plan.family == Family::mma_sync && plan.unit->forward_tile.rows == kDecodeRows;
+}
+
+}  // namespace
+
+// A second kernel waits for all, and had better be there. Blocks of the next call, another one of
+// these, spread evenly over multiprocessors only if each has as much room for them: with one block
+// each, with pairs, or with two that come and go as they please, early ones do (B16 with 1k keys
+// 26.7 -> 25.8 us, with lengths, in pairs, 27.4 -> 26.4, B1 6.23 -> 5.54). Larger clusters of two
+// blocks each do not (B4 with 4k keys 27.4 -> 31.8 early, B8 with 1k 15.7 -> 16.4 late, at the
+// end 15.4), nor do blocks of several turns (B48 with 1k 70.8 -> 78.1, late 70.5). Parts have more
+// blocks than there are places, and those of uneven lengths end at different times (B16 with 4k,
+// log-normal, 36.7 -> 40.4, late 36.4). All on an H100, alike on an H200.
 NextStart next_start(const Plan& plan, const Gpu& gpu) {
   if (leaves_results(plan)) return NextStart::after_first_keys;
-  const bool decodes =
-      plan.family == Family::mma_sync && plan.unit->forward_tile.rows == kDecodeRows;
-  if (!decodes || plan.second != nullptr) return NextStart::at_end;
+  if (!decodes(plan) || plan.second != nullptr) return NextStart::at_end;
   const int64_t all = gpu.multiprocessors;
   const auto early_if = [](bool early, NextStart otherwise) {
     return early ? NextStart::after_first_keys : otherwise;
   };
-  if (plan.cluster > 1) return early_if(plan.blocks <= all, NextStart::at_end);
+  if (plan.cluster > 1) return early_if(plan.cluster == 2 || plan.blocks <= all, NextStart::at_end);
   if (plan.parts.any())
     return early_if(!plan.alone && plan.tiles <= all, NextStart::before_last_result);
   return early_if(plan.blocks <= 2 * all, NextStart::before_last_result);
+}
+
+// Its blocks are there when it begins to merge, and leave little room for those of the next call.
+// (B4 with 16k keys and 16/1 heads 19.2 -> 18.6 us, log-normal lengths 17.1 -> 16.0; but B8 with 8k
+// and lengths, blocks that are alone, 94.2 -> 102.6.)
+NextStart next_start_of_merge(const Plan& plan) {
+  const bool early = leaves_results(plan) && decodes(plan) && !plan.alone && plan.second == nullptr;
+  return early ? NextStart::after_first_keys : NextStart::at_end;
 }
 
 }  // namespace tilewise::cuda

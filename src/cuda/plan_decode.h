@@ -37,7 +37,9 @@ bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blo
 // Splits of as many key tiles each.
 int64_t choose_splits_of_boxes(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t key_tiles);
 
-// When the launch after a main kernel may begin: the plan is complete but for this.
+// When the launch after a main kernel may begin, and that after a second one which merges its
+// results. The plan is complete but for this.
 NextStart next_start(const Plan& plan, const Gpu& gpu);
+NextStart next_start_of_merge(const Plan& plan);
 
 }  // namespace tilewise::cuda

@@ -70,7 +70,7 @@ void read_back(void* to, const void* from, int64_t bytes, Stream stream);
 // When a kernel may start. `dependent`: as soon as every block of the kernel before it, whoever
 // launched that, has asked for it or is done. It waits itself before it reads or writes anything
 // (ptx::griddepcontrol_wait), one of its blocks at least, so that it is complete no sooner than
-// what came before. GPUs before sm_90 start in order.
+// what came before. GPUs before sm_90 start in order, and so does code compiled for them.
 enum class Start { in_order, dependent };
 
 namespace detail {

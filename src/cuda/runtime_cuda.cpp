@@ -105,25 +105,56 @@ const Facts& facts(int32_t index) {
 // again.
 constexpr int32_t kDefaultSharedBytes = 48 * 1024;
 constexpr int32_t kDefaultCluster = 8;
-constexpr std::size_t kSlots = 8192;
-std::array<std::atomic<uintptr_t>, kSlots> allowed{};
 
-void allow(const void* function, cudaFuncAttribute what, int32_t value) {
+// What was found out or asked for of a function on the current device, once: a set of keys that
+// only grows, and that launches of several threads read without a lock.
+enum class Known : uintptr_t { shared_bytes, large_clusters, waits, does_not_wait };
+constexpr std::size_t kSlots = 8192;
+std::array<std::atomic<uintptr_t>, kSlots> known{};
+
+uintptr_t key_of(const void* function, Known what) {
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
-  // Functions are at least two bytes apart and devices few: the key is unique.
-  const uintptr_t key =
-      (reinterpret_cast<uintptr_t>(function) ^ (static_cast<uintptr_t>(device + 1) << 48)) +
-      (what == cudaFuncAttributeMaxDynamicSharedMemorySize ? 0 : 1);
+  // Addresses have 48 bits, and devices are few: the key is unique.
+  const uintptr_t above = static_cast<uintptr_t>(what) << 8 | static_cast<uintptr_t>(device + 1);
+  return reinterpret_cast<uintptr_t>(function) ^ above << 48;
+}
+
+// Whether it is there; adds it if so asked. A full table forgets.
+bool find(uintptr_t key, bool add) {
   std::size_t slot = static_cast<std::size_t>((key * 0x9e3779b97f4a7c15u) >> 51);
   for (std::size_t probe = 0; probe < kSlots; ++probe, slot = (slot + 1) % kSlots) {
-    uintptr_t seen = allowed[slot].load(std::memory_order_acquire);
-    if (seen == key) return;
+    uintptr_t seen = known[slot].load(std::memory_order_acquire);
+    if (seen == key) return true;
     if (seen != 0) continue;
-    check(cudaFuncSetAttribute(function, what, value), "cudaFuncSetAttribute");
-    if (allowed[slot].compare_exchange_strong(seen, key, std::memory_order_acq_rel) || seen == key)
-      return;
+    if (!add) return false;
+    if (known[slot].compare_exchange_strong(seen, key, std::memory_order_acq_rel) || seen == key)
+      return true;
   }
+  return false;
+}
+
+void allow(const void* function, cudaFuncAttribute what, int32_t value) {
+  const uintptr_t key =
+      key_of(function, what == cudaFuncAttributeMaxDynamicSharedMemorySize ? Known::shared_bytes
+                                                                           : Known::large_clusters);
+  if (find(key, false)) return;
+  check(cudaFuncSetAttribute(function, what, value), "cudaFuncSetAttribute");
+  find(key, true);
+}
+
+// Whether its code waits for the launch before: not so where it was compiled for GPUs before sm_90,
+// whichever this one is.
+bool waits_itself(const void* function) {
+  const uintptr_t waits = key_of(function, Known::waits);
+  if (find(waits, false)) return true;
+  const uintptr_t does_not = key_of(function, Known::does_not_wait);
+  if (find(does_not, false)) return false;
+  cudaFuncAttributes attributes{};
+  check(cudaFuncGetAttributes(&attributes, function), "cudaFuncGetAttributes");
+  const bool result = attributes.ptxVersion >= 90;
+  find(result ? waits : does_not, true);
+  return result;
 }
 
 // The driver is asked for the function by name: the library has no link to libcuda.
@@ -249,7 +280,7 @@ void launch(const void* function, int64_t blocks, int32_t threads, int32_t share
   void* arguments[] = {const_cast<void*>(params)};
   std::array<cudaLaunchAttribute, 2> attributes{};
   unsigned count = 0;
-  if (start == Start::dependent && current_gpu().sm >= 90) {
+  if (start == Start::dependent && current_gpu().sm >= 90 && waits_itself(function)) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }

@@ -386,7 +386,8 @@ TEST(PlannerCudaSplits, TheNextLaunchComesWhereThereIsRoom) {
   // A block a tile: one turn of them, and several.
   EXPECT_EQ(next(16, 1024, 32, 8, false), NextStart::after_first_keys);
   EXPECT_EQ(next(48, 1024, 32, 8, false), NextStart::before_last_result);
-  // Equal parts.
+  // Pairs of blocks, and equal parts.
+  EXPECT_EQ(planned(16, 1024, 32, 8, true).cluster, 2);
   EXPECT_EQ(next(16, 1024, 32, 8, true), NextStart::after_first_keys);
   EXPECT_TRUE(planned(16, 4096, 32, 8, true).alone);
   EXPECT_EQ(next(16, 4096, 32, 8, true), NextStart::before_last_result);
@@ -394,6 +395,9 @@ TEST(PlannerCudaSplits, TheNextLaunchComesWhereThereIsRoom) {
   // A second kernel waits for this one.
   EXPECT_TRUE(leaves_results(planned(1, 131072, 32, 8, false)));
   EXPECT_EQ(next(1, 131072, 32, 8, false), NextStart::after_first_keys);
+  EXPECT_EQ(planned(4, 16384, 16, 1, false).next_of_merge, NextStart::after_first_keys);
+  EXPECT_TRUE(planned(8, 8192, 32, 8, true).alone && leaves_results(planned(8, 8192, 32, 8, true)));
+  EXPECT_EQ(planned(8, 8192, 32, 8, true).next_of_merge, NextStart::at_end);
   // Prompts.
   const Device device = gpu_with(90);
   EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16), device).next, NextStart::at_end);

@@ -4,6 +4,7 @@
 #include "cuda/common/batch_parts.h"
 #include "cuda/common/block.h"
 #include "cuda/common/combine.h"
+#include "cuda/common/let_next_in.h"
 #include "cuda/common/places.h"
 #include "cuda/common/split_weights.h"
 #include "cuda/element.h"
@@ -243,6 +244,7 @@ void combine(TILEWISE_PARAMETER ForwardParams params) {
   // One block is left to wait: this kernel must not be complete before the main one.
   if (combine.row.is_done() && ptx::block_index() != 0) return;
   ptx::griddepcontrol_wait();
+  let_next_in(params, NextStart::after_first_keys);
   combine.row.join_flags(params);
   if (!combine.row.place.in_use) return;
   if (params.problem.head_dim_v % 4 == 0 && is_aligned(params.partial_out, 16))
@@ -310,6 +312,7 @@ void combine_by_warps(TILEWISE_PARAMETER ForwardParams params) {
   if (index >= combined_rows(params)) return;
   const CombineByWarps<Element, Row> combine{params, params.problem, Row(params, index)};
   ptx::griddepcontrol_wait();
+  let_next_in(params, NextStart::after_first_keys);
   if (combine.row.place.in_use) combine.run();
 }
 

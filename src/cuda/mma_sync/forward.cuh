@@ -9,6 +9,7 @@
 #include <numeric>
 #include <type_traits>
 
+#include "cuda/common/let_next_in.h"
 #include "cuda/common/long_first.h"
 #include "cuda/mma_sync/config.h"
 #include "cuda/mma_sync/forward_boxes.h"
@@ -316,7 +317,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   const bool dropout = C::kGeneral && general.dropout.on();
   feed.begin();
   // Who comes next had better not look for his work while we do.
-  if (p.next == NextStart::after_first_keys) ptx::griddepcontrol_launch_dependents();
+  common::let_next_in(p, NextStart::after_first_keys);
   const auto units = prepare_queries<C>(problem, q_of_warp, asked < 0.0f);
 
   const Products<C> multiply;
@@ -364,7 +365,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
     }
   }
 
-  if (p.next == NextStart::before_last_result) ptx::griddepcontrol_launch_dependents();
+  common::let_next_in(p, NextStart::before_last_result);
   tile::wait<typename C::Arch, 0>();
   const bool merges = C::kMerges && p.merges_splits && kept.splits > 1;
   if constexpr (C::kMerges) {

@@ -22,6 +22,7 @@
 // skip key tiles that only the others see, and mask those that the band cuts.
 #pragma once
 
+#include "cuda/common/let_next_in.h"
 #include "cuda/wgmma/forward_deal.h"
 #include "cuda/wgmma/forward_load.h"
 #include "cuda/wgmma/forward_math.h"
@@ -49,7 +50,7 @@ TILEWISE_KERNEL(C::kForward.threads(), 1)
 void forward(TILEWISE_PARAMETER TmaForwardParams p) {
   const ForwardShared<C> shared = ForwardShared<C>::of();
   const int warpgroup = ptx::uniform(ptx::thread_index() / ptx::kWarpgroupSize);
-  if (p.next != NextStart::at_end) ptx::griddepcontrol_launch_dependents();
+  common::let_next_in(p, NextStart::after_first_keys);
   // All pass one barrier, whose place in the code is the same for all. The first work is found
   // before it: a GPU that has just started waits for instructions more than for anything.
   ForwardLoad<C> load(p, shared);
