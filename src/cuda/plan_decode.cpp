@@ -11,6 +11,20 @@ bool has_many_tiles(const Gpu& gpu, int64_t blocks) {
   return blocks * 4 >= int64_t{gpu.multiprocessors} * 3;
 }
 
+// Rows of a tile of decoding.
+int64_t rows_of_tile(const Problem& p, const Plan& plan) { return most_rows(p) * plan.pack; }
+
+// Whether so many blocks, each alone on its multiprocessor, read as fast as memory is: a warp reads
+// 37 gigabytes a second, memory nine tenths of what its clock and bus say. Of more rows more of
+// them have more to merge. (Alone and not, B9 with 8k keys and 32/8 heads, 72 blocks: H200 116 and
+// 73 us, H100 114 and 105; B12, 96: 116 and 94, 132 and 139; B6, 96: 61 and 51, 69 and 73; B14,
+// 112: 117 and 108; B16, 128: 121 and 123. H200, 16/1 heads with 2k keys, 96: 32.4 and 31.0,
+// 112: 32.9 and 34.5; 64/8 with 4k, 96: 33.8 and 29.1, 112: 34.0 and 36.7.)
+bool are_fast_alone(const Gpu& gpu, int64_t blocks, int64_t rows) {
+  const int64_t share = rows <= 4 ? 40 : 46;  // of what memory's clock and bus say
+  return blocks * share >= gpu.memory_speed;
+}
+
 // Splits that a cluster can merge. sm_90 and 100 run larger clusters than every GPU does.
 constexpr int64_t kSmallCluster = 8;
 int64_t most_merged_splits(const Gpu& gpu) {
@@ -28,12 +42,21 @@ constexpr int64_t fewest_tiles(int64_t rows) { return rows <= 8 ? 16 : 8; }
 // few rows or there are few pairs, and up to 16 if it has not many (H100, full and log-normal
 // lengths: B16 with 1k and 32/8 heads 27.4, 14.5 -> 27.6, 15.5, B80 with 1k and 16/1 22.2, 13.9
 // -> 21.5, 17.9, B16 with 512 and 64/8 17.4, 12.1 -> 16.0, 13.4; but B128 with 512 and 16/1 20.3,
-// 14.1 -> 16.5, 14.1).
+// 14.1 -> 16.5, 14.1). So are two blocks of any sequence's parts (full and log-normal, alone and
+// not: B8 with 8k 94.3, 16.4 -> 94.3, 14.8, B2 with 32k 94.0, 14.1 -> 94.6, 13.2; but B8 with 16k
+// 179.5, 69.6 -> 182.2, 69.3, B32 with 16k and 16/1 97.1, 44.0 -> 118.1, 48.6).
 int64_t least_tiles_alone(int64_t rows, bool uneven, bool split, bool many) {
-  if (split) return uneven ? 64 : 24;
+  if (split) return !uneven ? 24 : rows <= 4 ? 128 : 64;
   if (!uneven) return many ? 8 : 16;
   return rows <= 4 || !many ? 24 : fewest_tiles(rows);
 }
+
+// Whether a few tiles are sooner read by one block than handed on by two (H200,
+// 16/1 heads, pairs and alone: B96 with 256 keys 10.8 -> 7.4 us, B92 with 512 13.2 -> 10.9,
+// B72 12.0
+// -> 10.8; but B80 with 1k 17.2 -> 18.1, and 8 rows, B11 with 512 and 64/8 10.9 -> 10.6, are
+// level).
+bool is_short(int64_t rows, int64_t tiles) { return rows > 8 && 4 <= tiles && tiles <= 8; }
 
 // Whether they do on pages, where a warp spends more instructions: one block for each
 // multiprocessor, where memory is not faster than a warp, whose boxes take longer where rows of
@@ -48,7 +71,7 @@ bool reads_pages_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64
   constexpr int64_t kSpeedOfWarp = 26;  // gigabytes a second, of several heads
   const bool keeps_up = p.heads_kv == 1 || gpu.memory_speed <= kSpeedOfWarp * gpu.multiprocessors;
   return gpu.multiprocessors / blocks == 1 && has_many_tiles(gpu, blocks) &&
-         fewest_tiles(most_rows(p) * plan.pack) <= tiles && tiles <= kMost && keeps_up;
+         fewest_tiles(rows_of_tile(p, plan)) <= tiles && tiles <= kMost && keeps_up;
 }
 
 }  // namespace
@@ -65,9 +88,12 @@ bool can_merge(const Plan& plan) { return has_boxes(*plan.unit) && plan.form != 
 // more than a few. (H100, a second kernel and this, full and log-normal lengths: B16 with 2k keys
 // and 64/8 heads 49.8, 24.4 -> 49.2, 23.3 us, with 8k and 32/8 178.1, 73.1 -> 177.8, 72.3, in pages
 // of 16 with 4k 36.6 -> 37.2; but B12 with 2k 39.4, 19.7 -> 38.8, 20.2, and B8 with 8k keys 17.2
-// -> 18.6.)
-bool merges_parts(const Plan& plan, const Gpu& gpu, int64_t blocks) {
-  return can_merge(plan) && has_many_tiles(gpu, blocks);
+// -> 18.6.) Of more rows a second kernel has more to read (H200: B88 with 2k and 16/1 heads 35.0,
+// 18.7 -> 30.1, 16.9, B96 38.1, 19.9 -> 32.8, 18.4, B12 with 4k and 64/8 55.8, 22.3 -> 54.5, 20.8;
+// but B7 37.9, 20.9 -> 35.8, 22.1).
+bool merges_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
+  const bool several = rows_of_tile(p, plan) > 4 && blocks * 3 >= int64_t{gpu.multiprocessors} * 2;
+  return can_merge(plan) && (several || has_many_tiles(gpu, blocks));
 }
 
 // What a block may have to walk before it merges. Tiles of float8 have twice the keys: B16 with 8k
@@ -114,9 +140,11 @@ bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blo
   const int64_t splits = gpu.multiprocessors / blocks;
   const int64_t tiles = ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k);
   if (plan.form == Form::paged_boxes) return reads_pages_alone(p, plan, gpu, blocks, tiles);
-  const int64_t least = least_tiles_alone(most_rows(p) * plan.pack, are_uneven(p), splits > 1,
-                                          has_many_tiles(gpu, blocks));
-  return splits > 0 && ceil_div(tiles, splits) >= least;
+  const int64_t rows = rows_of_tile(p, plan);
+  if (splits == 1 && !are_uneven(p) && is_short(rows, tiles)) return true;
+  if (splits == 0 || !are_fast_alone(gpu, blocks * splits, rows)) return false;
+  return ceil_div(tiles, splits) >=
+         least_tiles_alone(rows, are_uneven(p), splits > 1, has_many_tiles(gpu, blocks));
 }
 
 // Decoding by boxes: two blocks a multiprocessor read as fast as four, with half as many partial

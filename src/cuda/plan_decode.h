@@ -19,7 +19,7 @@ bool can_merge(const Plan& plan);
 bool are_uneven(const Problem& p);
 
 // Whether the block of a tile that is done last merges its parts.
-bool merges_parts(const Plan& plan, const Gpu& gpu, int64_t blocks);
+bool merges_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks);
 
 // What a block may have to walk before it merges.
 int64_t few_tiles(const Plan& plan, const Gpu& gpu, int64_t blocks);

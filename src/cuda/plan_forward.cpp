@@ -149,7 +149,7 @@ EqualParts equal_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64
     return {};  // more than 32 bits count
   const int64_t all = gpu.multiprocessors;
   const int64_t heads = max<int64_t>(1, blocks / p.batch);
-  const bool merges = merges_parts(plan, gpu, blocks);
+  const bool merges = merges_parts(p, plan, gpu, blocks);
   const int64_t tiles = ceil_div(max<int64_t>(1, most_keys(p)), int64_t{plan.tile_k});
   const int64_t readers = readers_of_multiprocessor(plan, gpu, blocks, tiles);
   int64_t most = max(readers * all / heads, p.batch) + p.batch;
@@ -183,7 +183,7 @@ bool are_better_cut_alike(const Problem& p, const Plan& plan, const Gpu& gpu, in
 void split_unevenly(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
   if (plan.family == Family::mma_sync && plan.unit->forward_tile.rows == kDecodeRows)
     plan.parts = equal_parts(p, plan, gpu, blocks);
-  plan.merges_parts = plan.parts.any() && merges_parts(plan, gpu, blocks);
+  plan.merges_parts = plan.parts.any() && merges_parts(p, plan, gpu, blocks);
   plan.splits = 1;
   plan.rule = {};
   if (plan.parts.any()) return;

@@ -199,7 +199,8 @@ TEST(PlannerCudaSplits, FullLengthsAreCutAsNoLengths) {
       p.seqused_k = &lengths;
       const EqualParts parts = forward(p, device).parts;
       EXPECT_GE(parts.alike, splits) << batch << " x " << keys;
-      EXPECT_LE(parts.alike, keys < 32768 && batch < 16 ? 2 * splits + 1 : splits);
+      constexpr int64_t kMany = 128 * 64;  // keys of a block that reads alone, whatever the lengths
+      EXPECT_LE(parts.alike, keys < splits * kMany && batch < 16 ? 2 * splits + 1 : splits);
       EXPECT_GE(parts.most, batch * splits);
     }
   }
@@ -255,6 +256,40 @@ TEST(PlannerCudaSplits, ABlockWithManyKeysMayReadAlone) {
     EXPECT_TRUE(pages_alone(128, 512, 1, speed));
     EXPECT_FALSE(pages_alone(128, 256, 1, speed));
   }
+}
+
+// Blocks that are alone are not enough for fast memory if there are too few of them.
+TEST(PlannerCudaSplits, BlocksThatReadAloneAreManyEnough) {
+  constexpr int32_t kH100 = 3352;
+  constexpr int32_t kH200 = 4917;
+  const auto alone = [](int64_t batch, int64_t keys, int64_t heads, int64_t kv_heads, int32_t speed,
+                        const int32_t* lengths = nullptr) {
+    Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, heads);
+    p.heads_kv = kv_heads;
+    p.seqused_k = lengths;
+    Device gpu = gpu_with(90);
+    gpu.gpu.memory_speed = speed;
+    return forward(p, gpu).alone;
+  };
+  for (const int64_t batch : {6, 9, 12, 14})
+    EXPECT_FALSE(alone(batch, 8192, 32, 8, kH200)) << batch;
+  for (const int64_t batch : {6, 11, 12, 14})
+    EXPECT_TRUE(alone(batch, 8192, 32, 8, kH100)) << batch;
+  EXPECT_FALSE(alone(9, 8192, 32, 8, kH100));
+  for (const int32_t speed : {kH100, kH200}) {
+    EXPECT_TRUE(alone(8, 8192, 32, 8, speed));
+    EXPECT_TRUE(alone(16, 8192, 32, 8, speed));
+  }
+  // Of more rows fewer of them, which have less to merge; of few keys any.
+  EXPECT_FALSE(alone(104, 2048, 16, 1, kH200));
+  EXPECT_TRUE(alone(112, 2048, 16, 1, kH200));
+  EXPECT_TRUE(alone(72, 512, 16, 1, kH200));
+  EXPECT_FALSE(alone(72, 1024, 16, 1, kH200));
+  // Two of them for the parts of a sequence, of lengths that are not known.
+  const int32_t lengths = 0;
+  EXPECT_FALSE(alone(8, 8192, 32, 8, kH200, &lengths));
+  EXPECT_TRUE(alone(8, 16384, 32, 8, kH200, &lengths));
+  EXPECT_FALSE(alone(72, 512, 16, 1, kH200, &lengths));
 }
 
 // Small pages: more blocks read long sequences, where they find room.
@@ -396,8 +431,10 @@ TEST(PlannerCudaSplits, TheNextLaunchComesWhereThereIsRoom) {
   EXPECT_TRUE(leaves_results(planned(1, 131072, 32, 8, false)));
   EXPECT_EQ(next(1, 131072, 32, 8, false), NextStart::after_first_keys);
   EXPECT_EQ(planned(4, 16384, 16, 1, false).next_of_merge, NextStart::after_first_keys);
-  EXPECT_TRUE(planned(8, 8192, 32, 8, true).alone && leaves_results(planned(8, 8192, 32, 8, true)));
-  EXPECT_EQ(planned(8, 8192, 32, 8, true).next_of_merge, NextStart::at_end);
+  const cuda::Plan alone = planned(8, 16384, 32, 8, true);
+  EXPECT_TRUE(alone.alone && leaves_results(alone));
+  EXPECT_EQ(alone.next_of_merge, NextStart::at_end);
+  EXPECT_EQ(planned(8, 8192, 32, 8, true).next_of_merge, NextStart::after_first_keys);
   // Prompts.
   const Device device = gpu_with(90);
   EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16), device).next, NextStart::at_end);
