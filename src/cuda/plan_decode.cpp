@@ -51,11 +51,9 @@ int64_t least_tiles_alone(int64_t rows, bool uneven, bool split, bool many) {
   return rows <= 4 || !many ? 24 : fewest_tiles(rows);
 }
 
-// Whether a few tiles are sooner read by one block than handed on by two (H200,
-// 16/1 heads, pairs and alone: B96 with 256 keys 10.8 -> 7.4 us, B92 with 512 13.2 -> 10.9,
-// B72 12.0
-// -> 10.8; but B80 with 1k 17.2 -> 18.1, and 8 rows, B11 with 512 and 64/8 10.9 -> 10.6, are
-// level).
+// Whether a few tiles are sooner read by one block than handed on by two (H200, 16/1 heads, pairs
+// and alone: B96 with 256 keys 10.8 -> 7.4 us, B92 with 512 13.2 -> 10.9, B72 12.0 -> 10.8; but B80
+// with 1k 17.2 -> 18.1, and 8 rows, B11 with 512 and 64/8 10.9 -> 10.6, are level).
 bool is_short(int64_t rows, int64_t tiles) { return rows > 8 && 4 <= tiles && tiles <= 8; }
 
 // Whether they do on pages, where a warp spends more instructions: one block for each
