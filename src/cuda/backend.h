@@ -8,6 +8,7 @@
 #include "cuda/order.h"
 #include "cuda/runtime.h"
 #include "cuda/shares.h"
+#include "cuda/spread.h"
 
 namespace tilewise::cuda {
 
@@ -33,7 +34,9 @@ struct Plan {
   Shares shares;              // works of the last round
   bool merges_parts = false;  // the main kernel does; else a second one
   int32_t cluster = 1;        // blocks of the main kernel that merge their splits themselves
-  bool alone = false;         // a block on its multiprocessor: boxes have a ring of one stage more
+  bool alone = false;         // a block on its multiprocessor
+  int32_t readers = 1;        // warps of a block that share the keys of its tile
+  Spread spread;              // of the blocks of parts
   int32_t pitch = 0;          // of the results of splits (params.h)
   NextStart next = NextStart::at_end;           // the launch after the main kernel
   NextStart next_of_merge = NextStart::at_end;  // after the one that merges its results

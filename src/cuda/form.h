@@ -23,4 +23,7 @@ inline constexpr int32_t kNowhere = -1;
 // Splits of a decode that a cluster merges: the most blocks that a cluster can have.
 inline constexpr int32_t kMostMergedSplits = 16;
 
+// Warps of a block that share the keys of its tile (mma_sync/forward_readers.h).
+inline constexpr int32_t kMostReaders = 2;
+
 }  // namespace tilewise::cuda

@@ -32,6 +32,7 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPiece
   params.flags = {pieces.flags.in<uint8_t>(workspace), plan.order.splits, plan.tiles};
   params.rule = plan.rule;
   params.parts = plan.parts;
+  params.spread = plan.spread;
   params.shares = plan.shares;
   params.arrivals = pieces.arrivals.in<PartArrivals>(workspace);
   if (params.arrivals != nullptr) params.launch = PartArrivals::of_launch(number_of_launch());
@@ -81,11 +82,9 @@ void launch_boxes(const Problem& p, const Plan& plan, const ForwardParams& main,
   params.v = map(p, p.v, p.head_dim_v, box_rows);
   params.k_end = map(p, p.k, p.head_dim, kRowsOfEndBox);
   params.v_end = map(p, p.v, p.head_dim_v, kRowsOfEndBox);
-  const int32_t fewer = plan.alone ? 0 : 1;
-  params.stages = plan.unit->most_stages - fewer;
-  Kernel<TmaForwardParams> kernel = plan.unit->form(plan.form).tma_forward;
-  kernel.shared_bytes -= fewer * plan.unit->stage_bytes;
-  launch(kernel, plan.blocks, p.stream, params, start, plan.cluster);
+  const UnitKernels& kernels = plan.unit->form(plan.form);
+  launch(plan.readers > 1 ? kernels.tma_forward_of_readers : kernels.tma_forward, plan.blocks,
+         p.stream, params, start, plan.cluster);
 }
 
 }  // namespace

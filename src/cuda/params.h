@@ -7,6 +7,7 @@
 #include "cuda/next_start.h"
 #include "cuda/order.h"
 #include "cuda/shares.h"
+#include "cuda/spread.h"
 #include "cuda/tensor_map.h"
 
 namespace tilewise::cuda {
@@ -130,6 +131,7 @@ struct ForwardParams {
   float* partial_out;
   float* partial_lse;       // the same without columns, and without the sink
   EqualParts parts;         // of a batch, instead of splits: decoding. A block has a part and head
+  Spread spread;            // of them
   Shares shares;            // wgmma's plain form
   PartArrivals* arrivals;   // of each tile; null: a second kernel merges the parts
   uint64_t launch;          // PartArrivals::of_launch
@@ -180,7 +182,6 @@ struct TmaForwardParams : ForwardParams {
   TensorMap v;
   TensorMap k_end;  // decoding: in smaller boxes (kRowsOfEndBox)
   TensorMap v_end;
-  int32_t stages = 0;          // of the ring of boxes
   int32_t page_box_rows = 0;   // wgmma: of a box of a page
   int32_t work = 0;            // blocks of `order`, which a smaller grid shares; others follow
   int32_t* counter = nullptr;  // works of different lengths: how many were taken, 0 at first

@@ -1,6 +1,7 @@
 // How decoding is cut: which blocks read alone, and who merges what they have found.
 #include "cuda/plan_decode.h"
 
+#include "cuda/plan.h"
 #include "cuda/plan_shape.h"
 
 namespace tilewise::cuda {
@@ -10,19 +11,19 @@ namespace {
 bool has_many_tiles(const Gpu& gpu, int64_t blocks) {
   return blocks * 4 >= int64_t{gpu.multiprocessors} * 3;
 }
+bool has_several_tiles(const Gpu& gpu, int64_t blocks) {
+  return blocks * 3 >= int64_t{gpu.multiprocessors} * 2;
+}
 
-// Rows of a tile of decoding.
-int64_t rows_of_tile(const Problem& p, const Plan& plan) { return most_rows(p) * plan.pack; }
-
-// Whether so many blocks, each alone on its multiprocessor, read as fast as memory is: a warp reads
-// 37 gigabytes a second, memory nine tenths of what its clock and bus say. Of more rows more of
-// them have more to merge. (Alone and not, B9 with 8k keys and 32/8 heads, 72 blocks: H200 116 and
-// 73 us, H100 114 and 105; B12, 96: 116 and 94, 132 and 139; B6, 96: 61 and 51, 69 and 73; B14,
-// 112: 117 and 108; B16, 128: 121 and 123. H200, 16/1 heads with 2k keys, 96: 32.4 and 31.0,
-// 112: 32.9 and 34.5; 64/8 with 4k, 96: 33.8 and 29.1, 112: 34.0 and 36.7.)
-bool are_fast_alone(const Gpu& gpu, int64_t blocks, int64_t rows) {
-  const int64_t share = rows <= 4 ? 40 : 46;  // of what memory's clock and bus say
-  return blocks * share >= gpu.memory_speed;
+// The same of the tiles of each of several splits or, of lengths that are not known, parts. (H100,
+// full and log-normal lengths, alone and not: B8 with 16k keys 179.5, 69.6 -> 182.2, 69.3, B32 with
+// 16k and 16/1 heads 97.1, 44.0 -> 118.1, 48.6; H200, two splits without lengths and more of them,
+// not and alone: B8 with 8k 66.1 -> 64.1, B5 with 8k 44.3 -> 44.7, B4 with 16k 65.9 -> 66.3, B1
+// with 128k 126.3 -> 125.5, B64 with 512 and 16/1 heads 11.0 -> 11.7.)
+int64_t least_tiles_of_split(int64_t rows, int64_t splits, bool uneven) {
+  if (!uneven && splits == 2) return 16;
+  if (rows > 8) return uneven ? 64 : 24;
+  return 128;
 }
 
 // Splits that a cluster can merge. sm_90 and 100 run larger clusters than every GPU does.
@@ -31,45 +32,19 @@ int64_t most_merged_splits(const Gpu& gpu) {
   return gpu.sm < 110 ? kMostMergedSplits : kSmallCluster;
 }
 
-// Of keys, that a block alone on its multiprocessor is worth: more where it has less to compute.
-constexpr int64_t fewest_tiles(int64_t rows) { return rows <= 8 ? 16 : 8; }
-
-// The fewest tiles of keys of which blocks alone on their multiprocessors read as fast as two of
-// them: with a stage more in their ring, and nothing to merge. (H200: B8 with 8k keys 67.2 -> 64.9
-// us; but B4 with 4k keys, 16 tiles each, 21.3 -> 21.9. H100, one block for each multiprocessor:
-// B128 with 1k keys and 16/1 heads 30.9 -> 27.8, with 512 20.0 -> 15.7, B16 with 512 15.9 -> 15.1.)
-// Of uneven lengths a pair of blocks, which its cluster merges, is better up to 24 tiles if it has
-// few rows or there are few pairs, and up to 16 if it has not many (H100, full and log-normal
-// lengths: B16 with 1k and 32/8 heads 27.4, 14.5 -> 27.6, 15.5, B80 with 1k and 16/1 22.2, 13.9
-// -> 21.5, 17.9, B16 with 512 and 64/8 17.4, 12.1 -> 16.0, 13.4; but B128 with 512 and 16/1 20.3,
-// 14.1 -> 16.5, 14.1). So are two blocks of any sequence's parts (full and log-normal, alone and
-// not: B8 with 8k 94.3, 16.4 -> 94.3, 14.8, B2 with 32k 94.0, 14.1 -> 94.6, 13.2; but B8 with 16k
-// 179.5, 69.6 -> 182.2, 69.3, B32 with 16k and 16/1 97.1, 44.0 -> 118.1, 48.6).
-int64_t least_tiles_alone(int64_t rows, bool uneven, bool split, bool many) {
-  if (split) return !uneven ? 24 : rows <= 4 ? 128 : 64;
-  if (!uneven) return many ? 8 : 16;
-  return rows <= 4 || !many ? 24 : fewest_tiles(rows);
-}
-
-// Whether a few tiles are sooner read by one block than handed on by two (H200, 16/1 heads, pairs
-// and alone: B96 with 256 keys 10.8 -> 7.4 us, B92 with 512 13.2 -> 10.9, B72 12.0 -> 10.8; but B80
-// with 1k 17.2 -> 18.1, and 8 rows, B11 with 512 and 64/8 10.9 -> 10.6, are level).
-bool is_short(int64_t rows, int64_t tiles) { return rows > 8 && 4 <= tiles && tiles <= 8; }
-
-// Whether they do on pages, where a warp spends more instructions: one block for each
-// multiprocessor, where memory is not faster than a warp, whose boxes take longer where rows of
-// several heads lie side by side. (Pages of 16, full and log-normal lengths, H100: B16 with 1k
-// keys and 32/8 heads 27.9, 16.3 -> 27.7, 15.4, with 4k 96.0, 37.6 -> 94.9, 37.9, with 8k 184.3,
-// 74.4 -> 184.5, 75.1, B128 with 1k and 16/1 32.0, 20.2 -> 29.1, 17.0, with 512 20.4, 14.8 -> 17.0,
-// 14.2; H200: the latter with 1k 25.1, 18.8 -> 24.6, 15.7, but B16 with 1k and 64/8 22.0, 16.0
-// -> 24.0, 14.3, with 2k and 32/8 38.1, 19.3 -> 42.0, 19.1.)
-bool reads_pages_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks,
-                       int64_t tiles) {
-  constexpr int64_t kMost = 64;         // tiles
-  constexpr int64_t kSpeedOfWarp = 26;  // gigabytes a second, of several heads
-  const bool keeps_up = p.heads_kv == 1 || gpu.memory_speed <= kSpeedOfWarp * gpu.multiprocessors;
-  return gpu.multiprocessors / blocks == 1 && has_many_tiles(gpu, blocks) &&
-         fewest_tiles(rows_of_tile(p, plan)) <= tiles && tiles <= kMost && keeps_up;
+// The fewest tiles of keys of a sequence, whose length only the GPU knows, of which a block that is
+// alone on its multiprocessor reads as fast as two that share them: it has nothing to merge if all
+// are long, and more of it if they are not. (H200, two blocks and alone, full and log-normal
+// lengths: B9 with 2k keys 24.9, 16.4 -> 24.7, 17.0 us, B12 with 8k 99.6, 39.9 -> 95.9, 39.5; but
+// B9 with 1k 14.2, 10.9 -> 15.6, 12.1. Eight rows, B12 with 1k and 64/8 heads 17.1, 12.5 -> 16.7,
+// 11.1; but with 512 11.3, 9.5 -> 10.6, 10.7. Sixteen, of 16/1 heads, B96 with 1k 19.8, 17.0
+// -> 17.5, 14.4, with 256 11.1, 11.5 -> 8.8, 11.7, B92 with 512 13.5, 13.2 -> 11.2, 11.9; but B80
+// with 1k 17.7, 13.6 -> 17.1, 16.4. In pages of 16, B16 with 1k 20.1, 13.8 -> 20.4, 12.7.)
+int64_t least_tiles_alone(int64_t rows, int64_t tiles, bool several, bool many_of_pages) {
+  constexpr int64_t kMany = 32;
+  if (rows <= 4) return many_of_pages ? 16 : kMany;
+  if (rows <= 8) return several ? 16 : kMany;
+  return several || tiles <= 8 ? 4 : kMany;
 }
 
 }  // namespace
@@ -90,7 +65,7 @@ bool can_merge(const Plan& plan) { return has_boxes(*plan.unit) && plan.form != 
 // 18.7 -> 30.1, 16.9, B96 38.1, 19.9 -> 32.8, 18.4, B12 with 4k and 64/8 55.8, 22.3 -> 54.5, 20.8;
 // but B7 37.9, 20.9 -> 35.8, 22.1).
 bool merges_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
-  const bool several = rows_of_tile(p, plan) > 4 && blocks * 3 >= int64_t{gpu.multiprocessors} * 2;
+  const bool several = packed_rows(p, plan) > 4 && has_several_tiles(gpu, blocks);
   return can_merge(plan) && (several || has_many_tiles(gpu, blocks));
 }
 
@@ -132,17 +107,69 @@ bool are_uneven(const Problem& p) {
   return p.batch > 1 && p.seqused_k != nullptr && p.window_left < 0;
 }
 
+namespace {
+
+// For two blocks of readers a multiprocessor: those of the next launch come early.
+bool has_room_for_readers(const Plan& plan, const Gpu& gpu) {
+  constexpr int32_t kReserved = 1024;  // bytes of each block
+  const auto& kernel = plan.unit->form(plan.form).tma_forward_of_readers;
+  return kernel.function != nullptr &&
+         2 * (kernel.shared_bytes + kReserved) <= gpu.shared_bytes + kReserved;
+}
+
+}  // namespace
+
+// Two warps read what a multiprocessor is to read, where more blocks would have more to merge.
+// (H200, us, in pairs of blocks that a cluster merges, and alone: B96 with 2k keys and 16/1 heads
+// 31.5 -> 27.7, B16 with 256 and 32/8 8.1 -> 7.6, with 1k 19.4 -> 18.9.) Of pages each takes a warp
+// more instructions (B10 with 4k in pages of 16 47.0 -> 45.9, log-normal 29.8 -> 31.5).
 bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
-  if (!reads_boxes(plan) || p.num_splits > 0 || blocks == 0 || reads_float8(*plan.unit))
+  if (!reads_boxes(plan) || p.num_splits > 0 || p.batch_invariant != 0 || blocks == 0 ||
+      !has_room_for_readers(plan, gpu))
     return false;
   const int64_t splits = gpu.multiprocessors / blocks;
   const int64_t tiles = ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k);
-  if (plan.form == Form::paged_boxes) return reads_pages_alone(p, plan, gpu, blocks, tiles);
-  const int64_t rows = rows_of_tile(p, plan);
-  if (splits == 1 && !are_uneven(p) && is_short(rows, tiles)) return true;
-  if (splits == 0 || !are_fast_alone(gpu, blocks * splits, rows)) return false;
-  return ceil_div(tiles, splits) >=
-         least_tiles_alone(rows, are_uneven(p), splits > 1, has_many_tiles(gpu, blocks));
+  const int64_t rows = packed_rows(p, plan);
+  const bool paged = plan.form == Form::paged_boxes;
+  const bool uneven = paged || are_uneven(p);
+  const bool several = has_several_tiles(gpu, blocks);
+  if (splits == 0 || (paged && (splits > 1 || (rows <= 4 && !several)))) return false;
+  if (splits > 1) return ceil_div(tiles, splits) >= least_tiles_of_split(rows, splits, uneven);
+  const bool many_of_pages = paged && has_many_tiles(gpu, blocks);
+  return tiles >= (uneven ? least_tiles_alone(rows, tiles, several, many_of_pages) : 4);
+}
+
+// A warp reads 37 gigabytes a second, two of them 60. Where so many blocks of one read as fast as
+// memory is, it is better off with what fewer ask for. (H100, two and one: B14 with 8k keys 161.3
+// -> 154.1 us, B16 176.9 -> 174.6, with 2k 47.7 -> 47.5, B112 with 2k and 16/1 heads 43.7 -> 43.4;
+// but B96 37.8 -> 38.6, B16 with 1k 25.8 -> 26.0, in pages of 16 with 8k 182.1 -> 186.6; H200, B16
+// with 8k 122.8 -> 128.8.)
+int32_t choose_readers(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
+  if (!plan.alone) return 1;
+  const int64_t share = packed_rows(p, plan) <= 4 ? 35 : 31;  // of what its clock and bus say
+  const int64_t splits = gpu.multiprocessors / blocks;
+  const bool many = keys_of_tile(p, most_rows(p)) >= 32 * plan.tile_k * splits;
+  const bool fast = blocks * splits * share >= gpu.memory_speed;
+  return plan.form == Form::boxes && many && fast ? 1 : kMostReaders;
+}
+
+// Parts that there are where lengths are alike, where blocks are alone and the parts leave a
+// sixteenth of the multiprocessors without one. The hardware gives the first of a grid to the
+// multiprocessors that have nothing to do, and then one to each, one GPC after the other. Long
+// works, which are worth it, wait until none of them has anything to do. (H200, as they come, over
+// all multiprocessors, over those twice that have nothing to do: B96 with 2k keys and 16/1 heads
+// 33.1, 29.7, 29.1 us, B13 with 2k and 32/8 33.7, 30.8, 29.9; at the end B12 with 8k 104.7, 95.9,
+// 100.1, B15 117.4 where, early, the two are 124.9 and 123.7; but log-normal B13 with 2k, early and
+// at the end, 14.2 and 15.2.)
+Spread spread_parts(const Plan& plan, const Gpu& gpu, int64_t tiles) {
+  constexpr int64_t kLong = 64;  // tiles
+  const EqualParts& parts = plan.parts;
+  if (!parts.any() || parts.long_first() || !plan.alone) return {};
+  const int64_t all = gpu.multiprocessors;
+  const int64_t works = int64_t{plan.tiles} * parts.alike;
+  const int64_t places = tiles >= kLong ? all : 2 * all - works;
+  if (works * 16 > all * 15 || places > plan.blocks) return {};
+  return {static_cast<int32_t>(works), static_cast<int32_t>(places)};
 }
 
 // Decoding by boxes: two blocks a multiprocessor read as fast as four, with half as many partial
@@ -188,8 +215,8 @@ NextStart next_start(const Plan& plan, const Gpu& gpu) {
     return early ? NextStart::after_first_keys : otherwise;
   };
   if (plan.cluster > 1) return early_if(plan.cluster == 2 || plan.blocks <= all, NextStart::at_end);
-  if (plan.parts.any())
-    return early_if(!plan.alone && plan.tiles <= all, NextStart::before_last_result);
+  if (plan.spread.any() && plan.spread.places == all) return NextStart::at_end;
+  if (plan.parts.any()) return early_if(plan.tiles <= all, NextStart::before_last_result);
   return early_if(plan.blocks <= 2 * all, NextStart::before_last_result);
 }
 

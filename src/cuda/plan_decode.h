@@ -31,8 +31,13 @@ bool are_better_merged(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t
 // Blocks of a multiprocessor that read as fast as more of them.
 int64_t readers_of_multiprocessor(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t tiles);
 
-// Whether blocks are alone on their multiprocessors.
+// Whether blocks are alone on their multiprocessors, and how many warps of one then share the keys
+// of its tile.
 bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks);
+int32_t choose_readers(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks);
+
+// Where the parts of a batch lie in their grid; `tiles`: of a sequence, at most.
+Spread spread_parts(const Plan& plan, const Gpu& gpu, int64_t tiles);
 
 // Splits of as many key tiles each.
 int64_t choose_splits_of_boxes(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t key_tiles);

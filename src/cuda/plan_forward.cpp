@@ -300,11 +300,13 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Invento
   if (!plan.can_be_launched()) return plan;
   plan.order = choose_order(p, gpu, plan.tile_q, plan.pack);
   plan.alone = reads_alone(p, plan, gpu, blocks);
+  plan.readers = choose_readers(p, plan, gpu, blocks);
   plan.shares = share_last_round(p, plan, gpu, blocks);
   if (!plan.shares.any()) split(plan, p, gpu, blocks);
   plan.tiles = static_cast<int32_t>(blocks);
   plan.blocks =
       plan.parts.any() ? int64_t{plan.parts.most} * plan.order.heads : blocks * plan.splits;
+  plan.spread = spread_parts(plan, gpu, ceil_div(most_keys(p), int64_t{plan.tile_k}));
   plan.order.splits = static_cast<int32_t>(plan.splits);
   if (merges_splits(p, plan, gpu)) plan.cluster = static_cast<int32_t>(plan.splits);
   plan.grid = largest_grid(p, plan);

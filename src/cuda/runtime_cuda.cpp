@@ -112,9 +112,13 @@ enum class Known : uintptr_t { shared_bytes, large_clusters, waits, does_not_wai
 constexpr std::size_t kSlots = 8192;
 std::array<std::atomic<uintptr_t>, kSlots> known{};
 
-uintptr_t key_of(const void* function, Known what) {
+int current_device() {
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
+  return device;
+}
+
+uintptr_t key_of(const void* function, int device, Known what) {
   // Addresses have 48 bits, and devices are few: the key is unique.
   const uintptr_t above = static_cast<uintptr_t>(what) << 8 | static_cast<uintptr_t>(device + 1);
   return reinterpret_cast<uintptr_t>(function) ^ above << 48;
@@ -134,10 +138,11 @@ bool find(uintptr_t key, bool add) {
   return false;
 }
 
-void allow(const void* function, cudaFuncAttribute what, int32_t value) {
+void allow(const void* function, int device, cudaFuncAttribute what, int32_t value) {
   const uintptr_t key =
-      key_of(function, what == cudaFuncAttributeMaxDynamicSharedMemorySize ? Known::shared_bytes
-                                                                           : Known::large_clusters);
+      key_of(function, device,
+             what == cudaFuncAttributeMaxDynamicSharedMemorySize ? Known::shared_bytes
+                                                                 : Known::large_clusters);
   if (find(key, false)) return;
   check(cudaFuncSetAttribute(function, what, value), "cudaFuncSetAttribute");
   find(key, true);
@@ -145,10 +150,10 @@ void allow(const void* function, cudaFuncAttribute what, int32_t value) {
 
 // Whether its code waits for the launch before: not so where it was compiled for GPUs before sm_90,
 // whichever this one is.
-bool waits_itself(const void* function) {
-  const uintptr_t waits = key_of(function, Known::waits);
+bool waits_itself(const void* function, int device) {
+  const uintptr_t waits = key_of(function, device, Known::waits);
   if (find(waits, false)) return true;
-  const uintptr_t does_not = key_of(function, Known::does_not_wait);
+  const uintptr_t does_not = key_of(function, device, Known::does_not_wait);
   if (find(does_not, false)) return false;
   cudaFuncAttributes attributes{};
   check(cudaFuncGetAttributes(&attributes, function), "cudaFuncGetAttributes");
@@ -175,11 +180,7 @@ EncodeTiled find_encode_tiled() {
 
 // Calls of the driver need a context, which calls of the runtime make when they need one: a thread
 // that has launched nothing may have none.
-void bind_context() {
-  int device = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaSetDevice(device), "cudaSetDevice");
-}
+void bind_context() { check(cudaSetDevice(current_device()), "cudaSetDevice"); }
 
 }  // namespace
 
@@ -231,8 +232,7 @@ std::string gpu_name(int32_t index) { return facts(index).name; }
 int64_t gpu_memory_bytes(int32_t index) { return facts(index).memory_bytes; }
 
 DeviceScope::DeviceScope(int32_t index) {
-  int current = 0;
-  check(cudaGetDevice(&current), "cudaGetDevice");
+  const int current = current_device();
   if (current == index) return;
   check(cudaSetDevice(index), "cudaSetDevice");
   previous_ = current;
@@ -257,30 +257,22 @@ void read_back(void* to, const void* from, int64_t bytes, Stream stream) {
 }
 
 namespace detail {
-namespace {
-
-const Gpu& current_gpu() {
-  int device = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  return facts(device).gpu;
-}
-
-}  // namespace
-
 void launch(const void* function, int64_t blocks, int32_t threads, int32_t shared_bytes,
             Stream stream, Start start, int32_t cluster, const void* params) {
   if (blocks > INT32_MAX) {
     throw Error("a grid of " + std::to_string(blocks) + " blocks: at most 2147483647 are allowed");
   }
+  const int device = current_device();
+  const Gpu& gpu = facts(device).gpu;
   if (shared_bytes > kDefaultSharedBytes) {  // launches of a kernel may differ
-    allow(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-          static_cast<int32_t>(current_gpu().shared_bytes));
+    allow(function, device, cudaFuncAttributeMaxDynamicSharedMemorySize, gpu.shared_bytes);
   }
-  if (cluster > kDefaultCluster) allow(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (cluster > kDefaultCluster)
+    allow(function, device, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   void* arguments[] = {const_cast<void*>(params)};
   std::array<cudaLaunchAttribute, 2> attributes{};
   unsigned count = 0;
-  if (start == Start::dependent && current_gpu().sm >= 90 && waits_itself(function)) {
+  if (start == Start::dependent && gpu.sm >= 90 && waits_itself(function, device)) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }

@@ -17,6 +17,7 @@ struct UnitKernels {
   Kernel<BackwardParams> backward;
   Kernel<BackwardParams> finish;
   Kernel<TmaForwardParams> tma_forward = {};  // wgmma and boxes: instead of the ones above
+  Kernel<TmaForwardParams> tma_forward_of_readers = {};  // boxes: kMostReaders share a tile
   Kernel<TmaBackwardParams> tma_backward = {};
 };
 
@@ -41,8 +42,6 @@ struct UnitTable {
   UnitKernels paged = {};  // mma_sync, of 16 bits: a forward
   UnitKernels boxes = {};  // the same, of few rows
   UnitKernels paged_boxes = {};
-  int32_t most_stages = 0;  // of the ring of boxes: a launch may do with one less
-  int32_t stage_bytes = 0;
   bool persistent_backward = false;  // a smaller grid may share the work
   int32_t prepare_parts = 1;         // blocks of the prepare kernel that share a tile of rows
   // The same for problems of few rows, where that pass has a cut of its own for them; null: none.

@@ -91,6 +91,7 @@ std::string tile_text(const cuda::Plan& plan, const Device& device) {
   if (plan.parts.any())
     text += ", keys of the batch in " + std::to_string(plan.parts.most) + " parts";
   if (plan.merges_parts) text += ", merged by the last block of a tile";
+  if (plan.readers > 1) text += ", read by two warps a block";
   return text;
 }
 

@@ -39,6 +39,7 @@ TEST(CudaRegistry, UnitsHoldWhatTheirTilesSay) {
   for (const UnitTable* unit : inventory().units) {
     SCOPED_TRACE(testing::Message() << "table " << unit->architecture << " dtype " << unit->dtype
                                     << " tf32 " << unit->tf32 << " head_dim " << unit->head_dim);
+    constexpr int32_t kReserved = 1024;  // of each block but the first
     const int32_t most = least_shared_bytes(unit->architecture);
     EXPECT_TRUE(unit->has_forward() || unit->has_backward());
     for (const UnitTable* cut : {unit, unit->narrow}) {
@@ -57,6 +58,14 @@ TEST(CudaRegistry, UnitsHoldWhatTheirTilesSay) {
       const bool paged =
           unit->family == Family::mma_sync && unit->dtype != TILEWISE_FLOAT32 && !float8;
       expect_kernel(cut->paged.forward, cut->has_forward() && paged, most);
+      for (const UnitKernels* form : {&cut->boxes, &cut->paged_boxes}) {
+        const bool built = form->tma_forward.function != nullptr;
+        const bool readers = built && !float8 && (cut->head_dim == 64 || cut->head_dim == 128);
+        expect_kernel(form->tma_forward, built, most);
+        expect_kernel(form->tma_forward_of_readers, readers, (most - kReserved) / 2);
+        EXPECT_EQ(form->tma_forward_of_readers.threads,
+                  readers ? kMostReaders * form->tma_forward.threads : 0);
+      }
     }
   }
 }

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <vector>
 
 #include "cuda/plan.h"
 #include "described_cuda.h"
@@ -63,7 +64,7 @@ TEST(PlannerCudaSplits, AClusterMergesFewSplitsThatRunAtOnce) {
   };
   for (const cuda::Plan& plan :
        {planned(1, 1024), planned(1, 1024, 16), planned(8, 1024), planned(1, 8192),
-        planned(1, 100, 2), planned(16, 256), planned(1, 1024, 0, 100)}) {
+        planned(1, 100, 2), planned(2, 4096), planned(1, 1024, 0, 100)}) {
     EXPECT_GT(plan.splits, 1);
     EXPECT_EQ(plan.cluster, plan.splits);
     EXPECT_EQ(plan.workspace_bytes, 0);
@@ -94,8 +95,9 @@ TEST(PlannerCudaSplits, AClusterMergesFewSplitsThatRunAtOnce) {
   EXPECT_EQ(pages.cluster, 8);
 }
 
-// One block a multiprocessor where clusters of up to 16 merge, two in clusters of up to 8 and where
-// a second kernel merges; no splits where tiles are enough for one each.
+// One block a multiprocessor where clusters of up to 16 merge or two splits of many keys are
+// enough, two in clusters of up to 8 and where a second kernel merges; no splits where tiles are
+// enough for more than half of the multiprocessors.
 TEST(PlannerCudaSplits, SplitsOfADecodeFillTheGpuOnceOrTwice) {
   const auto splits = [](int64_t batch, int64_t keys, int64_t heads, int64_t heads_kv) {
     Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, heads);
@@ -106,12 +108,13 @@ TEST(PlannerCudaSplits, SplitsOfADecodeFillTheGpuOnceOrTwice) {
   EXPECT_EQ(splits(1, 8192, 32, 8), 16);
   EXPECT_EQ(splits(1, 16384, 32, 8), 32);
   EXPECT_EQ(splits(2, 4096, 32, 8), 8);
-  EXPECT_EQ(splits(2, 16384, 32, 8), 8);  // one block a multiprocessor is enough for many keys
+  EXPECT_EQ(splits(2, 16384, 32, 8), 16);
   EXPECT_EQ(splits(4, 4096, 32, 8), 8);
   EXPECT_EQ(splits(8, 1024, 32, 8), 4);
   EXPECT_EQ(splits(8, 4096, 32, 8), 2);
-  EXPECT_EQ(splits(16, 256, 32, 8), 2);
-  EXPECT_EQ(splits(16, 512, 32, 8), 1);
+  EXPECT_EQ(splits(16, 128, 32, 8), 2);
+  EXPECT_EQ(splits(9, 1024, 32, 8), 1);
+  EXPECT_EQ(splits(16, 256, 32, 8), 1);
   EXPECT_EQ(splits(16, 8192, 32, 8), 1);
   EXPECT_EQ(splits(24, 1024, 32, 8), 1);  // more blocks than multiprocessors
   EXPECT_EQ(splits(32, 8192, 32, 8), 1);
@@ -206,90 +209,126 @@ TEST(PlannerCudaSplits, FullLengthsAreCutAsNoLengths) {
   }
 }
 
-// A block that is alone on its multiprocessor has a larger ring: of many keys, or where there is
-// one for each multiprocessor, and some pages.
-TEST(PlannerCudaSplits, ABlockWithManyKeysMayReadAlone) {
-  const Device device = gpu_with(90);
-  const auto decode = [](int64_t batch, int64_t keys) {
-    Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, 32);
-    p.heads_kv = 8;
-    return p;
-  };
-  const auto alone = [&](int64_t batch, int64_t keys) {
-    return forward(decode(batch, keys), device).alone;
-  };
-  EXPECT_TRUE(alone(16, 4096));
-  EXPECT_TRUE(alone(16, 512));
-  EXPECT_FALSE(alone(16, 256));
-  EXPECT_TRUE(alone(8, 4096));
-  EXPECT_FALSE(alone(8, 2048));
-  EXPECT_TRUE(alone(10, 1024));
-  EXPECT_FALSE(alone(10, 512));
-  EXPECT_FALSE(alone(32, 4096));
-  const int32_t lengths = 0;
-  Problem uneven = decode(16, 1024);
-  uneven.seqused_k = &lengths;
-  EXPECT_FALSE(forward(uneven, device).alone);
-  const auto pages_alone = [&](int64_t batch, int64_t keys, int64_t heads_kv, int32_t speed) {
-    Problem p = paged(TILEWISE_BFLOAT16, 16);
-    p.batch = batch;
+constexpr int32_t kH100 = 3352;  // gigabytes a second
+constexpr int32_t kH200 = 4917;
+const int32_t kSomeLengths = 0;  // read by no planner
+
+// How sm_90 with such memory decodes: contiguous keys, or pages of 16.
+cuda::Plan decode(int64_t batch, int64_t keys, int64_t heads, int64_t heads_kv,
+                  const int32_t* lengths = nullptr, bool pages = false, int32_t speed = kH200) {
+  Problem p =
+      pages ? paged(TILEWISE_BFLOAT16, 16) : problem(TILEWISE_BFLOAT16, batch, 1, keys, heads);
+  p.batch = batch;
+  p.heads_q = heads;
+  p.heads_kv = heads_kv;
+  if (pages) {
     p.block_table_width = p.block_table_stride = keys / 16;
     p.pages = batch * p.block_table_width;
-    p.heads_q = heads_kv == 1 ? 16 : 32;
-    p.heads_kv = heads_kv;
-    Device gpu = device;
-    gpu.gpu.memory_speed = speed;
-    const cuda::Plan plan = forward(p, gpu);
-    EXPECT_EQ(plan.form, cuda::Form::paged_boxes);
-    return plan.alone;
-  };
-  constexpr int32_t kH100 = 3352;
-  constexpr int32_t kH200 = 4917;
-  EXPECT_TRUE(pages_alone(16, 1024, 8, kH100));
-  EXPECT_TRUE(pages_alone(16, 4096, 8, kH100));
-  EXPECT_FALSE(pages_alone(16, 512, 8, kH100));
-  EXPECT_FALSE(pages_alone(16, 8192, 8, kH100));
-  EXPECT_FALSE(pages_alone(8, 4096, 8, kH100));
-  EXPECT_FALSE(pages_alone(10, 1024, 8, kH100));
-  EXPECT_FALSE(pages_alone(16, 2048, 8, kH200));
-  for (const int32_t speed : {kH100, kH200}) {
-    EXPECT_TRUE(pages_alone(128, 512, 1, speed));
-    EXPECT_FALSE(pages_alone(128, 256, 1, speed));
   }
+  p.seqused_k = lengths;
+  Device device = gpu_with(90);
+  device.gpu.memory_speed = speed;
+  return forward(p, device);
 }
 
-// Blocks that are alone are not enough for fast memory if there are too few of them.
-TEST(PlannerCudaSplits, BlocksThatReadAloneAreManyEnough) {
-  constexpr int32_t kH100 = 3352;
-  constexpr int32_t kH200 = 4917;
-  const auto alone = [](int64_t batch, int64_t keys, int64_t heads, int64_t kv_heads, int32_t speed,
-                        const int32_t* lengths = nullptr) {
-    Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, heads);
-    p.heads_kv = kv_heads;
-    p.seqused_k = lengths;
-    Device gpu = gpu_with(90);
-    gpu.gpu.memory_speed = speed;
-    return forward(p, gpu).alone;
-  };
-  for (const int64_t batch : {6, 9, 12, 14})
-    EXPECT_FALSE(alone(batch, 8192, 32, 8, kH200)) << batch;
-  for (const int64_t batch : {6, 11, 12, 14})
-    EXPECT_TRUE(alone(batch, 8192, 32, 8, kH100)) << batch;
-  EXPECT_FALSE(alone(9, 8192, 32, 8, kH100));
-  for (const int32_t speed : {kH100, kH200}) {
-    EXPECT_TRUE(alone(8, 8192, 32, 8, speed));
-    EXPECT_TRUE(alone(16, 8192, 32, 8, speed));
+// A block is alone on its multiprocessor where more of them would have more to merge: of lengths
+// that are not known, if it has many keys.
+TEST(PlannerCudaSplits, ABlockMayReadAlone) {
+  for (const int64_t batch : {9, 12, 16}) {
+    EXPECT_TRUE(decode(batch, 8192, 32, 8).alone) << batch;
+    EXPECT_TRUE(decode(batch, 256, 32, 8).alone) << batch;
+    EXPECT_TRUE(decode(batch, 8192, 32, 8, &kSomeLengths).alone) << batch;
+    EXPECT_FALSE(decode(batch, 1024, 32, 8, &kSomeLengths).alone) << batch;
+    EXPECT_TRUE(decode(8 * batch, 2048, 16, 1, &kSomeLengths).alone) << batch;
   }
-  // Of more rows fewer of them, which have less to merge; of few keys any.
-  EXPECT_FALSE(alone(104, 2048, 16, 1, kH200));
-  EXPECT_TRUE(alone(112, 2048, 16, 1, kH200));
-  EXPECT_TRUE(alone(72, 512, 16, 1, kH200));
-  EXPECT_FALSE(alone(72, 1024, 16, 1, kH200));
-  // Two of them for the parts of a sequence, of lengths that are not known.
-  const int32_t lengths = 0;
-  EXPECT_FALSE(alone(8, 8192, 32, 8, kH200, &lengths));
-  EXPECT_TRUE(alone(8, 16384, 32, 8, kH200, &lengths));
-  EXPECT_FALSE(alone(72, 512, 16, 1, kH200, &lengths));
+  EXPECT_FALSE(decode(24, 8192, 32, 8).alone);  // more of them than multiprocessors
+  EXPECT_FALSE(decode(16, 128, 32, 8).alone);
+  EXPECT_TRUE(decode(8, 8192, 32, 8).alone);  // two splits
+  EXPECT_FALSE(decode(8, 1024, 32, 8).alone);
+  EXPECT_FALSE(decode(4, 16384, 32, 8).alone);
+  EXPECT_TRUE(decode(32, 16384, 16, 1).alone);
+  // Eight and sixteen rows have more to merge.
+  EXPECT_TRUE(decode(12, 1024, 64, 8, &kSomeLengths).alone);
+  EXPECT_FALSE(decode(12, 512, 64, 8, &kSomeLengths).alone);
+  EXPECT_TRUE(decode(96, 1024, 16, 1, &kSomeLengths).alone);
+  EXPECT_TRUE(decode(96, 256, 16, 1, &kSomeLengths).alone);
+  EXPECT_FALSE(decode(80, 1024, 16, 1, &kSomeLengths).alone);
+  EXPECT_TRUE(decode(80, 512, 16, 1, &kSomeLengths).alone);
+  // Of several parts.
+  EXPECT_FALSE(decode(8, 8192, 32, 8, &kSomeLengths).alone);
+  EXPECT_TRUE(decode(8, 16384, 32, 8, &kSomeLengths).alone);
+  EXPECT_TRUE(decode(32, 16384, 16, 1, &kSomeLengths).alone);
+  EXPECT_FALSE(decode(32, 8192, 16, 1, &kSomeLengths).alone);
+}
+
+// Pages, of which a warp needs more instructions.
+TEST(PlannerCudaSplits, ABlockMayReadPagesAlone) {
+  const auto alone = [](int64_t batch, int64_t keys, int64_t heads, int64_t heads_kv) {
+    const cuda::Plan plan = decode(batch, keys, heads, heads_kv, &kSomeLengths, true);
+    EXPECT_EQ(plan.form, cuda::Form::paged_boxes);
+    EXPECT_EQ(plan.readers, plan.alone ? 2 : 1);
+    return plan.alone;
+  };
+  EXPECT_TRUE(alone(12, 8192, 32, 8));
+  EXPECT_FALSE(alone(10, 8192, 32, 8));
+  EXPECT_TRUE(alone(16, 1024, 32, 8));
+  EXPECT_FALSE(alone(12, 1024, 32, 8));
+  EXPECT_FALSE(alone(16, 512, 32, 8));
+  EXPECT_FALSE(alone(8, 8192, 32, 8));
+  EXPECT_TRUE(alone(72, 2048, 16, 1));
+}
+
+// Two warps of a block that is alone share its keys, one where memory is no faster for more.
+TEST(PlannerCudaSplits, ReadersAreAsManyAsMemoryNeeds) {
+  const auto readers = [](int32_t speed, int64_t batch, int64_t keys, int64_t heads,
+                          int64_t heads_kv, const int32_t* lengths = nullptr) {
+    return decode(batch, keys, heads, heads_kv, lengths, false, speed).readers;
+  };
+  for (const int32_t* lengths : {static_cast<const int32_t*>(nullptr), &kSomeLengths}) {
+    EXPECT_EQ(readers(kH200, 16, 8192, 32, 8, lengths), 2);
+    EXPECT_EQ(readers(kH100, 16, 8192, 32, 8, lengths), 1);
+    EXPECT_EQ(readers(kH100, 10, 8192, 32, 8, lengths), 2);
+    EXPECT_EQ(readers(kH100, 96, 2048, 16, 1, lengths), 2);
+    EXPECT_EQ(readers(kH100, 112, 2048, 16, 1, lengths), 1);
+  }
+  EXPECT_EQ(readers(kH100, 16, 1024, 32, 8), 2);
+  EXPECT_EQ(readers(kH200, 24, 8192, 32, 8), 1);  // not alone
+  EXPECT_EQ(decode(16, 8192, 32, 8, nullptr, true, kH100).readers, 2);
+  // A row may not depend on what else is in the batch.
+  Problem p = problem(TILEWISE_BFLOAT16, 16, 1, 8192, 32);
+  p.heads_kv = 8;
+  p.batch_invariant = 1;
+  EXPECT_EQ(forward(p, gpu_with(90)).readers, 1);
+}
+
+// Parts of which not all may be there are spread over the grid, as a bijection.
+TEST(PlannerCudaSplits, PartsAreSpreadOverTheGrid) {
+  const auto spread = [](auto... of) { return decode(of..., &kSomeLengths).spread; };
+  const int64_t all = gpu_with(90).gpu.multiprocessors;
+  EXPECT_EQ(spread(12, 8192, 32, 8).works, 96);
+  EXPECT_EQ(spread(12, 8192, 32, 8).places, all);
+  EXPECT_EQ(spread(96, 2048, 16, 1).works, 96);
+  EXPECT_EQ(spread(96, 2048, 16, 1).places, 2 * all - 96);
+  EXPECT_FALSE(spread(16, 8192, 32, 8).any());  // nearly as many as multiprocessors
+  EXPECT_FALSE(spread(8, 8192, 32, 8).any());   // two blocks a multiprocessor
+  EXPECT_FALSE(decode(12, 8192, 32, 8).spread.any());
+  EXPECT_EQ(cuda::Spread{}.work_of(7), 7);
+  for (const cuda::Spread& s : {spread(12, 8192, 32, 8), spread(96, 2048, 16, 1),
+                                spread(72, 2048, 16, 1), cuda::Spread{1, 5}}) {
+    const int32_t blocks = s.places + 3;
+    std::vector<int32_t> taken(static_cast<std::size_t>(blocks));
+    for (int32_t block = 0; block < blocks; ++block) {
+      const int32_t work = s.work_of(block);
+      ASSERT_GE(work, 0);
+      ASSERT_LT(work, blocks);
+      ++taken[static_cast<std::size_t>(work)];
+      // At every place as many have come as should have.
+      if (work < s.works) {
+        EXPECT_EQ(work, block * s.works / s.places);
+      }
+    }
+    EXPECT_EQ(taken, std::vector<int32_t>(static_cast<std::size_t>(blocks), 1));
+  }
 }
 
 // Small pages: more blocks read long sequences, where they find room.
@@ -305,7 +344,7 @@ TEST(PlannerCudaSplits, SmallPagesHaveMoreReaders) {
     return plan.splits;
   };
   EXPECT_EQ(splits(16, 8192, 1), 4);
-  EXPECT_EQ(splits(16, 8192, 16), 2);
+  EXPECT_EQ(splits(16, 8192, 16), 1);  // alone
   EXPECT_EQ(splits(16, 1024, 1), 2);
   EXPECT_EQ(splits(24, 8192, 1), 1);
   EXPECT_EQ(splits(8, 2048, 1), splits(8, 2048, 16));
@@ -314,21 +353,9 @@ TEST(PlannerCudaSplits, SmallPagesHaveMoreReaders) {
   EXPECT_EQ(splits(1, 8192, 16), 16);
 }
 
-// How sm_90 cuts a decode whose lengths, up to `keys`, only it knows.
 cuda::Plan uneven_decode(int64_t batch, int64_t keys = 8192, int64_t heads = 32,
                          int64_t heads_kv = 8, bool pages = false) {
-  Problem p =
-      pages ? paged(TILEWISE_BFLOAT16, 16) : problem(TILEWISE_BFLOAT16, batch, 1, keys, heads);
-  p.batch = batch;
-  p.heads_q = heads;
-  p.heads_kv = heads_kv;
-  if (pages) {
-    p.block_table_width = p.block_table_stride = keys / 16;
-    p.pages = batch * p.block_table_width;
-  }
-  const int32_t lengths = 0;
-  p.seqused_k = &lengths;
-  return forward(p, gpu_with(90));
+  return decode(batch, keys, heads, heads_kv, &kSomeLengths, pages);
 }
 EqualParts parts_of_decode(int64_t batch) { return uneven_decode(batch).parts; }
 
@@ -425,7 +452,9 @@ TEST(PlannerCudaSplits, TheNextLaunchComesWhereThereIsRoom) {
   EXPECT_EQ(planned(16, 1024, 32, 8, true).cluster, 2);
   EXPECT_EQ(next(16, 1024, 32, 8, true), NextStart::after_first_keys);
   EXPECT_TRUE(planned(16, 4096, 32, 8, true).alone);
-  EXPECT_EQ(next(16, 4096, 32, 8, true), NextStart::before_last_result);
+  EXPECT_EQ(next(16, 4096, 32, 8, true), NextStart::after_first_keys);
+  EXPECT_EQ(next(12, 2048, 32, 8, true), NextStart::after_first_keys);
+  EXPECT_EQ(next(12, 8192, 32, 8, true), NextStart::at_end);  // of parts that are spread
   EXPECT_EQ(next(48, 1024, 32, 8, true), NextStart::before_last_result);
   // A second kernel waits for this one.
   EXPECT_TRUE(leaves_results(planned(1, 131072, 32, 8, false)));

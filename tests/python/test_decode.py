@@ -268,6 +268,44 @@ def test_infinite_values_do_not_vanish_with_their_weight(at_end, seed):
     assert np.array_equal(got.out[rows:], want.out[rows:])
 
 
+def shared(seed: int) -> Case:
+    """Most multiprocessors have a tile: of unknown lengths, with keys for one reader or two or none
+    among them, or of all keys.
+    """
+    r = np.random.default_rng(seed)
+    batch = 4 if devices.current().name == "emulator" else int(r.integers(90, 130))
+    head_dim = int(r.choice([64, 128]))
+    longest = {64: 900, 128: 450}[head_dim] + int(r.integers(60))
+    used = leftpad = None
+    if seed % 3:
+        used = np.minimum(longest, r.lognormal(4.0, 1.2, batch)).astype(int)
+        used[r.permutation(batch)[:4]] = longest, 0, 1, r.integers(1, longest)
+        if seed % 7 == 1:
+            leftpad = tuple(int(n) for n in r.integers(0, used + 1))
+        used = tuple(int(n) for n in used)
+    return Case(
+        dtype=("bf16", "fp16")[seed % 2], rows=(1,) * batch, keys=(longest,) * batch, used_k=used,
+        group=16 if used else int(r.choice([1, 4, 16])), head_dim=head_dim,
+        head_dim_v=head_dim - int(r.choice([0, 24])), page_size=int(r.choice([0, 16, 64])),
+        leftpad=leftpad,
+        window=((-1, -1), (-1, 0), (-1, -1), (longest - 20, 0))[0 if used else seed % 4],
+        scale=float(r.choice([1.0, -1.0])) * head_dim**-0.5, sinks=bool(r.integers(2)), seed=seed,
+    )  # fmt: skip
+
+
+@pytest.mark.abi("cuda", "emulator")
+@pytest.mark.parametrize("seed", range(24))
+def test_two_warps_share_the_keys_of_a_block(seed):
+    b = Built(case := shared(seed))
+    why = capi.plan(b.attention).why
+    if b"of table sm_90" in why and b"boxes form" in why and (case.used_k or not case.page_size):
+        assert b"read by two warps a block" in why, why
+    check(case, backward=False)
+    once, again = (run(b, backward=False) for _ in range(2))
+    assert np.array_equal(once.out, again.out)
+    assert np.array_equal(once.lse, again.lse)
+
+
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("seed", range(4))
 def test_long_sequences_come_first(seed):

@@ -129,6 +129,24 @@ TILEWISE_DEVICE Sequence sequence_of(const ForwardParams& p, int32_t b) {
   return tilewise::sequence_of(p.problem, b);
 }
 
+// Which of all parts a block has: its place in their line, and a head. Heads of a part are
+// neighbours: their keys are, in memory.
+struct PartPlace {
+  int32_t in_line;
+  int32_t head;
+
+  // Blocks come in the order of the line, but where long sequences are first: then those of parts
+  // that are not the first of their sequence are before all, since such parts are of long ones.
+  TILEWISE_DEVICE static PartPlace of_block(const ForwardParams& p) {
+    const int32_t work = p.spread.work_of(static_cast<int32_t>(ptx::block_index()));
+    const int32_t place = p.order.heads.quotient(work);
+    const int32_t head = work - place * p.order.heads;
+    if (!p.parts.long_first()) return {place, head};
+    const int32_t others = p.parts.most - p.order.sequences;
+    return {place < others ? p.order.sequences + place : place - others, head};
+  }
+};
+
 // All of it.
 struct BlockWork {
   Sequence sequence;
@@ -136,6 +154,7 @@ struct BlockWork {
   KeyTiles tiles;
   int32_t split;
   int32_t splits;  // of the sequence
+  PartPlace part;  // with equal parts
 
   TILEWISE_DEVICE bool any() const { return rows.count > 0; }
   TILEWISE_DEVICE int32_t head(int32_t r) const { return rows.first_head + rows.head(r); }
@@ -170,29 +189,15 @@ struct BlockWork {
   }
 };
 
-// The place of a block's part in the line of all parts. Blocks come in its order, but where long
-// sequences are first: then those of parts that are not the first of their sequence are before all,
-// since such parts are of long ones.
-TILEWISE_DEVICE int32_t place_in_line(const ForwardParams& p) {
-  const int32_t place = p.order.heads.quotient(static_cast<int32_t>(ptx::block_index()));
-  if (!p.parts.long_first()) return place;
-  const int32_t others = p.parts.most - p.order.sequences;
-  return place < others ? p.order.sequences + place : place - others;
-}
-
-// Heads of a part are neighbours: their keys are, in memory.
-TILEWISE_DEVICE int32_t head_of_part(const ForwardParams& p) {
-  return p.order.heads.remainder(static_cast<int32_t>(ptx::block_index()));
-}
 // The tile of a block that has a part of its keys.
 TILEWISE_DEVICE int64_t tile_of_part(const ForwardParams& p, const BlockWork& work) {
-  return work.sequence.batch * p.order.heads + head_of_part(p);
+  return work.sequence.batch * p.order.heads + work.part.head;
 }
 // Where its results lie, among those of all parts: in the order of the line, and first parts in
 // that of their sequences.
 TILEWISE_DEVICE int64_t place_of_part(const ForwardParams& p, const BlockWork& work) {
   if (work.split == 0) return tile_of_part(p, work);
-  return int64_t{place_in_line(p)} * p.order.heads + head_of_part(p);
+  return int64_t{work.part.in_line} * p.order.heads + work.part.head;
 }
 
 }  // namespace tilewise::cuda

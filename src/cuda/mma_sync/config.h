@@ -13,7 +13,8 @@ namespace tilewise::cuda::mma_sync {
 // How a forward is cut: for tiles of rows, or for the few rows of decoding.
 enum class Cut { usual, decode };
 
-template <class Arch_, class Element_, int kHeadDim_, Form kForm_, Cut kCut_ = Cut::usual>
+template <class Arch_, class Element_, int kHeadDim_, Form kForm_, Cut kCut_ = Cut::usual,
+          int kReaders_ = 1>
 struct Config {
   using Arch = Arch_;
   using Cached = Element_;  // what keys and values are in memory
@@ -29,6 +30,11 @@ struct Config {
       kCut_ == Cut::decode ? Arch::decode(Cached::kBytes, kHeadDim)
                            : Arch::forward(Cached::kBytes, kHeadDim, std::is_same_v<Element, Tf32>);
   static constexpr bool kDecodes = kCut_ == Cut::decode;
+  static constexpr int kReaders = kReaders_;  // warps that share the keys (forward_readers.h)
+  static_assert(kReaders == 1 || (kBoxes && kForward.warps == 1));
+  // Kernels of their own: where two blocks of them find room on a multiprocessor, and models are.
+  // (More blocks, not more warps of one, read float8.)
+  static constexpr bool kHasReaders = kBoxes && !kFloat8 && (kHeadDim == 64 || kHeadDim == 128);
   // Clusters merge key splits.
   static constexpr bool kMerges = Arch::kBoxCopy && kDecodes && !kGeneral;
   // Asks for the first keys of a sequence before it counts the parts of its batch.

@@ -15,6 +15,7 @@
 #include "cuda/mma_sync/forward_boxes.h"
 #include "cuda/mma_sync/forward_parts.h"
 #include "cuda/mma_sync/forward_queries.h"
+#include "cuda/mma_sync/forward_readers.h"
 #include "cuda/mma_sync/forward_ring.h"
 #include "cuda/mma_sync/forward_rows.h"
 #include "cuda/mma_sync/forward_softmax.h"
@@ -36,7 +37,11 @@ template <class C>
 using KvFeed = typename decltype(feed_of<C>())::type;
 
 template <class C>
-inline constexpr int kForwardSharedBytes = kFeedAt<C> + KvFeed<C>::kBytes;
+inline constexpr int kReaderBytes = kFeedAt<C> + KvFeed<C>::kBytes;  // of shared memory
+template <class C>
+inline constexpr int kForwardSharedBytes = C::kReaders * kReaderBytes<C>;
+template <class C>
+inline constexpr int kForwardThreads = C::kReaders * C::kForward.threads();
 
 // The two products of a warp. `ask(part)` issues the copies of the ring between the instructions.
 template <class C>
@@ -224,7 +229,8 @@ TILEWISE_DEVICE int32_t chosen(int32_t sequence) {
 // all of them.
 template <class C>
 TILEWISE_DEVICE BlockWork find_part(const ForwardParamsOf<C>& p, ptx::SharedAddress feed) {
-  const int32_t place = place_in_line(p);
+  const PartPlace at = PartPlace::of_block(p);
+  const int32_t place = at.in_line;
   const bool is_early = C::kCountsLate && place < p.order.sequences;
   KeyPart part = {place, 0, 1};
   if (!is_early) part = BatchParts(p).find(place);
@@ -233,8 +239,9 @@ TILEWISE_DEVICE BlockWork find_part(const ForwardParamsOf<C>& p, ptx::SharedAddr
   }
   if (is_early) KvFeed<C>::foresee(p.problem, part.sequence, feed);
   part.sequence = chosen<C>(part.sequence);
-  const TileOrder::Work of = {0, head_of_part(p), part.sequence, part.split};
-  const BlockWork work = BlockWork::of(p, of, C::kForward.keys, part.splits);
+  const TileOrder::Work of = {0, at.head, part.sequence, part.split};
+  BlockWork work = BlockWork::of(p, of, C::kForward.keys, part.splits);
+  work.part = at;
   if (p.flags.data != nullptr && part.sequence >= 0 && ptx::thread_index() == 0) {
     *p.flags.of_part(place_of_part(p, work)) = 0;
     if (work.split == 0) p.flags.data[tile_of_part(p, work)] = 0;
@@ -287,18 +294,22 @@ TILEWISE_DEVICE BlockFactors factors_of(const ForwardParams& p, const BlockWork&
 }
 
 template <class C>
-TILEWISE_KERNEL(C::kForward.threads(), C::kForward.blocks_per_sm)
+TILEWISE_KERNEL(kForwardThreads<C>, C::kForward.blocks_per_sm)
 void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   const Problem& problem = p.problem;
-  const ptx::SharedAddress q = ptx::shared_address(ptx::shared_memory());
+  const int32_t reader = reader_index<C>();
+  const uint32_t own = static_cast<uint32_t>(reader * kReaderBytes<C>);
+  const ptx::SharedAddress q = ptx::shared_address(ptx::shared_memory()) + own;
   KvFeed<C>::prepare(p, q + kFeedAt<C>);
   ptx::griddepcontrol_wait();
   BlockWork work = find_work<C>(p, q + kFeedAt<C>);
   if (!work.any()) return;
 
   const ptx::SharedAddress q_of_warp =
-      q + ptx::warp_index() * (C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes);
-  KvFeed<C> feed(p, work, q + kFeedAt<C>);
+      q +
+      row_thread<C>() / ptx::kWarpSize * (C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes);
+  const int32_t last = uniform(work.tiles.last) - reader;
+  KvFeed<C> feed(p, work, last, q + kFeedAt<C>);
   feed.start([&] { load_queries<C>(problem, work, q); });
   if constexpr (C::kCountsLate) {
     if (p.parts.any()) keep_part<C>(p, work, feed);
@@ -308,9 +319,9 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
     if (p.arrivals != nullptr && work.splits > 1) PartsMerge<C>(p, work).expect();
   }
 
-  BlockWork& kept = kept_work<C>();
+  BlockWork& kept = kept_work<C>(own);
   work.tiles.find_full(work.rows, C::kForward.keys);
-  if (ptx::thread_index() == 0) kept = work;
+  if (row_thread<C>() == 0) kept = work;
   const auto [asked, of_values] = factors_of<C>(p, work);
   const float scale = asked == 0.0f ? FLT_MIN : asked < 0.0f ? -asked : asked;  // -inf stays -inf
   const GeneralTerms<typename C::Storage> general(problem, scale);
@@ -334,7 +345,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
       units.apply(s);
       general.apply(problem, kept, s, tile, lane_place<C>());
     }
-    if (masked) mask<C>(s, kept_work<C>(), tile);
+    if (masked) mask<C>(s, kept_work<C>(own), tile);
     softmax.raise(s, o);
     softmax.exponentiate(s);
     if (dropout) {
@@ -345,32 +356,37 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
     }
 
     feed.arrive();
-    if (masked) feed.clear_strangers(kept_work<C>(), tile);
+    if (masked) feed.clear_strangers(kept_work<C>(own), tile);
     multiply.values(o, s, feed.values(), [&](int part) { feed.ask(false, tile, part); });
     feed.release(false, tile);
   };
-  int32_t tile = uniform(work.tiles.last);
+  int32_t tile = last;
   if constexpr (C::kGeneral) {
 #pragma unroll 1
-    for (; tile >= kept.tiles.first; --tile) step(tile, kept.tiles.masked(tile));
+    for (; tile >= kept.tiles.first; tile -= C::kReaders) step(tile, kept.tiles.masked(tile));
   } else {
 #pragma unroll 1
     while (tile >= kept.tiles.first) {
       if (tile < kept.tiles.full_end) {
         const int32_t full_begin = uniform(kept.tiles.full_begin);
 #pragma unroll 1
-        for (; tile >= full_begin; --tile) step(tile, std::false_type{});
+        for (; tile >= full_begin; tile -= C::kReaders) step(tile, std::false_type{});
       }
-      if (tile >= kept.tiles.first) step(tile--, std::true_type{});
+      if (tile < kept.tiles.first) break;
+      step(tile, std::true_type{});
+      tile -= C::kReaders;
     }
   }
 
   common::let_next_in(p, NextStart::before_last_result);
   tile::wait<typename C::Arch, 0>();
   const bool merges = C::kMerges && p.merges_splits && kept.splits > 1;
+  if constexpr (C::kReaders > 1)
+    join_readers<C>(o, softmax, reader, feed.idle().base, kReaderBytes<C>);
   if constexpr (C::kMerges) {
     if (merges) feed.let_go();
   }
+  if (reader > 0) return;
   if constexpr (C::kFloat8) tile::pair_columns(o);
   const LanePlace place = lane_place<C>();
   const float weight = (dropout ? general.dropout.keep_scale : 1.0f) * of_values;

@@ -17,7 +17,8 @@ class RowBoxes {
   static_assert(kKeys % kRowsOfEndBox == 0);
   static constexpr int kBytes = 0;  // of shared memory
 
-  TILEWISE_DEVICE RowBoxes(const TmaForwardParams&, const BlockWork& work, ptx::SharedAddress)
+  TILEWISE_DEVICE RowBoxes(const TmaForwardParams&, const BlockWork& work, int32_t,
+                           ptx::SharedAddress)
       : row_(uniform(static_cast<int32_t>(work.sequence.kv.first))),
         sequence_(uniform(static_cast<int32_t>(work.sequence.kv.slot))),
         keys_(work.tiles.keys) {}
@@ -25,7 +26,7 @@ class RowBoxes {
   // Calls expect(), and copy(first row in the tile, row, slot) for each box of `tile`, in one lane.
   template <class Expect, class Copy>
   TILEWISE_DEVICE void visit(int32_t tile, const Expect& expect, const Copy& copy) const {
-    if (ptx::thread_index() != 0) return;
+    if (ptx::lane_index() != 0) return;
     expect();
     copy(0, row_ + tile * kKeys, sequence_);
   }
@@ -37,7 +38,7 @@ class RowBoxes {
                                    const CopyEnd& copy_end) const {
     const int32_t left = keys_ - tile * kKeys;
     if (left >= kKeys) return visit(tile, expect, copy);
-    if (ptx::thread_index() != 0) return;
+    if (ptx::lane_index() != 0) return;
     expect();
 #pragma unroll 1
     for (int32_t begin = 0; begin < kKeys; begin += kRowsOfEndBox)
@@ -66,7 +67,7 @@ class PageBoxes {
   static constexpr int kForeseenAt = kBoxes * 4;
   static constexpr int kBytes = kForeseenAt + kForeseenBytes<1>;
 
-  TILEWISE_DEVICE PageBoxes(const TmaForwardParams& p, const BlockWork& work,
+  TILEWISE_DEVICE PageBoxes(const TmaForwardParams& p, const BlockWork& work, int32_t last,
                             ptx::SharedAddress shared)
       : size_(p.page_size),
         box_rows_(min(static_cast<int32_t>(p.page_size), kKeys)),
@@ -74,8 +75,8 @@ class PageBoxes {
         table_(work.sequence.kv.pages),
         keys_(work.tiles.keys),
         first_(work.tiles.first) {
-    const uint32_t pages = look_up(work.tiles.last);
-    next_pages_ = look_up(work.tiles.last - 1);
+    const uint32_t pages = look_up(last);
+    next_pages_ = look_up(last - C::kReaders);
     hand_on(pages);
   }
 
@@ -115,7 +116,7 @@ class PageBoxes {
   TILEWISE_DEVICE void pass(int32_t tile) {
     ptx::sync_warp();
     hand_on(next_pages_);
-    next_pages_ = look_up(tile - 2);
+    next_pages_ = look_up(tile - 2 * C::kReaders);
   }
 
  private:

@@ -14,9 +14,8 @@
 namespace tilewise::cuda::mma_sync {
 
 // A block of one warp: who reads a slot also fills it, so there is no barrier for free slots. Fill
-// f (K, V of the last tile, K, V of the one before, ...) goes to slot f % stages, and is asked for
-// when what lay there has been read: `stages` fills are on their way while weights are computed.
-// The launch says how many, as many as the tile table does or one more.
+// f (K, V of the last tile, K, V of the one before, ...) goes to slot f % kStages, and is asked for
+// when what lay there has been read: kStages fills are on their way while weights are computed.
 template <class C>
 class BoxFeed {
  public:
@@ -30,23 +29,23 @@ class BoxFeed {
       C::kFloat8, tile::Float8B<C::kConverts, tile::PanelOffsets<Tile, tile::Lanes::rows_first>>,
       tile::PanelB<typename C::Element, Tile>>;
   static_assert(Tile::kBytes == kSlotBytes<C>);
-  static constexpr int kMostStages = C::kForward.stages + 1;
-  static_assert(kMostMergedBytes<C> <= C::kForward.stages * Tile::kBytes);
-  static constexpr int kPlacesAt = kMostStages * 8;  // behind the barriers
+  static constexpr int kStages = C::kForward.stages;
+  static_assert(kMostMergedBytes<C> <= kStages * Tile::kBytes);
+  static constexpr int kPlacesAt = kStages * 8;  // behind the barriers
   static constexpr int kRingAt = static_cast<int>(round_up(kPlacesAt + Places::kBytes, 1024));
-  static constexpr int kBytes = kRingAt + kMostStages * Tile::kBytes;
+  static constexpr int kBytes = kRingAt + kStages * Tile::kBytes;
   static constexpr int kParts = 1;
   static constexpr int kPanelColumns = tile::kSwizzledRowBytes / C::Cached::kBytes;
 
   // First of all: what takes time and depends on nothing.
   TILEWISE_DEVICE static void prepare(const TmaForwardParams& p, ptx::SharedAddress base) {
-    if (ptx::thread_index() != 0) return;
+    if (ptx::lane_index() != 0) return;
     ptx::prefetch_tensormap(p.k);
     ptx::prefetch_tensormap(p.v);
     ptx::prefetch_tensormap(p.k_end);
     ptx::prefetch_tensormap(p.v_end);
 #pragma unroll
-    for (int slot = 0; slot < kMostStages; ++slot) ptx::mbarrier_init(base + slot * 8, 1);
+    for (int slot = 0; slot < kStages; ++slot) ptx::mbarrier_init(base + slot * 8, 1);
     ptx::fence_mbarrier_init();
   }
 
@@ -55,14 +54,15 @@ class BoxFeed {
     if constexpr (C::kPaged) foresee_pages<1>(p, sequence, base + kPlacesAt + Places::kForeseenAt);
   }
 
-  TILEWISE_DEVICE BoxFeed(const TmaForwardParams& p, const BlockWork& work, ptx::SharedAddress base)
+  // Of tile `last` and those before it.
+  TILEWISE_DEVICE BoxFeed(const TmaForwardParams& p, const BlockWork& work, int32_t last,
+                          ptx::SharedAddress base)
       : p_(p),
         base_(base),
-        places_(p, work, base + kPlacesAt),
+        places_(p, work, last, base + kPlacesAt),
         head_(uniform(p.group.quotient(work.rows.first_head))),
         first_(uniform(work.tiles.first)),
-        last_(uniform(work.tiles.last)),
-        stages_(p.stages) {}
+        last_(last) {}
 
   // What a work has however many parts there are of it. The queries are needed with the first keys,
   // before any values.
@@ -74,14 +74,20 @@ class BoxFeed {
     load_first(false, 1);
   }
 
-  // Tiles before `first` are not wanted.
-  TILEWISE_DEVICE void keep(int32_t first) { first_ = uniform(first); }
+  // Tiles before `first` are not wanted. That of a second reader may be one of them, and is waited
+  // for: its slots are written again.
+  TILEWISE_DEVICE void keep(int32_t first) {
+    const bool has_asked = last_ >= first_;
+    first_ = uniform(first);
+    if (C::kReaders == 1 || !has_asked || last_ >= first_) return;
+    ptx::mbarrier_wait_parity(barrier(0), 0);
+    ptx::mbarrier_wait_parity(barrier(1), 0);
+  }
 
   // The rest of the ring.
   TILEWISE_DEVICE void fill() {
 #pragma unroll
-    for (int i = 2; i < kMostStages; ++i)
-      if (i < stages_) load(i % 2 == 0, last_ - i / 2, i);
+    for (int i = 2; i < kStages; ++i) load(i % 2 == 0, last_ - i / 2 * C::kReaders, i);
   }
 
   // Before the first `arrive`: q has landed.
@@ -112,12 +118,12 @@ class BoxFeed {
     ptx::sync_warp();
   }
 
-  // The keys (`scores`) or values of `tile` have been read: the next but stages - 1 take the slot.
+  // The keys (`scores`) or values of `tile` have been read: the next but kStages - 1 take the slot.
   TILEWISE_DEVICE void release(bool scores, int32_t tile) {
     ptx::sync_warp();
-    const bool keys = scores == (stages_ % 2 == 0);
-    load(keys, tile - (scores ? stages_ : stages_ + 1) / 2, slot_);
-    if (++slot_ == stages_) {
+    const bool keys = scores == (kStages % 2 == 0);
+    load(keys, tile - (scores ? kStages : kStages + 1) / 2 * C::kReaders, slot_);
+    if (++slot_ == kStages) {
       slot_ = 0;
       phase_ ^= 1;
     }
@@ -173,7 +179,6 @@ class BoxFeed {
   int32_t head_;
   int32_t first_;  // tile that is wanted
   int32_t last_;
-  int stages_;
   int slot_ = 0;   // to be read
   int phase_ = 0;  // of its barrier
 };

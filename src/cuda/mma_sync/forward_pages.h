@@ -60,7 +60,7 @@ class PageRows {
  private:
   // A row of its sequence, left padding counted.
   TILEWISE_DEVICE static int32_t row_of(const KvSource& kv, int i, int32_t tile) {
-    const Lanes lanes(recent_thread());
+    const Lanes lanes(recent_thread<C>());
     return static_cast<int32_t>(kv.first) + tile * C::kForward.keys +
            lanes.row_of(lanes.chunk + i * kLanesOfRow);
   }
@@ -112,7 +112,7 @@ class PageStream {
   // number of keys.
   TILEWISE_DEVICE void copy_whole(ptx::SharedAddress slot, const Rows& rows, const BlockWork& work,
                                   int32_t tile) const {
-    const Lanes lanes(recent_thread());
+    const Lanes lanes(recent_thread<C>());
     const int32_t left = rows.wants(tile) ? work.tiles.keys - tile * kKeys : 0;
 #pragma unroll
     for (int i = 0; i < Rows::kLookUps; ++i) {
@@ -137,7 +137,7 @@ class PageStream {
 
   template <int kBegin, int kEnd>
   TILEWISE_DEVICE void copy_passes(ptx::SharedAddress slot, const Rows& rows, int32_t tile) const {
-    const Lanes lanes(recent_thread());
+    const Lanes lanes(recent_thread<C>());
     uint32_t found = 0;
 #pragma unroll
     for (int pass = kBegin; pass < kEnd; ++pass) {

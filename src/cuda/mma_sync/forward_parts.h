@@ -36,7 +36,7 @@ class PartsMerge {
   TILEWISE_DEVICE bool is_last() {
     ptx::sync_warp();
     const uint64_t arrival =
-        PartArrivals::arrival(work_.split, place_in_line(p_) - p_.order.sequences);
+        PartArrivals::arrival(work_.split, work_.part.in_line - p_.order.sequences);
     uint64_t state = 0;
     if (ptx::thread_index() == 0) state = ptx::atom_acq_rel_add(&record_.state, arrival) + arrival;
     ptx::sync_warp();
@@ -97,7 +97,7 @@ class PartsMerge {
   }
   TILEWISE_DEVICE int64_t place_of(int32_t split) const {
     const int64_t place = split == 0 ? work_.sequence.batch : second_ + split - 1;
-    return place * p_.order.heads + head_of_part(p_);
+    return place * p_.order.heads + work_.part.head;
   }
 
   // Parts from `first` on, as many as there is room for, one by a lane.

@@ -19,7 +19,7 @@ TILEWISE_DEVICE void load_queries(const Problem& p, const BlockWork& work, ptx::
   const int columns = static_cast<int>(p.head_dim);
   if (!C::kGeneral && !C::kBoxes && !work.rows.packed()) {
     using Lanes = tile::CopyLanes<C::kForward.threads(), C::kForward.rows(), kRowBytes>;
-    const Lanes lanes(ptx::thread_index());
+    const Lanes lanes(row_thread<C>());
     bool exists[Lanes::kColumns];
 #pragma unroll
     for (int column = 0; column < Lanes::kColumns; ++column)

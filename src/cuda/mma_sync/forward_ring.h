@@ -238,14 +238,15 @@ class KvRing {
     if constexpr (kForesees) foresee_pages<kForeseen>(p, sequence, base + kForeseenAt);
   }
 
-  TILEWISE_DEVICE KvRing(const ForwardParams& p, const BlockWork& work, ptx::SharedAddress base)
+  TILEWISE_DEVICE KvRing(const ForwardParams& p, const BlockWork& work, int32_t last,
+                         ptx::SharedAddress base)
       : work_(work),
         rows_(p, work),
         k_(p, p.problem.k, p.problem.head_dim, work),
         v_(p, p.problem.v, p.problem.head_dim_v, work),
         base_(base),
         read_(base),
-        last_(work.tiles.last) {}
+        last_(last) {}
 
   // Asks for what the first kStages - 1 slots take, and for the queries, which land with the first
   // keys: before those where their pages are still being looked up.

@@ -13,8 +13,15 @@
 
 namespace tilewise::cuda::mma_sync {
 
+// The warps of a block share the rows of its tile, or, if it reads boxes, the keys: each of them
+// has all rows then, and what a block of one warp has.
+template <class C>
+TILEWISE_DEVICE int row_thread() {
+  return C::kReaders > 1 ? ptx::lane_index() : ptx::thread_index();
+}
+template <class C>
 TILEWISE_DEVICE int recent_thread() {
-  return static_cast<int>(ptx::recent(static_cast<uint32_t>(ptx::thread_index())));
+  return static_cast<int>(ptx::recent(static_cast<uint32_t>(row_thread<C>())));
 }
 
 // Of a tile of keys in the ring. Rows of boxes are whole panels.
@@ -52,10 +59,10 @@ class PackedRows {
   static constexpr int kAtOnce = C::kBoxes ? 4 : 1;  // passes
 
   TILEWISE_DEVICE PackedRows(const BlockWork& work, const tilewise_tensor& view)
-      : lanes(recent_thread() % ptx::kWarpSize),
-        first_(recent_thread() / ptx::kWarpSize * kRows),
+      : lanes(recent_thread<C>() % ptx::kWarpSize),
+        first_(recent_thread<C>() / ptx::kWarpSize * kRows),
         left_(work.rows.count - first_ - lanes.row) {
-    const int own = recent_thread() % kRows;
+    const int own = recent_thread<C>() % kRows;
     offset_ = work.offset(view, first_ + own) * C::Element::kBytes;
   }
 
@@ -77,8 +84,9 @@ class PackedRows {
 
 // What edge tiles and the end of a block need: registers are for sums.
 template <class C>
-TILEWISE_DEVICE BlockWork& kept_work() {
-  return *reinterpret_cast<BlockWork*>(ptx::shared_memory() + ptx::recent(kQueryTileBytes<C>));
+TILEWISE_DEVICE BlockWork& kept_work(uint32_t first_byte = 0) {
+  return *reinterpret_cast<BlockWork*>(ptx::shared_memory() +
+                                       ptx::recent(first_byte + kQueryTileBytes<C>));
 }
 
 }  // namespace tilewise::cuda::mma_sync

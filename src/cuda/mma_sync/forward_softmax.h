@@ -16,7 +16,7 @@ namespace tilewise::cuda::mma_sync {
 // Computed where it is asked for: it would otherwise wait in registers through the loop.
 template <class C>
 TILEWISE_DEVICE LanePlace lane_place() {
-  return LanePlace::of(recent_thread(), C::kForward.warp_rows);
+  return LanePlace::of(recent_thread<C>(), C::kForward.warp_rows);
 }
 
 template <class C>

@@ -25,11 +25,12 @@ class SplitFeed {
 
   TILEWISE_DEVICE static void prepare(const ForwardParams&, ptx::SharedAddress) {}
 
-  TILEWISE_DEVICE SplitFeed(const ForwardParams& p, const BlockWork& work, ptx::SharedAddress base)
+  TILEWISE_DEVICE SplitFeed(const ForwardParams& p, const BlockWork& work, int32_t last,
+                            ptx::SharedAddress base)
       : k_(p, p.problem.k, p.problem.head_dim, work),
         v_(p, p.problem.v, p.problem.head_dim_v, work),
         base_(base),
-        last_(work.tiles.last) {}
+        last_(last) {}
 
   template <class Queries>
   TILEWISE_DEVICE void start(Queries&& load_queries) {
@@ -58,7 +59,7 @@ class SplitFeed {
   // at work. Of the copies all have landed but those asked for last, which are the other tensor's.
   TILEWISE_DEVICE void ask(bool scores, int32_t tile, int part) {
     if (part == 0) tile::wait<Arch, 1>();
-    const Lanes lanes(recent_thread());
+    const Lanes lanes(recent_thread<C>());
 #pragma unroll
     for (int pass = part * Stream::kPartPasses; pass < (part + 1) * Stream::kPartPasses; pass += 2)
       split(scores, lanes, pass);

@@ -52,7 +52,7 @@ TILEWISE_DEVICE void store_outputs(const Problem& p, const BlockWork& work, ptx:
   constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
   constexpr int kPerChunk = 16 / Element::kBytes;
   using Lanes = typename PackedRows<C>::Lanes;
-  const int thread = recent_thread();
+  const int thread = recent_thread<C>();
   const Lanes lanes(thread % ptx::kWarpSize);
   const int columns = static_cast<int>(p.head_dim_v);
   const int row0 = thread / ptx::kWarpSize * C::kForward.warp_rows;
