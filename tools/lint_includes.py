@@ -27,7 +27,17 @@ _BELOW_FAMILIES = (
     "cuda/common",
 )
 # What kernels and host code share lies beside the host code, in src/cuda itself.
-_SHARED = ("order", "params", "shares", "element", "tensor_map", "key_record", "form", "next_start", "spread")
+_SHARED = (
+    "order",
+    "params",
+    "shares",
+    "element",
+    "tensor_map",
+    "key_record",
+    "form",
+    "next_start",
+    "spread",
+)
 _SHARED_WITH_KERNELS = tuple(f"{name}.h" for name in _SHARED)
 # The host's half of a wrapper: the block that tests/emulator puts in the place of a GPU.
 _EMULATOR_USERS = ("cuda/ptx", "cuda")

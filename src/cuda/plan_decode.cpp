@@ -19,11 +19,10 @@ bool has_several_tiles(const Gpu& gpu, int64_t blocks) {
 // full and log-normal lengths, alone and not: B8 with 16k keys 179.5, 69.6 -> 182.2, 69.3, B32 with
 // 16k and 16/1 heads 97.1, 44.0 -> 118.1, 48.6; H200, two splits without lengths and more of them,
 // not and alone: B8 with 8k 66.1 -> 64.1, B5 with 8k 44.3 -> 44.7, B4 with 16k 65.9 -> 66.3, B1
-// with 128k 126.3 -> 125.5, B64 with 512 and 16/1 heads 11.0 -> 11.7.)
+// with 128k 126.3 -> 125.5, B64 with 2k and 16/1 heads 22.1 -> 23.3.)
 int64_t least_tiles_of_split(int64_t rows, int64_t splits, bool uneven) {
-  if (!uneven && splits == 2) return 16;
   if (rows > 8) return uneven ? 64 : 24;
-  return 128;
+  return !uneven && splits == 2 ? 16 : 128;
 }
 
 // Splits that a cluster can merge. sm_90 and 100 run larger clusters than every GPU does.
@@ -133,7 +132,8 @@ bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blo
   const bool paged = plan.form == Form::paged_boxes;
   const bool uneven = paged || are_uneven(p);
   const bool several = has_several_tiles(gpu, blocks);
-  if (splits == 0 || (paged && (splits > 1 || (rows <= 4 && !several)))) return false;
+  if (splits == 0 || (paged && rows <= 8 && splits > 1) || (paged && rows <= 4 && !several))
+    return false;
   if (splits > 1) return ceil_div(tiles, splits) >= least_tiles_of_split(rows, splits, uneven);
   const bool many_of_pages = paged && has_many_tiles(gpu, blocks);
   return tiles >= (uneven ? least_tiles_alone(rows, tiles, several, many_of_pages) : 4);

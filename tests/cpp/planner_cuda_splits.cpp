@@ -247,6 +247,7 @@ TEST(PlannerCudaSplits, ABlockMayReadAlone) {
   EXPECT_FALSE(decode(8, 1024, 32, 8).alone);
   EXPECT_FALSE(decode(4, 16384, 32, 8).alone);
   EXPECT_TRUE(decode(32, 16384, 16, 1).alone);
+  EXPECT_FALSE(decode(64, 2048, 16, 1).alone);
   // Eight and sixteen rows have more to merge.
   EXPECT_TRUE(decode(12, 1024, 64, 8, &kSomeLengths).alone);
   EXPECT_FALSE(decode(12, 512, 64, 8, &kSomeLengths).alone);
@@ -276,6 +277,7 @@ TEST(PlannerCudaSplits, ABlockMayReadPagesAlone) {
   EXPECT_FALSE(alone(16, 512, 32, 8));
   EXPECT_FALSE(alone(8, 8192, 32, 8));
   EXPECT_TRUE(alone(72, 2048, 16, 1));
+  EXPECT_TRUE(alone(32, 16384, 16, 1));
 }
 
 // Two warps of a block that is alone share its keys, one where memory is no faster for more.
@@ -453,8 +455,8 @@ TEST(PlannerCudaSplits, TheNextLaunchComesWhereThereIsRoom) {
   EXPECT_EQ(next(16, 1024, 32, 8, true), NextStart::after_first_keys);
   EXPECT_TRUE(planned(16, 4096, 32, 8, true).alone);
   EXPECT_EQ(next(16, 4096, 32, 8, true), NextStart::after_first_keys);
-  EXPECT_EQ(next(12, 2048, 32, 8, true), NextStart::after_first_keys);
-  EXPECT_EQ(next(12, 8192, 32, 8, true), NextStart::at_end);  // of parts that are spread
+  EXPECT_EQ(next(14, 2048, 32, 8, true), NextStart::after_first_keys);
+  EXPECT_EQ(next(14, 8192, 32, 8, true), NextStart::at_end);  // of parts that are spread
   EXPECT_EQ(next(48, 1024, 32, 8, true), NextStart::before_last_result);
   // A second kernel waits for this one.
   EXPECT_TRUE(leaves_results(planned(1, 131072, 32, 8, false)));
