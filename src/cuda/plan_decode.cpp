@@ -220,11 +220,17 @@ NextStart next_start(const Plan& plan, const Gpu& gpu) {
   return early_if(plan.blocks <= 2 * all, NextStart::before_last_result);
 }
 
-// Its blocks are there when it begins to merge, and leave little room for those of the next call.
-// (B4 with 16k keys and 16/1 heads 19.2 -> 18.6 us, log-normal lengths 17.1 -> 16.0; but B8 with 8k
-// and lengths, blocks that are alone, 94.2 -> 102.6.)
-NextStart next_start_of_merge(const Plan& plan) {
-  const bool early = leaves_results(plan) && decodes(plan) && !plan.alone && plan.second == nullptr;
+// Its blocks are there when it begins to merge, and leave little room for those of the next call,
+// or room that is uneven if they are many. (B4 with 16k keys and 16/1 heads 19.2 -> 18.6 us,
+// log-normal lengths 17.1 -> 16.0; but B8 with 8k and lengths, blocks that are alone, 94.2 ->
+// 102.6; H200, full lengths, 512 rows: B8 with 4k keys and 64/8 heads 38.9 -> 51.7, with 8k 69.2
+// -> 95.4, B32 with 8k and 16/1 40.1 -> 53.1; 1024, B64 with 4k 42.5 -> 43.5; but 768, B48 with
+// 4k 35.5
+// -> 34.7, and 256, B8 with 8k and 32/8 68.0 -> 67.6, B4 with 8k and 64/8 38.7 -> 38.4.)
+NextStart next_start_of_merge(const Problem& p, const Plan& plan, const Gpu& gpu) {
+  const int64_t rows = plan.tiles * packed_rows(p, plan);
+  const bool early = leaves_results(plan) && decodes(plan) && !plan.alone &&
+                     plan.second == nullptr && rows <= int64_t{2} * gpu.multiprocessors;
   return early ? NextStart::after_first_keys : NextStart::at_end;
 }
 

@@ -45,6 +45,6 @@ int64_t choose_splits_of_boxes(const Plan& plan, const Gpu& gpu, int64_t blocks,
 // When the launch after a main kernel may begin, and that after a second one which merges its
 // results. The plan is complete but for this.
 NextStart next_start(const Plan& plan, const Gpu& gpu);
-NextStart next_start_of_merge(const Plan& plan);
+NextStart next_start_of_merge(const Problem& p, const Plan& plan, const Gpu& gpu);
 
 }  // namespace tilewise::cuda

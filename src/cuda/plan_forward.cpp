@@ -323,7 +323,7 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Invento
   if (family == Family::mma_sync && may_spoil(p))
     plan.second = find_forward(p, Family::simt, gpu, inside);
   plan.next = next_start(plan, gpu);
-  plan.next_of_merge = next_start_of_merge(plan);
+  plan.next_of_merge = next_start_of_merge(p, plan, gpu);
   plan.workspace_bytes = forward_pieces(p, plan).bytes;
   return plan;
 }

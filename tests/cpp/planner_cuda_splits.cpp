@@ -466,6 +466,7 @@ TEST(PlannerCudaSplits, TheNextLaunchComesWhereThereIsRoom) {
   EXPECT_TRUE(alone.alone && leaves_results(alone));
   EXPECT_EQ(alone.next_of_merge, NextStart::at_end);
   EXPECT_EQ(planned(8, 8192, 32, 8, true).next_of_merge, NextStart::after_first_keys);
+  EXPECT_EQ(planned(8, 8192, 64, 8, true).next_of_merge, NextStart::at_end);  // of many rows
   // Prompts.
   const Device device = gpu_with(90);
   EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16), device).next, NextStart::at_end);
