@@ -7,7 +7,8 @@
 namespace tilewise::cuda {
 namespace {
 
-// Whether tiles are nearly as many as multiprocessors, or more.
+// Whether tiles are nearly as many as multiprocessors, or more; whether they are two thirds of
+// them.
 bool has_many_tiles(const Gpu& gpu, int64_t blocks) {
   return blocks * 4 >= int64_t{gpu.multiprocessors} * 3;
 }
@@ -15,7 +16,8 @@ bool has_several_tiles(const Gpu& gpu, int64_t blocks) {
   return blocks * 3 >= int64_t{gpu.multiprocessors} * 2;
 }
 
-// The same of the tiles of each of several splits or, of lengths that are not known, parts. (H100,
+// The fewest tiles of keys of each of several splits or, of lengths that are not known, parts, of
+// which a block that is alone on its multiprocessor reads as fast as two that share them. (H100,
 // full and log-normal lengths, alone and not: B8 with 16k keys 179.5, 69.6 -> 182.2, 69.3, B32 with
 // 16k and 16/1 heads 97.1, 44.0 -> 118.1, 48.6; H200, two splits without lengths and more of them,
 // not and alone: B8 with 8k 66.1 -> 64.1, B5 with 8k 44.3 -> 44.7, B4 with 16k 65.9 -> 66.3, B1
