@@ -208,7 +208,9 @@ bool decodes(const Plan& plan) {
 // blocks each do not (B4 with 4k keys 27.4 -> 31.8 early, B8 with 1k 15.7 -> 16.4 late, at the
 // end 15.4), nor do blocks of several turns (B48 with 1k 70.8 -> 78.1, late 70.5). Parts have more
 // blocks than there are places, and those of uneven lengths end at different times (B16 with 4k,
-// log-normal, 36.7 -> 40.4, late 36.4). All on an H100, alike on an H200.
+// log-normal, 36.7 -> 40.4, late 36.4), but no more tiles than multiprocessors find places early
+// (H200, B128 with 1k and 16/1 heads, late, early, at the end 21.6, 20.6, 21.3, log-normal 13.6,
+// 13.5, 14.5), unless they are long and spread. The others on an H100, alike on an H200.
 NextStart next_start(const Plan& plan, const Gpu& gpu) {
   if (leaves_results(plan)) return NextStart::after_first_keys;
   if (!decodes(plan) || plan.second != nullptr) return NextStart::at_end;

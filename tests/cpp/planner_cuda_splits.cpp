@@ -355,6 +355,7 @@ TEST(PlannerCudaSplits, SmallPagesHaveMoreReaders) {
   EXPECT_EQ(splits(1, 8192, 16), 16);
 }
 
+// The same of lengths that only the GPU knows.
 cuda::Plan uneven_decode(int64_t batch, int64_t keys = 8192, int64_t heads = 32,
                          int64_t heads_kv = 8, bool pages = false) {
   return decode(batch, keys, heads, heads_kv, &kSomeLengths, pages);

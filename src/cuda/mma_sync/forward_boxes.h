@@ -13,7 +13,7 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// A block of one warp: who reads a slot also fills it, so there is no barrier for free slots. Fill
+// The ring of one warp: who reads a slot also fills it, so there is no barrier for free slots. Fill
 // f (K, V of the last tile, K, V of the one before, ...) goes to slot f % kStages, and is asked for
 // when what lay there has been read: kStages fills are on their way while weights are computed.
 template <class C>
