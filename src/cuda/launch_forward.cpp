@@ -113,9 +113,8 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
     launch(plan.unit->form(plan.form).forward, plan.blocks, p.stream, params, start, plan.cluster);
   if (leaves_results(plan)) {
     params.next = plan.next_of_merge;
-    const common::TensorKernels& kernels = common::tensor_kernels(p.dtype);
-    launch(kernels.combine(params), common::combine_blocks(params), p.stream, params,
-           Start::dependent);
+    const auto kernel = common::tensor_kernels(p.dtype).combine(params);
+    launch(kernel, common::combine_blocks(params), p.stream, params, Start::dependent);
   }
   if (plan.second == nullptr) return;
   // The same tiles, each with all of its keys.

@@ -1,6 +1,7 @@
 // How decoding is cut: which blocks read alone, and who merges what they have found.
 #include "cuda/plan_decode.h"
 
+#include "cuda/common/combine.h"
 #include "cuda/plan.h"
 #include "cuda/plan_shape.h"
 
@@ -8,23 +9,15 @@ namespace tilewise::cuda {
 namespace {
 
 // Whether tiles are nearly as many as multiprocessors, or more; whether they are two thirds of
-// them.
+// them, or nearly half.
 bool has_many_tiles(const Gpu& gpu, int64_t blocks) {
   return blocks * 4 >= int64_t{gpu.multiprocessors} * 3;
 }
 bool has_several_tiles(const Gpu& gpu, int64_t blocks) {
   return blocks * 3 >= int64_t{gpu.multiprocessors} * 2;
 }
-
-// The fewest tiles of keys of each of several splits or, of lengths that are not known, parts, of
-// which a block that is alone on its multiprocessor reads as fast as two that share them. (H100,
-// full and log-normal lengths, alone and not: B8 with 16k keys 179.5, 69.6 -> 182.2, 69.3, B32 with
-// 16k and 16/1 heads 97.1, 44.0 -> 118.1, 48.6; H200, two splits without lengths and more of them,
-// not and alone: B8 with 8k 66.1 -> 64.1, B5 with 8k 44.3 -> 44.7, B4 with 16k 65.9 -> 66.3, B1
-// with 128k 126.3 -> 125.5, B64 with 2k and 16/1 heads 22.1 -> 23.3.)
-int64_t least_tiles_of_split(int64_t rows, int64_t splits, bool uneven) {
-  if (rows > 8) return uneven ? 64 : 24;
-  return !uneven && splits == 2 ? 16 : 128;
+bool are_nearly_half(const Gpu& gpu, int64_t blocks) {
+  return blocks * 20 >= int64_t{gpu.multiprocessors} * 9;
 }
 
 // Splits that a cluster can merge. sm_90 and 100 run larger clusters than every GPU does.
@@ -50,6 +43,20 @@ int64_t least_tiles_alone(int64_t rows, int64_t tiles, bool several, bool many_o
 
 }  // namespace
 
+bool has_few_tiles(const Gpu& gpu, int64_t blocks) {
+  return blocks * kMostMergedSplits * 4 <= int64_t{gpu.multiprocessors} * 3;
+}
+
+// Counting parts takes a microsecond, and more than a few sequences of many keys are worth it.
+// (H200, 16/1 heads, parts and alike, full and log-normal lengths: B2 with 16k keys 13.1, 9.3
+// -> 12.3, 9.1 us, with 128k 46.0, 23.8 -> 39.4, 23.5, B4 with 32k 24.7, 12.7 -> 23.5, 11.9, B6
+// with 16k 20.8, 11.3 -> 19.6, 10.6; but B6 with 64k 56.8, 26.6 -> 54.0, 34.1.)
+bool are_few_cut_alike(const Gpu& gpu, int64_t blocks, int64_t tiles) {
+  constexpr int64_t kMost = 16;  // of a multiprocessor
+  const bool some = blocks * tiles <= kMost * gpu.multiprocessors;
+  return has_few_tiles(gpu, 2 * blocks) || (some && has_few_tiles(gpu, blocks));
+}
+
 bool reads_float8(const UnitTable& unit) { return unit.dtype == TILEWISE_FLOAT8_E4M3; }
 
 bool has_boxes(const UnitTable& unit) { return unit.boxes.tma_forward.function != nullptr; }
@@ -61,12 +68,14 @@ bool can_merge(const Plan& plan) { return has_boxes(*plan.unit) && plan.form != 
 // Whether the block of a tile that is done last merges its parts: most have one part then, and few
 // more than a few. (H100, a second kernel and this, full and log-normal lengths: B16 with 2k keys
 // and 64/8 heads 49.8, 24.4 -> 49.2, 23.3 us, with 8k and 32/8 178.1, 73.1 -> 177.8, 72.3, in pages
-// of 16 with 4k 36.6 -> 37.2; but B12 with 2k 39.4, 19.7 -> 38.8, 20.2, and B8 with 8k keys 17.2
-// -> 18.6.) Of more rows a second kernel has more to read (H200: B88 with 2k and 16/1 heads 35.0,
-// 18.7 -> 30.1, 16.9, B96 38.1, 19.9 -> 32.8, 18.4, B12 with 4k and 64/8 55.8, 22.3 -> 54.5, 20.8;
-// but B7 37.9, 20.9 -> 35.8, 22.1).
+// of 16 with 4k 36.6 -> 37.2; but B8 with 8k keys 17.2 -> 18.6. Blocks that are alone, H200: B12
+// with 2k 30.3, 16.4 -> 28.0, 16.0, with 8k 95.8, 40.0 -> 94.9, 40.8.) Of more rows a second kernel
+// has more to read (H200: B64 with 4k and 16/1 heads 43.1, 23.5 -> 40.2, 23.3, B96 with 2k 38.1,
+// 19.9 -> 32.8, 18.4, B8 with 8k and 64/8 69.4, 14.6 -> 67.7, 15.9; but B48 with 4k and 16/1 35.8,
+// 17.9 -> 34.6, 20.9).
 bool merges_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
-  const bool several = packed_rows(p, plan) > 4 && has_several_tiles(gpu, blocks);
+  const bool several = packed_rows(p, plan) > 4 ? are_nearly_half(gpu, blocks)
+                                                : plan.alone && blocks * 2 > gpu.multiprocessors;
   return can_merge(plan) && (several || has_many_tiles(gpu, blocks));
 }
 
@@ -110,6 +119,24 @@ bool are_uneven(const Problem& p) {
 
 namespace {
 
+// The fewest tiles of keys of each of several splits or, of lengths that are not known, parts, of
+// which a block that is alone on its multiprocessor reads as fast as two that share them. (H100,
+// full and log-normal lengths, alone and not: B8 with 16k keys 179.5, 69.6 -> 182.2, 69.3, B32 with
+// 16k and 16/1 heads 97.1, 44.0 -> 118.1, 48.6; H200, two splits without lengths and more of them,
+// not and alone: B8 with 8k 66.1 -> 64.1, B5 with 8k 44.3 -> 44.7, B4 with 16k 65.9 -> 66.3, B1
+// with 128k 126.3 -> 125.5, B64 with 2k and 16/1 heads 22.1 -> 23.3; with lengths, in parts that
+// the last block merges, B64 with 4k 40.1, 23.5 -> 38.9, 23.3. Few tiles, which have most to merge:
+// B2 with 16k 12.3, 9.1 -> 12.6, 9.6, with 32k 16.8, 9.0 -> 16.2, 9.5, B3 with 16k 14.2, 12.3
+// -> 14.1, 11.9; in pages of 16, B2 with 32k 17.3, 9.5 -> 16.9, 10.3.)
+int64_t least_tiles_of_split(const Gpu& gpu, int64_t blocks, int64_t tiles, int64_t rows,
+                             bool uneven, bool paged) {
+  const int64_t splits = gpu.multiprocessors / blocks;
+  if (rows <= 8) return !uneven && splits == 2 ? 16 : 128;
+  if (are_few_cut_alike(gpu, blocks, tiles) && splits < kMostSplits) return paged ? 16 : 6;
+  if (!uneven) return 24;
+  return are_nearly_half(gpu, blocks) && !paged ? 32 : 64;
+}
+
 // For two blocks of readers a multiprocessor: those of the next launch come early.
 bool has_room_for_readers(const Plan& plan, const Gpu& gpu) {
   constexpr int32_t kReserved = 1024;  // bytes of each block
@@ -119,6 +146,21 @@ bool has_room_for_readers(const Plan& plan, const Gpu& gpu) {
 }
 
 }  // namespace
+
+// Few tiles: what a second kernel costs is most of their time. Eight clusters are too many: those
+// of the next call find no places beside them. (H200, us, a second kernel and this, full lengths
+// that are known, that are not, and log-normal: B2 with 2k keys and 16/1 heads 7.0, 8.3, 9.3
+// -> 5.9, 6.0, 6.4, with 8k 11.1, 12.2, 10.2 -> 8.6, 8.9, 7.4, B6 with 8k 12.7, 14.1, 13.2 -> 10.8,
+// 11.2, 8.9, B1 with 4k 7.7 -> 6.7; eight, B1 with 8k and 32/8 12.3 -> 16.2.)
+bool reads_in_large_clusters(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
+  if (!reads_boxes(plan) || p.num_splits > 0 || p.batch_invariant != 0 || blocks == 0 ||
+      !has_room_for_readers(plan, gpu))
+    return false;
+  const int64_t merged = most_merged_splits(gpu);
+  const int64_t tiles = ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k);
+  return has_few_tiles(gpu, blocks) && tiles > merged &&
+         ceil_div(tiles, merged) <= few_tiles(plan, gpu, blocks * merged);
+}
 
 // Two warps read what a multiprocessor is to read, where more blocks would have more to merge.
 // (H200, us, in pairs of blocks that a cluster merges, and alone: B96 with 2k keys and 16/1 heads
@@ -136,7 +178,10 @@ bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blo
   const bool several = has_several_tiles(gpu, blocks);
   if (splits == 0 || (paged && rows <= 8 && splits > 1) || (paged && rows <= 4 && !several))
     return false;
-  if (splits > 1) return ceil_div(tiles, splits) >= least_tiles_of_split(rows, splits, uneven);
+  if (splits > 1) {
+    const int64_t least = least_tiles_of_split(gpu, blocks, tiles, rows, uneven, paged);
+    return ceil_div(tiles, splits) >= least;
+  }
   const bool many_of_pages = paged && has_many_tiles(gpu, blocks);
   return tiles >= (uneven ? least_tiles_alone(rows, tiles, several, many_of_pages) : 4);
 }
@@ -147,11 +192,12 @@ bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blo
 // but B96 37.8 -> 38.6, B16 with 1k 25.8 -> 26.0, in pages of 16 with 8k 182.1 -> 186.6; H200, B16
 // with 8k 122.8 -> 128.8.)
 int32_t choose_readers(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
+  if (reads_in_large_clusters(p, plan, gpu, blocks)) return kMostReaders;
   if (!plan.alone) return 1;
   const int64_t share = packed_rows(p, plan) <= 4 ? 35 : 31;  // of what its clock and bus say
   const int64_t splits = gpu.multiprocessors / blocks;
   const bool many = keys_of_tile(p, most_rows(p)) >= 32 * plan.tile_k * splits;
-  const bool fast = blocks * splits * share >= gpu.memory_speed;
+  const bool fast = gpu.memory_speed > 0 && blocks * splits * share >= gpu.memory_speed;
   return plan.form == Form::boxes && many && fast ? 1 : kMostReaders;
 }
 
@@ -177,8 +223,10 @@ Spread spread_parts(const Plan& plan, const Gpu& gpu, int64_t tiles) {
 // Decoding by boxes: two blocks a multiprocessor read as fast as four, with half as many partial
 // results (B1 with 32k keys: 38.0 -> 36.3 us), and one is not far behind. So do the blocks of small
 // clusters, and of larger ones there is room for one.
-int64_t choose_splits_of_boxes(const Plan& plan, const Gpu& gpu, int64_t blocks,
+int64_t choose_splits_of_boxes(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks,
                                int64_t key_tiles) {
+  if (reads_in_large_clusters(p, plan, gpu, blocks))
+    return ceil_div(key_tiles, ceil_div(key_tiles, most_merged_splits(gpu)));
   const int64_t all = gpu.multiprocessors;
   int64_t readers = readers_of_multiprocessor(plan, gpu, blocks, key_tiles);
   if (blocks * 2 > all * readers) return 1;
@@ -228,13 +276,15 @@ NextStart next_start(const Plan& plan, const Gpu& gpu) {
 // or room that is uneven if they are many. (B4 with 16k keys and 16/1 heads 19.2 -> 18.6 us,
 // log-normal lengths 17.1 -> 16.0; but B8 with 8k and lengths, blocks that are alone, 94.2 ->
 // 102.6; H200, full lengths, 512 rows: B8 with 4k keys and 64/8 heads 38.9 -> 51.7, with 8k 69.2
-// -> 95.4, B32 with 8k and 16/1 40.1 -> 53.1; 1024, B64 with 4k 42.5 -> 43.5; but 768, B48 with
-// 4k 35.5
-// -> 34.7, and 256, B8 with 8k and 32/8 68.0 -> 67.6, B4 with 8k and 64/8 38.7 -> 38.4.)
+// -> 95.4, B32 with 8k and 16/1 40.1 -> 53.1; 1024, B64 with 4k 42.5 -> 43.5; but 768, B48 with 4k
+// 35.5 -> 34.7, and 256, B8 with 8k and 32/8 68.0 -> 67.6, B4 with 8k and 64/8 38.7 -> 38.4. Blocks
+// that are alone, of few tiles: B4 with 16k and 16/1 15.3 -> 14.9, log-normal 13.2 -> 12.4, but B2
+// with 32k, which has 16 warps a row, 16.2 -> 17.1.)
 NextStart next_start_of_merge(const Problem& p, const Plan& plan, const Gpu& gpu) {
   const int64_t rows = plan.tiles * packed_rows(p, plan);
-  const bool early = leaves_results(plan) && decodes(plan) && !plan.alone &&
-                     plan.second == nullptr && rows <= int64_t{2} * gpu.multiprocessors;
+  const bool fits = plan.alone ? has_few_tiles(gpu, plan.tiles) && rows > common::kMostRowsOfGroups
+                               : rows <= int64_t{2} * gpu.multiprocessors;
+  const bool early = leaves_results(plan) && decodes(plan) && plan.second == nullptr && fits;
   return early ? NextStart::after_first_keys : NextStart::at_end;
 }
 

@@ -15,6 +15,12 @@ bool has_boxes(const UnitTable& unit);
 bool reads_boxes(const Plan& plan);
 bool can_merge(const Plan& plan);
 
+// Whether clusters as large as there are find their places beside those of the next call.
+bool has_few_tiles(const Gpu& gpu, int64_t blocks);
+// Whether they are better cut as many times each, however long sequences are; `tiles`: of the keys
+// of one, at most.
+bool are_few_cut_alike(const Gpu& gpu, int64_t blocks, int64_t tiles);
+
 // Whether only the GPU knows the lengths of the batch.
 bool are_uneven(const Problem& p);
 
@@ -31,6 +37,10 @@ bool are_better_merged(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t
 // Blocks of a multiprocessor that read as fast as more of them.
 int64_t readers_of_multiprocessor(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t tiles);
 
+// Whether the keys of each tile are shared by a cluster as large as there are, of blocks of two
+// readers.
+bool reads_in_large_clusters(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks);
+
 // Whether blocks are alone on their multiprocessors, and how many warps of one then share the keys
 // of its tile.
 bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks);
@@ -40,7 +50,8 @@ int32_t choose_readers(const Problem& p, const Plan& plan, const Gpu& gpu, int64
 Spread spread_parts(const Plan& plan, const Gpu& gpu, int64_t tiles);
 
 // Splits of as many key tiles each.
-int64_t choose_splits_of_boxes(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t key_tiles);
+int64_t choose_splits_of_boxes(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks,
+                               int64_t key_tiles);
 
 // When the launch after a main kernel may begin, and that after a second one which merges its
 // results. The plan is complete but for this.

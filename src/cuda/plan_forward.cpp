@@ -61,7 +61,8 @@ int64_t choose_splits(const Problem& p, const Plan& plan, const Gpu& gpu, int64_
   if (blocks == 0 || blocks * 5 >= slots * 4) return 1;
   const int64_t rows = ceil_div(tile.rows, plan.pack);
   const int64_t key_tiles = ceil_div(keys_of_tile(p, min(rows, most_rows(p))), tile.keys);
-  if (has_boxes(unit) && key_tiles > 0) return choose_splits_of_boxes(plan, gpu, blocks, key_tiles);
+  if (has_boxes(unit) && key_tiles > 0)
+    return choose_splits_of_boxes(p, plan, gpu, blocks, key_tiles);
   const bool whole_tiles = most_rows(p) * plan.pack > tile.rows;
   const int64_t least = ceil_div(whole_tiles ? kKeysOfSplitOfTile : keys_of_split(unit), tile.keys);
   const int64_t most = min(kMostSplits, key_tiles / least);
@@ -175,8 +176,10 @@ EqualParts equal_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64
 bool are_better_cut_alike(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks,
                           int64_t splits) {
   const int64_t tiles = ceil_div(most_keys(p), int64_t{plan.tile_k});
-  return can_merge(plan) && ceil_div(tiles, splits) <= few_tiles(plan, gpu, blocks * splits) &&
-         are_better_merged(plan, gpu, blocks, splits, tiles);
+  if (!can_merge(plan)) return false;
+  return are_few_cut_alike(gpu, blocks, tiles) ||
+         (ceil_div(tiles, splits) <= few_tiles(plan, gpu, blocks * splits) &&
+          are_better_merged(plan, gpu, blocks, splits, tiles));
 }
 
 // Of a decode whose lengths only the GPU knows: parts or, where it cannot count them, a rule.

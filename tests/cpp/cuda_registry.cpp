@@ -60,7 +60,7 @@ TEST(CudaRegistry, UnitsHoldWhatTheirTilesSay) {
       expect_kernel(cut->paged.forward, cut->has_forward() && paged, most);
       for (const UnitKernels* form : {&cut->boxes, &cut->paged_boxes}) {
         const bool built = form->tma_forward.function != nullptr;
-        const bool readers = built && !float8 && (cut->head_dim == 64 || cut->head_dim == 128);
+        const bool readers = built && has_readers(cut->head_dim, float8 ? 1 : 2);
         expect_kernel(form->tma_forward, built, most);
         expect_kernel(form->tma_forward_of_readers, readers, (most - kReserved) / 2);
         EXPECT_EQ(form->tma_forward_of_readers.threads,

@@ -74,7 +74,7 @@ inline cuda::UnitTable described(const cuda::Unit& unit) {
       if (Arch::kBoxCopy) {
         for (cuda::UnitKernels* form : {&narrow.back().boxes, &narrow.back().paged_boxes})
           form->tma_forward.function = [](cuda::TmaForwardParams) {};
-        if (bytes == 2 && (unit.head_dim == 64 || unit.head_dim == 128)) {
+        if (cuda::has_readers(unit.head_dim, bytes)) {
           for (cuda::UnitKernels* form : {&narrow.back().boxes, &narrow.back().paged_boxes})
             form->tma_forward_of_readers.function = [](cuda::TmaForwardParams) {};
         }

@@ -325,7 +325,8 @@ TEST(PlannerCuda, ShortRowsPackTheHeadsOfAGroup) {
   p.heads_kv = 4;
   const cuda::Plan decode = forward(p, device);
   EXPECT_EQ(decode.pack, 8);
-  EXPECT_GT(decode.splits, 16);
+  EXPECT_EQ(decode.splits, 16);
+  EXPECT_EQ(decode.cluster, 16);
   EXPECT_EQ(decode.blocks, 4 * decode.splits);
   p.seqlen_q = 2048;
   EXPECT_EQ(forward(p, device).pack, 1);

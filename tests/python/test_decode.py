@@ -306,6 +306,52 @@ def test_two_warps_share_the_keys_of_a_block(seed):
     assert np.array_equal(once.lse, again.lse)
 
 
+def few(seed: int) -> Case:
+    """Few tiles, each for a large cluster; keys that end anywhere in a tile of them."""
+    r = np.random.default_rng(seed)
+    batch = 1 if devices.current().name == "emulator" else int(r.integers(1, 7))
+    head_dim = int(r.choice([64, 128]))
+    longest = {64: 2100, 128: 1100}[head_dim] + int(r.integers(600))
+    used = tuple(int(n) for n in r.choice([0, 1, 100, longest // 2, longest, longest], batch))
+    return Case(
+        dtype=("bf16", "fp16")[seed % 2], rows=(1,) * batch, keys=(longest,) * batch,
+        used_k=used if seed % 4 else None, group=int(r.choice([1, 4, 16])), head_dim=head_dim,
+        head_dim_v=head_dim - int(r.choice([0, 24])), page_size=int(r.choice([0, 16, 32, 64, 128])),
+        leftpad=tuple(int(r.integers(0, n + 1)) for n in used) if seed % 8 == 1 else None,
+        window=((-1, -1), (-1, 0), (longest - 20, 0))[seed % 3], sinks=bool(r.integers(2)),
+        seed=seed,
+    )  # fmt: skip
+
+
+@pytest.mark.abi("cuda", "emulator")
+@pytest.mark.parametrize("seed", range(32))
+def test_few_tiles_are_read_in_large_clusters(seed):
+    b = Built(case := few(seed))
+    why = capi.plan(b.attention).why
+    emulated = devices.current().name == "emulator"
+    fits = not emulated or int(os.environ.get("TILEWISE_EMULATOR_MULTIPROCESSORS", "4")) >= 22
+    if b"of table sm_90" in why and b"boxes form" in why and fits:
+        assert b"key splits of a cluster" in why and b"read by two warps a block" in why, why
+    check(case, backward=False)
+    once, again = (run(b, backward=False) for _ in range(2))
+    assert np.array_equal(once.out, again.out)
+    assert np.array_equal(once.lse, again.lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [33, 64, 100, 129, 256])
+@pytest.mark.parametrize(
+    "batch, rows, group, head_dim_v", [(1, 1, 8, 128), (2, 3, 1, 36), (3, 3, 16, 64)]
+)
+def test_many_splits_are_merged(dtype, splits, batch, rows, group, head_dim_v):
+    """Of few rows, by more warps each, and of more."""
+    case = Case(
+        dtype=dtype, rows=(rows,) * batch, keys=(1500,) * batch, group=group, head_dim=64,
+        head_dim_v=head_dim_v, splits=splits, window=(-1, 0), sinks=splits % 2 == 0, seed=batch,
+    )  # fmt: skip
+    check(case, backward=False)
+
+
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("seed", range(4))
 def test_long_sequences_come_first(seed):

@@ -119,7 +119,7 @@ struct SharedRow : CombinedRow {
   }
 };
 
-// A row by a block.
+// A row by a block: of each 32 splits by another group of warps.
 template <class Element, class Row>
 struct Combine {
   using T = typename Element::Storage;
@@ -128,33 +128,54 @@ struct Combine {
   const Problem& p;
   const Row row;
   const int32_t splits;
+  const int32_t groups;
   SplitWeights weights;
 
   TILEWISE_DEVICE explicit Combine(const ForwardParams& of)
-      : params(of), p(of.problem), row(of, ptx::block_index()), splits(row.splits) {}
+      : params(of),
+        p(of.problem),
+        row(of, ptx::block_index()),
+        splits(row.splits),
+        groups(combine_groups(of)) {}
 
-  // Of the lane's split among 32.
+  // Of the lane's split among the 32 from `begin` on.
   TILEWISE_DEVICE float lse_of(int32_t begin) const {
     const int64_t split = begin + ptx::lane_index();
     return split < splits ? params.partial_lse[row.item(split)] : kMinusInfinity;
   }
 
-  // Sets the weights; returns lse. `own` is lse_of(0).
-  TILEWISE_DEVICE float merge(float own, float sink) {
-    float highest = own;
-#pragma unroll 1
-    for (int32_t begin = ptx::kWarpSize; begin < splits; begin += ptx::kWarpSize)
-      highest = max(highest, lse_of(begin));
-    weights.begin(highest, sink);
-    float sum = exponential(own - weights.base);
-#pragma unroll 1
-    for (int32_t begin = ptx::kWarpSize; begin < splits; begin += ptx::kWarpSize)
-      sum += exponential(lse_of(begin) - weights.base);
-    return weights.finish(sum, sink);
+  // Of what the groups have, one for each lane; `place` is another one each time.
+  template <class Join>
+  TILEWISE_DEVICE float joined(float own, int place, const Join& join) const {
+    if (groups == 1) return own;
+    const SharedWords words = shared_words(place * kCombineGroupsBytes);
+    const int lane = ptx::lane_index();
+    if (chain() == 0) words.set(own_splits() + lane, ptx::bits_of(own));
+    ptx::sync_block();
+    float all = ptx::float_of(words.get(lane));
+#pragma unroll
+    for (int group = 1; group < kCombineGroups; ++group)
+      all = join(all, ptx::float_of(words.get(group * ptx::kWarpSize + lane)));
+    return all;
   }
 
-  // Of 32 splits a warp reads every fourth one, `kWidth` columns a lane: all of these loads are on
-  // their way at once.
+  // Sets the weights; returns lse. `own` is the lane's of the group's first 32.
+  TILEWISE_DEVICE float merge(float own, float sink) {
+    const int32_t next = own_splits() + splits_at_once();
+    float highest = own;
+#pragma unroll 1
+    for (int32_t begin = next; begin < splits; begin += splits_at_once())
+      highest = max(highest, lse_of(begin));
+    weights.begin(joined(highest, 0, [](float a, float b) { return max(a, b); }), sink);
+    float sum = exponential(own - weights.base);
+#pragma unroll 1
+    for (int32_t begin = next; begin < splits; begin += splits_at_once())
+      sum += exponential(lse_of(begin) - weights.base);
+    return weights.finish(joined(sum, 1, [](float a, float b) { return a + b; }), sink);
+  }
+
+  // Of 32 splits a warp of a group reads every fourth one, `kWidth` columns a lane: all of these
+  // loads are on their way at once.
   template <int kWidth>
   struct Parts {
     uint32_t x[ptx::kWarpSize / kCombineWarps][kWidth];
@@ -163,7 +184,7 @@ struct Combine {
   template <int kWidth>
   TILEWISE_DEVICE Parts<kWidth> load(int32_t begin, int64_t column) const {
     Parts<kWidth> parts{};
-    int32_t split = begin + ptx::warp_index();
+    int32_t split = begin + chain();
     const float* const first = params.partial_out + row.first * p.head_dim_v + column;
     const float* from =
         params.partial_out + (row.second + (split - 1) * row.stride) * p.head_dim_v + column;
@@ -183,25 +204,25 @@ struct Combine {
     return parts;
   }
 
-  // `lse` and `parts` are those of the first 32 splits; a lane has the weight of one of them. The
-  // warps' sums are added in order.
+  // `lse` and `parts` are those of the group's first 32 splits; a lane has the weight of one of
+  // them. The warps' sums are added in order.
   template <int kWidth>
   TILEWISE_DEVICE void write(float lse, Parts<kWidth> parts) const {
+    constexpr int kColumns = ptx::kWarpSize * kWidth;  // at once
     T* const out = row.template out<T>(p);
-    const int warp = ptx::warp_index();
-    const SharedWords sums = shared_words(0);
+    const SharedWords sums = shared_words(2 * kCombineGroupsBytes);
+    const int thread = ptx::thread_index();
 #pragma unroll 1
-    for (int64_t first = 0; first < p.head_dim_v; first += ptx::kWarpSize * kWidth) {
-      const int64_t c = first + ptx::lane_index() * kWidth;
+    for (int64_t first = 0; first < p.head_dim_v; first += kColumns) {
       float sum[kWidth] = {};
 #pragma unroll 1
-      for (int32_t begin = 0; begin < splits; begin += ptx::kWarpSize) {
-        if (first + begin > 0) {
+      for (int32_t begin = own_splits(); begin < splits; begin += splits_at_once()) {
+        if (first > 0 || begin > own_splits()) {
           lse = lse_of(begin);
-          parts = load<kWidth>(begin, c);
+          parts = load<kWidth>(begin, first + ptx::lane_index() * kWidth);
         }
         const float mine = weights.of(lse);
-        int from = warp;
+        int from = chain();
 #pragma unroll
         for (const auto& x : parts.x) {
           const float weight = ptx::shuffle(mine, from);
@@ -211,34 +232,37 @@ struct Combine {
         }
       }
       if (first > 0) ptx::sync_block();  // the columns before have been read
-      for (int j = 0; j < kWidth; ++j)
-        sums.set(ptx::thread_index() * kWidth + j, ptx::bits_of(sum[j]));
+      for (int j = 0; j < kWidth; ++j) sums.set(thread * kWidth + j, ptx::bits_of(sum[j]));
       ptx::sync_block();
-      if (warp != 0 || c >= p.head_dim_v) continue;
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        for (int of = 1; of < kCombineWarps; ++of) {
-          const int at = (of * ptx::kWarpSize + ptx::lane_index()) * kWidth + j;
-          sum[j] += ptx::float_of(sums.get(at));
-        }
-        out[c + j] = rounded<T>(sum[j]);
-      }
+      if (thread >= kColumns || first + thread >= p.head_dim_v) continue;
+      float all = ptx::float_of(sums.get(thread));
+#pragma unroll 3
+      for (int warp = 1; warp < groups * kCombineWarps; ++warp)
+        all += ptx::float_of(sums.get(warp * kColumns + thread));
+      out[first + thread] = rounded<T>(all);
     }
   }
 
   // The first results are asked for before the weights are computed.
   template <int kWidth>
   TILEWISE_DEVICE void run() {
-    const float own = lse_of(0);
-    const auto parts = load<kWidth>(0, ptx::lane_index() * kWidth);
+    const float own = lse_of(own_splits());
+    const auto parts = load<kWidth>(own_splits(), ptx::lane_index() * kWidth);
     const float lse = merge(own, p.sinks != nullptr ? p.sinks[row.head] : kMinusInfinity);
     if (p.lse != nullptr && ptx::thread_index() == 0) row.write_lse(p, lse);
     write(own, parts);
   }
+
+  TILEWISE_DEVICE static int chain() { return ptx::warp_index() % kCombineWarps; }
+  // The first of the 32 that the group begins with.
+  TILEWISE_DEVICE static int32_t own_splits() {
+    return ptx::warp_index() / kCombineWarps * ptx::kWarpSize;
+  }
+  TILEWISE_DEVICE int32_t splits_at_once() const { return groups * ptx::kWarpSize; }
 };
 
 template <class Element, class Row>
-TILEWISE_KERNEL(kCombineThreads, 1)
+TILEWISE_KERNEL(kCombineGroups* kCombineThreads, 1)
 void combine(TILEWISE_PARAMETER ForwardParams params) {
   Combine<Element, Row> combine(params);
   // One block is left to wait: this kernel must not be complete before the main one.

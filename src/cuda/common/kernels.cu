@@ -12,8 +12,8 @@ namespace {
 
 template <class Element>
 constexpr TensorKernels kTensorKernels = {
-    {&combine<Element, SplitRow>, kCombineThreads, kCombineSharedBytes},
-    {&combine<Element, PartRow>, kCombineThreads, kCombineSharedBytes},
+    {&combine<Element, SplitRow>, kCombineThreads, 0},
+    {&combine<Element, PartRow>, kCombineThreads, 0},
     {&combine_by_warps<Element, SplitRow>, kCombineByWarpsThreads, 0},
     {&combine_by_warps<Element, SharedRow>, kCombineByWarpsThreads, 0},
     {&append<Element>, kAppendThreads, kAppendSharedBytes},

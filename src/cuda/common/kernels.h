@@ -21,10 +21,13 @@ struct TensorKernels {
   Kernel<DbiasParams> dbias;
   Kernel<DsinksParams> dsinks;
 
-  const Kernel<ForwardParams>& combine(const ForwardParams& p) const {
+  Kernel<ForwardParams> combine(const ForwardParams& p) const {
     if (p.shares.any()) return combine_shares;
-    if (p.parts.any()) return combine_parts;
-    return combines_by_warps(p) ? combine_splits_by_warps : combine_splits;
+    if (combines_by_warps(p)) return combine_splits_by_warps;
+    Kernel<ForwardParams> kernel = p.parts.any() ? combine_parts : combine_splits;
+    kernel.threads = combine_groups(p) * kCombineThreads;
+    kernel.shared_bytes = 2 * kCombineGroupsBytes + kernel.threads * 16;
+    return kernel;
   }
 };
 

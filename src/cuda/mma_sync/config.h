@@ -32,9 +32,7 @@ struct Config {
   static constexpr bool kDecodes = kCut_ == Cut::decode;
   static constexpr int kReaders = kReaders_;  // warps that share the keys (forward_readers.h)
   static_assert(kReaders == 1 || (kBoxes && kForward.warps == 1));
-  // Kernels of their own: where two blocks of them find room on a multiprocessor, and models are.
-  // (More blocks, not more warps of one, read float8.)
-  static constexpr bool kHasReaders = kBoxes && !kFloat8 && (kHeadDim == 64 || kHeadDim == 128);
+  static constexpr bool kHasReaders = kBoxes && has_readers(kHeadDim, Cached::kBytes);
   // Clusters merge key splits.
   static constexpr bool kMerges = Arch::kBoxCopy && kDecodes && !kGeneral;
   // Asks for the first keys of a sequence before it counts the parts of its batch.

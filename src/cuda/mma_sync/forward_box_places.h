@@ -7,9 +7,14 @@
 
 namespace tilewise::cuda::mma_sync {
 
+// Rows of the boxes that hold `left` keys, the last ones.
+TILEWISE_DEVICE int32_t rows_of_end(int32_t left) {
+  return (left + kRowsOfEndBox - 1) / kRowsOfEndBox * kRowsOfEndBox;
+}
+
 // Rows of a sequence follow each other: one box holds a tile. Its place is a row, and the index of
 // the sequence. The tile in which its keys end is of smaller boxes: what lies behind them is as
-// many bytes to read, half a tile on average.
+// many bytes to read, half a tile on average; the boxes behind them are not asked for.
 template <class C>
 class RowBoxes {
  public:
@@ -23,11 +28,12 @@ class RowBoxes {
         sequence_(uniform(static_cast<int32_t>(work.sequence.kv.slot))),
         keys_(work.tiles.keys) {}
 
-  // Calls expect(), and copy(first row in the tile, row, slot) for each box of `tile`, in one lane.
+  // Calls expect(rows), and copy(first row in the tile, row, slot) for each box of `tile`, in one
+  // lane.
   template <class Expect, class Copy>
   TILEWISE_DEVICE void visit(int32_t tile, const Expect& expect, const Copy& copy) const {
     if (ptx::lane_index() != 0) return;
-    expect();
+    expect(kKeys);
     copy(0, row_ + tile * kKeys, sequence_);
   }
 
@@ -36,13 +42,17 @@ class RowBoxes {
   template <class Expect, class Copy, class CopyEnd>
   TILEWISE_DEVICE void visit_first(int32_t tile, const Expect& expect, const Copy& copy,
                                    const CopyEnd& copy_end) const {
-    const int32_t left = keys_ - tile * kKeys;
-    if (left >= kKeys) return visit(tile, expect, copy);
+    const int32_t rows = rows_of_first(tile);
+    if (rows == kKeys) return visit(tile, expect, copy);
     if (ptx::lane_index() != 0) return;
-    expect();
+    expect(rows);
 #pragma unroll 1
-    for (int32_t begin = 0; begin < kKeys; begin += kRowsOfEndBox)
-      copy_end(begin, row_ + tile * kKeys + begin, begin < left ? sequence_ : kNowhere);
+    for (int32_t begin = 0; begin < rows; begin += kRowsOfEndBox)
+      copy_end(begin, row_ + tile * kKeys + begin, sequence_);
+  }
+  // What it asks for.
+  TILEWISE_DEVICE int32_t rows_of_first(int32_t tile) const {
+    return min(kKeys, rows_of_end(keys_ - tile * kKeys));
   }
 
   // Keys and values of `tile` have been asked for.
@@ -83,7 +93,7 @@ class PageBoxes {
   template <class Expect, class Copy>
   TILEWISE_DEVICE void visit(int32_t tile, const Expect& expect, const Copy& copy) const {
     if (!ptx::elect_one()) return;
-    expect();
+    expect(kKeys);
     const int32_t row = size_.remainder(tile * kKeys);  // 0 where pages are no larger than a tile
     uint32_t pages[kBoxes];
 #pragma unroll
@@ -98,19 +108,20 @@ class PageBoxes {
   template <class Expect, class Copy, class CopyEnd>
   TILEWISE_DEVICE void visit_first(int32_t tile, const Expect& expect, const Copy& copy,
                                    const CopyEnd& copy_end) const {
-    const int32_t left = keys_ - tile * kKeys;
-    if (left >= kKeys || box_rows_ <= kSmallPage) return visit(tile, expect, copy);
+    const int32_t rows = rows_of_first(tile);
+    if (rows == kKeys) return visit(tile, expect, copy);
     if (!ptx::elect_one()) return;
-    expect();
+    expect(rows);
     const int32_t row = size_.remainder(tile * kKeys);
-    ptx::SharedAddress from = shared_;
 #pragma unroll 1
-    for (int32_t page = 0; page < kKeys; page += box_rows_, from += 4) {
-      const auto index = static_cast<int32_t>(ptx::ld_shared_b32(from));
-#pragma unroll 1
-      for (int32_t begin = 0; begin < box_rows_; begin += kRowsOfEndBox)
-        copy_end(page + begin, row + begin, page + begin < left ? index : kNowhere);
+    for (int32_t begin = 0; begin < rows; begin += kRowsOfEndBox) {
+      const int32_t page = size_.quotient(begin);  // 0 where they are larger than a tile
+      const uint32_t index = ptx::ld_shared_b32(shared_ + static_cast<uint32_t>(page * 4));
+      copy_end(begin, row + begin - page * box_rows_, static_cast<int32_t>(index));
     }
+  }
+  TILEWISE_DEVICE int32_t rows_of_first(int32_t tile) const {
+    return box_rows_ <= kSmallPage ? kKeys : min(kKeys, rows_of_end(keys_ - tile * kKeys));
   }
 
   TILEWISE_DEVICE void pass(int32_t tile) {

@@ -92,6 +92,7 @@ class BoxFeed {
 
   // Before the first `arrive`: q has landed.
   TILEWISE_DEVICE void begin() const {
+    clear_behind_first();
     tile::wait<Arch, 0>();
     ptx::sync_warp();
   }
@@ -106,14 +107,7 @@ class BoxFeed {
   TILEWISE_DEVICE void clear_strangers(const BlockWork& work, int32_t tile) const {
     const int32_t begin = work.tiles.keys - tile * Tile::kRows;
     if (begin >= Tile::kRows) return;
-    const uint32_t zeros[4] = {0, 0, 0, 0};
-#pragma unroll 1
-    for (int panel = 0; panel < Tile::kPanels; ++panel) {
-      const ptx::SharedAddress to = at(slot_) + static_cast<uint32_t>(panel * Tile::kPanelBytes);
-#pragma unroll 1
-      for (int i = begin * 8 + ptx::lane_index(); i < Tile::kRows * 8; i += ptx::kWarpSize)
-        ptx::st_shared_v4_b32(to + static_cast<uint32_t>(i * 16), zeros);
-    }
+    clear_rows(slot_, begin, rows_of_end(begin));
     ptx::fence_proxy_async();  // the slot is filled again
     ptx::sync_warp();
   }
@@ -157,8 +151,29 @@ class BoxFeed {
     if (!keys) places_.pass(last_);
   }
 
+  // While the first tile is on its way: rows that nobody has asked for.
+  TILEWISE_DEVICE void clear_behind_first() const {
+    const int32_t rows = last_ < first_ ? Tile::kRows : places_.rows_of_first(last_);
+    if (rows == Tile::kRows) return;
+    clear_rows(0, rows, Tile::kRows);
+    clear_rows(1, rows, Tile::kRows);
+    ptx::fence_proxy_async();  // the slots are filled again
+  }
+  TILEWISE_DEVICE void clear_rows(int slot, int32_t begin, int32_t end) const {
+    const uint32_t zeros[4] = {0, 0, 0, 0};
+#pragma unroll 1
+    for (int i = begin * 8 + ptx::lane_index(); i < end * 8; i += ptx::kWarpSize) {
+#pragma unroll
+      for (int panel = 0; panel < Tile::kPanels; ++panel)
+        ptx::st_shared_v4_b32(at(slot) + static_cast<uint32_t>(panel * Tile::kPanelBytes + i * 16),
+                              zeros);
+    }
+  }
+
   TILEWISE_DEVICE auto expect(int slot) const {
-    return [this, slot] { ptx::mbarrier_arrive_expect_tx(barrier(slot), Tile::kBytes); };
+    return [this, slot](int32_t rows) {
+      ptx::mbarrier_arrive_expect_tx(barrier(slot), rows * (Tile::kBytes / Tile::kRows));
+    };
   }
   // Columns and rows that the tensor does not have arrive as 0.
   TILEWISE_DEVICE auto copy(const TensorMap& map, int slot) const {

@@ -59,7 +59,7 @@ class PartsMerge {
     float base[2];
     float sum[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) begin_row(place.row(0, h), base[h], sum[h]);
+    for (int h = 0; h < 2; ++h) begin_row(place, h, base[h], sum[h]);
     o.fill(0.0f);
 #pragma unroll 1
     for (int32_t first = 0;;) {
@@ -68,7 +68,7 @@ class PartsMerge {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         if (place.row(0, h) < work_.rows.count)
-          sum[h] += add_parts(o, h, row_in_ring(place, h, ring), count, base[h]);
+          sum[h] += add_parts(o, place, h, row_in_ring(place, h, ring), count, base[h]);
       }
       first += kPartsInRing;
       if (first >= work_.splits) break;
@@ -116,14 +116,15 @@ class PartsMerge {
     return ring.base + static_cast<uint32_t>(place.row(0, h) * kPartBytes);
   }
 
-  // The largest lse of row r, that of a sink among them, and the weight of the sink.
-  TILEWISE_DEVICE void begin_row(int32_t r, float& base, float& sum) const {
+  // The largest lse of row (0, h), that of a sink among them, and the weight of the sink.
+  TILEWISE_DEVICE void begin_row(const LanePlace& place, int h, float& base, float& sum) const {
+    const int32_t r = place.row(0, h);
     const bool exists = r < work_.rows.count;
     const float* const sinks = p_.problem.sinks;
     const float sink = exists && sinks != nullptr ? sinks[work_.head(r)] : kMinusInfinity;
     float highest = sink;
 #pragma unroll 1
-    for (int32_t split = ptx::lane_index() % 4; exists && split < work_.splits; split += 4)
+    for (int32_t split = place.lane_of_quad(); exists && split < work_.splits; split += 4)
       highest =
           max(highest,
               ptx::float_of(ptx::ld_global_b32(part(place_of(split)) + r * kPartBytes + kLseAt)));
@@ -133,8 +134,8 @@ class PartsMerge {
 
   // The sums of a row of `count` parts, weighed; returns what they weigh. A part that saw nothing
   // may have NaN.
-  TILEWISE_DEVICE static float add_parts(Outputs<C>& o, int h, ptx::SharedAddress row,
-                                         int32_t count, float base) {
+  TILEWISE_DEVICE static float add_parts(Outputs<C>& o, const LanePlace& place, int h,
+                                         ptx::SharedAddress row, int32_t count, float base) {
     float sum = 0.0f;
 #pragma unroll 1
     for (int32_t i = 0; i < count; ++i, row += kTileBytes) {
@@ -142,7 +143,7 @@ class PartsMerge {
       if (lse == kMinusInfinity) continue;
       const float weight = common::exponential(above(lse, base));
       sum += weight;
-      const ptx::SharedAddress own = row + static_cast<uint32_t>(ptx::lane_index() % 4 * 16);
+      const ptx::SharedAddress own = row + static_cast<uint32_t>(place.lane_of_quad() * 16);
 #pragma unroll
       for (int n = 0; n < C::kHeadDim / 8; n += 2) {
         uint32_t x[4];
