@@ -1,8 +1,9 @@
 """Decoding on a GPU: one query a sequence against key/value caches, beside cuDNN, FA-2 and FA-3.
 
-Ours attends to contiguous caches without and with cache_seqlens, to log-normal lengths, to pages of
-1, 16, 64 and 256 keys in random order, and to as many keys of float8; the peers are PyTorch's own,
-and FA-3 where it is installed, and take contiguous caches of bf16. With cuDNN's own front end
+Ours attends to contiguous caches without and with cache_seqlens, to lengths that end inside of a
+tile of keys, to log-normal ones, to pages of 1, 16, 64 and 256 keys in random order, and to as many
+keys of float8; the peers are PyTorch's own, and FA-3 where it is installed, and take contiguous
+caches of bf16. With cuDNN's own front end
 (nvidia-cudnn-frontend) cuDNN attends to these lengths and pages, too. All take turns, in a CUDA
 graph of many calls (the device's time of one) and call by call (with what a launch costs); caches
 are changed from call to call, so that none is in L2.
@@ -11,6 +12,7 @@ are changed from call to call, so that none is in L2.
   python bench/bench_gpu_decode.py --quick            the main points (under 40 seconds)
   python bench/bench_gpu_decode.py --points "B1 32/8" --points "S4096 16/1"
   python bench/bench_gpu_decode.py --time-limit 300 --json FILE
+  python bench/bench_gpu_decode.py --most-gb 1.1 --only lengths --only "cudnn lengths"
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from tilewise.cli.progress import Progress
 WRONG = 1e-2  # error of bf16 is 2e-3
 PEERS = ("cudnn", "fa2", "fa3", "sdpa", *cases.ALIKE)
 BARS = ("cudnn", "fa3")  # the best of them is the bar
+OURS = ("dense", "lengths", "inside", *cases.PAGE_BARS, *cases.FLOAT8, "uneven", "uneven page16")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -43,14 +46,36 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = gpu_arguments.parser(
         __doc__, quick="the main points, 5 rounds", on_cpu="without graphs"
     )
-    return gpu_arguments.parsed(parser, arguments)
+    parser.add_argument(
+        "--most-gb",
+        type=float,
+        default=math.inf,
+        metavar="GB",
+        help="only points whose keys and values are no more, the smallest first",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        choices=(*OURS, *PEERS),
+        metavar="NAME",
+        help=f"only these: {', '.join((*OURS, *PEERS))}; repeatable",
+    )
+    options = gpu_arguments.parsed(parser, arguments)
+    if not options.most_gb > 0:
+        parser.error(f"--most-gb is {options.most_gb:g}, must be more than 0")
+    return options
 
 
 def choose(options: argparse.Namespace) -> list[cases.Case]:
     """The points of this run."""
     if options.quick and not options.points:
-        return cases.main_cases()
-    return [c for c in cases.all_cases() if bench_gpu.matches(c.name, options.points)]
+        points = cases.main_cases()
+    else:
+        points = [c for c in cases.all_cases() if bench_gpu.matches(c.name, options.points)]
+    if options.most_gb == math.inf:
+        return points
+    return sorted((c for c in points if c.bytes <= options.most_gb * 1e9), key=lambda c: c.bytes)
 
 
 def graph_of(call: cases.Call, case: cases.Case) -> Callable[[], None]:
@@ -74,6 +99,8 @@ def measure(
     x = cases.draw(case, options.device)
     calls, errors, left_out, shares = {}, {}, {}, {}
     for who in cases.contestants(case, x):
+        if options.only and who.name not in options.only:
+            continue
         try:
             errors[who.name] = cases.error(case, x, who)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -147,7 +174,6 @@ def make_row(
     return row
 
 
-OURS = ("dense", "lengths", *cases.PAGE_BARS, *cases.FLOAT8, "uneven", "uneven page16")
 HEAD = ("point", *OURS, "cuDNN", *cases.ALIKE, "FA-2", "FA-3")
 
 

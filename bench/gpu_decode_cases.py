@@ -31,7 +31,11 @@ PAGE_BARS = {"page1": 1.15, "page16": 1.05, "page64": 1.05, "page256": 1.05}
 # Caches of float8_e4m3, half the bytes, and the contestant over as many keys of bf16.
 FLOAT8 = {"float8": "lengths", "float8 page16": "page16", "float8 page64": "page64"}
 # Peers with the lengths and the pages of ours.
-ALIKE = {f"cudnn {n}": n for n in ("lengths", "uneven", "page16", "page64", "uneven page16")}
+ALIKE = {
+    f"cudnn {n}": n for n in ("lengths", "inside", "uneven", "page16", "page64", "uneven page16")
+}
+# Full lengths are whole tiles of every kernel; those of requests end anywhere in one.
+BEHIND_INSIDE = 24  # keys that the lengths of "inside" leave
 
 aten = torch.ops.aten
 
@@ -91,6 +95,7 @@ class Inputs:
     caches: list[tuple[Tensor, Tensor]]
     float8: list[tuple[Tensor, Tensor]]  # the same, rounded
     full: Tensor  # lengths: all keys
+    inside: Tensor  # all but a few, so that they end inside of a tile
     uneven: Tensor  # log-normal, as those of requests are
     tables: dict[int, Tensor]  # by page size: pages in any order
 
@@ -117,7 +122,8 @@ def draw(case: Case, device: str) -> Inputs:
         normal(case.batch, 1, case.heads, HEAD_DIM),
         caches,
         [(k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)) for k, v in caches],
-        torch.full((case.batch,), case.keys, device=device, dtype=torch.int32),
+        full := torch.full((case.batch,), case.keys, device=device, dtype=torch.int32),
+        full - BEHIND_INSIDE,
         lengths.int(),
         tables,
     )
@@ -156,6 +162,7 @@ def contestants(case: Case, x: Inputs) -> Iterator[Contestant]:
 
     yield Contestant("dense", lambda copy: tilewise.attention(x.q, *x.caches[copy]), x.full)
     yield Contestant("lengths", ours(x.full), x.full)
+    yield Contestant("inside", ours(x.inside), x.inside)
     for size in PAGES:
         yield Contestant(f"page{size}", ours(x.full, size), x.full, size)
     for name, size in zip(FLOAT8, (0, 16, 64), strict=True):
@@ -172,7 +179,7 @@ def contestants(case: Case, x: Inputs) -> Iterator[Contestant]:
             for name, of in ALIKE.items():
                 if case.batch == 1 and "uneven" in of:
                     continue
-                lengths = x.uneven if "uneven" in of else x.full
+                lengths = {"uneven": x.uneven, "inside": x.inside}.get(of.split()[0], x.full)
                 size = int(of.partition("page")[2] or 0)
                 yield Contestant(name, _cudnn_alike(x, lengths, size), lengths, size)
         if fa3_installed():

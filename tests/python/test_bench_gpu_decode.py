@@ -101,7 +101,15 @@ def test_arguments_and_points():
     options = bench_gpu_decode.parse(["--points", "B1 16/1", "--points", "S4096 32/32"])
     names = [c.name for c in bench_gpu_decode.choose(options)]
     assert "B1 S1024 16/1" in names and "B64 S4096 32/32" in names and "B1 S1024 32/8" not in names
-    for wrong in (["--rounds", "0"], ["--time-limit", "-1"]):
+    small = bench_gpu_decode.choose(bench_gpu_decode.parse(["--most-gb", "0.01"]))
+    assert 0 < len(small) < len(cases.all_cases())
+    assert [c.bytes for c in small] == sorted(c.bytes for c in small) and small[-1].bytes <= 1e7
+    for wrong in (
+        ["--rounds", "0"],
+        ["--time-limit", "-1"],
+        ["--most-gb", "0"],
+        ["--only", "nobody"],
+    ):
         with pytest.raises(SystemExit):
             bench_gpu_decode.parse(wrong)
 
@@ -116,8 +124,8 @@ def test_everybody_attends_to_the_same_keys(small):
     case = cases.main_cases()[0]
     x = cases.draw(case, "cpu")
     found = {who.name: cases.error(case, x, who) for who in cases.contestants(case, x)}
-    ours = {"dense", "lengths", *cases.PAGE_BARS, *cases.FLOAT8, "uneven", "uneven page16"}
-    assert ours | {"sdpa"} == set(found)
+    assert {*bench_gpu_decode.OURS, "sdpa"} == set(found)
+    assert int(x.inside[0]) % 16 and int(x.inside[0]) < case.keys
     assert max(found.values()) < bench_gpu_decode.WRONG
 
 
@@ -130,6 +138,14 @@ def test_a_run_on_the_cpu(small, tmp_path, capsys):
     assert found["rows"][0]["of_contiguous"].keys() == cases.PAGE_BARS.keys()
     assert found["rows"][0]["of_bf16"].keys() == cases.FLOAT8.keys()
     assert "page256" in capsys.readouterr().out
+
+
+def test_only_those_who_are_asked_for(small, tmp_path):
+    path = tmp_path / "results.json"
+    arguments = ["--quick", "--device", "cpu", "--rounds", "1", "--json", str(path)]
+    assert bench_gpu_decode.main([*arguments, "--only", "inside", "--only", "sdpa"]) == 0
+    (found,) = json.loads(path.read_text())["rows"]
+    assert found["eager_us"].keys() == {"inside", "sdpa"} == found["errors"].keys()
 
 
 def test_what_is_out_of_time_is_listed(small, capsys):
