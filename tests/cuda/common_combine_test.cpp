@@ -80,10 +80,12 @@ int64_t written(const Call<T>& call) {
 }
 
 TYPED_TEST(CommonCombine, IsTheSoftmaxOfAllSplits) {
-  for (uint32_t seed = 0; seed < 120; ++seed) {
-    Call<TypeParam> call(seed, {30, 10, 140, 3});
+  int32_t of_groups = 0;  // problems whose rows have several groups of warps
+  for (uint32_t seed = 0; seed < 160; ++seed) {
+    Call<TypeParam> call(
+        seed, seed % 4 == 3 ? cuda_test::Limits{3, 10, 140, 3} : cuda_test::Limits{30, 10, 140, 3});
     const tilewise::Problem& p = call.p;
-    const int32_t splits = call.random.template pick<int32_t>({2, 3, 7, 32, 33, 80});
+    const int32_t splits = call.random.template pick<int32_t>({2, 3, 7, 32, 33, 80, 128, 200});
     const int64_t all = tilewise::cuda::total_rows(p) * p.heads_q;  // of a split
     const bool empty_rows = call.random.coin();
     Partials partials(call.random, splits * all, p.head_dim_v,
@@ -101,7 +103,9 @@ TYPED_TEST(CommonCombine, IsTheSoftmaxOfAllSplits) {
       tilewise::cuda::launch(kernels.combine_splits_by_warps,
                              tilewise::ceil_div(rows, common::kRowsOfCombine), nullptr, params);
     else
-      tilewise::cuda::launch(kernels.combine_splits, rows, nullptr, params);
+      tilewise::cuda::launch(kernels.combine(params), common::combine_blocks(params), nullptr,
+                             params);
+    if (common::combine_groups(params) > 1) ++of_groups;
     int64_t used = 0;
     for (int64_t b = 0; b < p.batch; ++b) {
       const Sequence s = tilewise::sequence_of(p, b);
@@ -120,6 +124,7 @@ TYPED_TEST(CommonCombine, IsTheSoftmaxOfAllSplits) {
     ASSERT_EQ(written(call), used * p.heads_q * p.head_dim_v) << "seed " << seed;
     if (testing::Test::HasFatalFailure()) FAIL() << "seed " << seed;
   }
+  ASSERT_GT(of_groups, 10);
 }
 
 // The rows of shared works get the softmax of their parts, those of the works before none.

@@ -21,6 +21,8 @@ struct TensorKernels {
   Kernel<DbiasParams> dbias;
   Kernel<DsinksParams> dsinks;
 
+  // The one that a launch takes, with the threads that its rows have: those of parts and of splits
+  // are not complete without.
   Kernel<ForwardParams> combine(const ForwardParams& p) const {
     if (p.shares.any()) return combine_shares;
     if (combines_by_warps(p)) return combine_splits_by_warps;
