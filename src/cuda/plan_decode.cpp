@@ -150,7 +150,7 @@ bool has_room_for_readers(const Plan& plan, const Gpu& gpu) {
 // Few tiles: what a second kernel costs is most of their time. Eight clusters are too many: those
 // of the next call find no places beside them. (H200, us, a second kernel and this, full lengths
 // that are known, that are not, and log-normal: B2 with 2k keys and 16/1 heads 7.0, 8.3, 9.3
-// -> 5.9, 6.0, 6.4, with 8k 11.1, 12.2, 10.2 -> 8.6, 8.9, 7.4, B6 with 8k 12.7, 14.1, 13.2 -> 10.8,
+// -> 5.6, 6.0, 6.5, with 8k 11.1, 12.2, 10.2 -> 8.6, 8.9, 7.4, B6 with 8k 12.7, 14.1, 13.2 -> 10.8,
 // 11.2, 8.9, B1 with 4k 7.7 -> 6.7; eight, B1 with 8k and 32/8 12.3 -> 16.2.)
 bool reads_in_large_clusters(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   if (!reads_boxes(plan) || p.num_splits > 0 || p.batch_invariant != 0 || blocks == 0 ||
@@ -279,7 +279,7 @@ NextStart next_start(const Plan& plan, const Gpu& gpu) {
 // -> 95.4, B32 with 8k and 16/1 40.1 -> 53.1; 1024, B64 with 4k 42.5 -> 43.5; but 768, B48 with 4k
 // 35.5 -> 34.7, and 256, B8 with 8k and 32/8 68.0 -> 67.6, B4 with 8k and 64/8 38.7 -> 38.4. Blocks
 // that are alone, of few tiles: B4 with 16k and 16/1 15.3 -> 14.9, log-normal 13.2 -> 12.4, but B2
-// with 32k, which has 16 warps a row, 16.2 -> 17.1.)
+// with 32k, which has 16 warps a row, 16.2 -> 17.1, log-normal 9.9 -> 9.3.)
 NextStart next_start_of_merge(const Problem& p, const Plan& plan, const Gpu& gpu) {
   const int64_t rows = plan.tiles * packed_rows(p, plan);
   const bool fits = plan.alone ? has_few_tiles(gpu, plan.tiles) && rows > common::kMostRowsOfGroups
