@@ -192,7 +192,7 @@ bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blo
 // but B96 37.8 -> 38.6, B16 with 1k 25.8 -> 26.0, in pages of 16 with 8k 182.1 -> 186.6; H200, B16
 // with 8k 122.8 -> 128.8.)
 int32_t choose_readers(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
-  if (reads_in_large_clusters(p, plan, gpu, blocks)) return kMostReaders;
+  if (plan.large_clusters) return kMostReaders;
   if (!plan.alone) return 1;
   const int64_t share = packed_rows(p, plan) <= 4 ? 35 : 31;  // of what its clock and bus say
   const int64_t splits = gpu.multiprocessors / blocks;
@@ -208,13 +208,24 @@ int32_t choose_readers(const Problem& p, const Plan& plan, const Gpu& gpu, int64
 // all multiprocessors, over those twice that have nothing to do: B96 with 2k keys and 16/1 heads
 // 33.1, 29.7, 29.1 us, B13 with 2k and 32/8 33.7, 30.8, 29.9; at the end B12 with 8k 104.7, 95.9,
 // 100.1, B15 117.4 where, early, the two are 124.9 and 123.7; but log-normal B13 with 2k, early and
-// at the end, 14.2 and 15.2.)
+// at the end, 14.2 and 15.2.) Where multiprocessors have room for two, the second ones of a few of
+// them had better not be those of a few GPCs. (H200, as they come and spread, full and log-normal
+// lengths: B24 with 2k keys 51.0, 29.2 -> 50.8, 27.8 us, with 4k 99.1, 30.9 -> 94.5, 30.9, with 8k
+// 193.2, 73.0 -> 183.0, 72.9, in pages of 16 193.0, 75.1 -> 189.7, 76.0, B6 with 4k and 32/32 heads
+// 98.7, 32.0 -> 93.7, 31.6; but B24 with 1k 28.1, 16.9 -> 28.2, 17.0, in pages of 16 28.6 -> 29.1.)
 Spread spread_parts(const Plan& plan, const Gpu& gpu, int64_t tiles) {
   constexpr int64_t kLong = 64;  // tiles
+  constexpr int64_t kLongOfTwo = 32;
   const EqualParts& parts = plan.parts;
-  if (!parts.any() || parts.long_first() || !plan.alone) return {};
+  if (!parts.any() || parts.long_first()) return {};
   const int64_t all = gpu.multiprocessors;
   const int64_t works = int64_t{plan.tiles} * parts.alike;
+  if (!plan.alone) {
+    const int64_t second = works - all;
+    const bool some = second > 0 && second * 16 <= all * 15;
+    if (tiles < kLongOfTwo || !some || plan.blocks < 2 * all) return {};
+    return {static_cast<int32_t>(second), static_cast<int32_t>(all), static_cast<int32_t>(all)};
+  }
   const int64_t places = tiles >= kLong ? all : 2 * all - works;
   if (works * 16 > all * 15 || places > plan.blocks) return {};
   return {static_cast<int32_t>(works), static_cast<int32_t>(places)};
@@ -223,10 +234,9 @@ Spread spread_parts(const Plan& plan, const Gpu& gpu, int64_t tiles) {
 // Decoding by boxes: two blocks a multiprocessor read as fast as four, with half as many partial
 // results (B1 with 32k keys: 38.0 -> 36.3 us), and one is not far behind. So do the blocks of small
 // clusters, and of larger ones there is room for one.
-int64_t choose_splits_of_boxes(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks,
+int64_t choose_splits_of_boxes(const Plan& plan, const Gpu& gpu, int64_t blocks,
                                int64_t key_tiles) {
-  if (reads_in_large_clusters(p, plan, gpu, blocks))
-    return ceil_div(key_tiles, ceil_div(key_tiles, most_merged_splits(gpu)));
+  if (plan.large_clusters) return ceil_div(key_tiles, ceil_div(key_tiles, most_merged_splits(gpu)));
   const int64_t all = gpu.multiprocessors;
   int64_t readers = readers_of_multiprocessor(plan, gpu, blocks, key_tiles);
   if (blocks * 2 > all * readers) return 1;
@@ -279,11 +289,18 @@ NextStart next_start(const Plan& plan, const Gpu& gpu) {
 // -> 95.4, B32 with 8k and 16/1 40.1 -> 53.1; 1024, B64 with 4k 42.5 -> 43.5; but 768, B48 with 4k
 // 35.5 -> 34.7, and 256, B8 with 8k and 32/8 68.0 -> 67.6, B4 with 8k and 64/8 38.7 -> 38.4. Blocks
 // that are alone, of few tiles: B4 with 16k and 16/1 15.3 -> 14.9, log-normal 13.2 -> 12.4, but B2
-// with 32k, which has 16 warps a row, 16.2 -> 17.1, log-normal 9.9 -> 9.3.)
+// with 32k, which has 16 warps a row, 16.2 -> 17.1, log-normal 9.9 -> 9.3. More rows where all that
+// is read is little: B24 with 8k and 16/1 32.8, 17.4 -> 32.8, 16.7, B6 with 4k and 64/8 31.4, 14.2
+// -> 31.2, 13.8, B48 with 4k and 16/1 34.9, 17.8 -> 34.3, 17.1; but B24 with 16k 55.3, 23.2
+// -> 56.0, 22.7, B48 with 8k 57.4, 25.1 -> 62.0, 24.2, B32 with 16k 70.6 -> 94.1.)
 NextStart next_start_of_merge(const Problem& p, const Plan& plan, const Gpu& gpu) {
+  constexpr int64_t kLittle = 24;  // tiles of keys of a multiprocessor
+  const int64_t all = gpu.multiprocessors;
   const int64_t rows = plan.tiles * packed_rows(p, plan);
-  const bool fits = plan.alone ? has_few_tiles(gpu, plan.tiles) && rows > common::kMostRowsOfGroups
-                               : rows <= int64_t{2} * gpu.multiprocessors;
+  const int64_t tiles = plan.tiles * ceil_div(most_keys(p), int64_t{plan.tile_k});
+  const bool few = rows <= 2 * all || (rows <= 6 * all && tiles <= kLittle * all);
+  const bool fits =
+      plan.alone ? has_few_tiles(gpu, plan.tiles) && rows > common::kMostRowsOfGroups : few;
   const bool early = leaves_results(plan) && decodes(plan) && plan.second == nullptr && fits;
   return early ? NextStart::after_first_keys : NextStart::at_end;
 }

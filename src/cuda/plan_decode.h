@@ -50,8 +50,7 @@ int32_t choose_readers(const Problem& p, const Plan& plan, const Gpu& gpu, int64
 Spread spread_parts(const Plan& plan, const Gpu& gpu, int64_t tiles);
 
 // Splits of as many key tiles each.
-int64_t choose_splits_of_boxes(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks,
-                               int64_t key_tiles);
+int64_t choose_splits_of_boxes(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t key_tiles);
 
 // When the launch after a main kernel may begin, and that after a second one which merges its
 // results. The plan is complete but for this.

@@ -61,8 +61,7 @@ int64_t choose_splits(const Problem& p, const Plan& plan, const Gpu& gpu, int64_
   if (blocks == 0 || blocks * 5 >= slots * 4) return 1;
   const int64_t rows = ceil_div(tile.rows, plan.pack);
   const int64_t key_tiles = ceil_div(keys_of_tile(p, min(rows, most_rows(p))), tile.keys);
-  if (has_boxes(unit) && key_tiles > 0)
-    return choose_splits_of_boxes(p, plan, gpu, blocks, key_tiles);
+  if (has_boxes(unit) && key_tiles > 0) return choose_splits_of_boxes(plan, gpu, blocks, key_tiles);
   const bool whole_tiles = most_rows(p) * plan.pack > tile.rows;
   const int64_t least = ceil_div(whole_tiles ? kKeysOfSplitOfTile : keys_of_split(unit), tile.keys);
   const int64_t most = min(kMostSplits, key_tiles / least);
@@ -142,8 +141,13 @@ bool has_long_first(const Problem& p, const Plan& plan, int64_t blocks, int64_t 
 // are alone, there is room for one more on each multiprocessor: of a larger grid the hardware gives
 // some of them a part too many, and others none (H200: B16 with 8k keys 124 -> 130 us, B32 with 4k
 // 122 -> 134), and blocks without a part come last (H100, two more and one: B48 with 1k keys 74.9
-// -> 72.2 us, with 2k 140.3 -> 137.7, log-normal 53.6 -> 52.1).
+// -> 72.2 us, with 2k 140.3 -> 137.7, log-normal 53.6 -> 52.1). Of few long sequences of many heads
+// these are too few to cut all that are too long (H200, room for 4 and for 8 parts more than
+// sequences, full and log-normal lengths: B16 with 4k and 32/32 heads 246.3, 99.7 -> 245.4, 82.8;
+// but with 2k 125.3, 45.3 -> 125.3, 46.1, and B12, of fewer tiles, with 4k 185.1 -> 185.8, B8 124.3
+// -> 134.4).
 EqualParts equal_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
+  constexpr int64_t kLeastOthers = 8;
   int64_t keys = 0;
   if (!checked_mul(p.batch, max<int64_t>(1, most_keys(p)), &keys) || keys > 1 << 30 ||
       blocks > INT32_MAX / (8 * kDecodeRows))
@@ -158,6 +162,7 @@ EqualParts equal_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64
     most = ((ceil_div(blocks, all) + 1) * all - 1) / heads;
   }
   EqualParts parts;
+  if (blocks > 3 * all && tiles > EqualParts::kShort) most = max(most, p.batch + kLeastOthers);
   most = clamp(most, plan.splits * p.batch, tiles * p.batch);
   if (merges) most = min(most, p.batch + PartArrivals::kMost - 1);
   parts.most = static_cast<int32_t>(most);
@@ -303,6 +308,7 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Invento
   if (!plan.can_be_launched()) return plan;
   plan.order = choose_order(p, gpu, plan.tile_q, plan.pack);
   plan.alone = reads_alone(p, plan, gpu, blocks);
+  plan.large_clusters = reads_in_large_clusters(p, plan, gpu, blocks);
   plan.readers = choose_readers(p, plan, gpu, blocks);
   plan.shares = share_last_round(p, plan, gpu, blocks);
   if (!plan.shares.any()) split(plan, p, gpu, blocks);

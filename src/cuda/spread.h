@@ -8,20 +8,22 @@
 namespace tilewise::cuda {
 
 // Which works the blocks of a grid have, of which not all have one: where lengths are alike the
-// first `works` of `places` do, and all of those run at once. The hardware deals a grid out to one
-// GPC after the other, and one of which all multiprocessors read is slower for it (H200, 96 of 132
-// blocks with work, by their times: 68 us in the GPC that was dealt few of them, 111 in the others,
-// 93 in all when they are spread).
+// first `works` of `places`, behind `first` blocks that all have one, and all of those run at once.
+// The hardware deals a grid out to one GPC after the other, and one of which all multiprocessors
+// read is slower for it (H200, 96 of 132 blocks with work, by their times: 68 us in the GPC that
+// was dealt few of them, 111 in the others, 93 in all when they are spread).
 struct Spread {
   int32_t works = 0;   // 0: as they come
   Divisor places = 1;  // blocks
+  int32_t first = 0;   // blocks before them
 
   TILEWISE_FN constexpr bool any() const { return works != 0; }
   TILEWISE_FN constexpr int32_t work_of(int32_t block) const {
-    if (!any() || block >= places) return block;
-    const int32_t before = places.quotient(block * works);
-    const bool is_one = places.quotient((block + 1) * works) > before;
-    return is_one ? before : works + block - before;
+    const int32_t place = block - first;
+    if (!any() || place < 0 || place >= places) return block;
+    const int32_t before = places.quotient(place * works);
+    const bool is_one = places.quotient((place + 1) * works) > before;
+    return first + (is_one ? before : works + place - before);
   }
 };
 
