@@ -30,15 +30,15 @@ struct Plan {
   int32_t pack = 1;    // query heads in one tile
   int64_t splits = 1;  // the most that a sequence has by `rule`
   SplitRule rule;
-  EqualParts parts;             // of a batch, instead of splits
-  Shares shares;                // works of the last round
-  bool merges_parts = false;    // the main kernel does; else a second one
-  int32_t cluster = 1;          // blocks of the main kernel that merge their splits themselves
-  bool alone = false;           // a block on its multiprocessor
-  bool large_clusters = false;  // of blocks of readers, one for each tile
-  int32_t readers = 1;          // warps of a block that share the keys of its tile
-  Spread spread;                // of the blocks of parts
-  int32_t pitch = 0;            // of the results of splits (params.h)
+  EqualParts parts;           // of a batch, instead of splits
+  Shares shares;              // works of the last round
+  bool merges_parts = false;  // the main kernel does; else a second one
+  int32_t cluster = 1;        // blocks of the main kernel that merge their splits themselves
+  bool alone = false;         // a block on its multiprocessor
+  int32_t clusters = 0;       // blocks of a cluster for each tile, at most; 0: see `cluster`
+  int32_t readers = 1;        // warps of a block that share the keys of its tile
+  Spread spread;              // of the blocks of parts
+  int32_t pitch = 0;          // of the results of splits (params.h)
   NextStart next = NextStart::at_end;           // the launch after the main kernel
   NextStart next_of_merge = NextStart::at_end;  // after the one that merges its results
   int64_t workspace_bytes = 0;

@@ -37,9 +37,9 @@ bool are_better_merged(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t
 // Blocks of a multiprocessor that read as fast as more of them.
 int64_t readers_of_multiprocessor(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t tiles);
 
-// Whether the keys of each tile are shared by a cluster as large as there are, of blocks of two
-// readers.
-bool reads_in_large_clusters(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks);
+// As many blocks as a cluster for each tile is better to have than parts or a second kernel, those
+// of boxes with two readers; 0: it is not.
+int32_t choose_clusters(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks);
 
 // Whether blocks are alone on their multiprocessors, and how many warps of one then share the keys
 // of its tile.

@@ -182,7 +182,7 @@ bool are_better_cut_alike(const Problem& p, const Plan& plan, const Gpu& gpu, in
                           int64_t splits) {
   const int64_t tiles = ceil_div(most_keys(p), int64_t{plan.tile_k});
   if (!can_merge(plan)) return false;
-  return are_few_cut_alike(gpu, blocks, tiles) ||
+  return plan.clusters > 0 || are_few_cut_alike(gpu, blocks, tiles) ||
          (ceil_div(tiles, splits) <= few_tiles(plan, gpu, blocks * splits) &&
           are_better_merged(plan, gpu, blocks, splits, tiles));
 }
@@ -230,6 +230,7 @@ bool tiles_grow_evenly(const Problem& p, int64_t rows_of_tile) {
 
 // Whether the blocks of the splits of a tile become a cluster, which merges them.
 bool merges_splits(const Problem& p, const Plan& plan, const Gpu& gpu) {
+  if (plan.clusters > 0) return plan.splits > 1;
   return can_merge(plan) && !plan.parts.any() &&
          are_better_merged(plan, gpu, plan.blocks / plan.splits, plan.splits,
                            ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k));
@@ -308,7 +309,7 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Invento
   if (!plan.can_be_launched()) return plan;
   plan.order = choose_order(p, gpu, plan.tile_q, plan.pack);
   plan.alone = reads_alone(p, plan, gpu, blocks);
-  plan.large_clusters = reads_in_large_clusters(p, plan, gpu, blocks);
+  plan.clusters = choose_clusters(p, plan, gpu, blocks);
   plan.readers = choose_readers(p, plan, gpu, blocks);
   plan.shares = share_last_round(p, plan, gpu, blocks);
   if (!plan.shares.any()) split(plan, p, gpu, blocks);

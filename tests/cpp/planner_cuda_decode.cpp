@@ -150,13 +150,19 @@ TEST(PlannerCudaDecode, PartsAreSpreadOverTheGrid) {
   EXPECT_EQ(spread(12, 8192, 32, 8).places, all);
   EXPECT_EQ(spread(96, 2048, 16, 1).works, 96);
   EXPECT_EQ(spread(96, 2048, 16, 1).places, 2 * all - 96);
-  EXPECT_FALSE(spread(16, 8192, 32, 8).any());  // nearly as many as multiprocessors
-  EXPECT_FALSE(spread(8, 8192, 32, 8).any());   // two blocks a multiprocessor
+  EXPECT_FALSE(spread(16, 8192, 32, 8).any());          // nearly as many as multiprocessors
+  EXPECT_FALSE(spread(8, 8192, 32, 8).any());           // two blocks a multiprocessor
+  EXPECT_EQ(spread(24, 4096, 32, 8).works, 192 - all);  // the second blocks of multiprocessors
+  EXPECT_EQ(spread(24, 4096, 32, 8).places, all);
+  EXPECT_EQ(spread(24, 4096, 32, 8).first, all);
+  EXPECT_FALSE(spread(24, 1024, 32, 8).any());  // short ones
+  EXPECT_FALSE(spread(32, 4096, 32, 8).any());  // nearly all have two
   EXPECT_FALSE(decode(12, 8192, 32, 8).spread.any());
   EXPECT_EQ(cuda::Spread{}.work_of(7), 7);
-  for (const cuda::Spread& s : {spread(12, 8192, 32, 8), spread(96, 2048, 16, 1),
-                                spread(72, 2048, 16, 1), cuda::Spread{1, 5}}) {
-    const int32_t blocks = s.places + 3;
+  for (const cuda::Spread& s :
+       {spread(12, 8192, 32, 8), spread(96, 2048, 16, 1), spread(72, 2048, 16, 1),
+        spread(24, 4096, 32, 8), spread(6, 4096, 32, 32), cuda::Spread{1, 5}}) {
+    const int32_t blocks = s.first + s.places + 3;
     std::vector<int32_t> taken(static_cast<std::size_t>(blocks));
     for (int32_t block = 0; block < blocks; ++block) {
       const int32_t work = s.work_of(block);
@@ -164,34 +170,66 @@ TEST(PlannerCudaDecode, PartsAreSpreadOverTheGrid) {
       ASSERT_LT(work, blocks);
       ++taken[static_cast<std::size_t>(work)];
       // At every place as many have come as should have.
-      if (work < s.works) {
-        EXPECT_EQ(work, block * s.works / s.places);
+      if (block < s.first) {
+        EXPECT_EQ(work, block);
+      } else if (work < s.first + s.works) {
+        EXPECT_EQ(work - s.first, (block - s.first) * s.works / s.places);
       }
     }
     EXPECT_EQ(taken, std::vector<int32_t>(static_cast<std::size_t>(blocks), 1));
   }
 }
 
+// How sm_90 decodes from pages of any size.
+cuda::Plan of_pages(int64_t batch, int64_t keys, int64_t page, int64_t heads = 32,
+                    int64_t heads_kv = 8, const int32_t* lengths = nullptr) {
+  Problem p = paged(TILEWISE_BFLOAT16, page);
+  p.batch = batch;
+  p.heads_q = heads;
+  p.heads_kv = heads_kv;
+  p.block_table_width = p.block_table_stride = keys / page;
+  p.pages = batch * p.block_table_width;
+  p.seqused_k = lengths;
+  const cuda::Plan plan = forward(p, gpu_with(90));
+  EXPECT_EQ(plan.form, page < 16 ? Form::paged : Form::paged_boxes);
+  return plan;
+}
+
 // Small pages: more blocks read long sequences, where they find room.
 TEST(PlannerCudaDecode, SmallPagesHaveMoreReaders) {
-  const auto splits = [](int64_t batch, int64_t keys, int64_t page) {
-    Problem p = paged(TILEWISE_BFLOAT16, page);
-    p.batch = batch;
-    p.block_table_width = p.block_table_stride = keys / page;
-    p.pages = batch * p.block_table_width;
-    p.heads_q = 32;
-    const cuda::Plan plan = forward(p, gpu_with(90));
-    EXPECT_EQ(plan.form, page < 16 ? cuda::Form::paged : cuda::Form::paged_boxes);
-    return plan.splits;
-  };
+  const auto splits = [](auto... of) { return of_pages(of...).splits; };
   EXPECT_EQ(splits(16, 8192, 1), 4);
   EXPECT_EQ(splits(16, 8192, 16), 1);  // alone
   EXPECT_EQ(splits(16, 1024, 1), 2);
-  EXPECT_EQ(splits(24, 8192, 1), 1);
+  EXPECT_EQ(splits(24, 8192, 1), 2);
+  EXPECT_EQ(splits(24, 2048, 1), 1);
+  EXPECT_EQ(splits(1, 131072, 1, 16, 1), 256);
+  EXPECT_EQ(splits(1, 131072, 16, 16, 1), 128);
   EXPECT_EQ(splits(8, 2048, 1), splits(8, 2048, 16));
   EXPECT_EQ(splits(2, 8192, 1), splits(2, 8192, 16));
   EXPECT_EQ(splits(1, 8192, 1), 32);  // no cluster of blocks that are alone with many tiles
   EXPECT_EQ(splits(1, 8192, 16), 16);
+}
+
+// Small pages of few tiles, and of nearly as many as multiprocessors, are merged by clusters.
+TEST(PlannerCudaDecode, SmallPagesAreMergedByClusters) {
+  for (const int32_t* lengths : {static_cast<const int32_t*>(nullptr), &kSomeLengths}) {
+    const auto planned = [lengths](int64_t batch, int64_t keys, int64_t heads, int64_t heads_kv) {
+      const cuda::Plan plan = of_pages(batch, keys, 1, heads, heads_kv, lengths);
+      EXPECT_EQ(plan.readers, 1);
+      EXPECT_TRUE(plan.cluster == 1 || !plan.parts.any());
+      return plan;
+    };
+    for (const int64_t batch : {4, 12, 16}) EXPECT_EQ(planned(batch, 2048, 16, 1).cluster, 16);
+    EXPECT_EQ(planned(2, 2048, 32, 8).cluster, 16);
+    EXPECT_LT(planned(24, 2048, 16, 1).cluster, 16);  // more than two blocks a multiprocessor
+    EXPECT_EQ(planned(4, 4096, 16, 1).cluster == 16, lengths != nullptr);
+    EXPECT_LT(planned(4, 8192, 16, 1).cluster, 16);  // more than a few tiles each
+    for (const int64_t keys : {1024, 2048, 4096}) EXPECT_EQ(planned(12, keys, 32, 8).cluster, 4);
+    EXPECT_EQ(planned(64, 4096, 16, 1).cluster, 4);
+    EXPECT_EQ(planned(12, 8192, 32, 8).cluster, 1);
+    EXPECT_NE(planned(14, 2048, 32, 8).cluster, 4);  // more than three blocks a multiprocessor
+  }
 }
 
 // The same of lengths that only the GPU knows.
@@ -200,6 +238,15 @@ cuda::Plan uneven_decode(int64_t batch, int64_t keys = 8192, int64_t heads = 32,
   return decode(batch, keys, heads, heads_kv, &kSomeLengths, pages);
 }
 EqualParts parts_of_decode(int64_t batch) { return uneven_decode(batch).parts; }
+
+// Few long sequences of many heads have parts to spare, to cut all that are too long.
+TEST(PlannerCudaDecode, FewLongSequencesHavePartsToSpare) {
+  const auto most = [](auto... of) { return uneven_decode(of...).parts.most; };
+  EXPECT_EQ(most(16, 4096, 32, 32), 16 + 8);
+  EXPECT_EQ(most(16, 2048, 32, 32), 20);     // of as many turns and one more
+  EXPECT_EQ(most(12, 4096, 32, 32), 16);     // of fewer turns
+  EXPECT_GT(most(64, 4096, 32, 8), 64 + 8);  // more sequences have more to spare
+}
 
 // By the last block where tiles are nearly as many as multiprocessors, or more, of more than four
 // rows where they are nearly half as many, and where blocks are alone; but a pair of blocks merges
@@ -307,6 +354,8 @@ TEST(PlannerCudaDecode, TheNextLaunchComesWhereThereIsRoom) {
   EXPECT_TRUE(leaves_results(planned(1, 131072, 32, 8, false)));
   EXPECT_EQ(next(1, 131072, 32, 8, false), NextStart::after_first_keys);
   EXPECT_EQ(planned(2, 16384, 16, 1, false).next_of_merge, NextStart::after_first_keys);
+  EXPECT_EQ(planned(24, 8192, 16, 1, true).next_of_merge, NextStart::after_first_keys);
+  EXPECT_EQ(planned(24, 16384, 16, 1, true).next_of_merge, NextStart::at_end);
   const cuda::Plan alone = planned(8, 16384, 32, 8, true);
   EXPECT_TRUE(alone.alone && leaves_results(alone));
   EXPECT_EQ(alone.next_of_merge, NextStart::at_end);

@@ -1,0 +1,157 @@
+"""How decoding is cut for a GPU: who shares keys, who merges, which blocks have what; against the
+oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import capi
+import devices
+from cases import Built, Case, check
+from test_decode import DTYPES, check_repeats, multiprocessors
+
+pytestmark = pytest.mark.abi
+
+
+def shared(seed: int) -> Case:
+    """Most multiprocessors have a tile: of unknown lengths, with keys for one reader or two or none
+    among them, or of all keys.
+    """
+    r = np.random.default_rng(seed)
+    batch = 4 if devices.current().name == "emulator" else int(r.integers(90, 130))
+    head_dim = int(r.choice([64, 128]))
+    longest = {64: 900, 128: 450}[head_dim] + int(r.integers(60))
+    used = leftpad = None
+    if seed % 3:
+        used = np.minimum(longest, r.lognormal(4.0, 1.2, batch)).astype(int)
+        used[r.permutation(batch)[:4]] = longest, 0, 1, r.integers(1, longest)
+        if seed % 7 == 1:
+            leftpad = tuple(int(n) for n in r.integers(0, used + 1))
+        used = tuple(int(n) for n in used)
+    return Case(
+        dtype=("bf16", "fp16")[seed % 2], rows=(1,) * batch, keys=(longest,) * batch, used_k=used,
+        group=16 if used else int(r.choice([1, 4, 16])), head_dim=head_dim,
+        head_dim_v=head_dim - int(r.choice([0, 24])), page_size=int(r.choice([0, 16, 64])),
+        leftpad=leftpad,
+        window=((-1, -1), (-1, 0), (-1, -1), (longest - 20, 0))[0 if used else seed % 4],
+        scale=float(r.choice([1.0, -1.0])) * head_dim**-0.5, sinks=bool(r.integers(2)), seed=seed,
+    )  # fmt: skip
+
+
+@pytest.mark.abi("cuda", "emulator")
+@pytest.mark.parametrize("seed", range(24))
+def test_two_warps_share_the_keys_of_a_block(seed):
+    b = Built(case := shared(seed))
+    why = capi.plan(b.attention).why
+    if b"of table sm_90" in why and b"boxes form" in why and (case.used_k or not case.page_size):
+        assert b"read by two warps a block" in why, why
+    check(case, backward=False)
+    check_repeats(b)
+
+
+def few(seed: int) -> Case:
+    """Few tiles, each for a large cluster; keys that end anywhere in a tile of them."""
+    r = np.random.default_rng(seed)
+    batch = 1 if devices.current().name == "emulator" else int(r.integers(1, 7))
+    head_dim = int(r.choice([64, 128]))
+    longest = {64: 2100, 128: 1100}[head_dim] + int(r.integers(600))
+    used = tuple(int(n) for n in r.choice([0, 1, 100, longest // 2, longest, longest], batch))
+    return Case(
+        dtype=("bf16", "fp16")[seed % 2], rows=(1,) * batch, keys=(longest,) * batch,
+        used_k=used if seed % 4 else None, group=int(r.choice([1, 4, 16])), head_dim=head_dim,
+        head_dim_v=head_dim - int(r.choice([0, 24])), page_size=int(r.choice([0, 16, 32, 64, 128])),
+        leftpad=tuple(int(r.integers(0, n + 1)) for n in used) if seed % 8 == 1 else None,
+        window=((-1, -1), (-1, 0), (longest - 20, 0))[seed % 3], sinks=bool(r.integers(2)),
+        seed=seed,
+    )  # fmt: skip
+
+
+@pytest.mark.abi("cuda", "emulator")
+@pytest.mark.parametrize("seed", range(32))
+def test_few_tiles_are_read_in_large_clusters(seed):
+    b = Built(case := few(seed))
+    why = capi.plan(b.attention).why
+    fits = multiprocessors() * 3 >= 16 * 4  # a cluster, of three fourths of them
+    if b"of table sm_90" in why and b"boxes form" in why and fits:
+        assert b"key splits of a cluster" in why and b"read by two warps a block" in why, why
+    check(case, backward=False)
+    check_repeats(b)
+
+
+def of_small_pages(seed: int, tiles: int, longest: int) -> Case:
+    """So many tiles of rows, of sequences in pages smaller than a box."""
+    r = np.random.default_rng(seed)
+    used = tuple(int(n) for n in r.choice([0, 1, 100, longest // 2, longest, longest], tiles))
+    return Case(
+        dtype=("bf16", "fp16")[seed % 2], rows=(1,) * tiles, keys=(longest,) * tiles,
+        used_k=used if seed % 4 else None, group=int(r.choice([1, 4, 16])), heads_kv=1,
+        head_dim=128, head_dim_v=128 - int(r.choice([0, 24])), page_size=int(r.choice([1, 4, 8])),
+        leftpad=tuple(int(r.integers(0, n + 1)) for n in used) if seed % 8 == 1 else None,
+        window=((-1, -1), (-1, 0))[seed % 2], sinks=bool(r.integers(2)), seed=seed,
+    )  # fmt: skip
+
+
+@pytest.mark.abi("cuda", "emulator")
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("many", [False, True])
+def test_few_tiles_of_small_pages_are_merged_by_clusters(many, seed):
+    """Of 16 blocks where tiles are few, of 4 where they are nearly as many as multiprocessors."""
+    all = multiprocessors()
+    longest = 1100 + 97 * seed if not many else 300 + 97 * seed
+    tiles = all * 6 // 10 if many else max(1, min(all // 8, 1 + seed))
+    b = Built(case := of_small_pages(seed, tiles, longest))
+    why = capi.plan(b.attention).why
+    if b"of table sm_90" in why and b"paged form" in why and (many or 2 * all >= 16 * tiles):
+        assert b"key splits of a cluster" in why, why
+    check(case, backward=False)
+    check_repeats(b)
+
+
+@pytest.mark.abi("cuda", "emulator")
+@pytest.mark.parametrize("seed", range(8))
+def test_second_blocks_of_multiprocessors_are_spread(seed):
+    """More tiles than multiprocessors, but not twice as many; most sequences are short."""
+    r = np.random.default_rng(seed)
+    batch = multiprocessors() * int(r.integers(14, 19)) // 10
+    longest = 2100 + int(r.integers(300))
+    used = r.choice([0, 1, 100, 300, longest], batch, p=(0.1, 0.1, 0.3, 0.3, 0.2))
+    case = Case(
+        dtype=("bf16", "fp16")[seed % 2], rows=(1,) * batch, keys=(longest,) * batch,
+        used_k=tuple(int(n) for n in (used if seed % 4 else np.full(batch, longest))), group=4,
+        heads_kv=1, head_dim=128, page_size=(0, 16, 1, 0)[seed % 4],
+        window=((-1, -1), (-1, 0))[seed % 2], sinks=bool(r.integers(2)), seed=seed,
+    )  # fmt: skip
+    check(case, backward=False)
+    check_repeats(Built(case))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [33, 64, 100, 129, 256])
+@pytest.mark.parametrize(
+    "batch, rows, group, head_dim_v", [(1, 1, 8, 128), (2, 3, 1, 36), (3, 3, 16, 64)]
+)
+def test_many_splits_are_merged(dtype, splits, batch, rows, group, head_dim_v):
+    """Of few rows, by more warps each, and of more."""
+    case = Case(
+        dtype=dtype, rows=(rows,) * batch, keys=(1500,) * batch, group=group, head_dim=64,
+        head_dim_v=head_dim_v, splits=splits, window=(-1, 0), sinks=splits % 2 == 0, seed=batch,
+    )  # fmt: skip
+    check(case, backward=False)
+
+
+@pytest.mark.abi("cuda", "emulator")
+@pytest.mark.parametrize("seed", range(4))
+def test_long_sequences_come_first(seed):
+    """More tiles than run at once, some of enough keys to be first, and two that are cut."""
+    r = np.random.default_rng(seed)
+    batch = 20 if devices.current().name == "emulator" else 200
+    used = r.lognormal(4.9, 0.2, batch).astype(int)
+    used[r.permutation(batch)[:4]] = 1600, 1580, 400, 0
+    case = Case(
+        dtype=("bf16", "fp16")[seed % 2], rows=(1,) * batch, keys=(1664,) * batch,
+        used_k=tuple(int(n) for n in used), group=4, heads_kv=3, head_dim=256,
+        page_size=(0, 16, 64, 0)[seed % 4], window=((-1, -1), (-1, 0))[seed // 2],
+        leftpad=tuple(int(n) for n in r.integers(0, 9, batch)) if seed == 3 else None, seed=seed,
+    )  # fmt: skip
+    check(case, backward=False)
