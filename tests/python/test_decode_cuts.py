@@ -97,12 +97,12 @@ def of_small_pages(seed: int, tiles: int, longest: int) -> Case:
 @pytest.mark.parametrize("many", [False, True])
 def test_few_tiles_of_small_pages_are_merged_by_clusters(many, seed):
     """Of 16 blocks where tiles are few, of 4 where they are nearly as many as multiprocessors."""
-    all = multiprocessors()
-    longest = 1100 + 97 * seed if not many else 300 + 97 * seed
-    tiles = all * 6 // 10 if many else max(1, min(all // 8, 1 + seed))
+    gpu = multiprocessors()
+    longest = (300 if many else 1100) + 97 * seed
+    tiles = gpu * 6 // 10 if many else max(1, min(gpu // 8, 1 + seed))
     b = Built(case := of_small_pages(seed, tiles, longest))
     why = capi.plan(b.attention).why
-    if b"of table sm_90" in why and b"paged form" in why and (many or 2 * all >= 16 * tiles):
+    if b"of table sm_90" in why and b"paged form" in why and (many or 2 * gpu >= 16 * tiles):
         assert b"key splits of a cluster" in why, why
     check(case, backward=False)
     check_repeats(b)
