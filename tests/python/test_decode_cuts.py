@@ -50,21 +50,29 @@ def test_two_warps_share_the_keys_of_a_block(seed):
     check_repeats(b)
 
 
+def some_or_all_used(
+    seed: int, r: np.random.Generator, batch: int, longest: int, head_dim: int, pages: list[int],
+    window: tuple[int, int],
+) -> Case:  # fmt: skip
+    """A row of each sequence, whose keys are all used or, of some, none, one, few or half."""
+    used = tuple(int(n) for n in r.choice([0, 1, 100, longest // 2, longest, longest], batch))
+    return Case(
+        dtype=("bf16", "fp16")[seed % 2], rows=(1,) * batch, keys=(longest,) * batch,
+        used_k=used if seed % 4 else None, group=int(r.choice([1, 4, 16])), head_dim=head_dim,
+        head_dim_v=head_dim - int(r.choice([0, 24])), page_size=int(r.choice(pages)),
+        leftpad=tuple(int(r.integers(0, n + 1)) for n in used) if seed % 8 == 1 else None,
+        window=window, sinks=bool(r.integers(2)), seed=seed,
+    )  # fmt: skip
+
+
 def few(seed: int) -> Case:
     """Few tiles, each for a large cluster; keys that end anywhere in a tile of them."""
     r = np.random.default_rng(seed)
     batch = 1 if devices.current().name == "emulator" else int(r.integers(1, 7))
     head_dim = int(r.choice([64, 128]))
     longest = {64: 2100, 128: 1100}[head_dim] + int(r.integers(600))
-    used = tuple(int(n) for n in r.choice([0, 1, 100, longest // 2, longest, longest], batch))
-    return Case(
-        dtype=("bf16", "fp16")[seed % 2], rows=(1,) * batch, keys=(longest,) * batch,
-        used_k=used if seed % 4 else None, group=int(r.choice([1, 4, 16])), head_dim=head_dim,
-        head_dim_v=head_dim - int(r.choice([0, 24])), page_size=int(r.choice([0, 16, 32, 64, 128])),
-        leftpad=tuple(int(r.integers(0, n + 1)) for n in used) if seed % 8 == 1 else None,
-        window=((-1, -1), (-1, 0), (longest - 20, 0))[seed % 3], sinks=bool(r.integers(2)),
-        seed=seed,
-    )  # fmt: skip
+    window = ((-1, -1), (-1, 0), (longest - 20, 0))[seed % 3]
+    return some_or_all_used(seed, r, batch, longest, head_dim, [0, 16, 32, 64, 128], window)
 
 
 @pytest.mark.abi("cuda", "emulator")
@@ -79,19 +87,6 @@ def test_few_tiles_are_read_in_large_clusters(seed):
     check_repeats(b)
 
 
-def of_small_pages(seed: int, tiles: int, longest: int) -> Case:
-    """So many tiles of rows, of sequences in pages smaller than a box."""
-    r = np.random.default_rng(seed)
-    used = tuple(int(n) for n in r.choice([0, 1, 100, longest // 2, longest, longest], tiles))
-    return Case(
-        dtype=("bf16", "fp16")[seed % 2], rows=(1,) * tiles, keys=(longest,) * tiles,
-        used_k=used if seed % 4 else None, group=int(r.choice([1, 4, 16])), heads_kv=1,
-        head_dim=128, head_dim_v=128 - int(r.choice([0, 24])), page_size=int(r.choice([1, 4, 8])),
-        leftpad=tuple(int(r.integers(0, n + 1)) for n in used) if seed % 8 == 1 else None,
-        window=((-1, -1), (-1, 0))[seed % 2], sinks=bool(r.integers(2)), seed=seed,
-    )  # fmt: skip
-
-
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("many", [False, True])
@@ -100,7 +95,9 @@ def test_few_tiles_of_small_pages_are_merged_by_clusters(many, seed):
     gpu = multiprocessors()
     longest = (300 if many else 1100) + 97 * seed
     tiles = gpu * 6 // 10 if many else max(1, min(gpu // 8, 1 + seed))
-    b = Built(case := of_small_pages(seed, tiles, longest))
+    window = ((-1, -1), (-1, 0))[seed % 2]
+    r = np.random.default_rng(seed)
+    b = Built(case := some_or_all_used(seed, r, tiles, longest, 128, [1, 4, 8], window))
     why = capi.plan(b.attention).why
     if b"of table sm_90" in why and b"paged form" in why and (many or 2 * gpu >= 16 * tiles):
         assert b"key splits of a cluster" in why, why
