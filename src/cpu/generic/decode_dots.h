@@ -12,6 +12,7 @@ template <class T>
 struct DotProducts {
   using Reader = Stream<T>;
   using Read = typename Reader::Read;
+  using Walk = typename Ahead<T>::Walk;
   struct Session {
     TILEWISE_FN explicit Session(int64_t) {}
   };
@@ -42,7 +43,7 @@ struct DotProducts {
   // Few rows are read key by key, since their time is that of memory. By units (Zen 5, one thread)
   // one and two rows take up to 10 % longer, four are level, eight have 1.26 to 1.38 of the speed.
   template <int R>
-  static constexpr bool kByUnits = Reader::kHasUnits && R >= 4;
+  static constexpr bool kByUnits = Reader::kHasUnits && R >= 4 * Reader::kUnitBlocks;
 
   // So many keys and values behind a tile are listed with it. One row asks for those so far ahead,
   // several ask for the other tensor (Ahead).
@@ -82,10 +83,23 @@ struct DotProducts {
     });
   }
 
+  // Beside what is read of rows[0], the `index`-th row since the walk began: one row of q reads
+  // them one after the other.
+  template <int R>
+  TILEWISE_FN static void ask(Walk& walk, int64_t index, const T* const* rows, int64_t offset,
+                              int64_t column) {
+    if constexpr (R == 1) {
+      walk.template ask_beside<kColumns>(index, column);
+    } else {
+      walk.template ask_next<kColumns>(column);
+      Ahead<T>::near(rows, offset, column);
+    }
+  }
+
   // q . k of R rows and N keys, one of them line by line as it lies in memory: sums over lanes are
   // still to be added up.
   template <int R, int N, class Item>
-  TILEWISE_FN void dots(const Item& d, const Read* query, const T* const* k, const T* const* coming,
+  TILEWISE_FN void dots(const Item& d, const Read* query, const T* const* k, Walk& walk,
                         int64_t offset, int first, F (&sums)[R][4]) const {
     F sum[R][N] = {};
     const auto add = [&](int64_t c, const Read(&key)[N]) {
@@ -98,7 +112,7 @@ struct DotProducts {
     for (int64_t c = 0; c < whole; ++c) {
       const int64_t at = offset + c * kColumns;
       for (int n = 0; n < N; ++n) {
-        Ahead<T>::template ask<R>(k + n, coming[n], offset, c * kColumns, first_level);
+        ask<R>(walk, first + n, k + n, offset, c * kColumns);
         key[n] = Reader::read(k[n] + at);
       }
       add(c, key);
@@ -126,12 +140,16 @@ struct DotProducts {
     const T* const* const coming = coming_with_keys(d);
     for (int64_t first = 0; first < d.padded; first += W)
       for (int64_t h = 0; h < d.task.heads; ++h) {
-        F sums[W];
-        F rows[R];
-        Units::dots(sums, q + h * R * d.reads_of_q(), d.keys_of_tile + first, coming + first,
-                    h * d.p.k.stride_head, d.p.head_dim);
-        Units::by_rows(rows, sums);
-        for (int r = 0; r < R; ++r) store(d.s_of(h * R + r) + first, rows[r] * d.unit_of_k(h));
+        F sums[Units::kBlocks][W];
+        F rows[Units::kBlocks][Units::kRows];
+        const Read* const query = q + h * R * d.reads_of_q();
+        Units::dots(sums, reinterpret_cast<const typename Reader::Unit*>(query),
+                    d.keys_of_tile + first, coming + first, first_level, h * d.p.k.stride_head,
+                    d.p.head_dim);
+        for (int b = 0; b < Units::kBlocks; ++b) Units::by_rows(rows[b], sums[b]);
+        for (int r = 0; r < R; ++r)
+          store(d.s_of(h * R + r) + first,
+                rows[r / Units::kRows][r % Units::kRows] * d.unit_of_k(h));
       }
   }
 
@@ -146,10 +164,12 @@ struct DotProducts {
       for (int four = 0; four < W / 4; ++four)
         for (int64_t h = 0; h < d.task.heads; ++h) {
           const int64_t key = first + 4 * four;
+          const int64_t offset = h * d.p.k.stride_head;
+          Walk walk{coming + key, offset, d.p.head_dim / kColumns * kColumns, first_level};
           F sum[R][4];
           for (int n = 0; n < 4; n += N)
-            dots<R, N>(d, query + h * R * d.reads_of_q(), d.keys_of_tile + key + n,
-                       coming + key + n, h * d.p.k.stride_head, n, sum);
+            dots<R, N>(d, query + h * R * d.reads_of_q(), d.keys_of_tile + key + n, walk, offset, n,
+                       sum);
           for (int r = 0; r < R; ++r) sums[h * R + r][four] = sum_of_rows<1>(sum[r]);
         }
       for (int64_t row = 0; row < d.task.heads * R; ++row)
@@ -160,7 +180,7 @@ struct DotProducts {
   // o of B rows += p v of `kKeys` keys, all whose weights are applied at once or one: V reads of
   // columns from `c` on. ask: for those to come, once a head.
   template <int R, int B, int V, bool kWhole, int kKeys, class Item>
-  TILEWISE_FN void weigh(const Item& d, const T* const* coming, int64_t offset, int64_t c, bool ask,
+  TILEWISE_FN void weigh(const Item& d, Walk& walk, int64_t offset, int64_t c, bool asks,
                          const float* weights, int64_t key, F (&sum)[B][V][kParts]) const {
     const T* const* const v = d.values_of_tile + key;
     const int64_t columns = d.p.head_dim_v;
@@ -169,7 +189,7 @@ struct DotProducts {
       const int64_t column = c + j * kColumns;
       Read read[Reader::kKeys] = {};
       for (int i = 0; i < kKeys; ++i) {
-        if (ask) Ahead<T>::template ask<R>(v + i, coming[key + i], offset, column, first_level);
+        if (asks) ask<R>(walk, key + i, v + i, offset, column);
         if constexpr (kWhole)
           read[i] = Reader::read(v[i] + offset + column);
         else
@@ -183,18 +203,16 @@ struct DotProducts {
 
   // Of the B rows from `row` on of head h.
   template <int R, int B, int V, bool kWhole, class Item>
-  TILEWISE_FN void accumulate_group(const Item& d, Range keys, int64_t h, int64_t row,
+  TILEWISE_FN void accumulate_group(const Item& d, Walk& walk, Range keys, int64_t h, int64_t row,
                                     int64_t c) const {
     constexpr int K = Reader::kKeys;
-    const T* const* const coming = coming_with_values(d);
     const int64_t offset = h * d.p.v.stride_head;
     const float* const weights = d.s_of(h * R + row);
     F sum[B][V][kParts] = {};
     int64_t key = keys.begin;
     for (; key + K <= keys.end; key += K)
-      weigh<R, B, V, kWhole, K>(d, coming, offset, c, row == 0, weights, key, sum);
-    if (key < keys.end)
-      weigh<R, B, V, kWhole, 1>(d, coming, offset, c, row == 0, weights, key, sum);
+      weigh<R, B, V, kWhole, K>(d, walk, offset, c, row == 0, weights, key, sum);
+    if (key < keys.end) weigh<R, B, V, kWhole, 1>(d, walk, offset, c, row == 0, weights, key, sum);
     for (int r = 0; r < B; ++r)
       for (int j = 0; j < V; ++j) d.add_to_o(h * R + row + r, c + j * kColumns, sum[r][j]);
   }
@@ -209,14 +227,16 @@ struct DotProducts {
     for (int64_t first = 0; first < d.count; first += group)
       for (int64_t h = 0; h < d.task.heads; ++h) {
         const Range keys = {first, min(d.count, first + group)};
+        Walk walk{coming_with_values(d) + (R > 1 ? first : 0), h * d.p.v.stride_head,
+                  round_up(columns, kHalf * kColumns), first_level};
         for (int64_t row = 0; row < R; row += B) {
           int64_t c = 0;
           for (; c + V * kColumns <= columns; c += V * kColumns)
-            accumulate_group<R, B, V, true>(d, keys, h, row, c);
+            accumulate_group<R, B, V, true>(d, walk, keys, h, row, c);
           for (; c + kHalf * kColumns <= columns; c += kHalf * kColumns)
-            accumulate_group<R, B, kHalf, true>(d, keys, h, row, c);
+            accumulate_group<R, B, kHalf, true>(d, walk, keys, h, row, c);
           for (; c < columns; c += kHalf * kColumns)
-            accumulate_group<R, B, kHalf, false>(d, keys, h, row, c);
+            accumulate_group<R, B, kHalf, false>(d, walk, keys, h, row, c);
         }
       }
   }

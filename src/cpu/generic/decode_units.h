@@ -5,7 +5,8 @@
 //   k           unit 0 .. U-1 |        unit 0 .. U-1 | ...    one load, which repeats them
 //
 // so that adding up lanes, which takes longer than the products of a key, is done for all rows at
-// once.
+// once. Where reading a part costs a conversion (fp16), parts are twice as wide and a vector holds
+// half of the rows: two vectors of q are multiplied by what was read.
 #pragma once
 
 #include "cpu/generic/decode_ahead.h"
@@ -18,51 +19,61 @@ template <class T, int R>
 struct UnitScores {
   using Reader = Stream<T>;
   using Read = typename Reader::Read;
-  static constexpr int U = W / R;
+  using Unit = typename Reader::Unit;
+  static constexpr int kBlocks = Reader::kUnitBlocks;  // vectors of q for all rows
+  static constexpr int kRows = R / kBlocks;            // of a vector
+  static constexpr int U = W / kRows;
   static constexpr int kColumns = U * Reader::kUnitColumns;  // of a step
-  // That a read of q serves, and that are read in turns (Zen 5, one thread, bf16 D128 from memory,
-  // q k alone: four rows 29 GB/s with four keys, 32 with two or one; eight rows 18, 21, 25 and 30
-  // with one, two, four and eight). Of 16 registers sums of eight keys take too many.
+  // That a read of q serves, and that are read in turns. Of 16 registers sums of eight keys take
+  // too many.
   static constexpr int kKeys = W < 16 ? 4 : R == 4 ? 2 : 8;
   static constexpr int kStepsOfLine =
       max(1, static_cast<int>(Ahead<T>::kLine) / (kColumns * int{sizeof(T)}));
-  static_assert(W % R == 0 && W % kKeys == 0);
+  static_assert(R % kBlocks == 0 && W % kRows == 0 && W % kKeys == 0);
 
   // Read `read` of a row, in the order of `dots`.
   TILEWISE_FN static void place(Read* q, const Read& part, int64_t row, int64_t read) {
-    uint32_t unit[W];
+    constexpr int kUnits = sizeof(Read) / sizeof(uint32_t);
+    uint32_t unit[kUnits];
     store_as(unit, part);
     auto* const to = reinterpret_cast<uint32_t*>(q + read * R);
-    for (int i = 0; i < W; ++i) to[i / U * W + row * U + i % U] = unit[i];
+    const int64_t lane = row / kRows * W + row % kRows * U;
+    for (int i = 0; i < kUnits; ++i) to[i / U * kBlocks * W + lane + i % U] = unit[i];
   }
 
   // Of W keys, `columns` from `offset` of their rows on; asks for as much of `coming`.
-  TILEWISE_FN static void dots(F (&sums)[W], const Read* q, const T* const* k,
-                               const T* const* coming, int64_t offset, int64_t columns) {
+  TILEWISE_FN static void dots(F (&sums)[kBlocks][W], const Unit* q, const T* const* k,
+                               const T* const* coming, bool first_level, int64_t offset,
+                               int64_t columns) {
     const int64_t whole = columns / kColumns;
+    const int64_t lines = whole / kStepsOfLine;
+    typename Ahead<T>::Walk walk{coming, offset, lines * kStepsOfLine * kColumns, first_level};
     for (int first = 0; first < W; first += kKeys) {
       const T* const* const key = k + first;
-      F sum[kKeys] = {};
+      F sum[kKeys][kBlocks] = {};
       int64_t c = 0;
       for (; c + kStepsOfLine <= whole; c += kStepsOfLine) {
-        for (int n = 0; n < kKeys; ++n)
-          Ahead<T>::template ask<R>(key + n, coming[first + n], offset, c * kColumns, false);
-        for (int i = 0; i < kStepsOfLine; ++i) add(sum, q[c + i], key, offset + (c + i) * kColumns);
+        for (int n = 0; n < kKeys; ++n) {
+          walk.template ask_next<kStepsOfLine * kColumns>(c * kColumns);
+          Ahead<T>::near(key + n, offset, c * kColumns);
+        }
+        for (int i = 0; i < kStepsOfLine; ++i) add(sum, q, c + i, key, offset);
       }
-      for (; c < whole; ++c) add(sum, q[c], key, offset + c * kColumns);
+      for (; c < whole; ++c) add(sum, q, c, key, offset);
       if (const int64_t left = columns - whole * kColumns; left > 0) {
         for (int n = 0; n < kKeys; ++n) {
           const FirstElements<T, kColumns> rest(key[n] + offset + whole * kColumns, left);
-          sum[n] = Reader::dot(sum[n], q[whole], Reader::template read_repeated<U>(rest.data));
+          add(sum[n], q, whole, rest.data);
         }
       }
-      for (int n = 0; n < kKeys; ++n) sums[first + n] = sum[n];
+      for (int n = 0; n < kKeys; ++n)
+        for (int b = 0; b < kBlocks; ++b) sums[b][first + n] = sum[n][b];
     }
   }
 
   // From sums of keys, whose lanes are rows and units, to those of rows, whose lanes are keys.
-  TILEWISE_FN static void by_rows(F (&rows)[R], const F (&sums)[W]) {
-    for (int group = 0; group < R; ++group) {
+  TILEWISE_FN static void by_rows(F (&rows)[kRows], const F (&sums)[W]) {
+    for (int group = 0; group < kRows; ++group) {
       F part[U];
       for (int i = 0; i < U; ++i) part[i] = sums[group * U + i];
       if constexpr (U > 1)
@@ -74,16 +85,21 @@ struct UnitScores {
   }
 
  private:
-  TILEWISE_FN static void add(F (&sum)[kKeys], const Read& q, const T* const* k, int64_t at) {
-    for (int n = 0; n < kKeys; ++n)
-      sum[n] = Reader::dot(sum[n], q, Reader::template read_repeated<U>(k[n] + at));
+  // Step c of one key, and of several.
+  TILEWISE_FN static void add(F (&sum)[kBlocks], const Unit* q, int64_t c, const T* from) {
+    const Unit k = Reader::template read_repeated<U>(from);
+    for (int b = 0; b < kBlocks; ++b) sum[b] = Reader::multiply_add(sum[b], q[c * kBlocks + b], k);
+  }
+  TILEWISE_FN static void add(F (&sum)[kKeys][kBlocks], const Unit* q, int64_t c, const T* const* k,
+                              int64_t offset) {
+    for (int n = 0; n < kKeys; ++n) add(sum[n], q, c, k[n] + offset + c * kColumns);
   }
 
   // Vector i has a block of S lanes of every row: it becomes that of row i.
   template <int S, int kStride = 1>
-  TILEWISE_FN static void transpose_blocks(F (&r)[R]) {
-    if constexpr (kStride < R) {
-      for (int i = 0; i < R; ++i)
+  TILEWISE_FN static void transpose_blocks(F (&r)[kRows]) {
+    if constexpr (kStride < kRows) {
+      for (int i = 0; i < kRows; ++i)
         if (!(i & kStride))
           detail::exchange<S>(r[i], r[i + kStride], std::make_integer_sequence<int, W>{});
       transpose_blocks<2 * S, 2 * kStride>(r);

@@ -115,13 +115,23 @@ struct Stream {
     Read of[kKeys];
   };
 
-  // Whether 32 bits are an operand as they lie in memory.
-  static constexpr bool kHasUnits = std::is_same_v<T, float>;
+  // Whether a few columns, again and again, are an operand as soon as they are read.
+  static constexpr bool kHasUnits = std::is_same_v<T, float> || (std::is_same_v<T, Half> && W >= 8);
+  using Unit = F;
   static constexpr int kUnitColumns = 1;
+  static constexpr int kUnitBlocks = std::is_same_v<T, Half> ? 2 : 1;
   template <int kUnits>
-  TILEWISE_FN static Read read_repeated(const T* from) {
-    return {{repeated<F, kUnits>(from)}};
+  TILEWISE_FN static Unit read_repeated(const T* from) {
+    if constexpr (std::is_same_v<T, float>) {
+      return repeated<F, kUnits>(from);
+    } else {
+      const auto halves = repeated<H2, kUnits / 2>(from);  // twice as many as there are lanes
+      F part[2];
+      to_fp32(halves, part, std::make_integer_sequence<int, W>{});
+      return part[0];
+    }
   }
+  TILEWISE_FN static F multiply_add(F sum, F a, F b) { return sum + a * b; }
   TILEWISE_FN static Read read(const T* from) {
     Read r;
     Widened<T>::read(from, r.part);
@@ -171,9 +181,11 @@ struct Stream<BFloat16> {
   };
 
   static constexpr bool kHasUnits = true;
+  using Unit = H2;
   static constexpr int kUnitColumns = 2;
+  static constexpr int kUnitBlocks = 1;
   template <int kUnits>
-  TILEWISE_FN static Read read_repeated(const BFloat16* from) {
+  TILEWISE_FN static Unit read_repeated(const BFloat16* from) {
     return repeated<H2, kUnits>(from);
   }
   TILEWISE_FN static Read read(const BFloat16* from) { return load_as<H2>(from); }
