@@ -192,7 +192,7 @@ struct ForwardLaunch {
     const int64_t parts = parts_of(task.sequence);
     task.keys = key_split({0, task.sequence.band.keys}, parts, split, shape.tile_k);
     task.first_split = split == 0;
-    task.asks_first_level = asks_first_level(task.packed_rows.size());
+    task.core = core();
     if (layout.packed != nullptr) {
       const int64_t first = key_tile_id(b, kv_head, 0);
       task.packed = layout.packed + first * layout.packed_units;

@@ -20,10 +20,10 @@ bool compiled(Isa isa);
 bool available(Isa isa);
 Isa best_available();
 
-// Whether decoding of so many rows of a head asks for what comes next into the first-level cache
-// (true) or only into the second: a fact of the core, not of the instruction set. Results do not
-// depend on it.
-bool asks_first_level(int64_t rows);
+// The core of this machine, as far as its instruction sets do not say what suits it: AMD's before
+// Zen 5, Zen 5 and later, all others. Results do not depend on it.
+enum class Core : int32_t { zen, zen5, usual };
+Core core();
 
 // How a launch is cut. A pure function of its arguments: nothing here looks at the machine, and
 // nothing but `threads` (scratch) and `isa` (tile shapes) enters besides the problem.

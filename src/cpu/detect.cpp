@@ -125,18 +125,13 @@ Isa best_available() {
   return Isa::portable;
 }
 
-bool asks_first_level([[maybe_unused]] int64_t rows) {
+Core core() {
 #if defined(__x86_64__)
-  // Of a plain read of memory, first level and second. One row, Zen 4: bf16 D128 0.59 and 0.79,
-  // fp32 0.59 and 0.85, heads side by side D64 0.47 and 0.79; on Zen 5 the first level is 5 to 15 %
-  // ahead. Several rows, which ask a whole tile ahead: Zen 5 bf16 D128 four rows 0.65 and 0.60, two
-  // rows 0.69 and 0.62; a Xeon fp16 two rows 0.77 and 0.86, fp32 D64 four rows 0.75 and 0.86.
   constexpr uint32_t kZen5 = 0x1a;
-  static const bool zen = is_amd();
-  static const bool zen5 = zen && family() >= kZen5;
-  return rows > 1 ? zen5 : zen5 || !zen;
+  static const Core known = !is_amd() ? Core::usual : family() < kZen5 ? Core::zen : Core::zen5;
+  return known;
 #else
-  return true;
+  return Core::usual;
 #endif
 }
 

@@ -12,7 +12,9 @@ template <class T>
 struct DotProducts {
   using Reader = Stream<T>;
   using Read = typename Reader::Read;
-  using Walk = typename Ahead<T>::Walk;
+  using InOrderOfReads = typename Ahead<T>::InOrderOfReads;
+  template <int R>
+  using InOrderOfMemory = typename Ahead<T>::template InOrderOfMemory<(R > 1)>;
   struct Session {
     TILEWISE_FN explicit Session(int64_t) {}
   };
@@ -45,20 +47,25 @@ struct DotProducts {
   template <int R>
   static constexpr bool kByUnits = Reader::kHasUnits && R >= 4 * Reader::kUnitBlocks;
 
-  // So many keys and values behind a tile are listed with it. One row asks for those so far ahead,
-  // several ask for the other tensor (Ahead).
+  // So many keys and values behind a tile are listed with it. One row, and heads side by side, ask
+  // for those so far ahead, several rows of a head for the other tensor (Ahead).
   const bool asks_across;
+  const bool in_order_of_memory;
   const bool first_level;
   const int64_t ahead_k;
   const int64_t ahead_v;
 
   TILEWISE_FN explicit DotProducts(const ForwardTask& task)
-      : DotProducts(task, task.packed_rows.size() > 1) {}
+      : DotProducts(task, task.packed_rows.size() > 1 && task.heads == 1) {}
   TILEWISE_FN DotProducts(const ForwardTask& task, bool across)
       : asks_across(across),
-        first_level(task.asks_first_level),
-        ahead_k(across ? kMostAhead : Ahead<T>::keys(task.heads, task.problem->head_dim)),
-        ahead_v(across ? Ahead<T>::kNear : Ahead<T>::keys(task.heads, task.problem->head_dim_v)) {}
+        in_order_of_memory(Ahead<T>::in_order_of_memory(task)),
+        first_level(Ahead<T>::first_level(task)),
+        ahead_k(across ? kMostAhead : keys_ahead(task, task.problem->head_dim)),
+        ahead_v(across ? Ahead<T>::kNear : keys_ahead(task, task.problem->head_dim_v)) {}
+  TILEWISE_FN static int64_t keys_ahead(const ForwardTask& task, int64_t columns) {
+    return Ahead<T>::keys(task, columns, group_of(*task.problem, task.packed_rows.size()));
+  }
 
   // What is to be asked for beside the first key and value of a tile.
   template <class Item>
@@ -83,23 +90,26 @@ struct DotProducts {
     });
   }
 
-  // Beside what is read of rows[0], the `index`-th row since the walk began: one row of q reads
-  // them one after the other.
-  template <int R>
-  TILEWISE_FN static void ask(Walk& walk, int64_t index, const T* const* rows, int64_t offset,
-                              int64_t column) {
-    if constexpr (R == 1) {
-      walk.template ask_beside<kColumns>(index, column);
-    } else {
-      walk.template ask_next<kColumns>(column);
-      Ahead<T>::near(rows, offset, column);
-    }
+  // Of which a head is asked for `columns`. Several heads lie side by side.
+  template <class Item>
+  TILEWISE_FN static int64_t columns_of_heads(const Item& d, const tilewise_tensor& view,
+                                              int64_t columns) {
+    return (d.task.heads - 1) * view.stride_head + columns;
+  }
+
+  // Calls body with how lines are asked for, as a type.
+  template <int R, class Body>
+  TILEWISE_FN void with_asks(const Body& body) const {
+    if (R == 1 && !in_order_of_memory)
+      body(std::type_identity<InOrderOfReads>{});
+    else
+      body(std::type_identity<InOrderOfMemory<R>>{});
   }
 
   // q . k of R rows and N keys, one of them line by line as it lies in memory: sums over lanes are
   // still to be added up.
-  template <int R, int N, class Item>
-  TILEWISE_FN void dots(const Item& d, const Read* query, const T* const* k, Walk& walk,
+  template <int R, int N, class Item, class Asks>
+  TILEWISE_FN void dots(const Item& d, const Read* query, const T* const* k, Asks& asks,
                         int64_t offset, int first, F (&sums)[R][4]) const {
     F sum[R][N] = {};
     const auto add = [&](int64_t c, const Read(&key)[N]) {
@@ -112,7 +122,7 @@ struct DotProducts {
     for (int64_t c = 0; c < whole; ++c) {
       const int64_t at = offset + c * kColumns;
       for (int n = 0; n < N; ++n) {
-        ask<R>(walk, first + n, k + n, offset, c * kColumns);
+        asks.template beside<kColumns>(k + n, offset, c * kColumns);
         key[n] = Reader::read(k[n] + at);
       }
       add(c, key);
@@ -130,7 +140,7 @@ struct DotProducts {
     if constexpr (kByUnits<R>)
       scores_by_units<R>(d);
     else
-      scores_by_dots<R>(d);
+      with_asks<R>([&](auto asks) { scores_by_dots<R, typename decltype(asks)::type>(d); });
   }
 
   template <int R, class Item>
@@ -138,49 +148,53 @@ struct DotProducts {
     using Units = UnitScores<T, R>;
     const Read* const q = reinterpret_cast<const Read*>(d.q);
     const T* const* const coming = coming_with_keys(d);
-    for (int64_t first = 0; first < d.padded; first += W)
+    const int64_t asked = columns_of_heads(d, d.p.k, Units::asked(d.p.head_dim));
+    for (int64_t first = 0; first < d.padded; first += W) {
+      InOrderOfMemory<R> asks{coming + first, asked, ahead_k, first_level};
       for (int64_t h = 0; h < d.task.heads; ++h) {
         F sums[Units::kBlocks][W];
         F rows[Units::kBlocks][Units::kRows];
         const Read* const query = q + h * R * d.reads_of_q();
         Units::dots(sums, reinterpret_cast<const typename Reader::Unit*>(query),
-                    d.keys_of_tile + first, coming + first, first_level, h * d.p.k.stride_head,
-                    d.p.head_dim);
+                    d.keys_of_tile + first, asks, h * d.p.k.stride_head, d.p.head_dim);
         for (int b = 0; b < Units::kBlocks; ++b) Units::by_rows(rows[b], sums[b]);
         for (int r = 0; r < R; ++r)
           store(d.s_of(h * R + r) + first,
                 rows[r / Units::kRows][r % Units::kRows] * d.unit_of_k(h));
       }
+    }
   }
 
-  template <int R, class Item>
+  template <int R, class Asks, class Item>
   TILEWISE_FN void scores_by_dots(const Item& d) const {
     // One row does little beside reading, but for float8, which is converted.
     constexpr int N = R == 1 && sizeof(T) > 1 ? 1 : min(4, kSums / R);
     const Read* const query = reinterpret_cast<const Read*>(d.q);
     const T* const* const coming = coming_with_keys(d);
+    const int64_t asked = columns_of_heads(d, d.p.k, d.p.head_dim / kColumns * kColumns);
     for (int64_t first = 0; first < d.padded; first += W) {
       F sums[kDecodeRows][W / 4];  // lane i: of key i % 4
-      for (int four = 0; four < W / 4; ++four)
+      for (int four = 0; four < W / 4; ++four) {
+        const int64_t key = first + 4 * four;
+        Asks asks{coming + key, asked, ahead_k, first_level};
         for (int64_t h = 0; h < d.task.heads; ++h) {
-          const int64_t key = first + 4 * four;
           const int64_t offset = h * d.p.k.stride_head;
-          Walk walk{coming + key, offset, d.p.head_dim / kColumns * kColumns, first_level};
           F sum[R][4];
           for (int n = 0; n < 4; n += N)
-            dots<R, N>(d, query + h * R * d.reads_of_q(), d.keys_of_tile + key + n, walk, offset, n,
+            dots<R, N>(d, query + h * R * d.reads_of_q(), d.keys_of_tile + key + n, asks, offset, n,
                        sum);
           for (int r = 0; r < R; ++r) sums[h * R + r][four] = sum_of_rows<1>(sum[r]);
         }
+      }
       for (int64_t row = 0; row < d.task.heads * R; ++row)
         store(d.s_of(row) + first, sum_of_rows<4>(sums[row]) * d.unit_of_k(row / R));
     }
   }
 
   // o of B rows += p v of `kKeys` keys, all whose weights are applied at once or one: V reads of
-  // columns from `c` on. ask: for those to come, once a head.
-  template <int R, int B, int V, bool kWhole, int kKeys, class Item>
-  TILEWISE_FN void weigh(const Item& d, Walk& walk, int64_t offset, int64_t c, bool asks,
+  // columns from `c` on. first: those to come are asked for, once a head.
+  template <int B, int V, bool kWhole, int kKeys, class Item, class Asks>
+  TILEWISE_FN void weigh(const Item& d, Asks& asks, int64_t offset, int64_t c, bool first,
                          const float* weights, int64_t key, F (&sum)[B][V][kParts]) const {
     const T* const* const v = d.values_of_tile + key;
     const int64_t columns = d.p.head_dim_v;
@@ -189,7 +203,7 @@ struct DotProducts {
       const int64_t column = c + j * kColumns;
       Read read[Reader::kKeys] = {};
       for (int i = 0; i < kKeys; ++i) {
-        if (asks) ask<R>(walk, key + i, v + i, offset, column);
+        if (first) asks.template beside<kColumns>(v + i, offset, column);
         if constexpr (kWhole)
           read[i] = Reader::read(v[i] + offset + column);
         else
@@ -202,8 +216,8 @@ struct DotProducts {
   }
 
   // Of the B rows from `row` on of head h.
-  template <int R, int B, int V, bool kWhole, class Item>
-  TILEWISE_FN void accumulate_group(const Item& d, Walk& walk, Range keys, int64_t h, int64_t row,
+  template <int R, int B, int V, bool kWhole, class Item, class Asks>
+  TILEWISE_FN void accumulate_group(const Item& d, Asks& asks, Range keys, int64_t h, int64_t row,
                                     int64_t c) const {
     constexpr int K = Reader::kKeys;
     const int64_t offset = h * d.p.v.stride_head;
@@ -211,34 +225,39 @@ struct DotProducts {
     F sum[B][V][kParts] = {};
     int64_t key = keys.begin;
     for (; key + K <= keys.end; key += K)
-      weigh<R, B, V, kWhole, K>(d, walk, offset, c, row == 0, weights, key, sum);
-    if (key < keys.end) weigh<R, B, V, kWhole, 1>(d, walk, offset, c, row == 0, weights, key, sum);
+      weigh<B, V, kWhole, K>(d, asks, offset, c, row == 0, weights, key, sum);
+    if (key < keys.end) weigh<B, V, kWhole, 1>(d, asks, offset, c, row == 0, weights, key, sum);
     for (int r = 0; r < B; ++r)
       for (int j = 0; j < V; ++j) d.add_to_o(h * R + row + r, c + j * kColumns, sum[r][j]);
   }
 
   template <int R, class Item>
   __attribute__((noinline)) void accumulate(const Item& d) const {
+    with_asks<R>([&](auto asks) { accumulate_by<R, typename decltype(asks)::type>(d); });
+  }
+
+  template <int R, class Asks, class Item>
+  TILEWISE_FN void accumulate_by(const Item& d) const {
     constexpr int B = min(R, kRowsOfValues);
     constexpr int V = reads_at_once(B);
     constexpr int kHalf = max(1, V / 2);
     const int64_t group = group_of(d.p, R);
     const int64_t columns = d.p.head_dim_v;
-    for (int64_t first = 0; first < d.count; first += group)
-      for (int64_t h = 0; h < d.task.heads; ++h) {
-        const Range keys = {first, min(d.count, first + group)};
-        Walk walk{coming_with_values(d) + (R > 1 ? first : 0), h * d.p.v.stride_head,
-                  round_up(columns, kHalf * kColumns), first_level};
+    const int64_t asked = columns_of_heads(d, d.p.v, round_up(columns, kHalf * kColumns));
+    for (int64_t first = 0; first < d.count; first += group) {
+      const Range keys = {first, min(d.count, first + group)};
+      Asks asks{coming_with_values(d) + first, asked, ahead_v, first_level};
+      for (int64_t h = 0; h < d.task.heads; ++h)
         for (int64_t row = 0; row < R; row += B) {
           int64_t c = 0;
           for (; c + V * kColumns <= columns; c += V * kColumns)
-            accumulate_group<R, B, V, true>(d, walk, keys, h, row, c);
+            accumulate_group<R, B, V, true>(d, asks, keys, h, row, c);
           for (; c + kHalf * kColumns <= columns; c += kHalf * kColumns)
-            accumulate_group<R, B, kHalf, true>(d, walk, keys, h, row, c);
+            accumulate_group<R, B, kHalf, true>(d, asks, keys, h, row, c);
           for (; c < columns; c += kHalf * kColumns)
-            accumulate_group<R, B, kHalf, false>(d, walk, keys, h, row, c);
+            accumulate_group<R, B, kHalf, false>(d, asks, keys, h, row, c);
         }
-      }
+    }
   }
 };
 

@@ -41,22 +41,23 @@ struct UnitScores {
     for (int i = 0; i < kUnits; ++i) to[i / U * kBlocks * W + lane + i % U] = unit[i];
   }
 
-  // Of W keys, `columns` from `offset` of their rows on; asks for as much of `coming`.
-  TILEWISE_FN static void dots(F (&sums)[kBlocks][W], const Unit* q, const T* const* k,
-                               const T* const* coming, bool first_level, int64_t offset,
-                               int64_t columns) {
+  // What `dots` asks for of a row.
+  TILEWISE_FN static int64_t asked(int64_t columns) {
+    return columns / (kStepsOfLine * kColumns) * (kStepsOfLine * kColumns);
+  }
+
+  // Of W keys, `columns` from `offset` of their rows on.
+  template <class Asks>
+  TILEWISE_FN static void dots(F (&sums)[kBlocks][W], const Unit* q, const T* const* k, Asks& asks,
+                               int64_t offset, int64_t columns) {
     const int64_t whole = columns / kColumns;
-    const int64_t lines = whole / kStepsOfLine;
-    typename Ahead<T>::Walk walk{coming, offset, lines * kStepsOfLine * kColumns, first_level};
     for (int first = 0; first < W; first += kKeys) {
       const T* const* const key = k + first;
       F sum[kKeys][kBlocks] = {};
       int64_t c = 0;
       for (; c + kStepsOfLine <= whole; c += kStepsOfLine) {
-        for (int n = 0; n < kKeys; ++n) {
-          walk.template ask_next<kStepsOfLine * kColumns>(c * kColumns);
-          Ahead<T>::near(key + n, offset, c * kColumns);
-        }
+        for (int n = 0; n < kKeys; ++n)
+          asks.template beside<kStepsOfLine * kColumns>(key + n, offset, c * kColumns);
         for (int i = 0; i < kStepsOfLine; ++i) add(sum, q, c + i, key, offset);
       }
       for (; c < whole; ++c) add(sum, q, c, key, offset);

@@ -14,8 +14,8 @@ struct ForwardTask {
   int64_t heads;
   Range packed_rows;
   Range keys;
-  bool first_split;       // carries the sink
-  bool asks_first_level;  // decoding: see the function
+  bool first_split;  // carries the sink
+  Core core;         // decoding: what it asks for ahead of its reads
   // Null: write out and lse. Otherwise this split's normalised [row][head_dim_v] and its lse.
   float* partial_out;
   float* partial_lse;
