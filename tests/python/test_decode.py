@@ -108,7 +108,7 @@ def test_many_heads_side_by_side(dtype, seed):
     check(
         Case(dtype=dtype, rows=(int(r.choice([1, 1, 2, 3])),) * 6, keys=(320,) * 6,
              used_k=tuple(int(n) for n in r.integers(0, 321, 6)),
-             heads_kv=int(r.choice([5, 8, 17])), group=int(r.choice([1, 2, 3])),
+             heads_kv=int(r.choice([5, 8, 17])), group=int(r.choice([1, 2, 3, 8])),
              head_dim=head_dim, head_dim_v=head_dim_v,
              page_size=int(r.choice([0, 16])), window=[(-1, 0), (40, 0), (-1, -1)][seed % 3],
              softcap=float(r.choice([0.0, 5.0])), alibi=str(r.choice(["", "bh"])),
@@ -149,7 +149,7 @@ def at_the_end_of_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.abi("cpu")
 @pytest.mark.parametrize("isa", capi.instruction_sets()[0])
-@pytest.mark.parametrize("rows", [1, 12, 40])
+@pytest.mark.parametrize("rows", [1, 4, 8, 12, 40])
 @pytest.mark.parametrize("keys", [5, 37, 293])
 @pytest.mark.parametrize("head_dim, head_dim_v", [(72, 40), (88, 80)])
 @pytest.mark.parametrize("dtype", DTYPES)
