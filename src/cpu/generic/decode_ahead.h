@@ -83,8 +83,8 @@ struct Ahead {
     }
   };
 
-  // ... the next one in memory of rows `coming`, of which all heads have `columns`; kAsksNear: and
-  // that of the row a few keys after the one that is read, into the first level.
+  // ... the next one in memory of rows `coming`, `columns` of each; kAsksNear: and that of the row
+  // a few keys after the one that is read, into the first level.
   template <bool kAsksNear>
   struct InOrderOfMemory {
     const T* const* row;

@@ -90,11 +90,11 @@ struct DotProducts {
     });
   }
 
-  // Of which a head is asked for `columns`. Several heads lie side by side.
+  // Of a row, in which heads lie side by side: as much as reads of `columns` of each ask for. Of
+  // heads that do not end with a line that is a little of what lies behind them, too.
   template <class Item>
-  TILEWISE_FN static int64_t columns_of_heads(const Item& d, const tilewise_tensor& view,
-                                              int64_t columns) {
-    return (d.task.heads - 1) * view.stride_head + columns;
+  TILEWISE_FN static int64_t asked_of_heads(const Item& d, int64_t columns) {
+    return d.task.heads * round_up(columns, Ahead<T>::kLineColumns);
   }
 
   // Calls body with how lines are asked for, as a type.
@@ -148,7 +148,7 @@ struct DotProducts {
     using Units = UnitScores<T, R>;
     const Read* const q = reinterpret_cast<const Read*>(d.q);
     const T* const* const coming = coming_with_keys(d);
-    const int64_t asked = columns_of_heads(d, d.p.k, Units::asked(d.p.head_dim));
+    const int64_t asked = asked_of_heads(d, Units::asked(d.p.head_dim));
     for (int64_t first = 0; first < d.padded; first += W) {
       InOrderOfMemory<R> asks{coming + first, asked, ahead_k, first_level};
       for (int64_t h = 0; h < d.task.heads; ++h) {
@@ -171,7 +171,7 @@ struct DotProducts {
     constexpr int N = R == 1 && sizeof(T) > 1 ? 1 : min(4, kSums / R);
     const Read* const query = reinterpret_cast<const Read*>(d.q);
     const T* const* const coming = coming_with_keys(d);
-    const int64_t asked = columns_of_heads(d, d.p.k, d.p.head_dim / kColumns * kColumns);
+    const int64_t asked = asked_of_heads(d, d.p.head_dim / kColumns * kColumns);
     for (int64_t first = 0; first < d.padded; first += W) {
       F sums[kDecodeRows][W / 4];  // lane i: of key i % 4
       for (int four = 0; four < W / 4; ++four) {
@@ -243,7 +243,7 @@ struct DotProducts {
     constexpr int kHalf = max(1, V / 2);
     const int64_t group = group_of(d.p, R);
     const int64_t columns = d.p.head_dim_v;
-    const int64_t asked = columns_of_heads(d, d.p.v, round_up(columns, kHalf * kColumns));
+    const int64_t asked = asked_of_heads(d, round_up(columns, kHalf * kColumns));
     for (int64_t first = 0; first < d.count; first += group) {
       const Range keys = {first, min(d.count, first + group)};
       Asks asks{coming_with_values(d) + first, asked, ahead_v, first_level};
