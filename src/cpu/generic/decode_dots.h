@@ -100,10 +100,10 @@ struct DotProducts {
   // Calls body with how lines are asked for, as a type.
   template <int R, class Body>
   TILEWISE_FN void with_asks(const Body& body) const {
-    if (R == 1 && !in_order_of_memory)
-      body(std::type_identity<InOrderOfReads>{});
-    else
-      body(std::type_identity<InOrderOfMemory<R>>{});
+    if constexpr (R == 1) {
+      if (!in_order_of_memory) return body(std::type_identity<InOrderOfReads>{});
+    }
+    body(std::type_identity<InOrderOfMemory<R>>{});
   }
 
   // q . k of R rows and N keys, one of them line by line as it lies in memory: sums over lanes are
