@@ -104,13 +104,15 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
   const Start start = prepare(before, p.stream) ? Start::in_order : Start::dependent;
 
   ForwardParams params = main_params(p, plan, pieces, workspace);
+  const UnitKernels& kernels = plan.unit->form(plan.form);
   if (plan.family == Family::wgmma)
     launch_persistent(p, plan, params, pieces.counter.in<int32_t>(workspace),
                       pieces.before.in<int32_t>(workspace));
-  else if (plan.unit->form(plan.form).tma_forward.function != nullptr)
+  else if (kernels.tma_forward.function != nullptr)
     launch_boxes(p, plan, params, start);
   else
-    launch(plan.unit->form(plan.form).forward, plan.blocks, p.stream, params, start, plan.cluster);
+    launch(plan.readers > 1 ? kernels.forward_of_readers : kernels.forward, plan.blocks, p.stream,
+           params, start, plan.cluster);
   if (leaves_results(plan)) {
     params.next = plan.next_of_merge;
     const auto kernel = common::tensor_kernels(p.dtype).combine(params);

@@ -60,8 +60,8 @@ bool are_few_cut_alike(const Gpu& gpu, int64_t blocks, int64_t tiles) {
 bool reads_float8(const UnitTable& unit) { return unit.dtype == TILEWISE_FLOAT8_E4M3; }
 
 bool has_boxes(const UnitTable& unit) { return unit.boxes.tma_forward.function != nullptr; }
-bool reads_boxes(const Plan& plan) {
-  return plan.form == Form::boxes || plan.form == Form::paged_boxes;
+bool has_warp_rings(const Plan& plan) {
+  return has_boxes(*plan.unit) && plan.form != Form::general && plan.form != Form::plain;
 }
 bool can_merge(const Plan& plan) { return has_boxes(*plan.unit) && plan.form != Form::general; }
 
@@ -79,33 +79,9 @@ bool merges_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t bl
   return can_merge(plan) && (several || has_many_tiles(gpu, blocks));
 }
 
-// Of pages smaller than a box, which a warp copies row by row. More blocks copy more at once, and
-// clusters merge what they have found: of 16 where tiles are few, of 4 where they are nearly as
-// many as multiprocessors. (H200, pages of 1, full and log-normal lengths, before and these: B4
-// with 2k keys and 16/1 heads 9.3, 9.2 -> 8.2, 7.9 us, B12 11.9, 10.9 -> 9.7, 8.7, B16 with 4k
-// 16.4, 12.3 -> 15.4, 11.3, B4 10.6, 10.8 -> 10.8, 9.3; but B1 with 4k and 32/8 10.2 -> 10.7; B12
-// with 1k 18.8, 16.6 -> 17.2, 11.4, with 2k 35.3, 16.3 -> 29.4, 18.3, with 4k 54.9, 25.3 -> 52.4,
-// 23.1, B64 with 4k and 16/1 44.7, 31.8 -> 40.0, 30.8; but B96 with 8k 107.8, 47.6 -> 101.5, 59.3.)
-int64_t clusters_of_small_pages(const Problem& p, const Gpu& gpu, int64_t blocks, int64_t tiles) {
-  constexpr int64_t kFewClusters = 4;
-  constexpr int64_t kMostTiles = 16;
-  const int64_t all = gpu.multiprocessors;
-  const int64_t merged = most_merged_splits(gpu);
-  const int64_t few = are_uneven(p) ? 4 : 2;
-  if (blocks * merged <= 2 * all && tiles > merged && ceil_div(tiles, merged) <= few) return merged;
-  const bool nearly = blocks * kFewClusters <= 3 * all && blocks * kFewClusters * 2 > 3 * all;
-  const bool some = tiles >= kFewClusters && tiles <= kMostTiles * kFewClusters;
-  return nearly && some ? kFewClusters : 0;
-}
-
 // What a block may have to walk before it merges. Tiles of float8 have twice the keys: B16 with 8k
-// keys and one head of them 18.0 -> 21.6 us with eight. A block that is alone on its multiprocessor
-// copies small pages with too little on its way (H200, pages of 1: B1 with 4k keys 11.3 -> 10.6 us,
-// with 8k 17.2 -> 15.0, B2 with 4k 17.1 -> 15.8; but B4 with 4k, two blocks each, 21.9 -> 24.5).
-int64_t few_tiles(const Plan& plan, const Gpu& gpu, int64_t blocks) {
-  if (reads_float8(*plan.unit)) return 4;
-  return plan.form == Form::paged && blocks <= gpu.multiprocessors ? 2 : 8;
-}
+// keys and one head of them 18.0 -> 21.6 us with eight.
+int64_t few_tiles(const Plan& plan) { return reads_float8(*plan.unit) ? 4 : 8; }
 
 // Whether so many splits are better merged by clusters, with no second launch: where blocks have a
 // few tiles, and clusters, which get their places all at once, find them. (B2 with 4k keys:
@@ -117,23 +93,12 @@ bool are_better_merged(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t
   const int64_t rounds = splits <= kSmallCluster ? 2 : 1;
   return splits > 1 && splits <= most_merged_splits(gpu) &&
          blocks * splits <= rounds * gpu.multiprocessors &&
-         (splits == 2 || ceil_div(key_tiles, splits) <= few_tiles(plan, gpu, blocks * splits));
+         (splits == 2 || ceil_div(key_tiles, splits) <= few_tiles(plan));
 }
 
 // Blocks that read as fast as more of them. Of float8 a warp converts what it reads: for each byte
 // it takes three times the instructions (820 a tile of 64 keys and 128 columns, of 16 bits 557).
-// Small pages: see `few_tiles` (H200, pages of 1: B16 with 2k keys 41.9 -> 40.2 us, with 4k 72.8
-// -> 69.0, B8 with 8k 71.7 -> 69.8; but B16 with 1k 21.7 -> 24.6, B8 with 2k 23.2 -> 23.9, B4 with
-// 16k and 16/1 heads 17.6 -> 19.9). Of more tiles than multiprocessors, full and log-normal
-// lengths: B24 with 4k 111.4, 32.5 -> 105.9, 32.0, B6 with 8k and 32/32 heads 212.9, 72.1 -> 189.9,
-// 72.6, B32 with 8k 254.4, 99.2 -> 248.0, 95.6; but B24 with 2k 58.2, 29.8 -> 61.0, 29.7.
-int64_t readers_of_multiprocessor(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t tiles) {
-  if (reads_float8(*plan.unit)) return 3;
-  const int64_t all = gpu.multiprocessors;
-  const bool much = blocks <= all ? blocks * 4 >= all && blocks * tiles >= 24 * all
-                                  : blocks <= 2 * all && tiles >= 64;
-  return plan.form == Form::paged && much ? 4 : 2;
-}
+int64_t readers_of_multiprocessor(const Plan& plan) { return reads_float8(*plan.unit) ? 3 : 2; }
 
 bool are_uneven(const Problem& p) {
   return p.batch > 1 && p.seqused_k != nullptr && p.window_left < 0;
@@ -162,28 +127,52 @@ int64_t least_tiles_of_split(const Gpu& gpu, int64_t blocks, int64_t tiles, int6
 // For two blocks of readers a multiprocessor: those of the next launch come early.
 bool has_room_for_readers(const Plan& plan, const Gpu& gpu) {
   constexpr int32_t kReserved = 1024;  // bytes of each block
-  const auto& kernel = plan.unit->form(plan.form).tma_forward_of_readers;
-  return kernel.function != nullptr &&
-         2 * (kernel.shared_bytes + kReserved) <= gpu.shared_bytes + kReserved;
+  const UnitKernels& kernels = plan.unit->form(plan.form);
+  const bool built = kernels.tma_forward_of_readers.function != nullptr ||
+                     kernels.forward_of_readers.function != nullptr;
+  const int32_t bytes =
+      max(kernels.tma_forward_of_readers.shared_bytes, kernels.forward_of_readers.shared_bytes);
+  return built && 2 * (bytes + kReserved) <= gpu.shared_bytes + kReserved;
 }
 
-}  // namespace
+// Four blocks for each tile, where tiles are nearly half as many as multiprocessors or more and
+// only the GPU knows their lengths: nobody counts parts then, or waits for a second kernel, and
+// long sequences are cut. Three of them on a multiprocessor read full lengths a little slower than
+// two warps of one block. (H100, us, without and with, full and log-normal lengths: B8 with 4k keys
+// 51.3, 18.9 -> 50.2, 17.7, B64 with 4k and 16/1 heads 52.2, 28.6 -> 52.5, 26.4, B10 with 1k 19.4,
+// 10.4 -> 18.8, 8.8, B12 with 2k 39.0, 19.2 -> 38.9, 17.5, B3 with 2k and 32/32 37.3, 10.5 -> 38.7,
+// 8.1; but B12 with 4k 71.8, 26.0 -> 73.0, 24.6, with 1k and 64/8 21.5, 11.9 -> 22.9, 10.2, B96
+// with 1k and 16/1 21.8, 15.7 -> 25.1, 14.0.)
+int64_t clusters_of_uneven(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks,
+                           int64_t tiles) {
+  constexpr int64_t kFew = 4;
+  const int64_t all = gpu.multiprocessors;
+  const bool several = blocks * kFew * 2 > 3 * all;
+  if (!several || !are_uneven(p) || tiles < kFew || reads_float8(*plan.unit)) return 0;
+  const bool are_half = blocks * kFew <= 2 * all && tiles <= 64;
+  const bool are_more = blocks * kFew <= 3 * all && tiles <= 32 && packed_rows(p, plan) <= 4;
+  return are_half || are_more ? kFew : 0;
+}
 
 // Few tiles: what a second kernel costs is most of their time. Eight clusters are too many: those
 // of the next call find no places beside them. (H200, us, a second kernel and this, full lengths
 // that are known, that are not, and log-normal: B2 with 2k keys and 16/1 heads 7.0, 8.3, 9.3
 // -> 5.6, 6.0, 6.5, with 8k 11.1, 12.2, 10.2 -> 8.6, 8.9, 7.4, B6 with 8k 12.7, 14.1, 13.2 -> 10.8,
 // 11.2, 8.9, B1 with 4k 7.7 -> 6.7; eight, B1 with 8k and 32/8 12.3 -> 16.2.)
-int32_t choose_clusters(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
-  if (p.num_splits > 0 || p.batch_invariant != 0 || blocks == 0 || !can_merge(plan)) return 0;
-  const int64_t tiles = ceil_div(keys_of_tile(p, most_rows(p)), int64_t{plan.tile_k});
-  if (plan.form == Form::paged)
-    return static_cast<int32_t>(clusters_of_small_pages(p, gpu, blocks, tiles));
-  if (!reads_boxes(plan) || !has_room_for_readers(plan, gpu)) return 0;
+int64_t clusters_of_few(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t tiles) {
   const int64_t merged = most_merged_splits(gpu);
-  const bool fits = has_few_tiles(gpu, blocks) && tiles > merged &&
-                    ceil_div(tiles, merged) <= few_tiles(plan, gpu, blocks * merged);
-  return fits ? static_cast<int32_t>(merged) : 0;
+  const bool fits = has_few_tiles(gpu, blocks) && has_room_for_readers(plan, gpu) &&
+                    tiles > merged && ceil_div(tiles, merged) <= few_tiles(plan);
+  return fits ? merged : 0;
+}
+
+}  // namespace
+
+int32_t choose_clusters(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
+  if (p.num_splits > 0 || p.batch_invariant != 0 || blocks == 0 || !has_warp_rings(plan)) return 0;
+  const int64_t tiles = ceil_div(keys_of_tile(p, most_rows(p)), int64_t{plan.tile_k});
+  const int64_t few = clusters_of_few(plan, gpu, blocks, tiles);
+  return static_cast<int32_t>(few > 0 ? few : clusters_of_uneven(p, plan, gpu, blocks, tiles));
 }
 
 // Two warps read what a multiprocessor is to read, where more blocks would have more to merge.
@@ -191,13 +180,13 @@ int32_t choose_clusters(const Problem& p, const Plan& plan, const Gpu& gpu, int6
 // 31.5 -> 27.7, B16 with 256 and 32/8 8.1 -> 7.6, with 1k 19.4 -> 18.9.) Of pages each takes a warp
 // more instructions (B10 with 4k in pages of 16 47.0 -> 45.9, log-normal 29.8 -> 31.5).
 bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
-  if (!reads_boxes(plan) || p.num_splits > 0 || p.batch_invariant != 0 || blocks == 0 ||
+  if (!has_warp_rings(plan) || p.num_splits > 0 || p.batch_invariant != 0 || blocks == 0 ||
       !has_room_for_readers(plan, gpu))
     return false;
   const int64_t splits = gpu.multiprocessors / blocks;
   const int64_t tiles = ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k);
   const int64_t rows = packed_rows(p, plan);
-  const bool paged = plan.form == Form::paged_boxes;
+  const bool paged = plan.form != Form::boxes;
   const bool uneven = paged || are_uneven(p);
   const bool several = has_several_tiles(gpu, blocks);
   if (splits == 0 || (paged && rows <= 8 && splits > 1) || (paged && rows <= 4 && !several))
@@ -216,7 +205,7 @@ bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blo
 // but B96 37.8 -> 38.6, B16 with 1k 25.8 -> 26.0, in pages of 16 with 8k 182.1 -> 186.6; H200, B16
 // with 8k 122.8 -> 128.8.)
 int32_t choose_readers(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
-  if (plan.clusters > 0 && reads_boxes(plan)) return kMostReaders;
+  if (plan.clusters > 0) return has_few_tiles(gpu, blocks) ? kMostReaders : 1;
   if (!plan.alone) return 1;
   const int64_t share = packed_rows(p, plan) <= 4 ? 35 : 31;  // of what its clock and bus say
   const int64_t splits = gpu.multiprocessors / blocks;
@@ -257,18 +246,15 @@ Spread spread_parts(const Plan& plan, const Gpu& gpu, int64_t tiles) {
 
 // Decoding by boxes: two blocks a multiprocessor read as fast as four, with half as many partial
 // results (B1 with 32k keys: 38.0 -> 36.3 us), and one is not far behind. So do the blocks of small
-// clusters, and of larger ones there is room for one. Of small pages there is more to read for each
-// split that a second kernel reads (H200, pages of 1, 128 and 256 splits: B1 with 64k keys and 16/1
-// heads 19.6 -> 18.0 us, with 128k 32.7 -> 27.2).
+// clusters, and of larger ones there is room for one.
 int64_t choose_splits_of_boxes(const Plan& plan, const Gpu& gpu, int64_t blocks,
                                int64_t key_tiles) {
   if (plan.clusters > 0) return ceil_div(key_tiles, ceil_div(key_tiles, int64_t{plan.clusters}));
   const int64_t all = gpu.multiprocessors;
-  int64_t readers = readers_of_multiprocessor(plan, gpu, blocks, key_tiles);
+  int64_t readers = readers_of_multiprocessor(plan);
   if (blocks * 2 > all * readers) return 1;
   if (plan.alone) readers = 1;
-  const int64_t splits = plan.form == Form::paged ? 2 * kMostSplits : kMostSplits;
-  const int64_t most = min(splits, readers * all / blocks);
+  const int64_t most = min(kMostSplits, readers * all / blocks);
   int64_t merged = min(most, kSmallCluster);
   if (blocks * merged * 8 < all * 7) merged = min(most_merged_splits(gpu), all / blocks);
   const bool busy = blocks * merged * 8 >= all * 7 || key_tiles <= merged;

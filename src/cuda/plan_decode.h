@@ -12,8 +12,9 @@ bool reads_float8(const UnitTable& unit);
 // Whether its kernels are those of decoding by boxes of TMA, all but the general one of which merge
 // splits themselves.
 bool has_boxes(const UnitTable& unit);
-bool reads_boxes(const Plan& plan);
 bool can_merge(const Plan& plan);
+// Whether each warp has a ring of its own: clusters and readers are for these.
+bool has_warp_rings(const Plan& plan);
 
 // Whether clusters as large as there are find their places beside those of the next call.
 bool has_few_tiles(const Gpu& gpu, int64_t blocks);
@@ -28,17 +29,16 @@ bool are_uneven(const Problem& p);
 bool merges_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks);
 
 // What a block may have to walk before it merges.
-int64_t few_tiles(const Plan& plan, const Gpu& gpu, int64_t blocks);
+int64_t few_tiles(const Plan& plan);
 
 // Whether so many splits are better merged by clusters, with no second launch.
 bool are_better_merged(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t splits,
                        int64_t key_tiles);
 
 // Blocks of a multiprocessor that read as fast as more of them.
-int64_t readers_of_multiprocessor(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t tiles);
+int64_t readers_of_multiprocessor(const Plan& plan);
 
-// As many blocks as a cluster for each tile is better to have than parts or a second kernel, those
-// of boxes with two readers; 0: it is not.
+// Blocks of a cluster that each tile is better to have than parts or a second kernel; 0: it is not.
 int32_t choose_clusters(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks);
 
 // Whether blocks are alone on their multiprocessors, and how many warps of one then share the keys

@@ -132,7 +132,7 @@ bool has_long_first(const Problem& p, const Plan& plan, int64_t blocks, int64_t 
   constexpr int64_t kRoom = 32;  // tiles
   const bool some_wait = blocks > slots;
   const bool nearly = blocks * 4 > slots * 3 && most_keys(p) >= kRoom * plan.tile_k;
-  return reads_boxes(plan) && p.batch <= kMostSorted && (some_wait || nearly);
+  return has_warp_rings(plan) && p.batch <= kMostSorted && (some_wait || nearly);
 }
 
 // The same where one can: a long sequence is cut where short ones are not, and sequences of lengths
@@ -156,7 +156,7 @@ EqualParts equal_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64
   const int64_t heads = max<int64_t>(1, blocks / p.batch);
   const bool merges = merges_parts(p, plan, gpu, blocks);
   const int64_t tiles = ceil_div(max<int64_t>(1, most_keys(p)), int64_t{plan.tile_k});
-  const int64_t readers = readers_of_multiprocessor(plan, gpu, blocks, tiles);
+  const int64_t readers = readers_of_multiprocessor(plan);
   int64_t most = max(readers * all / heads, p.batch) + p.batch;
   if (merges || plan.alone) {
     most = ((ceil_div(blocks, all) + 1) * all - 1) / heads;
@@ -183,7 +183,7 @@ bool are_better_cut_alike(const Problem& p, const Plan& plan, const Gpu& gpu, in
   const int64_t tiles = ceil_div(most_keys(p), int64_t{plan.tile_k});
   if (!can_merge(plan)) return false;
   return plan.clusters > 0 || are_few_cut_alike(gpu, blocks, tiles) ||
-         (ceil_div(tiles, splits) <= few_tiles(plan, gpu, blocks * splits) &&
+         (ceil_div(tiles, splits) <= few_tiles(plan) &&
           are_better_merged(plan, gpu, blocks, splits, tiles));
 }
 

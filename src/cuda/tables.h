@@ -17,7 +17,9 @@ struct UnitKernels {
   Kernel<BackwardParams> backward;
   Kernel<BackwardParams> finish;
   Kernel<TmaForwardParams> tma_forward = {};  // wgmma and boxes: instead of the ones above
-  Kernel<TmaForwardParams> tma_forward_of_readers = {};  // boxes: kMostReaders share a tile
+  // Decoding from boxes or pages: kMostReaders share a tile.
+  Kernel<TmaForwardParams> tma_forward_of_readers = {};
+  Kernel<ForwardParams> forward_of_readers = {};
   Kernel<TmaBackwardParams> tma_backward = {};
 };
 

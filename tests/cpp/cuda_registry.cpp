@@ -58,6 +58,9 @@ TEST(CudaRegistry, UnitsHoldWhatTheirTilesSay) {
       const bool paged =
           unit->family == Family::mma_sync && unit->dtype != TILEWISE_FLOAT32 && !float8;
       expect_kernel(cut->paged.forward, cut->has_forward() && paged, most);
+      const bool rings = paged && cut->boxes.tma_forward.function != nullptr;
+      const bool pages_have_readers = rings && has_readers(cut->head_dim, 2);
+      expect_kernel(cut->paged.forward_of_readers, pages_have_readers, (most - kReserved) / 2);
       for (const UnitKernels* form : {&cut->boxes, &cut->paged_boxes}) {
         const bool built = form->tma_forward.function != nullptr;
         const bool readers = built && has_readers(cut->head_dim, float8 ? 1 : 2);

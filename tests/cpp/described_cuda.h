@@ -77,6 +77,7 @@ inline cuda::UnitTable described(const cuda::Unit& unit) {
         if (cuda::has_readers(unit.head_dim, bytes)) {
           for (cuda::UnitKernels* form : {&narrow.back().boxes, &narrow.back().paged_boxes})
             form->tma_forward_of_readers.function = [](cuda::TmaForwardParams) {};
+          narrow.back().paged.forward_of_readers.function = [](cuda::ForwardParams) {};
         }
       }
       table.narrow = &narrow.back();

@@ -2,6 +2,8 @@
 // and when the next launch may begin.
 #include <gtest/gtest.h>
 
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "cuda/plan.h"
@@ -195,41 +197,25 @@ cuda::Plan of_pages(int64_t batch, int64_t keys, int64_t page, int64_t heads = 3
   return plan;
 }
 
-// Small pages: more blocks read long sequences, where they find room.
-TEST(PlannerCudaDecode, SmallPagesHaveMoreReaders) {
-  const auto splits = [](auto... of) { return of_pages(of...).splits; };
-  EXPECT_EQ(splits(16, 8192, 1), 4);
-  EXPECT_EQ(splits(16, 8192, 16), 1);  // alone
-  EXPECT_EQ(splits(16, 1024, 1), 2);
-  EXPECT_EQ(splits(24, 8192, 1), 2);
-  EXPECT_EQ(splits(24, 2048, 1), 1);
-  EXPECT_EQ(splits(1, 131072, 1, 16, 1), 256);
-  EXPECT_EQ(splits(1, 131072, 16, 16, 1), 128);
-  EXPECT_EQ(splits(8, 2048, 1), splits(8, 2048, 16));
-  EXPECT_EQ(splits(2, 8192, 1), splits(2, 8192, 16));
-  EXPECT_EQ(splits(1, 8192, 1), 32);  // no cluster of blocks that are alone with many tiles
-  EXPECT_EQ(splits(1, 8192, 16), 16);
-}
-
-// Small pages of few tiles, and of nearly as many as multiprocessors, are merged by clusters.
-TEST(PlannerCudaDecode, SmallPagesAreMergedByClusters) {
+// Small pages, whose rows are copied into the same ring, are cut as those that come as boxes.
+TEST(PlannerCudaDecode, SmallPagesAreCutAsOthers) {
+  const auto cut = [](const cuda::Plan& plan) {
+    return std::make_tuple(plan.splits, plan.cluster, plan.readers, plan.parts.most, plan.alone);
+  };
   for (const int32_t* lengths : {static_cast<const int32_t*>(nullptr), &kSomeLengths}) {
-    const auto planned = [lengths](int64_t batch, int64_t keys, int64_t heads, int64_t heads_kv) {
-      const cuda::Plan plan = of_pages(batch, keys, 1, heads, heads_kv, lengths);
-      EXPECT_EQ(plan.readers, 1);
-      EXPECT_TRUE(plan.cluster == 1 || !plan.parts.any());
-      return plan;
-    };
-    for (const int64_t batch : {4, 12, 16}) EXPECT_EQ(planned(batch, 2048, 16, 1).cluster, 16);
-    EXPECT_EQ(planned(2, 2048, 32, 8).cluster, 16);
-    EXPECT_LT(planned(24, 2048, 16, 1).cluster, 16);  // more than two blocks a multiprocessor
-    EXPECT_EQ(planned(4, 4096, 16, 1).cluster == 16, lengths != nullptr);
-    EXPECT_LT(planned(4, 8192, 16, 1).cluster, 16);  // more than a few tiles each
-    for (const int64_t keys : {1024, 2048, 4096}) EXPECT_EQ(planned(12, keys, 32, 8).cluster, 4);
-    EXPECT_EQ(planned(64, 4096, 16, 1).cluster, 4);
-    EXPECT_EQ(planned(12, 8192, 32, 8).cluster, 1);
-    EXPECT_NE(planned(14, 2048, 32, 8).cluster, 4);  // more than three blocks a multiprocessor
+    for (const int64_t batch : {1, 2, 4, 12, 16, 24, 64}) {
+      for (const int64_t keys : {1024, 4096, 16384}) {
+        for (const auto& [heads, heads_kv] : {std::pair{32, 8}, std::pair{16, 1}}) {
+          EXPECT_EQ(cut(of_pages(batch, keys, 1, heads, heads_kv, lengths)),
+                    cut(of_pages(batch, keys, 16, heads, heads_kv, lengths)))
+              << batch << ' ' << keys << ' ' << heads;
+        }
+      }
+    }
   }
+  EXPECT_EQ(of_pages(2, 4096, 1, 16, 1).cluster, 16);
+  EXPECT_EQ(of_pages(2, 4096, 1, 16, 1).readers, 2);
+  EXPECT_EQ(of_pages(128, 1024, 1, 16, 1).readers, 2);
 }
 
 // The same of lengths that only the GPU knows.
@@ -248,6 +234,27 @@ TEST(PlannerCudaDecode, FewLongSequencesHavePartsToSpare) {
   EXPECT_GT(most(64, 4096, 32, 8), 64 + 8);  // more sequences have more to spare
 }
 
+// Of a few tiles of keys, where tiles are nearly half as many as multiprocessors, or of four rows
+// and up to three fourths of them.
+TEST(PlannerCudaDecode, FourBlocksOfAClusterReadUnevenLengths) {
+  const auto has = [](auto... of) {
+    const cuda::Plan plan = uneven_decode(of...);
+    EXPECT_TRUE(plan.cluster != 4 || (plan.readers == 1 && !plan.parts.any()));
+    return plan.cluster == 4;
+  };
+  EXPECT_TRUE(has(8, 4096));
+  EXPECT_TRUE(has(64, 4096, 16, 1));
+  EXPECT_TRUE(has(12, 2048));
+  EXPECT_TRUE(has(3, 2048, 32, 32));
+  EXPECT_TRUE(has(12, 2048, 32, 8, true));
+  EXPECT_FALSE(has(8, 8192));
+  EXPECT_FALSE(has(12, 4096));
+  EXPECT_FALSE(has(12, 2048, 64, 8));
+  EXPECT_FALSE(has(96, 1024, 16, 1));
+  EXPECT_FALSE(has(14, 2048));
+  EXPECT_NE(decode(12, 2048, 32, 8).cluster, 4);
+}
+
 // By the last block where tiles are nearly as many as multiprocessors, or more, of more than four
 // rows where they are nearly half as many, and where blocks are alone; but a pair of blocks merges
 // four rows of a few tiles faster.
@@ -255,7 +262,7 @@ TEST(PlannerCudaDecode, ManyTilesAreMergedByTheLastBlock) {
   EXPECT_FALSE(uneven_decode(8).merges_parts);
   EXPECT_TRUE(uneven_decode(12).alone && uneven_decode(12).merges_parts);
   EXPECT_FALSE(uneven_decode(48, 4096, 16, 1).merges_parts);
-  EXPECT_TRUE(uneven_decode(64, 4096, 16, 1).alone && uneven_decode(64, 4096, 16, 1).merges_parts);
+  EXPECT_TRUE(uneven_decode(64, 8192, 16, 1).alone && uneven_decode(64, 8192, 16, 1).merges_parts);
   EXPECT_TRUE(uneven_decode(8, 8192, 64, 8).merges_parts);
   EXPECT_TRUE(uneven_decode(14).merges_parts);
   EXPECT_TRUE(uneven_decode(16).merges_parts);

@@ -103,6 +103,18 @@ void MemoryBarriers::start_write(uint32_t address, AsyncWrite write) {
              "which initialised it, and no sync_block after that",
              describe(index_of(b)).c_str(), b.initialiser));
   }
+  add_write(b, std::move(write));
+}
+
+void MemoryBarriers::arrive_behind(uint32_t address, std::vector<AsyncWrite> writes) {
+  int64_t bytes = 0;
+  for (const AsyncWrite& write : writes) bytes += write.bytes;
+  arrive(address, bytes);
+  for (AsyncWrite& write : writes) add_write(find(address, "cp.async"), std::move(write));
+}
+
+void MemoryBarriers::add_write(Barrier& b, AsyncWrite write) {
+  Block& block_ = block();
   b.in_flight += write.bytes;
   check_bytes(b);
   if (b.writes.empty()) b.first_write = block_.tick();

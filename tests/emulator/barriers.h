@@ -28,6 +28,8 @@ class MemoryBarriers {
   void start(SharedMemory& shared, int rank);
   void init(uint32_t address, int arrivals);
   void arrive(uint32_t address, int64_t bytes);
+  // When `writes`, which have started, have landed: those of a thread.
+  void arrive_behind(uint32_t address, std::vector<AsyncWrite> writes);
   void wait(uint32_t address, int parity);
   // A copy that `address` counts has started. It lands now or when all threads wait.
   void start_write(uint32_t address, AsyncWrite write);
@@ -56,6 +58,7 @@ class MemoryBarriers {
   Barrier& find(uint32_t address, const char* what);
   int index_of(const Barrier& b) const { return static_cast<int>(&b - barriers_.data()); }
   void check_bytes(const Barrier& b) const;
+  void add_write(Barrier& b, AsyncWrite write);
   void end_phase(Barrier& b);
   void land(Barrier& b);
 

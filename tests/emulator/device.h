@@ -45,6 +45,7 @@ void st_shared_v4_b32(uint32_t address, const uint32_t (&r)[4]);
 
 // `bytes` of shared memory are written: `bytes_read` of them from `source`, the rest with 0.
 void cp_async(uint32_t to, const void* source, int bytes, int bytes_read);
+void cp_async_mbarrier_arrive(uint32_t barrier);
 void cp_async_commit_group();
 void cp_async_wait_group(int pending);
 

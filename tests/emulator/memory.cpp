@@ -190,6 +190,24 @@ void cp_async(uint32_t to, const void* source, int bytes, int bytes_read) {
   b.counts().copied_bytes += bytes_read;
 }
 
+// Copies of groups land when those are waited for.
+void cp_async_mbarrier_arrive(uint32_t barrier) {
+  Block& b = block();
+  Copies& copies = b.copies();
+  const auto first = copies.in_flight.end() - copies.open;
+  std::vector<AsyncWrite> writes;
+  for (auto copy = first; copy != copies.in_flight.end(); ++copy) {
+    char* const to = b.shared().at(copy->to);
+    const bool landed = b.options().early_copies;
+    writes.push_back({copy->to, copy->bytes, [copy = *copy, to, landed] {
+                        if (!landed) land(copy, to);
+                      }});
+  }
+  copies.in_flight.erase(first, copies.in_flight.end());
+  copies.open = 0;
+  b.barriers().arrive_behind(barrier, std::move(writes));
+}
+
 void cp_async_commit_group() {
   Copies& copies = block().copies();
   copies.groups.push_back(copies.open);

@@ -194,11 +194,11 @@ void SharedMemory::start_async_write(uint32_t address, int bytes, const char* wh
 }
 
 void SharedMemory::finish_async_write(uint32_t address, int bytes, int copier, uint32_t time) {
-  const HalfWords range = checked_chunks(address, bytes, "a bulk copy");
-  const uint32_t count = range.end - range.begin;
-  std::fill_n(states_.begin() + range.begin, count, uint8_t{kWritten | kCopied});
-  std::fill_n(write_times_.begin() + range.begin, count, time);
-  std::fill_n(writers_.begin() + range.begin, count, static_cast<uint16_t>(copier));
+  const uint32_t begin = (address - kFirstAddress) / 2;  // checked when it started
+  const int count = bytes / 2;
+  std::fill_n(states_.begin() + begin, count, uint8_t{kWritten | kCopied});
+  std::fill_n(write_times_.begin() + begin, count, time);
+  std::fill_n(writers_.begin() + begin, count, static_cast<uint16_t>(copier));
 }
 
 void SharedMemory::start_async_read(uint32_t address, int bytes, const char* what,

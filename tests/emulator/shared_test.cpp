@@ -5,6 +5,7 @@
 #include "cuda/ptx/convert.h"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/global.h"
+#include "cuda/ptx/mbarrier.h"
 #include "cuda/ptx/shared.h"
 #include "cuda/ptx/warp.h"
 #include "emulator/test_support.h"
@@ -320,6 +321,52 @@ TEST(Copies, WaitCountsGroupsLate) { check_wait_counts(); }
 TEST(Copies, WaitCountsGroupsEarly) {
   const Environment early("TILEWISE_EMULATOR_COPIES", "early");
   check_wait_counts();
+}
+
+// All lanes copy a chunk each and arrive behind it; then lane 0 reads that of lane 31.
+std::string read_behind_a_barrier(bool arrive, bool wait) {
+  static const Copies all;
+  return fault_of(1, 32, 1024, [&] {
+    const int lane = ptx::thread_index();
+    if (lane == 0) ptx::mbarrier_init(byte(512), 32);
+    ptx::sync_warp();
+    ptx::cp_async_16(byte(lane * 16), all.source + lane % 3 * 4);
+    if (arrive || lane != 31) ptx::cp_async_mbarrier_arrive(byte(512));
+    if (wait) ptx::mbarrier_wait_parity(byte(512), 0);
+    if (lane != 0) return;
+    ASSERT_EQ(ptx::ld_shared_b32(byte(31 * 16)), 31u % 3 * 4);
+  });
+}
+
+void check_barriers() {
+  EXPECT_EQ(read_behind_a_barrier(true, true), "");
+  EXPECT_NE(read_behind_a_barrier(true, false), "");
+  expect_part(read_behind_a_barrier(false, true), "31 of 32 arrivals");
+}
+
+TEST(Copies, BarriersCountThemLate) { check_barriers(); }
+TEST(Copies, BarriersCountThemEarly) {
+  const Environment early("TILEWISE_EMULATOR_COPIES", "early");
+  check_barriers();
+}
+
+// Those of a group land when it is waited for; only others come before the arrival.
+TEST(Copies, BarriersDoNotCountGroups) {
+  static const Copies all;
+  EXPECT_EQ(fault_of(1, 32, 1024,
+                     [] {
+                       if (ptx::thread_index() != 0) return;
+                       ptx::mbarrier_init(byte(512), 1);
+                       ptx::cp_async_16(byte(0), all.source);
+                       ptx::cp_async_commit_group();
+                       ptx::cp_async_16(byte(16), all.source + 4);
+                       ptx::cp_async_mbarrier_arrive(byte(512));
+                       ptx::mbarrier_wait_parity(byte(512), 0);
+                       ASSERT_EQ(ptx::ld_shared_b32(byte(16)), 4u);
+                       ptx::cp_async_wait_group<0>();
+                       ASSERT_EQ(ptx::ld_shared_b32(byte(0)), 0u);
+                     }),
+            "");
 }
 
 TEST(Copies, WaitDoesNotCoverWhatIsNotCommitted) {

@@ -31,12 +31,14 @@ struct Config {
                            : Arch::forward(Cached::kBytes, kHeadDim, std::is_same_v<Element, Tf32>);
   static constexpr bool kDecodes = kCut_ == Cut::decode;
   static constexpr int kReaders = kReaders_;  // warps that share the keys (forward_readers.h)
-  static_assert(kReaders == 1 || (kBoxes && kForward.warps == 1));
-  static constexpr bool kHasReaders = kBoxes && has_readers(kHeadDim, Cached::kBytes);
+  // Each warp has a ring of its own, whose slots have barriers (forward_warp_ring.h).
+  static constexpr bool kWarpRing = kBoxes || (kPaged && kDecodes && Arch::kBoxCopy);
+  static_assert(kReaders == 1 || (kWarpRing && kForward.warps == 1));
+  static constexpr bool kHasReaders = kWarpRing && has_readers(kHeadDim, Cached::kBytes);
   // Clusters merge key splits.
   static constexpr bool kMerges = Arch::kBoxCopy && kDecodes && !kGeneral;
   // Asks for the first keys of a sequence before it counts the parts of its batch.
-  static constexpr bool kCountsLate = kMerges && (kBoxes || kPaged);
+  static constexpr bool kCountsLate = kWarpRing;
   static constexpr bool kSplitOnce = kForward.warps > 0 && kForward.stages == 0;
   static constexpr arch::BackwardTile kBackward = Arch::backward(Cached::kBytes, kHeadDim);
   static constexpr bool kConverts = Arch::kConvertsFloat8;

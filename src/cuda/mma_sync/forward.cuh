@@ -12,7 +12,6 @@
 #include "cuda/common/let_next_in.h"
 #include "cuda/common/long_first.h"
 #include "cuda/mma_sync/config.h"
-#include "cuda/mma_sync/forward_boxes.h"
 #include "cuda/mma_sync/forward_parts.h"
 #include "cuda/mma_sync/forward_queries.h"
 #include "cuda/mma_sync/forward_readers.h"
@@ -21,13 +20,14 @@
 #include "cuda/mma_sync/forward_softmax.h"
 #include "cuda/mma_sync/forward_split.h"
 #include "cuda/mma_sync/forward_store.h"
+#include "cuda/mma_sync/forward_warp_ring.h"
 
 namespace tilewise::cuda::mma_sync {
 
 template <class C>
 auto feed_of() {
-  if constexpr (C::kBoxes)
-    return std::type_identity<BoxFeed<C>>{};
+  if constexpr (C::kWarpRing)
+    return std::type_identity<WarpRing<C>>{};
   else if constexpr (C::kSplitOnce)
     return std::type_identity<SplitFeed<C>>{};
   else
@@ -234,7 +234,7 @@ TILEWISE_DEVICE BlockWork find_part(const ForwardParamsOf<C>& p, ptx::SharedAddr
   const bool is_early = C::kCountsLate && place < p.order.sequences;
   KeyPart part = {place, 0, 1};
   if (!is_early) part = BatchParts(p).find(place);
-  if constexpr (C::kBoxes) {
+  if constexpr (C::kWarpRing) {
     if (is_early && p.parts.long_first()) part.sequence = LongFirst(p).at(place);
   }
   if (is_early) KvFeed<C>::foresee(p.problem, part.sequence, feed);
@@ -314,7 +314,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   if constexpr (C::kCountsLate) {
     if (p.parts.any()) keep_part<C>(p, work, feed);
   }
-  if constexpr (C::kBoxes) feed.fill();
+  if constexpr (C::kWarpRing) feed.fill();
   if constexpr (C::kMerges) {
     if (p.arrivals != nullptr && work.splits > 1) PartsMerge<C>(p, work).expect();
   }

@@ -1,4 +1,4 @@
-// Where the boxes of a key tile lie: `BoxFeed` asks one of these policies.
+// Where the boxes of a key tile lie: `BoxFill` asks one of these policies.
 #pragma once
 
 #include "cuda/mma_sync/forward_pages.h"
@@ -21,6 +21,7 @@ class RowBoxes {
   static constexpr int kKeys = C::kForward.keys;
   static_assert(kKeys % kRowsOfEndBox == 0);
   static constexpr int kBytes = 0;  // of shared memory
+  static constexpr int kForeseenAt = 0;
 
   TILEWISE_DEVICE RowBoxes(const TmaForwardParams&, const BlockWork& work, int32_t,
                            ptx::SharedAddress)

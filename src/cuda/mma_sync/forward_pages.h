@@ -27,60 +27,57 @@ TILEWISE_DEVICE void foresee_pages(const Problem& p, int32_t sequence, ptx::Shar
   }
 }
 
-// The pages of the rows of a tile, the same for K and V, which are asked for in turns. The lanes
-// that copy one row of a pass look rows up for each other: lane i of them that of pass i.
+// Where the rows of a tile lie, the same for K and V, which are asked for in turns. The lanes that
+// copy one row of a pass look rows up for each other: lane i of them that of pass i.
 template <class C, class Lanes>
 class PageRows {
  public:
   static constexpr int kLanesOfRow = Lanes::kStride;
   static constexpr int kLookUps = static_cast<int>(ceil_div(Lanes::kPasses, kLanesOfRow));
 
-  TILEWISE_DEVICE PageRows(const ForwardParams& p, const BlockWork& work)
+  // Of tile `last` and those before it.
+  TILEWISE_DEVICE PageRows(const ForwardParams& p, const BlockWork& work, int32_t last)
       : size_(p.page_size), first_(uniform(work.tiles.first)) {
-    look_up(pages_, work, work.tiles.last);
+    look_up(work, last);
   }
 
   // Tiles before `first` are not wanted.
   TILEWISE_DEVICE void keep(int32_t first) { first_ = uniform(first); }
   TILEWISE_DEVICE bool wants(int32_t tile) const { return tile >= first_; }
 
-  // All of the keys, or else of the values, of `tile` have been asked for.
-  TILEWISE_DEVICE void pass(const BlockWork& work, bool keys, int32_t tile) {
-    if (keys) return look_up(next_, work, tile - 1);
-#pragma unroll
-    for (int i = 0; i < kLookUps; ++i) pages_[i] = next_[i];
+  // Before the keys of `tile` are asked for: tells K and V where its rows lie, and looks up those
+  // of the tile after it.
+  template <class Stream>
+  TILEWISE_DEVICE void hand_on(Stream& k, Stream& v, const BlockWork& work, int32_t tile) {
+    k.find(*this);
+    v.find(*this);
+    look_up(work, tile - C::kReaders);
   }
 
   // Of the row of this lane in look-up `i`.
   TILEWISE_DEVICE int32_t page(int i) const { return pages_[i]; }
-  TILEWISE_DEVICE int32_t row_in_page(const KvSource& kv, int i, int32_t tile) const {
-    return size_.remainder(row_of(kv, i, tile));
-  }
+  TILEWISE_DEVICE int32_t row_in_page(int i) const { return rows_[i]; }
 
  private:
-  // A row of its sequence, left padding counted.
-  TILEWISE_DEVICE static int32_t row_of(const KvSource& kv, int i, int32_t tile) {
-    const Lanes lanes(recent_thread<C>());
-    return static_cast<int32_t>(kv.first) + tile * C::kForward.keys +
-           lanes.row_of(lanes.chunk + i * kLanesOfRow);
-  }
-
-  TILEWISE_DEVICE void look_up(int32_t (&pages)[kLookUps], const BlockWork& work,
-                               int32_t tile) const {
+  TILEWISE_DEVICE void look_up(const BlockWork& work, int32_t tile) {
     const KvSource& kv = work.sequence.kv;
+    const Lanes lanes(recent_thread<C>());
+    // Rows of the sequence, left padding counted.
+    const int32_t first = static_cast<int32_t>(kv.first) + tile * C::kForward.keys;
     const int32_t end = static_cast<int32_t>(kv.first) + work.tiles.keys;
 #pragma unroll
     for (int i = 0; i < kLookUps; ++i) {
-      const int32_t row = row_of(kv, i, tile);
-      pages[i] = 0;
-      if (wants(tile) && row < end) pages[i] = kv.pages[size_.quotient(row)];
+      const int32_t row = first + lanes.row_of(lanes.chunk + i * kLanesOfRow);
+      rows_[i] = size_.remainder(row);
+      pages_[i] = 0;
+      if (wants(tile) && row < end) pages_[i] = kv.pages[size_.quotient(row)];
     }
   }
 
   Divisor size_;   // of a page
   int32_t first_;  // tile that is wanted
   int32_t pages_[kLookUps];
-  int32_t next_[kLookUps] = {};  // of the tile after it
+  int32_t rows_[kLookUps];
 };
 
 // K or V: copies of its tiles, from the last to the first, as `KeyStream` makes them. What lanes
@@ -98,7 +95,7 @@ class PageStream {
                              const BlockWork& work)
       : page_chunks_(static_cast<int32_t>(view.stride_batch / kPerChunk)),
         row_chunks_(static_cast<int32_t>(view.stride_row / kPerChunk)) {
-    const Lanes lanes(ptx::thread_index());
+    const Lanes lanes(row_thread<C>());
     const int64_t head = p.group.quotient(work.rows.first_head) * view.stride_head;
     // The compiler would take it apart and add it up again for each row.
     base_ = ptx::recent(static_cast<const char*>(view.data) + head * Element::kBytes +
@@ -108,56 +105,40 @@ class PageStream {
       exists_[column] = lanes.chunk_of(column) * kPerChunk < columns;
   }
 
-  // Before the loop: all of the next tile, which is `tile`. The last one may be cut short by the
-  // number of keys.
-  TILEWISE_DEVICE void copy_whole(ptx::SharedAddress slot, const Rows& rows, const BlockWork& work,
-                                  int32_t tile) const {
-    const Lanes lanes(recent_thread<C>());
-    const int32_t left = rows.wants(tile) ? work.tiles.keys - tile * kKeys : 0;
+  // The tile that is asked for next.
+  TILEWISE_DEVICE void find(const Rows& rows) {
 #pragma unroll
     for (int i = 0; i < Rows::kLookUps; ++i) {
-      const uint32_t found = place(rows, work, i, tile);
-      const int end = min((i + 1) * kLanesOfRow, Lanes::kPasses);
-#pragma unroll
-      for (int pass = i * kLanesOfRow; pass < end; ++pass)
-        copy_row(slot, lanes, pass, found, lanes.row_of(pass) < left);
+      const int32_t chunks = rows.page(i) * page_chunks_ + rows.row_in_page(i) * row_chunks_;
+      places_[i] = static_cast<uint32_t>(chunks);
     }
   }
 
-  // In the loop: part `part` of it; zeros where there is none.
-  TILEWISE_DEVICE void copy(ptx::SharedAddress slot, const Rows& rows, int32_t tile,
-                            int part) const {
-    if (part == 0) copy_passes<0, kPartPasses>(slot, rows, tile);
-    if (part == 1) copy_passes<kPartPasses, Lanes::kPasses>(slot, rows, tile);
+  // Before the loop: all of it, of which the first `left` rows exist.
+  TILEWISE_DEVICE void copy_whole(ptx::SharedAddress slot, int32_t left) const {
+    const Lanes lanes(recent_thread<C>());
+#pragma unroll
+    for (int pass = 0; pass < Lanes::kPasses; ++pass)
+      copy_row(slot, lanes, pass, lanes.row_of(pass) < left);
+  }
+
+  // In the loop: part `part` of it; zeros where it is not wanted.
+  TILEWISE_DEVICE void copy(ptx::SharedAddress slot, bool wanted, int part) const {
+    const Lanes lanes(recent_thread<C>());
+#pragma unroll
+    for (int i = 0; i < Lanes::kPasses; ++i) {
+      if (i / kPartPasses == part) copy_row(slot, lanes, i, wanted);
+    }
   }
 
  private:
   static constexpr int kPerChunk = 16 / Element::kBytes;
   static constexpr int kLanesOfRow = Rows::kLanesOfRow;
 
-  template <int kBegin, int kEnd>
-  TILEWISE_DEVICE void copy_passes(ptx::SharedAddress slot, const Rows& rows, int32_t tile) const {
-    const Lanes lanes(recent_thread<C>());
-    uint32_t found = 0;
-#pragma unroll
-    for (int pass = kBegin; pass < kEnd; ++pass) {
-      if (pass == kBegin || pass % kLanesOfRow == 0)
-        found = place(rows, kept_work<C>(), pass / kLanesOfRow, tile);
-      copy_row(slot, lanes, pass, found, rows.wants(tile));
-    }
-  }
-
-  // Of the row of this lane in look-up `i`.
-  TILEWISE_DEVICE uint32_t place(const Rows& rows, const BlockWork& work, int i,
-                                 int32_t tile) const {
-    const int32_t in_page = rows.row_in_page(work.sequence.kv, i, tile);
-    return static_cast<uint32_t>(rows.page(i) * page_chunks_ + in_page * row_chunks_);
-  }
-
-  // `found`: the places of the look-up to which the pass belongs.
   TILEWISE_DEVICE void copy_row(ptx::SharedAddress slot, const Lanes& lanes, int pass,
-                                uint32_t found, bool wanted) const {
-    const uint32_t chunks = ptx::shuffle_within<kLanesOfRow>(found, pass % kLanesOfRow);
+                                bool wanted) const {
+    const uint32_t chunks =
+        ptx::shuffle_within<kLanesOfRow>(places_[pass / kLanesOfRow], pass % kLanesOfRow);
     if (!lanes.has(pass)) return;
     const char* const row = base_ + int64_t{static_cast<int32_t>(chunks)} * 16;
 #pragma unroll
@@ -172,6 +153,7 @@ class PageStream {
   int32_t row_chunks_;
   const char* base_;              // of the head, at the chunk of this thread
   bool exists_[Lanes::kColumns];  // the chunks of this thread
+  uint32_t places_[Rows::kLookUps];
 };
 
 }  // namespace tilewise::cuda::mma_sync

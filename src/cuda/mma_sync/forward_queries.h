@@ -17,7 +17,7 @@ TILEWISE_DEVICE void load_queries(const Problem& p, const BlockWork& work, ptx::
   using Element = typename C::Element;
   constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
   const int columns = static_cast<int>(p.head_dim);
-  if (!C::kGeneral && !C::kBoxes && !work.rows.packed()) {
+  if (!C::kGeneral && !C::kWarpRing && !work.rows.packed()) {
     using Lanes = tile::CopyLanes<C::kForward.threads(), C::kForward.rows(), kRowBytes>;
     const Lanes lanes(row_thread<C>());
     bool exists[Lanes::kColumns];

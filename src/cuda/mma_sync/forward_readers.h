@@ -1,4 +1,4 @@
-// Readers: warps of a block of boxes that share the keys of its tile. Each has all rows, every
+// Readers: warps of a block that share the keys of its tile. Each has all rows, every
 // second tile of keys, and queries, record and ring of its own; in the end the first one has the
 // sums of both. On a multiprocessor of its own a warp reads 37 gigabytes a second, two of them 60.
 #pragma once

@@ -194,7 +194,7 @@ class KeyStream {
 };
 
 struct NoPages {
-  TILEWISE_DEVICE NoPages(const ForwardParams&, const BlockWork&) {}
+  TILEWISE_DEVICE NoPages(const ForwardParams&, const BlockWork&, int32_t) {}
 };
 
 template <class C>
@@ -233,7 +233,7 @@ class KvRing {
     }
   }
 
-  // As that of BoxFeed.
+  // As that of WarpRing.
   TILEWISE_DEVICE static void foresee(const Problem& p, int32_t sequence, ptx::SharedAddress base) {
     if constexpr (kForesees) foresee_pages<kForeseen>(p, sequence, base + kForeseenAt);
   }
@@ -241,7 +241,7 @@ class KvRing {
   TILEWISE_DEVICE KvRing(const ForwardParams& p, const BlockWork& work, int32_t last,
                          ptx::SharedAddress base)
       : work_(work),
-        rows_(p, work),
+        rows_(p, work, last),
         k_(p, p.problem.k, p.problem.head_dim, work),
         v_(p, p.problem.v, p.problem.head_dim_v, work),
         base_(base),
@@ -263,8 +263,9 @@ class KvRing {
       Stream& stream = keys ? k_ : v_;
       const ptx::SharedAddress slot = base_ + i * kSlotBytes;
       if constexpr (C::kPaged) {
-        stream.copy_whole(slot, rows_, work_, tile);
-        rows_.pass(work_, keys, tile);
+        if (keys) rows_.hand_on(k_, v_, work_, tile);
+        const bool wanted = rows_.wants(tile);
+        stream.copy_whole(slot, wanted ? work_.tiles.keys - tile * C::kForward.keys : 0);
       } else {
         stream.copy_whole(slot, tile);
       }
@@ -297,8 +298,8 @@ class KvRing {
     Stream& stream = keys ? k_ : v_;
     if (kStages > 2 || keys || wanted != last_) {
       if constexpr (C::kPaged) {
-        stream.copy(before(read_), rows_, wanted, part);
-        if (part == kParts - 1) rows_.pass(kept_work<C>(), keys, wanted);
+        if (keys && part == 0) rows_.hand_on(k_, v_, kept_work<C>(), wanted);
+        stream.copy(before(read_), rows_.wants(wanted), part);
       } else {
         stream.copy(before(read_), wanted, part);
       }

@@ -24,17 +24,17 @@ TILEWISE_DEVICE int recent_thread() {
   return static_cast<int>(ptx::recent(static_cast<uint32_t>(row_thread<C>())));
 }
 
-// Of a tile of keys in the ring. Rows of boxes are whole panels.
+// Of a tile of keys in the ring. Those of a warp have rows of whole panels.
 template <class C>
 inline constexpr int kSlotBytes =
     C::kForward.keys * static_cast<int>(round_up(C::kHeadDim * C::Cached::kBytes,
-                                                 C::kBoxes ? tile::kSwizzledRowBytes : 16));
+                                                 C::kWarpRing ? tile::kSwizzledRowBytes : 16));
 template <class C>
 inline constexpr int kQueryTileBytes = C::kForward.rows() * C::kHeadDim * C::Element::kBytes;
-// Boxes are swizzled by their address, with a period of 1024 bytes.
+// Panels are swizzled by their address, with a period of 1024 bytes.
 template <class C>
 inline constexpr int kFeedAt =
-    static_cast<int>(round_up(kQueryTileBytes<C> + sizeof(BlockWork), C::kBoxes ? 1024 : 128));
+    static_cast<int>(round_up(kQueryTileBytes<C> + sizeof(BlockWork), C::kWarpRing ? 1024 : 128));
 template <class C>
 using ForwardParamsOf = std::conditional_t<C::kBoxes, TmaForwardParams, ForwardParams>;
 
@@ -56,7 +56,7 @@ class PackedRows {
   static constexpr int kRows = C::kForward.warp_rows;
   static_assert(kRows <= ptx::kWarpSize);
   using Lanes = tile::CopyLanes<ptx::kWarpSize, kRows, C::kHeadDim * C::Element::kBytes>;
-  static constexpr int kAtOnce = C::kBoxes ? 4 : 1;  // passes
+  static constexpr int kAtOnce = C::kWarpRing ? 4 : 1;  // passes
 
   TILEWISE_DEVICE PackedRows(const BlockWork& work, const tilewise_tensor& view)
       : lanes(recent_thread<C>() % ptx::kWarpSize),

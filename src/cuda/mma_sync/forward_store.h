@@ -24,7 +24,7 @@ TILEWISE_DEVICE void stage_outputs(const Problem& p, int32_t rows, ptx::SharedAd
   for (int i = 0; i < C::kForward.warp_rows / 16; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (C::kBoxes && 8 * h >= rows) continue;
+      if (C::kWarpRing && 8 * h >= rows) continue;
 #pragma unroll
       for (int n = 0; n < C::kHeadDim / 8; ++n) {
         const float low = o.x[i][n][2 * h] * result.factor[i][h];

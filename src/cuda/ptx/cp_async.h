@@ -17,6 +17,9 @@ TILEWISE_DEVICE void cp_async_16(SharedAddress to, const void* source, int bytes
 TILEWISE_DEVICE void cp_async_4(SharedAddress to, const void* source, int bytes_read) {
   emulator::cp_async(to, source, 4, bytes_read);
 }
+TILEWISE_DEVICE void cp_async_mbarrier_arrive(SharedAddress barrier) {
+  emulator::cp_async_mbarrier_arrive(barrier);
+}
 TILEWISE_DEVICE void cp_async_commit_group() { emulator::cp_async_commit_group(); }
 // Waits until at most `kPending` of this thread's groups are in flight.
 template <int kPending>
@@ -36,6 +39,11 @@ TILEWISE_DEVICE void cp_async_16(SharedAddress to, const void* source, int bytes
 TILEWISE_DEVICE void cp_async_4(SharedAddress to, const void* source, int bytes_read) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(source),
                "r"(bytes_read));
+}
+// When what this thread has asked for so far has landed, it arrives at `barrier`, which counts one
+// arrival of each thread (PTX ISA 9.7.13.15: cp.async.mbarrier.arrive.noinc).
+TILEWISE_DEVICE void cp_async_mbarrier_arrive(SharedAddress barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 TILEWISE_DEVICE void cp_async_commit_group() {
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -85,8 +85,8 @@ struct CopyLanes {
   uint32_t first;  // offset of the two
 
   TILEWISE_DEVICE explicit CopyLanes(int thread)
-      : row(thread / kStride),
-        chunk(thread % kStride),
+      : row(static_cast<int>(static_cast<unsigned>(thread) / kStride)),
+        chunk(static_cast<int>(static_cast<unsigned>(thread) % kStride)),
         first(Swizzle<kRowBytes>::offset(row, chunk)) {}
 
   // Rows from pass 0 on.

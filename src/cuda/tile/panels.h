@@ -2,6 +2,7 @@
 // has written, of 16-bit elements. Inside a panel both swizzles are the same.
 #pragma once
 
+#include "cuda/tile/copy.h"
 #include "cuda/tile/fragment.h"
 #include "cuda/tile/swizzled.h"
 
@@ -21,6 +22,24 @@ class PanelOffsets {
  private:
   static constexpr int kSteps = kSwizzledRowBytes / 32;
   LaneOffsets<kSwizzledRowBytes, kLanes> panel_;
+};
+
+// `CopyLanes` of a warp into such a tile.
+template <class Tile, int kRowBytes>
+struct PanelLanes : CopyLanes<ptx::kWarpSize, Tile::kRows, kRowBytes> {
+  using Lanes = CopyLanes<ptx::kWarpSize, Tile::kRows, kRowBytes>;
+
+  TILEWISE_DEVICE explicit PanelLanes(int lane) : Lanes(lane) {
+    Lanes::first = static_cast<uint32_t>(Tile::chunk_offset(Lanes::row, Lanes::chunk));
+  }
+
+  TILEWISE_DEVICE uint32_t offset(int pass, int column) const {
+    const int rows = Lanes::rows_to(pass);
+    const int chunks = column * Lanes::kStride;
+    const int permuted = (rows ^ chunks) & 7;
+    return (Lanes::first ^ static_cast<uint32_t>(permuted * 16)) +
+           static_cast<uint32_t>(rows * kSwizzledRowBytes + chunks / 8 * Tile::kPanelBytes);
+  }
 };
 
 // `TransposedB` of such a tile.
