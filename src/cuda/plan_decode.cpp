@@ -61,9 +61,8 @@ bool reads_float8(const UnitTable& unit) { return unit.dtype == TILEWISE_FLOAT8_
 
 bool has_boxes(const UnitTable& unit) { return unit.boxes.tma_forward.function != nullptr; }
 bool has_warp_rings(const Plan& plan) {
-  return has_boxes(*plan.unit) && plan.form != Form::general && plan.form != Form::plain;
+  return has_boxes(*plan.unit) && plan.form != Form::general;
 }
-bool can_merge(const Plan& plan) { return has_boxes(*plan.unit) && plan.form != Form::general; }
 
 // Whether the block of a tile that is done last merges its parts: most have one part then, and few
 // more than a few. (H100, a second kernel and this, full and log-normal lengths: B16 with 2k keys
@@ -76,7 +75,7 @@ bool can_merge(const Plan& plan) { return has_boxes(*plan.unit) && plan.form != 
 bool merges_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   const bool several = packed_rows(p, plan) > 4 ? are_nearly_half(gpu, blocks)
                                                 : plan.alone && blocks * 2 > gpu.multiprocessors;
-  return can_merge(plan) && (several || has_many_tiles(gpu, blocks));
+  return has_warp_rings(plan) && (several || has_many_tiles(gpu, blocks));
 }
 
 // What a block may have to walk before it merges. Tiles of float8 have twice the keys: B16 with 8k

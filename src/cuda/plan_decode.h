@@ -9,11 +9,10 @@ inline constexpr int64_t kMostSplits = 128;
 
 bool reads_float8(const UnitTable& unit);
 
-// Whether its kernels are those of decoding by boxes of TMA, all but the general one of which merge
-// splits themselves.
+// Whether its kernels are those of decoding by boxes of TMA.
 bool has_boxes(const UnitTable& unit);
-bool can_merge(const Plan& plan);
-// Whether each warp has a ring of its own: clusters and readers are for these.
+// Whether each warp has a ring of its own: clusters and last blocks merge what these find, and
+// blocks may have readers.
 bool has_warp_rings(const Plan& plan);
 
 // Whether clusters as large as there are find their places beside those of the next call.

@@ -181,7 +181,7 @@ EqualParts equal_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64
 bool are_better_cut_alike(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks,
                           int64_t splits) {
   const int64_t tiles = ceil_div(most_keys(p), int64_t{plan.tile_k});
-  if (!can_merge(plan)) return false;
+  if (!has_warp_rings(plan)) return false;
   return plan.clusters > 0 || are_few_cut_alike(gpu, blocks, tiles) ||
          (ceil_div(tiles, splits) <= few_tiles(plan) &&
           are_better_merged(plan, gpu, blocks, splits, tiles));
@@ -231,7 +231,7 @@ bool tiles_grow_evenly(const Problem& p, int64_t rows_of_tile) {
 // Whether the blocks of the splits of a tile become a cluster, which merges them.
 bool merges_splits(const Problem& p, const Plan& plan, const Gpu& gpu) {
   if (plan.clusters > 0) return plan.splits > 1;
-  return can_merge(plan) && !plan.parts.any() &&
+  return has_warp_rings(plan) && !plan.parts.any() &&
          are_better_merged(plan, gpu, plan.blocks / plan.splits, plan.splits,
                            ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k));
 }

@@ -210,8 +210,8 @@ bool fits_plain(const Problem& p, const Gradients* g) {
 
 Form forward_form(const Problem& p, const UnitTable& unit) {
   if (fits_plain(p, nullptr)) {
-    const bool boxes = unit.boxes.tma_forward.function != nullptr;
-    if (boxes && keys_are_mappable(p)) return Form::boxes;
+    if (unit.boxes.tma_forward.function != nullptr)
+      return keys_are_mappable(p) ? Form::boxes : Form::general;
     return unit.dtype == TILEWISE_FLOAT8_E4M3 ? Form::general : Form::plain;
   }
   const bool paged = !is_general(p) && p.block_table != nullptr && rows_are_aligned(p, nullptr);

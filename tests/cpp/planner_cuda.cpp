@@ -301,7 +301,7 @@ TEST(PlannerCuda, DecodingReadsKeysAsBoxesWhereTmaCan) {
   EXPECT_EQ(form(p, 90), Form::general);
   p = decode;
   p.k.stride_batch = 0;  // one cache for all: no map has such a stride
-  EXPECT_EQ(form(p, 90), Form::plain);
+  EXPECT_EQ(form(p, 90), Form::general);
   const Decision decision = plan(decode, nullptr, gpu_with(90));
   EXPECT_NE(explain(decision, decode, nullptr, gpu_with(90)).find("boxes form"), std::string::npos);
 }

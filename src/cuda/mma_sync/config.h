@@ -31,14 +31,12 @@ struct Config {
                            : Arch::forward(Cached::kBytes, kHeadDim, std::is_same_v<Element, Tf32>);
   static constexpr bool kDecodes = kCut_ == Cut::decode;
   static constexpr int kReaders = kReaders_;  // warps that share the keys (forward_readers.h)
-  // Each warp has a ring of its own, whose slots have barriers (forward_warp_ring.h).
-  static constexpr bool kWarpRing = kBoxes || (kPaged && kDecodes && Arch::kBoxCopy);
+  // Each warp has a ring of its own, whose slots have barriers (forward_warp_ring.h). Then it asks
+  // for the first keys of a sequence before it counts the parts of its batch, and clusters or last
+  // blocks merge key splits.
+  static constexpr bool kWarpRing = Arch::kBoxCopy && kDecodes && !kGeneral;
   static_assert(kReaders == 1 || (kWarpRing && kForward.warps == 1));
   static constexpr bool kHasReaders = kWarpRing && has_readers(kHeadDim, Cached::kBytes);
-  // Clusters merge key splits.
-  static constexpr bool kMerges = Arch::kBoxCopy && kDecodes && !kGeneral;
-  // Asks for the first keys of a sequence before it counts the parts of its batch.
-  static constexpr bool kCountsLate = kWarpRing;
   static constexpr bool kSplitOnce = kForward.warps > 0 && kForward.stages == 0;
   static constexpr arch::BackwardTile kBackward = Arch::backward(Cached::kBytes, kHeadDim);
   static constexpr bool kConverts = Arch::kConvertsFloat8;
@@ -47,10 +45,11 @@ struct Config {
   // What a lane has of its sums over values.
   using Columns = std::conditional_t<kFloat8, tile::FourColumns, tile::TwoColumns>;
   // Pages of fp32 are left to the general form, and so is all of float8 but boxes: caches have 16
-  // bits or are decoded from. Boxes are for decoding.
-  static constexpr bool kServes = kBoxes    ? Arch::kBoxCopy && kDecodes
+  // bits or are decoded from. Boxes are for decoding, and what they cannot read is general.
+  static constexpr bool kServes = kBoxes    ? kWarpRing
                                   : kFloat8 ? kGeneral
-                                            : !kPaged || Element::kBytes == 2;
+                                  : kPaged  ? Element::kBytes == 2
+                                            : kGeneral || !kWarpRing;
 };
 
 // The kernels:

@@ -231,7 +231,7 @@ template <class C>
 TILEWISE_DEVICE BlockWork find_part(const ForwardParamsOf<C>& p, ptx::SharedAddress feed) {
   const PartPlace at = PartPlace::of_block(p);
   const int32_t place = at.in_line;
-  const bool is_early = C::kCountsLate && place < p.order.sequences;
+  const bool is_early = C::kWarpRing && place < p.order.sequences;
   KeyPart part = {place, 0, 1};
   if (!is_early) part = BatchParts(p).find(place);
   if constexpr (C::kWarpRing) {
@@ -311,11 +311,9 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   const int32_t last = uniform(work.tiles.last) - reader;
   KvFeed<C> feed(p, work, last, q + kFeedAt<C>);
   feed.start([&] { load_queries<C>(problem, work, q); });
-  if constexpr (C::kCountsLate) {
+  if constexpr (C::kWarpRing) {
     if (p.parts.any()) keep_part<C>(p, work, feed);
-  }
-  if constexpr (C::kWarpRing) feed.fill();
-  if constexpr (C::kMerges) {
+    feed.fill();
     if (p.arrivals != nullptr && work.splits > 1) PartsMerge<C>(p, work).expect();
   }
 
@@ -380,10 +378,10 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
 
   common::let_next_in(p, NextStart::before_last_result);
   tile::wait<typename C::Arch, 0>();
-  const bool merges = C::kMerges && p.merges_splits && kept.splits > 1;
+  const bool merges = C::kWarpRing && p.merges_splits && kept.splits > 1;
   if constexpr (C::kReaders > 1)
     join_readers<C>(o, softmax, reader, feed.idle().base, kReaderBytes<C>);
-  if constexpr (C::kMerges) {
+  if constexpr (C::kWarpRing) {
     if (merges) feed.let_go();
   }
   if (reader > 0) return;
@@ -394,7 +392,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   if (p.flags.data != nullptr && !outputs_are_finite(kept, place, o, softmax.l)) [[unlikely]]
     *flag_of<C>(p, kept) = 1;  // after the 0: barriers lie between
   bool is_whole = kept.splits == 1;
-  if constexpr (C::kMerges) {
+  if constexpr (C::kWarpRing) {
     if (merges) {
       const ClusterMerge<C> merge(p, kept, feed.idle());
       merge.send(place, o, result);

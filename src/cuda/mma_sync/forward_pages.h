@@ -41,8 +41,6 @@ class PageRows {
     look_up(work, last);
   }
 
-  // Tiles before `first` are not wanted.
-  TILEWISE_DEVICE void keep(int32_t first) { first_ = uniform(first); }
   TILEWISE_DEVICE bool wants(int32_t tile) const { return tile >= first_; }
 
   // Before the keys of `tile` are asked for: tells K and V where its rows lie, and looks up those

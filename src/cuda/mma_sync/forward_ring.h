@@ -4,7 +4,6 @@
 
 #include <type_traits>
 
-#include "cuda/mma_sync/forward_merge.h"
 #include "cuda/mma_sync/forward_pages.h"
 #include "cuda/mma_sync/forward_rows.h"
 #include "cuda/tile/copy.h"
@@ -207,12 +206,10 @@ class KvRing {
   using Arch = typename C::Arch;
   static constexpr int kStages = C::kForward.stages;
   static constexpr int kSlotBytes = mma_sync::kSlotBytes<C>;
-  static constexpr int kMergeAt = kStages * kSlotBytes;  // a barrier
   static constexpr bool kForesees = C::kPaged && C::kDecodes && Arch::kAsyncCopy;
-  static constexpr int kForeseenAt = kMergeAt + (C::kMerges ? 8 : 0);
+  static constexpr int kForeseenAt = kStages * kSlotBytes;
   static constexpr int kForeseen = 4;  // pages may be small: entries of 1024 keys at least
   static constexpr int kBytes = kForeseenAt + (kForesees ? kForeseenBytes<kForeseen> : 0);
-  static_assert(!C::kMerges || kMostMergedBytes<C> <= kMergeAt);
   // While the scores of a tile are computed, K (odd rings) or V (even ones) of a later tile is
   // asked for, and the other while its values are summed up.
   static constexpr bool kKeysFirst = kStages % 2 == 1;
@@ -225,13 +222,7 @@ class KvRing {
       tile::Float8B<C::kConverts, tile::LaneOffsets<Lanes::kRowBytes, tile::Lanes::rows_first>>,
       tile::TransposedB<typename C::Element, Lanes::kRowBytes>>;
 
-  TILEWISE_DEVICE static void prepare(const ForwardParams&, ptx::SharedAddress base) {
-    if constexpr (C::kMerges) {
-      if (ptx::thread_index() != 0) return;
-      ptx::mbarrier_init(base + kMergeAt, 1);
-      ptx::fence_mbarrier_init();
-    }
-  }
+  TILEWISE_DEVICE static void prepare(const ForwardParams&, ptx::SharedAddress) {}
 
   // As that of WarpRing.
   TILEWISE_DEVICE static void foresee(const Problem& p, int32_t sequence, ptx::SharedAddress base) {
@@ -274,9 +265,6 @@ class KvRing {
     }
   }
 
-  // Tiles before `first` are not wanted. What `start` asks for is.
-  TILEWISE_DEVICE void keep(int32_t first) { rows_.keep(first); }
-
   // Before the first `arrive`: q has landed, and so have the first keys.
   TILEWISE_DEVICE void begin() const { arrive(); }
 
@@ -307,19 +295,12 @@ class KvRing {
     if (part == kParts - 1) tile::commit<Arch>();
   }
 
-  // After the loop, when all copies have landed: other blocks may write into the ring.
-  TILEWISE_DEVICE void let_go() const {
-    ptx::fence_proxy_async();
-    ptx::barrier_cluster_arrive_relaxed();
-  }
-  TILEWISE_DEVICE IdleRing idle() const { return {base_, base_ + kMergeAt, 0}; }
-
  private:
   TILEWISE_DEVICE ptx::SharedAddress after(ptx::SharedAddress slot) const {
-    return slot == base_ + (kMergeAt - kSlotBytes) ? base_ : slot + kSlotBytes;
+    return slot == base_ + (kForeseenAt - kSlotBytes) ? base_ : slot + kSlotBytes;
   }
   TILEWISE_DEVICE ptx::SharedAddress before(ptx::SharedAddress slot) const {
-    return slot == base_ ? base_ + (kMergeAt - kSlotBytes) : slot - kSlotBytes;
+    return slot == base_ ? base_ + (kForeseenAt - kSlotBytes) : slot - kSlotBytes;
   }
   const BlockWork& work_;  // before the loop; then `kept_work`
   Rows rows_;
