@@ -159,6 +159,13 @@ void check_option_pointers(const Problem& p) {
   for (const auto& each : pointers) check_aligned(each.name, each.pointer, each.bytes);
 }
 
+// Heads of keys and values at stride 0, as broadcasting makes them, are one, which all heads of q
+// share: read once, not once for each. Gradients are per head, and so are the factors of a float8
+// cache.
+void join_broadcast_heads(Problem& p) {
+  if (p.k.stride_head == 0 && p.v.stride_head == 0 && p.kv_float8 == 0) p.heads_kv = 1;
+}
+
 }  // namespace
 
 Problem validated_problem(const tilewise_attention* given, int32_t pass, Contents contents) {
@@ -184,6 +191,7 @@ Problem validated_problem(const tilewise_attention* given, int32_t pass, Content
   check_views(p, pass, contents);
   if (contents != Contents::unread) check_option_pointers(p);
   if (contents == Contents::read) check_index_arrays(p);
+  if (pass == TILEWISE_PASS_FORWARD) join_broadcast_heads(p);
   return p;
 }
 

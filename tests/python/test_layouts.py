@@ -121,6 +121,24 @@ def test_broadcast_views(expand, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 33])
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_broadcast_heads_of_keys_and_values_are_one(page_size, rows, dtype):
+    """A forward reads them once; a backward has gradients for each."""
+    case = Case(dtype, (rows,) * 2, (40, 40), group=6, head_dim=64, head_dim_v=48, window=(9, 0),
+                softcap=5.0 if rows > 1 else 0.0, used_k=(40, 21), page_size=page_size)  # fmt: skip
+    b = Built(case)
+    want, why = run(b, backward=False), capi.plan(b.attention).why
+    b.attention.heads_kv = 3
+    b.attention.k.stride_head = b.attention.v.stride_head = 0
+    got = run(b, backward=False)
+    assert capi.plan(b.attention).why == why
+    assert np.array_equal(got.out, want.out)
+    assert np.array_equal(got.lse, want.lse)
+    check(case, backward=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size", [1, 2, 3, 16, 17, 64, 256])
 def test_pages_of_any_size_shuffled_and_shared(page_size, dtype):
     base = Case(

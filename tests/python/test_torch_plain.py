@@ -257,3 +257,15 @@ def test_a_forward_mode_derivative_is_refused(options):
         with pytest.raises(RuntimeError, match="no forward-mode derivative"):
             tilewise.attention_with_kvcache(dual, k, v, **options)
         assert attend(q).shape == (2, 19, 4, 8)
+
+
+def test_gradients_of_broadcast_heads_are_summed():
+    q, k, v = tensors(gradients=True)
+    one = [x[:, :, :1].detach().requires_grad_() for x in (k, v)]
+    out = tilewise.attention(q, *(x.expand(-1, -1, 4, -1) for x in one), causal=True)
+    dout = torch.randn_like(out)
+    got = torch.autograd.grad(out, (q, *one), dout)
+    shared = tilewise.attention(q, *one, causal=True)
+    want = torch.autograd.grad(shared, (q, *one), dout)
+    torch.testing.assert_close(out, shared)
+    torch.testing.assert_close(got, want)
