@@ -307,14 +307,16 @@ NextStart next_start(const Plan& plan, const Gpu& gpu) {
 // -> 56.0, 22.7, B48 with 8k 57.4, 25.1 -> 62.0, 24.2, B32 with 16k 70.6 -> 94.1.)
 NextStart next_start_of_merge(const Problem& p, const Plan& plan, const Gpu& gpu) {
   constexpr int64_t kLittle = 24;  // tiles of keys of a multiprocessor
+  if (!leaves_results(plan) || !decodes(plan) || plan.second != nullptr) return NextStart::at_end;
   const int64_t all = gpu.multiprocessors;
   const int64_t rows = plan.tiles * packed_rows(p, plan);
-  const int64_t tiles = plan.tiles * ceil_div(most_keys(p), int64_t{plan.tile_k});
-  const bool few = rows <= 2 * all || (rows <= 6 * all && tiles <= kLittle * all);
+  const auto is_little = [&] {
+    return plan.tiles * ceil_div(most_keys(p), int64_t{plan.tile_k}) <= kLittle * all;
+  };
+  const bool few = rows <= 2 * all || (rows <= 6 * all && is_little());
   const bool fits =
       plan.alone ? has_few_tiles(gpu, plan.tiles) && rows > common::kMostRowsOfGroups : few;
-  const bool early = leaves_results(plan) && decodes(plan) && plan.second == nullptr && fits;
-  return early ? NextStart::after_first_keys : NextStart::at_end;
+  return fits ? NextStart::after_first_keys : NextStart::at_end;
 }
 
 }  // namespace tilewise::cuda

@@ -396,51 +396,5 @@ TEST(PlannerCuda, WorkspaceGrowsLinearly) {
   EXPECT_LE(bytes(131072), 2 * bytes(65536) + 4096);
 }
 
-// A grid counts its blocks in 31 bits, and so do the kernels.
-TEST(PlannerCuda, MoreBlocksThanAGridHasAreSaidByThePlan) {
-  const auto planned = [](Problem p, bool backward, int32_t sm) {
-    p.window_right = 0;
-    const Gradients g = gradients(p);
-    return plan(p, backward ? &g : nullptr, gpu_with(sm)).cuda;
-  };
-  for (const int32_t sm : {75, 80, 90, 120}) {
-    for (const int32_t dtype : {TILEWISE_FLOAT16, TILEWISE_FLOAT32}) {
-      for (const bool backward : {false, true}) {
-        const int64_t rows = backward ? 1024 : 1;
-        const cuda::Plan most = planned(problem(dtype, INT32_MAX, 1, 1, 1), false, sm);
-        EXPECT_TRUE(most.can_be_launched());
-        EXPECT_EQ(most.grid, INT32_MAX);
-        for (const int64_t heads : {2, 1 << 11}) {
-          const Problem p = problem(dtype, INT32_MAX, rows, 2, heads);
-          const cuda::Plan more = planned(p, backward, sm);
-          EXPECT_FALSE(more.can_be_launched()) << sm << " " << dtype << " " << heads;
-          EXPECT_GE(more.grid, INT32_MAX * heads);
-          EXPECT_EQ(more.workspace_bytes, 0);
-        }
-        // Nothing to do is no block, whatever it is nothing of.
-        const cuda::Plan none = planned(problem(dtype, INT32_MAX, 0, 0, 1 << 11), backward, sm);
-        EXPECT_TRUE(none.can_be_launched());
-        EXPECT_EQ(none.blocks, 0);
-      }
-      Problem split = problem(dtype, 1 << 13, 1, 1 << 16, 1 << 11);
-      split.num_splits = 256;
-      EXPECT_FALSE(planned(split, false, sm).can_be_launched());
-      split.num_splits = 1;
-      EXPECT_TRUE(planned(split, false, sm).can_be_launched());
-    }
-  }
-}
-
-// Pages of 2^63 keys and heads: their tiles are more than 64 bits count bytes of.
-TEST(PlannerCuda, TilesOfPagesDoNotWrap) {
-  Problem p = paged(TILEWISE_BFLOAT16, 1 << 21);
-  p.batch = p.heads_q = p.heads_kv = 1 << 21;
-  p.block_table_width = 1;
-  const Gradients g = gradients(p);
-  const cuda::Plan backward = plan(p, &g, gpu_with(90)).cuda;
-  EXPECT_FALSE(backward.can_be_launched());
-  EXPECT_GE(backward.grid, int64_t{1} << 55);
-}
-
 }  // namespace
 }  // namespace tilewise::dispatch

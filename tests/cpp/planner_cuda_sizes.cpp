@@ -1,0 +1,143 @@
+// The CUDA planner over sizes that no memory has: validation lets them through, and arithmetic may
+// not wrap on the way to a plan or a refusal.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+
+#include "cuda/plan.h"
+#include "described_cuda.h"
+#include "planned_cuda.h"
+
+namespace tilewise::dispatch {
+namespace {
+
+// A grid counts its blocks in 31 bits, and so do the kernels.
+TEST(PlannerCudaSizes, MoreBlocksThanAGridHasAreSaidByThePlan) {
+  const auto planned = [](Problem p, bool backward, int32_t sm) {
+    p.window_right = 0;
+    const Gradients g = gradients(p);
+    return plan(p, backward ? &g : nullptr, gpu_with(sm)).cuda;
+  };
+  for (const int32_t sm : {75, 80, 90, 120}) {
+    for (const int32_t dtype : {TILEWISE_FLOAT16, TILEWISE_FLOAT32}) {
+      for (const bool backward : {false, true}) {
+        const int64_t rows = backward ? 1024 : 1;
+        const cuda::Plan most = planned(problem(dtype, INT32_MAX, 1, 1, 1), false, sm);
+        EXPECT_TRUE(most.can_be_launched());
+        EXPECT_EQ(most.grid, INT32_MAX);
+        for (const int64_t heads : {2, 1 << 11}) {
+          const Problem p = problem(dtype, INT32_MAX, rows, 2, heads);
+          const cuda::Plan more = planned(p, backward, sm);
+          EXPECT_FALSE(more.can_be_launched()) << sm << " " << dtype << " " << heads;
+          EXPECT_GE(more.grid, INT32_MAX * heads);
+          EXPECT_EQ(more.workspace_bytes, 0);
+        }
+        // Nothing to do is no block, whatever it is nothing of.
+        const cuda::Plan none = planned(problem(dtype, INT32_MAX, 0, 0, 1 << 11), backward, sm);
+        EXPECT_TRUE(none.can_be_launched());
+        EXPECT_EQ(none.blocks, 0);
+      }
+      Problem split = problem(dtype, 1 << 13, 1, 1 << 16, 1 << 11);
+      split.num_splits = 256;
+      EXPECT_FALSE(planned(split, false, sm).can_be_launched());
+      split.num_splits = 1;
+      EXPECT_TRUE(planned(split, false, sm).can_be_launched());
+    }
+  }
+}
+
+// Pages of 2^63 keys and heads: their tiles are more than 64 bits count bytes of.
+TEST(PlannerCudaSizes, TilesOfPagesDoNotWrap) {
+  Problem p = paged(TILEWISE_BFLOAT16, 1 << 21);
+  p.batch = p.heads_q = p.heads_kv = 1 << 21;
+  p.block_table_width = 1;
+  const Gradients g = gradients(p);
+  const cuda::Plan backward = plan(p, &g, gpu_with(90)).cuda;
+  EXPECT_FALSE(backward.can_be_launched());
+  EXPECT_GE(backward.grid, int64_t{1} << 55);
+}
+
+const int32_t kSome[] = {0};  // read by no planner
+
+constexpr auto kOptions = std::to_array<void (*)(Problem&)>({
+    [](Problem&) {},
+    [](Problem& p) { p.seqused_k = kSome; },
+    [](Problem& p) { p.window_right = 0; },
+    [](Problem& p) { p.seqused_k = kSome, p.window_right = 0; },
+    [](Problem& p) { p.window_left = p.window_right = 1000; },
+    [](Problem& p) { p.batch_invariant = 1; },
+    [](Problem& p) { p.num_splits = 256; },
+    [](Problem& p) { p.deterministic = 1; },
+});
+
+// On GPUs with and without boxes of TMA. The build with UBSan says what wraps.
+void expect_sane_plans(const Problem& plain) {
+  const Gradients g = gradients(plain);
+  for (const auto& option : kOptions) {
+    Problem p = plain;
+    option(p);
+    for (const int32_t sm : {75, 90}) {
+      for (const bool backward : {false, true}) {
+        const cuda::Plan cut = plan(p, backward ? &g : nullptr, gpu_with(sm)).cuda;
+        const bool sane = cut.workspace_bytes >= 0 && cut.grid >= 0 && cut.blocks >= 0;
+        ASSERT_TRUE(sane) << p.batch << " " << p.heads_q << " " << p.seqlen_q << " "
+                          << key_capacity(p) << " sm_" << sm << (backward ? " backward" : "");
+      }
+    }
+  }
+}
+
+// Powers of two that the bounds of capi/validate_attention.cpp allow together.
+struct Magnitudes {
+  int batch, heads, rows, keys;
+
+  bool are_alike() const { return batch + heads + rows <= 42 && batch + heads + keys <= 42; }
+  bool are_ragged() const { return heads + rows <= 42 && heads + keys <= 42; }
+  bool are_paged() const {
+    return are_ragged() && batch + heads + rows <= 42 && batch + keys <= 42;
+  }
+
+  Problem problem() const {
+    return dispatch::problem(TILEWISE_BFLOAT16, int64_t{1} << batch, int64_t{1} << rows,
+                             int64_t{1} << keys, int64_t{1} << heads);
+  }
+};
+
+void expect_sane_plans(const Magnitudes& m) {
+  if (m.batch + m.heads > 42) return;
+  if (m.are_alike()) expect_sane_plans(m.problem());
+  if (m.are_ragged()) {
+    Problem p = m.problem();
+    p.cu_seqlens_q = p.cu_seqlens_k = kSome;
+    expect_sane_plans(p);
+    p.max_seqlen_q = p.max_seqlen_k = 1;
+    expect_sane_plans(p);
+  }
+  if (!m.are_paged()) return;
+  for (const int size : {0, 4, 21}) {
+    Problem p = m.problem();
+    p.block_table = kSome;
+    p.page_size = int64_t{1} << std::min(m.keys, size);
+    p.block_table_width = p.block_table_stride = p.seqlen_k / p.page_size;
+    p.seqlen_k = 0;
+    p.pages = 1;
+    for (tilewise_tensor* t : {&p.k, &p.v}) t->stride_batch = p.page_size * t->stride_row;
+    expect_sane_plans(p);
+  }
+}
+
+TEST(PlannerCudaSizes, OfAnyMagnitudeDoNotWrap) {
+  constexpr std::array kMagnitudes = {0, 3, 7, 14, 21, 30, 36, 42};
+  for (const int batch : kMagnitudes) {
+    for (const int heads : kMagnitudes) {
+      if (batch > 30 || heads > 30) continue;  // counts have 31 bits
+      for (const int rows : kMagnitudes) {
+        for (const int keys : kMagnitudes) expect_sane_plans(Magnitudes{batch, heads, rows, keys});
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tilewise::dispatch
