@@ -77,9 +77,10 @@ void check_aligned(const char* name, const void* pointer, int64_t bytes) {
 }
 
 void check_rows(const char* names, int64_t a, int64_t b, int64_t c) {
+  const auto count = [](int64_t factor) { return max<int64_t>(1, factor); };
   int64_t product = 0;
-  const bool fits =
-      checked_mul(a, b, &product) && checked_mul(product, c, &product) && product <= kMaxRows;
+  const bool fits = checked_mul(count(a), count(b), &product) &&
+                    checked_mul(product, count(c), &product) && product <= kMaxRows;
   require(fits, names, " is ", a, " * ", b, " * ", c, ": allowed is at most ", kMaxRows,
           " together");
 }

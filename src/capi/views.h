@@ -45,7 +45,7 @@ void check_data(const View& view);
 void check_range(const char* name, int64_t value, int64_t lowest, int64_t highest);
 void check_aligned(const char* name, const void* pointer, int64_t bytes);
 
-// a * b * c <= kMaxRows, for factors >= 0.
+// a * b * c <= kMaxRows, for factors >= 0. A 0 counts as 1: planners multiply any two of them.
 void check_rows(const char* names, int64_t a, int64_t b, int64_t c);
 
 int64_t element_bytes(int32_t dtype);

@@ -71,6 +71,12 @@ const Bad kBad[] = {
     {"seqlen_k", [](Call& c) { c.a.seqlen_k = -5; }, "seqlen_k is -5: allowed is 0 to"},
     {"rows_together", [](Call& c) { c.a.batch = c.a.seqlen_q = int64_t{1} << 30; },
      "batch * heads_q * seqlen_q is 1073741824 * 4 * 1073741824"},
+    {"rows_of_no_sequence",
+     [](Call& c) {
+       c.a.batch = 0;
+       c.a.seqlen_q = int64_t{1} << 41;
+     },
+     "batch * heads_q * seqlen_q is 0 * 4 * 2199023255552"},
     {"keys_together", [](Call& c) { c.a.seqlen_k = int64_t{1} << 40; },
      "batch * heads_q * seqlen_k is 2 * 4 * 1099511627776"},
     {"heads_q_zero", [](Call& c) { c.a.heads_q = 0; }, "heads_q is 0: allowed is 1 to"},

@@ -70,6 +70,8 @@ void Memory::fill(void* data, int64_t element, uint8_t seed, bool wild) {
     if (element == 4) {
       const float number = static_cast<float>(static_cast<int32_t>(state)) * 0x1p-30f;
       std::memcpy(bytes.data() + i, wild ? static_cast<const void*>(&state) : &number, 4);
+    } else if (element == 1) {  // of e4m3 between 0.5 and 1
+      bytes[i] = static_cast<uint8_t>(wild ? state >> 24 : ((state >> 24) & 0x87) | 0x30);
     } else {  // of either 16-bit type a number between 2^-15 and 2
       const auto bits =
           static_cast<uint16_t>(wild ? state >> 16 : ((state >> 16) & 0x87ff) | 0x3800);
@@ -227,6 +229,7 @@ void AttentionCall::read_sizes(Reader& in) {
 
 void AttentionCall::read_cache(Reader& in) {
   a.kv_batch = in.pick({0, 0, 0, 2, 7});
+  a.kv_float8 = in.one_in(8) ? 1 : 0;
   switch (in.byte() % 8) {
     case 5:
       a.page_size = in.pick({4, 1, 3, 16, 128});
@@ -280,7 +283,8 @@ tilewise_tensor AttentionCall::keys(Reader& in, int64_t columns, Writer writer) 
   } else if (a.kv_batch_idx != nullptr && gradient) {
     sizes[0] = a.batch;
   }
-  return read_view(in, memory, sizes, columns, element(), writer);
+  const int64_t bytes = a.kv_float8 != 0 && !gradient ? 1 : element();
+  return read_view(in, memory, sizes, columns, bytes, writer);
 }
 
 void AttentionCall::read_tensors(Reader& in) {
@@ -336,6 +340,13 @@ void AttentionCall::read_options(Reader& in) {
   if (in.one_in(60)) a.dropout_p = odd[in.byte() % 3];
   a.num_splits = in.pick32({0, 0, 1, 2, 3, 7, 256, -1});
   a.deterministic = in.byte() % 2;
+  a.batch_invariant = in.one_in(8) ? 1 : 0;
+  if (in.one_in(3)) {
+    a.k_descale = floats(in, times(a.batch, a.heads_kv));
+    a.k_descale_stride_batch = a.heads_kv;
+    a.k_descale_stride_head = 1;
+  }
+  if (in.one_in(3)) a.v_descale = floats(in, 1);
   a.dropout_seed = static_cast<uint64_t>(in.pick({0, 1, -1}));
   if (in.one_in(8)) return;  // the library's own pool
   parallel = {backwards_parallel_for, nullptr, in.pick32({1, 2, 3, 5}), 0};

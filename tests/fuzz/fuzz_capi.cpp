@@ -1,23 +1,17 @@
 // libFuzzer target: any struct is either refused with a sentence and without a write, or served
 // within the memory it describes, in full; and the planner has a sane plan for it on any GPU.
-#include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <new>
 
 #include "call.h"
-#include "described_cuda.h"
-#include "dispatch/planner.h"
+#include "plans.h"
 
 namespace {
 
+using fuzz::check_message;
+using fuzz::expect;
 using fuzz::Writer;
-
-void expect(bool condition, const char* what) {
-  if (condition) return;
-  std::fprintf(stderr, "%s; last error: \"%s\"\n", what, tilewise_last_error());
-  std::abort();
-}
 
 struct Free {
   void operator()(void* memory) const { ::operator delete(memory, std::align_val_t{64}); }
@@ -31,45 +25,11 @@ Workspace workspace(int64_t bytes) {
 
 constexpr int64_t kWorkspaceLimit = 1 << 27;
 
-void check_message(tilewise_status status) {
-  expect((status == TILEWISE_OK) == (*tilewise_last_error() == '\0'),
-         "a status without its sentence");
-  expect(status != TILEWISE_INTERNAL && status != TILEWISE_WORKSPACE_TOO_SMALL,
-         "a status that no input may cause here");
-}
-
-tilewise_status plan(fuzz::AttentionCall& call, bool backward, tilewise_plan_info* info) {
-  *info = {};
-  info->struct_size = sizeof(*info);
-  const tilewise_status status =
-      tilewise_plan(&call.a, backward ? &call.g : nullptr, backward, info);
-  check_message(status);
-  expect(status != TILEWISE_OK || info->workspace_bytes >= 0, "a negative workspace");
-  return status;
-}
-
-// What has been validated is planned for GPUs that this machine does not have, too.
-void plan_for_gpus(const fuzz::AttentionCall& call, bool backward) {
-  tilewise::Problem p = call.a;
-  p.device = TILEWISE_CUDA;
-  if (p.head_dim_v == 0) p.head_dim_v = p.head_dim;
-  if (p.kv_batch == 0) p.kv_batch = p.batch;
-  for (const int32_t sm : {75, 80, 90, 120}) {
-    const tilewise::dispatch::Decision decision =
-        tilewise::dispatch::plan(p, backward ? &call.g : nullptr, tilewise::gpu_with(sm));
-    if (decision.status != TILEWISE_OK) continue;
-    const tilewise::cuda::Plan& cut = decision.cuda;
-    expect(cut.workspace_bytes >= 0 && cut.blocks >= 0, "a plan of a negative size");
-    expect(cut.splits >= 1 && cut.pack >= 1, "a plan without a split or a head");
-  }
-}
-
 // Whether the call was served. What the backward makes of an `out` that no forward has written is
 // poison again, so then it is not looked at.
 bool run(fuzz::AttentionCall& call, bool backward, bool look) {
   tilewise_plan_info info;
-  const tilewise_status planned = plan(call, backward, &info);
-  if (planned == TILEWISE_OK) plan_for_gpus(call, backward);
+  const tilewise_status planned = fuzz::plan(call.a, backward ? &call.g : nullptr, &info);
   if (!call.runnable() || info.workspace_bytes > kWorkspaceLimit) return false;
   const Workspace memory = workspace(info.workspace_bytes);
   const tilewise_status status =

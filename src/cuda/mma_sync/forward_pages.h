@@ -85,7 +85,6 @@ class PageStream {
  public:
   using Element = typename C::Element;
   using Rows = PageRows<C, Lanes>;
-  static constexpr int kKeys = C::kForward.keys;
   static constexpr int kParts = Lanes::kPasses < 2 ? 1 : 2;
   static constexpr int kPartPasses = (Lanes::kPasses + kParts - 1) / kParts;
 

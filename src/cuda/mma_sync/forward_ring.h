@@ -207,6 +207,7 @@ class KvRing {
   static constexpr int kStages = C::kForward.stages;
   static constexpr int kSlotBytes = mma_sync::kSlotBytes<C>;
   static constexpr bool kForesees = C::kPaged && C::kDecodes && Arch::kAsyncCopy;
+  static constexpr int kLastSlotAt = (kStages - 1) * kSlotBytes;
   static constexpr int kForeseenAt = kStages * kSlotBytes;
   static constexpr int kForeseen = 4;  // pages may be small: entries of 1024 keys at least
   static constexpr int kBytes = kForeseenAt + (kForesees ? kForeseenBytes<kForeseen> : 0);
@@ -297,10 +298,10 @@ class KvRing {
 
  private:
   TILEWISE_DEVICE ptx::SharedAddress after(ptx::SharedAddress slot) const {
-    return slot == base_ + (kForeseenAt - kSlotBytes) ? base_ : slot + kSlotBytes;
+    return slot == base_ + kLastSlotAt ? base_ : slot + kSlotBytes;
   }
   TILEWISE_DEVICE ptx::SharedAddress before(ptx::SharedAddress slot) const {
-    return slot == base_ ? base_ + (kForeseenAt - kSlotBytes) : slot - kSlotBytes;
+    return slot == base_ ? base_ + kLastSlotAt : slot - kSlotBytes;
   }
   const BlockWork& work_;  // before the loop; then `kept_work`
   Rows rows_;

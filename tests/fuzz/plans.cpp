@@ -1,0 +1,67 @@
+#include "plans.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "described_cuda.h"
+#include "dispatch/planner.h"
+
+namespace fuzz {
+namespace {
+
+// GPUs that this machine does not have: one of each table, and a small part of a Hopper.
+const std::vector<tilewise::dispatch::Device>& gpus() {
+  static const std::vector<tilewise::dispatch::Device> all = [] {
+    std::vector<tilewise::dispatch::Device> gpus;
+    for (const int32_t sm : {75, 80, 90, 120}) gpus.push_back(tilewise::gpu_with(sm));
+    gpus.push_back(tilewise::gpu_with(90));
+    gpus.back().gpu.multiprocessors = 16;
+    gpus.back().gpu.memory_speed = 1000;
+    return gpus;
+  }();
+  return all;
+}
+
+// Of a call that has been validated.
+void plan_for_gpus(tilewise::Problem p, const tilewise_gradients* g) {
+  p.device = TILEWISE_CUDA;
+  if (p.head_dim_v == 0) p.head_dim_v = p.head_dim;
+  if (p.kv_batch == 0) p.kv_batch = p.batch;
+  for (const tilewise::dispatch::Device& gpu : gpus()) {
+    const tilewise::dispatch::Decision decision = tilewise::dispatch::plan(p, g, gpu);
+    if (decision.status != TILEWISE_OK) continue;
+    const tilewise::cuda::Plan& cut = decision.cuda;
+    expect(cut.workspace_bytes >= 0 && cut.blocks >= 0, "a plan of a negative size");
+    expect(cut.splits >= 1 && cut.pack >= 1, "a plan without a split or a head");
+  }
+}
+
+}  // namespace
+
+void expect(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "%s; last error: \"%s\"\n", what, tilewise_last_error());
+  std::abort();
+}
+
+void check_message(tilewise_status status) {
+  expect((status == TILEWISE_OK) == (*tilewise_last_error() == '\0'),
+         "a status without its sentence");
+  expect(status != TILEWISE_INTERNAL && status != TILEWISE_WORKSPACE_TOO_SMALL,
+         "a status that no input may cause here");
+}
+
+tilewise_status plan(const tilewise_attention& a, const tilewise_gradients* g,
+                     tilewise_plan_info* info) {
+  *info = {};
+  info->struct_size = sizeof(*info);
+  const tilewise_status status = tilewise_plan(&a, g, g != nullptr ? 1 : 0, info);
+  check_message(status);
+  if (status != TILEWISE_OK) return status;
+  expect(info->workspace_bytes >= 0, "a negative workspace");
+  plan_for_gpus(a, g);
+  return status;
+}
+
+}  // namespace fuzz
