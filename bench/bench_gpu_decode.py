@@ -38,7 +38,7 @@ from tilewise.cli.progress import Progress
 WRONG = 1e-2  # error of bf16 is 2e-3
 PEERS = ("cudnn", "fa2", "fa3", "sdpa", *cases.ALIKE)
 BARS = ("cudnn", "fa3")  # the best of them is the bar
-OURS = ("dense", "lengths", "inside", *cases.PAGE_BARS, *cases.FLOAT8, "uneven", "uneven page16")
+OURS = ("dense", "lengths", "inside", *cases.PAGE_BARS, *cases.FLOAT8, *cases.UNEVEN)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -30,6 +30,8 @@ PEER_BAR = 1.0
 PAGE_BARS = {"page1": 1.15, "page16": 1.05, "page64": 1.05, "page256": 1.05}
 # Caches of float8_e4m3, half the bytes, and the contestant over as many keys of bf16.
 FLOAT8 = {"float8": "lengths", "float8 page16": "page16", "float8 page64": "page64"}
+# Log-normal lengths, contiguous and in pages of so many keys.
+UNEVEN = {"uneven": 0, "uneven page1": 1, "uneven page16": 16}
 # Peers with the lengths and the pages of ours.
 ALIKE = {
     f"cudnn {n}": n for n in ("lengths", "inside", "uneven", "page16", "page64", "uneven page16")
@@ -168,8 +170,8 @@ def contestants(case: Case, x: Inputs) -> Iterator[Contestant]:
     for name, size in zip(FLOAT8, (0, 16, 64), strict=True):
         yield Contestant(name, ours(x.full, size, float8=True), x.full, size, float8=True)
     if case.batch > 1:
-        yield Contestant("uneven", ours(x.uneven), x.uneven)
-        yield Contestant("uneven page16", ours(x.uneven, 16), x.uneven, 16)
+        for name, size in UNEVEN.items():
+            yield Contestant(name, ours(x.uneven, size), x.uneven, size)
     q = x.q.transpose(1, 2)
     heads_first = [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in x.caches]
     if x.q.is_cuda:

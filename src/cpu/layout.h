@@ -43,7 +43,7 @@ inline int64_t key_tiles(const Problem& p, int64_t tile) {
 inline bool packs_once(const Problem& p, const Shape& shape, int64_t tile_q) {
   constexpr int64_t kQueryTiles = 3;
   const int64_t rows = p.cu_seqlens_q == nullptr ? p.seqlen_q
-                       : p.max_seqlen_q > 0      ? p.max_seqlen_q
+                       : p.max_seqlen_q > 0      ? min(p.max_seqlen_q, p.seqlen_q)
                                                  : p.seqlen_q / max(int64_t{1}, p.batch);
   return shape.pair > 1 && rows * group_size(p) >= kQueryTiles * tile_q;
 }

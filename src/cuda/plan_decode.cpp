@@ -1,4 +1,5 @@
-// How decoding is cut: which blocks read alone, and who merges what they have found.
+// How decoding is cut: which blocks read alone, and who merges what they have found. The points
+// that each limit separates: docs/decode-planner.md.
 #include "cuda/plan_decode.h"
 
 #include "cuda/common/combine.h"
@@ -28,12 +29,7 @@ int64_t most_merged_splits(const Gpu& gpu) {
 
 // The fewest tiles of keys of a sequence, whose length only the GPU knows, of which a block that is
 // alone on its multiprocessor reads as fast as two that share them: it has nothing to merge if all
-// are long, and more of it if they are not. (H200, two blocks and alone, full and log-normal
-// lengths: B9 with 2k keys 24.9, 16.4 -> 24.7, 17.0 us, B12 with 8k 99.6, 39.9 -> 95.9, 39.5; but
-// B9 with 1k 14.2, 10.9 -> 15.6, 12.1. Eight rows, B12 with 1k and 64/8 heads 17.1, 12.5 -> 16.7,
-// 11.1; but with 512 11.3, 9.5 -> 10.6, 10.7. Sixteen, of 16/1 heads, B96 with 1k 19.8, 17.0
-// -> 17.5, 14.4, with 256 11.1, 11.5 -> 8.8, 11.7, B92 with 512 13.5, 13.2 -> 11.2, 11.9; but B80
-// with 1k 17.7, 13.6 -> 17.1, 16.4. In pages of 16, B16 with 1k 20.1, 13.8 -> 20.4, 12.7.)
+// are long, and more of it if they are not.
 int64_t least_tiles_alone(int64_t rows, int64_t tiles, bool several, bool many_of_pages) {
   constexpr int64_t kMany = 32;
   if (rows <= 4) return many_of_pages ? 16 : kMany;
@@ -48,9 +44,6 @@ bool has_few_tiles(const Gpu& gpu, int64_t blocks) {
 }
 
 // Counting parts takes a microsecond, and more than a few sequences of many keys are worth it.
-// (H200, 16/1 heads, parts and alike, full and log-normal lengths: B2 with 16k keys 13.1, 9.3
-// -> 12.3, 9.1 us, with 128k 46.0, 23.8 -> 39.4, 23.5, B4 with 32k 24.7, 12.7 -> 23.5, 11.9, B6
-// with 16k 20.8, 11.3 -> 19.6, 10.6; but B6 with 64k 56.8, 26.6 -> 54.0, 34.1.)
 bool are_few_cut_alike(const Gpu& gpu, int64_t blocks, int64_t tiles) {
   constexpr int64_t kMost = 16;  // of a multiprocessor
   const bool some = blocks * tiles <= kMost * gpu.multiprocessors;
@@ -65,28 +58,19 @@ bool has_warp_rings(const Plan& plan) {
 }
 
 // Whether the block of a tile that is done last merges its parts: most have one part then, and few
-// more than a few. (H100, a second kernel and this, full and log-normal lengths: B16 with 2k keys
-// and 64/8 heads 49.8, 24.4 -> 49.2, 23.3 us, with 8k and 32/8 178.1, 73.1 -> 177.8, 72.3, in pages
-// of 16 with 4k 36.6 -> 37.2; but B8 with 8k keys 17.2 -> 18.6. Blocks that are alone, H200: B12
-// with 2k 30.3, 16.4 -> 28.0, 16.0, with 8k 95.8, 40.0 -> 94.9, 40.8.) Of more rows a second kernel
-// has more to read (H200: B64 with 4k and 16/1 heads 43.1, 23.5 -> 40.2, 23.3, B96 with 2k 38.1,
-// 19.9 -> 32.8, 18.4, B8 with 8k and 64/8 69.4, 14.6 -> 67.7, 15.9; but B48 with 4k and 16/1 35.8,
-// 17.9 -> 34.6, 20.9).
+// more than a few. Of more rows a second kernel has more to read.
 bool merges_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   const bool several = packed_rows(p, plan) > 4 ? are_nearly_half(gpu, blocks)
                                                 : plan.alone && blocks * 2 > gpu.multiprocessors;
   return has_warp_rings(plan) && (several || has_many_tiles(gpu, blocks));
 }
 
-// What a block may have to walk before it merges. Tiles of float8 have twice the keys: B16 with 8k
-// keys and one head of them 18.0 -> 21.6 us with eight.
+// What a block may have to walk before it merges. Tiles of float8 have twice the keys.
 int64_t few_tiles(const Plan& plan) { return reads_float8(*plan.unit) ? 4 : 8; }
 
 // Whether so many splits are better merged by clusters, with no second launch: where blocks have a
-// few tiles, and clusters, which get their places all at once, find them. (B2 with 4k keys:
-// clusters of 16 with two blocks a multiprocessor 13.7 us, a second kernel 13.5, clusters of
-// 8 12.8.) Pairs find theirs, and are better however many tiles they have: B16 with 8k keys 126.2
-// -> 124.4 us, where B8, four splits, goes from 66.6 to 68.3.
+// few tiles, and clusters, which get their places all at once, find them. Pairs find theirs, and
+// are better however many tiles they have.
 bool are_better_merged(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t splits,
                        int64_t key_tiles) {
   const int64_t rounds = splits <= kSmallCluster ? 2 : 1;
@@ -106,14 +90,8 @@ bool are_uneven(const Problem& p) {
 namespace {
 
 // The fewest tiles of keys of each of several splits or, of lengths that are not known, parts, of
-// which a block that is alone on its multiprocessor reads as fast as two that share them. (H100,
-// full and log-normal lengths, alone and not: B8 with 16k keys 179.5, 69.6 -> 182.2, 69.3, B32 with
-// 16k and 16/1 heads 97.1, 44.0 -> 118.1, 48.6; H200, two splits without lengths and more of them,
-// not and alone: B8 with 8k 66.1 -> 64.1, B5 with 8k 44.3 -> 44.7, B4 with 16k 65.9 -> 66.3, B1
-// with 128k 126.3 -> 125.5, B64 with 2k and 16/1 heads 22.1 -> 23.3; with lengths, in parts that
-// the last block merges, B64 with 4k 40.1, 23.5 -> 38.9, 23.3. Few tiles, which have most to merge:
-// B2 with 16k 12.3, 9.1 -> 12.6, 9.6, with 32k 16.8, 9.0 -> 16.2, 9.5, B3 with 16k 14.2, 12.3
-// -> 14.1, 11.9; in pages of 16, B2 with 32k 17.3, 9.5 -> 16.9, 10.3.)
+// which a block that is alone on its multiprocessor reads as fast as two that share them. Few tiles
+// have most to merge.
 int64_t least_tiles_of_split(const Gpu& gpu, int64_t blocks, int64_t tiles, int64_t rows,
                              bool uneven, bool paged) {
   const int64_t splits = gpu.multiprocessors / blocks;
@@ -137,11 +115,7 @@ bool has_room_for_readers(const Plan& plan, const Gpu& gpu) {
 // Four blocks for each tile, where tiles are nearly half as many as multiprocessors or more and
 // only the GPU knows their lengths: nobody counts parts then, or waits for a second kernel, and
 // long sequences are cut. Three of them on a multiprocessor read full lengths a little slower than
-// two warps of one block. (H100, us, without and with, full and log-normal lengths: B8 with 4k keys
-// 51.3, 18.9 -> 50.2, 17.7, B64 with 4k and 16/1 heads 52.2, 28.6 -> 52.5, 26.4, B10 with 1k 19.4,
-// 10.4 -> 18.8, 8.8, B12 with 2k 39.0, 19.2 -> 38.9, 17.5, B3 with 2k and 32/32 37.3, 10.5 -> 38.7,
-// 8.1; but B12 with 4k 71.8, 26.0 -> 73.0, 24.6, with 1k and 64/8 21.5, 11.9 -> 22.9, 10.2, B96
-// with 1k and 16/1 21.8, 15.7 -> 25.1, 14.0.)
+// two warps of one block.
 int64_t clusters_of_uneven(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks,
                            int64_t tiles) {
   constexpr int64_t kFew = 4;
@@ -154,10 +128,7 @@ int64_t clusters_of_uneven(const Problem& p, const Plan& plan, const Gpu& gpu, i
 }
 
 // Few tiles: what a second kernel costs is most of their time. Eight clusters are too many: those
-// of the next call find no places beside them. (H200, us, a second kernel and this, full lengths
-// that are known, that are not, and log-normal: B2 with 2k keys and 16/1 heads 7.0, 8.3, 9.3
-// -> 5.6, 6.0, 6.5, with 8k 11.1, 12.2, 10.2 -> 8.6, 8.9, 7.4, B6 with 8k 12.7, 14.1, 13.2 -> 10.8,
-// 11.2, 8.9, B1 with 4k 7.7 -> 6.7; eight, B1 with 8k and 32/8 12.3 -> 16.2.)
+// of the next call find no places beside them.
 int64_t clusters_of_few(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t tiles) {
   const int64_t merged = most_merged_splits(gpu);
   const bool fits = has_few_tiles(gpu, blocks) && has_room_for_readers(plan, gpu) &&
@@ -174,10 +145,8 @@ int32_t choose_clusters(const Problem& p, const Plan& plan, const Gpu& gpu, int6
   return static_cast<int32_t>(few > 0 ? few : clusters_of_uneven(p, plan, gpu, blocks, tiles));
 }
 
-// Two warps read what a multiprocessor is to read, where more blocks would have more to merge.
-// (H200, us, in pairs of blocks that a cluster merges, and alone: B96 with 2k keys and 16/1 heads
-// 31.5 -> 27.7, B16 with 256 and 32/8 8.1 -> 7.6, with 1k 19.4 -> 18.9.) Of pages each takes a warp
-// more instructions (B10 with 4k in pages of 16 47.0 -> 45.9, log-normal 29.8 -> 31.5).
+// Two warps read what a multiprocessor is to read, where more blocks would have more to merge. Of
+// pages each takes a warp more instructions.
 bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   if (!has_warp_rings(plan) || p.num_splits > 0 || p.batch_invariant != 0 || blocks == 0 ||
       !has_room_for_readers(plan, gpu))
@@ -199,10 +168,7 @@ bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blo
 }
 
 // A warp reads 37 gigabytes a second, two of them 60. Where so many blocks of one read as fast as
-// memory is, it is better off with what fewer ask for. (H100, two and one: B14 with 8k keys 161.3
-// -> 154.1 us, B16 176.9 -> 174.6, with 2k 47.7 -> 47.5, B112 with 2k and 16/1 heads 43.7 -> 43.4;
-// but B96 37.8 -> 38.6, B16 with 1k 25.8 -> 26.0, in pages of 16 with 8k 182.1 -> 186.6; H200, B16
-// with 8k 122.8 -> 128.8.)
+// memory is, it is better off with what fewer ask for.
 int32_t choose_readers(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   if (plan.clusters > 0) return has_few_tiles(gpu, blocks) ? kMostReaders : 1;
   if (!plan.alone) return 1;
@@ -216,15 +182,8 @@ int32_t choose_readers(const Problem& p, const Plan& plan, const Gpu& gpu, int64
 // Parts that there are where lengths are alike, where blocks are alone and the parts leave a
 // sixteenth of the multiprocessors without one. The hardware gives the first of a grid to the
 // multiprocessors that have nothing to do, and then one to each, one GPC after the other. Long
-// works, which are worth it, wait until none of them has anything to do. (H200, as they come, over
-// all multiprocessors, over those twice that have nothing to do: B96 with 2k keys and 16/1 heads
-// 33.1, 29.7, 29.1 us, B13 with 2k and 32/8 33.7, 30.8, 29.9; at the end B12 with 8k 104.7, 95.9,
-// 100.1, B15 117.4 where, early, the two are 124.9 and 123.7; but log-normal B13 with 2k, early and
-// at the end, 14.2 and 15.2.) Where multiprocessors have room for two, the second ones of a few of
-// them had better not be those of a few GPCs. (H200, as they come and spread, full and log-normal
-// lengths: B24 with 2k keys 51.0, 29.2 -> 50.8, 27.8 us, with 4k 99.1, 30.9 -> 94.5, 30.9, with 8k
-// 193.2, 73.0 -> 183.0, 72.9, in pages of 16 193.0, 75.1 -> 189.7, 76.0, B6 with 4k and 32/32 heads
-// 98.7, 32.0 -> 93.7, 31.6; but B24 with 1k 28.1, 16.9 -> 28.2, 17.0, in pages of 16 28.6 -> 29.1.)
+// works, which are worth it, wait until none of them has anything to do. Where multiprocessors have
+// room for two, the second ones of a few of them had better not be those of a few GPCs.
 Spread spread_parts(const Plan& plan, const Gpu& gpu, int64_t tiles) {
   constexpr int64_t kLong = 64;  // tiles
   constexpr int64_t kLongOfTwo = 32;
@@ -273,14 +232,10 @@ bool decodes(const Plan& plan) {
 
 // A second kernel waits for all, and had better be there. Blocks of the next call, another one of
 // these, spread evenly over multiprocessors only if each has as much room for them: with one block
-// each, with pairs, or with two that come and go as they please, early ones do (B16 with 1k keys
-// 26.7 -> 25.8 us, with lengths, in pairs, 27.4 -> 26.4, B1 6.23 -> 5.54). Larger clusters of two
-// blocks each do not (B4 with 4k keys 27.4 -> 31.8 early, B8 with 1k 15.7 -> 16.4 late, at the
-// end 15.4), nor do blocks of several turns (B48 with 1k 70.8 -> 78.1, late 70.5). Parts have more
-// blocks than there are places, and those of uneven lengths end at different times (B16 with 4k,
-// log-normal, 36.7 -> 40.4, late 36.4), but no more tiles than multiprocessors find places early
-// (H200, B128 with 1k and 16/1 heads, late, early, at the end 21.6, 20.6, 21.3, log-normal 13.6,
-// 13.5, 14.5), unless they are long and spread. The others on an H100, alike on an H200.
+// each, with pairs, or with two that come and go as they please, early ones do. Larger clusters of
+// two blocks each do not, nor do blocks of several turns. Parts have more blocks than there are
+// places, and those of uneven lengths end at different times, but no more tiles than
+// multiprocessors find places early, unless they are long and spread.
 NextStart next_start(const Plan& plan, const Gpu& gpu) {
   if (leaves_results(plan)) return NextStart::after_first_keys;
   if (!decodes(plan) || plan.second != nullptr) return NextStart::at_end;
@@ -295,16 +250,7 @@ NextStart next_start(const Plan& plan, const Gpu& gpu) {
 }
 
 // Its blocks are there when it begins to merge, and leave little room for those of the next call,
-// or room that is uneven if they are many. (B4 with 16k keys and 16/1 heads 19.2 -> 18.6 us,
-// log-normal lengths 17.1 -> 16.0; but B8 with 8k and lengths, blocks that are alone, 94.2 ->
-// 102.6; H200, full lengths, 512 rows: B8 with 4k keys and 64/8 heads 38.9 -> 51.7, with 8k 69.2
-// -> 95.4, B32 with 8k and 16/1 40.1 -> 53.1; 1024, B64 with 4k 42.5 -> 43.5; but 768, B48 with 4k
-// 35.5 -> 34.7, and 256, B8 with 8k and 32/8 68.0 -> 67.6, B4 with 8k and 64/8 38.7 -> 38.4. Blocks
-// that are alone, of few tiles: B4 with 16k and 16/1 15.3 -> 14.9, log-normal 13.2 -> 12.4, but B2
-// with 32k, which has 16 warps a row, 16.2 -> 17.1, log-normal 9.9 -> 9.3. More rows where all that
-// is read is little: B24 with 8k and 16/1 32.8, 17.4 -> 32.8, 16.7, B6 with 4k and 64/8 31.4, 14.2
-// -> 31.2, 13.8, B48 with 4k and 16/1 34.9, 17.8 -> 34.3, 17.1; but B24 with 16k 55.3, 23.2
-// -> 56.0, 22.7, B48 with 8k 57.4, 25.1 -> 62.0, 24.2, B32 with 16k 70.6 -> 94.1.)
+// or room that is uneven if they are many, unless all that is read is little.
 NextStart next_start_of_merge(const Problem& p, const Plan& plan, const Gpu& gpu) {
   constexpr int64_t kLittle = 24;  // tiles of keys of a multiprocessor
   if (!leaves_results(plan) || !decodes(plan) || plan.second != nullptr) return NextStart::at_end;

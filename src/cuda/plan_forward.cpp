@@ -1,4 +1,5 @@
-// How a forward is cut: packed heads, order of the tiles, key splits, workspace.
+// How a forward is cut: packed heads, order of the tiles, key splits, workspace. The points that
+// limits of decoding separate: docs/decode-planner.md.
 #include "cuda/arch/hopper.h"
 #include "cuda/common/check.h"
 #include "cuda/plan.h"
@@ -113,20 +114,15 @@ SplitRule uneven_rule(const Problem& p, const Gpu& gpu, const UnitTable& unit, i
 }
 
 // Where multiprocessors have several tiles each, sequences of up to 2k keys are not cut when the
-// longest one is no longer than what a multiprocessor has to read, more or less (H100, log-normal
-// lengths, cut and not: 64 sequences of 1k keys 43.0 and 39.9 us, 128 77.6 and 75.6; but 32 of 1k
-// 24.1 and 25.4, 64 of 4k in pages 138.3 and 145.8).
+// longest one is no longer than what a multiprocessor has to read, more or less.
 int32_t fourths_of_uncut(const Gpu& gpu, int64_t blocks) {
   return static_cast<int32_t>(
       clamp(blocks * 23 / (5 * gpu.multiprocessors), EqualParts::kFourths, 1 << 20));
 }
 
 // Whether long sequences come first, and what is longer than its share is cut: of more tiles than
-// run at once the last ones are short then (H100, log-normal lengths: B128 with 1k keys 70.7
-// -> 68.2 us, B32 with 1k and 32/32 heads 61.7 -> 59.5). Of nearly as many where caches have room
-// for 2k keys (B16 with 2k and 32/32 heads 67.0 -> 62.7, B64 with 4k 135.4 -> 132.0, with 2k 72.1
-// -> 72.8; but B64 with 1k 36.4 -> 38.0). Each block looks at all lengths (B1024 with 512 keys and
-// 16/1 heads 54.4 -> 67.8).
+// run at once, or of nearly as many where caches have room for 2k keys, the last ones are short
+// then. Each block looks at all lengths.
 bool has_long_first(const Problem& p, const Plan& plan, int64_t blocks, int64_t slots) {
   constexpr int64_t kMostSorted = 256;
   constexpr int64_t kRoom = 32;  // tiles
@@ -139,13 +135,8 @@ bool has_long_first(const Problem& p, const Plan& plan, int64_t blocks, int64_t 
 // that are alike as many times as without lengths. There is room for two blocks a multiprocessor,
 // and one that may be short for each sequence. Where parts are merged by the last block or blocks
 // are alone, there is room for one more on each multiprocessor: of a larger grid the hardware gives
-// some of them a part too many, and others none (H200: B16 with 8k keys 124 -> 130 us, B32 with 4k
-// 122 -> 134), and blocks without a part come last (H100, two more and one: B48 with 1k keys 74.9
-// -> 72.2 us, with 2k 140.3 -> 137.7, log-normal 53.6 -> 52.1). Of few long sequences of many heads
-// these are too few to cut all that are too long (H200, room for 4 and for 8 parts more than
-// sequences, full and log-normal lengths: B16 with 4k and 32/32 heads 246.3, 99.7 -> 245.4, 82.8;
-// but with 2k 125.3, 45.3 -> 125.3, 46.1, and B12, of fewer tiles, with 4k 185.1 -> 185.8, B8 124.3
-// -> 134.4).
+// some of them a part too many, and others none, and blocks without a part come last. Of few long
+// sequences of many heads these are too few to cut all that are too long.
 EqualParts equal_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   constexpr int64_t kLeastOthers = 8;
   int64_t keys = 0;
@@ -177,7 +168,6 @@ EqualParts equal_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64
 
 // Whether lengths that only the GPU knows are better cut into as many splits each, which clusters
 // merge: parts of equal length save less than they cost where no block has more than a few tiles.
-// (B4 with 1k keys: full lengths 11.2 -> 8.5 us, log-normal ones 9.6 -> 6.6.)
 bool are_better_cut_alike(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks,
                           int64_t splits) {
   const int64_t tiles = ceil_div(most_keys(p), int64_t{plan.tile_k});
