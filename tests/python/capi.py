@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes as c
 import functools
+import mmap
 import os
 import sys
 import threading
@@ -208,6 +209,20 @@ def cpu(name: str) -> Iterator[None]:
 
 
 MARGIN = 96  # elements of poison before and after every buffer
+
+
+def before_a_wall(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """So many elements of host memory; whoever touches what is behind the last one ends the
+    process."""
+    page = mmap.PAGESIZE
+    size = count * dtype.itemsize
+    room = -(-size // page) * page
+    memory = mmap.mmap(-1, room + page)
+    wall = c.addressof(c.c_char.from_buffer(memory)) + room
+    assert c.CDLL(None).mprotect(c.c_void_p(wall), c.c_size_t(page), 0) == 0
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=room - size)
+
+
 POISON = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -245,7 +260,8 @@ def guarded(
 ) -> Guarded:
     """A poisoned buffer of `shape`. `order` lists the dimensions from the outermost in memory to
     the innermost (the last one stays last); `pad` leaves elements unused after each dimension;
-    `shift` moves the start by that many elements, so that alignment varies."""
+    `shift` moves the start by that many elements, so that alignment varies. In host memory, that of
+    the emulator too, a wall is behind its last element."""
     rank = len(shape)
     order = list(range(rank)) if order is None else list(order)
     pad = [0] * rank if pad is None else list(pad)
@@ -253,8 +269,12 @@ def guarded(
     for dim in reversed(order):
         strides[dim] = step
         step *= max(1, shape[dim]) + pad[dim]
-    size = step + 2 * MARGIN + shift
-    base = torch.empty(size, dtype=dtype, device=devices.current().memory)
+    if devices.current().memory.type == "cpu":
+        span = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
+        base = before_a_wall(MARGIN + shift + (span if 0 not in shape else 0), dtype)
+    else:
+        size = step + 2 * MARGIN + shift
+        base = torch.empty(size, dtype=dtype, device=devices.current().memory)
     g = Guarded(base, base.as_strided(tuple(shape), strides, MARGIN + shift))
     g.poison()
     return g
