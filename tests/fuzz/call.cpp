@@ -15,11 +15,6 @@ void* const kNowhere = reinterpret_cast<void*>(uintptr_t{4096});
 
 long long as_long(int64_t x) { return x; }
 
-// Wraps around: what comes of sizes that no library may accept still has to be a number.
-int64_t times(int64_t x, int64_t y) {
-  return static_cast<int64_t>(static_cast<uint64_t>(x) * static_cast<uint64_t>(y));
-}
-
 bool too_long(int64_t size) { return size > (int64_t{1} << 20); }
 
 }  // namespace

@@ -12,6 +12,11 @@
 
 namespace fuzz {
 
+// Wraps around: what comes of sizes that no library may accept still has to be a number.
+inline int64_t times(int64_t x, int64_t y) {
+  return static_cast<int64_t>(static_cast<uint64_t>(x) * static_cast<uint64_t>(y));
+}
+
 // Reads values out of the input. Past the end everything is 0, and 0 always means the plain choice:
 // the empty input is a small valid call, and every byte that is changed moves away from it.
 class Reader {

@@ -1,6 +1,7 @@
 // libFuzzer target: structs of any size and option, without memory behind them. Each is refused
 // with a sentence, or the planner has a sane plan for it on this CPU and on any GPU.
 #include <array>
+#include <cstddef>
 #include <cstdint>
 
 #include "call.h"
@@ -9,6 +10,7 @@
 namespace {
 
 using fuzz::Reader;
+using fuzz::times;
 
 // Aligned and never mapped: a plan follows no pointer.
 template <class T = void>
@@ -24,13 +26,9 @@ int64_t size(Reader& in, int64_t plain) {
   return ((int64_t{8} + (digits & 7)) << (magnitude % 42) >> 3) + (digits >> 6) - 1;
 }
 
-int64_t product(int64_t x, int64_t y) {
-  return static_cast<int64_t>(static_cast<uint64_t>(x) * static_cast<uint64_t>(y));
-}
-
 tilewise_tensor view(Reader& in, const std::array<int64_t, 3>& sizes, int64_t columns) {
-  tilewise_tensor t = {somewhere(), product(product(sizes[1], sizes[2]), columns),
-                       product(sizes[2], columns), columns};
+  tilewise_tensor t = {somewhere(), times(times(sizes[1], sizes[2]), columns),
+                       times(sizes[2], columns), columns};
   switch (in.byte() % 8) {
     case 5:
       t.stride_batch = 0;
@@ -67,7 +65,7 @@ struct Described {
     a.seqlen_q = size(in, 1);
     a.seqlen_k = size(in, 1000);
     a.heads_kv = size(in, 2);
-    a.heads_q = product(a.heads_kv, size(in, 1));
+    a.heads_q = times(a.heads_kv, size(in, 1));
     a.head_dim = in.pick({128, 64, 8, 40, 96, 192, 256, 512, 1});
     a.head_dim_v = in.pick({0, 0, 64, 128, 512, 1});
     a.max_seqlen_q = in.one_in(4) ? size(in, 1) : 0;
@@ -122,13 +120,13 @@ struct Described {
     const std::array<int64_t, 3> rows = {a.batch, a.seqlen_q, a.heads_q};
     const std::array<int64_t, 3> keys = {a.batch, paged ? a.page_size : a.seqlen_k, a.heads_kv};
     const std::array<int64_t, 3> capacity = {
-        a.batch, paged ? product(a.block_table_width, a.page_size) : a.seqlen_k, a.heads_kv};
+        a.batch, paged ? times(a.block_table_width, a.page_size) : a.seqlen_k, a.heads_kv};
     a.q = view(in, rows, a.head_dim);
     a.k = view(in, keys, a.head_dim);
     a.v = view(in, keys, columns_v);
     a.out = g.dout = view(in, rows, columns_v);
     a.lse = somewhere<float>();
-    a.lse_stride_batch = product(a.heads_q, a.seqlen_q);
+    a.lse_stride_batch = times(a.heads_q, a.seqlen_q);
     a.lse_stride_head = a.seqlen_q;
     const uint8_t left_out = in.byte();
     const bool own_rows = paged || a.kv_batch_idx != nullptr;
