@@ -45,8 +45,10 @@ $(VENV)/.ready: tools/setup.sh
 	@tools/setup.sh build-tools $(VENV)
 	@touch $@
 
-$(VENV)/.ready-lint: tools/requirements-lint.txt | $(VENV)/.ready
+# And what mypy follows imports into, besides torch.
+$(VENV)/.ready-lint: tools/requirements-lint.txt tools/constraints.txt | $(VENV)/.ready
 	@$(python) -m pip install --quiet --ignore-installed -r $<
+	@$(python) -m pip install --quiet -c tools/constraints.txt numpy pytest rich
 	@touch $@
 
 # The package with all that the demo and the tests import, as `pip install` gives it to anybody.
