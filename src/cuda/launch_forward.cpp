@@ -80,6 +80,7 @@ void launch_boxes(const Problem& p, const Plan& plan, const ForwardParams& main,
   const auto map = paged ? map_of_pages : map_of_keys;
   params.k = map(p, p.k, p.head_dim, box_rows);
   params.v = map(p, p.v, p.head_dim_v, box_rows);
+  params.slots = plan.slots;
   params.k_end = map(p, p.k, p.head_dim, kRowsOfEndBox);
   params.v_end = map(p, p.v, p.head_dim_v, kRowsOfEndBox);
   const UnitKernels& kernels = plan.unit->form(plan.form);

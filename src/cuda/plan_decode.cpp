@@ -123,7 +123,9 @@ int64_t clusters_of_uneven(const Problem& p, const Plan& plan, const Gpu& gpu, i
   const bool several = blocks * kFew * 2 > 3 * all;
   if (!several || !are_uneven(p) || tiles < kFew || reads_float8(*plan.unit)) return 0;
   const bool are_half = blocks * kFew <= 2 * all && tiles <= 64;
-  const bool are_more = blocks * kFew <= 3 * all && tiles <= 32 && packed_rows(p, plan) <= 4;
+  const int64_t rows = packed_rows(p, plan);
+  const bool are_long = rows > 1 || tiles > 16 || plan.form != Form::boxes;
+  const bool are_more = blocks * kFew <= 3 * all && are_long && tiles <= 32 && rows <= 4;
   return are_half || are_more ? kFew : 0;
 }
 
@@ -167,16 +169,44 @@ bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blo
   return tiles >= (uneven ? least_tiles_alone(rows, tiles, several, many_of_pages) : 4);
 }
 
-// A warp reads 37 gigabytes a second, two of them 60. Where so many blocks of one read as fast as
-// memory is, it is better off with what fewer ask for.
+namespace {
+
+// Whether blocks that are alone read as fast as memory is if each reads so many gigabytes a second
+// (of what its clock and bus say).
+bool are_as_fast_as_memory(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t each) {
+  if (!plan.alone || gpu.memory_speed == 0) return false;
+  const int64_t splits = gpu.multiprocessors / blocks;
+  return blocks * splits * each >= gpu.memory_speed;
+}
+
+// Whether so many blocks of two readers take turns that none waits for a last one. Of lengths that
+// only the GPU knows, short sequences are better off with more blocks of one.
+bool take_many_turns(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
+  const int64_t tiles = ceil_div(keys_of_tile(p, most_rows(p)), int64_t{plan.tile_k});
+  return !plan.alone && plan.form == Form::boxes && p.num_splits == 0 && p.batch_invariant == 0 &&
+         has_room_for_readers(plan, gpu) && blocks * 3 >= int64_t{gpu.multiprocessors} * 10 &&
+         tiles >= (are_uneven(p) ? 17 : 16);
+}
+
+}  // namespace
+
+// What is on its way beyond what memory needs makes it slower, and some blocks last. A warp with
+// three slots has what nearly all multiprocessors need, two with two slots each what two thirds do.
 int32_t choose_readers(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   if (plan.clusters > 0) return has_few_tiles(gpu, blocks) ? kMostReaders : 1;
-  if (!plan.alone) return 1;
-  const int64_t share = packed_rows(p, plan) <= 4 ? 35 : 31;  // of what its clock and bus say
+  if (!plan.alone) return take_many_turns(p, plan, gpu, blocks) ? kMostReaders : 1;
   const int64_t splits = gpu.multiprocessors / blocks;
   const bool many = keys_of_tile(p, most_rows(p)) >= 32 * plan.tile_k * splits;
-  const bool fast = gpu.memory_speed > 0 && blocks * splits * share >= gpu.memory_speed;
-  return plan.form == Form::boxes && many && fast ? 1 : kMostReaders;
+  const bool one = plan.form == Form::boxes && many && packed_rows(p, plan) <= 8 &&
+                   are_as_fast_as_memory(plan, gpu, blocks, 27);
+  return one ? 1 : kMostReaders;
+}
+
+int32_t choose_slots(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
+  if (plan.readers == 1 || plan.clusters > 0 || plan.form == Form::paged) return 0;
+  const int64_t each = plan.form == Form::boxes ? 36 : 33;
+  const bool fast = are_as_fast_as_memory(plan, gpu, blocks, each);
+  return fast || take_many_turns(p, plan, gpu, blocks) ? kFewSlots : 0;
 }
 
 // Parts that there are where lengths are alike, where blocks are alone and the parts leave a

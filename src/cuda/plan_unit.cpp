@@ -174,11 +174,12 @@ bool pages_fit_32_bits(const Problem& p) {
   return rows_fit_32_bits(p) && fits(p.k) && fits(p.v);
 }
 
-// TMA reads it: strides are positive and below 2^40 bytes, row numbers fit into 32 bits.
+// TMA reads it: strides are 0 (an expanded dimension) or positive and below 2^40 bytes, row numbers
+// fit into 32 bits.
 bool is_mappable(const tilewise_tensor& view, const Shape& shape) {
   constexpr int64_t kMostElements = int64_t{1} << 38;
   const auto fits = [](int64_t size, int64_t stride) {
-    return size <= 1 || (stride > 0 && stride < kMostElements);
+    return size <= 1 || (stride >= 0 && stride < kMostElements);
   };
   return fits(shape.batch, view.stride_batch) && fits(shape.rows, view.stride_row) &&
          fits(shape.heads, view.stride_head) && shape.rows < INT32_MAX;
@@ -246,7 +247,7 @@ const char* why_not_wgmma(const Problem& p, const Gradients* g) {
   const Shape rows = {p.cu_seqlens_q != nullptr ? 1 : p.batch, p.seqlen_q, p.heads_q};
   const bool mappable = is_mappable(p.q, rows) && (g == nullptr || is_mappable(g->dout, rows)) &&
                         (paged || keys_are_mappable(p));
-  return mappable ? nullptr : "TMA needs positive strides below 2^40 bytes";
+  return mappable ? nullptr : "TMA needs strides below 2^40 bytes that are not negative";
 }
 
 bool may_spoil(const Problem& p) {

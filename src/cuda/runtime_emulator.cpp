@@ -13,6 +13,8 @@ namespace {
 // Few multiprocessors: small problems already have more blocks than fit at once.
 constexpr int32_t kMultiprocessors = 4;
 constexpr int32_t kL2Bytes = 4 << 20;
+// Gigabytes a second for each of them: readers of all have fewer slots than those of most.
+constexpr int32_t kMemorySpeed = 32;
 
 int32_t asked(const char* variable, int32_t otherwise) {
   const char* text = std::getenv(variable);
@@ -22,7 +24,12 @@ int32_t asked(const char* variable, int32_t otherwise) {
 Gpu describe() {
   const int32_t sm = asked("TILEWISE_EMULATOR_SM", 90);
   const int32_t shared = sm >= 75 ? arch::limits_of(sm).shared_bytes : 48 * arch::kKilobyte;
-  return {sm, asked("TILEWISE_EMULATOR_MULTIPROCESSORS", kMultiprocessors), shared, kL2Bytes};
+  const int32_t multiprocessors = asked("TILEWISE_EMULATOR_MULTIPROCESSORS", kMultiprocessors);
+  return {.sm = sm,
+          .multiprocessors = multiprocessors,
+          .shared_bytes = shared,
+          .l2_bytes = kL2Bytes,
+          .memory_speed = kMemorySpeed * multiprocessors};
 }
 
 }  // namespace

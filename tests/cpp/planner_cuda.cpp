@@ -125,8 +125,11 @@ TEST(PlannerCuda, WhatStaysOffWgmmaSaysWhy) {
     expect(p, kAligned);
   }
   Problem expanded = good;
-  expanded.k.stride_head = 0;
-  expect(expanded, "TMA needs positive strides");
+  expanded.q.stride_batch = expanded.k.stride_head = expanded.v.stride_row = 0;
+  expect(expanded, nullptr);
+  Problem reversed = good;
+  reversed.k.stride_head = -reversed.k.stride_head;
+  expect(reversed, "strides below 2^40 bytes that are not negative");
   Problem invariant = good;
   invariant.batch_invariant = 1;
   expect(invariant, "batch_invariant asks for one kernel");
@@ -277,7 +280,9 @@ TEST(PlannerCuda, DecodingReadsPagesAsBoxesWhereTheyFitTheTile) {
   p.leftpad_k = p.block_table;
   EXPECT_EQ(form(p, 90), Form::paged);
   p = paged(TILEWISE_BFLOAT16, 16);
-  p.v.stride_head = 0;  // one head for all: no map has such a stride
+  p.v.stride_head = 0;  // one head for all
+  EXPECT_EQ(form(p, 90), Form::paged_boxes);
+  p.v.stride_head = -128;  // no map has such a stride
   EXPECT_EQ(form(p, 90), Form::paged);
   p = paged(TILEWISE_BFLOAT16, 16);
   p.seqlen_q = 40;
@@ -300,7 +305,9 @@ TEST(PlannerCuda, DecodingReadsKeysAsBoxesWhereTmaCan) {
   p.softcap = 30.0f;
   EXPECT_EQ(form(p, 90), Form::general);
   p = decode;
-  p.k.stride_batch = 0;  // one cache for all: no map has such a stride
+  p.k.stride_batch = 0;  // one cache for all
+  EXPECT_EQ(form(p, 90), Form::boxes);
+  p.k.stride_batch = -4096;
   EXPECT_EQ(form(p, 90), Form::general);
   const Decision decision = plan(decode, nullptr, gpu_with(90));
   EXPECT_NE(explain(decision, decode, nullptr, gpu_with(90)).find("boxes form"), std::string::npos);

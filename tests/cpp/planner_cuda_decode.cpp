@@ -132,13 +132,42 @@ TEST(PlannerCudaDecode, ReadersAreAsManyAsMemoryNeeds) {
     EXPECT_EQ(readers(kH100, 16, 8192, 32, 8, lengths), 1);
     EXPECT_EQ(readers(kH100, 10, 8192, 32, 8, lengths), 2);
     EXPECT_EQ(readers(kH100, 96, 2048, 16, 1, lengths), 2);
-    EXPECT_EQ(readers(kH100, 112, 2048, 16, 1, lengths), 1);
+    EXPECT_EQ(readers(kH100, 14, 8192, 32, 8, lengths), 2);
+    EXPECT_EQ(readers(kH100, 128, 2048, 16, 1, lengths), 2);  // sixteen rows
+    EXPECT_EQ(readers(kH100, 128, 2048, 32, 8, lengths), 2);  // many turns
+    EXPECT_EQ(readers(kH100, 48, 2048, 32, 8, lengths), 1);   // a few
   }
+  EXPECT_EQ(readers(kH100, 128, 1024, 32, 8), 2);
+  EXPECT_EQ(readers(kH100, 128, 1024, 32, 8, &kSomeLengths), 1);  // short ones among them
   EXPECT_EQ(readers(kH100, 16, 1024, 32, 8), 2);
   EXPECT_EQ(readers(kH200, 24, 8192, 32, 8), 1);  // not alone
   EXPECT_EQ(decode(16, 8192, 32, 8, nullptr, true, kH100).readers, 2);
   // A row may not depend on what else is in the batch.
   Problem p = problem(TILEWISE_BFLOAT16, 16, 1, 8192, 32);
+  p.heads_kv = 8;
+  p.batch_invariant = 1;
+  EXPECT_EQ(forward(p, gpu_with(90)).readers, 1);
+}
+
+// Two slots for each of two readers, where more on its way would be more than memory needs.
+TEST(PlannerCudaDecode, SlotsAreAsManyAsMemoryNeeds) {
+  const auto slots = [](int32_t speed, int64_t batch, int64_t keys, int64_t heads, int64_t heads_kv,
+                        bool pages = false) {
+    const cuda::Plan plan = decode(batch, keys, heads, heads_kv, nullptr, pages, speed);
+    EXPECT_TRUE(plan.slots == 0 || plan.readers == 2);
+    return plan.slots;
+  };
+  EXPECT_EQ(slots(kH100, 96, 2048, 16, 1), cuda::kFewSlots);
+  EXPECT_EQ(slots(kH100, 80, 2048, 16, 1), 0);
+  EXPECT_EQ(slots(kH200, 120, 2048, 16, 1), 0);
+  EXPECT_EQ(slots(0, 96, 2048, 16, 1), 0);                    // not known
+  EXPECT_EQ(slots(kH100, 64, 8192, 16, 1), cuda::kFewSlots);  // two splits
+  EXPECT_EQ(slots(kH100, 6, 8192, 16, 1), 0);                 // clusters, which wait for keys
+  EXPECT_EQ(slots(kH100, 96, 2048, 16, 1, true), 0);
+  EXPECT_EQ(slots(kH100, 112, 2048, 16, 1, true), cuda::kFewSlots);
+  EXPECT_EQ(slots(kH200, 128, 2048, 32, 8), cuda::kFewSlots);  // many turns
+  EXPECT_EQ(slots(kH200, 128, 2048, 32, 8, true), 0);
+  Problem p = problem(TILEWISE_BFLOAT16, 128, 1, 2048, 32);
   p.heads_kv = 8;
   p.batch_invariant = 1;
   EXPECT_EQ(forward(p, gpu_with(90)).readers, 1);
@@ -246,6 +275,8 @@ TEST(PlannerCudaDecode, FourBlocksOfAClusterReadUnevenLengths) {
   EXPECT_TRUE(has(64, 4096, 16, 1));
   EXPECT_TRUE(has(12, 2048));
   EXPECT_TRUE(has(3, 2048, 32, 32));
+  EXPECT_TRUE(has(3, 1024, 32, 32, true));
+  EXPECT_FALSE(has(3, 1024, 32, 32));  // one row
   EXPECT_TRUE(has(12, 2048, 32, 8, true));
   EXPECT_FALSE(has(8, 8192));
   EXPECT_FALSE(has(12, 4096));

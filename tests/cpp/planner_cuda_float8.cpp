@@ -57,6 +57,8 @@ TEST(PlannerCudaFloat8, DecodingReadsBoxesWhereTheyLie) {
   EXPECT_EQ(form(p), cuda::Form::general);
   p = plain;
   p.v.stride_head = 0;
+  EXPECT_EQ(form(p), cuda::Form::boxes);
+  p.v.stride_head = -128;
   EXPECT_EQ(form(p), cuda::Form::general);
   for (const int64_t page : {16, 32, 64, 128, 256})
     EXPECT_EQ(form(paged(TILEWISE_BFLOAT16, page)), cuda::Form::paged_boxes) << page;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import mmap
 from collections.abc import Callable
 
@@ -118,6 +119,17 @@ def test_strided_views(order, pad, shift, dtype):
 def test_broadcast_views(expand, dtype):
     """Stride 0 along batch (0), rows (1) or heads (2)."""
     check(Case(dtype, (33, 33), (40, 40), heads_kv=3, group=2, expand=expand, window=(9, 0)))
+
+
+@pytest.mark.abi("cuda", "emulator")
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("expand", ["q0", "q1", "q2", "k0", "k1", "k2", "v0", "v1", "v2"])
+def test_broadcast_views_are_read_as_others_are(expand, rows):
+    """TMA, too, takes a stride of 0."""
+    own = Case("bf16", (rows,) * 2, (300,) * 2, heads_kv=2, group=2, head_dim=64, head_dim_v=64)
+    case = dataclasses.replace(own, expand=expand)
+    assert capi.plan(Built(case).attention).why == capi.plan(Built(own).attention).why
+    check(case, backward=rows > 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -41,7 +41,6 @@ def aligned(case: Case) -> Case:
         head_dim_v=min(256, -(-case.head_dim_v // 8) * 8),
         shift=0,
         pad=case.pad // 8 * 8,
-        expand="",
     )
 
 

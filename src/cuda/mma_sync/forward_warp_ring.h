@@ -14,9 +14,9 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// Fill f (K, V of the last tile, K, V of the one before, ...) goes to slot f % kStages, and is
-// asked for when what lay there has been read: kStages fills are on their way while weights are
-// computed.
+// Fill f (K, V of the last tile, K, V of the one before, ...) goes to slot f % slots, and is asked
+// for when what lay there has been read: that many fills are on their way while weights are
+// computed. Two readers of boxes may use fewer slots than there are (plan_decode.h).
 template <class C>
 class WarpRing {
  public:
@@ -31,6 +31,7 @@ class WarpRing {
       tile::PanelB<typename C::Element, Tile>>;
   static_assert(Tile::kBytes == kSlotBytes<C>);
   static constexpr int kStages = C::kForward.stages;
+  static constexpr bool kMayUseFewer = C::kReaders > 1 && C::kBoxes;
   static_assert(kMostMergedBytes<C> <= kStages * Tile::kBytes);
   static constexpr int kMergeAt = kStages * 8;  // a barrier behind those of slots
   static constexpr int kFillAt = kMergeAt + 8;
@@ -61,6 +62,9 @@ class WarpRing {
         fill_(p, work, last, base + kFillAt),
         first_(uniform(work.tiles.first)),
         last_(last) {
+    if constexpr (kMayUseFewer) {
+      if (p.slots > 0) slots_in_use_ = p.slots;
+    }
     ptx::sync_warp();  // one lane has made the barriers
   }
 
@@ -87,7 +91,9 @@ class WarpRing {
   // The rest of the ring.
   TILEWISE_DEVICE void fill() {
 #pragma unroll
-    for (int i = 2; i < kStages; ++i) load(i % 2 == 0, last_ - i / 2 * C::kReaders, i);
+    for (int i = 2; i < kStages; ++i) {
+      if (i < slots()) load(i % 2 == 0, last_ - i / 2 * C::kReaders, i);
+    }
   }
 
   // Before the first `arrive`: q has landed.
@@ -114,12 +120,12 @@ class WarpRing {
     ptx::sync_warp();
   }
 
-  // The keys (`scores`) or values of `tile` have been read: the next but kStages - 1 take the slot.
+  // The keys (`scores`) or values of `tile` have been read: the next but slots() - 1 take the slot.
   TILEWISE_DEVICE void release(bool scores, int32_t tile) {
     ptx::sync_warp();
-    const bool keys = scores == (kStages % 2 == 0);
-    load(keys, tile - (scores ? kStages : kStages + 1) / 2 * C::kReaders, slot_);
-    if (++slot_ == kStages) {
+    const bool keys = scores == (slots() % 2 == 0);
+    load(keys, tile - (scores ? slots() : slots() + 1) / 2 * C::kReaders, slot_);
+    if (++slot_ == slots()) {
       slot_ = 0;
       phase_ ^= 1;
     }
@@ -134,6 +140,10 @@ class WarpRing {
   TILEWISE_DEVICE IdleRing idle() const { return {at(0), base_ + kMergeAt, 0}; }
 
  private:
+  TILEWISE_DEVICE int slots() const {
+    if constexpr (kMayUseFewer) return slots_in_use_;
+    return kStages;
+  }
   TILEWISE_DEVICE ptx::SharedAddress at(int slot) const {
     return base_ + static_cast<uint32_t>(kRingAt + slot * Tile::kBytes);
   }
@@ -172,6 +182,7 @@ class WarpRing {
   Fill fill_;
   int32_t first_;  // tile that is wanted
   int32_t last_;
+  int slots_in_use_ = kStages;
   int slot_ = 0;   // to be read
   int phase_ = 0;  // of its barrier
 };
