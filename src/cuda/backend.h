@@ -37,7 +37,7 @@ struct Plan {
   bool alone = false;         // a block on its multiprocessor
   int32_t clusters = 0;       // blocks of a cluster for each tile, at most; 0: see `cluster`
   int32_t readers = 1;        // warps of a block that share the keys of its tile
-  int32_t slots = 0;          // of the ring of each of two; 0: all
+  int32_t slots = 0;          // of the ring of each warp that decodes; 0: all
   Spread spread;              // of the blocks of parts
   int32_t pitch = 0;          // of the results of splits (params.h)
   NextStart next = NextStart::at_end;           // the launch after the main kernel

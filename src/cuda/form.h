@@ -29,7 +29,7 @@ inline constexpr int32_t kMostMergedSplits = 16;
 // Warps of a block that share the keys of its tile (mma_sync/forward_readers.h).
 inline constexpr int32_t kMostReaders = 2;
 
-// Slots of the ring of a reader, where all would have more on its way than memory needs.
+// Slots of the ring of a warp, where all would have more on its way than memory needs.
 inline constexpr int32_t kFewSlots = 2;
 
 // The head dimensions that have them: where two such blocks find room on a multiprocessor, and

@@ -182,7 +182,7 @@ struct TmaForwardParams : ForwardParams {
   TensorMap v;
   TensorMap k_end;  // decoding: in smaller boxes (kRowsOfEndBox)
   TensorMap v_end;
-  int32_t slots = 0;           // decoding by two readers: of the ring of each; 0: all
+  int32_t slots = 0;           // decoding: of the ring of each warp; 0: all
   int32_t page_box_rows = 0;   // wgmma: of a box of a page
   int32_t work = 0;            // blocks of `order`, which a smaller grid shares; others follow
   int32_t* counter = nullptr;  // works of different lengths: how many were taken, 0 at first

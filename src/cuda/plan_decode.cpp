@@ -173,10 +173,9 @@ namespace {
 
 // Whether blocks that are alone read as fast as memory is if each reads so many gigabytes a second
 // (of what its clock and bus say).
-bool are_as_fast_as_memory(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t each) {
-  if (!plan.alone || gpu.memory_speed == 0) return false;
+bool are_as_fast_as_memory(const Gpu& gpu, int64_t blocks, int64_t each) {
   const int64_t splits = gpu.multiprocessors / blocks;
-  return blocks * splits * each >= gpu.memory_speed;
+  return gpu.memory_speed > 0 && blocks * splits * each >= gpu.memory_speed;
 }
 
 // Whether so many blocks of two readers take turns that none waits for a last one. Of lengths that
@@ -190,23 +189,25 @@ bool take_many_turns(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t
 
 }  // namespace
 
-// What is on its way beyond what memory needs makes it slower, and some blocks last. A warp with
-// three slots has what nearly all multiprocessors need, two with two slots each what two thirds do.
 int32_t choose_readers(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   if (plan.clusters > 0) return has_few_tiles(gpu, blocks) ? kMostReaders : 1;
   if (!plan.alone) return take_many_turns(p, plan, gpu, blocks) ? kMostReaders : 1;
   const int64_t splits = gpu.multiprocessors / blocks;
   const bool many = keys_of_tile(p, most_rows(p)) >= 32 * plan.tile_k * splits;
   const bool one = plan.form == Form::boxes && many && packed_rows(p, plan) <= 8 &&
-                   are_as_fast_as_memory(plan, gpu, blocks, 27);
+                   are_as_fast_as_memory(gpu, blocks, 27);
   return one ? 1 : kMostReaders;
 }
 
-int32_t choose_slots(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
-  if (plan.readers == 1 || plan.clusters > 0 || plan.form == Form::paged) return 0;
-  const int64_t each = plan.form == Form::boxes ? 36 : 33;
-  const bool fast = are_as_fast_as_memory(plan, gpu, blocks, each);
-  return fast || take_many_turns(p, plan, gpu, blocks) ? kFewSlots : 0;
+// What is on its way beyond what memory needs makes it slower, and some blocks last. A warp with
+// three slots has what nearly all multiprocessors need, two with two slots what two thirds do.
+int32_t choose_slots(const Plan& plan, const Gpu& gpu, int64_t blocks) {
+  if (plan.form != Form::boxes || reads_float8(*plan.unit)) return 0;
+  const bool alone = plan.alone && plan.clusters == 0;
+  const int64_t tenths = plan.clusters > 0 ? 7 : 14;  // of the multiprocessors
+  const bool few = alone ? plan.readers > 1 && are_as_fast_as_memory(gpu, blocks, 36)
+                         : blocks * 10 >= tenths * gpu.multiprocessors;
+  return few ? kFewSlots : 0;
 }
 
 // Parts that there are where lengths are alike, where blocks are alone and the parts leave a

@@ -44,8 +44,8 @@ int32_t choose_clusters(const Problem& p, const Plan& plan, const Gpu& gpu, int6
 // of its tile.
 bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks);
 int32_t choose_readers(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks);
-// Slots of the ring of each of two readers; 0: all that there are.
-int32_t choose_slots(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks);
+// Slots of the ring of each warp; 0: all that there are.
+int32_t choose_slots(const Plan& plan, const Gpu& gpu, int64_t blocks);
 
 // Where the parts of a batch lie in their grid; `tiles`: of a sequence, at most.
 Spread spread_parts(const Plan& plan, const Gpu& gpu, int64_t tiles);

@@ -301,7 +301,7 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Invento
   plan.alone = reads_alone(p, plan, gpu, blocks);
   plan.clusters = choose_clusters(p, plan, gpu, blocks);
   plan.readers = choose_readers(p, plan, gpu, blocks);
-  plan.slots = choose_slots(p, plan, gpu, blocks);
+  plan.slots = choose_slots(plan, gpu, blocks);
   plan.shares = share_last_round(p, plan, gpu, blocks);
   if (!plan.shares.any()) split(plan, p, gpu, blocks);
   plan.tiles = static_cast<int32_t>(blocks);

@@ -92,7 +92,7 @@ std::string tile_text(const cuda::Plan& plan, const Device& device) {
     text += ", keys of the batch in " + std::to_string(plan.parts.most) + " parts";
   if (plan.merges_parts) text += ", merged by the last block of a tile";
   if (plan.readers > 1) text += ", read by two warps a block";
-  if (plan.slots > 0) text += " of " + std::to_string(plan.slots) + " slots each";
+  if (plan.slots > 0) text += ", " + std::to_string(plan.slots) + " slots a warp";
   return text;
 }
 

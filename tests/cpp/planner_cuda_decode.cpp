@@ -149,24 +149,27 @@ TEST(PlannerCudaDecode, ReadersAreAsManyAsMemoryNeeds) {
   EXPECT_EQ(forward(p, gpu_with(90)).readers, 1);
 }
 
-// Two slots for each of two readers, where more on its way would be more than memory needs.
+// Two slots of a ring, where more on its way would be more than memory needs.
 TEST(PlannerCudaDecode, SlotsAreAsManyAsMemoryNeeds) {
   const auto slots = [](int32_t speed, int64_t batch, int64_t keys, int64_t heads, int64_t heads_kv,
-                        bool pages = false) {
-    const cuda::Plan plan = decode(batch, keys, heads, heads_kv, nullptr, pages, speed);
-    EXPECT_TRUE(plan.slots == 0 || plan.readers == 2);
-    return plan.slots;
+                        const int32_t* lengths = nullptr, bool pages = false) {
+    return decode(batch, keys, heads, heads_kv, lengths, pages, speed).slots;
   };
   EXPECT_EQ(slots(kH100, 96, 2048, 16, 1), cuda::kFewSlots);
   EXPECT_EQ(slots(kH100, 80, 2048, 16, 1), 0);
-  EXPECT_EQ(slots(kH200, 120, 2048, 16, 1), 0);
+  EXPECT_EQ(slots(kH200, 128, 2048, 16, 1), 0);
   EXPECT_EQ(slots(0, 96, 2048, 16, 1), 0);                    // not known
   EXPECT_EQ(slots(kH100, 64, 8192, 16, 1), cuda::kFewSlots);  // two splits
-  EXPECT_EQ(slots(kH100, 6, 8192, 16, 1), 0);                 // clusters, which wait for keys
-  EXPECT_EQ(slots(kH100, 96, 2048, 16, 1, true), 0);
-  EXPECT_EQ(slots(kH100, 112, 2048, 16, 1, true), cuda::kFewSlots);
-  EXPECT_EQ(slots(kH200, 128, 2048, 32, 8), cuda::kFewSlots);  // many turns
-  EXPECT_EQ(slots(kH200, 128, 2048, 32, 8, true), 0);
+  EXPECT_EQ(slots(kH100, 16, 8192, 32, 8), 0);                // one reader
+  for (const int32_t speed : {kH100, kH200}) {
+    EXPECT_EQ(slots(speed, 6, 8192, 16, 1), 0);  // clusters, which wait for keys
+    EXPECT_EQ(slots(speed, 10, 1024, 32, 8, &kSomeLengths), 0);
+    EXPECT_EQ(slots(speed, 12, 1024, 32, 8, &kSomeLengths), cuda::kFewSlots);
+    EXPECT_EQ(slots(speed, 20, 4096, 32, 8), 0);
+    EXPECT_EQ(slots(speed, 24, 4096, 32, 8), cuda::kFewSlots);
+    EXPECT_EQ(slots(speed, 128, 2048, 32, 8), cuda::kFewSlots);
+    EXPECT_EQ(slots(speed, 128, 2048, 32, 8, nullptr, true), 0);
+  }
   Problem p = problem(TILEWISE_BFLOAT16, 128, 1, 2048, 32);
   p.heads_kv = 8;
   p.batch_invariant = 1;

@@ -16,7 +16,7 @@ namespace tilewise::cuda::mma_sync {
 
 // Fill f (K, V of the last tile, K, V of the one before, ...) goes to slot f % slots, and is asked
 // for when what lay there has been read: that many fills are on their way while weights are
-// computed. Two readers of boxes may use fewer slots than there are (plan_decode.h).
+// computed. Of contiguous keys it may use fewer slots than there are (plan_decode.h).
 template <class C>
 class WarpRing {
  public:
@@ -31,7 +31,7 @@ class WarpRing {
       tile::PanelB<typename C::Element, Tile>>;
   static_assert(Tile::kBytes == kSlotBytes<C>);
   static constexpr int kStages = C::kForward.stages;
-  static constexpr bool kMayUseFewer = C::kReaders > 1 && C::kBoxes;
+  static constexpr bool kMayUseFewer = C::kBoxes && !C::kPaged && !C::kFloat8;
   static_assert(kMostMergedBytes<C> <= kStages * Tile::kBytes);
   static constexpr int kMergeAt = kStages * 8;  // a barrier behind those of slots
   static constexpr int kFillAt = kMergeAt + 8;
