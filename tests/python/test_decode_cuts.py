@@ -111,7 +111,8 @@ def test_uneven_lengths_are_read_by_clusters_of_four(half, seed):
     b = Built(case := some_or_all_used(seed, r, batch, longest, 128, [1, 4, 8, 16, 0], window))
     why = capi.plan(b.attention).why
     uneven = batch > 1 and case.used_k is not None
-    if emulated and b"of table sm_90" in why and uneven and (half or 1 < case.group <= 4):
+    more = case.group <= 4 and (case.group > 1 or case.page_size)  # one row: 16 tiles are few
+    if emulated and b"of table sm_90" in why and uneven and (half or more):
         assert re.search(rb"[34] key splits of a cluster", why), why
     check(case, backward=False)
     check_repeats(b)
