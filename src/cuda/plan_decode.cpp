@@ -115,7 +115,7 @@ bool has_room_for_readers(const Plan& plan, const Gpu& gpu) {
 // Four blocks for each tile, where tiles are nearly half as many as multiprocessors or more and
 // only the GPU knows their lengths: nobody counts parts then, or waits for a second kernel, and
 // long sequences are cut. Three of them on a multiprocessor read full lengths a little slower than
-// two warps of one block.
+// two warps of one block, and of one row of few contiguous tiles no others faster.
 int64_t clusters_of_uneven(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks,
                            int64_t tiles) {
   constexpr int64_t kFew = 4;
@@ -200,7 +200,8 @@ int32_t choose_readers(const Problem& p, const Plan& plan, const Gpu& gpu, int64
 }
 
 // What is on its way beyond what memory needs makes it slower, and some blocks last. A warp with
-// three slots has what nearly all multiprocessors need, two with two slots what two thirds do.
+// three slots has what nearly all multiprocessors need, two with two slots what two thirds do. Of
+// warps that share multiprocessors two slots are enough where there are two or three on each.
 int32_t choose_slots(const Plan& plan, const Gpu& gpu, int64_t blocks) {
   if (plan.form != Form::boxes || reads_float8(*plan.unit)) return 0;
   const bool alone = plan.alone && plan.clusters == 0;
