@@ -164,6 +164,10 @@ gpu-check: ## proof on this machine's GPU: STAGES=build,smoke,tests,sanitizer,tr
 	@$(GPU_PYTHON) tools/gpu_check.py --build $(BUILD_GPU) $(if $(STAGES),--stages $(STAGES)) \
 	  $(if $(WHEELS),--wheels $(WHEELS)) $(GPU_CHECK_FLAGS)
 
+.PHONY: results
+results: $(VENV)/.ready ## writes the tables of the pages from the measurements in docs/results
+	@$(python) tools/results_tables.py
+
 .PHONY: format
 format: $(VENV)/.ready-lint ## rewrites C++ and Python in the project's format
 	@git ls-files -z $(cxx_files) | xargs -0 -r clang-format -i
@@ -179,6 +183,7 @@ lint: $(VENV)/.ready-lint ## format, include arrows, sizes, words, ruff, mypy: n
 	ruff check --output-format concise . || status=1; \
 	for lint in includes size words; do $(python) tools/lint_$$lint.py || status=1; done; \
 	mypy || status=1; \
+	$(python) tools/results_tables.py --check || status=1; \
 	[ $$status -eq 0 ] || echo "lint: see above; \`make format\` mends what can be mended"; \
 	exit $$status
 

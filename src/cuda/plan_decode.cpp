@@ -1,5 +1,5 @@
 // How decoding is cut: which blocks read alone, and who merges what they have found. The points
-// that each limit separates: docs/decode-planner.md.
+// that each limit separates: docs/lab/decode-planner-rules.md.
 #include "cuda/plan_decode.h"
 
 #include "cuda/common/combine.h"

@@ -1,5 +1,5 @@
 // How a forward is cut: packed heads, order of the tiles, key splits, workspace. The points that
-// limits of decoding separate: docs/decode-planner.md.
+// limits of decoding separate: docs/lab/decode-planner-rules.md.
 #include "cuda/arch/hopper.h"
 #include "cuda/common/check.h"
 #include "cuda/plan.h"

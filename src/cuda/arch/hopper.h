@@ -1,4 +1,4 @@
-// The tile table of the wgmma family. Measured on an H200 (docs/performance.md).
+// The tile table of the wgmma family. Measured on an H200 (docs/lab/hopper-kernels.md).
 #pragma once
 
 #include "cuda/arch/tiles.h"

@@ -2,7 +2,7 @@
 // architecture has and, per element size and head-dim tile, how the kernels are cut; a missing tile
 // (warps == 0) means that no kernel is built and the simt family serves.
 //
-// Sources of the numbers: docs/performance.md.
+// Sources of the numbers: docs/lab/mma-sync-kernels.md.
 #pragma once
 
 #include "cuda/arch/limits.h"

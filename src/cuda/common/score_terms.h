@@ -9,7 +9,7 @@
 namespace tilewise::cuda {
 
 // What a loop of the general form is ready for: nothing, one option alone, or any that are on. One
-// that is alone gets the registers of all (docs/performance.md).
+// that is alone gets the registers of all (docs/lab/hopper-kernels.md).
 enum class Option { none, softcap, alibi, bias, dropout, any };
 
 template <Option kOption>

@@ -1,0 +1,217 @@
+#!/usr/bin/env python3
+"""Writes the tables of measurements in the pages from the JSON files in docs/results.
+
+  tools/results_tables.py           rewrites every table in the pages
+  tools/results_tables.py --check   exit status 1 and the names of the pages that would change
+
+A page asks for a table by a pair of comments; what stands between them is replaced:
+
+  <!-- table: hopper-forward -->
+  <!-- end of table -->
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results"
+PAGES = ("README.md", "docs/performance.md")
+MARKED = re.compile(r"(<!-- table: ([a-z0-9-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+
+Row = dict[str, Any]
+
+
+def load(name: str) -> Any:
+    """A file of docs/results."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """The exponential of the mean logarithm."""
+    logs = [math.log(x) for x in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+def length(keys: int) -> str:
+    """1024 as 1k."""
+    return f"{keys // 1024}k" if keys % 1024 == 0 else str(keys)
+
+
+def against_peers(rows: list[Row]) -> str:
+    """TFLOP/s over sequence length, and the ratio to the better one of cuDNN and FA-3."""
+    names = {"fwd": "forward", "bwd": "backward"}
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return "-"
+        text = f"{row['tflops']['tilewise']:.0f} ({row['ratio']['best']:.2f})"
+        return text if row["ratio"]["best"] >= 1 else f"**{text}**"
+
+    found = {(r["direction"], r["head_dim"], r["causal"], r["seqlen"]): r for r in rows}
+    return markdown(
+        ["", *(f"S = {length(s)}" for s in LENGTHS)],
+        (
+            [f"{name} D{d} {'causal' if causal else 'full'}"]
+            + [cell(found.get((direction, d, causal, s))) for s in LENGTHS]
+            for direction, name in names.items()
+            for d in (64, 128, 256)
+            for causal in (False, True)
+        ),
+    )
+
+
+def means(rows: list[Row]) -> str:
+    """Geometric mean, least and most of our speed over that of each peer."""
+    peers = {"best": "better of both", "cudnn": "cuDNN", "fa3": "FA-3"}
+    lines = []
+    for direction, name in (("fwd", "forward"), ("bwd", "backward")):
+        ratios = [r["ratio"] for r in rows if r["direction"] == direction]
+        each = [[r[peer] for r in ratios if peer in r] for peer in peers]
+        cells = [f"{geometric_mean(x):.2f} ({min(x):.2f} to {max(x):.2f})" for x in each]
+        lines.append([name, str(len(ratios)), *cells])
+    return markdown(["", "points", *peers.values()], lines)
+
+
+def options(rows: list[Row]) -> str:
+    """What an option costs: the share of the plain kernel's speed."""
+    shares: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if "of_plain" in row:
+            shares.setdefault(row["name"], {})[row["direction"]] = row["of_plain"]
+    return markdown(
+        ["option", "forward", "backward"],
+        (
+            [name, *(f"{100 * each[d]:.0f} %" if d in each else "-" for d in ("fwd", "bwd"))]
+            for name, each in shares.items()
+        ),
+    )
+
+
+# The caches of a point of decoding, and the peer's call with the same lengths and pages.
+DECODED = (
+    ("contiguous, full", "dense", "cudnn"),
+    ("`cache_seqlens`, full", "lengths", "cudnn lengths"),
+    ("pages of 16, full", "page16", "cudnn page16"),
+    ("log-normal lengths", "uneven", "cudnn uneven"),
+    ("log-normal lengths, pages of 16", "uneven page16", "cudnn uneven page16"),
+)
+
+
+def decoding(rows: list[Row]) -> str:
+    """The time of cuDNN over ours for one query per sequence."""
+    lines = []
+    for label, ours, peer in DECODED:
+        pairs = [
+            (r["graph_us"][peer], r["graph_us"][ours])
+            for r in rows
+            if ours in r["graph_us"] and peer in r["graph_us"]
+        ]
+        ratios = [theirs / mine for theirs, mine in pairs]
+        below = sum(x < 0.985 for x in ratios)
+        lines.append(
+            [label, str(len(ratios)), f"{geometric_mean(ratios):.2f}", f"{min(ratios):.2f}"]
+            + [str(below)]
+        )
+    return markdown(["cache", "points", "mean", "least", "below 0.985"], lines)
+
+
+def cpu(rows: list[Row]) -> str:
+    """Speed over PyTorch's SDPA on the same threads: least, mean and most over all lengths."""
+    groups: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        direction = "backward" if row["backward"] else "forward"
+        if row.get("ratio"):
+            groups.setdefault((row["dtype"], direction), []).append(row["ratio"])
+    return markdown(
+        ["", "points", "mean", "least", "most"],
+        (
+            [f"{dtype} {direction}", str(len(x)), f"{geometric_mean(x):.1f}"]
+            + [f"{min(x):.1f}", f"{max(x):.1f}"]
+            for (dtype, direction), x in groups.items()
+        ),
+    )
+
+
+def source(name: str, text: str) -> str:
+    """A table with the file that it comes from, its device and its date."""
+    data = load(name)
+    machine = data.get("machine", {})
+    device = machine.get("device") or machine.get("cpu")
+    told = ", ".join(x for x in (device, machine.get("date")) if x)
+    told = f" ({told})" if told else ""
+    return f"\n{text}\n*[{name}](docs/results/{name}){told}*\n\n"
+
+
+def peers_rows() -> list[Row]:
+    """Points of the main grid and of grouped heads, in which both peers ran."""
+    files = ("bench-h200-peers.json", "bench-h200-peers-gqa.json")
+    return [row for name in files for row in load(name)["rows"]]
+
+
+def table(name: str, build: Callable[[list[Row]], str], key: str = "rows") -> Callable[[], str]:
+    """A table of the rows of one file."""
+    return lambda: source(name, build(load(name)[key]))
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "hopper-means": lambda: source("bench-h200-peers.json", means(peers_rows())),
+    "hopper": table("bench-h200-peers.json", against_peers),
+    "options": table("bench-h100-options.json", options),
+    "decoding": table("bench-h100-decode.json", decoding),
+    "cpu-amx": table("cpu-amx.json", cpu, "attention"),
+}
+
+
+def filled(page: Path, text: str) -> str:
+    """The text of a page with its tables written anew."""
+
+    def replace(match: re.Match[str]) -> str:
+        if match[2] not in TABLES:
+            known = ", ".join(TABLES)
+            raise SystemExit(f"{page}: no table {match[2]!r}; allowed are {known}")
+        body = TABLES[match[2]]()
+        if page.parent != ROOT:  # links are relative to the page
+            body = body.replace("](docs/results/", "](results/")
+        return match[1] + body + match[3]
+
+    return MARKED.sub(replace, text)
+
+
+def main() -> int:
+    """Rewrites or checks the pages."""
+    parser = argparse.ArgumentParser(description="Writes the tables of measurements in the pages.")
+    parser.add_argument("--check", action="store_true", help="change nothing, fail on a difference")
+    given = parser.parse_args()
+    stale = []
+    for name in PAGES:
+        page = ROOT / name
+        text = page.read_text()
+        new = filled(page, text)
+        if new == text:
+            continue
+        stale.append(name)
+        if not given.check:
+            page.write_text(new)
+    for name in stale:
+        print(f"{name}: {'not what `make results` writes' if given.check else 'written'}")
+    return 1 if given.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
