@@ -4,6 +4,7 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Optional
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from tilewise import _check, _ops
 from tilewise._check import MAX_HEAD_DIM
+from tilewise._kvcache_torch import index_tensor
 from tilewise._ops import Options
 from tilewise._request import Request
-from tilewise._torch import as_array, check_tensors, integers, score_options
+from tilewise._torch import as_array, check_tensors, score_options
 
 
 def maybe_contiguous(x):
@@ -26,15 +28,68 @@ def round_multiple(x, m):
     return (x + m - 1) // m * m
 
 
-def bound(value) -> int:
-    """An optional upper bound of lengths; one that is a tensor is not worth a synchronisation."""
-    return int(value) if isinstance(value, int) else 0
+def scalar(value):
+    """The number in a tensor or NumPy array of one element, as Python's; anything else as it is.
+
+    The originals hand numbers to a C++ extension, which converts whatever has ``__index__`` or
+    ``__float__``. A tensor on a GPU makes the host wait, as it does there.
+    """
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value
+    if type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1:
+        return value.item()
+    return value
+
+
+def window_of(window_size) -> tuple:
+    """(left, right) of a pair in any container: tuple, list, tensor or NumPy array."""
+    if isinstance(window_size, Tensor) or type(window_size).__module__ == "numpy":
+        window_size = window_size.tolist()
+    if not isinstance(window_size, Sequence) or len(window_size) != 2:
+        raise ValueError(f"window_size is {window_size!r}, but must be a pair (left, right)")
+    left, right = (scalar(side) for side in window_size)
+    return left, right
+
+
+def softcap_of(value):
+    """The softcap; None is 0, which is off."""
+    return 0.0 if value is None else scalar(value)
+
+
+def splits_of(num_splits) -> int:
+    """The number of key splits; 0, and any number below it, leaves the choice to the planner."""
+    num_splits = _check.integer("num_splits", scalar(num_splits), "an integer")
+    return _check.split_count(max(num_splits, 0))
+
+
+def scale_for(q: Tensor, softmax_scale):
+    """The scale as a number, unless it is a tensor where q is, which may have a gradient."""
+    if isinstance(softmax_scale, Tensor):
+        learned = softmax_scale.device == q.device and softmax_scale.is_floating_point()
+        return softmax_scale if learned else scalar(softmax_scale)
+    return scalar(softmax_scale)
+
+
+def bound(name: str, value) -> int:
+    """An optional upper bound of lengths, 0 where it is not known.
+
+    A bound on a GPU counts as not known: it is a hint, which is not worth a synchronisation.
+    """
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return 0
+    return _check.bound(name, scalar(value))
 
 
 def int32(name: str, x: Optional[Tensor]) -> Optional[Tensor]:
-    """An index tensor as the kernels read it."""
-    x = integers(name, x)
-    return None if x is None else maybe_contiguous(x.to(torch.int32))
+    """An index tensor as the kernels read it; numbers out of range stay so."""
+    return None if x is None else index_tensor(name, x, as_array(name, x).device)
+
+
+def lengths_of(cache_seqlens, batch: int):
+    """cache_seqlens as a number or a tensor [batch]; a tensor of no dimension counts for all."""
+    if not isinstance(cache_seqlens, Tensor):
+        return scalar(cache_seqlens)
+    return cache_seqlens if cache_seqlens.dim() > 0 else cache_seqlens.expand(batch).contiguous()
 
 
 def slopes_of(alibi_slopes: Optional[Tensor]) -> Optional[Tensor]:
@@ -65,15 +120,15 @@ def options_of(
     """The options that dense and variable-length calls have in common; batch is q's by default."""
     request = Request(
         causal=bool(causal),
-        window=window_size,
-        scale=softmax_scale,
-        softcap=0.0 if softcap is None else softcap,
+        window=window_of(window_size),
+        scale=scale_for(q, softmax_scale),
+        softcap=softcap_of(softcap),
         alibi_slopes=slopes_of(alibi_slopes),
         deterministic=bool(deterministic),
     )
     batch = q.shape[0] if batch is None else batch
     return score_options(q, batch, request)._replace(
-        dropout_p=_check.dropout(dropout_p), dropout_state=dropout_state
+        dropout_p=_check.dropout(scalar(dropout_p)), dropout_state=dropout_state
     )
 
 
@@ -82,7 +137,7 @@ def new_dropout_state(dropout_p: float, device: torch.device) -> Optional[Tensor
 
     This is also the ``rng_state`` of the private functions.
     """
-    if _check.dropout(dropout_p) == 0.0:
+    if _check.dropout(scalar(dropout_p)) == 0.0:
         return None
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
 

@@ -10,12 +10,21 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
-from tilewise import _check, _kvcache_torch, kvcache
+from tilewise import _check, _kvcache_torch, _plain, kvcache
 from tilewise._check import MAX_HEAD_DIM, is_float8
 from tilewise._ops import Options
 from tilewise._request import Request
 from tilewise._torch import batch_of, check_tensors, with_descale
-from tilewise.compat._calls import attend, bound, int32, maybe_contiguous, options_of
+from tilewise.compat._calls import (
+    attend,
+    bound,
+    int32,
+    lengths_of,
+    maybe_contiguous,
+    options_of,
+    scalar,
+    splits_of,
+)
 from tilewise.compat._chunks import Sequence, split_cache, split_packed
 
 _FP8 = "k and v alone may be of float8_e4m3fn, under q of torch.float16 or torch.bfloat16"
@@ -48,10 +57,12 @@ def _of_chunks(options: Options, repeat: Callable[[Tensor], Tensor]) -> Options:
     return options._replace(k_descale=k_descale, v_descale=v_descale)
 
 
-def _check_chunk(attention_chunk: int) -> bool:
-    if attention_chunk < 0:
-        raise ValueError(f"attention_chunk is {attention_chunk}, but must be >= 0 (0: off)")
-    return attention_chunk > 0
+def _chunk_of(attention_chunk) -> int:
+    """Keys of a chunk; 0 is off."""
+    chunk = _check.integer("attention_chunk", scalar(attention_chunk), "an integer")
+    if chunk < 0:
+        raise ValueError(f"attention_chunk is {chunk}, but must be >= 0 (0: off)")
+    return chunk
 
 
 def scale_of(
@@ -121,17 +132,18 @@ def attend_dense(
     q, k = _absorb(q, k, v, qv)
     factors = (k_descale, v_descale)
     options = _with_factors(options_of(q, **common), q, k, q.shape[0], factors)._replace(
-        num_splits=_check.split_count(num_splits),
+        num_splits=splits_of(num_splits),
         seqused_q=int32("seqused_q", seqused_q),
         seqused_k=int32("seqused_k", seqused_k),
     )
-    if not _check_chunk(attention_chunk):
+    chunk = _chunk_of(attention_chunk)
+    if chunk == 0:
         return attend(q, k, v, options)
     batch, rows, keys = q.shape[0], q.shape[1], k.shape[1]
     used_q, used_k = _values(seqused_q, [rows] * batch), _values(seqused_k, [keys] * batch)
     sequences = [Sequence(rows, keys, used_q[b], used_k[b]) for b in range(batch)]
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    out, lse = _attend_chunks(q, k, v, options, sequences, attention_chunk)
+    out, lse = _attend_chunks(q, k, v, options, sequences, chunk)
     lse = lse.unflatten(1, (batch, rows)).transpose(0, 1).contiguous()
     return out.unflatten(0, (batch, rows)), lse
 
@@ -169,17 +181,18 @@ def attend_varlen(
     q, k = _absorb(q, k, v, qv)
     factors, batch = (k_descale, v_descale), batch_of(cu_seqlens_q)
     options = _with_factors(options_of(q, **common), q, k, batch, factors)
-    options = options._replace(num_splits=_check.split_count(num_splits))
-    if _check_chunk(attention_chunk):
+    options = options._replace(num_splits=splits_of(num_splits))
+    chunk = _chunk_of(attention_chunk)
+    if chunk > 0:
         rows, keys = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
         used = _values(seqused_q, rows), _values(seqused_k, keys)
         sequences = [Sequence(*lengths) for lengths in zip(rows, keys, *used, strict=True)]
-        return _attend_chunks(q, k, v, options, sequences, attention_chunk)
+        return _attend_chunks(q, k, v, options, sequences, chunk)
     options = options._replace(
         cu_seqlens_q=int32("cu_seqlens_q", cu_seqlens_q),
         cu_seqlens_k=int32("cu_seqlens_k", cu_seqlens_k),
-        max_seqlen_q=bound(max_seqlen_q),
-        max_seqlen_k=bound(max_seqlen_k),
+        max_seqlen_q=bound("max_seqlen_q", max_seqlen_q),
+        max_seqlen_k=bound("max_seqlen_k", max_seqlen_k),
         seqused_q=int32("seqused_q", seqused_q),
         seqused_k=int32("seqused_k", seqused_k),
     )
@@ -233,8 +246,9 @@ def attend_cached(
     q, k, v, qv = (maybe_contiguous(x) for x in (q, k, v, qv))
     packed = None if cu_seqlens_q is None else batch
     check_tensors(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
+    page_table, cache_batch_idx = _pages_of(page_table, cache_batch_idx, batch)
     kvcache.check_cache(q, k_cache, v_cache, page_table, cache_batch_idx, packed)
-    chunked = _check_chunk(attention_chunk)
+    chunk = _chunk_of(attention_chunk)
     options = options_of(
         q,
         softmax_scale=scale_of(q, qv, softmax_scale),
@@ -242,32 +256,59 @@ def attend_cached(
         window_size=window_size,
         softcap=softcap,
     )._replace(
-        num_splits=_check.split_count(num_splits),
+        num_splits=splits_of(num_splits),
         cu_seqlens_q=int32("cu_seqlens_q", cu_seqlens_q),
-        block_table=int32("page_table", page_table),
-        kv_batch_idx=int32("cache_batch_idx", cache_batch_idx),
+        block_table=page_table,
+        kv_batch_idx=cache_batch_idx,
         leftpad_k=int32("cache_leftpad", cache_leftpad),
     )
     options = _with_factors(options, q, k_cache, batch, (k_descale, v_descale))
     new = kvcache.NewKeys(
         k=k,
         v=v,
-        lengths=_kvcache_torch.cache_lengths(cache_seqlens, batch, q.device),
+        lengths=_kvcache_torch.cache_lengths(lengths_of(cache_seqlens, batch), batch, q.device),
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
-        rotary_lengths=int32("rotary_seqlens", rotary_seqlens),
-        cu_seqlens=int32("cu_seqlens_k_new", cu_seqlens_k_new),
+        # Without tables, or without new keys, these are not read: as in the original.
+        rotary_lengths=None if rotary_cos is None else int32("rotary_seqlens", rotary_seqlens),
+        cu_seqlens=None if k is None else int32("cu_seqlens_k_new", cu_seqlens_k_new),
     )
     _check_qv(q, v_cache, qv)
     q, options = _kvcache_torch.append(
-        q, k_cache, v_cache, options, new, single_position=False if chunked else None
+        q, k_cache, v_cache, options, new, single_position=False if chunk else None
     )
     # With qv this copies the caches: the kernels read keys from one tensor.
     q, keys = _absorb(q, k_cache, v_cache, qv)
-    if not chunked:
+    if chunk == 0:
         return attend(q, keys, v_cache, options)
-    return _attend_cache_chunks(q, keys, v_cache, options, attention_chunk, batch, max_seqlen_q)
+    return _attend_cache_chunks(q, keys, v_cache, options, chunk, batch, max_seqlen_q)
+
+
+def _pages_of(
+    page_table: Optional[Tensor], cache_batch_idx: Optional[Tensor], batch: int
+) -> tuple[Optional[Tensor], Optional[Tensor]]:
+    """page_table and cache_batch_idx as int32, at most one of them.
+
+    Where both are given, sequence b has the pages of row ``cache_batch_idx[b]`` of the table, and
+    the table returned has those rows. An index outside of it gives a row of pages -1.
+    """
+    table = int32("page_table", page_table)
+    index = int32("cache_batch_idx", cache_batch_idx)
+    if table is None or index is None:
+        return table, index
+    _check.shape("page_table", table, (None, None), "[cache batch, pages of a sequence]")
+    _check.shape("cache_batch_idx", index, (batch,), "one row of page_table per sequence")
+    rows = table.shape[0]
+    inside = (index >= 0) & (index < rows)
+    if rows == 0 or (index.device.type == "cpu" and _plain.is_eager() and not inside.all()):
+        wrong = [i for i in index.tolist() if not 0 <= i < rows]
+        raise ValueError(
+            f"cache_batch_idx has {wrong[:1]}, but page_table has {rows} rows: only indices of "
+            "these are allowed"
+        )
+    chosen = table.index_select(0, index.clamp(0, rows - 1))
+    return torch.where(inside.unsqueeze(1), chosen, -1), None
 
 
 def _check_bound(rows: Tensor, max_rows: int) -> None:
@@ -299,7 +340,7 @@ def _attend_cache_chunks(
         q = q.flatten(0, 1)
     else:
         rows = options.cu_seqlens_q.diff()
-        max_rows = bound(max_seqlen_q) or q.shape[0]
+        max_rows = bound("max_seqlen_q", max_seqlen_q) or q.shape[0]
         _check_bound(rows, max_rows)
     keys = options.seqused_k
     if keys is None:

@@ -184,8 +184,8 @@ def _flash_attn_backward(
         cu_seqlens_k=int32("cu_seqlens_k", cu_seqlens_k),
         seqused_q=int32("sequed_q", sequed_q),
         seqused_k=int32("sequed_k", sequed_k),
-        max_seqlen_q=bound(max_seqlen_q),
-        max_seqlen_k=bound(max_seqlen_k),
+        max_seqlen_q=bound("max_seqlen_q", max_seqlen_q),
+        max_seqlen_k=bound("max_seqlen_k", max_seqlen_k),
     )
     return backward(dout, q, k, v, out, softmax_lse, (dq, dk, dv), options)
 

@@ -23,6 +23,8 @@ from tilewise.compat._calls import (
     int32,
     new_dropout_state,
     options_of,
+    scalar,
+    splits_of,
 )
 
 
@@ -41,6 +43,7 @@ def dense(
     dropout_state=None,
 ):
     """(out, lse, S_dmask, rng_state) of equal-length sequences."""
+    dropout_p = scalar(dropout_p)
     if dropout_state is None:
         dropout_state = new_dropout_state(dropout_p, q.device)
     options = options_of(
@@ -77,14 +80,14 @@ def _varlen_options(
     options = options_of(q, batch=batch, **common)._replace(
         cu_seqlens_q=int32("cu_seqlens_q", cu_seqlens_q),
         leftpad_k=int32("leftpad_k", leftpad_k),
-        max_seqlen_q=bound(max_seqlen_q),
-        num_splits=num_splits,
+        max_seqlen_q=bound("max_seqlen_q", max_seqlen_q),
+        num_splits=splits_of(num_splits),
     )
     if block_table is None:
         return options._replace(
             cu_seqlens_k=int32("cu_seqlens_k", cu_seqlens_k),
             seqused_k=int32("seqused_k", seqused_k),
-            max_seqlen_k=bound(max_seqlen_k),
+            max_seqlen_k=bound("max_seqlen_k", max_seqlen_k),
         )
     # The keys of sequence b are the first ones of its pages; cu_seqlens_k only says how many.
     lengths = as_array("cu_seqlens_k", cu_seqlens_k).diff() if seqused_k is None else seqused_k
@@ -117,6 +120,7 @@ def varlen(
     **rest,
 ):
     """(out, lse, S_dmask, rng_state) of packed sequences."""
+    dropout_p = scalar(dropout_p)
     if dropout_state is None:
         dropout_state = new_dropout_state(dropout_p, q.device)
     options = _varlen_options(
@@ -141,12 +145,16 @@ def varlen(
     return out, lse, probabilities, dropout_state
 
 
-def _require_rng_state(dropout_p, rng_state):
-    if dropout_p > 0 and rng_state is None:
+def _dropout_state(dropout_p, rng_state):
+    """The state that the forward returned as rng_state; None without dropout."""
+    if scalar(dropout_p) == 0:
+        return None
+    if rng_state is None:
         raise ValueError(
             f"rng_state is None, but dropout_p is {dropout_p}: the backward needs the fourth "
             "result of the forward"
         )
+    return rng_state
 
 
 def _flash_attn_forward(
@@ -261,7 +269,6 @@ def _flash_attn_backward(
 
     ``out`` and ``softmax_lse`` may be those of a larger softmax of which k and v are a part.
     """
-    _require_rng_state(dropout_p, rng_state)
     options = options_of(
         q,
         softmax_scale=softmax_scale,
@@ -269,7 +276,7 @@ def _flash_attn_backward(
         window_size=(window_size_left, window_size_right),
         softcap=softcap,
         dropout_p=dropout_p,
-        dropout_state=rng_state if dropout_p > 0 else None,
+        dropout_state=_dropout_state(dropout_p, rng_state),
         alibi_slopes=alibi_slopes,
         deterministic=deterministic,
     )
@@ -302,7 +309,6 @@ def _flash_attn_varlen_backward(
     zero_tensors: bool = False,
 ) -> torch.Tensor:
     """Writes dq, dk and dv (those given); returns the row sums of dout * out, fp32 [H, T]."""
-    _require_rng_state(dropout_p, rng_state)
     options = _varlen_options(
         q,
         cu_seqlens_q,
@@ -314,7 +320,7 @@ def _flash_attn_varlen_backward(
         window_size=(window_size_left, window_size_right),
         softcap=softcap,
         dropout_p=dropout_p,
-        dropout_state=rng_state if dropout_p > 0 else None,
+        dropout_state=_dropout_state(dropout_p, rng_state),
         alibi_slopes=alibi_slopes,
         deterministic=deterministic,
     )

@@ -21,7 +21,17 @@ from typing import Optional, Union
 import torch
 
 from tilewise import kvcache
-from tilewise.compat._calls import maybe_contiguous, round_multiple, slopes_of, unpacked
+from tilewise.compat._calls import (
+    lengths_of,
+    maybe_contiguous,
+    round_multiple,
+    scale_for,
+    slopes_of,
+    softcap_of,
+    splits_of,
+    unpacked,
+    window_of,
+)
 from tilewise.compat.flash_attn._private import (
     _flash_attn_backward,
     _flash_attn_forward,
@@ -307,7 +317,7 @@ def flash_attn_with_kvcache(
         v_cache,
         maybe_contiguous(k),
         maybe_contiguous(v),
-        cache_seqlens=cache_seqlens,
+        cache_seqlens=lengths_of(cache_seqlens, q.shape[0]),
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         block_table=block_table,
@@ -315,10 +325,10 @@ def flash_attn_with_kvcache(
         rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
         causal=bool(causal),
-        window=window_size,
-        scale=softmax_scale,
-        softcap=0.0 if softcap is None else softcap,
+        window=window_of(window_size),
+        scale=scale_for(q, softmax_scale),
+        softcap=softcap_of(softcap),
         alibi_slopes=slopes_of(alibi_slopes),
-        num_splits=num_splits,
+        num_splits=splits_of(num_splits),
         return_lse=bool(return_softmax_lse),
     )

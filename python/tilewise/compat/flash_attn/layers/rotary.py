@@ -15,6 +15,7 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
+from tilewise.compat._calls import scalar
 from tilewise.compat.flash_attn.ops.triton.rotary import apply_rotary
 
 
@@ -295,6 +296,9 @@ class RotaryEmbedding(torch.nn.Module):
         Returns:
             qkv, or (q, kv) when kv is given.
         """
+        if not isinstance(seqlen_offset, Tensor):
+            seqlen_offset = scalar(seqlen_offset)
+        max_seqlen = scalar(max_seqlen)
         if max_seqlen is not None:
             self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
         elif isinstance(seqlen_offset, int):

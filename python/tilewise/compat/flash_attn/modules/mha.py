@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tilewise.compat._calls import window_of
 from tilewise.compat.flash_attn.flash_attn_interface import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -236,7 +237,8 @@ class MHA(nn.Module):
             raise ValueError(f"num_heads {num_heads} is no multiple of num_heads_kv {num_heads_kv}")
         if cross_attn and rotary_emb_dim:
             raise ValueError(f"rotary_emb_dim is {rotary_emb_dim}; with cross_attn it must be 0")
-        if (use_alibi or tuple(window_size) != (-1, -1)) and not use_flash_attn:
+        window_size = window_of(window_size)
+        if (use_alibi or window_size != (-1, -1)) and not use_flash_attn:
             raise ValueError("use_alibi and window_size need use_flash_attn=True")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
