@@ -164,6 +164,16 @@ gpu-check: ## proof on this machine's GPU: STAGES=build,smoke,tests,sanitizer,tr
 	@$(GPU_PYTHON) tools/gpu_check.py --build $(BUILD_GPU) $(if $(STAGES),--stages $(STAGES)) \
 	  $(if $(WHEELS),--wheels $(WHEELS)) $(GPU_CHECK_FLAGS)
 
+$(VENV)/.ready-docs: tools/requirements-docs.txt | $(VENV)/.ready
+	@$(python) -m pip install --quiet --ignore-installed -r $<
+	@touch $@
+
+.PHONY: docs
+docs: $(VENV)/.installed $(VENV)/.ready-docs ## the documentation as a site, in build/site; warnings are errors
+	@$(python) tools/docs_site.py build/site-pages
+	@$(python) -m sphinx -q -W --keep-going -j $(JOBS) build/site-pages build/site
+	@$(say) "docs: open build/site/index.html"
+
 .PHONY: results
 results: $(VENV)/.ready ## writes the tables of the pages from the measurements in docs/results
 	@$(python) tools/results_tables.py

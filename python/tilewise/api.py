@@ -56,8 +56,8 @@ def attention(
         softcap: c > 0 replaces a score s by c * tanh(s / c).
         bias: Added to the scores after softcap; broadcastable to [batch, heads_q, seqlen_q,
             seqlen_k], float32 or the dtype of q. Differentiable.
-        alibi_slopes: float32 [heads_q] or [batch, heads_q]: slope * -|i + seqlen_k - seqlen_q - j|
-            is added to the scores.
+        alibi_slopes: float32 [heads_q] or [batch, heads_q]:
+            ``slope * -|i + seqlen_k - seqlen_q - j|`` is added to the scores.
         sinks: float32 [heads_q]: a logit per head that takes part in the softmax. Differentiable.
         dropout_p: Probability in [0, 1) of dropping a weight; torch.manual_seed governs the bits.
         return_lse: Return (out, lse) instead of out.
