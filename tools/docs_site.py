@@ -122,10 +122,10 @@ def main() -> int:
         (folder / address).write_text(rewritten((ROOT / source).read_text(), source, address))
     (folder / "reference" / "c.md").write_text(c_reference())
     for name in ("decisions", "lab", "results"):
-        with (folder / name / "README.md").open("a") as page:
-            page.write(chapter(folder, name))
-    with (folder / "index.md").open("a") as page:
-        page.write("\n" + contents(folder))
+        first = folder / name / "README.md"
+        first.write_text(first.read_text() + chapter(folder, name))
+    first = folder / "index.md"
+    first.write_text(first.read_text() + "\n" + contents(folder))
     return 0
 
 
