@@ -24,17 +24,19 @@ OUTSIDE = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
     "bench/README.md": "bench.md",
     "examples/README.md": "examples.md",
     "tools/README.md": "tools.md",
     "tests/emulator/README.md": "emulator.md",
 }
 CONTENTS = {
-    "Guides": "options api c-api numerics performance migration packaging serving examples",
+    "Guides": "options api c-api numerics performance serving migration packaging examples",
     "Integrations": "integrations/*",
     "Reference": "reference/python reference/c",
     "How it works": "architecture kernels-hopper kernels-mma-sync decode decisions/README",
-    "Development": "contributing tools emulator bench results/README lab/README changelog",
+    "Development": "contributing tools emulator bench results/README lab/README versioning "
+    "security changelog",
 }
 LINK = re.compile(
     r"(!?)\[([^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)"
