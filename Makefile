@@ -155,6 +155,11 @@ test-models: $(VENV)/.ready-models ## Hugging Face models generate and train thr
 	@OMP_NUM_THREADS=1 TILEWISE_TEST_MODELS=1 $(python) -m pytest -p xdist -p hypothesispytest $(PYTEST_FLAGS) \
 	  --dist loadfile -m models
 
+.PHONY: sweep-models
+sweep-models: $(VENV)/.ready-models ## every model class of Transformers beside eager (an hour): docs/integrations/models.md
+	@$(say) "model classes: a sweep that was interrupted goes on; SWEEP_FLAGS=--fresh starts anew"
+	@cd tools && $(abspath $(python)) -m sweep_models --processes $(JOBS) $(SWEEP_FLAGS)
+
 # On a bare CUDA machine: no environment is made, nothing is fetched or installed.
 GPU_PYTHON ?= python3
 BUILD_GPU ?= build/gpu-check

@@ -1,0 +1,4 @@
+"""Every model class of Transformers' auto-mappings, tiny and random: Tilewise beside eager.
+
+`make sweep-models` runs it; docs/integrations/models.md is the page it writes.
+"""

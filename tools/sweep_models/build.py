@@ -1,0 +1,106 @@
+"""Tiny random models: the same weights under each attention implementation."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import discover, inputs, shrink, watch
+
+MAX_PARAMETERS = 130_000_000  # eager, fp64 and ours together take about 2.5 GB
+# The grouped product of experts has no fp64.
+_PLAIN: dict[str, Any] = dict(dtype=torch.float32, experts_implementation="eager")
+
+
+class NotBuilt(Exception):
+    """No configuration and inputs were found with which eager attention runs."""
+
+
+@dataclass
+class Built:
+    """An eager model and inputs with which it runs."""
+
+    model: Any
+    recipe: inputs.Recipe
+    level: shrink.Level
+    seen: watch.Watch  # of one eager forward
+
+
+def build(target: discover.Target) -> Built:
+    """The smallest model of this class with which eager attention runs."""
+    model_class, config_class = discover.classes(target)
+    objections = []
+    for level in shrink.Level:
+        try:
+            model = _eager(model_class, config_class, level)
+            return _with_inputs(model, level)
+        except Exception as error:
+            objections.append(f"{level.value}: {_words(error)}")
+    raise NotBuilt("; ".join(dict.fromkeys(objections)))
+
+
+def _eager(model_class: Any, config_class: Any, level: shrink.Level) -> Any:
+    config = shrink.configuration(config_class, level)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in model_class(copy.deepcopy(config)).parameters())
+    if size > MAX_PARAMETERS:
+        raise NotBuilt(f"{size / 1e6:.0f} million parameters")
+    torch.manual_seed(1)
+    model = model_class._from_config(config, attn_implementation="eager", **_PLAIN)
+    _enliven(model)
+    return model.eval()
+
+
+def _with_inputs(model: Any, level: shrink.Level) -> Built:
+    watch.count_eager()
+    first = None
+    for recipe in inputs.recipes(model):
+        try:
+            made = recipe.make(0)
+            with watch.Watch() as seen:
+                forward(model, made)
+            return Built(model, recipe, level, seen)
+        except Exception as error:
+            first = first or error
+    raise first or NotBuilt(f"no inputs are known for {model.main_input_name}")
+
+
+def forward(model: Any, made: inputs.Inputs) -> Any:
+    """One forward; what a model draws at random is the same in each."""
+    torch.manual_seed(2)
+    with torch.no_grad():
+        return model(**made)
+
+
+def like(model: Any, implementation: str) -> Any:
+    """The same model with another attention implementation, built as a user would."""
+    config = copy.deepcopy(model.config)
+    other = type(model)._from_config(config, attn_implementation=implementation, **_PLAIN)
+    other.load_state_dict(model.state_dict())
+    return other.eval()
+
+
+def _enliven(model: torch.nn.Module) -> None:
+    """Weights with which scores differ visibly, and none that a model leaves at zero."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not parameter.is_floating_point():
+                continue
+            noise = torch.randn(parameter.shape, generator=generator)
+            if not bool(parameter.isfinite().all()):
+                parameter.copy_(0.1 * noise)
+            elif "log" in name.lower():  # the decay of a state space model
+                continue
+            elif parameter.dim() > 1 and float(parameter.std()) < 0.15:
+                parameter.copy_((0.2 if parameter.shape[-1] < 256 else 0.05) * noise)
+            elif name.endswith(("sinks", "bias")) and not bool(parameter.any()):
+                parameter.copy_(0.1 * noise)
+
+
+def _words(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:300]

@@ -1,0 +1,188 @@
+"""What is tried with a model: each case is a computation under eager attention and under ours."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import build, discover, inputs, precision, shrink, watch
+
+GENERATES = {"CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM",
+             "SPEECH_SEQ_2_SEQ"}  # fmt: skip
+DRAWS = 5  # of a case that fails with the first one by a little: chance, or not
+NEW_TOKENS = 4
+WIDE = inputs.Sizes(batch=7, length=5, decoder_length=3)  # more sequences than keys
+
+
+@dataclass(frozen=True)
+class Case:
+    """A computation ``run(model, inputs)``, and how its inputs come about."""
+
+    name: str
+    padding: str | None = None
+    sizes: inputs.Sizes | None = None
+    dtype: torch.dtype = torch.float32
+    cache: str | None = None  # generate with this cache; "": the default one
+
+
+def cases(target: discover.Target, built: build.Built) -> Iterator[Case]:
+    """The cases of a class: heads on a model that is swept itself get the first ones."""
+    yield Case("plain")
+    recipe = built.recipe
+    if recipe.is_text:
+        for kind in inputs.PADDINGS:
+            yield Case(kind, padding=kind)
+        yield Case("wide", padding="left", sizes=WIDE)
+    if not GENERATES & {"BASE", *target.mappings} and "BASE" not in target.mappings:
+        return
+    yield Case("bf16", padding="left" if recipe.is_text else None, dtype=torch.bfloat16)
+    can = GENERATES & set(target.mappings) and built.model.can_generate()
+    if can and "input_ids" in recipe.names:
+        yield Case("generate", padding="left" if recipe.is_text else None, cache="")
+        yield Case("static", padding="left" if recipe.is_text else None, cache="static")
+
+
+class Trial:
+    """A model under eager attention in fp64, and under both in one dtype."""
+
+    def __init__(self, built: build.Built, ours: Any) -> None:
+        self.built = built
+        self._models = {"eager": built.model, "ours": ours}
+        self.models = functools.lru_cache(maxsize=2)(self._of_dtype)
+
+    def _of_dtype(self, dtype: torch.dtype) -> tuple[Any, Any, Any]:
+        """Reference, eager and ours; a reference has the weights as the dtype rounds them."""
+        eager, ours = self._models["eager"], self._models["ours"]
+        if dtype is not torch.float32:
+            eager, ours = (copy.deepcopy(model).to(dtype) for model in (eager, ours))
+        return copy.deepcopy(eager).double(), eager, ours
+
+    def run(self, case: Case) -> dict[str, Any]:
+        """The outcome as it is written: state, numbers and sentences."""
+        found = self._once(case, 0)
+        if isinstance(found, dict):
+            return found
+        worst = max(found, key=lambda error: error.excess)
+        if not worst.passes and not worst.why and worst.ours < 1e3 * worst.limit:
+            worst = self._again(case, worst)
+        outcome = {"ours": worst.ours, "eager": worst.eager}
+        if worst.passes:
+            return {"state": "equal", **outcome}
+        return {"state": "failed", **outcome, "why": worst.why or
+                f"{worst.name}: {worst.ours:.1e} from fp64, allowed {worst.limit:.1e}"}  # fmt: skip
+
+    def _again(self, case: Case, worst: precision.Error) -> precision.Error:
+        """The worst output over further draws: the largest errors of each, side by side."""
+        draws = [worst]
+        for seed in range(1, DRAWS):
+            more = self._once(case, seed)
+            if not isinstance(more, dict):
+                draws += [error for error in more if error.name == worst.name]
+        ours, eager = max(d.ours for d in draws), max(d.eager for d in draws)
+        limit = max(d.limit for d in draws)
+        why = next((d.why for d in draws if d.why), "")
+        return precision.Error(worst.name, ours, eager, limit, why)
+
+    def _once(self, case: Case, seed: int) -> list[precision.Error] | dict[str, Any]:
+        made = self.built.recipe.make(seed, case.sizes)
+        rows: dict[int, Tensor] = {}
+        if case.padding is not None:
+            made = inputs.padded(made, case.padding, self.built.model.config)
+            rows[made["attention_mask"].shape[1]] = made["attention_mask"].bool()
+        exact, usual, given = self.models(case.dtype)
+        run = functools.partial(_computed, case)
+        try:
+            eager = run(usual, precision.converted(made, case.dtype))
+            with precision.double():
+                reference = run(exact, precision.converted(made, torch.float64))
+        except Exception as error:
+            return {"state": "not possible", "why": f"eager attention: {build._words(error)}"}
+        watched = watch.Watch()
+        try:
+            with watched:
+                ours = run(given, precision.converted(made, case.dtype))
+        except Exception as error:
+            return _refusal_or_failure(error)
+        if watched.eager or not watched.tilewise:
+            return {"state": "failed", "why": f"Tilewise was called {watched.tilewise} times, "
+                    f"eager attention {watched.eager} times"}  # fmt: skip
+        eps = torch.finfo(case.dtype).eps
+        return precision.errors(reference, eager, ours, eps, rows)
+
+
+def _computed(case: Case, model: Any, made: inputs.Inputs) -> Any:
+    if case.cache is None:
+        return build.forward(model, made)
+    torch.manual_seed(2)
+    options: dict[str, Any] = {"cache_implementation": case.cache} if case.cache else {}
+    if model.config.is_encoder_decoder:
+        options["decoder_start_token_id"] = 1
+    with torch.no_grad():
+        out = model.generate(
+            **made,
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            num_beams=1,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **options,
+        )
+    return {"logits": torch.stack(out.logits), "tokens": out.sequences.double()}
+
+
+def _refusal_or_failure(error: Exception) -> dict[str, Any]:
+    """A sentence of Tilewise's own is a refusal, everything else is a failure."""
+    import traceback
+
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = bool(frames) and "tilewise" in frames[-1].filename.replace("sweep_models", "")
+    sentence = isinstance(error, ValueError | TypeError | NotImplementedError) and ours
+    return {"state": "refused" if sentence else "failed", "why": build._words(error)}
+
+
+def sweep(target: discover.Target) -> dict[str, Any]:
+    """The result of one class, as it is written to the file."""
+    result: dict[str, Any] = {"mappings": list(target.mappings)}
+    try:
+        built = build.build(target)
+    except Exception as error:
+        return {**result, "state": "not built", "why": build._words(error)}
+    seen = built.seen
+    result["size"] = built.level.value
+    result["inputs"] = list(built.recipe.names)
+    if seen.own_attention:
+        result["own"] = dict(seen.own_attention)
+    named = watch.attention_modules(built.model)
+    if not seen.eager and not seen.own and not named:
+        return {**result, "state": "no attention"}
+    try:
+        ours = build.like(built.model, "tilewise")
+    except ValueError as error:
+        return {**result, "state": "refused", "why": str(error)}
+    except Exception as error:
+        return {**result, "state": "failed", "why": build._words(error)}
+    trial = Trial(built, ours)
+    result["cases"] = {case.name: trial.run(case) for case in cases(target, built)}
+    return {**result, **_verdict(result["cases"])}
+
+
+def _verdict(outcomes: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """The worst outcome decides; what eager attention cannot do either does not count."""
+    for state in ("failed", "refused"):
+        for name, outcome in outcomes.items():
+            if outcome["state"] == state:
+                return {"state": state, "why": f"{name}: {outcome['why']}"}
+    if outcomes["plain"]["state"] != "equal":
+        return {"state": "not built", "why": outcomes["plain"]["why"]}
+    return {"state": "equal"}
+
+
+Sweep = Callable[[discover.Target], dict[str, Any]]
+LEVELS = tuple(level.value for level in shrink.Level)

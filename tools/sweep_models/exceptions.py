@@ -1,0 +1,70 @@
+"""What names do not tell: fields of single configurations, and backbones."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+_SERIES = {"prediction_length": 6, "context_length": 12}
+
+# Class of the configuration: fields at the level "widths", or at both levels that shrink.
+_WIDTHS: dict[str, dict[str, Any]] = {}
+_ALWAYS: dict[str, dict[str, Any]] = {
+    "AutoformerConfig": _SERIES,
+    "InformerConfig": _SERIES,
+    "TimeSeriesTransformerConfig": _SERIES,
+    "BambaConfig": {"attn_layer_indices": [1]},
+    "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
+    "ChameleonConfig": {"vocabulary_map": {"<image>": 3, "IMGIMGA": 4}},
+    "Emu3Config": {"vocabulary_map": {"<image>": 3, "IMGIMGA": 4}},
+}
+
+
+def fields(cls: type[Any], level: str, given: dict[str, Any]) -> dict[str, Any]:
+    """What this configuration needs beside the rules."""
+    made = dict(_ALWAYS.get(cls.__name__, {}))
+    if level == "widths":
+        made.update(_WIDTHS.get(cls.__name__, {}))
+    if level == "widths" and "rope_parameters" in given and _has_sections(cls):
+        made.setdefault(
+            "rope_parameters",
+            {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+        )
+    if level != "defaults" and "pad_token_id" in given:
+        made.setdefault("pad_token_id", 0)
+    if "use_timm_backbone" in given:
+        made["use_timm_backbone"] = False
+    if "use_pretrained_backbone" in given:
+        made["use_pretrained_backbone"] = False
+    return made
+
+
+def _has_sections(cls: type[Any]) -> bool:
+    """Whether positions have three parts, which share half of a head dimension."""
+    files = (inspect.getfile(cls), inspect.getfile(cls).replace("configuration_", "modeling_"))
+    return any("mrope_section" in Path(file).read_text() for file in files if Path(file).exists())
+
+
+def backbone(model_type: str | None) -> Any:
+    """A small convolutional backbone, or a small Swin where the model has that by default."""
+    from transformers import ResNetConfig, SwinConfig
+
+    if model_type == "swin":
+        return SwinConfig(
+            image_size=64,
+            embed_dim=24,
+            depths=[1, 1, 1, 1],
+            num_heads=[2, 2, 2, 2],
+            window_size=2,
+            out_features=["stage1", "stage2", "stage3", "stage4"],
+        )
+    if model_type not in (None, "resnet", "timm_backbone"):
+        return None
+    return ResNetConfig(
+        embedding_size=16,
+        hidden_sizes=[16, 24, 32, 48],
+        depths=[1, 1, 1, 1],
+        layer_type="basic",
+        out_features=["stage2", "stage3", "stage4"],
+    )

@@ -1,0 +1,141 @@
+"""Eager attention in fp64, also where a model asks for fp32 by name, and errors against it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_LOW = (torch.float32, torch.bfloat16, torch.float16)
+_DRAWN = ("aten::rand", "aten::randn", "aten::rand_like", "aten::randn_like")
+FLOOR = 8  # units in the last place of the largest number, which nobody answers for
+USABLE = 1e-3  # of the largest number: an fp64 run that eager misses by more is no reference
+_EPS = torch.finfo(torch.float32).eps
+SAME = 1e-4  # of the largest number, from eager attention itself, where there is no reference
+
+
+class _Double(TorchDispatchMode):
+    """Turns every conversion to a lower precision into one to fp64; draws the numbers of fp32."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func._schema.name
+        if name in _DRAWN:
+            kwargs["dtype"] = torch.float32
+            return func(*args, **kwargs).double()
+        if kwargs.get("dtype") in _LOW:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def double() -> Iterator[None]:
+    """Within it everything is computed in fp64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Double():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def converted(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The inputs with floating-point ones in this dtype."""
+    return {
+        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
+
+
+def tensors(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """All tensors of an output by name, without caches."""
+    if isinstance(output, Tensor):
+        yield path, output
+    elif isinstance(output, Mapping):
+        for name, value in output.items():
+            if "past_key_values" not in name and "cache" not in name:
+                yield from tensors(value, f"{path}.{name}" if path else str(name))
+    elif isinstance(output, tuple | list):
+        for index, value in enumerate(output):
+            yield from tensors(value, f"{path}.{index}" if path else str(index))
+
+
+@dataclasses.dataclass
+class Error:
+    """Of one output, relative to its largest number: eager's and ours against the reference."""
+
+    name: str
+    ours: float
+    eager: float
+    limit: float
+    why: str = ""
+
+    @property
+    def passes(self) -> bool:
+        return not self.why and self.ours <= self.limit
+
+    @property
+    def excess(self) -> float:
+        """Above 1: fails."""
+        return float("inf") if self.why else self.ours / max(self.limit, 1e-300)
+
+
+def errors(
+    reference: Any, eager: Any, ours: Any, eps: float, rows: Mapping[int, Tensor]
+) -> list[Error]:
+    """Of all outputs.
+
+    Args:
+        reference: Output in fp64.
+        eager: Output of eager attention.
+        ours: Output of Tilewise.
+        eps: Of the dtype that both were computed in.
+        rows: Length: mask [batch, length] of rows that mean something.
+    """
+    ours_by_name = dict(tensors(ours))
+    eager_by_name = dict(tensors(eager))
+    found = []
+    for name, exact in tensors(reference):
+        given, usual = ours_by_name.get(name), eager_by_name.get(name)
+        if given is None or usual is None or given.shape != usual.shape:
+            shape = None if given is None else list(given.shape)
+            found.append(
+                Error(name, 0, 0, 0, f"{name} has shape {shape} instead of {list(exact.shape)}")
+            )
+            continue
+        if exact.shape != usual.shape:
+            exact = usual
+        found.append(_error(name, exact, usual, given, eps, rows))
+    return found
+
+
+def _error(
+    name: str, exact: Tensor, usual: Tensor, given: Tensor, eps: float, rows: Mapping[int, Tensor]
+) -> Error:
+    exact, usual, given = (x.detach().double() for x in (exact, usual, given))
+    mask = rows.get(exact.shape[1]) if exact.dim() >= 2 else None
+    if mask is not None and mask.shape[0] == exact.shape[0]:
+        exact, usual, given = exact[mask], usual[mask], given[mask]
+    if not exact.numel():
+        return Error(name, 0, 0, 0)
+    finite = usual.isfinite()
+    if not torch.equal(finite, given.isfinite()):
+        count = int((finite & ~given.isfinite()).sum())
+        return Error(name, 0, 0, 0, f"{count} numbers of {name} are not finite where eager's are")
+    both = finite & exact.isfinite()
+    exact, usual, given = exact[both], usual[both], given[both]
+    if not exact.numel():
+        return Error(name, 0, 0, 0)
+    scale = float(exact.abs().max()) or 1.0
+    error = float((usual - exact).abs().max()) / scale
+    if error > min(USABLE * eps / _EPS, 0.3):
+        own = float((given - usual).abs().max()) / scale
+        return Error(name, own, 0.0, min(SAME * eps / _EPS, 0.1))
+    own = float((given - exact).abs().max()) / scale
+    return Error(name, own, error, 2 * error + FLOOR * eps)
