@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,12 @@ import torch
 
 from . import discover, inputs, shrink, watch
 
-MAX_PARAMETERS = 130_000_000  # eager, fp64 and ours together take about 2.5 GB
+MAX_PARAMETERS = 70_000_000  # eager, fp64 and ours together take about 1.5 GB
 # The grouped product of experts has no fp64.
 _PLAIN: dict[str, Any] = dict(dtype=torch.float32, experts_implementation="eager")
 
 
-class NotBuilt(Exception):
+class NotBuiltError(Exception):
     """No configuration and inputs were found with which eager attention runs."""
 
 
@@ -31,15 +32,21 @@ class Built:
 
 def build(target: discover.Target) -> Built:
     """The smallest model of this class with which eager attention runs."""
-    model_class, config_class = discover.classes(target)
+    classes = discover.classes(target)
     objections = []
     for level in shrink.Level:
-        try:
-            model = _eager(model_class, config_class, level)
-            return _with_inputs(model, level)
-        except Exception as error:
-            objections.append(f"{level.value}: {_words(error)}")
-    raise NotBuilt("; ".join(dict.fromkeys(objections)))
+        built = _attempt(lambda level=level: _with_inputs(*classes, level))
+        if isinstance(built, Built):
+            return built
+        objections.append(f"{level.value}: {words(built)}")
+    raise NotBuiltError("; ".join(dict.fromkeys(objections)))
+
+
+def _attempt(make: Callable[[], Built]) -> Built | Exception:
+    try:
+        return make()
+    except Exception as error:
+        return error
 
 
 def _eager(model_class: Any, config_class: Any, level: shrink.Level) -> Any:
@@ -47,25 +54,31 @@ def _eager(model_class: Any, config_class: Any, level: shrink.Level) -> Any:
     with torch.device("meta"):
         size = sum(p.numel() for p in model_class(copy.deepcopy(config)).parameters())
     if size > MAX_PARAMETERS:
-        raise NotBuilt(f"{size / 1e6:.0f} million parameters")
+        raise NotBuiltError(f"{size / 1e6:.0f} million parameters")
     torch.manual_seed(1)
     model = model_class._from_config(config, attn_implementation="eager", **_PLAIN)
     _enliven(model)
     return model.eval()
 
 
-def _with_inputs(model: Any, level: shrink.Level) -> Built:
+def _with_inputs(model_class: Any, config_class: Any, level: shrink.Level) -> Built:
+    """A model at this level, and the first inputs with which it runs."""
+    model = _eager(model_class, config_class, level)
     watch.count_eager()
     first = None
     for recipe in inputs.recipes(model):
-        try:
-            made = recipe.make(0)
-            with watch.Watch() as seen:
-                forward(model, made)
-            return Built(model, recipe, level, seen)
-        except Exception as error:
-            first = first or error
-    raise first or NotBuilt(f"no inputs are known for {model.main_input_name}")
+        built = _attempt(lambda recipe=recipe: _run(model, recipe, level))
+        if isinstance(built, Built):
+            return built
+        first = first or built
+    raise first or NotBuiltError(f"no inputs are known for {model.main_input_name}")
+
+
+def _run(model: Any, recipe: inputs.Recipe, level: shrink.Level) -> Built:
+    made = recipe.make(0)
+    with watch.Watch() as seen:
+        forward(model, made)
+    return Built(model, recipe, level, seen)
 
 
 def forward(model: Any, made: inputs.Inputs) -> Any:
@@ -101,6 +114,7 @@ def _enliven(model: torch.nn.Module) -> None:
                 parameter.copy_(0.1 * noise)
 
 
-def _words(error: BaseException) -> str:
+def words(error: BaseException) -> str:
+    """Kind and message, in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:300]

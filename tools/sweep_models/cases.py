@@ -32,20 +32,23 @@ class Case:
 
 
 def cases(target: discover.Target, built: build.Built) -> Iterator[Case]:
-    """The cases of a class: heads on a model that is swept itself get the first ones."""
-    yield Case("plain")
+    """The cases of a class: fewer of one that puts a head on another that is swept itself."""
     recipe = built.recipe
+    is_base = "BASE" in target.mappings
+    generates = bool(GENERATES & set(target.mappings))
+    yield Case("plain")
+    padding = "left" if recipe.is_text else None
     if recipe.is_text:
-        for kind in inputs.PADDINGS:
-            yield Case(kind, padding=kind)
-        yield Case("wide", padding="left", sizes=WIDE)
-    if not GENERATES & {"BASE", *target.mappings} and "BASE" not in target.mappings:
-        return
-    yield Case("bf16", padding="left" if recipe.is_text else None, dtype=torch.bfloat16)
-    can = GENERATES & set(target.mappings) and built.model.can_generate()
-    if can and "input_ids" in recipe.names:
-        yield Case("generate", padding="left" if recipe.is_text else None, cache="")
-        yield Case("static", padding="left" if recipe.is_text else None, cache="static")
+        yield Case("left", padding="left")
+        yield Case("right", padding="right")
+        if is_base:
+            yield Case("both", padding="both")
+            yield Case("wide", padding="left", sizes=WIDE)
+    if is_base or generates:
+        yield Case("bf16", padding=padding, dtype=torch.bfloat16)
+    if generates and "input_ids" in recipe.names and built.model.can_generate():
+        yield Case("generate", padding=padding, cache="")
+        yield Case("static", padding=padding, cache="static")
 
 
 class Trial:
@@ -102,7 +105,7 @@ class Trial:
             with precision.double():
                 reference = run(exact, precision.converted(made, torch.float64))
         except Exception as error:
-            return {"state": "not possible", "why": f"eager attention: {build._words(error)}"}
+            return {"state": "not possible", "why": f"eager attention: {build.words(error)}"}
         watched = watch.Watch()
         try:
             with watched:
@@ -144,7 +147,7 @@ def _refusal_or_failure(error: Exception) -> dict[str, Any]:
     frames = traceback.extract_tb(error.__traceback__)
     ours = bool(frames) and "tilewise" in frames[-1].filename.replace("sweep_models", "")
     sentence = isinstance(error, ValueError | TypeError | NotImplementedError) and ours
-    return {"state": "refused" if sentence else "failed", "why": build._words(error)}
+    return {"state": "refused" if sentence else "failed", "why": build.words(error)}
 
 
 def sweep(target: discover.Target) -> dict[str, Any]:
@@ -153,7 +156,7 @@ def sweep(target: discover.Target) -> dict[str, Any]:
     try:
         built = build.build(target)
     except Exception as error:
-        return {**result, "state": "not built", "why": build._words(error)}
+        return {**result, "state": "not built", "why": build.words(error)}
     seen = built.seen
     result["size"] = built.level.value
     result["inputs"] = list(built.recipe.names)
@@ -167,7 +170,7 @@ def sweep(target: discover.Target) -> dict[str, Any]:
     except ValueError as error:
         return {**result, "state": "refused", "why": str(error)}
     except Exception as error:
-        return {**result, "state": "failed", "why": build._words(error)}
+        return {**result, "state": "failed", "why": build.words(error)}
     trial = Trial(built, ours)
     result["cases"] = {case.name: trial.run(case) for case in cases(target, built)}
     return {**result, **_verdict(result["cases"])}

@@ -26,8 +26,9 @@ and compares `attn_implementation="tilewise"` with `"eager"`. The results are in
 
 The cases: `plain`; `left`, `right` and `both`, a padded batch of 3 sequences of 11 tokens;
 `wide`, 7 sequences of 5 keys, padded; `bf16`; `generate` and `static`, 4 tokens from a left-padded
-batch with the default and a static cache, of classes that generate language. Heads on a model that
-is a class of its own (classification, say) have the first five. Rows of padding are not compared.
+batch with the default and a static cache. Classes of `AutoModel` have the first six, those that
+generate language `plain`, `left`, `right` and the last three, and heads on a model that is swept
+itself (classification, say) the first three. Rows of padding are not compared.
 Where eager attention itself is further than {usable:g} of the largest number from fp64 (a choice
 that rounding decides, such as an expert), Tilewise has to be within {same:g} of eager attention.
 A case that fails is drawn {draws} times, and the largest errors decide.
