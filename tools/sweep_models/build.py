@@ -35,16 +35,16 @@ def build(target: discover.Target) -> Built:
     classes = discover.classes(target)
     objections = []
     for level in shrink.Level:
-        built = _attempt(lambda level=level: _with_inputs(*classes, level))
+        built = _attempt(_with_inputs, *classes, level)
         if isinstance(built, Built):
             return built
         objections.append(f"{level.value}: {words(built)}")
     raise NotBuiltError("; ".join(dict.fromkeys(objections)))
 
 
-def _attempt(make: Callable[[], Built]) -> Built | Exception:
+def _attempt(make: Callable[..., Built], *args: Any) -> Built | Exception:
     try:
-        return make()
+        return make(*args)
     except Exception as error:
         return error
 
@@ -67,7 +67,7 @@ def _with_inputs(model_class: Any, config_class: Any, level: shrink.Level) -> Bu
     watch.count_eager()
     first = None
     for recipe in inputs.recipes(model):
-        built = _attempt(lambda recipe=recipe: _run(model, recipe, level))
+        built = _attempt(_run, model, recipe, level)
         if isinstance(built, Built):
             return built
         first = first or built
