@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,15 @@ import hf_models  # noqa: E402
 
 hf_models.require("transformers>=5.20")
 import tiny_llama  # noqa: E402
+from serving_engine import (  # noqa: E402
+    COUNT,
+    GREEDY,
+    PROMPTS,
+    Answer,
+    Letters,
+    all_free,
+    engine,
+)
 from tilewise.serving import (  # noqa: E402
     Engine,
     Output,
@@ -36,9 +44,6 @@ pytestmark = [pytest.mark.models, pytest.mark.tensors]
 
 # Other processes may have the machine: how long an example takes says nothing.
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-COUNT = 12
-GREEDY = SamplingParams(COUNT, temperature=0.0)
-PROMPTS = tiny_llama.prompts(1, 5, 17, 40, 90, 3)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -48,23 +53,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-class Letters:
-    """A tokenizer whose tokens are characters."""
-
-    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
-        return "".join(chr(0x100 + t) for t in tokens)
-
-
-def engine(model: Any = None, **options: Any) -> Engine:
-    settings = dict(cache_tokens=480, page_size=4, max_running=4, max_waiting=8, step_tokens=64)
-    return Engine(model or tiny_llama.make(), **{**settings, **options})
-
-
-def all_free(e: Engine) -> bool:
-    stats = e.stats()
-    return stats["pages_free"] == stats["pages"] and not e.busy
 
 
 @pytest.fixture(scope="module")
@@ -407,21 +395,6 @@ def test_half_a_character_is_held_back():
 
 
 # --- the service ----------------------------------------------------------------------------------
-
-
-class Answer:
-    """Collects the outputs of a request."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int | None] = []
-        self.finish = ""
-        self.done = threading.Event()
-
-    def __call__(self, output: Output) -> None:
-        self.tokens.append(output.token)
-        if output.finish:
-            self.finish = output.finish
-            self.done.set()
 
 
 def test_service_answers_and_closes(answers):

@@ -2,10 +2,16 @@
 
 Registered in Transformers' ``AttentionInterface`` under ``NAME``, without a mask function: which
 token sees which follows from the step alone, so Transformers builds no mask.
+
+The step reaches the layers through a context variable. Keyword arguments of the model would not do:
+the decoder layers of some models (StableLM, Nemotron) do not hand them on.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +38,19 @@ class Step(NamedTuple):
     longest_keys: int  # most tokens of a sequence after this step
 
 
+_step: ContextVar[Step | None] = ContextVar("tilewise_serving_step", default=None)
+
+
+@contextlib.contextmanager
+def stepping(step: Step) -> Iterator[None]:
+    """Calls of the model inside of this block belong to the step."""
+    token = _step.set(step)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
 def paged_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -42,7 +61,6 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    tilewise_step: Step | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Writes new keys and values into their pages and attends to all of each sequence.
@@ -57,12 +75,14 @@ def paged_attention(
         sliding_window: Tokens that a token sees, itself included.
         softcap: c turns a score s into c * tanh(s / c).
         s_aux: [Hq], the sinks.
-        tilewise_step: Where the tokens belong; passed to the model's forward by the engine.
 
     Returns:
         out [1, T, Hq, Dv], and None for the weights.
+
+    Raises:
+        RuntimeError: the model is called outside of a step.
     """
-    step = tilewise_step
+    step = _step.get()
     if step is None:
         raise RuntimeError(
             "this model belongs to a tilewise.serving.Engine; call set_attn_implementation() "

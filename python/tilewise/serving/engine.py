@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from tilewise import _check
 from . import attention
 from .pages import PagedCache, PagePool
 from .sampling import SamplingParams, sample
+from .schedule import Scheduler
 from .sequence import Output, Sequence
 from .text import TextStream
 
@@ -42,16 +43,18 @@ class Completion:
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
-    finish: str = ""
+    finish: str = ""  # as of the last Output
+    error: str | None = None
 
 
 class Engine:
     """Generates with one model for many requests at once.
 
-    A step takes one token of every request that is decoding and fills up with prompts, a long
-    prompt in several steps, to at most ``step_tokens``: one packed forward pass. Pages are taken as
-    sequences grow. When they run out, the request that came last gives its pages back and is
-    computed again later: nothing is lost, and no request can block one that came before it.
+    A step takes one token of every request that is decoding and fills up with parts of prompts to
+    at most ``step_tokens``: one packed forward pass. Prompts share it (``schedule.shares``), so a
+    long one does not hold up a short one. Pages are taken as sequences grow. When they run out, the
+    request that came last gives its pages back and is computed again later: nothing is lost, and no
+    request can block one that came before it.
 
     ``add``, ``cancel`` and ``stats`` may be called from any thread, ``step`` from one at a time.
 
@@ -94,7 +97,7 @@ class Engine:
         _check_model(model)
         self.pool = PagePool(cache_tokens // page_size, page_size, max_running)
         self.cache = PagedCache(self.pool)
-        self.places, self.step_tokens = max_running + max_waiting, step_tokens
+        self.places = max_running + max_waiting
         self.model, self.tokenizer = model, tokenizer
         self.context = self.pool.capacity  # tokens of a sequence at most
         positions = getattr(model.config, "max_position_embeddings", None)
@@ -102,8 +105,7 @@ class Engine:
             self.context = min(self.context, positions)
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self.stop_tokens = _stop_tokens(model)
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []  # in the order in which they came
+        self._scheduler = Scheduler(self.pool, step_tokens)
         self._lock = threading.Lock()
         self._next_id = 0
         self._counts: Counter[str] = Counter()
@@ -117,6 +119,7 @@ class Engine:
         prompt: Tokens[int],
         params: SamplingParams | None = None,
         deliver: Callable[[Output], None] | None = None,
+        timeout: float | None = None,
     ) -> int:
         """Lets a request in.
 
@@ -125,16 +128,23 @@ class Engine:
             params: What to generate.
             deliver: Called in the thread of ``step`` with each output of this request. If it
                 raises, that is logged and the request cancelled.
+            timeout: Seconds after which it ends with "timeout", wherever it is by then; None: it
+                has no deadline.
 
         Returns:
             The number of the request.
 
         Raises:
-            TypeError: the prompt is no sequence of integers.
-            ValueError: the prompt is not one of the model, or does not fit with max_tokens.
+            TypeError: the prompt is no sequence of integers, or timeout no number.
+            ValueError: the prompt is not one of the model, or does not fit with max_tokens;
+                timeout is not above 0.
             OverloadedError: as many requests are in flight as the engine takes.
         """
         params = params or SamplingParams()
+        if timeout is not None:
+            _check.number("timeout", timeout, "a number of seconds or None")
+            if not timeout > 0.0:
+                raise ValueError(f"timeout is {timeout}, but must be above 0")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop is given, but this engine has no tokenizer to find it with")
         try:
@@ -160,23 +170,25 @@ class Engine:
         stop = self.stop_tokens if params.stop_token_ids is None else params.stop_token_ids
         limit = self.context if params.max_tokens is None else asked
         with self._lock:
-            outstanding = len(self._in_flight())
-            if outstanding >= self.places:
-                self._counts["refused"] += 1
-                seconds = self._seconds_in_flight / outstanding  # Little's law: until one leaves
-                raise OverloadedError(outstanding, min(60, math.ceil(seconds)))
+            self._require_place()
             self._next_id += 1
+            request = Sequence(
+                self._next_id, prompt, limit, params, frozenset(stop), text, deliver, timeout
+            )
+            self._scheduler.waiting.append(request)
             self._counts["requests"] += 1
             self._counts["prompt_tokens"] += len(prompt)
-            self._waiting.append(
-                Sequence(self._next_id, prompt, limit, params, frozenset(stop), text, deliver)
-            )
-            return self._next_id
+            return request.id
+
+    def require_place(self) -> None:
+        """Raises OverloadedError unless a request would find a place now."""
+        with self._lock:
+            self._require_place()
 
     def cancel(self, request: int) -> bool:
         """Ends a request: its pages are free at the next step. False when it is not in flight."""
         with self._lock:
-            for s in self._in_flight():
+            for s in self._scheduler.in_flight():
                 if s.id == request:
                     s.cancelled = True
                     return True
@@ -185,23 +197,24 @@ class Engine:
     def cancel_all(self) -> None:
         """Ends everything in flight."""
         with self._lock:
-            for s in self._in_flight():
+            for s in self._scheduler.in_flight():
                 s.cancelled = True
 
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._waiting or self._running)
+        return bool(self._scheduler.waiting or self._scheduler.running)
 
     def stats(self) -> dict[str, int]:
         """What is in flight now, and counts since the start."""
         with self._lock:
+            counts = {**self._counts, "preemptions": self._scheduler.preemptions}
             return {
-                "running": len(self._running),
-                "waiting": len(self._waiting),
+                "running": len(self._scheduler.running),
+                "waiting": len(self._scheduler.waiting),
                 "pages": self.pool.pages,
                 "pages_free": self.pool.free_pages,
-                **{name: self._counts[name] for name in _COUNTS},
+                **{name: counts.get(name, 0) for name in _COUNTS},
             }
 
     def generate(
@@ -217,7 +230,7 @@ class Engine:
         requests: list[int] = []
         try:
             for prompt in prompts:
-                while len(self._in_flight()) >= self.places:
+                while len(self._scheduler.in_flight()) >= self.places:
                     self.step()
                 answer = Completion()
                 requests.append(self.add(prompt, params, _collector(answer)))
@@ -233,83 +246,100 @@ class Engine:
     # --- one step -----------------------------------------------------------------------------
 
     def step(self) -> list[Output]:
-        """One forward pass. Returns what it gave each request that it finished a token of."""
+        """One forward pass. Returns what it gave each request that it finished a token of.
+
+        A request that is cancelled or past its deadline ends before the pass. One whose token
+        cannot be drawn, or whose text cannot be decoded, ends with "error", alone.
+
+        Raises:
+            Exception: whatever the model raises. What is in flight stays so; see ``fail``.
+        """
         with self._lock:
-            outputs = self._end("cancelled", [s for s in self._in_flight() if s.cancelled])
-            work = self._schedule()
+            ended = self._end_due()
+        outputs = _deliver(ended)  # now: they must be told even if the pass raises
+        with self._lock:
+            work = self._scheduler.plan()
         tokens = self._forward(work) if work else []
         with self._lock:
             for s, count in work.items():
                 s.cached += count
-            for s, token in zip([s for s in work if not s.pending], tokens, strict=True):
-                output = s.accept(token)
-                outputs.append((s, output))
+            complete = [s for s in work if not s.pending]
+            given = [(s, self._accept(s, t)) for s, t in zip(complete, tokens, strict=True)]
+            for s, output in given:
                 if output.finish:
-                    self._remove(s, output.finish)
-            self._counts["generated_tokens"] += len(tokens)
+                    self._scheduler.remove(s)
+                    self._account(s, output.finish)
+            self._counts["generated_tokens"] += sum(o.token is not None for _, o in given)
             self._counts["steps"] += bool(work)
-        return _deliver(outputs)
+        return outputs + _deliver(given)
 
-    def fail(self) -> list[Output]:
-        """Ends everything in flight with "error": for whoever catches what ``step`` raised."""
+    def fail(self, error: str = "a step failed") -> list[Output]:
+        """Ends everything in flight with "error": for whoever catches what ``step`` raised.
+
+        Args:
+            error: The sentence that the requests are given.
+        """
         with self._lock:
-            outputs = self._end("error", self._in_flight())
-        return _deliver(outputs)
+            failed = self._scheduler.clear()
+            for s in failed:
+                self._account(s, "error")
+        return _deliver([(s, s.end("error", error)) for s in failed])
 
-    def _in_flight(self) -> list[Sequence]:
-        return [*self._running, *self._waiting]
+    def probe(self) -> None:
+        """Runs the model on one token of no request, while nothing is in flight.
 
-    def _end(self, why: str, ended: list[Sequence]) -> list[tuple[Sequence, Output]]:
-        for s in ended:
-            self._remove(s, why)
-        return [(s, s.end(why)) for s in ended]
+        Raises:
+            Exception: whatever the model raises.
+        """
+        probe = Sequence(0, [0], 2, SamplingParams(), frozenset())
+        with self._lock:
+            probe.row = self.pool.take_row()
+            self.pool.grow(probe.row, 1)
+        try:
+            self._forward({probe: 1})
+        finally:
+            with self._lock:
+                self.pool.release(probe.row)
 
-    def _remove(self, s: Sequence, why: str) -> None:
-        """The place and the pages of a request that has ended are free."""
-        if s.row >= 0:
-            self._running.remove(s)
-            self.pool.release(s.row)
-        else:
-            self._waiting.remove(s)
+    def _require_place(self) -> None:
+        outstanding = len(self._scheduler.in_flight())
+        if outstanding >= self.places:
+            self._counts["refused"] += 1
+            seconds = self._seconds_in_flight / outstanding  # Little's law: until one leaves
+            raise OverloadedError(outstanding, min(60, math.ceil(seconds)))
+
+    def _end_due(self) -> list[tuple[Sequence, Output]]:
+        """Takes out the requests that are cancelled or past their deadline."""
+        now = time.monotonic()
+        ended = []
+        for s in self._scheduler.in_flight():
+            if s.cancelled:
+                output = s.end("cancelled")
+            elif now >= s.deadline:
+                output = s.end("timeout", f"the request was not done within {s.timeout:g} seconds")
+            else:
+                continue
+            self._scheduler.remove(s)
+            self._account(s, str(output.finish))
+            ended.append((s, output))
+        return ended
+
+    def _accept(self, s: Sequence, token: int | None) -> Output:
+        """What a token gives a request. What goes wrong here is the fault of this request alone."""
+        if token is None:
+            return s.end("error", "no token can be drawn: the model's logits are not finite")
+        try:
+            return s.accept(token)
+        except Exception as error:  # of the tokenizer
+            _log.exception("tokens of request %d cannot be decoded: it ends with an error", s.id)
+            return Output(s.id, None, "", "error", f"the tokens cannot be decoded: {error!r}")
+
+    def _account(self, s: Sequence, why: str) -> None:
+        """Counts a request that has ended."""
         self._seconds_in_flight += 0.2 * (time.monotonic() - s.since - self._seconds_in_flight)
         self._counts[why] += 1
 
-    def _schedule(self) -> dict[Sequence, int]:
-        """How many tokens of which sequence the next pass sees."""
-        budget = self.step_tokens
-        work: dict[Sequence, int] = {}
-        preempted = False
-        # Decoding goes first: it never waits for a long prompt.
-        for s in sorted(self._running, key=lambda s: s.pending > 1):
-            count = min(s.pending, budget)
-            while count and s.row >= 0 and not self.pool.grow(s.row, s.cached + count):
-                victim = self._running.pop()
-                budget += work.pop(victim, 0)
-                self._preempt(victim)
-                preempted = True
-            if count and s.row >= 0:
-                work[s] = count
-                budget -= count
-        while self._waiting and budget and self.pool.free_rows and not preempted:
-            s = self._waiting[0]
-            count = min(s.pending, budget)
-            if self.pool.pages_of(len(s.tokens)) > self.pool.free_pages:
-                break
-            s.row = self.pool.take_row()
-            self.pool.grow(s.row, count)
-            self._running.append(self._waiting.popleft())
-            work[s] = count
-            budget -= count
-        return work
-
-    def _preempt(self, s: Sequence) -> None:
-        """Back to the head of the queue, to be computed again from what it has generated so far."""
-        self.pool.release(s.row)
-        s.row, s.cached = -1, 0
-        self._waiting.appendleft(s)
-        self._counts["preemptions"] += 1
-
-    def _forward(self, work: dict[Sequence, int]) -> list[int]:
+    def _forward(self, work: dict[Sequence, int]) -> list[int | None]:
         """Runs the model; one token for each sequence whose last token it has now seen."""
         device = self.model.device
         sequences, counts = list(work), list(work.values())
@@ -331,13 +361,12 @@ class Engine:
             longest_keys=max(used),
         )
         complete = [i for i, s in enumerate(sequences) if used[i] == len(s.tokens)]
-        with torch.inference_mode():
+        with torch.inference_mode(), attention.stepping(step):
             logits = self.model(
                 input_ids=on_device([[*chain(*new)]], torch.int64),
                 position_ids=on_device([[*chain(*positions)]], torch.int64),
                 use_cache=False,
                 logits_to_keep=on_device([ends[i] - 1 for i in complete], torch.int64),
-                tilewise_step=step,
             ).logits[0]
             if not complete:
                 return []
@@ -357,11 +386,7 @@ class Engine:
             )
         self.model.eval()
         self.model.set_attn_implementation(attention.NAME)
-        probe = Sequence(0, [0], 2, SamplingParams(), frozenset(), None, None)
-        probe.row = self.pool.take_row()
-        self.pool.grow(probe.row, 1)
-        self._forward({probe: 1})
-        self.pool.release(probe.row)
+        self.probe()
         if len(self.cache.layers) != config.num_hidden_layers:
             raise ValueError(
                 f"model is a {type(self.model).__name__}, of whose {config.num_hidden_layers} "
@@ -388,7 +413,7 @@ def _check_model(model: Any) -> None:
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _COUNTS = (
     "requests", "refused", "prompt_tokens", "generated_tokens", "steps", "preemptions",
-    "stop", "length", "cancelled", "error",
+    "stop", "length", "cancelled", "timeout", "error",
 )  # fmt: skip
 
 
@@ -403,18 +428,24 @@ def _collector(answer: Completion) -> Callable[[Output], None]:
         if output.token is not None:
             answer.tokens.append(output.token)
         answer.text += output.text
-        answer.finish = output.finish or ""
+        answer.finish, answer.error = output.finish or "", output.error
 
     return deliver
 
 
 def _deliver(outputs: list[tuple[Sequence, Output]]) -> list[Output]:
+    """Tells each request; one that cannot be told is cancelled, and the others are told."""
+    ending: BaseException | None = None
     for s, output in outputs:
         if not s.deliver:
             continue
         try:
             s.deliver(output)
-        except Exception:  # of the caller's own code: the other requests go on
+        except BaseException as error:  # of the caller's own code
             _log.exception("output of request %d cannot be delivered: it is cancelled", s.id)
             s.cancelled = True
+            if not isinstance(error, Exception):
+                ending = ending or error
+    if ending:  # SystemExit or KeyboardInterrupt: meant for the thread, not for a request
+        raise ending
     return [output for _, output in outputs]

@@ -23,11 +23,15 @@ class PagePool:
         for name, value in (("pages", pages), ("page_size", page_size), ("rows", rows)):
             if _check.integer(name, value, "an integer") < 1:
                 raise ValueError(f"{name} is {value}, but must be at least 1")
-        self.pages, self.page_size = pages, page_size
-        self._free = list(range(pages - 1, -1, -1))
-        self._free_rows = list(range(rows - 1, -1, -1))
-        self._owned: list[list[int]] = [[] for _ in range(rows)]
+        self.pages, self.page_size, self._rows = pages, page_size, rows
         self._table = torch.zeros(rows, pages, dtype=torch.int32, device="cpu")
+        self.reset()
+
+    def reset(self) -> None:
+        """Takes back all rows and pages."""
+        self._free = list(range(self.pages - 1, -1, -1))
+        self._free_rows = list(range(self._rows - 1, -1, -1))
+        self._owned: list[list[int]] = [[] for _ in range(self._rows)]
 
     @property
     def free_pages(self) -> int:

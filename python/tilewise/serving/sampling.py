@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,34 +53,46 @@ class SamplingParams:
             _check.integer("stop_token_ids", token, "integers")
 
 
-def sample(logits: Tensor, params: list[SamplingParams], uniform: list[float]) -> list[int]:
+def sample(logits: Tensor, params: list[SamplingParams], uniform: list[float]) -> list[int | None]:
     """One token per row.
 
     Args:
-        logits: [N, vocabulary].
+        logits: [N, vocabulary]; -inf is a token that is never drawn.
         params: N of them.
         uniform: N numbers from [0, 1), which decide the draws: a row's token depends on nothing
             but its own logits, parameters and number.
 
     Returns:
-        N tokens.
+        N tokens; None for a row without a largest finite logit, or with a NaN.
     """
-    if all(p.temperature == 0.0 for p in params):
-        return logits.argmax(-1).tolist()
-    logits = logits.float()
+    top, token = logits.max(-1)  # a NaN counts as the largest
+    valid = top.isfinite()
+    if any(p.temperature for p in params):
+        greedy = torch.tensor([not p.temperature for p in params], device=logits.device)
+        # Zeros in place of invalid rows: NaN would lead to an index outside of the vocabulary.
+        shifted = torch.where(valid.unsqueeze(1), logits.float() - top.float().unsqueeze(1), 0.0)
+        token = torch.where(greedy, token, _draw(shifted, params, uniform))
+    tokens = torch.where(valid, token, -1).tolist()
+    return [None if t < 0 else t for t in tokens]
 
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, device=logits.device).unsqueeze(1)
 
-    # Greedy rows take the way of the others with the smallest set of tokens: the first one.
-    temperature = column([p.temperature or 1.0 for p in params])
-    top_p = column([p.top_p if p.temperature else 0.0 for p in params])
-    p, tokens = (logits / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+def _draw(shifted: Tensor, params: list[SamplingParams], uniform: list[float]) -> Tensor:
+    """[N]: a token of each row of float32 logits whose largest is 0."""
+
+    def column(values: Iterable[float]) -> Tensor:
+        return torch.tensor([*map(float, values)], device=shifted.device).unsqueeze(1)
+
+    # Below the least normal float32, 0 / temperature may be NaN. All but the largest logits
+    # are -inf there already.
+    least = torch.finfo(torch.float32).tiny
+    temperature = column(max(p.temperature, least) for p in params)
+    top_p = column(p.top_p for p in params)
+    p, tokens = (shifted / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
     below = p.cumsum(-1) - p
-    kept = below < top_p
+    kept = (below < top_p) | (top_p >= 1.0)  # rounding may take the sum past 1 before the end
     kept[:, 0] = True
     p = torch.where(kept, p, 0.0)
     total = p.cumsum(-1)
     drawn = torch.searchsorted(total, column(uniform) * total[:, -1:], right=True)
     last = (p > 0.0).sum(-1, keepdim=True) - 1  # where rounding puts the draw behind the end
-    return tokens.gather(1, torch.minimum(drawn, last)).squeeze(1).tolist()
+    return tokens.gather(1, torch.minimum(drawn, last)).squeeze(1)
