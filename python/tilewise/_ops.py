@@ -6,6 +6,10 @@ be marked compliant on every version.
 
 All tensors are in "bshd" or varlen order whatever their strides; ``heads_first`` only says that new
 [batch, row, head, column] tensors are to be stored as [batch, head, row, column].
+
+``with_lse_low`` of a forward adds a leading dimension of 2 to its lse: behind lse comes what
+rounding it to fp32 left. A backward takes lse in either form; with both its weights are right for
+any lse, while lse alone leaves them off by |lse| * 6e-8. What autograd saves has both.
 """
 
 from __future__ import annotations
@@ -33,11 +37,13 @@ _PLAIN = (
     "bool heads_first"
 )
 _SCHEMAS = (
-    f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}=False) -> (Tensor out, Tensor lse)",
+    f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}=False, bool with_lse_low=False) "
+    "-> (Tensor out, Tensor lse)",
     "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_OPTIONS}, int wanted) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks, "
     "Tensor dscale)",
-    f"_plain_forward(Tensor q, Tensor k, Tensor v, {_PLAIN}) -> (Tensor out, Tensor lse)",
+    f"_plain_forward(Tensor q, Tensor k, Tensor v, {_PLAIN}, bool with_lse_low=False) "
+    "-> (Tensor out, Tensor lse)",
     "_plain_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
     f"Tensor lse, {_PLAIN}, int wanted) -> (Tensor dq, Tensor dk, Tensor dv)",
     "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? q, Tensor? k_new, Tensor? v_new, "
@@ -99,17 +105,36 @@ load_torch_adapter()
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """(out, lse) of the operator, by the shortest way through PyTorch's layers."""
     arguments = (q, k, v, *options)
-    if torch.compiler.is_compiling():
-        return torch.ops.tilewise.forward(*arguments)
-    if _transformed():
-        return _Forward.apply(*arguments)
     tensors = (q, k, v, *options[:_TENSOR_COUNT])
+    if torch.compiler.is_compiling():
+        if not (
+            torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        ):
+            return torch.ops.tilewise.forward(*arguments)
+        return _first_of_pair(torch.ops.tilewise.forward(*arguments, writes_lse_low(q)), q)
+    if _transformed():
+        return _first_of_pair(_Forward.apply(*arguments, writes_lse_low(q)), q)
     if forward_ad._current_level >= 0 or (
         torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)
     ):
-        return _EagerForward.apply(*arguments)
+        return _EagerForward.apply(*arguments, writes_lse_low(q))
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.tilewise.forward(*arguments)
+
+
+def writes_lse_low(q: Tensor) -> bool:
+    """Whether the kernels of a device write lse_low."""
+    return q.device.type == "cpu"
+
+
+def has_lse_low(lse: Tensor, q: Tensor) -> bool:
+    """Whether lse_low is behind lse; also of a gradient of the two."""
+    return lse.dim() == q.dim()
+
+
+def _first_of_pair(results: tuple[Tensor, Tensor], q: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = results
+    return out, lse[0] if has_lse_low(lse, q) else lse
 
 
 def contiguous_columns(tensor: Tensor) -> Tensor:
@@ -130,6 +155,13 @@ def _transformed() -> bool:
 # --- shapes for tracing ---------------------------------------------------------------------------
 
 
+def _options_of(arguments: tuple[Any, ...]) -> tuple[Options, bool]:
+    """The options and ``with_lse_low`` of a forward, of which those equal to their default may be
+    missing at the end.
+    """
+    return Options(*arguments[:_OPTION_COUNT]), arguments[_OPTION_COUNT:] == (True,)
+
+
 def _new_rows(like: Tensor, shape: tuple[int, ...], heads_first: bool) -> Tensor:
     if heads_first and len(shape) == 4:
         batch, rows, heads, columns = shape
@@ -139,10 +171,11 @@ def _new_rows(like: Tensor, shape: tuple[int, ...], heads_first: bool) -> Tensor
 
 @torch.library.register_fake("tilewise::forward", lib=_library)
 def _forward_fake(q: Tensor, _k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    option = Options(*options)
+    option, with_lse_low = _options_of(options)
     shape = (*q.shape[:-1], v.shape[-1])
     rows, heads = q.shape[-3], q.shape[-2]
     lse_shape = (heads, rows) if option.cu_seqlens_q is not None else (q.shape[0], heads, rows)
+    lse_shape = (2, *lse_shape) if with_lse_low else lse_shape
     lse = q.new_empty(lse_shape, dtype=torch.float32)
     return _new_rows(q, shape, option.heads_first), lse
 
@@ -195,7 +228,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     q, k, v, *options = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, *options[:_TENSOR_COUNT])
-    ctx.numbers = tuple(options[_TENSOR_COUNT:])
+    ctx.numbers = tuple(options[_TENSOR_COUNT:_OPTION_COUNT])
 
 
 def _position(name: str) -> int:
@@ -247,7 +280,7 @@ def _to_pages(rows: Tensor, pages: Tensor, block_table: Tensor) -> Tensor:
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    results: list[Tensor | None] = [None] * (3 + _OPTION_COUNT)
+    results: list[Tensor | None] = [None] * (3 + _OPTION_COUNT + 1)  # 1: with_lse_low
     wanted = _wanted(ctx.needs_input_grad)
     if wanted == 0 or (dout is None and dlse is None):
         return tuple(results)
@@ -256,7 +289,8 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     if wanted & WANT_BIAS:
         options = options._replace(bias=_materialized_bias(options.bias))
     dout = torch.zeros_like(out) if dout is None else contiguous_columns(dout)
-    dlse = None if dlse is None else contiguous_columns(dlse)
+    if dlse is not None:
+        dlse = contiguous_columns(dlse[0] if has_lse_low(dlse, q) else dlse)
     grads = call_backward(dout, dlse, q, k, v, out, lse, *options, wanted)
     for grad, (position, bit) in zip(grads, _WANT_AT, strict=True):
         if wanted & bit:
@@ -330,6 +364,15 @@ def _fold(tensor: Tensor, dim: int | None, count: int) -> Tensor:
     return contiguous_columns(front.flatten(0, 1))
 
 
+def _fold_lse(lse: Tensor, dim: int | None, count: int, rank_of_q: int) -> Tensor:
+    if lse.dim() - (dim is not None) < rank_of_q:
+        return _fold(lse, dim, count)
+    front = (
+        lse.unsqueeze(1).expand(2, count, *lse.shape[1:]) if dim is None else lse.movedim(dim, 1)
+    )
+    return contiguous_columns(front.flatten(1, 2))
+
+
 def _unfold(tensor: Tensor, count: int) -> Tensor:
     return tensor.unflatten(0, (count, tensor.shape[0] // count))
 
@@ -372,16 +415,19 @@ def _one_by_one(call: Any, info: Any, in_dims: tuple[Any, ...], args: tuple[Any,
 
 
 def _forward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    options = Options(*args[3:])  # without those equal to their default
-    in_dims = in_dims + (None,) * (3 + _OPTION_COUNT - len(in_dims))
-    args = (*args[:3], *options)
-    if not _foldable(options, in_dims[3:]):
+    options, with_lse_low = _options_of(args[3:])
+    in_dims = in_dims + (None,) * (3 + _OPTION_COUNT + 1 - len(in_dims))
+    args = (*args[:3], *options, with_lse_low)
+    if not _foldable(options, in_dims[3:-1]):
         return _one_by_one(_call_forward, info, in_dims, args)
     count = info.batch_size
     q, k, v = (_fold(args[i], in_dims[i], count) for i in range(3))
-    folded = _fold_options(options, in_dims[3:], count, q.shape[0] // count)
-    results = _call_forward(q, k, v, *folded)
-    return tuple(_unfold(result, count) for result in results), (0, 0)
+    folded = _fold_options(options, in_dims[3:-1], count, q.shape[0] // count)
+    out, lse = _call_forward(q, k, v, *folded, with_lse_low)
+    if with_lse_low:
+        lse = lse.unflatten(1, (count, lse.shape[1] // count))
+        return (_unfold(out, count), lse), (0, 1)
+    return (_unfold(out, count), _unfold(lse, count)), (0, 0)
 
 
 def _backward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
@@ -391,7 +437,8 @@ def _backward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     if summed or not _foldable(options, in_dims[7:-1]):
         return _one_by_one(call_backward, info, in_dims, args)
     count = info.batch_size
-    tensors = [None if args[i] is None else _fold(args[i], in_dims[i], count) for i in range(7)]
+    tensors = [None if args[i] is None else _fold(args[i], in_dims[i], count) for i in range(6)]
+    tensors.append(_fold_lse(args[6], in_dims[6], count, tensors[2].dim()))
     batch = tensors[2].shape[0] // count if tensors[2] is not None else 0
     folded = _fold_options(options, in_dims[7:-1], count, batch)
     results = call_backward(*tensors, *folded, wanted)
@@ -441,8 +488,9 @@ class _EagerForward(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
             results = torch.ops.tilewise.forward(*arguments)
+            lse_alone = _first_of_pair(results, arguments[0])
         _setup_context(ctx, arguments, results)
-        return results
+        return lse_alone
 
     backward = staticmethod(_backward)
     jvp = staticmethod(_no_forward_mode)
