@@ -119,6 +119,21 @@ void describe_score(const Options& options, const Problem& problem, tilewise_att
   }
 }
 
+void expect_lse(const Tensor& lse, const char* name, const Problem& problem, bool with_lse_low) {
+  const tilewise_attention& a = problem.attention;
+  expect_place(lse, name, problem.place);
+  expect_dtype(lse, name, aoti_torch_dtype_float32(), "float32");
+  if (problem.varlen_q() && with_lse_low)
+    expect_shape(lse, name, {2, a.heads_q, a.seqlen_q});
+  else if (problem.varlen_q())
+    expect_shape(lse, name, {a.heads_q, a.seqlen_q});
+  else if (with_lse_low)
+    expect_shape(lse, name, {2, a.batch, a.heads_q, a.seqlen_q});
+  else
+    expect_shape(lse, name, {a.batch, a.heads_q, a.seqlen_q});
+  expect_contiguous_columns(lse, name);
+}
+
 }  // namespace
 
 Options::Options(Arguments& arguments)
@@ -200,12 +215,33 @@ Problem describe(const Tensor& q, const Tensor& k, const Tensor& v, const Option
   return problem;
 }
 
-void set_output(Problem& problem, const Tensor& out, const Tensor& lse) {
+Tensor new_lse(const Problem& problem, bool with_lse_low) {
+  const tilewise_attention& a = problem.attention;
+  const auto make = [&](std::initializer_list<int64_t> shape) {
+    return new_tensor(shape, aoti_torch_dtype_float32(), problem.place);
+  };
+  if (problem.varlen_q())
+    return with_lse_low ? make({2, a.heads_q, a.seqlen_q}) : make({a.heads_q, a.seqlen_q});
+  return with_lse_low ? make({2, a.batch, a.heads_q, a.seqlen_q})
+                      : make({a.batch, a.heads_q, a.seqlen_q});
+}
+
+void set_lse(Problem& problem, const Tensor& lse) {
   tilewise_attention& a = problem.attention;
-  a.out = view_of(out, "out");
+  const bool with_lse_low = lse.dim() == (problem.varlen_q() ? 3 : 4);
+  expect_lse(lse, "lse", problem, with_lse_low);
   a.lse = const_cast<float*>(static_cast<const float*>(lse.const_data_ptr()));
+  a.lse_low = with_lse_low ? a.lse + lse.stride(0) : nullptr;
   a.lse_stride_head = lse.stride(lse.dim() - 2);
-  a.lse_stride_batch = problem.varlen_q() ? 0 : lse.stride(0);
+  a.lse_stride_batch = problem.varlen_q() ? 0 : lse.stride(lse.dim() - 3);
+}
+
+void set_dlse(tilewise_gradients& g, const Problem& problem, const OptionalTensor& dlse) {
+  if (!dlse) return;
+  expect_lse(*dlse, "dlse", problem, false);
+  g.dlse = static_cast<const float*>(dlse->const_data_ptr());
+  g.dlse_stride_head = dlse->stride(dlse->dim() - 2);
+  g.dlse_stride_batch = problem.varlen_q() ? 0 : dlse->stride(0);
 }
 
 }  // namespace tilewise::torch_binding

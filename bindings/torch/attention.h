@@ -76,7 +76,12 @@ void set_descale(Struct& c, const OptionalTensor& k, const OptionalTensor& v, co
   set(v, "v_descale", c.v_descale, c.v_descale_stride_batch, c.v_descale_stride_head);
 }
 
-void set_output(Problem& problem, const Tensor& out, const Tensor& lse);
+// lse of a described problem: [B, Hq, Sq] or, where q is packed, [Hq, T]; or with lse_low behind
+// it, so that one tensor goes from the forward to the backward: [2, B, Hq, Sq] or [2, Hq, T].
+Tensor new_lse(const Problem& problem, bool with_lse_low);
+void set_lse(Problem& problem, const Tensor& lse);  // of either form
+// The incoming gradient of lse, which has no lse_low.
+void set_dlse(tilewise_gradients& g, const Problem& problem, const OptionalTensor& dlse);
 
 // Which gradients are asked for: the bits of the operators' argument `wanted`.
 enum Wanted : int64_t {

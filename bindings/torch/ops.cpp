@@ -73,44 +73,22 @@ GradientTensors new_gradients(tilewise_gradients& g, const Problem& problem, con
   return tensors;
 }
 
-void set_incoming(tilewise_gradients& g, const Problem& problem, const Tensor& dout,
-                  const OptionalTensor& dlse, const Tensor& out, const Tensor& lse) {
-  const auto same_shape = [](const Tensor& tensor, const char* name, const Tensor& as) {
-    if (as.dim() == 4)
-      expect_shape(tensor, name, {as.size(0), as.size(1), as.size(2), as.size(3)});
-    else if (as.dim() == 3)
-      expect_shape(tensor, name, {as.size(0), as.size(1), as.size(2)});
-    else
-      expect_shape(tensor, name, {as.size(0), as.size(1)});
-  };
-  same_shape(dout, "dout", out);
-  expect_dtype(dout, "dout", problem.torch_dtype, "the dtype of q");
-  expect_place(dout, "dout", problem.place);
-  g.dout = view_of(dout, "dout");
-  if (!dlse) return;
-  same_shape(*dlse, "dlse", lse);
-  expect_dtype(*dlse, "dlse", aoti_torch_dtype_float32(), "float32");
-  expect_place(*dlse, "dlse", problem.place);
-  expect_contiguous_columns(*dlse, "dlse");
-  g.dlse = static_cast<const float*>(dlse->const_data_ptr());
-  g.dlse_stride_head = dlse->stride(dlse->dim() - 2);
-  g.dlse_stride_batch = problem.varlen_q() ? 0 : dlse->stride(0);
+// out or dout.
+void expect_rows(const Tensor& rows, const char* name, const Problem& problem) {
+  const tilewise_attention& a = problem.attention;
+  expect_place(rows, name, problem.place);
+  expect_dtype(rows, name, problem.torch_dtype, "the dtype of q");
+  if (problem.varlen_q())
+    expect_shape(rows, name, {a.seqlen_q, a.heads_q, a.head_dim_v});
+  else
+    expect_shape(rows, name, {a.batch, a.seqlen_q, a.heads_q, a.head_dim_v});
 }
 
-void expect_result(const Problem& problem, const Tensor& out, const Tensor& lse) {
-  const tilewise_attention& a = problem.attention;
-  expect_place(out, "out", problem.place);
-  expect_place(lse, "lse", problem.place);
-  expect_dtype(out, "out", problem.torch_dtype, "the dtype of q");
-  expect_dtype(lse, "lse", aoti_torch_dtype_float32(), "float32");
-  if (problem.varlen_q()) {
-    expect_shape(out, "out", {a.seqlen_q, a.heads_q, a.head_dim_v});
-    expect_shape(lse, "lse", {a.heads_q, a.seqlen_q});
-  } else {
-    expect_shape(out, "out", {a.batch, a.seqlen_q, a.heads_q, a.head_dim_v});
-    expect_shape(lse, "lse", {a.batch, a.heads_q, a.seqlen_q});
-  }
-  expect_contiguous_columns(lse, "lse");
+void set_incoming(tilewise_gradients& g, const Problem& problem, const Tensor& dout,
+                  const OptionalTensor& dlse) {
+  expect_rows(dout, "dout", problem);
+  g.dout = view_of(dout, "dout");
+  set_dlse(g, problem, dlse);
 }
 
 // Where the problem runs, for as long as this lives.
@@ -159,6 +137,7 @@ void forward(StableIValue* stack, uint64_t inputs, uint64_t) {
   Arguments arguments(stack, inputs);
   const Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
   const Options options(arguments);
+  const bool with_lse_low = arguments.flag();
 
   Problem problem = describe(q, k, v, options);
   const tilewise_attention& a = problem.attention;
@@ -167,10 +146,9 @@ void forward(StableIValue* stack, uint64_t inputs, uint64_t) {
       varlen ? new_tensor({a.seqlen_q, a.heads_q, a.head_dim_v}, problem.torch_dtype, problem.place)
              : new_rows({a.batch, a.seqlen_q, a.heads_q, a.head_dim_v}, problem.torch_dtype,
                         problem.place, options.heads_first);
-  const auto float32 = aoti_torch_dtype_float32();
-  const Tensor lse = varlen ? new_tensor({a.heads_q, a.seqlen_q}, float32, problem.place)
-                            : new_tensor({a.batch, a.heads_q, a.seqlen_q}, float32, problem.place);
-  set_output(problem, out, lse);
+  const Tensor lse = new_lse(problem, with_lse_low);
+  problem.attention.out = view_of(out, "out");
+  set_lse(problem, lse);
 
   run_forward(problem);
   put(stack, out, lse);
@@ -186,12 +164,13 @@ void backward(StableIValue* stack, uint64_t inputs, uint64_t) {
   const int64_t wanted = arguments.integer();
 
   Problem problem = describe(q, k, v, options);
-  expect_result(problem, out, lse);
-  set_output(problem, out, lse);
+  expect_rows(out, "out", problem);
+  problem.attention.out = view_of(out, "out");
+  set_lse(problem, lse);
 
   tilewise_gradients g{};
   g.struct_size = sizeof(g);
-  set_incoming(g, problem, dout, dlse, out, lse);
+  set_incoming(g, problem, dout, dlse);
   const GradientTensors made = new_gradients(g, problem, options, k, v, wanted);
   run_backward(problem, g);
   put(stack, made.dq, made.dk, made.dv, made.dbias, made.dsinks, made.dscale);

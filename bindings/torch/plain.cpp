@@ -85,27 +85,16 @@ Tensor new_in_layout(int64_t rows, int64_t heads, int64_t columns, const Problem
              : new_tensor({batch, rows, heads, columns}, problem.torch_dtype, problem.place);
 }
 
-void set_plain_output(Problem& problem, const Tensor& out, const Tensor& lse,
+void set_plain_result(Problem& problem, const Tensor& out, const Tensor& lse,
                       const PlainOptions& options) {
   tilewise_attention& a = problem.attention;
-  a.out = view_in_layout(out, "out", options);
-  a.lse = const_cast<float*>(static_cast<const float*>(lse.const_data_ptr()));
-  a.lse_stride_batch = lse.stride(0);
-  a.lse_stride_head = lse.stride(1);
-}
-
-void expect_plain_result(const Problem& problem, const Tensor& out, const Tensor& lse,
-                         const PlainOptions& options) {
-  const tilewise_attention& a = problem.attention;
   expect_like_q(out, "out", problem);
   const Shape shape = shape_of(out, "out", options);
   if (shape.batch != a.batch || shape.rows != a.seqlen_q || shape.heads != a.heads_q ||
       shape.columns != a.head_dim_v)
     invalid("out does not have the shape of the forward's result");
-  expect_place(lse, "lse", problem.place);
-  expect_dtype(lse, "lse", aoti_torch_dtype_float32(), "float32");
-  expect_shape(lse, "lse", {a.batch, a.heads_q, a.seqlen_q});
-  expect_contiguous_columns(lse, "lse");
+  a.out = view_in_layout(out, "out", options);
+  set_lse(problem, lse);
 }
 
 void set_plain_incoming(tilewise_gradients& g, const Problem& problem, const Tensor& dout,
@@ -114,15 +103,7 @@ void set_plain_incoming(tilewise_gradients& g, const Problem& problem, const Ten
   expect_like_q(dout, "dout", problem);
   expect_shape(dout, "dout", {out.size(0), out.size(1), out.size(2), out.size(3)});
   g.dout = view_in_layout(dout, "dout", options);
-  if (!dlse) return;
-  const tilewise_attention& a = problem.attention;
-  expect_place(*dlse, "dlse", problem.place);
-  expect_dtype(*dlse, "dlse", aoti_torch_dtype_float32(), "float32");
-  expect_shape(*dlse, "dlse", {a.batch, a.heads_q, a.seqlen_q});
-  expect_contiguous_columns(*dlse, "dlse");
-  g.dlse = static_cast<const float*>(dlse->const_data_ptr());
-  g.dlse_stride_batch = dlse->stride(0);
-  g.dlse_stride_head = dlse->stride(1);
+  set_dlse(g, problem, dlse);
 }
 
 }  // namespace
@@ -131,13 +112,14 @@ void plain_forward(StableIValue* stack, uint64_t inputs, uint64_t) {
   Arguments arguments(stack, inputs);
   const Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
   const PlainOptions options(arguments);
+  const bool with_lse_low = arguments.flag();
 
   Problem problem = describe_plain(q, k, v, options);
-  const tilewise_attention& a = problem.attention;
+  tilewise_attention& a = problem.attention;
   const Tensor out = new_in_layout(a.seqlen_q, a.heads_q, a.head_dim_v, problem, options);
-  const Tensor lse =
-      new_tensor({a.batch, a.heads_q, a.seqlen_q}, aoti_torch_dtype_float32(), problem.place);
-  set_plain_output(problem, out, lse, options);
+  const Tensor lse = new_lse(problem, with_lse_low);
+  a.out = view_in_layout(out, "out", options);
+  set_lse(problem, lse);
   run_forward(problem);
   put(stack, out, lse);
 }
@@ -153,8 +135,7 @@ void plain_backward(StableIValue* stack, uint64_t inputs, uint64_t) {
 
   Problem problem = describe_plain(q, k, v, options);
   const tilewise_attention& a = problem.attention;
-  expect_plain_result(problem, out, lse, options);
-  set_plain_output(problem, out, lse, options);
+  set_plain_result(problem, out, lse, options);
   tilewise_gradients g{};
   g.struct_size = sizeof(g);
   set_plain_incoming(g, problem, dout, dlse, out, options);

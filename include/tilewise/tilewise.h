@@ -170,6 +170,11 @@ typedef struct tilewise_attention {
   int64_t k_descale_stride_head;
   int64_t v_descale_stride_batch;
   int64_t v_descale_stride_head;
+  float* lse_low; /* optional, with the shape and strides of lse, which it needs: what rounding lse
+                     to fp32 left. lse + lse_low is the log-sum-exp to twice the precision of fp32:
+                     m + log l exactly where |m| is huge. 0 in rows whose lse is infinite. Written
+                     by forward. The backward weighs with exp(score - lse - lse_low); NULL means 0,
+                     and its weights are then off by |lse| * 6e-8, relatively */
 } tilewise_attention;
 
 /* Gradients. dq, dk, dv have the shapes of q, k, v, except that with block_table or kv_batch_idx dk

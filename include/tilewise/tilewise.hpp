@@ -219,11 +219,11 @@ inline void check_shapes(const ConstTensor& q, const ConstTensor& k, const Const
 
 }  // namespace detail
 
-// The struct of the C ABI for these tensors, on the CPU. `lse`, when not empty, is contiguous:
-// [batch, head, row], with cu_seqlens_q [head, row].
+// The struct of the C ABI for these tensors, on the CPU. `lse` and `lse_low`, when not empty, are
+// contiguous: [batch, head, row], with cu_seqlens_q [head, row].
 inline tilewise_attention describe(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
                                    const Tensor& out, const Options& options = {},
-                                   std::span<float> lse = {}) {
+                                   std::span<float> lse = {}, std::span<float> lse_low = {}) {
   detail::check_shapes(q, k, v, out, options);
   const bool varlen = !options.cu_seqlens_q.empty();
   tilewise_attention a{};
@@ -251,6 +251,8 @@ inline tilewise_attention describe(const ConstTensor& q, const ConstTensor& k, c
   a.lse = lse.empty() ? nullptr : lse.data();
   a.lse_stride_batch = a.heads_q * a.seqlen_q;
   a.lse_stride_head = a.seqlen_q;
+  detail::check_size("lse_low", lse_low.size(), lse_rows);
+  a.lse_low = lse_low.empty() ? nullptr : lse_low.data();
 
   a.window_left = options.window_left.value_or(-1);
   a.window_right = options.causal ? 0 : options.window_right.value_or(-1);

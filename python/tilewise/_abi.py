@@ -119,6 +119,7 @@ class Attention(ctypes.Structure):
         ("k_descale_stride_head", c_int64),
         ("v_descale_stride_batch", c_int64),
         ("v_descale_stride_head", c_int64),
+        ("lse_low", c_void_p),
     ]
 
 

@@ -59,6 +59,7 @@ def _pairs(q: Tensor, k: Tensor, o: Options) -> int:
 
 @register_flop_formula(torch.ops.tilewise.forward, get_raw=True)
 def _forward(q: Tensor, k: Tensor, v: Tensor, *options: Any, **_out: Any) -> int:
+    options = options[: len(Options._fields)]  # without with_lse_low
     return 2 * q.shape[-2] * _pairs(q, k, Options(*options)) * (q.shape[-1] + v.shape[-1])
 
 

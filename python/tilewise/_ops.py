@@ -6,19 +6,35 @@ be marked compliant on every version.
 
 All tensors are in "bshd" or varlen order whatever their strides; ``heads_first`` only says that new
 [batch, row, head, column] tensors are to be stored as [batch, head, row, column].
+
+``with_lse_low`` of a forward adds a leading dimension of 2 to its lse: behind lse comes what
+rounding it to fp32 left. A backward takes lse in either form; with both its weights are right for
+any lse, while lse alone leaves them off by |lse| * 6e-8. What autograd saves has both.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._autograd import is_transformed, no_forward_mode, no_second_derivative
-from ._autograd import register as register_autograd
+from ._fold import fold, fold_lse, fold_options, foldable, one_by_one, unfold
 from ._library import load_torch_adapter
+from ._options import (
+    OPTION_COUNT,
+    TENSOR_COUNT,
+    WANT_BIAS,
+    WANT_K,
+    WANT_Q,
+    WANT_SCALE,
+    WANT_SINKS,
+    WANT_V,
+    Options,
+    contiguous_columns,
+    has_lse_low,
+)
 
 _OPTIONS = (
     "Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? cu_seqlens_q, "
@@ -35,11 +51,13 @@ _PLAIN = (
     "bool heads_first"
 )
 _SCHEMAS = (
-    f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}=False) -> (Tensor out, Tensor lse)",
+    f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}=False, bool with_lse_low=False) "
+    "-> (Tensor out, Tensor lse)",
     "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_OPTIONS}, int wanted) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks, "
     "Tensor dscale)",
-    f"_plain_forward(Tensor q, Tensor k, Tensor v, {_PLAIN}) -> (Tensor out, Tensor lse)",
+    f"_plain_forward(Tensor q, Tensor k, Tensor v, {_PLAIN}, bool with_lse_low=False) "
+    "-> (Tensor out, Tensor lse)",
     "_plain_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
     f"Tensor lse, {_PLAIN}, int wanted) -> (Tensor dq, Tensor dk, Tensor dv)",
     "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? q, Tensor? k_new, Tensor? v_new, "
@@ -50,48 +68,6 @@ _SCHEMAS = (
 )
 
 
-class Options(NamedTuple):
-    """The arguments of ``forward`` and ``backward`` after the tensors, in the order of the schema.
-
-    Negative windows are unlimited; bounds and splits of 0 are not given. ``scale_tensor`` replaces
-    ``scale``; ``dropout_state`` is int64 [2], the seed and the offset of the dropout bits.
-    """
-
-    bias: Tensor | None = None  # [B or 1, Hq or 1, Sq or 1, Sk], fp32 or the dtype of q
-    alibi_slopes: Tensor | None = None  # [Hq] or [B, Hq] fp32
-    sinks: Tensor | None = None  # [Hq] fp32
-    cu_seqlens_q: Tensor | None = None  # [B + 1] int32
-    cu_seqlens_k: Tensor | None = None
-    seqused_q: Tensor | None = None  # [B] int32
-    seqused_k: Tensor | None = None
-    block_table: Tensor | None = None  # [B, width] int32
-    kv_batch_idx: Tensor | None = None  # [B] int32
-    leftpad_k: Tensor | None = None  # [B] int32
-    k_descale: Tensor | None = None  # [B, Hkv] fp32, of float8_e4m3fn k
-    v_descale: Tensor | None = None
-    scale_tensor: Tensor | None = None  # [1] fp32
-    dropout_state: Tensor | None = None
-    scale: float = 1.0
-    window_left: int = -1
-    window_right: int = -1
-    softcap: float = 0.0
-    dropout_p: float = 0.0
-    max_seqlen_q: int = 0
-    max_seqlen_k: int = 0
-    num_splits: int = 0
-    deterministic: bool = False
-    tf32: bool = False
-    check: bool = False  # of the index tensors' entries on a GPU; waits for it
-    batch_invariant: bool = False
-    heads_first: bool = False
-
-
-# Bits of the argument `wanted` of backward; the values are those of bindings/torch/ops.cpp.
-WANT_Q, WANT_K, WANT_V, WANT_BIAS, WANT_SINKS, WANT_SCALE = 1, 2, 4, 8, 16, 32
-
-_OPTION_COUNT = len(Options._fields)
-_TENSOR_COUNT = Options._fields.index("scale")  # the leading options are tensors
-
 _library = torch.library.Library("tilewise", "FRAGMENT")
 for _schema in _SCHEMAS:
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -101,38 +77,46 @@ load_torch_adapter()
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """(out, lse) of the operator, by the shortest way through PyTorch's layers."""
     arguments = (q, k, v, *options)
+    tensors = (q, k, v, *options[:TENSOR_COUNT])
     if torch.compiler.is_compiling():
-        return torch.ops.tilewise.forward(*arguments)
-    if is_transformed():
-        return _Forward.apply(*arguments)
-    tensors = (q, k, v, *options[:_TENSOR_COUNT])
+        if not (
+            torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        ):
+            return torch.ops.tilewise.forward(*arguments)
+        return _first_of_pair(torch.ops.tilewise.forward(*arguments, writes_lse_low(q)), q)
+    if _transformed():
+        return _first_of_pair(_Forward.apply(*arguments, writes_lse_low(q)), q)
     if forward_ad._current_level >= 0 or (
         torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)
     ):
-        return _EagerForward.apply(*arguments)
+        return _EagerForward.apply(*arguments, writes_lse_low(q))
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.tilewise.forward(*arguments)
 
 
-def append_kv(*arguments: Any) -> Tensor:
-    """The operator, by the shortest way through PyTorch's layers: it has no derivative."""
-    if torch.compiler.is_compiling() or is_transformed() or forward_ad._current_level >= 0:
-        return torch.ops.tilewise.append_kv(*arguments)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.tilewise.append_kv(*arguments)
+def writes_lse_low(q: Tensor) -> bool:
+    """Whether the kernels of a device write lse_low."""
+    return q.device.type == "cpu"
 
 
-def contiguous_columns(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where its columns do not lie side by side, or are not in memory at all,
-    as those of PyTorch's zero tensors.
-    """
-    in_memory = torch.compiler.is_compiling() or not tensor._is_zerotensor()
-    if in_memory and tensor.stride(-1) == 1:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+def _first_of_pair(results: tuple[Tensor, Tensor], q: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = results
+    return out, lse[0] if has_lse_low(lse, q) else lse
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func is active: register_autograd is no use under one."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 # --- shapes for tracing ---------------------------------------------------------------------------
+
+
+def _options_of(arguments: tuple[Any, ...]) -> tuple[Options, bool]:
+    """The options and ``with_lse_low`` of a forward, of which those equal to their default may be
+    missing at the end.
+    """
+    return Options(*arguments[:OPTION_COUNT]), arguments[OPTION_COUNT:] == (True,)
 
 
 def _new_rows(like: Tensor, shape: tuple[int, ...], heads_first: bool) -> Tensor:
@@ -144,10 +128,11 @@ def _new_rows(like: Tensor, shape: tuple[int, ...], heads_first: bool) -> Tensor
 
 @torch.library.register_fake("tilewise::forward", lib=_library)
 def _forward_fake(q: Tensor, _k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    option = Options(*options)
+    option, with_lse_low = _options_of(options)
     shape = (*q.shape[:-1], v.shape[-1])
     rows, heads = q.shape[-3], q.shape[-2]
     lse_shape = (heads, rows) if option.cu_seqlens_q is not None else (q.shape[0], heads, rows)
+    lse_shape = (2, *lse_shape) if with_lse_low else lse_shape
     lse = q.new_empty(lse_shape, dtype=torch.float32)
     return _new_rows(q, shape, option.heads_first), lse
 
@@ -199,8 +184,8 @@ def _append_kv_fake(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *options = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, *options[:_TENSOR_COUNT])
-    ctx.numbers = tuple(options[_TENSOR_COUNT:])
+    ctx.save_for_backward(q, k, v, *output, *options[:TENSOR_COUNT])
+    ctx.numbers = tuple(options[TENSOR_COUNT:OPTION_COUNT])
 
 
 def _position(name: str) -> int:
@@ -252,7 +237,7 @@ def _to_pages(rows: Tensor, pages: Tensor, block_table: Tensor) -> Tensor:
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    results: list[Tensor | None] = [None] * (3 + _OPTION_COUNT)
+    results: list[Tensor | None] = [None] * (3 + OPTION_COUNT + 1)  # 1: with_lse_low
     wanted = _wanted(ctx.needs_input_grad)
     if wanted == 0 or (dout is None and dlse is None):
         return tuple(results)
@@ -261,7 +246,8 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     if wanted & WANT_BIAS:
         options = options._replace(bias=_materialized_bias(options.bias))
     dout = torch.zeros_like(out) if dout is None else contiguous_columns(dout)
-    dlse = None if dlse is None else contiguous_columns(dlse)
+    if dlse is not None:
+        dlse = contiguous_columns(dlse[0] if has_lse_low(dlse, q) else dlse)
     grads = call_backward(dout, dlse, q, k, v, out, lse, *options, wanted)
     for grad, (position, bit) in zip(grads, _WANT_AT, strict=True):
         if wanted & bit:
@@ -276,21 +262,39 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     return tuple(results)
 
 
-def _call_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return (
-        _Forward.apply(*arguments) if is_transformed() else torch.ops.tilewise.forward(*arguments)
+def _no_second_derivative(_ctx: Any, *_grads: Any) -> Any:
+    raise RuntimeError(
+        "tilewise: attention is differentiable once; second derivatives (create_graph=True, "
+        "gradient penalties, nested torch.func.grad) are not defined"
     )
+
+
+def _no_forward_mode(_ctx: Any, *_tangents: Any) -> Any:
+    raise RuntimeError(
+        "tilewise: attention has no forward-mode derivative (dual tensors, torch.func.jvp, jacfwd, "
+        "hessian); use the backward: torch.func.vjp, jacrev"
+    )
+
+
+def _call_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return _Forward.apply(*arguments) if _transformed() else torch.ops.tilewise.forward(*arguments)
 
 
 def call_backward(*arguments: Any) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
         return torch.ops.tilewise.backward(*arguments)
-    if is_transformed():
+    if _transformed():
         return _Backward.apply(*arguments)
     if torch.is_grad_enabled():  # create_graph=True: the operator refuses the second derivative
         return torch.ops.tilewise.backward(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.tilewise.backward(*arguments)
+
+
+torch.library.register_autograd(
+    "tilewise::forward", _backward, setup_context=_setup_context, lib=_library
+)
+torch.library.register_autograd("tilewise::backward", _no_second_derivative, lib=_library)
 
 
 # --- vmap -----------------------------------------------------------------------------------------
@@ -299,93 +303,40 @@ def call_backward(*arguments: Any) -> tuple[Tensor, ...]:
 # per element, which is always right.
 
 
-def _foldable(options: Options, dims: tuple[int | None, ...]) -> bool:
-    by_name = dict(zip(Options._fields, dims, strict=True))
-    sequences = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table",
-                 "kv_batch_idx", "leftpad_k", "k_descale", "v_descale")  # fmt: skip
-    mapped = (by_name["sinks"], by_name["scale_tensor"])
-    return (
-        all(getattr(options, name) is None for name in sequences)
-        and options.dropout_state is None
-        and all(dim is None for dim in mapped)
-    )
-
-
-def _fold(tensor: Tensor, dim: int | None, count: int) -> Tensor:
-    """[..., count at dim, ...] with a batch dimension first otherwise -> [count * batch, ...]."""
-    front = tensor.expand(count, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-    return contiguous_columns(front.flatten(0, 1))
-
-
-def _unfold(tensor: Tensor, count: int) -> Tensor:
-    return tensor.unflatten(0, (count, tensor.shape[0] // count))
-
-
-def _fold_options(
-    options: Options, dims: tuple[int | None, ...], count: int, batch: int
-) -> Options:
-    by_name = dict(zip(Options._fields, dims, strict=True))
-    bias, slopes = options.bias, options.alibi_slopes
-    if bias is not None:
-        dim = by_name["bias"]
-        front = bias.unsqueeze(0) if dim is None else bias.movedim(dim, 0)
-        if dim is not None or front.shape[1] != 1:
-            # A batch dimension of 1 cannot stay one next to a mapped dimension.
-            front = front.expand(count, batch, *front.shape[2:])
-        bias = contiguous_columns(front.flatten(0, 1))
-    if slopes is not None:
-        dim = by_name["alibi_slopes"]
-        front = slopes.unsqueeze(0) if dim is None else slopes.movedim(dim, 0)
-        if dim is not None or front.dim() == 3:
-            front = front.unsqueeze(1) if front.dim() == 2 else front
-            slopes = front.expand(count, batch, front.shape[-1]).flatten(0, 1)
-    return options._replace(bias=bias, alibi_slopes=slopes)
-
-
-def _one_by_one(call: Any, info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
-    calls = []
-    for i in range(info.batch_size):
-        picked = [
-            argument.select(dim, i) if dim is not None else argument
-            for argument, dim in zip(args, in_dims, strict=True)
-        ]
-        picked = [
-            contiguous_columns(value) if isinstance(value, Tensor) and value.dim() > 1 else value
-            for value in picked
-        ]
-        calls.append(call(*picked))
-    results = tuple(torch.stack(outputs) for outputs in zip(*calls, strict=True))
-    return results, (0,) * len(results)
-
-
 def _forward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    options = Options(*args[3:])  # without those equal to their default
-    in_dims = in_dims + (None,) * (3 + _OPTION_COUNT - len(in_dims))
-    args = (*args[:3], *options)
-    if not _foldable(options, in_dims[3:]):
-        return _one_by_one(_call_forward, info, in_dims, args)
+    options, with_lse_low = _options_of(args[3:])
+    in_dims = in_dims + (None,) * (3 + OPTION_COUNT + 1 - len(in_dims))
+    args = (*args[:3], *options, with_lse_low)
+    if not foldable(options, in_dims[3:-1]):
+        return one_by_one(_call_forward, info, in_dims, args)
     count = info.batch_size
-    q, k, v = (_fold(args[i], in_dims[i], count) for i in range(3))
-    folded = _fold_options(options, in_dims[3:], count, q.shape[0] // count)
-    results = _call_forward(q, k, v, *folded)
-    return tuple(_unfold(result, count) for result in results), (0, 0)
+    q, k, v = (fold(args[i], in_dims[i], count) for i in range(3))
+    folded = fold_options(options, in_dims[3:-1], count, q.shape[0] // count)
+    out, lse = _call_forward(q, k, v, *folded, with_lse_low)
+    if with_lse_low:
+        lse = lse.unflatten(1, (count, lse.shape[1] // count))
+        return (unfold(out, count), lse), (0, 1)
+    return (unfold(out, count), unfold(lse, count)), (0, 0)
 
 
 def _backward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     options, wanted = Options(*args[7:-1]), args[-1]
     # Gradients that are summed over the batch would be summed over the mapped dimension as well.
     summed = wanted & (WANT_BIAS | WANT_SINKS | WANT_SCALE)
-    if summed or not _foldable(options, in_dims[7:-1]):
-        return _one_by_one(call_backward, info, in_dims, args)
+    if summed or not foldable(options, in_dims[7:-1]):
+        return one_by_one(call_backward, info, in_dims, args)
     count = info.batch_size
-    tensors = [None if args[i] is None else _fold(args[i], in_dims[i], count) for i in range(7)]
-    batch = tensors[2].shape[0] // count if tensors[2] is not None else 0
-    folded = _fold_options(options, in_dims[7:-1], count, batch)
-    results = call_backward(*tensors, *folded, wanted)
+    tensors: list[Any] = [
+        None if args[i] is None else fold(args[i], in_dims[i], count) for i in range(6)
+    ]
+    q = tensors[2]
+    lse = fold_lse(args[6], in_dims[6], count, q.dim())
+    folded = fold_options(options, in_dims[7:-1], count, q.shape[0] // count)
+    results = call_backward(*tensors, lse, *folded, wanted)
     unfolded = []
     for result, bit in zip(results, (WANT_Q, WANT_K, WANT_V, 0, 0, 0), strict=True):
         unfolded.append(
-            _unfold(result, count) if wanted & bit else result.expand(count, *result.shape)
+            unfold(result, count) if wanted & bit else result.expand(count, *result.shape)
         )
     return tuple(unfolded), (0,) * len(unfolded)
 
@@ -414,35 +365,26 @@ torch.library.register_vmap("tilewise::backward", _backward_vmap, lib=_library)
 torch.library.register_vmap("tilewise::append_kv", _append_kv_vmap, lib=_library)
 
 
-# --- autograd -------------------------------------------------------------------------------------
-# Both the short way of eager calls and what the operators' kernels for autograd run.
+# --- without a compiler ---------------------------------------------------------------------------
 
 
 class _EagerForward(torch.autograd.Function):
+    """The operator with the derivative that register_autograd gives it, at a tenth of the overhead.
+
+    The Python layer of register_autograd reads the schema anew in every call: 0.4 ms on the machine
+    where this takes 0.04 ms.
+    """
+
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
             results = torch.ops.tilewise.forward(*arguments)
+            lse_alone = _first_of_pair(results, arguments[0])
         _setup_context(ctx, arguments, results)
-        return results
+        return lse_alone
 
     backward = staticmethod(_backward)
-    jvp = staticmethod(no_forward_mode)
-
-
-class _EagerBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.tilewise.backward(*arguments)
-
-    backward = staticmethod(no_second_derivative)
-    jvp = staticmethod(no_forward_mode)
-
-
-register_autograd(_library, "forward", _EagerForward)
-register_autograd(_library, "backward", _EagerBackward)
-register_autograd(_library, "append_kv", None)
+    jvp = staticmethod(_no_forward_mode)
 
 
 # --- torch.func -----------------------------------------------------------------------------------
@@ -457,7 +399,7 @@ class _Forward(torch.autograd.Function):
 
     setup_context = staticmethod(_setup_context)
     backward = staticmethod(_backward)
-    jvp = staticmethod(no_forward_mode)
+    jvp = staticmethod(_no_forward_mode)
     vmap = staticmethod(_forward_vmap)
 
 
@@ -470,5 +412,5 @@ class _Backward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """Nothing to keep: there is no second derivative."""
 
-    backward = staticmethod(no_second_derivative)
+    backward = staticmethod(_no_second_derivative)
     vmap = staticmethod(_backward_vmap)

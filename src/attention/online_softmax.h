@@ -19,23 +19,47 @@ TILEWISE_FN float exponent_base(float m) { return m == kMinusInfinity ? 0.0f : m
 // largest is 1 even if it is +inf, as a sink may be: all others weigh 0 then.
 TILEWISE_FN float above(float x, float base) { return x == base ? 0.0f : x - base; }
 
+// A log-sum-exp in two floats (tilewise_attention::lse and lse_low): where |m| is huge, fp32 has no
+// room for log l beside it, and the weights of a row need both. low is 0 where lse is infinite.
+struct LogSum {
+  float lse = kMinusInfinity;
+  float low = 0.0f;
+
+  // m + log_l, where low starts with what is known beyond m.
+  TILEWISE_FN static LogSum of(float m, float log_l, float low = 0.0f) {
+    const float lse = m + log_l;
+    if (lse - lse != 0.0f) return {lse, 0.0f};
+    return {lse, ((m - lse) + log_l) + low};
+  }
+
+  TILEWISE_FN bool operator<(const LogSum& other) const {
+    return lse < other.lse || (lse == other.lse && low < other.low);
+  }
+
+  // exp of it is the weight of this sum beside the largest one, `base`.
+  TILEWISE_FN float above(const LogSum& base) const {
+    if (lse == kMinusInfinity) return lse;
+    return tilewise::above(lse, base.lse) + (low - base.low);
+  }
+};
+
 // Two partial results over disjoint keys, each out = sum(p v) / sum(p) with its lse: the whole is
 // weight_a * out_a + weight_b * out_b. Exact, associative up to rounding; -inf means "no keys".
 struct Merge {
   float weight_a;
   float weight_b;
-  float lse;
+  LogSum sum;
 
-  TILEWISE_HOST_DEVICE static Merge of(float lse_a, float lse_b);
+  TILEWISE_HOST_DEVICE static Merge of(const LogSum& a, const LogSum& b);
 };
 
-inline __attribute__((always_inline)) Merge Merge::of(float lse_a, float lse_b) {
-  const float base = exponent_base(max(lse_a, lse_b));
-  const float a = __builtin_expf(above(lse_a, base));
-  const float b = __builtin_expf(above(lse_b, base));
-  const float sum = a + b;
-  if (sum == 0.0f) return {0.0f, 0.0f, kMinusInfinity};
-  return {a / sum, b / sum, base + __builtin_logf(sum)};
+inline __attribute__((always_inline)) Merge Merge::of(const LogSum& a, const LogSum& b) {
+  const LogSum base = a < b ? b : a;
+  const float weight_a = __builtin_expf(a.above(base));
+  const float weight_b = __builtin_expf(b.above(base));
+  const float l = weight_a + weight_b;
+  if (l == 0.0f) return {0.0f, 0.0f, {}};
+  return {weight_a / l, weight_b / l, LogSum::of(base.lse, __builtin_logf(l), base.low)};
 }
 
 }  // namespace tilewise

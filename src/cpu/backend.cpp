@@ -123,8 +123,11 @@ void zero_unused_outputs(const Problem& p) {
   for_unused_rows(p, [&](const Sequence& s, int64_t i) {
     zero_row(p, p.out, s.row_offset(p.out, i), p.heads_q, p.head_dim_v);
     if (p.lse == nullptr) return;
-    for (int64_t h = 0; h < p.heads_q; ++h)
-      p.lse[s.lse_offset(p.lse_stride_batch, i) + h * p.lse_stride_head] = -__builtin_huge_valf();
+    for (int64_t h = 0; h < p.heads_q; ++h) {
+      const int64_t at = s.lse_offset(p.lse_stride_batch, i) + h * p.lse_stride_head;
+      p.lse[at] = -__builtin_huge_valf();
+      if (p.lse_low != nullptr) p.lse_low[at] = 0.0f;
+    }
   });
 }
 
@@ -204,6 +207,7 @@ struct ForwardLaunch {
       const int64_t row = (id * plan.splits + split) * layout.partial_rows;
       task.partial_out = layout.partial_out + row * p.head_dim_v;
       task.partial_lse = layout.partial_lse + row;
+      task.partial_low = layout.partial_low + row;
       task.partial_stride = plan.splits * layout.partial_rows;
     }
     return task;

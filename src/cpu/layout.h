@@ -59,6 +59,7 @@ struct ForwardLayout {
   int64_t partial_rows;
   float* partial_out;  // [tile][kv head][split][row][head_dim_v]; only with splits. A rule splits
   float* partial_lse;  // sequences of one tile: then [sequence] takes the place of [tile]
+  float* partial_low;  // what rounding partial_lse left
 
   ForwardLayout(const Problem& p, const Shape& shape, const Plan& plan, Arena& arena)
       : scratch_bytes(measure(p, shape, plan.isa)),
@@ -76,6 +77,7 @@ struct ForwardLayout {
         plan.splits == 1 ? Size(0) : Size(partial_tiles) * p.heads_kv * plan.splits * partial_rows;
     partial_out = arena.take<float>(partials * p.head_dim_v);
     partial_lse = arena.take<float>(partials);
+    partial_low = arena.take<float>(partials);
   }
 
  private:

@@ -102,10 +102,10 @@ Row attend(const Toy& toy, int64_t i, Range tile_rows, Range keys, int64_t tile_
 }
 
 Row merge(const Row& a, const Row& b) {
-  const Merge m = Merge::of(a.lse, b.lse);
+  const Merge m = Merge::of({a.lse}, {b.lse});
   Row whole;
   for (int64_t d = 0; d < kDim; ++d) whole.out[d] = m.weight_a * a.out[d] + m.weight_b * b.out[d];
-  whole.lse = m.lse;
+  whole.lse = m.sum.lse;
   return whole;
 }
 

@@ -40,8 +40,9 @@ State exact(const std::vector<double>& scores, const std::vector<double>& values
 }
 
 State merge(State a, State b) {
-  const Merge m = Merge::of(a.lse, b.lse);
-  return {static_cast<double>(m.weight_a) * a.out + static_cast<double>(m.weight_b) * b.out, m.lse};
+  const Merge m = Merge::of({a.lse}, {b.lse});
+  return {static_cast<double>(m.weight_a) * a.out + static_cast<double>(m.weight_b) * b.out,
+          m.sum.lse};
 }
 
 TEST(Merge, RandomPartitionsGiveTheWhole) {
@@ -76,41 +77,41 @@ TEST(Merge, RandomPartitionsGiveTheWhole) {
 }
 
 TEST(Merge, EmptySidesAndExtremes) {
-  const Merge none = Merge::of(-kInfinity, -kInfinity);
+  const Merge none = Merge::of({-kInfinity}, {-kInfinity});
   EXPECT_EQ(none.weight_a, 0.0f);
   EXPECT_EQ(none.weight_b, 0.0f);
-  EXPECT_EQ(none.lse, -kInfinity);
-  const Merge left = Merge::of(3.0f, -kInfinity);
+  EXPECT_EQ(none.sum.lse, -kInfinity);
+  const Merge left = Merge::of({3.0f}, {-kInfinity});
   EXPECT_EQ(left.weight_a, 1.0f);
   EXPECT_EQ(left.weight_b, 0.0f);
-  EXPECT_EQ(left.lse, 3.0f);
-  const Merge huge = Merge::of(1e30f, -1e30f);
+  EXPECT_EQ(left.sum.lse, 3.0f);
+  const Merge huge = Merge::of({1e30f}, {-1e30f});
   EXPECT_EQ(huge.weight_a, 1.0f);
   EXPECT_EQ(huge.weight_b, 0.0f);
-  EXPECT_EQ(huge.lse, 1e30f);
-  const Merge equal = Merge::of(-200.0f, -200.0f);
+  EXPECT_EQ(huge.sum.lse, 1e30f);
+  const Merge equal = Merge::of({-200.0f}, {-200.0f});
   EXPECT_EQ(equal.weight_a, 0.5f);
-  EXPECT_FLOAT_EQ(equal.lse, -200.0f + std::log(2.0f));
+  EXPECT_FLOAT_EQ(equal.sum.lse, -200.0f + std::log(2.0f));
 }
 
 // A sink of +inf has all the weight; of two of them each has half.
 TEST(Merge, TheInfiniteSideIsTheWhole) {
   for (const float other : {-kInfinity, -3.0f, 1e30f}) {
-    const Merge m = Merge::of(other, kInfinity);
+    const Merge m = Merge::of({other}, {kInfinity});
     EXPECT_EQ(m.weight_a, 0.0f);
     EXPECT_EQ(m.weight_b, 1.0f);
-    EXPECT_EQ(m.lse, kInfinity);
+    EXPECT_EQ(m.sum.lse, kInfinity);
   }
-  const Merge both = Merge::of(kInfinity, kInfinity);
+  const Merge both = Merge::of({kInfinity}, {kInfinity});
   EXPECT_EQ(both.weight_a, 0.5f);
-  EXPECT_EQ(both.lse, kInfinity);
+  EXPECT_EQ(both.sum.lse, kInfinity);
 }
 
 TEST(Merge, NanIsNotLost) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
-  for (const Merge m : {Merge::of(nan, 1.0f), Merge::of(1.0f, nan), Merge::of(nan, -kInfinity),
-                        Merge::of(-kInfinity, nan)}) {
-    EXPECT_TRUE(std::isnan(m.lse));
+  for (const Merge m : {Merge::of({nan}, {1.0f}), Merge::of({1.0f}, {nan}),
+                        Merge::of({nan}, {-kInfinity}), Merge::of({-kInfinity}, {nan})}) {
+    EXPECT_TRUE(std::isnan(m.sum.lse));
   }
 }
 

@@ -47,6 +47,8 @@ const Bad kBad[] = {
      "a multiple of 4 bytes is needed"},
     {"out_misaligned", [](Call& c) { c.a.out.data = misaligned(c.a.out.data); }, "out is 0x"},
     {"lse_misaligned", [](Call& c) { c.a.lse = misaligned(c.a.lse); }, "lse is 0x"},
+    {"lse_low_misaligned", [](Call& c) { c.a.lse_low = misaligned(c.lse_low.data()); },
+     "lse_low is 0x"},
     {"scale_ptr", [](Call& c) { c.a.scale_ptr = misaligned(&c.scale); }, "scale_ptr is 0x"},
     {"alibi_slopes", [](Call& c) { c.a.alibi_slopes = misaligned(c.slopes.data()); },
      "alibi_slopes is 0x"},
@@ -248,6 +250,36 @@ TEST(GoodLaunch, UnusedEntriesOfTheBlockTableAreNotRead) {
   call.used_k = {3, 6};
   call.table = {0, -1, 99, 1, 3, INT32_MIN};
   EXPECT_EQ(call.forward(), TILEWISE_OK) << tilewise_last_error();
+}
+
+// There is nothing left over of what is not written; a plan does not look at the pointers.
+TEST(BadLowHalf, NeedsLse) {
+  Call call;
+  call.a.lse = nullptr;
+  call.a.lse_low = call.lse_low.data();
+  expect_refused(call.forward(), call, "lse_low is given, but lse is NULL");
+  tilewise_plan_info info{};
+  info.struct_size = sizeof(info);
+  EXPECT_EQ(call.plan(TILEWISE_PASS_FORWARD, &info), TILEWISE_OK) << tilewise_last_error();
+}
+
+// lse + lse_low is the log-sum-exp to twice the precision of lse, in every row of lse_low: those
+// that are not in use and those that see nothing have 0.
+TEST(GoodLaunch, TheLowHalfIsWhatRoundingLeft) {
+  Call call;
+  call.use_bias();
+  call.a.lse_low = call.lse_low.data();
+  for (float& x : call.bias) x = -1e10f;
+  call.used_q = {3, 2};
+  call.used_k = {7, 0};
+  call.a.seqused_q = call.used_q.data();
+  call.a.seqused_k = call.used_k.data();
+  ASSERT_EQ(call.forward(), TILEWISE_OK) << tilewise_last_error();
+  for (std::size_t i = 0; i < call.lse.size(); ++i) {
+    const bool sees = i < static_cast<std::size_t>(Call::Hq * Call::Sq) && i % Call::Sq < 3;
+    EXPECT_EQ(call.lse[i], sees ? -1e10f : -INFINITY) << i;
+    EXPECT_NEAR(call.lse_low[i], sees ? std::log(7.0f) : 0.0f, 1e-6f) << i;
+  }
 }
 
 // Tensors without elements need no memory.

@@ -90,7 +90,7 @@ struct Call {
   std::vector<int32_t> batch_idx = {1, 0}, leftpad = {1, 0};
   tilewise_parallel parallel{};
 
-  Output out{B * Sq * Hq * Dv}, lse{B * Hq * Sq};
+  Output out{B * Sq * Hq * Dv}, lse{B * Hq * Sq}, lse_low{B * Hq * Sq};
   Output dq{B * Sq * Hq * D}, dk{B * kWidth * kPageSize * Hkv * D};
   Output dv{B * kWidth * kPageSize * Hkv * Dv}, dbias{B * Hq * Sq * 9}, dsinks{Hq}, dscale{1};
   Scratch workspace{1 << 20};
@@ -182,9 +182,9 @@ struct Call {
   }
 
   bool untouched() const {
-    return out.untouched() && lse.untouched() && dq.untouched() && dk.untouched() &&
-           dv.untouched() && dbias.untouched() && dsinks.untouched() && dscale.untouched() &&
-           workspace.untouched();
+    return out.untouched() && lse.untouched() && lse_low.untouched() && dq.untouched() &&
+           dk.untouched() && dv.untouched() && dbias.untouched() && dsinks.untouched() &&
+           dscale.untouched() && workspace.untouched();
   }
 };
 

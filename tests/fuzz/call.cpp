@@ -121,6 +121,7 @@ void AttentionCall::print() const {
       a.num_splits);
   const std::pair<const char*, const void*> given[] = {
       {"lse", a.lse},
+      {"lse_low", a.lse_low},
       {"alibi", a.alibi_slopes},
       {"bias", a.bias},
       {"sinks", a.sinks},
@@ -294,6 +295,10 @@ void AttentionCall::read_tensors(Reader& in) {
   a.lse = static_cast<float*>(lse.data);
   a.lse_stride_batch = lse.stride_batch;
   a.lse_stride_head = lse.stride_head;
+  if (!in.one_in(4)) return;
+  a.lse_low = static_cast<float*>(memory.tensor({batch, 1, a.heads_q},
+                                                {lse.stride_batch, lse.stride_row, lse.stride_head},
+                                                a.seqlen_q, 4, Writer::forward));
 }
 
 const float* AttentionCall::floats(Reader& in, int64_t count) {

@@ -108,6 +108,7 @@ class Built:
         lead = () if case.varlen_q else (self.batch,)
         self.lse_shape = (*lead, case.heads, self.seqlen_q)
         self.lse = guarded(self.lse_shape, torch.float32, pad=self._pad(self.lse_shape))
+        self.lse_low = guarded(self.lse_shape, torch.float32, pad=self._pad(self.lse_shape))
         self.attention = self._attention()
         self._gradient_inputs()
         self._poison_unused()
@@ -229,7 +230,7 @@ class Built:
         a.k = capi.tensor(self.k, batched=self.batched_k)
         a.v = capi.tensor(self.v, batched=self.batched_k)
         a.out = capi.tensor(self.out.view, batched=not c.varlen_q)
-        a.lse = self.lse.pointer
+        a.lse, a.lse_low = self.lse.pointer, self.lse_low.pointer
         a.lse_stride_batch = 0 if c.varlen_q else self.lse.view.stride(0)
         a.lse_stride_head = self.lse.view.stride(-2)
         for name, values in self.meta.items():
@@ -386,6 +387,7 @@ class Outcome:
 
     out: np.ndarray
     lse: np.ndarray
+    lse_low: np.ndarray
     grads: dict[str, np.ndarray] = field(default_factory=dict)
     kernels: list[str] = field(default_factory=list)
 
@@ -396,10 +398,15 @@ def run(b: Built, *, backward: bool = True, hook: capi.Parallel | None = None) -
     b.attention.stream = b.device.stream
     b.out.poison()
     b.lse.poison()
+    b.lse_low.poison()
     info = capi.forward(b.attention)
     assert b.out.stray_writes() == 0, "forward wrote outside out"
     assert b.lse.stray_writes() == 0, "forward wrote outside lse"
-    result = Outcome(flat(b.out.view), b.by_row(b.lse.view), kernels=[info.kernel.decode()])
+    assert b.lse_low.stray_writes() == 0, "forward wrote outside lse_low"
+    result = Outcome(
+        flat(b.out.view), b.by_row(b.lse.view), b.by_row(b.lse_low.view),
+        kernels=[info.kernel.decode()],
+    )  # fmt: skip
     if backward:
         gradients = b.gradients()
         info = capi.backward(b.attention, gradients)

@@ -57,21 +57,39 @@ PROBLEMS = {
 }
 
 
+@pytest.mark.parametrize("with_lse_low", [False, True])
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_opcheck_forward(name):
+def test_opcheck_forward(name, with_lse_low):
     q, k, v, options = PROBLEMS[name]()
-    torch.library.opcheck(torch.ops.tilewise.forward.default, (q, k, v, *options))
+    arguments = (q, k, v, *options, with_lse_low)
+    torch.library.opcheck(torch.ops.tilewise.forward.default, arguments)
 
 
+@pytest.mark.tensors("cpu")
 @pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.parametrize("wanted", [ALL, _ops.WANT_K])
-def test_opcheck_backward(name, wanted):
+def test_lse_low_is_behind_lse(name):
     q, k, v, options = PROBLEMS[name]()
     with torch.no_grad():
         out, lse = torch.ops.tilewise.forward(q, k, v, *options)
-    saved = [None if x is None else x.detach() for x in options[: _ops._TENSOR_COUNT]]
-    options = _ops.Options(*saved, *options[_ops._TENSOR_COUNT :])
-    arguments = (torch.randn_like(out), torch.randn_like(lse), q.detach(), k.detach(), v.detach())
+        same, pair = torch.ops.tilewise.forward(q, k, v, *options, True)
+    assert torch.equal(out, same) and torch.equal(pair[0], lse)
+    low = pair[1][lse.isfinite()]
+    assert low.abs().max() <= 2**-24 * lse[lse.isfinite()].abs().max() and low.any()
+    assert not pair[1][~lse.isfinite()].any()
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("with_lse_low", [False, True])
+@pytest.mark.parametrize("wanted", [ALL, _ops.WANT_K])
+def test_opcheck_backward(name, wanted, with_lse_low):
+    q, k, v, options = PROBLEMS[name]()
+    with_lse_low = with_lse_low and _ops.writes_lse_low(q)
+    with torch.no_grad():
+        out, lse = torch.ops.tilewise.forward(q, k, v, *options, with_lse_low)
+    saved = [None if x is None else x.detach() for x in options[: _ops.TENSOR_COUNT]]
+    options = _ops.Options(*saved, *options[_ops.TENSOR_COUNT :])
+    dlse = torch.randn_like(lse[0] if with_lse_low else lse)
+    arguments = (torch.randn_like(out), dlse, q.detach(), k.detach(), v.detach())
     torch.library.opcheck(
         torch.ops.tilewise.backward.default, (*arguments, out, lse, *options, wanted)
     )

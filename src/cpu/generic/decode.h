@@ -270,15 +270,16 @@ struct Decode : DecodeScratch {
   TILEWISE_FN void finish(int64_t row, int64_t lane, int64_t h) const {
     const float sum = sum_lanes(load(l + row * W));
     const float factor = sum == 0.0f ? 0.0f : unit_of_v(h) / sum;
-    const float lse = lse_of(splat(m[row]), splat(sum), exponent)[0];
+    const LogSums sums = lse_of(splat(m[row]), splat(sum), exponent);
     if (task.partial_out != nullptr) {
       const int64_t at = h * task.partial_stride + lane;
-      task.partial_lse[at] = lse;
+      task.partial_lse[at] = sums.lse[0];
+      task.partial_low[at] = sums.low[0];
       return write(task.partial_out + at * p.head_dim_v, row, factor);
     }
     const int64_t i = lanes.row[lane];
     const int64_t head = head_of(lane, h);
-    if (p.lse != nullptr) p.lse[lse_index(p, s, i, head)] = lse;
+    write_lse(p, s, i, head, sums.lse[0], sums.low[0]);
     write(static_cast<T*>(p.out.data) + s.row_offset(p.out, i) + head * p.out.stride_head, row,
           factor);
   }
@@ -318,6 +319,7 @@ void decode_item(const ForwardTask& task, Arena scratch) {
       const int64_t row = h * task.partial_stride;
       part.partial_out = task.partial_out + row * task.problem->head_dim_v;
       part.partial_lse = task.partial_lse + row;
+      part.partial_low = task.partial_low + row;
     }
     Arena arena = scratch;
     if constexpr (sizeof(T) == 2) {

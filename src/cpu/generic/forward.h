@@ -278,7 +278,7 @@ struct Forward : ForwardScratch {
     const int64_t valid = min<int64_t>(W, lanes.count - first);
     const F sum = load(l + first);
     const F inverse = sum == 0.0f ? F{} : v_descale(p, s.batch, task.kv_head) / sum;
-    const F lse = lse_of(load(m + first), sum, exponent);
+    const LogSums sums = lse_of(load(m + first), sum, exponent);
     const float* const o_lanes = o + panel * dv.m * S.panel + lane;
     float* partial[W];
     T* out[W];
@@ -286,11 +286,12 @@ struct Forward : ForwardScratch {
       const int64_t at = first + i;
       if (task.partial_out != nullptr) {
         partial[i] = task.partial_out + at * p.head_dim_v;
-        task.partial_lse[at] = lse[i];
+        task.partial_lse[at] = sums.lse[i];
+        task.partial_low[at] = sums.low[i];
       } else {
         out[i] = static_cast<T*>(p.out.data) + s.row_offset(p.out, lanes.row[at]) +
                  lanes.head[at] * p.out.stride_head;
-        if (p.lse != nullptr) p.lse[lse_index(p, s, lanes.row[at], lanes.head[at])] = lse[i];
+        write_lse(p, s, lanes.row[at], lanes.head[at], sums.lse[i], sums.low[i]);
       }
     }
     if (task.partial_out != nullptr)

@@ -86,6 +86,15 @@ TILEWISE_FN int64_t lse_index(const Problem& p, const Sequence& s, int64_t row, 
   return s.lse_offset(p.lse_stride_batch, row) + head * p.lse_stride_head;
 }
 
+// lse and, where it is wanted, lse_low of a row.
+TILEWISE_FN void write_lse(const Problem& p, const Sequence& s, int64_t row, int64_t head,
+                           float lse, float low) {
+  if (p.lse == nullptr) return;
+  const int64_t at = lse_index(p, s, row, head);
+  p.lse[at] = lse;
+  if (p.lse_low != nullptr) p.lse_low[at] = low;
+}
+
 // Writes columns[column][lane] * factor as rows: lane i goes to out[i].
 template <class T>
 TILEWISE_FN void store_lanes(T* const* out, int64_t lanes, const float* columns, int64_t ld,

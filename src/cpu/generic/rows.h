@@ -17,7 +17,7 @@ TILEWISE_FN T* packed_row(const Problem& p, const Sequence& s, int64_t kv_head, 
          (kv_head * packing.group + packing.head(packed)) * view.stride_head;
 }
 
-// out = sum of 2^(lse_i - lse) out_i over the splits, in ascending order. Their weights take the
+// out = sum of exp(lse_i - lse) out_i over the splits, in ascending order. Their weights take the
 // place of their lse.
 template <class T>
 void merge_item(const ForwardTask& t, int64_t splits, int64_t stride) {
@@ -25,14 +25,17 @@ void merge_item(const ForwardTask& t, int64_t splits, int64_t stride) {
   const Packing packing{group_size(p)};
   for (int64_t i = 0; i < t.packed_rows.size(); ++i) {
     const int64_t packed = t.packed_rows.begin + i;
-    float highest = kMinusInfinity;
+    const auto part = [&](int64_t split) {
+      const int64_t at = split * stride + i;
+      return LogSum{t.partial_lse[at], t.partial_low[at]};
+    };
+    LogSum base;
     for (int64_t split = 0; split < splits; ++split)
-      highest = max(highest, t.partial_lse[split * stride + i]);
-    const float base = exponent_base(highest);
+      if (base < part(split)) base = part(split);
     float sum = 0.0f;
     for (int64_t split = 0; split < splits; ++split) {
-      float& weight = t.partial_lse[split * stride + i];
-      weight = __builtin_expf(above(weight, base));
+      const float weight = __builtin_expf(part(split).above(base));
+      t.partial_lse[split * stride + i] = weight;
       sum += weight;
     }
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
@@ -43,19 +46,19 @@ void merge_item(const ForwardTask& t, int64_t splits, int64_t stride) {
       for (int64_t split = 0; split < splits; ++split) {
         const int64_t at = split * stride + i;
         const float weight = t.partial_lse[at] * inverse;
-        const float* const part = t.partial_out + at * p.head_dim_v + c;
+        const float* const out_part = t.partial_out + at * p.head_dim_v + c;
         // A split that saw nothing holds 0; one with NaN must stay NaN: no skipping.
-        total = total + (now == W ? load(part) : to_fp32_tail(part, now)) * weight;
+        total = total + (now == W ? load(out_part) : to_fp32_tail(out_part, now)) * weight;
       }
       if (now == W)
         from_fp32(out + c, total);
       else
         from_fp32_tail(out + c, total, now);
     }
-    if (p.lse == nullptr) continue;
-    const int64_t head = t.kv_head * packing.group + packing.head(packed);
-    p.lse[lse_index(p, t.sequence, packing.row(packed), head)] =
-        sum == 0.0f ? kMinusInfinity : base + __builtin_logf(sum);
+    const LogSum whole =
+        sum == 0.0f ? LogSum{} : LogSum::of(base.lse, __builtin_logf(sum), base.low);
+    write_lse(p, t.sequence, packing.row(packed), t.kv_head * packing.group + packing.head(packed),
+              whole.lse, whole.low);
   }
 }
 

@@ -64,13 +64,21 @@ TILEWISE_FN D log(D x) {
   return (load_as<D>(&shifted) - kMagic) * kLn2 + 2.0 * s * series;
 }
 
-// In double: the backward takes weights from it, and each rounding of lse is one of all of them.
-TILEWISE_FN F lse_of(F m, F l, float exponent) {
-  const D highest = __builtin_convertvector(m, D) * static_cast<double>(exponent);
-  const D exact = highest * kLn2 + log(__builtin_convertvector(l, D));
-  const F lse = __builtin_convertvector(exact, F);
+// LogSum of W rows.
+struct LogSums {
+  F lse;
+  F low;
+};
+
+// The highest score is taken off before log l is added, which it would swallow where it is huge.
+TILEWISE_FN LogSums lse_of(F m, F l, float exponent) {
+  const D highest = __builtin_convertvector(m, D) * static_cast<double>(exponent) * kLn2;
+  const D sum = log(__builtin_convertvector(l, D));
   const F infinity = splat(-kMinusInfinity);
-  return l == 0.0f ? -infinity : (l < infinity ? lse : l);
+  const F rounded = __builtin_convertvector(highest + sum, F);
+  const F lse = l == 0.0f ? -infinity : (l < infinity ? rounded : l);
+  const F low = __builtin_convertvector((highest - __builtin_convertvector(lse, D)) + sum, F);
+  return {lse, lse - lse == 0.0f ? low : F{}};
 }
 
 }  // namespace

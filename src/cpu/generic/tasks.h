@@ -16,9 +16,11 @@ struct ForwardTask {
   Range keys;
   bool first_split;  // carries the sink
   Core core;         // decoding: what it asks for ahead of its reads
-  // Null: write out and lse. Otherwise this split's normalised [row][head_dim_v] and its lse.
+  // Null: write out and lse. Otherwise this split's normalised [row][head_dim_v] and its lse and
+  // lse_low.
   float* partial_out;
   float* partial_lse;
+  float* partial_low;
   int64_t partial_stride;  // rows from a head's to those of the next
   // Null, or the packed key tiles of this head: see PackTask.
   const uint32_t* packed;

@@ -1,0 +1,66 @@
+"""The options of the PyTorch operators, and what all that calls them knows of their tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Options(NamedTuple):
+    """The arguments of ``forward`` and ``backward`` after the tensors, in the order of the schema.
+
+    Negative windows are unlimited; bounds and splits of 0 are not given. ``scale_tensor`` replaces
+    ``scale``; ``dropout_state`` is int64 [2], the seed and the offset of the dropout bits.
+    """
+
+    bias: Tensor | None = None  # [B or 1, Hq or 1, Sq or 1, Sk], fp32 or the dtype of q
+    alibi_slopes: Tensor | None = None  # [Hq] or [B, Hq] fp32
+    sinks: Tensor | None = None  # [Hq] fp32
+    cu_seqlens_q: Tensor | None = None  # [B + 1] int32
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None  # [B] int32
+    seqused_k: Tensor | None = None
+    block_table: Tensor | None = None  # [B, width] int32
+    kv_batch_idx: Tensor | None = None  # [B] int32
+    leftpad_k: Tensor | None = None  # [B] int32
+    k_descale: Tensor | None = None  # [B, Hkv] fp32, of float8_e4m3fn k
+    v_descale: Tensor | None = None
+    scale_tensor: Tensor | None = None  # [1] fp32
+    dropout_state: Tensor | None = None
+    scale: float = 1.0
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    num_splits: int = 0
+    deterministic: bool = False
+    tf32: bool = False
+    check: bool = False  # of the index tensors' entries on a GPU; waits for it
+    batch_invariant: bool = False
+    heads_first: bool = False
+
+
+# Bits of the argument `wanted` of backward; the values are those of bindings/torch/ops.cpp.
+WANT_Q, WANT_K, WANT_V, WANT_BIAS, WANT_SINKS, WANT_SCALE = 1, 2, 4, 8, 16, 32
+
+OPTION_COUNT = len(Options._fields)
+TENSOR_COUNT = Options._fields.index("scale")  # the leading options are tensors
+
+
+def has_lse_low(lse: Tensor, q: Tensor) -> bool:
+    """Whether lse_low is behind lse; also of a gradient of the two."""
+    return lse.dim() == q.dim()
+
+
+def contiguous_columns(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where its columns do not lie side by side, or are not in memory at all,
+    as those of PyTorch's zero tensors.
+    """
+    in_memory = torch.compiler.is_compiling() or not tensor._is_zerotensor()
+    if in_memory and tensor.stride(-1) == 1:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
