@@ -55,7 +55,7 @@ def test_a_decoder_passes_every_case() -> None:
 def test_models_without_attention_and_with_their_own() -> None:
     assert result("ConvNextModel")["state"] == "no attention"
     found = result("BloomModel")
-    assert found["state"] == "refused" and "own code" in found["why"]
+    assert found["state"] == "refused" and "BloomAttention" in found["why"]
 
 
 def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from . import discover, inputs, shrink, watch
+from . import discover, inputs, pictures, shrink, watch
 
-MAX_PARAMETERS = 70_000_000  # eager, fp64 and ours together take about 1.5 GB
+MAX_PARAMETERS = 40_000_000  # eager, fp64 and ours together take a gigabyte
 # The grouped product of experts has no fp64.
 _PLAIN: dict[str, Any] = dict(dtype=torch.float32, experts_implementation="eager")
 
@@ -25,9 +25,10 @@ class Built:
     """An eager model and inputs with which it runs."""
 
     model: Any
-    recipe: inputs.Recipe
+    recipe: inputs.Recipe | pictures.Pictures
     level: shrink.Level
     seen: watch.Watch  # of one eager forward
+    pictures: pictures.Pictures | None = None
 
 
 def build(target: discover.Target) -> Built:
@@ -51,6 +52,8 @@ def _attempt(make: Callable[..., Built], *args: Any) -> Built | Exception:
 
 def _eager(model_class: Any, config_class: Any, level: shrink.Level) -> Any:
     config = shrink.configuration(config_class, level)
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 1
     with torch.device("meta"):
         size = sum(p.numel() for p in model_class(copy.deepcopy(config)).parameters())
     if size > MAX_PARAMETERS:
@@ -71,18 +74,36 @@ def _with_inputs(model_class: Any, config_class: Any, level: shrink.Level) -> Bu
         if isinstance(built, Built):
             return built
         first = first or built
+        if "out of memory" in str(built) or "allocate" in str(built):
+            break
+    for candidate in pictures.candidates(model, ("input_ids", "attention_mask")):
+        built = _attempt(_run, model, candidate, level)
+        if isinstance(built, Built):
+            return built
     raise first or NotBuiltError(f"no inputs are known for {model.main_input_name}")
 
 
-def _run(model: Any, recipe: inputs.Recipe, level: shrink.Level) -> Built:
+def _run(model: Any, recipe: inputs.Recipe | pictures.Pictures, level: shrink.Level) -> Built:
     made = recipe.make(0)
     with watch.Watch() as seen:
         forward(model, made)
-    return Built(model, recipe, level, seen)
+    built = Built(model, recipe, level, seen)
+    for candidate in pictures.candidates(model, recipe.names):
+        if _attempt(_run_pictures, built, candidate) is built:
+            break
+    return built
+
+
+def _run_pictures(built: Built, candidate: pictures.Pictures) -> Built:
+    forward(built.model, candidate.make(0))
+    built.pictures = candidate
+    return built
 
 
 def forward(model: Any, made: inputs.Inputs) -> Any:
     """One forward; what a model draws at random is the same in each."""
+    if "MultipleChoice" in type(model).__name__:  # two choices for each question
+        made = {name: torch.stack([value, value.roll(1, 0)], 1) for name, value in made.items()}
     torch.manual_seed(2)
     with torch.no_grad():
         return model(**made)
@@ -104,12 +125,13 @@ def _enliven(model: torch.nn.Module) -> None:
             if not parameter.is_floating_point():
                 continue
             noise = torch.randn(parameter.shape, generator=generator)
+            fan_in = max(parameter[0].numel(), 1) if parameter.dim() else 1
             if not bool(parameter.isfinite().all()):
                 parameter.copy_(0.1 * noise)
             elif "log" in name.lower():  # the decay of a state space model
                 continue
             elif parameter.dim() > 1 and float(parameter.std()) < 0.15:
-                parameter.copy_((0.2 if parameter.shape[-1] < 256 else 0.05) * noise)
+                parameter.copy_(min(0.2, 1.2 / fan_in**0.5) * noise)
             elif name.endswith(("sinks", "bias")) and not bool(parameter.any()):
                 parameter.copy_(0.1 * noise)
 

@@ -28,6 +28,7 @@ class Case:
     padding: str | None = None
     sizes: inputs.Sizes | None = None
     dtype: torch.dtype = torch.float32
+    pictures: bool = False
     cache: str | None = None  # generate with this cache; "": the default one
 
 
@@ -44,6 +45,8 @@ def cases(target: discover.Target, built: build.Built) -> Iterator[Case]:
         if is_base:
             yield Case("both", padding="both")
             yield Case("wide", padding="left", sizes=WIDE)
+    if built.pictures is not None:
+        yield Case("picture", padding=padding, pictures=True)
     if is_base or generates:
         yield Case("bf16", padding=padding, dtype=torch.bfloat16)
     if generates and "input_ids" in recipe.names and built.model.can_generate():
@@ -90,10 +93,14 @@ class Trial:
         ours, eager = max(d.ours for d in draws), max(d.eager for d in draws)
         limit = max(d.limit for d in draws)
         why = next((d.why for d in draws if d.why), "")
-        return precision.Error(worst.name, ours, eager, limit, why)
+        typical = (max(d.typical[0] for d in draws), max(d.typical[1] for d in draws))
+        return precision.Error(worst.name, ours, eager, limit, why, typical)
 
     def _once(self, case: Case, seed: int) -> list[precision.Error] | dict[str, Any]:
-        made = self.built.recipe.make(seed, case.sizes)
+        if case.pictures and self.built.pictures is not None:
+            made = self.built.pictures.make(seed)
+        else:
+            made = self.built.recipe.make(seed, case.sizes)
         rows: dict[int, Tensor] = {}
         if case.padding is not None:
             made = inputs.padded(made, case.padding, self.built.model.config)
@@ -160,6 +167,8 @@ def sweep(target: discover.Target) -> dict[str, Any]:
     seen = built.seen
     result["size"] = built.level.value
     result["inputs"] = list(built.recipe.names)
+    if hasattr(built.model, "get_image_features") and "pixel_values" not in built.recipe.names:
+        result["pictures"] = built.pictures is not None
     if seen.own_attention:
         result["own"] = dict(seen.own_attention)
     named = watch.attention_modules(built.model)
@@ -167,8 +176,8 @@ def sweep(target: discover.Target) -> dict[str, Any]:
         return {**result, "state": "no attention"}
     try:
         ours = build.like(built.model, "tilewise")
-    except ValueError as error:
-        return {**result, "state": "refused", "why": str(error)}
+    except ValueError as error:  # "asks": calls of an attention function, which it would serve
+        return {**result, "state": "refused", "why": str(error), "asks": seen.eager}
     except Exception as error:
         return {**result, "state": "failed", "why": build.words(error)}
     trial = Trial(built, ours)

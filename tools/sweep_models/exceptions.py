@@ -9,11 +9,47 @@ from typing import Any
 _SERIES = {"prediction_length": 6, "context_length": 12}
 
 # Class of the configuration: fields at the level "widths", or at both levels that shrink.
-_WIDTHS: dict[str, dict[str, Any]] = {}
+_WIDTHS: dict[str, dict[str, Any]] = {
+    "Gemma3Config": {"mm_tokens_per_image": 4},
+    "MimiConfig": {"upsample_groups": 32, "codebook_dim": 16},
+    "WavTokenizerConfig": {"codebook_dim": 32},
+    "WavTokenizerEncoderConfig": {"codebook_dim": 32},
+    "BltConfig": {"encoder_hash_byte_group_vocab": 64},
+    "EvollaConfig": {
+        "resampler_dim_head": 8,
+        "resampler_heads": 4,
+        "resampler_depth": 1,
+        "resampler_num_latents": 4,
+        "aligner_num_add_layers": 1,
+        "protein_encoder_config": dict(
+            vocab_size=128,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=64,
+            max_position_embeddings=128,
+        ),
+    },
+    "CohereCompassTextConfig": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+            for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "BeitConfig": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
+    "Data2VecVisionConfig": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
+    "Emu3VQVAEConfig": {"base_channels": 32, "z_channels": 32, "embed_dim": 32},
+}
 _ALWAYS: dict[str, dict[str, Any]] = {
     "AutoformerConfig": _SERIES,
     "InformerConfig": _SERIES,
     "TimeSeriesTransformerConfig": _SERIES,
+    "Dots3NoteConfig": {"per_layer_config": None},
+    "DbrxConfig": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0, "kv_n_heads": 2}},
+    "DiffusionGemmaTextConfig": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64},
+    "Blip2Config": {"image_token_index": 3},
+    "InstructBlipConfig": {"image_token_index": 3},
+    "InstructBlipVideoConfig": {"video_token_index": 3},
     "BambaConfig": {"attn_layer_indices": [1]},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
     "ChameleonConfig": {"vocabulary_map": {"<image>": 3, "IMGIMGA": 4}},
@@ -29,7 +65,7 @@ def fields(cls: type[Any], level: str, given: dict[str, Any]) -> dict[str, Any]:
     if level == "widths" and "rope_parameters" in given and _has_sections(cls):
         made.setdefault(
             "rope_parameters",
-            {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+            {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
         )
     if level != "defaults" and "pad_token_id" in given:
         made.setdefault("pad_token_id", 0)

@@ -80,9 +80,13 @@ def recipes(model: Any) -> Iterator[Recipe]:
     alternatives += [[*needed, name] for name in extra]
     if len(extra) > 1:
         alternatives.append([*needed, *extra])
-    if "decoder_input_ids" in parameters and getattr(model.config, "is_encoder_decoder", False):
-        alternatives = [[*names, "decoder_input_ids"] for names in alternatives] + alternatives
-    for names, variant in itertools.product(alternatives, range(_VARIANTS)):
+    if "decoder_input_ids" in parameters:
+        with_decoder = [[*names, "decoder_input_ids"] for names in alternatives]
+        if getattr(model.config, "is_encoder_decoder", False):
+            alternatives = with_decoder + alternatives
+        else:
+            alternatives += with_decoder
+    for names, variant in itertools.product(alternatives, range(VARIANTS)):
         full = list(dict.fromkeys(names))
         if "input_ids" in full and "attention_mask" in parameters:
             full.append("attention_mask")
@@ -95,14 +99,15 @@ def end_of_sequence(config: Any) -> int:
     """The token with which every sequence ends: some models pool there, or count it."""
     end = find(config, "eos_token_id", default=1)
     end = end[0] if isinstance(end, list | tuple) else end
-    return end if isinstance(end, int) and end >= 0 else 1
+    size = find(_text(config), "vocab_size", default=128)
+    return min(end, size - 1) if isinstance(end, int) and end >= 0 else 1
 
 
 def padded(inputs: Inputs, kind: str, config: Any) -> Inputs:
     """The same tokens with padding, and the mask that says so."""
     made = dict(inputs)
     pad = find(config, "pad_token_id", default=0)
-    pad = pad if isinstance(pad, int) and pad >= 0 else 0
+    pad = pad if isinstance(pad, int) and 0 <= pad < find(_text(config), "vocab_size") else 0
     end = end_of_sequence(config)
     ids = inputs["input_ids"].clone()
     mask = torch.ones(ids.shape[:2], dtype=torch.long)
@@ -173,7 +178,7 @@ def _side(size: Any) -> tuple[int, int]:
     return (int(size), int(size)) if isinstance(size, int) else (64, 64)
 
 
-def _pixels(draw: _Draw) -> Tensor | Inputs:
+def _pixels(draw: _Draw) -> Any:
     channels = find(
         draw.config, "num_channels", "in_channels", "num_input_channels", "in_chans", default=3
     )
@@ -205,7 +210,7 @@ def _patches(draw: _Draw, channels: int) -> Inputs:
 
 def _tower(draw: _Draw) -> Inputs:
     """Of a vision tower that is given patches."""
-    patches = _patches(draw, find(draw.config, "num_channels", "in_channels", default=3))
+    patches = _patches(draw, find(draw.config, "num_channels", "in_channels") or 3)
     return {"hidden_states": patches["pixel_values"], "grid_thw": patches["image_grid_thw"]}
 
 
@@ -248,6 +253,19 @@ def _boxes(draw: _Draw) -> Tensor:
     return torch.cat([corner, corner + draw.integers(1, 400, *corner.shape)], -1)
 
 
+def _trajectory(draw: _Draw) -> Inputs:
+    """Of a decision transformer."""
+    batch, length = draw.sizes.batch, draw.sizes.length
+    return {
+        "states": draw.normal(batch, length, draw.config.state_dim),
+        "actions": draw.normal(batch, length, draw.config.act_dim),
+        "rewards": draw.normal(batch, length, 1),
+        "returns_to_go": draw.normal(batch, length, 1),
+        "timesteps": draw.integers(0, 100, batch, length),
+        "attention_mask": torch.ones(batch, length, dtype=torch.long),
+    }
+
+
 def _series(draw: _Draw) -> Inputs:
     """The past of a time series, with as many features as the configuration says."""
     config = draw.config
@@ -262,7 +280,7 @@ def _series(draw: _Draw) -> Inputs:
 
 
 def _time_features(draw: _Draw, length: int) -> Tensor:
-    count = find(draw.config, "num_time_features", default=0) + 1
+    count = find(draw.config, "num_time_features", default=0)
     return draw.normal(draw.sizes.batch, length, count)
 
 
@@ -295,13 +313,23 @@ _MAKERS: dict[str, Callable[[_Draw], Any]] = {
     "encoder_hidden_states": lambda d: d.normal(
         d.sizes.batch, 6, find(d.config, "encoder_hidden_size", "hidden_size")
     ),
+    "image_sizes": lambda d: torch.tensor([_pixels(d).shape[-2:]] * d.sizes.batch),
+    "input_features_mask": lambda d: torch.ones(d.sizes.batch, _features(d).shape[-1], dtype=int),
+    "states": _trajectory,
     "inputs": lambda d: d.tokens(d.sizes.length),
     "visual_feats": lambda d: d.normal(d.sizes.batch, 5, d.config.visual_feat_dim),
     "visual_pos": lambda d: d.normal(d.sizes.batch, 5, 4).abs(),
     "qformer_input_ids": lambda d: d.tokens(d.sizes.length, d.config.qformer_config),
     "task_inputs": lambda d: d.tokens(77),
 }
-_OPTIONAL = ("pixel_values", "input_features", "input_values", "bbox", "encoder_hidden_states")
+_OPTIONAL = (
+    "input_features_mask",
+    "pixel_values",
+    "input_features",
+    "input_values",
+    "bbox",
+    "encoder_hidden_states",
+)
 _VARIED = {"pixel_values", "images", "input_features", "input_values", "audio_values",
            "pixel_values_videos", "past_values", "audio_input_values"}  # fmt: skip
-_VARIANTS = 6
+VARIANTS = 6

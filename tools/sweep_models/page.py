@@ -26,12 +26,16 @@ and compares `attn_implementation="tilewise"` with `"eager"`. The results are in
 
 The cases: `plain`; `left`, `right` and `both`, a padded batch of 3 sequences of 11 tokens;
 `wide`, 7 sequences of 5 keys, padded; `bf16`; `generate` and `static`, 4 tokens from a left-padded
-batch with the default and a static cache. Classes of `AutoModel` have the first six, those that
-generate language `plain`, `left`, `right` and the last three, and heads on a model that is swept
-itself (classification, say) the first three. Rows of padding are not compared.
+batch with the default and a static cache; `picture`, one amid the text of each sequence of a
+left-padded batch, of models with placeholders for it. Classes of `AutoModel` have all but the
+caches, those that generate language all but `both` and `wide`, and heads on a model that is swept
+itself (classification, say) `plain`, `left` and `right`. Rows of padding are not
+compared. Classes of pictures and text of which only the text was run, since what a picture is to
+them is not known here, have "text only" beside their cases.
 Where eager attention itself is further than {usable:g} of the largest number from fp64 (a choice
 that rounding decides, such as an expert), Tilewise has to be within {same:g} of eager attention.
-A case that fails is drawn {draws} times, and the largest errors decide.
+In bf16 experts are chosen otherwise now and then; where eager is off by more than {choice:g}, the
+median row decides. A case that fails is drawn {draws} times, and the largest errors decide.
 """
 
 _MEANINGS = {
@@ -70,6 +74,7 @@ def page(results: Results, targets: Mapping[str, discover.Target]) -> str:
         states="\n".join(meanings),
         usable=precision.USABLE,
         same=precision.SAME,
+        choice=precision.CHOICE,
         draws=cases.DRAWS,
     )
     sections = {state: _section(state, all_results) for state in STATES}
@@ -117,4 +122,7 @@ def _equal(chosen: Mapping[str, Result]) -> Iterator[str]:
         single = [value for case, value in measured.items() if case != "bf16"]
         ours, eager = (max(value[key] for value in single) for key in ("ours", "eager"))
         own = ", ".join(result.get("own", ()))
-        yield f"| {name} | {', '.join(measured)} | {ours:.1e} | {eager:.1e} | {own} |"
+        tried = ", ".join(measured)
+        if result.get("pictures") is False:
+            tried += ", text only"
+        yield f"| {name} | {tried} | {ours:.1e} | {eager:.1e} | {own} |"

@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _LOW = (torch.float32, torch.bfloat16, torch.float16)
 _DRAWN = ("aten::rand", "aten::randn", "aten::rand_like", "aten::randn_like")
 FLOOR = 8  # units in the last place of the largest number, which nobody answers for
+CHOICE = (
+    0.1  # of the largest number: in 16 bits, more than this is a choice that came out otherwise
+)
 USABLE = 1e-3  # of the largest number: an fp64 run that eager misses by more is no reference
-_EPS = torch.finfo(torch.float32).eps
 SAME = 1e-4  # of the largest number, from eager attention itself, where there is no reference
 
 
@@ -75,10 +77,15 @@ class Error:
     eager: float
     limit: float
     why: str = ""
+    typical: tuple[float, float] = (0.0, 0.0)  # ours and eager's, of the median row
 
     @property
     def passes(self) -> bool:
-        return not self.why and self.ours <= self.limit
+        if self.why:
+            return False
+        if self.eager > CHOICE:
+            return self.ours <= self.limit or self.typical[0] <= 2 * self.typical[1]
+        return self.ours <= self.limit
 
     @property
     def excess(self) -> float:
@@ -115,6 +122,12 @@ def errors(
     return found
 
 
+def _typical(error: Tensor) -> float:
+    """The largest number of the median row."""
+    rows = error.reshape(-1, error.shape[-1]) if error.dim() > 1 else error[:, None]
+    return float(rows.amax(-1).median())
+
+
 def _error(
     name: str, exact: Tensor, usual: Tensor, given: Tensor, eps: float, rows: Mapping[int, Tensor]
 ) -> Error:
@@ -129,13 +142,13 @@ def _error(
         count = int((finite & ~given.isfinite()).sum())
         return Error(name, 0, 0, 0, f"{count} numbers of {name} are not finite where eager's are")
     both = finite & exact.isfinite()
-    exact, usual, given = exact[both], usual[both], given[both]
-    if not exact.numel():
-        return Error(name, 0, 0, 0)
+    exact, usual, given = (x.where(both, 0.0) for x in (exact, usual, given))
     scale = float(exact.abs().max()) or 1.0
-    error = float((usual - exact).abs().max()) / scale
-    if error > min(USABLE * eps / _EPS, 0.3):
-        own = float((given - usual).abs().max()) / scale
-        return Error(name, own, 0.0, min(SAME * eps / _EPS, 0.1))
-    own = float((given - exact).abs().max()) / scale
-    return Error(name, own, error, 2 * error + FLOOR * eps)
+    of_eager, of_ours = (usual - exact).abs() / scale, (given - exact).abs() / scale
+    eager, ours = float(of_eager.max()), float(of_ours.max())
+    single = torch.finfo(torch.float32).eps
+    if eps <= single and eager > USABLE:
+        ours = min(ours, float((given - usual).abs().max()) / scale)
+        return Error(name, ours, 0.0, SAME)
+    typical = (_typical(of_ours), _typical(of_eager) + FLOOR * eps)
+    return Error(name, ours, eager, 2 * eager + FLOOR * eps, typical=typical)

@@ -83,7 +83,13 @@ _SMALL: dict[str, int] = {
     "global_attn_every_n_layers": 2,
 }
 # Fields without a default that a model does not run without.
-_EXPERTS_GIVEN = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+_EXPERTS_GIVEN = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
 _OF_IMAGES = {"image_size": 32, "patch_size": 8, "num_frames": 2, "max_image_size": 32}
 
 

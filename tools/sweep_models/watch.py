@@ -23,7 +23,8 @@ class Watch(TorchDispatchMode):
     Attributes:
         tilewise: Calls of Tilewise's attention function.
         eager: Calls of the eager function of a model's file.
-        own: Softmaxes elsewhere, by the class of the innermost module around them.
+        own: Softmaxes elsewhere, by the class of the innermost attention module around them, or of
+            the innermost module.
     """
 
     active: Watch | None = None
@@ -42,7 +43,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._within and _SOFTMAX.search(func._schema.name):
-            self.own[self._modules[-1] if self._modules else "?"] += 1
+            attention = [name for name in self._modules if _ATTENTION.search(name)]
+            self.own[(attention or self._modules or ["?"])[-1]] += 1
         return func(*args, **kwargs or {})
 
     @contextlib.contextmanager

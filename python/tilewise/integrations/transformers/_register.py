@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
+from types import ModuleType
 from typing import Any
 
+import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ._attention import attention
@@ -26,7 +29,7 @@ def register() -> None:
 
 
 def _refuse_models_of_their_own() -> None:
-    """Models whose code never asks for an attention function would go without any mask."""
+    """Models whose own code computes attention would be given our masks and not understand them."""
     check = PreTrainedModel.get_correct_attn_implementation
     if hasattr(check, "__wrapped__"):
         return
@@ -35,14 +38,48 @@ def _refuse_models_of_their_own() -> None:
     def checked(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> Any:
         if requested_attention is not None and requested_attention.removeprefix("paged|") == NAME:
             model = type(self)
-            asks = hasattr(sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS") and (
+            module = sys.modules[model.__module__]
+            asks = hasattr(module, "ALL_ATTENTION_FUNCTIONS") and (
                 model._supports_sdpa or model._supports_flash_attn
             )
-            if not (asks or model._supports_attention_backend):
+            own = () if asks or model._supports_attention_backend else _own_attention(module)
+            if own:
                 raise ValueError(
-                    f"{model.__name__} computes attention in its own code, eager, and does not "
-                    f'support others, so that attn_implementation="{NAME}" cannot serve it'
+                    f"{model.__name__} computes attention in its own code "
+                    f"({', '.join(own)}), which asks for no attention function, so that "
+                    f'attn_implementation="{NAME}" cannot serve it: load the model with '
+                    '"eager", or with another one that it supports'
                 )
         return check(self, requested_attention, *args, **kwargs)
 
     setattr(PreTrainedModel, "get_correct_attn_implementation", checked)  # noqa: B010
+
+
+# What attention is computed with, by the names that its code refers to.
+_PRODUCTS = frozenset(
+    ("matmul", "bmm", "baddbmm", "einsum", "softmax", "Softmax", "scaled_dot_product_attention")
+)
+
+
+@functools.cache
+def _own_attention(module: ModuleType) -> tuple[str, ...]:
+    """The classes of a model's file that compute attention without asking for a function.
+
+    A model without any (a convolutional one, or one made of other models, which are asked
+    themselves) has nothing that Tilewise could not serve.
+    """
+    found = []
+    for name, value in vars(module).items():
+        if not ("attention" in name.lower() and _is_layer(value, module)):
+            continue
+        codes = [f.__code__ for f in vars(value).values() if inspect.isfunction(f)]
+        names = {word for code in codes for word in code.co_names}
+        if names & _PRODUCTS and "ALL_ATTENTION_FUNCTIONS" not in names:
+            found.append(name)
+    return tuple(found)
+
+
+def _is_layer(value: Any, module: ModuleType) -> bool:
+    """Whether this is a layer that the file itself defines."""
+    is_layer = isinstance(value, type) and issubclass(value, torch.nn.Module)
+    return is_layer and value.__module__ == module.__name__
