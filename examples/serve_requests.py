@@ -7,6 +7,7 @@ out, since many clients send it for all the fields they know.
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,21 +29,45 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,), "add_generation_prompt": (True,),
 }  # fmt: skip
 
+# Each token is compared with all of them, in the thread that every request waits for.
+MAX_STOPS, MAX_STOP_LENGTH = 4, 256
+
 _brief = reprlib.Repr()  # a picture in base64 is no part of a sentence
 _brief.maxlevel, _brief.maxlist, _brief.maxdict, _brief.maxstring = 3, 4, 4, 60
 
 
 class RefusedError(ValueError):
-    """A request that is not served; ``param``: the field at fault, None: the body as a whole."""
+    """A request that is not served.
 
-    def __init__(self, param: str | None, sentence: str) -> None:
+    Args:
+        param: The field at fault; None: the body as a whole.
+        sentence: What is wrong with it.
+        status: Of HTTP.
+        code: A name of the error that clients may look at.
+    """
+
+    def __init__(
+        self, param: str | None, sentence: str, status: int = 400, code: str | None = None
+    ) -> None:
         super().__init__(sentence)
-        self.param = param
+        self.param, self.status, self.code = param, status, code
 
 
 def refused(param: str, given: Any, allowed: str) -> RefusedError:
     """The error of a field that was given something that is not allowed."""
     return RefusedError(param, f"{param} is {_brief.repr(given)}, but must be {allowed}")
+
+
+def parsed(body: bytes) -> Any:
+    """The JSON that was sent. Raises RefusedError."""
+
+    def no_number(name: str) -> Any:  # Python's own extension
+        raise ValueError(f"{name} is no number of JSON")
+
+    try:
+        return json.loads(body, parse_constant=no_number)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(None, f"body is not JSON, but must be: {error}") from error
 
 
 class Fields:
@@ -139,7 +164,9 @@ def _is_prompt(x: Any) -> bool:
 
 def _is_stop(x: Any) -> bool:
     strings = x if isinstance(x, list) else [x]
-    return all(_is_text(s) and s for s in strings)
+    if len(strings) > MAX_STOPS:
+        return False
+    return all(_is_text(s) and 0 < len(s) <= MAX_STOP_LENGTH for s in strings)
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -165,7 +192,8 @@ class Asked:
             return tokenizer.encode(self.prompt) if _is_text(self.prompt) else self.prompt
         except Exception as error:  # whatever the model's own template or tokenizer raises
             whose = "template" if self.source == "messages" else "tokenizer"
-            sentence = f"{self.source} must fit the model's {whose}, which says: {error}"
+            said = str(error)[:300]  # it may have all of the text in it
+            sentence = f"{self.source} must fit the model's {whose}, which says: {said}"
             raise RefusedError(self.source, sentence) from error
 
     def does_not_fit(self, tokens: Sequence[int], context: int, error: ValueError) -> RefusedError:
@@ -238,7 +266,12 @@ def _common(
     top_p = fields.take(
         "top_p", "a number above 0 and at most 1", lambda x: _is_number(x) and 0 < x <= 1, 1.0
     )
-    stop = fields.take("stop", "a string or a list of strings, none of them empty", _is_stop, [])
+    stop = fields.take(
+        "stop",
+        f"a string or a list of at most {MAX_STOPS} strings, of 1 to {MAX_STOP_LENGTH} characters",
+        _is_stop,
+        [],
+    )
     seed = fields.take("seed", "an integer", _is_integer)
     stream = fields.take("stream", "true or false", _is_flag, False)
     options = Fields(

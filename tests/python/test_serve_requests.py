@@ -64,7 +64,7 @@ WRONG = [
     ],
     *[("top_p", x, "a number above 0 and at most 1") for x in (0, 1.5, "1", True)],
     *[
-        ("stop", x, "a string or a list of strings, none of them empty")
+        ("stop", x, "a string or a list of at most 4 strings, of 1 to 256 characters")
         for x in ("", [""], ["a", ""], [1], 5, {"a": 1}, [None])
     ],
     *[("seed", x, "an integer") for x in (1.5, "1", True)],

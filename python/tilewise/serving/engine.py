@@ -148,7 +148,7 @@ class Engine:
         if params.stop and self.tokenizer is None:
             raise ValueError("stop is given, but this engine has no tokenizer to find it with")
         try:
-            prompt = [index(token) for token in prompt]
+            prompt = [*map(index, prompt)]
         except TypeError:
             raise TypeError(
                 f"prompt is a {type(prompt).__name__}, but must be tokens: a sequence of integers"
@@ -316,7 +316,7 @@ class Engine:
             if s.cancelled:
                 output = s.end("cancelled")
             elif now >= s.deadline:
-                output = s.end("timeout", f"the request was not done within {s.timeout:g} seconds")
+                output = s.end("timeout", "the request was not done by its deadline")
             else:
                 continue
             self._scheduler.remove(s)
