@@ -12,8 +12,10 @@ import hf_models
 
 hf_models.require("transformers>=5.20", "accelerate")
 
+from transformers import masking_utils  # noqa: E402
+
 import tilewise.hf  # noqa: E402, F401
-from tilewise.integrations.transformers import _masks, _paged  # noqa: E402
+from tilewise.integrations.transformers import _compact, _paged  # noqa: E402
 
 pytestmark = hf_models.MARKS
 NEW = 16
@@ -75,8 +77,9 @@ def test_no_mask_of_rows_times_keys_while_generating(monkeypatch: pytest.MonkeyP
         raise AssertionError("a mask of rows times keys was made")
 
     model, ids = hf_models.decoder("gemma2_softcap_window", "tilewise"), hf_models.tokens(3, 20)
-    monkeypatch.setattr(_masks, "additive", refuse)
-    for padding in ("none", "left"):
+    monkeypatch.setattr(_compact.CompactMask, "_expanded", refuse)
+    monkeypatch.setattr(masking_utils, "eager_mask", refuse)
+    for padding in ("none", "left", "hole"):
         mask = hf_models.paddings(3, 20)[padding]
         generated(model, ids, mask)
         generated(model, ids, mask, cache_implementation="static")

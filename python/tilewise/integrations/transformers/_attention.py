@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from torch import Tensor
 import tilewise
 from tilewise import _ops, _plain, _torch
 from tilewise._request import Request
-from tilewise.api import _UNBOUNDED
 
-from ._masks import Form, Said, form_of, said_by
+from ._compact import Band, CompactMask
+from ._packing import packed_boundaries
 
 # Arguments that change what is computed in a way that is not this function's.
 _NOT_OURS = ("indices", "block_indices", "sinks", "head_mask")
@@ -21,16 +21,6 @@ _NOT_OURS = ("indices", "block_indices", "sinks", "head_mask")
 _READ = frozenset(
     (*_NOT_OURS, "output_attentions", "cu_seq_lens_q", "cu_seq_lens_k", "block_table")
 )
-_PLAIN = Form.PLAIN  # every layer asks: no look-up in the class
-
-
-class Band(NamedTuple):
-    """Which keys a row sees for its position alone: the arguments of ``tilewise.attention``."""
-
-    causal: bool
-    window: tuple[int | None, int | None] = _UNBOUNDED
-
-
 _CAUSAL, _FULL = Band(True), Band(False)
 
 
@@ -77,20 +67,25 @@ def attention(
     Raises:
         ValueError: the layer asks for something that would not be computed as asked.
     """
-    said = None if attention_mask is None else said_by(attention_mask)
-    form = None if said is None else said.form
-    if said is not None and form is not None:
-        causal = said.causal
-        if said.window and sliding_window is None:
-            sliding_window = _window_of_the_configuration(module, causal)
+    compact: CompactMask | None = None
+    if isinstance(attention_mask, CompactMask):
+        compact = _fitting(attention_mask, query, key)
+        if compact is None:
+            attention_mask = attention_mask.dense()
+    if compact is not None:
+        band = compact.terms.band  # the mask decides alone, as under eager attention
     else:
         causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
-    band = _band(causal, sliding_window)
+        band = _band(causal, sliding_window)
+    boundaries = None
+    if "position_ids" in kwargs and query.shape[2] > 1:
+        boundaries = _boundaries_by_positions(query, key, attention_mask, compact, kwargs)
     if (
         dropout == 0.0 and s_aux is None and position_bias is None and cache is None
-        and (form is not None or attention_mask is None) and _READ.isdisjoint(kwargs)
+        and boundaries is None and (compact is not None or attention_mask is None)
+        and _READ.isdisjoint(kwargs)
     ):  # fmt: skip
-        out = _short(query, key, value, said, band, scaling, softcap or 0.0)
+        out = _short(query, key, value, compact, band, scaling, softcap or 0.0)
         if out is not None:
             return out, None
     _refuse(module, query, kwargs)
@@ -114,21 +109,55 @@ def attention(
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     packed = kwargs.get("cu_seq_lens_q") is not None and kwargs.get("cu_seq_lens_k") is not None
     # Older versions give continuous batching a whole mask beside the boundaries; they agree.
-    if packed and (cache is None or attention_mask is None or form is not None):
+    if packed and (cache is None or attention_mask is None or compact is not None):
         return _packed(q, k, v, attention_mask, position_bias, band, options, kwargs), None
-    return _padded(q, k, v, attention_mask, said, position_bias, band, options), None
+    if boundaries is not None:
+        _refuse_bias_of_packed(position_bias)
+        return _packed_rows(q, k, v, band, options, boundaries, boundaries), None
+    if compact is not None:
+        return _described(q, k, v, compact, position_bias, options), None
+    return _masked(q, k, v, attention_mask, position_bias, band, options), None
+
+
+def _fitting(mask: CompactMask, query: Tensor, key: Tensor) -> CompactMask | None:
+    """The mask, if what describes it is all that this layer needs."""
+    batch, _, rows, keys = mask.shape
+    fits = query.shape[0] == batch and query.shape[2] == rows and key.shape[2] == keys
+    return mask if fits and (torch.compiler.is_compiling() or not mask.is_changed()) else None
+
+
+def _boundaries_by_positions(
+    query: Tensor, key: Tensor, mask: Tensor | None, compact: CompactMask | None,
+    kwargs: dict[str, Any],
+) -> Tensor | None:  # fmt: skip
+    """cu_seqlens of packed sequences of which neither the mask nor the caller knows."""
+    if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        return None
+    if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("block_table") is not None:
+        return None
+    if compact is None:
+        if mask is not None:
+            return None
+    elif compact.visible is not None or compact.spans is not None or compact.boundaries is not None:
+        return None
+    return packed_boundaries(kwargs["position_ids"], query.shape[2], compact is not None)
 
 
 def _short(
-    query: Tensor, key: Tensor, value: Tensor, said: Said | None, band: Band, scaling: Any,
+    query: Tensor, key: Tensor, value: Tensor, mask: CompactMask | None, band: Band, scaling: Any,
     softcap: float,
 ) -> Tensor | None:  # fmt: skip
     """Of a layer without further options; with padding or softcap, without a gradient, too.
 
     None: take the long way.
     """
-    form = _PLAIN if said is None else said.form
-    if form is _PLAIN and not softcap:
+    first = end = rows = None
+    if mask is not None:
+        if mask.terms.flagged or mask.boundaries is not None:
+            return None
+        if mask.spans is not None:
+            first, end, rows = mask.spans
+    if first is None and not softcap:
         causal, window = band
         if query.shape[2] == 1:  # one row lies in memory alike in either layout
             out = _plain.attention(
@@ -140,13 +169,6 @@ def _short(
             q, k, v, causal, window, scaling, False, False, False, "bshd"
         )
         return given
-    first = end = rows = None
-    if said is not None and said.spans is not None:
-        first, end, rows = said.spans
-        if first.shape[0] != query.shape[0]:
-            return None
-    elif form is not _PLAIN:
-        return None
     if torch.is_grad_enabled():
         return None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -177,18 +199,6 @@ def _refuse(module: torch.nn.Module, query: Tensor, kwargs: dict[str, Any]) -> N
             )
 
 
-def _window_of_the_configuration(module: torch.nn.Module, causal: bool) -> int:
-    """The window of a layer that leaves it to the mask."""
-    window = getattr(getattr(module, "config", None), "sliding_window", None)
-    if not isinstance(window, int):
-        raise ValueError(
-            f"{type(module).__name__} has a mask with a sliding window, but neither passes "
-            "sliding_window nor has config.sliding_window"
-        )
-    # A window of the configuration includes the row itself, unless it goes to both sides.
-    return window if causal else window + 1
-
-
 def _band(causal: bool, sliding_window: int | None) -> Band:
     if sliding_window is None:
         return _CAUSAL if causal else _FULL
@@ -198,26 +208,49 @@ def _band(causal: bool, sliding_window: int | None) -> Band:
 # --- dense: one row of the batch is one sequence --------------------------------------------------
 
 
-def _padded(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, said: Said | None,
-    position_bias: Tensor | None, band: Band, options: dict[str, Any],
+def _described(
+    q: Tensor, k: Tensor, v: Tensor, mask: CompactMask, position_bias: Tensor | None,
+    options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
+    """Attention under a mask by what describes it."""
+    if mask.boundaries is not None:
+        _refuse_bias_of_packed(position_bias)
+        return _packed_rows(q, k, v, mask.terms.band, options, mask.boundaries, mask.boundaries)
+    band, spans, flagged = mask.terms.band, mask.spans, mask.terms.flagged
     bias = _as_bias("position_bias", position_bias, q)
-    form = None if said is None else said.form
-    if mask is None or said is None or form is _PLAIN:
+    if bias is not None and mask.terms.leftpad:
+        # Columns of the bias are counted from key 0: no key may be left out ahead of a span.
+        assert spans is not None
+        flagged, spans = True, torch.stack([torch.zeros_like(spans[0]), spans[1], spans[2]])
+    if flagged:
+        assert mask.visible is not None
+        bias = _sum(bias, _as_bias("attention_mask", mask.visible[:, None, None], q))
+    if spans is None:
+        return tilewise.attention(
+            q, k, v, causal=band.causal, window=band.window, bias=bias, **options
+        )
+    first, end, rows = spans
+    request = Request(causal=band.causal, window=band.window, bias=bias, **options)
+    q, k, v, prepared = _torch.prepare_dense(q, k, v, "bshd", request)
+    prepared = prepared._replace(leftpad_k=first, seqused_k=end, seqused_q=rows)
+    return _ops.forward(q, k, v, prepared)[0]
+
+
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_bias: Tensor | None, band: Band,
+    options: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """Attention under a mask of rows times keys, one of keys, or none."""
+    bias = _as_bias("position_bias", position_bias, q)
+    if mask is None:
         pass
-    elif said.boundaries is not None:
-        if bias is not None:
-            raise ValueError("position_bias of packed sequences is not computed by tilewise")
-        return _packed_rows(q, k, v, band, options, said.boundaries, said.boundaries)
-    elif said.spans is not None:
-        return _spanned(q, k, v, said.spans, bias, band, options)
-    elif form is Form.KEYS or mask.dim() == 2:
+    elif mask.dim() == 2:
         seen = _visible_keys(mask, q.shape[0], k.shape[1])
         k, v = k[:, : seen.shape[-1]], v[:, : seen.shape[-1]]
         bias = _sum(bias, _as_bias("attention_mask", seen, q))
     elif mask.dim() == 4:
         band = _FULL
+        _check_whole(mask, q, k)
         bias = _sum(bias, _as_bias("attention_mask", mask, q))
     else:
         raise ValueError(
@@ -227,27 +260,18 @@ def _padded(
     return tilewise.attention(q, k, v, causal=band.causal, window=band.window, bias=bias, **options)
 
 
-def _spanned(
-    q: Tensor, k: Tensor, v: Tensor, spans: tuple[Tensor, ...], bias: Tensor | None, band: Band,
-    options: dict[str, Any],
-) -> Tensor:  # fmt: skip
-    """Attention within the spans [batch] each of first key, end of keys, and rows in use."""
-    first, end, rows = spans
-    if first.shape[0] != q.shape[0]:
+def _check_whole(mask: Tensor, q: Tensor, k: Tensor) -> None:
+    """Against [batch, heads, rows, keys]; each may be 1."""
+    wanted = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if any(size not in (1, most) for size, most in zip(mask.shape, wanted, strict=True)):
         raise ValueError(
-            f"attention_mask is of {first.shape[0]} sequences, but query has {q.shape[0]}: the "
-            "model cuts its sequences in a way that tilewise does not compute"
+            f"attention_mask has shape {list(mask.shape)}, but this layer needs [batch, 1 or "
+            f"heads, rows, keys], here {list(wanted)}"
         )
-    request = Request(causal=band.causal, window=band.window, bias=bias, **options)
-    q, k, v, prepared = _torch.prepare_dense(q, k, v, "bshd", request)
-    prepared = prepared._replace(leftpad_k=first, seqused_k=end, seqused_q=rows)
-    return _ops.forward(q, k, v, prepared)[0]
 
 
 def _visible_keys(mask: Tensor, batch: int, keys: int) -> Tensor:
-    """A mask [batch, keys], or one of the form KEYS, as booleans [batch, 1, 1, keys]."""
-    if mask.dim() == 4:
-        mask = mask[:, 0, 0]
+    """A mask [batch, keys] as booleans [batch, 1, 1, keys]."""
     if mask.is_floating_point():
         raise ValueError(
             f"attention_mask [batch, keys] has dtype {mask.dtype}, but must be boolean or integer; "
@@ -288,7 +312,9 @@ def _packed(
     options: dict[str, Any], kwargs: dict[str, Any],
 ) -> Tensor:  # fmt: skip
     """By the boundaries that the caller gives; a mask made of position_ids says the same."""
-    same = mask is None or form_of(mask) in (Form.PLAIN, Form.PACKED)
+    same = mask is None or (
+        isinstance(mask, CompactMask) and mask.spans is None and mask.visible is None
+    )
     if not same or position_bias is not None:
         what = "position_bias" if position_bias is not None else "attention_mask"
         raise ValueError(
@@ -306,6 +332,11 @@ def _packed(
         _bound(kwargs, "q"),
         _bound(kwargs, "k"),
     )
+
+
+def _refuse_bias_of_packed(position_bias: Tensor | None) -> None:
+    if position_bias is not None:
+        raise ValueError("position_bias of packed sequences is not computed by tilewise")
 
 
 def _bound(kwargs: dict[str, Any], side: str) -> int | None:

@@ -1,21 +1,12 @@
 """What a model's mask becomes on its way to the attention function.
 
 Transformers asks the mask function once per forward and kind of layer, and hands its result to the
-attention function of every such layer as ``attention_mask``. Here that is one of
-
-* a float mask [batch, 1, rows, keys] that says it all, causality and window included: for patterns
-  that are none of the following;
-* a ``Form``: integers of shape [form, 1 + causal, 1 + window, ...]. Layers need not tell the
-  attention function whether they are causal and have a window, and some are wrong about it.
-
-They have four dimensions because ``generate`` hands masks made ahead of time to the model, which
-leaves alone what has four and reshapes what has fewer, and types that nobody else has for masks.
+attention function of every such layer as ``attention_mask``. Here that is a ``CompactMask`` where
+the pattern is understood, and eager attention's mask elsewhere.
 """
 
 from __future__ import annotations
 
-import enum
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,81 +14,16 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
+from ._compact import Band, CompactMask, Terms
+from ._packing import begin_forward, blind
 
-class Form(enum.IntEnum):
-    """The compact masks, by their first dimension, or by their type."""
-
-    PLAIN = 0  # uint32 [0, ., ., 1]: the last row is aligned with the last key, and that is all
-    PACKED = 1  # uint32 [1, ., ., sequences + 1]: boundaries of packed sequences
-    SPANS = 3  # uint32 [3, ., ., batch]: first key, end of keys and rows in use of each sequence,
-    #            the last such row aligned with the last key: padding, and caches that are not full
-    KEYS = -1  # int16 [batch, ., ., keys]: the keys to be seen, beside causality and window; for
-    #            padding amid them, and while values may not be looked at (tracing, CUDA graphs)
-
-
-_NUMBERS, _FLAGS = torch.uint32, torch.int16
-_NUMBERED = {0: Form.PLAIN, 1: Form.PACKED, 3: Form.SPANS}  # every layer asks: no call of Form()
-
-
-def form_of(mask: Tensor | None) -> Form | None:
-    """The form of a compact mask; None for all others."""
-    if mask is None:
-        return None
-    dtype = mask.dtype
-    if dtype == _NUMBERS:
-        return _NUMBERED.get(mask.shape[0])
-    return Form.KEYS if dtype == _FLAGS else None
-
-
-class Said(NamedTuple):
-    """What a mask says."""
-
-    form: Form | None = None  # None: it is no compact one, and what follows is not set
-    causal: bool = False
-    window: bool = False
-    boundaries: Tensor | None = None  # int32 [sequences + 1] of PACKED
-    spans: tuple[Tensor, ...] | None = None  # int32 [batch] each of SPANS: first, end, rows
-
-
-_NOTHING = Said()
-
-
-def said_by(mask: Tensor) -> Said:
-    """What a mask says. Every layer asks the same mask: the answer is kept with it."""
-    if torch.compiler.is_compiling():
-        return _read(mask)
-    said: Said | None = getattr(mask, "_tilewise_said", None)
-    if said is None:
-        said = _read(mask)
-        mask._tilewise_said = said
-    return said
-
-
-def _read(mask: Tensor) -> Said:
-    form = form_of(mask)
-    if form is None:
-        return _NOTHING
-    _, causal, window, _ = mask.shape
-    said = Said(form, causal == 2, window == 2)
-    if form is Form.PACKED:
-        return said._replace(boundaries=_numbers(mask)[0])
-    return said._replace(spans=_numbers(mask).unbind(0)) if form is Form.SPANS else said
-
-
-def _numbers(mask: Tensor) -> Tensor:
-    return mask[:, 0, 0].contiguous().view(torch.int32)
-
-
-def _marked(mask: Tensor, pattern: Pattern) -> Tensor:
-    """[form, numbers] with what the pattern is in between."""
-    return mask[:, None, None].expand(-1, 1 + pattern.causal, 1 + pattern.window, -1)
+_CAUSAL, _FULL = Band(True), Band(False)
 
 
 class Pattern(NamedTuple):
     """A mask function of Transformers, understood."""
 
-    causal: bool
-    window: bool = False
+    band: Band
     segments: Tensor | None = None  # [batch, rows]: which packed sequence a token belongs to
 
 
@@ -135,9 +61,10 @@ def create_mask(
     Returns:
         A mask as the heading of this module describes them.
     """
+    begin_forward()
 
-    def everything() -> Tensor:
-        seen = masking_utils.sdpa_mask(
+    def whole() -> Tensor:
+        mask = masking_utils.eager_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -145,62 +72,67 @@ def create_mask(
             kv_offset=kv_offset,
             mask_function=mask_function,
             attention_mask=attention_mask,
-            allow_is_causal_skip=False,
-            allow_is_bidirectional_skip=False,
+            dtype=dtype,
             use_vmap=use_vmap,
             device=device,
         )
-        assert seen is not None
-        return additive(seen, dtype)
+        assert mask is not None
+        return mask
 
-    blind = _blind(attention_mask, q_offset)
+    is_blind = blind(attention_mask, q_offset)
     if use_vmap:
-        return everything()
-    if blind:
+        return whole()
+    if is_blind:
         pattern = _pattern_by_flags(
             local_size, allow_is_causal_skip, allow_is_bidirectional_skip, config
         )
     else:
         pattern = _pattern(mask_function)
     if pattern is None:
-        return everything()
-    if pattern.segments is not None:
-        return _marked(_boundaries(pattern.segments), pattern)
+        return whole()
 
+    terms = Terms(pattern.band, dtype, torch.device(device), torch.finfo(dtype).min)
+    shape = (batch_size, 1, q_length, kv_length)
+    if pattern.segments is not None:
+        if attention_mask is not None:
+            return whole()
+        return CompactMask(shape, terms, boundaries=_boundaries(pattern.segments))
     end: int | Tensor | None = None  # of the keys that the last row may see; None: all
-    if pattern.causal or pattern.window:
+    if pattern.band != _FULL:
         aligned = not isinstance(q_offset, Tensor) and (
             q_offset + q_length == kv_offset + kv_length
         )
-        if not aligned and not pattern.causal:
-            return everything()
+        if not aligned and not pattern.band.causal:
+            return whole()
         if not aligned:
             end = q_offset + q_length - kv_offset
+            if not isinstance(end, Tensor) and not 0 <= end <= kv_length:
+                return whole()  # the last row stands outside of the keys
+    parts: dict[str, Tensor] = {}  # what describes the mask if all keys up to the end are visible
+    if end is not None:
+        parts = dict(
+            offset=_number(end - q_length, device),
+            spans=_spans(batch_size, end, q_length, kv_length, device),
+        )
     if attention_mask is None:
-        if end is not None:
-            return _marked(_spans(batch_size, end, q_length, kv_length, device), pattern)
-        return _marked(torch.empty((0, 1), dtype=_NUMBERS, device=device), pattern)
+        return CompactMask(shape, terms, **parts)
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     assert padding is not None
     visible = padding[:, kv_offset : kv_offset + kv_length]
-    if blind:
-        return _marked(visible.to(_FLAGS), pattern) if end is None else everything()
-    mask = _described(visible, end, q_length, pattern)
-    return everything() if mask is None else _marked(mask, pattern)
-
-
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a boolean mask is True, minus infinity elsewhere."""
-    zero = torch.zeros((), dtype=dtype, device=mask.device)
-    return torch.where(mask, zero, -math.inf)
-
-
-def _blind(*tensors: Any) -> bool:
-    """Whether values must not be looked at: while a graph is traced or captured."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return True
-    on_gpu = any(isinstance(tensor, Tensor) and tensor.is_cuda for tensor in tensors)
-    return on_gpu and torch.cuda.is_current_stream_capturing()
+    if visible.shape[0] != batch_size:
+        return whole()
+    if is_blind:
+        return CompactMask(shape, terms._replace(flagged=True), visible=visible, **parts)
+    reach = _reach(visible, end)
+    if reach.all_visible:
+        return CompactMask(shape, terms, **parts)
+    parts["visible"] = visible
+    if reach.one_run:
+        parts["spans"] = reach.spans(q_length, pattern.band)
+        terms = terms._replace(leftpad=reach.leftpad)
+    else:
+        terms = terms._replace(flagged=True)
+    return CompactMask(shape, terms, **parts)
 
 
 # --- what a mask function means -------------------------------------------------------------------
@@ -216,18 +148,20 @@ def _pattern_by_flags(
     if not (causal or bidirectional):
         return None
     if local_size is None:
-        return Pattern(causal)
+        return Pattern(_CAUSAL if causal else _FULL)
     if local_size == getattr(config, "attention_chunk_size", None):
         return None
-    return Pattern(causal, True) if local_size == getattr(config, "sliding_window", None) else None
+    if local_size != getattr(config, "sliding_window", None):
+        return None
+    return Pattern(_causal_window(local_size) if causal else _window_of_both_sides(local_size))
 
 
 def _pattern(function: Any) -> Pattern | None:
     """The pattern of a mask function, if it is one that needs no mask of rows times keys."""
     if function is masking_utils.causal_mask_function:
-        return Pattern(True)
+        return Pattern(_CAUSAL)
     if function is masking_utils.bidirectional_mask_function:
-        return Pattern(False)
+        return Pattern(_FULL)
     parts = _captured(function, "and_masks.<locals>.and_mask").get("mask_functions")
     if parts is None or len(parts) != 2:
         return None
@@ -240,11 +174,21 @@ def _pattern(function: Any) -> Pattern | None:
             return pattern and pattern._replace(segments=packed["packed_sequence_mask"])
     if inner is masking_utils.causal_mask_function:
         overlay = _captured(outer, "sliding_window_overlay.<locals>.inner_mask")
-        return Pattern(True, True) if overlay else None
+        return Pattern(_causal_window(overlay["sliding_window"])) if overlay else None
     if inner is masking_utils.bidirectional_mask_function:
         overlay = _captured(outer, "sliding_window_bidirectional_overlay.<locals>.inner_mask")
-        return Pattern(False, True) if overlay else None
+        return Pattern(_window_of_both_sides(overlay["sliding_window"])) if overlay else None
     return None
+
+
+def _causal_window(size: int) -> Band:
+    """Of ``sliding_window_overlay``: ``size`` keys, the row's own included."""
+    return Band(True, (size - 1, 0))
+
+
+def _window_of_both_sides(size: int) -> Band:
+    """Of ``sliding_window_bidirectional_overlay``: ``size`` keys on each side of the row's own."""
+    return Band(False, (size, size))
 
 
 def _captured(function: Any, name: str) -> dict[str, Any]:
@@ -260,7 +204,13 @@ def _captured(function: Any, name: str) -> dict[str, Any]:
     }
 
 
-# --- the compact forms ----------------------------------------------------------------------------
+# --- descriptions ---------------------------------------------------------------------------------
+
+
+def _number(value: int | Tensor, device: torch.device | str) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.reshape(())
+    return torch.full((), value, dtype=torch.int64, device=device)
 
 
 def _spans(
@@ -271,31 +221,39 @@ def _spans(
     spans[0] = 0
     spans[1] = end.clamp(0, keys) if isinstance(end, Tensor) else min(max(end, 0), keys)
     spans[2] = rows
-    return spans.view(_NUMBERS)
+    return spans
 
 
-def _described(
-    visible: Tensor, end: int | Tensor | None, rows: int, pattern: Pattern
-) -> Tensor | None:
-    """The cheapest form for these visible keys [batch, keys], if any; one look at the device."""
+class Reach(NamedTuple):
+    """Which keys the sequences of a batch have: int [batch] each, and what is true of all."""
+
+    first: Tensor
+    last: Tensor  # one behind it
+    limit: int | Tensor  # one behind the last key that the last row may see
+    all_visible: bool
+    one_run: bool  # keys are visible from first to last, without a gap
+    leftpad: bool
+
+    def spans(self, rows: int, band: Band) -> Tensor:
+        in_use = torch.full_like(self.last, rows)
+        if band != _FULL:  # rows behind the last key are padding, too
+            in_use = (rows - (self.limit - self.last)).clamp(min=0)
+        return torch.stack([self.first, self.last, in_use]).to(torch.int32)
+
+
+def _reach(visible: Tensor, end: int | Tensor | None) -> Reach:
+    """Of visible keys [batch, keys], as far as the end; one look at the device."""
     keys = visible.shape[1]
     position = torch.arange(1, keys + 1, device=visible.device)
     limit: int | Tensor = keys
     if end is not None:
-        limit = end.clamp(max=keys) if isinstance(end, Tensor) else min(end, keys)
+        limit = end.clamp(max=keys) if isinstance(end, Tensor) else end
         visible = visible & (position <= limit)
     count = visible.sum(-1)
     last = (visible * position).amax(-1)
     first = keys - (visible * position.flip(0)).amax(-1)  # behind last where nothing is visible
-    all_visible, one_run = torch.stack([visible.all(), (last - first <= count).all()]).tolist()
-    if all_visible:
-        return torch.empty((0, 1), dtype=_NUMBERS, device=visible.device)
-    if not one_run:
-        return visible.to(_FLAGS) if end is None else None
-    in_use = torch.full_like(last, rows)
-    if pattern.causal or pattern.window:  # rows behind the last key are padding, too
-        in_use = (rows - (limit - last)).clamp(min=0)
-    return torch.stack([last - count, last, in_use]).to(torch.int32).view(_NUMBERS)
+    found = [(count == limit).all(), (last - first <= count).all(), (last > count).any()]
+    return Reach(last - count, last, limit, *torch.stack(found).tolist())
 
 
 def _boundaries(segments: Tensor) -> Tensor:
@@ -304,4 +262,4 @@ def _boundaries(segments: Tensor) -> Tensor:
     starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
     first = starts.flatten().nonzero().flatten()
     total = first.new_full((1,), segments.numel())
-    return torch.cat([first, total]).to(torch.int32).view(_NUMBERS)[None]
+    return torch.cat([first, total]).to(torch.int32)
