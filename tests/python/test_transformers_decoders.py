@@ -264,7 +264,8 @@ def test_a_model_in_double_precision_says_what_to_do(padding: str) -> None:
     ("arguments", "sentence"),
     [
         (dict(output_attentions=True), "output_attentions=True asks for the matrix"),
-        (dict(indices=torch.zeros(1)), "Module passes indices to its attention function"),
+        (dict(indices=torch.zeros(2, 6, 1)), "indices, the keys that each row picks, are given w"),
+        (dict(block_indices=torch.zeros(1)), "Module passes block_indices to its attention"),
         (dict(mask=torch.ones(2, 1, 6, 6).long()), "attention_mask has dtype torch.int64"),
         (dict(mask=torch.ones(2, 6)), r"attention_mask \[batch, keys\] has dtype torch.float32"),
         (dict(mask=torch.ones(2, 7).bool()), r"attention_mask has shape \[2, 7\]"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import output_capturing
 
 import tilewise
 from tilewise import _ops, _plain, _torch
@@ -16,10 +17,10 @@ from ._compact import Band, CompactMask
 from ._packing import packed_boundaries
 
 # Arguments that change what is computed in a way that is not this function's.
-_NOT_OURS = ("indices", "block_indices", "sinks", "head_mask")
+_NOT_OURS = ("block_indices", "sinks", "head_mask")
 # Further ones that are read below; without any of these a call may take the short way.
 _READ = frozenset(
-    (*_NOT_OURS, "output_attentions", "cu_seq_lens_q", "cu_seq_lens_k", "block_table")
+    (*_NOT_OURS, "output_attentions", "cu_seq_lens_q", "cu_seq_lens_k", "block_table", "indices")
 )
 _CAUSAL, _FULL = Band(True), Band(False)
 
@@ -59,7 +60,8 @@ def attention(
         position_bias: [1 or batch, heads, rows, keys], added to the scores.
         cache: A paged cache, of continuous batching, that has not got the new keys yet.
         kwargs: ``cu_seq_lens_q`` and ``_k``, ``max_length_q`` and ``_k`` of packed sequences;
-            what a paged cache needs; others are not read.
+            what a paged cache needs; ``position_ids``; ``indices`` [batch, rows, picks] of the
+            keys that each row picks; others are not read.
 
     Returns:
         [batch, rows, heads, head_dim_v] and None: there is no matrix of weights.
@@ -68,6 +70,8 @@ def attention(
         ValueError: the layer asks for something that would not be computed as asked.
     """
     compact: CompactMask | None = None
+    if kwargs.get("indices") is not None:
+        attention_mask = _picked(attention_mask, kwargs["indices"], key)
     if isinstance(attention_mask, CompactMask):
         compact = _fitting(attention_mask, query, key)
         if compact is None:
@@ -82,8 +86,8 @@ def attention(
         boundaries = _boundaries_by_positions(query, key, attention_mask, compact, kwargs)
     if (
         dropout == 0.0 and s_aux is None and position_bias is None and cache is None
-        and boundaries is None and (compact is not None or attention_mask is None)
-        and _READ.isdisjoint(kwargs)
+        and (compact is not None or attention_mask is None) and boundaries is None
+        and _READ.isdisjoint(kwargs) and not _weights_are_wanted()
     ):  # fmt: skip
         out = _short(query, key, value, compact, band, scaling, softcap or 0.0)
         if out is not None:
@@ -117,6 +121,22 @@ def attention(
     if compact is not None:
         return _described(q, k, v, compact, position_bias, options), None
     return _masked(q, k, v, attention_mask, position_bias, band, options), None
+
+
+def _picked(mask: Tensor | None, indices: Tensor, key: Tensor) -> Tensor:
+    """The mask without the keys that a row has not picked: indices [batch, rows, picks]."""
+    if mask is None:
+        raise ValueError(
+            "indices, the keys that each row picks, are given without an attention_mask, from "
+            "which tilewise removes the others: pass one of [batch, 1, rows, keys]"
+        )
+    whole = mask.dense() if isinstance(mask, CompactMask) else mask
+    shape = (*indices.shape[:2], key.shape[2])
+    hidden = torch.ones(shape, dtype=torch.bool, device=key.device)
+    hidden = hidden.scatter(-1, indices.long(), False)[:, None]
+    if whole.dtype == torch.bool:
+        return whole & ~hidden
+    return whole.masked_fill(hidden, torch.finfo(whole.dtype).min)
 
 
 def _fitting(mask: CompactMask, query: Tensor, key: Tensor) -> CompactMask | None:
@@ -179,6 +199,14 @@ def _short(
     return None if short is None else short[0]
 
 
+def _weights_are_wanted() -> bool:
+    """Whether the model collects attention weights, of which some tell their layers nothing."""
+    if torch.compiler.is_compiling():
+        return False
+    collected = output_capturing._active_collector.get()
+    return bool(collected) and any(name.endswith("attentions") for name in collected)
+
+
 def _refuse(module: torch.nn.Module, query: Tensor, kwargs: dict[str, Any]) -> None:
     if query.dtype == torch.float64:
         raise TypeError(
@@ -186,7 +214,7 @@ def _refuse(module: torch.nn.Module, query: Tensor, kwargs: dict[str, Any]) -> N
             "torch.bfloat16: call model.float(), or load the model with dtype=torch.float32, or "
             'with attn_implementation="eager"'
         )
-    if kwargs.get("output_attentions"):
+    if kwargs.get("output_attentions") or _weights_are_wanted():
         raise ValueError(
             "output_attentions=True asks for the matrix of attention weights, which tilewise never "
             'makes; load the model with attn_implementation="eager"'
@@ -217,14 +245,14 @@ def _described(
         _refuse_bias_of_packed(position_bias)
         return _packed_rows(q, k, v, mask.terms.band, options, mask.boundaries, mask.boundaries)
     band, spans, flagged = mask.terms.band, mask.spans, mask.terms.flagged
-    bias = _as_bias("position_bias", position_bias, q)
+    bias = as_bias("position_bias", position_bias, q)
     if bias is not None and mask.terms.leftpad:
         # Columns of the bias are counted from key 0: no key may be left out ahead of a span.
         assert spans is not None
         flagged, spans = True, torch.stack([torch.zeros_like(spans[0]), spans[1], spans[2]])
     if flagged:
         assert mask.visible is not None
-        bias = _sum(bias, _as_bias("attention_mask", mask.visible[:, None, None], q))
+        bias = _sum(bias, as_bias("attention_mask", mask.visible[:, None, None], q))
     if spans is None:
         return tilewise.attention(
             q, k, v, causal=band.causal, window=band.window, bias=bias, **options
@@ -241,17 +269,17 @@ def _masked(
     options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
     """Attention under a mask of rows times keys, one of keys, or none."""
-    bias = _as_bias("position_bias", position_bias, q)
+    bias = as_bias("position_bias", position_bias, q)
     if mask is None:
         pass
     elif mask.dim() == 2:
         seen = _visible_keys(mask, q.shape[0], k.shape[1])
         k, v = k[:, : seen.shape[-1]], v[:, : seen.shape[-1]]
-        bias = _sum(bias, _as_bias("attention_mask", seen, q))
+        bias = _sum(bias, as_bias("attention_mask", seen, q))
     elif mask.dim() == 4:
         band = _FULL
         _check_whole(mask, q, k)
-        bias = _sum(bias, _as_bias("attention_mask", mask, q))
+        bias = _sum(bias, as_bias("attention_mask", mask, q))
     else:
         raise ValueError(
             f"attention_mask has shape {list(mask.shape)} and dtype {mask.dtype}, but must be "
@@ -285,7 +313,7 @@ def _visible_keys(mask: Tensor, batch: int, keys: int) -> Tensor:
     return mask.bool().reshape(mask.shape[0], 1, 1, mask.shape[-1])
 
 
-def _as_bias(name: str, mask: Tensor | None, q: Tensor) -> Tensor | None:
+def as_bias(name: str, mask: Tensor | None, q: Tensor) -> Tensor | None:
     """What is added to the scores: booleans become 0 and minus infinity."""
     if mask is None:
         return None

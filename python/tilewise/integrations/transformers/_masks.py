@@ -63,72 +63,75 @@ def create_mask(
     """
     begin_forward()
 
-    def whole() -> Tensor:
-        mask = masking_utils.eager_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            dtype=dtype,
-            use_vmap=use_vmap,
-            device=device,
-        )
-        assert mask is not None
+    call = _Call(batch_size, q_length, kv_length, q_offset, kv_offset, dtype, torch.device(device))
+    mask = None
+    if not use_vmap:
+        if blind(attention_mask, q_offset):
+            pattern = _pattern_by_flags(
+                local_size, allow_is_causal_skip, allow_is_bidirectional_skip, config
+            )
+        else:
+            pattern = _pattern(mask_function)
+        if pattern is not None:
+            mask = _compact(call, pattern, attention_mask)
+    if mask is not None:
         return mask
+    whole = masking_utils.eager_mask(
+        **call._asdict(),
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        use_vmap=use_vmap,
+    )
+    assert whole is not None
+    return whole
 
-    is_blind = blind(attention_mask, q_offset)
-    if use_vmap:
-        return whole()
-    if is_blind:
-        pattern = _pattern_by_flags(
-            local_size, allow_is_causal_skip, allow_is_bidirectional_skip, config
-        )
-    else:
-        pattern = _pattern(mask_function)
-    if pattern is None:
-        return whole()
 
-    terms = Terms(pattern.band, dtype, torch.device(device), torch.finfo(dtype).min)
-    shape = (batch_size, 1, q_length, kv_length)
+class _Call(NamedTuple):
+    """Sizes, places and types of ``create_mask``."""
+
+    batch_size: int
+    q_length: int
+    kv_length: int
+    q_offset: int | Tensor
+    kv_offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _compact(call: _Call, pattern: Pattern, attention_mask: Tensor | None) -> Tensor | None:
+    """The mask of this pattern and padding; None: it has no compact form."""
+    batch, rows, keys, q_offset, kv_offset, dtype, device = call
+    shape, band = (batch, 1, rows, keys), pattern.band
+    terms = Terms(band, dtype, device, torch.finfo(dtype).min)
     if pattern.segments is not None:
         if attention_mask is not None:
-            return whole()
+            return None
         return CompactMask(shape, terms, boundaries=_boundaries(pattern.segments))
-    end: int | Tensor | None = None  # of the keys that the last row may see; None: all
-    if pattern.band != _FULL:
-        aligned = not isinstance(q_offset, Tensor) and (
-            q_offset + q_length == kv_offset + kv_length
-        )
-        if not aligned and not pattern.band.causal:
-            return whole()
-        if not aligned:
-            end = q_offset + q_length - kv_offset
-            if not isinstance(end, Tensor) and not 0 <= end <= kv_length:
-                return whole()  # the last row stands outside of the keys
     parts: dict[str, Tensor] = {}  # what describes the mask if all keys up to the end are visible
-    if end is not None:
+    end: int | Tensor | None = None  # of the keys that the last row may see; None: all
+    aligned = not isinstance(q_offset, Tensor) and q_offset + rows == kv_offset + keys
+    if band != _FULL and not aligned:
+        end = q_offset + rows - kv_offset
+        if not band.causal or not (isinstance(end, Tensor) or 0 <= end <= keys):
+            return None  # the last row sees behind its own position, or stands outside of the keys
         parts = dict(
-            offset=_number(end - q_length, device),
-            spans=_spans(batch_size, end, q_length, kv_length, device),
+            offset=_number(end - rows, device), spans=_spans(batch, end, rows, keys, device)
         )
     if attention_mask is None:
         return CompactMask(shape, terms, **parts)
-    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    padding = masking_utils.prepare_padding_mask(attention_mask, keys, kv_offset)
     assert padding is not None
-    visible = padding[:, kv_offset : kv_offset + kv_length]
-    if visible.shape[0] != batch_size:
-        return whole()
-    if is_blind:
+    visible = padding[:, kv_offset : kv_offset + keys]
+    if visible.shape[0] != batch:
+        return None
+    if blind(attention_mask, q_offset):
         return CompactMask(shape, terms._replace(flagged=True), visible=visible, **parts)
     reach = _reach(visible, end)
     if reach.all_visible:
         return CompactMask(shape, terms, **parts)
     parts["visible"] = visible
     if reach.one_run:
-        parts["spans"] = reach.spans(q_length, pattern.band)
+        parts["spans"] = reach.spans(rows, band)
         terms = terms._replace(leftpad=reach.leftpad)
     else:
         terms = terms._replace(flagged=True)

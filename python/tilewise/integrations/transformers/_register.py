@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ._attention import attention
 from ._masks import create_mask
+from ._own_classes import add_own_classes
 from ._paged import allow_continuous_batching
 
 NAME = "tilewise"  # without "flash", "sdpa", "/" or "|", which have a meaning in such names
@@ -39,10 +40,12 @@ def _refuse_models_of_their_own() -> None:
         if requested_attention is not None and requested_attention.removeprefix("paged|") == NAME:
             model = type(self)
             module = sys.modules[model.__module__]
+            served = add_own_classes(module, NAME)
             asks = hasattr(module, "ALL_ATTENTION_FUNCTIONS") and (
                 model._supports_sdpa or model._supports_flash_attn
             )
-            own = () if asks or model._supports_attention_backend else _own_attention(module)
+            asks = asks or served or model._supports_attention_backend
+            own = () if asks else _own_attention(module)
             if own:
                 raise ValueError(
                     f"{model.__name__} computes attention in its own code "
