@@ -96,6 +96,7 @@ void describe_keys(const Tensor& k, const Tensor& v, tilewise_attention& a) {
 }
 
 void describe_score(const Options& options, const Problem& problem, tilewise_attention& a) {
+  const RoundToNearest rounding;
   a.window_left = options.window_left;
   a.window_right = options.window_right;
   a.scale = static_cast<float>(options.scale);

@@ -48,6 +48,7 @@ void expect_like_q(const Tensor& tensor, const char* name, const Problem& proble
 
 Problem describe_plain(const Tensor& q, const Tensor& k, const Tensor& v,
                        const PlainOptions& options) {
+  const RoundToNearest rounding;
   Problem problem = new_problem(q);
   tilewise_attention& a = problem.attention;
   expect_like_q(k, "k", problem);

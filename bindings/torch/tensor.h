@@ -9,6 +9,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <cfenv>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
@@ -24,6 +25,22 @@ using OptionalTensor = std::optional<Tensor>;
 
 // std::invalid_argument reaches Python as ValueError, std::runtime_error as RuntimeError.
 [[noreturn]] void invalid(const std::string& sentence);
+
+// Numbers arrive as double and become float rounded to nearest, whatever the caller has set.
+class RoundToNearest {
+ public:
+  RoundToNearest() : found_(std::fegetround()) {
+    if (found_ != FE_TONEAREST) std::fesetround(FE_TONEAREST);
+  }
+  ~RoundToNearest() {
+    if (found_ != FE_TONEAREST) std::fesetround(found_);
+  }
+  RoundToNearest(const RoundToNearest&) = delete;
+  RoundToNearest& operator=(const RoundToNearest&) = delete;
+
+ private:
+  int found_;
+};
 
 // A failed call of a shim: the message says which one.
 void check_shim(AOTITorchError error, const char* what);

@@ -3,13 +3,15 @@
 
 #include <string>
 
+#include "base/thread_state.h"
 #include "tilewise/tilewise.h"
 
 namespace tilewise {
 
 // `threads` tasks may run at once. Backends start that many workers, each with scratch of its own,
 // and let them take work items from a shared counter: the pool never decides who computes what, so
-// results cannot depend on it.
+// results cannot depend on it. Every task runs in the default floating-point state, whichever
+// thread it is given to.
 struct Parallel {
   void (*parallel_for)(void* user, int64_t tasks, tilewise_task task, void* context);
   void* user;
@@ -17,11 +19,14 @@ struct Parallel {
 
   template <class Body>
   void run(int64_t tasks, const Body& body) const {
-    if (tasks == 1) return body(int64_t{0});
-    parallel_for(
-        user, tasks,
-        [](void* context, int64_t index) { (*static_cast<const Body*>(context))(index); },
-        const_cast<void*>(static_cast<const void*>(&body)));
+    const auto task = [](void* context, int64_t index) {
+      const DefaultFloatState state;
+      (*static_cast<const Body*>(context))(index);
+    };
+    void* const context = const_cast<void*>(static_cast<const void*>(&body));
+    if (tasks == 1) return task(context, 0);
+    const CallersFloatState callers;
+    parallel_for(user, tasks, task, context);
   }
 };
 

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "base/thread_state.h"
 #include "tilewise/tilewise.h"
 
 namespace tilewise::capi {
@@ -33,9 +34,12 @@ const char* last_error() noexcept;
 // Status of whatever exception is in flight; its message becomes the last error.
 tilewise_status status_of_exception() noexcept;
 
-// Runs the body of an entry point: nothing it throws reaches the caller.
+// Runs the body of an entry point: nothing it throws reaches the caller, and nothing the caller has
+// set for its thread reaches the body.
 template <class Body>
 tilewise_status guarded(const Body& body) noexcept {
+  const NoCancellation no_cancellation;
+  const DefaultFloatState float_state;
   try {
     body();
     set_last_error("");

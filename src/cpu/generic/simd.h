@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #if defined(__AVX2__) || defined(__AVX512F__)
@@ -43,15 +44,21 @@ using D = double __attribute__((vector_size(W * 8)));
 
 TILEWISE_FN F splat(float x) { return F{} + x; }
 
-template <class V, class T>
-TILEWISE_FN V load_as(const T* p) {
+// Memory is a pointer, or an array whose size the compiler then compares with the vector's.
+template <class V, class Memory>
+inline constexpr bool kFits = !std::is_array_v<Memory> || sizeof(V) <= sizeof(Memory);
+
+template <class V, class Memory>
+TILEWISE_FN V load_as(const Memory& from) {
+  static_assert(kFits<V, Memory>, "reads past the end of an array");
   V v;
-  __builtin_memcpy(&v, p, sizeof(v));
+  __builtin_memcpy(&v, from, sizeof(v));
   return v;
 }
-template <class V, class T>
-TILEWISE_FN void store_as(T* p, V v) {
-  __builtin_memcpy(p, &v, sizeof(v));
+template <class Memory, class V>
+TILEWISE_FN void store_as(Memory&& to, V v) {
+  static_assert(kFits<V, std::remove_reference_t<Memory>>, "writes past the end of an array");
+  __builtin_memcpy(to, &v, sizeof(v));
 }
 TILEWISE_FN F load(const float* p) { return load_as<F>(p); }
 TILEWISE_FN void store(float* p, F v) { store_as(p, v); }
@@ -286,12 +293,15 @@ template <class T, int N>
 TILEWISE_FN void copy_first(T (&to)[N], const T* from, int64_t n) {
 #if defined(__AVX512BW__)
   const uint64_t bytes = (uint64_t{1} << (n * static_cast<int64_t>(sizeof(T)))) - 1;
-  if constexpr (sizeof(to) == 64)
+  if constexpr (sizeof(to) == 64) {
     store_as(to, _mm512_maskz_loadu_epi8(bytes, from));
-  else if constexpr (sizeof(to) == 32)
+  } else if constexpr (sizeof(to) == 32) {
     store_as(to, _mm256_maskz_loadu_epi8(static_cast<__mmask32>(bytes), from));
-  else
-    store_as(to, _mm_maskz_loadu_epi8(static_cast<__mmask16>(bytes), from));
+  } else {
+    static_assert(sizeof(to) <= 16);
+    const __m128i first = _mm_maskz_loadu_epi8(static_cast<__mmask16>(bytes), from);
+    __builtin_memcpy(to, &first, sizeof(to));  // fewer than 16 bytes where a step is that narrow
+  }
 #else
   for (int64_t i = 0; i < N; ++i) to[i] = i < n ? from[i] : T{};
 #endif
