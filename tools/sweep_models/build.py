@@ -11,7 +11,7 @@ import torch
 
 from . import discover, inputs, pictures, shrink, watch
 
-MAX_PARAMETERS = 40_000_000  # eager, fp64 and ours together take a gigabyte
+MAX_PARAMETERS = 80_000_000  # eager, fp64 and ours together take 1.5 GB
 # The grouped product of experts has no fp64.
 _PLAIN: dict[str, Any] = dict(dtype=torch.float32, experts_implementation="eager")
 
@@ -76,7 +76,7 @@ def _with_inputs(model_class: Any, config_class: Any, level: shrink.Level) -> Bu
         first = first or built
         if "out of memory" in str(built) or "allocate" in str(built):
             break
-    for candidate in pictures.candidates(model, ("input_ids", "attention_mask")):
+    for candidate in pictures.candidates(model, inputs.text_beside_pictures(model)):
         built = _attempt(_run, model, candidate, level)
         if isinstance(built, Built):
             return built

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import build, discover, inputs, precision, shrink, watch
+from . import build, discover, exceptions, inputs, precision, shrink, watch
 
 GENERATES = {"CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM",
              "SPEECH_SEQ_2_SEQ"}  # fmt: skip
@@ -101,10 +101,12 @@ class Trial:
             made = self.built.pictures.make(seed)
         else:
             made = self.built.recipe.make(seed, case.sizes)
-        rows: dict[int, Tensor] = {}
+        rows: dict[int | None, Tensor] = {}
         if case.padding is not None:
             made = inputs.padded(made, case.padding, self.built.model.config)
             rows[made["attention_mask"].shape[1]] = made["attention_mask"].bool()
+            if exceptions.POOLS_FIRST.fullmatch(type(self.built.model).__name__):
+                rows[None] = made["attention_mask"][:, 0].bool()
         exact, usual, given = self.models(case.dtype)
         run = functools.partial(_computed, case)
         try:

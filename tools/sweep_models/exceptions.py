@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,16 @@ _SERIES = {"prediction_length": 6, "context_length": 12}
 _WIDTHS: dict[str, dict[str, Any]] = {
     "Gemma3Config": {"mm_tokens_per_image": 4},
     "MimiConfig": {"upsample_groups": 32, "codebook_dim": 16},
+    "Mamba2Config": {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 1},
+    "DPTConfig": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
+    "Glm4vMoeTextConfig": {"head_dim": 16},
+    "Glm5NextTextConfig": {"index_kpool": 2},
+    "DepthAnythingConfig": {
+        "reassemble_hidden_size": 32,
+        "neck_hidden_sizes": [16, 16, 32, 32],
+        "fusion_hidden_size": 16,
+        "head_hidden_size": 16,
+    },
     "WavTokenizerConfig": {"codebook_dim": 32},
     "WavTokenizerEncoderConfig": {"codebook_dim": 32},
     "BltConfig": {"encoder_hash_byte_group_vocab": 64},
@@ -47,6 +58,16 @@ _ALWAYS: dict[str, dict[str, Any]] = {
     "Dots3NoteConfig": {"per_layer_config": None},
     "DbrxConfig": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0, "kv_n_heads": 2}},
     "DiffusionGemmaTextConfig": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64},
+    "ConvNextConfig": {"hidden_sizes": [16, 24, 32, 48], "depths": [1, 1, 1, 1]},
+    "ConvNextV2Config": {"hidden_sizes": [16, 24, 32, 48], "depths": [1, 1, 1, 1]},
+    "FocalNetConfig": {"hidden_sizes": [192, 384, 768, 768], "depths": [1, 1, 1, 1]},
+    "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"]},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
+    "HunYuanDenseV1Config": {"head_dim": 8},
+    "HunYuanMoEV1Config": {"head_dim": 8},
+    "HunYuanVLTextConfig": {"head_dim": 8},
+    "MinistralConfig": {"head_dim": 8},
+    "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
     "Blip2Config": {"image_token_index": 3},
     "InstructBlipConfig": {"image_token_index": 3},
     "InstructBlipVideoConfig": {"video_token_index": 3},
@@ -55,6 +76,10 @@ _ALWAYS: dict[str, dict[str, Any]] = {
     "ChameleonConfig": {"vocabulary_map": {"<image>": 3, "IMGIMGA": 4}},
     "Emu3Config": {"vocabulary_map": {"<image>": 3, "IMGIMGA": 4}},
 }
+
+# Classes that pool the first token of a sequence, which is padding in a batch padded on the left:
+# such a row may see no key, and eager attention then gives numbers that mean nothing.
+POOLS_FIRST = re.compile(r"(ModernBert|ModernVBert)For(SequenceClassification|MultipleChoice)")
 
 
 def fields(cls: type[Any], level: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -83,8 +108,8 @@ def _has_sections(cls: type[Any]) -> bool:
 
 
 def backbone(model_type: str | None) -> Any:
-    """A small convolutional backbone, or a small Swin where the model has that by default."""
-    from transformers import ResNetConfig, SwinConfig
+    """A small convolutional backbone, or a small transformer where the model has one by default."""
+    from transformers import Dinov2Config, ResNetConfig, SwinConfig
 
     if model_type == "swin":
         return SwinConfig(
@@ -94,6 +119,15 @@ def backbone(model_type: str | None) -> Any:
             num_heads=[2, 2, 2, 2],
             window_size=2,
             out_features=["stage1", "stage2", "stage3", "stage4"],
+        )
+    if model_type == "dinov2":
+        return Dinov2Config(
+            image_size=56,
+            hidden_size=32,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            out_features=["stage1", "stage2", "stage3", "stage4"],
+            reshape_hidden_states=False,
         )
     if model_type not in (None, "resnet", "timm_backbone"):
         return None

@@ -52,7 +52,8 @@ class Recipe:
         for name in self.names:
             value = _MAKERS[name](draw)
             made.update(value if isinstance(value, dict) else {name: value})
-        return made
+        taken = inspect.signature(self.model.forward).parameters
+        return {name: value for name, value in made.items() if name in taken}
 
     @property
     def is_text(self) -> bool:
@@ -72,12 +73,14 @@ def recipes(model: Any) -> Iterator[Recipe]:
     main = model.main_input_name
     mains = [main] if isinstance(main, str) else list(main)
     needed = [name for name in dict.fromkeys(mains + required) if name in _MAKERS]
-    if "input_ids" in parameters and "pixel_values" not in needed and "input_ids" not in needed:
-        alternatives = [needed, ["input_ids", *needed]]
+    if "input_ids" in parameters and "input_ids" not in needed:
+        alternatives = [needed, ["input_ids", *needed], ["input_ids"]]
     else:
         alternatives = [needed]
     extra = [name for name in _OPTIONAL if name in parameters and name not in needed]
     alternatives += [[*needed, name] for name in extra]
+    if "visual_feats" in parameters:
+        alternatives.append([*needed, "visual_feats", "visual_pos"])
     if len(extra) > 1:
         alternatives.append([*needed, *extra])
     if "decoder_input_ids" in parameters:
@@ -93,6 +96,13 @@ def recipes(model: Any) -> Iterator[Recipe]:
         if variant and not any(name in _VARIED for name in full):
             continue
         yield Recipe(model, tuple(dict.fromkeys(full)), variant)
+
+
+def text_beside_pictures(model: Any) -> tuple[str, ...]:
+    """Of a model that does not run without a picture."""
+    taken = inspect.signature(model.forward).parameters
+    return tuple(name for name in ("input_ids", "attention_mask", "qformer_input_ids")
+                 if name in taken)  # fmt: skip
 
 
 def end_of_sequence(config: Any) -> int:

@@ -94,7 +94,7 @@ class Error:
 
 
 def errors(
-    reference: Any, eager: Any, ours: Any, eps: float, rows: Mapping[int, Tensor]
+    reference: Any, eager: Any, ours: Any, eps: float, rows: Mapping[int | None, Tensor]
 ) -> list[Error]:
     """Of all outputs.
 
@@ -103,7 +103,8 @@ def errors(
         eager: Output of eager attention.
         ours: Output of Tilewise.
         eps: Of the dtype that both were computed in.
-        rows: Length: mask [batch, length] of rows that mean something.
+        rows: Length: mask [batch, length] of rows that mean something; None: mask [batch] of
+            sequences of which an output without rows means something.
     """
     ours_by_name = dict(tensors(ours))
     eager_by_name = dict(tensors(eager))
@@ -129,10 +130,15 @@ def _typical(error: Tensor) -> float:
 
 
 def _error(
-    name: str, exact: Tensor, usual: Tensor, given: Tensor, eps: float, rows: Mapping[int, Tensor]
+    name: str,
+    exact: Tensor,
+    usual: Tensor,
+    given: Tensor,
+    eps: float,
+    rows: Mapping[int | None, Tensor],
 ) -> Error:
     exact, usual, given = (x.detach().double() for x in (exact, usual, given))
-    mask = rows.get(exact.shape[1]) if exact.dim() >= 2 else None
+    mask = rows.get(exact.shape[1], rows.get(None)) if exact.dim() >= 2 else None
     if mask is not None and mask.shape[0] == exact.shape[0]:
         exact, usual, given = exact[mask], usual[mask], given[mask]
     if not exact.numel():
