@@ -67,6 +67,7 @@ _ALWAYS: dict[str, dict[str, Any]] = {
     "HunYuanMoEV1Config": {"head_dim": 8},
     "HunYuanVLTextConfig": {"head_dim": 8},
     "MinistralConfig": {"head_dim": 8},
+    "NemotronConfig": {"head_dim": 8, "num_key_value_heads": 2},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
     "Blip2Config": {"image_token_index": 3},
     "InstructBlipConfig": {"image_token_index": 3},
