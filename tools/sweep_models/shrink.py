@@ -37,7 +37,8 @@ _NOT_LAYERS = re.compile(
 _WIDTH = re.compile(
     r"hidden_size|d_model|n_embd|embed_dim|dim|hidden_dim|emb_dim|\w*_hidden_size|\w*_hidden_dim"
     r"|embedding_size|embedding_dim|projection_dim|out_hidden_size|word_embed_proj_dim"
-    r"|output_dim|output_channels|lru_width|projector_dim|\w*_width|query_dim|cross_attention_dim|input_hidden_size"
+    r"|output_dim|output_channels|lru_width|projector_dim|\w*_width|query_dim"
+    r"|cross_attention_dim|input_hidden_size"
 )
 _INNER = re.compile(
     r"\w*intermediate_size|\w*ffn_dim|d_ff|n_inner|mlp_dim|d_inner|\w*intermediate_dim"
