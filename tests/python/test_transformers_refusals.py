@@ -36,6 +36,19 @@ def test_attention_in_its_own_code_is_named(name: str, own: str) -> None:
         build(config, getattr(transformers, f"{name}Model"))
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["MraModel", "ProphetNetModel", "MptModel", "MegatronBertModel", "MvpModel", "YosoModel"],
+)
+def test_decorated_and_distributed_attention_is_refused(name: str) -> None:
+    """Code behind a decorator, or in functions of the file, is the model's own, too."""
+    import transformers
+
+    cls = getattr(transformers, name)
+    with torch.device("meta"), pytest.raises(ValueError, match=r"in its own code \(\w+Attention"):
+        cls._from_config(cls.config_class(), attn_implementation="tilewise")
+
+
 def test_a_convolutional_backbone_is_no_attention() -> None:
     from transformers import DetrConfig, DetrModel, ResNetConfig, ResNetModel
 

@@ -94,9 +94,11 @@ def count_tilewise() -> None:
     """Registers Tilewise's attention function with a counter around it."""
     from transformers import AttentionInterface
 
-    from tilewise.integrations.transformers import NAME, attention
+    from tilewise.integrations.transformers import NAME, _own_classes, attention
 
     AttentionInterface.register(NAME, _counted(attention, "tilewise"))
+    if not hasattr(_own_classes._attention, "_counts"):  # of models with tables of classes
+        _own_classes._attention = _counted(_own_classes._attention, "tilewise")
 
 
 def count_eager() -> None:

@@ -58,10 +58,11 @@ def _refuse_models_of_their_own() -> None:
     setattr(PreTrainedModel, "get_correct_attn_implementation", checked)  # noqa: B010
 
 
-# What attention is computed with, by the names that its code refers to.
-_PRODUCTS = frozenset(
-    ("matmul", "bmm", "baddbmm", "einsum", "softmax", "Softmax", "scaled_dot_product_attention")
-)
+# What attention is made of, by the names that its code refers to.
+_PARTS = frozenset(
+    ("Linear", "matmul", "bmm", "baddbmm", "einsum", "softmax", "Softmax",
+     "scaled_dot_product_attention")
+)  # fmt: skip
 
 
 @functools.cache
@@ -71,15 +72,23 @@ def _own_attention(module: ModuleType) -> tuple[str, ...]:
     A model without any (a convolutional one, or one made of other models, which are asked
     themselves) has nothing that Tilewise could not serve.
     """
-    found = []
-    for name, value in vars(module).items():
-        if not ("attention" in name.lower() and _is_layer(value, module)):
-            continue
-        codes = [f.__code__ for f in vars(value).values() if inspect.isfunction(f)]
-        names = {word for code in codes for word in code.co_names}
-        if names & _PRODUCTS and "ALL_ATTENTION_FUNCTIONS" not in names:
-            found.append(name)
-    return tuple(found)
+    layers = {
+        name: _names_in_code(value)
+        for name, value in vars(module).items()
+        if "attention" in name.lower() and _is_layer(value, module)
+    }
+    return tuple(
+        name
+        for name, used in layers.items()
+        # One that is made of another one leaves the computation to it.
+        if used & _PARTS and "ALL_ATTENTION_FUNCTIONS" not in used and used.isdisjoint(layers)
+    )
+
+
+def _names_in_code(cls: type) -> set[str]:
+    """The names that the methods of a class refer to, behind their decorators."""
+    methods = (inspect.unwrap(f) for f in vars(cls).values() if inspect.isfunction(f))
+    return {name for method in methods for name in method.__code__.co_names}
 
 
 def _is_layer(value: Any, module: ModuleType) -> bool:
