@@ -214,7 +214,7 @@ def test_functions_of_the_caller_over_the_mask() -> None:
 # --- what cannot be computed says so --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["Bloom", "BigBirdPegasus"])
+@pytest.mark.parametrize("kind", ["Bloom", "BigBirdPegasus", "Falcon", "GPTNeo", "Git"])
 def test_models_of_eager_attention_alone_are_refused(kind: str) -> None:
     import transformers
 

@@ -54,7 +54,8 @@ def packed(window: int | None = None) -> Callable[..., Any]:
         inner = masking_utils.sliding_window_causal_mask_function(window)
     segments = masking_utils.find_packed_sequence_indices(ids)
     assert segments is not None
-    inner = masking_utils.remap_positions_for_packed_sequence(inner, ids)
+    remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+    inner = inner if remap is None else remap(inner, ids)  # not in 5.20
     packing = masking_utils.packed_sequence_mask_function(segments)
     return masking_utils.and_masks(inner, packing)
 
