@@ -63,9 +63,19 @@ class KvAppend(ctypes.Structure):
     ]
 
 
+def _shares_memory(array: Array, value: Any) -> bool:
+    """Whether a second view of the value is of the same memory."""
+    return array.size == 0 or np.shares_memory(array, _numpy.as_array("cache", value))
+
+
 def _cache(name: str, value: Any, writes: bool) -> Array:
     """A cache is used where it is: a copy would lose what is appended."""
     array = _numpy.as_array(name, value)
+    if writes and not isinstance(value, np.ndarray) and not _shares_memory(array, value):
+        raise TypeError(
+            f"{name} is a {type(value).__name__} of which NumPy makes a copy, but k and v are to "
+            "be written to it: only an array of NumPy, or a view of its memory, is allowed"
+        )
     if array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
         raise ValueError(
             f"{name} has stride {array.strides[-1]} bytes in its last dimension, but must be "

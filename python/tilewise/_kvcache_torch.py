@@ -116,7 +116,7 @@ def append(
         positions = new.lengths
     if single_position is None:
         single_position = options.window_left < 0 and options.window_right < 0
-    rotated = torch.ops.tilewise.append_kv(
+    rotated = _ops.append_kv(
         k_cache,
         v_cache,
         q if rotates else None,

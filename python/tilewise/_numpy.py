@@ -137,17 +137,49 @@ def merge_states(
 # --- from arguments to a problem ------------------------------------------------------------------
 
 
+_CPU_MEMORY = 1  # kDLCPU of DLPack
+
+
 def as_array(name: str, value: Any) -> Array:
-    """A NumPy view of an array, a DLPack exporter on the CPU, or anything NumPy converts."""
+    """A NumPy view of an array in the memory of the CPU, or what NumPy makes of one.
+
+    Raises:
+        TypeError: it is no array, one of another framework's device, or a masked one.
+    """
+    if type(value) is np.ndarray:
+        return value
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} is a {type(value).__name__}, whose mask would not be read, but must be a "
+            f"plain array: pass {name}.filled(...), and -inf in bias for keys to hide"
+        )
     if isinstance(value, np.ndarray):
         return value
     if hasattr(value, "__torch_function__"):
         raise TypeError(f"{name} is a torch.Tensor, but must be an array: the two are not mixed")
+    _refuse_other_memory(name, value)
     if hasattr(value, "__array__"):
         return np.asarray(value)
     if hasattr(value, "__dlpack__"):
         return np.from_dlpack(value)
     raise TypeError(f"{name} is a {type(value).__name__}, but must be an array")
+
+
+def _refuse_other_memory(name: str, value: Any) -> None:
+    """NumPy would copy an array on a GPU to the host without a word, and the result would stay."""
+    where = ""
+    if hasattr(value, "__dlpack_device__"):
+        kind, number = value.__dlpack_device__()
+        if int(kind) != _CPU_MEMORY:
+            where = f"on device {int(number)} of DLPack's type {int(kind)}"
+    elif hasattr(value, "__cuda_array_interface__"):
+        where = "on a GPU"
+    if where:
+        raise TypeError(
+            f"{name} is a {type(value).__module__}.{type(value).__name__} {where}, but must be a "
+            "torch.Tensor, or an array in the memory of the CPU: pass torch.from_dlpack(...) of "
+            "it, or copy it to the host first"
+        )
 
 
 def prepare_dense(q: Any, k: Any, v: Any, layout: str, request: Request) -> _Problem:

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ._autograd import is_transformed, no_forward_mode, no_second_derivative
+from ._autograd import register as register_autograd
 from ._fold import fold, fold_lse, fold_options, foldable, one_by_one, unfold
 from ._library import load_torch_adapter
 from ._options import (
@@ -84,7 +86,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
         ):
             return torch.ops.tilewise.forward(*arguments)
         return _first_of_pair(torch.ops.tilewise.forward(*arguments, writes_lse_low(q)), q)
-    if _transformed():
+    if is_transformed():
         return _first_of_pair(_Forward.apply(*arguments, writes_lse_low(q)), q)
     if forward_ad._current_level >= 0 or (
         torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)
@@ -92,6 +94,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
         return _EagerForward.apply(*arguments, writes_lse_low(q))
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.tilewise.forward(*arguments)
+
+
+def append_kv(*arguments: Any) -> Tensor:
+    """The operator, by the shortest way through PyTorch's layers: it has no derivative."""
+    if torch.compiler.is_compiling() or is_transformed() or forward_ad._current_level >= 0:
+        return torch.ops.tilewise.append_kv(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.tilewise.append_kv(*arguments)
 
 
 def writes_lse_low(q: Tensor) -> bool:
@@ -102,11 +112,6 @@ def writes_lse_low(q: Tensor) -> bool:
 def _first_of_pair(results: tuple[Tensor, Tensor], q: Tensor) -> tuple[Tensor, Tensor]:
     out, lse = results
     return out, lse[0] if has_lse_low(lse, q) else lse
-
-
-def _transformed() -> bool:
-    """Whether a transform of torch.func is active: register_autograd is no use under one."""
-    return torch._C._functorch.maybe_current_level() is not None
 
 
 # --- shapes for tracing ---------------------------------------------------------------------------
@@ -262,39 +267,21 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     return tuple(results)
 
 
-def _no_second_derivative(_ctx: Any, *_grads: Any) -> Any:
-    raise RuntimeError(
-        "tilewise: attention is differentiable once; second derivatives (create_graph=True, "
-        "gradient penalties, nested torch.func.grad) are not defined"
-    )
-
-
-def _no_forward_mode(_ctx: Any, *_tangents: Any) -> Any:
-    raise RuntimeError(
-        "tilewise: attention has no forward-mode derivative (dual tensors, torch.func.jvp, jacfwd, "
-        "hessian); use the backward: torch.func.vjp, jacrev"
-    )
-
-
 def _call_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return _Forward.apply(*arguments) if _transformed() else torch.ops.tilewise.forward(*arguments)
+    return (
+        _Forward.apply(*arguments) if is_transformed() else torch.ops.tilewise.forward(*arguments)
+    )
 
 
 def call_backward(*arguments: Any) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
         return torch.ops.tilewise.backward(*arguments)
-    if _transformed():
+    if is_transformed():
         return _Backward.apply(*arguments)
     if torch.is_grad_enabled():  # create_graph=True: the operator refuses the second derivative
         return torch.ops.tilewise.backward(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.tilewise.backward(*arguments)
-
-
-torch.library.register_autograd(
-    "tilewise::forward", _backward, setup_context=_setup_context, lib=_library
-)
-torch.library.register_autograd("tilewise::backward", _no_second_derivative, lib=_library)
 
 
 # --- vmap -----------------------------------------------------------------------------------------
@@ -365,15 +352,11 @@ torch.library.register_vmap("tilewise::backward", _backward_vmap, lib=_library)
 torch.library.register_vmap("tilewise::append_kv", _append_kv_vmap, lib=_library)
 
 
-# --- without a compiler ---------------------------------------------------------------------------
+# --- autograd -------------------------------------------------------------------------------------
 
 
 class _EagerForward(torch.autograd.Function):
-    """The operator with the derivative that register_autograd gives it, at a tenth of the overhead.
-
-    The Python layer of register_autograd reads the schema anew in every call: 0.4 ms on the machine
-    where this takes 0.04 ms.
-    """
+    """The operator for eager calls, which do not wait for its kernel for autograd."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -384,7 +367,36 @@ class _EagerForward(torch.autograd.Function):
         return lse_alone
 
     backward = staticmethod(_backward)
-    jvp = staticmethod(_no_forward_mode)
+    jvp = staticmethod(no_forward_mode)
+
+
+class _OperatorForward(torch.autograd.Function):
+    """What the kernel of ``forward`` for autograd runs."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            results = torch.ops.tilewise.forward(*arguments)
+        _setup_context(ctx, arguments, results)
+        return results
+
+    backward = staticmethod(_backward)
+
+
+class _OperatorBackward(torch.autograd.Function):
+    """What the kernel of ``backward`` for autograd runs."""
+
+    @staticmethod
+    def forward(_ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.tilewise.backward(*arguments)
+
+    backward = staticmethod(no_second_derivative)
+
+
+register_autograd(_library, "forward", _OperatorForward)
+register_autograd(_library, "backward", _OperatorBackward)
+register_autograd(_library, "append_kv", None)
 
 
 # --- torch.func -----------------------------------------------------------------------------------
@@ -399,7 +411,7 @@ class _Forward(torch.autograd.Function):
 
     setup_context = staticmethod(_setup_context)
     backward = staticmethod(_backward)
-    jvp = staticmethod(_no_forward_mode)
+    jvp = staticmethod(no_forward_mode)
     vmap = staticmethod(_forward_vmap)
 
 
@@ -412,5 +424,5 @@ class _Backward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """Nothing to keep: there is no second derivative."""
 
-    backward = staticmethod(_no_second_derivative)
+    backward = staticmethod(no_second_derivative)
     vmap = staticmethod(_backward_vmap)

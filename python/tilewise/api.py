@@ -46,7 +46,9 @@ def attention(
     float32, float16 and bfloat16, the same for all three; accumulation is float32.
 
     Args:
-        q: Queries: a torch.Tensor, or an array (of NumPy, or with __array__ or __dlpack__).
+        q: Queries: a torch.Tensor, or an array in the memory of the CPU (of NumPy, or with
+            __array__ or __dlpack__). Masked arrays, and arrays on a GPU of other frameworks, are
+            refused.
         k: Keys, of the same kind, dtype and device.
         v: Values, likewise.
         causal: Row i sees key j when j <= i + seqlen_k - seqlen_q (aligned bottom-right).

@@ -7,8 +7,10 @@ import sys
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import tilewise
+import tilewise._ops
 
 pytestmark = [
     pytest.mark.tensors,
@@ -276,3 +278,113 @@ assert torch.equal(given, run(q, cache.clone()))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def shapes():
+    return torch.randn(1, 5, 4, 8), torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8)
+
+
+def append_and_attend(q, k, v):
+    """The new keys have a tangent, too; rotated, q comes out of the append."""
+    new, table = q[:, :1, :2], torch.ones(9, 4)
+    return tilewise.attention_with_kvcache(
+        q, k.clone(), v.clone(), new, new, cache_seqlens=torch.full((1,), 2, dtype=torch.int32),
+        rotary_cos=table, rotary_sin=0 * table,
+    )  # fmt: skip
+
+
+# Each is an operator, or a way to one, with a tangent of its first argument.
+WITH_TANGENTS = {
+    "attention": lambda q, k, v: tilewise.attention(q, k, v, causal=True),
+    "options": lambda q, k, v: tilewise.attention(q, k, v, softcap=3.0, window=(2, 1)),
+    "keys": lambda k, q, v: tilewise.attention(q[:, :, :2], k[:, :, :2], v[:, :5], scale=0.3),
+    "varlen": lambda q, k, v: tilewise.attention_varlen(
+        q[0], k[0], v[0], *(torch.arange(2, dtype=torch.int32) * n for n in (5, 6))
+    ),
+    "cache": lambda q, k, v: tilewise.attention_with_kvcache(q, k, v),
+    "append": append_and_attend,
+    "gradient": lambda q, k, v: torch.ops.tilewise.backward(
+        q, None, q.detach(), k, v, q.detach(), q[..., 0].detach().transpose(1, 2),
+        *tilewise._ops.Options(), 7,
+    )[0],
+}  # fmt: skip
+
+
+def dual_inside(call, x, *others):
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        return forward_ad.unpack_dual(call(dual, *others)).tangent
+
+
+TANGENTS = {
+    "jvp": lambda call, x, *others: torch.func.jvp(
+        lambda x: call(x, *others), (x,), (torch.ones_like(x),)
+    ),
+    "jacfwd": lambda call, *tensors: torch.func.jacfwd(call)(*tensors),
+    "vmap": lambda call, x, *others: torch.func.vmap(
+        lambda t: torch.func.jvp(lambda x: call(x, *others), (x,), (t,))[1]
+    )(torch.stack((x, x))),
+    "dual": dual_inside,
+}
+
+
+@pytest.mark.parametrize("call", WITH_TANGENTS)
+@pytest.mark.parametrize("way", TANGENTS)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_tangent_is_refused_in_words_under_a_compiler_too(call, way, compiled):
+    """torch.library drops the tangents of an operator's arguments, and its results have zeros."""
+
+    def run(*tensors):
+        return TANGENTS[way](WITH_TANGENTS[call], *tensors)
+
+    if compiled:
+        torch._dynamo.reset()
+        run = torch.compile(run, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="attention has no forward-mode derivative"):
+        run(*shapes())
+
+
+def test_a_tangent_that_comes_from_outside_of_the_compiled_function_is_refused():
+    torch._dynamo.reset()
+    q, k, v = shapes()
+    call = torch.compile(WITH_TANGENTS["attention"], backend="aot_eager")
+    assert call(q, k, v).shape == q.shape
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        call(forward_ad.make_dual(q, q), k, v)
+
+
+def test_what_has_no_tangent_is_computed_within_forward_mode():
+    q, k, v = shapes()
+
+    def run(q, x):
+        return torch.func.jvp(lambda x: x * tilewise.attention(q, k, v), (x,), (x,))
+
+    torch._dynamo.reset()
+    out = tilewise.attention(q, k, v)
+    for call in (run, torch.compile(run, backend="aot_eager")):
+        close(call(q, q), (q * out, q * out))
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.hessian])
+def test_what_torch_func_cannot_be_compiled_for_is_refused_in_words(transform):
+    q, k, v = shapes()
+    torch._dynamo.reset()
+    run = torch.compile(
+        lambda q: transform(lambda q: tilewise.attention(q, k, v).sum())(q), backend="aot_eager"
+    )
+    with pytest.raises(RuntimeError, match=r"tilewise: .*torch\.func"):
+        run(q)
+
+
+def test_an_append_refuses_a_tangent_before_it_writes():
+    q, k, v = shapes()
+    kept = k.clone()
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(
+            lambda q: tilewise.attention_with_kvcache(
+                q, k, v, q[:, :1, :2], v[:, :1], cache_seqlens=2
+            ),
+            (q,),
+            (q,),
+        )
+    assert torch.equal(k, kept)
