@@ -5,9 +5,13 @@
 #   TILEWISE_CUDA                 AUTO: when nvcc is found and the machine has an NVIDIA GPU, for that
 #                                 GPU; ON: for every architecture (minutes, needs no GPU); OFF
 #   TILEWISE_CUDA_ARCHITECTURES   instead of that choice: "all", "native" or numbers, e.g. "90;120"
-#   TILEWISE_CUDA_HEAD_DIMS       build only these head-dim tiles, e.g. "64;128"; empty: all
+#   TILEWISE_CUDA_HEAD_DIMS       build only these head-dim tiles, e.g. "64;128", or "64;mma_sync:96"
+#                                 where one is meant for one family; empty: all
 #   TILEWISE_CUDA_ELEMENTS        build only these elements, e.g. "BF16"; empty: all
 #   TILEWISE_CUDA_TABLES          build only these tile tables, e.g. "Sm75;Sm90"; empty: all
+#   TILEWISE_CUDA_FORCED_TABLES   also these tile tables, e.g. "Sm86;Sm120", as machine code for the
+#                                 chosen GPUs: tests force them where the GPUs they are for are not
+#                                 at hand. What a table asks for those GPUs must have
 #   TILEWISE_CUDA_EMULATOR        the same units for this CPU, over tests/emulator; needs no nvcc
 #
 # "90" means: tile table Sm90 with code for sm_90, and Sm75 and Sm80 as PTX, which the GPU's driver
@@ -16,6 +20,7 @@ set(TILEWISE_CUDA_ARCHITECTURES "" CACHE STRING "\"all\", \"native\" or compute 
 set(TILEWISE_CUDA_HEAD_DIMS "" CACHE STRING "Only these head-dim tiles (empty: all)")
 set(TILEWISE_CUDA_ELEMENTS "" CACHE STRING "Only these elements (empty: all)")
 set(TILEWISE_CUDA_TABLES "" CACHE STRING "Only these tile tables (empty: all)")
+set(TILEWISE_CUDA_FORCED_TABLES "" CACHE STRING "Also these tile tables, for the GPUs chosen: tests")
 
 set(cuda_tables Sm75 Sm80 Sm86 Sm90 Sm120)
 set(cuda_specific_tables Sm90a) # machine code of this very capability, of no other one
@@ -137,7 +142,7 @@ function(tilewise_code_of table result)
   set(code "")
   foreach(sm IN LISTS cuda_wanted)
     tilewise_table_of(${sm} own)
-    if(table STREQUAL "any" OR table STREQUAL own)
+    if(table STREQUAL "any" OR table STREQUAL own OR table IN_LIST TILEWISE_CUDA_FORCED_TABLES)
       list(APPEND code ${sm}-real)
     elseif(table STREQUAL "Sm${sm}a")
       list(APPEND code ${sm}a-real)
@@ -173,11 +178,13 @@ function(tilewise_list_units result)
   set(wanted "")
   foreach(line IN LISTS lines)
     string(REPLACE " " ";" fields "${line}")
+    list(GET fields 0 family)
     list(GET fields 1 table)
     list(GET fields 2 element)
     list(GET fields 3 head_dim)
     if((NOT TILEWISE_CUDA_ELEMENTS OR element IN_LIST TILEWISE_CUDA_ELEMENTS)
-       AND (NOT TILEWISE_CUDA_HEAD_DIMS OR head_dim IN_LIST TILEWISE_CUDA_HEAD_DIMS)
+       AND (NOT TILEWISE_CUDA_HEAD_DIMS OR head_dim IN_LIST TILEWISE_CUDA_HEAD_DIMS
+            OR "${family}:${head_dim}" IN_LIST TILEWISE_CUDA_HEAD_DIMS)
        AND (NOT TILEWISE_CUDA_TABLES OR table STREQUAL "-" OR table IN_LIST TILEWISE_CUDA_TABLES))
       list(APPEND wanted "${line}")
     endif()

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/launch_list.h"
 #include "cuda/tensor_map.h"
 
 #if defined(TILEWISE_EMULATOR)
@@ -84,6 +85,7 @@ template <class Params>
 void launch(const Kernel<Params>& kernel, int64_t blocks, Stream stream, const Params& params,
             Start start = Start::in_order, int32_t cluster = 1) {
   if (blocks == 0) return;
+  if (lists_launches()) list_launch(reinterpret_cast<const void*>(kernel.function));
 #if defined(TILEWISE_EMULATOR)
   (void)stream;
   (void)start;

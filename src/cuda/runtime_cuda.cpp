@@ -256,6 +256,11 @@ void read_back(void* to, const void* from, int64_t bytes, Stream stream) {
   check(cudaStreamSynchronize(s), "cudaStreamSynchronize");
 }
 
+std::string kernel_symbol(const void* function) {
+  const char* name = nullptr;
+  return cudaFuncGetName(&name, function) == cudaSuccess ? name : "a kernel";
+}
+
 namespace detail {
 void launch(const void* function, int64_t blocks, int32_t threads, int32_t shared_bytes,
             Stream stream, Start start, int32_t cluster, const void* params) {
@@ -289,9 +294,7 @@ void launch(const void* function, int64_t blocks, int32_t threads, int32_t share
   config.numAttrs = count;
   const cudaError_t status = cudaLaunchKernelExC(&config, function, arguments);
   if (status == cudaSuccess) return;
-  const char* name = nullptr;
-  if (cudaFuncGetName(&name, function) != cudaSuccess) name = "a kernel";
-  check(status, ("launch of " + std::string(name) + " with " + std::to_string(blocks) +
+  check(status, ("launch of " + kernel_symbol(function) + " with " + std::to_string(blocks) +
                  " blocks of " + std::to_string(threads) + " threads and " +
                  std::to_string(shared_bytes) + " bytes of shared memory")
                     .c_str());

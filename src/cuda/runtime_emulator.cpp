@@ -1,7 +1,10 @@
 // The GPU that tests/emulator puts in the place of one: described by TILEWISE_EMULATOR_SM and
 // TILEWISE_EMULATOR_MULTIPROCESSORS.
+#include <dlfcn.h>
+
 #include <cstdlib>
 #include <cstring>
+#include <sstream>
 
 #include "cuda/arch/limits.h"
 #include "cuda/runtime.h"
@@ -50,6 +53,15 @@ std::string gpu_name(int32_t index) {
 }
 
 int64_t gpu_memory_bytes(int32_t) { return 0; }  // that of the CPU
+
+std::string kernel_symbol(const void* function) {
+  Dl_info info{};
+  dladdr(function, &info);
+  std::ostringstream text;
+  text << "+0x" << std::hex
+       << static_cast<const char*>(function) - static_cast<const char*>(info.dli_fbase);
+  return text.str();
+}
 
 DeviceScope::DeviceScope(int32_t index) { gpu(index); }
 DeviceScope::~DeviceScope() = default;

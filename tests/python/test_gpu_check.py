@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -13,10 +14,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
+import kernels_run
 from gpu_check import models, plugin, processes, provenance, sanitizer, stages, suite
 from gpu_check.processes import TIMED_OUT, Ended
 from gpu_check.setup import Setup
 from gpu_check.shapes import PART, parts, problems
+
+KERNEL = ("simt", "forward", "-", "F32", "64", "-")
 
 
 @pytest.fixture
@@ -34,6 +38,8 @@ def started(monkeypatch):
                 s.served["cuda.wgmma.forward"] += 10
 
     monkeypatch.setattr(suite, "run_shares", run_shares)
+    monkeypatch.setattr(kernels_run, "launched", lambda *_: {KERNEL})
+    monkeypatch.setattr(kernels_run, "not_launched", lambda *_: ["another kernel"])
     return calls
 
 
@@ -42,12 +48,64 @@ def setup(tmp_path, **earlier) -> Setup:
 
 
 @pytest.mark.parametrize(
-    ("memory", "processes"), [(143771, (14, 4)), (81559, (10, 2)), (24000, (2, 1)), (0, (14, 4))]
+    ("memory", "processes"), [(143771, (13, 3)), (81559, (11, 1)), (24000, (2, 1)), (0, (14, 3))]
 )
 def test_tests_share_the_memory_of_a_gpu(memory, processes, tmp_path):
     of = Setup(tmp_path, 16, "90", memory=memory)
     assert stages.shared_out(of) == processes
     assert of.processes() == min(14, memory // 5000 or 14)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "foreign", "forced"),
+    [
+        ("90", ("86", "120"), ("90", "80", "75", "86", "120")),
+        ("80", ("86",), ("80", "75", "86")),
+        ("86", (), ("80", "75")),
+        ("120", ("86",), ("80", "75", "86")),
+        ("75", (), ("80", "75")),
+    ],
+)
+def test_tables_of_other_gpus_are_forced_where_their_instructions_are(
+    architecture, foreign, forced, tmp_path
+):
+    of = Setup(tmp_path, 16, architecture)
+    assert of.foreign == foreign and of.forced == forced
+
+
+def test_the_build_compiles_the_tables_of_other_gpus_for_this_one(tmp_path, monkeypatch):
+    commands = []
+
+    def run(command, *_rest):
+        commands.append(command)
+        (tmp_path / "x.log").write_text("")
+        return Ended(1, 1.0, tmp_path / "x.log")
+
+    monkeypatch.setattr(stages, "run", run)
+    stages.build(Setup(tmp_path, 4, "90"), 100)
+    assert "-DTILEWISE_CUDA_FORCED_TABLES=Sm86;Sm120" in commands[0]
+    assert "-DTILEWISE_CUDA_ARCHITECTURES=90" in commands[0]
+
+
+def test_smoke_warms_ptx_and_runs_every_table(tmp_path, monkeypatch):
+    started: dict[str, dict] = {}
+
+    def run_all(commands, _limit, folder, env):
+        started.update({name: env[name] for name in commands})
+        folder.mkdir(parents=True, exist_ok=True)
+        log = folder / "x.log"
+        log.write_text("ran x: cuda.simt.forward.f32 tile 64x64\n3 of 3 shapes run\n")
+        return dict.fromkeys(commands, Ended(0, 1.0, log))
+
+    monkeypatch.setattr(stages, "run_all", run_all)
+    report = stages.smoke(Setup(tmp_path, 8, "90"), 100)
+    assert report["passed"] and report["kernels"] == ["cuda.simt.forward.f32"]
+    shared = {name: env for name, env in started.items() if re.search(r" \d+$", name)}
+    tables = {name: env.get("TILEWISE_FORCE_ARCH", "") for name, env in shared.items()}
+    assert set(tables.values()) == {"", "90", "80", "75", "86", "120"}
+    assert {env["TILEWISE_LAUNCH_LIST"] for env in shared.values()} == {str(tmp_path / "launched")}
+    warmed = {env["TILEWISE_FORCE_ARCH"] for n, env in started.items() if n not in shared}
+    assert warmed == {"80", "75"}, "machine code needs no warming"
 
 
 def table(passed: int, failed: tuple[str, ...] = (), not_run: int = 0) -> dict:
@@ -59,9 +117,13 @@ def table(passed: int, failed: tuple[str, ...] = (), not_run: int = 0) -> dict:
 def test_a_first_run_runs_everything(tmp_path, started):
     report = stages.tests(setup(tmp_path), 10)
     assert report["passed"]
-    assert set(started["arguments"]) == {"native", "forced-80", "forced-75"}
-    assert all("tests/python" in arguments for arguments in started["arguments"].values())
+    assert set(started["arguments"]) == {"native", "forced-80", "forced-75", "forced-86"}
+    for name, arguments in started["arguments"].items():
+        assert ("tests/python" in arguments) == (name == "native")
+        assert ("tests/python/test_properties.py" in arguments) == (name != "native")
     assert report["native"]["served"] == {"cuda.wgmma.forward": 30}
+    assert report["launched"] == [" ".join(KERNEL)]
+    assert report["objections"] == ["not launched: another kernel"]
 
 
 def test_a_resumed_run_runs_what_failed_and_adds_up(tmp_path, started):
@@ -70,7 +132,8 @@ def test_a_resumed_run_runs_what_failed_and_adds_up(tmp_path, started):
     report = stages.tests(setup(tmp_path, passed=False, **earlier), 10)
     assert started["arguments"]["native"] == ["a::x"]
     assert "forced-80" not in started["arguments"]
-    assert "tests/python" in started["arguments"]["forced-75"]  # who knows what did not run
+    # Who knows what did not run:
+    assert "tests/python/test_properties.py" in started["arguments"]["forced-75"]
     assert report["native"]["passed"] == 8
     assert report["native"]["run_again"] == 1
     assert report["native"]["served"] == {"cuda.simt.forward": 5, "cuda.wgmma.forward": 10}
@@ -127,6 +190,20 @@ REPORT = """========= Barrier error detected. Divergent thread(s) in block.
 =========     at void tilewise::cuda::wgmma::forward<...>(tilewise::cuda::TmaForwardParams)+0x119d0
 =========     by thread (64,0,0)
 """
+
+
+@pytest.mark.parametrize(
+    ("tool", "table", "sees"),
+    [
+        ("racecheck", "", ""),
+        ("racecheck", "80", "fp16"),
+        ("initcheck", "80", ""),
+        ("initcheck", "86", "fp16"),
+        ("memcheck", "120", ""),
+    ],
+)
+def test_what_a_tool_sees_of_a_table(tool, table, sees):
+    assert sanitizer.only(tool, table) == sees
 
 
 def ended(tmp_path, text: str, status: int = 0, names=("bf16-d64",)) -> Ended:

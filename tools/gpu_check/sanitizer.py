@@ -12,11 +12,13 @@ from collections import Counter
 from pathlib import Path
 
 from .processes import TIMED_OUT, Ended, run_all, say
-from .setup import Report, Setup, driver, driver_environment, label
+from .setup import FOREIGN, Report, Setup, driver, driver_environment, label
 from .shapes import problems
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# What racecheck sees of a forced tile table: one dtype, which all of them have.
+# What racecheck sees of a forced tile table: one dtype, which all of them have. Of tables of other
+# GPUs initcheck and synccheck see no more either: their code differs from that of others in tile
+# sizes alone.
 RACED = "fp16"
 FOUND = 9  # exit status of a process with reports
 # Of the limit, after which no process takes another problem: what it has begun is to be judged.
@@ -107,7 +109,8 @@ def commands_of(
 
 def only(tool: str, architecture: str) -> str:
     """What the names of the problems contain that a tool sees."""
-    return RACED if tool == "racecheck" and architecture else ""
+    raced = architecture and (tool == "racecheck" or architecture in FOREIGN)
+    return RACED if raced and tool != "memcheck" else ""
 
 
 def sanitizer(setup: Setup, limit: float) -> Report:

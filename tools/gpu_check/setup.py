@@ -9,8 +9,11 @@ from typing import Any
 from .processes import PYTHON, ROOT, TIMED_OUT, Ended, python_environment, say
 
 Report = dict[str, Any]
-# What TILEWISE_FORCE_ARCH is set to: tile tables of mma_sync.
+# What TILEWISE_FORCE_ARCH is set to: tile tables of mma_sync, which every build has as PTX.
 FORCED = ("80", "75")
+# Tile tables of GPUs that are not at hand, and the least compute capability that has all the
+# instructions they ask for: the build compiles them as machine code for this GPU.
+FOREIGN = {"86": 80, "120": 90}
 # MiB of a GPU for each process that runs tests: most take 2000; those that need 11 GB and more
 # take turns (tests/python/devices.py, much_memory), beside what this leaves free.
 OF_A_PROCESS = 5000
@@ -34,15 +37,30 @@ class Setup:
     def logs(self) -> Path:
         return self.build / "logs"
 
+    @property
+    def launch_list(self) -> Path:
+        """Where processes write which kernels they launch; each run begins a list anew."""
+        return self.build / "launched"
+
     def processes(self, beside: int = 0) -> int:
         """That run tests at once, while so many others do."""
         room = self.memory // OF_A_PROCESS if self.memory else self.jobs + beside
         return max(2, min(self.jobs - 2, room - beside))
 
     @property
+    def foreign(self) -> tuple[str, ...]:
+        """Tables of other GPUs, compiled for this one."""
+        return tuple(t for t, least in FOREIGN.items() if least <= self.sm != int(t))
+
+    @property
     def forced(self) -> tuple[str, ...]:
         """On Hopper mma_sync has to be asked for: the GPU's own choice is wgmma."""
-        return ("90", *FORCED) if self.architecture == "90" else FORCED
+        own = ("90",) if self.architecture == "90" else ()
+        return (*own, *FORCED, *self.foreign)
+
+    @property
+    def sm(self) -> int:
+        return int(self.architecture)
 
     @property
     def architectures(self) -> tuple[str, ...]:

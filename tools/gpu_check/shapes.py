@@ -74,7 +74,23 @@ def shapes() -> Iterator[Shape]:
     for dtype in DTYPES:
         yield from options(dtype)
     for dtype in ("bf16", "fp16"):
+        yield from few_rows_and_pages(dtype)
         yield from over_float8(dtype)
+
+
+def few_rows_and_pages(dtype: str) -> Iterator[Shape]:
+    """Every head-dim tile by the cut for few rows and over pages, which have kernels of their own:
+    contiguous keys and whole pages come as boxes where the GPU has them, pages of 3 keys never do.
+    """
+    for dim in (64, 96, 128, 192, 256):
+        few = Shape(f"{dtype}-few-d{dim}", dtype, dim, rows=(1, 1), keys=(300, 300), group=8,
+                    backward=False)  # fmt: skip
+        yield few
+        yield replace(few, name=f"{few.name}-general", option="softcap")
+        yield replace(few, name=f"{few.name}-paged", page_size=64)
+        yield replace(few, name=f"{few.name}-odd-pages", page_size=3)
+        yield replace(few, name=f"{dtype}-pages-d{dim}", rows=(150,), keys=(170,), group=2,
+                      page_size=16)  # fmt: skip
 
 
 def over_float8(dtype: str) -> Iterator[Shape]:

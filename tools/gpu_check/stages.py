@@ -11,18 +11,26 @@ from collections import Counter
 from pathlib import Path
 
 import cuda_ledger
+import kernels_run
 import ptxas_notices
 
 from . import suite
 from .models import models
 from .processes import PYTHON, ROOT, run, run_all, say
 from .sanitizer import sanitizer
-from .setup import Report, Setup, driver, driver_environment, failed, label
+from .setup import FORCED, Report, Setup, driver, driver_environment, failed, label
 from .shapes import DTYPES
 
 # Random problems per dtype: forced, native. Of any kernels in three dtypes and, where it is, of
 # wgmma in two: 12,000.
 RANDOM = ("160", "2400")
+# What a forced tile table runs of the tests that call kernels directly: those that compare every
+# kernel with the oracle, or its sums from run to run. The rest does not depend on the table.
+OF_FORCED = tuple(
+    f"tests/python/test_{name}.py"
+    for name in ("decode", "decode_cuts", "determinism", "float8_cache", "gradients", "layouts",
+                 "nonfinite", "properties")
+)  # fmt: skip
 # Tests of the benchmarks' scripts: they need no GPU.
 NOT_HERE = ("tests/python/test_cli_bench.py", "tests/python/test_bench_gpu.py")
 
@@ -33,6 +41,7 @@ def build(setup: Setup, limit: float) -> Report:
         "cmake", "-S", str(ROOT), "-B", str(setup.build), "-G", "Ninja",
         "-DCMAKE_BUILD_TYPE=Release", "-DTILEWISE_CUDA=ON", "-DTILEWISE_BUILD_TORCH=ON",
         f"-DTILEWISE_CUDA_ARCHITECTURES={setup.architecture}", "-DTILEWISE_BUILD_TESTS=OFF",
+        f"-DTILEWISE_CUDA_FORCED_TABLES={';'.join(f'Sm{t}' for t in setup.foreign)}",
         f"-DPython3_EXECUTABLE={PYTHON}", *setup.cmake,
     ]  # fmt: skip
     env = {}
@@ -45,6 +54,7 @@ def build(setup: Setup, limit: float) -> Report:
             say(f"  {line}")
     if ended.status != 0:
         return failed(ended)
+    shutil.rmtree(setup.launch_list, ignore_errors=True)  # of another library
     command = ["cmake", "--build", str(setup.build), "-j", str(setup.jobs)]
     compiled = run(command, limit - ended.seconds, setup.logs / "build.log")
     notices = ptxas_notices.check(compiled.log, setup.build)
@@ -97,9 +107,9 @@ def tile_names(architecture: str) -> list[str]:
 def smoke(setup: Setup, limit: float) -> Report:
     """Each small problem once: what does not launch, and what hangs, is known after seconds."""
     begin = time.monotonic()
-    first = {
-        f"{label(a)} {name}": driver("--only", name) for a in setup.forced for name in tile_names(a)
-    }
+    setup.launch_list.mkdir(parents=True, exist_ok=True)
+    by_ptx = [a for a in setup.forced if a in FORCED]
+    first = {f"{label(a)} {name}": driver("--only", name) for a in by_ptx for name in tile_names(a)}
     env = {name: driver_environment(setup, architecture_of(name)) for name in first}
     warmed = run_all(first, limit, setup.logs / "smoke", env)
     parts = max(1, setup.jobs // 4)
@@ -109,6 +119,8 @@ def smoke(setup: Setup, limit: float) -> Report:
         for i in range(parts)
     }
     env = {name: driver_environment(setup, architecture_of(name)) for name in second}
+    for environment in env.values():
+        environment["TILEWISE_LAUNCH_LIST"] = str(setup.launch_list)
     left = max(20, limit - (time.monotonic() - begin))
     ended = run_all(second, left, setup.logs / "smoke", env)
     chosen = {k for e in ended.values() for k in re.findall(r"cuda\.\S+ tile \S+", e.output())}
@@ -144,7 +156,7 @@ def failed_tests(found: Report) -> list[str]:
 def shared_out(setup: Setup) -> tuple[int, int]:
     """Processes for the GPU's own choice, and for each forced tile table, whose tests are fewer."""
     of_forced = max(1, setup.jobs // 4)
-    while of_forced > 1 and setup.processes(of_forced * len(setup.forced)) < 3 * of_forced:
+    while of_forced > 1 and setup.processes(of_forced * len(setup.forced)) < 4 * of_forced:
         of_forced -= 1
     return setup.processes(of_forced * len(setup.forced)), of_forced
 
@@ -155,6 +167,7 @@ def tests(setup: Setup, limit: float) -> Report:
     failed are run again.
     """
     shares = []
+    setup.launch_list.mkdir(parents=True, exist_ok=True)
     folder = setup.logs / "tests"
     everything = setup.pytest or ["tests/python", *(f"--ignore={x}" for x in NOT_HERE)]
     processes, of_forced = shared_out(setup)
@@ -166,10 +179,11 @@ def tests(setup: Setup, limit: float) -> Report:
             continue
         of, arguments = processes, ["-m", "not models", *everything]
         if name != "native":
-            of, arguments = of_forced, ["-m", "abi", *everything]
+            of, arguments = of_forced, ["-m", "abi", *(setup.pytest or OF_FORCED)]
         again = failed_tests(report[name])
         env = setup.python("" if name == "native" else name.removeprefix("forced-"))
         env["TILEWISE_TEST_EXAMPLES_PER_DTYPE"] = RANDOM[name == "native"]
+        env["TILEWISE_LAUNCH_LIST"] = str(setup.launch_list)
         of = min(of, len(again) or of)
         shares += [suite.Share(name, i, of, folder, env, again or arguments) for i in range(of)]
     suite.run_shares(shares, limit=limit, each=min(150, limit / 2))
@@ -189,7 +203,23 @@ def tests(setup: Setup, limit: float) -> Report:
         report[name]["skips"] = before.get("skips") or suite.skips(mine)
         for failure in report[name]["failures"][:12]:
             say(f"    FAILED {failure['test']}")
-    return {"passed": all(is_green(found) for found in report.values()), **report}
+    passed = all(is_green(found) for found in report.values())
+    return {"passed": passed, **report, **launched(setup)}
+
+
+def launched(setup: Setup) -> Report:
+    """The kernels that this build's processes have launched, and those that none has: every stage
+    of small problems and tests adds to the list, also over several runs on the same build.
+    """
+    library = setup.build / "libtilewise.so"
+    try:
+        ran = kernels_run.launched(setup.launch_list, library)
+        left = kernels_run.not_launched(library, setup.launch_list)
+    except (OSError, cuda_ledger.LedgerError) as error:
+        return {"objections": [f"launches NOT looked at: {error}"]}
+    say(f"  {len(ran)} kernels launched, {len(left)} not")
+    report: Report = {"launched": sorted(" ".join(k) for k in ran)}
+    return report | {"objections": [f"not launched: {line}" for line in left]}
 
 
 def train(setup: Setup, limit: float) -> Report:
@@ -223,10 +253,10 @@ def bench(setup: Setup, limit: float) -> Report:
 
 # Name: (function, seconds that it may take).
 STAGES = {
-    "build": (build, 240),
-    "smoke": (smoke, 120),
+    "build": (build, 420),
+    "smoke": (smoke, 150),
     "tests": (tests, 480),
-    "sanitizer": (sanitizer, 420),
+    "sanitizer": (sanitizer, 540),
     "train": (train, 60),
     "models": (models, 240),
     "bench": (bench, 120),

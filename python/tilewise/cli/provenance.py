@@ -20,8 +20,10 @@ from typing import Any
 from tilewise._capabilities import OWN_TABLE, cuda_code, family_of
 from tilewise.cli import gpu, system
 
-# Tile tables of mma_sync, and how a result of gpu-check calls runs that were forced to use one.
+# Tile tables of mma_sync, those that every build has as PTX, and how a result of gpu-check calls
+# runs that were forced to use one.
 TABLES = (75, 80, 86, 90, 120)
+PTX_TABLES = (75, 80)
 FORCED = re.compile(r"forced-(\d+)$")
 SHORT_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
@@ -114,13 +116,15 @@ def from_gpu_check(result: dict[str, Any]) -> list[dict[str, Any]]:
                 table = OWN_TABLE.get(family, 0)
             elif not forced and "cuda.wgmma" in families:
                 continue
-            by_ptx = family == "cuda.mma_sync" and table != own
+            how = ""
+            if family == "cuda.mma_sync" and table != own:
+                how = ", by PTX" if table in PTX_TABLES else ", compiled for it"
             records.append(
                 {
                     "kernel": family,
                     "device": "cuda",
                     "table": table,
-                    "machine": result["gpu"]["name"] + (", by PTX" if by_ptx else ""),
+                    "machine": result["gpu"]["name"] + how,
                     "version": result["versions"].get("tilewise", ""),
                     "date": result["date"],
                     "dtypes": sorted({"float16"} & dtypes if table == 75 else dtypes),

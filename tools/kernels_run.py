@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+"""Where each CUDA kernel of the library has run.
+
+  python tools/kernels_run.py                       the list, by family, table and place
+  python tools/kernels_run.py LIBRARY FOLDER        whether every kernel inside this library is
+                                                    among those that processes with
+                                                    TILEWISE_LAUNCH_LIST=FOLDER launched,
+                                                    or that a GPU has run
+
+The kernels are those of docs/results/cuda-ledger.txt; one that several GPUs have machine code for
+counts once. They have run in the emulator when its preset builds them: .ci/run emulator fails on
+one that it has not launched and no GPU has either. They have run on a GPU when a result of
+gpu-check lists them; results from before such lists were kept count for all kernels of the tile
+tables whose tests passed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import cuda_ledger
+from cuda_ledger import ROOT
+
+EMULATOR = "emulator"
+RESULTS = ROOT / "docs" / "results"
+PRESETS = ROOT / "CMakePresets.json"
+# A kernel as the ledger names it: family, kernel, table, element, D, form.
+Kernel = tuple[str, ...]
+
+
+def named(mangled: str) -> Kernel:
+    """What the symbol of a kernel says."""
+    return tuple(cuda_ledger.key_of(mangled, 0).cells()[1:])
+
+
+def known() -> set[Kernel]:
+    """Every kernel of the library."""
+    ledger, _ = cuda_ledger.parse_text(cuda_ledger.LEDGER.read_text())
+    return {tuple(key.cells()[1:]) for key in ledger}
+
+
+def symbols(library: Path) -> dict[int, str]:
+    """The functions of a library by address."""
+    lines = cuda_ledger.output_of("nm", str(library))
+    found = re.findall(r"^([0-9a-f]+) [tTwW] (\S+)$", lines, re.MULTILINE)
+    return {int(address, 16): name for address, name in found}
+
+
+def launched(folder: Path, library: Path) -> set[Kernel]:
+    """What processes have written into the folder (src/cuda/launch_list.h)."""
+    lines = {x for path in folder.iterdir() if path.is_file() for x in path.read_text().split()}
+    addresses = {x for x in lines if x.startswith("+")}
+    of = symbols(library) if addresses else {}
+    return {named(of.get(int(x[1:], 16), x) if x in addresses else x) for x in lines} & known()
+
+
+def inside(library: Path) -> set[Kernel]:
+    """The kernels of a library: machine code, or functions of the emulator.
+
+    Raises:
+        LedgerError: cuobjdump is not found, or there are none.
+    """
+    functions = symbols(library).values()
+    if not any("8emulator" in name for name in functions):
+        found = cuda_ledger.costs(library, cuda_ledger.find_cuobjdump())
+        return {named(name) for _, name, _ in found}
+    ours = {named(name) for name in functions if name.startswith("_ZN8tilewise4cuda")}
+    return ours & known()
+
+
+def not_launched(library: Path, folder: Path) -> list[str]:
+    """Those inside the library that nobody has launched."""
+    return sorted(" ".join(k) for k in inside(library) - launched(folder, library))
+
+
+def of_preset(preset: dict[str, Any], kernels: Iterable[Kernel]) -> Iterator[Kernel]:
+    """Those that the emulator's preset builds (the options are those of TilewiseCuda.cmake)."""
+    options = preset["cacheVariables"]
+    tables = options.get("TILEWISE_CUDA_TABLES", "").split(";")
+    dims = options.get("TILEWISE_CUDA_HEAD_DIMS", "").split(";")
+    for kernel in kernels:
+        family, _, table, _, dim, _ = kernel
+        dim = dim.partition("x")[0]
+        built = dim == "-" or dims == [""] or {dim, f"{family}:{dim}"} & set(dims)
+        if built and (tables == [""] or family != "mma_sync" or table in tables):
+            yield kernel
+
+
+def of_result(result: dict[str, Any], kernels: Iterable[Kernel]) -> Iterator[Kernel]:
+    """Those that a result of gpu-check has run."""
+    tests = result["stages"].get("tests", {})
+    if "launched" in tests:
+        yield from (tuple(line.split()) for line in tests["launched"])
+        return
+    passed = {
+        name.removeprefix("forced-")
+        for name, report in tests.items()
+        if isinstance(report, dict) and report.get("passed") and not report.get("failed")
+    }
+    sm = result["gpu"]["compute_capability"].replace(".", "")
+    for family, *rest in kernels:
+        table = rest[1].removeprefix("Sm")
+        unforced = "native" in passed and table == "-" and (family != "wgmma" or sm == "90")
+        if unforced or table in passed:
+            yield (family, *rest)
+
+
+def on_gpus(kernels: set[Kernel]) -> dict[str, set[Kernel]]:
+    """Those that each GPU of a committed result has run."""
+    results = (json.loads(path.read_text()) for path in sorted(RESULTS.glob("gpu-*.json")))
+    return {result["gpu"]["name"]: set(of_result(result, kernels)) for result in results}
+
+
+def places() -> dict[Kernel, list[str]]:
+    """Where each kernel of the library has run."""
+    kernels = known()
+    found: dict[Kernel, list[str]] = {kernel: [] for kernel in sorted(kernels)}
+    presets = json.loads(PRESETS.read_text())["configurePresets"]
+    preset = next(p for p in presets if p["name"] == "cuda-emulator")
+    ran = {EMULATOR: set(of_preset(preset, kernels)), **on_gpus(kernels)}
+    for place, theirs in ran.items():
+        for kernel in theirs & kernels:
+            found[kernel].append(place)
+    return found
+
+
+def report() -> list[str]:
+    """How many kernels of each family and table have run where, and each that has run nowhere."""
+    counts: dict[tuple[str, str], Counter] = {}
+    found = places()
+    for (family, _, table, *_), ran in found.items():
+        counts.setdefault((family, table), Counter()).update(["kernels", *ran])
+    lines = []
+    for (family, table), count in sorted(counts.items()):
+        where = ", ".join(f"{n} {place}" for place, n in count.items() if place != "kernels")
+        lines.append(f"{family:9} {table:6} {count['kernels']:4} kernels: {where or 'nowhere'}")
+    return lines + [f"has run nowhere: {' '.join(k)}" for k, ran in found.items() if not ran]
+
+
+def main(arguments: list[str]) -> int:
+    """The list, or the judgement of a build."""
+    if not arguments:
+        lines = report()
+        print("\n".join(lines))
+        return int(any(line.startswith("has run nowhere") for line in lines))
+    if len(arguments) != 2:
+        print((__doc__ or "").split("\n\n")[1], file=sys.stderr)
+        return 2
+    library, folder = map(Path, arguments)
+    left = not_launched(library, folder)
+    print(f"kernels: {len(inside(library))} inside {library.name}, {len(left)} not launched")
+    of_gpus = {" ".join(kernel) for theirs in on_gpus(known()).values() for kernel in theirs}
+    nowhere = [line for line in left if line not in of_gpus]
+    for line in left:
+        print(f"not launched, {'nor on a GPU' if line in nowhere else 'but on a GPU'}: {line}")
+    return int(bool(nowhere))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
