@@ -4,6 +4,7 @@
 #include "cuda/common/batch_parts.h"
 #include "cuda/common/block.h"
 #include "cuda/common/combine.h"
+#include "cuda/common/exact_row.h"
 #include "cuda/common/let_next_in.h"
 #include "cuda/common/places.h"
 #include "cuda/common/split_weights.h"
@@ -31,8 +32,10 @@ struct CombinedRow {
     return split == 0 ? first : second + (split - 1) * stride;
   }
 
-  TILEWISE_DEVICE void write_lse(const Problem& p, float lse) const {
-    p.lse[place.slot * p.lse_stride_batch + place.row + head * p.lse_stride_head] = lse;
+  TILEWISE_DEVICE void write_lse(const Problem& p, const LogSum& sum) const {
+    const int64_t at = place.slot * p.lse_stride_batch + place.row + head * p.lse_stride_head;
+    if (p.lse != nullptr) p.lse[at] = sum.lse;
+    if (p.lse_low != nullptr) p.lse_low[at] = sum.low;
   }
   template <class T>
   TILEWISE_DEVICE T* out(const Problem& p) const {
@@ -42,6 +45,8 @@ struct CombinedRow {
 
 // Key splits: by rows of all sequences, and heads.
 struct SplitRow : CombinedRow {
+  static constexpr bool kMayBeLost = false;
+
   TILEWISE_DEVICE SplitRow(const ForwardParams& params, int64_t index) {
     const Problem& p = params.problem;
     const int64_t row = index / p.heads_q;
@@ -68,6 +73,7 @@ struct SplitRow : CombinedRow {
 // Equal parts, which lie in the order of the main kernel's blocks: by sequences, heads of a tile,
 // and its rows.
 struct PartRow : CombinedRow {
+  static constexpr bool kMayBeLost = false;
   int32_t tile;
 
   TILEWISE_DEVICE PartRow(const ForwardParams& params, int64_t of) {
@@ -100,8 +106,11 @@ struct PartRow : CombinedRow {
   }
 };
 
-// Parts of shared works: rows of their tiles.
+// Parts of shared works: rows of their tiles. The lse of a part is NaN where its block could not
+// tell the sums of the row (scores beyond 1e7): the row is then computed again, as a whole.
 struct SharedRow : CombinedRow {
+  static constexpr bool kMayBeLost = true;
+
   TILEWISE_DEVICE SharedRow(const ForwardParams& params, int64_t of) {
     const auto index = static_cast<int32_t>(of);
     const int32_t work = index / params.row_tile;
@@ -144,6 +153,13 @@ struct Combine {
     return split < splits ? params.partial_lse[row.item(split)] : kMinusInfinity;
   }
 
+  // The same, in two floats.
+  TILEWISE_DEVICE LogSum sum_of(int32_t begin) const { return with_low(lse_of(begin), begin); }
+  TILEWISE_DEVICE LogSum with_low(float lse, int32_t begin) const {
+    if (lse == kMinusInfinity || !weights.needs_low()) return {lse, 0.0f};
+    return {lse, params.partial_lse_low[row.item(begin + ptx::lane_index())]};
+  }
+
   // Of what the groups have, one for each lane; `place` is another one each time.
   template <class Join>
   TILEWISE_DEVICE float joined(float own, int place, const Join& join) const {
@@ -159,18 +175,33 @@ struct Combine {
     return all;
   }
 
+  TILEWISE_DEVICE void refine(float own, float sink) {
+    const auto low_of = [&](const LogSum& sum) {
+      return sum.lse == weights.base.lse ? sum.low : kMinusInfinity;
+    };
+    float low = low_of(with_low(own, own_splits()));
+#pragma unroll 1
+    for (int32_t begin = own_splits() + splits_at_once(); begin < splits; begin += splits_at_once())
+      low = max(low, low_of(sum_of(begin)));
+    // In the place of the sums over columns, which are written after one more barrier.
+    low = joined(low, 2, [](float a, float b) { return max(a, b); });
+    weights.refine(max_of_warp(low), sink);
+  }
+
   // Sets the weights; returns lse. `own` is the lane's of the group's first 32.
-  TILEWISE_DEVICE float merge(float own, float sink) {
+  TILEWISE_DEVICE LogSum merge(float own, float sink) {
     const int32_t next = own_splits() + splits_at_once();
     float highest = own;
 #pragma unroll 1
     for (int32_t begin = next; begin < splits; begin += splits_at_once())
       highest = max(highest, lse_of(begin));
     weights.begin(joined(highest, 0, [](float a, float b) { return max(a, b); }), sink);
-    float sum = exponential(own - weights.base);
+    if (weights.needs_low()) [[unlikely]]
+      refine(own, sink);
+    float sum = weights.beside(with_low(own, own_splits()));
 #pragma unroll 1
     for (int32_t begin = next; begin < splits; begin += splits_at_once())
-      sum += exponential(lse_of(begin) - weights.base);
+      sum += weights.beside(sum_of(begin));
     return weights.finish(joined(sum, 1, [](float a, float b) { return a + b; }), sink);
   }
 
@@ -221,7 +252,7 @@ struct Combine {
           lse = lse_of(begin);
           parts = load<kWidth>(begin, first + ptx::lane_index() * kWidth);
         }
-        const float mine = weights.of(lse);
+        const float mine = weights.of(with_low(lse, begin));
         int from = chain();
 #pragma unroll
         for (const auto& x : parts.x) {
@@ -248,8 +279,8 @@ struct Combine {
   TILEWISE_DEVICE void run() {
     const float own = lse_of(own_splits());
     const auto parts = load<kWidth>(own_splits(), ptx::lane_index() * kWidth);
-    const float lse = merge(own, p.sinks != nullptr ? p.sinks[row.head] : kMinusInfinity);
-    if (p.lse != nullptr && ptx::thread_index() == 0) row.write_lse(p, lse);
+    const LogSum sum = merge(own, p.sinks != nullptr ? p.sinks[row.head] : kMinusInfinity);
+    if (ptx::thread_index() == 0) row.write_lse(p, sum);
     write(own, parts);
   }
 
@@ -291,11 +322,22 @@ struct CombineByWarps {
   TILEWISE_DEVICE void run() const {
     const float sink = p.sinks != nullptr ? p.sinks[row.head] : kMinusInfinity;
     const int lane = ptx::lane_index();
-    const float own = lane < row.splits ? params.partial_lse[row.item(lane)] : kMinusInfinity;
+    LogSum own;
+    if (lane < row.splits) own.lse = params.partial_lse[row.item(lane)];
+    if constexpr (Row::kMayBeLost) {
+      if (ptx::any(own.lse != own.lse)) [[unlikely]] {
+        row.write_lse(p, ExactRow<T>(p, row.place, row.head).write(row.template out<T>(p), sink));
+        return;
+      }
+    }
     SplitWeights weights;
-    weights.begin(own, sink);
-    const float lse = weights.finish(exponential(own - weights.base), sink);
-    if (p.lse != nullptr && lane == 0) row.write_lse(p, lse);
+    weights.begin(own.lse, sink);
+    if (weights.needs_low()) [[unlikely]] {
+      if (lane < row.splits) own.low = params.partial_lse_low[row.item(lane)];
+      weights.refine(max_of_warp(own.lse == weights.base.lse ? own.low : kMinusInfinity), sink);
+    }
+    const LogSum sum = weights.finish(weights.beside(own), sink);
+    if (lane == 0) row.write_lse(p, sum);
     const float weight = weights.of(own);
 #pragma unroll 1
     for (int64_t c = 0; c < p.head_dim_v; c += ptx::kWarpSize * kWidth)

@@ -32,6 +32,7 @@ struct Dbias {
   SharedWords b;  // [column][key]
   SharedWords lse;
   SharedWords delta;
+  SharedWords lse_low;
 
   TILEWISE_DEVICE explicit Dbias(const DbiasParams& params)
       : p(params.problem),
@@ -39,7 +40,8 @@ struct Dbias {
         a(shared_words(0)),
         b(shared_words(kDbiasDepth * kDbiasPitch * 4)),
         lse(shared_words(2 * kDbiasDepth * kDbiasPitch * 4)),
-        delta(shared_words((2 * kDbiasDepth * kDbiasPitch + kDbiasTile) * 4)) {}
+        delta(shared_words((2 * kDbiasDepth * kDbiasPitch + kDbiasTile) * 4)),
+        lse_low(shared_words((2 * kDbiasDepth * kDbiasPitch + 2 * kDbiasTile) * 4)) {}
 
   TILEWISE_DEVICE static State& state() {
     return *reinterpret_cast<State*>(ptx::shared_memory() + kDbiasSharedBytes - kDbiasStateBytes);
@@ -139,6 +141,7 @@ struct Dbias {
       const int64_t row = rows.begin + at;
       float row_lse = 0.0f;
       float row_delta = 0.0f;
+      float row_lse_low = 0.0f;
       if (row < rows.end) {
         row_delta = dot_of_warp(
             static_cast<const T*>(p.out.data) + s.row_offset(p.out, row) + head * p.out.stride_head,
@@ -147,11 +150,14 @@ struct Dbias {
             p.head_dim_v);
         if (g.dlse != nullptr)
           row_delta -= g.dlse[s.lse_offset(g.dlse_stride_batch, row) + head * g.dlse_stride_head];
-        row_lse = p.lse[s.lse_offset(p.lse_stride_batch, row) + head * p.lse_stride_head];
+        const int64_t place = s.lse_offset(p.lse_stride_batch, row) + head * p.lse_stride_head;
+        row_lse = p.lse[place];
+        if (p.lse_low != nullptr) row_lse_low = p.lse_low[place];
       }
       if (ptx::lane_index() != 0) continue;
       lse.set(at, ptx::bits_of(row_lse == kMinusInfinity ? 0.0f : row_lse));
       delta.set(at, ptx::bits_of(row_delta));
+      lse_low.set(at, ptx::bits_of(row_lse_low));
     }
   }
 
@@ -205,12 +211,14 @@ struct Dbias {
     const RowTerms row_terms = ScoreTerms::row(p, s, row, head);
     const float row_lse = ptx::float_of(lse.get(at));
     const float row_delta = ptx::float_of(delta.get(at));
+    const float row_lse_low = ptx::float_of(lse_low.get(at));
     KeepFactors keep{};
     if (terms.dropout.on()) keep = terms.keep(row_terms, first_key);
 #pragma unroll
     for (int j = 0; j < kMicro; ++j) {
       if (j < begin || j >= end) continue;
-      const float exponent = terms.at(score[j], row_terms, first_key + j).value - row_lse;
+      const float exponent =
+          (terms.at(score[j], row_terms, first_key + j).value - row_lse) - row_lse_low;
       // lse is rounded: a weight may come out above 1 by that rounding, never by more.
       const float weight = exponential(exponent > 0.0f ? 0.0f : exponent);
       const float factor = terms.dropout.on() ? keep.at(first_key + j) : 1.0f;

@@ -12,7 +12,7 @@ inline constexpr int kDbiasDepth = 32;  // head columns in shared memory at a ti
 inline constexpr int kDbiasPitch = kDbiasTile + 4;
 inline constexpr int kDbiasStateBytes = 192;  // what all threads know of the sequence
 inline constexpr int kDbiasSharedBytes =
-    (2 * kDbiasDepth * kDbiasPitch + 2 * kDbiasTile) * 4 + kDbiasStateBytes;
+    (2 * kDbiasDepth * kDbiasPitch + 3 * kDbiasTile) * 4 + kDbiasStateBytes;
 
 struct DbiasParams {
   Problem problem{};

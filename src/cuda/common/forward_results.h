@@ -2,52 +2,119 @@
 // rows of a warp are tile::Sums: of mma and of wgmma alike.
 #pragma once
 
+#include <cfloat>
+
 #include "attention/online_softmax.h"
 #include "cuda/common/forward_terms.h"
+#include "cuda/common/split_weights.h"
 #include "cuda/tile/quad.h"
 
 namespace tilewise::cuda {
 
-// Per row of a lane: what the output is multiplied by, and lse.
+// Per row of a lane: what the output is multiplied by, lse, and what rounding lse to fp32 left,
+// which is computed only where somebody asks for it (`wants_low`).
 template <int kRows>
 struct RowResults {
   float factor[kRows][2];
   float lse[kRows][2];
+  float low[kRows][2];
 };
 
-// Joins a sink to the sums of a row, m in units of log2: what they shrink by.
-TILEWISE_DEVICE float join_sink(float sink, float& m, float& l) {
-  const float of_sink = sink * kLog2e;
-  const float highest = ptx::fmax(m, of_sink);
-  const float shrink = ptx::ex2(m - highest);
-  l = l * shrink + ptx::ex2(above(of_sink, highest));
-  m = highest;
-  return shrink;
+// The normaliser of a row: each of its keys weighs exp(score - origin) * 2^-m, and l is the sum of
+// these weights. The origin is a score in natural units (high + low), and 0 unless m would be so
+// large that fp32 has no room for the rest of an exponent beside it.
+struct RowNormaliser {
+  float m;
+  float l;
+  float origin = 0.0f;
+  float origin_low = 0.0f;
+
+  // m of a row that has seen no key.
+  static constexpr float kNoKey = -FLT_MAX;
+
+  // Adds a sink: what the sums over values are to be multiplied by.
+  TILEWISE_DEVICE float join_sink(float sink) {
+    const float exponent = ptx::fma((sink - origin) - origin_low, kLog2e, -m);
+    if (m != kNoKey && !(exponent > 0.0f)) {
+      l += ptx::ex2(exponent);
+      return 1.0f;
+    }
+    if (sink == kMinusInfinity) return 1.0f;
+    const float shrink = m == kNoKey ? 0.0f : ptx::ex2(-exponent);
+    *this = {0.0f, l * shrink + 1.0f, sink, 0.0f};
+    return shrink;
+  }
+
+  // lse; of 16 bits with the approximate logarithm.
+  template <class Element>
+  TILEWISE_DEVICE float lse() const {
+    if (l == 0.0f) return kMinusInfinity;
+    if constexpr (Element::kBytes == 2) return origin + (m + ptx::lg2(l)) * kLn2High;
+    return origin + (m * kLn2High + ptx::log_accurate(l));
+  }
+
+  // The exact log-sum-exp less the `lse` above. Exponents were taken with fp32(unit * log2(e)):
+  // what that rounding did to m is a part of it.
+  template <class Element>
+  TILEWISE_DEVICE float low(float lse, float unit) const {
+    if (lse - lse != 0.0f) return 0.0f;
+    const float scale = unit * kLog2e;
+    const float rounding = ptx::fma(unit, kLog2e, -scale) + unit * kLog2eLow;
+    const float lost = scale == 0.0f ? 0.0f : m * (rounding / scale);
+    float x = m;  // a multiple of ln 2
+    float x_low = lost;
+    float rest = 0.0f;
+    if constexpr (Element::kBytes == 2) {
+      const float log2_l = ptx::lg2(l);
+      x = m + log2_l;
+      const float rounded = x - m;
+      x_low += (m - (x - rounded)) + (log2_l - rounded);
+    } else {
+      rest = ptx::log_accurate(l);
+    }
+    const float product = x * kLn2High;
+    const float product_low = ptx::fma(x, kLn2High, -product) + ptx::fma(x, kLn2Low, x_low * kLn2High);
+    return (((origin - lse) + product) + rest) + (product_low + origin_low);
+  }
+
+ private:
+  static constexpr float kLn2High = static_cast<float>(kLn2);
+  static constexpr float kLn2Low = static_cast<float>(kLn2 - double{kLn2High});
+  static constexpr float kLog2eLow = static_cast<float>(kLog2eExact - double{kLog2e});
+};
+
+// Whether the low part of a row's lse is to be computed: for the caller, or for the merge of splits.
+TILEWISE_DEVICE bool wants_low(const ForwardParams& p, const BlockWork& work, float lse) {
+  return work.splits == 1 ? p.problem.lse_low != nullptr : common::needs_low(lse);
 }
 
-// Joins the sums of the quad and the sink. `weight` is the scale of kept weights.
-template <class Element, int kRows>
+// Joins the sums of the quad and the sink. `weight` is the scale of kept weights, `unit` that of
+// the scores, and `origin(i, h)` completes the normaliser of a row.
+template <class Element, int kRows, class Origin>
 TILEWISE_DEVICE RowResults<kRows> finish_rows(const ForwardParams& p, const BlockWork& work,
                                               const LanePlace& place,
                                               const float (&row_m)[kRows][2],
-                                              float (&row_l)[kRows][2], float weight) {
+                                              float (&row_l)[kRows][2], float weight, float unit,
+                                              const Origin& origin) {
   const bool sinks = p.problem.sinks != nullptr && work.splits == 1;
   RowResults<kRows> result;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float m = row_m[i][h];
-      float l = tile::quad_sum(row_l[i][h]);
+      RowNormaliser row{row_m[i][h], tile::quad_sum(row_l[i][h])};
+      origin(row, i, h);
       float factor = weight;
       if (sinks) [[unlikely]]
-        factor *= join_sink(p.problem.sinks[work.head(place.row(i, h))], m, l);
+        factor *= row.join_sink(p.problem.sinks[work.head(place.row(i, h))]);
+      const float l = row.l;
       row_l[i][h] = l;
-      const float lse = Element::kBytes == 2 ? (m + ptx::lg2(l)) * static_cast<float>(kLn2)
-                                             : m * static_cast<float>(kLn2) + ptx::log_accurate(l);
       const float inverse = Element::kBytes == 2 ? factor * ptx::rcp_approximate(l) : factor / l;
       result.factor[i][h] = l == 0.0f ? 0.0f : inverse;
-      result.lse[i][h] = l == 0.0f ? kMinusInfinity : lse;
+      result.lse[i][h] = row.template lse<Element>();
+      result.low[i][h] = 0.0f;
+      if (wants_low(p, work, result.lse[i][h]))
+        result.low[i][h] = row.template low<Element>(result.lse[i][h], unit);
     }
   }
   return result;
@@ -97,7 +164,10 @@ TILEWISE_DEVICE void store_partial(const ForwardParams& p, const BlockWork& work
       const int32_t r = place.row(i, h);
       if (r >= work.rows.count) continue;
       const int64_t index = partial_index(p, work, r);
-      if (place.column == 0) p.partial_lse[index] = result.lse[i][h];
+      if (place.column == 0) {
+        p.partial_lse[index] = result.lse[i][h];
+        p.partial_lse_low[index] = result.low[i][h];
+      }
       float* out = p.partial_out + index * columns;
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
@@ -116,11 +186,18 @@ TILEWISE_DEVICE void store_partial(const ForwardParams& p, const BlockWork& work
   }
 }
 
-// Of packed row r.
-TILEWISE_DEVICE float* lse_place(const Problem& p, const BlockWork& work, int32_t r) {
+// Offset of packed row r in lse.
+TILEWISE_DEVICE int64_t lse_place(const Problem& p, const BlockWork& work, int32_t r) {
   const int64_t row =
       work.sequence.lse_offset(p.lse_stride_batch, work.rows.first + work.rows.row(r));
-  return p.lse + row + work.head(r) * p.lse_stride_head;
+  return row + work.head(r) * p.lse_stride_head;
+}
+
+// To its place in the result; nothing where the caller does not want it.
+TILEWISE_DEVICE void store_log_sum(const Problem& p, int64_t place, const LogSum& sum) {
+  if (p.lse == nullptr) return;
+  p.lse[place] = sum.lse;
+  if (p.lse_low != nullptr) p.lse_low[place] = sum.low;
 }
 
 template <int kRows>
@@ -129,13 +206,14 @@ TILEWISE_DEVICE void store_lse(const Problem& p, const BlockWork& work, const La
   if (p.lse == nullptr || place.column != 0) return;
   if (!work.rows.packed()) {
     const int32_t left = work.rows.count - place.row0;
-    float* lse = p.lse + work.rows.first_head * p.lse_stride_head +
-                 work.sequence.lse_offset(p.lse_stride_batch, work.rows.first + place.row0);
+    const int64_t first = work.rows.first_head * p.lse_stride_head +
+                          work.sequence.lse_offset(p.lse_stride_batch, work.rows.first + place.row0);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        if (16 * i + 8 * h < left) lse[16 * i + 8 * h] = result.lse[i][h];
+        if (16 * i + 8 * h < left)
+          store_log_sum(p, first + 16 * i + 8 * h, {result.lse[i][h], result.low[i][h]});
       }
     }
     return;
@@ -145,7 +223,8 @@ TILEWISE_DEVICE void store_lse(const Problem& p, const BlockWork& work, const La
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int32_t r = place.row(i, h);
-      if (r < work.rows.count) *lse_place(p, work, r) = result.lse[i][h];
+      if (r < work.rows.count)
+        store_log_sum(p, lse_place(p, work, r), {result.lse[i][h], result.low[i][h]});
     }
   }
 }

@@ -36,10 +36,12 @@ void dsinks(TILEWISE_PARAMETER DsinksParams params) {
   for (int64_t row = chunk * kDsinksRows + ptx::warp_index(); row < end; row += kWarps) {
     const Place place = row_place(p, row);
     if (!place.in_use) continue;
-    const float lse = p.lse[place.slot * p.lse_stride_batch + place.row + head * p.lse_stride_head];
-    if (lse == kMinusInfinity) continue;  // the sink is -inf, too
+    const int64_t at = place.slot * p.lse_stride_batch + place.row + head * p.lse_stride_head;
+    const LogSum lse{p.lse[at], p.lse_low != nullptr ? p.lse_low[at] : 0.0f};
+    if (lse.lse == kMinusInfinity) continue;  // the sink is -inf, too
     const float delta = delta_of_warp<typename Element::Storage>(p, params.gradients, place, head);
-    sum -= static_cast<double>(exponential(above(p.sinks[head], lse)) * delta);
+    const float exponent = min(LogSum{p.sinks[head], 0.0f}.above(lse), 0.0f);
+    sum -= static_cast<double>(exponential(exponent) * delta);
   }
   auto* const sums = reinterpret_cast<double*>(ptx::shared_memory());
   if (ptx::lane_index() == 0) sums[ptx::warp_index()] = sum;

@@ -293,6 +293,21 @@ TILEWISE_DEVICE BlockFactors factors_of(const ForwardParams& p, const BlockWork&
   }
 }
 
+// -inf stays -inf when it is multiplied by it.
+TILEWISE_DEVICE float positive(float scale) {
+  return scale == 0.0f ? FLT_MIN : scale < 0.0f ? -scale : scale;
+}
+
+// What a score of the softmax is in natural units. Computed where it is asked for: it would
+// otherwise wait in a register through the loop.
+template <class C>
+TILEWISE_DEVICE float unit_of_scores(const ForwardParams& p, const BlockWork& work) {
+  const float scale = positive(factors_of<C>(p, work).of_scores);
+  if constexpr (C::kGeneral)
+    return GeneralTerms<typename C::Storage>(p.problem, scale).unit(p.problem);
+  return scale;
+}
+
 template <class C>
 TILEWISE_KERNEL(kForwardThreads<C>, C::kForward.blocks_per_sm)
 void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
@@ -321,7 +336,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   work.tiles.find_full(work.rows, C::kForward.keys);
   if (row_thread<C>() == 0) kept = work;
   const auto [asked, of_values] = factors_of<C>(p, work);
-  const float scale = asked == 0.0f ? FLT_MIN : asked < 0.0f ? -asked : asked;  // -inf stays -inf
+  const float scale = positive(asked);
   const GeneralTerms<typename C::Storage> general(problem, scale);
   const bool dropout = C::kGeneral && general.dropout.on();
   feed.begin();
@@ -344,7 +359,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
       general.apply(problem, kept, s, tile, lane_place<C>());
     }
     if (masked) mask<C>(s, kept_work<C>(own), tile);
-    softmax.raise(s, o);
+    softmax.raise(s, o, own);
     softmax.exponentiate(s);
     if (dropout) {
       constexpr int kRows = C::kForward.warp_rows / 16;
@@ -380,7 +395,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   tile::wait<typename C::Arch, 0>();
   const bool merges = C::kWarpRing && p.merges_splits && kept.splits > 1;
   if constexpr (C::kReaders > 1)
-    join_readers<C>(o, softmax, reader, feed.idle().base, kReaderBytes<C>);
+    join_readers<C>(o, softmax, reader, feed.idle().base, kReaderBytes<C>, own);
   if constexpr (C::kWarpRing) {
     if (merges) feed.let_go();
   }
@@ -388,7 +403,15 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   if constexpr (C::kFloat8) tile::pair_columns(o);
   const LanePlace place = lane_place<C>();
   const float weight = (dropout ? general.dropout.keep_scale : 1.0f) * of_values;
-  auto result = finish_rows<typename C::Element>(p, kept, place, softmax.m, softmax.l, weight);
+  const float unit = unit_of_scores<C>(p, kept);
+  auto result = finish_rows<typename C::Element>(
+      p, kept, place, softmax.m, softmax.l, weight, unit, [&](RowNormaliser& row, int i, int h) {
+        if (!softmax.has_origins) return;
+        const float origin = softmax.origin(i, h, own);
+        const float factor = softmax.scale.unit(i, h, unit);
+        row.origin = origin * factor;
+        row.origin_low = ptx::fma(origin, factor, -row.origin);
+      });
   if (p.flags.data != nullptr && !outputs_are_finite(kept, place, o, softmax.l)) [[unlikely]]
     *flag_of<C>(p, kept) = 1;  // after the 0: barriers lie between
   bool is_whole = kept.splits == 1;

@@ -18,7 +18,7 @@ struct IdleRing {
   int parity;
 };
 
-// Of a row, what a split has: its sums in chunks of 16 bytes, and its lse.
+// Of a row, what a split has: its sums in chunks of 16 bytes, and its lse in two floats.
 template <class C>
 inline constexpr int kMergedChunks = C::kHeadDim / 4;
 template <class C>
@@ -44,9 +44,16 @@ TILEWISE_DEVICE void visit_part(const LanePlace& place, const Outputs<C>& o,
         x[e] = ptx::bits_of(o.x[0][n + e / 2][2 * h + e % 2] * result.factor[0][h]);
       visit(h, (2 * n + quad) * 16, x);
     }
-    const uint32_t lse[4] = {ptx::bits_of(result.lse[0][h])};
-    if (quad == 0) visit(h, kMergedChunks<C> * 16, lse);
+    const uint32_t sum[4] = {ptx::bits_of(result.lse[0][h]), ptx::bits_of(result.low[0][h])};
+    if (quad == 0) visit(h, kMergedChunks<C> * 16, sum);
   }
+}
+
+// The lse of a split in shared memory.
+TILEWISE_DEVICE LogSum load_log_sum(ptx::SharedAddress at) {
+  uint32_t bits[2];
+  ptx::ld_shared_v2_b32(bits, at);
+  return {ptx::float_of(bits[0]), ptx::float_of(bits[1])};
 }
 
 // Rows of out and lse, of which all splits' parts, one for a lane at most, lie in shared memory.
@@ -67,17 +74,21 @@ class MergedRows {
     const int lane = ptx::lane_index();
     const int32_t head = work_.head(r);
     const float sink = problem.sinks != nullptr ? problem.sinks[head] : kMinusInfinity;
-    float* const lse = lse_place(problem, work_, r);
+    const int64_t lse_at = lse_place(problem, work_, r);
     char* const out =
         static_cast<char*>(problem.out.data) + work_.offset(problem.out, r) * C::Element::kBytes;
     ptx::mbarrier_wait_parity(ring.barrier, ring.parity);
-    float own = kMinusInfinity;  // lse of split `lane`
-    if (lane < work_.splits)
-      own = ptx::float_of(ptx::ld_shared_b32(part(parts, lane) + kChunks * 16));
+    LogSum own;  // of split `lane`
+    if (lane < work_.splits) own = load_log_sum(part(parts, lane) + kChunks * 16);
     Weights weights;
-    weights.begin(own, sink);
-    const float whole = weights.finish(common::exponential(own - weights.base), sink);
-    if (problem.lse != nullptr && lane == 0) *lse = whole;
+    weights.begin(own.lse, sink);
+    if (weights.needs_low()) [[unlikely]]
+      weights.refine(
+          common::max_of_warp(own.lse == weights.base.lse ? own.low : kMinusInfinity), sink);
+    else
+      own.low = 0.0f;
+    const LogSum whole = weights.finish(weights.beside(own), sink);
+    if (lane == 0) store_log_sum(problem, lse_at, whole);
     const float weight = weights.of(own);
 #pragma unroll
     for (int first = 0; first < kChunks; first += ptx::kWarpSize)

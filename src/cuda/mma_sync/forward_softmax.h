@@ -5,7 +5,7 @@
 #include <cfloat>
 
 #include "attention/online_softmax.h"
-#include "cuda/common/forward_terms.h"
+#include "cuda/common/forward_results.h"
 #include "cuda/mma_sync/forward_rows.h"
 #include "cuda/mma_sync/forward_units.h"
 #include "cuda/tile/fragment.h"
@@ -62,12 +62,20 @@ TILEWISE_DEVICE void mask(Scores<C>& s, const BlockWork& work, int32_t tile) {
 
 // Running maximum and sum of the rows of a lane. Weights are 2^(scale * s - m); `l` holds only what
 // this lane has summed. m starts at the lowest number and not at -inf: no -inf meets another.
+//
+// Where m would be beyond kFar, its rounding would be felt: of scores of 1e10 by 2^1000. Such a row
+// gets an origin, the largest score that it has seen: weights are 2^(scale * (s - origin) - m) with
+// a small m. The scores are made relative to it in a branch of their own, so that all other rows pay
+// nothing; the same branch looks at rows that have seen no key, whose first scores may be so low
+// that scale * s overflows.
 template <class C>
 struct RowSoftmax {
   static constexpr int kRows = C::kForward.warp_rows / 16;
   // How far, as a power of 2, weights may exceed 1 before the maximum moves. Moves are then rare,
   // and every one of them costs a pass over the output.
   static constexpr float kSlack = 8.0f;
+  static constexpr float kNoKey = RowNormaliser::kNoKey;
+  static constexpr float kFar = 0x1p12f;
 
   // Weights start at 2^kFirst. F16 has none below 2^-24, which queries of BF16 would miss among a
   // million keys; the highest of float8 are thus 2^15.
@@ -77,21 +85,25 @@ struct RowSoftmax {
   float m[kRows][2];
   float l[kRows][2];
   Scale scale;  // positive
+  // Of the warp: some row has seen no key, or has an origin.
+  bool has_unseen = true;
+  bool has_origins = false;
 
   template <class Units>
   TILEWISE_DEVICE RowSoftmax(float log2_scale, const Units& units) : scale(log2_scale, units) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      m[i][0] = m[i][1] = -FLT_MAX;
+      m[i][0] = m[i][1] = kNoKey;
       l[i][0] = l[i][1] = 0.0f;
     }
   }
 
   // Raises m where the scores ask for it, to the highest of them: the weight of a key that is alone
-  // is then a power of two, which 16 bits hold exactly.
-  TILEWISE_DEVICE void raise(const Scores<C>& s, Outputs<C>& o) {
+  // is then a power of two, which 16 bits hold exactly. Makes scores of rows with an origin relative
+  // to it.
+  TILEWISE_DEVICE void raise(Scores<C>& s, Outputs<C>& o, uint32_t first_byte) {
     float highest[kRows][2];
-    bool more = false;
+    bool more = has_unseen || has_origins;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
@@ -100,18 +112,29 @@ struct RowSoftmax {
 #pragma unroll
         for (int n = 1; n < C::kForward.keys / 8; ++n)
           x = ptx::fmax(x, ptx::fmax(s.x[i][n][2 * h], s.x[i][n][2 * h + 1]));
-        highest[i][h] = kFirst == 0.0f ? x * scale.at(i, h) : ptx::fma(x, scale.at(i, h), -kFirst);
-        more |= highest[i][h] > m[i][h] + kSlack;
+        highest[i][h] = x;
+        more |= exponent(x, i, h) > m[i][h] + kSlack;
       }
     }
     if (!ptx::any(more)) return;
+    bool unseen = false;
+    uint32_t far = 0;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float raised = ptx::fmax(m[i][h], tile::quad_max(highest[i][h]));
-        const float factor = ptx::ex2(m[i][h] - raised);
-        m[i][h] = raised;
+        const float top = tile::quad_max(highest[i][h]);
+        const float before = m[i][h];
+        const float from = origin(i, h, first_byte);
+        m[i][h] = ptx::fmax(before, exponent(top - from, i, h));
+        float factor = ptx::ex2(before - m[i][h]);
+        if (top != kMinusInfinity && __builtin_fabsf(m[i][h]) > kFar) {
+          far |= 1u << (2 * i + h);
+          m[i][h] = -kFirst;
+          const float change = ptx::fma(from - top, scale.at(i, h), before + kFirst);
+          factor = before == kNoKey ? 0.0f : ptx::ex2(change);
+        }
+        unseen |= m[i][h] == kNoKey;
         l[i][h] *= factor;
 #pragma unroll
         for (int n = 0; n < C::kHeadDim / 8; ++n) {
@@ -120,6 +143,9 @@ struct RowSoftmax {
         }
       }
     }
+    has_unseen = ptx::any(unseen);
+    if (has_origins || ptx::any(far != 0)) [[unlikely]]
+      make_relative(s, highest, far, RowOrigins::of<C>(first_byte));
   }
 
   // Scores become weights.
@@ -137,6 +163,63 @@ struct RowSoftmax {
           sum += x[0] + x[1];
         }
         l[i][h] += sum;
+      }
+    }
+  }
+
+  // Those of rows (0, h), where a row has one.
+  TILEWISE_DEVICE void keep_origins(const float (&x)[2], uint32_t first_byte) {
+    if (!has_origins && !ptx::any(x[0] != 0.0f || x[1] != 0.0f)) return;
+    const LanePlace place = lane_place<C>();
+    const RowOrigins origins = RowOrigins::of<C>(first_byte);
+    ptx::sync_warp();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (place.column == 0) origins.set(place.row(0, h), x[h]);
+    }
+    ptx::sync_warp();
+    has_origins = true;
+  }
+
+  // The origin of row (i, h); 0: none.
+  TILEWISE_DEVICE float origin(int i, int h, uint32_t first_byte) const {
+    return has_origins ? RowOrigins::of<C>(first_byte).get(lane_place<C>().row(i, h)) : 0.0f;
+  }
+
+ private:
+  // Relative to kFirst.
+  TILEWISE_DEVICE float exponent(float x, int i, int h) const {
+    return kFirst == 0.0f ? x * scale.at(i, h) : ptx::fma(x, scale.at(i, h), -kFirst);
+  }
+
+  // Keeps the origins of the rows that are `far` (a bit each), and makes all scores relative to
+  // those of their rows.
+  TILEWISE_DEVICE void make_relative(Scores<C>& s, const float (&highest)[kRows][2], uint32_t far,
+                                     const RowOrigins& origins) {
+    const LanePlace place = lane_place<C>();
+    ptx::sync_warp();  // the origins before have been read
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float top = tile::quad_max(highest[i][h]);
+        const bool is_far = (far >> (2 * i + h) & 1u) != 0;
+        if (place.column == 0 && (is_far || !has_origins))
+          origins.set(place.row(i, h), is_far ? top : 0.0f);
+      }
+    }
+    ptx::sync_warp();
+    has_origins = true;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float origin = origins.get(place.row(i, h));
+#pragma unroll
+        for (int n = 0; n < C::kForward.keys / 8; ++n) {
+          s.x[i][n][2 * h] -= origin;
+          s.x[i][n][2 * h + 1] -= origin;
+        }
       }
     }
   }

@@ -104,20 +104,18 @@ struct Backward {
     if (t >= kTile || packed >= tile.packed.end) return;
     const int64_t row = tile.packing.row(packed);
     const int64_t head = tile.head0 + tile.packing.head(packed);
-    const float lse =
-        p.lse[shared().sequence.lse_offset(p.lse_stride_batch, row) + head * p.lse_stride_head];
-    const double exact = lse == kMinusInfinity ? 0.0 : static_cast<double>(lse) * kLog2eExact;
-    const float high = static_cast<float>(exact);
-    shared().lse[t] = high;
-    shared().lse_rest[t] =
-        high - high == 0.0f ? static_cast<float>(exact - static_cast<double>(high)) : 0.0f;
+    const int64_t at =
+        shared().sequence.lse_offset(p.lse_stride_batch, row) + head * p.lse_stride_head;
+    shared().lse[t] = exponent_base(p.lse[at]);
+    shared().lse_low[t] = p.lse_low != nullptr ? p.lse_low[at] : 0.0f;
     if (!own_delta()) shared().delta[t] = params.row_delta[delta_index(params, row, head)];
   }
 
-  TILEWISE_DEVICE static float weight_of(float score, float to_log2, int r) {
-    const float exponent = score * to_log2 - shared().lse[r] - shared().lse_rest[r];
+  // exp(unit * score - lse), where the product is not rounded.
+  TILEWISE_DEVICE static float weight_of(float score, float unit, int r) {
+    const float exponent = ptx::fma(score, unit, -shared().lse[r]) - shared().lse_low[r];
     // lse is rounded: a weight may come out above 1 by that rounding, never by more.
-    return ptx::exp2_accurate(exponent > 0.0f ? 0.0f : exponent);
+    return ptx::exp2_accurate(exponent > 0.0f ? 0.0f : exponent * kLog2e);
   }
 
   // S becomes P, times the derivative of the score if that is asked for; 0 where masked.
@@ -128,17 +126,17 @@ struct Backward {
       own.store(score);
       own.change_visible(place, first_key, [derivative](float raw, int r, int64_t key) {
         const Score::Capped<float> at = shared().terms.at(raw, shared().row_terms[r], key);
-        const float weight = weight_of(at.value, kLog2e, r);
+        const float weight = weight_of(at.value, 1.0f, r);
         return derivative ? weight * at.derivative : weight;
       });
       own.load(score);
     }
-    const float to_log2 = shared().terms.score.scale * kLog2e;
+    const float unit = shared().terms.score.scale;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if (!general) score[i][j] = weight_of(score[i][j], to_log2, place.y * 4 + i);
+        if (!general) score[i][j] = weight_of(score[i][j], unit, place.y * 4 + i);
         score[i][j] = visible.sees(i, j) ? score[i][j] : 0.0f;
       }
     }

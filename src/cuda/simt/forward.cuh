@@ -2,6 +2,7 @@
 // time, over one split of the keys.
 #pragma once
 
+#include "cuda/common/forward_results.h"
 #include "cuda/simt/tile_walk.h"
 
 namespace tilewise::cuda::simt {
@@ -38,11 +39,6 @@ struct Forward {
     for (int i = 0; i < 4; ++i) {
       m[i] = kMinusInfinity;
       l[i] = 0.0f;
-      if (p.sinks == nullptr || shared().splits > 1) continue;
-      const float sink = p.sinks[shared().head[place.y * 4 + i]];
-      if (sink == kMinusInfinity) continue;
-      m[i] = sink * kLog2e / exponent;  // in the units of S
-      l[i] = place.x == 0 ? 1.0f : 0.0f;
     }
   }
 
@@ -119,11 +115,21 @@ struct Forward {
     add_weighted(o, memory.weights, memory.stage, v, now.exact);
   }
 
-  // In double: the backward takes weights from it, and each rounding of lse is one of all of them.
-  TILEWISE_DEVICE float lse_of(int i, float sum) const {
-    if (sum == 0.0f) return kMinusInfinity;
-    const double highest = static_cast<double>(m[i]) * static_cast<double>(exponent);
-    return static_cast<float>(highest * kLn2 + __builtin_log(static_cast<double>(sum)));
+  // Of row i, whose weights have the sum `sum`. The origin is m, a score in the units of S.
+  TILEWISE_DEVICE RowNormaliser normaliser(int i, float sum) const {
+    if (m[i] == kMinusInfinity) return {RowNormaliser::kNoKey, sum};
+    const float unit = general ? 1.0f : sign * shared().terms.score.scale;
+    const float origin = m[i] * unit;
+    return {0.0f, sum, origin, ptx::fma(m[i], unit, -origin)};
+  }
+
+  // The logarithm in double: the backward takes weights from it, and each rounding of lse is one of
+  // all of them.
+  TILEWISE_DEVICE static LogSum log_sum(const RowNormaliser& row) {
+    if (row.l == 0.0f) return {};
+    const double exact = __builtin_log(static_cast<double>(row.l));
+    const float log_l = static_cast<float>(exact);
+    return LogSum::of(row.origin, log_l, row.origin_low + static_cast<float>(exact - log_l));
   }
 
   TILEWISE_DEVICE void finish(int count) {
@@ -136,23 +142,29 @@ struct Forward {
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float sum = sums[i];
+      RowNormaliser normal = normaliser(i, sums[i]);
       const int r = place.y * 4 + i;
       if (r >= count) continue;
       const Sequence& s = shared().sequence;
-      const float inverse = sum == 0.0f ? 0.0f : v_descale(p, s.batch, shared().kv_head) / sum;
       const int64_t row = shared().row[r];
       const int64_t head = shared().head[r];
+      float factor = v_descale(p, s.batch, shared().kv_head);
+      if (p.sinks != nullptr && shared().splits == 1) factor *= normal.join_sink(p.sinks[head]);
+      const float inverse = normal.l == 0.0f ? 0.0f : factor / normal.l;
+      const LogSum sum = log_sum(normal);
       if (shared().splits > 1) {
         const int64_t at =
             (work.split * partial_rows(p, params.pitch) + partial_row(p, params.pitch, s, row)) *
                 p.heads_q +
             head;
-        if (place.x == 0) params.partial_lse[at] = lse_of(i, sum);
+        if (place.x == 0) {
+          params.partial_lse[at] = sum.lse;
+          params.partial_lse_low[at] = sum.low;
+        }
         write_row(params.partial_out + at * p.head_dim_v, i, inverse);
       } else {
-        if (place.x == 0 && p.lse != nullptr)
-          p.lse[s.lse_offset(p.lse_stride_batch, row) + head * p.lse_stride_head] = lse_of(i, sum);
+        if (place.x == 0)
+          store_log_sum(p, s.lse_offset(p.lse_stride_batch, row) + head * p.lse_stride_head, sum);
         write_row(static_cast<T*>(p.out.data) + shared().out[r], i, inverse);
       }
     }

@@ -48,9 +48,9 @@ struct Shared {
   int64_t row[kTile];
   int32_t head[kTile];
   RowTerms row_terms[kTile];
-  // Backward: lse * log2(e) in two parts, and delta.
+  // Backward: lse in two parts, and delta.
   float lse[kTile];
-  float lse_rest[kTile];
+  float lse_low[kTile];
   float delta[kTile];
 
   // Keys: offsets in k and v, kUnused past the last one.

@@ -144,7 +144,7 @@ class ForwardDeal {
     const Problem& p = p_.problem;
     work.out = static_cast<char*>(p.out.data) + work.offset_unpacked(p.out, 0) * C::Element::kBytes;
     const int64_t row = work.sequence.lse_offset(p.lse_stride_batch, work.rows.first);
-    work.lse = p.lse == nullptr ? nullptr : p.lse + work.rows.first_head * p.lse_stride_head + row;
+    work.lse = work.rows.first_head * p.lse_stride_head + row;
   }
 
   const TmaForwardParams& p_;

@@ -414,12 +414,14 @@ class ForwardMath {
     Ending ending;
     ending.l[0][0] = softmax_.l[0][0];
     ending.l[0][1] = softmax_.l[0][1];
-    ending.rows = finish_rows<Element>(p_, work, at, softmax_.m, ending.l, terms_.keep_scale());
+    ending.rows = finish_rows<Element>(p_, work, at, softmax_.m, ending.l, terms_.keep_scale(),
+                                       terms_.unit(), [](RowNormaliser&, int, int) {});
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (ending.l[0][h] > RowMath::kOverflow) {  // the marks of a row to be computed again
+      if (is_lost(work, at.row(0, h), softmax_.m[0][h], ending.l[0][h])) {
+        // The marks of a row to be computed again, by this block or from the parts of a shared work.
         ending.l[0][h] = -kMinusInfinity;
-        ending.rows.factor[0][h] = ptx::float_of(0x7fc00000u);
+        ending.rows.factor[0][h] = ending.rows.lse[0][h] = ptx::float_of(0x7fc00000u);
       }
     }
     ending.out = OutRows<C>::of(p_.problem, work, at.row0);
@@ -427,12 +429,22 @@ class ForwardMath {
     return ending;
   }
 
+  // Whether the sums of row r cannot be told from m and l: an overflow, or scores that are too large.
+  TILEWISE_DEVICE static bool is_lost(const Work& work, int32_t r, float m, float l) {
+    if (!(l <= RowMath::kOverflow)) return true;
+    if (!(__builtin_fabsf(m) > RowMath::kFar)) return false;
+    const int32_t row = work.rows.row(r);
+    const KeyTiles& tiles = work.tiles;
+    return min(tiles.keys, tiles.upper + row) > max(0, tiles.lower + row);  // it sees a key
+  }
+
   TILEWISE_DEVICE void store_tile(int slot, const Ending& ending) {
     const Work& work = shared_.work(slot);
     const LanePlace at = place();
     const bool grown = ptx::fmax(ending.l[0][0], ending.l[0][1]) > RowMath::kHigh;
-    if ((p_.may_spoil || ptx::any(grown)) && ptx::any(!outputs_are_finite(work, at, o_, ending.l)))
-        [[unlikely]]
+    const bool repairs = C::kGeneral || work.splits == 1;
+    if (repairs && (p_.may_spoil || ptx::any(grown)) &&
+        ptx::any(!outputs_are_finite(work, at, o_, ending.l))) [[unlikely]]
       RowRepair<C>::note(p_, thread() / ptx::kWarpSize, work.index, spoilt_);
     if (work.splits > 1) [[unlikely]] {
       if constexpr (C::kGeneral)

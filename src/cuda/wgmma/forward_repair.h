@@ -206,12 +206,14 @@ class RowRepair {
   }
 
   // The online softmax of a row goes on by a key of each lane: the weight of this lane's one.
+  // Differences come before the factor: scores may be as large as fp32 is.
   TILEWISE_DEVICE float weigh(Row& row, int32_t r, int32_t key, float product) const {
     float x = kMinusInfinity;
-    if (begin_of(r) <= key && key < end_of(r)) x = score(product, row, key) * kLog2e;
+    if (begin_of(r) <= key && key < end_of(r)) x = score(product, row, key);
     const float highest = ptx::fmax(row.m, common::max_of_warp(x));
-    const float shrink = ptx::ex2(row.m - highest);
-    const float weight = ptx::ex2(x - highest);
+    const float to_log2 = unit() * kLog2e;
+    const float shrink = ptx::ex2((row.m - highest) * to_log2);
+    const float weight = ptx::ex2((x - highest) * to_log2);
     row.m = highest;
     row.l = row.l * shrink + weight;
 #pragma unroll
@@ -224,9 +226,14 @@ class RowRepair {
     return keep == 0.0f ? 0.0f : weight * keep;
   }
 
+  // In units of `unit`: a product is not rounded once more.
+  TILEWISE_DEVICE bool has_terms() const { return C::kGeneral && is_general(p_); }
   TILEWISE_DEVICE float score(float product, const Row& row, int32_t key) const {
-    if constexpr (C::kGeneral) return all_.at(product, row.terms, key).value;
-    return product * all_.score.scale;
+    if (has_terms()) return all_.at(product, row.terms, key).value;
+    return all_.score.scale < 0.0f ? -product : product;
+  }
+  TILEWISE_DEVICE float unit() const {
+    return has_terms() ? 1.0f : __builtin_fabsf(all_.score.scale);
   }
 
   // o += p v of keys from key0 + first on.
@@ -262,12 +269,14 @@ class RowRepair {
   TILEWISE_DEVICE static int column_of(int pair) { return 2 * (ptx::lane_index() + kLanes * pair); }
 
   TILEWISE_DEVICE void store(const Row& row, int32_t r) const {
-    float m = row.m;
-    float l = common::sum_of_warp(row.l);
+    const float origin = row.m * unit();
+    RowNormaliser all{0.0f, common::sum_of_warp(row.l), origin,
+                      ptx::fma(row.m, unit(), -origin)};
+    if (all.l == 0.0f) all = {RowNormaliser::kNoKey, 0.0f};
     float factor = 1.0f;
-    if (p_.sinks != nullptr && work_.splits == 1) factor = join_sink(p_.sinks[work_.head(r)], m, l);
-    if (!is_part()) store_lse_of(r, m, l);
-    factor = l == 0.0f ? 0.0f : factor * ptx::rcp_approximate(l);
+    if (p_.sinks != nullptr && work_.splits == 1) factor = all.join_sink(p_.sinks[work_.head(r)]);
+    store_lse_of(r, all);
+    factor = all.l == 0.0f ? 0.0f : factor * ptx::rcp_approximate(all.l);
 #pragma unroll
     for (int j = 0; j < kPairs; ++j) {
       const int column = column_of(j);
@@ -283,10 +292,16 @@ class RowRepair {
   }
 
   // An overflow is one of the sum, too.
-  TILEWISE_DEVICE void store_lse_of(int32_t r, float m, float l) const {
-    if (p_.lse == nullptr || ptx::lane_index() != 0) return;
-    *lse_place(p_, work_, r) =
-        l == 0.0f ? kMinusInfinity : (m + ptx::lg2(l)) * static_cast<float>(kLn2);
+  TILEWISE_DEVICE void store_lse_of(int32_t r, const RowNormaliser& row) const {
+    if (ptx::lane_index() != 0) return;
+    LogSum sum;
+    if (row.l != 0.0f) sum = LogSum::of(row.origin, ptx::log_accurate(row.l), row.origin_low);
+    if (is_part()) {
+      params_.partial_lse[partial_index(params_, work_, r)] = sum.lse;
+      params_.partial_lse_low[partial_index(params_, work_, r)] = sum.low;
+    } else {
+      store_log_sum(p_, lse_place(p_, work_, r), sum);
+    }
   }
 
   const TmaForwardParams& params_;

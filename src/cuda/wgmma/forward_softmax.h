@@ -47,6 +47,9 @@ struct RowSoftmax : RowSums {
   static constexpr float kHighOfNarrow = 0x1p14f;
   // And from here on l has no reciprocal.
   static constexpr float kOverflow = 0x1p126f;
+  // From here on the rounding of m is more than 1, and weights are not what they stand for. Such a
+  // row is computed again, too. Where scale * s overflows m stays the lowest number.
+  static constexpr float kFar = 0x1p24f;
   // A lower m is that of keys which a bias hides, be it by -1e4, and says nothing of scores to
   // come.
   static constexpr float kHidden = -0x1p10f;
@@ -91,7 +94,7 @@ struct RowSoftmax : RowSums {
       const float before = kFirst ? -FLT_MAX : m[0][h];
       // In this order: with what was before inside of the exchange ptxas finds a schedule that is
       // 1 to 2 % slower (D64, D128).
-      m[0][h] = ptx::fmax(before, exponent(tile::quad_max(ptx::fmax(x[0], x[1]))));
+      m[0][h] = ptx::fmax(before, round_up(exponent(tile::quad_max(ptx::fmax(x[0], x[1])))));
       shrink[h] = kFirst ? 1.0f : ptx::ex2(before - m[0][h]);
       l[0][h] = kFirst ? 0.0f : l[0][h] * shrink[h];
     }
@@ -99,6 +102,12 @@ struct RowSoftmax : RowSums {
   }
 
  private:
+  // x, but beyond kFar something above what x has been rounded from: no weight is above 2 then, and
+  // what such a row has summed stays finite until m has moved on.
+  TILEWISE_DEVICE static float round_up(float x) {
+    return ptx::fmax(x, ptx::fma(__builtin_fabsf(x), 4.0f / kFar, x - 4.0f));
+  }
+
   template <class Exponent>
   TILEWISE_DEVICE void exponentiate(Scores& s, const Exponent& exponent) {
 #pragma unroll

@@ -64,11 +64,13 @@ TILEWISE_DEVICE void store_row_sums(const Problem& p, const ForwardWork<C>& work
                                     const LanePlace& place, const RowResults<1>& result) {
   if (C::kGeneral && work.rows.packed()) [[unlikely]]
     return store_lse(p, work, place, result);
-  float* const lse = work.lse;
   const int32_t left = work.rows.count - place.row0;
-  if (lse == nullptr || place.column != 0) return;
-  if (0 < left) lse[place.row0] = result.lse[0][0];
-  if (8 < left) lse[place.row0 + 8] = result.lse[0][1];
+  if (p.lse == nullptr || place.column != 0) return;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (8 * h < left)
+      store_log_sum(p, work.lse + place.row0 + 8 * h, {result.lse[0][h], result.low[0][h]});
+  }
 }
 
 // fp32 results of a part of a shared work: all rows and columns of the tile, so that a lane has one
@@ -79,12 +81,14 @@ TILEWISE_DEVICE void store_part(const ForwardParams& p, const ForwardWork<C>& wo
                                 const RowResults<1>& result) {
   constexpr int kRows = C::kForward.rows();
   const int64_t row = int64_t{work.split} * kRows + place.row0;
-  float* const lse = p.partial_lse + row;
   float* const out = p.partial_out + row * C::kHeadDimV + place.column;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float factor = result.factor[0][h];
-    if (place.column == 0) lse[8 * h] = result.lse[0][h];
+    if (place.column == 0) {
+      p.partial_lse[row + 8 * h] = result.lse[0][h];
+      p.partial_lse_low[row + 8 * h] = result.low[0][h];
+    }
 #pragma unroll
     for (int n = 0; n < C::kHeadDimV / 8; ++n) {
       const uint32_t pair[2] = {ptx::bits_of(o.x[0][n][2 * h] * factor),

@@ -46,7 +46,7 @@ template <class C>
 struct ForwardWork : BlockWork {
   int32_t index;  // among p.work
   char* out;      // row 0 when heads are not packed
-  float* lse;     // the same; null: not wanted
+  int64_t lse;    // the same: offset in lse
   WarpgroupTiles parts[C::kForward.math_warpgroups];
 };
 
