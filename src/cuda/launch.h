@@ -11,6 +11,9 @@ namespace tilewise::cuda {
 // `report` lies in the workspace; `g` is null for the forward.
 void check_entries(const Problem& p, const Gradients* g, void* report);
 
+// None twice in a process, and such that memory of unknown contents does not hold it.
+uint64_t number_of_launch();
+
 // Launches the preparation, when there is anything to prepare; whether there was.
 bool prepare(common::PrepareParams& params, Stream stream);
 

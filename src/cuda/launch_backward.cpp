@@ -23,6 +23,10 @@ BackwardParams main_params(const Problem& p, const Gradients& g, const Plan& pla
                       static_cast<int32_t>(row_blocks(p, plan))};
   params.row_lse = pieces.row_lse.in<float>(workspace);
   params.row_delta = pieces.row_delta.in<float>(workspace);
+  params.row_origin = pieces.row_origin.in<float>(workspace);
+  params.row_origin_low = pieces.row_origin_low.in<float>(workspace);
+  params.far_rows = pieces.far_rows.in<uint64_t>(workspace);
+  params.launch = number_of_launch();
   params.dq_sum = pieces.dq_sum.in<float>(workspace);
   params.turns = pieces.turns.in<int32_t>(workspace);
   params.dscale_parts = pieces.dscale_parts.in<float>(workspace);

@@ -1,7 +1,5 @@
 // The launches of a forward: [index check] [prepare] main [combine] [second pass].
-#include <atomic>
 #include <numeric>
-#include <random>
 
 #include "cuda/common/kernels.h"
 #include "cuda/launch.h"
@@ -10,12 +8,6 @@
 
 namespace tilewise::cuda {
 namespace {
-
-// None twice in a process, and such that memory of unknown contents does not hold it.
-uint64_t number_of_launch() {
-  static std::atomic<uint64_t> next{std::random_device{}() * uint64_t{0x9e3779b97f4a7c15}};
-  return next.fetch_add(1, std::memory_order_relaxed);
-}
 
 ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPieces& pieces,
                           void* workspace) {

@@ -76,6 +76,9 @@ struct BackwardPieces {
   Piece row_flags;
   Piece row_lse;
   Piece row_delta;
+  Piece row_origin;
+  Piece row_origin_low;
+  Piece far_rows;
   Piece dq_sum;
   Piece turns;
   Piece records;  // wgmma: BackwardParams::records and counter

@@ -27,10 +27,12 @@ class BlockFacts {
   // One thread writes; a barrier follows before anything is read.
   TILEWISE_DEVICE static void store(ptx::SharedAddress shared, const TileOrder::Work& work,
                                     const Band& band, Range row_tiles, int64_t head_tiles,
-                                    bool last_first) {
+                                    bool last_first, bool far_rows) {
     const int64_t key = work.tile * int64_t{Plan::kKeys};
     const Range keys = {key, min(band.keys, key + Plan::kKeys)};
-    const Range all = keys.size() == Plan::kKeys ? band.rows_of_all(keys) : Range{};
+    // A tile with a row that is far takes the branch of those that need a mask.
+    const Range all =
+        keys.size() == Plan::kKeys && !far_rows ? band.rows_of_all(keys) : Range{};
     const int64_t all_end = all.end == band.rows ? kFar : all.end - Plan::kQueries + 1;
     const int64_t x[kWords] = {clamp(key - band.shift() - band.right, -kFar, kFar),
                                clamp(key - band.shift() + band.left, -kFar, kFar),
@@ -39,7 +41,7 @@ class BlockFacts {
                                row_tiles.begin * Plan::kQueries,
                                band.rows,
                                head_tiles - row_tiles.size(),
-                               last_first ? 1 : 0,
+                               (last_first ? kLastFirst : 0) | (far_rows ? kFarRows : 0),
                                work.head,
                                work.sequence,
                                all.begin,
@@ -62,6 +64,8 @@ class BlockFacts {
   TILEWISE_DEVICE int32_t skipped_tiles() const { return get(6); }
   TILEWISE_DEVICE int32_t head() const { return get(8); }
   TILEWISE_DEVICE int32_t sequence() const { return get(9); }
+  // Some row of the call is (BackwardParams::far_rows).
+  TILEWISE_DEVICE bool far_rows() const { return (get(7) & kFarRows) != 0; }
 
   // How many key tiles add to the tile of rows from `row` on before this one does. Blocks are
   // numbered in the same order (TileOrder), so a block waits for earlier ones only.
@@ -70,11 +74,13 @@ class BlockFacts {
     const int32_t begin = max(0, row + key - last_row());
     const int32_t end = min(get(3), min(get(5), row + Plan::kQueries) + key - first_row());
     const int32_t tile = key / Plan::kKeys;
-    return get(7) != 0 ? (end - 1) / Plan::kKeys - tile : tile - begin / Plan::kKeys;
+    return (get(7) & kLastFirst) != 0 ? (end - 1) / Plan::kKeys - tile : tile - begin / Plan::kKeys;
   }
 
  private:
   static constexpr int kWords = 12;
+  static constexpr int64_t kLastFirst = 1;
+  static constexpr int64_t kFarRows = 2;
 
   TILEWISE_DEVICE int32_t get(int i) const {
     return static_cast<int32_t>(ptx::ld_shared_b32(at_ + i * 4));

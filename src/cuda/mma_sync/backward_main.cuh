@@ -183,7 +183,8 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   const ptx::SharedAddress own_v = shared + Plan::kV + own_key * Plan::kRowBytes;
 
   if (ptx::thread_index() == 0) {
-    BlockFacts<C>::store(shared, work, band, row_tiles, head_tiles, p.order.longest_first == 1);
+    BlockFacts<C>::store(shared, work, band, row_tiles, head_tiles, p.order.longest_first == 1,
+                         *p.far_rows == p.launch);
   }
   copy_keys<C>(shared + Plan::kK, problem.k, sequence.kv, work.head, keys, problem.head_dim);
   copy_keys<C>(shared + Plan::kV, problem.v, sequence.kv, work.head, keys, problem.head_dim_v);
@@ -240,6 +241,10 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
           ptx::keep_branch();
           const float hidden = scale_log2 > 0.0f ? kMinusInfinity : -kMinusInfinity;
           const int32_t query = record.row() + own_query + lane % 4 * 2;
+          if (facts.far_rows()) [[unlikely]]
+            make_relative<C>(s, p,
+                             int64_t{record.index()} * Plan::kQueries + own_query + lane % 4 * 2,
+                             scale_log2);
           KeyMask<C>(facts, own_key + lane / 4, query).apply(s, hidden);
         }
       }
@@ -254,7 +259,7 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
         const int32_t row = record.row() + own_query;
         const KeyMask<C> mask(facts, own_key + lane / 4, row);
         general.start_head(problem, sequence, first_head + record.head());
-        general.apply(s, dp, mask, problem.bias_stride_row, row, at.own_lse, at.own_delta);
+        general.apply(s, dp, mask, p, facts, row, record.index(), at.own_lse, at.own_delta);
       }
       take_scores<C>(p_own, ds_own, s, dp, scores, at, scale_log2);
     }

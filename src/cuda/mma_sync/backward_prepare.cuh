@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/online_softmax.h"
+#include "cuda/common/far_rows.h"
 #include "cuda/mma_sync/backward_plan.h"
 #include "cuda/ptx/block.h"
 #include "cuda/ptx/convert.h"
@@ -135,11 +136,11 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
   for (int pass = 0; pass < Lanes::kPasses; pass += Lanes::kTogether) {
     // Lane i of a row's lanes ends row i of those that are summed together.
     const int own = first + (pass + lane) * Lanes::kRowsPerPass;
-    float l = kMinusInfinity;
+    LogSum sum;
     float dlse = 0.0f;
     if (lane < Lanes::kTogether && own < rows) {
-      l = problem.lse[s.lse_offset(problem.lse_stride_batch, own) +
-                      block.head * problem.lse_stride_head];
+      sum = common::log_sum_at(problem, s.lse_offset(problem.lse_stride_batch, own) +
+                                            block.head * problem.lse_stride_head);
       if (p.gradients.dlse != nullptr)
         dlse = p.gradients.dlse[s.lse_offset(p.gradients.dlse_stride_batch, own) +
                                 block.head * p.gradients.dlse_stride_head];
@@ -161,21 +162,23 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
     float delta = 0.0f;
 #pragma unroll
     for (int r = 0; r < Lanes::kTogether; ++r) {
-      float sum = 0.0f;
+      float product = 0.0f;
 #pragma unroll
       for (int i = 0; i < Lanes::kColumns; ++i) {
 #pragma unroll
         for (int e = 0; e < Lanes::kPerChunk; ++e)
-          sum = ptx::fma(element_of<typename C::Element>(x[r][i], e),
-                         element_of<typename C::Element>(y[r][i], e), sum);
+          product = ptx::fma(element_of<typename C::Element>(x[r][i], e),
+                             element_of<typename C::Element>(y[r][i], e), product);
       }
-      sum = Lanes::sum(sum);
-      if (lane == r) delta = sum;
+      product = Lanes::sum(product);
+      if (lane == r) delta = product;
     }
     if (lane >= Lanes::kTogether) continue;
     const int64_t at = int64_t{block.tile} * Plan::kQueries + (own - block.row0);
-    p.row_lse[at] = l == kMinusInfinity ? kNoRow : -l * kLog2e;
-    p.row_delta[at] = l == kMinusInfinity ? 0.0f : dlse - delta;
+    const bool far = common::keep_origin<typename C::Element>(p, at, sum);
+    const bool none = sum.lse == kMinusInfinity;
+    p.row_lse[at] = none ? kNoRow : far ? 0.0f : -sum.lse * kLog2e;
+    p.row_delta[at] = none ? 0.0f : dlse - delta;
   }
 }
 

@@ -1,6 +1,7 @@
 // From S^T and dP^T to P and dS, with the mask, in the registers of a warp.
 #pragma once
 
+#include "cuda/common/far_rows.h"
 #include "cuda/common/score_terms.h"
 #include "cuda/mma_sync/backward_facts.cuh"
 #include "cuda/ptx/block.h"
@@ -100,6 +101,28 @@ TILEWISE_DEVICE void softmax_and_derivative(ScoreSums<C>& s, ScoreSums<C>& dp, i
   }
 }
 
+// Scores of rows that are far become relative to their lse. `first`: the first query of the lane
+// among all padded rows.
+template <class C>
+TILEWISE_DEVICE void make_relative(ScoreSums<C>& s, const BackwardParams& p, int64_t first,
+                                   float scale_log2) {
+  const float unit = score_of(p.problem).scale;
+  const float inverse = kLog2e / scale_log2;
+#pragma unroll
+  for (int n = 0; n < BackwardPlan<C>::kWarpQueries / 8; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const auto origin = common::RowOrigin::of(p, first + 8 * n + e);
+      if (!origin.is_far()) continue;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& x = s.x[i / 2][n][i % 2 * 2 + e];
+        x = origin.relative(x, unit, inverse);
+      }
+    }
+  }
+}
+
 // The general form of the two: softcap, ALiBi, bias and dropout.
 template <class C>
 class GeneralScores {
@@ -118,8 +141,12 @@ class GeneralScores {
   // All of s becomes dropout(P), all of dp dS. `row`: the first query of the warp; `mask` counts
   // from there on.
   TILEWISE_DEVICE void apply(ScoreSums<C>& s, ScoreSums<C>& dp, const KeyMask<C>& mask,
-                             int64_t bias_stride_row, int32_t row, ptx::SharedAddress lse,
+                             const BackwardParams& p, const BlockFacts<C>& facts, int32_t row,
+                             int32_t tile_index, ptx::SharedAddress lse,
                              ptx::SharedAddress delta) const {
+    const int64_t bias_stride_row = p.problem.bias_stride_row;
+    const bool far = facts.far_rows();
+    const int64_t first = int64_t{tile_index} * Plan::kQueries + row % Plan::kQueries;
     const int lane = ptx::lane_index();
     uint32_t kept[8];
     if (terms_.dropout.on()) draw(kept, row);
@@ -129,6 +156,11 @@ class GeneralScores {
       float d[2];
       load_statistic<C>(l, lse, n);
       load_statistic<C>(d, delta, n);
+      common::RowOrigin origin[2] = {};
+      if (far) [[unlikely]] {
+        for (int e = 0; e < 2; ++e)
+          origin[e] = common::RowOrigin::of(p, first + 8 * n + lane % 4 * 2 + e);
+      }
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
 #pragma unroll
@@ -145,9 +177,12 @@ class GeneralScores {
           if (query < rows_ && mask.visible(offset, from_row)) {
             const auto score =
                 terms_.at(s.x[m][n][e], row_terms(query, bias_stride_row), key_ + offset);
-            const float p = ptx::ex2(ptx::fma(score.value, kLog2e, l[e % 2]));
-            s.x[m][n][e] = p * keep;
-            dp.x[m][n][e] = p * ptx::fma(dp.x[m][n][e], keep, d[e % 2]) * score.derivative;
+            float value = score.value;
+            if (origin[e % 2].is_far()) [[unlikely]]
+              value = origin[e % 2].relative(value, 1.0f, 1.0f);
+            const float weight = ptx::ex2(ptx::fma(value, kLog2e, l[e % 2]));
+            s.x[m][n][e] = weight * keep;
+            dp.x[m][n][e] = weight * ptx::fma(dp.x[m][n][e], keep, d[e % 2]) * score.derivative;
           } else {
             s.x[m][n][e] = dp.x[m][n][e] = 0.0f;
           }

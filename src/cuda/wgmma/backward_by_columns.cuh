@@ -145,7 +145,7 @@ TILEWISE_DEVICE void walk_by_columns(const TmaBackwardParams& params, const KeyR
     if constexpr (kWarpgroup == 0) {
       if (!kAlone && step > 0) ptx::bar_sync(kPRead, Plan::kMathThreads);
       if (!kAlone && C::kGeneral) ptx::mbarrier_wait_parity(barriers.peer_has_read(), stage ^ 1);
-      own.scores.store_p(params.problem, s, statistic, walk, stage);
+      own.scores.store_p(params, s, statistic, walk, stage);
       ptx::bar_arrive(kPStored, Plan::kMathThreads);
       ptx::bar_sync(kOwnStored, ptx::kWarpgroupSize);
       ptx::mbarrier_wait_parity(barriers.dout_landed(0), stage);

@@ -91,12 +91,14 @@ TILEWISE_DEVICE void walk_by_keys(const TmaBackwardParams& params, const KeyReco
       ptx::wgmma_wait_group<0>();
       ptx::keep(s);
       ptx::keep(dp);
-      terms.apply(params.problem, s, dp, p, ds, walk, mask, lse, delta);
+      terms.apply(params, s, dp, p, ds, walk, mask, lse, delta);
     } else {
       ptx::wgmma_wait_group<1>();
       ptx::keep(s);
       if (mask.touches(walk.row)) {
         ptx::keep_branch();
+        if (work.far != 0) [[unlikely]]
+          make_relative<C>(s, params, tile_of_step<C>(work, step - (end - work.steps)), scale_log2);
         mask.apply(s, walk.row, scale_log2 > 0.0f ? kMinusInfinity : -kMinusInfinity);
       }
       softmax<C, Plan::kPreload>(s, p, scale_log2, lse);

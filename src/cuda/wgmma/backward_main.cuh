@@ -29,6 +29,15 @@ TILEWISE_DEVICE void sync_all() {
     ptx::sync_cluster();
 }
 
+// Whether some row of the call is far; when the first keys have landed.
+template <class C>
+TILEWISE_DEVICE bool has_far_rows(ptx::SharedAddress shared) {
+  const BackwardBarriers barriers{shared + BackwardPlan<C>::kBarriers};
+  ptx::mbarrier_wait_parity(barriers.record_landed(0), 0);
+  await_landing(barriers, 0);
+  return received_work<C>(0).far != 0;
+}
+
 template <class C>
 TILEWISE_DEVICE void backward_block(const TmaBackwardParams& p) {
   using Plan = BackwardPlan<C>;
@@ -56,10 +65,12 @@ TILEWISE_DEVICE void backward_block(const TmaBackwardParams& p) {
         by_columns_role<C, 1>(p, shared, warp % 4);
     } else {
       const ByKeysRole<C> role{p, shared, warp / 4 - 1, warp % 4};
-      if constexpr (C::kGeneral)
-        run_with_option<C::kBackward.option_loops>(p.problem, role);
-      else
+      if constexpr (!C::kGeneral)
         role.template run<Option::none>();
+      else if (has_far_rows<C>(shared)) [[unlikely]]
+        role.template run<Option::any>();  // the loop that knows them
+      else
+        run_with_option<C::kBackward.option_loops>(p.problem, role);
     }
   }
   // Nobody leaves whose shared memory the other block may still reach.

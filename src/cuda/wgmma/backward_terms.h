@@ -76,14 +76,14 @@ struct KeptScores {
   }
 };
 
-// What ALiBi takes from S of a tile of queries, in units of log2.
+// What ALiBi takes from S of a tile of queries, in units of log2 or others.
 template <class C>
 class AlibiOfKeys {
  public:
   // `key`: the thread's first one.
   TILEWISE_DEVICE AlibiOfKeys(const Problem& p, const KeyRecord& work, int32_t key,
-                              const RowWalk& walk)
-      : slope_(p.alibi_slopes[work.batch * p.alibi_stride_batch + walk.head] * kLog2e),
+                              const RowWalk& walk, float unit = kLog2e)
+      : slope_(p.alibi_slopes[work.batch * p.alibi_stride_batch + walk.head] * unit),
         distance_(walk.row + ptx::lane_index() % 4 * 2 + work.keys - work.rows - key) {}
 
   TILEWISE_DEVICE float slope() const { return slope_; }
@@ -293,10 +293,13 @@ class BackwardTerms<C, Option::any> {
 
   // From the products S and dP to P and dS. One pass over the scores per option, so that a switch
   // is asked once and not once per score.
-  TILEWISE_DEVICE void apply(const Problem& p, ScoreSums<C>& s, ScoreSums<C>& dp,
+  TILEWISE_DEVICE void apply(const BackwardParams& params, ScoreSums<C>& s, ScoreSums<C>& dp,
                              ScoreOperands<C>& p_half, ScoreOperands<C>& ds_half,
                              const RowWalk& walk, const KeyMask<C>& mask, ptx::SharedAddress lse,
                              ptx::SharedAddress delta) const {
+    const Problem& p = params.problem;
+    // Scores are in units of log2 or, where a row may be far, in natural ones.
+    const float unit = work_.far != 0 ? 1.0f : kLog2e;
     const float keep_scale = dropout_.keep_scale;
     KeptScores kept;
     if (dropout_.threshold != 0) {
@@ -306,14 +309,16 @@ class BackwardTerms<C, Option::any> {
       for (int i = 0; i < 4 * kGroups; ++i) dp[i] = kept.at(i) ? dp[i] * keep_scale : 0.0f;
     }
     add_statistic(dp, delta);
-    cap(p, s, dp);
-    if (p.alibi_slopes != nullptr) add_alibi(p, s, walk);
+    cap(p, s, dp, unit);
+    if (p.alibi_slopes != nullptr) add_alibi(p, s, walk, unit);
     if (p.bias != nullptr && !preloads(p)) {
       if (p.bias_dtype == TILEWISE_FLOAT32)
-        add_bias<float>(p, s, walk, kLog2e);
+        add_bias<float>(p, s, walk, unit);
       else
-        add_bias<typename C::Element::Storage>(p, s, walk, kLog2e);
+        add_bias<typename C::Element::Storage>(p, s, walk, unit);
     }
+    if (work_.far != 0) [[unlikely]]
+      make_relative(params, s, walk);
     add_statistic(s, lse);
     if (mask.touches(walk.row)) mask.apply(s, walk.row, kMinusInfinity);
 #pragma unroll
@@ -339,29 +344,47 @@ class BackwardTerms<C, Option::any> {
     }
   }
 
-  // Products become scores in units of log2; dP the gradient of scale * S.
-  TILEWISE_DEVICE void cap(const Problem& p, ScoreSums<C>& s, ScoreSums<C>& dp) const {
-    if (p.softcap == 0.0f) {
+  // From natural units to those of log2, relative to lse in rows that are far.
+  TILEWISE_DEVICE static void make_relative(const BackwardParams& p, ScoreSums<C>& s,
+                                            const RowWalk& walk) {
+    const int64_t first = int64_t{walk.index} * Plan::kQueries + ptx::lane_index() % 4 * 2;
 #pragma unroll
-      for (int i = 0; i < 4 * kGroups; ++i) s[i] *= scale_log2_;
+    for (int j = 0; j < kGroups; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const auto origin = common::RowOrigin::of(p, first + 8 * j + e % 2);
+        float& x = s[4 * j + e];
+        x = origin.is_far() ? origin.relative(x, 1.0f, kLog2e) : x * kLog2e;
+      }
+    }
+  }
+
+  // Products become scores in units of log2 (or natural ones: `unit`); dP the gradient of scale * S.
+  TILEWISE_DEVICE void cap(const Problem& p, ScoreSums<C>& s, ScoreSums<C>& dp, float unit) const {
+    if (p.softcap == 0.0f) {
+      const float scale = work_.far != 0 ? score_of(p).scale : scale_log2_;
+#pragma unroll
+      for (int i = 0; i < 4 * kGroups; ++i) s[i] *= scale;
     } else {
       HalfMath::ScaledTanh(score_of(p).scale * ptx::rcp_approximate(p.softcap)).apply(s);
 #pragma unroll
       for (int i = 0; i < 4 * kGroups; ++i) {
         dp[i] *= ptx::fma(-s[i], s[i], 1.0f);
-        s[i] *= p.softcap * kLog2e;
+        s[i] *= p.softcap * unit;
       }
     }
   }
 
-  TILEWISE_DEVICE void add_alibi(const Problem& p, ScoreSums<C>& s, const RowWalk& walk) const {
-    const AlibiOfKeys<C> alibi(p, work_, key_, walk);
+  TILEWISE_DEVICE void add_alibi(const Problem& p, ScoreSums<C>& s, const RowWalk& walk,
+                                 float unit) const {
+    const AlibiOfKeys<C> alibi(p, work_, key_, walk, unit);
 #pragma unroll
     for (int i = 0; i < 4 * kGroups; ++i) s[i] = ptx::fma(alibi.distance(i), -alibi.slope(), s[i]);
   }
 
-  TILEWISE_DEVICE static bool preloads(const Problem& p) {
-    return p.bias != nullptr && p.softcap == 0.0f;
+  // Not where a row may be far: a product on top of a large bias is not rounded as the forward does.
+  TILEWISE_DEVICE bool preloads(const Problem& p) const {
+    return p.bias != nullptr && p.softcap == 0.0f && work_.far == 0;
   }
 
   // s += factor * bias. Outside of the sequence bias has no element.

@@ -166,14 +166,23 @@ struct RowWalk {
   }
 };
 
+// Among the padded tiles of all heads: that of step `step` of a piece of work. For those who do not
+// keep a RowWalk's index.
+template <class C>
+TILEWISE_DEVICE int32_t tile_of_step(const KeyRecord& work, int32_t step) {
+  const int32_t tiles = (work.row_end - work.row) / BackwardPlan<C>::kQueries;  // of a head
+  return work.tile_index + step / tiles * (tiles + work.skipped_tiles) + step % tiles;
+}
+
 // Tiles of queries whose first row is one of these need no mask: all of their rows see all keys of
 // the block.
 struct ClearRows {
   int32_t begin;
   int32_t end;
 
+  // A tile with a row that is far takes the branch of those that need a mask.
   TILEWISE_DEVICE explicit ClearRows(const KeyRecord& work)
-      : begin(work.clear_begin), end(work.clear_end) {}
+      : begin(work.far != 0 ? 0 : work.clear_begin), end(work.far != 0 ? 0 : work.clear_end) {}
   TILEWISE_DEVICE bool contains(int32_t row) const { return row >= begin && row < end; }
 };
 

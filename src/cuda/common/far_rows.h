@@ -1,0 +1,49 @@
+// Rows of the backward whose lse is too large for an exponent in one fp32 number.
+#pragma once
+
+#include "attention/online_softmax.h"
+#include "cuda/params.h"
+#include "cuda/ptx/convert.h"
+
+namespace tilewise::cuda::common {
+
+// Rounding lse costs a weight |lse| * 1e-7 of itself: 16 bits hide 1e-4, fp32 hides 2e-6.
+template <class Element>
+inline constexpr float kFarLse = Element::kBytes == 2 ? 0x1p10f : 0x1p4f;
+
+template <class Element>
+TILEWISE_DEVICE bool is_far_row(float lse) {
+  return __builtin_fabsf(lse) > kFarLse<Element> && lse - lse == 0.0f;
+}
+
+// Writes down what a prepare kernel knows of row `at` of all padded rows; whether it is far.
+template <class Element>
+TILEWISE_DEVICE bool keep_origin(const BackwardParams& p, int64_t at, const LogSum& sum) {
+  const bool far = is_far_row<Element>(sum.lse);
+  p.row_origin[at] = far ? sum.lse : 0.0f;
+  p.row_origin_low[at] = far ? sum.low : 0.0f;
+  if (far) *p.far_rows = p.launch;
+  return far;
+}
+
+TILEWISE_DEVICE LogSum log_sum_at(const Problem& p, int64_t place) {
+  return {p.lse[place], p.lse_low != nullptr ? p.lse_low[place] : 0.0f};
+}
+
+// Scores of one row become relative to its lse, in the units of the products: multiplied by
+// `scale_log2` they are exponents. Weights are not above 1, whatever the rounding of either.
+struct RowOrigin {
+  float lse;
+  float low;
+
+  TILEWISE_DEVICE static RowOrigin of(const BackwardParams& p, int64_t at) {
+    return {p.row_origin[at], p.row_origin_low[at]};
+  }
+  TILEWISE_DEVICE bool is_far() const { return lse != 0.0f; }
+  // `unit`: that of the product, which is not rounded; `inverse`: log2(e) / scale_log2.
+  TILEWISE_DEVICE float relative(float product, float unit, float inverse) const {
+    return min(ptx::fma(product, unit, -lse) - low, 0.0f) * inverse;
+  }
+};
+
+}  // namespace tilewise::cuda::common
