@@ -165,10 +165,10 @@ struct BackwardParams {
   // P is 0.
   float* row_lse;
   float* row_delta;
-  // Rows whose |lse| is so large that fp32 has no room for an exponent beside it (is_far_row) have a
-  // row_lse of 0: their scores are first made relative to lse and its low part, which lie here in
-  // natural units; 0 for all other rows. So that nobody else pays for it, *far_rows is `launch` when
-  // there is such a row at all. Nobody zeroes it: the number is that of no other launch of the
+  // Rows whose |lse| is so large that fp32 has no room for an exponent beside it (is_far_row) have
+  // a row_lse of 0: their scores are first made relative to lse and its low part, which lie here in
+  // natural units; 0 for all other rows. So that nobody else pays for it, *far_rows is `launch`
+  // when there is such a row at all. Nobody zeroes it: the number is that of no other launch of the
   // process, and a graph that launches again may find it set, which costs time only.
   float* row_origin;
   float* row_origin_low;

@@ -73,7 +73,8 @@ struct RowNormaliser {
       rest = ptx::log_accurate(l);
     }
     const float product = x * kLn2High;
-    const float product_low = ptx::fma(x, kLn2High, -product) + ptx::fma(x, kLn2Low, x_low * kLn2High);
+    const float product_low =
+        ptx::fma(x, kLn2High, -product) + ptx::fma(x, kLn2Low, x_low * kLn2High);
     return (((origin - lse) + product) + rest) + (product_low + origin_low);
   }
 
@@ -83,7 +84,8 @@ struct RowNormaliser {
   static constexpr float kLog2eLow = static_cast<float>(kLog2eExact - double{kLog2e});
 };
 
-// Whether the low part of a row's lse is to be computed: for the caller, or for the merge of splits.
+// Whether the low part of a row's lse is to be computed: for the caller, or for the merge of
+// splits.
 TILEWISE_DEVICE bool wants_low(const ForwardParams& p, const BlockWork& work, float lse) {
   return work.splits == 1 ? p.problem.lse_low != nullptr : common::needs_low(lse);
 }
@@ -206,8 +208,9 @@ TILEWISE_DEVICE void store_lse(const Problem& p, const BlockWork& work, const La
   if (p.lse == nullptr || place.column != 0) return;
   if (!work.rows.packed()) {
     const int32_t left = work.rows.count - place.row0;
-    const int64_t first = work.rows.first_head * p.lse_stride_head +
-                          work.sequence.lse_offset(p.lse_stride_batch, work.rows.first + place.row0);
+    const int64_t first =
+        work.rows.first_head * p.lse_stride_head +
+        work.sequence.lse_offset(p.lse_stride_batch, work.rows.first + place.row0);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll

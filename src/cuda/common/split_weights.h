@@ -7,8 +7,8 @@
 
 namespace tilewise::cuda::common {
 
-// Whether the low part of an lse shows in the weights that follow from it: beyond 2^8 rounding it to
-// fp32 costs more than 1e-5 of a weight.
+// Whether the low part of an lse shows in the weights that follow from it: beyond 2^8 rounding it
+// to fp32 costs more than 1e-5 of a weight.
 TILEWISE_DEVICE bool needs_low(float lse) { return __builtin_fabsf(lse) > 0x1p8f; }
 
 // By a warp. The splits' outputs are summed in `kChains` chains of every kChains-th split, and

@@ -31,8 +31,7 @@ class BlockFacts {
     const int64_t key = work.tile * int64_t{Plan::kKeys};
     const Range keys = {key, min(band.keys, key + Plan::kKeys)};
     // A tile with a row that is far takes the branch of those that need a mask.
-    const Range all =
-        keys.size() == Plan::kKeys && !far_rows ? band.rows_of_all(keys) : Range{};
+    const Range all = keys.size() == Plan::kKeys && !far_rows ? band.rows_of_all(keys) : Range{};
     const int64_t all_end = all.end == band.rows ? kFar : all.end - Plan::kQueries + 1;
     const int64_t x[kWords] = {clamp(key - band.shift() - band.right, -kFar, kFar),
                                clamp(key - band.shift() + band.left, -kFar, kFar),

@@ -83,8 +83,8 @@ class MergedRows {
     Weights weights;
     weights.begin(own.lse, sink);
     if (weights.needs_low()) [[unlikely]]
-      weights.refine(
-          common::max_of_warp(own.lse == weights.base.lse ? own.low : kMinusInfinity), sink);
+      weights.refine(common::max_of_warp(own.lse == weights.base.lse ? own.low : kMinusInfinity),
+                     sink);
     else
       own.low = 0.0f;
     const LogSum whole = weights.finish(weights.beside(own), sink);

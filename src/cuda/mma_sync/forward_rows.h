@@ -37,8 +37,8 @@ inline constexpr int kOriginsAt =
     static_cast<int>(round_up(kQueryTileBytes<C> + sizeof(BlockWork), 16));
 // Panels are swizzled by their address, with a period of 1024 bytes.
 template <class C>
-inline constexpr int kFeedAt = static_cast<int>(
-    round_up(kOriginsAt<C> + C::kForward.rows() * 4, C::kWarpRing ? 1024 : 128));
+inline constexpr int kFeedAt =
+    static_cast<int>(round_up(kOriginsAt<C> + C::kForward.rows() * 4, C::kWarpRing ? 1024 : 128));
 template <class C>
 using ForwardParamsOf = std::conditional_t<C::kBoxes, TmaForwardParams, ForwardParams>;
 
@@ -94,7 +94,8 @@ TILEWISE_DEVICE BlockWork& kept_work(uint32_t first_byte = 0) {
 }
 
 // Of the rows of a warp, whose first one is row `row0` of the tile: the score that exponents are
-// relative to, in the units of the softmax (forward_softmax.h). In shared memory: few rows have one.
+// relative to, in the units of the softmax (forward_softmax.h). In shared memory: few rows have
+// one.
 struct RowOrigins {
   ptx::SharedAddress base;
 

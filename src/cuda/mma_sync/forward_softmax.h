@@ -65,9 +65,9 @@ TILEWISE_DEVICE void mask(Scores<C>& s, const BlockWork& work, int32_t tile) {
 //
 // Where m would be beyond kFar, its rounding would be felt: of scores of 1e10 by 2^1000. Such a row
 // gets an origin, the largest score that it has seen: weights are 2^(scale * (s - origin) - m) with
-// a small m. The scores are made relative to it in a branch of their own, so that all other rows pay
-// nothing; the same branch looks at rows that have seen no key, whose first scores may be so low
-// that scale * s overflows.
+// a small m. The scores are made relative to it in a branch of their own, so that all other rows
+// pay nothing; the same branch looks at rows that have seen no key, whose first scores may be so
+// low that scale * s overflows.
 template <class C>
 struct RowSoftmax {
   static constexpr int kRows = C::kForward.warp_rows / 16;
@@ -99,8 +99,8 @@ struct RowSoftmax {
   }
 
   // Raises m where the scores ask for it, to the highest of them: the weight of a key that is alone
-  // is then a power of two, which 16 bits hold exactly. Makes scores of rows with an origin relative
-  // to it.
+  // is then a power of two, which 16 bits hold exactly. Makes scores of rows with an origin
+  // relative to it.
   TILEWISE_DEVICE void raise(Scores<C>& s, Outputs<C>& o, uint32_t first_byte) {
     float highest[kRows][2];
     bool more = has_unseen || has_origins;

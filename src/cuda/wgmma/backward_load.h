@@ -202,11 +202,11 @@ TILEWISE_DEVICE void load_role(const TmaBackwardParams& p, ptx::SharedAddress sh
     if (work.steps < 0) return;
     // Others read it when K has landed, which this lane speaks for.
     if (ptx::lane_index() == 0)
-      ptx::st_shared_b32(shared + static_cast<uint32_t>(Plan::kRecords +
-                                                        piece % Plan::kRecordSlots *
-                                                            int{sizeof(KeyRecord)} +
-                                                        offsetof(KeyRecord, far)),
-                         far);
+      ptx::st_shared_b32(
+          shared + static_cast<uint32_t>(Plan::kRecords +
+                                         piece % Plan::kRecordSlots * int{sizeof(KeyRecord)} +
+                                         offsetof(KeyRecord, far)),
+          far);
     load_work<C>(p, work, shared, steps, (piece & 1) ^ 1);
     if constexpr (!Plan::kPersistent) return;
     if (ptx::lane_index() == 0)

@@ -122,9 +122,9 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
     dlse[pass] = 0.0f;
     if (row < rows) {
       if (lane == 0) {
-        lse[pass] = common::log_sum_at(
-            problem, s.lse_offset(problem.lse_stride_batch, block.row0 + row) +
-                         block.head * problem.lse_stride_head);
+        lse[pass] =
+            common::log_sum_at(problem, s.lse_offset(problem.lse_stride_batch, block.row0 + row) +
+                                            block.head * problem.lse_stride_head);
         if (p.gradients.dlse != nullptr)
           dlse[pass] =
               p.gradients.dlse[s.lse_offset(p.gradients.dlse_stride_batch, block.row0 + row) +

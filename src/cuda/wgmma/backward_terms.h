@@ -359,7 +359,8 @@ class BackwardTerms<C, Option::any> {
     }
   }
 
-  // Products become scores in units of log2 (or natural ones: `unit`); dP the gradient of scale * S.
+  // Products become scores in units of log2 (or natural ones: `unit`); dP the gradient of scale *
+  // S.
   TILEWISE_DEVICE void cap(const Problem& p, ScoreSums<C>& s, ScoreSums<C>& dp, float unit) const {
     if (p.softcap == 0.0f) {
       const float scale = work_.far != 0 ? score_of(p).scale : scale_log2_;
@@ -382,7 +383,8 @@ class BackwardTerms<C, Option::any> {
     for (int i = 0; i < 4 * kGroups; ++i) s[i] = ptx::fma(alibi.distance(i), -alibi.slope(), s[i]);
   }
 
-  // Not where a row may be far: a product on top of a large bias is not rounded as the forward does.
+  // Not where a row may be far: a product on top of a large bias is not rounded as the forward
+  // does.
   TILEWISE_DEVICE bool preloads(const Problem& p) const {
     return p.bias != nullptr && p.softcap == 0.0f && work_.far == 0;
   }

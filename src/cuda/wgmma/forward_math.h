@@ -419,7 +419,8 @@ class ForwardMath {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (is_lost(work, at.row(0, h), softmax_.m[0][h], ending.l[0][h])) {
-        // The marks of a row to be computed again, by this block or from the parts of a shared work.
+        // The marks of a row to be computed again, by this block or from the parts of a shared
+        // work.
         ending.l[0][h] = -kMinusInfinity;
         ending.rows.factor[0][h] = ending.rows.lse[0][h] = ptx::float_of(0x7fc00000u);
       }
@@ -429,7 +430,8 @@ class ForwardMath {
     return ending;
   }
 
-  // Whether the sums of row r cannot be told from m and l: an overflow, or scores that are too large.
+  // Whether the sums of row r cannot be told from m and l: an overflow, or scores that are too
+  // large.
   TILEWISE_DEVICE static bool is_lost(const Work& work, int32_t r, float m, float l) {
     if (!(l <= RowMath::kOverflow)) return true;
     if (!(__builtin_fabsf(m) > RowMath::kFar)) return false;

@@ -270,8 +270,7 @@ class RowRepair {
 
   TILEWISE_DEVICE void store(const Row& row, int32_t r) const {
     const float origin = row.m * unit();
-    RowNormaliser all{0.0f, common::sum_of_warp(row.l), origin,
-                      ptx::fma(row.m, unit(), -origin)};
+    RowNormaliser all{0.0f, common::sum_of_warp(row.l), origin, ptx::fma(row.m, unit(), -origin)};
     if (all.l == 0.0f) all = {RowNormaliser::kNoKey, 0.0f};
     float factor = 1.0f;
     if (p_.sinks != nullptr && work_.splits == 1) factor = all.join_sink(p_.sinks[work_.head(r)]);
