@@ -28,8 +28,7 @@ class ExactRow {
     for (int64_t key = keys_.begin; key < keys_.end; key += ptx::kWarpSize) add_keys(key);
     LogSum sum;
     if (m_ != kNothing) {
-      const float origin = m_ * unit();
-      sum = LogSum::of(origin, ptx::log_accurate(sum_of_warp(l_)), ptx::fma(m_, unit(), -origin));
+      sum = LogSum::of(m_, ptx::log_accurate(sum_of_warp(l_)));
     }
     SplitWeights weights;
     weights.base = sum < LogSum{sink, 0.0f} ? LogSum{sink, 0.0f} : sum;
@@ -49,17 +48,14 @@ class ExactRow {
   static constexpr int kColumns = 256 / ptx::kWarpSize;  // of a lane: of head dims up to 256
   static constexpr float kNothing = -FLT_MAX;            // m of a row that has seen no key
 
-  // What scores are in: products are not rounded once more.
-  TILEWISE_DEVICE float unit() const { return __builtin_fabsf(scale_); }
-
   // The online softmax goes on by a key of each lane.
   TILEWISE_DEVICE void add_keys(int64_t first) {
     const int64_t own = first + ptx::lane_index();
     float x = kMinusInfinity;
-    if (own < keys_.end) x = product(own);
+    if (own < keys_.end) x = score(own);
     const float highest = max(m_, max_of_warp(x));
-    const float shrink = exponential((m_ - highest) * unit());
-    const float weight = exponential((x - highest) * unit());
+    const float shrink = exponential(m_ - highest);
+    const float weight = exponential(x - highest);
     m_ = highest;
     l_ = l_ * shrink + weight;
 #pragma unroll
@@ -71,13 +67,13 @@ class ExactRow {
     }
   }
 
-  TILEWISE_DEVICE float product(int64_t key) const {
+  TILEWISE_DEVICE float score(int64_t key) const {
     const T* const k = static_cast<const T*>(p_.k.data) + sequence_.kv.offset(p_.k, key) +
                        kv_head_ * p_.k.stride_head;
     float sum = 0.0f;
 #pragma unroll 4
     for (int64_t i = 0; i < p_.head_dim; ++i) sum = ptx::fma(to_float(q_[i]), to_float(k[i]), sum);
-    return scale_ < 0.0f ? -sum : sum;
+    return ptx::mul(sum, scale_);
   }
 
   TILEWISE_DEVICE void add_value(int64_t key, float weight) {
@@ -96,8 +92,8 @@ class ExactRow {
   const int64_t kv_head_;
   const T* q_;
   const float scale_;
-  float m_ = kNothing;  // in units of unit()
-  float l_ = 0.0f;      // over the keys of this lane
+  float m_ = kNothing;
+  float l_ = 0.0f;  // over the keys of this lane
   float o_[kColumns] = {};
 };
 

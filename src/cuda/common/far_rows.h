@@ -40,9 +40,10 @@ struct RowOrigin {
     return {p.row_origin[at], p.row_origin_low[at]};
   }
   TILEWISE_DEVICE bool is_far() const { return lse != 0.0f; }
-  // `unit`: that of the product, which is not rounded; `inverse`: log2(e) / scale_log2.
+  // `unit`: that of the product. The score is rounded, as plain fp32 has it; `inverse`:
+  // log2(e) / scale_log2.
   TILEWISE_DEVICE float relative(float product, float unit, float inverse) const {
-    return min(ptx::fma(product, unit, -lse) - low, 0.0f) * inverse;
+    return min((ptx::mul(product, unit) - lse) - low, 0.0f) * inverse;
   }
 };
 

@@ -21,27 +21,26 @@ struct RowResults {
 };
 
 // The normaliser of a row: each of its keys weighs exp(score - origin) * 2^-m, and l is the sum of
-// these weights. The origin is a score in natural units (high + low), and 0 unless m would be so
+// these weights. The origin is a score in natural units, and 0 unless m would be so
 // large that fp32 has no room for the rest of an exponent beside it.
 struct RowNormaliser {
   float m;
   float l;
   float origin = 0.0f;
-  float origin_low = 0.0f;
 
   // m of a row that has seen no key.
   static constexpr float kNoKey = -FLT_MAX;
 
   // Adds a sink: what the sums over values are to be multiplied by.
   TILEWISE_DEVICE float join_sink(float sink) {
-    const float exponent = ptx::fma((sink - origin) - origin_low, kLog2e, -m);
+    const float exponent = ptx::fma(sink - origin, kLog2e, -m);
     if (m != kNoKey && !(exponent > 0.0f)) {
       l += ptx::ex2(exponent);
       return 1.0f;
     }
     if (sink == kMinusInfinity) return 1.0f;
     const float shrink = m == kNoKey ? 0.0f : ptx::ex2(-exponent);
-    *this = {0.0f, l * shrink + 1.0f, sink, 0.0f};
+    *this = {0.0f, l * shrink + 1.0f, sink};
     return shrink;
   }
 
@@ -75,7 +74,7 @@ struct RowNormaliser {
     const float product = x * kLn2High;
     const float product_low =
         ptx::fma(x, kLn2High, -product) + ptx::fma(x, kLn2Low, x_low * kLn2High);
-    return (((origin - lse) + product) + rest) + (product_low + origin_low);
+    return (((origin - lse) + product) + rest) + product_low;
   }
 
  private:

@@ -359,7 +359,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
       general.apply(problem, kept, s, tile, lane_place<C>());
     }
     if (masked) mask<C>(s, kept_work<C>(own), tile);
-    softmax.raise(s, o, own);
+    softmax.raise(s, o, own, [&] { return unit_of_scores<C>(p, kept_work<C>(own)); });
     softmax.exponentiate(s);
     if (dropout) {
       constexpr int kRows = C::kForward.warp_rows / 16;
@@ -405,13 +405,8 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   const float weight = (dropout ? general.dropout.keep_scale : 1.0f) * of_values;
   const float unit = unit_of_scores<C>(p, kept);
   auto result = finish_rows<typename C::Element>(
-      p, kept, place, softmax.m, softmax.l, weight, unit, [&](RowNormaliser& row, int i, int h) {
-        if (!softmax.has_origins) return;
-        const float origin = softmax.origin(i, h, own);
-        const float factor = softmax.scale.unit(i, h, unit);
-        row.origin = origin * factor;
-        row.origin_low = ptx::fma(origin, factor, -row.origin);
-      });
+      p, kept, place, softmax.m, softmax.l, weight, unit,
+      [&](RowNormaliser& row, int i, int h) { row.origin = softmax.origin(i, h, own); });
   if (p.flags.data != nullptr && !outputs_are_finite(kept, place, o, softmax.l)) [[unlikely]]
     *flag_of<C>(p, kept) = 1;  // after the 0: barriers lie between
   bool is_whole = kept.splits == 1;

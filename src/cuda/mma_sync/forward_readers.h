@@ -54,7 +54,7 @@ TILEWISE_DEVICE void join_readers(Outputs<C>& o, RowSoftmax<C>& softmax, int32_t
     const float origin = ptx::float_of(origins[h]);
     const float here = softmax.origin(0, h, own_byte);
     // How far the other's unit is above this one's, as a power of 2.
-    float above = ptx::fma(origin - here, softmax.scale.at(0, h), m - softmax.m[0][h]);
+    float above = ptx::fma(origin - here, kLog2e, m - softmax.m[0][h]);
     if (m == Softmax::kNoKey) above = kMinusInfinity;
     if (softmax.m[0][h] == Softmax::kNoKey) above = -kMinusInfinity;
     const bool higher = above > 0.0f;

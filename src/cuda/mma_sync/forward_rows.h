@@ -94,7 +94,7 @@ TILEWISE_DEVICE BlockWork& kept_work(uint32_t first_byte = 0) {
 }
 
 // Of the rows of a warp, whose first one is row `row0` of the tile: the score that exponents are
-// relative to, in the units of the softmax (forward_softmax.h). In shared memory: few rows have
+// relative to (forward_softmax.h). In shared memory: few rows have
 // one.
 struct RowOrigins {
   ptx::SharedAddress base;

@@ -64,10 +64,10 @@ TILEWISE_DEVICE void mask(Scores<C>& s, const BlockWork& work, int32_t tile) {
 // this lane has summed. m starts at the lowest number and not at -inf: no -inf meets another.
 //
 // Where m would be beyond kFar, its rounding would be felt: of scores of 1e10 by 2^1000. Such a row
-// gets an origin, the largest score that it has seen: weights are 2^(scale * (s - origin) - m) with
-// a small m. The scores are made relative to it in a branch of their own, so that all other rows
-// pay nothing; the same branch looks at rows that have seen no key, whose first scores may be so
-// low that scale * s overflows.
+// gets an origin, the largest score that it has seen, in natural units: weights are
+// exp(score - origin) * 2^-m with a small m. The scores are rounded and made relative to it in a
+// branch of their own, so that all other rows pay nothing; the same branch looks at rows that have
+// seen no key, whose first scores may be so low that scale * s overflows.
 template <class C>
 struct RowSoftmax {
   static constexpr int kRows = C::kForward.warp_rows / 16;
@@ -75,7 +75,9 @@ struct RowSoftmax {
   // and every one of them costs a pass over the output.
   static constexpr float kSlack = 8.0f;
   static constexpr float kNoKey = RowNormaliser::kNoKey;
-  static constexpr float kFar = 0x1p12f;
+  // Products times a scale are rounded in fp32 and in the backward, but not in an exponent: this
+  // far it makes no difference.
+  static constexpr float kFar = C::Element::kBytes == 2 ? 0x1p12f : 0x1p7f;
 
   // Weights start at 2^kFirst. F16 has none below 2^-24, which queries of BF16 would miss among a
   // million keys; the highest of float8 are thus 2^15.
@@ -101,7 +103,9 @@ struct RowSoftmax {
   // Raises m where the scores ask for it, to the highest of them: the weight of a key that is alone
   // is then a power of two, which 16 bits hold exactly. Makes scores of rows with an origin
   // relative to it.
-  TILEWISE_DEVICE void raise(Scores<C>& s, Outputs<C>& o, uint32_t first_byte) {
+  // to it. `unit()` is what scores are in, in natural units.
+  template <class Unit>
+  TILEWISE_DEVICE void raise(Scores<C>& s, Outputs<C>& o, uint32_t first_byte, const Unit& unit) {
     float highest[kRows][2];
     bool more = has_unseen || has_origins;
 #pragma unroll
@@ -126,12 +130,15 @@ struct RowSoftmax {
         const float top = tile::quad_max(highest[i][h]);
         const float before = m[i][h];
         const float from = origin(i, h, first_byte);
-        m[i][h] = ptx::fmax(before, exponent(top - from, i, h));
+        float reach = exponent(top, i, h);
+        if (has_origins) [[unlikely]]
+          reach = (natural(top, i, h, unit) - from) * kLog2e - kFirst;
+        m[i][h] = ptx::fmax(before, reach);
         float factor = ptx::ex2(before - m[i][h]);
-        if (top != kMinusInfinity && __builtin_fabsf(m[i][h]) > kFar) {
+        if (top != kMinusInfinity && __builtin_fabsf(m[i][h]) > kFar) [[unlikely]] {
           far |= 1u << (2 * i + h);
           m[i][h] = -kFirst;
-          const float change = ptx::fma(from - top, scale.at(i, h), before + kFirst);
+          const float change = ptx::fma(from - natural(top, i, h, unit), kLog2e, before + kFirst);
           factor = before == kNoKey ? 0.0f : ptx::ex2(change);
         }
         unseen |= m[i][h] == kNoKey;
@@ -145,7 +152,7 @@ struct RowSoftmax {
     }
     has_unseen = ptx::any(unseen);
     if (has_origins || ptx::any(far != 0)) [[unlikely]]
-      make_relative(s, highest, far, RowOrigins::of<C>(first_byte));
+      make_relative(s, highest, far, RowOrigins::of<C>(first_byte), unit);
   }
 
   // Scores become weights.
@@ -187,6 +194,10 @@ struct RowSoftmax {
   }
 
  private:
+  template <class Unit>
+  TILEWISE_DEVICE float natural(float x, int i, int h, const Unit& unit) const {
+    return ptx::mul(x, scale.unit(i, h, unit()));
+  }
   // Relative to kFirst.
   TILEWISE_DEVICE float exponent(float x, int i, int h) const {
     return kFirst == 0.0f ? x * scale.at(i, h) : ptx::fma(x, scale.at(i, h), -kFirst);
@@ -194,8 +205,9 @@ struct RowSoftmax {
 
   // Keeps the origins of the rows that are `far` (a bit each), and makes all scores relative to
   // those of their rows.
+  template <class Unit>
   TILEWISE_DEVICE void make_relative(Scores<C>& s, const float (&highest)[kRows][2], uint32_t far,
-                                     const RowOrigins& origins) {
+                                     const RowOrigins& origins, const Unit& unit) {
     const LanePlace place = lane_place<C>();
     ptx::sync_warp();  // the origins before have been read
 #pragma unroll
@@ -205,7 +217,7 @@ struct RowSoftmax {
         const float top = tile::quad_max(highest[i][h]);
         const bool is_far = (far >> (2 * i + h) & 1u) != 0;
         if (place.column == 0 && (is_far || !has_origins))
-          origins.set(place.row(i, h), is_far ? top : 0.0f);
+          origins.set(place.row(i, h), is_far ? natural(top, i, h, unit) : 0.0f);
       }
     }
     ptx::sync_warp();
@@ -215,10 +227,15 @@ struct RowSoftmax {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float origin = origins.get(place.row(i, h));
+        const float of_row = scale.unit(i, h, unit());
+        const float inverse = 1.0f / of_row;
 #pragma unroll
         for (int n = 0; n < C::kForward.keys / 8; ++n) {
-          s.x[i][n][2 * h] -= origin;
-          s.x[i][n][2 * h + 1] -= origin;
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = s.x[i][n][2 * h + e];
+            x = (ptx::mul(x, of_row) - origin) * inverse;
+          }
         }
       }
     }

@@ -35,6 +35,8 @@ TILEWISE_DEVICE float ex2(float x) { return emulator::ex2(x); }
 TILEWISE_DEVICE float lg2(float x) { return emulator::lg2(x); }
 TILEWISE_DEVICE float rcp_approximate(float x) { return emulator::rcp_approximate(x); }
 TILEWISE_DEVICE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+// A product that no addition takes in: it is rounded.
+TILEWISE_DEVICE float mul(float a, float b) { return a * b; }
 // The larger one; a NaN loses against a number.
 TILEWISE_DEVICE float fmax(float a, float b) { return __builtin_fmaxf(a, b); }
 TILEWISE_DEVICE float tanh(float x) { return __builtin_tanhf(x); }
@@ -123,6 +125,7 @@ TILEWISE_DEVICE float rcp_approximate(float x) {
   return y;
 }
 TILEWISE_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+TILEWISE_DEVICE float mul(float a, float b) { return __fmul_rn(a, b); }
 TILEWISE_DEVICE float fmax(float a, float b) { return ::fmaxf(a, b); }
 TILEWISE_DEVICE float tanh(float x) { return ::tanhf(x); }
 TILEWISE_DEVICE float exp2_accurate(float x) { return ::exp2f(x); }

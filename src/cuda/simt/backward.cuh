@@ -111,9 +111,8 @@ struct Backward {
     if (!own_delta()) shared().delta[t] = params.row_delta[delta_index(params, row, head)];
   }
 
-  // exp(unit * score - lse), where the product is not rounded.
-  TILEWISE_DEVICE static float weight_of(float score, float unit, int r) {
-    const float exponent = ptx::fma(score, unit, -shared().lse[r]) - shared().lse_low[r];
+  TILEWISE_DEVICE static float weight_of(float score, int r) {
+    const float exponent = (score - shared().lse[r]) - shared().lse_low[r];
     // lse is rounded: a weight may come out above 1 by that rounding, never by more.
     return ptx::exp2_accurate(exponent > 0.0f ? 0.0f : exponent * kLog2e);
   }
@@ -126,17 +125,17 @@ struct Backward {
       own.store(score);
       own.change_visible(place, first_key, [derivative](float raw, int r, int64_t key) {
         const Score::Capped<float> at = shared().terms.at(raw, shared().row_terms[r], key);
-        const float weight = weight_of(at.value, 1.0f, r);
+        const float weight = weight_of(at.value, r);
         return derivative ? weight * at.derivative : weight;
       });
       own.load(score);
     }
-    const float unit = shared().terms.score.scale;
+    const float scale = shared().terms.score.scale;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if (!general) score[i][j] = weight_of(score[i][j], unit, place.y * 4 + i);
+        if (!general) score[i][j] = weight_of(ptx::mul(score[i][j], scale), place.y * 4 + i);
         score[i][j] = visible.sees(i, j) ? score[i][j] : 0.0f;
       }
     }

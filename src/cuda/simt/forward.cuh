@@ -15,8 +15,6 @@ struct Forward {
   const Problem& p;
   const TileOrder::Work& work;
   const bool general;
-  const float sign;      // scores are kept raw in the plain form; a negative scale moves here
-  const float exponent;  // P = 2^((S - m) * exponent)
   const Place place;
 
   Block o[C::kGroups];
@@ -24,13 +22,7 @@ struct Forward {
   float l[4];  // over the keys of this thread
 
   TILEWISE_DEVICE Forward(const ForwardParams& all, const TileOrder::Work& w)
-      : params(all),
-        p(all.problem),
-        work(w),
-        general(is_general(p)),
-        sign(!general && shared().terms.score.scale < 0.0f ? -1.0f : 1.0f),
-        exponent(general ? kLog2e : max(sign * shared().terms.score.scale * kLog2e, 1e-30f)),
-        place(Place::own()) {}
+      : params(all), p(all.problem), work(w), general(is_general(p)), place(Place::own()) {}
 
   TILEWISE_DEVICE void begin() {
 #pragma unroll
@@ -42,8 +34,18 @@ struct Forward {
     }
   }
 
-  // What the general form adds to the scores, and -inf where a row does not see a key.
-  TILEWISE_DEVICE void finish_scores(Block& score, int64_t first_key) const {
+  // Products become scores in natural units, rounded: so the backward has them. `exact`: some pair
+  // is masked, which gets -inf.
+  TILEWISE_DEVICE void finish_scores(Block& score, int64_t first_key, bool exact) const {
+    if (!general) {
+      const float scale = shared().terms.score.scale;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) score[i][j] = ptx::mul(score[i][j], scale);
+      }
+    }
+    if (!exact) return;
     if (general) {
       const auto own = OwnWeights<true>::of(place);
       own.store(score);
@@ -56,8 +58,7 @@ struct Forward {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        score[i][j] = visible.sees(i, j) ? score[i][j] * sign : kMinusInfinity;
+      for (int j = 0; j < 4; ++j) score[i][j] = visible.sees(i, j) ? score[i][j] : kMinusInfinity;
     }
   }
 
@@ -71,12 +72,12 @@ struct Forward {
         highest = max(highest, ptx::shuffle_xor(highest, lanes));
       const float raised = max(m[i], highest);
       const float base = exponent_base(raised);
-      const float alpha = ptx::exp2_accurate(above(m[i], base) * exponent);
+      const float alpha = ptx::exp2_accurate(above(m[i], base) * kLog2e);
       m[i] = raised;
       float sum = 0.0f;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        score[i][j] = ptx::exp2_accurate((score[i][j] - base) * exponent);
+        score[i][j] = ptx::exp2_accurate((score[i][j] - base) * kLog2e);
         sum += score[i][j];
       }
       l[i] = l[i] * alpha + sum;
@@ -106,7 +107,7 @@ struct Forward {
     Block weight;
     row_products(weight, memory.stage, Rows<T>{static_cast<const T*>(p.q.data), memory.q, columns},
                  Rows<K>{static_cast<const K*>(p.k.data), memory.k, columns});
-    if (now.exact || sign < 0.0f) finish_scores(weight, first_key);
+    finish_scores(weight, first_key, now.exact);
     softmax(weight);
     const auto own = OwnWeights<true>::of(place);
     own.store(weight);
@@ -115,12 +116,10 @@ struct Forward {
     add_weighted(o, memory.weights, memory.stage, v, now.exact);
   }
 
-  // Of row i, whose weights have the sum `sum`. The origin is m, a score in the units of S.
+  // Of row i, whose weights have the sum `sum`: the origin is m.
   TILEWISE_DEVICE RowNormaliser normaliser(int i, float sum) const {
     if (m[i] == kMinusInfinity) return {RowNormaliser::kNoKey, sum};
-    const float unit = general ? 1.0f : sign * shared().terms.score.scale;
-    const float origin = m[i] * unit;
-    return {0.0f, sum, origin, ptx::fma(m[i], unit, -origin)};
+    return {0.0f, sum, m[i]};
   }
 
   // The logarithm in double: the backward takes weights from it, and each rounding of lse is one of
@@ -129,7 +128,7 @@ struct Forward {
     if (row.l == 0.0f) return {};
     const double exact = __builtin_log(static_cast<double>(row.l));
     const float log_l = static_cast<float>(exact);
-    return LogSum::of(row.origin, log_l, row.origin_low + static_cast<float>(exact - log_l));
+    return LogSum::of(row.origin, log_l, static_cast<float>(exact - log_l));
   }
 
   TILEWISE_DEVICE void finish(int count) {

@@ -432,9 +432,10 @@ class ForwardMath {
 
   // Whether the sums of row r cannot be told from m and l: an overflow, or scores that are too
   // large.
-  TILEWISE_DEVICE static bool is_lost(const Work& work, int32_t r, float m, float l) {
+  TILEWISE_DEVICE bool is_lost(const Work& work, int32_t r, float m, float l) const {
     if (!(l <= RowMath::kOverflow)) return true;
-    if (!(__builtin_fabsf(m) > RowMath::kFar)) return false;
+    const bool products = !C::kGeneral || p_.problem.bias == nullptr;
+    if (!(__builtin_fabsf(m) > (products ? RowMath::kFarOfProducts : RowMath::kFar))) return false;
     const int32_t row = work.rows.row(r);
     const KeyTiles& tiles = work.tiles;
     return min(tiles.keys, tiles.upper + row) > max(0, tiles.lower + row);  // it sees a key

@@ -211,9 +211,8 @@ class RowRepair {
     float x = kMinusInfinity;
     if (begin_of(r) <= key && key < end_of(r)) x = score(product, row, key);
     const float highest = ptx::fmax(row.m, common::max_of_warp(x));
-    const float to_log2 = unit() * kLog2e;
-    const float shrink = ptx::ex2((row.m - highest) * to_log2);
-    const float weight = ptx::ex2((x - highest) * to_log2);
+    const float shrink = ptx::ex2((row.m - highest) * kLog2e);
+    const float weight = ptx::ex2((x - highest) * kLog2e);
     row.m = highest;
     row.l = row.l * shrink + weight;
 #pragma unroll
@@ -226,14 +225,9 @@ class RowRepair {
     return keep == 0.0f ? 0.0f : weight * keep;
   }
 
-  // In units of `unit`: a product is not rounded once more.
-  TILEWISE_DEVICE bool has_terms() const { return C::kGeneral && is_general(p_); }
   TILEWISE_DEVICE float score(float product, const Row& row, int32_t key) const {
-    if (has_terms()) return all_.at(product, row.terms, key).value;
-    return all_.score.scale < 0.0f ? -product : product;
-  }
-  TILEWISE_DEVICE float unit() const {
-    return has_terms() ? 1.0f : __builtin_fabsf(all_.score.scale);
+    if constexpr (C::kGeneral) return all_.at(product, row.terms, key).value;
+    return ptx::mul(product, all_.score.scale);
   }
 
   // o += p v of keys from key0 + first on.
@@ -269,8 +263,7 @@ class RowRepair {
   TILEWISE_DEVICE static int column_of(int pair) { return 2 * (ptx::lane_index() + kLanes * pair); }
 
   TILEWISE_DEVICE void store(const Row& row, int32_t r) const {
-    const float origin = row.m * unit();
-    RowNormaliser all{0.0f, common::sum_of_warp(row.l), origin, ptx::fma(row.m, unit(), -origin)};
+    RowNormaliser all{0.0f, common::sum_of_warp(row.l), row.m};
     if (all.l == 0.0f) all = {RowNormaliser::kNoKey, 0.0f};
     float factor = 1.0f;
     if (p_.sinks != nullptr && work_.splits == 1) factor = all.join_sink(p_.sinks[work_.head(r)]);
@@ -294,7 +287,7 @@ class RowRepair {
   TILEWISE_DEVICE void store_lse_of(int32_t r, const RowNormaliser& row) const {
     if (ptx::lane_index() != 0) return;
     LogSum sum;
-    if (row.l != 0.0f) sum = LogSum::of(row.origin, ptx::log_accurate(row.l), row.origin_low);
+    if (row.l != 0.0f) sum = LogSum::of(row.origin, ptx::log_accurate(row.l));
     if (is_part()) {
       params_.partial_lse[partial_index(params_, work_, r)] = sum.lse;
       params_.partial_lse_low[partial_index(params_, work_, r)] = sum.low;

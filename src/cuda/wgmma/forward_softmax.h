@@ -47,9 +47,12 @@ struct RowSoftmax : RowSums {
   static constexpr float kHighOfNarrow = 0x1p14f;
   // And from here on l has no reciprocal.
   static constexpr float kOverflow = 0x1p126f;
-  // From here on the rounding of m is more than 1, and weights are not what they stand for. Such a
+  // From here on the rounding of m is more than 1, and weights are not what they stand for: such a
   // row is computed again, too. Where scale * s overflows m stays the lowest number.
   static constexpr float kFar = 0x1p24f;
+  // And from here on so is one whose scores are products times a scale, since plain fp32 and the
+  // backward round them. A bias comes with that rounding.
+  static constexpr float kFarOfProducts = 0x1p12f;
   // A lower m is that of keys which a bias hides, be it by -1e4, and says nothing of scores to
   // come.
   static constexpr float kHidden = -0x1p10f;
