@@ -3,7 +3,10 @@
 
 #include "attention/online_softmax.h"
 #include "cuda/params.h"
+#include "cuda/ptx/block.h"
 #include "cuda/ptx/convert.h"
+#include "cuda/ptx/global.h"
+#include "cuda/ptx/warp.h"
 
 namespace tilewise::cuda::common {
 
@@ -37,7 +40,8 @@ struct RowOrigin {
   float low;
 
   TILEWISE_DEVICE static RowOrigin of(const BackwardParams& p, int64_t at) {
-    return {p.row_origin[at], p.row_origin_low[at]};
+    return {ptx::float_of(ptx::ld_global_b32(p.row_origin + at)),
+            ptx::float_of(ptx::ld_global_b32(p.row_origin_low + at))};
   }
   TILEWISE_DEVICE bool is_far() const { return lse != 0.0f; }
   // `unit`: that of the product. The score is rounded, as plain fp32 has it; `inverse`:
@@ -46,5 +50,11 @@ struct RowOrigin {
     return min((ptx::mul(product, unit) - lse) - low, 0.0f) * inverse;
   }
 };
+
+// log2(e) / scale_log2, computed where it is asked for: in a rare branch of a loop that has no
+// register for it.
+TILEWISE_DEVICE float inverse_scale(float scale_log2) {
+  return kLog2e * ptx::rcp_approximate(ptx::float_of(ptx::recent(ptx::bits_of(scale_log2))));
+}
 
 }  // namespace tilewise::cuda::common

@@ -56,25 +56,23 @@ struct RowNormaliser {
   // what that rounding did to m is a part of it.
   template <class Element>
   TILEWISE_DEVICE float low(float lse, float unit) const {
-    if (lse - lse != 0.0f) return 0.0f;
     const float scale = unit * kLog2e;
-    const float rounding = ptx::fma(unit, kLog2e, -scale) + unit * kLog2eLow;
-    const float lost = scale == 0.0f ? 0.0f : m * (rounding / scale);
+    const float rounding = ptx::fma(unit, kLog2eLow, ptx::fma(unit, kLog2e, -scale));
     float x = m;  // a multiple of ln 2
-    float x_low = lost;
+    float x_low = m * (rounding * ptx::rcp_approximate(scale));
     float rest = 0.0f;
     if constexpr (Element::kBytes == 2) {
       const float log2_l = ptx::lg2(l);
       x = m + log2_l;
-      const float rounded = x - m;
-      x_low += (m - (x - rounded)) + (log2_l - rounded);
+      x_low += log2_l - (x - m);  // exact where it matters: m is the larger one
     } else {
       rest = ptx::log_accurate(l);
     }
     const float product = x * kLn2High;
     const float product_low =
-        ptx::fma(x, kLn2High, -product) + ptx::fma(x, kLn2Low, x_low * kLn2High);
-    return (((origin - lse) + product) + rest) + product_low;
+        ptx::fma(x, kLn2Low, ptx::fma(x_low, kLn2High, ptx::fma(x, kLn2High, -product)));
+    const float low = (((origin - lse) + product) + rest) + product_low;
+    return low - low == 0.0f ? low : 0.0f;  // no key, or infinities
   }
 
  private:

@@ -107,7 +107,7 @@ template <class C>
 TILEWISE_DEVICE void make_relative(ScoreSums<C>& s, const BackwardParams& p, int64_t first,
                                    float scale_log2) {
   const float unit = score_of(p.problem).scale;
-  const float inverse = kLog2e / scale_log2;
+  const float inverse = common::inverse_scale(scale_log2);
 #pragma unroll
   for (int n = 0; n < BackwardPlan<C>::kWarpQueries / 8; ++n) {
 #pragma unroll

@@ -102,8 +102,7 @@ struct RowSoftmax {
 
   // Raises m where the scores ask for it, to the highest of them: the weight of a key that is alone
   // is then a power of two, which 16 bits hold exactly. Makes scores of rows with an origin
-  // relative to it.
-  // to it. `unit()` is what scores are in, in natural units.
+  // relative to it. `unit()` is what scores are in, in natural units.
   template <class Unit>
   TILEWISE_DEVICE void raise(Scores<C>& s, Outputs<C>& o, uint32_t first_byte, const Unit& unit) {
     float highest[kRows][2];

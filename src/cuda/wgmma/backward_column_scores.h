@@ -206,7 +206,7 @@ class ColumnScores {
   TILEWISE_DEVICE void make_relative(const BackwardParams& p, float (&s)[Plan::kKeys / 2],
                                      const RowWalk& walk) const {
     const float unit = score_of(p.problem).scale;
-    const float inverse = kLog2e / scale_log2_;
+    const float inverse = common::inverse_scale(scale_log2_);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const auto its = origin(p, walk, half);

@@ -195,8 +195,9 @@ template <class C>
 TILEWISE_DEVICE void make_relative(ScoreSums<C>& s, const BackwardParams& p, int32_t tile,
                                    float scale_log2) {
   const float unit = score_of(p.problem).scale;
-  const float inverse = kLog2e / scale_log2;
-  const int64_t first = int64_t{tile} * BackwardPlan<C>::kQueries + ptx::lane_index() % 4 * 2;
+  const float inverse = common::inverse_scale(scale_log2);
+  const auto lane = static_cast<int>(ptx::recent(static_cast<uint32_t>(ptx::lane_index())));
+  const int64_t first = int64_t{tile} * BackwardPlan<C>::kQueries + lane % 4 * 2;
 #pragma unroll
   for (int j = 0; j < BackwardPlan<C>::kQueries / 8; ++j) {
 #pragma unroll

@@ -438,7 +438,9 @@ class ForwardMath {
     if (!(__builtin_fabsf(m) > (products ? RowMath::kFarOfProducts : RowMath::kFar))) return false;
     const int32_t row = work.rows.row(r);
     const KeyTiles& tiles = work.tiles;
-    return min(tiles.keys, tiles.upper + row) > max(0, tiles.lower + row);  // it sees a key
+    const int32_t first_key = max(max(0, tiles.lower + row), tiles.first * kKeys);
+    const int32_t end = min(min(tiles.keys, tiles.upper + row), (tiles.last + 1) * kKeys);
+    return first_key < end;  // else it sees no key
   }
 
   TILEWISE_DEVICE void store_tile(int slot, const Ending& ending) {
