@@ -56,7 +56,7 @@ def paged_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001 - Transformers gives it by name or by place
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -70,7 +70,7 @@ def paged_attention(
         query: [1, Hq, T, D], T new tokens of all sequences.
         key: [1, Hkv, T, D].
         value: [1, Hkv, T, Dv].
-        attention_mask: None.
+        attention_mask: None. The layers of some models make one of their own.
         scaling: Factor of q.k; None: 1/sqrt(D).
         sliding_window: Tokens that a token sees, itself included.
         softcap: c turns a score s into c * tanh(s / c).
@@ -81,6 +81,7 @@ def paged_attention(
 
     Raises:
         RuntimeError: the model is called outside of a step.
+        ValueError: there is a mask, which pages cannot follow.
     """
     step = _step.get()
     if step is None:
@@ -88,6 +89,8 @@ def paged_attention(
             "this model belongs to a tilewise.serving.Engine; call set_attn_implementation() "
             "with another name to use it on its own"
         )
+    if attention_mask is not None:
+        raise ValueError("the layers make an attention_mask, but must leave it None")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     k_cache, v_cache = step.cache.layer(module.layer_idx, k, v)
     options: dict[str, Any] = dict(causal=True, scale=scaling, softcap=softcap or 0.0, sinks=s_aux)

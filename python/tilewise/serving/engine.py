@@ -10,16 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
 from operator import index
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tilewise import _check
 
-from . import attention
+from .model import logits_of, stop_tokens, take_over
 from .pages import PagedCache, PagePool
 from .sampling import SamplingParams, sample
 from .schedule import Scheduler
@@ -94,7 +92,7 @@ class Engine:
         ):
             if _check.integer(name, value, "an integer") < least:
                 raise ValueError(f"{name} is {value}, but must be at least {what}{least}")
-        _check_model(model)
+        take_over(model)
         self.pool = PagePool(cache_tokens // page_size, page_size, max_running)
         self.cache = PagedCache(self.pool)
         self.places = max_running + max_waiting
@@ -104,13 +102,13 @@ class Engine:
         if positions:
             self.context = min(self.context, positions)
         self.vocabulary = model.get_input_embeddings().num_embeddings
-        self.stop_tokens = _stop_tokens(model)
+        self.stop_tokens = stop_tokens(model)
         self._scheduler = Scheduler(self.pool, step_tokens)
         self._lock = threading.Lock()
         self._next_id = 0
         self._counts: Counter[str] = Counter()
         self._seconds_in_flight = 1.0  # of a request, on average
-        self._take_over()
+        self.probe()  # makes the caches
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -341,86 +339,21 @@ class Engine:
 
     def _forward(self, work: dict[Sequence, int]) -> list[int | None]:
         """Runs the model; one token for each sequence whose last token it has now seen."""
-        device = self.model.device
-        sequences, counts = list(work), list(work.values())
-        used = [s.cached + n for s, n in work.items()]
-        new = [s.tokens[s.cached : end] for s, end in zip(sequences, used, strict=True)]
-        positions = [range(s.cached, end) for s, end in zip(sequences, used, strict=True)]
-        ends = list(accumulate(counts))
-
-        def on_device(numbers: list[Any], dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.tensor(numbers, dtype=dtype, device=device)
-
-        step = attention.Step(
-            cache=self.cache,
-            cu_seqlens=on_device([0, *ends]),
-            lengths=on_device([s.cached for s in sequences]),
-            seqused=on_device(used),
-            block_table=self.pool.block_table([s.row for s in sequences], max(used)).to(device),
-            longest=max(counts),
-            longest_keys=max(used),
-        )
-        complete = [i for i, s in enumerate(sequences) if used[i] == len(s.tokens)]
-        with torch.inference_mode(), attention.stepping(step):
-            logits = self.model(
-                input_ids=on_device([[*chain(*new)]], torch.int64),
-                position_ids=on_device([[*chain(*positions)]], torch.int64),
-                use_cache=False,
-                logits_to_keep=on_device([ends[i] - 1 for i in complete], torch.int64),
-            ).logits[0]
+        with torch.inference_mode():
+            logits, complete = logits_of(self.model, self.pool, self.cache, work)
             if not complete:
                 return []
-            chosen = [sequences[i] for i in complete]
-            return sample(logits, [s.params for s in chosen], [s.random.random() for s in chosen])
-
-    # --- the model ----------------------------------------------------------------------------
-
-    def _take_over(self) -> None:
-        """Makes the model attend through the pages; one pass proves it, and makes the caches."""
-        config = self.model.config.get_text_config()
-        unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
-        if unknown:
-            raise ValueError(
-                f"model has layers of type {', '.join(sorted(unknown))}, but must have only "
-                f"{', '.join(sorted(_LAYER_TYPES))}"
-            )
-        self.model.eval()
-        self.model.set_attn_implementation(attention.NAME)
-        self.probe()
-        if len(self.cache.layers) != config.num_hidden_layers:
-            raise ValueError(
-                f"model is a {type(self.model).__name__}, of whose {config.num_hidden_layers} "
-                f"layers {len(self.cache.layers)} attend by AttentionInterface; all must"
-            )
+            uniform = [s.random.random() for s in complete]
+            return sample(logits, [s.params for s in complete], uniform)
 
     def _decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def _check_model(model: Any) -> None:
-    """Refuses what is no model, the name of one for example; wrappers that pass on are models."""
-    needed = ("config", "get_input_embeddings", "set_attn_implementation")
-    if all(hasattr(model, name) for name in needed):
-        return
-    named = isinstance(model, str)
-    given = f"model is {model!r}" if named else f"model is a {type(model).__name__}"
-    raise TypeError(
-        f"{given}, but must be a causal language model of Transformers, as "
-        f"AutoModelForCausalLM.from_pretrained({repr(model) if named else '...'}) returns one"
-    )
-
-
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _COUNTS = (
     "requests", "refused", "prompt_tokens", "generated_tokens", "steps", "preemptions",
     "stop", "length", "cancelled", "timeout", "error",
 )  # fmt: skip
-
-
-def _stop_tokens(model: Any) -> tuple[int, ...]:
-    config = getattr(model, "generation_config", None) or model.config
-    eos = config.eos_token_id
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
 
 def _collector(answer: Completion) -> Callable[[Output], None]:

@@ -1,0 +1,114 @@
+"""Which models the serving engine takes: those that it serves rightly, and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import hf_models  # noqa: E402
+
+hf_models.require("transformers>=5.20")
+import tiny_llama  # noqa: E402
+from serving_engine import COUNT, GREEDY, PROMPTS, all_free, engine  # noqa: E402
+
+pytestmark = [*hf_models.MARKS]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# Decoder layers of the first three do not hand on what they are not made for.
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("StableLm", {}),
+        ("Nemotron", {}),
+        ("Persimmon", {}),
+        ("Cohere2", dict(sliding_window=8)),
+        ("Olmo3", dict(sliding_window=8)),
+        ("Qwen3Moe", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)),
+    ],
+)
+def test_models_that_are_served(kind: str, sizes: dict[str, Any]):
+    model = tiny_llama.make(kind, **sizes)
+    expected = [tiny_llama.greedy(model, p, COUNT) for p in PROMPTS]
+    e = engine(model, step_tokens=24)
+    assert [c.tokens for c in e.generate(PROMPTS, GREEDY)] == expected and all_free(e)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("Electra", "logits are .* off"),  # bidirectional: a mask alone says what is seen
+        ("DiffLlama", "logits are .* off"),  # attends twice, to different values
+        ("Doge", "the layers make an attention_mask"),  # of their own, from the values
+    ],
+)
+def test_models_that_would_be_served_wrongly_are_refused(kind: str, sentence: str):
+    model = tiny_llama.make(kind)
+    prompt = torch.tensor([PROMPTS[2]])
+    with torch.no_grad():
+        before = model(prompt).logits
+        with pytest.raises(ValueError, match=rf"model is a {kind}ForCausalLM, .*{sentence}"):
+            engine(model)
+        assert torch.equal(model(prompt).logits, before), "it is what it was"
+
+
+def test_positions_that_are_not_taken_are_refused(monkeypatch):
+    model = tiny_llama.make()
+    forward = model.model.forward
+
+    def deaf(*args: Any, position_ids: Any = None, **more: Any) -> Any:
+        return forward(*args, **more)
+
+    monkeypatch.setattr(model.model, "forward", deaf)
+    with pytest.raises(ValueError, match="by position_ids"):
+        engine(model)
+
+
+@pytest.mark.parametrize("name", ["position_ids", "logits_to_keep"])
+def test_arguments_that_a_model_does_not_know_are_named(monkeypatch, name):
+    model = tiny_llama.make()
+    forward = model.forward
+
+    def narrow(**given: Any) -> Any:
+        if name in given:
+            raise TypeError(f"forward() got an unexpected keyword argument {name!r}")
+        return forward(**given)
+
+    monkeypatch.setattr(model, "forward", narrow)
+    with pytest.raises(ValueError, match=f"positions are enough for: .*argument '{name}'"):
+        engine(model)
+
+
+def test_a_model_whose_logits_are_all_kept_is_refused(monkeypatch):
+    model = tiny_llama.make()
+    forward = model.forward
+    monkeypatch.setattr(
+        model,
+        "forward",
+        lambda logits_to_keep=0, **more: forward(**more),
+    )
+    with pytest.raises(ValueError, match="logits_to_keep is not honoured"):
+        engine(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_no_reason_to_refuse(dtype):
+    model = tiny_llama.make(num_hidden_layers=12).to(dtype)
+    assert engine(model).generate([PROMPTS[2]], GREEDY)[0].finish == "length"
+
+
+def test_a_model_goes_from_one_engine_to_the_next():
+    model = tiny_llama.make()
+    first = engine(model).generate([PROMPTS[3]], GREEDY)[0].tokens
+    assert engine(model).generate([PROMPTS[3]], GREEDY)[0].tokens == first
