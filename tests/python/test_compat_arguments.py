@@ -308,3 +308,32 @@ def test_arguments_without_their_counterpart_are_not_read():
         for positions in (None, starts(3, 3))
     ]
     assert devices.equal(*results)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("new", [0, 1])
+def test_a_block_table_that_is_too_short_raises_as_the_original(on_host, new):
+    """Where the host knows the lengths; what is on a GPU is not waited for."""
+    k_pages, v_pages, table = paged(width=2)
+    q = torch.randn(6, 1, 4, 16)
+    keys = [torch.randn(6, new, 2, 16) for _ in range(2)] if new else [None, None]
+    wrong, right = 9 - new, 8 - new
+    if not on_host:
+        if q.device.type != "cpu":
+            return
+        wrong, right = (torch.full((6,), n, dtype=torch.int32) for n in (wrong, right))
+    with pytest.raises(RuntimeError, match=r"block_table has 2 pages .* 8 are allowed"):
+        fa2.flash_attn_with_kvcache(
+            q, k_pages, v_pages, *keys, cache_seqlens=wrong, block_table=table
+        )
+    fa2.flash_attn_with_kvcache(q, k_pages, v_pages, *keys, cache_seqlens=right, block_table=table)
+
+
+@pytest.mark.parametrize("container", [name for name in NUMBERS if name != "default device"])
+def test_a_number_of_heads_of_numpy_or_torch(container):
+    heads = NUMBERS[container](4)
+    qkv = torch.randn(2, 5, 8, 8)
+    wanted = fa3.flash_attn_qkvpacked_func(qkv, num_heads_q=4)
+    assert devices.equal(fa3.flash_attn_qkvpacked_func(qkv, num_heads_q=heads), wanted)
+    wanted = RotaryEmbedding(8)(qkv.clone(), num_heads_q=4)
+    assert devices.equal(RotaryEmbedding(8)(qkv.clone(), num_heads_q=heads), wanted)

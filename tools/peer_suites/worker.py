@@ -139,6 +139,8 @@ def _outcome(function: Function, arguments: dict[str, Any], device: str) -> tupl
     except BaseException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         why = f"{type(error).__name__}: {' '.join(lines[:2])[:300]}{_where(error, function)}"
+        if "can't allocate memory" in why:  # of the CPU
+            return "out of memory", why, False
         # After an error of the device every later call of the process fails.
         return "failed", why, "CUDA error" in str(error) or "AcceleratorError" in why
     gc.collect()

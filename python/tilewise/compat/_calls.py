@@ -10,7 +10,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from tilewise import _check, _ops
+from tilewise import _check, _ops, _plain
 from tilewise._check import MAX_HEAD_DIM
 from tilewise._kvcache_torch import index_tensor
 from tilewise._ops import Options
@@ -28,12 +28,17 @@ def round_multiple(x, m):
     return (x + m - 1) // m * m
 
 
+_PLAIN = (int, float, bool, type(None))
+
+
 def scalar(value):
     """The number in a tensor or NumPy array of one element, as Python's; anything else as it is.
 
     The originals hand numbers to a C++ extension, which converts whatever has ``__index__`` or
     ``__float__``. A tensor on a GPU makes the host wait, as it does there.
     """
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else value
     if type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1:
@@ -43,6 +48,8 @@ def scalar(value):
 
 def window_of(window_size) -> tuple:
     """(left, right) of a pair in any container: tuple, list, tensor or NumPy array."""
+    if type(window_size) is tuple and len(window_size) == 2:
+        return scalar(window_size[0]), scalar(window_size[1])
     if isinstance(window_size, Tensor) or type(window_size).__module__ == "numpy":
         window_size = window_size.tolist()
     if not isinstance(window_size, Sequence) or len(window_size) != 2:
@@ -58,12 +65,16 @@ def softcap_of(value):
 
 def splits_of(num_splits) -> int:
     """The number of key splits; 0, and any number below it, leaves the choice to the planner."""
+    if type(num_splits) is int and 0 <= num_splits <= _check.MAX_SPLITS:
+        return num_splits
     num_splits = _check.integer("num_splits", scalar(num_splits), "an integer")
     return _check.split_count(max(num_splits, 0))
 
 
 def scale_for(q: Tensor, softmax_scale):
     """The scale as a number, unless it is a tensor where q is, which may have a gradient."""
+    if type(softmax_scale) in _PLAIN:
+        return softmax_scale
     if isinstance(softmax_scale, Tensor):
         learned = softmax_scale.device == q.device and softmax_scale.is_floating_point()
         return softmax_scale if learned else scalar(softmax_scale)
@@ -90,6 +101,26 @@ def lengths_of(cache_seqlens, batch: int):
     if not isinstance(cache_seqlens, Tensor):
         return scalar(cache_seqlens)
     return cache_seqlens if cache_seqlens.dim() > 0 else cache_seqlens.expand(batch).contiguous()
+
+
+def check_room(block_table, page_size: int, lengths, new_keys: int) -> None:
+    """Refuses lengths for which a block table is too short, where the host knows them.
+
+    Raises:
+        RuntimeError: as in the original, which waits for lengths on a GPU.
+    """
+    if not isinstance(block_table, Tensor) or block_table.dim() != 2:
+        return
+    if isinstance(lengths, Tensor):
+        if lengths.device.type != "cpu" or lengths.numel() == 0 or not _plain.is_eager():
+            return
+        lengths = lengths.max().item()
+    room = block_table.shape[1] * page_size
+    if type(lengths) is int and lengths + new_keys > room:
+        raise RuntimeError(
+            f"block_table has {block_table.shape[1]} pages of {page_size} keys for a sequence, but "
+            f"cache_seqlens has {lengths}, and there are {new_keys} new keys: {room} are allowed"
+        )
 
 
 def slopes_of(alibi_slopes: Optional[Tensor]) -> Optional[Tensor]:

@@ -29,6 +29,7 @@ from tilewise.compat._calls import (
     maybe_contiguous,
     options_of,
     round_multiple,
+    scalar,
     write_to,
 )
 from tilewise.compat._fa3 import (
@@ -196,6 +197,7 @@ def _split_qkv(qkv: Tensor, num_heads_q: Optional[int]) -> tuple[Tensor, ...]:
         if qkv.shape[2] != 3:
             raise ValueError(f"qkv has shape {list(qkv.shape)}, but its third size must be 3")
         return qkv.unbind(dim=2)
+    num_heads_q = scalar(num_heads_q)
     if qkv.ndim != 4 or num_heads_q is None:
         raise ValueError(
             f"qkv has shape {list(qkv.shape)} and num_heads_q is {num_heads_q}, but must be "

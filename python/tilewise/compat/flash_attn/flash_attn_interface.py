@@ -22,6 +22,7 @@ import torch
 
 from tilewise import kvcache
 from tilewise.compat._calls import (
+    check_room,
     lengths_of,
     maybe_contiguous,
     round_multiple,
@@ -311,13 +312,16 @@ def flash_attn_with_kvcache(
     if block_table is None and cache_batch_idx is None:
         # A cache may have room for more sequences than the batch has.
         k_cache, v_cache = k_cache[: q.shape[0]], v_cache[: q.shape[0]]
+    lengths = lengths_of(cache_seqlens, q.shape[0])
+    if block_table is not None:
+        check_room(block_table, k_cache.shape[1], lengths, 0 if k is None else k.shape[1])
     return kvcache.attention_with_kvcache(
         maybe_contiguous(q),
         k_cache,
         v_cache,
         maybe_contiguous(k),
         maybe_contiguous(v),
-        cache_seqlens=lengths_of(cache_seqlens, q.shape[0]),
+        cache_seqlens=lengths,
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         block_table=block_table,

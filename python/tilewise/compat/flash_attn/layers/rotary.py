@@ -117,6 +117,7 @@ def _split_qk(qkv: Tensor, num_heads_q: Optional[int]) -> tuple[Tensor, Tensor]:
         raise ValueError(f"qkv has {qkv.ndim} dimensions; 5 or, with num_heads_q, 4 are allowed")
     if num_heads_q is None:
         raise ValueError("num_heads_q is None; a qkv of 4 dimensions needs it")
+    num_heads_q = scalar(num_heads_q)
     heads_kv, odd = divmod(qkv.shape[2] - num_heads_q, 2)
     if odd or heads_kv < 0:
         raise ValueError(
