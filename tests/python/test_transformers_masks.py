@@ -415,3 +415,13 @@ def test_positions_are_not_looked_at_while_a_graph_is_captured(
 
 def test_the_aliases_name_operators_of_this_torch() -> None:
     assert len(_compact._ALIASES) == 6
+
+
+def test_without_a_mask_a_window_is_not_applied() -> None:
+    """As under eager attention: a window is part of the masks that Transformers makes."""
+    q, k, v = (torch.randn(2, 4, 6, 8) for _ in range(3))
+    bidirectional = layer()
+    bidirectional.is_causal = False
+    given, _ = tilewise.hf.attention(bidirectional, q, k, v, None, sliding_window=2)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    torch.testing.assert_close(given, expected)

@@ -54,6 +54,7 @@ def attention(
         dropout: Probability of dropping a weight.
         scaling: Factor of the scores; None: 1 / sqrt(head_dim).
         sliding_window: Number of keys that a row sees, its own included (bidirectional: each side).
+            Without a mask, boundaries or a paged cache it is not applied, as by eager attention.
         softcap: See ``tilewise.attention``.
         is_causal: Whether rows see no later keys.
         s_aux: [heads], the sinks.
@@ -80,7 +81,7 @@ def attention(
         band = compact.terms.band  # the mask decides alone, as under eager attention
     else:
         causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
-        band = _band(causal, sliding_window)
+        band = _band(causal, sliding_window if _has_window(attention_mask, cache, kwargs) else None)
     boundaries = None
     if "position_ids" in kwargs and query.shape[2] > 1:
         boundaries = _boundaries_by_positions(query, key, attention_mask, compact, kwargs)
@@ -137,6 +138,17 @@ def _picked(mask: Tensor | None, indices: Tensor, key: Tensor) -> Tensor:
     if whole.dtype == torch.bool:
         return whole & ~hidden
     return whole.masked_fill(hidden, torch.finfo(whole.dtype).min)
+
+
+def _has_window(mask: Tensor | None, cache: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the window of a layer applies.
+
+    The window is part of every mask that Transformers makes, so that a model which passes None
+    wants every key: DiffusionGemma's decoder, whose layers have a window all the same.
+    """
+    if mask is not None or cache is not None:
+        return True
+    return kwargs.get("cu_seq_lens_q") is not None or kwargs.get("block_table") is not None
 
 
 def _fitting(mask: CompactMask, query: Tensor, key: Tensor) -> CompactMask | None:
