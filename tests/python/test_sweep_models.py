@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,11 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 from sweep_models import build, cases, discover, inputs, page, pool, precision  # noqa: E402
-from sweep_models.results import Results  # noqa: E402
+from sweep_models.results import STATES, Results  # noqa: E402
 
 pytestmark = hf_models.MARKS
+RESULTS = ROOT / "docs/results/models.json"
+SEED, HANDFUL = 40, 6
 
 
 def result(name: str) -> dict[str, Any]:
@@ -156,3 +160,32 @@ def test_every_class_is_on_the_page(tmp_path: Path) -> None:
     text = page.page(Results(tmp_path / "models.json"), targets)
     assert all(name in text for name in targets)
     assert text.count("no result yet") == 1 and "LlamaModel \\| x" in text
+
+
+def test_results_of_other_sources_are_stale(tmp_path: Path) -> None:
+    results = Results(tmp_path / "models.json")
+    results.classes["LlamaModel"] = {"state": "equal", "sources": "earlier"}
+    results.put("BertModel", {"state": "no attention"})
+    assert results.stale() == ["LlamaModel"]
+
+
+def test_the_committed_page_is_of_the_committed_results() -> None:
+    results = Results(RESULTS)
+    if results.stored["transformers"] != results.versions["transformers"]:
+        pytest.skip("the results are of another version of Transformers")
+    targets = discover.targets()
+    assert set(results.classes) <= set(targets)
+    assert {value["state"] for value in results.classes.values()} <= set(STATES)
+    assert (ROOT / "docs/integrations/models.md").read_text() == page.page(results, targets)
+
+
+def test_a_handful_is_as_the_results_say(tmp_path: Path) -> None:
+    stored = json.loads(RESULTS.read_text())["classes"]
+    quick = [name for name, value in stored.items() if value["state"] == "equal"
+             and value["seconds"] < 6]  # fmt: skip
+    names = random.Random(SEED).sample(quick, HANDFUL)
+    found: dict[str, Any] = {}
+    pool.sweep(names, 1, found.__setitem__)
+    assert {name: value["state"] for name, value in found.items()} == dict.fromkeys(
+        names, "equal"
+    ), found

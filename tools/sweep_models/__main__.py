@@ -26,6 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--again", nargs="+", default=(), metavar="STATE")
+    parser.add_argument("--stale", action="store_true", help="results of other sources, too")
     parser.add_argument("--only", nargs="+", metavar="CLASS")
     parser.add_argument("--mappings", nargs="+", metavar="NAME", help="such as BASE CAUSAL_LM")
     parser.add_argument("--page", action="store_true", help="sweep nothing")
@@ -38,10 +39,15 @@ def main() -> int:
     results = Results(args.results, fresh=args.fresh)
     results.keep(targets)
     if not args.page:
+        stale = set(results.stale() if args.stale else ())
         names = args.only or [
             name
             for name, target in targets.items()
-            if (name not in results.classes or results.classes[name]["state"] in args.again)
+            if (
+                name not in results.classes
+                or name in stale
+                or results.classes[name]["state"] in args.again
+            )
             and (not args.mappings or set(args.mappings) & set(target.mappings))
         ]
         unknown = sorted(set(names) - set(targets))

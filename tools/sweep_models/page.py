@@ -22,6 +22,9 @@ and compares `attn_implementation="tilewise"` with `"eager"`. The results are in
 
 {table}
 
+By the sources of the integration that they are of: {sources}. Results of others than the present
+ones are run again by `make sweep-models SWEEP_FLAGS=--stale`.
+
 {states}
 
 The cases: `plain`; `left`, `right` and `both`, a padded batch of 3 sequences of 11 tokens;
@@ -72,6 +75,7 @@ def page(results: Results, targets: Mapping[str, discover.Target]) -> str:
         total=len(targets),
         table="\n".join(table),
         states="\n".join(meanings),
+        sources=_sources(results.classes),
         usable=precision.USABLE,
         same=precision.SAME,
         choice=precision.CHOICE,
@@ -83,6 +87,12 @@ def page(results: Results, targets: Mapping[str, discover.Target]) -> str:
             f"\n## {state.capitalize()}: {counts[state]}\n\n" + "\n".join(sections[state]) + "\n"
         )
     return text
+
+
+def _sources(results: Mapping[str, Result]) -> str:
+    """How many results there are of each state of the integration's files."""
+    counts = collections.Counter(result.get("sources", "unknown") for result in results.values())
+    return ", ".join(f"{count} of `{name}`" for name, count in counts.most_common())
 
 
 def _section(state: str, results: Mapping[str, Result]) -> Iterator[str]:

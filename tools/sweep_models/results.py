@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import time
@@ -11,7 +12,18 @@ from pathlib import Path
 from typing import Any
 
 STATES = ("equal", "no attention", "refused", "failed", "not built")
+INTEGRATION = (
+    Path(__file__).resolve().parent.parent.parent / "python/tilewise/integrations/transformers"
+)
 _EVERY = 5.0  # seconds between writes
+
+
+def sources() -> str:
+    """A hash of the integration's files: results of others are stale."""
+    found = hashlib.sha256()
+    for path in sorted(INTEGRATION.glob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 class Results:
@@ -20,6 +32,7 @@ class Results:
     def __init__(self, path: Path, fresh: bool = False) -> None:
         self._path = path
         self._written = time.monotonic()
+        self._sources = sources()
         self.classes: dict[str, dict[str, Any]] = {}
         self.versions = {
             "transformers": metadata.version("transformers"),
@@ -38,9 +51,14 @@ class Results:
         known = set(names)
         self.classes = {name: value for name, value in self.classes.items() if name in known}
 
+    def stale(self) -> list[str]:
+        """The classes whose results are of other sources of the integration."""
+        now = sources()
+        return [name for name, value in self.classes.items() if value.get("sources") != now]
+
     def put(self, name: str, result: dict[str, Any]) -> None:
         """A new result; written now and then."""
-        self.classes[name] = result
+        self.classes[name] = {**result, "sources": self._sources}
         if time.monotonic() - self._written > _EVERY:
             self.write()
 
