@@ -174,7 +174,7 @@ def sweep(target: discover.Target) -> dict[str, Any]:
     if seen.own_attention:
         result["own"] = dict(seen.own_attention)
     named = watch.attention_modules(built.model)
-    if not seen.eager and not seen.own and not named:
+    if not seen.eager and not seen.own_attention and not named:
         return {**result, "state": "no attention"}
     try:
         ours = build.like(built.model, "tilewise")
