@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -137,6 +138,6 @@ def _enliven(model: torch.nn.Module) -> None:
 
 
 def words(error: BaseException) -> str:
-    """Kind and message, in one line."""
-    text = " ".join(str(error).split())
+    """Kind and message, in one line, with the names of files alone."""
+    text = re.sub(r"(?<![\w.])/\S*/(?=\S)", "", " ".join(str(error).split()))  # no folder of here
     return f"{type(error).__name__}: {text}"[:300]
