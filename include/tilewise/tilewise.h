@@ -289,6 +289,28 @@ typedef struct tilewise_kv_append {
 } tilewise_kv_append;
 TILEWISE_API tilewise_status tilewise_append_kv(const tilewise_kv_append* append);
 
+/* What the kernels of a GPU have found wrong with index arrays, which are read there alone. An
+ * entry that does not fit is clamped, so that nothing outside of the tensors is read or written;
+ * rows of its sequence (out and lse, and in a backward the gradients of its rows and keys) are NaN,
+ * and what an append would write to no row of the cache is not written. Entries that no row reads
+ * are no faults. The first fault since the last call is kept; reading it clears it.
+ *
+ * Waits for the GPU `device_index`, so not while a stream is captured; launches themselves wait for
+ * nothing. `check` in tilewise_attention and tilewise_kv_append refuses the same faults before
+ * anything is launched. */
+typedef struct tilewise_index_error {
+  uint32_t struct_size;
+  int32_t found;      /* 0: no fault, and what follows is 0 */
+  int64_t index;      /* of the sequence, or of the entry of a cu_seqlens */
+  int64_t entry;      /* of block_table: entry in the row of sequence `index` */
+  int64_t value;      /* what is there */
+  int64_t allowed;    /* the bound that it breaks, as the sentence has it */
+  char array[32];     /* "block_table" */
+  char sentence[256]; /* "block_table[0, 3] is 99: from 0 and less than pages, ..." */
+} tilewise_index_error;
+TILEWISE_API tilewise_status tilewise_last_index_error(int32_t device_index,
+                                                       tilewise_index_error* error);
+
 /* Facts about this library and this machine. */
 TILEWISE_API const char* tilewise_version(void);
 TILEWISE_API uint32_t tilewise_abi_version(void);

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._capabilities import Kernel, capabilities
 from ._explain import Explanation, Plan, explain
+from ._index_errors import IndexFault, last_index_error
 from .api import attention, attention_varlen, merge_states
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Explanation",
+    "IndexFault",
     "Kernel",
     "Plan",
     "__version__",
@@ -30,6 +32,7 @@ __all__ = [
     "attention_with_kvcache",
     "capabilities",
     "explain",
+    "last_index_error",
     "merge_states",
     "nn",
 ]

@@ -197,6 +197,19 @@ class CudaCodeInfo(ctypes.Structure):
     ]
 
 
+class IndexFault(ctypes.Structure):
+    _fields_: ClassVar[_Fields] = [
+        ("struct_size", c_uint32),
+        ("found", c_int32),
+        ("index", c_int64),
+        ("entry", c_int64),
+        ("value", c_int64),
+        ("allowed", c_int64),
+        ("array", c_char * 32),
+        ("sentence", c_char * 256),
+    ]
+
+
 def declare(library: ctypes.CDLL) -> None:
     """Gives the functions of the loaded library their argument and result types."""
     signatures: dict[str, tuple[Any, list[Any]]] = {
@@ -213,6 +226,7 @@ def declare(library: ctypes.CDLL) -> None:
         "kernel": (c_int32, [c_int32, POINTER(KernelInfo)]),
         "gpu": (c_int32, [c_int32, POINTER(GpuInfo)]),
         "cuda_code": (c_int32, [c_int32, POINTER(CudaCodeInfo)]),
+        "last_index_error": (c_int32, [c_int32, POINTER(IndexFault)]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, f"tilewise_{name}", None)

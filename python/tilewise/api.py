@@ -151,8 +151,8 @@ def attention_varlen(
         tf32: Likewise.
         check: Verify the entries of the index tensors on a GPU before anything is computed, in
             forward and backward: a kernel, and the call waits for the GPU, so that it cannot be
-            captured in a CUDA graph. Without it, entries that do not fit are undefined behaviour
-            there. The CPU always verifies.
+            captured in a CUDA graph. Without it, the rows of entries that do not fit become NaN
+            there, and ``last_index_error`` names the entry. The CPU always verifies.
         batch_invariant: As in ``attention``.
         k_descale: Likewise.
         v_descale: Likewise.

@@ -319,8 +319,8 @@ def attention_with_kvcache(
         tf32: as in ``tilewise.attention``.
         check: also on a GPU, verify the entries of all index tensors before anything is written. It
             copies them to the host, so it waits for the GPU and can be neither captured nor
-            traced. Without it, entries that do not fit are undefined behaviour there. The CPU
-            always verifies.
+            traced. Without it, the rows of entries that do not fit become NaN there, and
+            ``last_index_error`` names the entry. The CPU always verifies.
         batch_invariant: give each sequence's rows, to the bit, what they are without the other
             sequences of the batch; then num_splits is 0, and splits follow from the lengths of
             each sequence.

@@ -11,15 +11,20 @@ namespace tilewise {
 struct KvSource {
   const int32_t* pages = nullptr;  // block table row of this sequence; null: not paged
   int64_t page_size = 0;
-  int64_t slot = 0;   // index along stride_batch
-  int64_t first = 0;  // rows before key 0
+  int64_t slot = 0;        // index along stride_batch
+  int64_t first = 0;       // rows before key 0
+  uint32_t last_page = 0;  // of the tensors: what an entry may be at most
+
+  // The page of entry i of the table; the last one where that does not fit.
+  TILEWISE_FN uint32_t page(int64_t i) const {
+    return min(static_cast<uint32_t>(pages[i]), last_page);
+  }
 
   // Offset in elements of key j in `view`, head and column 0.
   TILEWISE_FN int64_t offset(const tilewise_tensor& view, int64_t j) const {
     const int64_t row = first + j;
     if (pages == nullptr) return slot * view.stride_batch + row * view.stride_row;
-    const int64_t page = pages[row / page_size];
-    return page * view.stride_batch + (row % page_size) * view.stride_row;
+    return page(row / page_size) * view.stride_batch + (row % page_size) * view.stride_row;
   }
 
   // The same where rows are fewer than 2^31: a GPU divides 64-bit numbers in a call.
@@ -27,7 +32,7 @@ struct KvSource {
     if (pages == nullptr) return offset(view, j);
     const auto row = static_cast<uint32_t>(first + j);
     const auto size = static_cast<uint32_t>(page_size);
-    return pages[row / size] * view.stride_batch + int64_t{row % size} * view.stride_row;
+    return page(row / size) * view.stride_batch + int64_t{row % size} * view.stride_row;
   }
 
   // How many keys from j on follow each other at stride_row.

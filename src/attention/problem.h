@@ -18,13 +18,16 @@ inline constexpr int64_t kMaxHeadDim = 512;
 using Problem = tilewise_attention;
 using Gradients = tilewise_gradients;
 
-// One sequence of the batch: where its rows are and what they may see.
+// One sequence of the batch: where its rows are and what they may see. The index arrays of a GPU
+// are read by the kernels alone, so their entries are clamped to the tensors here: whatever they
+// contain, rows and keys lie inside. `fits` says that nothing had to be clamped.
 struct Sequence {
   int64_t batch;      // index of the sequence
   int64_t slot;       // index along stride_batch of q, out (0 when cu_seqlens_q is given)
   int64_t first_row;  // rows of q before row 0
   Band band;          // with the number of rows and keys in use
   KvSource kv;
+  bool fits = true;
 
   // Offset in elements of row i in q, out, dout or dq; head and column 0.
   TILEWISE_FN int64_t row_offset(const tilewise_tensor& view, int64_t i) const {
@@ -38,10 +41,34 @@ struct Sequence {
 
 TILEWISE_FN int64_t group_size(const Problem& p) { return p.heads_q / p.heads_kv; }
 
+// An index that must be from 0 to `highest`, and whether it is.
+struct Entry {
+  int64_t value;
+  bool fits;
+
+  TILEWISE_FN static Entry clamped(int64_t given, int64_t highest) {
+    const int64_t value = clamp(given, 0, highest);
+    return {value, value == given};
+  }
+};
+
 // Rows of sequence b in the tensors, whether in use or not.
 TILEWISE_FN Range query_rows(const Problem& p, int64_t b) {
   if (p.cu_seqlens_q == nullptr) return {0, p.seqlen_q};
-  return {p.cu_seqlens_q[b], p.cu_seqlens_q[b + 1]};
+  const int64_t begin = clamp(p.cu_seqlens_q[b], 0, p.seqlen_q);
+  return {begin, clamp(p.cu_seqlens_q[b + 1], begin, p.seqlen_q)};
+}
+
+// Rows of sequence b that are in use. A `seqused_q` that does not fit says nothing: all rows are.
+TILEWISE_FN Entry used_rows(const Problem& p, int64_t b) {
+  const int64_t rows = query_rows(p, b).size();
+  Entry used = {rows, true};
+  if (p.seqused_q != nullptr) {
+    used = Entry::clamped(p.seqused_q[b], rows);
+    if (!used.fits) used.value = rows;
+  }
+  if (p.max_seqlen_q == 0 || used.value <= p.max_seqlen_q) return used;
+  return {p.max_seqlen_q, false};
 }
 
 // Rows that k and v have for one sequence.
@@ -49,37 +76,70 @@ TILEWISE_FN int64_t key_capacity(const Problem& p) {
   return p.block_table != nullptr ? p.block_table_width * p.page_size : p.seqlen_k;
 }
 
-TILEWISE_FN KvSource kv_source(const Problem& p, int64_t b) {
-  KvSource kv;
-  kv.first = p.leftpad_k != nullptr ? p.leftpad_k[b] : 0;
-  if (p.block_table != nullptr) {
-    kv.pages = p.block_table + b * p.block_table_stride;
-    kv.page_size = p.page_size;
-  } else if (p.cu_seqlens_k != nullptr) {
-    kv.first += p.cu_seqlens_k[b];
-  } else {
-    kv.slot = p.kv_batch_idx != nullptr ? p.kv_batch_idx[b] : b;
+// The keys of a sequence: rows before key 0 (in the tensor, or in the pages of the sequence), how
+// many there are, and the index along stride_batch.
+struct SequenceKeys {
+  int64_t first;
+  int64_t count;
+  int64_t slot;
+  bool fits;
+};
+
+TILEWISE_FN SequenceKeys sequence_keys(const Problem& p, int64_t b) {
+  int64_t begin = 0;
+  int64_t capacity = key_capacity(p);
+  int64_t length = capacity;
+  bool fits = true;
+  if (p.cu_seqlens_k != nullptr) {
+    const int64_t from = p.cu_seqlens_k[b];
+    const int64_t to = p.cu_seqlens_k[b + 1];
+    length = to - from;
+    if (p.block_table == nullptr) {
+      fits = 0 <= from && from <= to && to <= p.seqlen_k;
+      begin = fits ? from : 0;
+      capacity = length = fits ? length : 0;
+    }
   }
-  return kv;
+  if (p.block_table != nullptr && p.pages == 0) capacity = 0;
+  if (p.seqused_k != nullptr) length = p.seqused_k[b];
+  const Entry used = Entry::clamped(length, capacity);
+  const Entry padding = Entry::clamped(p.leftpad_k != nullptr ? p.leftpad_k[b] : 0, capacity);
+  int64_t count = max(int64_t{0}, used.value - padding.value);
+  fits = fits && used.fits && padding.fits;
+  if (p.max_seqlen_k != 0 && count > p.max_seqlen_k) {
+    count = p.max_seqlen_k;
+    fits = false;
+  }
+  int64_t slot = 0;
+  if (p.block_table == nullptr && p.cu_seqlens_k == nullptr) {
+    slot = b;
+    if (p.kv_batch_idx != nullptr) {
+      const Entry row = Entry::clamped(p.kv_batch_idx[b], p.kv_batch - 1);
+      slot = row.value;
+      fits = fits && row.fits;
+    }
+  }
+  return {begin + padding.value, count, slot, fits};
 }
 
-TILEWISE_FN int64_t key_count(const Problem& p, int64_t b) {
-  const int64_t padding = p.leftpad_k != nullptr ? p.leftpad_k[b] : 0;
-  const int64_t used = p.seqused_k != nullptr      ? p.seqused_k[b]
-                       : p.cu_seqlens_k != nullptr ? p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b]
-                                                   : key_capacity(p);
-  return max(int64_t{0}, used - padding);
-}
+TILEWISE_FN int64_t key_count(const Problem& p, int64_t b) { return sequence_keys(p, b).count; }
 
 TILEWISE_FN Sequence sequence_of(const Problem& p, int64_t b) {
-  const Range rows = query_rows(p, b);
+  const Entry rows = used_rows(p, b);
+  const SequenceKeys keys = sequence_keys(p, b);
   Sequence s;
   s.batch = b;
   s.slot = p.cu_seqlens_q == nullptr ? b : 0;
-  s.first_row = rows.begin;
-  s.band = Band::make(p.seqused_q != nullptr ? p.seqused_q[b] : rows.size(), key_count(p, b),
-                      p.window_left, p.window_right);
-  s.kv = kv_source(p, b);
+  s.first_row = query_rows(p, b).begin;
+  s.band = Band::make(rows.value, keys.count, p.window_left, p.window_right);
+  s.kv.first = keys.first;
+  s.kv.slot = keys.slot;
+  if (p.block_table != nullptr) {
+    s.kv.pages = p.block_table + b * p.block_table_stride;
+    s.kv.page_size = p.page_size;
+    s.kv.last_page = static_cast<uint32_t>(p.pages - 1);
+  }
+  s.fits = rows.fits && keys.fits;
   return s;
 }
 

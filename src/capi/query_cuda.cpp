@@ -3,6 +3,7 @@
 
 #include "capi/refusal.h"
 #include "capi/versioned.h"
+#include "cuda/backend.h"
 #include "cuda/tables.h"
 #include "dispatch/device.h"
 
@@ -55,7 +56,34 @@ tilewise_cuda_code_info describe_code(int32_t index) {
   capi::refuse(TILEWISE_INVALID_ARGUMENT, "index is ", index, ": allowed is 0 to ", row - 1);
 }
 
+tilewise_index_error last_index_error(int32_t device_index) {
+  std::string why;
+  const int32_t gpus = cuda::gpu_count(&why);
+  if (gpus == 0) capi::refuse(TILEWISE_UNSUPPORTED, "there is no GPU: ", why);
+  capi::require(device_index >= 0 && device_index < gpus, "device_index is ", device_index,
+                ": allowed is 0 to ", gpus - 1);
+  IndexFault fault{};
+  const cuda::IndexError found = cuda::last_index_error(device_index, &fault);
+  tilewise_index_error error{};
+  if (!fault.any()) return error;
+  error.found = 1;
+  error.index = fault.index;
+  error.entry = fault.second;
+  error.value = fault.value;
+  error.allowed = fault.allowed;
+  std::snprintf(error.array, sizeof(error.array), "%s", found.array.c_str());
+  std::snprintf(error.sentence, sizeof(error.sentence), "%s", found.sentence.c_str());
+  return error;
+}
+
 }  // namespace
+
+tilewise_status tilewise_last_index_error(int32_t device_index, tilewise_index_error* error) {
+  return capi::guarded([&] {
+    capi::check_struct_size(error, "error");
+    capi::write_struct(last_index_error(device_index), error);
+  });
+}
 
 tilewise_status tilewise_gpu(int32_t index, tilewise_gpu_info* info) {
   return capi::guarded([&] {

@@ -115,6 +115,21 @@ void check_batch_invariant(Problem& p) {
   p.deterministic = 1;
 }
 
+// Of lengths that no array says: a GPU reads the others itself.
+void check_bounds(const Problem& p) {
+  if (p.batch == 0) return;
+  if (p.cu_seqlens_q == nullptr && p.seqused_q == nullptr) {
+    require(p.max_seqlen_q == 0 || p.seqlen_q <= p.max_seqlen_q, "max_seqlen_q is ", p.max_seqlen_q,
+            ": every sequence has ", p.seqlen_q,
+            " rows; allowed is 0 (not known) or an upper bound");
+  }
+  if (p.cu_seqlens_k == nullptr && p.seqused_k == nullptr && p.leftpad_k == nullptr) {
+    require(p.max_seqlen_k == 0 || key_capacity(p) <= p.max_seqlen_k, "max_seqlen_k is ",
+            p.max_seqlen_k, ": every sequence has ", key_capacity(p),
+            " keys; allowed is 0 (not known) or an upper bound");
+  }
+}
+
 void check_views(const Problem& p, int32_t pass, Contents contents) {
   const bool backward = pass == TILEWISE_PASS_BACKWARD;
   const View views[] = {
@@ -192,6 +207,7 @@ Problem validated_problem(const tilewise_attention* given, int32_t pass, Content
         "backward with kv_float8: keys and values of float8_e4m3 have a forward only; k and v in "
         "the dtype of q are allowed");
   }
+  check_bounds(p);
   check_views(p, pass, contents);
   if (contents != Contents::unread) check_option_pointers(p);
   if (contents == Contents::read) check_index_arrays(p);

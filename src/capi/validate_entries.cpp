@@ -80,9 +80,9 @@ void check_cu_seqlens(const char* name, const int32_t* cu_seqlens, int64_t batch
   for (int64_t b = 0; b < batch; ++b) {
     require(cu_seqlens[b + 1] >= cu_seqlens[b], name, "[", b + 1, "] is ", cu_seqlens[b + 1],
             ": not less than the entry before it, ", cu_seqlens[b], ", is allowed");
+    require(cu_seqlens[b + 1] <= rows, name, "[", b + 1, "] is ", cu_seqlens[b + 1], ": at most ",
+            rows_name, ", which is ", rows, ", is allowed");
   }
-  require(cu_seqlens[batch] <= rows, name, "[", batch, "] is ", cu_seqlens[batch], ": at most ",
-          rows_name, ", which is ", rows, ", is allowed");
 }
 
 void check_kv_batch_idx(const int32_t* kv_batch_idx, int64_t batch, int64_t kv_batch) {

@@ -27,6 +27,8 @@ template <>
 inline constexpr uint32_t kFirstSize<tilewise_gpu_info> = 168;
 template <>
 inline constexpr uint32_t kFirstSize<tilewise_cuda_code_info> = 16;
+template <>
+inline constexpr uint32_t kFirstSize<tilewise_index_error> = 328;
 
 // A struct_size beyond this was never set: reading that far could leave the caller's memory.
 inline constexpr uint32_t kLargestSize = 1u << 16;

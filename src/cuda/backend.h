@@ -1,6 +1,7 @@
 // The CUDA backend as the planner and the C ABI see it.
 #pragma once
 
+#include "attention/index_fault.h"
 #include "attention/problem.h"
 #include "attention/schedule.h"
 #include "cuda/form.h"
@@ -76,6 +77,16 @@ void forward(const Problem& problem, const Plan& plan, void* workspace);
 void backward(const Problem& problem, const Gradients& gradients, const Plan& plan,
               void* workspace);
 void append_kv(const tilewise_kv_append& append);
+
+// What is said of a fault of an index array.
+struct IndexError {
+  std::string array;
+  std::string sentence;
+};
+
+// Waits for the GPU. The first fault of an index array that its kernels have met since the last
+// call: none, and then nothing is said.
+IndexError last_index_error(int32_t device_index, IndexFault* fault);
 
 // For `check`: copies an index array to the host, when what is on the stream is done.
 void read_entries(int32_t* to, const int32_t* from, int64_t count, int32_t device_index,

@@ -1,6 +1,7 @@
 // The launches of a backward: [index check] [prepare] row statistics, keys, rows [second pass]
 // [dbias] [dsinks] [sums].
 #include "cuda/common/kernels.h"
+#include "cuda/index_errors.h"
 #include "cuda/launch.h"
 #include "cuda/plan.h"
 #include "cuda/plan_shape.h"
@@ -36,15 +37,19 @@ BackwardParams main_params(const Problem& p, const Gradients& g, const Plan& pla
   return params;
 }
 
-void prepare_all(const Problem& p, const Gradients& g, const Plan& plan,
-                 const BackwardPieces& pieces, void* workspace) {
+// Returns the problem that the kernels after it are given.
+Problem prepare_all(const Problem& p, const Gradients& g, const Plan& plan,
+                    const BackwardPieces& pieces, void* workspace) {
   common::PrepareParams before = common::prepare_backward(p, g);
   if (ragged_keys(p)) {
     before.order = {pieces.table.in<TileOrder::Entry>(workspace), common::OrderTask::Of::keys,
                     plan.tile_k, 1};
   }
+  common::fit(before, common::FitTask::backward(p, pieces.fit.in<int32_t>(workspace)),
+              shape_says_all(p) ? nullptr : index_record(p.device_index));
   before.fills[0] = {pieces.turns.in<void>(workspace), pieces.turns.bytes};
   prepare(before, p.stream);
+  return before.fitted;
 }
 
 // Records and row statistics, then keys.
@@ -119,11 +124,11 @@ void sums(const Problem& p, const Gradients& g, const BackwardPieces& pieces, vo
 
 }  // namespace
 
-void backward(const Problem& p, const Gradients& g, const Plan& plan, void* workspace) {
-  const DeviceScope scope(p.device_index);
-  const BackwardPieces pieces = backward_pieces(p, g, plan);
-  if (p.check != 0) check_entries(p, &g, pieces.report.in<void>(workspace));
-  prepare_all(p, g, plan, pieces, workspace);
+void backward(const Problem& given, const Gradients& g, const Plan& plan, void* workspace) {
+  const DeviceScope scope(given.device_index);
+  const BackwardPieces pieces = backward_pieces(given, g, plan);
+  if (given.check != 0) check_entries(given, &g, pieces.report.in<void>(workspace));
+  const Problem p = prepare_all(given, g, plan, pieces, workspace);
   main_gradients(p, g, plan, main_params(p, g, plan, pieces, workspace));
   if (g.dbias != nullptr) {
     launch(common::tensor_kernels(p.dtype).dbias, common::dbias_blocks(p, g), p.stream,

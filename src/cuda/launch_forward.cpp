@@ -2,6 +2,7 @@
 #include <numeric>
 
 #include "cuda/common/kernels.h"
+#include "cuda/index_errors.h"
 #include "cuda/launch.h"
 #include "cuda/plan.h"
 #include "cuda/plan_shape.h"
@@ -93,11 +94,14 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
     before.order = {pieces.table.in<TileOrder::Entry>(workspace), common::OrderTask::Of::rows,
                     plan.tile_q, plan.pack};
   }
+  IndexRecord* const record = shape_says_all(p) ? nullptr : index_record(p.device_index);
+  common::fit(before, common::FitTask::forward(p, pieces.fit.in<int32_t>(workspace)), record);
   before.fills[0] = {pieces.counter.in<void>(workspace), pieces.counter.bytes};
   // Beside its blocks those of decoding would be spread unevenly: see next_start.
   const Start start = prepare(before, p.stream) ? Start::in_order : Start::dependent;
 
-  ForwardParams params = main_params(p, plan, pieces, workspace);
+  ForwardParams params = main_params(before.fitted, plan, pieces, workspace);
+  params.record = record;
   const UnitKernels& kernels = plan.unit->form(plan.form);
   if (plan.family == Family::wgmma)
     launch_persistent(p, plan, params, pieces.counter.in<int32_t>(workspace),

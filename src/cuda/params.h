@@ -1,6 +1,7 @@
 // What the host hands to the kernels. Plain data, understood by both compilers.
 #pragma once
 
+#include "attention/index_fault.h"
 #include "attention/problem.h"
 #include "attention/schedule.h"
 #include "cuda/key_record.h"
@@ -143,6 +144,7 @@ struct ForwardParams {
   bool shape_says_all = false;          // attention/problem.h
   bool merges_splits = false;           // the blocks of the splits of a tile are a cluster
   NextStart next = NextStart::at_end;   // the launch after this one; simt does not ask
+  IndexRecord* record = nullptr;        // where an index array is at fault
 
   // Of the keys of a sequence, which are not in equal parts; 1: its results go straight to out.
   TILEWISE_FN int32_t splits_of(const Band& band) const {

@@ -51,6 +51,7 @@ struct Piece {
 
 struct ForwardPieces {
   Piece report;   // of the index check
+  Piece fit;      // common::FitTask
   Piece table;    // TileOrder::table
   Piece counter;  // wgmma: TmaForwardParams::counter
   Piece before;   // wgmma: TmaForwardParams::before
@@ -71,6 +72,7 @@ int64_t packed_rows(const Problem& p, const Plan& plan);
 
 struct BackwardPieces {
   Piece report;
+  Piece fit;
   Piece table;
   Piece key_flags;
   Piece row_flags;

@@ -1,6 +1,7 @@
 // How a backward is cut: order of the key tiles, workspace.
 #include "cuda/common/check.h"
 #include "cuda/common/dbias.h"
+#include "cuda/common/prepare.h"
 #include "cuda/common/sums.h"
 #include "cuda/plan.h"
 #include "cuda/plan_shape.h"
@@ -109,7 +110,8 @@ BackwardPieces backward_pieces(const Problem& p, const Gradients& g, const Plan&
   BackwardPieces pieces;
   const int64_t row_tiles = row_blocks(p, plan);
   const int64_t rows = row_tiles * plan.tile_q;
-  if (p.check != 0) pieces.report = workspace.take<common::CheckReport>(1);
+  if (p.check != 0) pieces.report = workspace.take<IndexFault>(1);
+  pieces.fit = workspace.take<int32_t>(common::FitTask::entries_of_backward(p));
   if (ragged_keys(p)) pieces.table = workspace.take<TileOrder::Entry>(p.batch + 1);
   if (plan.second != nullptr) {
     pieces.key_flags = workspace.take<uint8_t>(plan.blocks);

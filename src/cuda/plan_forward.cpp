@@ -2,6 +2,7 @@
 // limits of decoding separate: docs/lab/decode-planner-rules.md.
 #include "cuda/arch/hopper.h"
 #include "cuda/common/check.h"
+#include "cuda/common/prepare.h"
 #include "cuda/plan.h"
 #include "cuda/plan_decode.h"
 #include "cuda/plan_shape.h"
@@ -336,7 +337,8 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu) {
 ForwardPieces forward_pieces(const Problem& p, const Plan& plan) {
   Workspace workspace;
   ForwardPieces pieces;
-  if (p.check != 0) pieces.report = workspace.take<common::CheckReport>(1);
+  if (p.check != 0) pieces.report = workspace.take<IndexFault>(1);
+  pieces.fit = workspace.take<int32_t>(common::FitTask::entries_of_forward(p));
   if (ragged_rows(p) && plan.order.tiles > 1)
     pieces.table = workspace.take<TileOrder::Entry>(p.batch + 1);
   if (plan.counts_works) pieces.counter = workspace.take<int32_t>(4);

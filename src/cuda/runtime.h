@@ -68,6 +68,13 @@ bool is_captured(Stream stream);
 // Waits for everything on the stream, and copies to the memory of the host.
 void read_back(void* to, const void* from, int64_t bytes, Stream stream);
 
+// Where a variable of the kernels' code is in the memory of the current GPU.
+void* address_on_device(const void* symbol);
+
+// Waits for all work of the current GPU, copies to the memory of the host, and makes the first 8
+// bytes 0.
+void read_and_clear(void* to, void* from, int64_t bytes);
+
 // When a kernel may start. `dependent`: as soon as every block of the kernel before it, whoever
 // launched that, has asked for it or is done. It waits itself before it reads or writes anything
 // (ptx::griddepcontrol_wait), one of its blocks at least, so that it is complete no sooner than

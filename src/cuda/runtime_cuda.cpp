@@ -261,6 +261,19 @@ std::string kernel_symbol(const void* function) {
   return cudaFuncGetName(&name, function) == cudaSuccess ? name : "a kernel";
 }
 
+void* address_on_device(const void* symbol) {
+  void* address = nullptr;
+  check(cudaGetSymbolAddress(&address, symbol), "cudaGetSymbolAddress");
+  return address;
+}
+
+void read_and_clear(void* to, void* from, int64_t bytes) {
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  check(cudaMemcpy(to, from, static_cast<std::size_t>(bytes), cudaMemcpyDeviceToHost),
+        "cudaMemcpy");
+  check(cudaMemset(from, 0, sizeof(uint64_t)), "cudaMemset");
+}
+
 namespace detail {
 void launch(const void* function, int64_t blocks, int32_t threads, int32_t shared_bytes,
             Stream stream, Start start, int32_t cluster, const void* params) {

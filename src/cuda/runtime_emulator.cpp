@@ -72,6 +72,13 @@ void encode_tensor_map(TensorMap& map, const TensorMapShape& shape) {
 
 bool is_captured(Stream stream) { return stream == emulator::captured_stream(); }
 
+void* address_on_device(const void* symbol) { return const_cast<void*>(symbol); }
+
+void read_and_clear(void* to, void* from, int64_t bytes) {
+  std::memcpy(to, from, static_cast<std::size_t>(bytes));
+  std::memset(from, 0, sizeof(uint64_t));
+}
+
 void read_back(void* to, const void* from, int64_t bytes, Stream) {
   std::memcpy(to, from, static_cast<std::size_t>(bytes));
 }

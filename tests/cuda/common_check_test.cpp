@@ -25,7 +25,7 @@ std::string of_cpu(const tilewise::Problem& p) {
 }
 
 std::string of_gpu(const tilewise::Problem& p, const tilewise::Gradients* g = nullptr) {
-  common::CheckReport report;
+  tilewise::IndexFault report;
   std::memset(static_cast<void*>(&report), 0x5a, sizeof(report));
   try {
     tilewise::cuda::check_entries(p, g, &report);

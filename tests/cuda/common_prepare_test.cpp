@@ -52,6 +52,7 @@ TEST(CommonPrepare, OrdersSequencesLongestFirst) {
     params.problem.batch = batch;
     params.problem.cu_seqlens_q = cu.data();
     params.problem.cu_seqlens_k = cu.data();
+    params.problem.seqlen_q = params.problem.seqlen_k = cu.back();
     for (const auto of : {common::OrderTask::Of::rows, common::OrderTask::Of::keys}) {
       std::vector<TileOrder::Entry> table(static_cast<size_t>(batch) + 1, {-7, -7});
       params.order = {table.data(), of, 64, of == common::OrderTask::Of::rows ? 3 : 1};
@@ -95,6 +96,7 @@ TEST(CommonPrepare, TableServesTileOrder) {
   common::PrepareParams params;
   params.problem.batch = static_cast<int64_t>(cu.size()) - 1;
   params.problem.cu_seqlens_q = cu.data();
+  params.problem.seqlen_q = cu.back();
   params.order = {table.data(), common::OrderTask::Of::rows, kTile, 1};
   run(params);
   TileOrder order;

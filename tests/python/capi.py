@@ -212,16 +212,20 @@ def cpu(name: str) -> Iterator[None]:
 MARGIN = 96  # elements of poison before and after every buffer
 
 
-def before_a_wall(count: int, dtype: torch.dtype) -> torch.Tensor:
+WALL = 64 * mmap.PAGESIZE  # bytes on either side of a buffer that nobody may touch
+
+
+def between_walls(count: int, dtype: torch.dtype) -> torch.Tensor:
     """So many elements of host memory; whoever touches what is behind the last one ends the
-    process."""
+    process, and so does whoever touches what is before the page of the first one."""
     page = mmap.PAGESIZE
     size = count * dtype.itemsize
     room = -(-size // page) * page
-    memory = mmap.mmap(-1, room + page)
-    wall = c.addressof(c.c_char.from_buffer(memory)) + room
-    assert c.CDLL(None).mprotect(c.c_void_p(wall), c.c_size_t(page), 0) == 0
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=room - size)
+    memory = mmap.mmap(-1, WALL + room + WALL)
+    start = c.addressof(c.c_char.from_buffer(memory))
+    for wall in (start, start + WALL + room):
+        assert c.CDLL(None).mprotect(c.c_void_p(wall), c.c_size_t(WALL), 0) == 0
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=WALL + room - size)
 
 
 POISON = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -262,7 +266,7 @@ def guarded(
     """A poisoned buffer of `shape`. `order` lists the dimensions from the outermost in memory to
     the innermost (the last one stays last); `pad` leaves elements unused after each dimension;
     `shift` moves the start by that many elements, so that alignment varies. In host memory, that of
-    the emulator too, a wall is behind its last element."""
+    the emulator too, walls are behind its last element and before the page of its first one."""
     rank = len(shape)
     order = list(range(rank)) if order is None else list(order)
     pad = [0] * rank if pad is None else list(pad)
@@ -272,7 +276,7 @@ def guarded(
         step *= max(1, shape[dim]) + pad[dim]
     if devices.current().memory.type == "cpu":
         span = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
-        base = before_a_wall(MARGIN + shift + (span if 0 not in shape else 0), dtype)
+        base = between_walls(MARGIN + shift + (span if 0 not in shape else 0), dtype)
     else:
         size = step + 2 * MARGIN + shift
         base = torch.empty(size, dtype=dtype, device=devices.current().memory)

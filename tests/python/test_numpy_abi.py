@@ -30,6 +30,7 @@ STRUCTURES = {
     "tilewise_kernel_info": _abi.KernelInfo,
     "tilewise_gpu_info": _abi.GpuInfo,
     "tilewise_cuda_code_info": _abi.CudaCodeInfo,
+    "tilewise_index_error": _abi.IndexFault,
 }
 
 

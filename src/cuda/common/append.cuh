@@ -1,4 +1,6 @@
-// tilewise_append_kv on a GPU: what src/cpu/append.cpp does.
+// tilewise_append_kv on a GPU: what src/cpu/append.cpp does. Of index arrays that do not fit, a key
+// that has no row in the cache is not written, and what has no row in the tables of rotary
+// embedding becomes NaN.
 #pragma once
 
 #include "attention/problem.h"
@@ -6,6 +8,7 @@
 #include "cuda/common/append.h"
 #include "cuda/common/block.h"
 #include "cuda/common/places.h"
+#include "cuda/common/report.h"
 #include "cuda/element.h"
 
 namespace tilewise::cuda::common {
@@ -27,7 +30,7 @@ struct AppendRow {
     }
     if (batch == 0) return {0, flat, 0, flat, false};
     const int64_t b = sequence_at(cu_seqlens, batch, flat);
-    return {b, flat - cu_seqlens[b], 0, flat, flat < cu_seqlens[b + 1]};
+    return {b, flat - cu_seqlens[b], 0, flat, cu_seqlens[b] <= flat && flat < cu_seqlens[b + 1]};
   }
   TILEWISE_DEVICE int64_t offset(const tilewise_tensor& view) const {
     return slot * view.stride_batch + row * view.stride_row;
@@ -112,6 +115,10 @@ struct MoveHeads {
     each(end - rest, [&](const T* from, T* to, int64_t i) { to[rest + i] = from[rest + i]; });
   }
 
+  TILEWISE_DEVICE void fill_with_nan(int64_t count) const {
+    each(count, [](const T*, T* to, int64_t i) { to[i] = rounded<T>(ptx::float_of(0x7fc00000u)); });
+  }
+
   TILEWISE_DEVICE static void rotate_pair(float a, float b, float c, float s, float* ya,
                                           float* yb) {
     *ya = a * c - b * s;
@@ -175,6 +182,36 @@ struct Append {
   using T = typename Element::Storage;
 
   const tilewise_kv_append& a;
+  IndexRecord* record;
+
+  TILEWISE_DEVICE void report_once(const IndexFault& fault) const {
+    if (ptx::lane_index() == 0) report(record, fault);
+  }
+
+  // What `cu_seqlens` says wrong of the sequence of a row, or, of a row before the last entry that
+  // is in none, of any sequence.
+  TILEWISE_DEVICE void check_rows(const int32_t* cu_seqlens, const AppendRow& r, int64_t rows,
+                                  Fault first) const {
+    if (cu_seqlens == nullptr || a.batch == 0 || ptx::lane_index() != 0) return;
+    const bool is_lost = !r.in_sequence && r.row < cu_seqlens[a.batch];
+    const int64_t end = is_lost ? a.batch : r.batch + 1;
+    for (int64_t b = is_lost ? 0 : r.batch; b < end; ++b) {
+      const IndexFault fault = cu_seqlens_fault(cu_seqlens, b, rows, first);
+      if (!fault.any()) continue;
+      report(record, fault);
+      break;
+    }
+  }
+
+  // Whether the tables have a row of `position`, that of row `index` of sequence b.
+  TILEWISE_DEVICE bool has_position(int64_t b, int64_t position, int64_t index) const {
+    if (position >= 0 && position < a.rotary_rows) return true;
+    const int64_t start = position - index;
+    report_once(start < 0 ? IndexFault{Fault::rotary_start, 0, b,
+                                       a.rotary_seqlens != nullptr ? 1 : 0, start, 0}
+                          : IndexFault{Fault::rotary_rows, 0, b, 0, position, a.rotary_rows});
+    return false;
+  }
 
   TILEWISE_DEVICE int64_t rotary_position(int64_t b) const {
     if (a.rotary_seqlens != nullptr) return a.rotary_seqlens[b];
@@ -182,8 +219,11 @@ struct Append {
     return a.leftpad_k != nullptr ? keys - a.leftpad_k[b] : keys;
   }
 
-  TILEWISE_DEVICE void rotate(MoveHeads<T> move, int64_t position) const {
+  TILEWISE_DEVICE void rotate(MoveHeads<T> move, int64_t b, int64_t index) const {
     const int64_t half = a.rotary_dim / 2;
+    const int64_t position = rotary_position(b) + index;
+    if (half > 0 && !has_position(b, position, index)) [[unlikely]]
+      return move.fill_with_nan(a.head_dim);
     move.cosine = static_cast<const T*>(a.rotary_cos) + position * half;
     move.sine = static_cast<const T*>(a.rotary_sin) + position * half;
     if (a.rotary_interleaved != 0)
@@ -206,23 +246,53 @@ struct Append {
     const AppendRow r = AppendRow::of(flat, a.batch, a.seqlen_q, a.cu_seqlens_q);
     const MoveHeads<T> move =
         heads(a.q, r.offset(a.q), a.q_out, r.offset(a.q_out), head, a.heads_q);
+    check_rows(a.cu_seqlens_q, r, a.seqlen_q, Fault::cu_seqlens_q_first);
     if (a.rotary_cos == nullptr || !r.in_sequence) return move.copy(0, a.head_dim);
-    rotate(move, rotary_position(r.batch) + (a.q_single_position != 0 ? 0 : r.index));
+    rotate(move, r.batch, a.q_single_position != 0 ? 0 : r.index);
   }
 
-  TILEWISE_DEVICE int64_t cached(const tilewise_tensor& cache, int64_t b, int64_t slot) const {
-    if (a.block_table != nullptr) {
-      const int64_t page = a.block_table[b * a.block_table_stride + slot / a.page_size];
-      return page * cache.stride_batch + slot % a.page_size * cache.stride_row;
+  // Where a key of a sequence lies in a cache.
+  struct CachePlace {
+    int64_t slot;  // batch row or page
+    int64_t row;
+    bool exists;
+
+    TILEWISE_DEVICE int64_t offset(const tilewise_tensor& cache) const {
+      return slot * cache.stride_batch + row * cache.stride_row;
     }
-    const int64_t batch_row = a.kv_batch_idx != nullptr ? a.kv_batch_idx[b] : b;
-    return batch_row * cache.stride_batch + slot * cache.stride_row;
+  };
+
+  TILEWISE_DEVICE CachePlace cached(const AppendRow& r) const {
+    const bool paged = a.block_table != nullptr;
+    const int64_t capacity = paged ? a.block_table_width * a.page_size : a.seqlen_k;
+    const int64_t before = a.cache_seqlens != nullptr ? a.cache_seqlens[r.batch] : 0;
+    const int64_t key = before + r.index;
+    if (before < 0 || key >= capacity) {
+      const int64_t rows = a.cu_seqlens_new == nullptr
+                               ? a.seqlen_new
+                               : int64_t{a.cu_seqlens_new[r.batch + 1]} - a.cu_seqlens_new[r.batch];
+      report_once({Fault::cache_seqlens, 0, r.batch, rows, before, capacity});
+      return {0, 0, false};
+    }
+    if (paged) {
+      const int64_t i = key / a.page_size;
+      const int64_t page = a.block_table[r.batch * a.block_table_stride + i];
+      const bool exists = page >= 0 && page < a.pages;
+      if (!exists) report_once({Fault::block_table, 0, r.batch, i, page, a.pages});
+      return {page, key - i * a.page_size, exists};
+    }
+    const int64_t batch_row = a.kv_batch_idx != nullptr ? a.kv_batch_idx[r.batch] : r.batch;
+    const bool exists = batch_row >= 0 && batch_row < a.kv_batch;
+    if (!exists) report_once({Fault::kv_batch_idx, 0, r.batch, 0, batch_row, a.kv_batch});
+    return {batch_row, key, exists};
   }
 
   // Column `e` of a head of new keys, rotated.
   TILEWISE_DEVICE float rotated(const T* x, int64_t e, int64_t position) const {
     const int64_t half = a.rotary_dim / 2;
-    if (a.rotary_cos == nullptr || e >= a.rotary_dim) return to_float(x[e]);
+    if (a.rotary_cos == nullptr || half == 0) return to_float(x[e]);
+    if (position < 0 || position >= a.rotary_rows) return ptx::float_of(0x7fc00000u);
+    if (e >= a.rotary_dim) return to_float(x[e]);
     const bool neighbours = a.rotary_interleaved != 0;
     const int64_t i = neighbours ? e / 2 : e % half;
     const float c = to_float(static_cast<const T*>(a.rotary_cos)[position * half + i]);
@@ -235,17 +305,19 @@ struct Append {
   }
 
   // Into a float8_e4m3 cache: element by element, the bytes written are few.
-  TILEWISE_DEVICE void quantise(const AppendRow& r, int64_t slot, int64_t first, bool value) const {
+  TILEWISE_DEVICE void quantise(const AppendRow& r, const CachePlace& place, int64_t first,
+                                bool value) const {
     const tilewise_tensor& from = value ? a.v_new : a.k_new;
     const tilewise_tensor& to = value ? a.v_cache : a.k_cache;
     const int64_t columns = value ? a.head_dim_v : a.head_dim;
     const int64_t position = value ? 0 : rotary_position(r.batch) + r.index;
+    if (!value && a.rotary_cos != nullptr && a.rotary_dim > 0)
+      has_position(r.batch, position, r.index);
     const int64_t end = min(first + kAppendHeads, a.heads_kv);
     for (int64_t head = first; head < end; ++head) {
       const T* const x =
           static_cast<const T*>(from.data) + r.offset(from) + head * from.stride_head;
-      Float8* const y =
-          static_cast<Float8*>(to.data) + cached(to, r.batch, slot) + head * to.stride_head;
+      Float8* const y = static_cast<Float8*>(to.data) + place.offset(to) + head * to.stride_head;
       const float factor = value ? v_descale(a, r.batch, head) : k_descale(a, r.batch, head);
       for (int64_t e = ptx::lane_index(); e < columns; e += ptx::kWarpSize) {
         const float all = value ? to_float(x[e]) : rotated(x, e, position);
@@ -256,18 +328,19 @@ struct Append {
 
   TILEWISE_DEVICE void key_or_value(int64_t flat, int64_t head, bool value) const {
     const AppendRow r = AppendRow::of(flat, a.batch, a.seqlen_new, a.cu_seqlens_new);
+    check_rows(a.cu_seqlens_new, r, a.seqlen_new, Fault::cu_seqlens_new_first);
     if (!r.in_sequence) return;
-    const int64_t slot = (a.cache_seqlens != nullptr ? a.cache_seqlens[r.batch] : 0) + r.index;
+    const CachePlace place = cached(r);
+    if (!place.exists) return;
     if constexpr (sizeof(T) == 2) {
-      if (a.kv_float8 != 0) return quantise(r, slot, head, value);
+      if (a.kv_float8 != 0) return quantise(r, place, head, value);
     }
     const tilewise_tensor& from = value ? a.v_new : a.k_new;
     const tilewise_tensor& to = value ? a.v_cache : a.k_cache;
-    const MoveHeads<T> move =
-        heads(from, r.offset(from), to, cached(to, r.batch, slot), head, a.heads_kv);
+    const MoveHeads<T> move = heads(from, r.offset(from), to, place.offset(to), head, a.heads_kv);
     if (value) return move.copy(0, a.head_dim_v);
     if (a.rotary_cos == nullptr) return move.copy(0, a.head_dim);
-    rotate(move, rotary_position(r.batch) + r.index);
+    rotate(move, r.batch, r.index);
   }
 
   TILEWISE_DEVICE void run(int64_t item) const {
@@ -287,7 +360,7 @@ struct Append {
 template <class Element>
 TILEWISE_KERNEL(kAppendThreads, 1)
 void append(TILEWISE_PARAMETER AppendParams params) {
-  const Append<Element> append{params.append};
+  const Append<Element> append{params.append, params.record};
   append.run(ptx::block_index() * (kAppendThreads / ptx::kWarpSize) + ptx::warp_index());
 }
 

@@ -16,10 +16,18 @@ struct KeyPart {
   int32_t splits;  // of the sequence
 };
 
-// Keys of a sequence, whose number the GPU knows.
+// Keys of a sequence, whose number the GPU knows: key_count where seqused_k is given, in 32 bits.
 TILEWISE_DEVICE int32_t keys_in_use(const Problem& p, int32_t sequence) {
-  const int32_t padding = p.leftpad_k != nullptr ? p.leftpad_k[sequence] : 0;
-  return max(0, p.seqused_k[sequence] - padding);
+  constexpr int64_t kMost = INT32_MAX;
+  const bool has_none = p.block_table != nullptr && p.pages == 0;
+  const auto capacity = static_cast<int32_t>(min(kMost, has_none ? 0 : key_capacity(p)));
+  if (p.cu_seqlens_k != nullptr && p.block_table == nullptr)
+    return static_cast<int32_t>(key_count(p, sequence));
+  const int32_t padding = p.leftpad_k != nullptr ? max(0, min(p.leftpad_k[sequence], capacity)) : 0;
+  const int32_t used = max(0, min(p.seqused_k[sequence], capacity));
+  const int32_t most =
+      p.max_seqlen_k != 0 ? static_cast<int32_t>(min(kMost, p.max_seqlen_k)) : INT32_MAX;
+  return min(max(0, used - padding), most);
 }
 
 // A warp sums up the lengths of a batch and counts the parts: whole warps call it. A lane has some

@@ -88,7 +88,7 @@ struct PartRow : CombinedRow {
     const int32_t tile_head = heads.remainder(tile);
     const Sequence s = sequence_of(params.problem, sequence);
     const int32_t row = params.packing.group == 1 ? r : params.group.quotient(r);
-    place = {s.batch, row, s.slot, s.first_row + row, row < s.band.rows};
+    place = {s.batch, row, s.slot, s.first_row + row, row < s.band.rows, true};
     head = tile_head * params.packing.group + r - row * params.packing.group;
     stride = int64_t{heads} * params.packed_rows;
     first = index;
@@ -118,7 +118,7 @@ struct SharedRow : CombinedRow {
     const TileOrder::Work at = params.order.at(params.shares.first + work);
     const Sequence s = sequence_of_shape(params.problem, at.sequence);
     const int32_t row = at.tile * params.row_tile + r;
-    place = {s.batch, row, s.slot, s.first_row + row, row < s.band.rows};
+    place = {s.batch, row, s.slot, s.first_row + row, row < s.band.rows, true};
     head = at.head;
     splits = params.shares.parts(work);
     stride = params.row_tile;

@@ -18,6 +18,18 @@ struct RowResults {
   float factor[kRows][2];
   float lse[kRows][2];
   float low[kRows][2];
+
+  // Of a sequence whose index arrays do not fit.
+  TILEWISE_DEVICE void spoil() {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        factor[i][h] = lse[i][h] = ptx::float_of(0x7fc00000u);
+        low[i][h] = 0.0f;
+      }
+    }
+  }
 };
 
 // The normaliser of a row: each of its keys weighs exp(score - origin) * 2^-m, and l is the sum of

@@ -10,6 +10,8 @@
 namespace tilewise::cuda::common {
 namespace {
 
+TILEWISE_DEVICE_VARIABLE IndexRecord index_record;  // zeros at first
+
 template <class Element>
 constexpr TensorKernels kTensorKernels = {
     {&combine<Element, SplitRow>, kCombineThreads, 0},
@@ -44,5 +46,7 @@ const Kernel<CheckParams>& check_kernel() {
   static const Kernel<CheckParams> kernel = {&check, kCheckThreads, kCheckSharedBytes};
   return kernel;
 }
+
+const void* index_record_symbol() { return &index_record; }
 
 }  // namespace tilewise::cuda::common

@@ -39,4 +39,7 @@ const Kernel<PrepareParams>& prepare_kernel();
 const Kernel<SumsParams>& sums_kernel();
 const Kernel<CheckParams>& check_kernel();
 
+// Of the IndexRecord of each GPU: runtime.h's address_on_device.
+const void* index_record_symbol();
+
 }  // namespace tilewise::cuda::common

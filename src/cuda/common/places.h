@@ -27,6 +27,7 @@ struct Place {
   int64_t slot;
   int64_t row;
   bool in_use;
+  bool in_sequence;  // not behind the last one
 
   TILEWISE_FN int64_t offset(const tilewise_tensor& view) const {
     return slot * view.stride_batch + row * view.stride_row;
@@ -37,33 +38,31 @@ TILEWISE_FN Place row_place(const Problem& p, int64_t flat) {
   if (p.cu_seqlens_q == nullptr) {
     const int64_t b = flat / p.seqlen_q;
     const int64_t i = flat - b * p.seqlen_q;
-    return {b, i, b, i, p.seqused_q == nullptr || i < p.seqused_q[b]};
+    return {b, i, b, i, i < used_rows(p, b).value, true};
   }
-  if (p.batch == 0) return {0, flat, 0, flat, false};
+  if (p.batch == 0) return {0, flat, 0, flat, false, false};
   const int64_t b = sequence_at(p.cu_seqlens_q, p.batch, flat);
-  const int64_t i = flat - p.cu_seqlens_q[b];
-  const int64_t used =
-      p.seqused_q != nullptr ? p.seqused_q[b] : p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b];
-  return {b, i, 0, flat, i < used};
+  const Range rows = query_rows(p, b);
+  const int64_t i = flat - rows.begin;
+  return {b, i, 0, flat, i >= 0 && i < used_rows(p, b).value, rows.contains(flat)};
 }
 
 // Of the rows of dk and dv.
 TILEWISE_FN Place key_place(const Problem& p, int64_t flat) {
-  Place place{};
   if (!keys_per_sequence(p) && p.cu_seqlens_k != nullptr) {
-    if (p.batch == 0) return {0, flat, 0, flat, false};
+    if (p.batch == 0) return {0, flat, 0, flat, false, false};
     const int64_t b = sequence_at(p.cu_seqlens_k, p.batch, flat);
-    place = {b, flat - p.cu_seqlens_k[b], 0, flat, true};
-  } else {
-    const int64_t capacity = key_capacity(p);
-    const int64_t b = flat / capacity;
-    place = {b, flat - b * capacity, b, flat - b * capacity, b < p.batch};
+    const SequenceKeys keys = sequence_keys(p, b);
+    const int64_t i = flat - p.cu_seqlens_k[b];
+    const int64_t key = flat - keys.first;
+    return {b, i, 0, flat, key >= 0 && key < keys.count, flat < p.cu_seqlens_k[b + 1]};
   }
-  if (!place.in_use) return place;
-  const int64_t padding = p.leftpad_k != nullptr ? p.leftpad_k[place.batch] : 0;
-  const int64_t key = place.index - padding;
-  place.in_use = key >= 0 && key < key_count(p, place.batch);
-  return place;
+  const int64_t capacity = key_capacity(p);
+  const int64_t b = flat / capacity;
+  const int64_t i = flat - b * capacity;
+  if (b >= p.batch) return {b, i, b, i, false, false};
+  const SequenceKeys keys = sequence_keys(p, b);
+  return {b, i, b, i, i >= keys.first && i - keys.first < keys.count, true};
 }
 
 }  // namespace tilewise::cuda::common

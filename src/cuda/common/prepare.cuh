@@ -3,7 +3,9 @@
 
 #include "attention/online_softmax.h"
 #include "cuda/common/block.h"
+#include "cuda/common/check.cuh"
 #include "cuda/common/places.h"
+#include "cuda/common/report.h"
 
 namespace tilewise::cuda::common {
 
@@ -12,8 +14,7 @@ namespace tilewise::cuda::common {
 TILEWISE_DEVICE uint32_t tiles_of(const Problem& p, const OrderTask& task, int64_t b) {
   if (task.of == OrderTask::Of::keys)
     return static_cast<uint32_t>(ceil_div(key_count(p, b), task.tile));
-  const int64_t rows = p.seqused_q != nullptr ? p.seqused_q[b] : query_rows(p, b).size();
-  return static_cast<uint32_t>(ceil_div(rows * task.group, task.tile));
+  return static_cast<uint32_t>(ceil_div(used_rows(p, b).value * task.group, task.tile));
 }
 
 // Larger counts have larger buckets. Up to 31 a bucket is one count, above it is what three bits
@@ -121,17 +122,22 @@ struct Order {
   }
 };
 
-// --- what no main kernel writes ------------------------------------------------------------------
+// --- index arrays that do not fit ----------------------------------------------------------------
 
-// The warps of the clearing blocks share what is to be cleared.
-struct Clear {
-  const PrepareParams& params;
-  int64_t warp;  // of all clearing warps
-  int64_t warps;
+static_assert(kCheckThreads == kPrepareThreads);
 
-  // One row of all heads becomes 0.
-  TILEWISE_DEVICE void zero(const ClearTask& task, const Place& place) const {
-    const int64_t size = params.problem.dtype == TILEWISE_FLOAT32 ? 4 : 2;
+// One row of all heads becomes 0 or NaN, by a warp.
+struct RowFill {
+  int32_t dtype;
+  bool with_nan;
+
+  TILEWISE_DEVICE void fill(const ClearTask& task, const Place& place) const {
+    if (task.view.data == nullptr) return;
+    const int64_t size = dtype == TILEWISE_FLOAT32 ? 4 : 2;
+    const uint32_t nan = dtype == TILEWISE_FLOAT32   ? 0x7fc00000u
+                         : dtype == TILEWISE_FLOAT16 ? 0x7e007e00u
+                                                     : 0x7fc07fc0u;
+    const uint32_t word = with_nan ? nan : 0;
     char* const first = static_cast<char*>(task.view.data) + place.offset(task.view) * size;
     const int64_t bytes = task.columns * size;
     const int64_t pitch = task.view.stride_head * size;
@@ -141,27 +147,125 @@ struct Clear {
       const int64_t head = i / units;
       char* const at = first + head * pitch + (i - head * units) * unit;
       if (unit == 16) {
-        const uint32_t zeros[4] = {0, 0, 0, 0};
-        ptx::st_global_v4_b32(at, zeros);
+        const uint32_t words[4] = {word, word, word, word};
+        ptx::st_global_v4_b32(at, words);
       } else if (unit == 4) {
-        *reinterpret_cast<uint32_t*>(at) = 0;
+        *reinterpret_cast<uint32_t*>(at) = word;
       } else {
-        *reinterpret_cast<uint16_t*>(at) = 0;
+        *reinterpret_cast<uint16_t*>(at) = static_cast<uint16_t>(word);
       }
     }
   }
+};
 
-  // Calls clear(place) for the places [first, count) that are not in use; a warp looks at 32 at
-  // once.
+// Of the first block: the copies of the arrays (FitTask), and in a backward NaN in the gradients of
+// rows and keys in use whose sequence has none in the copies.
+struct Fit {
+  const PrepareParams& params;
+  const Problem& p;
+  const Check check;
+
+  TILEWISE_DEVICE Fit(const PrepareParams& of, SharedWords scratch)
+      : params(of), p(of.problem), check{of.problem, of.gradients, scratch} {}
+
+  TILEWISE_DEVICE void copy(int32_t* to, const int32_t* from, bool fits) const {
+    if (to == nullptr) return;
+    for (int64_t b = ptx::thread_index(); b <= p.batch; b += kPrepareThreads)
+      to[b] = fits ? from[b] : 0;
+  }
+
+  TILEWISE_DEVICE bool fits(int64_t b) const {
+    const Sequence s = sequence_of(p, b);
+    const IndexFault of_bias = dbias_fault(p, params.gradients, b);
+    if (ptx::lane_index() == 0) {
+      if (!s.fits)
+        report_sequence(params.record, p, b);
+      else if (of_bias.any())
+        report(params.record, of_bias);
+    }
+    return s.fits && !of_bias.any() && pages_fit(params.record, p, s, {0, s.band.keys});
+  }
+
+  TILEWISE_DEVICE void spoil(int64_t b) const {
+    const RowFill nan{p.dtype, true};
+    const Sequence s = sequence_of(p, b);
+    for (int64_t i = 0; i < s.band.rows; ++i)
+      nan.fill(params.rows, {b, i, s.slot, s.first_row + i, true, true});
+    const KvSource own = keys_per_sequence(p) ? s.kv.dense(b) : s.kv;
+    for (int64_t i = 0; i < s.band.keys; ++i) {
+      const Place place = {b, i, own.slot, own.first + i, true, true};
+      nan.fill(params.keys[0], place);
+      nan.fill(params.keys[1], place);
+    }
+  }
+
+  TILEWISE_DEVICE void run() const {
+    const IndexFault of_rows = check.query_layout();
+    const bool of_backward = params.fit.of_backward();
+    const bool copies_keys = params.fit.cu_seqlens_k != nullptr;
+    const IndexFault of_keys = copies_keys ? check.key_layout() : IndexFault{};
+    const bool lie_well = !of_rows.any() && !of_keys.any();
+    if (!lie_well && ptx::thread_index() == 0)
+      report(params.record, of_rows.any() ? of_rows : of_keys);
+    copy(params.fit.cu_seqlens_q, p.cu_seqlens_q, lie_well);
+    copy(params.fit.cu_seqlens_k, p.cu_seqlens_k, lie_well);
+    for (int64_t b = ptx::warp_index(); of_backward && b < p.batch; b += kPrepareWarps) {
+      const bool good = lie_well && fits(b);
+      if (lie_well && !good) spoil(b);
+      if (ptx::lane_index() != 0) continue;
+      const SequenceKeys keys = sequence_keys(p, b);
+      const int64_t padding = p.leftpad_k != nullptr ? p.leftpad_k[b] : 0;
+      params.fit.seqused_q[b] = good ? static_cast<int32_t>(used_rows(p, b).value) : 0;
+      params.fit.seqused_k[b] = good ? static_cast<int32_t>(padding + keys.count) : 0;
+    }
+    ptx::sync_block();
+  }
+};
+
+// --- what no main kernel writes ------------------------------------------------------------------
+
+// The warps of the clearing blocks share what is to be cleared.
+struct Clear {
+  const PrepareParams& params;
+  int64_t warp;  // of all clearing warps
+  int64_t warps;
+  bool lie_well;  // what cu_seqlens say where sequences lie
+  bool all_fit;   // every sequence does
+
+  // All threads of a block call it. Where sequences lie matters to what is cleared only.
+  TILEWISE_DEVICE static Clear of(const PrepareParams& params, int64_t block, const Check& check) {
+    const Problem& p = params.problem;
+    bool lie_well = !check.query_layout().any();
+    if (params.fit.cu_seqlens_k != nullptr) lie_well = lie_well && !check.key_layout().any();
+    const uint32_t unfit = check.first(p.batch, [&](int64_t b) { return !fits(params, b); });
+    const bool all_fit = unfit == Check::kNone;
+    // Of a sequence without rows in use no other kernel says it.
+    if (!all_fit && ptx::thread_index() == 0 && !sequence_of(p, unfit).fits)
+      report_sequence(params.record, p, unfit);
+    return {params, block * kPrepareWarps + ptx::warp_index(),
+            int64_t{params.clear_blocks} * kPrepareWarps, lie_well, all_fit};
+  }
+
+  // But for its pages.
+  TILEWISE_DEVICE static bool fits(const PrepareParams& params, int64_t b) {
+    return sequence_of(params.problem, b).fits &&
+           !dbias_fault(params.problem, params.gradients, b).any();
+  }
+
+  // Calls clear(place, with_nan) for the places [first, count) that are not in use; a warp looks at
+  // 32 at once.
   template <class Locate, class Body>
   TILEWISE_DEVICE void unused(int64_t first, int64_t count, const Locate& locate,
                               const Body& clear) const {
+    if (!lie_well || !all_fit) first = 0;
     for (int64_t at = first + warp * ptx::kWarpSize; at < count; at += warps * ptx::kWarpSize) {
       const int64_t mine = at + ptx::lane_index();
-      const bool wanted = mine < count && !locate(mine).in_use;
+      const bool wanted = mine < count && (!lie_well || !locate(mine).in_use);
       if (!ptx::any(wanted)) continue;
       for (int lane = 0; lane < ptx::kWarpSize; ++lane) {
-        if (ptx::shuffle(wanted ? 1u : 0u, lane) != 0) clear(locate(at + lane));
+        if (ptx::shuffle(wanted ? 1u : 0u, lane) == 0) continue;
+        const Place place = locate(at + lane);
+        clear(place, !lie_well || (!all_fit && place.in_sequence && !fits(params, place.batch)));
       }
     }
   }
@@ -169,17 +273,23 @@ struct Clear {
   TILEWISE_DEVICE void rows() const {
     const Problem& p = params.problem;
     if (params.rows.view.data == nullptr && params.lse == nullptr) return;
+    // Where only what lies behind the sequences can be unused, nothing else is looked at.
     int64_t first = 0;
-    if (p.seqused_q == nullptr && p.cu_seqlens_q != nullptr)
-      first = p.batch > 0 ? p.cu_seqlens_q[p.batch] : 0;
+    if (p.seqused_q == nullptr) {
+      if (p.cu_seqlens_q == nullptr)
+        first = total_rows(p);
+      else if (p.batch > 0)
+        first = p.cu_seqlens_q[p.batch];
+    }
     unused(
         first, total_rows(p), [&](int64_t i) { return row_place(p, i); },
-        [&](const Place& place) {
-          if (params.rows.view.data != nullptr) zero(params.rows, place);
+        [&](const Place& place, bool with_nan) {
+          RowFill{p.dtype, with_nan}.fill(params.rows, place);
           if (params.lse == nullptr) return;
           float* const lse = params.lse + place.slot * p.lse_stride_batch + place.row;
+          const float value = with_nan ? ptx::float_of(0x7fc00000u) : kMinusInfinity;
           for (int64_t h = ptx::lane_index(); h < p.heads_q; h += ptx::kWarpSize)
-            lse[h * p.lse_stride_head] = kMinusInfinity;
+            lse[h * p.lse_stride_head] = value;
         });
   }
 
@@ -198,9 +308,9 @@ struct Clear {
     }
     unused(
         first, gradient_keys(p), [&](int64_t i) { return key_place(p, i); },
-        [&](const Place& place) {
-          if (dk.view.data != nullptr) zero(dk, place);
-          if (dv.view.data != nullptr) zero(dv, place);
+        [&](const Place& place, bool with_nan) {
+          RowFill{p.dtype, with_nan}.fill(dk, place);
+          RowFill{p.dtype, with_nan}.fill(dv, place);
         });
   }
 
@@ -226,19 +336,20 @@ struct Clear {
 
 TILEWISE_KERNEL(kPrepareThreads, 1) void prepare(TILEWISE_PARAMETER PrepareParams params) {
   ptx::griddepcontrol_launch_dependents();
+  const SharedWords scratch = shared_words(kOrderBuckets * kPrepareWarps * 4);
   int64_t block = ptx::block_index();
-  if (params.order.table != nullptr) {
+  if (has_first_block(params)) {
     if (block == 0) {
-      const Order order{params.problem, params.order, shared_words(0),
-                        shared_words(kOrderBuckets * kPrepareWarps * 4)};
+      if (params.fit.any()) Fit(params, scratch).run();
+      if (params.order.table == nullptr) return;
+      const Problem& p = params.fit.any() ? params.fitted : params.problem;
+      const Order order{p, params.order, shared_words(0), scratch};
       order.run();
       return;
     }
     --block;
   }
-  const Clear clear{params, block * kPrepareWarps + ptx::warp_index(),
-                    int64_t{params.clear_blocks} * kPrepareWarps};
-  clear.run();
+  Clear::of(params, block, {params.problem, params.gradients, scratch}).run();
 }
 
 }  // namespace tilewise::cuda::common

@@ -182,6 +182,12 @@ struct BlockWork {
     return w;
   }
 
+  // The keys of the tiles, of `step` keys each.
+  TILEWISE_DEVICE Range keys(int32_t step) const {
+    return {int64_t{tiles.first} * step,
+            min(int64_t{tiles.keys}, (int64_t{tiles.last} + 1) * step)};
+  }
+
   // What had all keys becomes the first of `of_sequence` splits.
   TILEWISE_DEVICE void keep_first_split(int32_t of_sequence) {
     splits = of_sequence;

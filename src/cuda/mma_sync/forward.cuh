@@ -11,6 +11,7 @@
 
 #include "cuda/common/let_next_in.h"
 #include "cuda/common/long_first.h"
+#include "cuda/common/report.h"
 #include "cuda/mma_sync/config.h"
 #include "cuda/mma_sync/forward_parts.h"
 #include "cuda/mma_sync/forward_queries.h"
@@ -293,6 +294,17 @@ TILEWISE_DEVICE BlockFactors factors_of(const ForwardParams& p, const BlockWork&
   }
 }
 
+// Whether the index arrays fit the tensors in what the block reads of them. A warp asks, while the
+// first keys are on their way.
+template <class C>
+TILEWISE_DEVICE bool work_fits(const ForwardParams& p, const BlockWork& work) {
+  bool fits = work.sequence.fits;
+  if (!fits && ptx::lane_index() == 0) report_sequence(p.record, p.problem, work.sequence.batch);
+  if constexpr (C::kGeneral || C::kPaged)
+    fits = fits && pages_fit(p.record, p.problem, work.sequence, work.keys(C::kForward.keys));
+  return fits;
+}
+
 // -inf stays -inf when it is multiplied by it.
 TILEWISE_DEVICE float positive(float scale) {
   return scale == 0.0f ? FLT_MIN : scale < 0.0f ? -scale : scale;
@@ -334,6 +346,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
 
   BlockWork& kept = kept_work<C>(own);
   work.tiles.find_full(work.rows, C::kForward.keys);
+  if (reader == 0 && row_thread<C>() < ptx::kWarpSize) work.sequence.fits = work_fits<C>(p, work);
   if (row_thread<C>() == 0) kept = work;
   const auto [asked, of_values] = factors_of<C>(p, work);
   const float scale = positive(asked);
@@ -407,6 +420,8 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   auto result = finish_rows<typename C::Element>(
       p, kept, place, softmax.m, softmax.l, weight, unit,
       [&](RowNormaliser& row, int i, int h) { row.origin = softmax.origin(i, h, own); });
+  if (!kept.sequence.fits) [[unlikely]]
+    result.spoil();
   if (p.flags.data != nullptr && !outputs_are_finite(kept, place, o, softmax.l)) [[unlikely]]
     *flag_of<C>(p, kept) = 1;  // after the 0: barriers lie between
   bool is_whole = kept.splits == 1;

@@ -84,6 +84,7 @@ class PageBoxes {
         box_rows_(min(static_cast<int32_t>(p.page_size), kKeys)),
         shared_(shared),
         table_(work.sequence.kv.pages),
+        last_page_(work.sequence.kv.last_page),
         keys_(work.tiles.keys),
         first_(work.tiles.first) {
     const uint32_t pages = look_up(last);
@@ -136,7 +137,7 @@ class PageBoxes {
   TILEWISE_DEVICE uint32_t look_up(int32_t tile) const {
     const int32_t row = tile * kKeys + ptx::lane_index() * box_rows_;
     if (tile < first_ || row >= keys_) return static_cast<uint32_t>(kNowhere);
-    return ptx::ld_global_b32(table_ + size_.quotient(row));
+    return min(ptx::ld_global_b32(table_ + size_.quotient(row)), last_page_);
   }
 
   TILEWISE_DEVICE void hand_on(uint32_t pages) const {
@@ -149,6 +150,7 @@ class PageBoxes {
   int32_t box_rows_;
   ptx::SharedAddress shared_;
   const int32_t* table_;
+  uint32_t last_page_;
   int32_t keys_;
   int32_t first_;        // tile that is wanted
   uint32_t next_pages_;  // of the tile after the one to be asked for

@@ -68,7 +68,7 @@ class PageRows {
       const int32_t row = first + lanes.row_of(lanes.chunk + i * kLanesOfRow);
       rows_[i] = size_.remainder(row);
       pages_[i] = 0;
-      if (wants(tile) && row < end) pages_[i] = kv.pages[size_.quotient(row)];
+      if (wants(tile) && row < end) pages_[i] = static_cast<int32_t>(kv.page(size_.quotient(row)));
     }
   }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/common/forward_results.h"
+#include "cuda/common/report.h"
 #include "cuda/simt/tile_walk.h"
 
 namespace tilewise::cuda::simt {
@@ -141,7 +142,8 @@ struct Forward {
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      RowNormaliser normal = normaliser(i, sums[i]);
+      const bool fits = shared().sequence.fits;
+      RowNormaliser normal = normaliser(i, fits ? sums[i] : ptx::float_of(0x7fc00000u));
       const int r = place.y * 4 + i;
       if (r >= count) continue;
       const Sequence& s = shared().sequence;
@@ -195,6 +197,18 @@ struct Forward {
   }
 };
 
+// Whether the index arrays fit the tensors, with the pages of `keys`: of the sequence in shared
+// memory.
+TILEWISE_DEVICE void find_faults(const ForwardParams& params, Range keys) {
+  if (ptx::warp_index() != 0) return;  // a barrier follows before anyone asks
+  const Problem& p = params.problem;
+  Sequence& s = shared().sequence;
+  const bool fits = s.fits;
+  if (!fits && ptx::lane_index() == 0) report_sequence(params.record, p, s.batch);
+  if (!fits || pages_fit(params.record, p, s, keys)) return;
+  if (ptx::lane_index() == 0) s.fits = false;
+}
+
 template <class C>
 TILEWISE_DEVICE void forward_tile(const ForwardParams& params, int32_t tile) {
   const TileOrder::Work work = params.order.at(tile);
@@ -207,6 +221,8 @@ TILEWISE_DEVICE void forward_tile(const ForwardParams& params, int32_t tile) {
   const int32_t splits = params.splits_of(shared().sequence.band);
   if (work.split >= splits) return;
   if (ptx::thread_index() == 0) shared().splits = splits;
+  find_faults(params,
+              key_split({0, shared().sequence.band.keys}, splits, work.split, params.key_tile));
   if (params.problem.k_descale != nullptr) {
     if (ptx::thread_index() == 0)
       shared().terms.score =

@@ -103,7 +103,7 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
   const int end = (block.part + 1) * Lanes::kRows;
   const auto columns = static_cast<int>(problem.head_dim_v);
   const bool exists = block.batch >= 0;
-  Sequence s;
+  Sequence s{};
   int32_t rows = 0;  // in use, of the tile
   if (exists) {
     s = sequence_of(problem, block.batch);

@@ -2,6 +2,7 @@
 // others, ahead of them.
 #pragma once
 
+#include "cuda/common/report.h"
 #include "cuda/ptx/global.h"
 #include "cuda/wgmma/forward_shared.h"
 
@@ -139,12 +140,26 @@ class ForwardDeal {
   // The rest, which the math warps take.
   TILEWISE_DEVICE void describe(Work& work) const {
     const int lane = ptx::lane_index();
+    find_faults(work);
     if (writes_part()) work.parts[lane] = WarpgroupTiles::of(work, lane, C::kForward.keys);
     if (lane != 0) return;
     const Problem& p = p_.problem;
     work.out = static_cast<char*>(p.out.data) + work.offset_unpacked(p.out, 0) * C::Element::kBytes;
     const int64_t row = work.sequence.lse_offset(p.lse_stride_batch, work.rows.first);
     work.lse = work.rows.first_head * p.lse_stride_head + row;
+  }
+
+  // Math warps ask when they are done.
+  TILEWISE_DEVICE void find_faults(Work& work) const {
+    const bool fits = work.sequence.fits;
+    if (!fits && ptx::lane_index() == 0)
+      report_sequence(p_.record, p_.problem, work.sequence.batch);
+    if constexpr (C::kGeneral) {
+      if (!fits || work.sequence.kv.pages == nullptr) return;
+      const bool pages =
+          pages_fit(p_.record, p_.problem, work.sequence, work.keys(C::kForward.keys));
+      if (!pages && ptx::lane_index() == 0) work.sequence.fits = false;
+    }
   }
 
   const TmaForwardParams& p_;

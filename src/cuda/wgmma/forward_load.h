@@ -115,8 +115,7 @@ class ForwardLoad {
   TILEWISE_DEVICE int32_t page_of_lane(const Work& work, int32_t tile) const {
     const int32_t key = tile * kTile.keys + lane() * p_.page_box_rows;
     if (tile < work.tiles.first || key >= work.tiles.keys) return kNowhere;
-    const uint32_t page = ptx::ld_global_b32(work.sequence.kv.pages + p_.page_size.quotient(key));
-    return static_cast<int32_t>(page);
+    return static_cast<int32_t>(work.sequence.kv.page(p_.page_size.quotient(key)));
   }
 
   // Read again where it is asked for: a lane of this warp has few registers.

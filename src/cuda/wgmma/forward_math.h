@@ -425,6 +425,8 @@ class ForwardMath {
         ending.rows.factor[0][h] = ending.rows.lse[0][h] = ptx::float_of(0x7fc00000u);
       }
     }
+    if (!work.sequence.fits) [[unlikely]]
+      ending.rows.spoil();
     ending.out = OutRows<C>::of(p_.problem, work, at.row0);
     if (work.splits == 1) store_row_sums<C>(p_.problem, work, at, ending.rows);
     return ending;
@@ -449,7 +451,7 @@ class ForwardMath {
     const bool grown = ptx::fmax(ending.l[0][0], ending.l[0][1]) > RowMath::kHigh;
     const bool repairs = C::kGeneral || work.splits == 1;
     if (repairs && (p_.may_spoil || ptx::any(grown)) &&
-        ptx::any(!outputs_are_finite(work, at, o_, ending.l))) [[unlikely]]
+        ptx::any(!outputs_are_finite(work, at, o_, ending.l)) && work.sequence.fits) [[unlikely]]
       RowRepair<C>::note(p_, thread() / ptx::kWarpSize, work.index, spoilt_);
     if (work.splits > 1) [[unlikely]] {
       if constexpr (C::kGeneral)

@@ -1,0 +1,168 @@
+// The sentences about index arrays at fault, and the record in which kernels leave the first one.
+#include <array>
+#include <atomic>
+
+#include "cuda/backend.h"
+#include "cuda/common/kernels.h"
+#include "cuda/index_errors.h"
+
+namespace tilewise::cuda {
+namespace {
+
+// The fault of the sequence that a kernel has put down: the arrays are what was read of them.
+IndexFault found(IndexRecord& record) {
+  if (record.fault.any()) return record.fault;
+  Problem p = record.problem;
+  const int64_t b = record.sequence;
+  const auto seen = [&](const int32_t*& array, IndexRecord::Entry at) {
+    if (array != nullptr) array = record.entries + at - b;
+  };
+  seen(p.cu_seqlens_q, IndexRecord::cu_q);
+  seen(p.cu_seqlens_k, IndexRecord::cu_k);
+  seen(p.seqused_q, IndexRecord::used_q);
+  seen(p.seqused_k, IndexRecord::used_k);
+  seen(p.leftpad_k, IndexRecord::leftpad);
+  seen(p.kv_batch_idx, IndexRecord::kv_batch);
+  return sequence_fault(p, b);
+}
+
+std::string entry(const IndexFault& r) {
+  std::string text = "[";
+  return text.append(std::to_string(r.index)).append("] is ").append(std::to_string(r.value));
+}
+
+// Of the names that share a rule.
+std::string falls(const char* name, const IndexFault& r) {
+  return name + entry(r) + ": not less than the entry before it, " + std::to_string(r.allowed) +
+         ", is allowed";
+}
+std::string passes(const char* name, const IndexFault& r, const char* rows) {
+  return name + entry(r) + ": at most " + rows + ", which is " + std::to_string(r.allowed) +
+         ", is allowed";
+}
+
+// The sentences of capi/validate_append.cpp.
+std::string sentence_of_append(const IndexFault& r) {
+  const std::string index = entry(r);
+  const std::string allowed = std::to_string(r.allowed);
+  switch (r.fault) {
+    case Fault::cu_seqlens_new_first:
+      return "cu_seqlens_new" + index + ": 0 is allowed";
+    case Fault::cu_seqlens_new_negative:
+      return "cu_seqlens_new" + index + ": 0 or more is allowed";
+    case Fault::cu_seqlens_new_order:
+      return falls("cu_seqlens_new", r);
+    case Fault::cu_seqlens_new_last:
+      return passes("cu_seqlens_new", r, "seqlen_new");
+    case Fault::cache_seqlens:
+      return "cache_seqlens" + index + ": with " + std::to_string(r.second) + " new keys, 0 to " +
+             std::to_string(r.allowed - r.second) + " is allowed in a cache for " + allowed +
+             " keys";
+    case Fault::leftpad_of_cache:
+      return "leftpad_k" + index + ": allowed is 0 to cache_seqlens[" + std::to_string(r.index) +
+             "], which is " + allowed;
+    case Fault::rotary_start:
+      return (r.second != 0 ? "rotary_seqlens" : "leftpad_k") + std::string(" places sequence ") +
+             std::to_string(r.index) + " at position " + std::to_string(r.value) +
+             ": allowed is 0 or more";
+    case Fault::rotary_rows:
+      return "rotary_rows is " + allowed + ": sequence " + std::to_string(r.index) +
+             " is rotated up to position " + std::to_string(r.value) +
+             ", more rows than that are needed";
+    default:
+      return "an index array holds an entry that is not allowed";
+  }
+}
+
+}  // namespace
+
+// The sentences of capi/validate_entries.cpp.
+std::string sentence(const IndexFault& r) {
+  const std::string index = entry(r);
+  const std::string allowed = std::to_string(r.allowed);
+  const std::string sequence =
+      ": sequence " + std::to_string(r.index) + " has " + std::to_string(r.value);
+  const auto up_to = [&](const char* name, const char* what) {
+    return name + index + ": allowed is 0 to " + allowed + ", " + what;
+  };
+  const auto bound = [&](const char* name, const char* what) {
+    return name + (" is " + allowed) + sequence + what +
+           "; allowed is 0 (not known) or an upper bound";
+  };
+  const auto extent = [&](const char* name, const char* what) {
+    return name + (" is " + allowed) + sequence + what + ", at least that many are allowed";
+  };
+  switch (r.fault) {
+    case Fault::none:
+      return {};
+    case Fault::cu_seqlens_q_first:
+      return "cu_seqlens_q" + index + ": 0 is allowed";
+    case Fault::cu_seqlens_q_negative:
+      return "cu_seqlens_q" + index + ": 0 or more is allowed";
+    case Fault::cu_seqlens_q_order:
+      return falls("cu_seqlens_q", r);
+    case Fault::cu_seqlens_q_last:
+      return passes("cu_seqlens_q", r, "seqlen_q");
+    case Fault::seqused_q:
+      return up_to("seqused_q", "the rows of that sequence");
+    case Fault::max_seqlen_q:
+      return bound("max_seqlen_q", " rows");
+    case Fault::kv_batch_idx:
+      return "kv_batch_idx" + index + ": from 0 and less than kv_batch, which is " + allowed +
+             ", is allowed";
+    case Fault::cu_seqlens_k_first:
+      return "cu_seqlens_k" + index + ": 0 is allowed";
+    case Fault::cu_seqlens_k_negative:
+      return "cu_seqlens_k" + index + ": 0 or more is allowed";
+    case Fault::cu_seqlens_k_order:
+      return falls("cu_seqlens_k", r);
+    case Fault::cu_seqlens_k_last:
+      return passes("cu_seqlens_k", r, "seqlen_k");
+    case Fault::cu_seqlens_k_last_paged:
+      return passes("cu_seqlens_k", r, "batch * block_table_width * page_size");
+    case Fault::seqused_k:
+      return up_to("seqused_k", "the keys of that sequence");
+    case Fault::leftpad_k:
+      return up_to("leftpad_k", "the keys of that sequence");
+    case Fault::cu_seqlens_k_paged:
+      return "cu_seqlens_k says that" + sequence.substr(1) +
+             " keys: allowed is at most block_table_width * page_size, " + allowed;
+    case Fault::max_seqlen_k:
+      return bound("max_seqlen_k", " keys");
+    case Fault::block_table:
+      return "block_table[" + std::to_string(r.index) + ", " + std::to_string(r.second) + "] is " +
+             std::to_string(r.value) + ": from 0 and less than pages, which is " + allowed +
+             ", is allowed";
+    case Fault::dbias_keys:
+      return extent("dbias_keys", " keys");
+    case Fault::dbias_rows:
+      return extent("dbias_rows", " rows");
+    default:
+      return sentence_of_append(r);
+  }
+}
+
+IndexRecord* index_record(int32_t device_index) {
+  constexpr std::size_t kDevices = 64;
+  static std::array<std::atomic<IndexRecord*>, kDevices> records{};
+  const auto at = static_cast<std::size_t>(device_index);
+  IndexRecord* record = at < kDevices ? records[at].load(std::memory_order_acquire) : nullptr;
+  if (record != nullptr) return record;
+  const DeviceScope scope(device_index);
+  record = static_cast<IndexRecord*>(address_on_device(common::index_record_symbol()));
+  if (at < kDevices) records[at].store(record, std::memory_order_release);
+  return record;
+}
+
+IndexError last_index_error(int32_t device_index, IndexFault* fault) {
+  const DeviceScope scope(device_index);
+  IndexRecord record{};
+  read_and_clear(&record, index_record(device_index), sizeof(record));
+  *fault = record.state != 0 ? found(record) : IndexFault{};
+  if (!fault->any()) return {};
+  // Every sentence begins with the name of the array or the bound.
+  const std::string said = sentence(*fault);
+  return {said.substr(0, said.find_first_of("[ ")), said};
+}
+
+}  // namespace tilewise::cuda

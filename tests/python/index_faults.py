@@ -1,0 +1,212 @@
+"""Index arrays that do not fit: random problems with damaged entries, what is to be expected of
+them, and what the library says was wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+import capi
+import devices
+import oracle
+from cases import Built, Case
+
+CASES = int(os.environ.get("TILEWISE_INDEX_CASES", "40"))
+FIRST = int(os.environ.get("TILEWISE_INDEX_SEED", "0"))
+SEEDS = range(FIRST, FIRST + CASES)
+DTYPES = os.environ.get("TILEWISE_INDEX_DTYPES", "bf16,fp32").split(",")
+LOW, HIGH = -(2**31), 2**31 - 1
+
+
+class IndexError(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("found", ctypes.c_int32),
+        *((name, ctypes.c_int64) for name in ("index", "entry", "value", "allowed")),
+        ("array", ctypes.c_char * 32),
+        ("sentence", ctypes.c_char * 256),
+    ]
+
+
+def last_error() -> IndexError | None:
+    """What the kernels have found since the last call."""
+    error = IndexError(struct_size=ctypes.sizeof(IndexError))
+    status = capi.library().tilewise_last_index_error(devices.current().index, ctypes.byref(error))
+    assert status == capi.OK, capi.last_error()
+    return error if error.found else None
+
+
+# --- random problems ------------------------------------------------------------------------------
+
+
+def random_case(seed: int, dtype: str) -> Case:
+    """Decoding and prefill; dense, ragged and paged keys; every index array there is."""
+    r = np.random.default_rng([seed, 1])
+    batch = int(r.integers(1, 5))
+    varlen_q, varlen_k = bool(r.integers(2)), bool(r.integers(3) == 0)
+    few = bool(r.integers(2))
+    page_size = int(r.choice([0, 0, 1, 3, 16, 64, 128]))
+    most_rows, most_keys = (4, 260) if few else (140, 140)
+    if r.integers(4) == 0:
+        most_rows, most_keys = 9, 20
+
+    def lengths(ragged: bool, most: int) -> tuple[int, ...]:
+        if ragged:
+            return tuple(int(n) for n in r.integers(0, most + 1, batch))
+        return (int(r.integers(1, most + 1)),) * batch
+
+    rows, keys = lengths(varlen_q, most_rows), lengths(varlen_k, most_keys)
+    if page_size and not varlen_k:
+        keys = tuple(-(-n // page_size) * page_size for n in keys)
+    used_k = tuple(int(r.integers(0, n + 1)) for n in keys) if r.integers(3) else None
+    leftpad = None
+    if r.integers(4) == 0:
+        leftpad = tuple(int(r.integers(0, n + 1)) for n in used_k or keys)
+    kv_idx = None
+    if not page_size and not varlen_k and r.integers(3) == 0:
+        kv_idx = tuple(int(n) for n in r.integers(0, batch + 1, batch))
+    group = int(r.choice([1, 1, 2, 4]))
+    dim = int(r.choice([64, 64, 64, 40]))
+    return Case(
+        dtype=dtype, rows=rows, keys=keys, varlen_q=varlen_q, varlen_k=varlen_k,
+        tail_q=int(r.integers(3)) if varlen_q else 0, page_size=page_size, used_k=used_k,
+        tail_k=int(r.integers(3)) if varlen_k and not page_size else 0,
+        used_q=tuple(int(r.integers(0, n + 1)) for n in rows) if r.integers(4) == 0 else None,
+        leftpad=leftpad, kv_idx=kv_idx, heads_kv=int(r.integers(1, 3)), group=group,
+        head_dim=dim, head_dim_v=dim, splits=int(r.choice([0, 0, 1, 3])),
+        window=[(-1, -1), (-1, 0), (int(r.integers(0, 60)), 0)][int(r.integers(3))],
+        softcap=float(r.choice([0.0, 0.0, 0.0, 5.0])), sinks=bool(r.integers(4) == 0),
+        bias="h" if r.integers(6) == 0 else None, deterministic=bool(r.integers(3) == 0),
+        pad=int(r.choice([0, 0, 8])), spread=0.5 if dtype == "fp32" else 1.0, seed=seed,
+    )  # fmt: skip
+
+
+def damage(b: Built, r: np.random.Generator) -> None:
+    """One to three entries become something else, mostly nothing that fits."""
+    names = [name for name, x in b.meta.items() if x.numel()]
+    for _ in range(int(r.integers(1, 4))):
+        entries = b.meta[names[int(r.integers(len(names)))]]
+        at = tuple(int(r.integers(n)) for n in entries.shape)
+        old = int(entries[at])
+        values = [-1, LOW, HIGH, 2**20, old + 1, old - 1, old + 40, int(r.integers(LOW, HIGH))]
+        entries[at] = min(HIGH, max(LOW, int(r.choice(values))))
+
+
+# --- what is to be expected -----------------------------------------------------------------------
+
+
+@dataclass
+class Expected:
+    """Of the arrays as they are."""
+
+    lost: list[bool]  # sequences of which an entry does not fit
+    bad_pages: list[set[int]]  # of each sequence: keys in use that have no page
+    parts: list[oracle.Part]  # those that are lost have no rows and no keys
+    rows: list[tuple[int, int]]  # of each sequence, used or not; lost with cu_seqlens_q: none
+    all_lost: bool
+
+
+def entries_of(b: Built, name: str) -> list[int] | None:
+    return b.meta[name].tolist() if name in b.meta else None
+
+
+def is_layout(cu: list[int], rows: int) -> bool:
+    return cu[0] == 0 and all(np.diff(cu) >= 0) and cu[-1] <= rows
+
+
+def used_keys(b: Built, s: int) -> tuple[int, int, bool]:
+    """(first, end, whether the arrays fit) of the keys of a sequence, pages apart."""
+    cu, used = entries_of(b, "cu_seqlens_k"), entries_of(b, "seqused_k")
+    padding, slots = entries_of(b, "leftpad_k"), entries_of(b, "kv_batch_idx")
+    paged = "block_table" in b.meta
+    room = length = b.seqlen_k
+    fits = slots is None or 0 <= slots[s] < b.kv_batch
+    if cu is not None:
+        length = cu[s + 1] - cu[s]
+        if not paged:
+            room = length
+            fits = fits and 0 <= cu[s] <= cu[s + 1] <= b.seqlen_k
+    end = length if used is None else used[s]
+    begin = 0 if padding is None else padding[s]
+    fits = fits and 0 <= end <= room and 0 <= begin <= room
+    most = b.attention.max_seqlen_k
+    fits = fits and (most == 0 or end - begin <= most)
+    return begin, end, fits
+
+
+def expect(b: Built) -> Expected:
+    cu, used = entries_of(b, "cu_seqlens_q"), entries_of(b, "seqused_q")
+    all_lost = cu is not None and not is_layout(cu, b.seqlen_q)
+    result = Expected([], [], [], [], all_lost)
+    table = b.meta["block_table"].cpu().numpy() if "block_table" in b.meta else None
+    for s in range(b.batch):
+        first, last = (s * b.seqlen_q, (s + 1) * b.seqlen_q) if cu is None else (cu[s], cu[s + 1])
+        begin, end, fits = used_keys(b, s)
+        rows = last - first if used is None else used[s]
+        fits = fits and not all_lost and 0 <= rows <= last - first
+        fits = fits and (b.attention.max_seqlen_q == 0 or rows <= b.attention.max_seqlen_q)
+        result.lost.append(not fits)
+        result.rows.append((0, 0) if all_lost else (first, last))
+        result.bad_pages.append(set())
+        empty = np.zeros(0, int)
+        if not fits:
+            result.parts.append(oracle.Part(s, empty, empty, empty))
+            continue
+        keys = np.arange(begin, max(begin, end))
+        if table is not None:
+            size = b.case.page_size
+            pages = table[s].astype(int)
+            bad = [k for k in keys.tolist() if not 0 <= pages[k // size] < b.pages]
+            result.bad_pages[s] = {k - begin for k in bad}
+            places = np.clip(pages, 0, b.pages - 1)[keys // size] * size + keys % size
+            own = s * b.seqlen_k + keys
+        elif "cu_seqlens_k" in b.meta:
+            places = own = b.meta["cu_seqlens_k"][s].item() + keys
+        else:
+            slots = entries_of(b, "kv_batch_idx")
+            places = (s if slots is None else slots[s]) * b.seqlen_k + keys
+            own = s * b.seqlen_k + keys
+        result.parts.append(oracle.Part(s, first + np.arange(rows), places, own))
+    return result
+
+
+def sees(b: Built, e: Expected, s: int) -> np.ndarray:
+    """Of the rows in use of a sequence: whether they see a key that has no page."""
+    rows, keys = len(e.parts[s].rows), len(e.parts[s].keys)
+    left, right = b.case.window
+    i = np.arange(rows)[:, None] + keys - rows
+    j = np.array(sorted(e.bad_pages[s]), int)[None, :]
+    seen = np.ones((rows, j.shape[1]), bool)
+    if left >= 0:
+        seen &= j >= i - left
+    if right >= 0:
+        seen &= j <= i + right
+    return seen.any(axis=1)
+
+
+def reported(b: Built, e: Expected, error: IndexError | None) -> None:
+    """A fault is reported where rows meet one, and what is reported is one."""
+    met = e.all_lost or any(
+        (e.lost[s] and first < last) or sees(b, e, s).any()
+        for s, (first, last) in enumerate(e.rows)
+    )
+    none = not e.all_lost and not any(e.lost) and not any(e.bad_pages)
+    sentence = error.sentence.decode() if error else "nothing"
+    assert error or not met, f"no fault was reported: {b.case}"
+    assert not (error and none), f"{sentence}: {b.case}"
+    if error is None:
+        return
+    name = error.array.decode()
+    assert sentence.startswith(name) and str(error.allowed) in sentence, sentence
+    if name == "block_table":
+        assert b.meta[name][error.index, error.entry] == error.value, sentence
+        assert not 0 <= error.value < b.pages
+    elif name == "cu_seqlens_k" and "sequence" in sentence:
+        assert error.value > error.allowed, sentence
+    elif name in b.meta:
+        assert b.meta[name][error.index] == error.value, sentence
+    else:
+        assert name in ("max_seqlen_q", "max_seqlen_k") and error.value > error.allowed, sentence

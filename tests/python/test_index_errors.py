@@ -1,0 +1,265 @@
+"""Index arrays that do not fit, which only the kernels of a GPU meet: whatever the arrays contain,
+nothing outside of the tensors is read or written (every buffer lies between walls), sequences that
+fit have the results they have always had, the others are NaN, and the library says what was wrong.
+
+TILEWISE_INDEX_CASES is the number of random problems of each test; case `i` is seed `i`, from
+TILEWISE_INDEX_SEED on. TILEWISE_INDEX_DTYPES: those of them, by commas.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+import capi
+import oracle
+import yardstick
+from bounds import UNIT, check_lse, check_out, sizes_of
+from cases import Built, Case, flat
+from cases import run as run_case
+from index_faults import (
+    DTYPES,
+    HIGH,
+    SEEDS,
+    Expected,
+    damage,
+    entries_of,
+    expect,
+    is_layout,
+    last_error,
+    random_case,
+    reported,
+    sees,
+)
+
+pytestmark = pytest.mark.abi("cuda", "emulator")
+
+
+# --- forward and backward -------------------------------------------------------------------------
+
+
+def reference(b: Built, e: Expected) -> tuple[oracle.Result, object]:
+    """The oracle of the sequences that are not lost, and the yardstick of 16 bits."""
+    b.parts = e.parts
+    want = b.expected()
+    yard = None if b.dtype == torch.float32 else yardstick.errors(b, want)
+    return want, yard
+
+
+def check_rows(b: Built, e: Expected, out: np.ndarray, lse: np.ndarray) -> np.ndarray:
+    """Lost rows are NaN; returns which rows have to be right."""
+    right = np.zeros(len(out), bool)
+    if e.all_lost:
+        assert np.isnan(out).all() and np.isnan(lse).all(), f"rows that are lost: {b.case}"
+        return right
+    right[:] = True
+    for s, (first, last) in enumerate(e.rows):
+        rows = slice(first, last)
+        if e.lost[s]:
+            assert np.isnan(out[rows]).all(), f"out of sequence {s}: {b.case}"
+            assert np.isnan(lse[rows]).all(), f"lse of sequence {s}: {b.case}"
+            right[rows] = False
+        elif e.bad_pages[s]:
+            used = e.parts[s].rows
+            blind = used[sees(b, e, s)]
+            assert np.isnan(out[blind]).all() and np.isnan(lse[blind]).all(), b.case
+            # Rows beside them may be NaN, but are not wrong.
+            right[used] = ~np.isnan(lse[used]).any(axis=1)
+    return right
+
+
+def compared(b: Built, want: oracle.Result, out: np.ndarray, lse: np.ndarray, right: np.ndarray):
+    """Both as if rows that need not be right were. A NaN of the inputs, in rows that only the
+    damaged arrays use, is no error either."""
+    right = right & np.isfinite(want.out).all(axis=(1, 2)) & ~np.isnan(want.lse).any(axis=1)
+    out = np.where(right[:, None, None], out, np.nan_to_num(want.out))
+    lse = np.where(right[:, None], lse, np.nan_to_num(want.lse, neginf=-np.inf))
+    clean = dataclasses.replace(
+        want, out=np.nan_to_num(want.out), lse=np.nan_to_num(want.lse, neginf=-np.inf)
+    )
+    return out, lse, clean
+
+
+def built(seed: int, dtype: str) -> tuple[Built, np.random.Generator]:
+    case = random_case(seed, dtype)
+    b = Built(case)
+    # Free rows and keys are ordinary numbers: what damaged arrays read then has a right value.
+    for name in ("q", "k", "v", "dout"):
+        x = getattr(b, name)
+        x.copy_(torch.nan_to_num(x, nan=0.25))
+    if b.bias is not None:  # whose extents nobody else says
+        b.attention.max_seqlen_q = b.bias.shape[2] if "r" in (case.bias or "") else 0
+        b.attention.max_seqlen_k = b.bias.shape[3]
+    return b, np.random.default_rng([seed, 2])
+
+
+def too_small_bounds(b: Built, r: np.random.Generator) -> None:
+    if b.bias is not None:
+        return
+    if r.integers(6) == 0 and {"cu_seqlens_q", "seqused_q"} & b.meta.keys():
+        b.attention.max_seqlen_q = int(r.integers(1, 20))
+    if r.integers(6) == 0 and {"cu_seqlens_k", "seqused_k"} & b.meta.keys():
+        b.attention.max_seqlen_k = int(r.integers(1, 40))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_entries(dtype, seed):
+    b, r = built(seed, dtype)
+    if not any(x.numel() for x in b.meta.values()):
+        return
+    last_error()
+    backward = bool(r.integers(2))
+    run_case(b, backward=backward)
+    assert last_error() is None, f"arrays that fit: {b.case}"
+    damage(b, r)
+    too_small_bounds(b, r)
+    e = expect(b)
+    result = run_case(b, backward=False)
+    reported(b, e, last_error())
+    want, yard = reference(b, e)
+    where = f"{result.kernels} {b.case}"
+    right = check_rows(b, e, result.out, result.lse)
+    out, lse, clean = compared(b, want, result.out, result.lse, right)
+    check_out(out, clean, dtype, yard, where)
+    check_lse(lse, clean.lse, dtype, yard, where)
+    if backward:
+        check_backward(b, e, want, yard, dtype)
+
+
+def check_backward(b: Built, e: Expected, want: oracle.Result, yard: object, dtype: str) -> None:
+    """Once with the NaN of the forward, once with what a forward over arrays that fit has left."""
+    for clean in (False, True):
+        if clean:
+            b.out.view.copy_(torch.nan_to_num(b.out.view, nan=0.5))
+            b.lse.view.copy_(torch.nan_to_num(b.lse.view, nan=0.5, neginf=-np.inf))
+        gradients = b.gradients()
+        b.attention.stream = b.device.stream
+        info = capi.backward(b.attention, gradients)
+        where = f"{info.kernel.decode()} clean={clean} {b.case}"
+        reported(b, e, last_error())
+        for name, g in b.grads.items():
+            assert g.stray_writes() == 0, f"d{name}: {where}"
+        got = {name: flat(b.grads[name].view) for name in b.grads.keys() & set("qkv")}
+        check_gradients(b, e, got, want, yard, where)
+
+
+def check_gradients(
+    b: Built, e: Expected, got: dict, want: oracle.Result, yard: object, where: str
+) -> None:
+    """Rows and keys of sequences that are lost or have a bad page are NaN; the others are right."""
+    lost = [e.lost[s] or bool(e.bad_pages[s]) or e.all_lost for s in range(b.batch)]
+    if not any(lost) and not np.isfinite(want.dq).all():
+        return
+    rows = np.zeros(len(got["q"]), bool)
+    for s, (first, last) in enumerate(e.rows):
+        if lost[s]:
+            own = np.arange(first, last) if e.lost[s] else e.parts[s].rows
+            assert np.isnan(got["q"][own]).all(), f"dq of sequence {s}: {where}"
+        else:
+            rows[e.parts[s].rows] = True
+    keys = np.zeros(len(got["k"]), bool)
+    for s in range(b.batch):
+        part = e.parts[s]
+        if not lost[s]:
+            keys[part.grad_keys] = True
+    for s in range(b.batch):  # a key may belong to several sequences of a broken cu_seqlens_k
+        if lost[s]:
+            keys[e.parts[s].grad_keys] = False
+    cu = entries_of(b, "cu_seqlens_k")
+    if cu is not None and "block_table" not in b.meta and not is_layout(cu, b.seqlen_k):
+        for name in "qkv":
+            assert np.isnan(got[name]).all(), f"d{name} without a layout: {where}"
+        return
+    sizes = sizes_of(b, want)
+    unit = UNIT[b.case.dtype]
+    for name, mask in (("q", rows), ("k", keys), ("v", keys)):
+        target = getattr(want, f"d{name}")
+        mask = mask & np.isfinite(target).all(axis=(1, 2))
+        largest = float(np.abs(target[mask]).max(initial=0.0))
+        if yard is None:
+            bound = 1e-5 * largest + 60 * unit * sizes[name]
+        else:
+            bound = 3 * np.nan_to_num(yard[name], nan=0.1) + unit * (largest + 2 * sizes[name])
+        error = np.abs(got[name][mask] - target[mask])
+        assert (error <= bound).all(), f"d{name} off by {error.max()}, allowed {bound}: {where}"
+
+
+# --- the smallest cases of the report -------------------------------------------------------------
+
+
+PAGED = Case(
+    dtype="bf16", rows=(1, 1), keys=(64, 64), used_k=(40, 9), page_size=16, heads_kv=1, group=2,
+    head_dim=64, head_dim_v=64, seed=3,
+)  # fmt: skip
+RAGGED = Case(
+    dtype="bf16", rows=(5, 3, 4), keys=(9, 5, 7), varlen_q=True, varlen_k=True, head_dim=64,
+    head_dim_v=64, seed=4,
+)  # fmt: skip
+
+SINGLE = [
+    (PAGED, "block_table", (0, 1), 2**20),
+    (PAGED, "block_table", (0, 2), -1),
+    (PAGED, "seqused_k", (1,), 65),
+    (PAGED, "seqused_k", (0,), -3),
+    (PAGED, "seqused_k", (0,), HIGH),
+    (RAGGED, "cu_seqlens_q", (3,), 13),
+    (RAGGED, "cu_seqlens_q", (1,), -5),
+    (RAGGED, "cu_seqlens_q", (2,), 2),
+    (RAGGED, "cu_seqlens_k", (3,), HIGH),
+    (RAGGED, "cu_seqlens_k", (2,), 3),
+    (dataclasses.replace(PAGED, page_size=0, kv_idx=(1, 2)), "kv_batch_idx", (1,), 3),
+    (dataclasses.replace(PAGED, leftpad=(3, 4)), "leftpad_k", (0,), -2),
+    (dataclasses.replace(PAGED, used_q=(1, 1)), "seqused_q", (1,), 2),
+]
+
+
+@pytest.mark.parametrize("case, name, at, value", SINGLE)
+def test_one_entry(case, name, at, value):
+    b = Built(case)
+    last_error()
+    b.meta[name][at] = value
+    e = expect(b)
+    result = run_case(b, backward=False)
+    check_rows(b, e, result.out, result.lse)
+    error = last_error()
+    assert error is not None and error.array.decode() == name, error and error.sentence
+    assert error.value == value and error.index == at[0]
+    if name == "block_table":
+        assert error.entry == at[1]
+    assert last_error() is None, "reading clears"
+
+
+def test_what_no_row_reads_is_no_fault():
+    """Entries behind the length of a sequence, as engines leave them."""
+    b = Built(PAGED)
+    last_error()
+    b.meta["block_table"][0, 3] = -1  # 40 keys lie in three pages
+    b.meta["block_table"][1, 1:] = HIGH
+    result = run_case(b, backward=False)
+    assert last_error() is None
+    want = b.expected()
+    check_out(result.out, want, "bf16", yardstick.errors(b, want), "")
+
+
+def test_check_says_the_same():
+    """`check` refuses with the sentence that is reported without it."""
+    for case, name, at, value in SINGLE:
+        b = Built(case)
+        last_error()
+        b.meta[name][at] = value
+        run_case(b, backward=False)
+        reported_sentence = last_error().sentence.decode()
+        b.attention.check = 1
+        info = capi.plan(b.attention)
+        workspace = capi.Workspace(info.workspace_bytes)
+        status = capi.library().tilewise_forward(
+            ctypes.byref(b.attention), workspace.start, info.workspace_bytes
+        )
+        assert status == capi.INVALID_ARGUMENT
+        assert capi.last_error() == reported_sentence
+        assert last_error() is None
