@@ -169,8 +169,10 @@ gpu-check: ## proof on this machine's GPU: STAGES=build,smoke,tests,sanitizer,tr
 	@$(GPU_PYTHON) tools/gpu_check.py --build $(BUILD_GPU) $(if $(STAGES),--stages $(STAGES)) \
 	  $(if $(WHEELS),--wheels $(WHEELS)) $(GPU_CHECK_FLAGS)
 
-$(VENV)/.ready-docs: tools/requirements-docs.txt | $(VENV)/.ready
+# And Transformers, which the serving module is documented with.
+$(VENV)/.ready-docs: tools/requirements-docs.txt tools/constraints.txt | $(VENV)/.ready
 	@$(python) -m pip install --quiet --ignore-installed -r $<
+	@$(python) -m pip install --quiet -c tools/constraints.txt transformers
 	@touch $@
 
 .PHONY: docs
