@@ -232,7 +232,7 @@ void set_lse(Problem& problem, const Tensor& lse) {
   const bool with_lse_low = lse.dim() == (problem.varlen_q() ? 3 : 4);
   expect_lse(lse, "lse", problem, with_lse_low);
   a.lse = const_cast<float*>(static_cast<const float*>(lse.const_data_ptr()));
-  a.lse_low = with_lse_low ? a.lse + lse.stride(0) : nullptr;
+  a.lse_low = with_lse_low && a.lse != nullptr ? a.lse + lse.stride(0) : nullptr;
   a.lse_stride_head = lse.stride(lse.dim() - 2);
   a.lse_stride_batch = problem.varlen_q() ? 0 : lse.stride(lse.dim() - 3);
 }

@@ -27,6 +27,7 @@ Result: TypeAlias = Array | tuple[Array, Array]
 
 _FLOATS = ("float32", "float16", "bfloat16")
 _WORKSPACE_ALIGNMENT = 64
+_LSE_ALONE = 16.0  # up to it rounding lse to float32 changes weights by less than 1e-6
 
 
 class Gradients(NamedTuple):
@@ -392,6 +393,25 @@ def _forward(problem: _Problem) -> tuple[Array, Array]:
     return (out.swapaxes(1, 2) if problem.heads_first else out), lse
 
 
+def _lse_low(problem: _Problem, lse: Array) -> Array:
+    """What rounding lse to float32 left: of a forward again, as the caller has lse alone. An lse
+    that is not the forward's has nothing more.
+    """
+    library, a, q = c_library(), problem.attention, problem.q
+    low = np.zeros(lse.shape, dtype=np.float32)
+    if not np.any(np.isfinite(lse) & (np.abs(lse) > _LSE_ALONE)):
+        return low
+    out = _new_rows(q, (*q.shape[:-1], problem.v.shape[-1]), problem.heads_first)
+    again = np.empty_like(low)
+    _describe.set_output(a, view(out), view(again))
+    a.lse_low = low.ctypes.data
+    size = _describe.plan(library, a, None).workspace_bytes
+    memory, address = _workspace(size)
+    _abi.check(library, library.tilewise_forward(ctypes.byref(a), address, size))
+    del memory  # alive until here: the library has written to it
+    return np.where(again == lse, low, np.float32(0))
+
+
 def _incoming(name: str, value: Any, like: Array, heads_first: bool) -> Array:
     array = as_array(name, value)
     if array.dtype != like.dtype:
@@ -406,8 +426,10 @@ def _backward(problem: _Problem, dout: Any, out: Any, lse: Any, dlse: Any) -> Gr
     like_out = np.broadcast_to(q[..., :1], (*q.shape[:-1], problem.v.shape[-1]))
     like_lse = np.broadcast_to(np.float32(0), (*q.shape[:-3], q.shape[-2], q.shape[-3]))
     out, dout = _incoming("out", out, like_out, first), _incoming("dout", dout, like_out, first)
-    lse = _incoming("lse", lse, like_lse, False)
+    lse = np.ascontiguousarray(_incoming("lse", lse, like_lse, False))
+    lse_low = _lse_low(problem, lse)
     _describe.set_output(a, view(out), view(lse))
+    a.lse_low = lse_low.ctypes.data
 
     g = _abi.sized(_abi.Gradients)
     varlen_q, varlen_k = a.cu_seqlens_q is not None, a.cu_seqlens_k is not None

@@ -142,12 +142,12 @@ void check_views(const Problem& p, int32_t pass, Contents contents) {
     if (contents != Contents::unread) check_data(view);
     check_layout(view);
   }
-  require(p.lse_low == nullptr || p.lse != nullptr || contents == Contents::unread,
+  const View lse = lse_view("lse", p.lse, p.lse_stride_batch, p.lse_stride_head, p,
+                            backward ? Access::read : Access::write);
+  require(p.lse_low == nullptr || p.lse != nullptr || lse.empty() || contents == Contents::unread,
           "lse_low is given, but lse is NULL: it is what rounding lse left");
   // The forward may leave lse out; in a plan the pointer may be missing in any case.
   if (p.lse == nullptr && (!backward || contents == Contents::unread)) return;
-  const View lse = lse_view("lse", p.lse, p.lse_stride_batch, p.lse_stride_head, p,
-                            backward ? Access::read : Access::write);
   if (contents != Contents::unread) check_data(lse);
   check_layout(lse);
   if (p.lse_low == nullptr || contents == Contents::unread) return;

@@ -106,6 +106,7 @@ struct ForwardScratch {
   float* o;                // [panel][dv][lane]
   float* m;                // [lane], in the units of S
   float* l;                // [lane]
+  bool* huge;              // [lane]: whether the row has to be computed again
   const void** rows;       // addresses being packed
   const void** next_rows;  // of keys and values of the next tile
   RowScratch bad_v;
@@ -130,6 +131,7 @@ struct ForwardScratch {
         o(arena.take<float>(panels * dv.m * s.panel)),
         m(arena.take<float>(panels * s.panel)),
         l(arena.take<float>(panels * s.panel)),
+        huge(arena.take<bool>(panels * s.panel)),
         rows(arena.take<const void*>(max<int64_t>(panels * s.panel, s.tile_k))),
         next_rows(arena.take<const void*>(2 * s.tile_k)),
         bad_v(s.tile_k, arena),
@@ -147,6 +149,7 @@ struct DecodeScratch {
   float* o;       // [row][column], in the order of the reads of V
   float* m;       // [row], in the units of S
   float* l;       // [row][lane]: sums of every W-th key
+  bool* huge;     // [row]: whether it has to be computed again
   const void** rows;
   WideScratch wide_k, wide_v;
 
@@ -159,6 +162,7 @@ struct DecodeScratch {
         o(arena.take<float>(kDecodeRows * o_ld)),
         m(arena.take<float>(kDecodeRows)),
         l(arena.take<float>(kDecodeRows * s.lanes)),
+        huge(arena.take<bool>(kDecodeRows)),
         rows(arena.take<const void*>(4 * tile_k)),
         wide_k(p, s.tile_k, p.head_dim, arena),
         wide_v(p, s.tile_k, p.head_dim_v, arena) {}
@@ -188,9 +192,13 @@ struct BackwardScratch {
   uint32_t* ds_a;     // dS^T, contraction over lanes; fp32 engines: dp_tile
   uint32_t* ds_b;     // dS^T, contraction over keys; fp32 engines: dp_tile
   float* dq;          // [panel][column][lane]
-  float* lse2;        // [lane]: lse * log2(e), rounded; 0 where no key is seen
-  float* lse2_rest;   // [lane]: what the rounding left
+  int32_t* huge;      // [lane]: -1 where S is multiplied by the scale first
+  float* base;        // [lane]: P = 2^((S - base) c - rest)
+  float* c;           // [lane]
+  float* rest;        // [lane]
   float* delta;       // [lane]
+  float* dlse;        // [lane]
+  int32_t* alone;     // [lane]: -1 where one key is all that the row sees
   const void** rows;
   RowScratch bad_k, bad_q, bad_do;
 
@@ -224,9 +232,13 @@ struct BackwardScratch {
         ds_a(weights_of(s, dp_tile, arena)),
         ds_b(weights_of(s, dp_tile, arena)),
         dq(arena.take<float>(panels * qk.m * s.panel)),
-        lse2(arena.take<float>(s.back_q)),
-        lse2_rest(arena.take<float>(s.back_q)),
+        huge(arena.take<int32_t>(s.back_q)),
+        base(arena.take<float>(s.back_q)),
+        c(arena.take<float>(s.back_q)),
+        rest(arena.take<float>(s.back_q)),
         delta(arena.take<float>(s.back_q)),
+        dlse(arena.take<float>(s.back_q)),
+        alone(arena.take<int32_t>(s.back_q)),
         rows(arena.take<const void*>(max<int64_t>(s.back_q, chunk))),
         bad_k(chunk, arena),
         bad_q(s.back_q, arena),

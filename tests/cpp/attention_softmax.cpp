@@ -14,6 +14,7 @@
 namespace {
 
 using tilewise::KvSource;
+using tilewise::LogSum;
 using tilewise::Merge;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -105,6 +106,40 @@ TEST(Merge, TheInfiniteSideIsTheWhole) {
   const Merge both = Merge::of({kInfinity}, {kInfinity});
   EXPECT_EQ(both.weight_a, 0.5f);
   EXPECT_EQ(both.sum.lse, kInfinity);
+}
+
+// fp32 has no room for log l beside a huge m: the low half has it.
+TEST(LogSum, TheLowHalfIsWhatRoundingLeft) {
+  for (const float m : {0.0f, -3.25f, 1e4f, 12345.678f, -1e9f, 1e10f, -1e30f, 3.4e38f, -3.4e38f}) {
+    for (const float log_l : {0.0f, 1e-6f, 0.6931472f, 5.7f}) {
+      const LogSum sum = LogSum::of(m, log_l);
+      EXPECT_EQ(sum.lse, m + log_l);
+      const double left = (static_cast<double>(sum.lse) - m) + static_cast<double>(sum.low);
+      EXPECT_NEAR(left, log_l, 1e-6 * log_l) << m;
+    }
+  }
+  EXPECT_EQ(LogSum::of(1.0f, kInfinity).low, 0.0f);
+  EXPECT_EQ(LogSum::of(-kInfinity, 0.0f).low, 0.0f);
+  EXPECT_EQ(LogSum{}.lse, -kInfinity);
+}
+
+// 200 keys of one score and 100 of the same weigh two to one, whatever the score is, in any order.
+TEST(Merge, CountsOfEqualHugeScoresAreKept) {
+  for (const float m : {-1e9f, -1e10f, 1e10f, -3.4028235e38f, 3.4028235e38f, 16777216.0f}) {
+    const LogSum many = LogSum::of(m, std::log(200.0f));
+    const LogSum few = LogSum::of(m, std::log(100.0f));
+    for (const bool swapped : {false, true}) {
+      const Merge whole = swapped ? Merge::of(few, many) : Merge::of(many, few);
+      EXPECT_NEAR(swapped ? whole.weight_b : whole.weight_a, 2.0f / 3, 1e-6f) << m;
+      EXPECT_NEAR(swapped ? whole.weight_a : whole.weight_b, 1.0f / 3, 1e-6f) << m;
+      EXPECT_NEAR((whole.sum.lse - m) + whole.sum.low, std::log(300.0f), 2e-6f) << m;
+      const Merge all = Merge::of(whole.sum, LogSum::of(m, std::log(700.0f)));
+      EXPECT_NEAR(all.weight_b, 0.7f, 1e-6f) << m;
+      EXPECT_NEAR((all.sum.lse - m) + all.sum.low, std::log(1000.0f), 2e-6f) << m;
+    }
+    EXPECT_EQ(Merge::of(many, {}).weight_a, 1.0f);
+    EXPECT_EQ(Merge::of({}, many).weight_b, 1.0f);
+  }
 }
 
 TEST(Merge, NanIsNotLost) {

@@ -294,6 +294,7 @@ TEST(GoodLaunch, EmptyTensorsMayBeNull) {
   nothing.a.batch = 0;
   nothing.a.q.data = nothing.a.k.data = nothing.a.v.data = nothing.a.out.data = nullptr;
   nothing.a.lse = nullptr;
+  nothing.a.lse_low = nothing.lse_low.data();
   EXPECT_EQ(nothing.forward(), TILEWISE_OK) << tilewise_last_error();
 }
 

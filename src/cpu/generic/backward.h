@@ -1,7 +1,7 @@
 // The backward of one work item (FlashAttention-2, algorithm 2): a chunk of keys meets every query
 // tile that sees it. Scores are transposed as in the forward; five products a tile pair:
 //
-//   S^T  = K Q^T        P^T  = 2^(S^T c - lse)
+//   S^T  = K Q^T        P^T  = exp(scale S^T - lse)
 //   dP^T = V dO^T       dS^T = P^T (dP^T - delta)
 //   dV  += P^T dO       dK  += dS^T Q       dQ^T += K^T dS^T
 //
@@ -39,7 +39,9 @@ struct Backward : BackwardScratch {
   ScoreTile scores;
   const Dropout dropout;
   const bool general;
+  const double units_of_scale;  // 1 / scale: raw scores in a natural unit
   const bool want_dq;
+  bool same_form = true;  // whether all rows of the query tile are in the plain form
   const T** rows;
   int64_t bad_k_count = 0;
   int64_t bad_q_count = 0;
@@ -54,7 +56,8 @@ struct Backward : BackwardScratch {
         lanes{BackwardScratch::lanes},
         scores{BackwardScratch::scores, &p, score_of(p)},
         dropout(dropout_of(p)),
-        general(is_general(p)),
+        general(is_general(p, scores.score)),
+        units_of_scale(1.0 / static_cast<double>(scores.score.scale)),
         want_dq(g.dq.data != nullptr || g.dscale != nullptr),
         rows(reinterpret_cast<const T**>(BackwardScratch::rows)) {}
 
@@ -94,15 +97,42 @@ struct Backward : BackwardScratch {
     pack_rows<E>(do_rows, dve.n_ld, do_rows_plane, rows, used, p.head_dim_v);
     for (int64_t lane = 0; lane < used; ++lane) {
       const int64_t at = min(lane, lanes.count - 1);
-      const float lse = p.lse[lse_index(p, s, lanes.row[at], lanes.head[at])];
-      const double exact = lse == kMinusInfinity ? 0.0 : static_cast<double>(lse) * kLog2eExact;
-      lse2[lane] = static_cast<float>(exact);
-      lse2_rest[lane] = lse2[lane] - lse2[lane] == 0.0f
-                            ? static_cast<float>(exact - static_cast<double>(lse2[lane]))
-                            : 0.0f;
+      load_row(lane, lanes.row[at], lanes.head[at]);
       delta[lane] = lane < lanes.count ? task.delta[tile * task.tile_stride * kQ + lane] : 0.0f;
     }
     for (int64_t i = 0; i < used / S.panel * qk.m * S.panel; ++i) dq[i] = 0.0f;
+  }
+
+  // How the scores of a row become weights, where `base` is lse in the units of S as near as fp32
+  // has it: a difference from it is exact where it matters. Rows that the forward has computed in
+  // the general form, because they are huge, are in natural units here, too.
+  TILEWISE_FN void load_row(int64_t lane, int64_t row, int64_t head) {
+    const LogSum sum = log_sum_of(p, s, row, head);
+    const bool far = __builtin_fabsf(sum.lse) > kHugeScore && sum.lse != kMinusInfinity;
+    const double unit = general || far ? 1.0 : static_cast<double>(scores.score.scale);
+    const double units = general || far ? 1.0 : units_of_scale;
+    const float nearest = static_cast<float>(static_cast<double>(sum.lse) * units);
+    const double left =
+        static_cast<double>(sum.lse) - static_cast<double>(nearest) * unit + sum.low;
+    base[lane] = sum.lse == kMinusInfinity ? 0.0f : nearest;
+    rest[lane] = left - left == 0.0 ? static_cast<float>(left * kLog2eExact) : 0.0f;
+    c[lane] = static_cast<float>(unit * kLog2eExact);
+    huge[lane] = far && !general ? -1 : 0;
+    same_form = (lane == 0 || same_form) && !far;
+    dlse[lane] = g.dlse != nullptr ? g.dlse[dlse_index(g, s, row, head)] : 0.0f;
+    alone[lane] = sees_one_key({lanes.begin[lane], lanes.end[lane]}, row, head) ? -1 : 0;
+  }
+
+  // Whether a row has one key and no sink. Keys whose bias is -inf do not count; of most rows the
+  // first two that are looked at do.
+  TILEWISE_FN bool sees_one_key(Range seen, int64_t row, int64_t head) const {
+    if (seen.empty() || (p.sinks != nullptr && p.sinks[head] != kMinusInfinity)) return false;
+    if (p.bias == nullptr || seen.size() == 1) return seen.size() == 1;
+    const int64_t offset = bias_offset(p, s.batch, head, row);
+    int count = 0;
+    for (int64_t key = seen.begin; key < seen.end && count < 2; ++key)
+      if (bias_at(p, offset + key) != kMinusInfinity) ++count;
+    return count == 1;
   }
 
   TILEWISE_FN static constexpr int64_t score_lane(int64_t lane) {
@@ -114,11 +144,14 @@ struct Backward : BackwardScratch {
   TILEWISE_FN void softmax_lanes(int64_t first, Range keys, bool masked) {
     const Lanes::Bounds bounds = kPlain ? Lanes::Bounds{} : lanes.bounds(first, keys);
     const I diagonal = kPlain ? I{} : ScoreTile::diagonal(s, lanes, first, keys);
-    const F lse_lanes = load(lse2 + first);
-    const F lse_rest = load(lse2_rest + first);
+    const F base_lanes = load(base + first);
+    const F rest_lanes = load(rest + first);
     const F delta_lanes = load(delta + first);
+    const I huge_lanes = kPlain ? I{} : load_as<I>(huge + first);
+    const F c_lanes = kPlain ? splat(c[first]) : load(c + first);
+    const F dlse_lanes = kPlain ? F{} : load(dlse + first);
+    const I alone_lanes = kPlain ? I{} : load_as<I>(alone + first);
     const bool changed = !kPlain && general;
-    const float to_log2 = changed ? kLog2e : scores.score.scale * kLog2e;
     KeepMask keep;
     for (int32_t key = 0; key < kBackTileK; key += 2) {
       F ds[2];
@@ -128,17 +161,22 @@ struct Backward : BackwardScratch {
           keep = KeepMask::of(dropout, p, s, lanes, first, keys.begin + key + i);
         Score::Capped<F> score{load(s_tile + at), splat(1.0f)};
         if (changed) score = scores.at(score.value, diagonal, key + i, first);
-        const F exponent = score.value * to_log2 - lse_lanes - lse_rest;
+        if (!kPlain) score.value = huge_lanes ? score.value * scores.score.scale : score.value;
+        const F exponent = (score.value - base_lanes) * c_lanes - rest_lanes;
         // lse is rounded: a weight may come out above 1 by that rounding, never by more.
         F w = exp2<kExpDegree<T>>(exponent > 0.0f ? F{} : exponent);
         F dp = load(dp_tile + at);
         F dropped = w;
         if constexpr (kDropout) {
-          const F factor = keep.scale(dropout, key + i);
-          dropped = w * factor;
-          dp = dp * factor;
+          const F kept = keep.scale(dropout, key + i);
+          dropped = w * kept;
+          dp = dp * kept;
         }
-        const F dscore = w * (dp - delta_lanes);
+        F from_sum = dp - delta_lanes;
+        // Of the only key dp is do.o: their difference is 0, not what rounding makes of it, unless
+        // dp is no number.
+        if (!kPlain) from_sum = alone_lanes ? (dp - dp) + dlse_lanes : from_sum;
+        const F dscore = w * from_sum;
         ds[i] = changed ? dscore * score.derivative : dscore;
         if (!kPlain && masked) {
           const I sees = bounds.sees(key + i);
@@ -180,7 +218,7 @@ struct Backward : BackwardScratch {
       for (int64_t at = lane; at < lane + S.panel; at += W) {
         if (dropout.on())
           softmax_lanes<false, true>(at, keys, masked);
-        else if (general || masked)
+        else if (general || masked || !same_form)
           softmax_lanes<false>(at, keys, masked);
         else
           softmax_lanes<true>(at, keys, masked);

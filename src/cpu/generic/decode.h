@@ -4,7 +4,7 @@
 // keys in the softmax; what the products do is said in decode_dots.h and decode_tiles.h.
 //
 //   s[row][key] = q k^T
-//   p           = 2^((s - m) c)   m and l kept per row
+//   p           = 2^((s - m) c)   m and l kept per row (Weighing)
 //   o[row]     += p v
 #pragma once
 
@@ -38,8 +38,7 @@ struct Decode : DecodeScratch {
   Lanes lanes;  // rows of the first head
   const Score score;
   const Dropout dropout;
-  const bool general;
-  const float exponent;        // p = 2^((s - m) * exponent)
+  Weighing<T> weighing;
   const int64_t rows_of_head;  // rounded up
   // Rows of the first head: keys and values of the tile, and of as many behind it as are asked for.
   const Cached** const keys_of_tile;
@@ -56,8 +55,7 @@ struct Decode : DecodeScratch {
         lanes{DecodeScratch::lanes},
         score(kFloat8 ? score_of(p) : score_of(p, s.batch, t.kv_head)),
         dropout(dropout_of(p)),
-        general(is_general(p)),
-        exponent(exponent_of(score, general)),
+        weighing(Weighing<T>::of(score, is_general(p, score))),
         rows_of_head(decode_rows_of_head(t.packed_rows.size())),
         keys_of_tile(reinterpret_cast<const Cached**>(rows)),
         values_of_tile(keys_of_tile + tile_k + Products::kMostAhead),
@@ -118,7 +116,7 @@ struct Decode : DecodeScratch {
 
   TILEWISE_FN void begin() {
     lanes.fill(p, s, task.kv_head, task.packed_rows, panel());
-    const bool negate = !general && score.scale < 0.0f;
+    const bool negate = !weighing.general && score.scale < 0.0f;
     const T* from[kMostRows];
     lane_rows(from, lanes, lanes.count, s, p.q);
     const int64_t reads = task.heads * rows_of_head * reads_of_q();
@@ -130,7 +128,7 @@ struct Decode : DecodeScratch {
         if (negate) Reader::negate(part);
         Products::place_q(*this, part, h, lane, c);
       }
-      const SoftmaxState state = first_state(task, head_of(lane, h), exponent);
+      const SoftmaxState state = first_state(task, head_of(lane, h), weighing);
       m[row] = state.m;
       F sum{};
       sum[0] = state.l;
@@ -158,7 +156,7 @@ struct Decode : DecodeScratch {
   // Score changes and band: W keys of a row from `key` of the sequence on, of which `left` exist.
   TILEWISE_FN F score_at(int64_t lane, int64_t head, int64_t key, int64_t left, F raw) const {
     F value = raw;
-    if (general) {
+    if (weighing.general) {
       const auto diagonal = static_cast<int32_t>(lanes.row[lane] + s.band.shift() - key);
       const int64_t offset = bias_offset(p, s.batch, head, lanes.row[lane]) + key;
       const F bias = p.bias != nullptr ? bias_of_keys(p, offset, left) : F{};
@@ -173,8 +171,8 @@ struct Decode : DecodeScratch {
 
   // Raises m where the tile's maximum has outgrown it, and rescales l and o then.
   TILEWISE_FN float raise_maximum(int64_t row, float highest) {
-    if (highest > m[row] + kOutgrown / exponent) {
-      const F alpha = exp2<kExpDegree<float>>(splat((m[row] - highest) * exponent));
+    if (highest > m[row] + kOutgrown / weighing.c) {
+      const F alpha = weighing.alpha(splat(m[row]), splat(highest));
       m[row] = highest;
       store(l + row * W, load(l + row * W) * alpha);
       for (int64_t c = 0; c < o_ld; c += W) store(o_of(row) + c, load(o_of(row) + c) * alpha);
@@ -189,15 +187,25 @@ struct Decode : DecodeScratch {
     const bool inside = seen.begin <= keys.begin && keys.end <= seen.end && keys.size() == padded;
     F highest = splat(kMinusInfinity);
     for (int64_t i = 0; i < padded; i += W) {
-      if (general || !inside)
+      if (weighing.general || !inside)
         store(at + i, score_at(lane, head, keys.begin + i, keys.size() - i, load(at + i)));
       highest = vmax(highest, load(at + i));
     }
-    const float base = raise_maximum(row, max_lane(highest));
+    const F base = weighing.base(splat(raise_maximum(row, max_lane(highest))));
+    if (weighing.fused())
+      exponentiate<Weighing<T>::kMayFuse>(row, lane, head, keys, base);
+    else
+      exponentiate<false>(row, lane, head, keys, base);
+  }
+
+  template <bool kFused>
+  TILEWISE_FN void exponentiate(int64_t row, int64_t lane, int64_t head, Range keys, F base) {
+    float* const at = s_of(row);
+    const Weighing<T> w_of = weighing;
     const int64_t batch_head = s.batch * p.heads_q + head;
     F sum{};
     for (int64_t i = 0; i < padded; i += W) {
-      F w = exp2<kExpDegree<T>>(exponent_at<T>(load(at + i), splat(base), exponent));
+      F w = exp2<kExpDegree<T>>(w_of.template exponent<kFused>(load(at + i), base));
       sum = sum + w;
       if (dropout.on())
         w = w * keep_scale_of_keys(dropout, batch_head, lanes.row[lane], keys.begin + i);
@@ -244,6 +252,20 @@ struct Decode : DecodeScratch {
   }
 
   TILEWISE_FN void run() {
+    for (bool again = false;; again = true) {
+      attend_all();
+      bool more = false;
+      for_rows([&](int64_t row, int64_t lane, int64_t h) {
+        const float sum = sum_lanes(load(l + row * W));
+        if (!again) more |= huge[row] = weighing.huge(splat(m[row]), splat(sum))[0] != 0;
+        if (huge[row] == again) finish(row, lane, h, sum);
+      });
+      if (again || !more) return;
+      weighing = Weighing<T>::of(score, true);
+    }
+  }
+
+  TILEWISE_FN void attend_all() {
     begin();
     [[maybe_unused]] const typename Products::Session session{lanes.count};
     const Tiling tiling{s.band.keys, tile_k};
@@ -263,14 +285,12 @@ struct Decode : DecodeScratch {
       else
         with_rows([&](auto R) { products.template accumulate<R>(*this); });
     }
-    for_rows([&](int64_t row, int64_t lane, int64_t h) { finish(row, lane, h); });
   }
 
   // out = o / l and lse = m + log(l).
-  TILEWISE_FN void finish(int64_t row, int64_t lane, int64_t h) const {
-    const float sum = sum_lanes(load(l + row * W));
+  TILEWISE_FN void finish(int64_t row, int64_t lane, int64_t h, float sum) const {
     const float factor = sum == 0.0f ? 0.0f : unit_of_v(h) / sum;
-    const LogSums sums = lse_of(splat(m[row]), splat(sum), exponent);
+    const LogSums sums = lse_of(splat(m[row]), splat(sum), weighing);
     if (task.partial_out != nullptr) {
       const int64_t at = h * task.partial_stride + lane;
       task.partial_lse[at] = sums.lse[0];

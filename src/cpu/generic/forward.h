@@ -2,7 +2,7 @@
 // vector lanes, so maxima, sums and masks are vertical and no head dimension is awkward.
 //
 //   S^T[key][lane]  = K Q^T       K packed per tile, Q^T once per item
-//   P^T             = 2^((S^T - m) c), m and l kept per lane
+//   P^T             = 2^((S^T - m) c), m and l kept per lane (Weighing)
 //   O^T[dv][lane]  += V^T P^T
 #pragma once
 
@@ -28,10 +28,9 @@ struct Forward : ForwardScratch {
   Lanes lanes;
   ScoreTile scores;
   const Dropout dropout;
-  const bool general;
   const T** rows;
   PackedProducts<E> products;
-  const float exponent;  // P = 2^((S - m) * exponent)
+  Weighing<T> weighing;
   // Whether O of a panel has sums. Until then it holds nothing: the first product writes it.
   bool summed[ceil_div(S.wide_q, S.panel)] = {};
   RowsToCome<T> next_k, next_v;  // of the next tile
@@ -50,24 +49,24 @@ struct Forward : ForwardScratch {
         lanes{ForwardScratch::lanes},
         scores{ForwardScratch::scores, &p, score_of(p, s.batch, t.kv_head)},
         dropout(dropout_of(p)),
-        general(is_general(p)),
         rows(reinterpret_cast<const T**>(ForwardScratch::rows)),
         products{*this, p},
-        exponent(exponent_of(scores.score, general)) {}
+        weighing(Weighing<T>::of(scores.score, is_general(p, scores.score))) {}
 
   // Q^T, row states and accumulators.
   TILEWISE_FN void begin() {
     lanes.fill(p, s, task.kv_head, task.packed_rows, S.panel);
-    const bool negate = !general && scores.score.scale < 0.0f;
+    const bool negate = !weighing.general && scores.score.scale < 0.0f;
 
     const int64_t used_panels = ceil_div(lanes.count, S.panel);
     lane_rows(rows, lanes, used_panels * S.panel, s, p.q);
     products.load_queries(rows, used_panels, negate);
     for (int64_t lane = 0; lane < used_panels * S.panel; ++lane) {
-      const SoftmaxState state = first_state(task, lanes.head[lane], exponent);
+      const SoftmaxState state = first_state(task, lanes.head[lane], weighing);
       m[lane] = state.m;
       l[lane] = state.l;
     }
+    for (bool& panel_has : summed) panel_has = false;
   }
 
   // Score changes; and the band, where the panel does not see all keys of the strip.
@@ -79,7 +78,8 @@ struct Forward : ForwardScratch {
       for (int64_t i = strip.begin; i < strip.end; ++i, at += S.panel) {
         const int32_t key = static_cast<int32_t>(i);
         F value = load(at);
-        if (general && key < keys.size()) value = scores.at(value, diagonal, key, lane).value;
+        if (weighing.general && key < keys.size())
+          value = scores.at(value, diagonal, key, lane).value;
         if (masked) value = bounds.sees(key) ? value : splat(kMinusInfinity);
         store(at, value);
       }
@@ -101,12 +101,11 @@ struct Forward : ForwardScratch {
       for (int i = 0; i < 4; ++i) highest_of[i] = vmax(highest_of[i], load(from + i * S.panel));
     const F highest = vmax(vmax(highest_of[0], highest_of[1]), vmax(highest_of[2], highest_of[3]));
     const F old = load(m_at);
-    const I outgrown = highest > old + kOutgrown / exponent;
+    const I outgrown = highest > old + kOutgrown / weighing.c;
     if (any(outgrown)) {
       accumulate(panel, weighted, strip.begin);
       const F raised = outgrown ? highest : old;
-      const F alpha = exp2<kExpDegree<float>>((old - raised) * exponent);
-      const F factor = outgrown ? alpha : splat(1.0f);
+      const F factor = outgrown ? weighing.alpha(old, raised) : splat(1.0f);
       store(m_at, raised);
       float* const l_at = l + panel * S.panel + lane;
       store(l_at, load(l_at) * factor);
@@ -115,24 +114,25 @@ struct Forward : ForwardScratch {
         store(o_at, load(o_at) * factor);
     }
     const F now = load(m_at);
-    return now == kMinusInfinity ? F{} : now;
+    return weighing.base(now == kMinusInfinity ? F{} : now);
   }
 
   // P^T = 2^((S^T - m) c) for W lanes; l grows by its undropped column sums.
-  template <bool kDropout>
+  template <bool kDropout, bool kFused>
   TILEWISE_FN void exponentiate(int64_t panel, int64_t lane, Range strip, Range keys, F base) {
     F sum[4] = {};
+    const Weighing<T> w_of = weighing;
     KeepMask keep;
     const float* from = s_tile + lane;
     uint32_t* const to = weights;
-    const float c = exponent;
     for (int64_t key = strip.begin; key < strip.end; key += 8, from += 8 * S.panel) {
       if (kDropout && key % Dropout::kKeysPerBlock == 0)
         keep = KeepMask::of(dropout, p, s, lanes, panel * S.panel + lane, keys.begin + key);
       for (int i = 0; i < 8; i += 2) {
         F w[2];
         for (int j = 0; j < 2; ++j) {
-          w[j] = exp2<kExpDegree<T>>(exponent_at<T>(load(from + (i + j) * S.panel), base, c));
+          w[j] = exp2<kExpDegree<T>>(
+              w_of.template exponent<kFused>(load(from + (i + j) * S.panel), base));
           sum[(i + j) % 4] += w[j];
           if constexpr (kDropout) w[j] = w[j] * keep.scale(dropout, key + i + j);
         }
@@ -148,11 +148,19 @@ struct Forward : ForwardScratch {
       next_k.ask();
       next_v.ask();
       const F base = raise_maximum(panel, lane, strip, weighted);
-      if (dropout.on())
-        exponentiate<true>(panel, lane, strip, keys, base);
+      if (weighing.fused())
+        exponentiate_fused<Weighing<T>::kMayFuse>(panel, lane, strip, keys, base);
       else
-        exponentiate<false>(panel, lane, strip, keys, base);
+        exponentiate_fused<false>(panel, lane, strip, keys, base);
     }
+  }
+  template <bool kFused>
+  TILEWISE_FN void exponentiate_fused(int64_t panel, int64_t lane, Range strip, Range keys,
+                                      F base) {
+    if (dropout.on())
+      exponentiate<true, kFused>(panel, lane, strip, keys, base);
+    else
+      exponentiate<false, kFused>(panel, lane, strip, keys, base);
   }
 
   // O^T += V^T P^T, and the rows that were taken out of V where their weight is not 0.
@@ -178,19 +186,40 @@ struct Forward : ForwardScratch {
   TILEWISE_FN void attend(int64_t panel, Range keys, int64_t bad_count) {
     const Tiling strips{padded(keys), S.strip};
     Weighted weighted{0, bad_count};
-    if (general) scores.load_panel(s, lanes, panel * S.panel, S.panel, keys, 0);
+    if (weighing.general) scores.load_panel(s, lanes, panel * S.panel, S.panel, keys, 0);
     for (int64_t i = 0; i < strips.count(); ++i) {
       const Range strip = strips.at(i);
       const Range seen = {keys.begin + strip.begin, keys.begin + strip.end};
       const bool masked = seen.end > keys.end || !lanes.panel_covers(panel, seen);
       products.scores(panel, strip, vectors(panel));
-      if (general || masked) change_scores(panel, strip, keys, masked);
+      if (weighing.general || masked) change_scores(panel, strip, keys, masked);
       softmax_strip(panel, strip, keys, weighted);
     }
     accumulate(panel, weighted, strips.length);
   }
 
   TILEWISE_FN void run() {
+    for (bool again = false;; again = true) {
+      attend_all();
+      const bool more = !again && mark_huge();
+      finish(again);
+      if (!more) return;
+      weighing = Weighing<T>::of(scores.score, true);
+    }
+  }
+
+  // Rows that are computed again, in the general form. The others are what they are without them.
+  TILEWISE_FN bool mark_huge() {
+    bool found = false;
+    for (int64_t lane = 0; lane < round_up(lanes.count, W); lane += W) {
+      const I marked = weighing.huge(load(m + lane), load(l + lane));
+      for (int i = 0; i < W; ++i) huge[lane + i] = marked[i] != 0;
+      found |= any(marked);
+    }
+    return found;
+  }
+
+  TILEWISE_FN void attend_all() {
     begin();
     const int64_t used_panels = ceil_div(lanes.count, S.panel);
     const Range seen = intersect(lanes.all_lanes_any(S.panel), task.keys);
@@ -210,7 +239,6 @@ struct Forward : ForwardScratch {
         }
       }
     }
-    finish();
   }
 
   // Panels of the narrowest item: what a row's sums are may not depend on the rows beside it.
@@ -263,27 +291,29 @@ struct Forward : ForwardScratch {
     return round_up(keys.size(), PackedProducts<E>::kKeyStep);
   }
 
-  // out = O / l and lse = m + log(l), lane by lane.
-  TILEWISE_FN void finish() {
+  // out = O / l and lse = m + log(l), lane by lane: of rows that are huge, or of the others.
+  TILEWISE_FN void finish(bool of_huge) {
     const int64_t used_panels = ceil_div(lanes.count, S.panel);
     for (int64_t panel = 0; panel < used_panels; ++panel) {
       for (int64_t i = 0; !summed[panel] && i < dv.m * S.panel; ++i)
         o[panel * dv.m * S.panel + i] = 0.0f;
-      for (int64_t lane = 0; lane < vectors(panel) * W; lane += W) finish_lanes(panel, lane);
+      for (int64_t lane = 0; lane < vectors(panel) * W; lane += W)
+        finish_lanes(panel, lane, of_huge);
     }
   }
 
-  TILEWISE_FN void finish_lanes(int64_t panel, int64_t lane) {
+  TILEWISE_FN void finish_lanes(int64_t panel, int64_t lane, bool of_huge) {
     const int64_t first = panel * S.panel + lane;
     const int64_t valid = min<int64_t>(W, lanes.count - first);
     const F sum = load(l + first);
     const F inverse = sum == 0.0f ? F{} : v_descale(p, s.batch, task.kv_head) / sum;
-    const LogSums sums = lse_of(load(m + first), sum, exponent);
+    const LogSums sums = lse_of(load(m + first), sum, weighing);
     const float* const o_lanes = o + panel * dv.m * S.panel + lane;
-    float* partial[W];
-    T* out[W];
+    float* partial[W] = {};
+    T* out[W] = {};
     for (int i = 0; i < valid; ++i) {
       const int64_t at = first + i;
+      if (huge[at] != of_huge) continue;
       if (task.partial_out != nullptr) {
         partial[i] = task.partial_out + at * p.head_dim_v;
         task.partial_lse[at] = sums.lse[i];

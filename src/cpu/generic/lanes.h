@@ -1,6 +1,7 @@
 // The query rows of a work item as vector lanes: who they are and which keys they see.
 #pragma once
 
+#include "attention/online_softmax.h"
 #include "attention/schedule.h"
 #include "cpu/generic/simd.h"
 #include "cpu/generic/tasks.h"
@@ -86,6 +87,15 @@ TILEWISE_FN int64_t lse_index(const Problem& p, const Sequence& s, int64_t row, 
   return s.lse_offset(p.lse_stride_batch, row) + head * p.lse_stride_head;
 }
 
+TILEWISE_FN int64_t dlse_index(const Gradients& g, const Sequence& s, int64_t row, int64_t head) {
+  return s.lse_offset(g.dlse_stride_batch, row) + head * g.dlse_stride_head;
+}
+
+TILEWISE_FN LogSum log_sum_of(const Problem& p, const Sequence& s, int64_t row, int64_t head) {
+  const int64_t at = lse_index(p, s, row, head);
+  return {p.lse[at], p.lse_low != nullptr ? p.lse_low[at] : 0.0f};
+}
+
 // lse and, where it is wanted, lse_low of a row.
 TILEWISE_FN void write_lse(const Problem& p, const Sequence& s, int64_t row, int64_t head,
                            float lse, float low) {
@@ -95,7 +105,7 @@ TILEWISE_FN void write_lse(const Problem& p, const Sequence& s, int64_t row, int
   if (p.lse_low != nullptr) p.lse_low[at] = low;
 }
 
-// Writes columns[column][lane] * factor as rows: lane i goes to out[i].
+// Writes columns[column][lane] * factor as rows: lane i goes to out[i], unless that is null.
 template <class T>
 TILEWISE_FN void store_lanes(T* const* out, int64_t lanes, const float* columns, int64_t ld,
                              int64_t count, F factor) {
@@ -105,6 +115,7 @@ TILEWISE_FN void store_lanes(T* const* out, int64_t lanes, const float* columns,
     for (int i = 0; i < W; ++i) block[i] = i < now ? load(columns + (c + i) * ld) * factor : F{};
     transpose(block);
     for (int64_t i = 0; i < lanes; ++i) {
+      if (out[i] == nullptr) continue;
       if (now == W)
         from_fp32(out[i] + c, block[i]);
       else

@@ -71,7 +71,7 @@ TILEWISE_FN float dot_rows(const T* a, const T* b, int64_t columns) {
   return sum_lanes(sum);
 }
 
-// delta = do.o - dlse: with it ds = p (dp - delta) covers both gradients. A sink has p = 2^(sink -
+// delta = do.o - dlse: with it ds = p (dp - delta) covers both gradients. A sink has p = exp(sink -
 // lse), no value, and so ds = -p delta.
 template <class T>
 void delta_item(const RowTask& t) {
@@ -85,12 +85,12 @@ void delta_item(const RowTask& t) {
     float delta =
         dot_rows(packed_row<const T>(p, t.sequence, t.kv_head, packed, p.out),
                  packed_row<const T>(p, t.sequence, t.kv_head, packed, g.dout), p.head_dim_v);
-    if (g.dlse != nullptr)
-      delta -= g.dlse[t.sequence.lse_offset(g.dlse_stride_batch, row) + head * g.dlse_stride_head];
+    if (g.dlse != nullptr) delta -= g.dlse[dlse_index(g, t.sequence, row, head)];
     t.delta[i] = delta;
     if (t.dsinks == nullptr) continue;
-    const float lse = p.lse[lse_index(p, t.sequence, row, head)];
-    t.dsinks[i] = lse == kMinusInfinity ? 0.0f : -__builtin_expf(above(p.sinks[head], lse)) * delta;
+    const LogSum sum = log_sum_of(p, t.sequence, row, head);
+    const LogSum sink{p.sinks[head]};
+    t.dsinks[i] = sum.lse == kMinusInfinity ? 0.0f : -__builtin_expf(sink.above(sum)) * delta;
   }
 }
 

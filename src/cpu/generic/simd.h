@@ -34,6 +34,13 @@ inline constexpr int W = 8;
 inline constexpr int W = 4;
 #endif
 
+// Whether a product and a sum are one instruction, with one rounding.
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+inline constexpr bool kHasFma = true;
+#else
+inline constexpr bool kHasFma = false;
+#endif
+
 using F = float __attribute__((vector_size(W * 4)));
 using I = int32_t __attribute__((vector_size(W * 4)));
 using U = uint32_t __attribute__((vector_size(W * 4)));

@@ -21,28 +21,88 @@ inline constexpr int kExpDegree<Half> = 4;
 // tiles rescale nothing (FlashAttention-4 calls this conditional rescaling).
 inline constexpr float kOutgrown = 8.0f;
 
-// c of P = 2^((S - m) c). The plain form keeps S raw and has the scale here; a negative scale moves
-// into Q.
-TILEWISE_FN float exponent_of(const Score& score, bool general) {
-  return general ? kLog2e : max(__builtin_fabsf(score.scale) * kLog2e, 1e-30f);
+// Rows whose largest score is beyond this, in natural units, are computed again in the general
+// form, the backward likewise where lse is beyond it: fp32 numbers are 2 apart there. The plain
+// form, whose scores are not rounded before they are compared, has an m that lse and lse_low cannot
+// hold.
+inline constexpr float kHugeScore = 1 << 24;
+
+// Scores that the plain form, which divides by the scale, cannot hold are general.
+TILEWISE_FN bool is_general(const Problem& p, const Score& score) {
+  return tilewise::is_general(p) || __builtin_fabsf(score.scale) < 1e-30f;
 }
 
-// (S - m) c. To 16 bits the rounding of m c is nothing, and the difference is one instruction.
+// How scores become weights: P = 2^((S - m) c). The general form has S in natural units; the plain
+// form keeps S raw, with the scale in c, and a negative scale in Q.
 template <class T>
-TILEWISE_FN F exponent_at(F s, F m, float c) {
-  return sizeof(T) == 2 ? s * c - m * c : (s - m) * c;
-}
+struct Weighing {
+  bool general;
+  float c;
+  float unit;  // of S, in natural units
+
+  TILEWISE_FN static Weighing of(const Score& score, bool general) {
+    const float unit = general ? 1.0f : __builtin_fabsf(score.scale);
+    return {general, unit * kLog2e, unit};
+  }
+
+  // S c - m c, with m c rounded, is one instruction less than (S - m) c. What the rounding changes
+  // is the same for all weights of a row, and small while m is not huge, as it never is in the
+  // plain form: 16 bits can do with it.
+  static constexpr bool kMayFuse = sizeof(T) == 2 && kHasFma;
+  TILEWISE_FN bool fused() const { return kMayFuse && !general; }
+
+  // What is subtracted from S, or from S c if fused: m c as fp32 has it, which has to be the same
+  // number wherever it is used. That it is a choice keeps the compiler from fusing it into a sum.
+  TILEWISE_FN F base(F m) const {
+    if (!fused()) return m;
+    const F scaled = m * c;
+    return m == kMinusInfinity ? m : scaled;
+  }
+
+  template <bool kFused>
+  TILEWISE_FN F exponent(F s, F base) const {
+    return kFused ? s * c - base : (s - base) * c;
+  }
+
+  // What l and O are multiplied by when m is raised.
+  TILEWISE_FN F alpha(F old, F raised) const {
+    const F difference = base(old) - base(raised);
+    return exp2<kExpDegree<float>>(fused() ? difference : difference * c);
+  }
+
+  // Where the weights are 1, in natural units.
+  TILEWISE_FN D highest(F m) const {
+    const D exact = __builtin_convertvector(m, D) * static_cast<double>(unit);
+    if (!fused()) return exact;
+    const D change = __builtin_convertvector(base(m), D) -
+                     __builtin_convertvector(m, D) * static_cast<double>(c);
+    return exact + change * kLn2;
+  }
+
+  // Rows that are to be computed again. One whose sink is beyond all raw scores has an infinite m.
+  TILEWISE_FN I huge(F m, F l) const {
+    const F score = m * unit;
+    const F magnitude = score < 0.0f ? -score : score;
+    return general ? I{} : (magnitude > kHugeScore) & ((m > kMinusInfinity) | (l > 0.0f));
+  }
+};
 
 struct SoftmaxState {
   float m = kMinusInfinity;  // in the units of S
   float l = 0.0f;
 };
 
-// Before any key: the sink's weight is 2^((m - m) c) = 1.
-TILEWISE_FN SoftmaxState first_state(const ForwardTask& task, int64_t head, float exponent) {
+// Before any key: the sink alone, whose weight makes up for what m is rounded to. A huge sink is
+// either nothing beside a key's score, or leaves a huge row, which is computed again.
+template <class T>
+TILEWISE_FN SoftmaxState first_state(const ForwardTask& task, int64_t head,
+                                     const Weighing<T>& weighing) {
   const float* const sinks = task.problem->sinks;
   if (sinks == nullptr || !task.first_split || sinks[head] == kMinusInfinity) return {};
-  return {sinks[head] * kLog2e / exponent, 1.0f};
+  const float m = sinks[head] / weighing.unit;
+  if (weighing.general || __builtin_fabsf(sinks[head]) > kHugeScore) return {m, 1.0f};
+  const double off = static_cast<double>(sinks[head]) - weighing.highest(splat(m))[0];
+  return {m, static_cast<float>(__builtin_exp(off))};
 }
 
 // log(x) of positive normal numbers, relative error below 1e-11: x = 2^e m with m from sqrt(1/2) to
@@ -71,12 +131,13 @@ struct LogSums {
 };
 
 // The highest score is taken off before log l is added, which it would swallow where it is huge.
-TILEWISE_FN LogSums lse_of(F m, F l, float exponent) {
-  const D highest = __builtin_convertvector(m, D) * static_cast<double>(exponent) * kLn2;
+template <class T>
+TILEWISE_FN LogSums lse_of(F m, F l, const Weighing<T>& weighing) {
+  const D highest = weighing.highest(m);
   const D sum = log(__builtin_convertvector(l, D));
   const F infinity = splat(-kMinusInfinity);
-  const F rounded = __builtin_convertvector(highest + sum, F);
-  const F lse = l == 0.0f ? -infinity : (l < infinity ? rounded : l);
+  const F nearest = __builtin_convertvector(highest + sum, F);
+  const F lse = l == 0.0f ? -infinity : (l < infinity ? nearest : l);
   const F low = __builtin_convertvector((highest - __builtin_convertvector(lse, D)) + sum, F);
   return {lse, lse - lse == 0.0f ? low : F{}};
 }
