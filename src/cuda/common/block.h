@@ -33,9 +33,11 @@ TILEWISE_DEVICE float sum_of_warp(float x) {
   return x;
 }
 
+// The same in all lanes, NaN or not: that loses against a number.
 TILEWISE_DEVICE float max_of_warp(float x) {
 #pragma unroll
-  for (int mask = ptx::kWarpSize / 2; mask != 0; mask /= 2) x = max(x, ptx::shuffle_xor(x, mask));
+  for (int mask = ptx::kWarpSize / 2; mask != 0; mask /= 2)
+    x = ptx::fmax(x, ptx::shuffle_xor(x, mask));
   return x;
 }
 

@@ -37,6 +37,12 @@ struct CombinedRow {
     if (p.lse != nullptr) p.lse[at] = sum.lse;
     if (p.lse_low != nullptr) p.lse_low[at] = sum.low;
   }
+  // By a warp: a row of which a part is lost, as its lse of NaN says.
+  template <class T>
+  TILEWISE_DEVICE void compute_again(const Problem& p) const {
+    const Sequence s = sequence_of(p, place.batch);
+    write_exact_row<T, Form::general, static_cast<int>(kMaxHeadDim)>(p, s, place.index, head);
+  }
   template <class T>
   TILEWISE_DEVICE T* out(const Problem& p) const {
     return static_cast<T*>(p.out.data) + place.offset(p.out) + head * p.out.stride_head;
@@ -45,8 +51,6 @@ struct CombinedRow {
 
 // Key splits: by rows of all sequences, and heads.
 struct SplitRow : CombinedRow {
-  static constexpr bool kMayBeLost = false;
-
   TILEWISE_DEVICE SplitRow(const ForwardParams& params, int64_t index) {
     const Problem& p = params.problem;
     const int64_t row = index / p.heads_q;
@@ -73,7 +77,6 @@ struct SplitRow : CombinedRow {
 // Equal parts, which lie in the order of the main kernel's blocks: by sequences, heads of a tile,
 // and its rows.
 struct PartRow : CombinedRow {
-  static constexpr bool kMayBeLost = false;
   int32_t tile;
 
   TILEWISE_DEVICE PartRow(const ForwardParams& params, int64_t of) {
@@ -106,11 +109,8 @@ struct PartRow : CombinedRow {
   }
 };
 
-// Parts of shared works: rows of their tiles. The lse of a part is NaN where its block could not
-// tell the sums of the row (scores beyond 1e7): the row is then computed again, as a whole.
+// Parts of shared works: rows of their tiles.
 struct SharedRow : CombinedRow {
-  static constexpr bool kMayBeLost = true;
-
   TILEWISE_DEVICE SharedRow(const ForwardParams& params, int64_t of) {
     const auto index = static_cast<int32_t>(of);
     const int32_t work = index / params.row_tile;
@@ -194,8 +194,8 @@ struct Combine {
     float highest = own;
 #pragma unroll 1
     for (int32_t begin = next; begin < splits; begin += splits_at_once())
-      highest = max(highest, lse_of(begin));
-    weights.begin(joined(highest, 0, [](float a, float b) { return max(a, b); }), sink);
+      highest = ptx::fmax(highest, lse_of(begin));
+    weights.begin(joined(highest, 0, [](float a, float b) { return ptx::fmax(a, b); }), sink);
     if (weights.needs_low()) [[unlikely]]
       refine(own, sink);
     float sum = weights.beside(with_low(own, own_splits()));
@@ -280,6 +280,10 @@ struct Combine {
     const float own = lse_of(own_splits());
     const auto parts = load<kWidth>(own_splits(), ptx::lane_index() * kWidth);
     const LogSum sum = merge(own, p.sinks != nullptr ? p.sinks[row.head] : kMinusInfinity);
+    if (sum.lse != sum.lse) [[unlikely]] {  // in all warps
+      if (ptx::warp_index() == 0) row.template compute_again<T>(p);
+      return;
+    }
     if (ptx::thread_index() == 0) row.write_lse(p, sum);
     write(own, parts);
   }
@@ -324,12 +328,6 @@ struct CombineByWarps {
     const int lane = ptx::lane_index();
     LogSum own;
     if (lane < row.splits) own.lse = params.partial_lse[row.item(lane)];
-    if constexpr (Row::kMayBeLost) {
-      if (ptx::any(own.lse != own.lse)) [[unlikely]] {
-        row.write_lse(p, ExactRow<T>(p, row.place, row.head).write(row.template out<T>(p), sink));
-        return;
-      }
-    }
     SplitWeights weights;
     weights.begin(own.lse, sink);
     if (weights.needs_low()) [[unlikely]] {
@@ -337,6 +335,8 @@ struct CombineByWarps {
       weights.refine(max_of_warp(own.lse == weights.base.lse ? own.low : kMinusInfinity), sink);
     }
     const LogSum sum = weights.finish(weights.beside(own), sink);
+    if (sum.lse != sum.lse) [[unlikely]]
+      return row.template compute_again<T>(p);
     if (lane == 0) row.write_lse(p, sum);
     const float weight = weights.of(own);
 #pragma unroll 1

@@ -1,65 +1,85 @@
-// One row of a plain forward, computed by a warp from the inputs, in fp32 and for scores of any
-// size. It is for rows that a faster kernel has given up: rare, and slow.
+// One row of a forward, computed by a warp from the inputs, in fp32 and for scores of any size. It
+// is for rows that a faster kernel has given up (`is_lost` of forward_results.h): rare, and slow.
 #pragma once
 
 #include <cfloat>
+#include <type_traits>
 
+#include "base/float8.h"
 #include "cuda/common/block.h"
-#include "cuda/common/places.h"
+#include "cuda/common/score_terms.h"
 #include "cuda/common/split_weights.h"
+#include "cuda/form.h"
 
 namespace tilewise::cuda::common {
 
-// T: storage of q, k, v and out. Plain: a scale, a band and sinks, and no pages.
-template <class T>
+// T: storage of q and out, K: of k and v. Plain: without softcap, ALiBi, bias and dropout.
+template <class T, class K, Form kForm, int kHeadDim>
 class ExactRow {
  public:
-  TILEWISE_DEVICE ExactRow(const Problem& p, const Place& place, int64_t head)
+  // Row `row` of a sequence.
+  TILEWISE_DEVICE ExactRow(const Problem& p, const Sequence& s, int64_t row, int64_t head)
       : p_(p),
-        sequence_(sequence_of(p, place.batch)),
-        keys_(sequence_.band.keys_of(place.index)),
+        s_(s),
+        keys_(s.band.keys_of(row)),
+        row_(row),
+        head_(head),
         kv_head_(head / group_size(p)),
-        q_(static_cast<const T*>(p.q.data) + place.offset(p.q) + head * p.q.stride_head),
-        scale_(score_of(p).scale) {}
+        q_(static_cast<const T*>(p.q.data) + s.row_offset(p.q, row) + head * p.q.stride_head),
+        all_(ScoreTerms::of(p)),
+        terms_(ScoreTerms::row(p, s, row, head)) {
+    all_.score = score_of(p, s.batch, kv_head_);
+  }
 
-  // Writes the row; returns its lse.
-  TILEWISE_DEVICE LogSum write(T* out, float sink) {
+  // Writes the row of out and its lse.
+  TILEWISE_DEVICE void write() {
 #pragma unroll 1
     for (int64_t key = keys_.begin; key < keys_.end; key += ptx::kWarpSize) add_keys(key);
-    LogSum sum;
-    if (m_ != kNothing) {
-      sum = LogSum::of(m_, ptx::log_accurate(sum_of_warp(l_)));
-    }
+    const float l = sum_of_warp(l_);
+    const float sink = p_.sinks != nullptr ? p_.sinks[head_] : kMinusInfinity;
+    const LogSum of_sink{sink, 0.0f};
+    LogSum of_keys;
+    if (l != 0.0f) of_keys = LogSum::of(m_, ptx::log_accurate(l));
     SplitWeights weights;
-    weights.base = sum < LogSum{sink, 0.0f} ? LogSum{sink, 0.0f} : sum;
+    weights.base = of_keys < of_sink ? of_sink : of_keys;
     weights.base.lse = exponent_base(weights.base.lse);
-    const float all = weights.beside(sum) + weights.beside({sink, 0.0f});
-    const float factor = all == 0.0f ? 0.0f : weights.beside(sum) / (all * sum_of_warp(l_));
+    const float weight = weights.beside(of_keys);
+    const float all = weight + weights.beside(of_sink);
+    const float factor = l == 0.0f ? 0.0f : weight / (all * l) * v_descale(p_, s_.batch, kv_head_);
+    T* const out =
+        static_cast<T*>(p_.out.data) + s_.row_offset(p_.out, row_) + head_ * p_.out.stride_head;
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
       const int column = ptx::lane_index() + i * ptx::kWarpSize;
-      if (column < p_.head_dim_v) out[column] = rounded<T>(m_ == kNothing ? 0.0f : o_[i] * factor);
+      if (column < p_.head_dim_v) out[column] = rounded<T>(o_[i] * factor);
     }
-    if (all == 0.0f) return {};
-    return LogSum::of(weights.base.lse, ptx::log_accurate(all), weights.base.low);
+    if (p_.lse == nullptr || ptx::lane_index() != 0) return;
+    LogSum sum;
+    if (all != 0.0f) sum = LogSum::of(weights.base.lse, ptx::log_accurate(all), weights.base.low);
+    const int64_t at = s_.lse_offset(p_.lse_stride_batch, row_) + head_ * p_.lse_stride_head;
+    p_.lse[at] = sum.lse;
+    if (p_.lse_low != nullptr) p_.lse_low[at] = sum.low;
   }
 
  private:
-  static constexpr int kColumns = 256 / ptx::kWarpSize;  // of a lane: of head dims up to 256
-  static constexpr float kNothing = -FLT_MAX;            // m of a row that has seen no key
+  static constexpr int kColumns = (kHeadDim + ptx::kWarpSize - 1) / ptx::kWarpSize;  // of a lane
 
   // The online softmax goes on by a key of each lane.
   TILEWISE_DEVICE void add_keys(int64_t first) {
     const int64_t own = first + ptx::lane_index();
     float x = kMinusInfinity;
     if (own < keys_.end) x = score(own);
-    const float highest = max(m_, max_of_warp(x));
+    const float highest = ptx::fmax(m_, max_of_warp(x));
     const float shrink = exponential(m_ - highest);
-    const float weight = exponential(x - highest);
+    float weight = exponential(x - highest);
     m_ = highest;
     l_ = l_ * shrink + weight;
 #pragma unroll
     for (float& o : o_) o *= shrink;
+    if constexpr (kForm == Form::general) {
+      if (all_.dropout.on()) weight *= all_.keep(terms_, own).at(own);
+    }
+    if (!ptx::any(weight != 0.0f)) return;  // NaN is not 0
 #pragma unroll 1
     for (int i = 0; i < min<int64_t>(ptx::kWarpSize, keys_.end - first); ++i) {
       const float its = ptx::shuffle(weight, i);
@@ -67,18 +87,26 @@ class ExactRow {
     }
   }
 
+  TILEWISE_DEVICE const K* row_of(const tilewise_tensor& view, int64_t key) const {
+    return static_cast<const K*>(view.data) + s_.kv.offset(view, key) + kv_head_ * view.stride_head;
+  }
+
   TILEWISE_DEVICE float score(int64_t key) const {
-    const T* const k = static_cast<const T*>(p_.k.data) + sequence_.kv.offset(p_.k, key) +
-                       kv_head_ * p_.k.stride_head;
-    float sum = 0.0f;
-#pragma unroll 4
-    for (int64_t i = 0; i < p_.head_dim; ++i) sum = ptx::fma(to_float(q_[i]), to_float(k[i]), sum);
-    return ptx::mul(sum, scale_);
+    if constexpr (kForm == Form::general) {
+      if (all_.bias != nullptr && all_.bias_at(terms_.bias + key) == kMinusInfinity)
+        return kMinusInfinity;
+    }
+    const K* const k = row_of(p_.k, key);
+    float product = 0.0f;
+#pragma unroll 8
+    for (int64_t i = 0; i < p_.head_dim; ++i)
+      product = ptx::fma(to_float(q_[i]), to_float(k[i]), product);
+    if constexpr (kForm == Form::general) return all_.at(product, terms_, key).value;
+    return ptx::mul(product, all_.score.scale);
   }
 
   TILEWISE_DEVICE void add_value(int64_t key, float weight) {
-    const T* const v = static_cast<const T*>(p_.v.data) + sequence_.kv.offset(p_.v, key) +
-                       kv_head_ * p_.v.stride_head;
+    const K* const v = row_of(p_.v, key);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
       const int column = ptx::lane_index() + i * ptx::kWarpSize;
@@ -87,14 +115,27 @@ class ExactRow {
   }
 
   const Problem& p_;
-  const Sequence sequence_;
+  const Sequence& s_;
   const Range keys_;
+  const int64_t row_;
+  const int64_t head_;
   const int64_t kv_head_;
-  const T* q_;
-  const float scale_;
-  float m_ = kNothing;
-  float l_ = 0.0f;  // over the keys of this lane
+  const T* const q_;
+  ScoreTerms all_;
+  const RowTerms terms_;
+  float m_ = -FLT_MAX;  // the lowest number: no -inf meets another
+  float l_ = 0.0f;      // over the keys of this lane
   float o_[kColumns] = {};
 };
+
+// The same where 16 bits of q may have a float8 cache.
+template <class T, Form kForm, int kHeadDim>
+TILEWISE_DEVICE void write_exact_row(const Problem& p, const Sequence& s, int64_t row,
+                                     int64_t head) {
+  if constexpr (sizeof(T) == 2) {
+    if (p.kv_float8 != 0) return ExactRow<T, Float8, kForm, kHeadDim>(p, s, row, head).write();
+  }
+  ExactRow<T, T, kForm, kHeadDim>(p, s, row, head).write();
+}
 
 }  // namespace tilewise::cuda::common

@@ -10,6 +10,9 @@
 
 namespace tilewise::cuda::common {
 
+// What a loop is ready for: instances of their own leave the usual loop as it is.
+enum class Reach { near, far };
+
 // Rounding lse costs a weight |lse| * 1e-7 of itself: 16 bits hide 1e-4, fp32 hides 2e-6.
 template <class Element>
 inline constexpr float kFarLse = Element::kBytes == 2 ? 0x1p10f : 0x1p4f;

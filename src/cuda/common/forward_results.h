@@ -32,16 +32,30 @@ struct RowResults {
   }
 };
 
+// From here on, as powers of 2, exponents are too large for one number in fp32 (is_lost).
+inline constexpr float kFarOfBias = 0x1p24f;
+inline constexpr float kFarOfProducts = 0x1p12f;
+
+// x as the m of a row: beyond kFarOfBias something above what x has been rounded from. No weight is
+// above 2 then, and what such a row has summed stays finite until m has moved on.
+TILEWISE_DEVICE float round_exponent_up(float x) {
+  return ptx::fmax(x, ptx::fma(__builtin_fabsf(x), 4.0f / kFarOfBias, x - 4.0f));
+}
+
+// The exponent of the largest score `top` of some keys, where the product may overflow: the lowest
+// number but one for scores that are finite and lower, so that m tells them from -inf.
+inline constexpr float kNoKey = -FLT_MAX;  // m of a row that has seen no key, but for -inf
+TILEWISE_DEVICE float lowest_exponent(float top, float exponent) {
+  constexpr float kLowest = -0x1.fffffcp127f;
+  return top > kMinusInfinity ? ptx::fmax(exponent, kLowest) : exponent;
+}
+
 // The normaliser of a row: each of its keys weighs exp(score - origin) * 2^-m, and l is the sum of
-// these weights. The origin is a score in natural units, and 0 unless m would be so
-// large that fp32 has no room for the rest of an exponent beside it.
+// these weights. The origin is 0 unless a sink is the largest score, and then that sink.
 struct RowNormaliser {
   float m;
   float l;
   float origin = 0.0f;
-
-  // m of a row that has seen no key.
-  static constexpr float kNoKey = -FLT_MAX;
 
   // Adds a sink: what the sums over values are to be multiplied by.
   TILEWISE_DEVICE float join_sink(float sink) {
@@ -99,14 +113,35 @@ TILEWISE_DEVICE bool wants_low(const ForwardParams& p, const BlockWork& work, fl
   return work.splits == 1 ? p.problem.lse_low != nullptr : common::needs_low(lse);
 }
 
-// Joins the sums of the quad and the sink. `weight` is the scale of kept weights, `unit` that of
-// the scores, and `origin(i, h)` completes the normaliser of a row.
-template <class Element, int kRows, class Origin>
+// Whether m and l do not tell the sums of row r over tiles of kKeys keys: after an overflow, or
+// where the rounding of m, which is that of an exponent, is felt. That begins at 2^24 where scores
+// have a bias, and come with its rounding. Products times a scale are rounded by plain fp32 and by
+// the backward, and not in an exponent: the two differ from 2^12 on. Such a row is computed again.
+// kLowest: exponents are `lowest_exponent`; otherwise m may be kNoKey of a row that sees a key.
+template <int kKeys, bool kLowest>
+TILEWISE_DEVICE bool is_lost(const Problem& p, const BlockWork& work, int32_t r, float m, float l) {
+  constexpr float kOverflow = 0x1p126f;  // l has no reciprocal from there on
+  if (!(l <= kOverflow)) return true;
+  if (kLowest && m == kNoKey) return false;
+  if (!(__builtin_fabsf(m) > (p.bias != nullptr ? kFarOfBias : kFarOfProducts))) return false;
+  const int32_t row = work.rows.row(r);
+  const KeyTiles& tiles = work.tiles;
+  const int32_t first_key = max(max(0, tiles.lower + row), tiles.first * kKeys);
+  const int32_t end = min(min(tiles.keys, tiles.upper + row), (tiles.last + 1) * kKeys);
+  return first_key < end;  // else it sees no key
+}
+
+// The lse of a lost row of a split: who merges computes the whole row again.
+TILEWISE_DEVICE float lost_lse() { return ptx::float_of(0x7fc00000u); }
+
+// Joins the sums of the quad and the sink. `weight` is the scale of kept weights, `unit()` that of
+// the scores.
+template <class Element, int kRows, class Unit>
 TILEWISE_DEVICE RowResults<kRows> finish_rows(const ForwardParams& p, const BlockWork& work,
                                               const LanePlace& place,
                                               const float (&row_m)[kRows][2],
-                                              float (&row_l)[kRows][2], float weight, float unit,
-                                              const Origin& origin) {
+                                              float (&row_l)[kRows][2], float weight,
+                                              const Unit& unit) {
   const bool sinks = p.problem.sinks != nullptr && work.splits == 1;
   RowResults<kRows> result;
 #pragma unroll
@@ -114,7 +149,6 @@ TILEWISE_DEVICE RowResults<kRows> finish_rows(const ForwardParams& p, const Bloc
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       RowNormaliser row{row_m[i][h], tile::quad_sum(row_l[i][h])};
-      origin(row, i, h);
       float factor = weight;
       if (sinks) [[unlikely]]
         factor *= row.join_sink(p.problem.sinks[work.head(place.row(i, h))]);
@@ -125,7 +159,7 @@ TILEWISE_DEVICE RowResults<kRows> finish_rows(const ForwardParams& p, const Bloc
       result.lse[i][h] = row.template lse<Element>();
       result.low[i][h] = 0.0f;
       if (wants_low(p, work, result.lse[i][h]))
-        result.low[i][h] = row.template low<Element>(result.lse[i][h], unit);
+        result.low[i][h] = row.template low<Element>(result.lse[i][h], unit());
     }
   }
   return result;

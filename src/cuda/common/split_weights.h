@@ -23,7 +23,7 @@ struct SplitWeights {
 
   // `highest` of the lane's lse.
   TILEWISE_DEVICE void begin(float highest, float sink) {
-    base.lse = exponent_base(max(max_of_warp(highest), sink));
+    base.lse = exponent_base(ptx::fmax(max_of_warp(highest), sink));
   }
   TILEWISE_DEVICE bool needs_low() const { return common::needs_low(base.lse); }
   // Then: the low part of the largest sum. `low` is that of the lane's splits whose lse is

@@ -9,6 +9,7 @@
 #include <numeric>
 #include <type_traits>
 
+#include "cuda/common/exact_row.h"
 #include "cuda/common/let_next_in.h"
 #include "cuda/common/long_first.h"
 #include "cuda/common/report.h"
@@ -320,6 +321,61 @@ TILEWISE_DEVICE float unit_of_scores(const ForwardParams& p, const BlockWork& wo
   return scale;
 }
 
+// Rows whose sums m and l do not tell, of a warp: their lse is NaN.
+template <class C>
+TILEWISE_DEVICE void mark_lost(const Problem& p, const BlockWork& work, const LanePlace& place,
+                               const RowSoftmax<C>& softmax,
+                               RowResults<C::kForward.warp_rows / 16>& result) {
+#pragma unroll
+  for (int i = 0; i < C::kForward.warp_rows / 16; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (is_lost<C::kForward.keys, C::kGeneral>(p, work, place.row(i, h), softmax.m[i][h],
+                                                 softmax.l[i][h])) [[unlikely]]
+        result.lse[i][h] = lost_lse();
+    }
+  }
+}
+
+template <class C>
+TILEWISE_DEVICE void write_exact_row(const Problem& p, const BlockWork& work, int32_t r) {
+  constexpr Form kForm = C::kGeneral ? Form::general : Form::plain;
+  const int64_t row = work.rows.first + work.rows.row(r);
+  if constexpr (!C::kFloat8) {
+    using T = typename C::Storage;
+    common::ExactRow<T, T, kForm, C::kHeadDim>(p, work.sequence, row, work.head(r)).write();
+  } else if (p.dtype == TILEWISE_BFLOAT16) {
+    common::ExactRow<BFloat16, Float8, kForm, C::kHeadDim>(p, work.sequence, row, work.head(r))
+        .write();
+  } else {
+    common::ExactRow<Half, Float8, kForm, C::kHeadDim>(p, work.sequence, row, work.head(r)).write();
+  }
+}
+
+// Those rows, when the others have been stored.
+template <class C>
+TILEWISE_DEVICE void compute_lost(const Problem& p, const BlockWork& work, const LanePlace& place,
+                                  const RowResults<C::kForward.warp_rows / 16>& result) {
+  uint32_t lost = 0;  // bits of the rows of this lane
+#pragma unroll
+  for (int i = 0; i < C::kForward.warp_rows / 16; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float lse = result.lse[i][h];
+      if (lse != lse && place.row(i, h) < work.rows.count) lost |= 1u << (2 * i + h);
+    }
+  }
+  if (!ptx::any(lost != 0)) [[likely]]
+    return;
+  ptx::fence_device();
+  const int32_t first = uniform(place.row0);
+#pragma unroll 1
+  for (int32_t r = 0; r < C::kForward.warp_rows; ++r) {
+    const uint32_t its = ptx::shuffle(lost, r % 8 * 4);
+    if ((its >> (r / 8) & 1u) != 0) write_exact_row<C>(p, work, first + r);
+  }
+}
+
 template <class C>
 TILEWISE_KERNEL(kForwardThreads<C>, C::kForward.blocks_per_sm)
 void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
@@ -372,7 +428,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
       general.apply(problem, kept, s, tile, lane_place<C>());
     }
     if (masked) mask<C>(s, kept_work<C>(own), tile);
-    softmax.raise(s, o, own, [&] { return unit_of_scores<C>(p, kept_work<C>(own)); });
+    softmax.raise(s, o);
     softmax.exponentiate(s);
     if (dropout) {
       constexpr int kRows = C::kForward.warp_rows / 16;
@@ -408,7 +464,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   tile::wait<typename C::Arch, 0>();
   const bool merges = C::kWarpRing && p.merges_splits && kept.splits > 1;
   if constexpr (C::kReaders > 1)
-    join_readers<C>(o, softmax, reader, feed.idle().base, kReaderBytes<C>, own);
+    join_readers<C>(o, softmax, reader, feed.idle().base, kReaderBytes<C>);
   if constexpr (C::kWarpRing) {
     if (merges) feed.let_go();
   }
@@ -416,10 +472,9 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   if constexpr (C::kFloat8) tile::pair_columns(o);
   const LanePlace place = lane_place<C>();
   const float weight = (dropout ? general.dropout.keep_scale : 1.0f) * of_values;
-  const float unit = unit_of_scores<C>(p, kept);
-  auto result = finish_rows<typename C::Element>(
-      p, kept, place, softmax.m, softmax.l, weight, unit,
-      [&](RowNormaliser& row, int i, int h) { row.origin = softmax.origin(i, h, own); });
+  auto result = finish_rows<typename C::Element>(p, kept, place, softmax.m, softmax.l, weight,
+                                                 [&] { return unit_of_scores<C>(p, kept); });
+  mark_lost<C>(problem, kept, place, softmax, result);
   if (!kept.sequence.fits) [[unlikely]]
     result.spoil();
   if (p.flags.data != nullptr && !outputs_are_finite(kept, place, o, softmax.l)) [[unlikely]]
@@ -449,6 +504,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   ptx::sync_warp();
   store_outputs<C>(problem, kept, q);
   store_lse(problem, kept, place, result);
+  compute_lost<C>(problem, kept, place, result);
 }
 
 }  // namespace tilewise::cuda::mma_sync

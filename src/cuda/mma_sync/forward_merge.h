@@ -18,6 +18,10 @@ struct IdleRing {
   int parity;
 };
 
+// A row that some split has lost (forward.cuh).
+template <class C>
+TILEWISE_DEVICE void write_exact_row(const Problem& p, const BlockWork& work, int32_t r);
+
 // Of a row, what a split has: its sums in chunks of 16 bytes, and its lse in two floats.
 template <class C>
 inline constexpr int kMergedChunks = C::kHeadDim / 4;
@@ -88,6 +92,8 @@ class MergedRows {
     else
       own.low = 0.0f;
     const LogSum whole = weights.finish(weights.beside(own), sink);
+    if (whole.lse != whole.lse) [[unlikely]]
+      return write_exact_row<C>(problem, work_, r);
     if (lane == 0) store_log_sum(problem, lse_at, whole);
     const float weight = weights.of(own);
 #pragma unroll

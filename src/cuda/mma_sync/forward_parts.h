@@ -133,7 +133,8 @@ class PartsMerge {
               ptx::float_of(ptx::ld_global_b32(part(place_of(split)) + r * kPartBytes + kLseAt)));
     common::SplitWeights weights;
     weights.base.lse = exponent_base(tile::quad_max(highest));
-    if (weights.needs_low()) [[unlikely]] {
+    // Lanes exchange: all of them, or none.
+    if (ptx::any(weights.needs_low())) [[unlikely]] {
       float low = kMinusInfinity;
 #pragma unroll 1
       for (int32_t split = place.lane_of_quad(); exists && split < work_.splits; split += 4) {
@@ -141,7 +142,8 @@ class PartsMerge {
         if (ptx::float_of(ptx::ld_global_b32(at)) == weights.base.lse)
           low = max(low, ptx::float_of(ptx::ld_global_b32(at + 4)));
       }
-      weights.refine(tile::quad_max(low), sink);
+      low = tile::quad_max(low);
+      if (weights.needs_low()) weights.refine(low, sink);
     }
     base = weights.base;
     sum = weights.beside({sink, 0.0f});

@@ -13,13 +13,11 @@ TILEWISE_DEVICE int32_t reader_index() {
 }
 
 // What the second reader has seen joins what the first one has. Lanes of both have the same places:
-// each hands its own, by way of the second one's ring, to its like. `own`: the first byte of the
-// shared memory of the reader.
+// each hands its own, by way of the second one's ring, to its like. `bytes`: from reader to reader.
 template <class C>
 TILEWISE_DEVICE void join_readers(Outputs<C>& o, RowSoftmax<C>& softmax, int32_t reader,
-                                  ptx::SharedAddress ring, int bytes, uint32_t own_byte) {
+                                  ptx::SharedAddress ring, int bytes) {
   static_assert(C::kReaders == 2);
-  using Softmax = RowSoftmax<C>;
   constexpr int kChunks = C::kHeadDim / 8;
   const ptx::SharedAddress own = ring + static_cast<uint32_t>(ptx::lane_index() * 16);
   const auto chunk = [](int i) { return static_cast<uint32_t>(i * ptx::kWarpSize * 16); };
@@ -27,9 +25,6 @@ TILEWISE_DEVICE void join_readers(Outputs<C>& o, RowSoftmax<C>& softmax, int32_t
     const uint32_t rows[4] = {ptx::bits_of(softmax.m[0][0]), ptx::bits_of(softmax.m[0][1]),
                               ptx::bits_of(softmax.l[0][0]), ptx::bits_of(softmax.l[0][1])};
     ptx::st_shared_v4_b32(own + chunk(kChunks), rows);
-    const uint32_t origins[4] = {ptx::bits_of(softmax.origin(0, 0, own_byte)),
-                                 ptx::bits_of(softmax.origin(0, 1, own_byte))};
-    ptx::st_shared_v4_b32(own + chunk(kChunks + 1), origins);
 #pragma unroll
     for (int n = 0; n < kChunks; ++n) {
       uint32_t x[4];
@@ -42,29 +37,18 @@ TILEWISE_DEVICE void join_readers(Outputs<C>& o, RowSoftmax<C>& softmax, int32_t
   if (reader > 0) return;
   const ptx::SharedAddress other = own + static_cast<uint32_t>(bytes);
   uint32_t rows[4];
-  uint32_t origins[4];
   ptx::ld_shared_v4_b32(rows, other + chunk(kChunks));
-  ptx::ld_shared_v4_b32(origins, other + chunk(kChunks + 1));
   float shrink[2];
   float weight[2];
-  float joined[2];  // origins
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float m = ptx::float_of(rows[h]);
-    const float origin = ptx::float_of(origins[h]);
-    const float here = softmax.origin(0, h, own_byte);
-    // How far the other's unit is above this one's, as a power of 2.
-    float above = ptx::fma(origin - here, kLog2e, m - softmax.m[0][h]);
-    if (m == Softmax::kNoKey) above = kMinusInfinity;
-    if (softmax.m[0][h] == Softmax::kNoKey) above = -kMinusInfinity;
-    const bool higher = above > 0.0f;
-    shrink[h] = ptx::ex2(higher ? -above : 0.0f);
-    weight[h] = ptx::ex2(higher ? 0.0f : above);
-    joined[h] = higher ? origin : here;
-    softmax.m[0][h] = higher ? m : softmax.m[0][h];
+    const float highest = ptx::fmax(softmax.m[0][h], m);
+    shrink[h] = ptx::ex2(softmax.m[0][h] - highest);
+    weight[h] = ptx::ex2(m - highest);
+    softmax.m[0][h] = highest;
     softmax.l[0][h] = softmax.l[0][h] * shrink[h] + ptx::float_of(rows[2 + h]) * weight[h];
   }
-  softmax.keep_origins(joined, own_byte);
 #pragma unroll
   for (int n = 0; n < kChunks; ++n) {
     uint32_t x[4];

@@ -31,14 +31,10 @@ inline constexpr int kSlotBytes =
                                                  C::kWarpRing ? tile::kSwizzledRowBytes : 16));
 template <class C>
 inline constexpr int kQueryTileBytes = C::kForward.rows() * C::kHeadDim * C::Element::kBytes;
-// A number for each row.
-template <class C>
-inline constexpr int kOriginsAt =
-    static_cast<int>(round_up(kQueryTileBytes<C> + sizeof(BlockWork), 16));
 // Panels are swizzled by their address, with a period of 1024 bytes.
 template <class C>
 inline constexpr int kFeedAt =
-    static_cast<int>(round_up(kOriginsAt<C> + C::kForward.rows() * 4, C::kWarpRing ? 1024 : 128));
+    static_cast<int>(round_up(kQueryTileBytes<C> + sizeof(BlockWork), C::kWarpRing ? 1024 : 128));
 template <class C>
 using ForwardParamsOf = std::conditional_t<C::kBoxes, TmaForwardParams, ForwardParams>;
 
@@ -92,24 +88,5 @@ TILEWISE_DEVICE BlockWork& kept_work(uint32_t first_byte = 0) {
   return *reinterpret_cast<BlockWork*>(ptx::shared_memory() +
                                        ptx::recent(first_byte + kQueryTileBytes<C>));
 }
-
-// Of the rows of a warp, whose first one is row `row0` of the tile: the score that exponents are
-// relative to (forward_softmax.h). In shared memory: few rows have
-// one.
-struct RowOrigins {
-  ptx::SharedAddress base;
-
-  template <class C>
-  TILEWISE_DEVICE static RowOrigins of(uint32_t first_byte) {
-    return {ptx::shared_address(ptx::shared_memory()) +
-            ptx::recent(first_byte + static_cast<uint32_t>(kOriginsAt<C>))};
-  }
-  TILEWISE_DEVICE float get(int32_t row) const {
-    return ptx::float_of(ptx::ld_shared_b32(base + static_cast<uint32_t>(row * 4)));
-  }
-  TILEWISE_DEVICE void set(int32_t row, float x) const {
-    ptx::st_shared_b32(base + static_cast<uint32_t>(row * 4), ptx::bits_of(x));
-  }
-};
 
 }  // namespace tilewise::cuda::mma_sync

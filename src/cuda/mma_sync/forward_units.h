@@ -4,7 +4,6 @@
 
 #include <cfloat>
 
-#include "attention/online_softmax.h"
 #include "cuda/tile/fragment.h"
 
 namespace tilewise::cuda::mma_sync {
@@ -38,8 +37,6 @@ struct OneScale {
   template <class Units>
   TILEWISE_DEVICE OneScale(float scale, const Units&) : x(scale) {}
   TILEWISE_DEVICE float at(int, int) const { return x; }
-  // What a score of the row is in natural units, where that of the queries as they came is `unit`.
-  TILEWISE_DEVICE float unit(int, int, float unit) const { return unit; }
 };
 template <int kRows>
 struct RowScales {
@@ -56,9 +53,6 @@ struct RowScales {
     }
   }
   TILEWISE_DEVICE float at(int m, int h) const { return x[m][h]; }
-  TILEWISE_DEVICE float unit(int m, int h, float unit) const {
-    return unit * (x[m][h] / (unit * kLog2e));  // of powers of 2
-  }
 };
 
 }  // namespace tilewise::cuda::mma_sync

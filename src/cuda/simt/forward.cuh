@@ -119,7 +119,7 @@ struct Forward {
 
   // Of row i, whose weights have the sum `sum`: the origin is m.
   TILEWISE_DEVICE RowNormaliser normaliser(int i, float sum) const {
-    if (m[i] == kMinusInfinity) return {RowNormaliser::kNoKey, sum};
+    if (m[i] == kMinusInfinity) return {kNoKey, sum};
     return {0.0f, sum, m[i]};
   }
 

@@ -73,15 +73,15 @@ class ColumnScores {
   }
 
   // P = exp(S - lse)
+  template <common::Reach kReach>
   TILEWISE_DEVICE void store_p(const BackwardParams& params, float (&s)[Plan::kKeys / 2],
                                const RowStatistic& lse, const RowWalk& walk, int stage) const {
     if constexpr (C::kGeneral) {
-      store_general(params, s, lse, walk, stage);
+      store_general<kReach>(params, s, lse, walk, stage);
     } else {
+      if constexpr (kReach == common::Reach::far) make_relative(params, s, walk);
       if (!clear_.contains(walk.row)) {
         ptx::keep_branch();
-        if (work_.far != 0) [[unlikely]]
-          make_relative(params, s, walk);
         const KeyRange seen(work_, walk.row + row_);
         const float hidden = scale_log2_ > 0.0f ? kMinusInfinity : -kMinusInfinity;
 #pragma unroll
@@ -151,11 +151,12 @@ class ColumnScores {
 
   // The same with options: P, and where dS will lie P times d score / d (scale S). 16 keys at a
   // time, so that the derivatives take few registers.
+  template <common::Reach kReach>
   TILEWISE_DEVICE void store_general(const BackwardParams& params, float (&s)[Plan::kKeys / 2],
                                      const RowStatistic& lse, const RowWalk& walk,
                                      int stage) const {
     const Problem& p = params.problem;
-    const bool far = work_.far != 0;
+    constexpr bool kFarRows = kReach == common::Reach::far;
     const ScoreTerms terms = ScoreTerms::of(p);
     const bool masked = !clear_.contains(walk.row);
     const int32_t row = walk.row + row_;
@@ -180,7 +181,7 @@ class ColumnScores {
           add_bias<typename Element::Storage>(x, p, row_terms, row, key);
       }
 #pragma unroll
-      for (int i = 0; far && i < 8; ++i) {
+      for (int i = 0; kFarRows && i < 8; ++i) {
         const auto its = origin(params, walk, i / 2 % 2);
         if (its.is_far()) x[i] = its.relative(x[i], 1.0f, 1.0f);
       }

@@ -38,6 +38,14 @@ TILEWISE_DEVICE bool has_far_rows(ptx::SharedAddress shared) {
   return received_work<C>(0).far != 0;
 }
 
+template <class C, common::Reach kReach>
+TILEWISE_DEVICE void by_columns(const TmaBackwardParams& p, ptx::SharedAddress shared, int warp) {
+  if (warp < 8)
+    by_columns_role<C, 0, kReach>(p, shared, warp % 4);
+  else
+    by_columns_role<C, 1, kReach>(p, shared, warp % 4);
+}
+
 template <class C>
 TILEWISE_DEVICE void backward_block(const TmaBackwardParams& p) {
   using Plan = BackwardPlan<C>;
@@ -59,18 +67,18 @@ TILEWISE_DEVICE void backward_block(const TmaBackwardParams& p) {
     ptx::setmaxnreg_inc<C::kBackward.math_registers>();
     if constexpr (kByColumns<C>) {
       begin_by_columns<C>(p, shared);
-      if (warp < 8)
-        by_columns_role<C, 0>(p, shared, warp % 4);
+      if (has_far_rows<C>(shared)) [[unlikely]]
+        by_columns<C, common::Reach::far>(p, shared, warp);
       else
-        by_columns_role<C, 1>(p, shared, warp % 4);
+        by_columns<C, common::Reach::near>(p, shared, warp);
     } else {
       const ByKeysRole<C> role{p, shared, warp / 4 - 1, warp % 4};
-      if constexpr (!C::kGeneral)
-        role.template run<Option::none>();
-      else if (has_far_rows<C>(shared)) [[unlikely]]
-        role.template run<Option::any>();  // the loop that knows them
-      else
+      if (has_far_rows<C>(shared)) [[unlikely]]
+        role.template run<C::kGeneral ? Option::any : Option::none, common::Reach::far>();
+      else if constexpr (C::kGeneral)
         run_with_option<C::kBackward.option_loops>(p.problem, role);
+      else
+        role.template run<Option::none>();
     }
   }
   // Nobody leaves whose shared memory the other block may still reach.

@@ -280,10 +280,11 @@ class BackwardTerms<C, Option::any> {
 
   // What S starts at: the bias, where nothing but a factor comes between the two. So its loads need
   // no registers of their own, and are all under way together.
+  template <common::Reach kReach>
   TILEWISE_DEVICE void preload(const Problem& p, ScoreSums<C>& s, const RowWalk& walk) const {
 #pragma unroll
     for (float& x : s) x = 0.0f;
-    if (!preloads(p)) return;
+    if (!preloads<kReach>(p)) return;
     const float factor = kLog2e / scale_log2_;
     if (p.bias_dtype == TILEWISE_FLOAT32)
       add_bias<float>(p, s, walk, factor);
@@ -293,13 +294,15 @@ class BackwardTerms<C, Option::any> {
 
   // From the products S and dP to P and dS. One pass over the scores per option, so that a switch
   // is asked once and not once per score.
+  template <common::Reach kReach>
   TILEWISE_DEVICE void apply(const BackwardParams& params, ScoreSums<C>& s, ScoreSums<C>& dp,
                              ScoreOperands<C>& p_half, ScoreOperands<C>& ds_half,
                              const RowWalk& walk, const KeyMask<C>& mask, ptx::SharedAddress lse,
                              ptx::SharedAddress delta) const {
     const Problem& p = params.problem;
     // Scores are in units of log2 or, where a row may be far, in natural ones.
-    const float unit = work_.far != 0 ? 1.0f : kLog2e;
+    constexpr bool kFarRows = kReach == common::Reach::far;
+    constexpr float unit = kFarRows ? 1.0f : kLog2e;
     const float keep_scale = dropout_.keep_scale;
     KeptScores kept;
     if (dropout_.threshold != 0) {
@@ -309,16 +312,15 @@ class BackwardTerms<C, Option::any> {
       for (int i = 0; i < 4 * kGroups; ++i) dp[i] = kept.at(i) ? dp[i] * keep_scale : 0.0f;
     }
     add_statistic(dp, delta);
-    cap(p, s, dp, unit);
+    cap<kReach>(p, s, dp, unit);
     if (p.alibi_slopes != nullptr) add_alibi(p, s, walk, unit);
-    if (p.bias != nullptr && !preloads(p)) {
+    if (p.bias != nullptr && !preloads<kReach>(p)) {
       if (p.bias_dtype == TILEWISE_FLOAT32)
         add_bias<float>(p, s, walk, unit);
       else
         add_bias<typename C::Element::Storage>(p, s, walk, unit);
     }
-    if (work_.far != 0) [[unlikely]]
-      make_relative(params, s, walk);
+    if constexpr (kFarRows) make_relative(params, s, walk);
     add_statistic(s, lse);
     if (mask.touches(walk.row)) mask.apply(s, walk.row, kMinusInfinity);
 #pragma unroll
@@ -361,9 +363,10 @@ class BackwardTerms<C, Option::any> {
 
   // Products become scores in units of log2 (or natural ones: `unit`); dP the gradient of scale *
   // S.
+  template <common::Reach kReach>
   TILEWISE_DEVICE void cap(const Problem& p, ScoreSums<C>& s, ScoreSums<C>& dp, float unit) const {
     if (p.softcap == 0.0f) {
-      const float scale = work_.far != 0 ? score_of(p).scale : scale_log2_;
+      const float scale = kReach == common::Reach::far ? score_of(p).scale : scale_log2_;
 #pragma unroll
       for (int i = 0; i < 4 * kGroups; ++i) s[i] *= scale;
     } else {
@@ -385,8 +388,9 @@ class BackwardTerms<C, Option::any> {
 
   // Not where a row may be far: a product on top of a large bias is not rounded as the forward
   // does.
-  TILEWISE_DEVICE bool preloads(const Problem& p) const {
-    return p.bias != nullptr && p.softcap == 0.0f && work_.far == 0;
+  template <common::Reach kReach>
+  TILEWISE_DEVICE static bool preloads(const Problem& p) {
+    return kReach == common::Reach::near && p.bias != nullptr && p.softcap == 0.0f;
   }
 
   // s += factor * bias. Outside of the sequence bias has no element.

@@ -180,9 +180,8 @@ struct ClearRows {
   int32_t begin;
   int32_t end;
 
-  // A tile with a row that is far takes the branch of those that need a mask.
   TILEWISE_DEVICE explicit ClearRows(const KeyRecord& work)
-      : begin(work.far != 0 ? 0 : work.clear_begin), end(work.far != 0 ? 0 : work.clear_end) {}
+      : begin(work.clear_begin), end(work.clear_end) {}
   TILEWISE_DEVICE bool contains(int32_t row) const { return row >= begin && row < end; }
 };
 

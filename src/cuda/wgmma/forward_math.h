@@ -22,7 +22,7 @@ class ForwardMath {
   using VTile = typename Shared::VTile;
   static constexpr arch::WgmmaForwardTile kTile = C::kForward;
   static constexpr int kKeys = kTile.keys;
-  using RowMath = RowSoftmax<kKeys / 8>;
+  using RowMath = RowSoftmax<kKeys / 8, C::kGeneral>;
   static constexpr bool kWide = kHasWideRange<Element>;
 
   TILEWISE_DEVICE ForwardMath(const TmaForwardParams& params, const Shared& shared, int warpgroup)
@@ -415,14 +415,15 @@ class ForwardMath {
     ending.l[0][0] = softmax_.l[0][0];
     ending.l[0][1] = softmax_.l[0][1];
     ending.rows = finish_rows<Element>(p_, work, at, softmax_.m, ending.l, terms_.keep_scale(),
-                                       terms_.unit(), [](RowNormaliser&, int, int) {});
+                                       [&] { return terms_.unit(); });
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (is_lost(work, at.row(0, h), softmax_.m[0][h], ending.l[0][h])) {
+      if (is_lost<kKeys, C::kGeneral>(p_.problem, work, at.row(0, h), softmax_.m[0][h],
+                                      ending.l[0][h])) {
         // The marks of a row to be computed again, by this block or from the parts of a shared
         // work.
         ending.l[0][h] = -kMinusInfinity;
-        ending.rows.factor[0][h] = ending.rows.lse[0][h] = ptx::float_of(0x7fc00000u);
+        ending.rows.factor[0][h] = ending.rows.lse[0][h] = lost_lse();
       }
     }
     if (!work.sequence.fits) [[unlikely]]
@@ -430,19 +431,6 @@ class ForwardMath {
     ending.out = OutRows<C>::of(p_.problem, work, at.row0);
     if (work.splits == 1) store_row_sums<C>(p_.problem, work, at, ending.rows);
     return ending;
-  }
-
-  // Whether the sums of row r cannot be told from m and l: an overflow, or scores that are too
-  // large.
-  TILEWISE_DEVICE bool is_lost(const Work& work, int32_t r, float m, float l) const {
-    if (!(l <= RowMath::kOverflow)) return true;
-    const bool products = !C::kGeneral || p_.problem.bias == nullptr;
-    if (!(__builtin_fabsf(m) > (products ? RowMath::kFarOfProducts : RowMath::kFar))) return false;
-    const int32_t row = work.rows.row(r);
-    const KeyTiles& tiles = work.tiles;
-    const int32_t first_key = max(max(0, tiles.lower + row), tiles.first * kKeys);
-    const int32_t end = min(min(tiles.keys, tiles.upper + row), (tiles.last + 1) * kKeys);
-    return first_key < end;  // else it sees no key
   }
 
   TILEWISE_DEVICE void store_tile(int slot, const Ending& ending) {

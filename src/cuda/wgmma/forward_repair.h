@@ -264,7 +264,7 @@ class RowRepair {
 
   TILEWISE_DEVICE void store(const Row& row, int32_t r) const {
     RowNormaliser all{0.0f, common::sum_of_warp(row.l), row.m};
-    if (all.l == 0.0f) all = {RowNormaliser::kNoKey, 0.0f};
+    if (all.l == 0.0f) all = {kNoKey, 0.0f};
     float factor = 1.0f;
     if (p_.sinks != nullptr && work_.splits == 1) factor = all.join_sink(p_.sinks[work_.head(r)]);
     store_lse_of(r, all);

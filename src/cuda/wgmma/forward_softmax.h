@@ -4,7 +4,7 @@
 #include <cfloat>
 
 #include "attention/online_softmax.h"
-#include "cuda/common/forward_terms.h"
+#include "cuda/common/forward_results.h"
 #include "cuda/wgmma/config.h"
 
 namespace tilewise::cuda::wgmma {
@@ -34,7 +34,8 @@ struct LinearExponent {
   TILEWISE_DEVICE float operator()(float x, float term) const { return ptx::fma(x, scale, term); }
 };
 
-template <int kColumns>
+// kLowest: scores may be so low that the product with the scale overflows, as those of a bias are.
+template <int kColumns, bool kLowest>
 struct RowSoftmax : RowSums {
   using Scores = tile::Sums<1, kColumns>;
 
@@ -45,14 +46,6 @@ struct RowSoftmax : RowSums {
   // have the range of fp32, after the step, and where they end at 2^16, in it.
   static constexpr float kHigh = 0x1p24f;
   static constexpr float kHighOfNarrow = 0x1p14f;
-  // And from here on l has no reciprocal.
-  static constexpr float kOverflow = 0x1p126f;
-  // From here on the rounding of m is more than 1, and weights are not what they stand for: such a
-  // row is computed again, too. Where scale * s overflows m stays the lowest number.
-  static constexpr float kFar = 0x1p24f;
-  // And from here on so is one whose scores are products times a scale, since plain fp32 and the
-  // backward round them. A bias comes with that rounding.
-  static constexpr float kFarOfProducts = 0x1p12f;
   // A lower m is that of keys which a bias hides, be it by -1e4, and says nothing of scores to
   // come.
   static constexpr float kHidden = -0x1p10f;
@@ -97,7 +90,10 @@ struct RowSoftmax : RowSums {
       const float before = kFirst ? -FLT_MAX : m[0][h];
       // In this order: with what was before inside of the exchange ptxas finds a schedule that is
       // 1 to 2 % slower (D64, D128).
-      m[0][h] = ptx::fmax(before, round_up(exponent(tile::quad_max(ptx::fmax(x[0], x[1])))));
+      const float top = tile::quad_max(ptx::fmax(x[0], x[1]));
+      float highest = round_exponent_up(exponent(top));
+      if constexpr (kLowest) highest = lowest_exponent(top, highest);
+      m[0][h] = ptx::fmax(before, highest);
       shrink[h] = kFirst ? 1.0f : ptx::ex2(before - m[0][h]);
       l[0][h] = kFirst ? 0.0f : l[0][h] * shrink[h];
     }
@@ -105,12 +101,6 @@ struct RowSoftmax : RowSums {
   }
 
  private:
-  // x, but beyond kFar something above what x has been rounded from: no weight is above 2 then, and
-  // what such a row has summed stays finite until m has moved on.
-  TILEWISE_DEVICE static float round_up(float x) {
-    return ptx::fmax(x, ptx::fma(__builtin_fabsf(x), 4.0f / kFar, x - 4.0f));
-  }
-
   template <class Exponent>
   TILEWISE_DEVICE void exponentiate(Scores& s, const Exponent& exponent) {
 #pragma unroll
