@@ -47,10 +47,19 @@ struct RowOrigin {
             ptx::float_of(ptx::ld_global_b32(p.row_origin_low + at))};
   }
   TILEWISE_DEVICE bool is_far() const { return lse != 0.0f; }
-  // `unit`: that of the product. The score is rounded, as plain fp32 has it; `inverse`:
-  // log2(e) / scale_log2.
-  TILEWISE_DEVICE float relative(float product, float unit, float inverse) const {
-    return min((ptx::mul(product, unit) - lse) - low, 0.0f) * inverse;
+  // `inverse`: log2(e) / scale_log2.
+  TILEWISE_DEVICE float relative(float score, float inverse) const {
+    return min((score - lse) - low, 0.0f) * inverse;
+  }
+  // Of a product, whose unit is `unit`, and which is rounded as plain fp32 has it. The forward may
+  // have summed it in another order: a score as near to the largest one as such sums agree is that.
+  TILEWISE_DEVICE float relative_product(float product, float unit, float inverse) const {
+    constexpr float kAgreement = 0x1p-19f;
+    const float size = __builtin_fabsf(lse);
+    const bool is_largest = low == 0.0f ? size > 0x1p24f : size > 0x1p30f;  // what lse is
+    float score = ptx::mul(product, unit);
+    if (is_largest && __builtin_fabsf(score - lse) < size * kAgreement) score = lse;
+    return relative(score, inverse);
   }
 };
 

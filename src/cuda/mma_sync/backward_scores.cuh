@@ -117,7 +117,7 @@ TILEWISE_DEVICE void make_relative(ScoreSums<C>& s, const BackwardParams& p, int
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& x = s.x[i / 2][n][i % 2 * 2 + e];
-        x = origin.relative(x, unit, inverse);
+        x = origin.relative_product(x, unit, inverse);
       }
     }
   }
@@ -179,7 +179,7 @@ class GeneralScores {
                 terms_.at(s.x[m][n][e], row_terms(query, bias_stride_row), key_ + offset);
             float value = score.value;
             if (origin[e % 2].is_far()) [[unlikely]]
-              value = origin[e % 2].relative(value, 1.0f, 1.0f);
+              value = origin[e % 2].relative(value, 1.0f);
             const float weight = ptx::ex2(ptx::fma(value, kLog2e, l[e % 2]));
             s.x[m][n][e] = weight * keep;
             dp.x[m][n][e] = weight * ptx::fma(dp.x[m][n][e], keep, d[e % 2]) * score.derivative;

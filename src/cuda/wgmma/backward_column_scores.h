@@ -183,7 +183,7 @@ class ColumnScores {
 #pragma unroll
       for (int i = 0; kFarRows && i < 8; ++i) {
         const auto its = origin(params, walk, i / 2 % 2);
-        if (its.is_far()) x[i] = its.relative(x[i], 1.0f, 1.0f);
+        if (its.is_far()) x[i] = its.relative(x[i], 1.0f);
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -214,7 +214,7 @@ class ColumnScores {
       if (!its.is_far()) continue;
 #pragma unroll
       for (int i = 0; i < Plan::kKeys / 2; ++i)
-        if (i / 2 % 2 == half) s[i] = its.relative(s[i], unit, inverse);
+        if (i / 2 % 2 == half) s[i] = its.relative_product(s[i], unit, inverse);
     }
   }
 

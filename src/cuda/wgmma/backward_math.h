@@ -204,8 +204,8 @@ TILEWISE_DEVICE void make_relative(ScoreSums<C>& s, const BackwardParams& p, int
     for (int e = 0; e < 2; ++e) {
       const auto origin = common::RowOrigin::of(p, first + 8 * j + e);
       if (!origin.is_far()) continue;
-      s[4 * j + e] = origin.relative(s[4 * j + e], unit, inverse);
-      s[4 * j + 2 + e] = origin.relative(s[4 * j + 2 + e], unit, inverse);
+      s[4 * j + e] = origin.relative_product(s[4 * j + e], unit, inverse);
+      s[4 * j + 2 + e] = origin.relative_product(s[4 * j + 2 + e], unit, inverse);
     }
   }
 }

@@ -356,7 +356,7 @@ class BackwardTerms<C, Option::any> {
       for (int e = 0; e < 4; ++e) {
         const auto origin = common::RowOrigin::of(p, first + 8 * j + e % 2);
         float& x = s[4 * j + e];
-        x = origin.is_far() ? origin.relative(x, 1.0f, kLog2e) : x * kLog2e;
+        x = origin.is_far() ? origin.relative(x, kLog2e) : x * kLog2e;
       }
     }
   }
