@@ -130,7 +130,7 @@ class ExactRow {
 
 // The same where 16 bits of q may have a float8 cache.
 template <class T, Form kForm, int kHeadDim>
-TILEWISE_DEVICE void write_exact_row(const Problem& p, const Sequence& s, int64_t row,
+TILEWISE_COLD void write_exact_row(const Problem& p, const Sequence& s, int64_t row,
                                      int64_t head) {
   if constexpr (sizeof(T) == 2) {
     if (p.kv_float8 != 0) return ExactRow<T, Float8, kForm, kHeadDim>(p, s, row, head).write();

@@ -338,7 +338,7 @@ TILEWISE_DEVICE void mark_lost(const Problem& p, const BlockWork& work, const La
 }
 
 template <class C>
-TILEWISE_DEVICE void write_exact_row(const Problem& p, const BlockWork& work, int32_t r) {
+TILEWISE_COLD void write_exact_row(const Problem& p, const BlockWork& work, int32_t r) {
   constexpr Form kForm = C::kGeneral ? Form::general : Form::plain;
   const int64_t row = work.rows.first + work.rows.row(r);
   if constexpr (!C::kFloat8) {

@@ -20,7 +20,7 @@ struct IdleRing {
 
 // A row that some split has lost (forward.cuh).
 template <class C>
-TILEWISE_DEVICE void write_exact_row(const Problem& p, const BlockWork& work, int32_t r);
+TILEWISE_COLD void write_exact_row(const Problem& p, const BlockWork& work, int32_t r);
 
 // Of a row, what a split has: its sums in chunks of 16 bytes, and its lse in two floats.
 template <class C>
