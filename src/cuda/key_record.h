@@ -38,8 +38,7 @@ struct alignas(16) KeyRecord {
   int32_t key_tile;   // of the cluster, in the sequence
   int32_t batch;
   int32_t index;  // of the piece of work
-  int32_t far;    // some row of the call is (BackwardParams::far_rows): the loading warp writes it
-  int32_t unused;
+  int32_t unused[2];
   int64_t dk;  // offsets of the first key in dk and dv, in elements
   int64_t dv;
 };

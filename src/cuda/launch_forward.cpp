@@ -36,7 +36,6 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPiece
   params.next = plan.next;
   params.partial_out = pieces.partial_out.in<float>(workspace);
   params.partial_lse = pieces.partial_lse.in<float>(workspace);
-  params.partial_lse_low = pieces.partial_lse_low.in<float>(workspace);
   return params;
 }
 

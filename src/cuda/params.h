@@ -131,7 +131,6 @@ struct ForwardParams {
   // row_tile, shares.columns].
   float* partial_out;
   float* partial_lse;       // the same without columns, and without the sink
-  float* partial_lse_low;   // what rounding it to fp32 left (tilewise_attention::lse_low)
   EqualParts parts;         // of a batch, instead of splits: decoding. A block has a part and head
   Spread spread;            // of them
   Shares shares;            // wgmma's plain form

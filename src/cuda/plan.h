@@ -59,7 +59,6 @@ struct ForwardPieces {
   Piece arrivals;  // ForwardParams::arrivals
   Piece partial_out;
   Piece partial_lse;
-  Piece partial_lse_low;
   int64_t bytes = 0;
 };
 ForwardPieces forward_pieces(const Problem& p, const Plan& plan);

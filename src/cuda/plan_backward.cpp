@@ -120,9 +120,11 @@ BackwardPieces backward_pieces(const Problem& p, const Gradients& g, const Plan&
   pieces.row_delta = workspace.take<float>(rows);
   if (plan.family != Family::simt) {
     pieces.row_lse = workspace.take<float>(rows);
-    pieces.row_origin = workspace.take<float>(rows);
-    pieces.row_origin_low = workspace.take<float>(rows);
-    pieces.far_rows = workspace.take<uint64_t>(1);
+    if (plan.family == Family::mma_sync) {
+      pieces.row_origin = workspace.take<float>(rows);
+      pieces.row_origin_low = workspace.take<float>(rows);
+      pieces.far_rows = workspace.take<uint64_t>(1);
+    }
     pieces.dq_sum = workspace.take<float>(Size(rows) * plan.head_dim);
     if (plan.family == Family::wgmma) {
       pieces.records =

@@ -359,7 +359,6 @@ ForwardPieces forward_pieces(const Problem& p, const Plan& plan) {
                                                 : p.head_dim_v;
     pieces.partial_out = workspace.take<float>(rows * columns);
     pieces.partial_lse = workspace.take<float>(plan.merges_parts ? Size(0) : rows);
-    pieces.partial_lse_low = workspace.take<float>(plan.merges_parts ? Size(0) : rows);
   }
   pieces.bytes = workspace.bytes();
   return pieces;

@@ -32,16 +32,25 @@ struct CombinedRow {
     return split == 0 ? first : second + (split - 1) * stride;
   }
 
-  TILEWISE_DEVICE void write_lse(const Problem& p, const LogSum& sum) const {
+  TILEWISE_DEVICE void write_lse(const Problem& p, float lse) const {
     const int64_t at = place.slot * p.lse_stride_batch + place.row + head * p.lse_stride_head;
-    if (p.lse != nullptr) p.lse[at] = sum.lse;
-    if (p.lse_low != nullptr) p.lse_low[at] = sum.low;
+    p.lse[at] = lse;
+    if (p.lse_low != nullptr) p.lse_low[at] = 0.0f;
   }
-  // By a warp: a row of which a part is lost, as its lse of NaN says.
+  // By a warp, of a row whose splits are beyond merging: computes it again, unless it is NaN, as a
+  // split says.
   template <class T>
-  TILEWISE_DEVICE void compute_again(const Problem& p) const {
+  TILEWISE_COLD bool compute_again(const ForwardParams& params) const {
+    bool is_nan = false;
+    for (int32_t split = ptx::lane_index(); split < splits; split += ptx::kWarpSize) {
+      const float lse = params.partial_lse[item(split)];
+      is_nan |= lse != lse && !is_lost_lse(lse);
+    }
+    if (ptx::any(is_nan)) return false;
+    const Problem& p = params.problem;
     const Sequence s = sequence_of(p, place.batch);
     write_exact_row<T, Form::general, static_cast<int>(kMaxHeadDim)>(p, s, place.index, head);
+    return true;
   }
   template <class T>
   TILEWISE_DEVICE T* out(const Problem& p) const {
@@ -153,13 +162,6 @@ struct Combine {
     return split < splits ? params.partial_lse[row.item(split)] : kMinusInfinity;
   }
 
-  // The same, in two floats.
-  TILEWISE_DEVICE LogSum sum_of(int32_t begin) const { return with_low(lse_of(begin), begin); }
-  TILEWISE_DEVICE LogSum with_low(float lse, int32_t begin) const {
-    if (lse == kMinusInfinity || !weights.needs_low()) return {lse, 0.0f};
-    return {lse, params.partial_lse_low[row.item(begin + ptx::lane_index())]};
-  }
-
   // Of what the groups have, one for each lane; `place` is another one each time.
   template <class Join>
   TILEWISE_DEVICE float joined(float own, int place, const Join& join) const {
@@ -175,33 +177,18 @@ struct Combine {
     return all;
   }
 
-  TILEWISE_DEVICE void refine(float own, float sink) {
-    const auto low_of = [&](const LogSum& sum) {
-      return sum.lse == weights.base.lse ? sum.low : kMinusInfinity;
-    };
-    float low = low_of(with_low(own, own_splits()));
-#pragma unroll 1
-    for (int32_t begin = own_splits() + splits_at_once(); begin < splits; begin += splits_at_once())
-      low = max(low, low_of(sum_of(begin)));
-    // In the place of the sums over columns, which are written after one more barrier.
-    low = joined(low, 2, [](float a, float b) { return max(a, b); });
-    weights.refine(max_of_warp(low), sink);
-  }
-
   // Sets the weights; returns lse. `own` is the lane's of the group's first 32.
-  TILEWISE_DEVICE LogSum merge(float own, float sink) {
+  TILEWISE_DEVICE float merge(float own, float sink) {
     const int32_t next = own_splits() + splits_at_once();
     float highest = own;
 #pragma unroll 1
     for (int32_t begin = next; begin < splits; begin += splits_at_once())
-      highest = ptx::fmax(highest, lse_of(begin));
-    weights.begin(joined(highest, 0, [](float a, float b) { return ptx::fmax(a, b); }), sink);
-    if (weights.needs_low()) [[unlikely]]
-      refine(own, sink);
-    float sum = weights.beside(with_low(own, own_splits()));
+      highest = max(highest, lse_of(begin));
+    weights.begin(joined(highest, 0, [](float a, float b) { return max(a, b); }), sink);
+    float sum = exponential(own - weights.base);
 #pragma unroll 1
     for (int32_t begin = next; begin < splits; begin += splits_at_once())
-      sum += weights.beside(sum_of(begin));
+      sum += exponential(lse_of(begin) - weights.base);
     return weights.finish(joined(sum, 1, [](float a, float b) { return a + b; }), sink);
   }
 
@@ -252,7 +239,7 @@ struct Combine {
           lse = lse_of(begin);
           parts = load<kWidth>(begin, first + ptx::lane_index() * kWidth);
         }
-        const float mine = weights.of(with_low(lse, begin));
+        const float mine = weights.of(lse);
         int from = chain();
 #pragma unroll
         for (const auto& x : parts.x) {
@@ -279,12 +266,11 @@ struct Combine {
   TILEWISE_DEVICE void run() {
     const float own = lse_of(own_splits());
     const auto parts = load<kWidth>(own_splits(), ptx::lane_index() * kWidth);
-    const LogSum sum = merge(own, p.sinks != nullptr ? p.sinks[row.head] : kMinusInfinity);
-    if (sum.lse != sum.lse) [[unlikely]] {  // in all warps
-      if (ptx::warp_index() == 0) row.template compute_again<T>(p);
-      return;
+    const float lse = merge(own, p.sinks != nullptr ? p.sinks[row.head] : kMinusInfinity);
+    if (is_beyond_merging<Element>(lse)) [[unlikely]] {  // all warps agree, and write the same
+      if (row.template compute_again<T>(params)) return;
     }
-    if (ptx::thread_index() == 0) row.write_lse(p, sum);
+    if (p.lse != nullptr && ptx::thread_index() == 0) row.write_lse(p, lse);
     write(own, parts);
   }
 
@@ -326,18 +312,14 @@ struct CombineByWarps {
   TILEWISE_DEVICE void run() const {
     const float sink = p.sinks != nullptr ? p.sinks[row.head] : kMinusInfinity;
     const int lane = ptx::lane_index();
-    LogSum own;
-    if (lane < row.splits) own.lse = params.partial_lse[row.item(lane)];
+    const float own = lane < row.splits ? params.partial_lse[row.item(lane)] : kMinusInfinity;
     SplitWeights weights;
-    weights.begin(own.lse, sink);
-    if (weights.needs_low()) [[unlikely]] {
-      if (lane < row.splits) own.low = params.partial_lse_low[row.item(lane)];
-      weights.refine(max_of_warp(own.lse == weights.base.lse ? own.low : kMinusInfinity), sink);
+    weights.begin(own, sink);
+    const float lse = weights.finish(exponential(own - weights.base), sink);
+    if (is_beyond_merging<Element>(lse)) [[unlikely]] {
+      if (row.template compute_again<T>(params)) return;
     }
-    const LogSum sum = weights.finish(weights.beside(own), sink);
-    if (sum.lse != sum.lse) [[unlikely]]
-      return row.template compute_again<T>(p);
-    if (lane == 0) row.write_lse(p, sum);
+    if (p.lse != nullptr && lane == 0) row.write_lse(p, lse);
     const float weight = weights.of(own);
 #pragma unroll 1
     for (int64_t c = 0; c < p.head_dim_v; c += ptx::kWarpSize * kWidth)

@@ -40,11 +40,10 @@ class ExactRow {
     const LogSum of_sink{sink, 0.0f};
     LogSum of_keys;
     if (l != 0.0f) of_keys = LogSum::of(m_, ptx::log_accurate(l));
-    SplitWeights weights;
-    weights.base = of_keys < of_sink ? of_sink : of_keys;
-    weights.base.lse = exponent_base(weights.base.lse);
-    const float weight = weights.beside(of_keys);
-    const float all = weight + weights.beside(of_sink);
+    LogSum base = of_keys < of_sink ? of_sink : of_keys;
+    base.lse = exponent_base(base.lse);
+    const float weight = exponential(of_keys.above(base));
+    const float all = weight + exponential(of_sink.above(base));
     const float factor = l == 0.0f ? 0.0f : weight / (all * l) * v_descale(p_, s_.batch, kv_head_);
     T* const out =
         static_cast<T*>(p_.out.data) + s_.row_offset(p_.out, row_) + head_ * p_.out.stride_head;
@@ -55,7 +54,7 @@ class ExactRow {
     }
     if (p_.lse == nullptr || ptx::lane_index() != 0) return;
     LogSum sum;
-    if (all != 0.0f) sum = LogSum::of(weights.base.lse, ptx::log_accurate(all), weights.base.low);
+    if (all != 0.0f) sum = LogSum::of(base.lse, ptx::log_accurate(all), base.low);
     const int64_t at = s_.lse_offset(p_.lse_stride_batch, row_) + head_ * p_.lse_stride_head;
     p_.lse[at] = sum.lse;
     if (p_.lse_low != nullptr) p_.lse_low[at] = sum.low;
@@ -130,8 +129,7 @@ class ExactRow {
 
 // The same where 16 bits of q may have a float8 cache.
 template <class T, Form kForm, int kHeadDim>
-TILEWISE_COLD void write_exact_row(const Problem& p, const Sequence& s, int64_t row,
-                                     int64_t head) {
+TILEWISE_COLD void write_exact_row(const Problem& p, const Sequence& s, int64_t row, int64_t head) {
   if constexpr (sizeof(T) == 2) {
     if (p.kv_float8 != 0) return ExactRow<T, Float8, kForm, kHeadDim>(p, s, row, head).write();
   }

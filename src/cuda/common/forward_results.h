@@ -35,6 +35,8 @@ struct RowResults {
 // From here on, as powers of 2, exponents are too large for one number in fp32 (is_lost).
 inline constexpr float kFarOfBias = 0x1p24f;
 inline constexpr float kFarOfProducts = 0x1p12f;
+// From here on l has no reciprocal.
+inline constexpr float kOverflow = 0x1p126f;
 
 // x as the m of a row: beyond kFarOfBias something above what x has been rounded from. No weight is
 // above 2 then, and what such a row has summed stays finite until m has moved on.
@@ -107,12 +109,6 @@ struct RowNormaliser {
   static constexpr float kLog2eLow = static_cast<float>(kLog2eExact - double{kLog2e});
 };
 
-// Whether the low part of a row's lse is to be computed: for the caller, or for the merge of
-// splits.
-TILEWISE_DEVICE bool wants_low(const ForwardParams& p, const BlockWork& work, float lse) {
-  return work.splits == 1 ? p.problem.lse_low != nullptr : common::needs_low(lse);
-}
-
 // Whether m and l do not tell the sums of row r over tiles of kKeys keys: after an overflow, or
 // where the rounding of m, which is that of an exponent, is felt. That begins at 2^24 where scores
 // have a bias, and come with its rounding. Products times a scale are rounded by plain fp32 and by
@@ -120,7 +116,6 @@ TILEWISE_DEVICE bool wants_low(const ForwardParams& p, const BlockWork& work, fl
 // kLowest: exponents are `lowest_exponent`; otherwise m may be kNoKey of a row that sees a key.
 template <int kKeys, bool kLowest>
 TILEWISE_DEVICE bool is_lost(const Problem& p, const BlockWork& work, int32_t r, float m, float l) {
-  constexpr float kOverflow = 0x1p126f;  // l has no reciprocal from there on
   if (!(l <= kOverflow)) return true;
   if (kLowest && m == kNoKey) return false;
   if (!(__builtin_fabsf(m) > (p.bias != nullptr ? kFarOfBias : kFarOfProducts))) return false;
@@ -131,12 +126,9 @@ TILEWISE_DEVICE bool is_lost(const Problem& p, const BlockWork& work, int32_t r,
   return first_key < end;  // else it sees no key
 }
 
-// The lse of a lost row of a split: who merges computes the whole row again.
-TILEWISE_DEVICE float lost_lse() { return ptx::float_of(0x7fc00000u); }
-
 // Joins the sums of the quad and the sink. `weight` is the scale of kept weights, `unit()` that of
-// the scores.
-template <class Element, int kRows, class Unit>
+// the scores. kLow: with the low parts of lse, where the caller asks for them; else they are 0.
+template <class Element, bool kLow, int kRows, class Unit>
 TILEWISE_DEVICE RowResults<kRows> finish_rows(const ForwardParams& p, const BlockWork& work,
                                               const LanePlace& place,
                                               const float (&row_m)[kRows][2],
@@ -158,7 +150,7 @@ TILEWISE_DEVICE RowResults<kRows> finish_rows(const ForwardParams& p, const Bloc
       result.factor[i][h] = l == 0.0f ? 0.0f : inverse;
       result.lse[i][h] = row.template lse<Element>();
       result.low[i][h] = 0.0f;
-      if (wants_low(p, work, result.lse[i][h]))
+      if (kLow && work.splits == 1 && p.problem.lse_low != nullptr)
         result.low[i][h] = row.template low<Element>(result.lse[i][h], unit());
     }
   }
@@ -209,10 +201,7 @@ TILEWISE_DEVICE void store_partial(const ForwardParams& p, const BlockWork& work
       const int32_t r = place.row(i, h);
       if (r >= work.rows.count) continue;
       const int64_t index = partial_index(p, work, r);
-      if (place.column == 0) {
-        p.partial_lse[index] = result.lse[i][h];
-        p.partial_lse_low[index] = result.low[i][h];
-      }
+      if (place.column == 0) p.partial_lse[index] = result.lse[i][h];
       float* out = p.partial_out + index * columns;
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {

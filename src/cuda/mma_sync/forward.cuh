@@ -321,7 +321,7 @@ TILEWISE_DEVICE float unit_of_scores(const ForwardParams& p, const BlockWork& wo
   return scale;
 }
 
-// Rows whose sums m and l do not tell, of a warp: their lse is NaN.
+// Rows whose sums m and l do not tell, of a warp, get `lost_lse`.
 template <class C>
 TILEWISE_DEVICE void mark_lost(const Problem& p, const BlockWork& work, const LanePlace& place,
                                const RowSoftmax<C>& softmax,
@@ -332,7 +332,7 @@ TILEWISE_DEVICE void mark_lost(const Problem& p, const BlockWork& work, const La
     for (int h = 0; h < 2; ++h) {
       if (is_lost<C::kForward.keys, C::kGeneral>(p, work, place.row(i, h), softmax.m[i][h],
                                                  softmax.l[i][h])) [[unlikely]]
-        result.lse[i][h] = lost_lse();
+        result.lse[i][h] = common::lost_lse();
     }
   }
 }
@@ -361,8 +361,8 @@ TILEWISE_DEVICE void compute_lost(const Problem& p, const BlockWork& work, const
   for (int i = 0; i < C::kForward.warp_rows / 16; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float lse = result.lse[i][h];
-      if (lse != lse && place.row(i, h) < work.rows.count) lost |= 1u << (2 * i + h);
+      if (common::is_lost_lse(result.lse[i][h]) && place.row(i, h) < work.rows.count)
+        lost |= 1u << (2 * i + h);
     }
   }
   if (!ptx::any(lost != 0)) [[likely]]
@@ -472,9 +472,11 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   if constexpr (C::kFloat8) tile::pair_columns(o);
   const LanePlace place = lane_place<C>();
   const float weight = (dropout ? general.dropout.keep_scale : 1.0f) * of_values;
-  auto result = finish_rows<typename C::Element>(p, kept, place, softmax.m, softmax.l, weight,
-                                                 [&] { return unit_of_scores<C>(p, kept); });
-  mark_lost<C>(problem, kept, place, softmax, result);
+  // The plain forms of decoding have no instruction to spare for scores beyond fp32's exponents.
+  constexpr bool kTellsLost = !C::kWarpRing;
+  auto result = finish_rows<typename C::Element, kTellsLost>(
+      p, kept, place, softmax.m, softmax.l, weight, [&] { return unit_of_scores<C>(p, kept); });
+  if constexpr (kTellsLost) mark_lost<C>(problem, kept, place, softmax, result);
   if (!kept.sequence.fits) [[unlikely]]
     result.spoil();
   if (p.flags.data != nullptr && !outputs_are_finite(kept, place, o, softmax.l)) [[unlikely]]
@@ -504,7 +506,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   ptx::sync_warp();
   store_outputs<C>(problem, kept, q);
   store_lse(problem, kept, place, result);
-  compute_lost<C>(problem, kept, place, result);
+  if constexpr (kTellsLost) compute_lost<C>(problem, kept, place, result);
 }
 
 }  // namespace tilewise::cuda::mma_sync

@@ -18,11 +18,7 @@ struct IdleRing {
   int parity;
 };
 
-// A row that some split has lost (forward.cuh).
-template <class C>
-TILEWISE_COLD void write_exact_row(const Problem& p, const BlockWork& work, int32_t r);
-
-// Of a row, what a split has: its sums in chunks of 16 bytes, and its lse in two floats.
+// Of a row, what a split has: its sums in chunks of 16 bytes, and its lse.
 template <class C>
 inline constexpr int kMergedChunks = C::kHeadDim / 4;
 template <class C>
@@ -48,16 +44,9 @@ TILEWISE_DEVICE void visit_part(const LanePlace& place, const Outputs<C>& o,
         x[e] = ptx::bits_of(o.x[0][n + e / 2][2 * h + e % 2] * result.factor[0][h]);
       visit(h, (2 * n + quad) * 16, x);
     }
-    const uint32_t sum[4] = {ptx::bits_of(result.lse[0][h]), ptx::bits_of(result.low[0][h])};
-    if (quad == 0) visit(h, kMergedChunks<C> * 16, sum);
+    const uint32_t lse[4] = {ptx::bits_of(result.lse[0][h])};
+    if (quad == 0) visit(h, kMergedChunks<C> * 16, lse);
   }
-}
-
-// The lse of a split in shared memory.
-TILEWISE_DEVICE LogSum load_log_sum(ptx::SharedAddress at) {
-  uint32_t bits[2];
-  ptx::ld_shared_v2_b32(bits, at);
-  return {ptx::float_of(bits[0]), ptx::float_of(bits[1])};
 }
 
 // Rows of out and lse, of which all splits' parts, one for a lane at most, lie in shared memory.
@@ -82,19 +71,13 @@ class MergedRows {
     char* const out =
         static_cast<char*>(problem.out.data) + work_.offset(problem.out, r) * C::Element::kBytes;
     ptx::mbarrier_wait_parity(ring.barrier, ring.parity);
-    LogSum own;  // of split `lane`
-    if (lane < work_.splits) own = load_log_sum(part(parts, lane) + kChunks * 16);
+    float own = kMinusInfinity;  // lse of split `lane`
+    if (lane < work_.splits)
+      own = ptx::float_of(ptx::ld_shared_b32(part(parts, lane) + kChunks * 16));
     Weights weights;
-    weights.begin(own.lse, sink);
-    if (weights.needs_low()) [[unlikely]]
-      weights.refine(common::max_of_warp(own.lse == weights.base.lse ? own.low : kMinusInfinity),
-                     sink);
-    else
-      own.low = 0.0f;
-    const LogSum whole = weights.finish(weights.beside(own), sink);
-    if (whole.lse != whole.lse) [[unlikely]]
-      return write_exact_row<C>(problem, work_, r);
-    if (lane == 0) store_log_sum(problem, lse_at, whole);
+    weights.begin(own, sink);
+    const float whole = weights.finish(common::exponential(own - weights.base), sink);
+    if (lane == 0) store_log_sum(problem, lse_at, {whole, 0.0f});
     const float weight = weights.of(own);
 #pragma unroll
     for (int first = 0; first < kChunks; first += ptx::kWarpSize)

@@ -56,7 +56,7 @@ class PartsMerge {
     ptx::fence_proxy_async();         // and go where this one has read
     ptx::sync_warp();
     load(0, ring);
-    LogSum base[2];
+    float base[2];
     float sum[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) begin_row(place, h, base[h], sum[h]);
@@ -79,10 +79,7 @@ class PartsMerge {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       result.factor[0][h] = sum[h] == 0.0f ? 0.0f : 1.0f / sum[h];
-      LogSum whole;
-      if (sum[h] != 0.0f) whole = LogSum::of(base[h].lse, ptx::log_accurate(sum[h]), base[h].low);
-      result.lse[0][h] = whole.lse;
-      result.low[0][h] = whole.low;
+      result.lse[0][h] = sum[h] == 0.0f ? kMinusInfinity : base[h] + ptx::log_accurate(sum[h]);
     }
   }
 
@@ -120,7 +117,7 @@ class PartsMerge {
   }
 
   // The largest lse of row (0, h), that of a sink among them, and the weight of the sink.
-  TILEWISE_DEVICE void begin_row(const LanePlace& place, int h, LogSum& base, float& sum) const {
+  TILEWISE_DEVICE void begin_row(const LanePlace& place, int h, float& base, float& sum) const {
     const int32_t r = place.row(0, h);
     const bool exists = r < work_.rows.count;
     const float* const sinks = p_.problem.sinks;
@@ -131,38 +128,20 @@ class PartsMerge {
       highest =
           max(highest,
               ptx::float_of(ptx::ld_global_b32(part(place_of(split)) + r * kPartBytes + kLseAt)));
-    common::SplitWeights weights;
-    weights.base.lse = exponent_base(tile::quad_max(highest));
-    // Lanes exchange: all of them, or none.
-    if (ptx::any(weights.needs_low())) [[unlikely]] {
-      float low = kMinusInfinity;
-#pragma unroll 1
-      for (int32_t split = place.lane_of_quad(); exists && split < work_.splits; split += 4) {
-        const char* const at = part(place_of(split)) + r * kPartBytes + kLseAt;
-        if (ptx::float_of(ptx::ld_global_b32(at)) == weights.base.lse)
-          low = max(low, ptx::float_of(ptx::ld_global_b32(at + 4)));
-      }
-      low = tile::quad_max(low);
-      if (weights.needs_low()) weights.refine(low, sink);
-    }
-    base = weights.base;
-    sum = weights.beside({sink, 0.0f});
+    base = exponent_base(tile::quad_max(highest));
+    sum = common::exponential(above(sink, base));
   }
 
   // The sums of a row of `count` parts, weighed; returns what they weigh. A part that saw nothing
   // may have NaN.
   TILEWISE_DEVICE static float add_parts(Outputs<C>& o, const LanePlace& place, int h,
-                                         ptx::SharedAddress row, int32_t count,
-                                         const LogSum& base) {
-    common::SplitWeights weights;
-    weights.base = base;
+                                         ptx::SharedAddress row, int32_t count, float base) {
     float sum = 0.0f;
 #pragma unroll 1
     for (int32_t i = 0; i < count; ++i, row += kTileBytes) {
-      LogSum part = load_log_sum(row + kLseAt);
-      if (part.lse == kMinusInfinity) continue;
-      if (!weights.needs_low()) part.low = 0.0f;
-      const float weight = weights.beside(part);
+      const float lse = ptx::float_of(ptx::ld_shared_b32(row + kLseAt));
+      if (lse == kMinusInfinity) continue;
+      const float weight = common::exponential(above(lse, base));
       sum += weight;
       const ptx::SharedAddress own = row + static_cast<uint32_t>(place.lane_of_quad() * 16);
 #pragma unroll

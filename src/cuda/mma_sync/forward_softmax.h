@@ -110,7 +110,9 @@ struct RowSoftmax {
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float raised = ptx::fmax(m[i][h], round_exponent_up(tile::quad_max(highest[i][h])));
+        float reach = tile::quad_max(highest[i][h]);
+        if constexpr (!C::kWarpRing) reach = round_exponent_up(reach);
+        const float raised = ptx::fmax(m[i][h], reach);
         const float factor = ptx::ex2(m[i][h] - raised);
         m[i][h] = raised;
         l[i][h] *= factor;

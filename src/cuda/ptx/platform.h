@@ -8,7 +8,7 @@
 
 #include "emulator/device.h"
 #define TILEWISE_DEVICE inline __attribute__((always_inline))
-#define TILEWISE_COLD inline __attribute__((noinline))
+#define TILEWISE_COLD __attribute__((noinline))
 #define TILEWISE_DEVICE_VARIABLE
 #define TILEWISE_KERNEL(threads, blocks_per_sm) inline
 #define TILEWISE_CLUSTER_KERNEL(threads, blocks) inline
@@ -19,7 +19,7 @@
 #include <cuda_runtime.h>
 #define TILEWISE_DEVICE __device__ __forceinline__
 // A call: what is next to never run costs a kernel neither registers nor instructions on the way.
-// Not beside wgmma, whose sums must not cross one.
+// Of templates and members. Not beside wgmma, whose sums must not cross one.
 #define TILEWISE_COLD __device__ __noinline__
 #define TILEWISE_DEVICE_VARIABLE __device__
 #define TILEWISE_KERNEL(threads, blocks_per_sm) __global__ __launch_bounds__(threads, blocks_per_sm)

@@ -158,10 +158,7 @@ struct Forward {
             (work.split * partial_rows(p, params.pitch) + partial_row(p, params.pitch, s, row)) *
                 p.heads_q +
             head;
-        if (place.x == 0) {
-          params.partial_lse[at] = sum.lse;
-          params.partial_lse_low[at] = sum.low;
-        }
+        if (place.x == 0) params.partial_lse[at] = sum.lse;
         write_row(params.partial_out + at * p.head_dim_v, i, inverse);
       } else {
         if (place.x == 0)

@@ -108,7 +108,7 @@ struct ColumnWalk {
   }
 };
 
-template <class C, int kWarpgroup, common::Reach kReach>
+template <class C, int kWarpgroup>
 TILEWISE_DEVICE void walk_by_columns(const TmaBackwardParams& params, const KeyRecord& work,
                                      ptx::SharedAddress shared, int warp,
                                      ColumnSums<C, kWarpgroup>& sums) {
@@ -145,7 +145,7 @@ TILEWISE_DEVICE void walk_by_columns(const TmaBackwardParams& params, const KeyR
     if constexpr (kWarpgroup == 0) {
       if (!kAlone && step > 0) ptx::bar_sync(kPRead, Plan::kMathThreads);
       if (!kAlone && C::kGeneral) ptx::mbarrier_wait_parity(barriers.peer_has_read(), stage ^ 1);
-      own.scores.template store_p<kReach>(params, s, statistic, walk, stage);
+      own.scores.store_p(params.problem, s, statistic, walk, stage);
       ptx::bar_arrive(kPStored, Plan::kMathThreads);
       ptx::bar_sync(kOwnStored, ptx::kWarpgroupSize);
       ptx::mbarrier_wait_parity(barriers.dout_landed(0), stage);
@@ -183,14 +183,14 @@ TILEWISE_DEVICE void begin_by_columns(const TmaBackwardParams& p, ptx::SharedAdd
   if (work.steps > 0) await_keys<C>(p, work, shared, ptx::thread_index() - ptx::kWarpgroupSize, 0);
 }
 
-template <class C, int kWarpgroup, common::Reach kReach>
+template <class C, int kWarpgroup>
 TILEWISE_DEVICE void by_columns_role(const TmaBackwardParams& p, ptx::SharedAddress shared,
                                      int warp) {
   using Plan = BackwardPlan<C>;
   const KeyRecord& work = received_work<C>(0);
   ColumnSums<C, kWarpgroup> sums;
   sums.clear();
-  walk_by_columns<C, kWarpgroup, kReach>(p, work, shared, warp, sums);
+  walk_by_columns<C, kWarpgroup>(p, work, shared, warp, sums);
   ptx::griddepcontrol_launch_dependents();
 
   if (p.key_flags.data != nullptr && ptx::any(!sums.finite()) && ptx::lane_index() == 0)

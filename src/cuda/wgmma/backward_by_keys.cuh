@@ -26,7 +26,7 @@ template <class C, Option kOption>
 inline constexpr bool kPreloads = C::kBackward.preload && kOption != Option::any;
 
 // dk and dv of a piece of work. `passed`: steps before it.
-template <class C, Option kOption, common::Reach kReach>
+template <class C, Option kOption>
 TILEWISE_DEVICE void walk_by_keys(const TmaBackwardParams& params, const KeyRecord& work,
                                   const Products<C>& products, ptx::SharedAddress shared,
                                   int warpgroup, int warp, int32_t passed,
@@ -58,7 +58,7 @@ TILEWISE_DEVICE void walk_by_keys(const TmaBackwardParams& params, const KeyReco
     ScoreOperands<C> p, ds;
 
     if constexpr (kOption == Option::any) {
-      terms.template preload<kReach>(params.problem, s, walk);
+      terms.preload(params.problem, s, walk);
       ptx::keep(s);
     }
     ptx::mbarrier_wait_parity(barriers.q_landed(stage), parity);
@@ -91,12 +91,10 @@ TILEWISE_DEVICE void walk_by_keys(const TmaBackwardParams& params, const KeyReco
       ptx::wgmma_wait_group<0>();
       ptx::keep(s);
       ptx::keep(dp);
-      terms.template apply<kReach>(params, s, dp, p, ds, walk, mask, lse, delta);
+      terms.apply(params.problem, s, dp, p, ds, walk, mask, lse, delta);
     } else {
       ptx::wgmma_wait_group<1>();
       ptx::keep(s);
-      if constexpr (kReach == common::Reach::far)
-        make_relative<C>(s, params, tile_of_step<C>(work, step - (end - work.steps)), scale_log2);
       if (mask.touches(walk.row)) {
         ptx::keep_branch();
         mask.apply(s, walk.row, scale_log2 > 0.0f ? kMinusInfinity : -kMinusInfinity);
@@ -154,7 +152,7 @@ TILEWISE_DEVICE void store_by_keys(const TmaBackwardParams& p, const KeyRecord& 
                 p.problem.head_dim);
 }
 
-template <class C, Option kOption, common::Reach kReach>
+template <class C, Option kOption>
 TILEWISE_DEVICE void by_keys_role(const TmaBackwardParams& p, ptx::SharedAddress shared,
                                   int warpgroup, int warp) {
   using Plan = BackwardPlan<C>;
@@ -177,7 +175,7 @@ TILEWISE_DEVICE void by_keys_role(const TmaBackwardParams& p, ptx::SharedAddress
       await_keys<C>(p, work, shared, ptx::thread_index() - ptx::kWarpgroupSize, piece & 1);
     else
       await_landing(barriers, piece & 1);
-    walk_by_keys<C, kOption, kReach>(p, work, products, shared, warpgroup, warp, steps, dk, dv);
+    walk_by_keys<C, kOption>(p, work, products, shared, warpgroup, warp, steps, dk, dv);
     steps += work.steps;
     if (ptx::lane_index() == 0) ptx::mbarrier_arrive(barriers.keys_left());
 
@@ -200,9 +198,9 @@ struct ByKeysRole {
   int warpgroup;
   int warp;
 
-  template <Option kOption, common::Reach kReach = common::Reach::near>
+  template <Option kOption>
   TILEWISE_DEVICE void run() const {
-    by_keys_role<C, kOption, kReach>(p, shared, warpgroup, warp);
+    by_keys_role<C, kOption>(p, shared, warpgroup, warp);
   }
 };
 

@@ -6,7 +6,6 @@
 #pragma once
 
 #include "cuda/common/exponent_scale.h"
-#include "cuda/common/far_rows.h"
 #include "cuda/common/score_terms.h"
 #include "cuda/ptx/convert.h"
 #include "cuda/ptx/mbarrier.h"
@@ -73,13 +72,11 @@ class ColumnScores {
   }
 
   // P = exp(S - lse)
-  template <common::Reach kReach>
-  TILEWISE_DEVICE void store_p(const BackwardParams& params, float (&s)[Plan::kKeys / 2],
+  TILEWISE_DEVICE void store_p(const Problem& p, float (&s)[Plan::kKeys / 2],
                                const RowStatistic& lse, const RowWalk& walk, int stage) const {
     if constexpr (C::kGeneral) {
-      store_general<kReach>(params, s, lse, walk, stage);
+      store_general(p, s, lse, walk, stage);
     } else {
-      if constexpr (kReach == common::Reach::far) make_relative(params, s, walk);
       if (!clear_.contains(walk.row)) {
         ptx::keep_branch();
         const KeyRange seen(work_, walk.row + row_);
@@ -151,12 +148,9 @@ class ColumnScores {
 
   // The same with options: P, and where dS will lie P times d score / d (scale S). 16 keys at a
   // time, so that the derivatives take few registers.
-  template <common::Reach kReach>
-  TILEWISE_DEVICE void store_general(const BackwardParams& params, float (&s)[Plan::kKeys / 2],
+  TILEWISE_DEVICE void store_general(const Problem& p, float (&s)[Plan::kKeys / 2],
                                      const RowStatistic& lse, const RowWalk& walk,
                                      int stage) const {
-    const Problem& p = params.problem;
-    constexpr bool kFarRows = kReach == common::Reach::far;
     const ScoreTerms terms = ScoreTerms::of(p);
     const bool masked = !clear_.contains(walk.row);
     const int32_t row = walk.row + row_;
@@ -181,11 +175,6 @@ class ColumnScores {
           add_bias<typename Element::Storage>(x, p, row_terms, row, key);
       }
 #pragma unroll
-      for (int i = 0; kFarRows && i < 8; ++i) {
-        const auto its = origin(params, walk, i / 2 % 2);
-        if (its.is_far()) x[i] = its.relative(x[i], 1.0f);
-      }
-#pragma unroll
       for (int i = 0; i < 8; ++i) {
         x[i] = ptx::ex2(ptx::fma(x[i], kLog2e, lse.x[i / 2 % 2]));
         if (masked && !seen.contains(i / 2 % 2, 16 * k + i / 4 * 8 + i % 2)) x[i] = 0.0f;
@@ -194,27 +183,6 @@ class ColumnScores {
       if (terms.dropout.on()) drop(x, terms.dropout, row_terms, key);
       store_chunk(x, at(Plan::kP, stage, k));
       store_chunk(derivative, at(Plan::kDs, stage, k));
-    }
-  }
-
-  // Of query `half` of the thread.
-  TILEWISE_DEVICE common::RowOrigin origin(const BackwardParams& p, const RowWalk& walk,
-                                           int half) const {
-    return common::RowOrigin::of(p, int64_t{walk.index} * Plan::kQueries + row_ + 8 * half);
-  }
-
-  // Scores of rows that are far become relative to their lse.
-  TILEWISE_DEVICE void make_relative(const BackwardParams& p, float (&s)[Plan::kKeys / 2],
-                                     const RowWalk& walk) const {
-    const float unit = score_of(p.problem).scale;
-    const float inverse = common::inverse_scale(scale_log2_);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const auto its = origin(p, walk, half);
-      if (!its.is_far()) continue;
-#pragma unroll
-      for (int i = 0; i < Plan::kKeys / 2; ++i)
-        if (i / 2 % 2 == half) s[i] = its.relative_product(s[i], unit, inverse);
     }
   }
 

@@ -192,7 +192,6 @@ TILEWISE_DEVICE void load_role(const TmaBackwardParams& p, ptx::SharedAddress sh
   const BackwardBarriers barriers{shared + Plan::kBarriers};
   ptx::griddepcontrol_wait();  // for the records and the statistics of the rows
   if (ptx::lane_index() == 0) fetch_work<C>(p, shared, 0, static_cast<int32_t>(ptx::block_index()));
-  const uint32_t far = *p.far_rows == p.launch ? 1 : 0;  // beside the record
   int32_t steps = 0;
 #pragma unroll 1
   for (int32_t piece = 0;; ++piece) {
@@ -200,13 +199,6 @@ TILEWISE_DEVICE void load_role(const TmaBackwardParams& p, ptx::SharedAddress sh
                               piece / Plan::kRecordSlots & 1);
     const KeyRecord& work = received_work<C>(piece % Plan::kRecordSlots);
     if (work.steps < 0) return;
-    // Others read it when K has landed, which this lane speaks for.
-    if (ptx::lane_index() == 0)
-      ptx::st_shared_b32(
-          shared + static_cast<uint32_t>(Plan::kRecords +
-                                         piece % Plan::kRecordSlots * int{sizeof(KeyRecord)} +
-                                         offsetof(KeyRecord, far)),
-          far);
     load_work<C>(p, work, shared, steps, (piece & 1) ^ 1);
     if constexpr (!Plan::kPersistent) return;
     if (ptx::lane_index() == 0)

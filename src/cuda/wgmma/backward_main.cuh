@@ -29,23 +29,6 @@ TILEWISE_DEVICE void sync_all() {
     ptx::sync_cluster();
 }
 
-// Whether some row of the call is far; when the first keys have landed.
-template <class C>
-TILEWISE_DEVICE bool has_far_rows(ptx::SharedAddress shared) {
-  const BackwardBarriers barriers{shared + BackwardPlan<C>::kBarriers};
-  ptx::mbarrier_wait_parity(barriers.record_landed(0), 0);
-  await_landing(barriers, 0);
-  return received_work<C>(0).far != 0;
-}
-
-template <class C, common::Reach kReach>
-TILEWISE_DEVICE void by_columns(const TmaBackwardParams& p, ptx::SharedAddress shared, int warp) {
-  if (warp < 8)
-    by_columns_role<C, 0, kReach>(p, shared, warp % 4);
-  else
-    by_columns_role<C, 1, kReach>(p, shared, warp % 4);
-}
-
 template <class C>
 TILEWISE_DEVICE void backward_block(const TmaBackwardParams& p) {
   using Plan = BackwardPlan<C>;
@@ -67,15 +50,13 @@ TILEWISE_DEVICE void backward_block(const TmaBackwardParams& p) {
     ptx::setmaxnreg_inc<C::kBackward.math_registers>();
     if constexpr (kByColumns<C>) {
       begin_by_columns<C>(p, shared);
-      if (has_far_rows<C>(shared)) [[unlikely]]
-        by_columns<C, common::Reach::far>(p, shared, warp);
+      if (warp < 8)
+        by_columns_role<C, 0>(p, shared, warp % 4);
       else
-        by_columns<C, common::Reach::near>(p, shared, warp);
+        by_columns_role<C, 1>(p, shared, warp % 4);
     } else {
       const ByKeysRole<C> role{p, shared, warp / 4 - 1, warp % 4};
-      if (has_far_rows<C>(shared)) [[unlikely]]
-        role.template run<C::kGeneral ? Option::any : Option::none, common::Reach::far>();
-      else if constexpr (C::kGeneral)
+      if constexpr (C::kGeneral)
         run_with_option<C::kBackward.option_loops>(p.problem, role);
       else
         role.template run<Option::none>();

@@ -6,7 +6,6 @@
 // % 2.
 #pragma once
 
-#include "cuda/common/far_rows.h"
 #include "cuda/ptx/convert.h"
 #include "cuda/ptx/shared.h"
 #include "cuda/ptx/warp.h"
@@ -187,26 +186,6 @@ TILEWISE_DEVICE void softmax(ScoreSums<C>& s, ScoreOperands<C>& p, float scale_l
     for (int half = 0; half < 2; ++half)
       p[j / 2][j % 2 * 2 + half] =
           tile::pack<typename C::Element>(s[4 * j + 2 * half], s[4 * j + 2 * half + 1]);
-  }
-}
-
-// Scores of rows that are far become relative to their lse: from there on they are as others.
-template <class C>
-TILEWISE_DEVICE void make_relative(ScoreSums<C>& s, const BackwardParams& p, int32_t tile,
-                                   float scale_log2) {
-  const float unit = score_of(p.problem).scale;
-  const float inverse = common::inverse_scale(scale_log2);
-  const auto lane = static_cast<int>(ptx::recent(static_cast<uint32_t>(ptx::lane_index())));
-  const int64_t first = int64_t{tile} * BackwardPlan<C>::kQueries + lane % 4 * 2;
-#pragma unroll
-  for (int j = 0; j < BackwardPlan<C>::kQueries / 8; ++j) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const auto origin = common::RowOrigin::of(p, first + 8 * j + e);
-      if (!origin.is_far()) continue;
-      s[4 * j + e] = origin.relative_product(s[4 * j + e], unit, inverse);
-      s[4 * j + 2 + e] = origin.relative_product(s[4 * j + 2 + e], unit, inverse);
-    }
   }
 }
 

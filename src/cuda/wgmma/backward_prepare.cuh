@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cuda/common/exponent_scale.h"
-#include "cuda/common/far_rows.h"
 #include "cuda/ptx/convert.h"
 #include "cuda/ptx/global.h"
 #include "cuda/ptx/warp.h"
@@ -57,7 +56,6 @@ TILEWISE_DEVICE float add_products(float sum, const uint32_t (&a)[4], const uint
 // What S starts at, or what is added to it (BackwardSums), of a row with this lse.
 template <class C>
 TILEWISE_DEVICE float row_lse(float lse, float scale_log2) {
-  if (common::is_far_row<typename C::Element>(lse)) return 0.0f;
   const float x = lse == kMinusInfinity ? kNoRow : -lse * kLog2e;
   if constexpr (BackwardSums<C>::kPreload) {
     const float quotient = x / scale_log2;
@@ -110,7 +108,7 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
     rows = static_cast<int32_t>(clamp(s.band.rows - block.row0, 0, end));
   }
 
-  LogSum lse[Lanes::kPasses];
+  float lse[Lanes::kPasses];
   float dlse[Lanes::kPasses];
   uint32_t x[Lanes::kPasses][Lanes::kColumns][4];
   uint32_t y[Lanes::kPasses][Lanes::kColumns][4];
@@ -119,12 +117,12 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
     const int row = first + pass * Lanes::kRowsPerPass;
     const Storage* out = nullptr;
     const Storage* dout = nullptr;
+    lse[pass] = kMinusInfinity;
     dlse[pass] = 0.0f;
     if (row < rows) {
       if (lane == 0) {
-        lse[pass] =
-            common::log_sum_at(problem, s.lse_offset(problem.lse_stride_batch, block.row0 + row) +
-                                            block.head * problem.lse_stride_head);
+        lse[pass] = problem.lse[s.lse_offset(problem.lse_stride_batch, block.row0 + row) +
+                                block.head * problem.lse_stride_head];
         if (p.gradients.dlse != nullptr)
           dlse[pass] =
               p.gradients.dlse[s.lse_offset(p.gradients.dlse_stride_batch, block.row0 + row) +
@@ -168,10 +166,8 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
     const int row = first + pass * Lanes::kRowsPerPass;
     if (lane != 0 || row >= end) continue;
     const int64_t at = int64_t{block.tile} * Sums::kQueries + Sums::statistic_place(row);
-    p.row_lse[at] = row_lse<C>(lse[pass].lse, scale_log2);
-    p.row_delta[at] = lse[pass].lse == kMinusInfinity ? 0.0f : dlse[pass] - delta;
-    common::keep_origin<typename C::Element>(p, int64_t{block.tile} * Sums::kQueries + row,
-                                             lse[pass]);
+    p.row_lse[at] = row_lse<C>(lse[pass], scale_log2);
+    p.row_delta[at] = lse[pass] == kMinusInfinity ? 0.0f : dlse[pass] - delta;
   }
 }
 

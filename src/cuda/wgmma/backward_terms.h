@@ -76,14 +76,14 @@ struct KeptScores {
   }
 };
 
-// What ALiBi takes from S of a tile of queries, in units of log2 or others.
+// What ALiBi takes from S of a tile of queries, in units of log2.
 template <class C>
 class AlibiOfKeys {
  public:
   // `key`: the thread's first one.
   TILEWISE_DEVICE AlibiOfKeys(const Problem& p, const KeyRecord& work, int32_t key,
-                              const RowWalk& walk, float unit = kLog2e)
-      : slope_(p.alibi_slopes[work.batch * p.alibi_stride_batch + walk.head] * unit),
+                              const RowWalk& walk)
+      : slope_(p.alibi_slopes[work.batch * p.alibi_stride_batch + walk.head] * kLog2e),
         distance_(walk.row + ptx::lane_index() % 4 * 2 + work.keys - work.rows - key) {}
 
   TILEWISE_DEVICE float slope() const { return slope_; }
@@ -280,11 +280,10 @@ class BackwardTerms<C, Option::any> {
 
   // What S starts at: the bias, where nothing but a factor comes between the two. So its loads need
   // no registers of their own, and are all under way together.
-  template <common::Reach kReach>
   TILEWISE_DEVICE void preload(const Problem& p, ScoreSums<C>& s, const RowWalk& walk) const {
 #pragma unroll
     for (float& x : s) x = 0.0f;
-    if (!preloads<kReach>(p)) return;
+    if (!preloads(p)) return;
     const float factor = kLog2e / scale_log2_;
     if (p.bias_dtype == TILEWISE_FLOAT32)
       add_bias<float>(p, s, walk, factor);
@@ -294,15 +293,10 @@ class BackwardTerms<C, Option::any> {
 
   // From the products S and dP to P and dS. One pass over the scores per option, so that a switch
   // is asked once and not once per score.
-  template <common::Reach kReach>
-  TILEWISE_DEVICE void apply(const BackwardParams& params, ScoreSums<C>& s, ScoreSums<C>& dp,
+  TILEWISE_DEVICE void apply(const Problem& p, ScoreSums<C>& s, ScoreSums<C>& dp,
                              ScoreOperands<C>& p_half, ScoreOperands<C>& ds_half,
                              const RowWalk& walk, const KeyMask<C>& mask, ptx::SharedAddress lse,
                              ptx::SharedAddress delta) const {
-    const Problem& p = params.problem;
-    // Scores are in units of log2 or, where a row may be far, in natural ones.
-    constexpr bool kFarRows = kReach == common::Reach::far;
-    constexpr float unit = kFarRows ? 1.0f : kLog2e;
     const float keep_scale = dropout_.keep_scale;
     KeptScores kept;
     if (dropout_.threshold != 0) {
@@ -312,15 +306,14 @@ class BackwardTerms<C, Option::any> {
       for (int i = 0; i < 4 * kGroups; ++i) dp[i] = kept.at(i) ? dp[i] * keep_scale : 0.0f;
     }
     add_statistic(dp, delta);
-    cap<kReach>(p, s, dp, unit);
-    if (p.alibi_slopes != nullptr) add_alibi(p, s, walk, unit);
-    if (p.bias != nullptr && !preloads<kReach>(p)) {
+    cap(p, s, dp);
+    if (p.alibi_slopes != nullptr) add_alibi(p, s, walk);
+    if (p.bias != nullptr && !preloads(p)) {
       if (p.bias_dtype == TILEWISE_FLOAT32)
-        add_bias<float>(p, s, walk, unit);
+        add_bias<float>(p, s, walk, kLog2e);
       else
-        add_bias<typename C::Element::Storage>(p, s, walk, unit);
+        add_bias<typename C::Element::Storage>(p, s, walk, kLog2e);
     }
-    if constexpr (kFarRows) make_relative(params, s, walk);
     add_statistic(s, lse);
     if (mask.touches(walk.row)) mask.apply(s, walk.row, kMinusInfinity);
 #pragma unroll
@@ -346,51 +339,29 @@ class BackwardTerms<C, Option::any> {
     }
   }
 
-  // From natural units to those of log2, relative to lse in rows that are far.
-  TILEWISE_DEVICE static void make_relative(const BackwardParams& p, ScoreSums<C>& s,
-                                            const RowWalk& walk) {
-    const int64_t first = int64_t{walk.index} * Plan::kQueries + ptx::lane_index() % 4 * 2;
-#pragma unroll
-    for (int j = 0; j < kGroups; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const auto origin = common::RowOrigin::of(p, first + 8 * j + e % 2);
-        float& x = s[4 * j + e];
-        x = origin.is_far() ? origin.relative(x, kLog2e) : x * kLog2e;
-      }
-    }
-  }
-
-  // Products become scores in units of log2 (or natural ones: `unit`); dP the gradient of scale *
-  // S.
-  template <common::Reach kReach>
-  TILEWISE_DEVICE void cap(const Problem& p, ScoreSums<C>& s, ScoreSums<C>& dp, float unit) const {
+  // Products become scores in units of log2; dP the gradient of scale * S.
+  TILEWISE_DEVICE void cap(const Problem& p, ScoreSums<C>& s, ScoreSums<C>& dp) const {
     if (p.softcap == 0.0f) {
-      const float scale = kReach == common::Reach::far ? score_of(p).scale : scale_log2_;
 #pragma unroll
-      for (int i = 0; i < 4 * kGroups; ++i) s[i] *= scale;
+      for (int i = 0; i < 4 * kGroups; ++i) s[i] *= scale_log2_;
     } else {
       HalfMath::ScaledTanh(score_of(p).scale * ptx::rcp_approximate(p.softcap)).apply(s);
 #pragma unroll
       for (int i = 0; i < 4 * kGroups; ++i) {
         dp[i] *= ptx::fma(-s[i], s[i], 1.0f);
-        s[i] *= p.softcap * unit;
+        s[i] *= p.softcap * kLog2e;
       }
     }
   }
 
-  TILEWISE_DEVICE void add_alibi(const Problem& p, ScoreSums<C>& s, const RowWalk& walk,
-                                 float unit) const {
-    const AlibiOfKeys<C> alibi(p, work_, key_, walk, unit);
+  TILEWISE_DEVICE void add_alibi(const Problem& p, ScoreSums<C>& s, const RowWalk& walk) const {
+    const AlibiOfKeys<C> alibi(p, work_, key_, walk);
 #pragma unroll
     for (int i = 0; i < 4 * kGroups; ++i) s[i] = ptx::fma(alibi.distance(i), -alibi.slope(), s[i]);
   }
 
-  // Not where a row may be far: a product on top of a large bias is not rounded as the forward
-  // does.
-  template <common::Reach kReach>
   TILEWISE_DEVICE static bool preloads(const Problem& p) {
-    return kReach == common::Reach::near && p.bias != nullptr && p.softcap == 0.0f;
+    return p.bias != nullptr && p.softcap == 0.0f;
   }
 
   // s += factor * bias. Outside of the sequence bias has no element.

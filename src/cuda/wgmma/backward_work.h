@@ -166,14 +166,6 @@ struct RowWalk {
   }
 };
 
-// Among the padded tiles of all heads: that of step `step` of a piece of work. For those who do not
-// keep a RowWalk's index.
-template <class C>
-TILEWISE_DEVICE int32_t tile_of_step(const KeyRecord& work, int32_t step) {
-  const int32_t tiles = (work.row_end - work.row) / BackwardPlan<C>::kQueries;  // of a head
-  return work.tile_index + step / tiles * (tiles + work.skipped_tiles) + step % tiles;
-}
-
 // Tiles of queries whose first row is one of these need no mask: all of their rows see all keys of
 // the block.
 struct ClearRows {

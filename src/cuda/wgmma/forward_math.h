@@ -22,7 +22,10 @@ class ForwardMath {
   using VTile = typename Shared::VTile;
   static constexpr arch::WgmmaForwardTile kTile = C::kForward;
   static constexpr int kKeys = kTile.keys;
-  using RowMath = RowSoftmax<kKeys / 8, C::kGeneral>;
+  // Capped scores are not large.
+  static constexpr bool kBounded = kOption == Option::softcap;
+  static constexpr bool kLowest = kOption == Option::bias || kOption == Option::any;
+  using RowMath = RowSoftmax<kKeys / 8, kBounded, kLowest>;
   static constexpr bool kWide = kHasWideRange<Element>;
 
   TILEWISE_DEVICE ForwardMath(const TmaForwardParams& params, const Shared& shared, int warpgroup)
@@ -414,16 +417,17 @@ class ForwardMath {
     Ending ending;
     ending.l[0][0] = softmax_.l[0][0];
     ending.l[0][1] = softmax_.l[0][1];
-    ending.rows = finish_rows<Element>(p_, work, at, softmax_.m, ending.l, terms_.keep_scale(),
-                                       [&] { return terms_.unit(); });
+    ending.rows = finish_rows<Element, !kBounded>(
+        p_, work, at, softmax_.m, ending.l, terms_.keep_scale(), [&] { return terms_.unit(); });
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (is_lost<kKeys, C::kGeneral>(p_.problem, work, at.row(0, h), softmax_.m[0][h],
-                                      ending.l[0][h])) {
+      if (kBounded ? ending.l[0][h] > kOverflow
+                   : is_lost<kKeys, kLowest>(p_.problem, work, at.row(0, h), softmax_.m[0][h],
+                                             ending.l[0][h])) {
         // The marks of a row to be computed again, by this block or from the parts of a shared
         // work.
         ending.l[0][h] = -kMinusInfinity;
-        ending.rows.factor[0][h] = ending.rows.lse[0][h] = lost_lse();
+        ending.rows.factor[0][h] = ending.rows.lse[0][h] = common::lost_lse();
       }
     }
     if (!work.sequence.fits) [[unlikely]]

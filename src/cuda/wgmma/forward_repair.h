@@ -290,7 +290,6 @@ class RowRepair {
     if (row.l != 0.0f) sum = LogSum::of(row.origin, ptx::log_accurate(row.l));
     if (is_part()) {
       params_.partial_lse[partial_index(params_, work_, r)] = sum.lse;
-      params_.partial_lse_low[partial_index(params_, work_, r)] = sum.low;
     } else {
       store_log_sum(p_, lse_place(p_, work_, r), sum);
     }

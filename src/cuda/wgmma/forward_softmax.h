@@ -34,8 +34,9 @@ struct LinearExponent {
   TILEWISE_DEVICE float operator()(float x, float term) const { return ptx::fma(x, scale, term); }
 };
 
-// kLowest: scores may be so low that the product with the scale overflows, as those of a bias are.
-template <int kColumns, bool kLowest>
+// kBounded: scores are not large. kLowest: they may be so low that the product with the scale
+// overflows, as those of a bias are.
+template <int kColumns, bool kBounded, bool kLowest>
 struct RowSoftmax : RowSums {
   using Scores = tile::Sums<1, kColumns>;
 
@@ -91,7 +92,8 @@ struct RowSoftmax : RowSums {
       // In this order: with what was before inside of the exchange ptxas finds a schedule that is
       // 1 to 2 % slower (D64, D128).
       const float top = tile::quad_max(ptx::fmax(x[0], x[1]));
-      float highest = round_exponent_up(exponent(top));
+      float highest = exponent(top);
+      if constexpr (!kBounded) highest = round_exponent_up(highest);
       if constexpr (kLowest) highest = lowest_exponent(top, highest);
       m[0][h] = ptx::fmax(before, highest);
       shrink[h] = kFirst ? 1.0f : ptx::ex2(before - m[0][h]);

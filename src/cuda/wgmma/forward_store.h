@@ -85,10 +85,7 @@ TILEWISE_DEVICE void store_part(const ForwardParams& p, const ForwardWork<C>& wo
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float factor = result.factor[0][h];
-    if (place.column == 0) {
-      p.partial_lse[row + 8 * h] = result.lse[0][h];
-      p.partial_lse_low[row + 8 * h] = result.low[0][h];
-    }
+    if (place.column == 0) p.partial_lse[row + 8 * h] = result.lse[0][h];
 #pragma unroll
     for (int n = 0; n < C::kHeadDimV / 8; ++n) {
       const uint32_t pair[2] = {ptx::bits_of(o.x[0][n][2 * h] * factor),
