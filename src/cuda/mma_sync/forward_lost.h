@@ -1,0 +1,65 @@
+// Rows whose scores are too large for the softmax of the loop (is_lost): they are computed again.
+#pragma once
+
+#include "cuda/common/exact_row.h"
+#include "cuda/common/forward_results.h"
+#include "cuda/mma_sync/forward_softmax.h"
+
+namespace tilewise::cuda::mma_sync {
+
+// Rows whose sums m and l do not tell, of a warp, get `lost_lse`.
+template <class C>
+TILEWISE_DEVICE void mark_lost(const Problem& p, const BlockWork& work, const LanePlace& place,
+                               const RowSoftmax<C>& softmax,
+                               RowResults<C::kForward.warp_rows / 16>& result) {
+#pragma unroll
+  for (int i = 0; i < C::kForward.warp_rows / 16; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (is_lost<C::kForward.keys, C::kGeneral>(p, work, place.row(i, h), softmax.m[i][h],
+                                                 softmax.l[i][h])) [[unlikely]]
+        result.lse[i][h] = common::lost_lse();
+    }
+  }
+}
+
+template <class C>
+TILEWISE_COLD void write_exact_row(const Problem& p, const BlockWork& work, int32_t r) {
+  constexpr Form kForm = C::kGeneral ? Form::general : Form::plain;
+  const int64_t row = work.rows.first + work.rows.row(r);
+  if constexpr (!C::kFloat8) {
+    using T = typename C::Storage;
+    common::ExactRow<T, T, kForm, C::kHeadDim>(p, work.sequence, row, work.head(r)).write();
+  } else if (p.dtype == TILEWISE_BFLOAT16) {
+    common::ExactRow<BFloat16, Float8, kForm, C::kHeadDim>(p, work.sequence, row, work.head(r))
+        .write();
+  } else {
+    common::ExactRow<Half, Float8, kForm, C::kHeadDim>(p, work.sequence, row, work.head(r)).write();
+  }
+}
+
+// Those rows, when the others have been stored.
+template <class C>
+TILEWISE_DEVICE void compute_lost(const Problem& p, const BlockWork& work, const LanePlace& place,
+                                  const RowResults<C::kForward.warp_rows / 16>& result) {
+  uint32_t lost = 0;  // bits of the rows of this lane
+#pragma unroll
+  for (int i = 0; i < C::kForward.warp_rows / 16; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (common::is_lost_lse(result.lse[i][h]) && place.row(i, h) < work.rows.count)
+        lost |= 1u << (2 * i + h);
+    }
+  }
+  if (!ptx::any(lost != 0)) [[likely]]
+    return;
+  ptx::fence_device();
+  const int32_t first = uniform(place.row0);
+#pragma unroll 1
+  for (int32_t r = 0; r < C::kForward.warp_rows; ++r) {
+    const uint32_t its = ptx::shuffle(lost, r % 8 * 4);
+    if ((its >> (r / 8) & 1u) != 0) write_exact_row<C>(p, work, first + r);
+  }
+}
+
+}  // namespace tilewise::cuda::mma_sync
