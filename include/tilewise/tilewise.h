@@ -290,7 +290,7 @@ typedef struct tilewise_kv_append {
 TILEWISE_API tilewise_status tilewise_append_kv(const tilewise_kv_append* append);
 
 /* What the kernels of a GPU have found wrong with index arrays, which are read there alone. An
- * entry that does not fit is clamped, so that nothing outside of the tensors is read or written;
+ * entry that does not fit is not followed: nothing outside of the tensors is read or written. The
  * rows of its sequence (out and lse, and in a backward the gradients of its rows and keys) are NaN,
  * and what an append would write to no row of the cache is not written. Entries that no row reads
  * are no faults. The first fault since the last call is kept; reading it clears it.

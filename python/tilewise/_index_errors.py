@@ -38,8 +38,8 @@ def last_index_error(device: int = 0) -> IndexFault | None:
     """The first fault of an index tensor that kernels of a GPU have met since the last call.
 
     Index tensors (``cu_seqlens``, ``seqused``, ``block_table``, ``cache_seqlens``, ...) are read by
-    the kernels alone. An entry that does not fit is clamped, so that nothing outside of the tensors
-    is read or written; the rows of its sequence become NaN. This function says which entry it was,
+    the kernels alone. An entry that does not fit is not followed: nothing outside of the tensors is
+    read or written, and the rows of its sequence become NaN. This function says which entry it was,
     and forgets it. It waits for the GPU: do not call it while a stream is captured. Calls with
     ``check=True`` raise for the same faults before anything is launched.
 

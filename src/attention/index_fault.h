@@ -56,16 +56,21 @@ TILEWISE_FN constexpr Fault fault_after(Fault first, int32_t steps) {
   return static_cast<Fault>(static_cast<int32_t>(first) + steps);
 }
 
-// Entry `b` and the one after it of a cu_seqlens of `batch` sequences.
+// Whether entry `b` of a cu_seqlens and the one after it are those of a sequence.
+TILEWISE_FN bool cu_seqlens_fit(const int32_t* cu_seqlens, int64_t b, int64_t rows) {
+  const int64_t from = cu_seqlens[b];
+  const int64_t to = cu_seqlens[b + 1];
+  return from >= 0 && from <= to && to <= rows && (b > 0 || from == 0);
+}
 TILEWISE_FN IndexFault cu_seqlens_fault(const int32_t* cu_seqlens, int64_t b, int64_t rows,
                                         Fault first) {
+  if (cu_seqlens_fit(cu_seqlens, b, rows)) return {};
   const int64_t from = cu_seqlens[b];
   const int64_t to = cu_seqlens[b + 1];
   if (b == 0 && from != 0) return {first, 0, 0, 0, from, 0};
   if (to < from) return {fault_after(first, 1), 0, b + 1, 0, to, from};
   if (from < 0) return {fault_after(first, 3), 0, b, 0, from, 0};
-  if (to > rows) return {fault_after(first, 2), 0, b + 1, 0, to, rows};
-  return {};
+  return {fault_after(first, 2), 0, b + 1, 0, to, rows};
 }
 
 TILEWISE_FN IndexFault query_fault(const Problem& p, int64_t b) {
@@ -118,12 +123,6 @@ TILEWISE_FN IndexFault key_fault(const Problem& p, int64_t b) {
   return {};
 }
 
-// Entries of the block table that hold the keys of a sequence.
-TILEWISE_FN Range pages_of(const Problem& p, const Sequence& s, Range keys) {
-  if (p.block_table == nullptr || keys.empty()) return {};
-  return {(s.kv.first + keys.begin) / p.page_size, (s.kv.first + keys.end - 1) / p.page_size + 1};
-}
-
 TILEWISE_FN IndexFault page_fault(const Problem& p, int64_t b, int64_t i) {
   const int64_t page = p.block_table[b * p.block_table_stride + i];
   if (page >= 0 && page < p.pages) return {};
@@ -153,8 +152,10 @@ struct IndexRecord {
   enum Entry { cu_q, cu_q_end, cu_k, cu_k_end, used_q, used_k, leftpad, kv_batch, kEntries };
 
   uint64_t state;    // 0: free
-  IndexFault fault;  // of an append or a page; none: the host finds it in what follows
+  IndexFault fault;  // none: the host finds it in what follows, which was read of a sequence
   int64_t sequence;
+  int64_t page_entry;  // of the block table, that has no page; -1: not known
+  int64_t page;
   int32_t entries[kEntries];  // of the sequence, where the problem has the array
   Problem problem;
 };

@@ -20,6 +20,12 @@ struct KvSource {
     return min(static_cast<uint32_t>(pages[i]), last_page);
   }
 
+  // Entries of the table that hold keys; none where there is no table.
+  TILEWISE_FN Range entries(Range keys) const {
+    if (pages == nullptr || keys.empty()) return {};
+    return {(first + keys.begin) / page_size, (first + keys.end - 1) / page_size + 1};
+  }
+
   // Offset in elements of key j in `view`, head and column 0.
   TILEWISE_FN int64_t offset(const tilewise_tensor& view, int64_t j) const {
     const int64_t row = first + j;

@@ -18,16 +18,15 @@ inline constexpr int64_t kMaxHeadDim = 512;
 using Problem = tilewise_attention;
 using Gradients = tilewise_gradients;
 
-// One sequence of the batch: where its rows are and what they may see. The index arrays of a GPU
-// are read by the kernels alone, so their entries are clamped to the tensors here: whatever they
-// contain, rows and keys lie inside. `fits` says that nothing had to be clamped.
+// One sequence of the batch: where its rows are and what they may see. Kernels of a GPU are the
+// first to read its index arrays: what these say is taken only where it lies inside the tensors.
 struct Sequence {
   int64_t batch;      // index of the sequence
   int64_t slot;       // index along stride_batch of q, out (0 when cu_seqlens_q is given)
   int64_t first_row;  // rows of q before row 0
   Band band;          // with the number of rows and keys in use
   KvSource kv;
-  bool fits = true;
+  bool fits = true;  // else it has no keys, and its rows are to become NaN
 
   // Offset in elements of row i in q, out, dout or dq; head and column 0.
   TILEWISE_FN int64_t row_offset(const tilewise_tensor& view, int64_t i) const {
@@ -41,31 +40,26 @@ struct Sequence {
 
 TILEWISE_FN int64_t group_size(const Problem& p) { return p.heads_q / p.heads_kv; }
 
-// An index that must be from 0 to `highest`, and whether it is.
-struct Entry {
-  int64_t value;
-  bool fits;
-
-  TILEWISE_FN static Entry clamped(int64_t given, int64_t highest) {
-    const int64_t value = clamp(given, 0, highest);
-    return {value, value == given};
-  }
-};
-
-// Rows of sequence b in the tensors, whether in use or not.
+// Rows of sequence b in the tensors, whether in use or not. Where the kernels of a GPU lay out
+// anything by it, cu_seqlens_q is a copy that fits (cuda/common/prepare.h).
 TILEWISE_FN Range query_rows(const Problem& p, int64_t b) {
   if (p.cu_seqlens_q == nullptr) return {0, p.seqlen_q};
-  const int64_t begin = clamp(p.cu_seqlens_q[b], 0, p.seqlen_q);
-  return {begin, clamp(p.cu_seqlens_q[b + 1], begin, p.seqlen_q)};
+  return {p.cu_seqlens_q[b], p.cu_seqlens_q[b + 1]};
 }
 
+// A length that index arrays say, and whether it fits.
+struct Length {
+  int64_t value;
+  bool fits;
+};
+
 // Rows of sequence b that are in use. A `seqused_q` that does not fit says nothing: all rows are.
-TILEWISE_FN Entry used_rows(const Problem& p, int64_t b) {
-  const int64_t rows = query_rows(p, b).size();
-  Entry used = {rows, true};
+TILEWISE_FN Length used_rows(const Problem& p, int64_t b) {
+  Length used = {query_rows(p, b).size(), true};
   if (p.seqused_q != nullptr) {
-    used = Entry::clamped(p.seqused_q[b], rows);
-    if (!used.fits) used.value = rows;
+    const int64_t given = p.seqused_q[b];
+    used.fits = given >= 0 && given <= used.value;
+    if (used.fits) used.value = given;
   }
   if (p.max_seqlen_q == 0 || used.value <= p.max_seqlen_q) return used;
   return {p.max_seqlen_q, false};
@@ -77,7 +71,7 @@ TILEWISE_FN int64_t key_capacity(const Problem& p) {
 }
 
 // The keys of a sequence: rows before key 0 (in the tensor, or in the pages of the sequence), how
-// many there are, and the index along stride_batch.
+// many there are, and the index along stride_batch. None where some entry does not fit.
 struct SequenceKeys {
   int64_t first;
   int64_t count;
@@ -86,46 +80,42 @@ struct SequenceKeys {
 };
 
 TILEWISE_FN SequenceKeys sequence_keys(const Problem& p, int64_t b) {
-  int64_t begin = 0;
+  SequenceKeys keys = {0, 0, 0, true};
   int64_t capacity = key_capacity(p);
-  int64_t length = capacity;
-  bool fits = true;
-  if (p.cu_seqlens_k != nullptr) {
-    const int64_t from = p.cu_seqlens_k[b];
-    const int64_t to = p.cu_seqlens_k[b + 1];
-    length = to - from;
-    if (p.block_table == nullptr) {
-      fits = 0 <= from && from <= to && to <= p.seqlen_k;
-      begin = fits ? from : 0;
-      capacity = length = fits ? length : 0;
-    }
-  }
-  if (p.block_table != nullptr && p.pages == 0) capacity = 0;
-  if (p.seqused_k != nullptr) length = p.seqused_k[b];
-  const Entry used = Entry::clamped(length, capacity);
-  const Entry padding = Entry::clamped(p.leftpad_k != nullptr ? p.leftpad_k[b] : 0, capacity);
-  int64_t count = max(int64_t{0}, used.value - padding.value);
-  fits = fits && used.fits && padding.fits;
-  if (p.max_seqlen_k != 0 && count > p.max_seqlen_k) {
-    count = p.max_seqlen_k;
-    fits = false;
-  }
-  int64_t slot = 0;
-  if (p.block_table == nullptr && p.cu_seqlens_k == nullptr) {
-    slot = b;
+  int64_t used = capacity;
+  if (p.block_table != nullptr) {
+    if (p.pages == 0) capacity = 0;
+    if (p.cu_seqlens_k != nullptr) used = int64_t{p.cu_seqlens_k[b + 1]} - p.cu_seqlens_k[b];
+  } else if (p.cu_seqlens_k != nullptr) {
+    keys.first = p.cu_seqlens_k[b];
+    const int64_t end = p.cu_seqlens_k[b + 1];
+    keys.fits = keys.first >= 0 && end <= capacity;
+    capacity = used = end - keys.first;
+  } else {
+    keys.slot = b;
     if (p.kv_batch_idx != nullptr) {
-      const Entry row = Entry::clamped(p.kv_batch_idx[b], p.kv_batch - 1);
-      slot = row.value;
-      fits = fits && row.fits;
+      keys.slot = p.kv_batch_idx[b];
+      keys.fits = keys.slot >= 0 && keys.slot < p.kv_batch;
     }
   }
-  return {begin + padding.value, count, slot, fits};
+  if (p.seqused_k != nullptr) used = p.seqused_k[b];
+  keys.fits = keys.fits && used >= 0 && used <= capacity;
+  int64_t padding = 0;
+  if (p.leftpad_k != nullptr) {
+    padding = p.leftpad_k[b];
+    keys.fits = keys.fits && padding >= 0 && padding <= capacity;
+  }
+  keys.count = max(int64_t{0}, used - padding);
+  if (p.max_seqlen_k != 0) keys.fits = keys.fits && keys.count <= p.max_seqlen_k;
+  if (!keys.fits) return {0, 0, 0, false};
+  keys.first += padding;
+  return keys;
 }
 
 TILEWISE_FN int64_t key_count(const Problem& p, int64_t b) { return sequence_keys(p, b).count; }
 
 TILEWISE_FN Sequence sequence_of(const Problem& p, int64_t b) {
-  const Entry rows = used_rows(p, b);
+  const Length rows = used_rows(p, b);
   const SequenceKeys keys = sequence_keys(p, b);
   Sequence s;
   s.batch = b;

@@ -23,7 +23,9 @@ IndexFault found(IndexRecord& record) {
   seen(p.seqused_k, IndexRecord::used_k);
   seen(p.leftpad_k, IndexRecord::leftpad);
   seen(p.kv_batch_idx, IndexRecord::kv_batch);
-  return sequence_fault(p, b);
+  const IndexFault of_sequence = sequence_fault(p, b);
+  if (of_sequence.any() || record.page_entry < 0) return of_sequence;
+  return {Fault::block_table, 0, b, record.page_entry, record.page, p.pages};
 }
 
 std::string entry(const IndexFault& r) {

@@ -18,13 +18,15 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPiece
   params.order.table = pieces.table.in<TileOrder::Entry>(workspace);
   params.packing = {plan.pack};
   params.group = static_cast<int32_t>(group_size(p));
-  if (p.block_table != nullptr) params.page_size = static_cast<int32_t>(p.page_size);
+  if (p.block_table != nullptr)
+    params.page_size = static_cast<int32_t>(min<int64_t>(p.page_size, INT32_MAX));
   params.pack_reciprocal = static_cast<uint32_t>(ceil_div(int64_t{1} << 31, plan.pack));
   params.row_tile = plan.tile_q;
   params.key_tile = plan.tile_k;
   params.flags = {pieces.flags.in<uint8_t>(workspace), plan.order.splits, plan.tiles};
   params.rule = plan.rule;
   params.parts = plan.parts;
+  params.most_keys = static_cast<int32_t>(min<int64_t>(most_keys(p), INT32_MAX));
   params.spread = plan.spread;
   params.shares = plan.shares;
   params.arrivals = pieces.arrivals.in<PartArrivals>(workspace);

@@ -130,15 +130,16 @@ struct ForwardParams {
   // kernel merges them, as mma_sync/forward_merge.h has it; of shared works: [shares.slots(),
   // row_tile, shares.columns].
   float* partial_out;
-  float* partial_lse;       // the same without columns, and without the sink
-  EqualParts parts;         // of a batch, instead of splits: decoding. A block has a part and head
-  Spread spread;            // of them
-  Shares shares;            // wgmma's plain form
-  PartArrivals* arrivals;   // of each tile; null: a second kernel merges the parts
-  uint64_t launch;          // PartArrivals::of_launch
-  Divisor packed_rows = 1;  // with equal parts: of a tile, at most
-  Divisor group = 1;        // query heads per key/value head, whether packed or not
-  Divisor page_size = 1;    // of the forms of pages, and of boxes of pages
+  float* partial_lse;  // the same without columns, and without the sink
+  EqualParts parts;    // of a batch, instead of splits: decoding. A block has a part and head
+  int32_t most_keys = INT32_MAX;        // of a sequence that fits
+  Spread spread;                        // of them
+  Shares shares;                        // wgmma's plain form
+  PartArrivals* arrivals;               // of each tile; null: a second kernel merges the parts
+  uint64_t launch;                      // PartArrivals::of_launch
+  Divisor packed_rows = 1;              // with equal parts: of a tile, at most
+  Divisor group = 1;                    // query heads per key/value head, whether packed or not
+  Divisor page_size = 1;                // of the forms of pages, and of boxes of pages
   uint32_t pack_reciprocal = 1u << 31;  // ceil(2^31 / packing.group)
   bool shape_says_all = false;          // attention/problem.h
   bool merges_splits = false;           // the blocks of the splits of a tile are a cluster

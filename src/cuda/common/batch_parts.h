@@ -16,18 +16,12 @@ struct KeyPart {
   int32_t splits;  // of the sequence
 };
 
-// Keys of a sequence, whose number the GPU knows: key_count where seqused_k is given, in 32 bits.
-TILEWISE_DEVICE int32_t keys_in_use(const Problem& p, int32_t sequence) {
-  constexpr int64_t kMost = INT32_MAX;
-  const bool has_none = p.block_table != nullptr && p.pages == 0;
-  const auto capacity = static_cast<int32_t>(min(kMost, has_none ? 0 : key_capacity(p)));
-  if (p.cu_seqlens_k != nullptr && p.block_table == nullptr)
-    return static_cast<int32_t>(key_count(p, sequence));
-  const int32_t padding = p.leftpad_k != nullptr ? max(0, min(p.leftpad_k[sequence], capacity)) : 0;
-  const int32_t used = max(0, min(p.seqused_k[sequence], capacity));
-  const int32_t most =
-      p.max_seqlen_k != 0 ? static_cast<int32_t>(min(kMost, p.max_seqlen_k)) : INT32_MAX;
-  return min(max(0, used - padding), most);
+// Keys of a sequence, whose number the GPU knows: key_count, with seqused_k. Whatever the arrays
+// contain it is from 0 to `most_keys`, so that no sum over a batch overflows.
+TILEWISE_DEVICE int32_t keys_in_use(const ForwardParams& params, int32_t sequence) {
+  const Problem& p = params.problem;
+  const int32_t padding = p.leftpad_k != nullptr ? max(0, p.leftpad_k[sequence]) : 0;
+  return max(0, min(max(0, p.seqused_k[sequence]) - padding, params.most_keys));
 }
 
 // A warp sums up the lengths of a batch and counts the parts: whole warps call it. A lane has some
@@ -94,9 +88,7 @@ class BatchParts {
  private:
   static constexpr int kLanes = ptx::kWarpSize;
 
-  TILEWISE_DEVICE int32_t keys_of(int32_t sequence) const {
-    return keys_in_use(p_.problem, sequence);
-  }
+  TILEWISE_DEVICE int32_t keys_of(int32_t sequence) const { return keys_in_use(p_, sequence); }
 
   // EqualParts::count of fewer than 2^21 parts, with a reciprocal: a GPU divides integers in three
   // times as many instructions.

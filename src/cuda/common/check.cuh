@@ -61,10 +61,16 @@ struct Check {
     return fault;
   }
 
+  // Whether sequence b lies well among the rows of q, and among those of k and v.
+  TILEWISE_DEVICE bool lies_well(int64_t b, bool with_keys) const {
+    if (p.cu_seqlens_q != nullptr && !cu_seqlens_fit(p.cu_seqlens_q, b, p.seqlen_q)) return false;
+    return !with_keys || cu_seqlens_fit(p.cu_seqlens_k, b, p.seqlen_k);
+  }
+
   // The first page of sequence b, of entry `start`, start + step, ..., that is at fault.
   TILEWISE_DEVICE IndexFault pages(int64_t b, int start, int step) const {
     const Sequence s = sequence_of(p, b);
-    const Range entries = pages_of(p, s, {0, s.band.keys});
+    const Range entries = s.kv.entries({0, s.band.keys});
     for (int64_t i = entries.begin + start; i < entries.end; i += step) {
       const IndexFault fault = page_fault(p, b, i);
       if (fault.any()) return fault;

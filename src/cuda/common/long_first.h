@@ -52,7 +52,7 @@ class LongFirst {
   // Of the lane's sequence of the 32 from `first` on.
   TILEWISE_DEVICE int32_t keys_of(int32_t first) const {
     const int32_t sequence = first + ptx::lane_index();
-    return sequence < sequences_ ? keys_in_use(p_.problem, sequence) : 0;
+    return sequence < sequences_ ? keys_in_use(p_, sequence) : 0;
   }
 
   // Those of the 32 sequences that are long, or those that are not.

@@ -176,14 +176,17 @@ struct Fit {
 
   TILEWISE_DEVICE bool fits(int64_t b) const {
     const Sequence s = sequence_of(p, b);
+    const Range entries = s.kv.entries({0, s.band.keys});
     const IndexFault of_bias = dbias_fault(p, params.gradients, b);
+    const bool of_arrays = s.fits && pages_fit(s, entries);
+    if (of_arrays && !of_bias.any()) return true;
     if (ptx::lane_index() == 0) {
-      if (!s.fits)
-        report_sequence(params.record, p, b);
-      else if (of_bias.any())
+      if (of_arrays)
         report(params.record, of_bias);
+      else
+        report_sequence(params.record, p, s, entries);
     }
-    return s.fits && !of_bias.any() && pages_fit(params.record, p, s, {0, s.band.keys});
+    return false;
   }
 
   TILEWISE_DEVICE void spoil(int64_t b) const {
@@ -200,13 +203,15 @@ struct Fit {
   }
 
   TILEWISE_DEVICE void run() const {
-    const IndexFault of_rows = check.query_layout();
     const bool of_backward = params.fit.of_backward();
-    const bool copies_keys = params.fit.cu_seqlens_k != nullptr;
-    const IndexFault of_keys = copies_keys ? check.key_layout() : IndexFault{};
-    const bool lie_well = !of_rows.any() && !of_keys.any();
-    if (!lie_well && ptx::thread_index() == 0)
-      report(params.record, of_rows.any() ? of_rows : of_keys);
+    const bool with_keys = params.fit.cu_seqlens_k != nullptr;
+    const uint32_t unfit =
+        check.first(p.batch, [&](int64_t b) { return !check.lies_well(b, with_keys); });
+    const bool lie_well = unfit == Check::kNone;
+    if (!lie_well && ptx::thread_index() == 0) {
+      const IndexFault fault = query_fault(p, unfit);
+      report(params.record, fault.any() ? fault : key_fault(p, unfit));
+    }
     copy(params.fit.cu_seqlens_q, p.cu_seqlens_q, lie_well);
     copy(params.fit.cu_seqlens_k, p.cu_seqlens_k, lie_well);
     for (int64_t b = ptx::warp_index(); of_backward && b < p.batch; b += kPrepareWarps) {
@@ -235,13 +240,24 @@ struct Clear {
   // All threads of a block call it. Where sequences lie matters to what is cleared only.
   TILEWISE_DEVICE static Clear of(const PrepareParams& params, int64_t block, const Check& check) {
     const Problem& p = params.problem;
-    bool lie_well = !check.query_layout().any();
-    if (params.fit.cu_seqlens_k != nullptr) lie_well = lie_well && !check.key_layout().any();
-    const uint32_t unfit = check.first(p.batch, [&](int64_t b) { return !fits(params, b); });
-    const bool all_fit = unfit == Check::kNone;
+    const bool with_keys = params.fit.cu_seqlens_k != nullptr;
+    constexpr uint32_t kInPlace = 1u << 31;  // a sequence that lies well, but does not fit
+    uint32_t mine = Check::kNone;
+    for (int64_t b = ptx::thread_index(); b < p.batch; b += kPrepareThreads) {
+      const auto at = static_cast<uint32_t>(b);
+      if (!check.lies_well(b, with_keys))
+        mine = min(mine, at);
+      else if (!fits(params, b))
+        mine = min(mine, at | kInPlace);
+    }
+    const uint32_t found = check.lowest(mine);
+    const bool all_fit = found == Check::kNone;
+    const bool lie_well = found >= kInPlace;
     // Of a sequence without rows in use no other kernel says it.
-    if (!all_fit && ptx::thread_index() == 0 && !sequence_of(p, unfit).fits)
-      report_sequence(params.record, p, unfit);
+    if (lie_well && !all_fit && ptx::thread_index() == 0) {
+      const Sequence s = sequence_of(p, found - kInPlace);
+      if (!s.fits) report_sequence(params.record, p, s, {});
+    }
     return {params, block * kPrepareWarps + ptx::warp_index(),
             int64_t{params.clear_blocks} * kPrepareWarps, lie_well, all_fit};
   }

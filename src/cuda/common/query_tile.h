@@ -182,10 +182,13 @@ struct BlockWork {
     return w;
   }
 
-  // The keys of the tiles, of `step` keys each.
-  TILEWISE_DEVICE Range keys(int32_t step) const {
-    return {int64_t{tiles.first} * step,
-            min(int64_t{tiles.keys}, (int64_t{tiles.last} + 1) * step)};
+  // Entries of the block table for the tiles, of `step` keys each.
+  TILEWISE_DEVICE Range pages(const ForwardParams& p, int32_t step) const {
+    if (sequence.kv.pages == nullptr || tiles.last < tiles.first) return {};
+    const auto first = static_cast<int32_t>(sequence.kv.first);
+    const int32_t end = min(tiles.keys, (tiles.last + 1) * step);
+    return {max(0, p.page_size.quotient(first + tiles.first * step)),
+            min(p.problem.block_table_width, int64_t{p.page_size.quotient(first + end - 1)} + 1)};
   }
 
   // What had all keys becomes the first of `of_sequence` splits.

@@ -16,12 +16,23 @@ TILEWISE_DEVICE void report(IndexRecord* record, const IndexFault& fault) {
   if (claim(record)) record->fault = fault;
 }
 
-// Something is wrong with what the arrays say of sequence b. What exactly is left to the host, with
-// all that it takes: kernels have few registers, and their code is not to grow.
-TILEWISE_DEVICE void report_sequence(IndexRecord* record, const Problem& p, int64_t b) {
+// Something is wrong with what the arrays say of a sequence, or with its pages in `entries` of the
+// block table. What exactly is left to the host, with all that it takes: kernels have few
+// registers, and their code is not to grow. One thread calls it.
+TILEWISE_DEVICE void report_sequence(IndexRecord* record, const Problem& p, const Sequence& s,
+                                     Range entries) {
   if (!claim(record)) return;
+  const int64_t b = s.batch;
   record->fault = {};
   record->sequence = b;
+  record->page_entry = -1;
+#pragma unroll 1
+  for (int64_t i = entries.begin; i < entries.end; ++i) {
+    if (static_cast<uint32_t>(s.kv.pages[i]) <= s.kv.last_page) continue;
+    record->page_entry = i;
+    record->page = s.kv.pages[i];
+    break;
+  }
   const auto note = [&](IndexRecord::Entry at, const int32_t* array, int64_t i) {
     if (array != nullptr) record->entries[at] = array[i];
   };
@@ -41,26 +52,21 @@ TILEWISE_DEVICE void report_sequence(IndexRecord* record, const Problem& p, int6
   for (int i = 0; i < kWords; ++i) to[i] = from[i];
 }
 
-// Whether the block table has a page of the tensors for each of the keys `keys` of a sequence. A
-// warp asks; lane 0 reports the first entry that has none.
-TILEWISE_DEVICE bool pages_fit(IndexRecord* record, const Problem& p, const Sequence& s,
-                               Range keys) {
-  const Range entries = pages_of(p, s, keys);
+// The same as a call: not beside wgmma.
+template <class Params>
+TILEWISE_COLD void call_report_sequence(const Params& params, const Sequence& s, Range entries) {
+  report_sequence(params.record, params.problem, s, entries);
+}
+
+// Whether `entries` of the block table are pages of the tensors. A warp asks.
+TILEWISE_DEVICE bool pages_fit(const Sequence& s, Range entries) {
   const auto end = static_cast<int32_t>(entries.end);
-  bool fit = true;
-#pragma unroll 4
+  uint32_t highest = 0;
+#pragma unroll 1
   for (int32_t i = static_cast<int32_t>(entries.begin) + ptx::lane_index(); i < end;
        i += ptx::kWarpSize)
-    fit &= static_cast<uint32_t>(s.kv.pages[i]) <= s.kv.last_page;
-  if (!ptx::any(!fit)) return true;
-  if (ptx::lane_index() != 0) return false;
-  for (int64_t i = entries.begin; i < entries.end; ++i) {
-    const IndexFault fault = page_fault(p, s.batch, i);
-    if (!fault.any()) continue;
-    report(record, fault);
-    break;
-  }
-  return false;
+    highest = max(highest, static_cast<uint32_t>(s.kv.pages[i]));
+  return !ptx::any(highest > s.kv.last_page);
 }
 
 }  // namespace tilewise::cuda

@@ -295,17 +295,6 @@ TILEWISE_DEVICE BlockFactors factors_of(const ForwardParams& p, const BlockWork&
   }
 }
 
-// Whether the index arrays fit the tensors in what the block reads of them. A warp asks, while the
-// first keys are on their way.
-template <class C>
-TILEWISE_DEVICE bool work_fits(const ForwardParams& p, const BlockWork& work) {
-  bool fits = work.sequence.fits;
-  if (!fits && ptx::lane_index() == 0) report_sequence(p.record, p.problem, work.sequence.batch);
-  if constexpr (C::kGeneral || C::kPaged)
-    fits = fits && pages_fit(p.record, p.problem, work.sequence, work.keys(C::kForward.keys));
-  return fits;
-}
-
 // -inf stays -inf when it is multiplied by it.
 TILEWISE_DEVICE float positive(float scale) {
   return scale == 0.0f ? FLT_MIN : scale < 0.0f ? -scale : scale;
@@ -319,6 +308,16 @@ TILEWISE_DEVICE float unit_of_scores(const ForwardParams& p, const BlockWork& wo
   if constexpr (C::kGeneral)
     return GeneralTerms<typename C::Storage>(p.problem, scale).unit(p.problem);
   return scale;
+}
+
+// The block table has led out of the tensors, as all threads of a reader know.
+template <class C>
+TILEWISE_DEVICE void lose_pages(uint32_t own) {
+  if (row_thread<C>() == 0) kept_work<C>(own).sequence.fits = false;
+  if constexpr (C::kWarpRing)
+    ptx::sync_warp();
+  else
+    ptx::sync_block();
 }
 
 template <class C>
@@ -347,7 +346,10 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
 
   BlockWork& kept = kept_work<C>(own);
   work.tiles.find_full(work.rows, C::kForward.keys);
-  if (reader == 0 && row_thread<C>() < ptx::kWarpSize) work.sequence.fits = work_fits<C>(p, work);
+  if constexpr (C::kGeneral) {  // others see it when they look pages up
+    if (work.sequence.kv.pages != nullptr && row_thread<C>() < ptx::kWarpSize)
+      work.sequence.fits &= pages_fit(work.sequence, work.pages(p, C::kForward.keys));
+  }
   if (row_thread<C>() == 0) kept = work;
   const auto [asked, of_values] = factors_of<C>(p, work);
   const float scale = positive(asked);
@@ -408,6 +410,10 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   common::let_next_in(p, NextStart::before_last_result);
   tile::wait<typename C::Arch, 0>();
   const bool merges = C::kWarpRing && p.merges_splits && kept.splits > 1;
+  if constexpr (C::kPaged) {
+    if (!feed.pages_fit(kept)) [[unlikely]]
+      lose_pages<C>(own);
+  }
   if constexpr (C::kReaders > 1)
     join_readers<C>(o, softmax, reader, feed.idle().base, kReaderBytes<C>);
   if constexpr (C::kWarpRing) {
@@ -422,8 +428,15 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   auto result = finish_rows<typename C::Element, kTellsLost>(
       p, kept, place, softmax.m, softmax.l, weight, [&] { return unit_of_scores<C>(p, kept); });
   if constexpr (kTellsLost) mark_lost<C>(problem, kept, place, softmax, result);
-  if (!kept.sequence.fits) [[unlikely]]
+  if constexpr (C::kReaders > 1 && C::kPaged) {
+    if (!kept_work<C>(kReaderBytes<C>).sequence.fits) [[unlikely]]
+      lose_pages<C>(own);
+  }
+  if (!kept.sequence.fits) [[unlikely]] {
+    if (row_thread<C>() == 0)
+      call_report_sequence<ForwardParams>(p, kept.sequence, kept.pages(p, C::kForward.keys));
     result.spoil();
+  }
   if (p.flags.data != nullptr && !outputs_are_finite(kept, place, o, softmax.l)) [[unlikely]]
     *flag_of<C>(p, kept) = 1;  // after the 0: barriers lie between
   bool is_whole = kept.splits == 1;

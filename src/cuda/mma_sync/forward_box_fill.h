@@ -45,6 +45,7 @@ class BoxFill {
     if (!keys) places_.pass(tile);
   }
   TILEWISE_DEVICE int32_t rows_of_first(int32_t tile) const { return places_.rows_of_first(tile); }
+  TILEWISE_DEVICE bool pages_fit(const BlockWork&) const { return places_.fit(); }
 
  private:
   static constexpr int kPanelColumns = tile::kSwizzledRowBytes / C::Cached::kBytes;

@@ -126,6 +126,9 @@ class PageBoxes {
     return box_rows_ <= kSmallPage ? kKeys : min(kKeys, rows_of_end(keys_ - tile * kKeys));
   }
 
+  // Whether all pages that this lane has looked up are those of the tensors.
+  TILEWISE_DEVICE bool fit() const { return highest_ <= last_page_; }
+
   TILEWISE_DEVICE void pass(int32_t tile) {
     ptx::sync_warp();
     hand_on(next_pages_);
@@ -134,10 +137,12 @@ class PageBoxes {
 
  private:
   // Entries of no key in use are not looked up.
-  TILEWISE_DEVICE uint32_t look_up(int32_t tile) const {
+  TILEWISE_DEVICE uint32_t look_up(int32_t tile) {
     const int32_t row = tile * kKeys + ptx::lane_index() * box_rows_;
     if (tile < first_ || row >= keys_) return static_cast<uint32_t>(kNowhere);
-    return min(ptx::ld_global_b32(table_ + size_.quotient(row)), last_page_);
+    const uint32_t page = ptx::ld_global_b32(table_ + size_.quotient(row));
+    highest_ = max(highest_, page);
+    return min(page, last_page_);
   }
 
   TILEWISE_DEVICE void hand_on(uint32_t pages) const {
@@ -151,6 +156,7 @@ class PageBoxes {
   ptx::SharedAddress shared_;
   const int32_t* table_;
   uint32_t last_page_;
+  uint32_t highest_ = 0;  // of the entries looked up
   int32_t keys_;
   int32_t first_;        // tile that is wanted
   uint32_t next_pages_;  // of the tile after the one to be asked for

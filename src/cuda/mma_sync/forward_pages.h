@@ -52,6 +52,11 @@ class PageRows {
     look_up(work, tile - C::kReaders);
   }
 
+  // Whether all pages that this lane has looked up are those of the tensors.
+  TILEWISE_DEVICE bool fit(const BlockWork& work) const {
+    return highest_ <= work.sequence.kv.last_page;
+  }
+
   // Of the row of this lane in look-up `i`.
   TILEWISE_DEVICE int32_t page(int i) const { return pages_[i]; }
   TILEWISE_DEVICE int32_t row_in_page(int i) const { return rows_[i]; }
@@ -68,12 +73,17 @@ class PageRows {
       const int32_t row = first + lanes.row_of(lanes.chunk + i * kLanesOfRow);
       rows_[i] = size_.remainder(row);
       pages_[i] = 0;
-      if (wants(tile) && row < end) pages_[i] = static_cast<int32_t>(kv.page(size_.quotient(row)));
+      if (wants(tile) && row < end) {
+        const auto page = static_cast<uint32_t>(kv.pages[size_.quotient(row)]);
+        pages_[i] = static_cast<int32_t>(min(page, kv.last_page));
+        highest_ = max(highest_, page);
+      }
     }
   }
 
-  Divisor size_;   // of a page
-  int32_t first_;  // tile that is wanted
+  Divisor size_;          // of a page
+  int32_t first_;         // tile that is wanted
+  uint32_t highest_ = 0;  // of the entries looked up
   int32_t pages_[kLookUps];
   int32_t rows_[kLookUps];
 };

@@ -6,6 +6,7 @@
 
 #include "cuda/mma_sync/forward_pages.h"
 #include "cuda/mma_sync/forward_rows.h"
+#include "cuda/ptx/warpgroup.h"
 #include "cuda/tile/copy.h"
 
 namespace tilewise::cuda::mma_sync {
@@ -279,6 +280,12 @@ class KvRing {
   TILEWISE_DEVICE void clear_strangers(const BlockWork&, int32_t) const {}  // none are copied
   // The slot that has been read is the next one to be written.
   TILEWISE_DEVICE void release(bool, int32_t) { read_ = after(read_); }
+
+  // As that of WarpRing, for all threads of the block.
+  TILEWISE_DEVICE bool pages_fit(const BlockWork& work) const {
+    constexpr int kPagesBarrier = 1;
+    return !ptx::bar_any(kPagesBarrier, C::kForward.threads(), !rows_.fit(work));
+  }
 
   // Part `part` of what is asked for while the scores (`scores`) or values of `tile` are at work.
   TILEWISE_DEVICE void ask(bool scores, int32_t tile, int part) {

@@ -38,6 +38,7 @@ class RowFill {
     ptx::cp_async_mbarrier_arrive(slot.barrier);
   }
   TILEWISE_DEVICE int32_t rows_of_first(int32_t) const { return C::kForward.keys; }
+  TILEWISE_DEVICE bool pages_fit(const BlockWork& work) const { return rows_.fit(work); }
 
  private:
   using Lanes = tile::PanelLanes<RingTile<C>, C::kHeadDim * C::Element::kBytes>;

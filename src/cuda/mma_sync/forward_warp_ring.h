@@ -132,7 +132,11 @@ class WarpRing {
   }
   TILEWISE_DEVICE void ask(bool, int32_t, int) const {}
 
-  // After the loop: other blocks may write into the ring.
+  // After the loop: whether all pages were those of the tensors.
+  TILEWISE_DEVICE bool pages_fit(const BlockWork& work) const {
+    return !ptx::any(!fill_.pages_fit(work));
+  }
+  // Then other blocks may write into the ring.
   TILEWISE_DEVICE void let_go() const {
     if constexpr (!C::kBoxes) ptx::fence_proxy_async();
     ptx::barrier_cluster_arrive_relaxed();

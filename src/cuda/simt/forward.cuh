@@ -200,10 +200,11 @@ TILEWISE_DEVICE void find_faults(const ForwardParams& params, Range keys) {
   if (ptx::warp_index() != 0) return;  // a barrier follows before anyone asks
   const Problem& p = params.problem;
   Sequence& s = shared().sequence;
-  const bool fits = s.fits;
-  if (!fits && ptx::lane_index() == 0) report_sequence(params.record, p, s.batch);
-  if (!fits || pages_fit(params.record, p, s, keys)) return;
-  if (ptx::lane_index() == 0) s.fits = false;
+  const Range entries = s.kv.entries(keys);
+  const bool fits = s.fits && pages_fit(s, entries);
+  if (fits || ptx::lane_index() != 0) return;
+  s.fits = false;
+  call_report_sequence(params, s, entries);
 }
 
 template <class C>

@@ -151,15 +151,16 @@ class ForwardDeal {
 
   // Math warps ask when they are done.
   TILEWISE_DEVICE void find_faults(Work& work) const {
-    const bool fits = work.sequence.fits;
-    if (!fits && ptx::lane_index() == 0)
-      report_sequence(p_.record, p_.problem, work.sequence.batch);
+    bool fits = work.sequence.fits;
+    Range entries;
     if constexpr (C::kGeneral) {
-      if (!fits || work.sequence.kv.pages == nullptr) return;
-      const bool pages =
-          pages_fit(p_.record, p_.problem, work.sequence, work.keys(C::kForward.keys));
-      if (!pages && ptx::lane_index() == 0) work.sequence.fits = false;
+      entries = work.pages(p_, C::kForward.keys);
+      fits = fits && pages_fit(work.sequence, entries);
     }
+    if (fits || ptx::lane_index() != 0) [[likely]]
+      return;
+    work.sequence.fits = false;
+    report_sequence(p_.record, p_.problem, work.sequence, entries);
   }
 
   const TmaForwardParams& p_;
