@@ -198,7 +198,6 @@ struct Forward {
 // memory.
 TILEWISE_DEVICE void find_faults(const ForwardParams& params, Range keys) {
   if (ptx::warp_index() != 0) return;  // a barrier follows before anyone asks
-  const Problem& p = params.problem;
   Sequence& s = shared().sequence;
   const Range entries = s.kv.entries(keys);
   const bool fits = s.fits && pages_fit(s, entries);
