@@ -115,9 +115,10 @@ void check_batch_invariant(Problem& p) {
   p.deterministic = 1;
 }
 
-// Of lengths that no array says: a GPU reads the others itself.
+// Bounds of lengths that no array says, for a GPU, which reads the arrays itself. A CPU checks all
+// of them in check_index_arrays.
 void check_bounds(const Problem& p) {
-  if (p.batch == 0) return;
+  if (p.batch == 0 || p.device != TILEWISE_CUDA) return;
   if (p.cu_seqlens_q == nullptr && p.seqused_q == nullptr) {
     require(p.max_seqlen_q == 0 || p.seqlen_q <= p.max_seqlen_q, "max_seqlen_q is ", p.max_seqlen_q,
             ": every sequence has ", p.seqlen_q,

@@ -22,6 +22,13 @@ int64_t capacity_of(const Problem& p, int64_t b) {
   return p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b];
 }
 
+// As the arrays say, whether they fit or not.
+int64_t used_keys(const Problem& p, int64_t b) {
+  if (p.seqused_k != nullptr) return p.seqused_k[b];
+  if (p.cu_seqlens_k != nullptr) return int64_t{p.cu_seqlens_k[b + 1]} - p.cu_seqlens_k[b];
+  return key_capacity(p);
+}
+
 void check_query_entries(const Problem& p) {
   if (p.cu_seqlens_q != nullptr) {
     check_cu_seqlens("cu_seqlens_q", p.cu_seqlens_q, p.batch, p.seqlen_q, "seqlen_q");
@@ -60,7 +67,7 @@ void check_key_entries(const Problem& p) {
       check_entry("leftpad_k", b, p.leftpad_k[b], capacity, "the keys of that sequence");
     }
     const int64_t padding = p.leftpad_k != nullptr ? p.leftpad_k[b] : 0;
-    const int64_t keys = key_count(p, b);
+    const int64_t keys = max(int64_t{0}, used_keys(p, b) - padding);
     require(padding + keys <= capacity, "cu_seqlens_k says that sequence ", b, " has ", keys,
             " keys: allowed is at most block_table_width * page_size, ", capacity);
     require(p.max_seqlen_k == 0 || keys <= p.max_seqlen_k, "max_seqlen_k is ", p.max_seqlen_k,
@@ -80,9 +87,9 @@ void check_cu_seqlens(const char* name, const int32_t* cu_seqlens, int64_t batch
   for (int64_t b = 0; b < batch; ++b) {
     require(cu_seqlens[b + 1] >= cu_seqlens[b], name, "[", b + 1, "] is ", cu_seqlens[b + 1],
             ": not less than the entry before it, ", cu_seqlens[b], ", is allowed");
-    require(cu_seqlens[b + 1] <= rows, name, "[", b + 1, "] is ", cu_seqlens[b + 1], ": at most ",
-            rows_name, ", which is ", rows, ", is allowed");
   }
+  require(cu_seqlens[batch] <= rows, name, "[", batch, "] is ", cu_seqlens[batch], ": at most ",
+          rows_name, ", which is ", rows, ", is allowed");
 }
 
 void check_kv_batch_idx(const int32_t* kv_batch_idx, int64_t batch, int64_t kv_batch) {
