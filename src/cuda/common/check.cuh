@@ -45,7 +45,12 @@ struct Check {
   TILEWISE_DEVICE IndexFault cu_seqlens(const int32_t* cu, int64_t rows, Fault first_kind) const {
     if (cu == nullptr) return {};
     if (p.batch == 0) return {cu[0] != 0 ? first_kind : Fault::none, 0, 0, 0, cu[0], 0};
-    return first_fault([&](int64_t b) { return cu_seqlens_fault(cu, b, rows, first_kind); });
+    // As the CPU says it: an entry that falls before one that is too large.
+    const uint32_t b =
+        first(p.batch, [&](int64_t at) { return cu[at + 1] < cu[at] || (at == 0 && cu[0] != 0); });
+    if (b != kNone) return cu_seqlens_fault(cu, b, rows, first_kind);
+    if (cu[p.batch] <= rows) return {};
+    return {fault_after(first_kind, 2), 0, p.batch, 0, cu[p.batch], rows};
   }
 
   // Where sequences lie among the rows of q, and among those of k and v.
