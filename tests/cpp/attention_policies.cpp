@@ -253,7 +253,7 @@ void scatter(Toy& toy, std::vector<int32_t>& pages) {
   std::iota(pages.rbegin(), pages.rend(), 1);  // in reverse, page 0 unused
   const Toy dense = toy;
   toy.view = {nullptr, kPage * 2 * kDim + 5, 2 * kDim, kDim};
-  toy.kv = {pages.data(), kPage, 0, kPadding};
+  toy.kv = {pages.data(), kPage, 0, kPadding, static_cast<uint32_t>(pages.size())};
   const float poison = std::nanf("");
   toy.k.assign(
       static_cast<size_t>((static_cast<int64_t>(pages.size()) + 1) * toy.view.stride_batch),

@@ -159,7 +159,7 @@ TEST(KvSource, StridedPagedAndPadded) {
 
   const int32_t pages[] = {4, 0, 9};
   for (int64_t first : {0, 1, 4}) {
-    const KvSource paged{pages, 3, 0, first};
+    const KvSource paged{pages, 3, 0, first, 9};
     for (int64_t j = 0; first + j < 9; ++j) {
       const int64_t row = first + j;
       EXPECT_EQ(paged.offset(view, j), pages[row / 3] * 1000 + row % 3 * 10);
@@ -172,6 +172,10 @@ TEST(KvSource, StridedPagedAndPadded) {
     const KvSource gradients = paged.dense(6);
     EXPECT_EQ(gradients.offset(view, 2), 6000 + (first + 2) * 10);
   }
+  const KvSource clamped{pages, 3, 0, 0, 5};
+  EXPECT_EQ(clamped.offset(view, 6), 5000) << "an entry beyond the last page";
+  const int32_t negative[] = {-1};
+  EXPECT_EQ((KvSource{negative, 3, 0, 0, 5}.offset(view, 0)), 5000);
 }
 
 TEST(KvSource, OffsetsBeyondTwoToThe31) {
