@@ -90,9 +90,51 @@ BAD = {
     "credentials": ("words", {"a": "https://me:secret@example.org/\n"}, "credentials"),
     "conflict marker": ("words", {"a.md": "<<<<<<< ours\n"}, "conflict marker"),
     "unfinished": ("words", {"a.cpp": "// TODO\n"}, "TODO without a reason"),
+    "wide page": (
+        "phrases",
+        {"a.md": "# " + "x " * 60 + "\n\nA line of " + "word " * 20 + "\n"},
+        "a.md:3: 110 columns; at most 100",
+    ),
     "large file": ("words", {"a.bin": "x" * (1025 * 1024)}, "1025 KB; at most 1024"),
 }
 
+# A phrase in a comment of C++, and what the finding quotes.
+PHRASES = {
+    "// The warp that waits is woken by whoever arrives last.": "whoever",
+    "// A tile computes its sums himself.": "himself",
+    "// Nobody reads the stage.": "Nobody",
+    "// Somebody else fills it.": "Somebody",
+    "// The warp who reads it.": "who",
+    "// Who is done takes the next one.": "Who",
+    "// The producer and his stages.": "his",
+    "// Read by everybody.": "everybody",
+    "// This had better be in cache.": "had better",
+    "// The rows, all of which are to be stored.": "are to be",
+    "// The value is to be read once.": "is to be",
+    "// Tiles are taken as they come.": "as they come",
+    "// All splits that there are.": "that there are",
+    "// All but for the first one.": "but for",
+    "// Loads that are on their way.": "on their way",
+    "// Of a sequence, the first row.": "Of",
+    "// The last tile is masked, too.": ", too",
+    "// One block a multiprocessor.": "a multiprocessor",
+    "// As many blocks as multiprocessors.": "multiprocessors",
+    "// The dealing warp finds the next tile.": "dealing warp",
+    "// Read by math warps.": "math warps",
+    "// Written by the loading warp.": "loading warp",
+    "// Keys of a stranger.": "stranger",
+    "// Rows that NaN has spoilt.": "spoilt",
+    "// Rows that it may_spoil.": "may_spoil",
+    "// Keys that we foresee.": "foresee",
+    "// As let_next_in does.": "let_next_in",
+    "// Where Form::boxes reads them.": "Form::boxes",
+    "// When lengths are alike.": "lengths are alike",
+    "// Tiles of the last round of a grid.": "last round",
+    "// What a block finds.": "What a block finds.",
+    "// The rest had\n// better wait.": "had better",
+    "/* Stages\n * that nobody reads. */": "nobody",
+    "int a;  // Of a row.": "Of",
+}
 CLEAN = {
     "include/tilewise/tilewise.h": "#include <stdint.h>\n",
     "src/base/math.h": '#pragma once\n#include <cstdint>\n#include "tilewise/tilewise.h"\n',
@@ -108,6 +150,16 @@ CLEAN = {
     "bindings/torch/b.h": '#include "tilewise/tilewise.h"\n',
     "python/a.py": 'def f():\n    """One\n' + "    more\n" * 79 + '    """\n    return 1\n',
     "README.md": "https://example.org/home/page, ratio 10.5, version 2.13.0\n",
+    "src/cpu/plain.cpp": "// The warp that comes last, too, combines; rows whose keys end.\n"
+    'const char* a = "// nobody is to be told";  // Official, "Of" is a word.\n'
+    "/* The user is to be a person. */ int who = 1'000;\n",
+    "python/b.py": 'TEXT = "as they come"\n\n\ndef who():\n    """Returns itself."""\n',
+    "docs/a.md": "People who read this, too.\n\n    nobody "
+    + "x" * 100
+    + "\n\n```\nnobody\n```\n\n"
+    "| " + "a cell " * 20 + "|\n\n- [" + "a " * 50 + "](b.md)\n",
+    "docs/lab/a.md": "Nobody knew.\n",
+    "docs/decisions/001-a.md": "As they come, whoever they are. " * 5 + "\n",
 }
 
 
@@ -130,7 +182,25 @@ def test_finds(case: str, tmp_path: Path):
     assert "1 findings" in result.stdout
 
 
-@pytest.mark.parametrize("name", ["includes", "size", "words"])
+@pytest.mark.parametrize("comment", PHRASES)
+def test_finds_phrases(comment: str, tmp_path: Path):
+    result = lint("phrases", tmp_path, {"src/a.cpp": f"\n{comment}\n"})
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert f": {PHRASES[comment]!r}: write " in result.stdout
+
+
+@pytest.mark.parametrize("phrase", ["Whoever reads", "it had better be", "loads on their way"])
+def test_finds_phrases_in_docstrings_and_pages(phrase: str, tmp_path: Path):
+    files = {
+        "a.py": f'def f():\n    """Does.\n\n    {phrase} it.\n    """\n',
+        "a.md": f"{phrase}.\n",
+    }
+    result = lint("phrases", tmp_path, files)
+    assert "a.py:4: " in result.stdout, result.stdout + result.stderr
+    assert "a.md:1: " in result.stdout
+
+
+@pytest.mark.parametrize("name", ["includes", "phrases", "size", "words"])
 def test_clean_tree_passes(name: str, tmp_path: Path):
     result = lint(name, tmp_path, CLEAN)
     assert result.returncode == 0, result.stdout + result.stderr
