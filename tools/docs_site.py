@@ -33,7 +33,7 @@ OUTSIDE = {
 CONTENTS = {
     "Guides": "options api c-api numerics performance serving migration packaging examples",
     "Integrations": "integrations/*",
-    "Reference": "reference/python reference/c",
+    "Reference": "reference/python reference/c glossary",
     "How it works": "architecture kernels-hopper kernels-mma-sync decode decisions/README",
     "Development": "contributing tools emulator bench results/README lab/README versioning "
     "security changelog",
