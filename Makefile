@@ -182,8 +182,9 @@ docs: $(VENV)/.installed $(VENV)/.ready-docs ## the documentation as a site, in 
 	@$(say) "docs: open build/site/index.html"
 
 .PHONY: results
-results: $(VENV)/.ready ## writes the tables of the pages from the measurements in docs/results
+results: $(VENV)/.ready ## writes the tables of the pages from docs/results, and the drawings
 	@$(python) tools/results_tables.py
+	@$(python) tools/draw_pipeline.py
 
 .PHONY: format
 format: $(VENV)/.ready-lint ## rewrites C++ and Python in the project's format
@@ -201,6 +202,7 @@ lint: $(VENV)/.ready-lint ## format, include arrows, sizes, words, phrases, ruff
 	for lint in includes size words phrases; do $(python) tools/lint_$$lint.py || status=1; done; \
 	mypy || status=1; \
 	$(python) tools/results_tables.py --check || status=1; \
+	$(python) tools/draw_pipeline.py --check || status=1; \
 	[ $$status -eq 0 ] || echo "lint: see above; \`make format\` mends what can be mended"; \
 	exit $$status
 
