@@ -37,14 +37,14 @@ __all__ = [
     "nn",
 ]
 
-# Names that need a framework, and the module that has them.
+# Names that need a framework, and the modules that define them.
 _LAZY = {"attention_backward": "_numpy", "attention_with_kvcache": "kvcache"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
-    if name == "__version__":  # written once, in include/tilewise/version.h
+    if name == "__version__":  # defined once, in include/tilewise/version.h
         from ._library import c_library
 
         return c_library().tilewise_version().decode()

@@ -1,4 +1,4 @@
-"""`python -m tilewise` is the `tilewise` command."""
+"""`python -m tilewise` runs the `tilewise` command."""
 
 import sys
 

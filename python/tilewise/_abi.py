@@ -1,4 +1,4 @@
-"""The C ABI of ``include/tilewise/tilewise.h`` in ctypes: same names, same order.
+"""The C ABI of ``include/tilewise/tilewise.h`` in ctypes, with the same names in the same order.
 
 ``tests/python/test_numpy_abi.py`` compares the structures with the header.
 """
@@ -211,7 +211,7 @@ class IndexFault(ctypes.Structure):
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Gives the functions of the loaded library their argument and result types."""
+    """Sets the argument and result types of the functions of the loaded library."""
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "plan": (c_int32, [POINTER(Attention), POINTER(Gradients), c_int32, POINTER(PlanInfo)]),
         "forward": (c_int32, [POINTER(Attention), c_void_p, c_int64]),
@@ -230,7 +230,7 @@ def declare(library: ctypes.CDLL) -> None:
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, f"tilewise_{name}", None)
-        if function is None:  # an older build of this ABI: missed where it is called
+        if function is None:  # an older build of this ABI lacks it; only calling it is an error
             setattr(library, f"tilewise_{name}", _missing(library._name, f"tilewise_{name}"))
             continue
         function.restype = result
@@ -240,26 +240,26 @@ def declare(library: ctypes.CDLL) -> None:
 def _missing(path: str, name: str) -> Callable[..., None]:
     def function(*_: object) -> None:
         raise ImportError(
-            f"{path} has no {name}: it is of an older version of tilewise than these Python files"
+            f"{path} has no {name}: it is from an older version of tilewise than these Python files"
         )
 
     return function
 
 
 def sized(structure: type[ctypes.Structure]) -> Any:
-    """A new structure, all zero but ``struct_size``."""
-    made = structure()
-    made.struct_size = ctypes.sizeof(structure)
-    return made
+    """A new structure in which every field but ``struct_size`` is zero."""
+    result = structure()
+    result.struct_size = ctypes.sizeof(structure)
+    return result
 
 
 def check(library: ctypes.CDLL, status: int) -> None:
-    """Raises for a failed call, with the library's sentence.
+    """Raises the exception that belongs to the status of a failed call, with the library's message.
 
     Raises:
-        ValueError: invalid argument.
-        NotImplementedError: valid, but no kernel of this build serves it here.
-        RuntimeError: anything else.
+        ValueError: an argument is invalid.
+        NotImplementedError: the call is valid, but no kernel of this build can run it here.
+        RuntimeError: the call failed for any other reason.
     """
     if status == OK:
         return

@@ -1,7 +1,8 @@
-"""The operators' kernels for autograd, and what they refuse.
+"""The operators' autograd kernels, and the derivatives that they refuse.
 
-They do what ``torch.library.register_autograd`` does at a tenth of its overhead (0.04 ms for 0.4
-ms: it reads the schema anew in every call), and refuse tangents, which it drops without a word.
+They replace ``torch.library.register_autograd`` at a tenth of its overhead (0.04 ms instead of
+0.4 ms, because it parses the schema again in every call), and refuse forward-mode tangents, which
+it drops silently.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def no_forward_mode(_ctx: Any, *_tangents: Any) -> Any:
 
 
 def _refuse_tangents(arguments: tuple[Any, ...]) -> None:
-    """Under a compiler only the operators see tangents; all are of level 0 by then."""
+    """Refuses dual tensors. Only the operators see them under torch.compile, all at level 0."""
     if forward_ad._current_level < 0 and not is_transformed():
         return
     for value in arguments:
@@ -50,7 +51,7 @@ def _refuse_tangents(arguments: tuple[Any, ...]) -> None:
 def register(
     library: torch.library.Library, name: str, function: type[torch.autograd.Function] | None
 ) -> None:
-    """The operator's kernel for autograd; without a function the results have no gradient."""
+    """Registers the operator's autograd kernel; without a function its results have no gradient."""
     operator = getattr(torch.ops.tilewise, name).default
 
     def kernel(keyset: Any, *arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What this build can run: the support matrix, and the CUDA code inside."""
+"""What this build can run: the support matrix, and the CUDA code that it contains."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 from . import _abi
 from ._library import c_library
 
-# CUDA families with one tile table of their own, or with none (0). All other tables are mma_sync's.
+# The families that have one tile table of their own, or none (0). All other tables belong to
+# mma_sync.
 OWN_TABLE = {"cuda.simt": 0, "cuda.wgmma": 901}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One row of the support matrix: a kernel family for a dtype.
+    """One row of the support matrix: a kernel family for one dtype.
 
-    ``requires`` says what its instructions need and, of a GPU, what this build has code for.
+    ``requires`` says what its instructions need and, for CUDA, which GPUs this build has code for.
     """
 
     name: str
@@ -31,14 +32,14 @@ class Kernel:
 
 
 def capabilities() -> list[Kernel]:
-    """All kernels of this build, and whether this machine can run them; the best come last."""
+    """All kernels of this build, and whether this machine can run them; the fastest come last."""
     library, code = c_library(), cuda_code()
     rows: list[Kernel] = []
     info = _abi.sized(_abi.KernelInfo)
     while library.tilewise_kernel(len(rows), ctypes.byref(info)) == _abi.OK:
         name, available = info.name.decode(), bool(info.available)
-        # What is available without any code is emulated.
-        inside = info.device == _abi.CUDA and (code or not available)
+        # A CUDA kernel that is available although the build has no CUDA code is emulated.
+        describes_code = info.device == _abi.CUDA and (code or not available)
         rows.append(
             Kernel(
                 name=name,
@@ -48,14 +49,15 @@ def capabilities() -> list[Kernel]:
                 forward=bool(info.forward),
                 backward=bool(info.backward),
                 available=available,
-                requires=info.requires_.decode() + (_inside(name, code) if inside else ""),
+                requires=info.requires_.decode()
+                + (_oldest_code(name, code) if describes_code else ""),
             )
         )
     return rows
 
 
 def cuda_code() -> list[dict[str, Any]]:
-    """The machine code inside: tile table (0: kernels without one), sm, whether it is PTX."""
+    """The CUDA code of this build: tile table (0: none), sm, and whether it is PTX."""
     library = c_library()
     rows: list[dict[str, Any]] = []
     info = _abi.sized(_abi.CudaCodeInfo)
@@ -65,14 +67,14 @@ def cuda_code() -> list[dict[str, Any]]:
 
 
 def family_of(table: int) -> str:
-    """The CUDA family whose kernels use a tile table."""
-    own = {number: family for family, number in OWN_TABLE.items()}
-    return own.get(table, "cuda.mma_sync")
+    """The CUDA family whose kernels use this tile table."""
+    families = {number: family for family, number in OWN_TABLE.items()}
+    return families.get(table, "cuda.mma_sync")
 
 
-def _inside(family: str, code: list[dict[str, Any]]) -> str:
-    """For which GPUs there is code: a family may need less than any build is compiled for."""
-    mine = [row["sm"] for row in code if family_of(row["table"]) == family]
-    if not mine:
-        return "; this build has no code of it"
-    return f"; its oldest code in this build is for sm_{min(mine)}"
+def _oldest_code(family: str, code: list[dict[str, Any]]) -> str:
+    """The oldest GPU that this build has code for, which may be newer than the family needs."""
+    versions = [row["sm"] for row in code if family_of(row["table"]) == family]
+    if not versions:
+        return "; this build has no code for it"
+    return f"; its oldest code in this build is for sm_{min(versions)}"

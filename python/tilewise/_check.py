@@ -1,7 +1,8 @@
-"""Checks of arguments that need no library: one sentence with the name, the value, what is allowed.
+"""Argument checks that do not need the library.
 
-Everything here works on any array with a ``shape``: PyTorch tensors (also while ``torch.compile``
-traces) and NumPy arrays alike.
+Each error is one sentence with the argument's name, the value given and the values allowed. The
+checks read nothing of an array but ``shape`` and ``dtype``, so they work on NumPy arrays and on
+PyTorch tensors, also while ``torch.compile`` traces.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ PAGED = "[pages, page_size, heads, head_dim]"
 MAX_HEAD_DIM = 512
 MAX_SPLITS = 256
 
-_MOST_KEYS = 2**62  # a sum of two of them has 64 bits
-# What kernels compute with: the least normal number of float32, and the largest one.
-_LEAST_FLOAT, _MOST_FLOAT = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
-INT32 = (-(2**31), 2**31 - 1)  # least and largest number of the kernels' index arrays
+_MAX_KEYS = 2**62  # the sum of two such numbers still fits into int64
+# The smallest normal and the largest finite number of float32, in which the kernels compute.
+_MIN_FLOAT, _MAX_FLOAT = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
+INT32 = (-(2**31), 2**31 - 1)  # smallest and largest entry of the kernels' index arrays
 
 Window = tuple[int | None, int | None]
 
@@ -35,7 +36,7 @@ def heads_first(layout: str) -> bool:
 
 
 def integer(name: str, value: Any, allowed: str) -> int:
-    """An integer of Python or NumPy, as Python's."""
+    """The value of a Python or NumPy integer, as a Python int."""
     if type(value) is int:
         return value
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -44,23 +45,23 @@ def integer(name: str, value: Any, allowed: str) -> int:
 
 
 def number(name: str, value: Any, allowed: str = "a number") -> None:
-    """A real number of Python or NumPy."""
+    """Refuses everything but a real number of Python or NumPy."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}, but must be {allowed}")
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False: of Python, of NumPy, or 1 or 0."""
+    """A bool of Python or NumPy, or 0 or 1, as a Python bool."""
     if value is True or value is False:
         return bool(value)
-    of_numpy = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
-    if (isinstance(value, Integral) and value in (0, 1)) or (of_numpy and value.dtype == bool):
+    is_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+    if (isinstance(value, Integral) and value in (0, 1)) or (is_scalar and value.dtype == bool):
         return bool(value)
     raise TypeError(f"{name} is {value!r}, but must be True or False")
 
 
 def window_bounds(causal: bool, window: Window) -> tuple[int, int]:
-    """(left, right) as the library counts them: -1 is no limit. Causal closes the right side."""
+    """(left, right) as the library takes them: -1 means no limit, and causal makes right 0."""
     causal = flag("causal", causal)
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"window is {window!r}, but must be a pair (left, right)")
@@ -68,25 +69,24 @@ def window_bounds(causal: bool, window: Window) -> tuple[int, int]:
     for side, value in zip(("left", "right"), window, strict=True):
         if value is not None:
             value = integer(f"window {side}", value, "an integer, or None for no limit")
-            if value > _MOST_KEYS:
-                raise ValueError(f"window {side} is {value}, but must be at most {_MOST_KEYS}")
+            if value > _MAX_KEYS:
+                raise ValueError(f"window {side} is {value}, but must be at most {_MAX_KEYS}")
         bounds.append(-1 if value is None or value < 0 else value)
     return bounds[0], 0 if causal else bounds[1]
 
 
 def softcap(value: float) -> float:
-    """0, or a number that float32 holds: scores are divided by it."""
+    """0, or a normal number of float32, because scores are divided by it."""
     number("softcap", value)
-    if value != 0 and not _LEAST_FLOAT <= value <= _MOST_FLOAT:
+    if value != 0 and not _MIN_FLOAT <= value <= _MAX_FLOAT:
         raise ValueError(
-            f"softcap is {value}, but must be 0 (off) or from {_LEAST_FLOAT:.3g} to "
-            f"{_MOST_FLOAT:.3g}"
+            f"softcap is {value}, but must be 0 (off) or from {_MIN_FLOAT:.3g} to {_MAX_FLOAT:.3g}"
         )
     return float(value)
 
 
 def dropout(value: float) -> float:
-    """A number in [0, 1), in float32, too."""
+    """A number in [0, 1) that does not become 1 when it is rounded to float32."""
     number("dropout_p", value)
     if not 0.0 <= value < 1.0 - 2.0**-25:
         raise ValueError(f"dropout_p is {value}, but must be in [0, 1), and below 1 in float32")
@@ -94,17 +94,17 @@ def dropout(value: float) -> float:
 
 
 def bound(name: str, value: int | None) -> int:
-    """An optional upper bound of lengths, or 0 when it is not known."""
+    """An optional upper bound of the sequence lengths; 0 stands for an unknown one."""
     if value is None:
         return 0
     value = integer(name, value, "an integer or None")
-    if not 0 <= value <= _MOST_KEYS:
-        raise ValueError(f"{name} is {value}, but must be from 0 to {_MOST_KEYS}")
+    if not 0 <= value <= _MAX_KEYS:
+        raise ValueError(f"{name} is {value}, but must be from 0 to {_MAX_KEYS}")
     return value
 
 
 def split_count(num_splits: int) -> int:
-    """A number >= 0; 0 leaves the choice to the planner."""
+    """The number of key splits, at most MAX_SPLITS; 0 leaves the choice to the planner."""
     num_splits = integer("num_splits", num_splits, "an integer")
     if not 0 <= num_splits <= MAX_SPLITS:
         raise ValueError(
@@ -114,31 +114,31 @@ def split_count(num_splits: int) -> int:
 
 
 def scale_number(value: float) -> float:
-    """A number that float32 holds."""
+    """A number that is finite in float32."""
     number("scale", value, "a number, a tensor of one element or None")
-    if not abs(value) <= _MOST_FLOAT:
-        raise ValueError(f"scale is {value}, but must be finite, and in float32, too")
+    if not abs(value) <= _MAX_FLOAT:
+        raise ValueError(f"scale is {value}, but must be finite in float32")
     return float(value)
 
 
 def positive(name: str, value: float) -> float:
-    """A finite number above 0."""
+    """A finite number greater than 0."""
     number(name, value)
     if not 0.0 < value < float("inf"):
         raise ValueError(f"{name} is {value}, but must be finite and > 0")
     return float(value)
 
 
-def count(name: str, value: int, least: int = 1) -> int:
-    """An integer from `least` on."""
+def count(name: str, value: int, minimum: int = 1) -> int:
+    """An integer that is at least `minimum`."""
     value = integer(name, value, "an integer")
-    if value < least:
-        raise ValueError(f"{name} is {value}, but must be >= {least}")
+    if value < minimum:
+        raise ValueError(f"{name} is {value}, but must be >= {minimum}")
     return value
 
 
 def shape(name: str, array: Any, dims: tuple[int | None, ...], meaning: str) -> None:
-    """The shape of an array; None allows any size."""
+    """Refuses an array whose shape is not `dims`, in which None allows any size."""
     given = tuple(array.shape)
     fits = len(given) == len(dims)
     if fits:
@@ -157,7 +157,7 @@ def _rank(name: str, array: Any, rank: int, meaning: str) -> None:
 
 
 def head_sizes(heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int) -> None:
-    """Heads and columns of q, k and v."""
+    """Refuses numbers of heads or columns of q, k and v that do not go together."""
     if heads_kv < 1 or heads_q < 1:
         raise ValueError(f"q has {heads_q} heads and k has {heads_kv}, but both must be >= 1")
     if heads_q % heads_kv != 0:
@@ -170,7 +170,7 @@ def head_sizes(heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int) -> N
 
 
 def dense(q: Any, k: Any, v: Any, layout: str) -> None:
-    """Shapes of q, k and v of equal-length sequences."""
+    """Refuses shapes of q, k and v that do not describe sequences of equal length."""
     meaning = LAYOUTS[layout]
     heads = 2 if layout == "bshd" else 1
     _rank("q", q, 4, meaning)
@@ -189,7 +189,7 @@ def dense(q: Any, k: Any, v: Any, layout: str) -> None:
 
 
 def varlen(q: Any, k: Any, v: Any, paged: bool) -> None:
-    """Shapes of q, k and v of sequences laid end to end; keys may lie in pages."""
+    """Refuses shapes of q, k and v that are not those of packed sequences (or of pages of keys)."""
     _rank("q", q, 3, VARLEN)
     rank, meaning = (4, PAGED) if paged else (3, VARLEN)
     _rank("k", k, rank, meaning)
@@ -205,9 +205,9 @@ def varlen(q: Any, k: Any, v: Any, paged: bool) -> None:
 
 
 def bias(array: Any, batch: int, heads: int, rows: int | None, keys: int | None) -> None:
-    """Shape of a bias of up to four dimensions; missing ones and ones of 1 are broadcast.
+    """Refuses a bias that cannot be broadcast to [batch, heads, rows, keys].
 
-    Rows and keys are None where the lengths are not known on the host.
+    It may have fewer dimensions. Rows and keys are None where the host does not know the lengths.
     """
     given = tuple(array.shape)
     if not 1 <= len(given) <= 4:
@@ -226,7 +226,7 @@ def bias(array: Any, batch: int, heads: int, rows: int | None, keys: int | None)
 
 
 def varlen_bias(shape: Sequence[int], rows: int | None, keys: int | None) -> None:
-    """Of the longest sequence, as far as it is known, a bias has every row and key."""
+    """Refuses a bias with fewer rows or keys than the longest sequence (None: not known) has."""
     for name, have, want in (("rows", shape[2], rows), ("keys", shape[3], keys)):
         if want is not None and have != 1 and have < want:
             raise ValueError(
@@ -235,23 +235,23 @@ def varlen_bias(shape: Sequence[int], rows: int | None, keys: int | None) -> Non
             )
     if keys is None and shape[3] == 1:
         raise ValueError(
-            f"bias has shape {list(shape)} with one key for all, which needs to know how many "
-            "there are: pass max_seqlen_k, or a bias with a dimension of keys"
+            f"bias has shape {list(shape)}, whose one key is broadcast, but the number of keys is "
+            "not known: pass max_seqlen_k, or a bias with a dimension of keys"
         )
 
 
 def bounds_of_bias(shape: Sequence[int], rows: int, keys: int) -> tuple[int, int]:
-    """Bounds of the lengths: those given, or, where they are 0, what a bias has room for."""
+    """Upper bounds of the lengths: those given, or, where they are 0, the sizes of the bias."""
     return rows or (shape[2] if shape[2] != 1 else 0), keys or shape[3]
 
 
 def is_float8(dtype: Any) -> bool:
-    """Whether it is float8_e4m3fn, of PyTorch or of ml_dtypes."""
+    """Whether a dtype is float8_e4m3fn, of PyTorch or of ml_dtypes."""
     return str(dtype).endswith("float8_e4m3fn")
 
 
 def key_dtype(name: str, dtype: Any, k_dtype: Any, q_dtype: Any) -> None:
-    """Keys and values have the dtype of q, or, where that has 16 bits, both float8_e4m3fn."""
+    """Refuses k or v unless it has the dtype of q or both are float8_e4m3fn and q has 16 bits."""
     if dtype == k_dtype == q_dtype:
         return
     wide = str(q_dtype).endswith("float32")
@@ -263,7 +263,7 @@ def key_dtype(name: str, dtype: Any, k_dtype: Any, q_dtype: Any) -> None:
 
 
 def descale(name: str, array: Any, float8: bool, batch: int, heads_kv: int) -> None:
-    """Factors of a float8_e4m3 cache per sequence and head; dimensions of 1 are broadcast."""
+    """Refuses factors of a float8_e4m3 cache that are not [batch or 1, heads_kv or 1]."""
     if not float8:
         raise ValueError(f"{name} is given, but belongs to float8_e4m3 keys and values")
     given = tuple(array.shape)
@@ -276,7 +276,7 @@ def descale(name: str, array: Any, float8: bool, batch: int, heads_kv: int) -> N
 
 
 def alibi(array: Any, batch: int, heads: int) -> None:
-    """Slopes per head, or per sequence and head."""
+    """Refuses slopes that are neither per head nor per sequence and head."""
     given = tuple(array.shape)
     if given != (heads,) and given != (batch, heads):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Fills the C struct of a problem from plain views: pointer, shape, strides. No framework here."""
+"""Fills the C struct of a problem from views (pointer, shape, strides), without a framework."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ class View(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """All of a problem but q, k and v. Negative windows are unlimited, 0 is "not given"."""
+    """All of a problem but q, k and v.
+
+    A negative window means no limit; a bound or a number of splits of 0 means "not given".
+    """
 
     bias: View | None = None
     bias_dtype: int = 0
@@ -84,7 +87,7 @@ def attention(
 
 
 def set_descale(a: Any, k_descale: View | None, v_descale: View | None) -> None:
-    """Puts the factors of a float8_e4m3 cache into a struct that has them."""
+    """Stores the factors of a float8_e4m3 cache in a struct that has fields for them."""
     for name, factors in (("k_descale", k_descale), ("v_descale", v_descale)):
         if factors is not None:
             setattr(a, name, factors.pointer)
@@ -93,7 +96,7 @@ def set_descale(a: Any, k_descale: View | None, v_descale: View | None) -> None:
 
 
 def set_output(a: Any, out: View, lse: View) -> None:
-    """Puts out and lse into the struct of a problem."""
+    """Stores out and lse in the struct of a problem."""
     varlen = a.cu_seqlens_q is not None
     a.out = rows(out, varlen)
     a.lse = lse.pointer
@@ -101,17 +104,17 @@ def set_output(a: Any, out: View, lse: View) -> None:
 
 
 def lse_strides(lse: View) -> tuple[int, int]:
-    """(batch, head) strides of lse [B, Hq, Sq] or [Hq, T]."""
+    """The (batch, head) strides of lse [B, Hq, Sq] or [Hq, T]."""
     return (lse.strides[0], lse.strides[1]) if len(lse.shape) == 3 else (0, lse.strides[0])
 
 
 def rows(view: View, varlen: bool) -> Any:
-    """[batch, row, head, column] or [row, head, column] as the C struct of a tensor."""
+    """The C struct of a tensor [batch, row, head, column] or [row, head, column]."""
     return _abi.Tensor(view.pointer, 0 if varlen else view.strides[0], *view.strides[-3:-1])
 
 
 def bias_strides(view: View) -> tuple[int, int, int]:
-    """(batch, head, row) strides; 0 where one element is broadcast."""
+    """The (batch, head, row) strides of a bias; 0 where one element is broadcast."""
     strides = [
         0 if size == 1 else step for size, step in zip(view.shape, view.strides, strict=True)
     ]
@@ -140,7 +143,7 @@ def _pointer(view: View | None) -> int | None:
 
 
 def plan(library: ctypes.CDLL, a: Any, gradients: Any) -> Any:
-    """What would run: a PlanInfo. ``gradients`` is None for the forward."""
+    """The PlanInfo of the kernel that would run. ``gradients`` is None for the forward."""
     info = _abi.sized(_abi.PlanInfo)
     which = _abi.FORWARD if gradients is None else _abi.BACKWARD
     given = None if gradients is None else ctypes.byref(gradients)

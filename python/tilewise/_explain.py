@@ -15,13 +15,13 @@ from ._request import Request, Sequences
 from .api import attention, attention_varlen
 from .kvcache import Where, attention_with_kvcache
 
-# tilewise_plan reads no data, but an address of 0 would switch an option off.
-_SOME_ADDRESS = 64
+# tilewise_plan reads no data, but a null pointer would switch an option off.
+_PLACEHOLDER_ADDRESS = 64
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one pass will run."""
+    """The kernel that one pass will run, its sizes, and the reason for the choice."""
 
     kernel: str
     why: str
@@ -41,7 +41,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What ``attention`` will run for these arguments. A pass that cannot run is a sentence."""
+    """The plans of both passes of one call. For a pass that cannot run, a sentence says why."""
 
     problem: str
     forward: Plan | str
@@ -62,17 +62,22 @@ def explain(
     cache_seqlens: Any = None, cache_batch_idx: Any = None, cache_leftpad: Any = None,
     num_splits: int = 0,
 ) -> Explanation:  # fmt: skip
-    """What ``attention`` will run, without running it.
+    """Says which kernels ``attention`` would run for these arguments, without running them.
 
-    With cu_seqlens_q: what ``attention_varlen`` will run. With cache_seqlens, cache_batch_idx or
-    cache_leftpad, k and v being the caches: ``attention_with_kvcache`` after its append, if any,
-    which is not planned: there are no arguments for new keys, new values and rotary embedding.
-    Takes the other arguments of those functions, with the same checks and errors, and refuses what
-    the one that would run does not take.
+    The function that is explained follows from the arguments. With cu_seqlens_q it is
+    ``attention_varlen``. With cache_seqlens, cache_batch_idx or cache_leftpad it is
+    ``attention_with_kvcache``, whose caches are k and v; its append is not explained, so there are
+    no arguments for new keys, new values and rotary embedding. All arguments are those of the
+    explained function, with the same shapes, dtypes, checks and errors.
 
     Returns:
-        An Explanation: kernel, tiles, splits, threads, workspace and reason of both passes.
-        Printed, it is three lines.
+        An Explanation: kernel, tiles, splits, threads, workspace and reason of both passes. When
+        printed, it takes three lines.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape, device or range, or the explained function does
+            not take it.
     """
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
@@ -100,20 +105,20 @@ def explain(
     _refuse_foreign(function, {**request._asdict(), **sequences._asdict(), "layout": layout})
     tensors = hasattr(q, "__torch_function__")
     if tensors:
-        a, threads, kept = _describe_torch(q, k, v, problem, request)
+        a, threads, arrays = _describe_torch(q, k, v, problem, request)
     else:
-        a, threads, kept = _describe_numpy(q, k, v, problem, request)
+        a, threads, arrays = _describe_numpy(q, k, v, problem, request)
     parallel = _abi.Parallel(_abi.PARALLEL_FOR(_never_called), None, threads, 0)
     a.parallel = ctypes.pointer(parallel)
     backward: Plan | str
     if cached:
         backward = "attention_with_kvcache has no gradient"
     elif block_table is not None and not tensors:
-        backward = "attention_backward, of arrays, takes no block_table: pages have no gradient"
+        backward = "attention_backward takes no block_table: pages of arrays have no gradient"
     else:
-        backward = _plan(a, _gradients(a, kept))
+        backward = _plan(a, _gradients(a, arrays))
     explanation = Explanation(_sentence(a), _plan(a, None), backward)
-    del kept
+    del arrays  # kept until here: the struct holds only their addresses
     return explanation
 
 
@@ -124,7 +129,7 @@ class _Dense(NamedTuple):
 
 
 class _Cached(NamedTuple):
-    """A key/value cache; lengths of what it holds."""
+    """A key/value cache, and the number of keys that each sequence has in it."""
 
     lengths: Any
     where: Where
@@ -134,12 +139,12 @@ _Problem: TypeAlias = _Dense | Sequences | _Cached
 
 
 def _refuse_foreign(function: Callable[..., Any], given: dict[str, Any]) -> None:
-    """Refuses what is given although the function that would run does not take it."""
-    taken, ours = (inspect.signature(each).parameters for each in (function, explain))
+    """Refuses arguments that differ from their default although the function does not take them."""
+    accepted, own = (inspect.signature(each).parameters for each in (function, explain))
     for name, value in given.items():
-        if name in taken:
+        if name in accepted:
             continue
-        default = ours[name].default
+        default = own[name].default
         if value is not None if default is None else value != default:
             raise ValueError(f"{name} is given, but {function.__name__} has no such argument")
 
@@ -197,26 +202,26 @@ def _describe_torch(
 
 
 def _address(tensor: Any) -> int:
-    """Where the tensor lies: its alignment decides between kernels. Some have no memory."""
+    """The address of a tensor, whose alignment decides between kernels; some have no memory."""
     try:
-        return int(tensor.data_ptr()) or _SOME_ADDRESS
+        return int(tensor.data_ptr()) or _PLACEHOLDER_ADDRESS
     except RuntimeError:
-        return _SOME_ADDRESS
+        return _PLACEHOLDER_ADDRESS
 
 
 def _contiguous(rows: int, heads: int, columns: int) -> Any:
-    return _abi.Tensor(_SOME_ADDRESS, rows * heads * columns, heads * columns, columns)
+    return _abi.Tensor(_PLACEHOLDER_ADDRESS, rows * heads * columns, heads * columns, columns)
 
 
 def _set_output(a: Any) -> None:
     a.out = _contiguous(a.seqlen_q, a.heads_q, a.head_dim_v)
-    a.lse = _SOME_ADDRESS
+    a.lse = _PLACEHOLDER_ADDRESS
     a.lse_stride_batch = a.heads_q * a.seqlen_q
     a.lse_stride_head = a.seqlen_q
 
 
 def _gradients(a: Any, arrays: dict[str, Any]) -> Any:
-    """Everything that can be wanted, at an address that is not read."""
+    """The struct of all gradients that can be computed, at addresses that are not read."""
     _set_output(a)
     g = _abi.sized(_abi.Gradients)
     keys = a.block_table_width * a.page_size if a.block_table else a.seqlen_k
@@ -227,13 +232,13 @@ def _gradients(a: Any, arrays: dict[str, Any]) -> Any:
     bias = arrays.get("bias")
     if bias is not None:
         batch, heads, rows, columns = bias.shape
-        g.dbias = _SOME_ADDRESS
+        g.dbias = _PLACEHOLDER_ADDRESS
         g.dbias_rows, g.dbias_keys = rows, columns
         g.dbias_stride_batch = 0 if batch == 1 else heads * rows * columns
         g.dbias_stride_head = 0 if heads == 1 else rows * columns
         g.dbias_stride_row = 0 if rows == 1 else columns
-    g.dsinks = _SOME_ADDRESS if a.sinks else None
-    g.dscale = _SOME_ADDRESS
+    g.dsinks = _PLACEHOLDER_ADDRESS if a.sinks else None
+    g.dscale = _PLACEHOLDER_ADDRESS
     return g
 
 

@@ -1,8 +1,8 @@
-"""What ``torch.utils.flop_counter.FlopCounterMode`` counts of the operators.
+"""The FLOP formulas of the operators for ``torch.utils.flop_counter.FlopCounterMode``.
 
-It is what it counts of PyTorch's own attention: two products forward and five backward (one of them
-the scores again), of every row with every key of its sequence. Nothing is taken off for what a mask
-or a window hides, and nothing added for the softmax.
+They follow the formulas of PyTorch's own attention: two matrix products in the forward and five in
+the backward (one of them recomputes the scores), of every row with every key of its sequence.
+Masks and windows subtract nothing, and the softmax adds nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ._ops import Options
 
 
 def _numbers(tensor: Tensor | None) -> list[int] | None:
-    """The entries of an index tensor; None where it has none: not given, or only a shape."""
-    from torch._subclasses.fake_tensor import FakeTensor  # whoever counts can wait for these
+    """The entries of an index tensor; None if it is not given, or has a shape but no data."""
+    from torch._subclasses.fake_tensor import FakeTensor  # slow to import, needed only here
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     if tensor is None or isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.is_meta:
@@ -29,18 +29,20 @@ def _numbers(tensor: Tensor | None) -> list[int] | None:
     return tensor.tolist()
 
 
-def _lengths(starts: Tensor | None, used: Tensor | None, alike: Sequence[int]) -> list[int] | None:
-    """Of each sequence, `alike` without index tensors; None: they tell, but have no entries."""
+def _lengths(
+    starts: Tensor | None, used: Tensor | None, uniform: Sequence[int]
+) -> list[int] | None:
+    """The length of each sequence: `uniform` without index tensors, None if they have no data."""
     entries = _numbers(used if used is not None else starts)
     if entries is None:
-        return None if used is not None or starts is not None else list(alike)
+        return None if used is not None or starts is not None else list(uniform)
     if used is not None:
         return entries
     return [end - begin for begin, end in pairwise(entries)]
 
 
 def _pairs(q: Tensor, k: Tensor, o: Options) -> int:
-    """Rows times keys, over all sequences; of lengths that are not known the most they can be."""
+    """The sum of rows times keys over all sequences, with upper bounds for unknown lengths."""
     varlen = o.cu_seqlens_q is not None
     batch = len(o.cu_seqlens_q) - 1 if o.cu_seqlens_q is not None else len(q)
     paged = o.block_table is not None
@@ -70,8 +72,8 @@ def _backward(*arguments: Any, **_out: Any) -> int:
     return 2 * q.shape[-2] * _pairs(q, k, Options(*options)) * columns
 
 
-def _tell_counters() -> None:
-    """A counter copies the formulas when it is made, and ours come with the first call."""
+def _add_to_active_counters() -> None:
+    """Adds the formulas to counters that copied the registry before this module was imported."""
     for mode in _get_current_dispatch_mode_stack():
         counter = getattr(mode, "counter", None)
         if isinstance(counter, FlopCounterMode):
@@ -79,4 +81,4 @@ def _tell_counters() -> None:
                 counter.flop_registry.setdefault(operator, flop_registry[operator])
 
 
-_tell_counters()
+_add_to_active_counters()

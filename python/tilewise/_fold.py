@@ -1,4 +1,4 @@
-"""A mapped dimension of torch.func.vmap as a part of the batch: one call instead of one each."""
+"""Folds the mapped dimension of torch.func.vmap into the batch, so that one call is enough."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ._options import Options, contiguous_columns
 
 
 def foldable(options: Options, dims: tuple[int | None, ...]) -> bool:
+    """Whether every option that is given has a batch dimension to fold into, or needs none."""
     by_name = dict(zip(Options._fields, dims, strict=True))
     sequences = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table",
                  "kv_batch_idx", "leftpad_k", "k_descale", "v_descale")  # fmt: skip
@@ -23,7 +24,7 @@ def foldable(options: Options, dims: tuple[int | None, ...]) -> bool:
 
 
 def fold(tensor: Tensor, dim: int | None, count: int) -> Tensor:
-    """[..., count at dim, ...] with a batch dimension first otherwise -> [count * batch, ...]."""
+    """[count * batch, ...] from [batch, ...] with a dimension of size count inserted at dim."""
     front = tensor.expand(count, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
     return contiguous_columns(front.flatten(0, 1))
 
@@ -48,7 +49,7 @@ def fold_options(options: Options, dims: tuple[int | None, ...], count: int, bat
         dim = by_name["bias"]
         front = bias.unsqueeze(0) if dim is None else bias.movedim(dim, 0)
         if dim is not None or front.shape[1] != 1:
-            # A batch dimension of 1 cannot stay one next to a mapped dimension.
+            # A batch dimension of 1 cannot stay 1 once it is merged with a mapped dimension.
             front = front.expand(count, batch, *front.shape[2:])
         bias = contiguous_columns(front.flatten(0, 1))
     if slopes is not None:

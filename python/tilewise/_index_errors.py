@@ -1,4 +1,4 @@
-"""What kernels on a GPU have found wrong with index tensors."""
+"""The faults that GPU kernels have found in index tensors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from ._library import c_library
 
 @dataclass(frozen=True)
 class IndexFault:
-    """An entry of an index tensor that did not fit its call.
+    """An entry of an index tensor that is out of range for its call.
 
     Attributes:
-        tensor: Its name as in ``tilewise.h``: "cu_seqlens_q", "seqused_k", "block_table", ...; or
-            the bound that a length exceeds: "max_seqlen_q", "max_seqlen_k", "rotary_rows".
-        index: Sequence of the entry; of a cu_seqlens the entry itself.
-        entry: For "block_table", the entry in the row of that sequence; otherwise 0.
-        value: What the tensor holds there, or the length.
-        allowed: The bound that it breaks.
-        sentence: All of it in words.
+        tensor: The name of the tensor in ``tilewise.h`` ("cu_seqlens_q", "seqused_k",
+            "block_table", ...), or of the bound that a length exceeds ("max_seqlen_q",
+            "max_seqlen_k", "rotary_rows").
+        index: The sequence of the entry; for a cu_seqlens, the index of the entry itself.
+        entry: For "block_table", the column within the row of that sequence; otherwise 0.
+        value: The entry, or the length.
+        allowed: The bound that it violates.
+        sentence: The fault in words.
     """
 
     tensor: str
@@ -35,19 +36,19 @@ class IndexFault:
 
 
 def last_index_error(device: int = 0) -> IndexFault | None:
-    """The first fault of an index tensor that kernels of a GPU have met since the last call.
+    """Returns and clears the first index fault that kernels on a GPU have met since the last call.
 
-    Index tensors (``cu_seqlens``, ``seqused``, ``block_table``, ``cache_seqlens``, ...) are read by
-    the kernels alone. An entry that does not fit is not followed: nothing outside of the tensors is
-    read or written, and the rows of its sequence become NaN. This function says which entry it was,
-    and forgets it. It waits for the GPU: do not call it while a stream is captured. Calls with
-    ``check=True`` raise for the same faults before anything is launched.
+    Index tensors on a GPU (``cu_seqlens``, ``seqused``, ``block_table``, ``cache_seqlens``, ...)
+    are read only by the kernels. They do not follow an entry that is out of range: nothing outside
+    the tensors is read or written, and the rows of its sequence become NaN. This function waits for
+    the GPU, so do not call it while a stream is being captured. Calls with ``check=True`` raise for
+    the same faults before anything is launched.
 
     Args:
         device: Index of the GPU.
 
     Returns:
-        The fault, or None when there was none.
+        The fault, or None if there was none.
 
     Raises:
         ValueError: there is no such GPU.

@@ -1,4 +1,4 @@
-"""Attention to a key/value cache on NumPy arrays: append through the C ABI, then attend."""
+"""Attention to a key/value cache on NumPy arrays: append and attention through the C ABI."""
 
 from __future__ import annotations
 
@@ -64,17 +64,17 @@ class KvAppend(ctypes.Structure):
 
 
 def _shares_memory(array: Array, value: Any) -> bool:
-    """Whether a second view of the value is of the same memory."""
+    """Whether converting the value again gives a view of the same memory, not a copy."""
     return array.size == 0 or np.shares_memory(array, _numpy.as_array("cache", value))
 
 
 def _cache(name: str, value: Any, writes: bool) -> Array:
-    """A cache is used where it is: a copy would lose what is appended."""
+    """The cache as a view of the caller's memory, because a copy would lose what is appended."""
     array = _numpy.as_array(name, value)
     if writes and not isinstance(value, np.ndarray) and not _shares_memory(array, value):
         raise TypeError(
-            f"{name} is a {type(value).__name__} of which NumPy makes a copy, but k and v are to "
-            "be written to it: only an array of NumPy, or a view of its memory, is allowed"
+            f"{name} is a {type(value).__name__}, which NumPy copies, but k and v must be written "
+            "to it: only a NumPy array, or an object whose memory NumPy can view, is allowed"
         )
     if array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
         raise ValueError(
@@ -82,7 +82,7 @@ def _cache(name: str, value: Any, writes: bool) -> Array:
             "contiguous there"
         )
     if writes and not array.flags.writeable:
-        raise ValueError(f"{name} is read-only, but k and v are to be written to it")
+        raise ValueError(f"{name} is read-only, but k and v must be written to it")
     return array
 
 
@@ -93,10 +93,11 @@ def _indices(name: str, value: Any, dims: tuple[int | None, ...]) -> Array | Non
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {array.dtype}, but must be an integer type")
     _check.shape(name, array, dims, "see tilewise.attention_with_kvcache")
-    least, most = _check.INT32
-    # Numbers out of range stay so. (Unsigned arrays have no least one to compare with.)
-    held = np.clip(array, None if array.dtype.kind == "u" else least, most)
-    return np.ascontiguousarray(held, dtype=np.int32)
+    low, high = _check.INT32
+    # Clamping keeps out-of-range entries out of range. NumPy does not compare unsigned arrays with
+    # a negative bound.
+    clamped = np.clip(array, None if array.dtype.kind == "u" else low, high)
+    return np.ascontiguousarray(clamped, dtype=np.int32)
 
 
 def _lengths(value: Any, batch: int) -> Array | None:
@@ -114,7 +115,7 @@ def _new_rows(name: str, value: Any, like: Array, dims: tuple[int | None, ...]) 
 
 
 class _Arrays(NamedTuple):
-    """A problem but for its new keys, with ``seqused_k`` being those before them."""
+    """A checked problem without its new keys; ``seqused_k`` counts the keys before them."""
 
     q: Array
     k_cache: Array
@@ -123,8 +124,8 @@ class _Arrays(NamedTuple):
     arrays: dict[str, Array]  # by their names in the C struct
 
     def problem(self, request: Request, where: Where) -> _numpy._Problem:
-        splits, most_rows = _check.split_count(where.num_splits), where.most_rows()
-        numbers = {"num_splits": splits, "max_seqlen_q": most_rows}
+        splits, max_rows = _check.split_count(where.num_splits), where.max_rows()
+        numbers = {"num_splits": splits, "max_seqlen_q": max_rows}
         return _numpy._describe_problem(
             self.q, self.k_cache, self.v_cache, self.batch, request, self.arrays, numbers, False
         )
@@ -133,7 +134,7 @@ class _Arrays(NamedTuple):
 def prepare(
     q: Any, k_cache: Any, v_cache: Any, lengths: Any, request: Request, where: Where
 ) -> _numpy._Problem:
-    """What ``attention_with_kvcache`` asks of the library once new keys are in the cache."""
+    """The problem that ``attention_with_kvcache`` runs once new keys are in the cache."""
     given = _check_arrays(q, k_cache, v_cache, lengths, request.bias, where, False)
     return given.problem(request, where)
 
@@ -169,7 +170,7 @@ def _check_arrays(
 
 
 def _bias(value: Any, q: Array, k_cache: Array, batch: int, arrays: dict[str, Array]) -> Array:
-    """With every key that the cache has room for."""
+    """The bias with four dimensions, and one column for each key that the cache has room for."""
     bias = _numpy._bias(value, q)
     packed = "cu_seqlens_q" in arrays
     table = arrays.get("block_table")
@@ -199,7 +200,7 @@ def attention_with_kvcache(
         rotated = np.empty(q.shape, q.dtype) if new.rotary_cos is not None else q
     problem = given._replace(q=rotated).problem(request, where)
     _check.flag("check", where.check)
-    # Planned, and so checked, before the append writes anything.
+    # Planning checks the arguments, so it comes before the append writes anything.
     out = np.empty((*q.shape[:-1], v_cache.shape[3]), q.dtype)
     lse = np.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), np.float32)
     _describe.set_output(problem.attention, _numpy.view(out), _numpy.view(lse))
@@ -209,14 +210,14 @@ def attention_with_kvcache(
             _append(q, rotated, k_cache, v_cache, new, arrays, problem.attention)
         return _numpy._forward(problem)
     except ValueError:
-        _refuse_by_our_names(problem.attention, lengths, arrays, new)
+        _raise_with_python_names(problem.attention, lengths, arrays, new)
         raise
 
 
-def _refuse_by_our_names(
+def _raise_with_python_names(
     a: Any, lengths: Array | None, arrays: dict[str, Array], new: NewKeys
 ) -> None:
-    """The library's sentence about an entry has the names of the C interface."""
+    """Repeats the library's checks of entries, because its errors use the names of the C ABI."""
     table, starts = arrays.get("block_table"), arrays.get("cu_seqlens_q")
     capacity = a.seqlen_k if table is None else a.block_table_width * a.page_size
     packed = [] if starts is None else [("cu_seqlens_q", starts.tolist(), a.seqlen_q)]
@@ -226,8 +227,8 @@ def _refuse_by_our_names(
     def numbers(name: str) -> Any:
         return arrays[name].tolist() if name in arrays else None
 
-    def rows(of: Array | None, alike: int) -> list[int]:
-        return [alike] * a.batch if of is None else np.diff(of).tolist()
+    def rows(starts: Array | None, uniform: int) -> list[int]:
+        return [uniform] * a.batch if starts is None else np.diff(starts).tolist()
 
     entries = Entries(
         lengths=[capacity] * a.batch if lengths is None else lengths.tolist(),
@@ -241,10 +242,10 @@ def _refuse_by_our_names(
         pages=a.pages,
         page_size=a.page_size,
         starts=tuple(packed),
-        most_rows=a.max_seqlen_q,
+        max_rows=a.max_seqlen_q,
         rotary_rows=None if new.rotary_cos is None else len(new.rotary_cos),
         rotary_lengths=None if new.rotary_lengths is None else new.rotary_lengths.tolist(),
-        rotated_alike=a.window_left < 0 and a.window_right < 0,
+        single_position=a.window_left < 0 and a.window_right < 0,
     )
     try:
         check_entries(entries)
@@ -281,20 +282,20 @@ def _append(
         setattr(a, name, getattr(attention, name))
     a.seqlen_new = new.k.shape[-3]
     tensors = {"k_new": new.k, "v_new": new.v, "k_cache": k_cache, "v_cache": v_cache}
-    kept = [new.lengths]  # the struct holds only addresses
+    keep_alive = [new.lengths]  # the struct holds only addresses
     if new.rotary_cos is not None:
         tensors |= {"q": q, "q_out": rotated}
         cos = _new_rows("rotary_cos", new.rotary_cos, q, (None, None))
         sin = _new_rows("rotary_sin", new.rotary_sin, q, cos.shape)
         cos, sin = np.ascontiguousarray(cos), np.ascontiguousarray(sin)
-        kept += [cos, sin]
+        keep_alive += [cos, sin]
         a.rotary_cos, a.rotary_sin = cos.ctypes.data, sin.ctypes.data
         a.rotary_rows, a.rotary_dim = cos.shape[0], 2 * cos.shape[1]
         a.rotary_interleaved = int(new.rotary_interleaved)
         a.q_single_position = int(attention.window_left < 0 and attention.window_right < 0)
         if new.rotary_lengths is not None:
             a.rotary_seqlens = new.rotary_lengths.ctypes.data
-        elif "leftpad_k" in arrays:  # positions count from the start of the row, as for tensors
+        elif "leftpad_k" in arrays:  # positions count from the start of the cache row
             a.rotary_seqlens = new.lengths.ctypes.data
     a.kv_float8 = attention.kv_float8
     factors = (arrays.get("k_descale"), arrays.get("v_descale"))
@@ -305,4 +306,4 @@ def _append(
     for name, array in tensors.items():
         setattr(a, name, _describe.rows(_numpy.view(array), array.ndim == 3))
     _abi.check(library, library.tilewise_append_kv(ctypes.byref(a)))
-    del kept  # alive until here
+    del keep_alive

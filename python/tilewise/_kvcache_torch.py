@@ -1,4 +1,4 @@
-"""Attention to a key/value cache on PyTorch tensors: append, then attend."""
+"""Attention to a key/value cache on PyTorch tensors: the append, and the attention after it."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from .kvcache import (
     Where,
     check_cache,
     check_entries,
-    check_most_rows,
+    check_max_rows,
     check_new,
     check_pages,
     check_starts,
     common_length,
 )
 
-# From now on decoding without an append takes the short way.
+# From now on, decoding without an append takes the fast path.
 kvcache._indexed = _plain.indexed
 
 _WIDE = (torch.int64, torch.uint32, torch.uint64)
 
 
 def index_tensor(name: str, x: Any, device: torch.device) -> Tensor | None:
-    """An optional index tensor as the kernels read it; numbers out of range stay so."""
+    """An optional index tensor as contiguous int32 on the device; out-of-range entries stay so."""
     x = integers(name, x)
     if x is None:
         return None
@@ -52,7 +52,7 @@ def index_tensor(name: str, x: Any, device: torch.device) -> Tensor | None:
 
 
 def cache_lengths(cache_seqlens: Any, batch: int, device: torch.device) -> Tensor | None:
-    """cache_seqlens, an int or a tensor, as an int32 tensor [batch] on the device."""
+    """The int32 tensor [batch] on the device of cache_seqlens, which is an int or a tensor."""
     if cache_seqlens is None:
         return None
     if not isinstance(cache_seqlens, Tensor):
@@ -63,12 +63,12 @@ def cache_lengths(cache_seqlens: Any, batch: int, device: torch.device) -> Tenso
 
 
 def _has_values() -> bool:
-    """Whether the entries of tensors can be looked at."""
+    """Whether the entries of tensors can be read here."""
     return not torch.compiler.is_compiling() and not _plain.is_transformed()
 
 
 def _appends(new: NewKeys, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: int) -> bool:
-    """Whether there are new keys; refuses what does not go with q and the caches."""
+    """Whether there are new keys; refuses those that do not match q and the caches."""
     for name in ("k", "v", "rotary_cos", "rotary_sin"):
         check_new_rows(name, getattr(new, name), q)
     if not check_new(new):
@@ -90,10 +90,10 @@ def append(
     new: NewKeys,
     single_position: bool | None = None,
 ) -> tuple[Tensor, Options]:
-    """Writes the new keys; returns q, rotated if asked for, and options with all keys in use.
+    """Writes the new keys; returns q, rotated if there are cosines, and options with all keys.
 
-    The caches have been checked by ``check_cache``. single_position: all rows of q are rotated
-    alike; by default if nothing limits what they see.
+    ``check_cache`` must have checked the caches. With single_position, all rows of q are rotated
+    at one position; that is the default if neither causal nor a window limits what they see.
     """
     batch = q.shape[0] if options.cu_seqlens_q is None else batch_of(options.cu_seqlens_q)
     if not _appends(new, q, k_cache, v_cache, batch):
@@ -101,8 +101,8 @@ def append(
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if not torch.compiler.is_compiling() and cache.is_neg():
             raise ValueError(
-                f"{name} is a negative view (torch.Tensor.is_neg), but k and v are to be written "
-                "to it: only a tensor that holds its own numbers is allowed"
+                f"{name} is a negative view (torch.Tensor.is_neg), but k and v must be written "
+                "to it: only a tensor that stores its values unnegated is allowed"
             )
     count = new.k.shape[1] if new.cu_seqlens is None else new.cu_seqlens.diff()
     seqused_k = new.lengths + count
@@ -111,8 +111,8 @@ def append(
         check_pages(torch, table, k_cache, seqused_k, options.leftpad_k)
     rotates, positions = new.rotary_cos is not None, new.rotary_lengths
     if rotates and positions is None and options.leftpad_k is not None:
-        # Positions count from the start of the cache row, as in the FlashAttention packages, whose
-        # prefill rotates that way. (Distances, all that the scores see, are the same either way.)
+        # Positions count from the start of the cache row, because the prefill of the FlashAttention
+        # packages rotates that way. (Scores depend only on distances, which are the same.)
         positions = new.lengths
     if single_position is None:
         single_position = options.window_left < 0 and options.window_right < 0
@@ -150,7 +150,7 @@ def _rows(starts: Tensor | None, batch: int, rows: int) -> list[int]:
 def _entries(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, options: Options, new: NewKeys
 ) -> Entries:
-    """On the host; the shapes of index tensors are checked first, as the operators do."""
+    """The entries of all index tensors, copied to the host once their shapes are checked."""
     starts, table = options.cu_seqlens_q, options.block_table
     batch = q.shape[0] if starts is None else batch_of(starts)
     for name, index in (
@@ -177,15 +177,15 @@ def _entries(
         pages=rows,
         page_size=page_size,
         starts=tuple(packed),
-        most_rows=options.max_seqlen_q,
+        max_rows=options.max_seqlen_q,
         rotary_rows=None if new.rotary_cos is None else new.rotary_cos.shape[0],
         rotary_lengths=_numbers(new.rotary_lengths),
-        rotated_alike=options.window_left < 0 and options.window_right < 0,
+        single_position=options.window_left < 0 and options.window_right < 0,
     )
 
 
 def _with_bias(options: Options, bias: Any, q: Tensor, k_cache: Tensor, batch: int) -> Options:
-    """With a bias that has every key that the cache has room for."""
+    """The options with the bias, which gets a column for each key that fits into the cache."""
     if bias is None:
         return options
     _check_bias(bias, q)
@@ -197,27 +197,27 @@ def _with_bias(options: Options, bias: Any, q: Tensor, k_cache: Tensor, batch: i
         return options._replace(bias=bias)
     longest = _longest(options.cu_seqlens_q, None)
     _check.varlen_bias(bias.shape, longest or options.max_seqlen_q or None, capacity)
-    most_rows, _ = _check.bounds_of_bias(bias.shape, options.max_seqlen_q, capacity)
-    return options._replace(bias=bias, max_seqlen_q=most_rows)
+    max_rows, _ = _check.bounds_of_bias(bias.shape, options.max_seqlen_q, capacity)
+    return options._replace(bias=bias, max_seqlen_q=max_rows)
 
 
 def prepare(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Any, request: Request, where: Where
 ) -> Options:
-    """Checks a problem but for its new keys: the options, seqused_k being those before them."""
+    """The options of a checked problem without its new keys, which seqused_k does not count."""
     check_tensors(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
     starts = index_tensor("cu_seqlens_q", where.cu_seqlens_q, q.device)
     packed = None if starts is None else batch_of(starts)
     table = index_tensor("block_table", where.block_table, q.device)
     batch = check_cache(q, k_cache, v_cache, table, where.cache_batch_idx, packed)
-    most_rows = where.most_rows()
+    max_rows = where.max_rows()
     if starts is not None and starts.device.type == "cpu" and _plain.is_eager():
-        # The library looks at them, too, but an append may be over by then.
+        # The library checks them as well, but only after an append has written to the caches.
         check_starts("cu_seqlens_q", starts.tolist(), q.shape[0])
-        check_most_rows(most_rows, _longest(starts, None) or 0)
+        check_max_rows(max_rows, _longest(starts, None) or 0)
     options = with_descale(score_options(q, batch, request), q, k_cache, request, batch)._replace(
         cu_seqlens_q=starts,
-        max_seqlen_q=most_rows,
+        max_seqlen_q=max_rows,
         seqused_k=cache_lengths(lengths, batch, q.device),
         kv_batch_idx=index_tensor("cache_batch_idx", where.cache_batch_idx, q.device),
         leftpad_k=index_tensor("cache_leftpad", where.cache_leftpad, q.device),
@@ -228,7 +228,7 @@ def prepare(
 
 
 def _indices_of(new: NewKeys, batch: int, device: torch.device) -> NewKeys:
-    """With index tensors as the kernels read them."""
+    """The new keys with their index tensors as contiguous int32 on the device."""
     given = (
         ("rotary_seqlens", new.rotary_lengths, batch),
         ("cu_seqlens_k_new", new.cu_seqlens, batch + 1),
@@ -262,14 +262,14 @@ def attention_with_kvcache(
         return _ops.forward(rotated, k_cache, v_cache, grown)
     except ValueError:
         if q.device.type == "cpu" and _plain.is_eager():
-            _refuse_by_our_names(q, k_cache, v_cache, options, new)
+            _raise_with_python_names(q, k_cache, v_cache, options, new)
         raise
 
 
-def _refuse_by_our_names(
+def _raise_with_python_names(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, options: Options, new: NewKeys
 ) -> None:
-    """The library's sentence about an entry has the names of the C interface."""
+    """Repeats the library's checks of entries, because its errors use the names of the C ABI."""
     try:
         check_entries(_entries(q, k_cache, v_cache, options, new))
     except ValueError as error:

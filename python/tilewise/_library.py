@@ -1,4 +1,4 @@
-"""Finds and loads the two shared libraries: the C ABI, and the PyTorch adapter over it."""
+"""Finds and loads the two shared libraries: the C ABI, and the PyTorch adapter on top of it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 
 class LibraryNotFoundError(ImportError):
-    """A shared library of Tilewise is not where it is looked for, or cannot be loaded."""
+    """A shared library of Tilewise was not found, or cannot be loaded."""
 
 
 def library_directory() -> Path:
-    """Directory that holds the libraries: $TILEWISE_LIBRARY_DIR, else ``lib/`` of the package."""
+    """The directory of the libraries: $TILEWISE_LIBRARY_DIR, or else ``lib/`` in the package."""
     given = os.environ.get(DIRECTORY_VARIABLE)
     return Path(given).resolve() if given else Path(__file__).resolve().parent / "lib"
 
@@ -38,7 +38,7 @@ def _path_of(stem: str) -> Path:
     return path
 
 
-# What the loader says, in words that tell what to do.
+# Messages of the loader, and what each of them means to the user.
 _REASONS = (
     (r"file too short|invalid ELF header|not a mach-o", "the file is damaged: reinstall tilewise"),
     (r"version `(GLIBC|GLIBCXX|CXXABI)_[\d.]+' not found",
@@ -54,11 +54,11 @@ _REASONS = (
 
 
 def _check_whole(path: Path) -> None:
-    """The loader maps a file that was cut short, and the process dies where it ends."""
+    """Refuses a truncated file: the loader would map it, and the process would crash at its end."""
     with path.open("rb") as file:
         head = file.read(64)
     if len(head) < 64 or head[:5] != b"\x7fELF\x02":
-        return  # the loader says so itself
+        return  # the loader reports this case itself
     (sections,) = struct.unpack_from("<Q", head, 40)
     size, count = struct.unpack_from("<HH", head, 58)
     if path.stat().st_size < sections + size * count:
@@ -66,25 +66,27 @@ def _check_whole(path: Path) -> None:
 
 
 def _load_error(path: Path, error: OSError) -> LibraryNotFoundError:
-    """One sentence: what failed, what the loader says of it, what to do."""
-    said = error.__cause__ or error  # torch keeps to itself what the loader said
+    """One sentence that says what failed, what the user can do, and what the loader reported."""
+    detail = error.__cause__ or error  # torch's own error does not repeat the loader's message
     for pattern, reason in _REASONS:
-        if re.search(pattern, str(said)):
-            return LibraryNotFoundError(f"{path} cannot be loaded, {reason} ({said})")
-    return LibraryNotFoundError(f"{path} cannot be loaded: {said}")
+        if re.search(pattern, str(detail)):
+            return LibraryNotFoundError(f"{path} cannot be loaded, {reason} ({detail})")
+    return LibraryNotFoundError(f"{path} cannot be loaded: {detail}")
 
 
 def _check_abi(path: Path, library: ctypes.CDLL) -> None:
-    """Before any other function is called: in another ABI it may mean anything."""
+    """Refuses another ABI version before any other function is called with the wrong signature."""
     version = getattr(library, "tilewise_abi_version", None)
     if version is None:
-        raise LibraryNotFoundError(f"{path} is no library of tilewise: no tilewise_abi_version")
+        raise LibraryNotFoundError(
+            f"{path} is not a tilewise library: it has no tilewise_abi_version"
+        )
     version.restype, version.argtypes = ctypes.c_uint32, []
     found = version()
     if found != _abi.ABI_VERSION:
         raise LibraryNotFoundError(
             f"{path} has ABI version {found}, but these Python files need {_abi.ABI_VERSION}: "
-            "they come from different versions of tilewise."
+            "they come from different versions of tilewise"
         )
 
 
@@ -93,7 +95,7 @@ def c_library() -> ctypes.CDLL:
     """The C library, loaded once, with the signatures of tilewise.h.
 
     Raises:
-        LibraryNotFoundError: it is missing, cannot be loaded, or has another ABI version.
+        LibraryNotFoundError: the library is missing, cannot be loaded, or has another ABI version.
     """
     path = _path_of("libtilewise")
     try:
@@ -110,7 +112,8 @@ def load_torch_adapter() -> None:
     """Loads the adapter, which registers the kernels of ``torch.ops.tilewise``.
 
     Raises:
-        LibraryNotFoundError: it is missing or cannot be loaded, or this PyTorch is older than 2.10.
+        LibraryNotFoundError: the adapter is missing or cannot be loaded, or PyTorch is older than
+            2.10.
     """
     import torch
 
@@ -124,7 +127,7 @@ def load_torch_adapter() -> None:
         path = _path_of("libtilewise_torch")
     except LibraryNotFoundError as error:
         raise LibraryNotFoundError(
-            f"{error} It is built when PyTorch's headers are there at build time: reinstall with "
+            f"{error} It is built only if PyTorch's headers are installed: reinstall with "
             "'pip install --no-build-isolation .' in an environment that has PyTorch."
         ) from None
     try:

@@ -1,8 +1,9 @@
-"""The public functions on NumPy arrays (and what NumPy can view as one), without PyTorch.
+"""The public functions on NumPy arrays, and on objects that NumPy can view as one, without PyTorch.
 
-The C library is called through ctypes; its own thread pool runs (TILEWISE_NUM_THREADS). bfloat16
-arrays are those of the package ml_dtypes. Dropout bits come from NumPy's global generator: the same
-``numpy.random.seed`` before ``attention`` and ``attention_backward`` gives both the same bits.
+They call the C library through ctypes, and its own thread pool does the work
+(TILEWISE_NUM_THREADS). bfloat16 arrays are those of the package ml_dtypes. Dropout bits come from
+NumPy's global generator: the same ``numpy.random.seed`` before ``attention`` and
+``attention_backward`` gives both the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _WORKSPACE_ALIGNMENT = 64
 
 
 class Gradients(NamedTuple):
-    """Gradients of attention, each of its input's shape; None for an option that is off."""
+    """Gradients of attention, each in the shape of its input; None for an option that is off."""
 
     dq: Array
     dk: Array
@@ -41,7 +42,7 @@ class Gradients(NamedTuple):
 
 
 class _Problem(NamedTuple):
-    """A checked problem. The arrays are kept here because the struct holds only addresses."""
+    """A checked problem. It owns the arrays, because the struct holds only their addresses."""
 
     attention: Any
     q: Array
@@ -73,32 +74,22 @@ def attention_backward(
     dropout_p: float = 0.0, layout: str = "bshd", cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None, seqused_q: Any = None, seqused_k: Any = None,
 ) -> Gradients:  # fmt: skip
-    """Gradients of ``attention`` (or of ``attention_varlen`` when cu_seqlens_q is given) on arrays.
+    """Gradients of ``attention`` on arrays, or of ``attention_varlen`` if cu_seqlens_q is given.
+
+    q, k, v and all options are those of the forward; cu_seqlens_k, seqused_q and seqused_k belong
+    to ``attention_varlen``.
 
     Args:
-        dout: Gradient of out, of its shape and dtype.
-        q: As in the forward.
-        k: As in the forward.
-        v: As in the forward.
+        dout: Gradient of out, in its shape and dtype.
         out: Result of the forward.
-        lse: Result of the forward.
-        dlse: Gradient of lse, float32, or None for 0.
-        causal: This and all that follow: as in the forward.
-        window: As in the forward.
-        scale: As in the forward.
-        softcap: As in the forward.
-        bias: As in the forward.
-        alibi_slopes: As in the forward.
-        sinks: As in the forward.
-        dropout_p: As in the forward; the bits come from NumPy's global generator.
-        layout: As in the forward.
-        cu_seqlens_q: As in ``attention_varlen``.
-        cu_seqlens_k: Likewise.
-        seqused_q: Likewise.
-        seqused_k: Likewise.
+        lse: Result of the forward, float32.
+        dlse: Gradient of lse, in its shape, float32; None is 0.
+        dropout_p: As in the forward. The bits come from NumPy's global generator, which needs the
+            seed that it had before the forward.
 
     Returns:
-        Gradients of q, k, v, and of bias, sinks (where given) and scale.
+        Gradients: dq, dk and dv in the shapes and dtypes of q, k and v; dbias and dsinks (None
+        where the option is off) in float32; dscale as a number.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -121,7 +112,7 @@ def merge_states(
     a, b = lse_a.astype(np.float32), lse_b.astype(np.float32)
     top = np.maximum(a, b)
     infinite, empty = np.isinf(top), np.isneginf(top)
-    # 0 for the larger one wherever that is infinite: its weight is 1, and nothing is inf - inf.
+    # An infinite maximum is replaced by 0: its weight is then 1, and inf - inf is never computed.
     zero, nothing = np.float32(0), np.float32(-np.inf)
     safe = [np.where(infinite, np.where(x == top, zero, nothing), x) for x in (a, b)]
     lse = np.logaddexp(*safe)
@@ -141,10 +132,10 @@ _CPU_MEMORY = 1  # kDLCPU of DLPack
 
 
 def as_array(name: str, value: Any) -> Array:
-    """A NumPy view of an array in the memory of the CPU, or what NumPy makes of one.
+    """The array in CPU memory as a NumPy array: a view where NumPy can make one, else a copy.
 
     Raises:
-        TypeError: it is no array, one of another framework's device, or a masked one.
+        TypeError: the value is not an array, lies on another device, or is a masked array.
     """
     if type(value) is np.ndarray:
         return value
@@ -166,7 +157,7 @@ def as_array(name: str, value: Any) -> Array:
 
 
 def _refuse_other_memory(name: str, value: Any) -> None:
-    """NumPy would copy an array on a GPU to the host without a word, and the result would stay."""
+    """Refuses an array on a GPU, which NumPy would silently copy to the host."""
     where = ""
     if hasattr(value, "__dlpack_device__"):
         kind, number = value.__dlpack_device__()
@@ -183,7 +174,7 @@ def _refuse_other_memory(name: str, value: Any) -> None:
 
 
 def prepare_dense(q: Any, k: Any, v: Any, layout: str, request: Request) -> _Problem:
-    """Checks a problem of equal lengths and describes it."""
+    """Checks the arguments of equal-length sequences and describes the problem."""
     heads_first = _check.heads_first(layout)
     q, k, v = _check_arrays(q, k, v)
     _check.dense(q, k, v, layout)
@@ -198,7 +189,7 @@ def prepare_dense(q: Any, k: Any, v: Any, layout: str, request: Request) -> _Pro
 
 
 def prepare_varlen(q: Any, k: Any, v: Any, sequences: Sequences, request: Request) -> _Problem:
-    """Checks a problem of sequences end to end and describes it."""
+    """Checks the arguments of packed sequences and describes the problem."""
     q, k, v = _check_arrays(q, k, v)
     paged = sequences.block_table is not None
     _check.varlen(q, k, v, paged)
@@ -238,11 +229,11 @@ def prepare_varlen(q: Any, k: Any, v: Any, sequences: Sequences, request: Reques
     return _describe_problem(q, k, v, batch, request, arrays, bounds, False)
 
 
-def _longest(arrays: dict[str, Array], of: str) -> int | None:
-    """The longest sequence of queries or keys; None: as long as its pages are."""
-    lengths = arrays.get(f"seqused_{of}")
-    if lengths is None and f"cu_seqlens_{of}" in arrays:
-        lengths = np.diff(arrays[f"cu_seqlens_{of}"])
+def _longest(arrays: dict[str, Array], side: str) -> int | None:
+    """The longest sequence of queries ("q") or keys ("k"); None if only its pages limit it."""
+    lengths = arrays.get(f"seqused_{side}")
+    if lengths is None and f"cu_seqlens_{side}" in arrays:
+        lengths = np.diff(arrays[f"cu_seqlens_{side}"])
     return None if lengths is None else int(lengths.max(initial=0))
 
 
@@ -290,7 +281,7 @@ def _describe_problem(
 
 
 def view(array: Array) -> View:
-    """Pointer, shape and strides in elements."""
+    """The pointer, shape and strides (in elements) of an array."""
     size = array.itemsize
     return View(array.ctypes.data, array.shape, tuple(step // size for step in array.strides))
 
@@ -300,7 +291,7 @@ def _check_arrays(q: Any, k: Any, v: Any) -> tuple[Array, Array, Array]:
     q, k, v = arrays
     if str(q.dtype) not in _FLOATS:
         raise TypeError(
-            f"q has dtype {q.dtype}, but must be float32, float16 or bfloat16 (of ml_dtypes)"
+            f"q has dtype {q.dtype}, but must be float32, float16 or bfloat16 (from ml_dtypes)"
         )
     _check.key_dtype("k", k.dtype, k.dtype, q.dtype)
     _check.key_dtype("v", v.dtype, k.dtype, q.dtype)
@@ -367,13 +358,13 @@ def _scale(scale: Any, head_dim: int) -> float:
 
 
 def _workspace(size: int) -> tuple[Array, int]:
-    """Memory for a launch and the first address in it that is aligned."""
+    """Memory for a launch, and the first aligned address in it."""
     memory = np.empty(size + _WORKSPACE_ALIGNMENT, dtype=np.uint8)
     return memory, memory.ctypes.data + (-memory.ctypes.data) % _WORKSPACE_ALIGNMENT
 
 
 def _new_rows(like: Array, shape: tuple[int, ...], heads_first: bool) -> Array:
-    """[batch, row, head, column], stored with the heads first if so asked."""
+    """An empty array [batch, row, head, column], stored as "bhsd" if heads_first."""
     if not heads_first:
         return np.empty(shape, dtype=like.dtype)
     batch, rows, heads, columns = shape
@@ -388,24 +379,24 @@ def _forward(problem: _Problem) -> tuple[Array, Array]:
     size = _describe.plan(library, a, None).workspace_bytes
     memory, address = _workspace(size)
     _abi.check(library, library.tilewise_forward(ctypes.byref(a), address, size))
-    del memory  # alive until here: the library has written to it
+    del memory  # kept until here, because the library writes to it
     return (out.swapaxes(1, 2) if problem.heads_first else out), lse
 
 
 def _lse_low(problem: _Problem, lse: Array) -> Array:
-    """What rounding lse to float32 left: of a forward again, as the caller has lse alone. An lse
-    that is not the forward's has nothing more.
+    """The rounding error of lse in float32, from a second forward, because callers have only lse.
+    It is 0 where the given lse is not that of the forward.
     """
     library, a, q = c_library(), problem.attention, problem.q
-    low, again = np.empty_like(lse), np.empty_like(lse)
+    low, recomputed = np.empty_like(lse), np.empty_like(lse)
     out = _new_rows(q, (*q.shape[:-1], problem.v.shape[-1]), problem.heads_first)
-    _describe.set_output(a, view(out), view(again))
+    _describe.set_output(a, view(out), view(recomputed))
     a.lse_low = low.ctypes.data
     size = _describe.plan(library, a, None).workspace_bytes
     memory, address = _workspace(size)
     _abi.check(library, library.tilewise_forward(ctypes.byref(a), address, size))
-    del memory  # alive until here: the library has written to it
-    return np.where(again == lse, low, np.float32(0))
+    del memory  # kept until here, because the library writes to it
+    return np.where(recomputed == lse, low, np.float32(0))
 
 
 def _incoming(name: str, value: Any, like: Array, heads_first: bool) -> Array:
@@ -456,10 +447,10 @@ def _backward(problem: _Problem, dout: Any, out: Any, lse: Any, dlse: Any) -> Gr
     memory, address = _workspace(size)
     status = library.tilewise_backward(ctypes.byref(a), ctypes.byref(g), address, size)
     _abi.check(library, status)
-    del memory  # alive until here: the library has written to it
+    del memory  # kept until here, because the library writes to it
     dq, dk, dv = (x.swapaxes(1, 2) if first else x for x in (dq, dk, dv))
     if dbias is not None:
-        one_for_all_keys = problem.bias_shape[-1] == 1
-        dbias = dbias.sum(-1, keepdims=True) if one_for_all_keys else dbias
+        broadcast_over_keys = problem.bias_shape[-1] == 1
+        dbias = dbias.sum(-1, keepdims=True) if broadcast_over_keys else dbias
         dbias = dbias.reshape(problem.bias_shape)
     return Gradients(dq, dk, dv, dbias, dsinks, float(dscale[0]))

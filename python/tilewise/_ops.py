@@ -1,15 +1,15 @@
 """The PyTorch operators ``torch.ops.tilewise.*``: schemas, shapes for tracing, derivatives, vmap.
 
-The kernels come from libtilewise_torch (``bindings/torch``). Schemas are defined here because the
-stable ABI can attach tags only from PyTorch 2.12 on, and ``torch.compile`` wants the operators to
-be marked compliant on every version.
+The kernels come from libtilewise_torch (``bindings/torch``). The schemas are defined here because
+the stable ABI can attach tags only from PyTorch 2.12 on, and ``torch.compile`` needs the tag
+``pt2_compliant_tag`` on every version.
 
 All tensors are in "bshd" or varlen order whatever their strides; ``heads_first`` only says that new
-[batch, row, head, column] tensors are to be stored as [batch, head, row, column].
+[batch, row, head, column] tensors are stored as [batch, head, row, column].
 
-``with_lse_low`` of a forward adds a leading dimension of 2 to its lse: behind lse comes what
-rounding it to fp32 left. A backward takes lse in either form; with both its weights are right for
-any lse, while lse alone leaves them off by |lse| * 6e-8. What autograd saves has both.
+``with_lse_low`` of a forward adds a leading dimension of 2 to its lse: lse itself, and ``lse_low``,
+the error of rounding it to fp32. A backward takes lse in either form. With lse_low its weights are
+exact for any lse; without it they are off by |lse| * 6e-8. Autograd saves both.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ _OPTIONS = (
     "int max_seqlen_q, int max_seqlen_k, int num_splits, bool deterministic, bool tf32, "
     "bool check, bool batch_invariant, bool heads_first"
 )
-# Dense, a scale and a band: tensors are in "bhsd" order when heads_first is set (tilewise._plain).
+# The options of the fast path of equal lengths (tilewise._plain). Here heads_first means that the
+# tensors themselves are in "bhsd" order.
 _PLAIN = (
     "float? scale, int window_left, int window_right, bool deterministic, bool tf32, "
     "bool heads_first"
@@ -77,7 +78,7 @@ load_torch_adapter()
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the operator, by the shortest way through PyTorch's layers."""
+    """(out, lse) of the operator, through as few of PyTorch's dispatch layers as possible."""
     arguments = (q, k, v, *options)
     tensors = (q, k, v, *options[:TENSOR_COUNT])
     if torch.compiler.is_compiling():
@@ -85,9 +86,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
             torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
         ):
             return torch.ops.tilewise.forward(*arguments)
-        return _first_of_pair(torch.ops.tilewise.forward(*arguments, writes_lse_low(q)), q)
+        return _without_lse_low(torch.ops.tilewise.forward(*arguments, writes_lse_low(q)), q)
     if is_transformed():
-        return _first_of_pair(_Forward.apply(*arguments, writes_lse_low(q)), q)
+        return _without_lse_low(_Forward.apply(*arguments, writes_lse_low(q)), q)
     if forward_ad._current_level >= 0 or (
         torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)
     ):
@@ -97,7 +98,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
 
 
 def append_kv(*arguments: Any) -> Tensor:
-    """The operator, by the shortest way through PyTorch's layers: it has no derivative."""
+    """The operator, which has no derivative, through as few dispatch layers as possible."""
     if torch.compiler.is_compiling() or is_transformed() or forward_ad._current_level >= 0:
         return torch.ops.tilewise.append_kv(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
@@ -105,11 +106,11 @@ def append_kv(*arguments: Any) -> Tensor:
 
 
 def writes_lse_low(q: Tensor) -> bool:
-    """Whether the kernels of a device write lse_low."""
+    """Whether the kernels of q's device write lse_low."""
     return q.device.type == "cpu"
 
 
-def _first_of_pair(results: tuple[Tensor, Tensor], q: Tensor) -> tuple[Tensor, Tensor]:
+def _without_lse_low(results: tuple[Tensor, Tensor], q: Tensor) -> tuple[Tensor, Tensor]:
     out, lse = results
     return out, lse[0] if has_lse_low(lse, q) else lse
 
@@ -118,9 +119,7 @@ def _first_of_pair(results: tuple[Tensor, Tensor], q: Tensor) -> tuple[Tensor, T
 
 
 def _options_of(arguments: tuple[Any, ...]) -> tuple[Options, bool]:
-    """The options and ``with_lse_low`` of a forward, of which those equal to their default may be
-    missing at the end.
-    """
+    """The options and ``with_lse_low`` of a forward; PyTorch may omit trailing default values."""
     return Options(*arguments[:OPTION_COUNT]), arguments[OPTION_COUNT:] == (True,)
 
 
@@ -194,12 +193,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _position(name: str) -> int:
-    """Where an option is among the arguments of ``forward``."""
+    """The index of an option among the arguments of ``forward``."""
     return 3 + Options._fields.index(name)
 
 
 def _materialized_bias(bias: Tensor | None) -> Tensor | None:
-    """The bias, copied where it is an expanded view: each of its elements has its own gradient."""
+    """The bias, copied if it is an expanded view, because each of its elements gets a gradient."""
     if bias is None:
         return None
     expanded = any(bias.stride(i) == 0 and bias.shape[i] > 1 for i in range(3))
@@ -221,16 +220,16 @@ def _wanted(needs: tuple[bool, ...]) -> int:
     if needs[_SLOPES_AT]:
         raise RuntimeError(
             "tilewise: alibi_slopes requires a gradient, but none is defined for it; "
-            "pass alibi_slopes.detach(), or a bias made of the slopes"
+            "pass alibi_slopes.detach(), or a bias computed from the slopes"
         )
     return sum(bit for position, bit in _WANT_AT if needs[position])
 
 
 def _to_pages(rows: Tensor, pages: Tensor, block_table: Tensor) -> Tensor:
-    """Adds [B, width * page_size, H, D] gradients of keys into the layout of the pages.
+    """The sum per page of the gradients of keys, from [B, width * page_size, H, D].
 
-    Table entries past the keys in use may hold anything: the gradients there are 0, and adding them
-    to any page changes nothing.
+    Table entries past the keys in use may have any value: the gradients there are 0, so adding them
+    to some page changes nothing.
     """
     count, size, heads, columns = pages.shape
     total = rows.new_zeros((count, size, heads, columns), dtype=torch.float32)
@@ -242,7 +241,7 @@ def _to_pages(rows: Tensor, pages: Tensor, block_table: Tensor) -> Tensor:
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    results: list[Tensor | None] = [None] * (3 + OPTION_COUNT + 1)  # 1: with_lse_low
+    results: list[Tensor | None] = [None] * (3 + OPTION_COUNT + 1)  # the last is with_lse_low
     wanted = _wanted(ctx.needs_input_grad)
     if wanted == 0 or (dout is None and dlse is None):
         return tuple(results)
@@ -285,9 +284,9 @@ def call_backward(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 # --- vmap -----------------------------------------------------------------------------------------
-# Dense problems fold the mapped dimension into the batch: one call. What has no batch dimension to
-# fold into (varlen, pages, a mapped scale or sink, dropout bits counted by batch row) runs one call
-# per element, which is always right.
+# Problems of equal lengths fold the mapped dimension into the batch and need one call. Problems
+# without a batch dimension to fold into (varlen, pages, a mapped scale or sink, dropout bits that
+# are numbered by batch row) make one call per element, which is always correct.
 
 
 def _forward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
@@ -308,7 +307,7 @@ def _forward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
 
 def _backward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     options, wanted = Options(*args[7:-1]), args[-1]
-    # Gradients that are summed over the batch would be summed over the mapped dimension as well.
+    # Gradients that are summed over the batch would also be summed over the mapped dimension.
     summed = wanted & (WANT_BIAS | WANT_SINKS | WANT_SCALE)
     if summed or not foldable(options, in_dims[7:-1]):
         return one_by_one(call_backward, info, in_dims, args)
@@ -329,13 +328,13 @@ def _backward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
 
 
 def _append_kv_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    """One append per element, into its part of the caches: a view, of which no copy is made."""
+    """One append per element, into a view of its slice of the caches."""
     k_dim, v_dim = in_dims[:2]
     if k_dim is None or v_dim is None:
         name = "k_cache" if k_dim is None else "v_cache"
         raise RuntimeError(
             f"tilewise: {name} is not mapped by torch.func.vmap, but every element appends its own "
-            "keys: only caches that are mapped, as the keys are, are allowed"
+            "keys: the caches must be mapped like the keys"
         )
     rotated = []
     for i in range(info.batch_size):
@@ -356,22 +355,22 @@ torch.library.register_vmap("tilewise::append_kv", _append_kv_vmap, lib=_library
 
 
 class _EagerForward(torch.autograd.Function):
-    """The operator for eager calls, which do not wait for its kernel for autograd."""
+    """The operator for eager calls, which skip the overhead of its autograd kernel."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
             results = torch.ops.tilewise.forward(*arguments)
-            lse_alone = _first_of_pair(results, arguments[0])
+            returned = _without_lse_low(results, arguments[0])
         _setup_context(ctx, arguments, results)
-        return lse_alone
+        return returned
 
     backward = staticmethod(_backward)
     jvp = staticmethod(no_forward_mode)
 
 
 class _OperatorForward(torch.autograd.Function):
-    """What the kernel of ``forward`` for autograd runs."""
+    """The function that the autograd kernel of ``forward`` applies."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -384,7 +383,7 @@ class _OperatorForward(torch.autograd.Function):
 
 
 class _OperatorBackward(torch.autograd.Function):
-    """What the kernel of ``backward`` for autograd runs."""
+    """The function that the autograd kernel of ``backward`` applies."""
 
     @staticmethod
     def forward(_ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
@@ -403,7 +402,7 @@ register_autograd(_library, "append_kv", None)
 
 
 class _Forward(torch.autograd.Function):
-    """The operator for torch.func, which takes derivatives through autograd.Function only."""
+    """The operator for torch.func, which differentiates only through autograd.Function."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -422,7 +421,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Nothing to keep: there is no second derivative."""
+        """Saves nothing, because there is no second derivative."""
 
     backward = staticmethod(no_second_derivative)
     vmap = staticmethod(_backward_vmap)

@@ -1,4 +1,4 @@
-"""The options of the PyTorch operators, and what all that calls them knows of their tensors."""
+"""The options of the PyTorch operators, and helpers for their tensors that all callers share."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor
 class Options(NamedTuple):
     """The arguments of ``forward`` and ``backward`` after the tensors, in the order of the schema.
 
-    Negative windows are unlimited; bounds and splits of 0 are not given. ``scale_tensor`` replaces
-    ``scale``; ``dropout_state`` is int64 [2], the seed and the offset of the dropout bits.
+    A negative window means no limit; a bound or a number of splits of 0 means "not given".
+    ``scale_tensor`` replaces ``scale``; ``dropout_state`` is int64 [2], the seed and the offset of
+    the dropout bits.
     """
 
     bias: Tensor | None = None  # [B or 1, Hq or 1, Sq or 1, Sk], fp32 or the dtype of q
@@ -25,7 +26,7 @@ class Options(NamedTuple):
     block_table: Tensor | None = None  # [B, width] int32
     kv_batch_idx: Tensor | None = None  # [B] int32
     leftpad_k: Tensor | None = None  # [B] int32
-    k_descale: Tensor | None = None  # [B, Hkv] fp32, of float8_e4m3fn k
+    k_descale: Tensor | None = None  # [B, Hkv] fp32, for float8_e4m3fn k
     v_descale: Tensor | None = None
     scale_tensor: Tensor | None = None  # [1] fp32
     dropout_state: Tensor | None = None
@@ -39,7 +40,7 @@ class Options(NamedTuple):
     num_splits: int = 0
     deterministic: bool = False
     tf32: bool = False
-    check: bool = False  # of the index tensors' entries on a GPU; waits for it
+    check: bool = False  # verify the entries of index tensors on a GPU, and wait for it
     batch_invariant: bool = False
     heads_first: bool = False
 
@@ -52,14 +53,12 @@ TENSOR_COUNT = Options._fields.index("scale")  # the leading options are tensors
 
 
 def has_lse_low(lse: Tensor, q: Tensor) -> bool:
-    """Whether lse_low is behind lse; also of a gradient of the two."""
+    """Whether lse, or a gradient of it, is the pair (lse, lse_low) in a leading dimension of 2."""
     return lse.dim() == q.dim()
 
 
 def contiguous_columns(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where its columns do not lie side by side, or are not in memory at all,
-    as those of PyTorch's zero tensors.
-    """
+    """The tensor, or a copy if its columns are not contiguous or have no memory (zero tensors)."""
     in_memory = torch.compiler.is_compiling() or not tensor._is_zerotensor()
     if in_memory and tensor.stride(-1) == 1:
         return tensor

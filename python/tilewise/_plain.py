@@ -1,8 +1,8 @@
-"""The short ways of plain calls: eager, a scale, a band and where keys lie, nothing else.
+"""The fast path of eager calls with a scale, a band and index tensors, and no other option.
 
-What a launch costs in Python counts when the problem is tiny. So nothing is checked twice here: the
-operator checks what it is given, and whatever it does not take (or refuses) goes the long way of
-``_torch``, which converts, or raises with its own sentence.
+The overhead of a call in Python matters if the problem is tiny. Nothing is checked twice here: the
+operator checks its arguments, and a call that it does not take (or refuses) goes through the
+general path of ``_torch``, which converts the arguments or raises its own error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .api import _UNBOUNDED
 
 _forward = torch.ops.tilewise._plain_forward.default
 _backward = torch.ops.tilewise._plain_backward.default
-# What the overload calls, without its own frame.
+# The callable inside an overload saves one Python frame per call.
 _forward = getattr(_forward, "_op", _forward)
 _backward = getattr(_backward, "_op", _backward)
 _general = torch.ops.tilewise.forward.default
@@ -37,12 +37,12 @@ _deterministic_mode = torch._C._get_deterministic_algorithms
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func is at work."""
+    """Whether a transform of torch.func is active."""
     return _transform_level() is not None
 
 
 def is_eager() -> bool:
-    """Whether nothing stands between a call and its kernel: no tracing, transform, mode, cast."""
+    """Whether no tracing, transform, dispatch mode, autocast or forward-mode AD is active."""
     return not (
         _is_compiling() or _transform_level() is not None or _dispatch_modes() or _any_autocast()
         or forward_ad._current_level >= 0
@@ -50,8 +50,8 @@ def is_eager() -> bool:
 
 
 def _needs_dispatch(tensor: Tensor) -> bool:
-    """Whether there is more to a tensor than its memory. The plain operators also serve the keys of
-    autograd, above the layers of PyTorch that would see to a subclass or to a negative view.
+    """Whether the tensor is a subclass or a negative view, which PyTorch's dispatcher must handle.
+    The plain operators are registered for the autograd keys, above the layers that do so.
     """
     return type(tensor) is not Tensor or tensor.is_neg()
 
@@ -60,7 +60,7 @@ def attention(
     q: Any, k: Any, v: Any, causal: bool, window: Window, scale: Any, return_lse: bool,
     deterministic: bool, tf32: bool, layout: str,
 ) -> Any:  # fmt: skip
-    """The result of ``tilewise.attention`` without its other options; None: take the long way."""
+    """The result of ``attention`` without its other options; None: use the general path."""
     if _is_compiling():
         return None
     if (
@@ -94,7 +94,7 @@ def attention(
     )  # fmt: skip
     try:
         if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            if _wrapped(q) or _wrapped(k) or _wrapped(v):  # left over from a finished transform
+            if _wrapped(q) or _wrapped(k) or _wrapped(v):  # outlived their torch.func transform
                 return None
             return _apply(q, k, v, options, return_lse)
         else:
@@ -110,7 +110,7 @@ def indexed(
     softcap: Any, max_seqlen_q: int, max_seqlen_k: int, num_splits: Any, deterministic: bool,
     tf32: bool, batch_invariant: bool,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-    """(out, lse), without a derivative, of sequences that index tensors tell from one another."""
+    """(out, lse) without a derivative of sequences that index tensors describe, or None."""
     if (
         type(q) is not Tensor
         or type(k) is not Tensor
@@ -124,7 +124,7 @@ def indexed(
         or not is_eager()
     ):
         return None
-    device = q.device  # a tensor elsewhere can have the call go there: one of "meta" has
+    device = q.device  # a tensor on another device, such as "meta", can redirect the dispatch
     if k.device != device or v.device != device:
         return None
     for index in (
@@ -154,7 +154,7 @@ def varlen(
     window: Window, scale: Any, softcap: Any, deterministic: bool, tf32: bool,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-    """(out, lse) of ``tilewise.attention_varlen``, where no gradient is wanted."""
+    """(out, lse) of ``attention_varlen`` without a gradient; None: use the general path."""
     if (cu_seqlens_k is None) == (block_table is None) or cu_seqlens_q is None:
         return None
     for bound in (max_seqlen_q, max_seqlen_k):
@@ -170,7 +170,7 @@ def varlen(
 
 
 class _Attention(torch.autograd.Function):
-    """The operator and its derivative."""
+    """The plain operator and its derivative."""
 
     @staticmethod
     def forward(
@@ -214,7 +214,7 @@ class _Attention(torch.autograd.Function):
         )
 
 
-# Function.apply without its preparations for torch.func, which takes the long way.
+# Function.apply without its preparations for torch.func, whose calls take the general path.
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
@@ -222,7 +222,9 @@ def _general_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     plain: tuple[Any, ...], wanted: int,
 ) -> list[Tensor]:  # fmt: skip
-    """By the operator that can be traced, transformed, and that refuses a second derivative."""
+    """The gradients from the general operator, which can be traced and transformed, and which
+    refuses a second derivative.
+    """
     scale, left, right, deterministic, tf32, heads_first = plain
     options = _ops.Options(
         scale=q.shape[-1] ** -0.5 if scale is None else scale,

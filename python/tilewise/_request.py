@@ -1,4 +1,4 @@
-"""What a caller asks of attention beside q, k and v, as one value for every backend."""
+"""The arguments of attention other than q, k and v, as one value for every backend."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Request(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Where the sequences of a variable-length problem lie, unchecked."""
+    """The arguments that say where the sequences of a variable-length problem lie, unchecked."""
 
     cu_seqlens_q: Any
     cu_seqlens_k: Any
@@ -39,10 +39,10 @@ class Sequences(NamedTuple):
     block_table: Any = None
 
     def or_none(self) -> Sequences | None:
-        """None where all sequences are equally long, which is to say that nothing is given.
+        """Itself, or None if nothing is given, so that all sequences are equally long.
 
         Raises:
-            ValueError: something is given that says nothing without cu_seqlens_q.
+            ValueError: another argument is given without cu_seqlens_q.
         """
         given = [name for name, value in self._asdict().items() if value is not None]
         if given and self.cu_seqlens_q is None:

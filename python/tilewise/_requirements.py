@@ -1,4 +1,4 @@
-"""What parts of the package need beside it, said in one sentence where it is missing."""
+"""The packages that parts of tilewise need, and the errors if they are missing or too old."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 
 class Package(NamedTuple):
-    """A distribution that is imported under the name it is asked for by."""
+    """A package whose distribution and import name are the same."""
 
     title: str
-    oldest: tuple[int, int]  # pyproject.toml says the same
+    oldest: tuple[int, int]  # must agree with pyproject.toml
 
     @property
     def version(self) -> str:
@@ -20,32 +20,32 @@ class Package(NamedTuple):
 PACKAGES = {
     "numpy": Package("NumPy", (1, 24)),
     "torch": Package("PyTorch", (2, 10)),
-    # Before it packed sequences and continuous batching are described differently.
+    # Older versions describe packed sequences and continuous batching differently.
     "transformers": Package("Transformers", (5, 20)),
 }
 
 
 def is_older(name: str, version: str) -> bool:
-    """Whether this version of a package is too old for ours."""
+    """Whether this version of a package is older than the oldest that works."""
     return tuple(int(part) for part in version.split(".")[:2]) < PACKAGES[name].oldest
 
 
 def require(what: str, *names: str) -> None:
-    """Imports packages that something needs.
+    """Imports the packages that a part of tilewise needs.
 
     Args:
-        what: The subject of the sentence.
+        what: The name of that part, which begins the error message.
         names: Keys of PACKAGES.
 
     Raises:
-        ModuleNotFoundError: the first of them that is not installed.
+        ModuleNotFoundError: a package is not installed; the message names the first of them.
     """
     for name in names:
         title, version = PACKAGES[name].title, PACKAGES[name].version
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
-            if error.name != name:  # it is there, and lacks something itself
+            if error.name != name:  # the package is installed, but one of its own imports is not
                 raise
             raise ModuleNotFoundError(
                 f"{what} needs {title} {version} or newer, which is not installed: "
@@ -58,16 +58,16 @@ def require_version(what: str, name: str) -> None:
     """Refuses a package that is installed, but too old.
 
     Args:
-        what: The subject of the sentence.
-        name: Of PACKAGES.
+        what: The part of tilewise that needs it, which begins the error message.
+        name: A key of PACKAGES.
 
     Raises:
-        ImportError: naming both versions.
+        ImportError: the package is too old; the message names both versions.
     """
     installed = importlib.import_module(name).__version__
     if is_older(name, installed):
         title, version = PACKAGES[name].title, PACKAGES[name].version
         raise ImportError(
-            f"{what} needs {title} {version} or newer, and this is {installed}: pip install -U "
-            f"'{name}>={version}'"
+            f"{what} needs {title} {version} or newer, but {installed} is installed: "
+            f"pip install -U '{name}>={version}'"
         )

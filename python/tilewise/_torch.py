@@ -18,7 +18,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _is_compiling = torch.compiler.is_compiling
 
 
-# From now on plain calls take the short ways.
+# From now on, plain calls take the fast path.
 api._plain, api._varlen = _plain.attention, _plain.varlen
 
 Prepared: TypeAlias = tuple[Tensor, Tensor, Tensor, _ops.Options]
@@ -42,7 +42,7 @@ def attention_varlen(
 
 
 def prepare_dense(q: Tensor, k: Tensor, v: Tensor, layout: str, request: Request) -> Prepared:
-    """Checks a problem of equal lengths: q, k, v in "bshd" order, and the operators' options."""
+    """Checks equal-length sequences; returns q, k, v in "bshd" order and the operators' options."""
     heads_first = _check.heads_first(layout)
     q, k, v, bias = _autocast(q, k, v, request.bias)
     check_tensors(q, k, v)
@@ -61,7 +61,7 @@ def prepare_dense(q: Tensor, k: Tensor, v: Tensor, layout: str, request: Request
 def prepare_varlen(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, request: Request
 ) -> Prepared:
-    """Checks a problem of sequences laid end to end: q, k, v, and the operators' options."""
+    """Checks packed sequences; returns q, k, v and the operators' options."""
     q, k, v, bias = _autocast(q, k, v, request.bias)
     check_tensors(q, k, v)
     paged = sequences.block_table is not None
@@ -71,10 +71,10 @@ def prepare_varlen(
     if bias is not None:
         _check_bias(bias, q)
         _check.bias(bias, batch, q.shape[1], None, None)
-        bias, most_rows, most_keys = _varlen_bias(bias, k, sequences)
+        bias, max_rows, max_keys = _varlen_bias(bias, k, sequences)
     else:
-        most_rows = _check.bound("max_seqlen_q", sequences.max_seqlen_q)
-        most_keys = _check.bound("max_seqlen_k", sequences.max_seqlen_k)
+        max_rows = _check.bound("max_seqlen_q", sequences.max_seqlen_q)
+        max_keys = _check.bound("max_seqlen_k", sequences.max_seqlen_k)
     options = options._replace(
         bias=bias,
         cu_seqlens_q=sequences.cu_seqlens_q,
@@ -82,14 +82,14 @@ def prepare_varlen(
         seqused_q=sequences.seqused_q,
         seqused_k=sequences.seqused_k,
         block_table=sequences.block_table,
-        max_seqlen_q=most_rows,
-        max_seqlen_k=most_keys,
+        max_seqlen_q=max_rows,
+        max_seqlen_k=max_keys,
     )
     return *_columns(q, k, v), options
 
 
 def _check_sequences(q: Tensor, sequences: Sequences) -> int:
-    """Types and shapes of where the sequences lie; the number of sequences."""
+    """Checks the types and shapes of the index tensors; returns the number of sequences."""
     batch = batch_of(sequences.cu_seqlens_q)
     for name, size in (
         ("cu_seqlens_q", batch + 1),
@@ -126,11 +126,11 @@ def merge_states(
 
 
 def _merge_weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(lse_x - lse) of both states and their common lse; 0, 0 and -inf where both are empty. An
-    lse of +inf, which a sink may give, has all the weight.
+    """The weights exp(lse_x - lse) of both states, and their common lse.
 
-    The softmax is taken over 0 for the larger one wherever that is infinite, so that neither it nor
-    its derivative meets inf - inf there.
+    They are 0, 0 and -inf where both states are empty. An lse of +inf, which a sink may cause, gets
+    all the weight. Where the larger lse is infinite it is replaced by 0, so that neither the
+    softmax nor its derivative computes inf - inf.
     """
     top = torch.maximum(lse_a, lse_b)
     infinite, empty = top.isinf(), top == -math.inf
@@ -147,7 +147,7 @@ def _merge_weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def score_options(q: Tensor, batch: int, request: Request) -> _ops.Options:
-    """The operators' options that every form of attention has; all but the bias."""
+    """The operators' options that every form of attention shares, without the bias."""
     left, right = _check.window_bounds(request.causal, request.window)
     heads, head_dim = q.shape[-2], q.shape[-1]
     scale, scale_tensor = _scale(request.scale, head_dim, q)
@@ -158,7 +158,7 @@ def score_options(q: Tensor, batch: int, request: Request) -> _ops.Options:
         if slopes.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 "alibi_slopes requires a gradient, but none is defined for it; pass "
-                "alibi_slopes.detach(), or a bias made of the slopes"
+                "alibi_slopes.detach(), or a bias computed from the slopes"
             )
         slopes = _dense(slopes)
     if sinks is not None:
@@ -187,7 +187,10 @@ def score_options(q: Tensor, batch: int, request: Request) -> _ops.Options:
 def with_descale(
     options: _ops.Options, q: Tensor, k: Tensor, request: Request, batch: int | None = None
 ) -> _ops.Options:
-    """With the factors of a float8_e4m3fn cache, broadcast to [B, Hkv]; batch: by default q's."""
+    """The options with the factors of a float8_e4m3fn cache, broadcast to [B, Hkv].
+
+    The batch is by default that of q.
+    """
     if request.k_descale is None and request.v_descale is None:
         return options
     shape = (q.shape[0] if batch is None else batch, k.shape[-2])
@@ -206,7 +209,7 @@ def with_descale(
 
 
 def check_int32(name: str, tensor: Any, dims: tuple[int | None, ...], q: Tensor) -> None:
-    """An optional int32 tensor of the given shape (None: any size) on the device of q."""
+    """Checks an optional int32 tensor of the given shape (None: any size) on the device of q."""
     if tensor is None:
         return
     if not isinstance(tensor, Tensor):
@@ -229,7 +232,7 @@ def _draw_dropout_state(device: torch.device) -> Tensor:
 def _autocast(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Casts as torch.autocast does for scaled_dot_product_attention; a float32 bias stays so."""
+    """Casts as torch.autocast does for scaled_dot_product_attention; a float32 bias is not cast."""
     if not isinstance(q, Tensor) or q.device.type not in ("cpu", "cuda"):
         return q, k, v, bias
     if not torch.is_autocast_enabled(q.device.type):
@@ -246,7 +249,7 @@ def _lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_array(name: str, value: Any) -> Tensor:
-    """The value, which is a tensor; ``_numpy`` has the function of this name for arrays."""
+    """The value, which must be a tensor. For arrays, ``_numpy`` has a function of the same name."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}, but must be a torch.Tensor")
     return value
@@ -255,12 +258,12 @@ def as_array(name: str, value: Any) -> Tensor:
 def check_tensors(
     q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, str] = ("q", "k", "v")
 ) -> None:
-    """Refuses what is no dense tensor, not on the device of q, or of another dtype than it."""
+    """Refuses q, k or v unless it is a dense tensor on q's device, of a dtype that fits q's."""
     for name, tensor in zip(names, (q, k, v), strict=True):
         if as_array(name, tensor).is_nested:
             raise TypeError(
                 f"{name} is a nested tensor, but must be a dense one; attention_varlen takes "
-                "sequences of different lengths, laid end to end"
+                "sequences of different lengths, packed end to end"
             )
         if tensor.layout != torch.strided:
             raise TypeError(f"{name} has layout {tensor.layout}, but must be a dense tensor")
@@ -274,7 +277,7 @@ def check_tensors(
 
 
 def check_new_rows(name: str, tensor: Any, q: Tensor) -> None:
-    """An optional tensor that goes with q: on its device, in its dtype."""
+    """Checks an optional tensor, which must have the device and the dtype of q."""
     if tensor is None:
         return
     _same_device(name, as_array(name, tensor), q)
@@ -283,7 +286,7 @@ def check_new_rows(name: str, tensor: Any, q: Tensor) -> None:
 
 
 def integers(name: str, tensor: Any) -> Tensor | None:
-    """An optional index tensor, of any integer type."""
+    """The optional index tensor, which may have any integer dtype."""
     if tensor is None:
         return None
     given = as_array(name, tensor)
@@ -342,7 +345,7 @@ def _columns(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def batch_of(cu_seqlens_q: Any) -> int:
-    """How many sequences there are."""
+    """The number of sequences."""
     if not isinstance(cu_seqlens_q, Tensor):
         raise TypeError(
             f"cu_seqlens_q is a {type(cu_seqlens_q).__name__}, but must be an int32 torch.Tensor"
@@ -355,24 +358,24 @@ def batch_of(cu_seqlens_q: Any) -> int:
 
 
 def _four_dimensions(bias: Tensor) -> Tensor:
-    """The bias with leading dimensions of 1, and expanded dimensions taken back to 1.
+    """The bias with four dimensions, in which expanded dimensions have size 1 again.
 
-    The gradient of an expanded view would be as large as the view; that of the part that repeats is
-    the sum, which is what the library computes and what the tensor behind the view gets. A view
-    whose own gradient can be looked at stays as it is, and is copied.
+    The gradient of an expanded view would be as large as the view. The gradient of its base is the
+    sum over the expanded dimensions, which the library computes directly. A view whose own gradient
+    the caller can read keeps its size, and is copied.
     """
-    shown = bias.requires_grad and (
+    gradient_is_visible = bias.requires_grad and (
         bias.is_leaf or _plain.is_transformed() or (not _is_compiling() and bias.retains_grad)
     )
     bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
     for dim in range(3):
-        if bias.shape[dim] > 1 and bias.stride(dim) == 0 and not shown:
+        if bias.shape[dim] > 1 and bias.stride(dim) == 0 and not gradient_is_visible:
             bias = bias.narrow(dim, 0, 1)
     return contiguous_columns(bias)
 
 
 def _longest(starts: Tensor | None, used: Tensor | None) -> int | None:
-    """The longest sequence, read on the CPU; None: not known there."""
+    """The length of the longest sequence, or None if the CPU does not know it."""
     lengths = used if used is not None else None if starts is None else starts.diff()
     if lengths is None or lengths.device.type != "cpu" or not _plain.is_eager():
         return None
@@ -380,21 +383,21 @@ def _longest(starts: Tensor | None, used: Tensor | None) -> int | None:
 
 
 def _varlen_bias(bias: Tensor, k: Tensor, sequences: Sequences) -> tuple[Tensor, int, int]:
-    """The bias with four dimensions and every key, and bounds of the lengths that it has room for:
-    the library verifies them wherever it verifies lengths.
+    """The bias with four dimensions and a column per key, and the upper bounds of rows and keys
+    that it allows. The library verifies these bounds wherever it verifies lengths.
     """
     bias = _four_dimensions(bias)
-    most_rows = _check.bound("max_seqlen_q", sequences.max_seqlen_q)
-    most_keys = _check.bound("max_seqlen_k", sequences.max_seqlen_k)
+    max_rows = _check.bound("max_seqlen_q", sequences.max_seqlen_q)
+    max_keys = _check.bound("max_seqlen_k", sequences.max_seqlen_k)
     rows = _longest(sequences.cu_seqlens_q, sequences.seqused_q)
     keys = _longest(sequences.cu_seqlens_k, sequences.seqused_k)
-    if keys is None and most_keys == 0 and sequences.block_table is not None:
+    if keys is None and max_keys == 0 and sequences.block_table is not None:
         keys = sequences.block_table.shape[1] * k.shape[1]
-    keys = most_keys if keys is None and most_keys > 0 else keys
-    _check.varlen_bias(bias.shape, most_rows if rows is None and most_rows > 0 else rows, keys)
+    keys = max_keys if keys is None and max_keys > 0 else keys
+    _check.varlen_bias(bias.shape, max_rows if rows is None and max_rows > 0 else rows, keys)
     if bias.shape[3] == 1 and keys is not None and keys > 1:
         bias = bias.expand(-1, -1, -1, keys).contiguous()
-    return bias, *_check.bounds_of_bias(bias.shape, most_rows, most_keys)
+    return bias, *_check.bounds_of_bias(bias.shape, max_rows, max_keys)
 
 
 def _full_keys(bias: Tensor, keys: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Attention on PyTorch tensors and NumPy arrays: the functions a caller of ``tilewise`` sees.
+"""The public functions of ``tilewise`` on PyTorch tensors and NumPy arrays.
 
-Tensors and arrays are handled by ``_torch`` and ``_numpy``; each is imported when first needed, so
-that ``import tilewise`` needs neither.
+``_torch`` handles tensors and ``_numpy`` arrays. Each is imported when it is first needed, so that
+``import tilewise`` needs neither framework.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ._check import Window
 from ._request import Request, Sequences
 
 _UNBOUNDED: Window = (None, None)
-# The short ways of tensors (_plain.attention and varlen), there once PyTorch has been needed.
+# The fast paths of tensors (attention and varlen of _plain), which _torch sets on its import.
 _plain: Callable[..., Any] | None = None
 _varlen: Callable[..., Any] | None = None
 
@@ -23,7 +23,7 @@ _varlen: Callable[..., Any] | None = None
 def _backend(q: Any) -> ModuleType:
     """The module for this kind of array: PyTorch for tensors, NumPy for everything else."""
     if hasattr(q, "__torch_function__"):
-        import tilewise._torch  # every call comes by: 0.2 us, "from . import" takes 0.6
+        import tilewise._torch  # runs in every call: 0.2 us instead of the 0.6 of "from . import"
 
         return tilewise._torch
     import tilewise._numpy
@@ -42,49 +42,55 @@ def attention(
 
     Shapes for layout "bshd" (with "bhsd", the two middle dimensions are exchanged):
     q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim],
-    v [batch, seqlen_k, heads_kv, head_dim_v]. heads_q is a multiple of heads_kv (GQA, MQA). dtypes
-    float32, float16 and bfloat16, the same for all three; accumulation is float32.
+    v [batch, seqlen_k, heads_kv, head_dim_v]. heads_q is a multiple of heads_kv (GQA, MQA). The
+    dtype is float32, float16 or bfloat16, the same for all three; accumulation is in float32.
+
+    The algorithm is that of FlashAttention (arXiv 2205.14135, 2307.08691, 2407.08608).
 
     Args:
-        q: Queries: a torch.Tensor, or an array in the memory of the CPU (of NumPy, or with
-            __array__ or __dlpack__). Masked arrays, and arrays on a GPU of other frameworks, are
+        q: Queries: a torch.Tensor, or an array in CPU memory (a NumPy array, or an object with
+            __array__ or __dlpack__). Masked arrays, and other frameworks' arrays on a GPU, are
             refused.
-        k: Keys, of the same kind, dtype and device.
-        v: Values, likewise.
-        causal: Row i sees key j when j <= i + seqlen_k - seqlen_q (aligned bottom-right).
-        window: (left, right): row i sees at most so many keys before and after its diagonal; None
-            or a negative number is no limit. causal closes the right side.
-        scale: Factor of q.k; None is 1 / sqrt(head_dim). A tensor of one element may be learned.
-        softcap: c > 0 replaces a score s by c * tanh(s / c).
+        k: Keys, of the kind, dtype and device of q.
+        v: Values, of the kind, dtype and device of q.
+        causal: Row i sees key j if j <= i + seqlen_k - seqlen_q (aligned bottom-right).
+        window: (left, right): row i sees at most that many keys before and after its diagonal key
+            i + seqlen_k - seqlen_q; None or a negative number is no limit. causal sets right to 0.
+        scale: Factor of q.k; None is 1 / sqrt(head_dim). A tensor of one element is differentiable.
+        softcap: c > 0 replaces a score s by c * tanh(s / c); 0 is off.
         bias: Added to the scores after softcap; broadcastable to [batch, heads_q, seqlen_q,
             seqlen_k], float32 or the dtype of q. Differentiable.
         alibi_slopes: float32 [heads_q] or [batch, heads_q]:
-            ``slope * -|i + seqlen_k - seqlen_q - j|`` is added to the scores.
-        sinks: float32 [heads_q]: a logit per head that takes part in the softmax. Differentiable.
+            ``slope * -|i + seqlen_k - seqlen_q - j|`` is added to the scores (ALiBi, arXiv
+            2108.12409).
+        sinks: float32 [heads_q]: a logit per head that takes part in the softmax, but has no value.
+            Differentiable.
         dropout_p: Probability in [0, 1) of dropping a weight; torch.manual_seed governs the bits.
         return_lse: Return (out, lse) instead of out.
-        deterministic: Bitwise equal results for equal inputs on one device (the CPU always is so);
-            implied by torch.use_deterministic_algorithms.
+        deterministic: Compute bitwise equal results for equal inputs on one device, as the CPU
+            always does; implied by torch.use_deterministic_algorithms.
         tf32: Let a GPU round float32 operands to TF32: faster, with the accuracy of half precision.
-        batch_invariant: Give each sequence's rows of out and lse, to the bit, what they are without
-            the other sequences of the batch: on one kind of GPU or CPU, without dropout, whose bits
-            are numbered by batch row. Gradients of q, k and v likewise.
-        k_descale: float32 [batch, heads_kv], either may be 1: factor of k of torch.float8_e4m3fn,
-            which q of float16 or bfloat16 takes (forward only). None is 1.
-        v_descale: Likewise of v.
+        batch_invariant: Compute each sequence's rows of out and lse, and its gradients of q, k and
+            v, bitwise as they are without the other sequences of the batch. This holds on one kind
+            of GPU or CPU, and without dropout, whose bits are numbered by batch row.
+        k_descale: float32 [batch or 1, heads_kv or 1]: factor of k of dtype torch.float8_e4m3fn,
+            which is allowed for q of float16 or bfloat16 (forward only). None is 1.
+        v_descale: The same for v.
         layout: "bshd" or "bhsd", of q, k, v and out.
 
     Returns:
         out in the layout of q with head_dim_v columns, in the dtype of q; with return_lse also lse,
         float32 [batch, heads_q, seqlen_q] in either layout: the natural logarithm of the softmax's
-        denominator. Both are differentiable once. A row that sees no key gives 0 and -inf.
+        denominator. Both are differentiable once. A row that sees no key has out 0 and lse -inf.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has the wrong shape, device or range.
         RuntimeError: no kernel of this build serves the problem on this device.
     """
-    backend = _backend(q)  # sets _plain: before it is read, or a compiler takes down the old one
+    # Must run first: it imports _torch, which sets _plain (torch.compile would guard on the old
+    # value otherwise).
+    backend = _backend(q)
     if (
         _plain is not None
         and bias is None
@@ -117,52 +123,42 @@ def attention_varlen(
     deterministic: bool = False, tf32: bool = False, check: bool = False,
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
 ) -> Any:  # fmt: skip
-    """Exact attention of sequences of different lengths, laid end to end.
+    """Exact attention of sequences of different lengths, packed end to end.
 
     q [total_q, heads_q, head_dim], k [total_k, heads_kv, head_dim], v [total_k, heads_kv,
     head_dim_v]; sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] and the keys
-    cu_seqlens_k[b] to cu_seqlens_k[b + 1]. With block_table, k and v are
-    [pages, page_size, heads_kv, head_dim], and cu_seqlens_k is None.
+    cu_seqlens_k[b] to cu_seqlens_k[b + 1]. With block_table, k and v are pages
+    [pages, page_size, heads_kv, head_dim or head_dim_v] (PagedAttention, arXiv 2309.06180).
+
+    All other options are those of ``attention``, applied to each sequence.
 
     Args:
-        q: Queries.
+        q: Queries; kinds and dtypes as in ``attention``.
         k: Keys.
         v: Values.
         cu_seqlens_q: int32 [batch + 1], from 0, not decreasing. Rows past the last entry give 0.
         cu_seqlens_k: int32 [batch + 1], or None with block_table.
-        max_seqlen_q: Upper bound of the rows of a sequence, when known; never required.
-        max_seqlen_k: Upper bound of the keys of a sequence, likewise.
-        seqused_q: int32 [batch]: how many rows of each sequence are in use.
-        seqused_k: int32 [batch]: how many keys of each sequence are in use.
-        block_table: int32 [batch, width]: the page of each run of page_size keys.
-        causal: As in ``attention``, for each sequence.
-        window: Likewise.
-        scale: Likewise.
-        softcap: Likewise.
-        bias: Broadcastable to [batch, heads_q, rows, keys], row and key counted within a sequence;
-            rows and keys are at least those of the longest sequence, or 1 (keys on a GPU: with
-            max_seqlen_k). What has fewer is refused on the CPU, and on a GPU by a bound of the
-            lengths or check=True.
-        alibi_slopes: As in ``attention``.
-        sinks: Likewise.
-        dropout_p: Likewise.
-        return_lse: Likewise.
-        deterministic: Likewise.
-        tf32: Likewise.
-        check: Verify the entries of the index tensors on a GPU before anything is computed, in
-            forward and backward: a kernel, and the call waits for the GPU, so that it cannot be
-            captured in a CUDA graph. Without it, the rows of entries that do not fit become NaN
-            there, and ``last_index_error`` names the entry. The CPU always verifies.
-        batch_invariant: As in ``attention``.
-        k_descale: Likewise.
-        v_descale: Likewise.
+        max_seqlen_q: Upper bound of the rows of a sequence, if known; never required.
+        max_seqlen_k: Upper bound of the keys of a sequence, if known; never required.
+        seqused_q: int32 [batch]: the number of rows of each sequence that are in use.
+        seqused_k: int32 [batch]: the number of keys of each sequence that are in use.
+        block_table: int32 [batch, width]: entry [b, i] is the page of the keys i * page_size to
+            (i + 1) * page_size - 1 of sequence b.
+        bias: Broadcastable to [batch, heads_q, rows, keys], with rows and keys counted within a
+            sequence. Each of the two is at least that of the longest sequence, or 1 (keys on a GPU:
+            with max_seqlen_k). A smaller bias is refused on the CPU; a GPU refuses it if it knows a
+            bound of the lengths, or with check=True.
+        check: On a GPU, verify the entries of the index tensors before anything is computed, in
+            forward and backward. It launches a kernel and waits for it, so the call cannot be
+            captured in a CUDA graph. Without it, sequences whose entries are out of range get rows
+            of NaN there, and ``last_index_error`` names the entry. The CPU always verifies.
 
     Returns:
         out [total_q, heads_q, head_dim_v]; with return_lse also lse, float32 [heads_q, total_q].
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: an argument has the wrong shape, device or range, or entries that do not fit.
+        ValueError: an argument has the wrong shape, device or range, or an entry out of range.
         RuntimeError: no kernel of this build serves the problem on this device.
     """
     backend = _backend(q)
@@ -171,12 +167,12 @@ def attention_varlen(
         and type(dropout_p) is float and dropout_p == 0.0 and not check and k_descale is None
         and v_descale is None
     ):  # fmt: skip
-        short = _varlen(
+        results = _varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
             block_table, causal, window, scale, softcap, deterministic, tf32, batch_invariant,
         )  # fmt: skip
-        if short is not None:
-            return short if return_lse else short[0]
+        if results is not None:
+            return results if return_lse else results[0]
     sequences = Sequences(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, block_table
     )
@@ -190,23 +186,25 @@ def attention_varlen(
 def merge_states(
     out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, layout: str = "bshd"
 ) -> tuple[Any, Any]:
-    """Attention over the union of two disjoint sets of keys, from the results over each.
+    """Attention over the union of two disjoint sets of keys, from the results over each set.
+
+    This is the merge of FlashDecoding and of cascade attention (arXiv 2501.01005, section 2.2).
 
     Args:
         out_a: [batch, seqlen_q, heads_q, head_dim_v] ("bshd"), the same with the middle dimensions
             exchanged ("bhsd"), or [total_q, heads_q, head_dim_v].
         lse_a: float32 [batch, heads_q, seqlen_q], or [heads_q, total_q].
-        out_b: As out_a.
-        lse_b: As lse_a.
-        layout: "bshd" or "bhsd"; not read for three dimensions.
+        out_b: Shape and dtype of out_a.
+        lse_b: Shape and dtype of lse_a.
+        layout: "bshd" or "bhsd"; ignored for three dimensions.
 
     Returns:
-        (out, lse) as ``attention(..., return_lse=True)`` over all keys gives them, but computed
-        from outputs that have been rounded to their dtype. Differentiable for tensors.
+        (out, lse) as ``attention(..., return_lse=True)`` over all keys returns them, but computed
+        from outputs that have already been rounded to their dtype. Differentiable for tensors.
 
     Raises:
-        TypeError: an argument is of another kind than out_a, or of no floating-point dtype.
-        ValueError: shapes or devices do not belong together.
+        TypeError: an argument is not of the kind of out_a, or its dtype is not floating-point.
+        ValueError: shapes or devices do not match.
     """
     _check.heads_first(layout)
     backend = _backend(out_a)
@@ -223,8 +221,8 @@ def merge_states(
     ):  # fmt: skip
         if "float" not in str(array.dtype):
             raise TypeError(
-                f"{name} has dtype {array.dtype}, but must be of attention's results: float32, "
-                "float16 or bfloat16"
+                f"{name} has dtype {array.dtype}, but must be float32, float16 or bfloat16, like "
+                "results of attention"
             )
     rows, heads = (1, 2) if layout == "bshd" else (2, 1)
     expected = (

@@ -1,4 +1,4 @@
-"""Short name of ``tilewise.integrations.transformers``: both register on import."""
+"""A short name for ``tilewise.integrations.transformers``; importing either one registers it."""
 
 from .integrations.transformers import NAME, attention, create_mask, register
 

@@ -1,6 +1,6 @@
 """Attention of new queries to a key/value cache, with the append in the same call.
 
-Needs no framework: tensors and arrays are handled by ``_kvcache_torch`` and ``_kvcache_numpy``.
+This module needs no framework: ``_kvcache_torch`` handles tensors, ``_kvcache_numpy`` arrays.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from . import _check
 from ._request import Request
 
-# The short way of tensors (_plain.indexed), there once PyTorch has been needed.
+# The fast path of tensors (_plain.indexed), which _kvcache_torch sets on its import.
 _indexed: Callable[..., Any] | None = None
 
 
@@ -28,7 +28,7 @@ def _backend(q: Any) -> ModuleType:
 
 
 class NewKeys(NamedTuple):
-    """What is to be written to a cache before attention, and how it is rotated."""
+    """The keys and values to append to a cache before attention, and how they are rotated."""
 
     k: Any = None  # [B, Snew, Hkv, D], or [Tnew, Hkv, D] with cu_seqlens
     v: Any = None
@@ -36,12 +36,12 @@ class NewKeys(NamedTuple):
     rotary_cos: Any = None  # [positions, rotary_dim / 2]
     rotary_sin: Any = None
     rotary_interleaved: bool = True
-    rotary_lengths: Any = None  # [B] int32: positions instead of lengths
+    rotary_lengths: Any = None  # [B] int32: first positions, if they differ from lengths
     cu_seqlens: Any = None  # [B + 1] int32
 
 
 class Where(NamedTuple):
-    """Where the queries and keys of each sequence lie, unchecked."""
+    """The arguments that say where the queries and keys of each sequence lie, unchecked."""
 
     cache_batch_idx: Any = None
     cache_leftpad: Any = None
@@ -51,11 +51,11 @@ class Where(NamedTuple):
     cu_seqlens_q: Any = None  # [B + 1]; q is [T, Hq, D]
     max_seqlen_q: int | None = None
 
-    def most_rows(self) -> int:
-        """The bound of queries of a sequence, or 0.
+    def max_rows(self) -> int:
+        """The upper bound of the queries of a sequence, or 0 if it is not given.
 
         Raises:
-            ValueError: it is given for sequences that are equally long.
+            ValueError: max_seqlen_q is given without cu_seqlens_q.
         """
         if self.max_seqlen_q is not None and self.cu_seqlens_q is None:
             raise ValueError("max_seqlen_q is given, but belongs to cu_seqlens_q, which is None")
@@ -63,12 +63,12 @@ class Where(NamedTuple):
 
 
 def common_length(cache_seqlens: Any) -> int:
-    """A length that all sequences have."""
+    """The value of cache_seqlens if it is one length for all sequences."""
     allowed = "an integer, or a tensor or array [batch] of integers"
     length = _check.integer("cache_seqlens", cache_seqlens, allowed)
-    _, most = _check.INT32
-    if not 0 <= length <= most:
-        raise ValueError(f"cache_seqlens is {length}, but must be from 0 to {most}")
+    _, high = _check.INT32
+    if not 0 <= length <= high:
+        raise ValueError(f"cache_seqlens is {length}, but must be from 0 to {high}")
     return length
 
 
@@ -77,13 +77,11 @@ def check_cache(
 ) -> int:
     """Refuses shapes that attention would refuse only after the append has written to the caches.
 
+    k_cache, v_cache, block_table and batch_idx are those of ``attention_with_kvcache``.
+
     Args:
-        q: [B, Sq, Hq, D], or [T, Hq, D] when packed.
-        k_cache: As in ``attention_with_kvcache``.
-        v_cache: Likewise.
-        block_table: Likewise.
-        batch_idx: cache_batch_idx, likewise.
-        packed: The number of sequences, or None when q has a batch dimension.
+        q: [B, Sq, Hq, D], or [T, Hq, D] if packed.
+        packed: The number of sequences, or None if q has a batch dimension.
 
     Returns:
         The number of sequences.
@@ -114,7 +112,7 @@ def check_cache(
 
 
 def check_new(new: NewKeys) -> bool:
-    """Whether there are new keys; refuses what is given in part."""
+    """Whether there are new keys; refuses arguments whose counterpart is missing."""
     for first, second in (("k", "v"), ("rotary_cos", "rotary_sin")):
         given = [getattr(new, name) is not None for name in (first, second)]
         if given[0] != given[1]:
@@ -122,19 +120,19 @@ def check_new(new: NewKeys) -> bool:
             raise ValueError(f"{missing} is None, but {first} and {second} must be given together")
     if new.k is None and new.rotary_cos is not None:
         raise ValueError("rotary_cos is given without k, but rotates only q and new keys")
-    for name, value, needed, there in (
+    for name, value, needed, given_needed in (
         ("rotary_seqlens", new.rotary_lengths, "rotary_cos", new.rotary_cos),
         ("cu_seqlens_k_new", new.cu_seqlens, "k", new.k),
     ):
-        if value is not None and there is None:
+        if value is not None and given_needed is None:
             raise ValueError(f"{name} is given, but belongs to {needed}, which is None")
     if new.k is not None and new.lengths is None:
-        raise ValueError("cache_seqlens is None, but must say where k and v are written")
+        raise ValueError("cache_seqlens is None, but must say where k and v are written to")
     return new.k is not None
 
 
 def check_pages(xp: Any, table: Any, cache: Any, seqused: Any, leftpad: Any) -> None:
-    """Refuses pages out of range among those in use, before the append writes to the others.
+    """Refuses entries out of range among the pages in use, before the append writes to any page.
 
     Args:
         xp: ``torch`` or ``numpy``, whichever the arrays belong to.
@@ -152,7 +150,7 @@ def check_pages(xp: Any, table: Any, cache: Any, seqused: Any, leftpad: Any) -> 
     if leftpad is not None:
         bad &= (column + 1) * page_size > leftpad[:, None]
     if not bad.any():
-        return  # entries behind the end may hold anything
+        return  # entries past the keys in use may have any value
     b, i = divmod(int((bad.reshape(-1) * 1).argmax()), table.shape[1])
     raise ValueError(
         f"block_table[{b}, {i}] is {int(table[b, i])}, but must be from 0 and less than {pages}, "
@@ -161,7 +159,7 @@ def check_pages(xp: Any, table: Any, cache: Any, seqused: Any, leftpad: Any) -> 
 
 
 class Entries(NamedTuple):
-    """The entries of index arrays, as lists on the host, and the sizes they are limited by."""
+    """The entries of index arrays as lists on the host, and the sizes that limit them."""
 
     lengths: list[int]  # keys in the cache before the append
     rows: list[int]  # queries of each sequence
@@ -173,11 +171,11 @@ class Entries(NamedTuple):
     table: list[list[int]] | None = None
     pages: int = 0
     page_size: int = 1
-    starts: tuple[tuple[str, list[int], int], ...] = ()  # name, cu_seqlens, rows there are
-    most_rows: int = 0  # max_seqlen_q, or 0
+    starts: tuple[tuple[str, list[int], int], ...] = ()  # name, cu_seqlens, rows of the array
+    max_rows: int = 0  # max_seqlen_q, or 0
     rotary_rows: int | None = None  # None: nothing is rotated
     rotary_lengths: list[int] | None = None
-    rotated_alike: bool = False  # all queries of a sequence
+    single_position: bool = False  # all queries of a sequence are rotated at one position
 
 
 def _entry(name: str, value: int, low: int, high: int, what: str) -> None:
@@ -186,14 +184,14 @@ def _entry(name: str, value: int, low: int, high: int, what: str) -> None:
 
 
 class _Pages:
-    """Which rows of which pages new keys go to: no row twice."""
+    """The rows of pages that new keys are written to; refuses to write a row twice."""
 
     def __init__(self, page_size: int) -> None:
         self._size = page_size
         self._written: dict[int, list[tuple[int, int, str]]] = {}  # by page: rows, entry
 
     def write(self, b: int, table: list[int], begin: int, end: int) -> None:
-        """Keys [begin, end) of sequence b are new."""
+        """Records that the keys [begin, end) of sequence b are new."""
         for i in range(begin // self._size, -(-end // self._size)):
             first, page = i * self._size, table[i]
             low, high = max(begin - first, 0), min(end - first, self._size)
@@ -201,32 +199,32 @@ class _Pages:
             for other_low, other_high, entry in others:
                 if low < other_high and other_low < high:
                     raise ValueError(
-                        f"block_table[{b}, {i}] is {page}, as {entry} is, but both are to hold a "
-                        f"new key in row {max(low, other_low)} of that page: new keys must go to "
-                        "rows of their own"
+                        f"block_table[{b}, {i}] is {page} like {entry}, but both would hold a new "
+                        f"key in row {max(low, other_low)} of that page: each new key must go to "
+                        "a row of its own"
                     )
             others.append((low, high, f"block_table[{b}, {i}]"))
 
 
 def check_starts(name: str, starts: list[int], total: int) -> None:
-    """Refuses sequences that do not lie one behind the other within all rows."""
+    """Refuses cu_seqlens that do not start at 0, that decrease, or that exceed the rows."""
     _entry(f"{name}[0]", starts[0], 0, 0, "the first row")
     for b, end in enumerate(starts[1:]):
-        what = f"{name}[{b}] is {starts[b]}, and there are {total} rows"
+        what = f"{name}[{b}] is {starts[b]}, and the array has {total} rows"
         _entry(f"{name}[{b + 1}]", end, starts[b], total, what)
 
 
-def check_most_rows(most: int, longest: int) -> None:
-    """max_seqlen_q, where it is given, is no less than what there is."""
-    if 0 < most < longest:
+def check_max_rows(max_rows: int, longest: int) -> None:
+    """Refuses a max_seqlen_q that is given (not 0) and less than the longest sequence."""
+    if 0 < max_rows < longest:
         raise ValueError(
-            f"max_seqlen_q is {most}, but a sequence has {longest} queries: at least as many are "
-            "allowed"
+            f"max_seqlen_q is {max_rows}, but a sequence has {longest} queries: it must be at "
+            "least that"
         )
 
 
 def _check_rotation(e: Entries, b: int) -> None:
-    queries = min(e.rows[b], 1) if e.rotated_alike else e.rows[b]
+    queries = min(e.rows[b], 1) if e.single_position else e.rows[b]
     rotated = max(e.appended[b], queries)
     if e.rotary_rows is None or rotated == 0:
         return
@@ -241,24 +239,24 @@ def _check_rotation(e: Entries, b: int) -> None:
 
 
 def check_entries(e: Entries) -> None:
-    """Refuses entries by which keys lie outside the caches, or new ones upon each other."""
+    """Refuses entries that place keys outside the caches, or two new keys in the same row."""
     for starts in e.starts:
         check_starts(*starts)
-    check_most_rows(e.most_rows, max(e.rows, default=0))
+    check_max_rows(e.max_rows, max(e.rows, default=0))
     seen: dict[int, int] = {}
     pages = _Pages(e.page_size)
     for b, row in enumerate(e.batch_idx or ()):
         _entry(f"cache_batch_idx[{b}]", row, 0, e.cache_batch - 1, "a row of k_cache")
         if any(e.appended) and seen.setdefault(row, b) != b:
             raise ValueError(
-                f"cache_batch_idx[{b}] is {row}, as that of sequence {seen[row]}, but new keys "
-                "must go to rows of their own"
+                f"cache_batch_idx[{b}] is {row} like that of sequence {seen[row]}, but each new "
+                "key must go to a row of its own"
             )
     for b, (length, appended) in enumerate(zip(e.lengths, e.appended, strict=True)):
         room = f"with {appended} new keys, the cache holds {e.capacity}"
         _entry(f"cache_seqlens[{b}]", length, 0, e.capacity - appended, room)
         padding = e.leftpad[b] if e.leftpad else 0
-        if any(e.appended):  # else a row that is nothing but padding has no keys
+        if any(e.appended):  # without an append, a row may consist of nothing but padding
             _entry(f"cache_leftpad[{b}]", padding, 0, length, f"cache_seqlens[{b}] is {length}")
         _entry(f"cache_leftpad[{b}]", padding, 0, e.capacity, "the keys of a row of the cache")
         if e.table is not None:
@@ -280,62 +278,67 @@ def attention_with_kvcache(
     return_lse: bool = False, tf32: bool = False, check: bool = False,
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
 ) -> Any:  # fmt: skip
-    """Appends new keys and values to a cache in place, then attends to all of it.
+    """Appends new keys and values to a cache in place, then attends to all keys in the cache.
 
-    For inference: no gradient flows through it. Nothing is written when an argument is refused.
+    The function is for inference: it has no gradient. If an argument is refused, nothing is
+    written. causal, window, scale, softcap, alibi_slopes, sinks, return_lse and tf32 are those of
+    ``attention``; the last query is aligned with the last key. B is the batch, S the rows of a
+    sequence, T those of all sequences, H the heads and D the head dimension.
 
     Args:
-        q: [B, Sq, Hq, D], or [T, Hq, D] with cu_seqlens_q; fp32, fp16 or bf16: a torch.Tensor or a
-            NumPy array, and all the others of that kind.
+        q: [B, Sq, Hq, D], or [T, Hq, D] with cu_seqlens_q; float32, float16 or bfloat16. It is a
+            torch.Tensor or a NumPy array, and all other arguments are of the same kind.
         k_cache, v_cache: [cache batch, capacity, Hkv, D] and [..., Dv]; with block_table
-            [pages, page_size, Hkv, D] and [..., Dv], any page size. In q's dtype, or, for q of
-            fp16 or bf16, torch.float8_e4m3fn (ml_dtypes' float8_e4m3fn).
-        k, v: new keys [B, Snew, Hkv, D] and values [B, Snew, Hkv, Dv], written to
+            [pages, page_size, Hkv, D] and [..., Dv], for any page size. The dtype is that of q, or,
+            for q of float16 or bfloat16, torch.float8_e4m3fn (for arrays that of ml_dtypes).
+        k, v: New keys [B, Snew, Hkv, D] and values [B, Snew, Hkv, Dv] in the dtype of q, written to
             ``cache_seqlens[b] .. cache_seqlens[b] + Snew - 1``; [Tnew, Hkv, ...] with
             cu_seqlens_k_new.
-        cache_seqlens: int or [B]: keys already in the cache, left padding included. None (allowed
-            without k): the caches are full.
-        cache_batch_idx: [B] int: sequence b uses row ``cache_batch_idx[b]`` of the caches.
-        cache_leftpad: [B] int: first key of each sequence; those before it are not seen.
-        block_table: [B, pages of a sequence] int: page of each run of page_size keys. Sequences may
-            share pages, but each new key goes to a row of its own.
-        rotary_cos, rotary_sin: [positions, rotary_dim / 2] in q's dtype; need k. Row r of k is
-            rotated at ``cache_seqlens[b] + r``; so is row r of q if causal or a window is given,
-            otherwise all of its rows are rotated at ``cache_seqlens[b]``.
-        rotary_interleaved: pairs (2i, 2i + 1) (GPT-J), else (i, i + rotary_dim / 2) (GPT-NeoX).
-        rotary_seqlens: [B] int: positions that rotation counts from, instead of cache_seqlens.
-        cu_seqlens_q: [B + 1] int: sequence b has the queries ``cu_seqlens_q[b]`` to
-            ``cu_seqlens_q[b + 1]``. None: equally many.
-        cu_seqlens_k_new: likewise of new keys; either may be given without the other.
-        max_seqlen_q: upper bound of the queries of a sequence, when known; never required.
-        causal, window, scale, softcap, alibi_slopes, sinks: as in ``tilewise.attention``; the last
-            query is aligned with the last key.
-        bias: as in ``tilewise.attention``, without a gradient, broadcastable to [B, Hq, Sq,
-            capacity], capacity being that of a row of the caches or of block_table; key 0 is the
-            first one behind cache_leftpad. With cu_seqlens_q at least as many rows as the longest
-            sequence has, or 1.
-        num_splits: key splits worked on at once; 0: chosen by shape. Changes rounding only.
-        return_lse: also return lse.
-        tf32: as in ``tilewise.attention``.
-        check: also on a GPU, verify the entries of all index tensors before anything is written. It
-            copies them to the host, so it waits for the GPU and can be neither captured nor
-            traced. Without it, the rows of entries that do not fit become NaN there, and
+        cache_seqlens: int or integer [B]: keys already in the cache, including left padding. None
+            (allowed without k) means that the caches are full.
+        cache_batch_idx: integer [B]: sequence b uses row ``cache_batch_idx[b]`` of the caches.
+        cache_leftpad: integer [B]: first key of each sequence; keys before it are not seen.
+        block_table: integer [B, width]: entry [b, i] is the page of the keys i * page_size to
+            (i + 1) * page_size - 1 of sequence b. Sequences may share pages, but each new key goes
+            to a row of its own.
+        rotary_cos, rotary_sin: [positions, rotary_dim / 2] in the dtype of q, allowed only with k
+            (rotary embedding, arXiv 2104.09864). Row r of k is rotated at position
+            ``cache_seqlens[b] + r``. So is row r of q if causal or a window is given; otherwise all
+            its rows are rotated at ``cache_seqlens[b]``.
+        rotary_interleaved: Rotate pairs (2i, 2i + 1) as GPT-J does; otherwise pairs
+            (i, i + rotary_dim / 2) as GPT-NeoX does.
+        rotary_seqlens: integer [B]: positions to count rotations from, instead of cache_seqlens.
+        cu_seqlens_q: integer [B + 1]: sequence b has the queries ``cu_seqlens_q[b]`` to
+            ``cu_seqlens_q[b + 1]``. None means that all sequences have equally many.
+        cu_seqlens_k_new: The same for new keys; either may be given without the other.
+        max_seqlen_q: Upper bound of the queries of a sequence, if known; never required.
+        bias: As in ``attention``, but without a gradient; broadcastable to [B, Hq, Sq, capacity],
+            with the capacity of a row of the caches or of block_table. Key 0 is the first key after
+            the left padding. With cu_seqlens_q it needs as many rows as the longest sequence has,
+            or 1.
+        num_splits: Number of key splits that are computed in parallel; 0 chooses it by shape. It
+            changes only the rounding.
+        check: On a GPU, verify the entries of all index tensors before anything is written. It
+            copies them to the host, so it waits for the GPU and can be neither captured nor traced.
+            Without it, sequences whose entries are out of range get rows of NaN there, and
             ``last_index_error`` names the entry. The CPU always verifies.
-        batch_invariant: give each sequence's rows, to the bit, what they are without the other
-            sequences of the batch; then num_splits is 0, and splits follow from the lengths of
-            each sequence.
-        k_descale, v_descale: fp32 [B, Hkv], either may be 1: what the values of a float8_e4m3fn
-            cache are multiplied by. New keys and values are divided by them, rounded to nearest
-            even and held within +-448. None is 1.
+        batch_invariant: Compute each sequence's rows bitwise as they are without the other
+            sequences of the batch. num_splits must then be 0; splits follow from the length of each
+            sequence.
+        k_descale, v_descale: float32 [B or 1, Hkv or 1]: factors of the stored values of a
+            float8_e4m3fn cache. New keys and values are divided by them, rounded to nearest even
+            and clamped to +-448. None is 1.
 
     Returns:
-        out [B, Sq, Hq, Dv], or (out, lse [B, Hq, Sq] fp32); with cu_seqlens_q out [T, Hq, Dv] and
-        lse [Hq, T].
+        out [B, Sq, Hq, Dv] in the dtype of q, or (out, lse) with lse float32 [B, Hq, Sq]; with
+        cu_seqlens_q out is [T, Hq, Dv] and lse [Hq, T].
 
     Raises:
-        ValueError, TypeError, RuntimeError: naming the argument, what was given, what is allowed.
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape, device or range, or an entry out of range.
+        RuntimeError: no kernel of this build serves the problem on this device.
     """
-    backend = _backend(q)  # sets _indexed, as in api.attention
+    backend = _backend(q)  # sets _indexed; must run first, as in api.attention
     if (
         _indexed is not None and k is None and v is None and rotary_cos is None
         and rotary_sin is None and rotary_seqlens is None and cu_seqlens_q is None
@@ -343,13 +346,13 @@ def attention_with_kvcache(
         and alibi_slopes is None and sinks is None and k_descale is None and v_descale is None
         and not check
     ):  # fmt: skip
-        short = _indexed(
+        results = _indexed(
             q, k_cache, v_cache, None, None, None, cache_seqlens, block_table, cache_batch_idx,
             cache_leftpad, causal, window, scale, softcap, 0, 0, num_splits, False, tf32,
             batch_invariant,
         )  # fmt: skip
-        if short is not None:
-            return short if return_lse else short[0]
+        if results is not None:
+            return results if return_lse else results[0]
     new = NewKeys(
         k, v, cache_seqlens, rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens,
         cu_seqlens_k_new,

@@ -24,21 +24,22 @@ class FlashAttention(torch.nn.Module):
     """Attention of given queries, keys and values, with a softmax scale that can be learned.
 
     The only parameter is ``scale`` (no dimensions), which multiplies q.k and starts at
-    1 / sqrt(head_dim); ``learnable_scale=False`` makes it a constant.
+    1 / sqrt(head_dim); ``learnable_scale=False`` makes it a constant. causal, window, softcap,
+    deterministic and tf32 are those of ``tilewise.attention``.
 
     Args:
         head_dim: Columns of q and k, 1..512.
-        causal: As in ``tilewise.attention``, and so are window, softcap, deterministic and tf32.
-        window: (left, right); None is no limit.
-        softcap: 0 is off.
-        dropout_p: Used in training mode only.
+        dropout_p: Probability of dropping a weight, used only in training mode.
         layout: "bhsd" [batch, heads, seqlen, head_dim], or "bshd" with heads and seqlen exchanged.
-        scale: Where the scale starts; None is 1 / sqrt(head_dim).
+        scale: Initial value of the scale; None is 1 / sqrt(head_dim).
         learnable_scale: Whether the scale is a parameter.
-        deterministic: Bitwise equal results for equal inputs.
-        tf32: Let a GPU round float32 operands to TF32.
-        device: Of the scale, when it is a parameter; None is PyTorch's default.
-        dtype: Likewise; attention computes with it in float32.
+        device: Device of the scale if it is a parameter; None is PyTorch's default.
+        dtype: Dtype of the scale if it is a parameter; None is PyTorch's default. Attention
+            computes with the scale in float32.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range.
     """
 
     scale: Tensor | float
@@ -65,7 +66,7 @@ class FlashAttention(torch.nn.Module):
             self.scale = torch.nn.Parameter(start)
 
     def reset_parameters(self) -> None:
-        """The scale that the module began with; of one made on "meta", after ``to_empty``."""
+        """Resets the scale to its initial value; call it after ``to_empty`` for a "meta" module."""
         if isinstance(self.scale, Tensor):
             with torch.no_grad():
                 self.scale.fill_(self._start)
@@ -93,7 +94,7 @@ class FlashAttention(torch.nn.Module):
 
 
 def _check_tensor(name: str, tensor: Tensor) -> Tensor:
-    """The tensor, if it is one that has columns."""
+    """The value, which must be a tensor that has columns."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}, but must be a torch.Tensor")
     if tensor.dim() == 0:
@@ -103,9 +104,10 @@ def _check_tensor(name: str, tensor: Tensor) -> Tensor:
 
 @dataclass
 class KeyValueCache:
-    """Keys and values of earlier tokens, for generation. ``MultiheadAttention.new_cache`` makes it.
+    """Keys and values of earlier tokens, for generation; see ``MultiheadAttention.new_cache``.
 
-    k and v are [batch, capacity, heads_kv, head_dim]; ``length`` tokens of each are in use.
+    k and v are [batch, capacity, heads_kv, head_dim], of which the first ``length`` tokens are in
+    use.
     """
 
     k: Tensor
@@ -114,19 +116,23 @@ class KeyValueCache:
 
     @property
     def capacity(self) -> int:
-        """How many tokens fit."""
+        """The number of tokens that fit into the cache."""
         return self.k.shape[1]
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Rotary position embedding (RoFormer, arXiv 2104.09864) of halves: (i, i + head_dim / 2).
+    """Rotary position embedding (RoFormer, arXiv 2104.09864) of the pairs (i, i + head_dim / 2).
 
     Args:
-        head_dim: Even.
+        head_dim: Columns of a head, an even number.
         max_positions: Rows of the tables of cosines and sines.
         base: Wavelengths run from 2 pi to 2 pi * base.
-        device: Of the tables, which are float32 in a module of any dtype; None is PyTorch's
-            default.
+        device: Device of the tables; None is PyTorch's default. They are float32 whatever the
+            dtype of the module.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range.
     """
 
     cos: Tensor
@@ -143,12 +149,12 @@ class RotaryEmbedding(torch.nn.Module):
         self.head_dim, self.base = head_dim, base
         for name in ("cos", "sin"):
             table = torch.empty(max_positions, head_dim // 2, device=device, dtype=torch.float32)
-            # Recomputed from the arguments, so not part of a checkpoint.
+            # The tables follow from the arguments, so they are not part of a checkpoint.
             self.register_buffer(name, table, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Computes the tables; of a module made on "meta", after ``to_empty``."""
+        """Computes the tables; call it after ``to_empty`` for a module created on "meta"."""
         device, positions = self.cos.device, self.cos.shape[0]
         exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device)
         frequency = self.base ** -(exponent / self.head_dim)
@@ -158,7 +164,7 @@ class RotaryEmbedding(torch.nn.Module):
         self.sin.copy_(angle.sin())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rotates x [batch, seqlen, heads, head_dim], whose rows are at positions 0, 1, ..."""
+        """Rotates x [batch, seqlen, heads, head_dim], whose rows have the positions 0, 1, ..."""
         rows = x.shape[1]
         if rows > self.cos.shape[0]:
             raise ValueError(
@@ -176,17 +182,21 @@ class MultiheadAttention(torch.nn.Module):
         embed_dim: Columns of input and output.
         num_heads: Query heads.
         num_kv_heads: Key and value heads, a divisor of num_heads; None is num_heads.
-        head_dim: Columns of a head; None is embed_dim / num_heads.
+        head_dim: Columns of a head, 1..512; None is embed_dim / num_heads.
         bias: Whether the projections have a bias.
         causal: Row i sees no later row.
-        window: As in ``tilewise.attention``, and so is softcap.
-        softcap: 0 is off.
-        dropout_p: Used in training mode only.
+        window: As in ``tilewise.attention``.
+        softcap: As in ``tilewise.attention``.
+        dropout_p: Probability of dropping a weight, used only in training mode.
         sinks: Whether each head learns a logit that takes part in its softmax.
         rotary_base: Base of the rotary embedding, or None for no rotary embedding.
-        max_positions: Longest sequence of the rotary embedding.
-        device: Of parameters and buffers; None is PyTorch's default.
-        dtype: Of the parameters; likewise.
+        max_positions: Length of the longest sequence that the rotary embedding can rotate.
+        device: Device of parameters and buffers; None is PyTorch's default.
+        dtype: Dtype of the parameters; None is PyTorch's default.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -197,7 +207,7 @@ class MultiheadAttention(torch.nn.Module):
         device: Device = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        made: dict[str, Any] = dict(device=device, dtype=dtype)
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
         _check.count("embed_dim", embed_dim)
         _check.count("num_heads", num_heads)
         kv_heads = num_heads
@@ -221,20 +231,21 @@ class MultiheadAttention(torch.nn.Module):
         _check.window_bounds(causal, window)
         self.causal, self.window = causal, window
         self.softcap, self.dropout_p = _check.softcap(softcap), _check.dropout(dropout_p)
-        self.q_proj = torch.nn.Linear(embed_dim, num_heads * self.head_dim, bias=bias, **made)
-        self.k_proj = torch.nn.Linear(embed_dim, kv_heads * self.head_dim, bias=bias, **made)
-        self.v_proj = torch.nn.Linear(embed_dim, kv_heads * self.head_dim, bias=bias, **made)
-        self.out_proj = torch.nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias, **made)
-        self.sinks = torch.nn.Parameter(torch.zeros(num_heads, **made)) if sinks else None
+        self.q_proj = torch.nn.Linear(embed_dim, num_heads * self.head_dim, bias=bias, **factory)
+        self.k_proj = torch.nn.Linear(embed_dim, kv_heads * self.head_dim, bias=bias, **factory)
+        self.v_proj = torch.nn.Linear(embed_dim, kv_heads * self.head_dim, bias=bias, **factory)
+        self.out_proj = torch.nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias, **factory)
+        self.sinks = torch.nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None
         self.rotary = None
         if rotary_base is not None:
             _check.positive("rotary_base", rotary_base)
             self.rotary = RotaryEmbedding(self.head_dim, max_positions, rotary_base, device=device)
 
     def reset_parameters(self) -> None:
-        """Draws the projections anew, makes sinks 0 and computes the rotary tables.
+        """Initialises the projections, sets sinks to 0 and computes the rotary tables.
 
-        Of a module made on "meta", after ``to_empty``; a checkpoint holds all but the tables.
+        Call it after ``to_empty`` for a module created on "meta". A checkpoint holds everything
+        but the tables.
         """
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
             projection.reset_parameters()
@@ -250,14 +261,15 @@ class MultiheadAttention(torch.nn.Module):
         return KeyValueCache(weight.new_zeros(shape), weight.new_zeros(shape))
 
     def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Attends within x [batch, seqlen, embed_dim], or to what the cache holds and x.
+        """Attends from x [batch, seqlen, embed_dim] to itself, or to the cache followed by x.
 
-        With a cache, the keys and values of x are appended to it. That is for generation with a
-        causal module, and has no gradient.
+        The keys and values of x are appended to the cache. A cache is for generation with a causal
+        module, and has no gradient.
 
         Raises:
-            ValueError: x has another shape, does not fit into the cache, is longer than the rotary
-                embedding, or there is a cache and the module is not causal, or trains with dropout.
+            ValueError: x has another shape, does not fit into the cache, or is longer than the
+                rotary embedding; or a cache is given to a module that is not causal or that trains
+                with dropout.
         """
         columns = self.q_proj.in_features
         _check.shape(
@@ -284,7 +296,7 @@ class MultiheadAttention(torch.nn.Module):
         if self.training and self.dropout_p > 0.0:
             raise ValueError(
                 f"a cache is given to a module that trains with dropout_p {self.dropout_p}, but "
-                "nothing is dropped from a cache: call eval() first"
+                "attention to a cache has no dropout: call eval() first"
             )
         length = cache.length + q.shape[1]
         if length > cache.capacity:
