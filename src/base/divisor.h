@@ -1,4 +1,4 @@
-// Division of small numbers by a number that is known before the kernel starts.
+// Fast division of small numbers by a divisor that is known before the kernel starts.
 #pragma once
 
 #include "base/platform.h"
@@ -6,12 +6,13 @@
 namespace tilewise {
 
 // n / value and n % value for 0 <= n < 2^31, value >= 1, as a multiplication and a shift (Granlund
-// & Montgomery, PLDI 1994): a division takes a GPU some 70 cycles, and a block that looks for its
-// work does several in a row. With s = ceil(log2 value) and m = ceil(2^(31 + s) / value), which is
+// & Montgomery, PLDI 1994): a division takes about 70 cycles on a GPU, and a block does several in
+// a row to find its tile. With s = ceil(log2 value) and m = ceil(2^(31 + s) / value), which is
 // below 2^32, floor(n m / 2^(31 + s)) is the quotient.
 class Divisor {
  public:
-  TILEWISE_FN constexpr Divisor(int32_t value = 1) : value_(value) {  // it stands for a number
+  TILEWISE_FN constexpr Divisor(int32_t value = 1)
+      : value_(value) {  // implicit: it replaces a number
     while (shift_ < 31 && (int64_t{1} << shift_) < value) ++shift_;
     const uint64_t power = uint64_t{1} << (31 + shift_);
     const auto divisor = static_cast<uint64_t>(value < 1 ? 1 : value);

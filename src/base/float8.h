@@ -10,19 +10,20 @@ struct Float8 {
   uint8_t bits;
 };
 
-// Exact. Through an integer, not through subnormal numbers, which a caller may have switched off.
+// Exact. It computes with an integer because the caller may have switched subnormal numbers off.
 TILEWISE_FN float to_float(Float8 x) {
   const uint32_t magnitude = x.bits & 0x7fu;
   const uint32_t exponent = magnitude >> 3;
   const uint32_t mantissa = (magnitude & 7u) + (exponent != 0 ? 8u : 0u);
-  const uint32_t step = (exponent != 0 ? exponent : 1u) + (127 - 10);  // of 2^(exponent - 10)
+  const uint32_t step =
+      (exponent != 0 ? exponent : 1u) + (127 - 10);  // exponent bits of 2^(exponent - 10)
   const float value =
       static_cast<float>(static_cast<int32_t>(mantissa)) * detail::float_of(step << 23);
   const uint32_t bits = magnitude == 0x7fu ? 0x7fc00000u : detail::bits_of(value);
   return detail::float_of(bits | (static_cast<uint32_t>(x.bits & 0x80u) << 24));
 }
 
-// To nearest even; what is larger than 448, infinities too, becomes 448. NaN stays NaN.
+// Rounds to nearest even. Magnitudes above 448, including infinities, become 448. NaN stays NaN.
 template <>
 TILEWISE_FN Float8 from_float<Float8>(float x) {
   const uint32_t u = detail::bits_of(x);

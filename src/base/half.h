@@ -1,4 +1,4 @@
-// Scalar conversions of the 16-bit storage types: round to nearest even, NaN stays NaN.
+// Scalar conversions of the 16-bit storage types: they round to nearest even, and NaN stays NaN.
 #pragma once
 
 #include "base/platform.h"
@@ -36,7 +36,7 @@ TILEWISE_FN float to_float(Half x) {
   const uint32_t sign = (x.bits & 0x8000u) << 16;
   const uint32_t magnitude = (x.bits & 0x7fffu) << 13;
   if (magnitude >= 0x0f800000u) return detail::float_of(sign | 0x70000000u | magnitude);
-  // Multiplying by 2^112 moves the exponent to its place and normalises subnormal numbers.
+  // Multiplying by 2^112 adjusts the exponent and normalises subnormal numbers.
   const float scaled = detail::float_of(magnitude) * 5.192296858534828e33f;
   return detail::float_of(sign | detail::bits_of(scaled));
 }

@@ -1,4 +1,4 @@
-// Integer arithmetic shared by host and device.
+// Integer arithmetic shared by host and device code.
 #pragma once
 
 #include "base/platform.h"
@@ -23,7 +23,7 @@ TILEWISE_FN constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1
 
 TILEWISE_FN constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// Sizes come from callers: the product or sum is stored only when it fits.
+// For sizes from callers: each stores the product or sum and returns whether it fits into 64 bits.
 TILEWISE_FN bool checked_mul(int64_t a, int64_t b, int64_t* result) {
   return !__builtin_mul_overflow(a, b, result);
 }

@@ -1,4 +1,4 @@
-// Running tasks at once: through the caller's hook or on the library's own pool.
+// Running tasks in parallel, with the caller's hook or on the library's own pool.
 #pragma once
 
 #include <string>
@@ -8,10 +8,10 @@
 
 namespace tilewise {
 
-// `threads` tasks may run at once. Backends start that many workers, each with scratch of its own,
-// and let them take work items from a shared counter: the pool never decides who computes what, so
-// results cannot depend on it. Every task runs in the default floating-point state, whichever
-// thread it is given to.
+// Up to `threads` tasks run at a time. Backends start that many workers, each with its own scratch
+// memory, which take work items from a shared counter. Results do not depend on which worker
+// computes which item. Every task runs in the default floating-point state, whatever thread it runs
+// on.
 struct Parallel {
   void (*parallel_for)(void* user, int64_t tasks, tilewise_task task, void* context);
   void* user;
@@ -30,13 +30,14 @@ struct Parallel {
   }
 };
 
-// The hook of the caller, or the pool when `hook` is null or has no function.
+// The hook of the caller, or the pool if `hook` is null or has no function.
 Parallel make_parallel(const tilewise_parallel* hook);
 
-// Threads of the library's own pool: TILEWISE_NUM_THREADS, or the processors this process may use.
+// Threads of the library's own pool: TILEWISE_NUM_THREADS, or the number of processors this process
+// may use.
 int32_t pool_threads();
 
-// One sentence when TILEWISE_NUM_THREADS is no such number, else empty.
+// One sentence if TILEWISE_NUM_THREADS is not a valid number, else empty.
 std::string pool_problem();
 
 }  // namespace tilewise

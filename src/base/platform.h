@@ -1,4 +1,4 @@
-// What every header of the library may rely on, on the host and in device code.
+// Macros for every header of the library, in host and device code.
 #pragma once
 
 #include <cstddef>
@@ -10,14 +10,13 @@
 #define TILEWISE_HOST_DEVICE
 #endif
 
-// The policies are compiled once per CPU instruction set. An inline function that is emitted out of
-// line there would be one weak symbol with several bodies, and the linker could hand the AVX-512
-// one to a machine without it: so these are always inlined (a test reads the symbols of the
-// objects).
+// For functions in headers. The policies are compiled once per CPU instruction set. An inline
+// function that is emitted out of line there would be a weak symbol with several bodies, and the
+// linker could pick the AVX-512 one on a machine without it. So these are always inlined (a test
+// checks the symbols of the objects).
 #define TILEWISE_FN TILEWISE_HOST_DEVICE inline __attribute__((always_inline))
 
-// Before a loop of few steps that a GPU is to run without one. Compilers of hosts decide
-// themselves.
+// Before a short loop that must be unrolled on a GPU. On the host the compiler decides.
 #if defined(__CUDA_ARCH__)
 #define TILEWISE_UNROLL _Pragma("unroll")
 #else

@@ -29,8 +29,8 @@ int32_t usable_processors() {
 
 class Pool {
  public:
-  // With fewer threads than asked for where the system grants no more (a limit of processes, or of
-  // memory for their stacks): results do not depend on their number.
+  // The pool has fewer threads than requested if the system grants no more (limits on processes or
+  // on the memory for stacks). Results do not depend on their number.
   explicit Pool(int32_t threads) {
     workers_.reserve(static_cast<size_t>(max(threads, 1)));
     try {
@@ -101,8 +101,8 @@ class Pool {
   bool stop_ = false;
 };
 
-// Never destroyed: a program may call the library while it exits. After a fork the threads are gone
-// and the locks are in an unknown state, so the child forgets the pool and starts another.
+// Never destroyed, because a program may call the library while it exits. After a fork the threads
+// are gone and the locks are in an unknown state, so the child drops the pool and starts another.
 std::atomic<Pool*> pool{nullptr};
 std::mutex* pool_mutex = new std::mutex;
 thread_local bool inside_task = false;
@@ -136,7 +136,7 @@ void run_marked(void* context, int64_t index) {
 }
 
 void pool_parallel_for(void*, int64_t tasks, tilewise_task task, void* context) {
-  if (inside_task || pool_threads() == 1) {  // a nested call runs where it stands
+  if (inside_task || pool_threads() == 1) {  // a nested call runs on its own thread
     for (int64_t i = 0; i < tasks; ++i) task(context, i);
     return;
   }
@@ -149,17 +149,17 @@ struct PoolSize {
   std::string problem;
 };
 
-// Read once: threads are not taken back.
+// Read only once: the pool never shrinks or grows.
 const PoolSize& pool_size() {
   static const PoolSize size = [] {
     constexpr int32_t kMost = 4096;
     PoolSize of_machine;
     const char* text = std::getenv("TILEWISE_NUM_THREADS");
     if (text == nullptr || *text == '\0') return of_machine;
-    int32_t asked = 0;
-    const auto [end, error] = std::from_chars(text, text + std::strlen(text), asked);
-    if (error == std::errc() && *end == '\0' && asked >= 1 && asked <= kMost)
-      return PoolSize{asked, {}};
+    int32_t requested = 0;
+    const auto [end, error] = std::from_chars(text, text + std::strlen(text), requested);
+    if (error == std::errc() && *end == '\0' && requested >= 1 && requested <= kMost)
+      return PoolSize{requested, {}};
     of_machine.problem = "TILEWISE_NUM_THREADS is \"" + std::string(text) +
                          "\": allowed is a number from 1 to " + std::to_string(kMost);
     return of_machine;
@@ -174,8 +174,8 @@ std::string pool_problem() { return pool_size().problem; }
 
 Parallel make_parallel(const tilewise_parallel* hook) {
   if (hook == nullptr || hook->parallel_for == nullptr) {
-    const int32_t asked = hook != nullptr ? hook->threads : 0;
-    return {pool_parallel_for, nullptr, asked > 0 ? asked : pool_threads()};
+    const int32_t requested = hook != nullptr ? hook->threads : 0;
+    return {pool_parallel_for, nullptr, requested > 0 ? requested : pool_threads()};
   }
   return {hook->parallel_for, hook->user, hook->threads > 0 ? hook->threads : pool_threads()};
 }

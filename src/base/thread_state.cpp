@@ -21,7 +21,7 @@ void set(const FloatState& state) { std::fesetenv(&state); }
 void set_default() { std::fesetenv(FE_DFL_ENV); }
 #endif
 
-// Of this thread, while `depth` states are in force.
+// State of this thread, valid while `depth` DefaultFloatStates are alive.
 thread_local FloatState callers;
 thread_local int depth = 0;
 

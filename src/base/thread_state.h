@@ -1,5 +1,5 @@
-// The state of a thread that belongs to the caller: the library sets it for its own work and puts
-// it back afterwards.
+// State of a thread that belongs to the caller. The library sets it for its own work and restores
+// it afterwards.
 #pragma once
 
 #include <cfenv>
@@ -7,8 +7,8 @@
 
 namespace tilewise {
 
-// What controls floating-point arithmetic: on x86-64 that is MXCSR alone, which takes 20 cycles to
-// exchange where the standard functions, which know the x87 unit too, take 200.
+// The controls of floating-point arithmetic. On x86-64 that is MXCSR alone, which takes 20 cycles
+// to exchange; the standard functions, which also handle the x87 unit, take 200.
 #if defined(__x86_64__)
 using FloatState = uint32_t;
 #else
@@ -16,9 +16,10 @@ using FloatState = std::fenv_t;
 #endif
 
 // For its lifetime this thread rounds to nearest, keeps subnormal numbers and masks every
-// exception: results then depend neither on what the caller has set nor on which thread runs a
-// task. The destructor restores what the thread had, exception flags included. Neither is inline,
-// so that the compiler cannot move loads, and the arithmetic on them, across.
+// exception, so results depend neither on the caller's settings nor on the thread that runs a task.
+// The destructor restores the previous state, exception flags included. The constructor and
+// destructor are not inline, so that the compiler cannot move loads, and the arithmetic on them,
+// across.
 class DefaultFloatState {
  public:
   DefaultFloatState() noexcept;
@@ -30,7 +31,7 @@ class DefaultFloatState {
   FloatState found_;
 };
 
-// Back to the state that the outermost DefaultFloatState of this thread found, while the caller's
+// Restores the state that the outermost DefaultFloatState of this thread found, while the caller's
 // own code runs (the tilewise_parallel hook): threads that it starts inherit that state.
 class CallersFloatState {
  public:
@@ -43,8 +44,9 @@ class CallersFloatState {
   FloatState found_;
 };
 
-// pthread_cancel waits until the call is over: cancellation unwinds the stack, which an entry point
-// that throws nothing does not allow, and would leave the pool waiting for a task that never ends.
+// Delays pthread_cancel until the call is over. Cancellation unwinds the stack, which an entry
+// point that is noexcept does not allow, and it would leave the pool waiting for a task that never
+// ends.
 class NoCancellation {
  public:
   NoCancellation() noexcept;

@@ -11,11 +11,12 @@
 namespace tilewise::cpu {
 namespace {
 
-// Copying is bound by memory: below about this many elements waking a thread costs more than it
-// saves.
+// Copying is bound by memory bandwidth: below about this many elements, waking a thread costs more
+// than it saves.
 constexpr int64_t elements_per_task = 16384;
 
-// Walks the rows of a dense or variable-length tensor in order and knows each row's sequence.
+// Visits the rows of a dense or variable-length tensor in order and tracks the sequence of each
+// row.
 class RowCursor {
  public:
   RowCursor(int64_t row, int64_t batch, int64_t rows_per_sequence, const int32_t* cu_seqlens)
@@ -35,7 +36,7 @@ class RowCursor {
     skip_ended();
   }
 
-  // A row behind the last sequence (legal with cu_seqlens) belongs to none.
+  // A row after the last sequence (legal with cu_seqlens) belongs to none.
   bool in_sequence() const { return sequence_ < batch_; }
   int64_t sequence() const { return sequence_; }
   int64_t index() const { return index_; }
@@ -82,9 +83,9 @@ struct Rotation {
   }
 };
 
-// One head of one row, x and y possibly the same memory. Through fp32 buffers that nothing aliases:
-// three plain loops, each of which the compiler turns into vector code (a loop that reads and
-// writes 16-bit pairs in place takes some 3 times as long). `descale`: see copy_head.
+// Rotates one head of one row; x and y may be the same memory. The work goes through fp32 buffers
+// that nothing aliases, in three plain loops, each of which the compiler vectorises; a loop that
+// reads and writes 16-bit pairs in place takes about 3 times as long. `descale`: see copy_head.
 template <class T, class Y>
 void rotate_head(const T* x, Y* y, const Rotation& r, int64_t rotary_dim, bool interleaved,
                  float descale) {
@@ -118,7 +119,7 @@ void copy_head(const T* x, Y* y, int64_t n, float descale) {
   }
 }
 
-// Rows of T into caches of Cached: T itself, or Float8.
+// Appends rows of T to caches of Cached, which is T itself or Float8.
 template <class T, class Cached>
 class Append {
  public:
@@ -159,12 +160,12 @@ class Append {
     for (int64_t row = rows.begin; row < rows.end; ++row, cursor.next()) {
       if (!cursor.in_sequence()) return;
       const int64_t b = cursor.sequence();
-      const int64_t slot = (a_.cache_seqlens ? a_.cache_seqlens[b] : 0) + cursor.index();
+      const int64_t key = (a_.cache_seqlens ? a_.cache_seqlens[b] : 0) + cursor.index();
       if (a_.rotary_cos) rotation.load<T>(a_, rotary_position(a_, b) + cursor.index());
       const T* k = source(a_.k_new, a_.cu_seqlens_new, cursor, row);
       const T* v = source(a_.v_new, a_.cu_seqlens_new, cursor, row);
-      Cached* k_cache = cached(a_.k_cache, b, slot);
-      Cached* v_cache = cached(a_.v_cache, b, slot);
+      Cached* k_cache = cached(a_.k_cache, b, key);
+      Cached* v_cache = cached(a_.v_cache, b, key);
       const int64_t dv = a_.head_dim_v ? a_.head_dim_v : a_.head_dim;
       for (int64_t h = 0; h < a_.heads_kv; ++h) {
         head(k + h * a_.k_new.stride_head, k_cache + h * a_.k_cache.stride_head,
@@ -183,14 +184,14 @@ class Append {
     return data + cursor.sequence() * t.stride_batch + cursor.index() * t.stride_row;
   }
 
-  Cached* cached(const tilewise_tensor& cache, int64_t b, int64_t slot) const {
+  Cached* cached(const tilewise_tensor& cache, int64_t b, int64_t key) const {
     Cached* data = static_cast<Cached*>(cache.data);
     if (a_.block_table) {
-      const int64_t page = a_.block_table[b * a_.block_table_stride + slot / a_.page_size];
-      return data + page * cache.stride_batch + slot % a_.page_size * cache.stride_row;
+      const int64_t page = a_.block_table[b * a_.block_table_stride + key / a_.page_size];
+      return data + page * cache.stride_batch + key % a_.page_size * cache.stride_row;
     }
     const int64_t batch_row = a_.kv_batch_idx ? a_.kv_batch_idx[b] : b;
-    return data + batch_row * cache.stride_batch + slot * cache.stride_row;
+    return data + batch_row * cache.stride_batch + key * cache.stride_row;
   }
 
   template <class Y>
@@ -213,7 +214,7 @@ void run(const tilewise_kv_append& a, const Parallel& parallel) {
       (query_rows * a.heads_q + 2 * append.new_rows() * a.heads_kv) * a.head_dim;
   const int64_t workers = max<int64_t>(parallel.threads, 1);
   const int64_t tasks = clamp(ceil_div(elements, elements_per_task), 1, min(workers, rows));
-  // Rows are numbered queries first; a task takes a run of them, which may hold both kinds.
+  // Query rows are numbered first; the contiguous range of rows of a task may contain both kinds.
   parallel.run(tasks, [&](int64_t task) {
     const Range mine{rows * task / tasks, rows * (task + 1) / tasks};
     append.queries(intersect(mine, {0, query_rows}));
@@ -235,7 +236,7 @@ void append_kv(const tilewise_kv_append& append, const Parallel& parallel) {
       return float8 ? run<BFloat16, Float8>(append, parallel)
                     : run<BFloat16, BFloat16>(append, parallel);
     default:
-      return;  // refused by the caller
+      return;  // rejected by the caller
   }
 }
 

@@ -1,4 +1,4 @@
-// Writing new keys and values into a cache, with rotary embedding of the new keys and of q.
+// Appends new keys and values to a cache, with rotary embedding of the new keys and of q.
 #pragma once
 
 #include "base/parallel.h"
@@ -6,14 +6,14 @@
 
 namespace tilewise::cpu {
 
-// What tilewise_append_kv promises, for fp32, fp16 and bf16. `append` has been validated, entries
-// of its int32 arrays included: every key position lies within the cache, every page and batch
-// index within its table, every rotary position within [0, rotary_rows). Nothing is allocated, and
-// each element is rounded once from fp32, so the result does not depend on the number of threads.
+// Implements tilewise_append_kv for fp32, fp16 and bf16. `append` has been validated, including the
+// entries of its int32 arrays: every key position lies within the cache, every page and batch index
+// within its table, every rotary position within [0, rotary_rows). Nothing is allocated. Each
+// element is rounded once from fp32, so the result does not depend on the number of threads.
 void append_kv(const tilewise_kv_append& append, const Parallel& parallel);
 
-// Position at which row 0 of sequence `b` is rotated; row r is at this plus r. It is the number of
-// keys before it, not counting left padding; rotary_seqlens, when given, is taken as it stands.
+// The position at which row 0 of sequence `b` is rotated; row r is rotated at this plus r. It is
+// rotary_seqlens[b] if given, else the number of keys before the row, without left padding.
 inline int64_t rotary_position(const tilewise_kv_append& append, int64_t b) {
   if (append.rotary_seqlens) return append.rotary_seqlens[b];
   const int64_t keys = append.cache_seqlens ? append.cache_seqlens[b] : 0;

@@ -1,4 +1,5 @@
-// Launches: enumerate work items, give every thread scratch, fill what no item writes.
+// Launches on the CPU: enumerates work items, gives every worker its scratch memory, and zeroes the
+// outputs that no work item writes.
 #include "cpu/backend.h"
 
 #include <atomic>
@@ -24,11 +25,11 @@ const Kernels& kernels_for(Isa isa, int32_t dtype) {
 
 int64_t element_size(int32_t dtype) { return dtype == TILEWISE_FLOAT32 ? 4 : 2; }
 
-// Below this many multiply-adds waking a thread costs more than it brings (about 5 us).
+// Below this many multiply-adds, waking a thread costs more than it saves (about 5 us).
 constexpr int64_t kSerialWork = 1 << 18;
 
-// Workers take items [0, items) in ascending order from one counter. Work is any measure of the
-// multiply-adds in all of them.
+// Runs items [0, items); workers take them in ascending order from a shared counter. `work` is any
+// measure of the multiply-adds in all of them.
 template <class Item>
 void run_items(const Parallel& parallel, int64_t items, int64_t work, const Item& item) {
   std::atomic<int64_t> next{0};
@@ -45,7 +46,7 @@ int64_t saturating_work(int64_t a, int64_t b, int64_t c) {
   return checked_mul(a, b, &ab) && checked_mul(ab, c, &abc) ? abc : INT64_MAX;
 }
 
-// Query tiles of every sequence, numbered from first_tile[b] on.
+// The query tiles of every sequence, numbered from first_tile[b] on.
 struct QueryTiles {
   const Problem& p;
   int64_t step;
@@ -74,7 +75,8 @@ struct QueryTiles {
   int64_t heads() const { return p.batch * p.heads_kv; }
 };
 
-// Rows of q that take part in nothing: past seqused_q, and past the last cu_seqlens entry.
+// Calls row() for the unused rows of q: those beyond seqused_q and beyond the last cu_seqlens
+// entry.
 template <class Row>
 void for_unused_rows(const Problem& p, const Row& row) {
   for (int64_t b = 0; b < p.batch; ++b) {
@@ -96,25 +98,25 @@ void zero_row(const Problem& p, const tilewise_tensor& view, int64_t offset, int
                 static_cast<size_t>(columns * size));
 }
 
-// A sequence of kv_batch or of the whole varlen or page-free tensor: every key gets 0 first where
-// not every key is in use.
+// Zeroes dk and dv of all keys if some keys are unused. The first dimension is the batch of each
+// sequence, kv_batch, or 1 with variable lengths.
 void zero_key_gradients(const Problem& p, const Gradients& g, const Parallel& parallel) {
   const bool per_sequence = p.block_table != nullptr || p.kv_batch_idx != nullptr;
   const bool varlen = p.cu_seqlens_k != nullptr && !per_sequence;
   const bool every_key_used = p.seqused_k == nullptr && p.leftpad_k == nullptr &&
                               p.cu_seqlens_k == nullptr && (per_sequence || p.kv_batch == p.batch);
   if (every_key_used) return;
-  const int64_t slots = varlen ? 1 : per_sequence ? p.batch : p.kv_batch;
+  const int64_t batches = varlen ? 1 : per_sequence ? p.batch : p.kv_batch;
   const int64_t keys = key_capacity(p);
-  run_items(parallel, slots * keys, slots * keys * p.heads_kv * p.head_dim,
+  run_items(parallel, batches * keys, batches * keys * p.heads_kv * p.head_dim,
             [&](int64_t, int64_t i) {
-              const int64_t slot = i / keys;
+              const int64_t batch = i / keys;
               const int64_t key = i % keys;
               if (g.dk.data != nullptr)
-                zero_row(p, g.dk, slot * g.dk.stride_batch + key * g.dk.stride_row, p.heads_kv,
+                zero_row(p, g.dk, batch * g.dk.stride_batch + key * g.dk.stride_row, p.heads_kv,
                          p.head_dim);
               if (g.dv.data != nullptr)
-                zero_row(p, g.dv, slot * g.dv.stride_batch + key * g.dv.stride_row, p.heads_kv,
+                zero_row(p, g.dv, batch * g.dv.stride_batch + key * g.dv.stride_row, p.heads_kv,
                          p.head_dim_v);
             });
 }
@@ -159,7 +161,7 @@ struct ForwardLaunch {
     return Arena{layout.scratch + worker * layout.scratch_bytes};
   }
 
-  // The packed key tiles of a head follow each other, and the heads of a sequence.
+  // The packed key tiles of a head are contiguous, and so are the heads of a sequence.
   int64_t key_tile_id(int64_t b, int64_t kv_head, int64_t tile) const {
     const int64_t count = layout.first_key_tile[b + 1] - layout.first_key_tile[b];
     return layout.first_key_tile[b] * p.heads_kv + kv_head * count + tile;
@@ -183,7 +185,7 @@ struct ForwardLaunch {
     });
   }
 
-  int64_t parts_of(const Sequence& s) const { return plan.rule.parts(s.band.rows, s.band.keys); }
+  int64_t splits_of(const Sequence& s) const { return plan.rule.splits(s.band.rows, s.band.keys); }
 
   ForwardTask task_of(int64_t b, int64_t kv_head, int64_t tile, int64_t split) const {
     ForwardTask task{};
@@ -192,8 +194,8 @@ struct ForwardLaunch {
     task.kv_head = kv_head;
     task.heads = min(plan.heads, p.heads_kv - kv_head);
     task.packed_rows = tiles.tiling(task.sequence).at(tile);
-    const int64_t parts = parts_of(task.sequence);
-    task.keys = key_split({0, task.sequence.band.keys}, parts, split, shape.tile_k);
+    const int64_t splits = splits_of(task.sequence);
+    task.keys = key_split({0, task.sequence.band.keys}, splits, split, shape.tile_k);
     task.first_split = split == 0;
     task.core = core();
     if (layout.packed != nullptr) {
@@ -201,9 +203,9 @@ struct ForwardLaunch {
       task.packed = layout.packed + first * layout.packed_units;
       task.nonfinite = layout.nonfinite + first;
     }
-    if (parts > 1) {
+    if (splits > 1) {
       const int64_t id =
-          plan.rule.least > 0 ? b * p.heads_kv + kv_head : tiles.id(b, kv_head, tile);
+          plan.rule.min_keys > 0 ? b * p.heads_kv + kv_head : tiles.id(b, kv_head, tile);
       const int64_t row = (id * plan.splits + split) * layout.partial_rows;
       task.partial_out = layout.partial_out + row * p.head_dim_v;
       task.partial_lse = layout.partial_lse + row;
@@ -213,8 +215,8 @@ struct ForwardLaunch {
     return task;
   }
 
-  // Item i of all tiles and heads, `step` heads an item; last tiles first, because with a causal
-  // band they are the longest.
+  // Number of items for all tiles and heads, with `step` heads per item. Items count down from the
+  // last tile, because with a causal band the last tiles are the longest.
   int64_t items(int64_t step) const { return tiles.most * p.batch * ceil_div(p.heads_kv, step); }
   template <class Body>
   void for_tile(int64_t i, int64_t step, const Body& body) const {
@@ -231,19 +233,20 @@ struct ForwardLaunch {
     const int64_t some = items(plan.heads);
     const int64_t work = saturating_work(tiles.total * plan.tile_q, tiles.most_keys + 1,
                                          (p.head_dim + p.head_dim_v) * p.heads_kv);
-    // The same keys of all heads after each other: they lie side by side, in the same pages.
+    // Splits are the outer loop, so the same keys of all heads are read one after the other: they
+    // lie side by side in memory, in the same pages.
     run_items(parallel, some * plan.splits, work, [&](int64_t worker, int64_t i) {
       const int64_t split = i / some;
       for_tile(i % some, plan.heads, [&](int64_t b, int64_t kv_head, int64_t tile) {
-        if (split < parts_of(sequence_of(p, b)))
+        if (split < splits_of(sequence_of(p, b)))
           kernel(task_of(b, kv_head, tile, split), scratch(worker));
       });
     });
     if (plan.splits == 1) return;
     run_items(parallel, items(1), work / max(int64_t{1}, tiles.most_keys), [&](int64_t, int64_t i) {
       for_tile(i, 1, [&](int64_t b, int64_t kv_head, int64_t tile) {
-        const int64_t parts = parts_of(sequence_of(p, b));
-        if (parts > 1) kernels.merge(task_of(b, kv_head, tile, 0), parts, layout.partial_rows);
+        const int64_t splits = splits_of(sequence_of(p, b));
+        if (splits > 1) kernels.combine(task_of(b, kv_head, tile, 0), splits, layout.partial_rows);
       });
     });
   }
@@ -292,7 +295,7 @@ struct BackwardLaunch {
     task.packed_rows = tiles.tiling(task.sequence).at(tile - tiles.first_tile[b]);
     task.delta = layout.delta + i * shape.back_q;
     task.dsinks = layout.dsinks != nullptr ? layout.dsinks + i * shape.back_q : nullptr;
-    if (layout.dq_sum != nullptr && layout.turns[i] != 0)
+    if (layout.dq_sum != nullptr && layout.dq_semaphores[i] != 0)
       task.dq_sum = layout.dq_sum + i * layout.dq_tile;
     task.dscale = layout.dscale != nullptr ? layout.dscale + i : nullptr;
     return task;
@@ -308,13 +311,13 @@ struct BackwardLaunch {
     task.tile_stride = p.heads_kv;
     task.dq_sum = layout.dq_sum != nullptr ? layout.dq_sum + first * layout.dq_tile : nullptr;
     task.delta = layout.delta + first * shape.back_q;
-    task.turns = layout.turns + first;
+    task.dq_semaphores = layout.dq_semaphores + first;
     kernels.backward(task, Arena{layout.scratch + worker * layout.scratch_bytes});
   }
 
-  // Chunks of different heads run side by side, and those of one head in ascending order, which is
-  // the order in which their shares of dq are added. A bias that is broadcast over batch or heads
-  // makes them add to the same dbias: then one item walks all of them for its keys.
+  // Chunks of different heads run in parallel; those of one head start in ascending order, the
+  // order in which their contributions to dq are added. If bias is broadcast over batch or heads,
+  // several heads add to the same dbias: then one item computes all of them for its keys.
   void run_chunks() const {
     const int64_t most_chunks = ceil_div(tiles.most_keys, chunk);
     const bool shared_dbias =
@@ -342,7 +345,7 @@ struct BackwardLaunch {
               });
   }
 
-  // Sums in ascending order of tiles and rows, in double: exact enough to be rounded once.
+  // Sums in ascending order of tiles and rows, in double, so that the result is rounded once.
   void reduce_dsinks() const {
     const Packing packing{group_size(p)};
     run_items(parallel, p.heads_q, p.heads_q * tiles.total * shape.back_q,
@@ -368,7 +371,7 @@ struct BackwardLaunch {
   void run() const {
     const int64_t row_tasks = tiles.total * p.heads_kv;
     const int64_t row_work = row_tasks * shape.back_q * p.head_dim_v;
-    std::memset(layout.turns, 0, static_cast<size_t>(row_tasks) * sizeof(int32_t));
+    std::memset(layout.dq_semaphores, 0, static_cast<size_t>(row_tasks) * sizeof(int32_t));
     zero_key_gradients(p, g, parallel);
     if (g.dbias != nullptr) zero_dbias();
     if (g.dq.data != nullptr)

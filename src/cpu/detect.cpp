@@ -1,6 +1,6 @@
-// Which instruction sets this build has and this machine runs. Our own CPUID and XGETBV: compilers'
-// built-in checks do not know all of these (Clang 14 rejects "amx-bf16"), and none asks Linux for
-// the AMX tile state.
+// Which instruction sets this build has and this machine runs. This uses CPUID and XGETBV directly:
+// compilers' built-in checks do not know all of these (Clang 14 rejects "amx-bf16"), and none
+// requests the AMX tile state from Linux.
 #include "cpu/backend.h"
 
 #if defined(__x86_64__)
@@ -32,7 +32,7 @@ bool is_vendor(uint32_t ebx, uint32_t edx) {
 bool is_intel() { return is_vendor(0x756e6547, 0x49656e69); }  // "GenuineI"
 bool is_amd() { return is_vendor(0x68747541, 0x69746e65); }    // "Authenti"
 
-// Of AMD: 0x17 Zen and Zen 2, 0x19 Zen 3 and Zen 4, 0x1a Zen 5.
+// AMD's family: 0x17 Zen and Zen 2, 0x19 Zen 3 and Zen 4, 0x1a Zen 5.
 uint32_t family() {
   const uint32_t eax = cpuid(1, 0).eax;
   const uint32_t base = eax >> 8 & 0xf;
@@ -46,7 +46,7 @@ __attribute__((target("xsave"))) uint64_t saved_state() {
   return bit(cpuid(1, 0).ecx, 27) ? _xgetbv(0) : 0;
 }
 
-// Linux gives the 8 KB tile state to processes that ask (since 5.16).
+// Linux grants the 8 KB tile state to processes that request it (since 5.16).
 bool request_tiles() {
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023;
@@ -115,8 +115,8 @@ bool available(Isa isa) {
 
 Isa best_available() {
 #if defined(__x86_64__)
-  // vdpbf16ps runs at half the FMA rate on Intel's cores (32 flop a cycle against 64): without AMX,
-  // bf16 is faster through fp32 there.
+  // On Intel's cores vdpbf16ps runs at half the FMA rate (32 instead of 64 flop per cycle), so
+  // without AMX bf16 is faster via fp32 there.
   if (available(Isa::amx)) return Isa::amx;
   if (available(Isa::avx512_bf16) && !is_intel()) return Isa::avx512_bf16;
   if (available(Isa::avx512)) return Isa::avx512;

@@ -1,33 +1,36 @@
-// The workspace of a launch, laid out by the planner and the backend with the same constructors.
+// The workspace of a launch. The planner and the backend lay it out with the same constructors.
 #pragma once
 
 #include "cpu/scratch.h"
 
 namespace tilewise::cpu {
 
-// Upper bound on query tiles over all sequences; what cu_seqlens say is not known to the planner.
+// Upper bound on query tiles over all sequences; the planner does not know the values in
+// cu_seqlens.
 inline int64_t query_tiles(const Problem& p, int64_t tile) {
   const int64_t rows = p.seqlen_q * group_size(p);
   return p.cu_seqlens_q == nullptr ? p.batch * ceil_div(rows, tile)
                                    : ceil_div(rows, tile) + p.batch;
 }
 
-// Decoding is told by its few rows. A bound that is too small costs speed, not correctness. More of
-// them than vectors would take, with few keys, are done sooner by the matrix engine (32 rows: 256
-// keys take as long, 32 keys half). Batch-invariant: how many keys others have must not matter.
+// Whether the problem is decoding, which its few rows determine. An upper bound that is too small
+// costs speed, not correctness. More rows than vectors take, with few keys, are faster on the
+// matrix engine (32 rows: 256 keys take as long, 32 keys half as long). With batch_invariant, the
+// number of keys of other sequences must not influence the choice.
 inline bool is_decoding(const Problem& p, Isa isa) {
-  if (p.batch_invariant != 0 && p.cu_seqlens_q != nullptr) return false;  // rows of all sequences
+  if (p.batch_invariant != 0 && p.cu_seqlens_q != nullptr)
+    return false;  // rows of all sequences together
   const int64_t rows =
       p.cu_seqlens_q != nullptr && p.max_seqlen_q > 0 ? p.max_seqlen_q : p.seqlen_q;
-  const int most = thin_rows(isa, p.dtype);
+  const int most = max_decode_rows(isa, p.dtype);
   if (rows > most || rows * group_size(p) > most) return false;
   constexpr int64_t kLeastKeys = 256;
-  return rows * group_size(p) <= thin_rows(isa, TILEWISE_FLOAT32) || p.batch_invariant != 0 ||
+  return rows * group_size(p) <= max_decode_rows(isa, TILEWISE_FLOAT32) || p.batch_invariant != 0 ||
          key_capacity(p) >= kLeastKeys;
 }
 
 inline Shape forward_shape(const Problem& p, Isa isa) {
-  return is_decoding(p, isa) ? thin_shape_of(isa, p.dtype) : shape_of(isa, p.dtype);
+  return is_decoding(p, isa) ? decode_shape_of(isa, p.dtype) : shape_of(isa, p.dtype);
 }
 
 // Upper bound on key tiles over all sequences.
@@ -37,9 +40,9 @@ inline int64_t key_tiles(const Problem& p, int64_t tile) {
              : ceil_div(p.seqlen_k, tile) + p.batch;
 }
 
-// Packing keys once costs a copy of K and V; every work item packing its own costs that much time
-// per query tile: a quarter of the forward with AMX, 5 % with bf16 dot products, nothing with fp32,
-// which does not. Few query tiles stay without the copy.
+// Packing keys once costs a copy of K and V. Packing in every work item costs that much time per
+// query tile: a quarter of the forward with AMX, 5 % with bf16 dot products, nothing with fp32,
+// which does not need it. With few query tiles the copy does not pay.
 inline bool packs_once(const Problem& p, const Shape& shape, int64_t tile_q) {
   constexpr int64_t kQueryTiles = 3;
   const int64_t rows = p.cu_seqlens_q == nullptr ? p.seqlen_q
@@ -49,17 +52,20 @@ inline bool packs_once(const Problem& p, const Shape& shape, int64_t tile_q) {
 }
 
 struct ForwardLayout {
-  char* scratch;  // one piece per thread
+  char* scratch;  // one block per thread
   int64_t scratch_bytes;
   int64_t* first_key_tile;  // [B + 1]: key tiles before each sequence
   int64_t packed_units;     // of K and V of one key tile
-  uint32_t* packed;         // [sequence][kv head][key tile]; null: work items pack
-  int32_t* nonfinite;       // the same
+  uint32_t* packed;         // [sequence][kv head][key tile]; null: work items pack their own keys
+  int32_t* nonfinite;       // same shape as packed
   int64_t* first_tile;      // [B + 1]: query tiles before each sequence
   int64_t partial_rows;
-  float* partial_out;  // [tile][kv head][split][row][head_dim_v]; only with splits. A rule splits
-  float* partial_lse;  // sequences of one tile: then [sequence] takes the place of [tile]
-  float* partial_low;  // what rounding partial_lse left
+  // Partial results, only with splits: [tile][kv head][split][row], and [head_dim_v] of
+  // partial_out. A split rule applies to sequences of one tile: then [sequence] takes the place of
+  // [tile].
+  float* partial_out;
+  float* partial_lse;
+  float* partial_low;  // the rounding error of partial_lse
 
   ForwardLayout(const Problem& p, const Shape& shape, const Plan& plan, Arena& arena)
       : scratch_bytes(measure(p, shape, plan.isa)),
@@ -72,7 +78,7 @@ struct ForwardLayout {
     const Size tiles = once ? Size(key_tiles(p, shape.tile_k)) * p.heads_kv : Size(0);
     packed = once ? arena.take<uint32_t>(tiles * packed_units) : nullptr;
     nonfinite = once ? arena.take<int32_t>(tiles) : nullptr;
-    const int64_t partial_tiles = plan.rule.least > 0 ? p.batch : query_tiles(p, plan.tile_q);
+    const int64_t partial_tiles = plan.rule.min_keys > 0 ? p.batch : query_tiles(p, plan.tile_q);
     const Size partials =
         plan.splits == 1 ? Size(0) : Size(partial_tiles) * p.heads_kv * plan.splits * partial_rows;
     partial_out = arena.take<float>(partials * p.head_dim_v);
@@ -96,11 +102,11 @@ struct BackwardLayout {
   int64_t scratch_bytes;
   int64_t* first_tile;  // [B + 1]
   float* delta;         // [tile][kv head][lane]
-  float* dsinks;        // the same; null: not wanted
-  int64_t dq_tile;      // floats of dq_sum in a tile
-  float* dq_sum;        // [tile][kv head][panel][column][lane]; null: neither dq nor dscale
-  int32_t* turns;       // [tile][kv head]
-  float* dscale;        // [tile][kv head]; null: not wanted
+  float* dsinks;        // same shape; null: not wanted
+  int64_t dq_tile;      // floats of dq_sum per tile
+  float* dq_sum;  // [tile][kv head][panel][column][lane]; null: neither dq nor dscale is wanted
+  int32_t* dq_semaphores;  // [tile][kv head]
+  float* dscale;           // [tile][kv head]; null: not wanted
 
   BackwardLayout(const Problem& p, const Gradients& g, const Shape& shape, const Plan& plan,
                  Arena& arena)
@@ -112,7 +118,7 @@ struct BackwardLayout {
     dsinks = g.dsinks != nullptr ? arena.take<float>(tiles * shape.back_q) : nullptr;
     const bool want_dq = g.dq.data != nullptr || g.dscale != nullptr;
     dq_sum = want_dq ? arena.take<float>(tiles * dq_tile) : nullptr;
-    turns = arena.take<int32_t>(tiles);
+    dq_semaphores = arena.take<int32_t>(tiles);
     dscale = g.dscale != nullptr ? arena.take<float>(tiles) : nullptr;
   }
 

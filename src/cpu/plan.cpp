@@ -1,4 +1,4 @@
-// How a launch is cut into work items: a pure function of the problem.
+// How a launch is divided into work items: a pure function of the problem.
 #include "attention/schedule.h"
 #include "cpu/backend.h"
 #include "cpu/layout.h"
@@ -7,9 +7,9 @@
 namespace tilewise::cpu {
 namespace {
 
-// Enough items for the many-core machines this may run on; a constant, because results must not
-// depend on the number of threads. Fewer of tiles: merging their parts costs a third of the time on
-// a machine that has cores for 32 only (bf16, N = 1024), while parts of a cache cost nothing.
+// Enough items for machines with many cores; a constant, because results must not depend on the
+// number of threads. Prefill wants fewer: combining its splits costs a third of the time on a
+// machine that has only 32 cores (bf16, N = 1024), while splits of a cache are nearly free.
 constexpr int64_t kWantedItems = 64;
 constexpr int64_t kWantedTiles = 32;
 constexpr int64_t kLeastSplitKeys = 512;
@@ -24,33 +24,35 @@ int64_t forward_splits(const Problem& p, const Shape& shape, bool decoding) {
   const int64_t most = max(int64_t{1}, ceil_div(keys, shape.tile_k));
   if (p.num_splits > 0) return min<int64_t>(p.num_splits, most);
   const int64_t items = max(int64_t{1}, query_tiles(p, shape.tile_q) * p.heads_kv);
-  const int64_t parts = decoding ? ceil_div(kWantedItems, items) : kWantedTiles / items;
-  return clamp(parts, 1, max(int64_t{1}, keys / kLeastSplitKeys));
+  const int64_t splits = decoding ? ceil_div(kWantedItems, items) : kWantedTiles / items;
+  return clamp(splits, 1, max(int64_t{1}, keys / kLeastSplitKeys));
 }
 
-// Batch-invariant: the splits that a sequence alone would get.
+// Batch-invariant: every sequence gets the splits that it would get alone.
 SplitRule forward_rule(const Problem& p, const Shape& shape, bool decoding) {
   if (p.batch_invariant == 0) return {0, forward_splits(p, shape, decoding), INT64_MAX};
   return {kLeastSplitKeys, ceil_div(kWantedItems, p.heads_kv), shape.tile_q / group_size(p)};
 }
 
-// Of the sequence that has the most.
+// The number of splits of the sequence that has the most.
 int64_t most_splits(const Problem& p, const SplitRule& rule) {
-  const bool alike = p.cu_seqlens_q == nullptr && p.seqused_q == nullptr;
-  return rule.parts(alike ? p.seqlen_q : 0, longest_keys(p));
+  const bool uniform = p.cu_seqlens_q == nullptr && p.seqused_q == nullptr;
+  return rule.splits(uniform ? p.seqlen_q : 0, longest_keys(p));
 }
 
-// What results do not depend on the number of threads may decide, each of which wants some items.
+// Decisions that do not change results may depend on the number of threads; each thread needs a few
+// items.
 constexpr int64_t kItemsOfThread = 4;
 
-// Every work item reads all packed keys and values, or packs them: with AMX 5 to 15 % of the time.
+// Every work item reads all packed keys and values, or packs them: 5 to 15 % of the time with AMX,
+// so large items are used where there are enough of them.
 int32_t rows_of_item(const Problem& p, const Shape& shape, const Plan& plan) {
-  const int64_t items = query_tiles(p, shape.wide_q) * p.heads_kv * plan.splits;
-  return items >= kItemsOfThread * plan.threads ? shape.wide_q : shape.tile_q;
+  const int64_t items = query_tiles(p, shape.large_tile_q) * p.heads_kv * plan.splits;
+  return items >= kItemsOfThread * plan.threads ? shape.large_tile_q : shape.tile_q;
 }
 
-// Decoding reads the rows of neighbouring heads, which lie side by side, in the order of memory: 28
-// instead of 24 GB/s of a thread's 36.
+// Decoding reads the rows of neighbouring heads, which lie side by side, in memory order: 28
+// instead of 24 GB/s of the 36 that a thread reaches.
 int64_t heads_of_item(const Problem& p, const Plan& plan) {
   if (!is_decoding(p, plan.isa) || !heads_side_by_side(p)) return 1;
   const int64_t items = query_tiles(p, plan.tile_q) * p.heads_kv * plan.splits;

@@ -1,5 +1,6 @@
-// Scratch memory of the work items: laid out by one constructor that the planner runs on a null
-// base, to measure, and the kernels on their memory. Plain code: it is compiled for every machine.
+// Scratch memory of the work items. One constructor defines the layout: the planner runs it on a
+// null base to measure, and the kernels run it on their memory. Plain code, compiled for every
+// instruction set.
 #pragma once
 
 #include "base/float8.h"
@@ -8,19 +9,20 @@
 
 namespace tilewise::cpu {
 
-// Handed out front to back, 64-byte aligned. With a null base it only measures.
+// Hands out memory front to back, 64-byte aligned. With a null base it only measures.
 struct Arena {
   char* base = nullptr;
   int64_t used = 0;
 
-  // Of what a tile has: work items do this, too, small ones for 2 % of their time with `Size`.
+  // For sizes of a tile. Work items call this as well; with `Size`, small ones would spend 2 % of
+  // their time here.
   template <class T>
   TILEWISE_FN T* take(int64_t count) {
     T* const result = at<T>();
     used += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
     return result;
   }
-  // Of what a caller's numbers multiply to.
+  // For sizes that are products of the caller's numbers.
   template <class T>
   TILEWISE_FN T* take(Size count) {
     T* const result = at<T>();
@@ -41,8 +43,8 @@ struct LaneScratch {
   int64_t* end;
   int64_t* row;
   int64_t* head;  // query head
-  Range* any;     // by panel: keys that some lane sees
-  Range* all;     // by panel: keys that every lane sees
+  Range* any;     // per panel: keys that some lane sees
+  Range* all;     // per panel: keys that every lane sees
 
   TILEWISE_FN LaneScratch(const Shape& s, int64_t lanes, Arena& arena)
       : begin(arena.take<int64_t>(lanes)),
@@ -64,7 +66,7 @@ struct ScoreScratch {
         slope(arena.take<float>(lanes)) {}
 };
 
-// Rows that hold Inf or NaN and were taken out of a packed operand.
+// Rows with Inf or NaN that were removed from a packed operand.
 struct RowScratch {
   const void** address;
   int32_t* index;
@@ -79,7 +81,7 @@ TILEWISE_FN int64_t packed_tile_units(const Shape& s, const Problem& p) {
                     s.tile_k / s.pair * extent_of(s, p.head_dim_v).m_ld);
 }
 
-// Rows of a float8_e4m3 key tile in the dtype of q; nothing for other caches.
+// Rows of a float8_e4m3 key tile, converted to the dtype of q; empty for other caches.
 struct WideScratch {
   int64_t ld;
   uint16_t* rows;
@@ -94,28 +96,28 @@ struct WideScratch {
 struct ForwardScratch {
   Extent qk;       // of head_dim
   Extent dv;       // of head_dim_v
-  int64_t panels;  // of a full work item
+  int64_t panels;  // per full work item
   int64_t q_plane, k_plane, v_plane, weights_plane;
   LaneScratch lanes;
   ScoreScratch scores;
   uint32_t* q;             // [panel][unit][lane]
   uint32_t* k;             // [key][unit]
-  uint32_t* v;             // in the engine's order, contraction over keys
+  uint32_t* v;             // in the engine's layout, with the contraction over keys
   float* s_tile;           // S^T of one panel and strip: [key][lane]
-  uint32_t* weights;       // P^T as the engine wants it; fp32 engines: s_tile
+  uint32_t* weights;       // P^T in the engine's layout; fp32 engines: s_tile
   float* o;                // [panel][dv][lane]
   float* m;                // [lane], in the units of S
   float* l;                // [lane]
   bool* huge;              // [lane]: whether the row has to be computed again
   const void** rows;       // addresses being packed
   const void** next_rows;  // of keys and values of the next tile
-  RowScratch bad_v;
+  RowScratch nonfinite_v;
   WideScratch wide_k, wide_v;
 
   TILEWISE_FN ForwardScratch(const Shape& s, const Problem& p, Arena& arena)
       : qk(extent_of(s, p.head_dim)),
         dv(extent_of(s, p.head_dim_v)),
-        panels(ceil_div(s.wide_q, s.panel)),
+        panels(ceil_div(s.large_tile_q, s.panel)),
         q_plane(panels * qk.units * s.panel),
         k_plane(s.tile_k * qk.ld),
         v_plane(s.tile_k / s.pair * dv.m_ld),
@@ -134,22 +136,22 @@ struct ForwardScratch {
         huge(arena.take<bool>(panels * s.panel)),
         rows(arena.take<const void*>(max<int64_t>(panels * s.panel, s.tile_k))),
         next_rows(arena.take<const void*>(2 * s.tile_k)),
-        bad_v(s.tile_k, arena),
+        nonfinite_v(s.tile_k, arena),
         wide_k(p, s.tile_k, p.head_dim, arena),
         wide_v(p, s.tile_k, p.head_dim_v, arena) {}
 };
 
-// Of decoding; see generic/decode.h.
+// The scratch memory of decoding; see generic/decode.h.
 struct DecodeScratch {
   int64_t tile_k;
   int64_t o_ld;
   LaneScratch lanes;
-  float* q;       // [row][column], as they are read
+  float* q;       // [row][column], in the layout of the reads of K
   float* s_tile;  // [row][key]
   float* o;       // [row][column], in the order of the reads of V
   float* m;       // [row], in the units of S
   float* l;       // [row][lane]: sums of every W-th key
-  bool* huge;     // [row]: whether it has to be computed again
+  bool* huge;     // [row]: whether the row has to be computed again
   const void** rows;
   WideScratch wide_k, wide_v;
 
@@ -172,35 +174,35 @@ struct BackwardScratch {
   Extent qk;
   Extent dve;      // of head_dim_v
   int64_t chunk;   // keys of a full work item
-  int64_t panels;  // of a full query tile
+  int64_t panels;  // panels of a full query tile
   int64_t k_plane, v_plane, k_t_plane, q_t_plane, do_t_plane, q_rows_plane, do_rows_plane;
   int64_t weights_plane;
   LaneScratch lanes;
   ScoreScratch scores;
-  uint32_t* k;        // [key][unit of head_dim]
-  uint32_t* v;        // [key][unit of head_dim_v]
-  uint32_t* k_t;      // [key tile] of K in the engine's order, contraction over keys
-  float* dk;          // [key][column]
-  float* dv;          // [key][column]
-  uint32_t* q_t;      // [panel][unit][lane]
-  uint32_t* do_t;     // [panel][unit][lane]
-  uint32_t* q_rows;   // [lane / pair][column]
-  uint32_t* do_rows;  // [lane / pair][column]
-  float* s_tile;      // S^T: [key][lane], of one panel unless the engine is fp32
-  float* dp_tile;     // dP^T: [key][lane]
-  uint32_t* p_a;      // P^T, contraction over lanes; fp32 engines: s_tile
-  uint32_t* ds_a;     // dS^T, contraction over lanes; fp32 engines: dp_tile
-  uint32_t* ds_b;     // dS^T, contraction over keys; fp32 engines: dp_tile
-  float* dq;          // [panel][column][lane]
-  int32_t* huge;      // [lane]: -1 where S is multiplied by the scale first
-  float* base;        // [lane]: P = 2^((S - base) c - rest)
-  float* c;           // [lane]
-  float* rest;        // [lane]
-  float* delta;       // [lane]
-  float* dlse;        // [lane]
-  int32_t* alone;     // [lane]: -1 where one key is all that the row sees
+  uint32_t* k;          // [key][unit of head_dim]
+  uint32_t* v;          // [key][unit of head_dim_v]
+  uint32_t* k_t;        // K per key tile, in the engine's layout, with the contraction over keys
+  float* dk;            // [key][column]
+  float* dv;            // [key][column]
+  uint32_t* q_t;        // [panel][unit][lane]
+  uint32_t* do_t;       // [panel][unit][lane]
+  uint32_t* q_rows;     // [lane / pair][column]
+  uint32_t* do_rows;    // [lane / pair][column]
+  float* s_tile;        // S^T: [key][lane], of one panel unless the engine is fp32
+  float* dp_tile;       // dP^T: [key][lane]
+  uint32_t* p_a;        // P^T, contraction over lanes; fp32 engines: s_tile
+  uint32_t* ds_a;       // dS^T, contraction over lanes; fp32 engines: dp_tile
+  uint32_t* ds_b;       // dS^T, contraction over keys; fp32 engines: dp_tile
+  float* dq;            // [panel][column][lane]
+  int32_t* huge;        // [lane]: -1 where S is multiplied by the scale first
+  float* base;          // [lane]: P = 2^((S - base) c - rest)
+  float* c;             // [lane]
+  float* rest;          // [lane]
+  float* delta;         // [lane]
+  float* dlse;          // [lane]
+  int32_t* single_key;  // [lane]: -1 where the row sees exactly one key
   const void** rows;
-  RowScratch bad_k, bad_q, bad_do;
+  RowScratch nonfinite_k, nonfinite_q, nonfinite_do;
 
   TILEWISE_FN BackwardScratch(const Shape& s, const Problem& p, Arena& arena)
       : qk(extent_of(s, p.head_dim)),
@@ -238,11 +240,11 @@ struct BackwardScratch {
         rest(arena.take<float>(s.back_q)),
         delta(arena.take<float>(s.back_q)),
         dlse(arena.take<float>(s.back_q)),
-        alone(arena.take<int32_t>(s.back_q)),
+        single_key(arena.take<int32_t>(s.back_q)),
         rows(arena.take<const void*>(max<int64_t>(s.back_q, chunk))),
-        bad_k(chunk, arena),
-        bad_q(s.back_q, arena),
-        bad_do(s.back_q, arena) {}
+        nonfinite_k(chunk, arena),
+        nonfinite_q(s.back_q, arena),
+        nonfinite_do(s.back_q, arena) {}
 
  private:
   TILEWISE_FN uint32_t* weights_of(const Shape& s, float* fp32, Arena& arena) const {

@@ -1,4 +1,4 @@
-// What a matrix engine looks like from outside: data read by the planner and by the kernels.
+// The properties of a matrix engine that the planner and the kernels need.
 #pragma once
 
 #include "attention/problem.h"
@@ -11,25 +11,25 @@ namespace tilewise::cpu {
 // and units; operands are padded to them with zeros, so the loops have no tails.
 struct Shape {
   const char* engine;
-  int lanes;      // W: fp32 lanes of a vector register
-  int panel;      // lanes of one register block: columns of C
-  int rows;       // rows of C in one register block
-  int pair;       // elements in a unit
-  int units;      // the contraction is a multiple of this many units
-  int parts;      // 2: every operand is a sum of two bf16 (fp16 on bf16 matrix units)
-  int tile_q;     // packed query rows of a forward work item
-  int wide_q;     // the same where there are items enough for all threads
-  int tile_k;     // keys of a forward tile
-  int strip;      // keys of it whose scores are in memory at once
-  int back_q;     // packed query rows of a backward step
-  int back_keys;  // keys of a backward work item, at head dimension 64
+  int lanes;         // W: fp32 lanes of a vector register
+  int panel;         // lanes of a register block: columns of C
+  int rows;          // rows of C in a register block
+  int pair;          // elements per unit
+  int units;         // the contraction is a multiple of this many units
+  int parts;         // 2: every operand is a sum of two bf16 (fp16 on bf16 matrix units)
+  int tile_q;        // packed query rows of a forward work item
+  int large_tile_q;  // the same if there are enough items for all threads
+  int tile_k;        // keys of a forward tile
+  int strip;         // keys of a tile whose scores are in memory at a time
+  int back_q;        // packed query rows of a backward step
+  int back_keys;     // keys of a backward work item, at head dimension 64
 };
 
-// S^T of one panel and one tile stays in the L1 cache with the vector engines (128 keys of 48
-// lanes: 24 KB). With AMX longer tiles win, as sums of O stay in tile registers for longer, but of
-// scores there are 8 KB, a strip, at once. Scores of the next strip beside the weights of this one
-// bring nothing: while the tile unit multiplies, one of the two multipliers of the vector unit
-// rests.
+// With the vector engines, S^T of one panel and one tile stays in the L1 cache (128 keys of 48
+// lanes: 24 KB). With AMX longer tiles are faster, because sums of O stay in tile registers for
+// longer, but only a strip of scores (8 KB) is in memory at a time. Computing the scores of the
+// next strip beside the weights of this one gains nothing: while the tile unit multiplies, one of
+// the two multipliers of the vector unit is idle.
 constexpr Shape shape_of(Isa isa, int32_t dtype) {
   constexpr Shape avx512 = {"fma", 16, 48, 8, 1, 1, 1, 192, 192, 128, 128, 96, 512};
   switch (isa) {
@@ -53,16 +53,16 @@ constexpr Shape shape_of(Isa isa, int32_t dtype) {
   return {};
 }
 
-// Decoding: at most this many packed rows of a key/value head stream through K and V, which then
-// are read once and not packed (generic/decode.h); more rows go to a matrix engine. To a tile unit
-// sixteen rows are as good as one.
-constexpr int thin_rows(Isa isa, int32_t dtype) {
+// Decoding: up to this many packed rows of a key/value head stream through K and V, which are read
+// once and not packed (generic/decode.h); more rows use a matrix engine. For the AMX tile unit
+// sixteen rows cost as much as one.
+constexpr int max_decode_rows(Isa isa, int32_t dtype) {
   if (isa == Isa::amx && dtype == TILEWISE_BFLOAT16) return 32;
   return min(8, shape_of(isa, TILEWISE_FLOAT32).lanes);
 }
 
-// Rows of a work item, over all its heads. Eight heads of sixteen rows: half of a row of memory now
-// and the other half later is 9 instead of 11 GB/s (bf16, D = 128).
+// Rows of a work item over all its heads: eight heads of sixteen rows. Reading half of a row of
+// memory now and the other half later gives 9 instead of 11 GB/s (bf16, D = 128).
 inline constexpr int kDecodeRows = 128;
 
 TILEWISE_FN bool heads_side_by_side(const Problem& p) {
@@ -70,23 +70,23 @@ TILEWISE_FN bool heads_side_by_side(const Problem& p) {
          p.v.stride_head < p.v.stride_row;
 }
 
-constexpr Shape thin_shape_of(Isa isa, int32_t dtype) {
+constexpr Shape decode_shape_of(Isa isa, int32_t dtype) {
   const int lanes = shape_of(isa, TILEWISE_FLOAT32).lanes;
-  const int rows = thin_rows(isa, dtype);
+  const int rows = max_decode_rows(isa, dtype);
   return {"stream", lanes, max(rows, lanes), lanes, 1, 1, 1, rows, rows, 128, 128, 0, 0};
 }
 
 // Keys of a backward tile.
 inline constexpr int64_t kBackTileK = 64;
 
-// Keys of a backward work item: as many as keep packed keys, values and their gradients in the L2
-// cache, because every item packs all its queries; fewer where there would be too few items.
+// Keys of a backward work item: as many as keep the packed keys, values and their gradients in the
+// L2 cache, because every item packs all its queries; fewer if there would be too few items.
 TILEWISE_FN int64_t back_chunk(const Shape& s, const Problem& p) {
   constexpr int64_t kWantedItems = 16;
   const int64_t keys = key_capacity(p);
   const int64_t heads = p.heads_kv * (p.cu_seqlens_k == nullptr ? p.batch : 1);
   int64_t chunk = p.head_dim + p.head_dim_v <= 128 ? s.back_keys : s.back_keys / 2;
-  if (p.batch_invariant != 0) return chunk;  // sums of dq are cut alike in any batch
+  if (p.batch_invariant != 0) return chunk;  // dq must be summed over the same chunks in any batch
   while (chunk > 2 * kBackTileK && heads * ceil_div(keys, chunk) < kWantedItems) chunk /= 2;
   return chunk;
 }

@@ -1,4 +1,4 @@
-// The matrix engine of the AMX tile unit: 16 x 16 blocks of C, 16 units of contraction an
+// The matrix engine of the AMX tile unit: blocks of 16 x 16 of C, 16 units of contraction per
 // instruction.
 #pragma once
 
@@ -8,7 +8,7 @@
 namespace tilewise::cpu {
 namespace {
 
-// A tile is 16 rows of 64 bytes: of C 16 fp32, of A 16 units of a row, of B 16 lanes of a unit.
+// A tile is 16 rows of 64 bytes: 16 fp32 of C, 16 units of a row of A, or 16 lanes of a unit of B.
 inline constexpr int kTile = 16;
 
 inline constexpr TileConfig kTileConfig = [] {
@@ -21,8 +21,8 @@ inline constexpr TileConfig kTileConfig = [] {
   return config;
 }();
 
-// The tiles of this thread, for as long as it lives. Released at the end: tiles in use make every
-// context switch save 8 KB, and keep the core from its deeper sleep.
+// Configures the tiles of this thread for its lifetime and releases them at the end: tiles in use
+// make every context switch save 8 KB and keep the core from its deeper sleep states.
 struct TileSession {
   TILEWISE_FN TileSession() { tile_configure(kTileConfig); }
   TILEWISE_FN ~TileSession() { tile_release(); }
@@ -43,8 +43,9 @@ TILEWISE_FN void begin_sum(const float* c, int64_t ldc, bool accumulate) {
     tile_zero<Tile>();
 }
 
-// C of 32 rows and V vectors in tiles 0-3, A in 4-5, B in 6-7. A chain on one accumulator runs at
-// the full rate, so four of them are there to halve the loads: 4 of 8 cycles for 4 products of 16.
+// C of 32 rows and V vectors is in tiles 0-3, A in 4-5, B in 6-7. A chain of products on one
+// accumulator runs at the full rate; four accumulators serve to halve the loads: 4 of 8 cycles for
+// 4 products of 16.
 template <int V>
 struct TileBlock {
   template <int Row>
@@ -79,8 +80,8 @@ struct TileBlock {
     for (int64_t u = 0; u < units; u += kTile, at_a += kTile, at_b += kTile * b.ld) {
       load_a(a, at_a);
       if constexpr (Parts == 2) {
-        // high x low, high x high, low x high: 8 loads for 12 products. What low x low would add is
-        // 2^-18 of a product, below the rounding of the sums.
+        // high x low, high x high, low x high: 8 loads for 12 products. The omitted product low x
+        // low is 2^-18 of the result, below the rounding of the sums.
         load_b(b, at_b + b.plane);
         multiply();
       }
@@ -136,8 +137,7 @@ TILEWISE_FN void block_rows(float* c, int64_t ldc, bool accumulate, OperandA a, 
 }
 
 // C[m][vectors * W] (+)= A B with A[row][unit] and B[unit][lane]; m is a multiple of 32 and units
-// of
-// 16. Rows of C run fastest, so B, the smaller operand, is met in the L1 cache again.
+// of 16. Rows of C are the inner loop, so that B, the smaller operand, stays in the L1 cache.
 template <int Parts>
 __attribute__((noinline)) void tile_gemm(float* c, int64_t ldc, bool accumulate, OperandA a,
                                          int64_t m, OperandB b, int64_t vectors, int64_t units) {

@@ -1,6 +1,6 @@
-// The AMX instructions in use, under names. tests/amx_emulator has a header of the same name and
-// path that does the same in plain C++, for machines without AMX: whoever builds with it puts that
-// folder first among the include paths.
+// The AMX instructions in use, wrapped in functions. tests/amx_emulator has a header of the same
+// name and path that does the same in plain C++, for machines without AMX; a build selects it by
+// placing that folder first among the include paths.
 #pragma once
 
 #include "cpu/generic/simd.h"
@@ -8,7 +8,7 @@
 namespace tilewise::cpu {
 namespace {
 
-// What ldtilecfg reads.
+// The operand of ldtilecfg.
 struct alignas(64) TileConfig {
   uint8_t palette;
   uint8_t start_row;
@@ -18,12 +18,13 @@ struct alignas(64) TileConfig {
 };
 static_assert(sizeof(TileConfig) == 64);
 
-// The config must be a constant in memory: GCC's intrinsic claims to read only 8 bytes of it.
+// The configuration must be a constant in memory: GCC's intrinsic claims to read only 8 bytes of
+// it.
 TILEWISE_FN void tile_configure(const TileConfig& config) { _tile_loadconfig(&config); }
 TILEWISE_FN void tile_release() { _tile_release(); }
 
-// GCC's intrinsics paste the number of a tile into assembly text, so it has to be a literal, and
-// its tile loads do not tell the compiler that they read memory: see tile_fence.
+// GCC's intrinsics paste the number of a tile into assembly text, so it has to be a literal. Their
+// tile loads do not tell the compiler that they read memory: see tile_fence.
 template <int Tile>
 TILEWISE_FN void tile_zero() {
   static_assert(0 <= Tile && Tile < 8);
@@ -64,8 +65,8 @@ TILEWISE_FN void tile_store(void* to, int64_t stride) {
   if constexpr (Tile == 7) _tile_stored(7, to, stride);
 }
 
-// C += A B in bf16 pairs, for the register blocks of amx_gemm.h: C is 0-3, A 4-5, B 6-7 in one, and
-// C is 4-5, A 6-7, B 0-3 in the other; and for the tiles of decode_tiles.h.
+// C += A B in bf16 pairs. The supported register numbers are those of the two register blocks in
+// amx_gemm.h (C in 0-3, A in 4-5, B in 6-7; or C in 4-5, A in 6-7, B in 0-3) and of decode_tiles.h.
 template <int C, int A, int B>
 TILEWISE_FN void tile_dot_bf16() {
   if constexpr (C == 0 && A == 4 && B == 6)
@@ -94,8 +95,8 @@ TILEWISE_FN void tile_dot_bf16() {
     static_assert(C != C, "no register block does this");
 }
 
-// Between writes to operands or reads of results and the tile instructions: keeps the compiler from
-// moving one across the other. No instruction.
+// A compiler barrier between accesses to the operands or results and the tile instructions. It
+// emits no instruction.
 TILEWISE_FN void tile_fence() { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
 
 }  // namespace

@@ -1,13 +1,17 @@
-// The backward of one work item (FlashAttention-2, algorithm 2): a chunk of keys meets every query
-// tile that sees it. Scores are transposed as in the forward; five products a tile pair:
+// The backward of one work item (FlashAttention-2, arXiv 2307.08691, algorithm 2).
+//
+// Work item  A chunk of keys of one key/value head, and every query tile that sees the chunk.
+// Loops      Query tiles, then key tiles of kBackTileK keys, then panels of lanes.
+// Layout     Query rows are the vector lanes, as in the forward, so S and dP are transposed.
 //
 //   S^T  = K Q^T        P^T  = exp(scale S^T - lse)
 //   dP^T = V dO^T       dS^T = P^T (dP^T - delta)
 //   dV  += P^T dO       dK  += dS^T Q       dQ^T += K^T dS^T
 //
-// dK and dV belong to this item. dQ is summed over chunks in ascending order, whoever computes
-// them: a turn counter per query tile says whose add is next, so the result does not depend on
-// threads.
+// K and V of the chunk are packed once; dK and dV accumulate in scratch memory. Both belong to this
+// work item alone. S^T, dP^T and the weights of a step stay in the L1 cache. dQ of a query tile is
+// added to a sum in the workspace, under a semaphore per query tile that makes the chunks add in
+// ascending order: the result does not depend on which thread computes which chunk.
 #pragma once
 
 #include <sched.h>
@@ -27,8 +31,8 @@ struct Backward : BackwardScratch {
   static constexpr int64_t kPanels = kQ / S.panel;
   static constexpr int64_t kTileUnits = kBackTileK / S.pair;
   static constexpr int64_t kWeightsLd = kQ / S.pair;
-  // S^T and dP^T of one panel only, unless they are the fp32 weights of all of them: 8 KB each that
-  // stay in the L1 cache.
+  // Only one panel of S^T and dP^T is stored (8 KB each, which stay in the L1 cache), unless they
+  // double as the fp32 weights of all panels.
   static constexpr int64_t kScoreLd = S.pair == 1 ? kQ : S.panel;
 
   const BackwardTask& task;
@@ -39,13 +43,13 @@ struct Backward : BackwardScratch {
   ScoreTile scores;
   const Dropout dropout;
   const bool general;
-  const double units_of_scale;  // 1 / scale: raw scores in a natural unit
+  const double units_of_scale;  // 1 / scale: one natural unit in units of raw scores
   const bool want_dq;
-  bool same_form = true;  // whether all rows of the query tile are in the plain form
+  bool same_form = true;  // all rows of the query tile use the plain form
   const T** rows;
-  int64_t bad_k_count = 0;
-  int64_t bad_q_count = 0;
-  int64_t bad_do_count = 0;
+  int64_t nonfinite_k_count = 0;
+  int64_t nonfinite_q_count = 0;
+  int64_t nonfinite_do_count = 0;
 
   TILEWISE_FN Backward(const BackwardTask& t, Arena& arena)
       : BackwardScratch(S, *t.problem, arena),
@@ -69,7 +73,7 @@ struct Backward : BackwardScratch {
     const int64_t padded = padded_keys();
     key_rows(rows, task.keys, padded, s.kv, p.k, task.kv_head);
     pack_columns<E>(k, qk.ld, k_plane, rows, padded, p.head_dim);
-    bad_k_count = take_out_nonfinite(rows, padded, p.head_dim, bad_k);
+    nonfinite_k_count = remove_nonfinite_rows(rows, padded, p.head_dim, nonfinite_k);
     for (int64_t i = 0; i < padded / kBackTileK; ++i)
       E::pack_rows_a(k_t_of(i), qk.m_ld, k_t_plane, rows + i * kBackTileK, kBackTileK, p.head_dim);
     key_rows(rows, task.keys, padded, s.kv, p.v, task.kv_head);
@@ -87,13 +91,13 @@ struct Backward : BackwardScratch {
     for (int64_t i = 0; i < used / S.panel; ++i)
       pack_columns_transposed<E>(q_t + i * qk.units * S.panel, S.panel, q_t_plane,
                                  rows + i * S.panel, S.panel, p.head_dim, qk.units);
-    bad_q_count = take_out_nonfinite(rows, used, p.head_dim, bad_q);
+    nonfinite_q_count = remove_nonfinite_rows(rows, used, p.head_dim, nonfinite_q);
     pack_rows<E>(q_rows, qk.n_ld, q_rows_plane, rows, used, p.head_dim);
     lane_rows(rows, lanes, used, s, g.dout);
     for (int64_t i = 0; i < used / S.panel; ++i)
       pack_columns_transposed<E>(do_t + i * dve.units * S.panel, S.panel, do_t_plane,
                                  rows + i * S.panel, S.panel, p.head_dim_v, dve.units);
-    bad_do_count = take_out_nonfinite(rows, used, p.head_dim_v, bad_do);
+    nonfinite_do_count = remove_nonfinite_rows(rows, used, p.head_dim_v, nonfinite_do);
     pack_rows<E>(do_rows, dve.n_ld, do_rows_plane, rows, used, p.head_dim_v);
     for (int64_t lane = 0; lane < used; ++lane) {
       const int64_t at = min(lane, lanes.count - 1);
@@ -103,28 +107,28 @@ struct Backward : BackwardScratch {
     for (int64_t i = 0; i < used / S.panel * qk.m * S.panel; ++i) dq[i] = 0.0f;
   }
 
-  // How the scores of a row become weights, where `base` is lse in the units of S as near as fp32
-  // has it: a difference from it is exact where it matters. Rows that the forward has computed in
-  // the general form, because they are huge, are in natural units here, too.
+  // Prepares how the scores of one row become weights. `base` is lse in the units of S, as close as
+  // fp32 can represent it, so a difference from it is exact where it matters. Rows whose scores are
+  // huge were computed by the forward in the general form; they use natural units here as well.
   TILEWISE_FN void load_row(int64_t lane, int64_t row, int64_t head) {
     const LogSum sum = log_sum_of(p, s, row, head);
-    const bool far = __builtin_fabsf(sum.lse) > kHugeScore && sum.lse != kMinusInfinity;
-    const double unit = general || far ? 1.0 : static_cast<double>(scores.score.scale);
-    const double units = general || far ? 1.0 : units_of_scale;
+    const bool is_huge = __builtin_fabsf(sum.lse) > kHugeScore && sum.lse != kMinusInfinity;
+    const double unit = general || is_huge ? 1.0 : static_cast<double>(scores.score.scale);
+    const double units = general || is_huge ? 1.0 : units_of_scale;
     const float nearest = static_cast<float>(static_cast<double>(sum.lse) * units);
     const double left =
         static_cast<double>(sum.lse) - static_cast<double>(nearest) * unit + sum.low;
     base[lane] = sum.lse == kMinusInfinity ? 0.0f : nearest;
     rest[lane] = left - left == 0.0 ? static_cast<float>(left * kLog2eExact) : 0.0f;
     c[lane] = static_cast<float>(unit * kLog2eExact);
-    huge[lane] = far && !general ? -1 : 0;
-    same_form = (lane == 0 || same_form) && !far;
+    huge[lane] = is_huge && !general ? -1 : 0;
+    same_form = (lane == 0 || same_form) && !is_huge;
     dlse[lane] = g.dlse != nullptr ? g.dlse[dlse_index(g, s, row, head)] : 0.0f;
-    alone[lane] = sees_one_key({lanes.begin[lane], lanes.end[lane]}, row, head) ? -1 : 0;
+    single_key[lane] = sees_one_key({lanes.begin[lane], lanes.end[lane]}, row, head) ? -1 : 0;
   }
 
-  // Whether a row has one key and no sink. Keys whose bias is -inf do not count; of most rows the
-  // first two that are looked at do.
+  // Whether the row has exactly one key and no sink. Keys whose bias is -inf do not count; for most
+  // rows the search ends after two keys.
   TILEWISE_FN bool sees_one_key(Range seen, int64_t row, int64_t head) const {
     if (seen.empty() || (p.sinks != nullptr && p.sinks[head] != kMinusInfinity)) return false;
     if (p.bias == nullptr || seen.size() == 1) return seen.size() == 1;
@@ -139,7 +143,8 @@ struct Backward : BackwardScratch {
     return S.pair == 1 ? lane : lane % S.panel;
   }
 
-  // P^T and dS^T of W lanes from S^T and dP^T. Plain: no option, and every lane sees all keys.
+  // Computes P^T and dS^T of W lanes from S^T and dP^T. kPlain: no option is on and every lane sees
+  // all keys.
   template <bool kPlain, bool kDropout = false>
   TILEWISE_FN void softmax_lanes(int64_t first, Range keys, bool masked) {
     const Lanes::Bounds bounds = kPlain ? Lanes::Bounds{} : lanes.bounds(first, keys);
@@ -150,7 +155,7 @@ struct Backward : BackwardScratch {
     const I huge_lanes = kPlain ? I{} : load_as<I>(huge + first);
     const F c_lanes = kPlain ? splat(c[first]) : load(c + first);
     const F dlse_lanes = kPlain ? F{} : load(dlse + first);
-    const I alone_lanes = kPlain ? I{} : load_as<I>(alone + first);
+    const I single_key_lanes = kPlain ? I{} : load_as<I>(single_key + first);
     const bool changed = !kPlain && general;
     KeepMask keep;
     for (int32_t key = 0; key < kBackTileK; key += 2) {
@@ -163,7 +168,7 @@ struct Backward : BackwardScratch {
         if (changed) score = scores.at(score.value, diagonal, key + i, first);
         if (!kPlain) score.value = huge_lanes ? score.value * scores.score.scale : score.value;
         const F exponent = (score.value - base_lanes) * c_lanes - rest_lanes;
-        // lse is rounded: a weight may come out above 1 by that rounding, never by more.
+        // lse is rounded, so a weight could exceed 1 by that rounding: clamp it.
         F w = exp2<kExpDegree<T>>(exponent > 0.0f ? F{} : exponent);
         F dp = load(dp_tile + at);
         F dropped = w;
@@ -173,9 +178,9 @@ struct Backward : BackwardScratch {
           dp = dp * kept;
         }
         F from_sum = dp - delta_lanes;
-        // Of the only key dp is do.o: their difference is 0, not what rounding makes of it, unless
-        // dp is no number.
-        if (!kPlain) from_sum = alone_lanes ? (dp - dp) + dlse_lanes : from_sum;
+        // With a single key dp equals do.o, so their difference is exactly 0 rather than a rounding
+        // error, unless dp is NaN or infinite.
+        if (!kPlain) from_sum = single_key_lanes ? (dp - dp) + dlse_lanes : from_sum;
         const F dscore = w * from_sum;
         ds[i] = changed ? dscore * score.derivative : dscore;
         if (!kPlain && masked) {
@@ -202,7 +207,7 @@ struct Backward : BackwardScratch {
     }
   }
 
-  // Panels `used` of the query tile against one key tile.
+  // The panels `used` of the query tile against one key tile.
   TILEWISE_FN void step(int64_t key_tile, Range keys, Range used) {
     const int64_t first_key = key_tile * kBackTileK;
     for (int64_t i = used.begin; i < used.end; ++i) {
@@ -243,32 +248,36 @@ struct Backward : BackwardScratch {
         E::gemm(dq + i * qk.m * S.panel, S.panel, true,
                 E::rows_a(k_t_of(key_tile), qk.m_ld, kBackTileK, k_t_plane), qk.m,
                 {ds_b + i * S.panel, kQ, weights_plane}, S.panel / W, kTileUnits);
-    if (bad_k_count + bad_q_count + bad_do_count > 0) add_nonfinite(first_key, used);
+    if (nonfinite_k_count + nonfinite_q_count + nonfinite_do_count > 0)
+      add_nonfinite(first_key, used);
   }
 
-  // The rows that were taken out of the three products, where their weight is not 0.
+  // Adds back the non-finite rows that were removed from the three products, where their weight is
+  // not 0.
   TILEWISE_FN void add_nonfinite(int64_t first_key, Range used) {
     const Range in_step = {used.begin * S.panel, used.end * S.panel};
     for (int64_t key = 0; key < kBackTileK; ++key) {
       float* const dk_row = dk + (first_key + key) * qk.n_ld;
       float* const dv_row = dv + (first_key + key) * dve.n_ld;
-      for (int64_t b = 0; b < bad_q_count; ++b)
-        if (in_step.contains(bad_q.index[b]))
-          add_scaled(dk_row, E::weight_a(ds_a, weights_plane, kWeightsLd, key, bad_q.index[b]),
-                     static_cast<const T*>(bad_q.address[b]), p.head_dim, 1);
-      for (int64_t b = 0; b < bad_do_count; ++b)
-        if (in_step.contains(bad_do.index[b]))
-          add_scaled(dv_row, E::weight_a(p_a, weights_plane, kWeightsLd, key, bad_do.index[b]),
-                     static_cast<const T*>(bad_do.address[b]), p.head_dim_v, 1);
+      for (int64_t b = 0; b < nonfinite_q_count; ++b)
+        if (in_step.contains(nonfinite_q.index[b]))
+          add_scaled(dk_row,
+                     E::weight_a(ds_a, weights_plane, kWeightsLd, key, nonfinite_q.index[b]),
+                     static_cast<const T*>(nonfinite_q.address[b]), p.head_dim, 1);
+      for (int64_t b = 0; b < nonfinite_do_count; ++b)
+        if (in_step.contains(nonfinite_do.index[b]))
+          add_scaled(dv_row,
+                     E::weight_a(p_a, weights_plane, kWeightsLd, key, nonfinite_do.index[b]),
+                     static_cast<const T*>(nonfinite_do.address[b]), p.head_dim_v, 1);
     }
     if (!want_dq) return;
-    for (int64_t b = 0; b < bad_k_count; ++b) {
-      const int64_t key = bad_k.index[b] - first_key;
+    for (int64_t b = 0; b < nonfinite_k_count; ++b) {
+      const int64_t key = nonfinite_k.index[b] - first_key;
       if (key < 0 || key >= kBackTileK) continue;
       for (int64_t lane = in_step.begin; lane < in_step.end; ++lane)
         add_scaled(dq + lane / S.panel * qk.m * S.panel + lane % S.panel,
                    E::weight_a(ds_a, weights_plane, kWeightsLd, key, lane),
-                   static_cast<const T*>(bad_k.address[b]), p.head_dim, S.panel);
+                   static_cast<const T*>(nonfinite_k.address[b]), p.head_dim, S.panel);
     }
   }
   TILEWISE_FN static void add_scaled(float* sum, float weight, const T* row, int64_t columns,
@@ -277,15 +286,15 @@ struct Backward : BackwardScratch {
     for (int64_t i = 0; i < columns; ++i) sum[i * stride] += weight * to_float(row[i]);
   }
 
-  // dq_sum[tile] += dq when it is this chunk's turn. The chunk before it is running or done,
-  // because work items are taken in order, so the wait ends.
+  // dq_sum[tile] += dq once the semaphore reaches this chunk. Work items are taken in ascending
+  // order, so the chunk before this one is running or done, and the wait ends.
   TILEWISE_FN void add_dq(int64_t tile) {
     const Packing packing{group_size(p)};
     const Range rows_of_tile = packing.rows(Tiling{packing.packed(s.band.rows), kQ}.at(tile));
     const Range chunks = Tiling{s.band.keys, chunk}.touching(s.band.keys_of_any(rows_of_tile));
     const int32_t before = static_cast<int32_t>(task.chunk - chunks.begin);
-    int32_t* const turn = task.turns + tile * task.tile_stride;
-    for (int spins = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != before; ++spins)
+    int32_t* const semaphore = task.dq_semaphores + tile * task.tile_stride;
+    for (int spins = 0; __atomic_load_n(semaphore, __ATOMIC_ACQUIRE) != before; ++spins)
       if (spins > 64) sched_yield();
     float* const sum = task.dq_sum + tile * task.tile_stride * kPanels * qk.m * S.panel;
     const int64_t size = round_up(lanes.count, S.panel) / S.panel * qk.m * S.panel;
@@ -293,7 +302,7 @@ struct Backward : BackwardScratch {
       for (int64_t i = 0; i < size; ++i) sum[i] = dq[i];
     else
       for (int64_t i = 0; i < size; ++i) sum[i] += dq[i];
-    __atomic_store_n(turn, before + 1, __ATOMIC_RELEASE);
+    __atomic_store_n(semaphore, before + 1, __ATOMIC_RELEASE);
   }
 
   TILEWISE_FN void run() {
@@ -310,7 +319,7 @@ struct Backward : BackwardScratch {
       for (int64_t j = 0; j < key_tiling.count(); ++j) {
         const Range local = key_tiling.at(j);
         const Range keys = {task.keys.begin + local.begin, task.keys.begin + local.end};
-        // Bounds do not decrease with the row, so the panels that see a tile are neighbours.
+        // Bounds do not decrease with the row, so the panels that see a key tile are contiguous.
         Range active{0, used_panels};
         while (active.begin < active.end && !lanes.panel_sees(active.begin, keys)) ++active.begin;
         while (active.begin < active.end && !lanes.panel_sees(active.end - 1, keys)) --active.end;

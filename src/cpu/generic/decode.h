@@ -1,11 +1,17 @@
-// The forward of decoding: at most thin_rows packed rows of each of some key/value heads, over a
-// range of keys. The time is that of reading K and V, so both are read once, in the order they lie
-// in memory: all heads of a few keys after each other, and nothing is packed. The vectors run along
-// keys in the softmax; what the products do is said in decode_dots.h and decode_tiles.h.
+// The forward of decoding: few packed query rows (at most max_decode_rows per key/value head) and
+// many keys.
+//
+// Work item  Those rows of one or more neighbouring key/value heads, and the keys of a split.
+// Loops      Key tiles; in each the scores of all heads, then the softmax row by row, then p v.
 //
 //   s[row][key] = q k^T
-//   p           = 2^((s - m) c)   m and l kept per row (Weighing)
+//   p           = 2^((s - m) c)   m and l kept per row (SoftmaxScaling)
 //   o[row]     += p v
+//
+// The time is that of reading K and V. Both are therefore read once, from where they lie, without
+// packing and in memory order: a few keys of every head of the work item at a time. q, s, p and o
+// live in scratch memory and stay in the cache. In the softmax the vectors run along keys;
+// decode_dots.h and decode_tiles.h say how the products use them.
 #pragma once
 
 #include "cpu/generic/decode_dots.h"
@@ -15,14 +21,14 @@
 namespace tilewise::cpu {
 namespace {
 
-// Rounded up: products know their number as a constant, or are several of the same.
+// Rounded up to a power of two: the products take their number of rows as a constant.
 TILEWISE_FN int64_t decode_rows_of_head(int64_t rows) {
   int64_t most = 1;
   while (most < rows) most *= 2;
   return most;
 }
 
-// Cached: the storage of K and V, T itself or Float8.
+// Cached: the storage type of K and V, either T itself or Float8.
 template <class T, class Cached, class Products>
 struct Decode : DecodeScratch {
   using Reader = Stream<Cached>;
@@ -30,7 +36,7 @@ struct Decode : DecodeScratch {
   static constexpr bool kFloat8 = !std::is_same_v<T, Cached>;
   static constexpr int kParts = Reader::kParts;
   static constexpr int kColumns = Reader::kColumns;
-  static constexpr int kMostRows = Products::kMostRows;  // of a head
+  static constexpr int kMostRows = Products::kMostRows;  // per head
 
   const ForwardTask& task;
   const Problem& p;
@@ -38,13 +44,14 @@ struct Decode : DecodeScratch {
   Lanes lanes;  // rows of the first head
   const Score score;
   const Dropout dropout;
-  Weighing<T> weighing;
-  const int64_t rows_of_head;  // rounded up
-  // Rows of the first head: keys and values of the tile, and of as many behind it as are asked for.
+  SoftmaxScaling<T> scaling;
+  const int64_t rows_of_head;  // per head, rounded up
+  // Row addresses of the first head: the keys and values of the tile, followed by those to
+  // prefetch.
   const Cached** const keys_of_tile;
   const Cached** const values_of_tile;
   int64_t count = 0;   // keys of the tile
-  int64_t padded = 0;  // ... and up to a whole step
+  int64_t padded = 0;  // `count` rounded up to a whole step
   Products products;
 
   TILEWISE_FN Decode(const Shape& shape, const ForwardTask& t, Arena& arena)
@@ -55,15 +62,15 @@ struct Decode : DecodeScratch {
         lanes{DecodeScratch::lanes},
         score(kFloat8 ? score_of(p) : score_of(p, s.batch, t.kv_head)),
         dropout(dropout_of(p)),
-        weighing(Weighing<T>::of(score, is_general(p, score))),
+        scaling(SoftmaxScaling<T>::of(score, is_general(p, score))),
         rows_of_head(decode_rows_of_head(t.packed_rows.size())),
         keys_of_tile(reinterpret_cast<const Cached**>(rows)),
-        values_of_tile(keys_of_tile + tile_k + Products::kMostAhead),
+        values_of_tile(keys_of_tile + tile_k + Products::kMaxPrefetchDistance),
         products(task) {}
 
   TILEWISE_FN int64_t reads_of_q() const { return ceil_div(p.head_dim, kColumns); }
   TILEWISE_FN int64_t panel() const { return round_up(task.packed_rows.size(), W); }  // all lanes
-  // What products with K and V of a head are multiplied by.
+  // The factors for products with K and with V of a head.
   TILEWISE_FN float unit_of_k(int64_t h) const {
     return kFloat8 ? Reader::kUnit * k_descale(p, s.batch, task.kv_head + h) : 1.0f;
   }
@@ -73,7 +80,7 @@ struct Decode : DecodeScratch {
   TILEWISE_FN float* s_of(int64_t row) const { return s_tile + row * tile_k; }
   TILEWISE_FN float* o_of(int64_t row) const { return o + row * o_ld; }
 
-  // Past the last column: zeros.
+  // Columns past the last one read as zeros.
   TILEWISE_FN static Read read(const Cached* row, int64_t column, int64_t columns) {
     return column + kColumns <= columns ? Reader::read(row + column)
                                         : Reader::read_first(row + column, columns - column);
@@ -93,7 +100,7 @@ struct Decode : DecodeScratch {
     }
   }
 
-  // Calls body with a head's number of rows, rounded up to what a product takes, as a constant.
+  // Calls body with the number of rows per head, rounded up to what a product takes, as a constant.
   template <class Body>
   TILEWISE_FN void with_rows(const Body& body) const {
     constexpr int kMost = Products::kRows;
@@ -104,7 +111,7 @@ struct Decode : DecodeScratch {
     body(std::integral_constant<int, kMost>{});
   }
 
-  // Calls body(row of the scratch, lane, kv head of the task) for every row there is.
+  // Calls body(row of the scratch memory, lane, kv head of the task) for every valid row.
   template <class Body>
   TILEWISE_FN void for_rows(const Body& body) const {
     for (int64_t h = 0; h < task.heads; ++h)
@@ -116,7 +123,7 @@ struct Decode : DecodeScratch {
 
   TILEWISE_FN void begin() {
     lanes.fill(p, s, task.kv_head, task.packed_rows, panel());
-    const bool negate = !weighing.general && score.scale < 0.0f;
+    const bool negate = !scaling.general && score.scale < 0.0f;
     const T* from[kMostRows];
     lane_rows(from, lanes, lanes.count, s, p.q);
     const int64_t reads = task.heads * rows_of_head * reads_of_q();
@@ -128,7 +135,7 @@ struct Decode : DecodeScratch {
         if (negate) Reader::negate(part);
         Products::place_q(*this, part, h, lane, c);
       }
-      const SoftmaxState state = first_state(task, head_of(lane, h), weighing);
+      const SoftmaxState state = first_state(task, head_of(lane, h), scaling);
       m[row] = state.m;
       F sum{};
       sum[0] = state.l;
@@ -137,11 +144,12 @@ struct Decode : DecodeScratch {
     });
   }
 
-  // Rows of `keys`, of `ahead` after them and, where there are no more, again the first one, up to
-  // a whole step. Rows of float8 that are copied are not asked for ahead.
-  TILEWISE_FN void list(const Cached** to, const WideScratch& wide, Range keys, int64_t ahead,
-                        const tilewise_tensor& view, int64_t columns) const {
-    const Range more = {keys.begin, min(keys.end + ahead, task.keys.end)};
+  // Lists the addresses of `keys`, of up to `prefetch_distance` keys after them, and then repeats
+  // the first one up to a whole step. Float8 rows that are copied are not prefetched.
+  TILEWISE_FN void list(const Cached** to, const WideScratch& wide, Range keys,
+                        int64_t prefetch_distance, const tilewise_tensor& view,
+                        int64_t columns) const {
+    const Range more = {keys.begin, min(keys.end + prefetch_distance, task.keys.end)};
     int64_t listed = more.size();
     if (!kFloat8 && p.kv_float8 != 0) {
       listed = keys.size();
@@ -149,14 +157,15 @@ struct Decode : DecodeScratch {
     } else {
       key_rows(to, more, listed, s.kv, view, task.kv_head);
     }
-    const int64_t end = round_up(keys.size(), Products::kStep) + ahead;
+    const int64_t end = round_up(keys.size(), Products::kStep) + prefetch_distance;
     for (int64_t i = listed; i < end; ++i) to[i] = to[0];
   }
 
-  // Score changes and band: W keys of a row from `key` of the sequence on, of which `left` exist.
+  // Applies the score options and the band to W keys of a row from `key` of the sequence on, of
+  // which `left` exist.
   TILEWISE_FN F score_at(int64_t lane, int64_t head, int64_t key, int64_t left, F raw) const {
     F value = raw;
-    if (weighing.general) {
+    if (scaling.general) {
       const auto diagonal = static_cast<int32_t>(lanes.row[lane] + s.band.shift() - key);
       const int64_t offset = bias_offset(p, s.batch, head, lanes.row[lane]) + key;
       const F bias = p.bias != nullptr ? bias_of_keys(p, offset, left) : F{};
@@ -169,10 +178,10 @@ struct Decode : DecodeScratch {
     return sees ? value : splat(kMinusInfinity);
   }
 
-  // Raises m where the tile's maximum has outgrown it, and rescales l and o then.
+  // Raises m where the maximum of the tile exceeds it by the threshold, and then rescales l and o.
   TILEWISE_FN float raise_maximum(int64_t row, float highest) {
-    if (highest > m[row] + kOutgrown / weighing.c) {
-      const F alpha = weighing.alpha(splat(m[row]), splat(highest));
+    if (highest > m[row] + kRescaleThreshold / scaling.c) {
+      const F alpha = scaling.alpha(splat(m[row]), splat(highest));
       m[row] = highest;
       store(l + row * W, load(l + row * W) * alpha);
       for (int64_t c = 0; c < o_ld; c += W) store(o_of(row) + c, load(o_of(row) + c) * alpha);
@@ -180,20 +189,20 @@ struct Decode : DecodeScratch {
     return exponent_base(m[row]);
   }
 
-  // s becomes p; m, l and o follow.
+  // Turns s into p and updates m, l and o.
   TILEWISE_FN void softmax(int64_t row, int64_t lane, int64_t head, Range keys) {
     float* const at = s_of(row);
     const Range seen = {lanes.begin[lane], lanes.end[lane]};
     const bool inside = seen.begin <= keys.begin && keys.end <= seen.end && keys.size() == padded;
     F highest = splat(kMinusInfinity);
     for (int64_t i = 0; i < padded; i += W) {
-      if (weighing.general || !inside)
+      if (scaling.general || !inside)
         store(at + i, score_at(lane, head, keys.begin + i, keys.size() - i, load(at + i)));
       highest = vmax(highest, load(at + i));
     }
-    const F base = weighing.base(splat(raise_maximum(row, max_lane(highest))));
-    if (weighing.fused())
-      exponentiate<Weighing<T>::kMayFuse>(row, lane, head, keys, base);
+    const F base = scaling.base(splat(raise_maximum(row, max_lane(highest))));
+    if (scaling.fused())
+      exponentiate<SoftmaxScaling<T>::kMayFuse>(row, lane, head, keys, base);
     else
       exponentiate<false>(row, lane, head, keys, base);
   }
@@ -201,7 +210,7 @@ struct Decode : DecodeScratch {
   template <bool kFused>
   TILEWISE_FN void exponentiate(int64_t row, int64_t lane, int64_t head, Range keys, F base) {
     float* const at = s_of(row);
-    const Weighing<T> w_of = weighing;
+    const SoftmaxScaling<T> w_of = scaling;
     const int64_t batch_head = s.batch * p.heads_q + head;
     F sum{};
     for (int64_t i = 0; i < padded; i += W) {
@@ -221,7 +230,7 @@ struct Decode : DecodeScratch {
     }
   }
 
-  // Whether a weight of 0 times an infinity or NaN would reach a row that must not see it.
+  // Whether a weight of 0 times an infinity or NaN would reach a row that does not see that key.
   TILEWISE_FN bool hides_nonfinite(Range keys) const {
     if (lanes.panel_covers(0, keys)) return false;
     for (int64_t key = 0; key < keys.size(); ++key)
@@ -230,7 +239,7 @@ struct Decode : DecodeScratch {
     return false;
   }
 
-  // The same sums, of the keys whose weight is not 0.
+  // The same sums as `accumulate`, over the keys whose weight is not 0.
   TILEWISE_FN void accumulate_seen() const {
     const int64_t group = DotProducts<Cached>::group_of(p, rows_of_head);
     for_rows([&](int64_t row, int64_t, int64_t h) {
@@ -257,11 +266,11 @@ struct Decode : DecodeScratch {
       bool more = false;
       for_rows([&](int64_t row, int64_t lane, int64_t h) {
         const float sum = sum_lanes(load(l + row * W));
-        if (!again) more |= huge[row] = weighing.huge(splat(m[row]), splat(sum))[0] != 0;
+        if (!again) more |= huge[row] = scaling.huge(splat(m[row]), splat(sum))[0] != 0;
         if (huge[row] == again) finish(row, lane, h, sum);
       });
       if (again || !more) return;
-      weighing = Weighing<T>::of(score, true);
+      scaling = SoftmaxScaling<T>::of(score, true);
     }
   }
 
@@ -274,8 +283,8 @@ struct Decode : DecodeScratch {
       const Range keys = intersect(tiling.at(j), task.keys);
       count = keys.size();
       padded = round_up(count, Products::kStep);
-      list(keys_of_tile, wide_k, keys, products.ahead_k, p.k, p.head_dim);
-      list(values_of_tile, wide_v, keys, products.ahead_v, p.v, p.head_dim_v);
+      list(keys_of_tile, wide_k, keys, products.prefetch_distance_k, p.k, p.head_dim);
+      list(values_of_tile, wide_v, keys, products.prefetch_distance_v, p.v, p.head_dim_v);
       with_rows([&](auto R) { products.template scores<R>(*this); });
       for_rows([&](int64_t row, int64_t lane, int64_t h) {
         softmax(row, lane, head_of(lane, h), keys);
@@ -290,7 +299,7 @@ struct Decode : DecodeScratch {
   // out = o / l and lse = m + log(l).
   TILEWISE_FN void finish(int64_t row, int64_t lane, int64_t h, float sum) const {
     const float factor = sum == 0.0f ? 0.0f : unit_of_v(h) / sum;
-    const LogSums sums = lse_of(splat(m[row]), splat(sum), weighing);
+    const LogSums sums = lse_of(splat(m[row]), splat(sum), scaling);
     if (task.partial_out != nullptr) {
       const int64_t at = h * task.partial_stride + lane;
       task.partial_lse[at] = sums.lse[0];
@@ -321,12 +330,13 @@ struct Decode : DecodeScratch {
   }
 };
 
-// As many heads at once as there is room for. Rows of float8 are read where they lie while they
-// are as few as vectors take, else copied in the dtype of q, those of one head.
+// Computes as many heads at once as the scratch memory has rows for. Float8 rows are read from
+// where they lie if the vector products can take all query rows; otherwise they are first converted
+// to the dtype of q, one head at a time.
 template <class T, class Products, Isa kIsa>
 void decode_item(const ForwardTask& task, Arena scratch) {
   using Float8Products = DotProducts<Float8>;
-  constexpr Shape shape = thin_shape_of(kIsa, kDtype<T>);
+  constexpr Shape shape = decode_shape_of(kIsa, kDtype<T>);
   static_assert(shape.lanes == W && shape.tile_q <= Products::kMostRows);
   const int64_t rows = decode_rows_of_head(task.packed_rows.size());
   const bool float8 = sizeof(T) == 2 && task.problem->kv_float8 != 0;

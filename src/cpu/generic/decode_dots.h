@@ -1,5 +1,5 @@
-// The products of decoding in vectors along the head dimension: rows of K times q, and sums of rows
-// of V weighted by p, both as they lie in memory.
+// The products of decoding with vectors along the head dimension: rows of K times q, and sums of
+// rows of V weighted by p, both read from where they lie in memory.
 #pragma once
 
 #include "cpu/generic/decode_units.h"
@@ -12,72 +12,78 @@ template <class T>
 struct DotProducts {
   using Reader = Stream<T>;
   using Read = typename Reader::Read;
-  using InOrderOfReads = typename Ahead<T>::InOrderOfReads;
+  using ReadOrderPrefetcher = typename DecodePrefetch<T>::ReadOrderPrefetcher;
   template <int R>
-  using InOrderOfMemory = typename Ahead<T>::template InOrderOfMemory<(R > 1)>;
+  using MemoryOrderPrefetcher = typename DecodePrefetch<T>::template MemoryOrderPrefetcher<(R > 1)>;
   struct Session {
     TILEWISE_FN explicit Session(int64_t) {}
   };
   static constexpr int kStep = W;              // keys of a tile are padded to a multiple of it
-  static constexpr int kMostRows = min(8, W);  // of a head
-  static constexpr int kRows = kMostRows;      // of a product
+  static constexpr int kMostRows = min(8, W);  // per head
+  static constexpr int kRows = kMostRows;      // per product
   static constexpr int kParts = Reader::kParts;
   static constexpr int kColumns = Reader::kColumns;
-  // Sums that are kept in registers: half of them, the other half holds operands.
+  // Accumulators kept in registers: half of the registers, as the other half holds operands.
   static constexpr int kSums = W == 16 ? 16 : 8;
-  // Rows whose sums of values are kept: with 8 of them half of the 16 registers would be in memory.
+  // Rows whose sums with V are kept in registers: with 8 rows, half of the 16 registers would
+  // spill.
   static constexpr int kRowsOfValues = W == 16 ? 8 : 4;
-  // Reads of V whose sums of `rows` rows are kept.
+  // Reads of V whose sums for `rows` rows fit into the registers.
   TILEWISE_FN static constexpr int reads_at_once(int rows) {
     return max(1, min(8, kSums / rows) / kParts);
   }
-  // Keys whose values a row adds up in registers: those of a tile where the next ones are of the
-  // same head and a row of V is read at once (Zen 5, one row of bf16 D128, one thread: 32 GB/s, 29
-  // with eight), else few: another head comes after them. Several rows have as many sums to put
-  // down (16 instead of 8: 5 to 11 % less in cache), and gain nothing by more.
+  // Keys that are accumulated in registers per row before the next head. With one row, if the next
+  // keys belong to the same head and a row of V is read at once, a whole tile (Zen 5, one row of
+  // bf16 D128, one thread: 32 GB/s, 29 with eight keys); otherwise few, because another head comes
+  // after them. Several rows write as many sums back (16 keys instead of 8: 5 to 11 % less time in
+  // cache) and gain nothing by more.
   TILEWISE_FN static int64_t group_of(const Problem& p, int64_t rows) {
     if (rows > 1) return 16;
     const bool one_run = !heads_side_by_side(p) && p.head_dim_v <= reads_at_once(1) * kColumns;
-    return one_run ? Ahead<T>::kMost : 8;
+    return one_run ? DecodePrefetch<T>::kMaxKeys : 8;
   }
-  static constexpr int64_t kMostAhead = Ahead<T>::kMost;
+  static constexpr int64_t kMaxPrefetchDistance = DecodePrefetch<T>::kMaxKeys;
 
-  // Few rows are read key by key, since their time is that of memory. By units (Zen 5, one thread)
-  // one and two rows take up to 10 % longer, four are level, eight have 1.26 to 1.38 of the speed.
+  // Few rows are read key by key, since memory limits them. By units (Zen 5, one thread) one and
+  // two rows take up to 10 % longer, four are equal, eight have 1.26 to 1.38 times the speed.
   template <int R>
   static constexpr bool kByUnits = Reader::kHasUnits && R >= 4 * Reader::kUnitBlocks;
 
-  // So many keys and values behind a tile are listed with it. One row, and heads side by side, ask
-  // for those so far ahead, several rows of a head for the other tensor (Ahead).
-  const bool asks_across;
+  // The prefetch distances, in keys that are listed after a tile. One row, and heads side by side,
+  // prefetch in the same tensor; several rows of one head prefetch the other tensor
+  // (DecodePrefetch).
+  const bool prefetch_across;
   const bool in_order_of_memory;
-  const bool first_level;
-  const int64_t ahead_k;
-  const int64_t ahead_v;
+  const bool into_l1;
+  const int64_t prefetch_distance_k;
+  const int64_t prefetch_distance_v;
 
   TILEWISE_FN explicit DotProducts(const ForwardTask& task)
       : DotProducts(task, task.packed_rows.size() > 1 && task.heads == 1) {}
   TILEWISE_FN DotProducts(const ForwardTask& task, bool across)
-      : asks_across(across),
-        in_order_of_memory(Ahead<T>::in_order_of_memory(task)),
-        first_level(Ahead<T>::first_level(task)),
-        ahead_k(across ? kMostAhead : keys_ahead(task, task.problem->head_dim)),
-        ahead_v(across ? Ahead<T>::kNear : keys_ahead(task, task.problem->head_dim_v)) {}
-  TILEWISE_FN static int64_t keys_ahead(const ForwardTask& task, int64_t columns) {
-    return Ahead<T>::keys(task, columns, group_of(*task.problem, task.packed_rows.size()));
+      : prefetch_across(across),
+        in_order_of_memory(DecodePrefetch<T>::in_order_of_memory(task)),
+        into_l1(DecodePrefetch<T>::into_l1(task)),
+        prefetch_distance_k(across ? kMaxPrefetchDistance
+                                   : prefetch_distance(task, task.problem->head_dim)),
+        prefetch_distance_v(across ? DecodePrefetch<T>::kNearKeys
+                                   : prefetch_distance(task, task.problem->head_dim_v)) {}
+  TILEWISE_FN static int64_t prefetch_distance(const ForwardTask& task, int64_t columns) {
+    return DecodePrefetch<T>::distance(task, columns,
+                                       group_of(*task.problem, task.packed_rows.size()));
   }
 
-  // What is to be asked for beside the first key and value of a tile.
+  // The rows to prefetch while the first key, or the first value, of a tile is read.
   template <class Item>
-  TILEWISE_FN const T* const* coming_with_keys(const Item& d) const {
-    return asks_across ? d.values_of_tile : d.keys_of_tile + ahead_k;
+  TILEWISE_FN const T* const* prefetch_rows_with_keys(const Item& d) const {
+    return prefetch_across ? d.values_of_tile : d.keys_of_tile + prefetch_distance_k;
   }
   template <class Item>
-  TILEWISE_FN const T* const* coming_with_values(const Item& d) const {
-    return asks_across ? d.keys_of_tile + d.padded : d.values_of_tile + ahead_v;
+  TILEWISE_FN const T* const* prefetch_rows_with_values(const Item& d) const {
+    return prefetch_across ? d.keys_of_tile + d.padded : d.values_of_tile + prefetch_distance_v;
   }
 
-  // q: [row][read], or as UnitScores has it
+  // Layout of q: [row][read], or that of UnitScores
   template <class Item>
   TILEWISE_FN static void place_q(const Item& d, const Read& part, int64_t h, int64_t lane,
                                   int64_t c) {
@@ -90,26 +96,27 @@ struct DotProducts {
     });
   }
 
-  // Of a row, in which heads lie side by side: as much as reads of `columns` of each ask for. Of
-  // heads that do not end with a line that is a little of what lies behind them, too.
+  // Columns to prefetch per row if heads lie side by side: as much as the reads of `columns` of
+  // each head cover. If a head does not end with a cache line, that includes a little of what
+  // follows the last head.
   template <class Item>
-  TILEWISE_FN static int64_t asked_of_heads(const Item& d, int64_t columns) {
-    return d.task.heads * round_up(columns, Ahead<T>::kLineColumns);
+  TILEWISE_FN static int64_t prefetch_columns_of_heads(const Item& d, int64_t columns) {
+    return d.task.heads * round_up(columns, DecodePrefetch<T>::kLineColumns);
   }
 
-  // Calls body with how lines are asked for, as a type.
+  // Calls body with the type of the prefetcher.
   template <int R, class Body>
-  TILEWISE_FN void with_asks(const Body& body) const {
+  TILEWISE_FN void with_prefetcher(const Body& body) const {
     if constexpr (R == 1) {
-      if (!in_order_of_memory) return body(std::type_identity<InOrderOfReads>{});
+      if (!in_order_of_memory) return body(std::type_identity<ReadOrderPrefetcher>{});
     }
-    body(std::type_identity<InOrderOfMemory<R>>{});
+    body(std::type_identity<MemoryOrderPrefetcher<R>>{});
   }
 
-  // q . k of R rows and N keys, one of them line by line as it lies in memory: sums over lanes are
-  // still to be added up.
-  template <int R, int N, class Item, class Asks>
-  TILEWISE_FN void dots(const Item& d, const Read* query, const T* const* k, Asks& asks,
+  // q . k of R rows and N keys, each key line by line in memory order. The sum over lanes is left
+  // to the caller.
+  template <int R, int N, class Item, class Prefetcher>
+  TILEWISE_FN void dots(const Item& d, const Read* query, const T* const* k, Prefetcher& prefetcher,
                         int64_t offset, int first, F (&sums)[R][4]) const {
     F sum[R][N] = {};
     const auto add = [&](int64_t c, const Read(&key)[N]) {
@@ -122,7 +129,7 @@ struct DotProducts {
     for (int64_t c = 0; c < whole; ++c) {
       const int64_t at = offset + c * kColumns;
       for (int n = 0; n < N; ++n) {
-        asks.template beside<kColumns>(k + n, offset, c * kColumns);
+        prefetcher.template beside_read<kColumns>(k + n, offset, c * kColumns);
         key[n] = Reader::read(k[n] + at);
       }
       add(c, key);
@@ -140,23 +147,26 @@ struct DotProducts {
     if constexpr (kByUnits<R>)
       scores_by_units<R>(d);
     else
-      with_asks<R>([&](auto asks) { scores_by_dots<R, typename decltype(asks)::type>(d); });
+      with_prefetcher<R>(
+          [&](auto prefetcher) { scores_by_dots<R, typename decltype(prefetcher)::type>(d); });
   }
 
   template <int R, class Item>
   TILEWISE_FN void scores_by_units(const Item& d) const {
     using Units = UnitScores<T, R>;
     const Read* const q = reinterpret_cast<const Read*>(d.q);
-    const T* const* const coming = coming_with_keys(d);
-    const int64_t asked = asked_of_heads(d, Units::asked(d.p.head_dim));
+    const T* const* const upcoming = prefetch_rows_with_keys(d);
+    const int64_t prefetch_columns =
+        prefetch_columns_of_heads(d, Units::prefetch_columns(d.p.head_dim));
     for (int64_t first = 0; first < d.padded; first += W) {
-      InOrderOfMemory<R> asks{coming + first, asked, ahead_k, first_level};
+      MemoryOrderPrefetcher<R> prefetcher{upcoming + first, prefetch_columns, prefetch_distance_k,
+                                          into_l1};
       for (int64_t h = 0; h < d.task.heads; ++h) {
         F sums[Units::kBlocks][W];
         F rows[Units::kBlocks][Units::kRows];
         const Read* const query = q + h * R * d.reads_of_q();
         Units::dots(sums, reinterpret_cast<const typename Reader::Unit*>(query),
-                    d.keys_of_tile + first, asks, h * d.p.k.stride_head, d.p.head_dim);
+                    d.keys_of_tile + first, prefetcher, h * d.p.k.stride_head, d.p.head_dim);
         for (int b = 0; b < Units::kBlocks; ++b) Units::by_rows(rows[b], sums[b]);
         for (int r = 0; r < R; ++r)
           store(d.s_of(h * R + r) + first,
@@ -165,24 +175,25 @@ struct DotProducts {
     }
   }
 
-  template <int R, class Asks, class Item>
+  template <int R, class Prefetcher, class Item>
   TILEWISE_FN void scores_by_dots(const Item& d) const {
-    // One row does little beside reading, but for float8, which is converted.
+    // One row does little besides reading, except for float8, which needs a conversion.
     constexpr int N = R == 1 && sizeof(T) > 1 ? 1 : min(4, kSums / R);
     const Read* const query = reinterpret_cast<const Read*>(d.q);
-    const T* const* const coming = coming_with_keys(d);
-    const int64_t asked = asked_of_heads(d, d.p.head_dim / kColumns * kColumns);
+    const T* const* const upcoming = prefetch_rows_with_keys(d);
+    const int64_t prefetch_columns =
+        prefetch_columns_of_heads(d, d.p.head_dim / kColumns * kColumns);
     for (int64_t first = 0; first < d.padded; first += W) {
       F sums[kDecodeRows][W / 4];  // lane i: of key i % 4
       for (int four = 0; four < W / 4; ++four) {
         const int64_t key = first + 4 * four;
-        Asks asks{coming + key, asked, ahead_k, first_level};
+        Prefetcher prefetcher{upcoming + key, prefetch_columns, prefetch_distance_k, into_l1};
         for (int64_t h = 0; h < d.task.heads; ++h) {
           const int64_t offset = h * d.p.k.stride_head;
           F sum[R][4];
           for (int n = 0; n < 4; n += N)
-            dots<R, N>(d, query + h * R * d.reads_of_q(), d.keys_of_tile + key + n, asks, offset, n,
-                       sum);
+            dots<R, N>(d, query + h * R * d.reads_of_q(), d.keys_of_tile + key + n, prefetcher,
+                       offset, n, sum);
           for (int r = 0; r < R; ++r) sums[h * R + r][four] = sum_of_rows<1>(sum[r]);
         }
       }
@@ -191,11 +202,13 @@ struct DotProducts {
     }
   }
 
-  // o of B rows += p v of `kKeys` keys, all whose weights are applied at once or one: V reads of
-  // columns from `c` on. first: those to come are asked for, once a head.
-  template <int B, int V, bool kWhole, int kKeys, class Item, class Asks>
-  TILEWISE_FN void weigh(const Item& d, Asks& asks, int64_t offset, int64_t c, bool first,
-                         const float* weights, int64_t key, F (&sum)[B][V][kParts]) const {
+  // o of B rows += p v for `kKeys` keys (all keys whose weights are applied at once, or a single
+  // one): V reads of columns from `c` on. `first` is set for one block of rows per head, which also
+  // prefetches.
+  template <int B, int V, bool kWhole, int kKeys, class Item, class Prefetcher>
+  TILEWISE_FN void weigh(const Item& d, Prefetcher& prefetcher, int64_t offset, int64_t c,
+                         bool first, const float* weights, int64_t key,
+                         F (&sum)[B][V][kParts]) const {
     const T* const* const v = d.values_of_tile + key;
     const int64_t columns = d.p.head_dim_v;
     typename Reader::Values values[V];
@@ -203,7 +216,7 @@ struct DotProducts {
       const int64_t column = c + j * kColumns;
       Read read[Reader::kKeys] = {};
       for (int i = 0; i < kKeys; ++i) {
-        if (first) asks.template beside<kColumns>(v + i, offset, column);
+        if (first) prefetcher.template beside_read<kColumns>(v + i, offset, column);
         if constexpr (kWhole)
           read[i] = Reader::read(v[i] + offset + column);
         else
@@ -215,47 +228,51 @@ struct DotProducts {
       for (int j = 0; j < V; ++j) Reader::weigh(sum[r][j], values[j], weights + r * d.tile_k, key);
   }
 
-  // Of the B rows from `row` on of head h.
-  template <int R, int B, int V, bool kWhole, class Item, class Asks>
-  TILEWISE_FN void accumulate_group(const Item& d, Asks& asks, Range keys, int64_t h, int64_t row,
-                                    int64_t c) const {
+  // The B rows from `row` on of head h.
+  template <int R, int B, int V, bool kWhole, class Item, class Prefetcher>
+  TILEWISE_FN void accumulate_group(const Item& d, Prefetcher& prefetcher, Range keys, int64_t h,
+                                    int64_t row, int64_t c) const {
     constexpr int K = Reader::kKeys;
     const int64_t offset = h * d.p.v.stride_head;
     const float* const weights = d.s_of(h * R + row);
     F sum[B][V][kParts] = {};
     int64_t key = keys.begin;
     for (; key + K <= keys.end; key += K)
-      weigh<B, V, kWhole, K>(d, asks, offset, c, row == 0, weights, key, sum);
-    if (key < keys.end) weigh<B, V, kWhole, 1>(d, asks, offset, c, row == 0, weights, key, sum);
+      weigh<B, V, kWhole, K>(d, prefetcher, offset, c, row == 0, weights, key, sum);
+    if (key < keys.end)
+      weigh<B, V, kWhole, 1>(d, prefetcher, offset, c, row == 0, weights, key, sum);
     for (int r = 0; r < B; ++r)
       for (int j = 0; j < V; ++j) d.add_to_o(h * R + row + r, c + j * kColumns, sum[r][j]);
   }
 
   template <int R, class Item>
   __attribute__((noinline)) void accumulate(const Item& d) const {
-    with_asks<R>([&](auto asks) { accumulate_by<R, typename decltype(asks)::type>(d); });
+    with_prefetcher<R>(
+        [&](auto prefetcher) { accumulate_by<R, typename decltype(prefetcher)::type>(d); });
   }
 
-  template <int R, class Asks, class Item>
+  template <int R, class Prefetcher, class Item>
   TILEWISE_FN void accumulate_by(const Item& d) const {
     constexpr int B = min(R, kRowsOfValues);
     constexpr int V = reads_at_once(B);
     constexpr int kHalf = max(1, V / 2);
     const int64_t group = group_of(d.p, R);
     const int64_t columns = d.p.head_dim_v;
-    const int64_t asked = asked_of_heads(d, round_up(columns, kHalf * kColumns));
+    const int64_t prefetch_columns =
+        prefetch_columns_of_heads(d, round_up(columns, kHalf * kColumns));
     for (int64_t first = 0; first < d.count; first += group) {
       const Range keys = {first, min(d.count, first + group)};
-      Asks asks{coming_with_values(d) + first, asked, ahead_v, first_level};
+      Prefetcher prefetcher{prefetch_rows_with_values(d) + first, prefetch_columns,
+                            prefetch_distance_v, into_l1};
       for (int64_t h = 0; h < d.task.heads; ++h)
         for (int64_t row = 0; row < R; row += B) {
           int64_t c = 0;
           for (; c + V * kColumns <= columns; c += V * kColumns)
-            accumulate_group<R, B, V, true>(d, asks, keys, h, row, c);
+            accumulate_group<R, B, V, true>(d, prefetcher, keys, h, row, c);
           for (; c + kHalf * kColumns <= columns; c += kHalf * kColumns)
-            accumulate_group<R, B, kHalf, true>(d, asks, keys, h, row, c);
+            accumulate_group<R, B, kHalf, true>(d, prefetcher, keys, h, row, c);
           for (; c < columns; c += kHalf * kColumns)
-            accumulate_group<R, B, kHalf, false>(d, asks, keys, h, row, c);
+            accumulate_group<R, B, kHalf, false>(d, prefetcher, keys, h, row, c);
         }
     }
   }

@@ -1,16 +1,17 @@
-// The products of decoding with the AMX tile unit, for bf16: one takes nearly as long for one row
-// of q as for sixteen. Rows of K are rows of a tile as they lie in memory; rows of V are
-// interleaved pair by pair on their way into one. The rows of a head are one tile or two.
+// The products of decoding with the AMX tile unit, for bf16. A product takes nearly as long for one
+// row of q as for sixteen. Rows of K are rows of a tile as they lie in memory; rows of V are
+// interleaved in pairs before they are loaded into a tile. The rows of a head fill one tile or two.
 #pragma once
 
 #include "cpu/generic/amx_gemm.h"
 #include "cpu/generic/decode_dots.h"
-#include "cpu/generic/rows_to_come.h"
+#include "cpu/generic/row_prefetch.h"
 
 namespace tilewise::cpu {
 namespace {
 
-// 0: s of 16 keys and R rows; 1: K; 2: q. 3: p of R rows and 32 keys; 4-5: o of R rows; 6-7: V.
+// Tile 0: s of 16 keys and R rows; 1: K; 2: q; 3: p of R rows and 32 keys; 4-5: o of R rows; 6-7:
+// V.
 constexpr TileConfig decode_config(int rows) {
   TileConfig config{};
   config.palette = 1;
@@ -27,11 +28,11 @@ inline constexpr TileConfig kDecodeConfigs[] = {
 
 struct TileProducts : DotProducts<BFloat16> {
   using T = BFloat16;
-  static constexpr int kUnits = kTile;      // of a read: pairs of columns
+  static constexpr int kUnits = kTile;      // per read: pairs of columns
   static constexpr int kGroup = 2 * kTile;  // keys of one product with V
   static constexpr int kStep = kGroup;      // keys of a tile are padded to a multiple of it
-  static constexpr int kMostRows = 32;      // of a head
-  static constexpr int kRows = kTile;       // of a product
+  static constexpr int kMostRows = 32;      // per head
+  static constexpr int kRows = kTile;       // per product
 
   struct Session {
     TILEWISE_FN explicit Session(int64_t rows) {
@@ -46,7 +47,7 @@ struct TileProducts : DotProducts<BFloat16> {
 
   TILEWISE_FN explicit TileProducts(const ForwardTask& task) : DotProducts<BFloat16>(task, true) {}
 
-  // q: [head][tile][read][unit][row of the tile]
+  // Layout of q: [head][tile][read][unit][row of the tile]
   template <class Item>
   TILEWISE_FN static void place_q(const Item& d, Read part, int64_t h, int64_t lane, int64_t c) {
     const int64_t rows = min<int64_t>(kRows, d.rows_of_head);
@@ -58,13 +59,13 @@ struct TileProducts : DotProducts<BFloat16> {
     for (int i = 0; i < kUnits; ++i) to[i * rows] = units[i];
   }
 
-  // 16 rows of K: read where they lie if they are equally far apart, but for columns after the last
-  // whole read.
+  // 16 rows of K. If they are equally spaced they are read from where they lie, except for the
+  // columns after the last whole read.
   struct Keys {
     const T* const* rows;
     int64_t columns;
-    int64_t step;   // bytes from one to the next
-    int64_t whole;  // columns that are read where they lie
+    int64_t step;   // bytes from one row to the next
+    int64_t whole;  // columns that are read from where they lie
 
     TILEWISE_FN Keys(const T* const* k, int64_t head_dim) : rows(k), columns(head_dim) {
       const intptr_t base = reinterpret_cast<intptr_t>(rows[0]);
@@ -74,7 +75,7 @@ struct TileProducts : DotProducts<BFloat16> {
       whole = off == 0 ? columns / kColumns * kColumns : 0;
     }
 
-    // One read of each, into tile 1.
+    // Loads one read of each row into tile 1.
     template <class Item>
     TILEWISE_FN void load(int64_t offset, int64_t column) const {
       if (column < whole) return tile_load<1>(rows[0] + offset + column, step);
@@ -86,7 +87,7 @@ struct TileProducts : DotProducts<BFloat16> {
     }
   };
 
-  // [key][row] of 16 keys -> [row][key]: even and odd rows apart, over and over.
+  // [key][row] of 16 keys -> [row][key], by repeatedly separating even from odd rows.
   template <int R>
   TILEWISE_FN static void split_rows(const F* from, float* to, int64_t ld) {
     if constexpr (R == 1) {
@@ -106,48 +107,49 @@ struct TileProducts : DotProducts<BFloat16> {
     }
   }
 
-  // Lines are asked for a few at a time: those of a tile at once keep the loads of the next product
-  // waiting (D128 39.2 instead of 35.9 ns a key).
+  // Lines are prefetched a few at a time: all lines of a tile at once would delay the loads of the
+  // next product (D128: 39.2 instead of 35.9 ns per key).
   template <int R, class Item>
   __attribute__((noinline)) void scores(const Item& d) const {
     F sums[kDecodeRows];                                       // [head][tile][key][row]
-    const int64_t tiles = R < kRows ? 1 : d.rows_of_head / R;  // of a head
-    RowLines<T> ahead(coming_with_keys(d), d.padded, d.task.heads, d.p.v.stride_head,
-                      d.p.head_dim_v);
+    const int64_t tiles = R < kRows ? 1 : d.rows_of_head / R;  // per head
+    LinePrefetcher<T> prefetcher(prefetch_rows_with_keys(d), d.padded, d.task.heads,
+                                 d.p.v.stride_head, d.p.head_dim_v);
     for (int64_t first = 0; first < d.padded; first += kTile) {
       const Keys k(d.keys_of_tile + first, d.p.head_dim);
       const uint32_t* query = reinterpret_cast<const uint32_t*>(d.q);
       tile_fence();
       for (int64_t h = 0; h < d.task.heads; ++h)
         for (int64_t t = 0; t < tiles; ++t) {
-          const int asked = t == 0 ? kTile / 2 : 0;
+          const int lines_per_read = t == 0 ? kTile / 2 : 0;
           tile_zero<0>();
           for (int64_t c = 0; c < k.columns; c += kColumns, query += kUnits * R) {
-            ahead.ask(asked);
+            prefetcher.prefetch(lines_per_read);
             k.load<Item>(h * d.p.k.stride_head, c);
             tile_load<2>(query, 4 * R);
             tile_dot_bf16<0, 1, 2>();
-            ahead.ask(asked);
+            prefetcher.prefetch(lines_per_read);
           }
           tile_store<0>(sums + (h * tiles + t) * R, 4 * R);
         }
       tile_fence();
-      // Not at once: a vector is loaded only when all stores of a tile below it are done.
+      // A separate pass: a vector load has to wait until all stores of the tile it overlaps are
+      // done.
       for (int64_t t = 0; t < d.task.heads * tiles; ++t)
         split_rows<R>(sums + t * R, d.s_of(t * R) + first, d.tile_k);
     }
   }
 
-  // 32 keys of a head, one read of each: B of two tiles.
+  // One read of each of 32 keys of a head: operand B of two tile products.
   struct Pairs {
     alignas(64) Read low[kTile];
     Read high[kTile];
   };
 
-  // Past the last key: zeros.
+  // Keys past the last one read as zeros.
   template <class Item>
   TILEWISE_FN static void interleave(const Item& d, Pairs& to, int64_t first, int64_t h,
-                                     int64_t column, RowLines<T>& ahead) {
+                                     int64_t column, LinePrefetcher<T>& prefetcher) {
     const T* const* const v = d.values_of_tile + first;
     const int64_t offset = h * d.p.v.stride_head;
     const auto put = [&](int i, Read a, Read b) {
@@ -159,11 +161,11 @@ struct TileProducts : DotProducts<BFloat16> {
       const int64_t at = offset + column;
       for (int i = 0; i < kTile; ++i) {
         put(i, Reader::read(v[2 * i] + at), Reader::read(v[2 * i + 1] + at));
-        ahead.ask(2);
+        prefetcher.prefetch(2);
       }
       return;
     }
-    ahead.ask(kGroup);
+    prefetcher.prefetch(kGroup);
     const auto some = [&](int i) {
       return first + i < d.count ? Item::read(v[i] + offset, column, d.p.head_dim_v) : Read{};
     };
@@ -188,26 +190,27 @@ struct TileProducts : DotProducts<BFloat16> {
     }
   }
 
-  // Rows are interleaved one step before their product: a tile, too, waits for stores below it
-  // (1.6 -> 0.9 ns a line in cache).
+  // Rows are interleaved one step before their product, because a tile load also waits for the
+  // stores it overlaps (1.6 -> 0.9 ns per line in cache).
   template <int R, class Item>
   __attribute__((noinline)) void accumulate(const Item& d) const {
     struct Step {
       int64_t first, h, column;
     } last{};
     Pairs pairs[2];
-    RowLines<T> ahead(coming_with_values(d), kMostAhead, d.task.heads, d.p.k.stride_head,
-                      d.p.head_dim);
-    int turn = 0;
+    LinePrefetcher<T> prefetcher(prefetch_rows_with_values(d), kMaxPrefetchDistance, d.task.heads,
+                                 d.p.k.stride_head, d.p.head_dim);
+    int step_index = 0;
     for (int64_t first = 0; first < d.count; first += kGroup)
       for (int64_t h = 0; h < d.task.heads; ++h)
-        for (int64_t column = 0; column < d.p.head_dim_v; column += kColumns, ++turn) {
-          interleave(d, pairs[turn % 2], first, h, column, ahead);
+        for (int64_t column = 0; column < d.p.head_dim_v; column += kColumns, ++step_index) {
+          interleave(d, pairs[step_index % 2], first, h, column, prefetcher);
           tile_fence();
-          if (turn > 0) multiply<R>(d, pairs[1 - turn % 2], last.first, last.h, last.column);
+          if (step_index > 0)
+            multiply<R>(d, pairs[1 - step_index % 2], last.first, last.h, last.column);
           last = {first, h, column};
         }
-    if (turn > 0) multiply<R>(d, pairs[1 - turn % 2], last.first, last.h, last.column);
+    if (step_index > 0) multiply<R>(d, pairs[1 - step_index % 2], last.first, last.h, last.column);
     tile_fence();
   }
 };

@@ -1,15 +1,15 @@
-// The scores of decoding where K is an operand as it lies in memory. A vector of q holds R rows of
-// U units of 32 bits, and U units of a key are read into each of these R parts:
+// The scores of decoding where K is an operand exactly as it lies in memory. A vector of q holds R
+// rows of U units of 32 bits, and a load repeats U units of a key in each of the R blocks:
 //
 //   q    row 0: unit 0 .. U-1 | row 1: unit 0 .. U-1 | ...
 //   k           unit 0 .. U-1 |        unit 0 .. U-1 | ...    one load, which repeats them
 //
-// so that adding up lanes, which takes longer than the products of a key, is done for all rows at
-// once. Where reading a part costs a conversion (fp16), parts are twice as wide and a vector holds
-// half of the rows: two vectors of q are multiplied by what was read.
+// The horizontal sum over lanes takes longer than the products of a key; this layout shares it
+// between all rows. Where reading needs a conversion (fp16), blocks are twice as wide and a vector
+// holds half of the rows: what was read is multiplied by two vectors of q.
 #pragma once
 
-#include "cpu/generic/decode_ahead.h"
+#include "cpu/generic/decode_prefetch.h"
 #include "cpu/generic/stream.h"
 
 namespace tilewise::cpu {
@@ -21,17 +21,17 @@ struct UnitScores {
   using Read = typename Reader::Read;
   using Unit = typename Reader::Unit;
   static constexpr int kBlocks = Reader::kUnitBlocks;  // vectors of q for all rows
-  static constexpr int kRows = R / kBlocks;            // of a vector
+  static constexpr int kRows = R / kBlocks;            // per vector
   static constexpr int U = W / kRows;
-  static constexpr int kColumns = U * Reader::kUnitColumns;  // of a step
-  // That a read of q serves, and that are read in turns. Of 16 registers sums of eight keys take
-  // too many.
+  static constexpr int kColumns = U * Reader::kUnitColumns;  // per step
+  // Keys that share one read of q and are read alternately. With 16 registers the sums of eight
+  // keys would take too many.
   static constexpr int kKeys = W < 16 ? 4 : R == 4 ? 2 : 8;
   static constexpr int kStepsOfLine =
-      max(1, static_cast<int>(Ahead<T>::kLine) / (kColumns * int{sizeof(T)}));
+      max(1, static_cast<int>(DecodePrefetch<T>::kLine) / (kColumns * int{sizeof(T)}));
   static_assert(R % kBlocks == 0 && W % kRows == 0 && W % kKeys == 0);
 
-  // Read `read` of a row, in the order of `dots`.
+  // Stores read number `read` of a row in the order that `dots` uses.
   TILEWISE_FN static void place(Read* q, const Read& part, int64_t row, int64_t read) {
     constexpr int kUnits = sizeof(Read) / sizeof(uint32_t);
     uint32_t unit[kUnits];
@@ -41,15 +41,15 @@ struct UnitScores {
     for (int i = 0; i < kUnits; ++i) to[i / U * kBlocks * W + lane + i % U] = unit[i];
   }
 
-  // What `dots` asks for of a row.
-  TILEWISE_FN static int64_t asked(int64_t columns) {
+  // How many columns of a row `dots` prefetches.
+  TILEWISE_FN static int64_t prefetch_columns(int64_t columns) {
     return columns / (kStepsOfLine * kColumns) * (kStepsOfLine * kColumns);
   }
 
-  // Of W keys, `columns` from `offset` of their rows on.
-  template <class Asks>
-  TILEWISE_FN static void dots(F (&sums)[kBlocks][W], const Unit* q, const T* const* k, Asks& asks,
-                               int64_t offset, int64_t columns) {
+  // Dot products of W keys with q, over the `columns` from `offset` of each row on.
+  template <class Prefetcher>
+  TILEWISE_FN static void dots(F (&sums)[kBlocks][W], const Unit* q, const T* const* k,
+                               Prefetcher& prefetcher, int64_t offset, int64_t columns) {
     const int64_t whole = columns / kColumns;
     for (int first = 0; first < W; first += kKeys) {
       const T* const* const key = k + first;
@@ -57,7 +57,7 @@ struct UnitScores {
       int64_t c = 0;
       for (; c + kStepsOfLine <= whole; c += kStepsOfLine) {
         for (int n = 0; n < kKeys; ++n)
-          asks.template beside<kStepsOfLine * kColumns>(key + n, offset, c * kColumns);
+          prefetcher.template beside_read<kStepsOfLine * kColumns>(key + n, offset, c * kColumns);
         for (int i = 0; i < kStepsOfLine; ++i) add(sum, q, c + i, key, offset);
       }
       for (; c < whole; ++c) add(sum, q, c, key, offset);
@@ -72,7 +72,7 @@ struct UnitScores {
     }
   }
 
-  // From sums of keys, whose lanes are rows and units, to those of rows, whose lanes are keys.
+  // From sums per key, whose lanes are rows and units, to sums per row, whose lanes are keys.
   TILEWISE_FN static void by_rows(F (&rows)[kRows], const F (&sums)[W]) {
     for (int group = 0; group < kRows; ++group) {
       F part[U];
@@ -86,7 +86,7 @@ struct UnitScores {
   }
 
  private:
-  // Step c of one key, and of several.
+  // Adds step c of one key, and of several.
   TILEWISE_FN static void add(F (&sum)[kBlocks], const Unit* q, int64_t c, const T* from) {
     const Unit k = Reader::template read_repeated<U>(from);
     for (int b = 0; b < kBlocks; ++b) sum[b] = Reader::multiply_add(sum[b], q[c * kBlocks + b], k);
@@ -96,7 +96,7 @@ struct UnitScores {
     for (int n = 0; n < kKeys; ++n) add(sum[n], q, c, k[n] + offset + c * kColumns);
   }
 
-  // Vector i has a block of S lanes of every row: it becomes that of row i.
+  // Vector i holds a block of S lanes of every row; afterwards it holds all lanes of row i.
   template <int S, int kStride = 1>
   TILEWISE_FN static void transpose_blocks(F (&r)[kRows]) {
     if constexpr (kStride < kRows) {

@@ -1,6 +1,6 @@
 // Matrix engines: how storage becomes units, how weights become operands, and the product itself.
-// An engine is all that differs between fp32 FMA, bf16 dot products and AMX tiles; the attention
-// loops are written once over it.
+// fp32 FMA, bf16 dot products and AMX tiles differ only in their engine; the attention loops are
+// written once for all of them.
 #pragma once
 
 #include "cpu/generic/gemm.h"
@@ -9,8 +9,9 @@
 namespace tilewise::cpu {
 namespace {
 
-// Longest chain of additions in a product. With fp32 operands, scores at head dimension 64 from
-// chains of 64 put outputs 1.2e-6 off and chains of 32 0.7e-6; 16-bit operands do not notice.
+// Longest chain of additions in a product. With fp32 operands and head dimension 64, outputs are
+// off by 1.2e-6 with chains of 64 and by 0.7e-6 with chains of 32; for 16-bit operands it makes no
+// difference.
 template <class T>
 inline constexpr int64_t kChain = 128;
 template <>
@@ -23,7 +24,7 @@ inline constexpr int32_t kDtype<BFloat16> = TILEWISE_BFLOAT16;
 template <>
 inline constexpr int32_t kDtype<Half> = TILEWISE_FLOAT16;
 
-// fp32 arithmetic whatever the storage.
+// fp32 arithmetic for any storage type.
 template <class T, Isa kIsa>
 struct FmaEngine {
   using Storage = T;
@@ -31,7 +32,7 @@ struct FmaEngine {
   static constexpr Shape S = shape_of(kIsa, kDtype<Storage>);
   static constexpr int kPair = 1;
   static constexpr int kVectors = S.panel / W;
-  struct Session {};  // what a work item needs of the machine: AMX tiles, or nothing
+  struct Session {};  // set-up per work item: AMX tiles, or nothing
 
   TILEWISE_FN static Units along_columns(const T* p) {
     const F v = to_fp32(p);
@@ -45,7 +46,8 @@ struct FmaEngine {
     for (int64_t i = 0; i < count; ++i) units[i] ^= 0x80000000u;
   }
 
-  // Weights as B: [key][lane]; as A, contraction over lanes: the same memory.
+  // Weights as operand B: [key][lane]. As operand A, with the contraction over lanes, the same
+  // memory is used.
   TILEWISE_FN static void store_weights_b(uint32_t* b, int64_t, int64_t ld, int64_t key,
                                           int64_t lane, F w0, F w1) {
     store_as(b + key * ld + lane, w0);
@@ -79,7 +81,7 @@ struct FmaEngine {
 };
 
 #if defined(__AVX512BF16__)
-// Two bf16 products a lane, fp32 sums.
+// Two bf16 products per lane with fp32 sums.
 template <Isa kIsa>
 struct DotEngine {
   using Storage = BFloat16;
@@ -101,7 +103,7 @@ struct DotEngine {
     for (int64_t i = 0; i < count; ++i) units[i] ^= 0x80008000u;
   }
 
-  // As B the bf16 of two keys share a unit; as A those of two lanes do.
+  // As operand B the bf16 of two keys share a unit; as operand A those of two lanes do.
   TILEWISE_FN static void store_weights_b(uint32_t* b, int64_t, int64_t ld, int64_t key,
                                           int64_t lane, F w0, F w1) {
     store_as(b + key / 2 * ld + lane, interleave_bf16(w0, w1));

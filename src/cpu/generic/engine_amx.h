@@ -1,5 +1,5 @@
-// The engines of the AMX tile unit. Rows of A are rows of memory there, [m][unit], where the vector
-// engines read A as [unit][m]; B is [unit][lane] for both.
+// The engines of the AMX tile unit. Here rows of A are rows of memory, [m][unit], whereas the
+// vector engines read A as [unit][m]; B is [unit][lane] for both.
 #pragma once
 
 #include "cpu/generic/amx_gemm.h"
@@ -8,14 +8,15 @@
 namespace tilewise::cpu {
 namespace {
 
-// pack_rows_transposed for bf16, 32 columns at once: interleaving two whole vectors of rows is an
-// instruction for 16 units, and a line of memory is met once. `padded_columns` is a multiple of 32.
+// pack_rows_transposed for bf16, 32 columns at a time: one instruction interleaves two whole
+// vectors of rows into 16 units, and each cache line is visited once. `padded_columns` is a
+// multiple of 32.
 template <class E>
 TILEWISE_FN void pack_row_pairs_transposed(uint32_t* dst, int64_t ld, const BFloat16* const* rows,
                                            int64_t count, int64_t columns, int64_t padded_columns) {
   for (int64_t r = 0; r < count; r += 2 * W)
     for (int64_t column = 0; column < padded_columns; column += 2 * W) {
-      U half[2][W];  // of each 8 columns the first four and the last four
+      U half[2][W];  // the first and the last four of every 8 columns
       for (int i = 0; i < W; ++i) {
         const U a = units_of_row<E>(rows[r + 2 * i], column, columns);
         const U b = units_of_row<E>(rows[r + 2 * i + 1], column, columns);
@@ -32,13 +33,13 @@ TILEWISE_FN void pack_row_pairs_transposed(uint32_t* dst, int64_t ld, const BFlo
     }
 }
 
-// bf16 as it is stored; weights are rounded to bf16 (DotEngine says how).
+// bf16 operands as they are stored; weights are rounded to bf16 (see DotEngine).
 template <Isa kIsa>
 struct AmxEngine : DotEngine<kIsa> {
   using Session = TileSession;
   static constexpr Shape S = DotEngine<kIsa>::S;
 
-  // dst[column][key / 2]: `ld` columns of zeros or rows, and `count` keys.
+  // dst[column][key / 2] with `ld` columns, padded with zeros, and `count` keys.
   TILEWISE_FN static void pack_rows_a(uint32_t* dst, int64_t ld, int64_t,
                                       const BFloat16* const* rows, int64_t count, int64_t columns) {
     pack_row_pairs_transposed<AmxEngine>(dst, count / S.pair, rows, count, columns, ld);
@@ -53,18 +54,18 @@ struct AmxEngine : DotEngine<kIsa> {
   }
 };
 
-// One instruction and a test: this runs for every weight.
+// One instruction and a test, because this runs for every weight.
 TILEWISE_FN bool all_finite(F x) {
   constexpr int kInfinitiesAndNans = 0x99;
   return _mm512_fpclass_ps_mask(reinterpret_cast<__m512>(x), kInfinitiesAndNans) == 0;
 }
 
-// fp32 as the sum of two bf16: x rounded, and what is left of it rounded. 16 bits of mantissa,
-// exact for every fp16.
+// fp32 as the sum of two bf16: x rounded, plus the remainder rounded. Together they have 16 bits of
+// mantissa, which is exact for every fp16.
 //
-// An infinite or NaN x has the high part +-1 and itself as low part. The products of such parts are
-// what IEEE says of x y for every y: the infinity meets the other's high part, which is 0 only if y
-// is, and never its low part, whose sign may differ.
+// An infinite or NaN x has the high part +-1 and x itself as its low part. With these, the sum of
+// the part products is what IEEE defines for x y: the infinity meets the high part of y, which is 0
+// only if y is, and never the low part of y, whose sign may differ.
 struct Split {
   F high;
   F low;  // not rounded yet
@@ -76,7 +77,8 @@ struct Split {
   }
 };
 
-// Two such vectors as units: lane i of `high` holds the bf16 of a[i] and, above it, of b[i].
+// Two vectors a and b as units: lane i of `high` holds the bf16 of a[i] and, in its upper half, of
+// b[i].
 struct SplitPairs {
   U high;
   U low;
@@ -97,7 +99,7 @@ struct SplitPairs {
   }
 };
 
-// fp16 as the sum of two bf16, and so are the weights: three products, hh + hl + lh.
+// fp16 operands and weights as sums of two bf16 each: three products, hh + hl + lh.
 template <Isa kIsa>
 struct AmxSplitEngine {
   using Storage = Half;
@@ -137,7 +139,7 @@ struct AmxSplitEngine {
     for (int64_t i = 0; i < count; ++i) units[i] ^= 0x80008000u;
   }
 
-  // Weights as B: the bf16 of two keys share a unit; as A those of two lanes do.
+  // As operand B the bf16 of two keys share a unit; as operand A those of two lanes do.
   TILEWISE_FN static void store_weights_b(uint32_t* b, int64_t plane, int64_t ld, int64_t key,
                                           int64_t lane, F w0, F w1) {
     store_units(b + key / 2 * ld + lane, plane, SplitPairs::of(w0, w1));

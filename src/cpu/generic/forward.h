@@ -1,20 +1,28 @@
-// The forward of one work item (FlashAttention-2, algorithm 1), transposed: query rows are the
-// vector lanes, so maxima, sums and masks are vertical and no head dimension is awkward.
+// The forward of one work item (FlashAttention-2, arXiv 2307.08691, algorithm 1), transposed: query
+// rows are the vector lanes, so maxima, sums and masks are vertical and no head dimension needs a
+// special case.
 //
-//   S^T[key][lane]  = K Q^T       K packed per tile, Q^T once per item
-//   P^T             = 2^((S^T - m) c), m and l kept per lane (Weighing)
+// Work item  tile_q or large_tile_q packed query rows of a key/value head, and the keys of a split.
+// Loops      Key tiles, then panels of lanes (register blocks of the matrix engine), then strips of
+//            keys: the scores of a strip become weights while they are in the L1 cache.
+//
+//   S^T[key][lane]  = K Q^T       K packed once per tile, Q^T once per work item
+//   P^T             = 2^((S^T - m) c), m and l kept per lane (SoftmaxScaling)
 //   O^T[dv][lane]  += V^T P^T
+//
+// Q^T, the packed K and V of one tile, one strip of S^T, the weights of one tile and O^T live in
+// the scratch memory of the thread. While one tile is computed, the next one is prefetched into L2.
 #pragma once
 
 #include "cpu/generic/products.h"
-#include "cpu/generic/rows_to_come.h"
+#include "cpu/generic/row_prefetch.h"
 #include "cpu/generic/score_tile.h"
 #include "cpu/generic/softmax.h"
 
 namespace tilewise::cpu {
 namespace {
 
-// E: the engine's storage, shape and order of weights.
+// E: the engine, which fixes the storage type, the tile shape and the layout of the weights.
 template <class E>
 struct Forward : ForwardScratch {
   using T = typename E::Storage;
@@ -30,15 +38,15 @@ struct Forward : ForwardScratch {
   const Dropout dropout;
   const T** rows;
   PackedProducts<E> products;
-  Weighing<T> weighing;
-  // Whether O of a panel has sums. Until then it holds nothing: the first product writes it.
-  bool summed[ceil_div(S.wide_q, S.panel)] = {};
-  RowsToCome<T> next_k, next_v;  // of the next tile
+  SoftmaxScaling<T> scaling;
+  // Whether O of a panel holds sums yet; if not, the first product overwrites it.
+  bool summed[ceil_div(S.large_tile_q, S.panel)] = {};
+  RowPrefetcher<T> prefetch_k, prefetch_v;  // prefetch the next tile
 
-  // Weights of a tile that O does not have yet: from key `begin` on.
-  struct Weighted {
+  // Weights of a tile that have not been multiplied by V yet: those from key `begin` on.
+  struct PendingWeights {
     int64_t begin;
-    int64_t bad_count;  // rows that were taken out of V
+    int64_t nonfinite_count;  // rows that were removed from V
   };
 
   TILEWISE_FN Forward(const ForwardTask& t, Arena& arena)
@@ -51,25 +59,26 @@ struct Forward : ForwardScratch {
         dropout(dropout_of(p)),
         rows(reinterpret_cast<const T**>(ForwardScratch::rows)),
         products{*this, p},
-        weighing(Weighing<T>::of(scores.score, is_general(p, scores.score))) {}
+        scaling(SoftmaxScaling<T>::of(scores.score, is_general(p, scores.score))) {}
 
-  // Q^T, row states and accumulators.
+  // Loads Q^T and resets the row states and accumulators.
   TILEWISE_FN void begin() {
     lanes.fill(p, s, task.kv_head, task.packed_rows, S.panel);
-    const bool negate = !weighing.general && scores.score.scale < 0.0f;
+    const bool negate = !scaling.general && scores.score.scale < 0.0f;
 
     const int64_t used_panels = ceil_div(lanes.count, S.panel);
     lane_rows(rows, lanes, used_panels * S.panel, s, p.q);
     products.load_queries(rows, used_panels, negate);
     for (int64_t lane = 0; lane < used_panels * S.panel; ++lane) {
-      const SoftmaxState state = first_state(task, lanes.head[lane], weighing);
+      const SoftmaxState state = first_state(task, lanes.head[lane], scaling);
       m[lane] = state.m;
       l[lane] = state.l;
     }
     for (bool& panel_has : summed) panel_has = false;
   }
 
-  // Score changes; and the band, where the panel does not see all keys of the strip.
+  // Applies the score options; and the band mask, where the panel does not see all keys of the
+  // strip.
   TILEWISE_FN void change_scores(int64_t panel, Range strip, Range keys, bool masked) {
     for (int64_t lane = 0; lane < vectors(panel) * W; lane += W) {
       const Lanes::Bounds bounds = lanes.bounds(panel * S.panel + lane, keys);
@@ -78,7 +87,7 @@ struct Forward : ForwardScratch {
       for (int64_t i = strip.begin; i < strip.end; ++i, at += S.panel) {
         const int32_t key = static_cast<int32_t>(i);
         F value = load(at);
-        if (weighing.general && key < keys.size())
+        if (scaling.general && key < keys.size())
           value = scores.at(value, diagonal, key, lane).value;
         if (masked) value = bounds.sees(key) ? value : splat(kMinusInfinity);
         store(at, value);
@@ -90,22 +99,22 @@ struct Forward : ForwardScratch {
     return min<int64_t>(S.panel / W, ceil_div(lanes.count - panel * S.panel, W));
   }
 
-  // Raises m where the strip's maximum has outgrown it, and rescales l and O then, once O has what
-  // was weighted before.
-  TILEWISE_FN F raise_maximum(int64_t panel, int64_t lane, Range strip, Weighted& weighted) {
+  // Raises m where the maximum of the strip exceeds it by the threshold. l and O are then rescaled,
+  // after the pending weights have been added to O.
+  TILEWISE_FN F raise_maximum(int64_t panel, int64_t lane, Range strip, PendingWeights& pending) {
     float* const m_at = m + panel * S.panel + lane;
     const float* from = s_tile + lane;
-    F highest_of[4];  // independent chains: the latency of max is four cycles
+    F highest_of[4];  // independent chains: max has a latency of four cycles
     for (F& chain : highest_of) chain = splat(kMinusInfinity);
     for (int64_t key = 0; key < strip.size(); key += 4, from += 4 * S.panel)
       for (int i = 0; i < 4; ++i) highest_of[i] = vmax(highest_of[i], load(from + i * S.panel));
     const F highest = vmax(vmax(highest_of[0], highest_of[1]), vmax(highest_of[2], highest_of[3]));
     const F old = load(m_at);
-    const I outgrown = highest > old + kOutgrown / weighing.c;
+    const I outgrown = highest > old + kRescaleThreshold / scaling.c;
     if (any(outgrown)) {
-      accumulate(panel, weighted, strip.begin);
+      accumulate(panel, pending, strip.begin);
       const F raised = outgrown ? highest : old;
-      const F factor = outgrown ? weighing.alpha(old, raised) : splat(1.0f);
+      const F factor = outgrown ? scaling.alpha(old, raised) : splat(1.0f);
       store(m_at, raised);
       float* const l_at = l + panel * S.panel + lane;
       store(l_at, load(l_at) * factor);
@@ -114,14 +123,14 @@ struct Forward : ForwardScratch {
         store(o_at, load(o_at) * factor);
     }
     const F now = load(m_at);
-    return weighing.base(now == kMinusInfinity ? F{} : now);
+    return scaling.base(now == kMinusInfinity ? F{} : now);
   }
 
-  // P^T = 2^((S^T - m) c) for W lanes; l grows by its undropped column sums.
+  // P^T = 2^((S^T - m) c) for W lanes; l grows by the column sums before dropout.
   template <bool kDropout, bool kFused>
   TILEWISE_FN void exponentiate(int64_t panel, int64_t lane, Range strip, Range keys, F base) {
     F sum[4] = {};
-    const Weighing<T> w_of = weighing;
+    const SoftmaxScaling<T> w_of = scaling;
     KeepMask keep;
     const float* from = s_tile + lane;
     uint32_t* const to = weights;
@@ -143,13 +152,13 @@ struct Forward : ForwardScratch {
     store(l_at, load(l_at) + ((sum[0] + sum[1]) + (sum[2] + sum[3])));
   }
 
-  TILEWISE_FN void softmax_strip(int64_t panel, Range strip, Range keys, Weighted& weighted) {
+  TILEWISE_FN void softmax_strip(int64_t panel, Range strip, Range keys, PendingWeights& pending) {
     for (int64_t lane = 0; lane < vectors(panel) * W; lane += W) {
-      next_k.ask();
-      next_v.ask();
-      const F base = raise_maximum(panel, lane, strip, weighted);
-      if (weighing.fused())
-        exponentiate_fused<Weighing<T>::kMayFuse>(panel, lane, strip, keys, base);
+      prefetch_k.prefetch();
+      prefetch_v.prefetch();
+      const F base = raise_maximum(panel, lane, strip, pending);
+      if (scaling.fused())
+        exponentiate_fused<SoftmaxScaling<T>::kMayFuse>(panel, lane, strip, keys, base);
       else
         exponentiate_fused<false>(panel, lane, strip, keys, base);
     }
@@ -163,39 +172,41 @@ struct Forward : ForwardScratch {
       exponentiate<false, kFused>(panel, lane, strip, keys, base);
   }
 
-  // O^T += V^T P^T, and the rows that were taken out of V where their weight is not 0.
-  TILEWISE_FN void accumulate(int64_t panel, Weighted& weighted, int64_t end) {
-    const Range now = {weighted.begin, end};
+  // O^T += V^T P^T, plus the rows that were removed from V where their weight is not 0.
+  TILEWISE_FN void accumulate(int64_t panel, PendingWeights& pending, int64_t end) {
+    const Range now = {pending.begin, end};
     if (now.empty()) return;
-    weighted.begin = end;
+    pending.begin = end;
     products.accumulate(panel, now, vectors(panel), summed[panel]);
     summed[panel] = true;
     float* const o_panel = o + panel * dv.m * S.panel;
-    for (int64_t b = 0; b < weighted.bad_count; ++b) {
-      if (!now.contains(bad_v.index[b])) continue;
+    for (int64_t b = 0; b < pending.nonfinite_count; ++b) {
+      if (!now.contains(nonfinite_v.index[b])) continue;
       for (int64_t lane = 0; lane < vectors(panel) * W; ++lane) {
-        const float w = E::weight_b(weights, weights_plane, S.panel, bad_v.index[b], lane);
+        const float w = E::weight_b(weights, weights_plane, S.panel, nonfinite_v.index[b], lane);
         if (w == 0.0f) continue;
         for (int64_t d = 0; d < p.head_dim_v; ++d)
-          o_panel[d * S.panel + lane] += w * to_float(static_cast<const T*>(bad_v.address[b])[d]);
+          o_panel[d * S.panel + lane] +=
+              w * to_float(static_cast<const T*>(nonfinite_v.address[b])[d]);
       }
     }
   }
 
-  // One panel and the keys of a tile, strip by strip: scores are weighted where they are near.
-  TILEWISE_FN void attend(int64_t panel, Range keys, int64_t bad_count) {
+  // One panel and the keys of a tile, strip by strip: scores become weights while they are in the
+  // cache.
+  TILEWISE_FN void attend(int64_t panel, Range keys, int64_t nonfinite_count) {
     const Tiling strips{padded(keys), S.strip};
-    Weighted weighted{0, bad_count};
-    if (weighing.general) scores.load_panel(s, lanes, panel * S.panel, S.panel, keys, 0);
+    PendingWeights pending{0, nonfinite_count};
+    if (scaling.general) scores.load_panel(s, lanes, panel * S.panel, S.panel, keys, 0);
     for (int64_t i = 0; i < strips.count(); ++i) {
       const Range strip = strips.at(i);
       const Range seen = {keys.begin + strip.begin, keys.begin + strip.end};
       const bool masked = seen.end > keys.end || !lanes.panel_covers(panel, seen);
       products.scores(panel, strip, vectors(panel));
-      if (weighing.general || masked) change_scores(panel, strip, keys, masked);
-      softmax_strip(panel, strip, keys, weighted);
+      if (scaling.general || masked) change_scores(panel, strip, keys, masked);
+      softmax_strip(panel, strip, keys, pending);
     }
-    accumulate(panel, weighted, strips.length);
+    accumulate(panel, pending, strips.length);
   }
 
   TILEWISE_FN void run() {
@@ -204,15 +215,15 @@ struct Forward : ForwardScratch {
       const bool more = !again && mark_huge();
       finish(again);
       if (!more) return;
-      weighing = Weighing<T>::of(scores.score, true);
+      scaling = SoftmaxScaling<T>::of(scores.score, true);
     }
   }
 
-  // Rows that are computed again, in the general form. The others are what they are without them.
+  // Marks the rows to recompute in the general form. The other rows are not affected by them.
   TILEWISE_FN bool mark_huge() {
     bool found = false;
     for (int64_t lane = 0; lane < round_up(lanes.count, W); lane += W) {
-      const I marked = weighing.huge(load(m + lane), load(l + lane));
+      const I marked = scaling.huge(load(m + lane), load(l + lane));
       for (int i = 0; i < W; ++i) huge[lane + i] = marked[i] != 0;
       found |= any(marked);
     }
@@ -228,20 +239,20 @@ struct Forward : ForwardScratch {
     for (int64_t j = tiles.begin; j < tiles.end; ++j) {
       const Range keys = intersect(tiling.at(j), task.keys);
       const bool nonfinite = load_tile(j, keys, used_panels) > 0;
-      if (j + 1 < tiles.end) announce(intersect(tiling.at(j + 1), task.keys), used_panels);
+      if (j + 1 < tiles.end) start_prefetch(intersect(tiling.at(j + 1), task.keys), used_panels);
       for (int64_t first = 0; first < used_panels; first += kGroup) {
         const Range group = {first, min(first + kGroup, used_panels)};
-        const int64_t bad_count = nonfinite ? load_values(keys, group) : 0;
+        const int64_t nonfinite_count = nonfinite ? load_values(keys, group) : 0;
         for (int64_t i = group.begin; i < group.end; ++i) {
           if (!lanes.panel_sees(i, keys)) continue;
           // On the diagonal a panel stops at the last key it sees, not at the end of the tile.
-          attend(i, {keys.begin, min(keys.end, lanes.any[i].end)}, bad_count);
+          attend(i, {keys.begin, min(keys.end, lanes.any[i].end)}, nonfinite_count);
         }
       }
     }
   }
 
-  // Panels of the narrowest item: what a row's sums are may not depend on the rows beside it.
+  // Panels of the smallest work item: the sums of a row must not depend on the rows next to it.
   static constexpr int64_t kGroup = S.tile_q / S.panel;
 
   TILEWISE_FN bool covers(Range group, Range keys) const {
@@ -250,19 +261,19 @@ struct Forward : ForwardScratch {
     return all;
   }
 
-  // The keys of the tile after this one.
-  TILEWISE_FN void announce(Range keys, int64_t used_panels) {
+  // Prepares the prefetch of the next tile's keys and values.
+  TILEWISE_FN void start_prefetch(Range keys, int64_t used_panels) {
     if (task.packed != nullptr || p.kv_float8 != 0) return;
     const T** const k_rows = reinterpret_cast<const T**>(next_rows);
     const T** const v_rows = k_rows + S.tile_k;
     key_rows(k_rows, keys, keys.size(), s.kv, p.k, task.kv_head);
     key_rows(v_rows, keys, keys.size(), s.kv, p.v, task.kv_head);
-    const int64_t turns = used_panels * (S.panel / W) * (S.tile_k / S.strip);
-    next_k = RowsToCome<T>(k_rows, keys.size(), p.head_dim, turns);
-    next_v = RowsToCome<T>(v_rows, keys.size(), p.head_dim_v, turns);
+    const int64_t calls = used_panels * (S.panel / W) * (S.tile_k / S.strip);
+    prefetch_k = RowPrefetcher<T>(k_rows, keys.size(), p.head_dim, calls);
+    prefetch_v = RowPrefetcher<T>(v_rows, keys.size(), p.head_dim_v, calls);
   }
 
-  // K and V of key tile j; returns how many rows of V were taken out.
+  // Loads K and V of key tile j; returns how many rows of V were removed.
   TILEWISE_FN int64_t load_tile(int64_t j, Range keys, int64_t used_panels) {
     const int64_t packed_keys = padded(keys);
     const Range group = {0, used_panels};
@@ -275,23 +286,24 @@ struct Forward : ForwardScratch {
     return load_values(keys, group);
   }
 
-  // V for these panels, without rows that are not finite where a lane does not see all keys.
+  // Loads V for these panels, without the non-finite rows if a lane does not see all keys.
   TILEWISE_FN int64_t load_values(Range keys, Range group) {
     const int64_t packed_keys = padded(keys);
     keys_of(rows, wide_v, keys, packed_keys, p, s, p.v, task.kv_head, p.head_dim_v);
-    const int64_t bad_count =
-        covers(group, keys) ? 0 : take_out_nonfinite(rows, keys.size(), p.head_dim_v, bad_v);
+    const int64_t nonfinite_count =
+        covers(group, keys) ? 0
+                            : remove_nonfinite_rows(rows, keys.size(), p.head_dim_v, nonfinite_v);
     products.load_values(rows, packed_keys);
-    return bad_count;
+    return nonfinite_count;
   }
 
-  // Keys are padded so that they fill register blocks as rows and units as contraction, and come in
-  // groups of 8 for dropout.
+  // Keys are padded to whole register blocks (as rows of C) and whole units (as contraction), and
+  // to groups of 8 for dropout.
   TILEWISE_FN static constexpr int64_t padded(Range keys) {
     return round_up(keys.size(), PackedProducts<E>::kKeyStep);
   }
 
-  // out = O / l and lse = m + log(l), lane by lane: of rows that are huge, or of the others.
+  // out = O / l and lse = m + log(l), lane by lane, either of the huge rows or of all others.
   TILEWISE_FN void finish(bool of_huge) {
     const int64_t used_panels = ceil_div(lanes.count, S.panel);
     for (int64_t panel = 0; panel < used_panels; ++panel) {
@@ -307,7 +319,7 @@ struct Forward : ForwardScratch {
     const int64_t valid = min<int64_t>(W, lanes.count - first);
     const F sum = load(l + first);
     const F inverse = sum == 0.0f ? F{} : v_descale(p, s.batch, task.kv_head) / sum;
-    const LogSums sums = lse_of(load(m + first), sum, weighing);
+    const LogSums sums = lse_of(load(m + first), sum, scaling);
     const float* const o_lanes = o + panel * dv.m * S.panel + lane;
     float* partial[W] = {};
     T* out[W] = {};

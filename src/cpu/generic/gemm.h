@@ -6,7 +6,8 @@
 namespace tilewise::cpu {
 namespace {
 
-// Units with strides in units. `plane` is the distance to the low part where operands have two.
+// Operands: units, with strides counted in units. `plane` is the distance to the low part of
+// operands that have two.
 struct OperandA {
   const uint32_t* data;
   int64_t row;
@@ -72,14 +73,15 @@ __attribute__((noinline)) void block_column(float* c, int64_t ldc, bool accumula
                                min(kChain, units - u));
 }
 
-// C[m][vectors * W] (+)= A B; m is a multiple of R. Sums of more than kChain units are cut, and the
-// pieces added to C: rounding errors grow with the length of a chain.
+// C[m][vectors * W] (+)= A B; m is a multiple of R. Sums of more than kChain units are computed in
+// chunks that are added to C, because rounding errors grow with the length of a chain.
 template <class Op, int R, int V, int64_t kChain>
 TILEWISE_FN void vector_gemm(float* c, int64_t ldc, bool accumulate, OperandA a, int64_t m,
                              OperandB b, int64_t vectors, int64_t units) {
   static_assert(V <= 3);
   while (vectors > 0) {
-    // Even groups: four vectors are 2 + 2, not 3 + 1, which would wait for loads.
+    // Even groups: four vectors are processed as 2 + 2, since in 3 + 1 the single one would wait
+    // for its loads.
     const int64_t groups = ceil_div(vectors, V);
     const int64_t now = ceil_div(vectors, groups);
     const auto block = now == 1               ? &block_column<Op, R, 1, kChain>

@@ -1,4 +1,4 @@
-// The query rows of a work item as vector lanes: who they are and which keys they see.
+// The query rows of a work item as vector lanes: their rows and heads, and the keys they see.
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -9,8 +9,8 @@
 namespace tilewise::cpu {
 namespace {
 
-// One lane per packed row. Lanes past the last row repeat its band (so that an interior tile stays
-// interior) and have zero operands.
+// One lane per packed row. Lanes past the last row repeat its band, so that an interior tile stays
+// interior, and have zero operands.
 struct Lanes : LaneScratch {
   int64_t count = 0;
 
@@ -18,12 +18,13 @@ struct Lanes : LaneScratch {
                         int64_t panel) {
     const Packing packing{group_size(p)};
     int64_t now = packing.row(packed_rows.begin);
-    int64_t member = packing.head(packed_rows.begin);  // of the heads that share a key/value head
+    int64_t member =
+        packing.head(packed_rows.begin);  // among the heads that share a key/value head
     count = packed_rows.size();
     for (int64_t lane = 0; lane < round_up(count, panel); ++lane) {
       row[lane] = now;
       head[lane] = kv_head * packing.group + member;
-      if (lane + 1 < count && ++member == packing.group) {  // no division a lane
+      if (lane + 1 < count && ++member == packing.group) {  // avoids a division per lane
         member = 0;
         ++now;
       }
@@ -35,7 +36,8 @@ struct Lanes : LaneScratch {
       if (lane % panel == 0) {
         some = every = {begin[lane], end[lane]};
       } else {
-        // Bounds do not decrease from row to row: rows that see nothing keep the hull an interval.
+        // Bounds do not decrease with the row, and rows that see nothing have an empty range in
+        // between, so the hull is an interval.
         some = {min(some.begin, begin[lane]), max(some.end, end[lane])};
         every = {max(every.begin, begin[lane]), min(every.end, end[lane])};
       }
@@ -49,7 +51,7 @@ struct Lanes : LaneScratch {
     return hull;
   }
 
-  // Bounds of W lanes relative to the keys of a tile.
+  // Bounds of W lanes relative to the first key of a tile.
   struct Bounds {
     I begin;
     I end;
@@ -72,7 +74,7 @@ struct Lanes : LaneScratch {
   }
 };
 
-// Addresses of the rows of `view` that the lanes stand for; null past the last one.
+// Addresses of the rows of `view` that the lanes stand for; null past the last lane.
 template <class T>
 TILEWISE_FN void lane_rows(const T** rows, const Lanes& lanes, int64_t capacity, const Sequence& s,
                            const tilewise_tensor& view) {
@@ -96,7 +98,7 @@ TILEWISE_FN LogSum log_sum_of(const Problem& p, const Sequence& s, int64_t row, 
   return {p.lse[at], p.lse_low != nullptr ? p.lse_low[at] : 0.0f};
 }
 
-// lse and, where it is wanted, lse_low of a row.
+// Writes lse, and lse_low if the caller wants it, of a row.
 TILEWISE_FN void write_lse(const Problem& p, const Sequence& s, int64_t row, int64_t head,
                            float lse, float low) {
   if (p.lse == nullptr) return;
@@ -138,17 +140,19 @@ TILEWISE_FN void key_rows(const T** rows, Range keys, int64_t capacity, const Kv
   for (int64_t i = keys.size(); i < capacity; ++i) rows[i] = nullptr;
 }
 
-// The same of a float8_e4m3 cache: T holds its values exactly, and gets them in `wide`.
+// The same for a float8_e4m3 cache. T represents its values exactly; they are converted into
+// `wide`.
 template <class T>
 TILEWISE_FN void wide_key_rows(const T** rows, const WideScratch& wide, Range keys,
                                int64_t capacity, const KvSource& source,
                                const tilewise_tensor& view, int64_t head, int64_t columns) {
-  constexpr int64_t kAhead = 12;  // rows are too far from each other for the hardware to follow
+  constexpr int64_t kPrefetchDistance = 12;  // rows are too far apart for the hardware prefetcher
   const Float8** const from = wide.from;
   key_rows(from, keys, keys.size(), source, view, head);
   for (int64_t r = 0; r < keys.size(); ++r) {
-    if (r + kAhead < keys.size())
-      for (int64_t c = 0; c < columns; c += 64) __builtin_prefetch(from[r + kAhead] + c, 0, 2);
+    if (r + kPrefetchDistance < keys.size())
+      for (int64_t c = 0; c < columns; c += 64)
+        __builtin_prefetch(from[r + kPrefetchDistance] + c, 0, 2);
     T* const to = reinterpret_cast<T*>(wide.rows) + r * wide.ld;
     int64_t c = 0;
     for (; c + W <= columns; c += W) from_fp32(to + c, to_fp32(from[r] + c));
@@ -158,8 +162,7 @@ TILEWISE_FN void wide_key_rows(const T** rows, const WideScratch& wide, Range ke
   for (int64_t r = keys.size(); r < capacity; ++r) rows[r] = nullptr;
 }
 
-// Addresses of keys or values in the dtype of q, wherever and however they are stored; null up to
-// `capacity`.
+// Addresses of keys or values in the dtype of q, whatever their storage; null up to `capacity`.
 template <class T>
 TILEWISE_FN void keys_of(const T** rows, const WideScratch& wide, Range keys, int64_t capacity,
                          const Problem& p, const Sequence& s, const tilewise_tensor& view,
@@ -181,17 +184,17 @@ TILEWISE_FN bool row_is_finite(const T* row, int64_t columns) {
   return !any(zero != zero);
 }
 
-// A weight of 0 times an infinity is NaN, and would reach rows that must not see it. So where a
-// tile is masked, rows with Inf or NaN are taken out of the product (null: zeros) and come back as
-// `bad`, to be added where a weight is not 0. Returns how many.
+// A weight of 0 times an infinity is NaN and would contaminate rows that do not see the key. Where
+// a tile is masked, rows with Inf or NaN are therefore replaced by zeros in the product (null) and
+// listed in `removed`; the caller adds them where a weight is not 0. Returns how many there are.
 template <class T>
-TILEWISE_FN int64_t take_out_nonfinite(const T** rows, int64_t count, int64_t columns,
-                                       const RowScratch& bad) {
+TILEWISE_FN int64_t remove_nonfinite_rows(const T** rows, int64_t count, int64_t columns,
+                                          const RowScratch& removed) {
   int64_t found = 0;
   for (int64_t r = 0; r < count; ++r) {
     if (rows[r] == nullptr || row_is_finite(rows[r], columns)) continue;
-    bad.index[found] = static_cast<int32_t>(r);
-    bad.address[found++] = rows[r];
+    removed.index[found] = static_cast<int32_t>(r);
+    removed.address[found++] = rows[r];
     rows[r] = nullptr;
   }
   return found;

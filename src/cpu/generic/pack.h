@@ -1,8 +1,8 @@
-// Packing: rows of storage, wherever they are, into operands of a matrix engine. A null row is
-// zeros.
+// Packing: rows of storage, at any address, become operands of a matrix engine. A null row stands
+// for zeros.
 //
 // The contraction of a product runs either along the columns of a row (q.k, do.v: "columns") or
-// from row to row (p v, p^T do, ds k, ds^T q: "rows"); each comes as it is or transposed.
+// from row to row (p v, p^T do, ds k, ds^T q: "rows"); each exists as it is and transposed.
 #pragma once
 
 #include "cpu/generic/simd.h"
@@ -11,7 +11,7 @@
 namespace tilewise::cpu {
 namespace {
 
-// W units of one row from `column` on, contraction along columns.
+// W units of one row from `column` on, with the contraction along columns.
 template <class E>
 TILEWISE_FN typename E::Units units_of_row(const typename E::Storage* row, int64_t column,
                                            int64_t columns) {
@@ -22,7 +22,7 @@ TILEWISE_FN typename E::Units units_of_row(const typename E::Storage* row, int64
   return E::along_columns(first);
 }
 
-// W units from a pair of rows (or one), contraction from row to row.
+// W units from one row or a pair of rows, with the contraction from row to row.
 template <class E>
 TILEWISE_FN typename E::Units units_of_rows(const typename E::Storage* const* rows, int64_t column,
                                             int64_t columns) {
@@ -48,7 +48,7 @@ void pack_columns(uint32_t* dst, int64_t ld, int64_t plane, const typename E::St
       E::store_units(dst + r * ld + u, plane, units_of_row<E>(rows[r], u * E::kPair, columns));
 }
 
-// dst[unit][row]: `count` rows are the lanes, a multiple of W.
+// dst[unit][row]: the `count` rows are the lanes; `count` is a multiple of W.
 template <class E>
 void pack_columns_transposed(uint32_t* dst, int64_t ld, int64_t plane,
                              const typename E::Storage* const* rows, int64_t count, int64_t columns,

@@ -1,5 +1,4 @@
-// The two products of the forward, S^T = K Q^T and O^T += V^T P^T, of packed operands on a matrix
-// engine.
+// The two products of the forward, S^T = K Q^T and O^T += V^T P^T, on packed operands.
 #pragma once
 
 #include "cpu/generic/engine.h"
@@ -21,7 +20,7 @@ struct PackedProducts {
   const uint32_t* v = nullptr;
   int64_t packed_keys = 0;
 
-  // A tile that pack() has made.
+  // Uses a tile that pack() has packed.
   TILEWISE_FN void use(const uint32_t* tile, int64_t count) {
     packed_keys = count;
     k = tile;
@@ -43,13 +42,13 @@ struct PackedProducts {
     v = x.v;
     E::pack_rows_a(x.v, x.dv.m_ld, x.v_plane, rows, count, p.head_dim_v);
   }
-  // s_tile[key][lane] of these keys of the tile
+  // s_tile[key][lane] for these keys of the tile
   TILEWISE_FN void scores(int64_t panel, Range keys, int64_t vectors) const {
     E::gemm(x.s_tile, S.panel, false, {k + keys.begin * x.qk.ld, x.qk.ld, 1, x.k_plane},
             keys.size(), {x.q + panel * x.qk.units * S.panel, S.panel, x.q_plane}, vectors,
             x.qk.units);
   }
-  // o[dv][lane] = weights of these keys, or adds them
+  // o[dv][lane] = V^T P^T over these keys, or += if `adds`
   TILEWISE_FN void accumulate(int64_t panel, Range keys, int64_t vectors, bool adds) const {
     const int64_t unit = keys.begin / S.pair;
     OperandA values = E::rows_a(v, x.dv.m_ld, packed_keys, x.v_plane);

@@ -1,4 +1,5 @@
-// The row-wise passes around the kernels: merge of key splits, delta, dq from its sum.
+// The row-wise passes before and after the main kernels: the combine of splits, delta, and dq from
+// its sum.
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -17,10 +18,10 @@ TILEWISE_FN T* packed_row(const Problem& p, const Sequence& s, int64_t kv_head, 
          (kv_head * packing.group + packing.head(packed)) * view.stride_head;
 }
 
-// out = sum of exp(lse_i - lse) out_i over the splits, in ascending order. Their weights take the
-// place of their lse.
+// out = sum of exp(lse_i - lse) out_i over the splits, in ascending order. The weights overwrite
+// partial_lse.
 template <class T>
-void merge_item(const ForwardTask& t, int64_t splits, int64_t stride) {
+void combine_item(const ForwardTask& t, int64_t splits, int64_t stride) {
   const Problem& p = *t.problem;
   const Packing packing{group_size(p)};
   for (int64_t i = 0; i < t.packed_rows.size(); ++i) {
@@ -47,7 +48,7 @@ void merge_item(const ForwardTask& t, int64_t splits, int64_t stride) {
         const int64_t at = split * stride + i;
         const float weight = t.partial_lse[at] * inverse;
         const float* const out_part = t.partial_out + at * p.head_dim_v + c;
-        // A split that saw nothing holds 0; one with NaN must stay NaN: no skipping.
+        // A split that saw no key holds 0; one with NaN must stay NaN, so none is skipped.
         total = total + (now == W ? load(out_part) : to_fp32_tail(out_part, now)) * weight;
       }
       if (now == W)
@@ -71,8 +72,8 @@ TILEWISE_FN float dot_rows(const T* a, const T* b, int64_t columns) {
   return sum_lanes(sum);
 }
 
-// delta = do.o - dlse: with it ds = p (dp - delta) covers both gradients. A sink has p = exp(sink -
-// lse), no value, and so ds = -p delta.
+// delta = do.o - dlse. With it ds = p (dp - delta) covers both incoming gradients. A sink has p =
+// exp(sink - lse) and no value, so its ds is -p delta.
 template <class T>
 void delta_item(const RowTask& t) {
   const Problem& p = *t.problem;
@@ -94,7 +95,7 @@ void delta_item(const RowTask& t) {
   }
 }
 
-// dq = scale * sum; dscale's share = sum of q . (sum over the tile).
+// dq = scale * sum. This tile's share of dscale is the sum of q . dq_sum over its rows.
 template <class E>
 void finish_dq_item(const RowTask& t) {
   using T = typename E::Storage;

@@ -1,5 +1,5 @@
-// What the general form adds to scores, in vectors along rows (a panel of a key tile,
-// S^T[key][lane]) or along keys (decoding): slopes, bias, dropout bits.
+// What the general form adds to the scores (slopes, bias and dropout bits), in vectors along rows
+// (a panel of a key tile, S^T[key][lane]) or along keys (decoding).
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -21,7 +21,7 @@ TILEWISE_FN float bias_at(const Problem& p, int64_t offset) {
   return to_float(static_cast<const BFloat16*>(p.bias)[offset]);
 }
 
-// Of W keys, of which `count` exist: none, or fewer than none, where a padded step ends.
+// The bias of W keys, of which `count` exist: 0 or fewer beyond the end of a padded step.
 TILEWISE_FN F bias_of_keys(const Problem& p, int64_t offset, int64_t count) {
   if (count <= 0) return F{};
   const auto from = [&](const auto* bias) {
@@ -37,12 +37,12 @@ TILEWISE_FN F magnitude(I diagonal) {
   return __builtin_convertvector(diagonal < 0 ? -diagonal : diagonal, F);
 }
 
-// What the general form needs per lane of a panel.
+// The score terms of the general form, per lane of a panel.
 struct ScoreTile : ScoreScratch {
   const Problem* problem;
   Score score;
 
-  // Reads slopes and the bias tile of the panel that starts at lane `first` of `lanes`, into the
+  // Reads the slopes and the bias of the panel that starts at lane `first` of `lanes`, into the
   // lanes of this tile from `at` on.
   TILEWISE_FN void load_panel(const Sequence& s, const Lanes& lanes, int64_t first, int64_t panel,
                               Range keys, int64_t at) {
@@ -71,7 +71,7 @@ struct ScoreTile : ScoreScratch {
   }
 };
 
-// Keep decisions of a block of keys for W lanes: Dropout::kept in vectors.
+// The dropout decisions of a block of keys for W lanes: Dropout::kept in vectors.
 struct KeepMask {
   U kept;
 
@@ -94,7 +94,7 @@ struct KeepMask {
   }
 };
 
-// Keep decisions of one row for W keys from `key` on: as KeepMask::scale.
+// The same factors as KeepMask::scale, of one row for W keys from `key` on.
 TILEWISE_FN F keep_scale_of_keys(const Dropout& dropout, int64_t batch_head, int64_t row,
                                  int64_t key) {
   constexpr uint32_t kBlock = Dropout::kKeysPerBlock;

@@ -1,5 +1,5 @@
-// The vector vocabulary of the CPU loops: GCC/Clang vector extensions, W lanes of fp32, and a
-// handful of functions where an instruction says it better. Included once per instruction set.
+// The vector vocabulary of the CPU kernels: GCC/Clang vector extensions with W lanes of fp32, and a
+// few intrinsics where an instruction does better. Included once per instruction set.
 #pragma once
 
 #include <cstddef>
@@ -34,7 +34,7 @@ inline constexpr int W = 8;
 inline constexpr int W = 4;
 #endif
 
-// Whether a product and a sum are one instruction, with one rounding.
+// Whether the compiler fuses a product and a sum into one instruction with one rounding.
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 inline constexpr bool kHasFma = true;
 #else
@@ -51,7 +51,7 @@ using D = double __attribute__((vector_size(W * 8)));
 
 TILEWISE_FN F splat(float x) { return F{} + x; }
 
-// Memory is a pointer, or an array whose size the compiler then compares with the vector's.
+// `Memory` is a pointer, or an array, whose size is then checked against that of the vector.
 template <class V, class Memory>
 inline constexpr bool kFits = !std::is_array_v<Memory> || sizeof(V) <= sizeof(Memory);
 
@@ -109,14 +109,14 @@ TILEWISE_FN I lane_numbers() {
 }
 
 TILEWISE_FN float sum_lanes(F v) {
-  // A fixed tree, so that the result does not depend on the compiler's choice.
+  // A fixed order of additions, so that the result does not depend on the compiler.
   for (int half = W / 2; half > 0; half /= 2)
     for (int i = 0; i < half; ++i) v[i] += v[i + half];
   return v[0];
 }
 
-// 2^x for the softmax, x <= 127; 0 for -inf, NaN for NaN. Minimax polynomials of our own fit:
-// maximum relative error 7.5e-5, 2.6e-6, 7.5e-8 for degree 3, 4, 5.
+// 2^x for the softmax, x <= 127; 0 for -inf, NaN for NaN. The minimax polynomials were fitted for
+// this project: maximum relative error 7.5e-5, 2.6e-6, 7.5e-8 for degree 3, 4, 5.
 template <int Degree>
 TILEWISE_FN F exp2(F x) {
 #if defined(__AVX512DQ__)
@@ -160,7 +160,7 @@ TILEWISE_FN F tanh(F x) {
   return a < 0.625f ? small : signed_large;
 }
 
-// What the policies ask for (attention/scalar_math.h), in vectors.
+// The functions that the policies need (attention/scalar_math.h), on vectors.
 struct VectorMath {
   TILEWISE_FN static F tanh(F x) { return cpu::tanh(x); }
   TILEWISE_FN static void mul_high_low(U a, uint32_t b, U* high, U* low) {
@@ -193,8 +193,9 @@ TILEWISE_FN F to_fp32(const Half* p) {
 #endif
 }
 
-// As the scalar conversion (base/float8.h). Where there is one for fp16: a float8_e4m3 is, seven
-// bits further left, an fp16 number 2^8 times smaller, subnormal numbers too.
+// The same conversion as for scalars (base/float8.h). If the machine converts fp16: the bits of a
+// float8_e4m3, shifted left by seven, are an fp16 number that is 2^8 times smaller; this also holds
+// for subnormal numbers.
 #if defined(__AVX2__) || defined(__AVX512F__)
 inline constexpr float kFloat8Unit = 256.0f;
 
@@ -215,7 +216,8 @@ TILEWISE_FN F to_fp32(const Float8* p) {
   return to_fp32(reinterpret_cast<const Half*>(&bits)) * kFloat8Unit;
 }
 
-// In registers: a part of a vector that is read through its address is written to memory first.
+// Shuffles in registers: reading part of a vector through its address would first write it to
+// memory.
 template <int... J>
 TILEWISE_FN void to_fp32(H2 halves, F (&part)[2], std::integer_sequence<int, J...>) {
   const H low = __builtin_shufflevector(halves, halves, J...);
@@ -224,7 +226,7 @@ TILEWISE_FN void to_fp32(H2 halves, F (&part)[2], std::integer_sequence<int, J..
   part[1] = to_fp32(reinterpret_cast<const Half*>(&high));
 }
 
-// 2 W of them, in units of 1 / kFloat8Unit.
+// 2 W elements, in units of 1 / kFloat8Unit.
 TILEWISE_FN void to_fp32_units(const Float8* p, F (&part)[2]) {
 #if defined(__AVX512F__)
   const H2 bits = half_of_float8(reinterpret_cast<H2>(_mm512_cvtepi8_epi16(load_as<__m256i>(p))));
@@ -294,8 +296,8 @@ TILEWISE_FN void from_fp32(Half* p, F v) {
 #endif
 }
 
-// The first n elements, 0 <= n < N; those past them are 0, memory past them is not touched. Where
-// there are masks for bytes, a loop is slow: a quarter of what decoding of D72 in bf16 took.
+// Copies the first n elements, 0 <= n < N, and sets the rest to 0; memory past them is not read.
+// Where byte masks exist they are used: a loop took a quarter of the time of decoding D72 in bf16.
 template <class T, int N>
 TILEWISE_FN void copy_first(T (&to)[N], const T* from, int64_t n) {
 #if defined(__AVX512BW__)
@@ -307,7 +309,7 @@ TILEWISE_FN void copy_first(T (&to)[N], const T* from, int64_t n) {
   } else {
     static_assert(sizeof(to) <= 16);
     const __m128i first = _mm_maskz_loadu_epi8(static_cast<__mmask16>(bytes), from);
-    __builtin_memcpy(to, &first, sizeof(to));  // fewer than 16 bytes where a step is that narrow
+    __builtin_memcpy(to, &first, sizeof(to));  // fewer than 16 bytes for narrow steps
   }
 #else
   for (int64_t i = 0; i < N; ++i) to[i] = i < n ? from[i] : T{};
@@ -343,8 +345,8 @@ TILEWISE_FN void exchange_rows(V (&r)[W]) {
 }
 }  // namespace detail
 
-// Sums over groups of S * N lanes whose lanes are sums of S already, as a transpose that adds as it
-// goes: lane i is of row i / S % N.
+// Sums over groups of S * N lanes whose lanes already are sums of S, as a transpose that adds on
+// the way: lane i belongs to row i / S % N.
 template <int S, int kStep = 1, int N>
 TILEWISE_FN F sum_of_rows(F (&r)[N]) {
   for (int i = 0; i + kStep < N; i += 2 * kStep) {

@@ -1,4 +1,4 @@
-// What the forwards of a tile and of decoding know of the softmax of a row.
+// The softmax of a row, as the prefill forward and the decode forward share it.
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -16,43 +16,42 @@ inline constexpr int kExpDegree<BFloat16> = 3;
 template <>
 inline constexpr int kExpDegree<Half> = 4;
 
-// m is raised where a tile's maximum has outgrown it by more than this factor's logarithm to base
-// 2, and l and O are rescaled then: weights may reach 256, which no format here minds, and most
-// tiles rescale nothing (FlashAttention-4 calls this conditional rescaling).
-inline constexpr float kOutgrown = 8.0f;
+// m is raised, and l and O are rescaled, only when the maximum of a tile exceeds m by more than
+// this exponent (base 2). Weights may reach 256, which all formats here can represent, and most
+// tiles rescale nothing. FlashAttention-4 calls this conditional rescaling.
+inline constexpr float kRescaleThreshold = 8.0f;
 
-// Rows whose largest score is beyond this, in natural units, are computed again in the general
-// form, the backward likewise where lse is beyond it: fp32 numbers are 2 apart there. The plain
-// form, whose scores are not rounded before they are compared, has an m that lse and lse_low cannot
-// hold.
+// Rows whose largest score, in natural units, exceeds this are computed again in the general form;
+// so does the backward where lse exceeds it. fp32 numbers are 2 apart there, and in the plain form,
+// whose scores are not rounded before they are compared, lse and lse_low could not hold m.
 inline constexpr float kHugeScore = 1 << 24;
 
-// Scores that the plain form, which divides by the scale, cannot hold are general.
+// Scores that the plain form, which divides by the scale, cannot represent need the general form.
 TILEWISE_FN bool is_general(const Problem& p, const Score& score) {
   return tilewise::is_general(p) || __builtin_fabsf(score.scale) < 1e-30f;
 }
 
-// How scores become weights: P = 2^((S - m) c). The general form has S in natural units; the plain
-// form keeps S raw, with the scale in c, and a negative scale in Q.
+// How scores become weights: P = 2^((S - m) c). The general form has S in natural units. The plain
+// form keeps S raw, with the scale in c and the sign of a negative scale in Q.
 template <class T>
-struct Weighing {
+struct SoftmaxScaling {
   bool general;
   float c;
-  float unit;  // of S, in natural units
+  float unit;  // one unit of S, in natural units
 
-  TILEWISE_FN static Weighing of(const Score& score, bool general) {
+  TILEWISE_FN static SoftmaxScaling of(const Score& score, bool general) {
     const float unit = general ? 1.0f : __builtin_fabsf(score.scale);
     return {general, unit * kLog2e, unit};
   }
 
-  // S c - m c, with m c rounded, is one instruction less than (S - m) c. What the rounding changes
-  // is the same for all weights of a row, and small while m is not huge, as it never is in the
-  // plain form: 16 bits can do with it.
+  // Fused: S c - m c with m c rounded is one instruction less than (S - m) c. The rounding changes
+  // all weights of a row by the same factor, and by little while m is not huge, as it never is in
+  // the plain form: accurate enough for 16-bit types.
   static constexpr bool kMayFuse = sizeof(T) == 2 && kHasFma;
   TILEWISE_FN bool fused() const { return kMayFuse && !general; }
 
-  // What is subtracted from S, or from S c if fused: m c as fp32 has it, which has to be the same
-  // number wherever it is used. That it is a choice keeps the compiler from fusing it into a sum.
+  // The term subtracted from S, or from S c if fused. m c must be the same rounded number wherever
+  // it is used; the selection keeps the compiler from contracting the product into an FMA.
   TILEWISE_FN F base(F m) const {
     if (!fused()) return m;
     const F scaled = m * c;
@@ -64,13 +63,13 @@ struct Weighing {
     return kFused ? s * c - base : (s - base) * c;
   }
 
-  // What l and O are multiplied by when m is raised.
+  // The factor for l and O when m is raised.
   TILEWISE_FN F alpha(F old, F raised) const {
     const F difference = base(old) - base(raised);
     return exp2<kExpDegree<float>>(fused() ? difference : difference * c);
   }
 
-  // Where the weights are 1, in natural units.
+  // The score, in natural units, whose weight is 1.
   TILEWISE_FN D highest(F m) const {
     const D exact = __builtin_convertvector(m, D) * static_cast<double>(unit);
     if (!fused()) return exact;
@@ -79,7 +78,8 @@ struct Weighing {
     return exact + change * kLn2;
   }
 
-  // Rows that are to be computed again. One whose sink is beyond all raw scores has an infinite m.
+  // Which rows have to be computed again. A row whose sink exceeds every raw score has an infinite
+  // m.
   TILEWISE_FN I huge(F m, F l) const {
     const F score = m * unit;
     const F magnitude = score < 0.0f ? -score : score;
@@ -92,16 +92,16 @@ struct SoftmaxState {
   float l = 0.0f;
 };
 
-// Before any key: the sink alone, whose weight makes up for what m is rounded to. A huge sink is
-// either nothing beside a key's score, or leaves a huge row, which is computed again.
+// The state before any key: the sink alone. Its weight compensates for the rounding of m. A huge
+// sink either vanishes beside the score of a key or leaves a huge row, which is computed again.
 template <class T>
 TILEWISE_FN SoftmaxState first_state(const ForwardTask& task, int64_t head,
-                                     const Weighing<T>& weighing) {
+                                     const SoftmaxScaling<T>& scaling) {
   const float* const sinks = task.problem->sinks;
   if (sinks == nullptr || !task.first_split || sinks[head] == kMinusInfinity) return {};
-  const float m = sinks[head] / weighing.unit;
-  if (weighing.general || __builtin_fabsf(sinks[head]) > kHugeScore) return {m, 1.0f};
-  const double off = static_cast<double>(sinks[head]) - weighing.highest(splat(m))[0];
+  const float m = sinks[head] / scaling.unit;
+  if (scaling.general || __builtin_fabsf(sinks[head]) > kHugeScore) return {m, 1.0f};
+  const double off = static_cast<double>(sinks[head]) - scaling.highest(splat(m))[0];
   return {m, static_cast<float>(__builtin_exp(off))};
 }
 
@@ -130,10 +130,11 @@ struct LogSums {
   F low;
 };
 
-// The highest score is taken off before log l is added, which it would swallow where it is huge.
+// lse and its rounding error. The highest score is subtracted before log l is added, which would
+// otherwise be lost where that score is huge.
 template <class T>
-TILEWISE_FN LogSums lse_of(F m, F l, const Weighing<T>& weighing) {
-  const D highest = weighing.highest(m);
+TILEWISE_FN LogSums lse_of(F m, F l, const SoftmaxScaling<T>& scaling) {
+  const D highest = scaling.highest(m);
   const D sum = log(__builtin_convertvector(l, D));
   const F infinity = splat(-kMinusInfinity);
   const F nearest = __builtin_convertvector(highest + sum, F);

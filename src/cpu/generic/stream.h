@@ -9,16 +9,16 @@
 namespace tilewise::cpu {
 namespace {
 
-// The first n elements, then zeros, where a whole read finds them.
+// A copy of the first n elements, padded with zeros to the size of a whole read.
 template <class T, int N>
 struct FirstElements {
   T data[N] = {};
   TILEWISE_FN FirstElements(const T* from, int64_t n) {
-    if (n > 0) copy_first(data, from, n);  // reads come in groups, the last of which may be empty
+    if (n > 0) copy_first(data, from, n);  // the last read of a group may be empty
   }
 };
 
-// kUnits units of 32 bits from there, again and again.
+// A vector that repeats kUnits units of 32 bits.
 template <class V, int kUnits, class T>
 TILEWISE_FN V repeated(const T* from) {
   static_assert(kUnits <= 2 || kUnits == W || W > 4);
@@ -41,8 +41,8 @@ TILEWISE_FN V repeated(const T* from) {
   }
 }
 
-// kColumns neighbouring elements as kParts vectors of fp32. Half: 64 bytes at once, where sums of
-// two parts have registers enough.
+// kColumns neighbouring elements as kParts vectors of fp32. For Half that is 64 bytes at a time
+// where there are enough registers for the sums of two parts.
 template <class T>
 struct Widened {
   static constexpr int kParts = sizeof(T) == 2 && W == 16 ? 2 : 1;
@@ -71,7 +71,7 @@ struct Widened<Float8> {
   TILEWISE_FN static void in_order(F (&)[2]) {}
 };
 
-// The even columns and the odd ones: two operations, where widening in order is four.
+// The even and the odd columns: two operations, where widening in order takes four.
 template <>
 struct Widened<BFloat16> {
   static constexpr int kParts = 2;
@@ -99,23 +99,24 @@ struct Widened<BFloat16> {
   }
 };
 
-// fp32 arithmetic whatever the storage.
+// fp32 arithmetic for any storage type.
 template <class T>
 struct Stream {
   using Storage = T;
-  static constexpr int kParts = Widened<T>::kParts;  // vectors of sums for one read
-  static constexpr int kColumns = kParts * W;        // elements of a read
+  static constexpr int kParts = Widened<T>::kParts;  // vectors of sums per read
+  static constexpr int kColumns = kParts * W;        // elements per read
   static constexpr float kUnit = std::is_same_v<T, Float8> ? kFloat8Unit : 1.0f;  // of what is read
   struct Read {
     F part[kParts];
   };
-  // Whose weights are applied at once: with 16 registers two leave too few for sums.
+  // Keys whose weights are applied together: with 16 registers, two would leave too few for the
+  // sums.
   static constexpr int kKeys = W == 16 ? 2 : 1;
   struct Values {
     Read of[kKeys];
   };
 
-  // Whether a few columns, again and again, are an operand as soon as they are read.
+  // Whether a few columns, repeated, are an operand without further shuffles.
   static constexpr bool kHasUnits = std::is_same_v<T, float> || (std::is_same_v<T, Half> && W >= 8);
   using Unit = F;
   static constexpr int kUnitColumns = 1;
@@ -151,7 +152,7 @@ struct Stream {
     return sum;
   }
 
-  // p of W keys takes the place of their s; that of kKeys keys is applied together.
+  // The weights of W keys overwrite their scores; those of kKeys keys are applied together.
   TILEWISE_FN static void store_weights(float* row, int64_t key, F p) { store(row + key, p); }
   TILEWISE_FN static float weight(const float* row, int64_t key) { return row[key]; }
   TILEWISE_FN static Values values(const Read (&read)[kKeys]) {
@@ -167,7 +168,7 @@ struct Stream {
 };
 
 #if defined(__AVX512BF16__)
-// Two bf16 products a lane, fp32 sums: of neighbouring columns in q k, of two keys in p v.
+// Two bf16 products per lane with fp32 sums: of neighbouring columns in q k, of two keys in p v.
 template <>
 struct Stream<BFloat16> {
   using Storage = BFloat16;
@@ -177,7 +178,7 @@ struct Stream<BFloat16> {
   static constexpr int kKeys = 2;
   using Read = H2;
   struct Values {
-    H2 low, high;  // in each group of 8 columns the first four and the last four
+    H2 low, high;  // the first and the last four of every 8 columns
   };
 
   static constexpr bool kHasUnits = true;
@@ -200,7 +201,7 @@ struct Stream<BFloat16> {
   }
   TILEWISE_FN static F dot(F sum, Read q, Read k) { return multiply_add(sum, q, k); }
 
-  // Half as wide as s, so no s is overwritten before it has been read.
+  // A weight is half as wide as a score, so no score is overwritten before it has been read.
   TILEWISE_FN static void store_weights(float* row, int64_t key, F p) {
     from_fp32(reinterpret_cast<BFloat16*>(row) + key, p);
   }

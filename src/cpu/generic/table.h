@@ -1,4 +1,4 @@
-// The kernels of one engine as a table row.
+// The kernels of one engine as a row of the kernel table.
 #pragma once
 
 #include "cpu/generic/backward.h"
@@ -15,7 +15,7 @@ const Kernels* kernels_of() {
   static_assert(E::S.lanes == W);
   static constexpr Kernels kernels = {
       pack_item<E>,      forward_item<E>, decode_item<T, Products, kIsa>,
-      merge_item<T>,     delta_item<T>,   backward_item<E>,
+      combine_item<T>,   delta_item<T>,   backward_item<E>,
       finish_dq_item<E>,
   };
   return &kernels;

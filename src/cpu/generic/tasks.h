@@ -1,12 +1,12 @@
-// What the common code hands to the loops of an instruction set, and what it gets.
+// The interface between the common code and the kernels of an instruction set.
 #pragma once
 
 #include "cpu/scratch.h"
 
 namespace tilewise::cpu {
 
-// One forward work item: packed query rows of one key/value head, or of `heads` from it on in
-// decoding, over a range of keys.
+// One forward work item: packed query rows of one key/value head (in decoding: of `heads` heads
+// from it on) over a range of keys.
 struct ForwardTask {
   const Problem* problem;
   Sequence sequence;
@@ -14,21 +14,21 @@ struct ForwardTask {
   int64_t heads;
   Range packed_rows;
   Range keys;
-  bool first_split;  // carries the sink
-  Core core;         // decoding: what it asks for ahead of its reads
-  // Null: write out and lse. Otherwise this split's normalised [row][head_dim_v] and its lse and
-  // lse_low.
+  bool first_split;  // whether this split carries the sink
+  Core core;         // decoding: chooses the prefetch scheme
+  // If null, out and lse are written. Otherwise the partial result of this split: normalised
+  // [row][head_dim_v], its lse and its lse_low.
   float* partial_out;
   float* partial_lse;
   float* partial_low;
-  int64_t partial_stride;  // rows from a head's to those of the next
+  int64_t partial_stride;  // rows from one head to the next
   // Null, or the packed key tiles of this head: see PackTask.
   const uint32_t* packed;
   const int32_t* nonfinite;
 };
 
-// K and V of one key tile as the matrix engine wants them, packed once when many query tiles will
-// read them.
+// K and V of one key tile in the layout of the matrix engine, packed once if many query tiles read
+// them.
 struct PackTask {
   const Problem* problem;
   Sequence sequence;
@@ -47,13 +47,13 @@ struct BackwardTask {
   Range keys;
   int64_t chunk;
   // Per query tile of this sequence and head, tile_stride entries apart.
-  float* dq_sum;       // [panel][head_dim][lane]: dq over keys, unscaled; null: not wanted
+  float* dq_sum;       // [panel][head_dim][lane]: dq summed over keys, unscaled; null: not wanted
   const float* delta;  // [lane]: do.o - dlse
-  int32_t* turns;      // chunks that have been added to dq_sum
+  int32_t* dq_semaphores;  // number of chunks added to dq_sum so far
   int64_t tile_stride = 1;
 };
 
-// One query tile of the passes before and after: delta, dq, and what dsinks and dscale sum up.
+// One query tile of the row-wise passes: delta, dq, and the contributions to dsinks and dscale.
 struct RowTask {
   const Problem* problem;
   const Gradients* gradients;
@@ -61,17 +61,17 @@ struct RowTask {
   int64_t kv_head;
   Range packed_rows;
   float* delta;         // [lane]
-  float* dsinks;        // [lane]: this row's share; null: not wanted
+  float* dsinks;        // [lane]: contribution of this row; null: not wanted
   const float* dq_sum;  // null: no chunk saw this tile
-  float* dscale;        // one float: this tile's share; null: not wanted
+  float* dscale;        // one float: contribution of this tile; null: not wanted
 };
 
 struct Kernels {
   void (*pack)(const PackTask&, Arena scratch);
   void (*forward)(const ForwardTask&, Arena scratch);
-  void (*decode)(const ForwardTask&, Arena scratch);  // at most thin_rows packed rows
-  // Partials of `splits` splits, `stride` rows apart -> out and lse.
-  void (*merge)(const ForwardTask&, int64_t splits, int64_t stride);
+  void (*decode)(const ForwardTask&, Arena scratch);  // at most max_decode_rows packed rows
+  // Combines the partial results of `splits` splits, `stride` rows apart, into out and lse.
+  void (*combine)(const ForwardTask&, int64_t splits, int64_t stride);
   void (*delta)(const RowTask&);
   void (*backward)(const BackwardTask&, Arena scratch);
   void (*finish_dq)(const RowTask&);

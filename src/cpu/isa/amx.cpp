@@ -4,7 +4,7 @@
 
 namespace tilewise::cpu {
 
-// fp32 has its kernels in the avx512 table: the same code would be compiled here.
+// fp32 uses the kernels of the avx512 table, as the same code would be compiled here.
 const Kernels* amx_kernels(int32_t dtype) {
   switch (dtype) {
     case TILEWISE_BFLOAT16:
