@@ -6,11 +6,12 @@
 namespace tilewise {
 
 // Row i of a sequence sees key j when  i + keys - rows - left <= j <= i + keys - rows + right.
-// Seen from the keys, key j is visible to the rows  j - shift - right <= i <= j - shift + left:
-// a band is its own transpose with left and right exchanged, so the backward, which walks key
-// tiles, and the forward, which walks query tiles, ask the same object. Both bounds grow with the
-// row, so the union of a tile's rows is bounded by its first and last row, and so is what all of
-// its rows see. Nothing else in the library knows about causality, windows or lengths.
+// Equivalently, key j is visible to the rows  j - shift - right <= i <= j - shift + left: a band is
+// its own transpose with left and right exchanged. The forward, which iterates over query tiles,
+// and the backward, which iterates over key tiles, therefore use the same object. Both bounds grow
+// with the row, so the first and the last row of a tile determine the union and the intersection of
+// the keys that its rows see. Nothing else in the library knows about causality, windows or
+// lengths.
 struct Band {
   int64_t rows = 0;
   int64_t keys = 0;
@@ -37,12 +38,12 @@ struct Band {
 
   TILEWISE_FN constexpr Range rows_of(int64_t key) const { return transposed().keys_of(key); }
 
-  // Keys that at least one of the rows may see (a superset: the hull).
+  // The hull of the keys that at least one of the rows may see (a superset of their union).
   TILEWISE_FN constexpr Range keys_of_any(Range tile) const {
     return {keys_of(tile.begin).begin, keys_of(tile.end - 1).end};
   }
 
-  // Keys that every one of the rows sees: a tile inside needs no mask.
+  // Keys that every one of the rows sees: a tile within this range needs no mask.
   TILEWISE_FN constexpr Range keys_of_all(Range tile) const {
     return {keys_of(tile.end - 1).begin, keys_of(tile.begin).end};
   }

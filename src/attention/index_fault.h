@@ -1,12 +1,12 @@
-// What is wrong with an entry of an index array. The kernels, the check on a GPU and the validation
-// on the CPU find faults by these functions, so that all of them mean the same.
+// Invalid entries of index arrays. The kernels, the check on a GPU and the validation on the CPU
+// all find faults by these functions, so they agree on what is invalid.
 #pragma once
 
 #include "attention/problem.h"
 
 namespace tilewise {
 
-// The meaning of the fields of an IndexFault.
+// Each comment gives the meaning of the fields of an IndexFault.
 enum class Fault : int32_t {
   none,
   cu_seqlens_q_first,     // cu_seqlens_q[0] is `value`, not 0
@@ -16,28 +16,29 @@ enum class Fault : int32_t {
   seqused_q,              // seqused_q[index] is `value`: 0 to the rows of the sequence, `allowed`
   max_seqlen_q,           // sequence `index` has `value` rows; max_seqlen_q is `allowed`
   kv_batch_idx,        // kv_batch_idx[index] is `value`: from 0 and less than kv_batch, `allowed`
-  cu_seqlens_k_first,  // as with q
-  cu_seqlens_k_order,  // as with q
+  cu_seqlens_k_first,  // as for q
+  cu_seqlens_k_order,  // as for q
   cu_seqlens_k_last,   // cu_seqlens_k[index] is `value`, more than seqlen_k, `allowed`
   cu_seqlens_k_negative,    // cu_seqlens_k[index] is `value`, less than 0
-  cu_seqlens_k_last_paged,  // likewise: batch * block_table_width * page_size
+  cu_seqlens_k_last_paged,  // the same for pages: more than batch * block_table_width * page_size,
+                            // `allowed`
   seqused_k,           // seqused_k[index] is `value`: 0 to the capacity of the sequence, `allowed`
-  leftpad_k,           // leftpad_k[index] is `value`: likewise
+  leftpad_k,           // leftpad_k[index] is `value`: 0 to the capacity of the sequence, `allowed`
   cu_seqlens_k_paged,  // sequence `index` has `value` keys: more than its pages hold, `allowed`
   max_seqlen_k,        // sequence `index` has `value` keys; max_seqlen_k is `allowed`
   block_table,         // block_table[index, second] is `value`: less than pages, `allowed`
   dbias_keys,          // sequence `index` has `value` keys; dbias_keys is `allowed`
   dbias_rows,          // sequence `index` has `value` rows; dbias_rows is `allowed`
-  // Of an append.
-  cu_seqlens_new_first,     // as with q
-  cu_seqlens_new_order,     // as with q
+  // The faults of an append.
+  cu_seqlens_new_first,     // as for q
+  cu_seqlens_new_order,     // as for q
   cu_seqlens_new_last,      // cu_seqlens_new[index] is `value`, more than seqlen_new, `allowed`
   cu_seqlens_new_negative,  // cu_seqlens_new[index] is `value`, less than 0
   cache_seqlens,     // cache_seqlens[index] is `value`: with `second` new keys at most `allowed`
   leftpad_of_cache,  // leftpad_k[index] is `value`: 0 to cache_seqlens[index], `allowed`
-  rotary_start,      // sequence `index` is rotated from position `value` on, not from 0 or more, as
-                     // rotary_seqlens (`second` is 1) or leftpad_k (0) say
-  rotary_rows,       // sequence `index` is rotated up to position `value`; rotary_rows: `allowed`
+  rotary_start,  // rotary_seqlens (`second` is 1) or leftpad_k (0) makes sequence `index` start at
+                 // the rotary position `value`, which is below 0
+  rotary_rows,   // sequence `index` is rotated up to position `value`; rotary_rows is `allowed`
 };
 
 struct IndexFault {
@@ -51,12 +52,13 @@ struct IndexFault {
   TILEWISE_FN bool any() const { return fault != Fault::none; }
 };
 
-// `name`_first is followed by those of order and of the last entry.
+// The faults *_first, *_order, *_last and *_negative of an array follow each other in this order;
+// this returns the one `steps` after `first`.
 TILEWISE_FN constexpr Fault fault_after(Fault first, int32_t steps) {
   return static_cast<Fault>(static_cast<int32_t>(first) + steps);
 }
 
-// Whether entry `b` of a cu_seqlens and the one after it are those of a sequence.
+// Whether entries `b` and `b + 1` of a cu_seqlens array delimit a valid sequence.
 TILEWISE_FN bool cu_seqlens_fit(const int32_t* cu_seqlens, int64_t b, int64_t rows) {
   const int64_t from = cu_seqlens[b];
   const int64_t to = cu_seqlens[b + 1];
@@ -94,7 +96,7 @@ TILEWISE_FN IndexFault kv_batch_fault(const Problem& p, int64_t b) {
   return {Fault::kv_batch_idx, 0, b, 0, row, p.kv_batch};
 }
 
-// All but the pages.
+// Finds a fault in everything about the keys but the pages.
 TILEWISE_FN IndexFault key_fault(const Problem& p, int64_t b) {
   const IndexFault of_row = kv_batch_fault(p, b);
   if (of_row.any()) return of_row;
@@ -129,7 +131,7 @@ TILEWISE_FN IndexFault page_fault(const Problem& p, int64_t b, int64_t i) {
   return {Fault::block_table, 0, b, i, page, p.pages};
 }
 
-// Of the backward: the gradient of the bias has a row and a column for every row and key.
+// Backward only: dbias needs a row and a column for every row and key of the sequence.
 TILEWISE_FN IndexFault dbias_fault(const Problem& p, const Gradients& g, int64_t b) {
   if (g.dbias == nullptr) return {};
   const Band band = sequence_of(p, b).band;
@@ -140,21 +142,22 @@ TILEWISE_FN IndexFault dbias_fault(const Problem& p, const Gradients& g, int64_t
   return {};
 }
 
-// Of sequence b, all but its pages.
+// Finds a fault of sequence b in everything but its pages.
 TILEWISE_FN IndexFault sequence_fault(const Problem& p, int64_t b) {
   const IndexFault of_rows = query_fault(p, b);
   return of_rows.any() ? of_rows : key_fault(p, b);
 }
 
-// Where the kernels of a GPU leave the first fault that they meet, for the host to read and clear.
+// The first fault that the kernels of a GPU find, kept until the host reads and clears it.
 struct IndexRecord {
   // Entries of one sequence, in the order of IndexRecord::entries.
   enum Entry { cu_q, cu_q_end, cu_k, cu_k_end, used_q, used_k, leftpad, kv_batch, kEntries };
 
-  uint64_t state;    // 0: free
-  IndexFault fault;  // none: the host finds it in what follows, which was read of a sequence
+  uint64_t state;    // 0: no fault is recorded
+  IndexFault fault;  // none: the host derives the fault from the fields below, which the kernel
+                     // read for a sequence
   int64_t sequence;
-  int64_t page_entry;  // of the block table, that has no page; -1: not known
+  int64_t page_entry;  // entry of the block table that holds no valid page; -1: not known
   int64_t page;
   int32_t entries[kEntries];  // of the sequence, where the problem has the array
   Problem problem;

@@ -1,4 +1,4 @@
-// Where key j of a sequence lives: strided, variable length or paged.
+// Where key j of a sequence lies in memory: strided, variable length or paged.
 #pragma once
 
 #include "base/math.h"
@@ -6,21 +6,21 @@
 
 namespace tilewise {
 
-// Keys are counted inside the sequence, after any left padding. k and v share the geometry; only
-// their strides differ, so one source serves both, and the gradients too (`dense`).
+// Keys are counted within the sequence, after any left padding. k and v share the geometry and
+// differ only in their strides, so one source serves both, and also their gradients (`dense`).
 struct KvSource {
   const int32_t* pages = nullptr;  // block table row of this sequence; null: not paged
   int64_t page_size = 0;
-  int64_t slot = 0;        // index along stride_batch
-  int64_t first = 0;       // rows before key 0
-  uint32_t last_page = 0;  // of the tensors: what an entry may be at most
+  int64_t batch_index = 0;  // index along stride_batch
+  int64_t first = 0;        // rows before key 0
+  uint32_t last_page = 0;   // of the tensors: the largest valid entry of `pages`
 
-  // The page of entry i of the table; the last one where that does not fit.
+  // The page of entry i of the table, clamped to the last page if the entry is invalid.
   TILEWISE_FN uint32_t page(int64_t i) const {
     return min(static_cast<uint32_t>(pages[i]), last_page);
   }
 
-  // Entries of the table that hold keys; none where there is no table.
+  // Entries of the table that hold `keys`; empty without a table.
   TILEWISE_FN Range entries(Range keys) const {
     if (pages == nullptr || keys.empty()) return {};
     return {(first + keys.begin) / page_size, (first + keys.end - 1) / page_size + 1};
@@ -29,11 +29,11 @@ struct KvSource {
   // Offset in elements of key j in `view`, head and column 0.
   TILEWISE_FN int64_t offset(const tilewise_tensor& view, int64_t j) const {
     const int64_t row = first + j;
-    if (pages == nullptr) return slot * view.stride_batch + row * view.stride_row;
+    if (pages == nullptr) return batch_index * view.stride_batch + row * view.stride_row;
     return page(row / page_size) * view.stride_batch + (row % page_size) * view.stride_row;
   }
 
-  // The same where rows are fewer than 2^31: a GPU divides 64-bit numbers in a call.
+  // The same for fewer than 2^31 rows: a GPU divides 64-bit numbers in a function call.
   TILEWISE_FN int64_t offset_32(const tilewise_tensor& view, int32_t j) const {
     if (pages == nullptr) return offset(view, j);
     const auto row = static_cast<uint32_t>(first + j);
@@ -41,13 +41,14 @@ struct KvSource {
     return page(row / size) * view.stride_batch + int64_t{row % size} * view.stride_row;
   }
 
-  // How many keys from j on follow each other at stride_row.
+  // How many keys from j on lie at consecutive rows.
   TILEWISE_FN int64_t run(int64_t j, int64_t end) const {
     if (pages == nullptr) return end - j;
     return min(end - j, page_size - (first + j) % page_size);
   }
 
-  // The same keys in a tensor with one row per key of each sequence: gradients of a paged cache.
+  // The same keys in a tensor with one row per key of each sequence, as the gradients of a paged
+  // cache.
   TILEWISE_FN KvSource dense(int64_t batch) const { return {nullptr, 0, batch, first}; }
 };
 

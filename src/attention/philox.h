@@ -1,5 +1,5 @@
-// Dropout bits: Philox4x32 of 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2,
-// 3", SC11: the fewest that pass all of their tests).
+// Dropout bits: Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2,
+// 3", SC11), the fewest that pass all tests of that paper.
 #pragma once
 
 #include "attention/scalar_math.h"
@@ -12,7 +12,7 @@ struct PhiloxState {
   U c0, c1, c2, c3;
 };
 
-// U is uint32_t or a vector of them. Without a loop a GPU computes many blocks side by side.
+// U is uint32_t or a vector of them. Unrolled, a GPU computes many blocks in parallel.
 template <class Math, int kRounds, class U>
 TILEWISE_FN PhiloxState<U> philox4x32(PhiloxState<U> c, uint32_t k0, uint32_t k1) {
   TILEWISE_UNROLL
@@ -30,17 +30,17 @@ TILEWISE_FN PhiloxState<U> philox4x32(PhiloxState<U> c, uint32_t k0, uint32_t k1
 // The dropout decision for one weight depends on (seed, offset, batch, head, row, key) and on
 // nothing else: not on tiles, threads, splits or the backend.
 //
-//   counter = (key / 16, row, batch * heads_q + head, low word of offset)
-//   key     = (low word of seed, high word of seed XOR high word of offset)
-//   halves  = the eight numbers of 16 bits of a Philox block, low halves of words first
-//   number  = of key j of the 16: bit 8 + i is bit j of half i, bit i is bit (j XOR 8) of half i
-//   kept    when number >= threshold = round(p * 65536)
+//  counter = (key / 16, row, batch * heads_q + head, low word of offset)
+//  key     = (low word of seed, high word of seed XOR high word of offset)
+//  halves  = the eight 16-bit halves of a Philox block, the low half of each word first
+//  number  = for key j of the 16: bit 8 + i is bit j of half i, bit i is bit (j XOR 8) of half i
+//  kept    when number >= threshold = round(p * 65536)
 //
-// So all 16 keys are compared at once, bit by bit, and p is resolved to 1.5e-5 by 8 bits a key: the
-// lower half of a number only counts once in 256 times, so a key and the one 8 further on, whose
-// bits it has there, are correlated by less than 1/80 (below p = 1/256 by 1 / (65536 p);
-// docs/decisions/018). `batch` is the index of the sequence, `row` and `key` are counted inside it,
-// `head` is the query head.
+// All 16 keys are compared at once, bit by bit, at the cost of 8 random bits per key, and p is
+// still resolved to 1.5e-5. The lower byte of a number is the upper byte of the key 8 further on; it
+// decides only once in 256 times, so the two are correlated by less than 1/80 (below p = 1/256 by
+// 1 / (65536 p); docs/decisions/018). `batch` is the index of the sequence, `row` and `key` are
+// counted within it, `head` is the query head.
 struct Dropout {
   uint32_t threshold = 0;   // 0: off
   float keep_scale = 1.0f;  // 1 / (1 - p)
@@ -63,13 +63,13 @@ struct Dropout {
 
   TILEWISE_FN bool on() const { return threshold != 0; }
 
-  // Of keys [16 * key_block, 16 * key_block + 16).
+  // The counter for keys [16 * key_block, 16 * key_block + 16).
   template <class U>
   TILEWISE_FN PhiloxState<U> counter(U key_block, U row, U batch_head) const {
     return {key_block, row, batch_head, U{} + offset};
   }
 
-  // Dropout, which is on, keeps key j of a block where bit j is set.
+  // Bit j is set if key j of the block is kept. Requires that dropout is on.
   template <class Math, class U>
   TILEWISE_FN U kept_keys(const PhiloxState<U>& counter) const {
     const PhiloxState<U> c = philox4x32<Math, 7>(counter, key0, key1);
@@ -77,8 +77,8 @@ struct Dropout {
     return at_least_threshold<Math>(half) & 0xffffu;
   }
 
-  // The same of two blocks in the time of little more than one of them: those of the second one are
-  // 16 bits higher.
+  // The same for two blocks in little more than the time of one; the bits of the second are 16
+  // higher.
   template <class Math>
   TILEWISE_FN uint32_t kept_keys(const PhiloxState<uint32_t>& first,
                                  const PhiloxState<uint32_t>& second) const {
@@ -99,9 +99,9 @@ struct Dropout {
   }
 
  private:
-  // Numbers are above threshold - 1 when they are in the highest bit in which they differ from it:
-  // upwards from the lowest one, a bit that is set there needs that of the number and what was so
-  // far, another one needs one of the two.
+  // A number exceeds threshold - 1 if it is larger in the highest bit in which the two differ. From
+  // the lowest bit upwards: where threshold - 1 has a 1, `above` stays true only if the number has
+  // a 1 as well; where it has a 0, either is enough.
   template <class Math, class U>
   TILEWISE_FN U at_least_threshold(const U (&half)[8]) const {
     U above{};
@@ -112,7 +112,7 @@ struct Dropout {
     for (int i = 0; i < 8; ++i) above = two_of_three(half[i], above, clear_bit(8 + i));
     return above;
   }
-  // All bits where threshold - 1 has not this one.
+  // All bits set if bit i of threshold - 1 is clear.
   TILEWISE_FN uint32_t clear_bit(int i) const { return ((threshold - 1) >> i & 1u) - 1; }
 
   template <class U>

@@ -1,5 +1,5 @@
-// What is asked, as every kernel reads it: the struct of the C ABI after validation, and the
-// policies of one of its sequences.
+// The problem as every kernel reads it: the struct of the C ABI after validation, and the policies
+// (band, keys, score, dropout) of one of its sequences.
 #pragma once
 
 #include "attention/band.h"
@@ -11,49 +11,51 @@
 
 namespace tilewise {
 
-// The largest head dimension, of q and k and of v.
+// The largest head dimension, both of q and k and of v.
 inline constexpr int64_t kMaxHeadDim = 512;
 
-// After `normalise`: head_dim_v and kv_batch are set, every size has been checked to fit.
+// After `validated_problem`: head_dim_v and kv_batch are set, and every size has been checked.
 using Problem = tilewise_attention;
 using Gradients = tilewise_gradients;
 
-// One sequence of the batch: where its rows are and what they may see. Kernels of a GPU are the
-// first to read its index arrays: what these say is taken only where it lies inside the tensors.
+// One sequence of the batch: where its rows are and what they may see. Kernels of a GPU read the
+// index arrays without prior validation, so entries are used only where they lie inside the
+// tensors.
 struct Sequence {
-  int64_t batch;      // index of the sequence
-  int64_t slot;       // index along stride_batch of q, out (0 when cu_seqlens_q is given)
-  int64_t first_row;  // rows of q before row 0
-  Band band;          // with the number of rows and keys in use
+  int64_t batch;        // index of the sequence
+  int64_t batch_index;  // index along stride_batch of q and out (0 when cu_seqlens_q is given)
+  int64_t first_row;    // rows of q before row 0
+  Band band;            // with the number of rows and keys in use
   KvSource kv;
-  bool fits = true;  // else it has no keys, and its rows are to become NaN
+  bool fits =
+      true;  // false: an entry is invalid; the sequence has no keys and its rows must become NaN
 
-  // Offset in elements of row i in q, out, dout or dq; head and column 0.
+  // Offset in elements of row i in q, out, dout or dq, at head and column 0.
   TILEWISE_FN int64_t row_offset(const tilewise_tensor& view, int64_t i) const {
-    return slot * view.stride_batch + (first_row + i) * view.stride_row;
+    return batch_index * view.stride_batch + (first_row + i) * view.stride_row;
   }
-  // Offset of row i in lse, dlse; head 0.
+  // Offset of row i in lse and dlse, at head 0.
   TILEWISE_FN int64_t lse_offset(int64_t stride_batch, int64_t i) const {
-    return slot * stride_batch + first_row + i;
+    return batch_index * stride_batch + first_row + i;
   }
 };
 
 TILEWISE_FN int64_t group_size(const Problem& p) { return p.heads_q / p.heads_kv; }
 
-// Rows of sequence b in the tensors, whether in use or not. Where the kernels of a GPU lay out
-// anything by it, cu_seqlens_q is a copy that fits (cuda/common/prepare.h).
+// Rows of sequence b in the tensors, whether in use or not. Where kernels of a GPU derive addresses
+// from it, cu_seqlens_q is a copy that has been made valid (cuda/common/prepare.h).
 TILEWISE_FN Range query_rows(const Problem& p, int64_t b) {
   if (p.cu_seqlens_q == nullptr) return {0, p.seqlen_q};
   return {p.cu_seqlens_q[b], p.cu_seqlens_q[b + 1]};
 }
 
-// A length that index arrays say, and whether it fits.
+// A length from the index arrays, and whether it is valid.
 struct Length {
   int64_t value;
   bool fits;
 };
 
-// Rows of sequence b that are in use. A `seqused_q` that does not fit says nothing: all rows are.
+// Rows of sequence b that are in use. An invalid `seqused_q` is ignored: all rows are then in use.
 TILEWISE_FN Length used_rows(const Problem& p, int64_t b) {
   Length used = {query_rows(p, b).size(), true};
   if (p.seqused_q != nullptr) {
@@ -70,12 +72,13 @@ TILEWISE_FN int64_t key_capacity(const Problem& p) {
   return p.block_table != nullptr ? p.block_table_width * p.page_size : p.seqlen_k;
 }
 
-// The keys of a sequence: rows before key 0 (in the tensor, or in the pages of the sequence), how
-// many there are, and the index along stride_batch. None where some entry does not fit.
+// The keys of a sequence: the number of rows before key 0 (in the tensor, or in the pages of the
+// sequence), the number of keys, and the index along stride_batch. There are no keys if an entry is
+// invalid.
 struct SequenceKeys {
   int64_t first;
   int64_t count;
-  int64_t slot;
+  int64_t batch_index;
   bool fits;
 };
 
@@ -92,10 +95,10 @@ TILEWISE_FN SequenceKeys sequence_keys(const Problem& p, int64_t b) {
     keys.fits = keys.first >= 0 && end <= capacity;
     capacity = used = end - keys.first;
   } else {
-    keys.slot = b;
+    keys.batch_index = b;
     if (p.kv_batch_idx != nullptr) {
-      keys.slot = p.kv_batch_idx[b];
-      keys.fits = keys.slot >= 0 && keys.slot < p.kv_batch;
+      keys.batch_index = p.kv_batch_idx[b];
+      keys.fits = keys.batch_index >= 0 && keys.batch_index < p.kv_batch;
     }
   }
   if (p.seqused_k != nullptr) used = p.seqused_k[b];
@@ -119,11 +122,11 @@ TILEWISE_FN Sequence sequence_of(const Problem& p, int64_t b) {
   const SequenceKeys keys = sequence_keys(p, b);
   Sequence s;
   s.batch = b;
-  s.slot = p.cu_seqlens_q == nullptr ? b : 0;
+  s.batch_index = p.cu_seqlens_q == nullptr ? b : 0;
   s.first_row = query_rows(p, b).begin;
   s.band = Band::make(rows.value, keys.count, p.window_left, p.window_right);
   s.kv.first = keys.first;
-  s.kv.slot = keys.slot;
+  s.kv.batch_index = keys.batch_index;
   if (p.block_table != nullptr) {
     s.kv.pages = p.block_table + b * p.block_table_stride;
     s.kv.page_size = p.page_size;
@@ -133,22 +136,23 @@ TILEWISE_FN Sequence sequence_of(const Problem& p, int64_t b) {
   return s;
 }
 
-// Whether no index array says where sequences lie or what they use: all are alike.
-TILEWISE_FN bool shape_says_all(const Problem& p) {
+// Whether no index array gives positions or lengths: all sequences then have the lengths of the
+// shape.
+TILEWISE_FN bool has_uniform_sequences(const Problem& p) {
   return p.cu_seqlens_q == nullptr && p.cu_seqlens_k == nullptr && p.seqused_q == nullptr &&
          p.seqused_k == nullptr && p.leftpad_k == nullptr && p.kv_batch_idx == nullptr &&
          p.block_table == nullptr;
 }
 
-// `sequence_of` then.
-TILEWISE_FN Sequence sequence_of_shape(const Problem& p, int64_t b) {
+// `sequence_of` in that case.
+TILEWISE_FN Sequence uniform_sequence(const Problem& p, int64_t b) {
   Sequence s;
   s.batch = b;
-  s.slot = b;
+  s.batch_index = b;
   s.first_row = 0;
   s.band = Band::make(p.seqlen_q, p.seqlen_k, p.window_left, p.window_right);
   s.kv.first = 0;
-  s.kv.slot = b;
+  s.kv.batch_index = b;
   return s;
 }
 
@@ -156,8 +160,8 @@ TILEWISE_FN Score score_of(const Problem& p) {
   return {p.scale_ptr != nullptr ? *p.scale_ptr : p.scale, p.softcap};
 }
 
-// What the values of a float8_e4m3 cache are multiplied by, 1 of any other; of a problem or of an
-// append. The factor of k is a part of the scale.
+// The factors for the values of a float8_e4m3 cache, 1 for all other caches; of a problem or of an
+// append. The factor of k is part of the scale.
 template <class Cached>
 TILEWISE_FN float k_descale(const Cached& c, int64_t batch, int64_t kv_head) {
   if (c.k_descale == nullptr) return 1.0f;
@@ -181,7 +185,8 @@ TILEWISE_FN Dropout dropout_of(const Problem& p) {
   return Dropout::make(p.dropout_p, p.dropout_state[0], p.dropout_state[1]);
 }
 
-// The general form carries what costs something in the inner loop; the plain one does not.
+// Whether the general form is needed: it has the options that cost time in the inner loop, the
+// plain form does not.
 TILEWISE_FN bool is_general(const Problem& p) {
   return p.softcap != 0.0f || p.alibi_slopes != nullptr || p.bias != nullptr || p.dropout_p > 0.0f;
 }

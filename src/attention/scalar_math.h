@@ -1,5 +1,5 @@
-// The functions that policies need from a backend, for plain numbers: host code, tests, and device
-// code where a scalar is a register. A backend with vectors brings a struct of the same shape.
+// The functions that the policies need from a backend, on scalars: for host code, tests and device
+// code, where a scalar is a register. A backend with vectors provides a struct of the same form.
 #pragma once
 
 #include "base/platform.h"
@@ -15,7 +15,7 @@ struct ScalarMath {
     *low = static_cast<uint32_t>(product);
   }
 
-  // Those of a are the lower ones of the result.
+  // The halves of a become the lower ones of the result.
   TILEWISE_FN static uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xffffu) | b << 16; }
   TILEWISE_FN static uint32_t high_halves(uint32_t a, uint32_t b) {
     return a >> 16 | (b & 0xffff0000u);

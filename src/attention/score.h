@@ -1,4 +1,4 @@
-// What happens to a score between q.k and the softmax: its value and its derivative.
+// The score modification between q.k and the softmax: its value and its derivative.
 #pragma once
 
 #include "attention/scalar_math.h"
@@ -7,11 +7,11 @@
 namespace tilewise {
 
 // score = softcap(scale * raw) - slope * distance + bias, in natural units. V is a float or a
-// vector of floats, Math what a backend computes with (scalar_math.h).
+// vector of floats; Math provides the functions on it (scalar_math.h).
 //
-// Contract: the value is what softmax exponentiates; the derivative is d(score)/d(scale * raw). The
-// slope and bias terms are added after the cap, so they do not appear in it; the gradient of bias
-// is the gradient of the score itself.
+// The value is what the softmax exponentiates; the derivative is d(score) / d(scale * raw). Slope
+// and bias are added after the cap and do not appear in the derivative; the gradient of the bias is
+// the gradient of the score itself.
 struct Score {
   float scale = 1.0f;
   float softcap = 0.0f;  // 0: off

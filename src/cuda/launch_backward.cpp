@@ -10,7 +10,7 @@ namespace tilewise::cuda {
 namespace {
 
 BackwardParams main_params(const Problem& p, const Gradients& g, const Plan& plan,
-                           const BackwardPieces& pieces, void* workspace) {
+                           const BackwardWorkspace& pieces, void* workspace) {
   BackwardParams params{};
   params.problem = p;
   params.gradients = g;
@@ -27,27 +27,27 @@ BackwardParams main_params(const Problem& p, const Gradients& g, const Plan& pla
   params.row_origin = pieces.row_origin.in<float>(workspace);
   params.row_origin_low = pieces.row_origin_low.in<float>(workspace);
   params.far_rows = pieces.far_rows.in<uint64_t>(workspace);
-  params.launch = number_of_launch();
+  params.launch_id = number_of_launch();
   params.dq_sum = pieces.dq_sum.in<float>(workspace);
-  params.turns = pieces.turns.in<int32_t>(workspace);
-  params.dscale_parts = pieces.dscale_parts.in<float>(workspace);
-  params.records = pieces.records.in<KeyRecord>(workspace);
-  params.works = static_cast<int32_t>(plan.blocks);
-  params.counter = pieces.counter.in<int32_t>(workspace);
+  params.dq_semaphores = pieces.dq_semaphores.in<int32_t>(workspace);
+  params.dscale_partials = pieces.dscale_partials.in<float>(workspace);
+  params.descriptors = pieces.descriptors.in<TileDescriptor>(workspace);
+  params.num_tiles = static_cast<int32_t>(plan.blocks);
+  params.tile_counter = pieces.tile_counter.in<int32_t>(workspace);
   return params;
 }
 
 // Returns the problem that the kernels after it are given.
 Problem prepare_all(const Problem& p, const Gradients& g, const Plan& plan,
-                    const BackwardPieces& pieces, void* workspace) {
+                    const BackwardWorkspace& pieces, void* workspace) {
   common::PrepareParams before = common::prepare_backward(p, g);
   if (ragged_keys(p)) {
     before.order = {pieces.table.in<TileOrder::Entry>(workspace), common::OrderTask::Of::keys,
                     plan.tile_k, 1};
   }
   common::fit(before, common::FitTask::backward(p, pieces.fit.in<int32_t>(workspace)),
-              shape_says_all(p) ? nullptr : index_record(p.device_index));
-  before.fills[0] = {pieces.turns.in<void>(workspace), pieces.turns.bytes};
+              has_uniform_sequences(p) ? nullptr : index_record(p.device_index));
+  before.fills[0] = {pieces.dq_semaphores.in<void>(workspace), pieces.dq_semaphores.bytes};
   prepare(before, p.stream);
   return before.fitted;
 }
@@ -55,17 +55,17 @@ Problem prepare_all(const Problem& p, const Gradients& g, const Plan& plan,
 // Records and row statistics, then keys.
 void launch_wgmma(const Problem& p, const Gradients& g, const Plan& plan,
                   const BackwardParams& main) {
-  const int32_t cluster = plan.unit->backward_tile.cluster;
+  const int32_t cluster = plan.kernel_set->backward_tile.cluster_size;
   TmaBackwardParams params;
   static_cast<BackwardParams&>(params) = main;
   params.q = map_of_rows(p, p.q, p.head_dim, plan.tile_q);
   params.dout = map_of_rows(p, g.dout, p.head_dim_v, plan.tile_q);
   params.k = map_of_keys(p, p.k, p.head_dim, plan.tile_k / cluster);
   params.v = map_of_keys(p, p.v, p.head_dim_v, plan.tile_k / cluster);
-  const UnitKernels& kernels = plan.unit->form(plan.form);
+  const FormKernels& kernels = plan.kernel_set->form(plan.form);
   const int64_t records = ceil_div(plan.blocks * cluster, kernels.prepare.threads);
-  launch(kernels.prepare, records + row_blocks(p, plan) * plan.unit->prepare_parts, p.stream, main);
-  const int64_t grid = params.counter == nullptr
+  launch(kernels.prepare, records + row_blocks(p, plan) * plan.kernel_set->prepare_splits, p.stream, main);
+  const int64_t grid = params.tile_counter == nullptr
                            ? plan.blocks * cluster
                            : min<int64_t>(plan.blocks, gpu(p.device_index).multiprocessors);
   launch(kernels.tma_backward, grid, p.stream, params, Start::dependent);
@@ -77,7 +77,7 @@ void main_gradients(const Problem& p, const Gradients& g, const Plan& plan,
   const bool keys = g.dk.data != nullptr || g.dv.data != nullptr;
   const bool rows = g.dq.data != nullptr || g.dscale != nullptr;
   const int64_t row_tiles = row_blocks(p, plan);
-  const UnitKernels& kernels = plan.unit->form(plan.form);
+  const FormKernels& kernels = plan.kernel_set->form(plan.form);
   // The sums of dQ come from the kernel of the keys; simt computes rows and keys apart.
   const bool apart = plan.family == Family::simt;
   if (!keys && !rows) return;
@@ -91,10 +91,10 @@ void main_gradients(const Problem& p, const Gradients& g, const Plan& plan,
   if (rows) {
     launch(kernels.finish, row_tiles, p.stream, params, waits ? Start::dependent : Start::in_order);
   }
-  if (plan.second == nullptr) return;
-  const UnitKernels& exact = plan.second->form(Form::general);
+  if (plan.nan_recompute == nullptr) return;
+  const FormKernels& exact = plan.nan_recompute->form(Form::general);
   const auto blocks = [&](const Flags& flags) {
-    return second_blocks(flags, plan.second->backward_tile, p.device_index);
+    return second_blocks(flags, plan.nan_recompute->backward_tile, p.device_index);
   };
   if (keys) {
     launch(exact.backward, blocks(params.key_flags), p.stream, params, Start::dependent);
@@ -102,23 +102,23 @@ void main_gradients(const Problem& p, const Gradients& g, const Plan& plan,
   if (rows) launch(exact.finish, blocks(params.row_flags), p.stream, params, Start::dependent);
 }
 
-void sums(const Problem& p, const Gradients& g, const BackwardPieces& pieces, void* workspace) {
+void sums(const Problem& p, const Gradients& g, const BackwardWorkspace& pieces, void* workspace) {
   common::SumsParams params;
   params.dsinks = g.dsinks;
   params.dscale = g.dscale;
   if (g.dsinks != nullptr) {
-    common::DsinksParams parts;
-    parts.problem = p;
-    parts.gradients = g;
-    parts.parts = pieces.dsinks_parts.in<double>(workspace);
-    parts.chunks = common::dsinks_chunks(p);
-    launch(common::tensor_kernels(p.dtype).dsinks, common::dsinks_blocks(p), p.stream, parts);
-    params.dsinks_parts = parts.parts;
+    common::DsinksParams partials;
+    partials.problem = p;
+    partials.gradients = g;
+    partials.partials = pieces.dsinks_partials.in<double>(workspace);
+    partials.chunks = common::dsinks_chunks(p);
+    launch(common::tensor_kernels(p.dtype).dsinks, common::dsinks_blocks(p), p.stream, partials);
+    params.dsinks_partials = partials.partials;
     params.heads = p.heads_q;
-    params.chunks = parts.chunks;
+    params.chunks = partials.chunks;
   }
-  params.dscale_parts = pieces.dscale_parts.in<float>(workspace);
-  params.dscale_count = pieces.dscale_parts.bytes / static_cast<int64_t>(sizeof(float));
+  params.dscale_partials = pieces.dscale_partials.in<float>(workspace);
+  params.dscale_count = pieces.dscale_partials.bytes / static_cast<int64_t>(sizeof(float));
   launch(common::sums_kernel(), common::sums_blocks(params), p.stream, params);
 }
 
@@ -126,7 +126,7 @@ void sums(const Problem& p, const Gradients& g, const BackwardPieces& pieces, vo
 
 void backward(const Problem& given, const Gradients& g, const Plan& plan, void* workspace) {
   const DeviceScope scope(given.device_index);
-  const BackwardPieces pieces = backward_pieces(given, g, plan);
+  const BackwardWorkspace pieces = backward_workspace(given, g, plan);
   if (given.check != 0) check_entries(given, &g, pieces.report.in<void>(workspace));
   const Problem p = prepare_all(given, g, plan, pieces, workspace);
   main_gradients(p, g, plan, main_params(p, g, plan, pieces, workspace));

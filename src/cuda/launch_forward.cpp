@@ -10,7 +10,7 @@
 namespace tilewise::cuda {
 namespace {
 
-ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPieces& pieces,
+ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardWorkspace& pieces,
                           void* workspace) {
   ForwardParams params{};
   params.problem = p;
@@ -24,18 +24,18 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardPiece
   params.row_tile = plan.tile_q;
   params.key_tile = plan.tile_k;
   params.flags = {pieces.flags.in<uint8_t>(workspace), plan.order.splits, plan.tiles};
-  params.rule = plan.rule;
-  params.parts = plan.parts;
-  params.most_keys = static_cast<int32_t>(min<int64_t>(most_keys(p), INT32_MAX));
-  params.spread = plan.spread;
-  params.shares = plan.shares;
-  params.arrivals = pieces.arrivals.in<PartArrivals>(workspace);
-  if (params.arrivals != nullptr) params.launch = PartArrivals::of_launch(number_of_launch());
+  params.split_rule = plan.split_rule;
+  params.chunks = plan.chunks;
+  params.max_keys = static_cast<int32_t>(min<int64_t>(max_keys(p), INT32_MAX));
+  params.placement = plan.placement;
+  params.stream_k = plan.stream_k;
+  params.arrivals = pieces.arrivals.in<ChunkArrivals>(workspace);
+  if (params.arrivals != nullptr) params.launch_id = ChunkArrivals::of_launch(number_of_launch());
   params.packed_rows = static_cast<int32_t>(packed_rows(p, plan));
-  params.pitch = plan.pitch;
-  params.shape_says_all = shape_says_all(p);
-  params.merges_splits = plan.cluster > 1;
-  params.next = plan.next;
+  params.partial_stride = plan.partial_stride;
+  params.has_uniform_sequences = has_uniform_sequences(p);
+  params.cluster_combines = plan.cluster_size > 1;
+  params.pdl_trigger = plan.pdl_trigger;
   params.partial_out = pieces.partial_out.in<float>(workspace);
   params.partial_lse = pieces.partial_lse.in<float>(workspace);
   return params;
@@ -55,13 +55,13 @@ void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& 
   const auto map = p.block_table != nullptr ? map_of_pages : map_of_keys;
   params.k = map(p, p.k, p.head_dim, box_rows);
   params.v = map(p, p.v, p.head_dim_v, box_rows);
-  params.work = static_cast<int32_t>(plan.shares.any() ? plan.shares.first : plan.blocks);
-  params.counter = counter;
-  params.before = before;
-  params.may_spoil = may_spoil(p);
+  params.num_tiles = static_cast<int32_t>(plan.stream_k.any() ? plan.stream_k.first : plan.blocks);
+  params.tile_counter = counter;
+  params.recompute_list = before;
+  params.nan_may_leak = nan_may_leak(p);
   const int64_t all = gpu(p.device_index).multiprocessors;
-  const int64_t grid = plan.shares.any() ? all : min(plan.blocks, all);
-  launch(plan.unit->form(plan.form).tma_forward, grid, p.stream, params,
+  const int64_t grid = plan.stream_k.any() ? all : min(plan.blocks, all);
+  launch(plan.kernel_set->form(plan.form).tma_forward, grid, p.stream, params,
          counter != nullptr ? Start::dependent : Start::in_order);
 }
 
@@ -69,25 +69,25 @@ void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& 
 void launch_boxes(const Problem& p, const Plan& plan, const ForwardParams& main, Start start) {
   TmaForwardParams params;
   static_cast<ForwardParams&>(params) = main;
-  const bool paged = plan.form == Form::paged_boxes;
+  const bool paged = plan.form == Form::tma_paged;
   const auto box_rows =
       static_cast<int32_t>(paged ? min<int64_t>(p.page_size, plan.tile_k) : plan.tile_k);
   const auto map = paged ? map_of_pages : map_of_keys;
   params.k = map(p, p.k, p.head_dim, box_rows);
   params.v = map(p, p.v, p.head_dim_v, box_rows);
-  params.slots = plan.slots;
-  params.k_end = map(p, p.k, p.head_dim, kRowsOfEndBox);
-  params.v_end = map(p, p.v, p.head_dim_v, kRowsOfEndBox);
-  const UnitKernels& kernels = plan.unit->form(plan.form);
-  launch(plan.readers > 1 ? kernels.tma_forward_of_readers : kernels.tma_forward, plan.blocks,
-         p.stream, params, start, plan.cluster);
+  params.stages = plan.stages;
+  params.k_tail = map(p, p.k, p.head_dim, kTailBoxRows);
+  params.v_tail = map(p, p.v, p.head_dim_v, kTailBoxRows);
+  const FormKernels& kernels = plan.kernel_set->form(plan.form);
+  launch(plan.warps_per_tile > 1 ? kernels.tma_forward_warp_split : kernels.tma_forward, plan.blocks,
+         p.stream, params, start, plan.cluster_size);
 }
 
 }  // namespace
 
 void forward(const Problem& p, const Plan& plan, void* workspace) {
   const DeviceScope scope(p.device_index);
-  const ForwardPieces pieces = forward_pieces(p, plan);
+  const ForwardWorkspace pieces = forward_workspace(p, plan);
   if (p.check != 0) check_entries(p, nullptr, pieces.report.in<void>(workspace));
 
   common::PrepareParams before = common::prepare_forward(p);
@@ -95,34 +95,34 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
     before.order = {pieces.table.in<TileOrder::Entry>(workspace), common::OrderTask::Of::rows,
                     plan.tile_q, plan.pack};
   }
-  IndexRecord* const record = shape_says_all(p) ? nullptr : index_record(p.device_index);
+  IndexRecord* const record = has_uniform_sequences(p) ? nullptr : index_record(p.device_index);
   common::fit(before, common::FitTask::forward(p, pieces.fit.in<int32_t>(workspace)), record);
-  before.fills[0] = {pieces.counter.in<void>(workspace), pieces.counter.bytes};
-  // Beside its blocks those of decoding would be spread unevenly: see next_start.
+  before.fills[0] = {pieces.tile_counter.in<void>(workspace), pieces.tile_counter.bytes};
+  // Beside its blocks those of decoding would be spread unevenly: see choose_pdl_trigger.
   const Start start = prepare(before, p.stream) ? Start::in_order : Start::dependent;
 
   ForwardParams params = main_params(before.fitted, plan, pieces, workspace);
-  params.record = record;
-  const UnitKernels& kernels = plan.unit->form(plan.form);
+  params.index_record = record;
+  const FormKernels& kernels = plan.kernel_set->form(plan.form);
   if (plan.family == Family::wgmma)
-    launch_persistent(p, plan, params, pieces.counter.in<int32_t>(workspace),
-                      pieces.before.in<int32_t>(workspace));
+    launch_persistent(p, plan, params, pieces.tile_counter.in<int32_t>(workspace),
+                      pieces.recompute_list.in<int32_t>(workspace));
   else if (kernels.tma_forward.function != nullptr)
     launch_boxes(p, plan, params, start);
   else
-    launch(plan.readers > 1 ? kernels.forward_of_readers : kernels.forward, plan.blocks, p.stream,
-           params, start, plan.cluster);
-  if (leaves_results(plan)) {
-    params.next = plan.next_of_merge;
+    launch(plan.warps_per_tile > 1 ? kernels.forward_warp_split : kernels.forward, plan.blocks, p.stream,
+           params, start, plan.cluster_size);
+  if (needs_combine_kernel(plan)) {
+    params.pdl_trigger = plan.combine_pdl_trigger;
     const auto kernel = common::tensor_kernels(p.dtype).combine(params);
     launch(kernel, common::combine_blocks(params), p.stream, params, Start::dependent);
   }
-  if (plan.second == nullptr) return;
+  if (plan.nan_recompute == nullptr) return;
   // The same tiles, each with all of its keys.
   params.order.splits = 1;
-  params.rule = {};
-  launch(plan.second->form(Form::general).forward,
-         second_blocks(params.flags, plan.second->forward_tile, p.device_index), p.stream, params,
+  params.split_rule = {};
+  launch(plan.nan_recompute->form(Form::general).forward,
+         second_blocks(params.flags, plan.nan_recompute->forward_tile, p.device_index), p.stream, params,
          Start::dependent);
 }
 

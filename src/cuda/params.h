@@ -4,12 +4,12 @@
 #include "attention/index_fault.h"
 #include "attention/problem.h"
 #include "attention/schedule.h"
-#include "cuda/key_record.h"
-#include "cuda/next_start.h"
-#include "cuda/order.h"
-#include "cuda/shares.h"
-#include "cuda/spread.h"
+#include "cuda/cta_placement.h"
+#include "cuda/pdl_trigger.h"
+#include "cuda/stream_k_tail.h"
 #include "cuda/tensor_map.h"
+#include "cuda/tile_descriptor.h"
+#include "cuda/tile_order.h"
 
 namespace tilewise::cuda {
 
@@ -22,17 +22,19 @@ TILEWISE_FN int64_t flat_row(const Problem& p, const Sequence& s, int64_t i) {
   return (p.cu_seqlens_q != nullptr ? 0 : s.batch * p.seqlen_q) + s.first_row + i;
 }
 
-// Rows of the results of key splits: `pitch` per sequence, or, when it is 0, as `total_rows`.
-TILEWISE_FN int64_t partial_rows(const Problem& p, int32_t pitch) {
-  return pitch != 0 ? p.batch * pitch : total_rows(p);
+// Rows of the partial results of splits: `partial_stride` per sequence or, when that is 0, as
+// `total_rows` counts them.
+TILEWISE_FN int64_t partial_rows(const Problem& p, int32_t partial_stride) {
+  return partial_stride != 0 ? p.batch * partial_stride : total_rows(p);
 }
-TILEWISE_FN int64_t partial_row(const Problem& p, int32_t pitch, const Sequence& s, int64_t i) {
-  return pitch != 0 ? s.batch * pitch + i : flat_row(p, s, i);
+TILEWISE_FN int64_t partial_row(const Problem& p, int32_t partial_stride, const Sequence& s,
+                                int64_t i) {
+  return partial_stride != 0 ? s.batch * partial_stride + i : flat_row(p, s, i);
 }
 
-// Rows padded to whole tiles per sequence: how the backward keeps its row statistics and its dQ
-// sums. Variable length needs no table: a sequence starts at its first row rounded down, plus one
-// tile for every sequence before it, which leaves room for ceil(length / tile) tiles.
+// Rows padded to whole tiles per sequence: the layout of the backward's row statistics and dQ sums.
+// Varlen needs no table: a sequence starts at its first row rounded down, plus one tile for every
+// sequence before it, which leaves room for ceil(length / tile) tiles.
 struct PaddedRows {
   int32_t tile;
 
@@ -66,33 +68,33 @@ struct PaddedRows {
   }
 };
 
-// 0 * NaN is NaN in a tensor core: a masked key of an edge tile would spoil rows that do not see
-// it. A block of such a problem writes whether what it has summed is finite; the simt family then
-// computes the flagged tiles again, element by element. `flags` is null where no band is in force,
-// and where a kernel sees to it itself (the forward of wgmma).
+// 0 * NaN is NaN in a tensor core, so a masked key of an edge tile would contaminate rows that do not
+// see it. Where that can happen, a CTA of the main kernel writes whether its results are finite, and
+// the simt family then recomputes the flagged tiles element by element. `data` is null where no band
+// is in force, and for kernels that recompute such rows themselves (the wgmma forward).
 struct Flags {
-  uint8_t* data = nullptr;  // one per block of the main launch; with equal parts one per tile, too
-  int32_t per_tile = 1;     // blocks that share a tile of the second launch: key splits
-  int32_t tiles = 0;        // of the second launch, whose blocks share them (simt/tile_walk.h)
+  uint8_t* data = nullptr;  // one per CTA of the main kernel; with chunks also one per tile before
+  int32_t per_tile = 1;     // CTAs of the main kernel, splits, per tile of the recompute
+  int32_t tiles = 0;        // of the recompute, whose CTAs share them (simt/recompute_tiles.h)
 
   TILEWISE_FN bool any(int64_t tile) const {
-    uint32_t found = 0;  // no early end: the loads do not wait for each other
+    uint32_t found = 0;  // no early exit, so that the loads do not wait for each other
     for (int32_t i = 0; i < per_tile; ++i) found |= data[tile * per_tile + i];
     return found != 0;
   }
-  // With equal parts: who merges them joins those of parts to that of a tile.
-  TILEWISE_FN uint8_t* of_part(int64_t place) const { return data + tiles + place; }
+  // The flag of a chunk; the CTA that combines the chunks of a tile ors them into the tile's flag.
+  TILEWISE_FN uint8_t* of_chunk(int64_t chunk) const { return data + tiles + chunk; }
 };
 
-// How many parts of a tile are done, and where they are: the sum of what they arrive with. Memory
-// of unknown contents becomes a record when it holds the number of the launch, which no other
-// launch of the process has; whoever is done last makes it 0 again, since a graph launches with the
-// same number many times.
-struct PartArrivals {
-  uint64_t state;  // launch: 44 bits, second part: 10, arrived: 10
+// Counts the finished chunks of a tile, so that the CTA that finishes last combines them. A 64-bit
+// counter tagged with the launch id, so it needs no zeroing: memory of unknown contents is taken for
+// 0 unless its tag is that of this launch. The CTA that combines resets it to 0, because a captured
+// graph launches many times with the same id.
+struct ChunkArrivals {
+  uint64_t state;  // launch id: 44 bits, position of chunk 1: 10, arrived: 10
 
   static constexpr int kCountBits = 10;
-  static constexpr int32_t kMost = (1 << kCountBits) - 1;  // parts of a tile, places of others
+  static constexpr int32_t kMost = (1 << kCountBits) - 1;  // of chunks per tile, and of positions
 
   TILEWISE_FN static constexpr uint64_t of_launch(uint64_t number) {
     return number << (2 * kCountBits);
@@ -100,12 +102,13 @@ struct PartArrivals {
   TILEWISE_FN static constexpr bool is_of(uint64_t state, uint64_t launch) {
     return (state ^ launch) >> (2 * kCountBits) == 0;
   }
-  // Of a split; `other`: its place among all parts that are not first.
-  TILEWISE_FN static constexpr uint64_t arrival(int32_t split, int32_t other) {
-    return 1 + (split == 1 ? static_cast<uint64_t>(other) << kCountBits : 0);
+  // What chunk `index` of a tile adds; `position`: its own among all chunks that are not the first
+  // of their tile.
+  TILEWISE_FN static constexpr uint64_t arrival(int32_t index, int32_t position) {
+    return 1 + (index == 1 ? static_cast<uint64_t>(position) << kCountBits : 0);
   }
   TILEWISE_FN static constexpr int32_t arrived(uint64_t state) { return bits(state); }
-  // The place of split 1, when it has arrived.
+  // The position of chunk 1, when it has arrived.
   TILEWISE_FN static constexpr int32_t second(uint64_t state) { return bits(state >> kCountBits); }
 
  private:
@@ -114,42 +117,42 @@ struct PartArrivals {
   }
 };
 
-// Rows in use and keys in use are written by the main kernels, everything else by
-// common/prepare.cuh.
+// The main kernels write valid rows and keys; common/prepare.cuh writes everything else.
 struct ForwardParams {
   Problem problem;
   TileOrder order;
-  Packing packing;   // heads of a tile: 1, or the group size
-  int32_t row_tile;  // packed rows of a tile
-  int32_t key_tile;  // splits are cut at multiples of it
-  Flags flags;       // mma_sync writes them; simt, when they are given, takes flagged tiles only
-  SplitRule rule;    // how many of the splits a sequence has
-  int32_t pitch;     // of the partial results: `partial_row`
-  // Parts > 1: [splits, partial_rows, heads_q, head_dim_v], normalised, anything where the lse of
-  // the split is -inf; with equal parts: [blocks, packed_rows, head_dim_v] or, where the main
-  // kernel merges them, as mma_sync/forward_merge.h has it; of shared works: [shares.slots(),
-  // row_tile, shares.columns].
+  Packing packing;       // query heads in one tile: 1 or the group size
+  int32_t row_tile;      // packed rows of a tile
+  int32_t key_tile;      // splits are cut at multiples of it
+  Flags flags;           // written by mma_sync; simt, when they are given, takes flagged tiles only
+  SplitRule split_rule;  // splits per sequence
+  int32_t partial_stride;  // of the partial results, see `partial_row`
+  // Partial results, normalised; undefined where the lse of the split is -inf.
+  //   splits:   [splits, partial_rows, heads_q, head_dim_v]
+  //   chunks:   [CTAs, packed_rows, head_dim_v]; where the main kernel combines them as in
+  //             mma_sync/forward_merge.h
+  //   Stream-K: [stream_k.num_results(), row_tile, stream_k.columns]
   float* partial_out;
-  float* partial_lse;  // the same without columns, and without the sink
-  EqualParts parts;    // of a batch, instead of splits: decoding. A block has a part and head
-  int32_t most_keys = INT32_MAX;        // of a sequence that fits
-  Spread spread;                        // of them
-  Shares shares;                        // wgmma's plain form
-  PartArrivals* arrivals;               // of each tile; null: a second kernel merges the parts
-  uint64_t launch;                      // PartArrivals::of_launch
-  Divisor packed_rows = 1;              // with equal parts: of a tile, at most
-  Divisor group = 1;                    // query heads per key/value head, whether packed or not
-  Divisor page_size = 1;                // of the forms of pages, and of boxes of pages
-  uint32_t pack_reciprocal = 1u << 31;  // ceil(2^31 / packing.group)
-  bool shape_says_all = false;          // attention/problem.h
-  bool merges_splits = false;           // the blocks of the splits of a tile are a cluster
-  NextStart next = NextStart::at_end;   // the launch after this one; simt does not ask
-  IndexRecord* record = nullptr;        // where an index array is at fault
+  float* partial_lse;            // the same without columns, and without the sink
+  ChunkSchedule chunks;          // decoding: instead of splits. A CTA has a chunk and a head
+  int32_t max_keys = INT32_MAX;  // of a sequence that fits
+  CtaPlacement placement;        // of the chunks
+  StreamKTail stream_k;          // wgmma, fast path
+  ChunkArrivals* arrivals;       // [tiles]; null: a combine kernel merges the chunks
+  uint64_t launch_id;            // ChunkArrivals::of_launch
+  Divisor packed_rows = 1;       // with chunks: upper bound per tile
+  Divisor group = 1;             // query heads per key/value head, whether packed or not
+  Divisor page_size = 1;         // of the paged forms
+  uint32_t pack_reciprocal = 1u << 31;              // ceil(2^31 / packing.group)
+  bool has_uniform_sequences = false;               // attention/problem.h
+  bool cluster_combines = false;                    // the CTAs of a tile's splits are a cluster
+  PdlTrigger pdl_trigger = PdlTrigger::at_exit;     // simt ignores it
+  IndexRecord* index_record = nullptr;              // where faults of index arrays are recorded
 
-  // Of the keys of a sequence, which are not in equal parts; 1: its results go straight to out.
+  // Splits of the keys of a sequence without chunks; with 1 its results go straight to out.
   TILEWISE_FN int32_t splits_of(const Band& band) const {
-    if (order.splits == 1 || rule.least == 0) return order.splits;
-    return static_cast<int32_t>(rule.parts(band.rows, band.keys));
+    if (order.splits == 1 || split_rule.min_keys == 0) return order.splits;
+    return static_cast<int32_t>(split_rule.splits(band.rows, band.keys));
   }
 };
 
@@ -167,39 +170,39 @@ struct BackwardParams {
   // P is 0.
   float* row_lse;
   float* row_delta;
-  // Rows whose |lse| is so large that fp32 has no room for an exponent beside it (is_far_row) have
-  // a row_lse of 0: their scores are first made relative to lse and its low part, which lie here in
-  // natural units; 0 for all other rows. So that nobody else pays for it, *far_rows is `launch`
-  // when there is such a row at all. Nobody zeroes it: the number is that of no other launch of the
-  // process, and a graph that launches again may find it set, which costs time only.
+  // Rows whose |lse| is so large that fp32 has no room for an exponent beside it (is_far_row) have a
+  // row_lse of 0: their scores are first made relative to lse and its low part, which lie here in
+  // natural units; 0 for all other rows. Problems without such rows pay nothing: *far_rows is
+  // `launch_id` when there is one. It needs no zeroing, because no other launch of the process has
+  // that id; a graph that launches again may find it set, which only costs time.
   float* row_origin;
   float* row_origin_low;
   uint64_t* far_rows;
-  uint64_t launch;
-  float* dq_sum;   // [heads_q, rows.count, head-dim tile], private order inside a tile
-  int32_t* turns;  // deterministic: [heads_q, rows.count / tile] key tiles that have added theirs
-  float* dscale_parts;  // one per block of the finish kernel, or null
-  // wgmma: `works` pieces of work of one record per block of a cluster. A smaller grid shares them:
-  // who is ready takes the next one, `*counter` less than the number of blocks.
-  KeyRecord* records = nullptr;
-  int32_t works = 0;
-  int32_t* counter = nullptr;  // null: a block has one piece of work
+  uint64_t launch_id;
+  float* dq_sum;           // [heads_q, rows.count, head-dim tile], private order inside a tile
+  int32_t* dq_semaphores;  // deterministic: [heads_q, rows.count / tile] key tiles that were added
+  float* dscale_partials;  // one per CTA of the finish kernel, or null
+  // wgmma: `num_tiles` work tiles with one descriptor per CTA of a cluster. A persistent grid takes
+  // them dynamically: `*tile_counter` counts those taken beyond the first one of each cluster.
+  TileDescriptor* descriptors = nullptr;
+  int32_t num_tiles = 0;
+  int32_t* tile_counter = nullptr;  // null: a cluster has one tile
 };
 
-// The wgmma family: the same, and how TMA reads the tensors. Boxes of q and dout have a row tile of
-// a warpgroup or of the block, those of k and v a key tile (cuda/wgmma/config.h).
+// The same for the families that load by TMA. Boxes of q and dout have the rows of a warpgroup's
+// tile or of the CTA's, boxes of k and v those of a key tile (cuda/wgmma/config.h).
 struct TmaForwardParams : ForwardParams {
   TensorMap q;
   TensorMap k;
   TensorMap v;
-  TensorMap k_end;  // decoding: in smaller boxes (kRowsOfEndBox)
-  TensorMap v_end;
-  int32_t slots = 0;           // decoding: of the ring of each warp; 0: all
-  int32_t page_box_rows = 0;   // wgmma: of a box of a page
-  int32_t work = 0;            // blocks of `order`, which a smaller grid shares; others follow
-  int32_t* counter = nullptr;  // works of different lengths: how many were taken, 0 at first
-  bool may_spoil = false;      // a band is in force
-  int32_t* before = nullptr;   // wgmma/forward_repair.h: [works, math warps], nothing at first
+  TensorMap k_tail;  // decoding: in smaller boxes (kTailBoxRows)
+  TensorMap v_tail;
+  int32_t stages = 0;         // decoding: of each warp's pipeline; 0: all that fit
+  int32_t page_box_rows = 0;  // wgmma: rows of a box inside a page
+  int32_t num_tiles = 0;      // of `order`; shares of the Stream-K tail follow
+  int32_t* tile_counter = nullptr;    // dynamic scheduling: tiles taken, 0 at first
+  bool nan_may_leak = false;          // a band is in force
+  int32_t* recompute_list = nullptr;  // wgmma/nan_recompute.h: [tiles, consumer warps], 0 at first
 };
 
 struct TmaBackwardParams : BackwardParams {

@@ -49,24 +49,24 @@ TileOrder choose_order(const Problem& p, const Gpu& gpu, int64_t tile, int32_t p
   return order;
 }
 
-int64_t keys_of_split(const UnitTable& unit) {
-  if (unit.forward_tile.rows > kDecodeRows) return kKeysOfSplit;
-  return reads_float8(unit) ? kKeysOfSplitOfFloat8 : kKeysOfSplitOfWarp;
+int64_t keys_of_split(const KernelSet& kernel_set) {
+  if (kernel_set.forward_tile.rows > kDecodeRows) return kKeysOfSplit;
+  return reads_float8(kernel_set) ? kKeysOfSplitOfFloat8 : kKeysOfSplitOfWarp;
 }
 
 // The fewest splits that keep the GPU nearly as busy as it can be kept: whole waves of blocks.
 int64_t choose_splits(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
-  const UnitTable& unit = *plan.unit;
+  const KernelSet& kernel_set = *plan.kernel_set;
   if (p.num_splits > 0) return p.num_splits;
-  const Tile& tile = unit.forward_tile;
+  const Tile& tile = kernel_set.forward_tile;
   const int64_t slots = int64_t{gpu.multiprocessors} * max(1, tile.blocks_per_sm);
   if (blocks == 0 || blocks * 5 >= slots * 4) return 1;
   const int64_t rows = ceil_div(tile.rows, plan.pack);
   const int64_t key_tiles = ceil_div(keys_of_tile(p, min(rows, most_rows(p))), tile.keys);
-  if (has_boxes(unit) && key_tiles > 0) return choose_splits_of_boxes(plan, gpu, blocks, key_tiles);
+  if (uses_tma(kernel_set) && key_tiles > 0) return choose_tma_splits(plan, gpu, blocks, key_tiles);
   const bool whole_tiles = most_rows(p) * plan.pack > tile.rows;
-  const int64_t least = ceil_div(whole_tiles ? kKeysOfSplitOfTile : keys_of_split(unit), tile.keys);
-  const int64_t most = min(kMostSplits, key_tiles / least);
+  const int64_t least = ceil_div(whole_tiles ? kKeysOfSplitOfTile : keys_of_split(kernel_set), tile.keys);
+  const int64_t most = min(kMaxSplits, key_tiles / least);
   // Blocks over the slots of their waves, asked for growing numbers of splits: every launch of a
   // decode comes by here, and two divisions of 64-bit numbers for each took 2 us.
   const auto busy = [&](int64_t splits, int64_t& room) {
@@ -97,28 +97,28 @@ SplitRule invariant_rule(const Problem& p, int64_t tile_rows) {
 // Lengths that only the GPU knows, where no warp can count the parts: one is small enough for a
 // batch that fills a fourth of its room, which says how many blocks there are. Those of a short
 // sequence end at once.
-SplitRule uneven_rule(const Problem& p, const Gpu& gpu, const UnitTable& unit, int64_t blocks) {
-  const Tile& tile = unit.forward_tile;
+SplitRule uneven_rule(const Problem& p, const Gpu& gpu, const KernelSet& kernel_set, int64_t blocks) {
+  const Tile& tile = kernel_set.forward_tile;
   const int64_t slots = int64_t{gpu.multiprocessors} * max(1, tile.blocks_per_sm);
   // Blocks over what the GPU runs at once. Few pairs have more partial results for their keys.
   const int64_t times = blocks * 2 > slots ? 4 : 2;
   // Keys of a part when there are `parts` of them. In double, which no sizes overflow; the rule
   // divides 32 bits.
   const auto share = [&](int64_t parts) {
-    const double keys = __builtin_ceil(static_cast<double>(most_keys(p)) *
+    const double keys = __builtin_ceil(static_cast<double>(max_keys(p)) *
                                        static_cast<double>(blocks) / static_cast<double>(parts));
     return static_cast<int64_t>(min(keys, static_cast<double>(INT32_MAX)));
   };
   // Parts of one tile are nothing but a start and an end: a second turn of them comes late.
   const int64_t least = max<int64_t>(tile.keys, min<int64_t>(share(slots), 2 * tile.keys));
-  return {max(max(keys_of_split(unit), least), share(slots * times)), kMostSplits};
+  return {max(max(keys_of_split(kernel_set), least), share(slots * times)), kMaxSplits};
 }
 
 // Where multiprocessors have several tiles each, sequences of up to 2k keys are not cut when the
 // longest one is no longer than what a multiprocessor has to read, more or less.
 int32_t fourths_of_uncut(const Gpu& gpu, int64_t blocks) {
   return static_cast<int32_t>(
-      clamp(blocks * 23 / (5 * gpu.multiprocessors), EqualParts::kFourths, 1 << 20));
+      clamp(blocks * 23 / (5 * gpu.multiprocessors), ChunkSchedule::kFourths, 1 << 20));
 }
 
 // Whether long sequences come first, and what is longer than its share is cut: of more tiles than
@@ -128,7 +128,7 @@ bool has_long_first(const Problem& p, const Plan& plan, int64_t blocks, int64_t 
   constexpr int64_t kMostSorted = 256;
   constexpr int64_t kRoom = 32;  // tiles
   const bool some_wait = blocks > slots;
-  const bool nearly = blocks * 4 > slots * 3 && most_keys(p) >= kRoom * plan.tile_k;
+  const bool nearly = blocks * 4 > slots * 3 && max_keys(p) >= kRoom * plan.tile_k;
   return has_warp_rings(plan) && p.batch <= kMostSorted && (some_wait || nearly);
 }
 
@@ -138,32 +138,32 @@ bool has_long_first(const Problem& p, const Plan& plan, int64_t blocks, int64_t 
 // are alone, there is room for one more on each multiprocessor: of a larger grid the hardware gives
 // some of them a part too many, and others none, and blocks without a part come last. Of few long
 // sequences of many heads these are too few to cut all that are too long.
-EqualParts equal_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
+ChunkSchedule chunk_schedule(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   constexpr int64_t kLeastOthers = 8;
   int64_t keys = 0;
-  if (!checked_mul(p.batch, max<int64_t>(1, most_keys(p)), &keys) || keys > 1 << 30 ||
+  if (!checked_mul(p.batch, max<int64_t>(1, max_keys(p)), &keys) || keys > 1 << 30 ||
       blocks > INT32_MAX / (8 * kDecodeRows))
     return {};  // more than 32 bits count
   const int64_t all = gpu.multiprocessors;
   const int64_t heads = max<int64_t>(1, blocks / p.batch);
-  const bool merges = merges_parts(p, plan, gpu, blocks);
-  const int64_t tiles = ceil_div(max<int64_t>(1, most_keys(p)), int64_t{plan.tile_k});
-  const int64_t readers = readers_of_multiprocessor(plan);
+  const bool merges = last_cta_combines(p, plan, gpu, blocks);
+  const int64_t tiles = ceil_div(max<int64_t>(1, max_keys(p)), int64_t{plan.tile_k});
+  const int64_t readers = ctas_to_saturate(plan);
   int64_t most = max(readers * all / heads, p.batch) + p.batch;
-  if (merges || plan.alone) {
+  if (merges || plan.one_cta_per_sm) {
     most = ((ceil_div(blocks, all) + 1) * all - 1) / heads;
   }
-  EqualParts parts;
-  if (blocks > 3 * all && tiles > EqualParts::kShort) most = max(most, p.batch + kLeastOthers);
+  ChunkSchedule parts;
+  if (blocks > 3 * all && tiles > ChunkSchedule::kShort) most = max(most, p.batch + kLeastOthers);
   most = clamp(most, plan.splits * p.batch, tiles * p.batch);
-  if (merges) most = min(most, p.batch + PartArrivals::kMost - 1);
-  parts.most = static_cast<int32_t>(most);
-  parts.alike = static_cast<int32_t>(min(plan.splits, most / p.batch));
+  if (merges) most = min(most, p.batch + ChunkArrivals::kMost - 1);
+  parts.max_chunks = static_cast<int32_t>(most);
+  parts.chunks_if_uniform = static_cast<int32_t>(min(plan.splits, most / p.batch));
   parts.tile = plan.tile_k;
-  if (merges) parts.fourths = fourths_of_uncut(gpu, blocks);
-  const int64_t slots = all * max(1, plan.unit->forward_tile.blocks_per_sm);
+  if (merges) parts.uniform_fourths = fourths_of_uncut(gpu, blocks);
+  const int64_t slots = all * max(1, plan.kernel_set->forward_tile.blocks_per_sm);
   if (has_long_first(p, plan, blocks, slots))
-    parts.at_once = static_cast<int32_t>(max<int64_t>(1, slots / heads));
+    parts.concurrent_sequences = static_cast<int32_t>(max<int64_t>(1, slots / heads));
   return parts;
 }
 
@@ -171,39 +171,39 @@ EqualParts equal_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64
 // merge: parts of equal length save less than they cost where no block has more than a few tiles.
 bool are_better_cut_alike(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks,
                           int64_t splits) {
-  const int64_t tiles = ceil_div(most_keys(p), int64_t{plan.tile_k});
+  const int64_t tiles = ceil_div(max_keys(p), int64_t{plan.tile_k});
   if (!has_warp_rings(plan)) return false;
-  return plan.clusters > 0 || are_few_cut_alike(gpu, blocks, tiles) ||
+  return plan.max_cluster_size > 0 || few_tiles_split_uniformly(gpu, blocks, tiles) ||
          (ceil_div(tiles, splits) <= few_tiles(plan) &&
-          are_better_merged(plan, gpu, blocks, splits, tiles));
+          cluster_combine_is_faster(plan, gpu, blocks, splits, tiles));
 }
 
 // Of a decode whose lengths only the GPU knows: parts or, where it cannot count them, a rule.
 void split_unevenly(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
-  if (plan.family == Family::mma_sync && plan.unit->forward_tile.rows == kDecodeRows)
-    plan.parts = equal_parts(p, plan, gpu, blocks);
-  plan.merges_parts = plan.parts.any() && merges_parts(p, plan, gpu, blocks);
+  if (plan.family == Family::mma_sync && plan.kernel_set->forward_tile.rows == kDecodeRows)
+    plan.chunks = chunk_schedule(p, plan, gpu, blocks);
+  plan.last_cta_combines = plan.chunks.any() && last_cta_combines(p, plan, gpu, blocks);
   plan.splits = 1;
-  plan.rule = {};
-  if (plan.parts.any()) return;
-  const SplitRule rule = uneven_rule(p, gpu, *plan.unit, blocks);
-  plan.splits = rule.parts(most_rows(p), most_keys(p));
-  if (plan.splits > 1) plan.rule = rule;
+  plan.split_rule = {};
+  if (plan.chunks.any()) return;
+  const SplitRule rule = uneven_rule(p, gpu, *plan.kernel_set, blocks);
+  plan.splits = rule.splits(most_rows(p), max_keys(p));
+  if (plan.splits > 1) plan.split_rule = rule;
 }
 
 // Sets splits or parts, the rule that gives them to sequences, and where their results lie.
 void split(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
   if (p.batch_invariant != 0) {
-    plan.rule = invariant_rule(p, plan.tile_q);
+    plan.split_rule = invariant_rule(p, plan.tile_q);
     const bool alike = !ragged_rows(p) && p.seqused_q == nullptr;
-    plan.splits = plan.rule.parts(alike ? p.seqlen_q : 0, most_keys(p));
-    if (!alike) plan.pitch = static_cast<int32_t>(plan.rule.rows);
+    plan.splits = plan.split_rule.splits(alike ? p.seqlen_q : 0, max_keys(p));
+    if (!alike) plan.partial_stride = static_cast<int32_t>(plan.split_rule.max_rows);
     return;
   }
   plan.splits = choose_splits(p, plan, gpu, blocks);
-  plan.rule = {0, plan.splits, INT64_MAX};
+  plan.split_rule = {0, plan.splits, INT64_MAX};
   const bool decoding = most_rows(p) * group_size(p) <= kDecodeRows;
-  if (are_uneven(p) && decoding && p.num_splits == 0 &&
+  if (has_device_lengths(p) && decoding && p.num_splits == 0 &&
       !are_better_cut_alike(p, plan, gpu, blocks, plan.splits))
     split_unevenly(plan, p, gpu, blocks);
 }
@@ -213,29 +213,29 @@ void split(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
 // longer than a counter (simulated: by 1 to 3 % up to there, by 21 % with twice as many rows as
 // keys).
 bool tiles_grow_evenly(const Problem& p, int64_t rows_of_tile) {
-  const int64_t more_rows = most_rows(p) - most_keys(p);
+  const int64_t more_rows = most_rows(p) - max_keys(p);
   const int64_t alike = p.window_right >= 0 ? max(more_rows, p.window_right)
-                                            : more_rows + min(p.window_left, most_keys(p));
+                                            : more_rows + min(p.window_left, max_keys(p));
   return alike <= rows_of_tile;
 }
 
 // Whether the blocks of the splits of a tile become a cluster, which merges them.
-bool merges_splits(const Problem& p, const Plan& plan, const Gpu& gpu) {
-  if (plan.clusters > 0) return plan.splits > 1;
-  return has_warp_rings(plan) && !plan.parts.any() &&
-         are_better_merged(plan, gpu, plan.blocks / plan.splits, plan.splits,
+bool cluster_combines(const Problem& p, const Plan& plan, const Gpu& gpu) {
+  if (plan.max_cluster_size > 0) return plan.splits > 1;
+  return has_warp_rings(plan) && !plan.chunks.any() &&
+         cluster_combine_is_faster(plan, gpu, plan.blocks / plan.splits, plan.splits,
                            ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k));
 }
 
 // The main kernel's, or that of a second one with a block for each row of splits.
 int64_t largest_grid(const Problem& p, const Plan& plan) {
-  const bool by_rows = plan.splits > 1 && leaves_results(plan);
+  const bool by_rows = plan.splits > 1 && needs_combine_kernel(plan);
   return by_rows ? max(plan.blocks, total_rows(p) * p.heads_q) : plan.blocks;
 }
 
 // Whether blocks take the works in rounds: causal ones, where lengths follow from the shape.
 bool deals_in_rounds(const Problem& p, const Plan& plan) {
-  return plan.family == Family::wgmma && plan.order.longest_first != 0 && shape_says_all(p) &&
+  return plan.family == Family::wgmma && plan.order.longest_first != 0 && has_uniform_sequences(p) &&
          tiles_grow_evenly(p, plan.tile_q / plan.pack) && plan.splits == 1;
 }
 
@@ -246,8 +246,8 @@ constexpr int64_t kProductsOfNumber = 5;
 
 // The works of a round that is not full, where sharing them saves more of it than that costs: of
 // wgmma's plain form, where all works have as many key tiles.
-Shares share_last_round(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
-  const bool alike = p.window_left < 0 && p.window_right < 0 && shape_says_all(p);
+StreamKTail share_last_round(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
+  const bool alike = p.window_left < 0 && p.window_right < 0 && has_uniform_sequences(p);
   if (plan.family != Family::wgmma || plan.form != Form::plain || plan.pack > 1 || !alike ||
       p.batch_invariant != 0 || p.num_splits > 0)
     return {};
@@ -255,43 +255,43 @@ Shares share_last_round(const Problem& p, const Plan& plan, const Gpu& gpu, int6
   const int64_t works = blocks % all;
   const int64_t key_tiles = ceil_div(p.seqlen_k, plan.tile_k);
   if (works == 0 || key_tiles == 0 || works * key_tiles > INT32_MAX) return {};
-  if (blocks * (Shares::kMostParts - 1) < all) return {};  // blocks would be idle: key splits
+  if (blocks * (StreamKTail::kMaxShares - 1) < all) return {};  // blocks would be idle: key splits
   // A work may begin and end inside of a stretch.
   const int64_t stretch =
-      max(ceil_div(works * key_tiles, all), ceil_div(key_tiles, int64_t{Shares::kMostParts - 1}));
-  Shares shares;
-  shares.works = static_cast<int32_t>(works);
+      max(ceil_div(works * key_tiles, all), ceil_div(key_tiles, int64_t{StreamKTail::kMaxShares - 1}));
+  StreamKTail shares;
+  shares.tiles = static_cast<int32_t>(works);
   shares.first = static_cast<int32_t>(blocks - works);
   shares.key_tiles = static_cast<int32_t>(key_tiles);
-  shares.stretch = static_cast<int32_t>(stretch);
-  shares.columns = plan.unit->head_dim_v;
-  const int64_t of_key_tile = plan.tile_q * plan.tile_k * (plan.unit->head_dim + shares.columns);
-  const int64_t numbers = int64_t{shares.slots()} * plan.tile_q * shares.columns;
+  shares.key_tiles_per_cta = static_cast<int32_t>(stretch);
+  shares.columns = plan.kernel_set->head_dim_v;
+  const int64_t of_key_tile = plan.tile_q * plan.tile_k * (plan.kernel_set->head_dim + shares.columns);
+  const int64_t numbers = int64_t{shares.num_results()} * plan.tile_q * shares.columns;
   const bool pays =
       (key_tiles - stretch) * of_key_tile >= kProductsOfSharing + kProductsOfNumber * numbers;
-  return pays ? shares : Shares{};
+  return pays ? shares : StreamKTail{};
 }
 
 }  // namespace
 
-bool leaves_results(const Plan& plan) {
-  if (plan.shares.any()) return true;
-  return plan.parts.any() ? !plan.merges_parts : plan.splits > 1 && plan.cluster == 1;
+bool needs_combine_kernel(const Plan& plan) {
+  if (plan.stream_k.any()) return true;
+  return plan.chunks.any() ? !plan.last_cta_combines : plan.splits > 1 && plan.cluster_size == 1;
 }
 
 int64_t packed_rows(const Problem& p, const Plan& plan) { return most_rows(p) * plan.pack; }
 
-Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Inventory& inside) {
+Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Registry& inside) {
   Plan plan;
   plan.family = family;
-  plan.unit = find_forward(p, family, gpu, inside);
-  if (plan.unit == nullptr) return plan;
-  const UnitTable& unit = *plan.unit;
-  plan.form = forward_form(p, unit);
-  plan.architecture = unit.architecture;
-  plan.head_dim = unit.head_dim;
-  plan.tile_q = unit.forward_tile.rows;
-  plan.tile_k = unit.forward_tile.keys;
+  plan.kernel_set = find_forward(p, family, gpu, inside);
+  if (plan.kernel_set == nullptr) return plan;
+  const KernelSet& kernel_set = *plan.kernel_set;
+  plan.form = forward_form(p, kernel_set);
+  plan.architecture = kernel_set.architecture;
+  plan.head_dim = kernel_set.head_dim;
+  plan.tile_q = kernel_set.forward_tile.rows;
+  plan.tile_k = kernel_set.forward_tile.keys;
   plan.pack = choose_pack(p, plan.tile_q);
   const Size tiles = most_tiles(ragged_rows(p), p.seqlen_q * plan.pack, most_rows(p) * plan.pack,
                                 p.batch, plan.tile_q);
@@ -299,18 +299,18 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Invento
   plan.grid = blocks;
   if (!plan.can_be_launched()) return plan;
   plan.order = choose_order(p, gpu, plan.tile_q, plan.pack);
-  plan.alone = reads_alone(p, plan, gpu, blocks);
-  plan.clusters = choose_clusters(p, plan, gpu, blocks);
-  plan.readers = choose_readers(p, plan, gpu, blocks);
-  plan.slots = choose_slots(plan, gpu, blocks);
-  plan.shares = share_last_round(p, plan, gpu, blocks);
-  if (!plan.shares.any()) split(plan, p, gpu, blocks);
+  plan.one_cta_per_sm = uses_one_cta_per_sm(p, plan, gpu, blocks);
+  plan.max_cluster_size = choose_max_cluster_size(p, plan, gpu, blocks);
+  plan.warps_per_tile = choose_warps_per_tile(p, plan, gpu, blocks);
+  plan.stages = choose_stages(plan, gpu, blocks);
+  plan.stream_k = share_last_round(p, plan, gpu, blocks);
+  if (!plan.stream_k.any()) split(plan, p, gpu, blocks);
   plan.tiles = static_cast<int32_t>(blocks);
   plan.blocks =
-      plan.parts.any() ? int64_t{plan.parts.most} * plan.order.heads : blocks * plan.splits;
-  plan.spread = spread_parts(plan, gpu, ceil_div(most_keys(p), int64_t{plan.tile_k}));
+      plan.chunks.any() ? int64_t{plan.chunks.max_chunks} * plan.order.heads : blocks * plan.splits;
+  plan.placement = place_chunks(plan, gpu, ceil_div(max_keys(p), int64_t{plan.tile_k}));
   plan.order.splits = static_cast<int32_t>(plan.splits);
-  if (merges_splits(p, plan, gpu)) plan.cluster = static_cast<int32_t>(plan.splits);
+  if (cluster_combines(p, plan, gpu)) plan.cluster_size = static_cast<int32_t>(plan.splits);
   plan.grid = largest_grid(p, plan);
   if (!plan.can_be_launched()) return plan;
   // wgmma's plain form is the lean one: instructions that a launch does not run cost it, too.
@@ -320,45 +320,45 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Invento
     plan.order.walk_in_rounds(gpu.multiprocessors);
   } else if (family == Family::wgmma && plan.blocks > gpu.multiprocessors) {
     // Works of different lengths: who is done takes the next one.
-    plan.counts_works = ragged_rows(p) || may_spoil(p);
+    plan.dynamic_scheduling = ragged_rows(p) || nan_may_leak(p);
   }
-  if (family == Family::mma_sync && may_spoil(p))
-    plan.second = find_forward(p, Family::simt, gpu, inside);
-  plan.next = next_start(plan, gpu);
-  plan.next_of_merge = next_start_of_merge(p, plan, gpu);
-  plan.workspace_bytes = forward_pieces(p, plan).bytes;
+  if (family == Family::mma_sync && nan_may_leak(p))
+    plan.nan_recompute = find_forward(p, Family::simt, gpu, inside);
+  plan.pdl_trigger = choose_pdl_trigger(plan, gpu);
+  plan.combine_pdl_trigger = choose_combine_pdl_trigger(p, plan, gpu);
+  plan.workspace_bytes = forward_workspace(p, plan).bytes;
   return plan;
 }
 
 Plan plan_forward(const Problem& p, Family family, const Gpu& gpu) {
-  return plan_forward(p, family, gpu, inventory());
+  return plan_forward(p, family, gpu, registry());
 }
 
-ForwardPieces forward_pieces(const Problem& p, const Plan& plan) {
+ForwardWorkspace forward_workspace(const Problem& p, const Plan& plan) {
   Workspace workspace;
-  ForwardPieces pieces;
+  ForwardWorkspace pieces;
   if (p.check != 0) pieces.report = workspace.take<IndexFault>(1);
   pieces.fit = workspace.take<int32_t>(common::FitTask::entries_of_forward(p));
   if (ragged_rows(p) && plan.order.tiles > 1)
     pieces.table = workspace.take<TileOrder::Entry>(p.batch + 1);
-  if (plan.counts_works) pieces.counter = workspace.take<int32_t>(4);
+  if (plan.dynamic_scheduling) pieces.tile_counter = workspace.take<int32_t>(4);
   if (plan.family == Family::wgmma)
-    pieces.before =
+    pieces.recompute_list =
         workspace.take<int32_t>(plan.blocks * plan.tile_q / arch::WgmmaForwardTile::kRowsOfWarp);
-  if (plan.second != nullptr)
-    pieces.flags = workspace.take<uint8_t>(plan.blocks + (plan.parts.any() ? plan.tiles : 0));
-  if (plan.merges_parts) pieces.arrivals = workspace.take<PartArrivals>(plan.tiles);
-  if (plan.parts.any() || leaves_results(plan)) {
-    const Size rows = plan.shares.any() ? Size(plan.shares.slots()) * plan.tile_q
-                      : plan.parts.any()
+  if (plan.nan_recompute != nullptr)
+    pieces.flags = workspace.take<uint8_t>(plan.blocks + (plan.chunks.any() ? plan.tiles : 0));
+  if (plan.last_cta_combines) pieces.arrivals = workspace.take<ChunkArrivals>(plan.tiles);
+  if (plan.chunks.any() || needs_combine_kernel(plan)) {
+    const Size rows = plan.stream_k.any() ? Size(plan.stream_k.num_results()) * plan.tile_q
+                      : plan.chunks.any()
                           ? Size(plan.blocks) * packed_rows(p, plan)
-                          : Size(partial_rows(p, plan.pitch)) * p.heads_q * plan.splits;
+                          : Size(partial_rows(p, plan.partial_stride)) * p.heads_q * plan.splits;
     // Who merges parts keeps lse behind the columns, of which there are those of the tile.
-    const int64_t columns = plan.merges_parts   ? plan.head_dim + 4
-                            : plan.shares.any() ? plan.shares.columns
+    const int64_t columns = plan.last_cta_combines   ? plan.head_dim + 4
+                            : plan.stream_k.any() ? plan.stream_k.columns
                                                 : p.head_dim_v;
     pieces.partial_out = workspace.take<float>(rows * columns);
-    pieces.partial_lse = workspace.take<float>(plan.merges_parts ? Size(0) : rows);
+    pieces.partial_lse = workspace.take<float>(plan.last_cta_combines ? Size(0) : rows);
   }
   pieces.bytes = workspace.bytes();
   return pieces;

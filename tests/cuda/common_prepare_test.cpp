@@ -105,7 +105,7 @@ TEST(CommonPrepare, TableServesTileOrder) {
   order.table = table.data();
   std::vector<int> seen(cu.size() * kHeads * 16, 0);
   for (int64_t block = 0; block < 400; ++block) {
-    const TileOrder::Work w = order.at(block);
+    const TileOrder::WorkTile w = order.at(block);
     if (w.sequence < 0) continue;
     ++seen[static_cast<size_t>((w.sequence * kHeads + w.head) * 16 + w.tile)];
   }
@@ -125,7 +125,7 @@ Used used_rows(const tilewise::Problem& p) {
   for (int64_t b = 0; b < p.batch; ++b) {
     const tilewise::Sequence s = tilewise::sequence_of(p, b);
     for (int64_t i = 0; i < s.band.rows; ++i)
-      used[static_cast<size_t>(s.slot)][static_cast<size_t>(s.first_row + i)] = 1;
+      used[static_cast<size_t>(s.batch_index)][static_cast<size_t>(s.first_row + i)] = 1;
   }
   return used;
 }
@@ -141,7 +141,7 @@ Used used_keys(const tilewise::Problem& p) {
     const tilewise::Sequence s = tilewise::sequence_of(p, b);
     const tilewise::KvSource kv = own ? s.kv.dense(b) : s.kv;
     for (int64_t j = 0; j < s.band.keys; ++j)
-      used[static_cast<size_t>(kv.slot)][static_cast<size_t>(kv.first + j)] = 1;
+      used[static_cast<size_t>(kv.batch_index)][static_cast<size_t>(kv.first + j)] = 1;
   }
   return used;
 }

@@ -1,11 +1,11 @@
 // out = sum over the splits of exp(lse_split - lse) out_split, in an order fixed by their number.
 #pragma once
 
-#include "cuda/common/batch_parts.h"
+#include "cuda/common/batch_chunks.h"
 #include "cuda/common/block.h"
 #include "cuda/common/combine.h"
 #include "cuda/common/exact_row.h"
-#include "cuda/common/let_next_in.h"
+#include "cuda/common/trigger_dependents.h"
 #include "cuda/common/places.h"
 #include "cuda/common/split_weights.h"
 #include "cuda/element.h"
@@ -68,13 +68,13 @@ struct SplitRow : CombinedRow {
     if (!place.in_use) return;  // prepare clears it
     splits = params.order.splits;
     int64_t partial = row;
-    if (params.rule.least > 0) {
+    if (params.split_rule.min_keys > 0) {
       const Sequence s = sequence_of(p, place.batch);
-      splits = static_cast<int32_t>(params.rule.parts(s.band.rows, s.band.keys));
-      partial = partial_row(p, params.pitch, s, place.index);
+      splits = static_cast<int32_t>(params.split_rule.splits(s.band.rows, s.band.keys));
+      partial = partial_row(p, params.partial_stride, s, place.index);
       place.in_use = splits > 1;  // the main kernel has written it
     }
-    stride = partial_rows(p, params.pitch) * p.heads_q;
+    stride = partial_rows(p, params.partial_stride) * p.heads_q;
     columns = p.head_dim_v;
     first = partial * p.heads_q + head;
     second = first + stride;
@@ -85,22 +85,22 @@ struct SplitRow : CombinedRow {
 
 // Equal parts, which lie in the order of the main kernel's blocks: by sequences, heads of a tile,
 // and its rows.
-struct PartRow : CombinedRow {
+struct ChunkRow : CombinedRow {
   int32_t tile;
 
-  TILEWISE_DEVICE PartRow(const ForwardParams& params, int64_t of) {
+  TILEWISE_DEVICE ChunkRow(const ForwardParams& params, int64_t of) {
     const auto index = static_cast<int32_t>(of);
     tile = params.packed_rows.quotient(index);
     const int32_t r = params.packed_rows.remainder(index);
     const Divisor& heads = params.order.heads;
     const int32_t sequence = heads.quotient(tile);
-    BatchParts batch(params);
+    BatchChunks batch(params);
     splits = batch.count(sequence);
     if (splits == 1) return;
     const int32_t tile_head = heads.remainder(tile);
     const Sequence s = sequence_of(params.problem, sequence);
     const int32_t row = params.packing.group == 1 ? r : params.group.quotient(r);
-    place = {s.batch, row, s.slot, s.first_row + row, row < s.band.rows, true};
+    place = {s.batch, row, s.batch_index, s.first_row + row, row < s.band.rows, true};
     head = tile_head * params.packing.group + r - row * params.packing.group;
     stride = int64_t{heads} * params.packed_rows;
     first = index;
@@ -113,7 +113,7 @@ struct PartRow : CombinedRow {
     if (!joins || ptx::thread_index() != 0) return;
     uint8_t flagged = 0;
     for (int32_t split = 0; split < splits; ++split)
-      flagged |= *params.flags.of_part(item(split) / params.packed_rows);
+      flagged |= *params.flags.of_chunk(item(split) / params.packed_rows);
     params.flags.data[tile] = flagged;
   }
 };
@@ -124,15 +124,15 @@ struct SharedRow : CombinedRow {
     const auto index = static_cast<int32_t>(of);
     const int32_t work = index / params.row_tile;
     const int32_t r = index - work * params.row_tile;
-    const TileOrder::Work at = params.order.at(params.shares.first + work);
-    const Sequence s = sequence_of_shape(params.problem, at.sequence);
+    const TileOrder::WorkTile at = params.order.at(params.stream_k.first + work);
+    const Sequence s = uniform_sequence(params.problem, at.sequence);
     const int32_t row = at.tile * params.row_tile + r;
-    place = {s.batch, row, s.slot, s.first_row + row, row < s.band.rows, true};
+    place = {s.batch, row, s.batch_index, s.first_row + row, row < s.band.rows, true};
     head = at.head;
-    splits = params.shares.parts(work);
+    splits = params.stream_k.shares_of(work);
     stride = params.row_tile;
-    columns = params.shares.columns;
-    first = Shares::slot(params.shares.first_block(work), work) * stride + r;
+    columns = params.stream_k.columns;
+    first = StreamKTail::result_index(params.stream_k.first_block(work), work) * stride + r;
     second = first + stride;
   }
 };
@@ -289,7 +289,7 @@ void combine(TILEWISE_PARAMETER ForwardParams params) {
   // One block is left to wait: this kernel must not be complete before the main one.
   if (combine.row.is_done() && ptx::block_index() != 0) return;
   ptx::griddepcontrol_wait();
-  let_next_in(params, NextStart::after_first_keys);
+  trigger_dependents(params, PdlTrigger::after_first_loads);
   combine.row.join_flags(params);
   if (!combine.row.place.in_use) return;
   if (params.problem.head_dim_v % 4 == 0 && is_aligned(params.partial_out, 16))
@@ -360,7 +360,7 @@ void combine_by_warps(TILEWISE_PARAMETER ForwardParams params) {
   if (index >= combined_rows(params)) return;
   const CombineByWarps<Element, Row> combine{params, params.problem, Row(params, index)};
   ptx::griddepcontrol_wait();
-  let_next_in(params, NextStart::after_first_keys);
+  trigger_dependents(params, PdlTrigger::after_first_loads);
   if (combine.row.place.in_use) combine.run();
 }
 

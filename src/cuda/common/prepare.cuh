@@ -182,9 +182,9 @@ struct Fit {
     if (of_arrays && !of_bias.any()) return true;
     if (ptx::lane_index() == 0) {
       if (of_arrays)
-        report(params.record, of_bias);
+        report(params.index_record, of_bias);
       else
-        report_sequence(params.record, p, s, entries);
+        report_sequence(params.index_record, p, s, entries);
     }
     return false;
   }
@@ -193,10 +193,10 @@ struct Fit {
     const RowFill nan{p.dtype, true};
     const Sequence s = sequence_of(p, b);
     for (int64_t i = 0; i < s.band.rows; ++i)
-      nan.fill(params.rows, {b, i, s.slot, s.first_row + i, true, true});
+      nan.fill(params.rows, {b, i, s.batch_index, s.first_row + i, true, true});
     const KvSource own = keys_per_sequence(p) ? s.kv.dense(b) : s.kv;
     for (int64_t i = 0; i < s.band.keys; ++i) {
-      const Place place = {b, i, own.slot, own.first + i, true, true};
+      const Place place = {b, i, own.batch_index, own.first + i, true, true};
       nan.fill(params.keys[0], place);
       nan.fill(params.keys[1], place);
     }
@@ -210,7 +210,7 @@ struct Fit {
     const bool lie_well = unfit == Check::kNone;
     if (!lie_well && ptx::thread_index() == 0) {
       const IndexFault fault = query_fault(p, unfit);
-      report(params.record, fault.any() ? fault : key_fault(p, unfit));
+      report(params.index_record, fault.any() ? fault : key_fault(p, unfit));
     }
     copy(params.fit.cu_seqlens_q, p.cu_seqlens_q, lie_well);
     copy(params.fit.cu_seqlens_k, p.cu_seqlens_k, lie_well);
@@ -256,7 +256,7 @@ struct Clear {
     // Of a sequence without rows in use no other kernel says it.
     if (lie_well && !all_fit && ptx::thread_index() == 0) {
       const Sequence s = sequence_of(p, found - kInPlace);
-      if (!s.fits) report_sequence(params.record, p, s, {});
+      if (!s.fits) report_sequence(params.index_record, p, s, {});
     }
     return {params, block * kPrepareWarps + ptx::warp_index(),
             int64_t{params.clear_blocks} * kPrepareWarps, lie_well, all_fit};

@@ -2,7 +2,7 @@
 // writes, and zeros in the workspace.
 #pragma once
 
-#include "cuda/order.h"
+#include "cuda/tile_order.h"
 #include "cuda/params.h"
 
 namespace tilewise::cuda::common {
@@ -48,7 +48,7 @@ struct FitTask {
     return p.cu_seqlens_q != nullptr ? p.batch + 1 : 0;
   }
   static int64_t entries_of_backward(const Problem& p) {
-    if (shape_says_all(p)) return 0;
+    if (has_uniform_sequences(p)) return 0;
     const int64_t layouts = (p.cu_seqlens_q != nullptr ? 1 : 0) + (copies_key_layout(p) ? 1 : 0);
     return layouts * (p.batch + 1) + 2 * p.batch;
   }
@@ -59,7 +59,7 @@ struct FitTask {
   }
   static FitTask backward(const Problem& p, int32_t* memory) {
     FitTask task;
-    if (shape_says_all(p)) return task;
+    if (has_uniform_sequences(p)) return task;
     const auto take = [&](int64_t count) {
       int32_t* const taken = memory;
       memory += count;
@@ -100,7 +100,7 @@ struct PrepareParams {
   Problem fitted{};       // the same with the copies of `fit`
   Gradients gradients{};  // of a backward: extents of dbias
   FitTask fit;
-  IndexRecord* record = nullptr;
+  IndexRecord* index_record = nullptr;
   OrderTask order;
   ClearTask rows;        // out or dq
   float* lse = nullptr;  // -inf in rows that are not in use; strides of the problem's
@@ -142,7 +142,7 @@ inline PrepareParams prepare_backward(const Problem& p, const Gradients& g) {
   params.problem = p;
   params.gradients = g;
   // Any index array may be at fault: then what it is about becomes NaN.
-  const bool has_arrays = !shape_says_all(p);
+  const bool has_arrays = !has_uniform_sequences(p);
   if (has_arrays) params.rows = {g.dq, p.heads_q, p.head_dim};
   if (has_arrays || may_have_unused_keys(p)) {
     params.keys[0] = {g.dk, p.heads_kv, p.head_dim};
@@ -160,12 +160,12 @@ TILEWISE_FN bool has_first_block(const PrepareParams& params) {
 inline void fit(PrepareParams& params, const FitTask& task, IndexRecord* record) {
   params.fit = task;
   params.fitted = task.applied(params.problem);
-  params.record = record;
+  params.index_record = record;
 }
 
 // Blocks of the launch; 0: there is nothing to do. Call it last.
 inline int64_t finish(PrepareParams& params) {
-  constexpr int64_t kMostBlocks = 512;
+  constexpr int64_t kMaxBlocks = 512;
   const Problem& p = params.problem;
   int64_t warps = 0;
   if (params.rows.view.data != nullptr || params.lse != nullptr)
@@ -174,7 +174,7 @@ inline int64_t finish(PrepareParams& params) {
     warps += ceil_div(gradient_keys(p), 32);
   for (const FillTask& fill : params.fills)
     if (fill.data != nullptr) warps += ceil_div(fill.bytes, 4096);
-  const int64_t blocks = min(kMostBlocks, ceil_div(warps, kPrepareWarps));
+  const int64_t blocks = min(kMaxBlocks, ceil_div(warps, kPrepareWarps));
   params.clear_blocks = static_cast<int32_t>(blocks);
   return blocks + (has_first_block(params) ? 1 : 0);
 }

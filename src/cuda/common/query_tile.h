@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention/schedule.h"
-#include "cuda/common/batch_parts.h"
+#include "cuda/common/batch_chunks.h"
 #include "cuda/params.h"
 #include "cuda/ptx/block.h"
 #include "cuda/ptx/convert.h"
@@ -124,8 +124,8 @@ struct KeyTiles {
 };
 
 TILEWISE_DEVICE Sequence sequence_of(const ForwardParams& p, int32_t b) {
-  if (p.shape_says_all) [[likely]]
-    return sequence_of_shape(p.problem, b);
+  if (p.has_uniform_sequences) [[likely]]
+    return uniform_sequence(p.problem, b);
   return tilewise::sequence_of(p.problem, b);
 }
 
@@ -138,11 +138,11 @@ struct PartPlace {
   // Blocks come in the order of the line, but where long sequences are first: then those of parts
   // that are not the first of their sequence are before all, since such parts are of long ones.
   TILEWISE_DEVICE static PartPlace of_block(const ForwardParams& p) {
-    const int32_t work = p.spread.work_of(static_cast<int32_t>(ptx::block_index()));
+    const int32_t work = p.placement.chunk_of(static_cast<int32_t>(ptx::block_index()));
     const int32_t place = p.order.heads.quotient(work);
     const int32_t head = work - place * p.order.heads;
-    if (!p.parts.long_first()) return {place, head};
-    const int32_t others = p.parts.most - p.order.sequences;
+    if (!p.chunks.long_first()) return {place, head};
+    const int32_t others = p.chunks.max_chunks - p.order.sequences;
     return {place < others ? p.order.sequences + place : place - others, head};
   }
 };
@@ -168,7 +168,7 @@ struct BlockWork {
   }
 
   // `splits` of the sequence, where they are known; 0: they follow from its lengths.
-  TILEWISE_DEVICE static BlockWork of(const ForwardParams& p, const TileOrder::Work& work,
+  TILEWISE_DEVICE static BlockWork of(const ForwardParams& p, const TileOrder::WorkTile& work,
                                       int32_t key_tile, int32_t splits = 0) {
     BlockWork w;
     w.rows.count = 0;

@@ -9,7 +9,7 @@ namespace tilewise::cuda::mma_sync {
 
 // Rows of the boxes that hold `left` keys, the last ones.
 TILEWISE_DEVICE int32_t rows_of_end(int32_t left) {
-  return (left + kRowsOfEndBox - 1) / kRowsOfEndBox * kRowsOfEndBox;
+  return (left + kTailBoxRows - 1) / kTailBoxRows * kTailBoxRows;
 }
 
 // Rows of a sequence follow each other: one box holds a tile. Its place is a row, and the index of
@@ -19,14 +19,14 @@ template <class C>
 class RowBoxes {
  public:
   static constexpr int kKeys = C::kForward.keys;
-  static_assert(kKeys % kRowsOfEndBox == 0);
+  static_assert(kKeys % kTailBoxRows == 0);
   static constexpr int kBytes = 0;  // of shared memory
   static constexpr int kForeseenAt = 0;
 
   TILEWISE_DEVICE RowBoxes(const TmaForwardParams&, const BlockWork& work, int32_t,
                            ptx::SharedAddress)
       : row_(uniform(static_cast<int32_t>(work.sequence.kv.first))),
-        sequence_(uniform(static_cast<int32_t>(work.sequence.kv.slot))),
+        sequence_(uniform(static_cast<int32_t>(work.sequence.kv.batch_index))),
         keys_(work.tiles.keys) {}
 
   // Calls expect(rows), and copy(first row in the tile, row, slot) for each box of `tile`, in one
@@ -39,7 +39,7 @@ class RowBoxes {
   }
 
   // The same of the tile that is read first, the only one in which keys may end; then it calls
-  // copy_end for boxes of kRowsOfEndBox rows.
+  // copy_end for boxes of kTailBoxRows rows.
   template <class Expect, class Copy, class CopyEnd>
   TILEWISE_DEVICE void visit_first(int32_t tile, const Expect& expect, const Copy& copy,
                                    const CopyEnd& copy_end) const {
@@ -48,7 +48,7 @@ class RowBoxes {
     if (ptx::lane_index() != 0) return;
     expect(rows);
 #pragma unroll 1
-    for (int32_t begin = 0; begin < rows; begin += kRowsOfEndBox)
+    for (int32_t begin = 0; begin < rows; begin += kTailBoxRows)
       copy_end(begin, row_ + tile * kKeys + begin, sequence_);
   }
   // What it asks for.
@@ -73,7 +73,7 @@ class PageBoxes {
  public:
   static constexpr int kKeys = C::kForward.keys;
   static_assert((kKeys & (kKeys - 1)) == 0);  // so pages that divide it are whole boxes of its end
-  static constexpr int kBoxes = static_cast<int>(ceil_div(kKeys, kLeastRowsOfPageBox));
+  static constexpr int kBoxes = static_cast<int>(ceil_div(kKeys, kMinTmaPageRows));
   static constexpr int32_t kSmallPage = 16;  // rows
   static constexpr int kForeseenAt = kBoxes * 4;
   static constexpr int kBytes = kForeseenAt + kForeseenBytes<1>;
@@ -116,7 +116,7 @@ class PageBoxes {
     expect(rows);
     const int32_t row = size_.remainder(tile * kKeys);
 #pragma unroll 1
-    for (int32_t begin = 0; begin < rows; begin += kRowsOfEndBox) {
+    for (int32_t begin = 0; begin < rows; begin += kTailBoxRows) {
       const int32_t page = size_.quotient(begin);  // 0 where they are larger than a tile
       const uint32_t index = ptx::ld_shared_b32(shared_ + static_cast<uint32_t>(page * 4));
       copy_end(begin, row + begin - page * box_rows_, static_cast<int32_t>(index));
@@ -139,7 +139,7 @@ class PageBoxes {
   // Entries of no key in use are not looked up.
   TILEWISE_DEVICE uint32_t look_up(int32_t tile) {
     const int32_t row = tile * kKeys + ptx::lane_index() * box_rows_;
-    if (tile < first_ || row >= keys_) return static_cast<uint32_t>(kNowhere);
+    if (tile < first_ || row >= keys_) return static_cast<uint32_t>(kOutOfBounds);
     const uint32_t page = ptx::ld_global_b32(table_ + size_.quotient(row));
     highest_ = max(highest_, page);
     return min(page, last_page_);

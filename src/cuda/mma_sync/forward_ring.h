@@ -79,7 +79,7 @@ class KeyStream {
       aligned_ = rows_are_aligned<Element>(view, columns);
     } else {
       // Not paged: `kv.offset` would bring two divisions.
-      next_ = base_ + kv.slot * view.stride_batch * Element::kBytes +
+      next_ = base_ + kv.batch_index * view.stride_batch * Element::kBytes +
               row_bytes(kv.first + work.tiles.last * kKeys + lanes_.row) + lanes_.chunk * 16;
 #pragma unroll
       for (int column = 0; column < Lanes::kColumns; ++column) {

@@ -13,7 +13,7 @@ inline constexpr int32_t kFar = 1 << 30;
 // Gradients of keys: like k and v, or one row per key of each sequence (tilewise_gradients).
 TILEWISE_FN KvSource gradient_source(const Problem& p, const Sequence& s) {
   const bool per_sequence = p.block_table != nullptr || p.kv_batch_idx != nullptr;
-  return per_sequence ? s.kv.dense(s.batch) : KvSource{nullptr, 0, s.kv.slot, s.kv.first};
+  return per_sequence ? s.kv.dense(s.batch) : KvSource{nullptr, 0, s.kv.batch_index, s.kv.first};
 }
 
 // Makes the records of the blocks, in the prepare kernel.
@@ -21,17 +21,17 @@ template <class C>
 struct KeyWorkMaker {
   static constexpr int kKeys = C::kBackward.keys;
   static constexpr int kQueries = C::kBackward.queries;
-  static constexpr int kCluster = C::kBackward.cluster;
+  static constexpr int kCluster = C::kBackward.cluster_size;
 
   const BackwardParams& p;
-  TileOrder::Work work;
+  TileOrder::WorkTile work;
   Sequence sequence;
   Range keys;       // of the block; empty: there are some for the other block only
   Range pair_keys;  // of the cluster
 
   // Of block `index` of the main kernel, were it to have one piece of work.
-  TILEWISE_DEVICE static KeyRecord make(const BackwardParams& p, int32_t index) {
-    KeyRecord r{};
+  TILEWISE_DEVICE static TileDescriptor make(const BackwardParams& p, int32_t index) {
+    TileDescriptor r{};
     KeyWorkMaker m{p, p.order.at(index / kCluster), {}, {}, {}};
     if (m.work.sequence < 0) return r;
     m.sequence = sequence_of(p.problem, m.work.sequence);
@@ -52,7 +52,7 @@ struct KeyWorkMaker {
     return {begin, max(begin, min(pair_keys.end, begin + kKeys))};
   }
 
-  TILEWISE_DEVICE void rows_of(KeyRecord& r) const {
+  TILEWISE_DEVICE void rows_of(TileDescriptor& r) const {
     constexpr PaddedRows kPadded{kQueries};
     const Problem& problem = p.problem;
     const int64_t rows = sequence.band.rows;
@@ -69,22 +69,22 @@ struct KeyWorkMaker {
                                         kPadded.first(problem, sequence.batch) / kQueries);
     r.skipped_tiles = static_cast<int32_t>(head_tiles - tiles.size());
     r.first_row = static_cast<int32_t>(sequence.first_row);
-    r.row_slot = static_cast<int32_t>(sequence.slot);
+    r.row_slot = static_cast<int32_t>(sequence.batch_index);
     // Past the last row TMA reads zeros where the tensor ends there.
     const bool ends = sequence.first_row + rows == problem.seqlen_q;
-    r.rows_to_keep = ends ? kFar : static_cast<int32_t>(rows);
+    r.valid_rows = ends ? kFar : static_cast<int32_t>(rows);
   }
 
-  TILEWISE_DEVICE void keys_of(KeyRecord& r, Range peer_keys) const {
+  TILEWISE_DEVICE void keys_of(TileDescriptor& r, Range peer_keys) const {
     const Problem& problem = p.problem;
     const KvSource& kv = sequence.kv;
     r.first_key = static_cast<int32_t>(kv.first + keys.begin);
-    r.key_slot = static_cast<int32_t>(kv.slot);
+    r.key_slot = static_cast<int32_t>(kv.batch_index);
     r.head = work.head;
     r.paged = kv.pages != nullptr ? 1 : 0;
     const bool ends = kv.first + sequence.band.keys == problem.seqlen_k;
-    r.keys_to_keep = ends ? kKeys : static_cast<int32_t>(keys.size());
-    r.peer_keys_to_keep = ends ? kKeys : static_cast<int32_t>(peer_keys.size());
+    r.valid_keys = ends ? kKeys : static_cast<int32_t>(keys.size());
+    r.peer_valid_keys = ends ? kKeys : static_cast<int32_t>(peer_keys.size());
     r.key = static_cast<int32_t>(keys.begin);
     r.key_count = static_cast<int32_t>(keys.size());
     r.key_tile = work.tile;
@@ -95,7 +95,7 @@ struct KeyWorkMaker {
     r.dv = source.offset(g.dv, keys.begin) + work.head * g.dv.stride_head;
   }
 
-  TILEWISE_DEVICE void band_of(KeyRecord& r) const {
+  TILEWISE_DEVICE void band_of(TileDescriptor& r) const {
     const Band& band = sequence.band;
     r.low = static_cast<int32_t>(clamp(band.shift() - band.left, -kFar, kFar));
     r.high = static_cast<int32_t>(clamp(band.shift() + band.right, -kFar, kFar));
@@ -112,8 +112,8 @@ struct KeyWorkMaker {
 
 // The record that the block has received in slot `slot` of shared memory.
 template <class C>
-TILEWISE_DEVICE const KeyRecord& received_work(int slot) {
-  return reinterpret_cast<const KeyRecord*>(ptx::shared_memory() + BackwardPlan<C>::kRecords)[slot];
+TILEWISE_DEVICE const TileDescriptor& received_work(int slot) {
+  return reinterpret_cast<const TileDescriptor*>(ptx::shared_memory() + BackwardPlan<C>::kRecords)[slot];
 }
 
 // Returns when the load warp has come to the keys of a piece of work, and TMA has brought those
@@ -128,13 +128,13 @@ TILEWISE_DEVICE void await_landing(const BackwardBarriers& barriers, int parity)
 // One step after the other: all tiles of rows, in one query head after the other. What is the same
 // for all heads stays in the record.
 struct RowWalk {
-  const KeyRecord& work;
+  const TileDescriptor& work;
   int32_t row;  // first row of the tile
   int32_t end;
   int32_t head;
   int32_t index;  // of the tile among the padded tiles of all heads
 
-  TILEWISE_DEVICE explicit RowWalk(const KeyRecord& record)
+  TILEWISE_DEVICE explicit RowWalk(const TileDescriptor& record)
       : work(record),
         row(record.row),
         end(record.row_end),
@@ -172,7 +172,7 @@ struct ClearRows {
   int32_t begin;
   int32_t end;
 
-  TILEWISE_DEVICE explicit ClearRows(const KeyRecord& work)
+  TILEWISE_DEVICE explicit ClearRows(const TileDescriptor& work)
       : begin(work.clear_begin), end(work.clear_end) {}
   TILEWISE_DEVICE bool contains(int32_t row) const { return row >= begin && row < end; }
 };
@@ -181,7 +181,7 @@ struct ClearRows {
 // numbered in the same order (TileOrder), so a block waits for earlier ones only.
 template <class C>
 struct Turns {
-  static constexpr int kKeys = C::kBackward.cluster * C::kBackward.keys;
+  static constexpr int kKeys = C::kBackward.cluster_size * C::kBackward.keys;
 
   int32_t low;
   int32_t high;
@@ -190,7 +190,7 @@ struct Turns {
   int32_t tile;
   bool last_first;
 
-  TILEWISE_DEVICE Turns(const BackwardParams& p, const KeyRecord& work)
+  TILEWISE_DEVICE Turns(const BackwardParams& p, const TileDescriptor& work)
       : low(work.low),
         high(work.high),
         rows(work.rows),

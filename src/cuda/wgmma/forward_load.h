@@ -97,10 +97,10 @@ class ForwardLoad {
             work.tiles.first,
             static_cast<int32_t>(kv.first),
             p_.group.quotient(work.rows.first_head),
-            paged ? kNone : static_cast<int32_t>(kv.slot),
+            paged ? kNone : static_cast<int32_t>(kv.batch_index),
             alone ? INT32_MAX : work.tiles.keys / kTile.keys,
-            paged ? page_of_lane(work, last) : kNowhere,
-            paged ? page_of_lane(work, last - 1) : kNowhere};
+            paged ? page_of_lane(work, last) : kOutOfBounds,
+            paged ? page_of_lane(work, last - 1) : kOutOfBounds};
   }
 
   // Keys of `tile` have been asked for.
@@ -114,7 +114,7 @@ class ForwardLoad {
   // Entries of no key in use are not looked up.
   TILEWISE_DEVICE int32_t page_of_lane(const Work& work, int32_t tile) const {
     const int32_t key = tile * kTile.keys + lane() * p_.page_box_rows;
-    if (tile < work.tiles.first || key >= work.tiles.keys) return kNowhere;
+    if (tile < work.tiles.first || key >= work.tiles.keys) return kOutOfBounds;
     return static_cast<int32_t>(work.sequence.kv.page(p_.page_size.quotient(key)));
   }
 
@@ -142,7 +142,7 @@ class ForwardLoad {
 #pragma unroll
     for (int warpgroup = 0; warpgroup < kTile.math_warpgroups; ++warpgroup)
       load_tile(shared_.q(buffer, warpgroup), full, p_.q, row_of(work) + 64 * warpgroup,
-                work.rows.first_head, static_cast<int32_t>(work.sequence.slot),
+                work.rows.first_head, static_cast<int32_t>(work.sequence.batch_index),
                 ptx::CachePolicy::evict_first);
   }
 
@@ -156,7 +156,7 @@ class ForwardLoad {
     if ((C::kGeneral && work.rows.packed()) || warpgroup >= kTile.math_warpgroups) return;
     ptx::cp_async_bulk_prefetch_tensor(p_.q, panel * tile::kPanelColumns,
                                        row_of(work) + 64 * warpgroup, work.rows.first_head,
-                                       static_cast<int32_t>(work.sequence.slot));
+                                       static_cast<int32_t>(work.sequence.batch_index));
   }
 
   TILEWISE_DEVICE void load_k(const Keys& keys, int32_t tile) {
