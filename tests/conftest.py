@@ -1,4 +1,4 @@
-"""Makes tests/ importable (the oracle), and says what the run could not cover."""
+"""Makes tests/ importable (for the oracle) and reports what the run did not cover."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 @pytest.fixture(autouse=True)
 def one_torch_thread(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests over the C ABI use torch to fill and compare small buffers: its waiting threads would
-    take the processors from the library's own, and the tests five times as long."""
+    """Restrict torch to one thread. Tests of the C ABI use torch to fill and compare small buffers,
+    and torch's waiting threads would compete with the library's: the tests would take five times as
+    long."""
     if not hasattr(request.module, "capi") and not hasattr(request.module, "Case"):
         yield
         return
@@ -28,14 +29,15 @@ def one_torch_thread(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what the numerical tests ran on, and what they could not."""
+    """Print which devices and instruction sets the numerical tests ran on, and which were
+    missing."""
     try:
-        import capi  # beside the tests, importable once they are collected
+        import capi  # lies beside the tests: importable once they are collected
         import devices
 
         ran, missing = capi.instruction_sets()
         tested = devices.selected()
-    except (ImportError, OSError, ValueError):  # whatever ran needed no library
+    except (ImportError, OSError, ValueError):  # the tests that ran needed no library
         return
     say = terminalreporter.write_line
     say(f"devices tested: {', '.join(tested)}")

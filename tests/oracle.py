@@ -1,9 +1,11 @@
-"""Exact attention in float64, forward and backward: what every kernel is compared with.
+"""Exact attention in float64, forward and backward: the reference that every kernel is compared
+with.
 
-Written from the meaning of the options (the comment of tilewise.h), not from the kernels, with
-explicit formulas for every gradient. NumPy only, one dense N x N matrix per sequence: small and
-slow on purpose. Rows and keys are flat lists; a `Part` says which belong to one sequence, so dense
-batches, variable lengths, paged caches and left padding are all the same to the mathematics.
+Written from the definition of the options (the comment in tilewise.h), not from the kernels, with
+explicit formulas for every gradient. It uses NumPy only and one dense N x N matrix per sequence:
+small and slow on purpose. Rows and keys are flat lists, and a `SequenceIndices` says which of them
+belong to one sequence, so dense batches, variable lengths, paged caches and left padding are all
+the same to the mathematics.
 """
 
 from __future__ import annotations
@@ -19,24 +21,24 @@ Index = NDArray[np.int64]
 
 
 @dataclass
-class Part:
+class SequenceIndices:
     """One sequence: its index in the batch, and where its rows and keys are in the flat tensors."""
 
     batch: int
     rows: Index  # of q, out, lse
     keys: Index  # of k, v
-    grad_keys: Index  # of dk, dv: of its own per sequence where sequences may share keys
+    grad_keys: Index  # of dk, dv; each sequence has its own where sequences may share keys
 
 
 @dataclass
 class Options:
-    """What happens to the scores. Windows below 0 are unlimited; arrays cover the whole batch."""
+    """How scores are modified. Windows below 0 are unlimited; arrays cover the whole batch."""
 
     scale: float
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     slopes: Array | None = None  # [B, Hq]
-    bias: Array | None = None  # [B, Hq, rows, keys], any of the first three 1
+    bias: Array | None = None  # [B, Hq, rows, keys], any of the first three may be 1
     sinks: Array | None = None  # [Hq]
     dropout_p: float = 0.0
     seed: int = 0
@@ -55,9 +57,10 @@ class Result:
     dbias: Array | None
     dsinks: Array
     dscale: float
-    # Sizes of what is summed, for judging cancellation (dp - delta is exactly 0 for a single key):
-    # the largest norm of the terms p_ij v_j of an element of out; per part p_ij times the norm of
-    # the terms of dp_i; the norms over all rows of what dv (if dout were 1), dsinks and dscale sum.
+    # Magnitudes of what is summed, to judge cancellation (dp - delta is exactly 0 for a single
+    # key): the largest norm of the terms p_ij v_j of an element of out; per sequence, p_ij times
+    # the norm of the terms of dp_i; the norms, over all rows, of the terms of dv (if dout were 1),
+    # dsinks and dscale.
     out_size: float
     ds_sizes: list[Array]
     dv_size: float
@@ -65,7 +68,7 @@ class Result:
     dscale_size: float
 
 
-def parts_of(
+def sequences_of(
     batch: int,
     seqlen_q: int,
     seqlen_k: int,
@@ -78,10 +81,10 @@ def parts_of(
     page_size: int = 0,
     kv_batch_idx: Sequence[int] | None = None,
     leftpad_k: Sequence[int] | None = None,
-) -> list[Part]:
-    """Where the rows and keys of every sequence are. A sequence keeps its first seqused rows and
-    keys; its keys start after leftpad, and `seqused_k` counts the padding."""
-    parts = []
+) -> list[SequenceIndices]:
+    """Where the rows and keys of every sequence are. A sequence uses its first seqused_q rows and
+    its keys up to seqused_k, which counts the left padding; its keys start after leftpad."""
+    sequences = []
     for b in range(batch):
         first, rows = b * seqlen_q, seqlen_q
         if cu_seqlens_q is not None:
@@ -99,18 +102,20 @@ def parts_of(
             keys = slot * seqlen_k + np.arange(seqlen_k)
             grad_keys = b * seqlen_k + np.arange(seqlen_k)
         end = keys.size
-        if cu_seqlens_k is not None:  # of pages it says only how many keys each sequence has
+        if cu_seqlens_k is not None:  # with pages, it only says how many keys each sequence has
             end = cu_seqlens_k[b + 1] - cu_seqlens_k[b]
         end = end if seqused_k is None else seqused_k[b]
         begin = min(end, 0 if leftpad_k is None else leftpad_k[b])
-        parts.append(Part(b, first + np.arange(rows), keys[begin:end], grad_keys[begin:end]))
-    return parts
+        sequences.append(
+            SequenceIndices(b, first + np.arange(rows), keys[begin:end], grad_keys[begin:end])
+        )
+    return sequences
 
 
 def philox(
     counter: Sequence[NDArray[np.uint64] | int], key: tuple[int, int], rounds: int
 ) -> list[NDArray[np.uint64]]:
-    """Philox4x32 (Salmon et al., SC11): four words of 32 bits from a counter and a key."""
+    """Philox4x32 (Salmon et al., SC11): four 32-bit words from a counter and a key."""
     mask = np.uint64(0xFFFFFFFF)
     c = [np.asarray(x, np.uint64) & mask for x in counter]
     k0, k1 = key
@@ -123,9 +128,10 @@ def philox(
 
 
 def kept(o: Options, batch: int, heads: int, rows: int, keys: int) -> NDArray[np.bool_]:
-    """Dropout's decision per weight of one sequence, [heads, rows, keys]: 16 random bits per key,
-    kept when they are at least round(p * 65536). Bit 8 + i of key j of 16 is bit j of half word i
-    of its block of 7 rounds, bit i is bit j XOR 8 of it."""
+    """Which weights of one sequence dropout keeps, [heads, rows, keys]: 16 random bits per key, and
+    the key is kept when they are at least round(p * 65536). For key j of a block of 16, bit 8 + i
+    of the 16 is bit j of half word i of its 7-round block, and bit i is bit j XOR 8 of that half
+    word."""
     blocks = (keys + 15) // 16
     head, row, block = np.ogrid[:heads, :rows, :blocks]
     counter = np.broadcast_arrays(block, row, batch * heads + head, o.offset & 0xFFFFFFFF)
@@ -153,7 +159,7 @@ def visible(o: Options, rows: int, keys: int) -> NDArray[np.bool_]:
     return seen
 
 
-def part_bias(o: Options, batch: int, rows: int, keys: int) -> Array:
+def sequence_bias(o: Options, batch: int, rows: int, keys: int) -> Array:
     """The bias of one sequence, broadcastable to [Hq, rows, keys]."""
     if o.bias is None:
         return np.zeros((1, 1, 1))
@@ -162,8 +168,8 @@ def part_bias(o: Options, batch: int, rows: int, keys: int) -> Array:
 
 
 def scores(o: Options, batch: int, raw: Array) -> tuple[Array, Array]:
-    """Scores from q.k [Hq, n, m], in the order scale, softcap, ALiBi, bias, band; and what the
-    derivative of the softcap is."""
+    """Scores from q.k [Hq, n, m], in the order scale, softcap, ALiBi, bias, band; and the
+    derivative of the softcap."""
     n, m = raw.shape[1:]
     s = o.scale * raw
     capped = np.ones_like(s)
@@ -173,12 +179,13 @@ def scores(o: Options, batch: int, raw: Array) -> tuple[Array, Array]:
     i, j = np.ogrid[:n, :m]
     if o.slopes is not None:
         s = s - o.slopes[batch][:, None, None] * np.abs(i + m - n - j)
-    s = s + part_bias(o, batch, n, m)
+    s = s + sequence_bias(o, batch, n, m)
     return np.where(visible(o, n, m), s, -np.inf), capped
 
 
 def exp_above(sink: Array, base: Array) -> Array:
-    """exp(sink - base), which is 1 where they are equal: of +inf, too, where all scores weigh 0."""
+    """exp(sink - base), which is 1 where the two are equal, even at +inf, where no score has
+    weight."""
     with np.errstate(invalid="ignore"):
         return np.where(sink == base, 1.0, np.exp(sink - base))
 
@@ -187,7 +194,7 @@ def attention(
     q: Array,
     k: Array,
     v: Array,
-    parts: list[Part],
+    sequences: list[SequenceIndices],
     o: Options,
     dout: Array | None = None,
     dlse: Array | None = None,
@@ -204,16 +211,16 @@ def attention(
         dscale=0.0, out_size=0.0, ds_sizes=[], dv_size=0.0, dsinks_size=np.zeros(heads),
         dscale_size=0.0,
     )  # fmt: skip
-    for part in parts:
-        n, m = len(part.rows), len(part.keys)
-        qh = q[part.rows].transpose(1, 0, 2)  # [Hq, n, D]
-        kh = np.repeat(k[part.keys], group, axis=1).transpose(1, 0, 2)  # [Hq, m, D]
-        vh = np.repeat(v[part.keys], group, axis=1).transpose(1, 0, 2)
+    for sequence in sequences:
+        n, m = len(sequence.rows), len(sequence.keys)
+        qh = q[sequence.rows].transpose(1, 0, 2)  # [Hq, n, D]
+        kh = np.repeat(k[sequence.keys], group, axis=1).transpose(1, 0, 2)  # [Hq, m, D]
+        vh = np.repeat(v[sequence.keys], group, axis=1).transpose(1, 0, 2)
 
         raw = qh @ kh.transpose(0, 2, 1)
-        s, capped = scores(o, part.batch, raw)
+        s, capped = scores(o, sequence.batch, raw)
 
-        # Softmax with an optional sink; a row that sees nothing has lse = -inf and p = 0.
+        # Softmax with an optional sink; a row that sees no key has lse = -inf and p = 0.
         sink = np.full(heads, -np.inf) if o.sinks is None else o.sinks
         top = np.maximum(s.max(axis=2, initial=-np.inf), sink[:, None])
         base = np.where(np.isneginf(top), 0.0, top)
@@ -225,17 +232,17 @@ def attention(
         p_sink = exp_above(sink[:, None], safe)
         drop = np.ones_like(p)
         if o.dropout_p > 0:
-            drop = kept(o, part.batch, heads, n, m) / (1 - float(np.float32(o.dropout_p)))
-        r.out[part.rows] = ((p * drop) @ vh).transpose(1, 0, 2)
+            drop = kept(o, sequence.batch, heads, n, m) / (1 - float(np.float32(o.dropout_p)))
+        r.out[sequence.rows] = ((p * drop) @ vh).transpose(1, 0, 2)
         r.out_size = max(r.out_size, np.sqrt(np.nanmax((p * drop) ** 2 @ vh**2, initial=0)))
-        r.lse[part.rows] = lse.T
+        r.lse[sequence.rows] = lse.T
         if dout is None:
             continue
 
         # Backward. With L the loss: dp = dL/dp, delta_i = sum_j p_ij dp_ij, and every score's
         # gradient is p (dp - delta), plus p dlse because d lse_i / d s_ij = p_ij.
-        doh = dout[part.rows].transpose(1, 0, 2)
-        dl = np.zeros((heads, n)) if dlse is None else dlse[part.rows].T
+        doh = dout[sequence.rows].transpose(1, 0, 2)
+        dl = np.zeros((heads, n)) if dlse is None else dlse[sequence.rows].T
         dp = drop * (doh @ vh.transpose(0, 2, 1))
         delta = (p * dp).sum(axis=2)
         ds = p * (dp - delta[:, :, None] + dl[:, :, None])
@@ -244,16 +251,16 @@ def attention(
         def per_kv_head(x: Array) -> Array:  # [Hq, m, :] summed over the group to [m, Hkv, :]
             return x.reshape(heads // group, group, *x.shape[1:]).sum(axis=1).transpose(1, 0, 2)
 
-        r.dq[part.rows] += (o.scale * d_scaled @ kh).transpose(1, 0, 2)
-        np.add.at(r.dk, part.grad_keys, per_kv_head(o.scale * d_scaled.transpose(0, 2, 1) @ qh))
-        np.add.at(r.dv, part.grad_keys, per_kv_head((p * drop).transpose(0, 2, 1) @ doh))
+        r.dq[sequence.rows] += (o.scale * d_scaled @ kh).transpose(1, 0, 2)
+        np.add.at(r.dk, sequence.grad_keys, per_kv_head(o.scale * d_scaled.transpose(0, 2, 1) @ qh))
+        np.add.at(r.dv, sequence.grad_keys, per_kv_head((p * drop).transpose(0, 2, 1) @ doh))
         r.dsinks += (p_sink * (dl - delta)).sum(axis=1)
         r.dscale += float((d_scaled * raw).sum())
         if r.dbias is not None:
             many_b, many_h, many_i = r.dbias.shape[:3]
             reduced = ds.sum(axis=0, keepdims=True) if many_h == 1 else ds
             reduced = reduced.sum(axis=1, keepdims=True) if many_i == 1 else reduced
-            at = part.batch if many_b > 1 else 0
+            at = sequence.batch if many_b > 1 else 0
             r.dbias[at, :, : reduced.shape[1], :m] += reduced
 
         norm = drop * np.sqrt((doh**2) @ (vh**2).transpose(0, 2, 1))

@@ -1,18 +1,19 @@
-"""How far a result may be from the oracle, in one place.
+"""How far a result may be from the oracle, defined in one place.
 
 fp32: 1e-6 of the largest value of the tensor. fp16 and bf16: 2x (forward) or 3x (gradients) the
-error of plain eager PyTorch in the same dtype on the same inputs. To these, but for the forward of
-fp32, a small absolute term is added that matters only where the comparison itself is undefined:
-where the exact result cancels (one key: dq is exactly 0) or where the yardstick happens to be
-exact. It is a few units of rounding of the terms that are summed, whose size the oracle reports.
+error of plain eager PyTorch in the same dtype on the same inputs. All bounds except that of the
+fp32 forward add a small absolute term that matters only where the comparison itself is undefined:
+where the exact result cancels (with one key, dq is exactly 0) or where the yardstick happens to be
+exact. The term is a few units of rounding of the summed terms, whose size the oracle reports.
 
-The forward of fp32 has a floor instead, which nothing is added to. An element of out is the sum of
-p_ij v_j over the keys, and p_ij is relatively as far off as its score is absolutely. Scores of the
-tests stay below 8, where fp32 rounds by 4 units, and they are rounded three times: as the product,
-by scale or softcap, as the exponent. Such errors add up like the norm of the terms, so 12 units of
-the largest norm of any element is what every fp32 computation may be off by. Among many elements
-one is larger than that, and 1e-6 of it the bound; the floor is above it only where all of a few
-elements cancel to below 0.7 of the norm: with one column of v, say, of both signs.
+The bound of the fp32 forward has a floor instead, and no absolute term. An element of out is the
+sum of p_ij v_j over the keys, and the relative error of p_ij is the absolute error of its score.
+Scores of the tests stay below 8, where fp32 rounds by 4 units, and they are rounded three times: as
+the product, by scale or softcap, and as the exponent. Such errors add up like the norm of the
+terms, so any fp32 computation may be off by 12 units of the largest norm of any element. In a large
+tensor some element exceeds that norm, and 1e-6 of it is the bound; the floor is above that only
+where all of a few elements cancel to below 0.7 of the norm, as with one column of v with both
+signs.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ UNIT = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 FP32_RELATIVE = 1e-6
 FP32_OUT_UNITS = 12.0
 FORWARD_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
-LSE_LOW = 1e-4  # lse is fp32 whatever the inputs: it must not depend on the storage dtype
+LSE_LOW = 1e-4  # lse is fp32 for every input dtype and must not depend on it
 
 Yard = dict[str, float] | None
 
-# Largest error / bound seen per (dtype, tensor): how much room is left (used by calibrating runs).
+# Largest error / bound seen per (dtype, tensor), which calibrating runs read to see the headroom.
 worst: dict[tuple[str, str], float] = {}
 
 
 def largest(x: np.ndarray) -> float:
-    """Largest magnitude; unused rows and keys of inputs hold NaN."""
+    """Largest magnitude, ignoring NaN: unused rows and keys of inputs hold NaN."""
     return float(np.nanmax(np.abs(x), initial=0.0))
 
 
@@ -82,7 +83,8 @@ def _norm(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
 
 
 def sizes_of(b: Built, want: oracle.Result) -> dict[str, float]:
-    """Norm of the terms that each gradient sums: where they cancel, rounding of them is left."""
+    """Norms of the terms that each gradient sums: where the terms cancel, their rounding
+    remains."""
     from cases import flat
 
     c = b.case
@@ -96,7 +98,7 @@ def sizes_of(b: Built, want: oracle.Result) -> dict[str, float]:
             shape = want.dbias.shape
             axes = tuple(a for a in (0, 1) if shape[a + 1] == 1)
             reduced = float(largest(_norm(e, axes)))
-            # Sequences add up too where the bias has one batch row.
+            # Where the bias has one batch row, the sequences are summed as well.
             dbias = np.append(dbias, reduced)
     scale = abs(b.scale)
     return {
@@ -110,14 +112,15 @@ def sizes_of(b: Built, want: oracle.Result) -> dict[str, float]:
 
 
 def fp32_rounding(b: Built) -> float:
-    """Of a term of ds: dp sums Dv products and rounds as it grows; p carries the error of s."""
+    """Rounding error of a term of ds: dp sums Dv products and rounds as it grows; p carries the
+    error of s."""
     return 2 * UNIT["fp32"] * (b.case.head_dim_v**0.5 + 4)
 
 
 def check_gradients(
     got: dict[str, np.ndarray], want: oracle.Result, b: Built, yard: Yard, where: str
 ) -> None:
-    """Every gradient that was asked for."""
+    """Every gradient that the case asked for."""
     dtype, unit = b.case.dtype, UNIT[b.case.dtype]
     sizes = sizes_of(b, want)
     exact = {

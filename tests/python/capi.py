@@ -1,5 +1,5 @@
 """The C ABI as the tests call it: a ctypes mirror of tilewise.h, written by hand and independent of
-the Python package, plus buffers that notice when something is written where it should not be."""
+the Python package, plus buffers that detect stray writes."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def last_error() -> str:
 
 @functools.cache
 def instruction_sets() -> tuple[list[str], list[str]]:
-    """Instruction sets in the build: those this machine runs, and those it lacks."""
+    """The instruction sets of the build: those this machine can run, and those it lacks."""
     ran, missing, index = [], [], 0
     available = c.c_int32()
     while name := library().tilewise_cpu_isa(index, c.byref(available)):
@@ -200,7 +200,7 @@ def on(target: str) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def cpu(name: str) -> Iterator[None]:
-    """Run the body on one instruction set, then go back to the best."""
+    """Run the body on one instruction set, then restore the best one."""
     status = library().tilewise_select_cpu(name.encode())
     assert status == OK, last_error()
     try:
@@ -212,20 +212,20 @@ def cpu(name: str) -> Iterator[None]:
 MARGIN = 96  # elements of poison before and after every buffer
 
 
-WALL = 64 * mmap.PAGESIZE  # bytes on either side of a buffer that nobody may touch
+GUARD_BYTES = 64 * mmap.PAGESIZE  # bytes of inaccessible memory on either side of a buffer
 
 
-def between_walls(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """So many elements of host memory; whoever touches what is behind the last one ends the
-    process, and so does whoever touches what is before the page of the first one."""
+def between_guard_pages(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """`count` elements of host memory between inaccessible pages: touching anything past the last
+    element, or before the page of the first one, ends the process."""
     page = mmap.PAGESIZE
     size = count * dtype.itemsize
     room = -(-size // page) * page
-    memory = mmap.mmap(-1, WALL + room + WALL)
+    memory = mmap.mmap(-1, GUARD_BYTES + room + GUARD_BYTES)
     start = c.addressof(c.c_char.from_buffer(memory))
-    for wall in (start, start + WALL + room):
-        assert c.CDLL(None).mprotect(c.c_void_p(wall), c.c_size_t(WALL), 0) == 0
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=WALL + room - size)
+    for guard in (start, start + GUARD_BYTES + room):
+        assert c.CDLL(None).mprotect(c.c_void_p(guard), c.c_size_t(GUARD_BYTES), 0) == 0
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=GUARD_BYTES + room - size)
 
 
 POISON = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -234,7 +234,8 @@ POISON = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @dataclass
 class Guarded:
     """A strided view inside a larger allocation whose every other byte is 0xFF (a NaN in every
-    floating-point type): reading outside the view poisons the result, writing outside is seen."""
+    floating-point type): a read outside the view poisons the result, a write outside is
+    detected."""
 
     base: torch.Tensor
     view: torch.Tensor
@@ -244,7 +245,7 @@ class Guarded:
         return self.view.data_ptr()
 
     def stray_writes(self) -> int:
-        """Elements outside the view that no longer hold the poison."""
+        """Number of elements outside the view that no longer hold the poison."""
         bits = self.base.view(POISON[self.base.element_size()])
         outside = bits != -1
         view = outside.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset())
@@ -265,8 +266,9 @@ def guarded(
 ) -> Guarded:
     """A poisoned buffer of `shape`. `order` lists the dimensions from the outermost in memory to
     the innermost (the last one stays last); `pad` leaves elements unused after each dimension;
-    `shift` moves the start by that many elements, so that alignment varies. In host memory, that of
-    the emulator too, walls are behind its last element and before the page of its first one."""
+    `shift` moves the start by that many elements, so that alignment varies. In host memory, which
+    the emulator uses as well, inaccessible pages follow its last element and precede the page of
+    its first one."""
     rank = len(shape)
     order = list(range(rank)) if order is None else list(order)
     pad = [0] * rank if pad is None else list(pad)
@@ -276,7 +278,7 @@ def guarded(
         step *= max(1, shape[dim]) + pad[dim]
     if devices.current().memory.type == "cpu":
         span = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
-        base = between_walls(MARGIN + shift + (span if 0 not in shape else 0), dtype)
+        base = between_guard_pages(MARGIN + shift + (span if 0 not in shape else 0), dtype)
     else:
         size = step + 2 * MARGIN + shift
         base = torch.empty(size, dtype=dtype, device=devices.current().memory)
@@ -303,8 +305,8 @@ def pointer(x: torch.Tensor | Guarded | None) -> int | None:
 def parallel_hook(
     threads: int, run: Callable[[int, Callable[[int], None]], None] | None = None
 ) -> Parallel:
-    """A hook that says it has `threads` threads. `run(tasks, call)` must call `call(i)` for every
-    i; the default does so one after the other. Keep the result alive during the call."""
+    """A hook that reports `threads` threads. `run(tasks, call)` must call `call(i)` for every i;
+    the default does so one after the other. Keep the result alive during the call."""
 
     def parallel_for(_user: int, tasks: int, task: Callable, context: int) -> None:
         call = functools.partial(task, context)
@@ -318,7 +320,7 @@ def parallel_hook(
 
 
 def plan(attention: Attention, gradients: Gradients | None = None) -> PlanInfo:
-    """The plan of a valid problem; fails the test otherwise."""
+    """The plan of a valid problem; the test fails if there is none."""
     info = PlanInfo(struct_size=c.sizeof(PlanInfo))
     g = None if gradients is None else c.byref(gradients)
     direction = FORWARD if gradients is None else BACKWARD
@@ -328,9 +330,9 @@ def plan(attention: Attention, gradients: Gradients | None = None) -> PlanInfo:
 
 
 class Workspace:
-    """Poisoned memory of exactly `size` usable bytes from a 64-byte boundary on: whoever relies on
-    zeros, or on what an earlier call left, computes with NaN. The memory is kept for the next call:
-    allocating fresh pages takes longer than a small problem does."""
+    """Poisoned memory of exactly `size` usable bytes from a 64-byte boundary on: a kernel that
+    relies on zeros, or on leftovers of an earlier call, computes with NaN. The memory is kept for
+    the next call, because allocating fresh pages takes longer than a small problem does."""
 
     spare = threading.local()
     MARGIN = 4096
@@ -360,7 +362,7 @@ class Workspace:
 
 
 def forward(attention: Attention) -> PlanInfo:
-    """Plan, give exactly the workspace asked for, run."""
+    """Plan, provide exactly the workspace asked for, run."""
     info = plan(attention)
     workspace = Workspace(info.workspace_bytes)
     status = library().tilewise_forward(c.byref(attention), workspace.start, info.workspace_bytes)

@@ -1,5 +1,5 @@
-"""One attention problem as a value (`Case`), its buffers behind guards (`Built`), and the
-comparison of what a kernel makes of it with the oracle."""
+"""One attention problem as a value (`Case`), its guarded buffers (`Built`), and the comparison of
+a kernel's results with the oracle."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GRADIENTS = ("q", "k", "v", "bias", "sinks", "scale")
 @dataclass(frozen=True, repr=False)
 class Case:
     """Everything that defines a problem. `rows` and `keys` hold one length per sequence; without
-    varlen they are all the same, and paged lengths are rounded up to whole pages."""
+    varlen all lengths are equal, and paged lengths are rounded up to whole pages."""
 
     dtype: str = "fp32"
     rows: tuple[int, ...] = (5,)
@@ -31,7 +31,7 @@ class Case:
     head_dim: int = 8
     head_dim_v: int = 8
     varlen_q: bool = False
-    varlen_k: bool = False  # of pages: cu_seqlens_k says how many keys each sequence has
+    varlen_k: bool = False  # with pages, cu_seqlens_k says how many keys each sequence has
     tail_q: int = 0  # rows past the last cu_seqlens_q entry
     tail_k: int = 0
     page_size: int = 0  # 0: not paged
@@ -80,7 +80,7 @@ def offsets(lengths: tuple[int, ...]) -> list[int]:
 
 
 def int32(values: object) -> torch.Tensor:
-    """Metadata behind a guard of large values, so that reading past its end is noticed."""
+    """Metadata followed by guard values, large ones, so that a read past its end is noticed."""
     t = torch.as_tensor(np.asarray(values), dtype=torch.int32)
     g = guarded(t.shape, torch.int32)
     g.base.fill_(2**30)
@@ -95,7 +95,7 @@ class Built:
         self.case = case
         self.dtype = DTYPES[case.dtype]
         self.rng = np.random.default_rng(case.seed)
-        self.keep: list[object] = []  # what the structs point at
+        self.keep: list[object] = []  # keeps alive what the structs point at
         self.device = devices.current()
         devices.fits(case)
         self.batch = len(case.rows)
@@ -146,7 +146,7 @@ class Built:
             self.meta["block_table"] = int32(table)
             self.where |= {"block_table": table, "page_size": c.page_size}
             self.seqlen_k = self.width * c.page_size
-        self.parts = oracle.parts_of(self.batch, self.seqlen_q, self.seqlen_k, **self.where)
+        self.sequences = oracle.sequences_of(self.batch, self.seqlen_q, self.seqlen_k, **self.where)
 
     def _shape_q(self, dim: int) -> tuple[int, ...]:
         c = self.case
@@ -186,7 +186,7 @@ class Built:
         return g.view.expand(shape)
 
     def _small(self, shape: tuple[int, ...], values: torch.Tensor) -> torch.Tensor:
-        """fp32 parameters whose values the low-precision yardstick can hold too."""
+        """fp32 parameters whose values the low-precision yardstick can also represent."""
         g = guarded(shape, torch.float32, pad=[0, self.case.pad][: len(shape)])
         g.view.copy_(values.to(torch.bfloat16).float())
         return g.view
@@ -196,7 +196,7 @@ class Built:
         self.slopes = self.sinks = self.bias = None
         if c.alibi:
             shape = (c.heads,) if c.alibi == "h" else (self.batch, c.heads)
-            # Scores stay below 8: in fp32 their rounding alone would exceed 1e-6 beyond.
+            # Scores stay below 8: beyond that, their rounding in fp32 alone would exceed 1e-6.
             far = max([*c.rows, *c.keys, 8])
             values = self.rng.uniform(0.2, 1, shape).astype(np.float32) * 8 / far
             self.slopes = self._small(shape, torch.from_numpy(values))
@@ -269,11 +269,11 @@ class Built:
         return t.data_ptr()
 
     def _poison_unused(self) -> None:
-        """NaN in every row and key that no sequence uses: a cache's free memory is not zero."""
+        """NaN in every row and key that no sequence uses: unused memory of a cache is not zero."""
         c = self.case
         used = {
-            "rows": np.concatenate([np.zeros(0, int), *(p.rows for p in self.parts)]),
-            "keys": np.concatenate([np.zeros(0, int), *(p.keys for p in self.parts)]),
+            "rows": np.concatenate([np.zeros(0, int), *(p.rows for p in self.sequences)]),
+            "keys": np.concatenate([np.zeros(0, int), *(p.keys for p in self.sequences)]),
         }
         for name, which in (("q", "rows"), ("dout", "rows"), ("k", "keys"), ("v", "keys")):
             x = getattr(self, name)
@@ -300,12 +300,12 @@ class Built:
 
     @property
     def batched_k(self) -> bool:
-        """Whether k and v have a leading dimension of sequences or pages."""
+        """Whether k and v have a leading dimension (sequences or pages)."""
         return not self.case.varlen_k or bool(self.case.page_size)
 
     @property
     def own_keys(self) -> bool:
-        """Whether dk and dv have rows of their own per sequence: k and v may share them."""
+        """Whether dk and dv have separate rows per sequence, because k and v may be shared."""
         return bool(self.case.page_size) or self.case.kv_idx is not None
 
     def gradients(self) -> capi.Gradients:
@@ -366,7 +366,7 @@ class Built:
         grad_keys = self.batch * self.seqlen_k if self.own_keys else None
         dlse = None if self.dlse is None else self.by_row(self.dlse)
         return oracle.attention(
-            flat(self.q), flat(self.k), flat(self.v), self.parts, self.options(),
+            flat(self.q), flat(self.k), flat(self.v), self.sequences, self.options(),
             flat(self.dout), dlse, grad_keys,
         )  # fmt: skip
 
@@ -393,7 +393,7 @@ class Outcome:
 
 
 def run(b: Built, *, backward: bool = True, hook: capi.Parallel | None = None) -> Outcome:
-    """Forward and backward into poisoned buffers; fails when anything else is written."""
+    """Forward and backward into poisoned buffers; the test fails when anything else is written."""
     b.attention.parallel = ctypes.addressof(hook) if hook is not None else None
     b.attention.stream = b.device.stream
     b.out.poison()
@@ -420,8 +420,8 @@ def run(b: Built, *, backward: bool = True, hook: capi.Parallel | None = None) -
 
 
 def check(case: Case, *, backward: bool = True) -> list[str]:
-    """The case on the device, a CPU with every instruction set it has, against the oracle; the
-    kernels that have served it (of a CPU, with the last of its sets)."""
+    """Compare the case with the oracle on the device (on a CPU, with every instruction set that it
+    has). Returns the kernels that ran; on a CPU, those of the last instruction set."""
     b = Built(case)
     want = b.expected()
     yard = None

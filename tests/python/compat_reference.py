@@ -1,7 +1,7 @@
 """Attention and rotary embedding written out in PyTorch, for the tests of the compatibility layer.
 
-Everything is differentiable and runs in the dtype asked for: float64 is the truth, the dtype of the
-inputs is the yardstick that a fused kernel is allowed to be some factor worse than.
+Everything is differentiable and runs in the requested dtype: float64 is the exact result, the
+dtype of the inputs gives the yardstick whose error a fused kernel may exceed by some factor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import devices
 
 
 def visible(rows: int, keys: int, window=(-1, -1), causal=False, chunk=0) -> Tensor:
-    """[rows, keys] bool: bottom-right aligned band."""
+    """The bottom-right aligned band, [rows, keys] bool."""
     position = torch.arange(rows).unsqueeze(1) + keys - rows
     key = torch.arange(keys)
     left, right = (-1 if side is None else side for side in window)
@@ -91,7 +91,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, slopes=None, kept=None, dtype=Non
 
 
 def attend_varlen(q, k, v, starts_q, starts_k, *, slopes=None, kept=None, dtype=None, **options):
-    """Packed sequences: out [T, H, Dv] and lse [H, T], 0 and -inf behind the last sequence."""
+    """Packed sequences: out [T, H, Dv] and lse [H, T], which are 0 and -inf past the last
+    sequence."""
     dtype = dtype or q.dtype
     q, k, v = (x.to(dtype) for x in (q, k, v))
     outs, lses = [], []
@@ -136,10 +137,11 @@ def largest(x: Tensor) -> float:
 def assert_as_good(
     got: Tensor, plain: Tensor | None, exact: Tensor, factor: float, what: str
 ) -> None:
-    """got's error against exact is at most factor times that of plain, an unfused computation.
+    """The error of `got` against `exact` is at most `factor` times that of `plain`, an unfused
+    computation.
 
-    In fp32 1e-6 of the largest value (gradients, factor 3: 3e-6) is always allowed; without plain
-    that is all, and in the 16-bit types half a unit of it.
+    In fp32, 1e-6 of the largest value (gradients, factor 3: 3e-6) is always allowed. Without
+    `plain` that is the whole bound; in the 16-bit types half a unit is added to it.
     """
     assert got.shape == exact.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(exact.shape)}"
     finite = torch.isfinite(exact)
@@ -159,7 +161,7 @@ def assert_as_good(
 
 
 def check_against(call, reference, inputs: list[Tensor], what: str) -> None:
-    """Compares (out, lse) of call(*inputs), and the gradients of both, with the reference."""
+    """Compare (out, lse) of call(*inputs), and the gradients of both, with the reference."""
     got_inputs, plain_inputs = ([x.detach().clone() for x in inputs] for _ in range(2))
     exact_inputs = [x.detach().double() for x in inputs]
     results, gradients = [], []

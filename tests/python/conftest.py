@@ -1,7 +1,7 @@
-"""What the Python tests share: the same random numbers for each test, and the devices they run on.
+"""Fixtures of the Python tests: fixed random numbers per test, and the devices the tests run on.
 
-A module or test marked `abi` is run once per device with its buffers there (devices.put, cases.py);
-one marked `tensors` once per device of torch, with that as torch's default device. Arguments of a
+A module or test marked `abi` runs once per device with its buffers there (devices.put, cases.py);
+one marked `tensors` runs once per torch device, with that device as torch's default. Arguments of a
 mark name the devices; without a mark a test runs once, on the CPU.
 """
 
@@ -14,7 +14,7 @@ import pytest
 
 try:
     import devices
-except ImportError:  # without torch: the tests of NumPy arrays
+except ImportError:  # without torch, only the tests of NumPy arrays run
     devices = None  # type: ignore[assignment]
 
 MARKS = {"abi": ("cpu", "cuda", "emulator"), "tensors": ("cpu", "cuda")}
@@ -55,7 +55,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without the CPU among the devices, tests that know no other are left out."""
+    """When the CPU is not selected, leave out tests that run on the CPU only."""
     if "cpu" in _selected():
         return
     chosen = [item for item in items if _mark(item) is not None]
@@ -86,14 +86,14 @@ def device(request: pytest.FixtureRequest) -> Iterator[object]:
 
 @pytest.fixture
 def much_memory(device: object) -> Iterator[Callable[[int], None]]:
-    """To be called with the bytes of the GPU that the test takes: `devices.much_memory`."""
+    """A function that reserves the given number of bytes of the GPU: `devices.much_memory`."""
     with contextlib.ExitStack() as held:
         yield lambda needed: held.enter_context(devices.much_memory(needed))
 
 
 @pytest.fixture(autouse=True)
 def _seeded(device: object) -> None:
-    """Each test draws the same numbers whichever tests ran before it."""
+    """Each test draws the same numbers regardless of the tests that ran before it."""
     if devices is not None:
         import torch
 

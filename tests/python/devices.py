@@ -1,8 +1,8 @@
 """Where the tests run: this CPU, a GPU, or the CUDA kernels compiled for the host.
 
 `cuda` is a real GPU through torch's memory and its current stream. `emulator` is a library built
-with TILEWISE_CUDA_EMULATOR=ON: the problem says CUDA, its memory is that of the host.
-TILEWISE_TEST_DEVICES=cpu,cuda,emulator chooses; without it everything that is there is run.
+with TILEWISE_CUDA_EMULATOR=ON: the problem says CUDA, but its memory is host memory.
+TILEWISE_TEST_DEVICES=cpu,cuda,emulator chooses; by default every available device is tested.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cases import Case
 
 CPU_CODE, CUDA_CODE = 0, 1
-# Products of a row, a key and an element of a head that an emulated problem may have.
+# Largest rows * keys * head_dim of a problem that runs in the emulator.
 EMULATOR_WORK = float(os.environ.get("TILEWISE_EMULATOR_WORK", "1.2e7"))
 
 
@@ -41,7 +41,7 @@ class Device:
 
     @property
     def stream(self) -> int | None:
-        """torch's current stream, which the buffers are filled and read on."""
+        """torch's current stream, on which the buffers are filled and read."""
         if self.memory.type != "cuda":
             return None
         return torch.cuda.current_stream(self.memory).cuda_stream
@@ -61,7 +61,7 @@ def current() -> Device:
 
 @contextlib.contextmanager
 def use(name: str) -> Iterator[Device]:
-    """Buffers are made on this device in the body, and problems are put to it."""
+    """In the body, buffers are allocated and problems are run on this device."""
     global _current
     before, _current = _current, ALL[name]
     try:
@@ -71,23 +71,23 @@ def use(name: str) -> Iterator[Device]:
 
 
 def work(case: Case) -> int:
-    """Products in Q K^T and P V: rows times keys times elements."""
+    """Multiply-adds of Q K^T and P V: rows times keys times elements."""
     rows, keys = max(case.rows, default=0), max(case.keys, default=0)
     return len(case.rows) * rows * keys * case.heads * (case.head_dim + case.head_dim_v)
 
 
 def fits(case: Case) -> None:
-    """Skips the test when the problem is too large for the emulator, which runs lane by lane."""
+    """Skip the test when the problem is too large for the emulator, which runs lane by lane."""
     if _current.name == "emulator" and work(case) > EMULATOR_WORK:
         pytest.skip(f"too large for the emulator: {work(case):.1e} products")
 
 
-CONTEXT_LOST = 86  # exit status of a test process whose GPU context an error has ended
+CONTEXT_LOST = 86  # exit status of a test process that lost its GPU context to an error
 
 
 @contextlib.contextmanager
 def default_device(device: Device) -> Iterator[None]:
-    """torch makes tensors there unless told otherwise."""
+    """Make the device torch's default."""
     torch.set_default_device(device.memory)
     try:
         yield
@@ -96,8 +96,8 @@ def default_device(device: Device) -> Iterator[None]:
 
 
 def context_lost() -> str:
-    """What the GPU reports that cannot be recovered from in this process, such as an access outside
-    its memory; empty when all is well."""
+    """The GPU's error from which this process cannot recover, such as an access outside its memory;
+    empty when there is none."""
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
@@ -105,19 +105,19 @@ def context_lost() -> str:
     return ""
 
 
-CACHED = 2**30  # bytes of a GPU that a process may keep between tests: others run beside it
+CACHED = 2**30  # bytes of a GPU that a process may keep between tests, beside other processes
 
 
 def return_memory() -> None:
-    """What torch has cached of the GPU, where that is much."""
+    """Release torch's cached GPU memory where there is a lot of it."""
     if torch.cuda.memory_reserved() > CACHED:
         torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager
 def much_memory(needed: int, patience: float = 60) -> Iterator[None]:
-    """The body takes so many bytes of the GPU: in one process at a time, and it is skipped where
-    they are not free after `patience` seconds."""
+    """The body needs this many bytes of the GPU. One process at a time may hold them, and the test
+    is skipped where they are not free after `patience` seconds."""
     with filelock.FileLock(Path(tempfile.gettempdir()) / "tilewise-much-gpu-memory.lock"):
         last = time.monotonic() + patience
         while (free := torch.cuda.mem_get_info()[0]) < needed:
@@ -135,8 +135,8 @@ def put(x: torch.Tensor) -> torch.Tensor:
 
 
 def moved(value: object) -> object:
-    """Tensors in dictionaries that were made before the test, on torch's device, strides and all:
-    Tensor.to makes a view with gaps contiguous."""
+    """Tensors, made before the test and held in dictionaries, moved to torch's device with their
+    strides: Tensor.to makes a view with gaps contiguous."""
     if isinstance(value, torch.Tensor):
         whole = torch.empty(0, dtype=value.dtype, device=value.device)
         whole.set_(value.untyped_storage())
@@ -148,8 +148,8 @@ def moved(value: object) -> object:
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """To the bit on the CPU; on a GPU up to the order of additions, which is fixed only when
-    `deterministic` is asked for, and then for equal strides."""
+    """Bitwise equality on the CPU; on a GPU equality up to the order of additions, which is fixed
+    only with `deterministic` and equal strides."""
     if a.device.type == "cpu":
         return torch.equal(a, b)
     unit = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}[a.dtype]
@@ -162,13 +162,13 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def generator(seed: int) -> torch.Generator:
-    """Of torch's default device: torch.randn refuses one of another device."""
+    """A generator on torch's default device: torch.randn refuses one of another device."""
     return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
 @contextlib.contextmanager
 def disturbed(seed: int) -> Iterator[None]:
-    """On a GPU another stream keeps some multiprocessors busy during the body."""
+    """On a GPU, another stream keeps some SMs busy during the body."""
     if _current.name != "cuda":
         yield
         return
@@ -183,7 +183,7 @@ def disturbed(seed: int) -> Iterator[None]:
 
 @functools.cache
 def cuda_kernels() -> tuple[int, int, bool]:
-    """(rows of the support matrix for CUDA, those available here, whether they are emulated)."""
+    """(CUDA rows of the support matrix, how many are available here, whether they are emulated)."""
     import ctypes
 
     import capi
@@ -202,7 +202,7 @@ def cuda_kernels() -> tuple[int, int, bool]:
 
 @functools.cache
 def missing() -> dict[str, str]:
-    """Devices that cannot be run here, and why."""
+    """Devices that are not available here, each with the reason."""
     why = {}
     try:
         rows, available, emulated = cuda_kernels()

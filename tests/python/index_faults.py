@@ -1,5 +1,5 @@
-"""Index arrays that do not fit: random problems with damaged entries, what is to be expected of
-them, and what the library says was wrong."""
+"""Index arrays with invalid entries: random problems with damaged entries, the expected results,
+and the fault that the library should report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class IndexError(ctypes.Structure):
 
 
 def last_error() -> IndexError | None:
-    """What the kernels have found since the last call."""
+    """The fault that the kernels found since the last call."""
     error = IndexError(struct_size=ctypes.sizeof(IndexError))
     status = capi.library().tilewise_last_index_error(devices.current().index, ctypes.byref(error))
     assert status == capi.OK, capi.last_error()
@@ -43,7 +43,7 @@ def last_error() -> IndexError | None:
 
 
 def random_case(seed: int, dtype: str) -> Case:
-    """Decoding and prefill; dense, ragged and paged keys; every index array there is."""
+    """Decoding or prefill with dense, ragged or paged keys, with every kind of index array."""
     r = np.random.default_rng([seed, 1])
     batch = int(r.integers(1, 5))
     varlen_q, varlen_k = bool(r.integers(2)), bool(r.integers(3) == 0)
@@ -85,7 +85,7 @@ def random_case(seed: int, dtype: str) -> Case:
 
 
 def damage(b: Built, r: np.random.Generator) -> None:
-    """One to three entries become something else, mostly nothing that fits."""
+    """Replace one to three entries by other values, mostly invalid ones."""
     names = [name for name, x in b.meta.items() if x.numel()]
     for _ in range(int(r.integers(1, 4))):
         entries = b.meta[names[int(r.integers(len(names)))]]
@@ -95,17 +95,17 @@ def damage(b: Built, r: np.random.Generator) -> None:
         entries[at] = min(HIGH, max(LOW, int(r.choice(values))))
 
 
-# --- what is to be expected -----------------------------------------------------------------------
+# --- expected results -----------------------------------------------------------------------------
 
 
 @dataclass
 class Expected:
-    """Of the arrays as they are."""
+    """What the library must do with the arrays as they are."""
 
-    lost: list[bool]  # sequences of which an entry does not fit
-    bad_pages: list[set[int]]  # of each sequence: keys in use that have no page
-    parts: list[oracle.Part]  # those that are lost have no rows and no keys
-    rows: list[tuple[int, int]]  # of each sequence, used or not; lost with cu_seqlens_q: none
+    lost: list[bool]  # per sequence: whether one of its entries is invalid
+    bad_pages: list[set[int]]  # per sequence: the keys in use that have no page
+    sequences: list[oracle.SequenceIndices]  # lost sequences have no rows and no keys
+    rows: list[tuple[int, int]]  # per sequence, used or not; none when cu_seqlens_q is invalid
     all_lost: bool
 
 
@@ -118,7 +118,7 @@ def is_layout(cu: list[int], rows: int) -> bool:
 
 
 def used_keys(b: Built, s: int) -> tuple[int, int, bool]:
-    """(first, end, whether the arrays fit) of the keys of a sequence, pages apart."""
+    """(first, end, whether the arrays are valid) of the keys of a sequence, ignoring pages."""
     cu, used = entries_of(b, "cu_seqlens_k"), entries_of(b, "seqused_k")
     padding, slots = entries_of(b, "leftpad_k"), entries_of(b, "kv_batch_idx")
     paged = "block_table" in b.meta
@@ -153,7 +153,7 @@ def expect(b: Built) -> Expected:
         result.bad_pages.append(set())
         empty = np.zeros(0, int)
         if not fits:
-            result.parts.append(oracle.Part(s, empty, empty, empty))
+            result.sequences.append(oracle.SequenceIndices(s, empty, empty, empty))
             continue
         keys = np.arange(begin, max(begin, end))
         if table is not None:
@@ -169,13 +169,13 @@ def expect(b: Built) -> Expected:
             slots = entries_of(b, "kv_batch_idx")
             places = (s if slots is None else slots[s]) * b.seqlen_k + keys
             own = s * b.seqlen_k + keys
-        result.parts.append(oracle.Part(s, first + np.arange(rows), places, own))
+        result.sequences.append(oracle.SequenceIndices(s, first + np.arange(rows), places, own))
     return result
 
 
 def sees(b: Built, e: Expected, s: int) -> np.ndarray:
-    """Of the rows in use of a sequence: whether they see a key that has no page."""
-    rows, keys = len(e.parts[s].rows), len(e.parts[s].keys)
+    """For each row in use of a sequence, whether it sees a key that has no page."""
+    rows, keys = len(e.sequences[s].rows), len(e.sequences[s].keys)
     left, right = b.case.window
     i = np.arange(rows)[:, None] + keys - rows
     j = np.array(sorted(e.bad_pages[s]), int)[None, :]
@@ -188,12 +188,12 @@ def sees(b: Built, e: Expected, s: int) -> np.ndarray:
 
 
 def reported(b: Built, e: Expected, error: IndexError | None) -> None:
-    """A fault is reported where rows meet one, and what is reported is one."""
+    """A fault is reported whenever rows meet one, and only real faults are reported."""
     met = e.all_lost or any(
         (e.lost[s] and first < last) or sees(b, e, s).any()
         for s, (first, last) in enumerate(e.rows)
     )
-    # A layout that begins behind row 0 is one, too, but no kernel goes astray by it.
+    # A layout that begins after row 0 is also invalid, but it leads no kernel astray.
     cu = entries_of(b, "cu_seqlens_k")
     lie_well = cu is None or is_layout(cu, b.seqlen_k) or "block_table" in b.meta
     none = lie_well and not e.all_lost and not any(e.lost) and not any(e.bad_pages)

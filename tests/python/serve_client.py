@@ -1,6 +1,6 @@
-"""A server of examples/serve.py in a thread, and a client for it: what tests of it share.
+"""A server of examples/serve.py in a thread, and its client, shared by the server's tests.
 
-The model is the tiny random one; TILEWISE_TEST_MODEL=smollm2 takes a real one (minutes).
+The model is the tiny random one; TILEWISE_TEST_MODEL=smollm2 uses a real one (takes minutes).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ import serve_http  # noqa: E402
 from tilewise.serving import Engine, Service  # noqa: E402
 
 MODEL = os.environ.get("TILEWISE_TEST_MODEL", models.TINY)
-PATIENCE = 120.0 if MODEL == models.TINY else 900.0  # seconds, of everything that waits
+PATIENCE = 120.0 if MODEL == models.TINY else 900.0  # seconds, for every wait
 
 
 class Client:
-    """One connection per request. Methods wait for so many seconds at most."""
+    """One connection per request. Every method has a time limit, in seconds."""
 
     def __init__(self, port: int, host: str = "127.0.0.1", patience: float = PATIENCE) -> None:
         self.port, self.host, self.patience = port, host, patience
-        self.service: Any = None  # behind the server, where it runs in this process
+        self.service: Any = None  # the server's service, where it runs in this process
 
     def connection(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.host, self.port, timeout=self.patience)
@@ -44,7 +44,7 @@ class Client:
     def asked(
         self, method: str, path: str, body: Any = None
     ) -> Iterator[http.client.HTTPConnection]:
-        """The request is sent, and the connection closed at the end."""
+        """Send the request, and close the connection at the end."""
         connection = self.connection()
         payload = body if body is None or isinstance(body, bytes) else json.dumps(body)
         with contextlib.closing(connection):
@@ -70,7 +70,7 @@ class Client:
         return answer
 
     def stream(self, **body: Any) -> str:
-        """The text of a streamed completion, put together."""
+        """The joined text of a streamed completion."""
         with self.answered("POST", "/v1/completions", {**body, "stream": True}) as response:
             assert response.status == 200, response.read()
             events = list(sent(response))
@@ -94,7 +94,7 @@ class Client:
 
 
 def sent(response: http.client.HTTPResponse) -> Iterator[str]:
-    """The data of server-sent events."""
+    """The data of the server-sent events."""
     for line in response:
         if line.startswith(b"data: "):
             yield line[6:].decode().strip()
@@ -105,9 +105,9 @@ def serving(
     device: str, tokenizer: Any = None, limits: serve_http.Limits | None = None,
     host: str = "127.0.0.1", **options: Any,
 ) -> Iterator[Client]:  # fmt: skip
-    """A server in a thread of this process, with its own engine; everything is free at the end.
+    """A server with its own engine in a thread of this process; on exit, everything must be free.
 
-    In float32: rounded to bfloat16, two tokens may be equally likely.
+    The model runs in float32: in bfloat16 two tokens might be equally likely.
     """
     model, own = models.load(MODEL, device, "fp32")
     tokenizer = tokenizer or own

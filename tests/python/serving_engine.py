@@ -1,4 +1,4 @@
-"""What the tests of the serving engine share: a tiny engine, prompts, and what listens to it."""
+"""Shared by the tests of the serving engine: a tiny engine, prompts, and a collector of outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random problems: every option with every other."""
+"""Hypothesis strategies for random problems that combine every option with every other."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def metadata(draw: st.DrawFn, size: dict) -> dict:
 
 @st.composite
 def cases(draw: st.DrawFn, dtype: str, *, dropout: bool = True, small: bool = False) -> Case:
-    """Any problem the library must solve. `small` ones are for the emulator."""
+    """Any problem that the library must solve; `small` ones are for the emulator."""
     size = draw(sizes(1e6 if small else 1.2e7))
     meta = draw(metadata(size))
     wide = max([*size["rows"], *size["keys"], 1])
@@ -106,8 +106,8 @@ def cases(draw: st.DrawFn, dtype: str, *, dropout: bool = True, small: bool = Fa
         )
     )
     # Among a million scores of normal q and k some exceed 5, and adding 100 products up to that
-    # rounds by more than 1e-6 in fp32, whoever does it: hence scores of half the size there. Large
-    # scores have tests of their own, with numbers that do not round.
+    # rounds by more than 1e-6 in any fp32 implementation: hence scores of half the size there.
+    # Large scores have their own tests, with numbers that are exact in fp32.
     times = draw(rarely(st.sampled_from([0.3, 1.5, -1.0, 0.0])))
     score = dict(
         window=window,

@@ -1,6 +1,6 @@
-"""Every argument of the Python functions, given wrong: name, value and what is allowed.
+"""Every wrong argument of the Python functions is refused with its name, value and what is allowed.
 
-Tensors and arrays are refused by the same words where the rules are the same.
+Tensors and arrays are refused in the same words where the rules are the same.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ def array(*shape, dtype=np.float32):
 
 
 def dense(make, **changes):
-    """A call of attention that is right but for the changes: B 2, Sq 5, Sk 7, Hq 4, Hkv 2, D 8."""
+    """A call of attention that is valid except for the changes: B 2, Sq 5, Sk 7, Hq 4, Hkv 2, D
+    8."""
     given = dict(q=make(2, 5, 4, 8), k=make(2, 7, 2, 8), v=make(2, 7, 2, 6)) | changes
     return tilewise.attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
 
 
-def test_the_unchanged_call_is_right():
+def test_call_without_changes_is_valid():
     assert dense(tensor).shape == (2, 5, 4, 6)
     assert dense(array).shape == (2, 5, 4, 6)
 
 
-# (changes by kind of array, error, words)
+# (changes, as a function of the array constructor; expected error; its text)
 BOTH = [
     (lambda m: dict(q=m(5, 4, 8)), ValueError, r"q has shape \[5, 4, 8\], but must have 4"),
     (lambda m: dict(k=m(7, 2, 8)), ValueError, r"k has shape \[7, 2, 8\], but must have 4"),
@@ -66,9 +67,13 @@ BOTH = [
     (lambda _: dict(scale=math.inf), ValueError, "scale is inf"),
     (lambda _: dict(scale=math.nan), ValueError, "scale is nan"),
     (lambda m: dict(scale=m(2)), ValueError, r"scale has shape \[2\]"),
-    (lambda _: dict(scale=1e300), ValueError, r"scale is 1e\+300, but must be finite, and in"),
+    (lambda _: dict(scale=1e300), ValueError, r"scale is 1e\+300, but must be finite in float32"),
     (lambda _: dict(softcap=-1.0), ValueError, r"softcap is -1.0, but must be 0 \(off\) or from"),
-    (lambda _: dict(softcap=1e-50), ValueError, "softcap is 1e-50"),  # 0 in float32: off
+    (
+        lambda _: dict(softcap=1e-50),
+        ValueError,
+        "softcap is 1e-50",
+    ),  # 0 in float32, which would mean off
     (lambda _: dict(softcap=1e300), ValueError, r"softcap is 1e\+300"),
     (lambda _: dict(softcap=math.nan), ValueError, "softcap is nan"),
     (lambda _: dict(softcap=None), TypeError, "softcap is None"),
@@ -97,7 +102,7 @@ BOTH = [
 
 
 @pytest.mark.parametrize("make", [tensor, array], ids=["tensor", "array"])
-def test_numbers_of_numpy_are_numbers(make):
+def test_numpy_scalars_are_accepted(make):
     dense(make, window=(np.int64(3), np.int32(0)), scale=np.float32(0.3), softcap=np.float32(9))
     varlen(make, max_seqlen_q=np.int64(3))
     with pytest.raises(TypeError, match="softcap is"):
@@ -106,8 +111,8 @@ def test_numbers_of_numpy_are_numbers(make):
 
 @pytest.mark.parametrize("make", [tensor, array], ids=["tensor", "array"])
 @pytest.mark.parametrize("value", [1, np.True_, np.int32(1), True])
-def test_what_is_true_is_true(make, value):
-    """Whichever way a call goes: the short ones take Python's own alone."""
+def test_truthy_flags_are_accepted(make, value):
+    """NumPy's and other booleans work on every path; the fast path only accepts Python's own."""
     options = dict(causal=value, deterministic=value, tf32=value, return_lse=True)
     lse = dense(make, **options)[1]
     assert float(lse[0, 0, 3]) == pytest.approx(math.log(6))  # the last row but one, of 7 keys
@@ -187,7 +192,7 @@ def int32(make, values):
 
 
 def varlen(make, **changes):
-    """A call of attention_varlen that is right but for the changes: two sequences."""
+    """A call of attention_varlen with two sequences that is valid except for the changes."""
     given = dict(
         q=make(5, 4, 8), k=make(9, 2, 8), v=make(9, 2, 6), cu_seqlens_q=int32(make, [0, 2, 5]),
         cu_seqlens_k=int32(make, [0, 4, 9]),
@@ -238,7 +243,7 @@ VARLEN = [
     (lambda m: paged(m, block_table=m(2, 2)), TypeError, "block_table has dtype"),
     (lambda m: paged(m, block_table=3), TypeError, "block_table is a int"),
     (lambda m: paged(m, k=m(9, 2, 8)), ValueError, r"k has shape .* must have 4 dimensions"),
-    # What only the entries tell, the library refuses before it writes.
+    # Errors that only the entries reveal; the library reports them before it writes anything.
     (lambda m: dict(cu_seqlens_q=int32(m, [1, 2, 5])), ValueError, "cu_seqlens_q"),
     (lambda m: dict(cu_seqlens_q=int32(m, [0, 6, 5])), ValueError, "cu_seqlens_q"),
     (lambda m: dict(cu_seqlens_q=int32(m, [0, 2, 6])), ValueError, "cu_seqlens_q"),
@@ -259,7 +264,7 @@ def test_attention_varlen_refuses(make, changes, error, words):
         varlen(make, **changes(make))
 
 
-def test_index_tensors_must_be_contiguous_and_near():
+def test_index_tensors_must_be_contiguous_and_on_the_same_device():
     strided = torch.tensor([[0, 9], [2, 9], [5, 9]], dtype=torch.int32)[:, 0]
     with pytest.raises(ValueError, match="cu_seqlens_q has stride 2"):
         varlen(tensor, cu_seqlens_q=strided)
@@ -285,7 +290,7 @@ def test_merge_states_refuses(make, arguments, words):
 
 @pytest.mark.parametrize("make", [tensor, array], ids=["tensor", "array"])
 @pytest.mark.parametrize("which", range(4))
-def test_merge_states_wants_floating_point_numbers(make, which):
+def test_merge_states_requires_floating_point(make, which):
     given = [make(2, 5, 4, 6), make(2, 4, 5)] * 2
     given[which] = make(*given[which].shape, dtype=torch.int32 if make is tensor else np.int32)
     name = ("out_a", "lse_a", "out_b", "lse_b")[which]
@@ -293,7 +298,7 @@ def test_merge_states_wants_floating_point_numbers(make, which):
         tilewise.merge_states(*given)
 
 
-def test_merge_states_takes_one_kind():
+def test_merge_states_refuses_mixed_kinds():
     out, lse = tensor(5, 4, 6), tensor(4, 5)
     with pytest.raises(TypeError, match=r"out_b is a ndarray, but must be a torch\.Tensor"):
         tilewise.merge_states(out, lse, out.numpy(), lse.numpy())
@@ -334,7 +339,7 @@ def test_explain_refuses_what_attention_refuses():
                 tilewise.explain(*[make(1, 2, 1, 8)] * 3, **{name: value})
 
 
-def test_a_missing_library_is_named(monkeypatch, tmp_path):
+def test_missing_library_is_named_in_the_error(monkeypatch, tmp_path):
     from tilewise import _library
 
     monkeypatch.setenv(_library.DIRECTORY_VARIABLE, str(tmp_path))

@@ -1,4 +1,4 @@
-"""explain and capabilities: what they say is what the library does."""
+"""explain() and capabilities() describe what the library really does."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ HEADER = Path(__file__).parents[2] / "include/tilewise/version.h"
 BOTH = pytest.mark.parametrize("kind", [lambda x: x, torch.Tensor.numpy], ids=["torch", "numpy"])
 
 
-def test_version_is_that_of_the_header():
+def test_version_matches_the_header():
     assert f'"{tilewise.__version__}"' in HEADER.read_text()
 
 
-def test_explain_names_a_kernel_of_the_matrix():
+def test_explain_names_a_kernel_of_the_support_matrix():
     q = torch.zeros(2, 100, 4, 64, dtype=torch.bfloat16)
     explanation = tilewise.explain(q, q, q, causal=True)
     families = {
@@ -38,15 +38,15 @@ def test_explain_names_a_kernel_of_the_matrix():
     assert lines[0].endswith("causal")
 
 
-def test_the_largest_head_dimension_is_that_of_the_library():
+def test_max_head_dim_matches_the_library():
     assert max(row.max_head_dim for row in tilewise.capabilities()) == _check.MAX_HEAD_DIM
 
 
-def test_the_most_splits_are_those_of_the_library(monkeypatch):
+def test_max_splits_matches_the_library(monkeypatch):
     q = torch.zeros(1, 1, 1, 8)
     assert tilewise.explain(q, q, q, cache_seqlens=1, num_splits=_check.MAX_SPLITS).forward.splits
     monkeypatch.setattr(_check, "MAX_SPLITS", _check.MAX_SPLITS + 1)
-    with pytest.raises(ValueError, match=r"^tilewise: num_splits is 257: allowed is 0 to 256"):
+    with pytest.raises(ValueError, match=r"^tilewise: num_splits is 257: it must be 0 to 256"):
         tilewise.explain(q, q, q, cache_seqlens=1, num_splits=_check.MAX_SPLITS)
 
 
@@ -59,7 +59,7 @@ def test_explain_counts_torch_threads():
         torch.set_num_threads(threads)
 
 
-def test_explain_tells_tensors_and_arrays_the_same():
+def test_explain_agrees_for_tensors_and_arrays():
     q, bias = torch.zeros(1, 30, 2, 16), torch.zeros(2, 1, 30)
     options = dict(window=(3, 0), softcap=2.0, dropout_p=0.5, deterministic=True)
     tensors = tilewise.explain(q, q, q, bias=bias, sinks=torch.zeros(2), **options)
@@ -101,7 +101,7 @@ def test_explain_of_a_cache(kind):
         tilewise.explain(q, cache, cache, cache_seqlens=lengths)
     with pytest.raises(ValueError, match="num_splits is given, but belongs to cache_seqlens"):
         tilewise.explain(q, q, q, num_splits=2)
-    with pytest.raises(ValueError, match="q has shape"):  # of packed queries, which have rank 3
+    with pytest.raises(ValueError, match="q has shape"):  # packed queries have rank 3
         tilewise.explain(q, cache, cache, cache_seqlens=lengths, cu_seqlens_q=pages[0])
 
 
@@ -112,7 +112,7 @@ def test_explain_of_a_cache(kind):
      ("cu_seqlens_k", torch.tensor([0, 40])), ("seqused_k", torch.tensor([9, 20])),
      ("max_seqlen_k", 40)],
 )  # fmt: skip
-def test_explain_of_a_cache_refuses_what_attention_to_it_lacks(kind, name, value):
+def test_explain_of_a_cache_refuses_arguments_of_other_functions(kind, name, value):
     q, cache = kind(torch.zeros(2, 1, 4, 16)), kind(torch.zeros(2, 40, 2, 16))
     value = kind(value) if isinstance(value, torch.Tensor) else value
     for given in (dict(cache_seqlens=7), dict(cache_batch_idx=kind(torch.tensor([1, 0])))):
@@ -133,8 +133,8 @@ def test_explain_checks_the_layout_of_every_form(kind):
         tilewise.explain(dense, dense, dense, check=True)
 
 
-def test_explain_names_no_backward_where_there_is_none():
-    """Pages have a gradient as tensors; attention_backward, for arrays, takes none."""
+def test_explain_names_a_backward_only_where_one_exists():
+    """Paged tensors have a gradient; attention_backward, which takes arrays, has no block_table."""
     starts, table = torch.tensor([0, 3, 9]).int(), torch.zeros(2, 3).int()
     q, pages = torch.zeros(9, 2, 16), torch.zeros(4, 8, 2, 16)
     given = dict(cu_seqlens_q=starts, block_table=table)
@@ -147,7 +147,7 @@ def test_explain_names_no_backward_where_there_is_none():
     assert "cu_seqlens_q" in taken and "block_table" not in taken
 
 
-def test_explain_leaves_the_generators_alone():
+def test_explain_does_not_advance_random_generators():
     q = torch.zeros(1, 4, 1, 8)
     torch.manual_seed(1)
     wanted = torch.rand(3)
@@ -161,7 +161,7 @@ def test_explain_leaves_the_generators_alone():
     assert np.array_equal(np.random.rand(3), wanted)
 
 
-def test_explain_of_cuda_tensors_says_what_is_missing():
+def test_explain_of_cuda_tensors_without_kernels_says_why():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     q = torch.zeros(1, 4, 1, 8, device="cuda")
@@ -182,8 +182,9 @@ def test_capabilities():
     assert all(row.available and row.forward and row.backward for row in portable)
 
 
-def test_requirements_of_a_gpu_family_say_what_this_build_has_code_for(monkeypatch):
-    """A family may need less than what builds are compiled for, as simt does."""
+def test_gpu_family_requirements_name_the_oldest_code_of_the_build(monkeypatch):
+    """A family may require less than the architectures that builds are compiled for, as simt
+    does."""
     code = [
         {"table": table, "sm": sm, "ptx": ptx}
         for table, sm, ptx in ((0, 75, False), (0, 90, False), (80, 80, True), (901, 90, False))
@@ -197,4 +198,4 @@ def test_requirements_of_a_gpu_family_say_what_this_build_has_code_for(monkeypat
     monkeypatch.setattr(_capabilities, "cuda_code", list)
     for row in tilewise.capabilities():
         missing = row.device == "cuda" and not row.available
-        assert row.requires.endswith("; this build has no code of it") == missing, row
+        assert row.requires.endswith("; this build has no code for it") == missing, row

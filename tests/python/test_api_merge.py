@@ -1,4 +1,5 @@
-"""merge_states: attention over a union of keys from attention over its parts."""
+"""merge_states computes attention over a union of disjoint sets of keys from the results of
+each."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.tensors
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_two_halves_are_the_whole(layout):
+def test_merging_two_halves_equals_the_whole(layout):
     dims = (2, 9, 3, 16) if layout == "bshd" else (2, 3, 9, 16)
     axis = 1 if layout == "bshd" else 2
     leaves = [torch.randn(dims, requires_grad=True) for _ in range(3)]
@@ -43,7 +44,7 @@ def test_varlen_shapes():
 
 
 def states(make):
-    """Rows with no key on one side, on the other, on both, on neither."""
+    """Rows that see a key on one side, on the other, on both, or on neither."""
     lse_a = make([[[0.5, -math.inf, -math.inf, 80.0]]])
     lse_b = make([[[-math.inf, 1.5, -math.inf, 81.0]]])
     a, b = (
@@ -72,8 +73,8 @@ def test_empty_sides_of_tensors_and_no_nan_in_their_gradients():
         assert grad.isfinite().all()
 
 
-def test_an_infinite_sink_has_all_the_weight():
-    """As `attention` gives it: of one state, and of the keys of both."""
+def test_infinite_sink_takes_all_the_weight():
+    """`attention` behaves likewise for one state and for the keys of both."""
     q, k, v = torch.randn(1, 3, 2, 8), torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8)
     sinks = torch.tensor([0.5, math.inf])
     wanted = tilewise.attention(q, k, v, sinks=sinks, return_lse=True)
@@ -102,7 +103,7 @@ def test_low_precision_keeps_its_dtype(dtype):
     assert torch.allclose(out, state[0], atol=2e-2)
 
 
-def test_merge_is_compiled_whole():
+def test_merge_compiles_to_one_graph():
     q = torch.randn(1, 5, 2, 8)
     state = tilewise.attention(q, q, q, return_lse=True)
     compiled = torch.compile(tilewise.merge_states, fullgraph=True, backend="aot_eager")

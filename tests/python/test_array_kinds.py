@@ -1,4 +1,4 @@
-"""Arrays that are no plain arrays in the CPU's memory: refused by name, never copied or misread."""
+"""Arrays that are not plain arrays in CPU memory are refused by name, never copied or misread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import tilewise
 
 
 class OnGpu:
-    """What a JAX or CuPy array on a GPU shows; JAX's also has __array__, which copies it."""
+    """Mimics a JAX or CuPy array on a GPU; JAX's also has __array__, which copies it to the
+    host."""
 
     def __init__(self, array, **shown):
         self.array, self.shape, self.dtype, self.ndim = array, array.shape, array.dtype, array.ndim
@@ -32,7 +33,7 @@ class Jax(OnGpu):
 
 
 class Numba(OnGpu):
-    """Only the older protocol."""
+    """Has only the older protocol, __cuda_array_interface__."""
 
     @property
     def __cuda_array_interface__(self):
@@ -40,7 +41,7 @@ class Numba(OnGpu):
 
 
 class OnCpu:
-    """An array of another framework on the CPU, of which NumPy makes a copy."""
+    """An array of another framework in CPU memory, which NumPy reads through a copy."""
 
     def __init__(self, array):
         self.array = array
@@ -152,15 +153,15 @@ def test_every_argument_is_refused_by_name(function, made, name, kind):
         assert np.array_equal(arguments[key], value)
 
 
-def test_an_array_on_the_cpu_is_read_but_not_written_through_a_copy():
+def test_foreign_cpu_array_is_read_but_never_written_through_a_copy():
     q, cache = floats(2, 3, 4, 8), floats(2, 9, 4, 8)
     wanted = tilewise.attention_with_kvcache(q, cache, cache)
     assert np.array_equal(tilewise.attention_with_kvcache(q, OnCpu(cache), cache), wanted)
-    with pytest.raises(TypeError, match="k_cache is a OnCpu of which NumPy makes a copy"):
+    with pytest.raises(TypeError, match="k_cache is a OnCpu, which NumPy copies"):
         tilewise.attention_with_kvcache(q, OnCpu(cache), cache, q, q, cache_seqlens=2)
 
 
-def test_other_subclasses_of_arrays_are_arrays(tmp_path):
+def test_other_ndarray_subclasses_are_accepted(tmp_path):
     q = floats(2, 5, 4, 8)
     mapped = np.memmap(tmp_path / "q", np.float32, "w+", shape=q.shape)
     mapped[...] = q
@@ -168,7 +169,7 @@ def test_other_subclasses_of_arrays_are_arrays(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_beside_a_tensor_it_is_refused_too(kind):
+def test_foreign_array_beside_a_tensor_is_refused(kind):
     torch = pytest.importorskip("torch")
     q = torch.randn(2, 5, 4, 8)
     foreign = KINDS[kind][0](floats(2, 5, 4, 8))

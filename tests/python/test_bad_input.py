@@ -1,6 +1,6 @@
-"""Bad input is refused before anything is written, with one sentence that names the argument, the
-value and what is allowed. The C++ tests spoil every field once; these are mistakes that callers
-make, through another language, on every entry point that shares them."""
+"""Invalid input is refused before anything is written, in one sentence that names the argument, the
+value and what is allowed. The C++ tests corrupt every field once; these tests make the mistakes
+that callers make, through another language, on every entry point that takes the field."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ INDEXED = dataclasses.replace(DENSE, kv_idx=(1, 2))
 
 NAN, INF = float("nan"), float("inf")
 
-# case, what to spoil (a field, "tensor.field", "gradients.field" or an index array's entry), value
+# case, what to corrupt (a field, "tensor.field", "gradients.field" or an index array's entry),
+# value
 MISTAKES = [
     (DENSE, "dtype", 7), (DENSE, "dtype", -1), (DENSE, "device", 9), (DENSE, "device_index", 3),
     (DENSE, "batch", -1), (DENSE, "seqlen_q", -6), (DENSE, "seqlen_k", -1),
@@ -54,7 +55,7 @@ MISTAKES = [
     (PAGED, "block_table_width", -1), (INDEXED, "kv_batch_idx[0]", 3),
     (INDEXED, "kv_batch_idx[1]", -1), (INDEXED, "kv_batch", 2), (INDEXED, "kv_batch", -1),
 ]  # fmt: skip
-# Fine for what is only read: rows may overlap there.
+# These are valid for tensors that are only read, whose rows may overlap.
 FORWARD_MISTAKES = [
     (DENSE, "out.stride_row", 0), (DENSE, "out.stride_head", 1), (DENSE, "out.stride_batch", 0),
     (DENSE, "lse_stride_head", 0), (DENSE, "lse_stride_batch", 1), (VARLEN, "out.stride_row", 0),
@@ -68,8 +69,8 @@ GRADIENT_MISTAKES = [
 ]  # fmt: skip
 
 
-def spoil(b: Built, g: capi.Gradients, what: str, value: object) -> str:
-    """Set one thing wrong; returns the name that the message has to mention."""
+def corrupt(b: Built, g: capi.Gradients, what: str, value: object) -> str:
+    """Make one thing invalid; returns the name that the message has to mention."""
     if "[" in what:
         name, index = what.rstrip("]").split("[")
         b.meta[name].view(-1)[int(index)] = value
@@ -85,13 +86,14 @@ def spoil(b: Built, g: capi.Gradients, what: str, value: object) -> str:
 
 
 def memory(size: int) -> tuple[torch.Tensor, int]:
-    """Workspace and its first 64-byte boundary."""
+    """A workspace and its first 64-byte boundary."""
     area = torch.empty(size + 64, dtype=torch.uint8, device=devices.current().memory)
     return area, -(-area.data_ptr() // 64) * 64
 
 
 def built(case: Case) -> Built:
-    """A GPU looks at entries of index arrays when it is asked to; the CPU always does."""
+    """The case built with index checks on: a GPU reads index entries only when asked to; the CPU
+    always does."""
     b = Built(case)
     b.attention.check = 1
     b.attention.stream = devices.current().stream
@@ -106,7 +108,8 @@ def untouched(b: Built) -> bool:
 def refused(status: int, name: str, value: object) -> None:
     message = capi.last_error()
     assert status == capi.INVALID_ARGUMENT, f"status {status}: {message}"
-    # What a product overflows may be named by its factors, and a gradient by what it belongs to.
+    # An overflowing product may be named by its factors, and a gradient by the tensor it belongs
+    # to.
     assert name in message, f"{name!r} is not named in {message!r}"
     assert len(message) < 300 and "\n" not in message, message
     if isinstance(value, int) and abs(value) < 1000:
@@ -122,7 +125,7 @@ def test_attention(case, what, value):
     b = built(case)
     g = b.gradients()
     lib, (_area, start) = capi.library(), memory(2**22)
-    name = spoil(b, g, what, value)
+    name = corrupt(b, g, what, value)
     args = (start, 2**22)
     refused(lib.tilewise_forward(ctypes.byref(b.attention), *args), name, value)
     assert untouched(b)
@@ -135,7 +138,7 @@ def test_outputs_that_overlap(case, what, value):
     b = built(case)
     g = b.gradients()
     _area, start = memory(2**22)
-    name = spoil(b, g, what, value)
+    name = corrupt(b, g, what, value)
     status = capi.library().tilewise_forward(ctypes.byref(b.attention), start, 2**22)
     refused(status, name.removesuffix("_stride_head").removesuffix("_stride_batch"), value)
     assert untouched(b)
@@ -146,7 +149,7 @@ def test_gradients(case, what, value):
     b = built(case)
     g = b.gradients()
     _area, start = memory(2**22)
-    name = spoil(b, g, what, value)
+    name = corrupt(b, g, what, value)
     status = capi.library().tilewise_backward(
         ctypes.byref(b.attention), ctypes.byref(g), start, 2**22
     )
@@ -186,7 +189,7 @@ def test_null_structs_and_small_workspace():
             assert untouched(b)
 
 
-def test_the_message_belongs_to_the_last_call():
+def test_error_message_is_that_of_the_last_call():
     b = built(DENSE)
     b.attention.head_dim = 600
     info = capi.PlanInfo(struct_size=ctypes.sizeof(capi.PlanInfo))
@@ -214,7 +217,8 @@ def mutate(rng: random.Random, a: capi.Attention, g: capi.Gradients) -> None:
 
 @pytest.mark.parametrize("case", [DENSE, VARLEN, PAGED, INDEXED], ids=["d", "v", "p", "i"])
 def test_random_structs_are_planned_or_refused(case):
-    """Any numbers at all: a plan has a sane size, a refusal has a sentence, nothing crashes."""
+    """Structs of random numbers: a plan has a sane size, a refusal has a sentence, nothing
+    crashes."""
     rng = random.Random(7)
     b = built(case)
     g = b.gradients()
@@ -241,7 +245,7 @@ def test_random_structs_are_planned_or_refused(case):
 
 
 def test_entries_are_read_as_int32():
-    """A negative last entry and int32's extremes do not wrap into valid numbers."""
+    """A negative last entry and int32's extremes must not wrap into valid numbers."""
     b = built(VARLEN)
     for entries in ([0, 4, -(2**31)], [0, 2**31 - 1, 2**31 - 1], [0, -1, 4]):
         cu = int32([0, 0, 0])

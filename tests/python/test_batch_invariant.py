@@ -1,4 +1,4 @@
-"""batch_invariant: a sequence's results are, to the bit, those it has without the others."""
+"""batch_invariant: a sequence has bitwise the same results as when it is computed by itself."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def build(case: Case) -> Built:
 
 
 def rows_of(x, index: np.ndarray):
-    """Rows of [..., H, D] as a view of [N, H, D], which has to be dense."""
+    """The given rows of [..., H, D], taken from a view as [N, H, D], which has to be dense."""
     return x.view(-1, *x.shape[-2:])[index]
 
 
-def alone(whole: Built, i: int, spare_keys: int) -> Built:
-    """Sequence i of a batch by itself, in a cache of other pages and another capacity."""
+def by_itself(whole: Built, i: int, spare_keys: int) -> Built:
+    """Sequence i of a batch by itself, in a cache with other pages and another capacity."""
     c = whole.case
     one = {
         name: None if values is None else (values[i],)
@@ -39,7 +39,7 @@ def alone(whole: Built, i: int, spare_keys: int) -> Built:
     if c.used_k is not None and not c.varlen_k:
         keys = max(c.used_k[i], keys + spare_keys)
     b = build(dataclasses.replace(c, rows=(c.rows[i],), keys=(keys,), seed=c.seed + 1, **one))
-    here, there = b.parts[0], whole.parts[i]
+    here, there = b.sequences[0], whole.sequences[i]
     for name in ("q", "k", "v", "dout"):
         index = "rows" if name in ("q", "dout") else "keys"
         target, source = getattr(b, name), getattr(whole, name)
@@ -58,7 +58,7 @@ def same(x: np.ndarray, y: np.ndarray) -> bool:
 
 
 def compare(whole: Built, got: Outcome, i: int, b: Built, one: Outcome, where: str) -> None:
-    here, there = b.parts[0], whole.parts[i]
+    here, there = b.sequences[0], whole.sequences[i]
     assert same(one.out[here.rows], got.out[there.rows]), f"out of sequence {i}: {where}"
     assert same(one.lse[here.rows], got.lse[there.rows]), f"lse of sequence {i}: {where}"
     for name, grad in one.grads.items():
@@ -68,7 +68,7 @@ def compare(whole: Built, got: Outcome, i: int, b: Built, one: Outcome, where: s
 
 
 def check(case: Case, spare_keys: int = 0) -> int:
-    """Every sequence of the case alone; the number of splits that the batch has."""
+    """Compare every sequence of the case with itself computed alone; returns the batch's splits."""
     backward = not case.page_size and case.kv_idx is None
     whole = build(case)
     splits = 0
@@ -77,7 +77,7 @@ def check(case: Case, spare_keys: int = 0) -> int:
             got = run(whole, backward=backward)
             splits = max(splits, capi.plan(whole.attention).splits)
             for i in range(len(case.rows)):
-                b = alone(whole, i, spare_keys)
+                b = by_itself(whole, i, spare_keys)
                 compare(whole, got, i, b, run(b, backward=backward), f"{target} {case}")
     return splits
 
@@ -94,8 +94,8 @@ def random_case(seed: int, dtype: str) -> tuple[Case, int]:
     if not decode:
         longest = min(longest, 300 if emulated else 700)
 
-    def lengths(most: int, alike: bool) -> tuple[int, ...]:
-        if alike:
+    def lengths(most: int, uniform: bool) -> tuple[int, ...]:
+        if uniform:
             return (int(r.integers(1, most)),) * batch
         return tuple(int(n) for n in r.integers(0, most, batch))
 
@@ -125,7 +125,7 @@ def random_case(seed: int, dtype: str) -> tuple[Case, int]:
 @pytest.mark.abi
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_any_sequence_is_what_it_is_alone(dtype, seed):
+def test_sequence_equals_itself_computed_without_the_batch(dtype, seed):
     case, spare = random_case(seed, dtype)
     check(case, spare)
 
@@ -133,7 +133,7 @@ def test_any_sequence_is_what_it_is_alone(dtype, seed):
 @pytest.mark.abi
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("paged", [False, True])
-def test_decoding_is_split_and_still_invariant(dtype, paged):
+def test_split_decoding_is_invariant(dtype, paged):
     lengths = (1100, 3, 700, 260) if devices.current().name == "emulator" else (4000, 3, 2100, 700)
     width = -(-max(lengths) // 16) * 16
     case = Case(
@@ -144,8 +144,8 @@ def test_decoding_is_split_and_still_invariant(dtype, paged):
 
 
 @pytest.mark.abi
-def test_prompts_and_decoding_in_one_call():
-    """More rows than a tile has: none of the others may decide how heads share tiles."""
+def test_prefill_and_decoding_in_one_call():
+    """With more rows than a tile has, no other sequence may affect how heads share tiles."""
     emulated = devices.current().name == "emulator"
     rows = (1, 140, 2) if emulated else (1, 300, 2)
     keys = (300, 140, 290) if emulated else (3000, 300, 2500)
@@ -157,16 +157,16 @@ def test_prompts_and_decoding_in_one_call():
 
 
 @pytest.mark.abi
-def test_splits_of_the_caller_are_refused():
+def test_explicit_num_splits_is_refused():
     b = build(Case(splits=3))
     info = capi.PlanInfo(struct_size=352)
     status = capi.library().tilewise_plan(capi.c.byref(b.attention), None, 0, capi.c.byref(info))
     assert status == capi.INVALID_ARGUMENT
-    assert capi.last_error().startswith("num_splits is 3 with batch_invariant: 0 is allowed")
+    assert capi.last_error().startswith("num_splits is 3 with batch_invariant: it must be 0")
 
 
 @pytest.mark.abi
-def test_the_result_is_as_exact_as_any():
+def test_result_meets_the_usual_bounds():
     from bounds import check_lse, check_out
 
     b = build(
@@ -184,11 +184,11 @@ def test_the_result_is_as_exact_as_any():
         check_lse(got.lse, want.lse, "fp32", None, target)
 
 
-# --- the faces of Python --------------------------------------------------------------------------
+# --- Python entry points -------------------------------------------------------------------------
 
-# So many sequences that on a CPU the keys of none are split, while those of one alone are.
+# With this many sequences a CPU splits the keys of none, but it splits those of a single one.
 BATCH, KEYS, PAGE = 32, 2048, 256
-LENGTHS = [KEYS - 37 * i for i in range(BATCH)]  # of the varlen and the cache ways
+LENGTHS = [KEYS - 37 * i for i in range(BATCH)]  # for varlen and the caches
 
 
 def inputs(way: str) -> dict[str, torch.Tensor]:
@@ -231,7 +231,7 @@ FUNCTIONS = {"attention": tilewise.attention, "varlen": tilewise.attention_varle
 
 
 def rows_that_differ(way: str, given: dict, **options: object) -> int:
-    """How many of some sequences give other bits than in their batch."""
+    """How many of a few sequences give other bits by themselves than in their batch."""
     call = FUNCTIONS.get(way, tilewise.attention_with_kvcache)
     out, lse = call(**given, return_lse=True, **options)
     lse = lse.T if way == "varlen" else lse
@@ -250,9 +250,10 @@ WAYS = ["attention", "varlen", "cache", "paged"]
 @pytest.mark.tensors
 @pytest.mark.parametrize("long", [False, True], ids=["short", "long"])
 @pytest.mark.parametrize("way", WAYS)
-def test_tensors_say_it_to_the_library(way, long, monkeypatch):
-    """On a GPU splits may be as many in a batch; there, too, the bits are the same."""
-    from tilewise import _plain, kvcache  # which load the adapter of torch, if the build has it
+def test_tensors_pass_batch_invariant_to_the_library(way, long, monkeypatch):
+    """On a GPU the batch may have the same number of splits; the bits must be equal there as
+    well."""
+    from tilewise import _plain, kvcache  # these load the torch adapter, if the build has it
 
     given, taken = inputs(way), []
     real = _plain.indexed
@@ -260,14 +261,14 @@ def test_tensors_say_it_to_the_library(way, long, monkeypatch):
         monkeypatch.setattr(module, name, lambda *a: taken.append(real(*a)) or taken[-1])
     options = dict(sinks=torch.zeros(2)) if long else {}
     assert rows_that_differ(way, given, batch_invariant=True, **options) == 0
-    short = not long and way != "attention"  # which has no short way with this option
+    short = not long and way != "attention"  # attention has no fast path with this option
     assert [x is not None for x in taken] == [True] * (4 * short)
     if devices.current().name == "cpu":
-        assert rows_that_differ(way, given, **options) > 0, "or nothing is tested here"
+        assert rows_that_differ(way, given, **options) > 0, "the test is void if bits never differ"
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_arrays_say_it_to_the_library(way):
+def test_arrays_pass_batch_invariant_to_the_library(way):
     given = {name: x.numpy() for name, x in inputs(way).items()}
     assert rows_that_differ(way, given, batch_invariant=True) == 0
-    assert rows_that_differ(way, given) > 0, "or nothing is tested here"
+    assert rows_that_differ(way, given) > 0, "the test is void if bits never differ"

@@ -1,4 +1,5 @@
-"""The GPU benchmark without a GPU: its points, what it makes of times, and one run on the CPU."""
+"""The GPU benchmark without a GPU: its points, its evaluation of timings, and one run on the
+CPU."""
 
 from __future__ import annotations
 
@@ -51,13 +52,13 @@ def test_points_are_distinct_and_the_main_ones_come_first():
     assert all(c.batch * c.seqlen == gpu_cases.TOKENS for c in cases)
 
 
-def test_words_choose_points():
+def test_points_are_selected_by_words():
     options = bench_gpu.parse(["--points", "bf16 bwd D128 causal GQA", "--points", "fp32 D64"])
     names = [c.name for c in bench_gpu.choose(options)]
     assert names and all("GQA" in n or n.startswith("fp32") for n in names)
 
 
-def test_fp16_is_among_the_main_points_and_can_be_asked_for():
+def test_fp16_is_among_the_main_points_and_selectable():
     assert sum(c.dtype == "fp16" for c in gpu_cases.main_cases()) == 4
     options = bench_gpu.parse(["--points", "fp16 fwd D64 S1024 MHA"])
     assert [c.causal for c in bench_gpu.choose(options)] == [False, True]
@@ -65,12 +66,12 @@ def test_fp16_is_among_the_main_points_and_can_be_asked_for():
     assert names[0] == "bf16 fwd D64 S1024 full 64/8" and len(names) == 4
 
 
-def test_operations_are_counted_as_the_field_does():
+def test_flop_count_follows_flash_attention():
     assert CASE.flop == 4 * 4 * 32 * 4096 * 4096 * 64 / 2
     assert gpu_cases.Case("bf16", "bwd", 64, 4096, True, 32, 32).flop == 2.5 * CASE.flop
 
 
-def test_a_row_is_judged_by_its_peer():
+def test_bar_of_a_row_depends_on_its_peer():
     good, bad = row(), row(peer=0.9)
     assert good["ratio"]["fa2"] == pytest.approx(1.2)
     assert good["met"] and good["right"] and not bad["met"]
@@ -79,7 +80,7 @@ def test_a_row_is_judged_by_its_peer():
     assert not row(error=float("inf"))["right"]
 
 
-def test_wgmma_is_judged_by_the_best_of_its_peers():
+def test_wgmma_is_compared_with_its_best_peer():
     def judged(**peers):
         times = {"tilewise": 1.0, **peers}
         timings = {name: Timing([t] * 3) for name, t in times.items()}
@@ -98,7 +99,7 @@ def test_wgmma_is_judged_by_the_best_of_its_peers():
     assert "bar" in gpu_report.summary(rows)["means"]["fwd over best"]
 
 
-def test_the_largest_spread_is_that_of_ours_and_of_a_peer():
+def test_largest_spread_of_ours_and_of_the_peers_is_reported():
     case = gpu_cases.Case("bf16", "fwd", 128, 4096, True, 16, 16)
     moving = gpu_report.make_row(
         case, {"tilewise": Timing([1.0, 1.0, 1.2, 1.4]), "fa2": Timing([1.0, 1.5, 1.5, 1.5])},
@@ -110,7 +111,7 @@ def test_the_largest_spread_is_that_of_ours_and_of_a_peer():
     assert largest["peers"]["name"] == "fa2" and largest["peers"]["spread"] > 0.05
 
 
-def test_the_nearest_measured_length_stands_for_a_point():
+def test_bar_uses_the_nearest_measured_length():
     def share(seqlen, head_dim=128):
         return gpu_peers.best_over_cudnn(
             gpu_cases.Case("bf16", "bwd", head_dim, seqlen, False, 16, 16)
@@ -130,7 +131,7 @@ def test_summary_counts_bars_and_means():
     assert not mean["met"]
 
 
-def test_fp32_is_to_be_no_less_exact_than_efficient():
+def test_fp32_less_exact_than_sdpa_efficient_is_reported():
     case = gpu_cases.Case("fp32", "fwd", 64, 1024, False, 32, 32)
     s = gpu_report.summary([row(case, peer=2.0, error=2e-3, name="efficient")])
     assert s["less_exact_than_efficient"] == [case.name]
@@ -140,7 +141,9 @@ def test_fp32_is_to_be_no_less_exact_than_efficient():
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_reference_agrees_with_autograd_in_double(direction, causal, monkeypatch):
-    monkeypatch.setattr(gpu_reference, "ROWS", 24)  # several chunks, the last one short
+    monkeypatch.setattr(
+        gpu_reference, "ROWS", 24
+    )  # several chunks, of which the last one is shorter
     case = gpu_cases.Case("fp32", direction, 16, 64, causal, 4, 2, tokens=128)
     x = gpu_contestants.draw(case, "cpu")
     x = gpu_contestants.Inputs(*(t.double() for t in (x.q, x.k, x.v, x.dout)))
@@ -150,7 +153,7 @@ def test_reference_agrees_with_autograd_in_double(direction, causal, monkeypatch
     assert max(errors.values()) < 1e-12
 
 
-def test_a_peer_that_is_missing_or_refuses_is_a_sentence():
+def test_missing_or_refusing_peer_is_reported_as_a_sentence():
     case = gpu_cases.Case("bf16", "fwd", 64, 32, False, 4, 2, tokens=32)
     x = gpu_contestants.draw(case, "cpu")
     assert isinstance(gpu_contestants.prepare("fa3", case, x), str)
@@ -174,7 +177,7 @@ def test_a_run_on_the_cpu(tmp_path, capsys):
     assert "points at or above their bar" in capsys.readouterr().out
 
 
-def test_without_rest_everybody_calls_in_a_row_twice():
+def test_without_rest_each_contestant_runs_twice_back_to_back():
     order = []
     calls = {
         "quick": lambda: order.append("quick"),
@@ -182,7 +185,11 @@ def test_without_rest_everybody_calls_in_a_row_twice():
     }
     found = Clock("cpu").without_rest(calls, 0.02)
     changes = [b for a, b in zip(["", *order], order, strict=False) if a != b]
-    assert changes == ["quick", "slow", "quick"]  # slow is the last one, and the first one back
+    assert changes == [
+        "quick",
+        "slow",
+        "quick",
+    ]  # slow comes last in the first pass and first in the second
     assert len(found["quick"].rounds) == len(found["slow"].rounds) == 2
     assert min(found["slow"].rounds) >= 1.0 > max(found["quick"].rounds)
     with pytest.raises(SystemExit):
@@ -198,14 +205,14 @@ def test_a_run_without_rest(tmp_path, capsys):
     assert "    tilewise - W - MHz - pJ/flop; sdpa - W - MHz - pJ/flop" in printed
 
 
-def test_what_is_out_of_time_is_listed(tmp_path, capsys):
+def test_points_beyond_the_time_limit_are_listed(tmp_path, capsys):
     found = results_on_the_cpu(tmp_path, "--time-limit", "1e-9")
     assert len(found["not_measured"]) == 2 and not found["rows"]
     assert "out of time: 2" in capsys.readouterr().out
 
 
 class Library(types.ModuleType):
-    """pynvml of a GPU that takes 500 W at 1400 MHz; its counter moves every 30 milliseconds."""
+    """pynvml for a GPU that draws 500 W at 1400 MHz; its counter advances every 30 milliseconds."""
 
     NVML_CLOCK_SM = 1
 
@@ -248,7 +255,7 @@ def library(monkeypatch):
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_power_is_that_of_the_later_part_of_a_run(library, gpus):
+def test_power_is_measured_over_the_later_part_of_a_run(library, gpus):
     library.gpus = gpus
     clock = Clock("cpu")
     clock.meter = gpu_power.Meter("cuda")
@@ -263,19 +270,19 @@ def test_power_is_that_of_the_later_part_of_a_run(library, gpus):
     assert " W 1400 MHz " in gpu_report.power_line(made)
 
 
-def test_means_are_taken_between_steps_of_the_counter():
+def test_means_are_taken_between_counter_steps():
     def sample(at, joules, mhz):
         return gpu_power._Sample(at, joules, mhz)
 
     samples = [sample(0.0, 0.0, 9000), sample(1.0, 90.0, 2000), sample(1.5, 100.0, 1000),
                sample(2.0, 100.0, 1000), sample(2.5, 300.0, 1000)]  # fmt: skip
     assert gpu_power.mean(samples, 1.0) == gpu_power.Reading(200.0, 1250.0)
-    assert gpu_power.mean(samples, 1.6) is None  # one step only
+    assert gpu_power.mean(samples, 1.6) is None  # only one step
 
 
 @pytest.mark.parametrize("counts", [False, None])
-def test_without_readings_there_are_dashes(library, counts, monkeypatch):
-    """A GPU that does not count its energy, and a machine without the library."""
+def test_missing_power_readings_are_shown_as_dashes(library, counts, monkeypatch):
+    """Covers a GPU without an energy counter and a machine without the NVML library."""
     library.counts = counts
     if counts is None:
         monkeypatch.setitem(sys.modules, "pynvml", None)  # importing it fails
@@ -287,7 +294,7 @@ def test_without_readings_there_are_dashes(library, counts, monkeypatch):
     assert gpu_report.power_line(made) == "    tilewise - W - MHz - pJ/flop"
 
 
-def test_a_launch_in_a_graph_is_among_what_is_measured(capsys):
+def test_launch_in_a_cuda_graph_is_measured(capsys):
     options = bench_gpu.parse(["--device", "cpu", "--rounds", "1"])
     rows = bench_gpu.graph_latency(Clock("cpu"), options)
     points = [f"{d} D128 S32 {mask} MHA" for d in ("fwd", "bwd") for mask in ("full", "causal")]

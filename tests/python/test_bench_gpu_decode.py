@@ -1,4 +1,5 @@
-"""The decoding benchmark without a GPU: its points, what it makes of times, one run on the CPU."""
+"""The decoding benchmark without a GPU: its points, its evaluation of timings, one run on the
+CPU."""
 
 from __future__ import annotations
 
@@ -38,14 +39,14 @@ def test_points_are_distinct_fit_and_the_main_ones_come_first():
     assert all(c.keys % max(cases.PAGES) == 0 and c.launches >= c.copies for c in points)
 
 
-def test_caches_that_take_turns_do_not_fit_into_l2():
+def test_rotating_caches_exceed_l2():
     assert all(
         c.copies * c.bytes >= min(cases.COPIES_BYTES, cases.MOST_COPIES * c.bytes)
         for c in cases.all_cases()
     )
 
 
-def test_a_row_is_judged_by_the_best_peer_and_by_contiguous_keys():
+def test_row_is_compared_with_best_peer_and_contiguous_keys():
     r = row()
     assert r["gb_s"]["dense"] == pytest.approx(CASE.bytes / 10.0 / 1e3)
     assert r["ratio"]["cudnn"]["dense"] == pytest.approx(0.9)
@@ -60,7 +61,7 @@ def test_a_row_is_judged_by_the_best_peer_and_by_contiguous_keys():
     assert "dense" in row(errors=float("inf"))["wrong"] and not r["wrong"]
 
 
-def test_lengths_and_pages_are_judged_by_a_peer_that_has_them():
+def test_lengths_and_pages_are_compared_with_peers_that_support_them():
     r = row(cudnn=10.0, page1=11.0, **{"cudnn uneven": 3.8, "cudnn page16": 11.0})
     assert r["ratio"]["cudnn uneven"] == pytest.approx({"uneven": 0.95})
     assert r["ratio"]["cudnn page16"] == pytest.approx({"page16": 11 / 10.4})
@@ -68,12 +69,12 @@ def test_lengths_and_pages_are_judged_by_a_peer_that_has_them():
     means = bench_gpu_decode.summary([r])["means"]
     assert means["uneven over cuDNN's uneven"] == pytest.approx(0.95)
     assert "cudnn uneven" in bench_gpu_decode.HEAD
-    alone = row(**{"cudnn page64": 9.0})  # ours did not run
-    assert alone["ratio"]["cudnn page64"] == {}
-    assert "page64 over cuDNN's page64" not in bench_gpu_decode.summary([alone])["means"]
+    peer_only = row(**{"cudnn page64": 9.0})  # ours did not run
+    assert peer_only["ratio"]["cudnn page64"] == {}
+    assert "page64 over cuDNN's page64" not in bench_gpu_decode.summary([peer_only])["means"]
 
 
-def test_float8_is_judged_by_as_many_keys_of_bf16():
+def test_float8_is_compared_with_bf16_of_the_same_length():
     r = row(**{"float8": 6.0, "float8 page16": 6.24})
     assert r["of_bf16"] == pytest.approx({"float8": 0.6, "float8 page16": 0.6})
     line = dict(zip(bench_gpu_decode.HEAD, bench_gpu_decode.cells(r), strict=True))
@@ -120,7 +121,7 @@ def small(monkeypatch):
     monkeypatch.setattr(cases, "MOST_COPIES", 2)
 
 
-def test_everybody_attends_to_the_same_keys(small):
+def test_all_contestants_attend_to_the_same_keys(small):
     case = cases.main_cases()[0]
     x = cases.draw(case, "cpu")
     found = {who.name: cases.error(case, x, who) for who in cases.contestants(case, x)}
@@ -140,7 +141,7 @@ def test_a_run_on_the_cpu(small, tmp_path, capsys):
     assert "page256" in capsys.readouterr().out
 
 
-def test_only_those_who_are_asked_for(small, tmp_path):
+def test_only_selected_contestants_run(small, tmp_path):
     path = tmp_path / "results.json"
     arguments = ["--quick", "--device", "cpu", "--rounds", "1", "--json", str(path)]
     assert bench_gpu_decode.main([*arguments, "--only", "inside", "--only", "sdpa"]) == 0
@@ -148,7 +149,7 @@ def test_only_those_who_are_asked_for(small, tmp_path):
     assert found["eager_us"].keys() == {"inside", "sdpa"} == found["errors"].keys()
 
 
-def test_what_is_out_of_time_is_listed(small, capsys):
+def test_points_beyond_the_time_limit_are_listed(small, capsys):
     arguments = ["--quick", "--device", "cpu", "--time-limit", "1e-9"]
     assert bench_gpu_decode.main(arguments) == 0
     assert "not measured:\n  B2 S512 4/2" in capsys.readouterr().out

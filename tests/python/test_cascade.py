@@ -1,4 +1,4 @@
-"""examples/cascade.py: the prefix read once gives what reading it by every sequence gives."""
+"""examples/cascade.py: reading a shared prefix once gives the result of reading it per sequence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_same_result(page, dtype, capsys):
     assert "saved" in capsys.readouterr().out
 
 
-def test_reads_are_counted_as_the_kernels_read():
+def test_reported_bytes_match_what_the_kernels_read():
     options = cascade.parse([*SMALL, "--prefix", "64", "--page-size", "16"])
     p = cascade.make(options)
     key = 2 * 2 * 64 * 4  # keys and values, 2 heads of 64 floats
@@ -31,7 +31,7 @@ def test_reads_are_counted_as_the_kernels_read():
     assert cascade.bytes_read(p) == ((5 * 64 + own) * key, (64 + own) * key)
 
 
-def test_a_wrong_merge_is_noticed(monkeypatch, capsys):
+def test_wrong_merge_is_detected(monkeypatch, capsys):
     monkeypatch.setattr(tilewise, "merge_states", lambda o, lse, o2, lse2: (o2, lse2))
     assert cascade.main([*SMALL, "--prefix", "64"]) == 1
     assert "NOT the same" in capsys.readouterr().out

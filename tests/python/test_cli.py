@@ -1,4 +1,4 @@
-"""The command line: doctor, bench, and the pieces they are made of."""
+"""The command line: doctor, bench, and the modules they are built from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tilewise.cli import doctor, oracle, provenance, selftest, system, tables  #
 from tilewise.cli.command import main  # noqa: E402
 
 
-def test_doctor_names_what_is_in_use(capsys):
+def test_doctor_names_the_instruction_set_in_use(capsys):
     assert main(["doctor", "--no-test"]) == 0
     text = capsys.readouterr().out
     assert f"in use: {system.current_isa()}" in text
@@ -38,7 +38,7 @@ def test_doctor_json_of_one_instruction_set(capsys):
         assert set(check["errors"]) == {"out", "lse", "dq", "dk", "dv"}
 
 
-def test_doctor_says_who_serves_every_head_dim():
+def test_doctor_lists_a_kernel_for_every_head_dim():
     rows = doctor.serves()
     for dtype in doctor.DTYPES:
         mine = [r for r in rows if r["dtype"] == dtype]
@@ -50,7 +50,7 @@ def test_doctor_says_who_serves_every_head_dim():
 
 
 @pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])
-def test_self_test_notices_a_wrong_result(monkeypatch, name):
+def test_self_test_detects_a_wrong_result(monkeypatch, name):
     right = oracle.attention
 
     def wrong(*arguments):
@@ -117,7 +117,7 @@ def test_doctor_without_the_library(tmp_path):
     assert "libtilewise" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_doctor_is_not_well_where_nothing_can_run():
+def test_doctor_fails_when_nothing_can_run():
     code = (
         "import sys; from tilewise.cli.command import main; sys.exit(main(['doctor', '--no-test']))"
     )
@@ -128,9 +128,9 @@ def test_doctor_is_not_well_where_nothing_can_run():
 
 @pytest.mark.parametrize(
     ("file", "sentence"),
-    [("nowhere/p.json", "there is no folder"), ("p.txt", "is no file of provenance records")],
+    [("nowhere/p.json", "there is no folder"), ("p.txt", "is not a file of provenance records")],
 )
-def test_doctor_looks_at_the_file_before_it_tests(file, sentence, tmp_path, monkeypatch, capsys):
+def test_doctor_checks_the_file_before_it_tests(file, sentence, tmp_path, monkeypatch, capsys):
     (tmp_path / "p.txt").write_text("something else")
     monkeypatch.setattr(doctor, "self_test", None)
     assert main(["doctor", "--record", str(tmp_path / file)]) == 2
@@ -161,7 +161,7 @@ def test_record_then_provenance(tmp_path, monkeypatch, capsys):
     assert states and set(states.values()) <= {"only compiled", "not in this build"}
 
 
-def test_nothing_is_recorded_of_a_failed_instruction_set(tmp_path):
+def test_failed_instruction_set_is_not_recorded(tmp_path):
     good = selftest.Check("portable", "float32", "full")
     bad = selftest.Check("avx2", "float32", "full", failure="out: error 1, allowed 0")
     file = tmp_path / "provenance.json"
@@ -205,7 +205,7 @@ def test_oracle_agrees_with_autograd():
         np.testing.assert_allclose(a, b.detach().numpy(), rtol=1e-10, atol=1e-12)
 
 
-def test_oracle_of_a_row_that_sees_nothing():
+def test_oracle_of_a_row_without_visible_keys():
     q, k = np.ones((1, 3, 1, 2)), np.ones((1, 1, 1, 2))
     found = oracle.attention(q, k, k, q, 1.0, oracle.Options(right=0))
     assert np.isneginf(found.lse[0, 0, :2]).all() and found.lse[0, 0, 2] == 2.0
@@ -219,10 +219,10 @@ def test_bf16_encoding_rounds_to_even():
     np.testing.assert_allclose(stored, values, rtol=2**-8)
 
 
-# --- small pieces ---------------------------------------------------------------------------------
+# --- helpers -------------------------------------------------------------------------------------
 
 
-def test_plain_table_lines_up():
+def test_plain_table_is_aligned():
     text = tables.plain(["a", "name"], [["1", "x"], ["100", "longer"]], left=(1,))
     assert text.splitlines() == ["  a  name", "  1  x", "100  longer"]
 
@@ -238,12 +238,14 @@ def test_progress_without_tqdm(monkeypatch, capsys):
     assert "work" in text and "3/3" in text
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no resettable mark")
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak memory mark cannot be reset"
+)
 def test_peak_memory_of_a_known_allocation():
     code = (
         "import numpy\n"
         "from tilewise.cli import memory\n"
-        "memory._give_back_at_once()\n"
+        "memory._return_blocks_at_once()\n"
         "numpy.ones(40_000_000, dtype=numpy.uint8)\n"
         "print(memory.peak(lambda: numpy.ones(100_000_000, dtype=numpy.uint8)))\n"
         "print(memory.peak(lambda: None))"
@@ -272,6 +274,6 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize("flag", ["--provenance", "--no-test"])
-def test_an_instruction_set_that_nothing_would_test_is_refused(flag, capsys):
+def test_isa_option_is_refused_when_nothing_is_tested(flag, capsys):
     assert main(["doctor", flag, "--isa", "avx2"]) == 2
     assert f"--isa is 'avx2', but with {flag} nothing is tested" in capsys.readouterr().err

@@ -24,7 +24,7 @@ import peaks  # noqa: E402
 # --- timing ---------------------------------------------------------------------------------------
 
 
-def test_disturbed_repetitions_do_not_count():
+def test_disturbed_repetitions_are_discarded():
     t = timing.Timing()
     for seconds, share in ((1.0, 2.0), (1.1, 1.97), (0.9, 1.99), (9.0, 0.4), (7.0, 1.2)):
         t.add(seconds, seconds * share)
@@ -32,7 +32,7 @@ def test_disturbed_repetitions_do_not_count():
     assert t.to_json()["repetitions"] == 5 and t.to_json()["kept"] == 3
 
 
-def test_all_count_when_too_few_are_undisturbed():
+def test_all_repetitions_count_when_too_few_are_undisturbed():
     t = timing.Timing()
     for seconds, share in ((1.0, 2.0), (2.0, 1.0), (3.0, 0.5)):
         t.add(seconds, seconds * share)
@@ -56,7 +56,7 @@ def test_interleave_bounds_a_slow_contestant(monkeypatch, slow, calls):
     assert found["quick"].median == pytest.approx(0.1)
 
 
-def test_interleave_takes_turns():
+def test_interleave_alternates_contestants():
     order = []
     contestants = {name: (lambda _, name=name: order.append(name)) for name in "ab"}
     timing.interleave(contestants, seconds=10.0, maximum=3)
@@ -68,7 +68,7 @@ def test_interleave_takes_turns():
 
 @pytest.mark.parametrize("backend", ON_DEVICE["cpu"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_contestants_compute_the_same(backend, causal):
+def test_contestants_compute_the_same_result(backend, causal):
     problem = Problem(heads=4, kv_heads=2, length=70, head_dim=16, causal=causal)
     q, k, v = problem.inputs()
     wide = [t.double() for t in (q, k, v)]
@@ -101,7 +101,7 @@ def test_bench_writes_table_json_and_plot(tmp_path, capsys):
     assert files["--plot"].read_bytes().startswith(b"\x89PNG")
 
 
-def test_bench_leaves_out_what_does_not_fit(monkeypatch):
+def test_bench_skips_problems_that_exceed_memory(monkeypatch):
     monkeypatch.setattr("tilewise.cli.memory.available", lambda: 10_000)
     rows = cost.measure(Problem(length=64), [64], ["tilewise", "naive"], seconds=0.01, memory=False)
     assert "rate" in rows[0] and "GB of score matrices" in rows[1]["left_out"]
@@ -110,15 +110,15 @@ def test_bench_leaves_out_what_does_not_fit(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--seqlens", "0"], "'0' given, must be a whole number of at least 1"),
+        (["--seqlens", "0"], "'0' given, but must be an integer of at least 1"),
         (["--seqlens", "a,b"], "'a' given"),
         (["--heads", "-3"], "'-3' given"),
-        (["--seconds", "0"], "'0' given, must be above 0"),
+        (["--seconds", "0"], "'0' given, but must be above 0"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
         (["--heads", "8", "--kv-heads", "3"], "--kv-heads is 3, must divide --heads, which is 8"),
         (["--backends", "tilewise,abacus"], "--backends names 'abacus'"),
         (["--json", "/nowhere/at/all.json"], "there is no folder"),
-        (["--json", "/"], "/ is a folder, must be a file"),
+        (["--json", "/"], "/ is a folder, but must be a file"),
         (["--plot", "bench.foo"], "--plot is bench.foo, must end in .png, .svg, .pdf"),
         (["--causal", "--full"], "not allowed with"),
     ],
@@ -132,7 +132,7 @@ def test_bench_refuses(arguments, sentence, capsys):
     assert sentence in capsys.readouterr().err
 
 
-def test_bench_on_a_device_that_is_not_there(capsys):
+def test_bench_on_a_missing_device(capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     assert main(["bench", "--device", "cuda"]) == 2

@@ -1,4 +1,4 @@
-"""What the doctor says of GPUs, and how results of gpu-check become provenance."""
+"""What doctor reports about GPUs, and how results of gpu-check become provenance records."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def counted(**counts):
     return {"passed": 10, "failures": [], "skips": {}, **counts}
 
 
-def test_records_of_a_result():
+def test_records_from_a_result():
     records = provenance.from_gpu_check(result(**{"native": counted(), "forced-75": counted()}))
     found = {(r["kernel"], r["table"]): r for r in records}
     assert set(found) == {("cuda.mma_sync", 90), ("cuda.mma_sync", 75), ("cuda.simt", 0)}
@@ -51,7 +51,7 @@ def test_records_of_a_result():
     assert found["cuda.simt", 0]["checks"] == 10
 
 
-def test_a_gpu_of_wgmma_runs_mma_sync_only_when_forced():
+def test_a_wgmma_gpu_runs_mma_sync_only_when_forced():
     report = result(**{"native": counted(), "forced-90": counted(), "forced-75": counted()})
     report["stages"]["smoke"]["kernels"].append("cuda.wgmma.forward.bf16")
     records = provenance.from_gpu_check(report)
@@ -67,13 +67,13 @@ def test_a_gpu_of_wgmma_runs_mma_sync_only_when_forced():
     }
 
 
-@pytest.mark.parametrize("spoiled", [{"failed": 1}, {"not_run": 3}, {"passed": 0}])
-def test_a_run_that_is_not_whole_proves_nothing(spoiled):
-    report = result(**{"native": counted(), "forced-80": counted(**spoiled)})
+@pytest.mark.parametrize("changes", [{"failed": 1}, {"not_run": 3}, {"passed": 0}])
+def test_incomplete_run_yields_no_records(changes):
+    report = result(**{"native": counted(), "forced-80": counted(**changes)})
     assert {r["table"] for r in provenance.from_gpu_check(report)} == {90, 0}
 
 
-def test_records_of_gpus_are_replaced_and_those_of_cpus_stay(tmp_path, capsys):
+def test_gpu_records_are_replaced_and_cpu_records_kept(tmp_path, capsys):
     path, source = tmp_path / "provenance.json", tmp_path / "gpu-h200.json"
     cpu = {"kernel": "cpu.avx2", "device": "cpu", "machine": "a CPU"}
     old = {"kernel": "cuda.simt", "device": "cuda", "table": 0, "machine": "an old GPU"}
@@ -87,7 +87,7 @@ def test_records_of_gpus_are_replaced_and_those_of_cpus_stay(tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_status_tells_tables_that_ran_from_those_that_only_compiled(monkeypatch):
+def test_status_distinguishes_tables_that_ran_from_compiled_only(monkeypatch):
     inside = [{"table": t, "sm": t or 75, "ptx": False} for t in (0, 86, 90, 901)]
     names = ("cpu.avx2", "cuda.simt", "cuda.mma_sync", "cuda.wgmma")
     families = [{"kernel": name} for name in names]
@@ -128,7 +128,7 @@ def test_provenance_names_the_code_inside(monkeypatch, capsys):
     )
 
 
-def test_gpus_or_the_reason_why_there_is_none():
+def test_gpus_are_listed_or_their_absence_explained():
     gpus, why = gpu.gpus()
     assert bool(gpus) != bool(why)
     assert doctor.collect([])["device"]["no_gpu"] == why
@@ -139,8 +139,8 @@ def test_gpus_or_the_reason_why_there_is_none():
     assert status == (_abi.INVALID_ARGUMENT if gpus else _abi.UNSUPPORTED)
 
 
-def test_a_library_without_cuda_knows_of_no_gpu_and_says_how_to_get_one_with_it():
-    """Not that there is none: the machine may have one."""
+def test_library_without_cuda_says_how_to_build_one_with_cuda():
+    """It must not claim that there is no GPU: the machine may have one."""
     if doctor.cuda_code():
         pytest.skip("this library has CUDA code")
     why = gpu.gpus()[1]
@@ -150,7 +150,7 @@ def test_a_library_without_cuda_knows_of_no_gpu_and_says_how_to_get_one_with_it(
     assert options and all(f"| `{option}` |" in packaging for option in options)
 
 
-def test_code_inside_ends_with_a_status():
+def test_packaged_code_listing_ends_with_a_status():
     rows = cuda_code()
     info = _abi.sized(_abi.CudaCodeInfo)
     status = c_library().tilewise_cuda_code(len(rows), ctypes.byref(info))
@@ -160,7 +160,7 @@ def test_code_inside_ends_with_a_status():
     assert c_library().tilewise_cuda_code(0, ctypes.byref(info)) == _abi.INVALID_ARGUMENT
 
 
-def test_serves_has_a_row_for_every_problem_on_each_gpu():
+def test_kernel_table_has_a_row_per_problem_and_gpu():
     for each in gpu.gpus()[0]:
         rows = gpu.serves(each["index"])
         for dtype in gpu.DTYPES:
@@ -188,7 +188,7 @@ def test_code_text_lists_sass_and_ptx_by_table():
 def test_self_test_of_a_gpu_runs_on_it():
     gpus = gpu.gpus()[0]
     if not gpus or (gpus[0]["memory_bytes"] and not system.cuda_device()):
-        pytest.skip("no GPU whose memory this process can have")
+        pytest.skip("no GPU whose memory this process can use")
     check = selftest.check("gpu0", "float16", selftest.SETTINGS[0])
     if "has no CUDA kernel" in check.failure:
         pytest.skip(check.failure)
@@ -196,6 +196,6 @@ def test_self_test_of_a_gpu_runs_on_it():
     assert check.kernel.startswith("cuda.")
 
 
-def test_a_gpu_that_is_not_there_cannot_be_tested(capsys):
+def test_missing_gpu_cannot_be_tested(capsys):
     assert main(["doctor", "--isa", "gpu99"]) == 2
     assert "gpu99" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Two builds in turns, without a GPU."""
+"""bench/compare_decode.py: alternating runs of two builds, tested without a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def builds(tmp_path):
     return tmp_path
 
 
-def test_medians_of_turns_are_compared():
+def test_medians_of_runs_are_compared():
     turns = {
         "old": [{"a": {"lengths": 10.0, "cudnn": 9.0}, "b": {"lengths": 4.0}}] * 2,
         "new": [
@@ -32,12 +32,12 @@ def test_medians_of_turns_are_compared():
         ],
     }
     result = compare_decode.compare(turns)
-    (row,) = result["rows"]  # the other point is missing in a turn
+    (row,) = result["rows"]  # the other point is missing in one run
     assert row["name"] == "a" and row["new"] == {"lengths": 10.0, "cudnn": 9.0}
     assert result["means"] == pytest.approx({"lengths": 1.0, "cudnn": 1.0})
 
 
-def test_builds_take_turns(builds, monkeypatch, capsys):
+def test_builds_alternate(builds, monkeypatch, capsys):
     asked = []
 
     def turn(library, rest):
@@ -55,7 +55,7 @@ def test_builds_take_turns(builds, monkeypatch, capsys):
     assert found["means"] == {"lengths": pytest.approx(1.2)} and found["arguments"] == ["--quick"]
 
 
-def test_what_makes_no_sense_is_said(builds, capsys):
+def test_invalid_arguments_are_refused(builds, capsys):
     folders = [str(builds / "old"), str(builds / "new")]
     for wrong, said in (
         ([*folders, "--turns", "0"], "--turns is 0, must be 1 to 100"),
@@ -68,7 +68,7 @@ def test_what_makes_no_sense_is_said(builds, capsys):
         compare_decode.main([*folders, "--", "--rounds", "0"])
 
 
-def test_a_turn_is_a_run_of_the_benchmark():
+def test_each_turn_runs_the_benchmark():
     library = library_directory()
     arguments = ["--device", "cpu", "--points", "B1 S1024 16/1", "--rounds", "1"]
     found = compare_decode.turn(library, [*arguments, "--only", "lengths", "--only", "sdpa"])

@@ -1,7 +1,7 @@
-"""Numbers that the originals accept in other containers than Python's, in every compat function.
+"""Numbers in containers other than Python's, which the originals accept, in every compat function.
 
-FlashAttention hands windows, bounds and splits to a C++ extension, which takes whatever converts to
-a number: its own tests pass ``torch.randint(0, seqlen, (2,))`` as a window.
+FlashAttention hands windows, bounds and splits to a C++ extension, which accepts anything that
+converts to a number: its own tests pass ``torch.randint(0, seqlen, (2,))`` as a window.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tilewise.compat.flash_attn.modules.mha import MHA, FlashSelfAttention  # no
 
 pytestmark = pytest.mark.tensors
 
-# How a number, and a pair of them, may be wrapped.
+# Containers in which a number or a pair of numbers may come.
 NUMBERS = {
     "numpy": np.asarray,
     "numpy scalar": lambda x: np.asarray(x)[()],
@@ -118,7 +118,7 @@ def mha(window_size):
 
 
 def halves(function):
-    """A private function, which takes the two sides of a window apart."""
+    """Adapts a private function, which takes the two sides of a window separately."""
 
     def call(window_size, **options):
         left, right = window_size
@@ -149,7 +149,7 @@ FUNCTIONS = WINDOWED[:11]
 @pytest.mark.parametrize("pair", [(3, 1), (-1, 1), (4, -1), (-1, -1)], ids=str)
 @pytest.mark.parametrize("container", PAIRS)
 @pytest.mark.parametrize("call", WINDOWED)
-def test_a_window_in_any_container(call, container, pair):
+def test_window_in_any_container(call, container, pair):
     wanted = call(window_size=pair)
     assert devices.equal(call(window_size=PAIRS[container](pair)), wanted)
     if pair != (-1, -1):
@@ -158,20 +158,20 @@ def test_a_window_in_any_container(call, container, pair):
 
 @pytest.mark.parametrize("wrong", [3, (1, 2, 3), None, np.zeros(3, np.int64), torch.zeros(2, 2)])
 @pytest.mark.parametrize("call", FUNCTIONS)
-def test_what_is_no_window_is_refused_by_name(call, wrong):
+def test_invalid_window_is_refused_by_name(call, wrong):
     with pytest.raises((ValueError, TypeError), match="window"):
         call(window_size=wrong)
 
 
 @pytest.mark.parametrize("wrong", [(1.5, 2), torch.tensor([1.5, 2.0]), np.array([0.5, 1.0])])
-def test_a_window_of_fractions_is_refused(wrong):
+def test_fractional_window_is_refused(wrong):
     with pytest.raises(TypeError, match=r"window left is .*, but must be an integer"):
         fa2_dense(window_size=wrong)
 
 
 @pytest.mark.parametrize("container", NUMBERS)
 @pytest.mark.parametrize("call", FUNCTIONS)
-def test_numbers_of_numpy_and_torch(call, container):
+def test_numpy_and_torch_numbers(call, container):
     wrap = NUMBERS[container]
     for name, value in (("softcap", 3.0), ("softmax_scale", 0.3), ("causal", True)):
         wanted = call(**{name: value})
@@ -181,7 +181,7 @@ def test_numbers_of_numpy_and_torch(call, container):
 
 @pytest.mark.parametrize("container", NUMBERS)
 @pytest.mark.parametrize("call", [fa2_dense, fa2_varlen, fa2_kvpacked])
-def test_a_dropout_probability_of_numpy_or_torch(call, container):
+def test_numpy_or_torch_dropout_probability(call, container):
     def dropped(p):
         torch.manual_seed(7)
         return call(dropout_p=p)
@@ -194,7 +194,7 @@ def test_a_dropout_probability_of_numpy_or_torch(call, container):
 @pytest.mark.parametrize(
     "call", [fa2_varlen, fa2_varlen_kvpacked, fa2_varlen_qkvpacked, fa3_varlen]
 )
-def test_bounds_of_numpy_and_torch(call, container):
+def test_numpy_and_torch_bounds(call, container):
     assert devices.equal(call(most=NUMBERS[container](14)), call(most=14))
     with pytest.raises(TypeError, match=r"max_seqlen_q is 14\.5"):
         call(most=14.5)
@@ -202,17 +202,17 @@ def test_bounds_of_numpy_and_torch(call, container):
 
 @pytest.mark.tensors("cpu")
 @pytest.mark.parametrize("container", NUMBERS)
-def test_a_bound_of_numpy_or_torch_counts(container):
+def test_numpy_or_torch_bound_is_enforced(container):
     with pytest.raises((ValueError, RuntimeError), match="max_seqlen_q"):
         fa2_varlen(most=NUMBERS[container](2))
 
 
 @pytest.mark.parametrize("container", NUMBERS)
 @pytest.mark.parametrize("call", [fa2_cache, fa3_cache])
-def test_lengths_and_splits_of_numpy_and_torch(call, container):
+def test_numpy_and_torch_lengths_and_splits(call, container):
     wrap = NUMBERS[container]
     wanted = call(cache_seqlens=5)
-    if container != "one element":  # that is a length for each of two sequences, of which one lacks
+    if container != "one element":  # one element would be too few: there are two sequences
         assert devices.equal(call(cache_seqlens=wrap(5)), wanted)
     assert not devices.equal(call(cache_seqlens=11), wanted)
     assert devices.equal(call(num_splits=wrap(2)), call(num_splits=2))
@@ -221,21 +221,21 @@ def test_lengths_and_splits_of_numpy_and_torch(call, container):
 
 
 @pytest.mark.parametrize("call", [fa2_cache, fa3_cache, fa3_dense, fa3_varlen])
-def test_a_negative_number_of_splits_leaves_the_choice(call):
-    """As in the originals, whose heuristic takes every number below 1."""
+def test_negative_num_splits_means_automatic(call):
+    """In the originals, the heuristic replaces every number below 1."""
     assert devices.equal(call(num_splits=-1), call(num_splits=0))
 
 
 @pytest.mark.parametrize("container", NUMBERS)
 @pytest.mark.parametrize("call", [fa3_dense, fa3_varlen, fa3_cache])
-def test_a_chunk_of_numpy_or_torch(call, container):
+def test_numpy_or_torch_chunk(call, container):
     wanted = call(attention_chunk=3)
     assert devices.equal(call(attention_chunk=NUMBERS[container](3)), wanted)
     assert not devices.equal(call(), wanted)
 
 
 @pytest.mark.parametrize("container", NUMBERS)
-def test_a_rotary_offset_of_numpy_or_torch(container):
+def test_numpy_or_torch_rotary_offset(container):
     qkv = torch.randn(2, 5, 3, 2, 8)
     wanted = RotaryEmbedding(8)(qkv.clone(), seqlen_offset=4)
     options = dict(max_seqlen=9) if "numpy" not in container else {}
@@ -245,8 +245,8 @@ def test_a_rotary_offset_of_numpy_or_torch(container):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint32])
-def test_indices_that_int32_does_not_hold_stay_out_of_range(dtype):
-    """2**32 + 5 is not 5."""
+def test_indices_beyond_int32_do_not_wrap(dtype):
+    """2**32 + 5 must not become 5."""
     q, k, v = (x.flatten(0, 1) for x in tensors())
     wide = torch.tensor([0, 9, 2**32 + 18 if dtype == torch.int64 else 2**31 + 18], dtype=dtype)
     if q.device.type == "cpu":
@@ -255,7 +255,7 @@ def test_indices_that_int32_does_not_hold_stay_out_of_range(dtype):
 
 
 def paged(page_size=4, rows=6, width=5):
-    """Caches in pages, and a table with more rows than there are sequences."""
+    """Paged caches, and a page table with more rows than there are sequences."""
     g = devices.generator(1)
     pages = torch.randperm(rows * width, generator=g).to(torch.int32)
     caches = [torch.randn(rows * width, page_size, 2, 16, generator=g) for _ in range(2)]
@@ -264,7 +264,7 @@ def paged(page_size=4, rows=6, width=5):
 
 @pytest.mark.parametrize("chunk", [0, 5])
 @pytest.mark.parametrize("new", [False, True])
-def test_rows_of_a_page_table_by_batch_index(new, chunk):
+def test_page_table_rows_by_batch_index(new, chunk):
     k_pages, v_pages, table = paged()
     index, lengths = starts(4, 1), starts(7, 13)
     q = torch.randn(2, 3, 4, 16)
@@ -285,7 +285,7 @@ def test_rows_of_a_page_table_by_batch_index(new, chunk):
 
 @pytest.mark.tensors("cpu")
 @pytest.mark.parametrize("wrong", [6, -1])
-def test_a_batch_index_outside_the_page_table_is_refused(wrong):
+def test_batch_index_outside_the_page_table_is_refused(wrong):
     k_pages, v_pages, table = paged()
     with pytest.raises(ValueError, match=rf"cache_batch_idx has \[{wrong}\], but page_table has 6"):
         fa3.flash_attn_with_kvcache(
@@ -294,8 +294,9 @@ def test_a_batch_index_outside_the_page_table_is_refused(wrong):
         )  # fmt: skip
 
 
-def test_arguments_without_their_counterpart_are_not_read():
-    """rotary_seqlens without rotary, cu_seqlens_k_new without new keys: the original skips them."""
+def test_arguments_without_their_counterpart_are_ignored():
+    """rotary_seqlens without rotary, cu_seqlens_k_new without new keys: the original ignores
+    them."""
     wanted = fa3_cache()
     assert devices.equal(fa3_cache(rotary_seqlens=starts(3, 3)), wanted)
     assert devices.equal(fa3_cache(cu_seqlens_k_new=starts(0, 1, 2)), wanted)
@@ -312,8 +313,8 @@ def test_arguments_without_their_counterpart_are_not_read():
 
 @pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("new", [0, 1])
-def test_a_block_table_that_is_too_short_raises_as_the_original(on_host, new):
-    """Where the host knows the lengths; what is on a GPU is not waited for."""
+def test_too_short_block_table_raises_like_the_original(on_host, new):
+    """This holds where the host knows the lengths; lengths on a GPU are not waited for."""
     k_pages, v_pages, table = paged(width=2)
     q = torch.randn(6, 1, 4, 16)
     keys = [torch.randn(6, new, 2, 16) for _ in range(2)] if new else [None, None]
@@ -330,7 +331,7 @@ def test_a_block_table_that_is_too_short_raises_as_the_original(on_host, new):
 
 
 @pytest.mark.parametrize("container", [name for name in NUMBERS if name != "default device"])
-def test_a_number_of_heads_of_numpy_or_torch(container):
+def test_numpy_or_torch_number_of_heads(container):
     heads = NUMBERS[container](4)
     qkv = torch.randn(2, 5, 8, 8)
     wanted = fa3.flash_attn_qkvpacked_func(qkv, num_heads_q=4)

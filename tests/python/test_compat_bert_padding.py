@@ -34,7 +34,7 @@ def test_round_trip(shape, mask_dtype):
     assert torch.equal(back, x * keep)
 
 
-def test_unused_tokens_keep_their_room():
+def test_unused_tokens_keep_their_positions():
     mask = torch.tensor([[1, 1, 0, 0, 0], [1, 0, 0, 0, 0]])
     unused = torch.tensor([[0, 0, 1, 0, 0], [0, 1, 1, 0, 0]])
     x = torch.randn(2, 5, 3)
@@ -46,7 +46,7 @@ def test_unused_tokens_keep_their_room():
     assert torch.equal(packed, x.flatten(0, 1)[indices])
 
 
-def test_everything_padded():
+def test_all_tokens_are_padding():
     x = torch.randn(2, 3, 4)
     packed, indices, cu_seqlens, longest, _ = padding.unpad_input(x, torch.zeros(2, 3, dtype=bool))
     assert packed.shape == (0, 4) and longest == 0 and cu_seqlens.tolist() == [0, 0, 0]

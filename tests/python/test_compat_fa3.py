@@ -95,7 +95,7 @@ def test_variable_length(band, chunk):
 @pytest.mark.parametrize("chunk", [0, 4])
 @pytest.mark.parametrize("causal", [False, True])
 def test_seqused(chunk, causal):
-    """Rows and keys that are not in use hold NaN; the rows give 0, the keys are not read."""
+    """Rows and keys not in use hold NaN; such rows give 0, and such keys are not read."""
     rows, keys, used_q, used_k = [6, 9, 3], [8, 4, 10], [5, 9, 0], [8, 3, 6]
     q, k, v = (x[0] for x in inputs(1, 18, 22))
     starts = [
@@ -127,7 +127,7 @@ def test_seqused(chunk, causal):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("varlen", [False, True])
 def test_qv(dtype, causal, varlen):
-    """Scores q . k + qv . v, the absorbed form of multi-head latent attention."""
+    """Scores are q . k + qv . v, the absorbed form of multi-head latent attention."""
     q, k, v = inputs(2, 9, 14, heads_kv=1, dim=8, dim_v=24, dtype=dtype)
     qv = torch.randn(2, 9, 4, 24, generator=devices.generator(4)).to(dtype)
     starts_q, starts_k = [0, 9, 18], [0, 14, 28]
@@ -168,7 +168,7 @@ def test_qkvpacked(heads_kv):
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("out_dtype", [None, torch.bfloat16])
 def test_combine(splits, varlen, out_dtype):
-    """Parts of one attention, merged, are that attention; parts without keys do not count."""
+    """Merging splits of one attention gives that attention; splits without keys do not count."""
     torch.manual_seed(0)
     q, k, v = (x.double() for x in inputs(2, 6, 40))
     bounds = torch.linspace(0, 40, splits + 1).long().tolist()
@@ -192,7 +192,7 @@ def test_combine(splits, varlen, out_dtype):
     assert torch.equal(into, out)
 
 
-def test_combine_of_nothing():
+def test_combine_of_empty_splits():
     out, lse = fa3.flash_attn_combine(
         torch.full((3, 2, 4, 8), math.nan), torch.full((3, 2, 4), -math.inf)
     )
@@ -205,7 +205,7 @@ CAPACITY = 40
 
 
 def cached(page_size, seed=0):
-    """(k_cache, v_cache, page_table, function from a cache to its dense picture)."""
+    """(k_cache, v_cache, page_table, function that makes a cache dense)."""
     g = devices.generator(seed)
     if not page_size:
         k, v = (torch.randn(3, CAPACITY, 2, 16, generator=g) for _ in range(2))
@@ -222,17 +222,18 @@ def cached(page_size, seed=0):
 @pytest.mark.parametrize("leftpad", [None, [2, 0, 9]])
 @pytest.mark.parametrize("form", ["dense", "packed"])
 def test_cache(page_size, chunk, band, leftpad, form):
-    """Rows and new keys of different lengths, positions of their own, chunks of the cache."""
+    """Rows and new keys of different lengths, rotary positions that differ from them, and
+    chunks."""
     torch.manual_seed(0)
     rows, new = ([3, 3, 3], [2, 2, 2]) if form == "dense" else ([4, 1, 0], [3, 1, 2])
     lengths, positions = [11, 3, 22], [5, 3, 0]
-    k_cache, v_cache, table, picture = cached(page_size)
+    k_cache, v_cache, table, as_contiguous = cached(page_size)
     q, k = torch.randn(sum(rows), 4, 16), torch.randn(sum(new), 2, 16)
     v = torch.randn(sum(new), 2, 16)
     angle = torch.rand(CAPACITY, 4) * 6.3
     cos, sin = angle.cos(), angle.sin()
     limited = bool(BANDS[band]) or chunk > 0
-    k_rows, v_rows = picture(k_cache).double(), picture(v_cache).double()
+    k_rows, v_rows = as_contiguous(k_cache).double(), as_contiguous(v_cache).double()
     wanted, wanted_lse = [], []
     for b, (q_b, k_b, v_b) in enumerate(
         zip(q.split(rows), k.split(new), v.split(new), strict=True)
@@ -280,8 +281,8 @@ def test_cache(page_size, chunk, band, leftpad, form):
     assert out_accum.numel() == lse_accum.numel() == 0
     assert_as_good(out, None, want, 2, "out")
     assert_as_good(lse, None, want_lse, 2, "lse")
-    assert_as_good(picture(k_cache), None, k_rows, 2, "k_cache")
-    assert torch.equal(picture(v_cache).double(), v_rows)
+    assert_as_good(as_contiguous(k_cache), None, k_rows, 2, "k_cache")
+    assert torch.equal(as_contiguous(v_cache).double(), v_rows)
 
 
 def test_cache_with_qv_and_batch_index():
@@ -305,7 +306,7 @@ def test_cache_with_qv_and_batch_index():
         assert_as_good(got[b], None, want, 2, "out")
 
 
-def test_private_pair_matches_the_public_function():
+def test_private_forward_and_backward_match_the_public_function():
     q, k, v = (x.requires_grad_() for x in inputs(2, 12, 20))
     out, lse, *rest = fa3._flash_attn_forward(q, k, v, softmax_scale=0.3, causal=True, softcap=5.0)
     assert len(rest) == 2 and not out.requires_grad
@@ -384,7 +385,7 @@ def test_refusals_name_the_argument():
         fa3._flash_attn_forward(q, k[0], v[0], cu_seqlens_k=torch.tensor([0, 4]))
 
 
-def test_scale_has_its_gradient():
+def test_softmax_scale_gets_a_gradient():
     q, k, v = inputs(2, 9, 9)
     scale = torch.tensor(0.3, requires_grad=True)
     fa3.flash_attn_func(q, k, v, softmax_scale=scale, causal=True).square().sum().backward()
@@ -394,7 +395,7 @@ def test_scale_has_its_gradient():
 
 
 @pytest.mark.parametrize("wrong", [dict(size=(5, 2, 9, 4, 16)), dict(dtype=torch.float16)])
-def test_outputs_that_do_not_fit_are_refused(wrong):
+def test_outputs_of_the_wrong_shape_are_refused(wrong):
     options = dict(size=(2, 9, 4, 16), dtype=torch.float32) | wrong
     given = torch.empty(options["size"], dtype=options["dtype"])
     parts, lse = torch.randn(3, 2, 9, 4, 16), torch.randn(3, 2, 9, 4)
@@ -406,7 +407,7 @@ def test_outputs_that_do_not_fit_are_refused(wrong):
 
 
 @pytest.mark.tensors("cpu")
-def test_a_bound_of_queries_that_is_too_small_is_refused():
+def test_too_small_max_seqlen_q_is_refused():
     q, cache = torch.randn(8, 4, 16), torch.randn(2, 40, 4, 16)
     starts = torch.tensor([0, 5, 8], dtype=torch.int32)
     with pytest.raises(ValueError, match="max_seqlen_q is 2, but a sequence has 5 queries"):

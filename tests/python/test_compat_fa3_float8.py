@@ -1,4 +1,4 @@
-"""FlashAttention-3's functions on keys and values of float8_e4m3, with their factors."""
+"""FlashAttention-3's functions with float8_e4m3 keys and values and their descale factors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def key_starts():
 
 
 def fp8_inputs(way: str):
-    """A call of FlashAttention-3's function by (q, k, v, **options): batch 3, 2 heads of keys."""
+    """FlashAttention-3's function as a call of (q, k, v, **options): batch 3, 2 key heads."""
     q, k, v = inputs(3, 5, 12)
     if way == "varlen":
         q, k, v = (x[0] for x in inputs(1, 20, 40))
@@ -33,7 +33,7 @@ def fp8_inputs(way: str):
 
 
 def times_factors(x, factors, way):
-    """What float8 keys or values mean, in bf16: small powers of 2 are exact."""
+    """The values of float8 keys or values in bf16: multiplying by small powers of 2 is exact."""
     factors = factors.expand(3, 2).bfloat16()
     if way == "varlen":
         return (
@@ -43,9 +43,9 @@ def times_factors(x, factors, way):
 
 
 FACTORS = {
-    "of sequence and head": [[0.5, 2.0], [4.0, 1.0], [0.25, 8.0]],
-    "of sequence": [[0.5], [4.0], [0.25]],
-    "of head": [[2.0, 0.25]],
+    "per sequence and head": [[0.5, 2.0], [4.0, 1.0], [0.25, 8.0]],
+    "per sequence": [[0.5], [4.0], [0.25]],
+    "per head": [[2.0, 0.25]],
     "one": [[4.0]],
 }
 
@@ -53,7 +53,7 @@ FACTORS = {
 @pytest.mark.parametrize("chunk", [0, 4])
 @pytest.mark.parametrize("kind", FACTORS)
 @pytest.mark.parametrize("way", ["dense", "varlen", "cache", "private"])
-def test_factors_of_fp8_keys_and_values(way, kind, chunk):
+def test_descale_factors_of_fp8_keys_and_values(way, kind, chunk):
     call, (q, k, v) = fp8_inputs(way)
     k_descale = torch.tensor(FACTORS[kind])
     v_descale = k_descale.flip(0) * 2
@@ -64,7 +64,7 @@ def test_factors_of_fp8_keys_and_values(way, kind, chunk):
     plain = call(*wide, **options)
     error = float((out.float() - wanted).abs().max())
     assert error <= 2 * float((plain.float() - wanted).abs().max()) + 1e-6
-    assert not torch.equal(out, call(q, k, v, **options)), "factors were not read"
+    assert not torch.equal(out, call(q, k, v, **options)), "the factors were not read"
 
 
 def test_new_keys_are_divided_by_the_factors():
@@ -82,7 +82,7 @@ def test_new_keys_are_divided_by_the_factors():
     assert torch.equal(caches[0][:, 4:7].float(), written.float())
 
 
-def test_what_fp8_is_refused():
+def test_unsupported_fp8_arguments_are_refused():
     q, k, v = (x.bfloat16() for x in inputs(1, 4, 4))
     fp8 = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
     starts, factor = torch.tensor([0, 4], dtype=torch.int32), torch.ones(1, 2)

@@ -1,6 +1,8 @@
-"""FlashAttention-2's functions: values, gradients and return values, by the rule of its own tests.
+"""FlashAttention-2's functions: values, gradients and return values, judged by the rule of its
+tests.
 
-An output may be 2 times, a gradient 3 times as far from float64 as plain PyTorch in the same dtype.
+An output may be 2 times, and a gradient 3 times, as far from float64 as plain PyTorch in that
+dtype.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def inputs(batch, rows, keys, heads, heads_kv, dim, dtype, dim_v=None, seed=0):
 
 
 def band_of(options):
-    """Options of the functions in the words of the reference."""
+    """The options of the functions, renamed for the reference."""
     known = dict(options)
     known["window"] = known.pop("window_size", (-1, -1))
     known["scale"] = known.pop("softmax_scale", None)
@@ -77,7 +79,7 @@ def test_head_dimensions(dtype, dim):
 @pytest.mark.parametrize("band", ["full", "causal", "local"])
 @pytest.mark.parametrize("slopes", [None, "head", "batch"])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
-def test_scores(dtype, band, slopes, softcap):
+def test_score_options(dtype, band, slopes, softcap):
     tensors = inputs(2, 19, 31, 4, 2, 16, dtype)
     options = dict(BANDS[band], softcap=softcap, softmax_scale=0.7)
     if slopes is not None:
@@ -98,7 +100,7 @@ STARTS_Q, STARTS_K = [0, 5, 5, 22, 23], [0, 9, 16, 16, 49]
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("heads_kv", [4, 2])
 def test_variable_length(dtype, band, heads_kv):
-    """Empty sequences on either side, and two rows of q behind the last sequence."""
+    """Empty sequences on either side, and two rows of q past the last sequence."""
     q, k, v = (x[0] for x in inputs(1, 25, 49, 4, heads_kv, 24, dtype))
     starts = [torch.tensor(s, dtype=torch.int32) for s in (STARTS_Q, STARTS_K)]
     options = BANDS[band]
@@ -191,7 +193,7 @@ def test_return_values():
 @pytest.mark.parametrize("softcap", [0.0, 4.0])
 @pytest.mark.parametrize("varlen", [False, True])
 def test_dropout(band, softcap, varlen):
-    """The returned mask is the one that out and the gradients were computed with."""
+    """The returned mask is the one that produced out and the gradients."""
     dropout_p = 0.3
     options = dict(BANDS[band], softcap=softcap)
     q, k, v = inputs(3, 40, 52, 4, 2, 16, torch.float32)
@@ -241,7 +243,7 @@ def test_dropout(band, softcap, varlen):
     )
 
 
-def test_dropout_draws_new_bits_each_time_and_the_seed_repeats_them():
+def test_dropout_differs_per_call_and_repeats_with_the_seed():
     q, k, v = inputs(1, 32, 32, 2, 2, 16, torch.float32)
     torch.manual_seed(5)
     first, second = (fa.flash_attn_func(q, k, v, 0.5) for _ in range(2))
@@ -252,8 +254,8 @@ def test_dropout_draws_new_bits_each_time_and_the_seed_repeats_them():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [False, True])
-def test_ring_of_two_parts(dtype, causal):
-    """Context parallelism as packages do it: forward and backward by parts, merged by lse."""
+def test_ring_attention_over_two_shards(dtype, causal):
+    """Context parallelism as packages do it: forward and backward per shard, merged by lse."""
     q, k, v = inputs(2, 32, 32, 4, 2, 16, dtype)
     dout = torch.randn(q.shape, generator=devices.generator(9)).to(dtype)
     scale = 16**-0.5
@@ -318,7 +320,7 @@ def test_ring_of_two_parts(dtype, causal):
         assert_as_good(got.to(dtype), near, want, 3, f"d{name}")
 
 
-def test_private_backward_is_the_public_one():
+def test_private_backward_matches_the_public_one():
     q, k, v = (x.requires_grad_() for x in inputs(2, 20, 30, 4, 2, 16, torch.float32))
     torch.manual_seed(3)
     out, lse, _, state = interface._flash_attn_forward(
@@ -351,7 +353,7 @@ def test_private_varlen_backward():
         assert devices.equal(part, want)
 
 
-def test_rows_that_see_nothing():
+def test_rows_without_visible_keys():
     q, k, v = (x.requires_grad_() for x in inputs(1, 10, 4, 2, 2, 8, torch.float32))
     out, lse, _ = fa.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
     assert torch.equal(out[:, :6], torch.zeros_like(out[:, :6]))
@@ -378,11 +380,11 @@ def cache_call(q, k, v, lengths):
 
 @pytest.mark.parametrize("call", [dense_call, packed_call, cache_call])
 def test_whole_graphs_are_captured(call):
-    """torch.compile with fullgraph=True changes nothing, gradients included."""
+    """torch.compile with fullgraph=True changes no result and no gradient."""
     q, k, v = (x.requires_grad_() for x in inputs(2, 9, 9, 4, 2, 16, torch.float32))
     if call is cache_call:
         q, k, v = (x.detach() for x in (q, k, v))
-    # Made outside: a tensor of numbers made while tracing does not follow torch.set_default_device.
+    # Made outside: a tensor built from numbers during tracing ignores torch.set_default_device.
     index = torch.tensor([3, 11] if call is cache_call else [0, 4, 18], dtype=torch.int32)
     torch._dynamo.reset()
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v, index)
@@ -398,7 +400,7 @@ def test_whole_graphs_are_captured(call):
             assert devices.equal(a, b)
 
 
-def test_inputs_with_strange_strides():
+def test_inputs_with_unusual_strides():
     base = inputs(2, 12, 12, 4, 4, 16, torch.float32)
     strange = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in base[:2]]
     strange.append(base[2].permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0))
@@ -430,7 +432,7 @@ def test_refusals_name_the_argument():
         fa.flash_attn_qkvpacked_func(torch.stack((k, v), dim=2))
     bad_starts = [torch.zeros(0, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32)]
     bad_starts += [torch.tensor([0.0, 4.0]), [0, 4], None]
-    if q.device.type == "cpu":  # a GPU's entries are read only where a caller asks for it
+    if q.device.type == "cpu":  # on a GPU, entries are only read on request
         bad_starts.append(torch.tensor([0, 3, 2], dtype=torch.int32))
     for starts in bad_starts:
         with pytest.raises((ValueError, TypeError, RuntimeError), match="cu_seqlens_q"):

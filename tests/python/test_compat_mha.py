@@ -1,4 +1,4 @@
-"""Attention modules: slopes, packed forms, masks, the cache, checkpoints of parameters."""
+"""Attention modules: slopes, packed inputs, masks, the cache, names of checkpoint parameters."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_key_padding_mask(causal):
     torch.manual_seed(0)
     q, kv = torch.randn(2, 7, 4, 16), torch.randn(2, 9, 2, 2, 16)
     mask = torch.rand(2, 9) < 0.6
-    mask[1] = False  # nothing to see: zeros
+    mask[1] = False  # no visible key: zeros
     got = mha.CrossAttention(causal=causal)(q, kv, key_padding_mask=mask)
     for b in range(2):
         want, _ = reference.attend_one(
@@ -84,7 +84,7 @@ def test_key_padding_mask(causal):
 
 
 def written_out(module, x, rotary_dim=0, interleaved=False, base=10000.0, x_kv=None, **options):
-    """The module in float64."""
+    """The module computed in float64."""
     w = {n: p.detach().double() for n, p in module.named_parameters()}
     x = x.detach().double()
 
@@ -145,7 +145,7 @@ def test_mha(name):
 
 
 @pytest.mark.parametrize("rotary_emb_dim", [0, 8])
-def test_mha_packed_is_the_dense_one(rotary_emb_dim):
+def test_packed_mha_matches_dense(rotary_emb_dim):
     torch.manual_seed(0)
     module = mha.MHA(64, 4, causal=True, use_flash_attn=True, rotary_emb_dim=rotary_emb_dim)
     first, second = torch.randn(1, 9, 64), torch.randn(1, 4, 64)
@@ -173,8 +173,9 @@ def test_mha_cross_attention():
 
 @pytest.mark.parametrize("rotary", ["none", "fused", "scaled"])
 @pytest.mark.parametrize("flash", [False, True])
-def test_mha_with_a_cache_is_the_whole_pass(rotary, flash):
-    """Prefill and steps through inference_params give the rows of one pass over everything."""
+def test_mha_with_a_cache_matches_a_full_pass(rotary, flash):
+    """Prefill and steps through inference_params give the rows of one pass over the whole
+    sequence."""
     torch.manual_seed(0)
     options = dict(causal=True, layer_idx=3, num_heads_kv=2, use_flash_attn=flash)
     if rotary != "none":
@@ -182,7 +183,8 @@ def test_mha_with_a_cache_is_the_whole_pass(rotary, flash):
     module = mha.MHA(64, 4, **options).eval()
     if rotary == "scaled":
         module.rotary_emb = RotaryEmbedding(16, scale_base=64)
-        # XPos centres its scale on the length of the table: the same one for both passes.
+        # XPos centres its scale on the table's length, so both passes need a table of the same
+        # length.
         module.rotary_emb._update_cos_sin_cache(20, torch.get_default_device(), torch.float32)
     x = torch.randn(2, 12, 64)
     with torch.no_grad():
@@ -209,7 +211,7 @@ def test_mha_with_a_cache_is_the_whole_pass(rotary, flash):
     assert torch.allclose(step[:, 0], torch.stack((want[0, 8], want[1, 11])), atol=2e-6)
 
 
-def test_parameters_have_the_names_of_checkpoints():
+def test_parameter_names_match_checkpoints():
     names = set(mha.MHA(32, 2).state_dict())
     assert names == {f"{m}.{p}" for m in ("Wqkv", "out_proj") for p in ("weight", "bias")}
     names = set(mha.MHA(32, 2, cross_attn=True, out_proj_bias=False).state_dict())

@@ -1,4 +1,4 @@
-"""Rotary embedding against complex multiplication in float64."""
+"""Rotary embedding compared with complex multiplication in float64."""
 
 from __future__ import annotations
 
@@ -95,21 +95,21 @@ def test_gradient(interleaved, inplace):
     assert torch.autograd.gradcheck(rotated, x)
 
 
-def test_parts_of_a_projection_are_rotated_in_place():
-    """unbind gives views that autograd does not let ordinary in-place operations touch."""
+def test_slices_of_a_projection_are_rotated_in_place():
+    """unbind returns views that autograd forbids ordinary in-place operations to modify."""
     cos, sin = tables(4, torch.float64)
     base = torch.randn(1, 3, 3, 2, 8, dtype=torch.float64, requires_grad=True)
 
-    def parts(x, inplace):
+    def slices(x, inplace):
         q, k, v = (x * 1.0).unbind(2)
         q, k = (rotary.apply_rotary_emb(y, cos, sin, inplace=inplace) for y in (q, k))
         return torch.stack((q, k, v), dim=2)
 
-    assert torch.equal(parts(base, True), parts(base, False))
-    assert torch.autograd.gradcheck(lambda x: parts(x, True), base)
+    assert torch.equal(slices(base, True), slices(base, False))
+    assert torch.autograd.gradcheck(lambda x: slices(x, True), base)
 
 
-def test_conjugate_turns_back():
+def test_conjugate_inverts_the_rotation():
     x = torch.randn(BATCH, ROWS, HEADS, DIM)
     cos, sin = tables(8)
     turned = apply_rotary(x, cos, sin, 3)
@@ -118,7 +118,7 @@ def test_conjugate_turns_back():
     assert torch.allclose(back, x, atol=1e-6)
 
 
-def test_rows_past_the_tables_stay():
+def test_rows_past_the_tables_are_unchanged():
     x = torch.randn(1, 4, 1, 4)
     cos, sin = tables(2)
     got = apply_rotary(x, cos, sin, torch.tensor([POSITIONS - 2]))
@@ -148,7 +148,7 @@ def test_packed_qkv(interleaved, packing):
     )
     for part, want, name in zip(parts, wanted, "qkv", strict=True):
         assert_as_good(part.detach(), None, want, 2, name)
-    # A rotation keeps lengths: d(sum of squares / 2) is the input itself.
+    # A rotation preserves lengths, so d(sum of squares / 2) is the input itself.
     (gradient,) = torch.autograd.grad((got * got.detach()).sum(), qkv)
     assert torch.allclose(gradient, qkv.detach(), atol=1e-5)
 
@@ -187,7 +187,7 @@ def test_rotary_embedding_module(interleaved):
     assert torch.allclose(kv[:, :, 0].double(), wanted[1], atol=2e-6)
 
 
-def test_positions_stay_exact_in_a_half_precision_module():
+def test_positions_are_exact_in_a_half_precision_module():
     module = rotary.RotaryEmbedding(4).to(torch.bfloat16)
     module._update_cos_sin_cache(1024, device=torch.get_default_device(), dtype=torch.float32)
     frequency = torch.tensor([1.0, 0.01])
@@ -196,7 +196,7 @@ def test_positions_stay_exact_in_a_half_precision_module():
 
 
 def test_scale_base_cancels_between_q_and_k():
-    """XPos: the product of q at i and k at j decays with i - j, whatever i is."""
+    """XPos: the product of q at i and k at j decays with i - j and does not depend on i."""
     module = rotary.RotaryEmbedding(8, scale_base=16)
     qkv = torch.ones(1, 6, 3, 1, 8, dtype=torch.float64)
     got = module(qkv.clone())

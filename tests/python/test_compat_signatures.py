@@ -1,7 +1,7 @@
 """The signatures of FlashAttention-2 (2.8) and 3, parameter by parameter.
 
-Callers pass arguments by position and by name, and some ask ``inspect.signature`` for names: order,
-kinds, defaults and annotations have to be the same as well.
+Callers pass arguments by position and by name, and some ask ``inspect.signature`` for names, so
+order, kinds, defaults and annotations have to match as well.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ SIGNATURES = {
 
 
 def entries():
-    """(module, name, parameters and result) of the tables; a name starts a line at its indent."""
+    """(module, name, parameters and result) from the tables; a name starts an unindented line."""
     for module, text in SIGNATURES.items():
         joined = []
         for line in text.strip("\n").splitlines():
@@ -211,12 +211,13 @@ def parameters(function: ast.FunctionDef):
     rest = (arguments.vararg, arguments.kwarg)
     described += [x and x.arg for x in rest] + [x.arg for x in arguments.kwonlyargs]
     returns = function.returns and ast.unparse(function.returns)
-    # The one spelling that differs: typing.Tuple means the same as tuple and is deprecated.
+    # One spelling differs: typing.Tuple, which is deprecated, means the same as tuple.
     return [*described, returns and returns.replace("Tuple[", "tuple[")]
 
 
 def described(signature: inspect.Signature):
-    """The same list from a signature (annotations are strings: modules postpone them)."""
+    """The same list, from a signature (annotations are strings, because the modules postpone
+    them)."""
     listed, vararg, kwarg, kwonly = [], None, None, []
     for x in signature.parameters.values():
         if x.kind is x.VAR_POSITIONAL:
@@ -248,7 +249,7 @@ def test_signature(module, name, wanted):
     assert described(inspect.signature(found)) == parameters(function)
 
 
-def test_the_package_exports_the_seven_functions():
+def test_package_exports_the_seven_functions():
     import tilewise.compat.flash_attn as package
 
     names = [name for name in package.__all__ if name.startswith("flash_attn_")]
@@ -267,7 +268,7 @@ def test_aliases():
         assert callable(getattr(bert_padding, name))
 
 
-def test_modules_are_found_as_attributes():
+def test_modules_are_attributes():
     code = "import tilewise; tilewise.compat.flash_attn.flash_attn_func; "
     code += "tilewise.compat.flash_attn_interface.flash_attn_combine; "
     code += "assert not hasattr(tilewise.compat, 'flash_attn_4')"

@@ -1,4 +1,4 @@
-"""Tensors on a GPU: streams, graphs, several GPUs, torch's own kernels beside ours."""
+"""Tensors on a GPU: streams, graphs, several GPUs, comparison with torch's own kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def inputs(dtype=torch.float32, rows=130, keys=170, heads=4, heads_kv=2, dim=64)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_graph_of_a_training_step(dtype):
-    """Forward and backward captured by torch's graphs, replayed on new numbers."""
+    """Forward and backward are captured by torch's CUDA graphs and replayed on new numbers."""
     q, k, v = inputs(dtype)
     dout = torch.randn_like(q)
 
@@ -48,7 +48,7 @@ def test_graph_of_a_training_step(dtype):
             assert torch.equal(got, want)
 
 
-def test_dropout_in_a_graph_draws_anew():
+def test_dropout_in_a_graph_draws_new_bits():
     q, k, v = (x.detach() for x in inputs())
     tilewise.attention(q, k, v, dropout_p=0.5)
     graph = torch.cuda.CUDAGraph()
@@ -60,8 +60,8 @@ def test_dropout_in_a_graph_draws_anew():
     assert first.isfinite().all() and not torch.equal(first, out)
 
 
-def test_graphs_of_uneven_lengths_on_two_streams():
-    """Blocks count how many of a tile are done: from nothing in each launch."""
+def test_varlen_decode_graphs_on_two_streams():
+    """The last CTA of a tile is found by a counter, which must start at zero in each launch."""
     q = torch.randn(70, 1, 8, 128, dtype=torch.bfloat16)
     cache = [torch.randn(70, 1024, 2, 128, dtype=torch.bfloat16) for _ in "kv"]
     lengths = torch.ones(70, dtype=torch.int32)
@@ -90,7 +90,7 @@ def test_graphs_of_uneven_lengths_on_two_streams():
             assert all(torch.equal(out, right) for out in outs)
 
 
-def test_checks_are_refused_in_a_graph_that_goes_on():
+def test_checks_are_refused_during_capture_and_capture_continues():
     q, cache = torch.randn(2, 1, 4, 64), torch.randn(2, 32, 2, 64)
     packed, keys = torch.randn(10, 4, 64), torch.randn(10, 2, 64)
     starts = torch.tensor([0, 4, 10], dtype=torch.int32)
@@ -114,7 +114,7 @@ def test_checks_are_refused_in_a_graph_that_goes_on():
         assert torch.equal(x, y)
 
 
-def test_streams_of_torch_are_used():
+def test_torch_current_stream_is_used():
     q, k, v = (x.detach() for x in inputs())
     want = tilewise.attention(q, k, v)
     right, stream = k.clone(), torch.cuda.Stream()
@@ -144,7 +144,7 @@ def test_deterministic_is_bitwise_with_other_work_on_the_gpu():
         assert all(torch.equal(a, b) for a, b in zip(results[0], later, strict=True))
 
 
-def test_torch_asks_for_determinism():
+def test_torch_deterministic_algorithms_are_honoured():
     q, k, v = inputs(torch.float16)
     dout = torch.randn_like(q)
     with_option = torch.autograd.grad(
@@ -160,11 +160,13 @@ def test_torch_asks_for_determinism():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
-def test_no_worse_than_flash_attention_of_torch(dtype, causal):
-    """Long rows, where errors add up: on average within 1.2 of torch's kernel, against float64.
+def test_error_is_near_that_of_torch_flash_attention(dtype, causal):
+    """In long rows, where errors add up, the average error against float64 is at most 1.2 times
+    that of torch's kernel.
 
-    The largest of a million errors is that of one element, whichever kernel rounded it the wrong
-    way; it is held to the bound of every test, a multiple of a plain computation's in this dtype.
+    The largest of a million errors is that of one element, which either kernel may have rounded the
+    wrong way; it has to meet the usual bound, a multiple of a plain computation's error in this
+    dtype.
     """
     q, k, v = (x.detach().transpose(1, 2) for x in inputs(dtype, 2048, 2048, 4, 4, 128))
     want = sdpa(*(x.double() for x in (q, k, v)), is_causal=causal)
@@ -179,7 +181,7 @@ def test_no_worse_than_flash_attention_of_torch(dtype, causal):
     assert ours.abs().max() <= FORWARD_FACTOR * plain.abs().max()
 
 
-def test_fp32_is_as_exact_as_torch_and_tf32_is_asked_for():
+def test_fp32_is_as_exact_as_torch_and_tf32_is_opt_in():
     q, k, v = (x.detach().transpose(1, 2) for x in inputs(torch.float32, 1500, 1500, 4, 4, 64))
     want = sdpa(*(x.double() for x in (q, k, v)))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION):
@@ -190,7 +192,7 @@ def test_fp32_is_as_exact_as_torch_and_tf32_is_asked_for():
     assert ours < 0.1 * rounded < 0.01 * want.abs().max()
 
 
-def test_another_gpu_than_the_current_one():
+def test_gpu_other_than_the_current_one():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     here = inputs(torch.bfloat16)
@@ -202,14 +204,15 @@ def test_another_gpu_than_the_current_one():
     assert torch.cuda.current_device() == 0
 
 
-def test_tensors_of_two_devices_are_refused():
+def test_tensors_on_two_devices_are_refused():
     q, k, v = (x.detach() for x in inputs())
     with pytest.raises(ValueError, match=r"\bk\b.*cpu"):
         tilewise.attention(q, k.cpu(), v)
 
 
-def test_more_elements_than_an_int_counts(much_memory):
-    """bf16 with 2^31 + elements in q, k, v, out each: rows from far ends against short problems."""
+def test_more_than_2_31_elements(much_memory):
+    """q, k, v and out in bf16 have more than 2^31 elements each: rows from both ends are compared
+    with small problems."""
     rows, heads, dim = 2**31 // (64 * 128) + 1000, 64, 128
     much_memory(5 * 2 * rows * heads * dim)
     q, k, v = (torch.empty(1, rows, heads, dim, dtype=torch.bfloat16) for _ in range(3))
@@ -219,25 +222,25 @@ def test_more_elements_than_an_int_counts(much_memory):
     for first in (0, rows // 2, rows - 300):
         part = slice(first, first + 300)
         want = tilewise.attention(q[:, part], k[:, part], v[:, part], window=(20, 0))
-        start = 0 if first == 0 else 20  # rows before see keys of other parts
+        start = 0 if first == 0 else 20  # earlier rows see keys outside of the slice
         apart = (out[:, part] - want)[:, start:].abs().max()
         assert apart <= 2**-7 * want.abs().max(), first
 
 
 def test_memory_is_linear():
-    """Peak of torch's allocator over one training step, against the size of the tensors."""
+    """Peak of torch's allocator over one training step, relative to the size of the tensors."""
     q, k, v = inputs(torch.bfloat16, rows=16384, keys=16384, heads=4, heads_kv=4)
     tensors = q.numel() * 2
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     tilewise.attention(q, k, v, causal=True).sum().backward()
-    # out, dout, dq, dk, dv in 16 bits, dq's sums in fp32, lse and delta: far below one row of
-    # tiles of scores.
+    # out, dout, dq, dk and dv in 16 bits, the fp32 sums of dq, lse and delta: far less than the
+    # scores of one row of tiles.
     assert torch.cuda.max_memory_allocated() - before < 9 * tensors
 
 
-def test_autocast_of_a_gpu():
+def test_autocast_on_a_gpu():
     q, k, v = inputs()
     with torch.autocast("cuda", dtype=torch.float16):
         out = tilewise.attention(q, k, v)

@@ -1,4 +1,4 @@
-"""What only a GPU has: streams, graphs, forced tile tables, a workspace with anything in it."""
+"""The C ABI on a GPU: streams, graphs, forced tile tables, workspaces with arbitrary contents."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CASES = {"plain": PLAIN, "general": GENERAL, "decode": DECODE}
 
 
 def same(a: Outcome, b: Outcome) -> list[str]:
-    """Names of the results that differ in a bit."""
+    """Names of the results that are not bitwise equal."""
     pairs = {"out": (a.out, b.out), "lse": (a.lse, b.lse)}
     pairs |= {f"d{n}": (a.grads[n], b.grads[n]) for n in a.grads}
     return [name for name, (x, y) in pairs.items() if not np.array_equal(x, y)]
@@ -43,8 +43,8 @@ def same(a: Outcome, b: Outcome) -> list[str]:
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_of_the_workspace_is_read_before_it_is_written(dtype, name, monkeypatch):
-    """Zeros, ones, NaN bytes and large numbers in it: the same bits come out."""
+def test_workspace_is_written_before_it_is_read(dtype, name, monkeypatch):
+    """Zeros, ones, NaN bytes and large numbers in the workspace give the same bits."""
     b = Built(dataclasses.replace(CASES[name], dtype=dtype, deterministic=True))
     results = []
     for fill in (0xFF, 0x00, 0x01, 0x7F):
@@ -58,8 +58,8 @@ def test_nothing_of_the_workspace_is_read_before_it_is_written(dtype, name, monk
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shift", [1, 2, 3, 5])
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
-def test_pointers_off_the_alignment_of_vectors(head_dim, shift, dtype):
-    """Also one tensor alone: the kernels copy 16 bytes at a time where they may."""
+def test_pointers_not_aligned_to_16_bytes(head_dim, shift, dtype):
+    """Also with a single misaligned tensor: the kernels copy 16 bytes at a time where they can."""
     case = dataclasses.replace(PLAIN, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim)
     check(dataclasses.replace(case, shift=shift, rows=(70, 70), keys=(90, 90)))
     b = Built(dataclasses.replace(case, pad=8 - shift, rows=(33, 33), keys=(65, 65)))
@@ -70,7 +70,7 @@ def test_pointers_off_the_alignment_of_vectors(head_dim, shift, dtype):
 
 
 @pytest.mark.abi("cuda", "emulator")
-def test_a_gpu_that_is_not_there():
+def test_missing_gpu_is_refused():
     count = torch.cuda.device_count() if devices.current().name == "cuda" else 1
     b = Built(PLAIN)
     info = capi.PlanInfo(struct_size=ctypes.sizeof(capi.PlanInfo))
@@ -117,7 +117,8 @@ def forced(architecture: str, dtype: str = "fp16") -> str:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("architecture", ["75", "80", "90", "120"])
 def test_forced_tile_table(architecture, dtype):
-    """It computes the same, or says that this build has no code of it for this GPU."""
+    """The forced table computes the same result, or the error says that this build lacks its
+    code."""
     said = forced(architecture, dtype)
     if said.startswith("refused"):
         assert architecture in said and "TILEWISE_FORCE_ARCH" in said, said
@@ -127,13 +128,13 @@ def test_forced_tile_table(architecture, dtype):
 
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("architecture", ["77", "hopper", "-1", "1e3"])
-def test_forced_nonsense_is_refused(architecture):
+def test_invalid_forced_arch_is_refused(architecture):
     said = forced(architecture)
     assert said.startswith("refused") and "TILEWISE_FORCE_ARCH" in said and architecture in said
 
 
 @pytest.mark.abi("cuda", "emulator")
-def test_more_blocks_than_a_grid_has_are_refused_by_the_plan():
+def test_plan_refuses_more_blocks_than_a_grid_can_have():
     b = Built(PLAIN)
     a = b.attention
     a.batch, a.heads_q, a.heads_kv, a.seqlen_q, a.seqlen_k = 2**31 - 1, 2, 2, 1, 1
@@ -147,11 +148,11 @@ def test_more_blocks_than_a_grid_has_are_refused_by_the_plan():
     )
 
 
-# Without a GPU from here on there is nothing to test -------------------------------------------
+# The rest of the file needs a GPU --------------------------------------------------------------
 
 
 def launch(b: Built, gradients: capi.Gradients | None, workspace: torch.Tensor) -> None:
-    """On torch's current stream, asynchronously."""
+    """Launch asynchronously on torch's current stream."""
     b.attention.stream = b.device.stream
     lib, start = capi.library(), -(-workspace.data_ptr() // 64) * 64
     size = workspace.numel() - 64
@@ -172,8 +173,8 @@ def area(b: Built, gradients: capi.Gradients | None) -> torch.Tensor:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_graph_capture_and_replay(dtype, name):
-    """Captured once, replayed on other numbers: an allocation or a synchronisation inside a launch
-    would end the capture."""
+    """A graph is captured once and replayed on other numbers: an allocation or a synchronisation in
+    a launch would end the capture."""
     case = dataclasses.replace(CASES[name], dtype=dtype, deterministic=True)
     b = Built(case)
     want = run(b)
@@ -189,7 +190,7 @@ def test_graph_capture_and_replay(dtype, name):
             fresh = Built(dataclasses.replace(case, seed=77))
             for part in ("q", "k", "v", "dout"):
                 getattr(b, part).copy_(getattr(fresh, part))
-            want = run(b)  # into new gradients: the graph writes the first ones
+            want = run(b)  # into new gradient buffers: the graph writes the old ones
         for x in results:
             x.poison()
         for space in spaces:
@@ -203,8 +204,8 @@ def test_graph_capture_and_replay(dtype, name):
 
 
 @pytest.mark.abi("cuda")
-def test_a_check_is_refused_while_a_graph_is_captured():
-    """As an argument, and without ending the capture or adding to it."""
+def test_check_is_refused_during_graph_capture():
+    """The argument is refused without ending the capture or adding to it."""
     b = Built(dataclasses.replace(PLAIN, varlen_q=True, varlen_k=True))
     want = run(b)
     b.attention.check = 1
@@ -222,7 +223,7 @@ def test_a_check_is_refused_while_a_graph_is_captured():
         launch(b, None, plain)
     assert status == capi.INVALID_ARGUMENT
     assert said == (
-        "check is 1 while the stream is being captured: it waits for the GPU, 0 is allowed"
+        "check is 1 while the stream is being captured: it waits for the GPU, so it must be 0"
     )
     b.out.poison()
     graph.replay()
@@ -231,8 +232,8 @@ def test_a_check_is_refused_while_a_graph_is_captured():
 
 @pytest.mark.abi("cuda")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_stream_of_its_own(dtype):
-    """The inputs arrive on another stream, behind work that takes a while."""
+def test_separate_stream(dtype):
+    """The inputs arrive on another stream, after work that takes a while."""
     b = Built(dataclasses.replace(PLAIN, dtype=dtype, deterministic=True))
     want = run(b)
     right = b.k.clone()
@@ -254,11 +255,11 @@ def test_a_stream_of_its_own(dtype):
 
 @pytest.mark.abi("cuda")
 @pytest.mark.parametrize("name", CASES)
-def test_a_launch_does_not_wait(name):
+def test_launch_is_asynchronous(name):
     b = Built(CASES[name])
     gradients = b.gradients()
     spaces = area(b, None), area(b, gradients)
-    launch(b, None, spaces[0])  # what a first launch loads takes time
+    launch(b, None, spaces[0])  # the first launch loads code, which takes time
     launch(b, gradients, spaces[1])
     torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -271,7 +272,7 @@ def test_a_launch_does_not_wait(name):
 
 
 @pytest.mark.abi("cuda")
-def test_another_gpu_than_the_current_one():
+def test_gpu_other_than_the_current_one():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     other = dataclasses.replace(devices.ALL["cuda"], memory=torch.device("cuda", 1))
@@ -288,7 +289,7 @@ def test_another_gpu_than_the_current_one():
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("head_dim", [64, 128, 200])
 @pytest.mark.parametrize("case", [PLAIN, GENERAL], ids=["plain", "general"])
-def test_tf32_is_as_good_as_plain_products_in_tf32(case, head_dim):
+def test_tf32_error_is_near_that_of_plain_tf32_products(case, head_dim):
     import yardstick
 
     case = dataclasses.replace(case, head_dim=head_dim, head_dim_v=head_dim, tf32=True)
@@ -308,8 +309,8 @@ def test_tf32_is_as_good_as_plain_products_in_tf32(case, head_dim):
 
 @pytest.mark.abi("emulator")
 @pytest.mark.parametrize("case", [PLAIN, GENERAL], ids=["plain", "general"])
-def test_tf32_is_near(case):
-    """Operands of 11 bits: within a few units of that."""
+def test_tf32_is_close_to_exact(case):
+    """Operands have 11 significant bits: errors are within a few units of that."""
     b = Built(dataclasses.replace(case, tf32=True))
     want, got = b.expected(), run(b)
     assert np.abs(got.out - want.out).max() < 2**-8 * largest(want.out)

@@ -1,4 +1,4 @@
-"""The ledger of the CUDA kernels: names are understood, files read back, differences found."""
+"""The ledger of the CUDA kernels: parsing names, reading files back, finding differences."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FORWARD = (
 ROWS = (
     "_ZN8tilewise4cuda4simt13backward_rowsINS1_6ConfigINS0_4BF16ELi512EEEEEvNS0_14BackwardParamsE"
 )
-NARROW = (
+SMALL = (
     "_ZN8tilewise4cuda5wgmma7forwardINS1_6ConfigINS0_4BF16ELi192ELi128ELNS1_4FormE0E"
-    "LNS0_4arch3CutE1EEEEEvNS0_16TmaForwardParamsE"
+    "LNS0_4arch8TileSizeE1EEEEEvNS0_16TmaForwardParamsE"
 )
 CHECK = "_ZN8tilewise4cuda6common5checkENS1_11CheckParamsE"
 
@@ -47,25 +47,25 @@ arch = sm_75
 def ledger():
     return {
         tool.key_of(FORWARD, 90): tool.Cost(168, 0, 1024, 10000),
-        tool.key_of(NARROW, 90): tool.Cost(168, 0, 1024, 10000),
+        tool.key_of(SMALL, 90): tool.Cost(168, 0, 1024, 10000),
         tool.key_of(ROWS, 90): tool.Cost(123, 0, 1024, 20000),
         tool.key_of(CHECK, 75): tool.Cost(46, 8, 0, 3000),
     }
 
 
-def test_a_name_says_what_the_kernel_is():
+def test_mangled_name_is_parsed():
     key = tool.key_of(FORWARD, 90)
     assert key == tool.Key(90, "mma_sync", "forward", "Sm90", "F16", 64, 0, "plain")
-    assert tool.key_of(NARROW, 90).cells()[-2:] == ["192x128", "plain-narrow"]
-    usual = tool.key_of(NARROW.replace("CutE1", "CutE0").replace("Li192", "Li128"), 90)
+    assert tool.key_of(SMALL, 90).cells()[-2:] == ["192x128", "plain-small"]
+    usual = tool.key_of(SMALL.replace("TileSizeE1", "TileSizeE0").replace("Li192", "Li128"), 90)
     assert usual.cells()[-2:] == ["128", "plain"]
     general = tool.key_of(FORWARD.replace("FormE0E", "FormE1E"), 90)
     assert general == replace(key, form="general")
-    paged = FORWARD.replace("LNS1_4FormE0E", "LNS0_4FormE2ELNS1_3CutE1E")
-    assert tool.key_of(paged, 90) == replace(key, form="paged-narrow")
-    for number, name in ((3, "boxes"), (4, "paged-boxes")):
+    paged = FORWARD.replace("LNS1_4FormE0E", "LNS0_4FormE2ELNS1_5PhaseE1E")
+    assert tool.key_of(paged, 90) == replace(key, form="paged-decode")
+    for number, name in ((3, "tma"), (4, "tma-paged")):
         other = tool.key_of(paged.replace("FormE2E", f"FormE{number}E"), 90)
-        assert other == replace(key, form=f"{name}-narrow")
+        assert other == replace(key, form=f"{name}-decode")
     float8 = FORWARD.replace("3F16E", "4E4M3E")
     assert tool.key_of(float8, 90) == replace(key, element="E4M3")
     assert tool.key_of(ROWS, 75) == tool.Key(75, "simt", "backward_rows", "-", "BF16", 512, 0, "-")
@@ -79,12 +79,12 @@ def test_resource_usage_is_read_per_architecture():
     assert found[1][2]["STACK"] + found[1][2]["LOCAL"] == 24
 
 
-def test_the_file_reads_back():
+def test_ledger_file_round_trip():
     text = tool.text_of(ledger(), "13.0", 123, FAMILIES)
     assert tool.parse_text(text) == (ledger(), "13.0")
     assert text == tool.text_of(
         dict(reversed(ledger().items())), "13.0", 123, FAMILIES
-    )  # order is stable
+    )  # the order is stable
 
 
 LOOPS = """
@@ -105,14 +105,14 @@ LOOPS = """
 """
 
 
-def test_the_main_loops_are_the_innermost_ones_with_products():
+def test_main_loops_are_the_innermost_loops_with_mma():
     assert tool.main_loop(LOOPS) == (1, 1)
     assert tool.main_loop(LOOPS.replace("HGMMA", "HMMA")) is None
 
 
-def test_counts_of_the_main_loop_are_compared_where_both_have_them():
+def test_main_loop_counts_are_compared_where_both_exist():
     now, before = ledger(), ledger()
-    key = tool.key_of(NARROW, 90)
+    key = tool.key_of(SMALL, 90)
     now[key] = replace(now[key], r2ur=5, warpsync=0)
     assert tool.differences(now, before) == []
     before[key] = replace(before[key], r2ur=4, warpsync=0)
@@ -124,7 +124,7 @@ def test_differences_are_found():
     now, before = ledger(), ledger()
     assert tool.differences(now, before) == []
     key = tool.key_of(FORWARD, 90)
-    now[key] = replace(now[key], registers=169, code=10400)  # 4 % more code is none
+    now[key] = replace(now[key], registers=169, code=10400)  # 4 % more code is tolerated
     assert tool.differences(now, before) == [f"{key}: registers 168 -> 169"]
     now[key] = replace(before[key], code=10600)
     assert tool.differences(now, before) == [f"{key}: code 10000 -> 10600 bytes"]
@@ -133,12 +133,12 @@ def test_differences_are_found():
     assert tool.differences(before, now) == [f"{key}: new"]
 
 
-def test_a_gpu_without_code_in_this_build_is_not_compared():
+def test_architectures_missing_from_the_build_are_ignored():
     now = {key: cost for key, cost in ledger().items() if key.sm == 90}
     assert tool.differences(now, ledger()) == []
 
 
-def test_of_a_build_of_some_units_the_others_are_not_missed():
+def test_partial_build_does_not_report_other_kernels_as_gone():
     some = {tool.key_of(FORWARD, 90): tool.Cost(168, 0, 1024, 10000)}
     assert tool.differences(some, ledger(), part=True) == []
     assert len(tool.differences(some, ledger())) == 2
@@ -147,7 +147,7 @@ def test_of_a_build_of_some_units_the_others_are_not_missed():
     assert tool.differences(some, before, part=True) == [f"{backward}: gone"]
 
 
-def test_more_stack_in_a_plain_kernel_and_a_large_library_are_faults():
+def test_fast_path_stack_growth_and_a_large_library_are_faults():
     now = ledger()
     assert tool.faults(now, ledger(), 39_999_999, FAMILIES) == []
     assert len(tool.faults(now, ledger(), 56_000_000, FAMILIES)) == 1
@@ -162,7 +162,7 @@ def test_more_stack_in_a_plain_kernel_and_a_large_library_are_faults():
     assert f"{key}: 16 bytes" in tool.text_of(now, "13", 1, {})
 
 
-def test_a_family_has_a_limit_inside_the_library():
+def test_family_has_a_size_limit():
     large = FAMILIES | {"wgmma": tool.Family(12, 13_000_000, 8_000_000)}
     wrong = ["wgmma has 8000000 bytes of the library, allowed are 7999999"]
     assert tool.faults(ledger(), ledger(), 1, large) == wrong
@@ -171,7 +171,7 @@ def test_a_family_has_a_limit_inside_the_library():
 
 
 def elf(*sections: tuple[str, bytes]) -> bytes:
-    """Of 64 bits, with these sections and one of their names."""
+    """A 64-bit ELF file with these sections, and one that holds their names."""
     names = b"\0".join(name.encode() for name, _ in sections) + b"\0.names\0"
     header, parts, at = [], b"", 64
     for name, data in (*sections, (".names", names)):
@@ -189,7 +189,7 @@ def elf(*sections: tuple[str, bytes]) -> bytes:
     )
 
 
-def test_bytes_inside_a_library_are_those_of_its_fat_binaries():
+def test_family_bytes_are_those_of_its_fat_binaries():
     def image(kind: int, payload: int) -> bytes:
         return struct.pack("<HHIQ", kind, 257, 64, payload) + bytes(48 + payload)
 
@@ -203,7 +203,7 @@ def test_bytes_inside_a_library_are_those_of_its_fat_binaries():
     assert tool.code_bytes(elf((".text.f", bytes(48)), (".nv.info", bytes(8)))) == {"f": 48}
 
 
-def test_compile_times_are_the_last_ones_of_each_unit():
+def test_compile_times_use_the_last_build_of_each_unit():
     log = "# ninja log v5\n"
     for begin, end, unit in ((0, 9000, "wgmma_sm90a_f16_d64"), (0, 4000, "mma_sync_sm90_f16_d64"),
                              (500, 3000, "wgmma_sm90a_f16_d64"), (0, 4500, "wgmma_sm90a_f16_d96"),
@@ -225,9 +225,7 @@ ptxas info    : (C7518) something
 """
 
 
-def test_notices_of_serialised_products_are_found_and_their_objects_compiled_again(
-    tmp_path, capsys, monkeypatch
-):
+def test_serialised_wgmma_notices_are_found_and_objects_rebuilt(tmp_path, capsys, monkeypatch):
     objects = [tmp_path / f"CMakeFiles/a.dir/cuda/{name}.cu.o" for name in ("one", "two")]
     objects[0].parent.mkdir(parents=True)
     for path in objects:
@@ -247,7 +245,7 @@ def test_notices_of_serialised_products_are_found_and_their_objects_compiled_aga
     assert "(C7510)" in printed and "(C7518)" in printed and "3 notices in" in printed
 
 
-def test_a_file_without_machine_code_is_refused(tmp_path, capsys, monkeypatch):
+def test_file_without_machine_code_is_refused(tmp_path, capsys, monkeypatch):
     fake = tmp_path / "cuobjdump"
     fake.write_text("#!/bin/sh\nexit 0\n")
     fake.chmod(0o755)
@@ -258,7 +256,7 @@ def test_a_file_without_machine_code_is_refused(tmp_path, capsys, monkeypatch):
     assert "no CUDA machine code inside" in capsys.readouterr().err
 
 
-def test_what_gpu_results_belong_to_is_code_without_comments_and_layout(tmp_path):
+def test_code_hash_ignores_comments_and_layout(tmp_path):
     from gpu_check.provenance import source_hash
 
     def hash_of(code: str) -> str:

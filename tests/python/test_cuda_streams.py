@@ -1,8 +1,8 @@
-"""Work on two streams at once, launches that overlap, calls that nobody waits for, graphs of caches
+"""Two streams at once, overlapping launches, calls that must not synchronise, and graphs of caches
 that grow.
 
-On the CPU there are no streams: the same calls run one after another there, so that what is written
-here for a GPU is tried without one.
+On the CPU there are no streams: the same calls run one after another, so the code that is written
+here for a GPU is exercised without one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-class Lane:
-    """A stream."""
+class Stream:
+    """A CUDA stream, or nothing on the CPU."""
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream() if on_gpu() else None
@@ -48,21 +48,21 @@ class Lane:
         self.context.__exit__(*error)
 
     def delay(self) -> None:
-        """Some milliseconds, in which the CPU queues what then runs at once."""
+        """A few milliseconds of GPU work, behind which the CPU queues what then runs at once."""
         if on_gpu():
             with self:
                 torch.cuda._sleep(20_000_000)
 
 
-def captured(call: Callable[[], list[Tensor]], lane: Lane) -> tuple[Callable, list[Tensor]]:
-    """What replays a graph of the call, and its results."""
+def captured(call: Callable[[], list[Tensor]], stream: Stream) -> tuple[Callable, list[Tensor]]:
+    """(function that replays a graph of the call, the call's results)."""
     synchronize()
-    with lane:
+    with stream:
         call()
     synchronize()
     if on_gpu():
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=lane.stream):
+        with torch.cuda.graph(graph, stream=stream.stream):
             results = call()
         return graph.replay, results
     results = call()
@@ -82,7 +82,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 class Training:
-    """Forward and backward of sequences of uneven lengths, which on Hopper wgmma serves."""
+    """Forward and backward of varlen sequences, which wgmma runs on Hopper."""
 
     def __init__(self, deterministic: bool, lengths: tuple[int, ...], dim: int) -> None:
         lengths = lengths if on_gpu() else tuple(-(-n // 8) for n in lengths)
@@ -110,19 +110,19 @@ class Training:
         return [out.detach(), lse.detach(), *grads]
 
     def check(self, got: list[Tensor], want: list[Tensor]) -> None:
-        """To the bit, but for gradients whose sums have no order."""
+        """Compare bitwise, except gradients whose summation order is not fixed."""
         for i, (a, b) in enumerate(zip(got, want, strict=True)):
             same = torch.equal if i < 2 or self.deterministic else devices.equal
             assert same(a, b), ("out", "lse", "dq", "dk", "dv")[i]
 
 
-def pair(first: bool, second: bool) -> list[tuple[Training, Lane, list[Tensor]]]:
-    """Two pieces of work, their streams, and what they give alone."""
-    works = [
+def pair(first: bool, second: bool) -> list[tuple[Training, Stream, list[Tensor]]]:
+    """Two problems, each with its stream and the result of running it by itself."""
+    problems = [
         Training(first, (700, 3, 1025, 260, 512), 128),
         Training(second, (64, 1500, 300, 129, 1), 64),
     ]
-    made = [(work, Lane(), work()) for work in works]
+    made = [(problem, Stream(), problem()) for problem in problems]
     synchronize()
     return made
 
@@ -137,17 +137,17 @@ KINDS = pytest.mark.parametrize(
 def test_training_on_two_streams_at_once(deterministic):
     both = pair(*deterministic)
     for _ in range(10 if on_gpu() else 1):
-        for _, lane, _ in both:
-            lane.delay()
+        for _, stream, _ in both:
+            stream.delay()
         got = []
         for _ in range(3):
-            for work, lane, _ in both:
-                with lane:
-                    got.append(work())
+            for problem, stream, _ in both:
+                with stream:
+                    got.append(problem())
         synchronize()
         for i, results in enumerate(got):
-            work, _, want = both[i % 2]
-            work.check(results, want)
+            problem, _, want = both[i % 2]
+            problem.check(results, want)
 
 
 @KINDS
@@ -158,22 +158,22 @@ def test_graphs_of_training_on_two_streams_at_once(deterministic):
             for x in results:
                 x.fill_(torch.nan)
         synchronize()
-        for _, lane, *_ in both:
-            lane.delay()
+        for _, stream, *_ in both:
+            stream.delay()
         for _ in range(3 if on_gpu() else 1):
-            for _, lane, _, replay, _ in both:
-                with lane:
+            for _, stream, _, replay, _ in both:
+                with stream:
                     replay()
         synchronize()
-        for work, _, want, _, results in both:
-            work.check(results, want)
+        for problem, _, want, _, results in both:
+            problem.check(results, want)
 
 
 # --- caches that grow, in graphs ------------------------------------------------------------------
 
 
 class Decoding:
-    """A step of decoding with a cache, of bf16 or float8, dense or in pages."""
+    """A decoding step with a bf16 or float8 cache, contiguous or paged."""
 
     BATCH, HEADS, HEADS_KV, CAPACITY, PAGE = 3, 8, 2, 256, 16
 
@@ -204,7 +204,7 @@ class Decoding:
                 self.options[name] = torch.rand(batch, self.HEADS_KV) + 0.5
 
     def __call__(self) -> list[Tensor]:
-        """out and lse; new keys go into the caches."""
+        """Returns out and lse, and writes new keys into the caches."""
         new = self.new or [None, None]
         return list(
             tilewise.attention_with_kvcache(
@@ -243,9 +243,9 @@ STEP = pytest.mark.parametrize("step", STEPS)
 
 
 @STEP
-def test_graph_of_a_step_of_decoding(step):
-    decoding, lane = Decoding(**STEPS[step]), Lane()
-    replay, results = captured(decoding, lane)
+def test_graph_of_a_decoding_step(step):
+    decoding, stream = Decoding(**STEPS[step]), Stream()
+    replay, results = captured(decoding, stream)
     for turn in range(4):
         decoding.change(turn)
         before = [x.clone() for x in decoding.caches]
@@ -258,7 +258,7 @@ def test_graph_of_a_step_of_decoding(step):
         for x in results:
             x.fill_(torch.nan)
         synchronize()
-        with lane:
+        with stream:
             replay()
         synchronize()
         for got, right in zip([*results, *decoding.stored()], [*want, *grown], strict=True):
@@ -269,8 +269,8 @@ def test_graph_of_a_step_of_decoding(step):
 
 
 class Chain:
-    """Steps of decoding each of which reads what was written right before it: by another step, a
-    kernel, a copy, a fill, an append, another stream.
+    """Decoding steps, each of which reads what the operation right before it wrote: another step, a
+    kernel, a copy, a fill, an append, or work on another stream.
     """
 
     def __init__(self, batch: int, keys: int, heads: int, heads_kv: int, page: int) -> None:
@@ -283,7 +283,7 @@ class Chain:
         if page:
             table = torch.randperm(batch * keys // page).int().view(batch, -1)
             self.options["block_table"] = table
-        self.other = Lane()
+        self.other = Stream()
 
     def elsewhere(self, x: Tensor) -> Tensor:
         """Twice x, computed on another stream."""
@@ -298,7 +298,7 @@ class Chain:
         return twice
 
     def __call__(self, pause: Callable[[], None] = lambda: None) -> list[Tensor]:
-        """The result of each step; `pause` between any two pieces of work."""
+        """The result of each step; `pause` runs between any two operations."""
         k, v = caches = [x.clone() for x in self.rows]
         x, lengths, results = self.q, self.lengths.clone(), []
 
@@ -329,26 +329,26 @@ class Chain:
         return results
 
 
-# Clusters of one block a multiprocessor and of two, a second kernel, blocks and equal parts that
-# run at once and in turns (cuda/plan_decode.cpp, next_start).
+# These shapes cover clusters with one and with two CTAs per SM, a combine kernel, and splits and
+# chunks that fit in one wave or need several (cuda/plan_decode.cpp, next_start).
 CHAINS = [(1, 1024, 32, 8), (4, 4096, 32, 8), (2, 8192, 32, 8), (16, 1024, 32, 8),
           (48, 512, 32, 8), (128, 512, 16, 1)]  # fmt: skip
 
 
 @pytest.mark.parametrize("page", [0, 1, 16])
 @pytest.mark.parametrize("shape", CHAINS, ids=str)
-def test_a_step_waits_for_what_comes_before(shape, page):
-    chain, lane = Chain(*shape, page), Lane()
+def test_step_waits_for_its_predecessor(shape, page):
+    chain, stream = Chain(*shape, page), Stream()
     want = chain(synchronize)
     assert all(bool(x.isfinite().all()) and float(x.abs().max()) > 0 for x in want)
-    replay, results = captured(chain, lane)
-    lane.delay()
-    with lane:
+    replay, results = captured(chain, stream)
+    stream.delay()
+    with stream:
         queued = chain()
     for x in results:
         x.fill_(torch.nan)
     synchronize()
-    with lane:
+    with stream:
         replay()
         replay()
     synchronize()
@@ -357,13 +357,13 @@ def test_a_step_waits_for_what_comes_before(shape, page):
         assert torch.equal(graph, right), i
 
 
-# --- nobody waits ---------------------------------------------------------------------------------
+# --- no synchronisation --------------------------------------------------------------------------
 
 READS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.equal}
 
 
 class NoReads(TorchDispatchMode):
-    """Refuses what would wait for a GPU, were there one."""
+    """Refuses operations that would wait for a GPU if the tensors were on one."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert func.overloadpacket not in READS, f"{func} waits for the device"
@@ -371,17 +371,17 @@ class NoReads(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def nobody_waits(looks_at_pages: bool = False) -> Iterator[None]:
+def no_synchronisation(reads_block_table: bool = False) -> Iterator[None]:
     """Args:
-    looks_at_pages: on the CPU, where an append checks those that it goes to.
+    reads_block_table: the call is an append, which on the CPU validates the pages it writes to.
     """
     if not on_gpu():
-        with contextlib.nullcontext() if looks_at_pages else NoReads():
+        with contextlib.nullcontext() if reads_block_table else NoReads():
             yield
         return
     synchronize()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode does not see everything
+        warnings.simplefilter("ignore")  # the debug mode warns that it does not catch everything
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -426,7 +426,7 @@ CALLS: dict[str, Callable[[], Callable[[], object]]] = {
         seqused_q=torch.tensor([50, 0, 100], dtype=torch.int32),
         seqused_k=torch.tensor([60, 0, 129], dtype=torch.int32),
     ),
-    "one length of all": lambda: with_a_number(200),
+    "one length for all": lambda: with_a_number(200),
     **{f"cache: {name}": lambda step=step: Decoding(**step) for name, step in STEPS.items()},
 }  # fmt: skip
 
@@ -439,16 +439,16 @@ def with_a_number(length: int) -> Callable[[], object]:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_no_call_waits_for_the_device(name):
+def test_calls_do_not_synchronise(name):
     call = CALLS[name]()
-    call()  # loads what is loaded once
-    with nobody_waits(looks_at_pages="append" in name and "pages" in name):
+    call()  # loads code and modules
+    with no_synchronisation(reads_block_table="append" in name and "pages" in name):
         for _ in range(2):
             call()
 
 
-def test_waiting_would_be_seen():
+def test_synchronisation_would_be_detected():
     x = torch.ones(3)
-    with pytest.raises((RuntimeError, AssertionError)), nobody_waits():
+    with pytest.raises((RuntimeError, AssertionError)), no_synchronisation():
         float(x.sum())
     assert float(x.sum()) == 3.0

@@ -1,4 +1,4 @@
-"""Few rows against many keys, with everything a cache can be, against the oracle."""
+"""Decoding: few rows against many keys, with every kind of cache and option, against the oracle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = ["fp32", "bf16", "fp16"]
 
 
 def random_case(seed: int, dtype: str) -> Case:
-    """Lengths far apart; pages, rows of a larger cache, or one row each; all that scores can be."""
+    """Lengths that differ widely; paged, indexed or contiguous caches; every score option."""
     r = np.random.default_rng(seed)
     emulated = devices.current().name == "emulator"
     batch = int(r.integers(1, 5))
@@ -33,7 +33,7 @@ def random_case(seed: int, dtype: str) -> Case:
     room = -(-longest // page_size) * page_size if page_size else longest
     used_k = None
     if batch > 1 or r.integers(2):
-        # Log-normal, as lengths of requests are.
+        # Log-normal, like the lengths of real requests.
         spread = np.exp(r.standard_normal(batch) - 1.5) * longest
         used_k = tuple(int(n) for n in np.clip(spread, r.integers(0, 2), room))
     leftpad = None
@@ -85,7 +85,7 @@ LENGTHS = {
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_sequences_are_cut_by_the_keys_of_their_batch(dtype, lengths, rows, page_size):
+def test_split_size_depends_on_the_keys_of_the_batch(dtype, lengths, rows, page_size):
     used = LENGTHS[lengths]
     heads_kv, room = (1, 320) if lengths == "many" else (2, 640)
     check(
@@ -99,8 +99,8 @@ def test_sequences_are_cut_by_the_keys_of_their_batch(dtype, lengths, rows, page
 @pytest.mark.abi("cpu")
 @pytest.mark.parametrize("seed", range(24))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_many_heads_side_by_side(dtype, seed):
-    """More items than threads want: one of them takes the rows of several heads."""
+def test_one_task_takes_several_heads(dtype, seed):
+    """With more tiles than the threads need, one task takes the rows of several heads."""
     r = np.random.default_rng(seed)
     head_dim, head_dim_v = int(r.choice([8, 40, 64, 128])), int(r.choice([8, 24, 64, 128]))
     check(
@@ -121,8 +121,8 @@ def test_many_heads_side_by_side(dtype, seed):
 @pytest.mark.parametrize("head_dim", [(32, 72), (72, 8), (100, 32), (256, 104)])
 @pytest.mark.parametrize("group", [1, 2, 3, 8])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_head_dims_that_end_inside_a_read(dtype, group, head_dim, page_size):
-    """Of keys that end inside a step, rows of pages anywhere, heads beside each other and apart."""
+def test_head_dims_that_end_inside_a_vector_load(dtype, group, head_dim, page_size):
+    """Keys end inside a step, pages hold rows anywhere, heads lie next to each other and apart."""
     check(
         Case(dtype=dtype, rows=(1,) * 4, keys=(312,) * 4, used_k=(1, 17, 160, 303), group=group,
              heads_kv=3, head_dim=head_dim[0], head_dim_v=head_dim[1], page_size=page_size,
@@ -137,8 +137,8 @@ def test_head_dims_that_end_inside_a_read(dtype, group, head_dim, page_size):
 @pytest.mark.parametrize("keys", [5, 37, 293])
 @pytest.mark.parametrize("head_dim, head_dim_v", [(72, 40), (88, 80)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_behind_a_buffer_is_read(dtype, head_dim, head_dim_v, keys, rows, isa):
-    """Every buffer ends at a wall (capi.guarded)."""
+def test_nothing_past_a_buffer_is_read(dtype, head_dim, head_dim_v, keys, rows, isa):
+    """Every buffer ends at inaccessible memory (capi.guarded)."""
     with capi.cpu(isa):
         check(
             Case(dtype, (rows,), (keys,), heads_kv=2, head_dim=head_dim, head_dim_v=head_dim_v,
@@ -147,8 +147,8 @@ def test_nothing_behind_a_buffer_is_read(dtype, head_dim, head_dim_v, keys, rows
         )  # fmt: skip
 
 
-def merged(seed: int) -> Case:
-    """Splits that a cluster merges, of sequences with many parts, one and none."""
+def cluster_combine_case(seed: int) -> Case:
+    """Splits that a cluster combines, with sequences of many splits, one and none."""
     r = np.random.default_rng(seed)
     rows, group = ((1, 4), (1, 16), (2, 8), (3, 5), (1, 1), (4, 2))[seed % 6]
     batch = 1 + seed % 2
@@ -162,8 +162,8 @@ def merged(seed: int) -> Case:
     )  # fmt: skip
 
 
-def multiprocessors() -> int:
-    """Of the GPU: of a real one at least."""
+def num_sms() -> int:
+    """SMs of the GPU; on a real GPU, at least as many."""
     if devices.current().name != "emulator":
         return 100
     return int(os.environ.get("TILEWISE_EMULATOR_MULTIPROCESSORS", "4"))
@@ -177,9 +177,9 @@ def check_repeats(b: Built) -> None:
 
 
 def is_for_a_cluster(case: Case, splits: int, tile: int) -> bool:
-    """Whether the planner is to have clusters merge them (decision 016)."""
+    """Whether the planner should combine the splits within a cluster (decision 016)."""
     blocks = splits * len(case.rows) * case.heads_kv
-    room = multiprocessors() * (2 if splits <= 8 else 1)
+    room = num_sms() * (2 if splits <= 8 else 1)
     keys = max(case.keys)
     if min(case.window) >= 0:
         keys = min(keys, sum(case.window) + max(case.rows))
@@ -188,8 +188,8 @@ def is_for_a_cluster(case: Case, splits: int, tile: int) -> bool:
 
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("seed", range(36))
-def test_a_cluster_merges_splits(seed):
-    b = Built(case := merged(seed))
+def test_cluster_combines_splits(seed):
+    b = Built(case := cluster_combine_case(seed))
     why = capi.plan(b.attention).why
     if found := re.search(rb"tile 16x(\d+) .* of table sm_90.* (\d+) key splits", why):
         tile, splits = int(found[1]), int(found[2])
@@ -197,8 +197,8 @@ def test_a_cluster_merges_splits(seed):
     check(case, backward=False)
 
 
-def uneven(seed: int) -> Case:
-    """More tiles than multiprocessors, and a few sequences with many parts."""
+def chunk_case(seed: int) -> Case:
+    """More tiles than SMs, and a few sequences with many chunks."""
     r = np.random.default_rng(seed)
     batch, longest = (6, 400) if devices.current().name == "emulator" else (200, 900)
     used = np.minimum(longest, r.lognormal(4.5, 0.6, batch)).astype(int)
@@ -214,9 +214,9 @@ def uneven(seed: int) -> Case:
 
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("seed", range(16))
-def test_the_last_block_merges_parts(seed, monkeypatch):
-    """Whatever the workspace holds before, to the bit, and right."""
-    b = Built(case := uneven(seed))
+def test_last_cta_combines_chunks(seed, monkeypatch):
+    """The result is correct, and bitwise independent of the workspace's earlier contents."""
+    b = Built(case := chunk_case(seed))
     why = capi.plan(b.attention).why
     assert (b"merged by the last block" in why) == (b"of table sm_90" in why), why
     check(case, backward=False)
@@ -239,9 +239,9 @@ def places(b: Built, sequence: int, keys: torch.Tensor) -> tuple[int | torch.Ten
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("at_end", [False, True])
-def test_infinite_values_do_not_vanish_with_their_weight(at_end, seed):
-    """Of a part that weighs less than the smallest number, done first or last."""
-    case = uneven(seed)
+def test_infinite_values_survive_an_underflowing_weight(at_end, seed):
+    """The weight of one chunk, combined first or last, is below the smallest float."""
+    case = chunk_case(seed)
     used = (case.keys[0], *case.used_k[1:])
     b = Built(dataclasses.replace(case, used_k=used, window=(-1, -1), sinks=False))
     why = capi.plan(b.attention).why
@@ -261,8 +261,8 @@ def test_infinite_values_do_not_vanish_with_their_weight(at_end, seed):
 
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_a_cluster_merges_as_a_second_kernel_does(head_dim):
-    """To the bit: of a batch with more blocks than fit, and of its sequences by themselves."""
+def test_cluster_and_kernel_combine_agree(head_dim):
+    """Bitwise: a batch with more CTAs than fit at once, against its sequences one at a time."""
     batch = 6 if devices.current().name == "emulator" else 300
     case = Case(
         dtype="bf16", rows=(1,) * batch, keys=(700,) * batch,
@@ -272,13 +272,13 @@ def test_a_cluster_merges_as_a_second_kernel_does(head_dim):
     together = run(b, backward=False)
     assert b"cluster" not in capi.plan(b.attention).why
     for i in range(6):
-        alone = Built(dataclasses.replace(case, rows=(1,), keys=(700,)))
+        single = Built(dataclasses.replace(case, rows=(1,), keys=(700,)))
         for name in ("q", "k", "v"):
-            getattr(alone, name).copy_(getattr(b, name)[i : i + 1])
-        alone.sinks.copy_(b.sinks)
-        why = capi.plan(alone.attention).why
+            getattr(single, name).copy_(getattr(b, name)[i : i + 1])
+        single.sinks.copy_(b.sinks)
+        why = capi.plan(single.attention).why
         assert b"of table sm_90" not in why or b"key splits of a cluster" in why
-        result = run(alone, backward=False)
+        result = run(single, backward=False)
         assert np.array_equal(result.out[0], together.out[i])
         assert np.array_equal(result.lse[0], together.lse[i])
 
@@ -299,8 +299,8 @@ SHAPES = {
 @pytest.mark.parametrize("head_dim", [(64, 64), (96, 40), (128, 72), (192, 192), (256, 136)])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("page_size", [1, 3, 8, 16, 32, 64, 100, 128, 192, 256])
-def test_pages_are_keys_in_another_place(page_size, shape, head_dim):
-    """To the bit, when both are cut alike; table entries of no key in use are not used."""
+def test_paged_keys_equal_contiguous_keys(page_size, shape, head_dim):
+    """Bitwise, when both are split alike; block table entries without keys in use are ignored."""
     room = -(-300 // page_size) * page_size
     contiguous = Case(
         dtype="bf16", keys=(room,) * 3, used_k=(300, 41, 197), head_dim=head_dim[0],
@@ -314,7 +314,7 @@ def test_pages_are_keys_in_another_place(page_size, shape, head_dim):
         b.sinks.copy_(want.sinks)
     for name in ("k", "v"):
         to, source = (flat_view(getattr(x, name)) for x in (b, want))
-        for here, there in zip(b.parts, want.parts, strict=True):
+        for here, there in zip(b.sequences, want.sequences, strict=True):
             to[here.keys] = source[there.keys]
     for i, entries in enumerate(b.meta["block_table"]):
         entries[: (contiguous.leftpad or (0,) * 3)[i] // page_size] = -1
@@ -324,18 +324,19 @@ def test_pages_are_keys_in_another_place(page_size, shape, head_dim):
     if cut(plan) != cut(capi.plan(want.attention)):
         want.attention.num_splits = b.attention.num_splits = 2
     results = [run(x, backward=False) for x in (b, want)]
-    for here, there in zip(b.parts, want.parts, strict=True):
+    for here, there in zip(b.sequences, want.sequences, strict=True):
         assert np.array_equal(results[0].out[here.rows], results[1].out[there.rows])
     assert np.array_equal(results[0].lse, results[1].lse)
 
 
 def cut(plan):
-    """How keys are cut, in the planner's words."""
+    """How the keys are split, in the planner's words."""
     return re.findall(rb"\d+ key splits|in \d+ parts", plan.why)
 
 
 def form(b, plan):
-    """Of the forward over pages. Boxes lie in one page, and a tile is whole boxes."""
+    """The form of the paged forward. A TMA box lies in one page, and a tile is a whole number of
+    boxes."""
     page_size, padded = b.case.page_size, b.case.leftpad is not None
     tile = re.search(rb"tile 16x(\d+) for head_dim \d+ of table sm_90( \(forced\))?,", plan.why)
     if tile is None or padded:
@@ -346,5 +347,5 @@ def form(b, plan):
 
 
 def flat_view(x):
-    """Rows of keys of [..., H, D], one after another."""
+    """The rows of keys of [..., H, D], one after another."""
     return x.view(-1, *x.shape[-2:])

@@ -1,5 +1,5 @@
-"""How decoding is cut for a GPU: who shares keys, who merges, which blocks have what; against the
-oracle."""
+"""How decoding is split on a GPU: warps per tile, combine, order and placement of CTAs; compared
+with the oracle."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pytest
 import capi
 import devices
 from cases import Built, Case, check
-from test_decode import DTYPES, check_repeats, multiprocessors
+from test_decode import DTYPES, check_repeats, num_sms
 
 pytestmark = pytest.mark.abi
 
 
-def shared(seed: int) -> Case:
-    """Most multiprocessors have a tile: of unknown lengths, with keys for one reader or two or none
-    among them, or of all keys.
+def warps_per_tile_case(seed: int) -> Case:
+    """Most SMs have a tile. Lengths are unknown to the host, among them tiles with no keys and with
+    keys for one or two warps; or all keys are used.
     """
     r = np.random.default_rng(seed)
     emulated = devices.current().name == "emulator"
-    gpu = multiprocessors()
+    gpu = num_sms()
     fewer = max(1, gpu // 8) if seed // 2 % 2 else 0
     batch = gpu - fewer if emulated else int(r.integers(90, 130))
     head_dim = int(r.choice([64, 128]))
@@ -47,12 +47,12 @@ def shared(seed: int) -> Case:
 
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("seed", range(24))
-def test_two_warps_share_the_keys_of_a_block(seed):
-    b = Built(case := shared(seed))
+def test_two_warps_per_tile(seed):
+    b = Built(case := warps_per_tile_case(seed))
     why = capi.plan(b.attention).why
     if b"of table sm_90" in why and b"boxes form" in why and (case.used_k or not case.page_size):
         assert b"read by two warps a block" in why, why
-        # A GPU of known speed, which nearly all of its multiprocessors reach.
+        # The emulated GPU has a known speed, which is reached when nearly all SMs are busy.
         if devices.current().name == "emulator":
             most = seed // 2 % 2 == 0 and not case.page_size
             assert (b", 2 slots a warp" in why) == most, why
@@ -64,7 +64,7 @@ def some_or_all_used(
     seed: int, r: np.random.Generator, batch: int, longest: int, head_dim: int, pages: list[int],
     window: tuple[int, int],
 ) -> Case:  # fmt: skip
-    """A row of each sequence, whose keys are all used or, of some, none, one, few or half."""
+    """One row per sequence; all keys are used, or some sequences use none, one, few or half."""
     used = tuple(int(n) for n in r.choice([0, 1, 100, longest // 2, longest, longest], batch))
     return Case(
         dtype=("bf16", "fp16")[seed % 2], rows=(1,) * batch, keys=(longest,) * batch,
@@ -75,8 +75,8 @@ def some_or_all_used(
     )  # fmt: skip
 
 
-def few(seed: int) -> Case:
-    """Few tiles, each for a large cluster; keys that end anywhere in a tile of them."""
+def few_tiles_case(seed: int) -> Case:
+    """Few tiles, each for a large cluster; the keys end anywhere inside a key tile."""
     r = np.random.default_rng(seed)
     batch = 1 if devices.current().name == "emulator" else int(r.integers(1, 7))
     head_dim = int(r.choice([64, 128]))
@@ -87,10 +87,10 @@ def few(seed: int) -> Case:
 
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("seed", range(32))
-def test_few_tiles_are_read_in_large_clusters(seed):
-    b = Built(case := few(seed))
+def test_few_tiles_use_large_clusters(seed):
+    b = Built(case := few_tiles_case(seed))
     why = capi.plan(b.attention).why
-    fits = multiprocessors() * 3 >= 16 * 4  # a cluster, of three fourths of them
+    fits = num_sms() * 3 >= 16 * 4  # one cluster fits on three fourths of the SMs
     if b"of table sm_90" in why and b"boxes form" in why and fits:
         assert b"key splits of a cluster" in why and b"read by two warps a block" in why, why
     check(case, backward=False)
@@ -100,19 +100,19 @@ def test_few_tiles_are_read_in_large_clusters(seed):
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("half", [False, True])
-def test_uneven_lengths_are_read_by_clusters_of_four(half, seed):
-    """Where tiles are half as many as multiprocessors or, of few rows, nearly three fourths."""
+def test_varlen_uses_clusters_of_four(half, seed):
+    """There are half as many tiles as SMs or, with few rows, nearly three fourths as many."""
     emulated = devices.current().name == "emulator"
-    gpu = multiprocessors() if emulated else 132  # H100, H200
+    gpu = num_sms() if emulated else 132  # H100, H200
     longest = (600 if half else 300) + 97 * seed
     batch = gpu // 2 if half else gpu * 3 // 5
     window = ((-1, -1), (-1, 0))[seed % 2]
     r = np.random.default_rng(seed)
     b = Built(case := some_or_all_used(seed, r, batch, longest, 128, [1, 4, 8, 16, 0], window))
     why = capi.plan(b.attention).why
-    uneven = batch > 1 and case.used_k is not None
-    more = case.group <= 4 and (case.group > 1 or case.page_size)  # one row: 16 tiles are few
-    if emulated and b"of table sm_90" in why and uneven and (half or more):
+    varlen = batch > 1 and case.used_k is not None
+    more = case.group <= 4 and (case.group > 1 or case.page_size)  # with one row, 16 tiles are few
+    if emulated and b"of table sm_90" in why and varlen and (half or more):
         assert re.search(rb"[34] key splits of a cluster", why), why
     check(case, backward=False)
     check_repeats(b)
@@ -120,10 +120,10 @@ def test_uneven_lengths_are_read_by_clusters_of_four(half, seed):
 
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("seed", range(6))
-def test_many_tiles_are_read_by_two_warps_of_two_slots(seed):
+def test_many_tiles_use_two_warps_of_two_stages(seed):
     emulated = devices.current().name == "emulator"
     r = np.random.default_rng(seed)
-    batch = (multiprocessors() if emulated else 132) * 10 // 3 + 1 + seed
+    batch = (num_sms() if emulated else 132) * 10 // 3 + 1 + seed
     window = ((-1, -1), (-1, 0), (1100, 0))[seed % 3]
     b = Built(case := some_or_all_used(seed, r, batch, 1090 + 40 * seed, 128, [0], window))
     why = capi.plan(b.attention).why
@@ -135,10 +135,10 @@ def test_many_tiles_are_read_by_two_warps_of_two_slots(seed):
 
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("seed", range(8))
-def test_second_blocks_of_multiprocessors_are_spread(seed):
-    """More tiles than multiprocessors, but not twice as many; most sequences are short."""
+def test_second_ctas_per_sm_are_spread_over_gpcs(seed):
+    """More tiles than SMs, but less than twice as many; most sequences are short."""
     r = np.random.default_rng(seed)
-    batch = multiprocessors() * int(r.integers(14, 19)) // 10
+    batch = num_sms() * int(r.integers(14, 19)) // 10
     longest = 2100 + int(r.integers(300))
     used = r.choice([0, 1, 100, 300, longest], batch, p=(0.1, 0.1, 0.3, 0.3, 0.2))
     case = Case(
@@ -156,8 +156,8 @@ def test_second_blocks_of_multiprocessors_are_spread(seed):
 @pytest.mark.parametrize(
     "batch, rows, group, head_dim_v", [(1, 1, 8, 128), (2, 3, 1, 36), (3, 3, 16, 64)]
 )
-def test_many_splits_are_merged(dtype, splits, batch, rows, group, head_dim_v):
-    """Of few rows, by more warps each, and of more."""
+def test_many_splits_are_combined(dtype, splits, batch, rows, group, head_dim_v):
+    """With few rows, several warps combine one row; with more rows, one warp does."""
     case = Case(
         dtype=dtype, rows=(rows,) * batch, keys=(1500,) * batch, group=group, head_dim=64,
         head_dim_v=head_dim_v, splits=splits, window=(-1, 0), sinks=splits % 2 == 0, seed=batch,
@@ -167,8 +167,8 @@ def test_many_splits_are_merged(dtype, splits, batch, rows, group, head_dim_v):
 
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("seed", range(4))
-def test_long_sequences_come_first(seed):
-    """More tiles than run at once, some of enough keys to be first, and two that are cut."""
+def test_long_sequences_are_scheduled_first(seed):
+    """More tiles than one wave, some long enough to go first, and two that are split."""
     r = np.random.default_rng(seed)
     batch = 20 if devices.current().name == "emulator" else 200
     used = r.lognormal(4.9, 0.2, batch).astype(int)

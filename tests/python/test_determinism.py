@@ -1,4 +1,4 @@
-"""The same bits for every number of threads, whoever runs the tasks and in whatever order."""
+"""Results have the same bits for every number of threads and every order of the tasks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES = {
         head_dim_v=32, dlse=True,
     ),
     "one_head": Case(rows=(300,), keys=(500,), head_dim=64, head_dim_v=64, bias="r", sinks=True),
-    # Work items of 512 rows for one thread, of 256 for seven.
+    # A task has 512 rows with one thread and 256 with seven.
     "long_rows": Case(rows=(1100,), keys=(300,), heads_kv=2, window=(-1, 0), head_dim=32,
                       head_dim_v=32),
     "decode": Case(rows=(1,), keys=(3000,), group=8, head_dim=64, head_dim_v=64),
@@ -88,8 +88,9 @@ def test_bitwise_equal_for_every_thread_count_and_order(dtype, name):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [(-1, 0), (200, 0), (-1, -1)])
 @pytest.mark.parametrize("splits", [0, 2])
-def test_infinities_among_values_and_the_number_of_threads(dtype, window, splits):
-    """A tile whose V holds one is computed in two ways, and not by who shares a work item."""
+def test_infinite_values_do_not_depend_on_the_number_of_threads(dtype, window, splits):
+    """A tile whose V holds an infinity is computed by another code path, whichever rows share its
+    task."""
     case = dataclasses.replace(
         CASES["long_rows"], dtype=dtype, keys=(1000,), window=window, splits=splits
     )
@@ -113,7 +114,7 @@ def test_infinities_among_values_and_the_number_of_threads(dtype, window, splits
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_deterministic_runs_are_bitwise_equal(dtype, name):
-    """Ten runs in poisoned workspaces, beside other work on the GPU that moves blocks about."""
+    """Ten runs in poisoned workspaces, beside other GPU work that changes the placement of CTAs."""
     b = Built(dataclasses.replace(CASES[name], dtype=dtype, deterministic=True))
     first = run(b)
     for turn in range(1 if devices.current().name == "emulator" else 9):
@@ -123,8 +124,8 @@ def test_deterministic_runs_are_bitwise_equal(dtype, name):
 
 @pytest.mark.abi("cpu")
 @pytest.mark.parametrize("name", CASES)
-def test_every_task_is_run_once_and_threads_is_a_limit(name):
-    """The library asks the hook for tasks; each must be called, and the plan's `threads` obeys."""
+def test_hook_runs_every_task_and_limits_the_threads(name):
+    """The library passes tasks to the hook, and the plan uses at most the hook's threads."""
     b = Built(CASES[name])
     seen: list[int] = []
 
@@ -135,7 +136,8 @@ def test_every_task_is_run_once_and_threads_is_a_limit(name):
 
     hook = capi.parallel_hook(3, count)
     run(b, hook=hook)
-    # One task may run directly; more than the threads at once would need more scratch memory.
+    # A single task may run directly; more tasks than threads at once would need more scratch
+    # memory.
     assert all(tasks > 0 for tasks in seen)
     import ctypes
 
@@ -158,7 +160,9 @@ def test_splits_agree(rows, dtype):
         case = dataclasses.replace(base, splits=splits)
         check(case, backward=False)
         split = run(Built(case), backward=False)
-        unit = {"fp32": 1e-6, "bf16": 2**-8, "fp16": 2**-11}[dtype]  # each may be off by one
+        unit = {"fp32": 1e-6, "bf16": 2**-8, "fp16": 2**-11}[
+            dtype
+        ]  # each result may be off by one unit
         assert np.abs(split.out - whole.out).max() <= 2 * unit * np.abs(whole.out).max()
         unit = FP32_RELATIVE if dtype == "fp32" else LSE_LOW
         assert np.abs(split.lse - whole.lse).max() <= 2 * unit * np.abs(whole.lse).max()
@@ -172,8 +176,9 @@ def test_forced_splits_are_used():
 
 @pytest.mark.abi
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_sequence_does_not_depend_on_its_neighbours(dtype):
-    """Batch invariance with splits given: alone or among others, the same bits."""
+def test_sequence_does_not_depend_on_the_batch(dtype):
+    """Batch invariance with explicit splits: a sequence gives the same bits by itself and in a
+    batch."""
     lengths = [(1, 900), (1, 64), (1, 300)]
     rows, keys = zip(*lengths, strict=True)
     case = Case(dtype, rows, keys, varlen_q=True, varlen_k=True, group=2, splits=2, head_dim=32)
@@ -191,7 +196,7 @@ def test_a_sequence_does_not_depend_on_its_neighbours(dtype):
 
 @pytest.mark.abi("cpu", "cuda")
 def test_calls_from_several_threads_at_once():
-    """The library has no hidden shared state: problems solved side by side keep their results."""
+    """The library has no hidden shared state: problems solved concurrently keep their results."""
     builts = [
         Built(dataclasses.replace(CASES["everything"], dtype=d, seed=s, deterministic=True))
         for s, d in enumerate(DTYPES * 3)

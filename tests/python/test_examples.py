@@ -1,4 +1,4 @@
-"""The examples: the small GPT learns, resumes and samples; the others run and check themselves."""
+"""The examples: the small GPT trains, resumes and samples; the others run and check themselves."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_backends_agree_with_naive(backend):
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-6 * gradients[1].abs().max().item())
 
 
-def test_cached_steps_give_the_logits_of_the_whole():
+def test_cached_steps_give_the_logits_of_a_full_pass():
     model = small_model("tilewise")
     tokens = torch.randint(256, (3, 40))
     cache = model.empty_cache(3, torch.float32)
@@ -80,7 +80,7 @@ def test_cached_steps_give_the_logits_of_the_whole():
     assert cache.lengths.tolist() == [40, 40, 40]
 
 
-def test_generation_stops_at_the_context():
+def test_generation_stops_at_the_context_length():
     model = small_model("tilewise")
     tokens = model.generate(torch.arange(5), 100)
     assert tokens.shape == (40,) and tokens[:5].tolist() == list(range(5))
@@ -134,7 +134,7 @@ def test_training_end_to_end(text, tmp_path, capsys):
     assert (tmp_path / "run" / "sample.txt").read_text().startswith("def ")
 
 
-def test_interrupted_training_continues_as_if_it_had_not_been(text, tmp_path, capsys):
+def test_interrupted_training_resumes_identically(text, tmp_path, capsys):
     assert train_gpt.main(arguments(text, tmp_path / "whole")) == 0
     assert train_gpt.main(arguments(text, tmp_path / "parts", "--stop-after", "2")) == 130
     assert len(history(tmp_path / "parts")["losses"]) == 2
@@ -146,14 +146,14 @@ def test_interrupted_training_continues_as_if_it_had_not_been(text, tmp_path, ca
     assert not list((tmp_path / "parts").glob("*.partial"))
 
 
-def test_other_settings_are_not_continued(text, tmp_path, capsys):
+def test_resuming_with_other_settings_is_refused(text, tmp_path, capsys):
     assert train_gpt.main(arguments(text, tmp_path, "--stop-after", "1")) == 130
     assert train_gpt.main(arguments(text, tmp_path, "--batch", "3")) == 2
     assert "batch was 2, now 3" in capsys.readouterr().err
     assert train_gpt.main(arguments(text, tmp_path, "--batch", "3", "--fresh")) == 0
 
 
-def test_wrong_attention_is_noticed(text, tmp_path, monkeypatch, capsys):
+def test_wrong_attention_is_detected(text, tmp_path, monkeypatch, capsys):
     def wrong(q, k, v):
         return tilewise.attention(q, k, v, causal=True, scale=0.2)
 
@@ -162,7 +162,7 @@ def test_wrong_attention_is_noticed(text, tmp_path, monkeypatch, capsys):
     assert "NOT the same training" in capsys.readouterr().out
 
 
-def test_a_signal_stops_it_with_a_good_checkpoint(text, tmp_path):
+def test_signal_stops_training_with_a_valid_checkpoint(text, tmp_path):
     command = [sys.executable, str(EXAMPLES / "train_gpt.py")]
     command += arguments(text, tmp_path / "run", "--steps", "100000", "--save-seconds", "0.2")
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -197,7 +197,7 @@ def test_training_refuses(text, tmp_path, capsys, more, sentence):
     assert exit_.value.code == 2 and sentence in capsys.readouterr().err
 
 
-def test_files_that_cannot_be_used(text, tmp_path, capsys):
+def test_unusable_files_are_refused(text, tmp_path, capsys):
     (tmp_path / "checkpoint.pt").write_text("no checkpoint")
     assert train_gpt.main(arguments(text, tmp_path)) == 2
     assert "checkpoint.pt is no checkpoint, or damaged" in capsys.readouterr().err
@@ -208,19 +208,19 @@ def test_files_that_cannot_be_used(text, tmp_path, capsys):
 # --- the demo -------------------------------------------------------------------------------------
 
 
-def test_a_quick_demo_has_a_folder_of_its_own():
-    """The training of one cannot be continued by the other."""
+def test_quick_demo_has_its_own_folder():
+    """Neither demo can resume the training of the other."""
     assert demo.parse([]).out != demo.parse(["--quick"]).out
     assert demo.parse(["--quick", "--out", "here"]).out == Path("here")
 
 
-def test_demo_draws_one_picture(text, tmp_path, monkeypatch, capsys):
+def test_demo_draws_one_figure(text, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     small = (exactness.Setting("causal", rows=60, keys=60, causal=True),)
     monkeypatch.setattr(exactness, "SETTINGS", small)
     monkeypatch.setattr(demo, "QUICK_LENGTHS", (64, 128))
     monkeypatch.setattr(demo, "QUICK_TRAINING", TINY)
-    monkeypatch.setattr(demo, "answer_a_question", lambda: 0)  # test_generate.py asks
+    monkeypatch.setattr(demo, "answer_a_question", lambda: 0)  # test_generate.py tests the answer
     assert demo.main(["--quick", "--text", str(text), "--out", str(tmp_path / "demo")]) == 0
     printed = capsys.readouterr().out
     picture = Path(re.search(r"picture: (.*)", printed)[1])
@@ -228,7 +228,7 @@ def test_demo_draws_one_picture(text, tmp_path, monkeypatch, capsys):
     assert "12 of 12 within their bounds" in printed and "the same training" in printed
 
 
-def test_exactness_notices_a_wrong_result(monkeypatch):
+def test_exactness_detects_a_wrong_result(monkeypatch):
     setting = exactness.Setting("full", rows=40, keys=40)
     assert all(row["passed"] for row in exactness.rows_of(setting, "fp32"))
     right = exactness.ours
@@ -257,7 +257,7 @@ def test_numpy_example_without_torch():
 
 
 @pytest.mark.parametrize("name", ["exactness.py", "numpy_attention.py"])
-def test_examples_without_options_pass_over_none(name):
+def test_examples_without_options_refuse_options(name):
     command = [sys.executable, str(EXAMPLES / name), "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "unrecognized arguments: --quick" in done.stderr

@@ -1,4 +1,4 @@
-"""The distribution that lends Tilewise the name flash_attn: built, installed and imported."""
+"""The shim distribution that provides flash_attn from Tilewise: built, installed and imported."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def pip(*arguments: str | Path) -> None:
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the wheel is installed into."""
+    """A folder with the wheel installed."""
     import shutil
 
     folder = tmp_path_factory.mktemp("shim")
-    source = folder / "source"  # a build leaves files beside its sources
+    source = folder / "source"  # a build writes files beside its sources
     shutil.copytree(
         SHIM, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
     )
@@ -47,7 +47,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(program: str, *folders: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program that sees these folders before all others."""
+    """Run a program that sees these folders before all others."""
     path = os.pathsep.join([*map(str, folders), *sys.path])
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **environment}
     return subprocess.run(
@@ -55,7 +55,7 @@ def run(program: str, *folders: Path, **environment: str) -> subprocess.Complete
     )
 
 
-def test_version_is_that_of_the_interface(installed: Path) -> None:
+def test_version_matches_the_interface(installed: Path) -> None:
     (found,) = importlib.metadata.distributions(name="flash-attn", path=[str(installed)])
     assert found.version == f"{ours.__version__}+tilewise"
     assert found.read_text("top_level.txt").split() == ["flash_attn"]
@@ -80,7 +80,7 @@ def test_all_names_are_ours(installed: Path) -> None:
     assert done.stdout.strip() == ours.__version__, done.stderr
 
 
-def test_every_module_of_ours_has_its_alias() -> None:
+def test_every_compat_module_has_an_alias() -> None:
     folder = Path(ours.__file__).parent
     modules = {
         ".".join(path.relative_to(folder).with_suffix("").parts)
@@ -90,7 +90,7 @@ def test_every_module_of_ours_has_its_alias() -> None:
     assert modules == set(MODULES)
 
 
-def test_it_does_not_import_beside_a_real_one(installed: Path, tmp_path: Path) -> None:
+def test_import_beside_real_flash_attn_fails(installed: Path, tmp_path: Path) -> None:
     real = tmp_path / "flash_attn-2.8.3.dist-info"
     real.mkdir()
     (real / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n")
@@ -104,7 +104,7 @@ def test_it_does_not_import_beside_a_real_one(installed: Path, tmp_path: Path) -
     assert "but there is also the kernels flash_attn_2_cuda" in done.stderr
 
 
-def test_it_does_not_build_over_a_real_one(tmp_path: Path) -> None:
+def test_build_over_real_flash_attn_fails(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("refusing_backend", SHIM / "refusing_backend.py")
     assert spec is not None and spec.loader is not None
     backend = importlib.util.module_from_spec(spec)
@@ -119,7 +119,9 @@ def test_it_does_not_build_over_a_real_one(tmp_path: Path) -> None:
 
 @pytest.mark.models
 @pytest.mark.tensors
-def test_transformers_trains_and_generates_with_it(installed: Path, device: devices.Device) -> None:
+def test_transformers_trains_and_generates_with_the_shim(
+    installed: Path, device: devices.Device
+) -> None:
     why = "needs transformers>=5.20: `make test-models` installs it"
     pytest.importorskip("transformers", minversion="5.20", reason=why)
     tests = Path(__file__).with_name("flash_attention_2.py")

@@ -1,6 +1,6 @@
-"""Caches of float8_e4m3 under queries of 16 bits; the oracle gets what the bytes stand for.
+"""float8_e4m3 caches with 16-bit queries; the oracle gets the values that the bytes represent.
 
-Through the C ABI on every device, and append and attention together through PyTorch.
+Tested through the C ABI on every device, and append and attention together through PyTorch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def with_float8(b: Built, factors: bool, broadcast: str = "", signed: bool = Fal
     """Rounds k and v to descale * float8, and puts the bytes into the struct.
 
     Args:
-        signed: descales are negative and 0, too.
+        signed: some descales are negative or 0.
     """
     c, a = b.case, b.attention
     rng = np.random.default_rng(c.seed)
@@ -40,7 +40,8 @@ def with_float8(b: Built, factors: bool, broadcast: str = "", signed: bool = Fal
         setattr(b, name, x)
         shape = (1 if "b" in broadcast else b.batch, 1 if "h" in broadcast else c.heads_kv)
         scale = torch.from_numpy(rng.uniform(0.25, 2.0, shape)) if factors else torch.ones(shape)
-        # Powers of two, so that the products are values of q's dtype too: the yardstick is exact.
+        # The factors are powers of two, so the products are values of q's dtype: the yardstick is
+        # exact.
         scale = torch.exp2(torch.round(torch.log2(scale))).float().to(x.device)
         if factors and signed:
             scale *= torch.from_numpy(rng.choice([1, -1, 0], shape)).float().to(x.device)
@@ -49,8 +50,8 @@ def with_float8(b: Built, factors: bool, broadcast: str = "", signed: bool = Fal
         bytes_ = torch.full(room, -1, dtype=torch.int8, device=x.device).view(FLOAT8)
         bytes_ = bytes_[..., : x.shape[-1]]
         rows, out = x.view(-1, *x.shape[-2:]), bytes_.view(-1, *x.shape[-2:])
-        for i, part in enumerate(b.parts):
-            keys = torch.from_numpy(np.asarray(part.keys)).to(x.device)
+        for i, sequence in enumerate(b.sequences):
+            keys = torch.from_numpy(np.asarray(sequence.keys)).to(x.device)
             divided = rows[keys].float() / torch.where(full[i] == 0, 1.0, full[i])[:, None]
             stored = divided.clamp(-448, 448).to(FLOAT8)
             out[keys] = stored
@@ -84,7 +85,7 @@ def check_built(b: Built) -> None:
 
 
 def is_expected(kernel: str) -> bool:
-    """Tensor cores wherever there are some."""
+    """Tensor cores run the kernel wherever there are any."""
     name = devices.current().name
     tensor_cores = name == "emulator" or (
         name == "cuda" and torch.cuda.get_device_capability() >= (7, 5)
@@ -122,13 +123,13 @@ def test_random_caches(dtype, seed):
 
 @pytest.mark.abi
 def test_many_rows():
-    """Key tiles that are packed once for several tiles of rows."""
+    """Key tiles that are packed once for several row tiles."""
     n = 70 if devices.current().name == "emulator" else 900
     check(Case(dtype="bf16", rows=(n,), keys=(n,), head_dim=64, head_dim_v=64, window=(-1, 0)))
 
 
 def option_case(seed: int, dtype: str) -> Case:
-    """Every option beside every other one, in the ways that serving asks for them."""
+    """Every option beside every other one, combined as serving would."""
     r = np.random.default_rng(1000 + seed)
     big = 1 if devices.current().name == "emulator" else 4
     rows = int(r.choice([1, 1, 1, 2, 4, 7, 16, 33, 64]))
@@ -171,8 +172,8 @@ def test_every_option(dtype, seed):
 @pytest.mark.parametrize("page_size", [0, 1, 16, 64])
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_chunk_of_a_prompt_over_the_keys_before_it(dtype, head_dim, page_size):
-    """More rows than a tile has, in pages and not, of uneven lengths."""
+def test_chunked_prefill(dtype, head_dim, page_size):
+    """More rows than a tile has, varlen, paged and contiguous."""
     room = 304 if page_size != 64 else 320
     check(
         Case(dtype=dtype, rows=(100,), keys=(room,), used_k=(300,), head_dim=head_dim,
@@ -183,7 +184,7 @@ def test_a_chunk_of_a_prompt_over_the_keys_before_it(dtype, head_dim, page_size)
 @pytest.mark.abi
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_queries_of_any_size(dtype):
-    """Each row is a number of fp16 times a power of two: rows far apart, large, tiny and 0."""
+    """Each row is an fp16 number times a power of two: rows differ widely, large, tiny and 0."""
     lowest, highest = (-20, 13) if dtype == "fp16" else (-120, 70)
     b = Built(Case(dtype=dtype, rows=(12,), keys=(70,), head_dim=64, head_dim_v=64,
                    scale=2.0 ** (5 - highest)))  # fmt: skip
@@ -207,7 +208,7 @@ CODES = torch.arange(256, dtype=torch.int16).to(torch.uint8)
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_code_is_exact(dtype, rows):
-    """One key: its v is the result, and its k, seen by queries of a single 1, is the score."""
+    """With one key, v is the result, and k is the score of queries that have a single 1."""
     b = Built(Case(dtype=dtype, rows=(rows,), keys=(1,), head_dim=256, head_dim_v=256, scale=1.0))
     with_float8(b, factors=False)
     b.q[:] = 0
@@ -239,8 +240,8 @@ SHAPES = test_decode.SHAPES | {"general": dict(rows=(2,) * 3, group=2, softcap=9
 @pytest.mark.parametrize("head_dim", [(64, 64), (96, 48), (128, 80), (256, 144)])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 128])
-def test_pages_are_keys_in_another_place(page_size, shape, head_dim):
-    """To the bit, when both are cut alike, whichever form serves them."""
+def test_paged_keys_equal_contiguous_keys(page_size, shape, head_dim):
+    """Bitwise, when both are split alike, whichever form runs."""
     room = -(-300 // page_size) * page_size
     contiguous = Case(
         dtype="bf16", keys=(room,) * 3, used_k=(300, 41, 197), head_dim=head_dim[0],
@@ -255,7 +256,7 @@ def test_pages_are_keys_in_another_place(page_size, shape, head_dim):
         b.sinks.copy_(want.sinks)
     for name in ("k", "v"):
         to, source = (test_decode.flat_view(x.bytes[name]) for x in (b, want))
-        for here, there in zip(b.parts, want.parts, strict=True):
+        for here, there in zip(b.sequences, want.sequences, strict=True):
             to[here.keys] = source[there.keys]
     plan = capi.plan(b.attention)
     boxes = test_decode.form(b, plan) == "paged boxes" and shape != "general"
@@ -263,16 +264,16 @@ def test_pages_are_keys_in_another_place(page_size, shape, head_dim):
     if test_decode.cut(plan) != test_decode.cut(capi.plan(want.attention)):
         want.attention.num_splits = b.attention.num_splits = 2
     results = [run(x, backward=False) for x in (b, want)]
-    for here, there in zip(b.parts, want.parts, strict=True):
+    for here, there in zip(b.sequences, want.sequences, strict=True):
         assert np.array_equal(results[0].out[here.rows], results[1].out[there.rows])
     assert np.array_equal(results[0].lse, results[1].lse)
 
 
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("seed", range(24))
-@pytest.mark.parametrize("make", [test_decode.merged, test_decode.uneven])
-def test_splits_and_parts_are_merged(make, seed):
-    """By clusters, by the last block of a tile, and by a second kernel."""
+@pytest.mark.parametrize("make", [test_decode.cluster_combine_case, test_decode.chunk_case])
+def test_splits_and_chunks_are_combined(make, seed):
+    """In clusters, by the last CTA of a tile, and by the combine kernel."""
     check(dataclasses.replace(make(seed), head_dim_v=(48, 64)[seed % 2]), signed=seed % 4 == 0)
 
 
@@ -286,7 +287,7 @@ def test_nan_reaches_only_the_rows_that_see_it(rows, page_size, softcap):
              page_size=page_size, softcap=softcap)
     )  # fmt: skip
     with_float8(b, factors=False)
-    last = b.parts[0].keys[-1]
+    last = b.sequences[0].keys[-1]
     for target in capi.targets():
         for name, code, columns in (("v", 0x7F, 1), ("k", 0xFF, 64)):
             row = test_decode.flat_view(b.bytes[name])[last]
@@ -310,7 +311,7 @@ def plan(case: Case, change, gradients: bool = False) -> tuple[int, str]:
 
 
 @pytest.mark.abi
-def test_what_is_refused_and_what_runs():
+def test_supported_and_refused_float8_problems():
     case = Case(dtype="bf16", rows=(1,), keys=(30,), head_dim=64, head_dim_v=64)
     status, kernel = plan(case, lambda a: None)
     assert status == capi.OK and kernel.endswith(".forward.bf16.f8")
@@ -329,7 +330,7 @@ def test_what_is_refused_and_what_runs():
 @pytest.mark.parametrize("interleaved", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_append_on_every_device(dtype, interleaved):
-    """Without rotation to the bit, with it within one step of the format."""
+    """Bitwise without rotation, and within one step of the format with it."""
     batch, heads, dim, dim_v, new, room, rotary = 2, 5, 40, 24, 3, 11, 16
     g = torch.Generator().manual_seed(interleaved)
     draw = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
@@ -392,7 +393,9 @@ def test_append_rounds_to_nearest(dtype, page_size, rotary):
         table = torch.randperm(shape[0], generator=g).int().reshape(batch, -1)
     q = draw(batch, 2, heads, dim).to(dtype)
     k, v = draw(batch, new, heads_kv, dim).to(dtype), draw(batch, new, heads_kv, dim).to(dtype)
-    k[0, 0, 0, -3:] = torch.tensor([1e4, -1e4, float("nan")], dtype=dtype)  # past the rotated ones
+    k[0, 0, 0, -3:] = torch.tensor(
+        [1e4, -1e4, float("nan")], dtype=dtype
+    )  # past the rotated columns
     lengths = torch.tensor([5, 40], dtype=torch.int32)
     factors = [torch.rand(batch, heads_kv, generator=g) + 0.5 for _ in "kv"]
     cos = sin = None
@@ -406,7 +409,7 @@ def test_append_rounds_to_nearest(dtype, page_size, rotary):
     )  # fmt: skip
     assert out.dtype == dtype and out.shape == q.shape
 
-    def picture(x):
+    def as_contiguous(x):
         rows = x.view(torch.uint8)
         return rows if table is None else rows[table.long()].flatten(1, 2)
 
@@ -421,21 +424,21 @@ def test_append_rounds_to_nearest(dtype, page_size, rotary):
     for now, old, x, factor, name in zip(
         caches, before, (turned, v.float()), factors, "kv", strict=True
     ):
-        want = picture(old).clone()
+        want = as_contiguous(old).clone()
         scaled = x / factor[:, None, :, None]
         stored = scaled.clamp(-448, 448).to(FLOAT8).view(torch.uint8)
         for b, n in enumerate(lengths.tolist()):
             want[b, n : n + new] = stored[b]
-        got = picture(now)
+        got = as_contiguous(now)
         if name == "v" or cos is None:
             assert torch.equal(got, want), name
-        else:  # a rotation in another order of rounding may land on the neighbour
+        else:  # rotating with another order of rounding may give the neighbouring number
             differs = (got.int() - want.int()).abs()
             assert int(differs.max()) <= 1 and float((differs > 0).float().mean()) < 1e-3
 
 
 @pytest.mark.tensors
-def test_attention_varlen_over_pages_and_its_explanation():
+def test_attention_varlen_over_pages_and_explain():
     g = devices.generator(5)
     q = torch.randn(3, 4, 32, generator=g).bfloat16()
     k, v = (torch.randn(6, 8, 2, 32, generator=g).to(FLOAT8) for _ in "kv")
@@ -473,7 +476,7 @@ def test_refused_by_name(change, words):
         tilewise.attention_with_kvcache(**given)
 
 
-def test_a_descale_belongs_to_float8():
+def test_descale_requires_float8():
     x = torch.zeros(1, 8, 2, 16)
     with pytest.raises(ValueError, match="k_descale is given, but belongs to float8_e4m3"):
         tilewise.attention_with_kvcache(x[:, :1], x, x, k_descale=torch.ones(1, 2))

@@ -1,8 +1,8 @@
-"""Results are those of the default floating-point state, whatever the calling thread has set, and
-what it has set is there after the call.
+"""Results are those of the default floating-point state, whatever state the calling thread has set,
+and the caller's state is restored after the call.
 
-The threads of a pool have a state of their own: without care, who takes which task decides how a
-result is rounded, and whether a subnormal number is 0.
+Each thread of a pool has its own state: without care, the assignment of tasks to threads would
+decide how a result is rounded and whether a subnormal number is flushed to 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import capi  # noqa: E402
 import tilewise  # noqa: E402
 from cases import Built, Case  # noqa: E402
 
-# Which thread takes which task differs from run to run. Flushing was seen in 57 of 60 runs.
+# The assignment of tasks to threads differs from run to run. Flushing was seen in 57 of 60 runs.
 REPETITIONS = {"flush_denormal": 60}
 FEW = 10
 MATH = ctypes.CDLL(ctypes.util.find_library("m"))
@@ -35,13 +35,13 @@ STATES = ["flush_denormal", *ROUNDING]
 
 
 def state_of_this_thread() -> tuple[int, bool]:
-    """The rounding mode, and whether subnormal numbers count as 0."""
+    """The rounding mode, and whether subnormal numbers are flushed to 0."""
     return MATH.fegetround(), bool(np.float32(1e-40) * np.float32(1) == 0)
 
 
 @contextlib.contextmanager
 def state(name: str) -> Iterator[None]:
-    """Runs the body in this state; fails when it ends in another one."""
+    """Run the body in this state; fail if the body changes it."""
     nearest = MATH.fegetround()
     if name == "flush_denormal":
         if not torch.set_flush_denormal(True):
@@ -58,15 +58,15 @@ def state(name: str) -> Iterator[None]:
     assert after == before
 
 
-def test_a_state_differs_from_the_default_one():
-    """Else the tests below could not fail."""
+def test_states_differ_from_the_default_one():
+    """Otherwise the tests below could not fail."""
     default = state_of_this_thread()
     for name in STATES:
         with state(name):
             assert state_of_this_thread() != default, name
 
 
-# Their hardware treats subnormal bf16 numbers as 0 in any state.
+# The hardware of these sets flushes subnormal bf16 numbers to 0 in any state.
 BF16_PRODUCTS = ("avx512_bf16", "amx")
 CASES = {
     "prefill": Case(rows=(130, 70), keys=(150, 150), heads_kv=2, group=2, head_dim=40,
@@ -78,7 +78,7 @@ CASES = {
 
 
 def bytes_of(b: Built, backward: bool) -> dict[str, bytes]:
-    """What the last call has written, to the bit."""
+    """Everything that the last call wrote, as bytes."""
     written = {"out": b.out, "lse": b.lse, **(b.grads if backward else {})}
     return {n: g.view.contiguous().view(torch.uint8).numpy().tobytes() for n, g in written.items()}
 
@@ -87,7 +87,7 @@ def bytes_of(b: Built, backward: bool) -> dict[str, bytes]:
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("case", CASES)
-def test_forward_and_backward_are_those_of_the_default_state(case, dtype, name):
+def test_forward_and_backward_ignore_the_state(case, dtype, name):
     b = Built(dataclasses.replace(CASES[case], dtype=dtype))
     backward = case == "prefill"
     b.v.mul_(1e-7 if dtype == "fp16" else 1e-40)  # subnormal
@@ -117,7 +117,7 @@ def bits(*tensors: torch.Tensor) -> list[bytes]:
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_through_pytorch_and_its_threads(dtype, name):
-    """The scale that is not given, too: 1 / sqrt(40) is rounded on the way."""
+    """The default scale is covered as well: 1 / sqrt(40) is rounded when it is computed."""
     q, k, v, dout = (torch.randn(2, 150, 4, 40).to(dtype) for _ in range(4))
     v = (v.double() * (1e-7 if dtype == torch.float16 else 1e-40)).to(dtype)
     for x in (q, k, v):
@@ -137,7 +137,7 @@ def test_through_pytorch_and_its_threads(dtype, name):
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_appending_to_a_cache(dtype, name):
-    """Rotated keys are rounded, values are copied: subnormal ones, too."""
+    """Rotated keys are rounded, values are copied, subnormal ones included."""
     rows, capacity, dim = 90, 128, 64
     k_new, v_new = (torch.randn(4, rows, 8, dim).to(dtype) for _ in range(2))
     v_new = (v_new.double() * (1e-7 if dtype == torch.float16 else 1e-40)).to(dtype)
@@ -162,7 +162,7 @@ def test_appending_to_a_cache(dtype, name):
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_the_state_is_there_after_an_error(name):
+def test_state_is_restored_after_an_error(name):
     b = Built(Case())
     b.attention.window_left = -1
     b.attention.dropout_p = 2.0

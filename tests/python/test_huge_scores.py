@@ -1,8 +1,9 @@
 """Scores of any finite size: masks made of large numbers, large activations, slopes and sinks.
 
-Every case is compared with attention in float64 over scores that are rounded to fp32, as every fp32
-computation has them; products of q and k are integers here, exact in fp32 in any order. Where keys
-share a score of -1e10 their weights are equal, though fp32 has no room for log(count) beside it.
+Every case is compared with attention in float64 over scores that are rounded to fp32, as in every
+fp32 computation; here products of q and k are integers, exact in fp32 in any order. Where keys
+share a score of -1e10 their weights are equal, although fp32 cannot represent log(count) added to
+it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import tilewise
 from bounds import FORWARD_FACTOR, FP32_RELATIVE, GRADIENT_FACTOR, LSE_LOW, UNIT
 from cases import Built, Case, Outcome, flat, float64, run
 
-# Devices whose kernels hold scores of any size.
+# Devices whose kernels handle scores of any size.
 pytestmark = pytest.mark.abi("cpu")
 DTYPES = ["fp32", "fp16", "bf16"]
 FP32_MIN = float(np.finfo(np.float32).min)
@@ -35,14 +36,14 @@ def rounded(x: np.ndarray) -> np.ndarray:
 class Reference:
     out: np.ndarray  # [N, H, Dv]
     lse: np.ndarray  # [N, H]
-    log_l: np.ndarray  # lse less the largest score
+    log_l: np.ndarray  # lse minus the largest score
     highest: np.ndarray
     grads: dict[str, np.ndarray]
 
 
 def scores_of(b: Built) -> tuple[np.ndarray, np.ndarray]:
-    """[H, N, M], each step rounded to fp32, -inf where the band hides a key; and their derivative
-    by scale * q.k."""
+    """(scores, their derivative with respect to scale * q.k), both [H, N, M]. Each step is rounded
+    to fp32, and scores are -inf where the band hides a key."""
     o, c = b.options(), b.case
     q, k = (np.moveaxis(flat(x), 1, 0) for x in (b.q, b.k))
     k = np.repeat(k, c.group, axis=0)
@@ -74,8 +75,8 @@ def softmax(b: Built, s: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 
 def attention(b: Built, round_to: torch.dtype | None = None) -> Reference:
-    """In float64; with `round_to` p, ds and out are rounded as plain PyTorch in that dtype has
-    them, and delta is of the rounded out."""
+    """Attention in float64. With `round_to`, p, ds and out are rounded as plain PyTorch in that
+    dtype rounds them, and delta is computed from the rounded out."""
 
     def low(x: np.ndarray) -> np.ndarray:
         return x if round_to is None else torch.from_numpy(x).to(round_to).double().numpy()
@@ -111,7 +112,7 @@ def attention(b: Built, round_to: torch.dtype | None = None) -> Reference:
 
 def compare(name: str, got: np.ndarray, want: np.ndarray, plain: np.ndarray, dtype: str,
             factor: float, size: float, where: str) -> None:  # fmt: skip
-    """`size`: of the terms that are summed; rounding of them is left where they cancel."""
+    """`size` is the size of the summed terms, whose rounding remains where they cancel."""
     largest = np.abs(want).max(initial=0)
     if dtype == "fp32":
         bound = FP32_RELATIVE * max(largest, size)
@@ -127,7 +128,7 @@ def compare_all(b: Built, got: Outcome, want: Reference, plain: Reference, where
     blind = np.isneginf(want.lse)
     assert np.array_equal(np.isneginf(got.lse), blind), where
     assert (got.lse_low[blind] == 0).all(), where
-    # lse to the last bit or so, and with lse_low what it leaves beside the largest score.
+    # lse is exact to about the last bit; with lse_low, so is its distance to the largest score.
     seen = ~blind
     relative = FP32_RELATIVE if dtype == "fp32" else LSE_LOW
     error = np.abs(got.lse[seen] - want.lse[seen])
@@ -135,7 +136,7 @@ def compare_all(b: Built, got: Outcome, want: Reference, plain: Reference, where
     assert (error <= allowed).all(), f"lse off by {error.max():.3e}\n{where}"
     left = (got.lse[seen] - want.highest[seen]) + got.lse_low[seen]
     error = np.abs(left - want.log_l[seen])
-    # Kernels may multiply by the scale without rounding, until scores are huge.
+    # Kernels may multiply by the scale without rounding until scores are huge.
     moderate = np.where(np.abs(want.lse[seen]) < 2.0**24, np.abs(want.lse[seen]), 0.0)
     allowed = 8 * relative + 2 * UNIT["fp32"] * moderate
     assert (error <= allowed).all(), f"log l off by {error.max():.3e}\n{where}"
@@ -165,7 +166,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def integers(b: Built) -> None:
-    """q and k of small integers: their products are exact, whatever the order of the sums."""
+    """Fill q and k with small integers: their products are exact in any order of summation."""
     for x in (b.q, b.k):
         x.copy_(torch.from_numpy(b.rng.integers(-2, 3, x.shape)).to(x.dtype))
 
@@ -179,7 +180,7 @@ def check(b: Built, *, backward: bool = True) -> None:
 
 
 def masked(dtype: str, shape: str, hidden: np.ndarray, value: float, **changes: object) -> Built:
-    """A bias of `value` for the hidden keys, which every row shares."""
+    """A problem with a bias of `value` for the hidden keys, the same for every row."""
     case = dataclasses.replace(SHAPES[shape], dtype=dtype, bias="", **changes)
     b = Built(case)
     integers(b)
@@ -255,10 +256,10 @@ def test_minus_infinity_beside_the_lowest_number(dtype, shape):
 @shapes
 @dtypes
 def test_large_activations(dtype, shape, size, scale, sign):
-    """All keys alike but for some, whose scores are far from theirs: no mask, no option. Sizes have
-    few bits, so that the sums of products are exact."""
+    """All keys are equal except a few whose scores are far away, with no mask and no option. The
+    sizes have few significant bits, so sums of products are exact."""
     if dtype == "fp16" and size > 65504:
-        pytest.skip("not a number of fp16")
+        pytest.skip("not representable in fp16")
     b = Built(dataclasses.replace(SHAPES[shape], dtype=dtype, scale=scale))
     b.q.fill_(size)
     b.k.fill_(sign * size)
@@ -288,7 +289,7 @@ def test_steep_slopes(dtype, shape, slope):
 @pytest.mark.parametrize("how", ["one key", "window", "bias", "sink of -inf"])
 @dtypes
 def test_rows_of_one_visible_key(dtype, how):
-    """dq and dk come from dlse alone: p is 1, and its derivative exactly 0."""
+    """dq and dk come from dlse only: p is 1, and its derivative is exactly 0."""
     case = Case(rows=(40,), keys=(40,), group=2, head_dim=96, head_dim_v=96, dtype=dtype, scale=1.0)
     changes: dict[str, object] = {
         "one key": dict(keys=(1,)),
@@ -321,8 +322,8 @@ def test_rows_of_one_visible_key(dtype, how):
 
 @pytest.mark.parametrize("keys", [300, 64])
 @dtypes
-def test_one_lse_keeps_its_limit(dtype, keys):
-    """Without lse_low the weights of the backward are off by |lse| * 6e-8, relatively."""
+def test_backward_without_lse_low_stays_within_its_limit(dtype, keys):
+    """Without lse_low, the relative error of the backward's weights is |lse| * 6e-8."""
     b = Built(dataclasses.replace(SHAPES["prefill"], keys=(keys,), dtype=dtype, bias=""))
     integers(b)
     b.bias.fill_(100.0)
@@ -357,7 +358,7 @@ def grad_of(call, q, k, v, bias, dout):
 
 
 def mapped(call, q, k, v, bias, dout):
-    """Two elements of a mapped dimension, of which one has other gradients."""
+    """vmap over two elements, which have different gradients."""
     both = torch.func.vmap(lambda v, dout: vjp_of(call, q, k, v, bias, dout))
     return both(torch.stack((v, v)), torch.stack((dout, 2 * dout)))[0]
 
@@ -382,7 +383,7 @@ HOWS = {
 @pytest.mark.tensors("cpu")
 @pytest.mark.parametrize("value", [-1e9, FP32_MIN])
 @pytest.mark.parametrize("how", HOWS)
-def test_every_way_to_a_gradient_has_the_low_half(how, value):
+def test_every_path_to_a_gradient_uses_lse_low(how, value):
     """Keys that are all masked alike share the weight: dv is the mean of dout for each of them."""
     q, k, v, dout = (torch.randn(1, 8, 2, 16) for _ in range(4))
     v.requires_grad_()
@@ -394,8 +395,8 @@ def test_every_way_to_a_gradient_has_the_low_half(how, value):
 @pytest.mark.tensors("cpu")
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("return_lse", [False, True])
-def test_plain_calls_have_the_low_half(layout, return_lse):
-    """The short way of calls without options."""
+def test_fast_path_uses_lse_low(layout, return_lse):
+    """The fast path of calls without options."""
     shape = (1, 2, 12, 16) if layout == "bhsd" else (1, 12, 2, 16)
     v, dout = torch.randn(shape, requires_grad=True), torch.randn(shape)
     q = torch.full(shape, 3e4)

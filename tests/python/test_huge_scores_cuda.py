@@ -1,7 +1,7 @@
-"""Scores of any size in the CUDA kernels: rows that are computed again, parts of splits and pages
-that are, and the backward of cuda.mma_sync. Products of q and k are integers, exact in any order;
-the reference is softmax in float64 over scores that are rounded to fp32, as every fp32 computation
-has them. Limits that docs/numerics.md states are left out: gradients of cuda.wgmma."""
+"""Scores of any size in the CUDA kernels: rows that are recomputed, also within splits and pages,
+and the backward of cuda.mma_sync. Products of q and k are integers, exact in any order; the
+reference is softmax in float64 over scores rounded to fp32, as in every fp32 computation. Gradients
+of cuda.wgmma, whose limits docs/numerics.md states, are not tested."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make(shape: str, dtype: str, **changes: object) -> Built:
 
 
 def keys_of(b: Built, x: object) -> np.ndarray:
-    """[M, H, D] of the keys in the order of the sequence."""
+    """The keys, [M, H, D], in the order of the sequence."""
     if not b.case.page_size:
         return flat(x)
     table = np.asarray(b.meta["block_table"].cpu()).reshape(-1)
@@ -50,7 +50,7 @@ def keys_of(b: Built, x: object) -> np.ndarray:
 
 
 def weights(b: Built) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """p [H, N, M], the largest score and log of the sum of exponentials above it, [H, N]."""
+    """p [H, N, M]; the largest score and the log of the sum of exponentials above it, [H, N]."""
     q = np.moveaxis(flat(b.q), 1, 0)
     k = np.repeat(np.moveaxis(keys_of(b, b.k), 1, 0), b.case.group, axis=0)
     s = rounded(rounded(q @ np.swapaxes(k, 1, 2)) * b.scale)

@@ -1,9 +1,10 @@
-"""Index arrays that do not fit, which only the kernels of a GPU meet: whatever the arrays contain,
-nothing outside of the tensors is read or written (every buffer lies between walls), sequences that
-fit have the results they have always had, the others are NaN, and the library says what was wrong.
+"""Index arrays with invalid entries, which only the kernels of a GPU meet. Whatever the arrays
+contain, nothing outside of the tensors is read or written (every buffer lies between inaccessible
+pages), valid sequences have their usual results, the others are NaN, and the library says what was
+wrong.
 
-TILEWISE_INDEX_CASES is the number of random problems of each test; case `i` is seed `i`, from
-TILEWISE_INDEX_SEED on. TILEWISE_INDEX_DTYPES: those of them, by commas.
+TILEWISE_INDEX_CASES is the number of random problems per test; case `i` has seed `i`, counted from
+TILEWISE_INDEX_SEED on. TILEWISE_INDEX_DTYPES lists their dtypes, separated by commas.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ pytestmark = pytest.mark.abi("cuda", "emulator")
 
 
 def reference(b: Built, e: Expected) -> tuple[oracle.Result, object]:
-    """The oracle of the sequences that are not lost, and the yardstick of 16 bits."""
-    b.parts = e.parts
+    """The oracle's result for the sequences that are not lost, and the 16-bit yardstick."""
+    b.sequences = e.sequences
     want = b.expected()
     yard = None if b.dtype == torch.float32 else yardstick.errors(b, want)
     return want, yard
 
 
 def check_rows(b: Built, e: Expected, out: np.ndarray, lse: np.ndarray) -> np.ndarray:
-    """Lost rows are NaN; returns which rows have to be right."""
+    """Check that lost rows are NaN; returns which rows have to be correct."""
     right = np.zeros(len(out), bool)
     if e.all_lost:
-        assert np.isnan(out).all() and np.isnan(lse).all(), f"rows that are lost: {b.case}"
+        assert np.isnan(out).all() and np.isnan(lse).all(), f"lost rows: {b.case}"
         return right
     right[:] = True
     for s, (first, last) in enumerate(e.rows):
@@ -64,17 +65,17 @@ def check_rows(b: Built, e: Expected, out: np.ndarray, lse: np.ndarray) -> np.nd
             assert np.isnan(lse[rows]).all(), f"lse of sequence {s}: {b.case}"
             right[rows] = False
         elif e.bad_pages[s]:
-            used = e.parts[s].rows
+            used = e.sequences[s].rows
             blind = used[sees(b, e, s)]
             assert np.isnan(out[blind]).all() and np.isnan(lse[blind]).all(), b.case
-            # Rows beside them may be NaN, but are not wrong.
+            # Rows near them may be NaN, but must not be wrong.
             right[used] = ~np.isnan(lse[used]).any(axis=1)
     return right
 
 
 def compared(b: Built, want: oracle.Result, out: np.ndarray, lse: np.ndarray, right: np.ndarray):
-    """Both as if rows that need not be right were. A NaN of the inputs, in rows that only the
-    damaged arrays use, is no error either."""
+    """(out, lse, want) with rows that need not be correct made equal. A NaN in the inputs, in rows
+    that only the damaged arrays use, is not an error either."""
     right = right & np.isfinite(want.out).all(axis=(1, 2)) & ~np.isnan(want.lse).any(axis=1)
     out = np.where(right[:, None, None], out, np.nan_to_num(want.out))
     lse = np.where(right[:, None], lse, np.nan_to_num(want.lse, neginf=-np.inf))
@@ -87,11 +88,11 @@ def compared(b: Built, want: oracle.Result, out: np.ndarray, lse: np.ndarray, ri
 def built(seed: int, dtype: str) -> tuple[Built, np.random.Generator]:
     case = random_case(seed, dtype)
     b = Built(case)
-    # Free rows and keys are ordinary numbers: what damaged arrays read then has a right value.
+    # Unused rows and keys are ordinary numbers, so what damaged arrays read has a definite result.
     for name in ("q", "k", "v", "dout"):
         x = getattr(b, name)
         x.copy_(torch.nan_to_num(x, nan=0.25))
-    if b.bias is not None:  # whose extents nobody else says
+    if b.bias is not None:  # its shape gives the bounds
         b.attention.max_seqlen_q = b.bias.shape[2] if "r" in (case.bias or "") else 0
         b.attention.max_seqlen_k = b.bias.shape[3]
     return b, np.random.default_rng([seed, 2])
@@ -115,7 +116,7 @@ def test_random_entries(dtype, seed):
     last_error()
     backward = bool(r.integers(2))
     run_case(b, backward=backward)
-    assert last_error() is None, f"arrays that fit: {b.case}"
+    assert last_error() is None, f"valid arrays: {b.case}"
     damage(b, r)
     too_small_bounds(b, r)
     e = expect(b)
@@ -132,7 +133,7 @@ def test_random_entries(dtype, seed):
 
 
 def check_backward(b: Built, e: Expected, want: oracle.Result, yard: object, dtype: str) -> None:
-    """Once with the NaN of the forward, once with what a forward over arrays that fit has left."""
+    """Once with the NaN of the forward, once with the results of a forward over valid arrays."""
     for clean in (False, True):
         if clean:
             b.out.view.copy_(torch.nan_to_num(b.out.view, nan=0.5))
@@ -151,25 +152,26 @@ def check_backward(b: Built, e: Expected, want: oracle.Result, yard: object, dty
 def check_gradients(
     b: Built, e: Expected, got: dict, want: oracle.Result, yard: object, where: str
 ) -> None:
-    """Rows and keys of sequences that are lost or have a bad page are NaN; the others are right."""
+    """Rows and keys of lost sequences, and of those with a bad page, are NaN; the others are
+    correct."""
     lost = [e.lost[s] or bool(e.bad_pages[s]) or e.all_lost for s in range(b.batch)]
     if not any(lost) and not np.isfinite(want.dq).all():
         return
     rows = np.zeros(len(got["q"]), bool)
     for s, (first, last) in enumerate(e.rows):
         if lost[s]:
-            own = np.arange(first, last) if e.lost[s] else e.parts[s].rows
+            own = np.arange(first, last) if e.lost[s] else e.sequences[s].rows
             assert np.isnan(got["q"][own]).all(), f"dq of sequence {s}: {where}"
         else:
-            rows[e.parts[s].rows] = True
+            rows[e.sequences[s].rows] = True
     keys = np.zeros(len(got["k"]), bool)
     for s in range(b.batch):
-        part = e.parts[s]
+        part = e.sequences[s]
         if not lost[s]:
             keys[part.grad_keys] = True
-    for s in range(b.batch):  # a key may belong to several sequences of a broken cu_seqlens_k
+    for s in range(b.batch):  # with a broken cu_seqlens_k, a key may belong to several sequences
         if lost[s]:
-            keys[e.parts[s].grad_keys] = False
+            keys[e.sequences[s].grad_keys] = False
     cu = entries_of(b, "cu_seqlens_k")
     if cu is not None and "block_table" not in b.meta and not is_layout(cu, b.seqlen_k):
         for name in "qkv":
@@ -189,7 +191,7 @@ def check_gradients(
         assert (error <= bound).all(), f"d{name} off by {error.max()}, allowed {bound}: {where}"
 
 
-# --- the smallest cases of the report -------------------------------------------------------------
+# --- minimal cases for the error report ----------------------------------------------------------
 
 
 PAGED = Case(
@@ -234,8 +236,8 @@ def test_one_entry(case, name, at, value):
     assert last_error() is None, "reading clears"
 
 
-def test_what_no_row_reads_is_no_fault():
-    """Entries behind the length of a sequence, as engines leave them."""
+def test_entries_that_no_row_reads_are_not_faults():
+    """Entries past the length of a sequence, which engines leave uninitialised."""
     b = Built(PAGED)
     last_error()
     b.meta["block_table"][0, 3] = -1  # 40 keys lie in three pages
@@ -246,7 +248,7 @@ def test_what_no_row_reads_is_no_fault():
     check_out(result.out, want, "bf16", yardstick.errors(b, want), "")
 
 
-def test_check_says_the_same():
+def test_check_gives_the_same_sentence():
     """`check` refuses with the sentence that is reported without it."""
     for case, name, at, value in SINGLE:
         b = Built(case)

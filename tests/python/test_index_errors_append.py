@@ -1,5 +1,5 @@
-"""Index arrays that do not fit, of an append: a key without a place in the cache is not written,
-and what the rotary tables have no row for becomes NaN. See test_index_errors.py."""
+"""Invalid index arrays of an append: a key without a place in the cache is not written, and rows
+outside of the rotary tables become NaN. See test_index_errors.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.abi("cuda", "emulator")
 
 @dataclass
 class Appending:
-    """New keys for a cache, with rotary embedding, and what the arrays say of them."""
+    """New keys for a cache, with rotary embedding, and the index arrays that describe them."""
 
     a: capi.KvAppend
     arrays: dict[str, torch.Tensor]
@@ -93,7 +93,7 @@ def int32_of(values: np.ndarray) -> torch.Tensor:
 
 
 def append(x: Appending) -> dict[str, np.ndarray]:
-    """The caches and q_out after it; nothing else has changed."""
+    """The caches and q_out after the append; checks that nothing else has changed."""
     for name in ("k_cache", "v_cache"):
         x.buffers[name].view.fill_(7.0)
     x.buffers["q_out"].poison()
@@ -106,12 +106,12 @@ def append(x: Appending) -> dict[str, np.ndarray]:
 
 
 def sequence_of_row(x: Appending, name: str, row: int, each: int) -> tuple[int, int] | None:
-    """(sequence, index) of a row of q or of the new keys; None: of no sequence."""
+    """(sequence, index) of a row of q or of the new keys; None where it belongs to no sequence."""
     if name not in x.arrays:
         return divmod(row, each)
     cu = x.arrays[name].tolist()
     if not is_layout(cu, x.a.seqlen_new if "new" in name else x.a.seqlen_q):
-        return None  # any of them, or none
+        return None  # the layout is invalid, so any sequence or none
     for s in range(x.a.batch):
         if cu[s] <= row < cu[s + 1]:
             return s, row - cu[s]
@@ -129,7 +129,7 @@ def position(x: Appending, s: int) -> int:
 
 
 def rotated(x: Appending, vector: np.ndarray, at: int) -> np.ndarray:
-    """[heads, dim] in halves, NaN where the tables have no such row."""
+    """[heads, dim] rotated in halves; NaN where the tables have no such row."""
     if not x.a.rotary_cos:
         return vector
     if not 0 <= at < x.a.rotary_rows:
@@ -193,7 +193,7 @@ def test_random_appends(dtype, seed):
         x.arrays["cu_seqlens_new"].tolist(), x.a.seqlen_new
     )
     if layout:
-        for to, times in written.items():  # written twice: any of them
+        for to, times in written.items():  # written twice, either value may remain
             if times > 1:
                 for n in ("k_cache", "v_cache"):
                     want[n][to] = got[n][to]

@@ -1,4 +1,4 @@
-"""Instruction sets: all that this machine has are run, chosen as asked, and agree."""
+"""Instruction sets: every one that this machine supports runs, is selectable, and agrees."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASE = Case(
 )  # fmt: skip
 
 
-def test_the_build_lists_its_sets_in_order():
+def test_build_lists_its_sets_in_order():
     ran, missing = capi.instruction_sets()
     assert ran[0] == "portable", "the portable one runs everywhere"
     assert [name for name in KNOWN if name in ran + missing] == sorted(
@@ -34,7 +34,7 @@ def test_the_build_lists_its_sets_in_order():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")
-def test_availability_is_what_the_kernel_reports():
+def test_availability_matches_proc_cpuinfo():
     flags = next(
         (
             set(line.split(":")[1].split())
@@ -56,10 +56,10 @@ def test_availability_is_what_the_kernel_reports():
     for name in ran:
         assert needs[name] <= flags, name
     for name in missing:
-        assert not needs[name] <= flags, f"{name} could run here"
+        assert not needs[name] <= flags, f"{name} should be available here"
 
 
-def test_selecting():
+def test_selecting_an_instruction_set():
     lib = capi.library()
     ran, missing = capi.instruction_sets()
     for name in ran:
@@ -67,7 +67,7 @@ def test_selecting():
             assert lib.tilewise_current_cpu().decode() == name
             kernel = capi.plan(Built(CASE).attention).kernel.decode()
             assert kernel.startswith(f"cpu.{name}."), kernel
-    assert lib.tilewise_current_cpu().decode() == ran[-1], "the best again"
+    assert lib.tilewise_current_cpu().decode() == ran[-1], "the best one is selected again"
     for name in ["sse9", "", *missing]:
         assert lib.tilewise_select_cpu(name.encode()) != capi.OK
         assert repr(name)[1:-1] in capi.last_error()
@@ -102,7 +102,7 @@ def current_cpu(value: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("value", ["abc", "0", "-3", "2.5", "4097", "99999999999"])
-def test_a_number_of_threads_that_is_none_is_refused(value):
+def test_invalid_number_of_threads_is_refused(value):
     program = (
         "import numpy as np, tilewise\n"
         "x = np.zeros((1, 2, 1, 8), np.float32)\n"
@@ -112,24 +112,24 @@ def test_a_number_of_threads_that_is_none_is_refused(value):
         [sys.executable, "-c", program], env={**os.environ, "TILEWISE_NUM_THREADS": value},
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    sentence = f'TILEWISE_NUM_THREADS is "{value}": allowed is a number from 1 to 4096'
+    sentence = f'TILEWISE_NUM_THREADS is "{value}": it must be a number from 1 to 4096'
     assert done.returncode == 1 and sentence in done.stderr
 
 
-def test_threads_that_the_system_does_not_grant_are_done_without():
+def test_runs_with_fewer_threads_when_creation_fails():
     program = (
         "import resource\n"
         "import numpy as np, tilewise\n"
         "x = np.ones((64, 40, 8, 64), np.float32)\n"
-        "tilewise.capabilities()\n"  # what is loaded is loaded
+        "tilewise.capabilities()\n"  # loads everything that is loaded lazily
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20),) * 2)\n"
         "assert np.array_equal(tilewise.attention(x, x, x), x)"
     )
 
     def large_stacks() -> None:
-        """Few of them use the room up, and what they leave has room for what a thread allocates:
-        without, glibc ends the process now and then."""
+        """A few large stacks use up the address space, and what remains suffices for a thread's own
+        allocations; with small stacks, glibc occasionally ends the process."""
         hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
         resource.setrlimit(resource.RLIMIT_STACK, (48 << 20, hard))
 
@@ -141,7 +141,7 @@ def test_threads_that_the_system_does_not_grant_are_done_without():
     assert done.returncode == 0, done.stderr
 
 
-def test_environment_variable_forces_one():
+def test_environment_variable_forces_an_instruction_set():
     for isa in capi.instruction_sets()[0]:
         assert current_cpu(isa).stdout.strip() == isa
 

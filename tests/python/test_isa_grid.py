@@ -1,9 +1,9 @@
-"""Every instruction set with every dtype, class of head dimension and number of rows, against the
-oracle.
+"""Every instruction set with every dtype, class of head dimension and number of rows, compared with
+the oracle.
 
-How a row ends inside a vector, and how many query rows a key has, choose the code that runs: each
-combination has stack arrays and tails of its own. `.ci/run sanitize` runs this file over a library
-that is built with AddressSanitizer and UndefinedBehaviorSanitizer, which watch those arrays.
+The code that runs depends on how a row ends inside a vector and on the number of query rows per
+key; each combination has its own stack arrays and tails. `.ci/run sanitize` runs this file with a
+library built with AddressSanitizer and UndefinedBehaviorSanitizer, which watch those arrays.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from cases import Case, check
 pytestmark = pytest.mark.abi("cpu")
 
 DTYPES = ["fp32", "bf16", "fp16"]
-# Below a vector of any instruction set, whole vectors, ends inside a vector or an AMX tile, several
-# tiles; alone, and with another dimension of v.
+# Less than one vector of any instruction set, whole vectors, ends inside a vector or an AMX tile,
+# several tiles; with the same and with another dimension of v.
 HEAD_DIMS = [(1, 1), (3, 5), (8, 8), (20, 20), (40, 72), (64, 64), (72, 40), (96, 96), (100, 104),
              (128, 128), (192, 128), (256, 256), (257, 111), (512, 512)]  # fmt: skip
 QUERY_HEADS_PER_KEY = range(1, 17)

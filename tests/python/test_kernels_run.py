@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import cuda_ledger
 import kernels_run
-from test_cuda_ledger import FORWARD, NARROW
+from test_cuda_ledger import FORWARD, SMALL
 
 TURING = ("mma_sync", "forward", "Sm75", "F16", "64x1", "plain")
 AMPERE = ("mma_sync", "forward", "Sm86", "F16", "96x1", "plain")
@@ -41,7 +41,7 @@ def of_preset(**options: str) -> list[kernels_run.Kernel]:
     return list(kernels_run.of_preset({"cacheVariables": names}, ALL))
 
 
-def test_what_a_preset_builds():
+def test_kernels_that_a_preset_builds():
     assert of_preset() == ALL
     assert of_preset(HEAD_DIMS="64;512") == [TURING, SIMT, APPEND]
     assert of_preset(HEAD_DIMS="mma_sync:96;wgmma:192") == [AMPERE, HOPPER, APPEND]
@@ -56,21 +56,21 @@ def of_result(capability: str = "9.0", **tests: object) -> list[kernels_run.Kern
 PASSED = {"passed": 9, "failed": 0}
 
 
-def test_what_a_result_has_run():
+def test_kernels_that_a_result_has_run():
     assert of_result(native=PASSED) == [HOPPER, SIMT, APPEND]
     assert of_result("8.0", native=PASSED) == [SIMT, APPEND]
     with_forced = {"forced-75": PASSED, "forced-86": {"passed": 9, "failed": 1}}
     assert of_result("8.0", native=PASSED, **with_forced) == [TURING, SIMT, APPEND]
 
 
-def test_a_result_with_a_list_has_run_what_is_in_it():
+def test_result_with_a_launch_list_has_run_the_listed_kernels():
     assert of_result(native=PASSED, launched=[" ".join(AMPERE)]) == [AMPERE]
 
 
-def test_what_was_launched_is_held_against_what_is_inside(tmp_path, monkeypatch):
-    """By symbols on a GPU; the emulator writes addresses, which the library's table resolves."""
-    kernels = {kernels_run.named(NARROW), kernels_run.named(FORWARD)}
-    table = {0x1A2B: NARROW, 0x3C: FORWARD, 0x40: "_ZN8tilewise8emulator5fiberEv"}
+def test_launched_kernels_are_compared_with_the_library(tmp_path, monkeypatch):
+    """A GPU records symbols; the emulator records addresses, which the library's table resolves."""
+    kernels = {kernels_run.named(SMALL), kernels_run.named(FORWARD)}
+    table = {0x1A2B: SMALL, 0x3C: FORWARD, 0x40: "_ZN8tilewise8emulator5fiberEv"}
     monkeypatch.setattr(kernels_run, "known", lambda: kernels)
     monkeypatch.setattr(kernels_run, "symbols", lambda _: table)
     (tmp_path / "17").write_text("+0x1a2b\n+0x1a2b\n+0x999\n")
@@ -82,7 +82,7 @@ def test_what_was_launched_is_held_against_what_is_inside(tmp_path, monkeypatch)
     assert kernels_run.not_launched(library, tmp_path) == []
 
 
-def test_machine_code_needs_a_program_that_reads_it(monkeypatch):
+def test_reading_machine_code_needs_cuobjdump(monkeypatch):
     def nowhere() -> str:
         raise cuda_ledger.LedgerError("cuobjdump is not found")
 

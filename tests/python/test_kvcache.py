@@ -1,7 +1,7 @@
-"""Attention to a key/value cache: append, rotary, paging, padding, windows, splits.
+"""Attention with a key/value cache: append, rotary, paging, padding, windows, splits.
 
-Each case keeps a model of the cache beside the real one: what the append must have written, to the
-bit where nothing is rotated, and that nothing else was touched.
+Each case keeps a model of the cache beside the real one: what the append must have written, bitwise
+where nothing is rotated, and that nothing else was changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ UNTOUCHED = 7.5
 
 
 class Cache:
-    """A cache of random keys, dense or paged, and its dense picture [B, CAPACITY, Hkv, D]."""
+    """A cache of random keys, contiguous or paged, and its contiguous form [B, CAPACITY, Hkv,
+    D]."""
 
     def __init__(self, batch, heads_kv, dtype, page_size=0, batch_idx=False, seed=0):
         g = devices.generator(seed)
@@ -43,8 +44,8 @@ class Cache:
         self.k = torch.randn(*shape, heads_kv, HEAD_DIM, generator=g).to(dtype)
         self.v = torch.randn(*shape, heads_kv, HEAD_DIM_V, generator=g).to(dtype)
 
-    def picture(self, cache):
-        """Rows of every sequence, in order."""
+    def as_contiguous(self, cache):
+        """The rows of every sequence, in order."""
         if self.table is not None:
             return cache[self.table.long()].flatten(1, 2)[:, :CAPACITY]
         return cache if self.index is None else cache[self.index.long()]
@@ -59,10 +60,10 @@ def rotary_tables(dtype, rotary_dim=16, positions=CAPACITY + 8):
 
 
 def expected(q, cache, k, v, lengths, leftpad, rotary, interleaved, options, dtype):
-    """(out, lse, k picture, v picture) computed in `dtype`."""
+    """(out, lse, contiguous k, contiguous v) computed in `dtype`."""
     batch, rows = q.shape[:2]
     q, k, v = (x.to(dtype) for x in (q, k, v))
-    k_rows, v_rows = (cache.picture(x).to(dtype).clone() for x in (cache.k, cache.v))
+    k_rows, v_rows = (cache.as_contiguous(x).to(dtype).clone() for x in (cache.k, cache.v))
     starts = torch.tensor(lengths)[:, None]
     if rotary is not None:
         cos, sin = (x.to(dtype) for x in rotary)
@@ -70,7 +71,9 @@ def expected(q, cache, k, v, lengths, leftpad, rotary, interleaved, options, dty
             x is not None for x in options.get("window", (None, None))
         )
         steps = torch.arange(rows) if windowed else torch.zeros(rows, dtype=torch.long)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32  # of complex numbers
+        wide = (
+            torch.float64 if dtype == torch.float64 else torch.float32
+        )  # the dtype of the complex numbers
         turned = [
             reference.rotate(x.to(wide), cos.to(wide), sin.to(wide), p, interleaved).to(dtype)
             for x, p in ((q, starts + steps), (k, starts + torch.arange(k.shape[1])))
@@ -144,13 +147,13 @@ def check(
     assert torch.equal(q, q_before)
     assert_as_good(out, plain[0], exact[0], 2, "out")
     assert_as_good(lse, plain[1], exact[1], 2, "lse")
-    assert torch.equal(cache.picture(cache.v), plain[3]), "v_cache"
-    k_picture = cache.picture(cache.k)
+    assert torch.equal(cache.as_contiguous(cache.v), plain[3]), "v_cache"
+    k_contiguous = cache.as_contiguous(cache.k)
     if rotary:
-        assert_as_good(k_picture, plain[2], exact[2], 2, "k_cache")
+        assert_as_good(k_contiguous, plain[2], exact[2], 2, "k_cache")
     else:
-        assert torch.equal(k_picture, plain[2]), "k_cache"
-    # Outside the new rows the caches, pages of nobody included, are as they were.
+        assert torch.equal(k_contiguous, plain[2]), "k_cache"
+    # Outside of the new rows the caches are unchanged, including pages that no sequence uses.
     for now, before, name in zip((cache.k, cache.v), untouched, "kv", strict=True):
         changed = (now != before).flatten(2).any(-1)
         assert int(changed.sum()) <= batch * new, f"{name}_cache"
@@ -160,7 +163,8 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def append_cases():
-    """All combinations in fp32; in the 16-bit dtypes one band for each of the others, in turn."""
+    """All combinations in fp32; the 16-bit dtypes have one band, in rotation, per combination of
+    the other parameters."""
     bands = ("full", "causal", "local")
     others = itertools.product(
         (0, 1, 16, 256), ("none", "interleaved", "halves"), (None, [4, 0, 31])
@@ -196,7 +200,7 @@ def test_batch_index(dtype, rotary, leftpad):
     "where", [dict(batch_idx=True), dict(page_size=16), dict(page_size=5, leftpad=[4, 0, 31])]
 )
 @pytest.mark.parametrize(("new", "lengths"), [(3, (11, 0, 45)), (0, (0, 11, 48))])
-def test_entries_that_fit_pass_their_check(new, lengths, where):
+def test_valid_entries_pass_their_check(new, lengths, where):
     if where.get("leftpad"):
         lengths = (11, 0, 45)
     check(torch.float32, new=new, lengths=lengths, rotary=new > 0, verify=True, **where)
@@ -261,8 +265,8 @@ def test_rotary_dimensions(rotary_dim, interleaved):
     assert torch.equal(cache.k[:, 9:11, :, rotary_dim:], k[..., rotary_dim:])
 
 
-def test_steps_of_a_decoder_agree_with_one_pass():
-    """Prefill of 5, then single tokens: the same as causal attention to the whole sequence."""
+def test_decoder_steps_agree_with_one_pass():
+    """Prefill of 5, then single tokens: the same as causal attention over the whole sequence."""
     torch.manual_seed(0)
     total, heads, heads_kv = 14, 4, 2
     q = torch.randn(2, total, heads, HEAD_DIM)
@@ -297,7 +301,7 @@ def test_steps_of_a_decoder_agree_with_one_pass():
 
 
 @pytest.mark.tensors("cpu")
-def test_splits_and_threads_do_not_change_what_is_written():
+def test_threads_do_not_change_what_is_written():
     results = []
     threads = torch.get_num_threads()
     try:
@@ -328,7 +332,7 @@ def test_splits_and_threads_do_not_change_what_is_written():
 
 
 def test_strided_caches_and_inputs():
-    """Caches as views of one tensor [B, S, 2, H, D], heads before rows in q."""
+    """The caches are views of one tensor [B, S, 2, H, D], and q has heads before rows."""
     torch.manual_seed(0)
     both = torch.randn(2, CAPACITY, 2, 2, HEAD_DIM)
     before = both.clone()
@@ -360,7 +364,7 @@ def test_without_lengths_the_cache_is_full():
     assert_as_good(got, None, want, 2, "out")
 
 
-def test_an_empty_cache_gives_zeros():
+def test_empty_cache_gives_zeros():
     cache = Cache(1, 2, torch.float32)
     q = torch.randn(1, 2, 4, HEAD_DIM)
     out, lse = tilewise.attention_with_kvcache(
@@ -386,8 +390,9 @@ def valid():
 
 
 @pytest.mark.parametrize("leftpad", [None, [4, 8]])
-def test_entries_of_pages_not_in_use_may_hold_anything(leftpad):
-    """6 and 11 keys in pages of 4 are the first two and three pages; padding frees the first."""
+def test_block_table_entries_of_unused_pages_are_ignored(leftpad):
+    """6 and 11 keys in pages of 4 use the first two and three pages; left padding frees the
+    first."""
     arguments = valid()
     want = tilewise.attention_with_kvcache(
         **arguments, cache_leftpad=None if leftpad is None else torch.tensor(leftpad)
@@ -403,7 +408,7 @@ def test_entries_of_pages_not_in_use_may_hold_anything(leftpad):
     assert devices.equal(got, want)
 
 
-def test_the_valid_arguments_are_valid():
+def test_valid_arguments_are_accepted():
     arguments = valid()
     assert tilewise.attention_with_kvcache(**arguments).shape == (2, 2, 4, HEAD_DIM_V)
 

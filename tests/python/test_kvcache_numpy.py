@@ -1,4 +1,4 @@
-"""The cache function on NumPy arrays: bit for bit what it is on tensors, and without PyTorch."""
+"""The cache function on NumPy arrays: bitwise equal to tensors, and it works without PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tilewise._kvcache_numpy import KvAppend
 HEAD_DIM, HEAD_DIM_V, CAPACITY = 24, 16, 40
 
 
-def test_the_structure_is_that_of_the_header():
+def test_append_structure_matches_the_header():
     wanted = test_numpy_abi.fields_of("tilewise_kv_append")
     assert [name for name, _ in KvAppend._fields_] == [name for name, _ in wanted]
     for (name, kind), (_, expected) in zip(KvAppend._fields_, wanted, strict=True):

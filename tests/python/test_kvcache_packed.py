@@ -1,4 +1,4 @@
-"""Caches: packed queries and new keys, positions of their own, and a bias."""
+"""Caches with packed queries and new keys, separate rotary positions, and a bias."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from test_kvcache import CAPACITY, HEAD_DIM, HEAD_DIM_V, Cache, rotary_tables
 
 pytestmark = pytest.mark.tensors
 
-ROWS, NEW = (3, 0, 5, 1), (2, 4, 0, 7)  # of each sequence
+ROWS, NEW = (3, 0, 5, 1), (2, 4, 0, 7)  # per sequence
 LENGTHS, LEFTPAD, POSITIONS = (11, 0, 40, 24), (4, 0, 31, 24), (2, 30, 17, 0)
 BANDS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -30,8 +30,9 @@ def starts(sizes: tuple[int, ...]) -> Tensor:
 
 
 def one_by_one(given: dict[str, Any], cache: Cache, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """(out, lse, keys, values) of what attention_with_kvcache is given, written out."""
-    keys, values = (cache.picture(x).to(dtype).clone() for x in (cache.k, cache.v))
+    """(out, lse, keys, values) of attention_with_kvcache's arguments, computed sequence by
+    sequence."""
+    keys, values = (cache.as_contiguous(x).to(dtype).clone() for x in (cache.k, cache.v))
     band = {name: given[name] for name in ("causal", "window") if name in given}
     outs, lses = [], []
     q_end = new_end = 0
@@ -75,7 +76,7 @@ def check(given: dict[str, Any], cache: Cache) -> None:
     dtype = given["q"].dtype
     plain, exact = (one_by_one(given, cache, kind) for kind in (dtype, torch.float64))
     out, lse = tilewise.attention_with_kvcache(**given, return_lse=True)
-    keys, values = cache.picture(cache.k), cache.picture(cache.v)
+    keys, values = cache.as_contiguous(cache.k), cache.as_contiguous(cache.v)
     assert out.shape == (sum(ROWS), 4, HEAD_DIM_V) and lse.shape == (4, sum(ROWS))
     assert torch.equal(values, plain[3])
     for name, got, index in (("out", out, 0), ("lse", lse, 1), ("k_cache", keys, 2)):
@@ -101,7 +102,7 @@ def test_packed_queries_and_new_keys(band: str, rotary: str, padded: bool, page_
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("batches", [1, len(ROWS)])
 @pytest.mark.parametrize("page_size", [0, 16])
-def test_a_bias_of_packed_queries(dtype: torch.dtype, batches: int, page_size: int) -> None:
+def test_bias_with_packed_queries(dtype: torch.dtype, batches: int, page_size: int) -> None:
     given, cache = arguments(dtype, page_size)
     bias = torch.randn(batches, 4, max(ROWS), CAPACITY, generator=devices.generator(4))
     check(given | dict(bias=bias, causal=True, cache_leftpad=torch.tensor(LEFTPAD)), cache)
@@ -111,7 +112,7 @@ def test_a_bias_of_packed_queries(dtype: torch.dtype, batches: int, page_size: i
 @pytest.mark.parametrize(
     "shape", [(2, 4, 3, CAPACITY), (4, 1, CAPACITY), (CAPACITY,), (2, 1, 3, 1)]
 )
-def test_a_bias_of_equal_rows(shape: tuple[int, ...], page_size: int) -> None:
+def test_bias_with_uniform_rows(shape: tuple[int, ...], page_size: int) -> None:
     cache, lengths = Cache(2, 2, torch.float32, page_size), [7, 44]
     q, bias = torch.randn(2, 3, 4, HEAD_DIM), torch.randn(shape)
     out = tilewise.attention_with_kvcache(
@@ -120,7 +121,7 @@ def test_a_bias_of_equal_rows(shape: tuple[int, ...], page_size: int) -> None:
     )  # fmt: skip
     bias = bias.expand(2, 4, 3, CAPACITY).double()
     for b, length in enumerate(lengths):
-        k, v = (cache.picture(x)[b, :length].double() for x in (cache.k, cache.v))
+        k, v = (cache.as_contiguous(x)[b, :length].double() for x in (cache.k, cache.v))
         own = bias[b, :, :, :length]
         want, _ = reference.attend_one(q[b].double(), k, v, bias=own, causal=True)
         assert_as_good(out[b], None, want, 2, "out")
@@ -128,7 +129,7 @@ def test_a_bias_of_equal_rows(shape: tuple[int, ...], page_size: int) -> None:
 
 @pytest.mark.tensors("cpu")
 @pytest.mark.parametrize("page_size", [0, 4])
-def test_arrays_are_as_tensors(page_size: int) -> None:
+def test_arrays_agree_with_tensors(page_size: int) -> None:
     given, _ = arguments(page_size=page_size)
     cos, sin = rotary_tables(torch.float32)
     given |= dict(rotary_cos=cos, rotary_sin=sin, rotary_seqlens=torch.tensor(POSITIONS))
@@ -142,7 +143,7 @@ def test_arrays_are_as_tensors(page_size: int) -> None:
         assert torch.equal(torch.from_numpy(arrays[name]), given[name])
 
 
-def test_compiled_whole() -> None:
+def test_compiles_to_one_graph() -> None:
     results = []
     call = torch.compile(tilewise.attention_with_kvcache, fullgraph=True, backend="aot_eager")
     for function in (tilewise.attention_with_kvcache, call):
@@ -155,19 +156,19 @@ def test_compiled_whole() -> None:
     assert all(devices.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_equal_rows_and_packed_new_keys() -> None:
-    """One may be packed without the other."""
+def test_uniform_queries_and_packed_new_keys() -> None:
+    """Either may be packed without the other."""
     given, cache = arguments()
     dense = {n: x for n, x in given.items() if n not in ("q", "cu_seqlens_q")}
     q = torch.randn(4, 2, 4, HEAD_DIM)
     out = tilewise.attention_with_kvcache(q, **dense, causal=True)
     for b, end in enumerate(n + m for n, m in zip(LENGTHS, NEW, strict=True)):
-        k, v = (cache.picture(x)[b, :end].double() for x in (cache.k, cache.v))
+        k, v = (cache.as_contiguous(x)[b, :end].double() for x in (cache.k, cache.v))
         want, _ = reference.attend_one(q[b].double(), k, v, causal=True)
         assert_as_good(out[b], None, want, 2, "out")
 
 
-def test_explained() -> None:
+def test_explain() -> None:
     given, _ = arguments()
     kept = {n: x for n, x in given.items() if n not in ("k", "v", "cu_seqlens_k_new", "q")}
     k, v = kept.pop("k_cache"), kept.pop("v_cache")
@@ -237,7 +238,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_refusals_name_the_argument_and_write_nothing(name: str, check: bool, device: Any) -> None:
     entry = name.startswith("entry") and not check
     if device.name == "cuda" and (entry or name == "bias rows"):
-        pytest.skip("entries in the memory of a GPU are read only where that is asked for")
+        pytest.skip("entries in GPU memory are read only with check=True")
     changes, sentence = BAD[name]
     given, cache = arguments()
     before = cache.k.clone(), cache.v.clone()

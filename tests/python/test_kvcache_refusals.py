@@ -1,4 +1,4 @@
-"""What attention_with_kvcache refuses, naming the argument, before it has written anything."""
+"""attention_with_kvcache refuses invalid arguments by name, before it writes anything."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ BAD = {
             block_table=torch.arange(24, dtype=torch.int32).reshape(2, 12) % 12,
             cache_seqlens=torch.tensor([5, 4]),
         ),
-        r"block_table\[1, 1\] is 1, as block_table\[0, 1\] is, but both .* row 1 of that page",
+        r"block_table\[1, 1\] is 1 like block_table\[0, 1\], but both .* row 1 of that page",
     ),
     "index and table": (dict(cache_batch_idx=torch.tensor([0, 1])), "cache_batch_idx"),
     "entry: leftpad": (dict(cache_leftpad=torch.tensor([0, 10])), "cache_leftpad"),
@@ -107,7 +107,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_a_row_that_is_nothing_but_padding_has_no_keys(check):
+def test_sequence_of_only_padding_has_no_keys(check):
     q, cache = torch.randn(2, 1, 4, 16), torch.randn(2, 32, 2, 16)
     out, lse = tilewise.attention_with_kvcache(
         q, cache, cache, cache_seqlens=torch.tensor([3, 5]), cache_leftpad=torch.tensor([1, 7]),
@@ -117,7 +117,7 @@ def test_a_row_that_is_nothing_but_padding_has_no_keys(check):
     assert lse[0].isfinite().all() and (lse[1] == -torch.inf).all()
 
 
-# Of a call without new keys, which the library refuses while it attends.
+# Errors in calls without new keys, which the library finds during attention.
 OLD_KEYS = {
     "row": (dict(cache_batch_idx=torch.tensor([0, 2])), r"cache_batch_idx\[1\] is 2"),
     "padding": (dict(cache_leftpad=torch.tensor([40, 0])), r"cache_leftpad\[0\] is 40"),
@@ -126,9 +126,9 @@ OLD_KEYS = {
 
 
 @pytest.mark.parametrize("name", OLD_KEYS)
-def test_entries_of_a_cache_are_refused_by_their_names(name, device):
+def test_cache_entries_are_refused_by_name(name, device):
     if device.name == "cuda":
-        pytest.skip("entries in the memory of a GPU are read only where that is asked for")
+        pytest.skip("entries in GPU memory are read only with check=True")
     changes, sentence = OLD_KEYS[name]
     q, cache = torch.randn(2, 1, 4, 16), torch.randn(2, 32, 2, 16)
     options = dict(cache_seqlens=torch.tensor([3, 3])) | changes
@@ -137,10 +137,10 @@ def test_entries_of_a_cache_are_refused_by_their_names(name, device):
 
 
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
-def test_a_negative_view_is_read_but_not_written(name):
-    """PyTorch resolves it into a copy, where new keys would be lost."""
+def test_negative_view_is_read_but_not_written(name):
+    """PyTorch would resolve it into a copy, in which new keys would be lost."""
     arguments = valid() | {name: torch._neg_view(-valid()[name])}
-    with pytest.raises(ValueError, match=rf"{name} is a negative view .* to be written to it"):
+    with pytest.raises(ValueError, match=rf"{name} is a negative view .* must be written to it"):
         tilewise.attention_with_kvcache(**arguments)
     reading = dict(k=None, v=None, rotary_cos=None, rotary_sin=None)
     got = tilewise.attention_with_kvcache(**(arguments | reading))
@@ -151,7 +151,7 @@ def test_a_negative_view_is_read_but_not_written(name):
 @pytest.mark.parametrize("check", [False, True])
 def test_refusals_name_the_argument_and_write_nothing(name, check, device):
     if device.name == "cuda" and name.startswith("entry") and not check:
-        pytest.skip("entries in the memory of a GPU are read only where that is asked for")
+        pytest.skip("entries in GPU memory are read only with check=True")
     changes, argument = BAD[name]
     arguments = valid() | dict(check=check) | devices.moved(changes)
     caches = [arguments[name] for name in ("k_cache", "v_cache") if arguments[name] is not None]

@@ -1,4 +1,4 @@
-"""Shapes and memory layouts that have broken attention kernels before, one by one."""
+"""Shapes and memory layouts that have broken attention kernels before, one test each."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_head_dims(dim, dtype):
 
 @pytest.mark.parametrize("softcap", [0.5, 5.0, 30.0])
 @pytest.mark.parametrize("seed", [9, 11])
-def test_one_product_a_score(softcap, seed):
-    """Errors of a product of split operands that no sum averages."""
+def test_one_product_per_score(softcap, seed):
+    """With one product per score, no sum averages the errors of split operands."""
     check(Case("fp32", (13,), (29,), head_dim=1, head_dim_v=16, softcap=softcap, seed=seed))
 
 
@@ -80,13 +80,14 @@ def test_rows_and_keys_differ(rows, keys, window, dtype):
     ],
     ids=lambda c: f"{c.rows}-{c.keys}-{c.sinks}-{c.page_size}",
 )
-def test_empty_things(case, dtype):
+def test_empty_dimensions(case, dtype):
     check(Case(**{**case.__dict__, "dtype": dtype, "dlse": True}))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_past_the_last_sequence_are_zero(dtype):
-    """Also rows and keys beyond seqused, whose memory holds NaN: 0 out, -inf lse, 0 gradients."""
+    """Rows past the last sequence, and rows and keys beyond seqused, whose memory holds NaN: out is
+    0, lse -inf, and gradients are 0."""
     case = Case(
         dtype, (20, 31), (40, 17), varlen_q=True, varlen_k=True, tail_q=9, tail_k=70,
         used_q=(11, 31), used_k=(40, 3), window=(-1, 0), group=2, heads_kv=2, pad=3,
@@ -124,8 +125,8 @@ def test_broadcast_views(expand, dtype):
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("rows", [1, 70])
 @pytest.mark.parametrize("expand", ["q0", "q1", "q2", "k0", "k1", "k2", "v0", "v1", "v2"])
-def test_broadcast_views_are_read_as_others_are(expand, rows):
-    """TMA, too, takes a stride of 0."""
+def test_broadcast_views_use_the_same_kernel(expand, rows):
+    """TMA accepts a stride of 0."""
     own = Case("bf16", (rows,) * 2, (300,) * 2, heads_kv=2, group=2, head_dim=64, head_dim_v=64)
     case = dataclasses.replace(own, expand=expand)
     assert capi.plan(Built(case).attention).why == capi.plan(Built(own).attention).why
@@ -135,8 +136,8 @@ def test_broadcast_views_are_read_as_others_are(expand, rows):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 33])
 @pytest.mark.parametrize("page_size", [0, 16])
-def test_broadcast_heads_of_keys_and_values_are_one(page_size, rows, dtype):
-    """A forward reads them once; a backward has gradients for each."""
+def test_broadcast_kv_heads_are_read_once(page_size, rows, dtype):
+    """A forward reads such heads once; a backward has separate gradients for each."""
     case = Case(dtype, (rows,) * 2, (40, 40), group=6, head_dim=64, head_dim_v=48, window=(9, 0),
                 softcap=5.0 if rows > 1 else 0.0, used_k=(40, 21), page_size=page_size)  # fmt: skip
     b = Built(case)
@@ -168,7 +169,7 @@ def test_cache_rows_by_index(dtype):
 
 
 def test_one_buffer_for_q_k_v_and_interleaved_outputs():
-    """Self-attention on one packed [B, S, 3, H, D] tensor, gradients written into another."""
+    """Self-attention on one packed [B, S, 3, H, D] tensor; gradients are written into another."""
     packed = devices.put(torch.randn(2, 45, 3, 4, 32))
     grads = torch.full_like(packed, torch.nan)
     b = Built(Case(rows=(45, 45), keys=(45, 45), heads_kv=4, head_dim=32, head_dim_v=32))
@@ -190,7 +191,7 @@ def test_one_buffer_for_q_k_v_and_interleaved_outputs():
 
 
 def test_negative_strides():
-    """A reversed view, as NumPy makes them: data points at the last row."""
+    """A reversed view, as NumPy makes it: data points at the last row."""
     b = Built(Case(rows=(30,), keys=(41,), heads_kv=2, group=2, deterministic=True))
     want = run(b)
     for name in ("q", "k", "v"):
@@ -205,8 +206,8 @@ def test_negative_strides():
         assert np.array_equal(values, want.grads[name]), name
 
 
-def test_lengths_of_pages_by_cu_seqlens():
-    """With a block table cu_seqlens_k says how long the sequences are, as seqused_k does."""
+def test_cu_seqlens_k_gives_the_lengths_with_pages():
+    """With a block table, cu_seqlens_k gives the lengths of the sequences, like seqused_k."""
     base = Case(rows=(3, 3, 3), keys=(20, 20, 20), page_size=8, used_k=(17, 0, 20), group=2)
     b = Built(base)
     want = run(b)
@@ -215,7 +216,7 @@ def test_lengths_of_pages_by_cu_seqlens():
     b.attention.cu_seqlens_k = b.meta["cu_seqlens_k"].data_ptr()
     got = run(b)
     for given, wanted in [(got.out, want.out), *((got.grads[n], want.grads[n]) for n in got.grads)]:
-        # On a GPU the plan may differ: it knows the capacity in one case and the sum in the other.
+        # On a GPU the plan may differ: it knows either the capacity or the total length.
         allowed = 0 if devices.current().name == "cpu" else 1e-6 * np.abs(wanted).max()
         assert np.abs(given - wanted).max() <= allowed
 
@@ -227,8 +228,9 @@ def far_apart(
     step: int,
     much_memory: Callable[[int], None],
 ) -> list[torch.Tensor]:
-    """fp32 views with these strides, each `step` elements behind the one before, in one area. On
-    the host it is reserved and used only where it is written; a GPU has to have it."""
+    """fp32 views with these strides in one allocation, each `step` elements after the one before.
+    On the host, memory is reserved and only committed where it is written; a GPU has to have all of
+    it."""
     count = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + views * step
     if devices.current().memory.type == "cuda":
         much_memory(4 * count + 2**31)
@@ -242,7 +244,7 @@ def far_apart(
 @pytest.mark.parametrize("which", ["batch", "row", "head"])
 def test_more_than_two_to_the_31_elements(which, much_memory):
     """Offsets beyond 2^31 in every tensor, forward and backward: index arithmetic is 64-bit."""
-    far = 2**31 // 3 + 12345  # 4 steps: beyond 2^31, and beyond 2^32 bytes after one
+    far = 2**31 // 3 + 12345  # 4 steps exceed 2^31, and one step exceeds 2^32 bytes
     n, heads = 5, 5
     batch = 5 if which == "batch" else 1
     case = Case(rows=(n,) * batch, keys=(n,) * batch, heads_kv=heads, window=(-1, 0))
@@ -305,8 +307,8 @@ def test_lse_may_be_null_in_forward():
     assert np.array_equal(flat(b.out.view), want.out)
 
 
-def test_struct_sizes_old_and_new():
-    """A longer struct is fine while its unknown bytes are 0, and refused when they are not."""
+def test_older_and_newer_struct_sizes():
+    """A longer struct is accepted while its unknown bytes are 0, and refused otherwise."""
     b = Built(Case(rows=(4,), keys=(6,)))
     size = ctypes.sizeof(capi.Attention)
     raw = (ctypes.c_uint8 * (size + 32))()

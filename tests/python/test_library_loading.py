@@ -1,4 +1,4 @@
-"""Whatever is wrong with an installation gets one sentence: no crash, no traceback of a loader."""
+"""A broken installation gets one sentence: no crash, and no traceback of the loader."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ASK_TORCH = "import tilewise, torch; q = torch.ones(1, 2, 1, 8); tilewise.attent
 
 
 def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A Python of its own, with the libraries of a folder."""
+    """Run a program in a fresh Python that uses the libraries of a folder."""
     return subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, _library.DIRECTORY_VARIABLE: str(folder)},
@@ -31,20 +31,20 @@ def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def refused(program: str, folder: Path) -> str:
-    """The sentence of the ImportError that the program ends with."""
+    """The sentence of the ImportError with which the program ends."""
     done = run(program, folder)
     last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else ""
     assert done.returncode == 1, f"status {done.returncode}: {done.stderr[-2000:]}"
     kind, _, sentence = last.partition(": ")
     assert kind in ("ImportError", "tilewise._library.LibraryNotFoundError"), done.stderr[-2000:]
-    assert str(folder) in sentence, "the file is named"
+    assert str(folder) in sentence, "the sentence does not name the file"
     return sentence
 
 
 def compile_library(path: Path, code: str) -> None:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        pytest.skip("makes small libraries: needs a C++ compiler")
+        pytest.skip("needs a C++ compiler to build small libraries")
     source = path.with_suffix(".cpp")
     source.write_text(f'extern "C" {{ {code} }}')
     command = [compiler, "-shared", "-fPIC", "-o", str(path), str(source)]
@@ -52,11 +52,11 @@ def compile_library(path: Path, code: str) -> None:
 
 
 def libraries(folder: Path) -> Path:
-    """The libraries in use, copied: a test spoils one of them."""
+    """Copies of the libraries in use, of which a test damages one."""
     for name in (NAME, ADAPTER):
         source = _library.library_directory() / name
         if source.is_file():
-            # The adapter looks for the name that the library has in itself.
+            # The adapter looks for the name that the library records in itself.
             for each in {name, *(p.name for p in source.parent.glob(f"{name}.*"))}:
                 shutil.copy(source, folder / each)
     return folder
@@ -77,20 +77,21 @@ def test_no_library(tmp_path):
 
 
 @pytest.mark.parametrize("kept", [0, 3, 40, 64, 4096, 0.5, 0.99])
-def test_a_file_cut_short(tmp_path, kept):
-    """Of a full disk. The loader alone would map half of it, and the process would die."""
+def test_truncated_library(tmp_path, kept):
+    """A full disk leaves such a file. The loader would map half of it, and the process would
+    die."""
     file = libraries(tmp_path) / NAME
     whole = file.read_bytes()
     file.write_bytes(whole[: int(kept if kept > 1 else kept * len(whole))])
     assert "damaged" in refused(ASK, tmp_path)
 
 
-def test_a_file_of_something_else(tmp_path):
+def test_file_that_is_not_a_library(tmp_path):
     (tmp_path / NAME).write_text("version https://git-lfs.github.com/spec/v1\n" * 20)
     assert "damaged" in refused(ASK, tmp_path)
 
 
-def test_another_processor(tmp_path):
+def test_library_for_another_processor(tmp_path):
     file = libraries(tmp_path) / NAME
     code = bytearray(file.read_bytes())
     code[18:20] = (243).to_bytes(2, "little")  # e_machine: RISC-V
@@ -98,32 +99,32 @@ def test_another_processor(tmp_path):
     assert "cannot be loaded" in refused(ASK, tmp_path)
 
 
-def test_another_abi_version(tmp_path):
+def test_library_of_another_abi_version(tmp_path):
     other = _abi.ABI_VERSION + 1
     compile_library(tmp_path / NAME, abi(other) + "int tilewise_plan() { __builtin_trap(); }")
     sentence = refused(ASK_NUMPY, tmp_path)
     assert f"ABI version {other}" in sentence and f"need {_abi.ABI_VERSION}" in sentence
 
 
-def test_another_library_of_that_name(tmp_path):
+def test_foreign_library_of_the_same_name(tmp_path):
     compile_library(tmp_path / NAME, "int something_else() { return 1; }")
-    assert "is no library of tilewise" in refused(ASK, tmp_path)
+    assert "is not a tilewise library" in refused(ASK, tmp_path)
 
 
-def test_an_older_library_of_this_abi(tmp_path):
-    """Functions that came later are missed where they are called, by their names."""
+def test_older_library_of_the_same_abi(tmp_path):
+    """Functions added later are reported by name when they are called."""
     compile_library(tmp_path / NAME, abi(_abi.ABI_VERSION))
     sentence = refused(ASK, tmp_path)
     assert "has no tilewise_version" in sentence and "older version" in sentence
 
 
-def test_a_symbol_that_is_nowhere(tmp_path):
+def test_undefined_symbol(tmp_path):
     compile_library(tmp_path / NAME, f"int nowhere(); int call = nowhere(); {abi(1)}")
     assert "undefined symbol: nowhere" in refused(ASK, tmp_path)
 
 
-def test_a_newer_system(tmp_path):
-    """As a wheel with the wrong tag fails on an old system."""
+def test_library_for_a_newer_system(tmp_path):
+    """A wheel with the wrong tag fails like this on an old system."""
     file = libraries(tmp_path) / NAME
     code = file.read_bytes()
     assert b"\0GLIBC_2.14\0" in code
@@ -132,7 +133,7 @@ def test_a_newer_system(tmp_path):
     assert "newer system" in hashed and "GLIBC_9.14" in hashed
 
 
-def test_doctor_says_it_in_one_line(tmp_path):
+def test_doctor_reports_it_in_one_line(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "tilewise", "doctor"],
         env={**os.environ, _library.DIRECTORY_VARIABLE: str(tmp_path)},
@@ -169,7 +170,7 @@ CALLS = {
 
 
 def missed(program: str, absent: str) -> str:
-    """The sentence that a program ends with where a package is not installed."""
+    """The sentence with which a program ends when a package is not installed."""
     done = run(
         f"import sys; sys.modules[{absent!r}] = None\n{program}", _library.library_directory()
     )
@@ -182,12 +183,12 @@ def missed(program: str, absent: str) -> str:
 
 
 @pytest.mark.parametrize(("module", "absent"), NEEDED)
-def test_a_module_without_what_it_needs(module, absent):
+def test_module_without_its_requirement(module, absent):
     if absent != "torch":
         pytest.importorskip("torch")
     sentence = missed(f"import {module}", absent)
     assert sentence.startswith(NEEDED[module, absent])
-    if module in ("tilewise.nn", "tilewise.compat"):  # as an attribute, too
+    if module in ("tilewise.nn", "tilewise.compat"):  # as an attribute as well
         assert missed(f"import tilewise; {module}", absent) == sentence
 
 
@@ -197,8 +198,8 @@ def test_arrays_without_numpy(call):
     assert sentence.startswith("tilewise on arrays needs NumPy 1.24 or newer")
 
 
-def test_what_a_package_lacks_itself_is_not_ours_to_say():
-    """PyTorch is there, and something that it imports is not."""
+def test_missing_dependency_of_a_package_is_not_relabelled():
+    """PyTorch is installed, but something that it imports is not."""
     pytest.importorskip("torch")
     done = run("import sys; sys.modules['typing_extensions'] = None\nimport tilewise.nn",
                _library.library_directory())  # fmt: skip
@@ -207,19 +208,19 @@ def test_what_a_package_lacks_itself_is_not_ours_to_say():
 
 
 @pytest.mark.parametrize("module", ["tilewise.hf", "tilewise.serving"])
-def test_an_older_transformers(module):
+def test_older_transformers(module):
     pytest.importorskip("torch")
     fake = "types.ModuleType('transformers'); sys.modules['transformers'].__version__ = '4.57.1'"
     program = f"import sys, types; sys.modules['transformers'] = {fake}\nimport {module}"
     done = run(program, _library.library_directory())
     assert done.stderr.strip().splitlines()[-1] == (
-        f"ImportError: {module} needs Transformers 5.20 or newer, and this is 4.57.1: "
+        f"ImportError: {module} needs Transformers 5.20 or newer, but 4.57.1 is installed: "
         "pip install -U 'transformers>=5.20'"
     )
 
 
-def test_versions_are_those_of_the_package():
-    """Of its extras: what pip is told, and what the sentences say."""
+def test_required_versions_match_pyproject():
+    """The versions in the extras, which pip uses, match those in the sentences."""
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     for name, package in _requirements.PACKAGES.items():
         stated = set(re.findall(rf'"{name}>=([\d.]+)"', project))
@@ -243,7 +244,7 @@ def test_no_adapter(tmp_path):
     assert run(ASK_NUMPY, tmp_path).returncode == 0, "arrays need no adapter"
 
 
-def test_an_adapter_of_another_version(tmp_path):
+def test_adapter_of_another_version(tmp_path):
     compile_library(
         adapter_or_skip(tmp_path),
         "int tilewise_of_tomorrow(); int call = tilewise_of_tomorrow();",
@@ -252,7 +253,7 @@ def test_an_adapter_of_another_version(tmp_path):
     assert "different versions of tilewise" in sentence and "tilewise_of_tomorrow" in sentence
 
 
-def test_an_adapter_for_another_torch(tmp_path):
+def test_adapter_for_another_torch(tmp_path):
     compile_library(
         adapter_or_skip(tmp_path), "int aoti_torch_tomorrow(); int call = aoti_torch_tomorrow();"
     )
@@ -260,8 +261,8 @@ def test_an_adapter_for_another_torch(tmp_path):
     assert "this PyTorch is not one" in sentence and "aoti_torch_tomorrow" in sentence
 
 
-def test_versions_of_torch(tmp_path):
-    """Too old ones are named with their version; local and development versions are understood."""
+def test_supported_torch_versions(tmp_path):
+    """Versions that are too old are named; local and development versions are understood."""
     folder = adapter_or_skip(tmp_path).parent
     old = ["2.9.1+cu128", "1.13.0", "2.9.0a0+git123"]
     new = ["2.10.0", "2.10.0a0+nv25.12", "2.14.0.dev20261120", "3.0.0"]

@@ -1,4 +1,4 @@
-"""Memory is linear in the sequence length: what the plan asks for and what a process takes."""
+"""Memory is linear in the sequence length, both in the plan and in a process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 2**20
 
 
 def workspace(case: Case, rows: int, keys: int, *, backward: bool, threads: int = 2) -> int:
-    """Bytes that the plan wants for `case` at other lengths (plans do not read the tensors)."""
+    """Workspace bytes of the plan for `case` at other lengths (plans do not read the tensors)."""
     import ctypes
 
     b = Built(case)
@@ -41,15 +41,15 @@ def workspace(case: Case, rows: int, keys: int, *, backward: bool, threads: int 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_workspace_is_linear(backward, dtype, isa):
-    """Twice the length, at most twice the workspace; per token at most the fp32 gradients' size a
-    few times over, never a row of scores."""
+    """Twice the length needs at most twice the workspace; per token it is at most a few times the
+    size of the fp32 gradients, and never a row of scores."""
     heads, dim = 4, 64
     case = Case(dtype, (8,), (8,), heads_kv=heads, head_dim=dim, head_dim_v=dim, window=(-1, 0))
     with capi.cpu(isa):
         sizes = [workspace(case, n, n, backward=backward) for n in (2**14, 2**15, 2**18)]
     assert sizes[1] <= 2 * sizes[0] + MIB
     assert sizes[2] <= 16 * sizes[0] + MIB
-    per_token = 4 * heads * (dim * 8 + 8)  # eight fp32 rows (dq, dk, dv, packed operands) a token
+    per_token = 4 * heads * (dim * 8 + 8)  # eight fp32 rows (dq, dk, dv, packed operands) per token
     assert sizes[2] <= per_token * 2**18 + 64 * MIB
 
 
@@ -57,7 +57,7 @@ def test_workspace_is_linear(backward, dtype, isa):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_workspace_of_a_gpu_is_linear(backward, dtype):
-    """dq's sums, row statistics and flags: per token a few fp32 rows of each head."""
+    """The sums of dq, row statistics and flags: a few fp32 rows per token and head."""
     case = Case(dtype, (8,), (8,), heads_kv=4, head_dim=64, head_dim_v=64, window=(-1, 0))
     sizes = [workspace(case, n, n, backward=backward) for n in (2**14, 2**15, 2**18)]
     assert sizes[1] <= 2 * sizes[0] + MIB
@@ -109,15 +109,15 @@ print(json.dumps(dict(status=status, grown=after - before, workspace=info.worksp
 @pytest.mark.parametrize(
     "backward,limit",
     [
-        # One N x N tile row of scores would be 256 x 262144 x 4 bytes = 256 MiB.
+        # One row of score tiles would be 256 x 262144 x 4 bytes = 256 MiB.
         (False, 48 * MIB),
-        # dk and dv of 262144 keys in fp32 are 64 MiB each: two of them and the tiles.
+        # dk and dv of 262144 keys in fp32 are 64 MiB each; the limit is those two and the tiles.
         (True, 160 * MIB),
     ],
 )
 def test_256k_tokens(backward, limit, dtype):
-    """A causal block of 256 rows that sees 256k keys: workspace, peak resident memory and address
-    space stay within a fixed limit."""
+    """For 256 causal rows that see 256k keys, workspace, peak resident memory and address space
+    stay within a fixed limit."""
     program = PROGRAM.format(
         paths=[str(HERE), str(HERE.parent)], isa=capi.instruction_sets()[0][-1], dtype=dtype,
         rows=256, keys=262144, backward=backward, allowance=limit + 64 * MIB,
@@ -133,8 +133,8 @@ def test_256k_tokens(backward, limit, dtype):
     assert report["grown"] <= limit, report
 
 
-def test_nothing_is_kept_between_calls():
-    """A thousand calls of varying size leave the process no larger."""
+def test_no_memory_is_kept_between_calls():
+    """A thousand calls of varying sizes leave the process no larger."""
     program = """
 import resource, sys
 sys.path[:0] = {paths!r}
@@ -153,4 +153,4 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 16 * 1024  # KiB; Python itself moves by a few MiB
+    assert int(done.stdout) < 16 * 1024  # KiB; Python's own memory varies by a few MiB

@@ -1,7 +1,7 @@
-"""Every row of docs/migration.md: their call and ours give the same, and leave the same caches.
+"""Every row of docs/migration.md: both calls give the same results and leave the same caches.
 
-Their FlashAttention calls run through `tilewise.compat`, PyTorch's through PyTorch, xFormers'
-through what its documentation says, written out below.
+FlashAttention calls run through `tilewise.compat`, PyTorch's through PyTorch, and xFormers' through
+the functions below, which do what its documentation says.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROW = re.compile(r"^\| `(.*)` \| `(.*)` \|$", re.MULTILINE)
 ROWS = [(title, *row) for title, text in SECTIONS.items() for row in ROW.findall(text)]
 
 
-# --- xFormers, in the words of its documentation --------------------------------------------------
+# --- xFormers, according to its documentation -----------------------------------------------------
 
 
 class Mask:
@@ -95,12 +95,12 @@ def memory_efficient_attention(q, k, v, attn_bias=None, scale=None):
 
 
 XFORMERS = {n: x for n, x in globals().items() if n.startswith(("memory_", "Low", "Loc", "Block"))}
-# Of rows that change nothing but the bits of dropout.
+# Rows whose two calls differ only in the bits of dropout.
 OTHER_DROPOUT = {("scaled_dot_product_attention", "dropout_p")}
 
 
 def names(title: str) -> dict[str, Any]:
-    """What the calls of a section refer to, made anew."""
+    """Fresh values for the names that the calls of a section use."""
     source = "FlashAttention 2" if title == "FlashAttention 3" else title
     (block,) = BLOCK.findall(SECTIONS[source])
     found: dict[str, Any] = {"torch": torch, "tilewise": tilewise}
@@ -121,9 +121,9 @@ def names(title: str) -> dict[str, Any]:
 
 
 def result(title: str, call: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """The tensors a call returns, and those it was given, as it left them."""
+    """The tensors that a call returns, and the tensors it was given, after the call."""
     given = names(title)
-    torch.manual_seed(5)  # of dropout
+    torch.manual_seed(5)  # for dropout
     value = eval(call, given)
     tensors = {n: x for n, x in given.items() if isinstance(x, torch.Tensor)}
     return list(value) if isinstance(value, tuple) else [value], tensors
@@ -133,7 +133,7 @@ def test_every_section_has_rows():
     counts = {title: sum(row[0] == title for row in ROWS) for title in SECTIONS}
     assert len(counts) == 4 and min(counts.values()) >= 8, counts
     lines = [x for x in PAGE.read_text().splitlines() if x.startswith("|")]
-    assert len(lines) == len(ROWS) + 2 * len(SECTIONS), "a row that no test reads"
+    assert len(lines) == len(ROWS) + 2 * len(SECTIONS), "the page has a row that no test reads"
 
 
 @pytest.mark.parametrize(("title", "theirs", "ours"), ROWS)
@@ -149,5 +149,5 @@ def test_row(title: str, theirs: str, ours: str):
     assert len(got) == len(expected)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=3e-6)
-    for name, tensor in after.items():  # caches
+    for name, tensor in after.items():  # such as caches
         assert torch.equal(tensor, ours_after[name]), name

@@ -1,6 +1,6 @@
-"""NaN and infinity reach what depends on them and nothing else; extreme but finite numbers stay
-exact. The classic mistakes: 0 * NaN for a masked key inside a tile that other rows do see, and
--inf - -inf in rows that see nothing."""
+"""NaN and infinity reach everything that depends on them and nothing else; extreme but finite
+numbers stay exact. The classic mistakes are 0 * NaN for a masked key in a tile that other rows do
+see, and -inf - -inf in rows without visible keys."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def seen(b: Built) -> np.ndarray:
 
 
 def same(got: np.ndarray, clean: np.ndarray, dtype: str) -> bool:
-    """Equal up to the order of additions: the far side may take another path around the NaN."""
+    """Equal up to the order of additions: a tile with a NaN may take another code path."""
     unit = {"fp32": 2**-20, "bf16": 2**-8, "fp16": 2**-11}[dtype]
     finite = np.isfinite(clean)
     if not np.array_equal(got[~finite], clean[~finite]):
@@ -41,25 +41,25 @@ def same(got: np.ndarray, clean: np.ndarray, dtype: str) -> bool:
 
 
 def unchanged(got: np.ndarray, clean: np.ndarray, dtype: str) -> bool:
-    """To the bit on the CPU; a GPU computes tiles with a NaN again, element by element."""
+    """Bitwise equal on the CPU; a GPU recomputes tiles with a NaN element by element."""
     if devices.current().name == "cpu":
         return np.array_equal(got, clean)
     return same(got, clean, dtype)
 
 
-def expect(got: np.ndarray, clean: np.ndarray, spoiled: np.ndarray, dtype: str, what: str) -> None:
-    """Entries with `spoiled` are not finite, all others as in the clean run."""
-    spoiled = np.broadcast_to(spoiled, got.shape)
-    lost = int(np.isfinite(got[spoiled]).sum())
-    assert lost == 0, f"{what}: {lost} of {int(spoiled.sum())} entries lost the NaN"
-    leaked = int((~np.isfinite(got[~spoiled])).sum() - (~np.isfinite(clean[~spoiled])).sum())
+def expect(got: np.ndarray, clean: np.ndarray, affected: np.ndarray, dtype: str, what: str) -> None:
+    """Entries in `affected` are not finite, and all others equal those of the clean run."""
+    affected = np.broadcast_to(affected, got.shape)
+    lost = int(np.isfinite(got[affected]).sum())
+    assert lost == 0, f"{what}: {lost} of {int(affected.sum())} entries lost the NaN"
+    leaked = int((~np.isfinite(got[~affected])).sum() - (~np.isfinite(clean[~affected])).sum())
     assert leaked <= 0, f"{what}: {leaked} entries are NaN that do not depend on it"
-    assert same(got[~spoiled], clean[~spoiled], dtype), f"{what}: other entries changed"
+    assert same(got[~affected], clean[~affected], dtype), f"{what}: other entries changed"
 
 
-SPLIT = dataclasses.replace(CAUSAL, splits=2)  # partial results are spoilt, and combined
+SPLIT = dataclasses.replace(CAUSAL, splits=2)  # partial results are contaminated and combined
 CASES = {"window": WINDOW, "causal": CAUSAL, "general": GENERAL, "split": SPLIT}
-# Rows that start at multiples of 16 bytes: the Hopper kernels take those.
+# Rows start at multiples of 16 bytes, which the Hopper kernels require.
 CASES |= {f"aligned {n}": dataclasses.replace(c, head_dim_v=24) for n, c in CASES.items()}
 CASES["aligned wide"] = dataclasses.replace(CAUSAL, head_dim=128, head_dim_v=128)
 cases = pytest.mark.parametrize(
@@ -68,41 +68,41 @@ cases = pytest.mark.parametrize(
 )
 
 
-def everywhere(b: Built, spoil) -> list[tuple[str, Outcome, Outcome]]:
-    """(where, clean outcome, outcome after `spoil`) for everything the device has."""
+def everywhere(b: Built, inject) -> list[tuple[str, Outcome, Outcome]]:
+    """(where, clean outcome, outcome after `inject`) for everything that the device can run."""
     places = capi.targets()
     results = []
     for place in places:
         with capi.on(place):
             results.append(run(b))
-    spoil()
-    spoiled = []
+    inject()
+    after = []
     for place in places:
         with capi.on(place):
-            spoiled.append(run(b))
-    return list(zip(places, results, spoiled, strict=True))
+            after.append(run(b))
+    return list(zip(places, results, after, strict=True))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("key", [0, 63, 64, 100, 139])
 @cases
 def test_value_row(dtype, name, key, value):
-    """v reaches out and dq, dk through dp and delta, but never dv: that is p times dout."""
+    """v affects out, and dq and dk through dp and delta, but never dv, which is p times dout."""
     b = Built(dataclasses.replace(CASES[name], dtype=dtype))
     column = 7
     keep = np.ones((2, b.case.rows[0], 140), bool)
     if b.case.dropout_p:
         keep = oracle.kept(b.options(), 0, 2, *keep.shape[1:])
-    rows = seen(b)[:, key]  # who sees the key
-    keys = seen(b)[rows].any(axis=0)  # whose dk sums over such a row
+    rows = seen(b)[:, key]  # rows that see the key
+    keys = seen(b)[rows].any(axis=0)  # keys whose dk sums over such a row
 
-    def spoil() -> None:
+    def inject() -> None:
         b.v[0, key, 0, column] = value
 
-    for place, clean, got in everywhere(b, spoil):
+    for place, clean, got in everywhere(b, inject):
         where = f"{place} {dtype} {name} v[{key}]={value}"
-        # A dropped weight is 0, and 0 * inf is NaN in the formula but absent from the sum: with
-        # dropout a row that sees the key and dropped it may be either.
+        # A dropped weight is 0: 0 * inf is NaN in the formula, but the term is absent from the sum.
+        # With dropout, a row that sees the key and drops it may be either.
         must = rows[:, None] & keep[:, :, key].T  # [n, Hq]
         may = rows[:, None] & ~must
         out_at = np.zeros(got.out.shape, bool)
@@ -131,10 +131,10 @@ def test_key_row(dtype, name, key):
     rows = seen(b)[:, key]
     keys = seen(b)[rows].any(axis=0)
 
-    def spoil() -> None:
+    def inject() -> None:
         b.k[0, key, 0, 3] = torch.nan
 
-    for place, clean, got in everywhere(b, spoil):
+    for place, clean, got in everywhere(b, inject):
         where = f"{place} {dtype} {name} k[{key}]=nan"
         expect(got.out, clean.out, rows[:, None, None], dtype, f"out {where}")
         expect(got.lse, clean.lse, rows[:, None], dtype, f"lse {where}")
@@ -153,12 +153,12 @@ def test_query_and_dout_row(dtype, name, row, which):
     keys = seen(b)[row]
     assert keys.any()
 
-    def spoil() -> None:
+    def inject() -> None:
         getattr(b, which)[0, row, head, column] = torch.nan
 
     at = np.zeros((b.case.rows[0], 2), bool)
     at[row, head] = True
-    for place, clean, got in everywhere(b, spoil):
+    for place, clean, got in everywhere(b, inject):
         where = f"{place} {dtype} {name} {which}[{row}]=nan"
         reaches = at if which == "q" else np.zeros_like(at)
         expect(got.out, clean.out, reaches[:, :, None], dtype, f"out {where}")
@@ -180,12 +180,12 @@ def test_query_and_dout_row(dtype, name, row, which):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_sequence_does_not_reach_another(dtype):
-    """Everything of sequence 1 is NaN; 0 and 2 share tiles' worth of memory with it."""
+def test_nan_does_not_cross_sequences(dtype):
+    """Everything of sequence 1 is NaN; sequences 0 and 2 share tiles with it in memory."""
     case = Case(dtype, (9, 7, 13), (20, 11, 5), varlen_q=True, varlen_k=True, group=2, dlse=True)
     b = Built(case)
 
-    def spoil() -> None:
+    def inject() -> None:
         for x in (b.q, b.dout):
             x[9:16] = torch.nan
         for x in (b.k, b.v):
@@ -193,7 +193,7 @@ def test_one_sequence_does_not_reach_another(dtype):
 
     rows, keys = np.zeros(29, bool), np.zeros(36, bool)
     rows[9:16] = keys[20:31] = True
-    for place, clean, got in everywhere(b, spoil):
+    for place, clean, got in everywhere(b, inject):
         expect(got.out, clean.out, rows[:, None, None], dtype, f"out {place}")
         expect(got.lse, clean.lse, rows[:, None], dtype, f"lse {place}")
         expect(got.grads["q"], clean.grads["q"], rows[:, None, None], dtype, f"dq {place}")
@@ -208,43 +208,43 @@ def test_one_sequence_does_not_reach_another(dtype):
 def test_decode_with_nan_in_one_sequence(dtype, splits):
     b = Built(Case(dtype, (1, 1), (500, 500), group=4, splits=splits, used_k=(500, 377)))
 
-    def spoil() -> None:
+    def inject() -> None:
         b.v[0, 411] = torch.nan
 
     rows = np.array([True, False])
-    for place, clean, got in everywhere(b, spoil):
+    for place, clean, got in everywhere(b, inject):
         expect(got.out, clean.out, rows[:, None, None], dtype, f"out {place}")
         assert unchanged(got.lse, clean.lse, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decode_with_nan_that_some_rows_see(dtype):
-    """In parts of sequences that are cut by the keys of their batch."""
+    """The keys of the sequences are split in chunks of equal token counts."""
     used = (640, 0, 129, 577, 70)
     b = Built(Case(dtype, (2,) * 5, (640,) * 5, heads_kv=2, group=2, used_k=used, window=(-1, 0)))
 
-    def spoil() -> None:
+    def inject() -> None:
         for i in (0, 3):
-            b.v[i, used[i] - 1, 1] = torch.nan  # seen by the second row alone
+            b.v[i, used[i] - 1, 1] = torch.nan  # only the second row sees it
 
     out_at = np.zeros((5, 2, 4, 1), bool)
     out_at[[0, 3], 1, 2:] = True
-    for place, clean, got in everywhere(b, spoil):
+    for place, clean, got in everywhere(b, inject):
         expect(got.out, clean.out, out_at.reshape(-1, 4, 1), dtype, f"out {place}")
         assert unchanged(got.lse, clean.lse, dtype), f"lse {place}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch, heads", [(1, 1), (4, 8)])
-def test_decode_does_not_see_beyond_its_window(dtype, batch, heads):
-    """One row whose window starts inside a tile of keys: those before it share the tile."""
+def test_decode_ignores_keys_before_its_window(dtype, batch, heads):
+    """One row, whose window starts inside a key tile: earlier keys share the tile."""
     b = Built(Case(dtype, (1,) * batch, (200,) * batch, heads_kv=heads, group=4, window=(20, 0)))
 
-    def spoil() -> None:
+    def inject() -> None:
         b.k[0, 170] = torch.nan
         b.v[0, 150:179, heads // 2 :] = torch.nan  # the first key in the window is 179
 
-    for place, clean, got in everywhere(b, spoil):
+    for place, clean, got in everywhere(b, inject):
         assert np.isfinite(got.out).all(), place
         assert unchanged(got.out, clean.out, dtype), place
         assert unchanged(got.lse, clean.lse, dtype), place
@@ -253,7 +253,8 @@ def test_decode_does_not_see_beyond_its_window(dtype, batch, heads):
 
 
 def test_nan_in_the_last_of_many_sequences():
-    """More tiles than the blocks of a GPU's second pass look at in one go, few of them spoilt."""
+    """More tiles than the CTAs of the NaN recompute pass examine at once, few of them
+    affected."""
     count, first = 250, 237
     b = Built(
         Case(
@@ -261,14 +262,14 @@ def test_nan_in_the_last_of_many_sequences():
         )
     )
 
-    def spoil() -> None:
-        b.v[first:, 2, 5, 3] = torch.nan  # the second row of a sequence alone sees key 2
+    def inject() -> None:
+        b.v[first:, 2, 5, 3] = torch.nan  # only the second row of a sequence sees key 2
 
     out_at = np.zeros((count, 2, 8, 8), bool)
     out_at[first:, 1, 5, 3] = True
     keys_at = np.zeros((count, 3, 8, 1), bool)
     keys_at[first:, :, 5] = True
-    for place, clean, got in everywhere(b, spoil):
+    for place, clean, got in everywhere(b, inject):
         expect(got.out, clean.out, out_at.reshape(-1, 8, 8), "fp16", f"out {place}")
         rows_at = out_at.any(-1, keepdims=True).reshape(-1, 8, 1)
         expect(got.grads["q"], clean.grads["q"], rows_at, "fp16", f"dq {place}")
@@ -278,7 +279,7 @@ def test_nan_in_the_last_of_many_sequences():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bias_minus_infinity_hides(dtype):
-    """Keys hidden by bias behave as masked ones; a row with all keys hidden is 0, never NaN."""
+    """Keys hidden by bias behave like masked ones; a row with all keys hidden is 0, never NaN."""
     b = Built(Case(dtype, (70,), (80,), group=2, bias="hr", dlse=True, head_dim=16))
     assert b.bias is not None
     b.bias[:, :, 5] = -torch.inf
@@ -302,8 +303,8 @@ def test_bias_minus_infinity_hides(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1e2, 1e4])
 def test_huge_logits_pick_one_key(dtype, size):
-    """Logits of +-size with gaps that leave one key per row: out is that key's value. The numbers
-    are powers of two, so that the scores do not round."""
+    """Logits of +-size with gaps that leave one key per row: out is the value of that key. The
+    numbers are powers of two, so that the scores do not round."""
     n, dim = 100, 128
     case = Case(dtype, (n,), (n,), head_dim=dim, head_dim_v=16, scale=1.0, dlse=True)
     b = Built(case)
@@ -331,7 +332,8 @@ def test_huge_logits_pick_one_key(dtype, size):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("level", [0.0, 3e4, -3e4])
 def test_equal_logits_average(dtype, level):
-    """All logits the same, however large: the mean of the values, and lse = level + log(n)."""
+    """All logits are the same, however large: out is the mean of the values, and lse is
+    level + log(n)."""
     n = 256
     b = Built(Case(dtype, (65,), (n,), head_dim=4, head_dim_v=8, bias=""))
     assert b.bias is not None
@@ -351,7 +353,7 @@ def test_equal_logits_average(dtype, level):
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0)])
 @pytest.mark.parametrize("step", [1 / 16, 1 / 2])
 def test_growing_logits_rescale_often(dtype, window, step):
-    """Every key's logit is above all before: the running maximum moves with every tile, and many
+    """Every logit exceeds all before it: the running maximum changes with every tile, and many
     times within one.
     """
     n = 300
@@ -372,7 +374,7 @@ def test_growing_logits_rescale_often(dtype, window, step):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_typical_alibi_slopes_over_long_rows(dtype):
-    """Slopes 2^-1 .. 2^-8 causal over 1500 keys: distances beyond where exp underflows."""
+    """Slopes 2^-1 to 2^-8, causal, 1500 keys: some distances are beyond where exp underflows."""
     b = Built(Case(dtype, (300,), (1500,), heads_kv=8, window=(-1, 0), alibi="h", head_dim=16))
     assert b.slopes is not None
     b.slopes.copy_(2.0 ** -torch.arange(1, 9))
@@ -392,7 +394,7 @@ def test_typical_alibi_slopes_over_long_rows(dtype):
 
 
 def test_subnormal_and_large_fp16_values():
-    """fp16 from its smallest subnormal to 65504 goes through exactly: one key, so out is v."""
+    """fp16 from its smallest subnormal to 65504 is exact: with one key, out is v."""
     values = np.array([2.0**-24, 3 * 2.0**-24, 2.0**-14, 1 / 3, 65504.0, -65504.0, 0.0, -1.0])
     b = Built(Case("fp16", (3,), (1,), head_dim=8, head_dim_v=8))
     b.v.copy_(torch.from_numpy(values).view(1, 1, 1, 8))
@@ -403,7 +405,7 @@ def test_subnormal_and_large_fp16_values():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sink_of_minus_infinity_is_no_sink(dtype):
+def test_sink_of_minus_infinity_has_no_effect(dtype):
     case = Case(dtype, (20,), (13,), group=2, sinks=True, window=(-1, 0), dlse=True)
     b = Built(case)
     assert b.sinks is not None
@@ -442,13 +444,13 @@ SINKS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SINKS)
 def test_sink_of_plus_infinity_takes_all_weight(dtype, name):
-    """Its heads: out 0, lse +inf, and no gradient but that of lse, which is the sink's."""
+    """In heads with such a sink out is 0, lse is +inf, and only dlse has an effect: on dsinks."""
     b = Built(dataclasses.replace(SINKS[name], dtype=dtype))
     assert b.sinks is not None and b.dlse is not None
     b.sinks[1::2] = torch.inf
     want = b.expected()
     unit = {"fp32": 2e-6, "bf16": 2**-6, "fp16": 2**-9}[dtype]
-    used = np.concatenate([part.rows for part in b.parts])
+    used = np.concatenate([sequence.rows for sequence in b.sequences])
     for place in capi.targets():
         with capi.on(place):
             got = run(b)
@@ -462,7 +464,7 @@ def test_sink_of_plus_infinity_takes_all_weight(dtype, name):
             assert error <= unit * np.abs(target).max(), (place, what, error)
 
 
-def test_everything_masked():
+def test_all_keys_masked():
     check(Case(rows=(30,), keys=(4,), window=(0, 0), group=2, seed=3))
     check(Case("bf16", (30,), (4,), window=(-1, 0), sinks=True))
 
@@ -470,8 +472,8 @@ def test_everything_masked():
 @pytest.mark.parametrize("sequence", [0, 1, 3])
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_value_row_of_an_uneven_batch(dtype, page_size, sequence):
-    """Decoding whose keys are cut by those of the batch: sequences of one part and of more."""
+def test_value_row_of_a_varlen_decode_batch(dtype, page_size, sequence):
+    """Decoding with chunks of equal token counts: sequences of one chunk and of several."""
     used = (1000, 70, 0, 300)
     case = Case(
         dtype=dtype, rows=(4,) * 4, keys=(1024,) * 4, used_k=used, group=2, heads_kv=2,
@@ -492,7 +494,7 @@ def test_value_row_of_an_uneven_batch(dtype, page_size, sequence):
 
     clean = outputs()
     b.v[slot, row, head, column] = torch.nan
-    spoiled = np.zeros(clean[0].shape, bool)
-    spoiled[4 * sequence + 2 : 4 * sequence + 4, 2:, column] = True
+    affected = np.zeros(clean[0].shape, bool)
+    affected[4 * sequence + 2 : 4 * sequence + 4, 2:, column] = True
     for place, before, after in zip(capi.targets(), clean, outputs(), strict=True):
-        expect(after, before, spoiled, dtype, f"{place} {dtype} sequence {sequence}")
+        expect(after, before, affected, dtype, f"{place} {dtype} sequence {sequence}")

@@ -1,4 +1,5 @@
-"""NumPy arrays: the same numbers as tensors get, and all of it in a Python that has no PyTorch."""
+"""NumPy arrays give the same numbers as tensors, and everything works in a Python without
+PyTorch."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def arrays(*shapes, dtype=np.float32):
 
 
 def tensor(array):
-    """The same numbers as a leaf; PyTorch does not know the bfloat16 of ml_dtypes."""
+    """The same numbers as a leaf tensor; PyTorch does not know the bfloat16 of ml_dtypes."""
     if array.dtype == ml_dtypes.bfloat16:
         made = torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
     else:
@@ -129,7 +130,7 @@ def test_pages():
         assert np.allclose(out[rows], wanted, atol=1e-6)
 
 
-def test_views_give_what_their_copies_give():
+def test_views_give_the_results_of_their_copies():
     wide, base = arrays((2, 20, 3, 32), (2, 40, 3, 16))
     views = {
         "column stride": wide[..., ::2],
@@ -157,7 +158,7 @@ def test_unaligned_array_is_copied():
 
 
 class OnlyDlpack:
-    """An array of another library, as far as the protocol shows it."""
+    """An array of another library that offers nothing except the DLPack protocol."""
 
     def __init__(self, array):
         self.array = array
@@ -177,7 +178,7 @@ def test_arrays_of_other_libraries():
     assert np.array_equal(tilewise.attention(memoryview(q).obj, q, q), wanted)
 
 
-def test_dropout_follows_the_seed_of_numpy():
+def test_dropout_follows_numpy_seed():
     (q,) = arrays((1, 40, 2, 8))
     ones = np.ones_like(q)
 
@@ -190,11 +191,12 @@ def test_dropout_follows_the_seed_of_numpy():
 
     (out, grads), (again, _), (other, _) = run(1), run(1), run(2)
     assert np.array_equal(out, again) and not np.array_equal(out, other)
-    # With v = 1, dv sums the kept weights times dout = out: the same bits in both passes, or not.
+    # With v = 1, dv sums the kept weights times dout = out, which reveals whether both passes used
+    # the same bits.
     assert np.isclose(grads.dv.sum(), (out * out).sum(), rtol=1e-5)
 
 
-def test_scale_may_be_an_array_of_one():
+def test_scale_may_be_an_array_of_one_element():
     (q,) = arrays((1, 9, 2, 8))
     wanted = tilewise.attention(q, q, q, scale=0.5)
     for scale in (np.float32(0.5), np.array([0.5], np.float32)):
@@ -245,7 +247,7 @@ assert not loaded, loaded
 
 
 @pytest.mark.parametrize("program", [WITHOUT_TORCH, IMPORTS_NOTHING])
-def test_in_a_fresh_python(program):
+def test_in_a_fresh_python_process(program):
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True,
         env=os.environ, cwd=ROOT, timeout=120, check=False,

@@ -1,4 +1,4 @@
-"""The ctypes structures are those of the header: names, order, types."""
+"""The ctypes structures match the header: names, order and types."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STRUCTURES = {
 
 
 def fields_of(name):
-    """(name, ctypes type) of each field; None for a pointer, whose kind ctypes leaves open."""
+    """(name, ctypes type) per field; None for a pointer, whose kind ctypes leaves open."""
     body = re.search(rf"typedef struct {name} \{{(.*?)\}} {name};", CODE, re.S)[1]
     fields = []
     for declaration in filter(None, (part.strip() for part in body.split(";"))):
@@ -52,7 +52,7 @@ def fields_of(name):
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_structure_is_that_of_the_header(name):
+def test_structure_matches_the_header(name):
     wanted = fields_of(name)
     given = STRUCTURES[name]._fields_
     assert [field for field, _ in given] == [field for field, _ in wanted]
@@ -75,12 +75,12 @@ def test_structure_is_that_of_the_header(name):
         ("TILEWISE_", {"WORKSPACE_TOO_SMALL": _abi.WORKSPACE_TOO_SMALL}),
     ],
 )
-def test_numbers_are_those_of_the_header(prefix, numbers):
+def test_constants_match_the_header(prefix, numbers):
     for name, number in numbers.items():
         assert re.search(rf"\b{prefix}{name} = {number}\b", CODE)
 
 
-def test_functions_exist():
+def test_declared_functions_exist():
     from tilewise._library import c_library
 
     library = c_library()

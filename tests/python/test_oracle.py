@@ -1,4 +1,5 @@
-"""The oracle itself: against torch's float64 autograd, finite differences and published numbers."""
+"""The oracle itself, checked against torch's float64 autograd, finite differences and published
+numbers."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def options(rng: np.random.Generator, chosen: dict) -> oracle.Options:
 
 
 def brute_force(q, k, v, o: oracle.Options, rows: int, keys: int, batch: int, leaves: dict):
-    """Attention one weight at a time, in torch float64 scalars that autograd follows."""
+    """Attention computed one weight at a time, in torch float64 scalars that autograd follows."""
     heads, group = q.shape[1], q.shape[1] // k.shape[1]
     keep = [oracle.kept(o, b, heads, rows, keys) for b in range(batch)]
     out, lse = [], []
@@ -90,8 +91,8 @@ def test_agrees_with_autograd(chosen, rows, keys):
         chosen = {**chosen, "bias": (b, h, rows if i > 1 else 1, keys)}
     rng, q, k, v, dout, dlse = problem(3, rows=rows, keys=keys)
     o = options(rng, chosen)
-    parts = oracle.parts_of(2, rows, keys)
-    r = oracle.attention(q, k, v, parts, o, dout, dlse)
+    sequences = oracle.sequences_of(2, rows, keys)
+    r = oracle.attention(q, k, v, sequences, o, dout, dlse)
 
     leaves = {"scale": torch.tensor(o.scale, dtype=torch.float64)}
     if o.bias is not None:
@@ -119,13 +120,13 @@ def test_finite_differences_of_every_input():
         scale=0.8, window=(3, 1), softcap=1.5, slopes=rng.uniform(0.1, 1, (2, 4)),
         bias=rng.standard_normal((1, 4, 3, 4)), sinks=rng.standard_normal(4), dropout_p=0.25,
     )  # fmt: skip
-    parts = oracle.parts_of(2, 3, 4)
+    sequences = oracle.sequences_of(2, 3, 4)
 
     def loss() -> float:
-        r = oracle.attention(q, k, v, parts, o)
+        r = oracle.attention(q, k, v, sequences, o)
         return float((r.out * dout).sum() + (r.lse * dlse).sum())
 
-    r = oracle.attention(q, k, v, parts, o, dout, dlse)
+    r = oracle.attention(q, k, v, sequences, o, dout, dlse)
     pairs = [(q, r.dq), (k, r.dk), (v, r.dv), (o.bias, r.dbias), (o.sinks, r.dsinks)]
     h = 1e-5
     for values, gradient in pairs:
@@ -163,7 +164,7 @@ def test_philox_known_answers(counter, key, rounds, words):
     assert " ".join(f"{int(w):08x}" for w in oracle.philox(counter, key, rounds)) == words
 
 
-def test_dropout_keeps_the_right_share_and_is_position_bound():
+def test_dropout_rate_is_right_and_depends_on_position_only():
     o = oracle.Options(scale=1.0, dropout_p=0.3, seed=77, offset=5)
     whole = oracle.kept(o, 1, 4, 100, 203)
     assert abs(whole.mean() - 0.7) < 0.01
@@ -176,14 +177,15 @@ def test_dropout_keeps_the_right_share_and_is_position_bound():
 
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5])
 def test_dropout_of_keys_in_a_block_is_independent(dropout_p):
-    """Within what is seen by chance: 5 standard deviations of 1/sqrt(80000)."""
+    """The correlation is within chance: 5 standard deviations of 1/sqrt(80000)."""
     o = oracle.Options(scale=1.0, dropout_p=dropout_p, seed=3, offset=9)
     correlations = np.corrcoef(oracle.kept(o, 0, 8, 10000, 16).reshape(-1, 16).T)
     assert abs(correlations - np.eye(16)).max() < 5 / np.sqrt(80000)
 
 
-def test_bits_that_two_keys_share_correlate_them_little():
-    """Over all 2^16 bits of two keys 8 apart: each one's upper byte is the other's lower one."""
+def test_keys_that_share_random_bits_are_nearly_independent():
+    """Two keys 8 apart swap the bytes of their 16 bits; the correlation is taken over all 2^16
+    bits."""
     byte = np.arange(256)
     number = 256 * byte[:, None] + byte
     for threshold in range(256, 255 * 256, 101):
@@ -196,33 +198,33 @@ def test_bits_that_two_keys_share_correlate_them_little():
 def test_masked_rows_and_empty_sequences_are_zero():
     _, q, k, v, dout, dlse = problem(1, batch=1, rows=6, keys=2, heads=2, heads_kv=1)
     for o in (
-        oracle.Options(scale=1.0, window=(-1, 0)),  # rows 0..3 see nothing
-        oracle.Options(scale=1.0, bias=np.full((1, 1, 1, 2), -np.inf)),  # nobody sees anything
+        oracle.Options(scale=1.0, window=(-1, 0)),  # rows 0..3 see no key
+        oracle.Options(scale=1.0, bias=np.full((1, 1, 1, 2), -np.inf)),  # no row sees a key
     ):
-        r = oracle.attention(q, k, v, oracle.parts_of(1, 6, 2), o, dout, dlse)
+        r = oracle.attention(q, k, v, oracle.sequences_of(1, 6, 2), o, dout, dlse)
         blind = slice(0, 4) if o.bias is None else slice(0, 6)
         assert (r.out[blind] == 0).all() and np.isneginf(r.lse[blind]).all()
         assert (r.dq[blind] == 0).all()
         for x in (r.out, r.dq, r.dk, r.dv, r.dsinks):
             assert np.isfinite(x).all()
     empty = oracle.attention(
-        q, k[:0], v[:0], oracle.parts_of(1, 6, 0), oracle.Options(scale=1.0), dout, dlse
+        q, k[:0], v[:0], oracle.sequences_of(1, 6, 0), oracle.Options(scale=1.0), dout, dlse
     )
     assert (empty.out == 0).all() and np.isneginf(empty.lse).all() and empty.dk.shape[0] == 0
 
 
-def test_parts_of_varlen_paged_and_padding():
-    dense = oracle.parts_of(2, 3, 4, seqused_q=[3, 1], seqused_k=[4, 2], leftpad_k=[1, 2])
+def test_sequences_of_varlen_paged_and_padding():
+    dense = oracle.sequences_of(2, 3, 4, seqused_q=[3, 1], seqused_k=[4, 2], leftpad_k=[1, 2])
     assert [p.rows.tolist() for p in dense] == [[0, 1, 2], [3]]
     assert [p.keys.tolist() for p in dense] == [[1, 2, 3], []]
-    varlen = oracle.parts_of(2, 9, 9, cu_seqlens_q=[0, 2, 5], cu_seqlens_k=[0, 0, 3])
+    varlen = oracle.sequences_of(2, 9, 9, cu_seqlens_q=[0, 2, 5], cu_seqlens_k=[0, 0, 3])
     assert [p.rows.tolist() for p in varlen] == [[0, 1], [2, 3, 4]]
     assert [p.keys.tolist() for p in varlen] == [[], [0, 1, 2]]
-    paged = oracle.parts_of(
+    paged = oracle.sequences_of(
         2, 1, 0, block_table=np.array([[2, 0], [2, 1]]), page_size=3, seqused_k=[5, 6]
     )
     assert [p.keys.tolist() for p in paged] == [[6, 7, 8, 0, 1], [6, 7, 8, 3, 4, 5]]
     assert [p.grad_keys.tolist() for p in paged] == [[0, 1, 2, 3, 4], [6, 7, 8, 9, 10, 11]]
-    indexed = oracle.parts_of(2, 1, 2, kv_batch_idx=[2, 0])
+    indexed = oracle.sequences_of(2, 1, 2, kv_batch_idx=[2, 0])
     assert [p.keys.tolist() for p in indexed] == [[4, 5], [0, 1]]
     assert [p.grad_keys.tolist() for p in indexed] == [[0, 1], [2, 3]]

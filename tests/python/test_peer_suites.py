@@ -1,4 +1,4 @@
-"""tools/run_peer_suites.py, on a test file of our own in place of another package's."""
+"""tools/run_peer_suites.py, run on a small test file in place of another package's tests."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_every_case_is_counted_once(outcome, name):
     assert sum(row[key] for key in counts) == row["sample"]
 
 
-def test_reasons_and_failures_are_said(outcome):
+def test_reasons_and_failures_are_reported(outcome):
     done, result = outcome
     functions = result["files"][0]["functions"]
     assert done.returncode == 1
@@ -118,7 +118,7 @@ def test_reasons_and_failures_are_said(outcome):
     assert set(result["adapted"]) == set(known.ADAPTED)
 
 
-def test_a_sample_is_the_same_for_a_seed_and_has_every_case_once():
+def test_sample_is_fixed_by_its_seed_and_has_every_case_once():
     drawn = cases.sample("test_x", 1000, 300, seed=5)
     assert drawn == cases.sample("test_x", 1000, 300, seed=5) and len(set(drawn)) == 300
     assert drawn != cases.sample("test_x", 1000, 300, seed=6)

@@ -1,4 +1,4 @@
-"""The picture of decoding: the committed result as bars, a whole grid as lines."""
+"""The plot of decoding: the committed result as bars, a whole grid as lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PNG = b"\x89PNG\r\n"
 
 
 class Axis:
-    """Keeps what is drawn."""
+    """Records what is drawn."""
 
     def __init__(self):
         self.drawn, self.ticks = {}, None
@@ -70,13 +70,15 @@ def test_bars_of_the_committed_result():
 def test_lines_of_a_grid():
     axis = Axis()
     plot_decode.lines(axis, [r for r in grid()["rows"] if r["heads"] == 32])
-    assert set(axis.drawn) == {f"{who}, B{b}" for who in ("Tilewise", "cuDNN") for b in (1, 8, 64)}
+    assert set(axis.drawn) == {
+        f"{name}, B{b}" for name in ("Tilewise", "cuDNN") for b in (1, 8, 64)
+    }
     assert axis.drawn["cuDNN, B8"] == {512: 72.0 + 512, 4096: 72.0 + 4096}
     assert axis.ticks == {"512": 512, "4k": 4096}
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_the_picture_is_written(whole, tmp_path):
+def test_plot_is_written(whole, tmp_path):
     pytest.importorskip("matplotlib")
     source = COMMITTED
     if whole:
@@ -86,7 +88,7 @@ def test_the_picture_is_written(whole, tmp_path):
     assert (tmp_path / "x.png").read_bytes().startswith(PNG)
 
 
-def test_without_points_or_matplotlib_there_is_no_picture(tmp_path, capsys, monkeypatch):
+def test_no_plot_without_points_or_matplotlib(tmp_path, capsys, monkeypatch):
     empty = tmp_path / "empty.json"
     empty.write_text(json.dumps({"rows": [], "machine": {"device": "x"}}))
     monkeypatch.setattr(plot, "available", lambda: True)

@@ -1,8 +1,8 @@
-"""Random problems, every option with every other, on every device and instruction set, against the
-oracle.
+"""Random problems that combine every option with every other, on every device and instruction set,
+compared with the oracle.
 
 The default run draws the same problems every time. TILEWISE_TEST_EXAMPLES=<n> draws n new ones per
-dtype instead: `TILEWISE_TEST_EXAMPLES=20000 pytest tests/python/test_properties.py` for an evening.
+dtype instead: `TILEWISE_TEST_EXAMPLES=20000 pytest tests/python/test_properties.py` runs for hours.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from cases import Case, check
 from strategies import cases
 
 THOROUGH = int(os.environ.get("TILEWISE_TEST_EXAMPLES", "0"))
-SHARDS = 8  # per dtype, so that test processes share the work
+SHARDS = 8  # per dtype, so that test processes can share the work
 EXAMPLES = {"cpu": 900, "cuda": 600, "emulator": 150}
-if "TILEWISE_TEST_EXAMPLES_PER_DTYPE" in os.environ:  # fewer of the same
+if "TILEWISE_TEST_EXAMPLES_PER_DTYPE" in os.environ:  # fewer of the same problems
     EXAMPLES = dict.fromkeys(EXAMPLES, int(os.environ["TILEWISE_TEST_EXAMPLES_PER_DTYPE"]))
 
 
 def problems(dtype: str, shard: int, device: str, served: Counter):
-    """A test body over fresh random problems of one dtype; counts which kernels serve them."""
+    """A test of fresh random problems of one dtype, which counts the kernels that run."""
 
     @settings(
         max_examples=(THOROUGH or EXAMPLES[device]) // SHARDS,

@@ -1,4 +1,4 @@
-"""Code blocks of README.md and of the C page run as they stand, and tables leave nothing out."""
+"""Code blocks of README.md and of the C page run unchanged, and the tables are complete."""
 
 import inspect
 import re
@@ -45,7 +45,7 @@ def test_compiled(language: str, compiler: list[str], tmp_path: Path):
     (code,) = blocks(language)
     source = tmp_path / f"block.{language}"
     source.write_text(code)
-    folder = library_directory()  # of the libtilewise that Python uses
+    folder = library_directory()  # the one with the libtilewise that Python uses
     run(
         [*compiler, "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Werror"]
         + [f"-I{ROOT / 'include'}", source, "-o", tmp_path / "block"]
@@ -66,12 +66,12 @@ def test_every_option_is_in_the_table():
 
 def test_every_public_name_is_in_the_api_page():
     text = (ROOT / "docs" / "api.md").read_text()
-    callables = [name for name in tilewise.__all__ if name[0].islower()]  # classes are results
+    callables = [name for name in tilewise.__all__ if name[0].islower()]  # classes are result types
     assert len(callables) >= 8
     assert not [name for name in callables if f"`{name}" not in text]
 
 
-def test_links_lead_somewhere():
+def test_links_have_targets():
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     for page in pages:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):

@@ -1,4 +1,4 @@
-"""PyTorch's switch for scaled_dot_product_attention: on, off, and the same results."""
+"""PyTorch's switch for scaled_dot_product_attention: activation, deactivation, equal results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def active() -> Iterator[None]:
 def inputs(
     rows: int = 33, keys: int = 33, heads_kv: int = 4, by_rows: bool = False
 ) -> list[Tensor]:
-    """q, k and v [2, heads, length, 16], which the flash backend of the device takes."""
+    """q, k and v [2, heads, length, 16], a shape that the device's flash backend accepts."""
     dtype = torch.bfloat16 if torch.get_default_device().type == "cuda" else torch.float32
     made = []
     for heads, length in ((4, rows), (heads_kv, keys), (heads_kv, keys)):
@@ -81,7 +81,7 @@ def exact(tensors: list[Tensor], **options: Any) -> list[Tensor]:
 
 
 def assert_as_good(ours: list[Tensor], torchs: list[Tensor], truth: list[Tensor]) -> None:
-    """At most twice (gradients: three times) PyTorch's own error, and a few roundings."""
+    """At most twice PyTorch's own error (gradients: three times), plus a few roundings."""
     for i, (given, other, right) in enumerate(zip(ours, torchs, truth, strict=True)):
         floor = 4 * torch.finfo(given.dtype).eps * float(right.abs().max())
         bound = (3.0 if i else 2.0) * float((other.cpu().double() - right).abs().max()) + floor
@@ -139,7 +139,7 @@ def test_masks(kind: str, calls: list[str], request: pytest.FixtureRequest) -> N
 
 
 @pytest.mark.tensors("cpu")
-def test_float64_goes_on_to_pytorch(active: None, calls: list[str]) -> None:
+def test_float64_falls_back_to_pytorch(active: None, calls: list[str]) -> None:
     q = torch.randn(1, 2, 9, 8, dtype=torch.float64)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         given = F.scaled_dot_product_attention(q, q, q)
@@ -148,7 +148,7 @@ def test_float64_goes_on_to_pytorch(active: None, calls: list[str]) -> None:
 
 
 @pytest.mark.tensors("cpu")
-def test_wide_heads_go_on_to_pytorch(active: None, calls: list[str]) -> None:
+def test_wide_heads_fall_back_to_pytorch(active: None, calls: list[str]) -> None:
     q = torch.randn(1, 2, 9, 640)
     given = F.scaled_dot_product_attention(q, q, q)
     assert not calls
@@ -156,7 +156,7 @@ def test_wide_heads_go_on_to_pytorch(active: None, calls: list[str]) -> None:
 
 
 @pytest.mark.tensors("cpu")
-def test_a_mask_of_keys_that_no_row_sees(active: None, calls: list[str]) -> None:
+def test_mask_that_hides_keys_from_all_rows(active: None, calls: list[str]) -> None:
     q, k, v = torch.randn(1, 2, 7, 16), torch.randn(1, 2, 13, 16), torch.randn(1, 2, 13, 16)
     mask = torch.randn(7, 13)
     request = sdpa.Call(0.0, True, None, mask)
@@ -166,7 +166,7 @@ def test_a_mask_of_keys_that_no_row_sees(active: None, calls: list[str]) -> None
     torch.testing.assert_close(given, torch.softmax(s, -1) @ v)
 
 
-def test_the_switch(calls: list[str]) -> None:
+def test_activation_and_restoration(calls: list[str]) -> None:
     from torch.nn import attention
 
     assert "tilewise" in attention.list_flash_attention_impls()
@@ -175,7 +175,7 @@ def test_the_switch(calls: list[str]) -> None:
     activate_flash_attention_impl("tilewise")
     assert attention.current_flash_attention_impl() == "tilewise"
     results(tensors)
-    activate_flash_attention_impl("tilewise")  # again: the one before is taken back
+    activate_flash_attention_impl("tilewise")  # activating again undoes the earlier activation
     results(tensors)
     assert calls == ["forward", "backward"] * 2
     restore_flash_attention_impl()
@@ -201,7 +201,7 @@ def test_compiled(active: None, calls: list[str]) -> None:
         torch.testing.assert_close(compiled, eager)
 
 
-# --- the CUDA operators' functions, on whatever device there is -----------------------------------
+# --- the functions of the CUDA operators, on any device -------------------------------------------
 
 
 def test_functions_of_the_cuda_operators() -> None:
@@ -224,8 +224,8 @@ def test_functions_of_the_cuda_operators() -> None:
         torch.testing.assert_close(given.double(), right, atol=tolerance, rtol=tolerance)
 
 
-def test_dropout_of_the_backward_is_that_of_the_forward() -> None:
-    """The gradient of v is the transpose of the weights that were kept."""
+def test_backward_uses_the_dropout_of_the_forward() -> None:
+    """The gradient of v is the transpose of the kept weights."""
     q, k, v = (x.detach() for x in inputs())
     units = torch.eye(33, dtype=v.dtype)[None, None].expand(2, 4, -1, -1)
     one_hot = sdpa.forward(q, k, units, sdpa.Call(0.4))

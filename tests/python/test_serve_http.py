@@ -1,6 +1,7 @@
-"""examples/serve.py under load, on loopback: 32 streams at once, each answered as if it were alone.
+"""examples/serve.py under load on loopback: each of 32 streams is answered as if it were the only
+one.
 
-The model is the tiny random one; TILEWISE_TEST_MODEL=smollm2 takes a real one (minutes).
+The model is the tiny random one; TILEWISE_TEST_MODEL=smollm2 uses a real one (takes minutes).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ STREAMS, TOKENS = 32, 24
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
-    if MODEL == models.TINY:  # whose matrices are multiplied sooner than a thread is awake
+    if MODEL == models.TINY:  # its matrices are multiplied faster than a thread wakes up
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
@@ -55,8 +56,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def client_of() -> Iterator[Callable[[str], Client]]:
-    """A server on each device, with room for all streams, but not for all of their tokens: requests
-    are preempted.
+    """A server on each device, with slots for all streams but pages for only some of their tokens:
+    requests are preempted.
     """
     options = dict(cache_tokens=1024, page_size=3, max_running=STREAMS, max_waiting=8)
     with contextlib.ExitStack() as servers:
@@ -69,7 +70,7 @@ def client(client_of: Callable[[str], Client], device: devices.Device) -> Client
 
 
 def requests() -> list[dict[str, Any]]:
-    """Different prompts, every other one greedy, the others drawn with a seed of their own."""
+    """Different prompts; every other one is greedy, the others are drawn with their own seeds."""
     return [
         dict(
             prompt=f"{i} tiles of {i * i} keys, " * (1 + i % 7),
@@ -83,7 +84,7 @@ def requests() -> list[dict[str, Any]]:
 
 
 def at_once(jobs: list[Any]) -> list[Any]:
-    """The results of functions that are all called at the same time."""
+    """The results of functions that all run at the same time."""
     barrier = threading.Barrier(len(jobs))
 
     def run(job: Any) -> Any:
@@ -94,10 +95,10 @@ def at_once(jobs: list[Any]) -> list[Any]:
         return list(pool.map(run, jobs))
 
 
-def test_32_streams_each_answered_as_if_it_were_alone(client):
+def test_32_streams_equal_single_requests(client):
     alone = [client.complete(**r) for r in requests()]
     texts = [a["choices"][0]["text"] for a in alone]
-    assert len(set(texts)) == STREAMS, "answers that are alike prove nothing"
+    assert len(set(texts)) == STREAMS, "equal answers prove nothing"
     before = client.metrics()
     together = at_once([lambda r=r: client.stream(**r) for r in requests()])
     assert together == texts
@@ -110,7 +111,7 @@ def test_32_streams_each_answered_as_if_it_were_alone(client):
         assert after["preemptions_total"] > before["preemptions_total"]
 
 
-def test_streams_that_are_left_free_their_pages(client):
+def test_abandoned_streams_free_their_pages(client):
     before = client.metrics()
     expected = client.complete(**requests()[1])["choices"][0]["text"]
     body = dict(prompt="never ending", max_tokens=900, temperature=0)
@@ -118,7 +119,7 @@ def test_streams_that_are_left_free_their_pages(client):
         for _ in range(4):
             stream = client.answered("POST", "/v1/completions", {**body, "stream": True})
             assert next(sent(connections.enter_context(stream)))
-        connections.enter_context(client.asked("POST", "/v1/completions", body))  # in one piece
+        connections.enter_context(client.asked("POST", "/v1/completions", body))  # not streamed
         deadline = time.monotonic() + PATIENCE
         while client.metrics()["requests_total"] < before["requests_total"] + 6:
             assert time.monotonic() < deadline
@@ -129,13 +130,13 @@ def test_streams_that_are_left_free_their_pages(client):
     assert after["pages_free"] == after["pages"]
 
 
-def test_overload_is_refused_and_loses_nothing(device):
+def test_overload_is_refused_and_loses_no_request(device):
     options = dict(cache_tokens=1024, max_running=3, max_waiting=2, step_tokens=64)
     with serving(str(device.memory), **options) as client:
         alone = [client.complete(**r)["choices"][0]["text"] for r in requests()]
 
         def patient(request: dict[str, Any]) -> tuple[int, str]:
-            """Asks again until there is a place."""
+            """Ask again until there is a slot."""
             refused, deadline = 0, time.monotonic() + PATIENCE
             while time.monotonic() < deadline:
                 status, answer, headers = client.call("POST", "/v1/completions", request)
@@ -144,7 +145,7 @@ def test_overload_is_refused_and_loses_nothing(device):
                 assert status == 429 and int(headers["retry-after"]) >= 1, answer
                 assert "requests are in flight" in answer["error"]["message"]
                 refused += 1
-                time.sleep(0.05)  # sooner than it says: more load
+                time.sleep(0.05)  # sooner than Retry-After, for more load
             raise TimeoutError
 
         answers = at_once([lambda r=r: patient(r) for r in requests()])
@@ -184,7 +185,7 @@ def test_models_and_health(client):
     assert client.call("GET", "/health")[:2] == (200, {"status": "ok"})
 
 
-def test_stop_and_the_harmless(client):
+def test_stop_and_harmless_fields(client):
     harmless = dict(n=1, user="me", stop=None, top_p=None, logit_bias={})
     harmless |= dict(
         stream_options=dict(include_usage=None, include_obfuscation=False),
@@ -207,7 +208,7 @@ def hello(**more: Any) -> dict[str, Any]:
     return dict(role="user", content="hello", **more)
 
 
-# What test_serve_requests.py has in full, one of each kind; and what only an engine can refuse.
+# One refusal of each kind in test_serve_requests.py, and those that only an engine can make.
 @pytest.mark.parametrize(
     ("path", "body", "param", "sentence"),
     [
@@ -264,7 +265,7 @@ def test_refusals(client, path, body, param, sentence):
 @pytest.mark.parametrize(
     ("path", "body"), [(COMPLETIONS, dict(prompt="a")), (CHAT, dict(messages=[hello()]))]
 )
-def test_another_model_is_not_found(client, path, body):
+def test_unknown_model_is_not_found(client, path, body):
     status, answer, _ = client.call("POST", path, {**body, "model": "other"})
     assert status == 404
     assert answer["error"] == dict(
@@ -282,7 +283,7 @@ def test_another_model_is_not_found(client, path, body):
     ("method", "path", "status"),
     [("POST", "/v1/embeddings", 404), ("GET", COMPLETIONS, 405), ("POST", "/health", 405)],
 )
-def test_another_path_or_method_is_refused_in_the_same_shape(client, method, path, status):
+def test_unknown_path_or_method_gets_an_error_object(client, method, path, status):
     got, answer, headers = client.call(method, path)
     assert got == status and answer["error"]["message"].startswith(f"{method} {path}: ")
     assert ("allow" in headers) == (status == 405)
@@ -299,7 +300,7 @@ def test_another_path_or_method_is_refused_in_the_same_shape(client, method, pat
         ("application/json; charset=utf-8", b'{"prompt": "a", "max_tokens": 1}', ""),
     ],
 )
-def test_what_is_no_json(client, kind, text, sentence):
+def test_invalid_json_is_refused(client, kind, text, sentence):
     connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=PATIENCE)
     with contextlib.closing(connection):
         connection.request("POST", COMPLETIONS, text, {"content-type": kind})
@@ -320,7 +321,7 @@ def test_what_is_no_json(client, kind, text, sentence):
         (["--device", "abacus"], "device is 'abacus', but PyTorch has none here"),
     ],
 )
-def test_a_command_line_that_cannot_be_served(options, sentence, capsys):
+def test_invalid_engine_options_are_reported(options, sentence, capsys):
     assert serve.main(["--model", "tiny", *options]) == 2
     assert sentence in capsys.readouterr().err
 
@@ -334,7 +335,7 @@ def test_a_command_line_that_cannot_be_served(options, sentence, capsys):
         (["--step-tokens", "31"], "--step-tokens is 31, but must be at least --max-running, 32"),
     ],
 )
-def test_a_command_line_that_is_refused_before_a_model_is_loaded(options, sentence, capsys):
+def test_invalid_options_are_refused_before_the_model_loads(options, sentence, capsys):
     with pytest.raises(SystemExit) as ended:
         serve.main(["--model", "not/a-model", *options])
     assert ended.value.code == 2 and sentence in capsys.readouterr().err
@@ -342,7 +343,7 @@ def test_a_command_line_that_is_refused_before_a_model_is_loaded(options, senten
 
 @pytest.mark.tensors("cpu")
 @pytest.mark.parametrize("example", [serve, generate, cascade])
-def test_help_has_words_and_a_default_for_every_option(example, capsys):
+def test_help_describes_every_option_and_its_default(example, capsys):
     with pytest.raises(SystemExit):
         example.parse(["--help"])
     entries = [" ".join(x.split()) for x in capsys.readouterr().out.split("\n  --")[1:]]
@@ -351,14 +352,14 @@ def test_help_has_words_and_a_default_for_every_option(example, capsys):
     for entry in entries:
         flag, words = re.match(r"([\w-]+)(?: [A-Z_]+| \{.*\})?(?: (\S.*))?$", entry).groups()
         default = options[flag.replace("-", "_")]
-        assert words, f"--{flag} has none"
+        assert words, f"--{flag} has no description"
         if default is not None and default is not False:
             assert words.endswith(f" (default: {default})"), flag
     assert options["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.tensors("cpu")
-def test_more_than_512_requests_run_at_once_in_passes_of_as_many_tokens():
+def test_more_than_512_requests_run_at_once():
     count = 520
     options = serve.parse(["--max-running", str(count), "--step-tokens", str(count)])
     sizes = dict(max_running=options.max_running, step_tokens=options.step_tokens)
@@ -378,7 +379,7 @@ def test_more_than_512_requests_run_at_once_in_passes_of_as_many_tokens():
 
 
 @pytest.mark.skipif(MODEL != models.TINY, reason="takes long to load")
-def test_a_signal_lets_streams_finish_and_ends_the_server(device):
+def test_signal_lets_streams_finish_and_ends_the_server(device):
     command = [sys.executable, str(EXAMPLES / "serve.py"), "--model", "tiny", "--port", "0"]
     command += ["--device", str(device.memory)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

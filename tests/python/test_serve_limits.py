@@ -1,4 +1,4 @@
-"""examples/serve.py under hostile requests and faults: each ends alone, and with a sentence."""
+"""examples/serve.py under hostile requests and faults: each ends only itself, with a sentence."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def in_threads(jobs: list[Callable[[], Any]]) -> Callable[[], list[Any]]:
-    """Starts them all; called, waits for what they return."""
+    """Start all jobs; calling the result waits for what they return."""
     results: list[Any] = [None] * len(jobs)
 
     def keep(i: int) -> None:
@@ -86,7 +86,7 @@ def in_threads(jobs: list[Callable[[], Any]]) -> Callable[[], list[Any]]:
 
 
 class Gate(models.Characters):
-    """A tokenizer that takes as long as the gate is closed for one text, and fails for another."""
+    """A tokenizer that blocks on one text while the gate is closed, and fails on another."""
 
     def __init__(self) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
@@ -108,7 +108,8 @@ class Gate(models.Characters):
 
 
 def announced(client: Client, count: int) -> tuple[int, Any]:
-    """Status and error of a request whose headers announce so many bytes, which do not come."""
+    """Status and error of a request whose headers announce a body of this many bytes, never
+    sent."""
     with contextlib.closing(client.connection()) as connection:
         connection.putrequest("POST", COMPLETIONS)
         for name, value in {**JSON, "content-length": str(count)}.items():
@@ -118,14 +119,14 @@ def announced(client: Client, count: int) -> tuple[int, Any]:
         return response.status, json.loads(response.read())["error"]
 
 
-def test_a_body_that_says_it_is_too_long_is_not_read(client):
+def test_body_announced_as_too_long_is_not_read(client):
     status, error = announced(client, 10**8)
     assert status == 413
     assert error["message"] == f"body is too long, but must have at most {2**21} bytes"
 
 
-def test_a_body_that_turns_out_to_be_too_long_is_not_read_to_its_end(client):
-    """In chunks, without an end: the answer comes after the limit."""
+def test_reading_an_endless_body_stops_at_the_limit(client):
+    """The body is chunked and never ends: the answer comes once the limit is exceeded."""
     with socket.create_connection((client.host, client.port), timeout=PATIENCE) as raw:
         raw.sendall(
             f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -136,20 +137,20 @@ def test_a_body_that_turns_out_to_be_too_long_is_not_read_to_its_end(client):
         assert raw.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
-def test_a_limit_of_the_command_line():
+def test_body_limit_of_the_command_line():
     with server(cache_tokens=64, limits=Limits(body_bytes=100)) as client:
         assert client.call("POST", COMPLETIONS, b" " * 101)[0] == 413
         body = json.dumps(dict(prompt="a", max_tokens=1)).encode().ljust(100)
         assert client.call("POST", COMPLETIONS, body)[0] == 200
 
 
-def test_a_body_that_does_not_come_is_not_waited_for():
+def test_missing_body_times_out():
     with server(cache_tokens=64, limits=Limits(seconds=0.3)) as client:
         status, error = announced(client, 10)
     assert status == 408 and error["message"] == "body must arrive within 0.3 seconds"
 
 
-def test_tokens_are_made_beside_the_event_loop():
+def test_tokenizing_does_not_block_the_event_loop():
     tokenizer = Gate()
     with server(tokenizer=tokenizer, cache_tokens=256) as client:
         body = dict(prompt="slow", max_tokens=2, temperature=0)
@@ -172,13 +173,13 @@ def test_stop_strings_are_few_and_short(client, stop):
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
-def test_what_is_no_number_of_json_is_refused(client, value):
+def test_invalid_json_numbers_are_refused(client, value):
     body = f'{{"prompt": "a", "user": {value}}}'.encode()
     status, answer, _ = client.call("POST", COMPLETIONS, body)
     assert status == 400 and f"{value} is no number of JSON" in answer["error"]["message"]
 
 
-# --- any request at all ---------------------------------------------------------------------------
+# --- arbitrary requests --------------------------------------------------------------------------
 
 NUMBERS = st.one_of(
     st.integers(),
@@ -237,7 +238,7 @@ def test_any_body_is_answered_or_refused(client, path, data):
     body = data.draw(BODIES[path])
     status, answer, _ = client.call("POST", path, body)
     if status == 200:
-        return  # maybe a stream, which has been read to its end
+        return  # the answer may be a stream, which has been read to its end
     assert status in (400, 404), answer
     assert {"message", "type", "param", "code"} == set(answer["error"])
 
@@ -261,7 +262,7 @@ def test_any_bytes_are_answered_or_refused(client, body):
 # --- faults of one request, of a step, of the engine's thread -------------------------------------
 
 
-def test_a_temperature_next_to_zero_disturbs_nobody(client):
+def test_temperature_near_zero_does_not_affect_other_requests(client):
     asked = [dict(prompt=f"{i} tiles", max_tokens=12, temperature=0.8, seed=i) for i in range(4)]
     alone = [client.complete(**a)["choices"] for a in asked]
     cold = dict(prompt="cold", max_tokens=12, temperature=1e-40)
@@ -270,7 +271,7 @@ def test_a_temperature_next_to_zero_disturbs_nobody(client):
     assert wait() == [*alone, greedy]
 
 
-def test_tokens_that_cannot_be_decoded_end_one_request():
+def test_undecodable_tokens_end_one_request():
     tokenizer = Gate()
     with server(tokenizer=tokenizer, cache_tokens=256) as client:
         asked = [dict(prompt=p, max_tokens=12, temperature=0) for p in ("one", "two", "six")]
@@ -288,7 +289,7 @@ def test_tokens_that_cannot_be_decoded_end_one_request():
         assert client.call("GET", "/health/ready")[0] == 200
 
 
-def test_a_server_whose_step_has_failed_is_ready_again_without_traffic(monkeypatch, caplog):
+def test_server_recovers_from_a_failed_step_without_traffic(monkeypatch, caplog):
     with server(cache_tokens=256) as client:
         engine = client.service.engine
         forward, broken = engine._forward, [True]
@@ -309,7 +310,7 @@ def test_a_server_whose_step_has_failed_is_ready_again_without_traffic(monkeypat
         assert client.call("GET", "/health")[:2] == (200, {"status": "ok"})
 
 
-def test_a_server_whose_engine_has_ended_says_so(monkeypatch, caplog):
+def test_server_reports_that_its_engine_has_ended(monkeypatch, caplog):
     with server(cache_tokens=256) as client:
         assert client.call("GET", "/health/live")[0] == 200
 
@@ -326,7 +327,7 @@ def test_a_server_whose_engine_has_ended_says_so(monkeypatch, caplog):
             assert status == 503 and "SystemExit(7)" in answer["error"], path
 
 
-def test_a_fault_of_the_server_has_the_shape_of_its_errors(client, monkeypatch):
+def test_internal_error_has_the_usual_error_object(client, monkeypatch):
     def broken() -> None:
         raise ZeroDivisionError
 
@@ -339,7 +340,7 @@ def test_a_fault_of_the_server_has_the_shape_of_its_errors(client, monkeypatch):
 # --- deadlines and clients that leave -------------------------------------------------------------
 
 
-def test_a_deadline_ends_the_answer_and_the_stream():
+def test_deadline_ends_the_answer_and_the_stream():
     with server(cache_tokens=1024, limits=Limits(seconds=0.4)) as client:
         status, answer, _ = client.call("POST", COMPLETIONS, ENDLESS)
         assert status == 504 and answer["error"]["type"] == "timeout"
@@ -351,7 +352,7 @@ def test_a_deadline_ends_the_answer_and_the_stream():
         assert now["timeout_total"] == 2 and now["pages_free"] == now["pages"]
 
 
-def test_a_step_that_hangs_keeps_no_client(monkeypatch):
+def test_hanging_step_does_not_block_clients(monkeypatch):
     monkeypatch.setattr(serve_http, "LATE_SECONDS", 0.2)
     with server(cache_tokens=256, limits=Limits(seconds=0.2)) as client:
         engine, go_on = client.service.engine, threading.Event()
@@ -368,7 +369,7 @@ def test_a_step_that_hangs_keeps_no_client(monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_before_its_first_token_frees_its_place(stream):
+def test_client_that_leaves_before_its_first_token_frees_its_slot(stream):
     with server(cache_tokens=1024, max_running=1) as client:
         with client.answered("POST", COMPLETIONS, {**ENDLESS, "stream": True}) as first:
             assert next(sent(first))
@@ -393,17 +394,17 @@ def has_ipv6() -> bool:
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
-def test_a_server_on_an_address_of_ipv6():
+def test_server_on_an_ipv6_address():
     with server(host="::1", cache_tokens=64) as client:
         assert client.complete(prompt="a", max_tokens=2)["choices"]
-    with serve.bound("::", 0) as listener:  # any address, those of IPv4 among them
+    with serve.bound("::", 0) as listener:  # any address, IPv4 included
         listener.listen()
         for host in ("::1", "127.0.0.1"):
             socket.create_connection((host, listener.getsockname()[1]), PATIENCE).close()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_busy_port_is_noticed_before_the_model_is_loaded(host, capsys):
+def test_busy_port_is_reported_before_the_model_loads(host, capsys):
     if host == "::1" and not has_ipv6():
         pytest.skip("this machine has no IPv6")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -415,7 +416,7 @@ def test_a_busy_port_is_noticed_before_the_model_is_loaded(host, capsys):
     assert "in use" in said and "loading" not in said
 
 
-def test_nobody_is_let_in_before_the_model_is_loaded():
+def test_connections_are_refused_before_the_model_loads():
     with serve.bound("127.0.0.1", 0) as listener, pytest.raises(ConnectionRefusedError):
         socket.create_connection(listener.getsockname(), PATIENCE)
 

@@ -1,6 +1,6 @@
-"""What examples/serve.py reads from a request: what it does not honour is refused by its name.
+"""What examples/serve.py reads from a request; fields that it does not honour are refused by name.
 
-Nothing is computed and no model is made; test_serve_http.py asks some of this over HTTP.
+Nothing is computed and no model is created; test_serve_http.py repeats some of this over HTTP.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("name", "value", "allowed"), WRONG)
-def test_a_field_that_is_not_honoured_is_named(kind, name, value, allowed):
+def test_unsupported_field_is_named(kind, name, value, allowed):
     read, body = kind
     read(body)
     error = refusal(read, {**body, name: value})
@@ -106,7 +106,7 @@ def test_a_field_that_is_not_honoured_is_named(kind, name, value, allowed):
     assert str(error).startswith(f"{name} is {value!r}, but must be {allowed}")
 
 
-def test_what_is_honoured_is_said(kind):
+def test_refusal_lists_the_honoured_fields(kind):
     read, body = kind
     message = str(refusal(read, {**body, "nonsense": 1}))
     honoured = message.partition(LEFT_OUT)[2].split(", ")
@@ -118,7 +118,7 @@ def test_what_is_honoured_is_said(kind):
 
 
 @pytest.mark.parametrize("name", sorted({name for name, *_ in WRONG}))
-def test_null_is_a_field_left_out(kind, name):
+def test_null_means_left_out(kind, name):
     read, body = kind
     assert read({**body, name: None}) == read(body)
 
@@ -132,7 +132,7 @@ NEUTRAL = dict(
 )  # fmt: skip
 
 
-def test_what_asks_for_nothing_is_accepted(kind):
+def test_neutral_values_are_accepted(kind):
     read, body = kind
     assert read({**body, **NEUTRAL}) == read(body)
 
@@ -151,7 +151,7 @@ def test_stream_options(kind):
         assert str(error) == f"{error.param} is {value!r}, but must be {allowed}"
 
 
-def test_what_is_honoured_arrives(kind):
+def test_honoured_fields_are_passed_on(kind):
     read, body = kind
     given = dict(max_tokens=3, temperature=0, top_p=0.5, seed=-7, stop="x", stream=True)
     asked = read({**body, **given, "model": "m"})
@@ -161,7 +161,7 @@ def test_what_is_honoured_arrives(kind):
 
 
 @pytest.mark.parametrize("body", [[1], "text", None, 3])
-def test_a_body_that_is_no_object(kind, body):
+def test_body_that_is_not_an_object(kind, body):
     error = refusal(kind[0], body)
     assert error.param is None and str(error) == f"body is {body!r}, but must be an object"
 
@@ -172,7 +172,7 @@ def test_a_body_that_is_no_object(kind, body):
 @pytest.mark.parametrize(
     "prompt", [["a"], ["a", "b"], [[1, 2]], [1, True], [1.0], [1, None], {"a": 1}, 5, True]
 )
-def test_a_prompt_of_another_kind(prompt):
+def test_prompt_of_the_wrong_kind(prompt):
     error = refusal(serve_requests.completion, dict(prompt=prompt))
     assert error.param == "prompt"
     assert str(error) == (
@@ -190,12 +190,12 @@ def test_prompts(prompt):
 
 @pytest.mark.parametrize(("read", "name"), [(r, *body) for r, body in KINDS.values()])
 @pytest.mark.parametrize("given", [{}, None])
-def test_a_prompt_that_is_missing(read, name, given):
+def test_missing_prompt(read, name, given):
     error = refusal(read, {} if given == {} else {name: None})
     assert error.param == name and str(error).startswith(f"{name} is missing, but must be a ")
 
 
-def test_a_prompt_that_is_no_unicode_does_not_fit_the_tokenizer():
+def test_prompt_that_is_not_unicode_is_refused():
     asked = serve_requests.completion(dict(prompt="half a character: \ud800"))
     with pytest.raises(RefusedError, match="prompt must fit the model's tokenizer, which") as e:
         asked.tokens(models.Characters())
@@ -228,7 +228,7 @@ NOT_HONOURED = dict(
 
 @pytest.mark.parametrize("name", NOT_HONOURED)
 @pytest.mark.parametrize("content", ["hello", None])
-def test_a_field_of_a_message_that_is_not_honoured(name, content):
+def test_unsupported_field_of_a_message(name, content):
     value = NOT_HONOURED[name]
     error = refused_message(dict(role="assistant", content=content) | {name: value})
     assert error.param == f"messages[1].{name}"
@@ -236,7 +236,7 @@ def test_a_field_of_a_message_that_is_not_honoured(name, content):
 
 
 @pytest.mark.parametrize("name", NOT_HONOURED)
-def test_null_and_empty_fields_of_a_message_ask_for_nothing(name):
+def test_null_and_empty_fields_of_a_message_are_accepted(name):
     expected = serve_requests.chat(dict(messages=[USER]))
     for nothing in (None, type(NOT_HONOURED[name])()):
         assert serve_requests.chat(dict(messages=[{**USER, name: nothing}])) == expected
@@ -255,14 +255,14 @@ def test_null_and_empty_fields_of_a_message_ask_for_nothing(name):
         (dict(role="user", content=dict(type="text", text="a")), ".content", "is {'text': 'a', "),
     ],
 )
-def test_messages_that_are_none(fields, param, sentence):
+def test_invalid_messages(fields, param, sentence):
     error = refused_message(fields)
     assert error.param == "messages[1]" + param
     assert str(error).startswith(f"{error.param} {sentence}")
 
 
 @pytest.mark.parametrize("messages", [[], "hello", USER, 3])
-def test_no_list_of_messages(messages):
+def test_messages_that_are_not_a_list(messages):
     error = refusal(serve_requests.chat, dict(messages=messages))
     assert error.param == "messages"
     assert str(error).endswith(", but must be a list of at least one message")
@@ -298,20 +298,20 @@ TEXT = dict(type="text", text="one, ")
         ),
     ],
 )  # fmt: skip
-def test_parts_that_are_no_text(part, param, sentence):
+def test_content_parts_that_are_not_text(part, param, sentence):
     error = refused_message(dict(role="user", content=[TEXT, part]))
     assert error.param == "messages[1].content[1]" + param
     assert str(error) == f"{error.param} {sentence}"
 
 
-def test_parts_of_text_are_put_together():
+def test_text_parts_are_joined():
     parts = [TEXT, dict(type="text", text="two", cache_control=None)]
     asked = serve_requests.chat(dict(messages=[USER, dict(role="user", content=parts)]))
     assert asked.prompt == [USER, dict(role="user", content="one, two")]
     assert serve_requests.message(dict(role="user", content=[]), "m")["content"] == ""
 
 
-def test_what_was_given_is_abbreviated():
+def test_given_value_is_abbreviated():
     image = dict(type="image_url", image_url=dict(url="A" * 10**6))
     for error in (
         refused_message(dict(role="user", content="a", picture=image)),
@@ -321,10 +321,10 @@ def test_what_was_given_is_abbreviated():
         assert len(str(error)) < 600
 
 
-# --- what it needs --------------------------------------------------------------------------------
+# --- dependencies --------------------------------------------------------------------------------
 
 
-def test_the_extra_that_is_named_has_what_the_server_imports():
+def test_named_extra_has_what_the_server_imports():
     extra = re.fullmatch(r"pip install 'tilewise\[(\w+)\]'", models._INSTALL_OTHERS)[1]
     metadata = importlib.metadata.metadata("tilewise")
     assert extra in metadata.get_all("Provides-Extra")

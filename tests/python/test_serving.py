@@ -1,4 +1,4 @@
-"""The serving engine on a tiny random model: every answer is the one a request alone would get."""
+"""The serving engine on a tiny random model: a request gets the answer it would get by itself."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from tilewise.serving.text import TextStream  # noqa: E402
 
 pytestmark = [pytest.mark.models, pytest.mark.tensors]
 
-# Other processes may have the machine: how long an example takes says nothing.
+# Other processes may use the machine, so the duration of an example means nothing.
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Matrices this small are multiplied sooner than a second thread is awake."""
+    """Matrices this small are multiplied faster than a second thread wakes up."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -59,7 +59,7 @@ def one_thread() -> Iterator[None]:
 def answers() -> list[list[int]]:
     model = tiny_llama.make()
     found = [tiny_llama.greedy(model, p, COUNT) for p in PROMPTS]
-    assert len({tuple(a) for a in found}) == len(found), "answers that are alike prove nothing"
+    assert len({tuple(a) for a in found}) == len(found), "equal answers prove nothing"
     return found
 
 
@@ -68,7 +68,7 @@ def answers() -> list[list[int]]:
 
 @pytest.mark.parametrize(("heads", "heads_kv"), [(6, 6), (6, 2), (6, 1)])
 @pytest.mark.parametrize("page_size", [1, 3, 16, 160])
-def test_answers_of_any_page_size_and_grouping(page_size: int, heads: int, heads_kv: int):
+def test_answers_for_any_page_size_and_grouping(page_size: int, heads: int, heads_kv: int):
     sizes = dict(num_attention_heads=heads, num_key_value_heads=heads_kv)
     model = tiny_llama.make(**sizes)
     expected = [tiny_llama.greedy(model, p, COUNT) for p in PROMPTS]
@@ -87,7 +87,7 @@ def test_answers_of_any_page_size_and_grouping(page_size: int, heads: int, heads
         ("GptOss", dict(sliding_window=8, num_local_experts=4)),  # sinks
     ],
 )
-def test_answers_of_other_families(kind: str, options: dict[str, Any]):
+def test_answers_of_other_model_families(kind: str, options: dict[str, Any]):
     model = tiny_llama.make(kind, **options)
     expected = [tiny_llama.greedy(model, p, COUNT) for p in PROMPTS]
     assert [c.tokens for c in engine(model).generate(PROMPTS, GREEDY)] == expected
@@ -99,7 +99,7 @@ def test_long_prompts_in_several_steps(answers):
     assert e.stats()["steps"] > 156 / 7
 
 
-def test_nothing_but_the_own_pages_is_read(answers):
+def test_only_own_pages_are_read(answers):
     e = engine()
     with torch.inference_mode():
         for k, v in e.cache.layers.values():
@@ -108,10 +108,10 @@ def test_nothing_but_the_own_pages_is_read(answers):
     assert [c.tokens for c in e.generate(PROMPTS, GREEDY)] == answers
 
 
-def test_preempted_requests_lose_nothing(answers):
-    e = engine(cache_tokens=108)  # the longest prompt and its answer, and two tokens
+def test_preempted_requests_give_the_same_answers(answers):
+    e = engine(cache_tokens=108)  # room for the longest prompt, its answer, and two tokens
     assert [c.tokens for c in e.generate(PROMPTS, GREEDY)] == answers
-    few = engine(cache_tokens=40)  # three that fit at first and then grow
+    few = engine(cache_tokens=40)  # three requests fit at first and then grow
     short = tiny_llama.prompts(9, 9, 9)
     expected = [c.tokens for c in engine().generate(short, GREEDY)]
     assert [c.tokens for c in few.generate(short, GREEDY)] == expected
@@ -127,13 +127,13 @@ def test_generate_answers_all_prompts_or_none():
         assert not e.busy and all_free(e)
     many = [PROMPTS[0]] * (e.places + 3)
     assert len(e.generate(many, GREEDY)) == len(many)
-    assert e.stats()["refused"] == 0, "waiting for a place is no refusal"
+    assert e.stats()["refused"] == 0, "waiting for a slot is not a refusal"
 
 
 def test_seeded_draws_do_not_depend_on_the_batch():
     params = [SamplingParams(COUNT, temperature=0.9, top_p=0.95, seed=i) for i in range(6)]
     alone = [engine().generate([p], s)[0].tokens for p, s in zip(PROMPTS, params, strict=True)]
-    e = engine(cache_tokens=120)  # with preemption: a draw is made once
+    e = engine(cache_tokens=120)  # with preemption: each token is drawn only once
     got: dict[int, list[int]] = {}
     for p, s in zip(PROMPTS, params, strict=True):
         e.add(p, s, lambda o: got.setdefault(o.id, []).append(o.token))
@@ -157,20 +157,20 @@ def test_stop_tokens_and_stop_strings(answers):
     assert cut.finish == "stop" and cut.tokens[-1] == answers[3][5] and all_free(e)
 
 
-def test_the_model_names_its_stop_tokens(answers):
+def test_stop_tokens_of_the_model_are_used(answers):
     model = tiny_llama.make()
     model.generation_config.eos_token_id = [answers[3][4], 255]
     (cut,) = engine(model).generate([PROMPTS[3]], GREEDY)
     assert cut.finish == "stop" and len(cut.tokens) <= 5
 
 
-def test_without_a_limit_the_context_is_filled():
+def test_without_max_tokens_the_context_is_filled():
     e = engine(cache_tokens=40)
     (answer,) = e.generate([PROMPTS[1]], SamplingParams(None, 0.0))
     assert len(answer.tokens) == 40 - 5 and answer.finish == "length"
 
 
-# --- places and pages -----------------------------------------------------------------------------
+# --- slots and pages -----------------------------------------------------------------------------
 
 
 def test_cancelled_requests_free_their_pages(answers):
@@ -190,7 +190,7 @@ def test_cancelled_requests_free_their_pages(answers):
     assert [o.finish for o in outputs if o.id == ids[0]][-1] == "cancelled"
 
 
-def test_a_long_prompt_can_be_cancelled_half_way():
+def test_long_prompt_can_be_cancelled_half_way():
     e = engine(step_tokens=8)
     request = e.add(PROMPTS[4], GREEDY)
     e.step()
@@ -199,7 +199,7 @@ def test_a_long_prompt_can_be_cancelled_half_way():
     assert output == Output(request, None, "", "cancelled") and all_free(e)
 
 
-def test_overload_refuses_and_loses_nothing(answers):
+def test_overload_is_refused_and_loses_no_request(answers):
     e = engine(max_running=2, max_waiting=1)
     outputs: list[Output] = []
     for p in PROMPTS[:3]:
@@ -247,12 +247,12 @@ def test_engine_refuses(options, sentence):
 
 @pytest.mark.parametrize("name", ["page_size", "cache_tokens", "max_running", "step_tokens"])
 @pytest.mark.parametrize("value", [2.5, "64", True, None])
-def test_numbers_of_an_engine_are_integers(name, value):
+def test_engine_sizes_must_be_integers(name, value):
     with pytest.raises(TypeError, match=re.escape(f"{name} is {value!r}, but must be an integer")):
         engine(**{name: value})
 
 
-def test_what_is_no_model_is_refused():
+def test_non_models_are_refused():
     with pytest.raises(
         TypeError, match=r"^model is 'gpt2', but must be .*from_pretrained\('gpt2'\)"
     ):
@@ -261,14 +261,14 @@ def test_what_is_no_model_is_refused():
         Engine(torch.nn.Linear(2, 2))
 
 
-def test_models_that_attend_otherwise_are_refused():
+def test_models_with_unsupported_attention_are_refused():
     model = tiny_llama.make()
     model.config.layer_types = ["full_attention", "chunked_attention"]
     with pytest.raises(ValueError, match="layers of type chunked_attention"):
         engine(model)
 
 
-def test_the_model_says_whose_it_is():
+def test_model_reports_that_it_belongs_to_an_engine():
     model = tiny_llama.make()
     engine(model)
     with pytest.raises(RuntimeError, match=r"belongs to a tilewise\.serving\.Engine"):
@@ -318,7 +318,7 @@ def test_draws_follow_the_probabilities():
     assert min(torch.tensor(hot).bincount(minlength=4).tolist()) > 180
 
 
-def test_rows_are_drawn_on_their_own():
+def test_rows_are_drawn_independently():
     logits = torch.randn(5, 50)
     params = [SamplingParams(temperature=t, top_p=q) for t, q in
               ((0.0, 1.0), (1.0, 1.0), (0.0, 0.5), (2.0, 0.9), (0.5, 1e-6))]  # fmt: skip
@@ -330,7 +330,7 @@ def test_rows_are_drawn_on_their_own():
     assert [together[i] for i in (0, 2, 4)] == [best[i] for i in (0, 2, 4)]
 
 
-def test_prompts_of_tensors_and_of_what_is_no_tokens(answers):
+def test_prompts_as_tensors_and_invalid_prompts(answers):
     prompts = [torch.tensor(PROMPTS[1]), np.array(PROMPTS[1])]
     assert [a.tokens for a in engine().generate(prompts, GREEDY)] == [answers[1]] * 2
     for prompt, kind in (("abc", "str"), ([1.5, 2], "list"), (None, "NoneType")):
@@ -352,7 +352,7 @@ def test_prompts_of_tensors_and_of_what_is_no_tokens(answers):
         (dict(stop_token_ids=("a",)), "integers"),
     ],
 )
-def test_parameters_of_another_type(wrong, allowed):
+def test_parameters_of_the_wrong_type(wrong, allowed):
     ((name, value),) = wrong.items()
     said = value[0] if name == "stop_token_ids" else value
     with pytest.raises(TypeError, match=re.escape(f"{name} is {said!r}, but must be {allowed}")):
@@ -382,7 +382,7 @@ def test_text_ends_before_the_first_stop(text, stop):
         if stream.stopped:
             break
     pieces.append(stream.finish())
-    # The first to be complete ends the text, the longest of those that are complete at once.
+    # The first stop string that is complete ends the text; of several at once, the longest does.
     ends = [(at + len(s), at) for s in stop if (at := text.find(s)) >= 0]
     assert "".join(pieces) == (text[: min(ends)[1]] if ends else text)
 
@@ -402,13 +402,13 @@ def test_service_answers_and_closes(answers):
     got = [Answer() for _ in PROMPTS]
     for prompt, answer in zip(PROMPTS, got, strict=True):
         service.submit(prompt, GREEDY, answer)
-    service.close()  # which lets them finish
+    service.close()  # close() lets requests finish
     assert [a.tokens for a in got] == answers and all_free(service.engine)
     with pytest.raises(ServiceClosedError):
         service.submit([1], GREEDY, got[0])
 
 
-def test_who_cannot_be_told_does_not_end_the_others(answers, caplog):
+def test_failing_listener_does_not_end_other_requests(answers, caplog):
     service, told = Service(engine()), []
 
     def deaf(output: Output) -> None:
@@ -424,7 +424,7 @@ def test_who_cannot_be_told_does_not_end_the_others(answers, caplog):
     assert "nobody listens" in caplog.text
 
 
-def test_closing_cancels_what_takes_too_long():
+def test_closing_cancels_requests_that_take_too_long():
     service = Service(engine())
     answer = Answer()
     service.submit([1], SamplingParams(470, 0.0), answer)
@@ -432,7 +432,7 @@ def test_closing_cancels_what_takes_too_long():
     assert answer.finish == "cancelled" and all_free(service.engine)
 
 
-def test_a_failing_step_ends_requests_and_not_the_service(answers, monkeypatch, caplog):
+def test_failing_step_ends_requests_but_not_the_service(answers, monkeypatch, caplog):
     service = Service(engine())
     forward = service.engine._forward
 
@@ -451,10 +451,10 @@ def test_a_failing_step_ends_requests_and_not_the_service(answers, monkeypatch, 
     service.close()
 
 
-# --- the page -------------------------------------------------------------------------------------
+# --- the documentation page ----------------------------------------------------------------------
 
 
-def test_the_code_of_the_page_runs(capsys):
+def test_code_of_the_page_runs(capsys):
     page = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
     blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     exec("\n".join(blocks), {})

@@ -1,4 +1,5 @@
-"""A fault in one request ends that request; a fault in a step leaves nobody waiting."""
+"""A fault in one request ends only that request; after a fault in a step no request keeps
+waiting."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def service_of() -> Iterator[Callable[..., Service]]:
-    """Makes services, which are closed at the end."""
+    """A factory of services, which are closed at the end."""
     services = []
 
     def make(**options: Any) -> Service:
@@ -59,7 +60,7 @@ def service_of() -> Iterator[Callable[..., Service]]:
 def failing(
     monkeypatch: pytest.MonkeyPatch, e: Engine, fault: BaseException
 ) -> list[BaseException]:
-    """Makes forward passes raise the fault for as long as it is in the list that is returned."""
+    """Makes forward passes raise the fault while it is in the returned list."""
     faults, forward = [fault], e._forward
 
     def fails(work: Any) -> Any:
@@ -109,7 +110,7 @@ def test_parameters_at_their_limits_are_sampled(params):
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-40, 0.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_that_cannot_be_sampled_is_said_and_changes_no_other(dtype, temperature):
+def test_row_that_cannot_be_sampled_is_reported_and_affects_no_other(dtype, temperature):
     logits = torch.randn(6, 300).to(dtype)
     logits[1, 5] = torch.nan
     logits[2] = torch.nan
@@ -121,8 +122,8 @@ def test_a_row_that_cannot_be_sampled_is_said_and_changes_no_other(dtype, temper
     assert [tokens[0], tokens[5]] == sample(logits[::5], params[:2], [0.9] * 2)
 
 
-def test_a_greedy_row_is_the_same_beside_a_drawn_one():
-    """Probabilities may be equal where logits are not: greedy rows go by their logits."""
+def test_greedy_row_is_the_same_beside_a_drawn_one():
+    """Greedy rows use their logits: probabilities may be equal where logits are not."""
     logits = torch.tensor([[-5.0, 0.0, 1e-9, -1.0]])
     greedy, drawn = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
     assert sample(logits, [greedy], [0.5]) == [2]
@@ -131,7 +132,7 @@ def test_a_greedy_row_is_the_same_beside_a_drawn_one():
 
 @settings(deadline=None)
 @given(st.data())
-def test_every_float_is_sampled_or_said_to_be_wrong(data):
+def test_any_float_is_sampled_or_reported(data):
     row = st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), min_size=4, max_size=4)
     logits = torch.tensor(data.draw(st.lists(row, min_size=1, max_size=4)))
     temperature = st.floats(0.0, 100.0)
@@ -147,8 +148,8 @@ def test_every_float_is_sampled_or_said_to_be_wrong(data):
             assert x[token].isfinite()
 
 
-def test_one_request_that_cannot_be_sampled_ends_alone(monkeypatch):
-    """The third token of the longest has logits of NaN; its neighbours do not notice."""
+def test_request_that_cannot_be_sampled_ends_only_itself(monkeypatch):
+    """The third token of the longest request has NaN logits; other requests are not affected."""
     requests = [(p, DRAWN if i % 2 else GREEDY) for i, p in enumerate(PROMPTS[:4])]
     expected = collect(engine(), requests)
     e = engine()
@@ -169,7 +170,7 @@ def test_one_request_that_cannot_be_sampled_ends_alone(monkeypatch):
     assert e.stats()["error"] == 1
 
 
-def test_extreme_parameters_of_one_request_do_not_change_its_neighbours():
+def test_extreme_parameters_do_not_affect_other_requests():
     requests = [(PROMPTS[0], DRAWN), (PROMPTS[1], GREEDY)]
     expected = [collect(engine(), [r])[0] for r in requests]
     cold = [(PROMPTS[2], SamplingParams(COUNT, **extreme)) for extreme in EXTREMES[:2]]
@@ -183,7 +184,7 @@ def test_extreme_parameters_of_one_request_do_not_change_its_neighbours():
 
 
 class Fragile(Letters):
-    """A tokenizer that raises for a text with one token."""
+    """A tokenizer that raises for a text that contains one particular token."""
 
     def __init__(self, poison: int) -> None:
         self.poison = poison
@@ -194,7 +195,7 @@ class Fragile(Letters):
         return super().decode(tokens)
 
 
-def test_a_tokenizer_that_raises_ends_one_request(service_of):
+def test_raising_tokenizer_ends_one_request(service_of):
     params = SamplingParams(COUNT, 0.0)
     expected = [c.tokens for c in engine().generate(PROMPTS, params)]
     only = {t for t in expected[2] if not any(t in e for e in expected[:2] + expected[3:])}
@@ -210,7 +211,7 @@ def test_a_tokenizer_that_raises_ends_one_request(service_of):
     eventually(lambda: all_free(service.engine))
 
 
-def test_a_request_whose_held_back_text_cannot_be_decoded_can_be_cancelled():
+def test_request_with_undecodable_text_can_be_cancelled():
     e = engine(tokenizer=Fragile(-1))
     outputs: list[Output] = []
     request = e.add(PROMPTS[0], GREEDY, outputs.append)
@@ -222,7 +223,7 @@ def test_a_request_whose_held_back_text_cannot_be_decoded_can_be_cancelled():
 
 
 @pytest.mark.parametrize("fault", [SystemExit(3), RuntimeError("nobody listens")])
-def test_who_cannot_be_told_is_cancelled_alone(service_of, fault, caplog):
+def test_request_with_a_failing_listener_is_cancelled_only_itself(service_of, fault, caplog):
     expected = engine().generate([PROMPTS[1]], GREEDY)[0].tokens
     service, told = service_of(), []
 
@@ -239,7 +240,7 @@ def test_who_cannot_be_told_is_cancelled_alone(service_of, fault, caplog):
 
 
 @pytest.mark.parametrize("fault", [SystemExit(1), KeyboardInterrupt()])
-def test_an_interrupt_while_one_is_told_loses_nothing_of_the_others(fault):
+def test_interrupt_in_a_listener_loses_no_output_of_others(fault):
     e, outputs = engine(), []
 
     def interrupts(_: Output) -> None:
@@ -250,7 +251,7 @@ def test_an_interrupt_while_one_is_told_loses_nothing_of_the_others(fault):
     with pytest.raises(type(fault)):
         e.step()
     assert len(outputs) == 1
-    with pytest.raises(type(fault)):  # it is told that it is cancelled
+    with pytest.raises(type(fault)):  # the listener is told that its request is cancelled
         e.step()
     while e.busy:
         e.step()
@@ -260,7 +261,7 @@ def test_an_interrupt_while_one_is_told_loses_nothing_of_the_others(fault):
 # --- steps and threads that fail ------------------------------------------------------------------
 
 
-def test_who_is_cancelled_is_told_even_if_the_step_fails(monkeypatch):
+def test_cancelled_request_is_notified_even_if_the_step_fails(monkeypatch):
     e, outputs = engine(), []
     first, second = (e.add(p, GREEDY, outputs.append) for p in PROMPTS[:2])
     e.cancel(first)
@@ -271,7 +272,7 @@ def test_who_is_cancelled_is_told_even_if_the_step_fails(monkeypatch):
     assert e.fail("gone") == [Output(second, None, "", "error", "gone")] and all_free(e)
 
 
-def test_a_failed_step_is_recovered_from_without_traffic(service_of, monkeypatch, caplog):
+def test_service_recovers_from_a_failed_step_without_traffic(service_of, monkeypatch, caplog):
     service = service_of()
     faults = failing(monkeypatch, service.engine, MemoryError("no memory"))
     got = [Answer() for _ in PROMPTS[:3]]
@@ -282,7 +283,7 @@ def test_a_failed_step_is_recovered_from_without_traffic(service_of, monkeypatch
     assert service.alive and not service.ready and isinstance(service.error, MemoryError)
     assert all_free(service.engine)
     faults.clear()
-    eventually(lambda: service.ready)  # nobody asks for anything
+    eventually(lambda: service.ready)  # without any further request
     answer = Answer()
     service.submit(PROMPTS[0], GREEDY, answer)
     assert answer.done.wait(PATIENCE) and answer.finish == "length"
@@ -290,7 +291,7 @@ def test_a_failed_step_is_recovered_from_without_traffic(service_of, monkeypatch
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("fault", [SystemExit(2), KeyboardInterrupt(), GeneratorExit()])
-def test_a_thread_that_ends_leaves_nobody_waiting(service_of, monkeypatch, fault, caplog):
+def test_ended_thread_leaves_no_request_waiting(service_of, monkeypatch, fault, caplog):
     service = service_of(max_running=1)
     entered, go_on = threading.Event(), threading.Event()
 
@@ -315,10 +316,10 @@ def test_a_thread_that_ends_leaves_nobody_waiting(service_of, monkeypatch, fault
 
 
 @pytest.mark.parametrize("how", ["fails", "hangs"])
-def test_a_service_that_does_not_come_back_is_not_alive(monkeypatch, how, caplog):
+def test_stuck_service_is_not_alive(monkeypatch, how, caplog):
     service = Service(engine(), stall_seconds=0.3)
     time.sleep(0.5)
-    assert service.alive, "there was nothing to do"
+    assert service.alive, "an idle service is alive"
     hung = threading.Event()
     forward = service.engine._forward
 
@@ -343,8 +344,8 @@ def test_a_service_that_does_not_come_back_is_not_alive(monkeypatch, how, caplog
 # --- deadlines ------------------------------------------------------------------------------------
 
 
-def test_a_deadline_ends_requests_wherever_they_are(service_of):
-    """One decodes, one is in the middle of its prompt, one waits."""
+def test_deadline_ends_requests_in_any_state(service_of):
+    """One request decodes, one is in the middle of its prompt, and one waits."""
     e = engine(max_running=2, step_tokens=8)
     free, outputs = e.stats()["pages_free"], {}
     long = SamplingParams(200, 0.0)
@@ -360,7 +361,7 @@ def test_a_deadline_ends_requests_wherever_they_are(service_of):
     assert outputs[ids[0]][0].token is not None
 
 
-def test_a_deadline_is_positive():
+def test_deadline_must_be_positive():
     for wrong, kind in ((0, ValueError), (-1, ValueError), (float("nan"), ValueError),
                         ("5", TypeError), (True, TypeError)):  # fmt: skip
         with pytest.raises(kind, match="timeout is"):
@@ -377,12 +378,12 @@ def test_shares_of_a_step(pending, budget):
     assert all(0 <= n <= p for n, p in zip(given_, pending, strict=True))
     assert sum(given_) == min(budget, sum(pending))
     if pending:
-        assert given_[0] >= min(pending[0], (budget + 1) // 2), "the first may not starve"
+        assert given_[0] >= min(pending[0], (budget + 1) // 2), "the first request must not starve"
         shortest = min(range(len(pending)), key=pending.__getitem__)
         assert given_[shortest] >= min(pending[shortest], budget // 2)
 
 
-def test_a_short_prompt_is_not_held_up_by_a_long_one():
+def test_short_prompt_is_not_delayed_by_a_long_one():
     e = engine(cache_tokens=1024, step_tokens=16)
     alone = [engine().generate([p], GREEDY)[0].tokens for p in PROMPTS[:2]]
     long = tiny_llama.prompts(400)[0]
@@ -398,13 +399,14 @@ def test_a_short_prompt_is_not_held_up_by_a_long_one():
     quick = [e.add(p, GREEDY, note) for p in PROMPTS[:2]]
     while e.busy:
         e.step()
-    assert [first[i] for i in quick] == [2, 2], "the first step after they came"
-    assert 400 / 16 <= first[slow] <= 400 / (16 / 2 - 1), "the long one has its half of each step"
+    assert [first[i] for i in quick] == [2, 2], "the first step after they arrived"
+    assert 400 / 16 <= first[slow] <= 400 / (16 / 2 - 1), "the long one gets half of each step"
     assert [tokens[i] for i in quick] == alone
 
 
-def test_prompts_that_are_let_in_have_the_pages_of_all_their_tokens():
-    """Two prompts that fit one after the other are not both begun, to be preempted half way."""
+def test_admitted_prompts_have_pages_for_all_their_tokens():
+    """Two prompts that only fit one after the other are not both started, to be preempted half
+    way."""
     e = engine(cache_tokens=120, step_tokens=16)
     prompts = tiny_llama.prompts(80, 80)
     answers = e.generate(prompts, SamplingParams(4, 0.0))

@@ -1,4 +1,4 @@
-"""Which models the serving engine takes: those that it serves rightly, and no other."""
+"""The serving engine accepts exactly the models that it serves correctly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-# Decoder layers of the first three do not hand on what they are not made for.
+# Decoder layers of the first three do not pass on arguments that they do not know.
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
@@ -48,22 +48,22 @@ def test_models_that_are_served(kind: str, sizes: dict[str, Any]):
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        ("Electra", "logits are .* off"),  # bidirectional: a mask alone says what is seen
-        ("DiffLlama", "logits are .* off"),  # attends twice, to different values
-        ("Doge", "the layers make an attention_mask"),  # of their own, from the values
+        ("Electra", "logits are .* off"),  # bidirectional: only a mask limits what is seen
+        ("DiffLlama", "logits are .* off"),  # attends twice, with different values
+        ("Doge", "the layers make an attention_mask"),  # computed from the values
     ],
 )
-def test_models_that_would_be_served_wrongly_are_refused(kind: str, sentence: str):
+def test_models_that_would_be_served_incorrectly_are_refused(kind: str, sentence: str):
     model = tiny_llama.make(kind)
     prompt = torch.tensor([PROMPTS[2]])
     with torch.no_grad():
         before = model(prompt).logits
         with pytest.raises(ValueError, match=rf"model is a {kind}ForCausalLM, .*{sentence}"):
             engine(model)
-        assert torch.equal(model(prompt).logits, before), "it is what it was"
+        assert torch.equal(model(prompt).logits, before), "the model is unchanged"
 
 
-def test_positions_that_are_not_taken_are_refused(monkeypatch):
+def test_models_that_ignore_position_ids_are_refused(monkeypatch):
     model = tiny_llama.make()
     forward = model.model.forward
 
@@ -76,7 +76,7 @@ def test_positions_that_are_not_taken_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["position_ids", "logits_to_keep"])
-def test_arguments_that_a_model_does_not_know_are_named(monkeypatch, name):
+def test_arguments_unknown_to_a_model_are_named(monkeypatch, name):
     model = tiny_llama.make()
     forward = model.forward
 
@@ -90,7 +90,7 @@ def test_arguments_that_a_model_does_not_know_are_named(monkeypatch, name):
         engine(model)
 
 
-def test_a_model_whose_logits_are_all_kept_is_refused(monkeypatch):
+def test_model_that_ignores_logits_to_keep_is_refused(monkeypatch):
     model = tiny_llama.make()
     forward = model.forward
     monkeypatch.setattr(
@@ -103,12 +103,12 @@ def test_a_model_whose_logits_are_all_kept_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rounding_is_no_reason_to_refuse(dtype):
+def test_rounding_differences_are_accepted(dtype):
     model = tiny_llama.make(num_hidden_layers=12).to(dtype)
     assert engine(model).generate([PROMPTS[2]], GREEDY)[0].finish == "length"
 
 
-def test_a_model_goes_from_one_engine_to_the_next():
+def test_model_can_move_to_the_next_engine():
     model = tiny_llama.make()
     first = engine(model).generate([PROMPTS[3]], GREEDY)[0].tokens
     assert engine(model).generate([PROMPTS[3]], GREEDY)[0].tokens == first

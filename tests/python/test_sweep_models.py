@@ -1,4 +1,4 @@
-"""The sweep over Transformers' model classes: its own logic, and a seeded handful of classes."""
+"""The sweep over Transformers' model classes: its own logic, and a seeded sample of classes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def counted() -> Any:
     tilewise.hf.register()
 
 
-def test_the_mappings_are_found() -> None:
+def test_mappings_are_found() -> None:
     targets = discover.targets()
     assert len(targets) > 1500
     assert {"CAUSAL_LM"} <= set(targets["LlamaForCausalLM"].mappings)
@@ -49,21 +49,21 @@ def test_the_mappings_are_found() -> None:
     assert (model.__name__, config.__name__) == ("Gemma3ForCausalLM", "Gemma3TextConfig")
 
 
-def test_a_decoder_passes_every_case() -> None:
+def test_decoder_passes_every_case() -> None:
     found = result("MistralForCausalLM")
     assert found["state"] == "equal", found
     assert list(found["cases"]) == ["plain", "left", "right", "bf16", "generate", "static"]
     assert all(case["state"] == "equal" for case in found["cases"].values())
 
 
-def test_models_without_attention_and_with_their_own() -> None:
+def test_models_without_attention_or_with_their_own() -> None:
     assert result("ConvNextModel")["state"] == "no attention"
     found = result("BloomModel")
     assert found["state"] == "refused" and "BloomAttention" in found["why"]
 
 
-def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function that is slightly off fails with a number."""
+def test_wrong_attention_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attention function that is slightly off fails with a number."""
     from transformers import AttentionInterface
 
     from sweep_models import watch
@@ -78,8 +78,8 @@ def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["state"] == "failed" and "from fp64" in found["why"]
 
 
-def test_eager_in_silence_is_found() -> None:
-    """A model that computes eager attention under our name is not equal."""
+def test_silent_eager_attention_is_detected() -> None:
+    """A model that computes eager attention under our name does not pass as equal."""
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
     from transformers.models.bert import modeling_bert
 
@@ -91,7 +91,7 @@ def test_eager_in_silence_is_found() -> None:
     assert found["state"] == "failed" and "called 0 times" in found["why"]
 
 
-def test_errors_compare_what_means_something() -> None:
+def test_errors_ignore_meaningless_outputs() -> None:
     exact = {"x": torch.ones(2, 3, 4, dtype=torch.float64), "past_key_values": torch.zeros(1)}
     rows = {3: torch.tensor([[True, True, False], [True, True, True]])}
     ours = torch.ones(2, 3, 4)
@@ -108,7 +108,7 @@ def test_errors_compare_what_means_something() -> None:
     assert not error.passes and "not finite" in error.why
 
 
-def test_double_reaches_what_asks_for_float() -> None:
+def test_double_reaches_code_that_requests_float() -> None:
     x = torch.tensor([1 / 3], dtype=torch.float64)
     with precision.double():
         assert torch.equal(x.to(torch.float32), x)
@@ -144,7 +144,7 @@ def test_padding(kind: str) -> None:
         ("import time; print('ready', flush=True); input(); time.sleep(60)", "no result within"),
     ],
 )
-def test_a_crash_and_a_hang_are_results(script: str, why: str) -> None:
+def test_crashes_and_hangs_are_results(script: str, why: str) -> None:
     worker = pool.Worker((sys.executable, "-c", script), limit=2.0)
     found = worker.sweep("BertModel")
     assert found["state"] == "failed" and why in found["why"]
@@ -162,14 +162,14 @@ def test_every_class_is_on_the_page(tmp_path: Path) -> None:
     assert text.count("no result yet") == 1 and "LlamaModel \\| x" in text
 
 
-def test_results_of_other_sources_are_stale(tmp_path: Path) -> None:
+def test_results_from_other_sources_are_stale(tmp_path: Path) -> None:
     results = Results(tmp_path / "models.json")
     results.classes["LlamaModel"] = {"state": "equal", "sources": "earlier"}
     results.put("BertModel", {"state": "no attention"})
     assert results.stale() == ["LlamaModel"]
 
 
-def test_the_committed_page_is_of_the_committed_results() -> None:
+def test_committed_page_matches_the_committed_results() -> None:
     results = Results(RESULTS)
     if results.stored["transformers"] != results.versions["transformers"]:
         pytest.skip("the results are of another version of Transformers")
@@ -179,7 +179,7 @@ def test_the_committed_page_is_of_the_committed_results() -> None:
     assert (ROOT / "docs/integrations/models.md").read_text() == page.page(results, targets)
 
 
-def test_a_handful_is_as_the_results_say(tmp_path: Path) -> None:
+def test_sample_matches_the_committed_results(tmp_path: Path) -> None:
     stored = json.loads(RESULTS.read_text())["classes"]
     quick = [name for name, value in stored.items() if value["state"] == "equal"
              and value["seconds"] < 6]  # fmt: skip

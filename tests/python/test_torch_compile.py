@@ -14,7 +14,7 @@ import tilewise._ops
 
 pytestmark = [
     pytest.mark.tensors,
-    pytest.mark.filterwarnings("ignore"),  # torch's compiler warns of itself
+    pytest.mark.filterwarnings("ignore"),  # torch's compiler emits warnings about itself
 ]
 
 
@@ -63,7 +63,7 @@ def test_whole_graph_varlen():
     close(torch.autograd.grad(compiled(q, starts), q), torch.autograd.grad(loss(q, starts), q))
 
 
-def test_whole_graph_dropout_draws_anew():
+def test_whole_graph_dropout_draws_new_bits():
     q, k, v = (x.detach() for x in inputs())
     compiled = torch.compile(
         lambda q, k, v: tilewise.attention(q, k, v, dropout_p=0.5), fullgraph=True
@@ -129,7 +129,7 @@ def stacked(results):
     return [torch.stack(list(column)) for column in zip(*results, strict=True)]
 
 
-# Options mapped and not mapped: those that fold into the batch, and those that cannot.
+# Mapped and unmapped options: those that fold into the batch, and those that cannot.
 MAPPED = {
     "none": lambda: ({}, {}),
     "bias": lambda: ({"bias": torch.randn(3, 1, 4, 20, 24)}, {}),
@@ -145,7 +145,7 @@ MAPPED = {
 
 @pytest.mark.parametrize("name", MAPPED)
 @pytest.mark.parametrize("v_dim", [None, 0, 2])
-def test_vmap_is_a_loop(name, v_dim):
+def test_vmap_equals_a_loop(name, v_dim):
     mapped, shared = MAPPED[name]()
     q, k = torch.randn(3, 2, 20, 4, 16), torch.randn(3, 2, 24, 2, 16)
     v = torch.randn(2, 24, 2, 8) if v_dim is None else torch.randn(3, 2, 24, 2, 8).movedim(0, v_dim)
@@ -177,7 +177,7 @@ def test_vmap_is_a_loop(name, v_dim):
 
 
 def appending(table=None, **options):
-    """A call for vmap: (q, k_cache, v_cache, k, v, lengths or table)."""
+    """A function for vmap: (q, k_cache, v_cache, k, v, lengths or table)."""
 
     def call(q, k_cache, v_cache, k, v, entries):
         where = dict(cache_seqlens=entries) if table is None else dict(block_table=entries)
@@ -190,8 +190,8 @@ def appending(table=None, **options):
 
 @pytest.mark.parametrize("dims", [(0, 0), (2, 1)])
 @pytest.mark.parametrize("kind", ["lengths", "rotary", "pages"])
-def test_vmap_of_an_append_is_a_loop(kind, dims):
-    """Elements write to their own parts of the caches, wherever the mapped dimension lies."""
+def test_vmap_of_an_append_equals_a_loop(kind, dims):
+    """Elements write to separate slices of the caches, whichever dimension is mapped."""
     q, k, v = torch.randn(3, 2, 1, 4, 16), torch.randn(3, 2, 1, 2, 16), torch.randn(3, 2, 1, 2, 16)
     if kind == "pages":
         call, shape = appending(table=True), (3, 24, 8, 2, 16)
@@ -249,14 +249,15 @@ def test_vmap_randomness():
         torch.func.vmap(call)(q)
 
 
-def test_second_derivative_under_func_is_refused_in_words():
+def test_second_derivative_under_func_is_refused():
     q = torch.randn(1, 5, 1, 8)
     inner = torch.func.grad(lambda q: loss_of(q, q, q))
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.func.grad(lambda q: inner(q).sum())(q)
 
 
-# Of a process: it imports what the guards of a compiled call must not have been made without.
+# Each runs in a new process, whose first call imports modules that the guards of a compiled call
+# must not precede.
 FIRST_CALLS = {
     "attention": "attention(q, q, q, causal=True)",
     "varlen": "attention_varlen(q[0], q[0], q[0], cu, cu, causal=True)",
@@ -266,7 +267,7 @@ FIRST_CALLS = {
 
 
 @pytest.mark.parametrize("call", FIRST_CALLS)
-def test_the_first_call_of_a_process_may_be_compiled(call):
+def test_first_call_of_a_process_may_be_compiled(call):
     script = f"""
 import torch, tilewise
 q, cache = torch.randn(2, 9, 4, 16), torch.randn(2, 40, 4, 16)
@@ -285,7 +286,7 @@ def shapes():
 
 
 def append_and_attend(q, k, v):
-    """The new keys have a tangent, too; rotated, q comes out of the append."""
+    """The new keys have a tangent as well; when rotated, q is an output of the append."""
     new, table = q[:, :1, :2], torch.ones(9, 4)
     return tilewise.attention_with_kvcache(
         q, k.clone(), v.clone(), new, new, cache_seqlens=torch.full((1,), 2, dtype=torch.int32),
@@ -293,7 +294,7 @@ def append_and_attend(q, k, v):
     )  # fmt: skip
 
 
-# Each is an operator, or a way to one, with a tangent of its first argument.
+# Each is an operator, or a path to one, whose first argument has a tangent.
 WITH_TANGENTS = {
     "attention": lambda q, k, v: tilewise.attention(q, k, v, causal=True),
     "options": lambda q, k, v: tilewise.attention(q, k, v, softcap=3.0, window=(2, 1)),
@@ -331,8 +332,8 @@ TANGENTS = {
 @pytest.mark.parametrize("call", WITH_TANGENTS)
 @pytest.mark.parametrize("way", TANGENTS)
 @pytest.mark.parametrize("compiled", [True, False])
-def test_a_tangent_is_refused_in_words_under_a_compiler_too(call, way, compiled):
-    """torch.library drops the tangents of an operator's arguments, and its results have zeros."""
+def test_tangents_are_refused_eagerly_and_compiled(call, way, compiled):
+    """torch.library drops the tangents of an operator's arguments and gives its results zeros."""
 
     def run(*tensors):
         return TANGENTS[way](WITH_TANGENTS[call], *tensors)
@@ -344,7 +345,7 @@ def test_a_tangent_is_refused_in_words_under_a_compiler_too(call, way, compiled)
         run(*shapes())
 
 
-def test_a_tangent_that_comes_from_outside_of_the_compiled_function_is_refused():
+def test_tangent_from_outside_the_compiled_function_is_refused():
     torch._dynamo.reset()
     q, k, v = shapes()
     call = torch.compile(WITH_TANGENTS["attention"], backend="aot_eager")
@@ -353,7 +354,7 @@ def test_a_tangent_that_comes_from_outside_of_the_compiled_function_is_refused()
         call(forward_ad.make_dual(q, q), k, v)
 
 
-def test_what_has_no_tangent_is_computed_within_forward_mode():
+def test_arguments_without_tangents_work_in_forward_mode():
     q, k, v = shapes()
 
     def run(q, x):
@@ -366,7 +367,7 @@ def test_what_has_no_tangent_is_computed_within_forward_mode():
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.hessian])
-def test_what_torch_func_cannot_be_compiled_for_is_refused_in_words(transform):
+def test_uncompilable_torch_func_transforms_are_refused(transform):
     q, k, v = shapes()
     torch._dynamo.reset()
     run = torch.compile(
@@ -376,7 +377,7 @@ def test_what_torch_func_cannot_be_compiled_for_is_refused_in_words(transform):
         run(q)
 
 
-def test_an_append_refuses_a_tangent_before_it_writes():
+def test_append_refuses_a_tangent_before_it_writes():
     q, k, v = shapes()
     kept = k.clone()
     with pytest.raises(RuntimeError, match="no forward-mode derivative"):

@@ -1,4 +1,4 @@
-"""The modules: the training loop of the papers' reader, and a block that trains and generates."""
+"""The modules: a training loop as papers write it, and a block that trains and generates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def relative(given, wanted):
     return ((given - wanted).abs().max() / wanted.abs().max()).item()
 
 
-def test_the_training_loop_as_written():
+def test_training_loop():
     attn = FlashAttention(head_dim=64)
     optimizer = torch.optim.Adam(attn.parameters())
     Q = torch.randn(2, 8, 512, 64, requires_grad=True)
@@ -45,8 +45,8 @@ def test_the_training_loop_as_written():
         return abs(rows(given) - exact).max() / abs(exact).max()
 
     assert max(error(output, want.out), error(K.grad, want.dk), error(V.grad, want.dv)) < 1e-6
-    # One of four million scores of normal numbers is 5 or 6, the sum of 64 products: its rounding
-    # alone may move an element of dQ by more than that.
+    # Among four million scores of normal numbers, sums of 64 products, one is 5 or 6: its rounding
+    # alone may change an element of dQ by more than that.
     grads = {"q": rows(Q.grad), "scale": float64(attn.scale.grad.view(1))}
     check_gradients(grads, want, b, None, "")
     assert [name for name, _ in attn.named_parameters()] == ["scale"]
@@ -60,8 +60,9 @@ def results(attend, inputs, dout):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_error_against_native_attention(causal):
-    """Scores of magnitude 5 rounded to float32 alone cost the weights some 5e-7: native attention
-    reaches 1.03e-6 here, so where it does, 1e-6 is no bar for a float32 result.
+    """Rounding scores of magnitude 5 to float32 costs the weights about 5e-7: native attention
+    reaches an error of 1.03e-6 here, and where it does, 1e-6 is no reasonable bound for a float32
+    result.
     """
     inputs = [torch.randn(2, 8, 512, 64) for _ in range(3)]
     dout = torch.randn(2, 8, 512, 64)
@@ -84,7 +85,7 @@ def test_adam_finds_the_scale():
     assert attn.scale.item() == pytest.approx(0.6, abs=0.03)
 
 
-def test_constant_scale_and_dropout_in_training_only():
+def test_constant_scale_and_dropout_only_in_training():
     attn = FlashAttention(8, learnable_scale=False, scale=0.5, dropout_p=0.5, layout="bshd")
     assert not list(attn.parameters())
     q = torch.randn(1, 30, 2, 8)
@@ -136,13 +137,13 @@ def test_modules_refuse(call, words):
         (lambda: RotaryEmbedding(8, 4.5), "max_positions is 4.5"),
     ],
 )
-def test_modules_want_integers(call, words):
+def test_modules_require_integers(call, words):
     with pytest.raises(TypeError, match=words):
         call()
 
 
 def naive_block(block, x):
-    """The block with attention written out, in float64."""
+    """The block in float64, with its attention written out."""
     batch, rows, _ = x.shape
     block = block.double()
     x = x.double()
@@ -200,7 +201,7 @@ def test_block_is_naive_attention(name):
 
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("window", [(None, None), (4, None)])
-def test_generation_with_a_cache_is_one_forward(name, window):
+def test_generation_with_a_cache_equals_one_forward(name, window):
     block = MultiheadAttention(32, 4, window=window, **BLOCKS[name]).eval()
     x = torch.randn(2, 12, 32)
     with torch.no_grad():
@@ -222,7 +223,7 @@ def test_block_under_autocast_trains_and_generates():
         out = block(x)
         assert out.dtype == torch.bfloat16
         cache = block.new_cache(2, 8)
-        # The cache path rotates with cosines of the cache's dtype, the other one in float32.
+        # With a cache, cosines have the cache's dtype; without one, they are in float32.
         assert torch.allclose(block(x, cache).float(), out.float(), atol=5e-2)
     out.float().sum().backward()
     assert block.q_proj.weight.grad.dtype == torch.float32
@@ -234,7 +235,7 @@ def test_cache_needs_a_causal_block():
         block(torch.zeros(1, 2, 16), block.new_cache(1, 4))
 
 
-def test_dropout_is_not_left_out_in_silence():
+def test_dropout_is_never_silently_ignored():
     block = MultiheadAttention(16, 2, dropout_p=0.5)
     with pytest.raises(ValueError, match=r"trains with dropout_p 0\.5"):
         block(torch.zeros(1, 2, 16), block.new_cache(1, 4))
@@ -243,8 +244,8 @@ def test_dropout_is_not_left_out_in_silence():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, None])
-def test_modules_are_made_where_and_as_asked(dtype):
-    """As torch.nn's: device and dtype, "meta" too; tables of a rotary embedding stay float32."""
+def test_modules_honour_device_and_dtype(dtype):
+    """As in torch.nn: device and dtype, "meta" included; rotary tables stay float32."""
     options = dict(rotary_base=1e4, sinks=True, bias=True, max_positions=32)
     for device in ("meta", torch.get_default_device(), None):
         block = MultiheadAttention(64, 4, **options, device=device, dtype=dtype)
@@ -264,8 +265,9 @@ def test_modules_are_made_where_and_as_asked(dtype):
     assert relative(block(x, cache).float(), out.float()) < 0.05
 
 
-def test_a_module_made_without_memory():
-    """On "meta", given memory, parameters from a checkpoint and the rest computed: as ever."""
+def test_module_created_on_meta():
+    """A "meta" module that is given memory, loads a checkpoint and computes its tables works as
+    usual."""
     options = dict(rotary_base=1e4, sinks=True, max_positions=32)
     made = MultiheadAttention(64, 4, **options)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""The operators themselves: torch.library.opcheck, tags, and what they refuse when called bare."""
+"""The operators themselves: torch.library.opcheck, tags, and refusals when called directly."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_opcheck_forward(name, with_lse_low):
 
 @pytest.mark.tensors("cpu")
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_lse_low_is_behind_lse(name):
+def test_lse_low_follows_lse_in_memory(name):
     q, k, v, options = PROBLEMS[name]()
     with torch.no_grad():
         out, lse = torch.ops.tilewise.forward(q, k, v, *options)
@@ -110,7 +110,7 @@ def test_marked_compliant(name):
     assert torch.Tag.pt2_compliant_tag in getattr(torch.ops.tilewise, name).default.tags
 
 
-def test_stored_as_asked():
+def test_outputs_have_the_requested_layout():
     q, k, v, options = dense("bhsd")
     out, lse = torch.ops.tilewise.forward(q, k, v, *options)
     assert out.transpose(1, 2).is_contiguous() and lse.is_contiguous()
@@ -126,7 +126,7 @@ def bad(**changes):
     torch.ops.tilewise.forward(q.detach(), k.detach(), v.detach(), *options._replace(**changes))
 
 
-# The operators are public, too: nothing a caller passes may reach memory it should not.
+# The operators are public as well: no argument may reach memory that it should not.
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -171,7 +171,7 @@ def test_refuses(changes, words):
 
 @pytest.mark.tensors("cpu")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
-def test_a_gpu_without_a_kernel_is_refused_in_words():
+def test_gpu_without_a_kernel_is_refused():
     if "cuda" not in devices.missing():
         pytest.skip("this build has kernels for this GPU")
     with pytest.raises(RuntimeError, match="tilewise"):
@@ -180,7 +180,7 @@ def test_a_gpu_without_a_kernel_is_refused_in_words():
 
 @pytest.mark.tensors
 @pytest.mark.parametrize("how", ["leaf", "retain_grad", "grad of a function"])
-def test_every_element_of_an_expanded_bias_has_its_gradient(how):
+def test_every_element_of_an_expanded_bias_gets_a_gradient(how):
     q, k, v = (torch.randn(2, 9, 4, 16) for _ in range(3))
     base = torch.randn(1, 4, 9, 9)
 

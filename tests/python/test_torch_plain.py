@@ -1,4 +1,5 @@
-"""The short way of plain calls gives what the operators give, and leaves the rest to them."""
+"""The fast path of plain calls gives the results of the operators, and leaves other calls to
+them."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def tensors(layout="bshd", dtype=torch.float32, gradients=False):
     return tuple(torch.randn(size).to(dtype).requires_grad_(gradients) for size in sizes)
 
 
-# Deterministic, so that a GPU's gradients are bitwise the same as well.
+# Deterministic, so that gradients on a GPU are bitwise equal as well.
 def plain(q, k, v, *, layout="bshd", deterministic=True, **options):
     request = Request(deterministic=deterministic, **options)
     return _plain.attention(
@@ -45,7 +46,7 @@ def general(q, k, v, *, layout="bshd", **options):
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_short_and_long_way_agree_bitwise(name, dtype, layout):
+def test_fast_and_general_path_agree_bitwise(name, dtype, layout):
     q, k, v = tensors(layout, dtype, gradients=True)
     douts, results = None, []
     for way in (plain, general):
@@ -58,7 +59,7 @@ def test_short_and_long_way_agree_bitwise(name, dtype, layout):
         assert short.stride() == long.stride()
 
 
-def test_results_of_the_short_way_need_no_gradient_without_grad_mode():
+def test_fast_path_results_need_no_gradient_without_grad_mode():
     q, k, v = tensors(gradients=True)
     with torch.no_grad():
         out, lse = plain(q, k, v)
@@ -66,7 +67,7 @@ def test_results_of_the_short_way_need_no_gradient_without_grad_mode():
     assert not lse.requires_grad
 
 
-def test_only_wanted_gradients_are_computed():
+def test_only_requested_gradients_are_computed():
     q, k, v = tensors()
     k.requires_grad_()
     out, _ = plain(q, k, v)
@@ -77,7 +78,7 @@ def test_only_wanted_gradients_are_computed():
     assert torch.equal(k.grad, expected)
 
 
-def test_gradient_of_lse_alone():
+def test_gradient_of_lse_only():
     q, k, v = tensors(gradients=True)
     short, long = (torch.autograd.grad(way(q, k, v)[1].sum(), (q, k)) for way in (plain, general))
     assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True))
@@ -90,7 +91,7 @@ def test_second_derivatives_are_refused():
         dq.sum().backward()
 
 
-def test_what_the_short_way_leaves_to_the_long_one():
+def test_calls_that_the_fast_path_declines():
     q, k, v = tensors()
     assert plain(q, k, v) is not None
     assert plain(q[..., ::2], k[..., ::2], v) is None  # columns are not contiguous
@@ -106,13 +107,13 @@ def test_what_the_short_way_leaves_to_the_long_one():
 
 
 def negative(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers, of which memory holds the negative: as of `z.conj().imag`."""
+    """The same numbers as a view whose memory holds their negatives, like `z.conj().imag`."""
     return torch._neg_view(-x)
 
 
 @pytest.mark.parametrize("which", range(3))
 @pytest.mark.parametrize("gradients", [False, True])
-def test_negative_views_are_what_they_show(which, gradients):
+def test_negative_views_are_read_correctly(which, gradients):
     given = tensors(gradients=gradients)
     want = plain(*given)
     lazy = list(given)
@@ -127,7 +128,7 @@ def test_negative_views_are_what_they_show(which, gradients):
 
 
 class Doubled(torch.Tensor):
-    """A subclass whose numbers are twice what its memory holds."""
+    """A subclass whose values are twice the numbers in its memory."""
 
     @staticmethod
     def __new__(cls, half: torch.Tensor) -> Doubled:
@@ -143,7 +144,7 @@ class Doubled(torch.Tensor):
         return func(*whole, **(kwargs or {}))
 
 
-# What is made to show the given numbers, or zeros.
+# Functions that build a tensor which shows the given numbers (or zeros) without storing them.
 LAZY = {
     "negative": negative,
     "subclass": lambda x: Doubled(x / 2),
@@ -153,7 +154,7 @@ LAZY = {
 
 @pytest.mark.parametrize("kind", LAZY)
 @pytest.mark.parametrize("way", [plain, general])
-def test_incoming_gradients_are_what_they_show(way, kind):
+def test_lazy_incoming_gradients_are_read_correctly(way, kind):
     given, lazy = tensors(gradients=True), LAZY[kind]
     results = way(*given)
     douts = [torch.zeros_like(x) if kind == "zeros" else torch.randn_like(x) for x in results]
@@ -162,9 +163,9 @@ def test_incoming_gradients_are_what_they_show(way, kind):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_errors_come_from_the_long_way():
+def test_errors_come_from_the_general_path():
     q, k, v = tensors()
-    tilewise.attention(q, k, v)  # from now on the short way is tried first
+    tilewise.attention(q, k, v)  # from now on the fast path is tried first
     with pytest.raises(ValueError, match="k has head dimension 8, but q has 16"):
         tilewise.attention(q, k[..., :8], v)
     with pytest.raises(TypeError, match=r"k has dtype torch\.float64"):
@@ -180,7 +181,7 @@ def lengths(*numbers: int) -> torch.Tensor:
 
 
 def sequences(paged: bool) -> dict[str, object]:
-    """Arguments of attention_varlen after q, k and v."""
+    """Arguments of attention_varlen that follow q, k and v."""
     given = dict(cu_seqlens_q=lengths(0, 6, 19), causal=True, window=(7, None), softcap=4.0,
                  deterministic=True)  # fmt: skip
     if paged:
@@ -191,7 +192,7 @@ def sequences(paged: bool) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("paged", [False, True])
-def test_short_and_long_way_of_sequences_agree_bitwise(paged, monkeypatch):
+def test_fast_and_general_path_of_varlen_agree_bitwise(paged, monkeypatch):
     q = torch.randn(19, 4, 16)
     k, v = (torch.randn(4, 16, 2, 16) if paged else torch.randn(23, 2, 16) for _ in range(2))
     short = tilewise.attention_varlen(q, k, v, **sequences(paged), return_lse=True)
@@ -205,7 +206,7 @@ def test_short_and_long_way_of_sequences_agree_bitwise(paged, monkeypatch):
         assert torch.equal(a, b) and a.stride() == b.stride()
 
 
-def test_what_the_short_way_of_sequences_leaves_to_the_long_one(monkeypatch):
+def test_varlen_calls_that_the_fast_path_declines(monkeypatch):
     q, k = torch.randn(19, 4, 16), torch.randn(23, 2, 16)
     results = []
     real = _plain.indexed
@@ -224,7 +225,7 @@ def test_what_the_short_way_of_sequences_leaves_to_the_long_one(monkeypatch):
     assert all(result is None for result in results)
 
 
-def test_deterministic_algorithms_of_torch_are_followed(monkeypatch):
+def test_torch_deterministic_algorithms_are_honoured(monkeypatch):
     q, k, v = tensors()
     seen = []
     forward = _plain._forward
@@ -241,8 +242,9 @@ def test_deterministic_algorithms_of_torch_are_followed(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{}, dict(softcap=9.0)], ids=["plain", "general"])
-def test_a_forward_mode_derivative_is_refused(options):
-    """Short ways pass PyTorch's layers by: the tangent of a dual tensor must not get lost there."""
+def test_forward_mode_derivative_is_refused(options):
+    """The fast path bypasses PyTorch's dispatcher: the tangent of a dual tensor must not be
+    lost."""
     q, k, v = tensors()
 
     def attend(q):

@@ -1,4 +1,4 @@
-"""tilewise.attention on tensors, side by side with torch's scaled_dot_product_attention."""
+"""tilewise.attention on tensors compared with torch's scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def relative(given, wanted):
 
 
 def compare(inputs, ours, theirs, tolerance):
-    """Output and every gradient of two functions of the same leaves; theirs is in float64."""
+    """Compare output and gradients of two functions of the same leaves; `theirs` is in float64."""
     wide = [x.detach().double().requires_grad_() for x in inputs]
     out, wanted = ours(*inputs), theirs(*wide)
     dout = torch.randn_like(out)
@@ -110,7 +110,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_views_give_what_their_contiguous_copies_give(name):
+def test_views_give_the_results_of_contiguous_copies(name):
     views = [VIEWS[name](torch.randn(2, 33, 3, 16)).requires_grad_() for _ in range(3)]
     copies = [x.detach().contiguous().requires_grad_() for x in views]
     dout = torch.randn(2, 33, 3, 16).transpose(0, 1).contiguous().transpose(0, 1)
@@ -155,20 +155,20 @@ def test_learnable_scale_and_sinks():
     )
 
 
-def test_only_wanted_gradients():
+def test_only_requested_gradients():
     q, k, v = heads(1, 9, 2, 8), heads(1, 9, 2, 8).detach(), heads(1, 9, 2, 8)
     tilewise.attention(q, k, v).sum().backward()
     assert q.grad is not None and v.grad is not None and k.grad is None
 
 
-def test_second_derivative_is_refused_in_words():
+def test_second_derivative_is_refused():
     q = heads(1, 9, 2, 8)
     (grad,) = torch.autograd.grad(tilewise.attention(q, q, q).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
         grad.sum().backward()
 
 
-def test_no_grad_gives_no_graph():
+def test_no_grad_builds_no_graph():
     q = heads(1, 9, 2, 8)
     with torch.no_grad():
         assert not tilewise.attention(q, q, q).requires_grad
@@ -234,7 +234,7 @@ def test_checkpointing_replays_the_dropout_bits():
 
 @pytest.mark.tensors("cpu")
 @pytest.mark.parametrize("shape", [(2, 150, 3, 32), (1, 1, 2, 64), (1, 300, 1, 16)])
-def test_threads_change_no_bit(shape):
+def test_results_do_not_depend_on_the_number_of_threads(shape):
     q, bias = heads(*shape), heads(shape[1], 400)
     k, v = (heads(shape[0], 400, shape[2], shape[3]) for _ in range(2))
     inputs, results, threads = (q, k, v, bias), [], torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Variable length and paged keys on tensors: a loop over the sequences must say the same."""
+"""Variable lengths and paged keys on tensors must equal a loop over the sequences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def leaf(*shape):
 
 
 def each_sequence(q, k, v, *, bias=None, alibi_slopes=None, **options):
-    """The sequences one by one through ``attention``, and zeros for the rows behind the last."""
+    """``attention`` for each sequence, and zeros for the rows past the last one."""
     outs, lses = [], []
     for b in range(len(STARTS_Q) - 1):
         rows, keys = slice(*STARTS_Q[b : b + 2]), slice(*STARTS_K[b : b + 2])
@@ -59,7 +59,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", [*OPTIONS, "bias", "alibi", "sinks"])
 @pytest.mark.parametrize("bounded", [False, True])
-def test_varlen_is_a_loop(name, bounded):
+def test_varlen_equals_a_loop(name, bounded):
     q, k, v = leaf(43, 4, 16), leaf(50, 2, 16), leaf(50, 2, 8)
     leaves, options = [q, k, v], dict(OPTIONS.get(name, {}))
     if name == "bias":
@@ -76,7 +76,7 @@ def test_varlen_is_a_loop(name, bounded):
     )
     wanted, wanted_lse = each_sequence(q, k, v, **options)
     assert torch.allclose(out, wanted, atol=1e-6)
-    # Sequences without rows or keys: a sink alone is still a softmax.
+    # These include sequences without rows or keys; a sink by itself still makes a softmax.
     assert torch.allclose(lse[:, :41], wanted_lse[:, :41], atol=1e-6)
     for grad, wanted_grad in zip(
         gradients(out, lse[:, :41], leaves), gradients(wanted, wanted_lse[:, :41], leaves),
@@ -85,7 +85,7 @@ def test_varlen_is_a_loop(name, bounded):
         assert torch.allclose(grad, wanted_grad, atol=3e-6, rtol=1e-5)
 
 
-def test_seqused_cuts_each_sequence():
+def test_seqused_truncates_each_sequence():
     q, k, v = leaf(41, 2, 16), leaf(50, 2, 16), leaf(50, 2, 16)
     used_q, used_k = [2, 0, 30, 1], [4, 0, 38, 0]
     out = tilewise.attention_varlen(
@@ -103,7 +103,7 @@ def test_seqused_cuts_each_sequence():
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pages_and_their_gradients(page_size, dtype):
-    """Pages in any order, one of them shared by two sequences, garbage behind the keys in use."""
+    """Pages in any order, one of them shared by two sequences, garbage past the keys in use."""
     lengths = [7, 16, 0, 11]
     width = -(-max(lengths) // page_size)
     need = [-(-length // page_size) for length in lengths]
@@ -149,8 +149,8 @@ WRONG_ENTRIES = {
 
 
 @pytest.mark.parametrize("name", WRONG_ENTRIES)
-def test_entries_are_checked_where_that_is_asked_for(name):
-    """On the CPU they always are; on a GPU `check` makes it wait and look."""
+def test_entries_are_checked_on_request(name):
+    """On the CPU they always are; on a GPU `check` waits for the GPU to do so."""
     changes = {n: int32(x) if isinstance(x, list) else x for n, x in WRONG_ENTRIES[name].items()}
     starts = int32([0, 5, 9, 20])
     q, k = torch.randn(20, 2, 8), torch.randn(20, 2, 8)
@@ -161,7 +161,7 @@ def test_entries_are_checked_where_that_is_asked_for(name):
         tilewise.attention_varlen(q, k, k, **arguments, check=True)
 
 
-def test_checked_entries_change_nothing():
+def test_checking_entries_changes_no_result():
     starts = int32([0, 5, 9, 20])
     q, k, v = leaf(20, 2, 8), leaf(20, 2, 8), leaf(20, 2, 8)
     results = []
@@ -175,7 +175,7 @@ BIASED = [0, 4, 10]
 
 
 def biased(shape):
-    """A bias of this shape in the middle of other numbers, which nobody may see."""
+    """A bias of this shape inside a larger tensor, whose other numbers must not be read."""
     count = math.prod(shape)
     memory = torch.full((3 * count + 400,), 1e4)
     memory[count : 2 * count] = torch.randn(count)
@@ -185,11 +185,11 @@ def biased(shape):
 @pytest.mark.parametrize(
     "shape", [(1,), (6, 1), (2, 4, 6, 1), (2, 1, 1, 1), (4, 1, 1), (6, 6), (1, 6), (2, 1, 7, 9)]
 )
-def test_a_bias_is_broadcast_within_a_sequence(shape):
+def test_bias_is_broadcast_within_a_sequence(shape):
     q, k, v = (torch.randn(10, 4, 16) for _ in range(3))
     bias = biased(shape)
     starts = int32(BIASED)
-    most = None if starts.device.type == "cpu" else 6  # read there, and nowhere else
+    most = None if starts.device.type == "cpu" else 6  # only a CPU reads the lengths themselves
     given = tilewise.attention_varlen(q, k, v, starts, starts, bias=bias, max_seqlen_k=most)
     full = bias.expand(2, 4, *(max(6, x) for x in ((1, 1, *shape)[-2:])))
     for b, (first, last) in enumerate(pairwise(BIASED)):
@@ -203,7 +203,7 @@ def test_a_bias_is_broadcast_within_a_sequence(shape):
 
 @pytest.mark.tensors("cpu")
 @pytest.mark.parametrize("shape", [(2, 4, 5, 6), (2, 4, 6, 5), (2, 1, 1, 3), (4, 2, 6)])
-def test_a_bias_too_small_for_the_longest_sequence_is_refused(shape):
+def test_bias_too_small_for_the_longest_sequence_is_refused(shape):
     q = torch.randn(10, 4, 16)
     name = "rows" if shape[-2] not in (1, 6) else "keys"
     with pytest.raises(ValueError, match=f"bias has shape .*{name}, but the longest .* has 6"):

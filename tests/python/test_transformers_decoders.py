@@ -1,4 +1,4 @@
-"""Tiny random decoders through Transformers: logits, gradients and masks, eager beside ours."""
+"""Tiny random decoders through Transformers: logits, gradients and masks, compared with eager."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def masks() -> Iterator[list[Tensor | None]]:
 
 
 def rows_times_keys(mask: Tensor | None) -> bool:
-    """Whether it is a whole mask, not a compact one."""
+    """Whether it is a full rows x keys mask, rather than a compact one."""
     return mask is not None and (not isinstance(mask, CompactMask) or bool(mask._whole))
 
 
 def logits_and_gradients(model: Any, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of the rows that are tokens."""
+    """Logits and gradients of the rows that are tokens."""
     model.zero_grad()
     kept = torch.ones_like(ids).bool() if mask is None else mask.bool()
     logits = model(ids, attention_mask=mask, use_cache=False).logits[kept]
@@ -62,7 +62,7 @@ def test_logits_and_gradients(name: str, padding: str, masks: list[Tensor | None
     )
     assert hf_models.relative(our_logits, logits) < TOLERANCE
     assert hf_models.relative(our_grads, grads) < TOLERANCE
-    assert masks, "attention was computed elsewhere"
+    assert masks, "attention was not computed by Tilewise"
     if name != hf_models.CHUNKED:
         assert not any(map(rows_times_keys, masks))
 
@@ -79,13 +79,13 @@ def test_half_precision_is_as_close_to_fp32_as_eager(dtype: torch.dtype) -> None
     assert error[1] <= 2.0 * error[0]
 
 
-# --- the short way of a layer ---------------------------------------------------------------------
+# --- the fast path of a layer ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("rows", [1, 7])
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2_softcap_window"])
-def test_short_and_long_way_agree_bitwise(
+def test_fast_and_general_path_agree_bitwise(
     name: str, rows: int, padding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids = hf_models.decoder(name, "tilewise"), hf_models.tokens(3, LENGTH + rows)
@@ -93,7 +93,7 @@ def test_short_and_long_way_agree_bitwise(
     real, taken = _attention._short, []
 
     def step() -> Tensor:
-        """Of some tokens behind a cache."""
+        """Runs some tokens after a cache."""
         with torch.no_grad():
             seen = None if mask is None else mask[:, :LENGTH]
             cache = model(ids[:, :LENGTH], attention_mask=seen).past_key_values
@@ -114,7 +114,7 @@ def one_by_one(model: Any, sequences: list[Tensor]) -> Tensor:
     return torch.cat([model(ids[None], use_cache=False).logits[0] for ids in sequences])
 
 
-# GPT-OSS does not show its positions to the mask function, whichever computes attention.
+# GPT-OSS does not pass its positions to the mask function, whichever attention is used.
 @pytest.mark.parametrize(
     ("name", "how"),
     [
@@ -168,7 +168,7 @@ def prefix_mask(length: int, prefix: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "gpt_oss_sinks_window"])
-def test_custom_masks_are_all_that_counts(name: str) -> None:
+def test_custom_masks_replace_causality(name: str) -> None:
     ids, seen = hf_models.tokens(2, LENGTH), prefix_mask(LENGTH, 8)
     additive = torch.where(seen, 0.0, torch.finfo(torch.float32).min).expand(2, -1, -1, -1)
     layered = {"full_attention": additive, "sliding_attention": additive}
@@ -182,7 +182,7 @@ def test_custom_masks_are_all_that_counts(name: str) -> None:
         assert hf_models.relative(boolean, expected) < TOLERANCE
 
 
-def test_a_position_that_sees_nothing_spoils_no_other() -> None:
+def test_fully_masked_position_does_not_affect_others() -> None:
     ids, seen = hf_models.tokens(1, LENGTH), prefix_mask(LENGTH, 0)
     seen[..., 3, :] = False
     seen[..., 4:, 3] = False
@@ -195,7 +195,7 @@ def test_a_position_that_sees_nothing_spoils_no_other() -> None:
     assert given.isfinite().all()
 
 
-def test_functions_of_the_caller_over_the_mask() -> None:
+def test_custom_mask_functions() -> None:
     from transformers import masking_utils
 
     config = hf_models.configuration("llama")
@@ -211,11 +211,11 @@ def test_functions_of_the_caller_over_the_mask() -> None:
     assert torch.equal(mask == torch.finfo(torch.float32).min, ~prefix_mask(6, 3))
 
 
-# --- what cannot be computed says so --------------------------------------------------------------
+# --- unsupported models and arguments are refused -------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["Bloom", "BigBirdPegasus", "Falcon", "GPTNeo", "Git"])
-def test_models_of_eager_attention_alone_are_refused(kind: str) -> None:
+def test_models_with_only_eager_attention_are_refused(kind: str) -> None:
     import transformers
 
     with torch.device("meta"), pytest.raises(ValueError, match="computes attention in its own"):
@@ -224,7 +224,7 @@ def test_models_of_eager_attention_alone_are_refused(kind: str) -> None:
         )
 
 
-def test_a_layer_that_leaves_its_window_to_the_mask() -> None:
+def test_layer_that_leaves_its_window_to_the_mask() -> None:
     from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
     config = Qwen2MoeConfig(
@@ -252,7 +252,7 @@ def heads(length: int = 6) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "hole"])
-def test_a_model_in_double_precision_says_what_to_do(padding: str) -> None:
+def test_double_precision_model_error_says_what_to_do(padding: str) -> None:
     model, ids = hf_models.decoder("llama", "tilewise").double(), hf_models.tokens(3, LENGTH)
     with pytest.raises(TypeError, match=r"query has dtype torch\.float64.*call model\.float\(\)"):
         model(ids, attention_mask=hf_models.paddings(3, LENGTH)[padding])
@@ -283,7 +283,7 @@ def test_refusals(arguments: dict[str, Any], sentence: str) -> None:
         tilewise.hf.attention(layer(), *heads(), mask, **arguments)
 
 
-def test_the_short_name_is_the_same_module() -> None:
+def test_short_name_is_the_same_module() -> None:
     from tilewise.integrations import transformers as long_name
 
     assert tilewise.hf.attention is long_name.attention

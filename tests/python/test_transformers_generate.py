@@ -24,7 +24,7 @@ NAMES = ["llama", "mistral_window", "gemma2_softcap_window", "gpt_oss_sinks_wind
 
 
 def generated(model: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
-    """With the logits of each new token as [new tokens, batch, vocabulary]."""
+    """Generate, with the logits of each new token as [new tokens, batch, vocabulary]."""
     result = model.generate(
         ids,
         attention_mask=torch.ones_like(ids) if mask is None else mask,
@@ -58,11 +58,11 @@ def test_caches(name: str, cache: str, padding: str) -> None:
     )
     assert torch.equal(ours, sequences)
     assert hf_models.relative(our_logits, logits) < TOLERANCE
-    assert len(sequences[:, 20:].unique()) > 4, "too dull a text to show anything"
+    assert len(sequences[:, 20:].unique()) > 4, "the text is too repetitive to reveal a difference"
 
 
 @pytest.mark.parametrize("cache", [{}, dict(cache_implementation="static")])
-def test_left_padding_is_as_one_by_one(cache: dict[str, str]) -> None:
+def test_left_padded_batch_equals_single_prompts(cache: dict[str, str]) -> None:
     model, ids = hf_models.decoder("gemma3_window", "tilewise"), hf_models.tokens(3, 20)
     mask = hf_models.paddings(3, 20)["left"]
     assert mask is not None
@@ -72,9 +72,9 @@ def test_left_padding_is_as_one_by_one(cache: dict[str, str]) -> None:
         assert torch.equal(together[row, 20:], alone[0, int(kept.sum()) :])
 
 
-def test_no_mask_of_rows_times_keys_while_generating(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_builds_no_rows_x_keys_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("a mask of rows times keys was made")
+        raise AssertionError("a rows x keys mask was built")
 
     model, ids = hf_models.decoder("gemma2_softcap_window", "tilewise"), hf_models.tokens(3, 20)
     monkeypatch.setattr(_compact.CompactMask, "_expanded", refuse)
@@ -107,7 +107,9 @@ def test_assisted_generation_gives_the_greedy_text(name: str, assistant: str) ->
     if assistant == "model":
         helper = hf_models.decoder(name, "tilewise")
         with torch.no_grad():
-            helper.model.layers[2].self_attn.o_proj.weight.mul_(0.5)  # often right, not always
+            helper.model.layers[2].self_attn.o_proj.weight.mul_(
+                0.5
+            )  # the assistant is often right, but not always
         options = dict(assistant_model=helper)
     given = model.generate(
         ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0, **options
@@ -120,7 +122,7 @@ def test_assisted_generation_gives_the_greedy_text(name: str, assistant: str) ->
 
 @pytest.mark.parametrize("implementation", ["tilewise", "paged|tilewise"])
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "gpt_oss_sinks_window"])
-def test_continuous_batching_gives_the_text_of_one_by_one(
+def test_continuous_batching_gives_the_text_of_single_prompts(
     name: str, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -146,7 +148,8 @@ def test_continuous_batching_gives_the_text_of_one_by_one(
     assert model.config._attn_implementation == "tilewise"
     given = [results[key].generated_tokens for key in sorted(results, key=request_number)]
     assert given == expected
-    # Pages are read in place where Transformers has block tables: layers without a window.
+    # Pages are read in place where Transformers has block tables, which is in layers without a
+    # window.
     assert bool(calls) == (name == "llama")
 
 
@@ -155,8 +158,8 @@ def request_number(key: str) -> int:
 
 
 @pytest.mark.parametrize("sliding_window", [None, 1, 5, 64])
-def test_paged_attention_sees_its_window(sliding_window: int | None) -> None:
-    """The new key and those before it, sliding_window in all."""
+def test_paged_attention_honours_its_window(sliding_window: int | None) -> None:
+    """The window has sliding_window keys: the new key and those before it."""
     lengths, page_size, heads, heads_kv, dim = (23, 1, 8), 8, 4, 2, 16
     k_cache, v_cache = (torch.randn(10, page_size, heads_kv, dim) for _ in range(2))
     table = torch.tensor([[7, 2, 4], [1, 9, 9], [3, 9, 9]], dtype=torch.int32)
@@ -184,7 +187,7 @@ def test_paged_attention_refuses_dropout() -> None:
         _paged.paged_attention(*(torch.zeros(1),) * 3, None, dict(dropout_p=0.1), {})
 
 
-def test_position_bias_of_pages_is_refused_before_anything_is_written() -> None:
+def test_position_bias_with_pages_is_refused_before_writing() -> None:
     from tilewise.integrations.transformers import attention
 
     q = torch.zeros(1, 4, 1, 8)

@@ -1,4 +1,4 @@
-"""Compact masks: what they are to a model, what they hold, and what the attention makes of them."""
+"""Compact masks: how they appear to a model, what they store, and how attention uses them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOLE = torch.tensor([[1, 1, 0, 1, 1, 1], [1] * 6, [1] * 6]).bool()
 
 
 def both(**call: Any) -> tuple[Tensor, Tensor]:
-    """(ours, eager's) of one call of the mask function."""
+    """(ours, eager's) result of one call of the mask function."""
     call = dict(batch_size=3, q_length=ROWS, kv_length=ROWS) | call
     call = {k: v.to(device()) if isinstance(v, Tensor) else v for k, v in call.items()}
     call["device"] = device()
@@ -55,13 +55,13 @@ def packed(window: int | None = None) -> Callable[..., Any]:
     segments = masking_utils.find_packed_sequence_indices(ids)
     assert segments is not None
     remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
-    inner = inner if remap is None else remap(inner, ids)  # not in 5.20
+    inner = inner if remap is None else remap(inner, ids)  # does not exist in 5.20
     packing = masking_utils.packed_sequence_mask_function(segments)
     return masking_utils.and_masks(inner, packing)
 
 
 def calls() -> dict[str, tuple[dict[str, Any], int]]:
-    """Calls of the mask function by name, and the bytes that may describe the answer."""
+    """Calls of the mask function by name, each with the most bytes that its result may store."""
     window = masking_utils.sliding_window_causal_mask_function(3)
     around = masking_utils.sliding_window_bidirectional_mask_function(2)
     full = masking_utils.bidirectional_mask_function
@@ -100,8 +100,9 @@ CALLS = list(calls())
 
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_it_is_eager_attentions_mask_in_a_few_bytes(name: str, skip: bool) -> None:
-    """Whether a model allows a mask to be skipped, or not: for packed batches, static caches."""
+def test_compact_mask_equals_the_eager_mask_in_a_few_bytes(name: str, skip: bool) -> None:
+    """Both with and without permission to skip the mask, as models call it (packed batches, static
+    caches)."""
     call, size = calls()[name]
     ours, eager = both(allow_is_causal_skip=skip, **call)
     assert type(ours) is CompactMask
@@ -165,9 +166,7 @@ COMPACT = ("slice_of_all", "expand_as_it_is", "clone", "detach", "half", "double
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("operation", list(OPERATIONS))
-def test_an_operation_gives_what_it_gives_on_eager_attentions_mask(
-    operation: str, inference: bool
-) -> None:
+def test_operations_agree_with_those_on_the_eager_mask(operation: str, inference: bool) -> None:
     for call in (dict(attention_mask=PADDING), dict(mask_function=packed()), {}):
         with torch.inference_mode(inference):
             ours, eager = both(**call)
@@ -204,7 +203,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("write", list(WRITES))
-def test_what_is_written_to_a_mask_counts(write: str, inference: bool) -> None:
+def test_writes_to_a_mask_take_effect(write: str, inference: bool) -> None:
     with torch.inference_mode(inference):
         ours, eager = both(attention_mask=PADDING)
         alias, copied = ours[:], ours.clone()
@@ -234,16 +233,16 @@ def heads(batch: int, rows: int, keys: int | None = None) -> tuple[Tensor, Tenso
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """In fp64, [batch, rows, heads, head_dim]; mask: added to the scores."""
+    """Attention in fp64, [batch, rows, heads, head_dim]; the mask is added to the scores."""
     k, v = (x.double().repeat_interleave(2, 1) for x in (k, v))
     scores = q.double() @ k.mT / q.shape[-1] ** 0.5 + mask.double()
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
 def differs(given: Tensor, expected: Tensor, mask: Tensor, first: int | None = None) -> float:
-    """In the rows that are tokens: those that see themselves.
+    """The difference in the rows that are tokens, which are those that see themselves.
 
-    first: Position of row 0 among the keys; None: the last row is aligned with the last key.
+    first: Position of row 0 among the keys; None aligns the last row with the last key.
     """
     rows, keys = mask.shape[2:]
     kept = mask[:, 0].diagonal(keys - rows if first is None else first, -2, -1)[:, :rows] == 0
@@ -252,8 +251,8 @@ def differs(given: Tensor, expected: Tensor, mask: Tensor, first: int | None = N
 
 @pytest.mark.parametrize("bias_heads", [0, 1, 4])
 @pytest.mark.parametrize("name", [name for name in CALLS if "16_bits" not in name])
-def test_a_layer_computes_what_eager_attention_does(name: str, bias_heads: int) -> None:
-    """With a position bias, whose columns are counted from key 0 whatever the padding, or none."""
+def test_layer_equals_eager_attention(name: str, bias_heads: int) -> None:
+    """With and without a position bias, whose columns are counted from key 0 despite padding."""
     ours, eager = both(**calls()[name][0])
     _, _, rows, keys = eager.shape
     q, k, v = heads(3, rows, keys)
@@ -264,25 +263,25 @@ def test_a_layer_computes_what_eager_attention_does(name: str, bias_heads: int) 
                 tilewise.hf.attention(layer(), q, k, v, ours, position_bias=torch.zeros(1, 4, 6, 6))
             return
         given = dict(position_bias=torch.randn(1, bias_heads, rows, keys) * 3)
-    q.requires_grad_(bool(bias_heads))  # the short way of a layer, and the long one
+    q.requires_grad_(bool(bias_heads))  # covers the fast path of a layer and the general one
     out, _ = tilewise.hf.attention(layer(), q, k, v, ours, **given)
     expected = plain(q, k, v, eager + given.get("position_bias", 0.0))
     first = None if ours.offset is None else int(ours.offset)
     assert differs(out, expected, eager, first) < 3e-6
-    assert not ours._whole, "a mask of rows times keys was made"
+    assert not ours._whole, "a rows x keys mask was built"
 
 
 @pytest.mark.parametrize(
     "name", ["causal", "causal_padded", "causal_hole", "packed", "static_step"]
 )
-def test_a_mask_of_another_size_is_refused_where_eager_raises(name: str) -> None:
+def test_mask_of_the_wrong_size_is_refused_where_eager_raises(name: str) -> None:
     ours, _ = both(**calls()[name][0])
     q, k, v = heads(3, ours.shape[2], 13)
     with pytest.raises(ValueError, match=r"attention_mask has shape \[3, 1, . *.*needs .*13\]"):
         tilewise.hf.attention(layer(), q, k, v, ours)
 
 
-def test_a_mask_of_one_row_or_sequence_is_spread_as_under_eager_attention() -> None:
+def test_mask_of_one_row_or_sequence_is_broadcast_as_in_eager() -> None:
     ours, eager = both(q_length=1, q_offset=5, attention_mask=PADDING)
     q, k, v = heads(3, ROWS)
     out, _ = tilewise.hf.attention(layer(), q, k, v, ours)
@@ -293,14 +292,14 @@ def test_a_mask_of_one_row_or_sequence_is_spread_as_under_eager_attention() -> N
     assert differs(out, plain(q, k, v, eager), eager.expand(3, -1, -1, -1)) < 3e-6
 
 
-def test_a_window_is_the_masks_and_not_the_layers() -> None:
+def test_window_belongs_to_the_mask_not_the_layer() -> None:
     ours, eager = both(mask_function=masking_utils.sliding_window_bidirectional_mask_function(2))
     q, k, v = heads(3, ROWS)
     out, _ = tilewise.hf.attention(layer(), q, k, v, ours, sliding_window=2)
     assert differs(out, plain(q, k, v, eager), eager) < 3e-6
 
 
-def test_a_mask_of_the_caller_is_left_as_it_was() -> None:
+def test_mask_of_the_caller_is_not_modified() -> None:
     _, mask = both(attention_mask=PADDING)
     before = dict(mask.__dict__)
     tilewise.hf.attention(layer(), *heads(3, ROWS), mask)
@@ -343,19 +342,19 @@ def test_operations_and_layers_in_a_compiled_graph(name: str, backend: str) -> N
         assert torch.equal(whole, eager[:, :, :, 1:].repeat(1, 4, 1, 1))
 
 
-def test_writing_to_a_mask_in_a_compiled_graph_says_what_to_do() -> None:
+def test_error_of_writing_to_a_mask_in_a_compiled_graph_says_what_to_do() -> None:
     torch.compiler.reset()
     write = torch.compile(lambda m: m.add_(1.0), backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match=r"write to a copy, mask\.clone\(\)"):
         write(both(attention_mask=PADDING)[0])
 
 
-# --- packed by positions alone --------------------------------------------------------------------
+# --- packed by positions only ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("kinds", [1, 2])
-def test_positions_are_looked_at_once_a_forward(
+def test_positions_are_examined_once_per_forward(
     kinds: int, inference: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks, real = [], _packing._look
@@ -371,7 +370,7 @@ def test_positions_are_looked_at_once_a_forward(
                 for mask in masks for _layer in range(3)
             ]  # fmt: skip
             assert len(looks) == 1
-            ids.copy_(positions(1, 5))  # seen by the next forward
+            ids.copy_(positions(1, 5))  # the next forward notices
     expected, _ = tilewise.hf.attention(
         layer(), q, k, v, None, cu_seq_lens_q=torch.tensor([0, 1, 6]),
         cu_seq_lens_k=torch.tensor([0, 1, 6]),
@@ -394,7 +393,7 @@ def test_positions_of_one_sequence(ids: Tensor | None) -> None:
         assert torch.equal(given, tilewise.hf.attention(layer(), q, k, v, mask)[0])
 
 
-def test_left_padding_does_not_look_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_left_padding_is_not_taken_for_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_packing, "_look", None)
     q, k, v = heads(1, ROWS)
     ours, eager = both(batch_size=1, attention_mask=PADDING[:1])
@@ -403,7 +402,7 @@ def test_left_padding_does_not_look_packed(monkeypatch: pytest.MonkeyPatch) -> N
     assert differs(out, plain(q, k, v, eager), eager) < 3e-6
 
 
-def test_positions_are_not_looked_at_while_a_graph_is_captured(
+def test_positions_are_not_examined_during_graph_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_packing, "_look", None)
@@ -413,12 +412,12 @@ def test_positions_are_not_looked_at_while_a_graph_is_captured(
     assert torch.equal(given, tilewise.hf.attention(layer(), q, k, v, None)[0])
 
 
-def test_the_aliases_name_operators_of_this_torch() -> None:
+def test_aliases_name_operators_of_this_torch() -> None:
     assert len(_compact._ALIASES) == 6
 
 
 def test_without_a_mask_a_window_is_not_applied() -> None:
-    """As under eager attention: a window is part of the masks that Transformers makes."""
+    """As with eager attention, a window is part of the masks that Transformers builds."""
     q, k, v = (torch.randn(2, 4, 6, 8) for _ in range(3))
     bidirectional = layer()
     bidirectional.is_causal = False

@@ -1,4 +1,4 @@
-"""Tiny random models that read their mask, add a bias to scores, or pack by positions."""
+"""Tiny random models that read their mask, add a bias to the scores, or pack by positions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LATENT: dict[str, Any] = dict(
     v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
     moe_intermediate_size=32, index_n_heads=2, index_head_dim=16, index_topk=8,
 )  # fmt: skip
-# Those that compute with their mask, or pick keys: (class, class of the configuration, sizes).
+# Models that compute with their mask or select keys: (class, configuration class, sizes).
 READERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "doge": ("DogeForCausalLM", "DogeConfig", dict(keep_window_size=8)),
     "deepseek_v32": (
@@ -48,7 +48,7 @@ READERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def built(model: str, config: Any, factor: float = 3.0) -> Any:
-    """The random model, its weights enlarged so that scores differ visibly."""
+    """The random model, with weights enlarged so that scores differ visibly."""
     torch.manual_seed(1)
     with torch.device("cpu"), torch.no_grad():
         made = getattr(transformers, model)._from_config(config, attn_implementation="eager")
@@ -112,7 +112,7 @@ def encoder_decoder(kind: str) -> Any:
     if kind in ("T5", "UMT5"):
         sizes = dict(d_model=48, d_kv=12, d_ff=64, num_layers=2, num_heads=4)
         config = getattr(transformers, f"{kind}Config")(**sizes, **SPECIAL)
-        return built(f"{kind}ForConditionalGeneration", config, 1.0)  # its scores have no scale
+        return built(f"{kind}ForConditionalGeneration", config, 1.0)  # its scores are not scaled
     if not hasattr(transformers, f"{kind}Config"):
         pytest.skip(f"this Transformers has no {kind}Config")
     text = dict(hf_models.SIZES, head_dim=12, sliding_window=4, query_pre_attn_scalar=12)
@@ -132,8 +132,8 @@ def encoder_decoder(kind: str) -> Any:
 @pytest.mark.parametrize("padding", ["none", "left", "right", "both", "hole"])
 @pytest.mark.parametrize("kind", ["T5", "UMT5", "T5Gemma", "T5Gemma2"])
 def test_encoders_and_decoders(kind: str, padding: str) -> None:
-    """T5 and UMT5 add a learned bias to the scores; T5Gemma has windows to both sides; T5Gemma 2
-    joins its own mask and its encoder's.
+    """T5 and UMT5 add a learned bias to the scores; T5Gemma has two-sided windows; T5Gemma 2 joins
+    its own mask with its encoder's.
     """
     model = encoder_decoder(kind)
     ids, target = hf_models.tokens(3, LENGTH).clamp(max=90), hf_models.tokens(3, 7).clamp(max=90)
@@ -191,7 +191,7 @@ def test_siglip2_repeats_its_mask() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Sam", "SamHQ"])
-def test_sam_looks_its_attention_class_up(kind: str) -> None:
+def test_sam_finds_its_attention_class(kind: str) -> None:
     sizes = dict(num_hidden_layers=2, num_attention_heads=4, mlp_dim=32)
     image = dict(image_size=64, patch_size=8)
     config = getattr(transformers, f"{kind}Config")(
@@ -211,7 +211,7 @@ def test_sam_looks_its_attention_class_up(kind: str) -> None:
         models[implementation] = model.to(torch.get_default_device()).eval()
         with torch.no_grad():
             for name, parameter in models[implementation].named_parameters():
-                if "rel_pos" in name:  # zeros in a random model
+                if "rel_pos" in name:  # they are zeros in a random model
                     parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
     pixels, points = torch.randn(1, 3, 64, 64), torch.rand(1, 1, 2, 2) * 64
     outs = []
@@ -228,11 +228,11 @@ def test_sam_looks_its_attention_class_up(kind: str) -> None:
         models["tilewise"](pixel_values=pixels, input_points=points, output_attentions=True)
 
 
-# --- what is not there says so --------------------------------------------------------------------
+# --- unsupported arguments are refused ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_attention_weights_are_refused_however_the_model_collects_them(name: str) -> None:
+def test_attention_weights_are_refused_for_every_model(name: str) -> None:
     model, ids = hf_models.decoder(name, "tilewise"), hf_models.tokens(1, 5)
     with pytest.raises(ValueError, match="output_attentions=True asks for the matrix"):
         model(ids, output_attentions=True)
@@ -245,8 +245,8 @@ def test_attention_weights_are_refused_however_the_model_collects_them(name: str
 @pytest.mark.parametrize("mask", ["none", "ones"])
 @pytest.mark.parametrize("cache", ["default", "off", "dynamic"])
 @pytest.mark.parametrize("name", ["llama", "mistral_window"])
-def test_packed_by_positions_in_every_way(name: str, cache: str, mask: str) -> None:
-    """As flash_attention_2 has it: with a cache or without, with a mask of ones or none."""
+def test_packed_by_positions(name: str, cache: str, mask: str) -> None:
+    """As flash_attention_2 supports it: with or without a cache, with a mask of ones or none."""
     lengths = (9, 1, 13, 4)
     sequences = [hf_models.tokens(length) for length in lengths]
     model = hf_models.decoder(name, "eager")
@@ -263,7 +263,7 @@ def test_packed_by_positions_in_every_way(name: str, cache: str, mask: str) -> N
     assert hf_models.relative(logits, expected) < 1e-5
 
 
-def test_a_left_padded_sequence_is_not_packed() -> None:
+def test_left_padded_sequence_is_not_packed() -> None:
     ids, model = hf_models.tokens(1, 12), hf_models.decoder("llama")
     mask = torch.ones_like(ids)
     mask[:, :4] = 0

@@ -1,4 +1,5 @@
-"""Real models through Transformers: SmolLM2-135M-Instruct chats and learns, MiniLM embeds."""
+"""Real models through Transformers: SmolLM2-135M-Instruct chats and is fine-tuned, MiniLM
+embeds."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def answers(model: Any, tokenizer: Any, prompts: list[str], **options: Any) -> T
 
 @functools.cache
 def eager_answers(_device: torch.device) -> Tensor:
-    """Greedy ones, a prompt at a time."""
+    """Greedy answers of eager attention, one prompt at a time."""
     model, tokenizer = hf_models.smollm2()
     hf_models.with_attention(model, "eager")
     return torch.cat([answers(model, tokenizer, [prompt]) for prompt in PROMPTS])
@@ -64,13 +65,15 @@ def one_by_one() -> Tensor:
 
 
 @pytest.fixture
-def smollm2(one_by_one: Tensor) -> Iterator[tuple[Any, Any]]:  # after eager: it is one model
+def smollm2(
+    one_by_one: Tensor,
+) -> Iterator[tuple[Any, Any]]:  # after eager, because both use the same model
     model, tokenizer = hf_models.smollm2()
     yield hf_models.with_attention(model, "tilewise"), tokenizer
     model.eval()
 
 
-def test_greedy_tokens_are_those_of_eager(smollm2: tuple[Any, Any], one_by_one: Tensor) -> None:
+def test_greedy_tokens_equal_those_of_eager(smollm2: tuple[Any, Any], one_by_one: Tensor) -> None:
     model, tokenizer = smollm2
     for prompt, expected in zip(PROMPTS, one_by_one, strict=True):
         assert torch.equal(answers(model, tokenizer, [prompt])[0], expected)
@@ -78,7 +81,9 @@ def test_greedy_tokens_are_those_of_eager(smollm2: tuple[Any, Any], one_by_one: 
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_a_batch_is_as_one_by_one(cache: str, smollm2: tuple[Any, Any], one_by_one: Tensor) -> None:
+def test_batch_equals_single_prompts(
+    cache: str, smollm2: tuple[Any, Any], one_by_one: Tensor
+) -> None:
     options = {} if cache == "dynamic" else dict(cache_implementation="static")
     assert torch.equal(answers(*smollm2, PROMPTS, **options), one_by_one)
 
@@ -89,7 +94,7 @@ def test_prompt_lookup_changes_nothing(smollm2: tuple[Any, Any], one_by_one: Ten
 
 
 def forced_logits(model: Any, tokenizer: Any, answer: Tensor) -> Tensor:
-    """Logits of the first prompt and of an answer to it that is given, a token at a time; fp32."""
+    """fp32 logits for the first prompt and a given answer to it, one token at a time."""
     given = tokenizer(chats(tokenizer, PROMPTS[:1]), return_tensors="pt")["input_ids"]
     logits, cache = [], None
     with torch.inference_mode():
@@ -100,25 +105,27 @@ def forced_logits(model: Any, tokenizer: Any, answer: Tensor) -> Tensor:
     return torch.cat(logits)
 
 
-# Not the tokens themselves: the first one is "The" or, 0.1 of 25 behind it, a French article, and
-# in bf16 that is one step. Under eager, too, the answer in French is nonsense.
+# Tokens themselves are not compared: the first one is "The" or, 0.1 of 25 below it, a French
+# article, and in bf16 that is one rounding step. With eager attention, too, the French answer is
+# nonsense.
 #
-# One run of a model tells little either: a last bit of one attention, through thirty layers of
-# half precision, moves the mean error of the logits by a tenth. With last bits drawn at random
-# fp16 gives 0.0202 +- 0.0025 under an exact attention, 0.0204 +- 0.0015 under eager and
-# 0.0207 +- 0.0021 under ours (16 draws each). Hence means of draws, and the same ones for both.
+# One run of a model says little either: one last bit of one attention, through thirty layers in
+# half precision, changes the mean error of the logits by a tenth. With last bits drawn at random,
+# fp16 gives 0.0202 +- 0.0025 with an exact attention, 0.0204 +- 0.0015 with eager and 0.0207 +-
+# 0.0021 with ours (16 draws each). The test therefore compares means over draws, the same draws for
+# both.
 DRAWS = 8
 
 
 def with_drawn_bits(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Changed by about half a rounding step of its dtype."""
+    """x changed by about half a rounding step of its dtype."""
     noise = torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu")
     return (x.double() * (1 + torch.finfo(x.dtype).eps / 4 * noise.to(x.device))).to(x.dtype)
 
 
 @contextlib.contextmanager
 def drawn_last_bits(model: Any, seed: int) -> Iterator[None]:
-    """Of the output of every attention."""
+    """Randomises the last bits of the output of every attention."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(_module: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -133,7 +140,9 @@ def drawn_last_bits(model: Any, seed: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_as_near_to_fp32_as_eager(dtype: torch.dtype, one_by_one: Tensor) -> None:
+def test_half_precision_is_as_close_to_fp32_as_eager(
+    dtype: torch.dtype, one_by_one: Tensor
+) -> None:
     model, tokenizer = hf_models.smollm2()
     answer = one_by_one[0, :8]
     exact = forced_logits(hf_models.with_attention(model, "eager"), tokenizer, answer)
@@ -153,28 +162,29 @@ def test_half_precision_is_as_near_to_fp32_as_eager(dtype: torch.dtype, one_by_o
 
 
 def hidden_keys(q: Tensor, k: Tensor) -> Tensor:
-    """[rows, keys]; True where a causal row sees nothing. Rows are the last ones."""
+    """[rows, keys], True where a causal row does not see the key; the rows are the last ones."""
     every = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
     return every.triu(1 + k.shape[2] - q.shape[2])
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal, of [batch, heads, rows, dim] with grouped heads; in fp64."""
+    """Causal attention in fp64 on [batch, heads, rows, dim] with grouped heads."""
     group = q.shape[1] // k.shape[1]
     keys, values = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
     s = q.double() @ keys.transpose(2, 3) * scale
     return s.masked_fill(hidden_keys(q, k), float("-inf")).softmax(dim=-1) @ values
 
 
-# What the test above says of a model, of its attention alone: with the q, k, v of all thirty
-# layers ours is 0.37 (fp16) and 0.40 (bf16) as far from fp64 as eager, which rounds s and p, too.
+# What the test above checks for a model, this one checks for its attention: with the q, k and v of
+# all thirty layers, ours is 0.37 (fp16) and 0.40 (bf16) times as far from fp64 as eager, which
+# rounds s and p as well.
 #
-# Chance decides single calls, too, where hardly more is lost than by rounding o: a kernel that
-# rounds p and o came within 1 % of eager in one of 1620 calls, one that rounds only o within 7 %.
-# Hence means of draws: 8 % and 10 % in the worst call. A kernel whose largest weight is not exact
-# is still found out (32 of these calls).
+# Single calls are also subject to chance where hardly more is lost than by rounding o: a kernel
+# that rounds p and o came within 1 % of eager in one of 1620 calls, one that rounds only o within 7
+# %. The test therefore uses means over draws, which are within 8 % and 10 % in the worst call. A
+# kernel whose largest weight is not exact is still detected (32 of these calls).
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_layer_is_nearer_to_fp64_than_eager(dtype: torch.dtype, one_by_one: Tensor) -> None:
+def test_every_layer_is_closer_to_fp64_than_eager(dtype: torch.dtype, one_by_one: Tensor) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -212,7 +222,9 @@ def test_every_layer_is_nearer_to_fp64_than_eager(dtype: torch.dtype, one_by_one
     assert sum(errors["tilewise"]) < 0.5 * sum(errors["eager"])
 
 
-def test_continuous_batching_is_as_one_by_one(smollm2: tuple[Any, Any], one_by_one: Tensor) -> None:
+def test_continuous_batching_equals_single_prompts(
+    smollm2: tuple[Any, Any], one_by_one: Tensor
+) -> None:
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     model, tokenizer = smollm2
@@ -233,7 +245,8 @@ def test_continuous_batching_is_as_one_by_one(smollm2: tuple[Any, Any], one_by_o
         one_by_one,
         strict=True,
     ):
-        # `generate` is kept from ending before 64 tokens, this is not asked to end at all.
+        # `generate` is prevented from ending before 64 tokens; continuous batching may end at any
+        # time.
         ends = (torch.tensor(result.generated_tokens) == tokenizer.eos_token_id).nonzero()
         length = int(ends[0]) if len(ends) else NEW
         assert result.generated_tokens[:length] == expected[:length].tolist()
@@ -241,7 +254,7 @@ def test_continuous_batching_is_as_one_by_one(smollm2: tuple[Any, Any], one_by_o
 
 
 def losses(implementation: str) -> list[float]:
-    """Of a few steps of fine-tuning on padded texts, from the same weights."""
+    """The losses of a few steps of fine-tuning on padded texts, from the same weights."""
     model, tokenizer = hf_models.smollm2()
     model = hf_models.with_attention(copy.deepcopy(model), implementation).train()
     texts = [f"Question: {prompt}\nAnswer: tile by tile." for prompt in PROMPTS]
@@ -258,7 +271,7 @@ def losses(implementation: str) -> list[float]:
     return seen
 
 
-def test_fine_tuning_has_the_losses_of_eager() -> None:
+def test_fine_tuning_losses_equal_those_of_eager() -> None:
     expected = losses("eager")
     assert expected[-1] < expected[0] - 0.1
     assert losses("tilewise") == pytest.approx(expected, abs=LOSS_BOUND)
@@ -278,5 +291,5 @@ def test_embeddings() -> None:
 
     expected, given = hf_models.under_both(model, lambda m: embed(m, texts))
     assert float((given - expected).abs().max()) < EMBEDDING_BOUND
-    alone = torch.cat([embed(model, [text]) for text in texts])  # ours, without padding
-    assert float((given - alone).abs().max()) < EMBEDDING_BOUND
+    single = torch.cat([embed(model, [text]) for text in texts])  # ours, without padding
+    assert float((given - single).abs().max()) < EMBEDDING_BOUND

@@ -1,4 +1,4 @@
-"""Which models Tilewise refuses when they are built, and with what sentence."""
+"""Models that Tilewise refuses when they are built, and the sentences of the errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def build(config: Any, cls: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "own"), [("Falcon", "FalconAttention"), ("Bloom", "BloomAttention")]
 )
-def test_attention_in_its_own_code_is_named(name: str, own: str) -> None:
+def test_models_with_their_own_attention_code_are_refused(name: str, own: str) -> None:
     import transformers
 
     small = dict(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
@@ -41,7 +41,7 @@ def test_attention_in_its_own_code_is_named(name: str, own: str) -> None:
     ["MraModel", "ProphetNetModel", "MptModel", "MegatronBertModel", "MvpModel", "YosoModel"],
 )
 def test_decorated_and_distributed_attention_is_refused(name: str) -> None:
-    """Code behind a decorator, or in functions of the file, is the model's own, too."""
+    """Attention behind a decorator, or in functions of the file, also counts as the model's own."""
     import transformers
 
     cls = getattr(transformers, name)
@@ -49,7 +49,7 @@ def test_decorated_and_distributed_attention_is_refused(name: str) -> None:
         cls._from_config(cls.config_class(), attn_implementation="tilewise")
 
 
-def test_a_convolutional_backbone_is_no_attention() -> None:
+def test_convolutional_backbone_is_not_attention() -> None:
     from transformers import DetrConfig, DetrModel, ResNetConfig, ResNetModel
 
     resnet = ResNetConfig(
@@ -71,7 +71,7 @@ def test_a_convolutional_backbone_is_no_attention() -> None:
     assert hf_models.relative(given, expected) < 1e-5
 
 
-def test_a_model_of_models_is_judged_by_its_parts() -> None:
+def test_composite_model_is_judged_by_its_submodels() -> None:
     from transformers import (
         BertConfig,
         BloomConfig,

@@ -1,4 +1,5 @@
-"""Training and compilation through Transformers: checkpoints, torch.compile, Trainer, encoders."""
+"""Training and compilation through Transformers: checkpointing, torch.compile, Trainer,
+encoders."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def loss_and_gradients(model: Any, ids: Tensor, mask: Tensor | None) -> tuple[Te
 
 @pytest.mark.parametrize("padding", ["none", "left", "hole"])
 @pytest.mark.parametrize("kind", ["llama", "bert"])
-def test_dropout_while_training_and_only_then(
+def test_dropout_only_while_training(
     kind: str, padding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "llama":
@@ -68,13 +69,13 @@ def test_dropout_while_training_and_only_then(
     assert torch.equal(run(model.eval(), 3), given)
 
 
-# --- checkpoints, compilation ---------------------------------------------------------------------
+# --- checkpointing, compilation -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma2_softcap_window"])
 @pytest.mark.parametrize("padding", ["none", "right", "hole"])
-def test_checkpoints_change_nothing(name: str, padding: str, reentrant: bool) -> None:
+def test_checkpointing_changes_nothing(name: str, padding: str, reentrant: bool) -> None:
     ids, mask = hf_models.tokens(3, 20), hf_models.paddings(3, 20)[padding]
     model = hf_models.decoder(name, "tilewise").train()
     loss, grads = loss_and_gradients(model, ids, mask)
@@ -84,8 +85,8 @@ def test_checkpoints_change_nothing(name: str, padding: str, reentrant: bool) ->
     assert devices.equal(checkpointed_grads, grads)
 
 
-def assert_compiled_is_eager(name: str, padding: str, backend: str) -> None:
-    """One graph, forward and backward."""
+def assert_compiled_equals_eager(name: str, padding: str, backend: str) -> None:
+    """Forward and backward compile to one graph each and agree with eager mode."""
     torch.compiler.reset()
     ids, mask = hf_models.tokens(3, 20), hf_models.paddings(3, 20)[padding]
     kept = torch.ones_like(ids).bool() if mask is None else mask.bool()
@@ -108,15 +109,15 @@ def assert_compiled_is_eager(name: str, padding: str, backend: str) -> None:
 
 @pytest.mark.parametrize("padding", ["none", "left", "hole"])
 @pytest.mark.parametrize("name", ["llama", "gemma2_softcap_window", "gpt_oss_sinks_window"])
-def test_compiled_whole(name: str, padding: str) -> None:
-    assert_compiled_is_eager(name, padding, "aot_eager")
+def test_compiles_to_one_graph(name: str, padding: str) -> None:
+    assert_compiled_equals_eager(name, padding, "aot_eager")
 
 
 @pytest.mark.parametrize("padding", ["none", "left"])
 def test_compiled_by_inductor(padding: str) -> None:
     if torch.get_default_device().type == "cpu" and padding == "none":
-        pytest.skip("a minute of a C++ compiler: one case is enough")
-    assert_compiled_is_eager("llama", padding, "inductor")
+        pytest.skip("takes a minute of C++ compilation: one case is enough")
+    assert_compiled_equals_eager("llama", padding, "inductor")
 
 
 def test_compiled_generation_with_a_static_cache() -> None:
@@ -136,7 +137,7 @@ def test_compiled_generation_with_a_static_cache() -> None:
 
     model.forward = torch.compile(model.forward, fullgraph=True, backend=backend)
     assert torch.equal(model.generate(ids, **options), expected)
-    assert 1 <= len(graphs) <= 3, "prefill, decode, and one for lengths that change"
+    assert 1 <= len(graphs) <= 3, "prefill, decode, and one for changing lengths"
 
 
 # --- Trainer --------------------------------------------------------------------------------------
@@ -170,7 +171,7 @@ def trained(implementation: str, folder: Path, **options: Any) -> list[float]:
         train_dataset=[dict(input_ids=text) for text in texts],
         data_collator=collate,
     )  # fmt: skip
-    with torch.device("cpu"):  # batches are drawn and put together there
+    with torch.device("cpu"):  # batches are drawn and collated there
         trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -184,7 +185,7 @@ def test_trainer(options: dict[str, Any], tmp_path: Path) -> None:
     assert given == pytest.approx(expected, abs=1e-4)
 
 
-# --- encoders, and decoders that look at them -----------------------------------------------------
+# --- encoders, and decoders with cross-attention --------------------------------------------------
 
 
 def hidden_states(model: Any, kept: Tensor | None, **inputs: Any) -> tuple[Tensor, Tensor]:
@@ -223,7 +224,7 @@ def test_encoders(kind: str, padding: str) -> None:
     assert_same(model, None if mask is None else mask.bool(), input_ids=ids, attention_mask=mask)
 
 
-def test_a_decoder_without_causality() -> None:
+def test_decoder_without_causality() -> None:
     model, ids = hf_models.decoder("llama"), hf_models.tokens(3, 20)
     mask = hf_models.paddings(3, 20)["left"]
     expected, given = hf_models.under_both(
@@ -248,7 +249,7 @@ def test_vision_transformer() -> None:
 
 @pytest.mark.parametrize("kind", ["T5", "Bart"])
 def test_encoder_and_decoder(kind: str) -> None:
-    """T5 adds a learned bias to the scores; both look at the padded encoder from the decoder."""
+    """T5 adds a learned bias to the scores; both decoders attend to the padded encoder."""
     import transformers
 
     torch.manual_seed(1)

@@ -1,8 +1,8 @@
-"""The Hopper kernels: that they serve what they should, and are right about it.
+"""The Hopper kernels: the planner selects them where it should, and their results are right.
 
-Random problems of test_properties.py mostly have rows that start anywhere; those are for other
-kernels. Here they start at multiples of 16 bytes. TILEWISE_TEST_EXAMPLES=<n> draws n new problems
-per dtype instead of the default ones, TILEWISE_TEST_EXAMPLES_PER_DTYPE=<n> n of the default ones.
+Random problems of test_properties.py mostly have unaligned rows, which other kernels take. Here
+rows start at multiples of 16 bytes. TILEWISE_TEST_EXAMPLES=<n> draws n new problems per dtype
+instead of the default ones; TILEWISE_TEST_EXAMPLES_PER_DTYPE=<n> limits the default ones to n.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FAMILY = "cuda.wgmma"
 
 
 def aligned(case: Case) -> Case:
-    """The same problem as these kernels take it."""
+    """The same problem with the alignment that these kernels require."""
     return dataclasses.replace(
         case,
         head_dim=min(256, -(-case.head_dim // 8) * 8),
@@ -45,7 +45,7 @@ def aligned(case: Case) -> Case:
 
 
 def kernels(case: Case) -> tuple[str, str]:
-    """What the planner takes for forward and backward."""
+    """The kernels that the planner selects for forward and backward."""
     b = Built(case)
     forward = capi.plan(b.attention).kernel.decode()
     return forward, capi.plan(b.attention, b.gradients()).kernel.decode()
@@ -62,13 +62,13 @@ def hopper(device):
 
 @pytest.mark.abi
 @pytest.mark.parametrize("name", [n for n in test_nonfinite.CASES if n.startswith("aligned")])
-def test_cases_with_nan_are_served_here(name):
-    """What test_nonfinite.py spoils does not go to other kernels."""
+def test_nan_cases_run_on_wgmma(name):
+    """The cases of test_nonfinite.py must not be planned for other kernels."""
     case = dataclasses.replace(test_nonfinite.CASES[name], dtype="bf16")
     assert all(kernel.startswith(FAMILY) for kernel in kernels(case)), kernels(case)
 
 
-# Rows behind those of the sequences count for the choice between kernels, and cost nothing.
+# Rows past those of the sequences count when kernels are chosen, and cost nothing.
 MANY = dict(rows=(130, 0, 3, 257), keys=(90, 20, 0, 300), varlen_q=True, varlen_k=True,
             tail_q=2100, window=(-1, -1))  # fmt: skip
 BASE = Case("bf16", rows=(150,) * 2, keys=(170,) * 2, heads_kv=2, group=2, head_dim=64,
@@ -102,9 +102,9 @@ OPTIONS = {
     "aligned bias": dict(bias="hr", bias_own_dtype=True, rows=(290,) * 2, keys=(304,) * 2),
     "sinks": dict(sinks=True),
     "dropout": dict(dropout_p=0.3),
-    "dropout of all": dict(dropout_p=0.999999),
-    "dropout of none": dict(dropout_p=1e-6),
-    "all of the score": dict(softcap=30.0, alibi="h", bias="b", sinks=True, dropout_p=0.1),
+    "dropout of everything": dict(dropout_p=0.999999),
+    "dropout of almost nothing": dict(dropout_p=1e-6),
+    "every score option": dict(softcap=30.0, alibi="h", bias="b", sinks=True, dropout_p=0.1),
     "learned scale": dict(scale_ptr=True, dlse=True),
     "negative scale": dict(scale=-0.2),
     "zero scale": dict(scale=0.0),
@@ -119,7 +119,7 @@ OPTIONS = {
     "head dim 192/128": dict(head_dim=192, head_dim_v=128),
     "head dim 40/200": dict(head_dim=40, head_dim_v=200),
     "head dim 128, softcap": dict(head_dim=128, head_dim_v=128, softcap=5.0),
-    "head dim 128, all of the score": dict(
+    "head dim 128, every score option": dict(
         softcap=30.0, alibi="h", bias="hr", bias_own_dtype=True, dropout_p=0.1, keys=(312,) * 2,
         head_dim=128, head_dim_v=128),
     "head dim 128, full": dict(head_dim=128, head_dim_v=128, window=(-1, -1)),
@@ -132,7 +132,7 @@ OPTIONS = {
 
 @pytest.mark.abi
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_is_served_and_right(option, device):
+def test_every_option_runs_and_is_right(option, device):
     case = dataclasses.replace(BASE, **OPTIONS[option])
     for kernel in kernels(case):
         assert kernel.startswith(FAMILY), kernel
@@ -141,7 +141,7 @@ def test_every_option_is_served_and_right(option, device):
 
 @pytest.mark.abi
 @pytest.mark.parametrize("pages", [dict(page_size=3), dict(page_size=16, leftpad=(5, 0))])
-def test_pages_that_are_no_boxes_are_read_elsewhere(pages, device):
+def test_pages_that_tma_cannot_read_use_mma_sync(pages, device):
     case = dataclasses.replace(BASE, **pages)
     forward, backward = kernels(case)
     assert forward.startswith("cuda.mma_sync"), forward
@@ -149,8 +149,9 @@ def test_pages_that_are_no_boxes_are_read_elsewhere(pages, device):
     check(case)
 
 
-# Works of a round that is not full, whose keys all blocks share: of the emulated GPU and of others.
-SHARED = {
+# Tiles of a partial last wave, whose keys all CTAs share (Stream-K), on the emulated GPU and
+# others.
+STREAM_K = {
     "one": {},
     "rows and keys end anywhere": dict(rows=(67,), keys=(1207,), head_dim=56, head_dim_v=56),
     "sinks, lse": dict(sinks=True, dlse=True),
@@ -160,19 +161,19 @@ SHARED = {
     "head dim 128": dict(head_dim=128, head_dim_v=128),
     "head dim 192/128": dict(head_dim=192, head_dim_v=128),
     "head dim 256": dict(head_dim=256, head_dim_v=256),
-    "more works than blocks": dict(rows=(300,) * 2, keys=(4000,) * 2, heads_kv=50),
+    "more tiles than CTAs": dict(rows=(300,) * 2, keys=(4000,) * 2, heads_kv=50),
     "grouped heads": dict(rows=(500,), keys=(3000,), heads_kv=8, group=9, head_dim=128,
                           head_dim_v=128),
-    "256, more works": dict(rows=(300,), keys=(3000,), heads_kv=45, head_dim=256, head_dim_v=256),
-    "many parts": dict(rows=(100,), keys=(40000,)),
+    "D 256, more tiles": dict(rows=(300,), keys=(3000,), heads_kv=45, head_dim=256, head_dim_v=256),
+    "many shares": dict(rows=(100,), keys=(40000,)),
 }  # fmt: skip
 
 
 @pytest.mark.abi
-@pytest.mark.parametrize("option", SHARED)
-def test_shared_works_are_right(option, device, monkeypatch):
+@pytest.mark.parametrize("option", STREAM_K)
+def test_stream_k_tiles_are_right(option, device, monkeypatch):
     monkeypatch.setattr(devices, "EMULATOR_WORK", 3e8)
-    values = dict(rows=(70,), keys=(1100,), heads_kv=5, group=1, window=(-1, -1)) | SHARED[option]
+    values = dict(rows=(70,), keys=(1100,), heads_kv=5, group=1, window=(-1, -1)) | STREAM_K[option]
     case = dataclasses.replace(BASE, **values)
     plan = capi.plan(Built(case).attention)
     assert plan.kernel.decode().startswith(FAMILY)
@@ -180,8 +181,8 @@ def test_shared_works_are_right(option, device, monkeypatch):
     check(case, backward=False)
 
 
-# Steps of full tiles take no maximum: their weights are relative to that of the first tiles until
-# sums have grown. Keys are walked from the last one to the first.
+# Steps over full tiles compute no maximum: their weights are relative to the maximum of the first
+# tiles until sums have grown. Keys are visited from the last one to the first.
 GROWING = {
     "full": dict(window=(-1, -1)),
     "causal": {},
@@ -189,18 +190,18 @@ GROWING = {
     "packed heads": dict(rows=(20,), group=8),
     "pages": dict(page_size=16, used_k=(530,)),
     "ALiBi": dict(alibi="h"),
-    "ALiBi of both sides": dict(alibi="h", window=(-1, -1)),
+    "two-sided ALiBi": dict(alibi="h", window=(-1, -1)),
     "sinks, lse": dict(sinks=True, dlse=True),
     "varlen": dict(rows=(600, 3), keys=(600, 450), varlen_q=True, varlen_k=True),
     "head dim 128": dict(head_dim=128, head_dim_v=128),
     "head dim 192/128": dict(head_dim=192, head_dim_v=128),
     "head dim 256": dict(head_dim=256, head_dim_v=256),
     "narrow": dict(rows=(300,), keys=(600,)),
-    "shared works": dict(rows=(70,), keys=(1100,), heads_kv=5, group=1, window=(-1, -1)),
+    "Stream-K": dict(rows=(70,), keys=(1100,), heads_kv=5, group=1, window=(-1, -1)),
 }  # fmt: skip
 TILE = 64
-# What is added to the scores of the keys of tile t, counted from the first key on: m moves by
-# little and by much, twice, never, and rows overflow (88 in fp32) at once and in between.
+# What is added to the scores of the keys of tile t, counted from the first key: the maximum m
+# moves by little and by much, twice, never, and rows overflow (88 in fp32) at once and in between.
 LEVELS = {
     "slowly": lambda t: -6.0 * t,
     "fast": lambda t: -40.0 * t,
@@ -215,7 +216,7 @@ LEVELS = {
 
 
 def place_of(b: Built, sequence: int, key: int) -> tuple[int, ...]:
-    """Where a key lies in k and v."""
+    """The index of a key in k and v."""
     case = b.case
     if case.page_size:
         page = int(b.meta["block_table"][sequence, key // case.page_size])
@@ -223,7 +224,7 @@ def place_of(b: Built, sequence: int, key: int) -> tuple[int, ...]:
     return (sum(case.keys[:sequence]) + key,) if case.varlen_k else (sequence, key)
 
 
-# Beside a sink nothing is left of weights of e^-150.
+# Next to a sink, weights of e^-150 vanish entirely.
 FAR_FROM_SINKS = ("sinks, lse", "far below")
 
 
@@ -256,8 +257,9 @@ def test_scores_that_grow(dtype, option, level):
 @pytest.mark.abi
 @pytest.mark.parametrize("head_dim", [(64, 64), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_a_row_whose_first_tile_is_full(dtype, head_dim, device):
-    """Nothing it has seen before says where its scores are: as far from 0 as they may be."""
+def test_row_whose_first_tile_is_full(dtype, head_dim, device):
+    """No earlier tile tells the row where its scores are: here they are as far from 0 as
+    possible."""
     case = dataclasses.replace(BASE, dtype=dtype, rows=(320,), keys=(640,), scale=1.0,
                                head_dim=head_dim[0], head_dim_v=head_dim[1])  # fmt: skip
     tile = capi.plan(Built(case).attention).tile_k
@@ -265,7 +267,7 @@ def test_a_row_whose_first_tile_is_full(dtype, head_dim, device):
         tile - 1,
         tile,
         tile + 63,
-    ):  # a warpgroup's first row ends a tile, or not
+    ):  # with and without a tile that ends at a warpgroup's first row
         b = Built(dataclasses.replace(case, keys=(320 + more,)))
         b.q.mul_(0.25)
         b.q[..., 0] = 1
@@ -281,8 +283,8 @@ def test_a_row_whose_first_tile_is_full(dtype, head_dim, device):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("hides", [-np.inf, -1e4, -3e38])
 @pytest.mark.parametrize("bias", ["", "hr"])
-def test_a_bias_that_hides_the_last_keys(bias, hides, head_dim, device):
-    """Maxima of hidden tiles say nothing of the scores to come, whose weights would overflow."""
+def test_bias_that_hides_the_last_keys(bias, hides, head_dim, device):
+    """Maxima of hidden tiles say nothing about later scores, whose weights would overflow."""
     values = dict(rows=(150,), keys=(900,), window=(-1, -1), scale=1.0)
     values |= dict(bias=bias, bias_own_dtype=True)
     case = dataclasses.replace(BASE, head_dim=head_dim, head_dim_v=head_dim, **values)
@@ -291,7 +293,7 @@ def test_a_bias_that_hides_the_last_keys(bias, hides, head_dim, device):
     b.q[..., 0] = 1
     b.k[..., 0] = -150
     b.bias[..., 500:] = hides
-    b.bias[..., 100:140, :] = -np.inf  # of rows, if it has any
+    b.bias[..., 100:140, :] = -np.inf  # if the bias has rows
     want, got = b.expected(), run(b, backward=False)
     assert got.kernels[0].startswith(FAMILY), got.kernels
     assert np.abs(got.out - want.out).max() <= 2**-6 * np.abs(want.out).max()
@@ -300,29 +302,29 @@ def test_a_bias_that_hides_the_last_keys(bias, hides, head_dim, device):
     assert np.abs(got.lse[seen] - want.lse[seen]).max() <= LSE_LOW * np.abs(want.lse[seen]).max()
 
 
-# Of the type of q: it comes a tile of keys ahead, 16 bytes or one element at a time.
+# A bias in the dtype of q is loaded one key tile ahead, 16 bytes or one element at a time.
 BIASES = {
-    "of whole tiles": dict(rows=(256,), keys=(384,)),
+    "whole tiles": dict(rows=(256,), keys=(384,)),
     "aligned": dict(rows=(290,) * 2, keys=(304,) * 2, window=(-1, 0)),
     "aligned, keys end anywhere": dict(
         rows=(70,) * 4, keys=(301, 304, 130, 5), varlen_k=True, bias="bhr"),
     "not aligned": dict(rows=(290,), keys=(301,)),
     "not aligned, even": dict(rows=(150,) * 2, keys=(290,) * 2, window=(-1, 0), bias="bhr"),
-    "of few keys": dict(rows=(140,), keys=(24,)),
+    "few keys": dict(rows=(140,), keys=(24,)),
     "window": dict(rows=(420,), keys=(424,), window=(40, 20)),
     "window, not aligned": dict(rows=(420,), keys=(421,), window=(40, 20)),
-    "of heads": dict(rows=(150,) * 2, keys=(400,) * 2, bias="h"),
-    "of a row": dict(rows=(150,) * 2, keys=(400,) * 2, bias=""),
-    "of sequences": dict(rows=(150,) * 3, keys=(400, 0, 77), varlen_k=True, bias="b"),
+    "per head": dict(rows=(150,) * 2, keys=(400,) * 2, bias="h"),
+    "one row": dict(rows=(150,) * 2, keys=(400,) * 2, bias=""),
+    "per sequence": dict(rows=(150,) * 3, keys=(400, 0, 77), varlen_k=True, bias="b"),
     "packed heads": dict(rows=(20,) * 2, keys=(304,) * 2, group=8, bias="bhr"),
     "packed heads, not aligned": dict(rows=(20,) * 2, keys=(303,) * 2, group=8, bias="bhr"),
     "splits": dict(rows=(20,), keys=(904,), group=8, splits=3),
     "splits, not aligned": dict(rows=(20,), keys=(903,), group=8, splits=3),
     "pages": dict(rows=(150,) * 2, keys=(304,) * 2, page_size=16, used_k=(290, 31)),
-    "many works": dict(rows=(130, 3, 240, 64), keys=(90, 20, 300, 150), varlen_q=True,
+    "many tiles": dict(rows=(130, 3, 240, 64), keys=(90, 20, 300, 150), varlen_q=True,
                        varlen_k=True, heads_kv=3, bias="bhr", window=(-1, 0)),
     "with ALiBi": dict(rows=(290,), keys=(304,), alibi="h"),
-    "that hides": dict(rows=(290,), keys=(304,), bias_hides=True),
+    "with -inf": dict(rows=(290,), keys=(304,), bias_hides=True),
     "in fp32": dict(rows=(290,), keys=(304,), bias_own_dtype=False),
 }  # fmt: skip
 
@@ -338,7 +340,7 @@ def test_bias_is_right(bias, head_dim, device):
     check(case, backward=False)
 
 
-SPOILT = {
+CONTAMINATED = {
     "causal": dict(rows=(300,) * 2, keys=(310,) * 2),
     "window": dict(rows=(300,) * 2, keys=(310,) * 2, window=(70, 20)),
     "sinks": dict(sinks=True),
@@ -354,10 +356,10 @@ SPOILT = {
 
 @pytest.mark.abi
 @pytest.mark.parametrize("behind", [1, 5, 15])
-@pytest.mark.parametrize("option", SPOILT)
-def test_a_hidden_nan_stays_hidden(option, behind):
-    """Rows of a tile that meet a NaN which they do not see are computed again, by other code."""
-    case = dataclasses.replace(BASE, **SPOILT[option])
+@pytest.mark.parametrize("option", CONTAMINATED)
+def test_hidden_nan_stays_hidden(option, behind):
+    """Rows of a tile with a NaN in keys that they do not see are recomputed by other code."""
+    case = dataclasses.replace(BASE, **CONTAMINATED[option])
     assert kernels(case)[0].startswith(FAMILY), kernels(case)
     b = Built(case)
     key = case.keys[0] - behind
@@ -395,7 +397,7 @@ def test_random_problems(dtype, shard, device, record_property):
     served: Counter = Counter()
     random_problems(dtype, shard, device.name, served)()
     record_property("served", dict(served))
-    # Few rows are for another kernel; the rest is what this test is about.
+    # Few rows go to another kernel; the others run on the kernels tested here.
     share = sum(n for name, n in served.items() if name.startswith(FAMILY)) / served.total()
     assert share > 0.3 and len([n for n in served if n.startswith(FAMILY)]) == 2, served
 
@@ -403,8 +405,8 @@ def test_random_problems(dtype, shard, device, record_property):
 @pytest.mark.abi
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("varlen", [False, True])
-def test_the_same_input_gives_the_same_bits(head_dim, varlen, device):
-    """What races shows sooner or later: the forward always, the backward when asked for."""
+def test_repeated_runs_are_bitwise_equal(head_dim, varlen, device):
+    """Races show up sooner or later: in the forward always, in the backward when deterministic."""
     launches = 2 if device.name == "emulator" else 50
     case = dataclasses.replace(
         BASE, rows=(300, 190), keys=(310, 200), head_dim=head_dim, head_dim_v=head_dim,

@@ -1,4 +1,4 @@
-"""What makes a wheel load on older systems, and what judges a wheel."""
+"""The stubs that make a wheel load on older systems, and the tool that checks a wheel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import check_wheel
 import manylinux_stubs
 
 NAME = "tilewise-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
-# Of what changed: symbols that moved into libc, new versions in libm, new functions of libstdc++.
+# What changed in newer systems: symbols that moved into libc, versions in libm, new functions in
+# libstdc++.
 CODE = """
 #include <cmath>
 #include <dlfcn.h>
@@ -41,7 +42,7 @@ extern "C" int compute(double x) {
 def compiler() -> str:
     found = shutil.which("g++") or shutil.which("c++")
     if found is None or shutil.which("readelf") is None:
-        pytest.skip("makes small libraries: needs g++ and binutils")
+        pytest.skip("needs g++ and binutils to build small libraries")
     return found
 
 
@@ -54,7 +55,7 @@ def build(compiler: str, path: Path, code: str, *options: str) -> Path:
 
 
 def newest(library: Path) -> dict[str, tuple[int, ...]]:
-    """Of glibc and libstdc++, the newest version that a library asks for."""
+    """The newest versions of glibc and libstdc++ that a library requires."""
     text = subprocess.run(
         ["readelf", "--version-info", "--wide", str(library)], capture_output=True, text=True
     ).stdout
@@ -64,7 +65,7 @@ def newest(library: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def test_nothing_newer_than_the_policy_is_asked_for(compiler, tmp_path):
+def test_nothing_newer_than_the_policy_is_required(compiler, tmp_path):
     stubs = tmp_path / "stubs"
     assert manylinux_stubs.main(["2.28", str(stubs), compiler]) == 0
     options = [f"-L{stubs}", "-Wl,-z,defs", "-Wl,--as-needed", "-Wl,--exclude-libs,ALL"]
@@ -76,7 +77,7 @@ def test_nothing_newer_than_the_policy_is_asked_for(compiler, tmp_path):
     assert done.stdout == "42\n", done.stderr
 
 
-def test_an_unknown_policy_is_refused(tmp_path, capsys):
+def test_unknown_policy_is_refused(tmp_path, capsys):
     assert manylinux_stubs.main(["2.27", str(tmp_path)]) == 2
     assert "2.28" in capsys.readouterr().err
 
@@ -91,7 +92,7 @@ def wheel(folder: Path, name: str = NAME, **contents: bytes) -> Path:
     return path
 
 
-def test_a_wheel_is_judged(compiler, tmp_path, capsys):
+def test_wheel_is_checked(compiler, tmp_path, capsys):
     plain = build(compiler, tmp_path / "plain.so", "int x;", "-Wl,-rpath,$ORIGIN").read_bytes()
     build(compiler, tmp_path / "libcuda.so", "int cuInit() { return 0; }")
     code = "int cuInit(); int x = cuInit();"
@@ -114,7 +115,7 @@ def test_a_wheel_is_judged(compiler, tmp_path, capsys):
     assert check_wheel.main([str(tmp_path / NAME)]) == 2
 
 
-def test_a_large_wheel_is_refused(tmp_path, monkeypatch):
+def test_large_wheel_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(check_wheel, "LARGEST", 1000)
     monkeypatch.setattr(check_wheel, "WANTED", ())
     path = wheel(tmp_path, **{"tilewise/data": b"x" * 1000})
@@ -123,7 +124,7 @@ def test_a_large_wheel_is_refused(tmp_path, monkeypatch):
     ]
 
 
-def test_no_gpu_is_left_without_code():
+def test_every_gpu_architecture_has_code():
     def row(table: int, sm: int, ptx: bool = False) -> dict[str, int]:
         return {"table": table, "sm": sm, "ptx": ptx}
 

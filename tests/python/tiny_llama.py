@@ -1,4 +1,5 @@
-"""A random language model small enough for tests: no weights to fetch, answers in milliseconds."""
+"""A random language model small enough for tests: no weights to download, answers in
+milliseconds."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ VOCABULARY = 256
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    """Arguments of a configuration; the weights are large enough that attention matters."""
+    """Arguments of a configuration; the weights are large enough for attention to matter."""
     base = dict(
         vocab_size=VOCABULARY, hidden_size=96, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=6, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
@@ -20,7 +21,8 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 def make(kind: str = "Llama", seed: int = 0, **changes: Any) -> Any:
-    """The causal language model of a family, always the same one, on torch's default device."""
+    """The causal language model of a family, always with the same weights, on torch's default
+    device."""
     import transformers
 
     torch.manual_seed(seed)
@@ -32,7 +34,7 @@ def make(kind: str = "Llama", seed: int = 0, **changes: Any) -> Any:
 
 
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    """What Transformers itself generates, one token after the other, no cache: the reference."""
+    """Tokens that Transformers itself generates one by one without a cache: the reference."""
     tokens = list(prompt)
     with torch.no_grad():
         for _ in range(count):
@@ -42,7 +44,7 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 
 def prompts(*lengths: int) -> list[list[int]]:
-    """Random ones, the same in every test."""
+    """Random prompts, the same in every test."""
     generator = torch.Generator("cpu").manual_seed(7)
     return [
         torch.randint(VOCABULARY, (n,), generator=generator, device="cpu").tolist() for n in lengths

@@ -1,5 +1,5 @@
-"""Plain attention in eager PyTorch and in the dtype of the inputs: how far from the oracle a
-straightforward low-precision computation is. Kernels are allowed a small multiple of that."""
+"""Plain attention in eager PyTorch in the dtype of the inputs: how far a straightforward
+low-precision computation is from the oracle. Kernels are allowed a small multiple of that error."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def index(places: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def to_tf32(x: torch.Tensor) -> torch.Tensor:
-    """The nearest numbers of 11 bits."""
+    """Round to the nearest TF32 number (11 significant bits)."""
     bits = x.contiguous().view(torch.int32)
     return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 class _Tf32Product(torch.autograd.Function):
-    """a @ b of rounded operands, and so are its gradients. Written out, because cuBLAS leaves
-    TF32 for fp32 without a word where an operand's alignment does not suit it."""
+    """a @ b with rounded operands, and gradients computed likewise. It is written out because
+    cuBLAS silently uses fp32 instead of TF32 where an operand's alignment does not suit it."""
 
     @staticmethod
     def forward(ctx, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -42,13 +42,13 @@ class _Tf32Product(torch.autograd.Function):
 
 
 def _one_sequence(
-    b: Built, part: oracle.Part, leaves: dict[str, torch.Tensor], dtype: torch.dtype
+    b: Built, sequence: oracle.SequenceIndices, leaves: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out [n, Hq, Dv] and lse [n, Hq] of one sequence, every step rounded to `dtype`."""
     c, o = b.case, b.options()
     product = _Tf32Product.apply if c.tf32 else torch.matmul
-    n, m = len(part.rows), len(part.keys)
-    rows, keys = (index(x, b.q.device) for x in (part.rows, part.grad_keys))
+    n, m = len(sequence.rows), len(sequence.keys)
+    rows, keys = (index(x, b.q.device) for x in (sequence.rows, sequence.grad_keys))
     q = leaves["q"][rows].transpose(0, 1)
     k = leaves["k"][keys].repeat_interleave(c.group, dim=1).transpose(0, 1)
     v = leaves["v"][keys].repeat_interleave(c.group, dim=1).transpose(0, 1)
@@ -57,12 +57,12 @@ def _one_sequence(
         s = c.softcap * torch.tanh(s / c.softcap)
     i, j = np.ogrid[:n, :m]
     if o.slopes is not None:
-        distance = o.slopes[part.batch][:, None, None] * abs(i + m - n - j)
+        distance = o.slopes[sequence.batch][:, None, None] * abs(i + m - n - j)
         s = s - torch.from_numpy(distance).to(s.device, dtype)
     seen = torch.from_numpy(oracle.visible(o, n, m)).to(s.device).expand(s.shape)
     if "bias" in leaves:
         bias = leaves["bias"]
-        bias = bias[part.batch if bias.shape[0] > 1 else 0]
+        bias = bias[sequence.batch if bias.shape[0] > 1 else 0]
         bias = bias[:, : n if bias.shape[1] > 1 else 1, :m].expand(s.shape)
         seen = seen & torch.isfinite(bias)
         s = s + torch.where(seen, bias, 0)
@@ -70,20 +70,20 @@ def _one_sequence(
     if "sinks" in leaves:
         s = torch.cat([leaves["sinks"].view(-1, 1, 1).expand(-1, n, 1), s], dim=2)
     any_seen = torch.isfinite(s).any(dim=2, keepdim=True)
-    s = s.masked_fill(~any_seen, 0)  # such a row would be NaN
+    s = s.masked_fill(~any_seen, 0)  # a row that sees no key would be NaN
     p = torch.softmax(s, dim=2) * any_seen
     lse = torch.logsumexp(s, dim=2) * any_seen[:, :, 0]
     p = p[:, :, p.shape[2] - m :]
     if c.dropout_p > 0:
-        kept = torch.from_numpy(oracle.kept(o, part.batch, c.heads, n, m)).to(p.device)
+        kept = torch.from_numpy(oracle.kept(o, sequence.batch, c.heads, n, m)).to(p.device)
         p = p * kept / (1 - c.dropout_p)
     return product(p, v).transpose(0, 1), lse.transpose(0, 1)
 
 
 def errors(b: Built, want: oracle.Result) -> dict[str, float]:
-    """Largest error of the plain computation per result, against the oracle."""
+    """Largest error of the plain computation against the oracle, per result."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # small matrices, and the tests run beside each other
+    torch.set_num_threads(1)  # the matrices are small and tests run in parallel
     try:
         return _errors(b, want)
     finally:
@@ -100,10 +100,11 @@ def _errors(b: Built, want: oracle.Result) -> dict[str, float]:
         return x.reshape(-1, *x.shape[-2:])
 
     def own_rows(x: torch.Tensor, target: np.ndarray) -> torch.Tensor:
-        """Keys copied to where their gradients go: sequences that share keys get their own."""
+        """Keys copied to where their gradients go, so that sequences that share keys get separate
+        ones."""
         own, flat = torch.zeros(target.shape, dtype=dtype, device=x.device), rows_of(x)
-        for part in b.parts:
-            own[index(part.grad_keys, x.device)] = flat[index(part.keys, x.device)]
+        for sequence in b.sequences:
+            own[index(sequence.grad_keys, x.device)] = flat[index(sequence.keys, x.device)]
         return leaf(own)
 
     leaves = {"q": leaf(rows_of(b.q)), "k": own_rows(b.k, want.dk), "v": own_rows(b.v, want.dv)}
@@ -117,12 +118,12 @@ def _errors(b: Built, want: oracle.Result) -> dict[str, float]:
         dlse = torch.from_numpy(b.by_row(b.dlse)).to(b.q.device, dtype)
     worst = {"out": 0.0, "lse": 0.0}
     loss = sum((x * 0).sum() for x in leaves.values() if x.isfinite().all())
-    for part in b.parts:
-        if len(part.rows) == 0 or (len(part.keys) == 0 and b.sinks is None):
+    for sequence in b.sequences:
+        if len(sequence.rows) == 0 or (len(sequence.keys) == 0 and b.sinks is None):
             continue
-        rows = index(part.rows, b.q.device)
-        out, lse = _one_sequence(b, part, leaves, dtype)
-        error = np.abs(out.detach().cpu().double().numpy() - want.out[part.rows])
+        rows = index(sequence.rows, b.q.device)
+        out, lse = _one_sequence(b, sequence, leaves, dtype)
+        error = np.abs(out.detach().cpu().double().numpy() - want.out[sequence.rows])
         worst["out"] = max(worst["out"], float(error.max(initial=0)))
         loss = loss + (out * dout[rows]).sum()
         if dlse is not None:
