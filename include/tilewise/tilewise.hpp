@@ -97,8 +97,8 @@ BasicTensor<Pointer> make_view(Pointer data, tilewise_dtype dtype, Sizes sizes, 
   if (sizes.size() != 3 && sizes.size() != 4)
     invalid("sizes has " + std::to_string(sizes.size()) + " entries: 3 or 4 are allowed");
   if (strides.size() != 0 && strides.size() != sizes.size())
-    invalid("strides has " + std::to_string(strides.size()) + " entries: as many as sizes, " +
-            std::to_string(sizes.size()) + ", are allowed");
+    invalid("strides has " + std::to_string(strides.size()) +
+            " entries: it must have as many as sizes, " + std::to_string(sizes.size()));
   BasicTensor<Pointer> view;
   view.data = data;
   view.dtype = dtype;
@@ -115,7 +115,7 @@ BasicTensor<Pointer> make_view(Pointer data, tilewise_dtype dtype, Sizes sizes, 
   }
   if (view.strides[3] != 1)
     invalid("the last stride is " + std::to_string(view.strides[3]) +
-            ": the columns have to be contiguous, 1 is allowed");
+            ": it must be 1, because the columns must be contiguous");
   return view;
 }
 
@@ -193,7 +193,7 @@ template <class Left, class Right>
 void check_same(const char* what, const Left& left, const Right& right) {
   if (left != right)
     invalid(std::string(what) + " are " + std::to_string(left) + " and " + std::to_string(right) +
-            ": they have to be equal");
+            ": they must be equal");
 }
 
 inline void check_shapes(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,

@@ -161,7 +161,7 @@ const PoolSize& pool_size() {
     if (error == std::errc() && *end == '\0' && requested >= 1 && requested <= kMost)
       return PoolSize{requested, {}};
     of_machine.problem = "TILEWISE_NUM_THREADS is \"" + std::string(text) +
-                         "\": allowed is a number from 1 to " + std::to_string(kMost);
+                         "\": it must be a number from 1 to " + std::to_string(kMost);
     return of_machine;
   }();
   return size;

@@ -1,4 +1,5 @@
-// plan, forward, backward, append: validate, decide, run. No logic of its own.
+// The entry points plan, forward, backward and append: validate, decide, run. This file has no
+// logic of its own.
 #include <cstddef>
 #include <cstdio>
 
@@ -24,7 +25,7 @@ dispatch::Device gpu_of(int32_t index) {
     refuse(TILEWISE_UNSUPPORTED, "device is CUDA: ", why,
            "; tensors in the memory of the CPU are allowed");
   }
-  require(index < gpus, "device_index is ", index, ": allowed is 0 to ", gpus - 1);
+  require(index < gpus, "device_index is ", index, ": it must be 0 to ", gpus - 1);
   const dispatch::Device device = dispatch::this_gpu(index);
   const std::string problem = dispatch::forced_table_problem(device);
   if (!problem.empty()) refuse(TILEWISE_UNSUPPORTED, problem);
@@ -38,7 +39,8 @@ dispatch::Device device_of(const Problem& p, int32_t threads) {
   return dispatch::this_cpu(threads);
 }
 
-// What the check on a GPU refuses is the caller's mistake, not the library's.
+// A fault that the check on a GPU finds is the caller's mistake, not the library's: it becomes a
+// refusal.
 template <class Launch>
 void on_gpu(const Launch& launch) {
   try {
@@ -48,7 +50,7 @@ void on_gpu(const Launch& launch) {
   }
 }
 
-// Sizes that are allowed one by one may be too much together.
+// Sizes can be valid one by one but too large together.
 template <class... Parts>
 [[noreturn]] void refuse_sizes(tilewise_status status, const Problem& p, const Parts&... what) {
   refuse(status, "batch ", p.batch, ", seqlen_q ", p.seqlen_q, ", keys ", key_capacity(p),
@@ -59,7 +61,7 @@ template <class... Parts>
 void check_extent(const dispatch::Decision& decision, const Problem& p) {
   if (decision.on_gpu() && !decision.cuda.can_be_launched()) {
     refuse_sizes(TILEWISE_UNSUPPORTED, p, decision.cuda.grid, " blocks of a GPU: at most ",
-                 cuda::Plan::kMostBlocks, " are allowed");
+                 cuda::Plan::kMaxBlocks, " are allowed");
   }
   if (!Size(decision.workspace_bytes()).fits()) {
     refuse_sizes(TILEWISE_INVALID_ARGUMENT, p, "a workspace of more than the allowed ", Size::kMost,
@@ -67,7 +69,7 @@ void check_extent(const dispatch::Decision& decision, const Problem& p) {
   }
 }
 
-// The text for people is made for tilewise_plan alone: a launch allocates nothing.
+// The explanation is made only for tilewise_plan and refusals: a launch allocates nothing.
 dispatch::Decision decide(const Problem& p, const Gradients* gradients,
                           const dispatch::Device& device) {
   dispatch::Decision decision = dispatch::plan(p, gradients, device);
@@ -103,7 +105,7 @@ tilewise_plan_info describe(const Problem& p, const Gradients* gradients,
 }
 
 void check_workspace(const void* workspace, int64_t given, int64_t needed) {
-  require(given >= 0, "workspace_bytes is ", given, ": 0 or more is allowed");
+  require(given >= 0, "workspace_bytes is ", given, ": it must be 0 or more");
   if (needed == 0) return;
   if (given < needed) {
     refuse(TILEWISE_WORKSPACE_TOO_SMALL, "workspace_bytes is ", given, ": at least ", needed,
@@ -119,7 +121,7 @@ void plan(const tilewise_attention* attention, const tilewise_gradients* gradien
   check_struct_size(info, "plan");
   const bool backward = pass == TILEWISE_PASS_BACKWARD;
   require(backward || gradients == nullptr,
-          "gradients is given for the forward pass: NULL is allowed");
+          "gradients is given for the forward pass: it must be NULL");
   const Problem p = validated_problem(attention, pass, Contents::unread);
   Gradients g{};
   if (backward) g = validated_gradients(gradients, p, Contents::unread);

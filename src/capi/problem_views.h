@@ -1,4 +1,4 @@
-// The tensors of a problem and of its gradients as views to be checked.
+// The tensors of a problem and of its gradients, as views for the layout checks.
 #pragma once
 
 #include "attention/problem.h"
@@ -10,11 +10,11 @@ namespace tilewise::capi {
 View rows_view(const char* name, const tilewise_tensor& t, const Problem& p, int64_t columns,
                Access access);
 
-// k and v, as far as they are read: dense, variable length or paged.
+// k and v, which are only read: dense, variable length or paged.
 View keys_view(const char* name, const tilewise_tensor& t, const Problem& p, int64_t columns);
 
-// dk and dv: as k and v, with one row per key of each sequence when sequences choose their keys
-// (block_table, kv_batch_idx).
+// dk and dv: like k and v, but with block_table or kv_batch_idx they have one row per key of each
+// sequence, because sequences may share keys.
 View dkeys_view(const char* name, const tilewise_tensor& t, const Problem& p, int64_t columns);
 
 // lse and dlse: [B, Hq, Sq] or [Hq, T], rows contiguous.

@@ -1,4 +1,4 @@
-// Facts about the library and the machine.
+// Queries about the library and the machine.
 #include <cstdio>
 
 #include "base/parallel.h"
@@ -10,7 +10,7 @@ using namespace tilewise;
 
 namespace {
 
-// Row `index` of the C ABI's matrix: the families of the manifest, one row per dtype.
+// Row `index` of the support matrix in the C ABI: the families of the manifest, one row per dtype.
 struct Row {
   const dispatch::Family* family;
   int32_t dtype;
@@ -25,10 +25,10 @@ Row matrix_row(int32_t index) {
       ++row;
     }
   }
-  capi::refuse(TILEWISE_INVALID_ARGUMENT, "index is ", index, ": allowed is 0 to ", row - 1);
+  capi::refuse(TILEWISE_INVALID_ARGUMENT, "index is ", index, ": it must be 0 to ", row - 1);
 }
 
-// Whether the CPU or a GPU of this machine can run it.
+// Whether the CPU or a GPU of this machine can run the family.
 bool runs_here(const dispatch::Family& family) {
   if (family.device == TILEWISE_CPU) return dispatch::can_run(family, dispatch::this_cpu(1));
   for (int32_t i = 0; i < cuda::gpu_count(); ++i) {
@@ -47,7 +47,7 @@ tilewise_kernel_info describe(const Row& row) {
   info.backward = family.backward ? 1 : 0;
   info.available = runs_here(family) ? 1 : 0;
   std::snprintf(info.name, sizeof(info.name), "%s", family.name);
-  const bool emulated = family.device == TILEWISE_CUDA && cuda::inventory().emulated;
+  const bool emulated = family.device == TILEWISE_CUDA && cuda::registry().emulated;
   std::snprintf(info.requires_, sizeof(info.requires_), "%s",
                 emulated ? "nothing: emulated on this CPU, for tests" : family.requires_);
   return info;

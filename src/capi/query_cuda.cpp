@@ -1,10 +1,10 @@
-// Facts about the GPUs of this machine and the CUDA code inside this library.
+// Queries about the GPUs of this machine and the CUDA code in this library.
 #include <cstdio>
 
 #include "capi/refusal.h"
 #include "capi/versioned.h"
 #include "cuda/backend.h"
-#include "cuda/tables.h"
+#include "cuda/kernel_set.h"
 #include "dispatch/device.h"
 
 using namespace tilewise;
@@ -14,13 +14,13 @@ namespace {
 tilewise_gpu_info describe_gpu(int32_t index) {
   std::string why;
   const int32_t gpus = cuda::gpu_count(&why);
-  if (gpus == 0 && cuda::inventory().code.empty()) {  // there may be one all the same
+  if (gpus == 0 && cuda::registry().code.empty()) {  // the machine may have one all the same
     capi::refuse(TILEWISE_UNSUPPORTED, "no GPU is used: ", why,
-                 "; to get one with it, build where nvcc is: pip install . "
+                 "; for a library that uses it, build where nvcc is installed: pip install . "
                  "-Ccmake.define.TILEWISE_CUDA=ON, or cmake -DTILEWISE_CUDA=ON");
   }
   if (gpus == 0) capi::refuse(TILEWISE_UNSUPPORTED, "there is no GPU: ", why);
-  capi::require(index >= 0 && index < gpus, "index is ", index, ": allowed is 0 to ", gpus - 1);
+  capi::require(index >= 0 && index < gpus, "index is ", index, ": it must be 0 to ", gpus - 1);
   const dispatch::Device device = dispatch::this_gpu(index);
   const std::string problem = dispatch::forced_table_problem(device);
   capi::require(problem.empty(), problem);
@@ -31,8 +31,8 @@ tilewise_gpu_info describe_gpu(int32_t index) {
   info.shared_bytes = gpu.shared_bytes;
   info.l2_bytes = gpu.l2_bytes;
   info.table = dispatch::tile_table(device);
-  info.tensor_cores = info.table != 0 && cuda::inventory().runs(info.table, gpu.sm) ? 1 : 0;
-  info.plain_cores = cuda::inventory().runs(0, gpu.sm) ? 1 : 0;
+  info.tensor_cores = info.table != 0 && cuda::registry().runs(info.table, gpu.sm) ? 1 : 0;
+  info.plain_cores = cuda::registry().runs(0, gpu.sm) ? 1 : 0;
   info.memory_bytes = cuda::gpu_memory_bytes(index);
   std::snprintf(info.name, sizeof(info.name), "%s", cuda::gpu_name(index).c_str());
   return info;
@@ -41,7 +41,7 @@ tilewise_gpu_info describe_gpu(int32_t index) {
 tilewise_cuda_code_info describe_code(int32_t index) {
   int32_t row = 0;
   tilewise_cuda_code_info info{};
-  for (const cuda::Code& code : cuda::inventory().code) {
+  for (const cuda::Code& code : cuda::registry().code) {
     for (const bool ptx : {false, true}) {
       for (const int32_t sm : ptx ? code.ptx : code.sass) {
         if (row++ != index) continue;
@@ -53,7 +53,7 @@ tilewise_cuda_code_info describe_code(int32_t index) {
     }
   }
   if (row == 0) capi::refuse(TILEWISE_UNSUPPORTED, "this library has no CUDA code");
-  capi::refuse(TILEWISE_INVALID_ARGUMENT, "index is ", index, ": allowed is 0 to ", row - 1);
+  capi::refuse(TILEWISE_INVALID_ARGUMENT, "index is ", index, ": it must be 0 to ", row - 1);
 }
 
 tilewise_index_error last_index_error(int32_t device_index) {
@@ -61,7 +61,7 @@ tilewise_index_error last_index_error(int32_t device_index) {
   const int32_t gpus = cuda::gpu_count(&why);
   if (gpus == 0) capi::refuse(TILEWISE_UNSUPPORTED, "there is no GPU: ", why);
   capi::require(device_index >= 0 && device_index < gpus, "device_index is ", device_index,
-                ": allowed is 0 to ", gpus - 1);
+                ": it must be 0 to ", gpus - 1);
   IndexFault fault{};
   const cuda::IndexError found = cuda::last_index_error(device_index, &fault);
   tilewise_index_error error{};

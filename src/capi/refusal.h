@@ -1,4 +1,4 @@
-// How a call is refused: one sentence, thrown by the checks, caught at the boundary.
+// Refusing a call: a check throws one sentence, the boundary catches it.
 #pragma once
 
 #include <sstream>
@@ -27,15 +27,15 @@ void require(bool ok, const Parts&... parts) {
   if (!ok) refuse(TILEWISE_INVALID_ARGUMENT, parts...);
 }
 
-// The message of the calling thread. It is cut to fit, never allocated.
+// The message of the calling thread. It is truncated to fit, never allocated.
 void set_last_error(const char* sentence) noexcept;
 const char* last_error() noexcept;
 
-// Status of whatever exception is in flight; its message becomes the last error.
+// The status for the exception in flight; its message becomes the last error.
 tilewise_status status_of_exception() noexcept;
 
-// Runs the body of an entry point: nothing it throws reaches the caller, and nothing the caller has
-// set for its thread reaches the body.
+// Runs the body of an entry point. No exception leaves it, and no floating-point setting of the
+// calling thread affects it.
 template <class Body>
 tilewise_status guarded(const Body& body) noexcept {
   const NoCancellation no_cancellation;

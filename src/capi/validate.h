@@ -1,9 +1,9 @@
 // From the structs of the caller to structs that every kernel may trust.
 //
-// `Contents::unread` checks everything that can be said without pointers: what tilewise_plan does.
-// `Contents::pointers` also checks that pointers are given and aligned: what a launch on a GPU
-// does, whose memory is never read here. `Contents::read` reads the entries of the index arrays,
-// too: what a launch on the CPU does.
+// `Contents::unread` checks everything that needs no pointers, for tilewise_plan.
+// `Contents::pointers` also checks that pointers are given and aligned, for a launch on a GPU,
+// whose memory is never read here. `Contents::read` also checks the entries of the index arrays,
+// for a launch on the CPU.
 #pragma once
 
 #include "attention/problem.h"
@@ -12,19 +12,19 @@ namespace tilewise::capi {
 
 enum class Contents { unread, pointers, read };
 
-// `pass` decides what is written and what must be there.
+// `pass` determines which tensors are written and which must be given.
 Problem validated_problem(const tilewise_attention* given, int32_t pass, Contents contents);
 Gradients validated_gradients(const tilewise_gradients* given, const Problem& problem,
                               Contents contents);
 tilewise_kv_append validated_append(const tilewise_kv_append* given);
-// Of a validated append on a GPU: the entries of its index arrays, read back to the host.
+// For a validated append on a GPU: copies its index arrays to the host and checks their entries.
 void check_entries_of_gpu(const tilewise_kv_append& append);
 
 void check_pass(int32_t pass);
 void check_device(int32_t device, int32_t device_index);
 void check_parallel(const tilewise_parallel* parallel);
 
-// A float8_e4m3 cache and the factors of its entries.
+// The scale factors of a float8_e4m3 cache.
 struct Descale {
   const float* data;
   int64_t stride_batch;
@@ -33,10 +33,10 @@ struct Descale {
 void check_float8(int32_t kv_float8, int32_t dtype, const Descale& k, const Descale& v,
                   int64_t batch, int64_t heads_kv);
 
-// Entries of cu_seqlens, seqused, block_table, kv_batch_idx and leftpad_k.
+// Checks the entries of cu_seqlens, seqused, block_table, kv_batch_idx and leftpad_k.
 void check_index_arrays(const Problem& problem);
 
-// The pieces that attention and append share. A batch of 0 has one entry in cu_seqlens, 0.
+// The checks that attention and append share. With a batch of 0, cu_seqlens has one entry, 0.
 void check_cu_seqlens(const char* name, const int32_t* cu_seqlens, int64_t batch, int64_t rows,
                       const char* rows_name);
 void check_kv_batch_idx(const int32_t* kv_batch_idx, int64_t batch, int64_t kv_batch);

@@ -62,7 +62,7 @@ void check_cache(Append& a) {
     return;
   }
   require(a.kv_batch >= a.batch, "kv_batch is ", a.kv_batch,
-          ": without kv_batch_idx at least batch, which is ", a.batch, ", is allowed");
+          ": without kv_batch_idx it must be at least batch, which is ", a.batch);
 }
 
 View rows_view(const char* name, const tilewise_tensor& t, const Append& a, int64_t rows,
@@ -89,7 +89,7 @@ View cache_view(const char* name, const tilewise_tensor& t, const Append& a, int
           Access::write};
 }
 
-void check_view(const View& view) {  // a missing tensor is not one of strides 0
+void check_view(const View& view) {  // a tensor that is not given has strides 0, which would pass
   check_data(view);
   check_layout(view);
 }
@@ -122,12 +122,12 @@ void check_rotary(const Append& a) {
   check_range("q_single_position", a.q_single_position, 0, 1);
   require((a.rotary_cos == nullptr) == (a.rotary_sin == nullptr), "rotary_",
           a.rotary_cos == nullptr ? "cos" : "sin", " is NULL and rotary_",
-          a.rotary_cos == nullptr ? "sin" : "cos", " is given: both or none are allowed");
+          a.rotary_cos == nullptr ? "sin" : "cos", " is given: give both or neither");
   if (a.rotary_cos == nullptr) return;
   check_range("rotary_rows", a.rotary_rows, 0, kMaxRows);
   require(a.rotary_dim >= 0 && a.rotary_dim % 2 == 0 && a.rotary_dim <= a.head_dim,
-          "rotary_dim is ", a.rotary_dim, ": an even number up to head_dim, which is ", a.head_dim,
-          ", is allowed");
+          "rotary_dim is ", a.rotary_dim, ": it must be an even number up to head_dim, which is ",
+          a.head_dim);
   check_aligned("rotary_cos", a.rotary_cos, element_bytes(a.dtype));
   check_aligned("rotary_sin", a.rotary_sin, element_bytes(a.dtype));
 }
@@ -136,18 +136,18 @@ int64_t rows_of(const int32_t* cu_seqlens, int64_t rows, int64_t b) {
   return cu_seqlens != nullptr ? cu_seqlens[b + 1] - cu_seqlens[b] : rows;
 }
 
-// The last position at which sequence b is rotated has a row in the tables.
+// The last position at which sequence b is rotated must have a row in the tables.
 void check_positions(const Append& a, int64_t b, int64_t new_rows) {
   if (a.rotary_cos == nullptr) return;
   const int64_t q_rows = rotates_q(a) ? rows_of(a.cu_seqlens_q, a.seqlen_q, b) : 0;
   if (q_rows == 0 && new_rows == 0) return;
   const int64_t first = cpu::rotary_position(a, b);
   require(first >= 0, a.rotary_seqlens != nullptr ? "rotary_seqlens" : "leftpad_k",
-          " places sequence ", b, " at position ", first, ": allowed is 0 or more");
+          " places sequence ", b, " at position ", first, ": it must be 0 or more");
   const int64_t q_steps = a.q_single_position != 0 && q_rows > 0 ? 1 : q_rows;
   const int64_t last = first + max(q_steps, new_rows) - 1;
   require(last < a.rotary_rows, "rotary_rows is ", a.rotary_rows, ": sequence ", b,
-          " is rotated up to position ", last, ", more rows than that are needed");
+          " is rotated up to position ", last, ", so it must be larger");
 }
 
 void check_index_pointers(const Append& a) {
@@ -162,7 +162,7 @@ void check_index_pointers(const Append& a) {
   check_aligned("v_descale", a.v_descale, 4);
 }
 
-// New keys of a sequence in a page.
+// The new keys of a sequence in one page.
 struct Written {
   int32_t page;
   Range rows;
@@ -182,7 +182,7 @@ void add_pages(std::vector<Written>& written, const Append& a, int64_t b, Range 
   }
 }
 
-// Sequences may share pages, but no row of them is written twice.
+// Sequences may share pages, but no row of a page may be written twice.
 void check_written_once(std::vector<Written>& written) {
   std::sort(written.begin(), written.end(), [](const Written& x, const Written& y) {
     return std::tie(x.page, x.rows.begin, x.sequence, x.index) <
@@ -192,13 +192,13 @@ void check_written_once(std::vector<Written>& written) {
     const Written& x = written[i - 1];
     const Written& y = written[i];
     require(x.page != y.page || x.rows.end <= y.rows.begin, "block_table[", y.sequence, ", ",
-            y.index, "] is ", y.page, " as block_table[", x.sequence, ", ", x.index,
-            "] is, and both are to hold a new key in row ", y.rows.begin,
+            y.index, "] is ", y.page, ", like block_table[", x.sequence, ", ", x.index,
+            "], and both would hold a new key in row ", y.rows.begin,
             " of that page: every new key needs a row of its own");
   }
 }
 
-// Of index arrays in the memory of the CPU.
+// Checks index arrays in CPU memory.
 void check_entries(const Append& a) {
   if (a.kv_batch_idx != nullptr) {
     check_kv_batch_idx(a.kv_batch_idx, a.batch, a.kv_batch);
@@ -219,7 +219,7 @@ void check_entries(const Append& a) {
             capacity(a), " keys");
     if (a.leftpad_k != nullptr) {
       require(a.leftpad_k[b] >= 0 && a.leftpad_k[b] <= before, "leftpad_k[", b, "] is ",
-              a.leftpad_k[b], ": allowed is 0 to cache_seqlens[", b, "], which is ", before);
+              a.leftpad_k[b], ": it must be 0 to cache_seqlens[", b, "], which is ", before);
     }
     if (a.block_table != nullptr) {
       check_pages(a.block_table, a.block_table_stride, b, {before, before + rows}, a.page_size,
@@ -237,7 +237,7 @@ tilewise_kv_append validated_append(const tilewise_kv_append* given) {
   Append a = read_struct(given, "append");
   check_device(a.device, a.device_index);
   require(is_dtype(a.dtype), "dtype is ", a.dtype,
-          ": 0 (float32), 1 (float16), 2 (bfloat16) or 3 (float8_e4m3) is allowed");
+          ": it must be 0 (float32), 1 (float16), 2 (bfloat16) or 3 (float8_e4m3)");
   if (a.dtype == TILEWISE_FLOAT8_E4M3) {
     refuse(TILEWISE_UNSUPPORTED, "append with dtype ", dtype_name(a.dtype),
            ": float32, float16 and bfloat16 are allowed");
@@ -246,7 +246,7 @@ tilewise_kv_append validated_append(const tilewise_kv_append* given) {
   check_range("check", a.check, 0, 1);
   require((a.k_new.data == nullptr) == (a.v_new.data == nullptr), "k_new is ",
           a.k_new.data == nullptr ? "NULL" : "given", " and v_new is ",
-          a.v_new.data == nullptr ? "NULL" : "given", ": both or none are allowed");
+          a.v_new.data == nullptr ? "NULL" : "given", ": give both or neither");
   check_sizes(a);
   check_cache(a);
   check_rotary(a);
@@ -274,7 +274,8 @@ void check_entries_of_gpu(const tilewise_kv_append& append) {
   fetch(a.rotary_seqlens, a.batch);
   fetch(a.kv_batch_idx, a.batch);
   fetch(a.leftpad_k, a.batch);
-  if (a.block_table != nullptr) {  // row by row: a stride may be negative, or as large as it likes
+  if (a.block_table !=
+      nullptr) {  // row by row, because a stride may be negative or arbitrarily large
     const int64_t width = a.block_table_width;
     std::vector<int32_t>& copy = copies.emplace_back(a.batch * width);
     for (int64_t b = 0; b < a.batch && width > 0; ++b)

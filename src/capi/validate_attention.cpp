@@ -20,7 +20,7 @@ void check_sizes(Problem& p) {
   check_range("heads_q", p.heads_q, 1, kMaxCount);
   check_range("heads_kv", p.heads_kv, 1, kMaxCount);
   require(p.heads_q % p.heads_kv == 0, "heads_q is ", p.heads_q,
-          ": a multiple of heads_kv, which is ", p.heads_kv, ", is allowed");
+          ": it must be a multiple of heads_kv, which is ", p.heads_kv);
   check_range("head_dim", p.head_dim, 1, kMaxHeadDim);
   check_range("head_dim_v", p.head_dim_v, 0, kMaxHeadDim);
   if (p.head_dim_v == 0) p.head_dim_v = p.head_dim;
@@ -62,21 +62,21 @@ void check_cache(Problem& p) {
   }
   check_rows("kv_batch * seqlen_k * heads_kv", p.kv_batch, p.seqlen_k, p.heads_kv);
   require(p.kv_batch_idx != nullptr || p.kv_batch >= p.batch, "kv_batch is ", p.kv_batch,
-          ": without kv_batch_idx at least batch, which is ", p.batch, ", is allowed");
+          ": without kv_batch_idx it must be at least batch, which is ", p.batch);
 }
 
 void check_score(const Problem& p) {
   require(p.scale_ptr != nullptr || std::isfinite(p.scale), "scale is ", p.scale,
-          ": a finite number is allowed");
+          ": it must be finite");
   const bool softcap_fits = p.softcap == 0 || p.softcap >= FLT_MIN;  // scores are divided by it
   require(std::isfinite(p.softcap) && softcap_fits, "softcap is ", p.softcap,
-          ": 0 (off) or a finite number from ", FLT_MIN, " on is allowed");
+          ": it must be 0 (off) or a finite number of at least ", FLT_MIN);
   require(p.dropout_p >= 0 && p.dropout_p < 1, "dropout_p is ", p.dropout_p,
-          ": 0 <= dropout_p < 1 is allowed");
+          ": it must be at least 0 and less than 1");
   if (p.bias != nullptr) {
     require(p.bias_dtype == TILEWISE_FLOAT32 || p.bias_dtype == p.dtype, "bias_dtype is ",
-            p.bias_dtype, " (", dtype_name(p.bias_dtype), "): float32 or the dtype of q, ",
-            dtype_name(p.dtype), ", is allowed");
+            p.bias_dtype, " (", dtype_name(p.bias_dtype),
+            "): it must be float32 or the dtype of q, ", dtype_name(p.dtype));
     const int64_t keys = p.max_seqlen_k > 0 ? p.max_seqlen_k : key_capacity(p);
     const int64_t rows = p.max_seqlen_q > 0 ? p.max_seqlen_q : p.seqlen_q;
     check_layout({"bias",
@@ -106,28 +106,29 @@ void check_switches(const Problem& p) {
   check_parallel(p.parallel);
 }
 
-// Splits by a rule of the sequence, and sums in a fixed order.
+// Batch invariance: splits follow from a rule per sequence, and sums have a fixed order.
 void check_batch_invariant(Problem& p) {
   check_range("batch_invariant", p.batch_invariant, 0, 1);
   if (p.batch_invariant == 0) return;
-  require(p.num_splits == 0, "num_splits is ", p.num_splits,
-          " with batch_invariant: 0 is allowed, as the splits follow from each sequence's lengths");
+  require(
+      p.num_splits == 0, "num_splits is ", p.num_splits,
+      " with batch_invariant: it must be 0, because splits follow from the lengths of a sequence");
   p.deterministic = 1;
 }
 
-// Bounds of lengths that no array says, for a GPU, which reads the arrays itself. A CPU checks all
-// of them in check_index_arrays.
+// Checks the length bounds of a GPU problem without index arrays; a GPU checks the arrays itself.
+// On the CPU, check_index_arrays checks all bounds.
 void check_bounds(const Problem& p) {
   if (p.batch == 0 || p.device != TILEWISE_CUDA) return;
   if (p.cu_seqlens_q == nullptr && p.seqused_q == nullptr) {
     require(p.max_seqlen_q == 0 || p.seqlen_q <= p.max_seqlen_q, "max_seqlen_q is ", p.max_seqlen_q,
             ": every sequence has ", p.seqlen_q,
-            " rows; allowed is 0 (not known) or an upper bound");
+            " rows; it must be 0 (not known) or an upper bound");
   }
   if (p.cu_seqlens_k == nullptr && p.seqused_k == nullptr && p.leftpad_k == nullptr) {
     require(p.max_seqlen_k == 0 || key_capacity(p) <= p.max_seqlen_k, "max_seqlen_k is ",
             p.max_seqlen_k, ": every sequence has ", key_capacity(p),
-            " keys; allowed is 0 (not known) or an upper bound");
+            " keys; it must be 0 (not known) or an upper bound");
   }
 }
 
@@ -139,15 +140,15 @@ void check_views(const Problem& p, int32_t pass, Contents contents) {
       keys_view("v", p.v, p, p.head_dim_v),
       rows_view("out", p.out, p, p.head_dim_v, backward ? Access::read : Access::write),
   };
-  for (const View& view : views) {  // a missing tensor is not one of strides 0
+  for (const View& view : views) {  // a missing tensor must not pass as one with strides 0
     if (contents != Contents::unread) check_data(view);
     check_layout(view);
   }
   const View lse = lse_view("lse", p.lse, p.lse_stride_batch, p.lse_stride_head, p,
                             backward ? Access::read : Access::write);
   require(p.lse_low == nullptr || p.lse != nullptr || lse.empty() || contents == Contents::unread,
-          "lse_low is given, but lse is NULL: it is what rounding lse left");
-  // The forward may leave lse out; in a plan the pointer may be missing in any case.
+          "lse_low is given, but lse is NULL: it is the rounding error of lse");
+  // The forward may omit lse; a plan does not need the pointer in either pass.
   if (p.lse == nullptr && (!backward || contents == Contents::unread)) return;
   if (contents != Contents::unread) check_data(lse);
   check_layout(lse);
@@ -179,9 +180,9 @@ void check_option_pointers(const Problem& p) {
   for (const auto& each : pointers) check_aligned(each.name, each.pointer, each.bytes);
 }
 
-// Heads of keys and values at stride 0, as broadcasting makes them, are one, which all heads of q
-// share: read once, not once for each. Gradients are per head, and so are the factors of a float8
-// cache.
+// If keys and values have head stride 0, as broadcasting gives them, there is only one head, which
+// all heads of q share: it is then read once, not once per head. This does not hold for gradients
+// and for the factors of a float8 cache, which are per head.
 void join_broadcast_heads(Problem& p) {
   if (p.k.stride_head == 0 && p.v.stride_head == 0 && p.kv_float8 == 0) p.heads_kv = 1;
 }
@@ -193,7 +194,7 @@ Problem validated_problem(const tilewise_attention* given, int32_t pass, Content
   check_device(p.device, p.device_index);
   if (p.device != TILEWISE_CPU && contents == Contents::read) contents = Contents::pointers;
   require(is_dtype(p.dtype), "dtype is ", p.dtype,
-          ": 0 (float32), 1 (float16), 2 (bfloat16) or 3 (float8_e4m3) is allowed");
+          ": it must be 0 (float32), 1 (float16), 2 (bfloat16) or 3 (float8_e4m3)");
   check_sizes(p);
   check_cache(p);
   check_score(p);
@@ -223,7 +224,7 @@ void check_float8(int32_t kv_float8, int32_t dtype, const Descale& k, const Desc
           "kv_float8 is 1 with dtype ", dtype_name(dtype), ": float16 and bfloat16 are allowed");
   for (const auto& [name, descale] : {std::pair{"k_descale", k}, {"v_descale", v}}) {
     require(kv_float8 != 0 || descale.data == nullptr, name,
-            " is given, but kv_float8 is 0: it is the factor of a float8_e4m3 cache");
+            " is given, but kv_float8 is 0: it scales a float8_e4m3 cache");
     if (descale.data == nullptr) continue;
     check_layout({name,
                   descale.data,
@@ -238,12 +239,12 @@ void check_float8(int32_t kv_float8, int32_t dtype, const Descale& k, const Desc
 
 void check_pass(int32_t pass) {
   require(pass == TILEWISE_PASS_FORWARD || pass == TILEWISE_PASS_BACKWARD, "pass is ", pass,
-          ": 0 (forward) or 1 (backward) is allowed");
+          ": it must be 0 (forward) or 1 (backward)");
 }
 
 void check_device(int32_t device, int32_t device_index) {
   require(device == TILEWISE_CPU || device == TILEWISE_CUDA, "device is ", device,
-          ": 0 (CPU) or 1 (CUDA) is allowed");
+          ": it must be 0 (CPU) or 1 (CUDA)");
   if (device == TILEWISE_CPU) {
     check_range("device_index", device_index, 0, 0);
   } else {

@@ -1,4 +1,4 @@
-// Entries of the index arrays: read before anything else follows them.
+// Checks of the entries of index arrays, before anything follows them.
 #include <algorithm>
 #include <vector>
 
@@ -12,7 +12,7 @@ namespace {
 template <class... Parts>
 void check_entry(const char* name, int64_t index, int64_t value, int64_t highest,
                  const Parts&... what) {
-  require(value >= 0 && value <= highest, name, "[", index, "] is ", value, ": allowed is 0 to ",
+  require(value >= 0 && value <= highest, name, "[", index, "] is ", value, ": it must be 0 to ",
           highest, ", ", what...);
 }
 
@@ -22,7 +22,7 @@ int64_t capacity_of(const Problem& p, int64_t b) {
   return p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b];
 }
 
-// As the arrays say, whether they fit or not.
+// The number of keys that the arrays give, whether valid or not.
 int64_t used_keys(const Problem& p, int64_t b) {
   if (p.seqused_k != nullptr) return p.seqused_k[b];
   if (p.cu_seqlens_k != nullptr) return int64_t{p.cu_seqlens_k[b + 1]} - p.cu_seqlens_k[b];
@@ -33,7 +33,7 @@ void check_query_entries(const Problem& p) {
   if (p.cu_seqlens_q != nullptr) {
     check_cu_seqlens("cu_seqlens_q", p.cu_seqlens_q, p.batch, p.seqlen_q, "seqlen_q");
   }
-  // Without an array every sequence is like the first.
+  // Without an array all sequences have the same length.
   const bool alike = p.cu_seqlens_q == nullptr && p.seqused_q == nullptr;
   const int64_t sequences = alike ? min<int64_t>(p.batch, 1) : p.batch;
   for (int64_t b = 0; b < sequences; ++b) {
@@ -43,13 +43,13 @@ void check_query_entries(const Problem& p) {
     }
     const int64_t used = p.seqused_q != nullptr ? p.seqused_q[b] : rows;
     require(p.max_seqlen_q == 0 || used <= p.max_seqlen_q, "max_seqlen_q is ", p.max_seqlen_q,
-            ": sequence ", b, " has ", used, " rows; allowed is 0 (not known) or an upper bound");
+            ": sequence ", b, " has ", used, " rows; it must be 0 (not known) or an upper bound");
   }
 }
 
 void check_key_entries(const Problem& p) {
   if (p.cu_seqlens_k != nullptr) {
-    // With a block table cu_seqlens_k only says how long the sequences are.
+    // With a block table cu_seqlens_k only gives the lengths of the sequences.
     const bool paged = p.block_table != nullptr;
     check_cu_seqlens("cu_seqlens_k", p.cu_seqlens_k, p.batch,
                      paged ? p.batch * key_capacity(p) : p.seqlen_k,
@@ -69,9 +69,9 @@ void check_key_entries(const Problem& p) {
     const int64_t padding = p.leftpad_k != nullptr ? p.leftpad_k[b] : 0;
     const int64_t keys = max(int64_t{0}, used_keys(p, b) - padding);
     require(padding + keys <= capacity, "cu_seqlens_k says that sequence ", b, " has ", keys,
-            " keys: allowed is at most block_table_width * page_size, ", capacity);
+            " keys: it can have at most block_table_width * page_size, which is ", capacity);
     require(p.max_seqlen_k == 0 || keys <= p.max_seqlen_k, "max_seqlen_k is ", p.max_seqlen_k,
-            ": sequence ", b, " has ", keys, " keys; allowed is 0 (not known) or an upper bound");
+            ": sequence ", b, " has ", keys, " keys; it must be 0 (not known) or an upper bound");
     if (p.block_table != nullptr) {
       check_pages(p.block_table, p.block_table_stride, b, {padding, padding + keys}, p.page_size,
                   p.pages);
@@ -83,20 +83,19 @@ void check_key_entries(const Problem& p) {
 
 void check_cu_seqlens(const char* name, const int32_t* cu_seqlens, int64_t batch, int64_t rows,
                       const char* rows_name) {
-  require(cu_seqlens[0] == 0, name, "[0] is ", cu_seqlens[0], ": 0 is allowed");
+  require(cu_seqlens[0] == 0, name, "[0] is ", cu_seqlens[0], ": it must be 0");
   for (int64_t b = 0; b < batch; ++b) {
     require(cu_seqlens[b + 1] >= cu_seqlens[b], name, "[", b + 1, "] is ", cu_seqlens[b + 1],
-            ": not less than the entry before it, ", cu_seqlens[b], ", is allowed");
+            ": it must not be less than the entry before it, ", cu_seqlens[b]);
   }
-  require(cu_seqlens[batch] <= rows, name, "[", batch, "] is ", cu_seqlens[batch], ": at most ",
-          rows_name, ", which is ", rows, ", is allowed");
+  require(cu_seqlens[batch] <= rows, name, "[", batch, "] is ", cu_seqlens[batch],
+          ": it must be at most ", rows_name, ", which is ", rows);
 }
 
 void check_kv_batch_idx(const int32_t* kv_batch_idx, int64_t batch, int64_t kv_batch) {
   for (int64_t b = 0; b < batch; ++b) {
     require(kv_batch_idx[b] >= 0 && kv_batch_idx[b] < kv_batch, "kv_batch_idx[", b, "] is ",
-            kv_batch_idx[b], ": from 0 and less than kv_batch, which is ", kv_batch,
-            ", is allowed");
+            kv_batch_idx[b], ": it must be at least 0 and less than kv_batch, which is ", kv_batch);
   }
 }
 
@@ -110,8 +109,9 @@ void check_distinct(const int32_t* kv_batch_idx, int64_t batch) {
   };
   const int64_t first = same(0);
   const int64_t second = same(first + 1);
-  refuse(TILEWISE_INVALID_ARGUMENT, "kv_batch_idx[", second, "] is ", *twice, " as kv_batch_idx[",
-         first, "] is: when keys are appended, every sequence needs rows of its own");
+  refuse(TILEWISE_INVALID_ARGUMENT, "kv_batch_idx[", second, "] is ", *twice,
+         ", like kv_batch_idx[", first,
+         "]: when keys are appended, every sequence needs rows of its own");
 }
 
 void check_pages(const int32_t* block_table, int64_t stride, int64_t sequence, Range keys,
@@ -121,7 +121,7 @@ void check_pages(const int32_t* block_table, int64_t stride, int64_t sequence, R
   for (int64_t i = keys.begin / page_size; i <= last; ++i) {
     const int32_t page = block_table[sequence * stride + i];
     require(page >= 0 && page < pages, "block_table[", sequence, ", ", i, "] is ", page,
-            ": from 0 and less than pages, which is ", pages, ", is allowed");
+            ": it must be at least 0 and less than pages, which is ", pages);
   }
 }
 

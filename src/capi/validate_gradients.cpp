@@ -24,20 +24,21 @@ void check_dbias(const Gradients& g, const Problem& p, Contents contents) {
                  {"dbias_stride_head", g.dbias_stride_head, p.bias_stride_head},
                  {"dbias_stride_row", g.dbias_stride_row, p.bias_stride_row}};
   for (const auto& stride : strides) {
-    require((stride.gradient == 0) == (stride.bias == 0), stride.name, " is ", stride.gradient,
-            " and the stride of bias is ", stride.bias,
-            ": both or none may be 0, as what bias broadcasts is summed");
+    require(
+        (stride.gradient == 0) == (stride.bias == 0), stride.name, " is ", stride.gradient,
+        " and the stride of bias is ", stride.bias,
+        ": both or neither must be 0, because dbias sums over the dimensions that bias broadcasts");
   }
   check_range("dbias_keys", g.dbias_keys, 0, kMaxRows);
   if (g.dbias_stride_row != 0) check_range("dbias_rows", g.dbias_rows, 0, kMaxRows);
-  // With lengths per sequence the largest one is compared at the launch, in check_dbias_extent.
+  // If lengths differ per sequence, check_dbias_extent compares the largest at launch.
   if (p.cu_seqlens_k == nullptr && p.seqused_k == nullptr && p.leftpad_k == nullptr) {
     require(g.dbias_keys >= key_capacity(p), "dbias_keys is ", g.dbias_keys,
-            ": at least the number of keys, ", key_capacity(p), ", is allowed");
+            ": it must be at least the number of keys, ", key_capacity(p));
   }
   if (p.cu_seqlens_q == nullptr && p.seqused_q == nullptr && g.dbias_stride_row != 0) {
     require(g.dbias_rows >= p.seqlen_q, "dbias_rows is ", g.dbias_rows,
-            ": at least seqlen_q, which is ", p.seqlen_q, ", is allowed");
+            ": it must be at least seqlen_q, which is ", p.seqlen_q);
   }
   check_wanted({"dbias",
                 g.dbias,
@@ -58,9 +59,9 @@ void check_dbias_extent(const Gradients& g, const Problem& p) {
     const Band band = sequence_of(p, b).band;
     if (band.rows == 0) continue;
     require(g.dbias_keys >= band.keys, "dbias_keys is ", g.dbias_keys, ": sequence ", b, " has ",
-            band.keys, " keys, at least that many are allowed");
+            band.keys, " keys, so it must be at least that");
     require(g.dbias_stride_row == 0 || g.dbias_rows >= band.rows, "dbias_rows is ", g.dbias_rows,
-            ": sequence ", b, " has ", band.rows, " rows, at least that many are allowed");
+            ": sequence ", b, " has ", band.rows, " rows, so it must be at least that");
   }
 }
 

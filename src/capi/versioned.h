@@ -1,4 +1,4 @@
-// Structs that carry their size: old callers pass fewer bytes than this library knows, newer ones
+// Structs that carry their size: older callers pass fewer bytes than this library knows, newer ones
 // more.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace tilewise::capi {
 
-// Sizes as first published; they never change. A struct grows at its end only.
+// Sizes as first published; they never change. A struct only grows at its end.
 template <class T>
 inline constexpr uint32_t kFirstSize = 0;
 template <>
@@ -30,7 +30,7 @@ inline constexpr uint32_t kFirstSize<tilewise_cuda_code_info> = 16;
 template <>
 inline constexpr uint32_t kFirstSize<tilewise_index_error> = 328;
 
-// A struct_size beyond this was never set: reading that far could leave the caller's memory.
+// A larger struct_size is surely uninitialised: reading that far could leave the caller's memory.
 inline constexpr uint32_t kLargestSize = 1u << 16;
 
 template <class T>
@@ -38,11 +38,11 @@ void check_struct_size(const T* given, const char* name) {
   static_assert(sizeof(T) >= kFirstSize<T> && kFirstSize<T> > 0);
   require(given != nullptr, name, " is NULL: a struct is needed");
   require(given->struct_size >= kFirstSize<T> && given->struct_size <= kLargestSize, name,
-          ".struct_size is ", given->struct_size, ": set it to the sizeof of the struct, ",
-          sizeof(T), " in this version and never below ", kFirstSize<T>);
+          ".struct_size is ", given->struct_size, ": set it to the size of the struct, ", sizeof(T),
+          " in this version and never below ", kFirstSize<T>);
 }
 
-// A copy that is as large as this library's own struct, fields the caller does not know being 0.
+// A copy as large as this library's struct; fields that the caller does not know are 0.
 template <class T>
 T read_struct(const T* given, const char* name) {
   check_struct_size(given, name);
@@ -58,7 +58,8 @@ T read_struct(const T* given, const char* name) {
   return copy;
 }
 
-// Fills what the caller has room for; a newer caller's further fields stay as they are.
+// Fills the fields that the caller has room for; further fields of a newer caller keep their
+// values.
 template <class T>
 void write_struct(const T& result, T* given) {
   const uint32_t size = given->struct_size;

@@ -8,7 +8,7 @@
 namespace tilewise::capi {
 namespace {
 
-// Bytes from the first to the last element that a view may touch.
+// Maximum number of bytes from the first to the last element of a view.
 constexpr int64_t kMaxSpanBytes = int64_t{1} << 62;
 
 uint64_t magnitude(int64_t x) {
@@ -30,7 +30,7 @@ void check_span(const View& view) {
   }
 }
 
-// Sorted by stride, every dimension must step over all that the smaller ones cover.
+// With dimensions sorted by stride, each must step over everything that the smaller ones cover.
 void check_disjoint(const View& view) {
   std::array<Dimension, 3> sorted = view.dimensions;
   std::sort(sorted.begin(), sorted.end(), [](const Dimension& a, const Dimension& b) {
@@ -41,8 +41,7 @@ void check_disjoint(const View& view) {
     if (d.size <= 1) continue;
     const auto stride = static_cast<int64_t>(magnitude(d.stride));
     require(stride >= covered, view.name, d.stride_name, " is ", d.stride,
-            ": entries of a tensor that is written may not overlap, at least ", covered,
-            " is allowed");
+            ": the entries of an output must not overlap, so it must be at least ", covered);
     covered += (d.size - 1) * stride;
   }
 }
@@ -67,7 +66,7 @@ void check_data(const View& view) {
 }
 
 void check_range(const char* name, int64_t value, int64_t lowest, int64_t highest) {
-  require(value >= lowest && value <= highest, name, " is ", value, ": allowed is ", lowest, " to ",
+  require(value >= lowest && value <= highest, name, " is ", value, ": it must be ", lowest, " to ",
           highest);
 }
 
@@ -81,8 +80,7 @@ void check_rows(const char* names, int64_t a, int64_t b, int64_t c) {
   int64_t product = 0;
   const bool fits = checked_mul(count(a), count(b), &product) &&
                     checked_mul(product, count(c), &product) && product <= kMaxRows;
-  require(fits, names, " is ", a, " * ", b, " * ", c, ": allowed is at most ", kMaxRows,
-          " together");
+  require(fits, names, " is ", a, " * ", b, " * ", c, ": it must be at most ", kMaxRows);
 }
 
 int64_t element_bytes(int32_t dtype) {

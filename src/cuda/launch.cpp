@@ -14,7 +14,7 @@ namespace {
 void refuse_capture(Stream stream) {
   if (!is_captured(stream)) return;
   throw InvalidArgument(
-      "check is 1 while the stream is being captured: it waits for the GPU, 0 is allowed");
+      "check is 1 while the stream is being captured: it waits for the GPU, so it must be 0");
 }
 
 }  // namespace
@@ -58,7 +58,7 @@ void append_kv(const tilewise_kv_append& append) {
   const DeviceScope scope(append.device_index);
   common::AppendParams params;
   params.append = append;
-  params.record = index_record(append.device_index);
+  params.index_record = index_record(append.device_index);
   launch(common::tensor_kernels(append.dtype).append, common::append_blocks(append), append.stream,
          params);
 }

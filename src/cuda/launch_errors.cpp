@@ -35,12 +35,12 @@ std::string entry(const IndexFault& r) {
 
 // Of the names that share a rule.
 std::string falls(const char* name, const IndexFault& r) {
-  return name + entry(r) + ": not less than the entry before it, " + std::to_string(r.allowed) +
-         ", is allowed";
+  return name + entry(r) + ": it must not be less than the entry before it, " +
+         std::to_string(r.allowed);
 }
 std::string passes(const char* name, const IndexFault& r, const char* rows) {
-  return name + entry(r) + ": at most " + rows + ", which is " + std::to_string(r.allowed) +
-         ", is allowed";
+  return name + entry(r) + ": it must be at most " + rows + ", which is " +
+         std::to_string(r.allowed);
 }
 
 // The sentences of capi/validate_append.cpp.
@@ -49,9 +49,9 @@ std::string sentence_of_append(const IndexFault& r) {
   const std::string allowed = std::to_string(r.allowed);
   switch (r.fault) {
     case Fault::cu_seqlens_new_first:
-      return "cu_seqlens_new" + index + ": 0 is allowed";
+      return "cu_seqlens_new" + index + ": it must be 0";
     case Fault::cu_seqlens_new_negative:
-      return "cu_seqlens_new" + index + ": 0 or more is allowed";
+      return "cu_seqlens_new" + index + ": it must be 0 or more";
     case Fault::cu_seqlens_new_order:
       return falls("cu_seqlens_new", r);
     case Fault::cu_seqlens_new_last:
@@ -61,16 +61,15 @@ std::string sentence_of_append(const IndexFault& r) {
              std::to_string(r.allowed - r.second) + " is allowed in a cache for " + allowed +
              " keys";
     case Fault::leftpad_of_cache:
-      return "leftpad_k" + index + ": allowed is 0 to cache_seqlens[" + std::to_string(r.index) +
+      return "leftpad_k" + index + ": it must be 0 to cache_seqlens[" + std::to_string(r.index) +
              "], which is " + allowed;
     case Fault::rotary_start:
       return (r.second != 0 ? "rotary_seqlens" : "leftpad_k") + std::string(" places sequence ") +
              std::to_string(r.index) + " at position " + std::to_string(r.value) +
-             ": allowed is 0 or more";
+             ": it must be 0 or more";
     case Fault::rotary_rows:
       return "rotary_rows is " + allowed + ": sequence " + std::to_string(r.index) +
-             " is rotated up to position " + std::to_string(r.value) +
-             ", more rows than that are needed";
+             " is rotated up to position " + std::to_string(r.value) + ", so it must be larger";
     default:
       return "an index array holds an entry that is not allowed";
   }
@@ -85,22 +84,22 @@ std::string sentence(const IndexFault& r) {
   const std::string sequence =
       ": sequence " + std::to_string(r.index) + " has " + std::to_string(r.value);
   const auto up_to = [&](const char* name, const char* what) {
-    return name + index + ": allowed is 0 to " + allowed + ", " + what;
+    return name + index + ": it must be 0 to " + allowed + ", " + what;
   };
   const auto bound = [&](const char* name, const char* what) {
     return name + (" is " + allowed) + sequence + what +
-           "; allowed is 0 (not known) or an upper bound";
+           "; it must be 0 (not known) or an upper bound";
   };
   const auto extent = [&](const char* name, const char* what) {
-    return name + (" is " + allowed) + sequence + what + ", at least that many are allowed";
+    return name + (" is " + allowed) + sequence + what + ", so it must be at least that";
   };
   switch (r.fault) {
     case Fault::none:
       return {};
     case Fault::cu_seqlens_q_first:
-      return "cu_seqlens_q" + index + ": 0 is allowed";
+      return "cu_seqlens_q" + index + ": it must be 0";
     case Fault::cu_seqlens_q_negative:
-      return "cu_seqlens_q" + index + ": 0 or more is allowed";
+      return "cu_seqlens_q" + index + ": it must be 0 or more";
     case Fault::cu_seqlens_q_order:
       return falls("cu_seqlens_q", r);
     case Fault::cu_seqlens_q_last:
@@ -110,12 +109,12 @@ std::string sentence(const IndexFault& r) {
     case Fault::max_seqlen_q:
       return bound("max_seqlen_q", " rows");
     case Fault::kv_batch_idx:
-      return "kv_batch_idx" + index + ": from 0 and less than kv_batch, which is " + allowed +
-             ", is allowed";
+      return "kv_batch_idx" + index + ": it must be at least 0 and less than kv_batch, which is " +
+             allowed;
     case Fault::cu_seqlens_k_first:
-      return "cu_seqlens_k" + index + ": 0 is allowed";
+      return "cu_seqlens_k" + index + ": it must be 0";
     case Fault::cu_seqlens_k_negative:
-      return "cu_seqlens_k" + index + ": 0 or more is allowed";
+      return "cu_seqlens_k" + index + ": it must be 0 or more";
     case Fault::cu_seqlens_k_order:
       return falls("cu_seqlens_k", r);
     case Fault::cu_seqlens_k_last:
@@ -128,13 +127,13 @@ std::string sentence(const IndexFault& r) {
       return up_to("leftpad_k", "the keys of that sequence");
     case Fault::cu_seqlens_k_paged:
       return "cu_seqlens_k says that" + sequence.substr(1) +
-             " keys: allowed is at most block_table_width * page_size, " + allowed;
+             " keys: it can have at most block_table_width * page_size, which is " + allowed;
     case Fault::max_seqlen_k:
       return bound("max_seqlen_k", " keys");
     case Fault::block_table:
       return "block_table[" + std::to_string(r.index) + ", " + std::to_string(r.second) + "] is " +
-             std::to_string(r.value) + ": from 0 and less than pages, which is " + allowed +
-             ", is allowed";
+             std::to_string(r.value) + ": it must be at least 0 and less than pages, which is " +
+             allowed;
     case Fault::dbias_keys:
       return extent("dbias_keys", " keys");
     case Fault::dbias_rows:

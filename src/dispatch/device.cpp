@@ -48,7 +48,7 @@ struct Request {
 Request parse(const char* argument, const std::string& name) {
   Request request;
   const std::string given = argument + (" is \"" + name + "\": ");
-  const std::string allowed = "; allowed here is one of " + names(usable);
+  const std::string allowed = "; on this machine it must be one of " + names(usable);
   for (std::size_t i = 0; i < kIsas; ++i) {
     if (name == cpu::kIsaNames[i]) request.isa = static_cast<cpu::Isa>(i);
   }
@@ -70,7 +70,7 @@ const Request& environment() {
   return request;
 }
 
-// What select_isa said last: an instruction set, or one of these two.
+// The last selection by select_isa: an instruction set, or one of these two.
 constexpr int32_t kNothing = -1;
 constexpr int32_t kBest = -2;
 std::atomic<int32_t> selection{kNothing};

@@ -1,5 +1,5 @@
-// What the planner knows about a machine. It is a plain description: tests plan for machines they
-// do not have.
+// What the planner knows about a machine: a plain description, so tests can plan for machines that
+// are not present.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 #include <string>
 
 #include "cpu/backend.h"
-#include "cuda/tables.h"
+#include "cuda/kernel_set.h"
 #include "tilewise/tilewise.h"
 
 namespace tilewise::dispatch {
@@ -28,30 +28,30 @@ struct Device {
   tilewise_device kind = TILEWISE_CPU;
 
   // CPU
-  IsaSet compiled;                 // this build has code for it
-  IsaSet runnable;                 // this machine executes it
-  std::optional<cpu::Isa> forced;  // TILEWISE_CPU or tilewise_select_cpu
-  bool slow_bf16_dot = false;      // the bf16 dot product loses against converting to fp32
-  int32_t threads = 1;             // tasks that may run at once
+  IsaSet compiled;                 // instruction sets that this build has code for
+  IsaSet runnable;                 // instruction sets that this machine executes
+  std::optional<cpu::Isa> forced;  // by TILEWISE_CPU or tilewise_select_cpu
+  bool slow_bf16_dot = false;      // the bf16 dot product is slower than converting to fp32
+  int32_t threads = 1;             // tasks that may run at a time
 
   // CUDA
-  cuda::Gpu gpu;                            // `table` is what TILEWISE_FORCE_ARCH asks for
-  const cuda::Inventory* inside = nullptr;  // null: what this build holds
+  cuda::Gpu gpu;                           // `table` is the one that TILEWISE_FORCE_ARCH requests
+  const cuda::Registry* inside = nullptr;  // null: what this build holds
 };
 
-// The units and the machine code that a CUDA device is planned with.
-const cuda::Inventory& inside(const Device& device);
+// The kernels and the machine code that a CUDA device is planned with.
+const cuda::Registry& inside(const Device& device);
 
-// The tile table that a CUDA device is planned with; 0: none is for it.
+// The tile table that a CUDA device is planned with; 0: there is none for it.
 int32_t tile_table(const Device& device);
 
 // "SASS of sm_75, sm_90 and PTX of sm_75"
-std::string code_text(const cuda::Inventory& inside);
+std::string code_text(const cuda::Registry& inside);
 
 // Both compiled and runnable.
 bool usable(const Device& device, cpu::Isa isa);
 
-// Usable, and not known to be slower than the one before it.
+// Usable, and not known to be slower than the previous one.
 bool worth_using(const Device& device, cpu::Isa isa);
 
 // The forced instruction set, or the best one worth using.
@@ -66,12 +66,12 @@ Device this_gpu(int32_t index);
 // Why TILEWISE_FORCE_ARCH cannot be honoured on this device; empty when it can or is not set.
 std::string forced_table_problem(const Device& device);
 
-// Forces an instruction set for the process, or the best again when `name` is null. Returns a
-// sentence that says why not, empty when it is done.
+// Forces an instruction set for the process, or returns to the best one if `name` is null. Returns
+// a sentence that says why it cannot, empty on success.
 std::string select_isa(const char* name);
 
-// Why TILEWISE_NUM_THREADS or TILEWISE_CPU cannot be honoured; empty when they can, are not set, or
-// the latter was overruled by select_isa.
+// Why TILEWISE_NUM_THREADS or TILEWISE_CPU cannot be honoured; empty if they can, are not set, or
+// if select_isa has overruled the latter.
 std::string environment_problem();
 
 }  // namespace tilewise::dispatch

@@ -10,7 +10,7 @@ namespace tilewise::dispatch {
 namespace {
 
 constexpr const char* kForce = "TILEWISE_FORCE_ARCH";
-constexpr int32_t kNoTable = -1;  // the variable names none
+constexpr int32_t kNoTable = -1;  // the variable does not name a table
 
 bool is_table(int32_t number) {
   return std::any_of(cuda::arch::kLimits.begin(), cuda::arch::kLimits.end(),
@@ -25,7 +25,7 @@ std::string tables() {
   return text;
 }
 
-// 0: not set.
+// The table that TILEWISE_FORCE_ARCH names; 0: it is not set.
 int32_t forced_table() {
   static const int32_t forced = [] {
     const char* text = std::getenv(kForce);
@@ -52,15 +52,15 @@ void append_list(std::string& text, const char* what, const std::set<int32_t>& s
 
 }  // namespace
 
-const cuda::Inventory& inside(const Device& device) {
-  return device.inside != nullptr ? *device.inside : cuda::inventory();
+const cuda::Registry& inside(const Device& device) {
+  return device.inside != nullptr ? *device.inside : cuda::registry();
 }
 
 int32_t tile_table(const Device& device) {
   return device.gpu.table != 0 ? device.gpu.table : cuda::arch::limits_of(device.gpu.sm).table;
 }
 
-std::string code_text(const cuda::Inventory& inside) {
+std::string code_text(const cuda::Registry& inside) {
   if (inside.emulated) return "code for the emulator of the tests";
   std::set<int32_t> sass;
   std::set<int32_t> ptx;
@@ -81,7 +81,7 @@ Device this_gpu(int32_t index) {
   const int32_t table = forced_table();
   if (table == 0) return device;
   device.gpu.table = table;
-  // The plan is to fit the chips that the table is for.
+  // The plan must fit the GPUs that the table is for.
   if (table > 0) {
     device.gpu.shared_bytes =
         std::min(device.gpu.shared_bytes, cuda::arch::limits_of(table).shared_bytes);
@@ -93,13 +93,13 @@ std::string forced_table_problem(const Device& device) {
   const int32_t table = device.gpu.table;
   if (table == 0) return {};
   if (table == kNoTable) {
-    return kForce + (" is \"" + std::string(std::getenv(kForce)) + "\": one of " + tables()) +
-           " is allowed";
+    return kForce +
+           (" is \"" + std::string(std::getenv(kForce)) + "\": it must be one of " + tables());
   }
   if (inside(device).runs(table, device.gpu.sm)) return {};
   return kForce + (" is " + std::to_string(table)) +
          ": this build has no code of that tile table " + "that a GPU with sm_" +
-         std::to_string(device.gpu.sm) + " runs; inside is " + code_text(inside(device));
+         std::to_string(device.gpu.sm) + " runs; it has " + code_text(inside(device));
 }
 
 }  // namespace tilewise::dispatch

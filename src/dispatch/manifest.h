@@ -1,5 +1,5 @@
 // The support matrix: every kernel family of the library, one row each. The planner, the C ABI, the
-// Python package, the documents and the tests read it from here.
+// Python package, the documentation and the tests take it from here.
 #pragma once
 
 #include <array>
@@ -38,11 +38,11 @@ struct SmRange {
 struct Family {
   const char* name;
   tilewise_device device;
-  cpu::Isa isa;  // of a CPU family
-  SmRange sm;    // of a CUDA family
+  cpu::Isa isa;  // CPU families only
+  SmRange sm;    // CUDA families only
   cuda::Family cuda;
-  Dtypes dtypes;  // what it computes
-  Dtypes gains;   // where it is faster than the family before it on the same device
+  Dtypes dtypes;  // dtypes that it computes
+  Dtypes gains;   // dtypes for which it is faster than the previous family on the same device
   bool forward;
   bool backward;
   int32_t max_head_dim;  // of q and k, and of v
@@ -59,8 +59,8 @@ constexpr Family cpu_family(const char* name, cpu::Isa isa, Dtypes gains, const 
           requires_};
 }
 
-// What runs where depends on the tile tables, too (cuda/arch), and on what is inside the build: the
-// planner asks them.
+// Which problems a CUDA family can run also depends on the tile tables (cuda/arch) and on the
+// kernels in the build, which the planner looks up.
 constexpr Family cuda_family(const char* name, cuda::Family family, int32_t first_sm,
                              int32_t max_head_dim, const char* requires_) {
   constexpr int32_t kAnyLater = 999;
@@ -77,7 +77,7 @@ constexpr Family wgmma_family() {
   return family;
 }
 
-// Of one device, families that are slower come first.
+// On each device, slower families come first.
 inline constexpr std::array kManifest = {
     cpu_family("cpu.portable", cpu::Isa::portable, kCpuDtypes, "nothing: runs anywhere"),
     cpu_family("cpu.avx2", cpu::Isa::avx2, kCpuDtypes, "AVX2, FMA and F16C"),

@@ -9,7 +9,7 @@ const char* pass_name(const Gradients* gradients) {
   return gradients == nullptr ? "forward" : "backward";
 }
 
-// The first CPU family above `chosen` that would be faster for this problem.
+// The first CPU family after `chosen` that would be faster for this problem.
 const Family* faster_than(const Family& chosen, const Problem& p, const Gradients* gradients,
                           const Device& device) {
   for (const Family* row = &chosen + 1; row != kManifest.data() + kManifest.size(); ++row) {
@@ -109,12 +109,14 @@ const char* short_dtype(int32_t dtype) {
 bool can_run(const Family& family, const Device& device) {
   if (family.device != device.kind) return false;
   if (family.device == TILEWISE_CPU) return usable(device, family.isa);
-  const cuda::Inventory& all = inside(device);
+  const cuda::Registry& all = inside(device);
   const int32_t sm = device.gpu.sm;
   return sm >= family.sm.first && sm <= family.sm.last &&
-         std::any_of(all.units.begin(), all.units.end(), [&](const cuda::UnitTable* unit) {
-           return unit->family == family.cuda && all.runs(unit->architecture, sm);
-         });
+         std::any_of(all.kernel_sets.begin(), all.kernel_sets.end(),
+                     [&](const cuda::KernelSet* kernel_set) {
+                       return kernel_set->family == family.cuda &&
+                              all.runs(kernel_set->architecture, sm);
+                     });
 }
 
 }  // namespace tilewise::dispatch

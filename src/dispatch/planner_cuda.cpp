@@ -1,4 +1,4 @@
-// Which CUDA family serves a problem on a described GPU, and in which words.
+// Which CUDA family serves a problem on a described GPU, and the sentence that explains the choice.
 #include <algorithm>
 
 #include "cuda/arch/hopper.h"
@@ -11,14 +11,14 @@ namespace {
 
 std::string sm_text(const Device& device) { return "sm_" + std::to_string(device.gpu.sm); }
 
-// Why wgmma does not serve on a GPU that has it; empty: it is not a matter of the problem.
+// Why wgmma does not serve a problem on a GPU that has it; empty if the problem is not the reason.
 std::string why_not_wgmma(const Problem& p, const Gradients* gradients, const Device& device) {
   if (device.gpu.table != 0) return "a tile table is forced";
   const char* why = cuda::why_not_wgmma(p, gradients);
   return why != nullptr ? why : "";
 }
 
-// Why the first family above `chosen` that this GPU has does not serve; empty when there is none.
+// Why the next faster family that this GPU has does not serve the problem; empty if there is none.
 std::string why_not_faster(const Family& chosen, const Problem& p, const Gradients* gradients,
                            const Device& device) {
   const Family* faster = &chosen + 1;
@@ -28,19 +28,19 @@ std::string why_not_faster(const Family& chosen, const Problem& p, const Gradien
   if (device.gpu.sm > faster->sm.last || (specific && device.gpu.sm < faster->sm.first)) return {};
   if (specific && !faster->dtypes.contains(p.dtype)) return {};
   if (device.gpu.sm < faster->sm.first) return name + "it needs " + faster->requires_;
-  if (specific && gradients == nullptr && cuda::has_few_rows(p))
-    return std::string(faster->name) + " is for more rows: it fills tiles of 64";
+  if (specific && gradients == nullptr && cuda::is_decode(p))
+    return std::string(faster->name) + " needs more rows: its tiles have 64";
   const std::string why = specific ? why_not_wgmma(p, gradients, device) : "";
   if (!why.empty()) return name + why;
   const int64_t head_dim = max(p.head_dim, p.head_dim_v);
   if (head_dim > faster->max_head_dim)
-    return name + "its head dims end at " + std::to_string(faster->max_head_dim);
+    return name + "its largest head_dim is " + std::to_string(faster->max_head_dim);
   const int32_t table = specific ? cuda::arch::Sm90a::kTable : tile_table(device);
   if (table == 75 && p.dtype != TILEWISE_FLOAT16 && p.kv_float8 == 0)
     return name + "the tensor cores of sm_75 compute no " + short_dtype(p.dtype);
   if (!inside(device).runs(table, device.gpu.sm)) {
-    return name + "this build has no code of it for " + sm_text(device) +
-           " (inside: " + code_text(inside(device)) + ")";
+    return name + "this build has no code of it for " + sm_text(device) + " (the build has " +
+           code_text(inside(device)) + ")";
   }
   return name + "it has no tile of head_dim " + std::to_string(head_dim) + " for the " +
          std::to_string(device.gpu.shared_bytes / cuda::arch::kKilobyte) +
@@ -61,10 +61,10 @@ const char* form_name(cuda::Form form) {
       return "general";
     case cuda::Form::paged:
       return "paged";
-    case cuda::Form::boxes:
-      return "boxes";
-    case cuda::Form::paged_boxes:
-      return "paged boxes";
+    case cuda::Form::tma:
+      return "TMA";
+    case cuda::Form::tma_paged:
+      return "paged TMA";
   }
   return "";
 }
@@ -80,19 +80,19 @@ std::string tile_text(const cuda::Plan& plan, const Device& device) {
     } else if (!specific && plan.architecture != cuda::arch::limits_of(device.gpu.sm).table) {
       text += " (its own is not in this build)";
     }
-    if (plan.unit->tf32) text += ", TF32";
+    if (plan.kernel_set->tf32) text += ", TF32";
     text += std::string(", ") + form_name(plan.form) + " form";
   }
-  if (plan.pack > 1) text += ", " + std::to_string(plan.pack) + " heads a tile";
+  if (plan.pack > 1) text += ", " + std::to_string(plan.pack) + " heads per tile";
   if (plan.splits > 1) text += ", " + std::to_string(plan.splits) + " key splits";
-  if (plan.cluster > 1) text += " of a cluster";
-  if (plan.shares.any())
-    text += ", the last " + std::to_string(plan.shares.works) + " tiles shared by all blocks";
-  if (plan.parts.any())
-    text += ", keys of the batch in " + std::to_string(plan.parts.most) + " parts";
-  if (plan.merges_parts) text += ", merged by the last block of a tile";
-  if (plan.readers > 1) text += ", read by two warps a block";
-  if (plan.slots > 0) text += ", " + std::to_string(plan.slots) + " slots a warp";
+  if (plan.cluster_size > 1) text += " combined in a cluster";
+  if (plan.stream_k.any())
+    text += ", Stream-K over the last " + std::to_string(plan.stream_k.tiles) + " tiles";
+  if (plan.chunks.any())
+    text += ", keys of the batch in " + std::to_string(plan.chunks.max_chunks) + " chunks";
+  if (plan.last_cta_combines) text += ", combined by the last CTA of a tile";
+  if (plan.warps_per_tile > 1) text += ", two warps per tile";
+  if (plan.stages > 0) text += ", " + std::to_string(plan.stages) + " stages per warp";
   return text;
 }
 
@@ -100,7 +100,7 @@ std::string tile_text(const cuda::Plan& plan, const Device& device) {
 
 Decision plan_cuda(const Problem& p, const Gradients* gradients, const Device& device) {
   Decision decision;
-  // Of one device, slower families come first.
+  // On each device, slower families come first, so search from the end.
   for (auto row = kManifest.rbegin(); row != kManifest.rend(); ++row) {
     const int32_t sm = device.gpu.sm;
     if (row->device != TILEWISE_CUDA || sm < row->sm.first || sm > row->sm.last ||
@@ -109,7 +109,7 @@ Decision plan_cuda(const Problem& p, const Gradients* gradients, const Device& d
     decision.cuda = gradients == nullptr
                         ? cuda::plan_forward(p, row->cuda, device.gpu, inside(device))
                         : cuda::plan_backward(p, *gradients, row->cuda, device.gpu, inside(device));
-    if (decision.cuda.unit == nullptr) continue;  // none in this build, or none that fits
+    if (decision.cuda.kernel_set == nullptr) continue;  // none in this build, or none that fits
     decision.family = &*row;
     decision.status = TILEWISE_OK;
     break;
@@ -128,7 +128,7 @@ std::string explain_cuda(const Decision& decision, const Problem& p, const Gradi
 std::string refuse_cuda(const Problem& p, const Gradients* gradients, const Device& device) {
   const std::string sm = device.gpu.sm > 0 ? " (" + sm_text(device) + ")" : "";
   return "device is CUDA" + sm + ": this build has no CUDA kernel for a " +
-         request_text(p, gradients) + "; inside is " + code_text(inside(device)) +
+         request_text(p, gradients) + "; it has " + code_text(inside(device)) +
          "; tensors in the memory of the CPU are allowed";
 }
 

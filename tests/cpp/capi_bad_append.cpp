@@ -80,18 +80,18 @@ constexpr int64_t kHuge = int64_t{1} << 60;
 const Bad kBad[] = {
     {"struct_size", [](AppendCall& c) { c.a.struct_size = 3; }, "append.struct_size is 3"},
     {"device", [](AppendCall& c) { c.a.device = 2; },
-     "device is 2: 0 (CPU) or 1 (CUDA) is allowed"},
+     "device is 2: it must be 0 (CPU) or 1 (CUDA)"},
     {"device_index", [](AppendCall& c) { c.a.device_index = 4; }, "device_index is 4"},
     {"dtype", [](AppendCall& c) { c.a.dtype = 4; }, "dtype is 4"},
-    {"batch", [](AppendCall& c) { c.a.batch = -2; }, "batch is -2: allowed is 0 to"},
-    {"seqlen_q", [](AppendCall& c) { c.a.seqlen_q = -2; }, "seqlen_q is -2: allowed is 0 to"},
-    {"seqlen_new", [](AppendCall& c) { c.a.seqlen_new = -2; }, "seqlen_new is -2: allowed is 0 to"},
-    {"seqlen_k", [](AppendCall& c) { c.a.seqlen_k = -2; }, "seqlen_k is -2: allowed is 0 to"},
-    {"heads_q", [](AppendCall& c) { c.a.heads_q = 0; }, "heads_q is 0: allowed is 1 to"},
-    {"heads_kv", [](AppendCall& c) { c.a.heads_kv = 0; }, "heads_kv is 0: allowed is 1 to"},
-    {"head_dim", [](AppendCall& c) { c.a.head_dim = 520; }, "head_dim is 520: allowed is 1 to 512"},
+    {"batch", [](AppendCall& c) { c.a.batch = -2; }, "batch is -2: it must be 0 to"},
+    {"seqlen_q", [](AppendCall& c) { c.a.seqlen_q = -2; }, "seqlen_q is -2: it must be 0 to"},
+    {"seqlen_new", [](AppendCall& c) { c.a.seqlen_new = -2; }, "seqlen_new is -2: it must be 0 to"},
+    {"seqlen_k", [](AppendCall& c) { c.a.seqlen_k = -2; }, "seqlen_k is -2: it must be 0 to"},
+    {"heads_q", [](AppendCall& c) { c.a.heads_q = 0; }, "heads_q is 0: it must be 1 to"},
+    {"heads_kv", [](AppendCall& c) { c.a.heads_kv = 0; }, "heads_kv is 0: it must be 1 to"},
+    {"head_dim", [](AppendCall& c) { c.a.head_dim = 520; }, "head_dim is 520: it must be 1 to 512"},
     {"head_dim_v", [](AppendCall& c) { c.a.head_dim_v = -8; },
-     "head_dim_v is -8: allowed is 0 to 512"},
+     "head_dim_v is -8: it must be 0 to 512"},
     {"rows_together", [](AppendCall& c) { c.a.seqlen_q = int64_t{1} << 41; },
      "batch * heads_q * seqlen_q is 2 * 4 * 2199023255552"},
     {"new_together", [](AppendCall& c) { c.a.seqlen_new = int64_t{1} << 41; },
@@ -106,7 +106,7 @@ const Bad kBad[] = {
     {"q_out_misaligned", [](AppendCall& c) { c.a.q_out.data = misaligned(c.a.q_out.data); },
      "q_out is 0x"},
     {"q_out_overlap", [](AppendCall& c) { c.a.q_out.stride_head = 4; },
-     "q_out.stride_head is 4: entries of a tensor that is written may not overlap"},
+     "q_out.stride_head is 4: the entries of an output must not overlap"},
     {"q_out_in_place",
      [](AppendCall& c) {
        c.a.q_out.data = c.a.q.data;
@@ -114,9 +114,9 @@ const Bad kBad[] = {
      },
      "q_out has the data of q but other strides"},
     {"k_new_alone", [](AppendCall& c) { c.a.v_new.data = nullptr; },
-     "k_new is given and v_new is NULL: both or none are allowed"},
+     "k_new is given and v_new is NULL: give both or neither"},
     {"v_new_alone", [](AppendCall& c) { c.a.k_new.data = nullptr; },
-     "k_new is NULL and v_new is given: both or none are allowed"},
+     "k_new is NULL and v_new is given: give both or neither"},
     {"k_new_misaligned", [](AppendCall& c) { c.a.k_new.data = misaligned(c.a.k_new.data); },
      "k_new is 0x"},
     {"v_new_misaligned", [](AppendCall& c) { c.a.v_new.data = misaligned(c.a.v_new.data); },
@@ -126,8 +126,8 @@ const Bad kBad[] = {
     {"k_cache_misaligned", [](AppendCall& c) { c.a.k_cache.data = misaligned(c.a.k_cache.data); },
      "k_cache is 0x"},
     {"k_cache_overlap", [](AppendCall& c) { c.a.k_cache.stride_row = 8; },
-     "k_cache.stride_head is 8: entries of a tensor that is written may not overlap, at least 64 "
-     "is allowed"},
+     "k_cache.stride_head is 8: the entries of an output must not overlap, so it must "
+     "be at least 64"},
     {"v_cache_overlap", [](AppendCall& c) { c.a.v_cache.stride_batch = 0; },
      "v_cache.stride_batch is 0"},
     {"cache_seqlens", [](AppendCall& c) { c.a.cache_seqlens = misaligned(c.seqlens.data()); },
@@ -141,7 +141,7 @@ const Bad kBad[] = {
        c.a.cu_seqlens_q = c.cu_q.data();
        c.cu_q[2] = 4;
      },
-     "cu_seqlens_q[2] is 4: at most seqlen_q, which is 3, is allowed"},
+     "cu_seqlens_q[2] is 4: it must be at most seqlen_q, which is 3"},
     {"cu_seqlens_q_misaligned", [](AppendCall& c) { c.a.cu_seqlens_q = misaligned(c.cu_q.data()); },
      "cu_seqlens_q is 0x"},
     {"cu_seqlens_new",
@@ -149,7 +149,7 @@ const Bad kBad[] = {
        c.a.cu_seqlens_new = c.cu_new.data();
        c.cu_new[1] = -1;
      },
-     "cu_seqlens_new[1] is -1: not less than the entry before it, 0, is allowed"},
+     "cu_seqlens_new[1] is -1: it must not be less than the entry before it, 0"},
     {"cu_seqlens_new_misaligned",
      [](AppendCall& c) { c.a.cu_seqlens_new = misaligned(c.cu_new.data()); },
      "cu_seqlens_new is 0x"},
@@ -167,19 +167,19 @@ const Bad kBad[] = {
        c.use_pages();
        c.a.page_size = -1;
      },
-     "page_size is -1: allowed is 1 to"},
+     "page_size is -1: it must be 1 to"},
     {"pages",
      [](AppendCall& c) {
        c.use_pages();
        c.a.pages = -1;
      },
-     "pages is -1: allowed is 0 to"},
+     "pages is -1: it must be 0 to"},
     {"pages_few",
      [](AppendCall& c) {
        c.use_pages();
        c.a.pages = 3;
      },
-     "block_table[1, 1] is 3: from 0 and less than pages, which is 3, is allowed"},
+     "block_table[1, 1] is 3: it must be at least 0 and less than pages, which is 3"},
     {"block_table_entry",
      [](AppendCall& c) {
        c.use_pages();
@@ -216,7 +216,7 @@ const Bad kBad[] = {
        c.seqlens = {4, 2};
        c.table = {0, 2, 2, 3};
      },
-     "block_table[1, 0] is 2 as block_table[0, 1] is, and both are to hold a new key in row 2 of "
+     "block_table[1, 0] is 2, like block_table[0, 1], and both would hold a new key in row 2 of "
      "that page: every new key needs a row of its own"},
     {"block_table_twice",
      [](AppendCall& c) {
@@ -227,7 +227,7 @@ const Bad kBad[] = {
        c.a.cu_seqlens_new = c.cu_new.data();
        c.table = {0, 1, 3, 3};
      },
-     "block_table[1, 1] is 3 as block_table[1, 0] is, and both are to hold a new key in row 0"},
+     "block_table[1, 1] is 3, like block_table[1, 0], and both would hold a new key in row 0"},
     {"pages_and_kv_batch_idx",
      [](AppendCall& c) {
        c.use_pages();
@@ -236,19 +236,19 @@ const Bad kBad[] = {
      "kv_batch_idx is given together with block_table"},
     {"kv_batch", [](AppendCall& c) { c.a.kv_batch = -1; }, "kv_batch is -1"},
     {"kv_batch_small", [](AppendCall& c) { c.a.kv_batch = 1; },
-     "kv_batch is 1: without kv_batch_idx at least batch, which is 2, is allowed"},
+     "kv_batch is 1: without kv_batch_idx it must be at least batch, which is 2"},
     {"kv_batch_idx",
      [](AppendCall& c) {
        c.a.kv_batch_idx = c.batch_idx.data();
        c.batch_idx[1] = 2;
      },
-     "kv_batch_idx[1] is 2: from 0 and less than kv_batch, which is 2, is allowed"},
+     "kv_batch_idx[1] is 2: it must be at least 0 and less than kv_batch, which is 2"},
     {"kv_batch_idx_twice",
      [](AppendCall& c) {
        c.a.kv_batch_idx = c.batch_idx.data();
        c.batch_idx[1] = 1;
      },
-     "kv_batch_idx[1] is 1 as kv_batch_idx[0] is"},
+     "kv_batch_idx[1] is 1, like kv_batch_idx[0]"},
     {"kv_batch_idx_misaligned",
      [](AppendCall& c) { c.a.kv_batch_idx = misaligned(c.batch_idx.data()); },
      "kv_batch_idx is 0x"},
@@ -257,7 +257,7 @@ const Bad kBad[] = {
        c.a.leftpad_k = c.leftpad.data();
        c.leftpad[0] = 3;
      },
-     "leftpad_k[0] is 3: allowed is 0 to cache_seqlens[0], which is 2"},
+     "leftpad_k[0] is 3: it must be 0 to cache_seqlens[0], which is 2"},
     {"leftpad_k_negative",
      [](AppendCall& c) {
        c.a.leftpad_k = c.leftpad.data();
@@ -267,26 +267,26 @@ const Bad kBad[] = {
     {"leftpad_k_misaligned", [](AppendCall& c) { c.a.leftpad_k = misaligned(c.leftpad.data()); },
      "leftpad_k is 0x"},
     {"rotary_cos_alone", [](AppendCall& c) { c.a.rotary_sin = nullptr; },
-     "rotary_sin is NULL and rotary_cos is given: both or none are allowed"},
+     "rotary_sin is NULL and rotary_cos is given: give both or neither"},
     {"rotary_sin_alone", [](AppendCall& c) { c.a.rotary_cos = nullptr; },
-     "rotary_cos is NULL and rotary_sin is given: both or none are allowed"},
+     "rotary_cos is NULL and rotary_sin is given: give both or neither"},
     {"rotary_cos_misaligned", [](AppendCall& c) { c.a.rotary_cos = misaligned(c.cosine.data()); },
      "rotary_cos is 0x"},
     {"rotary_sin_misaligned", [](AppendCall& c) { c.a.rotary_sin = misaligned(c.sine.data()); },
      "rotary_sin is 0x"},
     {"rotary_rows", [](AppendCall& c) { c.a.rotary_rows = 7; },
-     "rotary_rows is 7: sequence 1 is rotated up to position 7, more rows than that are needed"},
+     "rotary_rows is 7: sequence 1 is rotated up to position 7, so it must be larger"},
     {"rotary_rows_negative", [](AppendCall& c) { c.a.rotary_rows = -7; }, "rotary_rows is -7"},
     {"rotary_dim_odd", [](AppendCall& c) { c.a.rotary_dim = 3; },
-     "rotary_dim is 3: an even number up to head_dim, which is 8, is allowed"},
+     "rotary_dim is 3: it must be an even number up to head_dim, which is 8"},
     {"rotary_dim_large", [](AppendCall& c) { c.a.rotary_dim = 10; }, "rotary_dim is 10"},
     {"rotary_dim_negative", [](AppendCall& c) { c.a.rotary_dim = -2; }, "rotary_dim is -2"},
     {"rotary_interleaved", [](AppendCall& c) { c.a.rotary_interleaved = 2; },
-     "rotary_interleaved is 2: allowed is 0 to 1"},
+     "rotary_interleaved is 2: it must be 0 to 1"},
     {"q_single_position", [](AppendCall& c) { c.a.q_single_position = -1; },
-     "q_single_position is -1: allowed is 0 to 1"},
-    {"check", [](AppendCall& c) { c.a.check = 2; }, "check is 2: allowed is 0 to 1"},
-    {"kv_float8", [](AppendCall& c) { c.a.kv_float8 = 2; }, "kv_float8 is 2: allowed is 0 to 1"},
+     "q_single_position is -1: it must be 0 to 1"},
+    {"check", [](AppendCall& c) { c.a.check = 2; }, "check is 2: it must be 0 to 1"},
+    {"kv_float8", [](AppendCall& c) { c.a.kv_float8 = 2; }, "kv_float8 is 2: it must be 0 to 1"},
     {"kv_float8_dtype", [](AppendCall& c) { c.a.kv_float8 = 1; },
      "kv_float8 is 1 with dtype float32: float16 and bfloat16 are allowed"},
     {"k_descale", [](AppendCall& c) { c.a.k_descale = c.descales.data(); },

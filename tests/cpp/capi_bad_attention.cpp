@@ -49,8 +49,8 @@ const Bad kBad[] = {
     {"struct_size_small", [](Call& c) { c.a.struct_size = 480; }, "attention.struct_size is 480"},
     {"struct_size_huge", [](Call& c) { c.a.struct_size = 1u << 20; },
      "attention.struct_size is 1048576"},
-    {"device", [](Call& c) { c.a.device = 7; }, "device is 7: 0 (CPU) or 1 (CUDA) is allowed"},
-    {"device_index", [](Call& c) { c.a.device_index = 1; }, "device_index is 1: allowed is 0 to 0"},
+    {"device", [](Call& c) { c.a.device = 7; }, "device is 7: it must be 0 (CPU) or 1 (CUDA)"},
+    {"device_index", [](Call& c) { c.a.device_index = 1; }, "device_index is 1: it must be 0 to 0"},
     {"device_index_cuda",
      [](Call& c) {
        c.a.device = TILEWISE_CUDA;
@@ -59,16 +59,16 @@ const Bad kBad[] = {
      "device_index is -1"},
     {"dtype", [](Call& c) { c.a.dtype = 9; }, "dtype is 9: 0 (float32), 1 (float16), 2 (bfloat16)"},
     {"dtype_negative", [](Call& c) { c.a.dtype = -1; }, "dtype is -1"},
-    {"batch", [](Call& c) { c.a.batch = -1; }, "batch is -1: allowed is 0 to 2147483647"},
+    {"batch", [](Call& c) { c.a.batch = -1; }, "batch is -1: it must be 0 to 2147483647"},
     {"heads_of_no_sequence",
      [](Call& c) {
        c.a.batch = 0;
        c.a.heads_q = int64_t{1} << 40;
      },
-     "heads_q is 1099511627776: allowed is 1 to 2147483647"},
+     "heads_q is 1099511627776: it must be 1 to 2147483647"},
     {"batch_huge", [](Call& c) { c.a.batch = kHuge; }, "batch is 1152921504606846976"},
-    {"seqlen_q", [](Call& c) { c.a.seqlen_q = -5; }, "seqlen_q is -5: allowed is 0 to"},
-    {"seqlen_k", [](Call& c) { c.a.seqlen_k = -5; }, "seqlen_k is -5: allowed is 0 to"},
+    {"seqlen_q", [](Call& c) { c.a.seqlen_q = -5; }, "seqlen_q is -5: it must be 0 to"},
+    {"seqlen_k", [](Call& c) { c.a.seqlen_k = -5; }, "seqlen_k is -5: it must be 0 to"},
     {"rows_together", [](Call& c) { c.a.batch = c.a.seqlen_q = int64_t{1} << 30; },
      "batch * heads_q * seqlen_q is 1073741824 * 4 * 1073741824"},
     {"rows_of_no_sequence",
@@ -79,17 +79,17 @@ const Bad kBad[] = {
      "batch * heads_q * seqlen_q is 0 * 4 * 2199023255552"},
     {"keys_together", [](Call& c) { c.a.seqlen_k = int64_t{1} << 40; },
      "batch * heads_q * seqlen_k is 2 * 4 * 1099511627776"},
-    {"heads_q_zero", [](Call& c) { c.a.heads_q = 0; }, "heads_q is 0: allowed is 1 to"},
+    {"heads_q_zero", [](Call& c) { c.a.heads_q = 0; }, "heads_q is 0: it must be 1 to"},
     {"heads_q_multiple", [](Call& c) { c.a.heads_q = 3; },
-     "heads_q is 3: a multiple of heads_kv, which is 2, is allowed"},
-    {"heads_kv_zero", [](Call& c) { c.a.heads_kv = 0; }, "heads_kv is 0: allowed is 1 to"},
+     "heads_q is 3: it must be a multiple of heads_kv, which is 2"},
+    {"heads_kv_zero", [](Call& c) { c.a.heads_kv = 0; }, "heads_kv is 0: it must be 1 to"},
     {"heads_kv_negative", [](Call& c) { c.a.heads_kv = -2; }, "heads_kv is -2"},
-    {"head_dim_zero", [](Call& c) { c.a.head_dim = 0; }, "head_dim is 0: allowed is 1 to 512"},
-    {"head_dim_large", [](Call& c) { c.a.head_dim = 513; }, "head_dim is 513: allowed is 1 to 512"},
+    {"head_dim_zero", [](Call& c) { c.a.head_dim = 0; }, "head_dim is 0: it must be 1 to 512"},
+    {"head_dim_large", [](Call& c) { c.a.head_dim = 513; }, "head_dim is 513: it must be 1 to 512"},
     {"head_dim_v_negative", [](Call& c) { c.a.head_dim_v = -1; },
-     "head_dim_v is -1: allowed is 0 to 512"},
+     "head_dim_v is -1: it must be 0 to 512"},
     {"head_dim_v_large", [](Call& c) { c.a.head_dim_v = 513; },
-     "head_dim_v is 513: allowed is 0 to 512"},
+     "head_dim_v is 513: it must be 0 to 512"},
     {"q_stride_batch", [](Call& c) { c.a.q.stride_batch = INT64_MAX; },
      "q.stride_batch is 9223372036854775807: with 2 entries"},
     {"q_stride_row", [](Call& c) { c.a.q.stride_row = INT64_MIN; },
@@ -104,16 +104,15 @@ const Bad kBad[] = {
      "lse_stride_batch is 1152921504606846976"},
     {"max_seqlen_q", [](Call& c) { c.a.max_seqlen_q = -1; }, "max_seqlen_q is -1"},
     {"max_seqlen_k", [](Call& c) { c.a.max_seqlen_k = -1; }, "max_seqlen_k is -1"},
-    {"scale_nan", [](Call& c) { c.a.scale = kNan; }, "scale is nan: a finite number is allowed"},
-    {"scale_infinite", [](Call& c) { c.a.scale = kInfinity; },
-     "scale is inf: a finite number is allowed"},
+    {"scale_nan", [](Call& c) { c.a.scale = kNan; }, "scale is nan: it must be finite"},
+    {"scale_infinite", [](Call& c) { c.a.scale = kInfinity; }, "scale is inf: it must be finite"},
     {"softcap_negative", [](Call& c) { c.a.softcap = -1.5f; },
-     "softcap is -1.5: 0 (off) or a finite number from 1.17549e-38 on is allowed"},
+     "softcap is -1.5: it must be 0 (off) or a finite number of at least 1.17549e-38"},
     {"softcap_of_no_inverse", [](Call& c) { c.a.softcap = 1e-40f; },
-     "0 (off) or a finite number from 1.17549e-38 on is allowed"},
+     "it must be 0 (off) or a finite number of at least 1.17549e-38"},
     {"softcap_nan", [](Call& c) { c.a.softcap = kNan; }, "softcap is nan"},
     {"dropout_p_one", [](Call& c) { c.a.dropout_p = 1.0f; },
-     "dropout_p is 1: 0 <= dropout_p < 1 is allowed"},
+     "dropout_p is 1: it must be at least 0 and less than 1"},
     {"dropout_p_negative", [](Call& c) { c.a.dropout_p = -0.5f; }, "dropout_p is -0.5"},
     {"dropout_p_nan", [](Call& c) { c.a.dropout_p = kNan; }, "dropout_p is nan"},
     {"alibi_stride_batch",
@@ -127,7 +126,7 @@ const Bad kBad[] = {
        c.use_bias();
        c.a.bias_dtype = TILEWISE_BFLOAT16;
      },
-     "bias_dtype is 2 (bfloat16): float32 or the dtype of q, float32, is allowed"},
+     "bias_dtype is 2 (bfloat16): it must be float32 or the dtype of q, float32"},
     {"bias_dtype_unknown",
      [](Call& c) {
        c.use_bias();
@@ -157,19 +156,19 @@ const Bad kBad[] = {
        c.use_pages();
        c.a.page_size = 0;
      },
-     "page_size is 0: allowed is 1 to"},
+     "page_size is 0: it must be 1 to"},
     {"pages",
      [](Call& c) {
        c.use_pages();
        c.a.pages = -1;
      },
-     "pages is -1: allowed is 0 to"},
+     "pages is -1: it must be 0 to"},
     {"block_table_width",
      [](Call& c) {
        c.use_pages();
        c.a.block_table_width = -1;
      },
-     "block_table_width is -1: allowed is 0 to"},
+     "block_table_width is -1: it must be 0 to"},
     {"block_table_stride",
      [](Call& c) {
        c.use_pages();
@@ -200,22 +199,22 @@ const Bad kBad[] = {
        c.a.kv_batch_idx = c.batch_idx.data();
      },
      "kv_batch_idx is given together with cu_seqlens_k"},
-    {"kv_batch_negative", [](Call& c) { c.a.kv_batch = -1; }, "kv_batch is -1: allowed is 0 to"},
+    {"kv_batch_negative", [](Call& c) { c.a.kv_batch = -1; }, "kv_batch is -1: it must be 0 to"},
     {"kv_batch_small", [](Call& c) { c.a.kv_batch = 1; },
-     "kv_batch is 1: without kv_batch_idx at least batch, which is 2, is allowed"},
+     "kv_batch is 1: without kv_batch_idx it must be at least batch, which is 2"},
     {"num_splits_negative", [](Call& c) { c.a.num_splits = -1; },
-     "num_splits is -1: allowed is 0 to 256"},
+     "num_splits is -1: it must be 0 to 256"},
     {"num_splits_large", [](Call& c) { c.a.num_splits = 257; },
-     "num_splits is 257: allowed is 0 to 256"},
+     "num_splits is 257: it must be 0 to 256"},
     {"deterministic", [](Call& c) { c.a.deterministic = 2; },
-     "deterministic is 2: allowed is 0 to 1"},
-    {"check", [](Call& c) { c.a.check = -1; }, "check is -1: allowed is 0 to 1"},
-    {"tf32", [](Call& c) { c.a.tf32 = 2; }, "tf32 is 2: allowed is 0 to 1"},
+     "deterministic is 2: it must be 0 to 1"},
+    {"check", [](Call& c) { c.a.check = -1; }, "check is -1: it must be 0 to 1"},
+    {"tf32", [](Call& c) { c.a.tf32 = 2; }, "tf32 is 2: it must be 0 to 1"},
     {"batch_invariant", [](Call& c) { c.a.batch_invariant = 2; },
-     "batch_invariant is 2: allowed is 0 to 1"},
+     "batch_invariant is 2: it must be 0 to 1"},
     {"batch_invariant_splits", [](Call& c) { c.a.batch_invariant = 1, c.a.num_splits = 3; },
-     "num_splits is 3 with batch_invariant: 0 is allowed"},
-    {"kv_float8", [](Call& c) { c.a.kv_float8 = -1; }, "kv_float8 is -1: allowed is 0 to 1"},
+     "num_splits is 3 with batch_invariant: it must be 0"},
+    {"kv_float8", [](Call& c) { c.a.kv_float8 = -1; }, "kv_float8 is -1: it must be 0 to 1"},
     {"kv_float8_dtype", [](Call& c) { c.a.kv_float8 = 1; },
      "kv_float8 is 1 with dtype float32: float16 and bfloat16 are allowed"},
     {"k_descale", [](Call& c) { c.a.k_descale = c.descales.data(); },
@@ -251,13 +250,13 @@ const Bad kBad[] = {
        c.parallel.threads = -1;
        c.a.parallel = &c.parallel;
      },
-     "parallel.threads is -1: allowed is 0 to 65536"},
+     "parallel.threads is -1: it must be 0 to 65536"},
     {"parallel_reserved",
      [](Call& c) {
        c.parallel.reserved = 3;
        c.a.parallel = &c.parallel;
      },
-     "parallel.reserved is 3: allowed is 0 to 0"},
+     "parallel.reserved is 3: it must be 0 to 0"},
 };
 INSTANTIATE_TEST_SUITE_P(, BadAttention, testing::ValuesIn(kBad), bad_input_name<Call>);
 
@@ -269,8 +268,8 @@ TEST(BadOutput, OverlapIsRefusedWhereItIsWritten) {
   } cases[] = {
       {[](Call& c) { c.a.out.stride_batch = 0; }, "out.stride_batch is 0: entries of a tensor"},
       {[](Call& c) { c.a.out.stride_row = 23; },
-       "out.stride_row is 23: entries of a tensor that is "
-       "written may not overlap, at least 24 is allowed"},
+       "out.stride_row is 23: the entries of an output "
+       "must not overlap, so it must be at least 24"},
       {[](Call& c) { c.a.out.stride_head = -5; }, "out.stride_head is -5"},
       {[](Call& c) { c.a.lse_stride_head = 4; }, "lse_stride_head is 4"},
   };
@@ -343,10 +342,10 @@ TEST(BadPlan, ArgumentsAreRefused) {
   tilewise_plan_info info{};
   info.struct_size = sizeof(info);
   expect_refused(tilewise_plan(&call.a, nullptr, 2, &info), call,
-                 "pass is 2: 0 (forward) or 1 (backward) is allowed");
+                 "pass is 2: it must be 0 (forward) or 1 (backward)");
   expect_refused(tilewise_plan(&call.a, nullptr, 0, nullptr), call, "plan is NULL");
   expect_refused(tilewise_plan(&call.a, &call.g, TILEWISE_PASS_FORWARD, &info), call,
-                 "gradients is given for the forward pass: NULL is allowed");
+                 "gradients is given for the forward pass: it must be NULL");
   info.struct_size = 8;
   expect_refused(tilewise_plan(&call.a, nullptr, 0, &info), call, "plan.struct_size is 8");
 }

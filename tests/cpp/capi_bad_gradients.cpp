@@ -38,24 +38,24 @@ TEST_P(BadGradients, IsRefusedByBackward) {
 const Bad kBad[] = {
     {"null", [](Call& c) { c.give_gradients = false; }, "gradients is NULL"},
     {"struct_size", [](Call& c) { c.g.struct_size = 4; }, "gradients.struct_size is 4"},
-    {"reserved", [](Call& c) { c.g.reserved = 1; }, "gradients.reserved is 1: allowed is 0 to 0"},
+    {"reserved", [](Call& c) { c.g.reserved = 1; }, "gradients.reserved is 1: it must be 0 to 0"},
     {"dout_span", [](Call& c) { c.g.dout.stride_row = kHuge; },
      "dout.stride_row is 1152921504606846976"},
     {"dq_span", [](Call& c) { c.g.dq.stride_head = kHuge; },
      "dq.stride_head is 1152921504606846976"},
     {"dq_overlap", [](Call& c) { c.g.dq.stride_row = 0; },
-     "dq.stride_row is 0: entries of a tensor that is written may not overlap"},
+     "dq.stride_row is 0: the entries of an output must not overlap"},
     {"dk_overlap", [](Call& c) { c.g.dk.stride_head = 7; },
-     "dk.stride_head is 7: entries of a tensor that is written may not overlap, at least 8 is "
-     "allowed"},
+     "dk.stride_head is 7: the entries of an output must not overlap, so it must "
+     "be at least 8"},
     {"dv_overlap", [](Call& c) { c.g.dv.stride_batch = 0; }, "dv.stride_batch is 0"},
     {"dk_paged",
      [](Call& c) {
        c.use_pages();
        c.g.dk.stride_batch = 7 * 2 * 8;
      },
-     "dk.stride_batch is 112: entries of a tensor that is written may not overlap, at least 144 is "
-     "allowed"},
+     "dk.stride_batch is 112: the entries of an output must not overlap, so it must "
+     "be at least 144"},
     {"dlse_span",
      [](Call& c) {
        c.use_dlse();
@@ -73,7 +73,7 @@ const Bad kBad[] = {
        c.use_bias();
        c.g.dbias_stride_batch = 0;
      },
-     "dbias_stride_batch is 0 and the stride of bias is 180: both or none may be 0"},
+     "dbias_stride_batch is 0 and the stride of bias is 180: both or neither must be 0"},
     {"dbias_stride_head",
      [](Call& c) {
        c.use_bias();
@@ -91,32 +91,32 @@ const Bad kBad[] = {
        c.use_bias();
        c.g.dbias_stride_row = 6;
      },
-     "dbias_stride_row is 6: entries of a tensor that is written may not overlap, at least 7 is "
-     "allowed"},
+     "dbias_stride_row is 6: the entries of an output must not overlap, so it must "
+     "be at least 7"},
     {"dbias_keys",
      [](Call& c) {
        c.use_bias();
        c.g.dbias_keys = 6;
      },
-     "dbias_keys is 6: at least the number of keys, 7, is allowed"},
+     "dbias_keys is 6: it must be at least the number of keys, 7"},
     {"dbias_keys_negative",
      [](Call& c) {
        c.use_bias();
        c.g.dbias_keys = -1;
      },
-     "dbias_keys is -1: allowed is 0 to"},
+     "dbias_keys is -1: it must be 0 to"},
     {"dbias_rows",
      [](Call& c) {
        c.use_bias();
        c.g.dbias_rows = 4;
      },
-     "dbias_rows is 4: at least seqlen_q, which is 5, is allowed"},
+     "dbias_rows is 4: it must be at least seqlen_q, which is 5"},
     {"dbias_rows_negative",
      [](Call& c) {
        c.use_bias();
        c.g.dbias_rows = -1;
      },
-     "dbias_rows is -1: allowed is 0 to"},
+     "dbias_rows is -1: it must be 0 to"},
     {"dsinks_without_sinks", [](Call& c) { c.g.dsinks = c.dsinks.data(); },
      "dsinks is given, but sinks is NULL"},
 };

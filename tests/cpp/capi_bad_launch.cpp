@@ -68,19 +68,19 @@ const Bad kBad[] = {
        c.use_varlen_q();
        c.cu_q[0] = 1;
      },
-     "cu_seqlens_q[0] is 1: 0 is allowed"},
+     "cu_seqlens_q[0] is 1: it must be 0"},
     {"cu_seqlens_q_falls",
      [](Call& c) {
        c.use_varlen_q();
        c.cu_q[1] = 6;
      },
-     "cu_seqlens_q[2] is 5: not less than the entry before it, 6, is allowed"},
+     "cu_seqlens_q[2] is 5: it must not be less than the entry before it, 6"},
     {"cu_seqlens_q_last",
      [](Call& c) {
        c.use_varlen_q();
        c.cu_q[2] = 6;
      },
-     "cu_seqlens_q[2] is 6: at most seqlen_q, which is 5, is allowed"},
+     "cu_seqlens_q[2] is 6: it must be at most seqlen_q, which is 5"},
     {"cu_seqlens_k", [](Call& c) { c.a.cu_seqlens_k = misaligned(c.cu_k.data()); },
      "cu_seqlens_k is 0x"},
     {"cu_seqlens_k_first",
@@ -88,19 +88,19 @@ const Bad kBad[] = {
        c.use_varlen_k();
        c.cu_k[0] = -1;
      },
-     "cu_seqlens_k[0] is -1: 0 is allowed"},
+     "cu_seqlens_k[0] is -1: it must be 0"},
     {"cu_seqlens_k_falls",
      [](Call& c) {
        c.use_varlen_k();
        c.cu_k[1] = -2;
      },
-     "cu_seqlens_k[1] is -2: not less than the entry before it, 0"},
+     "cu_seqlens_k[1] is -2: it must not be less than the entry before it, 0"},
     {"cu_seqlens_k_last",
      [](Call& c) {
        c.use_varlen_k();
        c.cu_k[2] = 8;
      },
-     "cu_seqlens_k[2] is 8: at most seqlen_k, which is 7, is allowed"},
+     "cu_seqlens_k[2] is 8: it must be at most seqlen_k, which is 7"},
     {"cu_seqlens_k_paged",
      [](Call& c) {
        c.use_pages();
@@ -108,7 +108,7 @@ const Bad kBad[] = {
        c.cu_k[1] = 0;
        c.cu_k[2] = 10;
      },
-     "cu_seqlens_k says that sequence 1 has 10 keys: allowed is at most block_table_width * "
+     "cu_seqlens_k says that sequence 1 has 10 keys: it can have at most block_table_width * "
      "page_size, 9"},
     {"seqused_q", [](Call& c) { c.a.seqused_q = misaligned(c.used_q.data()); }, "seqused_q is 0x"},
     {"seqused_q_negative",
@@ -116,60 +116,60 @@ const Bad kBad[] = {
        c.a.seqused_q = c.used_q.data();
        c.used_q[1] = -1;
      },
-     "seqused_q[1] is -1: allowed is 0 to 5"},
+     "seqused_q[1] is -1: it must be 0 to 5"},
     {"seqused_q_large",
      [](Call& c) {
        c.a.seqused_q = c.used_q.data();
        c.used_q[0] = 6;
      },
-     "seqused_q[0] is 6: allowed is 0 to 5"},
+     "seqused_q[0] is 6: it must be 0 to 5"},
     {"seqused_q_varlen",
      [](Call& c) {
        c.use_varlen_q();
        c.a.seqused_q = c.used_q.data();
        c.used_q[0] = 3;
      },
-     "seqused_q[0] is 3: allowed is 0 to 2"},
+     "seqused_q[0] is 3: it must be 0 to 2"},
     {"seqused_k", [](Call& c) { c.a.seqused_k = misaligned(c.used_k.data()); }, "seqused_k is 0x"},
     {"seqused_k_negative",
      [](Call& c) {
        c.a.seqused_k = c.used_k.data();
        c.used_k[0] = -7;
      },
-     "seqused_k[0] is -7: allowed is 0 to 7"},
+     "seqused_k[0] is -7: it must be 0 to 7"},
     {"seqused_k_large",
      [](Call& c) {
        c.a.seqused_k = c.used_k.data();
        c.used_k[1] = 8;
      },
-     "seqused_k[1] is 8: allowed is 0 to 7"},
+     "seqused_k[1] is 8: it must be 0 to 7"},
     {"seqused_k_varlen",
      [](Call& c) {
        c.use_varlen_k();
        c.a.seqused_k = c.used_k.data();
        c.used_k[0] = 4;
      },
-     "seqused_k[0] is 4: allowed is 0 to 3"},
+     "seqused_k[0] is 4: it must be 0 to 3"},
     {"seqused_k_paged",
      [](Call& c) {
        c.use_pages();
        c.a.seqused_k = c.used_k.data();
        c.used_k[0] = 10;
      },
-     "seqused_k[0] is 10: allowed is 0 to 9"},
+     "seqused_k[0] is 10: it must be 0 to 9"},
     {"leftpad_k", [](Call& c) { c.a.leftpad_k = misaligned(c.leftpad.data()); }, "leftpad_k is 0x"},
     {"leftpad_k_negative",
      [](Call& c) {
        c.a.leftpad_k = c.leftpad.data();
        c.leftpad[1] = -1;
      },
-     "leftpad_k[1] is -1: allowed is 0 to 7"},
+     "leftpad_k[1] is -1: it must be 0 to 7"},
     {"leftpad_k_large",
      [](Call& c) {
        c.a.leftpad_k = c.leftpad.data();
        c.leftpad[0] = 8;
      },
-     "leftpad_k[0] is 8: allowed is 0 to 7"},
+     "leftpad_k[0] is 8: it must be 0 to 7"},
     {"max_seqlen_q", [](Call& c) { c.a.max_seqlen_q = 4; },
      "max_seqlen_q is 4: sequence 0 has 5 rows"},
     {"max_seqlen_k", [](Call& c) { c.a.max_seqlen_k = 6; },
@@ -185,13 +185,13 @@ const Bad kBad[] = {
        c.use_pages();
        c.table[1] = -1;
      },
-     "block_table[0, 1] is -1: from 0 and less than pages, which is 6, is allowed"},
+     "block_table[0, 1] is -1: it must be at least 0 and less than pages, which is 6"},
     {"block_table_large",
      [](Call& c) {
        c.use_pages();
        c.table[5] = 6;
      },
-     "block_table[1, 2] is 6: from 0 and less than pages, which is 6, is allowed"},
+     "block_table[1, 2] is 6: it must be at least 0 and less than pages, which is 6"},
     {"kv_batch_idx", [](Call& c) { c.a.kv_batch_idx = misaligned(c.batch_idx.data()); },
      "kv_batch_idx is 0x"},
     {"kv_batch_idx_negative",
@@ -199,7 +199,7 @@ const Bad kBad[] = {
        c.a.kv_batch_idx = c.batch_idx.data();
        c.batch_idx[1] = -1;
      },
-     "kv_batch_idx[1] is -1: from 0 and less than kv_batch, which is 2, is allowed"},
+     "kv_batch_idx[1] is -1: it must be at least 0 and less than kv_batch, which is 2"},
     {"kv_batch_idx_large",
      [](Call& c) {
        c.a.kv_batch_idx = c.batch_idx.data();
@@ -231,7 +231,7 @@ TEST(BadWorkspace, IsRefused) {
   ASSERT_LE(needed, call.workspace_bytes);
 
   expect_refused(tilewise_backward(&call.a, &call.g, call.workspace_data, -1), call,
-                 "workspace_bytes is -1: 0 or more is allowed");
+                 "workspace_bytes is -1: it must be 0 or more");
   expect_refused(tilewise_backward(&call.a, &call.g, nullptr, needed), call, "workspace is NULL");
   expect_refused(tilewise_backward(&call.a, &call.g, call.workspace.data() + 32, needed), call,
                  "an address that is a multiple of 64 bytes is needed");

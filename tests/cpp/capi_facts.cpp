@@ -272,7 +272,8 @@ TEST(InstructionSets, EachAvailableOneCanBeForced) {
   }
   EXPECT_EQ(tilewise_select_cpu("z80"), TILEWISE_INVALID_ARGUMENT);
   expect_message(
-      "name is \"z80\": no instruction set has this name; allowed here is one of portable");
+      "name is \"z80\": no instruction set has this name; on this machine it must be one of "
+      "portable");
   EXPECT_EQ(tilewise_select_cpu(nullptr), TILEWISE_OK);
   std::string best;
   for (const IsaRow& row : instruction_sets())
@@ -292,7 +293,7 @@ TEST(Matrix, RowsAreCompleteAndEnd) {
     EXPECT_NE(info.requires_[0], '\0');
     EXPECT_TRUE(info.forward == 1 && info.backward == 1);
   }
-  expect_message("index is " + std::to_string(index) + ": allowed is 0 to " +
+  expect_message("index is " + std::to_string(index) + ": it must be 0 to " +
                  std::to_string(index - 1));
   EXPECT_EQ(rows.size(), 23u);  // seven families of three dtypes, and wgmma, which has no float32
   EXPECT_EQ(tilewise_kernel(-1, &info), TILEWISE_INVALID_ARGUMENT);

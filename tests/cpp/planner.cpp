@@ -265,7 +265,7 @@ TEST(Planner, RefusesWhatNoFamilyComputes) {
   EXPECT_EQ(fp8.why,
             "device is CPU: no CPU kernel computes a forward in f8 with head_dim 64; float32, "
             "float16 and bfloat16 up to head_dim 512 are allowed");
-  const cuda::Inventory nothing{};
+  const cuda::Registry nothing{};
   Device hopper;
   hopper.kind = TILEWISE_CUDA;
   hopper.gpu.sm = 90;
@@ -274,7 +274,7 @@ TEST(Planner, RefusesWhatNoFamilyComputes) {
   EXPECT_EQ(cuda.decision.status, TILEWISE_UNSUPPORTED);
   EXPECT_EQ(cuda.why,
             "device is CUDA (sm_90): this build has no CUDA kernel for a forward in bf16 with "
-            "head_dim 64; inside is no CUDA code; tensors in the memory of the CPU are allowed");
+            "head_dim 64; it has no CUDA code; tensors in the memory of the CPU are allowed");
 }
 
 TEST(Manifest, NamesAreUniqueAndFitTheAbi) {

@@ -89,10 +89,10 @@ TEST(PlannerCuda, SaysWhyAndWhyNotFaster) {
             "tensor cores of sm_75 compute no bf16");
   EXPECT_EQ(why(gpu_with(90), problem(TILEWISE_FLOAT16, 16, 2048, 2048, 8, 320)),
             "f16 on sm_90, tile 64x64 for head_dim 512: cuda.mma_sync would be faster, but its "
-            "head dims end at 256");
+            "largest head_dim is 256");
   EXPECT_EQ(why(gpu_with(60), problem(TILEWISE_FLOAT32)),
             "device is CUDA (sm_60): this build has no CUDA kernel for a forward in f32 with "
-            "head_dim 128; inside is SASS of sm_75, sm_80, sm_86, sm_90, sm_100, sm_120 and PTX of "
+            "head_dim 128; it has SASS of sm_75, sm_80, sm_86, sm_90, sm_100, sm_120 and PTX of "
             "sm_75, sm_80, sm_90; tensors in the memory of the CPU are allowed");
 }
 
@@ -113,7 +113,7 @@ TEST(PlannerCuda, WhatStaysOffWgmmaSaysWhy) {
   expect(good, nullptr);
   expect(good, "a tile table is forced", 90);
   expect(problem(TILEWISE_BFLOAT16, 16, 64, 2048),
-         ": cuda.wgmma is for more rows: it fills tiles of 64");
+         ": cuda.wgmma needs more rows: its tiles have 64");
   expect(problem(TILEWISE_BFLOAT16, 16, 65, 2048), nullptr);
   const char* kAligned = "multiples of 16 bytes";
   for (tilewise_tensor Problem::* view : {&Problem::q, &Problem::k, &Problem::v, &Problem::out}) {
@@ -162,14 +162,14 @@ TEST(PlannerCuda, UsesWhatIsInside) {
   static constexpr int32_t k80[] = {80};
   const DescribedBuild build({{0, k80, {}}, {80, k80, {}}});
   const Problem p = problem(TILEWISE_BFLOAT16, 1, 2048, 2048, 8, 64);
-  EXPECT_EQ(forward(p, gpu_with(80, build.inventory)).architecture, 80);
-  const Device ada = gpu_with(89, build.inventory);
+  EXPECT_EQ(forward(p, gpu_with(80, build.registry)).architecture, 80);
+  const Device ada = gpu_with(89, build.registry);
   EXPECT_EQ(forward(p, ada).architecture, 80);
   EXPECT_NE(explain(plan(p, nullptr, ada), p, nullptr, ada)
                 .find("of table sm_80 (its own is not in this build)"),
             std::string::npos);
-  EXPECT_EQ(plan(p, nullptr, gpu_with(90, build.inventory)).status, TILEWISE_UNSUPPORTED);
-  EXPECT_EQ(plan(p, nullptr, gpu_with(75, build.inventory)).status, TILEWISE_UNSUPPORTED);
+  EXPECT_EQ(plan(p, nullptr, gpu_with(90, build.registry)).status, TILEWISE_UNSUPPORTED);
+  EXPECT_EQ(plan(p, nullptr, gpu_with(75, build.registry)).status, TILEWISE_UNSUPPORTED);
 }
 
 TEST(PlannerCuda, AForcedTableIsUsedOrRefused) {
@@ -183,7 +183,7 @@ TEST(PlannerCuda, AForcedTableIsUsedOrRefused) {
   device.gpu.table = 86;  // machine code of another major version, and no PTX
   EXPECT_EQ(forced_table_problem(device),
             "TILEWISE_FORCE_ARCH is 86: this build has no code of that tile table that a GPU with "
-            "sm_90 runs; inside is SASS of sm_75, sm_80, sm_86, sm_90, sm_100, sm_120 and PTX of "
+            "sm_90 runs; it has SASS of sm_75, sm_80, sm_86, sm_90, sm_100, sm_120 and PTX of "
             "sm_75, sm_80, sm_90");
   device.gpu.table = 75;
   EXPECT_STREQ(plan(problem(TILEWISE_BFLOAT16), nullptr, device).family->name, "cuda.simt");
@@ -191,15 +191,15 @@ TEST(PlannerCuda, AForcedTableIsUsedOrRefused) {
 
 TEST(PlannerCuda, Tf32IsForThoseWhoAsk) {
   Problem p = problem(TILEWISE_FLOAT32);
-  EXPECT_FALSE(forward(p, gpu_with(90)).unit->tf32);
+  EXPECT_FALSE(forward(p, gpu_with(90)).kernel_set->tf32);
   p.tf32 = 1;
-  EXPECT_TRUE(forward(p, gpu_with(90)).unit->tf32);
+  EXPECT_TRUE(forward(p, gpu_with(90)).kernel_set->tf32);
   const Problem half = [&] {
     Problem other = problem(TILEWISE_FLOAT16);
     other.tf32 = 1;
     return other;
   }();
-  EXPECT_FALSE(forward(half, gpu_with(90)).unit->tf32);
+  EXPECT_FALSE(forward(half, gpu_with(90)).kernel_set->tf32);
 }
 
 TEST(PlannerCuda, ThePlainFormNeedsSixteenByteRowsAndNoOption) {
@@ -259,7 +259,7 @@ TEST(PlannerCuda, DecodingReadsPagesAsBoxesWhereTheyFitTheTile) {
         Fits{32, true, true, true}, Fits{48, false, false, false}, Fits{64, true, true, true},
         Fits{96, false, false, true}, Fits{100, false, false, false}, Fits{128, true, true, true},
         Fits{192, false, true, true}, Fits{256, true, true, true}}) {
-    const auto expected = [](bool fits) { return fits ? Form::paged_boxes : Form::paged; };
+    const auto expected = [](bool fits) { return fits ? Form::tma_paged : Form::paged; };
     const auto of = [&](int64_t head_dim) {
       return form(paged(TILEWISE_BFLOAT16, each.page_size, head_dim), 90);
     };
@@ -267,13 +267,13 @@ TEST(PlannerCuda, DecodingReadsPagesAsBoxesWhereTheyFitTheTile) {
     EXPECT_EQ(of(128), expected(each.usual)) << each.page_size;
     EXPECT_EQ(of(256), expected(each.small)) << each.page_size;
   }
-  EXPECT_EQ(form(paged(TILEWISE_FLOAT16, 16), 100), Form::paged_boxes);
+  EXPECT_EQ(form(paged(TILEWISE_FLOAT16, 16), 100), Form::tma_paged);
   EXPECT_EQ(form(paged(TILEWISE_FLOAT16, 16), 120), Form::paged);
   Problem p = paged(TILEWISE_BFLOAT16, 16);
   p.batch_invariant = 1;
-  EXPECT_EQ(form(p, 90), Form::paged_boxes);
+  EXPECT_EQ(form(p, 90), Form::tma_paged);
   p.pages = int64_t{1} << 20;  // nothing counts chunks
-  EXPECT_EQ(form(p, 90), Form::paged_boxes);
+  EXPECT_EQ(form(p, 90), Form::tma_paged);
   p.leftpad_k = p.block_table;  // key 0 lies anywhere in its page
   EXPECT_EQ(form(p, 90), Form::general);
   p = paged(TILEWISE_BFLOAT16, 16);
@@ -281,7 +281,7 @@ TEST(PlannerCuda, DecodingReadsPagesAsBoxesWhereTheyFitTheTile) {
   EXPECT_EQ(form(p, 90), Form::paged);
   p = paged(TILEWISE_BFLOAT16, 16);
   p.v.stride_head = 0;  // one head for all
-  EXPECT_EQ(form(p, 90), Form::paged_boxes);
+  EXPECT_EQ(form(p, 90), Form::tma_paged);
   p.v.stride_head = -128;  // no map has such a stride
   EXPECT_EQ(form(p, 90), Form::paged);
   p = paged(TILEWISE_BFLOAT16, 16);
@@ -289,15 +289,14 @@ TEST(PlannerCuda, DecodingReadsPagesAsBoxesWhereTheyFitTheTile) {
   EXPECT_EQ(form(p, 90), Form::paged);
   p = paged(TILEWISE_BFLOAT16, 16);
   const Decision decision = plan(p, nullptr, gpu_with(90));
-  EXPECT_NE(explain(decision, p, nullptr, gpu_with(90)).find("paged boxes form"),
-            std::string::npos);
+  EXPECT_NE(explain(decision, p, nullptr, gpu_with(90)).find("paged TMA form"), std::string::npos);
 }
 
 TEST(PlannerCuda, DecodingReadsKeysAsBoxesWhereTmaCan) {
   const auto form = [](const Problem& p, int32_t sm) { return forward(p, gpu_with(sm)).form; };
   const Problem decode = problem(TILEWISE_BFLOAT16, 2, 1, 4096);
-  EXPECT_EQ(form(decode, 90), Form::boxes);
-  EXPECT_EQ(form(decode, 100), Form::boxes);
+  EXPECT_EQ(form(decode, 90), Form::tma);
+  EXPECT_EQ(form(decode, 100), Form::tma);
   EXPECT_EQ(form(decode, 80), Form::plain);
   EXPECT_EQ(form(problem(TILEWISE_FLOAT32, 2, 1, 4096), 90), Form::plain);
   EXPECT_EQ(form(problem(TILEWISE_BFLOAT16, 2, 40, 4096), 90), Form::plain);
@@ -306,11 +305,11 @@ TEST(PlannerCuda, DecodingReadsKeysAsBoxesWhereTmaCan) {
   EXPECT_EQ(form(p, 90), Form::general);
   p = decode;
   p.k.stride_batch = 0;  // one cache for all
-  EXPECT_EQ(form(p, 90), Form::boxes);
+  EXPECT_EQ(form(p, 90), Form::tma);
   p.k.stride_batch = -4096;
   EXPECT_EQ(form(p, 90), Form::general);
   const Decision decision = plan(decode, nullptr, gpu_with(90));
-  EXPECT_NE(explain(decision, decode, nullptr, gpu_with(90)).find("boxes form"), std::string::npos);
+  EXPECT_NE(explain(decision, decode, nullptr, gpu_with(90)).find("TMA form"), std::string::npos);
 }
 
 // Blocks find their work without a table, which a launch before the main one would have to fill.
@@ -318,7 +317,9 @@ TEST(PlannerCuda, SequencesOfOneTileNeedNoTable) {
   static constexpr int32_t kOffsets[] = {0, 1, 2, 3, 4};  // read by no planner
   Problem p = problem(TILEWISE_BFLOAT16, 4, 4, 4096);
   p.cu_seqlens_q = kOffsets;
-  const auto table = [&] { return cuda::forward_pieces(p, forward(p, gpu_with(90))).table.bytes; };
+  const auto table = [&] {
+    return cuda::forward_workspace(p, forward(p, gpu_with(90))).table.bytes;
+  };
   p.max_seqlen_q = 1;
   EXPECT_EQ(table(), 0);
   p.seqlen_q = 4000;
@@ -333,7 +334,7 @@ TEST(PlannerCuda, ShortRowsPackTheHeadsOfAGroup) {
   const cuda::Plan decode = forward(p, device);
   EXPECT_EQ(decode.pack, 8);
   EXPECT_EQ(decode.splits, 16);
-  EXPECT_EQ(decode.cluster, 16);
+  EXPECT_EQ(decode.cluster_size, 16);
   EXPECT_EQ(decode.blocks, 4 * decode.splits);
   p.seqlen_q = 2048;
   EXPECT_EQ(forward(p, device).pack, 1);
@@ -347,10 +348,10 @@ TEST(PlannerCuda, ShortRowsPackTheHeadsOfAGroup) {
 TEST(PlannerCuda, APlainForwardNeedsNothing) {
   const cuda::Plan ampere = forward(problem(TILEWISE_BFLOAT16, 16), gpu_with(80));
   EXPECT_EQ(ampere.workspace_bytes, 0);
-  EXPECT_EQ(ampere.second, nullptr);
+  EXPECT_EQ(ampere.nan_recompute, nullptr);
   const cuda::Plan hopper = forward(problem(TILEWISE_BFLOAT16, 16), gpu_with(90));
   EXPECT_EQ(hopper.workspace_bytes, hopper.blocks * hopper.tile_q / 16 * 4);
-  EXPECT_EQ(hopper.second, nullptr);
+  EXPECT_EQ(hopper.nan_recompute, nullptr);
 }
 
 // A band adds a byte a block and a second pass, on Hopper four bytes a warp and none.
@@ -359,24 +360,24 @@ TEST(PlannerCuda, ABandMaySpoilRows) {
   p.window_right = 0;
   const Device device = gpu_with(80);
   const cuda::Plan causal = forward(p, device);
-  ASSERT_NE(causal.second, nullptr);
-  EXPECT_EQ(causal.second->family, Family::simt);
+  ASSERT_NE(causal.nan_recompute, nullptr);
+  EXPECT_EQ(causal.nan_recompute->family, Family::simt);
   EXPECT_EQ(causal.workspace_bytes, round_up(causal.blocks, 64));
   const cuda::Plan hopper = forward(p, gpu_with(90));
-  EXPECT_EQ(hopper.second, nullptr);
+  EXPECT_EQ(hopper.nan_recompute, nullptr);
   EXPECT_EQ(hopper.workspace_bytes, round_up(hopper.blocks * hopper.tile_q / 16 * 4, 64));
   p.window_right = 2047;  // the first row sees the last key
-  EXPECT_EQ(forward(p, device).second, nullptr);
+  EXPECT_EQ(forward(p, device).nan_recompute, nullptr);
   p.window_left = 2046;  // the last row does not see the first key
-  EXPECT_NE(forward(p, device).second, nullptr);
+  EXPECT_NE(forward(p, device).nan_recompute, nullptr);
   p.window_left = 2047;
-  EXPECT_EQ(forward(p, device).second, nullptr);
+  EXPECT_EQ(forward(p, device).nan_recompute, nullptr);
   p.seqlen_q = 1;
   p.window_left = -1;
   p.window_right = 0;
-  EXPECT_EQ(forward(p, device).second, nullptr);
+  EXPECT_EQ(forward(p, device).nan_recompute, nullptr);
   p.window_left = 100;  // the window starts inside a tile
-  EXPECT_NE(forward(p, device).second, nullptr);
+  EXPECT_NE(forward(p, device).nan_recompute, nullptr);
 }
 
 TEST(PlannerCuda, VariableLengthIsBoundedByTheRows) {

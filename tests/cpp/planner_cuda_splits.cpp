@@ -42,16 +42,16 @@ TEST(PlannerCudaSplits, TheLastRoundOfAFullForwardIsShared) {
        {std::pair<int64_t, int64_t>{2048, 4}, {2048, 12}, {16384, 16}, {8192, 1}}) {
     const cuda::Plan plan = planned(rows, heads);
     EXPECT_EQ(plan.splits, 1);
-    EXPECT_EQ(plan.shares.works, plan.blocks % all) << rows << " rows, " << heads << " heads";
-    EXPECT_EQ(plan.shares.first, plan.blocks - plan.shares.works);
-    EXPECT_GT(plan.workspace_bytes, int64_t{plan.shares.works} * plan.tile_q * 128 * 4);
-    for (int32_t work = 0; work < plan.shares.works; ++work)
-      EXPECT_LE(plan.shares.parts(work), cuda::Shares::kMostParts);
+    EXPECT_EQ(plan.stream_k.tiles, plan.blocks % all) << rows << " rows, " << heads << " heads";
+    EXPECT_EQ(plan.stream_k.first, plan.blocks - plan.stream_k.tiles);
+    EXPECT_GT(plan.workspace_bytes, int64_t{plan.stream_k.tiles} * plan.tile_q * 128 * 4);
+    for (int32_t work = 0; work < plan.stream_k.tiles; ++work)
+      EXPECT_LE(plan.stream_k.shares_of(work), cuda::StreamKTail::kMaxShares);
   }
-  EXPECT_FALSE(planned(2048, 4, 0).shares.any());       // causal tiles have lengths of their own
-  EXPECT_FALSE(planned(2048, 4, -1, 80).shares.any());  // another family
-  EXPECT_FALSE(planned(512, 33).shares.any());          // whole rounds
-  EXPECT_FALSE(planned(512, 8).shares.any());           // saves less than it costs
+  EXPECT_FALSE(planned(2048, 4, 0).stream_k.any());       // causal tiles have lengths of their own
+  EXPECT_FALSE(planned(2048, 4, -1, 80).stream_k.any());  // another family
+  EXPECT_FALSE(planned(512, 33).stream_k.any());          // whole rounds
+  EXPECT_FALSE(planned(512, 8).stream_k.any());           // saves less than it costs
 }
 
 // Few splits of a decode become a cluster: no second launch, and nothing in the workspace.
@@ -66,25 +66,25 @@ TEST(PlannerCudaSplits, AClusterMergesFewSplitsThatRunAtOnce) {
        {planned(1, 1024), planned(1, 1024, 16), planned(8, 1024), planned(1, 8192),
         planned(1, 100, 2), planned(2, 4096), planned(1, 1024, 0, 100)}) {
     EXPECT_GT(plan.splits, 1);
-    EXPECT_EQ(plan.cluster, plan.splits);
+    EXPECT_EQ(plan.cluster_size, plan.splits);
     EXPECT_EQ(plan.workspace_bytes, 0);
   }
   for (const cuda::Plan& plan :
        {planned(1, 16384), planned(1, 1024, 17), planned(64, 1024, 8), planned(1, 1024, 0, 80)}) {
     EXPECT_GT(plan.splits, 1);
-    EXPECT_EQ(plan.cluster, 1);
+    EXPECT_EQ(plan.cluster_size, 1);
     EXPECT_GT(plan.workspace_bytes, 0);
   }
-  EXPECT_EQ(planned(64, 4096).cluster, 1);          // one split
-  EXPECT_EQ(planned(8, 16384, 4).cluster, 1);       // many keys of a block
-  EXPECT_EQ(planned(1, 1024, 16, 110).cluster, 1);  // not every GPU has such clusters
-  EXPECT_EQ(planned(1, 1024, 8, 110).cluster, 8);
+  EXPECT_EQ(planned(64, 4096).cluster_size, 1);          // one split
+  EXPECT_EQ(planned(8, 16384, 4).cluster_size, 1);       // many keys of a block
+  EXPECT_EQ(planned(1, 1024, 16, 110).cluster_size, 1);  // not every GPU has such clusters
+  EXPECT_EQ(planned(1, 1024, 8, 110).cluster_size, 8);
   Problem p = problem(TILEWISE_BFLOAT16, 1, 1, 1024, 8);
   const auto text = [&] {
     const Decision decision = plan(p, nullptr, gpu_with(90));
     return explain(decision, p, nullptr, gpu_with(90));
   };
-  EXPECT_NE(text().find("16 key splits of a cluster"), std::string::npos) << text();
+  EXPECT_NE(text().find("16 key splits combined in a cluster"), std::string::npos) << text();
   p.softcap = 30.0f;
   EXPECT_EQ(text().find("cluster"), std::string::npos) << text();
   p = paged(TILEWISE_BFLOAT16, 1);
@@ -92,7 +92,7 @@ TEST(PlannerCudaSplits, AClusterMergesFewSplitsThatRunAtOnce) {
   p.num_splits = 8;
   const cuda::Plan pages = forward(p, gpu_with(90));
   EXPECT_EQ(pages.form, Form::paged);
-  EXPECT_EQ(pages.cluster, 8);
+  EXPECT_EQ(pages.cluster_size, 8);
 }
 
 // One block a multiprocessor where clusters of up to 16 merge or two splits of many keys are
@@ -131,36 +131,36 @@ TEST(PlannerCudaSplits, UnevenLengthsAreCutIntoEqualParts) {
   const int32_t lengths = 0;
   p.seqused_k = &lengths;
   const cuda::Plan some = forward(p, device);
-  EXPECT_EQ(some.parts.most, (2 * all - 1) / 8);  // one more on each multiprocessor
-  EXPECT_EQ(some.parts.alike, 4);
-  EXPECT_EQ(some.blocks, some.parts.most * 8);
+  EXPECT_EQ(some.chunks.max_chunks, (2 * all - 1) / 8);  // one more on each multiprocessor
+  EXPECT_EQ(some.chunks.chunks_if_uniform, 4);
+  EXPECT_EQ(some.blocks, some.chunks.max_chunks * 8);
   EXPECT_EQ(some.splits, 1);
   const int64_t partial = some.blocks * 129 * 4;
   EXPECT_GE(some.workspace_bytes, partial);
   EXPECT_LE(some.workspace_bytes, partial + 256);
   const Decision decision = plan(p, nullptr, device);
   const std::string text = explain(decision, p, nullptr, device);
-  EXPECT_NE(text.find("keys of the batch in 32 parts"), std::string::npos) << text;
+  EXPECT_NE(text.find("keys of the batch in 32 chunks"), std::string::npos) << text;
   p.softcap = 30.0f;
-  EXPECT_TRUE(forward(p, device).parts.any());
-  EXPECT_TRUE(forward(p, gpu_with(80)).parts.any());
+  EXPECT_TRUE(forward(p, device).chunks.any());
+  EXPECT_TRUE(forward(p, gpu_with(80)).chunks.any());
   p.seqlen_k = 128;  // no more of them than tiles
-  EXPECT_EQ(forward(p, device).parts.most, 4 * 2);
+  EXPECT_EQ(forward(p, device).chunks.max_chunks, 4 * 2);
   p.seqlen_k = 4096;
-  EXPECT_EQ(forward(p, device).parts.most, 2 * all / 8 + 4);  // two, and one for each sequence
-  EXPECT_FALSE(forward(p, device).merges_parts);
+  EXPECT_EQ(forward(p, device).chunks.max_chunks, 2 * all / 8 + 4);  // two, and one for each sequence
+  EXPECT_FALSE(forward(p, device).last_cta_combines);
   for (const int64_t batch : {32, 64, 1000}) {  // tiles fill the GPU: room for a few more
     p.batch = batch;
     p.softcap = 0.0f;
     const cuda::Plan full = forward(p, device);
-    EXPECT_TRUE(full.merges_parts);
-    EXPECT_EQ(full.parts.alike, 1);
+    EXPECT_TRUE(full.last_cta_combines);
+    EXPECT_EQ(full.chunks.chunks_if_uniform, 1);
     EXPECT_GT(full.blocks, batch * 8 + (batch < 1000 ? all : 0) - 8);
     EXPECT_LT(full.blocks, batch * 8 + 3 * all);
     EXPECT_GE(full.workspace_bytes, full.blocks * 132 * 4);
-    EXPECT_FALSE(forward(p, gpu_with(80)).merges_parts);
+    EXPECT_FALSE(forward(p, gpu_with(80)).last_cta_combines);
     p.softcap = 30.0f;
-    EXPECT_FALSE(forward(p, device).merges_parts);
+    EXPECT_FALSE(forward(p, device).last_cta_combines);
   }
 }
 
@@ -171,23 +171,23 @@ TEST(PlannerCudaSplits, UnevenLengthsAreCutByTheirKeys) {
   Problem p = problem(TILEWISE_FLOAT32, 4, 1, 65536, 8);
   p.seqused_k = &lengths;
   const cuda::Plan some = forward(p, device);
-  EXPECT_FALSE(some.parts.any());
-  EXPECT_EQ(some.rule.parts(1, 65536), 2 * device.gpu.multiprocessors / (4 * 8));
-  EXPECT_EQ(some.rule.parts(1, 100), 1);
-  EXPECT_EQ(some.rule.parts(1, 65536), some.splits);
+  EXPECT_FALSE(some.chunks.any());
+  EXPECT_EQ(some.split_rule.splits(1, 65536), 2 * device.gpu.multiprocessors / (4 * 8));
+  EXPECT_EQ(some.split_rule.splits(1, 100), 1);
+  EXPECT_EQ(some.split_rule.splits(1, 65536), some.splits);
   p = problem(TILEWISE_BFLOAT16, 64, 1, int64_t{1} << 37, 8);  // a block table may have room for it
   p.seqused_k = &lengths;
-  EXPECT_FALSE(forward(p, device).parts.any());
+  EXPECT_FALSE(forward(p, device).chunks.any());
   p.seqlen_k = 4096;
-  EXPECT_TRUE(forward(p, device).parts.any());
+  EXPECT_TRUE(forward(p, device).chunks.any());
   p.batch_invariant = 1;
-  EXPECT_FALSE(forward(p, device).parts.any());
+  EXPECT_FALSE(forward(p, device).chunks.any());
   p.batch_invariant = 0;
   p.num_splits = 4;
-  EXPECT_FALSE(forward(p, device).parts.any());
+  EXPECT_FALSE(forward(p, device).chunks.any());
   p.num_splits = 0;
   p.window_left = 100;
-  EXPECT_FALSE(forward(p, device).parts.any());
+  EXPECT_FALSE(forward(p, device).chunks.any());
 }
 
 // Full caches are cut as they are without lengths, or twice as often where a block has not very
@@ -201,11 +201,11 @@ TEST(PlannerCudaSplits, FullLengthsAreCutAsNoLengths) {
       const int64_t splits = forward(p, device).splits;
       const int32_t lengths = 0;
       p.seqused_k = &lengths;
-      const EqualParts parts = forward(p, device).parts;
-      EXPECT_GE(parts.alike, splits) << batch << " x " << keys;
+      const ChunkSchedule parts = forward(p, device).chunks;
+      EXPECT_GE(parts.chunks_if_uniform, splits) << batch << " x " << keys;
       constexpr int64_t kMany = 128 * 64;  // keys of a block that reads alone, whatever the lengths
-      EXPECT_LE(parts.alike, keys < splits * kMany && batch < 16 ? 2 * splits + 1 : splits);
-      EXPECT_GE(parts.most, batch * splits);
+      EXPECT_LE(parts.chunks_if_uniform, keys < splits * kMany && batch < 16 ? 2 * splits + 1 : splits);
+      EXPECT_GE(parts.max_chunks, batch * splits);
     }
   }
 }

@@ -159,7 +159,7 @@ TEST(CommonCheck, IsRefusedWhileAGraphIsCaptured) {
     const auto expect = [&](tilewise_status status) {
       EXPECT_EQ(status, check ? TILEWISE_INVALID_ARGUMENT : TILEWISE_OK) << tilewise_last_error();
       EXPECT_STREQ(tilewise_last_error(), check ? "check is 1 while the stream is being captured: "
-                                                  "it waits for the GPU, 0 is allowed"
+                                                  "it waits for the GPU, so it must be 0"
                                                 : "");
     };
     expect(tilewise_append_kv(&append));
@@ -190,13 +190,11 @@ TEST(CommonCheck, ExtentOfDbias) {
   g.dbias_rows = 6;
   EXPECT_EQ(of_gpu(p, &g), "");
   g.dbias_rows = 5;
-  EXPECT_EQ(of_gpu(p, &g),
-            "dbias_rows is 5: sequence 1 has 6 rows, at least that many are allowed");
+  EXPECT_EQ(of_gpu(p, &g), "dbias_rows is 5: sequence 1 has 6 rows, so it must be at least that");
   g.dbias_stride_row = 0;
   EXPECT_EQ(of_gpu(p, &g), "");
   g.dbias_keys = 6;
-  EXPECT_EQ(of_gpu(p, &g),
-            "dbias_keys is 6: sequence 0 has 7 keys, at least that many are allowed");
+  EXPECT_EQ(of_gpu(p, &g), "dbias_keys is 6: sequence 0 has 7 keys, so it must be at least that");
 }
 
 }  // namespace

@@ -193,7 +193,7 @@ def test_cluster_combines_splits(seed):
     why = capi.plan(b.attention).why
     if found := re.search(rb"tile 16x(\d+) .* of table sm_90.* (\d+) key splits", why):
         tile, splits = int(found[1]), int(found[2])
-        assert (b"key splits of a cluster" in why) == is_for_a_cluster(case, splits, tile)
+        assert (b"key splits combined in a cluster" in why) == is_for_a_cluster(case, splits, tile)
     check(case, backward=False)
 
 
@@ -218,7 +218,7 @@ def test_last_cta_combines_chunks(seed, monkeypatch):
     """The result is correct, and bitwise independent of the workspace's earlier contents."""
     b = Built(case := chunk_case(seed))
     why = capi.plan(b.attention).why
-    assert (b"merged by the last block" in why) == (b"of table sm_90" in why), why
+    assert (b"combined by the last CTA" in why) == (b"of table sm_90" in why), why
     check(case, backward=False)
     want = run(b, backward=False)
     for fill in (0x00, 0x01, 0x7F):
@@ -245,7 +245,7 @@ def test_infinite_values_survive_an_underflowing_weight(at_end, seed):
     used = (case.keys[0], *case.used_k[1:])
     b = Built(dataclasses.replace(case, used_k=used, window=(-1, -1), sinks=False))
     why = capi.plan(b.attention).why
-    assert (b"merged by the last block" in why) == (b"of table sm_90" in why), why
+    assert (b"combined by the last CTA" in why) == (b"of table sm_90" in why), why
     want = run(b, backward=False)
     keys = torch.arange(used[0])
     keys = keys.flip(0) if at_end else keys
@@ -277,7 +277,7 @@ def test_cluster_and_kernel_combine_agree(head_dim):
             getattr(single, name).copy_(getattr(b, name)[i : i + 1])
         single.sinks.copy_(b.sinks)
         why = capi.plan(single.attention).why
-        assert b"of table sm_90" not in why or b"key splits of a cluster" in why
+        assert b"of table sm_90" not in why or b"key splits combined in a cluster" in why
         result = run(single, backward=False)
         assert np.array_equal(result.out[0], together.out[i])
         assert np.array_equal(result.lse[0], together.lse[i])
@@ -331,7 +331,7 @@ def test_paged_keys_equal_contiguous_keys(page_size, shape, head_dim):
 
 def cut(plan):
     """How the keys are split, in the planner's words."""
-    return re.findall(rb"\d+ key splits|in \d+ parts", plan.why)
+    return re.findall(rb"\d+ key splits|in \d+ chunks", plan.why)
 
 
 def form(b, plan):
@@ -342,8 +342,8 @@ def form(b, plan):
     if tile is None or padded:
         return "paged"
     keys = int(tile[1])
-    parts = page_size >= 16 and keys % page_size == 0
-    return "paged boxes" if parts or page_size % keys == 0 else "paged"
+    whole_boxes = page_size >= 16 and keys % page_size == 0
+    return "paged TMA" if whole_boxes or page_size % keys == 0 else "paged"
 
 
 def flat_view(x):

@@ -50,12 +50,12 @@ def warps_per_tile_case(seed: int) -> Case:
 def test_two_warps_per_tile(seed):
     b = Built(case := warps_per_tile_case(seed))
     why = capi.plan(b.attention).why
-    if b"of table sm_90" in why and b"boxes form" in why and (case.used_k or not case.page_size):
-        assert b"read by two warps a block" in why, why
+    if b"of table sm_90" in why and b"TMA form" in why and (case.used_k or not case.page_size):
+        assert b"two warps per tile" in why, why
         # The emulated GPU has a known speed, which is reached when nearly all SMs are busy.
         if devices.current().name == "emulator":
             most = seed // 2 % 2 == 0 and not case.page_size
-            assert (b", 2 slots a warp" in why) == most, why
+            assert (b", 2 stages per warp" in why) == most, why
     check(case, backward=False)
     check_repeats(b)
 
@@ -91,8 +91,8 @@ def test_few_tiles_use_large_clusters(seed):
     b = Built(case := few_tiles_case(seed))
     why = capi.plan(b.attention).why
     fits = num_sms() * 3 >= 16 * 4  # one cluster fits on three fourths of the SMs
-    if b"of table sm_90" in why and b"boxes form" in why and fits:
-        assert b"key splits of a cluster" in why and b"read by two warps a block" in why, why
+    if b"of table sm_90" in why and b"TMA form" in why and fits:
+        assert b"key splits combined in a cluster" in why and b"two warps per tile" in why, why
     check(case, backward=False)
     check_repeats(b)
 
@@ -113,7 +113,7 @@ def test_varlen_uses_clusters_of_four(half, seed):
     varlen = batch > 1 and case.used_k is not None
     more = case.group <= 4 and (case.group > 1 or case.page_size)  # with one row, 16 tiles are few
     if emulated and b"of table sm_90" in why and varlen and (half or more):
-        assert re.search(rb"[34] key splits of a cluster", why), why
+        assert re.search(rb"[34] key splits combined in a cluster", why), why
     check(case, backward=False)
     check_repeats(b)
 
@@ -128,7 +128,7 @@ def test_many_tiles_use_two_warps_of_two_stages(seed):
     b = Built(case := some_or_all_used(seed, r, batch, 1090 + 40 * seed, 128, [0], window))
     why = capi.plan(b.attention).why
     if emulated and b"of table sm_90" in why:
-        assert b"boxes form" in why and b"read by two warps a block, 2 slots a warp" in why, why
+        assert b"TMA form" in why and b"two warps per tile, 2 stages per warp" in why, why
     check(case, backward=False)
     check_repeats(b)
 

@@ -177,7 +177,7 @@ def test_stream_k_tiles_are_right(option, device, monkeypatch):
     case = dataclasses.replace(BASE, **values)
     plan = capi.plan(Built(case).attention)
     assert plan.kernel.decode().startswith(FAMILY)
-    assert "tiles shared by all blocks" in plan.why.decode()
+    assert "Stream-K over the last" in plan.why.decode()
     check(case, backward=False)
 
 

@@ -113,7 +113,7 @@ bool mistakes_are_exceptions() {
   const auto packed = tilewise::view(x, {kRows, kHeads, kDim});
   const auto halves = tilewise::view(x.data(), TILEWISE_FLOAT16, {1, kRows, kHeads, kDim});
   bool good = expect(message([&] { tilewise::describe(a, {.dout = whole, .dq = fewer_rows}); }),
-                     "the rows of dq and of the problem are 5 and 6: they have to be equal");
+                     "the rows of dq and of the problem are 5 and 6: they must be equal");
   good = expect(message([&] { tilewise::describe(a, {.dout = whole, .dk = packed}); }),
                 "the ranks of dk and of the problem are 3 and 4") &&
          good;
