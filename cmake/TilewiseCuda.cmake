@@ -1,6 +1,6 @@
-# The CUDA families. One unit (family, tile table, element, head-dim tile) is one source in the
-# build tree, written from src/cuda/units/*.in for every line of tools/cuda_units.cpp, which prints
-# src/cuda/manifest.h. A unit is compiled for the architectures of its tile table.
+# The CUDA families. One instance (family, tile table, element, head-dim tile) is one source in the
+# build tree, written from src/cuda/instances/*.in for every line of tools/kernel_instances.cpp, which prints
+# src/cuda/manifest.h. A instance is compiled for the architectures of its tile table.
 #
 #   TILEWISE_CUDA                 AUTO: when nvcc is found and the machine has an NVIDIA GPU, for that
 #                                 GPU; ON: for every architecture (minutes, needs no GPU); OFF
@@ -12,7 +12,7 @@
 #   TILEWISE_CUDA_FORCED_TABLES   also these tile tables, e.g. "Sm86;Sm120", as machine code for the
 #                                 chosen GPUs: tests force them where the GPUs they are for are not
 #                                 at hand. What a table asks for those GPUs must have
-#   TILEWISE_CUDA_EMULATOR        the same units for this CPU, over tests/emulator; needs no nvcc
+#   TILEWISE_CUDA_EMULATOR        the same instances for this CPU, over tests/emulator; needs no nvcc
 #
 # "90" means: tile table Sm90 with code for sm_90, and Sm75 and Sm80 as PTX, which the GPU's driver
 # compiles when TILEWISE_FORCE_ARCH asks for them. The library knows what is inside it.
@@ -27,7 +27,7 @@ set(cuda_specific_tables Sm90a) # machine code of this very capability, of no ot
 set(cuda_ptx_to_force 75 80) # tables that every GPU build can be forced to use
 
 # What is compiled when all architectures are asked for. No SASS of one major version runs on
-# another one; newer GPUs than these take PTX. A unit is compiled to PTX once, for the oldest of
+# another one; newer GPUs than these take PTX. A instance is compiled to PTX once, for the oldest of
 # them (which must come first), and that is assembled for each: the front half costs as much as
 # the assembler, and nothing in a tile table asks for what its oldest GPU does not have.
 set(all_Sm75 75-real 75-virtual)
@@ -77,7 +77,7 @@ else()
     set(cuda_reason "off (no NVIDIA GPU here; -DTILEWISE_CUDA=ON builds for every GPU)")
   else()
     include(CheckLanguage)
-    set(CMAKE_CUDA_ARCHITECTURES 75) # of the check and of nothing else: each unit names its own
+    set(CMAKE_CUDA_ARCHITECTURES 75) # of the check and of nothing else: each instance names its own
     check_language(CUDA)
     set(cuda_problem "")
     if(NOT CMAKE_CUDA_COMPILER)
@@ -159,20 +159,20 @@ function(tilewise_code_of table result)
   set(${result} "${code}" PARENT_SCOPE)
 endfunction()
 
-# --- units ---------------------------------------------------------------------------------------
-# Lines "family arch element head_dim head_dim_v" of the units this build is asked for.
-function(tilewise_list_units result)
-  set(program "${PROJECT_SOURCE_DIR}/tools/cuda_units.cpp")
+# --- instances ---------------------------------------------------------------------------------------
+# Lines "family arch element head_dim head_dim_v" of the instances this build is asked for.
+function(tilewise_list_instances result)
+  set(program "${PROJECT_SOURCE_DIR}/tools/kernel_instances.cpp")
   set_property(DIRECTORY "${PROJECT_SOURCE_DIR}" APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
                "${program}" "${PROJECT_SOURCE_DIR}/src/cuda/manifest.h")
   unset(cuda_units_ran CACHE)
   unset(cuda_units_compiled CACHE)
-  try_run(cuda_units_ran cuda_units_compiled "${PROJECT_BINARY_DIR}/cuda_units" "${program}"
+  try_run(cuda_units_ran cuda_units_compiled "${PROJECT_BINARY_DIR}/kernel_instances" "${program}"
           CMAKE_FLAGS "-DINCLUDE_DIRECTORIES=${PROJECT_SOURCE_DIR}/src;${PROJECT_SOURCE_DIR}/include"
           CXX_STANDARD 20 CXX_STANDARD_REQUIRED ON
           COMPILE_OUTPUT_VARIABLE errors RUN_OUTPUT_VARIABLE output)
   if(NOT cuda_units_compiled OR NOT cuda_units_ran EQUAL 0)
-    message(FATAL_ERROR "tools/cuda_units.cpp: ${errors}${output}")
+    message(FATAL_ERROR "tools/kernel_instances.cpp: ${errors}${output}")
   endif()
   string(REGEX MATCHALL "[^\n]+" lines "${output}")
   set(wanted "")
@@ -211,7 +211,7 @@ function(tilewise_cuda_target target architectures)
     tilewise_compile_options(${target})
     target_link_libraries(${target} PRIVATE tilewise_emulator)
     target_compile_options(
-      ${target} PRIVATE "$<TARGET_PROPERTY:tilewise_emulator,TILEWISE_UNIT_OPTIONS>")
+      ${target} PRIVATE "$<TARGET_PROPERTY:tilewise_emulator,TILEWISE_INSTANCE_OPTIONS>")
     # A lane is a fiber with a small stack: registers of the GPU live there, so optimise always.
     target_compile_options(${target} PRIVATE -O2 -ffp-contract=off -Wno-unknown-pragmas)
     return()
@@ -231,7 +231,7 @@ function(tilewise_cuda_target target architectures)
             $<$<BOOL:${TILEWISE_WERROR}>:-Werror=all-warnings>)
 endfunction()
 
-# "{90, {90, 100}, {90}}," of cuda/tables.h.
+# "{90, {90, 100}, {90}}," of cuda/kernel_set.h.
 function(tilewise_code_row table architectures result)
   string(REGEX REPLACE "^(Sm|any)" "" number "${table}")
   string(REGEX REPLACE "a$" "1" number "${number}") # arch/hopper.h
@@ -254,14 +254,14 @@ function(tilewise_code_row table architectures result)
 endfunction()
 
 # Adds everything of src/cuda to the object library: the host's part always, so that any build can
-# plan for any described GPU; the units where they are compiled.
+# plan for any described GPU; the instances where they are compiled.
 function(tilewise_add_cuda target)
   set(source_dir "${PROJECT_SOURCE_DIR}/src/cuda")
   set(build_dir "${PROJECT_BINARY_DIR}/cuda")
   file(GLOB host CONFIGURE_DEPENDS "${source_dir}/*.cpp")
   list(FILTER host EXCLUDE REGEX "/(runtime|launch)[^/]*$")
-  set(TILEWISE_UNIT_DECLARATIONS "")
-  set(TILEWISE_UNIT_POINTERS "")
+  set(TILEWISE_INSTANCE_DECLARATIONS "")
+  set(TILEWISE_INSTANCE_POINTERS "")
   set(TILEWISE_CODE_ROWS "")
   set(TILEWISE_EMULATED false)
   set(objects "")
@@ -279,11 +279,11 @@ function(tilewise_add_cuda target)
   if(NOT runtime STREQUAL "none")
     file(GLOB launch CONFIGURE_DEPENDS "${source_dir}/launch*.cpp")
     target_sources(${target} PRIVATE ${launch})
-    tilewise_list_units(units)
+    tilewise_list_instances(instances)
     foreach(table IN ITEMS any ${cuda_tables} ${cuda_specific_tables})
       set(sources_${table} "")
     endforeach()
-    foreach(line IN LISTS units)
+    foreach(line IN LISTS instances)
       string(REPLACE " " ";" fields "${line}")
       list(POP_FRONT fields family TILEWISE_ARCH TILEWISE_ELEMENT TILEWISE_HEAD_DIM
            TILEWISE_HEAD_DIM_V)
@@ -297,9 +297,9 @@ function(tilewise_add_cuda target)
         if(NOT TILEWISE_HEAD_DIM_V EQUAL TILEWISE_HEAD_DIM)
           string(APPEND name "_${TILEWISE_HEAD_DIM_V}")
         endif()
-        set(TILEWISE_UNIT "unit_${name}")
+        set(TILEWISE_INSTANCE "kernels_${name}")
         set(file "${build_dir}/${name}.${extension}")
-        configure_file("${source_dir}/units/${family}.cu.in" "${file}" @ONLY)
+        configure_file("${source_dir}/instances/${family}.cu.in" "${file}" @ONLY)
         # Level 1 of ptxas keeps the order of the products, which the kernels of fp32 choose; where
         # registers are short, higher ones make chains of dependent products of it, and spill.
         if(family STREQUAL "mma_sync" AND TILEWISE_ELEMENT STREQUAL "F32" AND extension STREQUAL "cu"
@@ -307,8 +307,8 @@ function(tilewise_add_cuda target)
           set_source_files_properties("${file}" PROPERTIES COMPILE_OPTIONS -Xptxas=-O1)
         endif()
         list(APPEND sources_${table} "${file}")
-        string(APPEND TILEWISE_UNIT_DECLARATIONS "extern const UnitTable ${TILEWISE_UNIT};\n")
-        string(APPEND TILEWISE_UNIT_POINTERS "    &${TILEWISE_UNIT},\n")
+        string(APPEND TILEWISE_INSTANCE_DECLARATIONS "extern const KernelSet ${TILEWISE_INSTANCE};\n")
+        string(APPEND TILEWISE_INSTANCE_POINTERS "    &${TILEWISE_INSTANCE},\n")
       endif()
     endforeach()
     # The kernels that every family needs; a file of our own, for its extension.
@@ -321,21 +321,21 @@ function(tilewise_add_cuda target)
         if(NOT TILEWISE_CUDA_EMULATOR)
           tilewise_code_of(${table} code)
         endif()
-        string(TOLOWER "tilewise_cuda_${table}" units_target)
-        tilewise_cuda_target(${units_target} "${code}" ${sources_${table}})
-        list(APPEND objects "$<TARGET_OBJECTS:${units_target}>")
+        string(TOLOWER "tilewise_cuda_${table}" instances_target)
+        tilewise_cuda_target(${instances_target} "${code}" ${sources_${table}})
+        list(APPEND objects "$<TARGET_OBJECTS:${instances_target}>")
         tilewise_code_row(${table} "${code}" row)
         string(APPEND TILEWISE_CODE_ROWS "${row}")
         list(LENGTH sources_${table} count)
-        message(STATUS "tilewise: CUDA ${table}: ${count} units ${code}")
+        message(STATUS "tilewise: CUDA ${table}: ${count} instances ${code}")
       endif()
     endforeach()
   endif()
 
-  configure_file("${source_dir}/units/registry.cpp.in" "${build_dir}/registry.cpp" @ONLY)
+  configure_file("${source_dir}/instances/registry.cpp.in" "${build_dir}/registry.cpp" @ONLY)
   target_sources(${target} PRIVATE ${host} "${source_dir}/runtime_${runtime}.cpp"
                                    "${build_dir}/registry.cpp")
-  # The units are objects of their own libraries: whoever links our objects links them, too.
+  # The instances are objects of their own libraries: whoever links our objects links them, too.
   target_sources(${target} INTERFACE ${objects})
   set_property(TARGET ${target} PROPERTY TILEWISE_CUDA_OBJECTS "${objects}")
   if(TILEWISE_CUDA_ENABLED)

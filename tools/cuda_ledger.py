@@ -127,9 +127,9 @@ def key_of(mangled: str, sm: int) -> Key:
     table = re.search(r"\d(Sm\d+)E", arguments)
     dims = [int(d) for d in re.findall(r"Li(\d+)E", arguments)] + [0, 0]
     form = re.search(r"FormE(\d)E", arguments)
-    cut = re.search(r"CutE(\d)E", arguments)
-    name = ("plain", "general", "paged", "boxes", "paged-boxes")[int(form[1])] if form else "-"
-    if row := re.search(r"\d(Split|Part)RowE", arguments):  # whose partial results are combined
+    variant = re.search(r"(Phase|TileSize)E1E", arguments)
+    name = ("plain", "general", "paged", "tma", "tma-paged")[int(form[1])] if form else "-"
+    if row := re.search(r"\d(Split|Chunk)RowE", arguments):  # whose partial results are combined
         name = row[1].lower() + "s"
     return Key(
         sm=sm,
@@ -139,7 +139,7 @@ def key_of(mangled: str, sm: int) -> Key:
         element=element,
         head_dim=dims[0],
         head_dim_v=dims[1] if dims[1] != dims[0] else 0,
-        form=f"{name}-narrow" if cut and cut[1] == "1" else name,
+        form=name + {"Phase": "-decode", "TileSize": "-small"}.get(variant[1] if variant else "", ""),
     )
 
 

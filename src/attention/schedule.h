@@ -1,4 +1,4 @@
-// Work: tiles of packed query rows, chunks of keys, and the order they are taken in.
+// How attention is cut: tiles of packed query rows, splits and chunks of keys.
 #pragma once
 
 #include "attention/band.h"
@@ -7,9 +7,9 @@
 
 namespace tilewise {
 
-// The query heads that share a key/value head are packed into one tile, row by row: packed row r is
-// row r / group of query head r % group. Neighbouring packed rows see nearly the same keys, so GQA
-// costs no more edge tiles than MHA, and decoding fills a tile with heads.
+// GQA packing: the query heads that share a key/value head are packed into one tile, row by row.
+// Packed row r is row r / group of query head r % group. Neighbouring packed rows see nearly the
+// same keys, so GQA costs no more edge tiles than MHA, and decoding fills a tile with heads.
 struct Packing {
   int64_t group = 1;
 
@@ -22,7 +22,7 @@ struct Packing {
   }
 };
 
-// [0, length) cut into pieces of `step`, the last one shorter.
+// [0, length) cut into tiles of `step`, the last one shorter.
 struct Tiling {
   int64_t length = 0;
   int64_t step = 1;
@@ -38,82 +38,89 @@ struct Tiling {
   }
 };
 
-// How many parts the keys of a sequence are cut into: what its own lengths say, whatever the batch.
+// Split-KV with a number of splits that depends on the lengths of each sequence alone, whatever
+// else is in the batch.
 struct SplitRule {
-  int64_t least = 0;         // keys of a part, at least; 0: every sequence has `most` parts
-  int64_t most = 1;          // parts
-  int64_t rows = INT64_MAX;  // a sequence with more rows than these has one part
+  int64_t min_keys = 0;          // per split; 0: every sequence has `max_splits`
+  int64_t max_splits = 1;        // per sequence
+  int64_t max_rows = INT64_MAX;  // a sequence with more rows than this is not split
 
-  TILEWISE_FN constexpr int64_t parts(int64_t sequence_rows, int64_t keys) const {
-    if (least == 0) return most;
-    if (sequence_rows > rows) return 1;
-    // 32 bits: a GPU divides 64 of them slowly.
+  TILEWISE_FN constexpr int64_t splits(int64_t sequence_rows, int64_t keys) const {
+    if (min_keys == 0) return max_splits;
+    if (sequence_rows > max_rows) return 1;
+    // 32 bits: a 64-bit division is slow on a GPU.
     const auto some = static_cast<uint32_t>(min<int64_t>(keys, INT32_MAX));
-    return clamp(some / static_cast<uint32_t>(least), 1, most);
+    return clamp(some / static_cast<uint32_t>(min_keys), 1, max_splits);
   }
 };
 
-// The same by the lengths of a batch, in whole tiles. Sequences of lengths that are alike are cut
-// as they are where lengths are known, others into parts of a share of all keys. Of batches of at
-// most 2^30 keys.
-struct EqualParts {
-  int32_t most = 0;   // of a batch, at least `alike` for each sequence; 0: not cut like this
-  Divisor alike = 1;  // of each sequence of a batch of lengths that are alike
-  Divisor tile = 1;   // keys
-  // Short ones are alike, too, when the longest is at most so many fourths of the mean.
-  int32_t fourths = kFourths;
-  // Not 0: blocks of long sequences come first, and of so many sequences as run at once none has
-  // more keys than its share of all.
-  Divisor at_once = 0;
+// Split-KV for a varlen batch: the keys of the whole batch are cut into chunks of one size, in
+// whole tiles, so that every CTA reads about the same number of keys. Sequences of uniform lengths
+// have the same number of chunks each. For batches of at most 2^30 keys.
+struct ChunkSchedule {
+  int32_t max_chunks = 0;         // per batch, at least one per sequence; 0: no such schedule
+  Divisor chunks_if_uniform = 1;  // per sequence, when lengths are uniform
+  Divisor tile = 1;               // keys
+  // Lengths of at most kShort tiles are uniform when the longest is at most this many fourths of
+  // the mean.
+  int32_t uniform_fourths = kFourths;
+  // Not 0: CTAs of long sequences come first, and no chunk is longer than the keys of the batch
+  // divided by this number of sequences, which run at the same time.
+  Divisor concurrent_sequences = 0;
 
   struct Batch {
     int32_t sequences;
     int32_t keys;
     int32_t longest;
 
-    // Whether the longest is at most so many fourths of the mean.
-    TILEWISE_FN constexpr bool within(int32_t spread) const {
-      return int64_t{longest} * sequences * 4 <= int64_t{keys} * spread;
+    // Whether the longest sequence has at most `fourths` / 4 of the mean length.
+    TILEWISE_FN constexpr bool within(int32_t fourths) const {
+      return int64_t{longest} * sequences * 4 <= int64_t{keys} * fourths;
     }
   };
 
-  static constexpr int32_t kFourths = 5;  // of lengths that are alike
+  static constexpr int32_t kFourths = 5;  // what uniform lengths are, by default
   static constexpr int32_t kShort = 32;   // tiles
 
-  TILEWISE_FN constexpr bool are_alike(const Batch& batch) const {
-    return batch.within(batch.longest <= kShort * tile ? fourths : kFourths);
+  TILEWISE_FN constexpr bool are_uniform(const Batch& batch) const {
+    return batch.within(batch.longest <= kShort * tile ? uniform_fourths : kFourths);
   }
 
-  TILEWISE_FN constexpr bool any() const { return most != 0; }
-  TILEWISE_FN constexpr bool long_first() const { return at_once != 0; }
+  TILEWISE_FN constexpr bool any() const { return max_chunks != 0; }
+  TILEWISE_FN constexpr bool long_first() const { return concurrent_sequences != 0; }
 
-  // Keys of a part: the first one of these by which a batch has no more than `most`.
-  TILEWISE_FN constexpr int32_t first_part(const Batch& batch) const {
-    if (are_alike(batch)) {
-      const int32_t part = quotient(batch.longest, alike);
-      return whole_tiles(long_first() ? min(part, quotient(batch.keys, at_once)) : part);
+  // Keys per chunk. A search: the first of these sizes with which the batch has no more than
+  // `max_chunks` chunks is taken.
+  TILEWISE_FN constexpr int32_t first_chunk_size(const Batch& batch) const {
+    if (are_uniform(batch)) {
+      const int32_t size = quotient(batch.longest, chunks_if_uniform);
+      return whole_tiles(long_first() ? min(size, quotient(batch.keys, concurrent_sequences))
+                                      : size);
     }
-    // Every sequence has one part that may be short, of which half is to be expected.
-    return whole_tiles(quotient(batch.keys, most - batch.sequences / 2));
+    // The last chunk of a sequence is short; on average half of it is missing.
+    return whole_tiles(quotient(batch.keys, max_chunks - batch.sequences / 2));
   }
-  TILEWISE_FN constexpr int32_t next_part(const Batch& batch, int turn, int32_t part,
-                                          int32_t parts) const {
-    constexpr int kTurns = 3;
-    if (turn + 1 < kTurns) {
-      const float longer = static_cast<float>(part) * static_cast<float>(parts);
-      return max(part + tile, whole_tiles(static_cast<int32_t>(longer / static_cast<float>(most))));
+  // The size to try after `size`, which had made `chunks` of them.
+  TILEWISE_FN constexpr int32_t next_chunk_size(const Batch& batch, int attempt, int32_t size,
+                                                int32_t chunks) const {
+    constexpr int kAttempts = 3;
+    if (attempt + 1 < kAttempts) {
+      const float longer = static_cast<float>(size) * static_cast<float>(chunks);
+      return max(size + tile,
+                 whole_tiles(static_cast<int32_t>(longer / static_cast<float>(max_chunks))));
     }
-    return whole_tiles(most > batch.sequences ? quotient(batch.keys, most - batch.sequences)
-                                              : batch.longest);
+    return whole_tiles(max_chunks > batch.sequences
+                           ? quotient(batch.keys, max_chunks - batch.sequences)
+                           : batch.longest);
   }
 
-  // Of a sequence, at least 1: somebody has to write the rows of an empty one.
-  TILEWISE_FN static constexpr int32_t count(int32_t keys, int32_t keys_of_part) {
-    return quotient(max(1, keys), keys_of_part);
+  // Chunks of a sequence: at least 1, since some CTA has to write the rows of an empty one.
+  TILEWISE_FN static constexpr int32_t count(int32_t keys, int32_t chunk_size) {
+    return quotient(max(1, keys), chunk_size);
   }
 
  private:
-  // Rounded up. 32 bits: a GPU divides 64 of them slowly.
+  // Rounded up. 32 bits: a 64-bit division is slow on a GPU.
   TILEWISE_FN static constexpr int32_t quotient(int32_t n, int32_t by) {
     return static_cast<int32_t>((static_cast<uint32_t>(n) + static_cast<uint32_t>(by) - 1) /
                                 static_cast<uint32_t>(by));
@@ -126,7 +133,7 @@ struct EqualParts {
   }
 };
 
-// `keys` cut into `splits` parts of whole tiles, as even as possible; trailing parts may be empty.
+// Split `index` of `keys`: whole tiles, as even as possible; trailing splits may be empty.
 TILEWISE_FN constexpr Range key_split(Range keys, int64_t splits, int64_t index, int64_t tile) {
   const int64_t step = round_up(ceil_div(keys.size(), splits), tile);
   return {min(keys.end, keys.begin + index * step), min(keys.end, keys.begin + (index + 1) * step)};

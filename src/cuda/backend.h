@@ -4,23 +4,24 @@
 #include "attention/index_fault.h"
 #include "attention/problem.h"
 #include "attention/schedule.h"
+#include "cuda/cta_placement.h"
 #include "cuda/form.h"
-#include "cuda/next_start.h"
-#include "cuda/order.h"
+#include "cuda/pdl_trigger.h"
 #include "cuda/runtime.h"
-#include "cuda/shares.h"
-#include "cuda/spread.h"
+#include "cuda/stream_k_tail.h"
+#include "cuda/tile_order.h"
 
 namespace tilewise::cuda {
 
 enum class Family : int32_t { simt, mma_sync, wgmma };
 
-struct UnitTable;
-struct Inventory;
+struct KernelSet;
+struct Registry;
 
-// How a launch is cut. A pure function of the problem, the family and the described GPU.
+// How a problem is cut into tiles and CTAs and which kernels run. A pure function of the problem,
+// the family and the described GPU.
 struct Plan {
-  static constexpr int64_t kMostBlocks = INT32_MAX;  // of a grid
+  static constexpr int64_t kMaxBlocks = INT32_MAX;  // per grid
 
   Family family = Family::simt;
   Form form = Form::plain;
@@ -28,33 +29,38 @@ struct Plan {
   int32_t head_dim = 0;      // the head-dim tile
   int32_t tile_q = 0;
   int32_t tile_k = 0;
-  int32_t pack = 1;    // query heads in one tile
-  int64_t splits = 1;  // the most that a sequence has by `rule`
-  SplitRule rule;
-  EqualParts parts;           // of a batch, instead of splits
-  Shares shares;              // works of the last round
-  bool merges_parts = false;  // the main kernel does; else a second one
-  int32_t cluster = 1;        // blocks of the main kernel that merge their splits themselves
-  bool alone = false;         // a block on its multiprocessor
-  int32_t clusters = 0;       // blocks of a cluster for each tile, at most; 0: see `cluster`
-  int32_t readers = 1;        // warps of a block that share the keys of its tile
-  int32_t slots = 0;          // of the ring of each warp that decodes; 0: all
-  Spread spread;              // of the blocks of parts
-  int32_t pitch = 0;          // of the results of splits (params.h)
-  NextStart next = NextStart::at_end;           // the launch after the main kernel
-  NextStart next_of_merge = NextStart::at_end;  // after the one that merges its results
+  int32_t pack = 1;  // query heads in one tile
+
+  // How the keys of a tile are divided among CTAs and warps.
+  int64_t splits = 1;            // the most that `split_rule` gives a sequence
+  SplitRule split_rule;          // splits per sequence
+  ChunkSchedule chunks;          // instead of splits: equal chunks of a varlen batch
+  StreamKTail stream_k;          // wgmma: the last wave is shared by all CTAs
+  int32_t cluster_size = 1;      // CTAs of a cluster that combine their splits themselves
+  int32_t max_cluster_size = 0;  // varlen: CTAs of the cluster of a tile; 0: `cluster_size` counts
+  bool last_cta_combines = false;  // the CTA that finishes a tile last; else a combine kernel does
+  int32_t partial_stride = 0;      // rows per sequence of partial results (params.h)
+
+  // How decoding fills an SM.
+  bool one_cta_per_sm = false;
+  int32_t warps_per_tile = 1;  // warps of a CTA that share the keys of its tile
+  int32_t stages = 0;          // of each warp's pipeline; 0: all that fit
+  CtaPlacement placement;      // of chunks over the grid
+
+  PdlTrigger pdl_trigger = PdlTrigger::at_exit;          // of the main kernel
+  PdlTrigger combine_pdl_trigger = PdlTrigger::at_exit;  // of the combine kernel
   int64_t workspace_bytes = 0;
 
-  const UnitTable* unit = nullptr;    // the kernels; null: no kernel serves the problem
-  const UnitTable* second = nullptr;  // simt kernels of the second pass; null: none is needed
-  TileOrder order{};                  // without its table
-  int32_t tiles = 0;                  // of rows and heads
-  int64_t blocks = 0;                 // of the main kernel
-  int64_t grid = 0;                   // blocks of the largest kernel
-  bool counts_works = false;          // TmaForwardParams::counter
+  const KernelSet* kernel_set = nullptr;     // null: no kernel serves the problem
+  const KernelSet* nan_recompute = nullptr;  // simt kernels of the second pass; null: not needed
+  TileOrder order{};                         // without its table
+  int32_t tiles = 0;                         // rows x heads
+  int64_t blocks = 0;                        // CTAs of the main kernel
+  int64_t grid = 0;                          // CTAs of the largest kernel
+  bool dynamic_scheduling = false;           // TmaForwardParams::tile_counter
 
-  // Otherwise nothing else of the plan but the kernels is set.
-  bool can_be_launched() const { return grid <= kMostBlocks; }
+  // When this is false, only the kernels of the plan are set.
+  bool can_be_launched() const { return grid <= kMaxBlocks; }
 };
 
 // Whether this build has a kernel of the family for the problem on the described GPU.

@@ -3,7 +3,7 @@
 
 #include "cuda/backend.h"
 #include "cuda/common/prepare.h"
-#include "cuda/tables.h"
+#include "cuda/kernel_set.h"
 
 namespace tilewise::cuda {
 

@@ -1,6 +1,7 @@
-// Every compiled unit of the CUDA families: the library, the build (through tools/cuda_units.cpp),
-// the tests and the documents read it here. One unit is one .cu in the build tree and holds forward
-// and backward in both forms. A new head dimension is one number in one of these lists.
+// Every compiled unit of the CUDA families: the library, the build (through
+// tools/kernel_instances.cpp), the tests and the documents read it here. One unit is one .cu in the
+// build tree and holds forward and backward in both forms. A new head dimension is one number in
+// one of these lists.
 #pragma once
 
 #include <array>
@@ -25,7 +26,7 @@ inline constexpr std::array kWgmmaHeadDims = {HeadDims{64, 64},   HeadDims{96, 9
                                               HeadDims{128, 128}, HeadDims{192, 128},
                                               HeadDims{192, 192}, HeadDims{256, 256}};
 
-struct Unit {
+struct KernelInstance {
   const char* family;   // "wgmma", "mma_sync" or "simt"
   const char* arch;     // struct of arch/tables.h or arch/hopper.h; "" for simt
   const char* element;  // struct of element.h
@@ -34,25 +35,25 @@ struct Unit {
 };
 
 template <class Visit>
-constexpr void for_each_unit(Visit&& visit) {
+constexpr void for_each_instance(Visit&& visit) {
   for (const char* arch : {"Sm75", "Sm80", "Sm86", "Sm90", "Sm120"}) {
     const bool turing = arch[2] == '7';
     for (int d : kHalfHeadDims) {
-      visit(Unit{"mma_sync", arch, "F16", d, d});
-      if (!turing) visit(Unit{"mma_sync", arch, "BF16", d, d});
+      visit(KernelInstance{"mma_sync", arch, "F16", d, d});
+      if (!turing) visit(KernelInstance{"mma_sync", arch, "BF16", d, d});
     }
-    for (int d : kFloat8HeadDims) visit(Unit{"mma_sync", arch, "E4M3", d, d});
+    for (int d : kFloat8HeadDims) visit(KernelInstance{"mma_sync", arch, "E4M3", d, d});
     for (int d : kFloatHeadDims) {
       if (turing) continue;
-      visit(Unit{"mma_sync", arch, "F32", d, d});
-      visit(Unit{"mma_sync", arch, "Tf32", d, d});
+      visit(KernelInstance{"mma_sync", arch, "F32", d, d});
+      visit(KernelInstance{"mma_sync", arch, "Tf32", d, d});
     }
   }
   for (const char* element : {"F16", "BF16"}) {
-    for (HeadDims d : kWgmmaHeadDims) visit(Unit{"wgmma", "Sm90a", element, d.qk, d.v});
+    for (HeadDims d : kWgmmaHeadDims) visit(KernelInstance{"wgmma", "Sm90a", element, d.qk, d.v});
   }
   for (const char* element : {"F16", "BF16", "F32"}) {
-    for (int d : kSimtHeadDims) visit(Unit{"simt", "", element, d, d});
+    for (int d : kSimtHeadDims) visit(KernelInstance{"simt", "", element, d, d});
   }
 }
 

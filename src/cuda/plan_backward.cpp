@@ -46,16 +46,16 @@ int64_t heads_in_l2(const Problem& p, const Plan& plan, const Gpu& gpu) {
 // are better. (Of the speed of other sums, D128 at 4k rows: 0.90 and 0.82, head by head or from the
 // first tile 0.71 and 0.72.)
 void choose_turns(const Problem& p, const Plan& plan, const Gpu& gpu, TileOrder& order) {
-  const bool by_columns = !plan.unit->persistent_backward;
+  const bool by_columns = !plan.kernel_set->persistent_backward;
   if (by_columns && p.window_right >= 0) return;
   order.longest_first = p.window_right >= 0 ? 1 : 2;
-  const int64_t slots = gpu.multiprocessors / plan.unit->backward_tile.cluster;
+  const int64_t slots = gpu.multiprocessors / plan.kernel_set->backward_tile.cluster_size;
   order.walk_together(ceil_div(slots, max<int64_t>(1, order.tiles)));
 }
 
 TileOrder choose_order(const Problem& p, const Plan& plan, const Gpu& gpu) {
   TileOrder order;
-  order.tiles = static_cast<int32_t>(ceil_div(most_keys(p), plan.tile_k));
+  order.tiles = static_cast<int32_t>(ceil_div(max_keys(p), plan.tile_k));
   order.heads = static_cast<int32_t>(p.heads_kv);
   order.sequences = static_cast<int32_t>(p.batch);
   order.longest_first = longest_first(p);
@@ -66,8 +66,8 @@ TileOrder choose_order(const Problem& p, const Plan& plan, const Gpu& gpu) {
 
 // Of the kernels of keys, of rows, and of wgmma a bound of the one that is for both.
 int64_t largest_grid(const Problem& p, const Gradients& g, const Plan& plan) {
-  const Size keys = Size(plan.blocks) * plan.unit->backward_tile.cluster;
-  const Size rows = Size(row_blocks(p, plan)) * plan.unit->prepare_parts;
+  const Size keys = Size(plan.blocks) * plan.kernel_set->backward_tile.cluster_size;
+  const Size rows = Size(row_blocks(p, plan)) * plan.kernel_set->prepare_splits;
   const Size both = plan.family == Family::wgmma ? keys + rows : max(keys.value(), rows.value());
   return max(both.value(), common::dbias_blocks(p, g));
 }
@@ -75,45 +75,45 @@ int64_t largest_grid(const Problem& p, const Gradients& g, const Plan& plan) {
 }  // namespace
 
 Plan plan_backward(const Problem& p, const Gradients& g, Family family, const Gpu& gpu,
-                   const Inventory& inside) {
+                   const Registry& inside) {
   Plan plan;
   plan.family = family;
-  plan.unit = find_backward(p, &g, family, gpu, inside);
-  if (plan.unit == nullptr) return plan;
-  const UnitTable& unit = *plan.unit;
+  plan.kernel_set = find_backward(p, &g, family, gpu, inside);
+  if (plan.kernel_set == nullptr) return plan;
+  const KernelSet& kernel_set = *plan.kernel_set;
   plan.form = fits_plain(p, &g) ? Form::plain : Form::general;
-  plan.architecture = unit.architecture;
-  plan.head_dim = unit.head_dim;
-  plan.tile_q = unit.backward_tile.rows;
-  plan.tile_k = unit.backward_tile.keys;
+  plan.architecture = kernel_set.architecture;
+  plan.head_dim = kernel_set.head_dim;
+  plan.tile_q = kernel_set.backward_tile.rows;
+  plan.tile_k = kernel_set.backward_tile.keys;
   plan.order = choose_order(p, plan, gpu);
-  const Size tiles = most_tiles(ragged_keys(p), p.seqlen_k, most_keys(p), p.batch, plan.tile_k);
+  const Size tiles = most_tiles(ragged_keys(p), p.seqlen_k, max_keys(p), p.batch, plan.tile_k);
   plan.blocks = (tiles * p.heads_kv).value();
   plan.grid = largest_grid(p, g, plan);
   if (!plan.can_be_launched()) return plan;
-  if (family != Family::simt && may_spoil(p))
-    plan.second = find_backward(p, &g, Family::simt, gpu, inside);
-  plan.workspace_bytes = backward_pieces(p, g, plan).bytes;
+  if (family != Family::simt && nan_may_leak(p))
+    plan.nan_recompute = find_backward(p, &g, Family::simt, gpu, inside);
+  plan.workspace_bytes = backward_workspace(p, g, plan).bytes;
   return plan;
 }
 
 Plan plan_backward(const Problem& p, const Gradients& g, Family family, const Gpu& gpu) {
-  return plan_backward(p, g, family, gpu, inventory());
+  return plan_backward(p, g, family, gpu, registry());
 }
 
 int64_t row_blocks(const Problem& p, const Plan& plan) {
   return p.batch == 0 ? 0 : p.heads_q * (PaddedRows{plan.tile_q}.count(p) / plan.tile_q);
 }
 
-BackwardPieces backward_pieces(const Problem& p, const Gradients& g, const Plan& plan) {
+BackwardWorkspace backward_workspace(const Problem& p, const Gradients& g, const Plan& plan) {
   Workspace workspace;
-  BackwardPieces pieces;
+  BackwardWorkspace pieces;
   const int64_t row_tiles = row_blocks(p, plan);
   const int64_t rows = row_tiles * plan.tile_q;
   if (p.check != 0) pieces.report = workspace.take<IndexFault>(1);
   pieces.fit = workspace.take<int32_t>(common::FitTask::entries_of_backward(p));
   if (ragged_keys(p)) pieces.table = workspace.take<TileOrder::Entry>(p.batch + 1);
-  if (plan.second != nullptr) {
+  if (plan.nan_recompute != nullptr) {
     pieces.key_flags = workspace.take<uint8_t>(plan.blocks);
     pieces.row_flags = workspace.take<uint8_t>(row_tiles);
   }
@@ -127,18 +127,18 @@ BackwardPieces backward_pieces(const Problem& p, const Gradients& g, const Plan&
     }
     pieces.dq_sum = workspace.take<float>(Size(rows) * plan.head_dim);
     if (plan.family == Family::wgmma) {
-      pieces.records =
-          workspace.take<KeyRecord>(Size(plan.blocks) * plan.unit->backward_tile.cluster);
+      pieces.descriptors = workspace.take<TileDescriptor>(
+          Size(plan.blocks) * plan.kernel_set->backward_tile.cluster_size);
       // The blocks of a cluster start together. Those of deterministic sums wait for earlier ones,
       // which a block that goes on to a second piece might keep from being started.
-      const bool persistent = plan.unit->persistent_backward && p.deterministic == 0;
-      if (persistent) pieces.counter = workspace.take<int32_t>(1);
+      const bool persistent = plan.kernel_set->persistent_backward && p.deterministic == 0;
+      if (persistent) pieces.tile_counter = workspace.take<int32_t>(1);
     }
-    if (p.deterministic != 0) pieces.turns = workspace.take<int32_t>(row_tiles);
+    if (p.deterministic != 0) pieces.dq_semaphores = workspace.take<int32_t>(row_tiles);
   }
-  if (g.dscale != nullptr) pieces.dscale_parts = workspace.take<float>(row_tiles);
+  if (g.dscale != nullptr) pieces.dscale_partials = workspace.take<float>(row_tiles);
   if (g.dsinks != nullptr)
-    pieces.dsinks_parts = workspace.take<double>(Size(p.heads_q) * common::dsinks_chunks(p));
+    pieces.dsinks_partials = workspace.take<double>(Size(p.heads_q) * common::dsinks_chunks(p));
   pieces.bytes = workspace.bytes();
   return pieces;
 }

@@ -24,7 +24,7 @@ bool are_nearly_half(const Gpu& gpu, int64_t blocks) {
 // Splits that a cluster can merge. sm_90 and 100 run larger clusters than every GPU does.
 constexpr int64_t kSmallCluster = 8;
 int64_t most_merged_splits(const Gpu& gpu) {
-  return gpu.sm < 110 ? kMostMergedSplits : kSmallCluster;
+  return gpu.sm < 110 ? kMaxClusterSplits : kSmallCluster;
 }
 
 // The fewest tiles of keys of a sequence, whose length only the GPU knows, of which a block that is
@@ -39,40 +39,43 @@ int64_t least_tiles_alone(int64_t rows, int64_t tiles, bool several, bool many_o
 
 }  // namespace
 
-bool has_few_tiles(const Gpu& gpu, int64_t blocks) {
-  return blocks * kMostMergedSplits * 4 <= int64_t{gpu.multiprocessors} * 3;
+bool max_clusters_fit(const Gpu& gpu, int64_t blocks) {
+  return blocks * kMaxClusterSplits * 4 <= int64_t{gpu.multiprocessors} * 3;
 }
 
 // Counting parts takes a microsecond, and more than a few sequences of many keys are worth it.
-bool are_few_cut_alike(const Gpu& gpu, int64_t blocks, int64_t tiles) {
+bool few_tiles_split_uniformly(const Gpu& gpu, int64_t blocks, int64_t tiles) {
   constexpr int64_t kMost = 16;  // of a multiprocessor
   const bool some = blocks * tiles <= kMost * gpu.multiprocessors;
-  return has_few_tiles(gpu, 2 * blocks) || (some && has_few_tiles(gpu, blocks));
+  return max_clusters_fit(gpu, 2 * blocks) || (some && max_clusters_fit(gpu, blocks));
 }
 
-bool reads_float8(const UnitTable& unit) { return unit.dtype == TILEWISE_FLOAT8_E4M3; }
+bool reads_float8(const KernelSet& kernel_set) { return kernel_set.dtype == TILEWISE_FLOAT8_E4M3; }
 
-bool has_boxes(const UnitTable& unit) { return unit.boxes.tma_forward.function != nullptr; }
+bool uses_tma(const KernelSet& kernel_set) {
+  return kernel_set.tma.tma_forward.function != nullptr;
+}
 bool has_warp_rings(const Plan& plan) {
-  return has_boxes(*plan.unit) && plan.form != Form::general;
+  return uses_tma(*plan.kernel_set) && plan.form != Form::general;
 }
 
 // Whether the block of a tile that is done last merges its parts: most have one part then, and few
 // more than a few. Of more rows a second kernel has more to read.
-bool merges_parts(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
-  const bool several = packed_rows(p, plan) > 4 ? are_nearly_half(gpu, blocks)
-                                                : plan.alone && blocks * 2 > gpu.multiprocessors;
+bool last_cta_combines(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
+  const bool several = packed_rows(p, plan) > 4
+                           ? are_nearly_half(gpu, blocks)
+                           : plan.one_cta_per_sm && blocks * 2 > gpu.multiprocessors;
   return has_warp_rings(plan) && (several || has_many_tiles(gpu, blocks));
 }
 
 // What a block may have to walk before it merges. Tiles of float8 have twice the keys.
-int64_t few_tiles(const Plan& plan) { return reads_float8(*plan.unit) ? 4 : 8; }
+int64_t few_tiles(const Plan& plan) { return reads_float8(*plan.kernel_set) ? 4 : 8; }
 
 // Whether so many splits are better merged by clusters, with no second launch: where blocks have a
 // few tiles, and clusters, which get their places all at once, find them. Pairs find theirs, and
 // are better however many tiles they have.
-bool are_better_merged(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t splits,
-                       int64_t key_tiles) {
+bool cluster_combine_is_faster(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t splits,
+                               int64_t key_tiles) {
   const int64_t rounds = splits <= kSmallCluster ? 2 : 1;
   return splits > 1 && splits <= most_merged_splits(gpu) &&
          blocks * splits <= rounds * gpu.multiprocessors &&
@@ -81,9 +84,9 @@ bool are_better_merged(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t
 
 // Blocks that read as fast as more of them. Of float8 a warp converts what it reads: for each byte
 // it takes three times the instructions (820 a tile of 64 keys and 128 columns, of 16 bits 557).
-int64_t readers_of_multiprocessor(const Plan& plan) { return reads_float8(*plan.unit) ? 3 : 2; }
+int64_t ctas_to_saturate(const Plan& plan) { return reads_float8(*plan.kernel_set) ? 3 : 2; }
 
-bool are_uneven(const Problem& p) {
+bool has_device_lengths(const Problem& p) {
   return p.batch > 1 && p.seqused_k != nullptr && p.window_left < 0;
 }
 
@@ -96,7 +99,7 @@ int64_t least_tiles_of_split(const Gpu& gpu, int64_t blocks, int64_t tiles, int6
                              bool uneven, bool paged) {
   const int64_t splits = gpu.multiprocessors / blocks;
   if (rows <= 8) return !uneven && splits == 2 ? 16 : 128;
-  if (are_few_cut_alike(gpu, blocks, tiles) && splits < kMostSplits) return paged ? 16 : 6;
+  if (few_tiles_split_uniformly(gpu, blocks, tiles) && splits < kMaxSplits) return paged ? 16 : 6;
   if (!uneven) return 24;
   return are_nearly_half(gpu, blocks) && !paged ? 32 : 64;
 }
@@ -104,11 +107,11 @@ int64_t least_tiles_of_split(const Gpu& gpu, int64_t blocks, int64_t tiles, int6
 // For two blocks of readers a multiprocessor: those of the next launch come early.
 bool has_room_for_readers(const Plan& plan, const Gpu& gpu) {
   constexpr int32_t kReserved = 1024;  // bytes of each block
-  const UnitKernels& kernels = plan.unit->form(plan.form);
-  const bool built = kernels.tma_forward_of_readers.function != nullptr ||
-                     kernels.forward_of_readers.function != nullptr;
+  const FormKernels& kernels = plan.kernel_set->form(plan.form);
+  const bool built = kernels.tma_forward_warp_split.function != nullptr ||
+                     kernels.forward_warp_split.function != nullptr;
   const int32_t bytes =
-      max(kernels.tma_forward_of_readers.shared_bytes, kernels.forward_of_readers.shared_bytes);
+      max(kernels.tma_forward_warp_split.shared_bytes, kernels.forward_warp_split.shared_bytes);
   return built && 2 * (bytes + kReserved) <= gpu.shared_bytes + kReserved;
 }
 
@@ -121,10 +124,11 @@ int64_t clusters_of_uneven(const Problem& p, const Plan& plan, const Gpu& gpu, i
   constexpr int64_t kFew = 4;
   const int64_t all = gpu.multiprocessors;
   const bool several = blocks * kFew * 2 > 3 * all;
-  if (!several || !are_uneven(p) || tiles < kFew || reads_float8(*plan.unit)) return 0;
+  if (!several || !has_device_lengths(p) || tiles < kFew || reads_float8(*plan.kernel_set))
+    return 0;
   const bool are_half = blocks * kFew <= 2 * all && tiles <= 64;
   const int64_t rows = packed_rows(p, plan);
-  const bool are_long = rows > 1 || tiles > 16 || plan.form != Form::boxes;
+  const bool are_long = rows > 1 || tiles > 16 || plan.form != Form::tma;
   const bool are_more = blocks * kFew <= 3 * all && are_long && tiles <= 32 && rows <= 4;
   return are_half || are_more ? kFew : 0;
 }
@@ -133,14 +137,15 @@ int64_t clusters_of_uneven(const Problem& p, const Plan& plan, const Gpu& gpu, i
 // of the next call find no places beside them.
 int64_t clusters_of_few(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t tiles) {
   const int64_t merged = most_merged_splits(gpu);
-  const bool fits = has_few_tiles(gpu, blocks) && has_room_for_readers(plan, gpu) &&
+  const bool fits = max_clusters_fit(gpu, blocks) && has_room_for_readers(plan, gpu) &&
                     tiles > merged && ceil_div(tiles, merged) <= few_tiles(plan);
   return fits ? merged : 0;
 }
 
 }  // namespace
 
-int32_t choose_clusters(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
+int32_t choose_max_cluster_size(const Problem& p, const Plan& plan, const Gpu& gpu,
+                                int64_t blocks) {
   if (p.num_splits > 0 || p.batch_invariant != 0 || blocks == 0 || !has_warp_rings(plan)) return 0;
   const int64_t tiles = ceil_div(keys_of_tile(p, most_rows(p)), int64_t{plan.tile_k});
   const int64_t few = clusters_of_few(plan, gpu, blocks, tiles);
@@ -149,15 +154,15 @@ int32_t choose_clusters(const Problem& p, const Plan& plan, const Gpu& gpu, int6
 
 // Two warps read what a multiprocessor is to read, where more blocks would have more to merge. Of
 // pages each takes a warp more instructions.
-bool reads_alone(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
+bool uses_one_cta_per_sm(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   if (!has_warp_rings(plan) || p.num_splits > 0 || p.batch_invariant != 0 || blocks == 0 ||
       !has_room_for_readers(plan, gpu))
     return false;
   const int64_t splits = gpu.multiprocessors / blocks;
   const int64_t tiles = ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k);
   const int64_t rows = packed_rows(p, plan);
-  const bool paged = plan.form != Form::boxes;
-  const bool uneven = paged || are_uneven(p);
+  const bool paged = plan.form != Form::tma;
+  const bool uneven = paged || has_device_lengths(p);
   const bool several = has_several_tiles(gpu, blocks);
   if (splits == 0 || (paged && rows <= 8 && splits > 1) || (paged && rows <= 4 && !several))
     return false;
@@ -182,33 +187,34 @@ bool are_as_fast_as_memory(const Gpu& gpu, int64_t blocks, int64_t each) {
 // only the GPU knows, short sequences are better off with more blocks of one.
 bool take_many_turns(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   const int64_t tiles = ceil_div(keys_of_tile(p, most_rows(p)), int64_t{plan.tile_k});
-  return !plan.alone && plan.form == Form::boxes && p.num_splits == 0 && p.batch_invariant == 0 &&
-         has_room_for_readers(plan, gpu) && blocks * 3 >= int64_t{gpu.multiprocessors} * 10 &&
-         tiles >= (are_uneven(p) ? 17 : 16);
+  return !plan.one_cta_per_sm && plan.form == Form::tma && p.num_splits == 0 &&
+         p.batch_invariant == 0 && has_room_for_readers(plan, gpu) &&
+         blocks * 3 >= int64_t{gpu.multiprocessors} * 10 &&
+         tiles >= (has_device_lengths(p) ? 17 : 16);
 }
 
 }  // namespace
 
-int32_t choose_readers(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
-  if (plan.clusters > 0) return has_few_tiles(gpu, blocks) ? kMostReaders : 1;
-  if (!plan.alone) return take_many_turns(p, plan, gpu, blocks) ? kMostReaders : 1;
+int32_t choose_warps_per_tile(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
+  if (plan.max_cluster_size > 0) return max_clusters_fit(gpu, blocks) ? kMaxWarpsPerTile : 1;
+  if (!plan.one_cta_per_sm) return take_many_turns(p, plan, gpu, blocks) ? kMaxWarpsPerTile : 1;
   const int64_t splits = gpu.multiprocessors / blocks;
   const bool many = keys_of_tile(p, most_rows(p)) >= 32 * plan.tile_k * splits;
-  const bool one = plan.form == Form::boxes && many && packed_rows(p, plan) <= 8 &&
+  const bool one = plan.form == Form::tma && many && packed_rows(p, plan) <= 8 &&
                    are_as_fast_as_memory(gpu, blocks, 27);
-  return one ? 1 : kMostReaders;
+  return one ? 1 : kMaxWarpsPerTile;
 }
 
 // What is on its way beyond what memory needs makes it slower, and some blocks last. A warp with
 // three slots has what nearly all multiprocessors need, two with two slots what two thirds do. Of
 // warps that share multiprocessors two slots are enough where there are two or three on each.
-int32_t choose_slots(const Plan& plan, const Gpu& gpu, int64_t blocks) {
-  if (plan.form != Form::boxes || reads_float8(*plan.unit)) return 0;
-  const bool alone = plan.alone && plan.clusters == 0;
-  const int64_t tenths = plan.clusters > 0 ? 7 : 14;  // of the multiprocessors
-  const bool few = alone ? plan.readers > 1 && are_as_fast_as_memory(gpu, blocks, 36)
+int32_t choose_stages(const Plan& plan, const Gpu& gpu, int64_t blocks) {
+  if (plan.form != Form::tma || reads_float8(*plan.kernel_set)) return 0;
+  const bool alone = plan.one_cta_per_sm && plan.max_cluster_size == 0;
+  const int64_t tenths = plan.max_cluster_size > 0 ? 7 : 14;  // of the multiprocessors
+  const bool few = alone ? plan.warps_per_tile > 1 && are_as_fast_as_memory(gpu, blocks, 36)
                          : blocks * 10 >= tenths * gpu.multiprocessors;
-  return few ? kFewSlots : 0;
+  return few ? kFewStages : 0;
 }
 
 // Parts that there are where lengths are alike, where blocks are alone and the parts leave a
@@ -216,14 +222,14 @@ int32_t choose_slots(const Plan& plan, const Gpu& gpu, int64_t blocks) {
 // multiprocessors that have nothing to do, and then one to each, one GPC after the other. Long
 // works, which are worth it, wait until none of them has anything to do. Where multiprocessors have
 // room for two, the second ones of a few of them had better not be those of a few GPCs.
-Spread spread_parts(const Plan& plan, const Gpu& gpu, int64_t tiles) {
+CtaPlacement place_chunks(const Plan& plan, const Gpu& gpu, int64_t tiles) {
   constexpr int64_t kLong = 64;  // tiles
   constexpr int64_t kLongOfTwo = 32;
-  const EqualParts& parts = plan.parts;
+  const ChunkSchedule& parts = plan.chunks;
   if (!parts.any() || parts.long_first()) return {};
   const int64_t all = gpu.multiprocessors;
-  const int64_t works = int64_t{plan.tiles} * parts.alike;
-  if (!plan.alone) {
+  const int64_t works = int64_t{plan.tiles} * parts.chunks_if_uniform;
+  if (!plan.one_cta_per_sm) {
     const int64_t second = works - all;
     const bool some = second > 0 && second * 16 <= all * 15;
     if (tiles < kLongOfTwo || !some || plan.blocks < 2 * all) return {};
@@ -237,19 +243,19 @@ Spread spread_parts(const Plan& plan, const Gpu& gpu, int64_t tiles) {
 // Decoding by boxes: two blocks a multiprocessor read as fast as four, with half as many partial
 // results (B1 with 32k keys: 38.0 -> 36.3 us), and one is not far behind. So do the blocks of small
 // clusters, and of larger ones there is room for one.
-int64_t choose_splits_of_boxes(const Plan& plan, const Gpu& gpu, int64_t blocks,
-                               int64_t key_tiles) {
-  if (plan.clusters > 0) return ceil_div(key_tiles, ceil_div(key_tiles, int64_t{plan.clusters}));
+int64_t choose_tma_splits(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t key_tiles) {
+  if (plan.max_cluster_size > 0)
+    return ceil_div(key_tiles, ceil_div(key_tiles, int64_t{plan.max_cluster_size}));
   const int64_t all = gpu.multiprocessors;
-  int64_t readers = readers_of_multiprocessor(plan);
+  int64_t readers = ctas_to_saturate(plan);
   if (blocks * 2 > all * readers) return 1;
-  if (plan.alone) readers = 1;
-  const int64_t most = min(kMostSplits, readers * all / blocks);
+  if (plan.one_cta_per_sm) readers = 1;
+  const int64_t most = min(kMaxSplits, readers * all / blocks);
   int64_t merged = min(most, kSmallCluster);
   if (blocks * merged * 8 < all * 7) merged = min(most_merged_splits(gpu), all / blocks);
   const bool busy = blocks * merged * 8 >= all * 7 || key_tiles <= merged;
-  const bool merge =
-      plan.form != Form::general && busy && are_better_merged(plan, gpu, blocks, merged, key_tiles);
+  const bool merge = plan.form != Form::general && busy &&
+                     cluster_combine_is_faster(plan, gpu, blocks, merged, key_tiles);
   const int64_t tiles = ceil_div(key_tiles, merge ? merged : most);  // splits are whole tiles
   return ceil_div(key_tiles, tiles);
 }
@@ -257,7 +263,7 @@ int64_t choose_splits_of_boxes(const Plan& plan, const Gpu& gpu, int64_t blocks,
 namespace {
 
 bool decodes(const Plan& plan) {
-  return plan.family == Family::mma_sync && plan.unit->forward_tile.rows == kDecodeRows;
+  return plan.family == Family::mma_sync && plan.kernel_set->forward_tile.rows == kDecodeRows;
 }
 
 }  // namespace
@@ -268,33 +274,36 @@ bool decodes(const Plan& plan) {
 // two blocks each do not, nor do blocks of several turns. Parts have more blocks than there are
 // places, and those of uneven lengths end at different times, but no more tiles than
 // multiprocessors find places early, unless they are long and spread.
-NextStart next_start(const Plan& plan, const Gpu& gpu) {
-  if (leaves_results(plan)) return NextStart::after_first_keys;
-  if (!decodes(plan) || plan.second != nullptr) return NextStart::at_end;
+PdlTrigger choose_pdl_trigger(const Plan& plan, const Gpu& gpu) {
+  if (needs_combine_kernel(plan)) return PdlTrigger::after_first_loads;
+  if (!decodes(plan) || plan.nan_recompute != nullptr) return PdlTrigger::at_exit;
   const int64_t all = gpu.multiprocessors;
-  const auto early_if = [](bool early, NextStart otherwise) {
-    return early ? NextStart::after_first_keys : otherwise;
+  const auto early_if = [](bool early, PdlTrigger otherwise) {
+    return early ? PdlTrigger::after_first_loads : otherwise;
   };
-  if (plan.cluster > 1) return early_if(plan.cluster == 2 || plan.blocks <= all, NextStart::at_end);
-  if (plan.spread.any() && plan.spread.places == all) return NextStart::at_end;
-  if (plan.parts.any()) return early_if(plan.tiles <= all, NextStart::before_last_result);
-  return early_if(plan.blocks <= 2 * all, NextStart::before_last_result);
+  if (plan.cluster_size > 1)
+    return early_if(plan.cluster_size == 2 || plan.blocks <= all, PdlTrigger::at_exit);
+  if (plan.placement.any() && plan.placement.ctas == all) return PdlTrigger::at_exit;
+  if (plan.chunks.any()) return early_if(plan.tiles <= all, PdlTrigger::before_epilogue);
+  return early_if(plan.blocks <= 2 * all, PdlTrigger::before_epilogue);
 }
 
 // Its blocks are there when it begins to merge, and leave little room for those of the next call,
 // or room that is uneven if they are many, unless all that is read is little.
-NextStart next_start_of_merge(const Problem& p, const Plan& plan, const Gpu& gpu) {
+PdlTrigger choose_combine_pdl_trigger(const Problem& p, const Plan& plan, const Gpu& gpu) {
   constexpr int64_t kLittle = 24;  // tiles of keys of a multiprocessor
-  if (!leaves_results(plan) || !decodes(plan) || plan.second != nullptr) return NextStart::at_end;
+  if (!needs_combine_kernel(plan) || !decodes(plan) || plan.nan_recompute != nullptr)
+    return PdlTrigger::at_exit;
   const int64_t all = gpu.multiprocessors;
   const int64_t rows = plan.tiles * packed_rows(p, plan);
   const auto is_little = [&] {
-    return plan.tiles * ceil_div(most_keys(p), int64_t{plan.tile_k}) <= kLittle * all;
+    return plan.tiles * ceil_div(max_keys(p), int64_t{plan.tile_k}) <= kLittle * all;
   };
   const bool few = rows <= 2 * all || (rows <= 6 * all && is_little());
-  const bool fits =
-      plan.alone ? has_few_tiles(gpu, plan.tiles) && rows > common::kMostRowsOfGroups : few;
-  return fits ? NextStart::after_first_keys : NextStart::at_end;
+  const bool fits = plan.one_cta_per_sm
+                        ? max_clusters_fit(gpu, plan.tiles) && rows > common::kMostRowsOfGroups
+                        : few;
+  return fits ? PdlTrigger::after_first_loads : PdlTrigger::at_exit;
 }
 
 }  // namespace tilewise::cuda

@@ -33,11 +33,11 @@ inline int64_t most_rows(const Problem& p) { return bounded(p.seqlen_q, p.max_se
 inline int64_t deciding_rows(const Problem& p) {
   return p.batch_invariant != 0 && ragged_rows(p) ? INT64_MAX / 4 / p.heads_q : most_rows(p);
 }
-inline int64_t most_keys(const Problem& p) { return bounded(key_capacity(p), p.max_seqlen_k); }
+inline int64_t max_keys(const Problem& p) { return bounded(key_capacity(p), p.max_seqlen_k); }
 
 // Keys of a sequence that is neither short nor long: what splitting is judged by.
 inline int64_t usual_keys(const Problem& p) {
-  if (!ragged_keys(p) || p.max_seqlen_k > 0 || p.batch == 0) return most_keys(p);
+  if (!ragged_keys(p) || p.max_seqlen_k > 0 || p.batch == 0) return max_keys(p);
   return ceil_div(p.seqlen_k, p.batch);
 }
 

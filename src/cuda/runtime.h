@@ -27,7 +27,7 @@ struct Kernel {
   void (*function)(Params) = nullptr;
   int32_t threads = 0;
   int32_t shared_bytes = 0;
-  int32_t cluster = 1;  // blocks that run side by side: the kernel itself says so, too
+  int32_t cluster_size = 1;  // CTAs per cluster, when the kernel itself is compiled with one
 };
 
 // What the planner needs to know of a GPU.
@@ -98,7 +98,7 @@ void launch(const Kernel<Params>& kernel, int64_t blocks, Stream stream, const P
   (void)start;
   emulator::run_grid(
       blocks, kernel.threads, kernel.shared_bytes, [&] { kernel.function(params); },
-      kernel.cluster * cluster);
+      kernel.cluster_size * cluster);
 #else
   detail::launch(reinterpret_cast<const void*>(kernel.function), blocks, kernel.threads,
                  kernel.shared_bytes, stream, start, cluster, &params);

@@ -9,9 +9,9 @@ namespace tilewise::cuda {
 class Workspace {
  public:
   template <class T>
-  Piece take(Size count) {
+  Region take(Size count) {
     const Size bytes = count * static_cast<int64_t>(sizeof(T));
-    const Piece piece = {bytes_.value(), bytes.value()};
+    const Region piece = {bytes_.value(), bytes.value()};
     bytes_ = round_up((bytes_ + bytes).value(), kAlignment);
     return piece;
   }

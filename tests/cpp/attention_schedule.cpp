@@ -79,10 +79,10 @@ struct Lengths {
   int32_t part(const EqualParts& rule) const {
     const EqualParts::Batch batch = {static_cast<int32_t>(keys.size()), all(),
                                      *std::max_element(keys.begin(), keys.end())};
-    int32_t part = rule.first_part(batch);
-    for (int turn = 0; parts(part) > rule.most; ++turn) {
+    int32_t part = rule.first_chunk_size(batch);
+    for (int turn = 0; parts(part) > rule.max_splits; ++turn) {
       EXPECT_LT(turn, 3);
-      part = rule.next_part(batch, turn, part, parts(part));
+      part = rule.next_chunk_size(batch, turn, part, parts(part));
     }
     return part;
   }
@@ -103,9 +103,9 @@ TEST(EqualParts, AreAsManyAsAllowed) {
         const EqualParts rule{sequences + more, 1, kTile};
         const int32_t part = lengths.part(rule);
         EXPECT_EQ(part % kTile, 0);
-        EXPECT_LE(lengths.parts(part), rule.most);
+        EXPECT_LE(lengths.parts(part), rule.max_splits);
         if (keys == 40000 && sequences >= 16 && more >= sequences) {
-          EXPECT_GT(lengths.parts(part), rule.most * 3 / 4) << sequences << " + " << more;
+          EXPECT_GT(lengths.parts(part), rule.max_splits * 3 / 4) << sequences << " + " << more;
         }
       }
   EXPECT_FALSE(EqualParts{}.any());

@@ -6,8 +6,8 @@
 
 #include "cuda/arch/hopper.h"
 #include "cuda/arch/limits.h"
+#include "cuda/kernel_set.h"
 #include "cuda/manifest.h"
-#include "cuda/tables.h"
 
 namespace tilewise::cuda {
 namespace {
@@ -35,19 +35,20 @@ void expect_kernel(const Kernel<Params>& kernel, bool wanted, int32_t most_share
 }
 
 TEST(CudaRegistry, UnitsHoldWhatTheirTilesSay) {
-  if (inventory().units.empty()) GTEST_SKIP() << "this build has no CUDA unit";
-  for (const UnitTable* unit : inventory().units) {
-    SCOPED_TRACE(testing::Message() << "table " << unit->architecture << " dtype " << unit->dtype
-                                    << " tf32 " << unit->tf32 << " head_dim " << unit->head_dim);
+  if (registry().kernel_sets.empty()) GTEST_SKIP() << "this build has no CUDA kernel_set";
+  for (const KernelSet* kernel_set : registry().kernel_sets) {
+    SCOPED_TRACE(testing::Message()
+                 << "table " << kernel_set->architecture << " dtype " << kernel_set->dtype
+                 << " tf32 " << kernel_set->tf32 << " head_dim " << kernel_set->head_dim);
     constexpr int32_t kReserved = 1024;  // of each block but the first
-    const int32_t most = least_shared_bytes(unit->architecture);
-    EXPECT_TRUE(unit->has_forward() || unit->has_backward());
-    for (const UnitTable* cut : {unit, unit->narrow}) {
+    const int32_t most = least_shared_bytes(kernel_set->architecture);
+    EXPECT_TRUE(kernel_set->has_forward() || kernel_set->has_backward());
+    for (const KernelSet* cut : {kernel_set, kernel_set->few_rows}) {
       if (cut == nullptr) continue;
-      const bool tma = unit->family == Family::wgmma;
-      const bool float8 = unit->dtype == TILEWISE_FLOAT8_E4M3;
-      for (const UnitKernels* form : {&cut->plain, &cut->general}) {
-        const bool decodes = cut->boxes.tma_forward.function != nullptr;
+      const bool tma = kernel_set->family == Family::wgmma;
+      const bool float8 = kernel_set->dtype == TILEWISE_FLOAT8_E4M3;
+      for (const FormKernels* form : {&cut->plain, &cut->general}) {
+        const bool decodes = cut->tma.tma_forward.function != nullptr;
         const bool built = !tma && !((float8 || decodes) && form == &cut->plain);
         expect_kernel(form->forward, cut->has_forward() && built, most);
         expect_kernel(form->tma_forward, cut->has_forward() && tma, most);
@@ -56,41 +57,41 @@ TEST(CudaRegistry, UnitsHoldWhatTheirTilesSay) {
         expect_kernel(form->tma_backward, cut->has_backward() && tma, most);
         expect_kernel(form->finish, cut->has_backward(), most);
       }
-      const bool paged =
-          unit->family == Family::mma_sync && unit->dtype != TILEWISE_FLOAT32 && !float8;
+      const bool paged = kernel_set->family == Family::mma_sync &&
+                         kernel_set->dtype != TILEWISE_FLOAT32 && !float8;
       expect_kernel(cut->paged.forward, cut->has_forward() && paged, most);
-      const bool rings = paged && cut->boxes.tma_forward.function != nullptr;
-      const bool pages_have_readers = rings && has_readers(cut->head_dim, 2);
-      expect_kernel(cut->paged.forward_of_readers, pages_have_readers, (most - kReserved) / 2);
-      for (const UnitKernels* form : {&cut->boxes, &cut->paged_boxes}) {
+      const bool rings = paged && cut->tma.tma_forward.function != nullptr;
+      const bool pages_have_readers = rings && has_warp_split(cut->head_dim, 2);
+      expect_kernel(cut->paged.forward_warp_split, pages_have_readers, (most - kReserved) / 2);
+      for (const FormKernels* form : {&cut->tma, &cut->tma_paged}) {
         const bool built = form->tma_forward.function != nullptr;
-        const bool readers = built && has_readers(cut->head_dim, float8 ? 1 : 2);
+        const bool readers = built && has_warp_split(cut->head_dim, float8 ? 1 : 2);
         expect_kernel(form->tma_forward, built, most);
-        expect_kernel(form->tma_forward_of_readers, readers, (most - kReserved) / 2);
-        EXPECT_EQ(form->tma_forward_of_readers.threads,
-                  readers ? kMostReaders * form->tma_forward.threads : 0);
+        expect_kernel(form->tma_forward_warp_split, readers, (most - kReserved) / 2);
+        EXPECT_EQ(form->tma_forward_warp_split.threads,
+                  readers ? kMaxWarpsPerTile * form->tma_forward.threads : 0);
       }
     }
   }
 }
 
 TEST(CudaRegistry, EveryUnitIsInTheManifestAndItsCodeIsKnown) {
-  if (inventory().units.empty()) GTEST_SKIP() << "this build has no CUDA unit";
+  if (registry().kernel_sets.empty()) GTEST_SKIP() << "this build has no CUDA kernel_set";
   int32_t of_manifest = 0;
-  for_each_unit([&](const Unit&) { ++of_manifest; });
-  EXPECT_LE(inventory().units.size(), static_cast<std::size_t>(of_manifest));
+  for_each_instance([&](const KernelInstance&) { ++of_manifest; });
+  EXPECT_LE(registry().kernel_sets.size(), static_cast<std::size_t>(of_manifest));
   std::set<std::tuple<int32_t, int32_t, bool, int32_t, int32_t>> seen;
-  for (const UnitTable* unit : inventory().units) {
-    EXPECT_EQ(unit->family == Family::simt, unit->architecture == 0);
-    EXPECT_TRUE(
-        seen.insert({unit->architecture, unit->dtype, unit->tf32, unit->head_dim, unit->head_dim_v})
-            .second);
+  for (const KernelSet* kernel_set : registry().kernel_sets) {
+    EXPECT_EQ(kernel_set->family == Family::simt, kernel_set->architecture == 0);
+    EXPECT_TRUE(seen.insert({kernel_set->architecture, kernel_set->dtype, kernel_set->tf32,
+                             kernel_set->head_dim, kernel_set->head_dim_v})
+                    .second);
     bool known = false;
-    for (const Code& code : inventory().code) {
-      if (code.architecture != unit->architecture) continue;
-      known = inventory().emulated || !code.sass.empty() || !code.ptx.empty();
+    for (const Code& code : registry().code) {
+      if (code.architecture != kernel_set->architecture) continue;
+      known = registry().emulated || !code.sass.empty() || !code.ptx.empty();
     }
-    EXPECT_TRUE(known) << unit->architecture;
+    EXPECT_TRUE(known) << kernel_set->architecture;
   }
 }
 

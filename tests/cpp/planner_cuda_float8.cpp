@@ -44,9 +44,9 @@ TEST(PlannerCudaFloat8, DecodingReadsBoxesWhereTheyLie) {
     return forward(with_float8(p), gpu_with(sm)).form;
   };
   const Problem plain = problem(TILEWISE_BFLOAT16, 2, 1, 4096);
-  EXPECT_EQ(form(plain), cuda::Form::boxes);
+  EXPECT_EQ(form(plain), cuda::Form::tma);
   EXPECT_EQ(form(plain, 80), cuda::Form::general);
-  EXPECT_EQ(form(problem(TILEWISE_FLOAT16, 2, 1, 4096, 8, 80)), cuda::Form::boxes);
+  EXPECT_EQ(form(problem(TILEWISE_FLOAT16, 2, 1, 4096, 8, 80)), cuda::Form::tma);
   // 72 bytes are no multiple of 16, as 144 are.
   EXPECT_EQ(form(problem(TILEWISE_FLOAT16, 2, 1, 4096, 8, 72)), cuda::Form::general);
   Problem p = plain;
@@ -57,11 +57,11 @@ TEST(PlannerCudaFloat8, DecodingReadsBoxesWhereTheyLie) {
   EXPECT_EQ(form(p), cuda::Form::general);
   p = plain;
   p.v.stride_head = 0;
-  EXPECT_EQ(form(p), cuda::Form::boxes);
+  EXPECT_EQ(form(p), cuda::Form::tma);
   p.v.stride_head = -128;
   EXPECT_EQ(form(p), cuda::Form::general);
   for (const int64_t page : {16, 32, 64, 128, 256})
-    EXPECT_EQ(form(paged(TILEWISE_BFLOAT16, page)), cuda::Form::paged_boxes) << page;
+    EXPECT_EQ(form(paged(TILEWISE_BFLOAT16, page)), cuda::Form::tma_paged) << page;
   for (const int64_t page : {1, 8})
     EXPECT_EQ(form(paged(TILEWISE_BFLOAT16, page)), cuda::Form::general) << page;
   EXPECT_EQ(form(paged(TILEWISE_BFLOAT16, 64), 120), cuda::Form::general);
@@ -76,11 +76,11 @@ TEST(PlannerCudaFloat8, RowsOfAPromptStayOffWgmma) {
 
 // A build of units for 16 and 32 bits alone.
 TEST(PlannerCudaFloat8, SimtServesWhereItIsNotInside) {
-  std::vector<const cuda::UnitTable*> units;
-  for (const cuda::UnitTable* unit : every_gpu().units)
-    if (unit->dtype != TILEWISE_FLOAT8_E4M3) units.push_back(unit);
-  cuda::Inventory inside = every_gpu();
-  inside.units = units;
+  std::vector<const cuda::KernelSet*> kernel_sets;
+  for (const cuda::KernelSet* kernel_set : every_gpu().kernel_sets)
+    if (kernel_set->dtype != TILEWISE_FLOAT8_E4M3) kernel_sets.push_back(kernel_set);
+  cuda::Registry inside = every_gpu();
+  inside.kernel_sets = kernel_sets;
   const Device device = gpu_with(90, inside);
   const Problem p = with_float8(problem(TILEWISE_BFLOAT16, 1, 1, 1024));
   EXPECT_EQ(forward(p, device).family, cuda::Family::simt);
@@ -97,7 +97,7 @@ TEST(PlannerCudaFloat8, MoreBlocksReadIt) {
     p.heads_kv = 8;
     const cuda::Plan wide = forward(p, device);
     const cuda::Plan narrow = forward(with_float8(p), device);
-    EXPECT_FALSE(narrow.alone);
+    EXPECT_FALSE(narrow.one_cta_per_sm);
     EXPECT_LE(wide.blocks, 2 * all);
     EXPECT_GT(narrow.blocks, wide.blocks) << batch;
     EXPECT_LE(narrow.blocks, 3 * all) << batch;

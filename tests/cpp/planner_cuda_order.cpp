@@ -19,7 +19,7 @@ TEST(PlannerCudaOrder, CausalTilesAreDealtInRounds) {
     Problem p = problem(TILEWISE_BFLOAT16, 16384 / rows, rows, rows, 16);
     p.window_right = 0;
     const cuda::Plan plan = forward(p, device);
-    EXPECT_FALSE(plan.counts_works);
+    EXPECT_FALSE(plan.dynamic_scheduling);
     EXPECT_GT(plan.order.in_pairs, 0);
     EXPECT_LT(plan.order.in_pairs, plan.blocks);
     EXPECT_EQ(plan.order.in_pairs % 2, 0);
@@ -38,9 +38,9 @@ TEST(PlannerCudaOrder, WorksOfUnknownLengthAreCounted) {
   for (const int64_t batch : {1, 32}) {
     Problem p = problem(TILEWISE_BFLOAT16, batch, 512, 512, 16);
     p.window_right = 0;
-    EXPECT_FALSE(forward(p, device).counts_works);
+    EXPECT_FALSE(forward(p, device).dynamic_scheduling);
     p.seqused_k = nowhere;
-    EXPECT_EQ(forward(p, device).counts_works, batch > 1);
+    EXPECT_EQ(forward(p, device).dynamic_scheduling, batch > 1);
   }
 }
 
@@ -67,7 +67,7 @@ TEST(PlannerCudaOrder, UnevenTilesAreCounted) {
     EXPECT_EQ(plan.order.in_pairs > 0, shape.rounds) << shape.rows << " x " << shape.keys;
     // A limit beyond the first key hides nothing, and tiles are alike.
     const bool hides = shape.left < shape.keys - 1;
-    EXPECT_EQ(plan.counts_works, !shape.rounds && hides) << shape.rows << " x " << shape.keys;
+    EXPECT_EQ(plan.dynamic_scheduling, !shape.rounds && hides) << shape.rows << " x " << shape.keys;
   }
 }
 
@@ -113,7 +113,7 @@ TEST(PlannerCudaOrder, TheOrderVisitsEveryTileOnce) {
           const cuda::Plan plan = dispatch::plan(p, pass, gpu_with(90)).cuda;
           std::vector<int> seen(static_cast<size_t>(plan.blocks));
           for (int64_t block = 0; block < plan.blocks; ++block) {
-            const cuda::TileOrder::Work w = plan.order.at(block);
+            const cuda::TileOrder::WorkTile w = plan.order.at(block);
             ASSERT_LT(w.tile, plan.order.tiles);
             ASSERT_LT(w.sequence, batch);
             ++seen[static_cast<size_t>(
@@ -136,10 +136,10 @@ TEST(PlannerCudaOrder, SplitsOfATileFollowEachOther) {
   const cuda::Plan plan = forward(p, gpu_with(90));
   ASSERT_EQ(plan.blocks, 30 * 5 * kSplits);
   for (int64_t block = 0; block < plan.blocks; ++block) {
-    const cuda::TileOrder::Work w = plan.order.at(block);
+    const cuda::TileOrder::WorkTile w = plan.order.at(block);
     ASSERT_EQ(w.tile, 0);
     ASSERT_EQ((w.sequence * 5 + w.head) * kSplits + w.split, block);
-    const cuda::TileOrder::Work only = plan.order.at_only_tile(block);
+    const cuda::TileOrder::WorkTile only = plan.order.at_only_tile(block);
     ASSERT_EQ((only.sequence * 5 + only.head) * kSplits + only.split, block);
   }
 }
@@ -158,7 +158,7 @@ TEST(PlannerCudaOrder, DeterministicKeyTilesFollowEachOther) {
       const bool down = plan.order.longest_first == 1;
       std::vector<int> last(static_cast<size_t>(2 * 5), down ? int32_t{plan.order.tiles} : -1);
       for (int64_t block = 0; block < plan.blocks; ++block) {
-        const cuda::TileOrder::Work w = plan.order.at(block);
+        const cuda::TileOrder::WorkTile w = plan.order.at(block);
         int& before = last[static_cast<size_t>(w.sequence * 5 + w.head)];
         ASSERT_EQ(w.tile, before + (down ? -1 : 1));
         before = w.tile;
@@ -177,7 +177,7 @@ TEST(PlannerCudaOrder, DeterministicKeyTilesOfManyHeadsStartTogether) {
     p.deterministic = 1;
     const Gradients g = gradients(p);
     const cuda::Plan plan = dispatch::plan(p, &g, device).cuda;
-    EXPECT_EQ(cuda::backward_pieces(p, g, plan).counter.bytes, 0u);
+    EXPECT_EQ(cuda::backward_workspace(p, g, plan).tile_counter.bytes, 0u);
     return plan;
   };
   for (const int64_t head_dim : {64, 128}) {

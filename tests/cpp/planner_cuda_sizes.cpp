@@ -92,7 +92,7 @@ void expect_sane_plans(const Problem& plain) {
 struct Magnitudes {
   int batch, heads, rows, keys;
 
-  bool are_alike() const { return batch + heads + rows <= 42 && batch + heads + keys <= 42; }
+  bool are_uniform() const { return batch + heads + rows <= 42 && batch + heads + keys <= 42; }
   bool are_ragged() const { return heads + rows <= 42 && heads + keys <= 42; }
   bool are_paged() const {
     return are_ragged() && batch + heads + rows <= 42 && batch + keys <= 42;
@@ -106,7 +106,7 @@ struct Magnitudes {
 
 void expect_sane_plans(const Magnitudes& m) {
   if (m.batch + m.heads > 42) return;
-  if (m.are_alike()) expect_sane_plans(m.problem());
+  if (m.are_uniform()) expect_sane_plans(m.problem());
   if (m.are_ragged()) {
     Problem p = m.problem();
     p.cu_seqlens_q = p.cu_seqlens_k = kSome;

@@ -257,7 +257,7 @@ struct Call {
       most = std::max(most, tilewise::sequence_of(p, b).band.rows);
     return most;
   }
-  int64_t most_keys() const {
+  int64_t max_keys() const {
     int64_t most = p.cu_seqlens_k == nullptr ? tilewise::key_capacity(p) : 0;
     for (int64_t b = 0; b < p.batch; ++b)
       most = std::max(most, tilewise::sequence_of(p, b).band.keys);
@@ -267,7 +267,7 @@ struct Call {
   // A bias that broadcasts any of batch, heads and rows, and its gradient.
   void add_bias() {
     g.dbias_rows = most_rows() + random.between(0, 3);
-    g.dbias_keys = most_keys() + random.between(0, 3);
+    g.dbias_keys = max_keys() + random.between(0, 3);
     const int64_t row = std::max<int64_t>(1, g.dbias_keys + random.between(0, 2));
     const int64_t head = std::max<int64_t>(1, row * g.dbias_rows);
     p.bias_stride_row = random.coin() ? row : 0;

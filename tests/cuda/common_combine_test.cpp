@@ -68,8 +68,8 @@ void compare(const Call<T>& call, const Partials& partials, const Sequence& s, i
           partials.out[part * static_cast<size_t>(partials.columns) + static_cast<size_t>(c)];
     }
     const auto at = static_cast<size_t>(s.row_offset(p.out, i) + head * p.out.stride_head + c);
-    const double unit = std::max(cuda_test::Type<T>::kUnit, 0x1p-20);
-    ASSERT_NEAR(to_float(call.out[at]), expected, unit * std::max(1.0, std::abs(expected)));
+    const double kernel_set = std::max(cuda_test::Type<T>::kUnit, 0x1p-20);
+    ASSERT_NEAR(to_float(call.out[at]), expected, kernel_set * std::max(1.0, std::abs(expected)));
   }
 }
 
@@ -94,7 +94,7 @@ TYPED_TEST(CommonCombine, IsTheSoftmaxOfAllSplits) {
     tilewise::cuda::ForwardParams params{};
     params.problem = p;
     params.order.splits = splits;
-    params.rule = {0, splits};
+    params.split_rule = {0, splits};
     partials.give_to(params);
     const common::TensorKernels& kernels = common::tensor_kernels(p.dtype);
     const int64_t rows = common::combined_rows(params);
@@ -145,31 +145,31 @@ TYPED_TEST(CommonCombine, IsTheSoftmaxOfTheSharesOfAWork) {
     params.order.heads = static_cast<int32_t>(p.heads_q);
     params.order.sequences = static_cast<int32_t>(p.batch);
     const int32_t works = params.order.tiles * params.order.heads * params.order.sequences;
-    tilewise::cuda::Shares& shares = params.shares;
-    shares.works = static_cast<int32_t>(call.random.between(1, works));
-    shares.first = works - shares.works;
+    tilewise::cuda::StreamKTail& shares = params.stream_k;
+    shares.tiles = static_cast<int32_t>(call.random.between(1, works));
+    shares.first = works - shares.tiles;
     const auto key_tiles = static_cast<int32_t>(call.random.between(1, 90));
     shares.key_tiles = key_tiles;
-    shares.stretch = static_cast<int32_t>(
-        call.random.between(tilewise::ceil_div(key_tiles, shares.kMostParts - 1), key_tiles));
+    shares.key_tiles_per_cta = static_cast<int32_t>(
+        call.random.between(tilewise::ceil_div(key_tiles, shares.kMaxShares - 1), key_tiles));
     shares.columns = static_cast<int32_t>(p.head_dim_v + call.random.pick({0, 8, 64}));
-    Partials partials(call.random, shares.slots() * kRowTile, shares.columns,
+    Partials partials(call.random, shares.num_results() * kRowTile, shares.columns,
                       [](int64_t) { return false; });
     partials.give_to(params);
     tilewise::cuda::launch(common::tensor_kernels(p.dtype).combine(params),
                            common::combine_blocks(params), nullptr, params);
     int64_t used = 0;
-    for (int32_t work = 0; work < shares.works; ++work) {
-      const tilewise::cuda::TileOrder::Work at = params.order.at(shares.first + work);
+    for (int32_t work = 0; work < shares.tiles; ++work) {
+      const tilewise::cuda::TileOrder::WorkTile at = params.order.at(shares.first + work);
       const Sequence s = tilewise::sequence_of(p, at.sequence);
       const int64_t first = int64_t{at.tile} * kRowTile;
       const int64_t rows = std::min<int64_t>(kRowTile, p.seqlen_q - first);
       used += rows;
       for (int64_t r = 0; r < rows; ++r) {
         std::vector<size_t> parts;
-        for (int32_t part = 0; part < shares.parts(work); ++part)
+        for (int32_t part = 0; part < shares.shares_of(work); ++part)
           parts.push_back(static_cast<size_t>(
-              shares.slot(shares.first_block(work) + part, work) * kRowTile + r));
+              shares.result_index(shares.first_block(work) + part, work) * kRowTile + r));
         compare(call, partials, s, first + r, at.head, parts);
       }
     }

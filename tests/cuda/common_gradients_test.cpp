@@ -222,15 +222,15 @@ TYPED_TEST(CommonGradients, DsinksOverAllRows) {
     ++with_sinks;
     Oracle<TypeParam> oracle(call);
     oracle.run();
-    common::DsinksParams parts{call.p, call.g, nullptr, common::dsinks_chunks(call.p)};
-    std::vector<double> memory(static_cast<size_t>(call.p.heads_q * parts.chunks) + 1, -1e9);
-    parts.parts = memory.data();
+    common::DsinksParams partials{call.p, call.g, nullptr, common::dsinks_chunks(call.p)};
+    std::vector<double> memory(static_cast<size_t>(call.p.heads_q * partials.chunks) + 1, -1e9);
+    partials.partials = memory.data();
     tilewise::cuda::launch(common::tensor_kernels(call.p.dtype).dsinks,
-                           common::dsinks_blocks(call.p), nullptr, parts);
+                           common::dsinks_blocks(call.p), nullptr, partials);
     common::SumsParams sums{};
-    sums.dsinks_parts = memory.data();
+    sums.dsinks_partials = memory.data();
     sums.heads = call.p.heads_q;
-    sums.chunks = parts.chunks;
+    sums.chunks = partials.chunks;
     sums.dsinks = call.dsinks.data();
     tilewise::cuda::launch(common::sums_kernel(), common::sums_blocks(sums), nullptr, sums);
     for (size_t h = 0; h < call.dsinks.size(); ++h)
@@ -251,7 +251,7 @@ TEST(CommonSums, DscaleIsTheSumOfItsParts) {
     }
     float dscale = cuda_test::kNaN;
     common::SumsParams params{};
-    params.dscale_parts = parts.data();
+    params.dscale_partials = parts.data();
     params.dscale_count = count;
     params.dscale = &dscale;
     tilewise::cuda::launch(common::sums_kernel(), common::sums_blocks(params), nullptr, params);

@@ -65,8 +65,8 @@ enum class SendDq {
 struct WgmmaBackwardTile {
   int keys;
   int queries;
-  int cluster;   // blocks: 1 or 2
-  bool preload;  // S and dP start at their row statistics
+  int cluster_size;  // CTAs: 1 or 2
+  bool preload;      // S and dP start at their row statistics
   SendDq send;
   int math_registers;
   int load_registers;

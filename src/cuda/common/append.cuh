@@ -360,7 +360,7 @@ struct Append {
 template <class Element>
 TILEWISE_KERNEL(kAppendThreads, 1)
 void append(TILEWISE_PARAMETER AppendParams params) {
-  const Append<Element> append{params.append, params.record};
+  const Append<Element> append{params.append, params.index_record};
   append.run(ptx::block_index() * (kAppendThreads / ptx::kWarpSize) + ptx::warp_index());
 }
 

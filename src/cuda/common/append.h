@@ -12,8 +12,8 @@ inline constexpr int kAppendSharedBytes = 0;
 inline constexpr int kAppendHeads = 4;  // that a warp takes, of one row of q, k_new or v_new
 
 struct AppendParams {
-  tilewise_kv_append append{};    // validated; head_dim_v and kv_batch are set
-  IndexRecord* record = nullptr;  // where an index array is at fault
+  tilewise_kv_append append{};          // validated; head_dim_v and kv_batch are set
+  IndexRecord* index_record = nullptr;  // where an index array is at fault
 };
 
 TILEWISE_FN int64_t rotated_rows(const tilewise_kv_append& a) {

@@ -16,18 +16,18 @@ inline constexpr int kCombineByWarpsThreads = kRowsOfCombine * 32;
 
 // Rows of heads: of the splits of a sequence, of its equal parts, or of the parts of shared works.
 TILEWISE_FN int64_t combined_rows(const ForwardParams& p) {
-  if (p.shares.any()) return int64_t{p.shares.works} * p.row_tile;
-  return p.parts.any() ? p.problem.batch * p.order.heads * p.packed_rows
-                       : total_rows(p.problem) * p.problem.heads_q;
+  if (p.stream_k.any()) return int64_t{p.stream_k.tiles} * p.row_tile;
+  return p.chunks.any() ? p.problem.batch * p.order.heads * p.packed_rows
+                        : total_rows(p.problem) * p.problem.heads_q;
 }
 
 // Whether a warp takes a row, instead of a block, of which 16 thousand take 50 us. (H200, of 4
 // heads and 2k causal rows 57 -> 37 us; but of 1024 rows in all 38 -> 40.)
 inline bool combines_by_warps(const ForwardParams& p) {
-  if (p.shares.any()) return true;
+  if (p.stream_k.any()) return true;
   constexpr int64_t kMany = 2048;
   constexpr int32_t kFew = 32;  // a lane has the weight of one
-  return !p.parts.any() && p.order.splits <= kFew && combined_rows(p) >= kMany &&
+  return !p.chunks.any() && p.order.splits <= kFew && combined_rows(p) >= kMany &&
          p.problem.head_dim_v % 4 == 0;
 }
 
@@ -38,7 +38,7 @@ inline bool combines_by_warps(const ForwardParams& p) {
 TILEWISE_FN int32_t combine_groups(const ForwardParams& p) {
   constexpr int32_t kSplitsOfGroup = 32;
   const int32_t most =
-      p.parts.any() ? p.parts.most - p.order.sequences + 1 : int32_t{p.order.splits};
+      p.chunks.any() ? p.chunks.max_chunks - p.order.sequences + 1 : int32_t{p.order.splits};
   const bool few = p.problem.batch_invariant == 0 && combined_rows(p) <= kMostRowsOfGroups;
   return few && most > kSplitsOfGroup ? kCombineGroups : 1;
 }

@@ -28,7 +28,7 @@ TILEWISE_DEVICE bool keep_origin(const BackwardParams& p, int64_t at, const LogS
   const bool far = is_far_row<Element>(sum.lse);
   p.row_origin[at] = far ? sum.lse : 0.0f;
   p.row_origin_low[at] = far ? sum.low : 0.0f;
-  if (far) *p.far_rows = p.launch;
+  if (far) *p.far_rows = p.launch_id;
   return far;
 }
 

@@ -181,10 +181,11 @@ TILEWISE_DEVICE bool outputs_are_finite(const BlockWork& work, const LanePlace& 
 
 // Where the partial result of row r starts in partial_lse, and, times head_dim_v, in partial_out.
 TILEWISE_DEVICE int64_t partial_index(const ForwardParams& p, const BlockWork& work, int32_t r) {
-  if (p.parts.any()) return place_of_part(p, work) * p.packed_rows + r;
+  if (p.chunks.any()) return place_of_part(p, work) * p.packed_rows + r;
   const int64_t row =
-      partial_row(p.problem, p.pitch, work.sequence, work.rows.first + work.rows.row(r));
-  return (work.split * partial_rows(p.problem, p.pitch) + row) * p.problem.heads_q + work.head(r);
+      partial_row(p.problem, p.partial_stride, work.sequence, work.rows.first + work.rows.row(r));
+  return (work.split * partial_rows(p.problem, p.partial_stride) + row) * p.problem.heads_q +
+         work.head(r);
 }
 
 // fp32 results of one key split; a lane owns pairs of columns, which leave together where rows have

@@ -15,7 +15,7 @@ TILEWISE_DEVICE_VARIABLE IndexRecord index_record;  // zeros at first
 template <class Element>
 constexpr TensorKernels kTensorKernels = {
     {&combine<Element, SplitRow>, kCombineThreads, 0},
-    {&combine<Element, PartRow>, kCombineThreads, 0},
+    {&combine<Element, ChunkRow>, kCombineThreads, 0},
     {&combine_by_warps<Element, SplitRow>, kCombineByWarpsThreads, 0},
     {&combine_by_warps<Element, SharedRow>, kCombineByWarpsThreads, 0},
     {&append<Element>, kAppendThreads, kAppendSharedBytes},

@@ -24,9 +24,9 @@ struct TensorKernels {
   // The one that a launch takes, with the threads that its rows have: those of parts and of splits
   // are not complete without.
   Kernel<ForwardParams> combine(const ForwardParams& p) const {
-    if (p.shares.any()) return combine_shares;
+    if (p.stream_k.any()) return combine_shares;
     if (combines_by_warps(p)) return combine_splits_by_warps;
-    Kernel<ForwardParams> kernel = p.parts.any() ? combine_parts : combine_splits;
+    Kernel<ForwardParams> kernel = p.chunks.any() ? combine_parts : combine_splits;
     kernel.threads = combine_groups(p) * kCombineThreads;
     kernel.shared_bytes = 2 * kCombineGroupsBytes + kernel.threads * 16;
     return kernel;

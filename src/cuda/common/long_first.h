@@ -1,7 +1,7 @@
 // The sequences of a batch by the lengths of their keys, which the GPU alone knows.
 #pragma once
 
-#include "cuda/common/batch_parts.h"
+#include "cuda/common/batch_chunks.h"
 #include "cuda/params.h"
 #include "cuda/ptx/warp.h"
 
@@ -21,7 +21,7 @@ class LongFirst {
     for (int32_t first = 0; first < sequences_; first += kLanes)
       keys += static_cast<uint32_t>(keys_of(first));
     keys_ = static_cast<int32_t>(ptx::sum(keys));
-    if (keys_ < sequences_ * kShort * p.parts.tile) return;
+    if (keys_ < sequences_ * kShort * p.chunks.tile) return;
 #pragma unroll 4
     for (int32_t first = 0; first < sequences_; first += kLanes)
       long_ += ptx::count_ones(lanes_of(true, first));

@@ -55,7 +55,7 @@ TILEWISE_DEVICE void report_sequence(IndexRecord* record, const Problem& p, cons
 // The same as a call: not beside wgmma.
 template <class Params>
 TILEWISE_COLD void call_report_sequence(const Params& params, const Sequence& s, Range entries) {
-  report_sequence(params.record, params.problem, s, entries);
+  report_sequence(params.index_record, params.problem, s, entries);
 }
 
 // Whether `entries` of the block table are pages of the tensors. A warp asks.

@@ -48,7 +48,7 @@ void dsinks(TILEWISE_PARAMETER DsinksParams params) {
   ptx::sync_block();
   if (ptx::thread_index() != 0) return;
   for (int warp = 1; warp < kWarps; ++warp) sum += sums[warp];
-  params.parts[ptx::block_index()] = sum;
+  params.partials[ptx::block_index()] = sum;
 }
 
 // The sum of `count` parts by a block, the same for every run.
@@ -70,9 +70,9 @@ TILEWISE_KERNEL(kSumsThreads, 1) void sums(TILEWISE_PARAMETER SumsParams params)
   const int64_t block = ptx::block_index();
   const int64_t heads = params.dsinks != nullptr ? params.heads : 0;
   const bool of_sinks = block < heads;
-  const double sum = of_sinks
-                         ? sum_of_block(params.dsinks_parts + block * params.chunks, params.chunks)
-                         : sum_of_block(params.dscale_parts, params.dscale_count);
+  const double sum =
+      of_sinks ? sum_of_block(params.dsinks_partials + block * params.chunks, params.chunks)
+               : sum_of_block(params.dscale_partials, params.dscale_count);
   if (ptx::thread_index() != 0) return;
   *(of_sinks ? params.dsinks + block : params.dscale) = static_cast<float>(sum);
 }

@@ -7,28 +7,28 @@ namespace tilewise::cuda::common {
 
 inline constexpr int kDsinksThreads = 256;
 inline constexpr int kDsinksSharedBytes = kDsinksThreads / 32 * 8;
-inline constexpr int kDsinksRows = 256;  // rows of one part
+inline constexpr int kDsinksRows = 256;  // rows per partial sum
 inline constexpr int kSumsThreads = 256;
 inline constexpr int kSumsSharedBytes = kSumsThreads * 8;
 
 inline int64_t dsinks_chunks(const Problem& p) { return ceil_div(total_rows(p), kDsinksRows); }
 
-// First launch: parts of dsinks.
+// First launch: partial sums of dsinks.
 struct DsinksParams {
   Problem problem{};
   Gradients gradients{};
-  double* parts = nullptr;  // [heads_q, chunks]
-  int64_t chunks = 0;       // dsinks_chunks
+  double* partials = nullptr;  // [heads_q, chunks]
+  int64_t chunks = 0;          // dsinks_chunks
 };
 inline int64_t dsinks_blocks(const Problem& p) { return p.heads_q * dsinks_chunks(p); }
 
 // Second launch: a block sums one head of dsinks, one more block dscale.
 struct SumsParams {
-  const double* dsinks_parts = nullptr;  // [heads, chunks]
+  const double* dsinks_partials = nullptr;  // [heads, chunks]
   int64_t heads = 0;
   int64_t chunks = 0;
   float* dsinks = nullptr;  // [heads]; null: not wanted
-  const float* dscale_parts = nullptr;
+  const float* dscale_partials = nullptr;
   int64_t dscale_count = 0;
   float* dscale = nullptr;  // null: not wanted
 };

@@ -25,7 +25,7 @@ class BlockFacts {
 
  public:
   // One thread writes; a barrier follows before anything is read.
-  TILEWISE_DEVICE static void store(ptx::SharedAddress shared, const TileOrder::Work& work,
+  TILEWISE_DEVICE static void store(ptx::SharedAddress shared, const TileOrder::WorkTile& work,
                                     const Band& band, Range row_tiles, int64_t head_tiles,
                                     bool last_first, bool far_rows) {
     const int64_t key = work.tile * int64_t{Plan::kKeys};

@@ -144,7 +144,7 @@ TILEWISE_DEVICE void finish_block(const BackwardParams& p, int32_t tile, float d
     sum += ptx::float_of(x[0]);
     flag |= x[1];
   }
-  if (p.dscale_parts != nullptr) p.dscale_parts[tile] = sum;
+  if (p.dscale_partials != nullptr) p.dscale_partials[tile] = sum;
   if (p.row_flags.data != nullptr) p.row_flags.data[tile] = static_cast<uint8_t>(flag);
 }
 
@@ -168,7 +168,7 @@ void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
   };
   load(0);  // what the tile is need not be known; an empty one has sums of anything
 
-  const bool summed = p.dscale_parts != nullptr || p.row_flags.data != nullptr;
+  const bool summed = p.dscale_partials != nullptr || p.row_flags.data != nullptr;
   const RowBlock<C> block = RowBlock<C>::of(p);
   if (block.batch < 0) {
     if (summed) finish_block(p, block.tile, 0.0f, 0.0f);
@@ -194,7 +194,7 @@ void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
 #pragma unroll
       for (int i = 0; i < Finish::kTogether; ++i) {
         zero = units[i].spoil(zero);
-        if (p.dscale_parts != nullptr)
+        if (p.dscale_partials != nullptr)
           dscale = units[i].multiply(dscale, q, problem.q.stride_row, rows, columns);
       }
     }

@@ -134,10 +134,10 @@ TILEWISE_DEVICE void add_rows(const BackwardParams& p, const typename DqProduct<
                               int lane) {
   const int32_t index = record.index();
   float* to = p.dq_sum + int64_t{index} * BackwardPlan<C>::kDqTile;
-  if (p.turns != nullptr) {
-    wait_for_turn(p.turns + index, facts, record.row());
+  if (p.dq_semaphores != nullptr) {
+    wait_for_turn(p.dq_semaphores + index, facts, record.row());
     DqProduct<C>::reduce(dq, to, warp, lane);
-    pass_turn(p.turns + index);
+    pass_turn(p.dq_semaphores + index);
   } else {
     DqProduct<C>::reduce(dq, to, warp, lane);
   }
@@ -154,7 +154,7 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   if (p.key_flags.data != nullptr && ptx::thread_index() == 0)
     p.key_flags.data[ptx::block_index()] = 0;
 
-  const TileOrder::Work work = p.order.at(ptx::block_index());
+  const TileOrder::WorkTile work = p.order.at(ptx::block_index());
   if (work.sequence < 0) return;
   Sequence sequence = sequence_of(problem, work.sequence);
   if constexpr (!C::kGeneral) sequence.kv.pages = nullptr;
@@ -184,7 +184,7 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
 
   if (ptx::thread_index() == 0) {
     BlockFacts<C>::store(shared, work, band, row_tiles, head_tiles, p.order.longest_first == 1,
-                         *p.far_rows == p.launch);
+                         *p.far_rows == p.launch_id);
   }
   copy_keys<C>(shared + Plan::kK, problem.k, sequence.kv, work.head, keys, problem.head_dim);
   copy_keys<C>(shared + Plan::kV, problem.v, sequence.kv, work.head, keys, problem.head_dim_v);

@@ -10,10 +10,10 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// How a forward is cut: for tiles of rows, or for the few rows of decoding.
-enum class Cut { usual, decode };
+// Prefill: whole tiles of query rows. Decode: the few query rows of generation.
+enum class Phase { prefill, decode };
 
-template <class Arch_, class Element_, int kHeadDim_, Form kForm_, Cut kCut_ = Cut::usual,
+template <class Arch_, class Element_, int kHeadDim_, Form kForm_, Phase kPhase_ = Phase::prefill,
           int kReaders_ = 1>
 struct Config {
   using Arch = Arch_;
@@ -24,19 +24,20 @@ struct Config {
   using Storage = std::conditional_t<kFloat8, EitherHalf, typename Element::Storage>;  // of q, out
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kGeneral = kForm_ == Form::general;
-  static constexpr bool kPaged = kForm_ == Form::paged || kForm_ == Form::paged_boxes;
-  static constexpr bool kBoxes = kForm_ == Form::boxes || kForm_ == Form::paged_boxes;
+  static constexpr bool kPaged = kForm_ == Form::paged || kForm_ == Form::tma_paged;
+  static constexpr bool kBoxes = kForm_ == Form::tma || kForm_ == Form::tma_paged;
   static constexpr arch::ForwardTile kForward =
-      kCut_ == Cut::decode ? Arch::decode(Cached::kBytes, kHeadDim)
-                           : Arch::forward(Cached::kBytes, kHeadDim, std::is_same_v<Element, Tf32>);
-  static constexpr bool kDecodes = kCut_ == Cut::decode;
+      kPhase_ == Phase::decode
+          ? Arch::decode(Cached::kBytes, kHeadDim)
+          : Arch::forward(Cached::kBytes, kHeadDim, std::is_same_v<Element, Tf32>);
+  static constexpr bool kDecodes = kPhase_ == Phase::decode;
   static constexpr int kReaders = kReaders_;  // warps that share the keys (forward_readers.h)
   // Each warp has a ring of its own, whose slots have barriers (forward_warp_ring.h). Then it asks
   // for the first keys of a sequence before it counts the parts of its batch, and clusters or last
   // blocks merge key splits.
   static constexpr bool kWarpRing = Arch::kBoxCopy && kDecodes && !kGeneral;
   static_assert(kReaders == 1 || (kWarpRing && kForward.warps == 1));
-  static constexpr bool kHasReaders = kWarpRing && has_readers(kHeadDim, Cached::kBytes);
+  static constexpr bool kHasReaders = kWarpRing && has_warp_split(kHeadDim, Cached::kBytes);
   static constexpr bool kSplitOnce = kForward.warps > 0 && kForward.stages == 0;
   static constexpr arch::BackwardTile kBackward = Arch::backward(Cached::kBytes, kHeadDim);
   static constexpr bool kConverts = Arch::kConvertsFloat8;

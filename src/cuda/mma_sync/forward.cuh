@@ -9,9 +9,9 @@
 #include <numeric>
 #include <type_traits>
 
-#include "cuda/common/let_next_in.h"
 #include "cuda/common/long_first.h"
 #include "cuda/common/report.h"
+#include "cuda/common/trigger_dependents.h"
 #include "cuda/mma_sync/config.h"
 #include "cuda/mma_sync/forward_lost.h"
 #include "cuda/mma_sync/forward_parts.h"
@@ -214,8 +214,8 @@ struct Products {
 // tile.
 template <class C>
 TILEWISE_DEVICE uint8_t* flag_of(const ForwardParams& p, const BlockWork& work) {
-  if (!C::kDecodes || !p.parts.any()) return p.flags.data + ptx::block_index();
-  if (work.splits > 1) return p.flags.of_part(place_of_part(p, work));
+  if (!C::kDecodes || !p.chunks.any()) return p.flags.data + ptx::block_index();
+  if (work.splits > 1) return p.flags.of_chunk(place_of_part(p, work));
   return p.flags.data + tile_of_part(p, work);
 }
 
@@ -235,17 +235,17 @@ TILEWISE_DEVICE BlockWork find_part(const ForwardParamsOf<C>& p, ptx::SharedAddr
   const int32_t place = at.in_line;
   const bool is_early = C::kWarpRing && place < p.order.sequences;
   KeyPart part = {place, 0, 1};
-  if (!is_early) part = BatchParts(p).find(place);
+  if (!is_early) part = BatchChunks(p).find(place);
   if constexpr (C::kWarpRing) {
-    if (is_early && p.parts.long_first()) part.sequence = LongFirst(p).at(place);
+    if (is_early && p.chunks.long_first()) part.sequence = LongFirst(p).at(place);
   }
   if (is_early) KvFeed<C>::foresee(p.problem, part.sequence, feed);
   part.sequence = chosen<C>(part.sequence);
-  const TileOrder::Work of = {0, at.head, part.sequence, part.split};
+  const TileOrder::WorkTile of = {0, at.head, part.sequence, part.split};
   BlockWork work = BlockWork::of(p, of, C::kForward.keys, part.splits);
   work.part = at;
   if (p.flags.data != nullptr && part.sequence >= 0 && ptx::thread_index() == 0) {
-    *p.flags.of_part(place_of_part(p, work)) = 0;
+    *p.flags.of_chunk(place_of_part(p, work)) = 0;
     if (work.split == 0) p.flags.data[tile_of_part(p, work)] = 0;
   }
   return work;
@@ -254,7 +254,7 @@ TILEWISE_DEVICE BlockWork find_part(const ForwardParamsOf<C>& p, ptx::SharedAddr
 template <class C>
 TILEWISE_DEVICE void keep_part(const ForwardParams& p, BlockWork& work, KvFeed<C>& feed) {
   if (work.split > 0) return;
-  work.keep_first_split(BatchParts(p).count(static_cast<int32_t>(work.sequence.batch)));
+  work.keep_first_split(BatchChunks(p).count(static_cast<int32_t>(work.sequence.batch)));
   feed.keep(work.tiles.first);
 }
 
@@ -264,11 +264,11 @@ template <class C>
 TILEWISE_DEVICE BlockWork find_work(const ForwardParamsOf<C>& p, ptx::SharedAddress feed) {
   constexpr int kKeys = C::kForward.keys;
   if constexpr (C::kDecodes) {
-    if (p.parts.any()) return find_part<C>(p, feed);
+    if (p.chunks.any()) return find_part<C>(p, feed);
   }
   if (p.flags.data != nullptr && ptx::thread_index() == 0) p.flags.data[ptx::block_index()] = 0;
   if constexpr (C::kDecodes && !C::kGeneral) {
-    TileOrder::Work work = p.order.at_only_tile(ptx::block_index());
+    TileOrder::WorkTile work = p.order.at_only_tile(ptx::block_index());
     work.sequence = chosen<C>(work.sequence);
     KvFeed<C>::foresee(p.problem, work.sequence, feed);
     return BlockWork::of(p, work, kKeys);
@@ -339,9 +339,9 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   KvFeed<C> feed(p, work, last, q + kFeedAt<C>);
   feed.start([&] { load_queries<C>(problem, work, q); });
   if constexpr (C::kWarpRing) {
-    if (p.parts.any()) keep_part<C>(p, work, feed);
+    if (p.chunks.any()) keep_part<C>(p, work, feed);
     feed.fill();
-    if (p.arrivals != nullptr && work.splits > 1) PartsMerge<C>(p, work).expect();
+    if (p.arrivals != nullptr && work.splits > 1) ChunksMerge<C>(p, work).expect();
   }
 
   BlockWork& kept = kept_work<C>(own);
@@ -357,7 +357,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   const bool dropout = C::kGeneral && general.dropout.on();
   feed.begin();
   // Who comes next had better not look for his work while we do.
-  common::let_next_in(p, NextStart::after_first_keys);
+  common::trigger_dependents(p, PdlTrigger::after_first_loads);
   const auto units = prepare_queries<C>(problem, q_of_warp, asked < 0.0f);
 
   const Products<C> multiply;
@@ -407,9 +407,9 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
     }
   }
 
-  common::let_next_in(p, NextStart::before_last_result);
+  common::trigger_dependents(p, PdlTrigger::before_epilogue);
   tile::wait<typename C::Arch, 0>();
-  const bool merges = C::kWarpRing && p.merges_splits && kept.splits > 1;
+  const bool merges = C::kWarpRing && p.cluster_combines && kept.splits > 1;
   if constexpr (C::kPaged) {
     if (!feed.pages_fit(kept)) [[unlikely]]
       lose_pages<C>(own);
@@ -448,7 +448,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
       return;
     }
     if (p.arrivals != nullptr && !is_whole) {
-      PartsMerge<C> merge(p, kept);
+      ChunksMerge<C> merge(p, kept);
       merge.send(place, o, result);
       if (!merge.is_last()) return;
       merge.gather(place, o, result, feed.idle());

@@ -24,8 +24,8 @@ class BoxFill {
   TILEWISE_DEVICE static void prepare(const TmaForwardParams& p) {
     ptx::prefetch_tensormap(p.k);
     ptx::prefetch_tensormap(p.v);
-    ptx::prefetch_tensormap(p.k_end);
-    ptx::prefetch_tensormap(p.v_end);
+    ptx::prefetch_tensormap(p.k_tail);
+    ptx::prefetch_tensormap(p.v_tail);
   }
 
   TILEWISE_DEVICE BoxFill(const TmaForwardParams& p, const BlockWork& work, int32_t last,
@@ -41,7 +41,7 @@ class BoxFill {
   // The tile that is read first. What `rows_of_first` does not count is not written.
   TILEWISE_DEVICE void load_first(bool keys, int32_t tile, const Slot& slot) {
     places_.visit_first(tile, expect(slot), copy(keys ? p_.k : p_.v, slot),
-                        copy(keys ? p_.k_end : p_.v_end, slot));
+                        copy(keys ? p_.k_tail : p_.v_tail, slot));
     if (!keys) places_.pass(tile);
   }
   TILEWISE_DEVICE int32_t rows_of_first(int32_t tile) const { return places_.rows_of_first(tile); }

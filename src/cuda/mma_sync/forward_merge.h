@@ -25,7 +25,7 @@ template <class C>
 inline constexpr int kMergedPartBytes = (kMergedChunks<C> + 1) * 16;
 template <class C>
 inline constexpr int kMostMergedBytes =
-    (C::kForward.rows() + kMostMergedSplits - 1) * kMergedPartBytes<C>;
+    (C::kForward.rows() + kMaxClusterSplits - 1) * kMergedPartBytes<C>;
 
 // visit(h, byte, x): 16 bytes of what the lane has of its row (0, h), at that byte of the part.
 template <class C, class Visit>

@@ -1,5 +1,5 @@
-// Parts of the keys of a sequence (EqualParts) that the block of a tile that is done last merges.
-// Nobody waits for anybody, and a tile of one part has nothing to do with it.
+// Parts of the keys of a sequence (ChunkSchedule) that the block of a tile that is done last
+// merges. Nobody waits for anybody, and a tile of one part has nothing to do with it.
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -10,18 +10,18 @@
 namespace tilewise::cuda::mma_sync {
 
 template <class C>
-class PartsMerge {
+class ChunksMerge {
  public:
-  TILEWISE_DEVICE PartsMerge(const ForwardParams& p, const BlockWork& work)
+  TILEWISE_DEVICE ChunksMerge(const ForwardParams& p, const BlockWork& work)
       : p_(p), work_(work), record_(p.arrivals[tile_of_part(p, work)]) {}
 
   // While the first keys are on their way: nobody has written the record before the launch, so each
   // block makes sure that it is one before it counts itself.
   TILEWISE_DEVICE void expect() const {
     if (ptx::thread_index() != 0) return;
-    const uint64_t found = ptx::atom_cas(&record_.state, 0, p_.launch);
-    if (found != 0 && !PartArrivals::is_of(found, p_.launch))
-      ptx::atom_cas(&record_.state, found, p_.launch);  // or another block has done it
+    const uint64_t found = ptx::atom_cas(&record_.state, 0, p_.launch_id);
+    if (found != 0 && !ChunkArrivals::is_of(found, p_.launch_id))
+      ptx::atom_cas(&record_.state, found, p_.launch_id);  // or another block has done it
   }
 
   TILEWISE_DEVICE void send(const LanePlace& place, const Outputs<C>& o,
@@ -36,12 +36,12 @@ class PartsMerge {
   TILEWISE_DEVICE bool is_last() {
     ptx::sync_warp();
     const uint64_t arrival =
-        PartArrivals::arrival(work_.split, work_.part.in_line - p_.order.sequences);
+        ChunkArrivals::arrival(work_.split, work_.part.in_line - p_.order.sequences);
     uint64_t state = 0;
     if (ptx::thread_index() == 0) state = ptx::atom_acq_rel_add(&record_.state, arrival) + arrival;
     ptx::sync_warp();
-    if (uniform(PartArrivals::arrived(state)) != work_.splits) return false;
-    second_ = p_.order.sequences + uniform(PartArrivals::second(state));
+    if (uniform(ChunkArrivals::arrived(state)) != work_.splits) return false;
+    second_ = p_.order.sequences + uniform(ChunkArrivals::second(state));
     if (ptx::thread_index() == 0) record_.state = 0;
     join_flags();
     return true;
@@ -164,14 +164,14 @@ class PartsMerge {
     bool flagged = false;
 #pragma unroll 1
     for (int32_t split = ptx::lane_index(); split < work_.splits; split += ptx::kWarpSize)
-      flagged |= *p_.flags.of_part(place_of(split)) != 0;
+      flagged |= *p_.flags.of_chunk(place_of(split)) != 0;
     flagged = ptx::any(flagged);
     if (ptx::lane_index() == 0) p_.flags.data[tile_of_part(p_, work_)] = flagged ? 1 : 0;
   }
 
   const ForwardParams& p_;
   const BlockWork& work_;
-  PartArrivals& record_;
+  ChunkArrivals& record_;
   int32_t second_ = 0;  // of the line of parts: the second one of the sequence
 };
 

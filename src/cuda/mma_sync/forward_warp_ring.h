@@ -63,7 +63,7 @@ class WarpRing {
         first_(uniform(work.tiles.first)),
         last_(last) {
     if constexpr (kMayUseFewer) {
-      if (p.slots > 0) slots_in_use_ = p.slots;
+      if (p.stages > 0) slots_in_use_ = p.stages;
     }
     ptx::sync_warp();  // one lane has made the barriers
   }

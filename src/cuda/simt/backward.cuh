@@ -8,7 +8,7 @@
 // has one accumulator instead of two.
 #pragma once
 
-#include "cuda/simt/tile_walk.h"
+#include "cuda/simt/recompute_tiles.h"
 
 namespace tilewise::cuda::simt {
 
@@ -294,7 +294,7 @@ struct Backward {
       if (g.dq.data != nullptr)
         write(static_cast<T*>(g.dq.data) + s.row_offset(g.dq, row) + head * g.dq.stride_head, i,
               p.head_dim, shared().terms.score.scale);
-      if (params.dscale_parts != nullptr) share += dot_q(r, i);
+      if (params.dscale_partials != nullptr) share += dot_q(r, i);
     }
     return share;
   }
@@ -318,7 +318,7 @@ struct Backward {
     if (ptx::thread_index() != 0) return;
     float total = 0.0f;
     for (int i = 0; i < kThreads / ptx::kWarpSize; ++i) total += shared().delta[i];
-    params.dscale_parts[tile] = total;
+    params.dscale_partials[tile] = total;
   }
 };
 
@@ -337,7 +337,7 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams params) {
 
 template <class C>
 TILEWISE_DEVICE void backward_key_tile(const BackwardParams& params, int32_t tile) {
-  const TileOrder::Work work = params.order.at(tile);
+  const TileOrder::WorkTile work = params.order.at(tile);
   if (work.sequence < 0) return;
   load_sequence(params.problem, work.sequence);
   if (ptx::thread_index() == 0) {
@@ -366,7 +366,7 @@ TILEWISE_DEVICE void backward_row_tile(const BackwardParams& params, int32_t til
   float share = 0.0f;
   for (int64_t row = own.rows.begin; row < own.rows.end; row += kTile)
     share += backward.run_rows(own.head, {row, min(row + kTile, own.rows.end)});
-  if (params.dscale_parts != nullptr) backward.write_dscale(tile, share);
+  if (params.dscale_partials != nullptr) backward.write_dscale(tile, share);
 }
 
 // dq of padded tiles of rows, and their shares of dscale. Grid: heads_q * rows.count / rows.tile.

@@ -4,7 +4,7 @@
 
 #include "cuda/common/forward_results.h"
 #include "cuda/common/report.h"
-#include "cuda/simt/tile_walk.h"
+#include "cuda/simt/recompute_tiles.h"
 
 namespace tilewise::cuda::simt {
 
@@ -14,7 +14,7 @@ struct Forward {
 
   const ForwardParams& params;
   const Problem& p;
-  const TileOrder::Work& work;
+  const TileOrder::WorkTile& work;
   const bool general;
   const Place place;
 
@@ -22,7 +22,7 @@ struct Forward {
   float m[4];
   float l[4];  // over the keys of this thread
 
-  TILEWISE_DEVICE Forward(const ForwardParams& all, const TileOrder::Work& w)
+  TILEWISE_DEVICE Forward(const ForwardParams& all, const TileOrder::WorkTile& w)
       : params(all), p(all.problem), work(w), general(is_general(p)), place(Place::own()) {}
 
   TILEWISE_DEVICE void begin() {
@@ -154,10 +154,10 @@ struct Forward {
       const float inverse = normal.l == 0.0f ? 0.0f : factor / normal.l;
       const LogSum sum = log_sum(normal);
       if (shared().splits > 1) {
-        const int64_t at =
-            (work.split * partial_rows(p, params.pitch) + partial_row(p, params.pitch, s, row)) *
-                p.heads_q +
-            head;
+        const int64_t at = (work.split * partial_rows(p, params.partial_stride) +
+                            partial_row(p, params.partial_stride, s, row)) *
+                               p.heads_q +
+                           head;
         if (place.x == 0) params.partial_lse[at] = sum.lse;
         write_row(params.partial_out + at * p.head_dim_v, i, inverse);
       } else {
@@ -208,7 +208,7 @@ TILEWISE_DEVICE void find_faults(const ForwardParams& params, Range keys) {
 
 template <class C>
 TILEWISE_DEVICE void forward_tile(const ForwardParams& params, int32_t tile) {
-  const TileOrder::Work work = params.order.at(tile);
+  const TileOrder::WorkTile work = params.order.at(tile);
   if (work.sequence < 0) return;
   load_sequence(params.problem, work.sequence);
   const int64_t begin = int64_t{work.tile} * params.row_tile;

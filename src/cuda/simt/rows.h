@@ -33,7 +33,7 @@ struct Shared {
   Range own_keys;
   int64_t own_head;
 
-  // The search for flags (tile_walk.h): what each warp has found, and the tile it led to.
+  // The search for flags (recompute_tiles.h): what each warp has found, and the tile it led to.
   uint32_t first_flagged[kThreads / ptx::kWarpSize];
   int32_t flagged;
 

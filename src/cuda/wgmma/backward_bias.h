@@ -18,7 +18,7 @@ class BiasOfKeys {
 
  public:
   // `key`: the first one of the warp.
-  TILEWISE_DEVICE BiasOfKeys(const Problem& p, const KeyRecord& work, int32_t key)
+  TILEWISE_DEVICE BiasOfKeys(const Problem& p, const TileDescriptor& work, int32_t key)
       : p_(p),
         work_(work),
         key_(key),
@@ -55,7 +55,7 @@ class BiasOfKeys {
 
  private:
   const Problem& p_;
-  const KeyRecord& work_;
+  const TileDescriptor& work_;
   int32_t key_;
   bool in_pairs_;
   uint32_t pairs_[kGroups][2];

@@ -37,7 +37,7 @@ struct ColumnWalk {
   const int peer;      // rank of the other block
   ptx::SharedAddress shared;
 
-  TILEWISE_DEVICE ColumnWalk(const TmaBackwardParams& params, const KeyRecord& work,
+  TILEWISE_DEVICE ColumnWalk(const TmaBackwardParams& params, const TileDescriptor& work,
                              ptx::SharedAddress block, int warp, int panel)
       : barriers{block + Plan::kBarriers},
         products(block, panel),
@@ -109,7 +109,7 @@ struct ColumnWalk {
 };
 
 template <class C, int kWarpgroup>
-TILEWISE_DEVICE void walk_by_columns(const TmaBackwardParams& params, const KeyRecord& work,
+TILEWISE_DEVICE void walk_by_columns(const TmaBackwardParams& params, const TileDescriptor& work,
                                      ptx::SharedAddress shared, int warp,
                                      ColumnSums<C, kWarpgroup>& sums) {
   using Plan = BackwardPlan<C>;
@@ -179,7 +179,7 @@ TILEWISE_DEVICE void begin_by_columns(const TmaBackwardParams& p, ptx::SharedAdd
   ptx::griddepcontrol_wait();  // for the zeros that dq is added to
   const BackwardBarriers barriers{shared + BackwardPlan<C>::kBarriers};
   ptx::mbarrier_wait_parity(barriers.record_landed(0), 0);
-  const KeyRecord& work = received_work<C>(0);
+  const TileDescriptor& work = received_work<C>(0);
   if (work.steps > 0) await_keys<C>(p, work, shared, ptx::thread_index() - ptx::kWarpgroupSize, 0);
 }
 
@@ -187,7 +187,7 @@ template <class C, int kWarpgroup>
 TILEWISE_DEVICE void by_columns_role(const TmaBackwardParams& p, ptx::SharedAddress shared,
                                      int warp) {
   using Plan = BackwardPlan<C>;
-  const KeyRecord& work = received_work<C>(0);
+  const TileDescriptor& work = received_work<C>(0);
   ColumnSums<C, kWarpgroup> sums;
   sums.clear();
   walk_by_columns<C, kWarpgroup>(p, work, shared, warp, sums);

@@ -27,7 +27,7 @@ inline constexpr bool kPreloads = C::kBackward.preload && kOption != Option::any
 
 // dk and dv of a piece of work. `passed`: steps before it.
 template <class C, Option kOption>
-TILEWISE_DEVICE void walk_by_keys(const TmaBackwardParams& params, const KeyRecord& work,
+TILEWISE_DEVICE void walk_by_keys(const TmaBackwardParams& params, const TileDescriptor& work,
                                   const Products<C>& products, ptx::SharedAddress shared,
                                   int warpgroup, int warp, int32_t passed,
                                   float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDimV / 2]) {
@@ -136,7 +136,7 @@ TILEWISE_DEVICE void walk_by_keys(const TmaBackwardParams& params, const KeyReco
 
 // dk and dv of a warp to memory, through its part of the place of dS.
 template <class C>
-TILEWISE_DEVICE void store_by_keys(const TmaBackwardParams& p, const KeyRecord& work,
+TILEWISE_DEVICE void store_by_keys(const TmaBackwardParams& p, const TileDescriptor& work,
                                    ptx::SharedAddress shared, int own_warp,
                                    const float (&dk)[C::kHeadDim / 2],
                                    const float (&dv)[C::kHeadDimV / 2], float dv_scale) {
@@ -163,7 +163,7 @@ TILEWISE_DEVICE void by_keys_role(const TmaBackwardParams& p, ptx::SharedAddress
   for (int32_t piece = 0;; ++piece) {
     const int slot = piece % Plan::kRecordSlots;
     ptx::mbarrier_wait_parity(barriers.record_landed(slot), piece / Plan::kRecordSlots & 1);
-    const KeyRecord& work = received_work<C>(slot);
+    const TileDescriptor& work = received_work<C>(slot);
     if (work.steps < 0) break;
     float dk[C::kHeadDim / 2];
     float dv[C::kHeadDimV / 2];

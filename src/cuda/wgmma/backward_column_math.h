@@ -184,8 +184,10 @@ class DqReduction {
   static constexpr int kWarps = Plan::kCluster * Plan::kMathThreads / ptx::kWarpSize;
 
  public:
-  TILEWISE_DEVICE DqReduction(const TmaBackwardParams& p, const KeyRecord& work, int warp)
-      : to_(p.dq_sum + warp * kPart + ptx::lane_index() * 4), turns_(p.turns), turn_(p, work) {}
+  TILEWISE_DEVICE DqReduction(const TmaBackwardParams& p, const TileDescriptor& work, int warp)
+      : to_(p.dq_sum + warp * kPart + ptx::lane_index() * 4),
+        turns_(p.dq_semaphores),
+        turn_(p, work) {}
 
   TILEWISE_DEVICE void add(const float (&dq)[32], const RowWalk& walk, int panel) const {
     float* to = to_ + int64_t{walk.index} * Plan::kDqTile + panel * (4 * kPart);

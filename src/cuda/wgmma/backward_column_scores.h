@@ -25,7 +25,7 @@ struct KeyRange {
   int32_t begin[2];
   uint32_t count[2];
 
-  TILEWISE_DEVICE KeyRange(const KeyRecord& work, int32_t row) {
+  TILEWISE_DEVICE KeyRange(const TileDescriptor& work, int32_t row) {
     const int32_t key = work.key + ptx::lane_index() % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -47,7 +47,7 @@ class ColumnScores {
   static constexpr int kChunks = Plan::kKeys / 16;
 
  public:
-  TILEWISE_DEVICE ColumnScores(const TmaBackwardParams& p, const KeyRecord& work,
+  TILEWISE_DEVICE ColumnScores(const TmaBackwardParams& p, const TileDescriptor& work,
                                ptx::SharedAddress shared, int warp)
       : work_(work),
         shared_(shared),
@@ -246,7 +246,7 @@ class ColumnScores {
     }
   }
 
-  const KeyRecord& work_;
+  const TileDescriptor& work_;
   ptx::SharedAddress shared_;
   uint32_t at_;  // where the lane stores, in a tile of scores
   int32_t row_;  // first query of the thread, in the tile

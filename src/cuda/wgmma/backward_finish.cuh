@@ -68,7 +68,7 @@ TILEWISE_DEVICE void finish_block(const BackwardParams& p, int32_t tile, float d
     sum += ptx::float_of(x[0]);
     flag |= x[1];
   }
-  if (p.dscale_parts != nullptr) p.dscale_parts[tile] = sum;
+  if (p.dscale_partials != nullptr) p.dscale_partials[tile] = sum;
   if (p.row_flags.data != nullptr) p.row_flags.data[tile] = static_cast<uint8_t>(flag);
 }
 
@@ -106,7 +106,7 @@ void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
   const int lane = ptx::lane_index();
   const int warp = ptx::warp_index();
   ptx::griddepcontrol_wait();
-  const bool summed = p.dscale_parts != nullptr || p.row_flags.data != nullptr;
+  const bool summed = p.dscale_partials != nullptr || p.row_flags.data != nullptr;
   if (block.batch < 0) {
     if (summed) finish_block<C>(p, block.tile, 0.0f, 0.0f);
     return;
@@ -140,7 +140,7 @@ void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
     for (int e = 0; e < 4; ++e) {
       zero = ptx::fma(x[e], 0.0f, zero);
       const auto place = DqPlace<C>::of(group, e, lane);
-      if (p.dscale_parts != nullptr && place.row < rows && place.column < columns)
+      if (p.dscale_partials != nullptr && place.row < rows && place.column < columns)
         dscale =
             ptx::fma(to_float(q[place.row * problem.q.stride_row + place.column]), x[e], dscale);
     }

@@ -39,8 +39,8 @@ TILEWISE_DEVICE void copy_keys(ptx::SharedAddress to, const KeyColumns& columns,
 }
 
 template <class C>
-TILEWISE_DEVICE void copy_pages(const Problem& p, const KeyRecord& work, ptx::SharedAddress shared,
-                                int thread) {
+TILEWISE_DEVICE void copy_pages(const Problem& p, const TileDescriptor& work,
+                                ptx::SharedAddress shared, int thread) {
   using Plan = BackwardPlan<C>;
   const Sequence s = sequence_of(p, work.batch);
   const KeyColumns k{p.k, 0, p.head_dim};
@@ -60,15 +60,15 @@ TILEWISE_DEVICE void copy_pages(const Problem& p, const KeyRecord& work, ptx::Sh
 
 // Returns when K and V are as the products need them. `parity`: of await_landing.
 template <class C>
-TILEWISE_DEVICE void await_keys(const TmaBackwardParams& p, const KeyRecord& work,
+TILEWISE_DEVICE void await_keys(const TmaBackwardParams& p, const TileDescriptor& work,
                                 ptx::SharedAddress shared, int thread, int parity) {
   using Plan = BackwardPlan<C>;
   await_landing({shared + Plan::kBarriers}, parity);
   if (C::kGeneral && work.paged != 0) {
     copy_pages<C>(p.problem, work, shared, thread);
   } else {
-    const int32_t keep = work.keys_to_keep;
-    const int32_t peer_keep = Plan::kCluster == 2 ? work.peer_keys_to_keep : Plan::kKeys;
+    const int32_t keep = work.valid_keys;
+    const int32_t peer_keep = Plan::kCluster == 2 ? work.peer_valid_keys : Plan::kKeys;
     if (keep >= Plan::kKeys && peer_keep >= Plan::kKeys) return;
     zero_rows<typename Plan::KTile>(shared + Plan::kK, keep, thread, Plan::kMathThreads);
     zero_rows<typename Plan::VTile>(shared + Plan::kV, keep, thread, Plan::kMathThreads);

@@ -80,7 +80,7 @@ struct RowLoads {
 
 // K and V of the block, by one thread.
 template <class C>
-TILEWISE_DEVICE void load_keys(const TmaBackwardParams& p, const KeyRecord& work,
+TILEWISE_DEVICE void load_keys(const TmaBackwardParams& p, const TileDescriptor& work,
                                ptx::SharedAddress shared) {
   using Plan = BackwardPlan<C>;
   const BackwardBarriers barriers{shared + Plan::kBarriers};
@@ -106,7 +106,7 @@ TILEWISE_DEVICE void load_keys(const TmaBackwardParams& p, const KeyRecord& work
 // K and V in the place of those of the piece of work before. Where nobody waits for them or they
 // are copied row by row, the barriers count them all the same.
 template <class C>
-TILEWISE_DEVICE void replace_keys(const TmaBackwardParams& p, const KeyRecord& work,
+TILEWISE_DEVICE void replace_keys(const TmaBackwardParams& p, const TileDescriptor& work,
                                   ptx::SharedAddress shared, int parity) {
   const BackwardBarriers barriers{shared + BackwardPlan<C>::kBarriers};
   ptx::mbarrier_wait_parity(barriers.keys_left(), parity);
@@ -122,14 +122,14 @@ TILEWISE_DEVICE void replace_keys(const TmaBackwardParams& p, const KeyRecord& w
 // Q, dO and their statistics of all steps of a piece of work, and K and V after the first ones:
 // those of the piece before are read until its last step. `passed`: steps before it.
 template <class C>
-TILEWISE_DEVICE void load_work(const TmaBackwardParams& p, const KeyRecord& work,
+TILEWISE_DEVICE void load_work(const TmaBackwardParams& p, const TileDescriptor& work,
                                ptx::SharedAddress shared, int32_t passed, int32_t keys_parity) {
   using Plan = BackwardPlan<C>;
   const BackwardBarriers barriers{shared + Plan::kBarriers};
   const RowLoads<C, typename Plan::QTile> q{p.q, p.row_lse, work.first_row, work.row_slot};
   const RowLoads<C, typename Plan::DoutTile> dout{p.dout, p.row_delta, work.first_row,
                                                   work.row_slot};
-  const int32_t rows = work.rows_to_keep;
+  const int32_t rows = work.valid_rows;
   const auto at = [&](int first, int stage, int bytes) {
     return shared + static_cast<uint32_t>(first + stage * bytes);
   };
@@ -170,20 +170,21 @@ TILEWISE_DEVICE void fetch_work(const BackwardParams& p, ptx::SharedAddress shar
   using Plan = BackwardPlan<C>;
   const BackwardBarriers barriers{shared + Plan::kBarriers};
   const ptx::SharedAddress to =
-      shared + static_cast<uint32_t>(Plan::kRecords + slot * int{sizeof(KeyRecord)});
-  if (index < p.works * Plan::kCluster) {
-    ptx::mbarrier_arrive_expect_tx(barriers.record_landed(slot), sizeof(KeyRecord));
-    ptx::cp_async_bulk_load(to, p.records + index, sizeof(KeyRecord), barriers.record_landed(slot));
+      shared + static_cast<uint32_t>(Plan::kRecords + slot * int{sizeof(TileDescriptor)});
+  if (index < p.num_tiles * Plan::kCluster) {
+    ptx::mbarrier_arrive_expect_tx(barriers.record_landed(slot), sizeof(TileDescriptor));
+    ptx::cp_async_bulk_load(to, p.descriptors + index, sizeof(TileDescriptor),
+                            barriers.record_landed(slot));
   } else {
-    ptx::st_shared_b32(to + offsetof(KeyRecord, steps), static_cast<uint32_t>(-1));
+    ptx::st_shared_b32(to + offsetof(TileDescriptor, steps), static_cast<uint32_t>(-1));
     ptx::mbarrier_arrive(barriers.record_landed(slot));
   }
 }
 
 // Which piece of work the block takes after this one.
 TILEWISE_DEVICE int32_t next_index(const BackwardParams& p) {
-  if (p.counter == nullptr) return p.works;
-  return static_cast<int32_t>(ptx::grid_blocks()) + ptx::atom_add(p.counter, 1);
+  if (p.tile_counter == nullptr) return p.num_tiles;
+  return static_cast<int32_t>(ptx::grid_blocks()) + ptx::atom_add(p.tile_counter, 1);
 }
 
 template <class C>
@@ -197,7 +198,7 @@ TILEWISE_DEVICE void load_role(const TmaBackwardParams& p, ptx::SharedAddress sh
   for (int32_t piece = 0;; ++piece) {
     ptx::mbarrier_wait_parity(barriers.record_landed(piece % Plan::kRecordSlots),
                               piece / Plan::kRecordSlots & 1);
-    const KeyRecord& work = received_work<C>(piece % Plan::kRecordSlots);
+    const TileDescriptor& work = received_work<C>(piece % Plan::kRecordSlots);
     if (work.steps < 0) return;
     load_work<C>(p, work, shared, steps, (piece & 1) ^ 1);
     if constexpr (!Plan::kPersistent) return;

@@ -67,15 +67,15 @@ TILEWISE_DEVICE void backward_block(const TmaBackwardParams& p) {
 }
 
 template <class C>
-  requires(C::kBackward.cluster == 1)
+  requires(C::kBackward.cluster_size == 1)
 TILEWISE_KERNEL(C::kBackward.threads(), 1)
 void backward(TILEWISE_PARAMETER TmaBackwardParams p) {
   backward_block<C>(p);
 }
 
 template <class C>
-  requires(C::kBackward.cluster > 1)
-TILEWISE_CLUSTER_KERNEL(C::kBackward.threads(), C::kBackward.cluster)
+  requires(C::kBackward.cluster_size > 1)
+TILEWISE_CLUSTER_KERNEL(C::kBackward.threads(), C::kBackward.cluster_size)
 void backward(TILEWISE_PARAMETER TmaBackwardParams p) {
   backward_block<C>(p);
 }

@@ -12,7 +12,7 @@ class KeyMask {
 
  public:
   // `key`: the thread's first one of the block, the other one is 8 keys on.
-  TILEWISE_DEVICE KeyMask(const KeyRecord& work, int key) : clear_(work) {
+  TILEWISE_DEVICE KeyMask(const TileDescriptor& work, int key) : clear_(work) {
     const int32_t diagonal = work.key + key;
     const int32_t lane_row = ptx::lane_index() % 4 * 2;
     rows_ = static_cast<uint32_t>(work.high) - static_cast<uint32_t>(work.low);

@@ -73,7 +73,7 @@ struct BackwardPlan<C, false> : BackwardSums<C> {
   static constexpr int kReleases = kMathThreads;
   static constexpr bool kPersistent = true;
   static constexpr int kKeys = kTile.keys;
-  static constexpr int kCluster = kTile.cluster;
+  static constexpr int kCluster = kTile.cluster_size;
   static_assert(kKeys == 128 && kCluster == 1);
   // The general form waits for S and dP together.
   static constexpr bool kSendsUnderScores = kTile.send == arch::SendDq::under_scores ||
@@ -101,7 +101,7 @@ struct BackwardPlan<C, false> : BackwardSums<C> {
   // next one is then on its way, and that of the piece before may still be read.
   static constexpr int kRecordSlots = 4;
   static constexpr int kRecords = kDelta + kDoutStages * kStatisticBytes;
-  static constexpr int kBarriers = kRecords + kRecordSlots * int{sizeof(KeyRecord)};
+  static constexpr int kBarriers = kRecords + kRecordSlots * int{sizeof(TileDescriptor)};
   static constexpr int kSharedBytes = kBarriers + BackwardBarriers::bytes(kRecordSlots);
   static_assert(kSharedBytes <= 227 * 1024);
 };
@@ -128,7 +128,7 @@ struct BackwardPlan<C, true> : BackwardSums<C> {
   using QTile = tile::SwizzledTile<kQueries, C::kHeadDim>;
   using DoutTile = tile::SwizzledTile<kQueries, C::kHeadDimV>;
   using ScoreTile = tile::SwizzledTile<kKeys, kQueries>;  // P and dS, transposed
-  static constexpr int kCluster = kTile.cluster;
+  static constexpr int kCluster = kTile.cluster_size;
   static constexpr int kScoreStages = kCluster == 1 ? 2 : 1;
   static_assert(kCluster == 1 || C::kHeadDim == 256);
   using PeerKTile = tile::SwizzledTile<kKeys, C::kHeadDim / 2>;
@@ -145,7 +145,7 @@ struct BackwardPlan<C, true> : BackwardSums<C> {
   static constexpr int kDelta = kLse + kStages * kStatisticBytes;
   static constexpr int kRecordSlots = 1;
   static constexpr int kRecords = kDelta + kDoutStages * kStatisticBytes;
-  static constexpr int kBarriers = kRecords + kRecordSlots * int{sizeof(KeyRecord)};
+  static constexpr int kBarriers = kRecords + kRecordSlots * int{sizeof(TileDescriptor)};
   static constexpr int kSharedBytes = kBarriers + BackwardBarriers::bytes(kRecordSlots);
   static_assert(kSharedBytes <= 227 * 1024);
 

@@ -67,13 +67,13 @@ TILEWISE_DEVICE float row_lse(float lse, float scale_log2) {
 // What the blocks of the main kernel work on, and the zeros that it counts from.
 template <class C>
 TILEWISE_DEVICE void make_records(const BackwardParams& p, int32_t block) {
-  constexpr int32_t kCluster = C::kBackward.cluster;
+  constexpr int32_t kCluster = C::kBackward.cluster_size;
   const int32_t i = block * kPrepareThreads + ptx::thread_index();
-  if (i == 0 && p.counter != nullptr) *p.counter = 0;
-  if (i >= p.works * kCluster) return;
-  KeyRecord record = KeyWorkMaker<C>::make(p, i);
+  if (i == 0 && p.tile_counter != nullptr) *p.tile_counter = 0;
+  if (i >= p.num_tiles * kCluster) return;
+  TileDescriptor record = KeyWorkMaker<C>::make(p, i);
   record.index = i / kCluster;
-  p.records[i] = record;
+  p.descriptors[i] = record;
   if (p.key_flags.data != nullptr) p.key_flags.data[record.index] = 0;
 }
 
@@ -89,8 +89,8 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
   const int thread = ptx::thread_index();
   const Problem& problem = p.problem;
   const float scale_log2 = exponent_scale(score_of(problem).scale);
-  const auto first_block =
-      static_cast<int32_t>(ceil_div(int64_t{p.works} * C::kBackward.cluster, kPrepareThreads));
+  const auto first_block = static_cast<int32_t>(
+      ceil_div(int64_t{p.num_tiles} * C::kBackward.cluster_size, kPrepareThreads));
   if (ptx::block_index() < first_block) {
     make_records<C>(p, static_cast<int32_t>(ptx::block_index()));
     return;

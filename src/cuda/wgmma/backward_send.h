@@ -53,13 +53,13 @@ TILEWISE_DEVICE void send_role(const TmaBackwardParams& p, ptx::SharedAddress sh
   const ptx::SharedAddress from = shared + static_cast<uint32_t>(Plan::kDq + begin);
   float* const to = p.dq_sum + begin / 4;
   const bool speaks = ptx::lane_index() == 0;
-  SendTurns additions{p.turns};
+  SendTurns additions{p.dq_semaphores};
   ptx::griddepcontrol_wait();  // for the zeros that are added to
 #pragma unroll 1
   for (int32_t piece = 0;; ++piece) {
     const int slot = piece % Plan::kRecordSlots;
     ptx::mbarrier_wait_parity(barriers.record_landed(slot), piece / Plan::kRecordSlots & 1);
-    const KeyRecord& work = received_work<C>(slot);
+    const TileDescriptor& work = received_work<C>(slot);
     const int32_t steps = work.steps;
     if (steps < 0) break;
     RowWalk walk(work);

@@ -81,7 +81,7 @@ template <class C>
 class AlibiOfKeys {
  public:
   // `key`: the thread's first one.
-  TILEWISE_DEVICE AlibiOfKeys(const Problem& p, const KeyRecord& work, int32_t key,
+  TILEWISE_DEVICE AlibiOfKeys(const Problem& p, const TileDescriptor& work, int32_t key,
                               const RowWalk& walk)
       : slope_(p.alibi_slopes[work.batch * p.alibi_stride_batch + walk.head] * kLog2e),
         distance_(walk.row + ptx::lane_index() % 4 * 2 + work.keys - work.rows - key) {}
@@ -122,7 +122,7 @@ class BackwardTerms {
   static constexpr bool kGradientFromZero = !kStartsAtDelta;
 
   // `key`: the thread's first one of the block, the other one is 8 keys on.
-  TILEWISE_DEVICE BackwardTerms(const Problem& p, const KeyRecord& work, int key)
+  TILEWISE_DEVICE BackwardTerms(const Problem& p, const TileDescriptor& work, int key)
       : p_(p),
         work_(work),
         key_(work.key + key),
@@ -239,7 +239,7 @@ class BackwardTerms {
   }
 
   const Problem& p_;
-  const KeyRecord& work_;
+  const TileDescriptor& work_;
   int32_t key_;  // inside the sequence
   float scale_log2_;
   float unit_;  // of a capped score
@@ -256,7 +256,7 @@ class BackwardTerms<C, Option::none> {
   static constexpr bool kScoresFromZero = !BackwardPlan<C>::kPreload;
   static constexpr bool kGradientFromZero = kScoresFromZero;
 
-  TILEWISE_DEVICE BackwardTerms(const Problem&, const KeyRecord&, int) {}
+  TILEWISE_DEVICE BackwardTerms(const Problem&, const TileDescriptor&, int) {}
   TILEWISE_DEVICE static float dv_scale(const Problem&) { return 1.0f; }
 };
 
@@ -270,7 +270,7 @@ class BackwardTerms<C, Option::any> {
   static constexpr bool kGradientFromZero = true;
 
   // `key`: the thread's first one of the block, the other one is 8 keys on.
-  TILEWISE_DEVICE BackwardTerms(const Problem& p, const KeyRecord& work, int key)
+  TILEWISE_DEVICE BackwardTerms(const Problem& p, const TileDescriptor& work, int key)
       : work_(work),
         key_(work.key + key),
         scale_log2_(exponent_scale(score_of(p).scale)),
@@ -388,7 +388,7 @@ class BackwardTerms<C, Option::any> {
     }
   }
 
-  const KeyRecord& work_;
+  const TileDescriptor& work_;
   int32_t key_;  // inside the sequence
   float scale_log2_;
   DropoutFactors dropout_;

@@ -3,18 +3,16 @@
 
 #include "cuda/arch/hopper.h"
 #include "cuda/element.h"
+#include "cuda/form.h"
 #include "cuda/ptx/wgmma.h"
 #include "cuda/tile/swizzled.h"
 
 namespace tilewise::cuda::wgmma {
 
-// `plain` has what costs nothing in the inner loop (scale, band, lengths, groups, sinks); `general`
-// adds softcap, ALiBi, bias and dropout as uniform switches, and in the forward what is rare:
-// packed heads, key splits and pages. Instructions that are not run cost as well: those of a work
-// are fetched once a work (D128, 512 rows, causal: 121 us with 6.5k instructions, 109 with 5.0k).
-enum class Form { plain, general };
-
-template <class Element_, int kHeadDim_, int kHeadDimV_, Form kForm_, arch::Cut kCut_>
+// Form::general of this family also has, in the forward, what is rare: packed heads, key splits and
+// pages. Instructions that are not executed cost as well, since those of a tile are fetched once
+// per tile (D128, 512 rows, causal: 121 us with 6.5k instructions, 109 us with 5.0k).
+template <class Element_, int kHeadDim_, int kHeadDimV_, Form kForm_, arch::TileSize kTileSize_>
 struct Config {
   using Arch = arch::Sm90a;
   using Element = Element_;
@@ -22,8 +20,8 @@ struct Config {
   static constexpr int kHeadDimV = kHeadDimV_;
   static constexpr bool kGeneral = kForm_ == Form::general;
   static constexpr arch::WgmmaBackwardTile kBackward =
-      Arch::backward(max(kHeadDim, kHeadDimV), kCut_);
-  static constexpr arch::WgmmaForwardTile kForward = Arch::forward(kHeadDim, kHeadDimV, kCut_);
+      Arch::backward(max(kHeadDim, kHeadDimV), kTileSize_);
+  static constexpr arch::WgmmaForwardTile kForward = Arch::forward(kHeadDim, kHeadDimV, kTileSize_);
   static constexpr ptx::Half16 kHalf =
       Element::kDtype == TILEWISE_BFLOAT16 ? ptx::Half16::bf16 : ptx::Half16::f16;
 };

@@ -22,7 +22,7 @@
 // skip key tiles that only the others see, and mask those that the band cuts.
 #pragma once
 
-#include "cuda/common/let_next_in.h"
+#include "cuda/common/trigger_dependents.h"
 #include "cuda/wgmma/forward_deal.h"
 #include "cuda/wgmma/forward_load.h"
 #include "cuda/wgmma/forward_math.h"
@@ -50,7 +50,7 @@ TILEWISE_KERNEL(C::kForward.threads(), 1)
 void forward(TILEWISE_PARAMETER TmaForwardParams p) {
   const ForwardShared<C> shared = ForwardShared<C>::of();
   const int warpgroup = ptx::uniform(ptx::thread_index() / ptx::kWarpgroupSize);
-  common::let_next_in(p, NextStart::after_first_keys);
+  common::trigger_dependents(p, PdlTrigger::after_first_loads);
   // All pass one barrier, whose place in the code is the same for all. The first work is found
   // before it: a GPU that has just started waits for instructions more than for anything.
   ForwardLoad<C> load(p, shared);
@@ -67,14 +67,14 @@ void forward(TILEWISE_PARAMETER TmaForwardParams p) {
       deal.run();
   } else {
     ptx::setmaxnreg_inc<C::kForward.math_registers>();
-    int32_t spoilt = RowRepair<C>::kNone;
+    int32_t spoilt = NanRecompute<C>::kNone;
     const ForwardMathRole<C> role{p, shared, warpgroup - 1, spoilt};
     if (!C::kGeneral || option_of(p.problem) == Option::none)
       role.template run<Option::none>();
     else if constexpr (C::kGeneral)
       run_with_option<C::kForward.option_loops>(p.problem, role);
-    if (spoilt != RowRepair<C>::kNone) [[unlikely]]
-      RowRepair<C>(p, ptx::warp_index() - 4).run(spoilt);
+    if (spoilt != NanRecompute<C>::kNone) [[unlikely]]
+      NanRecompute<C>(p, ptx::warp_index() - 4).run(spoilt);
   }
 }
 

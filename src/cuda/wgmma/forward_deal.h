@@ -28,7 +28,7 @@ class ForwardDeal {
     typename Shared::WorkPlace place;
     // Who takes works from a common heap before he needs them keeps them from those who are idle:
     // with one more than now a block was done 64 us of 420 before another one.
-    const uint32_t ahead = p_.counter == nullptr ? Shared::kWorkSlots : 2;
+    const uint32_t ahead = p_.tile_counter == nullptr ? Shared::kWorkSlots : 2;
 #pragma unroll 1
     for (;;) {
       if (has_rows_) {
@@ -60,14 +60,14 @@ class ForwardDeal {
     return ptx::lane_index() < C::kForward.math_warpgroups;
   }
 
-  // Works have all of their keys up to p_.work; from there on they are parts of shared ones, two
-  // for each block.
+  // Works have all of their keys up to p_.num_tiles; from there on they are parts of shared ones,
+  // two for each block.
   TILEWISE_DEVICE int32_t end() const {
-    if (C::kGeneral || !p_.shares.any()) return p_.work;
-    return p_.work + 2 * static_cast<int32_t>(ptx::grid_blocks());
+    if (C::kGeneral || !p_.stream_k.any()) return p_.num_tiles;
+    return p_.num_tiles + 2 * static_cast<int32_t>(ptx::grid_blocks());
   }
-  TILEWISE_DEVICE Shares::Part part_of(int32_t index) const {
-    return p_.shares.part(static_cast<int32_t>(ptx::block_index()), (index - p_.work) % 2);
+  TILEWISE_DEVICE StreamKTail::Share part_of(int32_t index) const {
+    return p_.stream_k.share(static_cast<int32_t>(ptx::block_index()), (index - p_.num_tiles) % 2);
   }
 
   // In rounds: where a block stands.
@@ -81,8 +81,8 @@ class ForwardDeal {
     const auto grid = static_cast<int32_t>(ptx::grid_blocks());
     const auto block = static_cast<int32_t>(ptx::block_index());
     const int32_t at = turn.round * grid + (turn.round % 2 == 0 ? block : grid - 1 - block);
-    if (!C::kGeneral && at >= p_.work && p_.shares.any())
-      return at < end() ? p_.work + 2 * block + (at - p_.work >= grid ? 1 : 0) : at;
+    if (!C::kGeneral && at >= p_.num_tiles && p_.stream_k.any())
+      return at < end() ? p_.num_tiles + 2 * block + (at - p_.num_tiles >= grid ? 1 : 0) : at;
     const int32_t pairs = p_.order.in_pairs / 2;
     return at < pairs ? 2 * at + turn.second : at + pairs;
   }
@@ -90,14 +90,14 @@ class ForwardDeal {
   // Works that differ in length are taken by who is done, but where the order deals with it; the
   // counter is zeroed by the kernel before this one.
   TILEWISE_DEVICE int32_t following(int32_t index, Turn& turn) const {
-    if (p_.counter == nullptr) {
+    if (p_.tile_counter == nullptr) {
       turn.second = index < p_.order.in_pairs ? turn.second ^ 1 : 0;
       if (turn.second == 0) ++turn.round;
       return work_of(turn);
     }
     ptx::griddepcontrol_wait();
     int32_t taken = 0;
-    if (ptx::lane_index() == 0) taken = ptx::atom_add(p_.counter, 1);
+    if (ptx::lane_index() == 0) taken = ptx::atom_add(p_.tile_counter, 1);
     return uniform(taken) + static_cast<int32_t>(ptx::grid_blocks());
   }
 
@@ -105,9 +105,9 @@ class ForwardDeal {
   // few registers.
   TILEWISE_DEVICE bool locate(Work& work, int32_t index) const {
     const bool writes = ptx::lane_index() == 0;
-    const bool shared = !C::kGeneral && index >= p_.work;
+    const bool shared = !C::kGeneral && index >= p_.num_tiles;
     if (shared && part_of(index).empty()) return false;
-    const TileOrder::Work at = p_.order.at(shared ? p_.work + part_of(index).work : index);
+    const TileOrder::WorkTile at = p_.order.at(shared ? p_.num_tiles + part_of(index).tile : index);
     if (at.sequence < 0) return false;
     if (writes) {
       work.split = at.split;
@@ -127,10 +127,10 @@ class ForwardDeal {
       work.tiles = KeyTiles::of(work.sequence.band, work.rows, work.split,
                                 C::kGeneral ? work.splits : 1, C::kForward.keys);
       if (shared) {
-        const Shares::Part part = part_of(index);
+        const StreamKTail::Share part = part_of(index);
         work.tiles.first = part.begin;
         work.tiles.last = part.end - 1;
-        work.split = Shares::slot(static_cast<int32_t>(ptx::block_index()), part.work);
+        work.split = StreamKTail::result_index(static_cast<int32_t>(ptx::block_index()), part.tile);
       }
     }
     ptx::sync_warp();
@@ -160,7 +160,7 @@ class ForwardDeal {
     if (fits || ptx::lane_index() != 0) [[likely]]
       return;
     work.sequence.fits = false;
-    report_sequence(p_.record, p_.problem, work.sequence, entries);
+    report_sequence(p_.index_record, p_.problem, work.sequence, entries);
   }
 
   const TmaForwardParams& p_;

@@ -3,11 +3,11 @@
 
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/ptx/wgmma.h"
-#include "cuda/wgmma/forward_repair.h"
 #include "cuda/wgmma/forward_shared.h"
 #include "cuda/wgmma/forward_softmax.h"
 #include "cuda/wgmma/forward_store.h"
 #include "cuda/wgmma/forward_terms.h"
+#include "cuda/wgmma/nan_recompute.h"
 
 namespace tilewise::cuda::wgmma {
 
@@ -442,9 +442,9 @@ class ForwardMath {
     const LanePlace at = place();
     const bool grown = ptx::fmax(ending.l[0][0], ending.l[0][1]) > RowMath::kHigh;
     const bool repairs = C::kGeneral || work.splits == 1;
-    if (repairs && (p_.may_spoil || ptx::any(grown)) &&
+    if (repairs && (p_.nan_may_leak || ptx::any(grown)) &&
         ptx::any(!outputs_are_finite(work, at, o_, ending.l)) && work.sequence.fits) [[unlikely]]
-      RowRepair<C>::note(p_, thread() / ptx::kWarpSize, work.index, spoilt_);
+      NanRecompute<C>::note(p_, thread() / ptx::kWarpSize, work.index, spoilt_);
     if (work.splits > 1) [[unlikely]] {
       if constexpr (C::kGeneral)
         store_partial(p_, work, at, o_, ending.rows);
@@ -467,7 +467,7 @@ class ForwardMath {
   const TmaForwardParams& p_;
   Shared shared_;
   int warpgroup_;
-  int32_t spoilt_ = RowRepair<C>::kNone;
+  int32_t spoilt_ = NanRecompute<C>::kNone;
   bool negative_;
   ForwardTerms<C, kOption> terms_;
   WarpgroupTiles tiles_;

@@ -44,7 +44,7 @@ struct WarpgroupTiles {
 // A tile of query rows and the key tiles they see.
 template <class C>
 struct ForwardWork : BlockWork {
-  int32_t index;  // among p.work
+  int32_t index;  // among p.num_tiles
   char* out;      // row 0 when heads are not packed
   int64_t lse;    // the same: offset in lse
   WarpgroupTiles parts[C::kForward.math_warpgroups];

@@ -15,52 +15,54 @@ bool fit(const Gpu& gpu, const Kernel<Params>&... kernels) {
   return (... && (kernels.shared_bytes <= gpu.shared_bytes));
 }
 
-bool serves_forward(const UnitTable& unit, const Gpu& gpu) {
-  for (const UnitKernels* form :
-       {&unit.plain, &unit.general, &unit.paged, &unit.boxes, &unit.paged_boxes}) {
+bool serves_forward(const KernelSet& kernel_set, const Gpu& gpu) {
+  for (const FormKernels* form : {&kernel_set.plain, &kernel_set.general, &kernel_set.paged,
+                                  &kernel_set.tma, &kernel_set.tma_paged}) {
     if (!fit(gpu, form->forward, form->tma_forward)) return false;
   }
-  return unit.has_forward();
+  return kernel_set.has_forward();
 }
 
-bool serves_backward(const UnitTable& unit, const Gpu& gpu) {
-  for (const UnitKernels* form : {&unit.plain, &unit.general}) {
+bool serves_backward(const KernelSet& kernel_set, const Gpu& gpu) {
+  for (const FormKernels* form : {&kernel_set.plain, &kernel_set.general}) {
     if (!fit(gpu, form->prepare, form->backward, form->tma_backward, form->finish)) return false;
   }
-  return unit.has_backward();
+  return kernel_set.has_backward();
 }
 
-using Serves = bool (*)(const UnitTable&, const Gpu&);
+using Serves = bool (*)(const KernelSet&, const Gpu&);
 
 // The smallest head-dim tile of a tile table that holds the problem.
-const UnitTable* smallest(const Problem& p, Family family, int32_t architecture, bool tf32,
-                          const Gpu& gpu, const Inventory& inside, Serves serves) {
+const KernelSet* smallest(const Problem& p, Family family, int32_t architecture, bool tf32,
+                          const Gpu& gpu, const Registry& inside, Serves serves) {
   // What simt is compiled for is q, in mma_sync it is the keys: of float8 under any 16 bits.
   const int32_t dtype = family == Family::simt ? p.dtype : key_dtype(p);
-  const UnitTable* best = nullptr;
-  for (const UnitTable* unit : inside.units) {
-    if (unit->family != family || unit->architecture != architecture || unit->dtype != dtype ||
-        unit->tf32 != tf32)
+  const KernelSet* best = nullptr;
+  for (const KernelSet* kernel_set : inside.kernel_sets) {
+    if (kernel_set->family != family || kernel_set->architecture != architecture ||
+        kernel_set->dtype != dtype || kernel_set->tf32 != tf32)
       continue;
-    if (unit->head_dim < p.head_dim || unit->head_dim_v < p.head_dim_v || !serves(*unit, gpu))
+    if (kernel_set->head_dim < p.head_dim || kernel_set->head_dim_v < p.head_dim_v ||
+        !serves(*kernel_set, gpu))
       continue;
-    const auto columns = [](const UnitTable& u) { return u.head_dim + u.head_dim_v; };
-    if (best == nullptr || columns(*unit) < columns(*best)) best = unit;
+    const auto columns = [](const KernelSet& u) { return u.head_dim + u.head_dim_v; };
+    if (best == nullptr || columns(*kernel_set) < columns(*best)) best = kernel_set;
   }
   return best;
 }
 
-const UnitTable* of_table(const Problem& p, int32_t architecture, const Gpu& gpu,
-                          const Inventory& inside, Serves serves) {
+const KernelSet* of_table(const Problem& p, int32_t architecture, const Gpu& gpu,
+                          const Registry& inside, Serves serves) {
   if (!inside.runs(architecture, gpu.sm)) return nullptr;
   if (p.tf32 != 0) {
-    const UnitTable* unit = smallest(p, Family::mma_sync, architecture, true, gpu, inside, serves);
-    if (unit != nullptr) return unit;
+    const KernelSet* kernel_set =
+        smallest(p, Family::mma_sync, architecture, true, gpu, inside, serves);
+    if (kernel_set != nullptr) return kernel_set;
   }
   return smallest(p, Family::mma_sync, architecture, false, gpu, inside, serves);
 }
 
-const UnitTable* find(const Problem& p, Family family, const Gpu& gpu, const Inventory& inside,
+const KernelSet* find(const Problem& p, Family family, const Gpu& gpu, const Registry& inside,
                       Serves serves) {
   if (family == Family::simt) {
     if (!inside.runs(0, gpu.sm)) return nullptr;
@@ -74,13 +76,14 @@ const UnitTable* find(const Problem& p, Family family, const Gpu& gpu, const Inv
   }
   if (gpu.table != 0) return of_table(p, gpu.table, gpu, inside, serves);
   const int32_t own = arch::limits_of(gpu.sm).table;
-  const UnitTable* unit = of_table(p, own, gpu, inside, serves);
-  if (inside.runs(own, gpu.sm)) return unit;
-  for (auto row = arch::kLimits.rbegin(); unit == nullptr && row != arch::kLimits.rend(); ++row) {
+  const KernelSet* kernel_set = of_table(p, own, gpu, inside, serves);
+  if (inside.runs(own, gpu.sm)) return kernel_set;
+  for (auto row = arch::kLimits.rbegin(); kernel_set == nullptr && row != arch::kLimits.rend();
+       ++row) {
     if (row->table == row->sm && row->table < own)
-      unit = of_table(p, row->table, gpu, inside, serves);
+      kernel_set = of_table(p, row->table, gpu, inside, serves);
   }
-  return unit;
+  return kernel_set;
 }
 
 // One dimension of a view: a stride of a dimension that has one entry is never used.
@@ -103,31 +106,34 @@ bool aligned(const tilewise_tensor& view, const Shape& shape, int64_t element_by
 
 }  // namespace
 
-const UnitTable* find_forward(const Problem& p, Family family, const Gpu& gpu,
-                              const Inventory& inside) {
+const KernelSet* find_forward(const Problem& p, Family family, const Gpu& gpu,
+                              const Registry& inside) {
   if (family == Family::wgmma && why_not_wgmma(p, nullptr) != nullptr) return nullptr;
-  const UnitTable* unit = find(p, family, gpu, inside, serves_forward);
-  if (unit == nullptr || family == Family::simt) return unit;
-  if (family == Family::mma_sync && may_spoil(p) &&
+  const KernelSet* kernel_set = find(p, family, gpu, inside, serves_forward);
+  if (kernel_set == nullptr || family == Family::simt) return kernel_set;
+  if (family == Family::mma_sync && nan_may_leak(p) &&
       find_forward(p, Family::simt, gpu, inside) == nullptr)
     return nullptr;
   const int64_t rows = deciding_rows(p);
-  const bool narrow = family == Family::wgmma ? arch::Sm90a::narrow_forward(rows, may_spoil(p))
-                                              : rows * group_size(p) <= kDecodeRows;
-  if (!narrow || unit->narrow == nullptr || !serves_forward(*unit->narrow, gpu)) return unit;
-  return unit->narrow;
+  const bool few_rows = family == Family::wgmma
+                            ? arch::Sm90a::prefers_small_forward(rows, nan_may_leak(p))
+                            : rows * group_size(p) <= kDecodeRows;
+  if (!few_rows || kernel_set->few_rows == nullptr || !serves_forward(*kernel_set->few_rows, gpu))
+    return kernel_set;
+  return kernel_set->few_rows;
 }
 
-const UnitTable* find_backward(const Problem& p, const Gradients* g, Family family, const Gpu& gpu,
-                               const Inventory& inside) {
+const KernelSet* find_backward(const Problem& p, const Gradients* g, Family family, const Gpu& gpu,
+                               const Registry& inside) {
   if (family == Family::wgmma && why_not_wgmma(p, g) != nullptr) return nullptr;
-  const UnitTable* unit = find(p, family, gpu, inside, serves_backward);
-  if (unit == nullptr || family == Family::simt) return unit;
-  if (may_spoil(p) && find_backward(p, g, Family::simt, gpu, inside) == nullptr) return nullptr;
-  const bool narrow = arch::Sm90a::narrow_backward(unit->head_dim, deciding_rows(p), may_spoil(p),
-                                                   !fits_plain(p, g));
-  if (!narrow || unit->narrow == nullptr || !serves_backward(*unit->narrow, gpu)) return unit;
-  return unit->narrow;
+  const KernelSet* kernel_set = find(p, family, gpu, inside, serves_backward);
+  if (kernel_set == nullptr || family == Family::simt) return kernel_set;
+  if (nan_may_leak(p) && find_backward(p, g, Family::simt, gpu, inside) == nullptr) return nullptr;
+  const bool few_rows = arch::Sm90a::prefers_small_backward(kernel_set->head_dim, deciding_rows(p),
+                                                            nan_may_leak(p), !fits_plain(p, g));
+  if (!few_rows || kernel_set->few_rows == nullptr || !serves_backward(*kernel_set->few_rows, gpu))
+    return kernel_set;
+  return kernel_set->few_rows;
 }
 
 namespace {
@@ -199,7 +205,7 @@ bool pages_are_mappable(const Problem& p) {
 
 // A box is a page, or a tile of `keys` keys.
 bool pages_are_boxes(const Problem& p, int64_t keys) {
-  const bool parts = p.page_size >= kLeastRowsOfPageBox && keys % p.page_size == 0;
+  const bool parts = p.page_size >= kMinTmaPageRows && keys % p.page_size == 0;
   return (parts || p.page_size % keys == 0) && pages_are_mappable(p);
 }
 
@@ -209,22 +215,22 @@ bool fits_plain(const Problem& p, const Gradients* g) {
   return !is_general(p) && p.block_table == nullptr && rows_are_aligned(p, g);
 }
 
-Form forward_form(const Problem& p, const UnitTable& unit) {
+Form forward_form(const Problem& p, const KernelSet& kernel_set) {
   if (fits_plain(p, nullptr)) {
-    if (unit.boxes.tma_forward.function != nullptr)
-      return keys_are_mappable(p) ? Form::boxes : Form::general;
-    return unit.dtype == TILEWISE_FLOAT8_E4M3 ? Form::general : Form::plain;
+    if (kernel_set.tma.tma_forward.function != nullptr)
+      return keys_are_mappable(p) ? Form::tma : Form::general;
+    return kernel_set.dtype == TILEWISE_FLOAT8_E4M3 ? Form::general : Form::plain;
   }
   const bool paged = !is_general(p) && p.block_table != nullptr && rows_are_aligned(p, nullptr);
   if (!paged) return Form::general;
-  if (unit.paged_boxes.tma_forward.function != nullptr &&
-      pages_are_boxes(p, unit.forward_tile.keys))
-    return Form::paged_boxes;
-  const bool built = unit.paged.forward.function != nullptr;
+  if (kernel_set.tma_paged.tma_forward.function != nullptr &&
+      pages_are_boxes(p, kernel_set.forward_tile.keys))
+    return Form::tma_paged;
+  const bool built = kernel_set.paged.forward.function != nullptr;
   return built && pages_fit_32_bits(p) ? Form::paged : Form::general;
 }
 
-bool has_few_rows(const Problem& p) {
+bool is_decode(const Problem& p) {
   constexpr int64_t kFewRows = 64;
   return deciding_rows(p) * group_size(p) <= kFewRows;
 }
@@ -234,13 +240,13 @@ const char* why_not_wgmma(const Problem& p, const Gradients* g) {
   if (p.kv_float8 != 0) return "its copies do not convert float8";
   if (g == nullptr && p.batch_invariant != 0)
     return "batch_invariant asks for one kernel, whatever the lengths";
-  if (g == nullptr && has_few_rows(p)) return "it fills tiles of 64 rows, and here are fewer";
+  if (g == nullptr && is_decode(p)) return "it fills tiles of 64 rows, and here are fewer";
   if (!rows_are_aligned(p, g))
     return "its copies need rows that start at multiples of 16 bytes and head dims that are "
            "multiples of 8";
   // Every key tile is a multiple of that, and a box as many rows as divide the tile and a page.
   const bool paged = p.block_table != nullptr;
-  if (g == nullptr && paged && p.page_size % kLeastRowsOfPageBox != 0)
+  if (g == nullptr && paged && p.page_size % kMinTmaPageRows != 0)
     return "its copies need pages of a multiple of 16 keys";
   if (g == nullptr && paged && !pages_are_mappable(p))
     return "its copies need pages at strides below 2^40 bytes whose keys no left padding shifts";
@@ -250,19 +256,19 @@ const char* why_not_wgmma(const Problem& p, const Gradients* g) {
   return mappable ? nullptr : "TMA needs strides below 2^40 bytes that are not negative";
 }
 
-bool may_spoil(const Problem& p) {
+bool nan_may_leak(const Problem& p) {
   // The last row sees the first key, and the first row the last key, from these limits on.
-  const bool left = p.window_left >= 0 && p.window_left < most_keys(p) - 1;
+  const bool left = p.window_left >= 0 && p.window_left < max_keys(p) - 1;
   const bool right = p.window_right >= 0 && p.window_right < most_rows(p) - 1;
   return left || right;
 }
 
 bool has_forward(const Problem& p, Family family, const Gpu& gpu) {
-  return find_forward(p, family, gpu, inventory()) != nullptr;
+  return find_forward(p, family, gpu, registry()) != nullptr;
 }
 
 bool has_backward(const Problem& p, const Gradients& g, Family family, const Gpu& gpu) {
-  return find_backward(p, &g, family, gpu, inventory()) != nullptr;
+  return find_backward(p, &g, family, gpu, registry()) != nullptr;
 }
 
 }  // namespace tilewise::cuda

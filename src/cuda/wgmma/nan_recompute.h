@@ -18,7 +18,7 @@
 namespace tilewise::cuda::wgmma {
 
 template <class C>
-class RowRepair {
+class NanRecompute {
   using Element = typename C::Element;
   using Storage = typename Element::Storage;
   static constexpr int kLanes = ptx::kWarpSize;
@@ -31,7 +31,7 @@ class RowRepair {
   static constexpr int32_t kNone = -1;
 
   // Of warp `warp` of the block.
-  TILEWISE_DEVICE RowRepair(const TmaForwardParams& params, int warp)
+  TILEWISE_DEVICE NanRecompute(const TmaForwardParams& params, int warp)
       : params_(params),
         p_(params.problem),
         warp_(uniform(warp)),
@@ -41,7 +41,7 @@ class RowRepair {
   // [works, math warps], holds what was the last one.
   TILEWISE_DEVICE static void note(const TmaForwardParams& p, int warp, int32_t work,
                                    int32_t& last) {
-    if (ptx::lane_index() == 0) p.before[link(work, warp)] = last;
+    if (ptx::lane_index() == 0) p.recompute_list[link(work, warp)] = last;
     last = work;
   }
 
@@ -58,7 +58,7 @@ class RowRepair {
         find_spoilt();
         if (spoilt_ != 0) compute();
       }
-      at = uniform(params_.before[link(at, warp_)]);
+      at = uniform(params_.recompute_list[link(at, warp_)]);
     }
   }
 
@@ -100,7 +100,7 @@ class RowRepair {
   TILEWISE_DEVICE int64_t key_offset(const tilewise_tensor& view, int32_t key) const {
     const KvSource& kv = work_.sequence.kv;
     if constexpr (C::kGeneral) return kv.offset_32(view, key);
-    return kv.slot * view.stride_batch + (kv.first + key) * view.stride_row;
+    return kv.batch_index * view.stride_batch + (kv.first + key) * view.stride_row;
   }
 
   // Rows that do not exist stand for the last one.

@@ -1,5 +1,5 @@
 // The parts that warps find from the lengths of a batch, against those of their sum.
-#include "cuda/common/batch_parts.h"
+#include "cuda/common/batch_chunks.h"
 #include "cuda/common/long_first.h"
 
 #include <gtest/gtest.h>
@@ -13,8 +13,8 @@
 
 namespace {
 
-using tilewise::EqualParts;
-using tilewise::cuda::BatchParts;
+using tilewise::ChunkSchedule;
+using tilewise::cuda::BatchChunks;
 using tilewise::cuda::ForwardParams;
 using tilewise::cuda::KeyPart;
 using tilewise::cuda::LongFirst;
@@ -35,37 +35,37 @@ struct Batch {
     p.problem.batch = batch;
     p.problem.seqused_k = lengths.data();
     if (padded) p.problem.leftpad_k = paddings.data();
-    p.parts = {most, 1, 64};
+    p.chunks = {most, 1, 64};
   }
 
   int32_t part() const {
     const auto count = [&](int32_t part) {
       int32_t sum = 0;
-      for (const int32_t each : keys) sum += EqualParts::count(each, part);
+      for (const int32_t each : keys) sum += ChunkSchedule::count(each, part);
       return sum;
     };
-    const EqualParts::Batch batch = {static_cast<int32_t>(keys.size()),
-                                     std::accumulate(keys.begin(), keys.end(), 0),
-                                     *std::max_element(keys.begin(), keys.end())};
-    int32_t part = p.parts.first_part(batch);
-    for (int turn = 0; count(part) > p.parts.most; ++turn)
-      part = p.parts.next_part(batch, turn, part, count(part));
+    const ChunkSchedule::Batch batch = {static_cast<int32_t>(keys.size()),
+                                        std::accumulate(keys.begin(), keys.end(), 0),
+                                        *std::max_element(keys.begin(), keys.end())};
+    int32_t part = p.chunks.first_chunk_size(batch);
+    for (int turn = 0; count(part) > p.chunks.max_chunks; ++turn)
+      part = p.chunks.next_chunk_size(batch, turn, part, count(part));
     return part;
   }
 };
 
 // The line holds the first parts of all sequences and then the others, and ends before the grid
 // does.
-TEST(BatchParts, EveryWarpFindsThePartsOfAllLengths) {
+TEST(BatchChunks, EveryWarpFindsThePartsOfAllLengths) {
   for (const int32_t batch : {1, 2, 31, 32, 33, 127, 128, 129, 300}) {
     for (const int32_t most : {batch, batch + 2, 4 * batch}) {
       const Batch b(batch, 100000, most);
       const int32_t part = b.part();
       tilewise::cuda::emulator::run_grid(1, 64, 0, [&] {
-        BatchParts parts(b.p);
+        BatchChunks parts(b.p);
         int32_t next = batch;
         for (int32_t sequence = 0; sequence < batch; ++sequence) {
-          const int32_t count = EqualParts::count(b.keys[static_cast<size_t>(sequence)], part);
+          const int32_t count = ChunkSchedule::count(b.keys[static_cast<size_t>(sequence)], part);
           for (const int32_t split : {0, std::min(1, count - 1), count - 1}) {
             const KeyPart found = parts.find(split == 0 ? sequence : next + split - 1);
             ASSERT_EQ(found.sequence, sequence);
@@ -74,7 +74,7 @@ TEST(BatchParts, EveryWarpFindsThePartsOfAllLengths) {
           }
           next += count - 1;
         }
-        ASSERT_LE(next, b.p.parts.most);
+        ASSERT_LE(next, b.p.chunks.max_chunks);
         ASSERT_EQ(parts.find(next).sequence, -1);
         ASSERT_EQ(parts.find(next + 1000).sequence, -1);
       });
@@ -90,7 +90,7 @@ TEST(LongFirst, EveryWarpFindsTheSequenceOfANumber) {
       const int64_t keys = std::accumulate(b.keys.begin(), b.keys.end(), int64_t{0});
       std::vector<int32_t> expected(b.keys.size());
       std::iota(expected.begin(), expected.end(), 0);
-      if (keys >= int64_t{batch} * LongFirst::kShort * b.p.parts.tile)
+      if (keys >= int64_t{batch} * LongFirst::kShort * b.p.chunks.tile)
         std::stable_partition(expected.begin(), expected.end(), [&](int32_t i) {
           return int64_t{b.keys[static_cast<size_t>(i)]} * batch > keys;
         });

@@ -17,18 +17,18 @@ struct KeyPart {
 };
 
 // Keys of a sequence, whose number the GPU knows: key_count, with seqused_k. Whatever the arrays
-// contain it is from 0 to `most_keys`, so that no sum over a batch overflows.
+// contain it is from 0 to `max_keys`, so that no sum over a batch overflows.
 TILEWISE_DEVICE int32_t keys_in_use(const ForwardParams& params, int32_t sequence) {
   const Problem& p = params.problem;
   const int32_t padding = p.leftpad_k != nullptr ? max(0, p.leftpad_k[sequence]) : 0;
-  return max(0, min(max(0, p.seqused_k[sequence]) - padding, params.most_keys));
+  return max(0, min(max(0, p.seqused_k[sequence]) - padding, params.max_keys));
 }
 
 // A warp sums up the lengths of a batch and counts the parts: whole warps call it. A lane has some
 // sequences that follow each other. Loops, not many instructions: a launch waits for each of them.
-class BatchParts {
+class BatchChunks {
  public:
-  TILEWISE_DEVICE explicit BatchParts(const ForwardParams& p)
+  TILEWISE_DEVICE explicit BatchChunks(const ForwardParams& p)
       : p_(p),
         sequences_(static_cast<int32_t>(p.problem.batch)),
         of_lane_((sequences_ + kLanes - 1) / kLanes) {
@@ -41,17 +41,17 @@ class BatchParts {
       keys += own;
       longest = max(longest, own);
     }
-    const EqualParts::Batch batch = {sequences_, static_cast<int32_t>(ptx::sum(keys)),
-                                     static_cast<int32_t>(ptx::highest(longest))};
-    part_ = p.parts.first_part(batch);
+    const ChunkSchedule::Batch batch = {sequences_, static_cast<int32_t>(ptx::sum(keys)),
+                                        static_cast<int32_t>(ptx::highest(longest))};
+    part_ = p.chunks.first_chunk_size(batch);
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
       inverse_ = ptx::rcp_approximate(static_cast<float>(part_));
       others_ = others_of_lane();
       const int32_t parts =
           sequences_ + static_cast<int32_t>(ptx::sum(static_cast<uint32_t>(others_)));
-      if (parts <= p.parts.most) break;
-      part_ = p.parts.next_part(batch, turn, part_, parts);
+      if (parts <= p.chunks.max_chunks) break;
+      part_ = p.chunks.next_chunk_size(batch, turn, part_, parts);
     }
   }
 
@@ -90,8 +90,8 @@ class BatchParts {
 
   TILEWISE_DEVICE int32_t keys_of(int32_t sequence) const { return keys_in_use(p_, sequence); }
 
-  // EqualParts::count of fewer than 2^21 parts, with a reciprocal: a GPU divides integers in three
-  // times as many instructions.
+  // ChunkSchedule::count of fewer than 2^21 parts, with a reciprocal: a GPU divides integers in
+  // three times as many instructions.
   TILEWISE_DEVICE int32_t count_of(int32_t keys) const {
     const int32_t n = max(1, keys) - 1;
     const auto quotient = static_cast<int32_t>(static_cast<float>(n) * inverse_);

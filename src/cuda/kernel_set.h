@@ -11,15 +11,15 @@ namespace tilewise::cuda {
 
 // One form of the kernels of a unit. simt: `backward` is the kernel of the keys, `finish` that of
 // the rows. A null function: this build has no such kernel.
-struct UnitKernels {
+struct FormKernels {
   Kernel<ForwardParams> forward;
   Kernel<BackwardParams> prepare;
   Kernel<BackwardParams> backward;
   Kernel<BackwardParams> finish;
   Kernel<TmaForwardParams> tma_forward = {};  // wgmma and boxes: instead of the ones above
-  // Decoding from boxes or pages: kMostReaders share a tile.
-  Kernel<TmaForwardParams> tma_forward_of_readers = {};
-  Kernel<ForwardParams> forward_of_readers = {};
+  // Decoding from boxes or pages: kMaxWarpsPerTile share a tile.
+  Kernel<TmaForwardParams> tma_forward_warp_split = {};
+  Kernel<ForwardParams> forward_warp_split = {};
   Kernel<TmaBackwardParams> tma_backward = {};
 };
 
@@ -27,10 +27,10 @@ struct Tile {
   int32_t rows = 0;
   int32_t keys = 0;
   int32_t blocks_per_sm = 1;
-  int32_t cluster = 1;  // blocks that share a tile
+  int32_t cluster_size = 1;  // CTAs that share a tile
 };
 
-struct UnitTable {
+struct KernelSet {
   Family family = Family::simt;
   int32_t architecture = 0;  // tile table; 0 for simt, which has none
   int32_t dtype = 0;
@@ -39,17 +39,17 @@ struct UnitTable {
   int32_t head_dim_v = 0;
   Tile forward_tile;
   Tile backward_tile;
-  UnitKernels plain;
-  UnitKernels general;     // simt: the same as `plain`
-  UnitKernels paged = {};  // mma_sync, of 16 bits: a forward
-  UnitKernels boxes = {};  // the same, of few rows
-  UnitKernels paged_boxes = {};
+  FormKernels plain;
+  FormKernels general;     // simt: the same as `plain`
+  FormKernels paged = {};  // mma_sync, of 16 bits: a forward
+  FormKernels tma = {};    // the same, of few rows
+  FormKernels tma_paged = {};
   bool persistent_backward = false;  // a smaller grid may share the work
-  int32_t prepare_parts = 1;         // blocks of the prepare kernel that share a tile of rows
+  int32_t prepare_splits = 1;        // blocks of the prepare kernel that share a tile of rows
   // The same for problems of few rows, where that pass has a cut of its own for them; null: none.
-  const UnitTable* narrow = nullptr;
+  const KernelSet* few_rows = nullptr;
 
-  const UnitKernels& form(Form which) const {
+  const FormKernels& form(Form which) const {
     switch (which) {
       case Form::plain:
         return plain;
@@ -57,10 +57,10 @@ struct UnitTable {
         return general;
       case Form::paged:
         return paged;
-      case Form::boxes:
-        return boxes;
-      case Form::paged_boxes:
-        return paged_boxes;
+      case Form::tma:
+        return tma;
+      case Form::tma_paged:
+        return tma_paged;
     }
     return general;
   }
@@ -87,12 +87,12 @@ constexpr bool runs_on(const Code& code, int32_t sm) {
   return false;
 }
 
-struct Inventory {
-  std::span<const UnitTable* const> units;
+struct Registry {
+  std::span<const KernelSet* const> kernel_sets;
   std::span<const Code> code;
   bool emulated = false;  // runs on the CPU whatever `code` says
 
-  // Whether a GPU of this compute capability can run the units of a tile table (0: simt).
+  // Whether a GPU of this compute capability can run the kernels of a tile table (0: simt).
   bool runs(int32_t architecture, int32_t sm) const {
     for (const Code& each : code) {
       if (each.architecture == architecture) return emulated || runs_on(each, sm);
@@ -102,6 +102,6 @@ struct Inventory {
 };
 
 // Written by the build (cmake/TilewiseCuda.cmake); empty in a build without CUDA.
-const Inventory& inventory();
+const Registry& registry();
 
 }  // namespace tilewise::cuda

@@ -62,16 +62,16 @@ struct TileOrder {
     in_pairs = static_cast<int32_t>((couples - heads_left) * tiles);
   }
 
-  struct Work {
+  struct WorkTile {
     int32_t tile;
     int32_t head;
     int32_t sequence;  // -1: nothing to do
     int32_t split;
   };
 
-  TILEWISE_FN Work at(int64_t block) const {
+  TILEWISE_FN WorkTile at(int64_t block) const {
     const int32_t index = splits.quotient(static_cast<int32_t>(block));
-    Work w;
+    WorkTile w;
     if (table == nullptr) [[likely]]
       w = dense(index);
     else
@@ -81,7 +81,7 @@ struct TileOrder {
   }
 
   // The same where every sequence has one tile.
-  TILEWISE_FN Work at_only_tile(int64_t block) const {
+  TILEWISE_FN WorkTile at_only_tile(int64_t block) const {
     const int32_t index = splits.quotient(static_cast<int32_t>(block));
     return {0, heads.remainder(index), heads.quotient(index),
             splits.remainder(static_cast<int32_t>(block))};
@@ -97,7 +97,7 @@ struct TileOrder {
   }
 
   // One way for all orders: a branch of a GPU that has just started waits for its instructions.
-  TILEWISE_FN Work dense(int32_t index) const {
+  TILEWISE_FN WorkTile dense(int32_t index) const {
     const int32_t start_of_last = heads * sequences - last_section;
     const int32_t first = min(section.quotient(tiles.quotient(index)) * section, start_of_last);
     const int32_t inside = index - first * tiles;  // of the section, all couples of a tile
@@ -108,7 +108,7 @@ struct TileOrder {
             heads.remainder(couple), heads.quotient(couple), 0};
   }
 
-  TILEWISE_FN Work ragged(int32_t index) const {
+  TILEWISE_FN WorkTile ragged(int32_t index) const {
     if (index >= table[sequences].first * heads) return {0, 0, -1, 0};
     int32_t low = 0;
     int32_t high = sequences - 1;
