@@ -2,14 +2,14 @@
  *
  * Copyright (c) 2026 The Tilewise authors. BSD-3-Clause.
  *
- * One struct, `tilewise_attention`, describes what is asked. `tilewise_plan` says which kernel will
+ * One struct, `tilewise_attention`, describes the problem. `tilewise_plan` says which kernel will
  * run and how much workspace it needs; `tilewise_forward` and `tilewise_backward` run it. A launch
- * allocates no workspace and nothing on a GPU (a check of index arrays may take some host memory),
- * no exception crosses this boundary, and every function returns a status; `tilewise_last_error`
- * holds one sentence about the last failure of the calling thread.
+ * allocates no workspace and no GPU memory (a check of index arrays may allocate host memory). No
+ * exception crosses this interface: functions that can fail return a status, and
+ * `tilewise_last_error` returns one sentence about the last failure of the calling thread.
  *
- * Meaning (FlashAttention-2, arXiv 2307.08691, with the conventions of the FlashAttention
- * packages):
+ * Definition (FlashAttention-2, arXiv 2307.08691, with the conventions of the FlashAttention
+ * packages; B sequences of Sq rows and Sk keys, Hq query heads that share Hkv key/value heads):
  *
  *     s_ij = scale * q_i . k_j                      raw score
  *     s_ij = softcap * tanh(s_ij / softcap)         if softcap > 0
@@ -21,9 +21,9 @@
  *
  * A row that sees no key and has no sink gives out = 0, lse = -inf and gradients 0, never NaN.
  *
- * Conventions: sizes and strides are int64 and count elements; the last dimension of every tensor
- * is contiguous; other strides are free (0 broadcasts an input). A NULL pointer switches an option
- * off.
+ * Conventions: sizes and strides are int64 and count elements. The last dimension of every tensor
+ * is contiguous; other strides are arbitrary (0 broadcasts an input). A NULL pointer switches an
+ * option off.
  */
 #ifndef TILEWISE_TILEWISE_H
 #define TILEWISE_TILEWISE_H
@@ -44,9 +44,9 @@ extern "C" {
 
 typedef enum tilewise_status {
   TILEWISE_OK = 0,
-  TILEWISE_INVALID_ARGUMENT = 1,    /* the message names the argument, its value, what is allowed */
-  TILEWISE_UNSUPPORTED = 2,         /* valid, but no kernel in this build or on this device */
-  TILEWISE_WORKSPACE_TOO_SMALL = 3, /* call tilewise_plan with the same struct */
+  TILEWISE_INVALID_ARGUMENT = 1, /* the message names the argument, its value and what is allowed */
+  TILEWISE_UNSUPPORTED = 2,      /* valid, but without a kernel in this build or on this device */
+  TILEWISE_WORKSPACE_TOO_SMALL = 3, /* tilewise_plan for the same structs gives the size */
   TILEWISE_INTERNAL = 4
 } tilewise_status;
 
@@ -61,7 +61,7 @@ typedef enum tilewise_device { TILEWISE_CPU = 0, TILEWISE_CUDA = 1 } tilewise_de
 
 typedef enum tilewise_pass { TILEWISE_PASS_FORWARD = 0, TILEWISE_PASS_BACKWARD = 1 } tilewise_pass;
 
-/* A view of [batch, row, head, column] elements. Strides in elements; the column stride is 1.
+/* A view of [batch, row, head, column]. Strides count elements; the column stride is 1.
  * Variable length: [row, head, column]; stride_batch is not read.
  * Paged: [page, row in page, head, column]; stride_batch is the stride between pages. */
 typedef struct tilewise_tensor {
@@ -71,22 +71,22 @@ typedef struct tilewise_tensor {
   int64_t stride_head;
 } tilewise_tensor;
 
-/* Optional parallelism hook. `parallel_for` must call task(context, i) exactly once for every i in
- * [0, tasks), in any order and on any threads (one after the other is legal), and return when all
- * have returned. `threads` is how many tasks may run at once: scratch memory is sized by it.
- * Results do not depend on it. Without a hook the library's own pool runs (TILEWISE_NUM_THREADS).
- */
+/* Optional hook that runs CPU tasks on the caller's threads. `parallel_for` must call
+ * task(context, i) exactly once for every i in [0, tasks), in any order and on any threads (one
+ * after the other is legal), and return when all calls have returned. At most `threads` tasks may
+ * run at a time; scratch memory is sized accordingly. Results do not depend on it. Without a hook
+ * the library uses its own thread pool (TILEWISE_NUM_THREADS). */
 typedef void (*tilewise_task)(void* context, int64_t index);
 typedef struct tilewise_parallel {
   void (*parallel_for)(void* user, int64_t tasks, tilewise_task task, void* context);
   void* user;
-  int32_t threads; /* 0: as many as the library's own pool has */
-  int32_t reserved;
+  int32_t threads;  /* 0: as many as the library's own pool has */
+  int32_t reserved; /* 0 */
 } tilewise_parallel;
 
-/* What is asked. Zero-initialise, set struct_size = sizeof(tilewise_attention), then fill in.
- * A library accepts any struct_size from the first published one up to its own (missing fields read
- * as 0), and a larger one when all bytes it does not know are 0. */
+/* An attention problem. Zero-initialise it, set struct_size = sizeof(tilewise_attention), then fill
+ * in the fields. The library accepts any struct_size from the first published one up to its own
+ * (missing fields read as 0), and a larger one if all bytes that it does not know are 0. */
 typedef struct tilewise_attention {
   uint32_t struct_size;
   int32_t device;       /* tilewise_device */
@@ -94,131 +94,139 @@ typedef struct tilewise_attention {
   int32_t dtype;        /* tilewise_dtype of q, k, v, out */
   void* stream;         /* CUDA stream; not read for the CPU */
 
-  int64_t batch;      /* number of sequences B, 0..2^31-1 */
-  int64_t seqlen_q;   /* rows of a sequence Sq; with cu_seqlens_q: all rows T of q */
-  int64_t seqlen_k;   /* keys of a sequence Sk; with cu_seqlens_k: all rows of k; paged: not read */
-  int64_t heads_q;    /* Hq, 1..2^31-1, a multiple of heads_kv */
-  int64_t heads_kv;   /* Hkv, 1..2^31-1 */
-  int64_t head_dim;   /* D, 1..512 */
-  int64_t head_dim_v; /* Dv, 1..512; 0 means head_dim */
+  int64_t batch;      /* B, the number of sequences: 0..2^31-1 */
+  int64_t seqlen_q;   /* Sq, rows per sequence; with cu_seqlens_q: T, all rows of q */
+  int64_t seqlen_k;   /* Sk, keys per sequence; with cu_seqlens_k: Tk, all rows of k; paged: not
+                         read */
+  int64_t heads_q;    /* Hq: 1..2^31-1, a multiple of heads_kv */
+  int64_t heads_kv;   /* Hkv: 1..2^31-1 */
+  int64_t head_dim;   /* D, columns of q and k: 1..512 */
+  int64_t head_dim_v; /* Dv, columns of v and out: 1..512; 0 means head_dim */
 
   tilewise_tensor q;   /* [B, Sq, Hq, D] or [T, Hq, D] */
   tilewise_tensor k;   /* [kv_batch, Sk, Hkv, D], [Tk, Hkv, D] or [pages, page_size, Hkv, D] */
-  tilewise_tensor v;   /* the same with Dv */
-  tilewise_tensor out; /* [B, Sq, Hq, Dv] or [T, Hq, Dv]; written by forward, read by backward */
-  float* lse; /* [B, Hq, Sq] or [Hq, T], rows contiguous; natural log; may be NULL in forward */
+  tilewise_tensor v;   /* as k, with Dv columns */
+  tilewise_tensor out; /* [B, Sq, Hq, Dv] or [T, Hq, Dv]; written by the forward, read by the
+                          backward */
+  float* lse; /* fp32 [B, Hq, Sq] or [Hq, T], rows contiguous; natural log; written by the forward,
+                 where it may be NULL, read by the backward */
   int64_t lse_stride_batch;
   int64_t lse_stride_head;
 
-  /* Band. Negative: no limit. Causal is window_right = 0. Aligned bottom-right. */
+  /* Band, aligned bottom-right. Negative: no limit. Causal attention is window_right = 0. */
   int64_t window_left;
   int64_t window_right;
 
   /* Score */
-  float scale;                /* multiplies q.k; used when scale_ptr is NULL */
-  float softcap;              /* 0: off; else at least FLT_MIN */
-  const float* scale_ptr;     /* optional: one float in device memory, replaces `scale` */
-  const float* alibi_slopes;  /* [Hq] or [B, Hq] fp32 */
+  float scale;                /* factor of q.k; read if scale_ptr is NULL */
+  float softcap;              /* 0: off; otherwise at least FLT_MIN */
+  const float* scale_ptr;     /* optional: one float in device memory that replaces `scale` */
+  const float* alibi_slopes;  /* fp32 [Hq] or [B, Hq] */
   int64_t alibi_stride_batch; /* 0 for [Hq] */
-  const void* bias;           /* [B, Hq, Sq, Sk]; bias_dtype; key stride 1 */
-  int64_t bias_stride_batch;  /* 0 broadcasts; varlen: row i of sequence b is bias[b, h, i, j], with
-                                 the rows and keys of the longest one, which nothing can check */
+  const void* bias;           /* [B, Hq, Sq, Sk] of bias_dtype; key stride 1 */
+  int64_t bias_stride_batch;  /* 0 broadcasts. Variable length: row i and key j of sequence b use
+                                 bias[b, h, i, j]; it must have the rows and keys of the longest
+                                 sequence, which the library cannot check */
   int64_t bias_stride_head;
   int64_t bias_stride_row;
   int32_t bias_dtype; /* fp32 or the dtype of q */
   float dropout_p;    /* 0 <= p < 1 */
   uint64_t dropout_seed;
   uint64_t dropout_offset;
-  const uint64_t* dropout_state; /* optional: {seed, offset} in device memory, replaces the two */
-  const float* sinks;            /* [Hq] fp32: a logit per head that takes part in the softmax; of
-                                    +inf: out = 0, lse = +inf */
+  const uint64_t* dropout_state; /* optional: {seed, offset} in device memory replace the two */
+  const float* sinks;            /* fp32 [Hq]: a logit per head that takes part in the softmax;
+                                    +inf gives out = 0 and lse = +inf */
 
-  /* Variable length. Entries are int32 in the memory of the device. */
-  const int32_t* cu_seqlens_q; /* [B+1], from 0, not decreasing, last <= T */
-  const int32_t* cu_seqlens_k; /* [B+1]; with block_table only the lengths count */
-  const int32_t* seqused_q;    /* [B]: rows in use of each sequence; <= its length */
-  const int32_t* seqused_k; /* [B]: keys in use; includes leftpad_k; dense and paged caches too */
-  int64_t max_seqlen_q;     /* optional upper bound, 0: not known; never required */
-  int64_t max_seqlen_k;
+  /* Variable length. The arrays are int32 in the memory of the device. */
+  const int32_t* cu_seqlens_q; /* [B + 1]: starts at 0, does not decrease, last entry <= T */
+  const int32_t* cu_seqlens_k; /* [B + 1]; with block_table only the differences (lengths) matter */
+  const int32_t* seqused_q;    /* [B]: rows in use per sequence, at most its length */
+  const int32_t*
+      seqused_k;        /* [B]: keys in use, leftpad_k included; also for dense and paged caches */
+  int64_t max_seqlen_q; /* optional upper bound of the rows per sequence; 0: not known */
+  int64_t max_seqlen_k; /* the same for keys */
 
   /* Key/value cache */
-  const int32_t* block_table;  /* [B, block_table_width]: page of each run of page_size keys */
-  int64_t block_table_stride;  /* elements between rows */
-  int64_t block_table_width;   /* Sk = block_table_width * page_size unless seqused_k */
-  int64_t page_size;           /* any number >= 1; read when block_table is given */
-  int64_t pages;               /* pages in k and v */
-  const int32_t* kv_batch_idx; /* [B]: sequence b reads batch row kv_batch_idx[b] of k and v;
-                                  not with block_table or cu_seqlens_k */
-  int64_t kv_batch;            /* batch rows of k and v; 0 means batch */
-  const int32_t* leftpad_k;    /* [B]: first key of each sequence */
+  const int32_t* block_table;  /* [B, block_table_width]: the page of each page_size keys */
+  int64_t block_table_stride;  /* entries from one row to the next */
+  int64_t block_table_width;   /* without seqused_k, Sk is block_table_width * page_size */
+  int64_t page_size;           /* keys per page, at least 1; read if block_table is given */
+  int64_t pages;               /* number of pages in k and v */
+  const int32_t* kv_batch_idx; /* [B]: sequence b uses batch row kv_batch_idx[b] of k and v;
+                                  not together with block_table or cu_seqlens_k */
+  int64_t kv_batch;            /* batch rows of k and v; 0 means `batch` */
+  const int32_t* leftpad_k;    /* [B]: number of padding keys before the first key */
 
-  int32_t num_splits;    /* key splits of the forward; 0: the planner chooses (by shape alone) */
-  int32_t deterministic; /* bitwise equal results on the same device; the CPU always is */
-  int32_t check;         /* GPU: verify the entries of the index arrays first, by a kernel for which
-                            the stream is waited for: 0 while it is captured; the CPU always does */
-  int32_t tf32;          /* GPU: 1 lets fp32 operands be rounded to TF32 */
-  const tilewise_parallel* parallel; /* CPU; NULL: the library's own pool */
+  int32_t num_splits; /* splits of the keys in the forward, 0..256; 0: the planner chooses, by shape
+                         alone */
+  int32_t deterministic; /* 1: bitwise equal results on the same device; the CPU always is */
+  int32_t check; /* GPU: 1 checks the entries of the index arrays before the launch. That waits
+                    for the stream, so it must be 0 during capture. The CPU always checks */
+  int32_t tf32;  /* GPU: 1 allows rounding fp32 operands to TF32 */
+  const tilewise_parallel* parallel; /* CPU only; NULL: the library's own pool */
 
-  int32_t batch_invariant; /* 1: a sequence's rows of out and lse are to the bit what they are
-                              without the other sequences, and so are its gradients of q, k and v;
-                              num_splits is 0 then */
-  int32_t kv_float8;       /* 1: k and v are float8_e4m3, for q of float16 or bfloat16; their values
+  int32_t batch_invariant; /* 1: out, lse and the gradients of q, k and v of a sequence are
+                              bitwise independent of the other sequences in the batch; num_splits
+                              must be 0 */
+  int32_t kv_float8;       /* 1: k and v are float8_e4m3, and q is float16 or bfloat16; their values
                               are multiplied by the descales. Forward only */
-  const float* k_descale;  /* [B, Hkv]; NULL: 1 */
+  const float* k_descale;  /* fp32 [B, Hkv]; NULL: 1 */
   const float* v_descale;
   int64_t k_descale_stride_batch; /* 0 broadcasts */
   int64_t k_descale_stride_head;
   int64_t v_descale_stride_batch;
   int64_t v_descale_stride_head;
-  float* lse_low; /* optional, with the shape and strides of lse, which it needs: what rounding lse
-                     to fp32 left. lse + lse_low is the log-sum-exp to twice the precision of fp32:
-                     m + log l exactly where |m| is huge. 0 in rows whose lse is infinite. Written
-                     by forward. The backward weighs with exp(score - lse - lse_low); NULL means 0,
-                     and its weights are then off by |lse| * 6e-8, relatively */
+  float* lse_low; /* optional; needs lse and has its shape and strides. The rounding error of lse:
+                     lse + lse_low is the log-sum-exp to twice the precision of fp32, which keeps
+                     log l where the maximum m is huge. 0 in rows whose lse is infinite. Written by
+                     the forward. The weights of the backward are exp(score - lse - lse_low); if it
+                     is NULL they have a relative error of |lse| * 6e-8 */
 } tilewise_attention;
 
-/* Gradients. dq, dk, dv have the shapes of q, k, v, except that with block_table or kv_batch_idx dk
- * and dv are [B, capacity, Hkv, D], capacity being block_table_width * page_size or seqlen_k: one
- * row per key of each sequence, leftpad_k included (a key that several sequences share has several
- * gradients; adding them is the caller's). Any of the pointers may be NULL: that gradient is not
- * wanted. Everything that is given is written in full: rows and keys that take part in nothing
- * get 0. Reductions run in fp32 in an order fixed by the shapes. */
+/* Gradients. dq, dk and dv have the shapes of q, k and v, except that with block_table or
+ * kv_batch_idx dk and dv are [B, capacity, Hkv, D], where capacity is block_table_width * page_size
+ * or seqlen_k: they have one row per key of each sequence, leftpad_k included. A key that several
+ * sequences share then has several gradients, which the caller adds. Any pointer but that of dout
+ * may be NULL: that gradient is not wanted. Every gradient that is given is written in full; unused
+ * rows and keys get 0. Reductions run in fp32 in an order fixed by the shapes. */
 typedef struct tilewise_gradients {
   uint32_t struct_size;
   int32_t reserved;
-  tilewise_tensor dout; /* as out; its dtype is the dtype of q */
+  tilewise_tensor dout; /* the incoming gradient of out, with the shape and dtype of out */
   tilewise_tensor dq;
   tilewise_tensor dk;
   tilewise_tensor dv;
-  const float* dlse; /* optional incoming gradient of lse, with lse's strides below */
+  const float* dlse; /* optional incoming gradient of lse, with the shape of lse; fp32 */
   int64_t dlse_stride_batch;
   int64_t dlse_stride_head;
-  float* dbias;               /* fp32; dimensions that bias broadcasts (stride 0) are summed */
-  int64_t dbias_stride_batch; /* must be 0 exactly where the bias stride is 0 */
+  float* dbias;               /* fp32; summed over the dimensions that bias broadcasts (stride 0) */
+  int64_t dbias_stride_batch; /* each stride must be 0 exactly where that of bias is 0 */
   int64_t dbias_stride_head;
   int64_t dbias_stride_row;
-  int64_t dbias_keys; /* columns of bias and dbias: the Sk of the dense problem, or the largest */
-  int64_t dbias_rows; /* rows of bias and dbias likewise; not read when dbias_stride_row is 0 */
-  float* dsinks;      /* [Hq] */
-  float* dscale;      /* one float */
+  int64_t dbias_keys; /* columns of bias and dbias: at least the keys of every sequence */
+  int64_t dbias_rows; /* rows of bias and dbias: at least the rows of every sequence; not read if
+                          dbias_stride_row is 0 */
+  float* dsinks;      /* fp32 [Hq] */
+  float* dscale;      /* one fp32 number: the gradient of the scale */
 } tilewise_gradients;
 
-/* What will run. A struct_size of offsetof(tilewise_plan_info, kernel) leaves the two texts out,
- * which take as long as the rest of a plan. */
+/* A plan: what will run. With struct_size = offsetof(tilewise_plan_info, kernel) the two texts are
+ * omitted, which halves the time of planning. */
 typedef struct tilewise_plan_info {
   uint32_t struct_size;
-  int32_t threads;         /* CPU tasks that may run at once */
-  int64_t workspace_bytes; /* for forward or backward; 64-byte aligned memory */
-  int64_t splits;          /* key splits */
-  int32_t tile_q;          /* query rows of a tile */
-  int32_t tile_k;          /* keys of a tile */
+  int32_t threads;         /* CPU: tasks that may run at a time */
+  int64_t workspace_bytes; /* of the planned pass; the memory must be 64-byte aligned */
+  int64_t splits;          /* splits of the keys; backward on the CPU: key chunks */
+  int32_t tile_q;          /* query rows per tile */
+  int32_t tile_k;          /* keys per tile */
   char kernel[64];         /* e.g. "cpu.avx512_bf16.forward.bf16" */
   char why[256];           /* one line: why this kernel, and why not the faster one */
 } tilewise_plan_info;
 
-/* Both validate `attention` in full; nothing is written when they fail. `gradients` is NULL for the
- * forward. Data pointers are not dereferenced by tilewise_plan: they may be NULL there, except that
- * whether an option pointer is NULL decides whether the option is on. */
+/* All three validate their arguments in full and write nothing if that fails. `pass` is a
+ * tilewise_pass; `gradients` is NULL for the forward. tilewise_plan dereferences no data pointer,
+ * so they may be NULL; a pointer of an option must still be non-NULL for the option to be on. The
+ * workspace has at least the planned workspace_bytes. */
 TILEWISE_API tilewise_status tilewise_plan(const tilewise_attention* attention,
                                            const tilewise_gradients* gradients, int32_t pass,
                                            tilewise_plan_info* plan);
@@ -230,11 +238,11 @@ TILEWISE_API tilewise_status tilewise_backward(const tilewise_attention* attenti
 
 /* Appends new keys and values to a cache in place, and applies rotary embedding (RoFormer,
  * arXiv 2104.09864) to the new keys and to q. New key r of sequence b is written at key
- * cache_seqlens[b] + r (leftpad included); it and row r of q are rotated at position
- * cache_seqlens[b] - leftpad_k[b] + r, or, given rotary_seqlens, at rotary_seqlens[b] + r (the
- * FlashAttention packages count the padding: they rotate at cache_seqlens[b] + r). With
- * q_single_position every row of q is rotated at the position of row 0 (what those packages do when
- * neither causal nor window is on). */
+ * cache_seqlens[b] + r (leftpad_k included). It and row r of q are rotated at position
+ * cache_seqlens[b] - leftpad_k[b] + r or, with rotary_seqlens, at rotary_seqlens[b] + r. (The
+ * FlashAttention packages count the padding: they rotate at cache_seqlens[b] + r.) With
+ * q_single_position every row of q is rotated at the position of row 0, as those packages do
+ * without causal and window. */
 typedef struct tilewise_kv_append {
   uint32_t struct_size;
   int32_t device;
@@ -244,23 +252,23 @@ typedef struct tilewise_kv_append {
   int64_t batch;
   int64_t seqlen_q;
   int64_t seqlen_new; /* new keys per sequence; with cu_seqlens_new: all rows of k_new */
-  int64_t seqlen_k;   /* capacity of a dense cache, if only q is rotated, too; paged: not read */
+  int64_t seqlen_k;   /* capacity of a dense cache, even if only q is rotated; paged: not read */
   int64_t heads_q;
   int64_t heads_kv;
   int64_t head_dim;
   int64_t head_dim_v;
-  tilewise_tensor q;     /* [B, Sq, Hq, D] or [T, Hq, D]; data NULL: no query rotation */
-  tilewise_tensor q_out; /* rotated copy; may be q itself */
-  tilewise_tensor k_new; /* [B, Snew, Hkv, D]; data NULL: nothing is appended */
-  tilewise_tensor v_new;
-  tilewise_tensor k_cache;
+  tilewise_tensor q;       /* [B, Sq, Hq, D] or [T, Hq, D]; data NULL: no query rotation */
+  tilewise_tensor q_out;   /* the rotated copy of q; may be q itself */
+  tilewise_tensor k_new;   /* [B, Snew, Hkv, D] or [Tnew, Hkv, D]; data NULL: nothing is appended */
+  tilewise_tensor v_new;   /* as k_new, with Dv columns */
+  tilewise_tensor k_cache; /* as k and v of tilewise_attention */
   tilewise_tensor v_cache;
-  const int32_t* cache_seqlens;  /* [B]: keys already in the cache (leftpad included) */
-  const int32_t* cu_seqlens_q;   /* [B+1] optional */
-  const int32_t* cu_seqlens_new; /* [B+1] optional */
-  const int32_t* rotary_seqlens; /* [B] optional: replaces cache_seqlens as rotary position */
-  const int32_t* block_table;    /* sequences may share pages; a row that is written belongs to one
-                                    of them alone */
+  const int32_t* cache_seqlens;  /* [B]: keys already in the cache, leftpad_k included; NULL: 0 */
+  const int32_t* cu_seqlens_q;   /* [B + 1], optional */
+  const int32_t* cu_seqlens_new; /* [B + 1], optional */
+  const int32_t* rotary_seqlens; /* [B], optional: the rotary position of row 0 */
+  const int32_t* block_table;    /* sequences may share pages, but every row that is written must
+                                    belong to one sequence only */
   int64_t block_table_stride;
   int64_t block_table_width;
   int64_t page_size;
@@ -268,18 +276,16 @@ typedef struct tilewise_kv_append {
   const int32_t* kv_batch_idx;
   int64_t kv_batch;
   const int32_t* leftpad_k;
-  const void*
-      rotary_cos; /* [rotary_rows, rotary_dim / 2] of `dtype`, contiguous; NULL: no rotary */
+  const void* rotary_cos; /* [rotary_rows, rotary_dim / 2] of `dtype`, contiguous; NULL: off */
   const void* rotary_sin;
   int64_t rotary_rows;
-  int64_t rotary_dim;         /* even, <= head_dim */
+  int64_t rotary_dim;         /* leading columns that are rotated: even, at most head_dim */
   int32_t rotary_interleaved; /* 1: pairs (2i, 2i+1) (GPT-J); 0: (i, i + rotary_dim/2) (GPT-NeoX) */
   int32_t q_single_position;
   const tilewise_parallel* parallel;
-  int32_t kv_float8; /* 1: the caches are float8_e4m3: a new x is written as x / descale, rounded to
-                        nearest even, at most 448 in magnitude */
-  int32_t check;     /* GPU: verify the entries of the index arrays first, for which the stream is
-                        waited for: 0 while it is captured; the CPU always does */
+  int32_t kv_float8; /* 1: the caches are float8_e4m3. A new x is written as x / descale, rounded to
+                        nearest even and limited to 448 in magnitude */
+  int32_t check;     /* as in tilewise_attention */
   const float* k_descale; /* as in tilewise_attention */
   const float* v_descale;
   int64_t k_descale_stride_batch;
@@ -289,40 +295,41 @@ typedef struct tilewise_kv_append {
 } tilewise_kv_append;
 TILEWISE_API tilewise_status tilewise_append_kv(const tilewise_kv_append* append);
 
-/* What the kernels of a GPU have found wrong with index arrays, which are read there alone. An
- * entry that does not fit is not followed: nothing outside of the tensors is read or written. The
- * rows of its sequence (out and lse, and in a backward the gradients of its rows and keys) are NaN,
- * and what an append would write to no row of the cache is not written. Entries that no row reads
- * are no faults. The first fault since the last call is kept; reading it clears it.
+/* The first invalid entry of an index array that kernels of a GPU have found since the last call;
+ * reading it clears it. Launches on a GPU do not read index arrays on the host. An invalid entry is
+ * never followed: nothing outside the tensors is read or written. The rows of its sequence become
+ * NaN (out and lse; in the backward the gradients of its rows and keys), and an append skips what
+ * would lie outside the cache. Entries that no row uses are not faults.
  *
- * Waits for the GPU `device_index`, so not while a stream is captured; launches themselves wait for
- * nothing. `check` in tilewise_attention and tilewise_kv_append refuses the same faults before
- * anything is launched. */
+ * This call waits for GPU `device_index` and is therefore not possible while a stream is captured;
+ * launches wait for nothing. With `check` in tilewise_attention and tilewise_kv_append the same
+ * faults are rejected before anything is launched. */
 typedef struct tilewise_index_error {
   uint32_t struct_size;
-  int32_t found;      /* 0: no fault, and what follows is 0 */
-  int64_t index;      /* of the sequence, or of the entry of a cu_seqlens */
-  int64_t entry;      /* of block_table: entry in the row of sequence `index` */
-  int64_t value;      /* what is there */
-  int64_t allowed;    /* the bound that it breaks, as the sentence has it */
+  int32_t found;      /* 0: no fault; all following fields are then 0 */
+  int64_t index;      /* index of the sequence, or of the entry of a cu_seqlens array */
+  int64_t entry;      /* for block_table: the entry in the row of sequence `index` */
+  int64_t value;      /* the invalid value */
+  int64_t allowed;    /* the bound that it violates, as in the sentence */
   char array[32];     /* "block_table" */
-  char sentence[256]; /* "block_table[0, 3] is 99: from 0 and less than pages, ..." */
+  char sentence[256]; /* "block_table[0, 3] is 99: it must be at least 0 and less than ..." */
 } tilewise_index_error;
 TILEWISE_API tilewise_status tilewise_last_index_error(int32_t device_index,
                                                        tilewise_index_error* error);
 
-/* Facts about this library and this machine. */
+/* Queries about this library and this machine. */
 TILEWISE_API const char* tilewise_version(void);
 TILEWISE_API uint32_t tilewise_abi_version(void);
 TILEWISE_API const char* tilewise_last_error(void); /* of this thread; "" after a success */
 
-/* CPU instruction sets in this build, best last: name, whether this machine can run it. Returns
- * NULL past the end. tilewise_select_cpu forces one for the whole process (NULL: the best again)
- * and fails when the machine lacks it; TILEWISE_CPU=<name> does the same at start. */
+/* CPU instruction sets in this build, slowest first. tilewise_cpu_isa returns the name of row
+ * `index` and whether this machine can run it, or NULL past the end. tilewise_select_cpu forces one
+ * for the whole process (NULL: the best one again) and fails if the machine lacks it;
+ * TILEWISE_CPU=<name> does the same at start-up. */
 TILEWISE_API const char* tilewise_cpu_isa(int32_t index, int32_t* available);
 TILEWISE_API const char* tilewise_current_cpu(void);
 TILEWISE_API tilewise_status tilewise_select_cpu(const char* name);
-TILEWISE_API int32_t tilewise_cpu_threads(void); /* of the library's own pool */
+TILEWISE_API int32_t tilewise_cpu_threads(void); /* size of the library's own pool */
 
 /* Row `index` of the support matrix: one kernel family for one dtype. */
 typedef struct tilewise_kernel_info {
@@ -339,28 +346,28 @@ typedef struct tilewise_kernel_info {
 } tilewise_kernel_info;
 TILEWISE_API tilewise_status tilewise_kernel(int32_t index, tilewise_kernel_info* info);
 
-/* GPU `index` of this machine, counted as CUDA counts them. Without one the status is
- * TILEWISE_UNSUPPORTED and the message says what the driver says. */
+/* GPU `index` of this machine, in CUDA's order. Without a GPU the status is TILEWISE_UNSUPPORTED
+ * and the message includes the driver's reason. */
 typedef struct tilewise_gpu_info {
   uint32_t struct_size;
   int32_t sm;              /* compute capability as major * 10 + minor */
   int32_t multiprocessors; /* streaming multiprocessors */
-  int32_t shared_bytes;    /* shared memory that a block may use */
+  int32_t shared_bytes;    /* maximum shared memory per block */
   int32_t l2_bytes;
-  int32_t table;        /* architecture whose tiles are used; TILEWISE_FORCE_ARCH chooses another */
-  int32_t tensor_cores; /* 1: this library has tensor-core kernels of that table it can run */
-  int32_t plain_cores;  /* 1: likewise kernels that use no tensor cores */
+  int32_t table; /* architecture whose tile table is used; TILEWISE_FORCE_ARCH overrides it */
+  int32_t tensor_cores; /* 1: the GPU can run tensor-core kernels of that table in this library */
+  int32_t plain_cores;  /* 1: the GPU can run kernels without tensor cores in this library */
   int64_t memory_bytes;
   char name[128];
 } tilewise_gpu_info;
 TILEWISE_API tilewise_status tilewise_gpu(int32_t index, tilewise_gpu_info* info);
 
-/* Row `index` of the CUDA machine code inside this library. */
+/* Row `index` of the list of CUDA machine code in this library. */
 typedef struct tilewise_cuda_code_info {
   uint32_t struct_size;
-  int32_t table; /* architecture whose tiles the kernels use; 0: they have none, any GPU's */
-  int32_t sm;    /* compute capability it was compiled for */
-  int32_t ptx;   /* 1: PTX, which the driver compiles for this GPU and newer ones; 0: SASS */
+  int32_t table; /* architecture whose tile table the kernels use; 0: none, they suit any GPU */
+  int32_t sm;    /* compute capability that it was compiled for */
+  int32_t ptx;   /* 1: PTX, which the driver compiles for that GPU and newer ones; 0: SASS */
 } tilewise_cuda_code_info;
 TILEWISE_API tilewise_status tilewise_cuda_code(int32_t index, tilewise_cuda_code_info* info);
 

@@ -6,10 +6,9 @@
  *     tilewise::ConstTensor in = tilewise::view(q, {2, 128, 8, 64});
  *     tilewise::attention(in, in, in, tilewise::view(out, {2, 128, 8, 64}), {.causal = true});
  *
- * Views check their rank and that they stay inside the memory they are given, `describe` that they
- * fit each other; everything else is checked by the library. Whatever goes wrong is thrown as
- * tilewise::Error. For the full set of options fill in the struct that `describe` returns: this
- * layer hides nothing.
+ * Views check their rank and that they stay inside the memory they are given, and `describe` checks
+ * that they fit each other; the library checks everything else. All errors are thrown as
+ * tilewise::Error. For options that this layer lacks, fill in the struct that `describe` returns.
  */
 #ifndef TILEWISE_TILEWISE_HPP
 #define TILEWISE_TILEWISE_HPP
@@ -58,14 +57,14 @@ inline constexpr tilewise_dtype dtype_of = T::no_dtype_is_known_for_this_type;
 template <>
 inline constexpr tilewise_dtype dtype_of<float> = TILEWISE_FLOAT32;
 
-// A view of 4 dimensions [batch, row, head, column], or 3 [row, head, column] for variable length.
-// Strides count elements; the last one is 1. It owns nothing.
+// A non-owning view with 4 dimensions [batch, row, head, column], or 3 [row, head, column] for
+// variable length. Strides count elements; the last one is 1.
 template <class Pointer>
 struct BasicTensor {
   Pointer data = nullptr;
   tilewise_dtype dtype = TILEWISE_FLOAT32;
   int rank = 0;
-  std::array<int64_t, 4> sizes{};  // of a view of rank 3 the first entry is not used
+  std::array<int64_t, 4> sizes{};  // a view of rank 3 does not use the first entry
   std::array<int64_t, 4> strides{};
 
   int64_t batch() const { return sizes[0]; }
@@ -73,10 +72,10 @@ struct BasicTensor {
   int64_t heads() const { return sizes[2]; }
   int64_t columns() const { return sizes[3]; }
 
-  // What may be written may be read.
+  // A writable view converts to a read-only one.
   operator BasicTensor<const void*>() const { return {data, dtype, rank, sizes, strides}; }
 
-  // As the C ABI takes it; inputs are not written.
+  // The struct of the C ABI, whose pointer is never const; the library does not write to inputs.
   tilewise_tensor raw() const {
     return {const_cast<void*>(static_cast<const void*>(data)), strides[0], strides[1], strides[2]};
   }
@@ -119,7 +118,7 @@ BasicTensor<Pointer> make_view(Pointer data, tilewise_dtype dtype, Sizes sizes, 
   return view;
 }
 
-// The elements that the view touches lie in [0, count).
+// Checks that all elements of the view lie in [0, count).
 template <class Pointer>
 void check_inside(const BasicTensor<Pointer>& view, std::size_t count) {
   int64_t lowest = 0;
@@ -139,10 +138,10 @@ void check_inside(const BasicTensor<Pointer>& view, std::size_t count) {
 
 }  // namespace detail
 
-// Views of memory whose extent is known (std::vector, std::array, std::span), contiguous unless
+// A view of memory whose extent is known (std::vector, std::array, std::span), contiguous unless
 // strides are given.
 template <class Range>
-  requires std::ranges::borrowed_range<Range>  // not a temporary that owns its elements
+  requires std::ranges::borrowed_range<Range>  // rejects temporaries that own their elements
 auto view(Range&& range, Sizes sizes, Sizes strides = {}) {
   const std::span span(range);
   using Element = typename decltype(span)::element_type;
@@ -153,7 +152,7 @@ auto view(Range&& range, Sizes sizes, Sizes strides = {}) {
   return result;
 }
 
-// Views of memory whose extent only the caller knows.
+// A view of memory whose extent only the caller knows.
 inline Tensor view(void* data, tilewise_dtype dtype, Sizes sizes, Sizes strides = {}) {
   return detail::make_view(data, dtype, sizes, strides);
 }
@@ -161,11 +160,12 @@ inline ConstTensor view(const void* data, tilewise_dtype dtype, Sizes sizes, Siz
   return detail::make_view(data, dtype, sizes, strides);
 }
 
-// What is asked beside the tensors. Made for designated initialisers; everything is off by default.
+// The options of a call, meant for designated initialisers; everything is off by default.
+// tilewise.h defines them.
 struct Options {
   bool causal = false;                       // the same as window_right = 0
   std::optional<int64_t> window_left = {};   // keys before the diagonal; none: no limit
-  std::optional<int64_t> window_right = {};  // keys after it
+  std::optional<int64_t> window_right = {};  // keys after the diagonal; none: no limit
   std::optional<float> scale = {};           // default: 1 / sqrt(head_dim)
   float softcap = 0.0f;
   float dropout_p = 0.0f;
@@ -175,7 +175,7 @@ struct Options {
   std::span<const float> sinks = {};           // one per query head
   std::span<const int32_t> cu_seqlens_q = {};  // with views of rank 3: batch + 1 entries
   std::span<const int32_t> cu_seqlens_k = {};
-  std::span<const int32_t> seqused_k = {};  // keys in use of each sequence
+  std::span<const int32_t> seqused_k = {};  // keys in use per sequence
   int32_t num_splits = 0;
   bool deterministic = false;
   const tilewise_parallel* parallel = nullptr;
@@ -219,8 +219,8 @@ inline void check_shapes(const ConstTensor& q, const ConstTensor& k, const Const
 
 }  // namespace detail
 
-// The struct of the C ABI for these tensors, on the CPU. `lse` and `lse_low`, when not empty, are
-// contiguous: [batch, head, row], with cu_seqlens_q [head, row].
+// The struct of the C ABI for these tensors, on the CPU. If `lse` and `lse_low` are not empty, they
+// are contiguous: [batch, head, row], or [head, row] with cu_seqlens_q.
 inline tilewise_attention describe(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
                                    const Tensor& out, const Options& options = {},
                                    std::span<float> lse = {}, std::span<float> lse_low = {}) {
@@ -277,7 +277,7 @@ inline tilewise_attention describe(const ConstTensor& q, const ConstTensor& k, c
   return a;
 }
 
-// What will run, and why.
+// Which kernel will run, and why.
 inline tilewise_plan_info plan(const tilewise_attention& attention,
                                const tilewise_gradients* gradients = nullptr) {
   tilewise_plan_info info{};
@@ -288,7 +288,7 @@ inline tilewise_plan_info plan(const tilewise_attention& attention,
   return info;
 }
 
-// Memory that grows to the largest workspace asked of it and is used again. One thread at a time.
+// Memory that grows to the largest workspace requested and is reused. Not for concurrent calls.
 class Workspace {
  public:
   void* reserve(int64_t bytes) {
@@ -307,7 +307,7 @@ class Workspace {
   struct Free {
     void operator()(void* memory) const { ::operator delete(memory, kAlignment); }
   };
-  std::unique_ptr<void, Free> memory_;  // none in one that has been moved from
+  std::unique_ptr<void, Free> memory_;  // null after a move
   int64_t capacity_ = 0;
 };
 
@@ -322,7 +322,7 @@ inline void backward(const tilewise_attention& attention, const tilewise_gradien
   check(tilewise_backward(&attention, &gradients, workspace.reserve(bytes), bytes));
 }
 
-// out = softmax(scale * q k^T) v in one call; pass a workspace to keep its memory between calls.
+// out = softmax(scale * q k^T) v in one call. Pass a workspace to reuse its memory between calls.
 inline void attention(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
                       const Tensor& out, const Options& options, Workspace& workspace,
                       std::span<float> lse = {}) {
@@ -334,7 +334,7 @@ inline void attention(const ConstTensor& q, const ConstTensor& k, const ConstTen
   attention(q, k, v, out, options, workspace, lse);
 }
 
-// The gradients to ask for: empty views are not wanted.
+// The views of a backward; gradients whose view is empty are not computed.
 struct GradientViews {
   ConstTensor dout;
   Tensor dq = {};
@@ -344,7 +344,7 @@ struct GradientViews {
 
 namespace detail {
 
-// A view that goes with a problem: of its dtype and, from the first dimension it has, these sizes.
+// Checks that a view matches a problem: its dtype, its rank and its sizes.
 inline void check_gradient(const char* name, const ConstTensor& view, const tilewise_attention& a,
                            bool packed, const std::array<int64_t, 4>& sizes) {
   if (view.data == nullptr) return;
@@ -360,7 +360,7 @@ inline void check_gradient(const char* name, const ConstTensor& view, const tile
 
 }  // namespace detail
 
-// The struct of the C ABI for these views, which have the shapes that tilewise.h says.
+// The struct of the C ABI for these views, whose shapes tilewise.h defines.
 inline tilewise_gradients describe(const tilewise_attention& a, const GradientViews& views) {
   const bool pages = a.block_table != nullptr;
   const bool packed_q = a.cu_seqlens_q != nullptr;

@@ -1,4 +1,4 @@
-/* The only place the version is written; CMake, Python and the documents read it from here. */
+/* The only definition of the version; CMake, Python and the documentation read it from here. */
 #ifndef TILEWISE_VERSION_H
 #define TILEWISE_VERSION_H
 
@@ -7,7 +7,7 @@
 #define TILEWISE_VERSION_PATCH 0
 #define TILEWISE_VERSION_STRING "0.1.0"
 
-/* Raised when a struct or function changes in a way that old callers would notice. */
+/* Incremented whenever a struct or function changes incompatibly for existing callers. */
 #define TILEWISE_ABI_VERSION 1
 
 #endif /* TILEWISE_VERSION_H */
