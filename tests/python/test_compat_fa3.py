@@ -329,8 +329,9 @@ def test_private_forward_and_backward_match_the_public_function():
         softcap=5.0,
     )
     assert torch.allclose(sums, (dout * out).sum(-1).transpose(1, 2), atol=1e-5)
+    # The public function's backward also has lse_low, which the private pair cannot carry.
     for part, want in zip(parts, torch.autograd.grad(public, (q, k, v), dout), strict=True):
-        assert devices.equal(part, want)
+        torch.testing.assert_close(part, want, rtol=1e-5, atol=2e-6)
     into = torch.empty_like(out)
     again = fa3._flash_attn_forward(q, k, v, out_=into, softmax_scale=0.3, causal=True, softcap=5.0)
     assert again[0] is into and torch.equal(into, out)

@@ -334,8 +334,9 @@ def test_private_backward_matches_the_public_one():
     torch.manual_seed(3)
     public = fa.flash_attn_func(q, k, v, 0.2, 0.3, True, (8, 0), 5.0)
     assert devices.equal(out, public)
+    # The public function's backward also has lse_low, which the private pair cannot carry.
     for part, want in zip(parts, torch.autograd.grad(public, (q, k, v), dout), strict=True):
-        assert devices.equal(part, want)
+        torch.testing.assert_close(part, want, rtol=1e-5, atol=2e-6)
 
 
 def test_private_varlen_backward():
@@ -349,8 +350,9 @@ def test_private_varlen_backward():
     )
     assert sums.shape == (4, 23)
     public = fa.flash_attn_varlen_func(q, k, v, *starts, 17, 33, 0.0, 0.25, True)
+    # The public function's backward also has lse_low, which the private pair cannot carry.
     for part, want in zip(parts, torch.autograd.grad(public, (q, k, v), dout), strict=True):
-        assert devices.equal(part, want)
+        torch.testing.assert_close(part, want, rtol=1e-5, atol=2e-6)
 
 
 def test_rows_without_visible_keys():
