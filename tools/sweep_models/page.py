@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,36 +23,39 @@ and compares `attn_implementation="tilewise"` with `"eager"`. The results are in
 
 {table}
 
-By the sources of the integration that they are of: {sources}. Results of others than the present
-ones are run again by `make sweep-models SWEEP_FLAGS=--stale`.
+{sources}
 
 {states}
 
-The cases: `plain`; `left`, `right` and `both`, a padded batch of 3 sequences of 11 tokens;
-`wide`, 7 sequences of 5 keys, padded; `bf16`; `generate` and `static`, 4 tokens from a left-padded
-batch with the default and a static cache; `picture`, one amid the text of each sequence of a
-left-padded batch, of models with placeholders for it. Classes of `AutoModel` have all but the
-caches, those that generate language all but `both` and `wide`, and heads on a model that is swept
-itself (classification, say) `plain`, `left` and `right`. Rows of padding are not
-compared. Classes of pictures and text of which only the text was run, since what a picture is to
-them is not known here, have "text only" beside their cases.
-Where eager attention itself is further than {usable:g} of the largest number from fp64 (a choice
-that rounding decides, such as an expert), Tilewise has to be within {same:g} of eager attention.
-In bf16 experts are chosen otherwise now and then; where eager is off by more than {choice:g}, the
-median row decides. A case that fails is drawn {draws} times, and the largest errors decide.
+The cases are `plain`; `left`, `right` and `both`, a padded batch of 3 sequences of 11 tokens;
+`wide`, 7 padded sequences of 5 keys; `bf16`; `generate` and `static`, 4 tokens from a left-padded
+batch with the default and with a static cache; and `picture`, a left-padded batch with an image
+inside the text of each sequence, for models with placeholders for images. Classes of `AutoModel`
+run all cases without a cache, classes that generate language all except `both` and `wide`, and
+heads on a model that is swept itself (classification, for example) `plain`, `left` and `right`.
+Rows of padding are not compared. "Text only" beside the cases marks classes for images and text
+that ran without images, because the sweep cannot build their image inputs.
+
+Where eager attention itself differs from fp64 by more than {usable:g} of the largest number
+(rounding decides a choice, such as that of an expert), Tilewise must be within {same:g} of eager
+attention.
+In bf16, rounding sometimes chooses other experts; where eager attention is off by more than
+{choice:g}, the median row decides. A case that fails is drawn {draws} times, and the largest errors
+decide.
 """
 
 _MEANINGS = {
-    "equal": "In every case Tilewise's function computed the attention that the model asks an "
-    "attention function for, and every output is within twice eager's own error (both against "
-    "eager attention in fp64), plus {floor} units in the last place of its largest number.",
-    "no attention": "The model has no attention module, runs no softmax, and never asks for an "
+    "equal": "In every case Tilewise computed all attention that the model requests from an "
+    "attention function, and the error of every output is at most twice that of eager attention "
+    "(both against eager attention in fp64) plus {floor} units in the last place of the output's "
+    "largest number.",
+    "no attention": "The model has no attention module, runs no softmax, and never requests an "
     "attention function.",
-    "refused": "Building or running the model raises this sentence.",
-    "failed": "The first case that failed, with the error relative to the largest number, or the "
-    "exception.",
-    "not built": "No small configuration and no inputs were found with which eager attention "
-    "runs. Nothing is known of the class, so that it counts as failing.",
+    "refused": "Building or running the model raises the sentence in the table.",
+    "failed": "The table has the first case that failed, with its error relative to the largest "
+    "number, or the exception.",
+    "not built": "The sweep found no small configuration and inputs with which eager attention "
+    "runs. Nothing is known about the class, so it counts as failing.",
 }
 
 
@@ -68,7 +72,7 @@ def page(results: Results, targets: Mapping[str, discover.Target]) -> str:
     counts = collections.Counter(result["state"] for result in all_results.values())
     table = ["| " + " | ".join(STATES) + " |", "|" + "---|" * len(STATES),
              "| " + " | ".join(str(counts[state]) for state in STATES) + " |"]  # fmt: skip
-    meanings = [f"* **{state}**: {_MEANINGS[state].format(floor=precision.FLOOR)}"
+    meanings = [_wrapped(f"* **{state}**: {_MEANINGS[state].format(floor=precision.FLOOR)}", "  ")
                 for state in STATES]  # fmt: skip
     text = _HEADING.format(
         **(results.stored or results.versions),
@@ -92,7 +96,18 @@ def page(results: Results, targets: Mapping[str, discover.Target]) -> str:
 def _sources(results: Mapping[str, Result]) -> str:
     """How many results there are of each state of the integration's files."""
     counts = collections.Counter(result.get("sources", "unknown") for result in results.values())
-    return ", ".join(f"{count} of `{name}`" for name, count in counts.most_common())
+    listed = ", ".join(f"{count} are of `{name}`" for name, count in counts.most_common())
+    return (
+        _wrapped(f"Results by the sources of the integration that they were made with: {listed}.")
+        + "\n`make sweep-models SWEEP_FLAGS=--stale` repeats those of other sources than the "
+        "present ones."
+    )
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(
+        text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _section(state: str, results: Mapping[str, Result]) -> Iterator[str]:
@@ -100,7 +115,7 @@ def _section(state: str, results: Mapping[str, Result]) -> Iterator[str]:
     if not chosen:
         yield "None."
     elif state == "no attention":
-        yield ", ".join(chosen) + "."
+        yield _wrapped(", ".join(chosen) + ".")
     elif state == "equal":
         yield from _equal(chosen)
     else:
@@ -108,7 +123,7 @@ def _section(state: str, results: Mapping[str, Result]) -> Iterator[str]:
 
 
 def _by_sentence(chosen: Mapping[str, Result]) -> Iterator[str]:
-    """Classes with the same sentence, but for their own name in it, stand together."""
+    """Groups classes whose sentences differ only in their own name."""
     groups: dict[str, list[str]] = collections.defaultdict(list)
     for name, result in chosen.items():
         groups[re.sub(rf"^{name}\b", "(The class)", _in_a_cell(result["why"]))].append(name)
@@ -123,8 +138,8 @@ def _in_a_cell(text: str) -> str:
 
 
 def _equal(chosen: Mapping[str, Result]) -> Iterator[str]:
-    yield "Errors are the largest of all cases in float32. Attention modules of the model's own"
-    yield "code, which no attention implementation reaches, are named.\n"
+    yield "Errors are the largest of all cases in float32. The last column names attention modules"
+    yield "in the model's own code, which no attention implementation reaches.\n"
     yield "| class | cases | Tilewise | eager | own code |"
     yield "|---|---|---|---|---|"
     for name, result in chosen.items():
