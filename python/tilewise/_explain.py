@@ -1,4 +1,4 @@
-"""Which kernel will run for a problem, and why."""
+"""``explain``: the kernels that a problem will run, and the reasons for choosing them."""
 
 from __future__ import annotations
 

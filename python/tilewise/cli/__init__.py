@@ -1,4 +1,4 @@
-"""The command line: `tilewise doctor` and `tilewise bench` (also `python -m tilewise`)."""
+"""The `tilewise` command (also `python -m tilewise`), with `doctor` and `bench`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tilewise bench`: PyTorch's attention backends and ours side by side."""
+"""`tilewise bench`: time and memory of tilewise beside PyTorch's attention backends."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ EXAMPLES = """examples:
   tilewise bench --heads 16 --kv-heads 4 --full --backends tilewise,torch-flash
   tilewise bench --json bench.json --plot bench.png
 
-Every backend gets the same tensors, takes turns with the others, and is given by its median. Peak
-memory is what the process needs beyond its inputs, measured in a process of its own.
+Every backend gets the same tensors. Their repetitions alternate, and the median of each is shown.
+Peak memory is what a process needs beyond its inputs, measured in a separate process.
 """
 
 
@@ -40,7 +40,7 @@ def add_parser(commands: Any) -> None:
         type=_lengths,
         default=[512, 1024, 2048, 4096],
         metavar="N,N,...",
-        help="rows, and as many keys; default: 512,1024,2048,4096",
+        help="sequence lengths (rows = keys); default: 512,1024,2048,4096",
     )
     add("--batch", type=_positive, default=1, metavar="B", help="default: %(default)s")
     add("--heads", type=_positive, default=8, metavar="H", help="default: %(default)s")
@@ -70,14 +70,14 @@ def add_parser(commands: Any) -> None:
     )
     add("--no-memory", action="store_true", help="do not measure peak memory")
     add("--json", type=Path, metavar="FILE", help="write the rows to FILE")
-    add("--plot", type=Path, metavar="FILE", help="draw them (.png, .svg or .pdf)")
+    add("--plot", type=Path, metavar="FILE", help="plot the rows to FILE (.png, .svg or .pdf)")
     parser.set_defaults(run=run)
 
 
 def _positive(text: str) -> int:
     value = int(text) if text.lstrip("-").isdigit() else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} given, must be a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} given, but must be an integer of at least 1")
     return value
 
 
@@ -87,7 +87,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value <= 600:
-        raise argparse.ArgumentTypeError(f"{text!r} given, must be above 0 and at most 600")
+        raise argparse.ArgumentTypeError(f"{text!r} given, but must be above 0 and at most 600")
     return value
 
 
@@ -100,11 +100,11 @@ def _names(text: str) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, prints, writes. Returns the exit status.
+    """Measures all backends, prints the table and writes the files. Returns the exit status.
 
     Raises:
-        ValueError: options that do not fit together.
-        ImportError: PyTorch is missing, or matplotlib when a plot is asked for.
+        ValueError: an option is wrong, or does not fit another one.
+        ImportError: PyTorch is missing, or matplotlib, which --plot needs.
     """
     try:
         import torch
@@ -116,9 +116,9 @@ def run(options: argparse.Namespace) -> int:
         if file and not file.resolve().parent.is_dir():
             raise ValueError(f"{file}: there is no folder {file.resolve().parent}")
         if file and file.is_dir():
-            raise ValueError(f"{file} is a folder, must be a file")
+            raise ValueError(f"{file} is a folder, but must be a file")
     if options.plot and options.plot.suffix not in plot.FORMATS:
-        raise ValueError(f"--plot is {options.plot}, must end in {', '.join(plot.FORMATS)}")
+        raise ValueError(f"--plot is {options.plot}, but must end in {', '.join(plot.FORMATS)}")
 
     from tilewise.cli import contestants, cost, system
 
@@ -136,7 +136,7 @@ def run(options: argparse.Namespace) -> int:
     )
     if problem.heads % problem.kv_heads:
         raise ValueError(
-            f"--kv-heads is {problem.kv_heads}, must divide --heads, which is {problem.heads}"
+            f"--kv-heads is {problem.kv_heads}, but must divide --heads, which is {problem.heads}"
         )
     backends = choose_backends(options.backends, contestants.ON_DEVICE[problem.device])
     print(title(problem, system.device_name(problem.device), torch.get_num_threads()))
@@ -160,20 +160,20 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def choose_backends(asked: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+def choose_backends(names: Sequence[str] | None, known: Sequence[str]) -> list[str]:
     """The backends to run.
 
     Raises:
         ValueError: a name is not known on this device.
     """
-    for name in asked or ():
+    for name in names or ():
         if name not in known:
-            raise ValueError(f"--backends names {name!r}; here there are {', '.join(known)}")
-    return list(asked or known)
+            raise ValueError(f"--backends names {name!r}, but must name some of {', '.join(known)}")
+    return list(names or known)
 
 
 def title(problem: Problem, device: str, threads: int = 0) -> str:
-    """One line about the problem and where it runs."""
+    """One line about the problem and the device that it runs on."""
     heads = f"{problem.heads} heads"
     if problem.kv_heads != problem.heads:
         heads += f" ({problem.kv_heads} for keys)"
@@ -191,7 +191,7 @@ def title(problem: Problem, device: str, threads: int = 0) -> str:
 
 
 def add_ratios(rows: list[dict[str, Any]]) -> None:
-    """Adds to every timed row how many times as long as ours it takes."""
+    """Adds to every timed row its time divided by that of tilewise."""
     ours = {r["length"]: r["seconds"] for r in rows if r["backend"] == "tilewise" and "rate" in r}
     for row in rows:
         if "rate" in row and row["length"] in ours:
@@ -199,7 +199,7 @@ def add_ratios(rows: list[dict[str, Any]]) -> None:
 
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    """The table."""
+    """Prints the rows as a table, then why backends were not run."""
     lines, reasons, last = [], [], None
     for row in rows:
         length = str(row["length"]) if row["length"] != last else ""
@@ -220,7 +220,7 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def write_json(path: Path, rows: Sequence[dict[str, Any]], device: str) -> None:
-    """Rows and where they were measured."""
+    """Writes the rows and the machine that they were measured on."""
     import torch
 
     import tilewise
@@ -231,7 +231,7 @@ def write_json(path: Path, rows: Sequence[dict[str, Any]], device: str) -> None:
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]], heading: str) -> None:
-    """Speed, and memory if it was measured."""
+    """Plots speed over sequence length, and memory if it was measured."""
     has_memory = any("peak_bytes" in row for row in rows)
     drawing, axes = plot.figure(2 if has_memory else 1, heading)
     plot.speed(axes[0], rows, "speed, GFLOP/s")

@@ -1,4 +1,4 @@
-"""Entry of the `tilewise` command: finds the subcommand and turns failures into sentences."""
+"""Entry point of the `tilewise` command: runs the subcommand and prints its errors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tilewise.cli import bench, doctor
 DESCRIPTION = """Exact attention in linear memory.
 
 examples:
-  tilewise doctor                     what runs here, and does it compute the right thing
-  tilewise bench --seqlens 512,2048   beside PyTorch's own attention; --plot FILE draws it
+  tilewise doctor                     which kernels run here, and whether they are correct
+  tilewise bench --seqlens 512,2048   speed beside PyTorch's own attention; --plot FILE draws it
 """
 
 
 class PrintVersion(argparse.Action):
-    """The version is the library's, which is loaded when it is asked for."""
+    """Prints the version of the library, which is loaded only for this."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         try:
@@ -30,13 +30,13 @@ class PrintVersion(argparse.Action):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """The parser of the whole command line."""
     top = argparse.ArgumentParser(
         prog="tilewise",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    top.add_argument("--version", action=PrintVersion, nargs=0, help="print it and leave")
+    top.add_argument("--version", action=PrintVersion, nargs=0, help="print it and exit")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor.add_parser(commands)
     bench.add_parser(commands)
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns the exit status: 0 all well, 1 a check failed, 2 cannot run."""
+    """Runs the command. Returns its exit status: 0 success, 1 a check failed, 2 it cannot run."""
     options = parser().parse_args(arguments)
     try:
         status: int = options.run(options)

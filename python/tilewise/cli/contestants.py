@@ -1,4 +1,4 @@
-"""Attention implementations that can be run side by side, and the problem they are given."""
+"""The attention implementations that the benchmark compares, and the problem that they compute."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Problem:
     device: str = "cpu"
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v with standard normal entries; they want gradients if there is a backward."""
+        """q, k, v with standard normal entries; they require gradients if there is a backward."""
         generator = torch.Generator().manual_seed(0)
 
         def draw(heads: int) -> Tensor:
@@ -44,27 +44,27 @@ class Problem:
 
     @property
     def flop(self) -> float:
-        """Two products forward, five more backward, over the visible pairs (half when causal)."""
+        """FLOP of two products forward and five backward over the visible pairs (causal: half)."""
         forward = 4.0 * self.batch * self.heads * self.length * self.length * self.head_dim
         return forward * (3.5 if self.backward else 1.0) * (0.5 if self.causal else 1.0)
 
     @property
     def score_bytes(self) -> int:
-        """Size of one score matrix in fp32: what naive attention cannot do without."""
+        """Size in bytes of one score matrix in fp32, the least that naive attention needs."""
         return 4 * self.batch * self.heads * self.length * self.length
 
     def to_json(self) -> dict[str, Any]:
-        """The fields."""
+        """The fields as a dictionary."""
         return asdict(self)
 
 
 def attend_tilewise(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Ours."""
+    """Attention by tilewise."""
     return tilewise.attention(q, k, v, causal=causal, layout="bhsd")
 
 
 def attend_naive(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """The formula written out, with the whole score matrix in memory."""
+    """The formula of attention in PyTorch operations, with the whole score matrix in memory."""
     group = q.shape[1] // k.shape[1]
     if group > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -92,7 +92,7 @@ ATTEND: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]] = {
     "torch-math": _sdpa(SDPBackend.MATH),
     "naive": attend_naive,
 }
-# Those that hold whole score matrices.
+# The backends that hold whole score matrices in memory.
 QUADRATIC = ("torch-math", "naive")
 ON_DEVICE = {
     "cpu": ("tilewise", "torch-flash", "torch-math", "naive"),
@@ -103,7 +103,7 @@ ON_DEVICE = {
 def prepare(
     backend: str, problem: Problem, inputs: tuple[Tensor, Tensor, Tensor]
 ) -> Callable[[int], object]:
-    """A callable for timing: forward, or forward and backward together."""
+    """A callable to be timed: the forward, or the forward and the backward together."""
     attend = ATTEND[backend]
     if not problem.backward:
 

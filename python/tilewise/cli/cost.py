@@ -1,4 +1,4 @@
-"""What attention costs over sequence length: time (interleaved) and peak memory, per backend."""
+"""Time (interleaved) and peak memory of each backend over sequence length."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tilewise.cli.contestants import Problem
 
-# A backend that holds score matrices is left out where its copies of them (scores, weights, their
-# gradients and a cast or two) would take more than this share of the free memory.
-SHARE_OF_MEMORY = 0.4
+# A backend that holds score matrices is not run if its copies of them (scores, weights, their
+# gradients and one or two casts) would take more than this fraction of the free memory.
+MEMORY_FRACTION = 0.4
 SCORE_COPIES = 6
 
 
@@ -27,17 +27,17 @@ def measure(
     """Times every backend at every length, then measures peak memory.
 
     Args:
-        problem: the attention; its length is replaced by each of `lengths`.
-        lengths: sequence lengths.
-        backends: names out of contestants.ATTEND.
-        seconds: about how long each backend runs at each length.
-        memory: whether to measure peak memory too.
-        progress: called once per length for time, and once per length for memory.
+        problem: The attention, whose length is replaced by each of `lengths`.
+        lengths: Sequence lengths.
+        backends: Keys of contestants.ATTEND.
+        seconds: Approximate time that each backend runs at each length.
+        memory: Whether to measure peak memory as well.
+        progress: Called once per length for time, and once per length for memory.
 
     Returns:
-        One row per backend and length: the problem's fields, "backend", and as far as it ran
-        "seconds", "spread", "rate" (flop per second) and "peak_bytes"; otherwise "left_out" with
-        the reason.
+        One row per backend and length, with the problem's fields and "backend". If it ran, the row
+        has "seconds", "spread", "rate" (FLOP per second) and, if measured, "peak_bytes"; otherwise
+        "left_out" gives the reason.
     """
     rows = []
     for length in lengths:
@@ -62,7 +62,7 @@ def _time(problem: Problem, backends: Sequence[str], seconds: float) -> list[dic
             call = contestants.prepare(name, problem, inputs)
             try:
                 call(0)
-            except RuntimeError as error:  # this backend does not take this problem
+            except RuntimeError as error:  # this backend does not support this problem
                 reason = str(error).strip().splitlines()[0]
             else:
                 calls[name] = _synchronous(call, problem.device)
@@ -85,9 +85,9 @@ def _too_large(problem: Problem, backend: str) -> str:
     free = available()
     if problem.device != "cpu" or backend not in contestants.QUADRATIC or not free:
         return ""
-    if needed <= SHARE_OF_MEMORY * free:
+    if needed <= MEMORY_FRACTION * free:
         return ""
-    return f"needs about {needed / 1e9:.1f} GB of score matrices, {free / 1e9:.1f} GB are free"
+    return f"needs about {needed / 1e9:.1f} GB of score matrices, but {free / 1e9:.1f} GB are free"
 
 
 def _synchronous(call: Callable[[int], object], device: str) -> Callable[[int], object]:

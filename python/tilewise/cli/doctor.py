@@ -1,4 +1,4 @@
-"""`tilewise doctor`: what runs on this machine, why, and whether it computes the right thing."""
+"""`tilewise doctor`: the kernels that run on this machine, why, and whether they are correct."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ EXAMPLES = """examples:
   tilewise doctor --isa avx2       self-test of one instruction set
   tilewise doctor --isa gpu0       self-test of one GPU
   tilewise doctor --provenance     which kernels were run on which machine, which only compiled
-  tilewise doctor --json           the same for programs
+  tilewise doctor --json           the same as JSON
 
 The self-test compares forward and gradients with an attention in double precision, for every
-instruction set and GPU this machine has (PyTorch gives the GPU's memory), every dtype and a set of
-options. Exit status: 0 when all is well, 1 when a check fails or nothing can run (TILEWISE_CPU), 2
-when the library cannot be loaded.
+instruction set and GPU of this machine (on a GPU it needs PyTorch), every dtype and a set of
+options. Exit status: 0 success, 1 a check failed or no kernel can run (TILEWISE_CPU), 2 the library
+cannot be loaded.
 """
 
-# Head dimensions at which a kernel might change.
+# Head dimensions at which the choice of the kernel might change.
 HEAD_DIMS = (1, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -38,26 +38,26 @@ def add_parser(commands: Any) -> None:
     """Adds the subcommand."""
     parser = commands.add_parser(
         "doctor",
-        help="what runs here and why, with a self-test",
+        help="which kernels run here and why, with a self-test",
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--no-test", action="store_true", help="leave the self-test out")
-    add("--isa", metavar="NAME", help="test this instruction set, or gpu0, only")
-    add("--provenance", action="store_true", help="where the kernels have been run")
+    add("--no-test", action="store_true", help="skip the self-test")
+    add("--isa", metavar="NAME", help="test only this instruction set, or this GPU (gpu0)")
+    add("--provenance", action="store_true", help="show the machines that kernels were run on")
     add("--json", action="store_true", help="print JSON and nothing else")
     add("--record", type=Path, metavar="FILE", help="add the passed checks to a provenance file")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what is asked. Returns the exit status.
+    """Prints the requested facts and runs the self-test. Returns the exit status.
 
     Raises:
-        ValueError: --isa names an instruction set that cannot be tested here, or is given where
-            nothing is tested; --record names a file that records cannot be added to.
+        ValueError: --isa names an instruction set that cannot be tested here, or is given although
+            nothing is tested; or --record names a file that records cannot be added to.
         ImportError: the library or NumPy is missing.
     """
     for flag, given in (("--provenance", options.provenance), ("--no-test", options.no_test)):
@@ -70,12 +70,14 @@ def run(options: argparse.Namespace) -> int:
     gpus = [f"gpu{each['index']}" for each in gpu.gpus()[0]]
     if options.isa:
         if options.isa not in isas + gpus:
-            raise ValueError(f"--isa is {options.isa!r}; this machine and build have {isas + gpus}")
+            raise ValueError(
+                f"--isa is {options.isa!r}, but this machine and build have {isas + gpus}"
+            )
         isas = [options.isa]
     elif system.cuda_device():
         isas += gpus
     if options.record:
-        provenance.check(options.record)  # before the self-test, not after it
+        provenance.check(options.record)  # fail before the self-test, not after it
     facts = collect(sets)
     if not options.json:
         show(facts)
@@ -95,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def collect(sets: list[tuple[str, bool]]) -> dict[str, Any]:
-    """Facts about machine, build and planner."""
+    """The facts about machine, build and planner."""
     gpus, no_gpu = gpu.gpus()
     served = serves()
     usable = any(row["forward"] != "-" for row in served)
@@ -121,7 +123,7 @@ def collect(sets: list[tuple[str, bool]]) -> dict[str, Any]:
 
 
 def serves() -> list[dict[str, Any]]:
-    """Which kernel the planner takes here, by dtype and range of head dimensions."""
+    """The kernel that the planner chooses here, by dtype and range of head dimensions."""
     rows: list[dict[str, Any]] = []
     for dtype in DTYPES:
         for head_dim in HEAD_DIMS:
@@ -141,7 +143,7 @@ def serves() -> list[dict[str, Any]]:
 
 
 def plan(dtype: str, head_dim: int, which: int) -> tuple[str, str]:
-    """The planner's kernel and its reason for a plain problem; ("-", the refusal) without one."""
+    """The kernel for a problem without options, and the reason; ("-", error) without a kernel."""
     library = c_library()
     a = _abi.sized(_abi.Attention)
     a.device, a.dtype = _abi.CPU, _abi.DTYPES[dtype]
@@ -163,7 +165,7 @@ def plan(dtype: str, head_dim: int, which: int) -> tuple[str, str]:
 
 
 def show(facts: dict[str, Any]) -> None:
-    """Prints what collect() found."""
+    """Prints the facts that collect() returned."""
     device = facts["device"]
     print(
         f"device            {device['cpu']}, {device['cores']} cores, {device['threads']} threads"
@@ -203,41 +205,41 @@ def show(facts: dict[str, Any]) -> None:
 
 
 def gpu_lines(facts: dict[str, Any]) -> list[str]:
-    """The GPUs, and the CUDA code inside the library."""
+    """Lines that describe the GPUs and the CUDA code in the library."""
     lines = []
     for each in facts["device"]["gpus"]:
         memory = f", {each['memory_bytes'] / 1e9:.0f} GB" if each["memory_bytes"] else ""
         label = f"GPU {each['index']}"
         lines.append(
             f"{label:18}{each['name']}: sm_{each['sm']}, {each['multiprocessors']} "
-            f"multiprocessors, {each['shared_bytes'] // 1024} KB of shared memory a block, "
+            f"SMs, {each['shared_bytes'] // 1024} KB of shared memory per block, "
             f"{each['l2_bytes'] / 2**20:.0f} MB L2{memory}"
         )
         forced = os.environ.get("TILEWISE_FORCE_ARCH")
         tiles = f"tiles of {gpu.table_name(each['table'])}"
         tiles += " (TILEWISE_FORCE_ARCH)" if forced else ""
-        have = [
+        code = [
             f"{name}: {'yes' if each[key] else 'NOT in this build'}"
             for name, key in (("tensor cores", "tensor_cores"), ("fp32 units", "plain_cores"))
         ]
-        lines.append(f"{'':18}{tiles}; kernels for {', for '.join(have)}")
+        lines.append(f"{'':18}{tiles}; kernels for {', for '.join(code)}")
     if not lines:
         lines.append(f"{'GPU':18}{facts['device']['no_gpu']}")
     emulated = facts["device"]["gpus"] and not facts["cuda_code"]
-    inside = "for the emulator of the tests" if emulated else code_text(facts["cuda_code"])
-    lines.append(f"{'CUDA code':18}{inside}")
+    text = "for the emulator of the tests" if emulated else code_text(facts["cuda_code"])
+    lines.append(f"{'CUDA code':18}{text}")
     return lines
 
 
 def code_text(code: list[dict[str, Any]]) -> str:
-    """What is inside, by tile table."""
+    """The CUDA code of this build in words, by tile table."""
     parts = []
     for table in dict.fromkeys(row["table"] for row in code):
-        mine = [row for row in code if row["table"] == table]
+        entries = [row for row in code if row["table"] == table]
         lists = [
-            f"{kind} {' '.join(str(r['sm']) for r in mine if r['ptx'] == ptx)}"
+            f"{kind} {' '.join(str(r['sm']) for r in entries if r['ptx'] == ptx)}"
             for kind, ptx in (("SASS", False), ("PTX", True))
-            if any(r["ptx"] == ptx for r in mine)
+            if any(r["ptx"] == ptx for r in entries)
         ]
         name = f"tiles of {gpu.table_name(table)}" if table else "without tensor cores"
         parts.append(f"{name}: {', '.join(lists)}")
@@ -245,7 +247,7 @@ def code_text(code: list[dict[str, Any]]) -> str:
 
 
 def show_gpu(index: int, rows: list[dict[str, Any]]) -> None:
-    """What the planner takes on a GPU."""
+    """Prints the kernels that the planner chooses on a GPU."""
     print(f"\nWhich kernel runs on GPU {index} (tiles are query rows x keys):")
     lines = []
     for row in rows:
@@ -265,7 +267,7 @@ def show_gpu(index: int, rows: list[dict[str, Any]]) -> None:
 
 
 def self_test(isas: list[str], *, quiet: bool) -> list[Any]:
-    """Runs the checks behind a progress bar.
+    """Runs the checks and shows a progress bar.
 
     Raises:
         ImportError: NumPy is missing.
@@ -288,27 +290,27 @@ def self_test(isas: list[str], *, quiet: bool) -> list[Any]:
 
 
 def show_checks(checks: list[Any], not_run: list[str]) -> None:
-    """The largest errors per instruction set and dtype, then every failure."""
+    """Prints the largest errors per instruction set and dtype, then every failure."""
     names = ("out", "lse", "dq", "dk", "dv")
     lines = []
     for isa, dtype in dict.fromkeys((c.isa, c.dtype) for c in checks):
-        mine = [c for c in checks if (c.isa, c.dtype) == (isa, dtype)]
-        worst = [max((c.errors.get(n, 0.0) for c in mine), default=0.0) for n in names]
-        good = sum(c.passed for c in mine)
-        verdict = "pass" if good == len(mine) else "FAIL"
-        lines.append([isa, dtype, f"{good}/{len(mine)}", *(f"{w:.1e}" for w in worst), verdict])
+        group = [c for c in checks if (c.isa, c.dtype) == (isa, dtype)]
+        worst = [max((c.errors.get(n, 0.0) for c in group), default=0.0) for n in names]
+        passed = sum(c.passed for c in group)
+        verdict = "pass" if passed == len(group) else "FAIL"
+        lines.append([isa, dtype, f"{passed}/{len(group)}", *(f"{w:.1e}" for w in worst), verdict])
     print("\nSelf-test against double precision, largest error relative to the largest magnitude:")
     head = ["instruction set", "dtype", "passed", *names, ""]
     tables.show(head, lines, left=(0, 1, 8))
     for name in not_run:
-        print(f"{name}: not run, this machine lacks it")
+        print(f"{name}: not run, because this machine lacks it")
     for check in checks:
         if not check.passed:
             print(f"FAILED {check.isa} {check.dtype} {check.setting}: {check.failure}")
 
 
 def show_provenance(as_json: bool) -> int:
-    """Prints where each kernel family of this build has been run."""
+    """Prints the machines on which each kernel family of this build has been run."""
     rows = provenance.status(provenance.load())
     if as_json:
         print(json.dumps(rows, indent=1))

@@ -1,4 +1,4 @@
-"""Facts about GPUs and about the CUDA code of this build, as the library tells them."""
+"""Facts about GPUs and about the kernels that the planner chooses on them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from tilewise import _abi
 from tilewise._library import c_library
 
 DTYPES = ("float32", "float32 (TF32)", "bfloat16", "float16")
-# Head dimensions at which a kernel might change, odd ones for rows that are not aligned.
+# Head dimensions at which the choice of the kernel might change; the rows of odd ones are not
+# aligned.
 HEAD_DIMS = (63, 64, 80, 95, 96, 128, 160, 192, 224, 256, 257, 384, 512)
-# What is asked of the planner: a name, and fields of the C struct.
+# The problems to plan: a name, and the fields of the C struct that differ from the default.
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "softcap, bias...": {"softcap": 30.0},
@@ -21,7 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def gpus() -> tuple[list[dict[str, Any]], str]:
-    """The GPUs, and without one the reason."""
+    """The GPUs, and the reason if there is none."""
     library = c_library()
     rows: list[dict[str, Any]] = []
     info = _abi.sized(_abi.GpuInfo)
@@ -44,7 +45,7 @@ def gpus() -> tuple[list[dict[str, Any]], str]:
 
 
 def plan(index: int, dtype: str, head_dim: int, case: str, which: int) -> dict[str, Any]:
-    """Kernel, tile, splits and reason of the planner on GPU `index`; a refusal has no kernel."""
+    """The planner's kernel ("-" for none), tile, splits and reason on GPU `index`."""
     library = c_library()
     name, _, tf32 = dtype.partition(" ")
     fields = {"batch": 4, "seqlen_q": 4096, "seqlen_k": 4096, **CASES[case]}
@@ -66,7 +67,7 @@ def plan(index: int, dtype: str, head_dim: int, case: str, which: int) -> dict[s
     gradients = ctypes.byref(g) if which == _abi.BACKWARD else None
     status = library.tilewise_plan(ctypes.byref(a), gradients, which, ctypes.byref(info))
     if status != _abi.OK:
-        # The sentence of all head dimensions alike, so that they stand in one line.
+        # Without the head dimension the reasons are equal, so that their rows can be merged.
         why = re.sub(r" with head_dim \d+", "", library.tilewise_last_error().decode())
         return {"kernel": "-", "tile": "-", "splits": 0, "why": why}
     return {
@@ -78,7 +79,7 @@ def plan(index: int, dtype: str, head_dim: int, case: str, which: int) -> dict[s
 
 
 def serves(index: int) -> list[dict[str, Any]]:
-    """What runs on a GPU by dtype, problem and head dimension; equal neighbours together."""
+    """The kernels on a GPU by dtype, problem and head dimension; equal neighbours share a row."""
     rows: list[dict[str, Any]] = []
     for dtype in DTYPES:
         for case in CASES:
@@ -96,7 +97,7 @@ def serves(index: int) -> list[dict[str, Any]]:
 
 
 def table_name(table: int) -> str:
-    """E.g. "sm_90"; 0 is the code that serves every GPU, 901 that of sm_90a alone."""
+    """A name such as "sm_90"; 0 is the code for every GPU, and 901 is that for sm_90a only."""
     if table > 200 and table % 10 == 1:
         return f"sm_{table // 10}a"
     return f"sm_{table}" if table else "any"

@@ -1,8 +1,8 @@
-"""Peak memory of a piece of work, measured by the operating system.
+"""Peak memory of a call, measured by the operating system (Linux).
 
-The process's high-water mark is reset, the work runs, the mark is read (Linux). The work runs in a
-child process of its own whose allocator gives every larger block back at once: otherwise memory
-kept from earlier work would hide what this work needs.
+The process's high-water mark is reset before the call and read after it. The call runs in a child
+process whose allocator returns every larger block to the system at once; otherwise memory retained
+from earlier calls would hide what this one needs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def can_measure() -> bool:
 
 
 def available() -> int:
-    """Bytes of memory that can be had without swapping; 0 when unknown."""
+    """Bytes of memory that can be allocated without swapping; 0 if unknown."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -37,11 +37,11 @@ def available() -> int:
     return 0
 
 
-def peak(work: Callable[[], object]) -> int:
-    """Bytes of resident memory that `work` needs beyond what is there before it."""
+def peak(call: Callable[[], object]) -> int:
+    """Bytes of resident memory that `call` needs beyond those in use before it."""
     _CLEAR.write_text("5")
     before = _status("VmRSS")
-    work()
+    call()
     return max(0, _status("VmHWM") - before)
 
 
@@ -71,14 +71,15 @@ def measure(jobs: Sequence[dict[str, Any]], threads: int) -> Iterator[int | None
 
 
 def run_job(job: dict[str, Any]) -> int:
-    """Peak bytes beyond the inputs of {"backend", "dtype", "shape", "causal", "backward", ...}."""
+    """Peak bytes beyond the inputs of a job {"backend": ..., "problem": {fields of Problem}}."""
     from tilewise.cli import contestants
 
     problem = contestants.Problem(**job["problem"])
     inputs = problem.inputs()
     call = contestants.prepare(job["backend"], problem, inputs)
     small = contestants.Problem(**{**job["problem"], "length": 64})
-    contestants.prepare(job["backend"], small, small.inputs())(0)  # thread stacks, code pages
+    # Allocates thread stacks and loads code pages, which do not belong to the job.
+    contestants.prepare(job["backend"], small, small.inputs())(0)
     return peak(lambda: call(0))
 
 
@@ -89,8 +90,8 @@ def _status(name: str) -> int:
     raise OSError(f"{_STATUS} has no {name}")
 
 
-def _give_back_at_once() -> None:
-    """Blocks of 64 KB and more are mapped from and returned to the system (glibc)."""
+def _return_blocks_at_once() -> None:
+    """Makes glibc map blocks of 64 KB and more from the system and return them when freed."""
     try:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)
@@ -103,7 +104,7 @@ def _serve() -> None:
     import torch
 
     torch.set_num_threads(int(sys.argv[1]))
-    _give_back_at_once()
+    _return_blocks_at_once()
     for line in sys.stdin:
         print(run_job(json.loads(line)), flush=True)
 

@@ -1,7 +1,8 @@
-"""Attention in double precision, written out in NumPy: what the self-test compares with.
+"""Attention in double precision in NumPy, the reference of the self-test.
 
-One batch of dense tensors, the options that need code of their own, forward and gradients. It
-follows the definition in tilewise.h line by line and shares nothing with the kernels.
+It computes the forward and the gradients of dense tensors with every option that kernels implement
+separately. It follows the definition in tilewise.h line by line and shares no code with the
+kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Options:
 
 @dataclass
 class Result:
-    """Everything the library computes, float64."""
+    """Everything that the library computes, in float64."""
 
     out: Array
     lse: Array
@@ -80,7 +81,7 @@ def _scores(q: Array, k: Array, scale: float, options: Options) -> tuple[Array, 
 
 
 def _softmax(s: Array, options: Options) -> tuple[Array, Array]:
-    """Weights and the logarithm of their sum; rows that see nothing give 0 and -inf."""
+    """The weights and the log-sum-exp; a row that sees no key has weights of 0 and lse -inf."""
     top = s.max(-1, initial=-np.inf)
     if options.sinks is not None:
         top = np.maximum(top, options.sinks[:, None].astype(np.float64))

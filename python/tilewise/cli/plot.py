@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Ours stands out; the others keep their colour in every panel.
+# Each backend has the same colour in every panel, and tilewise stands out.
 COLOURS = {
     "tilewise": "#0b6e99",
     "torch-flash": "#e07b39",
@@ -15,7 +15,7 @@ COLOURS = {
     "torch-math": "#b0a18f",
     "naive": "#8d8d8d",
 }
-# Share of a panel kept free at the right, for the names of the lines.
+# Fraction of a panel that is left free at the right for the names of the lines.
 LABEL_ROOM = 0.26
 INK, FAINT = "#263238", "#dfe4e6"
 FORMATS = (".png", ".svg", ".pdf")
@@ -32,7 +32,7 @@ def available() -> bool:
 
 
 def figure(panels: int, title: str) -> tuple[Any, list[Any]]:
-    """A figure with `panels` axes, at most three side by side, in the one style all our plots have.
+    """A figure with `panels` axes, at most three side by side, in the style that all plots share.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -64,7 +64,7 @@ def figure(panels: int, title: str) -> tuple[Any, list[Any]]:
 
 
 def save(drawing: Any, path: Path) -> None:
-    """Writes the figure; the format follows from the name (.png, .svg, .pdf)."""
+    """Writes the figure; its suffix (.png, .svg, .pdf) decides the format."""
     path.parent.mkdir(parents=True, exist_ok=True)
     drawing.savefig(path, facecolor="white")
 
@@ -74,7 +74,7 @@ def over_length(
 ) -> None:
     """Lines of `value * scale` over sequence length, one per backend, both axes logarithmic.
 
-    Rows without the value (not measured) leave a gap at the end of their line.
+    Rows without the value (not measured) are not drawn.
     """
     from matplotlib import ticker
 
@@ -111,7 +111,7 @@ def over_length(
 
 
 def speed(axis: Any, rows: Sequence[dict[str, Any]], title: str) -> None:
-    """GFLOP/s over sequence length, from zero."""
+    """Lines of GFLOP/s over sequence length, with an axis that starts at zero."""
     over_length(axis, rows, "rate", title, 1e-9)
     axis.set_yscale("linear")
     axis.autoscale(axis="x")
@@ -127,11 +127,11 @@ def speed(axis: Any, rows: Sequence[dict[str, Any]], title: str) -> None:
 
 
 def _label_ends(axis: Any, ends: Sequence[tuple[str, float, float]]) -> None:
-    """Writes each line's name at its end, moved apart where ends lie too close."""
+    """Writes each line's name at its end; names that would overlap are moved apart."""
     axis.margins(x=0.06)
     low, high = axis.get_xlim()
     log = axis.get_xscale() == "log"
-    # Room for the names to the right of the last point.
+    # The names need room to the right of the last point.
     axis.set_xlim(
         low, high * (high / low) ** LABEL_ROOM if log else high + LABEL_ROOM * (high - low)
     )

@@ -1,4 +1,4 @@
-"""A progress bar: tqdm's when it is installed, a few lines of our own when it is not."""
+"""A progress bar by tqdm if it is installed, or else a simple one."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 class Progress:
-    """Counts up to `total` on stderr, with a few facts behind the bar.
+    """Counts up to `total` on stderr, with a few facts after the bar.
 
-    On a terminal the line is redrawn; in a log file a line appears every ten seconds.
+    On a terminal the line is redrawn; in a log file a line is written every ten seconds.
 
     Args:
-        total: how many updates there will be.
-        description: stands before the bar.
-        done: how many have been made already.
+        total: Number of updates.
+        description: Text before the bar.
+        done: Number of updates that were made earlier.
     """
 
     def __init__(self, total: int, description: str, done: int = 0) -> None:
@@ -53,7 +53,7 @@ class Progress:
             print(file=sys.stderr)
 
     def update(self, **facts: object) -> None:
-        """One more is done."""
+        """Counts one step as done, and shows the facts."""
         self.done += 1
         if self._bar is not None:
             self._bar.set_postfix({k: str(v) for k, v in facts.items()}, refresh=False)
@@ -62,7 +62,7 @@ class Progress:
             self._draw(facts)
 
     def pause(self) -> None:
-        """Leaves the bar as it is, so that other text can be printed below it."""
+        """Ends the line of the bar, so that other text can be printed below it."""
         if self._bar is not None:
             self._bar.refresh()
         print(file=sys.stderr, flush=True)

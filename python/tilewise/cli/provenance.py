@@ -1,8 +1,8 @@
-"""Which kernels have been run, on which machine, and which only compiled.
+"""Records of the machines on which each kernel was run, and of kernels that were only compiled.
 
-`provenance.json` beside this file travels in the package and is never written by hand: CPU records
-are added by `tilewise doctor --record` on machines where the self-test passed, GPU records are made
-from the results of `make gpu-check`:
+`provenance.json` beside this file is part of the package and is never edited by hand.
+`tilewise doctor --record` adds CPU records on machines where the self-test passed. GPU records are
+made from the results of `make gpu-check`:
 
     python -m tilewise.cli.provenance docs/results/gpu-*.json
 """
@@ -20,8 +20,8 @@ from typing import Any
 from tilewise._capabilities import OWN_TABLE, cuda_code, family_of
 from tilewise.cli import gpu, system
 
-# Tile tables of mma_sync, those that every build has as PTX, and how a result of gpu-check calls
-# runs that were forced to use one.
+# The tile tables of mma_sync, those that every build contains as PTX, and the name that a result of
+# gpu-check gives to a run that was forced to use one.
 TABLES = (75, 80, 86, 90, 120)
 PTX_TABLES = (75, 80)
 FORCED = re.compile(r"forced-(\d+)$")
@@ -34,19 +34,19 @@ def load(path: Path = FILE) -> list[dict[str, Any]]:
     """The records: {"kernel", "device", "machine", "version", "date", "dtypes", "checks"}.
 
     Raises:
-        ValueError: the file holds something else.
+        ValueError: the file does not contain such records.
     """
     if not path.exists():
         return []
     try:
         records: list[dict[str, Any]] = json.loads(path.read_text())["records"]
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is no file of provenance records") from None
+        raise ValueError(f"{path} is not a file of provenance records") from None
     return records
 
 
 def check(path: Path) -> None:
-    """Raises ValueError, or OSError, where ``record`` could not add to the file."""
+    """Raises ValueError or OSError if ``record`` could not add to the file."""
     if not path.resolve().parent.is_dir():
         raise ValueError(f"{path}: there is no folder {path.resolve().parent}")
     load(path)
@@ -56,19 +56,20 @@ def record(path: Path, checks: Iterable[Any]) -> int:
     """Adds this machine's passed checks to the file, replacing its earlier records.
 
     Args:
-        path: the file; made if it is not there.
+        path: The file, which is created if it does not exist.
         checks: selftest.Check objects.
 
     Returns:
-        How many records this machine has now. An instruction set with a failed check gets none.
+        The number of records that this machine has now. An instruction set with a failed check gets
+        none.
     """
     checks = list(checks)
     machine = system.cpu_name()
     records = [r for r in load(path) if r["machine"] != machine]
     added = 0
     for isa in dict.fromkeys(c.isa for c in checks if not c.isa.startswith("gpu")):
-        mine = [c for c in checks if c.isa == isa]
-        if not all(c.passed for c in mine):
+        own = [c for c in checks if c.isa == isa]
+        if not all(c.passed for c in own):
             continue
         added += 1
         records.append(
@@ -78,8 +79,8 @@ def record(path: Path, checks: Iterable[Any]) -> int:
                 "machine": machine,
                 "version": system.versions()["tilewise"],
                 "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-                "dtypes": sorted({c.dtype for c in mine}),
-                "checks": len(mine),
+                "dtypes": sorted({c.dtype for c in own}),
+                "checks": len(own),
             }
         )
     records.sort(key=lambda r: (r["kernel"], r["machine"]))
@@ -88,11 +89,11 @@ def record(path: Path, checks: Iterable[Any]) -> int:
 
 
 def from_gpu_check(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Records of one result file of gpu-check.
+    """The records of one result file of gpu-check.
 
-    A family was run with the tiles of a table when every test of that run passed and none was left
-    out by time. The tests of other runs say nothing about it. A GPU with wgmma runs mma_sync only
-    when it is forced to.
+    A family counts as run with the tiles of a table if every test of that run passed and none was
+    skipped for lack of time. The tests of other runs say nothing about it. A GPU with wgmma runs
+    mma_sync only if it is forced to.
     """
     stages = result["stages"]
     ran = stages.get("tests", {})
@@ -111,7 +112,7 @@ def from_gpu_check(result: dict[str, Any]) -> list[dict[str, Any]]:
                 continue
             table = int(forced[1]) if forced else own
             if family != "cuda.mma_sync":
-                if forced:  # its kernels have one table or none: the same once more, or not run
+                if forced:  # its kernels have one table or none, so this run adds nothing
                     continue
                 table = OWN_TABLE.get(family, 0)
             elif not forced and "cuda.wgmma" in families:
@@ -136,34 +137,34 @@ def from_gpu_check(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def status(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per kernel family (on GPUs: and tile table, inside or recorded): where it was run,
-    that it only compiled, or that this build has none of it.
+    """One row per kernel family, and for CUDA per tile table of this build or of a record. Its
+    state is "run" (with the machines), "only compiled" or "not in this build".
     """
-    inside = {row["table"] for row in cuda_code()}
+    built = {row["table"] for row in cuda_code()}
     recorded = {r.get("table", 0) for r in records if r["device"] == "cuda"}
     rows = []
     for family in dict.fromkeys(row["kernel"] for row in system.kernels()):
-        mine = [r for r in records if r["kernel"] == family]
+        own = [r for r in records if r["kernel"] == family]
         if not family.startswith("cuda."):
-            rows.append(_row(family, mine, True))
+            rows.append(_row(family, own, True))
             continue
-        of_family = sorted(t for t in inside | recorded if family == family_of(t))
-        for table in of_family:
+        tables = sorted(t for t in built | recorded if family == family_of(t))
+        for table in tables:
             name = f"{family} tiles of {gpu.table_name(table)}" if table else family
-            runs = [r for r in mine if r.get("table", 0) == table]
-            rows.append(_row(name, runs, table in inside))
-        if not of_family:
+            runs = [r for r in own if r.get("table", 0) == table]
+            rows.append(_row(name, runs, table in built))
+        if not tables:
             rows.append(_row(family, [], False))
     return rows
 
 
-def _row(kernel: str, runs: list[dict[str, Any]], inside: bool) -> dict[str, Any]:
-    state = ("run" if runs else "only compiled") if inside else "not in this build"
+def _row(kernel: str, runs: list[dict[str, Any]], built: bool) -> dict[str, Any]:
+    state = ("run" if runs else "only compiled") if built else "not in this build"
     return {"kernel": kernel, "state": state, "runs": runs}
 
 
 def main(arguments: Sequence[str], path: Path = FILE) -> int:
-    """Replaces the GPU records by those of the given result files."""
+    """Replaces the GPU records with those of the given result files. Returns the exit status."""
     if not arguments:
         print("usage: python -m tilewise.cli.provenance docs/results/gpu-*.json", file=sys.stderr)
         return 2

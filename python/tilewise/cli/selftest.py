@@ -1,7 +1,7 @@
 """The self-test of `tilewise doctor`: every instruction set of this machine against the oracle.
 
-It calls the C ABI through ctypes, so it needs NumPy only; bf16 values travel as 16-bit patterns.
-A GPU ("gpu0", "gpu1") is one more target; its memory comes from PyTorch.
+It calls the C ABI through ctypes, so it needs only NumPy; bf16 values are stored as 16-bit
+patterns. A GPU ("gpu0", "gpu1") is tested like an instruction set; PyTorch allocates its memory.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from tilewise.cli import gpu, oracle, system
 from tilewise.cli.oracle import Array
 
 ALIGNMENT = 64
-# One rounding of the storage type. fp32: bound of the whole computation, relative to the largest
-# magnitude of the tensor. fp16, bf16: the result is rounded once, and so are the weights before
-# they meet v (and, backward, ds), hence a few roundings.
+# Bounds of the error relative to the largest magnitude of the tensor. For fp32 they bound the whole
+# computation. For fp16 and bf16 they allow a few roundings of the storage type: of the result, of
+# the weights before their product with v, and of ds in the backward.
 BOUNDS = {
     "float32": {"out": 1e-6, "lse": 1e-6, "dq": 2e-6, "dk": 2e-6, "dv": 2e-6},
     "float16": {"out": 2e-3, "lse": 1e-3, "dq": 4e-3, "dk": 4e-3, "dv": 4e-3},
     "bfloat16": {"out": 1.2e-2, "lse": 2e-3, "dq": 2.5e-2, "dk": 2.5e-2, "dv": 2.5e-2},
 }
-# fp32 on tensor cores is three products of TF32, whose smallest parts are left out.
+# fp32 on tensor cores is computed as three TF32 products, which omit the smallest terms.
 GPU_FACTOR = {"float32": 4.0, "float16": 1.0, "bfloat16": 1.0}
 GPU = "gpu"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A problem of the self-test."""
+    """A problem of the self-test: its sizes and options."""
 
     name: str
     rows: int = 67
@@ -52,7 +52,7 @@ class Setting:
     sinks: bool = False
 
 
-# Sizes lie off every tile's edge on purpose.
+# The sizes are multiples of no tile size on purpose.
 SETTINGS = (
     Setting("full"),
     Setting("causal", rows=131, right=0),
@@ -72,7 +72,7 @@ SETTINGS = (
 
 @dataclass
 class Check:
-    """One run: errors relative to the largest magnitude, and whether all are within bounds."""
+    """One run: its errors relative to the largest magnitude, and the failure if there is one."""
 
     isa: str
     dtype: str
@@ -83,7 +83,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """No failure."""
+        """Whether there was no failure."""
         return not self.failure
 
     def to_json(self) -> dict[str, Any]:
@@ -92,19 +92,19 @@ class Check:
 
 
 def plan_of_checks(isas: list[str]) -> list[tuple[str, str, Setting]]:
-    """What the self-test runs: instruction set, dtype, setting."""
+    """The runs of the self-test: instruction set, dtype, setting."""
     return [(isa, dtype, s) for isa in isas for dtype in BOUNDS for s in SETTINGS]
 
 
 def run(isas: list[str]) -> Iterator[Check]:
-    """Runs the checks one by one; afterwards the instruction set is as it was before."""
+    """Runs the checks one by one, and restores the instruction set afterwards."""
     for isa, dtype, setting in plan_of_checks(isas):
         with nullcontext() if isa.startswith(GPU) else system.forced_isa(isa):
             yield check(isa, dtype, setting)
 
 
 def check(isa: str, dtype: str, setting: Setting) -> Check:
-    """Forward and backward of one setting on the instruction set in use."""
+    """Compares forward and backward of one setting with the oracle."""
     result = Check(isa, dtype, setting.name)
     try:
         problem = _Problem(dtype, setting)
@@ -124,7 +124,7 @@ def check(isa: str, dtype: str, setting: Setting) -> Check:
 
 
 def _error(found: Array, expected: Array) -> float:
-    """Largest difference over the largest magnitude; infinite for a misplaced inf or NaN."""
+    """The largest difference over the largest magnitude; infinite for a wrong inf or NaN."""
     finite = np.isfinite(expected)
     if not np.array_equal(found[~finite], expected[~finite]):
         return math.inf
@@ -135,7 +135,7 @@ def _error(found: Array, expected: Array) -> float:
 
 
 def _encode(values: Array, dtype: str) -> Array:
-    """From float32 to storage: itself, float16, or the upper half of the bits, rounded to even."""
+    """The values in their storage type; bf16 is the upper half of the bits, rounded to even."""
     if dtype != "bfloat16":
         return np.ascontiguousarray(values.astype(dtype))
     bits = np.ascontiguousarray(values.astype(np.float32)).view(np.uint32)
@@ -143,14 +143,14 @@ def _encode(values: Array, dtype: str) -> Array:
 
 
 def _decode(stored: Array, dtype: str) -> Array:
-    """From storage to float64."""
+    """The stored values in float64."""
     if dtype == "bfloat16":
         return (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return stored.astype(np.float64)
 
 
 class _Problem:
-    """Tensors of a setting in the storage type, and the two calls."""
+    """The tensors of a setting in their storage type, and its forward and backward calls."""
 
     def __init__(self, dtype: str, setting: Setting) -> None:
         self.dtype, self.setting = dtype, setting
@@ -168,19 +168,19 @@ class _Problem:
         self.bias = _single(random.standard_normal((s.rows, s.keys))) if s.bias else None
         self.sinks = _single(random.standard_normal(s.heads)) if s.sinks else None
         self.scale = s.head_dim**-0.5
-        # Poisoned: what is not written shows.
+        # The outputs start as NaN, so that an element that is not written is found.
         self.out, self.dq = _poisoned(self.q), _poisoned(self.q)
         self.dk, self.dv = _poisoned(self.k), _poisoned(self.v)
         self.lse = np.full((batch, s.heads, s.rows), np.nan, np.float32)
 
     @property
     def results(self) -> dict[str, Array]:
-        """What the library has written, float64."""
+        """The results of the library in float64."""
         low = {n: _decode(getattr(self, n), self.dtype) for n in ("out", "dq", "dk", "dv")}
         return {**low, "lse": self.lse.astype(np.float64)}
 
     def expected(self) -> oracle.Result:
-        """The same in double precision, from the rounded inputs."""
+        """The results of the oracle in double precision, from the rounded inputs."""
         s = self.setting
         options = oracle.Options(s.left, s.right, s.softcap, self.slopes, self.bias, self.sinks)
         q, k, v, dout = (_decode(t, self.dtype) for t in (self.q, self.k, self.v, self.dout))
@@ -190,7 +190,7 @@ class _Problem:
         """Forward, then backward, on the CPU or on a GPU. Returns the name of the forward kernel.
 
         Raises:
-            ValueError, NotImplementedError, RuntimeError: the library's sentence.
+            ValueError, NotImplementedError, RuntimeError: the library refused or failed.
         """
         library = c_library()
         memory = _HostMemory() if index is None or _emulated(index) else _GpuMemory(index)
@@ -249,16 +249,16 @@ class _Problem:
 
 
 class _HostMemory:
-    """Arrays where they are."""
+    """Memory of the host, which the library reads and writes in place."""
 
     stream: int | None = None
 
     def address(self, array: Array) -> int:
-        """Where the library finds the array."""
+        """The address at which the library finds the array."""
         return int(array.ctypes.data)
 
     def read_back(self) -> None:
-        """What the library has written is in the arrays already."""
+        """Copies results back into the arrays; here they are in place already."""
 
 
 class _GpuMemory(_HostMemory):
@@ -284,7 +284,7 @@ class _GpuMemory(_HostMemory):
 
 
 def _emulated(index: int) -> bool:
-    """Whether a GPU is that of the tests' emulator, whose memory is the host's."""
+    """Whether a GPU is emulated for the tests, so that its memory is that of the host."""
     return gpu.gpus()[0][index]["memory_bytes"] == 0
 
 
@@ -293,9 +293,9 @@ def _single(values: Array) -> Array:
 
 
 def _poisoned(like: Array) -> Array:
-    made = np.empty_like(like)
-    made.view(np.uint8).fill(0xFF)  # a NaN in every one of the formats
-    return made
+    result = np.empty_like(like)
+    result.view(np.uint8).fill(0xFF)  # NaN in every format
+    return result
 
 
 def _view(array: Array, memory: _HostMemory) -> Any:

@@ -1,4 +1,4 @@
-"""Facts about this machine and this build of the library. Works without PyTorch."""
+"""Facts about this machine and this build of the library, available without PyTorch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def cpu_name() -> str:
-    """The processor as it calls itself."""
+    """The name that the processor reports."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -35,14 +35,14 @@ def cpu_name() -> str:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def instruction_sets() -> list[tuple[str, bool]]:
-    """CPU instruction sets in this build, best last, and whether this machine has them."""
+    """The CPU instruction sets of this build, best last, and whether this machine has them."""
     library = c_library()
     found: list[tuple[str, bool]] = []
     available = ctypes.c_int32()
@@ -59,10 +59,10 @@ def current_isa() -> str:
 
 @contextmanager
 def forced_isa(name: str) -> Iterator[None]:
-    """Uses one instruction set for a while.
+    """Uses one instruction set within the context.
 
     Raises:
-        ValueError: the build or the machine lacks it.
+        ValueError: the build or the machine lacks the instruction set.
     """
     library, before = c_library(), current_isa()
     _abi.check(library, library.tilewise_select_cpu(name.encode()))
@@ -79,7 +79,7 @@ def kernels() -> list[dict[str, Any]]:
 
 
 def torch_or_none() -> ModuleType | None:
-    """PyTorch, if it is installed and loads."""
+    """PyTorch, or None if it is not installed or does not load."""
     try:
         import torch
     except (ImportError, OSError):
@@ -88,7 +88,7 @@ def torch_or_none() -> ModuleType | None:
 
 
 def cuda_device() -> str | None:
-    """The name of the first CUDA device PyTorch can use; None without one."""
+    """The name of the first CUDA device that PyTorch can use, or None."""
     torch = torch_or_none()
     if torch is None or not torch.cuda.is_available():
         return None
@@ -96,21 +96,21 @@ def cuda_device() -> str | None:
 
 
 def device_name(device: str) -> str:
-    """What to call the device in a title."""
+    """The name of the device for a title."""
     return (cuda_device() or "CUDA device") if device == "cuda" else cpu_name()
 
 
 @functools.cache
-def training_device(asked: str) -> str:
+def training_device(requested: str) -> str:
     """The device to use for "auto", "cpu" or "cuda".
 
-    CUDA is used only where this build has kernels for it, forward and backward. Where "auto" ends
-    on the CPU, one line says why, the first time.
+    CUDA is used only if this build has kernels for it, forward and backward. If "auto" chooses the
+    CPU, the first call prints why.
 
     Raises:
-        ValueError: "cuda" was asked for and cannot be used.
+        ValueError: "cuda" was requested and cannot be used.
     """
-    if asked == "cpu":
+    if requested == "cpu":
         return "cpu"
     gpu = cuda_device()
     served = any(
@@ -120,14 +120,14 @@ def training_device(asked: str) -> str:
     if gpu and served:
         return "cuda"
     reason = f"this build has no kernels for {gpu}" if gpu else "there is no CUDA device here"
-    if asked == "cuda":
+    if requested == "cuda":
         raise ValueError(f"--device cuda: {reason}")
     print(f"{reason}: running on the CPU", flush=True)
     return "cpu"
 
 
 def versions() -> dict[str, str | None]:
-    """Versions that a bug report needs; None for what is not installed."""
+    """The versions that a bug report needs; None for a package that is not installed."""
     library = c_library()
     found: dict[str, str | None] = {
         "tilewise": library.tilewise_version().decode(),
@@ -149,7 +149,7 @@ def _installed(name: str) -> str | None:
 
 
 def compiler() -> str | None:
-    """What compiled the library, as the compiler itself noted it in the file; None if stripped."""
+    """The compiler of the library, as it is recorded in the file; None if stripped."""
     path = Path(str(c_library()._name))
     try:
         notes = set(
@@ -163,10 +163,10 @@ def compiler() -> str | None:
 
 
 def library_path() -> str:
-    """The file of the C library."""
+    """The path of the C library."""
     return str(c_library()._name)
 
 
 def python_path() -> str:
-    """The running interpreter."""
+    """The path of the running interpreter."""
     return sys.executable

@@ -1,4 +1,4 @@
-"""Tables: by rich when it is installed and the output is a terminal, plain text otherwise."""
+"""Tables by rich if it is installed and the output is a terminal, in plain text otherwise."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ def show(
     """Prints a table.
 
     Args:
-        head: column titles.
-        lines: the cells, as many per line as there are titles.
-        left: columns set to the left; the others are numbers, set to the right.
-        strong: lines to stand out where the output can show it.
+        head: Column titles.
+        lines: Cells, as many per line as titles.
+        left: Indices of the columns that are left-aligned; the others hold numbers and are
+            right-aligned.
+        strong: Whether a line is printed in bold, if the output can show it.
     """
     if sys.stdout.isatty():
         try:
@@ -39,7 +40,7 @@ def show(
 
 
 def count(number: int, thing: str) -> str:
-    """E.g. "1 thread", "2 threads"."""
+    """The number with its noun, such as "1 thread" or "2 threads"."""
     return f"{number} {thing}" + ("" if number == 1 else "s")
 
 

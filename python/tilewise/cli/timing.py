@@ -1,8 +1,8 @@
-"""Timing on a machine that is not ours alone: interleaved repetitions, medians, spread.
+"""Timing on a machine that other processes share: interleaved repetitions, medians, spread.
 
-Contestants take turns, so that a slow phase of the machine (another process, a lower clock) meets
-all of them alike. A repetition in which the process got clearly less processor time than in its
-own best one is dropped: it measured the neighbours.
+The repetitions of the contestants alternate, so that a slow phase of the machine (another process,
+a lower clock) affects all of them equally. A repetition in which the process got clearly less
+processor time than in its best one is dropped, because other processes disturbed it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-# A repetition counts when the process got at least this share of the processor time per second
+# A repetition counts if the process got at least this fraction of the processor time per second
 # that it got in its best repetition.
 QUIET = 0.95
 
@@ -31,7 +31,7 @@ class Timing:
 
     @property
     def kept(self) -> list[float]:
-        """The undisturbed repetitions; all of them when fewer than three are undisturbed."""
+        """The undisturbed repetitions, or all of them if fewer than three are undisturbed."""
         if not self.usage:
             return []
         limit = QUIET * max(self.usage)
@@ -40,12 +40,12 @@ class Timing:
 
     @property
     def median(self) -> float:
-        """Median seconds of the kept repetitions."""
+        """Median time in seconds of the kept repetitions."""
         return statistics.median(self.kept)
 
     @property
     def best(self) -> float:
-        """Seconds of the fastest repetition."""
+        """Time in seconds of the fastest repetition."""
         return min(self.seconds)
 
     @property
@@ -58,7 +58,7 @@ class Timing:
         return (high - low) / self.median
 
     def to_json(self) -> dict[str, object]:
-        """What a result file holds."""
+        """The numbers that are written to a result file."""
         return {
             "seconds": self.median,
             "best_seconds": self.best,
@@ -75,18 +75,18 @@ def interleave(
     minimum: int = 3,
     maximum: int = 200,
 ) -> dict[str, Timing]:
-    """Times callables in turns.
+    """Times callables, whose repetitions alternate.
 
     Args:
-        contestants: name -> callable; it receives the number of the repetition, by which it can
-            rotate its buffers.
-        seconds: about how long each contestant may run. One whose warm-up alone takes more than
-            eight times as long is not run again: the warm-up is its one repetition.
-        minimum: repetitions of every other contestant, whatever they take.
-        maximum: no more than this many.
+        contestants: Callables by name. Each receives the number of the repetition, with which it
+            can rotate its buffers.
+        seconds: Approximate time of each contestant. If its warm-up alone takes more than eight
+            times as long, it is not run again, and the warm-up is its only repetition.
+        minimum: Least number of repetitions of all other contestants, however long they take.
+        maximum: Largest number of repetitions.
 
     Returns:
-        name -> Timing with at least one repetition each.
+        Timings by name, with at least one repetition each.
     """
     results = {name: Timing() for name in contestants}
     spent = dict.fromkeys(contestants, 0.0)
@@ -101,7 +101,7 @@ def interleave(
         active = [n for n in active if repetition <= minimum or spent[n] < seconds]
         if not active:
             break
-        # Every other round runs backwards, so that nobody always follows the same neighbour.
+        # The order alternates, so that no contestant always runs after the same other one.
         for name in active if repetition % 2 else reversed(active):
             elapsed, processor = _once(contestants[name], repetition)
             results[name].add(elapsed, processor)
