@@ -1,4 +1,4 @@
-"""setuptools' build backend, for environments without a real flash-attn."""
+"""The build backend of setuptools, which refuses environments that have a real flash-attn."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from setuptools.build_meta import (
 
 
 def _refuse_to_replace(folders: list[str]) -> None:
-    """Raises if these folders of packages have a flash-attn that is not this one."""
+    """Raises if these package folders contain a flash-attn that is not this one."""
     for found in metadata.distributions(name="flash-attn", path=folders):
         if "+tilewise" not in found.version:
             raise SystemExit(
                 f"flash-attn {found.version} is installed in {found.locate_file('')}, and "
-                "installing Tilewise's stand-in would remove it; if that is what you want, run "
-                "first: pip uninstall flash-attn"
+                "installing Tilewise's stand-in would remove it; to do so, first run: pip "
+                "uninstall flash-attn"
             )
 
 
 def build_wheel(directory: str, *arguments: Any, **settings: Any) -> str:
-    """The wheel; an isolated build runs the interpreter of the environment it is installed into."""
+    """Builds the wheel. The interpreter, also of an isolated build, is that of the environment."""
     _refuse_to_replace([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
     return build_meta.build_wheel(directory, *arguments, **settings)

@@ -1,10 +1,10 @@
-"""Tilewise under the name flash_attn: what is here is ``tilewise.compat.flash_attn``."""
+"""Tilewise under the name flash_attn: everything here is from ``tilewise.compat.flash_attn``."""
 
 from importlib import metadata, util
 
 
 def _refuse_to_shadow() -> None:
-    """A program must not get one package's Python and another's kernels."""
+    """Raises if a real flash-attn is installed, whose kernels must not meet this Python code."""
     others = [
         f"flash-attn {found.version} in {found.locate_file('')}"
         for found in metadata.distributions(name="flash-attn")
@@ -14,8 +14,8 @@ def _refuse_to_shadow() -> None:
         others.append("the kernels flash_attn_2_cuda of a real flash-attn")
     if others:
         raise ImportError(
-            f"flash_attn is Tilewise's stand-in ({__file__}), but there is also {others[0]}; "
-            "keep one: `pip uninstall flash-attn` until nothing is left, then install what you want"
+            f"flash_attn is Tilewise's stand-in ({__file__}), but there is also {others[0]}; keep "
+            "one: `pip uninstall flash-attn` until none is left, then install the one you want"
         )
 
 

@@ -1,8 +1,8 @@
-"""Interfaces of other attention packages over Tilewise's kernels.
+"""Interfaces of other attention packages, implemented by Tilewise's kernels.
 
 ``tilewise.compat.flash_attn`` mirrors the module tree of FlashAttention-2 (``flash_attn``), and
-``tilewise.compat.flash_attn_interface`` the single module of FlashAttention-3. Changing the import
-is all that a caller has to do::
+``tilewise.compat.flash_attn_interface`` the single module of FlashAttention-3. A caller only has to
+change the import::
 
     from tilewise.compat.flash_attn import flash_attn_func, flash_attn_with_kvcache
     from tilewise.compat.flash_attn.bert_padding import pad_input, unpad_input

@@ -1,6 +1,6 @@
-"""What the interfaces of both FlashAttention generations share: arguments in, operators called."""
+"""Functions shared by both FlashAttention interfaces: argument conversion and operator calls."""
 
-# The signatures are those of another package: they stay unannotated where it does not annotate.
+# The signatures are those of another package, so they lack the annotations that it lacks.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _PLAIN = (int, float, bool, type(None))
 
 
 def scalar(value):
-    """The number in a tensor or NumPy array of one element, as Python's; anything else as it is.
+    """The Python number in a tensor or NumPy array of one element; other values are unchanged.
 
-    The originals hand numbers to a C++ extension, which converts whatever has ``__index__`` or
-    ``__float__``. A tensor on a GPU makes the host wait, as it does there.
+    The original packages pass numbers to a C++ extension, which converts every object that has
+    ``__index__`` or ``__float__``. A tensor on a GPU makes the host wait, as it does there.
     """
     if type(value) in _PLAIN:
         return value
@@ -59,12 +59,12 @@ def window_of(window_size) -> tuple:
 
 
 def softcap_of(value):
-    """The softcap; None is 0, which is off."""
+    """The softcap; None and 0 switch it off."""
     return 0.0 if value is None else scalar(value)
 
 
 def splits_of(num_splits) -> int:
-    """The number of key splits; 0, and any number below it, leaves the choice to the planner."""
+    """The number of key splits; 0 or a negative number leaves the choice to the planner."""
     if type(num_splits) is int and 0 <= num_splits <= _check.MAX_SPLITS:
         return num_splits
     num_splits = _check.integer("num_splits", scalar(num_splits), "an integer")
@@ -72,19 +72,19 @@ def splits_of(num_splits) -> int:
 
 
 def scale_for(q: Tensor, softmax_scale):
-    """The scale as a number, unless it is a tensor where q is, which may have a gradient."""
+    """The scale as a number, or as a tensor if it is on q's device and may have a gradient."""
     if type(softmax_scale) in _PLAIN:
         return softmax_scale
     if isinstance(softmax_scale, Tensor):
-        learned = softmax_scale.device == q.device and softmax_scale.is_floating_point()
-        return softmax_scale if learned else scalar(softmax_scale)
+        differentiable = softmax_scale.device == q.device and softmax_scale.is_floating_point()
+        return softmax_scale if differentiable else scalar(softmax_scale)
     return scalar(softmax_scale)
 
 
 def bound(name: str, value) -> int:
-    """An optional upper bound of lengths, 0 where it is not known.
+    """An optional upper bound of the lengths; 0 if it is unknown.
 
-    A bound on a GPU counts as not known: it is a hint, which is not worth a synchronisation.
+    A bound in GPU memory counts as unknown, because a hint is not worth a synchronisation.
     """
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return 0
@@ -92,22 +92,23 @@ def bound(name: str, value) -> int:
 
 
 def int32(name: str, x: Optional[Tensor]) -> Optional[Tensor]:
-    """An index tensor as the kernels read it; numbers out of range stay so."""
+    """An index tensor as contiguous int32; out-of-range entries stay out of range."""
     return None if x is None else index_tensor(name, x, as_array(name, x).device)
 
 
 def lengths_of(cache_seqlens, batch: int):
-    """cache_seqlens as a number or a tensor [batch]; a tensor of no dimension counts for all."""
+    """cache_seqlens as a number or a tensor [batch]; a 0-d tensor applies to all sequences."""
     if not isinstance(cache_seqlens, Tensor):
         return scalar(cache_seqlens)
     return cache_seqlens if cache_seqlens.dim() > 0 else cache_seqlens.expand(batch).contiguous()
 
 
 def check_room(block_table, page_size: int, lengths, new_keys: int) -> None:
-    """Refuses lengths for which a block table is too short, where the host knows them.
+    """Refuses lengths that exceed the block table, if the host knows the lengths.
 
     Raises:
-        RuntimeError: as in the original, which waits for lengths on a GPU.
+        RuntimeError: the block table is too short. The original raises the same error, but also
+            waits for lengths in GPU memory.
     """
     if not isinstance(block_table, Tensor) or block_table.dim() != 2:
         return
@@ -119,17 +120,17 @@ def check_room(block_table, page_size: int, lengths, new_keys: int) -> None:
     if type(lengths) is int and lengths + new_keys > room:
         raise RuntimeError(
             f"block_table has {block_table.shape[1]} pages of {page_size} keys for a sequence, but "
-            f"cache_seqlens has {lengths}, and there are {new_keys} new keys: {room} are allowed"
+            f"cache_seqlens has {lengths} and {new_keys} keys are new: at most {room} are allowed"
         )
 
 
 def slopes_of(alibi_slopes: Optional[Tensor]) -> Optional[Tensor]:
-    """The slopes without the gradient that none is defined for."""
+    """The slopes, detached because no gradient is defined for them."""
     return alibi_slopes.detach() if isinstance(alibi_slopes, Tensor) else alibi_slopes
 
 
 def unpacked(name: str, x: Tensor, dim: int, count: int) -> tuple[Tensor, ...]:
-    """The tensors that are packed in one dimension of x."""
+    """The `count` tensors that are packed in dimension `dim` of x."""
     if as_array(name, x).dim() <= dim or x.shape[dim] != count:
         raise ValueError(f"{name} has shape {list(x.shape)}, but dimension {dim} must be {count}")
     return x.unbind(dim)
@@ -148,7 +149,7 @@ def options_of(
     deterministic: bool = False,
     batch: Optional[int] = None,
 ) -> Options:
-    """The options that dense and variable-length calls have in common; batch is q's by default."""
+    """The options that dense and variable-length calls share; the batch is by default that of q."""
     request = Request(
         causal=bool(causal),
         window=window_of(window_size),
@@ -164,7 +165,7 @@ def options_of(
 
 
 def new_dropout_state(dropout_p: float, device: torch.device) -> Optional[Tensor]:
-    """Seed and offset of a call, drawn from PyTorch's generator; None without dropout.
+    """The seed and offset of a call, drawn from PyTorch's generator; None without dropout.
 
     This is also the ``rng_state`` of the private functions.
     """
@@ -174,14 +175,14 @@ def new_dropout_state(dropout_p: float, device: torch.device) -> Optional[Tensor
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """(out, lse), differentiable."""
+    """(out, lse) of attention, differentiable."""
     check_tensors(q, k, v)
     q, k, v = (maybe_contiguous(x) for x in (q, k, v))
     return _ops.forward(q, k, v, options)
 
 
 def write_to(name: str, given: Tensor, result: Tensor) -> Tensor:
-    """The result in a tensor of the caller's, of its very shape and dtype."""
+    """The caller's tensor `given` with the result copied into it; shapes and dtypes must match."""
     if given.shape != result.shape or given.dtype != result.dtype:
         raise ValueError(
             f"{name} has shape {list(given.shape)} and dtype {given.dtype}, but must have "
@@ -204,7 +205,7 @@ def backward(
     """Writes dq, dk and dv into the given tensors.
 
     Returns:
-        The sums over head_dim of dout * out: fp32, of lse's shape.
+        The sums over head_dim of dout * out, fp32 in the shape of lse.
     """
     bits = (_ops.WANT_Q, _ops.WANT_K, _ops.WANT_V)
     wanted = sum(bit for bit, x in zip(bits, gradients, strict=True) if x is not None)
@@ -213,22 +214,22 @@ def backward(
     results = torch.ops.tilewise.backward(
         maybe_contiguous(dout), None, *inputs, lse, *options, wanted
     )
-    for name, given, made in zip(("dq", "dk", "dv"), gradients, results, strict=False):
+    for name, given, result in zip(("dq", "dk", "dv"), gradients, results, strict=False):
         if given is not None:
-            write_to(name, given, made)
+            write_to(name, given, result)
     sums = (dout.float() * out.float()).sum(dim=-1)
     return sums.transpose(-1, -2).contiguous()
 
 
 @torch.no_grad()
 def attention_probabilities(q: Tensor, k: Tensor, options: Options, max_seqlen_k: int) -> Tensor:
-    """The matrix of probabilities, negative where dropout removed the entry; for tests of callers.
+    """The matrix of probabilities, negated where dropout removed the entry; for callers' tests.
 
     Args:
-        q, k: dense [B, S, H, D] or packed [T, H, D].
+        q, k: [B, S, H, D], or packed [T, H, D].
 
     Returns:
-        dense [B, Hq, Sq, Sk]; packed [Hq, T, max_seqlen_k], row t being query t; dtype of q.
+        [B, Hq, Sq, Sk], or packed [Hq, T, max_seqlen_k] with query t in row t, in the dtype of q.
     """
     uniform = options._replace(scale=0.0, alibi_slopes=None, softcap=0.0)
     kept = _probe(q, k, uniform, max_seqlen_k) > 0
@@ -238,7 +239,7 @@ def attention_probabilities(q: Tensor, k: Tensor, options: Options, max_seqlen_k
 
 
 def _probe(q: Tensor, k: Tensor, options: Options, max_seqlen_k: int) -> Tensor:
-    """Reads the probabilities off the output: with unit vectors as values it is made of them."""
+    """The probabilities, which are the outputs of attention if the values are unit vectors."""
     if options.cu_seqlens_k is None:
         key = torch.arange(k.shape[1], device=k.device)
     else:

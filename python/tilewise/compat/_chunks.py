@@ -1,12 +1,12 @@
-"""Chunked attention as variable-length attention: exact, differentiable, and no slower than that.
+"""Chunked attention computed as variable-length attention: exact, differentiable and as fast.
 
-With ``attention_chunk = c`` the query at position p sees only keys of its own chunk, those from
-``p // c * c`` to ``p // c * c + c - 1``, besides what causal and window say. Positions are aligned
-bottom-right: row i is at i + Sk - Sq. Each chunk with its rows is a sequence of its own, and its
-last row is at the end of its keys, so that causal and windows mean the same inside it.
+With ``attention_chunk = c``, the query at position p sees only keys of its own chunk, those from
+``p // c * c`` to ``p // c * c + c - 1``, in addition to the limits of causal and window. Positions
+are aligned bottom-right: row i is at i + Sk - Sq. Each chunk becomes a sequence of its own with the
+rows that see it. Its last row is at the end of its keys, so causal and windows keep their meaning.
 """
 
-# The signatures are those of another package: they stay unannotated where it does not annotate.
+# The signatures are those of another package, so they lack the annotations that it lacks.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def split_lengths(rows: int, keys: int, chunk: int) -> list[tuple[int, int]]:
     offset = keys - rows
     parts = []
     if offset < 0:
-        parts.append((-offset, 0))  # before the first key: these rows see nothing
+        parts.append((-offset, 0))  # these rows are before the first key and see nothing
     for first in range(0, keys, chunk):
         last = min(first + chunk, keys)
         parts.append((max(0, last - max(first, offset)), last - first))
@@ -29,7 +29,7 @@ def split_lengths(rows: int, keys: int, chunk: int) -> list[tuple[int, int]]:
 
 
 class Sequence(NamedTuple):
-    """Room and use of one packed sequence."""
+    """The rows and keys that one packed sequence has room for, and those in use."""
 
     rows: int
     keys: int
@@ -38,11 +38,11 @@ class Sequence(NamedTuple):
 
 
 def split_packed(sequences: list[Sequence], chunk: int, device: torch.device):
-    """cu_seqlens_q and cu_seqlens_k, int32, with one sequence per chunk, and whose each is."""
+    """cu_seqlens_q and cu_seqlens_k of the chunks, and the sequence of each chunk, all int32."""
     rows, keys, owners = [0], [0], []
     for owner, sequence in enumerate(sequences):
         parts = split_lengths(sequence.rows_used, sequence.keys_used, chunk)
-        # What is not used must still be stepped over; apart, so that the one sees not the other.
+        # Unused rows and keys are skipped as two sequences, so that these rows see no keys.
         parts.append((sequence.rows - sequence.rows_used, 0))
         parts.append((0, sequence.keys - sequence.keys_used))
         for part_rows, part_keys in parts:
@@ -54,22 +54,23 @@ def split_packed(sequences: list[Sequence], chunk: int, device: torch.device):
 
 
 class CacheChunks(NamedTuple):
-    """Arguments of variable-length attention to a cache, one sequence per chunk that has rows."""
+    """Arguments of variable-length attention to a cache, with one sequence per chunk."""
 
     cu_seqlens_q: Tensor
     seqused_k: Tensor
     leftpad_k: Tensor
-    repeats: int  # sequences of these arguments per sequence of the batch
+    repeats: int  # chunks per sequence of the batch
 
 
 def split_cache(
     rows: Tensor, max_rows: int, seqused_k: Tensor, leftpad_k: Optional[Tensor], chunk: int
 ) -> CacheChunks:
-    """Chunks of queries at the end of a cache; reads no value on the host.
+    """The chunks of queries at the end of a cache, computed without reading tensors on the host.
 
     Args:
         rows: [B] int32, queries of each sequence, at most max_rows.
-        seqused_k: [B] int32, keys of each, left padding included. leftpad_k: [B] int32 or None.
+        seqused_k: [B] int32, keys of each sequence, including left padding.
+        leftpad_k: [B] int32 or None.
     """
     pad = torch.zeros_like(seqused_k) if leftpad_k is None else leftpad_k
     keys = (seqused_k - pad).unsqueeze(-1)

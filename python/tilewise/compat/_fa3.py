@@ -1,6 +1,6 @@
-"""What FlashAttention-3's arguments mean, in terms of the operators: shared by its functions."""
+"""Attention with the arguments of FlashAttention-3, shared by the functions of its interface."""
 
-# The signatures are those of another package: they stay unannotated where it does not annotate.
+# The signatures are those of another package, so they lack the annotations that it lacks.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tilewise.compat._calls import (
 )
 from tilewise.compat._chunks import Sequence, split_cache, split_packed
 
-_FP8 = "k and v alone may be of float8_e4m3fn, under q of torch.float16 or torch.bfloat16"
+_FP8 = "only k and v may have dtype float8_e4m3fn, with q of torch.float16 or torch.bfloat16"
 
 
 def refuse_fp8_queries(q: Tensor, q_descale: Optional[Tensor]) -> None:
-    """NotImplementedError for what FlashAttention-3 takes and has no kernel here."""
+    """Raises NotImplementedError for fp8 queries, for which there is no kernel here."""
     if str(q.dtype).startswith("torch.float8"):
         raise NotImplementedError(f"q has dtype {q.dtype}, for which there is no kernel: {_FP8}")
     if q_descale is not None:
@@ -43,14 +43,14 @@ def refuse_fp8_queries(q: Tensor, q_descale: Optional[Tensor]) -> None:
 def _with_factors(
     options: Options, q: Tensor, k: Tensor, batch: int, factors: tuple[Optional[Tensor], ...]
 ) -> Options:
-    """With k_descale and v_descale [B, Hkv]."""
+    """The options with k_descale and v_descale [B, Hkv]."""
     k_descale, v_descale = factors
     request = Request(k_descale=k_descale, v_descale=v_descale)
     return with_descale(options, q, k, request, batch)
 
 
-def _of_chunks(options: Options, repeat: Callable[[Tensor], Tensor]) -> Options:
-    """With the factors of each sequence for each of its chunks."""
+def _with_chunk_factors(options: Options, repeat: Callable[[Tensor], Tensor]) -> Options:
+    """The options with the factors of each sequence repeated for each of its chunks."""
     k_descale, v_descale = (
         None if x is None else repeat(x) for x in (options.k_descale, options.v_descale)
     )
@@ -58,7 +58,7 @@ def _of_chunks(options: Options, repeat: Callable[[Tensor], Tensor]) -> Options:
 
 
 def _chunk_of(attention_chunk) -> int:
-    """Keys of a chunk; 0 is off."""
+    """The number of keys of a chunk; 0 switches chunks off."""
     chunk = _check.integer("attention_chunk", scalar(attention_chunk), "an integer")
     if chunk < 0:
         raise ValueError(f"attention_chunk is {chunk}, but must be >= 0 (0: off)")
@@ -68,7 +68,7 @@ def _chunk_of(attention_chunk) -> int:
 def scale_of(
     q: Tensor, qv: Optional[Tensor], softmax_scale: Union[float, Tensor, None]
 ) -> Union[float, Tensor]:
-    """softmax_scale, by default 1 / sqrt of all that a score sums over."""
+    """softmax_scale, by default 1 / sqrt(number of products in a score)."""
     if softmax_scale is not None:
         return softmax_scale
     return (q.shape[-1] + (0 if qv is None else qv.shape[-1])) ** -0.5
@@ -83,16 +83,18 @@ def _check_qv(q: Tensor, v: Tensor, qv: Optional[Tensor]) -> None:
         )
     wanted = [*q.shape[:-1], v.shape[-1]]
     if list(qv.shape) != wanted:
-        raise ValueError(f"qv has shape {list(qv.shape)}, but must be {wanted}: q's, as wide as v")
+        raise ValueError(
+            f"qv has shape {list(qv.shape)}, but must be {wanted}: that of q with the columns of v"
+        )
     if q.shape[-1] + v.shape[-1] > MAX_HEAD_DIM:
         raise NotImplementedError(
-            f"qv makes scores of {q.shape[-1]} + {v.shape[-1]} products; at most {MAX_HEAD_DIM} "
-            "are provided"
+            f"qv makes a score of {q.shape[-1]} + {v.shape[-1]} products, but kernels support at "
+            f"most {MAX_HEAD_DIM}"
         )
 
 
 def _absorb(q: Tensor, k: Tensor, v: Tensor, qv: Optional[Tensor]) -> tuple[Tensor, Tensor]:
-    """Q and k with which q . k + qv . v is one product."""
+    """Q and k whose single product is q . k + qv . v."""
     _check_qv(q, v, qv)
     if qv is None:
         return q, k
@@ -170,7 +172,7 @@ def attend_varlen(
     k_descale: Optional[Tensor] = None,
     v_descale: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, Hq, Dv], lse [Hq, T]) of packed sequences. Chunks read the lengths on the host."""
+    """(out [T, Hq, Dv], lse [Hq, T]) of packed sequences; chunks need the lengths on the host."""
     common = dict(
         softmax_scale=scale_of(q, qv, softmax_scale),
         causal=causal,
@@ -203,7 +205,7 @@ def _attend_chunks(
     q: Tensor, k: Tensor, v: Tensor, options: Options, sequences: list[Sequence], chunk: int
 ) -> tuple[Tensor, Tensor]:
     cu_seqlens_q, cu_seqlens_k, owners = split_packed(sequences, chunk, q.device)
-    options = _of_chunks(options, lambda x: x[owners])._replace(
+    options = _with_chunk_factors(options, lambda x: x[owners])._replace(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=None, seqused_k=None
     )
     return attend(q, k, v, options)
@@ -270,7 +272,7 @@ def attend_cached(
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
-        # Without tables, or without new keys, these are not read: as in the original.
+        # As in the original, these are ignored without tables or without new keys.
         rotary_lengths=None if rotary_cos is None else int32("rotary_seqlens", rotary_seqlens),
         cu_seqlens=None if k is None else int32("cu_seqlens_k_new", cu_seqlens_k_new),
     )
@@ -278,7 +280,7 @@ def attend_cached(
     q, options = _kvcache_torch.append(
         q, k_cache, v_cache, options, new, single_position=False if chunk else None
     )
-    # With qv this copies the caches: the kernels read keys from one tensor.
+    # With qv this copies the caches, because the kernels read keys from one tensor.
     q, keys = _absorb(q, k_cache, v_cache, qv)
     if chunk == 0:
         return attend(q, keys, v_cache, options)
@@ -288,10 +290,10 @@ def attend_cached(
 def _pages_of(
     page_table: Optional[Tensor], cache_batch_idx: Optional[Tensor], batch: int
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
-    """page_table and cache_batch_idx as int32, at most one of them.
+    """page_table and cache_batch_idx as int32, of which at most one is not None.
 
-    Where both are given, sequence b has the pages of row ``cache_batch_idx[b]`` of the table, and
-    the table returned has those rows. An index outside of it gives a row of pages -1.
+    If both are given, sequence b has the pages of row ``cache_batch_idx[b]`` of the table, and the
+    returned table has these rows. An index out of range gives a row of pages -1.
     """
     table = int32("page_table", page_table)
     index = int32("cache_batch_idx", cache_batch_idx)
@@ -305,21 +307,21 @@ def _pages_of(
         wrong = [i for i in index.tolist() if not 0 <= i < rows]
         raise ValueError(
             f"cache_batch_idx has {wrong[:1]}, but page_table has {rows} rows: only indices of "
-            "these are allowed"
+            "its rows are allowed"
         )
     chosen = table.index_select(0, index.clamp(0, rows - 1))
     return torch.where(inside.unsqueeze(1), chosen, -1), None
 
 
 def _check_bound(rows: Tensor, max_rows: int) -> None:
-    """The bound says how many chunks there are; on a GPU it is not verified, as elsewhere."""
+    """Refuses a bound, which decides the number of chunks, that is too small; not on a GPU."""
     if rows.device.type != "cpu" or rows.numel() == 0 or torch.compiler.is_compiling():
         return
-    most = int(rows.max())
-    if most > max_rows:
+    longest = int(rows.max())
+    if longest > max_rows:
         raise ValueError(
-            f"max_seqlen_q is {max_rows}, but a sequence has {most} queries: at least as many are "
-            "allowed"
+            f"max_seqlen_q is {max_rows}, but a sequence has {longest} queries: it must be at "
+            "least that"
         )
 
 
@@ -354,7 +356,7 @@ def _attend_cache_chunks(
     table, index = options.block_table, options.kv_batch_idx
     if table is None and index is None:
         index = torch.arange(batch, dtype=torch.int32, device=device)
-    options = _of_chunks(options, repeat)._replace(
+    options = _with_chunk_factors(options, repeat)._replace(
         cu_seqlens_q=chunks.cu_seqlens_q,
         seqused_k=chunks.seqused_k,
         leftpad_k=chunks.leftpad_k,

@@ -1,19 +1,20 @@
-"""The functions of FlashAttention-3's ``flash_attn_interface`` over Tilewise's kernels.
+"""The functions of FlashAttention-3's ``flash_attn_interface``, implemented by Tilewise's kernels.
 
-Meaning shared by all: rows see keys bottom-right aligned, row i key j when
-``i + Sk - Sq - window_size[0] <= j <= i + Sk - Sq + window_size[1]``, -1 meaning unlimited; causal
-is a right side of 0; with ``attention_chunk`` only keys of the row's own chunk. ``qv`` adds qv . v
-to q . k (then head_dim + head_dim_v may be 512 at most). Differentiable; ``return_attn_probs`` adds
-the log-sum-exp, fp32 [B, H, Sq] or [H, T], which has a gradient too.
+The options mean the same in all functions. Rows and keys are aligned bottom-right: row i sees key j
+if ``i + Sk - Sq - window_size[0] <= j <= i + Sk - Sq + window_size[1]``, where -1 is no limit;
+causal sets the right side to 0. With ``attention_chunk``, a row sees only keys of its own chunk.
+``qv`` adds qv . v to q . k (then head_dim + head_dim_v may be at most 512). The functions are
+differentiable. ``return_attn_probs`` adds the log-sum-exp, fp32 [B, H, Sq] or [H, T], which is
+differentiable as well.
 
-k and v may be of torch.float8_e4m3fn under q of fp16 or bf16, in a forward and without ``qv``; then
-``k_descale`` and ``v_descale``, fp32 [B, Hkv], either may be 1, are what their values are
-multiplied by, and what new keys and values of a cache are divided by. q of fp8 has no kernel: it
-and ``q_descale`` raise NotImplementedError. ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata``
-are hints about how a kernel is laid out; they cannot change a result and are not needed.
+k and v may have dtype torch.float8_e4m3fn if q has fp16 or bf16, in a forward and without ``qv``.
+Their values are then multiplied by ``k_descale`` and ``v_descale``, fp32 [B or 1, Hkv or 1]; new
+keys and values of a cache are divided by them. There is no kernel for q of fp8: it and
+``q_descale`` raise NotImplementedError. ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are
+hints to the original kernels; they do not change a result and are ignored.
 """
 
-# The signatures are those of another package: they stay unannotated where it does not annotate.
+# The signatures are those of another package, so they lack the annotations that it lacks.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ __all__ = [
 
 
 def round_up_headdim(head_size: int) -> int:
-    """The head dimension itself: kernels here exist for every one up to 512."""
+    """The head dimension itself, because kernels here support every one up to 512."""
     return head_size
 
 
@@ -132,7 +133,9 @@ def _flash_attn_forward(
 def _refuse_with_cache(**arguments):
     for name, value in arguments.items():
         if value is not None:
-            raise NotImplementedError(f"{name} is not provided together with a key/value cache")
+            raise NotImplementedError(
+                f"{name} is given, but must be None with a key/value cache: it is not supported"
+            )
 
 
 def _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
@@ -140,7 +143,9 @@ def _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **o
         return attend_dense(q, k, v, **options)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
-        raise NotImplementedError(f"{missing} is None: q and k must both be packed, or neither")
+        raise NotImplementedError(
+            f"{missing} is None, but q and k must both be packed, or neither of them"
+        )
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return attend_varlen(q, k, v, *lengths, **options)
 
@@ -169,9 +174,9 @@ def _flash_attn_backward(
     deterministic: bool = False,
     sm_margin: int = 0,
 ) -> torch.Tensor:
-    """Writes dq, dk and dv (those given); returns the row sums of dout * out, fp32, of lse's shape.
+    """Writes dq, dk and dv where given; returns the row sums of dout * out, fp32 in lse's shape.
 
-    ``out`` and ``softmax_lse`` may be those of a larger softmax of which k and v are a part.
+    ``out`` and ``softmax_lse`` may belong to a softmax over more keys than k.
     """
     options = options_of(
         q,
@@ -195,7 +200,7 @@ def _split_qkv(qkv: Tensor, num_heads_q: Optional[int]) -> tuple[Tensor, ...]:
     """q, k and v of [B, S, 3, H, D] or [B, S, Hq + 2 * Hkv, D]."""
     if qkv.ndim == 5:
         if qkv.shape[2] != 3:
-            raise ValueError(f"qkv has shape {list(qkv.shape)}, but its third size must be 3")
+            raise ValueError(f"qkv has shape {list(qkv.shape)}, but dimension 2 must be 3")
         return qkv.unbind(dim=2)
     num_heads_q = scalar(num_heads_q)
     if qkv.ndim != 4 or num_heads_q is None:
@@ -273,7 +278,10 @@ def flash_attn_func(
     """Attention of q [B, Sq, Hq, D] to k [B, Sk, Hkv, D] and v [B, Sk, Hkv, Dv].
 
     Args:
-        qv: [B, Sq, Hq, Dv]. num_splits: key splits; 0: chosen by shape. Others: module's heading.
+        qv: [B, Sq, Hq, Dv].
+        num_splits: Number of key splits; 0 chooses it by shape.
+
+    The other options are explained in the module docstring.
 
     Returns:
         out [B, Sq, Hq, Dv], or (out, softmax_lse [B, Hq, Sq] fp32) with return_attn_probs.
@@ -322,11 +330,12 @@ def flash_attn_varlen_func(
     sm_margin=0,
     return_attn_probs=False,
 ):
-    """Attention of q [Tq, Hq, D] to k and v [Tk, Hkv, ...], sequence by sequence.
+    """Attention of q [Tq, Hq, D] to k and v [Tk, Hkv, ...] per sequence.
 
     Args:
-        cu_seqlens_q, cu_seqlens_k: [B + 1] int32. max_seqlen_q, max_seqlen_k: upper bounds.
-        seqused_q, seqused_k: [B] int32, rows and keys in use; rows behind them give 0.
+        cu_seqlens_q, cu_seqlens_k: [B + 1] int32, boundaries of the sequences.
+        max_seqlen_q, max_seqlen_k: Upper bounds of the lengths.
+        seqused_q, seqused_k: [B] int32, rows and keys in use; unused rows of out are 0.
 
     Returns:
         out [Tq, Hq, Dv], or (out, softmax_lse [Hq, Tq] fp32) with return_attn_probs.
@@ -357,26 +366,29 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
-    """Merges attention to disjoint sets of keys.
+    """Merges the results of attention to disjoint sets of keys.
 
     Args:
-        out_partial: [splits, ..., H, Dv], usually fp32. lse_partial: [splits, ..., H] fp32.
-        out: written to if given. out_dtype: of the result, by default that of out_partial.
+        out_partial: [splits, ..., H, Dv], usually fp32.
+        lse_partial: [splits, ..., H] fp32.
+        out: Tensor that the result is written to, if given.
+        out_dtype: Dtype of the result; by default that of out, or else of out_partial.
 
     Returns:
-        (out [..., H, Dv], lse [..., H] fp32). Where no part has a key: out = 0, lse = -inf.
+        (out [..., H, Dv], lse [..., H] fp32). A row that no split has a key for has out = 0 and
+        lse = -inf.
     """
     if lse_partial.shape != out_partial.shape[:-1]:
         raise ValueError(
             f"lse_partial has shape {list(lse_partial.shape)}, but must be "
-            f"{list(out_partial.shape[:-1])}, as out_partial without its last dimension"
+            f"{list(out_partial.shape[:-1])}: that of out_partial without its last dimension"
         )
     lse_partial = lse_partial.float()
     lse = torch.logsumexp(lse_partial, dim=0)
     weights = torch.where(lse_partial == -torch.inf, 0.0, torch.exp(lse_partial - lse))
-    # A part without keys may hold anything, NaN included: its weight of 0 must not meet it.
-    parts = torch.where((weights == 0.0).unsqueeze(-1), 0.0, out_partial.float())
-    merged = (weights.unsqueeze(-1) * parts).sum(dim=0)
+    # The out of a split without keys may have any value, even NaN, and 0 * NaN would be NaN.
+    outs = torch.where((weights == 0.0).unsqueeze(-1), 0.0, out_partial.float())
+    merged = (weights.unsqueeze(-1) * outs).sum(dim=0)
     if out_dtype is None:
         out_dtype = out_partial.dtype if out is None else out.dtype
     merged = merged.to(out_dtype)
@@ -415,21 +427,24 @@ def flash_attn_with_kvcache(
     sm_margin=0,
     return_softmax_lse=False,
 ):
-    """Appends k and v to the caches in place and attends to all of them; for inference.
+    """Appends k and v to the caches in place and attends to all keys in the caches; for inference.
 
     Args:
         q: [B, Sq, Hq, D], or [T, Hq, D] with cu_seqlens_q and max_seqlen_q.
-        k_cache, v_cache: [cache batch, capacity, Hkv, D and Dv]; with page_table
-            [pages, page_size, Hkv, D and Dv], any page size.
-        k, v: [B, Snew, Hkv, D and Dv], or [Tnew, ...] with cu_seqlens_k_new.
-        rotary_cos, rotary_sin: [positions, rotary_dim / 2]; rotates k, and q, as FlashAttention-2's
-            function does. rotary_seqlens: [B] int32, positions instead of cache_seqlens.
-        cache_seqlens: int or [B], keys already there. cache_batch_idx, cache_leftpad: [B] int32.
+        k_cache, v_cache: [cache batch, capacity, Hkv, D or Dv]; with page_table
+            [pages, page_size, Hkv, D or Dv], for any page size.
+        k, v: [B, Snew, Hkv, D or Dv], or [Tnew, ...] with cu_seqlens_k_new.
+        rotary_cos, rotary_sin: [positions, rotary_dim / 2], by which k and q are rotated as in
+            FlashAttention-2.
+        rotary_seqlens: [B] int32, positions to count rotations from, instead of cache_seqlens.
+        cache_seqlens: int or [B], keys already in the cache.
+        cache_batch_idx: [B] int32, row of the cache (or of page_table) for each sequence.
+        cache_leftpad: [B] int32, first key of each sequence.
         page_table: [B, pages of a sequence] int32.
 
     Returns:
-        out, or (out, softmax_lse, out_accum, softmax_lse_accum) with return_softmax_lse; the last
-        two, partial results of splits there, are empty.
+        out, or (out, softmax_lse, out_accum, softmax_lse_accum) with return_softmax_lse. The last
+        two are the partial results of splits in the original, and empty here.
     """
     refuse_fp8_queries(q, q_descale)
     out, lse = attend_cached(
@@ -488,5 +503,5 @@ def get_scheduler_metadata(
     pack_gqa=None,
     sm_margin=0,
 ):
-    """An empty int32 tensor: schedules here follow from the shapes, nothing is prepared ahead."""
+    """An empty int32 tensor, because schedules follow from the shapes and need no preparation."""
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)

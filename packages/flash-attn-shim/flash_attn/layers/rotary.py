@@ -1,4 +1,4 @@
-"""Tilewise's module itself, with all of its names."""
+"""An alias of Tilewise's module, so that it has all of its names."""
 
 import sys
 

@@ -1,9 +1,9 @@
-"""FlashAttention-2's package ``flash_attn`` over Tilewise: the same names, arguments and results.
+"""FlashAttention-2's package ``flash_attn`` on Tilewise: the same names, arguments and results.
 
-What differs is only what the other package refuses or leaves undefined: fp32 and CPU tensors, any
-head dimension up to 512, softcap together with dropout, any page size and gradients of the returned
-log-sum-exp work here, and a row that sees no key has lse = -inf (there +inf), so that partial
-results can be merged.
+It differs only where the original package refuses a call or leaves its result undefined. fp32 and
+CPU tensors, any head dimension up to 512, softcap together with dropout, any page size and
+gradients of the returned log-sum-exp work here. A row that sees no key has lse = -inf (+inf in the
+original), so that partial results can be merged.
 """
 
 from tilewise.compat.flash_attn.flash_attn_interface import (
@@ -16,7 +16,7 @@ from tilewise.compat.flash_attn.flash_attn_interface import (
     flash_attn_with_kvcache,
 )
 
-# The version of the interface that this mirrors; callers compare it with the one they need.
+# The version of the mirrored interface, which callers compare with the version that they need.
 __version__ = "2.8.4"
 
 __all__ = [

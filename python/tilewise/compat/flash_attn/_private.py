@@ -1,10 +1,10 @@
-"""The functions below the public ones; those that other packages call have their exact signatures.
+"""The private functions of ``flash_attn``; those that other packages call have its signatures.
 
 Context-parallel packages run ``_flash_attn_forward`` and ``_flash_attn_backward`` (and the
-variable-length pair) on parts of the keys and merge the results by ``softmax_lse``.
+variable-length pair) on shards of the keys and merge the results by ``softmax_lse``.
 """
 
-# The signatures are those of another package: they stay unannotated where it does not annotate.
+# The signatures are those of another package, so they lack the annotations that it lacks.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _varlen_options(
             seqused_k=int32("seqused_k", seqused_k),
             max_seqlen_k=bound("max_seqlen_k", max_seqlen_k),
         )
-    # The keys of sequence b are the first ones of its pages; cu_seqlens_k only says how many.
+    # The keys of sequence b are the first keys of its pages; cu_seqlens_k gives only their number.
     lengths = as_array("cu_seqlens_k", cu_seqlens_k).diff() if seqused_k is None else seqused_k
     return options._replace(
         block_table=int32("block_table", block_table), seqused_k=int32("seqused_k", lengths)
@@ -97,7 +97,7 @@ def _varlen_options(
 
 
 def _padded_probabilities(q, k, options, max_seqlen_q, max_seqlen_k):
-    """[B, H, max_seqlen_q, max_seqlen_k] from the packed rows; 0 behind the end of a sequence."""
+    """[B, H, max_seqlen_q, max_seqlen_k] from the packed rows; 0 past the end of a sequence."""
     rows = attention_probabilities(q.detach(), k.detach(), options, max_seqlen_k)
     starts = options.cu_seqlens_q.tolist()
     padded = rows.new_zeros((len(starts) - 1, rows.shape[0], max_seqlen_q, max_seqlen_k))
@@ -138,7 +138,7 @@ def varlen(
     if return_probabilities and dropout_p > 0:
         if options.block_table is not None:
             raise NotImplementedError(
-                "return_attn_probs with dropout_p > 0 and block_table is not provided"
+                "return_attn_probs is True and dropout_p > 0, but block_table must then be None"
             )
         lengths = int(max_seqlen_q), int(max_seqlen_k)
         probabilities = _padded_probabilities(q, k, options, *lengths)
@@ -151,8 +151,8 @@ def _dropout_state(dropout_p, rng_state):
         return None
     if rng_state is None:
         raise ValueError(
-            f"rng_state is None, but dropout_p is {dropout_p}: the backward needs the fourth "
-            "result of the forward"
+            f"rng_state is None, but dropout_p is {dropout_p}: the backward needs the rng_state "
+            "that the forward returned"
         )
     return rng_state
 
@@ -170,7 +170,7 @@ def _flash_attn_forward(
     alibi_slopes: Optional[torch.Tensor],
     return_softmax: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, softmax_lse, S_dmask, rng_state), not differentiable."""
+    """(out, softmax_lse [B, H, Sq], S_dmask, rng_state), not differentiable."""
     with torch.no_grad():
         window = (window_size_left, window_size_right)
         *results, state = dense(
@@ -265,9 +265,9 @@ def _flash_attn_backward(
     deterministic: bool,
     rng_state: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
-    """Writes dq, dk and dv (those given); returns the row sums of dout * out, fp32 [B, H, Sq].
+    """Writes dq, dk and dv where given; returns the row sums of dout * out, fp32 [B, H, Sq].
 
-    ``out`` and ``softmax_lse`` may be those of a larger softmax of which k and v are a part.
+    ``out`` and ``softmax_lse`` may belong to a softmax over more keys than k.
     """
     options = options_of(
         q,
@@ -308,7 +308,7 @@ def _flash_attn_varlen_backward(
     rng_state: Optional[torch.Tensor] = None,
     zero_tensors: bool = False,
 ) -> torch.Tensor:
-    """Writes dq, dk and dv (those given); returns the row sums of dout * out, fp32 [H, T]."""
+    """Writes dq, dk and dv where given; returns the row sums of dout * out, fp32 [H, T]."""
     options = _varlen_options(
         q,
         cu_seqlens_q,

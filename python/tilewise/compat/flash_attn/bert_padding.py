@@ -4,7 +4,7 @@ Shapes: B sequences of at most S tokens; ``...`` stands for any further dimensio
 [heads, head_dim] or [hidden].
 """
 
-# The signatures are those of another package: they stay unannotated where it does not annotate.
+# The signatures are those of another package, so they lack the annotations that it lacks.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def _scatter_rows(values: Tensor, indices: Tensor, rows: int) -> Tensor:
-    """Zeros [rows, ...] with row ``indices[i]`` set to ``values[i]``."""
+    """Zeros [rows, ...] in which row ``indices[i]`` is ``values[i]``."""
     out = values.new_zeros((rows, *values.shape[1:]))
     out[indices] = values
     return out
@@ -25,7 +25,7 @@ class IndexFirstAxis(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, indices):
         if input.ndim < 2:
-            raise ValueError(f"input has {input.ndim} dimensions; at least 2 are needed")
+            raise ValueError(f"input has {input.ndim} dimensions, but must have at least 2")
         ctx.save_for_backward(indices)
         ctx.rows = input.shape[0]
         return input[indices]
@@ -45,9 +45,9 @@ class IndexPutFirstAxis(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values, indices, first_axis_dim):
         if indices.ndim != 1:
-            raise ValueError(f"indices has {indices.ndim} dimensions; exactly 1 is allowed")
+            raise ValueError(f"indices has {indices.ndim} dimensions, but must have 1")
         if values.ndim < 2:
-            raise ValueError(f"values has {values.ndim} dimensions; at least 2 are needed")
+            raise ValueError(f"values has {values.ndim} dimensions, but must have at least 2")
         ctx.save_for_backward(indices)
         return _scatter_rows(values, indices, first_axis_dim)
 
@@ -61,12 +61,12 @@ index_put_first_axis = IndexPutFirstAxis.apply
 
 
 class IndexFirstAxisResidual(torch.autograd.Function):
-    """``(input[indices], input)``: the second output lets a residual branch share one gradient."""
+    """``(input[indices], input)``; the second output lets a residual branch share one gradient."""
 
     @staticmethod
     def forward(ctx, input, indices):
         if input.ndim < 2:
-            raise ValueError(f"input has {input.ndim} dimensions; at least 2 are needed")
+            raise ValueError(f"input has {input.ndim} dimensions, but must have at least 2")
         ctx.save_for_backward(indices)
         return input[indices], input.detach()
 
@@ -88,42 +88,43 @@ def _boundaries(lengths: Tensor) -> tuple[Tensor, int]:
 
 
 def unpad_input(hidden_states, attention_mask, unused_mask=None):
-    """Keeps the tokens that the masks mark and packs them into one row dimension.
+    """Packs the tokens that the masks mark into one dimension of rows.
 
     Args:
         hidden_states: [B, S, ...].
         attention_mask: [B, S], bool or int, 1 where a token takes part in attention.
-        unused_mask: [B, S], bool or int, 1 where room is kept for a token that takes no part yet
-            (its rows are packed too, but ``seqused`` does not count them).
+        unused_mask: [B, S], bool or int, 1 where space is reserved for a token that does not take
+            part yet. Its row is packed as well, but ``seqused`` does not count it.
 
     Returns:
-        hidden_states [T, ...], T being the number of tokens marked by either mask;
+        hidden_states [T, ...], where T is the number of tokens marked by either mask;
         indices [T] int64 into the flattened [B * S] tokens;
-        cu_seqlens [B + 1] int32, boundaries in the packed rows, unused ones included;
+        cu_seqlens [B + 1] int32, boundaries in the packed rows, including unused ones;
         max_seqlen_in_batch (int);
         seqused [B] int32, tokens per sequence marked by ``attention_mask``.
     """
     batch, seqlen = hidden_states.shape[:2]
     if tuple(attention_mask.shape) != (batch, seqlen):
         raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}; "
-            f"hidden_states asks for {(batch, seqlen)}"
+            f"attention_mask has shape {tuple(attention_mask.shape)}, but must have "
+            f"{(batch, seqlen)} like hidden_states"
         )
-    kept = attention_mask if unused_mask is None else (attention_mask != 0) | (unused_mask != 0)
+    packed = attention_mask if unused_mask is None else (attention_mask != 0) | (unused_mask != 0)
     seqused = attention_mask.sum(dim=-1, dtype=torch.int32)
-    cu_seqlens, max_seqlen = _boundaries(kept.sum(dim=-1, dtype=torch.int32))
-    indices = torch.nonzero(kept.flatten(), as_tuple=False).flatten()
+    cu_seqlens, max_seqlen = _boundaries(packed.sum(dim=-1, dtype=torch.int32))
+    indices = torch.nonzero(packed.flatten(), as_tuple=False).flatten()
     rows = hidden_states.reshape(batch * seqlen, *hidden_states.shape[2:])
     return _gather(rows, indices), indices, cu_seqlens, max_seqlen, seqused
 
 
 def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_length):
-    """``unpad_input`` for rows that each hold several sequences one after the other.
+    """``unpad_input`` for batch rows that each hold several sequences end to end.
 
     Args:
         hidden_states: [B, S, ...].
         attention_mask_in_length: [B, S] int: the lengths of the sequences of row b, then zeros. For
-            example ``[[2, 3, 0, 0, 0, 0], [3, 2, 1, 0, 0, 0]]``: two sequences, then three.
+            example, ``[[2, 3, 0, 0, 0, 0], [3, 2, 1, 0, 0, 0]]`` has two sequences in the first row
+            and three in the second.
 
     Returns:
         hidden_states [T, ...], indices [T], cu_seqlens [sequences + 1] int32, max_seqlen_in_batch.
@@ -131,8 +132,8 @@ def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_leng
     batch, seqlen = hidden_states.shape[:2]
     if tuple(attention_mask_in_length.shape) != (batch, seqlen):
         raise ValueError(
-            f"attention_mask_in_length has shape {tuple(attention_mask_in_length.shape)}; "
-            f"hidden_states asks for {(batch, seqlen)}"
+            f"attention_mask_in_length has shape {tuple(attention_mask_in_length.shape)}, but must "
+            f"have {(batch, seqlen)} like hidden_states"
         )
     tokens = attention_mask_in_length.sum(dim=-1, keepdim=True)
     positions = torch.arange(seqlen, device=tokens.device, dtype=tokens.dtype)
@@ -144,7 +145,7 @@ def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_leng
 
 
 def pad_input(hidden_states, indices, batch, seqlen):
-    """Puts packed tokens back: the inverse of ``unpad_input``; padding becomes 0.
+    """Restores packed tokens to padded form, the inverse of ``unpad_input``; padding becomes 0.
 
     Args:
         hidden_states: [T, ...].

@@ -1,18 +1,18 @@
-"""The functions of ``flash_attn.flash_attn_interface`` over Tilewise's kernels.
+"""The functions of ``flash_attn.flash_attn_interface``, implemented by Tilewise's kernels.
 
-Meaning shared by all: rows see keys bottom-right aligned, row i key j when
-``i + Sk - Sq - window[0] <= j <= i + Sk - Sq + window[1]``, -1 meaning unlimited; causal is a right
-side of 0; scores are scaled by softmax_scale (None: 1 / sqrt(head_dim)), capped, and lowered by
-``alibi_slope * |i + Sk - Sq - j|``; k and v may have fewer heads than q. Invalid arguments raise
-ValueError, TypeError or RuntimeError with the name of the argument.
+The options mean the same in all functions. Rows and keys are aligned bottom-right: row i sees key j
+if ``i + Sk - Sq - window_size[0] <= j <= i + Sk - Sq + window_size[1]``, where -1 is no limit;
+causal sets the right side to 0. Scores are multiplied by softmax_scale (None: 1 / sqrt(head_dim)),
+capped by softcap, and lowered by ``alibi_slope * |i + Sk - Sq - j|``. k and v may have fewer heads
+than q. Invalid arguments raise ValueError, TypeError or RuntimeError with the argument's name.
 
-With ``return_attn_probs=True`` a function returns ``(out, softmax_lse, S_dmask)``: the log-sum-exp
-in fp32, [B, H, Sq] or [H, T], and, if dropout_p > 0, the probabilities [B, H, Sq, Sk] (variable
-length: [B, H, max_seqlen_q, max_seqlen_k]), negative where dropout removed them; otherwise an empty
-tensor.
+With ``return_attn_probs=True`` a function returns ``(out, softmax_lse, S_dmask)``. softmax_lse is
+the log-sum-exp in fp32, [B, H, Sq] or [H, T]. S_dmask is empty without dropout. With dropout it
+holds the probabilities [B, H, Sq, Sk] (variable length: [B, H, max_seqlen_q, max_seqlen_k]),
+negated where dropout removed them.
 """
 
-# The signatures are those of another package: they stay unannotated where it does not annotate.
+# The signatures are those of another package, so they lack the annotations that it lacks.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 
-# Names under which callers reach the same functions as PyTorch operators.
+# The original package wraps these functions as PyTorch operators under the following names.
 _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
@@ -78,7 +78,7 @@ def flash_attn_qkvpacked_func(
     deterministic=False,
     return_attn_probs=False,
 ):
-    """Attention of qkv [B, S, 3, H, D]: out [B, S, H, D]. Options as in the module's heading."""
+    """Attention of qkv [B, S, 3, H, D] with out [B, S, H, D]; options: see the module docstring."""
     q, k, v = unpacked("qkv", qkv, 2, 3)
     return flash_attn_func(
         q,
@@ -107,7 +107,7 @@ def flash_attn_kvpacked_func(
     deterministic=False,
     return_attn_probs=False,
 ):
-    """Attention of q [B, Sq, Hq, D] to kv [B, Sk, 2, Hkv, D]: out [B, Sq, Hq, D]."""
+    """Attention of q [B, Sq, Hq, D] to kv [B, Sk, 2, Hkv, D] with out [B, Sq, Hq, D]."""
     k, v = unpacked("kv", kv, 2, 2)
     return flash_attn_func(
         q,
@@ -140,11 +140,12 @@ def flash_attn_func(
     """Attention of q [B, Sq, Hq, D] to k [B, Sk, Hkv, D] and v [B, Sk, Hkv, Dv].
 
     Args:
-        dropout_p: probability, 0 in evaluation. alibi_slopes: [Hq] or [B, Hq] fp32.
-        deterministic: bitwise equal gradients in every run.
+        dropout_p: Probability of dropping a weight; must be 0 in evaluation.
+        alibi_slopes: [Hq] or [B, Hq] fp32.
+        deterministic: Compute bitwise equal gradients in every run.
 
     Returns:
-        out [B, Sq, Hq, Dv], or (out, softmax_lse, S_dmask): see the module's heading.
+        out [B, Sq, Hq, Dv], or (out, softmax_lse, S_dmask) as in the module docstring.
     """
     results = dense(
         q,
@@ -175,7 +176,10 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic=False,
     return_attn_probs=False,
 ):
-    """Attention within the sequences of qkv [T, 3, H, D], cu_seqlens [B + 1] int32: [T, H, D]."""
+    """Attention within the sequences of qkv [T, 3, H, D] with out [T, H, D].
+
+    The boundaries of the sequences are cu_seqlens [B + 1] int32.
+    """
     q, k, v = unpacked("qkv", qkv, 1, 3)
     return flash_attn_varlen_func(
         q,
@@ -212,7 +216,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic=False,
     return_attn_probs=False,
 ):
-    """Attention of q [Tq, Hq, D] to kv [Tk, 2, Hkv, D], sequence by sequence: [Tq, Hq, D]."""
+    """Attention of q [Tq, Hq, D] to kv [Tk, 2, Hkv, D] per sequence, with out [Tq, Hq, D]."""
     k, v = unpacked("kv", kv, 1, 2)
     return flash_attn_varlen_func(
         q,
@@ -251,16 +255,16 @@ def flash_attn_varlen_func(
     return_attn_probs=False,
     block_table=None,
 ):
-    """Attention of q [Tq, Hq, D] to k and v [Tk, Hkv, D], sequence by sequence.
+    """Attention of q [Tq, Hq, D] to k and v [Tk, Hkv, D] per sequence.
 
     Args:
         cu_seqlens_q, cu_seqlens_k: [B + 1] int32, boundaries of the sequences.
-        max_seqlen_q, max_seqlen_k: upper bounds of the lengths.
-        block_table: [B, pages of a sequence] int32; then k and v are [pages, page_size, Hkv, D],
-            any page size, and cu_seqlens_k gives the lengths.
+        max_seqlen_q, max_seqlen_k: Upper bounds of the lengths.
+        block_table: [B, pages of a sequence] int32. With it, k and v are [pages, page_size, Hkv, D]
+            with any page size, and cu_seqlens_k gives the lengths.
 
     Returns:
-        out [Tq, Hq, Dv], or (out, softmax_lse, S_dmask): see the module's heading.
+        out [Tq, Hq, Dv], or (out, softmax_lse, S_dmask) as in the module docstring.
     """
     results = varlen(
         q,
@@ -304,7 +308,10 @@ def flash_attn_with_kvcache(
     num_splits=0,
     return_softmax_lse=False,
 ):
-    """Appends k and v to the caches in place and attends to them; see ``attention_with_kvcache``.
+    """Appends k and v to the caches in place and attends to all keys in the caches.
+
+    The arguments are those of ``tilewise.attention_with_kvcache``; options: see the module
+    docstring.
 
     Returns:
         out [B, Sq, Hq, D], or (out, softmax_lse [B, Hq, Sq] fp32) with return_softmax_lse.

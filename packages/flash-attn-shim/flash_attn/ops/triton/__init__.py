@@ -1,1 +1,1 @@
-"""See the modules."""
+"""The submodules mirror those of ``tilewise.compat.flash_attn``."""

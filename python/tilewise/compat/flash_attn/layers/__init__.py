@@ -1,1 +1,1 @@
-"""Layers of ``flash_attn.layers`` that attention needs."""
+"""The layers of ``flash_attn.layers`` that attention needs."""

@@ -1,12 +1,12 @@
 """Rotary position embedding (RoFormer, arXiv 2104.09864) with the interface of ``flash_attn``.
 
 The ``inplace`` forms write into their argument and return it. As in ``flash_attn``, autograd
-follows the returned tensor, so use that one afterwards, and does not notice that the argument has
-changed: that lets parts of a packed projection (``unbind``, ``split``) be rotated where they lie,
-but an operation that has kept the argument for its own backward would find other numbers.
+tracks the returned tensor, which callers must use afterwards, but not the change of the argument.
+Slices of a packed projection (``unbind``, ``split``) can therefore be rotated in place, but an
+operation that has saved the argument for its own backward would read changed values.
 """
 
-# The signatures are those of another package: they stay unannotated where it does not annotate.
+# The signatures are those of another package, so they lack the annotations that it lacks.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
@@ -28,14 +28,17 @@ def rotate_half(x, interleaved=False):
 
 
 def apply_rotary_emb_torch(x, cos, sin, interleaved=False):
-    """Plain differentiable form, in x's own precision.
+    """The rotation in differentiable PyTorch operations, in the precision of x.
 
     Args:
-        x: [B, S, H, D]. cos, sin: [S, rotary_dim / 2] or [B, S, rotary_dim / 2].
+        x: [B, S, H, D].
+        cos, sin: [S, rotary_dim / 2] or [B, S, rotary_dim / 2].
     """
     rotary_dim = 2 * cos.shape[-1]
     if rotary_dim > x.shape[-1]:
-        raise ValueError(f"cos asks for rotary_dim {rotary_dim}; head_dim is {x.shape[-1]}")
+        raise ValueError(
+            f"cos has rotary_dim {rotary_dim}, but must have at most head_dim {x.shape[-1]}"
+        )
     if interleaved:
         cos, sin = (t.repeat_interleave(2, dim=-1).unsqueeze(-2) for t in (cos, sin))
     else:
@@ -91,13 +94,15 @@ def apply_rotary_emb(
     Args:
         x: [B, S, H, D], or [T, H, D] with cu_seqlens.
         cos, sin: [positions, rotary_dim / 2].
-        interleaved: pairs (2i, 2i + 1) (GPT-J) instead of (i, i + rotary_dim / 2) (GPT-NeoX).
-        inplace: writes into x.
-        seqlen_offsets: position of each sequence's first row, int or [B] int.
-        cu_seqlens: [B + 1] int32. max_seqlen: int, needed with cu_seqlens.
+        interleaved: Rotate pairs (2i, 2i + 1) (GPT-J) instead of (i, i + rotary_dim / 2)
+            (GPT-NeoX).
+        inplace: Write into x.
+        seqlen_offsets: Position of the first row of each sequence, int or integer [B].
+        cu_seqlens: [B + 1] int32.
+        max_seqlen: int, required with cu_seqlens.
 
     Returns:
-        The rotated tensor, x itself if inplace.
+        The rotated tensor, which is x itself if inplace.
     """
     return ApplyRotaryEmb.apply(
         x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen
@@ -111,17 +116,17 @@ def _split_qk(qkv: Tensor, num_heads_q: Optional[int]) -> tuple[Tensor, Tensor]:
     """Views of q and k in [B, S, 3, H, D] or [B, S, Hq + 2 * Hkv, D]."""
     if qkv.ndim == 5:
         if qkv.shape[2] != 3:
-            raise ValueError(f"qkv has shape {tuple(qkv.shape)}; its third dimension must be 3")
+            raise ValueError(f"qkv has shape {tuple(qkv.shape)}, but dimension 2 must be 3")
         return qkv[:, :, 0], qkv[:, :, 1]
     if qkv.ndim != 4:
-        raise ValueError(f"qkv has {qkv.ndim} dimensions; 5 or, with num_heads_q, 4 are allowed")
+        raise ValueError(f"qkv has {qkv.ndim} dimensions, but must have 5 or, with num_heads_q, 4")
     if num_heads_q is None:
-        raise ValueError("num_heads_q is None; a qkv of 4 dimensions needs it")
+        raise ValueError("num_heads_q is None, but must be given with a qkv of 4 dimensions")
     num_heads_q = scalar(num_heads_q)
     heads_kv, odd = divmod(qkv.shape[2] - num_heads_q, 2)
     if odd or heads_kv < 0:
         raise ValueError(
-            f"num_heads_q is {num_heads_q}; qkv has {qkv.shape[2]} heads, which must be "
+            f"num_heads_q is {num_heads_q}, but the {qkv.shape[2]} heads of qkv must be "
             "num_heads_q + 2 * num_heads_k"
         )
     return qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + heads_kv]
@@ -180,8 +185,9 @@ def apply_rotary_emb_qkv_(
 
     Args:
         qkv: [B, S, 3, H, D], or [B, S, Hq + 2 * Hkv, D] with num_heads_q = Hq.
-        cos, sin: [positions, rotary_dim / 2]. cos_k, sin_k: other tables for k (XPos).
-        interleaved, seqlen_offsets: see ``apply_rotary_emb``.
+        cos, sin: [positions, rotary_dim / 2].
+        cos_k, sin_k: Tables for k if they differ from those for q (XPos).
+        interleaved, seqlen_offsets: As in ``apply_rotary_emb``.
 
     Returns:
         qkv.
@@ -197,7 +203,7 @@ class ApplyRotaryEmbKV_(torch.autograd.Function):  # noqa: N801
     @staticmethod
     def forward(ctx, kv, cos, sin, interleaved=False, seqlen_offsets: Union[int, torch.Tensor] = 0):
         if kv.ndim != 5 or kv.shape[2] != 2:
-            raise ValueError(f"kv has shape {tuple(kv.shape)}; [B, S, 2, H, D] is expected")
+            raise ValueError(f"kv has shape {tuple(kv.shape)}, but must be [B, S, 2, H, D]")
         ctx.options = dict(interleaved=interleaved, seqlen_offsets=seqlen_offsets, inplace=True)
         ctx.save_for_backward(cos, sin)
         apply_rotary(kv.data[:, :, 0], cos, sin, **ctx.options)
@@ -219,15 +225,15 @@ def apply_rotary_emb_kv_(
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Rotary tables that grow as needed, and their application to packed projections.
+    """Rotary embedding of packed projections, with tables that grow as needed.
 
     Args:
-        dim: rotary dimensions of a head, even.
-        base: frequency i is ``base ** (-2 i / dim)``.
-        interleaved: see ``apply_rotary_emb``.
-        scale_base: XPos (arXiv 2212.10554): decaying scales with this base, q and k opposite; the
-            packages' usual value is 512. None: off.
-        device: of the frequencies.
+        dim: Rotary dimensions of a head, an even number.
+        base: Frequency i is ``base ** (-2 i / dim)``.
+        interleaved: As in ``apply_rotary_emb``.
+        scale_base: Base of the scales of XPos (arXiv 2212.10554), which decay for q and grow for k;
+            usually 512. None switches XPos off.
+        device: Device of the frequencies.
     """
 
     def __init__(self, dim: int, base=10000.0, interleaved=False, scale_base=None, device=None):
@@ -263,7 +269,8 @@ class RotaryEmbedding(torch.nn.Module):
         ):
             return
         self._seq_len_cached = seqlen
-        # In fp32 whatever the module was cast to: bf16 cannot tell positions above 256 apart.
+        # Computed in fp32 whatever the dtype of the module, because bf16 cannot represent all
+        # positions above 256.
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)
         exact = self.inv_freq.dtype == torch.float32
         inv_freq = self.inv_freq if exact else self._compute_inv_freq(device)
@@ -285,17 +292,17 @@ class RotaryEmbedding(torch.nn.Module):
         max_seqlen: Optional[int] = None,
         num_heads_q: Optional[int] = None,
     ):
-        """Rotates in place.
+        """Rotates q and k in place.
 
         Args:
-            qkv: [B, S, 3, H, D] or [B, S, Hq + 2 * Hkv, D] (with num_heads_q); with kv it is q
-                alone, [B, S, Hq, D].
+            qkv: [B, S, 3, H, D] or [B, S, Hq + 2 * Hkv, D] (with num_heads_q); if kv is given, only
+                q [B, S, Hq, D].
             kv: [B, S, 2, Hkv, D].
-            seqlen_offset: position of the first row, int or [B] int (then give max_seqlen).
-            max_seqlen: positions the tables must hold.
+            seqlen_offset: Position of the first row, int or integer [B], which needs max_seqlen.
+            max_seqlen: Number of positions that the tables must have.
 
         Returns:
-            qkv, or (q, kv) when kv is given.
+            qkv, or (q, kv) if kv is given.
         """
         if not isinstance(seqlen_offset, Tensor):
             seqlen_offset = scalar(seqlen_offset)
@@ -306,7 +313,7 @@ class RotaryEmbedding(torch.nn.Module):
             rows = qkv.shape[1] + seqlen_offset
             self._update_cos_sin_cache(rows, device=qkv.device, dtype=qkv.dtype)
         elif self._cos_cached is None:
-            raise ValueError("max_seqlen is None; it is needed when seqlen_offset is a tensor")
+            raise ValueError("max_seqlen is None, but must be given if seqlen_offset is a tensor")
         cos, sin = self._cos_cached, self._sin_cached
         scaled = self.scale is not None
         cos_k, sin_k = (self._cos_k_cached, self._sin_k_cached) if scaled else (cos, sin)

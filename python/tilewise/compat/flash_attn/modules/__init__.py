@@ -1,1 +1,1 @@
-"""Modules of ``flash_attn.modules`` that are about attention."""
+"""The attention modules of ``flash_attn.modules``."""

@@ -1,6 +1,6 @@
 """Attention modules with the interface of ``flash_attn.modules.mha``."""
 
-# The signatures are those of another package: they stay unannotated where it does not annotate.
+# The signatures are those of another package, so they lack the annotations that it lacks.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tilewise.compat.flash_attn.layers.rotary import RotaryEmbedding, apply_rota
 def get_alibi_slopes(nheads):
     """ALiBi slopes (arXiv 2108.12409) as a list of nheads floats.
 
-    For a power of two they are the geometric sequence that starts at, and has the ratio,
-    2^(-8 / nheads). Otherwise those of the next lower power of two, followed by every other one of
-    the next higher.
+    For a power of two they are the geometric sequence whose first element and ratio are
+    2^(-8 / nheads). For other numbers they are the slopes of the next lower power of two, followed
+    by every other slope of the next higher one.
     """
 
     def geometric(n):
@@ -49,10 +49,12 @@ class FlashSelfAttention(nn.Module):
     """Attention of a packed qkv.
 
     Args:
-        causal: hides later keys. softmax_scale: None means 1 / sqrt(head_dim).
-        attention_dropout: probability, applied in training only.
-        window_size: (left, right), -1 unlimited. alibi_slopes: [H] or None.
-        deterministic: bitwise equal gradients in every run.
+        causal: Whether later keys are hidden.
+        softmax_scale: Factor of the scores; None is 1 / sqrt(head_dim).
+        attention_dropout: Probability of dropping a weight, applied only in training.
+        window_size: (left, right), where -1 is no limit.
+        alibi_slopes: [H] or None.
+        deterministic: Compute bitwise equal gradients in every run.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class FlashSelfAttention(nn.Module):
         _slopes_buffer(self, alibi_slopes)
 
     def forward(self, qkv, causal=None, cu_seqlens=None, max_seqlen=None):
-        """From qkv [B, S, 3, H, D] to [B, S, H, D]; [T, 3, H, D] to [T, H, D] with cu_seqlens."""
+        """From qkv [B, S, 3, H, D] to [B, S, H, D]; with cu_seqlens [T, 3, H, D] to [T, H, D]."""
         options = dict(
             softmax_scale=self.softmax_scale,
             causal=self.causal if causal is None else causal,
@@ -85,7 +87,7 @@ class FlashSelfAttention(nn.Module):
         if cu_seqlens is None:
             return flash_attn_qkvpacked_func(qkv, dropout_p, **options)
         if max_seqlen is None:
-            raise ValueError("max_seqlen is None; it is needed with cu_seqlens")
+            raise ValueError("max_seqlen is None, but must be given with cu_seqlens")
         return flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p, **options)
 
 
@@ -119,7 +121,7 @@ class FlashCrossAttention(nn.Module):
         cu_seqlens_k=None,
         max_seqlen_k=None,
     ):
-        """From q [B, Sq, H, D] and kv [B, Sk, 2, Hkv, D]; packed rows with cu_seqlens."""
+        """From q [B, Sq, H, D] and kv [B, Sk, 2, Hkv, D] to q's shape; packed with cu_seqlens."""
         options = dict(
             softmax_scale=self.softmax_scale,
             causal=self.causal if causal is None else causal,
@@ -136,14 +138,14 @@ class FlashCrossAttention(nn.Module):
             ("max_seqlen_k", max_seqlen_k),
         ):
             if value is None:
-                raise ValueError(f"{name} is None; it is needed with cu_seqlens")
+                raise ValueError(f"{name} is None, but must be given with cu_seqlens")
         return flash_attn_varlen_kvpacked_func(
             q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, dropout_p, **options
         )
 
 
 def _attend_padded(module, q, k, v, causal, key_padding_mask):
-    """Dense attention in which key_padding_mask [B, Sk] (True: keep) hides keys."""
+    """Attention to the keys where key_padding_mask [B, Sk] is True."""
     import tilewise
 
     bias = None
@@ -163,7 +165,7 @@ def _attend_padded(module, q, k, v, causal, key_padding_mask):
 
 
 class SelfAttention(nn.Module):
-    """Attention of a packed qkv with a key padding mask; rows that see no key give 0."""
+    """Attention of a packed qkv with a key padding mask; a row that sees no key is 0."""
 
     def __init__(self, causal=False, softmax_scale=None, attention_dropout=0.0):
         super().__init__()
@@ -172,7 +174,7 @@ class SelfAttention(nn.Module):
         self.drop = nn.Dropout(attention_dropout)
 
     def forward(self, qkv, causal=None, key_padding_mask=None):
-        """From qkv [B, S, 3, H, D] and key_padding_mask [B, S] bool (True: keep)."""
+        """From qkv [B, S, 3, H, D] and key_padding_mask [B, S] bool (True: the key is seen)."""
         q, k, v = qkv.unbind(dim=2)
         return _attend_padded(self, q, k, v, causal, key_padding_mask)
 
@@ -196,9 +198,9 @@ class MHA(nn.Module):
     """Multi-head attention with projections, rotary embedding, ALiBi, GQA and a key/value cache.
 
     Parameters are named as in ``flash_attn`` (``Wqkv``, or ``Wq`` and ``Wkv`` with cross_attn, and
-    ``out_proj``), so its checkpoints load. ``use_flash_attn`` decides only whether packed sequences
-    (cu_seqlens) or a key_padding_mask are accepted, as there; the kernels are the same.
-    ``fused_bias_fc`` has nothing to fuse here. ``dwconv`` is refused.
+    ``out_proj``), so its checkpoints load. As there, ``use_flash_attn`` decides whether packed
+    sequences (cu_seqlens) or a key_padding_mask are accepted, but the kernels are the same.
+    ``fused_bias_fc`` has no effect, and ``dwconv`` is refused.
     """
 
     def __init__(
@@ -230,13 +232,21 @@ class MHA(nn.Module):
         super().__init__()
         num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
         if dwconv:
-            raise NotImplementedError("dwconv=True: convolving the projections is not provided")
+            raise NotImplementedError(
+                "dwconv is True, but must be False: convolution of the projections is not supported"
+            )
         if embed_dim % num_heads:
-            raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
+            raise ValueError(
+                f"embed_dim is {embed_dim}, but must be a multiple of num_heads, {num_heads}"
+            )
         if num_heads % num_heads_kv:
-            raise ValueError(f"num_heads {num_heads} is no multiple of num_heads_kv {num_heads_kv}")
+            raise ValueError(
+                f"num_heads is {num_heads}, but must be a multiple of num_heads_kv, {num_heads_kv}"
+            )
         if cross_attn and rotary_emb_dim:
-            raise ValueError(f"rotary_emb_dim is {rotary_emb_dim}; with cross_attn it must be 0")
+            raise ValueError(
+                f"rotary_emb_dim is {rotary_emb_dim}, but must be 0 with cross_attn=True"
+            )
         window_size = window_of(window_size)
         if (use_alibi or window_size != (-1, -1)) and not use_flash_attn:
             raise ValueError("use_alibi and window_size need use_flash_attn=True")
@@ -304,16 +314,17 @@ class MHA(nn.Module):
 
         Args:
             x: [B, S, embed_dim], or [T, embed_dim] with cu_seqlens.
-            x_kv: [B, Sk, embed_dim]; with cross_attn only.
-            key_padding_mask: [B, Sk] bool, True: keep; with use_flash_attn=False only.
-            cu_seqlens: [B + 1] int32 with max_seqlen; with use_flash_attn=True only.
-            mixer_subset: rows of x that ask; with cross_attn only.
-            inference_params: keeps ``key_value_memory_dict``, ``max_seqlen``, ``max_batch_size``,
-                ``batch_size_offset``, ``seqlen_offset`` and ``lengths_per_sample``; keys and values
-                are appended to the cache of this layer.
+            x_kv: [B, Sk, embed_dim]; only with cross_attn.
+            key_padding_mask: [B, Sk] bool, True where a key is seen; only with
+                use_flash_attn=False.
+            cu_seqlens: [B + 1] int32, which needs max_seqlen; only with use_flash_attn=True.
+            mixer_subset: Index of the rows of x that are queries; only with cross_attn.
+            inference_params: An object with ``key_value_memory_dict``, ``max_seqlen``,
+                ``max_batch_size``, ``batch_size_offset``, ``seqlen_offset`` and
+                ``lengths_per_sample``. Keys and values are appended to the cache of this layer.
 
         Returns:
-            The shape of x; (that, x) with return_residual.
+            A tensor in the shape of x; with return_residual, the pair of it and x.
         """
         self._check(x_kv, key_padding_mask, cu_seqlens, max_seqlen, mixer_subset, inference_params)
         q, kv = self._project(x, x_kv, mixer_subset)
@@ -339,7 +350,7 @@ class MHA(nn.Module):
     def _check(self, x_kv, key_padding_mask, cu_seqlens, max_seqlen, mixer_subset, inference):
         if cu_seqlens is not None:
             if max_seqlen is None:
-                raise ValueError("max_seqlen is None; it is needed with cu_seqlens")
+                raise ValueError("max_seqlen is None, but must be given with cu_seqlens")
             if key_padding_mask is not None:
                 raise ValueError("key_padding_mask cannot be given with cu_seqlens")
             if not self.use_flash_attn:
@@ -352,7 +363,7 @@ class MHA(nn.Module):
             raise ValueError("x_kv and mixer_subset need cross_attn=True")
 
     def _project(self, x, x_kv, mixer_subset):
-        """Gives q [..., S, Hq, D] and kv [..., Sk, 2, Hkv, D]."""
+        """The projections q [..., S, Hq, D] and kv [..., Sk, 2, Hkv, D]."""
         if self.cross_attn:
             q = self.Wq(x if mixer_subset is None else x[:, mixer_subset])
             kv = self.Wkv(x if x_kv is None else x_kv)
@@ -378,7 +389,7 @@ class MHA(nn.Module):
 
     def _attend_cache(self, q, kv, inference_params):
         if self.layer_idx is None:
-            raise ValueError("layer_idx is None; inference_params needs it to find the cache")
+            raise ValueError("layer_idx is None, but inference_params needs it to find the cache")
         caches = inference_params.key_value_memory_dict
         if self.layer_idx not in caches:
             caches[self.layer_idx] = self.allocate_inference_cache(
@@ -392,7 +403,7 @@ class MHA(nn.Module):
             seqlens = lengths[first : first + q.shape[0]]
         options = {}
         if self.rotary_emb_dim and self.rotary_emb.scale_base is not None:
-            # XPos scales q and k by different tables, which the fused rotation has no room for.
+            # XPos scales q and k by different tables, which the fused rotation does not support.
             q, kv = self._rotate(q, kv, None, inference_params.max_seqlen, seqlens)
         elif self.rotary_emb_dim:
             rotary = self.rotary_emb

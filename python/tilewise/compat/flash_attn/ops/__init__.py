@@ -1,1 +1,1 @@
-"""The operator of ``flash_attn.ops`` that attention needs: rotary embedding."""
+"""The rotary embedding of ``flash_attn.ops``, its only operator that attention needs."""

@@ -1,6 +1,6 @@
-"""``apply_rotary`` of ``flash_attn.ops.triton.rotary``, in PyTorch operations."""
+"""``apply_rotary`` of ``flash_attn.ops.triton.rotary``, implemented with PyTorch operations."""
 
-# The signatures are those of another package: they stay unannotated where it does not annotate.
+# The signatures are those of another package, so they lack the annotations that it lacks.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 def _positions(
     x: Tensor, seqlen_offsets: Union[int, Tensor], cu_seqlens: Optional[Tensor]
 ) -> Tensor:
-    """Position of every row: [S] or [B, S] for dense x, [T] with cu_seqlens; -1 in no sequence."""
+    """The position of every row: [S] or [B, S], or [T] with cu_seqlens (-1 outside sequences)."""
     if cu_seqlens is None:
         rows = torch.arange(x.shape[1], device=x.device)
         if isinstance(seqlen_offsets, Tensor):
@@ -38,25 +38,25 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, offsets, cu_seqlens, max_seqlen)
     dims = 4 if cu_seqlens is None else 3
     if x.ndim != dims:
         layout = "[batch, seqlen, heads, head_dim]" if dims == 4 else "[rows, heads, head_dim]"
-        raise ValueError(f"x has {x.ndim} dimensions; {layout} is expected")
+        raise ValueError(f"x has {x.ndim} dimensions, but must be {layout}")
     if cu_seqlens is not None and max_seqlen is None:
-        raise ValueError("max_seqlen is None; it is needed with cu_seqlens")
+        raise ValueError("max_seqlen is None, but must be given with cu_seqlens")
     if cos.ndim != 2 or cos.shape != sin.shape:
         raise ValueError(
-            f"cos has shape {tuple(cos.shape)} and sin {tuple(sin.shape)}; "
-            "both must be [positions, rotary_dim / 2]"
+            f"cos has shape {tuple(cos.shape)} and sin {tuple(sin.shape)}, "
+            "but both must be [positions, rotary_dim / 2]"
         )
     if 2 * cos.shape[1] > x.shape[-1]:
         raise ValueError(
-            f"cos has {cos.shape[1]} columns, so rotary_dim is {2 * cos.shape[1]}; "
-            f"at most head_dim = {x.shape[-1]} is allowed"
+            f"cos has {cos.shape[1]} columns, so rotary_dim is {2 * cos.shape[1]}, "
+            f"but must be at most head_dim = {x.shape[-1]}"
         )
     if not isinstance(offsets, Tensor):
         longest = x.shape[1] if cu_seqlens is None else int(max_seqlen)
         if longest + offsets > cos.shape[0]:
             raise ValueError(
-                f"cos has {cos.shape[0]} positions; seqlen {longest} + seqlen_offsets {offsets} "
-                "are needed"
+                f"cos has {cos.shape[0]} positions, but must have seqlen {longest} + "
+                f"seqlen_offsets {offsets}"
             )
 
 
@@ -75,15 +75,18 @@ def apply_rotary(
 
     Args:
         x: [B, S, H, D], or [T, H, D] with cu_seqlens.
-        cos, sin: [positions, rotary_dim / 2], rotary_dim <= D.
-        seqlen_offsets: position of the first row, one int or [B] int. Rows whose position lies
-            outside cos (possible only with a tensor) stay as they are.
-        cu_seqlens: [B + 1] int32. max_seqlen: int, needed with cu_seqlens.
-        interleaved: pairs (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
-        inplace: writes into x. conjugate: rotates backwards.
+        cos, sin: [positions, rotary_dim / 2], where rotary_dim <= D.
+        seqlen_offsets: Position of the first row, int or integer [B]. Rows whose position exceeds
+            cos (possible only with a tensor) are not changed.
+        cu_seqlens: [B + 1] int32.
+        max_seqlen: int, required with cu_seqlens.
+        interleaved: Rotate pairs (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
+        inplace: Write into x.
+        conjugate: Rotate in the opposite direction.
 
     Returns:
-        The rotated tensor, of x's shape and dtype; computed in fp32 (fp64 for fp64), rounded once.
+        The rotated tensor in the shape and dtype of x. It is computed in fp32 (fp64 for fp64) and
+        rounded once.
     """
     _check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
