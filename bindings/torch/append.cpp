@@ -1,4 +1,5 @@
-// The kernel of tilewise::append_kv: new keys and values into a cache, rotary embedding on the way.
+// The kernel of tilewise::append_kv: writes new keys and values into a cache and applies rotary
+// embedding.
 #include "attention.h"
 #include "launch.h"
 
@@ -37,7 +38,7 @@ struct AppendArguments {
 struct Append {
   tilewise_kv_append c{};
   Place place;
-  int32_t torch_dtype = 0;  // of q, the new keys and the tables
+  int32_t torch_dtype = 0;  // dtype of q, the new keys and the rotary tables
 };
 
 constexpr const char* dtype_rule =
@@ -125,7 +126,7 @@ void describe_rotary(const AppendArguments& in, Append& append) {
   c.rotary_dim = cos.size(1) * 2;
 }
 
-// The rotated copy of q, or an empty tensor without q.
+// A tensor for the rotated copy of q; empty without q.
 Tensor describe_query(const AppendArguments& in, Append& append) {
   tilewise_kv_append& c = append.c;
   if (!in.q) {

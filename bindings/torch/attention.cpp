@@ -101,9 +101,8 @@ void describe_score(const Options& options, const Problem& problem, tilewise_att
   a.window_right = options.window_right;
   a.scale = static_cast<float>(options.scale);
   a.softcap = static_cast<float>(options.softcap);
-  if (a.softcap == 0 && options.softcap != 0)  // which the library would take for off
-    invalid("softcap is " + std::to_string(options.softcap) +
-            ", but not 0, which it is in float32");
+  if (a.softcap == 0 && options.softcap != 0)  // the library would treat it as off
+    invalid("softcap is " + std::to_string(options.softcap) + ", which rounds to 0 in float32");
   a.scale_ptr = float_vector(options.scale_tensor, "scale_tensor", 1, problem.place);
   if (options.alibi_slopes) describe_alibi(*options.alibi_slopes, problem, a);
   if (options.bias) describe_bias(*options.bias, problem, a);
@@ -207,7 +206,7 @@ Problem describe(const Tensor& q, const Tensor& k, const Tensor& v, const Option
   describe_score(options, problem, a);
   a.num_splits = static_cast<int32_t>(options.num_splits);
   if (a.num_splits != options.num_splits)
-    invalid("num_splits is " + std::to_string(options.num_splits) + ", but must have 32 bits");
+    invalid("num_splits is " + std::to_string(options.num_splits) + ", but must fit into 32 bits");
   a.deterministic = options.deterministic ? 1 : 0;
   a.tf32 = options.tf32 ? 1 : 0;
   a.check = options.check ? 1 : 0;

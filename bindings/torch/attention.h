@@ -7,7 +7,7 @@
 
 namespace tilewise::torch_binding {
 
-// Takes arguments off the stack of a boxed kernel, one by one; tensors become owned.
+// Takes the arguments of a boxed kernel off the stack, one by one, and takes ownership of tensors.
 class Arguments {
  public:
   Arguments(StableIValue* stack, uint64_t count) : stack_(stack), count_(count) {}
@@ -33,7 +33,8 @@ class Arguments {
   uint64_t position_ = 0;
 };
 
-// What forward and backward share after the tensors: members in the order of the schema.
+// The arguments that forward and backward share after the tensors; members in the order of the
+// schema.
 struct Options {
   explicit Options(Arguments& arguments);
   OptionalTensor bias, alibi_slopes, sinks;
@@ -47,19 +48,19 @@ struct Options {
   bool deterministic, tf32, check, batch_invariant, heads_first;
 };
 
-// The problem in the words of the C ABI; `out` and `lse` are filled in by the caller.
+// A problem as the C ABI describes it; the caller fills in `out` and `lse`.
 struct Problem {
   tilewise_attention attention{};
   Place place;
   int32_t torch_dtype = 0;
 
   bool varlen_q() const { return attention.cu_seqlens_q != nullptr; }
-  int64_t keys() const;  // of a row of dk: those of k, or of a whole row of the block table
+  int64_t keys() const;  // rows of dk: those of k, or the capacity of a row of the block table
 };
-// Device and dtype: what the library knows of a problem from q alone.
+// Sets device and dtype, which q alone determines.
 Problem new_problem(const Tensor& q);
 Problem describe(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options);
-// Factors [batch, heads_kv] of a float8_e4m3fn cache, for the structs that have them.
+// Sets the scale factors [batch, heads_kv] of a float8_e4m3fn cache in a struct that has them.
 template <class Struct>
 void set_descale(Struct& c, const OptionalTensor& k, const OptionalTensor& v, const Place& place) {
   const auto set = [&](const OptionalTensor& given, const char* name, const float*& data,
@@ -76,14 +77,14 @@ void set_descale(Struct& c, const OptionalTensor& k, const OptionalTensor& v, co
   set(v, "v_descale", c.v_descale, c.v_descale_stride_batch, c.v_descale_stride_head);
 }
 
-// lse of a described problem: [B, Hq, Sq] or, where q is packed, [Hq, T]; or with lse_low behind
-// it, so that one tensor goes from the forward to the backward: [2, B, Hq, Sq] or [2, Hq, T].
+// A new lse for a described problem: [B, Hq, Sq] or, if q is packed, [Hq, T]. With lse_low it is
+// [2, B, Hq, Sq] or [2, Hq, T], so that one tensor carries both from the forward to the backward.
 Tensor new_lse(const Problem& problem, bool with_lse_low);
-void set_lse(Problem& problem, const Tensor& lse);  // of either form
-// The incoming gradient of lse, which has no lse_low.
+void set_lse(Problem& problem, const Tensor& lse);  // with or without lse_low
+// Sets the incoming gradient of lse; lse_low has none.
 void set_dlse(tilewise_gradients& g, const Problem& problem, const OptionalTensor& dlse);
 
-// Which gradients are asked for: the bits of the operators' argument `wanted`.
+// Which gradients are wanted: the bits of the operators' argument `wanted`.
 enum Wanted : int64_t {
   want_q = 1,
   want_k = 2,
@@ -93,11 +94,12 @@ enum Wanted : int64_t {
   want_scale = 32
 };
 
-// Plan, workspace, launch; on torch's threads or on the current stream of the problem's device.
+// Plan, allocate the workspace and launch, on torch's threads or on the current stream of the
+// device.
 void run_forward(Problem& problem);
 void run_backward(Problem& problem, const tilewise_gradients& gradients);
 
-// The results of a boxed kernel, in the order of its schema.
+// Puts the results of a boxed kernel on the stack, in the order of its schema.
 template <typename... T>
 void put(StableIValue* stack, const T&... results) {
   size_t i = 0;

@@ -15,9 +15,9 @@ struct Loop {
   void* context;
 };
 
-// torch cuts a range into one run per thread beforehand. Attention tasks differ in length (causal),
-// so the range given to torch counts workers, and each worker takes the next task until none is
-// left.
+// torch divides a range into one contiguous part per thread beforehand. Attention tasks differ in
+// length (causal), so torch gets a range of workers, and each worker takes the next task until none
+// is left.
 void parallel_for(void* user, int64_t tasks, tilewise_task task, void* context) {
   const auto threads = static_cast<int64_t>(reinterpret_cast<intptr_t>(user));
   const int64_t workers = tasks < threads ? tasks : threads;
@@ -32,12 +32,12 @@ void parallel_for(void* user, int64_t tasks, tilewise_task task, void* context) 
          i = shared.next.fetch_add(1, std::memory_order_relaxed))
       shared.task(shared.context, i);
   };
-  // A failure here can only come before any task has run: tasks do not throw.
+  // A failure can only occur before any task has run, because tasks do not throw.
   if (torch_parallel_for(0, workers, 1, work, &loop) != AOTI_TORCH_SUCCESS) work(0, 1, &loop);
 }
 
-// The accessor lives in libtorch_cuda, which a CPU-only torch lacks: it is looked up where torch
-// has already loaded it, so the adapter neither links to it nor loads it.
+// The accessor is in libtorch_cuda, which a CPU-only torch lacks. It is looked up in the already
+// loaded library, so the adapter neither links to it nor loads it.
 void* current_cuda_stream(int32_t device_index) {
   using Accessor = AOTITorchError (*)(int32_t, void**);
   static const Accessor accessor = [] {

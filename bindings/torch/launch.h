@@ -1,4 +1,5 @@
-// From a filled C struct to a call on the tensors' device: torch's threads or torch's stream.
+// From a filled C struct to a call on the device of the tensors, on torch's threads or torch's
+// stream.
 #ifndef TILEWISE_BINDINGS_TORCH_LAUNCH_H
 #define TILEWISE_BINDINGS_TORCH_LAUNCH_H
 
@@ -8,11 +9,11 @@
 
 namespace tilewise::torch_binding {
 
-// The hook of the C ABI over torch's own threads: torch.set_num_threads governs.
+// The hook of the C ABI over torch's own threads; torch.set_num_threads sets their number.
 tilewise_parallel torch_threads();
 
-// Makes the device of the tensors current for a scope, and knows its current stream. Nothing to do
-// on the CPU, and next to nothing on the GPU that is current already.
+// Makes the device of the tensors current for a scope and provides its current stream. It does
+// nothing on the CPU, and almost nothing if the GPU already is current.
 class DeviceScope {
  public:
   explicit DeviceScope(const Place& place);
@@ -23,11 +24,11 @@ class DeviceScope {
   void* stream_ = nullptr;
 };
 
-// Raises with the sentence of tilewise_last_error.
+// Throws with the sentence of tilewise_last_error unless the status is TILEWISE_OK.
 void check_status(tilewise_status status);
 
-// Workspace from torch's allocator, which knows the stream it is used on: at least 64-byte aligned
-// on every device. Of no bytes there is none.
+// Workspace from torch's allocator, which tracks the stream that uses it. It is at least 64-byte
+// aligned on every device; 0 bytes allocate nothing.
 class Workspace {
  public:
   Workspace(int64_t bytes, const Place& place);

@@ -1,5 +1,5 @@
-// The kernels of tilewise::forward and tilewise::backward: torch tensors in, C structs through,
-// torch tensors out.
+// The kernels of tilewise::forward and tilewise::backward: they fill C structs from torch tensors,
+// launch, and return torch tensors.
 #include "attention.h"
 #include "launch.h"
 
@@ -15,7 +15,7 @@ Tensor new_key_gradient(const Problem& problem, const Tensor& like, const Option
   const int64_t columns = like.size(like.dim() - 1);
   if (a.cu_seqlens_k != nullptr)
     return new_tensor({a.seqlen_k, a.heads_kv, columns}, problem.torch_dtype, problem.place);
-  // One row per key of each sequence with a block table; of each cache row otherwise.
+  // With a block table, one row per key of each sequence; otherwise, one per row of the cache.
   const int64_t batch = a.block_table != nullptr ? a.batch : like.size(0);
   return new_rows({batch, problem.keys(), a.heads_kv, columns}, problem.torch_dtype, problem.place,
                   options.heads_first);
@@ -47,12 +47,13 @@ Tensor new_float(std::initializer_list<int64_t> shape, const Problem& problem, f
   return tensor;
 }
 
-// Allocates what is wanted; the rest stays an empty tensor and a null pointer.
+// Allocates the wanted gradients; all others are an empty tensor and a null pointer.
 GradientTensors new_gradients(tilewise_gradients& g, const Problem& problem, const Options& options,
                               const Tensor& k, const Tensor& v, int64_t wanted) {
   const tilewise_attention& a = problem.attention;
   const auto none = [&] { return new_tensor({0}, aoti_torch_dtype_float32(), problem.place); };
-  GradientTensors tensors{none(), none(), none(), none(), none(), none()};  // may not alias
+  GradientTensors tensors{none(), none(), none(), none(),
+                          none(), none()};  // separate tensors, because results may not alias
   if ((wanted & want_q) != 0) {
     Tensor dq =
         problem.varlen_q()
@@ -73,7 +74,7 @@ GradientTensors new_gradients(tilewise_gradients& g, const Problem& problem, con
   return tensors;
 }
 
-// out or dout.
+// Checks out or dout.
 void expect_rows(const Tensor& rows, const char* name, const Problem& problem) {
   const tilewise_attention& a = problem.attention;
   expect_place(rows, name, problem.place);
@@ -91,7 +92,8 @@ void set_incoming(tilewise_gradients& g, const Problem& problem, const Tensor& d
   set_dlse(g, problem, dlse);
 }
 
-// Where the problem runs, for as long as this lives.
+// While it lives, the device of the problem is current, with torch's current stream or, on the CPU,
+// torch's threads.
 class Launch {
  public:
   explicit Launch(Problem& problem) : device_(problem.place) {
@@ -110,7 +112,8 @@ class Launch {
 
 int64_t workspace_of(const Problem& problem, const tilewise_gradients* gradients) {
   tilewise_plan_info plan{};
-  plan.struct_size = offsetof(tilewise_plan_info, kernel);  // no texts: this is every call
+  plan.struct_size =
+      offsetof(tilewise_plan_info, kernel);  // without the texts, since every call plans
   check_status(tilewise_plan(&problem.attention, gradients,
                              gradients == nullptr ? TILEWISE_PASS_FORWARD : TILEWISE_PASS_BACKWARD,
                              &plan));

@@ -1,6 +1,6 @@
-// The kernels of tilewise::_plain_forward and _plain_backward: dense attention with a scale and a
-// band, nothing else. They are what eager code calls: a third of the arguments of the general
-// operators, tensors in the caller's layout, no views in between.
+// The kernels of tilewise::_plain_forward and _plain_backward: dense attention with only a scale
+// and a band. Eager code calls them because they are cheaper to dispatch than the general
+// operators: a third of the arguments, tensors in the caller's layout, no intermediate views.
 #include <cmath>
 
 #include "attention.h"
@@ -23,7 +23,7 @@ struct PlainOptions {
   bool deterministic, tf32, heads_first;
 };
 
-// Sizes of [batch, row, head, column], or of [batch, head, row, column].
+// Sizes of a tensor stored as [batch, row, head, column] or as [batch, head, row, column].
 struct Shape {
   int64_t batch, rows, heads, columns;
 };
@@ -77,7 +77,7 @@ Problem describe_plain(const Tensor& q, const Tensor& k, const Tensor& v,
   return problem;
 }
 
-// Contiguous in the caller's layout.
+// A new contiguous tensor in the caller's layout.
 Tensor new_in_layout(int64_t rows, int64_t heads, int64_t columns, const Problem& problem,
                      const PlainOptions& options) {
   const int64_t batch = problem.attention.batch;
@@ -144,7 +144,7 @@ void plain_backward(StableIValue* stack, uint64_t inputs, uint64_t) {
   const auto make = [&](int64_t bit, int64_t rows, int64_t heads, int64_t columns,
                         tilewise_tensor& view, const char* name) {
     if ((wanted & bit) == 0)
-      return new_tensor({0}, aoti_torch_dtype_float32(), problem.place);  // may not alias
+      return new_tensor({0}, aoti_torch_dtype_float32(), problem.place);  // results may not alias
     const Tensor tensor = new_in_layout(rows, heads, columns, problem, options);
     view = view_in_layout(tensor, name, options);
     return tensor;

@@ -1,5 +1,5 @@
-// Which function serves which operator on which device. The schemas are defined in Python
-// (python/tilewise/_ops.py), where tags can be given with every PyTorch from 2.10 on.
+// Registers a function per operator and device. The schemas are defined in Python
+// (python/tilewise/_ops.py), where every PyTorch from 2.10 on accepts tags.
 #include "attention.h"
 
 namespace {
@@ -10,8 +10,9 @@ void register_kernels(torch::stable::detail::StableLibrary& library) {
   library.impl("append_kv", &tilewise::torch_binding::append_kv);
 }
 
-// Without a derivative: tilewise._ops calls them below autograd and gives the derivative itself. So
-// they serve the keys of autograd as well, which saves a round through the dispatcher.
+// These operators have no derivative: tilewise._ops calls them below autograd and defines the
+// derivative itself. They are therefore registered for the autograd keys as well, which saves a
+// pass through the dispatcher.
 void register_plain(torch::stable::detail::StableLibrary& library) {
   library.impl("_plain_forward", &tilewise::torch_binding::plain_forward);
   library.impl("_plain_backward", &tilewise::torch_binding::plain_backward);
@@ -24,7 +25,7 @@ STABLE_TORCH_LIBRARY_IMPL(tilewise, CPU, library) {
   register_plain(library);
 }
 
-// The same functions: the library answers for GPUs it has no kernel for.
+// The same functions serve CUDA: the library itself rejects GPUs that it has no kernel for.
 STABLE_TORCH_LIBRARY_IMPL(tilewise, CUDA, library) {
   register_kernels(library);
   register_plain(library);

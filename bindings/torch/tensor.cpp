@@ -102,7 +102,7 @@ void expect_place(const Tensor& tensor, const char* name, const Place& place) {
 
 void expect_contiguous_columns(const Tensor& tensor, const char* name) {
   const int64_t last = tensor.dim() - 1;
-  // Without elements, torch calls any strides contiguous.
+  // torch considers tensors without elements contiguous, whatever their strides.
   if (tensor.size(last) > 1 && tensor.stride(last) != 1 && tensor.numel() != 0)
     invalid(std::string(name) + " has a last dimension of stride " +
             std::to_string(tensor.stride(last)) + ", but it must be contiguous (stride 1)");

@@ -1,7 +1,7 @@
-// Torch tensors as the C ABI sees them: checked views, and new tensors.
+// Torch tensors as the C ABI needs them: checked views, and new tensors.
 //
-// Only what the stable ABI of PyTorch 2.10 offers is used, so that one binary serves every later
-// release. Nothing here knows a kernel.
+// Only the stable ABI of PyTorch 2.10 is used, so that one binary works with every later release.
+// This file is independent of the kernels.
 #ifndef TILEWISE_BINDINGS_TORCH_TENSOR_H
 #define TILEWISE_BINDINGS_TORCH_TENSOR_H
 
@@ -26,7 +26,8 @@ using OptionalTensor = std::optional<Tensor>;
 // std::invalid_argument reaches Python as ValueError, std::runtime_error as RuntimeError.
 [[noreturn]] void invalid(const std::string& sentence);
 
-// Numbers arrive as double and become float rounded to nearest, whatever the caller has set.
+// While it lives, conversions round to nearest, whatever the caller has set: numbers arrive as
+// double and become float.
 class RoundToNearest {
  public:
   RoundToNearest() : found_(std::fegetround()) {
@@ -42,7 +43,7 @@ class RoundToNearest {
   int found_;
 };
 
-// A failed call of a shim: the message says which one.
+// Throws if a call of a PyTorch shim failed; the message names it.
 void check_shim(AOTITorchError error, const char* what);
 
 struct Place {
@@ -53,24 +54,27 @@ struct Place {
 Place place_of(const Tensor& tensor);
 int32_t dtype_of(const Tensor& tensor);
 
-// The library's dtype of a torch dtype; the name is that of the argument asked about.
+// The library's dtype for a torch dtype; `name` is the argument, for the error message.
 tilewise_dtype element_type(const Tensor& tensor, const char* name);
 
 constexpr int64_t any_size = -1;
 
-// Shape, e.g. shape_is(k, "k", {batch, any_size, heads, dim}); raises with both shapes.
+// Checks the shape, e.g. expect_shape(k, "k", {batch, any_size, heads, dim}); throws with both
+// shapes.
 void expect_shape(const Tensor& tensor, const char* name, std::initializer_list<int64_t> shape);
 void expect_dtype(const Tensor& tensor, const char* name, int32_t dtype, const char* allowed);
 void expect_place(const Tensor& tensor, const char* name, const Place& place);
 void expect_contiguous_columns(const Tensor& tensor, const char* name);
 
-// 0 for a dimension of one element: its stride is arbitrary in torch, and nothing steps along it.
+// The stride, or 0 for a dimension of one element, whose stride is arbitrary in torch and never
+// used.
 int64_t stride_of(const Tensor& tensor, int64_t dim);
 
-// View of [batch, row, head, column] or, when the tensor has three dimensions, [row, head, column].
+// The view of a tensor [batch, row, head, column] or, with three dimensions, [row, head, column].
 tilewise_tensor view_of(const Tensor& tensor, const char* name);
 
-// Dense int32, fp32... vectors: the pointer, or null. Checks dtype, place, shape and density.
+// The pointer of a dense vector, or null if it is not given. Checks dtype, place, shape and
+// density.
 const int32_t* int32_vector(const OptionalTensor& tensor, const char* name, int64_t size,
                             const Place& place);
 const float* float_vector(const OptionalTensor& tensor, const char* name, int64_t size,
