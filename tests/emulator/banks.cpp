@@ -8,7 +8,7 @@ namespace {
 constexpr int kBanks = 32;
 constexpr int kBankBytes = 4;
 
-// The accesses of one wavefront if all is well.
+// Number of wavefronts that accesses take which would fit into one if there were no conflicts.
 int64_t wavefronts(const Access* begin, const Access* end) {
   std::array<std::vector<uint32_t>, kBanks> words;
   size_t most = 1;
@@ -38,8 +38,8 @@ int64_t bank_conflicts(const std::vector<Access>& instruction) {
   return conflicts;
 }
 
-// The first lane that has anything left says which instruction is next; lanes that do not have it
-// at their front were not in it.
+// The first lane with accesses left determines the next instruction; lanes whose next access is
+// another instruction did not take part in it.
 int64_t AccessLog::settle() {
   std::array<size_t, 32> next{};
   int64_t conflicts = 0;

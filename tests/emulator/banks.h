@@ -1,5 +1,5 @@
-// Conflicts of ld.shared and st.shared. Lanes run one after another here, so their accesses are
-// written down and matched by the place in the kernel when the warp meets.
+// Bank conflicts of ld.shared and st.shared. Lanes run one after another here, so their accesses
+// are logged and, when the warp meets, matched by the place in the kernel.
 #pragma once
 
 #include <array>
@@ -10,13 +10,13 @@
 namespace tilewise::cuda::emulator {
 
 struct Access {
-  const void* place;  // the return address of the wrapper: which instruction it was
+  const void* place;  // the return address of the wrapper, which identifies the instruction
   uint32_t offset;
   int bytes;
 };
 
-// Wavefronts beyond those that the bytes need: how often a bank has to give two different words to
-// the lanes that share a wavefront (32 lanes of 4 bytes, 16 of 8, 8 of 16).
+// Wavefronts beyond the number that the bytes need: how often a bank has to serve two different
+// words to the lanes that share a wavefront (32 lanes of 4 bytes, 16 of 8, 8 of 16).
 int64_t bank_conflicts(const std::vector<Access>& instruction);
 
 class AccessLog {
@@ -26,7 +26,7 @@ class AccessLog {
     empty_ = false;
   }
   bool empty() const { return empty_; }
-  // The conflicts of everything noted, which is forgotten.
+  // Returns the conflicts of everything noted, and clears the log.
   int64_t settle();
 
  private:

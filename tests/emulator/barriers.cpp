@@ -13,7 +13,7 @@ constexpr int64_t kMaxBytes = (1 << 20) - 1;
 
 uint32_t offset_of(uint32_t address) { return address - SharedMemory::kFirstAddress; }
 
-// What this thread did until now, and knows.
+// Gives `to` everything that this thread has done until now, and everything that it knows of.
 void release(Clock& to) {
   Block& b = block();
   const uint32_t now = b.tick();
@@ -99,14 +99,14 @@ void MemoryBarriers::start_write(uint32_t address, AsyncWrite write) {
   const uint32_t fence = block_.clocks().fence_after(b.initialiser, b.initialised);
   if (fence == 0 || !ordered(block_.moment_at(rank_), b.initialiser, fence)) {
     fault(
-        text("%s: an asynchronous copy counts on it with no fence_mbarrier_init by thread %d, "
+        text("%s: an asynchronous copy signals it with no fence_mbarrier_init by thread %d, "
              "which initialised it, and no sync_block after that",
              describe(index_of(b)).c_str(), b.initialiser));
   }
   add_write(b, std::move(write));
 }
 
-void MemoryBarriers::arrive_behind(uint32_t address, std::vector<AsyncWrite> writes) {
+void MemoryBarriers::arrive_after(uint32_t address, std::vector<AsyncWrite> writes) {
   int64_t bytes = 0;
   for (const AsyncWrite& write : writes) bytes += write.bytes;
   arrive(address, bytes);
@@ -157,7 +157,7 @@ void MemoryBarriers::wait(uint32_t address, int parity) {
     if (last != first + 1) {
       fault(
           text("%s: %u phases ended while the thread waited for one; a wait may see the parity "
-               "of the last and wait for ever",
+               "of the last and wait forever",
                describe(index).c_str(), last - first));
     }
   }
@@ -224,7 +224,7 @@ bool NamedBarriers::arrive(int barrier, int threads, bool wait, bool x) {
     b.some = false;
     b.known = block_.clocks().nothing();
   } else if (b.threads != threads) {
-    fault(text("%s of barrier %d with %d threads, others meet there with %d", what, barrier,
+    fault(text("%s of barrier %d with %d threads, but others use it with %d", what, barrier,
                threads, b.threads));
   }
   release(b.known);
@@ -256,8 +256,8 @@ std::string NamedBarriers::describe(int barrier) const {
 void Registers::start(int threads) {
   constexpr int kStep = 8;
   constexpr int kMost = 255;
-  const int count = std::min(kPerMultiprocessor / threads, kMost) / kStep * kStep;
-  of_warp_.assign(static_cast<size_t>(threads / kLanes), count);
+  const int count = std::min(kPerSm / threads, kMost) / kStep * kStep;
+  per_warp_.assign(static_cast<size_t>(threads / kLanes), count);
   waiting_.clear();
   free_ = 0;
 }
@@ -271,7 +271,7 @@ void Registers::check(int count, const char* what) const {
 }
 
 bool Registers::take(int warp, int count) {
-  int& own = of_warp_[static_cast<size_t>(warp)];
+  int& own = per_warp_[static_cast<size_t>(warp)];
   if (own == count) return true;
   if (count - own > free_) return false;
   free_ -= count - own;
@@ -283,9 +283,9 @@ void Registers::increase(int count) {
   Block& block_ = block();
   check(count, "setmaxnreg_inc");
   const int warp = block_.warp_of_block();
-  if (of_warp_[static_cast<size_t>(warp)] > count) {
+  if (per_warp_[static_cast<size_t>(warp)] > count) {
     fault(text("setmaxnreg_inc to %d registers: the warp has %d", count,
-               of_warp_[static_cast<size_t>(warp)]));
+               per_warp_[static_cast<size_t>(warp)]));
   }
   struct None {
   } call;
@@ -302,7 +302,7 @@ void Registers::decrease(int count) {
   struct None {
   } call;
   block_.meet(Collective::setmaxnreg_dec, call, [&](std::array<None*, kLanes>&) {
-    int& own = of_warp_[static_cast<size_t>(block_.warp_of_block())];
+    int& own = per_warp_[static_cast<size_t>(block_.warp_of_block())];
     if (own < count) fault(text("setmaxnreg_dec to %d registers: the warp has %d", count, own));
     free_ += own - count;
     own = count;
@@ -313,11 +313,11 @@ void Registers::decrease(int count) {
 
 std::string Registers::disagreement() const {
   constexpr size_t kWarps = 4;
-  for (size_t first = 0; first < of_warp_.size(); first += kWarps) {
-    for (size_t i = first + 1; i < std::min(first + kWarps, of_warp_.size()); ++i) {
-      if (of_warp_[i] == of_warp_[first]) continue;
+  for (size_t first = 0; first < per_warp_.size(); first += kWarps) {
+    for (size_t i = first + 1; i < std::min(first + kWarps, per_warp_.size()); ++i) {
+      if (per_warp_[i] == per_warp_[first]) continue;
       return text("setmaxnreg left warp %d with %d registers and warp %d of its warpgroup with %d",
-                  static_cast<int>(first), of_warp_[first], static_cast<int>(i), of_warp_[i]);
+                  static_cast<int>(first), per_warp_[first], static_cast<int>(i), per_warp_[i]);
     }
   }
   return "";

@@ -1,5 +1,5 @@
-// Where threads of a block wait for some of the others: mbarriers in shared memory, which also
-// count the bytes of asynchronous copies, named barriers, and the pool of registers.
+// Synchronisation of some of the threads of a block: mbarriers in shared memory, which also count
+// the bytes of asynchronous copies, named barriers, and the register pool of setmaxnreg.
 #pragma once
 
 #include <array>
@@ -12,8 +12,7 @@
 
 namespace tilewise::cuda::emulator {
 
-// An asynchronous write of shared memory, between its start and the end of the phase that counts
-// its bytes.
+// An asynchronous write to shared memory that has started and whose phase has not yet ended.
 struct AsyncWrite {
   uint32_t to;
   int bytes;
@@ -22,20 +21,22 @@ struct AsyncWrite {
 
 class SharedMemory;
 
-// Those of a block.
+// The mbarriers of a block.
 class MemoryBarriers {
  public:
   void start(SharedMemory& shared, int rank);
   void init(uint32_t address, int arrivals);
   void arrive(uint32_t address, int64_t bytes);
-  // When `writes`, which have started, have landed: those of a thread.
-  void arrive_behind(uint32_t address, std::vector<AsyncWrite> writes);
+  // Arrives when `writes`, copies that a thread has started, have landed.
+  void arrive_after(uint32_t address, std::vector<AsyncWrite> writes);
   void wait(uint32_t address, int parity);
-  // A copy that `address` counts has started. It lands now or when all threads wait.
+  // A copy that signals the barrier at `address` has started. It lands now (early copies) or when
+  // all threads wait.
   void start_write(uint32_t address, AsyncWrite write);
-  // All threads wait: the bytes of one barrier land and end its phase. False when there is none.
+  // Called when all threads wait: lands the bytes of one barrier and ends its phase. False if no
+  // barrier has bytes to land.
   bool land();
-  // Of the bytes that no phase has ended for, or "".
+  // Describes bytes whose phase never ended; "" if there are none.
   std::string unfinished() const;
   std::string describe(int barrier) const;
 
@@ -43,16 +44,16 @@ class MemoryBarriers {
   struct Barrier {
     uint32_t address = 0;
     int arrivals = 0;
-    int pending = 0;        // arrivals to come
-    int64_t bytes = 0;      // announced less landed
-    int64_t in_flight = 0;  // started less landed
+    int pending = 0;        // arrivals still expected
+    int64_t bytes = 0;      // announced minus landed
+    int64_t in_flight = 0;  // started minus landed
     uint32_t phase = 0;
     int initialiser = 0;
     uint32_t initialised = 0;
     uint32_t first_write = 0;  // when the oldest of `writes` started
     std::vector<AsyncWrite> writes;
     std::vector<int> waiting;
-    Clock arriving, complete;  // what was known to those who arrived, up to the last whole phase
+    Clock arriving, complete;  // known to the threads that arrived; up to the last full phase
   };
 
   Barrier& find(uint32_t address, const char* what);
@@ -63,7 +64,7 @@ class MemoryBarriers {
   void land(Barrier& b);
 
   SharedMemory* shared_ = nullptr;
-  int rank_ = 0;  // of the block in its cluster
+  int rank_ = 0;  // rank of the block in its cluster
   std::vector<Barrier> barriers_;
 };
 
@@ -71,7 +72,7 @@ class NamedBarriers {
  public:
   static constexpr int kCount = 16;
   void start() { barriers_ = {}; }
-  // Whether x is true for somebody who has met; for who waits, when it goes on.
+  // Returns whether any participating thread passed x = true; meaningful to threads that wait.
   bool arrive(int barrier, int threads, bool wait, bool x = false);
   std::string describe(int barrier) const;
 
@@ -79,33 +80,33 @@ class NamedBarriers {
   struct Barrier {
     int threads = 0;
     int arrived = 0;
-    bool some = false;    // of those who have arrived
-    bool result = false;  // of those who met last
+    bool some = false;    // any x of the threads that have arrived
+    bool result = false;  // the result of the last completed use
     std::vector<int> waiting;
     Clock known;
   };
   std::array<Barrier, kCount> barriers_;
 };
 
-// Registers a thread, per warp; what warps give back others may take.
+// Registers per thread, for each warp; other warps may take what a warp gives back.
 class Registers {
  public:
   void start(int threads);
-  // Together by the lanes of a warp: waits until the pool has them.
+  // Called by all lanes of a warp: waits until the pool has enough registers.
   void increase(int count);
   void decrease(int count);
-  // Warpgroups whose warps do not agree, or "".
+  // Describes a warpgroup whose warps disagree; "" if there is none.
   std::string disagreement() const;
   std::string describe(int wanted) const;
 
  private:
-  static constexpr int kPerMultiprocessor = 64 * 1024;
+  static constexpr int kPerSm = 64 * 1024;
   void check(int count, const char* what) const;
   bool take(int warp, int count);
 
-  std::vector<int> of_warp_;
+  std::vector<int> per_warp_;
   std::vector<int> waiting_;  // threads
-  int free_ = 0;              // registers of a lane
+  int free_ = 0;              // registers per lane
 };
 
 }  // namespace tilewise::cuda::emulator

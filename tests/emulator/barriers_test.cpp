@@ -1,4 +1,5 @@
-// mbarriers, named barriers and the pool of registers: who waits for whom, and what is then done.
+// Tests of mbarriers, named barriers and the register pool: which thread waits, and what is
+// ordered.
 #include <vector>
 
 #include "cuda/ptx/block.h"
@@ -23,7 +24,7 @@ void init(int place, int arrivals) {
   ptx::sync_block();
 }
 
-TEST(Mbarrier, ParityOfANewOne) {
+TEST(Mbarrier, InitialParity) {
   run_grid(1, 32, 64, [] {
     init(0, 1);
     ptx::mbarrier_wait_parity(byte(0), 1);
@@ -36,32 +37,32 @@ TEST(Mbarrier, ParityOfANewOne) {
               "lanes 0-31 parity 0 of the mbarrier at byte 0 (phase 0, 0 of 1 arrivals)");
 }
 
-// Producer and consumers of a ring of two words.
+// Producer and consumers of a ring of two stages.
 TEST(Mbarrier, Ring) {
   constexpr int kSteps = 7;
   for (const char* order : {"forward", "reverse", "shuffled", "warps"}) {
-    const Environment who("TILEWISE_EMULATOR_ORDER", order);
+    const Environment order_variable("TILEWISE_EMULATOR_ORDER", order);
     std::vector<uint32_t> sums(64);
     run_grid(1, 96, 64, [&] {
       if (ptx::thread_index() == 0) {
-        for (int slot = 0; slot < 2; ++slot) {
-          ptx::mbarrier_init(byte(16 + 16 * slot), 1);
-          ptx::mbarrier_init(byte(24 + 16 * slot), 64);
+        for (int stage = 0; stage < 2; ++stage) {
+          ptx::mbarrier_init(byte(16 + 16 * stage), 1);
+          ptx::mbarrier_init(byte(24 + 16 * stage), 64);
         }
       }
       ptx::sync_block();
       const int thread = ptx::thread_index();
       for (int step = 0; step < kSteps; ++step) {
-        const int slot = step % 2;
+        const int stage = step % 2;
         const int parity = step / 2 & 1;
         if (thread == 64) {
-          ptx::mbarrier_wait_parity(byte(24 + 16 * slot), parity ^ 1);
-          ptx::st_shared_b32(byte(4 * slot), static_cast<uint32_t>(step * step));
-          ptx::mbarrier_arrive(byte(16 + 16 * slot));
+          ptx::mbarrier_wait_parity(byte(24 + 16 * stage), parity ^ 1);
+          ptx::st_shared_b32(byte(4 * stage), static_cast<uint32_t>(step * step));
+          ptx::mbarrier_arrive(byte(16 + 16 * stage));
         } else if (thread < 64) {
-          ptx::mbarrier_wait_parity(byte(16 + 16 * slot), parity);
-          sums[thread] += ptx::ld_shared_b32(byte(4 * slot));
-          ptx::mbarrier_arrive(byte(24 + 16 * slot));
+          ptx::mbarrier_wait_parity(byte(16 + 16 * stage), parity);
+          sums[thread] += ptx::ld_shared_b32(byte(4 * stage));
+          ptx::mbarrier_arrive(byte(24 + 16 * stage));
         }
       }
     });
@@ -109,7 +110,7 @@ TEST(Mbarrier, Misuse) {
               "st.shared of byte 0 of shared memory, where an mbarrier is");
 }
 
-TEST(Mbarrier, UseBeforeTheOthersCanSeeIt) {
+TEST(Mbarrier, UseBeforeInitialisationIsVisible) {
   expect_part(fault_of(1, 64, 64,
                        [] {
                          if (ptx::thread_index() == 0) ptx::mbarrier_init(byte(0), 64);
@@ -133,8 +134,8 @@ TEST(Mbarrier, DeadlockNamesArrivalsAndBytes) {
   expect_part(message, "warp 1: lanes 0-31 bar_sync of barrier 2 (32 of 64 threads)");
 }
 
-// A barrier that goes on without those who wait: the second of two phases has their parity.
-TEST(Mbarrier, PhasesPassAThreadThatWaits) {
+// A barrier that advances past a waiting thread: the second of two phases has the same parity.
+TEST(Mbarrier, PhasesAdvancePastAWaitingThread) {
   expect_part(fault_of(1, 64, 64,
                        [] {
                          init(0, 1);
@@ -151,7 +152,7 @@ TEST(Mbarrier, PhasesPassAThreadThatWaits) {
               "2 phases ended while the thread waited for one");
 }
 
-// Thread 0 of warp 0 writes, thread 0 of warp 1 reads, or the other way round.
+// Thread 0 of warp 0 writes and thread 0 of warp 1 reads, or the other way round.
 std::string hand_over(bool arrive_last, bool write_first) {
   return fault_of(1, 64, 64, [&] {
     init(0, 1);
@@ -182,9 +183,9 @@ std::string hand_over(bool arrive_last, bool write_first) {
   });
 }
 
-TEST(Mbarrier, OrdersWhatWasDoneBeforeTheArrival) {
+TEST(Mbarrier, OrdersAccessesBeforeTheArrival) {
   for (const char* order : {"forward", "reverse"}) {
-    const Environment who("TILEWISE_EMULATOR_ORDER", order);
+    const Environment order_variable("TILEWISE_EMULATOR_ORDER", order);
     EXPECT_EQ(hand_over(true, true), "");
     EXPECT_EQ(hand_over(true, false), "");
     EXPECT_NE(hand_over(false, true), "");
@@ -192,7 +193,7 @@ TEST(Mbarrier, OrdersWhatWasDoneBeforeTheArrival) {
   }
 }
 
-// One lane arrives for all of its warp.
+// One lane arrives on behalf of its warp.
 std::string arrive_for_the_warp(bool sync, bool many_readers) {
   return fault_of(1, 96, 1024, [&] {
     init(0, many_readers ? 2 : 1);
@@ -217,7 +218,7 @@ TEST(Mbarrier, OneLaneArrivesForItsWarp) {
   expect_part(arrive_for_the_warp(false, true), "race: st.shared of byte 512");
 }
 
-// One lane waits for all of its warp.
+// One lane waits on behalf of its warp.
 std::string wait_for_the_warp(bool sync) {
   return fault_of(1, 64, 64, [&] {
     init(0, 1);
@@ -241,19 +242,19 @@ TEST(Mbarrier, OneLaneWaitsForItsWarp) {
   expect_part(wait_for_the_warp(false), "race: ld.shared of byte 16");
 }
 
-TEST(NamedBarrier, TellsAllWhetherSomebodySaysSo) {
+TEST(NamedBarrier, AnyReachesAllThreads) {
   EXPECT_EQ(fault_of(1, 128, 0,
                      [] {
                        const int thread = ptx::thread_index();
-                       for (const int who : {0, 127, -1, 64, -1, 3})
-                         ASSERT_EQ(ptx::bar_any(1, 128, thread == who), who >= 0);
+                       for (const int chosen : {0, 127, -1, 64, -1, 3})
+                         ASSERT_EQ(ptx::bar_any(1, 128, thread == chosen), chosen >= 0);
                        ptx::bar_sync(1, 128);
                        ASSERT_EQ(ptx::bar_any(1, 128, false), false);
                      }),
             "");
 }
 
-TEST(NamedBarrier, OrdersThoseWhoMeet) {
+TEST(NamedBarrier, OrdersItsParticipants) {
   const auto exchange = [](bool third) {
     return fault_of(1, 96, 512, [&] {
       const int thread = ptx::thread_index();
@@ -272,7 +273,7 @@ TEST(NamedBarrier, OrdersThoseWhoMeet) {
     });
   };
   for (const char* order : {"forward", "reverse"}) {
-    const Environment who("TILEWISE_EMULATOR_ORDER", order);
+    const Environment order_variable("TILEWISE_EMULATOR_ORDER", order);
     EXPECT_EQ(exchange(true), "");
     expect_part(exchange(false), "race");
   }
@@ -284,7 +285,7 @@ TEST(NamedBarrier, Misuse) {
   expect_part(fault_of(1, 64, 0, [] { ptx::bar_sync(1, 48); }), "with 48 threads: whole warps");
   expect_part(fault_of(1, 64, 0, [] { ptx::bar_sync(1, 96); }), "at most the 64 of the block");
   expect_part(fault_of(1, 64, 0, [] { ptx::bar_sync(1, ptx::warp_index() == 0 ? 64 : 32); }),
-              "with 32 threads, others meet there with 64");
+              "with 32 threads, but others use it with 64");
 }
 
 template <int kDec, int kInc>
@@ -299,7 +300,7 @@ std::string move_registers(bool all_warps = true) {
 }
 
 TEST(Registers, Pool) {
-  // 384 threads start with 168 each.
+  // 384 threads start with 168 registers each.
   EXPECT_EQ((move_registers<24, 240>()), "");
   EXPECT_EQ((move_registers<40, 232>()), "");
   const std::string message = move_registers<32, 240>();

@@ -8,14 +8,14 @@
 #include <numeric>
 #include <random>
 
+#include "emulator/call_stack.h"
 #include "emulator/device.h"
-#include "emulator/places.h"
 
 namespace tilewise::cuda::emulator {
 namespace {
 
-// A thread may poll a flag once per step of a long loop; only when nothing else happens for so
-// many rounds is it taken for waiting in vain.
+// A thread may poll a flag once per step of a long loop. Only when nothing else happens for this
+// many rounds is it considered deadlocked.
 constexpr int kMaxIdlePolls = 10000;
 
 constexpr std::array kCollectiveNames = {
@@ -41,8 +41,8 @@ const char* name(Collective collective) {
   return kCollectiveNames[static_cast<size_t>(collective)];
 }
 
-// The library that holds this may be loaded while the program runs, but its one pointer fits what
-// loaders reserve; reading it through the dynamic model would cost a call.
+// The library with this variable may be loaded at run time, but one pointer fits into the TLS space
+// that loaders reserve; reading it through the dynamic model would cost a call.
 __attribute__((tls_model("initial-exec"))) thread_local Block* active = nullptr;
 
 template <class T>
@@ -66,7 +66,7 @@ std::string lanes_of(uint32_t mask) {
   return lanes;
 }
 
-// What was launched, as the compiler calls it: "Body = X" of the name of run_grid.
+// The launched kernel as the compiler names it: "Body = X" in the name of run_grid.
 std::string kernel_name(const detail::Launch& launch) {
   std::string name = launch.kernel;
   const size_t begin = name.find("Body = ");
@@ -100,7 +100,7 @@ const Statistics& statistics() {
 }
 
 void detail::run(const Launch& launch) {
-  static thread_local std::unique_ptr<Block> block;  // its stacks are kept for the next launch
+  static thread_local std::unique_ptr<Block> block;  // keeps its stacks for the next launch
   if (active != nullptr && active->running()) fault("a kernel launches a kernel");
   if (block == nullptr) block = std::make_unique<Block>();
   active = block.get();
@@ -124,8 +124,8 @@ void Block::run_grid(const detail::Launch& launch) {
   statistics_ = {};
   statistics_.blocks = launch.blocks;
   warp_count_ = launch.cluster * launch.threads / kLanes;
-  while (static_cast<int>(facets_.size()) < launch.cluster) {
-    facets_.push_back(std::make_unique<Facet>());
+  while (static_cast<int>(states_.size()) < launch.cluster) {
+    states_.push_back(std::make_unique<BlockState>());
   }
   for (int i = 0; i < warp_count_; ++i) {
     rank_of_warp_[i] = static_cast<uint8_t>(i * kLanes / launch.threads);
@@ -138,14 +138,14 @@ void Block::run_grid(const detail::Launch& launch) {
   failure_.clear();
   failure_stack_.clear();
   if (clock_ > UINT32_MAX / 2) {
-    for (const auto& facet : facets_) facet->shared.forget_times();
+    for (const auto& state : states_) state->shared.forget_times();
     clock_ = 0;
   }
   launch_ = &launch;
   for (size_t i = 0; i < order.size() && failure_.empty(); ++i) {
     index_ = order[i];
-    arrange(turn_order_.data(), warp_count_, warps ? Order::shuffled : options_.order, random);
-    for (int turn = 0; turn < warp_count_; ++turn) turn_of_[turn_order_[turn]] = turn;
+    arrange(warp_order_.data(), warp_count_, warps ? Order::shuffled : options_.order, random);
+    for (int turn = 0; turn < warp_count_; ++turn) warp_position_[warp_order_[turn]] = turn;
     run_block();
   }
   launch_ = nullptr;
@@ -170,9 +170,10 @@ void Block::report(const detail::Launch& launch) const {
   add(s.bulk_bytes, "bytes by bulk copies");
   add(s.warpgroup_products, "wgmma");
   add(s.matrix_loads, "matrices loaded");
-  add(s.matrix_load_conflicts, "conflicts of them");
+  add(s.matrix_load_conflicts, "bank conflicts of ldmatrix");
   add(s.shared_accesses, "accesses to shared memory");
-  add(s.shared_conflicts, options_.count_banks ? "conflicts of them" : "conflicts (not counted)");
+  add(s.shared_conflicts,
+      options_.count_banks ? "bank conflicts of these" : "bank conflicts (not counted)");
   line.back() = '\n';
   std::fputs(line.c_str(), stderr);
 }
@@ -185,7 +186,7 @@ void Block::run_block() {
   for (int i = 0; i < warp_count_; ++i) warps_[i] = Warp{.runnable = kAllLanes};
   clocks_.start(threads, clock_ + 1);
   for (int rank = 0; rank < launch_->cluster; ++rank) {
-    Facet& f = *facets_[static_cast<size_t>(rank)];
+    BlockState& f = *states_[static_cast<size_t>(rank)];
     f.shared.start(launch_->shared_bytes, options_.check_races);
     f.barriers.start(f.shared, rank);
     f.named_barriers.start();
@@ -199,7 +200,7 @@ void Block::run_block() {
     copies_[i] = {};
     bulk_copies_[i] = {};
   }
-  thread_ = turn_order_[0] * kLanes;
+  thread_ = warp_order_[0] * kLanes;
   switch_context(host_, contexts_[thread_]);
   for (int i = 0; i < warp_count_; ++i) settle_accesses(i);
   if (!failure_.empty()) return;
@@ -211,10 +212,10 @@ void Block::run_block() {
       kernel_name(*launch_);
 }
 
-// What is wrong with a block whose threads have all exited.
+// What is wrong in a block whose threads have all exited; "" if nothing is.
 std::string Block::left_undone() const {
   for (int rank = 0; rank < launch_->cluster; ++rank) {
-    const Facet& f = *facets_[static_cast<size_t>(rank)];
+    const BlockState& f = *states_[static_cast<size_t>(rank)];
     const int overrun = f.shared.first_overrun();
     if (overrun >= 0) {
       return text("byte %d of shared memory was written, the launch gave %d bytes", overrun,
@@ -238,7 +239,7 @@ std::string Block::left_undone() const {
   return "";
 }
 
-// The first function of every fiber.
+// The entry function of every fiber.
 void Block::enter() {
   Block& b = *active;
   b.launch_->invoke(b.launch_->body);
@@ -255,18 +256,18 @@ void Block::exit_thread() {
     fail(text("the thread exits while lanes %s of its warp wait in %s",
               lanes_of(w.in_collective).c_str(), name(w.collective)));
   }
-  if (facet().at_barrier != 0) fail("the thread exits while others wait in sync_block");
+  if (state().at_barrier != 0) fail("the thread exits while others wait in sync_block");
   idle_polls_ = 0;
   if (++exited_ == launch_->cluster * launch_->threads) switch_context(contexts_[thread_], host_);
   end_cluster_barrier();
   run_another();
 }
 
-// The first lane of the next warp that has any that can run.
+// Finds the first runnable lane of the next warp that has one.
 bool Block::next_thread(int* thread) {
-  const int turn = turn_of_[thread_ / kLanes];
+  const int turn = warp_position_[thread_ / kLanes];
   for (int i = 1; i <= warp_count_; ++i) {
-    const int index = turn_order_[(turn + i) % warp_count_];
+    const int index = warp_order_[(turn + i) % warp_count_];
     if (warps_[index].runnable == 0) continue;
     *thread = index * kLanes + __builtin_ctz(warps_[index].runnable);
     return true;
@@ -277,7 +278,7 @@ bool Block::next_thread(int* thread) {
 void Block::run_another_warp() {
   int thread = thread_;
   if (next_thread(&thread)) return switch_to(thread);
-  // Asynchronous copies take as long as they may.
+  // Asynchronous copies land as late as possible.
   if (land() && next_thread(&thread)) {
     if (thread != thread_) switch_to(thread);
     return;
@@ -302,7 +303,7 @@ void Block::run_another_warp() {
 
 bool Block::land() {
   for (int rank = 0; rank < launch_->cluster; ++rank) {
-    if (facets_[static_cast<size_t>(rank)]->barriers.land()) return true;
+    if (states_[static_cast<size_t>(rank)]->barriers.land()) return true;
   }
   return false;
 }
@@ -326,8 +327,8 @@ void Block::sync_block() {
   Warp& w = warp();
   w.at_barrier |= lane_bit();
   w.runnable &= ~lane_bit();
-  if (++facet().at_barrier < launch_->threads) return run_another();
-  facet().at_barrier = 0;
+  if (++state().at_barrier < launch_->threads) return run_another();
+  state().at_barrier = 0;
   idle_polls_ = 0;
   ++statistics_.block_barriers;
   for (int i = first; i < first + warps; ++i) {
@@ -339,7 +340,7 @@ void Block::sync_block() {
 }
 
 void Block::note_block_barrier(int rank) {
-  facets_[static_cast<size_t>(rank)]->barrier_time = ++clock_;
+  states_[static_cast<size_t>(rank)]->barrier_time = ++clock_;
   const int first = rank * launch_->threads;
   clocks_.join(first, first + launch_->threads);
   for (int i = 0; i < launch_->threads / kLanes; ++i) {
@@ -375,11 +376,11 @@ void Block::note_cluster_barrier() {
   clocks_.join(0, launch_->cluster * launch_->threads);
 }
 
-Facet& Block::facet_of(int rank) {
+BlockState& Block::state_of(int rank) {
   if (rank < 0 || rank >= launch_->cluster) {
     fail(text("block %d of a cluster of %d", rank, launch_->cluster));
   }
-  return *facets_[static_cast<size_t>(rank)];
+  return *states_[static_cast<size_t>(rank)];
 }
 
 void Block::poll() {
@@ -403,7 +404,7 @@ void Block::wake(int thread) {
 }
 
 std::string Block::reason(const Wait& wait, int rank) const {
-  const Facet& f = *facets_[static_cast<size_t>(rank)];
+  const BlockState& f = *states_[static_cast<size_t>(rank)];
   switch (wait.kind) {
     case Wait::mbarrier:
       return text("parity %d of the ", wait.parity) + f.barriers.describe(wait.which);

@@ -1,4 +1,5 @@
-// The block that runs on this host thread, or the cluster of them: its fibers, and where they meet.
+// The block, or the cluster of blocks, that runs on this host thread: its fibers and where they
+// meet.
 #pragma once
 
 #include <array>
@@ -22,10 +23,10 @@ namespace tilewise::cuda::emulator {
 
 inline constexpr int kLanes = 32;
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
-inline constexpr int kMaxThreads = 1024;  // of a block, and of a cluster
+inline constexpr int kMaxThreads = 1024;  // per block and per cluster
 inline constexpr int kMaxCluster = 16;
 
-// What all lanes of a warp do together.
+// Operations that all lanes of a warp perform together.
 enum class Collective : uint8_t {
   none,
   sync_warp,
@@ -45,11 +46,11 @@ enum class Collective : uint8_t {
   setmaxnreg_dec,
 };
 
-// What a thread waits for that other threads will do one by one.
+// A wait that other threads end one by one.
 struct Wait {
   enum Kind : uint8_t { mbarrier, named_barrier, registers };
   Kind kind;
-  int which;  // barrier, or how many registers
+  int which;  // the barrier, or the number of registers
   int parity;
 };
 
@@ -60,38 +61,38 @@ struct Copy {
   int bytes_read;
 };
 
-// Asynchronous copies of a thread, in the order they were started.
+// The asynchronous copies of a thread, in the order in which they started.
 struct Copies {
   std::deque<Copy> in_flight;
   std::deque<int> groups;  // how many copies each committed group has
   int open = 0;            // not yet in a group
 };
 
-// A lane is in exactly one of the masks, or is the one that runs (which is in `runnable`).
+// A lane is in exactly one of the masks; the running lane is in `runnable`.
 struct Warp {
   uint32_t runnable = 0;
   uint32_t in_collective = 0;
   uint32_t at_barrier = 0;
   uint32_t at_cluster = 0;
-  uint32_t waiting = 0;  // as `waits_` says
-  uint32_t polling = 0;  // let the others run before it reads a flag again
+  uint32_t waiting = 0;  // described by `waits_`
+  uint32_t polling = 0;  // lets the others run before it reads a flag again
   uint32_t exited = 0;
   Collective collective = Collective::none;
-  uint32_t barrier_time = 0;          // of the last barrier of the warp or the block
+  uint32_t barrier_time = 0;          // time of the last barrier of the warp or the block
   std::array<void*, kLanes> calls{};  // arguments of the lanes in `in_collective`
 };
 
-// What every block of a cluster has of its own.
-struct Facet {
+// The state that each block of a cluster has for itself.
+struct BlockState {
   SharedMemory shared;
   MemoryBarriers barriers;
   NamedBarriers named_barriers;
   Registers registers;
   int at_barrier = 0;
-  uint32_t barrier_time = 1;  // of its last barrier
+  uint32_t barrier_time = 1;  // time of its last barrier
 };
 
-// Threads are numbered through all blocks of a cluster; rank r has those from r * threads on.
+// Threads are numbered across all blocks of a cluster; those of rank r start at r * threads.
 class Block {
  public:
   Block()
@@ -109,22 +110,22 @@ class Block {
   int64_t index() const { return index_ * launch_->cluster + rank(); }
   const detail::Launch& launch() const { return *launch_; }
   const Options& options() const { return options_; }
-  Facet& facet() { return *facets_[static_cast<size_t>(rank())]; }
-  // Of the block `rank` of the cluster; a fault if there is none.
-  Facet& facet_of(int rank);
-  SharedMemory& shared() { return facet().shared; }
+  BlockState& state() { return *states_[static_cast<size_t>(rank())]; }
+  // The state of block `rank` of the cluster; a fault if there is no such block.
+  BlockState& state_of(int rank);
+  SharedMemory& shared() { return state().shared; }
   Copies& copies() { return copies_[static_cast<size_t>(thread_)]; }
   BulkCopies& bulk_copies() { return bulk_copies_[static_cast<size_t>(thread_)]; }
-  MemoryBarriers& barriers() { return facet().barriers; }
-  NamedBarriers& named_barriers() { return facet().named_barriers; }
-  Registers& registers() { return facet().registers; }
+  MemoryBarriers& barriers() { return state().barriers; }
+  NamedBarriers& named_barriers() { return state().named_barriers; }
+  Registers& registers() { return state().registers; }
   Products& products() { return products(thread_ / kLanes); }
   Products& products(int warp) { return products_[static_cast<size_t>(warp)]; }
   Clocks& clocks() { return clocks_; }
   Statistics& counts() { return statistics_; }
 
-  // All 32 lanes call it with their arguments; the last to arrive does the work for all of them
-  // by `perform(calls)`, where calls[lane] points to the lane's arguments.
+  // All 32 lanes call this with their arguments. The last lane to arrive does the work for all of
+  // them with `perform(calls)`, where calls[lane] points to the lane's arguments.
   template <class Call, class Perform>
   void meet(Collective collective, Call& call, Perform perform) {
     Warp& w = warp();
@@ -147,10 +148,10 @@ class Block {
   void sync_block();
   void sync_cluster();
   void poll();
-  // Until another thread wakes this one.
+  // Blocks this thread until another one wakes it.
   void wait(const Wait& why);
   void wake(int thread);
-  // An access to shared memory, for the count of bank conflicts.
+  // Logs an access to shared memory, to count bank conflicts.
   void note_access(const void* place, uint32_t offset, int bytes) {
     if (!options_.count_banks) return;
     logs_[static_cast<size_t>(thread_ / kLanes)].note(thread_ % kLanes, {place, offset, bytes});
@@ -160,16 +161,16 @@ class Block {
     const int first = thread_ / kLanes * kLanes;
     clocks_.join(first, first + kLanes);
   }
-  // What is done from here on is later.
+  // Everything done from here on has a later time.
   uint32_t tick() { return ++clock_; }
-  Moment moment() { return {thread_, clock_, facet().barrier_time, warp().barrier_time, &clocks_}; }
-  // For what this thread does to the block `rank`.
+  Moment moment() { return {thread_, clock_, state().barrier_time, warp().barrier_time, &clocks_}; }
+  // The moment of an access to shared memory of block `other` of the cluster.
   Moment moment_at(int other) {
     if (other == rank()) return moment();
     return {thread_, clock_, cluster_barrier_time_, 0, &clocks_};
   }
 
-  // Leaves the grid for good: run_grid throws `message` with the place it happened.
+  // Leaves the grid permanently: run_grid throws `message` with the place where it happened.
   [[noreturn]] void fail(const std::string& message);
   bool running() const { return launch_ != nullptr; }
 
@@ -184,7 +185,7 @@ class Block {
   void note_cluster_barrier();
   void end_cluster_barrier();
   bool land();
-  // This thread waits: the next lane of its warp goes on, or else another warp.
+  // This thread waits: the next runnable lane of its warp continues, or else another warp.
   void run_another() {
     const uint32_t runnable = warp().runnable;
     if (runnable == 0) return run_another_warp();
@@ -214,23 +215,23 @@ class Block {
   Options options_;
   int64_t index_ = 0;
   int thread_ = 0;
-  int warp_count_ = 0;  // of all blocks of the cluster
+  int warp_count_ = 0;  // in all blocks of the cluster
   int exited_ = 0;
   int at_cluster_ = 0;
   std::array<uint8_t, kMaxThreads / kLanes> rank_of_warp_{};
   int idle_polls_ = 0;  // rounds of polling in which nothing else happened
-  uint32_t clock_ = 1;  // counts whatever orders accesses
+  uint32_t clock_ = 1;  // advances with every event that orders accesses
   uint32_t cluster_barrier_time_ = 1;
   std::array<Warp, kMaxThreads / kLanes> warps_;
-  std::array<int, kMaxThreads / kLanes> turn_order_{};  // which warp runs before which
-  std::array<int, kMaxThreads / kLanes> turn_of_{};     // its inverse
+  std::array<int, kMaxThreads / kLanes> warp_order_{};     // the order in which warps run
+  std::array<int, kMaxThreads / kLanes> warp_position_{};  // the inverse
   Stacks stacks_;
   std::array<Context, kMaxThreads> contexts_;
   Context host_;
   std::vector<Copies> copies_;
   std::vector<BulkCopies> bulk_copies_;
   std::vector<Wait> waits_;
-  std::vector<std::unique_ptr<Facet>> facets_;
+  std::vector<std::unique_ptr<BlockState>> states_;
   std::array<Products, kMaxThreads / kLanes> products_;
   Clocks clocks_;
   std::array<AccessLog, kMaxThreads / kLanes> logs_;
@@ -239,13 +240,13 @@ class Block {
   std::vector<uintptr_t> failure_stack_;
 };
 
-// The one of this host thread, which runs.
+// The block or cluster that runs on this host thread.
 Block& block();
 // Null between launches.
 Block* running_block();
 
 [[noreturn]] void fault(const std::string& message);
-// As printf.
+// Formats like printf.
 std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 }  // namespace tilewise::cuda::emulator

@@ -1,4 +1,4 @@
-// Threads that meet, threads that never do, and the order of blocks.
+// Tests of threads that meet, threads that never do, and the order of blocks.
 #include <thread>
 #include <vector>
 
@@ -88,7 +88,7 @@ TEST(Deadlock, ExitedThreadInBarrier) {
               "sync_block needs all threads");
 }
 
-TEST(Flags, ThreadsOfABlockWaitForEachOther) {
+TEST(Flags, ThreadsOfABlockWaitForFlags) {
   int32_t flag = 0;
   std::vector<int> order;
   run_grid(1, 64, 0, [&] {
@@ -101,7 +101,7 @@ TEST(Flags, ThreadsOfABlockWaitForEachOther) {
   for (int i = 0; i < 64; ++i) EXPECT_EQ(order[i], 63 - i);
 }
 
-TEST(Flags, BlocksTakeTurnsInTheirOrder) {
+TEST(Flags, BlocksWaitForEarlierBlocks) {
   int32_t turn = 0;
   const auto take_turn = [&] {
     while (ptx::ld_acquire(&turn) != ptx::block_index()) {
@@ -145,7 +145,7 @@ TEST(Order, OfBlocks) {
   EXPECT_EQ(order, forward);
 }
 
-TEST(Launch, WhatNoGpuTakes) {
+TEST(Launch, RefusesImpossibleLaunches) {
   expect_part(fault_of(1, 33, 0, [] {}), "not whole warps");
   expect_part(fault_of(1, 2048, 0, [] {}), "launch");
   expect_part(fault_of(1, 32, 300 * 1024, [] {}), "launch");
@@ -154,7 +154,7 @@ TEST(Launch, WhatNoGpuTakes) {
   EXPECT_EQ(fault_of(0, 32, 0, [] { FAIL(); }), "");
 }
 
-TEST(Launch, AfterAFaultTheNextOneRuns) {
+TEST(Launch, RunsAgainAfterAFault) {
   EXPECT_NE(fault_of(4, 32, 0, [] { ptx::st_shared_b32(1024, 1); }), "");
   int runs = 0;
   run_grid(1, 32, 0, [&] { ++runs; });
@@ -166,7 +166,7 @@ TEST(Launch, UnknownSwitch) {
   expect_part(fault_of(1, 32, 0, [] {}), "early or late");
 }
 
-TEST(Launch, HostThreadsAtOnce) {
+TEST(Launch, ConcurrentHostThreads) {
   const auto sum = [](int64_t* result) {
     for (int repeat = 0; repeat < 20; ++repeat) {
       run_grid(2, 128, 512, [&] {

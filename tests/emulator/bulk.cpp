@@ -9,7 +9,7 @@
 namespace tilewise::cuda::emulator {
 namespace {
 
-constexpr uint64_t kEncoded = 0x6569776c6974616d;  // in the last word of a map
+constexpr uint64_t kEncoded = 0x6569776c6974616d;  // marks an encoded map, in its last word
 constexpr int kRowBytes = kTensorMapBoxBytes;
 constexpr int kChunkBytes = 16;
 
@@ -38,8 +38,8 @@ Box box_of(const TensorMap& map, uint32_t shared, int column, int row, int head,
   return box;
 }
 
-// For every 16 bytes of the box: where they lie in shared memory, in global memory, and how many of
-// them exist there.
+// Visits each 16 bytes of the box: their places in shared and in global memory, and how many of the
+// bytes exist in global memory.
 template <class Visit>
 void for_each_chunk(const Box& box, Visit visit) {
   const TensorMapShape& s = box.shape;

@@ -1,5 +1,5 @@
 // Copies by the tensor memory accelerator. Loads are counted by an mbarrier (barriers.h); stores
-// and sums belong to bulk groups of the thread that starts them.
+// and reductions belong to bulk groups of the thread that starts them.
 #pragma once
 
 #include <cstdint>
@@ -10,16 +10,16 @@
 
 namespace tilewise::cuda::emulator {
 
-// Bulk groups of a thread. A copy reads shared memory when it starts or when it is waited for.
+// The bulk groups of a thread. A copy reads shared memory when it starts or when it is waited for.
 class BulkCopies {
  public:
   void start(uint32_t from, int bytes, const char* what, std::function<void()> land);
   void commit();
-  // Until shared memory has been read; until all is done.
+  // Waits until shared memory has been read; waits until the copies are complete.
   void wait_read(int pending);
   void wait(int pending);
   void check_exit() const;
-  // Others are told that what this thread did is done.
+  // Checks that no copy is unfinished when a release tells others that this thread's work is done.
   void check_release() const;
 
  private:
@@ -29,13 +29,13 @@ class BulkCopies {
     const char* what;
     std::function<void()> land;
   };
-  std::deque<Copy> in_flight_;  // that have not read yet
+  std::deque<Copy> in_flight_;  // copies that have not read yet
   std::deque<int> groups_;      // how many copies each committed group has
-  int read_ = 0;                // groups, the first ones, of which it is known that they have read
+  int read_ = 0;                // number of leading groups known to have been read
   int open_ = 0;                // copies not yet in a group
 };
 
-// What cuTensorMapEncodeTiled refuses, as Fault. The map holds the shape itself.
+// Throws Fault for anything that cuTensorMapEncodeTiled refuses. The map holds the shape itself.
 void encode_tensor_map(TensorMap& map, const TensorMapShape& shape);
 
 }  // namespace tilewise::cuda::emulator

@@ -1,4 +1,4 @@
-// Copies by the tensor memory accelerator against plain loops, and what is found wrong with them.
+// TMA copies compared with plain loops, and the faults that are detected.
 #include <vector>
 
 #include "base/half.h"
@@ -19,7 +19,7 @@ namespace {
 constexpr int kColumns = 72, kRows = 11, kHeads = 3, kSlots = 2;
 constexpr int kBoxRows = 16;
 constexpr int kBoxBytes = kBoxRows * 128;
-constexpr int kBarrier = 2 * kBoxBytes;  // behind two boxes
+constexpr int kBarrier = 2 * kBoxBytes;  // after two boxes
 constexpr int kBytes = kBarrier + 16;
 using Box = tile::SwizzledTile<kBoxRows, 64>;
 
@@ -82,11 +82,11 @@ constexpr int kPlaces[][4] = {{0, 0, 0, 0},   {64, 0, 2, 1},   {0, 8, 1, 1},  {-
                               {0, 40, 0, 0},  {0, 0, -1, 0},   {0, 0, 3, 0},  {0, 0, 0, 2},
                               {100, 0, 0, 0}, {-200, 2, 1, 0}, {8, 0, 0, -1}, {13, 3, 2, 1}};
 
-TEST(Bulk, LoadsOfBoxes) {
+TEST(Bulk, TensorLoads) {
   const Tensor tensor;
   const TensorMap map = tensor.map();
   for (const char* copies : {"late", "early"}) {
-    const Environment when("TILEWISE_EMULATOR_COPIES", copies);
+    const Environment copies_variable("TILEWISE_EMULATOR_COPIES", copies);
     for (const auto& [column, row, head, slot] : kPlaces) {
       run_grid(1, 32, kBytes, [&, c = column, r = row, h = head, s = slot] {
         init();
@@ -118,9 +118,9 @@ void fill(int from) {
   }
 }
 
-TEST(Bulk, StoresOfBoxes) {
+TEST(Bulk, TensorStores) {
   for (const char* copies : {"late", "early"}) {
-    const Environment when("TILEWISE_EMULATOR_COPIES", copies);
+    const Environment copies_variable("TILEWISE_EMULATOR_COPIES", copies);
     for (const auto& [column, row, head, slot] : kPlaces) {
       const Tensor tensor;
       std::vector<uint16_t> expected = tensor.storage;
@@ -148,9 +148,9 @@ TEST(Bulk, StoresOfBoxes) {
 
 alignas(16) float global_sums[64];
 
-TEST(Bulk, PlainLoadsAndSums) {
+TEST(Bulk, PlainLoadsAndReductions) {
   for (const char* copies : {"late", "early"}) {
-    const Environment when("TILEWISE_EMULATOR_COPIES", copies);
+    const Environment copies_variable("TILEWISE_EMULATOR_COPIES", copies);
     for (int i = 0; i < 64; ++i) global_sums[i] = static_cast<float>(i);
     run_grid(3, 32, kBytes, [] {
       init();
@@ -167,7 +167,7 @@ TEST(Bulk, PlainLoadsAndSums) {
   }
 }
 
-TEST(Bulk, FlagsThatSayTooMuch) {
+TEST(Bulk, ReleaseWithUnfinishedStores) {
   const auto set = [](bool complete) {
     return fault_of(1, 32, kBytes, [complete] {
       fill(0);
@@ -186,7 +186,7 @@ TEST(Bulk, FlagsThatSayTooMuch) {
   expect_part(set(false), "st_release while bulk copies of the thread may still be writing");
 }
 
-TEST(Bulk, WhatNoMapDescribes) {
+TEST(Bulk, RefusesInvalidTensorMaps) {
   const Tensor tensor;
   const auto refused = [&](auto change, const char* why) {
     TensorMapShape shape = tensor.shape();
@@ -214,7 +214,7 @@ TEST(Bulk, WhatNoMapDescribes) {
   encode_tensor_map(map, one_row);
 }
 
-// A thread loads two boxes; `then` runs in all threads of two warps.
+// A thread loads two boxes; then all threads of two warps run `then`.
 template <class Then>
 std::string fault_after_load(int announced, Then then) {
   const Tensor tensor;
@@ -233,9 +233,9 @@ std::string fault_after_load(int announced, Then then) {
 
 constexpr int kTwoBoxes = 2 * kBoxBytes;
 
-TEST(Bulk, BytesThatNobodyWaitedFor) {
+TEST(Bulk, AccessWithoutWaiting) {
   for (const char* copies : {"late", "early"}) {
-    const Environment when("TILEWISE_EMULATOR_COPIES", copies);
+    const Environment copies_variable("TILEWISE_EMULATOR_COPIES", copies);
     const auto wait = [] { ptx::mbarrier_wait_parity(byte(kBarrier), 0); };
     EXPECT_EQ(fault_after_load(kTwoBoxes,
                                [&](const TensorMap&) {
@@ -243,7 +243,7 @@ TEST(Bulk, BytesThatNobodyWaitedFor) {
                                  ptx::ld_shared_b32(byte(kBoxBytes));
                                }),
               "");
-    // The others wait, this one does not.
+    // All threads except this one wait.
     const std::string read = fault_after_load(kTwoBoxes, [&](const TensorMap&) {
       if (ptx::thread_index() != 40) wait();
       ptx::ld_shared_b32(byte(kBoxBytes + 4));
@@ -260,7 +260,7 @@ TEST(Bulk, BytesThatNobodyWaitedFor) {
               "the block ended while a copy to byte 0 of shared memory was in flight");
 }
 
-TEST(Bulk, BytesAnnounced) {
+TEST(Bulk, AnnouncedBytes) {
   const auto wait = [](const TensorMap&) { ptx::mbarrier_wait_parity(byte(kBarrier), 0); };
   expect_part(fault_after_load(kBoxBytes, wait),
               "copies deliver 2048 bytes more than were announced");
@@ -269,10 +269,10 @@ TEST(Bulk, BytesAnnounced) {
   expect_part(message, "(phase 0, 1 of 1 arrivals, 4112 bytes to come, 4096 in flight)");
 }
 
-TEST(Bulk, LoadsIntoWhatOthersUse) {
+TEST(Bulk, LoadsIntoBytesInUse) {
   const Tensor tensor;
   const TensorMap map = tensor.map();
-  // Warp 1 has written or read the box, warp 0 loads into it.
+  // Warp 1 has written or read the box, and warp 0 loads into it.
   const auto reuse = [&](bool write, bool fence, bool barrier) {
     return fault_of(1, 64, kBytes, [&] {
       init(2);
@@ -305,11 +305,11 @@ TEST(Bulk, LoadsIntoWhatOthersUse) {
   expect_part(reuse(true, true, false), "race: cp.async.bulk.tensor load of byte 64");
   expect_part(reuse(false, true, false), "race: cp.async.bulk.tensor load of byte 64");
   for (const bool write : {true, false}) {
-    expect_part(reuse(write, true, true), "the block ended while a copy");  // and nothing before
+    expect_part(reuse(write, true, true), "the block ended while a copy");  // no earlier fault
   }
 }
 
-TEST(Bulk, BarriersThatCopiesCannotSee) {
+TEST(Bulk, BarrierInitialisedWithoutFence) {
   const Tensor tensor;
   const TensorMap map = tensor.map();
   const auto start = [&](bool fence) {
@@ -345,7 +345,7 @@ std::string fault_of_store(Before before, After after) {
   });
 }
 
-TEST(Bulk, StoresOfWhatOthersWrite) {
+TEST(Bulk, StoresOfBytesBeingWritten) {
   const auto fence_and_sync = [] {
     ptx::fence_proxy_async();
     ptx::sync_warp();
@@ -354,7 +354,7 @@ TEST(Bulk, StoresOfWhatOthersWrite) {
     if (ptx::lane_index() == 31) ptx::cp_async_bulk_wait_group_read<0>();
   };
   for (const char* copies : {"late", "early"}) {
-    const Environment when("TILEWISE_EMULATOR_COPIES", copies);
+    const Environment copies_variable("TILEWISE_EMULATOR_COPIES", copies);
     EXPECT_EQ(fault_of_store(fence_and_sync, wait), "");
     expect_part(fault_of_store([] { ptx::sync_warp(); }, wait), "with no fence_proxy_async");
     expect_part(fault_of_store([] { ptx::fence_proxy_async(); }, wait), "race: cp.async.bulk");
@@ -373,7 +373,7 @@ TEST(Bulk, StoresOfWhatOthersWrite) {
                                  ptx::sync_warp();
                                  wait();
                                }),
-                "which a wgmma or a bulk copy reads that nobody has waited for");
+                "which an unfinished wgmma or bulk copy reads");
     expect_part(fault_of_store(fence_and_sync,
                                [&] {
                                  ptx::shuffle(1.0f, 0);

@@ -1,6 +1,6 @@
 // What is known to have happened before what, beyond barriers of the block and the warp: vector
-// clocks of the threads, for orders that come from mbarriers and named barriers, and the fences
-// between the generic and the asynchronous way to reach shared memory.
+// clocks of the threads for the orders that come from mbarriers and named barriers, and the fences
+// between the generic and the asynchronous proxy.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace tilewise::cuda::emulator {
 
-// Per actor a time: what the actor did before it is known to be done.
+// A time per actor: everything that the actor did before it is known to be done.
 using Clock = std::vector<uint32_t>;
 
 // Actors are the threads, and the asynchronous copies that an mbarrier counts.
@@ -17,7 +17,8 @@ class Clocks {
  public:
   static constexpr int kFirstCopier = 1024;
 
-  // A block starts. Until `activate` no thread knows more than barriers of block and warp say.
+  // A block starts. Until `activate`, threads only know what barriers of the block and the warp
+  // imply.
   void start(int threads, uint32_t now);
   bool active() const { return active_; }
   void activate();
@@ -27,25 +28,27 @@ class Clocks {
     return kFirstCopier + (rank * kCopiers / 2 + barrier) % kCopiers;
   }
 
-  // `thread` gives what it did before `now` and all it knows to `to`, or takes from there.
+  // Release: `thread` adds to `to` what it did before `now` and everything it knows. Acquire:
+  // `thread` learns everything in `from`.
   void release(int thread, uint32_t now, uint32_t warp_barrier, Clock& to) const;
   void acquire(int thread, const Clock& from);
   void note_copies(Clock& clock, int copier, uint32_t now) const;
-  // All threads of a warp or the block know the same from now on.
+  // From now on, threads begin to end - 1 (a warp or the block) all know the same.
   void join(int begin, int end);
 
   bool knows(int thread, int actor, uint32_t time) const {
     return active_ && time < of(thread)[column(actor)];
   }
-  // What the warp did together: whoever heard of one lane heard of it.
+  // The warp acted together: knowing about one lane is enough.
   bool knows_any_lane(int thread, int warp, uint32_t time) const;
 
   void fence(int thread, uint32_t now) { fences_[static_cast<size_t>(thread)].push_back(now); }
-  // The first fence of `thread` after `time`, or 0.
+  // The time of the first fence of `thread` after `time`, or 0.
   uint32_t fence_after(int thread, uint32_t time) const;
 
  private:
-  static constexpr int kCopiers = 128;  // more barriers share them: races may then be overlooked
+  static constexpr int kCopiers =
+      128;  // shared if there are more barriers; races may then be missed
 
   int width() const { return threads_ + kCopiers; }
   int column(int actor) const {

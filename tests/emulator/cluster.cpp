@@ -1,4 +1,4 @@
-// What the blocks of a cluster do to each other.
+// Accesses between the blocks of a cluster.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -9,7 +9,7 @@
 namespace tilewise::cuda::emulator {
 namespace {
 
-// An address of the cluster has the rank of the block, plus one, above that of the block.
+// A cluster address has the block's rank plus one in the bits above the block's own address.
 constexpr int kRankShift = 24;
 
 struct ClusterAddress {
@@ -21,11 +21,11 @@ struct ClusterAddress {
         address(bits & ((1u << kRankShift) - 1)) {}
 };
 
-// A write to another block, counted by a barrier there.
+// A write to another block, counted by an mbarrier there.
 class CountedWrite {
  public:
   CountedWrite(uint32_t to, uint32_t barrier, int bytes, const char* what)
-      : target_(to), counted_(barrier), bytes_(bytes), other_(block().facet_of(target_.rank)) {
+      : target_(to), counted_(barrier), bytes_(bytes), other_(block().state_of(target_.rank)) {
     if (target_.rank != counted_.rank) {
       fault(text("%s: bytes for block %d of the cluster, counted by block %d", what, target_.rank,
                  counted_.rank));
@@ -33,7 +33,7 @@ class CountedWrite {
     other_.shared.start_async_write(target_.address, bytes, what, block().moment_at(target_.rank));
   }
 
-  // `copy(to)` is called when it lands.
+  // Calls `copy(to)` when the write lands.
   template <class Copy>
   void start(Copy copy) const {
     other_.barriers.start_write(counted_.address, {target_.address, bytes_,
@@ -45,19 +45,19 @@ class CountedWrite {
   ClusterAddress target_;
   ClusterAddress counted_;
   int bytes_;
-  Facet& other_;
+  BlockState& other_;
 };
 
 }  // namespace
 
 uint32_t map_to_rank(uint32_t own, int rank) {
-  block().facet_of(rank);
+  block().state_of(rank);
   return own | static_cast<uint32_t>(rank + 1) << kRankShift;
 }
 
 void mbarrier_arrive_remote(uint32_t barrier) {
   const ClusterAddress at(barrier);
-  block().facet_of(at.rank).barriers.arrive(at.address, 0);
+  block().state_of(at.rank).barriers.arrive(at.address, 0);
 }
 
 void cp_async_bulk_to_rank(uint32_t to, uint32_t from, int bytes, uint32_t barrier) {

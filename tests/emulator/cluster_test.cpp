@@ -1,4 +1,4 @@
-// Blocks that run together and reach into each other's shared memory.
+// Blocks that run together and access each other's shared memory.
 #include "cuda/ptx/cluster.h"
 
 #include <vector>
@@ -66,13 +66,13 @@ void write(int step) {
 TEST(Cluster, Exchange) {
   for (const char* copies : {"late", "early"}) {
     for (const char* order : {"forward", "reverse", "shuffled"}) {
-      const Environment when("TILEWISE_EMULATOR_COPIES", copies);
-      const Environment who("TILEWISE_EMULATOR_ORDER", order);
+      const Environment copies_variable("TILEWISE_EMULATOR_COPIES", copies);
+      const Environment order_variable("TILEWISE_EMULATOR_ORDER", order);
       EXPECT_EQ(fault_of_pairs(
                     [] {
                       for (int step = 0; step < 5; ++step) {
                         const int parity = step & 1;
-                        // The bytes before have arrived, and have been read.
+                        // The bytes sent before have arrived and have been read.
                         ptx::mbarrier_wait_parity(byte(kRead), parity ^ 1);
                         write(step);
                         send();
@@ -89,15 +89,15 @@ TEST(Cluster, Exchange) {
   }
 }
 
-// Each block stores a word of each lane in every block, which waits for them; the last two have
-// left.
+// Each of the first blocks stores a word of each lane in every block and waits for those sent to
+// it; the last two blocks have exited.
 TEST(Cluster, StoresOfManyBlocks) {
   constexpr int kCluster = 16;
   constexpr int kStoring = kCluster - 2;
   constexpr int kLane = 16;
   constexpr int kBarrier = kCluster * ptx::kWarpSize * kLane;
   for (const char* copies : {"late", "early"}) {
-    const Environment when("TILEWISE_EMULATOR_COPIES", copies);
+    const Environment copies_variable("TILEWISE_EMULATOR_COPIES", copies);
     run_grid(
         2 * kCluster, ptx::kWarpSize, kBarrier + 8,
         [] {
@@ -131,7 +131,7 @@ TEST(Cluster, StoresOfManyBlocks) {
 
 TEST(Cluster, FaultsOfTheExchange) {
   for (const char* copies : {"late", "early"}) {
-    const Environment when("TILEWISE_EMULATOR_COPIES", copies);
+    const Environment copies_variable("TILEWISE_EMULATOR_COPIES", copies);
     const auto wait = [] { ptx::mbarrier_wait_parity(byte(kLanded), 0); };
     expect_part(fault_of_pairs([&] {
                   write(0);
@@ -146,7 +146,7 @@ TEST(Cluster, FaultsOfTheExchange) {
                   wait();
                 }),
                 "of byte 256 of shared memory, wh");
-    // The other block still reads what is sent anew.
+    // The other block is still reading the bytes that are sent again.
     expect_part(fault_of_pairs([&] {
                   write(0);
                   send();
@@ -171,8 +171,8 @@ TEST(Cluster, FaultsOfTheExchange) {
   expect_part(message, "block 1 of the cluster, warp 0: lanes 0-31 parity 0 of the mbarrier");
 }
 
-// Barriers of a block, named ones and registers are its own.
-TEST(Cluster, WhatEveryBlockHasOfItsOwn) {
+// mbarriers, named barriers and registers belong to each block.
+TEST(Cluster, StatePerBlock) {
   std::vector<int> met(4);
   run_grid(
       4, 256, 1024,
@@ -188,7 +188,7 @@ TEST(Cluster, WhatEveryBlockHasOfItsOwn) {
                            static_cast<uint32_t>(ptx::block_index()));
         ptx::sync_cluster();
         ASSERT_EQ(ptx::ld_shared_b32(byte(4 * (255 - ptx::thread_index()))), ptx::block_index());
-        if (ptx::warp_index() == 5) return;  // who exits does not keep the others waiting
+        if (ptx::warp_index() == 5) return;  // exited threads do not block the others
         ptx::sync_cluster();
       },
       2);

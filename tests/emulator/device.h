@@ -1,7 +1,7 @@
-// What the device wrappers of src/cuda/ptx call when a kernel is compiled for the host: the
-// meaning of the instructions, with the checks of README.md. Everything here is called by the
-// threads of a block that run_grid (grid.h) runs; one host thread runs one grid at a time, several
-// host threads may run grids at once.
+// The functions that the device wrappers of src/cuda/ptx call when a kernel is compiled for the
+// host: the semantics of the instructions, with the checks that README.md lists. They are called by
+// the threads of a block that run_grid (grid.h) runs. One host thread runs one grid at a time;
+// several host threads may run grids at once.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace tilewise::cuda::emulator {
 
-// Constant for the thread that asks, whatever happens between two calls.
+// Constant for the calling thread, whatever happens between two calls.
 #define TILEWISE_EMULATOR_CONSTANT __attribute__((const))
 TILEWISE_EMULATOR_CONSTANT int thread_index();
 TILEWISE_EMULATOR_CONSTANT int block_threads();
@@ -19,8 +19,8 @@ TILEWISE_EMULATOR_CONSTANT int64_t block_index();
 TILEWISE_EMULATOR_CONSTANT int64_t grid_blocks();
 TILEWISE_EMULATOR_CONSTANT char* shared_memory();
 #undef TILEWISE_EMULATOR_CONSTANT
-// Shared memory starts at address 1024, as on a GPU that keeps the first bytes for itself: an
-// offset taken for an address is out of bounds.
+// Shared memory starts at address 1024, as on a GPU that reserves the first bytes: an offset that
+// is mistaken for an address is out of bounds.
 uint32_t shared_address(const void* p);
 
 void sync_block();
@@ -43,14 +43,14 @@ void st_shared_b16(uint32_t address, uint16_t x);
 void st_shared_b32(uint32_t address, uint32_t x);
 void st_shared_v4_b32(uint32_t address, const uint32_t (&r)[4]);
 
-// `bytes` of shared memory are written: `bytes_read` of them from `source`, the rest with 0.
+// Writes `bytes` of shared memory: `bytes_read` of them from `source`, the rest with 0.
 void cp_async(uint32_t to, const void* source, int bytes, int bytes_read);
 void cp_async_mbarrier_arrive(uint32_t barrier);
 void cp_async_commit_group();
 void cp_async_wait_group(int pending);
 
-// Products are exact, sums are rounded to nearest in fp32 one after another in the order of k.
-// Tensor cores add several products at once and cut bits off below the largest one, so the last
+// Products are exact; sums are rounded to nearest in fp32, one after another in the order of k.
+// Tensor cores add several products at once and truncate bits below the largest one, so the last
 // bits differ from a GPU's, with an error of the same order.
 void mma_m16n8k16_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
@@ -61,8 +61,8 @@ void ld_global_v4_b32(uint32_t (&r)[4], const void* p);
 void st_global_v4_b32(void* p, const uint32_t (&r)[4]);
 void red_add_f32(float* p, float x);
 void red_add_v4_f32(float* p, const float (&x)[4]);
-// Lets the other threads run, then reads: a thread may wait in a loop for what another thread, or
-// a block before this one, writes.
+// Lets the other threads run, then reads: a thread may wait in a loop for a value that another
+// thread, or an earlier block, writes.
 int32_t ld_acquire(const int32_t* p);
 void st_release(int32_t* p, int32_t x);
 
@@ -83,7 +83,7 @@ void cp_async_bulk_commit_group();
 void cp_async_bulk_wait_group_read(int pending);
 void cp_async_bulk_wait_group(int pending);
 
-// The blocks of a cluster. Arriving remotely releases as arriving does.
+// Instructions between the blocks of a cluster. A remote arrival releases like a local one.
 void sync_cluster();
 void st_async_v4_b32(uint32_t to, const uint32_t (&r)[4], uint32_t barrier);
 uint32_t map_to_rank(uint32_t own, int rank);
@@ -99,16 +99,16 @@ void setmaxnreg_dec(int registers);
 void wgmma_fence();
 void wgmma_commit_group();
 void wgmma_wait_group(int pending);
-// d [n / 2 a thread] of the warpgroup; sums as those of mma. `d` is poison until it is waited for.
+// d: the n / 2 sums per thread, computed like those of mma. `d` is poison until it is waited for.
 void wgmma(float* d, int n, bool bf16, uint64_t a, uint64_t b, bool trans_a, bool trans_b,
            bool add);
 void wgmma(float* d, int n, bool bf16, const uint32_t (&a)[4], uint64_t b, bool trans_b, bool add);
 
 uint32_t cvt_f16x2(float low, float high);
 uint32_t cvt_bf16x2(float low, float high);
-// sm_89.
+// Needs sm_89.
 uint32_t cvt_f16x2_e4m3x2(uint16_t x);
-// As .approx.ftz: subnormal arguments and results are 0. The last bits are the host's.
+// Like .approx.ftz: subnormal arguments and results are 0. The last bits are those of the host.
 float ex2(float x);
 float lg2(float x);
 float rcp_approximate(float x);

@@ -17,7 +17,7 @@ void make_context(Context& context, char* stack_begin, char* stack_end, void (*e
 #else
   (void)stack_begin;
   auto** top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(stack_end) & ~uintptr_t{15});
-  *--top = nullptr;  // the return address of `entry`: here debuggers and unwinders stop
+  *--top = nullptr;  // the return address of `entry`, where debuggers and unwinders stop
   *--top = reinterpret_cast<void*>(entry);
   context.stack_pointer = top;
 #endif
@@ -25,8 +25,8 @@ void make_context(Context& context, char* stack_begin, char* stack_end, void (*e
 
 namespace {
 constexpr size_t kPage = 4096;
-constexpr size_t kStackBytes = 256 * 1024;  // touched pages only cost memory
-// Stacks that all start at the same offset of a page would fight for the same lines of the cache.
+constexpr size_t kStackBytes = 256 * 1024;  // only touched pages cost memory
+// Stacks that all start at the same offset in a page would compete for the same cache lines.
 constexpr size_t kColours = 61;
 constexpr size_t kColourBytes = 5 * 64;
 }  // namespace

@@ -1,4 +1,4 @@
-// Stacks, and the change from one to another.
+// Fiber stacks, and the switch between them.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace tilewise::cuda::emulator {
 
 #if defined(TILEWISE_EMULATOR_UCONTEXT)
 
-// Portable, at two system calls a switch.
+// The portable version, at two system calls per switch.
 struct Context {
   ucontext_t state;
 };
@@ -23,17 +23,17 @@ inline void switch_context(Context& from, Context& to) { swapcontext(&from.state
 
 #else
 
-// A suspended fiber is its stack: where to go on lies on top, below it what the compiler cannot be
-// told to save.
+// A suspended fiber is its stack: the address to resume at is on top, and below it is the register
+// that the compiler cannot be told to save.
 struct Context {
   void* stack_pointer = nullptr;
 };
 
-// Suspends into `from` and resumes `to`. swapcontext saves the signal mask with a system call, 100
-// times the cost of the switch itself. In line, because every return from a function that was
-// called on another stack is mispredicted. The first 128 bytes below the stack pointer belong to
-// the function this is in (System V ABI); rbp may be its frame. The rounding mode is the same in
-// all fibers.
+// Suspends into `from` and resumes `to`. swapcontext saves the signal mask with a system call,
+// which costs 100 times as much as the switch itself. The function is inline because every return
+// from a function that was called on another stack is mispredicted. The first 128 bytes below the
+// stack pointer belong to the caller (System V ABI), and rbp may be its frame pointer. The rounding
+// mode is the same in all fibers.
 inline __attribute__((always_inline)) void switch_context(Context& from, Context& to) {
   void** from_stack = &from.stack_pointer;
   void* to_stack = to.stack_pointer;
@@ -65,12 +65,12 @@ inline __attribute__((always_inline)) void switch_context(Context& from, Context
 
 #endif
 
-// `entry` is called on the stack that ends at `stack_end` when the context is first resumed; it
-// must never return.
+// When the context is first resumed, it calls `entry` on the stack that ends at `stack_end`;
+// `entry` must never return.
 void make_context(Context& context, char* stack_begin, char* stack_end, void (*entry)());
 
-// `count` stacks that grow down into a page without access: running over the end of one is a
-// fault of the process, not the silent corruption of its neighbour.
+// `count` stacks, each of which grows down towards an inaccessible page: an overflow ends the
+// process instead of silently corrupting the neighbour.
 class Stacks {
  public:
   explicit Stacks(int count);

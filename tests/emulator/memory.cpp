@@ -1,4 +1,4 @@
-// Shared memory through the wrappers: loads, stores, ldmatrix, asynchronous copies; global memory.
+// Shared memory through the wrappers (loads, stores, ldmatrix, asynchronous copies), global memory.
 #include <cstring>
 
 #include "emulator/block.h"
@@ -22,8 +22,8 @@ void store(uint32_t address, const void* from, int bytes, const void* place) {
   b.note_access(place, address - SharedMemory::kFirstAddress, bytes);
 }
 
-// Where in the kernel the wrapper was called that this is written in.
-#define TILEWISE_EMULATOR_PLACE __builtin_return_address(0)
+// The place in the kernel from which the enclosing wrapper was called.
+#define TILEWISE_EMULATOR_CALLER __builtin_return_address(0)
 
 constexpr int kMatrices = 4;
 constexpr int kMatrixRows = 8;
@@ -36,7 +36,7 @@ struct MatrixLoad {
 
 using Rows = const char * [kMatrices * kMatrixRows];
 
-// The 8 rows of a matrix come in one wavefront when they lie in different groups of 4 banks.
+// The 8 rows of a matrix take one wavefront when they lie in different groups of 4 banks.
 int conflicts(const std::array<MatrixLoad*, kLanes>& calls, int matrix) {
   int wavefronts = 1;
   for (int group = 0; group < kMatrixRows; ++group) {
@@ -78,7 +78,7 @@ struct MatrixStore {
 };
 
 // `element(matrix, row, column)` comes from the registers of the lanes. A row counts as written by
-// the lane that names it.
+// the lane that provides its address.
 template <class Element>
 void store_rows(const std::array<MatrixStore*, kLanes>& calls, Element element) {
   Block& b = block();
@@ -93,7 +93,7 @@ void store_rows(const std::array<MatrixStore*, kLanes>& calls, Element element) 
   }
 }
 
-// Bytes of the source beyond `bytes_read` may not exist.
+// Source bytes beyond `bytes_read` need not exist.
 void land(const Copy& copy, char* to) {
   if (copy.bytes_read > 0) {
     std::memcpy(to, copy.source, static_cast<size_t>(copy.bytes_read));
@@ -113,19 +113,23 @@ void check_aligned(const T* p, size_t bytes, const char* what) {
 
 uint32_t ld_shared_b32(uint32_t address) {
   uint32_t x;
-  load(&x, address, 4, TILEWISE_EMULATOR_PLACE);
+  load(&x, address, 4, TILEWISE_EMULATOR_CALLER);
   return x;
 }
 void ld_shared_v2_b32(uint32_t (&r)[2], uint32_t address) {
-  load(r, address, 8, TILEWISE_EMULATOR_PLACE);
+  load(r, address, 8, TILEWISE_EMULATOR_CALLER);
 }
 void ld_shared_v4_b32(uint32_t (&r)[4], uint32_t address) {
-  load(r, address, 16, TILEWISE_EMULATOR_PLACE);
+  load(r, address, 16, TILEWISE_EMULATOR_CALLER);
 }
-void st_shared_b16(uint32_t address, uint16_t x) { store(address, &x, 2, TILEWISE_EMULATOR_PLACE); }
-void st_shared_b32(uint32_t address, uint32_t x) { store(address, &x, 4, TILEWISE_EMULATOR_PLACE); }
+void st_shared_b16(uint32_t address, uint16_t x) {
+  store(address, &x, 2, TILEWISE_EMULATOR_CALLER);
+}
+void st_shared_b32(uint32_t address, uint32_t x) {
+  store(address, &x, 4, TILEWISE_EMULATOR_CALLER);
+}
 void st_shared_v4_b32(uint32_t address, const uint32_t (&r)[4]) {
-  store(address, r, 16, TILEWISE_EMULATOR_PLACE);
+  store(address, r, 16, TILEWISE_EMULATOR_CALLER);
 }
 
 void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) {
@@ -190,7 +194,7 @@ void cp_async(uint32_t to, const void* source, int bytes, int bytes_read) {
   b.counts().copied_bytes += bytes_read;
 }
 
-// Copies of groups land when those are waited for.
+// Copies in committed groups land when their groups are waited for, not here.
 void cp_async_mbarrier_arrive(uint32_t barrier) {
   Block& b = block();
   Copies& copies = b.copies();
@@ -205,7 +209,7 @@ void cp_async_mbarrier_arrive(uint32_t barrier) {
   }
   copies.in_flight.erase(first, copies.in_flight.end());
   copies.open = 0;
-  b.barriers().arrive_behind(barrier, std::move(writes));
+  b.barriers().arrive_after(barrier, std::move(writes));
 }
 
 void cp_async_commit_group() {

@@ -1,4 +1,4 @@
-// Matrix products of a warp. The lane that arrives last multiplies whole matrices for all lanes.
+// Matrix products of a warp. The last lane to arrive multiplies whole matrices for all lanes.
 #include <cstring>
 
 #include "base/half.h"
@@ -36,14 +36,14 @@ void store_sums(const Sums& d, const Calls& calls) {
   ++block().counts().matrix_products;
 }
 
-// Elements 2i and 2i + 1 of a row lie in one register. Whole arrays of them are converted, in
-// loops that compilers turn into vector instructions.
+// A register holds elements 2i and 2i + 1 of a row. Whole arrays are converted in loops that
+// compilers vectorise.
 void unpack(const uint32_t* pairs, int count, BFloat16, float* even, float* odd) {
   for (int i = 0; i < count; ++i) even[i] = float_of(pairs[i] << 16);
   for (int i = 0; i < count; ++i) odd[i] = float_of(pairs[i] & 0xffff0000u);
 }
 
-// As to_float(Half), without a branch.
+// Equals to_float(Half), without a branch.
 float half_bits_to_float(uint32_t bits) {
   const uint32_t magnitude = (bits & 0x7fffu) << 13;
   const uint32_t special = -static_cast<uint32_t>(static_cast<int32_t>(magnitude) >= 0x0f800000);
@@ -86,7 +86,8 @@ void multiply_pairs(const Calls& calls) {
   store_sums(d, calls);
 }
 
-// What the tensor core reads of a 32-bit operand: 10 bits of mantissa, the others are ignored.
+// The bits of a 32-bit operand that the tensor core reads: 10 bits of mantissa, the others are
+// ignored.
 float tf32(uint32_t x) { return float_of(x & 0xffffe000u); }
 
 void multiply_tf32(const Calls& calls) {

@@ -1,4 +1,4 @@
-// Switches of the environment, read at every launch.
+// Environment variables, read at every launch.
 #pragma once
 
 #include <cstdint>
@@ -10,13 +10,13 @@ enum class Order { forward, reverse, shuffled, warps };
 struct Options {
   bool early_copies = false;     // TILEWISE_EMULATOR_COPIES=early|late
   Order order = Order::forward;  // TILEWISE_EMULATOR_ORDER=forward|reverse|shuffled|warps
-  uint64_t seed = 1;             // TILEWISE_EMULATOR_SEED, of shuffled orders
+  uint64_t seed = 1;             // TILEWISE_EMULATOR_SEED, for shuffled orders
   bool check_races = true;       // TILEWISE_EMULATOR_RACES=0|1
   bool count_banks = false;      // TILEWISE_EMULATOR_BANKS=0|1
   bool report = false;           // TILEWISE_EMULATOR_REPORT=1: statistics of every launch to stderr
 };
 
-// Throws Fault for a value it does not know.
+// Throws Fault for an unknown value.
 Options read_options();
 
 }  // namespace tilewise::cuda::emulator

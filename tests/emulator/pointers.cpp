@@ -1,7 +1,7 @@
-// Kernels also reach shared memory through plain pointers. Compiled with -fsanitize=thread they
-// announce every access to memory by a call; the calls are answered here instead of by
-// ThreadSanitizer's library, which is not linked: accesses to the shared memory of the block are
-// checked, all others go by.
+// Kernels also access shared memory through plain pointers. Compiled with -fsanitize=thread, they
+// announce every memory access with a call. These functions answer the calls in place of
+// ThreadSanitizer's library, which is not linked: accesses to the block's shared memory are
+// checked, and all others are ignored.
 #include <cstdint>
 #include <cstring>
 
@@ -16,7 +16,7 @@ Block* block_of(const void* p) {
 }
 
 void note(Block& b, const void* p, int64_t bytes, const void* place) {
-  constexpr int64_t kLargest = 16;  // beyond it is no single instruction
+  constexpr int64_t kLargest = 16;  // no single instruction accesses more
   if (bytes > kLargest) return;
   ++b.counts().shared_accesses;
   b.note_access(place, static_cast<uint32_t>(static_cast<const char*>(p) - b.shared().data()),
@@ -40,7 +40,7 @@ void announce_write(const void* p, int64_t bytes, const void* place) {
 }  // namespace
 }  // namespace tilewise::cuda::emulator
 
-// The names are the compilers'.
+// The names are defined by the compilers.
 // NOLINTBEGIN(bugprone-reserved-identifier)
 using tilewise::cuda::emulator::announce_read;
 using tilewise::cuda::emulator::announce_write;
@@ -82,7 +82,7 @@ void __tsan_read_range(void* p, unsigned long bytes) {
 void __tsan_write_range(void* p, unsigned long bytes) {
   announce_write(p, static_cast<int64_t>(bytes), __builtin_return_address(0));
 }
-// Of counters in global memory.
+// Atomics on counters in global memory.
 int __tsan_atomic32_fetch_add(volatile int* p, int x, int order) {
   (void)order;
   return __atomic_fetch_add(p, x, __ATOMIC_SEQ_CST);

@@ -1,4 +1,4 @@
-// Compiled with the flags of the kernels: accesses through plain pointers are announced.
+// Compiled with the flags of the kernels, so that accesses through plain pointers are announced.
 #include "cuda/ptx/block.h"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/shared.h"
@@ -22,7 +22,7 @@ TEST(Pointers, RaceWithoutBarrier) {
   expect_part(message, "which thread 0 wrote with no sync_block between");
 }
 
-TEST(Pointers, WriteOverWhatIsStillRead) {
+TEST(Pointers, WriteOverBytesBeingRead) {
   const auto ring = [](bool with_barrier) {
     uint32_t sum = 0;
     for (uint32_t i = 0; i < 2; ++i) {
@@ -37,7 +37,7 @@ TEST(Pointers, WriteOverWhatIsStillRead) {
   expect_part(fault_of(1, 64, 128, [&] { ring(false); }), "race: write through a pointer of byte");
 }
 
-TEST(Pointers, ReadAmidACopy) {
+TEST(Pointers, ReadDuringACopy) {
   alignas(16) static const uint32_t source[4] = {1, 2, 3, 4};
   expect_part(fault_of(1, 32, 128,
                        [] {
@@ -58,7 +58,7 @@ TEST(Pointers, SingleBytesAndOtherMemory) {
   int64_t sum = 0;
   run_grid(1, 64, 64, [&] {
     char* bytes = ptx::shared_memory();
-    bytes[ptx::thread_index()] = 1;  // neighbours share half-words
+    bytes[ptx::thread_index()] = 1;  // neighbouring threads share half-words
     ptx::sync_block();
     sum += bytes[63 - ptx::thread_index()];
   });

@@ -120,7 +120,7 @@ void SharedMemory::check_written(HalfWords range, const char* what, const Moment
     if (half_word(data_ + 2 * i) == kPoison) {
       fault(text("%s of byte %u of shared memory, which was not written", what, 2 * i));
     }
-    states_[i] = kWritten;  // through a plain pointer that nobody announced
+    states_[i] = kWritten;  // written through an unannounced plain pointer
   }
 }
 
@@ -241,7 +241,7 @@ void SharedMemory::claim_barrier(uint32_t address, const Moment& m) {
   std::fill_n(states_.begin() + range.begin, 4, uint8_t{kBarrier});
 }
 
-// Bytes beside those accessed, in the first and the last half-word, count as accessed.
+// The other byte of the first and the last half-word counts as accessed.
 SharedMemory::HalfWords SharedMemory::plain(const void* p, int64_t bytes, const char* what) const {
   const auto offset = static_cast<const char*>(p) - data_;
   if (offset < 0 || offset + bytes > bytes_) {

@@ -1,4 +1,4 @@
-// The shared memory of the block: its bytes, and what is known of each of them.
+// The shared memory of the block: its bytes, and what is known about each of them.
 #pragma once
 
 #include <cstddef>
@@ -9,9 +9,9 @@
 
 namespace tilewise::cuda::emulator {
 
-// Who does something, and what has happened before it for certain. Times count barriers: what was
-// done before `block_barrier` is done for the whole block, what was done before `warp_barrier` is
-// done for the warp; `clocks` knows of other barriers.
+// The thread that does something, and what is certain to have happened before. Times count
+// barriers: everything before `block_barrier` is done for the whole block, everything before
+// `warp_barrier` is done for the warp; `clocks` knows about other barriers.
 struct Moment {
   int thread;
   uint32_t now;
@@ -20,15 +20,16 @@ struct Moment {
   const Clocks* clocks;
 };
 
-// Whether what `actor` (a thread or Clocks::copier) did at `time` is done for the thread.
+// Whether what `actor` (a thread or Clocks::copier) did at `time` is ordered before the thread's
+// access.
 bool ordered(const Moment& moment, int actor, uint32_t time);
 
 class SharedMemory {
  public:
   static constexpr uint32_t kFirstAddress = 1024;
   static constexpr int kMaxBytes = 227 * 1024;
-  // Not a number as fp32, as fp16 and as bf16. A half-word that still holds it, and that nothing
-  // checked has written, has not been written through a plain pointer either.
+  // A NaN in fp32, fp16 and bf16. A half-word that still holds it, and that no checked access has
+  // written, has not been written through a plain pointer either.
   static constexpr uint16_t kPoison = 0x7fb5;
 
   SharedMemory();
@@ -36,43 +37,44 @@ class SharedMemory {
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
-  // A block starts: `bytes` of poison, the last of them before a page without access.
+  // A block starts: fills `bytes` with poison, directly before an inaccessible page.
   void start(int bytes, bool check_races);
-  // Times start again from 0.
+  // Restarts times from 0.
   void forget_times();
-  // The first byte behind the end that a plain pointer has written, or -1.
+  // The first byte past the end that was written through a plain pointer, or -1.
   int first_overrun() const;
 
   char* data() const { return data_; }
   int bytes() const { return bytes_; }
   uint32_t address_of(const void* p) const;
 
-  // Every access is checked: inside, aligned to its size, not amid an asynchronous copy, not in a
-  // race; and when it reads, written before. `what` names the instruction.
+  // Every access is checked: it must be in bounds, aligned to its size, not during an asynchronous
+  // copy and not in a race; a read must be of written bytes. `what` names the instruction.
   const char* read(uint32_t address, int bytes, const char* what, const Moment& moment);
   void write(uint32_t address, const void* from, int bytes, const char* what, const Moment& moment);
-  // By all lanes of the warp together.
+  // A read by all lanes of the warp together.
   const char* read_by_warp(uint32_t address, int bytes, const char* what, const Moment& moment);
 
-  // An asynchronous copy writes the bytes at some moment between the two calls.
+  // An asynchronous copy writes the bytes at some moment between these two calls.
   void start_copy(uint32_t address, int bytes, const Moment& moment);
   char* finish_copy(uint32_t address, int bytes, const Moment& moment);
-  // Through the asynchronous proxy, in units of 16 bytes: nobody may touch bytes between the start
-  // and the end of a write, nobody may write them between those of a read. Generic writes before
-  // need a fence. wgmma reads as a warp, bulk copies as the thread that starts them.
+  // Accesses through the asynchronous proxy, in units of 16 bytes: no thread may access the bytes
+  // between start and end of a write, or write them between start and end of a read. Earlier
+  // generic writes need a fence. wgmma reads as a warp, bulk copies read as the thread that starts
+  // them.
   void start_async_write(uint32_t address, int bytes, const char* what, const Moment& moment);
   void finish_async_write(uint32_t address, int bytes, int copier, uint32_t time);
   void start_async_read(uint32_t address, int bytes, const char* what, const Moment& moment);
   void finish_async_read(uint32_t address, int bytes, const char* what, const Moment& moment);
-  // The same where nobody is told which bytes were read.
+  // The end of an asynchronous read after which other threads do not learn that the bytes are free.
   void end_use(uint32_t address, int bytes);
   void finish_async_read_by_warp(uint32_t address, const Moment& moment);
-  // 8 bytes are an mbarrier from here on.
+  // From here on the 8 bytes are an mbarrier.
   void claim_barrier(uint32_t address, const Moment& moment);
   char* at(uint32_t address) const { return data_ + (address - kFirstAddress); }
 
-  // Through a plain pointer, when the compiler announces such accesses (pointers.cpp). `contains`
-  // is true around the bytes of the launch, too.
+  // Accesses through plain pointers, where the compiler announces them (pointers.cpp). `contains`
+  // also covers the guard area around the bytes of the launch.
   bool contains(const void* p) const {
     return static_cast<uintptr_t>(static_cast<const char*>(p) - region_) <
            kRegionBytes + kGuardBytes;
@@ -88,8 +90,8 @@ class SharedMemory {
   static constexpr int kChunkBytes = 16;
   static constexpr uint32_t kChunk = kChunkBytes / 2;  // half-words
   enum : uint8_t { kUnknown = 0, kWritten = 1, kInFlight = 2, kBarrier = 4, kCopied = 8 };
-  // In `readers_`: a thread, or lanes of a warp (its index is added), or more than that: when
-  // clocks are active `many_reads_` then has the time of each thread.
+  // Values in `readers_`: a thread, the lanes of a warp (plus its index), or several readers. In
+  // the last case `many_reads_` has the time per thread, when clocks are active.
   static constexpr uint16_t kLanesOfWarp = 1024;
   static constexpr uint16_t kMany = 0xffff;
 
@@ -123,15 +125,16 @@ class SharedMemory {
   char* data_ = nullptr;
   int bytes_ = 0;
   bool check_races_ = true;
-  // Per half-word, the smallest access there is but for single bytes.
+  // Per half-word, the smallest access apart from single bytes.
   std::vector<uint8_t> states_;
   std::vector<uint32_t> write_times_;
   std::vector<uint32_t> read_times_;
   std::vector<uint16_t> writers_;
   std::vector<uint16_t> readers_;
-  std::vector<uint32_t> many_reads_;  // a row of threads for each half-word that had many readers
-  std::vector<uint32_t> many_reads_of_;  // which row; 0: none
-  // Per 16 bytes: reads that have not finished, and when each warp's wgmma last finished one.
+  std::vector<uint32_t>
+      many_reads_;  // a row with a time per thread, for half-words with several readers
+  std::vector<uint32_t> many_reads_of_;  // the row's start; 0: none
+  // Per 16 bytes: unfinished reads, and the time when each warp's wgmma last finished one.
   std::vector<uint16_t> uses_;
   std::vector<uint32_t> last_async_reads_;
   std::vector<uint32_t> async_read_times_;

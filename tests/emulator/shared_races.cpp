@@ -1,5 +1,5 @@
-// Races: two accesses by different threads, one of them a write, with nothing between that orders
-// them. And the order of generic and asynchronous accesses.
+// Races: two accesses by different threads, at least one of them a write, that nothing orders. Also
+// the order of generic and asynchronous accesses.
 #include <algorithm>
 #include <cstring>
 
@@ -19,7 +19,7 @@ std::string actor_name(int actor) {
   return actor < Clocks::kFirstCopier ? text("thread %d", actor) : "an asynchronous copy";
 }
 
-// What would have ordered the two.
+// The instruction that would have ordered the two.
 const char* missing(int thread, int actor) {
   if (actor >= Clocks::kFirstCopier) return "wait for its mbarrier";
   return same_warp(thread, actor) ? "sync_warp" : "sync_block";
@@ -28,7 +28,7 @@ const char* missing(int thread, int actor) {
 }  // namespace
 
 bool ordered(const Moment& m, int actor, uint32_t time) {
-  // A barrier of threads says nothing about copies that none of them has waited for.
+  // A barrier between threads does not order copies that no thread has waited for.
   if (actor >= Clocks::kFirstCopier) {
     return time < m.clocks->start_time() || m.clocks->knows(m.thread, actor, time);
   }
@@ -42,14 +42,14 @@ void SharedMemory::check_read_race(uint32_t i, const char* what, const Moment& m
   const int writer = writers_[i];
   const uint32_t time = write_times_[i];
   if (writer == reader) return;
-  // The lane that wrote may be the one that reads for the whole warp.
+  // The writing lane may be the one that reads for the whole warp.
   const bool own = writer == m.thread && time >= m.warp_barrier;
   if (own ? m.clocks->knows(m.thread, writer, time) : ordered(m, writer, time)) return;
   fault(text("race: %s of byte %u of shared memory, which %s wrote with no %s between", what, 2 * i,
              actor_name(writer).c_str(), missing(m.thread, writer)));
 }
 
-// The bytes of a copy are there for those who know that its mbarrier ended the phase.
+// The bytes of a copy are visible to threads that know that the phase of its mbarrier ended.
 void SharedMemory::check_copied(uint32_t i, const char* what, const Moment& m) const {
   if (ordered(m, writers_[i], write_times_[i])) return;
   fault(
@@ -58,8 +58,8 @@ void SharedMemory::check_copied(uint32_t i, const char* what, const Moment& m) c
            what, 2 * i));
 }
 
-// Nearly every read: written before the last barrier; since then read by nobody, or by the same
-// one, or by many warps.
+// The most frequent reads: of bytes written before the last barrier and read since then by no
+// thread, by the same reader, or by several warps.
 template <int kCount>
 bool SharedMemory::note_usual_read(uint32_t begin, const Moment& m, uint16_t reader) {
   uint32_t last_write = 0;
@@ -169,7 +169,7 @@ void SharedMemory::fail_many_readers(uint32_t i, const char* what) const {
 uint32_t* SharedMemory::times_of_readers(uint32_t i) {
   if (many_reads_of_.empty()) {
     many_reads_of_.resize(kRegionBytes / 2);
-    many_reads_.resize(kMaxThreads);  // row 0 is none
+    many_reads_.resize(kMaxThreads);  // row 0 stands for none
   }
   if (many_reads_of_[i] == 0) {
     many_reads_of_[i] = static_cast<uint32_t>(many_reads_.size());
@@ -178,14 +178,14 @@ uint32_t* SharedMemory::times_of_readers(uint32_t i) {
   return many_reads_.data() + many_reads_of_[i];
 }
 
-// Half-word `i` has more than one reader, the last of them `reader`.
+// Notes that half-word `i` has several readers, the last of which is `reader`.
 void SharedMemory::note_many(uint32_t i, const Moment& m, uint16_t reader) {
   uint32_t* times = times_of_readers(i);
-  const auto note = [times](int who, uint32_t time) {
-    if (who < kLanesOfWarp) {
-      times[who] = time;
+  const auto note = [times](int from, uint32_t time) {
+    if (from < kLanesOfWarp) {
+      times[from] = time;
     } else {
-      std::fill_n(times + (who - kLanesOfWarp) * kLanes, kLanes, time);
+      std::fill_n(times + (from - kLanesOfWarp) * kLanes, kLanes, time);
     }
   };
   if (readers_[i] != kMany) note(readers_[i], read_times_[i]);
@@ -203,14 +203,12 @@ void SharedMemory::note_write(HalfWords range, const Moment& m) {
 
 // --- the asynchronous proxy ---------------------------------------------------------------------
 
-// Nobody reads asynchronously what is written now.
+// Checks that no unfinished or unordered asynchronous read uses bytes that are now written.
 void SharedMemory::check_unused(HalfWords range, const char* what, const Moment& m) const {
   for (uint32_t chunk = range.begin / kChunk; chunk * kChunk < range.end; ++chunk) {
     if (uses_[chunk] != 0) {
-      fault(
-          text("%s of byte %u of shared memory, which a wgmma or a bulk copy reads that nobody "
-               "has waited for",
-               what, chunk * kChunkBytes));
+      fault(text("%s of byte %u of shared memory, which an unfinished wgmma or bulk copy reads",
+                 what, chunk * kChunkBytes));
     }
     if (!check_races_ || last_async_reads_[chunk] < m.block_barrier) continue;
     const uint32_t* times = async_read_times_.data() + static_cast<size_t>(chunk) * kMaxWarps;
@@ -230,7 +228,7 @@ void SharedMemory::check_unused(HalfWords range, const char* what, const Moment&
 void SharedMemory::check_fenced(uint32_t i, const char* what, const Moment& m) const {
   const int writer = writers_[i];
   const uint32_t time = write_times_[i];
-  if (time < m.clocks->start_time()) return;  // nobody in this block, but through a pointer
+  if (time < m.clocks->start_time()) return;  // written, if at all, through a plain pointer
   if (!ordered(m, writer, time)) {
     fault(text("race: %s of byte %u of shared memory, which %s wrote with no %s between", what,
                2 * i, actor_name(writer).c_str(), missing(m.thread, writer)));
@@ -244,7 +242,7 @@ void SharedMemory::check_fenced(uint32_t i, const char* what, const Moment& m) c
            what, 2 * i, writer));
 }
 
-// Asynchronous accesses after generic writes. Most chunks were written as the one before.
+// Checks asynchronous accesses after generic writes. Most chunks were written like the one before.
 void SharedMemory::check_fenced(HalfWords range, const char* what, const Moment& m) const {
   if (!check_races_) return;
   for (uint32_t i = range.begin; i < range.end; ++i) {

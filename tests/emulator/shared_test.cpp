@@ -1,4 +1,4 @@
-// What is found wrong with accesses to shared memory.
+// Tests of the faults that are detected in accesses to shared memory.
 #include <vector>
 
 #include "cuda/ptx/block.h"
@@ -35,7 +35,7 @@ TEST(Shared, ValuesOfEverySize) {
   EXPECT_EQ(statistics().shared_accesses, 32 * 5);
 }
 
-TEST(Shared, ReadOfWhatNobodyWrote) {
+TEST(Shared, ReadOfUnwrittenBytes) {
   const std::string message = fault_of(3, 64, 1024, [] {
     ptx::st_shared_b32(byte(ptx::thread_index() * 4), 1);
     if (ptx::block_index() == 2 && ptx::thread_index() == 40) ptx::ld_shared_b32(byte(256 + 160));
@@ -44,7 +44,7 @@ TEST(Shared, ReadOfWhatNobodyWrote) {
   expect_part(message, "block 2 of 3, thread 40 (warp 1, lane 8)");
 }
 
-TEST(Shared, ReadOfWhatTheBlockBeforeWrote) {
+TEST(Shared, ReadOfAnEarlierBlocksBytes) {
   const std::string message = fault_of(2, 32, 128, [] {
     if (ptx::block_index() == 0) ptx::st_shared_b32(byte(ptx::thread_index() * 4), 1);
     ptx::ld_shared_b32(byte(ptx::thread_index() * 4));
@@ -53,7 +53,7 @@ TEST(Shared, ReadOfWhatTheBlockBeforeWrote) {
   expect_part(message, "block 1 of 2");
 }
 
-TEST(Shared, LoadMatrixOfWhatNobodyWrote) {
+TEST(Shared, LoadMatrixOfUnwrittenBytes) {
   expect_part(fault_of(1, 32, 1024,
                        [] {
                          if (ptx::lane_index() != 9) {
@@ -66,7 +66,7 @@ TEST(Shared, LoadMatrixOfWhatNobodyWrote) {
               "ldmatrix of byte 144 of shared memory, which was not written");
 }
 
-TEST(Shared, PlainPointersCount) {
+TEST(Shared, PlainPointersMarkBytesAsWritten) {
   run_grid(1, 32, 128, [] {
     auto* words = reinterpret_cast<uint32_t*>(ptx::shared_memory());
     words[ptx::lane_index()] = 5;
@@ -87,7 +87,7 @@ TEST(Shared, OutOfBounds) {
                          ptx::ld_shared_v4_b32(r, byte(0) - 16);
                        }),
               "ld.shared of 16 bytes at byte -16");
-  // An offset that was taken for an address.
+  // An offset that is mistaken for an address.
   expect_part(fault_of(1, 32, 128, [] { ptx::st_shared_b32(0, 1); }), "at byte -1024");
   expect_part(fault_of(1, 32, 128, [] { ptx::cp_async_16(byte(120), nullptr, 0); }),
               "cp.async of 16 bytes at byte 120");
@@ -99,7 +99,7 @@ TEST(Shared, OutOfBounds) {
               "ldmatrix of 16 bytes at byte 128");
 }
 
-TEST(Shared, PlainPointerBehindTheEnd) {
+TEST(Shared, PlainPointerPastTheEnd) {
   expect_part(fault_of(2, 32, 100,
                        [] {
                          auto* words = reinterpret_cast<volatile uint32_t*>(ptx::shared_memory());
@@ -142,7 +142,8 @@ TEST(Banks, ConflictsOfLoadsAndStores) {
   EXPECT_EQ(conflicts([&](int lane) { store(lane * 4); }), 0);
   EXPECT_EQ(conflicts([&](int lane) { store(lane * 8); }), 1);
   EXPECT_EQ(conflicts([&](int lane) { store(lane * 128); }), 31);
-  EXPECT_EQ(conflicts([&](int lane) { store(lane % 2 * 128); }), 1);  // others repeat the two
+  EXPECT_EQ(conflicts([&](int lane) { store(lane % 2 * 128); }),
+            1);  // the other lanes repeat these two
   EXPECT_EQ(conflicts([&](int lane) {
               if (lane % 4 == 0) store(lane * 4);
             }),
@@ -169,14 +170,15 @@ TEST(Races, ReadBeforeTheBarrier) {
   EXPECT_EQ(fault_of(2, 64, 256, [&] { exchange(true); }), "");
   expect_part(fault_of(2, 64, 256,
                        [&] {
-                         // What the other warp writes, it has written already.
+                         // The bytes that the other warp is going to write have already been
+                         // written.
                          if (ptx::warp_index() == 1) return exchange(false);
                          ptx::st_shared_b32(byte(ptx::thread_index() * 4), 1);
                        }),
               "which thread 0 wrote with no sync_block between");
 }
 
-TEST(Races, BarrierOfTheWarpIsEnoughInside) {
+TEST(Races, WarpBarrierOrdersItsLanes) {
   const auto exchange = [](bool with_barrier) {
     const int lane = ptx::lane_index();
     for (uint32_t i = 0; i < 3; ++i) {
@@ -191,7 +193,7 @@ TEST(Races, BarrierOfTheWarpIsEnoughInside) {
   expect_part(fault_of(1, 32, 128, [&] { exchange(false); }), "sync_warp between");
 }
 
-TEST(Races, WriteOverWhatIsStillRead) {
+TEST(Races, WriteOverBytesBeingRead) {
   const auto ring = [](bool with_barrier) {
     for (uint32_t i = 0; i < 2; ++i) {
       if (ptx::warp_index() == 0) ptx::st_shared_b32(byte(ptx::lane_index() * 4), i);
@@ -210,7 +212,7 @@ TEST(Races, TwoWritersOfDifferentValues) {
       fault_of(1, 64, 4,
                [] { ptx::st_shared_b32(byte(0), static_cast<uint32_t>(ptx::warp_index())); }),
       "which thread 31 wrote with no sync_block between");
-  // Neighbouring half-words are different places.
+  // Neighbouring half-words are distinct.
   EXPECT_EQ(fault_of(1, 64, 128,
                      [] {
                        const int i = ptx::thread_index() * 2;
@@ -219,7 +221,7 @@ TEST(Races, TwoWritersOfDifferentValues) {
             "");
 }
 
-TEST(Races, CopyOverWhatIsStillRead) {
+TEST(Races, CopyOverBytesBeingRead) {
   alignas(16) static const uint32_t source[4] = {1, 2, 3, 4};
   const auto ring = [](bool with_barrier) {
     for (int i = 0; i < 2; ++i) {
@@ -239,7 +241,7 @@ TEST(Races, CopyOverWhatIsStillRead) {
   expect_part(fault_of(1, 64, 128, [&] { ring(false); }), "race: cp.async of byte");
 }
 
-TEST(Races, CanBeSwitchedOff) {
+TEST(Races, DetectionCanBeSwitchedOff) {
   const Environment off("TILEWISE_EMULATOR_RACES", "0");
   EXPECT_EQ(fault_of(1, 64, 4,
                      [] { ptx::st_shared_b32(byte(0), static_cast<uint32_t>(ptx::warp_index())); }),
@@ -255,7 +257,7 @@ struct Copies {
   }
 };
 
-TEST(Copies, LandAsLateOrAsEarlyAsAllowed) {
+TEST(Copies, LandAsLateOrAsEarlyAsPossible) {
   const Copies all;
   const auto before_and_after = [&] {
     const volatile auto* raw = reinterpret_cast<uint32_t*>(ptx::shared_memory());
@@ -276,7 +278,7 @@ TEST(Copies, LandAsLateOrAsEarlyAsAllowed) {
   EXPECT_EQ(before, 4u);
 }
 
-TEST(Copies, BytesNotReadAreZero) {
+TEST(Copies, BytesNotReadAreZeroFilled) {
   const Copies all;
   run_grid(1, 32, 64, [&] {
     if (ptx::thread_index() != 0) return;
@@ -292,7 +294,7 @@ TEST(Copies, BytesNotReadAreZero) {
   EXPECT_EQ(statistics().copied_bytes, 8 + 4 + 2);
 }
 
-// Three groups in flight, the last `kPending` may still be when the wait is over.
+// With three groups in flight, the last `kPending` may still be in flight after the wait.
 template <int kPending>
 std::string read_group(int group) {
   static const Copies all;
@@ -323,7 +325,7 @@ TEST(Copies, WaitCountsGroupsEarly) {
   check_wait_counts();
 }
 
-// All lanes copy a chunk each and arrive behind it; then lane 0 reads that of lane 31.
+// All lanes copy a chunk each and arrive after it; then lane 0 reads the chunk of lane 31.
 std::string read_behind_a_barrier(bool arrive, bool wait) {
   static const Copies all;
   return fault_of(1, 32, 1024, [&] {
@@ -350,7 +352,7 @@ TEST(Copies, BarriersCountThemEarly) {
   check_barriers();
 }
 
-// Those of a group land when it is waited for; only others come before the arrival.
+// Copies in a group land when the group is waited for; only ungrouped ones precede the arrival.
 TEST(Copies, BarriersDoNotCountGroups) {
   static const Copies all;
   EXPECT_EQ(fault_of(1, 32, 1024,
@@ -369,7 +371,7 @@ TEST(Copies, BarriersDoNotCountGroups) {
             "");
 }
 
-TEST(Copies, WaitDoesNotCoverWhatIsNotCommitted) {
+TEST(Copies, WaitDoesNotCoverUncommittedCopies) {
   static const Copies all;
   expect_part(fault_of(1, 32, 64,
                        [] {
@@ -380,7 +382,7 @@ TEST(Copies, WaitDoesNotCoverWhatIsNotCommitted) {
               "in flight");
 }
 
-TEST(Copies, WaitIsForTheOwnCopies) {
+TEST(Copies, WaitCoversOnlyOwnCopies) {
   static const Copies all;
   expect_part(fault_of(1, 32, 64,
                        [] {

@@ -1,4 +1,4 @@
-// For the tests of this folder.
+// Support for the tests of this folder.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -10,7 +10,7 @@
 
 namespace tilewise::cuda::emulator {
 
-// What is wrong with a kernel: the message of the Fault, or "".
+// The message of the Fault that running a kernel raises, or "".
 template <class Body>
 std::string fault_of(int64_t blocks, int threads, int shared_bytes, Body body) {
   try {
@@ -26,7 +26,7 @@ inline void expect_part(const std::string& message, const std::string& part) {
       << "expected: " << part << "\nmessage: " << message;
 }
 
-// A variable of the environment for a scope.
+// Sets an environment variable for a scope.
 class Environment {
  public:
   Environment(const char* name, const char* value) : name_(name) { setenv(name, value, 1); }

@@ -1,4 +1,4 @@
-// Exchange between lanes, ldmatrix and the matrix products against plain loops.
+// Exchange between lanes, ldmatrix and matrix products compared with plain loops.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -44,7 +44,7 @@ TEST(Warp, Shuffles) {
   });
 }
 
-// Row `row` of matrix `matrix`, columns counted in 16-bit elements.
+// Row `row` of matrix `matrix`; columns are counted in 16-bit elements.
 uint16_t pattern(int matrix, int row, int column) {
   return static_cast<uint16_t>(matrix * 64 + row * 8 + column);
 }
@@ -102,7 +102,7 @@ TEST(Warp, LoadMatrixConflicts) {
   EXPECT_EQ(emulator::statistics().matrix_load_conflicts, 2 * 4 * 3);
 }
 
-// stmatrix undoes ldmatrix.
+// stmatrix inverts ldmatrix.
 TEST(Warp, StoreMatrix) {
   for (const bool transposed : {false, true}) {
     run_grid(1, 32, 1024, [transposed] {

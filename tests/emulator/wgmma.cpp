@@ -14,7 +14,7 @@ constexpr int kChunkBytes = 16;
 constexpr int kChunkElements = 8;
 constexpr int kGroupWarps = 4;
 
-// PTX ISA 9.7.15.5.1.2.
+// See PTX ISA 9.7.15.5.1.2.
 struct Descriptor {
   uint32_t address;
   uint32_t leading;
@@ -35,12 +35,12 @@ struct Descriptor {
   }
   static uint32_t swizzled(uint32_t address) { return address ^ (address >> 3 & 0x70); }
 
-  // 8 elements of an operand that has k contiguous: k = 8 chunk and on, of row `row` (m or n).
+  // Address of 8 elements, from k = 8 * chunk on, of row `row` (m or n) where k is contiguous.
   uint32_t by_columns(int row, int chunk) const {
     return swizzled(address + static_cast<uint32_t>(row / 8) * stride +
                     static_cast<uint32_t>(row % 8 * 128 + chunk * kChunkBytes));
   }
-  // 8 elements of an operand that has m or n contiguous: 8 chunk and on, of row `k`.
+  // Address of 8 elements, from 8 * chunk on, of row `k` where m or n is contiguous.
   uint32_t by_rows(int k, int chunk) const {
     return swizzled(address + static_cast<uint32_t>(chunk / 8) * leading +
                     static_cast<uint32_t>(k / 8) * stride +
@@ -48,8 +48,8 @@ struct Descriptor {
   }
 };
 
-// visit(address, line, chunk): `rows` rows of the operand from row0 on; the lines are rows, or k
-// where it is transposed.
+// Calls visit(address, line, chunk) for `rows` rows of the operand from row0 on. Lines are rows, or
+// k where the operand is transposed.
 template <class Visit>
 void for_each_chunk(const Descriptor& d, bool trans, int row0, int rows, Visit visit) {
   if (trans) {
@@ -78,7 +78,7 @@ void for_each_chunk(const Operands& o, Visit visit) {
   for_each_chunk(Descriptor(o.b), o.trans_b, 0, o.n, visit);
 }
 
-// As to_float(Half), without a branch.
+// Equals to_float(Half), without a branch.
 float half_bits_to_float(uint32_t bits) {
   const uint32_t magnitude = (bits & 0x7fffu) << 13;
   const uint32_t special = -static_cast<uint32_t>(static_cast<int32_t>(magnitude) >= 0x0f800000);
@@ -95,7 +95,7 @@ void unpack(const uint16_t* bits, int count, bool bf16, float* values) {
   }
 }
 
-// An operand as floats, [k][row].
+// An operand converted to floats, [k][row].
 struct Matrix {
   uint64_t descriptor = 0;
   int rows = 0;
@@ -117,8 +117,8 @@ void decode(Matrix& m) {
   }
 }
 
-// The four warps of a group read the same matrix one after another: a decoded one is kept, and used
-// again as long as the bits are the same.
+// The four warps of a warpgroup read the same matrix one after another: a decoded matrix is cached
+// and reused as long as its bits are the same.
 const Matrix& matrix_b(const Operands& o) {
   constexpr size_t kKept = 64;
   static thread_local const auto kept = std::make_unique<std::array<Matrix, kKept>>();
@@ -166,10 +166,10 @@ void shared_a(const Operands& o, RowsOfA& a) {
 #define TILEWISE_EMULATOR_CLONES
 #endif
 
-constexpr int kWidth = 8;  // floats of a vector
+constexpr int kWidth = 8;  // floats per vector
 using Vector = float __attribute__((vector_size(kWidth * sizeof(float)), aligned(4)));
 
-// sums[i][j] += a[i][k] b[k][j], one k after another; the products are exact.
+// sums[i][j] += a[i][k] * b[k][j], one k after another; the products are exact.
 TILEWISE_EMULATOR_CLONES
 void multiply(float (&sums)[Products::kRows][Products::kMaxColumns], const RowsOfA& a,
               const float (&b)[Products::kDepth][Products::kMaxColumns], int columns) {
@@ -195,7 +195,7 @@ void Products::start() {
   queue_.clear();
   groups_.clear();
   first_ = first_group_ = started_ = 0;
-  of_group_.clear();
+  started_by_group_.clear();
   for (const auto& sums : accumulators_) {
     sums->in_flight = 0;
     sums->d = {};
@@ -214,7 +214,7 @@ Products::Accumulator& Products::accumulator_for(float* d, int n, int lane) {
       continue;
     }
     if (begin != nullptr && d < begin + sums->n / 2 && begin < d + n / 2) {
-      fault("wgmma adds to registers that another shape in flight has");
+      fault("wgmma adds to registers that an unfinished wgmma of another shape uses");
     }
   }
   constexpr size_t kKept = 8;
@@ -227,7 +227,7 @@ Products::Accumulator& Products::accumulator_for(float* d, int n, int lane) {
   return *free;
 }
 
-// A lane's part of the sums, from its registers; these are poison from here on.
+// Takes a lane's part of the sums from its registers, which are poison from here on.
 void Products::take_sums(Accumulator& sums, float* d, int lane, bool add) const {
   const auto index = static_cast<size_t>(lane);
   const bool fenced = lanes_[index].fences > sums.landed[index] || sums.d[index] != d;
@@ -276,7 +276,7 @@ void Products::issue(float* d, const Operands& operands, const uint32_t* a) {
     fault("the lanes of a warp start different wgmmas, or give different descriptors");
   }
   Accumulator& sums = *product.accumulator;
-  // The first of this lane's products in flight with these sums.
+  // Whether this is the lane's first unfinished product with these sums.
   bool first = true;
   for (uint64_t i = 0; i < index; ++i) first &= queue_[i].accumulator != &sums;
   if (first) {
@@ -295,10 +295,10 @@ void Products::issue(float* d, const Operands& operands, const uint32_t* a) {
   if (block().options().early_copies) execute(product);
 }
 
-// The four warps start the same products.
+// Checks that the four warps start the same products.
 void Products::agree(const Operands& operands) {
   std::vector<Operands>& started =
-      block().products(block().thread() / kLanes - warp_of_group()).of_group_;
+      block().products(block().thread() / kLanes - warp_of_group()).started_by_group_;
   const uint64_t index = started_++;
   if (index == started.size()) {
     started.push_back(operands);

@@ -23,7 +23,7 @@ struct Operands {
   bool operator==(const Operands&) const = default;
 };
 
-// Those of a warp.
+// The products of a warp.
 class Products {
  public:
   static constexpr int kRows = 16;
@@ -31,34 +31,34 @@ class Products {
   static constexpr int kMaxColumns = 256;
 
   void start();
-  // By one lane; `a` are its registers, if that is where the operand is.
+  // Called by one lane; `a` are its registers if they hold the operand.
   void issue(float* d, const Operands& operands, const uint32_t* a);
   void fence();
   void commit();
-  // By all lanes together.
+  // Called by all lanes together.
   void wait(int pending);
   void check_exit() const;
-  // How many this warp has started.
+  // The number of products that this warp has started.
   uint64_t count() const { return started_; }
 
  private:
   static constexpr int kWarpLanes = 32;
 
   struct Accumulator {
-    std::array<float*, kWarpLanes> d{};  // null: the lane has not come to the first product yet
-    std::array<uint64_t, kWarpLanes> landed{};  // how many fences the lane had done then
+    std::array<float*, kWarpLanes> d{};         // null until the lane issues its first product
+    std::array<uint64_t, kWarpLanes> landed{};  // how many fences the lane had executed by then
     int n = 0;
     int in_flight = 0;  // products
-    uint64_t used = 0;  // when last, for reuse
+    uint64_t used = 0;  // time of last use, for reuse
     alignas(64) float sums[kRows][kMaxColumns];
   };
 
   struct Product {
     Operands operands;
     Accumulator* accumulator;
-    uint32_t lanes = 0;  // that have issued it
+    uint32_t lanes = 0;  // the lanes that have issued it
     bool done = false;
-    uint32_t a[kRows][kDepth / 2];  // pairs of elements, where they come from registers
+    uint32_t a[kRows][kDepth / 2];  // pairs of elements, if the operand is in registers
   };
 
   struct Lane {
@@ -76,11 +76,12 @@ class Products {
   void execute(Product& product);
 
   std::array<Lane, kWarpLanes> lanes_;
-  uint64_t started_ = 0;            // by all lanes
-  std::vector<Operands> of_group_;  // in the first warp of a group: all that one has started
+  uint64_t started_ = 0;                    // products issued by all lanes
+  std::vector<Operands> started_by_group_;  // in the first warp of a warpgroup: all products that
+                                            // any warp has started
   std::deque<Product> queue_;
-  uint64_t first_ = 0;           // the number of the first in the queue
-  std::deque<uint64_t> groups_;  // where each committed group ends
+  uint64_t first_ = 0;           // the index of the first product in the queue
+  std::deque<uint64_t> groups_;  // the end of each committed group
   uint64_t first_group_ = 0;
   std::vector<std::unique_ptr<Accumulator>> accumulators_;
   uint64_t uses_ = 0;

@@ -1,4 +1,4 @@
-// Products of warpgroups, fed by TMA, against plain loops; and what is found wrong with them.
+// Products of warpgroups, fed by TMA, compared with plain loops; and the faults that are detected.
 #include <cmath>
 #include <random>
 #include <vector>
@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kM = 128;  // two warpgroups
 constexpr int kK = 192;
-constexpr int kStep = 64;  // of k, a stage of the ring
+constexpr int kStep = 64;  // k per stage of the ring
 constexpr int kStages = 2;
 constexpr int kMathThreads = 256;
 
@@ -54,7 +54,7 @@ struct Matrix {
 template <class T>
 constexpr ptx::Half16 kHalf = std::is_same_v<T, BFloat16> ? ptx::Half16::bf16 : ptx::Half16::f16;
 
-// d [kM, kN] = a b. Operands that are transposed lie in memory with m or n contiguous.
+// d [kM, kN] = a b. Transposed operands have m or n contiguous in memory.
 template <class T, int kN, bool kTransA, bool kTransB, bool kARegisters>
 struct Gemm {
   // A stage of an operand with `kRows` of m or n.
@@ -99,7 +99,7 @@ struct Gemm {
     }
   }
 
-  // The fragment of mma.m16n8k16, 16 columns from `k` on.
+  // The fragment of mma.m16n8k16 for 16 columns from `k` on.
   static void load_fragment(uint32_t (&a)[4], const A& tile, int row0, int k) {
     const int lane = ptx::lane_index();
     const int row = row0 + lane % 16;
@@ -170,8 +170,8 @@ void check_gemm() {
   const TensorMap map_b = b.map(kTransB ? kStep : kN);
   for (const char* copies : {"late", "early"}) {
     for (const char* order : {"forward", "reverse", "shuffled"}) {
-      const Environment when("TILEWISE_EMULATOR_COPIES", copies);
-      const Environment who("TILEWISE_EMULATOR_ORDER", order);
+      const Environment copies_variable("TILEWISE_EMULATOR_COPIES", copies);
+      const Environment order_variable("TILEWISE_EMULATOR_ORDER", order);
       std::vector<float> d(kM * kN, std::nanf(""));
       run_grid(1, kMathThreads + 128, Kernel::kSharedBytes, Kernel{map_a, map_b, d});
       for (int i = 0; i < kM; ++i) {
@@ -207,9 +207,9 @@ TEST(Wgmma, Columns128) { check_all_forms<BFloat16, 128>(); }
 TEST(Wgmma, Columns192) { check_all_forms<Half, 192>(); }
 TEST(Wgmma, Columns256) { check_all_forms<BFloat16, 256>(); }
 
-// --- what is found wrong -------------------------------------------------------------------------
+// --- detected faults -----------------------------------------------------------------------------
 
-// Two tiles of zeros, written by a warpgroup; a spare one and an mbarrier behind them.
+// Two tiles of zeros, written by a warpgroup, followed by a spare tile and an mbarrier.
 using Square = tile::SwizzledTile<64, 64>;
 constexpr int kBarrier = 3 * Square::kBytes;
 constexpr int kFaultBytes = kBarrier + 16;
@@ -254,9 +254,9 @@ void finish() {
   ptx::wgmma_wait_group<0>();
 }
 
-TEST(WgmmaFaults, NoneWhenAllIsWell) {
+TEST(WgmmaFaults, NoneInACorrectKernel) {
   for (const char* copies : {"late", "early"}) {
-    const Environment when("TILEWISE_EMULATOR_COPIES", copies);
+    const Environment copies_variable("TILEWISE_EMULATOR_COPIES", copies);
     EXPECT_EQ(fault_of_products([](float (&d)[32]) {
                 multiply(d);
                 ptx::wgmma_commit_group();
@@ -266,7 +266,7 @@ TEST(WgmmaFaults, NoneWhenAllIsWell) {
                 ASSERT_TRUE(std::isnan(d[3]));
                 ptx::wgmma_wait_group<1>();
                 ASSERT_EQ(d[3], 0.0f);
-                ASSERT_TRUE(std::isnan(e[3]));  // not read before it is waited for
+                ASSERT_TRUE(std::isnan(e[3]));  // it must not be read before the wait
                 ptx::wgmma_wait_group<0>();
                 ASSERT_EQ(e[3], 0.0f);
               }),
@@ -274,7 +274,7 @@ TEST(WgmmaFaults, NoneWhenAllIsWell) {
   }
 }
 
-TEST(WgmmaFaults, OperandsThatNobodyWrote) {
+TEST(WgmmaFaults, UnwrittenOperands) {
   expect_part(fault_of_products([](float (&d)[32]) {
                 multiply(d, square(2).by_columns());
                 finish();
@@ -313,7 +313,7 @@ TEST(WgmmaFaults, OperandsWithoutFence) {
               "with no fence_proxy_async before the barrier");
   expect_part(fault_of_products([](float (&d)[32]) {
                 fill(2);
-                ptx::sync_warp();  // the rows of other warps
+                ptx::sync_warp();  // does not order the rows of other warps
                 multiply(d, square(2).by_columns());
                 finish();
               }),
@@ -322,7 +322,7 @@ TEST(WgmmaFaults, OperandsWithoutFence) {
 
 TEST(WgmmaFaults, WritesOfOperandsInUse) {
   for (const char* copies : {"late", "early"}) {
-    const Environment when("TILEWISE_EMULATOR_COPIES", copies);
+    const Environment copies_variable("TILEWISE_EMULATOR_COPIES", copies);
     const auto write = [](bool wait) {
       return fault_of_products([wait](float (&d)[32]) {
         multiply(d);
@@ -334,8 +334,8 @@ TEST(WgmmaFaults, WritesOfOperandsInUse) {
       });
     };
     EXPECT_EQ(write(true), "");
-    expect_part(write(false), "of shared memory, which a wgmma or a bulk copy reads");
-    // Waited for, but only by the own warp.
+    expect_part(write(false), "of shared memory, which an unfinished wgmma or bulk copy reads");
+    // Only the own warp has waited.
     expect_part(fault_of_products([](float (&d)[32]) {
                   multiply(d);
                   finish();
@@ -347,7 +347,7 @@ TEST(WgmmaFaults, WritesOfOperandsInUse) {
   }
 }
 
-// The products read what a second warpgroup loads again as soon as it is told.
+// The products read bytes that a second warpgroup loads again as soon as it is signalled.
 std::string load_again(bool wait_for_products, bool wait_for_bytes, bool arrive) {
   const Matrix<BFloat16> b(64, 64, 3);
   const TensorMap map = b.map(64);
@@ -380,8 +380,8 @@ std::string load_again(bool wait_for_products, bool wait_for_bytes, bool arrive)
 TEST(WgmmaFaults, LoadsOfOperandsInUse) {
   for (const char* copies : {"late", "early"}) {
     for (const char* order : {"forward", "reverse"}) {
-      const Environment when("TILEWISE_EMULATOR_COPIES", copies);
-      const Environment who("TILEWISE_EMULATOR_ORDER", order);
+      const Environment copies_variable("TILEWISE_EMULATOR_COPIES", copies);
+      const Environment order_variable("TILEWISE_EMULATOR_ORDER", order);
       EXPECT_EQ(load_again(true, true, true), "");
       EXPECT_NE(load_again(true, true, false), "");
       expect_part(load_again(false, true, true),
@@ -391,7 +391,7 @@ TEST(WgmmaFaults, LoadsOfOperandsInUse) {
   }
 }
 
-TEST(WgmmaFaults, GroupsLeftAlone) {
+TEST(WgmmaFaults, UnfinishedGroups) {
   expect_part(fault_of_products([](float (&d)[32]) { multiply(d); }),
               "exits while a wgmma of its warp is in flight");
   expect_part(fault_of_products([](float (&d)[32]) {
@@ -418,7 +418,7 @@ TEST(WgmmaFaults, SumsWrittenWithoutFence) {
   expect_part(add(true, false), "registers that were written with no wgmma_fence between");
 }
 
-TEST(WgmmaFaults, ThreadsThatDisagree) {
+TEST(WgmmaFaults, DisagreeingThreads) {
   expect_part(fault_of_products([](float (&d)[32]) {
                 multiply(d, square(ptx::lane_index() == 3 ? 1 : 0).by_columns());
                 finish();

@@ -1,4 +1,4 @@
-#include "emulator/places.h"
+#include "emulator/call_stack.h"
 
 #include <dlfcn.h>
 #include <unwind.h>
@@ -35,7 +35,7 @@ std::string output_of(const std::string& command) {
   return output;
 }
 
-// Quotes for the shell.
+// Quotes a string for the shell.
 std::string quoted(std::string_view name) {
   std::string result = "'";
   for (const char c : name) {
@@ -51,7 +51,8 @@ bool starts_with(std::string_view line, std::string_view start) {
   return line.substr(0, start.size()) == start;
 }
 
-// "function at file:line", outermost last; without the emulator around and under the kernel.
+// "function at file:line", outermost last, without the emulator's frames around and below the
+// kernel.
 std::string kernel_lines(const std::string& output) {
   std::string result;
   for (size_t begin = 0; begin < output.size();) {
@@ -68,7 +69,8 @@ std::string kernel_lines(const std::string& output) {
     const size_t place = line.rfind(" at ??:");
     if (place != std::string_view::npos) line = line.substr(0, place);
     constexpr std::string_view kOwn = "tilewise::cuda::emulator::";
-    const bool own = starts_with(line, kOwn) && line[kOwn.size()] != '(';  // tests are unnamed
+    const bool own =
+        starts_with(line, kOwn) && line[kOwn.size()] != '(';  // tests are in an unnamed namespace
     if (own || starts_with(line, "??") || starts_with(line, "__tsan")) continue;
     result.append("\n  at ").append(line);
   }
@@ -94,7 +96,7 @@ std::string describe(const std::vector<uintptr_t>& stack) {
     }
     if (module.empty()) module = info.dli_fname;  // kernels and emulator are linked together
     if (module != info.dli_fname) continue;
-    // The call is before the address it returns to.
+    // The call instruction precedes its return address.
     std::array<char, 32> hexadecimal;
     std::snprintf(hexadecimal.data(), hexadecimal.size(), " %zx",
                   static_cast<size_t>(address - 1 - reinterpret_cast<uintptr_t>(info.dli_fbase)));

@@ -1,4 +1,4 @@
-// Where in the program the running thread is, for messages.
+// The call stack of the running thread, for messages.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@ namespace tilewise::cuda::emulator {
 // Return addresses, innermost first.
 std::vector<uintptr_t> call_stack();
 
-// The functions of the kernel among them, a line each, with source lines where there is debug
-// information. Asks addr2line, which comes with the linker; "" where there is none.
+// The kernel's functions among them, one line each, with source lines where debug information
+// exists. It runs addr2line, which comes with the linker; "" where there is none.
 std::string describe(const std::vector<uintptr_t>& stack);
 
 }  // namespace tilewise::cuda::emulator
