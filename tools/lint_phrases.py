@@ -182,7 +182,7 @@ def markdown(text: str, path: str) -> Iterator[Finding | Block]:
             lines = []
         if line.strip():
             first = first if lines else number
-            lines.append(line)
+            lines.append(re.sub(r"\]\([^)]*\)", "]()", line))  # names of files stay
 
 
 def findings(path: str, block: Block, rules: tuple[Rule, ...]) -> Iterator[Finding]:
