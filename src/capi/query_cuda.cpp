@@ -27,7 +27,7 @@ tilewise_gpu_info describe_gpu(int32_t index) {
   const cuda::Gpu& gpu = device.gpu;
   tilewise_gpu_info info{};
   info.sm = gpu.sm;
-  info.multiprocessors = gpu.multiprocessors;
+  info.multiprocessors = gpu.sm_count;
   info.shared_bytes = gpu.shared_bytes;
   info.l2_bytes = gpu.l2_bytes;
   info.table = dispatch::tile_table(device);

@@ -31,7 +31,7 @@ void check_entries(const Problem& p, const Gradients* g, void* report) {
   if (found.any()) throw InvalidArgument(sentence(found));
 }
 
-uint64_t number_of_launch() {
+uint64_t next_launch_id() {
   static std::atomic<uint64_t> next{std::random_device{}() * uint64_t{0x9e3779b97f4a7c15}};
   return next.fetch_add(1, std::memory_order_relaxed);
 }
@@ -42,8 +42,8 @@ bool prepare(common::PrepareParams& params, Stream stream) {
   return blocks > 0;
 }
 
-int64_t second_blocks(const Flags& flags, const Tile& tile, int32_t device_index) {
-  const int64_t at_once = int64_t{gpu(device_index).multiprocessors} * tile.blocks_per_sm;
+int64_t recompute_blocks(const Flags& flags, const Tile& tile, int32_t device_index) {
+  const int64_t at_once = int64_t{gpu(device_index).sm_count} * tile.blocks_per_sm;
   return min<int64_t>(flags.tiles, (at_once - 1) | 1);
 }
 

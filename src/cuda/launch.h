@@ -12,7 +12,7 @@ namespace tilewise::cuda {
 void check_entries(const Problem& p, const Gradients* g, void* report);
 
 // None twice in a process, and such that memory of unknown contents does not hold it.
-uint64_t number_of_launch();
+uint64_t next_launch_id();
 
 // Launches the preparation, when there is anything to prepare; whether there was.
 bool prepare(common::PrepareParams& params, Stream stream);
@@ -28,6 +28,6 @@ TensorMap map_of_pages(const Problem& p, const tilewise_tensor& view, int64_t co
 
 // Blocks of a second pass over flagged tiles: as many as the GPU runs at once. The tiles of a head
 // are often a power of two apart, so an odd number spreads them over the blocks.
-int64_t second_blocks(const Flags& flags, const Tile& tile, int32_t device_index);
+int64_t recompute_blocks(const Flags& flags, const Tile& tile, int32_t device_index);
 
 }  // namespace tilewise::cuda

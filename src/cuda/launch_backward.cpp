@@ -27,7 +27,7 @@ BackwardParams main_params(const Problem& p, const Gradients& g, const Plan& pla
   params.row_origin = pieces.row_origin.in<float>(workspace);
   params.row_origin_low = pieces.row_origin_low.in<float>(workspace);
   params.far_rows = pieces.far_rows.in<uint64_t>(workspace);
-  params.launch_id = number_of_launch();
+  params.launch_id = next_launch_id();
   params.dq_sum = pieces.dq_sum.in<float>(workspace);
   params.dq_semaphores = pieces.dq_semaphores.in<int32_t>(workspace);
   params.dscale_partials = pieces.dscale_partials.in<float>(workspace);
@@ -64,10 +64,11 @@ void launch_wgmma(const Problem& p, const Gradients& g, const Plan& plan,
   params.v = map_of_keys(p, p.v, p.head_dim_v, plan.tile_k / cluster);
   const FormKernels& kernels = plan.kernel_set->form(plan.form);
   const int64_t records = ceil_div(plan.blocks * cluster, kernels.prepare.threads);
-  launch(kernels.prepare, records + row_blocks(p, plan) * plan.kernel_set->prepare_splits, p.stream, main);
+  launch(kernels.prepare, records + row_blocks(p, plan) * plan.kernel_set->prepare_splits, p.stream,
+         main);
   const int64_t grid = params.tile_counter == nullptr
                            ? plan.blocks * cluster
-                           : min<int64_t>(plan.blocks, gpu(p.device_index).multiprocessors);
+                           : min<int64_t>(plan.blocks, gpu(p.device_index).sm_count);
   launch(kernels.tma_backward, grid, p.stream, params, Start::dependent);
 }
 
@@ -94,7 +95,7 @@ void main_gradients(const Problem& p, const Gradients& g, const Plan& plan,
   if (plan.nan_recompute == nullptr) return;
   const FormKernels& exact = plan.nan_recompute->form(Form::general);
   const auto blocks = [&](const Flags& flags) {
-    return second_blocks(flags, plan.nan_recompute->backward_tile, p.device_index);
+    return recompute_blocks(flags, plan.nan_recompute->backward_tile, p.device_index);
   };
   if (keys) {
     launch(exact.backward, blocks(params.key_flags), p.stream, params, Start::dependent);
@@ -103,7 +104,7 @@ void main_gradients(const Problem& p, const Gradients& g, const Plan& plan,
 }
 
 void sums(const Problem& p, const Gradients& g, const BackwardWorkspace& pieces, void* workspace) {
-  common::SumsParams params;
+  common::ReduceParams params;
   params.dsinks = g.dsinks;
   params.dscale = g.dscale;
   if (g.dsinks != nullptr) {
@@ -119,7 +120,7 @@ void sums(const Problem& p, const Gradients& g, const BackwardWorkspace& pieces,
   }
   params.dscale_partials = pieces.dscale_partials.in<float>(workspace);
   params.dscale_count = pieces.dscale_partials.bytes / static_cast<int64_t>(sizeof(float));
-  launch(common::sums_kernel(), common::sums_blocks(params), p.stream, params);
+  launch(common::reduce_kernel(), common::reduce_blocks(params), p.stream, params);
 }
 
 }  // namespace

@@ -30,7 +30,7 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardWorks
   params.placement = plan.placement;
   params.stream_k = plan.stream_k;
   params.arrivals = pieces.arrivals.in<ChunkArrivals>(workspace);
-  if (params.arrivals != nullptr) params.launch_id = ChunkArrivals::of_launch(number_of_launch());
+  if (params.arrivals != nullptr) params.launch_id = ChunkArrivals::of_launch(next_launch_id());
   params.packed_rows = static_cast<int32_t>(packed_rows(p, plan));
   params.partial_stride = plan.partial_stride;
   params.has_uniform_sequences = has_uniform_sequences(p);
@@ -59,7 +59,7 @@ void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& 
   params.tile_counter = counter;
   params.recompute_list = before;
   params.nan_may_leak = nan_may_leak(p);
-  const int64_t all = gpu(p.device_index).multiprocessors;
+  const int64_t all = gpu(p.device_index).sm_count;
   const int64_t grid = plan.stream_k.any() ? all : min(plan.blocks, all);
   launch(plan.kernel_set->form(plan.form).tma_forward, grid, p.stream, params,
          counter != nullptr ? Start::dependent : Start::in_order);
@@ -79,8 +79,8 @@ void launch_boxes(const Problem& p, const Plan& plan, const ForwardParams& main,
   params.k_tail = map(p, p.k, p.head_dim, kTailBoxRows);
   params.v_tail = map(p, p.v, p.head_dim_v, kTailBoxRows);
   const FormKernels& kernels = plan.kernel_set->form(plan.form);
-  launch(plan.warps_per_tile > 1 ? kernels.tma_forward_warp_split : kernels.tma_forward, plan.blocks,
-         p.stream, params, start, plan.cluster_size);
+  launch(plan.warps_per_tile > 1 ? kernels.tma_forward_warp_split : kernels.tma_forward,
+         plan.blocks, p.stream, params, start, plan.cluster_size);
 }
 
 }  // namespace
@@ -110,8 +110,8 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
   else if (kernels.tma_forward.function != nullptr)
     launch_boxes(p, plan, params, start);
   else
-    launch(plan.warps_per_tile > 1 ? kernels.forward_warp_split : kernels.forward, plan.blocks, p.stream,
-           params, start, plan.cluster_size);
+    launch(plan.warps_per_tile > 1 ? kernels.forward_warp_split : kernels.forward, plan.blocks,
+           p.stream, params, start, plan.cluster_size);
   if (needs_combine_kernel(plan)) {
     params.pdl_trigger = plan.combine_pdl_trigger;
     const auto kernel = common::tensor_kernels(p.dtype).combine(params);
@@ -122,8 +122,8 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
   params.order.splits = 1;
   params.split_rule = {};
   launch(plan.nan_recompute->form(Form::general).forward,
-         second_blocks(params.flags, plan.nan_recompute->forward_tile, p.device_index), p.stream, params,
-         Start::dependent);
+         recompute_blocks(params.flags, plan.nan_recompute->forward_tile, p.device_index), p.stream,
+         params, Start::dependent);
 }
 
 }  // namespace tilewise::cuda

@@ -6,7 +6,7 @@ namespace tilewise::cuda {
 namespace {
 
 struct Sizes {
-  int64_t slots;
+  int64_t batches;
   int64_t rows;
   int64_t heads;
 };
@@ -24,10 +24,10 @@ TensorMap map_of(const Problem& p, const tilewise_tensor& view, const Sizes& siz
   shape.columns = columns;
   shape.rows = max<int64_t>(1, sizes.rows);
   shape.heads = sizes.heads;
-  shape.slots = max<int64_t>(1, sizes.slots);
+  shape.batches = max<int64_t>(1, sizes.batches);
   shape.stride_row = stride(sizes.rows, view.stride_row);
   shape.stride_head = stride(sizes.heads, view.stride_head);
-  shape.stride_slot = stride(sizes.slots, view.stride_batch);
+  shape.stride_batch = stride(sizes.batches, view.stride_batch);
   shape.element_bytes = static_cast<int32_t>(element_bytes);
   shape.dtype = p.dtype;
   shape.box_rows = box_rows;
@@ -40,15 +40,15 @@ TensorMap map_of(const Problem& p, const tilewise_tensor& view, const Sizes& siz
 
 TensorMap map_of_rows(const Problem& p, const tilewise_tensor& view, int64_t columns,
                       int32_t box_rows) {
-  const int64_t slots = p.cu_seqlens_q != nullptr ? 1 : p.batch;
-  return map_of(p, view, {slots, p.seqlen_q, p.heads_q}, element_bytes(p), columns, box_rows);
+  const int64_t batches = p.cu_seqlens_q != nullptr ? 1 : p.batch;
+  return map_of(p, view, {batches, p.seqlen_q, p.heads_q}, element_bytes(p), columns, box_rows);
 }
 
 TensorMap map_of_keys(const Problem& p, const tilewise_tensor& view, int64_t columns,
                       int32_t box_rows) {
   if (p.block_table != nullptr) return {};
-  const int64_t slots = p.cu_seqlens_k != nullptr ? 1 : p.kv_batch;
-  return map_of(p, view, {slots, p.seqlen_k, p.heads_kv}, key_bytes(p), columns, box_rows);
+  const int64_t batches = p.cu_seqlens_k != nullptr ? 1 : p.kv_batch;
+  return map_of(p, view, {batches, p.seqlen_k, p.heads_kv}, key_bytes(p), columns, box_rows);
 }
 
 TensorMap map_of_pages(const Problem& p, const tilewise_tensor& view, int64_t columns,

@@ -68,10 +68,11 @@ struct PaddedRows {
   }
 };
 
-// 0 * NaN is NaN in a tensor core, so a masked key of an edge tile would contaminate rows that do not
-// see it. Where that can happen, a CTA of the main kernel writes whether its results are finite, and
-// the simt family then recomputes the flagged tiles element by element. `data` is null where no band
-// is in force, and for kernels that recompute such rows themselves (the wgmma forward).
+// 0 * NaN is NaN in a tensor core, so a masked key of an edge tile would contaminate rows that do
+// not see it. Where that can happen, a CTA of the main kernel writes whether its results are
+// finite, and the simt family then recomputes the flagged tiles element by element. `data` is null
+// where no band is in force, and for kernels that recompute such rows themselves (the wgmma
+// forward).
 struct Flags {
   uint8_t* data = nullptr;  // one per CTA of the main kernel; with chunks also one per tile before
   int32_t per_tile = 1;     // CTAs of the main kernel, splits, per tile of the recompute
@@ -87,14 +88,15 @@ struct Flags {
 };
 
 // Counts the finished chunks of a tile, so that the CTA that finishes last combines them. A 64-bit
-// counter tagged with the launch id, so it needs no zeroing: memory of unknown contents is taken for
-// 0 unless its tag is that of this launch. The CTA that combines resets it to 0, because a captured
-// graph launches many times with the same id.
+// counter tagged with the launch id, so it needs no zeroing: memory of unknown contents is taken
+// for 0 unless its tag is that of this launch. The CTA that combines resets it to 0, because a
+// captured graph launches many times with the same id.
 struct ChunkArrivals {
   uint64_t state;  // launch id: 44 bits, position of chunk 1: 10, arrived: 10
 
   static constexpr int kCountBits = 10;
-  static constexpr int32_t kMost = (1 << kCountBits) - 1;  // of chunks per tile, and of positions
+  static constexpr int32_t kMaxChunks =
+      (1 << kCountBits) - 1;  // of chunks per tile, and of positions
 
   TILEWISE_FN static constexpr uint64_t of_launch(uint64_t number) {
     return number << (2 * kCountBits);
@@ -109,7 +111,9 @@ struct ChunkArrivals {
   }
   TILEWISE_FN static constexpr int32_t arrived(uint64_t state) { return bits(state); }
   // The position of chunk 1, when it has arrived.
-  TILEWISE_FN static constexpr int32_t second(uint64_t state) { return bits(state >> kCountBits); }
+  TILEWISE_FN static constexpr int32_t position_of_chunk_1(uint64_t state) {
+    return bits(state >> kCountBits);
+  }
 
  private:
   TILEWISE_FN static constexpr int32_t bits(uint64_t state) {
@@ -130,24 +134,24 @@ struct ForwardParams {
   // Partial results, normalised; undefined where the lse of the split is -inf.
   //   splits:   [splits, partial_rows, heads_q, head_dim_v]
   //   chunks:   [CTAs, packed_rows, head_dim_v]; where the main kernel combines them as in
-  //             mma_sync/forward_merge.h
+  //             mma_sync/forward_combine.h
   //   Stream-K: [stream_k.num_results(), row_tile, stream_k.columns]
   float* partial_out;
-  float* partial_lse;            // the same without columns, and without the sink
-  ChunkSchedule chunks;          // decoding: instead of splits. A CTA has a chunk and a head
-  int32_t max_keys = INT32_MAX;  // of a sequence that fits
-  CtaPlacement placement;        // of the chunks
-  StreamKTail stream_k;          // wgmma, fast path
-  ChunkArrivals* arrivals;       // [tiles]; null: a combine kernel merges the chunks
-  uint64_t launch_id;            // ChunkArrivals::of_launch
-  Divisor packed_rows = 1;       // with chunks: upper bound per tile
-  Divisor group = 1;             // query heads per key/value head, whether packed or not
-  Divisor page_size = 1;         // of the paged forms
-  uint32_t pack_reciprocal = 1u << 31;              // ceil(2^31 / packing.group)
-  bool has_uniform_sequences = false;               // attention/problem.h
-  bool cluster_combines = false;                    // the CTAs of a tile's splits are a cluster
-  PdlTrigger pdl_trigger = PdlTrigger::at_exit;     // simt ignores it
-  IndexRecord* index_record = nullptr;              // where faults of index arrays are recorded
+  float* partial_lse;                   // the same without columns, and without the sink
+  ChunkSchedule chunks;                 // decoding: instead of splits. A CTA has a chunk and a head
+  int32_t max_keys = INT32_MAX;         // of a sequence that fits
+  CtaPlacement placement;               // of the chunks
+  StreamKTail stream_k;                 // wgmma, fast path
+  ChunkArrivals* arrivals;              // [tiles]; null: a combine kernel merges the chunks
+  uint64_t launch_id;                   // ChunkArrivals::of_launch
+  Divisor packed_rows = 1;              // with chunks: upper bound per tile
+  Divisor group = 1;                    // query heads per key/value head, whether packed or not
+  Divisor page_size = 1;                // of the paged forms
+  uint32_t pack_reciprocal = 1u << 31;  // ceil(2^31 / packing.group)
+  bool has_uniform_sequences = false;   // attention/problem.h
+  bool cluster_combines = false;        // the CTAs of a tile's splits are a cluster
+  PdlTrigger pdl_trigger = PdlTrigger::at_exit;  // simt ignores it
+  IndexRecord* index_record = nullptr;           // where faults of index arrays are recorded
 
   // Splits of the keys of a sequence without chunks; with 1 its results go straight to out.
   TILEWISE_FN int32_t splits_of(const Band& band) const {
@@ -170,8 +174,8 @@ struct BackwardParams {
   // P is 0.
   float* row_lse;
   float* row_delta;
-  // Rows whose |lse| is so large that fp32 has no room for an exponent beside it (is_far_row) have a
-  // row_lse of 0: their scores are first made relative to lse and its low part, which lie here in
+  // Rows whose |lse| is so large that fp32 has no room for an exponent beside it (is_far_row) have
+  // a row_lse of 0: their scores are first made relative to lse and its low part, which lie here in
   // natural units; 0 for all other rows. Problems without such rows pay nothing: *far_rows is
   // `launch_id` when there is one. It needs no zeroing, because no other launch of the process has
   // that id; a graph that launches again may find it set, which only costs time.
@@ -197,9 +201,9 @@ struct TmaForwardParams : ForwardParams {
   TensorMap v;
   TensorMap k_tail;  // decoding: in smaller boxes (kTailBoxRows)
   TensorMap v_tail;
-  int32_t stages = 0;         // decoding: of each warp's pipeline; 0: all that fit
-  int32_t page_box_rows = 0;  // wgmma: rows of a box inside a page
-  int32_t num_tiles = 0;      // of `order`; shares of the Stream-K tail follow
+  int32_t stages = 0;                 // decoding: of each warp's pipeline; 0: all that fit
+  int32_t page_box_rows = 0;          // wgmma: rows of a box inside a page
+  int32_t num_tiles = 0;              // of `order`; shares of the Stream-K tail follow
   int32_t* tile_counter = nullptr;    // dynamic scheduling: tiles taken, 0 at first
   bool nan_may_leak = false;          // a band is in force
   int32_t* recompute_list = nullptr;  // wgmma/nan_recompute.h: [tiles, consumer warps], 0 at first

@@ -2,7 +2,7 @@
 #include "cuda/common/check.h"
 #include "cuda/common/dbias.h"
 #include "cuda/common/prepare.h"
-#include "cuda/common/sums.h"
+#include "cuda/common/scalar_gradients.h"
 #include "cuda/plan.h"
 #include "cuda/plan_shape.h"
 #include "cuda/workspace.h"
@@ -49,7 +49,7 @@ void choose_turns(const Problem& p, const Plan& plan, const Gpu& gpu, TileOrder&
   const bool by_columns = !plan.kernel_set->persistent_backward;
   if (by_columns && p.window_right >= 0) return;
   order.longest_first = p.window_right >= 0 ? 1 : 2;
-  const int64_t slots = gpu.multiprocessors / plan.kernel_set->backward_tile.cluster_size;
+  const int64_t slots = gpu.sm_count / plan.kernel_set->backward_tile.cluster_size;
   order.walk_together(ceil_div(slots, max<int64_t>(1, order.tiles)));
 }
 

@@ -12,13 +12,13 @@ namespace {
 // Whether tiles are nearly as many as multiprocessors, or more; whether they are two thirds of
 // them, or nearly half.
 bool has_many_tiles(const Gpu& gpu, int64_t blocks) {
-  return blocks * 4 >= int64_t{gpu.multiprocessors} * 3;
+  return blocks * 4 >= int64_t{gpu.sm_count} * 3;
 }
 bool has_several_tiles(const Gpu& gpu, int64_t blocks) {
-  return blocks * 3 >= int64_t{gpu.multiprocessors} * 2;
+  return blocks * 3 >= int64_t{gpu.sm_count} * 2;
 }
 bool are_nearly_half(const Gpu& gpu, int64_t blocks) {
-  return blocks * 20 >= int64_t{gpu.multiprocessors} * 9;
+  return blocks * 20 >= int64_t{gpu.sm_count} * 9;
 }
 
 // Splits that a cluster can merge. sm_90 and 100 run larger clusters than every GPU does.
@@ -40,13 +40,13 @@ int64_t least_tiles_alone(int64_t rows, int64_t tiles, bool several, bool many_o
 }  // namespace
 
 bool max_clusters_fit(const Gpu& gpu, int64_t blocks) {
-  return blocks * kMaxClusterSplits * 4 <= int64_t{gpu.multiprocessors} * 3;
+  return blocks * kMaxClusterSplits * 4 <= int64_t{gpu.sm_count} * 3;
 }
 
 // Counting parts takes a microsecond, and more than a few sequences of many keys are worth it.
 bool few_tiles_split_uniformly(const Gpu& gpu, int64_t blocks, int64_t tiles) {
   constexpr int64_t kMost = 16;  // of a multiprocessor
-  const bool some = blocks * tiles <= kMost * gpu.multiprocessors;
+  const bool some = blocks * tiles <= kMost * gpu.sm_count;
   return max_clusters_fit(gpu, 2 * blocks) || (some && max_clusters_fit(gpu, blocks));
 }
 
@@ -62,9 +62,8 @@ bool has_warp_rings(const Plan& plan) {
 // Whether the block of a tile that is done last merges its parts: most have one part then, and few
 // more than a few. Of more rows a second kernel has more to read.
 bool last_cta_combines(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
-  const bool several = packed_rows(p, plan) > 4
-                           ? are_nearly_half(gpu, blocks)
-                           : plan.one_cta_per_sm && blocks * 2 > gpu.multiprocessors;
+  const bool several = packed_rows(p, plan) > 4 ? are_nearly_half(gpu, blocks)
+                                                : plan.one_cta_per_sm && blocks * 2 > gpu.sm_count;
   return has_warp_rings(plan) && (several || has_many_tiles(gpu, blocks));
 }
 
@@ -78,7 +77,7 @@ bool cluster_combine_is_faster(const Plan& plan, const Gpu& gpu, int64_t blocks,
                                int64_t key_tiles) {
   const int64_t rounds = splits <= kSmallCluster ? 2 : 1;
   return splits > 1 && splits <= most_merged_splits(gpu) &&
-         blocks * splits <= rounds * gpu.multiprocessors &&
+         blocks * splits <= rounds * gpu.sm_count &&
          (splits == 2 || ceil_div(key_tiles, splits) <= few_tiles(plan));
 }
 
@@ -97,7 +96,7 @@ namespace {
 // have most to merge.
 int64_t least_tiles_of_split(const Gpu& gpu, int64_t blocks, int64_t tiles, int64_t rows,
                              bool uneven, bool paged) {
-  const int64_t splits = gpu.multiprocessors / blocks;
+  const int64_t splits = gpu.sm_count / blocks;
   if (rows <= 8) return !uneven && splits == 2 ? 16 : 128;
   if (few_tiles_split_uniformly(gpu, blocks, tiles) && splits < kMaxSplits) return paged ? 16 : 6;
   if (!uneven) return 24;
@@ -122,7 +121,7 @@ bool has_room_for_readers(const Plan& plan, const Gpu& gpu) {
 int64_t clusters_of_uneven(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks,
                            int64_t tiles) {
   constexpr int64_t kFew = 4;
-  const int64_t all = gpu.multiprocessors;
+  const int64_t all = gpu.sm_count;
   const bool several = blocks * kFew * 2 > 3 * all;
   if (!several || !has_device_lengths(p) || tiles < kFew || reads_float8(*plan.kernel_set))
     return 0;
@@ -158,7 +157,7 @@ bool uses_one_cta_per_sm(const Problem& p, const Plan& plan, const Gpu& gpu, int
   if (!has_warp_rings(plan) || p.num_splits > 0 || p.batch_invariant != 0 || blocks == 0 ||
       !has_room_for_readers(plan, gpu))
     return false;
-  const int64_t splits = gpu.multiprocessors / blocks;
+  const int64_t splits = gpu.sm_count / blocks;
   const int64_t tiles = ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k);
   const int64_t rows = packed_rows(p, plan);
   const bool paged = plan.form != Form::tma;
@@ -179,7 +178,7 @@ namespace {
 // Whether blocks that are alone read as fast as memory is if each reads so many gigabytes a second
 // (of what its clock and bus say).
 bool are_as_fast_as_memory(const Gpu& gpu, int64_t blocks, int64_t each) {
-  const int64_t splits = gpu.multiprocessors / blocks;
+  const int64_t splits = gpu.sm_count / blocks;
   return gpu.memory_speed > 0 && blocks * splits * each >= gpu.memory_speed;
 }
 
@@ -189,8 +188,7 @@ bool take_many_turns(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t
   const int64_t tiles = ceil_div(keys_of_tile(p, most_rows(p)), int64_t{plan.tile_k});
   return !plan.one_cta_per_sm && plan.form == Form::tma && p.num_splits == 0 &&
          p.batch_invariant == 0 && has_room_for_readers(plan, gpu) &&
-         blocks * 3 >= int64_t{gpu.multiprocessors} * 10 &&
-         tiles >= (has_device_lengths(p) ? 17 : 16);
+         blocks * 3 >= int64_t{gpu.sm_count} * 10 && tiles >= (has_device_lengths(p) ? 17 : 16);
 }
 
 }  // namespace
@@ -198,7 +196,7 @@ bool take_many_turns(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t
 int32_t choose_warps_per_tile(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   if (plan.max_cluster_size > 0) return max_clusters_fit(gpu, blocks) ? kMaxWarpsPerTile : 1;
   if (!plan.one_cta_per_sm) return take_many_turns(p, plan, gpu, blocks) ? kMaxWarpsPerTile : 1;
-  const int64_t splits = gpu.multiprocessors / blocks;
+  const int64_t splits = gpu.sm_count / blocks;
   const bool many = keys_of_tile(p, most_rows(p)) >= 32 * plan.tile_k * splits;
   const bool one = plan.form == Form::tma && many && packed_rows(p, plan) <= 8 &&
                    are_as_fast_as_memory(gpu, blocks, 27);
@@ -213,7 +211,7 @@ int32_t choose_stages(const Plan& plan, const Gpu& gpu, int64_t blocks) {
   const bool alone = plan.one_cta_per_sm && plan.max_cluster_size == 0;
   const int64_t tenths = plan.max_cluster_size > 0 ? 7 : 14;  // of the multiprocessors
   const bool few = alone ? plan.warps_per_tile > 1 && are_as_fast_as_memory(gpu, blocks, 36)
-                         : blocks * 10 >= tenths * gpu.multiprocessors;
+                         : blocks * 10 >= tenths * gpu.sm_count;
   return few ? kFewStages : 0;
 }
 
@@ -226,8 +224,8 @@ CtaPlacement place_chunks(const Plan& plan, const Gpu& gpu, int64_t tiles) {
   constexpr int64_t kLong = 64;  // tiles
   constexpr int64_t kLongOfTwo = 32;
   const ChunkSchedule& parts = plan.chunks;
-  if (!parts.any() || parts.long_first()) return {};
-  const int64_t all = gpu.multiprocessors;
+  if (!parts.any() || parts.longest_first()) return {};
+  const int64_t all = gpu.sm_count;
   const int64_t works = int64_t{plan.tiles} * parts.chunks_if_uniform;
   if (!plan.one_cta_per_sm) {
     const int64_t second = works - all;
@@ -246,7 +244,7 @@ CtaPlacement place_chunks(const Plan& plan, const Gpu& gpu, int64_t tiles) {
 int64_t choose_tma_splits(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t key_tiles) {
   if (plan.max_cluster_size > 0)
     return ceil_div(key_tiles, ceil_div(key_tiles, int64_t{plan.max_cluster_size}));
-  const int64_t all = gpu.multiprocessors;
+  const int64_t all = gpu.sm_count;
   int64_t readers = ctas_to_saturate(plan);
   if (blocks * 2 > all * readers) return 1;
   if (plan.one_cta_per_sm) readers = 1;
@@ -277,7 +275,7 @@ bool decodes(const Plan& plan) {
 PdlTrigger choose_pdl_trigger(const Plan& plan, const Gpu& gpu) {
   if (needs_combine_kernel(plan)) return PdlTrigger::after_first_loads;
   if (!decodes(plan) || plan.nan_recompute != nullptr) return PdlTrigger::at_exit;
-  const int64_t all = gpu.multiprocessors;
+  const int64_t all = gpu.sm_count;
   const auto early_if = [](bool early, PdlTrigger otherwise) {
     return early ? PdlTrigger::after_first_loads : otherwise;
   };
@@ -294,14 +292,14 @@ PdlTrigger choose_combine_pdl_trigger(const Problem& p, const Plan& plan, const 
   constexpr int64_t kLittle = 24;  // tiles of keys of a multiprocessor
   if (!needs_combine_kernel(plan) || !decodes(plan) || plan.nan_recompute != nullptr)
     return PdlTrigger::at_exit;
-  const int64_t all = gpu.multiprocessors;
+  const int64_t all = gpu.sm_count;
   const int64_t rows = plan.tiles * packed_rows(p, plan);
   const auto is_little = [&] {
     return plan.tiles * ceil_div(max_keys(p), int64_t{plan.tile_k}) <= kLittle * all;
   };
   const bool few = rows <= 2 * all || (rows <= 6 * all && is_little());
   const bool fits = plan.one_cta_per_sm
-                        ? max_clusters_fit(gpu, plan.tiles) && rows > common::kMostRowsOfGroups
+                        ? max_clusters_fit(gpu, plan.tiles) && rows > common::kMaxRowsWithGroups
                         : few;
   return fits ? PdlTrigger::after_first_loads : PdlTrigger::at_exit;
 }

@@ -59,13 +59,14 @@ int64_t choose_splits(const Problem& p, const Plan& plan, const Gpu& gpu, int64_
   const KernelSet& kernel_set = *plan.kernel_set;
   if (p.num_splits > 0) return p.num_splits;
   const Tile& tile = kernel_set.forward_tile;
-  const int64_t slots = int64_t{gpu.multiprocessors} * max(1, tile.blocks_per_sm);
+  const int64_t slots = int64_t{gpu.sm_count} * max(1, tile.blocks_per_sm);
   if (blocks == 0 || blocks * 5 >= slots * 4) return 1;
   const int64_t rows = ceil_div(tile.rows, plan.pack);
   const int64_t key_tiles = ceil_div(keys_of_tile(p, min(rows, most_rows(p))), tile.keys);
   if (uses_tma(kernel_set) && key_tiles > 0) return choose_tma_splits(plan, gpu, blocks, key_tiles);
   const bool whole_tiles = most_rows(p) * plan.pack > tile.rows;
-  const int64_t least = ceil_div(whole_tiles ? kKeysOfSplitOfTile : keys_of_split(kernel_set), tile.keys);
+  const int64_t least =
+      ceil_div(whole_tiles ? kKeysOfSplitOfTile : keys_of_split(kernel_set), tile.keys);
   const int64_t most = min(kMaxSplits, key_tiles / least);
   // Blocks over the slots of their waves, asked for growing numbers of splits: every launch of a
   // decode comes by here, and two divisions of 64-bit numbers for each took 2 us.
@@ -97,9 +98,10 @@ SplitRule invariant_rule(const Problem& p, int64_t tile_rows) {
 // Lengths that only the GPU knows, where no warp can count the parts: one is small enough for a
 // batch that fills a fourth of its room, which says how many blocks there are. Those of a short
 // sequence end at once.
-SplitRule uneven_rule(const Problem& p, const Gpu& gpu, const KernelSet& kernel_set, int64_t blocks) {
+SplitRule uneven_rule(const Problem& p, const Gpu& gpu, const KernelSet& kernel_set,
+                      int64_t blocks) {
   const Tile& tile = kernel_set.forward_tile;
-  const int64_t slots = int64_t{gpu.multiprocessors} * max(1, tile.blocks_per_sm);
+  const int64_t slots = int64_t{gpu.sm_count} * max(1, tile.blocks_per_sm);
   // Blocks over what the GPU runs at once. Few pairs have more partial results for their keys.
   const int64_t times = blocks * 2 > slots ? 4 : 2;
   // Keys of a part when there are `parts` of them. In double, which no sizes overflow; the rule
@@ -118,7 +120,7 @@ SplitRule uneven_rule(const Problem& p, const Gpu& gpu, const KernelSet& kernel_
 // longest one is no longer than what a multiprocessor has to read, more or less.
 int32_t fourths_of_uncut(const Gpu& gpu, int64_t blocks) {
   return static_cast<int32_t>(
-      clamp(blocks * 23 / (5 * gpu.multiprocessors), ChunkSchedule::kFourths, 1 << 20));
+      clamp(blocks * 23 / (5 * gpu.sm_count), ChunkSchedule::kFourths, 1 << 20));
 }
 
 // Whether long sequences come first, and what is longer than its share is cut: of more tiles than
@@ -144,7 +146,7 @@ ChunkSchedule chunk_schedule(const Problem& p, const Plan& plan, const Gpu& gpu,
   if (!checked_mul(p.batch, max<int64_t>(1, max_keys(p)), &keys) || keys > 1 << 30 ||
       blocks > INT32_MAX / (8 * kDecodeRows))
     return {};  // more than 32 bits count
-  const int64_t all = gpu.multiprocessors;
+  const int64_t all = gpu.sm_count;
   const int64_t heads = max<int64_t>(1, blocks / p.batch);
   const bool merges = last_cta_combines(p, plan, gpu, blocks);
   const int64_t tiles = ceil_div(max<int64_t>(1, max_keys(p)), int64_t{plan.tile_k});
@@ -156,7 +158,7 @@ ChunkSchedule chunk_schedule(const Problem& p, const Plan& plan, const Gpu& gpu,
   ChunkSchedule parts;
   if (blocks > 3 * all && tiles > ChunkSchedule::kShort) most = max(most, p.batch + kLeastOthers);
   most = clamp(most, plan.splits * p.batch, tiles * p.batch);
-  if (merges) most = min(most, p.batch + ChunkArrivals::kMost - 1);
+  if (merges) most = min(most, p.batch + ChunkArrivals::kMaxChunks - 1);
   parts.max_chunks = static_cast<int32_t>(most);
   parts.chunks_if_uniform = static_cast<int32_t>(min(plan.splits, most / p.batch));
   parts.tile = plan.tile_k;
@@ -224,7 +226,7 @@ bool cluster_combines(const Problem& p, const Plan& plan, const Gpu& gpu) {
   if (plan.max_cluster_size > 0) return plan.splits > 1;
   return has_warp_rings(plan) && !plan.chunks.any() &&
          cluster_combine_is_faster(plan, gpu, plan.blocks / plan.splits, plan.splits,
-                           ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k));
+                                   ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k));
 }
 
 // The main kernel's, or that of a second one with a block for each row of splits.
@@ -235,8 +237,9 @@ int64_t largest_grid(const Problem& p, const Plan& plan) {
 
 // Whether blocks take the works in rounds: causal ones, where lengths follow from the shape.
 bool deals_in_rounds(const Problem& p, const Plan& plan) {
-  return plan.family == Family::wgmma && plan.order.longest_first != 0 && has_uniform_sequences(p) &&
-         tiles_grow_evenly(p, plan.tile_q / plan.pack) && plan.splits == 1;
+  return plan.family == Family::wgmma && plan.order.longest_first != 0 &&
+         has_uniform_sequences(p) && tiles_grow_evenly(p, plan.tile_q / plan.pack) &&
+         plan.splits == 1;
 }
 
 // What sharing costs, in products of a multiprocessor: starts, ends and the second kernel, and for
@@ -251,21 +254,22 @@ StreamKTail share_last_round(const Problem& p, const Plan& plan, const Gpu& gpu,
   if (plan.family != Family::wgmma || plan.form != Form::plain || plan.pack > 1 || !alike ||
       p.batch_invariant != 0 || p.num_splits > 0)
     return {};
-  const int64_t all = gpu.multiprocessors;
+  const int64_t all = gpu.sm_count;
   const int64_t works = blocks % all;
   const int64_t key_tiles = ceil_div(p.seqlen_k, plan.tile_k);
   if (works == 0 || key_tiles == 0 || works * key_tiles > INT32_MAX) return {};
   if (blocks * (StreamKTail::kMaxShares - 1) < all) return {};  // blocks would be idle: key splits
   // A work may begin and end inside of a stretch.
-  const int64_t stretch =
-      max(ceil_div(works * key_tiles, all), ceil_div(key_tiles, int64_t{StreamKTail::kMaxShares - 1}));
+  const int64_t stretch = max(ceil_div(works * key_tiles, all),
+                              ceil_div(key_tiles, int64_t{StreamKTail::kMaxShares - 1}));
   StreamKTail shares;
   shares.tiles = static_cast<int32_t>(works);
   shares.first = static_cast<int32_t>(blocks - works);
   shares.key_tiles = static_cast<int32_t>(key_tiles);
   shares.key_tiles_per_cta = static_cast<int32_t>(stretch);
   shares.columns = plan.kernel_set->head_dim_v;
-  const int64_t of_key_tile = plan.tile_q * plan.tile_k * (plan.kernel_set->head_dim + shares.columns);
+  const int64_t of_key_tile =
+      plan.tile_q * plan.tile_k * (plan.kernel_set->head_dim + shares.columns);
   const int64_t numbers = int64_t{shares.num_results()} * plan.tile_q * shares.columns;
   const bool pays =
       (key_tiles - stretch) * of_key_tile >= kProductsOfSharing + kProductsOfNumber * numbers;
@@ -317,8 +321,8 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Registr
   const bool shared = plan.pack > 1 || plan.splits > 1;
   if (family == Family::wgmma && shared) plan.form = Form::general;
   if (deals_in_rounds(p, plan)) {
-    plan.order.walk_in_rounds(gpu.multiprocessors);
-  } else if (family == Family::wgmma && plan.blocks > gpu.multiprocessors) {
+    plan.order.walk_in_rounds(gpu.sm_count);
+  } else if (family == Family::wgmma && plan.blocks > gpu.sm_count) {
     // Works of different lengths: who is done takes the next one.
     plan.dynamic_scheduling = ragged_rows(p) || nan_may_leak(p);
   }
@@ -354,9 +358,9 @@ ForwardWorkspace forward_workspace(const Problem& p, const Plan& plan) {
                           ? Size(plan.blocks) * packed_rows(p, plan)
                           : Size(partial_rows(p, plan.partial_stride)) * p.heads_q * plan.splits;
     // Who merges parts keeps lse behind the columns, of which there are those of the tile.
-    const int64_t columns = plan.last_cta_combines   ? plan.head_dim + 4
-                            : plan.stream_k.any() ? plan.stream_k.columns
-                                                : p.head_dim_v;
+    const int64_t columns = plan.last_cta_combines ? plan.head_dim + 4
+                            : plan.stream_k.any()  ? plan.stream_k.columns
+                                                   : p.head_dim_v;
     pieces.partial_out = workspace.take<float>(rows * columns);
     pieces.partial_lse = workspace.take<float>(plan.last_cta_combines ? Size(0) : rows);
   }

@@ -33,7 +33,7 @@ struct Kernel {
 // What the planner needs to know of a GPU.
 struct Gpu {
   int32_t sm = 0;  // compute capability as major * 10 + minor
-  int32_t multiprocessors = 0;
+  int32_t sm_count = 0;
   int32_t shared_bytes = 0;  // a block may opt in to
   int32_t l2_bytes = 0;
   int32_t memory_speed = 0;  // gigabytes a second, by clock and bus; 0: not known

@@ -46,7 +46,7 @@ Facts describe(int32_t index) {
   Facts facts;
   facts.gpu.sm = attribute(index, cudaDevAttrComputeCapabilityMajor) * 10 +
                  attribute(index, cudaDevAttrComputeCapabilityMinor);
-  facts.gpu.multiprocessors = attribute(index, cudaDevAttrMultiProcessorCount);
+  facts.gpu.sm_count = attribute(index, cudaDevAttrMultiProcessorCount);
   facts.gpu.shared_bytes = attribute(index, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   facts.gpu.l2_bytes = attribute(index, cudaDevAttrL2CacheSize);
   facts.gpu.memory_speed = memory_speed(attribute(index, cudaDevAttrMemoryClockRate),
@@ -190,9 +190,9 @@ void encode_tensor_map(TensorMap& map, const TensorMapShape& shape) {
   const auto size = [](int64_t x) { return static_cast<cuuint64_t>(x); };
   const auto bytes = [&](int64_t x) { return size(x * shape.element_bytes); };
   const cuuint64_t sizes[] = {size(shape.columns), size(shape.rows), size(shape.heads),
-                              size(shape.slots)};
+                              size(shape.batches)};
   const cuuint64_t strides[] = {bytes(shape.stride_row), bytes(shape.stride_head),
-                                bytes(shape.stride_slot)};
+                                bytes(shape.stride_batch)};
   const auto columns = static_cast<cuuint32_t>(kTensorMapBoxBytes / shape.element_bytes);
   const cuuint32_t box[] = {columns, static_cast<cuuint32_t>(shape.box_rows), 1, 1};
   const cuuint32_t steps[] = {1, 1, 1, 1};
@@ -212,10 +212,10 @@ void encode_tensor_map(TensorMap& map, const TensorMapShape& shape) {
     status = attempt();
   }
   if (status == CUDA_SUCCESS) return;
-  throw Error("cuTensorMapEncodeTiled refuses [" + std::to_string(shape.slots) + ", " +
+  throw Error("cuTensorMapEncodeTiled refuses [" + std::to_string(shape.batches) + ", " +
               std::to_string(shape.heads) + ", " + std::to_string(shape.rows) + ", " +
               std::to_string(shape.columns) + "] with strides " +
-              std::to_string(shape.stride_slot) + ", " + std::to_string(shape.stride_head) + ", " +
+              std::to_string(shape.stride_batch) + ", " + std::to_string(shape.stride_head) + ", " +
               std::to_string(shape.stride_row) + " (CUresult " + std::to_string(status) + ")");
 }
 

@@ -29,7 +29,7 @@ Gpu describe() {
   const int32_t shared = sm >= 75 ? arch::limits_of(sm).shared_bytes : 48 * arch::kKilobyte;
   const int32_t multiprocessors = asked("TILEWISE_EMULATOR_MULTIPROCESSORS", kMultiprocessors);
   return {.sm = sm,
-          .multiprocessors = multiprocessors,
+          .sm_count = multiprocessors,
           .shared_bytes = shared,
           .l2_bytes = kL2Bytes,
           .memory_speed = kMemorySpeed * multiprocessors};

@@ -19,10 +19,10 @@ struct TensorMapShape {
   int64_t columns = 0;
   int64_t rows = 0;
   int64_t heads = 0;
-  int64_t slots = 0;
+  int64_t batches = 0;
   int64_t stride_row = 0;  // in elements; a multiple of 16 bytes unless its dimension has one entry
   int64_t stride_head = 0;
-  int64_t stride_slot = 0;
+  int64_t stride_batch = 0;
   int32_t element_bytes = 2;
   int32_t dtype = 0;  // of 16 bits, TILEWISE_FLOAT16 or TILEWISE_BFLOAT16: a box of sums adds in it
   int32_t box_rows = 0;

@@ -16,9 +16,9 @@ struct alignas(16) TileDescriptor {
   int32_t skipped_tiles;
   // Coordinates in the tensor maps.
   int32_t first_row;  // of the sequence
-  int32_t row_slot;
+  int32_t row_batch_index;
   int32_t first_key;  // of the CTA
-  int32_t key_slot;
+  int32_t key_batch_index;
   int32_t head;  // of K and V
   int32_t paged;
   // Rows and keys behind these belong to another sequence, and TMA reads them all the same.

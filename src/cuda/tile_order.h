@@ -13,7 +13,7 @@ namespace tilewise::cuda {
 // Dense problems: the order follows from the shape. Heads are taken in sections whose keys and
 // values stay in L2 together; inside a section the longest tiles go first where tiles differ in
 // length (causal), otherwise a head's tiles follow each other. Where a block takes two works at
-// once (`in_pairs`), a long tile and a short one follow each other.
+// once (`paired_tiles`), a long tile and a short one follow each other.
 //
 // Variable length: `table` holds the sequences, longest first, as prepared by common/prepare.cuh;
 // the grid is an upper bound and blocks past the end find nothing. Where no sequence has more than
@@ -34,7 +34,7 @@ struct TileOrder {
   // Works that are taken two by two. Head by head, the last tile, the first one, the last but one,
   // ..., of every other head backwards: where tiles grow evenly, two after each other are as much
   // work as any other two.
-  int32_t in_pairs = 0;
+  int32_t paired_tiles = 0;
   const Entry* table = nullptr;  // [sequences + 1], the last entry holds the total
 
   // Of dense problems.
@@ -59,7 +59,7 @@ struct TileOrder {
     if ((couples - heads_left) * tiles % 2 != 0) ++heads_left;
     section = 1;
     last_section = static_cast<int32_t>(max<int64_t>(1, heads_left));
-    in_pairs = static_cast<int32_t>((couples - heads_left) * tiles);
+    paired_tiles = static_cast<int32_t>((couples - heads_left) * tiles);
   }
 
   struct WorkTile {
@@ -104,7 +104,7 @@ struct TileOrder {
     const Divisor width = first < start_of_last ? section : last_section;
     const int32_t tile = width.quotient(inside);
     const int32_t couple = first + inside - tile * width;
-    return {index < in_pairs ? placed_in_pairs(tile, tiles, couple) : placed(tile, tiles),
+    return {index < paired_tiles ? placed_in_pairs(tile, tiles, couple) : placed(tile, tiles),
             heads.remainder(couple), heads.quotient(couple), 0};
   }
 

@@ -180,7 +180,7 @@ TEST(PlannerCudaDecode, SlotsAreAsManyAsMemoryNeeds) {
 // Parts of which not all may be there are spread over the grid, as a bijection.
 TEST(PlannerCudaDecode, PartsAreSpreadOverTheGrid) {
   const auto spread = [](auto... of) { return decode(of..., &kSomeLengths).placement; };
-  const int64_t all = gpu_with(90).gpu.multiprocessors;
+  const int64_t all = gpu_with(90).gpu.sm_count;
   EXPECT_EQ(spread(12, 8192, 32, 8).chunks, 96);
   EXPECT_EQ(spread(12, 8192, 32, 8).ctas, all);
   EXPECT_EQ(spread(96, 2048, 16, 1).chunks, 96);
@@ -327,7 +327,7 @@ TEST(PlannerCudaDecode, MergedPartsFitTheirRecord) {
       const cuda::Plan plan = forward(p, gpu_with(90));
       ASSERT_TRUE(plan.last_cta_combines);
       EXPECT_GE(plan.chunks.max_chunks, batch * plan.chunks.chunks_if_uniform);
-      EXPECT_LT(plan.chunks.max_chunks, batch + cuda::ChunkArrivals::kMost);
+      EXPECT_LT(plan.chunks.max_chunks, batch + cuda::ChunkArrivals::kMaxChunks);
     }
   }
 }
@@ -335,8 +335,7 @@ TEST(PlannerCudaDecode, MergedPartsFitTheirRecord) {
 // Short sequences are not cut for one that is a few times as long as the mean where there are many.
 TEST(PlannerCudaDecode, ManyShortSequencesNeedNotBeAlike) {
   EXPECT_EQ(parts_of_decode(16).uniform_fourths, ChunkSchedule::kFourths);
-  EXPECT_EQ(parts_of_decode(64).uniform_fourths,
-            64 * 8 * 23 / (5 * gpu_with(90).gpu.multiprocessors));
+  EXPECT_EQ(parts_of_decode(64).uniform_fourths, 64 * 8 * 23 / (5 * gpu_with(90).gpu.sm_count));
   EXPECT_GT(parts_of_decode(128).uniform_fourths, 7 * 4);
 }
 
@@ -346,13 +345,13 @@ TEST(PlannerCudaDecode, LongSequencesOfManyComeFirst) {
   for (const int64_t batch : {32, 64, 128, 256, 257}) {
     const ChunkSchedule parts = parts_of_decode(batch);
     EXPECT_TRUE(parts.any()) << batch;
-    EXPECT_EQ(parts.long_first(), batch == 64 || batch == 128 || batch == 256) << batch;
-    if (parts.long_first()) {
-      EXPECT_EQ(parts.concurrent_sequences, 4 * gpu_with(90).gpu.multiprocessors / 8);
+    EXPECT_EQ(parts.longest_first(), batch == 64 || batch == 128 || batch == 256) << batch;
+    if (parts.longest_first()) {
+      EXPECT_EQ(parts.concurrent_sequences, 4 * gpu_with(90).gpu.sm_count / 8);
     }
   }
-  EXPECT_FALSE(uneven_decode(64, 1024).chunks.long_first());
-  EXPECT_TRUE(uneven_decode(128, 1024).chunks.long_first());
+  EXPECT_FALSE(uneven_decode(64, 1024).chunks.longest_first());
+  EXPECT_TRUE(uneven_decode(128, 1024).chunks.longest_first());
 }
 
 // What has more keys than the share of one sequence that runs at once is cut.

@@ -91,7 +91,7 @@ TEST(PlannerCudaFloat8, SimtServesWhereItIsNotInside) {
 // A warp spends more on its bytes: three blocks a multiprocessor, where two read 16 bits as fast.
 TEST(PlannerCudaFloat8, MoreBlocksReadIt) {
   const Device device = gpu_with(90);
-  const int64_t all = device.gpu.multiprocessors;
+  const int64_t all = device.gpu.sm_count;
   for (const int64_t batch : {1, 4, 8, 16, 24}) {
     Problem p = problem(TILEWISE_BFLOAT16, batch, 1, 32768, 32);
     p.heads_kv = 8;

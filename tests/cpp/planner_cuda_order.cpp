@@ -20,15 +20,15 @@ TEST(PlannerCudaOrder, CausalTilesAreDealtInRounds) {
     p.window_right = 0;
     const cuda::Plan plan = forward(p, device);
     EXPECT_FALSE(plan.dynamic_scheduling);
-    EXPECT_GT(plan.order.in_pairs, 0);
-    EXPECT_LT(plan.order.in_pairs, plan.blocks);
-    EXPECT_EQ(plan.order.in_pairs % 2, 0);
-    for (int64_t i = 0; i < plan.order.in_pairs; i += 2)
+    EXPECT_GT(plan.order.paired_tiles, 0);
+    EXPECT_LT(plan.order.paired_tiles, plan.blocks);
+    EXPECT_EQ(plan.order.paired_tiles % 2, 0);
+    for (int64_t i = 0; i < plan.order.paired_tiles; i += 2)
       ASSERT_EQ(plan.order.at(i).tile + plan.order.at(i + 1).tile, plan.order.tiles - 1);
-    for (int64_t i = plan.order.in_pairs + 1; i < plan.blocks; ++i)
+    for (int64_t i = plan.order.paired_tiles + 1; i < plan.blocks; ++i)
       ASSERT_LE(plan.order.at(i).tile, plan.order.at(i - 1).tile);
   }
-  EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16, 32, 512, 512, 16), device).order.in_pairs, 0);
+  EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16, 32, 512, 512, 16), device).order.paired_tiles, 0);
 }
 
 // Lengths that the shape does not tell are counted, where a block has more than one work.
@@ -64,7 +64,7 @@ TEST(PlannerCudaOrder, UnevenTilesAreCounted) {
     p.window_left = shape.left;
     p.window_right = shape.right;
     const cuda::Plan plan = forward(p, gpu_with(90));
-    EXPECT_EQ(plan.order.in_pairs > 0, shape.rounds) << shape.rows << " x " << shape.keys;
+    EXPECT_EQ(plan.order.paired_tiles > 0, shape.rounds) << shape.rows << " x " << shape.keys;
     // A limit beyond the first key hides nothing, and tiles are alike.
     const bool hides = shape.left < shape.keys - 1;
     EXPECT_EQ(plan.dynamic_scheduling, !shape.rounds && hides) << shape.rows << " x " << shape.keys;
@@ -79,8 +79,8 @@ TEST(PlannerCudaOrder, RoundsOfCausalTilesAreBalanced) {
       p.window_right = 0;
       const Device device = gpu_with(90);
       const cuda::Plan plan = forward(p, device);
-      const int64_t grid = device.gpu.multiprocessors;
-      const int64_t pairs = plan.order.in_pairs / 2;
+      const int64_t grid = device.gpu.sm_count;
+      const int64_t pairs = plan.order.paired_tiles / 2;
       std::vector<int64_t> tiles(static_cast<size_t>(grid));
       int64_t all = 0;
       const auto take = [&](int64_t block, int64_t work) {
@@ -183,7 +183,7 @@ TEST(PlannerCudaOrder, DeterministicKeyTilesOfManyHeadsStartTogether) {
   for (const int64_t head_dim : {64, 128}) {
     for (const int64_t right : {-1, 0}) {
       const cuda::TileOrder order = planned(right, head_dim).order;
-      const int64_t heads = ceil_div(device.gpu.multiprocessors, int64_t{order.tiles});
+      const int64_t heads = ceil_div(device.gpu.sm_count, int64_t{order.tiles});
       const int32_t first = right < 0 ? 0 : order.tiles - 1;
       const int32_t second = right < 0 ? 1 : order.tiles - 2;
       for (int64_t i = 0; i < heads; ++i) {

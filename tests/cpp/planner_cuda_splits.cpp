@@ -37,7 +37,7 @@ TEST(PlannerCudaSplits, TheLastRoundOfAFullForwardIsShared) {
     p.window_right = right;
     return forward(p, gpu_with(sm));
   };
-  const int64_t all = gpu_with(90).gpu.multiprocessors;
+  const int64_t all = gpu_with(90).gpu.sm_count;
   for (const auto& [rows, heads] :
        {std::pair<int64_t, int64_t>{2048, 4}, {2048, 12}, {16384, 16}, {8192, 1}}) {
     const cuda::Plan plan = planned(rows, heads);
@@ -126,7 +126,7 @@ TEST(PlannerCudaSplits, SplitsOfADecodeFillTheGpuOnceOrTwice) {
 // Lengths that only the GPU knows: each block has a part of the keys of the batch.
 TEST(PlannerCudaSplits, UnevenLengthsAreCutIntoEqualParts) {
   const Device device = gpu_with(90);
-  const int64_t all = device.gpu.multiprocessors;
+  const int64_t all = device.gpu.sm_count;
   Problem p = problem(TILEWISE_BFLOAT16, 4, 1, 65536, 8);
   const int32_t lengths = 0;
   p.seqused_k = &lengths;
@@ -147,7 +147,8 @@ TEST(PlannerCudaSplits, UnevenLengthsAreCutIntoEqualParts) {
   p.seqlen_k = 128;  // no more of them than tiles
   EXPECT_EQ(forward(p, device).chunks.max_chunks, 4 * 2);
   p.seqlen_k = 4096;
-  EXPECT_EQ(forward(p, device).chunks.max_chunks, 2 * all / 8 + 4);  // two, and one for each sequence
+  EXPECT_EQ(forward(p, device).chunks.max_chunks,
+            2 * all / 8 + 4);  // two, and one for each sequence
   EXPECT_FALSE(forward(p, device).last_cta_combines);
   for (const int64_t batch : {32, 64, 1000}) {  // tiles fill the GPU: room for a few more
     p.batch = batch;
@@ -172,7 +173,7 @@ TEST(PlannerCudaSplits, UnevenLengthsAreCutByTheirKeys) {
   p.seqused_k = &lengths;
   const cuda::Plan some = forward(p, device);
   EXPECT_FALSE(some.chunks.any());
-  EXPECT_EQ(some.split_rule.splits(1, 65536), 2 * device.gpu.multiprocessors / (4 * 8));
+  EXPECT_EQ(some.split_rule.splits(1, 65536), 2 * device.gpu.sm_count / (4 * 8));
   EXPECT_EQ(some.split_rule.splits(1, 100), 1);
   EXPECT_EQ(some.split_rule.splits(1, 65536), some.splits);
   p = problem(TILEWISE_BFLOAT16, 64, 1, int64_t{1} << 37, 8);  // a block table may have room for it
@@ -204,7 +205,8 @@ TEST(PlannerCudaSplits, FullLengthsAreCutAsNoLengths) {
       const ChunkSchedule parts = forward(p, device).chunks;
       EXPECT_GE(parts.chunks_if_uniform, splits) << batch << " x " << keys;
       constexpr int64_t kMany = 128 * 64;  // keys of a block that reads alone, whatever the lengths
-      EXPECT_LE(parts.chunks_if_uniform, keys < splits * kMany && batch < 16 ? 2 * splits + 1 : splits);
+      EXPECT_LE(parts.chunks_if_uniform,
+                keys < splits * kMany && batch < 16 ? 2 * splits + 1 : splits);
       EXPECT_GE(parts.max_chunks, batch * splits);
     }
   }

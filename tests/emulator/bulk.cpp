@@ -46,9 +46,9 @@ void for_each_chunk(const Box& box, Visit visit) {
   const int element_bytes = s.element_bytes;
   const int chunk_elements = kChunkBytes / element_bytes;
   const auto inside = [](int64_t i, int64_t size) { return i >= 0 && i < size; };
-  const bool head_exists = inside(box.head, s.heads) && inside(box.slot, s.slots);
+  const bool head_exists = inside(box.head, s.heads) && inside(box.slot, s.batches);
   const char* head = static_cast<const char*>(s.data) +
-                     (box.head * s.stride_head + box.slot * s.stride_slot) * element_bytes;
+                     (box.head * s.stride_head + box.slot * s.stride_batch) * element_bytes;
   for (int row = 0; row < s.box_rows; ++row) {
     const bool row_exists = head_exists && inside(box.row + row, s.rows);
     const char* start = head + (box.row + row) * s.stride_row * element_bytes;
@@ -92,7 +92,7 @@ void encode_tensor_map(TensorMap& map, const TensorMapShape& s) {
   if (s.data == nullptr || !aligned(s.data, kTensorMapAlignment)) {
     refuse(text("address %p is not a multiple of 16", s.data));
   }
-  for (const int64_t size : {s.columns, s.rows, s.heads, s.slots}) {
+  for (const int64_t size : {s.columns, s.rows, s.heads, s.batches}) {
     if (size < 1 || size > kMaxSize) {
       refuse(text("size %lld: 1 to 2^32", static_cast<long long>(size)));
     }
@@ -106,7 +106,7 @@ void encode_tensor_map(TensorMap& map, const TensorMapShape& s) {
   };
   check_stride(s.rows, s.stride_row);
   check_stride(s.heads, s.stride_head);
-  check_stride(s.slots, s.stride_slot);
+  check_stride(s.batches, s.stride_batch);
   if (s.box_rows < 1 || s.box_rows > kTensorMapMaxBoxRows) {
     refuse(text("a box of %d rows: 1 to %d", s.box_rows, kTensorMapMaxBoxRows));
   }

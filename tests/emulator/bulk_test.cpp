@@ -51,10 +51,10 @@ struct Tensor {
             .columns = kColumns,
             .rows = kRows,
             .heads = kHeads,
-            .slots = kSlots,
+            .batches = kSlots,
             .stride_row = kStrideRow,
             .stride_head = kStrideHead,
-            .stride_slot = kStrideSlot,
+            .stride_batch = kStrideSlot,
             .dtype = 0,
             .box_rows = kBoxRows};
   }
@@ -204,7 +204,7 @@ TEST(Bulk, RefusesInvalidTensorMaps) {
   refused([](TensorMapShape& s) { s.rows = 0; }, "size 0");
   refused([](TensorMapShape& s) { s.columns = (int64_t{1} << 32) + 1; }, "size 4294967297");
   refused([](TensorMapShape& s) { s.stride_row = 84; }, "a stride of 168 bytes");
-  refused([](TensorMapShape& s) { s.stride_slot = int64_t{1} << 39; }, "below 2^40");
+  refused([](TensorMapShape& s) { s.stride_batch = int64_t{1} << 39; }, "below 2^40");
   refused([](TensorMapShape& s) { s.stride_head = -8; }, "a stride of -16 bytes");
   refused([](TensorMapShape& s) { s.box_rows = 257; }, "a box of 257 rows");
   TensorMapShape one_row = tensor.shape();

@@ -41,10 +41,10 @@ struct Matrix {
                             .columns = columns,
                             .rows = rows,
                             .heads = 1,
-                            .slots = 1,
+                            .batches = 1,
                             .stride_row = columns,
                             .stride_head = 0,
-                            .stride_slot = 0,
+                            .stride_batch = 0,
                             .dtype = 0,
                             .box_rows = box_rows});
     return map;

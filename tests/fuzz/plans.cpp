@@ -16,7 +16,7 @@ const std::vector<tilewise::dispatch::Device>& gpus() {
     std::vector<tilewise::dispatch::Device> gpus;
     for (const int32_t sm : {75, 80, 90, 120}) gpus.push_back(tilewise::gpu_with(sm));
     gpus.push_back(tilewise::gpu_with(90));
-    gpus.back().gpu.multiprocessors = 16;
+    gpus.back().gpu.sm_count = 16;
     gpus.back().gpu.memory_speed = 1000;
     return gpus;
   }();

@@ -85,7 +85,7 @@ TILEWISE_DEVICE void load_keys(const TmaBackwardParams& p, const TileDescriptor&
   using Plan = BackwardPlan<C>;
   const BackwardBarriers barriers{shared + Plan::kBarriers};
   const int row = work.first_key;
-  const int slot = work.key_slot;
+  const int slot = work.key_batch_index;
   ptx::mbarrier_arrive_expect_tx(barriers.k_landed(), Plan::KTile::kBytes);
   load_panels<typename Plan::KTile>(shared + Plan::kK, p.k, row, work.head, slot,
                                     barriers.k_landed());
@@ -126,9 +126,9 @@ TILEWISE_DEVICE void load_work(const TmaBackwardParams& p, const TileDescriptor&
                                ptx::SharedAddress shared, int32_t passed, int32_t keys_parity) {
   using Plan = BackwardPlan<C>;
   const BackwardBarriers barriers{shared + Plan::kBarriers};
-  const RowLoads<C, typename Plan::QTile> q{p.q, p.row_lse, work.first_row, work.row_slot};
+  const RowLoads<C, typename Plan::QTile> q{p.q, p.row_lse, work.first_row, work.row_batch_index};
   const RowLoads<C, typename Plan::DoutTile> dout{p.dout, p.row_delta, work.first_row,
-                                                  work.row_slot};
+                                                  work.row_batch_index};
   const int32_t rows = work.valid_rows;
   const auto at = [&](int first, int stage, int bytes) {
     return shared + static_cast<uint32_t>(first + stage * bytes);

@@ -69,7 +69,7 @@ struct KeyWorkMaker {
                                         kPadded.first(problem, sequence.batch) / kQueries);
     r.skipped_tiles = static_cast<int32_t>(head_tiles - tiles.size());
     r.first_row = static_cast<int32_t>(sequence.first_row);
-    r.row_slot = static_cast<int32_t>(sequence.batch_index);
+    r.row_batch_index = static_cast<int32_t>(sequence.batch_index);
     // Past the last row TMA reads zeros where the tensor ends there.
     const bool ends = sequence.first_row + rows == problem.seqlen_q;
     r.valid_rows = ends ? kFar : static_cast<int32_t>(rows);
@@ -79,7 +79,7 @@ struct KeyWorkMaker {
     const Problem& problem = p.problem;
     const KvSource& kv = sequence.kv;
     r.first_key = static_cast<int32_t>(kv.first + keys.begin);
-    r.key_slot = static_cast<int32_t>(kv.batch_index);
+    r.key_batch_index = static_cast<int32_t>(kv.batch_index);
     r.head = work.head;
     r.paged = kv.pages != nullptr ? 1 : 0;
     const bool ends = kv.first + sequence.band.keys == problem.seqlen_k;

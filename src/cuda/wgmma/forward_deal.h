@@ -83,7 +83,7 @@ class ForwardDeal {
     const int32_t at = turn.round * grid + (turn.round % 2 == 0 ? block : grid - 1 - block);
     if (!C::kGeneral && at >= p_.num_tiles && p_.stream_k.any())
       return at < end() ? p_.num_tiles + 2 * block + (at - p_.num_tiles >= grid ? 1 : 0) : at;
-    const int32_t pairs = p_.order.in_pairs / 2;
+    const int32_t pairs = p_.order.paired_tiles / 2;
     return at < pairs ? 2 * at + turn.second : at + pairs;
   }
 
@@ -91,7 +91,7 @@ class ForwardDeal {
   // counter is zeroed by the kernel before this one.
   TILEWISE_DEVICE int32_t following(int32_t index, Turn& turn) const {
     if (p_.tile_counter == nullptr) {
-      turn.second = index < p_.order.in_pairs ? turn.second ^ 1 : 0;
+      turn.second = index < p_.order.paired_tiles ? turn.second ^ 1 : 0;
       if (turn.second == 0) ++turn.round;
       return work_of(turn);
     }
