@@ -1,14 +1,15 @@
-"""Attention on a GPU: Tilewise beside cuDNN, FA-2, EFFICIENT, and FA-3 and FA-4 where installed.
+"""Attention on a GPU: Tilewise and cuDNN, FA-2, EFFICIENT, and FA-3 and FA-4 where installed.
 
-All run in one process on the same tensors, warm and taking turns, with the L2 cache flushed before
-each; the table gives TFLOP/s by CUDA events, medians, and the ratio of ours to each peer (above 1:
-we are faster), beside the bf16 matrix product and the copy bandwidth of the same run.
+All contestants run in one process on the same tensors, warm and in alternating rounds, with the L2
+cache flushed before each call. The table shows TFLOP/s from the medians of CUDA events and our
+ratio to each peer (above 1: we are faster), together with the bf16 matrix product and the copy
+bandwidth measured in the same run.
 
-  python bench/bench_gpu.py                      the whole grid (some minutes)
+  python bench/bench_gpu.py                      the whole grid (a few minutes)
   python bench/bench_gpu.py --quick              the main points (under a minute)
   python bench/bench_gpu.py --points "bf16 D128 causal" --points "fp32 fwd"
   python bench/bench_gpu.py --time-limit 300 --json FILE --png FILE
-  python bench/bench_gpu.py --points "bf16 D128" --without-rest 0.5   a GPU that never rests
+  python bench/bench_gpu.py --points "bf16 D128" --without-rest 0.5   without idle time
 """
 
 from __future__ import annotations
@@ -38,9 +39,12 @@ import tilewise
 from tilewise.cli import plot
 from tilewise.cli.progress import Progress
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+from kernels_hash import kernels_hash
+
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line; exits with a sentence when it makes no sense."""
+    """Reads the command line; exits with a sentence if it is invalid."""
     parser = gpu_arguments.parser(
         __doc__,
         quick="the main points, 5 rounds, without 16-bit EFFICIENT",
@@ -53,12 +57,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="no turns: everybody calls twice for so long, without a break, as training does; with "
-        "the GPU's power, clock and energy where nvidia-ml-py is installed",
+        help="instead of alternating, call each contestant twice for this long without a break, as "
+        "training does; reports power, clock and energy where nvidia-ml-py is installed",
     )
-    add("--no-check", action="store_true", help="leave the errors out")
-    add("--no-overhead", action="store_true", help="leave launch overhead and autograd out")
-    add("--png", type=Path, metavar="FILE", help="draw speed over sequence length")
+    add("--no-check", action="store_true", help="do not measure errors")
+    add("--no-overhead", action="store_true", help="do not measure launch overhead and autograd")
+    add("--png", type=Path, metavar="FILE", help="plot speed over sequence length")
     add("--strict", action="store_true", help="exit status 1 when a bar is missed")
     add("--tokens", type=int, default=gpu_cases.TOKENS, help="rows of q in all sequences together")
     options = gpu_arguments.parsed(parser, arguments)
@@ -75,12 +79,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def peers() -> list[str]:
-    """Who can stand beside us."""
+    """The names of all peers."""
     return [n for n in gpu_contestants.NAMES if n != "tilewise"]
 
 
 def matches(name: str, filters: Sequence[str]) -> bool:
-    """Whether some filter's words all occur in `name`; no filter matches everything."""
+    """Whether all words of some filter occur in `name`; no filter matches everything."""
     words = name.split()
     return not filters or any(
         all(any(fnmatch.fnmatchcase(w, wanted) for w in words) for wanted in text.split())
@@ -96,7 +100,7 @@ def choose(options: argparse.Namespace) -> list[gpu_cases.Case]:
 
 
 def contestants(case: gpu_cases.Case, options: argparse.Namespace) -> list[str]:
-    """Who runs this point."""
+    """The contestants at this point."""
     names = gpu_contestants.names_for(case, options.device)
     chosen = [n for n in names if n in ("tilewise", "sdpa") or n in options.peers]
     if options.quick and case.dtype != gpu_cases.FP32:
@@ -132,14 +136,14 @@ def measure(
 
 
 def method(options: argparse.Namespace) -> str:
-    """How it is timed."""
+    """A description of how times are measured."""
     if options.without_rest:
         return f"{options.without_rest:g} s without rest, twice"
     return f"medians of {options.rounds} rounds"
 
 
 def kernel(case: gpu_cases.Case, x: gpu_contestants.Inputs) -> dict[str, Any]:
-    """What the planner takes for this point."""
+    """The planner's choice for this point."""
     told = tilewise.explain(x.q, x.k, x.v, causal=case.causal)
     plan = told.forward if case.direction == "fwd" else told.backward
     if isinstance(plan, str):
@@ -148,7 +152,7 @@ def kernel(case: gpu_cases.Case, x: gpu_contestants.Inputs) -> dict[str, Any]:
 
 
 def overhead(device: str) -> dict[str, dict[str, float]]:
-    """A tiny problem from Python: ours beside scaled_dot_product_attention."""
+    """A tiny problem called from Python: ours and scaled_dot_product_attention."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -170,17 +174,19 @@ def overhead(device: str) -> dict[str, dict[str, float]]:
         "tilewise forward and backward": step(ours),
         "SDPA forward and backward": step(sdpa),
     }
-    # SDPA would take cuDNN on some GPUs: FLASH is what the bar is about.
+    # SDPA would use cuDNN on some GPUs, but the bar is about FLASH.
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
         return gpu_timing.launch_overhead(both, device)
 
 
 LATENCY = ("tilewise", "cudnn", "sdpa")
-LAUNCHES = 40  # of a graph
+LAUNCHES = 40  # per graph
 
 
 def graph_latency(clock: gpu_timing.Clock, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """B1 H16 S512 D128 in a CUDA graph, operands in L2: what of a launch is left for the device."""
+    """B1 H16 S512 D128 in a CUDA graph, operands in L2: the part of a launch that the device
+    takes.
+    """
     rows = []
     length = 512 if clock.cuda else 32
     for direction, causal in itertools.product(("fwd", "bwd"), (False, True)):
@@ -195,7 +201,7 @@ def graph_latency(clock: gpu_timing.Clock, options: argparse.Namespace) -> list[
                     calls[name] = gpu_timing.graph_of(call, LAUNCHES) if clock.cuda else call
                 elif call:
                     left_out[name] = call
-            except RuntimeError as error:  # who cannot be captured
+            except RuntimeError as error:  # this contestant cannot be captured
                 left_out[name] = str(error).strip().splitlines()[0]
         times = clock.interleave(calls, options.rounds)
         each = {n: 1e3 * t.median / (LAUNCHES if clock.cuda else 1) for n, t in times.items()}
@@ -233,13 +239,14 @@ def end_to_end(clock: gpu_timing.Clock, options: argparse.Namespace) -> list[dic
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """The machine and software that the numbers were measured on."""
     facts: dict[str, Any] = {
         "tilewise": tilewise.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "forced_arch": os.environ.get("TILEWISE_FORCE_ARCH"),
+        "kernels": kernels_hash(),
     }
     if device == "cuda":
         properties = torch.cuda.get_device_properties()
@@ -258,7 +265,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, prints, writes. Returns the exit status."""
+    """Measures, prints and writes the results. Returns the exit status."""
     started = time.monotonic()
     cases = choose(options)
     if not gpu_arguments.measures(options, [c.name for c in cases], "bench_gpu"):
@@ -303,14 +310,14 @@ def run(options: argparse.Namespace) -> int:
     write(result, options.json)
     if options.json:
         print(f"\nresults: {options.json}")
-    picture(result, options)
+    plot_result(result, options)
     s = result["summary"]
     missed = s["missed"] or s["wrong"] or any(m.get("met") is False for m in s["means"].values())
     return 1 if s["wrong"] or s["not_run"] or (options.strict and missed) else 0
 
 
 def write(result: dict[str, Any], path: Path | None) -> None:
-    """Replaces the result file in one step: a run that is stopped leaves what it has measured."""
+    """Replaces the result file atomically: an interrupted run keeps what it has measured."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -319,16 +326,16 @@ def write(result: dict[str, Any], path: Path | None) -> None:
     new.replace(path)
 
 
-def picture(result: dict[str, Any], options: argparse.Namespace) -> None:
-    """Draws the figure if it was asked for and can be drawn."""
+def plot_result(result: dict[str, Any], options: argparse.Namespace) -> None:
+    """Draws the plot if it was requested and can be drawn."""
     if options.png is None:
         return
     if not plot.available():
-        print(f"no picture: {plot.MISSING}")
+        print(f"no plot: {plot.MISSING}")
         return
     title = f"Attention, bf16, {options.tokens} tokens, {result['machine']['device']}"
     if gpu_report.draw(result["rows"], title, options.png):
-        print(f"picture: {options.png}")
+        print(f"plot: {options.png}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,9 +1,9 @@
 """What options cost on a GPU, and problems outside of the grid of bench_gpu.py.
 
-Each option at D128, 4096 rows, causal, bf16, as a share of the speed without it; then windows,
-variable length with uneven lengths, long contexts and head dimensions that have no tile of their
-own, beside PyTorch's operators where they take the problem, and beside FA-3, where it is installed,
-for windows and variable length. Timed as bench_gpu.py does.
+Measures each option at D128, 4096 rows, causal, bf16, as a fraction of the speed without it; then
+windows, variable lengths, long contexts and head dimensions without a tile of their own, with
+PyTorch's operators as peers where they support the problem, and FA-3, where it is installed, for
+windows and variable lengths. The timing is that of bench_gpu.py.
 
   python bench/bench_options.py
   python bench/bench_options.py --filter varlen --json FILE
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import bench_gpu
 import gpu_timing
 import tilewise
 from gpu_contestants import fa3_installed
@@ -30,14 +31,16 @@ from tilewise.cli import tables
 from tilewise.cli.progress import Progress
 
 aten = torch.ops.aten
-# Shares of the plain kernel's speed that an option is to keep.
+# The fraction of the plain kernel's speed that an option should keep.
 KEEPS = {"fwd": 0.70, "bwd": 0.65}
 SCORES = ("softcap", "ALiBi", "bias", "sinks", "dropout")
 
 
 @dataclass
 class Problem:
-    """Tensors [batch, row, head, column] or [row, head, column], and who computes them."""
+    """Tensors [batch, row, head, column] or [row, head, column], and the functions that attend to
+    them.
+    """
 
     name: str
     leaves: tuple[Tensor, Tensor, Tensor]
@@ -47,7 +50,7 @@ class Problem:
     peers: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None]]
 
     def calls(self, direction: str) -> dict[str, Callable[[], Any]]:
-        """Ours and the peers', of one direction."""
+        """Ours and the peers' calls for one direction."""
         if direction == "fwd":
             values = tuple(x.detach() for x in self.leaves)
             ours: Callable[[], Any] = lambda: self.attend(*values)  # noqa: E731
@@ -110,7 +113,7 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Any, Any]:
 
 
 def fa3(name: str, leaves: Any, dout: Tensor, *lengths: Any, **options: Any) -> dict[str, Any]:
-    """Forward and backward of FA-3's `name`, causal; the backward through autograd."""
+    """Causal forward and backward of FA-3's `name`; the backward goes through autograd."""
     attend = getattr(importlib.import_module("flash_attn_interface"), name)
     saved: list[Tensor] = []
 
@@ -166,7 +169,9 @@ def ragged(device: str, tokens: int, heads: int, dim: int) -> Problem:
 
 
 def options(device: str, scale: int) -> Iterator[Problem]:
-    """D128, 4096 rows: plain, then each option alone. `scale` divides the lengths (a try-out)."""
+    """D128, 4096 rows: plain, then one option at a time. `scale` divides the lengths (for a trial
+    run).
+    """
     rows, heads = 4096 // scale, 16
     size = (4, rows, heads, heads, 128)
     yield dense("plain", device, *size)
@@ -183,7 +188,7 @@ def options(device: str, scale: int) -> Iterator[Problem]:
 
 
 def others(device: str, scale: int) -> Iterator[Problem]:
-    """Outside of the grid."""
+    """Problems outside of the grid."""
     rows, window = 16384 // scale, 1024 // scale
     share = (rows - window / 2) * window / (rows * rows)
     yield dense("window 1024 of 16k", device, 1, rows, 16, 16, 128, flop_share=share,
@@ -200,7 +205,7 @@ def others(device: str, scale: int) -> Iterator[Problem]:
 
 
 def refusal(call: Callable[[], Any]) -> str:
-    """Why a call fails; empty when it does not."""
+    """Why a call fails; empty if it does not."""
     try:
         call()
     except RuntimeError as error:
@@ -211,8 +216,8 @@ def refusal(call: Callable[[], Any]) -> str:
 def measure(
     problem: Problem, plain: Problem | None, direction: str, clock: gpu_timing.Clock, rounds: int
 ) -> dict[str, Any]:
-    """Speeds of one problem in one direction, and their share of that of `plain`, which takes turns
-    with it: clocks drift by more than a bar is wide.
+    """Speeds of one problem in one direction, and their fraction of the speed of `plain`, which
+    alternates with it: clocks drift by more than the margin of a bar.
     """
     all_calls = problem.calls(direction)
     if plain is not None:
@@ -233,7 +238,7 @@ def measure(
 
 
 def show(rows: list[dict[str, Any]]) -> list[str]:
-    """Prints the table; returns the names of what is below its bar."""
+    """Prints the table; returns the names of the problems below their bar."""
     lines, missed = [], []
     for r in rows:
         ours = r["tflops"].get("tilewise", math.nan)
@@ -256,15 +261,17 @@ def show(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Measures, prints, writes."""
+    """Measures, prints and writes the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--filter", default="", metavar="WORD", help="problems whose name has it")
+    parser.add_argument(
+        "--filter", default="", metavar="WORD", help="problems whose name contains it"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
-                        help="cpu tries the script itself, on small problems")  # fmt: skip
+                        help="cpu tests the script itself, on small problems")  # fmt: skip
     asked = parser.parse_args(arguments)
     scale = 1 if asked.device == "cuda" else 64
     clock = gpu_timing.Clock(asked.device)
@@ -283,11 +290,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
     missed = show(rows)
     for r in rows:
         for name, why in r["left_out"].items():
-            print(f"{r['direction']} {r['name']}: {name} does not take it: {why}")
+            print(f"{r['direction']} {r['name']}: {name} does not support it: {why}")
     print(f"below their bar: {'; '.join(missed) or 'none'}")
     if asked.json:
         asked.json.parent.mkdir(parents=True, exist_ok=True)
-        asked.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        result = {"machine": bench_gpu.machine(asked.device), "rows": rows}
+        asked.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

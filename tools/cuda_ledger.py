@@ -46,6 +46,7 @@ CODE_TOLERANCE = 0.05
 LARGEST_FAMILY = {"wgmma": 8_000_000}
 # Of a family on two cores, in seconds: said, not judged, since a machine may have had other work.
 LONGEST_FAMILY = {"wgmma": 180}
+VARIANTS = {"Phase": "-decode", "TileSize": "-small"}  # by the enumeration whose value is 1
 ELEMENTS = ("BF16", "F16", "Tf32", "F32", "E4M3")
 HEAD = ("sm", "family", "kernel", "table", "element", "D", "form",
         "registers", "stack", "shared", "code", "R2UR", "WARPSYNC")  # fmt: skip
@@ -139,7 +140,7 @@ def key_of(mangled: str, sm: int) -> Key:
         element=element,
         head_dim=dims[0],
         head_dim_v=dims[1] if dims[1] != dims[0] else 0,
-        form=name + {"Phase": "-decode", "TileSize": "-small"}.get(variant[1] if variant else "", ""),
+        form=name + (VARIANTS[variant[1]] if variant else ""),
     )
 
 

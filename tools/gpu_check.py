@@ -89,6 +89,7 @@ def fresh(path: Path, gpu: dict[str, str]) -> dict[str, Any]:
         "gpu": gpu,
         "versions": provenance.versions(),
         "sources": provenance.source_hash(),
+        "kernels": provenance.kernels_hash(),
         "passed": False,
         "stages": {},
     }

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from kernels_hash import kernels_hash
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 PAGES = ("README.md", "docs/performance.md", "docs/decode.md")
@@ -153,7 +155,9 @@ def source(name: str, text: str) -> str:
     data = load(name)
     machine = data.get("machine", {})
     device = machine.get("device") or machine.get("cpu")
-    told = ", ".join(x for x in (device, machine.get("date")) if x)
+    is_current = name.startswith("cpu") or machine.get("kernels") == kernels_hash()
+    older = "" if is_current else "kernels have changed since"
+    told = ", ".join(x for x in (device, machine.get("date"), older) if x)
     told = f" ({told})" if told else ""
     return f"\n{text}\n*[{name}](docs/results/{name}){told}*\n\n"
 

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import cuda_ledger as tool
 import ptxas_notices
+from kernels_hash import kernels_hash
 
 FORWARD = (
     "_ZN8tilewise4cuda8mma_sync7forwardINS1_6ConfigINS0_4arch4Sm90ENS0_3F16ELi64E"
@@ -269,3 +270,19 @@ def test_code_hash_ignores_comments_and_layout(tmp_path):
     assert hash_of('/* two\n lines */ int a\n= 1;\nasm("add; // x");') == before
     assert hash_of('int a = 2;\nasm("add; // x");\n') != before
     assert hash_of('int a = 1;\nasm("add; // y");\n') != before
+
+
+def test_hash_of_the_kernels_ignores_names_and_follows_machine_code(tmp_path):
+    def hashed(kernels):
+        path = tmp_path / "ledger.txt"
+        path.write_text(tool.text_of(kernels, "13.0.88", 1000, FAMILIES))
+        return kernels_hash(path)
+
+    kernels = ledger()
+    before = hashed(kernels)
+    renamed = {replace(k, kernel=f"new_{k.kernel}", form="other"): c for k, c in kernels.items()}
+    assert hashed(renamed) == before
+    first = next(iter(kernels))
+    for change in (dict(registers=169), dict(code=10016), dict(stack=8)):
+        assert hashed({**kernels, first: replace(kernels[first], **change)}) != before
+    assert hashed({k: c for k, c in kernels.items() if k != first}) != before

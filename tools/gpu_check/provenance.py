@@ -10,6 +10,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from kernels_hash import kernels_hash
+
 from .processes import ROOT
 
 KERNEL_SOURCES = ("src/cuda", "src/attention", "src/base")
@@ -109,8 +111,12 @@ def write(result: dict[str, Any], path: Path) -> None:
 
 
 def verify() -> list[str]:
-    """One line per committed result: whether it was run on these kernel sources."""
-    now = source_hash()
+    """One line per committed result: whether it is of these kernels.
+
+    It is when the kernel sources are the same, or the machine code is (`kernels_hash`): names,
+    comments and host code make no result stale.
+    """
+    now, code = source_hash(), kernels_hash()
     lines = []
     for path in sorted(RESULTS.glob("gpu-*.json")):
         try:
@@ -121,12 +127,14 @@ def verify() -> list[str]:
             not_run = [name for name, stage in stages if "not_run" in stage]
             not_run += [x for _, stage in stages for x in stage.get("left_out", ())]
             passed += f", NOT run: {'; '.join(not_run)}" if not_run else ""
-            theirs = result["sources"]
+            theirs, their_code = result["sources"], result.get("kernels")
         except (ValueError, KeyError, TypeError) as error:
             lines.append(f"{path.name}: not readable ({error})")
             continue
         if theirs == now:
             lines.append(f"{path.name}: CURRENT kernel sources ({now}) on {where}: {passed}")
+        elif their_code == code:
+            lines.append(f"{path.name}: CURRENT machine code ({code}) on {where}: {passed}")
         else:
             lines.append(
                 f"{path.name}: OLDER kernel sources ({theirs}, now {now}) on {where}: {passed}"
