@@ -1,4 +1,4 @@
-// The emulated instructions against what the manual says of them.
+// The emulated instructions, compared with their description in Intel's manual.
 #include <gtest/gtest.h>
 
 #include "cpu/generic/amx_gemm.h"
@@ -43,7 +43,7 @@ TEST_F(TileTest, EveryRowMeetsEveryLane) {
 }
 
 TEST_F(TileTest, EvenAndOddProductsAreSummedApart) {
-  // One after the other, 2^24 + 1 + 1 is 2^24; apart, the ones make 2 first.
+  // Summed in order, 2^24 + 1 + 1 is 2^24; summed separately, the ones first make 2.
   a[0][0] = pair_of(16777216.0f, 1.0f);
   a[0][1] = pair_of(0.0f, 1.0f);
   b[0][0] = b[1][0] = pair_of(1.0f, 1.0f);
@@ -60,10 +60,10 @@ TEST_F(TileTest, ProductsAreSummedBeforeTheyMeetC) {
 }
 
 TEST_F(TileTest, DenormalsAreZero) {
-  c[0][0] = 1e-39f;                    // as sum
-  a[1][0] = pair_of(0x1p-130f, 0.0f);  // as operand
+  c[0][0] = 1e-39f;                    // as a sum
+  a[1][0] = pair_of(0x1p-130f, 0.0f);  // as an operand
   b[0][1] = pair_of(0x1p+100f, 0.0f);
-  a[2][0] = pair_of(0x1p-100f, 0.0f);  // as product
+  a[2][0] = pair_of(0x1p-100f, 0.0f);  // as a product
   b[0][2] = pair_of(-0x1p-30f, 0.0f);
   multiply();
   EXPECT_EQ(c[0][0], 0.0f);

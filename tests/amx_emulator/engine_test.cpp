@@ -1,4 +1,4 @@
-// The tile engine against double precision: every block shape, both kinds of operands.
+// The tile engine compared with double precision: every block shape, both kinds of operands.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -16,7 +16,7 @@ struct GemmCase {
   int64_t units;
 };
 
-// Operands with gaps between their rows, filled with NaN: who reads a gap shows it.
+// Operands whose rows have gaps filled with NaN, which would show a read of a gap.
 template <int kParts>
 struct Gemm {
   GemmCase size;
@@ -85,7 +85,8 @@ struct Gemm {
       tile_gemm<kParts>(c.data(), ldc, accumulate, {a.data(), lda, 1, plane_a}, size.m,
                         {b.data(), ldb, plane_b}, size.vectors, size.units);
     }
-    // fp32 sums of up to 160 products, and in two parts what low x low would have added.
+    // The rounding of fp32 sums of up to 160 products and, for two parts, the omitted product low x
+    // low.
     for (size_t i = 0; i < c.size(); ++i) {
       const double start = static_cast<double>(before[i]);
       if (static_cast<int64_t>(i) % ldc >= size.vectors * W) {
@@ -154,7 +155,7 @@ TEST(Split, KeepsSixteenBitsOfAnyFp32) {
   }
 }
 
-// What the tiles make of one product of two fp32 numbers in parts, x in A and y in B.
+// One product of two fp32 numbers in parts, as the tiles compute it, with x in A and y in B.
 float product(float x, float y) {
   alignas(64) uint32_t a[2][32][16] = {};
   alignas(64) uint32_t b[2][16][16] = {};
@@ -171,7 +172,7 @@ float product(float x, float y) {
   return c[0][0];
 }
 
-TEST(Split, ProductsOfInfinitiesAndNanAreThoseOfIeee) {
+TEST(Split, ProductsOfInfinitiesAndNanFollowIeee) {
   const float values[] = {0.0f,     -0.0f,     1.0f, -3.0f,    0.0999755859375f, -65504.0f,
                           INFINITY, -INFINITY, NAN,  5.96e-8f, 256.0f,           -1e-3f};
   for (float x : values)

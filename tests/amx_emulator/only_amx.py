@@ -1,5 +1,5 @@
-"""pytest plugin: tests that run on every instruction set run on AMX alone. For a build with
-TILEWISE_AMX_EMULATOR, where the others are the same as everywhere:
+"""pytest plugin: tests of every instruction set run only on AMX. For a build with
+TILEWISE_AMX_EMULATOR, whose other instruction sets do not differ from those of other builds:
 
     PYTHONPATH=tests/amx_emulator TILEWISE_LIBRARY_DIR=build/amx-emulator \\
         pytest -p only_amx tests/python/test_properties.py -k "bf16 or fp16"
@@ -11,7 +11,7 @@ import pytest
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Once the tests are imported, so is the module that lists the instruction sets."""
+    """By now the tests have imported the module that lists the instruction sets."""
     import capi
 
     ran, missing = capi.instruction_sets()

@@ -1,4 +1,4 @@
-# Compiles and runs a C program with nothing but what pkg-config says.
+# Compiles and runs a C program with only the flags that pkg-config gives.
 set(ENV{PKG_CONFIG_PATH} "${LIBDIR}/pkgconfig")
 execute_process(
   COMMAND "${PKG_CONFIG}" --cflags --libs tilewise

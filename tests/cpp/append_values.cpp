@@ -1,6 +1,6 @@
-// What tilewise_append_kv writes, over random problems: every element of the caches and of q_out is
-// predicted from the definition. Buffers are exactly as large as they must be, so that the
-// sanitizers see a step outside.
+// What tilewise_append_kv writes, on random problems: every element of the caches and of q_out is
+// predicted from the definition. Buffers have exactly the required size, so that sanitizers detect
+// accesses outside.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -98,7 +98,7 @@ struct Case {
     a.q_single_position = random.coin();
   }
 
-  // Distinct rows or pages for every sequence; lengths that leave room for the new keys.
+  // Distinct rows or pages for every sequence, and lengths that leave room for the new keys.
   void sequences(Random& random) {
     const bool indexed = !paged && random.coin(), padded = random.coin(), other = random.coin();
     a.kv_batch = indexed ? a.batch + 2 : a.batch;
@@ -183,7 +183,7 @@ struct Case {
   }
 };
 
-// Untouched elements keep their bits; rotated ones may differ by their rounding.
+// Untouched elements keep their bits; rotated ones may differ by rounding.
 template <class T>
 struct Expected {
   std::vector<double> values;
@@ -193,7 +193,7 @@ struct Expected {
   double& at(int64_t i) { return values[static_cast<size_t>(i)]; }
   void compare(const std::vector<T>& got, const char* name, uint32_t seed) const {
     for (size_t i = 0; i < values.size(); ++i) {
-      // 8: the pair may be up to some times larger than what its rotation leaves.
+      // The absolute term: rotation may cancel, so a result may be small beside its pair.
       const double allowed = Storage<T>::unit * (std::abs(values[i]) + (sizeof(T) == 4 ? 8 : 0));
       const double error = std::abs(values[i] - to_float(got[i]));
       ASSERT_LE(error, allowed) << name << '[' << i << "], seed " << seed;
@@ -244,20 +244,20 @@ void check(uint32_t seed, const Parallel& parallel) {
   q.compare(c.q_out, "q_out", seed);
   k.compare(c.k_cache, "k_cache", seed);
   v.compare(c.v_cache, "v_cache", seed);
-  // In place the rotation reads both elements of a pair before it writes one.
+  // In place, the rotation must read both elements of a pair before it writes one.
   Case<T> same(seed);
   same.a.q_out = same.a.q;
   tilewise::cpu::append_kv(same.a, parallel);
   q.compare(same.q, "q in place", seed);
 }
 
-TYPED_TEST(AppendValues, EveryElementIsTheOneTheDefinitionGives) {
+TYPED_TEST(AppendValues, EveryElementMatchesTheDefinition) {
   const Parallel one_by_one{backwards, nullptr, 1};
   for (uint32_t seed = 0; seed < 300; ++seed) check<TypeParam>(seed, one_by_one);
 }
 
-// Long enough to be shared out: the split of the rows must not lose or repeat one.
-TYPED_TEST(AppendValues, ManyTasksWriteWhatOneDoes) {
+// Enough rows for several tasks: no row may be lost or repeated.
+TYPED_TEST(AppendValues, NumberOfTasksDoesNotChangeTheResult) {
   const Parallel pool = tilewise::make_parallel(nullptr);
   const int64_t rows = 700, heads = 2, columns = 64, half = columns / 2;
   Random random{std::mt19937(1)};

@@ -1,4 +1,4 @@
-// Band: its ranges and its predicate against the sentence that defines it, read literally.
+// Band: its ranges and its predicate, compared with a literal reading of the definition.
 #include "attention/band.h"
 
 #include <gtest/gtest.h>
@@ -59,7 +59,8 @@ TEST(Band, TransposingExchangesRowsAndKeys) {
   }
 }
 
-// `any` must not lose a visible pair (a wrong result); `all` must not contain a hidden one.
+// `any` must not lose a visible pair, which would give a wrong result; `all` must not contain a
+// hidden one.
 void check_tile(const Band& band, Range rows) {
   const Range any = band.keys_of_any(rows);
   const Range all = band.keys_of_all(rows);
@@ -94,8 +95,9 @@ TEST(Band, TileRangesAreTheUnionAndTheIntersectionOfTheirRows) {
   }
 }
 
-TEST(Band, TheUnionIsTightWhenEveryRowSeesSomething) {
-  // Causal, square: a tile's keys end where its last row's keys end, or half the work is wasted.
+TEST(Band, UnionIsTightWhenEveryRowSeesAKey) {
+  // Causal, square: the keys of a tile end at those of its last row; otherwise half the work is
+  // wasted.
   const Band band = Band::make(100, 100, -1, 0);
   EXPECT_EQ(band.keys_of_any({32, 64}).end, 64);
   EXPECT_EQ(band.rows_of_any({32, 64}).begin, 32);

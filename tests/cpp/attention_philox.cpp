@@ -1,4 +1,4 @@
-// Philox and the dropout decision: published vectors, and independence of everything but position.
+// Philox and the dropout decision: published vectors, and dependence on position alone.
 #include "attention/philox.h"
 
 #include <gtest/gtest.h>
@@ -37,8 +37,8 @@ TEST(Philox, KnownAnswers) {
             (Words{0x4dfccaba, 0x190a87f0, 0xc47362ba, 0xb6b5242a}));
 }
 
-// The layout that the header documents: which counter, which key, which bits.
-TEST(Dropout, DecisionIsTheDocumentedNumber) {
+// The layout that the header documents: counter, key and order of the bits.
+TEST(Dropout, DecisionFollowsTheDocumentedLayout) {
   const uint64_t seed = 0x0123456789abcdef;
   const uint64_t offset = 0xfedcba9876543210;
   const float p = 0.3f;
@@ -60,7 +60,7 @@ TEST(Dropout, DecisionIsTheDocumentedNumber) {
       }
 }
 
-TEST(Dropout, TwoBlocksAreWhatEachIs) {
+TEST(Dropout, TwoBlocksAtOnceEqualEachAlone) {
   for (float p : {1e-5f, 0.1f, 0.5f, 0.99999f}) {
     const Dropout dropout = Dropout::make(p, 42, 7);
     const auto at = [&](uint32_t block, uint32_t row) { return dropout.counter(block, row, 3u); };
@@ -72,25 +72,25 @@ TEST(Dropout, TwoBlocksAreWhatEachIs) {
   }
 }
 
-TEST(Dropout, EverythingAndNothing) {
+TEST(Dropout, ExtremeProbabilities) {
   const Dropout all = Dropout::make(0.999999f, 42, 7);  // its threshold is 2^16
-  const Dropout few = Dropout::make(1e-5f, 42, 7);      // 1
+  const Dropout few = Dropout::make(1e-5f, 42, 7);      // its threshold is 1
   int dropped = 0;
   for (int64_t row = 0; row < 100; ++row)
     for (int64_t key = 0; key < 100; ++key) {
       EXPECT_FALSE(all.kept(3, row, key));
       dropped += !few.kept(3, row, key);
     }
-  EXPECT_LE(dropped, 3);  // 10000 decisions of 1 in 65536
+  EXPECT_LE(dropped, 3);  // 10000 decisions with probability 1 in 65536
 }
 
-TEST(Dropout, KeepsItsShare) {
+TEST(Dropout, KeptFractionMatchesProbability) {
   for (float p : {0.1f, 0.5f, 0.9f}) {
     const Dropout dropout = Dropout::make(p, 42, 7);
     int kept = 0;
     for (int64_t row = 0; row < 200; ++row)
       for (int64_t key = 0; key < 200; ++key) kept += dropout.kept(3, row, key);
-    // 40000 decisions: a standard deviation is at most 0.0025.
+    // 40000 decisions have a standard deviation of at most 0.0025.
     EXPECT_NEAR(kept / 40000.0, 1.0 - static_cast<double>(p), 0.0125);
     EXPECT_FLOAT_EQ(dropout.keep_scale, static_cast<float>(1.0 / (1.0 - static_cast<double>(p))));
   }
@@ -116,7 +116,7 @@ TEST(Dropout, EveryCoordinateMatters) {
         differing(Dropout::make(0.5f, 43, 7), 3, 5), differing(Dropout::make(0.5f, 42, 8), 3, 5),
         differing(Dropout::make(0.5f, 42 + (1ull << 32), 7), 3, 5),
         differing(Dropout::make(0.5f, 42, 7 + (1ull << 32)), 3, 5)}) {
-    EXPECT_NEAR(count, 2000, 200);  // a standard deviation is 32
+    EXPECT_NEAR(count, 2000, 200);  // the standard deviation is 32
   }
 }
 

@@ -1,6 +1,6 @@
-// The seam itself: one Band, one Score, one KvSource and one Merge serve a tiled forward, a tiled
-// backward that walks keys, a decode with key splits, and paged keys, unchanged. The kernels here
-// are scalar and small on purpose; what they are compared with knows none of the policies.
+// The same Band, Score, KvSource and Merge serve a tiled forward, a backward that iterates over key
+// tiles, a decode with splits, and paged keys. The kernels here are deliberately small and scalar;
+// the references that they are compared with use none of the policies.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -28,7 +28,7 @@ using tilewise::Tiling;
 
 constexpr int64_t kDim = 4;
 
-// A vector of one float and its functions, as the contract of Score asks.
+// A vector of one float and its functions, as Score requires them.
 struct Lane {
   float x = 0;
   friend Lane operator+(Lane a, Lane b) { return {a.x + b.x}; }
@@ -45,7 +45,7 @@ struct LaneMath {
 
 using Values = std::vector<float>;
 
-// One head of one sequence. q, out, dout are [rows, kDim]; k, v are wherever `kv` says.
+// One head of one sequence. q, out, dout are [rows, kDim]; `kv` locates the keys in k and v.
 struct Toy {
   int64_t rows, keys, left, right;
   float slope;
@@ -129,7 +129,7 @@ struct Gradients {
   Values dq, dk, dv;  // [rows or keys, kDim]
 };
 
-// The backward walks key tiles and asks the band from the other side.
+// The backward iterates over key tiles and uses the transposed band.
 Gradients backward(const Toy& toy, const std::vector<Row>& rows, int64_t tile_q, int64_t tile_k) {
   const Band band = toy.band();
   const Tiling key_tiles{toy.keys, tile_k};
@@ -163,7 +163,8 @@ Gradients backward(const Toy& toy, const std::vector<Row>& rows, int64_t tile_q,
   return g;
 }
 
-// The definition, in double, with no policy: the loss sum(dout * out) as a function of everything.
+// The definition, in double and without the policies: the loss sum(dout * out) as a function of all
+// inputs.
 struct Reference {
   const Toy& toy;
   std::vector<double> q, k, v;  // gathered, [rows or keys, kDim]
@@ -245,12 +246,12 @@ Toy make_toy(int seed, int64_t rows, int64_t keys, int64_t left, int64_t right, 
   return toy;
 }
 
-// The same keys scattered over pages of three, one head among two, after two rows of padding.
+// The same keys scattered over pages of three keys, one head of two, after two rows of padding.
 void scatter(Toy& toy, std::vector<int32_t>& pages) {
   constexpr int64_t kPage = 3;
   constexpr int64_t kPadding = 2;
   pages.resize(static_cast<size_t>((toy.keys + kPadding + kPage - 1) / kPage));
-  std::iota(pages.rbegin(), pages.rend(), 1);  // in reverse, page 0 unused
+  std::iota(pages.rbegin(), pages.rend(), 1);  // in reverse order; page 0 is unused
   const Toy dense = toy;
   toy.view = {nullptr, kPage * 2 * kDim + 5, 2 * kDim, kDim};
   toy.kv = {pages.data(), kPage, 0, kPadding, static_cast<uint32_t>(pages.size())};
@@ -307,7 +308,7 @@ TEST_P(Policies, DecodeWithSplits) {
   }
 }
 
-TEST_P(Policies, PagedForwardIsBitwiseTheDenseOne) {
+TEST_P(Policies, PagedForwardEqualsDenseForwardBitwise) {
   Toy paged = toy(9);
   const std::vector<Row> dense_rows = forward(paged, 4, 5, 2);
   std::vector<int32_t> pages;
@@ -319,7 +320,7 @@ TEST_P(Policies, PagedForwardIsBitwiseTheDenseOne) {
   }
 }
 
-TEST_P(Policies, BackwardOverKeyTilesIsTheDerivative) {
+TEST_P(Policies, BackwardOverKeyTilesMatchesTheDerivative) {
   for (bool paged : {false, true}) {
     Toy t = toy(9);
     std::vector<int32_t> pages;
@@ -341,7 +342,7 @@ INSTANTIATE_TEST_SUITE_P(All, Policies,
                                                           Window{0, -1}),
                                           testing::Values(1, 6, 14), testing::Values(0.0f, 1.5f)));
 
-TEST(Score, DerivativeIsThatOfTheValue) {
+TEST(Score, DerivativeMatchesFiniteDifferences) {
   for (float softcap : {0.0f, 0.5f, 30.0f}) {
     const Score score{0.7f, softcap};
     for (float raw : {-20.0f, -1.0f, 0.0f, 0.3f, 5.0f}) {

@@ -1,4 +1,4 @@
-// The schedule: every packed row, every tile and every key exactly once, whatever the sizes.
+// The schedule covers every packed row, every tile and every key exactly once, for all sizes.
 #include "attention/schedule.h"
 
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@
 namespace {
 
 using tilewise::Band;
-using tilewise::EqualParts;
+using tilewise::ChunkSchedule;
 using tilewise::key_split;
 using tilewise::Packing;
 using tilewise::Range;
@@ -49,7 +49,7 @@ TEST(Tiling, TouchingIsExactlyTheTilesThatMeetTheRange) {
   EXPECT_TRUE((Tiling{10, 4}.touching({8, 3}).empty()));
 }
 
-TEST(KeySplit, PartsAreWholeTilesThatCoverTheKeysOnce) {
+TEST(KeySplit, SplitsAreWholeTilesThatCoverTheKeysOnce) {
   for (int64_t begin : {0, 5, 128})
     for (int64_t size : {0, 1, 63, 64, 65, 1000})
       for (int64_t splits = 1; splits <= 9; ++splits)
@@ -57,11 +57,11 @@ TEST(KeySplit, PartsAreWholeTilesThatCoverTheKeysOnce) {
           const Range keys{begin, begin + size};
           int64_t next = keys.begin;
           for (int64_t s = 0; s < splits; ++s) {
-            const Range part = key_split(keys, splits, s, tile);
-            if (part.empty()) continue;
-            EXPECT_EQ(part.begin, next);
-            EXPECT_TRUE(part.end == keys.end || part.size() % tile == 0);
-            next = part.end;
+            const Range split = key_split(keys, splits, s, tile);
+            if (split.empty()) continue;
+            EXPECT_EQ(split.begin, next);
+            EXPECT_TRUE(split.end == keys.end || split.size() % tile == 0);
+            next = split.end;
           }
           EXPECT_EQ(next, keys.end);
         }
@@ -71,26 +71,26 @@ struct Lengths {
   std::vector<int32_t> keys;
 
   int32_t all() const { return std::accumulate(keys.begin(), keys.end(), 0); }
-  int32_t parts(int32_t part) const {
+  int32_t chunks(int32_t size) const {
     int32_t count = 0;
-    for (const int32_t each : keys) count += EqualParts::count(each, part);
+    for (const int32_t each : keys) count += ChunkSchedule::count(each, size);
     return count;
   }
-  int32_t part(const EqualParts& rule) const {
-    const EqualParts::Batch batch = {static_cast<int32_t>(keys.size()), all(),
-                                     *std::max_element(keys.begin(), keys.end())};
-    int32_t part = rule.first_chunk_size(batch);
-    for (int turn = 0; parts(part) > rule.max_splits; ++turn) {
-      EXPECT_LT(turn, 3);
-      part = rule.next_chunk_size(batch, turn, part, parts(part));
+  int32_t chunk_size(const ChunkSchedule& schedule) const {
+    const ChunkSchedule::Batch batch = {static_cast<int32_t>(keys.size()), all(),
+                                        *std::max_element(keys.begin(), keys.end())};
+    int32_t size = schedule.first_chunk_size(batch);
+    for (int attempt = 0; chunks(size) > schedule.max_chunks; ++attempt) {
+      EXPECT_LT(attempt, 3);
+      size = schedule.next_chunk_size(batch, attempt, size, chunks(size));
     }
-    return part;
+    return size;
   }
 };
 
-// Whatever the lengths, parts are whole tiles and no more than allowed; with room for a few beside
-// the sequences, nearly as many.
-TEST(EqualParts, AreAsManyAsAllowed) {
+// Whatever the lengths, chunks are whole tiles and no more than allowed; if a few more than one per
+// sequence are allowed, there are nearly as many.
+TEST(ChunkSchedule, ChunkCountStaysWithinTheLimit) {
   constexpr int32_t kTile = 64;
   std::mt19937 random(1);
   std::lognormal_distribution<float> spread(0.0f, 1.0f);
@@ -100,54 +100,55 @@ TEST(EqualParts, AreAsManyAsAllowed) {
         Lengths lengths;
         for (int32_t i = 0; i < sequences; ++i)
           lengths.keys.push_back(static_cast<int32_t>(spread(random) * static_cast<float>(keys)));
-        const EqualParts rule{sequences + more, 1, kTile};
-        const int32_t part = lengths.part(rule);
-        EXPECT_EQ(part % kTile, 0);
-        EXPECT_LE(lengths.parts(part), rule.max_splits);
+        const ChunkSchedule schedule{sequences + more, 1, kTile};
+        const int32_t size = lengths.chunk_size(schedule);
+        EXPECT_EQ(size % kTile, 0);
+        EXPECT_LE(lengths.chunks(size), schedule.max_chunks);
         if (keys == 40000 && sequences >= 16 && more >= sequences) {
-          EXPECT_GT(lengths.parts(part), rule.max_splits * 3 / 4) << sequences << " + " << more;
+          EXPECT_GT(lengths.chunks(size), schedule.max_chunks * 3 / 4)
+              << sequences << " + " << more;
         }
       }
-  EXPECT_FALSE(EqualParts{}.any());
+  EXPECT_FALSE(ChunkSchedule{}.any());
 }
 
-// Short ones may differ more than long ones before they are cut.
-TEST(EqualParts, ShortOnesAreAlikeWhateverTheirRuleSays) {
+// Short sequences may differ more than long ones before they count as varlen.
+TEST(ChunkSchedule, ShortSequencesCountAsUniformLonger) {
   Lengths lengths;
   for (const int32_t tiles : {32, 8, 8, 8}) lengths.keys.push_back(tiles * 64);
-  EqualParts rule{8, 1, 64};
-  EXPECT_GT(lengths.parts(lengths.part(rule)), 4);
-  rule.fourths = 10;
-  EXPECT_EQ(lengths.parts(lengths.part(rule)), 4);
+  ChunkSchedule schedule{8, 1, 64};
+  EXPECT_GT(lengths.chunks(lengths.chunk_size(schedule)), 4);
+  schedule.uniform_fourths = 10;
+  EXPECT_EQ(lengths.chunks(lengths.chunk_size(schedule)), 4);
   lengths.keys[0] += 1;
-  EXPECT_GT(lengths.parts(lengths.part(rule)), 4);
+  EXPECT_GT(lengths.chunks(lengths.chunk_size(schedule)), 4);
 }
 
-// Lengths that are alike are cut as they are where they are known.
-TEST(EqualParts, OfLengthsThatAreAlikeAreAsAsked) {
-  for (const int32_t alike : {1, 2, 7}) {
-    const EqualParts rule{16 * 8, alike, 64};
+// Sequences of uniform lengths have the chunks that they would have if the host knew the lengths.
+TEST(ChunkSchedule, UniformLengthsGetTheRequestedChunks) {
+  for (const int32_t chunks : {1, 2, 7}) {
+    const ChunkSchedule schedule{16 * 8, chunks, 64};
     Lengths some{std::vector<int32_t>(16, 8192)};
-    EXPECT_EQ(some.part(rule), (8192 / 64 + alike - 1) / alike * 64);
+    EXPECT_EQ(some.chunk_size(schedule), (8192 / 64 + chunks - 1) / chunks * 64);
     some.keys[3] = 6000;
     some.keys[7] = 9900;
-    EXPECT_LE(some.parts(some.part(rule)), 16 * alike);
-    EXPECT_GE(some.parts(some.part(rule)), 12 * alike);
+    EXPECT_LE(some.chunks(some.chunk_size(schedule)), 16 * chunks);
+    EXPECT_GE(some.chunks(some.chunk_size(schedule)), 12 * chunks);
     some.keys[7] = 30000;
-    EXPECT_GT(some.parts(some.part(rule)), 100);
+    EXPECT_GT(some.chunks(some.chunk_size(schedule)), 100);
   }
 }
 
-TEST(EqualParts, HaveAnEndAndABeginning) {
-  const EqualParts rule{4, 1, 64};
-  EXPECT_EQ(Lengths{{0}}.part(rule), 64);
-  EXPECT_EQ((Lengths{{0, 256}}.part(rule)), 128);  // three, and one that is empty
+TEST(ChunkSchedule, EmptyAndVeryLongSequences) {
+  const ChunkSchedule schedule{4, 1, 64};
+  EXPECT_EQ(Lengths{{0}}.chunk_size(schedule), 64);
+  EXPECT_EQ((Lengths{{0, 256}}.chunk_size(schedule)), 128);  // three chunks, and one empty sequence
   const Lengths long_one{{1, 1 << 29}};
-  EXPECT_EQ(long_one.parts(long_one.part(rule)), 4);
-  EXPECT_EQ(EqualParts::count(0, 64), 1);
-  EXPECT_EQ(EqualParts::count(64, 64), 1);
-  EXPECT_EQ(EqualParts::count(65, 64), 2);
-  EXPECT_EQ(EqualParts::count(INT32_MAX, 1 << 29), 4);
+  EXPECT_EQ(long_one.chunks(long_one.chunk_size(schedule)), 4);
+  EXPECT_EQ(ChunkSchedule::count(0, 64), 1);
+  EXPECT_EQ(ChunkSchedule::count(64, 64), 1);
+  EXPECT_EQ(ChunkSchedule::count(65, 64), 2);
+  EXPECT_EQ(ChunkSchedule::count(INT32_MAX, 1 << 29), 4);
 }
 
 TEST(Packing, EveryRowOfEveryHeadOnce) {
@@ -169,9 +170,9 @@ TEST(Packing, EveryRowOfEveryHeadOnce) {
     }
 }
 
-// Walking tiles as the kernels do, from the queries and from the keys, meets every visible pair
-// once and both walks skip what nobody sees.
-TEST(Schedule, BothWalksMeetEveryVisiblePairOnce) {
+// Iterating over tiles from the queries and from the keys, as the kernels do, visits every visible
+// pair once, and both skip tiles without visible pairs.
+TEST(Schedule, BothTileOrdersVisitEveryVisiblePairOnce) {
   for (int64_t rows : {1, 7, 33})
     for (int64_t keys : {1, 20, 33})
       for (int64_t left : {-1, 0, 5})

@@ -1,4 +1,4 @@
-// Merging partial softmax states, and where keys live.
+// Merging partial softmax states, and the addresses of keys.
 #include "attention/online_softmax.h"
 
 #include <gtest/gtest.h>
@@ -61,7 +61,7 @@ TEST(Merge, RandomPartitionsGiveTheWhole) {
     for (int c = 0; c < 5; ++c) cuts.push_back(random() % (keys + 1));
     std::sort(cuts.begin(), cuts.end());
     std::vector<State> parts;
-    for (size_t c = 0; c + 1 < cuts.size(); ++c)  // equal cuts: an empty part
+    for (size_t c = 0; c + 1 < cuts.size(); ++c)  // equal cuts: an empty range
       parts.push_back(exact(scores, values, cuts[c], cuts[c + 1]));
     std::shuffle(parts.begin(), parts.end(), random);
     State whole{0.0, -kInfinity};
@@ -95,8 +95,8 @@ TEST(Merge, EmptySidesAndExtremes) {
   EXPECT_FLOAT_EQ(equal.sum.lse, -200.0f + std::log(2.0f));
 }
 
-// A sink of +inf has all the weight; of two of them each has half.
-TEST(Merge, TheInfiniteSideIsTheWhole) {
+// A sink of +inf has all the weight; two of them have half each.
+TEST(Merge, InfiniteSideTakesAllTheWeight) {
   for (const float other : {-kInfinity, -3.0f, 1e30f}) {
     const Merge m = Merge::of({other}, {kInfinity});
     EXPECT_EQ(m.weight_a, 0.0f);
@@ -108,8 +108,8 @@ TEST(Merge, TheInfiniteSideIsTheWhole) {
   EXPECT_EQ(both.sum.lse, kInfinity);
 }
 
-// fp32 has no room for log l beside a huge m: the low half has it.
-TEST(LogSum, TheLowHalfIsWhatRoundingLeft) {
+// Beside a huge m, fp32 loses log l: the low half keeps it.
+TEST(LogSum, LowHalfIsTheRoundingError) {
   for (const float m : {0.0f, -3.25f, 1e4f, 12345.678f, -1e9f, 1e10f, -1e30f, 3.4e38f, -3.4e38f}) {
     for (const float log_l : {0.0f, 1e-6f, 0.6931472f, 5.7f}) {
       const LogSum sum = LogSum::of(m, log_l);
@@ -123,7 +123,7 @@ TEST(LogSum, TheLowHalfIsWhatRoundingLeft) {
   EXPECT_EQ(LogSum{}.lse, -kInfinity);
 }
 
-// 200 keys of one score and 100 of the same weigh two to one, whatever the score is, in any order.
+// 200 keys of one score and 100 of the same score weigh two to one, for any score and in any order.
 TEST(Merge, CountsOfEqualHugeScoresAreKept) {
   for (const float m : {-1e9f, -1e10f, 1e10f, -3.4028235e38f, 3.4028235e38f, 16777216.0f}) {
     const LogSum many = LogSum::of(m, std::log(200.0f));

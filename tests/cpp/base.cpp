@@ -1,4 +1,4 @@
-// src/base: 16-bit conversions over all their values, integer arithmetic, the thread pool.
+// src/base: 16-bit conversions over all values, integer arithmetic, the thread pool.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -50,7 +50,7 @@ void check_all_values(int exponent_bits, int mantissa_bits) {
 TEST(Half, HoldsEveryValue) { check_all_values<Half>(5, 10); }
 TEST(BFloat16, HoldsEveryValue) { check_all_values<BFloat16>(8, 7); }
 
-// Between two neighbours: to the nearer one, and in the middle to the even one.
+// A number between two neighbours rounds to the nearer one, and in the middle to the even one.
 template <class T>
 void check_rounding(uint32_t largest_finite) {
   for (uint32_t bits = 0; bits < largest_finite; ++bits) {
@@ -89,7 +89,7 @@ TEST(Math, ChecksOverflow) {
   EXPECT_EQ(result, INT64_MAX);
 }
 
-TEST(Size, StaysAtWhatNoMemoryHas) {
+TEST(Size, SaturatesInsteadOfWrapping) {
   EXPECT_EQ((Size(6) * 7 + 8).value(), 50);
   EXPECT_TRUE((Size(int64_t{1} << 31) * (int64_t{1} << 30)).fits());
   for (const Size size : {Size(int64_t{1} << 31) * (int64_t{1} << 31), Size(INT64_MAX),
@@ -111,7 +111,7 @@ TEST(Math, Ranges) {
   EXPECT_EQ((Range{5, 3}).size(), 0);
 }
 
-// Every index exactly once, whatever the pool and however often it is used.
+// Every index exactly once, for every pool and however often it is used.
 void expect_each_index_once(const Parallel& parallel, int64_t tasks) {
   std::vector<std::atomic<int>> seen(static_cast<std::size_t>(tasks));
   parallel.run(tasks, [&](int64_t i) { ++seen[static_cast<std::size_t>(i)]; });
@@ -142,7 +142,7 @@ TEST(Pool, ServesSeveralCallersAtOnce) {
   for (std::thread& caller : callers) caller.join();
 }
 
-// A forked child has none of its parent's threads and must not wait for them.
+// A forked child has no threads of its parent and must not wait for them.
 TEST(Pool, WorksInAForkedChild) {
 #if defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "ThreadSanitizer does not follow threads that start after a fork";
@@ -162,7 +162,7 @@ TEST(Pool, WorksInAForkedChild) {
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
 }
 
-TEST(Pool, TheHookOfTheCallerReplacesIt) {
+TEST(Pool, CallersHookReplacesThePool) {
   struct Count {
     int64_t tasks = 0;
   } count;

@@ -1,4 +1,5 @@
-// Every field of tilewise_kv_append that can be wrong: refused with nothing written.
+// Every field of tilewise_kv_append with invalid values: the call is refused and nothing is
+// written.
 #include "capi_support.h"
 
 namespace capi_test {
@@ -343,7 +344,7 @@ TEST(BadAppendStruct, NullIsRefused) {
   expect_message("append is NULL");
 }
 
-TEST(BadAppendStruct, WhatHasNoKernelIsUnsupported) {
+TEST(BadAppendStruct, ProblemWithoutKernelIsUnsupported) {
   AppendCall call;
   if (!has_gpu()) {
     call.a.device = TILEWISE_CUDA;
@@ -356,7 +357,8 @@ TEST(BadAppendStruct, WhatHasNoKernelIsUnsupported) {
   EXPECT_TRUE(call.untouched());
 }
 
-// A page of both sequences, which only one of them writes to; and one whose rows they share.
+// A page that two sequences share but only one writes to, and a page in which they own different
+// rows.
 TEST(Append, SequencesMaySharePages) {
   AppendCall prefix;
   prefix.use_pages();

@@ -1,5 +1,5 @@
-// Every field of tilewise_attention that can be wrong without following a pointer: refused by plan,
-// forward and backward, in the same words, with nothing written.
+// Every field of tilewise_attention with values that are invalid without following a pointer: plan,
+// forward and backward refuse them with the same sentence, and nothing is written.
 #include <limits>
 
 #include "capi_support.h"
@@ -260,7 +260,7 @@ const Bad kBad[] = {
 };
 INSTANTIATE_TEST_SUITE_P(, BadAttention, testing::ValuesIn(kBad), bad_input_name<Call>);
 
-// What only the pass that writes it refuses.
+// Overlapping outputs, which only the pass that writes them refuses.
 TEST(BadOutput, OverlapIsRefusedWhereItIsWritten) {
   const struct {
     void (*spoil)(Call&);
@@ -283,7 +283,7 @@ TEST(BadOutput, OverlapIsRefusedWhereItIsWritten) {
   }
 }
 
-TEST(BadOutput, WhatIsLeftOutIsNotCalledOverlapping) {
+TEST(BadOutput, MissingOutputIsNotReportedAsOverlapping) {
   Call call;
   call.a.out = {};
   expect_refused(call.forward(), call, "out is NULL");
@@ -313,8 +313,8 @@ TEST(BadAttentionStruct, UnknownOptionIsRefused) {
           .c_str());
 }
 
-// Each of the sizes is allowed; partial results of all of them are 2^68 bytes.
-TEST(BadPlan, AWorkspaceThatNoMemoryHasIsRefused) {
+// Each of the sizes is valid, but their partial results take 2^68 bytes.
+TEST(BadPlan, ImpossiblyLargeWorkspaceIsRefused) {
   Call call;
   call.use_varlen_q();
   call.use_varlen_k();
@@ -350,8 +350,8 @@ TEST(BadPlan, ArgumentsAreRefused) {
   expect_refused(tilewise_plan(&call.a, nullptr, 0, &info), call, "plan.struct_size is 8");
 }
 
-// Valid questions that this build has no kernel for.
-TEST(Unsupported, IsSaidInOneSentence) {
+// Valid problems for which this build has no kernel.
+TEST(Unsupported, IsReportedInOneSentence) {
   Call call;
   if (!has_gpu()) {
     call.a.device = TILEWISE_CUDA;

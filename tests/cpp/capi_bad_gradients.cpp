@@ -1,4 +1,4 @@
-// Every field of tilewise_gradients that can be wrong.
+// Every field of tilewise_gradients with invalid values.
 #include "capi_support.h"
 
 namespace capi_test {
@@ -19,7 +19,7 @@ void expect_plan(const Call& call, tilewise_status expected) {
   EXPECT_EQ(call.plan(TILEWISE_PASS_BACKWARD, &info), expected) << tilewise_last_error();
 }
 
-// Wrong without following a pointer: plan and backward say the same.
+// Invalid without following a pointer: plan and backward give the same sentence.
 class BadGradients : public testing::TestWithParam<Bad> {};
 
 TEST_P(BadGradients, IsRefusedByPlan) {
@@ -122,7 +122,7 @@ const Bad kBad[] = {
 };
 INSTANTIATE_TEST_SUITE_P(, BadGradients, testing::ValuesIn(kBad), bad_input_name<Call>);
 
-// Wrong only once the pointers are followed.
+// Invalid only once pointers are followed.
 class BadGradientLaunch : public testing::TestWithParam<Bad> {};
 
 TEST_P(BadGradientLaunch, IsRefusedByBackwardAlone) {

@@ -1,4 +1,4 @@
-// What a launch on the CPU checks on top of a plan: pointers, and the entries of the index arrays.
+// What a launch on the CPU checks beyond a plan: pointers, and the entries of the index arrays.
 #include "capi_support.h"
 
 namespace capi_test {
@@ -25,7 +25,7 @@ TEST_P(BadLaunch, IsRefusedByBackward) {
   expect_refused(call.backward(), call, GetParam().message);
 }
 
-// A plan follows no pointer, so it has nothing to say about them.
+// A plan follows no pointer, so it does not find these faults.
 TEST_P(BadLaunch, IsNotSeenByPlan) {
   for (int32_t pass : {TILEWISE_PASS_FORWARD, TILEWISE_PASS_BACKWARD}) {
     Call call;
@@ -109,7 +109,7 @@ const Bad kBad[] = {
        c.cu_k[2] = 10;
      },
      "cu_seqlens_k says that sequence 1 has 10 keys: it can have at most block_table_width * "
-     "page_size, 9"},
+     "page_size, which is 9"},
     {"seqused_q", [](Call& c) { c.a.seqused_q = misaligned(c.used_q.data()); }, "seqused_q is 0x"},
     {"seqused_q_negative",
      [](Call& c) {
@@ -209,7 +209,7 @@ const Bad kBad[] = {
 };
 INSTANTIATE_TEST_SUITE_P(, BadLaunch, testing::ValuesIn(kBad), bad_input_name<Call>);
 
-// Of a cache in float8_e4m3, which has no backward.
+// The scale factors of a float8_e4m3 cache, which has no backward.
 TEST(BadDescale, IsRefusedByForward) {
   Call k;
   k.use_float8();
@@ -242,7 +242,7 @@ TEST(BadWorkspace, IsRefused) {
   EXPECT_TRUE(call.untouched());
 }
 
-// Entries that no key in use touches may hold anything.
+// Entries of pages that hold no key in use may have any value.
 TEST(GoodLaunch, UnusedEntriesOfTheBlockTableAreNotRead) {
   Call call;
   call.use_pages();
@@ -252,7 +252,7 @@ TEST(GoodLaunch, UnusedEntriesOfTheBlockTableAreNotRead) {
   EXPECT_EQ(call.forward(), TILEWISE_OK) << tilewise_last_error();
 }
 
-// There is nothing left over of what is not written; a plan does not look at the pointers.
+// lse_low is the rounding error of lse, so it needs lse; a plan does not look at the pointers.
 TEST(BadLowHalf, NeedsLse) {
   Call call;
   call.a.lse = nullptr;
@@ -263,9 +263,9 @@ TEST(BadLowHalf, NeedsLse) {
   EXPECT_EQ(call.plan(TILEWISE_PASS_FORWARD, &info), TILEWISE_OK) << tilewise_last_error();
 }
 
-// lse + lse_low is the log-sum-exp to twice the precision of lse, in every row of lse_low: those
-// that are not in use and those that see nothing have 0.
-TEST(GoodLaunch, TheLowHalfIsWhatRoundingLeft) {
+// lse + lse_low is the log-sum-exp to twice the precision of lse. Every row of lse_low is written;
+// unused rows and rows that see no key have 0.
+TEST(GoodLaunch, LowHalfIsTheRoundingError) {
   Call call;
   call.use_bias();
   call.a.lse_low = call.lse_low.data();
@@ -282,7 +282,7 @@ TEST(GoodLaunch, TheLowHalfIsWhatRoundingLeft) {
   }
 }
 
-// Tensors without elements need no memory.
+// Tensors without elements may have null pointers.
 TEST(GoodLaunch, EmptyTensorsMayBeNull) {
   Call call;
   call.a.seqlen_k = 0;

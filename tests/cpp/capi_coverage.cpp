@@ -1,4 +1,4 @@
-// Every field of the parameter structs is named by a bad-input test, or is listed here as one that
+// Every field of the parameter structs is named by a bad-input test or is listed here as one that
 // takes any value. A field that is added to the header without a test fails this one.
 #include <fstream>
 #include <iterator>
@@ -46,13 +46,13 @@ void expect_covered(const std::string& name, const std::string& access,
 TEST(Coverage, EveryFieldOfAttentionIsTested) {
   expect_covered("tilewise_attention", R"(c\.a\.)",
                  {"capi_bad_attention.cpp", "capi_bad_launch.cpp", "capi_bad_gradients.cpp"},
-                 // Any value has a meaning; the stream is the caller's, and not read for the CPU.
+                 // Fields for which every value is valid; the stream is not read for the CPU.
                  {"stream", "window_left", "window_right", "dropout_seed", "dropout_offset"});
 }
 
 TEST(Coverage, EveryFieldOfGradientsIsTested) {
   expect_covered("tilewise_gradients", R"(c\.g\.)", {"capi_bad_gradients.cpp"},
-                 // Strides of one row of heads: as the others of lse, which are tested.
+                 // The strides of dlse are checked like those of lse, which are tested.
                  {"dlse_stride_batch"});
 }
 

@@ -1,4 +1,4 @@
-// Versions of structs, the last error, the hook, and what the library says about itself.
+// Sizes of structs, the last error, the hook, and the queries about the library.
 #include <atomic>
 #include <set>
 #include <thread>
@@ -8,7 +8,7 @@
 namespace capi_test {
 namespace {
 
-TEST(StructSize, ANewerCallerWithoutNewOptionsIsServed) {
+TEST(StructSize, NewerCallerWithoutNewOptionsIsServed) {
   Call call;
   std::vector<unsigned char> newer(sizeof(tilewise_attention) + 64, 0);
   call.a.struct_size = static_cast<uint32_t>(newer.size());
@@ -18,7 +18,7 @@ TEST(StructSize, ANewerCallerWithoutNewOptionsIsServed) {
       << tilewise_last_error();
 }
 
-TEST(StructSize, APlanOfANewerCallerKeepsItsOwnFields) {
+TEST(StructSize, PlanForANewerCallerKeepsItsExtraFields) {
   Call call;
   struct Newer {
     tilewise_plan_info info;
@@ -78,7 +78,7 @@ bool same_bytes(const Output& left, const Output& right) {
   return std::memcmp(left.data(), right.data(), left.size() * sizeof(float)) == 0;
 }
 
-// Large enough to be worth several threads: 300 causal rows of 4 heads over 2, D = 32.
+// Large enough for several threads: 300 causal rows of 4 heads over 2, D = 32.
 struct LargeCall {
   static constexpr int64_t S = 300, Hq = 4, Hkv = 2, D = 32;
   std::vector<float> q = pattern(S * Hq * D, 0.1f), k = pattern(S * Hkv * D, 0.2f);
@@ -137,7 +137,7 @@ struct LargeCall {
   }
 };
 
-// Results do not depend on who runs the tasks, in which order, or on how many threads.
+// Results do not depend on the threads that run the tasks, nor on their order or number.
 TEST(Hook, RunsTheTasksAndChangesNoBit) {
   LargeCall reference;
   reference.run(nullptr);
@@ -155,7 +155,7 @@ TEST(Hook, RunsTheTasksAndChangesNoBit) {
   }
 }
 
-// Several threads of a program may call at once.
+// Several threads of a program may call at the same time.
 TEST(Threads, CallsDoNotDisturbEachOther) {
   Call reference;
   ASSERT_EQ(reference.forward(), TILEWISE_OK);
@@ -173,7 +173,7 @@ TEST(Threads, CallsDoNotDisturbEachOther) {
   EXPECT_EQ(different, 0);
 }
 
-// Forward against the definition, in double precision.
+// The forward compared with the definition in double precision.
 TEST(Forward, IsAttention) {
   Call call;
   call.a.window_right = 0;
@@ -203,8 +203,8 @@ TEST(Forward, IsAttention) {
       }
 }
 
-// What the struct of another call size would need is in the plan, and no byte more is written.
-TEST(Workspace, ThePlannedSizeIsEnough) {
+// The planned workspace is sufficient, and no byte beyond it is written.
+TEST(Workspace, PlannedSizeIsSufficient) {
   Call call;
   call.use_bias();
   tilewise_plan_info info{};
@@ -245,7 +245,7 @@ std::vector<IsaRow> instruction_sets() {
   return rows;
 }
 
-TEST(InstructionSets, TheFirstRunsAnywhere) {
+TEST(InstructionSets, FirstOneRunsAnywhere) {
   const std::vector<IsaRow> rows = instruction_sets();
   ASSERT_FALSE(rows.empty());
   EXPECT_EQ(rows.front().name, "portable");
@@ -281,7 +281,7 @@ TEST(InstructionSets, EachAvailableOneCanBeForced) {
   EXPECT_EQ(tilewise_current_cpu(), best);
 }
 
-TEST(Matrix, RowsAreCompleteAndEnd) {
+TEST(Matrix, RowsAreCompleteAndListEnds) {
   const std::set<std::string> tensor_cores = {"cuda.mma_sync", "cuda.wgmma"};
   std::set<std::string> rows;
   tilewise_kernel_info info{};
@@ -295,7 +295,7 @@ TEST(Matrix, RowsAreCompleteAndEnd) {
   }
   expect_message("index is " + std::to_string(index) + ": it must be 0 to " +
                  std::to_string(index - 1));
-  EXPECT_EQ(rows.size(), 23u);  // seven families of three dtypes, and wgmma, which has no float32
+  EXPECT_EQ(rows.size(), 23u);  // seven families with three dtypes, and wgmma, which has no float32
   EXPECT_EQ(tilewise_kernel(-1, &info), TILEWISE_INVALID_ARGUMENT);
   EXPECT_EQ(tilewise_kernel(0, nullptr), TILEWISE_INVALID_ARGUMENT);
   info.struct_size = 1;

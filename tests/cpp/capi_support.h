@@ -1,5 +1,4 @@
-// A small valid problem with everything it points to, and outputs that show whether they were
-// written.
+// A small valid problem with all its memory, and outputs that show whether they were written.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -15,10 +14,11 @@
 
 namespace capi_test {
 
-// Bytes that no kernel writes by chance; as a float a NaN with a payload.
+// Bytes that no kernel writes by chance; as a float they are a NaN with a payload.
 inline constexpr unsigned char kPoison = 0xfe;
 
-// Floats that remember their poison. One more element than asked lets a test misalign a pointer.
+// Poisoned floats that detect writes. One element more than requested lets a test misalign a
+// pointer.
 class Output {
  public:
   explicit Output(std::size_t floats) : values_(floats + 1) { poison(); }
@@ -188,13 +188,13 @@ struct Call {
   }
 };
 
-// A pointer off by some bytes, as a careless cast makes it.
+// A pointer that is off by some bytes, as after a careless cast.
 template <class T>
 T* misaligned(T* pointer, std::size_t bytes = 1) {
   return reinterpret_cast<T*>(reinterpret_cast<std::uintptr_t>(pointer) + bytes);
 }
 
-// One sentence: it ends without a line break, and it says what was expected.
+// The message is one sentence: it has no line break, and it contains what is expected.
 inline void expect_message(const std::string& expected) {
   const std::string message = tilewise_last_error();
   EXPECT_NE(message.find(expected), std::string::npos)
@@ -202,7 +202,7 @@ inline void expect_message(const std::string& expected) {
   EXPECT_EQ(message.find('\n'), std::string::npos) << message;
 }
 
-// A way to spoil a call and what the message must then contain.
+// A way to make a call invalid, and what the message must then contain.
 template <class Target>
 struct BadInput {
   const char* name;
@@ -221,7 +221,7 @@ void PrintTo(const BadInput<Target>& bad, std::ostream* stream) {
   *stream << bad.name;
 }
 
-// Whether a GPU (or its emulation) computes here: then host memory may not be given as a GPU's.
+// Whether there is a GPU (or the emulator): then host memory must not be passed as GPU memory.
 inline bool has_gpu() {
   tilewise_kernel_info info{};
   info.struct_size = sizeof(info);

@@ -1,4 +1,4 @@
-# What the binaries export, read with nm.
+# Checks the symbols of the binaries with nm.
 #
 #   LIBRARY, HEADER     the shared library has exactly the functions that the header declares
 #   OBJECTS (a|b|...)   an object of one instruction set defines its table and nothing else: a weak

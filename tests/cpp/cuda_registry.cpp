@@ -1,4 +1,4 @@
-// What the units of this build hand to the host.
+// The kernels that this build registers for the host.
 #include <gtest/gtest.h>
 
 #include <set>
@@ -12,8 +12,8 @@
 namespace tilewise::cuda {
 namespace {
 
-// The least shared memory of the GPUs that use a tile table. simt is for any GPU: the 48 KB that
-// need no opting in.
+// The smallest shared memory of the GPUs that use a tile table. simt runs on any GPU, so it may use
+// only the 48 KB that need no opt-in.
 int32_t least_shared_bytes(int32_t architecture) {
   int32_t least = architecture == 0 ? 48 * arch::kKilobyte : INT32_MAX;
   for (const arch::Limits& row : arch::kLimits) {
@@ -34,13 +34,13 @@ void expect_kernel(const Kernel<Params>& kernel, bool wanted, int32_t most_share
   EXPECT_LE(kernel.shared_bytes, most_shared);
 }
 
-TEST(CudaRegistry, UnitsHoldWhatTheirTilesSay) {
-  if (registry().kernel_sets.empty()) GTEST_SKIP() << "this build has no CUDA kernel_set";
+TEST(CudaRegistry, KernelSetsHoldTheKernelsOfTheirTiles) {
+  if (registry().kernel_sets.empty()) GTEST_SKIP() << "this build has no CUDA kernels";
   for (const KernelSet* kernel_set : registry().kernel_sets) {
     SCOPED_TRACE(testing::Message()
                  << "table " << kernel_set->architecture << " dtype " << kernel_set->dtype
                  << " tf32 " << kernel_set->tf32 << " head_dim " << kernel_set->head_dim);
-    constexpr int32_t kReserved = 1024;  // of each block but the first
+    constexpr int32_t kReserved = 1024;  // per block except the first
     const int32_t most = least_shared_bytes(kernel_set->architecture);
     EXPECT_TRUE(kernel_set->has_forward() || kernel_set->has_backward());
     for (const KernelSet* cut : {kernel_set, kernel_set->few_rows}) {
@@ -75,8 +75,8 @@ TEST(CudaRegistry, UnitsHoldWhatTheirTilesSay) {
   }
 }
 
-TEST(CudaRegistry, EveryUnitIsInTheManifestAndItsCodeIsKnown) {
-  if (registry().kernel_sets.empty()) GTEST_SKIP() << "this build has no CUDA kernel_set";
+TEST(CudaRegistry, EveryKernelSetIsInTheManifestAndItsCodeIsKnown) {
+  if (registry().kernel_sets.empty()) GTEST_SKIP() << "this build has no CUDA kernels";
   int32_t of_manifest = 0;
   for_each_instance([&](const KernelInstance&) { ++of_manifest; });
   EXPECT_LE(registry().kernel_sets.size(), static_cast<std::size_t>(of_manifest));
@@ -95,8 +95,9 @@ TEST(CudaRegistry, EveryUnitIsInTheManifestAndItsCodeIsKnown) {
   }
 }
 
-// SASS runs on its own major version from its own minor version on, PTX on everything newer.
-TEST(CudaRegistry, CodeRunsWhereTheDriverRunsIt) {
+// SASS runs on GPUs of its own major version from its own minor version on, PTX on everything
+// newer.
+TEST(CudaRegistry, CodeRunsWhereTheDriverCanLoadIt) {
   static constexpr int32_t kSass[] = {80, 90};
   static constexpr int32_t kPtx[] = {100};
   const Code code = {0, kSass, kPtx};

@@ -1,4 +1,5 @@
-// An registry of every unit of the manifest, without code: what a build for all GPUs holds.
+// A registry of every kernel set of the manifest, without code: the contents of a build for all
+// GPUs.
 #pragma once
 
 #include <cstring>
@@ -72,7 +73,7 @@ inline cuda::KernelSet described(const cuda::KernelInstance& kernel_set) {
       static std::deque<cuda::KernelSet> few_rows;
       few_rows.push_back(table);
       few_rows.back().forward_tile = {decode.rows(), decode.keys, decode.blocks_per_sm};
-      if (Arch::kBoxCopy) {
+      if (Arch::kTma) {
         for (cuda::FormKernels* form : {&few_rows.back().tma, &few_rows.back().tma_paged})
           form->tma_forward.function = [](cuda::TmaForwardParams) {};
         if (cuda::has_warp_split(kernel_set.head_dim, bytes)) {
@@ -96,7 +97,7 @@ struct DescribedBuild {
   std::vector<cuda::Code> code;
   cuda::Registry registry;
 
-  // `tables`: those whose units are inside, 0 for simt.
+  // `code_inside` determines the tables whose kernel sets are in the build; 0 is simt.
   explicit DescribedBuild(std::vector<cuda::Code> code_inside) : code(std::move(code_inside)) {
     cuda::for_each_instance([&](const cuda::KernelInstance& kernel_set) {
       kernel_sets.push_back(std::make_unique<cuda::KernelSet>(described(kernel_set)));
@@ -109,7 +110,7 @@ struct DescribedBuild {
   }
 };
 
-// A build for every GPU, as cmake/TilewiseCuda.cmake makes it.
+// A build for every GPU, with the architectures of cmake/TilewiseCuda.cmake.
 inline const cuda::Registry& every_gpu() {
   static constexpr int32_t k75[] = {75};
   static constexpr int32_t k80[] = {80};

@@ -37,8 +37,8 @@ class Library {
   void* handle_;
 };
 
-// A forward pass that is large enough for every thread of the pool. Rows of v are all equal, so
-// that every row of the output is that row.
+// A forward large enough for every thread of the pool. All rows of v are equal, so every row of the
+// output equals that row.
 class Call {
  public:
   explicit Call(const Library& library, int64_t rows = 512)
@@ -89,7 +89,7 @@ int64_t threads_of_this_process() {
   return std::distance(begin(tasks), end(tasks));
 }
 
-TEST(Loader, TheLibraryStaysMappedWhileItsThreadsLive) {
+TEST(Loader, LibraryStaysMappedWhileItsThreadsLive) {
   const auto load_call_and_unload = [] {
     const Library library;
     EXPECT_TRUE(Call(library).run());
@@ -103,7 +103,7 @@ TEST(Loader, TheLibraryStaysMappedWhileItsThreadsLive) {
   EXPECT_EQ(threads_of_this_process(), threads) << "one pool, however often it is loaded";
 }
 
-// Forks, and expects that the child's call is right. A child that hangs is ended by its alarm.
+// Forks and expects a correct call in the child. An alarm ends a child that hangs.
 void expect_a_call_in_a_child(const Library& library) {
   const pid_t child = fork();
   ASSERT_GE(child, 0);
@@ -116,16 +116,16 @@ void expect_a_call_in_a_child(const Library& library) {
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
 }
 
-TEST(Loader, AForkedChildCalls) {
+TEST(Loader, ForkedChildCanCall) {
 #if defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "ThreadSanitizer does not follow threads that start after a fork";
 #endif
   const Library library;
-  expect_a_call_in_a_child(library);  // of a parent that may not have called yet
+  expect_a_call_in_a_child(library);  // the parent may not have called yet
   ASSERT_TRUE(Call(library).run());
   expect_a_call_in_a_child(library);
 
-  std::atomic<bool> stop{false};  // and while another thread of the parent is inside a call
+  std::atomic<bool> stop{false};  // another thread of the parent is inside a call
   std::thread other([&] {
     Call call(library);
     while (!stop) EXPECT_TRUE(call.run());
@@ -135,7 +135,7 @@ TEST(Loader, AForkedChildCalls) {
   other.join();
 }
 
-// The hook waits in a function that is a cancellation point until it has been cancelled.
+// The hook waits at a cancellation point until its thread has been cancelled.
 TEST(Loader, CancellationWaitsUntilTheCallIsOver) {
   struct State {
     const Library library;
@@ -176,7 +176,7 @@ TEST(Loader, CancellationWaitsUntilTheCallIsOver) {
 }
 
 #if defined(__GLIBC__)
-TEST(Loader, ExceptionsThatTheCallerTrapsAreMaskedInACall) {
+TEST(Loader, TrappedExceptionsAreMaskedDuringACall) {
   const Library library;
   std::feclearexcept(FE_ALL_EXCEPT);
   constexpr int kTrapped = FE_INVALID | FE_DIVBYZERO | FE_OVERFLOW | FE_UNDERFLOW | FE_INEXACT;

@@ -1,4 +1,4 @@
-// Problems on a GPU and what is planned for them.
+// Problems on a GPU and their plans.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -41,7 +41,7 @@ inline cuda::Plan forward(const Problem& p, const Device& device) {
 
 // Two sequences of 4096 keys in pages.
 inline Problem paged(int32_t dtype, int64_t page_size, int64_t head_dim = 128) {
-  static constexpr int32_t kTable[] = {0};  // read by no planner
+  static constexpr int32_t kTable[] = {0};  // no planner reads it
   Problem p = problem(dtype, 2, 1, 0, 8, head_dim);
   p.block_table = kTable;
   p.block_table_width = p.block_table_stride = 4096 / page_size;

@@ -1,4 +1,4 @@
-// The planner over described devices: which kernel, and in which words.
+// The planner over described devices: the kernel, and the sentence that explains it.
 #include "dispatch/planner.h"
 
 #include <gtest/gtest.h>
@@ -133,8 +133,9 @@ TEST(Planner, NamesTheBackward) {
   EXPECT_GT(answer.decision.cpu.workspace_bytes, 0);
 }
 
-// Splits and tiles decide the order of summation: they come from shapes, never from the threads.
-TEST(Planner, ThreadsChangeTheScratchAndNothingElse) {
+// Splits and tiles determine the order of summation, so they follow from shapes and never from the
+// threads.
+TEST(Planner, ThreadCountChangesOnlyTheScratchMemory) {
   const Gradients gradients{};
   for (const Gradients* pass : {static_cast<const Gradients*>(nullptr), &gradients}) {
     for (int64_t rows : {1, 100, 2048}) {
@@ -154,8 +155,9 @@ TEST(Planner, ThreadsChangeTheScratchAndNothingElse) {
   }
 }
 
-// How many rows share an item's keys decides who computes them, not how.
-TEST(Planner, ItemsOfAmxAreWideWhereThereAreEnough) {
+// The number of rows that share the keys of a work item changes which thread computes them, not the
+// result.
+TEST(Planner, AmxUsesLargeItemsWhereThereAreEnough) {
   const auto ask_amx = [](const Problem& p, int32_t threads) {
     Device device = kSapphireRapids;
     device.threads = threads;
@@ -168,7 +170,7 @@ TEST(Planner, ItemsOfAmxAreWideWhereThereAreEnough) {
     EXPECT_EQ(found.tile_k, 256) << threads;
     EXPECT_EQ(found.splits, 1) << threads;
   }
-  // The same of parts of keys: two of 4 x 2 wide items.
+  // The same with splits: two of 4 x 2 large items.
   const Problem split = problem(TILEWISE_BFLOAT16, 1, 2048, 2048, 2);
   for (const auto& [threads, rows] : {std::pair{4, 512}, {5, 256}}) {
     EXPECT_EQ(ask_amx(split, threads).splits, 2);
@@ -176,8 +178,8 @@ TEST(Planner, ItemsOfAmxAreWideWhereThereAreEnough) {
   }
 }
 
-// Merging parts and what they write costs a third of a short prefill.
-TEST(Planner, FewTilesAreCut) {
+// Combining splits costs a third of the time of a short prefill.
+TEST(Planner, FewTilesAreSplit) {
   for (const auto& [heads, splits] : {std::pair{1, 2}, {4, 2}, {5, 1}, {8, 1}}) {
     const Problem p = problem(TILEWISE_BFLOAT16, 1, 1024, 1024, heads);
     EXPECT_EQ(plan(p, nullptr, kSapphireRapids).cpu.splits, splits) << heads;
@@ -192,8 +194,8 @@ TEST(Planner, SplitsKeysWhenThereAreFewRows) {
   EXPECT_EQ(plan(asked, nullptr, kZen4).cpu.splits, 3);
 }
 
-// Few rows stream through the cache: as many as a vector engine takes, and more of them by tiles
-// where that is worth it.
+// Few rows stream through the cache: as many as a vector engine takes, or more with the tile unit
+// where it pays.
 TEST(Planner, FewRowsStreamThroughTheCache) {
   const auto engine = [](int32_t dtype, int64_t rows, int64_t keys, int32_t invariant = 0) {
     Problem p = problem(dtype, 1, rows, keys, 16);
@@ -210,7 +212,7 @@ TEST(Planner, FewRowsStreamThroughTheCache) {
   EXPECT_EQ(engine(TILEWISE_FLOAT16, 3, 8192), "amx_split");
 }
 
-// Memory is linear in the sequence length, forward and backward.
+// The workspace is linear in the sequence length, forward and backward.
 TEST(Planner, WorkspaceGrowsLinearly) {
   const Gradients gradients{};
   for (const Gradients* pass : {static_cast<const Gradients*>(nullptr), &gradients}) {
@@ -224,8 +226,8 @@ TEST(Planner, WorkspaceGrowsLinearly) {
   }
 }
 
-// The largest sizes that pass validation do not wrap around.
-TEST(Planner, TheLargestSizesFit) {
+// Sizes as large as validation allows must not wrap around.
+TEST(Planner, LargestValidSizesDoNotWrap) {
   const Gradients gradients{};
   for (const Gradients* pass : {static_cast<const Gradients*>(nullptr), &gradients}) {
     Problem p = problem(TILEWISE_FLOAT32, 1, int64_t{1} << 42, int64_t{1} << 42, 1);
@@ -257,7 +259,7 @@ TEST(Planner, FollowsNoPointer) {
   EXPECT_EQ(plan(p, &gradients, kZen4).status, TILEWISE_OK);
 }
 
-TEST(Planner, RefusesWhatNoFamilyComputes) {
+TEST(Planner, RefusesProblemsWithoutAFamily) {
   const Answer fp8 = ask(problem(TILEWISE_FLOAT8_E4M3), nullptr, kZen4);
   EXPECT_EQ(fp8.decision.status, TILEWISE_UNSUPPORTED);
   EXPECT_EQ(fp8.decision.family, nullptr);
@@ -289,9 +291,9 @@ TEST(Manifest, NamesAreUniqueAndFitTheAbi) {
   }
 }
 
-// Pages of 2^57 keys and heads, all of which AMX would pack.
-TEST(Planner, AWorkspaceDoesNotWrap) {
-  static constexpr int32_t kTable[] = {0};  // read by no planner
+// Pages that hold 2^57 keys over all heads, all of which AMX would pack.
+TEST(Planner, WorkspaceSizeDoesNotWrap) {
+  static constexpr int32_t kTable[] = {0};  // no planner reads it
   Problem p = problem(TILEWISE_BFLOAT16, 1 << 15, 1 << 12, 0);
   p.block_table = kTable;
   p.block_table_width = 1;
@@ -310,7 +312,7 @@ const Family& cuda_row(const std::string& name) {
                        [&](const Family& family) { return family.name == name; });
 }
 
-TEST(Manifest, AFamilyRunsWhereItsRequirementsAre) {
+TEST(Manifest, FamilyRunsWhereItsRequirementsAreMet) {
   EXPECT_TRUE(can_run(cpu_row(Isa::amx), kSapphireRapids));
   EXPECT_FALSE(can_run(cpu_row(Isa::amx), kZen4));
   EXPECT_FALSE(can_run(cpu_row(Isa::avx2), arm_machine()));
@@ -321,7 +323,8 @@ TEST(Manifest, AFamilyRunsWhereItsRequirementsAre) {
   EXPECT_TRUE(can_run(mma_sync, gpu_with(90)));
   EXPECT_TRUE(can_run(mma_sync, gpu_with(121)));
   EXPECT_TRUE(can_run(simt, gpu_with(75)));
-  EXPECT_FALSE(can_run(simt, gpu_with(70)));  // the requirement is met, but no code is inside
+  EXPECT_FALSE(can_run(
+      simt, gpu_with(70)));  // the GPU meets the requirement, but the build has no code for it
   EXPECT_FALSE(can_run(mma_sync, kZen4));
   EXPECT_TRUE(can_run(wgmma, gpu_with(90)));
   for (int32_t sm : {89, 100, 121}) EXPECT_FALSE(can_run(wgmma, gpu_with(sm))) << sm;

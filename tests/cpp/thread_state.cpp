@@ -1,4 +1,4 @@
-// The caller's floating-point state neither reaches a task nor changes, on any thread.
+// The caller's floating-point state neither affects a task nor changes, on any thread.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -36,7 +36,7 @@ std::vector<Setting> settings() {
   return all;
 }
 
-// What is set, without arithmetic, which may be trapped.
+// The current state, read without arithmetic, which may trap.
 int control() {
 #if defined(__x86_64__)
   constexpr uint32_t kFlags = 0x3f;
@@ -46,7 +46,7 @@ int control() {
 #endif
 }
 
-// Whether arithmetic rounds to nearest, keeps subnormal numbers and goes on after an exception.
+// Whether arithmetic rounds to nearest, keeps subnormal numbers and continues after an exception.
 bool is_default() {
   volatile float one = 1.0f, minus = -1.0f, little = 1e-30f, subnormal = 1e-40f, zero = 0.0f;
   volatile float infinite = one / zero;
@@ -54,7 +54,7 @@ bool is_default() {
          subnormal * one != 0.0f && infinite > 0.0f;
 }
 
-// The result of `run` on a new thread that has this setting.
+// The result of `run` on a new thread with this state.
 int in_a_thread_with(const Setting& setting, const std::function<int()>& run) {
   int result = 0;
   std::thread thread([&] {
@@ -65,7 +65,7 @@ int in_a_thread_with(const Setting& setting, const std::function<int()>& run) {
   return result;
 }
 
-// Tasks see the default state, though an exception that is trapped would end the process.
+// Tasks see the default state, although a trapped exception would end the process.
 void expect_default_in_tasks(const Parallel& parallel, int64_t tasks, const char* name) {
   std::atomic<int> wrong{0};
   parallel.run(tasks, [&](int64_t) {
@@ -102,7 +102,7 @@ TEST(FloatState, TasksOfAHookRunInTheDefaultState) {
   }
 }
 
-TEST(FloatState, TheHookItselfRunsInTheCallersState) {
+TEST(FloatState, HookItselfRunsInTheCallersState) {
   for (const Setting& setting : settings()) {
     const int wanted = in_a_thread_with(setting, control);
     const int seen = in_a_thread_with(setting, [] {
@@ -122,7 +122,7 @@ TEST(FloatState, TheHookItselfRunsInTheCallersState) {
   }
 }
 
-TEST(FloatState, TheCallersComesBack) {
+TEST(FloatState, CallersStateIsRestored) {
   const Parallel pool = make_parallel(nullptr);
   for (const Setting& setting : settings()) {
     const int wanted = in_a_thread_with(setting, control);
@@ -140,7 +140,7 @@ TEST(FloatState, TheCallersComesBack) {
   }
 }
 
-TEST(FloatState, FlagsThatTasksRaiseAreNotTheCallers) {
+TEST(FloatState, ExceptionFlagsOfTasksDoNotReachTheCaller) {
   std::feclearexcept(FE_ALL_EXCEPT);
   make_parallel(nullptr).run(1, [](int64_t) {
     volatile float zero = 0.0f;

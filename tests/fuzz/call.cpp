@@ -10,7 +10,7 @@ namespace fuzz {
 namespace {
 
 constexpr uint8_t kPoison = 0xfe;
-// Aligned and never mapped: following it ends the run.
+// Aligned, but never mapped: following it ends the run.
 void* const kNowhere = reinterpret_cast<void*>(uintptr_t{4096});
 
 long long as_long(int64_t x) { return x; }
@@ -65,9 +65,9 @@ void Memory::fill(void* data, int64_t element, uint8_t seed, bool wild) {
     if (element == 4) {
       const float number = static_cast<float>(static_cast<int32_t>(state)) * 0x1p-30f;
       std::memcpy(bytes.data() + i, wild ? static_cast<const void*>(&state) : &number, 4);
-    } else if (element == 1) {  // of e4m3 between 0.5 and 1
+    } else if (element == 1) {  // an e4m3 number between 0.5 and 1
       bytes[i] = static_cast<uint8_t>(wild ? state >> 24 : ((state >> 24) & 0x87) | 0x30);
-    } else {  // of either 16-bit type a number between 2^-15 and 2
+    } else {  // for either 16-bit type, a number between 2^-15 and 2
       const auto bits =
           static_cast<uint16_t>(wild ? state >> 16 : ((state >> 16) & 0x87ff) | 0x3800);
       std::memcpy(bytes.data() + i, &bits, 2);
@@ -173,7 +173,7 @@ tilewise_tensor read_view(Reader& in, Memory& memory, std::array<int64_t, 3> siz
       break;
   }
   tilewise_tensor view{nullptr, strides[0], strides[1], strides[2]};
-  if (in.byte() == 255) return view;  // forgotten
+  if (in.byte() == 255) return view;  // a pointer that the caller forgot
   view.data = memory.tensor(sizes, strides, columns, element, writer);
   const uint8_t seed = in.byte();
   if (writer == Writer::none) memory.fill(view.data, element, seed, seed == 255);
@@ -186,7 +186,7 @@ int32_t* read_indices(Reader& in, Memory& memory, int64_t count, int64_t first, 
   if (indices == nullptr || indices == kNowhere) return indices;
   for (int64_t i = 0; i < count; ++i) {
     const uint8_t b = in.byte();
-    // Mostly as planned, else a little less or more, rarely anything.
+    // Mostly the intended value, sometimes a little less or more, rarely anything.
     uint64_t value = static_cast<uint64_t>(first) + static_cast<uint64_t>(times(i, step));
     if (b < 32) value -= b;
     if (b > 200) value += 228u - b;
@@ -197,7 +197,8 @@ int32_t* read_indices(Reader& in, Memory& memory, int64_t count, int64_t first, 
 
 AttentionCall::AttentionCall(Reader& in) {
   a.struct_size = in.one_in(250) ? static_cast<uint32_t>(in.bits64()) : sizeof(a);
-  // Larger than the struct is read by the library: only sizes that exist here may be claimed.
+  // The library reads bytes beyond its own struct, so a larger size may be claimed only if it
+  // exists.
   if (a.struct_size > sizeof(a) && a.struct_size <= 65536) a.struct_size = sizeof(a);
   a.device = in.one_in(100) ? static_cast<int32_t>(in.byte()) : TILEWISE_CPU;
   a.dtype = in.pick32({0, 1, 2, 0, 1, 2, 3, 4});
@@ -313,7 +314,7 @@ void AttentionCall::read_options(Reader& in) {
   a.softcap = (which & 1) != 0 ? 5.0f : 0.0f;
   if ((which & 2) != 0) a.alibi_slopes = floats(in, a.heads_q);
   if ((which & 4) != 0) {
-    // Row i and key j of any sequence: as many rows and keys as there can be.
+    // Rows and keys of the longest possible sequence.
     const int64_t keys = a.block_table != nullptr ? times(a.block_table_width, 128) : a.seqlen_k;
     a.bias_dtype = in.one_in(3) ? a.dtype : TILEWISE_FLOAT32;
     const int64_t size = a.bias_dtype == TILEWISE_FLOAT32 ? 4 : 2;

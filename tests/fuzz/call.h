@@ -12,13 +12,13 @@
 
 namespace fuzz {
 
-// Wraps around: what comes of sizes that no library may accept still has to be a number.
+// Wraps around, because products of sizes that no library may accept must still be defined.
 inline int64_t times(int64_t x, int64_t y) {
   return static_cast<int64_t>(static_cast<uint64_t>(x) * static_cast<uint64_t>(y));
 }
 
-// Reads values out of the input. Past the end everything is 0, and 0 always means the plain choice:
-// the empty input is a small valid call, and every byte that is changed moves away from it.
+// Reads values out of the input. Past the end everything is 0, and 0 always selects the simplest
+// choice: the empty input is a small valid call, and every changed byte moves away from it.
 class Reader {
  public:
   Reader(const uint8_t* data, std::size_t size) : data_(data), end_(data + size) {}
@@ -29,7 +29,7 @@ class Reader {
     for (int i = 0; i < 8; ++i) bits = bits << 8 | byte();
     return static_cast<int64_t>(bits);
   }
-  // One of the choices, rarely any 64-bit number.
+  // One of the choices, or rarely any 64-bit number.
   int64_t pick(std::initializer_list<int64_t> choices) {
     const uint8_t b = byte();
     return b == 255 ? bits64() : choices.begin()[b % choices.size()];
@@ -43,38 +43,37 @@ class Reader {
   const uint8_t* end_;
 };
 
-// Who writes a block: nobody, the forward (or the append), the backward.
+// The pass that writes a block: none, the forward (or the append), or the backward.
 enum class Writer { none, forward, backward };
 
-// Blocks that end where AddressSanitizer notices the next byte. What a call writes is poisoned, so
-// that missing and stray writes show.
+// Blocks that end where AddressSanitizer detects the next byte. Outputs are poisoned, so that
+// missing and stray writes show.
 class Memory {
  public:
-  // Beyond this many bytes in all a call is only planned, not run.
+  // A call with more bytes than this in total is only planned, not run.
   static constexpr __int128 kLimit = 1 << 22;
 
   // Address of element 0 of a tensor with these sizes and strides and `columns` contiguous
-  // elements; null when it has no elements, and an address that nobody may follow when it is too
-  // large.
+  // elements; null if it has no elements, and an unmapped address if it is too large.
   void* tensor(const std::array<int64_t, 3>& sizes, const std::array<int64_t, 3>& strides,
                int64_t columns, int64_t element, Writer writer);
   template <class T>
   T* array(int64_t count, Writer writer = Writer::none) {
     return static_cast<T*>(tensor({1, 1, 1}, {0, 0, 0}, count, sizeof(T), writer));
   }
-  // Values for what is read: bit patterns of small numbers, or of anything.
+  // Fills an input with small numbers or, if `wild`, with arbitrary bit patterns.
   void fill(void* data, int64_t element, uint8_t seed, bool wild);
 
   bool exceeded() const { return exceeded_; }
   bool wild() const { return wild_; }
   bool untouched(Writer writer) const;
-  // Every element was written, and nothing between the elements was.
+  // Whether every element was written and nothing between the elements was.
   bool complete(Writer writer) const;
 
  private:
   struct Block {
     std::vector<uint8_t> bytes;
-    int64_t zero;  // byte of element 0
+    int64_t zero;  // byte offset of element 0
     std::array<int64_t, 3> sizes;
     std::array<int64_t, 3> strides;
     int64_t columns;
@@ -89,7 +88,7 @@ class Memory {
   bool wild_ = false;
 };
 
-// Runs tasks one after the other, the last one first.
+// Runs tasks one after the other, from the last to the first.
 void backwards_parallel_for(void* user, int64_t tasks, tilewise_task task, void* context);
 
 struct AttentionCall {
@@ -99,9 +98,9 @@ struct AttentionCall {
   tilewise_gradients g{};
 
   explicit AttentionCall(Reader& in);
-  // Small enough to be run: memory, and multiply-adds.
+  // Whether memory and multiply-adds are small enough to run the call.
   bool runnable() const;
-  // For whoever reads a finding.
+  // Prints the call for the report of a finding.
   void print() const;
 
  private:
@@ -134,7 +133,7 @@ struct AppendCall {
 // stride.
 tilewise_tensor read_view(Reader& in, Memory& memory, std::array<int64_t, 3> sizes, int64_t columns,
                           int64_t element, Writer writer);
-// [count] integers: `plain` of them ascending by `step`, now and then anything.
+// `count` integers that ascend from `first` by `step`, with occasional deviations.
 int32_t* read_indices(Reader& in, Memory& memory, int64_t count, int64_t first, int64_t step);
 
 }  // namespace fuzz

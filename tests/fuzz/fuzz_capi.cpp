@@ -1,5 +1,5 @@
-// libFuzzer target: any struct is either refused with a sentence and without a write, or served
-// within the memory it describes, in full; and the planner has a sane plan for it on any GPU.
+// libFuzzer target: a struct is either refused with a sentence and without a write, or served in
+// full within the memory that it describes; and the planner has a sane plan for it on any GPU.
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -18,15 +18,15 @@ struct Free {
 };
 using Workspace = std::unique_ptr<void, Free>;
 
-// Exactly as many bytes as the plan says.
+// A workspace with exactly the planned number of bytes.
 Workspace workspace(int64_t bytes) {
   return Workspace(::operator new(static_cast<std::size_t>(bytes), std::align_val_t{64}));
 }
 
 constexpr int64_t kWorkspaceLimit = 1 << 27;
 
-// Whether the call was served. What the backward makes of an `out` that no forward has written is
-// poison again, so then it is not looked at.
+// Whether the call was served. A backward that reads an `out` which no forward has written computes
+// poison again, so its outputs are not checked then.
 bool run(fuzz::AttentionCall& call, bool backward, bool look) {
   tilewise_plan_info info;
   const tilewise_status planned = fuzz::plan(call.a, backward ? &call.g : nullptr, &info);
@@ -56,7 +56,7 @@ void run(fuzz::AppendCall& call) {
          "a refused append has written");
 }
 
-// The instruction sets of this machine, all of them.
+// All instruction sets that this machine can run.
 void select_cpu(uint8_t choice) {
   int32_t usable = 0;
   int32_t available = 0;

@@ -1,4 +1,4 @@
-// libFuzzer target: structs of any size and option, without memory behind them. Each is refused
+// libFuzzer target: structs with any sizes and options, without memory behind them. Each is refused
 // with a sentence, or the planner has a sane plan for it on this CPU and on any GPU.
 #include <array>
 #include <cstddef>
@@ -12,13 +12,13 @@ namespace {
 using fuzz::Reader;
 using fuzz::times;
 
-// Aligned and never mapped: a plan follows no pointer.
+// Aligned, but never mapped: a plan follows no pointer.
 template <class T = void>
 T* somewhere() {
   return reinterpret_cast<T*>(uintptr_t{4096});
 }
 
-// From 0 to the largest that is allowed and beyond, the orders of magnitude alike.
+// Sizes from 0 to beyond the largest valid one, with all orders of magnitude equally likely.
 int64_t size(Reader& in, int64_t plain) {
   const uint8_t magnitude = in.byte();
   if (magnitude == 0) return plain;
@@ -102,7 +102,7 @@ struct Described {
     a.scale = 0.25f;
     a.softcap = (which & 1) != 0 ? 5.0f : 0.0f;
     a.alibi_slopes = given(1);
-    a.bias = given(2);  // broadcast to all
+    a.bias = given(2);  // broadcast in all dimensions
     a.dropout_p = (which & 8) != 0 ? 0.5f : 0.0f;
     a.sinks = given(4);
     a.scale_ptr = given(5);

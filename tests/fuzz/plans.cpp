@@ -10,7 +10,7 @@
 namespace fuzz {
 namespace {
 
-// GPUs that this machine does not have: one of each table, and a small part of a Hopper.
+// GPUs that this machine does not have: one per tile table, and a small partition of a Hopper GPU.
 const std::vector<tilewise::dispatch::Device>& gpus() {
   static const std::vector<tilewise::dispatch::Device> all = [] {
     std::vector<tilewise::dispatch::Device> gpus;
@@ -23,7 +23,7 @@ const std::vector<tilewise::dispatch::Device>& gpus() {
   return all;
 }
 
-// Of a call that has been validated.
+// Expects a sane plan for a call that has been validated.
 void plan_for_gpus(tilewise::Problem p, const tilewise_gradients* g) {
   p.device = TILEWISE_CUDA;
   if (p.head_dim_v == 0) p.head_dim_v = p.head_dim;

@@ -1,5 +1,5 @@
-// Writes the seed corpus: the plain call, calls with one option each, and calls with several bytes
-// off the plain choice. Usage: fuzz_seeds FOLDER
+// Writes the seed corpus: the simplest call, calls with one option each, and calls with several
+// bytes that differ from the simplest choice. Usage: fuzz_seeds FOLDER
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>

@@ -53,7 +53,8 @@ bool check(const char* what, double value, double expected, double tolerance) {
   return good;
 }
 
-// Two sequences of 2 and 4 rows behind each other; the gradients against finite differences.
+// Two sequences of 2 and 4 rows, one after the other; the gradients are compared with finite
+// differences.
 bool varlen_gradients_are_right() {
   const std::vector<int32_t> starts = {0, 2, 6};
   std::vector<float> q = wave(0.1), k = wave(0.2), v = wave(0.3);
@@ -138,7 +139,7 @@ bool mistakes_are_exceptions() {
   return good;
 }
 
-// One that has been moved from has nothing, and gets memory like a new one.
+// After a move, a workspace has no memory, and gets some like a new one.
 bool a_workspace_can_be_moved() {
   tilewise::Workspace first;
   const void* const memory = first.reserve(1 << 10);

@@ -1,6 +1,6 @@
-// The AMX instructions of src/cpu/generic/amx_tiles.h in plain C++: same path, same names, found
-// first when this folder is first among the include paths. What would be a fault there ends the
-// process here.
+// The AMX instructions of src/cpu/generic/amx_tiles.h in plain C++, with the same path and names; a
+// build selects them by placing this folder first among the include paths. Where the instruction
+// would fault, the process ends.
 #pragma once
 
 #include <cfloat>
@@ -42,7 +42,7 @@ inline void need(bool condition, const char* otherwise) {
   if (!condition) fault(otherwise);
 }
 
-// Denormals are zero, in and out, whatever the thread's rounding modes say.
+// Denormals are zero, in and out, whatever the floating-point state of the thread.
 inline float flush(float x) { return std::fabs(x) < FLT_MIN ? x * 0.0f : x; }
 
 inline float bf16_of(float unit, int element) {
@@ -92,8 +92,9 @@ inline void store(int tile, void* to, int64_t stride) {
                      static_cast<size_t>(tiles.row_bytes[tile]));
 }
 
-// TDPBF16PS: products of even and of odd elements are summed apart, from zero, by fused operations
-// in the order of the contraction; then the two sums are added, and that to C.
+// TDPBF16PS: products of even and of odd elements are summed separately, from zero, by fused
+// operations in the order of the contraction; then the two sums are added, and their sum is added
+// to C.
 inline void dot_bf16(int c, int a, int b) {
   use(c);
   use(a);
