@@ -90,6 +90,10 @@ _CXX = re.compile(
 _CXX_MARKER = re.compile(r"^\s*(?:/\*+!?|//+[!/<]*|\*+(?!/)(?=\s|$))|\*+/\s*$", re.MULTILINE)
 
 
+# With what stands in brackets behind it, as below a table that a script has written.
+_ONE_LINK = re.compile(r"\s*(?:[-*+] |\d+[.)] )?\*?!?\[[^\]]*\]\([^)]*\)(?: \(.*\))?\*?[.,;:]?")
+
+
 def _blank(text: str) -> str:
     return re.sub(r"[^\n]", " ", text)
 
@@ -166,7 +170,7 @@ def _may_be_long(line: str) -> bool:
     words = line.split()
     return (
         line.lstrip().startswith(("|", "#", "<!--"))
-        or bool(re.fullmatch(r"\s*(?:[-*+] |\d+[.)] )?!?\[[^\]]*\]\([^)]*\)[.,;:]?", line))
+        or _ONE_LINK.fullmatch(line) is not None
         or max(map(len, words), default=0) > MAX_COLUMNS - 10
     )
 
