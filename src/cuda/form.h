@@ -26,11 +26,11 @@ inline constexpr int32_t kOutOfBounds = -1;
 // Splits of a decode that a cluster merges: the most blocks that a cluster can have.
 inline constexpr int32_t kMaxClusterSplits = 16;
 
-// Warps of a block that share the keys of its tile (mma_sync/forward_readers.h).
+// Warps of a block that share the keys of its tile (mma_sync/forward_warp_split.h).
 inline constexpr int32_t kMaxWarpsPerTile = 2;
 
 // Slots of the ring of a warp, where all would have more on its way than memory needs.
-inline constexpr int32_t kFewStages = 2;
+inline constexpr int32_t kReducedStages = 2;
 
 // The head dimensions that have them: where two such blocks find room on a multiprocessor, and
 // models are. (More blocks, not more warps of one, read float8.)

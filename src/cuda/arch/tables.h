@@ -16,7 +16,7 @@ inline constexpr BackwardTile kNoBackward{};
 struct Sm90 {
   static constexpr int kTable = 90;
   static constexpr bool kAsyncCopy = true;        // cp.async
-  static constexpr bool kBoxCopy = true;          // cp.async.bulk.tensor
+  static constexpr bool kTma = true;          // cp.async.bulk.tensor
   static constexpr bool kVectorReduction = true;  // red.global.add.v4.f32
   static constexpr bool kWideMma = true;          // m16n8k16, bf16, tf32
   static constexpr bool kConvertsFloat8 = true;   // cvt.rn.f16x2.e4m3x2
@@ -68,7 +68,7 @@ struct Sm90 {
 struct Sm80 {
   static constexpr int kTable = 80;
   static constexpr bool kAsyncCopy = true;
-  static constexpr bool kBoxCopy = false;
+  static constexpr bool kTma = false;
   static constexpr bool kVectorReduction = false;
   static constexpr bool kWideMma = true;
   static constexpr bool kConvertsFloat8 = false;
@@ -109,7 +109,7 @@ struct Sm80 {
 struct Sm86 {
   static constexpr int kTable = 86;
   static constexpr bool kAsyncCopy = true;
-  static constexpr bool kBoxCopy = false;
+  static constexpr bool kTma = false;
   static constexpr bool kVectorReduction = false;
   static constexpr bool kWideMma = true;
   static constexpr bool kConvertsFloat8 = false;
@@ -159,7 +159,7 @@ struct Sm86 {
 struct Sm120 {
   static constexpr int kTable = 120;
   static constexpr bool kAsyncCopy = true;
-  static constexpr bool kBoxCopy = false;
+  static constexpr bool kTma = false;
   static constexpr bool kVectorReduction = true;
   static constexpr bool kWideMma = true;
   static constexpr bool kConvertsFloat8 = true;
@@ -180,7 +180,7 @@ struct Sm120 {
 struct Sm75 {
   static constexpr int kTable = 75;
   static constexpr bool kAsyncCopy = false;
-  static constexpr bool kBoxCopy = false;
+  static constexpr bool kTma = false;
   static constexpr bool kVectorReduction = false;
   static constexpr bool kWideMma = false;
   static constexpr bool kConvertsFloat8 = false;

@@ -7,37 +7,37 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// How a tile of sums is shared out: a warp takes the sums of kParts warps of the main kernel, 16
-// rows x 16 columns at a time.
+// How a tile of sums is shared out: a warp takes the sums of kMainWarps warps of the main kernel,
+// 16 rows x 16 columns at a time.
 template <class C>
 struct FinishPlan {
   using Plan = BackwardPlan<C>;
   static constexpr int kWarps = kFinishThreads / 32;
-  static constexpr int kParts = Plan::kWarps / kWarps;
+  static constexpr int kMainWarps = Plan::kWarps / kWarps;
   static constexpr int kAcross = Plan::kDqColumns / 16;
-  static constexpr int kPerPart = Plan::kDqRows / 16 * kAcross;
-  static constexpr int kUnits = kParts * kPerPart;
+  static constexpr int kSubtilesPerWarp = Plan::kDqRows / 16 * kAcross;
+  static constexpr int kSubtiles = kMainWarps * kSubtilesPerWarp;
   // Units whose loads are in flight together.
-  static constexpr int kTogether = kUnits % 2 == 0 ? 2 : kUnits % 3 == 0 ? 3 : 1;
-  static_assert(Plan::kWarps % kWarps == 0 && kUnits % kTogether == 0);
+  static constexpr int kInFlight = kSubtiles % 2 == 0 ? 2 : kSubtiles % 3 == 0 ? 3 : 1;
+  static_assert(Plan::kWarps % kWarps == 0 && kSubtiles % kInFlight == 0);
 };
 
 // 16 rows x 16 columns of sums of a warp: two of the blocks of dq_index, side by side.
 template <class C>
-class DqUnit {
+class DqSubtile {
   using Plan = BackwardPlan<C>;
   using Element = typename C::Element;
   using Storage = typename Element::Storage;
 
  public:
-  // Unit `index` of `part`, a warp of the main kernel.
-  TILEWISE_DEVICE void load(const float* tile, int part, int index, int lane) {
+  // Unit `index` of `main_warp`, a warp of the main kernel.
+  TILEWISE_DEVICE void load(const float* tile, int main_warp, int index, int lane) {
     const int m = index / FinishPlan<C>::kAcross;
     const int n = index % FinishPlan<C>::kAcross * 2;
     const float* sums =
-        tile + part * (Plan::kDqRows * Plan::kDqColumns) + dq_index<C>(m, n, 0, lane);
-    row_ = dq_row<C>(part, m, 0, lane);
-    column_ = dq_column<C>(part, n, 0, lane);
+        tile + main_warp * (Plan::kDqRows * Plan::kDqColumns) + dq_index<C>(m, n, 0, lane);
+    row_ = dq_row<C>(main_warp, m, 0, lane);
+    column_ = dq_column<C>(main_warp, n, 0, lane);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if constexpr (C::Arch::kVectorReduction) {
@@ -54,7 +54,7 @@ class DqUnit {
 
   // NaN when one of the sums is not finite. Rows not in use and columns past the last count, too:
   // a flag too many costs time only.
-  TILEWISE_DEVICE float spoil(float zero) const {
+  TILEWISE_DEVICE float nan_if_nonfinite(float zero) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -128,11 +128,11 @@ TILEWISE_DEVICE void finish_block(const BackwardParams& p, int32_t tile, float d
   const ptx::SharedAddress shared = ptx::shared_address(ptx::shared_memory());
 #pragma unroll
   for (int mask = 16; mask != 0; mask /= 2) dscale += ptx::shuffle_xor(dscale, mask);
-  const bool spoilt = ptx::any(zero != 0.0f);
+  const bool nonfinite = ptx::any(zero != 0.0f);
   if (thread % 32 == 0) {
     const ptx::SharedAddress own = shared + static_cast<uint32_t>(thread / 32 * 8);
     ptx::st_shared_b32(own, ptx::bits_of(dscale));
-    ptx::st_shared_b32(own + 4, spoilt ? 1 : 0);
+    ptx::st_shared_b32(own + 4, nonfinite ? 1 : 0);
   }
   ptx::sync_block();
   if (thread != 0) return;
@@ -148,8 +148,8 @@ TILEWISE_DEVICE void finish_block(const BackwardParams& p, int32_t tile, float d
   if (p.row_flags.data != nullptr) p.row_flags.data[tile] = static_cast<uint8_t>(flag);
 }
 
-// dQ = scale * sums, for the rows in use; part of dscale = sum(q dQ / scale); whether the sums are
-// finite.
+// dQ = scale * sums, for the rows in use; main_warp of dscale = sum(q dQ / scale); whether the sums
+// are finite.
 template <class C>
 TILEWISE_KERNEL(kFinishThreads, 1)
 void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
@@ -158,12 +158,13 @@ void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
   using Storage = typename C::Element::Storage;
   const int lane = ptx::lane_index();
   const float* tile = p.dq_sum + ptx::block_index() * Plan::kDqTile;
-  DqUnit<C> units[Finish::kTogether];
+  DqSubtile<C> subtiles[Finish::kInFlight];
   const auto load = [&](int first) {
 #pragma unroll
-    for (int i = 0; i < Finish::kTogether; ++i) {
-      const int unit = ptx::warp_index() * Finish::kUnits + first + i;
-      units[i].load(tile, unit / Finish::kPerPart, unit % Finish::kPerPart, lane);
+    for (int i = 0; i < Finish::kInFlight; ++i) {
+      const int subtile = ptx::warp_index() * Finish::kSubtiles + first + i;
+      subtiles[i].load(tile, subtile / Finish::kSubtilesPerWarp, subtile % Finish::kSubtilesPerWarp,
+                       lane);
     }
   };
   load(0);  // what the tile is need not be known; an empty one has sums of anything
@@ -192,19 +193,19 @@ void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
   for (int first = 0;;) {
     if (summed) {
 #pragma unroll
-      for (int i = 0; i < Finish::kTogether; ++i) {
-        zero = units[i].spoil(zero);
+      for (int i = 0; i < Finish::kInFlight; ++i) {
+        zero = subtiles[i].nan_if_nonfinite(zero);
         if (p.dscale_partials != nullptr)
-          dscale = units[i].multiply(dscale, q, problem.q.stride_row, rows, columns);
+          dscale = subtiles[i].multiply(dscale, q, problem.q.stride_row, rows, columns);
       }
     }
     if (dq != nullptr) {
 #pragma unroll
-      for (int i = 0; i < Finish::kTogether; ++i)
-        units[i].store(dq, view.stride_row, rows, columns, scale, aligned, lane);
+      for (int i = 0; i < Finish::kInFlight; ++i)
+        subtiles[i].store(dq, view.stride_row, rows, columns, scale, aligned, lane);
     }
-    first += Finish::kTogether;
-    if (first == Finish::kUnits) break;
+    first += Finish::kInFlight;
+    if (first == Finish::kSubtiles) break;
     load(first);
   }
   if (summed) finish_block(p, block.tile, dscale, zero);

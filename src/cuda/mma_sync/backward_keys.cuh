@@ -1,7 +1,7 @@
 // The end of a backward block: dK and dV on their way to memory.
 #pragma once
 
-#include "cuda/mma_sync/backward_facts.cuh"
+#include "cuda/mma_sync/backward_key_tile.cuh"
 #include "cuda/ptx/warp.h"
 #include "cuda/tile/copy.h"
 #include "cuda/tile/operands.h"
@@ -79,7 +79,7 @@ TILEWISE_DEVICE void join_keys(ptx::SharedAddress shared) {
          at += Plan::kThreads * 16) {
       uint32_t x[4];
       ptx::ld_shared_v4_b32(x, shared + Plan::kK + at);
-      for (uint32_t& each : x) each = tile::join(each);
+      for (uint32_t& each : x) each = tile::presplit(each);
       ptx::st_shared_v4_b32(shared + Plan::kK + at, x);
     }
   }
@@ -118,11 +118,11 @@ TILEWISE_DEVICE void store_keys(const tilewise_tensor& view, ptx::SharedAddress 
 
 // The sums of the block to dk and dv, by way of the shared memory of K and V.
 template <class C>
-TILEWISE_DEVICE void finish_keys(const BackwardParams& p, const KeySums<C>& dk,
+TILEWISE_DEVICE void write_dk_dv(const BackwardParams& p, const KeySums<C>& dk,
                                  const KeySums<C>& dv, ptx::SharedAddress shared) {
   using Plan = BackwardPlan<C>;
   // Computed again, so that no register holds it through the loop.
-  const int warp = static_cast<int>(ptx::recent(static_cast<uint32_t>(ptx::thread_index()))) / 32;
+  const int warp = static_cast<int>(ptx::opaque(static_cast<uint32_t>(ptx::thread_index()))) / 32;
   const int row = warp / Plan::kTile.query_warps * 32;
   const int column = warp % Plan::kTile.query_warps * Plan::kColumns;
   if (p.key_flags.data != nullptr && ptx::any(!is_finite<C>(dk) || !is_finite<C>(dv)) &&
@@ -132,12 +132,12 @@ TILEWISE_DEVICE void finish_keys(const BackwardParams& p, const KeySums<C>& dk,
   stage_keys<C>(dk, score_of(p.problem).scale, shared + Plan::kK, row, column);
   stage_keys<C>(dv, 1.0f, shared + Plan::kV, row, column);
   ptx::sync_block();
-  const BlockFacts<C> facts(shared);
-  const Sequence s = sequence_of(p.problem, facts.sequence());
+  const KeyTile<C> key_tile(shared);
+  const Sequence s = sequence_of(p.problem, key_tile.sequence());
   const KvSource source = gradient_source(p.problem, s);
-  store_keys<C>(p.gradients.dk, shared + Plan::kK, source, facts.head(), facts.keys(),
+  store_keys<C>(p.gradients.dk, shared + Plan::kK, source, key_tile.head(), key_tile.keys(),
                 p.problem.head_dim);
-  store_keys<C>(p.gradients.dv, shared + Plan::kV, source, facts.head(), facts.keys(),
+  store_keys<C>(p.gradients.dv, shared + Plan::kV, source, key_tile.head(), key_tile.keys(),
                 p.problem.head_dim_v);
 }
 

@@ -10,7 +10,7 @@
 #include "cuda/mma_sync/backward_products.cuh"
 #include "cuda/mma_sync/backward_rows.cuh"
 #include "cuda/mma_sync/backward_scores.cuh"
-#include "cuda/mma_sync/backward_turns.cuh"
+#include "cuda/mma_sync/backward_semaphores.cuh"
 
 namespace tilewise::cuda::mma_sync {
 
@@ -54,9 +54,9 @@ using OwnScores = tile::Operands<typename C::Element, 2, max(1, BackwardPlan<C>:
 
 // P and dS of the warp: into its operands, and to shared memory for the other warps.
 template <class C, class Offsets>
-TILEWISE_DEVICE void take_scores(OwnScores<C>& p_own, OwnScores<C>& ds_own, ScoreSums<C>& s,
-                                 ScoreSums<C>& dp, const Offsets& scores, const StepTiles<C>& at,
-                                 float scale_log2) {
+TILEWISE_DEVICE void store_scores(OwnScores<C>& p_own, OwnScores<C>& ds_own, ScoreSums<C>& s,
+                                  ScoreSums<C>& dp, const Offsets& scores, const StepTiles<C>& at,
+                                  float scale_log2) {
   using Plan = BackwardPlan<C>;
 #pragma unroll
   for (int n = 0; n < Plan::kWarpQueries / 8; ++n) {
@@ -80,9 +80,9 @@ TILEWISE_DEVICE void take_scores(OwnScores<C>& p_own, OwnScores<C>& ds_own, Scor
 
 // dK and dV of a step. `refill` runs when the stage before it is free.
 template <class C, class Columns, class Offsets, class Refill>
-TILEWISE_DEVICE void add_keys(KeySums<C>& dk, KeySums<C>& dv, const OwnScores<C>& p_own,
-                              const OwnScores<C>& ds_own, const Columns& columns,
-                              const Offsets& scores, const StepTiles<C>& at, Refill&& refill) {
+TILEWISE_DEVICE void add_dk_dv(KeySums<C>& dk, KeySums<C>& dv, const OwnScores<C>& p_own,
+                               const OwnScores<C>& ds_own, const Columns& columns,
+                               const Offsets& scores, const StepTiles<C>& at, Refill&& refill) {
   using Plan = BackwardPlan<C>;
   using Element = typename C::Element;
   // dV += P^T dO and dK += dS^T Q with the warp's own queries.
@@ -102,7 +102,7 @@ TILEWISE_DEVICE void add_keys(KeySums<C>& dk, KeySums<C>& dv, const OwnScores<C>
   for (int j = 0; j < Plan::kOwnSteps; j += kHeld) {
 #pragma unroll
     for (int i = 0; i < 2 * kHeld; ++i) {
-      a[i / 2][i % 2] = Plan::kKeepDS
+      a[i / 2][i % 2] = Plan::kOwnDsInRegisters
                             ? ds_own.at(j + i / 2, i % 2)
                             : tile::load<Element>(at.ds + scores.rows(i % 2 * 16, j + i / 2));
     }
@@ -129,15 +129,15 @@ TILEWISE_DEVICE void add_keys(KeySums<C>& dk, KeySums<C>& dv, const OwnScores<C>
 
 // dQ of a step to its sums; in turn when the order of additions is to be the same every time.
 template <class C>
-TILEWISE_DEVICE void add_rows(const BackwardParams& p, const typename DqProduct<C>::Sums& dq,
-                              const BlockFacts<C>& facts, const TileRecord<C>& record, int warp,
-                              int lane) {
+TILEWISE_DEVICE void add_dq(const BackwardParams& p, const typename DqProduct<C>::Sums& dq,
+                            const KeyTile<C>& key_tile, const TileRecord<C>& record, int warp,
+                            int lane) {
   const int32_t index = record.index();
   float* to = p.dq_sum + int64_t{index} * BackwardPlan<C>::kDqTile;
   if (p.dq_semaphores != nullptr) {
-    wait_for_turn(p.dq_semaphores + index, facts, record.row());
+    wait_semaphore(p.dq_semaphores + index, key_tile, record.row());
     DqProduct<C>::reduce(dq, to, warp, lane);
-    pass_turn(p.dq_semaphores + index);
+    release_semaphore(p.dq_semaphores + index);
   } else {
     DqProduct<C>::reduce(dq, to, warp, lane);
   }
@@ -183,23 +183,23 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   const ptx::SharedAddress own_v = shared + Plan::kV + own_key * Plan::kRowBytes;
 
   if (ptx::thread_index() == 0) {
-    BlockFacts<C>::store(shared, work, band, row_tiles, head_tiles, p.order.longest_first == 1,
-                         *p.far_rows == p.launch_id);
+    KeyTile<C>::store(shared, work, band, row_tiles, head_tiles, p.order.longest_first == 1,
+                      *p.far_rows == p.launch_id);
   }
   copy_keys<C>(shared + Plan::kK, problem.k, sequence.kv, work.head, keys, problem.head_dim);
   copy_keys<C>(shared + Plan::kV, problem.v, sequence.kv, work.head, keys, problem.head_dim_v);
   ptx::sync_block();
-  RowFeed<C> feed(p, sequence, first_head, first_tile, shared);
+  RowPipeline<C> pipeline(p, sequence, first_head, first_tile, shared);
   int32_t steps = static_cast<int32_t>(row_tiles.size()) * group;  // still to be done
-  feed.copy(p, 0, steps > 0);
+  pipeline.copy(p, 0, steps > 0);
   join_keys<C>(shared);
   if constexpr (kStages == 3) {
-    feed.copy(p, 1, steps > 1);
+    pipeline.copy(p, 1, steps > 1);
     tile::wait<Arch, 1>();
     ptx::sync_block();
   }
 
-  const BlockFacts<C> facts(shared);
+  const KeyTile<C> key_tile(shared);
   const float scale_log2 = exponent_scale(score_of(problem).scale);
   [[maybe_unused]] GeneralScores<C> general(problem, sequence, first_head,
                                             keys.begin + own_key + lane / 4);
@@ -221,8 +221,8 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
       tile::wait<Arch, 0>();
       ptx::sync_block();
     }
-    const auto columns = column_offsets.recent();
-    const auto scores = Plan::kRecentScores ? score_offsets.recent() : score_offsets;
+    const auto columns = column_offsets.opaque();
+    const auto scores = Plan::kRecomputeScoreOffsets ? score_offsets.opaque() : score_offsets;
     const int score_tile = kStages == 3 ? steps & 1 : 0;
     const TileRecord<C> record(shared, stage);
     const StepTiles<C> at(shared, stage, score_tile, own_query);
@@ -234,48 +234,48 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
       ScoreSums<C> dp;
       s.fill(0.0f);
       row_product.add(s, own_k, at.q + at.own_rows, [&](int k) {
-        if (kStages == 2 && k == 1 && steps > 1) feed.copy_q(p, stage ^ 1);
+        if (kStages == 2 && k == 1 && steps > 1) pipeline.copy_q(p, stage ^ 1);
       });
       if constexpr (!C::kGeneral) {
         if (record.masked()) {
-          ptx::keep_branch();
+          ptx::force_branch();
           const float hidden = scale_log2 > 0.0f ? kMinusInfinity : -kMinusInfinity;
           const int32_t query = record.row() + own_query + lane % 4 * 2;
-          if (facts.far_rows()) [[unlikely]]
+          if (key_tile.far_rows()) [[unlikely]]
             make_relative<C>(s, p,
                              int64_t{record.index()} * Plan::kQueries + own_query + lane % 4 * 2,
                              scale_log2);
-          KeyMask<C>(facts, own_key + lane / 4, query).apply(s, hidden);
+          KeyMask<C>(key_tile, own_key + lane / 4, query).apply(s, hidden);
         }
       }
       start_dp<C>(dp, at.own_delta);
       row_product.add(dp, own_v, at.d_out + at.own_rows, [&](int k) {
         if (kStages == 2 && k == 1) {
-          if (steps > 1) feed.copy_d_out(p, stage ^ 1);
+          if (steps > 1) pipeline.copy_d_out(p, stage ^ 1);
           tile::commit<Arch>();
         }
       });
       if constexpr (C::kGeneral) {
         const int32_t row = record.row() + own_query;
-        const KeyMask<C> mask(facts, own_key + lane / 4, row);
+        const KeyMask<C> mask(key_tile, own_key + lane / 4, row);
         general.start_head(problem, sequence, first_head + record.head());
-        general.apply(s, dp, mask, p, facts, row, record.index(), at.own_lse, at.own_delta);
+        general.apply(s, dp, mask, p, key_tile, row, record.index(), at.own_lse, at.own_delta);
       }
-      take_scores<C>(p_own, ds_own, s, dp, scores, at, scale_log2);
+      store_scores<C>(p_own, ds_own, s, dp, scores, at, scale_log2);
     }
-    add_keys<C>(dk, dv, p_own, ds_own, columns, scores, at, [&] {
-      if constexpr (kStages == 3) feed.copy(p, stage == 0 ? 2 : stage - 1, steps > 2);
+    add_dk_dv<C>(dk, dv, p_own, ds_own, columns, scores, at, [&] {
+      if constexpr (kStages == 3) pipeline.copy(p, stage == 0 ? 2 : stage - 1, steps > 2);
     });
     if (p.dq_sum != nullptr) {
       typename DqProduct<C>::Sums dq;
       dq.fill(0.0f);
       dq_product.add(dq, at.ds, shared + Plan::kK);
-      add_rows<C>(p, dq, facts, record, warp, lane);
+      add_dq<C>(p, dq, key_tile, record, warp, lane);
     }
 
     if constexpr (kStages == 1) {
       ptx::sync_block();
-      feed.copy(p, 0, steps > 1);
+      pipeline.copy(p, 0, steps > 1);
     } else if constexpr (kStages == 2) {
       stage ^= 1;
     } else {
@@ -285,7 +285,7 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
 
   tile::wait<Arch, 0>();
   ptx::sync_block();
-  finish_keys<C>(p, dk, dv, shared);
+  write_dk_dv<C>(p, dk, dv, shared);
 }
 
 }  // namespace tilewise::cuda::mma_sync

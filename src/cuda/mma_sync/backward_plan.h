@@ -34,11 +34,12 @@ struct BackwardPlan {
   static constexpr int kHeldSteps = kBytes == 2 ? 1 : max(1, kOwnSteps);
   static_assert(kOwnSteps % kHeldSteps == 0 && (kQueries / kStep - kOwnSteps) % kHeldSteps == 0);
   // 4-byte elements take too many registers: there the own dS comes from shared memory, too.
-  static constexpr bool kKeepDS = kBytes == 2 || !kTile.early_barrier;
+  static constexpr bool kOwnDsInRegisters = kBytes == 2 || !kTile.early_barrier;
   static constexpr bool kShareP = kTile.query_warps > 1;
   // Computing the addresses of the score tiles in every step saves registers; the one instance
   // that has them to spare spills less without (ptxas of CUDA 13.0).
-  static constexpr bool kRecentScores = kBytes == 4 || kShareP || !C::Arch::kVectorReduction;
+  static constexpr bool kRecomputeScoreOffsets =
+      kBytes == 4 || kShareP || !C::Arch::kVectorReduction;
   static constexpr int kColumns = C::kHeadDim / kTile.query_warps;
   static_assert(kColumns % 16 == 0);
 
@@ -70,8 +71,8 @@ struct BackwardPlan {
   static constexpr int kStatistics = kP + (kShareP ? kScoreTiles * kScoreTileBytes : 0);
   // Per stage: row_lse, row_delta, TileRecord.
   static constexpr int kStatisticsBytes = 2 * kQueries * 4 + 16;
-  static constexpr int kFacts = kStatistics + kStages * kStatisticsBytes;
-  static constexpr int kSharedBytes = kFacts + 48;
+  static constexpr int kKeyTile = kStatistics + kStages * kStatisticsBytes;
+  static constexpr int kSharedBytes = kKeyTile + 48;
   static_assert(kSharedBytes <= arch::limits_of(C::Arch::kTable).shared_bytes);
 };
 

@@ -12,7 +12,7 @@
 namespace tilewise::cuda::mma_sync {
 
 // A row that takes part in nothing: exp2(anything - 1e30) = 0, and no infinity meets another.
-inline constexpr float kNoRow = -1e30f;
+inline constexpr float kUnusedRow = -1e30f;
 
 // The tile of rows of one query head that a block of a row kernel has. Grids have less than 2^31
 // blocks, so all but the first row of a ragged sequence is found in 32 bits.
@@ -90,8 +90,8 @@ struct RowLanes {
   static constexpr int kRowsPerPass = kPrepareThreads / kLanes;
   static constexpr int kPasses = BackwardPlan<C>::kQueries / kRowsPerPass;
   // Passes whose loads are in flight together.
-  static constexpr int kTogether = min(kPasses, 2);
-  static_assert(kPasses % kTogether == 0 && kTogether <= kLanes);
+  static constexpr int kInFlight = min(kPasses, 2);
+  static_assert(kPasses % kInFlight == 0 && kInFlight <= kLanes);
 
   TILEWISE_DEVICE static float sum(float x) {
 #pragma unroll
@@ -133,22 +133,22 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
                          s.row_offset(p.gradients.dout, first);
 
 #pragma unroll 1
-  for (int pass = 0; pass < Lanes::kPasses; pass += Lanes::kTogether) {
+  for (int pass = 0; pass < Lanes::kPasses; pass += Lanes::kInFlight) {
     // Lane i of a row's lanes ends row i of those that are summed together.
     const int own = first + (pass + lane) * Lanes::kRowsPerPass;
     LogSum sum;
     float dlse = 0.0f;
-    if (lane < Lanes::kTogether && own < rows) {
+    if (lane < Lanes::kInFlight && own < rows) {
       sum = common::log_sum_at(problem, s.lse_offset(problem.lse_stride_batch, own) +
                                             block.head * problem.lse_stride_head);
       if (p.gradients.dlse != nullptr)
         dlse = p.gradients.dlse[s.lse_offset(p.gradients.dlse_stride_batch, own) +
                                 block.head * p.gradients.dlse_stride_head];
     }
-    uint32_t x[Lanes::kTogether][Lanes::kColumns][4];
-    uint32_t y[Lanes::kTogether][Lanes::kColumns][4];
+    uint32_t x[Lanes::kInFlight][Lanes::kColumns][4];
+    uint32_t y[Lanes::kInFlight][Lanes::kColumns][4];
 #pragma unroll
-    for (int r = 0; r < Lanes::kTogether; ++r) {
+    for (int r = 0; r < Lanes::kInFlight; ++r) {
       const bool in_use = first + (pass + r) * Lanes::kRowsPerPass < rows;
 #pragma unroll
       for (int i = 0; i < Lanes::kColumns; ++i) {
@@ -161,7 +161,7 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
     }
     float delta = 0.0f;
 #pragma unroll
-    for (int r = 0; r < Lanes::kTogether; ++r) {
+    for (int r = 0; r < Lanes::kInFlight; ++r) {
       float product = 0.0f;
 #pragma unroll
       for (int i = 0; i < Lanes::kColumns; ++i) {
@@ -173,11 +173,11 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
       product = Lanes::sum(product);
       if (lane == r) delta = product;
     }
-    if (lane >= Lanes::kTogether) continue;
+    if (lane >= Lanes::kInFlight) continue;
     const int64_t at = int64_t{block.tile} * Plan::kQueries + (own - block.row0);
-    const bool far = common::keep_origin<typename C::Element>(p, at, sum);
+    const bool far = common::store_row_origin<typename C::Element>(p, at, sum);
     const bool none = sum.lse == kMinusInfinity;
-    p.row_lse[at] = none ? kNoRow : far ? 0.0f : -sum.lse * kLog2e;
+    p.row_lse[at] = none ? kUnusedRow : far ? 0.0f : -sum.lse * kLog2e;
     p.row_delta[at] = none ? 0.0f : dlse - delta;
   }
 }

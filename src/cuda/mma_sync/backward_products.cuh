@@ -53,7 +53,7 @@ class RowProduct {
         for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
           for (int m = 0; m < 2; ++m)
-            rows[g][m] = tile::load_joined<Element>(a + a_.at(16 * m, first + g * kInCore + i));
+            rows[g][m] = tile::load_presplit<Element>(a + a_.at(16 * m, first + g * kInCore + i));
         }
 #pragma unroll
         for (int j = 0; j < kColumns; j += kAbreast) {
@@ -161,8 +161,8 @@ class DqProduct {
   using Sums = tile::Sums<kRows, Plan::kDqColumns / 8>;
 
   TILEWISE_DEVICE void add(Sums& dq, ptx::SharedAddress ds, ptx::SharedAddress k) const {
-    const auto ds_offsets = ds_.recent();
-    const auto k_offsets = k_.recent();
+    const auto ds_offsets = ds_.opaque();
+    const auto k_offsets = k_.opaque();
     constexpr int kSteps = Plan::kKeys / Plan::kStep;
     constexpr int kInCore = kOneGroup<Element> ? kSteps : min(kSteps, tile::kStepsInCore<Element>);
     constexpr int kAll = Plan::kDqColumns / 16;

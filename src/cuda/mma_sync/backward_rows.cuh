@@ -1,7 +1,7 @@
 // The rows of the backward: tiles of Q, dO and their statistics on the way to shared memory.
 #pragma once
 
-#include "cuda/mma_sync/backward_facts.cuh"
+#include "cuda/mma_sync/backward_key_tile.cuh"
 #include "cuda/tile/copy.h"
 
 namespace tilewise::cuda::mma_sync {
@@ -14,12 +14,12 @@ struct RowTile {
   int32_t index;  // among the padded tiles of all heads
 
   // True when the next one is in the next head.
-  TILEWISE_DEVICE bool advance(const BlockFacts<C>& facts) {
+  TILEWISE_DEVICE bool advance(const KeyTile<C>& key_tile) {
     row += BackwardPlan<C>::kQueries;
     ++index;
     if (row != end) return false;
-    row = facts.begin();
-    index += facts.skipped_tiles();
+    row = key_tile.begin();
+    index += key_tile.skipped_tiles();
     return true;
   }
 };
@@ -110,13 +110,13 @@ class RowPointer {
 
 // Copies tile after tile, one or two ahead of the products.
 template <class C>
-class RowFeed {
+class RowPipeline {
   using Plan = BackwardPlan<C>;
   using Lanes = typename RowPointer<C>::Lanes;
 
  public:
-  TILEWISE_DEVICE RowFeed(const BackwardParams& p, const Sequence& s, int64_t first_head,
-                          const RowTile<C>& tile, ptx::SharedAddress shared)
+  TILEWISE_DEVICE RowPipeline(const BackwardParams& p, const Sequence& s, int64_t first_head,
+                              const RowTile<C>& tile, ptx::SharedAddress shared)
       : lanes_(ptx::thread_index()),
         q_(p.problem.q, s, lanes_, first_head, tile.row, p.problem.head_dim),
         d_out_(p.gradients.dout, s, lanes_, first_head, tile.row, p.problem.head_dim_v),
@@ -127,7 +127,7 @@ class RowFeed {
   // Q and the statistics of the next tile; then its dO, which ends the tile.
   TILEWISE_DEVICE void copy_q(const BackwardParams& p, int stage) {
     if (ptx::thread_index() == 0) {
-      const bool masked = !BlockFacts<C>(shared_).clear_rows().contains(tile_.row);
+      const bool masked = !KeyTile<C>(shared_).unmasked_rows().contains(tile_.row);
       TileRecord<C>(shared_, stage).store(tile_, masked, head_);
     }
     q_.copy(stage_at(stage), p.problem.q, lanes_, rows_ - tile_.row);
@@ -143,7 +143,7 @@ class RowFeed {
   }
   TILEWISE_DEVICE void copy_d_out(const BackwardParams& p, int stage) {
     d_out_.copy(stage_at(stage) + Plan::kRowTileBytes, p.gradients.dout, lanes_, rows_ - tile_.row);
-    if (tile_.advance(BlockFacts<C>(shared_))) {
+    if (tile_.advance(KeyTile<C>(shared_))) {
       if constexpr (C::kGeneral) ++head_;
       q_.next_head(p.problem.q, tile_.end - tile_.row);
       d_out_.next_head(p.gradients.dout, tile_.end - tile_.row);

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "cuda/common/far_rows.h"
-#include "cuda/common/score_terms.h"
-#include "cuda/mma_sync/backward_facts.cuh"
+#include "cuda/common/score_mod.h"
+#include "cuda/mma_sync/backward_key_tile.cuh"
 #include "cuda/ptx/block.h"
 #include "cuda/ptx/warp.h"
 #include "cuda/tile/fragment.h"
@@ -21,10 +21,10 @@ class KeyMask {
 
  public:
   // Key 0 of the lane is key `key` of the block.
-  TILEWISE_DEVICE KeyMask(const BlockFacts<C>& facts, int32_t key, int32_t row)
-      : first_(facts.first_row() + key - row),
-        last_(facts.last_row() + key - row),
-        keys_(facts.key_count() - key) {}
+  TILEWISE_DEVICE KeyMask(const KeyTile<C>& key_tile, int32_t key, int32_t row)
+      : first_(key_tile.first_row() + key - row),
+        last_(key_tile.last_row() + key - row),
+        keys_(key_tile.key_count() - key) {}
 
   // The key `offset` keys after it is in use, and the query sees it.
   TILEWISE_DEVICE bool visible(int offset, int32_t query) const {
@@ -130,22 +130,22 @@ class GeneralScores {
 
  public:
   TILEWISE_DEVICE GeneralScores(const Problem& p, const Sequence& s, int64_t head, int64_t key)
-      : terms_(ScoreTerms::of(p)), rows_(static_cast<int32_t>(s.band.rows)), key_(key) {
+      : terms_(ScoreMod::of(p)), rows_(static_cast<int32_t>(s.band.rows)), key_(key) {
     start_head(p, s, head);
   }
   TILEWISE_DEVICE void start_head(const Problem& p, const Sequence& s, int64_t head) {
     // After the last head there is none: what is read then is not used.
-    head_ = ScoreTerms::row(p, s, 0, min<int64_t>(head, p.heads_q - 1));
+    head_ = ScoreMod::row(p, s, 0, min<int64_t>(head, p.heads_q - 1));
   }
 
   // All of s becomes dropout(P), all of dp dS. `row`: the first query of the warp; `mask` counts
   // from there on.
   TILEWISE_DEVICE void apply(ScoreSums<C>& s, ScoreSums<C>& dp, const KeyMask<C>& mask,
-                             const BackwardParams& p, const BlockFacts<C>& facts, int32_t row,
+                             const BackwardParams& p, const KeyTile<C>& key_tile, int32_t row,
                              int32_t tile_index, ptx::SharedAddress lse,
                              ptx::SharedAddress delta) const {
     const int64_t bias_stride_row = p.problem.bias_stride_row;
-    const bool far = facts.far_rows();
+    const bool far = key_tile.far_rows();
     const int64_t first = int64_t{tile_index} * Plan::kQueries + row % Plan::kQueries;
     const int lane = ptx::lane_index();
     uint32_t kept[8];
@@ -176,7 +176,7 @@ class GeneralScores {
           }
           if (query < rows_ && mask.visible(offset, from_row)) {
             const auto score =
-                terms_.at(s.x[m][n][e], row_terms(query, bias_stride_row), key_ + offset);
+                terms_.at(s.x[m][n][e], row_score_mod(query, bias_stride_row), key_ + offset);
             float value = score.value;
             if (origin[e % 2].is_far()) [[unlikely]]
               value = origin[e % 2].relative(value, 1.0f);
@@ -192,8 +192,8 @@ class GeneralScores {
   }
 
  private:
-  TILEWISE_DEVICE RowTerms row_terms(int32_t row, int64_t bias_stride_row) const {
-    RowTerms r = head_;
+  TILEWISE_DEVICE RowScoreMod row_score_mod(int32_t row, int64_t bias_stride_row) const {
+    RowScoreMod r = head_;
     r.diagonal += row;
     r.row = static_cast<uint32_t>(row);
     r.bias += row * bias_stride_row;
@@ -209,7 +209,7 @@ class GeneralScores {
     const int g = lane / 4;
     const int t = lane % 4;
     const auto counter = [&](int i) {
-      RowTerms r = head_;
+      RowScoreMod r = head_;
       r.row = static_cast<uint32_t>(row + 16 * i + g / 4 * 8 + 2 * t + g % 2);
       return terms_.dropout_counter(r, key_ - g + g / 2 % 2 * 16);
     };
@@ -221,8 +221,8 @@ class GeneralScores {
     for (int c = 0; c < 8; ++c) kept[c] = ptx::shuffle(drawn, c * 4 + t) >> g;
   }
 
-  ScoreTerms terms_;
-  RowTerms head_;  // of row 0
+  ScoreMod terms_;
+  RowScoreMod head_;  // of row 0
   int32_t rows_;
   int64_t key_;  // of the lane: row g of its warp's 32 keys
 };

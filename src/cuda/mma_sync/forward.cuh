@@ -9,43 +9,44 @@
 #include <numeric>
 #include <type_traits>
 
-#include "cuda/common/long_first.h"
+#include "cuda/common/longest_first.h"
 #include "cuda/common/report.h"
 #include "cuda/common/trigger_dependents.h"
 #include "cuda/mma_sync/config.h"
-#include "cuda/mma_sync/forward_lost.h"
-#include "cuda/mma_sync/forward_parts.h"
+#include "cuda/mma_sync/forward_chunk_combine.h"
+#include "cuda/mma_sync/forward_exact_rows.h"
+#include "cuda/mma_sync/forward_kv_pipeline.h"
 #include "cuda/mma_sync/forward_queries.h"
-#include "cuda/mma_sync/forward_readers.h"
-#include "cuda/mma_sync/forward_ring.h"
 #include "cuda/mma_sync/forward_rows.h"
 #include "cuda/mma_sync/forward_softmax.h"
-#include "cuda/mma_sync/forward_split.h"
 #include "cuda/mma_sync/forward_store.h"
-#include "cuda/mma_sync/forward_warp_ring.h"
+#include "cuda/mma_sync/forward_tf32_split.h"
+#include "cuda/mma_sync/forward_warp_pipeline.h"
+#include "cuda/mma_sync/forward_warp_split.h"
 
 namespace tilewise::cuda::mma_sync {
 
 template <class C>
-auto feed_of() {
-  if constexpr (C::kWarpRing)
-    return std::type_identity<WarpRing<C>>{};
-  else if constexpr (C::kSplitOnce)
-    return std::type_identity<SplitFeed<C>>{};
+auto pipeline_of() {
+  if constexpr (C::kWarpPipeline)
+    return std::type_identity<WarpPipeline<C>>{};
+  else if constexpr (C::kTf32SplitOnLoad)
+    return std::type_identity<Tf32SplitPipeline<C>>{};
   else
-    return std::type_identity<KvRing<C>>{};
+    return std::type_identity<KvPipeline<C>>{};
 }
 template <class C>
-using KvFeed = typename decltype(feed_of<C>())::type;
+using Pipeline = typename decltype(pipeline_of<C>())::type;
 
 template <class C>
-inline constexpr int kReaderBytes = kFeedAt<C> + KvFeed<C>::kBytes;  // of shared memory
+inline constexpr int kWarpSplitBytes = kPipelineAt<C> + Pipeline<C>::kBytes;  // of shared memory
 template <class C>
-inline constexpr int kForwardSharedBytes = C::kReaders * kReaderBytes<C>;
+inline constexpr int kForwardSharedBytes = C::kWarpSplits * kWarpSplitBytes<C>;
 template <class C>
-inline constexpr int kForwardThreads = C::kReaders * C::kForward.threads();
+inline constexpr int kForwardThreads = C::kWarpSplits * C::kForward.threads();
 
-// The two products of a warp. `ask(part)` issues the copies of the ring between the instructions.
+// The two products of a warp. `load_ahead(part)` issues the copies of the ring between the
+// instructions.
 template <class C>
 struct Products {
   using Element = typename C::Element;
@@ -53,7 +54,7 @@ struct Products {
   static constexpr int kRows = C::kForward.warp_rows / 16;
   static constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
   static constexpr int kStep = tile::kStep<Element>;
-  static constexpr int kParts = KvFeed<C>::kParts;
+  static constexpr int kParts = Pipeline<C>::kParts;
   static constexpr int kKeys = C::kForward.keys;
   static constexpr bool kOne = tile::kStepsInCore<Element> == 0;  // sum for all steps
   // Sums at work at once, when they are many: products into one sum wait for each other.
@@ -61,13 +62,13 @@ struct Products {
   static constexpr int kWide = C::kFloat8 ? 2 : 1;  // steps, or 16 columns, of one load
 
   tile::LaneOffsets<kRowBytes, tile::Lanes::rows_first> q_lanes{ptx::lane_index()};
-  typename KvFeed<C>::KeyLanes k_lanes{ptx::lane_index()};
-  typename KvFeed<C>::ValueLanes v_lanes{ptx::lane_index()};
+  typename Pipeline<C>::KeyLanes k_lanes{ptx::lane_index()};
+  typename Pipeline<C>::ValueLanes v_lanes{ptx::lane_index()};
 
   // s = q k^T
-  template <class Ask>
+  template <class LoadAhead>
   TILEWISE_DEVICE void scores(Scores<C>& s, ptx::SharedAddress q, ptx::SharedAddress k,
-                              Ask&& ask) const {
+                              LoadAhead&& load_ahead) const {
     constexpr int kSteps = C::kHeadDim / kStep;
     constexpr int kInCore = kOne ? kSteps : std::gcd(kSteps, tile::kStepsInCore<Element>);
     constexpr int kKeysAtOnce = kOne ? 1 : min(kKeys / 16, max(1, kAtOnce / (2 * kRows)));
@@ -86,7 +87,7 @@ struct Products {
         for (int g = 0; g < kGroups * kWide; ++g) {
 #pragma unroll
           for (int m = 0; m < kRows; ++m)
-            a[g][m] = tile::load_joined<Element>(q_lanes.address(q, 16 * m, step + g * kApart));
+            a[g][m] = tile::load_presplit<Element>(q_lanes.address(q, 16 * m, step + g * kApart));
         }
 #pragma unroll
         for (int j = 0; j < kKeys / 16; j += kKeysAtOnce) {
@@ -113,7 +114,7 @@ struct Products {
             }
           }
         }
-        ask_between(step, kSteps, ask);
+        load_ahead_between(step, kSteps, load_ahead);
       }
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
@@ -126,17 +127,17 @@ struct Products {
   }
 
   // o += p v
-  template <class Ask>
+  template <class LoadAhead>
   TILEWISE_DEVICE void values(Outputs<C>& o, const Scores<C>& p, ptx::SharedAddress v,
-                              Ask&& ask) const {
+                              LoadAhead&& load_ahead) const {
     constexpr int kSteps = kKeys / kStep;
     constexpr int kInCore = kOne ? 1 : std::gcd(kSteps, tile::kStepsInCore<Element>);
     constexpr int kColumns = C::kHeadDim / 16;
     // Registers for o and p, and for sums and operands of 16 columns.
-    constexpr int kKept = kRows * C::kHeadDim / 2 + kInCore * kRows * 8;
-    constexpr int kMost = max(1, kAtOnce / (2 * kRows));
-    constexpr bool kRoom = kKept + kMost * (8 * kRows + 8) <= 208;
-    constexpr int kColumnsAtOnce = kOne ? kWide : kRoom ? kMost : max(1, kMost / 2);
+    constexpr int kLiveRegisters = kRows * C::kHeadDim / 2 + kInCore * kRows * 8;
+    constexpr int kMaxColumns = max(1, kAtOnce / (2 * kRows));
+    constexpr bool kFits = kLiveRegisters + kMaxColumns * (8 * kRows + 8) <= 208;
+    constexpr int kColumnsAtOnce = kOne ? kWide : kFits ? kMaxColumns : max(1, kMaxColumns / 2);
 #pragma unroll
     for (int begin = 0; begin < kSteps; begin += kInCore) {
       tile::Fragment<Element> a[kInCore][kRows];
@@ -167,10 +168,10 @@ struct Products {
         }
         if (!kOne) {
           o.add(part, 2 * j);
-          ask_between(begin * kColumns + j * kInCore, kSteps * kColumns, ask);
+          load_ahead_between(begin * kColumns + j * kInCore, kSteps * kColumns, load_ahead);
         }
       }
-      if (kOne) ask_between(begin, kSteps, ask);
+      if (kOne) load_ahead_between(begin, kSteps, load_ahead);
     }
   }
 
@@ -182,8 +183,8 @@ struct Products {
     tile::Fragment<Element>& first = b[i / kAtOnceOfKeys][i % kAtOnceOfKeys];
     if constexpr (C::kFloat8) {
       tile::load_float8<C::kConverts>(first, b[1][0], address);
-    } else if constexpr (C::kSplitOnce) {
-      first = tile::load_split(address, KvFeed<C>::kTileBytes);
+    } else if constexpr (C::kTf32SplitOnLoad) {
+      first = tile::load_split(address, Pipeline<C>::kTileBytes);
     } else {
       first = tile::load<Element>(address);
     }
@@ -201,11 +202,11 @@ struct Products {
     }
   }
 
-  template <class Ask>
-  TILEWISE_DEVICE static void ask_between(int step, int steps, Ask& ask) {
+  template <class LoadAhead>
+  TILEWISE_DEVICE static void load_ahead_between(int step, int steps, LoadAhead& load_ahead) {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      if (step == part * steps / kParts) ask(part);
+      if (step == part * steps / kParts) load_ahead(part);
     }
   }
 };
@@ -213,67 +214,68 @@ struct Products {
 // The flag of a work: of its block or, with equal parts, of its part or, where that is all, its
 // tile.
 template <class C>
-TILEWISE_DEVICE uint8_t* flag_of(const ForwardParams& p, const BlockWork& work) {
+TILEWISE_DEVICE uint8_t* flag_of(const ForwardParams& p, const QueryTile& work) {
   if (!C::kDecodes || !p.chunks.any()) return p.flags.data + ptx::block_index();
-  if (work.splits > 1) return p.flags.of_chunk(place_of_part(p, work));
-  return p.flags.data + tile_of_part(p, work);
+  if (work.splits > 1) return p.flags.of_chunk(chunk_result_index(p, work));
+  return p.flags.data + tile_of_chunk(p, work);
 }
 
 // The sequence that a block is for: how fast all that follows from it is found. (H100, one sequence
 // of 1k keys: 6.51 -> 6.40 us; but 27.7 -> 27.9 for 16 of them in pages, which lanes look up.)
 template <class C>
-TILEWISE_DEVICE int32_t chosen(int32_t sequence) {
-  return C::kBoxes && !C::kPaged ? of_lanes(sequence) : sequence;
+TILEWISE_DEVICE int32_t per_lane_if_tma(int32_t sequence) {
+  return C::kTma && !C::kPaged ? per_lane(sequence) : sequence;
 }
 
-// What the block has of a batch in equal parts. The keys of a first part are asked for before the
-// parts have been counted (`keep_part`), since they end where its sequence does; until then it has
-// all of them.
+// What the block has of a batch in equal parts. The keys of a first part are signed_scale for
+// before the parts have been counted (`narrow_to_chunk`), since they end where its sequence does;
+// until then it has all of them.
 template <class C>
-TILEWISE_DEVICE BlockWork find_part(const ForwardParamsOf<C>& p, ptx::SharedAddress feed) {
-  const PartPlace at = PartPlace::of_block(p);
-  const int32_t place = at.in_line;
-  const bool is_early = C::kWarpRing && place < p.order.sequences;
-  KeyPart part = {place, 0, 1};
+TILEWISE_DEVICE QueryTile find_chunk(const ForwardParamsOf<C>& p, ptx::SharedAddress pipeline) {
+  const HeadChunk at = HeadChunk::of_block(p);
+  const int32_t place = at.chunk;
+  const bool is_early = C::kWarpPipeline && place < p.order.sequences;
+  KeyChunk part = {place, 0, 1};
   if (!is_early) part = BatchChunks(p).find(place);
-  if constexpr (C::kWarpRing) {
-    if (is_early && p.chunks.long_first()) part.sequence = LongFirst(p).at(place);
+  if constexpr (C::kWarpPipeline) {
+    if (is_early && p.chunks.longest_first()) part.sequence = LongestFirst(p).at(place);
   }
-  if (is_early) KvFeed<C>::foresee(p.problem, part.sequence, feed);
-  part.sequence = chosen<C>(part.sequence);
+  if (is_early) Pipeline<C>::prefetch(p.problem, part.sequence, pipeline);
+  part.sequence = per_lane_if_tma<C>(part.sequence);
   const TileOrder::WorkTile of = {0, at.head, part.sequence, part.split};
-  BlockWork work = BlockWork::of(p, of, C::kForward.keys, part.splits);
-  work.part = at;
+  QueryTile work = QueryTile::of(p, of, C::kForward.keys, part.splits);
+  work.head_chunk = at;
   if (p.flags.data != nullptr && part.sequence >= 0 && ptx::thread_index() == 0) {
-    *p.flags.of_chunk(place_of_part(p, work)) = 0;
-    if (work.split == 0) p.flags.data[tile_of_part(p, work)] = 0;
+    *p.flags.of_chunk(chunk_result_index(p, work)) = 0;
+    if (work.split == 0) p.flags.data[tile_of_chunk(p, work)] = 0;
   }
   return work;
 }
 
 template <class C>
-TILEWISE_DEVICE void keep_part(const ForwardParams& p, BlockWork& work, KvFeed<C>& feed) {
+TILEWISE_DEVICE void narrow_to_chunk(const ForwardParams& p, QueryTile& work,
+                                     Pipeline<C>& pipeline) {
   if (work.split > 0) return;
-  work.keep_first_split(BatchChunks(p).count(static_cast<int32_t>(work.sequence.batch)));
-  feed.keep(work.tiles.first);
+  work.narrow_to_first_split(BatchChunks(p).count(static_cast<int32_t>(work.sequence.batch)));
+  pipeline.narrow_to(work.tiles.first);
 }
 
 // Which work the block takes. Decoding has one tile a sequence, and its first load waits for every
 // instruction before it.
 template <class C>
-TILEWISE_DEVICE BlockWork find_work(const ForwardParamsOf<C>& p, ptx::SharedAddress feed) {
+TILEWISE_DEVICE QueryTile find_tile(const ForwardParamsOf<C>& p, ptx::SharedAddress pipeline) {
   constexpr int kKeys = C::kForward.keys;
   if constexpr (C::kDecodes) {
-    if (p.chunks.any()) return find_part<C>(p, feed);
+    if (p.chunks.any()) return find_chunk<C>(p, pipeline);
   }
   if (p.flags.data != nullptr && ptx::thread_index() == 0) p.flags.data[ptx::block_index()] = 0;
   if constexpr (C::kDecodes && !C::kGeneral) {
     TileOrder::WorkTile work = p.order.at_only_tile(ptx::block_index());
-    work.sequence = chosen<C>(work.sequence);
-    KvFeed<C>::foresee(p.problem, work.sequence, feed);
-    return BlockWork::of(p, work, kKeys);
+    work.sequence = per_lane_if_tma<C>(work.sequence);
+    Pipeline<C>::prefetch(p.problem, work.sequence, pipeline);
+    return QueryTile::of(p, work, kKeys);
   } else {
-    return BlockWork::of(p, p.order.at(ptx::block_index()), kKeys);
+    return QueryTile::of(p, p.order.at(ptx::block_index()), kKeys);
   }
 }
 
@@ -284,14 +286,13 @@ struct BlockFactors {
   float of_values;
 };
 template <class C>
-TILEWISE_DEVICE BlockFactors factors_of(const ForwardParams& p, const BlockWork& work) {
+TILEWISE_DEVICE BlockFactors factors_of(const ForwardParams& p, const QueryTile& work) {
   if constexpr (!C::kFloat8) {
     return {score_of(p.problem).scale, 1.0f};
   } else {
     const int64_t batch = work.sequence.batch;
     const int32_t head = p.group.quotient(work.rows.first_head);
-    return {score_of(p.problem, batch, head).scale,
-            v_descale(p.problem, batch, head) * C::kCachedUnit};
+    return {score_of(p.problem, batch, head).scale, v_descale(p.problem, batch, head) * C::kKvUnit};
   }
 }
 
@@ -300,21 +301,21 @@ TILEWISE_DEVICE float positive(float scale) {
   return scale == 0.0f ? FLT_MIN : scale < 0.0f ? -scale : scale;
 }
 
-// What a score of the softmax is in natural units. Computed where it is asked for: it would
-// otherwise wait in a register through the loop.
+// What a score of the softmax is in natural descales. Computed where it is signed_scale for: it
+// would otherwise wait in a register through the loop.
 template <class C>
-TILEWISE_DEVICE float unit_of_scores(const ForwardParams& p, const BlockWork& work) {
+TILEWISE_DEVICE float unit_of_scores(const ForwardParams& p, const QueryTile& work) {
   const float scale = positive(factors_of<C>(p, work).of_scores);
   if constexpr (C::kGeneral)
-    return GeneralTerms<typename C::Storage>(p.problem, scale).unit(p.problem);
+    return ForwardScoreMod<typename C::Storage>(p.problem, scale).unit(p.problem);
   return scale;
 }
 
-// The block table has led out of the tensors, as all threads of a reader know.
+// The block table has led out of the tensors, as all threads of a warp_split know.
 template <class C>
-TILEWISE_DEVICE void lose_pages(uint32_t own) {
+TILEWISE_DEVICE void mark_pages_invalid(uint32_t own) {
   if (row_thread<C>() == 0) kept_work<C>(own).sequence.fits = false;
-  if constexpr (C::kWarpRing)
+  if constexpr (C::kWarpPipeline)
     ptx::sync_warp();
   else
     ptx::sync_block();
@@ -324,54 +325,55 @@ template <class C>
 TILEWISE_KERNEL(kForwardThreads<C>, C::kForward.blocks_per_sm)
 void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   const Problem& problem = p.problem;
-  const int32_t reader = reader_index<C>();
-  const uint32_t own = static_cast<uint32_t>(reader * kReaderBytes<C>);
+  const int32_t warp_split = warp_split_index<C>();
+  const uint32_t own = static_cast<uint32_t>(warp_split * kWarpSplitBytes<C>);
   const ptx::SharedAddress q = ptx::shared_address(ptx::shared_memory()) + own;
-  KvFeed<C>::prepare(p, q + kFeedAt<C>);
+  Pipeline<C>::prepare(p, q + kPipelineAt<C>);
   ptx::griddepcontrol_wait();
-  BlockWork work = find_work<C>(p, q + kFeedAt<C>);
+  QueryTile work = find_tile<C>(p, q + kPipelineAt<C>);
   if (!work.any()) return;
 
   const ptx::SharedAddress q_of_warp =
       q +
       row_thread<C>() / ptx::kWarpSize * (C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes);
-  const int32_t last = uniform(work.tiles.last) - reader;
-  KvFeed<C> feed(p, work, last, q + kFeedAt<C>);
-  feed.start([&] { load_queries<C>(problem, work, q); });
-  if constexpr (C::kWarpRing) {
-    if (p.chunks.any()) keep_part<C>(p, work, feed);
-    feed.fill();
-    if (p.arrivals != nullptr && work.splits > 1) ChunksMerge<C>(p, work).expect();
+  const int32_t last = uniform(work.tiles.last) - warp_split;
+  Pipeline<C> pipeline(p, work, last, q + kPipelineAt<C>);
+  pipeline.start([&] { load_queries<C>(problem, work, q); });
+  if constexpr (C::kWarpPipeline) {
+    if (p.chunks.any()) narrow_to_chunk<C>(p, work, pipeline);
+    pipeline.fill_stages();
+    if (p.arrivals != nullptr && work.splits > 1) ChunkCombine<C>(p, work).claim();
   }
 
-  BlockWork& kept = kept_work<C>(own);
+  QueryTile& kept = kept_work<C>(own);
   work.tiles.find_full(work.rows, C::kForward.keys);
   if constexpr (C::kGeneral) {  // others see it when they look pages up
     if (work.sequence.kv.pages != nullptr && row_thread<C>() < ptx::kWarpSize)
       work.sequence.fits &= pages_fit(work.sequence, work.pages(p, C::kForward.keys));
   }
   if (row_thread<C>() == 0) kept = work;
-  const auto [asked, of_values] = factors_of<C>(p, work);
-  const float scale = positive(asked);
-  const GeneralTerms<typename C::Storage> general(problem, scale);
+  const auto [signed_scale, value_factor] = factors_of<C>(p, work);
+  const float scale = positive(signed_scale);
+  const ForwardScoreMod<typename C::Storage> general(problem, scale);
   const bool dropout = C::kGeneral && general.dropout.on();
-  feed.begin();
+  pipeline.wait_for_queries();
   // Who comes next had better not look for his work while we do.
   common::trigger_dependents(p, PdlTrigger::after_first_loads);
-  const auto units = prepare_queries<C>(problem, q_of_warp, asked < 0.0f);
+  const auto descales = prepare_queries<C>(problem, q_of_warp, signed_scale < 0.0f);
 
   const Products<C> multiply;
-  RowSoftmax<C> softmax((C::kGeneral ? general.unit(problem) : scale) * kLog2e, units);
+  RowSoftmax<C> softmax((C::kGeneral ? general.unit(problem) : scale) * kLog2e, descales);
   Scores<C> s;
   Outputs<C> o;
   o.fill(0.0f);
   auto step = [&](int32_t tile, auto masked) {
-    feed.arrive();
-    multiply.scores(s, q_of_warp, feed.keys(), [&](int part) { feed.ask(true, tile, part); });
-    feed.release(true, tile);
+    pipeline.consumer_wait();
+    multiply.scores(s, q_of_warp, pipeline.keys(),
+                    [&](int part) { pipeline.load_ahead(true, tile, part); });
+    pipeline.consumer_release(true, tile);
 
     if constexpr (C::kGeneral) {
-      units.apply(s);
+      descales.apply(s);
       general.apply(problem, kept, s, tile, lane_place<C>());
     }
     if (masked) mask<C>(s, kept_work<C>(own), tile);
@@ -384,74 +386,76 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
           .apply(s, lane_place<C>());
     }
 
-    feed.arrive();
-    if (masked) feed.clear_strangers(kept_work<C>(own), tile);
-    multiply.values(o, s, feed.values(), [&](int part) { feed.ask(false, tile, part); });
-    feed.release(false, tile);
+    pipeline.consumer_wait();
+    if (masked) pipeline.zero_values_past_end(kept_work<C>(own), tile);
+    multiply.values(o, s, pipeline.values(),
+                    [&](int part) { pipeline.load_ahead(false, tile, part); });
+    pipeline.consumer_release(false, tile);
   };
   int32_t tile = last;
   if constexpr (C::kGeneral) {
 #pragma unroll 1
-    for (; tile >= kept.tiles.first; tile -= C::kReaders) step(tile, kept.tiles.masked(tile));
+    for (; tile >= kept.tiles.first; tile -= C::kWarpSplits) step(tile, kept.tiles.masked(tile));
   } else {
 #pragma unroll 1
     while (tile >= kept.tiles.first) {
       if (tile < kept.tiles.full_end) {
         const int32_t full_begin = uniform(kept.tiles.full_begin);
 #pragma unroll 1
-        for (; tile >= full_begin; tile -= C::kReaders) step(tile, std::false_type{});
+        for (; tile >= full_begin; tile -= C::kWarpSplits) step(tile, std::false_type{});
       }
       if (tile < kept.tiles.first) break;
       step(tile, std::true_type{});
-      tile -= C::kReaders;
+      tile -= C::kWarpSplits;
     }
   }
 
   common::trigger_dependents(p, PdlTrigger::before_epilogue);
   tile::wait<typename C::Arch, 0>();
-  const bool merges = C::kWarpRing && p.cluster_combines && kept.splits > 1;
+  const bool combines = C::kWarpPipeline && p.cluster_combines && kept.splits > 1;
   if constexpr (C::kPaged) {
-    if (!feed.pages_fit(kept)) [[unlikely]]
-      lose_pages<C>(own);
+    if (!pipeline.pages_fit(kept)) [[unlikely]]
+      mark_pages_invalid<C>(own);
   }
-  if constexpr (C::kReaders > 1)
-    join_readers<C>(o, softmax, reader, feed.idle().base, kReaderBytes<C>);
-  if constexpr (C::kWarpRing) {
-    if (merges) feed.let_go();
+  if constexpr (C::kWarpSplits > 1)
+    combine_warp_splits<C>(o, softmax, warp_split, pipeline.combine_buffer().base,
+                           kWarpSplitBytes<C>);
+  if constexpr (C::kWarpPipeline) {
+    if (combines) pipeline.release_to_cluster();
   }
-  if (reader > 0) return;
+  if (warp_split > 0) return;
   if constexpr (C::kFloat8) tile::pair_columns(o);
-  const LanePlace place = lane_place<C>();
-  const float weight = (dropout ? general.dropout.keep_scale : 1.0f) * of_values;
+  const LanePosition place = lane_place<C>();
+  const float weight = (dropout ? general.dropout.keep_scale : 1.0f) * value_factor;
   // The plain forms of decoding have no instruction to spare for scores beyond fp32's exponents.
-  constexpr bool kTellsLost = !C::kWarpRing;
+  constexpr bool kTellsLost = !C::kWarpPipeline;
   auto result = finish_rows<typename C::Element, kTellsLost>(
       p, kept, place, softmax.m, softmax.l, weight, [&] { return unit_of_scores<C>(p, kept); });
   if constexpr (kTellsLost) mark_lost<C>(problem, kept, place, softmax, result);
-  if constexpr (C::kReaders > 1 && C::kPaged) {
-    if (!kept_work<C>(kReaderBytes<C>).sequence.fits) [[unlikely]]
-      lose_pages<C>(own);
+  if constexpr (C::kWarpSplits > 1 && C::kPaged) {
+    if (!kept_work<C>(kWarpSplitBytes<C>).sequence.fits) [[unlikely]]
+      mark_pages_invalid<C>(own);
   }
   if (!kept.sequence.fits) [[unlikely]] {
     if (row_thread<C>() == 0)
       call_report_sequence<ForwardParams>(p, kept.sequence, kept.pages(p, C::kForward.keys));
-    result.spoil();
+    result.set_to_nan();
   }
   if (p.flags.data != nullptr && !outputs_are_finite(kept, place, o, softmax.l)) [[unlikely]]
     *flag_of<C>(p, kept) = 1;  // after the 0: barriers lie between
   bool is_whole = kept.splits == 1;
-  if constexpr (C::kWarpRing) {
-    if (merges) {
-      const ClusterMerge<C> merge(p, kept, feed.idle());
-      merge.send(place, o, result);
-      merge.store();
+  if constexpr (C::kWarpPipeline) {
+    if (combines) {
+      const ClusterCombine<C> combine(p, kept, pipeline.combine_buffer());
+      combine.send(place, o, result);
+      combine.store();
       return;
     }
     if (p.arrivals != nullptr && !is_whole) {
-      ChunksMerge<C> merge(p, kept);
-      merge.send(place, o, result);
-      if (!merge.is_last()) return;
-      merge.gather(place, o, result, feed.idle());
+      ChunkCombine<C> combine(p, kept);
+      combine.send(place, o, result);
+      if (!combine.is_last()) return;
+      combine.gather(place, o, result, pipeline.combine_buffer());
       is_whole = true;
     }
   }

@@ -8,18 +8,18 @@
 
 namespace tilewise::cuda::mma_sync {
 
-template <int kTimes>
-inline constexpr int kForeseenBytes = kTimes * ptx::kWarpSize * 4;
+template <int kSectorsPerLane>
+inline constexpr int kPrefetchBytes = kSectorsPerLane * ptx::kWarpSize * 4;
 
-// The first entries of a sequence, kTimes 256 of them, come into L1 while its length is on its way:
-// looked up only then, they would be a second wait for L2. A sector has 8 of them; nobody reads the
-// copies, for which there are kForeseenBytes at `shared`.
-template <int kTimes>
-TILEWISE_DEVICE void foresee_pages(const Problem& p, int32_t sequence, ptx::SharedAddress shared) {
+// The first entries of a sequence, kSectorsPerLane 256 of them, come into L1 while its length is on
+// its way: looked up only then, they would be a second wait for L2. A sector has 8 of them; nobody
+// reads the copies, for which there are kPrefetchBytes at `shared`.
+template <int kSectorsPerLane>
+TILEWISE_DEVICE void prefetch_pages(const Problem& p, int32_t sequence, ptx::SharedAddress shared) {
   constexpr int kEntriesOfSector = 8;
   const int32_t* const first = p.block_table + sequence * p.block_table_stride;
 #pragma unroll
-  for (int i = 0; i < kTimes; ++i) {
+  for (int i = 0; i < kSectorsPerLane; ++i) {
     const int sector = i * ptx::kWarpSize + ptx::lane_index();
     const int entry = sector * kEntriesOfSector;
     if (entry < p.block_table_width)
@@ -36,24 +36,24 @@ class PageRows {
   static constexpr int kLookUps = static_cast<int>(ceil_div(Lanes::kPasses, kLanesOfRow));
 
   // Of tile `last` and those before it.
-  TILEWISE_DEVICE PageRows(const ForwardParams& p, const BlockWork& work, int32_t last)
+  TILEWISE_DEVICE PageRows(const ForwardParams& p, const QueryTile& work, int32_t last)
       : size_(p.page_size), first_(uniform(work.tiles.first)) {
     look_up(work, last);
   }
 
-  TILEWISE_DEVICE bool wants(int32_t tile) const { return tile >= first_; }
+  TILEWISE_DEVICE bool has_tile(int32_t tile) const { return tile >= first_; }
 
   // Before the keys of `tile` are asked for: tells K and V where its rows lie, and looks up those
   // of the tile after it.
   template <class Stream>
-  TILEWISE_DEVICE void hand_on(Stream& k, Stream& v, const BlockWork& work, int32_t tile) {
-    k.find(*this);
-    v.find(*this);
-    look_up(work, tile - C::kReaders);
+  TILEWISE_DEVICE void advance(Stream& k, Stream& v, const QueryTile& work, int32_t tile) {
+    k.set_rows(*this);
+    v.set_rows(*this);
+    look_up(work, tile - C::kWarpSplits);
   }
 
   // Whether all pages that this lane has looked up are those of the tensors.
-  TILEWISE_DEVICE bool fit(const BlockWork& work) const {
+  TILEWISE_DEVICE bool fit(const QueryTile& work) const {
     return highest_ <= work.sequence.kv.last_page;
   }
 
@@ -62,7 +62,7 @@ class PageRows {
   TILEWISE_DEVICE int32_t row_in_page(int i) const { return rows_[i]; }
 
  private:
-  TILEWISE_DEVICE void look_up(const BlockWork& work, int32_t tile) {
+  TILEWISE_DEVICE void look_up(const QueryTile& work, int32_t tile) {
     const KvSource& kv = work.sequence.kv;
     const Lanes lanes(recent_thread<C>());
     // Rows of the sequence, left padding counted.
@@ -73,7 +73,7 @@ class PageRows {
       const int32_t row = first + lanes.row_of(lanes.chunk + i * kLanesOfRow);
       rows_[i] = size_.remainder(row);
       pages_[i] = 0;
-      if (wants(tile) && row < end) {
+      if (has_tile(tile) && row < end) {
         const auto page = static_cast<uint32_t>(kv.pages[size_.quotient(row)]);
         pages_[i] = static_cast<int32_t>(min(page, kv.last_page));
         highest_ = max(highest_, page);
@@ -99,13 +99,13 @@ class PageStream {
   static constexpr int kPartPasses = (Lanes::kPasses + kParts - 1) / kParts;
 
   TILEWISE_DEVICE PageStream(const ForwardParams& p, const tilewise_tensor& view, int64_t columns,
-                             const BlockWork& work)
+                             const QueryTile& work)
       : page_chunks_(static_cast<int32_t>(view.stride_batch / kPerChunk)),
         row_chunks_(static_cast<int32_t>(view.stride_row / kPerChunk)) {
     const Lanes lanes(row_thread<C>());
     const int64_t head = p.group.quotient(work.rows.first_head) * view.stride_head;
     // The compiler would take it apart and add it up again for each row.
-    base_ = ptx::recent(static_cast<const char*>(view.data) + head * Element::kBytes +
+    base_ = ptx::opaque(static_cast<const char*>(view.data) + head * Element::kBytes +
                         lanes.chunk * 16);
 #pragma unroll
     for (int column = 0; column < Lanes::kColumns; ++column)
@@ -113,28 +113,28 @@ class PageStream {
   }
 
   // The tile that is asked for next.
-  TILEWISE_DEVICE void find(const Rows& rows) {
+  TILEWISE_DEVICE void set_rows(const Rows& rows) {
 #pragma unroll
     for (int i = 0; i < Rows::kLookUps; ++i) {
       const int32_t chunks = rows.page(i) * page_chunks_ + rows.row_in_page(i) * row_chunks_;
-      places_[i] = static_cast<uint32_t>(chunks);
+      row_offsets_[i] = static_cast<uint32_t>(chunks);
     }
   }
 
   // Before the loop: all of it, of which the first `left` rows exist.
-  TILEWISE_DEVICE void copy_whole(ptx::SharedAddress slot, int32_t left) const {
+  TILEWISE_DEVICE void copy_whole(ptx::SharedAddress stage, int32_t left) const {
     const Lanes lanes(recent_thread<C>());
 #pragma unroll
     for (int pass = 0; pass < Lanes::kPasses; ++pass)
-      copy_row(slot, lanes, pass, lanes.row_of(pass) < left);
+      copy_row(stage, lanes, pass, lanes.row_of(pass) < left);
   }
 
   // In the loop: part `part` of it; zeros where it is not wanted.
-  TILEWISE_DEVICE void copy(ptx::SharedAddress slot, bool wanted, int part) const {
+  TILEWISE_DEVICE void copy(ptx::SharedAddress stage, bool wanted, int part) const {
     const Lanes lanes(recent_thread<C>());
 #pragma unroll
     for (int i = 0; i < Lanes::kPasses; ++i) {
-      if (i / kPartPasses == part) copy_row(slot, lanes, i, wanted);
+      if (i / kPartPasses == part) copy_row(stage, lanes, i, wanted);
     }
   }
 
@@ -142,15 +142,15 @@ class PageStream {
   static constexpr int kPerChunk = 16 / Element::kBytes;
   static constexpr int kLanesOfRow = Rows::kLanesOfRow;
 
-  TILEWISE_DEVICE void copy_row(ptx::SharedAddress slot, const Lanes& lanes, int pass,
+  TILEWISE_DEVICE void copy_row(ptx::SharedAddress stage, const Lanes& lanes, int pass,
                                 bool wanted) const {
     const uint32_t chunks =
-        ptx::shuffle_within<kLanesOfRow>(places_[pass / kLanesOfRow], pass % kLanesOfRow);
+        ptx::shuffle_within<kLanesOfRow>(row_offsets_[pass / kLanesOfRow], pass % kLanesOfRow);
     if (!lanes.has(pass)) return;
     const char* const row = base_ + int64_t{static_cast<int32_t>(chunks)} * 16;
 #pragma unroll
     for (int column = 0; column < Lanes::kColumns; ++column) {
-      tile::copy_chunk<typename C::Arch>(slot + lanes.offset(pass, column),
+      tile::copy_chunk<typename C::Arch>(stage + lanes.offset(pass, column),
                                          row + column * Lanes::kStride * 16,
                                          exists_[column] && wanted ? 16 : 0);
     }
@@ -160,7 +160,7 @@ class PageStream {
   int32_t row_chunks_;
   const char* base_;              // of the head, at the chunk of this thread
   bool exists_[Lanes::kColumns];  // the chunks of this thread
-  uint32_t places_[Rows::kLookUps];
+  uint32_t row_offsets_[Rows::kLookUps];
 };
 
 }  // namespace tilewise::cuda::mma_sync

@@ -4,20 +4,20 @@
 
 #include <type_traits>
 
-#include "cuda/mma_sync/forward_ring.h"
+#include "cuda/mma_sync/forward_descales.h"
+#include "cuda/mma_sync/forward_kv_pipeline.h"
 #include "cuda/mma_sync/forward_rows.h"
-#include "cuda/mma_sync/forward_units.h"
 #include "cuda/tile/float8.h"
 #include "cuda/tile/quad.h"
 
 namespace tilewise::cuda::mma_sync {
 
 template <class C>
-TILEWISE_DEVICE void load_queries(const Problem& p, const BlockWork& work, ptx::SharedAddress q) {
+TILEWISE_DEVICE void load_queries(const Problem& p, const QueryTile& work, ptx::SharedAddress q) {
   using Element = typename C::Element;
   constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
   const int columns = static_cast<int>(p.head_dim);
-  if (!C::kGeneral && !C::kWarpRing && !work.rows.packed()) {
+  if (!C::kGeneral && !C::kWarpPipeline && !work.rows.packed()) {
     using Lanes = tile::CopyLanes<C::kForward.threads(), C::kForward.rows(), kRowBytes>;
     const Lanes lanes(row_thread<C>());
     bool exists[Lanes::kColumns];
@@ -60,16 +60,16 @@ class Float8Queries {
   TILEWISE_DEVICE Float8Queries(const Problem& p, ptx::SharedAddress q_of_warp, bool negate)
       : q_(q_of_warp), bf16_(p.dtype == TILEWISE_BFLOAT16), negate_(negate) {}
 
-  TILEWISE_DEVICE RowUnits<kRows> prepare() const {
-    RowUnits<kRows> units;
+  TILEWISE_DEVICE RowDescales<kRows> prepare() const {
+    RowDescales<kRows> descales;
 #pragma unroll
     for (int m = 0; m < kRows; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        units.x[m][h] = prepare(16 * m + 8 * h + ptx::lane_index() / 4) * C::kCachedUnit;
+        descales.x[m][h] = prepare(16 * m + 8 * h + ptx::lane_index() / 4) * C::kKvUnit;
     }
     ptx::sync_warp();
-    return units;
+    return descales;
   }
 
  private:
@@ -83,15 +83,15 @@ class Float8Queries {
     return q_ + Swizzle::offset(row, 2 * own + half);
   }
 
-  // Returns the unit.
+  // Returns the descale.
   TILEWISE_DEVICE float prepare(int row) const {
     Words x;
 #pragma unroll
     for (int i = 0; i < kSteps * 2; ++i)
       ptx::ld_shared_v4_b32(x[i / 2][i % 2], chunk(row, i / 2, i % 2));
-    float unit = 1.0f;
+    float descale = 1.0f;
     if (bf16_)
-      unit = narrow(x);
+      descale = narrow(x);
     else if (negate_)
       change(x, [](uint32_t pair) { return pair ^ 0x80008000u; });
 #pragma unroll
@@ -101,7 +101,7 @@ class Float8Queries {
       for (int half = 0; half < 2; ++half)
         ptx::st_shared_v4_b32(chunk(row, step, half), x[step][half]);
     }
-    return unit;
+    return descale;
   }
 
   // Of BF16, magnitudes are ordered as their bits are.
@@ -113,7 +113,7 @@ class Float8Queries {
       lows = max(lows, pair << 16 & 0x7fffffffu);
       return pair;
     });
-    // Exponents of fp32. Factor and unit are normal numbers, infinity has the factor of the
+    // Exponents of fp32. Factor and descale are normal numbers, infinity has the factor of the
     // largest.
     constexpr uint32_t kHighest = 127 + 15;
     const uint32_t exponent =
@@ -152,16 +152,16 @@ TILEWISE_DEVICE auto prepare_queries(const Problem& p, ptx::SharedAddress q_of_w
   } else {
     constexpr int kBytes = C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes;
     constexpr bool kJoin = std::is_same_v<typename C::Element, F32>;
-    if (!kJoin && !negate) return OneUnit{};
+    if (!kJoin && !negate) return NoDescale{};
     const uint32_t signs = !negate ? 0 : C::Element::kBytes == 2 ? 0x80008000u : 0x80000000u;
     for (int at = ptx::lane_index() * 16; at < kBytes; at += ptx::kWarpSize * 16) {
       uint32_t x[4];
       ptx::ld_shared_v4_b32(x, q_of_warp + at);
-      for (uint32_t& each : x) each = kJoin ? tile::join(each ^ signs) : each ^ signs;
+      for (uint32_t& each : x) each = kJoin ? tile::presplit(each ^ signs) : each ^ signs;
       ptx::st_shared_v4_b32(q_of_warp + at, x);
     }
     ptx::sync_warp();
-    return OneUnit{};
+    return NoDescale{};
   }
 }
 

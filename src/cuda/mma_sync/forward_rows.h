@@ -17,26 +17,26 @@ namespace tilewise::cuda::mma_sync {
 // has all rows then, and what a block of one warp has.
 template <class C>
 TILEWISE_DEVICE int row_thread() {
-  return C::kReaders > 1 ? ptx::lane_index() : ptx::thread_index();
+  return C::kWarpSplits > 1 ? ptx::lane_index() : ptx::thread_index();
 }
 template <class C>
 TILEWISE_DEVICE int recent_thread() {
-  return static_cast<int>(ptx::recent(static_cast<uint32_t>(row_thread<C>())));
+  return static_cast<int>(ptx::opaque(static_cast<uint32_t>(row_thread<C>())));
 }
 
 // Of a tile of keys in the ring. Those of a warp have rows of whole panels.
 template <class C>
-inline constexpr int kSlotBytes =
-    C::kForward.keys * static_cast<int>(round_up(C::kHeadDim * C::Cached::kBytes,
-                                                 C::kWarpRing ? tile::kSwizzledRowBytes : 16));
+inline constexpr int kStageBytes =
+    C::kForward.keys * static_cast<int>(round_up(C::kHeadDim * C::KvElement::kBytes,
+                                                 C::kWarpPipeline ? tile::kSwizzledRowBytes : 16));
 template <class C>
 inline constexpr int kQueryTileBytes = C::kForward.rows() * C::kHeadDim * C::Element::kBytes;
 // Panels are swizzled by their address, with a period of 1024 bytes.
 template <class C>
-inline constexpr int kFeedAt =
-    static_cast<int>(round_up(kQueryTileBytes<C> + sizeof(BlockWork), C::kWarpRing ? 1024 : 128));
+inline constexpr int kPipelineAt = static_cast<int>(
+    round_up(kQueryTileBytes<C> + sizeof(QueryTile), C::kWarpPipeline ? 1024 : 128));
 template <class C>
-using ForwardParamsOf = std::conditional_t<C::kBoxes, TmaForwardParams, ForwardParams>;
+using ForwardParamsOf = std::conditional_t<C::kTma, TmaForwardParams, ForwardParams>;
 
 // Two neighbours of a row of out.
 template <class C>
@@ -56,9 +56,9 @@ class PackedRows {
   static constexpr int kRows = C::kForward.warp_rows;
   static_assert(kRows <= ptx::kWarpSize);
   using Lanes = tile::CopyLanes<ptx::kWarpSize, kRows, C::kHeadDim * C::Element::kBytes>;
-  static constexpr int kAtOnce = C::kWarpRing ? 4 : 1;  // passes
+  static constexpr int kAtOnce = C::kWarpPipeline ? 4 : 1;  // passes
 
-  TILEWISE_DEVICE PackedRows(const BlockWork& work, const tilewise_tensor& view)
+  TILEWISE_DEVICE PackedRows(const QueryTile& work, const tilewise_tensor& view)
       : lanes(recent_thread<C>() % ptx::kWarpSize),
         first_(recent_thread<C>() / ptx::kWarpSize * kRows),
         left_(work.rows.count - first_ - lanes.row) {
@@ -84,9 +84,9 @@ class PackedRows {
 
 // What edge tiles and the end of a block need: registers are for sums.
 template <class C>
-TILEWISE_DEVICE BlockWork& kept_work(uint32_t first_byte = 0) {
-  return *reinterpret_cast<BlockWork*>(ptx::shared_memory() +
-                                       ptx::recent(first_byte + kQueryTileBytes<C>));
+TILEWISE_DEVICE QueryTile& kept_work(uint32_t first_byte = 0) {
+  return *reinterpret_cast<QueryTile*>(ptx::shared_memory() +
+                                       ptx::opaque(first_byte + kQueryTileBytes<C>));
 }
 
 }  // namespace tilewise::cuda::mma_sync

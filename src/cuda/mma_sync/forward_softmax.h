@@ -6,8 +6,8 @@
 
 #include "attention/online_softmax.h"
 #include "cuda/common/forward_results.h"
+#include "cuda/mma_sync/forward_descales.h"
 #include "cuda/mma_sync/forward_rows.h"
-#include "cuda/mma_sync/forward_units.h"
 #include "cuda/tile/fragment.h"
 #include "cuda/tile/quad.h"
 
@@ -15,8 +15,8 @@ namespace tilewise::cuda::mma_sync {
 
 // Computed where it is asked for: it would otherwise wait in registers through the loop.
 template <class C>
-TILEWISE_DEVICE LanePlace lane_place() {
-  return LanePlace::of(recent_thread<C>(), C::kForward.warp_rows);
+TILEWISE_DEVICE LanePosition lane_place() {
+  return LanePosition::of(recent_thread<C>(), C::kForward.warp_rows);
 }
 
 template <class C>
@@ -27,8 +27,8 @@ using Outputs = tile::Sums<C::kForward.warp_rows / 16, C::kHeadDim / 8>;
 // Scores that the band hides become -inf. The limits of a row are relative to the first key of the
 // lane.
 template <class C>
-TILEWISE_DEVICE void mask(Scores<C>& s, const BlockWork& work, int32_t tile) {
-  const LanePlace place = lane_place<C>();
+TILEWISE_DEVICE void mask(Scores<C>& s, const QueryTile& work, int32_t tile) {
+  const LanePosition place = lane_place<C>();
   const int32_t key0 = tile * C::kForward.keys + place.column;
   // Most bands have no left limit, and few of the tiles of those that have one meet it.
   if (work.tiles.lower + C::kForward.rows() > tile * C::kForward.keys) {
@@ -72,14 +72,15 @@ struct RowSoftmax {
   // Weights start at 2^kFirst. F16 has none below 2^-24, which queries of BF16 would miss among a
   // million keys; the highest of float8 are thus 2^15.
   static constexpr float kFirst = C::kFloat8 ? 7.0f : 0.0f;
-  using Scale = std::conditional_t<C::kFloat8 && !C::kGeneral, RowScales<kRows>, OneScale>;
+  using Scale = std::conditional_t<C::kFloat8 && !C::kGeneral, RowScales<kRows>, UniformScale>;
 
   float m[kRows][2];
   float l[kRows][2];
   Scale scale;  // positive
 
   template <class Units>
-  TILEWISE_DEVICE RowSoftmax(float log2_scale, const Units& units) : scale(log2_scale, units) {
+  TILEWISE_DEVICE RowSoftmax(float log2_scale, const Units& descales)
+      : scale(log2_scale, descales) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       m[i][0] = m[i][1] = -FLT_MAX;
@@ -111,7 +112,7 @@ struct RowSoftmax {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float reach = tile::quad_max(highest[i][h]);
-        if constexpr (!C::kWarpRing) reach = round_exponent_up(reach);
+        if constexpr (!C::kWarpPipeline) reach = round_exponent_up(reach);
         const float raised = ptx::fmax(m[i][h], reach);
         const float factor = ptx::ex2(m[i][h] - raised);
         m[i][h] = raised;

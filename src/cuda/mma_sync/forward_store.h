@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/common/forward_results.h"
-#include "cuda/mma_sync/forward_ring.h"
+#include "cuda/mma_sync/forward_kv_pipeline.h"
 #include "cuda/mma_sync/forward_softmax.h"
 
 namespace tilewise::cuda::mma_sync {
@@ -11,7 +11,7 @@ namespace tilewise::cuda::mma_sync {
 // more, so that whole rows leave together. `rows` of the tile exist: decoding has often few.
 template <class C>
 TILEWISE_DEVICE void stage_outputs(const Problem& p, int32_t rows, ptx::SharedAddress q,
-                                   const LanePlace& place, const Outputs<C>& o,
+                                   const LanePosition& place, const Outputs<C>& o,
                                    const RowResults<C::kForward.warp_rows / 16>& result) {
   using Element = typename C::Element;
   constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
@@ -24,7 +24,7 @@ TILEWISE_DEVICE void stage_outputs(const Problem& p, int32_t rows, ptx::SharedAd
   for (int i = 0; i < C::kForward.warp_rows / 16; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (C::kWarpRing && 8 * h >= rows) continue;
+      if (C::kWarpPipeline && 8 * h >= rows) continue;
 #pragma unroll
       for (int n = 0; n < C::kHeadDim / 8; ++n) {
         const float low = o.x[i][n][2 * h] * result.factor[i][h];
@@ -47,7 +47,7 @@ TILEWISE_DEVICE void stage_outputs(const Problem& p, int32_t rows, ptx::SharedAd
 }
 
 template <class C>
-TILEWISE_DEVICE void store_outputs(const Problem& p, const BlockWork& work, ptx::SharedAddress q) {
+TILEWISE_DEVICE void store_outputs(const Problem& p, const QueryTile& work, ptx::SharedAddress q) {
   using Element = typename C::Element;
   constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
   constexpr int kPerChunk = 16 / Element::kBytes;

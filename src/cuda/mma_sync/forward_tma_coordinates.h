@@ -1,4 +1,4 @@
-// Where the boxes of a key tile lie: `BoxFill` asks one of these policies.
+// Where the boxes of a key tile lie: `TmaLoader` asks one of these policies.
 #pragma once
 
 #include "cuda/mma_sync/forward_pages.h"
@@ -8,7 +8,7 @@
 namespace tilewise::cuda::mma_sync {
 
 // Rows of the boxes that hold `left` keys, the last ones.
-TILEWISE_DEVICE int32_t rows_of_end(int32_t left) {
+TILEWISE_DEVICE int32_t tail_box_rows(int32_t left) {
   return (left + kTailBoxRows - 1) / kTailBoxRows * kTailBoxRows;
 }
 
@@ -16,20 +16,20 @@ TILEWISE_DEVICE int32_t rows_of_end(int32_t left) {
 // the sequence. The tile in which its keys end is of smaller boxes: what lies behind them is as
 // many bytes to read, half a tile on average; the boxes behind them are not asked for.
 template <class C>
-class RowBoxes {
+class ContiguousCoordinates {
  public:
   static constexpr int kKeys = C::kForward.keys;
   static_assert(kKeys % kTailBoxRows == 0);
   static constexpr int kBytes = 0;  // of shared memory
-  static constexpr int kForeseenAt = 0;
+  static constexpr int kPrefetchAt = 0;
 
-  TILEWISE_DEVICE RowBoxes(const TmaForwardParams&, const BlockWork& work, int32_t,
-                           ptx::SharedAddress)
+  TILEWISE_DEVICE ContiguousCoordinates(const TmaForwardParams&, const QueryTile& work, int32_t,
+                                        ptx::SharedAddress)
       : row_(uniform(static_cast<int32_t>(work.sequence.kv.first))),
         sequence_(uniform(static_cast<int32_t>(work.sequence.kv.batch_index))),
         keys_(work.tiles.keys) {}
 
-  // Calls expect(rows), and copy(first row in the tile, row, slot) for each box of `tile`, in one
+  // Calls expect(rows), and copy(first row in the tile, row, stage) for each box of `tile`, in one
   // lane.
   template <class Expect, class Copy>
   TILEWISE_DEVICE void visit(int32_t tile, const Expect& expect, const Copy& copy) const {
@@ -43,7 +43,7 @@ class RowBoxes {
   template <class Expect, class Copy, class CopyEnd>
   TILEWISE_DEVICE void visit_first(int32_t tile, const Expect& expect, const Copy& copy,
                                    const CopyEnd& copy_end) const {
-    const int32_t rows = rows_of_first(tile);
+    const int32_t rows = first_tile_rows(tile);
     if (rows == kKeys) return visit(tile, expect, copy);
     if (ptx::lane_index() != 0) return;
     expect(rows);
@@ -52,12 +52,12 @@ class RowBoxes {
       copy_end(begin, row_ + tile * kKeys + begin, sequence_);
   }
   // What it asks for.
-  TILEWISE_DEVICE int32_t rows_of_first(int32_t tile) const {
-    return min(kKeys, rows_of_end(keys_ - tile * kKeys));
+  TILEWISE_DEVICE int32_t first_tile_rows(int32_t tile) const {
+    return min(kKeys, tail_box_rows(keys_ - tile * kKeys));
   }
 
   // Keys and values of `tile` have been asked for.
-  TILEWISE_DEVICE void pass(int32_t) {}
+  TILEWISE_DEVICE void advance(int32_t) {}
 
  private:
   int32_t row_;  // of key 0
@@ -69,17 +69,17 @@ class RowBoxes {
 // the page. Lane i looks up the page of box i: the pages of the tile to be asked for lie in shared
 // memory, those of the one after it are on their way, so that no copy waits for the block table.
 template <class C>
-class PageBoxes {
+class PagedCoordinates {
  public:
   static constexpr int kKeys = C::kForward.keys;
   static_assert((kKeys & (kKeys - 1)) == 0);  // so pages that divide it are whole boxes of its end
-  static constexpr int kBoxes = static_cast<int>(ceil_div(kKeys, kMinTmaPageRows));
+  static constexpr int kMaxBoxes = static_cast<int>(ceil_div(kKeys, kMinTmaPageRows));
   static constexpr int32_t kSmallPage = 16;  // rows
-  static constexpr int kForeseenAt = kBoxes * 4;
-  static constexpr int kBytes = kForeseenAt + kForeseenBytes<1>;
+  static constexpr int kPrefetchAt = kMaxBoxes * 4;
+  static constexpr int kBytes = kPrefetchAt + kPrefetchBytes<1>;
 
-  TILEWISE_DEVICE PageBoxes(const TmaForwardParams& p, const BlockWork& work, int32_t last,
-                            ptx::SharedAddress shared)
+  TILEWISE_DEVICE PagedCoordinates(const TmaForwardParams& p, const QueryTile& work, int32_t last,
+                                   ptx::SharedAddress shared)
       : size_(p.page_size),
         box_rows_(min(static_cast<int32_t>(p.page_size), kKeys)),
         shared_(shared),
@@ -88,8 +88,8 @@ class PageBoxes {
         keys_(work.tiles.keys),
         first_(work.tiles.first) {
     const uint32_t pages = look_up(last);
-    next_pages_ = look_up(last - C::kReaders);
-    hand_on(pages);
+    next_pages_ = look_up(last - C::kWarpSplits);
+    store_pages(pages);
   }
 
   template <class Expect, class Copy>
@@ -97,12 +97,12 @@ class PageBoxes {
     if (!ptx::elect_one()) return;
     expect(kKeys);
     const int32_t row = size_.remainder(tile * kKeys);  // 0 where pages are no larger than a tile
-    uint32_t pages[kBoxes];
+    uint32_t pages[kMaxBoxes];
 #pragma unroll
-    for (int i = 0; i < kBoxes; ++i)
+    for (int i = 0; i < kMaxBoxes; ++i)
       pages[i] = ptx::ld_shared_b32(shared_ + static_cast<uint32_t>(i * 4));
 #pragma unroll
-    for (int i = 0; i < kBoxes && i * box_rows_ < kKeys; ++i)
+    for (int i = 0; i < kMaxBoxes && i * box_rows_ < kKeys; ++i)
       copy(i * box_rows_, row, static_cast<int32_t>(pages[i]));
   }
 
@@ -110,7 +110,7 @@ class PageBoxes {
   template <class Expect, class Copy, class CopyEnd>
   TILEWISE_DEVICE void visit_first(int32_t tile, const Expect& expect, const Copy& copy,
                                    const CopyEnd& copy_end) const {
-    const int32_t rows = rows_of_first(tile);
+    const int32_t rows = first_tile_rows(tile);
     if (rows == kKeys) return visit(tile, expect, copy);
     if (!ptx::elect_one()) return;
     expect(rows);
@@ -122,17 +122,17 @@ class PageBoxes {
       copy_end(begin, row + begin - page * box_rows_, static_cast<int32_t>(index));
     }
   }
-  TILEWISE_DEVICE int32_t rows_of_first(int32_t tile) const {
-    return box_rows_ <= kSmallPage ? kKeys : min(kKeys, rows_of_end(keys_ - tile * kKeys));
+  TILEWISE_DEVICE int32_t first_tile_rows(int32_t tile) const {
+    return box_rows_ <= kSmallPage ? kKeys : min(kKeys, tail_box_rows(keys_ - tile * kKeys));
   }
 
   // Whether all pages that this lane has looked up are those of the tensors.
   TILEWISE_DEVICE bool fit() const { return highest_ <= last_page_; }
 
-  TILEWISE_DEVICE void pass(int32_t tile) {
+  TILEWISE_DEVICE void advance(int32_t tile) {
     ptx::sync_warp();
-    hand_on(next_pages_);
-    next_pages_ = look_up(tile - 2 * C::kReaders);
+    store_pages(next_pages_);
+    next_pages_ = look_up(tile - 2 * C::kWarpSplits);
   }
 
  private:
@@ -145,9 +145,9 @@ class PageBoxes {
     return min(page, last_page_);
   }
 
-  TILEWISE_DEVICE void hand_on(uint32_t pages) const {
+  TILEWISE_DEVICE void store_pages(uint32_t pages) const {
     const auto lane = static_cast<uint32_t>(ptx::lane_index());
-    if (lane < kBoxes) ptx::st_shared_b32(shared_ + lane * 4, pages);
+    if (lane < kMaxBoxes) ptx::st_shared_b32(shared_ + lane * 4, pages);
     ptx::sync_warp();
   }
 

@@ -9,7 +9,7 @@ namespace tilewise::cuda::mma_sync {
 
 // Rows whose sums m and l do not tell, of a warp, get `lost_lse`.
 template <class C>
-TILEWISE_DEVICE void mark_lost(const Problem& p, const BlockWork& work, const LanePlace& place,
+TILEWISE_DEVICE void mark_lost(const Problem& p, const QueryTile& work, const LanePosition& place,
                                const RowSoftmax<C>& softmax,
                                RowResults<C::kForward.warp_rows / 16>& result) {
 #pragma unroll
@@ -24,7 +24,7 @@ TILEWISE_DEVICE void mark_lost(const Problem& p, const BlockWork& work, const La
 }
 
 template <class C>
-TILEWISE_COLD void write_exact_row(const Problem& p, const BlockWork& work, int32_t r) {
+TILEWISE_COLD void write_exact_row(const Problem& p, const QueryTile& work, int32_t r) {
   constexpr Form kForm = C::kGeneral ? Form::general : Form::plain;
   const int64_t row = work.rows.first + work.rows.row(r);
   if constexpr (!C::kFloat8) {
@@ -40,7 +40,8 @@ TILEWISE_COLD void write_exact_row(const Problem& p, const BlockWork& work, int3
 
 // Those rows, when the others have been stored.
 template <class C>
-TILEWISE_DEVICE void compute_lost(const Problem& p, const BlockWork& work, const LanePlace& place,
+TILEWISE_DEVICE void compute_lost(const Problem& p, const QueryTile& work,
+                                  const LanePosition& place,
                                   const RowResults<C::kForward.warp_rows / 16>& result) {
   uint32_t lost = 0;  // bits of the rows of this lane
 #pragma unroll

@@ -12,7 +12,7 @@ inline constexpr int32_t kFar = 1 << 30;
 
 // Tiles of queries whose first row is one of these need no mask: all of their rows see all keys of
 // the block.
-struct ClearRows {
+struct UnmaskedRows {
   int32_t begin;
   int32_t end;
 
@@ -20,7 +20,7 @@ struct ClearRows {
 };
 
 template <class C>
-class BlockFacts {
+class KeyTile {
   using Plan = BackwardPlan<C>;
 
  public:
@@ -47,17 +47,17 @@ class BlockFacts {
                                all.empty() ? 0 : all_end};
 #pragma unroll
     for (int i = 0; i < kWords; ++i)
-      ptx::st_shared_b32(shared + Plan::kFacts + i * 4, static_cast<uint32_t>(x[i]));
+      ptx::st_shared_b32(shared + Plan::kKeyTile + i * 4, static_cast<uint32_t>(x[i]));
   }
 
-  TILEWISE_DEVICE explicit BlockFacts(ptx::SharedAddress shared) : at_(shared + Plan::kFacts) {}
+  TILEWISE_DEVICE explicit KeyTile(ptx::SharedAddress shared) : at_(shared + Plan::kKeyTile) {}
 
   // The rows that see key 0 of the block are first_row() ... last_row().
   TILEWISE_DEVICE int32_t first_row() const { return get(0); }
   TILEWISE_DEVICE int32_t last_row() const { return get(1); }
   TILEWISE_DEVICE Range keys() const { return {get(2), min(get(3), get(2) + Plan::kKeys)}; }
   TILEWISE_DEVICE int32_t key_count() const { return get(3) - get(2); }  // to the last key
-  TILEWISE_DEVICE ClearRows clear_rows() const { return {get(10), get(11)}; }
+  TILEWISE_DEVICE UnmaskedRows unmasked_rows() const { return {get(10), get(11)}; }
   // Where the walk over the rows of a head starts, and how many tiles it leaves out between heads.
   TILEWISE_DEVICE int32_t begin() const { return get(4); }
   TILEWISE_DEVICE int32_t skipped_tiles() const { return get(6); }
@@ -68,7 +68,7 @@ class BlockFacts {
 
   // How many key tiles add to the tile of rows from `row` on before this one does. Blocks are
   // numbered in the same order (TileOrder), so a block waits for earlier ones only.
-  TILEWISE_DEVICE int32_t turn(int32_t row) const {
+  TILEWISE_DEVICE int32_t semaphore_value(int32_t row) const {
     const int32_t key = get(2);
     const int32_t begin = max(0, row + key - last_row());
     const int32_t end = min(get(3), min(get(5), row + Plan::kQueries) + key - first_row());

@@ -4,13 +4,13 @@
 // are summed up. So a barrier before each product is all it takes, as with the ring.
 #pragma once
 
-#include "cuda/mma_sync/forward_ring.h"
+#include "cuda/mma_sync/forward_kv_pipeline.h"
 #include "cuda/tile/split_tile.h"
 
 namespace tilewise::cuda::mma_sync {
 
 template <class C>
-class SplitFeed {
+class Tf32SplitPipeline {
  public:
   static constexpr int kRowBytes = C::kHeadDim * C::Element::kBytes;
   static constexpr int kTileBytes = C::kForward.keys * kRowBytes;
@@ -25,8 +25,8 @@ class SplitFeed {
 
   TILEWISE_DEVICE static void prepare(const ForwardParams&, ptx::SharedAddress) {}
 
-  TILEWISE_DEVICE SplitFeed(const ForwardParams& p, const BlockWork& work, int32_t last,
-                            ptx::SharedAddress base)
+  TILEWISE_DEVICE Tf32SplitPipeline(const ForwardParams& p, const QueryTile& work, int32_t last,
+                                    ptx::SharedAddress base)
       : k_(p, p.problem.k, p.problem.head_dim, work),
         v_(p, p.problem.v, p.problem.head_dim_v, work),
         base_(base),
@@ -41,23 +41,23 @@ class SplitFeed {
     tile::commit<Arch>();
   }
 
-  // Before the first `arrive`: q has landed, and the first keys are split.
-  TILEWISE_DEVICE void begin() {
+  // Before the first `consumer_wait`: q has landed, and the first keys are split.
+  TILEWISE_DEVICE void wait_for_queries() {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) ask(false, last_ + 1, part);
-    arrive();
+    for (int part = 0; part < kParts; ++part) load_ahead(false, last_ + 1, part);
+    consumer_wait();
   }
 
   // What is to be read has been split, and nobody reads any more what is to be written.
-  TILEWISE_DEVICE void arrive() const { ptx::sync_block(); }
+  TILEWISE_DEVICE void consumer_wait() const { ptx::sync_block(); }
   TILEWISE_DEVICE ptx::SharedAddress keys() const { return base_; }
   TILEWISE_DEVICE ptx::SharedAddress values() const { return base_ + 2 * kTileBytes; }
-  TILEWISE_DEVICE void clear_strangers(const BlockWork&, int32_t) const {}  // none are copied
-  TILEWISE_DEVICE void release(bool, int32_t) {}
+  TILEWISE_DEVICE void zero_values_past_end(const QueryTile&, int32_t) const {}  // none are copied
+  TILEWISE_DEVICE void consumer_release(bool, int32_t) {}
 
   // Part `part` of what is split and asked for while the scores (`scores`) or values of `tile` are
   // at work. Of the copies all have landed but those asked for last, which are the other tensor's.
-  TILEWISE_DEVICE void ask(bool scores, int32_t tile, int part) {
+  TILEWISE_DEVICE void load_ahead(bool scores, int32_t tile, int part) {
     if (part == 0) tile::wait<Arch, 1>();
     const Lanes lanes(recent_thread<C>());
 #pragma unroll

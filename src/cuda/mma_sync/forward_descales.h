@@ -8,13 +8,13 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// What products with the queries of a lane's rows are in units of.
-struct OneUnit {
+// What products with the queries of a lane's rows are in descales of.
+struct NoDescale {
   template <class Sums>
   TILEWISE_DEVICE void apply(Sums&) const {}
 };
 template <int kRows>
-struct RowUnits {
+struct RowDescales {
   float x[kRows][2];
 
   template <int kColumns>
@@ -31,23 +31,23 @@ struct RowUnits {
 };
 
 // What scores are multiplied by, to powers of two: positive, the same in all rows or not.
-struct OneScale {
+struct UniformScale {
   float x;
 
   template <class Units>
-  TILEWISE_DEVICE OneScale(float scale, const Units&) : x(scale) {}
+  TILEWISE_DEVICE UniformScale(float scale, const Units&) : x(scale) {}
   TILEWISE_DEVICE float at(int, int) const { return x; }
 };
 template <int kRows>
 struct RowScales {
   float x[kRows][2];
 
-  TILEWISE_DEVICE RowScales(float scale, const RowUnits<kRows>& units) {
+  TILEWISE_DEVICE RowScales(float scale, const RowDescales<kRows>& descales) {
 #pragma unroll
     for (int m = 0; m < kRows; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float product = scale * units.x[m][h];
+        const float product = scale * descales.x[m][h];
         x[m][h] = product < FLT_MIN ? FLT_MIN : product;  // NaN stays NaN
       }
     }

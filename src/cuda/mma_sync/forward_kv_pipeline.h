@@ -59,13 +59,13 @@ TILEWISE_DEVICE void copy_rows(ptx::SharedAddress to, const Lanes& lanes, const 
 template <class C, class Lanes>
 class KeyStream {
  public:
-  using Element = typename C::Cached;
+  using Element = typename C::KvElement;
   static constexpr int kKeys = C::kForward.keys;
   static constexpr int kParts = Lanes::kPasses < 2 ? 1 : 2;
   static constexpr int kPartPasses = (Lanes::kPasses + kParts - 1) / kParts;
 
   TILEWISE_DEVICE KeyStream(const ForwardParams& p, const tilewise_tensor& view, int64_t columns,
-                            const BlockWork& work)
+                            const QueryTile& work)
       : view_(view),
         lanes_(ptx::thread_index()),
         columns_(static_cast<int>(columns)),
@@ -90,22 +90,22 @@ class KeyStream {
 
   // Before the loop: all of the next tile, which is `tile`. The last one may be cut short by the
   // number of keys.
-  TILEWISE_DEVICE void copy_whole(ptx::SharedAddress slot, int32_t tile) {
+  TILEWISE_DEVICE void copy_whole(ptx::SharedAddress stage, int32_t tile) {
     if constexpr (C::kGeneral) {
-      copy_checked(slot, tile, 0, Lanes::kPasses);
+      copy_checked(stage, tile, 0, Lanes::kPasses);
     } else {
       const int32_t left = tile < first_ ? 0 : keys_ - tile * kKeys - lanes_.row;
-      copy_rows<C>(slot, lanes_, next_, row_bytes(1), left, exists_);
+      copy_rows<C>(stage, lanes_, next_, row_bytes(1), left, exists_);
       next_ -= row_bytes(kKeys);
     }
   }
 
   // In the loop: part `part` of it; zeros where there is none.
-  TILEWISE_DEVICE void copy(ptx::SharedAddress slot, int32_t tile, int part) {
+  TILEWISE_DEVICE void copy(ptx::SharedAddress stage, int32_t tile, int part) {
     const int begin = part * kPartPasses;
     const int end = min(Lanes::kPasses, begin + kPartPasses);
     if constexpr (C::kGeneral) {
-      if (tile >= first_) copy_checked(slot, tile, begin, end);
+      if (tile >= first_) copy_checked(stage, tile, begin, end);
       return;
     }
 #pragma unroll
@@ -114,7 +114,7 @@ class KeyStream {
       const char* row = next_ + row_bytes(Lanes::rows_to(pass));
 #pragma unroll
       for (int column = 0; column < Lanes::kColumns; ++column) {
-        tile::copy_chunk<typename C::Arch>(slot + lanes_.offset(pass, column),
+        tile::copy_chunk<typename C::Arch>(stage + lanes_.offset(pass, column),
                                            row + column * Lanes::kStride * 16,
                                            exists_[column] && tile >= first_ ? 16 : 0);
       }
@@ -157,7 +157,7 @@ class KeyStream {
     return static_cast<int64_t>(static_cast<uint64_t>(high) << 32 | low);
   }
 
-  TILEWISE_DEVICE void copy_checked(ptx::SharedAddress slot, int32_t tile, int begin,
+  TILEWISE_DEVICE void copy_checked(ptx::SharedAddress stage, int32_t tile, int begin,
                                     int end) const {
     int64_t found = 0;
 #pragma unroll 1  // pages need divisions: once in code
@@ -175,8 +175,8 @@ class KeyStream {
       const char* row = is_there(tile, key) ? base_ + offset * Element::kBytes : nullptr;
 #pragma unroll
       for (int column = 0; column < Lanes::kColumns; ++column) {
-        copy_row_chunk<C, Element>(slot + lanes_.offset(pass, column), row, lanes_.chunk_of(column),
-                                   columns_, aligned_);
+        copy_row_chunk<C, Element>(stage + lanes_.offset(pass, column), row,
+                                   lanes_.chunk_of(column), columns_, aligned_);
       }
     }
   }
@@ -194,24 +194,25 @@ class KeyStream {
 };
 
 struct NoPages {
-  TILEWISE_DEVICE NoPages(const ForwardParams&, const BlockWork&, int32_t) {}
+  TILEWISE_DEVICE NoPages(const ForwardParams&, const QueryTile&, int32_t) {}
 };
 
 template <class C>
-class KvRing {
+class KvPipeline {
  public:
   using Lanes =
-      tile::CopyLanes<C::kForward.threads(), C::kForward.keys, C::kHeadDim * C::Cached::kBytes>;
+      tile::CopyLanes<C::kForward.threads(), C::kForward.keys, C::kHeadDim * C::KvElement::kBytes>;
   using Stream = std::conditional_t<C::kPaged, PageStream<C, Lanes>, KeyStream<C, Lanes>>;
   using Rows = std::conditional_t<C::kPaged, PageRows<C, Lanes>, NoPages>;
   using Arch = typename C::Arch;
   static constexpr int kStages = C::kForward.stages;
-  static constexpr int kSlotBytes = mma_sync::kSlotBytes<C>;
-  static constexpr bool kForesees = C::kPaged && C::kDecodes && Arch::kAsyncCopy;
-  static constexpr int kLastSlotAt = (kStages - 1) * kSlotBytes;
-  static constexpr int kForeseenAt = kStages * kSlotBytes;
-  static constexpr int kForeseen = 4;  // pages may be small: entries of 1024 keys at least
-  static constexpr int kBytes = kForeseenAt + (kForesees ? kForeseenBytes<kForeseen> : 0);
+  static constexpr int kStageBytes = mma_sync::kStageBytes<C>;
+  static constexpr bool kPrefetchesPages = C::kPaged && C::kDecodes && Arch::kAsyncCopy;
+  static constexpr int kLastStageAt = (kStages - 1) * kStageBytes;
+  static constexpr int kPrefetchAt = kStages * kStageBytes;
+  static constexpr int kPrefetchSectors = 4;  // pages may be small: entries of 1024 keys at least
+  static constexpr int kBytes =
+      kPrefetchAt + (kPrefetchesPages ? kPrefetchBytes<kPrefetchSectors> : 0);
   // While the scores of a tile are computed, K (odd rings) or V (even ones) of a later tile is
   // asked for, and the other while its values are summed up.
   static constexpr bool kKeysFirst = kStages % 2 == 1;
@@ -226,13 +227,15 @@ class KvRing {
 
   TILEWISE_DEVICE static void prepare(const ForwardParams&, ptx::SharedAddress) {}
 
-  // As that of WarpRing.
-  TILEWISE_DEVICE static void foresee(const Problem& p, int32_t sequence, ptx::SharedAddress base) {
-    if constexpr (kForesees) foresee_pages<kForeseen>(p, sequence, base + kForeseenAt);
+  // As that of WarpPipeline.
+  TILEWISE_DEVICE static void prefetch(const Problem& p, int32_t sequence,
+                                       ptx::SharedAddress base) {
+    if constexpr (kPrefetchesPages)
+      prefetch_pages<kPrefetchSectors>(p, sequence, base + kPrefetchAt);
   }
 
-  TILEWISE_DEVICE KvRing(const ForwardParams& p, const BlockWork& work, int32_t last,
-                         ptx::SharedAddress base)
+  TILEWISE_DEVICE KvPipeline(const ForwardParams& p, const QueryTile& work, int32_t last,
+                             ptx::SharedAddress base)
       : work_(work),
         rows_(p, work, last),
         k_(p, p.problem.k, p.problem.head_dim, work),
@@ -241,12 +244,12 @@ class KvRing {
         read_(base),
         last_(last) {}
 
-  // Asks for what the first kStages - 1 slots take, and for the queries, which land with the first
+  // Asks for what the first kStages - 1 stages take, and for the queries, which land with the first
   // keys: before those where their pages are still being looked up.
   template <class Queries>
   TILEWISE_DEVICE void start(Queries&& load_queries) {
-    constexpr bool kQueriesFirst = C::kPaged && !kForesees;
-    // Two slots: the last values too, since they may be cut short.
+    constexpr bool kQueriesFirst = C::kPaged && !kPrefetchesPages;
+    // Two stages: the last values too, since they may be cut short.
     constexpr int kFills = max(2, kStages - 1);
     if (kQueriesFirst) load_queries();
 #pragma unroll
@@ -254,48 +257,48 @@ class KvRing {
       const bool keys = i % 2 == 0;
       const int32_t tile = last_ - i / 2;
       Stream& stream = keys ? k_ : v_;
-      const ptx::SharedAddress slot = base_ + i * kSlotBytes;
+      const ptx::SharedAddress stage = base_ + i * kStageBytes;
       if constexpr (C::kPaged) {
-        if (keys) rows_.hand_on(k_, v_, work_, tile);
-        const bool wanted = rows_.wants(tile);
-        stream.copy_whole(slot, wanted ? work_.tiles.keys - tile * C::kForward.keys : 0);
+        if (keys) rows_.advance(k_, v_, work_, tile);
+        const bool wanted = rows_.has_tile(tile);
+        stream.copy_whole(stage, wanted ? work_.tiles.keys - tile * C::kForward.keys : 0);
       } else {
-        stream.copy_whole(slot, tile);
+        stream.copy_whole(stage, tile);
       }
       if (i == 0 && !kQueriesFirst) load_queries();
       tile::commit<Arch>();
     }
   }
 
-  // Before the first `arrive`: q has landed, and so have the first keys.
-  TILEWISE_DEVICE void begin() const { arrive(); }
+  // Before the first `consumer_wait`: q has landed, and so have the first keys.
+  TILEWISE_DEVICE void wait_for_queries() const { consumer_wait(); }
 
-  // The tile to be read has landed, and nobody reads the slot to be written any more.
-  TILEWISE_DEVICE void arrive() const {
+  // The tile to be read has landed, and nobody reads the stage to be written any more.
+  TILEWISE_DEVICE void consumer_wait() const {
     tile::wait<Arch, kStages - 2>();
     ptx::sync_block();
   }
   TILEWISE_DEVICE ptx::SharedAddress keys() const { return read_; }
   TILEWISE_DEVICE ptx::SharedAddress values() const { return read_; }
-  TILEWISE_DEVICE void clear_strangers(const BlockWork&, int32_t) const {}  // none are copied
-  // The slot that has been read is the next one to be written.
-  TILEWISE_DEVICE void release(bool, int32_t) { read_ = after(read_); }
+  TILEWISE_DEVICE void zero_values_past_end(const QueryTile&, int32_t) const {}  // none are copied
+  // The stage that has been read is the next one to be written.
+  TILEWISE_DEVICE void consumer_release(bool, int32_t) { read_ = after(read_); }
 
-  // As that of WarpRing, for all threads of the block.
-  TILEWISE_DEVICE bool pages_fit(const BlockWork& work) const {
+  // As that of WarpPipeline, for all threads of the block.
+  TILEWISE_DEVICE bool pages_fit(const QueryTile& work) const {
     constexpr int kPagesBarrier = 1;
     return !ptx::bar_any(kPagesBarrier, C::kForward.threads(), !rows_.fit(work));
   }
 
   // Part `part` of what is asked for while the scores (`scores`) or values of `tile` are at work.
-  TILEWISE_DEVICE void ask(bool scores, int32_t tile, int part) {
+  TILEWISE_DEVICE void load_ahead(bool scores, int32_t tile, int part) {
     const bool keys = scores == kKeysFirst;
     const int32_t wanted = tile - (keys ? kKeysAhead : kValuesAhead);
     Stream& stream = keys ? k_ : v_;
     if (kStages > 2 || keys || wanted != last_) {
       if constexpr (C::kPaged) {
-        if (keys && part == 0) rows_.hand_on(k_, v_, kept_work<C>(), wanted);
-        stream.copy(before(read_), rows_.wants(wanted), part);
+        if (keys && part == 0) rows_.advance(k_, v_, kept_work<C>(), wanted);
+        stream.copy(before(read_), rows_.has_tile(wanted), part);
       } else {
         stream.copy(before(read_), wanted, part);
       }
@@ -304,13 +307,13 @@ class KvRing {
   }
 
  private:
-  TILEWISE_DEVICE ptx::SharedAddress after(ptx::SharedAddress slot) const {
-    return slot == base_ + kLastSlotAt ? base_ : slot + kSlotBytes;
+  TILEWISE_DEVICE ptx::SharedAddress after(ptx::SharedAddress stage) const {
+    return stage == base_ + kLastStageAt ? base_ : stage + kStageBytes;
   }
-  TILEWISE_DEVICE ptx::SharedAddress before(ptx::SharedAddress slot) const {
-    return slot == base_ ? base_ + kLastSlotAt : slot - kSlotBytes;
+  TILEWISE_DEVICE ptx::SharedAddress before(ptx::SharedAddress stage) const {
+    return stage == base_ ? base_ + kLastStageAt : stage - kStageBytes;
   }
-  const BlockWork& work_;  // before the loop; then `kept_work`
+  const QueryTile& work_;  // before the loop; then `kept_work`
   Rows rows_;
   Stream k_;
   Stream v_;

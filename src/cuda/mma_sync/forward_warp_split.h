@@ -1,5 +1,5 @@
 // Readers: warps of a block that share the keys of its tile. Each has all rows, every
-// second tile of keys, and queries, record and ring of its own; in the end the first one has the
+// second tile of keys, and queries, record and buffer of its own; in the end the first one has the
 // sums of both. On a multiprocessor of its own a warp reads 37 gigabytes a second, two of them 60.
 #pragma once
 
@@ -8,36 +8,37 @@
 namespace tilewise::cuda::mma_sync {
 
 template <class C>
-TILEWISE_DEVICE int32_t reader_index() {
-  return C::kReaders > 1 ? uniform(ptx::warp_index()) : 0;
+TILEWISE_DEVICE int32_t warp_split_index() {
+  return C::kWarpSplits > 1 ? uniform(ptx::warp_index()) : 0;
 }
 
-// What the second reader has seen joins what the first one has. Lanes of both have the same places:
-// each hands its own, by way of the second one's ring, to its like. `bytes`: from reader to reader.
+// What the second warp_split has seen joins what the first one has. Lanes of both have the same
+// places: each hands its own, by way of the second one's buffer, to its like. `bytes`: from
+// warp_split to warp_split.
 template <class C>
-TILEWISE_DEVICE void join_readers(Outputs<C>& o, RowSoftmax<C>& softmax, int32_t reader,
-                                  ptx::SharedAddress ring, int bytes) {
-  static_assert(C::kReaders == 2);
-  constexpr int kChunks = C::kHeadDim / 8;
-  const ptx::SharedAddress own = ring + static_cast<uint32_t>(ptx::lane_index() * 16);
-  const auto chunk = [](int i) { return static_cast<uint32_t>(i * ptx::kWarpSize * 16); };
-  if (reader > 0) {
+TILEWISE_DEVICE void combine_warp_splits(Outputs<C>& o, RowSoftmax<C>& softmax, int32_t warp_split,
+                                         ptx::SharedAddress buffer, int bytes) {
+  static_assert(C::kWarpSplits == 2);
+  constexpr int kVectors = C::kHeadDim / 8;
+  const ptx::SharedAddress own = buffer + static_cast<uint32_t>(ptx::lane_index() * 16);
+  const auto vector_at = [](int i) { return static_cast<uint32_t>(i * ptx::kWarpSize * 16); };
+  if (warp_split > 0) {
     const uint32_t rows[4] = {ptx::bits_of(softmax.m[0][0]), ptx::bits_of(softmax.m[0][1]),
                               ptx::bits_of(softmax.l[0][0]), ptx::bits_of(softmax.l[0][1])};
-    ptx::st_shared_v4_b32(own + chunk(kChunks), rows);
+    ptx::st_shared_v4_b32(own + vector_at(kVectors), rows);
 #pragma unroll
-    for (int n = 0; n < kChunks; ++n) {
+    for (int n = 0; n < kVectors; ++n) {
       uint32_t x[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[e] = ptx::bits_of(o.x[0][n][e]);
-      ptx::st_shared_v4_b32(own + chunk(n), x);
+      ptx::st_shared_v4_b32(own + vector_at(n), x);
     }
   }
   ptx::sync_block();
-  if (reader > 0) return;
+  if (warp_split > 0) return;
   const ptx::SharedAddress other = own + static_cast<uint32_t>(bytes);
   uint32_t rows[4];
-  ptx::ld_shared_v4_b32(rows, other + chunk(kChunks));
+  ptx::ld_shared_v4_b32(rows, other + vector_at(kVectors));
   float shrink[2];
   float weight[2];
 #pragma unroll
@@ -50,9 +51,9 @@ TILEWISE_DEVICE void join_readers(Outputs<C>& o, RowSoftmax<C>& softmax, int32_t
     softmax.l[0][h] = softmax.l[0][h] * shrink[h] + ptx::float_of(rows[2 + h]) * weight[h];
   }
 #pragma unroll
-  for (int n = 0; n < kChunks; ++n) {
+  for (int n = 0; n < kVectors; ++n) {
     uint32_t x[4];
-    ptx::ld_shared_v4_b32(x, other + chunk(n));
+    ptx::ld_shared_v4_b32(x, other + vector_at(n));
 #pragma unroll
     for (int e = 0; e < 4; ++e)
       o.x[0][n][e] = o.x[0][n][e] * shrink[e / 2] + ptx::float_of(x[e]) * weight[e / 2];

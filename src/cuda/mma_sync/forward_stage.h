@@ -1,4 +1,4 @@
-// A slot of the ring of a warp (forward_warp_ring.h).
+// A stage of the ring of a warp (forward_warp_pipeline.h).
 #pragma once
 
 #include "cuda/ptx/platform.h"
@@ -6,13 +6,13 @@
 
 namespace tilewise::cuda::mma_sync {
 
-struct Slot {
+struct Stage {
   ptx::SharedAddress at;
   ptx::SharedAddress barrier;  // a phase of it ends when all of a tile has landed
 };
 
-// What lies in a slot, as if its columns had two bytes each.
+// What lies in a stage, as if its columns had two bytes each.
 template <class C>
-using RingTile = tile::SwizzledTile<C::kForward.keys, C::kHeadDim * C::Cached::kBytes / 2>;
+using StageTile = tile::SwizzledTile<C::kForward.keys, C::kHeadDim * C::KvElement::kBytes / 2>;
 
 }  // namespace tilewise::cuda::mma_sync

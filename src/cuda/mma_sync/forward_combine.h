@@ -1,0 +1,198 @@
+// Key splits that are merged in shared memory by the blocks of a cluster, with no second launch.
+#pragma once
+
+#include "cuda/common/combine_weights.h"
+#include "cuda/common/forward_results.h"
+#include "cuda/mma_sync/forward_softmax.h"
+#include "cuda/ptx/bulk_copy.h"
+#include "cuda/ptx/cluster.h"
+#include "cuda/ptx/global.h"
+#include "cuda/ptx/mbarrier.h"
+
+namespace tilewise::cuda::mma_sync {
+
+// A buffer that has been read, and a barrier in it of one arrival, whose next phase has `parity`.
+struct CombineBuffer {
+  ptx::SharedAddress base;
+  ptx::SharedAddress barrier;
+  int parity;
+};
+
+// Of a row, what a split has: its sums in chunks of 16 bytes, and its lse.
+template <class C>
+inline constexpr int kPartialVectors = C::kHeadDim / 4;
+template <class C>
+inline constexpr int kPartialRowBytes = (kPartialVectors<C> + 1) * 16;
+template <class C>
+inline constexpr int kMaxCombineBytes =
+    (C::kForward.rows() + kMaxClusterSplits - 1) * kPartialRowBytes<C>;
+
+// visit(h, byte, x): 16 bytes of what the lane has of its row (0, h), at that byte of the partial.
+template <class C, class Visit>
+TILEWISE_DEVICE void visit_partial_rows(const LanePosition& place, const Outputs<C>& o,
+                                        const RowResults<1>& result, int32_t rows,
+                                        const Visit& visit) {
+  const int quad = place.lane_of_quad();
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (place.row(0, h) >= rows) continue;
+    // Columns of a vector: those that the lane has of two neighbouring products.
+#pragma unroll
+    for (int n = 0; n < C::kHeadDim / 8; n += 2) {
+      uint32_t x[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        x[e] = ptx::bits_of(o.x[0][n + e / 2][2 * h + e % 2] * result.factor[0][h]);
+      visit(h, (2 * n + quad) * 16, x);
+    }
+    const uint32_t lse[4] = {ptx::bits_of(result.lse[0][h])};
+    if (quad == 0) visit(h, kPartialVectors<C> * 16, lse);
+  }
+}
+
+// Rows of out and lse, of which all splits' partials, one for a lane at most, lie in shared memory.
+template <class C>
+class RowCombine {
+ public:
+  static_assert(C::kForward.warps == 1 && C::kForward.warp_rows == 16);
+  static constexpr int kVectors = kPartialVectors<C>;
+
+  // `stride`: bytes from split to split.
+  TILEWISE_DEVICE RowCombine(const ForwardParams& p, const QueryTile& work, int32_t stride)
+      : p_(p), work_(work), stride_(static_cast<uint32_t>(stride)) {}
+
+  // Waits for the partials, of which the first one lies at `partials`. The addresses first: they
+  // take as long as the partials are on their way.
+  TILEWISE_DEVICE void store(int32_t r, ptx::SharedAddress partials,
+                             const CombineBuffer& buffer) const {
+    const Problem& problem = p_.problem;
+    const int lane = ptx::lane_index();
+    const int32_t head = work_.head(r);
+    const float sink = problem.sinks != nullptr ? problem.sinks[head] : kMinusInfinity;
+    const int64_t lse_at = lse_index(problem, work_, r);
+    char* const out =
+        static_cast<char*>(problem.out.data) + work_.offset(problem.out, r) * C::Element::kBytes;
+    ptx::mbarrier_wait_parity(buffer.barrier, buffer.parity);
+    float own = kMinusInfinity;  // lse of split `lane`
+    if (lane < work_.splits)
+      own = ptx::float_of(ptx::ld_shared_b32(partial(partials, lane) + kVectors * 16));
+    Weights weights;
+    weights.begin(own, sink);
+    const float whole = weights.finish(common::exponential(own - weights.base), sink);
+    if (lane == 0) store_log_sum(problem, lse_at, {whole, 0.0f});
+    const float weight = weights.of(own);
+#pragma unroll
+    for (int first = 0; first < kVectors; first += ptx::kWarpSize)
+      store_vector(out, first + lane, partials, weight);
+  }
+
+ private:
+  using Weights = common::CombineWeights;
+  static constexpr int kChains = Weights::kChains;
+
+  TILEWISE_DEVICE ptx::SharedAddress partial(ptx::SharedAddress partials, int32_t split) const {
+    return partials + static_cast<uint32_t>(split) * stride_;
+  }
+
+  // `weight` is that of split `lane`.
+  TILEWISE_DEVICE void store_vector(char* out, int vector, ptx::SharedAddress partials,
+                                    float weight) const {
+    float sum[kChains][4] = {};
+#pragma unroll 1
+    for (int32_t begin = 0; begin < work_.splits; begin += kChains) {
+#pragma unroll
+      for (int i = 0; i < kChains; ++i) {
+        const int32_t split = begin + i;
+        uint32_t x[4] = {};
+        if (split < work_.splits && vector < kVectors)
+          ptx::ld_shared_v4_b32(x, partial(partials, split) + static_cast<uint32_t>(vector * 16));
+        const float its = ptx::shuffle(weight, split);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum[i][j] = Weights::add(sum[i][j], its, x[j]);
+      }
+    }
+#pragma unroll
+    for (int i = 1; i < kChains; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sum[0][j] += sum[i][j];
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int c =
+          C::Columns::of_tile(vector / 4 * 2 + half) + C::Columns::of_lane(vector % 4 * 2);
+      if (vector < kVectors && c < p_.problem.head_dim_v)
+        *reinterpret_cast<uint32_t*>(out + c * C::Element::kBytes) =
+            pack_output<C>(p_.problem, sum[0][2 * half], sum[0][2 * half + 1]);
+    }
+  }
+
+  const ForwardParams& p_;
+  const QueryTile& work_;
+  uint32_t stride_;
+};
+
+// The splits of a tile share its rows: row r is merged by split r % splits, for which all of them
+// store what they have of it straight from registers. By then no block reads its buffer any more:
+// it takes the partials, and one of its barriers counts them. Blocks of no partial have exited.
+template <class C>
+class ClusterCombine {
+ public:
+  TILEWISE_DEVICE ClusterCombine(const ForwardParams& p, const QueryTile& work,
+                                 const CombineBuffer& buffer)
+      : p_(p),
+        work_(work),
+        buffer_(buffer),
+        split_(work.split),
+        splits_(work.splits),
+        inverse_(ptx::rcp_approximate(static_cast<float>(splits_))),
+        rows_(split_ < work.rows.count ? local_row_of(work.rows.count - 1 - split_) + 1 : 0) {}
+
+  // Returns when all blocks have let go of their rings, and the partials are on their way.
+  TILEWISE_DEVICE void send(const LanePosition& place, const Outputs<C>& o,
+                            const RowResults<1>& result) const {
+    if (rows_ > 0 && ptx::elect_one())
+      ptx::mbarrier_arrive_expect_tx(buffer_.barrier, rows_ * splits_ * kRowBytes);
+    ptx::SharedAddress to[2];
+    ptx::SharedAddress landed[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int32_t local_row = local_row_of(place.row(0, h));
+      const int32_t owner = place.row(0, h) - local_row * splits_;
+      to[h] = ptx::map_to_rank(partial(local_row, split_), owner);
+      landed[h] = ptx::map_to_rank(buffer_.barrier, owner);
+    }
+    ptx::barrier_cluster_wait();
+    visit_partial_rows<C>(place, o, result, work_.rows.count,
+                          [&](int h, int byte, const uint32_t (&x)[4]) {
+                            ptx::st_async_v4_b32(to[h] + static_cast<uint32_t>(byte), x, landed[h]);
+                          });
+  }
+
+  TILEWISE_DEVICE void store() const {
+    const RowCombine<C> rows(p_, work_, kRowBytes);
+#pragma unroll 1
+    for (int32_t local_row = 0; local_row < rows_; ++local_row)
+      rows.store(split_ + local_row * splits_, partial(local_row, 0), buffer_);
+  }
+
+ private:
+  static constexpr int kRowBytes = kPartialRowBytes<C>;
+
+  // r / splits: exact for the few rows of a tile.
+  TILEWISE_DEVICE int32_t local_row_of(int32_t r) const {
+    return static_cast<int32_t>((static_cast<float>(r) + 0.5f) * inverse_);
+  }
+  TILEWISE_DEVICE ptx::SharedAddress partial(int32_t local_row, int32_t split) const {
+    return buffer_.base + static_cast<uint32_t>((local_row * splits_ + split) * kRowBytes);
+  }
+
+  const ForwardParams& p_;
+  const QueryTile& work_;
+  CombineBuffer buffer_;
+  int32_t split_;
+  int32_t splits_;
+  float inverse_;  // of splits_
+  int32_t rows_;   // that this block merges
+};
+
+}  // namespace tilewise::cuda::mma_sync

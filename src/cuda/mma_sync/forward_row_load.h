@@ -1,0 +1,53 @@
+// Keys and values as rows, for pages that are smaller than a box: all lanes copy them, and
+// consumer_wait when their copies have landed.
+#pragma once
+
+#include "cuda/mma_sync/forward_pages.h"
+#include "cuda/mma_sync/forward_stage.h"
+#include "cuda/tile/panels.h"
+
+namespace tilewise::cuda::mma_sync {
+
+template <class C>
+class RowLoader {
+ public:
+  static constexpr int kArrivals = ptx::kWarpSize;  // at the barrier of a stage
+  static constexpr int kPrefetchSectors = 4;  // pages may be small: entries of 1024 keys at least
+  static constexpr int kPrefetchAt = 0;
+  static constexpr int kBytes = kPrefetchBytes<kPrefetchSectors>;  // of shared memory
+
+  TILEWISE_DEVICE static void prepare(const ForwardParams&) {}
+
+  TILEWISE_DEVICE RowLoader(const ForwardParams& p, const QueryTile& work, int32_t last,
+                            ptx::SharedAddress)
+      : work_(work),
+        rows_(p, work, last),
+        k_(p, p.problem.k, p.problem.head_dim, work),
+        v_(p, p.problem.v, p.problem.head_dim_v, work) {}
+
+  TILEWISE_DEVICE void load(bool keys, int32_t tile, const Stage& stage) {
+    if (keys) rows_.advance(k_, v_, work_, tile);
+#pragma unroll
+    for (int part = 0; part < Stream::kParts; ++part) (keys ? k_ : v_).copy(stage.at, true, part);
+    ptx::cp_async_mbarrier_arrive(stage.barrier);
+  }
+  // The tile that is read first: rows behind the keys are 0.
+  TILEWISE_DEVICE void load_first(bool keys, int32_t tile, const Stage& stage) {
+    if (keys) rows_.advance(k_, v_, work_, tile);
+    (keys ? k_ : v_).copy_whole(stage.at, work_.tiles.keys - tile * C::kForward.keys);
+    ptx::cp_async_mbarrier_arrive(stage.barrier);
+  }
+  TILEWISE_DEVICE int32_t first_tile_rows(int32_t) const { return C::kForward.keys; }
+  TILEWISE_DEVICE bool pages_fit(const QueryTile& work) const { return rows_.fit(work); }
+
+ private:
+  using Lanes = tile::PanelLanes<StageTile<C>, C::kHeadDim * C::Element::kBytes>;
+  using Stream = PageStream<C, Lanes>;
+
+  const QueryTile& work_;
+  PageRows<C, Lanes> rows_;
+  Stream k_;
+  Stream v_;
+};
+
+}  // namespace tilewise::cuda::mma_sync

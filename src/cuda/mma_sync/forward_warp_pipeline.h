@@ -1,0 +1,199 @@
+// The ring of one warp through which keys and values pass where stages have barriers: who reads a
+// stage also fills it, so there is no barrier for free stages. Boxes of TMA fill it, or, where
+// pages are small, copies of rows (forward_row_load.h).
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/mma_sync/forward_combine.h"
+#include "cuda/mma_sync/forward_row_load.h"
+#include "cuda/mma_sync/forward_tma_load.h"
+#include "cuda/ptx/mbarrier.h"
+#include "cuda/tile/copy.h"
+#include "cuda/tile/panels.h"
+
+namespace tilewise::cuda::mma_sync {
+
+// Loader f (K, V of the last tile, K, V of the one before, ...) goes to stage f % stages, and is
+// asked for when what lay there has been read: that many fills are on their way while weights are
+// computed. Of contiguous keys it may use fewer stages than there are (plan_decode.h).
+template <class C>
+class WarpPipeline {
+ public:
+  static_assert(C::kForward.warps == 1);
+  using Arch = typename C::Arch;
+  using Loader = std::conditional_t<C::kTma, TmaLoader<C>, RowLoader<C>>;
+  using Params = ForwardParamsOf<C>;
+  using Tile = StageTile<C>;
+  using KeyLanes = tile::PanelOffsets<Tile, tile::Lanes::chunks_first>;
+  using ValueLanes = std::conditional_t<
+      C::kFloat8, tile::Float8B<C::kConverts, tile::PanelOffsets<Tile, tile::Lanes::rows_first>>,
+      tile::PanelB<typename C::Element, Tile>>;
+  static_assert(Tile::kBytes == kStageBytes<C>);
+  static constexpr int kStages = C::kForward.stages;
+  static constexpr bool kMayUseFewer = C::kTma && !C::kPaged && !C::kFloat8;
+  static_assert(kMaxCombineBytes<C> <= kStages * Tile::kBytes);
+  static constexpr int kCombineBarrierAt = kStages * 8;  // a barrier behind those of stages
+  static constexpr int kLoaderAt = kCombineBarrierAt + 8;
+  static constexpr int kStagesAt = static_cast<int>(round_up(kLoaderAt + Loader::kBytes, 1024));
+  static constexpr int kBytes = kStagesAt + kStages * Tile::kBytes;
+  static constexpr int kParts = 1;
+
+  // First of all: what takes time and depends on nothing.
+  TILEWISE_DEVICE static void prepare(const Params& p, ptx::SharedAddress base) {
+    if (ptx::lane_index() != 0) return;
+    Loader::prepare(p);
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage)
+      ptx::mbarrier_init(base + stage * 8, Loader::kArrivals);
+    ptx::mbarrier_init(base + kCombineBarrierAt, 1);
+    ptx::fence_mbarrier_init();
+  }
+
+  // When no more than the sequence is known: what will be waited for.
+  TILEWISE_DEVICE static void prefetch(const Problem& p, int32_t sequence,
+                                       ptx::SharedAddress base) {
+    if constexpr (C::kPaged)
+      prefetch_pages<Loader::kPrefetchSectors>(p, sequence, base + kLoaderAt + Loader::kPrefetchAt);
+  }
+
+  // Of tile `last` and those before it.
+  TILEWISE_DEVICE WarpPipeline(const Params& p, const QueryTile& work, int32_t last,
+                               ptx::SharedAddress base)
+      : base_(base),
+        loader_(p, work, last, base + kLoaderAt),
+        first_(uniform(work.tiles.first)),
+        last_(last) {
+    if constexpr (kMayUseFewer) {
+      if (p.stages > 0) stages_in_use_ = p.stages;
+    }
+    ptx::sync_warp();  // one lane has made the barriers
+  }
+
+  // What a work has however many parts there are of it. The queries are needed with the first keys,
+  // before any values.
+  template <class Queries>
+  TILEWISE_DEVICE void start(Queries&& load_queries) {
+    load_first(true, 0);
+    load_queries();
+    tile::commit<Arch>();
+    load_first(false, 1);
+  }
+
+  // Tiles before `first` are not wanted. That of a second warp_split may be one of them, and is
+  // waited for: its stages are written again.
+  TILEWISE_DEVICE void narrow_to(int32_t first) {
+    const bool has_asked = last_ >= first_;
+    first_ = uniform(first);
+    if (C::kWarpSplits == 1 || !has_asked || last_ >= first_) return;
+    ptx::mbarrier_wait_parity(barrier(0), 0);
+    ptx::mbarrier_wait_parity(barrier(1), 0);
+  }
+
+  // The rest of the ring.
+  TILEWISE_DEVICE void fill_stages() {
+#pragma unroll
+    for (int i = 2; i < kStages; ++i) {
+      if (i < stages()) load(i % 2 == 0, last_ - i / 2 * C::kWarpSplits, i);
+    }
+  }
+
+  // Before the first `consumer_wait`: q has landed.
+  TILEWISE_DEVICE void wait_for_queries() const {
+    zero_rows_not_loaded();
+    tile::wait<Arch, 0>();
+    ptx::sync_warp();
+  }
+
+  // The tile to be read has landed.
+  TILEWISE_DEVICE void consumer_wait() const { ptx::mbarrier_wait_parity(barrier(stage_), phase_); }
+  TILEWISE_DEVICE ptx::SharedAddress keys() const { return at(stage_); }
+  TILEWISE_DEVICE ptx::SharedAddress values() const { return at(stage_); }
+
+  // Rows behind the keys of the sequence came with the last values of boxes. A masked key has
+  // weight 0, and 0 times the NaN of a stranger is NaN; masked scores are replaced, whatever the
+  // key.
+  TILEWISE_DEVICE void zero_values_past_end(const QueryTile& work, int32_t tile) const {
+    if constexpr (!C::kTma) return;
+    const int32_t begin = work.tiles.keys - tile * Tile::kRows;
+    if (begin >= Tile::kRows) return;
+    zero_rows(stage_, begin, tail_box_rows(begin));
+    ptx::fence_proxy_async();  // the stage is filled again
+    ptx::sync_warp();
+  }
+
+  // The keys (`scores`) or values of `tile` have been read: the next but stages() - 1 take the
+  // stage.
+  TILEWISE_DEVICE void consumer_release(bool scores, int32_t tile) {
+    ptx::sync_warp();
+    const bool keys = scores == (stages() % 2 == 0);
+    load(keys, tile - (scores ? stages() : stages() + 1) / 2 * C::kWarpSplits, stage_);
+    if (++stage_ == stages()) {
+      stage_ = 0;
+      phase_ ^= 1;
+    }
+  }
+  TILEWISE_DEVICE void load_ahead(bool, int32_t, int) const {}
+
+  // After the loop: whether all pages were those of the tensors.
+  TILEWISE_DEVICE bool pages_fit(const QueryTile& work) const {
+    return !ptx::any(!loader_.pages_fit(work));
+  }
+  // Then other blocks may write into the ring.
+  TILEWISE_DEVICE void release_to_cluster() const {
+    if constexpr (!C::kTma) ptx::fence_proxy_async();
+    ptx::barrier_cluster_arrive_relaxed();
+  }
+  TILEWISE_DEVICE CombineBuffer combine_buffer() const {
+    return {at(0), base_ + kCombineBarrierAt, 0};
+  }
+
+ private:
+  TILEWISE_DEVICE int stages() const {
+    if constexpr (kMayUseFewer) return stages_in_use_;
+    return kStages;
+  }
+  TILEWISE_DEVICE ptx::SharedAddress at(int stage) const {
+    return base_ + static_cast<uint32_t>(kStagesAt + stage * Tile::kBytes);
+  }
+  TILEWISE_DEVICE ptx::SharedAddress barrier(int stage) const {
+    return base_ + static_cast<uint32_t>(stage * 8);
+  }
+
+  TILEWISE_DEVICE void load(bool keys, int32_t tile, int stage) {
+    if (tile >= first_) loader_.load(keys, tile, {at(stage), barrier(stage)});
+  }
+  // Of the tile that is read first.
+  TILEWISE_DEVICE void load_first(bool keys, int stage) {
+    if (last_ >= first_) loader_.load_first(keys, last_, {at(stage), barrier(stage)});
+  }
+
+  // While the first tile is on its way: rows that nobody has asked for.
+  TILEWISE_DEVICE void zero_rows_not_loaded() const {
+    const int32_t rows = last_ < first_ ? Tile::kRows : loader_.first_tile_rows(last_);
+    if (rows == Tile::kRows) return;
+    zero_rows(0, rows, Tile::kRows);
+    zero_rows(1, rows, Tile::kRows);
+    ptx::fence_proxy_async();  // the stages are filled again
+  }
+  TILEWISE_DEVICE void zero_rows(int stage, int32_t begin, int32_t end) const {
+    const uint32_t zeros[4] = {0, 0, 0, 0};
+#pragma unroll 1
+    for (int i = begin * 8 + ptx::lane_index(); i < end * 8; i += ptx::kWarpSize) {
+#pragma unroll
+      for (int panel = 0; panel < Tile::kPanels; ++panel)
+        ptx::st_shared_v4_b32(at(stage) + static_cast<uint32_t>(panel * Tile::kPanelBytes + i * 16),
+                              zeros);
+    }
+  }
+
+  ptx::SharedAddress base_;
+  Loader loader_;
+  int32_t first_;  // tile that is wanted
+  int32_t last_;
+  int stages_in_use_ = kStages;
+  int stage_ = 0;  // to be read
+  int phase_ = 0;  // of its barrier
+};
+
+}  // namespace tilewise::cuda::mma_sync
