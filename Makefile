@@ -24,7 +24,7 @@ python := $(VENV)/bin/python
 export PYTHON
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Not the plugins of the machine, which an environment that uses its torch sees, too.
+# An environment that uses the machine's torch also sees its pytest plugins; they are not loaded.
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD := 1
 say = printf '\033[1m== %s\033[0m\n'
 
@@ -32,7 +32,7 @@ sources := $(shell find CMakeLists.txt pyproject.toml cmake include src bindings
              ! -name '*.pyc' ! -path '*/.*' 2>/dev/null)
 
 .PHONY: help
-help: ## what can be made
+help: ## lists the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 # --- environment -----------------------------------------------------------------------------------
@@ -45,13 +45,13 @@ $(VENV)/.ready: tools/setup.sh
 	@tools/setup.sh build-tools $(VENV)
 	@touch $@
 
-# And what mypy follows imports into, besides torch.
+# mypy follows imports into these packages and torch.
 $(VENV)/.ready-lint: tools/requirements-lint.txt tools/constraints.txt | $(VENV)/.ready
 	@$(python) -m pip install --quiet --ignore-installed -r $<
 	@$(python) -m pip install --quiet -c tools/constraints.txt numpy pytest rich
 	@touch $@
 
-# The package with all that the demo and the tests import, as `pip install` gives it to anybody.
+# The package and all imports of the demo and the tests, installed by an ordinary `pip install`.
 $(VENV)/.installed: $(sources) tools/constraints.txt | $(VENV)/.ready
 	@$(say) "install into $(VENV): compiles for a minute or two (log: build/install.log)"
 	@mkdir -p build
@@ -68,7 +68,7 @@ $(VENV)/.ready-wheel: tools/requirements-wheel.txt | $(VENV)/.ready
 	@$(python) -m pip install --quiet -r $<
 	@touch $@
 
-# Loads wherever torch's own wheels do; auditwheel refuses what would not.
+# The wheel loads wherever torch's own wheels do; auditwheel refuses one that would not.
 wheel_glibc := 2.28
 wheel_cuda := $(if $(filter OFF,$(CUDA)),OFF,ON)
 FROM ?= .
@@ -87,7 +87,7 @@ wheel: $(VENV)/.ready-wheel ## the package in dist/, for every Python, torch >= 
 	@$(python) tools/check_wheel.py dist/*-py3-none-manylinux*.whl
 
 .PHONY: wheel-shim
-wheel-shim: $(VENV)/.ready-wheel ## the package that lends Tilewise the name flash_attn, in dist/ (packages/flash-attn-shim)
+wheel-shim: $(VENV)/.ready-wheel ## the package flash_attn over Tilewise, in dist/ (packages/flash-attn-shim)
 	@rm -rf build/shim && mkdir -p build dist && cp -r packages/flash-attn-shim build/shim # a build leaves files there
 	@$(python) -m pip wheel --quiet --no-build-isolation --no-deps -w dist build/shim
 	@ls -l dist/flash_attn-*.whl
@@ -111,17 +111,17 @@ build: $(BUILD)/build.ninja ## the library and its C++ tests, in build/release
 
 # --- use -------------------------------------------------------------------------------------------
 .PHONY: demo
-demo: $(VENV)/.installed ## exactness, a small GPT trained on real text, one picture, an answer (10 minutes)
+demo: $(VENV)/.installed ## checks exactness, trains a small GPT on real text, plots, asks SmolLM2 (10 minutes)
 	@tools/setup.sh language-model $(VENV) || true # the demo says what is missing
 	@$(say) "demo"
 	@$(python) examples/demo.py $(if $(TEXT),--text "$(TEXT)") $(DEMO_FLAGS)
 
 .PHONY: bench-cpu
-bench-cpu: $(VENV)/.installed ## side by side with torch's attention on these cores
+bench-cpu: $(VENV)/.installed ## compares with torch's attention on these cores
 	@$(python) bench/bench_cpu.py $(BENCH_FLAGS)
 
 .PHONY: bench-gpu
-bench-gpu: ## the same on this machine's GPU, beside every peer that is installed (BENCH_FLAGS, BUILD_GPU)
+bench-gpu: ## compares with every installed peer on this machine's GPU (BENCH_FLAGS, BUILD_GPU)
 	@$(gpu_environment) $(GPU_PYTHON) bench/bench_gpu.py $(BENCH_FLAGS)
 
 # --- proof -----------------------------------------------------------------------------------------
@@ -134,8 +134,8 @@ test-cpp: build
 	@$(say) "C++ tests"
 	@ctest --preset release | grep -vE '^ *Start |   Passed +[0-9]'
 
-# The benchmark's tests run in a process of their own: bench/cases.py and tests/python/cases.py are both the
-# module `cases`, and the first one imported would be handed to everybody.
+# The benchmark's tests run in a separate process: bench/cases.py and tests/python/cases.py are both
+# the module `cases`, and Python would use the one that is imported first for both.
 pytest = $(python) -m pytest -p xdist -p hypothesispytest $(PYTEST_FLAGS)
 .PHONY: test-python
 test-python: $(VENV)/.installed
@@ -156,20 +156,20 @@ test-models: $(VENV)/.ready-models ## Hugging Face models generate and train thr
 	  --dist loadfile -m models
 
 .PHONY: sweep-models
-sweep-models: $(VENV)/.ready-models ## every model class of Transformers beside eager (an hour): docs/integrations/models.md
+sweep-models: $(VENV)/.ready-models ## compares every model class of Transformers with eager (an hour): docs/integrations/models.md
 	@$(say) "model classes: a sweep that was interrupted goes on; SWEEP_FLAGS=--fresh starts anew"
 	@cd tools && $(abspath $(python)) -m sweep_models --processes $(JOBS) $(SWEEP_FLAGS)
 
-# On a bare CUDA machine: no environment is made, nothing is fetched or installed.
+# For a bare CUDA machine: this target creates no environment, fetches and installs nothing.
 GPU_PYTHON ?= python3
 BUILD_GPU ?= build/gpu-check
 gpu_environment = PYTHONPATH=python TILEWISE_LIBRARY_DIR=$(abspath $(BUILD_GPU))
 .PHONY: gpu-check
-gpu-check: ## proof on this machine's GPU: STAGES=build,smoke,tests,sanitizer,train,models,bench
+gpu-check: ## tests on this machine's GPU: STAGES=build,smoke,tests,sanitizer,train,models,bench
 	@$(GPU_PYTHON) tools/gpu_check.py --build $(BUILD_GPU) $(if $(STAGES),--stages $(STAGES)) \
 	  $(if $(WHEELS),--wheels $(WHEELS)) $(GPU_CHECK_FLAGS)
 
-# And Transformers, which the serving module is documented with.
+# autodoc imports the serving module, which imports Transformers.
 $(VENV)/.ready-docs: tools/requirements-docs.txt tools/constraints.txt | $(VENV)/.ready
 	@$(python) -m pip install --quiet --ignore-installed -r $<
 	@$(python) -m pip install --quiet -c tools/constraints.txt transformers
@@ -213,5 +213,5 @@ clean: ## removes what was built; the environment stays
 	@rm -rf build dist
 
 .PHONY: distclean
-distclean: clean ## removes the environment, too
+distclean: clean ## also removes the environment
 	@rm -rf $(VENV)

@@ -1,4 +1,4 @@
-"""What the lint steps share: which files there are, and how a finding is printed."""
+"""Shared by the lints: the files of the checkout, and how findings are printed."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Include lint: the layers of the library point one way (docs/architecture.md).
+"""Include lint: each layer includes only lower ones (docs/architecture.md).
 
     base <- attention <- { cpu, cuda/ptx <- cuda/tile <- families <- cuda } <- dispatch <- capi
       <- bindings
 
-Families (cpu and the folders of src/cuda that hold kernels) never include each other, and what is
-below the kernels knows neither CUDA headers nor intrinsics. Run: python tools/lint_includes.py
+Families (cpu and the folders of src/cuda that hold kernels) never include each other, and layers
+below the kernels include neither CUDA headers nor intrinsics. Run: python tools/lint_includes.py
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _BELOW_FAMILIES = (
     "cuda/arch",
     "cuda/common",
 )
-# What kernels and host code share lies beside the host code, in src/cuda itself.
+# Headers of src/cuda that kernels and host code share; the others there belong to host code.
 _SHARED = (
-    "order",
-    "params",
-    "shares",
+    "cta_placement",
     "element",
-    "tensor_map",
-    "key_record",
     "form",
-    "next_start",
-    "spread",
+    "params",
+    "pdl_trigger",
+    "stream_k_tail",
+    "tensor_map",
+    "tile_descriptor",
+    "tile_order",
 )
 _SHARED_WITH_KERNELS = tuple(f"{name}.h" for name in _SHARED)
-# The host's half of a wrapper: the block that tests/emulator puts in the place of a GPU.
+# Layers with an emulated half: tests/emulator runs a CTA on the host instead of a GPU.
 _EMULATOR_USERS = ("cuda/ptx", "cuda")
 
-# What a layer may include beside itself and the public header. A layer that is not listed here is
-# an error: a new folder has to find its place first.
+# The layers that a layer may include besides itself and the public header. A folder that is not
+# listed here is an error, so a new one must be given its place first.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "base": (),
     "attention": ("base",),
@@ -92,7 +92,7 @@ def layer_of(path: PurePosixPath) -> str | None:
 
 
 def resolve(root: Path, including: PurePosixPath, name: str) -> PurePosixPath | None:
-    """Which file of the checkout `#include "name"` means; None for one from outside."""
+    """The file of the checkout that `#include "name"` means; None for one from outside."""
     for folder in (including.parent, PurePosixPath("src"), PurePosixPath("include")):
         parts: list[str] = []
         for part in (folder / name).parts:

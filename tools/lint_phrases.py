@@ -1,9 +1,9 @@
 """Phrase lint: comments, docstrings and pages in plain English, with the terms of docs/glossary.md.
 
-Reads the comments of C++, CUDA and Python (with docstrings) and the prose of Markdown pages, and
-names each phrase that readers have to decode with what to write in its place. Lines of Markdown
-end at 100 columns, except in tables, code, headings and lines that are one link. Records of what
-was measured and decided (docs/lab, docs/results, docs/decisions/0*) stay as they were written.
+The lint reads the comments of C++, CUDA and Python (with docstrings) and the prose of Markdown
+pages. For each phrase that is hard to understand it says what to write instead. Lines of Markdown
+end at 100 columns, except in tables, code, headings and lines that are one link. Records of
+measurements and decisions (docs/lab, docs/results, docs/decisions/0*) stay as they were written.
 Run: python tools/lint_phrases.py
 """
 
@@ -25,7 +25,7 @@ _RECORDS = re.compile(r"docs/(?:lab|results)/|docs/decisions/\d")
 
 
 class Rule(NamedTuple):
-    """A phrase that is not used, and what stands in its place."""
+    """A phrase to avoid, and what to write instead."""
 
     pattern: re.Pattern[str]
     instead: str
@@ -39,7 +39,7 @@ class Block(NamedTuple):
 
 
 def _rules(*rules: tuple[str, str]) -> tuple[Rule, ...]:
-    # A space matches the end of a line, too, where the next one goes on.
+    # A space also matches the end of a line within a sentence.
     return tuple(
         Rule(re.compile(pattern.replace(" ", r"\s+"), re.MULTILINE), instead)
         for pattern, instead in rules
@@ -48,7 +48,7 @@ def _rules(*rules: tuple[str, str]) -> tuple[Rule, ...]:
 
 _NOT_A_PERSON = '"it", "the warp that ...", "no thread": a thread or a program is no person'
 
-# Everywhere.
+# Phrases to avoid in comments and pages.
 _PHRASES = _rules(
     (r"\b(?:[Ww]hoever|[Hh]imself|[Nn]obody|[Ss]omebody)\b", _NOT_A_PERSON),
     (r"\bhad better\b", '"must", "should", or the reason'),
@@ -69,7 +69,7 @@ _PHRASES = _rules(
     (r"\b(?:last|next|first) rounds?\b(?= (?:of|that|is)\b)", '"wave"'),
 )
 
-# In comments of code alone: pages speak about people, and begin titles with "Of".
+# Phrases to avoid in comments only: pages speak about people.
 _COMMENT_PHRASES = _rules(
     (r"\b[Ww]ho\b(?!['’]s)|\b(?:he|his|him)\b", _NOT_A_PERSON),
     (r"\b(?:[Ee]very|[Aa]ny)body\b", _NOT_A_PERSON),
@@ -79,7 +79,7 @@ _COMMENT_PHRASES = _rules(
     (r"\A(?:What|Which|Whom) [^.:?]*\.(?=\s|\Z)", 'a sentence, or a noun: "The rows that ..."'),
 )
 
-# The text of C++ that is no comment but may look like one, and comments.
+# Strings and characters of C++, which may look like comments, and comments.
 _CXX = re.compile(
     r'R"(?P<tag>[^(\s]*)\(.*?\)(?P=tag)"'
     r'|"(?:\\.|[^"\\\n])*"'
@@ -90,7 +90,7 @@ _CXX = re.compile(
 _CXX_MARKER = re.compile(r"^\s*(?:/\*+!?|//+[!/<]*|\*+(?!/)(?=\s|$))|\*+/\s*$", re.MULTILINE)
 
 
-# With what stands in brackets behind it, as below a table that a script has written.
+# One link, with a remark in parentheses as below generated tables.
 _ONE_LINK = re.compile(r"\s*(?:[-*+] |\d+[.)] )?\*?!?\[[^\]]*\]\([^)]*\)(?: \(.*\))?\*?[.,;:]?")
 
 
@@ -99,7 +99,7 @@ def _blank(text: str) -> str:
 
 
 def _comment_lines(comments: list[tuple[int, str]], code: list[bool]) -> Iterator[Block]:
-    """Blocks of comment lines: a comment beside code begins one, lines of comment alone go on."""
+    """Blocks of comment lines; a comment behind code starts one, and comment lines continue it."""
     first, lines = 0, list[str]()
     for number, text in comments:
         if lines and (number != first + len(lines) or code[number - 1]):
@@ -186,7 +186,7 @@ def markdown(text: str, path: str) -> Iterator[Finding | Block]:
             lines = []
         if line.strip():
             first = first if lines else number
-            lines.append(re.sub(r"\]\([^)]*\)", "]()", line))  # names of files stay
+            lines.append(re.sub(r"\]\([^)]*\)", "]()", line))  # targets of links are names
 
 
 def findings(path: str, block: Block, rules: tuple[Rule, ...]) -> Iterator[Finding]:

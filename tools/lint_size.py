@@ -1,4 +1,4 @@
-"""Size lint: what a reader can hold in mind at once.
+"""Size lint: limits that keep code readable.
 
 Files of code up to 500 lines, functions up to 80 (150 in a kernel), lines up to 100 columns;
 inside the library, inline assembly only in src/cuda/ptx. Run: python tools/lint_size.py
@@ -80,7 +80,7 @@ def _opens_function(head: str) -> bool:
 def python_functions(text: str) -> Iterator[tuple[str, int, int]]:
     """Name, first line and last line of every function in `text`.
 
-    Decorators and docstring do not count: what a caller reads is not what has to be held in mind.
+    Decorators and docstrings do not count: they describe the function to its callers.
     """
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

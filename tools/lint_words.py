@@ -1,4 +1,4 @@
-"""Word lint: nothing of the machine a file was written on, and no leftovers.
+"""Word lint: no traces of the machine on which a file was written, and no leftovers.
 
 Absolute paths of a user or a checkout, addresses of private networks, secrets, conflict markers,
 and TODOs without a reason have no place in a published tree. Run: python tools/lint_words.py
@@ -30,7 +30,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     )
 )
 
-# This file and its test have to spell what they look for.
+# This file and its test contain the words that they look for.
 _EXEMPT = frozenset({"tools/lint_words.py", "tests/python/test_lint.py"})
 
 

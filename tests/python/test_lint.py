@@ -1,4 +1,4 @@
-"""The lint steps find what they are for, and nothing in a clean tree."""
+"""The lints find what they look for, and nothing in a clean tree."""
 
 import subprocess
 import sys
@@ -98,7 +98,7 @@ BAD = {
     "large file": ("words", {"a.bin": "x" * (1025 * 1024)}, "1025 KB; at most 1024"),
 }
 
-# A phrase in a comment of C++, and what the finding quotes.
+# Comments of C++, and the phrase that the finding quotes.
 PHRASES = {
     "// The warp that waits is woken by whoever arrives last.": "whoever",
     "// A tile computes its sums himself.": "himself",
