@@ -87,14 +87,14 @@ struct ChunkSchedule {
   }
 
   TILEWISE_FN constexpr bool any() const { return max_chunks != 0; }
-  TILEWISE_FN constexpr bool long_first() const { return concurrent_sequences != 0; }
+  TILEWISE_FN constexpr bool longest_first() const { return concurrent_sequences != 0; }
 
   // Keys per chunk. A search: the first of these sizes with which the batch has no more than
   // `max_chunks` chunks is taken.
   TILEWISE_FN constexpr int32_t first_chunk_size(const Batch& batch) const {
     if (are_uniform(batch)) {
       const int32_t size = quotient(batch.longest, chunks_if_uniform);
-      return whole_tiles(long_first() ? min(size, quotient(batch.keys, concurrent_sequences))
+      return whole_tiles(longest_first() ? min(size, quotient(batch.keys, concurrent_sequences))
                                       : size);
     }
     // The last chunk of a sequence is short; on average half of it is missing.

@@ -10,46 +10,46 @@ namespace tilewise::cuda {
 namespace {
 
 BackwardParams main_params(const Problem& p, const Gradients& g, const Plan& plan,
-                           const BackwardWorkspace& pieces, void* workspace) {
+                           const BackwardWorkspace& regions, void* workspace) {
   BackwardParams params{};
   params.problem = p;
   params.gradients = g;
   params.order = plan.order;
-  params.order.table = pieces.table.in<TileOrder::Entry>(workspace);
+  params.order.table = regions.table.in<TileOrder::Entry>(workspace);
   params.key_tile = plan.tile_k;
   params.rows = {plan.tile_q};
-  params.key_flags = {pieces.key_flags.in<uint8_t>(workspace), 1,
+  params.key_flags = {regions.key_flags.in<uint8_t>(workspace), 1,
                       static_cast<int32_t>(plan.blocks)};
-  params.row_flags = {pieces.row_flags.in<uint8_t>(workspace), 1,
+  params.row_flags = {regions.row_flags.in<uint8_t>(workspace), 1,
                       static_cast<int32_t>(row_blocks(p, plan))};
-  params.row_lse = pieces.row_lse.in<float>(workspace);
-  params.row_delta = pieces.row_delta.in<float>(workspace);
-  params.row_origin = pieces.row_origin.in<float>(workspace);
-  params.row_origin_low = pieces.row_origin_low.in<float>(workspace);
-  params.far_rows = pieces.far_rows.in<uint64_t>(workspace);
+  params.row_lse = regions.row_lse.in<float>(workspace);
+  params.row_delta = regions.row_delta.in<float>(workspace);
+  params.row_origin = regions.row_origin.in<float>(workspace);
+  params.row_origin_low = regions.row_origin_low.in<float>(workspace);
+  params.far_rows = regions.far_rows.in<uint64_t>(workspace);
   params.launch_id = next_launch_id();
-  params.dq_sum = pieces.dq_sum.in<float>(workspace);
-  params.dq_semaphores = pieces.dq_semaphores.in<int32_t>(workspace);
-  params.dscale_partials = pieces.dscale_partials.in<float>(workspace);
-  params.descriptors = pieces.descriptors.in<TileDescriptor>(workspace);
+  params.dq_sum = regions.dq_sum.in<float>(workspace);
+  params.dq_semaphores = regions.dq_semaphores.in<int32_t>(workspace);
+  params.dscale_partials = regions.dscale_partials.in<float>(workspace);
+  params.descriptors = regions.descriptors.in<TileDescriptor>(workspace);
   params.num_tiles = static_cast<int32_t>(plan.blocks);
-  params.tile_counter = pieces.tile_counter.in<int32_t>(workspace);
+  params.tile_counter = regions.tile_counter.in<int32_t>(workspace);
   return params;
 }
 
 // Returns the problem that the kernels after it are given.
 Problem prepare_all(const Problem& p, const Gradients& g, const Plan& plan,
-                    const BackwardWorkspace& pieces, void* workspace) {
-  common::PrepareParams before = common::prepare_backward(p, g);
-  if (ragged_keys(p)) {
-    before.order = {pieces.table.in<TileOrder::Entry>(workspace), common::OrderTask::Of::keys,
+                    const BackwardWorkspace& regions, void* workspace) {
+  common::PrepareParams prepared = common::prepare_backward(p, g);
+  if (is_varlen_k(p)) {
+    prepared.order = {regions.table.in<TileOrder::Entry>(workspace), common::OrderTask::Of::keys,
                     plan.tile_k, 1};
   }
-  common::fit(before, common::FitTask::backward(p, pieces.fit.in<int32_t>(workspace)),
+  common::fit(prepared, common::FitTask::backward(p, regions.fit.in<int32_t>(workspace)),
               has_uniform_sequences(p) ? nullptr : index_record(p.device_index));
-  before.fills[0] = {pieces.dq_semaphores.in<void>(workspace), pieces.dq_semaphores.bytes};
-  prepare(before, p.stream);
-  return before.fitted;
+  prepared.fills[0] = {regions.dq_semaphores.in<void>(workspace), regions.dq_semaphores.bytes};
+  prepare(prepared, p.stream);
+  return prepared.fitted;
 }
 
 // Records and row statistics, then keys.
@@ -63,8 +63,8 @@ void launch_wgmma(const Problem& p, const Gradients& g, const Plan& plan,
   params.k = map_of_keys(p, p.k, p.head_dim, plan.tile_k / cluster);
   params.v = map_of_keys(p, p.v, p.head_dim_v, plan.tile_k / cluster);
   const FormKernels& kernels = plan.kernel_set->form(plan.form);
-  const int64_t records = ceil_div(plan.blocks * cluster, kernels.prepare.threads);
-  launch(kernels.prepare, records + row_blocks(p, plan) * plan.kernel_set->prepare_splits, p.stream,
+  const int64_t descriptor_ctas = ceil_div(plan.blocks * cluster, kernels.prepare.threads);
+  launch(kernels.prepare, descriptor_ctas + row_blocks(p, plan) * plan.kernel_set->prepare_splits, p.stream,
          main);
   const int64_t grid = params.tile_counter == nullptr
                            ? plan.blocks * cluster
@@ -80,30 +80,30 @@ void main_gradients(const Problem& p, const Gradients& g, const Plan& plan,
   const int64_t row_tiles = row_blocks(p, plan);
   const FormKernels& kernels = plan.kernel_set->form(plan.form);
   // The sums of dQ come from the kernel of the keys; simt computes rows and keys apart.
-  const bool apart = plan.family == Family::simt;
+  const bool separate_passes = plan.family == Family::simt;
   if (!keys && !rows) return;
   if (plan.family == Family::wgmma) {
     launch_wgmma(p, g, plan, params);
-  } else if (keys || !apart) {
+  } else if (keys || !separate_passes) {
     launch(kernels.prepare, row_tiles, p.stream, params);
     launch(kernels.backward, plan.blocks, p.stream, params);
   }
-  const bool waits = plan.family == Family::wgmma;
+  const bool dependent = plan.family == Family::wgmma;
   if (rows) {
-    launch(kernels.finish, row_tiles, p.stream, params, waits ? Start::dependent : Start::in_order);
+    launch(kernels.finish, row_tiles, p.stream, params, dependent ? Start::dependent : Start::in_order);
   }
   if (plan.nan_recompute == nullptr) return;
-  const FormKernels& exact = plan.nan_recompute->form(Form::general);
+  const FormKernels& recompute = plan.nan_recompute->form(Form::general);
   const auto blocks = [&](const Flags& flags) {
     return recompute_blocks(flags, plan.nan_recompute->backward_tile, p.device_index);
   };
   if (keys) {
-    launch(exact.backward, blocks(params.key_flags), p.stream, params, Start::dependent);
+    launch(recompute.backward, blocks(params.key_flags), p.stream, params, Start::dependent);
   }
-  if (rows) launch(exact.finish, blocks(params.row_flags), p.stream, params, Start::dependent);
+  if (rows) launch(recompute.finish, blocks(params.row_flags), p.stream, params, Start::dependent);
 }
 
-void sums(const Problem& p, const Gradients& g, const BackwardWorkspace& pieces, void* workspace) {
+void sums(const Problem& p, const Gradients& g, const BackwardWorkspace& regions, void* workspace) {
   common::ReduceParams params;
   params.dsinks = g.dsinks;
   params.dscale = g.dscale;
@@ -111,15 +111,15 @@ void sums(const Problem& p, const Gradients& g, const BackwardWorkspace& pieces,
     common::DsinksParams partials;
     partials.problem = p;
     partials.gradients = g;
-    partials.partials = pieces.dsinks_partials.in<double>(workspace);
+    partials.partials = regions.dsinks_partials.in<double>(workspace);
     partials.chunks = common::dsinks_chunks(p);
     launch(common::tensor_kernels(p.dtype).dsinks, common::dsinks_blocks(p), p.stream, partials);
     params.dsinks_partials = partials.partials;
     params.heads = p.heads_q;
     params.chunks = partials.chunks;
   }
-  params.dscale_partials = pieces.dscale_partials.in<float>(workspace);
-  params.dscale_count = pieces.dscale_partials.bytes / static_cast<int64_t>(sizeof(float));
+  params.dscale_partials = regions.dscale_partials.in<float>(workspace);
+  params.dscale_count = regions.dscale_partials.bytes / static_cast<int64_t>(sizeof(float));
   launch(common::reduce_kernel(), common::reduce_blocks(params), p.stream, params);
 }
 
@@ -127,15 +127,15 @@ void sums(const Problem& p, const Gradients& g, const BackwardWorkspace& pieces,
 
 void backward(const Problem& given, const Gradients& g, const Plan& plan, void* workspace) {
   const DeviceScope scope(given.device_index);
-  const BackwardWorkspace pieces = backward_workspace(given, g, plan);
-  if (given.check != 0) check_entries(given, &g, pieces.report.in<void>(workspace));
-  const Problem p = prepare_all(given, g, plan, pieces, workspace);
-  main_gradients(p, g, plan, main_params(p, g, plan, pieces, workspace));
+  const BackwardWorkspace regions = backward_workspace(given, g, plan);
+  if (given.check != 0) check_entries(given, &g, regions.report.in<void>(workspace));
+  const Problem p = prepare_all(given, g, plan, regions, workspace);
+  main_gradients(p, g, plan, main_params(p, g, plan, regions, workspace));
   if (g.dbias != nullptr) {
     launch(common::tensor_kernels(p.dtype).dbias, common::dbias_blocks(p, g), p.stream,
            common::DbiasParams{p, g});
   }
-  if (g.dsinks != nullptr || g.dscale != nullptr) sums(p, g, pieces, workspace);
+  if (g.dsinks != nullptr || g.dscale != nullptr) sums(p, g, regions, workspace);
 }
 
 }  // namespace tilewise::cuda

@@ -12,11 +12,11 @@ namespace {
 
 // Q, dO and the sums of dQ of the heads walked together stay in L2: 40 of the 50 MB of an H200
 // measured best.
-constexpr double kShareOfL2 = 0.8;
+constexpr double kL2Fraction = 0.8;
 // Of mma_sync and simt: 8 heads are 0.87 to 1.00 of these.
-constexpr int64_t kLeastSection = 16;
+constexpr int64_t kMinHeadGroup = 16;
 // Of wgmma: 1.00 to 1.05 of 16 and more, with grouped heads to 1.19; 4 are no better.
-constexpr int64_t kMostWgmmaSection = 8;
+constexpr int64_t kMaxWgmmaHeadGroup = 8;
 
 // Key tiles that the most rows see go first (1: the last tiles, 2: the first ones): with causality
 // alone the first ones, with a left window alone the last ones. Deterministic sums wait for the
@@ -30,13 +30,13 @@ int32_t longest_first(const Problem& p) {
 // The heads whose rows, gradients and sums share L2.
 int64_t heads_in_l2(const Problem& p, const Plan& plan, const Gpu& gpu) {
   const int64_t bytes = p.dtype == TILEWISE_FLOAT32 ? 4 : 2;
-  const int64_t rows = ragged_rows(p) && p.max_seqlen_q == 0 && p.batch > 0
+  const int64_t rows = is_varlen_q(p) && p.max_seqlen_q == 0 && p.batch > 0
                            ? ceil_div(p.seqlen_q, p.batch)
-                           : most_rows(p);
+                           : max_rows(p);
   const int64_t row_bytes = (p.head_dim + p.head_dim_v) * bytes + plan.head_dim * 8;
-  const auto budget = static_cast<int64_t>(gpu.l2_bytes * kShareOfL2);
-  const int64_t pairs = pairs_within(rows * row_bytes, budget);
-  return plan.family == Family::wgmma ? min(pairs, kMostWgmmaSection) : max(pairs, kLeastSection);
+  const auto budget = static_cast<int64_t>(gpu.l2_bytes * kL2Fraction);
+  const int64_t heads = heads_within_budget(rows * row_bytes, budget);
+  return plan.family == Family::wgmma ? min(heads, kMaxWgmmaHeadGroup) : max(heads, kMinHeadGroup);
 }
 
 // Deterministic sums of wgmma: where all walks begin at row 0 key tiles follow each other a turn
@@ -45,12 +45,12 @@ int64_t heads_in_l2(const Problem& p, const Plan& plan, const Gpu& gpu) {
 // nobody waits to begin. By columns a turn takes most of a step, and few tiles of a head at once
 // are better. (Of the speed of other sums, D128 at 4k rows: 0.90 and 0.82, head by head or from the
 // first tile 0.71 and 0.72.)
-void choose_turns(const Problem& p, const Plan& plan, const Gpu& gpu, TileOrder& order) {
+void order_for_semaphores(const Problem& p, const Plan& plan, const Gpu& gpu, TileOrder& order) {
   const bool by_columns = !plan.kernel_set->persistent_backward;
   if (by_columns && p.window_right >= 0) return;
   order.longest_first = p.window_right >= 0 ? 1 : 2;
-  const int64_t slots = gpu.sm_count / plan.kernel_set->backward_tile.cluster_size;
-  order.walk_together(ceil_div(slots, max<int64_t>(1, order.tiles)));
+  const int64_t resident_clusters = gpu.sm_count / plan.kernel_set->backward_tile.cluster_size;
+  order.interleave_heads(ceil_div(resident_clusters, max<int64_t>(1, order.tiles)));
 }
 
 TileOrder choose_order(const Problem& p, const Plan& plan, const Gpu& gpu) {
@@ -59,8 +59,8 @@ TileOrder choose_order(const Problem& p, const Plan& plan, const Gpu& gpu) {
   order.heads = static_cast<int32_t>(p.heads_kv);
   order.sequences = static_cast<int32_t>(p.batch);
   order.longest_first = longest_first(p);
-  if (order.longest_first != 0) order.walk_together(heads_in_l2(p, plan, gpu));
-  if (p.deterministic != 0 && plan.family == Family::wgmma) choose_turns(p, plan, gpu, order);
+  if (order.longest_first != 0) order.interleave_heads(heads_in_l2(p, plan, gpu));
+  if (p.deterministic != 0 && plan.family == Family::wgmma) order_for_semaphores(p, plan, gpu, order);
   return order;
 }
 
@@ -68,17 +68,17 @@ TileOrder choose_order(const Problem& p, const Plan& plan, const Gpu& gpu) {
 int64_t largest_grid(const Problem& p, const Gradients& g, const Plan& plan) {
   const Size keys = Size(plan.blocks) * plan.kernel_set->backward_tile.cluster_size;
   const Size rows = Size(row_blocks(p, plan)) * plan.kernel_set->prepare_splits;
-  const Size both = plan.family == Family::wgmma ? keys + rows : max(keys.value(), rows.value());
-  return max(both.value(), common::dbias_blocks(p, g));
+  const Size wgmma_prepare = plan.family == Family::wgmma ? keys + rows : max(keys.value(), rows.value());
+  return max(wgmma_prepare.value(), common::dbias_blocks(p, g));
 }
 
 }  // namespace
 
 Plan plan_backward(const Problem& p, const Gradients& g, Family family, const Gpu& gpu,
-                   const Registry& inside) {
+                   const Registry& registry) {
   Plan plan;
   plan.family = family;
-  plan.kernel_set = find_backward(p, &g, family, gpu, inside);
+  plan.kernel_set = find_backward(p, &g, family, gpu, registry);
   if (plan.kernel_set == nullptr) return plan;
   const KernelSet& kernel_set = *plan.kernel_set;
   plan.form = fits_plain(p, &g) ? Form::plain : Form::general;
@@ -87,12 +87,12 @@ Plan plan_backward(const Problem& p, const Gradients& g, Family family, const Gp
   plan.tile_q = kernel_set.backward_tile.rows;
   plan.tile_k = kernel_set.backward_tile.keys;
   plan.order = choose_order(p, plan, gpu);
-  const Size tiles = most_tiles(ragged_keys(p), p.seqlen_k, max_keys(p), p.batch, plan.tile_k);
+  const Size tiles = max_tiles(is_varlen_k(p), p.seqlen_k, max_keys(p), p.batch, plan.tile_k);
   plan.blocks = (tiles * p.heads_kv).value();
   plan.grid = largest_grid(p, g, plan);
   if (!plan.can_be_launched()) return plan;
   if (family != Family::simt && nan_may_leak(p))
-    plan.nan_recompute = find_backward(p, &g, Family::simt, gpu, inside);
+    plan.nan_recompute = find_backward(p, &g, Family::simt, gpu, registry);
   plan.workspace_bytes = backward_workspace(p, g, plan).bytes;
   return plan;
 }
@@ -107,40 +107,40 @@ int64_t row_blocks(const Problem& p, const Plan& plan) {
 
 BackwardWorkspace backward_workspace(const Problem& p, const Gradients& g, const Plan& plan) {
   Workspace workspace;
-  BackwardWorkspace pieces;
+  BackwardWorkspace regions;
   const int64_t row_tiles = row_blocks(p, plan);
   const int64_t rows = row_tiles * plan.tile_q;
-  if (p.check != 0) pieces.report = workspace.take<IndexFault>(1);
-  pieces.fit = workspace.take<int32_t>(common::FitTask::entries_of_backward(p));
-  if (ragged_keys(p)) pieces.table = workspace.take<TileOrder::Entry>(p.batch + 1);
+  if (p.check != 0) regions.report = workspace.take<IndexFault>(1);
+  regions.fit = workspace.take<int32_t>(common::FitTask::entries_of_backward(p));
+  if (is_varlen_k(p)) regions.table = workspace.take<TileOrder::Entry>(p.batch + 1);
   if (plan.nan_recompute != nullptr) {
-    pieces.key_flags = workspace.take<uint8_t>(plan.blocks);
-    pieces.row_flags = workspace.take<uint8_t>(row_tiles);
+    regions.key_flags = workspace.take<uint8_t>(plan.blocks);
+    regions.row_flags = workspace.take<uint8_t>(row_tiles);
   }
-  pieces.row_delta = workspace.take<float>(rows);
+  regions.row_delta = workspace.take<float>(rows);
   if (plan.family != Family::simt) {
-    pieces.row_lse = workspace.take<float>(rows);
+    regions.row_lse = workspace.take<float>(rows);
     if (plan.family == Family::mma_sync) {
-      pieces.row_origin = workspace.take<float>(rows);
-      pieces.row_origin_low = workspace.take<float>(rows);
-      pieces.far_rows = workspace.take<uint64_t>(1);
+      regions.row_origin = workspace.take<float>(rows);
+      regions.row_origin_low = workspace.take<float>(rows);
+      regions.far_rows = workspace.take<uint64_t>(1);
     }
-    pieces.dq_sum = workspace.take<float>(Size(rows) * plan.head_dim);
+    regions.dq_sum = workspace.take<float>(Size(rows) * plan.head_dim);
     if (plan.family == Family::wgmma) {
-      pieces.descriptors = workspace.take<TileDescriptor>(
+      regions.descriptors = workspace.take<TileDescriptor>(
           Size(plan.blocks) * plan.kernel_set->backward_tile.cluster_size);
       // The blocks of a cluster start together. Those of deterministic sums wait for earlier ones,
       // which a block that goes on to a second piece might keep from being started.
       const bool persistent = plan.kernel_set->persistent_backward && p.deterministic == 0;
-      if (persistent) pieces.tile_counter = workspace.take<int32_t>(1);
+      if (persistent) regions.tile_counter = workspace.take<int32_t>(1);
     }
-    if (p.deterministic != 0) pieces.dq_semaphores = workspace.take<int32_t>(row_tiles);
+    if (p.deterministic != 0) regions.dq_semaphores = workspace.take<int32_t>(row_tiles);
   }
-  if (g.dscale != nullptr) pieces.dscale_partials = workspace.take<float>(row_tiles);
+  if (g.dscale != nullptr) regions.dscale_partials = workspace.take<float>(row_tiles);
   if (g.dsinks != nullptr)
-    pieces.dsinks_partials = workspace.take<double>(Size(p.heads_q) * common::dsinks_chunks(p));
-  pieces.bytes = workspace.bytes();
-  return pieces;
+    regions.dsinks_partials = workspace.take<double>(Size(p.heads_q) * common::dsinks_chunks(p));
+  regions.bytes = workspace.bytes();
+  return regions;
 }
 
 }  // namespace tilewise::cuda

@@ -156,19 +156,19 @@ TEST(PlannerCudaDecode, SlotsAreAsManyAsMemoryNeeds) {
                         const int32_t* lengths = nullptr, bool pages = false) {
     return decode(batch, keys, heads, heads_kv, lengths, pages, speed).stages;
   };
-  EXPECT_EQ(slots(kH100, 96, 2048, 16, 1), cuda::kFewStages);
+  EXPECT_EQ(slots(kH100, 96, 2048, 16, 1), cuda::kReducedStages);
   EXPECT_EQ(slots(kH100, 80, 2048, 16, 1), 0);
   EXPECT_EQ(slots(kH200, 128, 2048, 16, 1), 0);
   EXPECT_EQ(slots(0, 96, 2048, 16, 1), 0);                     // not known
-  EXPECT_EQ(slots(kH100, 64, 8192, 16, 1), cuda::kFewStages);  // two splits
+  EXPECT_EQ(slots(kH100, 64, 8192, 16, 1), cuda::kReducedStages);  // two splits
   EXPECT_EQ(slots(kH100, 16, 8192, 32, 8), 0);                 // one reader
   for (const int32_t speed : {kH100, kH200}) {
     EXPECT_EQ(slots(speed, 6, 8192, 16, 1), 0);  // clusters, which wait for keys
     EXPECT_EQ(slots(speed, 10, 1024, 32, 8, &kSomeLengths), 0);
-    EXPECT_EQ(slots(speed, 12, 1024, 32, 8, &kSomeLengths), cuda::kFewStages);
+    EXPECT_EQ(slots(speed, 12, 1024, 32, 8, &kSomeLengths), cuda::kReducedStages);
     EXPECT_EQ(slots(speed, 20, 4096, 32, 8), 0);
-    EXPECT_EQ(slots(speed, 24, 4096, 32, 8), cuda::kFewStages);
-    EXPECT_EQ(slots(speed, 128, 2048, 32, 8), cuda::kFewStages);
+    EXPECT_EQ(slots(speed, 24, 4096, 32, 8), cuda::kReducedStages);
+    EXPECT_EQ(slots(speed, 128, 2048, 32, 8), cuda::kReducedStages);
     EXPECT_EQ(slots(speed, 128, 2048, 32, 8, nullptr, true), 0);
   }
   Problem p = problem(TILEWISE_BFLOAT16, 128, 1, 2048, 32);

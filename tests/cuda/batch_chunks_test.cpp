@@ -1,6 +1,6 @@
 // The parts that warps find from the lengths of a batch, against those of their sum.
 #include "cuda/common/batch_chunks.h"
-#include "cuda/common/long_first.h"
+#include "cuda/common/longest_first.h"
 
 #include <gtest/gtest.h>
 
@@ -16,8 +16,8 @@ namespace {
 using tilewise::ChunkSchedule;
 using tilewise::cuda::BatchChunks;
 using tilewise::cuda::ForwardParams;
-using tilewise::cuda::KeyPart;
-using tilewise::cuda::LongFirst;
+using tilewise::cuda::KeyChunk;
+using tilewise::cuda::LongestFirst;
 
 struct Batch {
   std::vector<int32_t> lengths, paddings, keys;
@@ -67,7 +67,7 @@ TEST(BatchChunks, EveryWarpFindsThePartsOfAllLengths) {
         for (int32_t sequence = 0; sequence < batch; ++sequence) {
           const int32_t count = ChunkSchedule::count(b.keys[static_cast<size_t>(sequence)], part);
           for (const int32_t split : {0, std::min(1, count - 1), count - 1}) {
-            const KeyPart found = parts.find(split == 0 ? sequence : next + split - 1);
+            const KeyChunk found = parts.find(split == 0 ? sequence : next + split - 1);
             ASSERT_EQ(found.sequence, sequence);
             ASSERT_EQ(found.split, split);
             ASSERT_EQ(found.splits, count);
@@ -83,19 +83,19 @@ TEST(BatchChunks, EveryWarpFindsThePartsOfAllLengths) {
 }
 
 // Every sequence comes once, those with more keys than the mean first, unless the mean is short.
-TEST(LongFirst, EveryWarpFindsTheSequenceOfANumber) {
+TEST(LongestFirst, EveryWarpFindsTheSequenceOfANumber) {
   for (const int32_t batch : {1, 2, 31, 32, 33, 127, 128, 129, 300}) {
     for (const int64_t longest : {0, 1, 400, 600, 2000, 100000}) {
       const Batch b(batch, longest, batch);
       const int64_t keys = std::accumulate(b.keys.begin(), b.keys.end(), int64_t{0});
       std::vector<int32_t> expected(b.keys.size());
       std::iota(expected.begin(), expected.end(), 0);
-      if (keys >= int64_t{batch} * LongFirst::kShort * b.p.chunks.tile)
+      if (keys >= int64_t{batch} * LongestFirst::kShort * b.p.chunks.tile)
         std::stable_partition(expected.begin(), expected.end(), [&](int32_t i) {
           return int64_t{b.keys[static_cast<size_t>(i)]} * batch > keys;
         });
       tilewise::cuda::emulator::run_grid(1, 32, 0, [&] {
-        const LongFirst order(b.p);
+        const LongestFirst order(b.p);
         for (int32_t n = 0; n < batch; ++n)
           ASSERT_EQ(order.at(n), expected[static_cast<size_t>(n)]) << batch << ' ' << longest;
       });

@@ -101,7 +101,8 @@ TYPED_TEST(CommonCombine, IsTheSoftmaxOfAllSplits) {
     // Which of the two a launch takes follows from the number of rows.
     if (seed % 2 == 0 && splits <= 32 && p.head_dim_v % 4 == 0)
       tilewise::cuda::launch(kernels.combine_splits_by_warps,
-                             tilewise::ceil_div(rows, common::kRowsOfCombine), nullptr, params);
+                             tilewise::ceil_div(rows, common::kCombineRowsPerBlock), nullptr,
+                             params);
     else
       tilewise::cuda::launch(kernels.combine(params), common::combine_blocks(params), nullptr,
                              params);

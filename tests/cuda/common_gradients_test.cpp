@@ -227,12 +227,12 @@ TYPED_TEST(CommonGradients, DsinksOverAllRows) {
     partials.partials = memory.data();
     tilewise::cuda::launch(common::tensor_kernels(call.p.dtype).dsinks,
                            common::dsinks_blocks(call.p), nullptr, partials);
-    common::SumsParams sums{};
+    common::ReduceParams sums{};
     sums.dsinks_partials = memory.data();
     sums.heads = call.p.heads_q;
     sums.chunks = partials.chunks;
     sums.dsinks = call.dsinks.data();
-    tilewise::cuda::launch(common::sums_kernel(), common::sums_blocks(sums), nullptr, sums);
+    tilewise::cuda::launch(common::reduce_kernel(), common::reduce_blocks(sums), nullptr, sums);
     for (size_t h = 0; h < call.dsinks.size(); ++h)
       ASSERT_NEAR(call.dsinks[h], oracle.dsinks[h], 1e-6 * largest(oracle.dsinks))
           << "seed " << seed << ", head " << h;
@@ -250,11 +250,11 @@ TEST(CommonSums, DscaleIsTheSumOfItsParts) {
       expected += static_cast<double>(x);
     }
     float dscale = cuda_test::kNaN;
-    common::SumsParams params{};
+    common::ReduceParams params{};
     params.dscale_partials = parts.data();
     params.dscale_count = count;
     params.dscale = &dscale;
-    tilewise::cuda::launch(common::sums_kernel(), common::sums_blocks(params), nullptr, params);
+    tilewise::cuda::launch(common::reduce_kernel(), common::reduce_blocks(params), nullptr, params);
     EXPECT_FLOAT_EQ(dscale, static_cast<float>(expected)) << count;
   }
 }

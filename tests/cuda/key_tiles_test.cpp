@@ -57,7 +57,7 @@ void check(const Shape& shape, int32_t splits) {
     }
     const KeyTiles first = KeyTiles::of(band, rows, 0, splits, kKeyTile);
     KeyTiles cut_later = KeyTiles::of(band, rows, 0, 1, kKeyTile);
-    cut_later.keep_first_split(splits);
+    cut_later.narrow_to_first_split(splits);
     ASSERT_EQ(cut_later.first, first.first) << "tile " << tile;
     ASSERT_EQ(cut_later.last, first.last) << "tile " << tile;
   }

@@ -7,8 +7,8 @@
 #include "base/float8.h"
 #include "cuda/common/append.h"
 #include "cuda/common/block.h"
-#include "cuda/common/places.h"
 #include "cuda/common/report.h"
+#include "cuda/common/row_location.h"
 #include "cuda/element.h"
 
 namespace tilewise::cuda::common {
@@ -17,7 +17,7 @@ namespace tilewise::cuda::common {
 struct AppendRow {
   int64_t batch;
   int64_t index;
-  int64_t slot;
+  int64_t batch_index;
   int64_t row;
   bool in_sequence;  // rows behind the last sequence belong to none
 
@@ -33,28 +33,28 @@ struct AppendRow {
     return {b, flat - cu_seqlens[b], 0, flat, cu_seqlens[b] <= flat && flat < cu_seqlens[b + 1]};
   }
   TILEWISE_DEVICE int64_t offset(const tilewise_tensor& view) const {
-    return slot * view.stride_batch + row * view.stride_row;
+    return batch_index * view.stride_batch + row * view.stride_row;
   }
 };
 
 // 16 bytes of elements as floats.
 template <class T>
-struct Chunk {
+struct Vector16 {
   static constexpr int kCount = 16 / static_cast<int>(sizeof(T));
   float x[kCount];
 
-  TILEWISE_DEVICE static Chunk load(const T* from) {
+  TILEWISE_DEVICE static Vector16 load(const T* from) {
     uint32_t words[4];
     ptx::ld_global_v4_b32(words, from);
-    Chunk chunk;
+    Vector16 vector;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       if constexpr (sizeof(T) == 4)
-        chunk.x[i] = ptx::float_of(words[i]);
+        vector.x[i] = ptx::float_of(words[i]);
       else
-        chunk.x[i] = to_float(T{static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16))});
+        vector.x[i] = to_float(T{static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16))});
     }
-    return chunk;
+    return vector;
   }
   TILEWISE_DEVICE void store(T* to) const {
     uint32_t words[4] = {0, 0, 0, 0};
@@ -73,7 +73,7 @@ struct Chunk {
 // written by one lane, a rotated pair too.
 template <class T>
 struct MoveHeads {
-  static constexpr int kChunk = Chunk<T>::kCount;
+  static constexpr int kPerVector = Vector16<T>::kCount;
 
   const T* x;
   int64_t x_stride;
@@ -103,15 +103,15 @@ struct MoveHeads {
   TILEWISE_DEVICE void copy(int64_t begin, int64_t end) const {
     if (x == y || begin >= end) return;
     int64_t whole = 0;
-    if (aligned() && begin % kChunk == 0) {
-      whole = (end - begin) / kChunk;
+    if (aligned() && begin % kPerVector == 0) {
+      whole = (end - begin) / kPerVector;
       each(whole, [&](const T* from, T* to, int64_t i) {
         uint32_t words[4];
-        ptx::ld_global_v4_b32(words, from + begin + i * kChunk);
-        ptx::st_global_v4_b32(to + begin + i * kChunk, words);
+        ptx::ld_global_v4_b32(words, from + begin + i * kPerVector);
+        ptx::st_global_v4_b32(to + begin + i * kPerVector, words);
       });
     }
-    const int64_t rest = begin + whole * kChunk;
+    const int64_t rest = begin + whole * kPerVector;
     each(end - rest, [&](const T* from, T* to, int64_t i) { to[rest + i] = from[rest + i]; });
   }
 
@@ -127,15 +127,15 @@ struct MoveHeads {
 
   // Pairs (i, i + half).
   TILEWISE_DEVICE void rotate_halves(int64_t half) const {
-    if (aligned() && half % kChunk == 0 && is_aligned(cosine, 16) && is_aligned(sine, 16)) {
-      each(half / kChunk, [&](const T* from, T* to, int64_t chunk) {
-        const int64_t i = chunk * kChunk;
-        Chunk<T> a = Chunk<T>::load(from + i);
-        Chunk<T> b = Chunk<T>::load(from + half + i);
-        const Chunk<T> c = Chunk<T>::load(cosine + i);
-        const Chunk<T> s = Chunk<T>::load(sine + i);
+    if (aligned() && half % kPerVector == 0 && is_aligned(cosine, 16) && is_aligned(sine, 16)) {
+      each(half / kPerVector, [&](const T* from, T* to, int64_t vector) {
+        const int64_t i = vector * kPerVector;
+        Vector16<T> a = Vector16<T>::load(from + i);
+        Vector16<T> b = Vector16<T>::load(from + half + i);
+        const Vector16<T> c = Vector16<T>::load(cosine + i);
+        const Vector16<T> s = Vector16<T>::load(sine + i);
 #pragma unroll
-        for (int j = 0; j < kChunk; ++j) {
+        for (int j = 0; j < kPerVector; ++j) {
           rotate_pair(a.x[j], b.x[j], c.x[j], s.x[j], &a.x[j], &b.x[j]);
         }
         a.store(to + i);
@@ -153,17 +153,17 @@ struct MoveHeads {
   }
 
   // Pairs (2 i, 2 i + 1).
-  TILEWISE_DEVICE void rotate_neighbours(int64_t half) const {
-    if (aligned() && 2 * half % kChunk == 0) {
-      each(2 * half / kChunk, [&](const T* from, T* to, int64_t chunk) {
-        Chunk<T> a = Chunk<T>::load(from + chunk * kChunk);
+  TILEWISE_DEVICE void rotate_adjacent(int64_t half) const {
+    if (aligned() && 2 * half % kPerVector == 0) {
+      each(2 * half / kPerVector, [&](const T* from, T* to, int64_t vector) {
+        Vector16<T> a = Vector16<T>::load(from + vector * kPerVector);
 #pragma unroll
-        for (int j = 0; j < kChunk; j += 2) {
-          const int64_t i = (chunk * kChunk + j) / 2;
+        for (int j = 0; j < kPerVector; j += 2) {
+          const int64_t i = (vector * kPerVector + j) / 2;
           rotate_pair(a.x[j], a.x[j + 1], to_float(cosine[i]), to_float(sine[i]), &a.x[j],
                       &a.x[j + 1]);
         }
-        a.store(to + chunk * kChunk);
+        a.store(to + vector * kPerVector);
       });
       return;
     }
@@ -193,9 +193,9 @@ struct Append {
   TILEWISE_DEVICE void check_rows(const int32_t* cu_seqlens, const AppendRow& r, int64_t rows,
                                   Fault first) const {
     if (cu_seqlens == nullptr || a.batch == 0 || ptx::lane_index() != 0) return;
-    const bool is_lost = !r.in_sequence && r.row < cu_seqlens[a.batch];
-    const int64_t end = is_lost ? a.batch : r.batch + 1;
-    for (int64_t b = is_lost ? 0 : r.batch; b < end; ++b) {
+    const bool has_no_sequence = !r.in_sequence && r.row < cu_seqlens[a.batch];
+    const int64_t end = has_no_sequence ? a.batch : r.batch + 1;
+    for (int64_t b = has_no_sequence ? 0 : r.batch; b < end; ++b) {
       const IndexFault fault = cu_seqlens_fault(cu_seqlens, b, rows, first);
       if (!fault.any()) continue;
       report(record, fault);
@@ -227,7 +227,7 @@ struct Append {
     move.cosine = static_cast<const T*>(a.rotary_cos) + position * half;
     move.sine = static_cast<const T*>(a.rotary_sin) + position * half;
     if (a.rotary_interleaved != 0)
-      move.rotate_neighbours(half);
+      move.rotate_adjacent(half);
     else
       move.rotate_halves(half);
     move.copy(a.rotary_dim, a.head_dim);
@@ -252,17 +252,17 @@ struct Append {
   }
 
   // Where a key of a sequence lies in a cache.
-  struct CachePlace {
-    int64_t slot;  // batch row or page
+  struct CacheLocation {
+    int64_t batch_index;  // batch row or page
     int64_t row;
     bool exists;
 
     TILEWISE_DEVICE int64_t offset(const tilewise_tensor& cache) const {
-      return slot * cache.stride_batch + row * cache.stride_row;
+      return batch_index * cache.stride_batch + row * cache.stride_row;
     }
   };
 
-  TILEWISE_DEVICE CachePlace cached(const AppendRow& r) const {
+  TILEWISE_DEVICE CacheLocation cached(const AppendRow& r) const {
     const bool paged = a.block_table != nullptr;
     const int64_t capacity = paged ? a.block_table_width * a.page_size : a.seqlen_k;
     const int64_t before = a.cache_seqlens != nullptr ? a.cache_seqlens[r.batch] : 0;
@@ -293,19 +293,18 @@ struct Append {
     if (a.rotary_cos == nullptr || half == 0) return to_float(x[e]);
     if (position < 0 || position >= a.rotary_rows) return ptx::float_of(0x7fc00000u);
     if (e >= a.rotary_dim) return to_float(x[e]);
-    const bool neighbours = a.rotary_interleaved != 0;
-    const int64_t i = neighbours ? e / 2 : e % half;
+    const bool adjacent = a.rotary_interleaved != 0;
+    const int64_t i = adjacent ? e / 2 : e % half;
     const float c = to_float(static_cast<const T*>(a.rotary_cos)[position * half + i]);
     const float s = to_float(static_cast<const T*>(a.rotary_sin)[position * half + i]);
     float first, second;
-    MoveHeads<T>::rotate_pair(to_float(x[neighbours ? 2 * i : i]),
-                              to_float(x[neighbours ? 2 * i + 1 : i + half]), c, s, &first,
-                              &second);
-    return (neighbours ? e % 2 == 0 : e < half) ? first : second;
+    MoveHeads<T>::rotate_pair(to_float(x[adjacent ? 2 * i : i]),
+                              to_float(x[adjacent ? 2 * i + 1 : i + half]), c, s, &first, &second);
+    return (adjacent ? e % 2 == 0 : e < half) ? first : second;
   }
 
   // Into a float8_e4m3 cache: element by element, the bytes written are few.
-  TILEWISE_DEVICE void quantise(const AppendRow& r, const CachePlace& place, int64_t first,
+  TILEWISE_DEVICE void quantise(const AppendRow& r, const CacheLocation& location, int64_t first,
                                 bool value) const {
     const tilewise_tensor& from = value ? a.v_new : a.k_new;
     const tilewise_tensor& to = value ? a.v_cache : a.k_cache;
@@ -317,7 +316,7 @@ struct Append {
     for (int64_t head = first; head < end; ++head) {
       const T* const x =
           static_cast<const T*>(from.data) + r.offset(from) + head * from.stride_head;
-      Float8* const y = static_cast<Float8*>(to.data) + place.offset(to) + head * to.stride_head;
+      Float8* const y = static_cast<Float8*>(to.data) + location.offset(to) + head * to.stride_head;
       const float factor = value ? v_descale(a, r.batch, head) : k_descale(a, r.batch, head);
       for (int64_t e = ptx::lane_index(); e < columns; e += ptx::kWarpSize) {
         const float all = value ? to_float(x[e]) : rotated(x, e, position);
@@ -330,30 +329,31 @@ struct Append {
     const AppendRow r = AppendRow::of(flat, a.batch, a.seqlen_new, a.cu_seqlens_new);
     check_rows(a.cu_seqlens_new, r, a.seqlen_new, Fault::cu_seqlens_new_first);
     if (!r.in_sequence) return;
-    const CachePlace place = cached(r);
-    if (!place.exists) return;
+    const CacheLocation location = cached(r);
+    if (!location.exists) return;
     if constexpr (sizeof(T) == 2) {
-      if (a.kv_float8 != 0) return quantise(r, place, head, value);
+      if (a.kv_float8 != 0) return quantise(r, location, head, value);
     }
     const tilewise_tensor& from = value ? a.v_new : a.k_new;
     const tilewise_tensor& to = value ? a.v_cache : a.k_cache;
-    const MoveHeads<T> move = heads(from, r.offset(from), to, place.offset(to), head, a.heads_kv);
+    const MoveHeads<T> move =
+        heads(from, r.offset(from), to, location.offset(to), head, a.heads_kv);
     if (value) return move.copy(0, a.head_dim_v);
     if (a.rotary_cos == nullptr) return move.copy(0, a.head_dim);
     rotate(move, r.batch, r.index);
   }
 
   TILEWISE_DEVICE void run(int64_t item) const {
-    const int64_t q_parts = ceil_div(a.heads_q, kAppendHeads);
-    const int64_t q_items = rotated_rows(a) * q_parts;
-    if (item < q_items) return query(item / q_parts, item % q_parts * kAppendHeads);
+    const int64_t q_groups = ceil_div(a.heads_q, kAppendHeads);
+    const int64_t q_items = rotated_rows(a) * q_groups;
+    if (item < q_items) return query(item / q_groups, item % q_groups * kAppendHeads);
     item -= q_items;
-    const int64_t parts = ceil_div(a.heads_kv, kAppendHeads);
-    const int64_t items = appended_rows(a) * parts;
+    const int64_t kv_groups = ceil_div(a.heads_kv, kAppendHeads);
+    const int64_t items = appended_rows(a) * kv_groups;
     if (item >= 2 * items) return;
     const bool value = item >= items;
     if (value) item -= items;
-    key_or_value(item / parts, item % parts * kAppendHeads, value);
+    key_or_value(item / kv_groups, item % kv_groups * kAppendHeads, value);
   }
 };
 

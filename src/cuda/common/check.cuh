@@ -67,7 +67,7 @@ struct Check {
   }
 
   // Whether sequence b lies well among the rows of q, and among those of k and v.
-  TILEWISE_DEVICE bool lies_well(int64_t b, bool with_keys) const {
+  TILEWISE_DEVICE bool has_valid_layout(int64_t b, bool with_keys) const {
     if (p.cu_seqlens_q != nullptr && !cu_seqlens_fit(p.cu_seqlens_q, b, p.seqlen_q)) return false;
     return !with_keys || cu_seqlens_fit(p.cu_seqlens_k, b, p.seqlen_k);
   }

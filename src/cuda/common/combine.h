@@ -9,10 +9,10 @@ inline constexpr int kCombineThreads = 128;  // of a group of warps
 inline constexpr int kCombineWarps = kCombineThreads / 32;
 inline constexpr int kCombineGroups = 4;                             // of a block, at most
 inline constexpr int kCombineGroupsBytes = kCombineGroups * 32 * 4;  // a number for each lane
-inline constexpr int64_t kMostRowsOfGroups = 32;
+inline constexpr int64_t kMaxRowsWithGroups = 32;
 
-inline constexpr int kRowsOfCombine = 8;
-inline constexpr int kCombineByWarpsThreads = kRowsOfCombine * 32;
+inline constexpr int kCombineRowsPerBlock = 8;
+inline constexpr int kCombineByWarpsThreads = kCombineRowsPerBlock * 32;
 
 // Rows of heads: of the splits of a sequence, of its equal parts, or of the parts of shared works.
 TILEWISE_FN int64_t combined_rows(const ForwardParams& p) {
@@ -39,12 +39,12 @@ TILEWISE_FN int32_t combine_groups(const ForwardParams& p) {
   constexpr int32_t kSplitsOfGroup = 32;
   const int32_t most =
       p.chunks.any() ? p.chunks.max_chunks - p.order.sequences + 1 : int32_t{p.order.splits};
-  const bool few = p.problem.batch_invariant == 0 && combined_rows(p) <= kMostRowsOfGroups;
+  const bool few = p.problem.batch_invariant == 0 && combined_rows(p) <= kMaxRowsWithGroups;
   return few && most > kSplitsOfGroup ? kCombineGroups : 1;
 }
 
 inline int64_t combine_blocks(const ForwardParams& p) {
-  return combines_by_warps(p) ? ceil_div(combined_rows(p), kRowsOfCombine) : combined_rows(p);
+  return combines_by_warps(p) ? ceil_div(combined_rows(p), kCombineRowsPerBlock) : combined_rows(p);
 }
 
 // combine.cuh: template <class Element, class Row> combine(ForwardParams), combine_by_warps

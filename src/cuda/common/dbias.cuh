@@ -5,7 +5,7 @@
 #include "attention/schedule.h"
 #include "cuda/common/block.h"
 #include "cuda/common/dbias.h"
-#include "cuda/common/score_terms.h"
+#include "cuda/common/score_mod.h"
 #include "cuda/element.h"
 
 namespace tilewise::cuda::common {
@@ -22,7 +22,7 @@ struct Dbias {
   // In shared memory: in registers it would cost a third of them for the length of the kernel.
   struct State {
     Sequence sequence;
-    ScoreTerms terms;
+    ScoreMod score_mod;
   };
   static_assert(sizeof(State) <= kDbiasStateBytes);
 
@@ -38,10 +38,10 @@ struct Dbias {
       : p(params.problem),
         g(params.gradients),
         a(shared_words(0)),
-        b(shared_words(kDbiasDepth * kDbiasPitch * 4)),
-        lse(shared_words(2 * kDbiasDepth * kDbiasPitch * 4)),
-        delta(shared_words((2 * kDbiasDepth * kDbiasPitch + kDbiasTile) * 4)),
-        lse_low(shared_words((2 * kDbiasDepth * kDbiasPitch + 2 * kDbiasTile) * 4)) {}
+        b(shared_words(kDbiasDepth * kDbiasStride * 4)),
+        lse(shared_words(2 * kDbiasDepth * kDbiasStride * 4)),
+        delta(shared_words((2 * kDbiasDepth * kDbiasStride + kDbiasTile) * 4)),
+        lse_low(shared_words((2 * kDbiasDepth * kDbiasStride + 2 * kDbiasTile) * 4)) {}
 
   TILEWISE_DEVICE static State& state() {
     return *reinterpret_cast<State*>(ptx::shared_memory() + kDbiasSharedBytes - kDbiasStateBytes);
@@ -91,7 +91,7 @@ struct Dbias {
         float x = 0.0f;
         if (rows.at[i] != nullptr && first + column < columns)
           x = to_float(rows.at[i][first + column]);
-        to.set(column * kDbiasPitch + load_row(i), ptx::bits_of(x));
+        to.set(column * kDbiasStride + load_row(i), ptx::bits_of(x));
       }
     }
   }
@@ -100,7 +100,7 @@ struct Dbias {
                                         int first) {
     uint32_t words[kMicro];
     ptx::ld_shared_v4_b32(words,
-                          from.base + static_cast<uint32_t>(column * kDbiasPitch + first) * 4);
+                          from.base + static_cast<uint32_t>(column * kDbiasStride + first) * 4);
 #pragma unroll
     for (int i = 0; i < kMicro; ++i) x[i] = ptx::float_of(words[i]);
   }
@@ -150,9 +150,9 @@ struct Dbias {
             p.head_dim_v);
         if (g.dlse != nullptr)
           row_delta -= g.dlse[s.lse_offset(g.dlse_stride_batch, row) + head * g.dlse_stride_head];
-        const int64_t place = s.lse_offset(p.lse_stride_batch, row) + head * p.lse_stride_head;
-        row_lse = p.lse[place];
-        if (p.lse_low != nullptr) row_lse_low = p.lse_low[place];
+        const int64_t at_row = s.lse_offset(p.lse_stride_batch, row) + head * p.lse_stride_head;
+        row_lse = p.lse[at_row];
+        if (p.lse_low != nullptr) row_lse_low = p.lse_low[at_row];
       }
       if (ptx::lane_index() != 0) continue;
       lse.set(at, ptx::bits_of(row_lse == kMinusInfinity ? 0.0f : row_lse));
@@ -207,21 +207,21 @@ struct Dbias {
     const Range seen = s.band.keys_of(row);
     const auto begin = static_cast<int>(clamp(seen.begin - first_key, 0, kMicro));
     const auto end = static_cast<int>(clamp(seen.end - first_key, 0, kMicro));
-    const ScoreTerms& terms = state().terms;
-    const RowTerms row_terms = ScoreTerms::row(p, s, row, head);
+    const ScoreMod& score_mod = state().score_mod;
+    const RowScoreMod row_score_mod = ScoreMod::row(p, s, row, head);
     const float row_lse = ptx::float_of(lse.get(at));
     const float row_delta = ptx::float_of(delta.get(at));
     const float row_lse_low = ptx::float_of(lse_low.get(at));
     KeepFactors keep{};
-    if (terms.dropout.on()) keep = terms.keep(row_terms, first_key);
+    if (score_mod.dropout.on()) keep = score_mod.keep(row_score_mod, first_key);
 #pragma unroll
     for (int j = 0; j < kMicro; ++j) {
       if (j < begin || j >= end) continue;
       const float exponent =
-          (terms.at(score[j], row_terms, first_key + j).value - row_lse) - row_lse_low;
+          (score_mod.at(score[j], row_score_mod, first_key + j).value - row_lse) - row_lse_low;
       // lse is rounded: a weight may come out above 1 by that rounding, never by more.
       const float weight = exponential(exponent > 0.0f ? 0.0f : exponent);
-      const float factor = terms.dropout.on() ? keep.at(first_key + j) : 1.0f;
+      const float factor = score_mod.dropout.on() ? keep.at(first_key + j) : 1.0f;
       sum[j] += weight * (dp[j] * factor - row_delta);
     }
   }
@@ -263,7 +263,7 @@ struct Dbias {
     Micro sum = {};
     for (int32_t batch = first_of(tile.batch); batch < end_of(tile.batch, p.batch); ++batch) {
       ptx::sync_block();  // nobody reads the sequence before any more
-      if (ptx::thread_index() == 0) state() = {sequence_of(p, batch), ScoreTerms::of(p)};
+      if (ptx::thread_index() == 0) state() = {sequence_of(p, batch), ScoreMod::of(p)};
       ptx::sync_block();
       const Band& band = state().sequence.band;
       const int64_t row_tiles = ceil_div(band.rows, kDbiasTile);
@@ -302,13 +302,13 @@ struct Dbias {
       float of_thread = 0.0f;
 #pragma unroll
       for (int i = 0; i < kMicro; ++i) of_thread += sum[i][j];
-      a.set(row_group * kDbiasPitch + key_group * kMicro + j, ptx::bits_of(of_thread));
+      a.set(row_group * kDbiasStride + key_group * kMicro + j, ptx::bits_of(of_thread));
     }
     ptx::sync_block();
     const int key = ptx::thread_index();
     if (key >= keys.size()) return;
     float total = 0.0f;
-    for (int i = 0; i < kSide; ++i) total += ptx::float_of(a.get(i * kDbiasPitch + key));
+    for (int i = 0; i < kSide; ++i) total += ptx::float_of(a.get(i * kDbiasStride + key));
     out[keys.begin + key] = total;
   }
 };

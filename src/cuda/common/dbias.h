@@ -9,10 +9,10 @@ namespace tilewise::cuda::common {
 inline constexpr int kDbiasThreads = 256;
 inline constexpr int kDbiasTile = 64;   // rows and keys
 inline constexpr int kDbiasDepth = 32;  // head columns in shared memory at a time
-inline constexpr int kDbiasPitch = kDbiasTile + 4;
+inline constexpr int kDbiasStride = kDbiasTile + 4;
 inline constexpr int kDbiasStateBytes = 192;  // what all threads know of the sequence
 inline constexpr int kDbiasSharedBytes =
-    (2 * kDbiasDepth * kDbiasPitch + 3 * kDbiasTile) * 4 + kDbiasStateBytes;
+    (2 * kDbiasDepth * kDbiasStride + 3 * kDbiasTile) * 4 + kDbiasStateBytes;
 
 struct DbiasParams {
   Problem problem{};

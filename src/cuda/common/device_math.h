@@ -101,7 +101,7 @@ struct HalfMath : DeviceMath {
     };
     TILEWISE_DEVICE Small small(float unit) const {
       // No powers kept in loops.
-      return Small(ptx::float_of(ptx::recent(ptx::bits_of(factor_))), unit);
+      return Small(ptx::float_of(ptx::opaque(ptx::bits_of(factor_))), unit);
     }
     template <int kCount>
     TILEWISE_DEVICE void apply_to_small(float (&x)[kCount]) const {

@@ -7,8 +7,8 @@
 
 #include "base/float8.h"
 #include "cuda/common/block.h"
-#include "cuda/common/score_terms.h"
-#include "cuda/common/split_weights.h"
+#include "cuda/common/combine_weights.h"
+#include "cuda/common/score_mod.h"
 #include "cuda/form.h"
 
 namespace tilewise::cuda::common {
@@ -26,9 +26,9 @@ class ExactRow {
         head_(head),
         kv_head_(head / group_size(p)),
         q_(static_cast<const T*>(p.q.data) + s.row_offset(p.q, row) + head * p.q.stride_head),
-        all_(ScoreTerms::of(p)),
-        terms_(ScoreTerms::row(p, s, row, head)) {
-    all_.score = score_of(p, s.batch, kv_head_);
+        score_mod_(ScoreMod::of(p)),
+        row_score_mod_(ScoreMod::row(p, s, row, head)) {
+    score_mod_.score = score_of(p, s.batch, kv_head_);
   }
 
   // Writes the row of out and its lse.
@@ -76,7 +76,7 @@ class ExactRow {
 #pragma unroll
     for (float& o : o_) o *= shrink;
     if constexpr (kForm == Form::general) {
-      if (all_.dropout.on()) weight *= all_.keep(terms_, own).at(own);
+      if (score_mod_.dropout.on()) weight *= score_mod_.keep(row_score_mod_, own).at(own);
     }
     if (!ptx::any(weight != 0.0f)) return;  // NaN is not 0
 #pragma unroll 1
@@ -92,7 +92,8 @@ class ExactRow {
 
   TILEWISE_DEVICE float score(int64_t key) const {
     if constexpr (kForm == Form::general) {
-      if (all_.bias != nullptr && all_.bias_at(terms_.bias + key) == kMinusInfinity)
+      if (score_mod_.bias != nullptr &&
+          score_mod_.bias_at(row_score_mod_.bias + key) == kMinusInfinity)
         return kMinusInfinity;
     }
     const K* const k = row_of(p_.k, key);
@@ -100,8 +101,8 @@ class ExactRow {
 #pragma unroll 8
     for (int64_t i = 0; i < p_.head_dim; ++i)
       product = ptx::fma(to_float(q_[i]), to_float(k[i]), product);
-    if constexpr (kForm == Form::general) return all_.at(product, terms_, key).value;
-    return ptx::mul(product, all_.score.scale);
+    if constexpr (kForm == Form::general) return score_mod_.at(product, row_score_mod_, key).value;
+    return ptx::mul(product, score_mod_.score.scale);
   }
 
   TILEWISE_DEVICE void add_value(int64_t key, float weight) {
@@ -120,8 +121,8 @@ class ExactRow {
   const int64_t head_;
   const int64_t kv_head_;
   const T* const q_;
-  ScoreTerms all_;
-  const RowTerms terms_;
+  ScoreMod score_mod_;
+  const RowScoreMod row_score_mod_;
   float m_ = -FLT_MAX;  // the lowest number: no -inf meets another
   float l_ = 0.0f;      // over the keys of this lane
   float o_[kColumns] = {};

@@ -24,7 +24,7 @@ TILEWISE_DEVICE bool is_far_row(float lse) {
 
 // Writes down what a prepare kernel knows of row `at` of all padded rows; whether it is far.
 template <class Element>
-TILEWISE_DEVICE bool keep_origin(const BackwardParams& p, int64_t at, const LogSum& sum) {
+TILEWISE_DEVICE bool store_row_origin(const BackwardParams& p, int64_t at, const LogSum& sum) {
   const bool far = is_far_row<Element>(sum.lse);
   p.row_origin[at] = far ? sum.lse : 0.0f;
   p.row_origin_low[at] = far ? sum.low : 0.0f;
@@ -66,7 +66,7 @@ struct RowOrigin {
 // log2(e) / scale_log2, computed where it is asked for: in a rare branch of a loop that has no
 // register for it.
 TILEWISE_DEVICE float inverse_scale(float scale_log2) {
-  return kLog2e * ptx::rcp_approximate(ptx::float_of(ptx::recent(ptx::bits_of(scale_log2))));
+  return kLog2e * ptx::rcp_approximate(ptx::float_of(ptx::opaque(ptx::bits_of(scale_log2))));
 }
 
 }  // namespace tilewise::cuda::common

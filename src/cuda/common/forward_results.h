@@ -5,8 +5,8 @@
 #include <cfloat>
 
 #include "attention/online_softmax.h"
-#include "cuda/common/forward_terms.h"
-#include "cuda/common/split_weights.h"
+#include "cuda/common/combine_weights.h"
+#include "cuda/common/forward_score_mod.h"
 #include "cuda/tile/quad.h"
 
 namespace tilewise::cuda {
@@ -20,7 +20,7 @@ struct RowResults {
   float low[kRows][2];
 
   // Of a sequence whose index arrays do not fit.
-  TILEWISE_DEVICE void spoil() {
+  TILEWISE_DEVICE void set_to_nan() {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
@@ -33,15 +33,15 @@ struct RowResults {
 };
 
 // From here on, as powers of 2, exponents are too large for one number in fp32 (is_lost).
-inline constexpr float kFarOfBias = 0x1p24f;
-inline constexpr float kFarOfProducts = 0x1p12f;
+inline constexpr float kMaxExponentWithBias = 0x1p24f;
+inline constexpr float kMaxExponent = 0x1p12f;
 // From here on l has no reciprocal.
 inline constexpr float kOverflow = 0x1p126f;
 
-// x as the m of a row: beyond kFarOfBias something above what x has been rounded from. No weight is
-// above 2 then, and what such a row has summed stays finite until m has moved on.
+// x as the m of a row: beyond kMaxExponentWithBias something above what x has been rounded from. No
+// weight is above 2 then, and what such a row has summed stays finite until m has moved on.
 TILEWISE_DEVICE float round_exponent_up(float x) {
-  return ptx::fmax(x, ptx::fma(__builtin_fabsf(x), 4.0f / kFarOfBias, x - 4.0f));
+  return ptx::fmax(x, ptx::fma(__builtin_fabsf(x), 4.0f / kMaxExponentWithBias, x - 4.0f));
 }
 
 // The exponent of the largest score `top` of some keys, where the product may overflow: the lowest
@@ -60,7 +60,7 @@ struct RowNormaliser {
   float origin = 0.0f;
 
   // Adds a sink: what the sums over values are to be multiplied by.
-  TILEWISE_DEVICE float join_sink(float sink) {
+  TILEWISE_DEVICE float add_sink(float sink) {
     const float exponent = ptx::fma(sink - origin, kLog2e, -m);
     if (m != kNoKey && !(exponent > 0.0f)) {
       l += ptx::ex2(exponent);
@@ -115,12 +115,14 @@ struct RowNormaliser {
 // the backward, and not in an exponent: the two differ from 2^12 on. Such a row is computed again.
 // kLowest: exponents are `lowest_exponent`; otherwise m may be kNoKey of a row that sees a key.
 template <int kKeys, bool kLowest>
-TILEWISE_DEVICE bool is_lost(const Problem& p, const BlockWork& work, int32_t r, float m, float l) {
+TILEWISE_DEVICE bool is_lost(const Problem& p, const QueryTile& q_tile, int32_t r, float m,
+                             float l) {
   if (!(l <= kOverflow)) return true;
   if (kLowest && m == kNoKey) return false;
-  if (!(__builtin_fabsf(m) > (p.bias != nullptr ? kFarOfBias : kFarOfProducts))) return false;
-  const int32_t row = work.rows.row(r);
-  const KeyTiles& tiles = work.tiles;
+  if (!(__builtin_fabsf(m) > (p.bias != nullptr ? kMaxExponentWithBias : kMaxExponent)))
+    return false;
+  const int32_t row = q_tile.rows.row(r);
+  const KeyTiles& tiles = q_tile.tiles;
   const int32_t first_key = max(max(0, tiles.lower + row), tiles.first * kKeys);
   const int32_t end = min(min(tiles.keys, tiles.upper + row), (tiles.last + 1) * kKeys);
   return first_key < end;  // else it sees no key
@@ -129,12 +131,12 @@ TILEWISE_DEVICE bool is_lost(const Problem& p, const BlockWork& work, int32_t r,
 // Joins the sums of the quad and the sink. `weight` is the scale of kept weights, `unit()` that of
 // the scores. kLow: with the low parts of lse, where the caller asks for them; else they are 0.
 template <class Element, bool kLow, int kRows, class Unit>
-TILEWISE_DEVICE RowResults<kRows> finish_rows(const ForwardParams& p, const BlockWork& work,
-                                              const LanePlace& place,
+TILEWISE_DEVICE RowResults<kRows> finish_rows(const ForwardParams& p, const QueryTile& q_tile,
+                                              const LanePosition& position,
                                               const float (&row_m)[kRows][2],
                                               float (&row_l)[kRows][2], float weight,
                                               const Unit& unit) {
-  const bool sinks = p.problem.sinks != nullptr && work.splits == 1;
+  const bool sinks = p.problem.sinks != nullptr && q_tile.splits == 1;
   RowResults<kRows> result;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -143,14 +145,14 @@ TILEWISE_DEVICE RowResults<kRows> finish_rows(const ForwardParams& p, const Bloc
       RowNormaliser row{row_m[i][h], tile::quad_sum(row_l[i][h])};
       float factor = weight;
       if (sinks) [[unlikely]]
-        factor *= row.join_sink(p.problem.sinks[work.head(place.row(i, h))]);
+        factor *= row.add_sink(p.problem.sinks[q_tile.head(position.row(i, h))]);
       const float l = row.l;
       row_l[i][h] = l;
       const float inverse = Element::kBytes == 2 ? factor * ptx::rcp_approximate(l) : factor / l;
       result.factor[i][h] = l == 0.0f ? 0.0f : inverse;
       result.lse[i][h] = row.template lse<Element>();
       result.low[i][h] = 0.0f;
-      if (kLow && work.splits == 1 && p.problem.lse_low != nullptr)
+      if (kLow && q_tile.splits == 1 && p.problem.lse_low != nullptr)
         result.low[i][h] = row.template low<Element>(result.lse[i][h], unit());
     }
   }
@@ -159,7 +161,7 @@ TILEWISE_DEVICE RowResults<kRows> finish_rows(const ForwardParams& p, const Bloc
 
 // Whether all sums of this lane's rows are finite: whether no stranger's NaN has spoilt them.
 template <int kRows, int kColumns>
-TILEWISE_DEVICE bool outputs_are_finite(const BlockWork& work, const LanePlace& place,
+TILEWISE_DEVICE bool outputs_are_finite(const QueryTile& q_tile, const LanePosition& position,
                                         const tile::Sums<kRows, kColumns>& o,
                                         const float (&row_l)[kRows][2]) {
   bool finite = true;
@@ -173,40 +175,41 @@ TILEWISE_DEVICE bool outputs_are_finite(const BlockWork& work, const LanePlace& 
 #pragma unroll
         for (int e = 0; e < 2; ++e) zero[e] = ptx::fma(o.x[i][n][2 * h + e], 0.0f, zero[e]);
       }
-      finite &= place.row(i, h) >= work.rows.count || zero[0] + zero[1] == 0.0f;
+      finite &= position.row(i, h) >= q_tile.rows.count || zero[0] + zero[1] == 0.0f;
     }
   }
   return finite;
 }
 
 // Where the partial result of row r starts in partial_lse, and, times head_dim_v, in partial_out.
-TILEWISE_DEVICE int64_t partial_index(const ForwardParams& p, const BlockWork& work, int32_t r) {
-  if (p.chunks.any()) return place_of_part(p, work) * p.packed_rows + r;
-  const int64_t row =
-      partial_row(p.problem, p.partial_stride, work.sequence, work.rows.first + work.rows.row(r));
-  return (work.split * partial_rows(p.problem, p.partial_stride) + row) * p.problem.heads_q +
-         work.head(r);
+TILEWISE_DEVICE int64_t partial_index(const ForwardParams& p, const QueryTile& q_tile, int32_t r) {
+  if (p.chunks.any()) return chunk_result_index(p, q_tile) * p.packed_rows + r;
+  const int64_t row = partial_row(p.problem, p.partial_stride, q_tile.sequence,
+                                  q_tile.rows.first + q_tile.rows.row(r));
+  return (q_tile.split * partial_rows(p.problem, p.partial_stride) + row) * p.problem.heads_q +
+         q_tile.head(r);
 }
 
 // fp32 results of one key split; a lane owns pairs of columns, which leave together where rows have
 // even lengths (`kEven`).
 template <bool kEven = false, class Columns = tile::TwoColumns, int kRows, int kColumns>
-TILEWISE_DEVICE void store_partial(const ForwardParams& p, const BlockWork& work,
-                                   const LanePlace& place, const tile::Sums<kRows, kColumns>& o,
+TILEWISE_DEVICE void store_partial(const ForwardParams& p, const QueryTile& q_tile,
+                                   const LanePosition& position,
+                                   const tile::Sums<kRows, kColumns>& o,
                                    const RowResults<kRows>& result) {
   const int columns = static_cast<int>(p.problem.head_dim_v);
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int32_t r = place.row(i, h);
-      if (r >= work.rows.count) continue;
-      const int64_t index = partial_index(p, work, r);
-      if (place.column == 0) p.partial_lse[index] = result.lse[i][h];
+      const int32_t r = position.row(i, h);
+      if (r >= q_tile.rows.count) continue;
+      const int64_t index = partial_index(p, q_tile, r);
+      if (position.column == 0) p.partial_lse[index] = result.lse[i][h];
       float* out = p.partial_out + index * columns;
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
-        const int column = Columns::of_tile(n) + Columns::of_lane(place.column);
+        const int column = Columns::of_tile(n) + Columns::of_lane(position.column);
         const float low = o.x[i][n][2 * h] * result.factor[i][h];
         const float high = o.x[i][n][2 * h + 1] * result.factor[i][h];
         if constexpr (kEven) {
@@ -222,28 +225,28 @@ TILEWISE_DEVICE void store_partial(const ForwardParams& p, const BlockWork& work
 }
 
 // Offset of packed row r in lse.
-TILEWISE_DEVICE int64_t lse_place(const Problem& p, const BlockWork& work, int32_t r) {
+TILEWISE_DEVICE int64_t lse_index(const Problem& p, const QueryTile& q_tile, int32_t r) {
   const int64_t row =
-      work.sequence.lse_offset(p.lse_stride_batch, work.rows.first + work.rows.row(r));
-  return row + work.head(r) * p.lse_stride_head;
+      q_tile.sequence.lse_offset(p.lse_stride_batch, q_tile.rows.first + q_tile.rows.row(r));
+  return row + q_tile.head(r) * p.lse_stride_head;
 }
 
-// To its place in the result; nothing where the caller does not want it.
-TILEWISE_DEVICE void store_log_sum(const Problem& p, int64_t place, const LogSum& sum) {
+// To its position in the result; nothing where the caller does not want it.
+TILEWISE_DEVICE void store_log_sum(const Problem& p, int64_t position, const LogSum& sum) {
   if (p.lse == nullptr) return;
-  p.lse[place] = sum.lse;
-  if (p.lse_low != nullptr) p.lse_low[place] = sum.low;
+  p.lse[position] = sum.lse;
+  if (p.lse_low != nullptr) p.lse_low[position] = sum.low;
 }
 
 template <int kRows>
-TILEWISE_DEVICE void store_lse(const Problem& p, const BlockWork& work, const LanePlace& place,
-                               const RowResults<kRows>& result) {
-  if (p.lse == nullptr || place.column != 0) return;
-  if (!work.rows.packed()) {
-    const int32_t left = work.rows.count - place.row0;
+TILEWISE_DEVICE void store_lse(const Problem& p, const QueryTile& q_tile,
+                               const LanePosition& position, const RowResults<kRows>& result) {
+  if (p.lse == nullptr || position.column != 0) return;
+  if (!q_tile.rows.packed()) {
+    const int32_t left = q_tile.rows.count - position.row0;
     const int64_t first =
-        work.rows.first_head * p.lse_stride_head +
-        work.sequence.lse_offset(p.lse_stride_batch, work.rows.first + place.row0);
+        q_tile.rows.first_head * p.lse_stride_head +
+        q_tile.sequence.lse_offset(p.lse_stride_batch, q_tile.rows.first + position.row0);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
@@ -258,9 +261,9 @@ TILEWISE_DEVICE void store_lse(const Problem& p, const BlockWork& work, const La
   for (int i = 0; i < kRows; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int32_t r = place.row(i, h);
-      if (r < work.rows.count)
-        store_log_sum(p, lse_place(p, work, r), {result.lse[i][h], result.low[i][h]});
+      const int32_t r = position.row(i, h);
+      if (r < q_tile.rows.count)
+        store_log_sum(p, lse_index(p, q_tile, r), {result.lse[i][h], result.low[i][h]});
     }
   }
 }

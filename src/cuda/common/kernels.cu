@@ -5,7 +5,7 @@
 #include "cuda/common/dbias.cuh"
 #include "cuda/common/kernels.h"
 #include "cuda/common/prepare.cuh"
-#include "cuda/common/sums.cuh"
+#include "cuda/common/scalar_gradients.cuh"
 
 namespace tilewise::cuda::common {
 namespace {
@@ -17,7 +17,7 @@ constexpr TensorKernels kTensorKernels = {
     {&combine<Element, SplitRow>, kCombineThreads, 0},
     {&combine<Element, ChunkRow>, kCombineThreads, 0},
     {&combine_by_warps<Element, SplitRow>, kCombineByWarpsThreads, 0},
-    {&combine_by_warps<Element, SharedRow>, kCombineByWarpsThreads, 0},
+    {&combine_by_warps<Element, StreamKRow>, kCombineByWarpsThreads, 0},
     {&append<Element>, kAppendThreads, kAppendSharedBytes},
     {&dbias<Element>, kDbiasThreads, kDbiasSharedBytes},
     {&dsinks<Element>, kDsinksThreads, kDsinksSharedBytes},
@@ -37,8 +37,8 @@ const Kernel<PrepareParams>& prepare_kernel() {
   return kernel;
 }
 
-const Kernel<SumsParams>& sums_kernel() {
-  static const Kernel<SumsParams> kernel = {&sums, kSumsThreads, kSumsSharedBytes};
+const Kernel<ReduceParams>& reduce_kernel() {
+  static const Kernel<ReduceParams> kernel = {&reduce_partials, kReduceThreads, kReduceSharedBytes};
   return kernel;
 }
 

@@ -6,7 +6,7 @@
 #include "cuda/common/combine.h"
 #include "cuda/common/dbias.h"
 #include "cuda/common/prepare.h"
-#include "cuda/common/sums.h"
+#include "cuda/common/scalar_gradients.h"
 #include "cuda/runtime.h"
 
 namespace tilewise::cuda::common {
@@ -14,7 +14,7 @@ namespace tilewise::cuda::common {
 // Of one element type.
 struct TensorKernels {
   Kernel<ForwardParams> combine_splits;
-  Kernel<ForwardParams> combine_parts;
+  Kernel<ForwardParams> combine_chunks;
   Kernel<ForwardParams> combine_splits_by_warps;
   Kernel<ForwardParams> combine_shares;
   Kernel<AppendParams> append;
@@ -26,7 +26,7 @@ struct TensorKernels {
   Kernel<ForwardParams> combine(const ForwardParams& p) const {
     if (p.stream_k.any()) return combine_shares;
     if (combines_by_warps(p)) return combine_splits_by_warps;
-    Kernel<ForwardParams> kernel = p.chunks.any() ? combine_parts : combine_splits;
+    Kernel<ForwardParams> kernel = p.chunks.any() ? combine_chunks : combine_splits;
     kernel.threads = combine_groups(p) * kCombineThreads;
     kernel.shared_bytes = 2 * kCombineGroupsBytes + kernel.threads * 16;
     return kernel;
@@ -36,7 +36,7 @@ struct TensorKernels {
 // `dtype` is TILEWISE_FLOAT32, TILEWISE_FLOAT16 or TILEWISE_BFLOAT16.
 const TensorKernels& tensor_kernels(int32_t dtype);
 const Kernel<PrepareParams>& prepare_kernel();
-const Kernel<SumsParams>& sums_kernel();
+const Kernel<ReduceParams>& reduce_kernel();
 const Kernel<CheckParams>& check_kernel();
 
 // Of the IndexRecord of each GPU: runtime.h's address_on_device.

@@ -4,8 +4,8 @@
 #include "attention/online_softmax.h"
 #include "cuda/common/block.h"
 #include "cuda/common/check.cuh"
-#include "cuda/common/places.h"
 #include "cuda/common/report.h"
+#include "cuda/common/row_location.h"
 
 namespace tilewise::cuda::common {
 
@@ -96,8 +96,8 @@ struct Order {
     }
     ptx::sync_block();
     TileOrder::Entry* const table = task.table;
-    walk([&](int64_t b, uint32_t tiles, uint32_t place) {
-      table[place] = {static_cast<int32_t>(tiles), static_cast<int32_t>(b)};
+    walk([&](int64_t b, uint32_t tiles, uint32_t index) {
+      table[index] = {static_cast<int32_t>(tiles), static_cast<int32_t>(b)};
     });
     ptx::sync_block();
     accumulate();
@@ -131,14 +131,14 @@ struct RowFill {
   int32_t dtype;
   bool with_nan;
 
-  TILEWISE_DEVICE void fill(const ClearTask& task, const Place& place) const {
+  TILEWISE_DEVICE void fill(const ClearTask& task, const RowLocation& location) const {
     if (task.view.data == nullptr) return;
     const int64_t size = dtype == TILEWISE_FLOAT32 ? 4 : 2;
     const uint32_t nan = dtype == TILEWISE_FLOAT32   ? 0x7fc00000u
                          : dtype == TILEWISE_FLOAT16 ? 0x7e007e00u
                                                      : 0x7fc07fc0u;
     const uint32_t word = with_nan ? nan : 0;
-    char* const first = static_cast<char*>(task.view.data) + place.offset(task.view) * size;
+    char* const first = static_cast<char*>(task.view.data) + location.offset(task.view) * size;
     const int64_t bytes = task.columns * size;
     const int64_t pitch = task.view.stride_head * size;
     const int64_t unit = bytes % 16 == 0 && pitch % 16 == 0 && is_aligned(first, 16) ? 16 : size;
@@ -189,16 +189,16 @@ struct Fit {
     return false;
   }
 
-  TILEWISE_DEVICE void spoil(int64_t b) const {
+  TILEWISE_DEVICE void fill_with_nan(int64_t b) const {
     const RowFill nan{p.dtype, true};
     const Sequence s = sequence_of(p, b);
     for (int64_t i = 0; i < s.band.rows; ++i)
       nan.fill(params.rows, {b, i, s.batch_index, s.first_row + i, true, true});
     const KvSource own = keys_per_sequence(p) ? s.kv.dense(b) : s.kv;
     for (int64_t i = 0; i < s.band.keys; ++i) {
-      const Place place = {b, i, own.batch_index, own.first + i, true, true};
-      nan.fill(params.keys[0], place);
-      nan.fill(params.keys[1], place);
+      const RowLocation key = {b, i, own.batch_index, own.first + i, true, true};
+      nan.fill(params.keys[0], key);
+      nan.fill(params.keys[1], key);
     }
   }
 
@@ -206,17 +206,17 @@ struct Fit {
     const bool of_backward = params.fit.of_backward();
     const bool with_keys = params.fit.cu_seqlens_k != nullptr;
     const uint32_t unfit =
-        check.first(p.batch, [&](int64_t b) { return !check.lies_well(b, with_keys); });
-    const bool lie_well = unfit == Check::kNone;
-    if (!lie_well && ptx::thread_index() == 0) {
+        check.first(p.batch, [&](int64_t b) { return !check.has_valid_layout(b, with_keys); });
+    const bool valid_layout = unfit == Check::kNone;
+    if (!valid_layout && ptx::thread_index() == 0) {
       const IndexFault fault = query_fault(p, unfit);
       report(params.index_record, fault.any() ? fault : key_fault(p, unfit));
     }
-    copy(params.fit.cu_seqlens_q, p.cu_seqlens_q, lie_well);
-    copy(params.fit.cu_seqlens_k, p.cu_seqlens_k, lie_well);
+    copy(params.fit.cu_seqlens_q, p.cu_seqlens_q, valid_layout);
+    copy(params.fit.cu_seqlens_k, p.cu_seqlens_k, valid_layout);
     for (int64_t b = ptx::warp_index(); of_backward && b < p.batch; b += kPrepareWarps) {
-      const bool good = lie_well && fits(b);
-      if (lie_well && !good) spoil(b);
+      const bool good = valid_layout && fits(b);
+      if (valid_layout && !good) fill_with_nan(b);
       if (ptx::lane_index() != 0) continue;
       const SequenceKeys keys = sequence_keys(p, b);
       const int64_t padding = p.leftpad_k != nullptr ? p.leftpad_k[b] : 0;
@@ -234,8 +234,8 @@ struct Clear {
   const PrepareParams& params;
   int64_t warp;  // of all clearing warps
   int64_t warps;
-  bool lie_well;  // what cu_seqlens say where sequences lie
-  bool all_fit;   // every sequence does
+  bool valid_layout;  // what cu_seqlens say where sequences lie
+  bool all_fit;       // every sequence does
 
   // All threads of a block call it. Where sequences lie matters to what is cleared only.
   TILEWISE_DEVICE static Clear of(const PrepareParams& params, int64_t block, const Check& check) {
@@ -245,21 +245,21 @@ struct Clear {
     uint32_t mine = Check::kNone;
     for (int64_t b = ptx::thread_index(); b < p.batch; b += kPrepareThreads) {
       const auto at = static_cast<uint32_t>(b);
-      if (!check.lies_well(b, with_keys))
+      if (!check.has_valid_layout(b, with_keys))
         mine = min(mine, at);
       else if (!fits(params, b))
         mine = min(mine, at | kInPlace);
     }
     const uint32_t found = check.lowest(mine);
     const bool all_fit = found == Check::kNone;
-    const bool lie_well = found >= kInPlace;
+    const bool valid_layout = found >= kInPlace;
     // Of a sequence without rows in use no other kernel says it.
-    if (lie_well && !all_fit && ptx::thread_index() == 0) {
+    if (valid_layout && !all_fit && ptx::thread_index() == 0) {
       const Sequence s = sequence_of(p, found - kInPlace);
       if (!s.fits) report_sequence(params.index_record, p, s, {});
     }
     return {params, block * kPrepareWarps + ptx::warp_index(),
-            int64_t{params.clear_blocks} * kPrepareWarps, lie_well, all_fit};
+            int64_t{params.clear_blocks} * kPrepareWarps, valid_layout, all_fit};
   }
 
   // But for its pages.
@@ -268,20 +268,21 @@ struct Clear {
            !dbias_fault(params.problem, params.gradients, b).any();
   }
 
-  // Calls clear(place, with_nan) for the places [first, count) that are not in use; a warp looks at
-  // 32 at once.
+  // Calls clear(location, with_nan) for the places [first, count) that are not in use; a warp looks
+  // at 32 at once.
   template <class Locate, class Body>
   TILEWISE_DEVICE void unused(int64_t first, int64_t count, const Locate& locate,
                               const Body& clear) const {
-    if (!lie_well || !all_fit) first = 0;
+    if (!valid_layout || !all_fit) first = 0;
     for (int64_t at = first + warp * ptx::kWarpSize; at < count; at += warps * ptx::kWarpSize) {
       const int64_t mine = at + ptx::lane_index();
-      const bool wanted = mine < count && (!lie_well || !locate(mine).in_use);
+      const bool wanted = mine < count && (!valid_layout || !locate(mine).in_use);
       if (!ptx::any(wanted)) continue;
       for (int lane = 0; lane < ptx::kWarpSize; ++lane) {
         if (ptx::shuffle(wanted ? 1u : 0u, lane) == 0) continue;
-        const Place place = locate(at + lane);
-        clear(place, !lie_well || (!all_fit && place.in_sequence && !fits(params, place.batch)));
+        const RowLocation location = locate(at + lane);
+        clear(location,
+              !valid_layout || (!all_fit && location.in_sequence && !fits(params, location.batch)));
       }
     }
   }
@@ -298,11 +299,11 @@ struct Clear {
         first = p.cu_seqlens_q[p.batch];
     }
     unused(
-        first, total_rows(p), [&](int64_t i) { return row_place(p, i); },
-        [&](const Place& place, bool with_nan) {
-          RowFill{p.dtype, with_nan}.fill(params.rows, place);
+        first, total_rows(p), [&](int64_t i) { return locate_row(p, i); },
+        [&](const RowLocation& location, bool with_nan) {
+          RowFill{p.dtype, with_nan}.fill(params.rows, location);
           if (params.lse == nullptr) return;
-          float* const lse = params.lse + place.slot * p.lse_stride_batch + place.row;
+          float* const lse = params.lse + location.batch_index * p.lse_stride_batch + location.row;
           const float value = with_nan ? ptx::float_of(0x7fc00000u) : kMinusInfinity;
           for (int64_t h = ptx::lane_index(); h < p.heads_q; h += ptx::kWarpSize)
             lse[h * p.lse_stride_head] = value;
@@ -323,10 +324,10 @@ struct Clear {
         first = p.cu_seqlens_k[p.batch];
     }
     unused(
-        first, gradient_keys(p), [&](int64_t i) { return key_place(p, i); },
-        [&](const Place& place, bool with_nan) {
-          RowFill{p.dtype, with_nan}.fill(dk, place);
-          RowFill{p.dtype, with_nan}.fill(dv, place);
+        first, gradient_keys(p), [&](int64_t i) { return locate_key(p, i); },
+        [&](const RowLocation& location, bool with_nan) {
+          RowFill{p.dtype, with_nan}.fill(dk, location);
+          RowFill{p.dtype, with_nan}.fill(dv, location);
         });
   }
 

@@ -2,8 +2,8 @@
 // writes, and zeros in the workspace.
 #pragma once
 
-#include "cuda/tile_order.h"
 #include "cuda/params.h"
+#include "cuda/tile_order.h"
 
 namespace tilewise::cuda::common {
 

@@ -26,7 +26,7 @@ TILEWISE_DEVICE int32_t uniform(int32_t x) {
 // The same, but not said: what follows from it is counted in every lane's registers. In a chain of
 // uniform instructions each waits longer for the one before, and there are moves to predicates and
 // addresses, and back.
-TILEWISE_DEVICE int32_t of_lanes(int32_t x) {
+TILEWISE_DEVICE int32_t per_lane(int32_t x) {
   constexpr int kMostThreads = 1024;  // of a block
   return x + static_cast<int32_t>(ptx::thread_index()) / kMostThreads;
 }
@@ -99,7 +99,7 @@ struct KeyTiles {
   }
 
   // Those of the first split.
-  TILEWISE_DEVICE void keep_first_split(int32_t splits) {
+  TILEWISE_DEVICE void narrow_to_first_split(int32_t splits) {
     first = max(first, last + 1 - tiles_of_split(last + 1 - first, splits));
   }
 
@@ -131,30 +131,30 @@ TILEWISE_DEVICE Sequence sequence_of(const ForwardParams& p, int32_t b) {
 
 // Which of all parts a block has: its place in their line, and a head. Heads of a part are
 // neighbours: their keys are, in memory.
-struct PartPlace {
-  int32_t in_line;
+struct HeadChunk {
+  int32_t chunk;
   int32_t head;
 
   // Blocks come in the order of the line, but where long sequences are first: then those of parts
   // that are not the first of their sequence are before all, since such parts are of long ones.
-  TILEWISE_DEVICE static PartPlace of_block(const ForwardParams& p) {
-    const int32_t work = p.placement.chunk_of(static_cast<int32_t>(ptx::block_index()));
-    const int32_t place = p.order.heads.quotient(work);
-    const int32_t head = work - place * p.order.heads;
-    if (!p.chunks.long_first()) return {place, head};
+  TILEWISE_DEVICE static HeadChunk of_block(const ForwardParams& p) {
+    const int32_t chunk_and_head = p.placement.chunk_of(static_cast<int32_t>(ptx::block_index()));
+    const int32_t chunk = p.order.heads.quotient(chunk_and_head);
+    const int32_t head = chunk_and_head - chunk * p.order.heads;
+    if (!p.chunks.longest_first()) return {chunk, head};
     const int32_t others = p.chunks.max_chunks - p.order.sequences;
-    return {place < others ? p.order.sequences + place : place - others, head};
+    return {chunk < others ? p.order.sequences + chunk : chunk - others, head};
   }
 };
 
 // All of it.
-struct BlockWork {
+struct QueryTile {
   Sequence sequence;
   QueryRows rows;
   KeyTiles tiles;
   int32_t split;
-  int32_t splits;  // of the sequence
-  PartPlace part;  // with equal parts
+  int32_t splits;        // of the sequence
+  HeadChunk head_chunk;  // with equal parts
 
   TILEWISE_DEVICE bool any() const { return rows.count > 0; }
   TILEWISE_DEVICE int32_t head(int32_t r) const { return rows.first_head + rows.head(r); }
@@ -168,14 +168,14 @@ struct BlockWork {
   }
 
   // `splits` of the sequence, where they are known; 0: they follow from its lengths.
-  TILEWISE_DEVICE static BlockWork of(const ForwardParams& p, const TileOrder::WorkTile& work,
+  TILEWISE_DEVICE static QueryTile of(const ForwardParams& p, const TileOrder::WorkTile& tile,
                                       int32_t key_tile, int32_t splits = 0) {
-    BlockWork w;
+    QueryTile w;
     w.rows.count = 0;
-    if (work.sequence < 0) return w;
-    w.sequence = sequence_of(p, work.sequence);
-    w.rows = QueryRows::of(p, w.sequence.band, work.tile, work.head);
-    w.split = work.split;
+    if (tile.sequence < 0) return w;
+    w.sequence = sequence_of(p, tile.sequence);
+    w.rows = QueryRows::of(p, w.sequence.band, tile.tile, tile.head);
+    w.split = tile.split;
     w.splits = splits != 0 ? splits : p.splits_of(w.sequence.band);
     if (w.split >= w.splits) w.rows.count = 0;
     if (w.any()) w.tiles = KeyTiles::of(w.sequence.band, w.rows, w.split, w.splits, key_tile);
@@ -192,21 +192,21 @@ struct BlockWork {
   }
 
   // What had all keys becomes the first of `of_sequence` splits.
-  TILEWISE_DEVICE void keep_first_split(int32_t of_sequence) {
+  TILEWISE_DEVICE void narrow_to_first_split(int32_t of_sequence) {
     splits = of_sequence;
-    tiles.keep_first_split(splits);
+    tiles.narrow_to_first_split(splits);
   }
 };
 
 // The tile of a block that has a part of its keys.
-TILEWISE_DEVICE int64_t tile_of_part(const ForwardParams& p, const BlockWork& work) {
-  return work.sequence.batch * p.order.heads + work.part.head;
+TILEWISE_DEVICE int64_t tile_of_chunk(const ForwardParams& p, const QueryTile& q_tile) {
+  return q_tile.sequence.batch * p.order.heads + q_tile.head_chunk.head;
 }
 // Where its results lie, among those of all parts: in the order of the line, and first parts in
 // that of their sequences.
-TILEWISE_DEVICE int64_t place_of_part(const ForwardParams& p, const BlockWork& work) {
-  if (work.split == 0) return tile_of_part(p, work);
-  return int64_t{work.part.in_line} * p.order.heads + work.part.head;
+TILEWISE_DEVICE int64_t chunk_result_index(const ForwardParams& p, const QueryTile& q_tile) {
+  if (q_tile.split == 0) return tile_of_chunk(p, q_tile);
+  return int64_t{q_tile.head_chunk.chunk} * p.order.heads + q_tile.head_chunk.head;
 }
 
 }  // namespace tilewise::cuda

@@ -154,16 +154,16 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   if (p.key_flags.data != nullptr && ptx::thread_index() == 0)
     p.key_flags.data[ptx::block_index()] = 0;
 
-  const TileOrder::WorkTile work = p.order.at(ptx::block_index());
-  if (work.sequence < 0) return;
-  Sequence sequence = sequence_of(problem, work.sequence);
+  const TileOrder::WorkTile work_tile = p.order.at(ptx::block_index());
+  if (work_tile.sequence < 0) return;
+  Sequence sequence = sequence_of(problem, work_tile.sequence);
   if constexpr (!C::kGeneral) sequence.kv.pages = nullptr;
   const Band& band = sequence.band;
-  const Range keys = Tiling{band.keys, Plan::kKeys}.at(work.tile);
+  const Range keys = Tiling{band.keys, Plan::kKeys}.at(work_tile.tile);
   if (keys.empty()) return;
   const int32_t group =
       static_cast<int32_t>(problem.heads_q) / static_cast<int32_t>(problem.heads_kv);
-  const int64_t first_head = work.head * int64_t{group};
+  const int64_t first_head = work_tile.head * int64_t{group};
   constexpr PaddedRows kPadded{Plan::kQueries};
   const Range row_tiles = Tiling{band.rows, Plan::kQueries}.touching(band.rows_of_any(keys));
   const int64_t head_tiles = kPadded.count(problem) / Plan::kQueries;
@@ -183,11 +183,11 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   const ptx::SharedAddress own_v = shared + Plan::kV + own_key * Plan::kRowBytes;
 
   if (ptx::thread_index() == 0) {
-    KeyTile<C>::store(shared, work, band, row_tiles, head_tiles, p.order.longest_first == 1,
+    KeyTile<C>::store(shared, work_tile, band, row_tiles, head_tiles, p.order.longest_first == 1,
                       *p.far_rows == p.launch_id);
   }
-  copy_keys<C>(shared + Plan::kK, problem.k, sequence.kv, work.head, keys, problem.head_dim);
-  copy_keys<C>(shared + Plan::kV, problem.v, sequence.kv, work.head, keys, problem.head_dim_v);
+  copy_keys<C>(shared + Plan::kK, problem.k, sequence.kv, work_tile.head, keys, problem.head_dim);
+  copy_keys<C>(shared + Plan::kV, problem.v, sequence.kv, work_tile.head, keys, problem.head_dim_v);
   ptx::sync_block();
   RowPipeline<C> pipeline(p, sequence, first_head, first_tile, shared);
   int32_t steps = static_cast<int32_t>(row_tiles.size()) * group;  // still to be done

@@ -8,7 +8,7 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// How fp32 is summed: tensor cores sum groups of steps, and kSums sums are at work at once, since
+// How fp32 is summed: tensor cores sum groups of steps, and kSums sums are at work_tile at once, since
 // products into one sum wait for each other. Other elements: one group.
 template <class Element>
 inline constexpr bool kOneGroup = tile::kStepsInCore<Element> == 0;

@@ -57,7 +57,7 @@ struct Products {
   static constexpr int kParts = Pipeline<C>::kParts;
   static constexpr int kKeys = C::kForward.keys;
   static constexpr bool kOne = tile::kStepsInCore<Element> == 0;  // sum for all steps
-  // Sums at work at once, when they are many: products into one sum wait for each other.
+  // Sums at q_tile at once, when they are many: products into one sum wait for each other.
   static constexpr int kAtOnce = 8;
   static constexpr int kWide = C::kFloat8 ? 2 : 1;  // steps, or 16 columns, of one load
 
@@ -211,13 +211,13 @@ struct Products {
   }
 };
 
-// The flag of a work: of its block or, with equal parts, of its part or, where that is all, its
+// The flag of a q_tile: of its block or, with equal parts, of its part or, where that is all, its
 // tile.
 template <class C>
-TILEWISE_DEVICE uint8_t* flag_of(const ForwardParams& p, const QueryTile& work) {
+TILEWISE_DEVICE uint8_t* flag_of(const ForwardParams& p, const QueryTile& q_tile) {
   if (!C::kDecodes || !p.chunks.any()) return p.flags.data + ptx::block_index();
-  if (work.splits > 1) return p.flags.of_chunk(chunk_result_index(p, work));
-  return p.flags.data + tile_of_chunk(p, work);
+  if (q_tile.splits > 1) return p.flags.of_chunk(chunk_result_index(p, q_tile));
+  return p.flags.data + tile_of_chunk(p, q_tile);
 }
 
 // The sequence that a block is for: how fast all that follows from it is found. (H100, one sequence
@@ -232,35 +232,35 @@ TILEWISE_DEVICE int32_t per_lane_if_tma(int32_t sequence) {
 // until then it has all of them.
 template <class C>
 TILEWISE_DEVICE QueryTile find_chunk(const ForwardParamsOf<C>& p, ptx::SharedAddress pipeline) {
-  const HeadChunk at = HeadChunk::of_block(p);
-  const int32_t place = at.chunk;
-  const bool is_early = C::kWarpPipeline && place < p.order.sequences;
-  KeyChunk part = {place, 0, 1};
-  if (!is_early) part = BatchChunks(p).find(place);
+  const HeadChunk head_chunk = HeadChunk::of_block(p);
+  const int32_t index = head_chunk.chunk;
+  const bool is_early = C::kWarpPipeline && index < p.order.sequences;
+  KeyChunk chunk = {index, 0, 1};
+  if (!is_early) chunk = BatchChunks(p).find(index);
   if constexpr (C::kWarpPipeline) {
-    if (is_early && p.chunks.longest_first()) part.sequence = LongestFirst(p).at(place);
+    if (is_early && p.chunks.longest_first()) chunk.sequence = LongestFirst(p).at(index);
   }
-  if (is_early) Pipeline<C>::prefetch(p.problem, part.sequence, pipeline);
-  part.sequence = per_lane_if_tma<C>(part.sequence);
-  const TileOrder::WorkTile of = {0, at.head, part.sequence, part.split};
-  QueryTile work = QueryTile::of(p, of, C::kForward.keys, part.splits);
-  work.head_chunk = at;
-  if (p.flags.data != nullptr && part.sequence >= 0 && ptx::thread_index() == 0) {
-    *p.flags.of_chunk(chunk_result_index(p, work)) = 0;
-    if (work.split == 0) p.flags.data[tile_of_chunk(p, work)] = 0;
+  if (is_early) Pipeline<C>::prefetch(p.problem, chunk.sequence, pipeline);
+  chunk.sequence = per_lane_if_tma<C>(chunk.sequence);
+  const TileOrder::WorkTile work_tile = {0, head_chunk.head, chunk.sequence, chunk.split};
+  QueryTile q_tile = QueryTile::of(p, work_tile, C::kForward.keys, chunk.splits);
+  q_tile.head_chunk = head_chunk;
+  if (p.flags.data != nullptr && chunk.sequence >= 0 && ptx::thread_index() == 0) {
+    *p.flags.of_chunk(chunk_result_index(p, q_tile)) = 0;
+    if (q_tile.split == 0) p.flags.data[tile_of_chunk(p, q_tile)] = 0;
   }
-  return work;
+  return q_tile;
 }
 
 template <class C>
-TILEWISE_DEVICE void narrow_to_chunk(const ForwardParams& p, QueryTile& work,
+TILEWISE_DEVICE void narrow_to_chunk(const ForwardParams& p, QueryTile& q_tile,
                                      Pipeline<C>& pipeline) {
-  if (work.split > 0) return;
-  work.narrow_to_first_split(BatchChunks(p).count(static_cast<int32_t>(work.sequence.batch)));
-  pipeline.narrow_to(work.tiles.first);
+  if (q_tile.split > 0) return;
+  q_tile.narrow_to_first_split(BatchChunks(p).count(static_cast<int32_t>(q_tile.sequence.batch)));
+  pipeline.narrow_to(q_tile.tiles.first);
 }
 
-// Which work the block takes. Decoding has one tile a sequence, and its first load waits for every
+// Which q_tile the block takes. Decoding has one tile a sequence, and its first load waits for every
 // instruction before it.
 template <class C>
 TILEWISE_DEVICE QueryTile find_tile(const ForwardParamsOf<C>& p, ptx::SharedAddress pipeline) {
@@ -270,10 +270,10 @@ TILEWISE_DEVICE QueryTile find_tile(const ForwardParamsOf<C>& p, ptx::SharedAddr
   }
   if (p.flags.data != nullptr && ptx::thread_index() == 0) p.flags.data[ptx::block_index()] = 0;
   if constexpr (C::kDecodes && !C::kGeneral) {
-    TileOrder::WorkTile work = p.order.at_only_tile(ptx::block_index());
-    work.sequence = per_lane_if_tma<C>(work.sequence);
-    Pipeline<C>::prefetch(p.problem, work.sequence, pipeline);
-    return QueryTile::of(p, work, kKeys);
+    TileOrder::WorkTile work_tile = p.order.at_only_tile(ptx::block_index());
+    work_tile.sequence = per_lane_if_tma<C>(work_tile.sequence);
+    Pipeline<C>::prefetch(p.problem, work_tile.sequence, pipeline);
+    return QueryTile::of(p, work_tile, kKeys);
   } else {
     return QueryTile::of(p, p.order.at(ptx::block_index()), kKeys);
   }
@@ -286,12 +286,12 @@ struct BlockFactors {
   float of_values;
 };
 template <class C>
-TILEWISE_DEVICE BlockFactors factors_of(const ForwardParams& p, const QueryTile& work) {
+TILEWISE_DEVICE BlockFactors factors_of(const ForwardParams& p, const QueryTile& q_tile) {
   if constexpr (!C::kFloat8) {
     return {score_of(p.problem).scale, 1.0f};
   } else {
-    const int64_t batch = work.sequence.batch;
-    const int32_t head = p.group.quotient(work.rows.first_head);
+    const int64_t batch = q_tile.sequence.batch;
+    const int32_t head = p.group.quotient(q_tile.rows.first_head);
     return {score_of(p.problem, batch, head).scale, v_descale(p.problem, batch, head) * C::kKvUnit};
   }
 }
@@ -304,8 +304,8 @@ TILEWISE_DEVICE float positive(float scale) {
 // What a score of the softmax is in natural descales. Computed where it is signed_scale for: it
 // would otherwise wait in a register through the loop.
 template <class C>
-TILEWISE_DEVICE float unit_of_scores(const ForwardParams& p, const QueryTile& work) {
-  const float scale = positive(factors_of<C>(p, work).of_scores);
+TILEWISE_DEVICE float unit_of_scores(const ForwardParams& p, const QueryTile& q_tile) {
+  const float scale = positive(factors_of<C>(p, q_tile).of_scores);
   if constexpr (C::kGeneral)
     return ForwardScoreMod<typename C::Storage>(p.problem, scale).unit(p.problem);
   return scale;
@@ -314,7 +314,7 @@ TILEWISE_DEVICE float unit_of_scores(const ForwardParams& p, const QueryTile& wo
 // The block table has led out of the tensors, as all threads of a warp_split know.
 template <class C>
 TILEWISE_DEVICE void mark_pages_invalid(uint32_t own) {
-  if (row_thread<C>() == 0) kept_work<C>(own).sequence.fits = false;
+  if (row_thread<C>() == 0) saved_q_tile<C>(own).sequence.fits = false;
   if constexpr (C::kWarpPipeline)
     ptx::sync_warp();
   else
@@ -330,34 +330,34 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   const ptx::SharedAddress q = ptx::shared_address(ptx::shared_memory()) + own;
   Pipeline<C>::prepare(p, q + kPipelineAt<C>);
   ptx::griddepcontrol_wait();
-  QueryTile work = find_tile<C>(p, q + kPipelineAt<C>);
-  if (!work.any()) return;
+  QueryTile q_tile = find_tile<C>(p, q + kPipelineAt<C>);
+  if (!q_tile.any()) return;
 
   const ptx::SharedAddress q_of_warp =
       q +
       row_thread<C>() / ptx::kWarpSize * (C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes);
-  const int32_t last = uniform(work.tiles.last) - warp_split;
-  Pipeline<C> pipeline(p, work, last, q + kPipelineAt<C>);
-  pipeline.start([&] { load_queries<C>(problem, work, q); });
+  const int32_t last = uniform(q_tile.tiles.last) - warp_split;
+  Pipeline<C> pipeline(p, q_tile, last, q + kPipelineAt<C>);
+  pipeline.start([&] { load_queries<C>(problem, q_tile, q); });
   if constexpr (C::kWarpPipeline) {
-    if (p.chunks.any()) narrow_to_chunk<C>(p, work, pipeline);
+    if (p.chunks.any()) narrow_to_chunk<C>(p, q_tile, pipeline);
     pipeline.fill_stages();
-    if (p.arrivals != nullptr && work.splits > 1) ChunkCombine<C>(p, work).claim();
+    if (p.arrivals != nullptr && q_tile.splits > 1) ChunkCombine<C>(p, q_tile).claim();
   }
 
-  QueryTile& kept = kept_work<C>(own);
-  work.tiles.find_full(work.rows, C::kForward.keys);
+  QueryTile& saved = saved_q_tile<C>(own);
+  q_tile.tiles.find_full(q_tile.rows, C::kForward.keys);
   if constexpr (C::kGeneral) {  // others see it when they look pages up
-    if (work.sequence.kv.pages != nullptr && row_thread<C>() < ptx::kWarpSize)
-      work.sequence.fits &= pages_fit(work.sequence, work.pages(p, C::kForward.keys));
+    if (q_tile.sequence.kv.pages != nullptr && row_thread<C>() < ptx::kWarpSize)
+      q_tile.sequence.fits &= pages_fit(q_tile.sequence, q_tile.pages(p, C::kForward.keys));
   }
-  if (row_thread<C>() == 0) kept = work;
-  const auto [signed_scale, value_factor] = factors_of<C>(p, work);
+  if (row_thread<C>() == 0) saved = q_tile;
+  const auto [signed_scale, value_factor] = factors_of<C>(p, q_tile);
   const float scale = positive(signed_scale);
   const ForwardScoreMod<typename C::Storage> general(problem, scale);
   const bool dropout = C::kGeneral && general.dropout.on();
   pipeline.wait_for_queries();
-  // Who comes next had better not look for his work while we do.
+  // Who comes next had better not look for his q_tile while we do.
   common::trigger_dependents(p, PdlTrigger::after_first_loads);
   const auto descales = prepare_queries<C>(problem, q_of_warp, signed_scale < 0.0f);
 
@@ -374,20 +374,20 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
 
     if constexpr (C::kGeneral) {
       descales.apply(s);
-      general.apply(problem, kept, s, tile, lane_place<C>());
+      general.apply(problem, saved, s, tile, lane_position<C>());
     }
-    if (masked) mask<C>(s, kept_work<C>(own), tile);
+    if (masked) mask<C>(s, saved_q_tile<C>(own), tile);
     softmax.raise(s, o);
     softmax.exponentiate(s);
     if (dropout) {
       constexpr int kRows = C::kForward.warp_rows / 16;
-      const auto rows = DropoutRows<kRows>::of(problem, kept, lane_place<C>());
-      general.template draw<kRows, C::kForward.keys / 8>(rows, tile, lane_place<C>())
-          .apply(s, lane_place<C>());
+      const auto rows = DropoutRows<kRows>::of(problem, saved, lane_position<C>());
+      general.template draw<kRows, C::kForward.keys / 8>(rows, tile, lane_position<C>())
+          .apply(s, lane_position<C>());
     }
 
     pipeline.consumer_wait();
-    if (masked) pipeline.zero_values_past_end(kept_work<C>(own), tile);
+    if (masked) pipeline.zero_values_past_end(saved_q_tile<C>(own), tile);
     multiply.values(o, s, pipeline.values(),
                     [&](int part) { pipeline.load_ahead(false, tile, part); });
     pipeline.consumer_release(false, tile);
@@ -395,16 +395,16 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   int32_t tile = last;
   if constexpr (C::kGeneral) {
 #pragma unroll 1
-    for (; tile >= kept.tiles.first; tile -= C::kWarpSplits) step(tile, kept.tiles.masked(tile));
+    for (; tile >= saved.tiles.first; tile -= C::kWarpSplits) step(tile, saved.tiles.masked(tile));
   } else {
 #pragma unroll 1
-    while (tile >= kept.tiles.first) {
-      if (tile < kept.tiles.full_end) {
-        const int32_t full_begin = uniform(kept.tiles.full_begin);
+    while (tile >= saved.tiles.first) {
+      if (tile < saved.tiles.full_end) {
+        const int32_t full_begin = uniform(saved.tiles.full_begin);
 #pragma unroll 1
         for (; tile >= full_begin; tile -= C::kWarpSplits) step(tile, std::false_type{});
       }
-      if (tile < kept.tiles.first) break;
+      if (tile < saved.tiles.first) break;
       step(tile, std::true_type{});
       tile -= C::kWarpSplits;
     }
@@ -412,9 +412,9 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
 
   common::trigger_dependents(p, PdlTrigger::before_epilogue);
   tile::wait<typename C::Arch, 0>();
-  const bool combines = C::kWarpPipeline && p.cluster_combines && kept.splits > 1;
+  const bool combines = C::kWarpPipeline && p.cluster_combines && saved.splits > 1;
   if constexpr (C::kPaged) {
-    if (!pipeline.pages_fit(kept)) [[unlikely]]
+    if (!pipeline.pages_fit(saved)) [[unlikely]]
       mark_pages_invalid<C>(own);
   }
   if constexpr (C::kWarpSplits > 1)
@@ -425,50 +425,50 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   }
   if (warp_split > 0) return;
   if constexpr (C::kFloat8) tile::pair_columns(o);
-  const LanePosition place = lane_place<C>();
+  const LanePosition position = lane_position<C>();
   const float weight = (dropout ? general.dropout.keep_scale : 1.0f) * value_factor;
   // The plain forms of decoding have no instruction to spare for scores beyond fp32's exponents.
-  constexpr bool kTellsLost = !C::kWarpPipeline;
-  auto result = finish_rows<typename C::Element, kTellsLost>(
-      p, kept, place, softmax.m, softmax.l, weight, [&] { return unit_of_scores<C>(p, kept); });
-  if constexpr (kTellsLost) mark_lost<C>(problem, kept, place, softmax, result);
+  constexpr bool kRecomputesRows = !C::kWarpPipeline;
+  auto result = finish_rows<typename C::Element, kRecomputesRows>(
+      p, saved, position, softmax.m, softmax.l, weight, [&] { return unit_of_scores<C>(p, saved); });
+  if constexpr (kRecomputesRows) mark_rows_to_recompute<C>(problem, saved, position, softmax, result);
   if constexpr (C::kWarpSplits > 1 && C::kPaged) {
-    if (!kept_work<C>(kWarpSplitBytes<C>).sequence.fits) [[unlikely]]
+    if (!saved_q_tile<C>(kWarpSplitBytes<C>).sequence.fits) [[unlikely]]
       mark_pages_invalid<C>(own);
   }
-  if (!kept.sequence.fits) [[unlikely]] {
+  if (!saved.sequence.fits) [[unlikely]] {
     if (row_thread<C>() == 0)
-      call_report_sequence<ForwardParams>(p, kept.sequence, kept.pages(p, C::kForward.keys));
+      call_report_sequence<ForwardParams>(p, saved.sequence, saved.pages(p, C::kForward.keys));
     result.set_to_nan();
   }
-  if (p.flags.data != nullptr && !outputs_are_finite(kept, place, o, softmax.l)) [[unlikely]]
-    *flag_of<C>(p, kept) = 1;  // after the 0: barriers lie between
-  bool is_whole = kept.splits == 1;
+  if (p.flags.data != nullptr && !outputs_are_finite(saved, position, o, softmax.l)) [[unlikely]]
+    *flag_of<C>(p, saved) = 1;  // after the 0: barriers lie between
+  bool is_whole = saved.splits == 1;
   if constexpr (C::kWarpPipeline) {
     if (combines) {
-      const ClusterCombine<C> combine(p, kept, pipeline.combine_buffer());
-      combine.send(place, o, result);
+      const ClusterCombine<C> combine(p, saved, pipeline.combine_buffer());
+      combine.send(position, o, result);
       combine.store();
       return;
     }
     if (p.arrivals != nullptr && !is_whole) {
-      ChunkCombine<C> combine(p, kept);
-      combine.send(place, o, result);
+      ChunkCombine<C> combine(p, saved);
+      combine.send(position, o, result);
       if (!combine.is_last()) return;
-      combine.gather(place, o, result, pipeline.combine_buffer());
+      combine.gather(position, o, result, pipeline.combine_buffer());
       is_whole = true;
     }
   }
   if (!is_whole) [[unlikely]] {
-    store_partial<!C::kGeneral, typename C::Columns>(p, kept, place, o, result);
+    store_partial<!C::kGeneral, typename C::Columns>(p, saved, position, o, result);
     return;
   }
   ptx::sync_warp();
-  stage_outputs<C>(problem, kept.rows.count, q, place, o, result);
+  stage_outputs<C>(problem, saved.rows.count, q, position, o, result);
   ptx::sync_warp();
-  store_outputs<C>(problem, kept, q);
-  store_lse(problem, kept, place, result);
-  if constexpr (kTellsLost) compute_lost<C>(problem, kept, place, result);
+  store_outputs<C>(problem, saved, q);
+  store_lse(problem, saved, position, result);
+  if constexpr (kRecomputesRows) recompute_rows<C>(problem, saved, position, result);
 }
 
 }  // namespace tilewise::cuda::mma_sync

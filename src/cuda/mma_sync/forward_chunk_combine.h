@@ -12,8 +12,8 @@ namespace tilewise::cuda::mma_sync {
 template <class C>
 class ChunkCombine {
  public:
-  TILEWISE_DEVICE ChunkCombine(const ForwardParams& p, const QueryTile& work)
-      : p_(p), work_(work), record_(p.arrivals[tile_of_chunk(p, work)]) {}
+  TILEWISE_DEVICE ChunkCombine(const ForwardParams& p, const QueryTile& q_tile)
+      : p_(p), q_tile_(q_tile), record_(p.arrivals[tile_of_chunk(p, q_tile)]) {}
 
   // While the first keys are on their way: nobody has written the record before the launch, so each
   // block makes sure that it is one before it counts itself.
@@ -24,12 +24,12 @@ class ChunkCombine {
       ptx::atom_cas(&record_.state, found, p_.launch_id);  // or another block has done it
   }
 
-  TILEWISE_DEVICE void send(const LanePosition& place, const Outputs<C>& o,
+  TILEWISE_DEVICE void send(const LanePosition& position, const Outputs<C>& o,
                             const RowResults<1>& result) const {
-    char* const own = partial(chunk_result_index(p_, work_));
-    visit_partial_rows<C>(place, o, result, work_.rows.count,
+    char* const own = partial(chunk_result_index(p_, q_tile_));
+    visit_partial_rows<C>(position, o, result, q_tile_.rows.count,
                           [&](int h, int byte, const uint32_t (&x)[4]) {
-                            ptx::st_global_v4_b32(own + place.row(0, h) * kRowBytes + byte, x);
+                            ptx::st_global_v4_b32(own + position.row(0, h) * kRowBytes + byte, x);
                           });
   }
 
@@ -37,21 +37,21 @@ class ChunkCombine {
   TILEWISE_DEVICE bool is_last() {
     ptx::sync_warp();
     const uint64_t arrival =
-        ChunkArrivals::arrival(work_.split, work_.head_chunk.chunk - p_.order.sequences);
+        ChunkArrivals::arrival(q_tile_.split, q_tile_.head_chunk.chunk - p_.order.sequences);
     uint64_t state = 0;
     if (ptx::thread_index() == 0) state = ptx::atom_acq_rel_add(&record_.state, arrival) + arrival;
     ptx::sync_warp();
-    if (uniform(ChunkArrivals::arrived(state)) != work_.splits) return false;
+    if (uniform(ChunkArrivals::arrived(state)) != q_tile_.splits) return false;
     second_ = p_.order.sequences + uniform(ChunkArrivals::position_of_chunk_1(state));
     if (ptx::thread_index() == 0) record_.state = 0;
     combine_flags();
     return true;
   }
 
-  // Puts what all parts have in the place of what this one has, summed from the first partial to
+  // Puts what all parts have in the position of what this one has, summed from the first partial to
   // the last, whoever merges them. They come into the buffer, all at once where it holds them: one
   // wait for memory, and fewer instructions than for parts in registers.
-  TILEWISE_DEVICE void gather(const LanePosition& place, Outputs<C>& o, RowResults<1>& result,
+  TILEWISE_DEVICE void gather(const LanePosition& position, Outputs<C>& o, RowResults<1>& result,
                               CombineBuffer buffer) const {
     ptx::fence_proxy_async_global();  // bulk copies take what other blocks have stored
     ptx::fence_proxy_async();         // and go where this one has read
@@ -60,19 +60,19 @@ class ChunkCombine {
     float base[2];
     float sum[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) begin_row(place, h, base[h], sum[h]);
+    for (int h = 0; h < 2; ++h) begin_row(position, h, base[h], sum[h]);
     o.fill(0.0f);
 #pragma unroll 1
     for (int32_t first = 0;;) {
       ptx::mbarrier_wait_parity(buffer.barrier, buffer.parity);
-      const int32_t count = min(work_.splits - first, kChunksInBuffer);
+      const int32_t count = min(q_tile_.splits - first, kChunksInBuffer);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        if (place.row(0, h) < work_.rows.count)
-          sum[h] += add_chunks(o, place, h, row_in_buffer(place, h, buffer), count, base[h]);
+        if (position.row(0, h) < q_tile_.rows.count)
+          sum[h] += add_chunks(o, position, h, row_in_buffer(position, h, buffer), count, base[h]);
       }
       first += kChunksInBuffer;
-      if (first >= work_.splits) break;
+      if (first >= q_tile_.splits) break;
       buffer.parity ^= 1;
       ptx::sync_warp();
       load(first, buffer);
@@ -93,39 +93,39 @@ class ChunkCombine {
   static_assert(kChunksInBuffer > 0);
 
   // What a block has left: its rows follow each other.
-  TILEWISE_DEVICE char* partial(int64_t place) const {
-    return reinterpret_cast<char*>(p_.partial_out) + place * p_.packed_rows * kRowBytes;
+  TILEWISE_DEVICE char* partial(int64_t index) const {
+    return reinterpret_cast<char*>(p_.partial_out) + index * p_.packed_rows * kRowBytes;
   }
   TILEWISE_DEVICE int64_t result_index(int32_t split) const {
-    const int64_t place = split == 0 ? work_.sequence.batch : second_ + split - 1;
-    return place * p_.order.heads + work_.head_chunk.head;
+    const int64_t chunk = split == 0 ? q_tile_.sequence.batch : second_ + split - 1;
+    return chunk * p_.order.heads + q_tile_.head_chunk.head;
   }
 
   // Parts from `first` on, as many as there is room for, one by a lane.
   TILEWISE_DEVICE void load(int32_t first, const CombineBuffer& buffer) const {
     const int lane = ptx::lane_index();
-    const int32_t count = min(work_.splits - first, kChunksInBuffer);
-    const int32_t bytes = work_.rows.count * kRowBytes;
+    const int32_t count = min(q_tile_.splits - first, kChunksInBuffer);
+    const int32_t bytes = q_tile_.rows.count * kRowBytes;
     if (lane == 0) ptx::mbarrier_arrive_expect_tx(buffer.barrier, count * bytes);
     ptx::sync_warp();
     if (lane < count)
       ptx::cp_async_bulk_load(buffer.base + static_cast<uint32_t>(lane * kTileBytes),
                               partial(result_index(first + lane)), bytes, buffer.barrier);
   }
-  TILEWISE_DEVICE static ptx::SharedAddress row_in_buffer(const LanePosition& place, int h,
+  TILEWISE_DEVICE static ptx::SharedAddress row_in_buffer(const LanePosition& position, int h,
                                                           const CombineBuffer& buffer) {
-    return buffer.base + static_cast<uint32_t>(place.row(0, h) * kRowBytes);
+    return buffer.base + static_cast<uint32_t>(position.row(0, h) * kRowBytes);
   }
 
   // The largest lse of row (0, h), that of a sink among them, and the weight of the sink.
-  TILEWISE_DEVICE void begin_row(const LanePosition& place, int h, float& base, float& sum) const {
-    const int32_t r = place.row(0, h);
-    const bool exists = r < work_.rows.count;
+  TILEWISE_DEVICE void begin_row(const LanePosition& position, int h, float& base, float& sum) const {
+    const int32_t r = position.row(0, h);
+    const bool exists = r < q_tile_.rows.count;
     const float* const sinks = p_.problem.sinks;
-    const float sink = exists && sinks != nullptr ? sinks[work_.head(r)] : kMinusInfinity;
+    const float sink = exists && sinks != nullptr ? sinks[q_tile_.head(r)] : kMinusInfinity;
     float highest = sink;
 #pragma unroll 1
-    for (int32_t split = place.lane_of_quad(); exists && split < work_.splits; split += 4)
+    for (int32_t split = position.lane_of_quad(); exists && split < q_tile_.splits; split += 4)
       highest = max(highest, ptx::float_of(ptx::ld_global_b32(partial(result_index(split)) +
                                                               r * kRowBytes + kLseAt)));
     base = exponent_base(tile::quad_max(highest));
@@ -134,7 +134,7 @@ class ChunkCombine {
 
   // The sums of a row of `count` parts, weighed; returns what they weigh. A partial that saw
   // nothing may have NaN.
-  TILEWISE_DEVICE static float add_chunks(Outputs<C>& o, const LanePosition& place, int h,
+  TILEWISE_DEVICE static float add_chunks(Outputs<C>& o, const LanePosition& position, int h,
                                           ptx::SharedAddress row, int32_t count, float base) {
     float sum = 0.0f;
 #pragma unroll 1
@@ -143,7 +143,7 @@ class ChunkCombine {
       if (lse == kMinusInfinity) continue;
       const float weight = common::exponential(above(lse, base));
       sum += weight;
-      const ptx::SharedAddress own = row + static_cast<uint32_t>(place.lane_of_quad() * 16);
+      const ptx::SharedAddress own = row + static_cast<uint32_t>(position.lane_of_quad() * 16);
 #pragma unroll
       for (int n = 0; n < C::kHeadDim / 8; n += 2) {
         uint32_t x[4];
@@ -163,14 +163,14 @@ class ChunkCombine {
     if (p_.flags.data == nullptr) return;
     bool flagged = false;
 #pragma unroll 1
-    for (int32_t split = ptx::lane_index(); split < work_.splits; split += ptx::kWarpSize)
+    for (int32_t split = ptx::lane_index(); split < q_tile_.splits; split += ptx::kWarpSize)
       flagged |= *p_.flags.of_chunk(result_index(split)) != 0;
     flagged = ptx::any(flagged);
-    if (ptx::lane_index() == 0) p_.flags.data[tile_of_chunk(p_, work_)] = flagged ? 1 : 0;
+    if (ptx::lane_index() == 0) p_.flags.data[tile_of_chunk(p_, q_tile_)] = flagged ? 1 : 0;
   }
 
   const ForwardParams& p_;
-  const QueryTile& work_;
+  const QueryTile& q_tile_;
   ChunkArrivals& record_;
   int32_t second_ = 0;  // of the line of parts: the second one of the sequence
 };

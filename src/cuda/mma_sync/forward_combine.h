@@ -29,13 +29,13 @@ inline constexpr int kMaxCombineBytes =
 
 // visit(h, byte, x): 16 bytes of what the lane has of its row (0, h), at that byte of the partial.
 template <class C, class Visit>
-TILEWISE_DEVICE void visit_partial_rows(const LanePosition& place, const Outputs<C>& o,
+TILEWISE_DEVICE void visit_partial_rows(const LanePosition& position, const Outputs<C>& o,
                                         const RowResults<1>& result, int32_t rows,
                                         const Visit& visit) {
-  const int quad = place.lane_of_quad();
+  const int quad = position.lane_of_quad();
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    if (place.row(0, h) >= rows) continue;
+    if (position.row(0, h) >= rows) continue;
     // Columns of a vector: those that the lane has of two neighbouring products.
 #pragma unroll
     for (int n = 0; n < C::kHeadDim / 8; n += 2) {
@@ -58,8 +58,8 @@ class RowCombine {
   static constexpr int kVectors = kPartialVectors<C>;
 
   // `stride`: bytes from split to split.
-  TILEWISE_DEVICE RowCombine(const ForwardParams& p, const QueryTile& work, int32_t stride)
-      : p_(p), work_(work), stride_(static_cast<uint32_t>(stride)) {}
+  TILEWISE_DEVICE RowCombine(const ForwardParams& p, const QueryTile& q_tile, int32_t stride)
+      : p_(p), q_tile_(q_tile), stride_(static_cast<uint32_t>(stride)) {}
 
   // Waits for the partials, of which the first one lies at `partials`. The addresses first: they
   // take as long as the partials are on their way.
@@ -67,14 +67,14 @@ class RowCombine {
                              const CombineBuffer& buffer) const {
     const Problem& problem = p_.problem;
     const int lane = ptx::lane_index();
-    const int32_t head = work_.head(r);
+    const int32_t head = q_tile_.head(r);
     const float sink = problem.sinks != nullptr ? problem.sinks[head] : kMinusInfinity;
-    const int64_t lse_at = lse_index(problem, work_, r);
+    const int64_t lse_at = lse_index(problem, q_tile_, r);
     char* const out =
-        static_cast<char*>(problem.out.data) + work_.offset(problem.out, r) * C::Element::kBytes;
+        static_cast<char*>(problem.out.data) + q_tile_.offset(problem.out, r) * C::Element::kBytes;
     ptx::mbarrier_wait_parity(buffer.barrier, buffer.parity);
     float own = kMinusInfinity;  // lse of split `lane`
-    if (lane < work_.splits)
+    if (lane < q_tile_.splits)
       own = ptx::float_of(ptx::ld_shared_b32(partial(partials, lane) + kVectors * 16));
     Weights weights;
     weights.begin(own, sink);
@@ -99,12 +99,12 @@ class RowCombine {
                                     float weight) const {
     float sum[kChains][4] = {};
 #pragma unroll 1
-    for (int32_t begin = 0; begin < work_.splits; begin += kChains) {
+    for (int32_t begin = 0; begin < q_tile_.splits; begin += kChains) {
 #pragma unroll
       for (int i = 0; i < kChains; ++i) {
         const int32_t split = begin + i;
         uint32_t x[4] = {};
-        if (split < work_.splits && vector < kVectors)
+        if (split < q_tile_.splits && vector < kVectors)
           ptx::ld_shared_v4_b32(x, partial(partials, split) + static_cast<uint32_t>(vector * 16));
         const float its = ptx::shuffle(weight, split);
 #pragma unroll
@@ -127,7 +127,7 @@ class RowCombine {
   }
 
   const ForwardParams& p_;
-  const QueryTile& work_;
+  const QueryTile& q_tile_;
   uint32_t stride_;
 };
 
@@ -137,18 +137,18 @@ class RowCombine {
 template <class C>
 class ClusterCombine {
  public:
-  TILEWISE_DEVICE ClusterCombine(const ForwardParams& p, const QueryTile& work,
+  TILEWISE_DEVICE ClusterCombine(const ForwardParams& p, const QueryTile& q_tile,
                                  const CombineBuffer& buffer)
       : p_(p),
-        work_(work),
+        q_tile_(q_tile),
         buffer_(buffer),
-        split_(work.split),
-        splits_(work.splits),
+        split_(q_tile.split),
+        splits_(q_tile.splits),
         inverse_(ptx::rcp_approximate(static_cast<float>(splits_))),
-        rows_(split_ < work.rows.count ? local_row_of(work.rows.count - 1 - split_) + 1 : 0) {}
+        rows_(split_ < q_tile.rows.count ? local_row_of(q_tile.rows.count - 1 - split_) + 1 : 0) {}
 
   // Returns when all blocks have let go of their rings, and the partials are on their way.
-  TILEWISE_DEVICE void send(const LanePosition& place, const Outputs<C>& o,
+  TILEWISE_DEVICE void send(const LanePosition& position, const Outputs<C>& o,
                             const RowResults<1>& result) const {
     if (rows_ > 0 && ptx::elect_one())
       ptx::mbarrier_arrive_expect_tx(buffer_.barrier, rows_ * splits_ * kRowBytes);
@@ -156,20 +156,20 @@ class ClusterCombine {
     ptx::SharedAddress landed[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int32_t local_row = local_row_of(place.row(0, h));
-      const int32_t owner = place.row(0, h) - local_row * splits_;
+      const int32_t local_row = local_row_of(position.row(0, h));
+      const int32_t owner = position.row(0, h) - local_row * splits_;
       to[h] = ptx::map_to_rank(partial(local_row, split_), owner);
       landed[h] = ptx::map_to_rank(buffer_.barrier, owner);
     }
     ptx::barrier_cluster_wait();
-    visit_partial_rows<C>(place, o, result, work_.rows.count,
+    visit_partial_rows<C>(position, o, result, q_tile_.rows.count,
                           [&](int h, int byte, const uint32_t (&x)[4]) {
                             ptx::st_async_v4_b32(to[h] + static_cast<uint32_t>(byte), x, landed[h]);
                           });
   }
 
   TILEWISE_DEVICE void store() const {
-    const RowCombine<C> rows(p_, work_, kRowBytes);
+    const RowCombine<C> rows(p_, q_tile_, kRowBytes);
 #pragma unroll 1
     for (int32_t local_row = 0; local_row < rows_; ++local_row)
       rows.store(split_ + local_row * splits_, partial(local_row, 0), buffer_);
@@ -187,7 +187,7 @@ class ClusterCombine {
   }
 
   const ForwardParams& p_;
-  const QueryTile& work_;
+  const QueryTile& q_tile_;
   CombineBuffer buffer_;
   int32_t split_;
   int32_t splits_;

@@ -9,14 +9,14 @@ namespace tilewise::cuda::mma_sync {
 
 // Rows whose sums m and l do not tell, of a warp, get `lost_lse`.
 template <class C>
-TILEWISE_DEVICE void mark_lost(const Problem& p, const QueryTile& work, const LanePosition& place,
+TILEWISE_DEVICE void mark_rows_to_recompute(const Problem& p, const QueryTile& q_tile, const LanePosition& position,
                                const RowSoftmax<C>& softmax,
                                RowResults<C::kForward.warp_rows / 16>& result) {
 #pragma unroll
   for (int i = 0; i < C::kForward.warp_rows / 16; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (is_lost<C::kForward.keys, C::kGeneral>(p, work, place.row(i, h), softmax.m[i][h],
+      if (is_lost<C::kForward.keys, C::kGeneral>(p, q_tile, position.row(i, h), softmax.m[i][h],
                                                  softmax.l[i][h])) [[unlikely]]
         result.lse[i][h] = common::lost_lse();
     }
@@ -24,42 +24,42 @@ TILEWISE_DEVICE void mark_lost(const Problem& p, const QueryTile& work, const La
 }
 
 template <class C>
-TILEWISE_COLD void write_exact_row(const Problem& p, const QueryTile& work, int32_t r) {
+TILEWISE_COLD void write_exact_row(const Problem& p, const QueryTile& q_tile, int32_t r) {
   constexpr Form kForm = C::kGeneral ? Form::general : Form::plain;
-  const int64_t row = work.rows.first + work.rows.row(r);
+  const int64_t row = q_tile.rows.first + q_tile.rows.row(r);
   if constexpr (!C::kFloat8) {
     using T = typename C::Storage;
-    common::ExactRow<T, T, kForm, C::kHeadDim>(p, work.sequence, row, work.head(r)).write();
+    common::ExactRow<T, T, kForm, C::kHeadDim>(p, q_tile.sequence, row, q_tile.head(r)).write();
   } else if (p.dtype == TILEWISE_BFLOAT16) {
-    common::ExactRow<BFloat16, Float8, kForm, C::kHeadDim>(p, work.sequence, row, work.head(r))
+    common::ExactRow<BFloat16, Float8, kForm, C::kHeadDim>(p, q_tile.sequence, row, q_tile.head(r))
         .write();
   } else {
-    common::ExactRow<Half, Float8, kForm, C::kHeadDim>(p, work.sequence, row, work.head(r)).write();
+    common::ExactRow<Half, Float8, kForm, C::kHeadDim>(p, q_tile.sequence, row, q_tile.head(r)).write();
   }
 }
 
 // Those rows, when the others have been stored.
 template <class C>
-TILEWISE_DEVICE void compute_lost(const Problem& p, const QueryTile& work,
-                                  const LanePosition& place,
+TILEWISE_DEVICE void recompute_rows(const Problem& p, const QueryTile& q_tile,
+                                  const LanePosition& position,
                                   const RowResults<C::kForward.warp_rows / 16>& result) {
   uint32_t lost = 0;  // bits of the rows of this lane
 #pragma unroll
   for (int i = 0; i < C::kForward.warp_rows / 16; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (common::is_lost_lse(result.lse[i][h]) && place.row(i, h) < work.rows.count)
+      if (common::is_lost_lse(result.lse[i][h]) && position.row(i, h) < q_tile.rows.count)
         lost |= 1u << (2 * i + h);
     }
   }
   if (!ptx::any(lost != 0)) [[likely]]
     return;
   ptx::fence_device();
-  const int32_t first = uniform(place.row0);
+  const int32_t first = uniform(position.row0);
 #pragma unroll 1
   for (int32_t r = 0; r < C::kForward.warp_rows; ++r) {
     const uint32_t its = ptx::shuffle(lost, r % 8 * 4);
-    if ((its >> (r / 8) & 1u) != 0) write_exact_row<C>(p, work, first + r);
+    if ((its >> (r / 8) & 1u) != 0) write_exact_row<C>(p, q_tile, first + r);
   }
 }
 

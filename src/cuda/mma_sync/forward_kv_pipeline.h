@@ -65,14 +65,14 @@ class KeyStream {
   static constexpr int kPartPasses = (Lanes::kPasses + kParts - 1) / kParts;
 
   TILEWISE_DEVICE KeyStream(const ForwardParams& p, const tilewise_tensor& view, int64_t columns,
-                            const QueryTile& work)
+                            const QueryTile& q_tile)
       : view_(view),
         lanes_(ptx::thread_index()),
         columns_(static_cast<int>(columns)),
-        keys_(work.tiles.keys),
-        first_(uniform(work.tiles.first)) {
-    const KvSource& kv = work.sequence.kv;
-    const int64_t head = p.group.quotient(work.rows.first_head);
+        keys_(q_tile.tiles.keys),
+        first_(uniform(q_tile.tiles.first)) {
+    const KvSource& kv = q_tile.sequence.kv;
+    const int64_t head = p.group.quotient(q_tile.rows.first_head);
     base_ = static_cast<const char*>(view.data) + head * view.stride_head * Element::kBytes;
     if constexpr (C::kGeneral) {
       kv_ = kv;
@@ -80,7 +80,7 @@ class KeyStream {
     } else {
       // Not paged: `kv.offset` would bring two divisions.
       next_ = base_ + kv.batch_index * view.stride_batch * Element::kBytes +
-              row_bytes(kv.first + work.tiles.last * kKeys + lanes_.row) + lanes_.chunk * 16;
+              row_bytes(kv.first + q_tile.tiles.last * kKeys + lanes_.row) + lanes_.chunk * 16;
 #pragma unroll
       for (int column = 0; column < Lanes::kColumns; ++column) {
         exists_[column] = lanes_.chunk_of(column) * (16 / Element::kBytes) < columns_;
@@ -234,12 +234,12 @@ class KvPipeline {
       prefetch_pages<kPrefetchSectors>(p, sequence, base + kPrefetchAt);
   }
 
-  TILEWISE_DEVICE KvPipeline(const ForwardParams& p, const QueryTile& work, int32_t last,
+  TILEWISE_DEVICE KvPipeline(const ForwardParams& p, const QueryTile& q_tile, int32_t last,
                              ptx::SharedAddress base)
-      : work_(work),
-        rows_(p, work, last),
-        k_(p, p.problem.k, p.problem.head_dim, work),
-        v_(p, p.problem.v, p.problem.head_dim_v, work),
+      : q_tile_(q_tile),
+        rows_(p, q_tile, last),
+        k_(p, p.problem.k, p.problem.head_dim, q_tile),
+        v_(p, p.problem.v, p.problem.head_dim_v, q_tile),
         base_(base),
         read_(base),
         last_(last) {}
@@ -259,9 +259,9 @@ class KvPipeline {
       Stream& stream = keys ? k_ : v_;
       const ptx::SharedAddress stage = base_ + i * kStageBytes;
       if constexpr (C::kPaged) {
-        if (keys) rows_.advance(k_, v_, work_, tile);
+        if (keys) rows_.advance(k_, v_, q_tile_, tile);
         const bool wanted = rows_.has_tile(tile);
-        stream.copy_whole(stage, wanted ? work_.tiles.keys - tile * C::kForward.keys : 0);
+        stream.copy_whole(stage, wanted ? q_tile_.tiles.keys - tile * C::kForward.keys : 0);
       } else {
         stream.copy_whole(stage, tile);
       }
@@ -285,19 +285,19 @@ class KvPipeline {
   TILEWISE_DEVICE void consumer_release(bool, int32_t) { read_ = after(read_); }
 
   // As that of WarpPipeline, for all threads of the block.
-  TILEWISE_DEVICE bool pages_fit(const QueryTile& work) const {
+  TILEWISE_DEVICE bool pages_fit(const QueryTile& q_tile) const {
     constexpr int kPagesBarrier = 1;
-    return !ptx::bar_any(kPagesBarrier, C::kForward.threads(), !rows_.fit(work));
+    return !ptx::bar_any(kPagesBarrier, C::kForward.threads(), !rows_.fit(q_tile));
   }
 
-  // Part `part` of what is asked for while the scores (`scores`) or values of `tile` are at work.
+  // Part `part` of what is asked for while the scores (`scores`) or values of `tile` are at q_tile.
   TILEWISE_DEVICE void load_ahead(bool scores, int32_t tile, int part) {
     const bool keys = scores == kKeysFirst;
     const int32_t wanted = tile - (keys ? kKeysAhead : kValuesAhead);
     Stream& stream = keys ? k_ : v_;
     if (kStages > 2 || keys || wanted != last_) {
       if constexpr (C::kPaged) {
-        if (keys && part == 0) rows_.advance(k_, v_, kept_work<C>(), wanted);
+        if (keys && part == 0) rows_.advance(k_, v_, saved_q_tile<C>(), wanted);
         stream.copy(before(read_), rows_.has_tile(wanted), part);
       } else {
         stream.copy(before(read_), wanted, part);
@@ -313,7 +313,7 @@ class KvPipeline {
   TILEWISE_DEVICE ptx::SharedAddress before(ptx::SharedAddress stage) const {
     return stage == base_ ? base_ + kLastStageAt : stage - kStageBytes;
   }
-  const QueryTile& work_;  // before the loop; then `kept_work`
+  const QueryTile& q_tile_;  // before the loop; then `saved_q_tile`
   Rows rows_;
   Stream k_;
   Stream v_;

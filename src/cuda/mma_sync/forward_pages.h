@@ -36,9 +36,9 @@ class PageRows {
   static constexpr int kLookUps = static_cast<int>(ceil_div(Lanes::kPasses, kLanesOfRow));
 
   // Of tile `last` and those before it.
-  TILEWISE_DEVICE PageRows(const ForwardParams& p, const QueryTile& work, int32_t last)
-      : size_(p.page_size), first_(uniform(work.tiles.first)) {
-    look_up(work, last);
+  TILEWISE_DEVICE PageRows(const ForwardParams& p, const QueryTile& q_tile, int32_t last)
+      : size_(p.page_size), first_(uniform(q_tile.tiles.first)) {
+    look_up(q_tile, last);
   }
 
   TILEWISE_DEVICE bool has_tile(int32_t tile) const { return tile >= first_; }
@@ -46,15 +46,15 @@ class PageRows {
   // Before the keys of `tile` are asked for: tells K and V where its rows lie, and looks up those
   // of the tile after it.
   template <class Stream>
-  TILEWISE_DEVICE void advance(Stream& k, Stream& v, const QueryTile& work, int32_t tile) {
+  TILEWISE_DEVICE void advance(Stream& k, Stream& v, const QueryTile& q_tile, int32_t tile) {
     k.set_rows(*this);
     v.set_rows(*this);
-    look_up(work, tile - C::kWarpSplits);
+    look_up(q_tile, tile - C::kWarpSplits);
   }
 
   // Whether all pages that this lane has looked up are those of the tensors.
-  TILEWISE_DEVICE bool fit(const QueryTile& work) const {
-    return highest_ <= work.sequence.kv.last_page;
+  TILEWISE_DEVICE bool fit(const QueryTile& q_tile) const {
+    return highest_ <= q_tile.sequence.kv.last_page;
   }
 
   // Of the row of this lane in look-up `i`.
@@ -62,12 +62,12 @@ class PageRows {
   TILEWISE_DEVICE int32_t row_in_page(int i) const { return rows_[i]; }
 
  private:
-  TILEWISE_DEVICE void look_up(const QueryTile& work, int32_t tile) {
-    const KvSource& kv = work.sequence.kv;
+  TILEWISE_DEVICE void look_up(const QueryTile& q_tile, int32_t tile) {
+    const KvSource& kv = q_tile.sequence.kv;
     const Lanes lanes(recent_thread<C>());
     // Rows of the sequence, left padding counted.
     const int32_t first = static_cast<int32_t>(kv.first) + tile * C::kForward.keys;
-    const int32_t end = static_cast<int32_t>(kv.first) + work.tiles.keys;
+    const int32_t end = static_cast<int32_t>(kv.first) + q_tile.tiles.keys;
 #pragma unroll
     for (int i = 0; i < kLookUps; ++i) {
       const int32_t row = first + lanes.row_of(lanes.chunk + i * kLanesOfRow);
@@ -99,11 +99,11 @@ class PageStream {
   static constexpr int kPartPasses = (Lanes::kPasses + kParts - 1) / kParts;
 
   TILEWISE_DEVICE PageStream(const ForwardParams& p, const tilewise_tensor& view, int64_t columns,
-                             const QueryTile& work)
+                             const QueryTile& q_tile)
       : page_chunks_(static_cast<int32_t>(view.stride_batch / kPerChunk)),
         row_chunks_(static_cast<int32_t>(view.stride_row / kPerChunk)) {
     const Lanes lanes(row_thread<C>());
-    const int64_t head = p.group.quotient(work.rows.first_head) * view.stride_head;
+    const int64_t head = p.group.quotient(q_tile.rows.first_head) * view.stride_head;
     // The compiler would take it apart and add it up again for each row.
     base_ = ptx::opaque(static_cast<const char*>(view.data) + head * Element::kBytes +
                         lanes.chunk * 16);

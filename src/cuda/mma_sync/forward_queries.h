@@ -13,11 +13,11 @@
 namespace tilewise::cuda::mma_sync {
 
 template <class C>
-TILEWISE_DEVICE void load_queries(const Problem& p, const QueryTile& work, ptx::SharedAddress q) {
+TILEWISE_DEVICE void load_queries(const Problem& p, const QueryTile& q_tile, ptx::SharedAddress q) {
   using Element = typename C::Element;
   constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
   const int columns = static_cast<int>(p.head_dim);
-  if (!C::kGeneral && !C::kWarpPipeline && !work.rows.packed()) {
+  if (!C::kGeneral && !C::kWarpPipeline && !q_tile.rows.packed()) {
     using Lanes = tile::CopyLanes<C::kForward.threads(), C::kForward.rows(), kRowBytes>;
     const Lanes lanes(row_thread<C>());
     bool exists[Lanes::kColumns];
@@ -25,13 +25,13 @@ TILEWISE_DEVICE void load_queries(const Problem& p, const QueryTile& work, ptx::
     for (int column = 0; column < Lanes::kColumns; ++column)
       exists[column] = lanes.chunk_of(column) * (16 / Element::kBytes) < columns;
     const char* row = static_cast<const char*>(p.q.data) +
-                      work.offset_unpacked(p.q, lanes.row) * Element::kBytes + lanes.chunk * 16;
-    copy_rows<C>(q, lanes, row, p.q.stride_row * Element::kBytes, work.rows.count - lanes.row,
+                      q_tile.offset_unpacked(p.q, lanes.row) * Element::kBytes + lanes.chunk * 16;
+    copy_rows<C>(q, lanes, row, p.q.stride_row * Element::kBytes, q_tile.rows.count - lanes.row,
                  exists);
     return;
   }
   using Rows = PackedRows<C>;
-  const Rows rows(work, p.q);
+  const Rows rows(q_tile, p.q);
   const ptx::SharedAddress q_of_warp = q + rows.first() * kRowBytes;
   const bool aligned = !C::kGeneral || rows_are_aligned<Element>(p.q, columns);
 #pragma unroll Rows::kAtOnce

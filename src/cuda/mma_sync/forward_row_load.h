@@ -18,33 +18,33 @@ class RowLoader {
 
   TILEWISE_DEVICE static void prepare(const ForwardParams&) {}
 
-  TILEWISE_DEVICE RowLoader(const ForwardParams& p, const QueryTile& work, int32_t last,
+  TILEWISE_DEVICE RowLoader(const ForwardParams& p, const QueryTile& q_tile, int32_t last,
                             ptx::SharedAddress)
-      : work_(work),
-        rows_(p, work, last),
-        k_(p, p.problem.k, p.problem.head_dim, work),
-        v_(p, p.problem.v, p.problem.head_dim_v, work) {}
+      : q_tile_(q_tile),
+        rows_(p, q_tile, last),
+        k_(p, p.problem.k, p.problem.head_dim, q_tile),
+        v_(p, p.problem.v, p.problem.head_dim_v, q_tile) {}
 
   TILEWISE_DEVICE void load(bool keys, int32_t tile, const Stage& stage) {
-    if (keys) rows_.advance(k_, v_, work_, tile);
+    if (keys) rows_.advance(k_, v_, q_tile_, tile);
 #pragma unroll
     for (int part = 0; part < Stream::kParts; ++part) (keys ? k_ : v_).copy(stage.at, true, part);
     ptx::cp_async_mbarrier_arrive(stage.barrier);
   }
   // The tile that is read first: rows behind the keys are 0.
   TILEWISE_DEVICE void load_first(bool keys, int32_t tile, const Stage& stage) {
-    if (keys) rows_.advance(k_, v_, work_, tile);
-    (keys ? k_ : v_).copy_whole(stage.at, work_.tiles.keys - tile * C::kForward.keys);
+    if (keys) rows_.advance(k_, v_, q_tile_, tile);
+    (keys ? k_ : v_).copy_whole(stage.at, q_tile_.tiles.keys - tile * C::kForward.keys);
     ptx::cp_async_mbarrier_arrive(stage.barrier);
   }
   TILEWISE_DEVICE int32_t first_tile_rows(int32_t) const { return C::kForward.keys; }
-  TILEWISE_DEVICE bool pages_fit(const QueryTile& work) const { return rows_.fit(work); }
+  TILEWISE_DEVICE bool pages_fit(const QueryTile& q_tile) const { return rows_.fit(q_tile); }
 
  private:
   using Lanes = tile::PanelLanes<StageTile<C>, C::kHeadDim * C::Element::kBytes>;
   using Stream = PageStream<C, Lanes>;
 
-  const QueryTile& work_;
+  const QueryTile& q_tile_;
   PageRows<C, Lanes> rows_;
   Stream k_;
   Stream v_;

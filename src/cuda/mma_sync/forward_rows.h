@@ -1,5 +1,5 @@
-// The tile of a block (cuda/common/query_tile.h), where it is kept, and the thread that asks for
-// it. Shared memory holds the queries, the record of the work, and what keys and values pass
+// The tile of a block (cuda/common/query_tile.h), where it is saved, and the thread that asks for
+// it. Shared memory holds the queries, the record of the q_tile, and what keys and values pass
 // through.
 #pragma once
 
@@ -58,12 +58,12 @@ class PackedRows {
   using Lanes = tile::CopyLanes<ptx::kWarpSize, kRows, C::kHeadDim * C::Element::kBytes>;
   static constexpr int kAtOnce = C::kWarpPipeline ? 4 : 1;  // passes
 
-  TILEWISE_DEVICE PackedRows(const QueryTile& work, const tilewise_tensor& view)
+  TILEWISE_DEVICE PackedRows(const QueryTile& q_tile, const tilewise_tensor& view)
       : lanes(recent_thread<C>() % ptx::kWarpSize),
         first_(recent_thread<C>() / ptx::kWarpSize * kRows),
-        left_(work.rows.count - first_ - lanes.row) {
+        left_(q_tile.rows.count - first_ - lanes.row) {
     const int own = recent_thread<C>() % kRows;
-    offset_ = work.offset(view, first_ + own) * C::Element::kBytes;
+    offset_ = q_tile.offset(view, first_ + own) * C::Element::kBytes;
   }
 
   // Of the tile.
@@ -84,7 +84,7 @@ class PackedRows {
 
 // What edge tiles and the end of a block need: registers are for sums.
 template <class C>
-TILEWISE_DEVICE QueryTile& kept_work(uint32_t first_byte = 0) {
+TILEWISE_DEVICE QueryTile& saved_q_tile(uint32_t first_byte = 0) {
   return *reinterpret_cast<QueryTile*>(ptx::shared_memory() +
                                        ptx::opaque(first_byte + kQueryTileBytes<C>));
 }

@@ -15,7 +15,7 @@ namespace tilewise::cuda::mma_sync {
 
 // Computed where it is asked for: it would otherwise wait in registers through the loop.
 template <class C>
-TILEWISE_DEVICE LanePosition lane_place() {
+TILEWISE_DEVICE LanePosition lane_position() {
   return LanePosition::of(recent_thread<C>(), C::kForward.warp_rows);
 }
 
@@ -27,16 +27,16 @@ using Outputs = tile::Sums<C::kForward.warp_rows / 16, C::kHeadDim / 8>;
 // Scores that the band hides become -inf. The limits of a row are relative to the first key of the
 // lane.
 template <class C>
-TILEWISE_DEVICE void mask(Scores<C>& s, const QueryTile& work, int32_t tile) {
-  const LanePosition place = lane_place<C>();
-  const int32_t key0 = tile * C::kForward.keys + place.column;
+TILEWISE_DEVICE void mask(Scores<C>& s, const QueryTile& q_tile, int32_t tile) {
+  const LanePosition position = lane_position<C>();
+  const int32_t key0 = tile * C::kForward.keys + position.column;
   // Most bands have no left limit, and few of the tiles of those that have one meet it.
-  if (work.tiles.lower + C::kForward.rows() > tile * C::kForward.keys) {
+  if (q_tile.tiles.lower + C::kForward.rows() > tile * C::kForward.keys) {
 #pragma unroll
     for (int m = 0; m < C::kForward.warp_rows / 16; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int32_t begin = work.tiles.lower + work.rows.row(place.row(m, h)) - key0;
+        const int32_t begin = q_tile.tiles.lower + q_tile.rows.row(position.row(m, h)) - key0;
 #pragma unroll
         for (int n = 0; n < C::kForward.keys / 8; ++n) {
           if (8 * n < begin) s.x[m][n][2 * h] = kMinusInfinity;
@@ -49,8 +49,8 @@ TILEWISE_DEVICE void mask(Scores<C>& s, const QueryTile& work, int32_t tile) {
   for (int m = 0; m < C::kForward.warp_rows / 16; ++m) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int32_t row = work.rows.row(place.row(m, h));
-      const int32_t end = min(work.tiles.keys, work.tiles.upper + row) - key0;
+      const int32_t row = q_tile.rows.row(position.row(m, h));
+      const int32_t end = min(q_tile.tiles.keys, q_tile.tiles.upper + row) - key0;
 #pragma unroll
       for (int n = 0; n < C::kForward.keys / 8; ++n) {
         if (8 * n >= end) s.x[m][n][2 * h] = kMinusInfinity;

@@ -11,15 +11,15 @@ namespace tilewise::cuda::mma_sync {
 // more, so that whole rows leave together. `rows` of the tile exist: decoding has often few.
 template <class C>
 TILEWISE_DEVICE void stage_outputs(const Problem& p, int32_t rows, ptx::SharedAddress q,
-                                   const LanePosition& place, const Outputs<C>& o,
+                                   const LanePosition& position, const Outputs<C>& o,
                                    const RowResults<C::kForward.warp_rows / 16>& result) {
   using Element = typename C::Element;
   constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
   constexpr int kPeriod = tile::Swizzle<kRowBytes>::kPeriod;
   // Rows 8 apart permute alike: an exclusive or per chunk, immediates for the rest.
-  const int column = C::Columns::of_lane(place.column) * Element::kBytes;
+  const int column = C::Columns::of_lane(position.column) * Element::kBytes;
   const ptx::SharedAddress lane =
-      q + tile::Swizzle<kRowBytes>::offset(place.row0, column / 16) + column % 16;
+      q + tile::Swizzle<kRowBytes>::offset(position.row0, column / 16) + column % 16;
 #pragma unroll
   for (int i = 0; i < C::kForward.warp_rows / 16; ++i) {
 #pragma unroll
@@ -47,7 +47,7 @@ TILEWISE_DEVICE void stage_outputs(const Problem& p, int32_t rows, ptx::SharedAd
 }
 
 template <class C>
-TILEWISE_DEVICE void store_outputs(const Problem& p, const QueryTile& work, ptx::SharedAddress q) {
+TILEWISE_DEVICE void store_outputs(const Problem& p, const QueryTile& q_tile, ptx::SharedAddress q) {
   using Element = typename C::Element;
   constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
   constexpr int kPerChunk = 16 / Element::kBytes;
@@ -56,11 +56,11 @@ TILEWISE_DEVICE void store_outputs(const Problem& p, const QueryTile& work, ptx:
   const Lanes lanes(thread % ptx::kWarpSize);
   const int columns = static_cast<int>(p.head_dim_v);
   const int row0 = thread / ptx::kWarpSize * C::kForward.warp_rows;
-  if (!C::kGeneral && !work.rows.packed()) {
-    const int32_t left = work.rows.count - row0 - lanes.row;
+  if (!C::kGeneral && !q_tile.rows.packed()) {
+    const int32_t left = q_tile.rows.count - row0 - lanes.row;
     const int64_t step = Lanes::kRowsPerPass * p.out.stride_row * Element::kBytes;
     char* out = static_cast<char*>(p.out.data) +
-                work.offset_unpacked(p.out, row0 + lanes.row) * Element::kBytes + lanes.chunk * 16;
+                q_tile.offset_unpacked(p.out, row0 + lanes.row) * Element::kBytes + lanes.chunk * 16;
 #pragma unroll
     for (int pass = 0; pass < Lanes::kPasses; ++pass) {
       if (!lanes.has(pass)) continue;
@@ -76,7 +76,7 @@ TILEWISE_DEVICE void store_outputs(const Problem& p, const QueryTile& work, ptx:
     return;
   }
   using Rows = PackedRows<C>;
-  const Rows rows(work, p.out);
+  const Rows rows(q_tile, p.out);
   const bool aligned = !C::kGeneral || rows_are_aligned<Element>(p.out, columns);
 #pragma unroll Rows::kAtOnce
   for (int pass = 0; pass < Lanes::kPasses; ++pass) {

@@ -25,10 +25,10 @@ class Tf32SplitPipeline {
 
   TILEWISE_DEVICE static void prepare(const ForwardParams&, ptx::SharedAddress) {}
 
-  TILEWISE_DEVICE Tf32SplitPipeline(const ForwardParams& p, const QueryTile& work, int32_t last,
+  TILEWISE_DEVICE Tf32SplitPipeline(const ForwardParams& p, const QueryTile& q_tile, int32_t last,
                                     ptx::SharedAddress base)
-      : k_(p, p.problem.k, p.problem.head_dim, work),
-        v_(p, p.problem.v, p.problem.head_dim_v, work),
+      : k_(p, p.problem.k, p.problem.head_dim, q_tile),
+        v_(p, p.problem.v, p.problem.head_dim_v, q_tile),
         base_(base),
         last_(last) {}
 
@@ -56,7 +56,7 @@ class Tf32SplitPipeline {
   TILEWISE_DEVICE void consumer_release(bool, int32_t) {}
 
   // Part `part` of what is split and asked for while the scores (`scores`) or values of `tile` are
-  // at work. Of the copies all have landed but those asked for last, which are the other tensor's.
+  // at q_tile. Of the copies all have landed but those asked for last, which are the other tensor's.
   TILEWISE_DEVICE void load_ahead(bool scores, int32_t tile, int part) {
     if (part == 0) tile::wait<Arch, 1>();
     const Lanes lanes(recent_thread<C>());

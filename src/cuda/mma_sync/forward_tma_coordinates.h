@@ -23,11 +23,11 @@ class ContiguousCoordinates {
   static constexpr int kBytes = 0;  // of shared memory
   static constexpr int kPrefetchAt = 0;
 
-  TILEWISE_DEVICE ContiguousCoordinates(const TmaForwardParams&, const QueryTile& work, int32_t,
+  TILEWISE_DEVICE ContiguousCoordinates(const TmaForwardParams&, const QueryTile& q_tile, int32_t,
                                         ptx::SharedAddress)
-      : row_(uniform(static_cast<int32_t>(work.sequence.kv.first))),
-        sequence_(uniform(static_cast<int32_t>(work.sequence.kv.batch_index))),
-        keys_(work.tiles.keys) {}
+      : row_(uniform(static_cast<int32_t>(q_tile.sequence.kv.first))),
+        sequence_(uniform(static_cast<int32_t>(q_tile.sequence.kv.batch_index))),
+        keys_(q_tile.tiles.keys) {}
 
   // Calls expect(rows), and copy(first row in the tile, row, stage) for each box of `tile`, in one
   // lane.
@@ -78,15 +78,15 @@ class PagedCoordinates {
   static constexpr int kPrefetchAt = kMaxBoxes * 4;
   static constexpr int kBytes = kPrefetchAt + kPrefetchBytes<1>;
 
-  TILEWISE_DEVICE PagedCoordinates(const TmaForwardParams& p, const QueryTile& work, int32_t last,
+  TILEWISE_DEVICE PagedCoordinates(const TmaForwardParams& p, const QueryTile& q_tile, int32_t last,
                                    ptx::SharedAddress shared)
       : size_(p.page_size),
         box_rows_(min(static_cast<int32_t>(p.page_size), kKeys)),
         shared_(shared),
-        table_(work.sequence.kv.pages),
-        last_page_(work.sequence.kv.last_page),
-        keys_(work.tiles.keys),
-        first_(work.tiles.first) {
+        table_(q_tile.sequence.kv.pages),
+        last_page_(q_tile.sequence.kv.last_page),
+        keys_(q_tile.tiles.keys),
+        first_(q_tile.tiles.first) {
     const uint32_t pages = look_up(last);
     next_pages_ = look_up(last - C::kWarpSplits);
     store_pages(pages);

@@ -28,11 +28,11 @@ class TmaLoader {
     ptx::prefetch_tensormap(p.v_tail);
   }
 
-  TILEWISE_DEVICE TmaLoader(const TmaForwardParams& p, const QueryTile& work, int32_t last,
+  TILEWISE_DEVICE TmaLoader(const TmaForwardParams& p, const QueryTile& q_tile, int32_t last,
                             ptx::SharedAddress shared)
       : p_(p),
-        coordinates_(p, work, last, shared),
-        head_(uniform(p.group.quotient(work.rows.first_head))) {}
+        coordinates_(p, q_tile, last, shared),
+        head_(uniform(p.group.quotient(q_tile.rows.first_head))) {}
 
   TILEWISE_DEVICE void load(bool keys, int32_t tile, const Stage& stage) {
     coordinates_.visit(tile, expect(stage), copy(keys ? p_.k : p_.v, stage));

@@ -58,11 +58,11 @@ class WarpPipeline {
   }
 
   // Of tile `last` and those before it.
-  TILEWISE_DEVICE WarpPipeline(const Params& p, const QueryTile& work, int32_t last,
+  TILEWISE_DEVICE WarpPipeline(const Params& p, const QueryTile& q_tile, int32_t last,
                                ptx::SharedAddress base)
       : base_(base),
-        loader_(p, work, last, base + kLoaderAt),
-        first_(uniform(work.tiles.first)),
+        loader_(p, q_tile, last, base + kLoaderAt),
+        first_(uniform(q_tile.tiles.first)),
         last_(last) {
     if constexpr (kMayUseFewer) {
       if (p.stages > 0) stages_in_use_ = p.stages;
@@ -70,7 +70,7 @@ class WarpPipeline {
     ptx::sync_warp();  // one lane has made the barriers
   }
 
-  // What a work has however many parts there are of it. The queries are needed with the first keys,
+  // What a q_tile has however many parts there are of it. The queries are needed with the first keys,
   // before any values.
   template <class Queries>
   TILEWISE_DEVICE void start(Queries&& load_queries) {
@@ -113,9 +113,9 @@ class WarpPipeline {
   // Rows behind the keys of the sequence came with the last values of boxes. A masked key has
   // weight 0, and 0 times the NaN of a stranger is NaN; masked scores are replaced, whatever the
   // key.
-  TILEWISE_DEVICE void zero_values_past_end(const QueryTile& work, int32_t tile) const {
+  TILEWISE_DEVICE void zero_values_past_end(const QueryTile& q_tile, int32_t tile) const {
     if constexpr (!C::kTma) return;
-    const int32_t begin = work.tiles.keys - tile * Tile::kRows;
+    const int32_t begin = q_tile.tiles.keys - tile * Tile::kRows;
     if (begin >= Tile::kRows) return;
     zero_rows(stage_, begin, tail_box_rows(begin));
     ptx::fence_proxy_async();  // the stage is filled again
@@ -136,8 +136,8 @@ class WarpPipeline {
   TILEWISE_DEVICE void load_ahead(bool, int32_t, int) const {}
 
   // After the loop: whether all pages were those of the tensors.
-  TILEWISE_DEVICE bool pages_fit(const QueryTile& work) const {
-    return !ptx::any(!loader_.pages_fit(work));
+  TILEWISE_DEVICE bool pages_fit(const QueryTile& q_tile) const {
+    return !ptx::any(!loader_.pages_fit(q_tile));
   }
   // Then other blocks may write into the ring.
   TILEWISE_DEVICE void release_to_cluster() const {

@@ -52,15 +52,15 @@ TILEWISE_DEVICE uint32_t movmatrix_trans(uint32_t x) {
   return low | (emulator::shuffle(x, from + 4) >> shift & 0xffffu) << 16;
 }
 // Stands in a branch that must stay one: no selects in its place.
-TILEWISE_DEVICE void keep_branch() {}
+TILEWISE_DEVICE void force_branch() {}
 // A branch that is never taken, which no compiler may know: ptxas moves nothing across it. A wait
 // for products it otherwise moves ahead of all that does not read their sums, of a whole softmax,
 // too.
-TILEWISE_DEVICE void hold_order(bool) {}
+TILEWISE_DEVICE void scheduling_fence(bool) {}
 // `x`, from here on of unknown origin: what depends on it is not computed before.
-TILEWISE_DEVICE uint32_t recent(uint32_t x) { return x; }
-TILEWISE_DEVICE uint64_t recent_u64(uint64_t x) { return x; }
-TILEWISE_DEVICE const char* recent(const char* x) { return x; }
+TILEWISE_DEVICE uint32_t opaque(uint32_t x) { return x; }
+TILEWISE_DEVICE uint64_t opaque_u64(uint64_t x) { return x; }
+TILEWISE_DEVICE const char* opaque(const char* x) { return x; }
 
 #else
 
@@ -111,19 +111,19 @@ TILEWISE_DEVICE uint32_t movmatrix_trans(uint32_t x) {  // sm_75
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
   return r;
 }
-TILEWISE_DEVICE void keep_branch() { asm volatile(""); }
-TILEWISE_DEVICE void hold_order(bool never) {
+TILEWISE_DEVICE void force_branch() { asm volatile(""); }
+TILEWISE_DEVICE void scheduling_fence(bool never) {
   if (never) asm volatile("nanosleep.u32 0;");
 }
-TILEWISE_DEVICE uint32_t recent(uint32_t x) {
+TILEWISE_DEVICE uint32_t opaque(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
 }
-TILEWISE_DEVICE uint64_t recent_u64(uint64_t x) {
+TILEWISE_DEVICE uint64_t opaque_u64(uint64_t x) {
   asm volatile("" : "+l"(x));
   return x;
 }
-TILEWISE_DEVICE const char* recent(const char* x) {
+TILEWISE_DEVICE const char* opaque(const char* x) {
   asm volatile("" : "+l"(x));
   return x;
 }

@@ -35,7 +35,7 @@ TILEWISE_DEVICE int uniform(int x) {
 }
 // No instruction: uses of `x` stay on their side of this point.
 template <int kN>
-TILEWISE_DEVICE void keep(float (&)[kN]) {}
+TILEWISE_DEVICE void fence_register(float (&)[kN]) {}
 
 #else
 
@@ -69,7 +69,7 @@ TILEWISE_DEVICE void setmaxnreg_dec() {
 }
 TILEWISE_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 template <int kN>
-TILEWISE_DEVICE void keep(float (&x)[kN]) {
+TILEWISE_DEVICE void fence_register(float (&x)[kN]) {
 #pragma unroll
   for (int i = 0; i < kN; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }

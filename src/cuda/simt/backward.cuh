@@ -51,11 +51,11 @@ struct OwnRows {
   TILEWISE_DEVICE static OwnRows of(const BackwardParams& params, int64_t block) {
     const Problem& p = params.problem;
     const int64_t tiles = params.rows.count(p) / params.rows.tile;
-    const PaddedRows::Place place = params.rows.locate(p, block % tiles);
-    if (place.batch < 0) return {0, {0, 0}};
-    load_sequence(p, place.batch);
+    const PaddedRows::Place tile = params.rows.locate(p, block % tiles);
+    if (tile.batch < 0) return {0, {0, 0}};
+    load_sequence(p, tile.batch);
     const int64_t used = shared().sequence.band.rows;
-    return {block / tiles, {place.row0, min(place.row0 + params.rows.tile, used)}};
+    return {block / tiles, {tile.row0, min(tile.row0 + params.rows.tile, used)}};
   }
 };
 
@@ -68,7 +68,7 @@ struct Backward {
   const Problem& p;
   const Gradients& g;
   const bool general;
-  const Place place;
+  const ThreadPosition thread;
   Block sums[C::kGroups];
 
   TILEWISE_DEVICE explicit Backward(const BackwardParams& all)
@@ -76,7 +76,7 @@ struct Backward {
         p(all.problem),
         g(all.gradients),
         general(is_general(all.problem)),
-        place(Place::own()) {}
+        thread(ThreadPosition::own()) {}
 
   TILEWISE_DEVICE void clear_sums() {
 #pragma unroll
@@ -119,23 +119,23 @@ struct Backward {
 
   // S becomes P, times the derivative of the score if that is asked for; 0 where masked.
   TILEWISE_DEVICE void weights_of(Block& score, int64_t first_key, bool derivative) const {
-    const Visible visible = Visible::of(place, first_key);
+    const Visible visible = Visible::of(thread, first_key);
     if (general) {
-      const auto own = Own::of(place);
+      const auto own = Own::of(thread);
       own.store(score);
-      own.change_visible(place, first_key, [derivative](float raw, int r, int64_t key) {
-        const Score::Capped<float> at = shared().terms.at(raw, shared().row_terms[r], key);
+      own.change_visible(thread, first_key, [derivative](float raw, int r, int64_t key) {
+        const Score::Capped<float> at = shared().score_mod.at(raw, shared().row_score_mod[r], key);
         const float weight = weight_of(at.value, r);
         return derivative ? weight * at.derivative : weight;
       });
       own.load(score);
     }
-    const float scale = shared().terms.score.scale;
+    const float scale = shared().score_mod.score.scale;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if (!general) score[i][j] = weight_of(ptx::mul(score[i][j], scale), place.y * 4 + i);
+        if (!general) score[i][j] = weight_of(ptx::mul(score[i][j], scale), thread.y * 4 + i);
         score[i][j] = visible.sees(i, j) ? score[i][j] : 0.0f;
       }
     }
@@ -155,9 +155,9 @@ struct Backward {
     Block weight;
     row_products(weight, shared().stage, q(), k());
     weights_of(weight, first_key, false);
-    const Own own = Own::of(place);
+    const Own own = Own::of(thread);
     own.store(weight);
-    if (shared().terms.dropout.on()) own.drop(place, first_key);
+    if (shared().score_mod.dropout.on()) own.drop(thread, first_key);
   }
 
   // dS into the weights.
@@ -165,22 +165,22 @@ struct Backward {
     Block weight;
     row_products(weight, shared().stage, q(), k());
     weights_of(weight, first_key, true);
-    const Own own = Own::of(place);
+    const Own own = Own::of(thread);
     own.store(weight);  // not in registers while dP is computed
     Block dp;
     row_products(dp, shared().stage, dout(), v());
-    if (shared().terms.dropout.on()) {
+    if (shared().score_mod.dropout.on()) {
       ptx::sync_block();  // the product has been read
-      const Own scratch = Own::of(place, shared().stage);
+      const Own scratch = Own::of(thread, shared().stage);
       scratch.store(dp);
-      scratch.drop(place, first_key);
+      scratch.drop(thread, first_key);
       scratch.load(dp);
     }
     own.load(weight);
-    const Visible visible = Visible::of(place, first_key);
+    const Visible visible = Visible::of(thread, first_key);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float delta = shared().delta[place.y * 4 + i];
+      const float delta = shared().delta[thread.y * 4 + i];
 #pragma unroll
       for (int j = 0; j < 4; ++j)
         weight[i][j] = visible.sees(i, j) ? weight[i][j] * (dp[i][j] - delta) : 0.0f;
@@ -198,7 +198,7 @@ struct Backward {
     for (int n = 0; n < C::kGroups; ++n) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int column = n * kTile + place.x * 4 + j;
+        const int column = n * kTile + thread.x * 4 + j;
         if (column < columns) to[column] = from_float<T>(sums[n][i][j] * factor);
       }
     }
@@ -241,7 +241,7 @@ struct Backward {
     const KvSource own = dense ? s.kv.dense(s.batch) : s.kv;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int64_t key = keys.begin + place.y * 4 + i;
+      const int64_t key = keys.begin + thread.y * 4 + i;
       if (key >= keys.end) continue;
       write(
           static_cast<T*>(view.data) + own.offset(view, key) + shared().own_head * view.stride_head,
@@ -264,7 +264,7 @@ struct Backward {
     }
     if (g.dk.data != nullptr) {
       walk_rows(false);
-      write_keys(g.dk, p.head_dim, shared().terms.score.scale);
+      write_keys(g.dk, p.head_dim, shared().score_mod.score.scale);
     }
   }
 
@@ -287,13 +287,13 @@ struct Backward {
     float share = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int r = place.y * 4 + i;
+      const int r = thread.y * 4 + i;
       if (r >= rows.size()) continue;
       const int64_t row = rows.begin + r;
       const Sequence& s = shared().sequence;
       if (g.dq.data != nullptr)
         write(static_cast<T*>(g.dq.data) + s.row_offset(g.dq, row) + head * g.dq.stride_head, i,
-              p.head_dim, shared().terms.score.scale);
+              p.head_dim, shared().score_mod.score.scale);
       if (params.dscale_partials != nullptr) share += dot_q(r, i);
     }
     return share;
@@ -304,7 +304,7 @@ struct Backward {
 #pragma unroll
     for (int n = 0; n < C::kGroups; ++n) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) sum += q().at(r, n * kTile + place.x * 4 + j) * sums[n][i][j];
+      for (int j = 0; j < 4; ++j) sum += q().at(r, n * kTile + thread.x * 4 + j) * sums[n][i][j];
     }
     return sum;
   }
@@ -337,13 +337,13 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams params) {
 
 template <class C>
 TILEWISE_DEVICE void backward_key_tile(const BackwardParams& params, int32_t tile) {
-  const TileOrder::WorkTile work = params.order.at(tile);
-  if (work.sequence < 0) return;
-  load_sequence(params.problem, work.sequence);
+  const TileOrder::WorkTile work_tile = params.order.at(tile);
+  if (work_tile.sequence < 0) return;
+  load_sequence(params.problem, work_tile.sequence);
   if (ptx::thread_index() == 0) {
-    const int64_t begin = int64_t{work.tile} * params.key_tile;
+    const int64_t begin = int64_t{work_tile.tile} * params.key_tile;
     shared().tile_keys = {begin, min(begin + params.key_tile, shared().sequence.band.keys)};
-    shared().own_head = work.head;
+    shared().own_head = work_tile.head;
   }
   Backward<C, true> backward(params);
   for (int32_t key = 0; key < params.key_tile; key += kTile) backward.run_keys(key);

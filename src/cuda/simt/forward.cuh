@@ -14,16 +14,20 @@ struct Forward {
 
   const ForwardParams& params;
   const Problem& p;
-  const TileOrder::WorkTile& work;
+  const TileOrder::WorkTile& work_tile;
   const bool general;
-  const Place place;
+  const ThreadPosition thread;
 
   Block o[C::kGroups];
   float m[4];
   float l[4];  // over the keys of this thread
 
-  TILEWISE_DEVICE Forward(const ForwardParams& all, const TileOrder::WorkTile& w)
-      : params(all), p(all.problem), work(w), general(is_general(p)), place(Place::own()) {}
+  TILEWISE_DEVICE Forward(const ForwardParams& all, const TileOrder::WorkTile& tile)
+      : params(all),
+        p(all.problem),
+        work_tile(tile),
+        general(is_general(p)),
+        thread(ThreadPosition::own()) {}
 
   TILEWISE_DEVICE void begin() {
 #pragma unroll
@@ -39,7 +43,7 @@ struct Forward {
   // is masked, which gets -inf.
   TILEWISE_DEVICE void finish_scores(Block& score, int64_t first_key, bool exact) const {
     if (!general) {
-      const float scale = shared().terms.score.scale;
+      const float scale = shared().score_mod.score.scale;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
 #pragma unroll
@@ -48,14 +52,14 @@ struct Forward {
     }
     if (!exact) return;
     if (general) {
-      const auto own = OwnWeights<true>::of(place);
+      const auto own = OwnWeights<true>::of(thread);
       own.store(score);
-      own.change_visible(place, first_key, [](float raw, int r, int64_t key) {
-        return shared().terms.at(raw, shared().row_terms[r], key).value;
+      own.change_visible(thread, first_key, [](float raw, int r, int64_t key) {
+        return shared().score_mod.at(raw, shared().row_score_mod[r], key).value;
       });
       own.load(score);
     }
-    const Visible visible = Visible::of(place, first_key);
+    const Visible visible = Visible::of(thread, first_key);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
@@ -110,9 +114,9 @@ struct Forward {
                  Rows<K>{static_cast<const K*>(p.k.data), memory.k, columns});
     finish_scores(weight, first_key, now.exact);
     softmax(weight);
-    const auto own = OwnWeights<true>::of(place);
+    const auto own = OwnWeights<true>::of(thread);
     own.store(weight);
-    if (memory.terms.dropout.on()) own.drop(place, first_key);
+    if (memory.score_mod.dropout.on()) own.drop(thread, first_key);
     const Rows<K> v{static_cast<const K*>(p.v.data), memory.v, static_cast<int>(p.head_dim_v)};
     add_weighted(o, memory.weights, memory.stage, v, now.exact);
   }
@@ -144,24 +148,24 @@ struct Forward {
     for (int i = 0; i < 4; ++i) {
       const bool fits = shared().sequence.fits;
       RowNormaliser normal = normaliser(i, fits ? sums[i] : ptx::float_of(0x7fc00000u));
-      const int r = place.y * 4 + i;
+      const int r = thread.y * 4 + i;
       if (r >= count) continue;
       const Sequence& s = shared().sequence;
       const int64_t row = shared().row[r];
       const int64_t head = shared().head[r];
       float factor = v_descale(p, s.batch, shared().kv_head);
-      if (p.sinks != nullptr && shared().splits == 1) factor *= normal.join_sink(p.sinks[head]);
+      if (p.sinks != nullptr && shared().splits == 1) factor *= normal.add_sink(p.sinks[head]);
       const float inverse = normal.l == 0.0f ? 0.0f : factor / normal.l;
       const LogSum sum = log_sum(normal);
       if (shared().splits > 1) {
-        const int64_t at = (work.split * partial_rows(p, params.partial_stride) +
+        const int64_t at = (work_tile.split * partial_rows(p, params.partial_stride) +
                             partial_row(p, params.partial_stride, s, row)) *
                                p.heads_q +
                            head;
-        if (place.x == 0) params.partial_lse[at] = sum.lse;
+        if (thread.x == 0) params.partial_lse[at] = sum.lse;
         write_row(params.partial_out + at * p.head_dim_v, i, inverse);
       } else {
-        if (place.x == 0)
+        if (thread.x == 0)
           store_log_sum(p, s.lse_offset(p.lse_stride_batch, row) + head * p.lse_stride_head, sum);
         write_row(static_cast<T*>(p.out.data) + shared().out[r], i, inverse);
       }
@@ -174,19 +178,20 @@ struct Forward {
     for (int g = 0; g < C::kGroups; ++g) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int column = g * kTile + place.x * 4 + j;
+        const int column = g * kTile + thread.x * 4 + j;
         if (column < p.head_dim_v) out[column] = from_float<Out>(o[g][i][j] * factor);
       }
     }
   }
 
   TILEWISE_DEVICE void run(Range packed) {
-    const RowTile tile{params.packing, work.head * params.packing.group, packed};
+    const RowTile tile{params.packing, work_tile.head * params.packing.group, packed};
     const Band& band = shared().sequence.band;
     ptx::sync_block();  // the rows before have read their table
-    const Range part = key_split({0, band.keys}, shared().splits, work.split, params.key_tile);
-    const Range keys = intersect(band.keys_of_any(tile.rows()), part);
-    load_row_table(p, tile, p.out, part);
+    const Range split_keys =
+        key_split({0, band.keys}, shared().splits, work_tile.split, params.key_tile);
+    const Range keys = intersect(band.keys_of_any(tile.rows()), split_keys);
+    load_row_table(p, tile, p.out, split_keys);
     ptx::sync_block();
     begin();
     for (int64_t key = keys.begin / kTile * kTile; key < keys.end; key += kTile) step(key);
@@ -208,26 +213,26 @@ TILEWISE_DEVICE void find_faults(const ForwardParams& params, Range keys) {
 
 template <class C>
 TILEWISE_DEVICE void forward_tile(const ForwardParams& params, int32_t tile) {
-  const TileOrder::WorkTile work = params.order.at(tile);
-  if (work.sequence < 0) return;
-  load_sequence(params.problem, work.sequence);
-  const int64_t begin = int64_t{work.tile} * params.row_tile;
+  const TileOrder::WorkTile work_tile = params.order.at(tile);
+  if (work_tile.sequence < 0) return;
+  load_sequence(params.problem, work_tile.sequence);
+  const int64_t begin = int64_t{work_tile.tile} * params.row_tile;
   const int64_t end =
       min(begin + params.row_tile, params.packing.packed(shared().sequence.band.rows));
   if (begin >= end) return;
   const int32_t splits = params.splits_of(shared().sequence.band);
-  if (work.split >= splits) return;
+  if (work_tile.split >= splits) return;
   if (ptx::thread_index() == 0) shared().splits = splits;
-  find_faults(params,
-              key_split({0, shared().sequence.band.keys}, splits, work.split, params.key_tile));
+  find_faults(params, key_split({0, shared().sequence.band.keys}, splits, work_tile.split,
+                                params.key_tile));
   if (params.problem.k_descale != nullptr) {
     if (ptx::thread_index() == 0)
-      shared().terms.score =
-          score_of(params.problem, work.sequence,
-                   work.head * params.packing.group / group_size(params.problem));
+      shared().score_mod.score =
+          score_of(params.problem, work_tile.sequence,
+                   work_tile.head * params.packing.group / group_size(params.problem));
     ptx::sync_block();
   }
-  Forward<C> forward(params, work);
+  Forward<C> forward(params, work_tile);
   for (int64_t row = begin; row < end; row += kTile) forward.run({row, min(row + kTile, end)});
 }
 

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "attention/online_softmax.h"
-#include "cuda/common/score_terms.h"
+#include "cuda/common/score_mod.h"
 #include "cuda/params.h"
 #include "cuda/simt/tile.h"
 
@@ -23,7 +23,7 @@ struct RowTile {
 struct Shared {
   // The same for all threads: here it costs no registers.
   Sequence sequence;
-  ScoreTerms terms;
+  ScoreMod score_mod;
   RowTile tile;
   Range keys;  // that the rows of the tile may see at most
   int64_t kv_head;
@@ -47,7 +47,7 @@ struct Shared {
   int64_t end_key[kTile];
   int64_t row[kTile];
   int32_t head[kTile];
-  RowTerms row_terms[kTile];
+  RowScoreMod row_score_mod[kTile];
   // Backward: lse in two parts, and delta.
   float lse[kTile];
   float lse_low[kTile];
@@ -68,7 +68,7 @@ TILEWISE_DEVICE Shared& shared() { return *reinterpret_cast<Shared*>(ptx::shared
 TILEWISE_DEVICE void load_sequence(const Problem& p, int64_t sequence) {
   if (ptx::thread_index() == 0) {
     shared().sequence = sequence_of(p, sequence);
-    shared().terms = ScoreTerms::of(p);
+    shared().score_mod = ScoreMod::of(p);
   }
   ptx::sync_block();
 }
@@ -90,7 +90,7 @@ TILEWISE_DEVICE void load_row_table(const Problem& p, const RowTile& tile,
     to.q[t] = to.out[t] = kUnused;
     to.first_key[t] = to.end_key[t] = to.row[t] = 0;
     to.head[t] = 0;
-    to.row_terms[t] = {};
+    to.row_score_mod[t] = {};
     return;
   }
   const Sequence& s = to.sequence;
@@ -103,7 +103,7 @@ TILEWISE_DEVICE void load_row_table(const Problem& p, const RowTile& tile,
   to.end_key[t] = seen.end;
   to.row[t] = row;
   to.head[t] = static_cast<int32_t>(head);
-  to.row_terms[t] = ScoreTerms::row(p, s, row, head);
+  to.row_score_mod[t] = ScoreMod::row(p, s, row, head);
 }
 
 // Keys [first, first + kTile) of one head, as far as they are in use.
@@ -123,13 +123,13 @@ struct Visible {
   int32_t begin[4];
   int32_t end[4];
 
-  TILEWISE_DEVICE static Visible of(const Place& place, int64_t first_key) {
+  TILEWISE_DEVICE static Visible of(const ThreadPosition& thread, int64_t first_key) {
     const Shared& from = shared();
-    const int64_t own = first_key + place.x * 4;
+    const int64_t own = first_key + thread.x * 4;
     Visible v;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int r = place.y * 4 + i;
+      const int r = thread.y * 4 + i;
       v.begin[i] = static_cast<int32_t>(clamp(from.first_key[r] - own, 0, 4));
       v.end[i] = static_cast<int32_t>(clamp(from.end_key[r] - own, 0, 4));
     }
@@ -143,10 +143,12 @@ template <bool kKeysFirst>
 struct OwnWeights {
   float* data;
 
-  TILEWISE_DEVICE static OwnWeights of(const Place& place) { return of(place, shared().weights); }
-  TILEWISE_DEVICE static OwnWeights of(const Place& place, float* tile) {
-    const int row = place.y * 4;
-    const int key = place.x * 4;
+  TILEWISE_DEVICE static OwnWeights of(const ThreadPosition& thread) {
+    return of(thread, shared().weights);
+  }
+  TILEWISE_DEVICE static OwnWeights of(const ThreadPosition& thread, float* tile) {
+    const int row = thread.y * 4;
+    const int key = thread.x * 4;
     return {tile + (kKeysFirst ? key * kPitch + row : row * kPitch + key)};
   }
   TILEWISE_DEVICE float& at(int i, int j) const {
@@ -171,12 +173,12 @@ struct OwnWeights {
   // Each weight becomes change(weight, row of the tile, key) where the row sees the key. One after
   // another: what the general form computes is long, and is to be in a kernel once.
   template <class Change>
-  TILEWISE_DEVICE void change_visible(const Place& place, int64_t first_key,
+  TILEWISE_DEVICE void change_visible(const ThreadPosition& thread, int64_t first_key,
                                       const Change& change) const {
 #pragma unroll 1
     for (int element = 0; element < 16; ++element) {
-      const int r = place.y * 4 + element / 4;
-      const int64_t key = first_key + place.x * 4 + element % 4;
+      const int r = thread.y * 4 + element / 4;
+      const int64_t key = first_key + thread.x * 4 + element % 4;
       if (key < shared().first_key[r] || key >= shared().end_key[r]) continue;
       float& weight = at(element / 4, element % 4);
       weight = change(weight, r, key);
@@ -184,11 +186,11 @@ struct OwnWeights {
   }
 
   // Times the dropout factors: a thread's four keys are of one block of bits.
-  TILEWISE_DEVICE void drop(const Place& place, int64_t first_key) const {
-    const int64_t key = first_key + place.x * 4;
+  TILEWISE_DEVICE void drop(const ThreadPosition& thread, int64_t first_key) const {
+    const int64_t key = first_key + thread.x * 4;
 #pragma unroll 1
     for (int i = 0; i < 4; ++i) {
-      KeepFactors keep = shared().terms.keep(shared().row_terms[place.y * 4 + i], key);
+      KeepFactors keep = shared().score_mod.keep(shared().row_score_mod[thread.y * 4 + i], key);
       keep.kept >>= key % Dropout::kKeysPerBlock;
 #pragma unroll
       for (int j = 0; j < 4; ++j) at(i, j) *= keep.at(j);

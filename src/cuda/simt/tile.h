@@ -20,11 +20,11 @@ struct alignas(16) Four {
 // Thread (y, x) of 16 x 16 owns rows 4 y + i and columns 4 x + j of a result.
 using Block = float[4][4];
 
-struct Place {
+struct ThreadPosition {
   int y;
   int x;
 
-  TILEWISE_DEVICE static Place own() {
+  TILEWISE_DEVICE static ThreadPosition own() {
     return {ptx::thread_index() / 16, ptx::thread_index() % 16};
   }
 };
@@ -84,9 +84,9 @@ TILEWISE_DEVICE void load_rows(float* to, const Rows<T>& rows, int column) {
 // B holds there; elsewhere 0 * NaN is NaN.
 template <bool kExact>
 TILEWISE_DEVICE void add_product(Block& c, const float* a, const float* b) {
-  const Place place = Place::own();
-  const float* const a_own = a + place.y * 4;
-  const float* const b_own = b + place.x * 4;
+  const ThreadPosition thread = ThreadPosition::own();
+  const float* const a_own = a + thread.y * 4;
+  const float* const b_own = b + thread.x * 4;
   Block sum;
   clear(sum);
 #pragma unroll 4

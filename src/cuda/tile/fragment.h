@@ -55,7 +55,7 @@ TILEWISE_DEVICE void split(Fragment<Tf32>& f) {
 // three, each part as `split` has it: the bits of x and 2^12. Its upper 19 bits are the rounded
 // high part, which is all that a product reads of it, and the lower 13 the rest in units of the
 // last place, and 2^12. Where the high part rounds up to a power of two, units are twice as large.
-TILEWISE_DEVICE uint32_t join(uint32_t x) {
+TILEWISE_DEVICE uint32_t presplit(uint32_t x) {
   const uint32_t y = x + 0x1000u;
   const bool carried = ((x ^ y) & 0xff800000u) != 0;
   if (carried && x << 1 >= 0xff000000u) return x;  // NaN stays NaN
@@ -63,12 +63,12 @@ TILEWISE_DEVICE uint32_t join(uint32_t x) {
 }
 
 template <class Element>
-TILEWISE_DEVICE void split_joined(Fragment<Element>& f) {
+TILEWISE_DEVICE void split_presplit(Fragment<Element>& f) {
   split(f);
 }
 
 template <>
-TILEWISE_DEVICE void split_joined(Fragment<F32>& f) {
+TILEWISE_DEVICE void split_presplit(Fragment<F32>& f) {
   for (int i = 0; i < 4; ++i) {
     const uint32_t high = ptx::and_or(f.r[i], 0xffffe000u, 0x1000u);
     f.low[i] = ptx::bits_of(ptx::float_of(f.r[i]) - ptx::float_of(high));
@@ -88,10 +88,10 @@ TILEWISE_DEVICE Fragment<Element> load(ptx::SharedAddress address) {
 
 // The same of a tile whose fp32 elements have been joined.
 template <class Element>
-TILEWISE_DEVICE Fragment<Element> load_joined(ptx::SharedAddress address) {
+TILEWISE_DEVICE Fragment<Element> load_presplit(ptx::SharedAddress address) {
   Fragment<Element> f;
   ptx::ldmatrix_x4(f.r, address);
-  split_joined(f);
+  split_presplit(f);
   return f;
 }
 
@@ -103,13 +103,13 @@ class TransposedOffsets {
   TILEWISE_DEVICE explicit TransposedOffsets(int lane, int first_step = 0)
       : offsets_(lane, first_step) {}
 
-  TILEWISE_DEVICE TransposedOffsets recent() const {
+  TILEWISE_DEVICE TransposedOffsets opaque() const {
     TransposedOffsets o = *this;
-    o.offsets_ = offsets_.recent();
+    o.offsets_ = offsets_.opaque();
     return o;
   }
 
-  template <bool kJoined = false>
+  template <bool kPresplit = false>
   TILEWISE_DEVICE Fragment<Element> load(ptx::SharedAddress tile, int row, int step) const {
     Fragment<Element> f;
     if constexpr (Element::kBytes == 2) {
@@ -121,8 +121,8 @@ class TransposedOffsets {
         f.r[i] =
             ptx::ld_shared_b32(tile + offsets_.at(row, step, b ? i / 2 : i % 2, b ? i % 2 : i / 2));
       }
-      if constexpr (kJoined)
-        split_joined(f);
+      if constexpr (kPresplit)
+        split_presplit(f);
       else
         split(f);
     }

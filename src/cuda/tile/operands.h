@@ -45,10 +45,10 @@ class OperandOffsets {
               static_cast<uint32_t>(lane % 4 * 4)),
         row_(Swizzle<kRowBytes>::offset(row + (lane & 15), (chunk & ~1) + (lane >> 4))) {}
 
-  TILEWISE_DEVICE OperandOffsets recent() const {
+  TILEWISE_DEVICE OperandOffsets opaque() const {
     OperandOffsets o = *this;
-    o.word_ = ptx::recent(word_);
-    o.row_ = ptx::recent(row_);
+    o.word_ = ptx::opaque(word_);
+    o.row_ = ptx::opaque(row_);
     return o;
   }
 

@@ -28,7 +28,7 @@ enum class Lanes {
   chunks_first,  // (rows 0-7, chunk 0), (0-7, 1), (8-15, 0), (8-15, 1): B, and transposed A
 };
 
-// Offsets have a `recent` for use in a long loop: what follows from it by exclusive or is computed
+// Offsets have a `opaque` for use in a long loop: what follows from it by exclusive or is computed
 // again in every step rather than kept in registers.
 
 // Addresses of a lane in a tile. Rows are given in multiples of 8, columns in steps of 32 bytes
@@ -45,7 +45,7 @@ class LaneOffsets {
     base_[0] = ptx::shuffle(base_[0], lane);
   }
 
-  TILEWISE_DEVICE LaneOffsets recent() const { return *this; }
+  TILEWISE_DEVICE LaneOffsets opaque() const { return *this; }
 
   TILEWISE_DEVICE uint32_t at(int row, int step) const {
     return base_[step % kVariants] +
@@ -77,9 +77,9 @@ class GatherOffsets {
       : base_(Swizzle<kRowBytes>::offset(lane % 4 * 2, 4 * first_step + lane / 16) +
               static_cast<uint32_t>(lane / 4 % 4 * 4)) {}
 
-  TILEWISE_DEVICE GatherOffsets recent() const {
+  TILEWISE_DEVICE GatherOffsets opaque() const {
     GatherOffsets o = *this;
-    o.base_ = ptx::recent(base_);
+    o.base_ = ptx::opaque(base_);
     return o;
   }
 

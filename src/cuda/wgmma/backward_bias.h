@@ -1,11 +1,11 @@
 // A bias of the type of q, k and v in the backward.
 #pragma once
 
-#include "cuda/common/score_terms.h"
+#include "cuda/common/score_mod.h"
 #include "cuda/ptx/global.h"
 #include "cuda/ptx/warp.h"
-#include "cuda/wgmma/backward_math.h"
-#include "cuda/wgmma/backward_work.h"
+#include "cuda/wgmma/backward_consumer.h"
+#include "cuda/wgmma/backward_tile.h"
 
 namespace tilewise::cuda::wgmma {
 
@@ -18,28 +18,28 @@ class BiasOfKeys {
 
  public:
   // `key`: the first one of the warp.
-  TILEWISE_DEVICE BiasOfKeys(const Problem& p, const TileDescriptor& work, int32_t key)
+  TILEWISE_DEVICE BiasOfKeys(const Problem& p, const TileDescriptor& work_tile, int32_t key)
       : p_(p),
-        work_(work),
+        work_tile_(work_tile),
         key_(key),
-        in_pairs_(bias_rows_are_aligned(p, 4) && key + 16 <= work.keys) {}
+        in_pairs_(bias_rows_are_aligned(p, 4) && key + 16 <= work_tile.keys) {}
 
   // Of a tile of queries. Rows that do not exist stand for the last one, keys have a bias of 0.
   TILEWISE_DEVICE void fetch(int32_t first_row, int32_t head) {
     const int32_t row = first_row + ptx::lane_index() / 4;
     const int32_t column = key_ + ptx::lane_index() % 4 * 2;
     const Storage* const bias = static_cast<const Storage*>(p_.bias) +
-                                work_.batch * p_.bias_stride_batch + head * p_.bias_stride_head +
-                                column;
+                                work_tile_.batch * p_.bias_stride_batch +
+                                head * p_.bias_stride_head + column;
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) {
-      const Storage* const at = bias + min(row + 8 * j, work_.rows - 1) * p_.bias_stride_row;
+      const Storage* const at = bias + min(row + 8 * j, work_tile_.rows - 1) * p_.bias_stride_row;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (in_pairs_) {
           pairs_[j][half] = ptx::ld_global_b32(at + 8 * half);
         } else {
-          const int32_t keys = work_.keys - column - 8 * half;
+          const int32_t keys = work_tile_.keys - column - 8 * half;
           const uint32_t low = keys > 0 ? at[8 * half].bits : 0u;
           const uint32_t high = keys > 1 ? at[8 * half + 1].bits : 0u;
           pairs_[j][half] = low | high << 16;
@@ -55,7 +55,7 @@ class BiasOfKeys {
 
  private:
   const Problem& p_;
-  const TileDescriptor& work_;
+  const TileDescriptor& work_tile_;
   int32_t key_;
   bool in_pairs_;
   uint32_t pairs_[kGroups][2];

@@ -17,16 +17,16 @@
 #pragma once
 
 #include "cuda/ptx/cluster.h"
-#include "cuda/wgmma/backward_column_math.h"
+#include "cuda/wgmma/backward_column_consumer.h"
 #include "cuda/wgmma/backward_column_scores.h"
 #include "cuda/wgmma/backward_keys.h"
-#include "cuda/wgmma/backward_work.h"
+#include "cuda/wgmma/backward_tile.h"
 
 namespace tilewise::cuda::wgmma {
 
 // What the steps of a warpgroup have in common.
 template <class C, int kWarpgroup>
-struct ColumnWalk {
+struct ColumnMainloop {
   using Plan = BackwardPlan<C>;
 
   const BackwardBarriers barriers;
@@ -37,20 +37,20 @@ struct ColumnWalk {
   const int peer;      // rank of the other block
   ptx::SharedAddress shared;
 
-  TILEWISE_DEVICE ColumnWalk(const TmaBackwardParams& params, const TileDescriptor& work,
-                             ptx::SharedAddress block, int warp, int panel)
+  TILEWISE_DEVICE ColumnMainloop(const TmaBackwardParams& params, const TileDescriptor& work_tile,
+                                 ptx::SharedAddress block, int warp, int panel)
       : barriers{block + Plan::kBarriers},
         products(block, panel),
-        scores(params, work, block, warp),
-        reduction(params, work, warp),
+        scores(params, work_tile, block, warp),
+        reduction(params, work_tile, warp),
         first_dq(panel),
         peer(static_cast<int>(ptx::block_index() % Plan::kCluster) ^ 1),
         shared(block) {}
 
-  TILEWISE_DEVICE static bool speaks() { return ptx::lane_index() == 0; }
+  TILEWISE_DEVICE static bool is_elected() { return ptx::lane_index() == 0; }
   // A tile of Q or dO has been read: who has read its statistics says so himself.
   TILEWISE_DEVICE static void release(ptx::SharedAddress read, bool statistics) {
-    if (statistics || speaks()) ptx::mbarrier_arrive(read);
+    if (statistics || is_elected()) ptx::mbarrier_arrive(read);
   }
 
   // dq and dk of a step, with the keys of the block. The last dk is under way when it returns.
@@ -62,18 +62,18 @@ struct ColumnWalk {
     products.start_dq(dq, stage);
     products.add_dk(sums.dk[0], 0, stage);
     ptx::wgmma_wait_group<1>();
-    release(barriers.dout_read(0), kWarpgroup == 1);
-    ptx::keep(dq);
-    reduction.await_turn(walk);
+    release(barriers.dout_empty(0), kWarpgroup == 1);
+    ptx::fence_register(dq);
+    reduction.acquire(walk);
     reduction.add(dq, walk, first_dq);
     if constexpr (kTwoDq) products.restart_dq(dq, stage);
     if constexpr (kTwoDk) products.add_dk(sums.dk[1], 1, stage);
     if constexpr (kTwoDq) {
       ptx::wgmma_wait_group<kTwoDk ? 1 : 0>();
-      ptx::keep(dq);
+      ptx::fence_register(dq);
       reduction.add(dq, walk, first_dq + 1);
     }
-    reduction.pass_turn(walk);
+    reduction.release(walk);
   }
 
   // dS on its way to the other block, before anything else is queued.
@@ -81,9 +81,9 @@ struct ColumnWalk {
     ptx::bar_sync(kOwnStored + 1, ptx::kWarpgroupSize);
     if (ptx::thread_index() % ptx::kWarpgroupSize != 0) return;
     constexpr int kBytes = Plan::ScoreTile::kBytes;
-    ptx::mbarrier_arrive_expect_tx(barriers.peer_ds_landed(), kBytes);
+    ptx::mbarrier_arrive_expect_tx(barriers.peer_ds_full(), kBytes);
     ptx::cp_async_bulk_to_rank(ptx::map_to_rank(shared + Plan::kPeerDs, peer), shared + Plan::kDs,
-                               kBytes, ptx::map_to_rank(barriers.peer_ds_landed(), peer));
+                               kBytes, ptx::map_to_rank(barriers.peer_ds_full(), peer));
   }
 
   // The same with the keys of both blocks: half the columns of dq, twice the keys.
@@ -93,34 +93,34 @@ struct ColumnWalk {
     products.add_dk(sums.dk[0], 0, stage);
     products.add_dk(sums.dk[1], 1, stage);
     products.start_own_dq(dq);
-    ptx::mbarrier_wait_parity(barriers.peer_ds_landed(), stage);
+    ptx::mbarrier_wait_parity(barriers.peer_ds_full(), stage);
     products.add_peer_dq(dq);
     ptx::wgmma_wait_group<2>();
-    release(barriers.dout_read(0), kWarpgroup == 1);
+    release(barriers.dout_empty(0), kWarpgroup == 1);
     ptx::wgmma_wait_group<0>();
-    ptx::keep(dq);
-    if (kWarpgroup == 1 && !last) ptx::bar_arrive(kPRead, Plan::kMathThreads);
-    if (speaks()) ptx::mbarrier_arrive_remote(ptx::map_to_rank(barriers.peer_has_read(), peer));
-    release(barriers.q_read(stage), kWarpgroup == 0);
-    reduction.await_turn(walk);
+    ptx::fence_register(dq);
+    if (kWarpgroup == 1 && !last) ptx::bar_arrive(kPRead, Plan::kConsumerThreads);
+    if (is_elected()) ptx::mbarrier_arrive_remote(ptx::map_to_rank(barriers.peer_ds_empty(), peer));
+    release(barriers.q_empty(stage), kWarpgroup == 0);
+    reduction.acquire(walk);
     reduction.add(dq, walk, first_dq);
-    reduction.pass_turn(walk);
+    reduction.release(walk);
   }
 };
 
 template <class C, int kWarpgroup>
-TILEWISE_DEVICE void walk_by_columns(const TmaBackwardParams& params, const TileDescriptor& work,
-                                     ptx::SharedAddress shared, int warp,
-                                     ColumnSums<C, kWarpgroup>& sums) {
+TILEWISE_DEVICE void mainloop_by_columns(const TmaBackwardParams& params,
+                                         const TileDescriptor& work_tile, ptx::SharedAddress shared,
+                                         int warp, ColumnSums<C, kWarpgroup>& sums) {
   using Plan = BackwardPlan<C>;
-  constexpr bool kAlone = Plan::kCluster == 1;
-  const int first_dq = kAlone
+  constexpr bool kSingleCta = Plan::kCluster == 1;
+  const int first_dq = kSingleCta
                            ? Plan::first_dq(kWarpgroup)
                            : 2 * static_cast<int>(ptx::block_index() % Plan::kCluster) + kWarpgroup;
-  const ColumnWalk<C, kWarpgroup> own(params, work, shared, warp, first_dq);
+  const ColumnMainloop<C, kWarpgroup> own(params, work_tile, shared, warp, first_dq);
   const BackwardBarriers& barriers = own.barriers;
-  RowWalk walk(work);
-  const int32_t steps = work.steps;  // a read would wait behind the products
+  RowWalk walk(work_tile);
+  const int32_t steps = work_tile.steps;  // a read would wait behind the products
 #pragma unroll 1
   for (int32_t step = 0; step < steps; ++step) {
     const int stage = step & 1;
@@ -129,41 +129,42 @@ TILEWISE_DEVICE void walk_by_columns(const TmaBackwardParams& params, const Tile
 
     // Warpgroup 0 first: p is what both wait for.
     if constexpr (kWarpgroup == 0)
-      ptx::mbarrier_wait_parity(barriers.q_landed(stage), parity);
+      ptx::mbarrier_wait_parity(barriers.q_full(stage), parity);
     else
-      ptx::mbarrier_wait_parity(barriers.dout_landed(0), stage);
+      ptx::mbarrier_wait_parity(barriers.dout_full(0), stage);
     const RowStatistic statistic = own.scores.template statistic<kWarpgroup>(stage);
-    if constexpr (kWarpgroup == 1) ptx::bar_sync(kScoresIssued, Plan::kMathThreads);
+    if constexpr (kWarpgroup == 1) ptx::bar_sync(kScoresIssued, Plan::kConsumerThreads);
     own.products.start_scores(s, stage);
-    if constexpr (kWarpgroup == 0) ptx::bar_arrive(kScoresIssued, Plan::kMathThreads);
-    if constexpr (kAlone) {
+    if constexpr (kWarpgroup == 0) ptx::bar_arrive(kScoresIssued, Plan::kConsumerThreads);
+    if constexpr (kSingleCta) {
       ptx::wgmma_wait_group<1>();  // the last dk of the step before
-      if (step > 0) own.release(barriers.q_read(stage ^ 1), kWarpgroup == 0);
+      if (step > 0) own.release(barriers.q_empty(stage ^ 1), kWarpgroup == 0);
     }
     ptx::wgmma_wait_group<0>();
-    ptx::keep(s);
+    ptx::fence_register(s);
     if constexpr (kWarpgroup == 0) {
-      if (!kAlone && step > 0) ptx::bar_sync(kPRead, Plan::kMathThreads);
-      if (!kAlone && C::kGeneral) ptx::mbarrier_wait_parity(barriers.peer_has_read(), stage ^ 1);
+      if (!kSingleCta && step > 0) ptx::bar_sync(kPRead, Plan::kConsumerThreads);
+      if (!kSingleCta && C::kGeneral)
+        ptx::mbarrier_wait_parity(barriers.peer_ds_empty(), stage ^ 1);
       own.scores.store_p(params.problem, s, statistic, walk, stage);
-      ptx::bar_arrive(kPStored, Plan::kMathThreads);
+      ptx::bar_arrive(kPStored, Plan::kConsumerThreads);
       ptx::bar_sync(kOwnStored, ptx::kWarpgroupSize);
-      ptx::mbarrier_wait_parity(barriers.dout_landed(0), stage);
+      ptx::mbarrier_wait_parity(barriers.dout_full(0), stage);
     } else {
-      ptx::bar_sync(kPStored, Plan::kMathThreads);
-      if (!kAlone) ptx::mbarrier_wait_parity(barriers.peer_has_read(), stage ^ 1);
+      ptx::bar_sync(kPStored, Plan::kConsumerThreads);
+      if (!kSingleCta) ptx::mbarrier_wait_parity(barriers.peer_ds_empty(), stage ^ 1);
       own.scores.store_ds(s, statistic, stage);
-      ptx::bar_arrive(kDsStored, Plan::kMathThreads);
-      if constexpr (!kAlone) own.send_ds();
-      ptx::mbarrier_wait_parity(barriers.q_landed(stage), parity);
+      ptx::bar_arrive(kDsStored, Plan::kConsumerThreads);
+      if constexpr (!kSingleCta) own.send_ds();
+      ptx::mbarrier_wait_parity(barriers.q_full(stage), parity);
     }
 
     own.products.add_dv(sums.dv, stage);
     if constexpr (kWarpgroup == 0)
-      ptx::bar_sync(kDsStored, Plan::kMathThreads);
-    else if constexpr (kAlone)
+      ptx::bar_sync(kDsStored, Plan::kConsumerThreads);
+    else if constexpr (kSingleCta)
       ptx::bar_sync(kOwnStored + 1, ptx::kWarpgroupSize);
-    if constexpr (kAlone)
+    if constexpr (kSingleCta)
       own.rows_and_keys(sums, walk, stage);
     else
       own.rows_and_keys_of_cluster(sums, walk, stage, step + 1 == steps);
@@ -173,45 +174,46 @@ TILEWISE_DEVICE void walk_by_columns(const TmaBackwardParams& params, const Tile
   sums.keep();
 }
 
-// Both warpgroups, before they part: the work and its keys are here.
+// Both warpgroups, before they part: the work_tile and its keys are here.
 template <class C>
 TILEWISE_DEVICE void begin_by_columns(const TmaBackwardParams& p, ptx::SharedAddress shared) {
   ptx::griddepcontrol_wait();  // for the zeros that dq is added to
   const BackwardBarriers barriers{shared + BackwardPlan<C>::kBarriers};
-  ptx::mbarrier_wait_parity(barriers.record_landed(0), 0);
-  const TileDescriptor& work = received_work<C>(0);
-  if (work.steps > 0) await_keys<C>(p, work, shared, ptx::thread_index() - ptx::kWarpgroupSize, 0);
+  ptx::mbarrier_wait_parity(barriers.descriptor_full(0), 0);
+  const TileDescriptor& work_tile = received_tile<C>(0);
+  if (work_tile.steps > 0)
+    await_keys<C>(p, work_tile, shared, ptx::thread_index() - ptx::kWarpgroupSize, 0);
 }
 
 template <class C, int kWarpgroup>
 TILEWISE_DEVICE void by_columns_role(const TmaBackwardParams& p, ptx::SharedAddress shared,
                                      int warp) {
   using Plan = BackwardPlan<C>;
-  const TileDescriptor& work = received_work<C>(0);
+  const TileDescriptor& work_tile = received_tile<C>(0);
   ColumnSums<C, kWarpgroup> sums;
   sums.clear();
-  walk_by_columns<C, kWarpgroup>(p, work, shared, warp, sums);
+  mainloop_by_columns<C, kWarpgroup>(p, work_tile, shared, warp, sums);
   ptx::griddepcontrol_launch_dependents();
 
   if (p.key_flags.data != nullptr && ptx::any(!sums.finite()) && ptx::lane_index() == 0)
-    p.key_flags.data[work.index] = 1;
+    p.key_flags.data[work_tile.index] = 1;
   // Nobody reads K and V any more. Each says so to the other one: synccheck takes no barrier to
   // which threads come in code of their own.
-  ptx::bar_arrive(kKeysRead + (kWarpgroup ^ 1), Plan::kMathThreads);
-  ptx::bar_sync(kKeysRead + kWarpgroup, Plan::kMathThreads);
+  ptx::bar_arrive(kKeysRead + (kWarpgroup ^ 1), Plan::kConsumerThreads);
+  ptx::bar_sync(kKeysRead + kWarpgroup, Plan::kConsumerThreads);
   const float scale = score_of(p.problem).scale;
   const typename Plan::KTile k{shared + Plan::kK};
   const typename Plan::VTile v{shared + Plan::kV};
 #pragma unroll
   for (int i = 0; i < Plan::own_dv(kWarpgroup); ++i)
-    stage_columns<C>(sums.dv[i], 1.0f, v, Plan::first_dv(kWarpgroup) + i, warp);
+    write_columns<C>(sums.dv[i], 1.0f, v, Plan::first_dv(kWarpgroup) + i, warp);
 #pragma unroll
   for (int i = 0; i < Plan::own_dk(kWarpgroup); ++i)
-    stage_columns<C>(sums.dk[i], scale, k, Plan::first_dk(kWarpgroup) + i, warp);
+    write_columns<C>(sums.dk[i], scale, k, Plan::first_dk(kWarpgroup) + i, warp);
   ptx::bar_sync(kOwnStored + kWarpgroup, ptx::kWarpgroupSize);
-  store_panels<C>(v, p.gradients.dv, work.dv, work.key_count, Plan::first_dv(kWarpgroup),
+  store_panels<C>(v, p.gradients.dv, work_tile.dv, work_tile.key_count, Plan::first_dv(kWarpgroup),
                   Plan::own_dv(kWarpgroup), p.problem.head_dim_v);
-  store_panels<C>(k, p.gradients.dk, work.dk, work.key_count, Plan::first_dk(kWarpgroup),
+  store_panels<C>(k, p.gradients.dk, work_tile.dk, work_tile.key_count, Plan::first_dk(kWarpgroup),
                   Plan::own_dk(kWarpgroup), p.problem.head_dim);
 }
 

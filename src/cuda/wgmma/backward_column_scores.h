@@ -6,12 +6,12 @@
 #pragma once
 
 #include "cuda/common/exponent_scale.h"
-#include "cuda/common/score_terms.h"
+#include "cuda/common/score_mod.h"
 #include "cuda/ptx/convert.h"
 #include "cuda/ptx/mbarrier.h"
 #include "cuda/ptx/shared.h"
 #include "cuda/tile/fragment.h"
-#include "cuda/wgmma/backward_work.h"
+#include "cuda/wgmma/backward_tile.h"
 
 namespace tilewise::cuda::wgmma {
 
@@ -25,12 +25,12 @@ struct KeyRange {
   int32_t begin[2];
   uint32_t count[2];
 
-  TILEWISE_DEVICE KeyRange(const TileDescriptor& work, int32_t row) {
-    const int32_t key = work.key + ptx::lane_index() % 4 * 2;
+  TILEWISE_DEVICE KeyRange(const TileDescriptor& work_tile, int32_t row) {
+    const int32_t key = work_tile.key + ptx::lane_index() % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int32_t first = max(0, row + 8 * half + work.low);
-      const int32_t end = min(work.keys, row + 8 * half + work.high + 1);
+      const int32_t first = max(0, row + 8 * half + work_tile.low);
+      const int32_t end = min(work_tile.keys, row + 8 * half + work_tile.high + 1);
       begin[half] = first - key;
       count[half] = static_cast<uint32_t>(max(0, end - first));
     }
@@ -47,12 +47,12 @@ class ColumnScores {
   static constexpr int kChunks = Plan::kKeys / 16;
 
  public:
-  TILEWISE_DEVICE ColumnScores(const TmaBackwardParams& p, const TileDescriptor& work,
+  TILEWISE_DEVICE ColumnScores(const TmaBackwardParams& p, const TileDescriptor& work_tile,
                                ptx::SharedAddress shared, int warp)
-      : work_(work),
+      : work_tile_(work_tile),
         shared_(shared),
         row_(warp * 16 + ptx::lane_index() / 4),
-        clear_(work),
+        clear_(work_tile),
         scale_log2_(exponent_scale(score_of(p.problem).scale)),
         keep_scale_(C::kGeneral ? dropout_of(p.problem).keep_scale : 1.0f) {
     const int lane = ptx::lane_index();
@@ -78,8 +78,8 @@ class ColumnScores {
       store_general(p, s, lse, walk, stage);
     } else {
       if (!clear_.contains(walk.row)) {
-        ptx::keep_branch();
-        const KeyRange seen(work_, walk.row + row_);
+        ptx::force_branch();
+        const KeyRange seen(work_tile_, walk.row + row_);
         const float hidden = scale_log2_ > 0.0f ? kMinusInfinity : -kMinusInfinity;
 #pragma unroll
         for (int i = 0; i < Plan::kKeys / 2; ++i)
@@ -151,28 +151,28 @@ class ColumnScores {
   TILEWISE_DEVICE void store_general(const Problem& p, float (&s)[Plan::kKeys / 2],
                                      const RowStatistic& lse, const RowWalk& walk,
                                      int stage) const {
-    const ScoreTerms terms = ScoreTerms::of(p);
+    const ScoreMod score_mod = ScoreMod::of(p);
     const bool masked = !clear_.contains(walk.row);
     const int32_t row = walk.row + row_;
-    const KeyRange seen(work_, row);
-    const RowTerms row_terms = ScoreTerms::row(p, sequence(), row, walk.head);
+    const KeyRange seen(work_tile_, row);
+    const RowScoreMod row_score_mod = ScoreMod::row(p, sequence(), row, walk.head);
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      const int32_t key = work_.key + 16 * k;
+      const int32_t key = work_tile_.key + 16 * k;
       float x[8];
       float derivative[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const auto capped = terms.score.template cap<HalfMath>(s[8 * k + i]);
+        const auto capped = score_mod.score.template cap<HalfMath>(s[8 * k + i]);
         x[i] = capped.value;
         derivative[i] = capped.derivative;
       }
-      if (p.alibi_slopes != nullptr) add_alibi(x, row_terms, key);
+      if (p.alibi_slopes != nullptr) add_alibi(x, row_score_mod, key);
       if (p.bias != nullptr) {
         if (p.bias_dtype == TILEWISE_FLOAT32)
-          add_bias<float>(x, p, row_terms, row, key);
+          add_bias<float>(x, p, row_score_mod, row, key);
         else
-          add_bias<typename Element::Storage>(x, p, row_terms, row, key);
+          add_bias<typename Element::Storage>(x, p, row_score_mod, row, key);
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -180,18 +180,18 @@ class ColumnScores {
         if (masked && !seen.contains(i / 2 % 2, 16 * k + i / 4 * 8 + i % 2)) x[i] = 0.0f;
         derivative[i] *= x[i];
       }
-      if (terms.dropout.on()) drop(x, terms.dropout, row_terms, key);
+      if (score_mod.dropout.on()) drop(x, score_mod.dropout, row_score_mod, key);
       store_chunk(x, at(Plan::kP, stage, k));
       store_chunk(derivative, at(Plan::kDs, stage, k));
     }
   }
 
-  // As far as the terms of a row need it.
+  // As far as the score_mod of a row need it.
   TILEWISE_DEVICE Sequence sequence() const {
     Sequence s{};
-    s.batch = work_.batch;
-    s.band.rows = work_.rows;
-    s.band.keys = work_.keys;
+    s.batch = work_tile_.batch;
+    s.band.rows = work_tile_.rows;
+    s.band.keys = work_tile_.keys;
     return s;
   }
 
@@ -203,7 +203,7 @@ class ColumnScores {
   }
 
   // Values i of a chunk: row 8 (i / 2 % 2) on, key 8 (i / 4) + 2 t + i % 2 on.
-  TILEWISE_DEVICE static void add_alibi(float (&x)[8], const RowTerms& row, int32_t key) {
+  TILEWISE_DEVICE static void add_alibi(float (&x)[8], const RowScoreMod& row, int32_t key) {
     const int32_t distance = row.diagonal - key - ptx::lane_index() % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -214,22 +214,22 @@ class ColumnScores {
 
   // Outside of the sequence bias has no element.
   template <class T>
-  TILEWISE_DEVICE void add_bias(float (&x)[8], const Problem& p, const RowTerms& terms, int32_t row,
-                                int32_t key) const {
+  TILEWISE_DEVICE void add_bias(float (&x)[8], const Problem& p, const RowScoreMod& score_mod,
+                                int32_t row, int32_t key) const {
     const int32_t own = key + ptx::lane_index() % 4 * 2;
-    const T* bias = static_cast<const T*>(p.bias) + terms.bias + own;
+    const T* bias = static_cast<const T*>(p.bias) + score_mod.bias + own;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int to_row = i / 2 % 2 * 8;
       const int to_key = i / 4 * 8 + i % 2;
-      if (row + to_row < work_.rows && own + to_key < work_.keys)
+      if (row + to_row < work_tile_.rows && own + to_key < work_tile_.keys)
         x[i] += to_float(bias[to_row * p.bias_stride_row + to_key]);
     }
   }
 
   // The 16 keys of a block lie in the four lanes of a row: even ones draw the first of their two
   // rows, odd ones the second.
-  TILEWISE_DEVICE static void drop(float (&x)[8], const Dropout& dropout, const RowTerms& row,
+  TILEWISE_DEVICE static void drop(float (&x)[8], const Dropout& dropout, const RowScoreMod& row,
                                    int32_t key) {
     const int t = ptx::lane_index() % 4;
     const uint32_t drawn = dropout.template kept_keys<DeviceMath>(
@@ -246,7 +246,7 @@ class ColumnScores {
     }
   }
 
-  const TileDescriptor& work_;
+  const TileDescriptor& work_tile_;
   ptx::SharedAddress shared_;
   uint32_t at_;  // where the lane stores, in a tile of scores
   int32_t row_;  // first query of the thread, in the tile

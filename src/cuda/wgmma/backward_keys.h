@@ -4,8 +4,8 @@
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/global.h"
 #include "cuda/ptx/warp.h"
-#include "cuda/wgmma/backward_load.h"
-#include "cuda/wgmma/backward_math.h"
+#include "cuda/wgmma/backward_consumer.h"
+#include "cuda/wgmma/backward_producer.h"
 
 namespace tilewise::cuda::wgmma {
 
@@ -25,7 +25,7 @@ TILEWISE_DEVICE void copy_keys(ptx::SharedAddress to, const KeyColumns& columns,
   constexpr int kChunks = Tile::kPanels * 8;
   const tilewise_tensor& view = columns.view;
 #pragma unroll 1
-  for (int i = thread; i < Tile::kRows * kChunks; i += BackwardPlan<C>::kMathThreads) {
+  for (int i = thread; i < Tile::kRows * kChunks; i += BackwardPlan<C>::kConsumerThreads) {
     const int row = i / kChunks;
     const int chunk = i % kChunks;
     const int column = columns.first + chunk * 8;
@@ -39,19 +39,21 @@ TILEWISE_DEVICE void copy_keys(ptx::SharedAddress to, const KeyColumns& columns,
 }
 
 template <class C>
-TILEWISE_DEVICE void copy_pages(const Problem& p, const TileDescriptor& work,
+TILEWISE_DEVICE void copy_pages(const Problem& p, const TileDescriptor& work_tile,
                                 ptx::SharedAddress shared, int thread) {
   using Plan = BackwardPlan<C>;
-  const Sequence s = sequence_of(p, work.batch);
+  const Sequence s = sequence_of(p, work_tile.batch);
   const KeyColumns k{p.k, 0, p.head_dim};
   const KeyColumns v{p.v, 0, p.head_dim_v};
-  copy_keys<C, typename Plan::KTile>(shared + Plan::kK, k, work.head, s, work.key, thread);
-  copy_keys<C, typename Plan::VTile>(shared + Plan::kV, v, work.head, s, work.key, thread);
+  copy_keys<C, typename Plan::KTile>(shared + Plan::kK, k, work_tile.head, s, work_tile.key,
+                                     thread);
+  copy_keys<C, typename Plan::VTile>(shared + Plan::kV, v, work_tile.head, s, work_tile.key,
+                                     thread);
   if constexpr (Plan::kCluster == 2) {
     const int rank = static_cast<int>(ptx::block_index() % Plan::kCluster);
     const KeyColumns own{p.k, rank * (C::kHeadDim / 2), p.head_dim};
-    const int32_t peer_key = work.key + (rank == 0 ? Plan::kKeys : -Plan::kKeys);
-    copy_keys<C, typename Plan::PeerKTile>(shared + Plan::kPeerK, own, work.head, s, peer_key,
+    const int32_t peer_key = work_tile.key + (rank == 0 ? Plan::kKeys : -Plan::kKeys);
+    copy_keys<C, typename Plan::PeerKTile>(shared + Plan::kPeerK, own, work_tile.head, s, peer_key,
                                            thread);
   }
   ptx::cp_async_commit_group();
@@ -60,24 +62,24 @@ TILEWISE_DEVICE void copy_pages(const Problem& p, const TileDescriptor& work,
 
 // Returns when K and V are as the products need them. `parity`: of await_landing.
 template <class C>
-TILEWISE_DEVICE void await_keys(const TmaBackwardParams& p, const TileDescriptor& work,
+TILEWISE_DEVICE void await_keys(const TmaBackwardParams& p, const TileDescriptor& work_tile,
                                 ptx::SharedAddress shared, int thread, int parity) {
   using Plan = BackwardPlan<C>;
   await_landing({shared + Plan::kBarriers}, parity);
-  if (C::kGeneral && work.paged != 0) {
-    copy_pages<C>(p.problem, work, shared, thread);
+  if (C::kGeneral && work_tile.paged != 0) {
+    copy_pages<C>(p.problem, work_tile, shared, thread);
   } else {
-    const int32_t keep = work.valid_keys;
-    const int32_t peer_keep = Plan::kCluster == 2 ? work.peer_valid_keys : Plan::kKeys;
-    if (keep >= Plan::kKeys && peer_keep >= Plan::kKeys) return;
-    zero_rows<typename Plan::KTile>(shared + Plan::kK, keep, thread, Plan::kMathThreads);
-    zero_rows<typename Plan::VTile>(shared + Plan::kV, keep, thread, Plan::kMathThreads);
+    const int32_t valid_keys = work_tile.valid_keys;
+    const int32_t peer_valid_keys = Plan::kCluster == 2 ? work_tile.peer_valid_keys : Plan::kKeys;
+    if (valid_keys >= Plan::kKeys && peer_valid_keys >= Plan::kKeys) return;
+    zero_rows<typename Plan::KTile>(shared + Plan::kK, valid_keys, thread, Plan::kConsumerThreads);
+    zero_rows<typename Plan::VTile>(shared + Plan::kV, valid_keys, thread, Plan::kConsumerThreads);
     if constexpr (Plan::kCluster == 2)
-      zero_rows<typename Plan::PeerKTile>(shared + Plan::kPeerK, peer_keep, thread,
-                                          Plan::kMathThreads);
+      zero_rows<typename Plan::PeerKTile>(shared + Plan::kPeerK, peer_valid_keys, thread,
+                                          Plan::kConsumerThreads);
   }
   ptx::fence_proxy_async();
-  ptx::bar_sync(kKeysCleared, Plan::kMathThreads);
+  ptx::bar_sync(kKeysCleared, Plan::kConsumerThreads);
 }
 
 template <int kN>
@@ -97,9 +99,10 @@ TILEWISE_DEVICE void store_keys(const float (&sums)[kN], float scale, ptx::Share
   using Storage = typename C::Element::Storage;
   using Tile = tile::SwizzledTile<16, kN * 2>;
   if (view.data == nullptr) return;
-  // Computed again for every piece of work, so that no register holds what follows from it.
+  // Computed again for every tile_number of work_tile, so that no register holds what follows from
+  // it.
   const int lane =
-      static_cast<int>(ptx::recent(static_cast<uint32_t>(ptx::thread_index()))) % ptx::kWarpSize;
+      static_cast<int>(ptx::opaque(static_cast<uint32_t>(ptx::thread_index()))) % ptx::kWarpSize;
 #pragma unroll
   for (int i = 0; i < kN / 8; ++i) {
     uint32_t x[4];

@@ -126,13 +126,13 @@ struct RowSoftmax : RowSums {
 
 // Scores that the band hides become -inf.
 template <int kColumns>
-TILEWISE_DEVICE void mask(tile::Sums<1, kColumns>& s, const BlockWork& work, const LanePlace& place,
-                          int32_t tile) {
+TILEWISE_DEVICE void mask(tile::Sums<1, kColumns>& s, const QueryTile& work_tile,
+                          const LanePosition& place, int32_t tile) {
   const int32_t key0 = tile * (8 * kColumns) + place.column;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int32_t row = work.rows.row(place.row(0, h));
-    const int32_t end = min(work.tiles.keys, work.tiles.upper + row) - key0;
+    const int32_t row = work_tile.rows.row(place.row(0, h));
+    const int32_t end = min(work_tile.tiles.keys, work_tile.tiles.upper + row) - key0;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
       if (8 * n >= end) s.x[0][n][2 * h] = kMinusInfinity;
@@ -140,10 +140,10 @@ TILEWISE_DEVICE void mask(tile::Sums<1, kColumns>& s, const BlockWork& work, con
     }
   }
   // Most bands have no left limit, and few of the tiles of those that have one meet it.
-  if (work.tiles.lower + work.rows.last_row() <= tile * (8 * kColumns)) return;
+  if (work_tile.tiles.lower + work_tile.rows.last_row() <= tile * (8 * kColumns)) return;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int32_t begin = work.tiles.lower + work.rows.row(place.row(0, h)) - key0;
+    const int32_t begin = work_tile.tiles.lower + work_tile.rows.row(place.row(0, h)) - key0;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
       if (8 * n < begin) s.x[0][n][2 * h] = kMinusInfinity;

@@ -3,7 +3,7 @@
 
 #include "cuda/common/forward_results.h"
 #include "cuda/ptx/global.h"
-#include "cuda/wgmma/forward_work.h"
+#include "cuda/wgmma/forward_tile.h"
 
 namespace tilewise::cuda::wgmma {
 
@@ -18,33 +18,34 @@ struct OutRows {
   int64_t step;
   int32_t left;
 
-  TILEWISE_DEVICE static OutRows of(const Problem& p, const ForwardWork<C>& work, int32_t r) {
+  TILEWISE_DEVICE static OutRows of(const Problem& p, const ForwardWorkTile<C>& work_tile,
+                                    int32_t r) {
     const int64_t step = p.out.stride_row * C::Element::kBytes;
-    return {work.out + r * step, step, work.rows.count - r};
+    return {work_tile.out + r * step, step, work_tile.rows.count - r};
   }
 };
 
 template <class C>
-TILEWISE_DEVICE char* packed_row(const Problem& p, const ForwardWork<C>& work, int32_t r) {
-  return static_cast<char*>(p.out.data) + work.offset(p.out, r) * C::Element::kBytes;
+TILEWISE_DEVICE char* packed_row(const Problem& p, const ForwardWorkTile<C>& work_tile, int32_t r) {
+  return static_cast<char*>(p.out.data) + work_tile.offset(p.out, r) * C::Element::kBytes;
 }
 
 // Straight from registers: the four lanes of a row exchange words until each has 16 bytes that
 // follow each other. By way of shared memory it is 1 to 3 % slower up to 1k rows.
 template <class C>
-TILEWISE_DEVICE void store_outputs(const Problem& p, const ForwardWork<C>& work,
-                                   const LanePlace& place, const Outputs<C>& o,
+TILEWISE_DEVICE void store_outputs(const Problem& p, const ForwardWorkTile<C>& work_tile,
+                                   const LanePosition& place, const Outputs<C>& o,
                                    const RowResults<1>& result, const OutRows<C>& rows) {
   using Element = typename C::Element;
   const int lane = place.lane_of_quad();
-  const bool packed = C::kGeneral && work.rows.packed();
+  const bool packed = C::kGeneral && work_tile.rows.packed();
   const auto chunks = static_cast<int>(p.head_dim_v) / 8;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float factor = result.factor[0][h];
     char* to = rows.first + 8 * h * rows.step;
     if (packed) [[unlikely]]
-      to = packed_row<C>(p, work, min(place.row(0, h), work.rows.count - 1));
+      to = packed_row<C>(p, work_tile, min(place.row(0, h), work_tile.rows.count - 1));
 #pragma unroll
     for (int n = 0; n < C::kHeadDimV / 8; n += 4) {
       uint32_t word[4];
@@ -60,27 +61,27 @@ TILEWISE_DEVICE void store_outputs(const Problem& p, const ForwardWork<C>& work,
 }
 
 template <class C>
-TILEWISE_DEVICE void store_row_sums(const Problem& p, const ForwardWork<C>& work,
-                                    const LanePlace& place, const RowResults<1>& result) {
-  if (C::kGeneral && work.rows.packed()) [[unlikely]]
-    return store_lse(p, work, place, result);
-  const int32_t left = work.rows.count - place.row0;
+TILEWISE_DEVICE void store_row_sums(const Problem& p, const ForwardWorkTile<C>& work_tile,
+                                    const LanePosition& place, const RowResults<1>& result) {
+  if (C::kGeneral && work_tile.rows.packed()) [[unlikely]]
+    return store_lse(p, work_tile, place, result);
+  const int32_t left = work_tile.rows.count - place.row0;
   if (p.lse == nullptr || place.column != 0) return;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     if (8 * h < left)
-      store_log_sum(p, work.lse + place.row0 + 8 * h, {result.lse[0][h], result.low[0][h]});
+      store_log_sum(p, work_tile.lse + place.row0 + 8 * h, {result.lse[0][h], result.low[0][h]});
   }
 }
 
-// fp32 results of a part of a shared work: all rows and columns of the tile, so that a lane has one
-// address.
+// fp32 results of a part of a shared work_tile: all rows and columns of the tile, so that a lane
+// has one address.
 template <class C>
-TILEWISE_DEVICE void store_part(const ForwardParams& p, const ForwardWork<C>& work,
-                                const LanePlace& place, const Outputs<C>& o,
-                                const RowResults<1>& result) {
+TILEWISE_DEVICE void store_partial_tile(const ForwardParams& p, const ForwardWorkTile<C>& work_tile,
+                                        const LanePosition& place, const Outputs<C>& o,
+                                        const RowResults<1>& result) {
   constexpr int kRows = C::kForward.rows();
-  const int64_t row = int64_t{work.split} * kRows + place.row0;
+  const int64_t row = int64_t{work_tile.split} * kRows + place.row0;
   float* const out = p.partial_out + row * C::kHeadDimV + place.column;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

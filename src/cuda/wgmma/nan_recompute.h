@@ -35,28 +35,28 @@ class NanRecompute {
       : params_(params),
         p_(params.problem),
         warp_(uniform(warp)),
-        all_(ScoreTerms::of(params.problem)) {}
+        score_mod_(ScoreMod::of(params.problem)) {}
 
   // The works of the warp with such rows are a list from the last one back to the first: `before`,
   // [works, math warps], holds what was the last one.
-  TILEWISE_DEVICE static void note(const TmaForwardParams& p, int warp, int32_t work,
+  TILEWISE_DEVICE static void note(const TmaForwardParams& p, int warp, int32_t work_tile,
                                    int32_t& last) {
-    if (ptx::lane_index() == 0) p.recompute_list[link(work, warp)] = last;
-    last = work;
+    if (ptx::lane_index() == 0) p.recompute_list[link(work_tile, warp)] = last;
+    last = work_tile;
   }
 
   TILEWISE_DEVICE void run(int32_t last) {
 #pragma unroll 1
     for (int32_t at = last; at != kNone;) {
-      work_ = BlockWork::of(params_, params_.order.at(at), C::kForward.keys);
+      work_tile_ = QueryTile::of(params_, params_.order.at(at), C::kForward.keys);
       k_ = head_of(p_.k);
       v_ = head_of(p_.v);
-      const int32_t end = min(kRows * warp_ + kRows, work_.rows.count);
+      const int32_t end = min(kRows * warp_ + kRows, work_tile_.rows.count);
 #pragma unroll 1
       for (first_ = kRows * warp_; first_ < end; first_ += kRowsAtOnce) {
         last_ = min(first_ + kRowsAtOnce, end) - 1;
-        find_spoilt();
-        if (spoilt_ != 0) compute();
+        find_contaminated();
+        if (contaminated_ != 0) compute();
       }
       at = uniform(params_.recompute_list[link(at, warp_)]);
     }
@@ -67,20 +67,20 @@ class NanRecompute {
   static constexpr int kWarps = C::kForward.rows() / kRows;
 
   struct Row {
-    RowTerms terms;
+    RowScoreMod row_mod;
     float m;
     float l;  // over the keys of this lane
     float o[kPairs][2];
   };
 
-  TILEWISE_DEVICE static int64_t link(int32_t work, int warp) {
-    return int64_t{work} * kWarps + warp;
+  TILEWISE_DEVICE static int64_t link(int32_t work_tile, int warp) {
+    return int64_t{work_tile} * kWarps + warp;
   }
 
-  TILEWISE_DEVICE bool is_part() const { return C::kGeneral && work_.splits > 1; }
+  TILEWISE_DEVICE bool is_partial() const { return C::kGeneral && work_tile_.splits > 1; }
   // Offset of row r. Plain forms have no packed heads.
   TILEWISE_DEVICE int64_t offset(const tilewise_tensor& view, int32_t r) const {
-    return C::kGeneral ? work_.offset(view, r) : work_.offset_unpacked(view, r);
+    return C::kGeneral ? work_tile_.offset(view, r) : work_tile_.offset_unpacked(view, r);
   }
   TILEWISE_DEVICE const Storage* q(int32_t r) const {
     return static_cast<const Storage*>(p_.q.data) + offset(p_.q, r);
@@ -89,16 +89,16 @@ class NanRecompute {
     return static_cast<Storage*>(p_.out.data) + offset(p_.out, r);
   }
   TILEWISE_DEVICE float* partial_out(int32_t r) const {
-    return params_.partial_out + partial_index(params_, work_, r) * p_.head_dim_v;
+    return params_.partial_out + partial_index(params_, work_tile_, r) * p_.head_dim_v;
   }
 
   // Key 0 of the key/value head. Plain forms have no pages.
   TILEWISE_DEVICE const Storage* head_of(const tilewise_tensor& view) const {
-    const int32_t kv_head = params_.group.quotient(work_.rows.first_head);
+    const int32_t kv_head = params_.group.quotient(work_tile_.rows.first_head);
     return static_cast<const Storage*>(view.data) + kv_head * view.stride_head;
   }
   TILEWISE_DEVICE int64_t key_offset(const tilewise_tensor& view, int32_t key) const {
-    const KvSource& kv = work_.sequence.kv;
+    const KvSource& kv = work_tile_.sequence.kv;
     if constexpr (C::kGeneral) return kv.offset_32(view, key);
     return kv.batch_index * view.stride_batch + (kv.first + key) * view.stride_row;
   }
@@ -106,57 +106,59 @@ class NanRecompute {
   // Rows that do not exist stand for the last one.
   TILEWISE_DEVICE int32_t row_at(int i) const { return min(first_ + i, last_); }
 
-  TILEWISE_DEVICE void find_spoilt() {
-    spoilt_ = 0;
+  TILEWISE_DEVICE void find_contaminated() {
+    contaminated_ = 0;
 #pragma unroll 1
     for (int i = 0; i < kRowsAtOnce; ++i) {
-      if (is_spoilt(row_at(i))) spoilt_ |= 1u << i;
+      if (is_contaminated(row_at(i))) contaminated_ |= 1u << i;
     }
   }
 
-  TILEWISE_DEVICE bool is_spoilt(int32_t r) const {
+  TILEWISE_DEVICE bool is_contaminated(int32_t r) const {
     float zero = 0.0f;
 #pragma unroll 1
     for (int column = ptx::lane_index(); column < p_.head_dim_v; column += kLanes)
-      zero += 0.0f * (is_part() ? partial_out(r)[column] : to_float(out(r)[column]));
+      zero += 0.0f * (is_partial() ? partial_out(r)[column] : to_float(out(r)[column]));
     return ptx::any(zero != 0.0f);  // NaN
   }
 
   // The keys that a row sees.
   TILEWISE_DEVICE int32_t begin_of(int32_t r) const {
-    const KeyTiles& tiles = work_.tiles;
+    const KeyTiles& tiles = work_tile_.tiles;
     return max(max(0, tiles.lower + place(r)), tiles.first * C::kForward.keys);
   }
   TILEWISE_DEVICE int32_t end_of(int32_t r) const {
-    const KeyTiles& tiles = work_.tiles;
+    const KeyTiles& tiles = work_tile_.tiles;
     return min(min(tiles.keys, tiles.upper + place(r)), (tiles.last + 1) * C::kForward.keys);
   }
-  TILEWISE_DEVICE int32_t place(int32_t r) const { return C::kGeneral ? work_.rows.row(r) : r; }
+  TILEWISE_DEVICE int32_t place(int32_t r) const {
+    return C::kGeneral ? work_tile_.rows.row(r) : r;
+  }
 
   TILEWISE_DEVICE void compute() {
 #pragma unroll
     for (int i = 0; i < kRowsAtOnce; ++i) {
       rows_[i] = {};
       rows_[i].m = -FLT_MAX;
-      if constexpr (C::kGeneral) rows_[i].terms = row_terms(p_, work_, row_at(i));
+      if constexpr (C::kGeneral) rows_[i].row_mod = row_score_mod(p_, work_tile_, row_at(i));
     }
     const int32_t end = uniform(end_of(last_));
 #pragma unroll 1
-    for (int32_t key = uniform(begin_of(first_)); key < end && !are_lost(); key += kLanes)
+    for (int32_t key = uniform(begin_of(first_)); key < end && !all_see_nan(); key += kLanes)
       add_keys(key, end);
 #pragma unroll
     for (int i = 0; i < kRowsAtOnce; ++i) {
-      if ((spoilt_ >> i & 1u) != 0) store(rows_[i], row_at(i));
+      if ((contaminated_ >> i & 1u) != 0) store(rows_[i], row_at(i));
     }
   }
 
   // All that are spoilt have seen a NaN, and nothing changes that.
-  TILEWISE_DEVICE bool are_lost() const {
-    uint32_t lost = 0;
+  TILEWISE_DEVICE bool all_see_nan() const {
+    uint32_t nan = 0;
 #pragma unroll
     for (int i = 0; i < kRowsAtOnce; ++i)
-      lost |= (ptx::any(rows_[i].l != rows_[i].l) ? 1u : 0u) << i;
-    return (spoilt_ & ~lost) == 0;
+      nan |= (ptx::any(rows_[i].l != rows_[i].l) ? 1u : 0u) << i;
+    return (contaminated_ & ~nan) == 0;
   }
 
   // The keys of a block that are not below `end` stand for the last one and weigh nothing.
@@ -220,14 +222,14 @@ class NanRecompute {
       pair[0] *= shrink;
       pair[1] *= shrink;
     }
-    if (!C::kGeneral || !all_.dropout.on()) return weight;
-    const float keep = all_.keep(row.terms, key).at(key);
+    if (!C::kGeneral || !score_mod_.dropout.on()) return weight;
+    const float keep = score_mod_.keep(row.row_mod, key).at(key);
     return keep == 0.0f ? 0.0f : weight * keep;
   }
 
   TILEWISE_DEVICE float score(float product, const Row& row, int32_t key) const {
-    if constexpr (C::kGeneral) return all_.at(product, row.terms, key).value;
-    return ptx::mul(product, all_.score.scale);
+    if constexpr (C::kGeneral) return score_mod_.at(product, row.row_mod, key).value;
+    return ptx::mul(product, score_mod_.score.scale);
   }
 
   // o += p v of keys from key0 + first on.
@@ -266,7 +268,8 @@ class NanRecompute {
     RowNormaliser all{0.0f, common::sum_of_warp(row.l), row.m};
     if (all.l == 0.0f) all = {kNoKey, 0.0f};
     float factor = 1.0f;
-    if (p_.sinks != nullptr && work_.splits == 1) factor = all.join_sink(p_.sinks[work_.head(r)]);
+    if (p_.sinks != nullptr && work_tile_.splits == 1)
+      factor = all.add_sink(p_.sinks[work_tile_.head(r)]);
     store_lse_of(r, all);
     factor = all.l == 0.0f ? 0.0f : factor * ptx::rcp_approximate(all.l);
 #pragma unroll
@@ -275,7 +278,7 @@ class NanRecompute {
       if (column >= p_.head_dim_v) break;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        if (is_part())
+        if (is_partial())
           partial_out(r)[column + e] = row.o[j][e] * factor;
         else
           out(r)[column + e] = from_float<Storage>(row.o[j][e] * factor);
@@ -288,23 +291,23 @@ class NanRecompute {
     if (ptx::lane_index() != 0) return;
     LogSum sum;
     if (row.l != 0.0f) sum = LogSum::of(row.origin, ptx::log_accurate(row.l));
-    if (is_part()) {
-      params_.partial_lse[partial_index(params_, work_, r)] = sum.lse;
+    if (is_partial()) {
+      params_.partial_lse[partial_index(params_, work_tile_, r)] = sum.lse;
     } else {
-      store_log_sum(p_, lse_place(p_, work_, r), sum);
+      store_log_sum(p_, lse_index(p_, work_tile_, r), sum);
     }
   }
 
   const TmaForwardParams& params_;
   const Problem& p_;
   const int warp_;
-  const ScoreTerms all_;
-  BlockWork work_;
+  const ScoreMod score_mod_;
+  QueryTile work_tile_;
   const Storage* k_;  // of the head
   const Storage* v_;
   int32_t first_;  // of the rows at once
   int32_t last_;
-  uint32_t spoilt_;  // a bit each
+  uint32_t contaminated_;  // a bit each
   Row rows_[kRowsAtOnce];
 };
 

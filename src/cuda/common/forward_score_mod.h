@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "cuda/common/query_tile.h"
-#include "cuda/common/score_terms.h"
+#include "cuda/common/score_mod.h"
 #include "cuda/tile/fragment.h"
 
 namespace tilewise::cuda {
@@ -15,12 +15,12 @@ namespace tilewise::cuda {
 //
 // Of a block of 16 keys of a row a lane needs four, so each lane of a quad draws whole ones for
 // dropout: of rows (m, 0) and (m, 1) those of row (m, drawn_row()), blocks 2 i + drawn_block().
-struct LanePlace {
+struct LanePosition {
   int32_t row0;
   int32_t column;
 
   // Of a thread, when warps hold `warp_rows` rows each.
-  TILEWISE_DEVICE static LanePlace of(int thread, int warp_rows) {
+  TILEWISE_DEVICE static LanePosition of(int thread, int warp_rows) {
     const int lane = thread & (ptx::kWarpSize - 1);  // the compiler knows no sign
     return {thread / ptx::kWarpSize * warp_rows + lane / 4, lane % 4 * 2};
   }
@@ -30,8 +30,8 @@ struct LanePlace {
   TILEWISE_DEVICE int drawn_block() const { return lane_of_quad() / 2; }
 };
 
-TILEWISE_DEVICE RowTerms row_terms(const Problem& p, const BlockWork& work, int32_t r) {
-  return ScoreTerms::row(p, work.sequence, work.rows.first + work.rows.row(r), work.head(r));
+TILEWISE_DEVICE RowScoreMod row_score_mod(const Problem& p, const QueryTile& q_tile, int32_t r) {
+  return ScoreMod::row(p, q_tile.sequence, q_tile.rows.first + q_tile.rows.row(r), q_tile.head(r));
 }
 
 // What ALiBi knows of the rows of a lane. Rows that do not exist stand for the last one.
@@ -40,14 +40,15 @@ struct AlibiRows {
   float slope[kRows][2];
   int32_t diagonal[kRows][2];
 
-  TILEWISE_DEVICE static AlibiRows of(const Problem& p, const BlockWork& work,
-                                      const LanePlace& place) {
+  TILEWISE_DEVICE static AlibiRows of(const Problem& p, const QueryTile& q_tile,
+                                      const LanePosition& position) {
     AlibiRows rows;
 #pragma unroll
     for (int m = 0; m < kRows; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const RowTerms row = row_terms(p, work, min(place.row(m, h), work.rows.count - 1));
+        const RowScoreMod row =
+            row_score_mod(p, q_tile, min(position.row(m, h), q_tile.rows.count - 1));
         rows.slope[m][h] = row.slope;
         rows.diagonal[m][h] = row.diagonal;
       }
@@ -62,14 +63,15 @@ struct DropoutRows {
   uint32_t row[kRows];
   uint32_t batch_head[kRows];
 
-  TILEWISE_DEVICE static DropoutRows of(const Problem& p, const BlockWork& work,
-                                        const LanePlace& place) {
+  TILEWISE_DEVICE static DropoutRows of(const Problem& p, const QueryTile& q_tile,
+                                        const LanePosition& position) {
     DropoutRows rows;
 #pragma unroll
     for (int m = 0; m < kRows; ++m) {
-      const int32_t r = place.row(m, 0) + 8 * place.drawn_row();
-      rows.row[m] = static_cast<uint32_t>(work.rows.first + work.rows.row(r));
-      rows.batch_head[m] = static_cast<uint32_t>(work.sequence.batch * p.heads_q + work.head(r));
+      const int32_t r = position.row(m, 0) + 8 * position.drawn_row();
+      rows.row[m] = static_cast<uint32_t>(q_tile.rows.first + q_tile.rows.row(r));
+      rows.batch_head[m] =
+          static_cast<uint32_t>(q_tile.sequence.batch * p.heads_q + q_tile.head(r));
     }
     return rows;
   }
@@ -86,20 +88,20 @@ struct KeptBits {
   uint32_t word[kRows][kWords];
 
   // Zeroes the others.
-  TILEWISE_DEVICE void apply(tile::Sums<kRows, kColumns>& s, const LanePlace& place) const {
+  TILEWISE_DEVICE void apply(tile::Sums<kRows, kColumns>& s, const LanePosition& position) const {
     each([&](int m, int i, int h, int half, uint32_t drawn, int byte) {
 #pragma unroll
       for (int e = 0; e < 2; ++e)
-        if ((drawn >> place.column >> (8 * byte + e) & 1u) == 0)
+        if ((drawn >> position.column >> (8 * byte + e) & 1u) == 0)
           s.x[m][2 * i + half][2 * h + e] = 0.0f;
     });
   }
   // The same of operands of 16 bits (tile::operand_of): two at once.
-  TILEWISE_DEVICE void apply(uint32_t (&operands)[kSteps][4], const LanePlace& place) const {
+  TILEWISE_DEVICE void apply(uint32_t (&operands)[kSteps][4], const LanePosition& position) const {
     static_assert(kRows == 1);
     // Products are shifts for the pipe that has less to do.
-    const uint32_t first = 0x80u >> place.column;
-    const uint32_t second = 0x40u >> place.column;
+    const uint32_t first = 0x80u >> position.column;
+    const uint32_t second = 0x40u >> position.column;
     each([&](int, int i, int h, int half, uint32_t drawn, int byte) {
       operands[i][2 * half + h] &= ptx::spread_signs(drawn * first, drawn * second, byte);
     });
@@ -130,7 +132,7 @@ struct KeptBits {
 
 // Storage: that of q, which a bias may have.
 template <class Storage>
-struct GeneralTerms {
+struct ForwardScoreMod {
   using Math = std::conditional_t<sizeof(Storage) == 2, HalfMath, DeviceMath>;
 
   float scale;
@@ -138,7 +140,7 @@ struct GeneralTerms {
   typename Math::ScaledTanh tanh;
   Dropout dropout;
 
-  TILEWISE_DEVICE GeneralTerms(const Problem& p, float scale_)
+  TILEWISE_DEVICE ForwardScoreMod(const Problem& p, float scale_)
       : scale(scale_), softcap(p.softcap), tanh(scale_ / p.softcap), dropout(dropout_of(p)) {}
 
   // What the scores are in when all terms have been applied, in natural units.
@@ -152,17 +154,18 @@ struct GeneralTerms {
   // Products become scores, in units of unit(). One pass over the scores per option, so that a
   // switch is asked once and not once per score.
   template <int kRows, int kColumns>
-  TILEWISE_DEVICE void apply(const Problem& p, const BlockWork& work,
+  TILEWISE_DEVICE void apply(const Problem& p, const QueryTile& q_tile,
                              tile::Sums<kRows, kColumns>& s, int32_t tile,
-                             const LanePlace& place) const {
+                             const LanePosition& position) const {
     if (softcap != 0.0f) tanh.apply(s.flat());
     if (p.alibi_slopes != nullptr)
-      add_alibi(AlibiRows<kRows>::of(p, work, place), s, tile * 8 * kColumns + place.column);
+      add_alibi(AlibiRows<kRows>::of(p, q_tile, position), s,
+                tile * 8 * kColumns + position.column);
     if (p.bias == nullptr) return;
     if (p.bias_dtype == TILEWISE_FLOAT32)
-      add_bias<float>(p, work, s, tile, place);
+      add_bias<float>(p, q_tile, s, tile, position);
     else
-      add_bias<Storage>(p, work, s, tile, place);
+      add_bias<Storage>(p, q_tile, s, tile, position);
   }
 
   // key0: the lane's first one. Distances are whole numbers, and their sign costs no instruction.
@@ -199,17 +202,18 @@ struct GeneralTerms {
 
   // Loaded where it is used, element by element. Past the last key there is none.
   template <class T, int kRows, int kColumns>
-  TILEWISE_DEVICE void add_bias(const Problem& p, const BlockWork& work,
+  TILEWISE_DEVICE void add_bias(const Problem& p, const QueryTile& q_tile,
                                 tile::Sums<kRows, kColumns>& s, int32_t tile,
-                                const LanePlace& place) const {
-    const int32_t key0 = tile * 8 * kColumns + place.column;
-    const int32_t keys = work.tiles.keys - key0;
+                                const LanePosition& position) const {
+    const int32_t key0 = tile * 8 * kColumns + position.column;
+    const int32_t keys = q_tile.tiles.keys - key0;
     const float unit = unit_before_bias(p);
 #pragma unroll
     for (int m = 0; m < kRows; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const RowTerms row = row_terms(p, work, min(place.row(m, h), work.rows.count - 1));
+        const RowScoreMod row =
+            row_score_mod(p, q_tile, min(position.row(m, h), q_tile.rows.count - 1));
         const T* const bias = static_cast<const T*>(p.bias) + row.bias + key0;
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) {
@@ -227,9 +231,9 @@ struct GeneralTerms {
   // What dropout, which is on, keeps of a tile.
   template <int kRows, int kColumns>
   TILEWISE_DEVICE KeptBits<kRows, kColumns> draw(const DropoutRows<kRows>& rows, int32_t tile,
-                                                 const LanePlace& place) const {
+                                                 const LanePosition& position) const {
     using Kept = KeptBits<kRows, kColumns>;
-    const auto first = static_cast<uint32_t>(tile * Kept::kSteps + place.drawn_block());
+    const auto first = static_cast<uint32_t>(tile * Kept::kSteps + position.drawn_block());
     Kept kept;
 #pragma unroll
     for (int m = 0; m < kRows; ++m) {

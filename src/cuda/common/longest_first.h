@@ -10,11 +10,11 @@ namespace tilewise::cuda {
 // Those with more keys than the mean first, and either kind as they come: who begins last is done
 // soon. A batch of short ones (kShort tiles in the mean) keeps its order, since a start by it takes
 // longer. Whole warps call it.
-class LongFirst {
+class LongestFirst {
  public:
   static constexpr int32_t kShort = 4;
 
-  TILEWISE_DEVICE explicit LongFirst(const ForwardParams& p)
+  TILEWISE_DEVICE explicit LongestFirst(const ForwardParams& p)
       : p_(p), sequences_(static_cast<int32_t>(p.problem.batch)) {
     uint32_t keys = 0;
 #pragma unroll 4

@@ -8,8 +8,8 @@ namespace tilewise::cuda::common {
 inline constexpr int kDsinksThreads = 256;
 inline constexpr int kDsinksSharedBytes = kDsinksThreads / 32 * 8;
 inline constexpr int kDsinksRows = 256;  // rows per partial sum
-inline constexpr int kSumsThreads = 256;
-inline constexpr int kSumsSharedBytes = kSumsThreads * 8;
+inline constexpr int kReduceThreads = 256;
+inline constexpr int kReduceSharedBytes = kReduceThreads * 8;
 
 inline int64_t dsinks_chunks(const Problem& p) { return ceil_div(total_rows(p), kDsinksRows); }
 
@@ -23,7 +23,7 @@ struct DsinksParams {
 inline int64_t dsinks_blocks(const Problem& p) { return p.heads_q * dsinks_chunks(p); }
 
 // Second launch: a block sums one head of dsinks, one more block dscale.
-struct SumsParams {
+struct ReduceParams {
   const double* dsinks_partials = nullptr;  // [heads, chunks]
   int64_t heads = 0;
   int64_t chunks = 0;
@@ -32,10 +32,10 @@ struct SumsParams {
   int64_t dscale_count = 0;
   float* dscale = nullptr;  // null: not wanted
 };
-inline int64_t sums_blocks(const SumsParams& params) {
+inline int64_t reduce_blocks(const ReduceParams& params) {
   return (params.dsinks != nullptr ? params.heads : 0) + (params.dscale != nullptr ? 1 : 0);
 }
 
-// sums.cuh: template <class Element> dsinks(DsinksParams), sums(SumsParams)
+// sums.cuh: template <class Element> dsinks(DsinksParams), sums(ReduceParams)
 
 }  // namespace tilewise::cuda::common

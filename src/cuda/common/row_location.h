@@ -21,20 +21,20 @@ TILEWISE_FN int64_t sequence_at(const int32_t* cu_seqlens, int64_t batch, int64_
 }
 
 // Slot and row in a tensor, index inside the sequence.
-struct Place {
+struct RowLocation {
   int64_t batch;
   int64_t index;
-  int64_t slot;
+  int64_t batch_index;
   int64_t row;
   bool in_use;
   bool in_sequence;  // not behind the last one
 
   TILEWISE_FN int64_t offset(const tilewise_tensor& view) const {
-    return slot * view.stride_batch + row * view.stride_row;
+    return batch_index * view.stride_batch + row * view.stride_row;
   }
 };
 
-TILEWISE_FN Place row_place(const Problem& p, int64_t flat) {
+TILEWISE_FN RowLocation locate_row(const Problem& p, int64_t flat) {
   if (p.cu_seqlens_q == nullptr) {
     const int64_t b = flat / p.seqlen_q;
     const int64_t i = flat - b * p.seqlen_q;
@@ -48,7 +48,7 @@ TILEWISE_FN Place row_place(const Problem& p, int64_t flat) {
 }
 
 // Of the rows of dk and dv.
-TILEWISE_FN Place key_place(const Problem& p, int64_t flat) {
+TILEWISE_FN RowLocation locate_key(const Problem& p, int64_t flat) {
   if (!keys_per_sequence(p) && p.cu_seqlens_k != nullptr) {
     if (p.batch == 0) return {0, flat, 0, flat, false, false};
     const int64_t b = sequence_at(p.cu_seqlens_k, p.batch, flat);

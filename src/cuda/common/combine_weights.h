@@ -15,14 +15,14 @@ TILEWISE_DEVICE bool is_lost_lse(float lse) { return ptx::bits_of(lse) == 0x7fc0
 // Whether splits cannot be merged by lse, of which the whole is `lse`: some are lost, or fp32 has
 // no room for what they weigh beside each other (1e-4 of a weight of 16 bits, 2e-5 in fp32).
 template <class Element>
-TILEWISE_DEVICE bool is_beyond_merging(float lse) {
+TILEWISE_DEVICE bool combine_is_inexact(float lse) {
   constexpr float kMost = Element::kBytes == 2 ? 0x1p11f : 0x1p8f;
   return lse != kMinusInfinity && !(__builtin_fabsf(lse) <= kMost);
 }
 
 // By a warp. The splits' outputs are summed in `kChains` chains of every kChains-th split, and
 // those from the first to the last.
-struct SplitWeights {
+struct CombineWeights {
   static constexpr int kChains = 4;
   // Of a split that saw nothing: its result may be NaN.
   static constexpr float kNoWeight = -1.0f;

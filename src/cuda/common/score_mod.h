@@ -61,7 +61,7 @@ TILEWISE_DEVICE bool is_on(bool in_problem) {
 }
 
 // What the terms of one row of one query head share.
-struct RowTerms {
+struct RowScoreMod {
   float slope;          // 0: no ALiBi
   int32_t diagonal;     // i + Sk - Sq: the key at distance 0
   uint32_t row;         // counter words of dropout
@@ -80,20 +80,20 @@ struct KeepFactors {
   }
 };
 
-struct ScoreTerms {
+struct ScoreMod {
   Score score;
   Dropout dropout;
   const void* bias;  // null: none
   int32_t bias_dtype;
 
-  TILEWISE_DEVICE static ScoreTerms of(const Problem& p) {
+  TILEWISE_DEVICE static ScoreMod of(const Problem& p) {
     return {score_of(p), dropout_of(p), p.bias, p.bias_dtype};
   }
 
   // Row i of the sequence, query head `head`.
-  TILEWISE_DEVICE static RowTerms row(const Problem& p, const Sequence& s, int64_t i,
-                                      int64_t head) {
-    RowTerms r;
+  TILEWISE_DEVICE static RowScoreMod row(const Problem& p, const Sequence& s, int64_t i,
+                                         int64_t head) {
+    RowScoreMod r;
     r.slope =
         p.alibi_slopes != nullptr ? p.alibi_slopes[s.batch * p.alibi_stride_batch + head] : 0.0f;
     r.diagonal = static_cast<int32_t>(i + s.band.shift());
@@ -111,7 +111,7 @@ struct ScoreTerms {
 
   // Value and derivative of the score of `raw` = q.k in natural units. Row and key must be visible
   // to each other: outside the band bias has no element.
-  TILEWISE_DEVICE Score::Capped<float> at(float raw, const RowTerms& row, int64_t key) const {
+  TILEWISE_DEVICE Score::Capped<float> at(float raw, const RowScoreMod& row, int64_t key) const {
     const int32_t d = row.diagonal - static_cast<int32_t>(key);
     const float distance = static_cast<float>(d < 0 ? -d : d);
     const float b = bias != nullptr ? bias_at(row.bias + key) : 0.0f;
@@ -119,10 +119,10 @@ struct ScoreTerms {
   }
 
   // `key` is any of the block.
-  TILEWISE_DEVICE KeepFactors keep(const RowTerms& row, int64_t key) const {
+  TILEWISE_DEVICE KeepFactors keep(const RowScoreMod& row, int64_t key) const {
     return {dropout.kept_keys<DeviceMath>(dropout_counter(row, key)), dropout.keep_scale};
   }
-  TILEWISE_DEVICE PhiloxState<uint32_t> dropout_counter(const RowTerms& row, int64_t key) const {
+  TILEWISE_DEVICE PhiloxState<uint32_t> dropout_counter(const RowScoreMod& row, int64_t key) const {
     const auto block = static_cast<uint32_t>(key / Dropout::kKeysPerBlock);
     return dropout.counter(block, row.row, row.batch_head);
   }

@@ -3,23 +3,24 @@
 
 #include "attention/online_softmax.h"
 #include "cuda/common/block.h"
-#include "cuda/common/places.h"
-#include "cuda/common/sums.h"
+#include "cuda/common/row_location.h"
+#include "cuda/common/scalar_gradients.h"
 #include "cuda/element.h"
 
 namespace tilewise::cuda::common {
 
 // delta = do.o - dlse of one row, by a warp.
 template <class T>
-TILEWISE_DEVICE float delta_of_warp(const Problem& p, const Gradients& g, const Place& place,
-                                    int64_t head) {
+TILEWISE_DEVICE float delta_of_warp(const Problem& p, const Gradients& g,
+                                    const RowLocation& location, int64_t head) {
   const T* const out =
-      static_cast<const T*>(p.out.data) + place.offset(p.out) + head * p.out.stride_head;
+      static_cast<const T*>(p.out.data) + location.offset(p.out) + head * p.out.stride_head;
   const T* const dout =
-      static_cast<const T*>(g.dout.data) + place.offset(g.dout) + head * g.dout.stride_head;
+      static_cast<const T*>(g.dout.data) + location.offset(g.dout) + head * g.dout.stride_head;
   const float delta = dot_of_warp(out, dout, p.head_dim_v);
   if (g.dlse == nullptr) return delta;
-  return delta - g.dlse[place.slot * g.dlse_stride_batch + place.row + head * g.dlse_stride_head];
+  return delta - g.dlse[location.batch_index * g.dlse_stride_batch + location.row +
+                        head * g.dlse_stride_head];
 }
 
 // A sink has p = exp(sink - lse), no value, and so ds = -p delta. A part sums kDsinksRows rows of
@@ -34,12 +35,14 @@ void dsinks(TILEWISE_PARAMETER DsinksParams params) {
   const int64_t end = min(total_rows(p), (chunk + 1) * kDsinksRows);
   double sum = 0.0;
   for (int64_t row = chunk * kDsinksRows + ptx::warp_index(); row < end; row += kWarps) {
-    const Place place = row_place(p, row);
-    if (!place.in_use) continue;
-    const int64_t at = place.slot * p.lse_stride_batch + place.row + head * p.lse_stride_head;
+    const RowLocation location = locate_row(p, row);
+    if (!location.in_use) continue;
+    const int64_t at =
+        location.batch_index * p.lse_stride_batch + location.row + head * p.lse_stride_head;
     const LogSum lse{p.lse[at], p.lse_low != nullptr ? p.lse_low[at] : 0.0f};
     if (lse.lse == kMinusInfinity) continue;  // the sink is -inf, too
-    const float delta = delta_of_warp<typename Element::Storage>(p, params.gradients, place, head);
+    const float delta =
+        delta_of_warp<typename Element::Storage>(p, params.gradients, location, head);
     const float exponent = min(LogSum{p.sinks[head], 0.0f}.above(lse), 0.0f);
     sum -= static_cast<double>(exponential(exponent) * delta);
   }
@@ -57,16 +60,16 @@ TILEWISE_DEVICE double sum_of_block(const T* parts, int64_t count) {
   auto* const sums = reinterpret_cast<double*>(ptx::shared_memory());
   const int thread = ptx::thread_index();
   double sum = 0.0;
-  for (int64_t i = thread; i < count; i += kSumsThreads) sum += static_cast<double>(parts[i]);
+  for (int64_t i = thread; i < count; i += kReduceThreads) sum += static_cast<double>(parts[i]);
   sums[thread] = sum;
-  for (int step = kSumsThreads / 2; step != 0; step /= 2) {
+  for (int step = kReduceThreads / 2; step != 0; step /= 2) {
     ptx::sync_block();
     if (thread < step) sums[thread] += sums[thread + step];
   }
   return thread == 0 ? sums[0] : 0.0;  // while thread 0 adds, others may not look
 }
 
-TILEWISE_KERNEL(kSumsThreads, 1) void sums(TILEWISE_PARAMETER SumsParams params) {
+TILEWISE_KERNEL(kReduceThreads, 1) void reduce_partials(TILEWISE_PARAMETER ReduceParams params) {
   const int64_t block = ptx::block_index();
   const int64_t heads = params.dsinks != nullptr ? params.heads : 0;
   const bool of_sinks = block < heads;
