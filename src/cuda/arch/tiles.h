@@ -38,18 +38,18 @@ struct BackwardTile {
 // of `stages` tiles of `keys` rows each, Q through `q_buffers`.
 struct WgmmaForwardTile {
   static constexpr int kRowsOfWarp = 16;
-  int math_warpgroups;
+  int consumer_warpgroups;
   int keys;
   int stages;
   int q_buffers;
   bool ping_pong;      // the warpgroups take turns to issue products
   bool overlap_tiles;  // the first scores of the next tile beside the last product of this one
-  int math_registers;
-  int load_registers;
+  int consumer_registers;
+  int producer_registers;
   bool option_loops;  // a loop for each option of the general form that is on alone
 
-  constexpr int rows() const { return 64 * math_warpgroups; }
-  constexpr int threads() const { return 128 * (math_warpgroups + 1); }
+  constexpr int rows() const { return 64 * consumer_warpgroups; }
+  constexpr int threads() const { return 128 * (consumer_warpgroups + 1); }
 };
 
 // Backward (wgmma): when a math warpgroup lets go of the dQ of a step. Its fence waits for the
@@ -68,8 +68,8 @@ struct WgmmaBackwardTile {
   int cluster_size;  // CTAs: 1 or 2
   bool preload;      // S and dP start at their row statistics
   SendDq send;
-  int math_registers;
-  int load_registers;
+  int consumer_registers;
+  int producer_registers;
   bool option_loops;  // a loop for each option of the general form that is on alone
 
   constexpr int threads() const { return 384; }  // two warpgroups of math and one that loads

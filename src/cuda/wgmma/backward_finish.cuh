@@ -19,7 +19,7 @@ template <class C>
 struct FinishPlan : BackwardSums<C> {
   using Sums = BackwardSums<C>;
   static constexpr int kWarps = kFinishThreads / ptx::kWarpSize;
-  static constexpr int kGroups = Sums::kDqParts * Sums::kDqGroups;
+  static constexpr int kGroups = Sums::kDqSlices * Sums::kDqGroups;
   static constexpr int kOwnGroups = ceil_div(kGroups, kWarps);
   static constexpr int kRowBytes = (C::kHeadDim + 8) * 2;  // 8 columns more: fewer bank conflicts
   static constexpr int kWarpSums = Sums::kQueries * kRowBytes;
@@ -52,11 +52,11 @@ TILEWISE_DEVICE void finish_block(const BackwardParams& p, int32_t tile, float d
       ptx::shared_address(ptx::shared_memory()) + static_cast<uint32_t>(Plan::kWarpSums);
 #pragma unroll
   for (int mask = 16; mask != 0; mask /= 2) dscale += ptx::shuffle_xor(dscale, mask);
-  const bool spoilt = ptx::any(zero != 0.0f);
+  const bool not_finite = ptx::any(zero != 0.0f);
   if (thread % ptx::kWarpSize == 0) {
     const ptx::SharedAddress own = words + static_cast<uint32_t>(thread / ptx::kWarpSize * 8);
     ptx::st_shared_b32(own, ptx::bits_of(dscale));
-    ptx::st_shared_b32(own + 4, spoilt ? 1 : 0);
+    ptx::st_shared_b32(own + 4, not_finite ? 1 : 0);
   }
   ptx::sync_block();
   if (thread != 0) return;

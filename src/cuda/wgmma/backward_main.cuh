@@ -2,8 +2,8 @@
 // owns a tile of keys of one key/value head and walks the tiles of queries that see it, in one
 // query head of the group after the other:
 //
-//   load warp        record | Q, lse -> q_landed    dO, delta -> dout_landed    K, V    by TMA
-//   math warpgroups  s, dp -> p, ds -> dv, dq, dk    -> q_read, dout_read         two
+//   load warp        record | Q, lse -> q_full    dO, delta -> dout_full    K, V    by TMA
+//   math warpgroups  s, dp -> p, ds -> dv, dq, dk    -> q_empty, dout_empty         two
 //                    backward_by_keys.cuh, backward_by_columns.cuh
 //   send warps       dq from shared memory to dq_sum by bulk reduce-add           one each
 //                    (by columns it goes there from registers)
@@ -12,8 +12,8 @@
 #include "cuda/ptx/cluster.h"
 #include "cuda/wgmma/backward_by_columns.cuh"
 #include "cuda/wgmma/backward_by_keys.cuh"
-#include "cuda/wgmma/backward_load.h"
-#include "cuda/wgmma/backward_send.h"
+#include "cuda/wgmma/backward_producer.h"
+#include "cuda/wgmma/backward_reduce.h"
 
 namespace tilewise::cuda::wgmma {
 
@@ -32,22 +32,22 @@ TILEWISE_DEVICE void sync_all() {
 template <class C>
 TILEWISE_DEVICE void backward_block(const TmaBackwardParams& p) {
   using Plan = BackwardPlan<C>;
-  constexpr int kMathWarps = Plan::kMathThreads / ptx::kWarpSize;
+  constexpr int kConsumerWarps = Plan::kConsumerThreads / ptx::kWarpSize;
   const ptx::SharedAddress shared = ptx::shared_address(ptx::shared_memory());
   if (ptx::thread_index() == 0)
-    BackwardBarriers{shared + Plan::kBarriers}.init(kMathWarps, Plan::kSendWarps, Plan::kReleases,
-                                                    Plan::kRecordSlots);
+    BackwardBarriers{shared + Plan::kBarriers}.init(kConsumerWarps, Plan::kReductionWarps,
+                                                    Plan::kEmptyArrivals, Plan::kDescriptorStages);
   sync_all<C>();
 
   const int warp = ptx::uniform(ptx::warp_index());
   if (warp < 4) {
-    ptx::setmaxnreg_dec<C::kBackward.load_registers>();
-    if (warp == 0) load_role<C>(p, shared);
+    ptx::setmaxnreg_dec<C::kBackward.producer_registers>();
+    if (warp == 0) producer_role<C>(p, shared);
     if constexpr (!kByColumns<C>) {
-      if (warp == 1 || warp == 2) send_role<C>(p, shared, warp - 1);
+      if (warp == 1 || warp == 2) reduction_role<C>(p, shared, warp - 1);
     }
   } else {
-    ptx::setmaxnreg_inc<C::kBackward.math_registers>();
+    ptx::setmaxnreg_inc<C::kBackward.consumer_registers>();
     if constexpr (kByColumns<C>) {
       begin_by_columns<C>(p, shared);
       if (warp < 8)

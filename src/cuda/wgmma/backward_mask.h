@@ -1,8 +1,8 @@
 // The band as seen from the keys of a thread.
 #pragma once
 
-#include "cuda/wgmma/backward_math.h"
-#include "cuda/wgmma/backward_work.h"
+#include "cuda/wgmma/backward_consumer.h"
+#include "cuda/wgmma/backward_tile.h"
 
 namespace tilewise::cuda::wgmma {
 
@@ -12,14 +12,14 @@ class KeyMask {
 
  public:
   // `key`: the thread's first one of the block, the other one is 8 keys on.
-  TILEWISE_DEVICE KeyMask(const TileDescriptor& work, int key) : clear_(work) {
-    const int32_t diagonal = work.key + key;
+  TILEWISE_DEVICE KeyMask(const TileDescriptor& work_tile, int key) : clear_(work_tile) {
+    const int32_t diagonal = work_tile.key + key;
     const int32_t lane_row = ptx::lane_index() % 4 * 2;
-    rows_ = static_cast<uint32_t>(work.high) - static_cast<uint32_t>(work.low);
+    rows_ = static_cast<uint32_t>(work_tile.high) - static_cast<uint32_t>(work_tile.low);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const bool in_use = key + 8 * half < work.key_count;
-      first_[half] = (in_use ? diagonal + 8 * half - work.high : kFar) - lane_row;
+      const bool in_use = key + 8 * half < work_tile.key_count;
+      first_[half] = (in_use ? diagonal + 8 * half - work_tile.high : kFar) - lane_row;
     }
   }
 

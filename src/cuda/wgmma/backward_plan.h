@@ -21,35 +21,37 @@ struct BackwardPlan;
 struct BackwardBarriers {
   ptx::SharedAddress base;
 
-  TILEWISE_DEVICE ptx::SharedAddress k_landed() const { return at(0, 0); }
-  TILEWISE_DEVICE ptx::SharedAddress v_landed() const { return at(1, 0); }
-  // All have left the keys and the record of a piece of work, but for its end.
-  TILEWISE_DEVICE ptx::SharedAddress keys_left() const { return at(2, 0); }
-  TILEWISE_DEVICE ptx::SharedAddress tail_landed() const { return at(3, 0); }
-  TILEWISE_DEVICE ptx::SharedAddress q_landed(int stage) const { return at(4, stage); }
-  TILEWISE_DEVICE ptx::SharedAddress q_read(int stage) const { return at(6, stage); }
-  TILEWISE_DEVICE ptx::SharedAddress dout_landed(int stage) const { return at(8, stage); }
-  TILEWISE_DEVICE ptx::SharedAddress dout_read(int stage) const { return at(10, stage); }
-  TILEWISE_DEVICE ptx::SharedAddress record_landed(int slot) const { return at(14, slot); }
+  TILEWISE_DEVICE ptx::SharedAddress k_full() const { return at(0, 0); }
+  TILEWISE_DEVICE ptx::SharedAddress v_full() const { return at(1, 0); }
+  // All have left the keys and the record of a tile_number of work_tile, but for its end.
+  TILEWISE_DEVICE ptx::SharedAddress kv_empty() const { return at(2, 0); }
+  TILEWISE_DEVICE ptx::SharedAddress tail_full() const { return at(3, 0); }
+  TILEWISE_DEVICE ptx::SharedAddress q_full(int stage) const { return at(4, stage); }
+  TILEWISE_DEVICE ptx::SharedAddress q_empty(int stage) const { return at(6, stage); }
+  TILEWISE_DEVICE ptx::SharedAddress dout_full(int stage) const { return at(8, stage); }
+  TILEWISE_DEVICE ptx::SharedAddress dout_empty(int stage) const { return at(10, stage); }
+  TILEWISE_DEVICE ptx::SharedAddress descriptor_full(int stage) const { return at(14, stage); }
   // In a cluster: the dS of the other block is here; this block's dS has been read there.
-  TILEWISE_DEVICE ptx::SharedAddress peer_ds_landed() const { return at(12, 0); }
-  TILEWISE_DEVICE ptx::SharedAddress peer_has_read() const { return at(13, 0); }
+  TILEWISE_DEVICE ptx::SharedAddress peer_ds_full() const { return at(12, 0); }
+  TILEWISE_DEVICE ptx::SharedAddress peer_ds_empty() const { return at(13, 0); }
 
-  static constexpr int bytes(int record_slots) { return (14 + record_slots) * 8; }
+  static constexpr int bytes(int descriptor_stages) { return (14 + descriptor_stages) * 8; }
 
   // By one thread; a barrier of the block or of the cluster follows.
-  TILEWISE_DEVICE void init(int math_warps, int send_warps, int releases, int record_slots) const {
-    for (const auto barrier : {k_landed(), v_landed(), tail_landed(), peer_ds_landed()})
+  TILEWISE_DEVICE void init(int consumer_warps, int reduction_warps, int empty_arrivals,
+                            int descriptor_stages) const {
+    for (const auto barrier : {k_full(), v_full(), tail_full(), peer_ds_full()})
       ptx::mbarrier_init(barrier, 1);
-    ptx::mbarrier_init(keys_left(), math_warps + send_warps);
-    ptx::mbarrier_init(peer_has_read(), math_warps);
+    ptx::mbarrier_init(kv_empty(), consumer_warps + reduction_warps);
+    ptx::mbarrier_init(peer_ds_empty(), consumer_warps);
     for (int stage = 0; stage < 2; ++stage) {
-      ptx::mbarrier_init(q_landed(stage), 1);
-      ptx::mbarrier_init(dout_landed(stage), 1);
-      ptx::mbarrier_init(q_read(stage), releases);
-      ptx::mbarrier_init(dout_read(stage), releases);
+      ptx::mbarrier_init(q_full(stage), 1);
+      ptx::mbarrier_init(dout_full(stage), 1);
+      ptx::mbarrier_init(q_empty(stage), empty_arrivals);
+      ptx::mbarrier_init(dout_empty(stage), empty_arrivals);
     }
-    for (int slot = 0; slot < record_slots; ++slot) ptx::mbarrier_init(record_landed(slot), 1);
+    for (int stage = 0; stage < descriptor_stages; ++stage)
+      ptx::mbarrier_init(descriptor_full(stage), 1);
     ptx::fence_mbarrier_init();
   }
 
@@ -59,18 +61,19 @@ struct BackwardBarriers {
   }
 };
 
-// Q, dO, dS and the row statistics have two stages. A block takes one piece of work after the
-// other: while dK and dV of one leave by way of the place of dS, the tiles of the next one arrive.
+// Q, dO, dS and the row statistics have two stages. A block takes one tile_number of work_tile
+// after the other: while dK and dV of one leave by way of the place of dS, the tiles of the next
+// one arrive.
 template <class C>
 struct BackwardPlan<C, false> : BackwardSums<C> {
   using BackwardSums<C>::kQueries;
   static constexpr arch::WgmmaBackwardTile kTile = C::kBackward;
   static constexpr int kThreads = kTile.threads();
-  static constexpr int kMathThreads = 256;
-  static constexpr int kSendWarps = 2;
-  // Of a tile of Q or dO: by each thread that has read its statistics. That one lane speaks for its
-  // warp is nothing that racecheck takes.
-  static constexpr int kReleases = kMathThreads;
+  static constexpr int kConsumerThreads = 256;
+  static constexpr int kReductionWarps = 2;
+  // Of a tile of Q or dO: by each thread that has read its statistics. That one lane is_elected for
+  // its warp is nothing that racecheck takes.
+  static constexpr int kEmptyArrivals = kConsumerThreads;
   static constexpr bool kPersistent = true;
   static constexpr int kKeys = kTile.keys;
   static constexpr int kCluster = kTile.cluster_size;
@@ -87,7 +90,7 @@ struct BackwardPlan<C, false> : BackwardSums<C> {
   using DoutTile = tile::SwizzledTile<kQueries, C::kHeadDimV>;
   using DsTile = tile::SwizzledTile<kQueries, kKeys>;
   using OwnKeys = tile::SwizzledTile<16, max(C::kHeadDim, C::kHeadDimV)>;  // of dK or dV, of a warp
-  static_assert(kMathThreads / 32 * OwnKeys::kBytes <= kStages * DsTile::kBytes);
+  static_assert(kConsumerThreads / 32 * OwnKeys::kBytes <= kStages * DsTile::kBytes);
   static constexpr int kStatisticBytes = kQueries * 4;
   static constexpr int kK = 0;
   static constexpr int kV = kK + KTile::kBytes;
@@ -97,12 +100,13 @@ struct BackwardPlan<C, false> : BackwardSums<C> {
   static constexpr int kDq = kDs + kStages * DsTile::kBytes;
   static constexpr int kLse = kDq + kQueries * C::kHeadDim * 4;
   static constexpr int kDelta = kLse + kStages * kStatisticBytes;
-  // The loads of a piece of work end when the piece before has left its keys; the record of the
-  // next one is then on its way, and that of the piece before may still be read.
-  static constexpr int kRecordSlots = 4;
-  static constexpr int kRecords = kDelta + kDoutStages * kStatisticBytes;
-  static constexpr int kBarriers = kRecords + kRecordSlots * int{sizeof(TileDescriptor)};
-  static constexpr int kSharedBytes = kBarriers + BackwardBarriers::bytes(kRecordSlots);
+  // The loads of a tile_number of work_tile end when the tile_number before has left its keys; the
+  // record of the next one is then on its way, and that of the tile_number before may still be
+  // read.
+  static constexpr int kDescriptorStages = 4;
+  static constexpr int kDescriptors = kDelta + kDoutStages * kStatisticBytes;
+  static constexpr int kBarriers = kDescriptors + kDescriptorStages * int{sizeof(TileDescriptor)};
+  static constexpr int kSharedBytes = kBarriers + BackwardBarriers::bytes(kDescriptorStages);
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
@@ -114,9 +118,9 @@ struct BackwardPlan<C, true> : BackwardSums<C> {
   using BackwardSums<C>::kQueries;
   static constexpr arch::WgmmaBackwardTile kTile = C::kBackward;
   static constexpr int kThreads = kTile.threads();
-  static constexpr int kMathThreads = 256;
-  static constexpr int kSendWarps = 0;
-  static constexpr int kReleases = kMathThreads / 2 + 4;  // one warpgroup reads statistics
+  static constexpr int kConsumerThreads = 256;
+  static constexpr int kReductionWarps = 0;
+  static constexpr int kEmptyArrivals = kConsumerThreads / 2 + 4;  // one warpgroup reads statistics
   static constexpr bool kPersistent = false;
   static constexpr int kKeys = kTile.keys;
   static_assert(kQueries == 64 && kKeys % 16 == 0);
@@ -143,10 +147,10 @@ struct BackwardPlan<C, true> : BackwardSums<C> {
   static constexpr int kPeerDs = kDs + kScoreStages * ScoreTile::kBytes;
   static constexpr int kLse = kPeerDs + (kCluster - 1) * ScoreTile::kBytes;
   static constexpr int kDelta = kLse + kStages * kStatisticBytes;
-  static constexpr int kRecordSlots = 1;
-  static constexpr int kRecords = kDelta + kDoutStages * kStatisticBytes;
-  static constexpr int kBarriers = kRecords + kRecordSlots * int{sizeof(TileDescriptor)};
-  static constexpr int kSharedBytes = kBarriers + BackwardBarriers::bytes(kRecordSlots);
+  static constexpr int kDescriptorStages = 1;
+  static constexpr int kDescriptors = kDelta + kDoutStages * kStatisticBytes;
+  static constexpr int kBarriers = kDescriptors + kDescriptorStages * int{sizeof(TileDescriptor)};
+  static constexpr int kSharedBytes = kBarriers + BackwardBarriers::bytes(kDescriptorStages);
   static_assert(kSharedBytes <= 227 * 1024);
 
   // Panels of 64 columns of a warpgroup. With an odd number one has more of dK, the other one more
@@ -163,9 +167,9 @@ struct BackwardPlan<C, true> : BackwardSums<C> {
 // Named barriers. Those of dQ are one per warpgroup, shared with the warp that sends its sums.
 // kScoresIssued, kPStored, kDsStored, kPRead and kKeysRead order the two warpgroups by columns.
 enum BackwardBarrier : int {
-  kDqStaged = 1,
-  kDqTaken = 3,
-  kMath = 5,
+  kDqFull = 1,
+  kDqEmpty = 3,
+  kConsumers = 5,
   kScoresIssued = 6,
   kPStored = 7,
   kOwnStored = 8,  // and 9: one per warpgroup

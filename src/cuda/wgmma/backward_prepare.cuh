@@ -7,13 +7,13 @@
 #include "cuda/ptx/warp.h"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/wgmma/backward_rows.h"
-#include "cuda/wgmma/backward_work.h"
+#include "cuda/wgmma/backward_tile.h"
 
 namespace tilewise::cuda::wgmma {
 
 inline constexpr int kPrepareThreads = kRowThreads;
 
-// The exponent of a row that takes part in nothing: exp2(anything - 1e30) = 0, and no infinity
+// The exponent of a row that takes split in nothing: exp2(anything - 1e30) = 0, and no infinity
 // meets another.
 inline constexpr float kNoRow = -1e30f;
 
@@ -34,7 +34,7 @@ struct RowLanes {
 
 // Blocks of the prepare kernel that share a tile of rows.
 template <class C>
-inline constexpr int kPrepareParts = BackwardSums<C>::kQueries / RowLanes<C>::kRows;
+inline constexpr int kPrepareSplits = BackwardSums<C>::kQueries / RowLanes<C>::kRows;
 
 // The element in the low half.
 template <class Element>
@@ -64,17 +64,17 @@ TILEWISE_DEVICE float row_lse(float lse, float scale_log2) {
   return x;
 }
 
-// What the blocks of the main kernel work on, and the zeros that it counts from.
+// What the blocks of the main kernel work_tile on, and the zeros that it counts from.
 template <class C>
-TILEWISE_DEVICE void make_records(const BackwardParams& p, int32_t block) {
+TILEWISE_DEVICE void describe_tiles(const BackwardParams& p, int32_t block) {
   constexpr int32_t kCluster = C::kBackward.cluster_size;
   const int32_t i = block * kPrepareThreads + ptx::thread_index();
   if (i == 0 && p.tile_counter != nullptr) *p.tile_counter = 0;
   if (i >= p.num_tiles * kCluster) return;
-  TileDescriptor record = KeyWorkMaker<C>::make(p, i);
-  record.index = i / kCluster;
-  p.descriptors[i] = record;
-  if (p.key_flags.data != nullptr) p.key_flags.data[record.index] = 0;
+  TileDescriptor descriptor = DescriptorBuilder<C>::make(p, i);
+  descriptor.index = i / kCluster;
+  p.descriptors[i] = descriptor;
+  if (p.key_flags.data != nullptr) p.key_flags.data[descriptor.index] = 0;
 }
 
 // Records; row_lse = -lse and row_delta = -delta = dlse - sum(out dout), for `BackwardSums`.
@@ -92,13 +92,13 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
   const auto first_block = static_cast<int32_t>(
       ceil_div(int64_t{p.num_tiles} * C::kBackward.cluster_size, kPrepareThreads));
   if (ptx::block_index() < first_block) {
-    make_records<C>(p, static_cast<int32_t>(ptx::block_index()));
+    describe_tiles<C>(p, static_cast<int32_t>(ptx::block_index()));
     return;
   }
-  const RowBlock block = RowBlock::of<Sums::kQueries, kPrepareParts<C>>(problem, first_block);
+  const RowBlock block = RowBlock::of<Sums::kQueries, kPrepareSplits<C>>(problem, first_block);
   const int lane = thread % Lanes::kLanes;
-  const int first = block.part * Lanes::kRows + thread / Lanes::kLanes;  // row of the tile
-  const int end = (block.part + 1) * Lanes::kRows;
+  const int first = block.split * Lanes::kRows + thread / Lanes::kLanes;  // row of the tile
+  const int end = (block.split + 1) * Lanes::kRows;
   const auto columns = static_cast<int>(problem.head_dim_v);
   const bool exists = block.batch >= 0;
   Sequence s{};
@@ -147,7 +147,7 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
   }
 
   constexpr int kSums = Lanes::kRows * C::kHeadDim;
-  float* const sums = p.dq_sum + int64_t{block.tile} * Sums::kDqTile + block.part * kSums;
+  float* const sums = p.dq_sum + int64_t{block.tile} * Sums::kDqTile + block.split * kSums;
   const uint32_t zeros[4] = {0, 0, 0, 0};
 #pragma unroll
   for (int i = 0; i < kSums; i += kPrepareThreads * 4) {

@@ -15,19 +15,19 @@ struct RowBlock {
   int32_t batch;  // -1: nothing to do
   int32_t row0;
   int32_t tile;  // among all heads' tiles
-  int32_t part;
+  int32_t split;
 
-  // `kParts` blocks share a tile.
-  template <int kTile, int kParts = 1>
+  // `kSplits` blocks share a tile.
+  template <int kTile, int kSplits = 1>
   TILEWISE_DEVICE static RowBlock of(const Problem& p, int32_t first_block = 0) {
     constexpr PaddedRows kPadded{kTile};
     const auto block = static_cast<uint32_t>(ptx::block_index() - first_block);
     const auto heads = static_cast<uint32_t>(p.heads_q);
     const uint32_t place = block / heads;
-    const uint32_t index = place / kParts;
+    const uint32_t index = place / kSplits;
     RowBlock r;
     r.head = static_cast<int32_t>(block - place * heads);
-    r.part = static_cast<int32_t>(place % kParts);
+    r.split = static_cast<int32_t>(place % kSplits);
     uint32_t tiles;  // of a head
     if (p.cu_seqlens_q == nullptr) {
       const uint32_t each = (static_cast<uint32_t>(p.seqlen_q) + kTile - 1) / kTile;

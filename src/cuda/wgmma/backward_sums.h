@@ -24,10 +24,10 @@ struct BackwardSums {
   // 4 and t = lane % 4, index 16 part + g + 8 (e / 2) of the one and 8 i + 2 t + e % 2 of the
   // other.
   static constexpr int kDqTile = kQueries * C::kHeadDim;
-  static constexpr int kDqParts = (kTransposedDq ? C::kHeadDim : kQueries) / 16;
+  static constexpr int kDqSlices = (kTransposedDq ? C::kHeadDim : kQueries) / 16;
   static constexpr int kDqGroups = (kTransposedDq ? kQueries : C::kHeadDim) / 8;
-  static constexpr int kDqPartBytes = kDqGroups * 512;
-  static_assert(kDqParts * kDqPartBytes == kDqTile * 4);
+  static constexpr int kDqSliceBytes = kDqGroups * 512;
+  static_assert(kDqSlices * kDqSliceBytes == kDqTile * 4);
 
   // Where the statistic of a row of a tile lies. Preloaded ones are in the order in which a thread
   // takes them: of each 16 rows, queries 2 t, 2 t + 1, 8 + 2 t, 8 + 2 t + 1 next to each other.

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "cuda/common/exponent_scale.h"
-#include "cuda/common/score_terms.h"
+#include "cuda/common/score_mod.h"
 #include "cuda/ptx/warp.h"
 #include "cuda/wgmma/backward_bias.h"
 #include "cuda/wgmma/backward_mask.h"
@@ -81,10 +81,10 @@ template <class C>
 class AlibiOfKeys {
  public:
   // `key`: the thread's first one.
-  TILEWISE_DEVICE AlibiOfKeys(const Problem& p, const TileDescriptor& work, int32_t key,
+  TILEWISE_DEVICE AlibiOfKeys(const Problem& p, const TileDescriptor& work_tile, int32_t key,
                               const RowWalk& walk)
-      : slope_(p.alibi_slopes[work.batch * p.alibi_stride_batch + walk.head] * kLog2e),
-        distance_(walk.row + ptx::lane_index() % 4 * 2 + work.keys - work.rows - key) {}
+      : slope_(p.alibi_slopes[work_tile.batch * p.alibi_stride_batch + walk.head] * kLog2e),
+        distance_(walk.row + ptx::lane_index() % 4 * 2 + work_tile.keys - work_tile.rows - key) {}
 
   TILEWISE_DEVICE float slope() const { return slope_; }
   TILEWISE_DEVICE float distance(int i) const {
@@ -106,7 +106,7 @@ TILEWISE_DEVICE void pack(const ScoreSums<C>& x, ScoreOperands<C>& half) {
 
 // In the order of their use.
 template <class C, Option kOption>
-class BackwardTerms {
+class BackwardScoreMod {
   using Plan = BackwardPlan<C>;
   static constexpr int kGroups = Plan::kQueries / 8;  // of queries
   // As BackwardSums::kPreload, as far as the option permits it.
@@ -122,15 +122,15 @@ class BackwardTerms {
   static constexpr bool kGradientFromZero = !kStartsAtDelta;
 
   // `key`: the thread's first one of the block, the other one is 8 keys on.
-  TILEWISE_DEVICE BackwardTerms(const Problem& p, const TileDescriptor& work, int key)
+  TILEWISE_DEVICE BackwardScoreMod(const Problem& p, const TileDescriptor& work_tile, int key)
       : p_(p),
-        work_(work),
-        key_(work.key + key),
+        work_tile_(work_tile),
+        key_(work_tile.key + key),
         scale_log2_(exponent_scale(score_of(p).scale)),
         unit_(max(p.softcap, 1e-15f) * kLog2e),
         tanh_(score_of(p).scale * ptx::rcp_approximate(max(p.softcap, 1e-15f))),
         dropout_(DropoutFactors::of(p)),
-        bias_(p, work, work.key + key - ptx::lane_index() / 4) {}
+        bias_(p, work_tile, work_tile.key + key - ptx::lane_index() / 4) {}
 
   // What dV is to be multiplied by.
   TILEWISE_DEVICE static float dv_scale(const Problem& p) {
@@ -151,7 +151,7 @@ class BackwardTerms {
     for (int i = 0; i < 4 * kGroups; ++i)
       s[i] = kStartsAtLse ? lse_[i / 4 * 2 + i % 2] * inverse : 0.0f;
     if constexpr (kOption == Option::alibi) {
-      const AlibiOfKeys<C> alibi(p_, work_, key_, walk);
+      const AlibiOfKeys<C> alibi(p_, work_tile_, key_, walk);
       const float slope = alibi.slope() * inverse;
 #pragma unroll
       for (int i = 0; i < 4 * kGroups; ++i) s[i] = ptx::fma(alibi.distance(i), -slope, s[i]);
@@ -165,22 +165,22 @@ class BackwardTerms {
         s[2 * i + 1] = ptx::fma(tile::high_of<typename C::Element>(pair), factor, s[2 * i + 1]);
       }
     }
-    if constexpr (!kScoresFromZero) ptx::keep(s);
+    if constexpr (!kScoresFromZero) ptx::fence_register(s);
     if constexpr (kStartsAtDelta) {
       float each[2 * kGroups];
       take(each, delta);
 #pragma unroll
       for (int i = 0; i < 4 * kGroups; ++i) dp[i] = each[i / 4 * 2 + i % 2];
-      ptx::keep(dp);
+      ptx::fence_register(dp);
     }
   }
 
   // Beside the products.
   TILEWISE_DEVICE void draw(const RowWalk& walk) {
     if constexpr (kOption == Option::dropout)
-      kept_ =
-          KeptScores::draw<kGroups>(dropout_.with_words(p_), key_, walk.row,
-                                    static_cast<uint32_t>(work_.batch * p_.heads_q + walk.head));
+      kept_ = KeptScores::draw<kGroups>(
+          dropout_.with_words(p_), key_, walk.row,
+          static_cast<uint32_t>(work_tile_.batch * p_.heads_q + walk.head));
   }
 
   // From S to P, in `s` times d score / d (scale S).
@@ -188,7 +188,7 @@ class BackwardTerms {
                                const KeyMask<C>& mask, ptx::SharedAddress lse) {
     if constexpr (kOption == Option::softcap) tanh_.apply(s);
     if (mask.touches(walk.row)) {
-      ptx::keep_branch();
+      ptx::force_branch();
       const float hidden = scale_log2_ > 0.0f ? kMinusInfinity : -kMinusInfinity;
       mask.apply(s, walk.row, kOption == Option::softcap ? kHiddenTanh : hidden);
     }
@@ -239,7 +239,7 @@ class BackwardTerms {
   }
 
   const Problem& p_;
-  const TileDescriptor& work_;
+  const TileDescriptor& work_tile_;
   int32_t key_;  // inside the sequence
   float scale_log2_;
   float unit_;  // of a capped score
@@ -251,17 +251,17 @@ class BackwardTerms {
 };
 
 template <class C>
-class BackwardTerms<C, Option::none> {
+class BackwardScoreMod<C, Option::none> {
  public:
   static constexpr bool kScoresFromZero = !BackwardPlan<C>::kPreload;
   static constexpr bool kGradientFromZero = kScoresFromZero;
 
-  TILEWISE_DEVICE BackwardTerms(const Problem&, const TileDescriptor&, int) {}
+  TILEWISE_DEVICE BackwardScoreMod(const Problem&, const TileDescriptor&, int) {}
   TILEWISE_DEVICE static float dv_scale(const Problem&) { return 1.0f; }
 };
 
 template <class C>
-class BackwardTerms<C, Option::any> {
+class BackwardScoreMod<C, Option::any> {
   using Plan = BackwardPlan<C>;
   static constexpr int kGroups = Plan::kQueries / 8;  // of queries
 
@@ -270,9 +270,9 @@ class BackwardTerms<C, Option::any> {
   static constexpr bool kGradientFromZero = true;
 
   // `key`: the thread's first one of the block, the other one is 8 keys on.
-  TILEWISE_DEVICE BackwardTerms(const Problem& p, const TileDescriptor& work, int key)
-      : work_(work),
-        key_(work.key + key),
+  TILEWISE_DEVICE BackwardScoreMod(const Problem& p, const TileDescriptor& work_tile, int key)
+      : work_tile_(work_tile),
+        key_(work_tile.key + key),
         scale_log2_(exponent_scale(score_of(p).scale)),
         dropout_(DropoutFactors::of(p)) {}
 
@@ -300,8 +300,9 @@ class BackwardTerms<C, Option::any> {
     const float keep_scale = dropout_.keep_scale;
     KeptScores kept;
     if (dropout_.threshold != 0) {
-      kept = KeptScores::draw<kGroups>(dropout_.with_words(p), key_, walk.row,
-                                       static_cast<uint32_t>(work_.batch * p.heads_q + walk.head));
+      kept = KeptScores::draw<kGroups>(
+          dropout_.with_words(p), key_, walk.row,
+          static_cast<uint32_t>(work_tile_.batch * p.heads_q + walk.head));
 #pragma unroll
       for (int i = 0; i < 4 * kGroups; ++i) dp[i] = kept.at(i) ? dp[i] * keep_scale : 0.0f;
     }
@@ -355,7 +356,7 @@ class BackwardTerms<C, Option::any> {
   }
 
   TILEWISE_DEVICE void add_alibi(const Problem& p, ScoreSums<C>& s, const RowWalk& walk) const {
-    const AlibiOfKeys<C> alibi(p, work_, key_, walk);
+    const AlibiOfKeys<C> alibi(p, work_tile_, key_, walk);
 #pragma unroll
     for (int i = 0; i < 4 * kGroups; ++i) s[i] = ptx::fma(alibi.distance(i), -alibi.slope(), s[i]);
   }
@@ -369,11 +370,11 @@ class BackwardTerms<C, Option::any> {
   TILEWISE_DEVICE void add_bias(const Problem& p, ScoreSums<C>& s, const RowWalk& walk,
                                 float factor) const {
     const int32_t row = walk.row + ptx::lane_index() % 4 * 2;
-    const T* bias = static_cast<const T*>(p.bias) + work_.batch * p.bias_stride_batch +
+    const T* bias = static_cast<const T*>(p.bias) + work_tile_.batch * p.bias_stride_batch +
                     walk.head * p.bias_stride_head + row * p.bias_stride_row + key_;
-    const int32_t rows = work_.rows - row;
-    const bool first_key = key_ < work_.keys;
-    const bool second_key = key_ + 8 < work_.keys;
+    const int32_t rows = work_tile_.rows - row;
+    const bool first_key = key_ < work_tile_.keys;
+    const bool second_key = key_ + 8 < work_tile_.keys;
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) {
 #pragma unroll
@@ -388,7 +389,7 @@ class BackwardTerms<C, Option::any> {
     }
   }
 
-  const TileDescriptor& work_;
+  const TileDescriptor& work_tile_;
   int32_t key_;  // inside the sequence
   float scale_log2_;
   DropoutFactors dropout_;

@@ -7,7 +7,7 @@
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/tile/fragment.h"
 #include "cuda/wgmma/backward_keys.h"
-#include "cuda/wgmma/backward_work.h"
+#include "cuda/wgmma/backward_tile.h"
 
 namespace tilewise::cuda::wgmma {
 
@@ -26,7 +26,7 @@ struct ColumnSums {
     });
   }
   TILEWISE_DEVICE void keep() {
-    each([](auto& x) { ptx::keep(x); });
+    each([](auto& x) { ptx::fence_register(x); });
   }
   TILEWISE_DEVICE bool finite() {
     bool all = true;
@@ -180,14 +180,14 @@ class ColumnProducts {
 template <class C>
 class DqReduction {
   using Plan = BackwardPlan<C>;
-  static constexpr int kPart = Plan::kDqPartBytes / 4;  // sums of a warp; a panel has four
-  static constexpr int kWarps = Plan::kCluster * Plan::kMathThreads / ptx::kWarpSize;
+  static constexpr int kPart = Plan::kDqSliceBytes / 4;  // sums of a warp; a panel has four
+  static constexpr int kWarps = Plan::kCluster * Plan::kConsumerThreads / ptx::kWarpSize;
 
  public:
-  TILEWISE_DEVICE DqReduction(const TmaBackwardParams& p, const TileDescriptor& work, int warp)
+  TILEWISE_DEVICE DqReduction(const TmaBackwardParams& p, const TileDescriptor& work_tile, int warp)
       : to_(p.dq_sum + warp * kPart + ptx::lane_index() * 4),
-        turns_(p.dq_semaphores),
-        turn_(p, work) {}
+        semaphores_(p.dq_semaphores),
+        order_(p, work_tile) {}
 
   TILEWISE_DEVICE void add(const float (&dq)[32], const RowWalk& walk, int panel) const {
     float* to = to_ + int64_t{walk.index} * Plan::kDqTile + panel * (4 * kPart);
@@ -199,28 +199,28 @@ class DqReduction {
   }
 
   // Deterministic: key tiles add one after the other. Every warp of the cluster counts.
-  TILEWISE_DEVICE void await_turn(const RowWalk& walk) const {
-    if (turns_ == nullptr) return;
-    const int32_t mine = ptx::uniform(kWarps * turn_.at(walk.row));
-    while (ptx::uniform(ptx::ld_acquire(turns_ + walk.index)) < mine) {
+  TILEWISE_DEVICE void acquire(const RowWalk& walk) const {
+    if (semaphores_ == nullptr) return;
+    const int32_t mine = ptx::uniform(kWarps * order_.at(walk.row));
+    while (ptx::uniform(ptx::ld_acquire(semaphores_ + walk.index)) < mine) {
     }
   }
-  TILEWISE_DEVICE void pass_turn(const RowWalk& walk) const {
-    if (turns_ == nullptr) return;
+  TILEWISE_DEVICE void release(const RowWalk& walk) const {
+    if (semaphores_ == nullptr) return;
     ptx::fence_device();
     ptx::sync_warp();
-    if (ptx::lane_index() == 0) ptx::red_release_add_s32(turns_ + walk.index, 1);
+    if (ptx::lane_index() == 0) ptx::red_release_add_s32(semaphores_ + walk.index, 1);
   }
 
  private:
   float* to_;
-  int32_t* turns_;
-  Turns<C> turn_;
+  int32_t* semaphores_;
+  SemaphoreOrder<C> order_;
 };
 
 // scale * sums of a panel as rows of keys in shared memory.
 template <class C, class Tile>
-TILEWISE_DEVICE void stage_columns(const float (&sums)[BackwardPlan<C>::kKeys / 2], float scale,
+TILEWISE_DEVICE void write_columns(const float (&sums)[BackwardPlan<C>::kKeys / 2], float scale,
                                    const Tile& to, int panel, int warp) {
   const int lane = ptx::lane_index();
   const int row = lane / 16 * 8 + lane % 8;

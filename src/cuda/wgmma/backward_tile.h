@@ -18,41 +18,41 @@ TILEWISE_FN KvSource gradient_source(const Problem& p, const Sequence& s) {
 
 // Makes the records of the blocks, in the prepare kernel.
 template <class C>
-struct KeyWorkMaker {
+struct DescriptorBuilder {
   static constexpr int kKeys = C::kBackward.keys;
   static constexpr int kQueries = C::kBackward.queries;
   static constexpr int kCluster = C::kBackward.cluster_size;
 
   const BackwardParams& p;
-  TileOrder::WorkTile work;
+  TileOrder::WorkTile work_tile;
   Sequence sequence;
   Range keys;       // of the block; empty: there are some for the other block only
   Range pair_keys;  // of the cluster
 
-  // Of block `index` of the main kernel, were it to have one piece of work.
+  // Of block `index` of the main kernel, were it to have one tile_number of work_tile.
   TILEWISE_DEVICE static TileDescriptor make(const BackwardParams& p, int32_t index) {
     TileDescriptor r{};
-    KeyWorkMaker m{p, p.order.at(index / kCluster), {}, {}, {}};
-    if (m.work.sequence < 0) return r;
-    m.sequence = sequence_of(p.problem, m.work.sequence);
+    DescriptorBuilder m{p, p.order.at(index / kCluster), {}, {}, {}};
+    if (m.work_tile.sequence < 0) return r;
+    m.sequence = sequence_of(p.problem, m.work_tile.sequence);
     const int64_t all = m.sequence.band.keys;
-    m.pair_keys = Tiling{all, kCluster * kKeys}.at(m.work.tile);
+    m.pair_keys = Tiling{all, kCluster * kKeys}.at(m.work_tile.tile);
     const int rank = index % kCluster;
-    m.keys = m.part(rank);
-    m.rows_of(r);
-    m.keys_of(r, m.part(rank ^ 1));
-    m.band_of(r);
+    m.keys = m.keys_of_rank(rank);
+    m.set_rows(r);
+    m.set_keys(r, m.keys_of_rank(rank ^ 1));
+    m.set_band(r);
     return r;
   }
 
  private:
-  TILEWISE_DEVICE Range part(int rank) const {
+  TILEWISE_DEVICE Range keys_of_rank(int rank) const {
     if constexpr (kCluster == 1) return pair_keys;
     const int64_t begin = pair_keys.begin + rank * kKeys;
     return {begin, max(begin, min(pair_keys.end, begin + kKeys))};
   }
 
-  TILEWISE_DEVICE void rows_of(TileDescriptor& r) const {
+  TILEWISE_DEVICE void set_rows(TileDescriptor& r) const {
     constexpr PaddedRows kPadded{kQueries};
     const Problem& problem = p.problem;
     const int64_t rows = sequence.band.rows;
@@ -64,8 +64,8 @@ struct KeyWorkMaker {
     r.steps = static_cast<int32_t>(tiles.size() * group);
     r.row = static_cast<int32_t>(tiles.begin * kQueries);
     r.row_end = static_cast<int32_t>(tiles.end * kQueries);
-    r.query_head = static_cast<int32_t>(work.head * group);
-    r.tile_index = static_cast<int32_t>(work.head * group * head_tiles + tiles.begin +
+    r.query_head = static_cast<int32_t>(work_tile.head * group);
+    r.tile_index = static_cast<int32_t>(work_tile.head * group * head_tiles + tiles.begin +
                                         kPadded.first(problem, sequence.batch) / kQueries);
     r.skipped_tiles = static_cast<int32_t>(head_tiles - tiles.size());
     r.first_row = static_cast<int32_t>(sequence.first_row);
@@ -75,27 +75,27 @@ struct KeyWorkMaker {
     r.valid_rows = ends ? kFar : static_cast<int32_t>(rows);
   }
 
-  TILEWISE_DEVICE void keys_of(TileDescriptor& r, Range peer_keys) const {
+  TILEWISE_DEVICE void set_keys(TileDescriptor& r, Range peer_keys) const {
     const Problem& problem = p.problem;
     const KvSource& kv = sequence.kv;
     r.first_key = static_cast<int32_t>(kv.first + keys.begin);
     r.key_batch_index = static_cast<int32_t>(kv.batch_index);
-    r.head = work.head;
+    r.head = work_tile.head;
     r.paged = kv.pages != nullptr ? 1 : 0;
     const bool ends = kv.first + sequence.band.keys == problem.seqlen_k;
     r.valid_keys = ends ? kKeys : static_cast<int32_t>(keys.size());
     r.peer_valid_keys = ends ? kKeys : static_cast<int32_t>(peer_keys.size());
     r.key = static_cast<int32_t>(keys.begin);
     r.key_count = static_cast<int32_t>(keys.size());
-    r.key_tile = work.tile;
-    r.batch = work.sequence;
+    r.key_tile = work_tile.tile;
+    r.batch = work_tile.sequence;
     const KvSource source = gradient_source(problem, sequence);
     const Gradients& g = p.gradients;
-    r.dk = source.offset(g.dk, keys.begin) + work.head * g.dk.stride_head;
-    r.dv = source.offset(g.dv, keys.begin) + work.head * g.dv.stride_head;
+    r.dk = source.offset(g.dk, keys.begin) + work_tile.head * g.dk.stride_head;
+    r.dv = source.offset(g.dv, keys.begin) + work_tile.head * g.dv.stride_head;
   }
 
-  TILEWISE_DEVICE void band_of(TileDescriptor& r) const {
+  TILEWISE_DEVICE void set_band(TileDescriptor& r) const {
     const Band& band = sequence.band;
     r.low = static_cast<int32_t>(clamp(band.shift() - band.left, -kFar, kFar));
     r.high = static_cast<int32_t>(clamp(band.shift() + band.right, -kFar, kFar));
@@ -110,44 +110,45 @@ struct KeyWorkMaker {
   }
 };
 
-// The record that the block has received in slot `slot` of shared memory.
+// The descriptor that the block has received in stage `stage` of shared memory.
 template <class C>
-TILEWISE_DEVICE const TileDescriptor& received_work(int slot) {
-  return reinterpret_cast<const TileDescriptor*>(ptx::shared_memory() + BackwardPlan<C>::kRecords)[slot];
+TILEWISE_DEVICE const TileDescriptor& received_tile(int stage) {
+  return reinterpret_cast<const TileDescriptor*>(ptx::shared_memory() +
+                                                 BackwardPlan<C>::kDescriptors)[stage];
 }
 
-// Returns when the load warp has come to the keys of a piece of work, and TMA has brought those
-// that it brings. Whoever arrives at keys_left() has been here before: otherwise, where pieces have
-// no steps, two phases of that barrier pass while the load warp is on its way to wait for the
-// first.
+// Returns when the load warp has come to the keys of a tile_number of work_tile, and TMA has
+// brought those that it brings. Whoever arrives at kv_empty() has been here before: otherwise,
+// where pieces have no steps, two phases of that barrier pass while the load warp is on its way to
+// wait for the first.
 TILEWISE_DEVICE void await_landing(const BackwardBarriers& barriers, int parity) {
-  ptx::mbarrier_wait_parity(barriers.k_landed(), parity);
-  ptx::mbarrier_wait_parity(barriers.v_landed(), parity);
+  ptx::mbarrier_wait_parity(barriers.k_full(), parity);
+  ptx::mbarrier_wait_parity(barriers.v_full(), parity);
 }
 
 // One step after the other: all tiles of rows, in one query head after the other. What is the same
-// for all heads stays in the record.
+// for all heads stays in the descriptor.
 struct RowWalk {
-  const TileDescriptor& work;
+  const TileDescriptor& work_tile;
   int32_t row;  // first row of the tile
   int32_t end;
   int32_t head;
   int32_t index;  // of the tile among the padded tiles of all heads
 
-  TILEWISE_DEVICE explicit RowWalk(const TileDescriptor& record)
-      : work(record),
-        row(record.row),
-        end(record.row_end),
-        head(record.query_head),
-        index(record.tile_index) {}
+  TILEWISE_DEVICE explicit RowWalk(const TileDescriptor& descriptor)
+      : work_tile(descriptor),
+        row(descriptor.row),
+        end(descriptor.row_end),
+        head(descriptor.query_head),
+        index(descriptor.tile_index) {}
 
   // Where a register is short, a new head costs a read of shared memory.
   TILEWISE_DEVICE void advance(int32_t tile) {
     row += tile;
     ++index;
     if (row != end) return;
-    row = work.row;
-    index += work.skipped_tiles;
+    row = work_tile.row;
+    index += work_tile.skipped_tiles;
     ++head;
   }
   TILEWISE_DEVICE RowWalk next(int32_t tile) const {
@@ -161,7 +162,7 @@ struct RowWalk {
     ++index;
     if (row != end) return;
     row = begin;
-    index += work.skipped_tiles;
+    index += work_tile.skipped_tiles;
     ++head;
   }
 };
@@ -172,15 +173,15 @@ struct ClearRows {
   int32_t begin;
   int32_t end;
 
-  TILEWISE_DEVICE explicit ClearRows(const TileDescriptor& work)
-      : begin(work.clear_begin), end(work.clear_end) {}
+  TILEWISE_DEVICE explicit ClearRows(const TileDescriptor& work_tile)
+      : begin(work_tile.clear_begin), end(work_tile.clear_end) {}
   TILEWISE_DEVICE bool contains(int32_t row) const { return row >= begin && row < end; }
 };
 
 // How many key tiles add to a tile of rows before this one does, for deterministic sums. Blocks are
 // numbered in the same order (TileOrder), so a block waits for earlier ones only.
 template <class C>
-struct Turns {
+struct SemaphoreOrder {
   static constexpr int kKeys = C::kBackward.cluster_size * C::kBackward.keys;
 
   int32_t low;
@@ -190,12 +191,12 @@ struct Turns {
   int32_t tile;
   bool last_first;
 
-  TILEWISE_DEVICE Turns(const BackwardParams& p, const TileDescriptor& work)
-      : low(work.low),
-        high(work.high),
-        rows(work.rows),
-        keys(work.keys),
-        tile(work.key_tile),
+  TILEWISE_DEVICE SemaphoreOrder(const BackwardParams& p, const TileDescriptor& work_tile)
+      : low(work_tile.low),
+        high(work_tile.high),
+        rows(work_tile.rows),
+        keys(work_tile.keys),
+        tile(work_tile.key_tile),
         last_first(p.order.longest_first == 1) {}
 
   // Of the tile of rows from `row` on.

@@ -6,12 +6,12 @@
 
 namespace tilewise::cuda::wgmma {
 
-enum class Walk : int32_t { end, nothing, keys };
+enum class TileKind : int32_t { end, no_keys, keys };
 
 // The key tiles that the rows of a warpgroup see, out of those of the block, from the last to the
 // first. Without any it walks one, which is masked as a whole.
 struct WarpgroupTiles {
-  Walk what;  // end: there is no more work; nothing: there are rows, but they see no key
+  TileKind kind;  // end: there is no more work_tile; no_keys: there are rows, but they see no key
   int32_t first;
   int32_t last;
   int32_t full_begin;
@@ -20,10 +20,11 @@ struct WarpgroupTiles {
   int32_t skip_before;
   int32_t skip_after;  // tiles of the block before (after) its own ones, in the order of the walk
 
-  TILEWISE_DEVICE static WarpgroupTiles of(const BlockWork& work, int warpgroup, int32_t step) {
-    const KeyTiles& block = work.tiles;
-    const int32_t row0 = work.rows.row(64 * warpgroup);
-    const int32_t row1 = work.rows.row(min(64 * warpgroup + 63, work.rows.count - 1));
+  TILEWISE_DEVICE static WarpgroupTiles of(const QueryTile& work_tile, int warpgroup,
+                                           int32_t step) {
+    const KeyTiles& block = work_tile.tiles;
+    const int32_t row0 = work_tile.rows.row(64 * warpgroup);
+    const int32_t row1 = work_tile.rows.row(min(64 * warpgroup + 63, work_tile.rows.count - 1));
     const int32_t end = max(1, min(block.keys, block.upper + row1));
     const int32_t last = clamp32((end - 1) / step, block.first, block.last);
     const int32_t first = clamp32(max(0, block.lower + row0) / step, block.first, last);
@@ -31,8 +32,8 @@ struct WarpgroupTiles {
     const int32_t seen = max(0, min(block.keys, block.upper + row0));  // by the first row
     const bool ends_at_once = seen == (last + 1) * step;
     const int32_t full_end = ends_at_once ? last + 1 : max(0, seen - 1) / step;
-    const Walk what = block.first > block.last ? Walk::nothing : Walk::keys;
-    return {what, first, last, full_begin, full_end, block.last - last, first - block.first};
+    const TileKind kind = block.first > block.last ? TileKind::no_keys : TileKind::keys;
+    return {kind, first, last, full_begin, full_end, block.last - last, first - block.first};
   }
 
  private:
@@ -43,11 +44,11 @@ struct WarpgroupTiles {
 
 // A tile of query rows and the key tiles they see.
 template <class C>
-struct ForwardWork : BlockWork {
+struct ForwardWorkTile : QueryTile {
   int32_t index;  // among p.num_tiles
   char* out;      // row 0 when heads are not packed
   int64_t lse;    // the same: offset in lse
-  WarpgroupTiles parts[C::kForward.math_warpgroups];
+  WarpgroupTiles warpgroup_tiles[C::kForward.consumer_warpgroups];
 };
 
 }  // namespace tilewise::cuda::wgmma

@@ -8,7 +8,7 @@
 // with two idle warps that drew them ahead (they share a scheduler with half of the math warps).
 #pragma once
 
-#include "cuda/common/forward_terms.h"
+#include "cuda/common/forward_score_mod.h"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/tile/copy.h"
 #include "cuda/wgmma/forward_shared.h"
@@ -19,7 +19,7 @@ namespace tilewise::cuda::wgmma {
 // it has read the one before, and reads it in the layout of the sums: loaded as 16 bytes a lane and
 // exchanged, it took 128 selects and 24 shuffles a step.
 template <class C>
-class BiasAhead {
+class BiasPrefetch {
   using Element = typename C::Element;
   using Storage = typename Element::Storage;
   static constexpr int kRows = arch::WgmmaForwardTile::kRowsOfWarp;
@@ -31,17 +31,18 @@ class BiasAhead {
   using ReadLanes = tile::LaneOffsets<kKeys * 2, tile::Lanes::rows_first>;
 
  public:
-  TILEWISE_DEVICE BiasAhead(const Problem& p, ptx::SharedAddress stage)
+  TILEWISE_DEVICE BiasPrefetch(const Problem& p, ptx::SharedAddress stage)
       : aligned_(bias_rows_are_aligned(p, 16)),
         stage_(stage),
         copied_(ptx::lane_index()),
         read_(ptx::lane_index()) {}
 
   // Rows that do not exist stand for the last one.
-  TILEWISE_DEVICE void take_rows(const Problem& p, const BlockWork& work, const LanePlace& place) {
+  TILEWISE_DEVICE void take_rows(const Problem& p, const QueryTile& work_tile,
+                                 const LanePosition& place) {
     const int lane = ptx::lane_index();
-    const int32_t r = min(place.row0 - lane / 4 + lane % kRows, work.rows.count - 1);
-    const auto offset = static_cast<uint64_t>(row_terms(p, work, r).bias);
+    const int32_t r = min(place.row0 - lane / 4 + lane % kRows, work_tile.rows.count - 1);
+    const auto offset = static_cast<uint64_t>(row_score_mod(p, work_tile, r).bias);
 #pragma unroll
     for (int pass = 0; pass < CopyLanes::kPasses; ++pass) {
       const int from = copied_.row_of(pass);  // the lane that has it
@@ -55,7 +56,7 @@ class BiasAhead {
   // A tile leaves for shared memory. kWhole: all its keys exist; else `keys` of them do, and past
   // the last one is no bias.
   template <bool kWhole>
-  TILEWISE_DEVICE void fetch(int32_t tile, int32_t keys = kKeys) {
+  TILEWISE_DEVICE void prefetch(int32_t tile, int32_t keys = kKeys) {
     ptx::sync_warp();  // what was there has been read
     if (aligned_) [[likely]] {
       each_chunk(tile, [&](ptx::SharedAddress to, const Storage* from, int key) {
@@ -118,7 +119,7 @@ class BiasAhead {
 
 // In the order of their use. A plain form has none of it.
 template <class C, Option kOption>
-class ForwardTerms {
+class OverlappedScoreMod {
   static_assert(kOption != Option::bias || ForwardShared<C>::kHasBias);
   // What is read from shared memory when products are queued is served behind them. With more than
   // one option there are no registers to hold it (D128: 58 loads of spilled ones a step, else 1).
@@ -128,112 +129,116 @@ class ForwardTerms {
   using Scores = tile::Sums<1, C::kForward.keys / 8>;
   using Weights = uint32_t[C::kForward.keys / 16][4];
 
-  TILEWISE_DEVICE ForwardTerms(const Problem& p, float scale, const ForwardShared<C>& shared)
-      : p_(p), terms_(p, scale), bias_(p, shared.bias(ptx::warp_index() - 4)) {}
+  TILEWISE_DEVICE OverlappedScoreMod(const Problem& p, float scale, const ForwardShared<C>& shared)
+      : p_(p), general_(p, scale), bias_(p, shared.bias(ptx::warp_index() - 4)) {}
 
   // What weights are exponents of, and what kept ones are multiplied by.
-  TILEWISE_DEVICE float unit() const { return terms_.unit(p_); }
-  TILEWISE_DEVICE float keep_scale() const { return drops() ? terms_.dropout.keep_scale : 1.0f; }
-
-  // Of a work, whose first tile of keys is under way.
-  TILEWISE_DEVICE void take_rows(const BlockWork& work, const LanePlace& place, int32_t tile) {
-    if (bias_ahead()) {
-      bias_.take_rows(p_, work, place);
-      bias_.template fetch<false>(tile, work.tiles.keys - tile * C::kForward.keys);
-    }
-    if (alibi()) alibi_ = AlibiRows<1>::of(p_, work, place);
-    if (drops()) dropped_ = DropoutRows<1>::of(p_, work, place);
+  TILEWISE_DEVICE float unit() const { return general_.unit(p_); }
+  TILEWISE_DEVICE float dropout_scale() const {
+    return has_dropout() ? general_.dropout.keep_scale : 1.0f;
   }
 
-  // Before the products of a tile; the first one of a work comes beside them.
-  TILEWISE_DEVICE void receive() {
-    if (kReadsEarly && bias_ahead()) bias_.read();
+  // Of a work_tile, whose first tile of keys is under way.
+  TILEWISE_DEVICE void begin_tile(const QueryTile& work_tile, const LanePosition& place,
+                                  int32_t tile) {
+    if (prefetches_bias()) {
+      bias_.take_rows(p_, work_tile, place);
+      bias_.template prefetch<false>(tile, work_tile.tiles.keys - tile * C::kForward.keys);
+    }
+    if (has_alibi()) alibi_ = AlibiRows<1>::of(p_, work_tile, place);
+    if (has_dropout()) dropped_ = DropoutRows<1>::of(p_, work_tile, place);
+  }
+
+  // Before the products of a tile; the first one of a work_tile comes beside them.
+  TILEWISE_DEVICE void read_bias() {
+    if (kReadsEarly && prefetches_bias()) bias_.read();
   }
 
   // Beside them. `more`: the tile before this one follows.
-  TILEWISE_DEVICE void prepare(int32_t tile, bool more) {
-    if (kReadsEarly && bias_ahead() && more) bias_.template fetch<true>(tile - 1);
+  TILEWISE_DEVICE void prefetch_bias(int32_t tile, bool more) {
+    if (kReadsEarly && prefetches_bias() && more) bias_.template prefetch<true>(tile - 1);
   }
 
   // Whether nothing but a softcap is on that a polynomial serves for all of `s`: exponents are then
   // computed from products (`small_exponent`).
   TILEWISE_DEVICE bool are_small(Scores& s) const {
-    if constexpr (kOption == Option::softcap) return terms_.tanh.are_small(s.flat());
+    if constexpr (kOption == Option::softcap) return general_.tanh.are_small(s.flat());
     return false;
   }
-  TILEWISE_DEVICE auto small_exponent(float scale) const { return terms_.tanh.small(scale); }
+  TILEWISE_DEVICE auto small_exponent(float scale) const { return general_.tanh.small(scale); }
 
   // Products become scores, in units of unit().
-  TILEWISE_DEVICE void apply(const BlockWork& work, Scores& s, int32_t tile, const LanePlace& place,
-                             bool more) {
-    if constexpr (kOption == Option::softcap) return terms_.tanh.apply_to_any(s.flat());
-    if (is_on<kOption, Option::softcap>(p_.softcap != 0.0f)) terms_.tanh.apply(s.flat());
-    if (alibi()) terms_.add_alibi(alibi_, s, tile * C::kForward.keys + place.column);
-    if (bias_ahead()) {
+  TILEWISE_DEVICE void apply(const QueryTile& work_tile, Scores& s, int32_t tile,
+                             const LanePosition& place, bool more) {
+    if constexpr (kOption == Option::softcap) return general_.tanh.apply_to_any(s.flat());
+    if (is_on<kOption, Option::softcap>(p_.softcap != 0.0f)) general_.tanh.apply(s.flat());
+    if (has_alibi()) general_.add_alibi(alibi_, s, tile * C::kForward.keys + place.column);
+    if (prefetches_bias()) {
       if (!kReadsEarly) bias_.read();
-      bias_.add(s, terms_.unit_before_bias(p_));
-      if (!kReadsEarly && more) bias_.template fetch<true>(tile - 1);
+      bias_.add(s, general_.unit_before_bias(p_));
+      if (!kReadsEarly && more) bias_.template prefetch<true>(tile - 1);
     } else if (kOption == Option::any && p_.bias != nullptr) {
-      add_bias_by_elements(work, s, tile, place);
+      add_bias_by_elements(work_tile, s, tile, place);
     }
   }
 
   // Beside the values of the tile before.
-  TILEWISE_DEVICE void finish(int32_t tile, const LanePlace& place) {
-    if (drops()) kept_ = terms_.template draw<1, C::kForward.keys / 8>(dropped_, tile, place);
+  TILEWISE_DEVICE void draw_dropout(int32_t tile, const LanePosition& place) {
+    if (has_dropout())
+      kept_ = general_.template draw<1, C::kForward.keys / 8>(dropped_, tile, place);
   }
 
-  // Zeroes the weights that dropout drops.
-  TILEWISE_DEVICE void drop(Weights& weights, const LanePlace& place) const {
-    if (drops()) kept_.apply(weights, place);
+  // Zeroes the weights that dropout has_dropout.
+  TILEWISE_DEVICE void apply_dropout(Weights& weights, const LanePosition& place) const {
+    if (has_dropout()) kept_.apply(weights, place);
   }
 
  private:
-  TILEWISE_DEVICE bool alibi() const {
+  TILEWISE_DEVICE bool has_alibi() const {
     return is_on<kOption, Option::alibi>(p_.alibi_slopes != nullptr);
   }
-  TILEWISE_DEVICE bool bias_ahead() const {
+  TILEWISE_DEVICE bool prefetches_bias() const {
     return ForwardShared<C>::kHasBias &&
            is_on<kOption, Option::bias>(p_.bias != nullptr && p_.bias_dtype != TILEWISE_FLOAT32);
   }
-  TILEWISE_DEVICE bool drops() const {
-    return is_on<kOption, Option::dropout>(terms_.dropout.on());
+  TILEWISE_DEVICE bool has_dropout() const {
+    return is_on<kOption, Option::dropout>(general_.dropout.on());
   }
 
-  TILEWISE_DEVICE void add_bias_by_elements(const BlockWork& work, Scores& s, int32_t tile,
-                                            const LanePlace& place) const {
+  TILEWISE_DEVICE void add_bias_by_elements(const QueryTile& work_tile, Scores& s, int32_t tile,
+                                            const LanePosition& place) const {
     using Storage = typename C::Element::Storage;
     if (ForwardShared<C>::kHasBias || p_.bias_dtype == TILEWISE_FLOAT32)
-      terms_.template add_bias<float>(p_, work, s, tile, place);
+      general_.template add_bias<float>(p_, work_tile, s, tile, place);
     else
-      terms_.template add_bias<Storage>(p_, work, s, tile, place);
+      general_.template add_bias<Storage>(p_, work_tile, s, tile, place);
   }
 
   const Problem& p_;
-  GeneralTerms<typename C::Element::Storage> terms_;
-  BiasAhead<C> bias_;
+  ForwardScoreMod<typename C::Element::Storage> general_;
+  BiasPrefetch<C> bias_;
   AlibiRows<1> alibi_;
   DropoutRows<1> dropped_;
   KeptBits<1, C::kForward.keys / 8> kept_;
 };
 
 template <class C>
-class ForwardTerms<C, Option::none> {
+class OverlappedScoreMod<C, Option::none> {
  public:
   using Scores = tile::Sums<1, C::kForward.keys / 8>;
   using Weights = uint32_t[C::kForward.keys / 16][4];
 
-  TILEWISE_DEVICE ForwardTerms(const Problem&, float scale, const ForwardShared<C>&)
+  TILEWISE_DEVICE OverlappedScoreMod(const Problem&, float scale, const ForwardShared<C>&)
       : unit_(scale) {}
 
   TILEWISE_DEVICE float unit() const { return unit_; }
-  TILEWISE_DEVICE float keep_scale() const { return 1.0f; }
-  TILEWISE_DEVICE void take_rows(const BlockWork&, const LanePlace&, int32_t) const {}
-  TILEWISE_DEVICE void receive() const {}
-  TILEWISE_DEVICE void prepare(int32_t, bool) const {}
-  TILEWISE_DEVICE void apply(const BlockWork&, Scores&, int32_t, const LanePlace&, bool) const {}
-  TILEWISE_DEVICE void finish(int32_t, const LanePlace&) const {}
-  TILEWISE_DEVICE void drop(const Weights&, const LanePlace&) const {}
+  TILEWISE_DEVICE float dropout_scale() const { return 1.0f; }
+  TILEWISE_DEVICE void begin_tile(const QueryTile&, const LanePosition&, int32_t) const {}
+  TILEWISE_DEVICE void read_bias() const {}
+  TILEWISE_DEVICE void prefetch_bias(int32_t, bool) const {}
+  TILEWISE_DEVICE void apply(const QueryTile&, Scores&, int32_t, const LanePosition&, bool) const {}
+  TILEWISE_DEVICE void draw_dropout(int32_t, const LanePosition&) const {}
+  TILEWISE_DEVICE void apply_dropout(const Weights&, const LanePosition&) const {}
 
  private:
   float unit_;

@@ -42,7 +42,7 @@ class Products {
         k_rows_(
             typename Plan::KTile{shared + Plan::kK}.by_rows(Plan::kTransposedDq ? warpgroup : 0)) {}
 
-  // S^T = K Q^T, on top of what `s` holds where that is not zero: statistics, terms.
+  // S^T = K Q^T, on top of what `s` holds where that is not zero: statistics, score_mod.
   template <bool kFromZero>
   TILEWISE_DEVICE void start_s(ScoreSums<C>& s, int stage) const {
     const uint64_t keys = of_step(k_);
@@ -129,7 +129,7 @@ class Products {
   // A descriptor that is the same in all steps. Those of a general form, which has several loops,
   // would otherwise leave them in parts: too many for uniform registers.
   static TILEWISE_DEVICE uint64_t of_step(uint64_t descriptor) {
-    return C::kGeneral ? ptx::recent_u64(descriptor) : descriptor;
+    return C::kGeneral ? ptx::opaque_u64(descriptor) : descriptor;
   }
   template <class Tile>
   static TILEWISE_DEVICE uint64_t stage_step(int stage) {
@@ -150,7 +150,7 @@ TILEWISE_DEVICE void preload(ScoreSums<C>& x, ptx::SharedAddress statistic) {
 #pragma unroll
     for (int e = 0; e < 8; ++e) x[8 * k + e] = ptx::float_of(y[e / 4 * 2 + e % 2]);
   }
-  ptx::keep(x);
+  ptx::fence_register(x);
 }
 
 // The statistics of queries 8 j + 2 t and the next.
@@ -236,19 +236,20 @@ class DsStore {
 
 // dQ of the warp on its way to the warp that sends it.
 template <class C>
-class DqStage {
+class DqStaging {
   using Plan = BackwardPlan<C>;
 
  public:
-  TILEWISE_DEVICE DqStage(ptx::SharedAddress shared, int warpgroup, int warp)
-      : at_(shared + static_cast<uint32_t>(Plan::kDq + (warpgroup * 4 + warp) * Plan::kDqPartBytes +
-                                           ptx::lane_index() * 16)),
-        exists_(Plan::kDqParts == 8 || warpgroup * 4 + warp < Plan::kDqParts),
+  TILEWISE_DEVICE DqStaging(ptx::SharedAddress shared, int warpgroup, int warp)
+      : at_(shared +
+            static_cast<uint32_t>(Plan::kDq + (warpgroup * 4 + warp) * Plan::kDqSliceBytes +
+                                  ptx::lane_index() * 16)),
+        exists_(Plan::kDqSlices == 8 || warpgroup * 4 + warp < Plan::kDqSlices),
         warpgroup_(warpgroup) {}
 
   TILEWISE_DEVICE void store(const DqSums<C>& dq) const {
-    ptx::bar_sync(kDqTaken + warpgroup_, kDqThreads);
-    if (Plan::kDqParts == 8 || exists_) {
+    ptx::bar_sync(kDqEmpty + warpgroup_, kDqThreads);
+    if (Plan::kDqSlices == 8 || exists_) {
 #pragma unroll
       for (int i = 0; i < Plan::kDqGroups; ++i) {
         const uint32_t x[4] = {ptx::bits_of(dq[4 * i]), ptx::bits_of(dq[4 * i + 1]),
@@ -259,7 +260,7 @@ class DqStage {
   }
   TILEWISE_DEVICE void send() const {
     ptx::fence_proxy_async();
-    ptx::bar_arrive(kDqStaged + warpgroup_, kDqThreads);
+    ptx::bar_arrive(kDqFull + warpgroup_, kDqThreads);
   }
 
  private:

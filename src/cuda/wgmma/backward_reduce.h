@@ -1,0 +1,87 @@
+// The warps that reduce_add dQ: one per math warpgroup takes what it has staged in shared memory
+// and adds it to the sums in memory.
+#pragma once
+
+#include "cuda/ptx/bulk_copy.h"
+#include "cuda/ptx/global.h"
+#include "cuda/ptx/warpgroup.h"
+#include "cuda/wgmma/backward_tile.h"
+
+namespace tilewise::cuda::wgmma {
+
+// The part of a tile of a warpgroup, by one thread. Shared memory is free when it returns.
+TILEWISE_DEVICE void reduce_add(float* to, ptx::SharedAddress from, int bytes) {
+  ptx::cp_reduce_async_bulk_add_f32(to, from, bytes, ptx::CachePolicy::evict_last);
+  ptx::cp_async_bulk_commit_group();
+  ptx::cp_async_bulk_wait_group_read<0>();
+}
+
+// Deterministic sums: key tiles add to a tile of rows in turn. By one thread; without order
+// nothing.
+//
+// A turn ends when its semaphore have arrived in memory. Shared memory is free for the next ones
+// before that: whoever stages those does not wait for it.
+struct DqSemaphore {
+  int32_t* semaphores;      // [tiles of rows]; null: none are wanted
+  int32_t* held = nullptr;  // that has not ended
+
+  // Both warpgroups count: a tile of rows has had 2 n semaphore after n key tiles.
+  TILEWISE_DEVICE void begin(int32_t tile, int32_t before) {
+    if (semaphores == nullptr) return;
+    end();
+    held = semaphores + tile;
+    while (ptx::ld_acquire(held) < 2 * before) {
+    }
+  }
+  TILEWISE_DEVICE void end() {
+    if (held == nullptr) return;
+    ptx::cp_async_bulk_wait_group<0>();
+    ptx::fence_proxy_async_all();
+    ptx::red_release_add_s32(held, 1);
+    held = nullptr;
+  }
+};
+
+template <class C>
+TILEWISE_DEVICE void reduction_role(const TmaBackwardParams& p, ptx::SharedAddress shared,
+                                    int warpgroup) {
+  using Plan = BackwardPlan<C>;
+  constexpr int kOwn = 4 * Plan::kDqSliceBytes;
+  const BackwardBarriers barriers{shared + Plan::kBarriers};
+  const int begin = warpgroup * kOwn;
+  const int bytes = min(kOwn, Plan::kDqSlices * Plan::kDqSliceBytes - begin);
+  const ptx::SharedAddress from = shared + static_cast<uint32_t>(Plan::kDq + begin);
+  float* const to = p.dq_sum + begin / 4;
+  const bool is_elected = ptx::lane_index() == 0;
+  DqSemaphore semaphore{p.dq_semaphores};
+  ptx::griddepcontrol_wait();  // for the zeros that are added to
+#pragma unroll 1
+  for (int32_t tile_number = 0;; ++tile_number) {
+    const int stage = tile_number % Plan::kDescriptorStages;
+    ptx::mbarrier_wait_parity(barriers.descriptor_full(stage),
+                              tile_number / Plan::kDescriptorStages & 1);
+    const TileDescriptor& work_tile = received_tile<C>(stage);
+    const int32_t steps = work_tile.steps;
+    if (steps < 0) break;
+    RowWalk walk(work_tile);
+    const SemaphoreOrder<C> order(p, work_tile);
+    await_landing(barriers, tile_number & 1);
+    ptx::sync_warp();
+    if (is_elected) ptx::mbarrier_arrive(barriers.kv_empty());
+#pragma unroll 1
+    for (int32_t step = 0; step < steps; ++step) {
+      ptx::bar_arrive(kDqEmpty + warpgroup, kDqThreads);
+      if (is_elected) semaphore.begin(walk.index, order.at(walk.row));
+      ptx::sync_warp();
+      ptx::bar_sync(kDqFull + warpgroup, kDqThreads);
+      if (is_elected) reduce_add(to + int64_t{walk.index} * Plan::kDqTile, from, bytes);
+      ptx::sync_warp();
+      walk.advance(Plan::kQueries);
+    }
+  }
+  if (!is_elected) return;
+  semaphore.end();
+  ptx::cp_async_bulk_wait_group<0>();
+}
+
+}  // namespace tilewise::cuda::wgmma

@@ -1,0 +1,495 @@
+// The math role of the forward: a warpgroup computes 64 rows of a tile of queries.
+#pragma once
+
+#include "cuda/ptx/warpgroup.h"
+#include "cuda/ptx/wgmma.h"
+#include "cuda/wgmma/forward_score_mod.h"
+#include "cuda/wgmma/forward_shared.h"
+#include "cuda/wgmma/forward_softmax.h"
+#include "cuda/wgmma/forward_store.h"
+#include "cuda/wgmma/nan_recompute.h"
+
+namespace tilewise::cuda::wgmma {
+
+template <class C, Option kOption>
+class ForwardConsumer {
+ public:
+  using Element = typename C::Element;
+  using Shared = ForwardShared<C>;
+  using WorkTile = typename Shared::WorkTile;
+  using QTile = typename Shared::QTile;
+  using KTile = typename Shared::KTile;
+  using VTile = typename Shared::VTile;
+  static constexpr arch::WgmmaForwardTile kTile = C::kForward;
+  static constexpr int kKeys = kTile.keys;
+  // Capped scores are not large.
+  static constexpr bool kBounded = kOption == Option::softcap;
+  static constexpr bool kLowest = kOption == Option::bias || kOption == Option::any;
+  using RowMath = RowSoftmax<kKeys / 8, kBounded, kLowest>;
+  static constexpr bool kWide = kHasWideRange<Element>;
+
+  TILEWISE_DEVICE ForwardConsumer(const TmaForwardParams& params, const Shared& shared,
+                                  int warpgroup)
+      : p_(params),
+        shared_(shared),
+        warpgroup_(warpgroup),
+        negative_(score_of(params.problem).scale < 0.0f),
+        score_mod_(params.problem, positive(score_of(params.problem).scale), shared) {
+    softmax_.scale = score_mod_.unit() * kLog2e;
+  }
+
+  // The last work_tile with rows that are to be computed again.
+  TILEWISE_DEVICE int32_t run() {
+    if (kTile.ping_pong && warpgroup_ == 0) warp_scheduler_barrier_arrive(0);
+    int stage = next_tile();
+    bool overlapped = false;
+    o_.fill(0.0f);
+#pragma unroll 1
+    while (tiles_.kind != TileKind::end) {
+      const bool keys = tiles_.kind == TileKind::keys;
+      if (keys) {
+        if (!overlapped) first_step(stage);
+        mainloop(stage);
+      } else {
+        shared_.q_full(q_state_.stage()).wait(q_state_.phase());
+        softmax_.clear();
+        o_.fill(0.0f);
+      }
+      release(shared_.q_empty(q_state_.stage()));
+      q_state_.next();
+      const int done = stage;
+      const int32_t skip_after = tiles_.skip_after;
+      stage = next_tile();
+      overlapped = kTile.overlap_tiles && keys && tiles_.kind == TileKind::keys &&
+                   tiles_.skip_before == 0 && skip_after == 0;
+      EpilogueState epilogue;
+      if (overlapped) {
+        overlap_next_tile(stage, done, epilogue);
+      } else if (keys) {
+        issue_last_values();
+        epilogue = begin_epilogue(done);
+        wait_for_values();
+        skip_key_tiles(skip_after);
+      } else {
+        epilogue = begin_epilogue(done);
+      }
+      // In one place: instructions that run once a tile are fetched first.
+      store_tile(done, epilogue);
+      o_is_initialised_ = 0;
+    }
+    return recompute_head_;
+  }
+
+ private:
+  // What the last values of a work_tile do not have to have come for.
+  struct EpilogueState {
+    float l[1][2];  // of whole rows
+    RowResults<1> rows;
+    OutRows<C> out;
+  };
+
+  // -inf stays -inf when it is multiplied by it.
+  TILEWISE_DEVICE static float positive(float scale) {
+    return scale == 0.0f ? FLT_MIN : scale < 0.0f ? -scale : scale;
+  }
+
+  // --- the work_tile ---
+
+  // Its stage; tiles_ says kind is to be walked.
+  TILEWISE_DEVICE int next_tile() {
+    const int stage = tile_state_.stage();
+    shared_.tile_full(stage).wait(tile_state_.phase());
+    tile_state_.next();
+    // Not warpgroup_, which D192 and D256 have no register for across a work_tile.
+    const WarpgroupTiles& mine =
+        shared_.work_tile(stage).warpgroup_tiles[thread() / ptx::kWarpgroupSize];
+    // ptxas is told that all lanes agree: it keeps descriptors in uniform registers only then, and
+    // 48 moves and a barrier of the warp out of the main loop (4 %). It loses track when the loops
+    // of `run` are nested.
+    tiles_.kind = static_cast<TileKind>(uniform(static_cast<int32_t>(mine.kind)));
+    tiles_.first = uniform(mine.first);
+    tiles_.last = uniform(mine.last);
+    tiles_.full_begin = uniform(mine.full_begin);
+    tiles_.full_end = uniform(mine.full_end);
+    if constexpr (kOption == Option::alibi) {  // which only lowers scores left of the diagonal
+      tiles_.full_end = min(tiles_.full_end, uniform(left_end(shared_.work_tile(stage))));
+    }
+    tiles_.skip_before = uniform(mine.skip_before);
+    tiles_.skip_after = uniform(mine.skip_after);
+    return stage;
+  }
+
+  // Key tiles below it lie left of the diagonal of all rows of the warpgroup.
+  TILEWISE_DEVICE static int32_t left_end(const WorkTile& work_tile) {
+    const int32_t row0 = work_tile.rows.row(64 * (thread() / ptx::kWarpgroupSize));
+    const int64_t diagonal = work_tile.rows.first + row0 + work_tile.sequence.band.shift();
+    return static_cast<int32_t>(clamp(diagonal + 1, 0, work_tile.tiles.keys)) / kKeys;
+  }
+
+  TILEWISE_DEVICE static void release(Barrier barrier) {
+    if (ptx::lane_index() == 0) barrier.arrive();
+  }
+
+  // --- turns: only one warpgroup at a time issues products ---
+
+  static constexpr int kWarpSchedulerBarrier = 1;
+  static constexpr int kWarpgroupBarrier =
+      kWarpSchedulerBarrier + 4;  // of the four warps of a warpgroup
+  static constexpr int kWarpSchedulerThreads = 2 * ptx::kWarpgroupSize;
+
+  TILEWISE_DEVICE void warp_scheduler_barrier_sync() const {
+    if constexpr (kTile.ping_pong)
+      ptx::bar_sync(kWarpSchedulerBarrier + warpgroup_, kWarpSchedulerThreads);
+  }
+  TILEWISE_DEVICE void warp_scheduler_barrier_arrive(int to) const {
+    if constexpr (kTile.ping_pong)
+      ptx::bar_arrive(kWarpSchedulerBarrier + to, kWarpSchedulerThreads);
+  }
+  TILEWISE_DEVICE void warp_scheduler_barrier_arrive() const {
+    warp_scheduler_barrier_arrive(warpgroup_ + 1 == kTile.consumer_warpgroups ? 0 : warpgroup_ + 1);
+  }
+
+  // --- the products ---
+
+  // Where the operands of the next products are.
+  TILEWISE_DEVICE uint64_t queries() const {
+    return shared_.q(q_state_.stage(), warpgroup_).by_columns();
+  }
+  TILEWISE_DEVICE uint64_t keys() const { return shared_.k(k_state_.stage()).by_columns(); }
+  TILEWISE_DEVICE uint64_t values() const { return shared_.v(v_state_.stage()).by_rows(); }
+
+  // s = q k^T
+  TILEWISE_DEVICE void issue_scores(uint64_t q, uint64_t k) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < C::kHeadDim / 16; ++i) {
+      using Product = ptx::Wgmma<kKeys, C::kHalf>;
+      const uint64_t a = q + QTile::column_step(i);
+      const uint64_t b = k + KTile::column_step(i);
+      if (i == 0)
+        Product::template start<false, false>(s_.flat(), a, b);
+      else
+        Product::template add<false, false>(s_.flat(), a, b);
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  // o += p v. The first product of a work_tile writes o: zeros for it took ptxas twice 32
+  // instructions (D64 and D128 causal up to 1k rows, D256: 1 to 2 %).
+  TILEWISE_DEVICE void issue_values(uint64_t v) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kKeys / 16; ++i) {
+      using Product = ptx::Wgmma<C::kHeadDimV, C::kHalf>;
+      const uint64_t b = v + VTile::row_step(i);
+      if (i == 0)
+        Product::template add_if<true>(o_is_initialised_, o_.flat(), weights_[i], b);
+      else
+        Product::template add<true>(o_.flat(), weights_[i], b);
+    }
+    ptx::wgmma_commit_group();
+    o_is_initialised_ = 1;
+  }
+
+  template <int kPending>
+  TILEWISE_DEVICE void wait_for_scores() {
+    ptx::wgmma_wait_group<kPending>();
+    ptx::fence_register(s_.flat());
+    release(shared_.k_empty(k_state_.stage()));
+    k_state_.next();
+  }
+  TILEWISE_DEVICE void wait_for_values() {
+    ptx::fence_register(s_.flat());
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_register(o_.flat());
+    ptx::fence_register(s_.flat());
+    release(shared_.v_empty(v_state_.stage()));
+    v_state_.next();
+  }
+
+  TILEWISE_DEVICE void pack_weights() {
+#pragma unroll
+    for (int i = 0; i < kKeys / 16; ++i) {
+      const auto a = tile::operand_of<Element>(s_.x[0], i);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) weights_[i][e] = a.r[e];
+    }
+    score_mod_.apply_dropout(weights_, place());
+  }
+  TILEWISE_DEVICE void rescale(const float (&factor)[2]) {
+#pragma unroll
+    for (int n = 0; n < C::kHeadDimV / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o_.x[0][n][e] *= factor[e / 2];
+    }
+    ptx::fence_register(o_.flat());  // here, and not after the next wait
+  }
+
+  // --- the mainloop ---
+
+  // kMasked: the band may cut the tile, and m may have to rise.
+  template <bool kFirst, bool kMasked>
+  TILEWISE_DEVICE void apply_softmax(int stage, int32_t tile) {
+    const WorkTile& work_tile = shared_.work_tile(stage);
+    const bool cut = kMasked && (tile >= tiles_.full_end || tile < tiles_.full_begin);
+    if constexpr (kOption == Option::softcap) {
+      if (!cut && score_mod_.are_small(s_))
+        return weigh<kFirst, kMasked>(score_mod_.small_exponent(softmax_.scale));
+    }
+    score_mod_.apply(work_tile, s_, tile, place(), tile > tiles_.first);
+    if (cut) mask(s_, work_tile, place(), tile);
+    weigh<kFirst, kMasked>(LinearExponent{softmax_.scale});
+    score_mod_.draw_dropout(tile, place());
+  }
+
+  template <bool kFirst, bool kMasked, class Exponent>
+  TILEWISE_DEVICE void weigh(const Exponent& exponent) {
+    if constexpr (kFirst || kMasked)
+      softmax_.template update<kFirst>(s_, exponent);
+    else
+      has_grown_ = softmax_.template weigh<kWide>(s_, exponent);
+  }
+
+  // Beside the products of the first tile of a work_tile: kind is loaded for it leaves, and is
+  // here.
+  TILEWISE_DEVICE void begin_score_mod(int stage) {
+    score_mod_.begin_tile(shared_.work_tile(stage), place(), tiles_.last);
+  }
+  TILEWISE_DEVICE void finish_score_mod_loads() {
+    score_mod_.read_bias();
+    score_mod_.prefetch_bias(tiles_.last, tiles_.last > tiles_.first);
+  }
+
+  // The last key tile of the rows, which an edge of the band may cut.
+  TILEWISE_DEVICE void first_step(int stage) {
+    wait_for_queries();
+    skip_key_tiles(tiles_.skip_before);
+    const uint64_t q = queries();
+    const uint64_t k = keys();
+    shared_.k_full(k_state_.stage()).wait(k_state_.phase());
+    if (kTile.overlap_tiles)
+      warp_scheduler_barrier_sync();  // as in `overlap_next_tile`: every key tile takes a turn
+    issue_scores(q, k);
+    if (kTile.overlap_tiles) warp_scheduler_barrier_arrive();
+    begin_score_mod(stage);
+    finish_score_mod_loads();
+    wait_for_scores<0>();
+    apply_softmax<true, true>(stage, tiles_.last);
+    pack_weights();
+  }
+
+  // The scores of a key tile beside the values of the one after it. Whether sums have grown.
+  template <bool kMasked>
+  TILEWISE_DEVICE bool step(int stage, int32_t tile) {
+    score_mod_.read_bias();
+    issue_both();
+    score_mod_.prefetch_bias(tile, tile > tiles_.first);
+    wait_for_scores<1>();
+    apply_softmax<false, kMasked>(stage, tile);
+    wait_for_values();
+    if constexpr (!kMasked && !kWide) {
+      if (ptx::any(has_grown_)) [[unlikely]]
+        raise();
+    }
+    pack_weights();
+    if constexpr (!kMasked) return kWide && ptx::any(has_grown_);
+    rescale(softmax_.shrink);
+    return false;
+  }
+
+  // Of a warp, when none of its products is under way. kWide: p is an operand by then.
+  TILEWISE_DEVICE void raise() {
+    float factor[2];
+    softmax_.raise(factor);
+    rescale(factor);
+    if constexpr (!kWide) {
+#pragma unroll
+      for (float (&x)[4] : s_.x[0]) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[e] *= factor[e / 2];
+      }
+      return;
+    }
+#pragma unroll
+    for (auto& operand : weights_) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        operand[e] = tile::pack<Element>(tile::low_of<Element>(operand[e]) * factor[e % 2],
+                                         tile::high_of<Element>(operand[e]) * factor[e % 2]);
+    }
+  }
+
+  TILEWISE_DEVICE void issue_both() {
+    const uint64_t q = queries();
+    const uint64_t k = keys();
+    const uint64_t v = values();
+    shared_.k_full(k_state_.stage()).wait(k_state_.phase());
+    warp_scheduler_barrier_sync();
+    issue_scores(q, k);
+    shared_.v_full(v_state_.stage()).wait(v_state_.phase());
+    issue_values(v);
+    warp_scheduler_barrier_arrive();
+  }
+
+  TILEWISE_DEVICE void mainloop(int stage) {
+    int32_t tile = tiles_.last - 1;
+    if constexpr (kOption == Option::any) {
+#pragma unroll 1
+      for (; tile >= tiles_.first; --tile) step<true>(stage, tile);
+    } else {
+      // Parts of a shared work_tile have nobody who computes their rows again.
+      const bool whole = shared_.work_tile(stage).splits == 1;
+      bool hidden = kOption == Option::bias;
+#pragma unroll 1
+      while (tile >= tiles_.first) {
+        if (hidden && whole && tile < tiles_.full_end) hidden = some_rows_are_hidden();
+        if (tile < tiles_.full_end && whole && !hidden) {
+          bool grown = false;
+#pragma unroll 1
+          for (; tile >= tiles_.full_begin && !grown; --tile) grown = step<false>(stage, tile);
+          if (grown) {
+            raise();
+            continue;
+          }
+        }
+        if (tile >= tiles_.first) step<true>(stage, tile--);
+      }
+    }
+  }
+
+  // Of the warpgroup, whose warps multiply together.
+  TILEWISE_DEVICE bool some_rows_are_hidden() const {
+    const int barrier = kWarpgroupBarrier + thread() / ptx::kWarpgroupSize;
+    return uniform(ptx::bar_any(barrier, ptx::kWarpgroupSize, softmax_.is_hidden()) ? 1 : 0) != 0;
+  }
+
+  TILEWISE_DEVICE void issue_last_values() {
+    const uint64_t v = values();
+    shared_.v_full(v_state_.stage()).wait(v_state_.phase());
+    issue_values(v);
+  }
+
+  // The first scores of the next work_tile beside the last values of this one: the tensor cores go
+  // on while the results are stored (D128: +5 % at 1k, +3 % at 4k).
+  TILEWISE_DEVICE void overlap_next_tile(int stage, int done, EpilogueState& epilogue) {
+    wait_for_queries();
+    issue_both();
+    begin_score_mod(stage);
+    epilogue = begin_epilogue(done);
+    finish_score_mod_loads();
+    wait_for_scores<1>();
+    apply_softmax<true, true>(stage, tiles_.last);
+    wait_for_values();
+    pack_weights();
+  }
+
+  // Key tiles that were loaded for other warpgroups.
+  TILEWISE_DEVICE void skip_key_tiles(int32_t count) {
+#pragma unroll 1
+    for (; count > 0; --count) {
+      warp_scheduler_barrier_sync();
+      warp_scheduler_barrier_arrive();
+      shared_.k_full(k_state_.stage()).wait(k_state_.phase());
+      release(shared_.k_empty(k_state_.stage()));
+      k_state_.next();
+      shared_.v_full(v_state_.stage()).wait(v_state_.phase());
+      release(shared_.v_empty(v_state_.stage()));
+      v_state_.next();
+    }
+  }
+
+  // Rows change sign where the scale is negative: that of the softmax is positive.
+  TILEWISE_DEVICE void wait_for_queries() {
+    shared_.q_full(q_state_.stage()).wait(q_state_.phase());
+    if (!negative_) return;
+    const ptx::SharedAddress q = shared_.q(q_state_.stage(), warpgroup_).base;
+#pragma unroll 1
+    for (int at = thread() % ptx::kWarpgroupSize * 16; at < QTile::kBytes;
+         at += ptx::kWarpgroupSize * 16) {
+      uint32_t x[4];
+      ptx::ld_shared_v4_b32(x, q + static_cast<uint32_t>(at));
+      for (uint32_t& each : x) each ^= 0x80008000u;
+      ptx::st_shared_v4_b32(q + static_cast<uint32_t>(at), x);
+    }
+    ptx::fence_proxy_async();
+    ptx::bar_sync(kWarpgroupBarrier + warpgroup_, ptx::kWarpgroupSize);
+  }
+
+  // --- results ---
+
+  // Of a work_tile whose last values are under way: kind does not depend on them.
+  TILEWISE_DEVICE EpilogueState begin_epilogue(int stage) const {
+    const WorkTile& work_tile = shared_.work_tile(stage);
+    const LanePosition at = place();
+    EpilogueState epilogue;
+    epilogue.l[0][0] = softmax_.l[0][0];
+    epilogue.l[0][1] = softmax_.l[0][1];
+    epilogue.rows = finish_rows<Element, !kBounded>(p_, work_tile, at, softmax_.m, epilogue.l,
+                                                    score_mod_.dropout_scale(),
+                                                    [&] { return score_mod_.unit(); });
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (kBounded ? epilogue.l[0][h] > kOverflow
+                   : is_lost<kKeys, kLowest>(p_.problem, work_tile, at.row(0, h), softmax_.m[0][h],
+                                             epilogue.l[0][h])) {
+        // The marks of a row to be computed again, by this block or from the warpgroup_tiles of a
+        // shared work_tile.
+        epilogue.l[0][h] = -kMinusInfinity;
+        epilogue.rows.factor[0][h] = epilogue.rows.lse[0][h] = common::lost_lse();
+      }
+    }
+    if (!work_tile.sequence.fits) [[unlikely]]
+      epilogue.rows.set_to_nan();
+    epilogue.out = OutRows<C>::of(p_.problem, work_tile, at.row0);
+    if (work_tile.splits == 1) store_row_sums<C>(p_.problem, work_tile, at, epilogue.rows);
+    return epilogue;
+  }
+
+  TILEWISE_DEVICE void store_tile(int stage, const EpilogueState& epilogue) {
+    const WorkTile& work_tile = shared_.work_tile(stage);
+    const LanePosition at = place();
+    const bool grown = ptx::fmax(epilogue.l[0][0], epilogue.l[0][1]) > RowMath::kHigh;
+    const bool recomputes = C::kGeneral || work_tile.splits == 1;
+    if (recomputes && (p_.nan_may_leak || ptx::any(grown)) &&
+        ptx::any(!outputs_are_finite(work_tile, at, o_, epilogue.l)) && work_tile.sequence.fits)
+        [[unlikely]]
+      NanRecompute<C>::note(p_, thread() / ptx::kWarpSize, work_tile.index, recompute_head_);
+    if (work_tile.splits > 1) [[unlikely]] {
+      if constexpr (C::kGeneral)
+        store_partial(p_, work_tile, at, o_, epilogue.rows);
+      else
+        store_partial_tile<C>(p_, work_tile, at, o_, epilogue.rows);
+    } else {
+      store_outputs<C>(p_.problem, work_tile, at, o_, epilogue.rows, epilogue.out);
+    }
+    ptx::sync_warp();
+    release(shared_.tile_empty(stage));
+  }
+
+  // Computed where they are asked for: registers are for sums.
+  TILEWISE_DEVICE static int thread() {
+    return static_cast<int>(ptx::opaque(static_cast<uint32_t>(ptx::thread_index()))) -
+           ptx::kWarpgroupSize;
+  }
+  TILEWISE_DEVICE static LanePosition place() { return LanePosition::of(thread(), 16); }
+
+  const TmaForwardParams& p_;
+  Shared shared_;
+  int warpgroup_;
+  int32_t recompute_head_ = NanRecompute<C>::kNone;
+  bool negative_;
+  OverlappedScoreMod<C, kOption> score_mod_;
+  WarpgroupTiles tiles_;
+  int32_t o_is_initialised_ = 0;  // it has values of this work_tile
+  typename Shared::TilePipeline tile_state_;
+  typename Shared::QPipeline q_state_;
+  PipelineState<kTile.stages> k_state_;
+  PipelineState<kTile.stages> v_state_;
+  tile::Sums<1, kKeys / 8> s_;
+  tile::Sums<1, C::kHeadDimV / 8> o_;
+  uint32_t weights_[kKeys / 16][4];  // p of the step before, as operand of its values
+  RowMath softmax_;
+  bool has_grown_ = false;  // l of a row of this lane
+};
+
+}  // namespace tilewise::cuda::wgmma

@@ -1,0 +1,288 @@
+// The loading role of the forward: one warp brings Q, K and V.
+#pragma once
+
+#include "cuda/ptx/bulk_copy.h"
+#include "cuda/ptx/cp_async.h"
+#include "cuda/ptx/global.h"
+#include "cuda/ptx/shared.h"
+#include "cuda/wgmma/forward_shared.h"
+
+namespace tilewise::cuda::wgmma {
+
+// All lanes run it and agree; lane 0 starts the bulk copies.
+template <class C>
+class ForwardProducer {
+ public:
+  using Shared = ForwardShared<C>;
+  using WorkTile = typename Shared::WorkTile;
+  using QTile = typename Shared::QTile;
+  using KTile = typename Shared::KTile;
+  using VTile = typename Shared::VTile;
+  static constexpr arch::WgmmaForwardTile kTile = C::kForward;
+  // Then the keys of a tile of queries come before the last values of the one before it.
+  static constexpr bool kOverlap = kTile.overlap_tiles;
+  // Q comes while the products of the work_tile before still read theirs. Otherwise its keys come
+  // first, and Q from L2: from memory they waited a microsecond for it.
+  static constexpr bool kDoubleBuffersQ = kTile.q_buffers > 1;
+
+  TILEWISE_DEVICE ForwardProducer(const TmaForwardParams& params, const Shared& shared)
+      : p_(params), shared_(shared) {}
+
+  // Before the barrier of the block.
+  TILEWISE_DEVICE void begin() const {
+    if (!ptx::elect_one()) return;
+    shared_.init_barriers();
+    ptx::prefetch_tensormap(p_.q);
+    ptx::prefetch_tensormap(p_.k);
+    ptx::prefetch_tensormap(p_.v);
+  }
+
+  TILEWISE_DEVICE void run() {
+    KvCoordinates pending{};  // whose values are to come: they follow a step later
+    int32_t pending_tile = kNone;
+    typename Shared::TilePipeline state;
+#pragma unroll 1
+    for (;; state.next()) {
+      const WorkTile& work_tile = shared_.work_tile(state.stage());
+      shared_.tile_located(state.stage()).wait(state.phase());
+      if (work_tile.rows.count == 0) break;
+      if (kDoubleBuffersQ)
+        load_q(work_tile, {state.count});
+      else
+        prefetch_q(work_tile);
+      KvCoordinates keys = coordinates_of(work_tile, state.stage());
+      const int32_t last = work_tile.tiles.last;
+      int32_t tile = last;
+#pragma unroll 1
+      do {  // without keys: one step, in which the values that are pending come
+        const bool has_keys = tile >= keys.first_tile;
+        if (has_keys) load_k(keys, tile);
+        if (!kDoubleBuffersQ && tile == last)
+          load_q(shared_.work_tile(state.stage()), {state.count});
+        if (pending_tile != kNone)
+          load_v(pending, pending_tile, {k_state_.count - (has_keys ? 2u : 1u)});
+        pending = keys;
+        pending_tile = has_keys ? tile : kNone;
+        advance_pages(keys, tile);
+      } while (--tile >= keys.first_tile - (kOverlap ? 0 : 1));
+      if (last < keys.first_tile) release(state.stage());
+    }
+    if (kOverlap && pending_tile != kNone) load_v(pending, pending_tile, {k_state_.count - 1});
+  }
+
+ private:
+  static constexpr int32_t kNone = -1;
+
+  // What the copies of a work_tile's keys and values take, in registers: a batch_index that has
+  // become free is refilled at once. Looked up only then, D128 took 7 % longer at 4k keys.
+  struct KvCoordinates {
+    int32_t tile_stage;
+    int32_t first_tile;
+    int32_t row;  // of key 0
+    int32_t head;
+    int32_t batch_index;  // kNone: pages
+    int32_t tail_tile;    // from here on tiles have rows pending the keys of the sequence
+    // Lane i has the page of box i of the tile to be asked for, and of the tile after it: no copy
+    // waits for the block table.
+    int32_t page;
+    int32_t next_page;
+  };
+
+  // Rows pending the keys of a sequence come with its last tile: a masked key has weight 0, and 0
+  // times the NaN of a stranger is NaN. KvCoordinates need no such care: masked scores are
+  // replaced.
+  TILEWISE_DEVICE KvCoordinates coordinates_of(const WorkTile& work_tile, int stage) const {
+    const KvSource& kv = work_tile.sequence.kv;
+    const bool paged = C::kGeneral && kv.pages != nullptr;
+    const bool ends_tensor = !paged && kv.first + work_tile.tiles.keys == p_.problem.seqlen_k;
+    const int32_t last = work_tile.tiles.last;
+    return {stage,
+            work_tile.tiles.first,
+            static_cast<int32_t>(kv.first),
+            p_.group.quotient(work_tile.rows.first_head),
+            paged ? kNone : static_cast<int32_t>(kv.batch_index),
+            ends_tensor ? INT32_MAX : work_tile.tiles.keys / kTile.keys,
+            paged ? page_of_lane(work_tile, last) : kOutOfBounds,
+            paged ? page_of_lane(work_tile, last - 1) : kOutOfBounds};
+  }
+
+  // KvCoordinates of `tile` have been asked for.
+  TILEWISE_DEVICE void advance_pages(KvCoordinates& keys, int32_t tile) const {
+    if (!C::kGeneral || keys.batch_index != kNone) return;
+    keys.page = keys.next_page;
+    if (tile - 2 >= keys.first_tile)  // else the record may have been given back
+      keys.next_page = page_of_lane(shared_.work_tile(keys.tile_stage), tile - 2);
+  }
+
+  // Entries of no key in use are not looked up.
+  TILEWISE_DEVICE int32_t page_of_lane(const WorkTile& work_tile, int32_t tile) const {
+    const int32_t key = tile * kTile.keys + lane() * p_.page_box_rows;
+    if (tile < work_tile.tiles.first || key >= work_tile.tiles.keys) return kOutOfBounds;
+    return static_cast<int32_t>(work_tile.sequence.kv.page(p_.page_size.quotient(key)));
+  }
+
+  // Read again where it is asked for: a lane of this warp has few registers.
+  TILEWISE_DEVICE static int lane() {
+    return static_cast<int>(ptx::opaque(static_cast<uint32_t>(ptx::thread_index())) %
+                            ptx::kWarpSize);
+  }
+
+  TILEWISE_DEVICE void release(int stage) const {
+    ptx::sync_warp();
+    if (lane() == 0) shared_.tile_empty(stage).arrive();
+  }
+
+  TILEWISE_DEVICE void load_q(const WorkTile& work_tile, typename Shared::QPipeline state) {
+    const int buffer = state.stage();
+    const Barrier full = shared_.q_full(buffer);
+    shared_.q_empty(buffer).wait(state.phase() ^ 1);
+    if (C::kGeneral && work_tile.rows.packed()) {
+      copy_q(work_tile, buffer);
+      return complete_copies(full);
+    }
+    if (!ptx::elect_one()) return;
+    full.expect(Shared::kQBytes);
+#pragma unroll
+    for (int warpgroup = 0; warpgroup < kTile.consumer_warpgroups; ++warpgroup)
+      load_tile(shared_.q(buffer, warpgroup), full, p_.q, row_of(work_tile) + 64 * warpgroup,
+                work_tile.rows.first_head, static_cast<int32_t>(work_tile.sequence.batch_index),
+                ptx::CachePolicy::evict_first);
+  }
+
+  TILEWISE_DEVICE static int32_t row_of(const WorkTile& work_tile) {
+    return static_cast<int32_t>(work_tile.sequence.first_row) + work_tile.rows.first;
+  }
+
+  TILEWISE_DEVICE void prefetch_q(const WorkTile& work_tile) const {
+    const int panel = lane() % QTile::kPanels;
+    const int warpgroup = lane() / QTile::kPanels;
+    if ((C::kGeneral && work_tile.rows.packed()) || warpgroup >= kTile.consumer_warpgroups) return;
+    ptx::cp_async_bulk_prefetch_tensor(
+        p_.q, panel * tile::kPanelColumns, row_of(work_tile) + 64 * warpgroup,
+        work_tile.rows.first_head, static_cast<int32_t>(work_tile.sequence.batch_index));
+  }
+
+  TILEWISE_DEVICE void load_k(const KvCoordinates& keys, int32_t tile) {
+    const KTile to = shared_.k(k_state_.stage());
+    const Barrier full = shared_.k_full(k_state_.stage());
+    shared_.k_empty(k_state_.stage()).wait(k_state_.phase() ^ 1);
+    k_state_.next();
+    load_keys(to, full, p_.k, keys, tile);
+  }
+
+  TILEWISE_DEVICE void load_v(const KvCoordinates& keys, int32_t tile,
+                              typename Shared::KvPipeline state) {
+    const VTile to = shared_.v(state.stage());
+    const Barrier full = shared_.v_full(state.stage());
+    const bool in_tail = tile >= keys.tail_tile;
+    shared_.v_empty(state.stage()).wait(state.phase() ^ 1);
+    load_keys(to, in_tail ? shared_.v_tail_full() : full, p_.v, keys, tile);
+    if (in_tail) [[unlikely]] {
+      shared_.v_tail_full().wait(tail_phase_);
+      tail_phase_ ^= 1;
+      clear_rows(to, shared_.work_tile(keys.tile_stage).tiles.keys - tile * kTile.keys);
+      ptx::fence_proxy_async();
+      ptx::sync_warp();
+      if (lane() == 0) full.arrive();
+    }
+    if (tile == keys.first_tile) release(keys.tile_stage);
+  }
+
+  // One key tile of one head; `full` counts the bytes.
+  template <class Tile>
+  TILEWISE_DEVICE void load_keys(const Tile& to, Barrier full, const TensorMap& map,
+                                 const KvCoordinates& keys, int32_t tile) const {
+    if (C::kGeneral && keys.batch_index == kNone) return load_pages(to, full, map, keys, tile);
+    if (!ptx::elect_one()) return;
+    full.expect(Tile::kBytes);
+    load_tile(to, full, map, keys.row + tile * kTile.keys, keys.head, keys.batch_index,
+              ptx::CachePolicy::evict_last);
+  }
+
+  // A box is as many rows of a page as divide it and the tile.
+  template <class Tile>
+  TILEWISE_DEVICE void load_pages(const Tile& to, Barrier full, const TensorMap& map,
+                                  const KvCoordinates& keys, int32_t tile) const {
+    if (ptx::elect_one()) full.expect(Tile::kBytes);
+    int32_t row = p_.page_size.remainder(tile * kTile.keys);
+#pragma unroll 1
+    for (int32_t begin = 0, box = 0; begin < kTile.keys; begin += p_.page_box_rows, ++box) {
+      const auto page = static_cast<int32_t>(ptx::shuffle(static_cast<uint32_t>(keys.page), box));
+      if (ptx::elect_one())
+        load_tile(to.from_row(begin), full, map, row, keys.head, page,
+                  ptx::CachePolicy::evict_last);
+      row += p_.page_box_rows;
+      if (row == p_.page_size) row = 0;
+    }
+  }
+
+  // Columns and rows that the tensor does not have arrive as 0.
+  template <class Tile>
+  TILEWISE_DEVICE static void load_tile(const Tile& to, Barrier full, const TensorMap& map,
+                                        int32_t row, int32_t head, int32_t batch_index,
+                                        ptx::CachePolicy policy) {
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanels; ++panel)
+      ptx::cp_async_bulk_tensor_load(to.base + panel * Tile::kPanelBytes, map,
+                                     panel * tile::kPanelColumns, row, head, batch_index,
+                                     full.address, policy);
+  }
+
+  // --- what no box describes: rows that lie apart ---
+
+  static constexpr int kLanesPerRow = 8;
+  static constexpr int kRowsPerPass = ptx::kWarpSize / kLanesPerRow;
+
+  // One row of a tile, by eight lanes; null: a row of zeros.
+  template <class Tile>
+  TILEWISE_DEVICE void copy_row(const Tile& to, int row, const char* from, int columns) const {
+#pragma unroll 1
+    for (int chunk = lane() % kLanesPerRow; chunk < Tile::kPanels * 8; chunk += kLanesPerRow) {
+      const bool exists = from != nullptr && chunk * 8 < columns;
+      ptx::cp_async_16(to.base + static_cast<uint32_t>(Tile::chunk_offset(row, chunk)),
+                       exists ? from + chunk * 16 : static_cast<const char*>(p_.problem.q.data),
+                       exists ? 16 : 0);
+    }
+  }
+
+  // Packed heads: neighbouring rows of the tile are heads of one row.
+  TILEWISE_DEVICE void copy_q(const WorkTile& work_tile, int buffer) const {
+    const tilewise_tensor& q = p_.problem.q;
+    const auto columns = static_cast<int>(p_.problem.head_dim);
+#pragma unroll 1
+    for (int r = lane() / kLanesPerRow; r < kTile.rows(); r += kRowsPerPass) {
+      const char* row = nullptr;
+      if (r < work_tile.rows.count)
+        row = static_cast<const char*>(q.data) + work_tile.offset(q, r) * C::Element::kBytes;
+      copy_row(shared_.q(buffer, r / 64), r % 64, row, columns);
+    }
+  }
+
+  TILEWISE_DEVICE void complete_copies(Barrier full) const {
+    ptx::cp_async_commit_group();
+    ptx::cp_async_wait_group<0>();
+    ptx::fence_proxy_async();
+    ptx::sync_warp();
+    if (lane() == 0) full.arrive();
+  }
+
+  // Rows from `begin` on become 0: a row is 128 bytes in each panel, in whatever order.
+  template <class Tile>
+  TILEWISE_DEVICE void clear_rows(const Tile& tile, int begin) const {
+    const uint32_t zeros[4] = {0, 0, 0, 0};
+#pragma unroll 1
+    for (int panel = 0; panel < Tile::kPanels; ++panel) {
+      const ptx::SharedAddress at = tile.base + static_cast<uint32_t>(panel * Tile::kPanelBytes);
+#pragma unroll 1
+      for (int i = begin * 8 + lane(); i < Tile::kRows * 8; i += ptx::kWarpSize)
+        ptx::st_shared_v4_b32(at + static_cast<uint32_t>(i * 16), zeros);
+    }
+  }
+
+  const TmaForwardParams& p_;
+  Shared shared_;
+  typename Shared::KvPipeline k_state_;
+  int tail_phase_ = 0;
+};
+
+}  // namespace tilewise::cuda::wgmma

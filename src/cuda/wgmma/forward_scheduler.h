@@ -1,0 +1,177 @@
+// The dealing role of the forward: one warp finds the work_tile of the block and writes it down for
+// the others, ahead of them.
+#pragma once
+
+#include "cuda/common/report.h"
+#include "cuda/ptx/global.h"
+#include "cuda/wgmma/forward_shared.h"
+
+namespace tilewise::cuda::wgmma {
+
+template <class C>
+class ForwardScheduler {
+ public:
+  using Shared = ForwardShared<C>;
+  using WorkTile = typename Shared::WorkTile;
+
+  TILEWISE_DEVICE ForwardScheduler(const TmaForwardParams& params, const Shared& shared)
+      : p_(params), shared_(shared) {}
+
+  // The first work_tile, before the barrier of the block.
+  TILEWISE_DEVICE void begin() {
+    if (p_.order.table != nullptr) ptx::griddepcontrol_wait();
+    index_ = tile_of(position_);
+    has_rows_ = locate(shared_.work_tile(0), index_);
+  }
+
+  TILEWISE_DEVICE void run() {
+    typename Shared::TilePipeline state;
+    // Who takes works from a common heap before he needs them keeps them from those who are idle:
+    // with one more than now a block was done 64 us of 420 before another one.
+    const uint32_t ahead = p_.tile_counter == nullptr ? Shared::kTileStages : 2;
+#pragma unroll 1
+    for (;;) {
+      if (has_rows_) {
+        if (ptx::lane_index() == 0) shared_.tile_located(state.stage()).arrive();
+        describe(shared_.work_tile(state.stage()));
+        if (is_warpgroup_lane()) shared_.tile_full(state.stage()).arrive();
+        state.next();
+      }
+      const typename Shared::TilePipeline before{state.count - ahead};
+      shared_.tile_empty(before.stage()).wait(before.phase());
+      index_ = next_index(index_, position_);
+      if (index_ >= end()) break;
+      has_rows_ = locate(shared_.work_tile(state.stage()), index_);
+    }
+    shared_.tile_empty(state.stage()).wait(state.phase() ^ 1);
+    if (!is_warpgroup_lane()) return;
+    WorkTile& end = shared_.work_tile(state.stage());
+    if (ptx::lane_index() == 0) {
+      end.rows.count = 0;
+      shared_.tile_located(state.stage()).arrive();
+    }
+    end.warpgroup_tiles[ptx::lane_index()].kind = TileKind::end;
+    shared_.tile_full(state.stage()).arrive();
+  }
+
+ private:
+  // A lane for each math warpgroup; lane 0 writes the rest, too.
+  TILEWISE_DEVICE static bool is_warpgroup_lane() {
+    return ptx::lane_index() < C::kForward.consumer_warpgroups;
+  }
+
+  // Works have all of their keys up to p_.num_tiles; from there on they are warpgroup_tiles of
+  // shared ones, two for each block.
+  TILEWISE_DEVICE int32_t end() const {
+    if (C::kGeneral || !p_.stream_k.any()) return p_.num_tiles;
+    return p_.num_tiles + 2 * static_cast<int32_t>(ptx::grid_blocks());
+  }
+  TILEWISE_DEVICE StreamKTail::Share share_of(int32_t index) const {
+    return p_.stream_k.share(static_cast<int32_t>(ptx::block_index()), (index - p_.num_tiles) % 2);
+  }
+
+  // In rounds: where a block stands.
+  struct Position {
+    int32_t wave;
+    int32_t second;  // of a pair
+  };
+
+  // Every other wave goes backwards: who had the longer work_tile has the shorter one next.
+  TILEWISE_DEVICE int32_t tile_of(Position position) const {
+    const auto grid = static_cast<int32_t>(ptx::grid_blocks());
+    const auto block = static_cast<int32_t>(ptx::block_index());
+    const int32_t at = position.wave * grid + (position.wave % 2 == 0 ? block : grid - 1 - block);
+    if (!C::kGeneral && at >= p_.num_tiles && p_.stream_k.any())
+      return at < end() ? p_.num_tiles + 2 * block + (at - p_.num_tiles >= grid ? 1 : 0) : at;
+    const int32_t pairs = p_.order.paired_tiles / 2;
+    return at < pairs ? 2 * at + position.second : at + pairs;
+  }
+
+  // Works that differ in length are taken by who is done, but where the order deals with it; the
+  // counter is zeroed by the kernel before this one.
+  TILEWISE_DEVICE int32_t next_index(int32_t index, Position& position) const {
+    if (p_.tile_counter == nullptr) {
+      position.second = index < p_.order.paired_tiles ? position.second ^ 1 : 0;
+      if (position.second == 0) ++position.wave;
+      return tile_of(position);
+    }
+    ptx::griddepcontrol_wait();
+    int32_t taken = 0;
+    if (ptx::lane_index() == 0) taken = ptx::atom_add(p_.tile_counter, 1);
+    return uniform(taken) + static_cast<int32_t>(ptx::grid_blocks());
+  }
+
+  // What the loading warp takes; whether the work_tile has rows. Piece by piece: a lane of this
+  // warp has few registers.
+  TILEWISE_DEVICE bool locate(WorkTile& work_tile, int32_t index) const {
+    const bool writes = ptx::lane_index() == 0;
+    const bool shared = !C::kGeneral && index >= p_.num_tiles;
+    if (shared && share_of(index).empty()) return false;
+    const TileOrder::WorkTile at =
+        p_.order.at(shared ? p_.num_tiles + share_of(index).tile : index);
+    if (at.sequence < 0) return false;
+    if (writes) {
+      work_tile.split = at.split;
+      work_tile.index = index;
+    }
+    ptx::sync_warp();
+    if (writes) work_tile.sequence = sequence_of(p_, at.sequence);
+    ptx::sync_warp();
+    if (writes) {
+      work_tile.rows = QueryRows::of(p_, work_tile.sequence.band, at.tile, at.head);
+      work_tile.splits = C::kGeneral ? p_.splits_of(work_tile.sequence.band) : shared ? 2 : 1;
+      if (work_tile.split >= work_tile.splits) work_tile.rows.count = 0;
+    }
+    ptx::sync_warp();
+    if (work_tile.rows.count == 0) return false;
+    if (writes) {
+      work_tile.tiles = KeyTiles::of(work_tile.sequence.band, work_tile.rows, work_tile.split,
+                                     C::kGeneral ? work_tile.splits : 1, C::kForward.keys);
+      if (shared) {
+        const StreamKTail::Share share = share_of(index);
+        work_tile.tiles.first = share.begin;
+        work_tile.tiles.last = share.end - 1;
+        work_tile.split =
+            StreamKTail::result_index(static_cast<int32_t>(ptx::block_index()), share.tile);
+      }
+    }
+    ptx::sync_warp();
+    return true;
+  }
+
+  // The rest, which the math warps take.
+  TILEWISE_DEVICE void describe(WorkTile& work_tile) const {
+    const int lane = ptx::lane_index();
+    check_indices(work_tile);
+    if (is_warpgroup_lane())
+      work_tile.warpgroup_tiles[lane] = WarpgroupTiles::of(work_tile, lane, C::kForward.keys);
+    if (lane != 0) return;
+    const Problem& p = p_.problem;
+    work_tile.out =
+        static_cast<char*>(p.out.data) + work_tile.offset_unpacked(p.out, 0) * C::Element::kBytes;
+    const int64_t row = work_tile.sequence.lse_offset(p.lse_stride_batch, work_tile.rows.first);
+    work_tile.lse = work_tile.rows.first_head * p.lse_stride_head + row;
+  }
+
+  // Math warps ask when they are done.
+  TILEWISE_DEVICE void check_indices(WorkTile& work_tile) const {
+    bool fits = work_tile.sequence.fits;
+    Range entries;
+    if constexpr (C::kGeneral) {
+      entries = work_tile.pages(p_, C::kForward.keys);
+      fits = fits && pages_fit(work_tile.sequence, entries);
+    }
+    if (fits || ptx::lane_index() != 0) [[likely]]
+      return;
+    work_tile.sequence.fits = false;
+    report_sequence(p_.index_record, p_.problem, work_tile.sequence, entries);
+  }
+
+  const TmaForwardParams& p_;
+  Shared shared_;
+  Position position_{0, 0};
+  int32_t index_ = 0;
+  bool has_rows_ = false;
+};
+
+}  // namespace tilewise::cuda::wgmma
