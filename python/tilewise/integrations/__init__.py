@@ -1,1 +1,1 @@
-"""Tilewise inside other packages: modules that are imported by those who want them alone."""
+"""Integrations of Tilewise into other packages; each is imported only when it is needed."""

@@ -1,4 +1,4 @@
-"""Tilewise behind ``torch.nn.functional.scaled_dot_product_attention``, by PyTorch's own switch.
+"""Tilewise as the implementation of ``torch.nn.functional.scaled_dot_product_attention``.
 
     import tilewise.integrations.sdpa
     from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
@@ -7,13 +7,13 @@
     ...  # every flash attention of scaled_dot_product_attention, forward and backward
     restore_flash_attention_impl()
 
-The import only makes the name known (PyTorch 2.11 and newer). Activated, the operators behind
-PyTorch's flash backend run on Tilewise: on CUDA, ``aten::_scaled_dot_product_flash_attention``; on
-the CPU, ``aten::_scaled_dot_product_flash_attention_for_cpu``, masks included. Which backend a call
-takes stays PyTorch's choice: ``torch.nn.attention.sdpa_kernel`` narrows it. float64 and
-``return_debug_mask`` go on to PyTorch's own kernels.
+The import only registers the name (PyTorch 2.11 and newer). Once it is activated, the operators of
+PyTorch's flash backend run on Tilewise: ``aten::_scaled_dot_product_flash_attention`` on CUDA, and
+``aten::_scaled_dot_product_flash_attention_for_cpu``, including masks, on the CPU. PyTorch still
+chooses the backend of a call; ``torch.nn.attention.sdpa_kernel`` limits the choice. PyTorch's own
+kernels compute float64 and ``return_debug_mask``.
 
-A forward and its backward have to see the same implementation where there is dropout.
+With dropout, a forward and its backward must run on the same implementation.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _ALL = _ops.WANT_Q | _ops.WANT_K | _ops.WANT_V
 
 
 class Call(NamedTuple):
-    """What an operator of the flash backend is asked for."""
+    """The options of an operator of the flash backend."""
 
     dropout_p: float = 0.0
     is_causal: bool = False
     scale: float | None = None
-    mask: Tensor | None = None  # added to the scores, or boolean: True is seen
+    mask: Tensor | None = None  # added to the scores, or boolean, where True keys are seen
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention as ``scaled_dot_product_attention`` means it: causality is aligned top-left.
+    """Attention as ``scaled_dot_product_attention`` defines it, with causality aligned top-left.
 
     Args:
         query: [batch, heads, rows, head_dim].
@@ -60,8 +60,8 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
         call: The options.
 
     Returns:
-        out [batch, heads, rows, head_dim]; lse, float32 [batch, heads, rows]; int64 [2], what the
-        dropout bits are made of (0 without dropout).
+        out [batch, heads, rows, head_dim]; lse, float32 [batch, heads, rows]; the seed and offset
+        of the dropout bits, int64 [2] (0 without dropout).
     """
     q, k, v, options = _prepared(query, key, value, call)
     out, lse = torch.ops.tilewise.forward(q, k, v, *options)
@@ -75,13 +75,13 @@ def backward(
     dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
     state: Tensor, call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv); arguments as those and the results of ``forward``."""
+    """(dq, dk, dv) from the arguments and results of ``forward``."""
     q, k, v, options = _prepared(query, key, value, call)
     if options.dropout_p:
         options = options._replace(dropout_state=state.view(torch.int64))
     dout, out = (_columns(x.transpose(1, 2)) for x in (dout, out))
     grads = torch.ops.tilewise.backward(dout, None, q, k, v, out, lse.contiguous(), *options, _ALL)
-    dq, dk, dv = (  # on the CPU always rows first
+    dq, dk, dv = (  # PyTorch's gradients on the CPU are always stored rows first
         _stored(grad, x, x.is_cuda and _by_heads(x))
         for grad, x in zip(grads, (query, key, value), strict=False)
     )
@@ -92,7 +92,7 @@ def _prepared(query: Tensor, key: Tensor, value: Tensor, call: Call) -> _torch.P
     rows, keys, mask = query.shape[2], key.shape[2], call.mask
     window: tuple[int | None, int | None] = (None, None)
     if call.is_causal:
-        if keys > rows:  # those behind the last row are seen by none
+        if keys > rows:  # no row sees the keys after the last row
             key, value = key[:, :, :rows], value[:, :, :rows]
             if mask is not None and mask.shape[-1] != 1:
                 mask = mask[..., :rows]
@@ -100,7 +100,7 @@ def _prepared(query: Tensor, key: Tensor, value: Tensor, call: Call) -> _torch.P
     request = Request(
         window=window, scale=call.scale, dropout_p=call.dropout_p, bias=_bias(mask, query)
     )
-    if _by_heads(query):  # then so is PyTorch's output
+    if _by_heads(query):  # then PyTorch's output is stored in the same order
         return _torch.prepare_dense(query, key, value, "bhsd", request)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return _torch.prepare_dense(q, k, v, "bshd", request)
@@ -119,13 +119,13 @@ def _columns(x: Tensor) -> Tensor:
 
 
 def _by_heads(x: Tensor) -> bool:
-    """Whether [batch, heads, rows, columns] is stored in this order, not rows first."""
+    """Whether [batch, heads, rows, columns] is stored in this order, and not rows first."""
     return x.stride(1) >= x.stride(2)
 
 
 def _stored(rows_first: Tensor, like: Tensor, by_heads: bool) -> Tensor:
-    """[batch, rows, heads, columns] as [batch, heads, rows, columns], in the order of PyTorch's own
-    results, which compiled graphs rely on. Rows that like has beyond it are 0.
+    """[batch, rows, heads, columns] as [batch, heads, rows, columns], stored in the order of
+    PyTorch's own results, which compiled graphs rely on. Further rows that `like` has are 0.
     """
     x = rows_first.transpose(1, 2)
     shape = (*like.shape[:3], x.shape[3])
@@ -176,7 +176,7 @@ def _cpu_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     call = Call(dropout_p, is_causal, scale, attn_mask)
-    no_state = torch.zeros(2, dtype=torch.int64)  # PyTorch sends no dropout this way on the CPU
+    no_state = torch.zeros(2, dtype=torch.int64)  # the CPU operator is never called with dropout
     return backward(grad_out, query, key, value, out, logsumexp, no_state, call)
 
 
@@ -189,8 +189,8 @@ OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
-def _ours_or(original: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Ours for the dtypes and head dimensions it has, PyTorch's own kernel for the others."""
+def _with_fallback(original: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel that runs ours for the dtypes and head dimensions it supports, else PyTorch's."""
 
     def kernel(keys: Any, *arguments: Any, **options: Any) -> Any:
         tensor = arguments[0]
@@ -205,28 +205,28 @@ def _ours_or(original: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Active:
-    """The handle that PyTorch's registry keeps until another implementation is wanted."""
+    """The handle that PyTorch's registry holds until another implementation is activated."""
 
     def __init__(self) -> None:
         self._library: Any = torch.library.Library("aten", "IMPL")
         for name, (key, ours) in OPERATORS.items():
             operator = getattr(torch.ops.aten, name).default
             if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key):
-                continue  # a PyTorch without CUDA
-            kernel = _ours_or(torch.library.get_kernel(operator, key), ours)
-            with warnings.catch_warnings():  # that an operator is overridden, as asked for
+                continue  # this PyTorch has no CUDA
+            kernel = _with_fallback(torch.library.get_kernel(operator, key), ours)
+            with warnings.catch_warnings():  # PyTorch warns of the override, which is intended
                 warnings.simplefilter("ignore", UserWarning)
                 self._library.impl(name, kernel, key, with_keyset=True, allow_override=True)
 
     def remove(self) -> None:
-        """PyTorch's own kernels again."""
+        """Restores PyTorch's own kernels."""
         if self._library is not None:
             self._library._destroy()
             self._library = None
 
 
 def register() -> None:
-    """Makes "tilewise" known to ``activate_flash_attention_impl``."""
+    """Registers "tilewise" for ``activate_flash_attention_impl``."""
     if not hasattr(_switch, "register_flash_attention_impl"):
         raise ImportError(
             f"PyTorch {torch.__version__} has no registry of flash attention implementations: "

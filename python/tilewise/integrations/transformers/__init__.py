@@ -4,13 +4,13 @@
 
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tilewise")
 
-The import registers an attention function and a mask function under the name "tilewise", with which
-models generate and train on CPU and CUDA: causal and bidirectional attention, sliding windows, GQA,
-softcap, sinks, padding on either side, packed sequences, dynamic and static caches, continuous
-batching. No mask of rows times keys is made for any of these; a custom 4-D mask is applied as it
-is. What cannot be computed as asked raises a sentence that says so.
+The import registers an attention function and a mask function under the name "tilewise". With them
+models generate and train on CPU and CUDA, with causal and bidirectional attention, sliding windows,
+GQA, softcap, sinks, padding on either side, packed sequences, dynamic and static caches and
+continuous batching. None of these needs a mask of rows times keys; a custom 4-D mask is applied
+unchanged. A request that cannot be computed exactly raises an error that says why.
 
-Rows of padding give 0 (eager attention gives numbers there that nobody reads).
+Rows of padding are 0 (eager attention computes arbitrary numbers there, which models ignore).
 """
 
 from tilewise._requirements import require, require_version

@@ -16,11 +16,11 @@ from tilewise._request import Request
 from ._compact import Band, CompactMask
 from ._packing import packed_boundaries
 
-# Arguments that change what is computed in a way that is not this function's.
-_NOT_OURS = ("block_indices", "sinks", "head_mask")
-# Further ones that are read below; without any of these a call may take the short way.
-_READ = frozenset(
-    (*_NOT_OURS, "output_attentions", "cu_seq_lens_q", "cu_seq_lens_k", "block_table", "indices")
+# Arguments that change the result in a way that this function does not support.
+_UNSUPPORTED = ("block_indices", "sinks", "head_mask")
+# All keyword arguments that affect the call; a call without any of them may take the fast path.
+_RELEVANT = frozenset(
+    (*_UNSUPPORTED, "output_attentions", "cu_seq_lens_q", "cu_seq_lens_k", "block_table", "indices")
 )
 _CAUSAL, _FULL = Band(True), Band(False)
 
@@ -44,41 +44,43 @@ def attention(
     """Attention of one layer, as ``transformers.AttentionInterface`` defines it.
 
     Args:
-        module: The layer; ``is_causal`` is read from it unless given here, or in the mask.
-        query: [batch, heads, rows, head_dim].
+        module: The layer, whose ``is_causal`` applies unless it is given here or in the mask.
+        query: [batch, heads, rows, head_dim], float32, float16 or bfloat16.
         key: [batch, heads_kv, keys, head_dim].
         value: [batch, heads_kv, keys, head_dim_v].
-        attention_mask: What ``create_mask`` made; [batch, keys], the keys to be seen; or
-            [batch, 1 or heads, rows, keys], boolean (True: seen) or added to the scores, which then
-            decides alone, without causality and window.
+        attention_mask: The result of ``create_mask``; or [batch, keys], True for the keys that are
+            seen; or [batch, 1 or heads, rows, keys], boolean (True: seen) or added to the scores. A
+            mask of four dimensions replaces causality and window.
         dropout: Probability of dropping a weight.
-        scaling: Factor of the scores; None: 1 / sqrt(head_dim).
-        sliding_window: Number of keys that a row sees, its own included (bidirectional: each side).
-            Without a mask, boundaries or a paged cache it is not applied, as by eager attention.
-        softcap: See ``tilewise.attention``.
+        scaling: Factor of the scores; None is 1 / sqrt(head_dim).
+        sliding_window: Number of keys that a row sees, including its own (bidirectional: on each
+            side). Like eager attention, it ignores the window without a mask, boundaries or a paged
+            cache.
+        softcap: As in ``tilewise.attention``.
         is_causal: Whether rows see no later keys.
         s_aux: [heads], the sinks.
         position_bias: [1 or batch, heads, rows, keys], added to the scores.
-        cache: A paged cache, of continuous batching, that has not got the new keys yet.
-        kwargs: ``cu_seq_lens_q`` and ``_k``, ``max_length_q`` and ``_k`` of packed sequences;
-            what a paged cache needs; ``position_ids``; ``indices`` [batch, rows, picks] of the
-            keys that each row picks; others are not read.
+        cache: A paged cache of continuous batching that does not contain the new keys yet.
+        kwargs: ``cu_seq_lens_q`` and ``_k``, ``max_length_q`` and ``_k`` of packed sequences; the
+            arguments of ``paged_attention`` for a paged cache; ``position_ids``; ``indices``
+            [batch, rows, selected] of the keys that each row selects. Others are ignored.
 
     Returns:
-        [batch, rows, heads, head_dim_v] and None: there is no matrix of weights.
+        [batch, rows, heads, head_dim_v], and None in place of the matrix of weights.
 
     Raises:
-        ValueError: the layer asks for something that would not be computed as asked.
+        TypeError: the query is float64.
+        ValueError: the layer needs something that cannot be computed exactly.
     """
     compact: CompactMask | None = None
     if kwargs.get("indices") is not None:
-        attention_mask = _picked(attention_mask, kwargs["indices"], key)
+        attention_mask = _selected(attention_mask, kwargs["indices"], key)
     if isinstance(attention_mask, CompactMask):
-        compact = _fitting(attention_mask, query, key)
+        compact = _if_applicable(attention_mask, query, key)
         if compact is None:
             attention_mask = attention_mask.dense()
     if compact is not None:
-        band = compact.terms.band  # the mask decides alone, as under eager attention
+        band = compact.terms.band  # as in eager attention, the mask replaces causality and window
     else:
         causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
         band = _band(causal, sliding_window if _has_window(attention_mask, cache, kwargs) else None)
@@ -88,9 +90,9 @@ def attention(
     if (
         dropout == 0.0 and s_aux is None and position_bias is None and cache is None
         and (compact is not None or attention_mask is None) and boundaries is None
-        and _READ.isdisjoint(kwargs) and not _weights_are_wanted()
+        and _RELEVANT.isdisjoint(kwargs) and not _collects_weights()
     ):  # fmt: skip
-        out = _short(query, key, value, compact, band, scaling, softcap or 0.0)
+        out = _fast_path(query, key, value, compact, band, scaling, softcap or 0.0)
         if out is not None:
             return out, None
     _refuse(module, query, kwargs)
@@ -100,10 +102,10 @@ def attention(
     has_pages = kwargs.get("block_table") is not None
     if has_pages and position_bias is not None:
         raise ValueError(
-            "position_bias is given with block_table, but tilewise does not compute it over a "
+            "position_bias is given with block_table, but tilewise does not support it with a "
             "paged cache: pass None, or load the model with another attn_implementation"
         )
-    if cache is not None:  # before 5.24; from then on the layer does it
+    if cache is not None:  # from Transformers 5.24 on, the layer itself updates the cache
         key, value = cache.update(
             key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs
         )
@@ -113,23 +115,23 @@ def attention(
         return paged_attention(query, key, value, sliding_window, options, kwargs), None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     packed = kwargs.get("cu_seq_lens_q") is not None and kwargs.get("cu_seq_lens_k") is not None
-    # Older versions give continuous batching a whole mask beside the boundaries; they agree.
+    # Older versions pass continuous batching a dense mask in addition to equivalent boundaries.
     if packed and (cache is None or attention_mask is None or compact is not None):
         return _packed(q, k, v, attention_mask, position_bias, band, options, kwargs), None
     if boundaries is not None:
         _refuse_bias_of_packed(position_bias)
         return _packed_rows(q, k, v, band, options, boundaries, boundaries), None
     if compact is not None:
-        return _described(q, k, v, compact, position_bias, options), None
+        return _compactly_masked(q, k, v, compact, position_bias, options), None
     return _masked(q, k, v, attention_mask, position_bias, band, options), None
 
 
-def _picked(mask: Tensor | None, indices: Tensor, key: Tensor) -> Tensor:
-    """The mask without the keys that a row has not picked: indices [batch, rows, picks]."""
+def _selected(mask: Tensor | None, indices: Tensor, key: Tensor) -> Tensor:
+    """The mask in which each row sees only the keys of indices [batch, rows, selected]."""
     if mask is None:
         raise ValueError(
-            "indices, the keys that each row picks, are given without an attention_mask, from "
-            "which tilewise removes the others: pass one of [batch, 1, rows, keys]"
+            "indices, the keys that each row selects, are given, but attention_mask is None: pass "
+            "a mask [batch, 1, rows, keys], from which tilewise removes the other keys"
         )
     whole = mask.dense() if isinstance(mask, CompactMask) else mask
     shape = (*indices.shape[:2], key.shape[2])
@@ -143,16 +145,16 @@ def _picked(mask: Tensor | None, indices: Tensor, key: Tensor) -> Tensor:
 def _has_window(mask: Tensor | None, cache: Any, kwargs: dict[str, Any]) -> bool:
     """Whether the window of a layer applies.
 
-    The window is part of every mask that Transformers makes, so that a model which passes None
-    wants every key: DiffusionGemma's decoder, whose layers have a window all the same.
+    The window is part of every mask that Transformers makes. A model that passes None therefore
+    attends to every key, as DiffusionGemma's decoder does although its layers have a window.
     """
     if mask is not None or cache is not None:
         return True
     return kwargs.get("cu_seq_lens_q") is not None or kwargs.get("block_table") is not None
 
 
-def _fitting(mask: CompactMask, query: Tensor, key: Tensor) -> CompactMask | None:
-    """The mask, if what describes it is all that this layer needs."""
+def _if_applicable(mask: CompactMask, query: Tensor, key: Tensor) -> CompactMask | None:
+    """The mask, if its description is valid for the rows and keys of this layer."""
     batch, _, rows, keys = mask.shape
     fits = query.shape[0] == batch and query.shape[2] == rows and key.shape[2] == keys
     return mask if fits and (torch.compiler.is_compiling() or not mask.is_changed()) else None
@@ -162,7 +164,7 @@ def _boundaries_by_positions(
     query: Tensor, key: Tensor, mask: Tensor | None, compact: CompactMask | None,
     kwargs: dict[str, Any],
 ) -> Tensor | None:  # fmt: skip
-    """cu_seqlens of packed sequences of which neither the mask nor the caller knows."""
+    """cu_seqlens of packed sequences that only position_ids describe, not mask or arguments."""
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         return None
     if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("block_table") is not None:
@@ -175,13 +177,13 @@ def _boundaries_by_positions(
     return packed_boundaries(kwargs["position_ids"], query.shape[2], compact is not None)
 
 
-def _short(
+def _fast_path(
     query: Tensor, key: Tensor, value: Tensor, mask: CompactMask | None, band: Band, scaling: Any,
     softcap: float,
 ) -> Tensor | None:  # fmt: skip
-    """Of a layer without further options; with padding or softcap, without a gradient, too.
+    """The result of a layer without further options, or None: use the general path.
 
-    None: take the long way.
+    With padding or softcap, it is only for calls without a gradient.
     """
     first = end = rows = None
     if mask is not None:
@@ -191,28 +193,28 @@ def _short(
             first, end, rows = mask.spans
     if first is None and not softcap:
         causal, window = band
-        if query.shape[2] == 1:  # one row lies in memory alike in either layout
+        if query.shape[2] == 1:  # one row has the same memory layout as "bshd" and as "bhsd"
             out = _plain.attention(
                 query, key, value, causal, window, scaling, False, False, False, "bhsd"
             )
             return None if out is None else out.transpose(1, 2)
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        given: Tensor | None = _plain.attention(
+        result: Tensor | None = _plain.attention(
             q, k, v, causal, window, scaling, False, False, False, "bshd"
         )
-        return given
+        return result
     if torch.is_grad_enabled():
         return None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    short = _plain.indexed(
+    results = _plain.indexed(
         q, k, v, None, None, rows, end, None, None, first, *band, scaling, softcap, 0, 0, 0,
         False, False, False,
     )  # fmt: skip
-    return None if short is None else short[0]
+    return None if results is None else results[0]
 
 
-def _weights_are_wanted() -> bool:
-    """Whether the model collects attention weights, of which some tell their layers nothing."""
+def _collects_weights() -> bool:
+    """Whether the model collects attention weights, which some models do not tell their layers."""
     if torch.compiler.is_compiling():
         return False
     collected = output_capturing._active_collector.get()
@@ -223,19 +225,19 @@ def _refuse(module: torch.nn.Module, query: Tensor, kwargs: dict[str, Any]) -> N
     if query.dtype == torch.float64:
         raise TypeError(
             "query has dtype torch.float64, but must be torch.float32, torch.float16 or "
-            "torch.bfloat16: call model.float(), or load the model with dtype=torch.float32, or "
+            "torch.bfloat16: call model.float(), or load the model with dtype=torch.float32 or "
             'with attn_implementation="eager"'
         )
-    if kwargs.get("output_attentions") or _weights_are_wanted():
+    if kwargs.get("output_attentions") or _collects_weights():
         raise ValueError(
-            "output_attentions=True asks for the matrix of attention weights, which tilewise never "
-            'makes; load the model with attn_implementation="eager"'
+            "output_attentions is True, but tilewise never computes the matrix of attention "
+            'weights: load the model with attn_implementation="eager"'
         )
-    for name in _NOT_OURS:
+    for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"{type(module).__name__} passes {name} to its attention function, which tilewise "
-                "does not compute; load the model with another attn_implementation"
+                f"{type(module).__name__} passes {name} to its attention function, but tilewise "
+                "does not support it: load the model with another attn_implementation"
             )
 
 
@@ -245,21 +247,21 @@ def _band(causal: bool, sliding_window: int | None) -> Band:
     return Band(causal, (sliding_window - 1, 0 if causal else sliding_window - 1))
 
 
-# --- dense: one row of the batch is one sequence --------------------------------------------------
+# --- dense: each row of the batch is one sequence -------------------------------------------------
 
 
-def _described(
+def _compactly_masked(
     q: Tensor, k: Tensor, v: Tensor, mask: CompactMask, position_bias: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    """Attention under a mask by what describes it."""
+    """Attention with a compact mask, computed from its description."""
     if mask.boundaries is not None:
         _refuse_bias_of_packed(position_bias)
         return _packed_rows(q, k, v, mask.terms.band, options, mask.boundaries, mask.boundaries)
     band, spans, flagged = mask.terms.band, mask.spans, mask.terms.flagged
     bias = as_bias("position_bias", position_bias, q)
     if bias is not None and mask.terms.leftpad:
-        # Columns of the bias are counted from key 0: no key may be left out ahead of a span.
+        # The columns of the bias count from key 0, so keys before a span must not be skipped.
         assert spans is not None
         flagged, spans = True, torch.stack([torch.zeros_like(spans[0]), spans[1], spans[2]])
     if flagged:
@@ -280,7 +282,7 @@ def _masked(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_bias: Tensor | None, band: Band,
     options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    """Attention under a mask of rows times keys, one of keys, or none."""
+    """Attention with a mask of rows times keys, with a mask of keys, or without a mask."""
     bias = as_bias("position_bias", position_bias, q)
     if mask is None:
         pass
@@ -290,7 +292,7 @@ def _masked(
         bias = _sum(bias, as_bias("attention_mask", seen, q))
     elif mask.dim() == 4:
         band = _FULL
-        _check_whole(mask, q, k)
+        _check_dense_mask(mask, q, k)
         bias = _sum(bias, as_bias("attention_mask", mask, q))
     else:
         raise ValueError(
@@ -300,18 +302,18 @@ def _masked(
     return tilewise.attention(q, k, v, causal=band.causal, window=band.window, bias=bias, **options)
 
 
-def _check_whole(mask: Tensor, q: Tensor, k: Tensor) -> None:
-    """Against [batch, heads, rows, keys]; each may be 1."""
-    wanted = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    if any(size not in (1, most) for size, most in zip(mask.shape, wanted, strict=True)):
+def _check_dense_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
+    """Refuses a mask that cannot be broadcast to [batch, heads, rows, keys]."""
+    expected = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if any(size not in (1, full) for size, full in zip(mask.shape, expected, strict=True)):
         raise ValueError(
             f"attention_mask has shape {list(mask.shape)}, but this layer needs [batch, 1 or "
-            f"heads, rows, keys], here {list(wanted)}"
+            f"heads, rows, keys], here {list(expected)}"
         )
 
 
 def _visible_keys(mask: Tensor, batch: int, keys: int) -> Tensor:
-    """A mask [batch, keys] as booleans [batch, 1, 1, keys]."""
+    """The mask [batch, keys] as booleans [batch, 1, 1, keys]."""
     if mask.is_floating_point():
         raise ValueError(
             f"attention_mask [batch, keys] has dtype {mask.dtype}, but must be boolean or integer; "
@@ -326,7 +328,7 @@ def _visible_keys(mask: Tensor, batch: int, keys: int) -> Tensor:
 
 
 def as_bias(name: str, mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """What is added to the scores: booleans become 0 and minus infinity."""
+    """The mask as numbers to add to the scores: True becomes 0, and False minus infinity."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -351,15 +353,18 @@ def _packed(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_bias: Tensor | None, band: Band,
     options: dict[str, Any], kwargs: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    """By the boundaries that the caller gives; a mask made of position_ids says the same."""
-    same = mask is None or (
+    """Attention of packed sequences whose boundaries are given.
+
+    A mask that Transformers made from position_ids describes the same sequences, and is ignored.
+    """
+    redundant = mask is None or (
         isinstance(mask, CompactMask) and mask.spans is None and mask.visible is None
     )
-    if not same or position_bias is not None:
-        what = "position_bias" if position_bias is not None else "attention_mask"
+    if not redundant or position_bias is not None:
+        name = "position_bias" if position_bias is not None else "attention_mask"
         raise ValueError(
-            f"cu_seq_lens_q and {what} are both given, but tilewise computes packed sequences from "
-            "their boundaries alone: pass one of them"
+            f"cu_seq_lens_q and {name} are both given, but tilewise computes packed sequences only "
+            "from their boundaries: pass one of them"
         )
     return _packed_rows(
         q,
@@ -376,11 +381,13 @@ def _packed(
 
 def _refuse_bias_of_packed(position_bias: Tensor | None) -> None:
     if position_bias is not None:
-        raise ValueError("position_bias of packed sequences is not computed by tilewise")
+        raise ValueError(
+            "position_bias is given, but tilewise does not support it with packed sequences"
+        )
 
 
 def _bound(kwargs: dict[str, Any], side: str) -> int | None:
-    """The longest sequence, under either name; one that is a tensor is not worth a wait."""
+    """The longest sequence under either name; None for a tensor, which is not worth a wait."""
     value = kwargs.get(f"max_length_{side}", kwargs.get(f"max_seqlen_{side}"))
     return value if isinstance(value, int) and value > 0 else None
 

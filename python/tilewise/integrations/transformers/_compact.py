@@ -1,10 +1,9 @@
-"""Masks that are kept as what describes them: padding, spans, boundaries, a band.
+"""Masks that are stored as a description: padding, spans, boundaries and a band.
 
-To a model, a ``CompactMask`` is the mask [batch, 1, rows, keys] that eager attention would be
-given: 0 where a row sees a key, and the most negative number elsewhere. Its shape and dtype are
-that mask's, and any tensor operation on it computes with that mask, which is made at the first such
-operation. The attention function reads the description instead, so that models which only hand
-their mask on never pay for rows times keys.
+To a model, a ``CompactMask`` is the dense mask [batch, 1, rows, keys] of eager attention: 0 where a
+row sees a key, and the most negative number elsewhere. It has the shape and dtype of that mask, and
+the first tensor operation on it computes that mask. The attention function reads only the
+description, so models that merely pass their mask on never need memory for rows times keys.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tilewise.api import _UNBOUNDED
 
 _aten = torch.ops.aten
 _is_composite = torch._C._dispatch_has_kernel_for_dispatch_key
-# Operators whose result on an unchanged mask of the same shape is that mask, sharing its memory.
+# Operators whose result has the memory of the mask, and is equal to it if the shape is the same.
 _ALIASES = frozenset(
     (
         _aten.detach.default, _aten.alias.default, _aten.view.default, _aten.expand.default,
@@ -30,35 +29,35 @@ _ALIASES = frozenset(
 
 
 class Band(NamedTuple):
-    """Which keys a row sees for its position alone: the arguments of ``tilewise.attention``."""
+    """The arguments of ``tilewise.attention`` that limit keys by their distance from the row."""
 
     causal: bool
     window: tuple[int | None, int | None] = _UNBOUNDED
 
 
 class Terms(NamedTuple):
-    """What describes a mask besides tensors and its shape; a compiled graph is made for it."""
+    """The description of a mask without tensors and shape, for which graphs are specialised."""
 
-    band: Band  # causality and window, about the position that each row has among the keys
+    band: Band  # causality and window, relative to the position of each row among the keys
     dtype: torch.dtype
     device: torch.device
-    hidden: float  # what is added to the score of a key that is not seen
-    flagged: bool = False  # spans do not express what is visible, which is applied key by key
-    leftpad: bool = False  # a span may begin behind key 0
+    hidden: float  # added to the score of a key that is not seen
+    flagged: bool = False  # visible keys are not spans, so `visible` is applied as a bias
+    leftpad: bool = False  # a span may begin after key 0
 
 
 class CompactMask(Tensor):
-    """A mask [batch, 1, rows, keys], described by what follows.
+    """A mask [batch, 1, rows, keys] that is stored as a description.
 
     Attributes:
-        terms: See there.
-        visible: bool [batch, keys], False for padding; None: all keys are tokens.
+        terms: The description without tensors.
+        visible: bool [batch, keys], False for padding. None means that there is no padding.
         spans: int32 [3, batch], the first key, the end of the keys and the number of rows in use of
-            each sequence; the last such row is aligned with the last such key. None: all rows and
-            keys, the last row aligned with the last key.
-        boundaries: int32 [sequences + 1], of sequences packed into the rows, laid end to end.
-        offset: int [], position of row 0 among the keys; None: keys - rows.
-        nothing: [0], where all of the above are None: a compiled graph needs a tensor to take.
+            each sequence, whose last row is aligned with the last key. None means all rows and
+            keys, with the last row aligned with the last key.
+        boundaries: int32 [sequences + 1], of sequences that are packed end to end into the rows.
+        offset: int [], position of row 0 among the keys. None means keys - rows.
+        placeholder: [0], only if all tensors above are None, because a compiled graph needs one.
     """
 
     terms: Terms
@@ -66,8 +65,8 @@ class CompactMask(Tensor):
     spans: Tensor | None
     boundaries: Tensor | None
     offset: Tensor | None
-    nothing: Tensor | None
-    _whole: list[Tensor]  # the mask itself once an operation has asked for it; aliases share it
+    placeholder: Tensor | None
+    _dense: list[Tensor]  # the dense mask once an operation has needed it; aliases share the list
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -75,7 +74,7 @@ class CompactMask(Tensor):
     def __new__(
         cls: type[CompactMask], shape: Any, terms: Terms, **_: Tensor | None
     ) -> CompactMask:
-        # An inference tensor could not tell whether somebody has written to it.
+        # An inference tensor has no version counter, which detects writes to it.
         with torch.inference_mode(False):
             mask: CompactMask = torch.Tensor._make_wrapper_subclass(
                 cls, shape, dtype=terms.dtype, device=terms.device
@@ -90,26 +89,26 @@ class CompactMask(Tensor):
         spans: Tensor | None = None,
         boundaries: Tensor | None = None,
         offset: Tensor | None = None,
-        nothing: Tensor | None = None,
+        placeholder: Tensor | None = None,
     ) -> None:
         self.terms = terms
         self.visible = visible
         self.spans = spans
         self.boundaries = boundaries
         self.offset = offset
-        if visible is spans is boundaries is offset is nothing is None:
-            nothing = torch.empty(0, device=terms.device)
-        self.nothing = nothing
-        self._whole = []
+        if visible is spans is boundaries is offset is placeholder is None:
+            placeholder = torch.empty(0, device=terms.device)
+        self.placeholder = placeholder
+        self._dense = []
 
-    # --- what it stands for -----------------------------------------------------------------------
+    # --- the dense mask ---------------------------------------------------------------------------
 
     def dense(self) -> Tensor:
-        """[batch, 1, rows, keys], as ``masking_utils.eager_mask`` makes it."""
-        if not self._whole:
+        """The mask [batch, 1, rows, keys] that ``masking_utils.eager_mask`` would make."""
+        if not self._dense:
             with torch.inference_mode(False):
-                self._whole.append(self._expanded())
-        return self._whole[0]
+                self._dense.append(self._expanded())
+        return self._dense[0]
 
     def _expanded(self) -> Tensor:
         batch, _, rows, keys = self.shape
@@ -135,8 +134,8 @@ class CompactMask(Tensor):
         return torch.where(seen, zero, self.terms.hidden).expand(batch, 1, rows, keys).contiguous()
 
     def is_changed(self) -> bool:
-        """Whether somebody has written to the mask, whose description then no longer holds."""
-        return bool(self._whole) and self._version > 0
+        """Whether the dense mask was written to, so that the description no longer holds."""
+        return bool(self._dense) and self._version > 0
 
     # --- operations -------------------------------------------------------------------------------
 
@@ -146,9 +145,9 @@ class CompactMask(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if args and isinstance(args[0], CompactMask) and not args[0].is_changed():
-            kept = args[0]._kept(operator, args, kwargs)
-            if kept is not None:
-                return kept
+            result = args[0]._compact_result(operator, args, kwargs)
+            if result is not None:
+                return result
             if _is_composite(operator.name(), "CompositeImplicitAutograd"):  # in inference mode
                 return operator.decompose(*args, **kwargs)
         writes = operator._schema.is_mutable
@@ -158,44 +157,44 @@ class CompactMask(Tensor):
                 "write to a copy, mask.clone()"
             )
         masks = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, CompactMask)]
-        wholes = [mask.dense() for mask in masks]
+        dense_masks = [mask.dense() for mask in masks]
 
-        def whole(x: Any) -> Any:
+        def to_dense(x: Any) -> Any:
             return x.dense() if isinstance(x, CompactMask) else x
 
-        def given_back(x: Any) -> Any:
-            return next((m for m, w in zip(masks, wholes, strict=True) if x is w), x)
+        def to_compact(x: Any) -> Any:
+            return next((m for m, d in zip(masks, dense_masks, strict=True) if x is d), x)
 
-        out = operator(*pytree.tree_map(whole, args), **pytree.tree_map(whole, kwargs))
-        return pytree.tree_map(given_back, out) if writes else out
+        out = operator(*pytree.tree_map(to_dense, args), **pytree.tree_map(to_dense, kwargs))
+        return pytree.tree_map(to_compact, out) if writes else out
 
-    def _kept(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of an operator that only moves, copies or names the mask; None: of others."""
+    def _compact_result(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The compact result of an operator that moves, copies or aliases the mask, or None."""
         if operator in _ALIASES:
             shape = args[1] if len(args) > 1 else self.shape
-            return self._again() if tuple(shape) == tuple(self.shape) else None
+            return self._copy() if tuple(shape) == tuple(self.shape) else None
         if operator is _aten.slice.Tensor:
             given = args[1:]
             dim, start, end, step = given + (0, None, None, 1)[len(given) :]
             size = self.shape[dim]
             everything = (start or 0) in (0, -size) and (end is None or end >= size) and step == 1
-            return self._again() if everything else None
+            return self._copy() if everything else None
         if operator is _aten.clone.default:
-            return self._again(shared=False)
+            return self._copy(shared=False)
         if operator is _aten._to_copy.default:
             dtype, device = kwargs.get("dtype") or self.dtype, kwargs.get("device") or self.device
             if dtype.is_floating_point and kwargs.get("layout") in (None, torch.strided):
-                return self._again(dtype, device, kwargs.get("non_blocking", False), shared=False)
+                return self._copy(dtype, device, kwargs.get("non_blocking", False), shared=False)
         return None
 
-    def _again(
+    def _copy(
         self,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
         non_blocking: bool = False,
         shared: bool = True,
     ) -> CompactMask:
-        """The same mask, elsewhere or in another dtype; shared: one memory if there comes to be."""
+        """The same mask, on another device or in another dtype; shared: with one dense mask."""
         names, terms = self.__tensor_flatten__()
         inner = {name: getattr(self, name) for name in names}
         if device is not None:
@@ -204,20 +203,20 @@ class CompactMask(Tensor):
         if dtype is not None and dtype != self.dtype:
             hidden = torch.tensor(terms.hidden, dtype=self.dtype, device="cpu").to(dtype)
             terms = terms._replace(dtype=dtype, hidden=float(hidden))
-        again = CompactMask(self.shape, terms, **inner)
+        copied = CompactMask(self.shape, terms, **inner)
         if shared:
-            again._whole = self._whole
-        return again
+            copied._dense = self._dense
+        return copied
 
-    # --- what passes operators by -----------------------------------------------------------------
+    # --- protocols that bypass operators ----------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], Terms]:
         if self.is_changed():
             raise ValueError(
-                "a compiled graph is given an attention mask of tilewise that was written to: "
-                "pass mask.clone()"
+                "an attention mask of tilewise was written to and is then passed to a compiled "
+                "graph, but only an unchanged mask is allowed: pass mask.clone()"
             )
-        names = ("visible", "spans", "boundaries", "offset", "nothing")
+        names = ("visible", "spans", "boundaries", "offset", "placeholder")
         return [name for name in names if getattr(self, name) is not None], self.terms
 
     @staticmethod

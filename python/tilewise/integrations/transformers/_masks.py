@@ -1,8 +1,8 @@
-"""What a model's mask becomes on its way to the attention function.
+"""The mask function that Transformers calls.
 
-Transformers asks the mask function once per forward and kind of layer, and hands its result to the
-attention function of every such layer as ``attention_mask``. Here that is a ``CompactMask`` where
-the pattern is understood, and eager attention's mask elsewhere.
+Transformers calls it once per forward and kind of layer, and passes the result as
+``attention_mask`` to the attention function of every such layer. The result is a ``CompactMask`` if
+the pattern is recognised, and the mask of eager attention otherwise.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 from transformers import masking_utils
 
 from ._compact import Band, CompactMask, Terms
-from ._packing import begin_forward, blind
+from ._packing import begin_forward, values_are_unavailable
 
 _CAUSAL, _FULL = Band(True), Band(False)
 
 
 class Pattern(NamedTuple):
-    """A mask function of Transformers, understood."""
+    """The meaning of a mask function of Transformers."""
 
     band: Band
-    segments: Tensor | None = None  # [batch, rows]: which packed sequence a token belongs to
+    segments: Tensor | None = None  # [batch, rows]: the packed sequence that each token belongs to
 
 
 def create_mask(
@@ -44,29 +44,29 @@ def create_mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> Tensor:
-    """The mask function that is registered; arguments as those of ``masking_utils.sdpa_mask``.
+    """The mask function that is registered, with the arguments of ``masking_utils.sdpa_mask``.
 
     Args:
         batch_size, q_length, kv_length: Sizes of the mask.
         q_offset, kv_offset: Positions of the first query and the first key.
         mask_function: Transformers' description of the pattern.
-        attention_mask: [batch, keys seen so far]: what is not padding.
-        local_size: Window or chunk.
-        allow_is_causal_skip, allow_is_bidirectional_skip: Set for the unaltered pattern.
-        use_vmap: Set for patterns with functions of the caller.
-        dtype: Of the model.
-        config: Of the model.
-        device: Of the model.
+        attention_mask: [batch, keys seen so far], True for keys that are not padding.
+        local_size: Size of the window or of the chunk.
+        allow_is_causal_skip, allow_is_bidirectional_skip: Whether the pattern is unaltered.
+        use_vmap: Whether the pattern contains functions of the caller.
+        dtype: Dtype of the model.
+        config: Configuration of the model.
+        device: Device of the model.
 
     Returns:
-        A mask as the heading of this module describes them.
+        A CompactMask, or the mask [batch, 1, rows, keys] of eager attention.
     """
     begin_forward()
 
     call = _Call(batch_size, q_length, kv_length, q_offset, kv_offset, dtype, torch.device(device))
     mask = None
     if not use_vmap:
-        if blind(attention_mask, q_offset):
+        if values_are_unavailable(attention_mask, q_offset):
             pattern = _pattern_by_flags(
                 local_size, allow_is_causal_skip, allow_is_bidirectional_skip, config
             )
@@ -76,18 +76,18 @@ def create_mask(
             mask = _compact(call, pattern, attention_mask)
     if mask is not None:
         return mask
-    whole = masking_utils.eager_mask(
+    dense = masking_utils.eager_mask(
         **call._asdict(),
         mask_function=mask_function,
         attention_mask=attention_mask,
         use_vmap=use_vmap,
     )
-    assert whole is not None
-    return whole
+    assert dense is not None
+    return dense
 
 
 class _Call(NamedTuple):
-    """Sizes, places and types of ``create_mask``."""
+    """The sizes, offsets, dtype and device that ``create_mask`` was called with."""
 
     batch_size: int
     q_length: int
@@ -99,7 +99,7 @@ class _Call(NamedTuple):
 
 
 def _compact(call: _Call, pattern: Pattern, attention_mask: Tensor | None) -> Tensor | None:
-    """The mask of this pattern and padding; None: it has no compact form."""
+    """The mask of this pattern and padding, or None if it has no compact form."""
     batch, rows, keys, q_offset, kv_offset, dtype, device = call
     shape, band = (batch, 1, rows, keys), pattern.band
     terms = Terms(band, dtype, device, torch.finfo(dtype).min)
@@ -107,13 +107,13 @@ def _compact(call: _Call, pattern: Pattern, attention_mask: Tensor | None) -> Te
         if attention_mask is not None:
             return None
         return CompactMask(shape, terms, boundaries=_boundaries(pattern.segments))
-    parts: dict[str, Tensor] = {}  # what describes the mask if all keys up to the end are visible
-    end: int | Tensor | None = None  # of the keys that the last row may see; None: all
+    parts: dict[str, Tensor] = {}  # describes the mask if all keys up to the end are visible
+    end: int | Tensor | None = None  # end of the keys that the last row may see; None: all keys
     aligned = not isinstance(q_offset, Tensor) and q_offset + rows == kv_offset + keys
     if band != _FULL and not aligned:
         end = q_offset + rows - kv_offset
         if not band.causal or not (isinstance(end, Tensor) or 0 <= end <= keys):
-            return None  # the last row sees behind its own position, or stands outside of the keys
+            return None  # the last row sees later keys, or its position is not among the keys
         parts = dict(
             offset=_number(end - rows, device), spans=_spans(batch, end, rows, keys, device)
         )
@@ -124,13 +124,13 @@ def _compact(call: _Call, pattern: Pattern, attention_mask: Tensor | None) -> Te
     visible = padding[:, kv_offset : kv_offset + keys]
     if visible.shape[0] != batch:
         return None
-    if blind(attention_mask, q_offset):
+    if values_are_unavailable(attention_mask, q_offset):
         return CompactMask(shape, terms._replace(flagged=True), visible=visible, **parts)
     reach = _reach(visible, end)
     if reach.all_visible:
         return CompactMask(shape, terms, **parts)
     parts["visible"] = visible
-    if reach.one_run:
+    if reach.contiguous:
         parts["spans"] = reach.spans(rows, band)
         terms = terms._replace(leftpad=reach.leftpad)
     else:
@@ -138,15 +138,15 @@ def _compact(call: _Call, pattern: Pattern, attention_mask: Tensor | None) -> Te
     return CompactMask(shape, terms, **parts)
 
 
-# --- what a mask function means -------------------------------------------------------------------
+# --- the meaning of a mask function ---------------------------------------------------------------
 
 
 def _pattern_by_flags(
     local_size: int | None, causal: bool, bidirectional: bool, config: Any
 ) -> Pattern | None:
-    """Without looking at the function, which cannot be traced: the flags mark unaltered patterns.
+    """The pattern according to the flags of unaltered patterns, for functions that are traced.
 
-    ``local_size`` is a window, or the chunk of a pattern that is not ours.
+    ``local_size`` is a window, or the chunk of a pattern that is not supported.
     """
     if not (causal or bidirectional):
         return None
@@ -160,7 +160,7 @@ def _pattern_by_flags(
 
 
 def _pattern(function: Any) -> Pattern | None:
-    """The pattern of a mask function, if it is one that needs no mask of rows times keys."""
+    """The pattern of a mask function, or None if it needs a mask of rows times keys."""
     if function is masking_utils.causal_mask_function:
         return Pattern(_CAUSAL)
     if function is masking_utils.bidirectional_mask_function:
@@ -169,7 +169,7 @@ def _pattern(function: Any) -> Pattern | None:
     if parts is None or len(parts) != 2:
         return None
     outer, inner = parts
-    for packing, rest in ((outer, inner), (inner, outer)):  # the order of 5.23, and of the others
+    for packing, rest in ((outer, inner), (inner, outer)):  # Transformers 5.23 swaps the two
         packed = _captured(packing, "packed_sequence_mask_function.<locals>.inner_mask")
         if packed:
             remapped = _captured(rest, "remap_positions_for_packed_sequence.<locals>.inner_mask")
@@ -185,17 +185,17 @@ def _pattern(function: Any) -> Pattern | None:
 
 
 def _causal_window(size: int) -> Band:
-    """Of ``sliding_window_overlay``: ``size`` keys, the row's own included."""
+    """The band of ``sliding_window_overlay``: ``size`` keys, including the row's own."""
     return Band(True, (size - 1, 0))
 
 
 def _window_of_both_sides(size: int) -> Band:
-    """Of ``sliding_window_bidirectional_overlay``: ``size`` keys on each side of the row's own."""
+    """The band of ``sliding_window_bidirectional_overlay``: ``size`` keys on each side."""
     return Band(False, (size, size))
 
 
 def _captured(function: Any, name: str) -> dict[str, Any]:
-    """The variables that a function of masking_utils with this name has captured, or nothing."""
+    """The captured variables of a function of masking_utils with this name; {} for others."""
     if getattr(function, "__qualname__", None) != name:
         return {}
     if function.__module__ != masking_utils.__name__:
@@ -219,7 +219,7 @@ def _number(value: int | Tensor, device: torch.device | str) -> Tensor:
 def _spans(
     batch: int, end: int | Tensor, rows: int, keys: int, device: torch.device | str
 ) -> Tensor:
-    """Spans that are the same for each sequence; nothing is read back from the device."""
+    """The spans if they are the same for all sequences, without a read from the device."""
     spans = torch.empty((3, batch), dtype=torch.int32, device=device)
     spans[0] = 0
     spans[1] = end.clamp(0, keys) if isinstance(end, Tensor) else min(max(end, 0), keys)
@@ -228,24 +228,24 @@ def _spans(
 
 
 class Reach(NamedTuple):
-    """Which keys the sequences of a batch have: int [batch] each, and what is true of all."""
+    """The visible keys of the sequences of a batch, and properties that hold for all of them."""
 
-    first: Tensor
-    last: Tensor  # one behind it
-    limit: int | Tensor  # one behind the last key that the last row may see
+    first: Tensor  # int [batch], the first visible key
+    end: Tensor  # int [batch], one past the last visible key
+    limit: int | Tensor  # one past the last key that the last row may see
     all_visible: bool
-    one_run: bool  # keys are visible from first to last, without a gap
-    leftpad: bool
+    contiguous: bool  # all keys from first to end are visible
+    leftpad: bool  # some sequence has hidden keys before its first visible one
 
     def spans(self, rows: int, band: Band) -> Tensor:
-        in_use = torch.full_like(self.last, rows)
-        if band != _FULL:  # rows behind the last key are padding, too
-            in_use = (rows - (self.limit - self.last)).clamp(min=0)
-        return torch.stack([self.first, self.last, in_use]).to(torch.int32)
+        in_use = torch.full_like(self.end, rows)
+        if band != _FULL:  # rows after the last key are padding as well
+            in_use = (rows - (self.limit - self.end)).clamp(min=0)
+        return torch.stack([self.first, self.end, in_use]).to(torch.int32)
 
 
 def _reach(visible: Tensor, end: int | Tensor | None) -> Reach:
-    """Of visible keys [batch, keys], as far as the end; one look at the device."""
+    """The reach of visible keys [batch, keys] before the end, with one read from the device."""
     keys = visible.shape[1]
     position = torch.arange(1, keys + 1, device=visible.device)
     limit: int | Tensor = keys
@@ -254,13 +254,13 @@ def _reach(visible: Tensor, end: int | Tensor | None) -> Reach:
         visible = visible & (position <= limit)
     count = visible.sum(-1)
     last = (visible * position).amax(-1)
-    first = keys - (visible * position.flip(0)).amax(-1)  # behind last where nothing is visible
+    first = keys - (visible * position.flip(0)).amax(-1)  # greater than last if no key is visible
     found = [(count == limit).all(), (last - first <= count).all(), (last > count).any()]
     return Reach(last - count, last, limit, *torch.stack(found).tolist())
 
 
 def _boundaries(segments: Tensor) -> Tensor:
-    """cu_seqlens of the rows of [batch, rows] laid end to end, from the segment of each token."""
+    """cu_seqlens of the rows of all sequences end to end, from the segments [batch, rows]."""
     starts = torch.ones_like(segments, dtype=torch.bool)
     starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
     first = starts.flatten().nonzero().flatten()

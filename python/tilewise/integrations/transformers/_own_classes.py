@@ -1,8 +1,8 @@
-"""Models that pick one of their own attention classes by the name of the implementation.
+"""Support for models that select one of their own attention classes by the implementation's name.
 
-SAM's vision encoder and some others look the name up in a table of "eager" and "sdpa", and would
-not find "tilewise". Here the table gets a class: that of "sdpa", whose
-``scaled_dot_product_attention`` is Tilewise's.
+SAM's vision encoder and some others look the name up in a table that has only "eager" and "sdpa".
+This module adds "tilewise" to the table: the class of "sdpa", in which Tilewise computes
+``scaled_dot_product_attention``.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ def add_own_classes(module: ModuleType, name: str) -> bool:
     """Adds a class under this name to each table of attention classes in a model's file.
 
     Returns:
-        Whether there is such a table, with the name in it.
+        Whether there is a table that now contains the name.
     """
-    served = False
+    supported = False
     for table, classes in vars(module).items():
         if not table.endswith("_ATTENTION_CLASSES") or not isinstance(classes, dict):
             continue
-        theirs = classes.get("sdpa")
-        if name not in classes and theirs is not None and theirs is not classes.get("eager"):
-            classes[name] = _served(theirs)
-        served = served or name in classes
-    return served
+        original = classes.get("sdpa")
+        if name not in classes and original is not None and original is not classes.get("eager"):
+            classes[name] = _computed_by_tilewise(original)
+        supported = supported or name in classes
+    return supported
 
 
-def _served(theirs: type) -> type:
-    """A class of attention over ``scaled_dot_product_attention``, computed by Tilewise."""
+def _computed_by_tilewise(original: type) -> type:
+    """A subclass of an attention class whose ``scaled_dot_product_attention`` is Tilewise's."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("output_attentions"):
             raise ValueError(
-                "output_attentions=True asks for the matrix of attention weights, which tilewise "
-                'never makes; load the model with attn_implementation="eager"'
+                "output_attentions is True, but tilewise never computes the matrix of attention "
+                'weights: load the model with attn_implementation="eager"'
             )
         with _ThroughTilewise():
-            return theirs.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+            return original.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
 
-    return type(f"Tilewise{theirs.__name__}", (theirs,), dict(forward=forward))
+    return type(f"Tilewise{original.__name__}", (original,), dict(forward=forward))
 
 
 class _ThroughTilewise(TorchFunctionMode):
@@ -63,12 +63,12 @@ def _attention(
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """``scaled_dot_product_attention`` without causality, which no such class asks for."""
-    del enable_gqa  # grouped heads are grouped heads
+    """``scaled_dot_product_attention`` without causality, which no such class uses."""
+    del enable_gqa  # the shapes say whether heads are grouped
     if is_causal:
         raise ValueError(
-            "is_causal=True in an attention class of the model: tilewise serves such classes "
-            'without causality only; load the model with attn_implementation="sdpa"'
+            "an attention class of the model passes is_causal=True, but tilewise supports such "
+            'classes only without causality: load the model with attn_implementation="sdpa"'
         )
     from ._attention import as_bias
 

@@ -1,4 +1,4 @@
-"""Sequences packed into one row of a batch, which only ``position_ids`` tell apart."""
+"""Sequences that are packed into one row of a batch and that only ``position_ids`` separate."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_forwards = 0  # masks made so far: every forward makes its own, ahead of its first layer
-_found: Any = WeakTensorKeyDictionary()  # position_ids: (state when looked at, boundaries)
+_forwards = 0  # number of masks made so far; each forward makes one before its first layer
+_cache: Any = WeakTensorKeyDictionary()  # position_ids: (their state, their boundaries)
 
 
-def blind(*tensors: Any) -> bool:
-    """Whether values must not be looked at: while a graph is traced or captured."""
+def values_are_unavailable(*tensors: Any) -> bool:
+    """Whether values must not be read, because a graph is being traced or captured."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True
     on_gpu = any(isinstance(tensor, Tensor) and tensor.is_cuda for tensor in tensors)
@@ -21,43 +21,43 @@ def blind(*tensors: Any) -> bool:
 
 
 def begin_forward() -> None:
-    """What was found in tensors that do not count their changes is to be found anew."""
+    """Invalidates the boundaries of tensors that have no version counter."""
     global _forwards
     if not torch.compiler.is_compiling():
         _forwards += 1
 
 
-def packed_boundaries(position_ids: Any, rows: int, remembers: bool) -> Tensor | None:
-    """cu_seqlens of sequences packed into one row; None: it is one sequence, or nobody may look.
+def packed_boundaries(position_ids: Any, rows: int, has_mask: bool) -> Tensor | None:
+    """cu_seqlens of sequences packed into one row; None for one sequence or unavailable values.
 
-    Transformers' own FlashAttention looks in each layer, and waits for the GPU each time; here the
-    first layer of a forward looks for all of them.
+    Transformers' own FlashAttention finds the boundaries in each layer and waits for the GPU each
+    time; here the first layer of a forward finds them for all layers.
 
     Args:
-        position_ids: [1, rows], beginning anew with each sequence; no other shape is looked at.
-        rows: Of queries, and of keys.
-        remembers: Whether the layer has a mask, which tells one forward from the next.
+        position_ids: [1, rows], which start again with each sequence; other shapes are ignored.
+        rows: Number of queries and of keys.
+        has_mask: Whether the layer has a mask, so that one forward differs from the next.
 
     Returns:
-        int32 [sequences + 1].
+        int32 [sequences + 1], or None.
     """
     if not isinstance(position_ids, Tensor) or tuple(position_ids.shape) != (1, rows):
         return None
-    if blind(position_ids):
+    if values_are_unavailable(position_ids):
         return None
     version = None if position_ids.is_inference() else position_ids._version
     state = (_forwards, version)
-    known = _found.get(position_ids)
-    if known is not None and known[0] == state and (remembers or version is not None):
-        boundaries: Tensor | None = known[1]
+    cached = _cache.get(position_ids)
+    if cached is not None and cached[0] == state and (has_mask or version is not None):
+        boundaries: Tensor | None = cached[1]
         return boundaries
-    boundaries = _look(position_ids[0], rows)
-    _found[position_ids] = (state, boundaries)
+    boundaries = _find_boundaries(position_ids[0], rows)
+    _cache[position_ids] = (state, boundaries)
     return boundaries
 
 
-def _look(position: Tensor, rows: int) -> Tensor | None:
-    """As ``modeling_flash_attention_utils`` does: a sequence starts at the smallest position."""
+def _find_boundaries(position: Tensor, rows: int) -> Tensor | None:
+    """The boundaries as in ``modeling_flash_attention_utils``: a sequence starts at the minimum."""
     first = position.min()
     index = torch.arange(rows, device=position.device)
     if not bool((position != index + first).any()):

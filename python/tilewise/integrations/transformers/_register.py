@@ -1,4 +1,4 @@
-"""What importing the integration does to Transformers."""
+"""The registration in Transformers, which importing the integration performs."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from ._masks import create_mask
 from ._own_classes import add_own_classes
 from ._paged import allow_continuous_batching
 
-NAME = "tilewise"  # without "flash", "sdpa", "/" or "|", which have a meaning in such names
+NAME = "tilewise"  # "flash", "sdpa", "/" and "|" would have a special meaning in the name
 
 
 def register() -> None:
-    """Registers attention and mask functions as "tilewise"; again is no harm."""
+    """Registers attention and mask functions as "tilewise"; further calls have no effect."""
     AttentionInterface.register(NAME, attention)
-    # Without a mask function, Transformers would leave out every mask in silence.
+    # Without a mask function, Transformers would silently omit every mask.
     AttentionMaskInterface.register(NAME, create_mask)
     AttentionInterface.register(f"paged|{NAME}", attention)
     allow_continuous_batching(NAME)
-    _refuse_models_of_their_own()
+    _refuse_unsupported_models()
 
 
-def _refuse_models_of_their_own() -> None:
-    """Models whose own code computes attention would be given our masks and not understand them."""
+def _refuse_unsupported_models() -> None:
+    """Makes Transformers refuse models whose own code computes attention, for they would misread
+    compact masks.
+    """
     check = PreTrainedModel.get_correct_attn_implementation
     if hasattr(check, "__wrapped__"):
         return
@@ -40,25 +42,25 @@ def _refuse_models_of_their_own() -> None:
         if requested_attention is not None and requested_attention.removeprefix("paged|") == NAME:
             model = type(self)
             module = sys.modules[model.__module__]
-            served = add_own_classes(module, NAME)
-            asks = hasattr(module, "ALL_ATTENTION_FUNCTIONS") and (
+            has_table = add_own_classes(module, NAME)
+            calls_interface = hasattr(module, "ALL_ATTENTION_FUNCTIONS") and (
                 model._supports_sdpa or model._supports_flash_attn
             )
-            asks = asks or served or model._supports_attention_backend
-            own = () if asks else _own_attention(module)
+            supported = calls_interface or has_table or model._supports_attention_backend
+            own = () if supported else _own_attention(module)
             if own:
                 raise ValueError(
                     f"{model.__name__} computes attention in its own code "
-                    f"({', '.join(own)}), which asks for no attention function, so that "
-                    f'attn_implementation="{NAME}" cannot serve it: load the model with '
-                    '"eager", or with another one that it supports'
+                    f"({', '.join(own)}) and calls no attention function, so that "
+                    f'attn_implementation="{NAME}" has no effect on it: load the model with '
+                    '"eager", or with another implementation that it supports'
                 )
         return check(self, requested_attention, *args, **kwargs)
 
     setattr(PreTrainedModel, "get_correct_attn_implementation", checked)  # noqa: B010
 
 
-# What attention is made of, by the names that its code refers to.
+# The names of operations that code which computes attention refers to.
 _PARTS = frozenset(
     ("Linear", "matmul", "bmm", "baddbmm", "einsum", "softmax", "Softmax",
      "scaled_dot_product_attention")
@@ -67,10 +69,10 @@ _PARTS = frozenset(
 
 @functools.cache
 def _own_attention(module: ModuleType) -> tuple[str, ...]:
-    """The classes of a model's file that compute attention without asking for a function.
+    """The classes of a model's file that compute attention without calling an attention function.
 
-    A model without any (a convolutional one, or one made of other models, which are asked
-    themselves) has nothing that Tilewise could not serve.
+    A file without any such class is supported, for example that of a convolutional model, or that
+    of a model which consists of other models; those are checked separately.
     """
     layers = {
         name: _names_in_code(value)
@@ -80,18 +82,18 @@ def _own_attention(module: ModuleType) -> tuple[str, ...]:
     return tuple(
         name
         for name, used in layers.items()
-        # One that is made of another one leaves the computation to it.
+        # A class that refers to another one leaves the computation to it.
         if used & _PARTS and "ALL_ATTENTION_FUNCTIONS" not in used and used.isdisjoint(layers)
     )
 
 
 def _names_in_code(cls: type) -> set[str]:
-    """The names that the methods of a class refer to, behind their decorators."""
+    """The names that the undecorated methods of a class refer to."""
     methods = (inspect.unwrap(f) for f in vars(cls).values() if inspect.isfunction(f))
     return {name for method in methods for name in method.__code__.co_names}
 
 
 def _is_layer(value: Any, module: ModuleType) -> bool:
-    """Whether this is a layer that the file itself defines."""
+    """Whether the value is a layer class that the file itself defines."""
     is_layer = isinstance(value, type) and issubclass(value, torch.nn.Module)
     return is_layer and value.__module__ == module.__name__
