@@ -1,12 +1,12 @@
-"""Attention on this machine's cores: Tilewise beside PyTorch's scaled_dot_product_attention.
+"""Attention on this machine's cores: Tilewise and PyTorch's scaled_dot_product_attention.
 
-Both run on the same threads of the same process, taking turns; the table gives GFLOP/s, their
-ratio, the share of the machine's measured peak, and whether the bar of the ratio is met.
+Both run on the same threads of the same process, in alternating rounds. The table shows GFLOP/s,
+their ratio, the fraction of the machine's measured peak, and whether the ratio meets its bar.
 
   python bench/bench_cpu.py                       the whole grid (about 13 minutes on two cores)
   python bench/bench_cpu.py --quick               no N = 8192, shorter repetitions (3 minutes)
-  python bench/bench_cpu.py --filter "bf16 D64" --filter decode
-  python bench/bench_cpu.py --threads 2 --json results.json
+  python bench/bench_cpu.py --filter "bf16 D64" --filter decode python bench/bench_cpu.py --threads
+  2 --json results.json
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ import report
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line; exits with a sentence when it makes no sense."""
+    """Reads the command line; exits with a sentence if it is invalid."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--threads", type=int, default=0, help="default: one per physical core")
-    parser.add_argument("--no-pin", action="store_true", help="do not bind to that many cores")
+    parser.add_argument("--no-pin", action="store_true", help="do not bind the process to cores")
     parser.add_argument("--quick", action="store_true", help="no N = 8192, short repetitions")
     parser.add_argument("--seconds", type=float, help="per contestant and case (1.0; quick 0.3)")
     parser.add_argument(
@@ -68,7 +68,7 @@ def matches(name: str, filters: Sequence[str]) -> bool:
 
 
 def physical_cores() -> list[int]:
-    """One CPU number per physical core among those this process may use."""
+    """One CPU number per physical core that this process may use."""
     allowed = sorted(os.sched_getaffinity(0))
     seen, cores = set(), []
     for cpu in allowed:
@@ -81,7 +81,9 @@ def physical_cores() -> list[int]:
 
 
 def choose_cores(threads: int, pin: bool) -> int:
-    """Binds the process to `threads` different physical cores. Returns how many threads to use."""
+    """Binds the process to `threads` different physical cores. Returns the number of threads to
+    use.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return threads or os.cpu_count() or 1
     cores = physical_cores()
@@ -94,7 +96,9 @@ def choose_cores(threads: int, pin: bool) -> int:
 
 
 def rotation(problem_bytes: int, total_bytes: int) -> int:
-    """How many copies of a problem to take turns with: up to `total_bytes`, 2 to 64 of them."""
+    """How many copies of a problem to rotate through: 2 to 64, of at most `total_bytes` in
+    total.
+    """
     return max(2, min(64, math.ceil(total_bytes / max(1, problem_bytes))))
 
 
@@ -136,10 +140,10 @@ def measure_attention(case: cases.Case, seconds: float) -> dict[str, Any]:
 
 
 def measure_decode(case: cases.Decode, seconds: float, total_bytes: int) -> dict[str, Any]:
-    """Times one decode step over caches that lie in memory, not in a processor cache.
+    """Times one decode step over caches that are in memory, not in a processor cache.
 
     Returns {"tilewise": timing, "torch": timing, "read": timing, "ratio": torch / tilewise,
-    "share": read / tilewise}; "read" does nothing but read the same bytes.
+    "share": read / tilewise}; "read" only reads the same bytes.
     """
     import torch
     from torch.nn.functional import scaled_dot_product_attention
@@ -151,14 +155,14 @@ def measure_decode(case: cases.Decode, seconds: float, total_bytes: int) -> dict
     copies = rotation(case.cache_bytes, total_bytes)
     shape = (1, case.kv_heads, case.length, case.head_dim)
     first = [torch.randn(shape).to(dtype) for _ in range(2)]
-    # Every call has the next one: what was read last may still lie in a large last-level cache.
+    # Every call uses the next copy: the last one read may still be in a large last-level cache.
     caches = itertools.cycle([tuple(t.clone() for t in first) for _ in range(copies)])
     query = torch.randn(1, case.heads, 1, case.head_dim).to(dtype)
     grouped = case.heads != case.kv_heads
 
     def read(_: int) -> None:
         for cache in next(caches):
-            cache.view(torch.float32).sum()  # of what the bits happen to be
+            cache.view(torch.float32).sum()  # of whatever the bits represent
 
     with torch.no_grad():
         timings = interleave(
@@ -179,7 +183,7 @@ def measure_decode(case: cases.Decode, seconds: float, total_bytes: int) -> dict
 
 
 def machine(threads: int, isa: str, load: float) -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """The machine and software that the numbers were measured on."""
     import torch
 
     import tilewise
@@ -198,7 +202,7 @@ def machine(threads: int, isa: str, load: float) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, prints, writes. Returns the exit status."""
+    """Measures, prints and writes the results. Returns the exit status."""
     lengths = cases.LENGTHS[:-1] if options.quick else cases.LENGTHS
     grid = [c for c in cases.attention_cases(lengths) if matches(c.name, options.filter)]
     longest = 0 if options.quick else cases.LONG_CACHE

@@ -1,12 +1,12 @@
-"""Decoding on a GPU: one query a sequence against key/value caches, beside cuDNN, FA-2 and FA-3.
+"""Decoding on a GPU: one query per sequence against key/value caches; cuDNN, FA-2 and FA-3 as
+peers.
 
-Ours attends to contiguous caches without and with cache_seqlens, to lengths that end inside of a
-tile of keys, to log-normal ones, to pages of 1, 16, 64 and 256 keys in random order, and to as many
-keys of float8; the peers are PyTorch's own, and FA-3 where it is installed, and take contiguous
-caches of bf16. With cuDNN's own front end
-(nvidia-cudnn-frontend) cuDNN attends to these lengths and pages, too. All take turns, in a CUDA
-graph of many calls (the device's time of one) and call by call (with what a launch costs); caches
-are changed from call to call, so that none is in L2.
+Ours attends to contiguous caches without and with cache_seqlens, to lengths that end inside a key
+tile, to log-normal lengths, to pages of 1, 16, 64 and 256 keys in random order, and to as many keys
+in float8. The peers are PyTorch's own operators, and FA-3 where it is installed, with contiguous
+bf16 caches. With cuDNN's own front end (nvidia-cudnn-frontend), cuDNN also attends to these lengths
+and pages. Contestants alternate, both in a CUDA graph of many calls (device time per call) and call
+by call (including the launch); each call uses another cache, so that none is in L2.
 
   python bench/bench_gpu_decode.py                    B1..128, 1k..128k keys, 4 sets of heads
   python bench/bench_gpu_decode.py --quick            the main points (under 40 seconds)
@@ -35,14 +35,14 @@ from gpu_contestants import TITLES
 from tilewise.cli import tables
 from tilewise.cli.progress import Progress
 
-WRONG = 1e-2  # error of bf16 is 2e-3
-PEERS = ("cudnn", "fa2", "fa3", "sdpa", *cases.ALIKE)
-BARS = ("cudnn", "fa3")  # the best of them is the bar
+WRONG = 1e-2  # the error of bf16 is 2e-3
+PEERS = ("cudnn", "fa2", "fa3", "sdpa", *cases.SAME_CACHE_PEERS)
+BARS = ("cudnn", "fa3")  # the bar is the better of them
 OURS = ("dense", "lengths", "inside", *cases.PAGE_BARS, *cases.FLOAT8, *cases.UNEVEN)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line; exits with a sentence when it makes no sense."""
+    """Reads the command line; exits with a sentence if it is invalid."""
     parser = gpu_arguments.parser(
         __doc__, quick="the main points, 5 rounds", on_cpu="without graphs"
     )
@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         default=math.inf,
         metavar="GB",
-        help="only points whose keys and values are no more, the smallest first",
+        help="only points with at most this much of keys and values, smallest first",
     )
     parser.add_argument(
         "--only",
@@ -59,7 +59,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         choices=(*OURS, *PEERS),
         metavar="NAME",
-        help=f"only these: {', '.join((*OURS, *PEERS))}; repeatable",
+        help=f"only these contestants: {', '.join((*OURS, *PEERS))}; repeatable",
     )
     options = gpu_arguments.parsed(parser, arguments)
     if not options.most_gb > 0:
@@ -79,7 +79,7 @@ def choose(options: argparse.Namespace) -> list[cases.Case]:
 
 
 def graph_of(call: cases.Call, case: cases.Case) -> Callable[[], None]:
-    """Replays a CUDA graph of the case's launches, one cache after another."""
+    """A function that replays a CUDA graph of the case's launches, one cache after another."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -98,16 +98,18 @@ def measure(
     """Checks and times one point."""
     x = cases.draw(case, options.device)
     calls, errors, left_out, shares = {}, {}, {}, {}
-    for who in cases.contestants(case, x):
-        if options.only and who.name not in options.only:
+    for contestant in cases.contestants(case, x):
+        if options.only and contestant.name not in options.only:
             continue
         try:
-            errors[who.name] = cases.error(case, x, who)
+            errors[contestant.name] = cases.error(case, x, contestant)
         except (RuntimeError, TypeError, ValueError) as error:
-            left_out[who.name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            left_out[contestant.name] = (str(error).strip().splitlines() or [type(error).__name__])[
+                0
+            ]
             continue
-        calls[who.name] = who.call
-        shares[who.name] = who.share(case)
+        calls[contestant.name] = contestant.call
+        shares[contestant.name] = contestant.share(case)
     singles = {n: (lambda call=call: call(0)) for n, call in calls.items()}
     eager = clock.interleave(singles, options.rounds)
     graph = {}
@@ -129,11 +131,12 @@ def make_row(
     left_out: Mapping[str, str],
 ) -> dict[str, Any]:
     """One result: microseconds, GB/s, ratios to the peers, pages over contiguous keys, float8 over
-    bf16, the bars.
+    bf16, and the bars.
 
     Args:
-        shares: of the bytes of the caches that a contestant reads. Ratios are those of GB/s, so
-            that a peer that has no lengths is compared by what is read.
+        shares: Fraction of the caches' bytes that each contestant reads. Ratios compare GB/s, so
+        that a
+            peer without lengths is compared by what it reads.
     """
     row: dict[str, Any] = {**case.to_json(), "left_out": dict(left_out), "errors": dict(errors)}
     row["eager_us"], row["graph_us"] = dict(eager), dict(graph)
@@ -142,7 +145,7 @@ def make_row(
     ours = [n for n in rates if n not in PEERS]
     row["gb_s"] = rates
     row["ratio"] = {
-        p: {n: rates[n] / rates[p] for n in ours if cases.ALIKE.get(p, n) == n}
+        p: {n: rates[n] / rates[p] for n in ours if cases.SAME_CACHE_PEERS.get(p, n) == n}
         for p in PEERS
         if p in rates
     }
@@ -162,7 +165,7 @@ def make_row(
     ]
     row["missed"] += [
         f"{n} {row['ratio'][p][n]:.2f} of cuDNN's"
-        for p, n in cases.ALIKE.items()
+        for p, n in cases.SAME_CACHE_PEERS.items()
         if round(row["ratio"].get(p, {}).get(n, math.inf), 2) < cases.PEER_BAR
     ]
     row["missed"] += [
@@ -174,12 +177,12 @@ def make_row(
     return row
 
 
-HEAD = ("point", *OURS, "cuDNN", *cases.ALIKE, "FA-2", "FA-3")
+HEAD = ("point", *OURS, "cuDNN", *cases.SAME_CACHE_PEERS, "FA-2", "FA-3")
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """Microseconds of one; ours with the ratio to cuDNN, pages with that to contiguous keys, float8
-    with that to bf16.
+    """Microseconds per contestant, in brackets the ratio: ours to cuDNN, pages to contiguous keys,
+    float8 to bf16.
     """
     times = row["graph_us"] or row["eager_us"]
     over_cudnn = row["ratio"].get("cudnn", {})
@@ -195,7 +198,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Geometric means, points below a bar, results that are wrong, who did not run."""
+    """Geometric means, points below a bar, wrong results, contestants that did not run."""
     means = {}
     for name in HEAD[1:]:
         for peer in BARS:
@@ -225,14 +228,16 @@ def show(result: dict[str, Any]) -> None:
     rows, s = result["rows"], result["summary"]
     in_graph = any(r["graph_us"] for r in rows)
     print(
-        f"\nMicroseconds of a call{' in a CUDA graph' if in_graph else ''}; in brackets, of pages:"
+        f"\nMicroseconds per call{' in a CUDA graph' if in_graph else ''}; in brackets, for pages:"
     )
-    print("over the time of contiguous keys, of float8 over that of bf16, of the others: GB/s over")
+    print(
+        "time over that of contiguous keys; for float8 over that of bf16; for the others GB/s over"
+    )
     print("cuDNN's\n")
     tables.show(HEAD, [cells(r) for r in rows], left=(0,))
     if in_graph:
         print("\nCall by call, microseconds:\n")
-        tables.show(HEAD, [cells(alone(r)) for r in rows], left=(0,))
+        tables.show(HEAD, [cells(eager_only(r)) for r in rows], left=(0,))
     for name, mean in s["means"].items():
         print(f"{name}: {mean:.3f}, geometric mean")
     for title, names in (
@@ -245,13 +250,13 @@ def show(result: dict[str, Any]) -> None:
             print(f"{title}:\n  " + "\n  ".join(names))
 
 
-def alone(row: dict[str, Any]) -> dict[str, Any]:
-    """The times of calls without a graph, to be shown alike."""
+def eager_only(row: dict[str, Any]) -> dict[str, Any]:
+    """The row reduced to the times of calls without a graph."""
     return row | {"graph_us": {}, "ratio": {}, "of_contiguous": {}, "of_bf16": {}}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, prints, writes. Returns the exit status."""
+    """Measures, prints and writes the results. Returns the exit status."""
     started = time.monotonic()
     points = choose(options)
     if not gpu_arguments.measures(options, [c.name for c in points], "bench_gpu_decode"):

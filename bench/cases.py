@@ -1,4 +1,4 @@
-"""What `make bench-cpu` measures, and the bars: how much faster than PyTorch we mean to be."""
+"""The cases of `make bench-cpu`, and the bars: how much faster than PyTorch they should be."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ LENGTHS = (512, 1024, 2048, 8192)
 HEAD_DIMS = (64, 128)
 HEADS = 8
 
-# PyTorch skips masked keys in blocks of 512 only, so at N = 512 its causal attention does all the
-# work of the full one. We do not, in any dtype.
+# PyTorch skips masked keys only in blocks of 512, so at N = 512 its causal attention does as much
+# work as the full one. Ours skips them in every dtype.
 SHORT_CAUSAL_BAR = 1.8
-# Decode reads every key and value once: the bar is this share of the speed of a plain read.
+# Decoding reads every key and value once: the bar is this fraction of the speed of a plain read.
 DECODE_BAR = 0.9
 LONG_CACHE = 131072  # keys
 
@@ -32,14 +32,16 @@ class Case:
 
     @property
     def name(self) -> str:
-        """E.g. "bf16 D64 N2048 causal backward": what --filter matches."""
+        """The name that --filter matches, such as "bf16 D64 N2048 causal backward"."""
         mask = "causal" if self.causal else "full"
         which = "backward" if self.backward else "forward"
         return f"{self.dtype} D{self.head_dim} N{self.length} {mask} {which}"
 
     @property
     def flop(self) -> float:
-        """Two products forward, five backward, over the visible pairs (half when causal)."""
+        """Two products forward, five backward, over the visible pairs (half of them when
+        causal).
+        """
         forward = 4.0 * self.heads * self.length * self.length * self.head_dim
         return forward * (2.5 if self.backward else 1.0) * (0.5 if self.causal else 1.0)
 
@@ -65,13 +67,13 @@ class Decode:
 
     @property
     def name(self) -> str:
-        """E.g. "bf16 decode 32/8 heads N8192 D128"."""
+        """For example "bf16 decode 32/8 heads N8192 D128"."""
         heads = f"{self.heads}/{self.kv_heads} heads"
         return f"{self.dtype} decode {heads} N{self.length} D{self.head_dim}"
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values: what has to be read."""
+        """Bytes of keys and values, all of which have to be read."""
         return 2 * self.kv_heads * self.length * self.head_dim * BYTES[self.dtype]
 
     def to_json(self) -> dict[str, object]:
@@ -90,8 +92,8 @@ def attention_cases(lengths: tuple[int, ...] = LENGTHS) -> Iterator[Case]:
 
 
 def decode_cases(longest: int = LONG_CACHE) -> Iterator[Decode]:
-    """Caches of 8 heads for one, four and eight query heads each, and a long one unless `longest`
-    says that there is none.
+    """Caches of 8 heads with one, four and eight query heads each, and one of LONG_CACHE keys if
+    `longest` allows it.
     """
     for head_dim in HEAD_DIMS:
         for dtype in DTYPES:
@@ -102,7 +104,7 @@ def decode_cases(longest: int = LONG_CACHE) -> Iterator[Decode]:
 
 
 def bar(case: Case, isa: str) -> float | None:
-    """How many times PyTorch's speed this case must reach on `isa`; None where none was set."""
+    """How many times PyTorch's speed this case must reach on `isa`; None where no bar is set."""
     value = _isa_bar(case, isa)
     if value is not None and case.causal and case.length <= 512:
         return max(value, SHORT_CAUSAL_BAR)

@@ -1,12 +1,12 @@
-"""Decoding by two builds of the library, which take turns: processes of bench_gpu_decode.py.
+"""Compares decoding by two builds of the library, in alternating processes of bench_gpu_decode.py.
 
-  python bench/compare_decode.py OLD NEW                          folders that hold libtilewise.so
-  python bench/compare_decode.py OLD NEW --turns 3 --json FILE
-  python bench/compare_decode.py OLD NEW -- --points "B96 32/8" --only lengths --only cudnn
+  python bench/compare_decode.py OLD NEW                          folders with libtilewise.so python
+  bench/compare_decode.py OLD NEW --turns 3 --json FILE python bench/compare_decode.py OLD NEW --
+  --points "B96 32/8" --only lengths --only cudnn
 
-What stands behind -- goes to bench_gpu_decode.py. A process is a turn of one build; every other
-turn begins with the new one. Medians of the turns are compared: old over new, above 1 is faster. A
-peer among them is the same in both, and shows what a ratio is worth.
+Arguments after -- are passed to bench_gpu_decode.py. Each process, or turn, uses one build; every
+other pair of turns begins with the new build. The medians of the turns are compared: old over new,
+above 1 means faster. A peer among them is the same in both builds and shows the noise of a ratio.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ from tilewise.cli.progress import Progress
 SCRIPT = Path(__file__).with_name("bench_gpu_decode.py")
 BUILDS = ("old", "new")
 
-# Microseconds of a turn, by point and contestant.
+# Microseconds measured in one turn, by point and contestant.
 Times = dict[str, dict[str, float]]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line; exits with a sentence when it makes no sense."""
+    """Reads the command line; exits with a sentence if it is invalid."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for build in BUILDS:
-        parser.add_argument(build, type=Path, metavar=build.upper(), help="folder of its library")
-    parser.add_argument("--turns", type=int, default=2, help="processes of each build (2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
+        parser.add_argument(
+            build, type=Path, metavar=build.upper(), help="folder of this build's library"
+        )
+    parser.add_argument("--turns", type=int, default=2, help="processes per build (2)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
     given = list(sys.argv[1:] if arguments is None else arguments)
     end = given.index("--") if "--" in given else len(given)
     options = parser.parse_args(given[:end])
@@ -54,10 +56,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def turn(library: Path, rest: Sequence[str]) -> Times:
-    """What one process has measured.
+    """The times that one process has measured.
 
     Raises:
-        SystemExit: it failed; with the end of what it said.
+        SystemExit: The process failed; the message has the end of its output.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
@@ -76,7 +78,7 @@ def turn(library: Path, rest: Sequence[str]) -> Times:
 
 
 def compare(turns: dict[str, list[Times]]) -> dict[str, Any]:
-    """Medians and ratios of what both builds have in every turn."""
+    """Medians and ratios of the points that both builds have in every turn."""
     every = [times for build in BUILDS for times in turns[build]]
     points = [p for p in every[0] if all(p in times for times in every)]
     rows = []
@@ -105,7 +107,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, prints, writes. Returns the exit status."""
+    """Measures, prints and writes the results. Returns the exit status."""
     turns: dict[str, list[Times]] = {b: [] for b in BUILDS}
     with Progress(2 * options.turns, "turns") as bar:
         for number in range(options.turns):

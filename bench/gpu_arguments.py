@@ -1,4 +1,4 @@
-"""Arguments that the benchmarks of a GPU share."""
+"""Arguments that the GPU benchmarks share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 
 def parser(document: str | None, *, quick: str, on_cpu: str) -> argparse.ArgumentParser:
-    """A parser with them.
+    """A parser with these arguments.
 
     Args:
-        document: Of the script, which `--help` shows.
+        document: The script's docstring, which `--help` shows.
         quick: What `--quick` measures.
-        on_cpu: What times are where `--device cpu` tries the script itself.
+        on_cpu: How times are measured with `--device cpu`, which tests the script itself.
     """
     made = argparse.ArgumentParser(
         description=document, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -30,20 +30,26 @@ def parser(document: str | None, *, quick: str, on_cpu: str) -> argparse.Argumen
         help="only points whose name has all the words (wildcards allowed); repeatable",
     )
     add("--rounds", type=int, help="timed rounds (9; quick 5)")
-    add("--time-limit", type=float, default=0.0, metavar="SECONDS", help="stop measuring then")
+    add(
+        "--time-limit",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="stop measuring after this time",
+    )
     add("--list", action="store_true", help="print the names of the points")
-    add("--json", type=Path, metavar="FILE", help="write the results, after every point anew")
+    add("--json", type=Path, metavar="FILE", help="write the results, again after every point")
     add(
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help=f"cpu tries the script itself: times by the wall, {on_cpu}",
+        help=f"cpu tests the script itself: wall-clock times, {on_cpu}",
     )
     return made
 
 
 def parsed(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; exits with a sentence where one of them makes no sense."""
+    """The parsed command line; exits with a sentence if an argument is invalid."""
     options = made.parse_args(arguments)
     if options.rounds is not None and not 1 <= options.rounds <= 1000:
         made.error(f"--rounds is {options.rounds}, must be 1 to 1000")
@@ -54,9 +60,9 @@ def parsed(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> ar
 
 
 def measures(options: argparse.Namespace, names: Sequence[str], script: str) -> bool:
-    """Whether points with these names are to be measured: with `--list` they are printed instead.
+    """Whether to measure the points with these names; with `--list` they are printed instead.
 
-    Exits with a sentence where there is none, or no GPU.
+    Exits with a sentence if there is no point, or no GPU.
     """
     if options.list:
         print("\n".join(names))

@@ -1,4 +1,4 @@
-"""What `make bench-gpu` measures, and the bars: how much faster than the peers we mean to be."""
+"""The points of `make bench-gpu`, and the bars: how much faster than the peers they should be."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OTHER_HEAD_DIMS = (80, 96, 192)
 GROUPED = ((32, 8), (64, 8))  # query heads, key/value heads
 
 # Ratio to the peer at every point, and the geometric mean over all points of a direction. "best" is
-# the best of cuDNN, FA-3 and FA-4, which the wgmma kernels are judged by.
+# the best of cuDNN, FA-3 and FA-4, with which the wgmma kernels are compared.
 POINT_BAR = {"fa2": 1.0, "efficient": 1.5, "best": 1.0}
 MEAN_BAR = {
     ("fwd", "fa2"): 1.12,
@@ -27,7 +27,7 @@ FP32 = "fp32"
 
 @dataclass(frozen=True)
 class Case:
-    """Self-attention over `seqlen` rows; the batch makes up the number of tokens."""
+    """Self-attention over `seqlen` rows; the batch size follows from the number of tokens."""
 
     dtype: str
     direction: str  # "fwd" or "bwd"
@@ -40,13 +40,13 @@ class Case:
 
     @property
     def batch(self) -> int:
-        """Sequences."""
+        """Number of sequences."""
         return max(1, self.tokens // self.seqlen)
 
     @property
     def name(self) -> str:
-        """E.g. "bf16 fwd D128 S4096 causal MHA": what --points matches. GQA: the first of GROUPED,
-        others by their heads.
+        """The name that --points matches, such as "bf16 fwd D128 S4096 causal MHA". The first of
+        GROUPED is called GQA, the others are named by their heads.
         """
         mask = "causal" if self.causal else "full"
         heads = "MHA" if self.heads == self.kv_heads else "GQA"
@@ -56,12 +56,14 @@ class Case:
 
     @property
     def flop(self) -> float:
-        """Two products forward, five backward, over the visible pairs (half when causal)."""
+        """Two products forward, five backward, over the visible pairs (half of them when
+        causal).
+        """
         forward = 4.0 * self.batch * self.heads * self.seqlen * self.seqlen * self.head_dim
         return forward * (2.5 if self.direction == "bwd" else 1.0) * (0.5 if self.causal else 1.0)
 
     def judged_by(self, kernel: str) -> str:
-        """The peer that the bar of a kernel is about."""
+        """The peer with which the bar compares a kernel."""
         if self.dtype == FP32:
             return "efficient"
         return "best" if kernel.startswith("cuda.wgmma") else "fa2"
@@ -100,7 +102,7 @@ def main_cases(tokens: int = TOKENS) -> list[Case]:
 
 
 def all_cases(tokens: int = TOKENS) -> list[Case]:
-    """The whole grid, main points first: a run that is out of time has measured those."""
+    """The whole grid, main points first, so that a run that exceeds its time has measured those."""
     few, many = GROUPED
     cases = [
         *main_cases(tokens),

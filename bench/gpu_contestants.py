@@ -1,7 +1,7 @@
-"""Tilewise and its peers as callables on the same tensors, without autograd where that is possible.
+"""Tilewise and its peers as callables on the same tensors, without autograd where possible.
 
-PyTorch's backends are called through their own operators, so that neither the choice of a backend
-nor autograd is timed. FA-3 and FA-4 offer their backward through autograd only.
+PyTorch's backends are called through their own operators, so that neither backend selection nor
+autograd is timed. FA-3 and FA-4 offer their backward only through autograd.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 @dataclass
 class Inputs:
-    """[batch, row, head, column], contiguous; dout for the backward."""
+    """[batch, row, head, column], contiguous; dout is for the backward."""
 
     q: Tensor
     k: Tensor
@@ -56,7 +56,7 @@ def draw(case: Case, device: str) -> Inputs:
 
 
 def names_for(case: Case, device: str) -> list[str]:
-    """Who can be asked for this case at all."""
+    """The contestants that may support this case."""
     if device == "cpu":
         return ["tilewise", "sdpa"]
     if case.dtype == "fp32":
@@ -65,7 +65,7 @@ def names_for(case: Case, device: str) -> list[str]:
 
 
 def prepare(name: str, case: Case, x: Inputs) -> Call | str:
-    """A callable that does the work of the case once, or why there is none."""
+    """A callable that runs the case once, or the reason why there is none."""
     try:
         call = _MAKE[name](case, x)
         call()
@@ -141,7 +141,7 @@ def _cudnn(case: Case, x: Inputs) -> Call:
 
 def _efficient(case: Case, x: Inputs) -> Call:
     if case.heads != case.kv_heads:
-        raise ValueError("takes no grouped heads")
+        raise ValueError("does not support grouped heads")
     q, k, v, dout = x.heads_first()
     backward = case.direction == "bwd"
 
@@ -163,7 +163,7 @@ def _efficient(case: Case, x: Inputs) -> Call:
 
 
 def _by_autograd(case: Case, x: Inputs, attend: Callable[..., Any]) -> Call:
-    """`attend` takes and gives [batch, row, head, column]; it may return more than the output."""
+    """`attend` takes and returns [batch, row, head, column]; it may return more than the output."""
 
     def first(result: Any) -> Tensor:
         return result[0] if isinstance(result, tuple) else result
@@ -181,7 +181,7 @@ def _by_autograd(case: Case, x: Inputs, attend: Callable[..., Any]) -> Call:
 
 
 def fa3_installed() -> bool:
-    """Whether there is an FA-3 to be measured."""
+    """Whether FA-3 is installed."""
     return importlib.util.find_spec("flash_attn_interface") is not None
 
 

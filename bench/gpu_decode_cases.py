@@ -1,4 +1,4 @@
-"""What bench_gpu_decode.py measures: points, caches, and who attends to them."""
+"""The points, caches and contestants of bench_gpu_decode.py."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from gpu_contestants import fa3_installed
 
 HEAD_DIM = 128
 HEADS = ((32, 8), (32, 32), (64, 8), (16, 1))  # query heads, key/value heads
-# Not powers of two alone: those fill a GPU in whole turns.
+# Not only powers of two, with which all waves of CTAs are full.
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 KEYS = tuple(1024 * 2**i for i in range(8))
 PAGES = (1, 16, 64, 256)
 MOST_BYTES = 20e9
-# Keys and values of all copies together, so that no call finds its own in the L2 cache.
+# Keys and values of all copies together, so that no call finds its cache in L2.
 COPIES_BYTES = 200 << 20
 MOST_COPIES = 40
 
-# Ratio to the best peer; time over that of the contiguous cache with the same lengths.
+# Ratio to the best peer; time relative to the contiguous cache with the same lengths.
 PEER_BAR = 1.0
 PAGE_BARS = {"page1": 1.15, "page16": 1.05, "page64": 1.05, "page256": 1.05}
-# Caches of float8_e4m3, half the bytes, and the contestant over as many keys of bf16.
+# float8_e4m3 caches (half the bytes), each with the bf16 contestant of the same number of keys.
 FLOAT8 = {"float8": "lengths", "float8 page16": "page16", "float8 page64": "page64"}
-# Log-normal lengths, contiguous and in pages of so many keys.
+# Log-normal lengths, contiguous and in pages of this many keys.
 UNEVEN = {"uneven": 0, "uneven page1": 1, "uneven page16": 16}
-# Peers with the lengths and the pages of ours.
-ALIKE = {
+# Peers with the same lengths and pages as ours.
+SAME_CACHE_PEERS = {
     f"cudnn {n}": n for n in ("lengths", "inside", "uneven", "page16", "page64", "uneven page16")
 }
-# Full lengths are whole tiles of every kernel; those of requests end anywhere in one.
-BEHIND_INSIDE = 24  # keys that the lengths of "inside" leave
+# Full lengths are whole tiles of every kernel; real lengths end anywhere in a tile.
+LEFT_OUT_INSIDE = 24  # keys that the lengths of "inside" leave out
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Case:
-    """One query a sequence against caches of `keys` keys; bf16."""
+    """One query per sequence against caches of `keys` keys; bf16."""
 
     batch: int
     keys: int
@@ -53,17 +53,17 @@ class Case:
 
     @property
     def name(self) -> str:
-        """E.g. "B8 S4096 32/8": what --points matches."""
+        """The name that --points matches, such as "B8 S4096 32/8"."""
         return f"B{self.batch} S{self.keys} {self.heads}/{self.kv_heads}"
 
     @property
     def bytes(self) -> int:
-        """Of the keys and values of a call."""
+        """Bytes of the keys and values of a call."""
         return 2 * self.batch * self.keys * self.kv_heads * HEAD_DIM * 2
 
     @property
     def copies(self) -> int:
-        """Caches that take turns."""
+        """Number of caches to rotate through."""
         return max(1, min(MOST_COPIES, math.ceil(COPIES_BYTES / self.bytes)))
 
     @property
@@ -84,22 +84,22 @@ def main_cases() -> list[Case]:
 
 
 def all_cases() -> list[Case]:
-    """The whole grid, main points first: a run that is out of time has measured those."""
+    """The whole grid, main points first, so that a run that exceeds its time has measured those."""
     grid = (Case(b, n, *heads) for heads in HEADS for n in KEYS for b in BATCHES)
     return list(dict.fromkeys([*main_cases(), *(c for c in grid if c.bytes <= MOST_BYTES)]))
 
 
 @dataclass
 class Inputs:
-    """q [batch, 1, head, column]; caches [batch, key, head, column] that take turns."""
+    """q [batch, 1, head, column]; caches [batch, key, head, column], used in rotation."""
 
     q: Tensor
     caches: list[tuple[Tensor, Tensor]]
-    float8: list[tuple[Tensor, Tensor]]  # the same, rounded
+    float8: list[tuple[Tensor, Tensor]]  # the same caches, rounded to float8
     full: Tensor  # lengths: all keys
-    inside: Tensor  # all but a few, so that they end inside of a tile
-    uneven: Tensor  # log-normal, as those of requests are
-    tables: dict[int, Tensor]  # by page size: pages in any order
+    inside: Tensor  # lengths: all but a few keys, so that they end inside a tile
+    uneven: Tensor  # lengths: log-normal, like those of requests
+    tables: dict[int, Tensor]  # block tables by page size, with pages in random order
 
 
 def draw(case: Case, device: str) -> Inputs:
@@ -125,33 +125,33 @@ def draw(case: Case, device: str) -> Inputs:
         caches,
         [(k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)) for k, v in caches],
         full := torch.full((case.batch,), case.keys, device=device, dtype=torch.int32),
-        full - BEHIND_INSIDE,
+        full - LEFT_OUT_INSIDE,
         lengths.int(),
         tables,
     )
 
 
-# out [batch, 1, head, column] of cache number `copy`.
+# The output [batch, 1, head, column] with cache number `copy`.
 Call = Callable[[int], Tensor]
 
 
 @dataclass
 class Contestant:
-    """Who attends to what."""
+    """A contestant: its call, and the lengths and pages it attends to."""
 
     name: str
     call: Call
-    lengths: Tensor  # keys of each sequence
+    lengths: Tensor  # keys per sequence
     page_size: int = 0  # 0: contiguous
     float8: bool = False
 
     def share(self, case: Case) -> float:
-        """Of the bytes of bf16 caches, what it reads."""
+        """The fraction of the bytes of bf16 caches that it reads."""
         return float(self.lengths.double().mean()) / case.keys * (0.5 if self.float8 else 1.0)
 
 
 def contestants(case: Case, x: Inputs) -> Iterator[Contestant]:
-    """Ours in every way a cache can lie, and the peers, which take contiguous caches."""
+    """Ours with every layout of the cache, and the peers, which use contiguous caches."""
 
     def ours(lengths: Tensor, size: int = 0, float8: bool = False) -> Call:
         options = {"cache_seqlens": lengths}
@@ -178,12 +178,12 @@ def contestants(case: Case, x: Inputs) -> Iterator[Contestant]:
         yield Contestant("cudnn", _cudnn(q, heads_first), x.full)
         yield Contestant("fa2", _fa2(q, heads_first), x.full)
         if gpu_decode_cudnn.installed():
-            for name, of in ALIKE.items():
+            for name, of in SAME_CACHE_PEERS.items():
                 if case.batch == 1 and "uneven" in of:
                     continue
                 lengths = {"uneven": x.uneven, "inside": x.inside}.get(of.split()[0], x.full)
                 size = int(of.partition("page")[2] or 0)
-                yield Contestant(name, _cudnn_alike(x, lengths, size), lengths, size)
+                yield Contestant(name, _cudnn_varlen(x, lengths, size), lengths, size)
         if fa3_installed():
             yield Contestant("fa3", _fa3(x), x.full)
     else:
@@ -195,7 +195,7 @@ def _cudnn(q: Tensor, caches: list[tuple[Tensor, Tensor]]) -> Call:
     return lambda copy: attend(q, *caches[copy], None, False, 0.0, False, False)[0].transpose(1, 2)
 
 
-def _cudnn_alike(x: Inputs, lengths: Tensor, size: int) -> Call:
+def _cudnn_varlen(x: Inputs, lengths: Tensor, size: int) -> Call:
     shape = (-1, size, *x.caches[0][0].shape[2:]) if size else x.caches[0][0].shape
     caches = [(k.view(shape), v.view(shape)) for k, v in x.caches]
     made: list[gpu_decode_cudnn.Decode] = []
@@ -224,21 +224,24 @@ def _sdpa(q: Tensor, caches: list[tuple[Tensor, Tensor]]) -> Call:
     return lambda copy: attend(q, *caches[copy], enable_gqa=True).transpose(1, 2)
 
 
-def error(case: Case, x: Inputs, who: Contestant) -> float:
-    """Of the last sequence and key/value head of the first cache, against attention in double
+def error(case: Case, x: Inputs, contestant: Contestant) -> float:
+    """Error of the last sequence and key/value head of the first cache, against attention in double
     precision: norm of the difference over norm of the reference; infinite for a NaN.
     """
     group = case.heads // case.kv_heads
-    rows = torch.arange(int(who.lengths[-1]), device=x.q.device)
+    rows = torch.arange(int(contestant.lengths[-1]), device=x.q.device)
     rows_of = {}
-    for name, cache in zip("kv", (x.float8 if who.float8 else x.caches)[0], strict=True):
+    for name, cache in zip("kv", (x.float8 if contestant.float8 else x.caches)[0], strict=True):
         flat = cache[..., -1, :].reshape(-1, HEAD_DIM)
         at = (case.batch - 1) * case.keys + rows
-        if who.page_size:
-            at = x.tables[who.page_size][-1, rows // who.page_size].long() * who.page_size
-            at = at + rows % who.page_size
+        if contestant.page_size:
+            at = (
+                x.tables[contestant.page_size][-1, rows // contestant.page_size].long()
+                * contestant.page_size
+            )
+            at = at + rows % contestant.page_size
         rows_of[name] = flat[at].double()
     scores = x.q[-1, 0, -group:].double() @ rows_of["k"].T * HEAD_DIM**-0.5
     truth = scores.softmax(-1) @ rows_of["v"]
-    found = float((who.call(0)[-1, 0, -group:].double() - truth).norm() / truth.norm())
+    found = float((contestant.call(0)[-1, 0, -group:].double() - truth).norm() / truth.norm())
     return found if found == found else math.inf

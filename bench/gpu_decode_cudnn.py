@@ -1,4 +1,4 @@
-"""cuDNN's decoding with lengths and pages, which PyTorch does not offer: through cuDNN's own Python
+"""cuDNN's decoding with lengths and pages, which PyTorch does not offer, through cuDNN's own Python
 front end (nvidia-cudnn-frontend), on the library that PyTorch has loaded.
 """
 
@@ -13,13 +13,13 @@ from torch import Tensor
 
 
 def installed() -> bool:
-    """Whether the front end is there."""
+    """Whether the front end is installed."""
     return importlib.util.find_spec("cudnn") is not None
 
 
 class Decode:
-    """A graph of one attention: q [batch, 1, head, column] to caches [batch, key, head, column], of
-    which a sequence has `lengths` keys, or whose pages `table` [batch, page] lists.
+    """A graph of one attention: q [batch, 1, head, column] over caches [batch, key, head, column],
+    with `lengths` keys per sequence, or with pages that `table` [batch, page] lists.
 
     Raises:
         RuntimeError: cuDNN has no plan for it.
@@ -84,7 +84,7 @@ class Decode:
         )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The output, as q lies; on PyTorch's stream."""
+        """The output, with the layout of q, on PyTorch's stream."""
         out = torch.empty_like(q)
         self.cudnn.set_stream(self.handle, torch.cuda.current_stream().cuda_stream)
         pointers = {

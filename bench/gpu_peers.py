@@ -1,8 +1,9 @@
-"""The best peer of a point on Hopper: of those in this run, or by ratios to cuDNN measured before.
+"""The best peer of a point on Hopper: measured in this run, or estimated from earlier ratios to
+cuDNN.
 
-`peers_h200.json` holds what cuDNN, FA-2, FA-3 and FA-4 reached side by side on one H200. Where FA-3
-and FA-4 are not installed, cuDNN of this run times the best one's ratio to it stands for them: the
-ratio moves less between machines and days than either speed.
+`peers_h200.json` holds the speeds of cuDNN, FA-2, FA-3 and FA-4, measured side by side on one H200.
+Where FA-3 and FA-4 are not installed, the speed of cuDNN in this run times the best peer's ratio to
+it stands in for them: the ratio varies less between machines and days than either speed.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ def _cases() -> list[dict[str, Any]]:
 
 
 def best_over_cudnn(case: Case) -> float:
-    """Of the measured point with the same mask, and with grouped heads or without, that is nearest
-    in length; 1 without one (then cuDNN alone is the peer).
+    """The ratio at the measured point of nearest length with the same mask, and with or without
+    grouped heads like `case`; 1 if there is none (then cuDNN is the only peer).
     """
-    alike = [
+    similar = [
         c
         for c in _cases()
         if (c["direction"], c["head_dim"], c["causal"])
         == (case.direction, case.head_dim, case.causal)
         and (c["heads"] == c["kv_heads"]) == (case.heads == case.kv_heads)
     ]
-    if not alike:
+    if not similar:
         return 1.0
-    nearest = min(alike, key=lambda c: abs(math.log2(c["seqlen"] / case.seqlen)))
+    nearest = min(similar, key=lambda c: abs(math.log2(c["seqlen"] / case.seqlen)))
     return float(nearest["best_over_cudnn"])
 
 
 def ratio_to_best(case: Case, ratio: dict[str, float]) -> float | None:
-    """Our speed over the best peer's; None when cuDNN did not run.
+    """Our speed over the best peer's; None if cuDNN did not run.
 
     Args:
-        ratio: our speed over each peer's, of this run.
+        ratio: Our speed over each peer's in this run.
     """
     run = [ratio[name] for name in MEASURED if name in ratio]
     if "fa3" in ratio or "fa4" in ratio:

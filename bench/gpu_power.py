@@ -1,6 +1,6 @@
-"""Power, clock and energy of a GPU while somebody calls, by NVIDIA's management library.
+"""Power, clock and energy of a GPU during calls, from NVIDIA's management library.
 
-`nvidia-ml-py` (the module pynvml) is used where it is installed; without it, or on a GPU that does
+`nvidia-ml-py` (the module pynvml) is used where it is installed. Without it, or on a GPU that does
 not count its energy, there are no readings.
 """
 
@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-EVERY = 0.02  # seconds; the GPU's own counter moves less often
+EVERY = 0.02  # seconds; the GPU's own counter advances less often
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Means of a while."""
+    """Means over an interval."""
 
     watts: float
     sm_mhz: float
@@ -34,9 +34,9 @@ class _Sample:
 
 
 def mean(samples: list[_Sample], since: float) -> Reading | None:
-    """Of the samples from then on; None where the energy did not move."""
+    """Means of the samples from `since` on; None if the energy counter did not advance."""
     late = [s for s in samples if s.time >= since]
-    # The counter stands still between its steps: from the first one on that is seen.
+    # The counter is constant between its steps: measure from its first step in the interval.
     moved = [i for i in range(1, len(late)) if late[i].joules > late[i - 1].joules]
     if len(moved) < 2:
         return None
@@ -46,7 +46,7 @@ def mean(samples: list[_Sample], since: float) -> Reading | None:
 
 
 class Meter:
-    """Watches the current GPU; without one, or without the library, it sees nothing."""
+    """Samples the current GPU; without a GPU or the library there are no readings."""
 
     def __init__(self, device: str) -> None:
         self._nvml: Any = None
@@ -63,7 +63,7 @@ class Meter:
                 self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
             self._nvml = pynvml
             self._sample()
-        except Exception:  # not installed, not allowed, not supported: all the same here
+        except Exception:  # not installed, not permitted, not supported: no readings
             self._nvml = None
 
     def _sample(self) -> _Sample:
@@ -72,7 +72,7 @@ class Meter:
         return _Sample(time.perf_counter(), joules, clock)
 
     def start(self) -> None:
-        """Begins to take samples, in a thread of its own."""
+        """Starts sampling in a separate thread."""
         self._samples: list[_Sample] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -80,7 +80,7 @@ class Meter:
             self._thread.start()
 
     def _run(self) -> None:
-        with contextlib.suppress(Exception):  # the time that is measured beside it is worth more
+        with contextlib.suppress(Exception):  # a failure must not end the timing
             while not self._stop.wait(EVERY):
                 self._samples.append(self._sample())
 

@@ -1,4 +1,4 @@
-"""Errors of a benchmarked result: against attention in double precision, for one group of heads."""
+"""Errors of a benchmarked result against attention in double precision, for one group of heads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from gpu_cases import Case
 from gpu_contestants import Inputs
 
-ROWS = 1024  # of the score matrix at a time: 128 MB in double precision at 16k keys
+ROWS = 1024  # rows of the score matrix at a time: 128 MB in double precision at 16k keys
 
 
 def reference(case: Case, x: Inputs) -> dict[str, Tensor]:
@@ -27,7 +27,7 @@ def reference(case: Case, x: Inputs) -> dict[str, Tensor]:
     for head in range(group):
         for begin in range(0, case.seqlen, ROWS):
             rows = slice(begin, min(begin + ROWS, case.seqlen))
-            keys = rows.stop if case.causal else case.seqlen  # those behind are masked
+            keys = rows.stop if case.causal else case.seqlen  # later keys are masked
             s = (q[rows, head] * scale) @ k[:keys].T
             if case.causal:
                 i = torch.arange(begin, rows.stop, device=s.device)

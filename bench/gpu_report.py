@@ -1,4 +1,4 @@
-"""What a GPU benchmark prints and draws: lines per point, the bars, the picture."""
+"""What a GPU benchmark prints and draws: lines per point, the bars, the plot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpu_cases import FP32, MEAN_BAR, POINT_BAR, Case
 from gpu_contestants import TITLES
 from tilewise.cli import plot, tables
 
-# A result this much further from double precision than the peer's is wrong, not inexact.
+# A result this much further from double precision than the peer's is wrong rather than inexact.
 WRONG = 4.0
 
 
@@ -24,7 +24,7 @@ def make_row(
     left_out: dict[str, str],
     kernel: dict[str, Any],
 ) -> dict[str, Any]:
-    """One result: TFLOP/s of everybody, ratios of ours to the peers', errors, the bar."""
+    """One result: TFLOP/s of all contestants, our ratios to the peers, errors, the bar."""
     row: dict[str, Any] = {**case.to_json(), "kernel": kernel, "left_out": left_out}
     row["tflops"] = {n: case.flop / t.median / 1e9 for n, t in timings.items()}
     row["milliseconds"] = {n: t.median for n, t in timings.items()}
@@ -49,7 +49,7 @@ def make_row(
 
 
 def power_of(case: Case, timings: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Mean watts, MHz and picojoules of a useful operation of those whose power was read."""
+    """Mean watts, MHz and picojoules per useful operation, for contestants whose power was read."""
     read = {n: t for n, t in timings.items() if t.power}
     watts = {n: fmean(p.watts for p in t.power) for n, t in read.items()}
     return {
@@ -60,7 +60,7 @@ def power_of(case: Case, timings: dict[str, Any]) -> dict[str, dict[str, float]]
 
 
 def power_line(row: dict[str, Any]) -> str:
-    """Below the line of a point."""
+    """The power line below the line of a point."""
 
     def of(name: str, key: str, digits: int) -> str:
         values = row.get(key, {})
@@ -75,7 +75,7 @@ def power_line(row: dict[str, Any]) -> str:
 
 
 def is_right(row: dict[str, Any]) -> bool:
-    """Whether our error is finite and, where a peer ran, of the size of the best peer's."""
+    """Whether our error is finite and, where a peer ran, comparable to the best peer's."""
     errors = dict(row["largest_error"])
     ours, _ = errors.pop("tilewise"), errors.pop("tilewise-tf32", None)
     return math.isfinite(ours) and (not errors or ours <= WRONG * min(errors.values()))
@@ -112,7 +112,7 @@ def line(row: dict[str, Any], roofline: dict[str, Any]) -> list[str]:
 
 
 def print_line(cells: Sequence[str]) -> None:
-    """One line at once, in columns wide enough for every name."""
+    """Prints one line immediately, in columns wide enough for every name."""
     widths = (32, 6, 9, 8, 44, 9, 9, 5)
     left = (0, 4, 7)
     print(
@@ -125,13 +125,13 @@ def print_line(cells: Sequence[str]) -> None:
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """Of positive numbers; NaN of none."""
+    """The mean of positive numbers; NaN if there are none."""
     logs = [math.log(v) for v in values]
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Points below their bar, geometric means, results that are wrong."""
+    """Points below their bar, geometric means, wrong results."""
     ran = [r for r in rows if "ratio" in r]
     means: dict[str, dict[str, Any]] = {}
     for direction in ("fwd", "bwd"):
@@ -173,7 +173,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def largest_spread(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of ours and of the peers: how far apart the quartiles are, relative to the median."""
+    """For ours and for the peers: the largest distance between quartiles, relative to the
+    median.
+    """
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         for name, spread in row["spread"].items():
@@ -234,7 +236,7 @@ def show_summary(result: dict[str, Any]) -> None:
         tables.show(["point", *(TITLES.get(name, name) for name in names)], lines, left=(0,))
         for r in rows:
             for name, why in r["left_out"].items():
-                print(f"{r['name']}: {name} does not take it: {why}")
+                print(f"{r['name']}: {name} does not support it: {why}")
     if result.get("end_to_end"):
         print("\nForward and backward through autograd, milliseconds:")
         lines = [

@@ -1,4 +1,6 @@
-"""Timing on a GPU: warm, taking turns, the L2 cache flushed before each, CUDA events, medians."""
+"""Timing on a GPU: warm, in alternating rounds, with the L2 cache flushed, by CUDA events;
+medians.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import gpu_power
 
 @dataclass
 class Timing:
-    """Milliseconds of each round, and what the GPU took meanwhile, where that was read."""
+    """Milliseconds of each round, and the GPU's power during it, where it was read."""
 
     rounds: list[float]
     power: list[gpu_power.Reading] = field(default_factory=list)
@@ -35,20 +37,22 @@ class Timing:
 
 
 class Clock:
-    """Times calls on a device. On the CPU, where only the script itself is tried, by the wall."""
+    """Times calls on a device. On the CPU, where only the script itself is tested, by wall
+    clock.
+    """
 
     def __init__(self, device: str) -> None:
         self.cuda = device == "cuda"
         self.meter = gpu_power.Meter(device)
         if self.cuda:
             l2 = torch.cuda.get_device_properties().L2_cache_size
-            # Long enough (0.1 ms) for the CPU to have queued the call before it begins.
+            # Long enough (0.1 ms) for the CPU to have queued the call before it starts.
             self._flush = torch.empty(max(4 * l2, 512 << 20), dtype=torch.uint8, device=device)
 
     def interleave(
         self, calls: Mapping[str, Callable[[], Any]], rounds: int, warm: int = 2
     ) -> dict[str, Timing]:
-        """All calls in turns; every other round runs backwards."""
+        """Times all calls alternately; every other round runs in reverse order."""
         pending: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
         for repetition in range(-warm, rounds):
             order = list(calls) if repetition % 2 else list(reversed(calls))
@@ -56,16 +60,17 @@ class Clock:
                 measured = self._once(calls[name])
                 if repetition >= 0:
                     pending[name].append(measured)
-            if self.cuda:  # no round waits for the CPU, none runs far ahead of it
+            if self.cuda:  # keeps the GPU busy without letting the CPU run far ahead
                 torch.cuda.synchronize()
         return {n: Timing([self._between(*m) for m in marks]) for n, marks in pending.items()}
 
     def without_rest(
         self, calls: Mapping[str, Callable[[], Any]], seconds: float
     ) -> dict[str, Timing]:
-        """Milliseconds of a call where the device is never idle, as in training: it is slower.
+        """Milliseconds per call when the device is never idle, as in training, where it is slower.
 
-        Everybody calls for so long, then again in reverse order; the first third is not counted.
+        Every call repeats for `seconds`, then again in reverse order; the first third is not
+        counted.
         """
         timings = {name: Timing([]) for name in calls}
         for name in [*calls, *reversed(calls)]:
@@ -83,7 +88,7 @@ class Clock:
             for _ in range(of_mark):
                 call()
             marks.append(self._mark())
-            if self.cuda:  # the CPU stays a little ahead
+            if self.cuda:  # keeps the CPU only a little ahead
                 marks[max(0, len(marks) - 4)].synchronize()
         if self.cuda:
             torch.cuda.synchronize()
@@ -109,7 +114,7 @@ class Clock:
 
 
 def roofline(clock: Clock, device: str, size: int = 8192, gigabytes: float = 1.0) -> dict[str, Any]:
-    """What this machine gives in the same run: a bf16 matrix product and a copy in memory."""
+    """What this machine reaches in the same run: a bf16 matrix product and a copy in memory."""
     a, b = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
     source = torch.empty(int(gigabytes * 1e9), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -122,7 +127,7 @@ def roofline(clock: Clock, device: str, size: int = 8192, gigabytes: float = 1.0
 
 
 def graph_of(call: Callable[[], Any], launches: int) -> Callable[[], None]:
-    """Replays a CUDA graph of so many calls."""
+    """A function that replays a CUDA graph of this many calls."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -138,10 +143,10 @@ def graph_of(call: Callable[[], Any], launches: int) -> Callable[[], None]:
 def launch_overhead(
     calls: Mapping[str, Callable[[], Any]], device: str, calls_in_a_row: int = 100, rounds: int = 15
 ) -> dict[str, dict[str, float]]:
-    """Microseconds a call keeps Python, and until its result is there when nothing else runs.
+    """Microseconds that a call keeps Python busy, and until its result is available on an idle GPU.
 
-    The first is the time of many calls in a row, which the GPU works off meanwhile and which are
-    few enough never to fill its queue; medians of interleaved rounds.
+    The first is the time of many calls in a row, which the GPU processes meanwhile and which are
+    too few to fill its queue. Both are medians of interleaved rounds.
     """
 
     def wait() -> None:

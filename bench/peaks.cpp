@@ -1,8 +1,8 @@
-// Tilewise benchmark: what this machine can do at most, measured.
+// Tilewise benchmark: measures the machine's peak rates.
 //
-// Registers only, every thread at once: fp32 FMA per instruction set, bf16 dot product (vdpbf16ps),
-// AMX bf16 tile product. The attention benchmark divides by these numbers, so each is the best of
-// several repetitions: a peak is a limit, not an average.
+// Registers only, on all threads at once: fp32 FMA per instruction set, bf16 dot product
+// (vdpbf16ps), AMX bf16 tile product. The attention benchmark divides by these numbers, so each is
+// the best of several repetitions: a peak is a limit, not an average.
 //
 //   g++ -O3 -std=c++20 -pthread peaks.cpp -o peaks && ./peaks --threads 2
 //
@@ -34,13 +34,13 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Keeps a result alive without a store the loop would have to wait for.
+// Keeps a result alive without a store that the loop would have to wait for.
 template <class T>
 void keep(const T& value) {
   asm volatile("" : : "r"(&value) : "memory");
 }
 
-// A work function does `rounds` rounds and returns how many flop they were.
+// A work function runs `rounds` rounds and returns their number of flop.
 using Work = std::function<double(int thread, int64_t rounds)>;
 
 struct Rate {
@@ -49,7 +49,7 @@ struct Rate {
 };
 
 // Runs `work` on all threads at once, `repetitions` times. A repetition lasts from the common start
-// to the last thread's end.
+// to the end of the last thread.
 Rate measure(int threads, int repetitions, int64_t rounds, const Work& work) {
   std::vector<double> rates;
   for (int repetition = 0; repetition < repetitions; ++repetition) {
@@ -60,7 +60,7 @@ Rate measure(int threads, int repetitions, int64_t rounds, const Work& work) {
     std::vector<std::thread> pool;
     for (int t = 0; t < threads; ++t) {
       pool.emplace_back([&, t] {
-        (void)work(t, std::max<int64_t>(1, rounds / 16));  // wakes the vector units up
+        (void)work(t, std::max<int64_t>(1, rounds / 16));  // powers up the vector units
         ready.fetch_add(1);
         while (!go.load(std::memory_order_acquire)) {
         }
@@ -81,7 +81,7 @@ Rate measure(int threads, int repetitions, int64_t rounds, const Work& work) {
   return {rates.back(), rates[rates.size() / 2]};
 }
 
-// As many rounds as take about `target` seconds on one thread.
+// The number of rounds that take about `target` seconds on one thread.
 int64_t calibrate(const Work& work, double target) {
   for (int64_t rounds = 64;; rounds *= 2) {
     const auto start = Clock::now();
@@ -94,9 +94,9 @@ int64_t calibrate(const Work& work, double target) {
   }
 }
 
-// 12 independent chains of depth 1: latency 4 x 2 units needs 8, register files hold 16.
+// 12 independent chains: a latency of 4 cycles on 2 units needs 8, and register files hold 16.
 constexpr int kChains = 12;
-// Arrays of accumulators live in registers only where the loops over them are unrolled in full.
+// Arrays of accumulators stay in registers only if the loops over them are fully unrolled.
 #if defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -104,7 +104,7 @@ constexpr int kChains = 12;
 #endif
 volatile float one_ish = 0.999999f;
 
-// Chains start apart: equal ones are one to a compiler.
+// Chains have different start values: the compiler would merge equal ones.
 template <class Vector, int N>
 void start(Vector (&chain)[N]) {
   for (int c = 0; c < N; ++c) chain[c] = Vector{} + static_cast<float>(c);
@@ -132,8 +132,8 @@ struct Features {
   bool amx = false;
 };
 
-// CPUID says what the processor has, XGETBV what the system saves, arch_prctl whether this process
-// may use tile registers.
+// CPUID tells what the processor has, XGETBV what the system saves, and arch_prctl whether this
+// process may use tile registers.
 Features detect() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   Features have;
@@ -179,7 +179,7 @@ __attribute__((target("avx512f"))) double work_avx512(int, int64_t rounds) {
 
 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) double work_dot(int,
                                                                                 int64_t rounds) {
-  // Latency is 5-6 cycles at up to two a cycle: more chains than FMA needs.
+  // The latency is 5-6 cycles at up to two per cycle, which needs more chains than FMA.
   constexpr int kDotChains = 16;
   const __m512bh x = _mm512_cvtne2ps_pbh(_mm512_set1_ps(one_ish), _mm512_set1_ps(one_ish));
   __m512 chain[kDotChains];
@@ -200,7 +200,7 @@ struct alignas(64) TileConfig {
 };
 
 __attribute__((target("amx-tile,amx-bf16"))) double work_amx(int, int64_t rounds) {
-  // A constant in memory: GCC's intrinsic claims to read only 8 bytes of it.
+  // A constant in memory, because GCC's intrinsic claims to read only 8 bytes of it.
   static constexpr TileConfig kConfig;
   _tile_loadconfig(&kConfig);
   _tile_zero(0);

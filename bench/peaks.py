@@ -1,4 +1,4 @@
-"""Builds and runs peaks.cpp: the measured limits that benchmark results are divided by."""
+"""Builds and runs peaks.cpp, which measures the limits that benchmark results are divided by."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 SOURCE = Path(__file__).with_name("peaks.cpp")
 
-# The limit a kernel of an instruction set is compared with, by dtype. On an AMX machine fp16 runs
-# as products of two bf16 halves, on the tile unit too.
+# The limit with which a kernel of an instruction set is compared, by dtype. On an AMX machine, fp16
+# runs as products of two bf16 halves, also on the tile unit.
 LIMITS = {
     "portable": {"fp32": "portable.fma", "bf16": "portable.fma", "fp16": "portable.fma"},
     "avx2": {"fp32": "avx2.fma", "bf16": "avx2.fma", "fp16": "avx2.fma"},
@@ -32,9 +32,9 @@ def build(directory: Path | None = None) -> Path:
     """Compiles peaks.cpp once per source text. Returns the program's path.
 
     Raises:
-        PeaksError: no C++ compiler (g++, $CXX or clang++), or it failed.
+        PeaksError: There is no C++ compiler (g++, $CXX or clang++), or it failed.
     """
-    # g++ first: the FMA loops of clang 14 reach two thirds of the rate that those of g++ 12 do.
+    # g++ comes first: the FMA loops of clang 14 reach two thirds of the rate of those of g++ 12.
     compiler = shutil.which("g++") or os.environ.get("CXX") or shutil.which("clang++")
     if not compiler:
         raise PeaksError("no C++ compiler found: install g++, or set CXX")
@@ -59,7 +59,7 @@ def measure(threads: int, *, repetitions: int = 15) -> dict[str, Any]:
         {"flops": {name: {"best", "median"}}, ...}, per second.
 
     Raises:
-        PeaksError: it could not be built or run.
+        PeaksError: It could not be built or run.
     """
     arguments = {"threads": threads, "repetitions": repetitions}
     command = [str(build())]

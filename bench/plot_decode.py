@@ -1,8 +1,8 @@
-"""Draws what bench_gpu_decode.py has measured: GB/s of each batch and number of keys.
+"""Plots a result of bench_gpu_decode.py: GB/s per batch size and number of keys.
 
   python bench/plot_decode.py docs/results/bench-h200-decode.json docs/images/h200-decode.png
 
-Few points are bars; many are lines over the keys, a panel for each pair of numbers of heads.
+A few points are drawn as bars, many as lines over the keys, with a panel per pair of head counts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from tilewise.cli import plot
 
-# Contestants as bench_gpu_decode.py names them; those that were not measured are left out.
+# Contestants as bench_gpu_decode.py names them; those that were not measured are omitted.
 STYLES = {
     "lengths": ("Tilewise", "#0b6e99", "-"),
     "page16": ("Tilewise, pages of 16", "#6fb1cc", ":"),
@@ -24,21 +24,21 @@ STYLES = {
     "fa3": ("FA-3", "#e07b39", "--"),
 }
 BARS = 16  # points
-WIDTHS = {1: 0.8, 8: 1.4, 64: 2.2}  # of the lines of a batch; others are not drawn
+WIDTHS = {1: 0.8, 8: 1.4, 64: 2.2}  # line widths by batch size; other batch sizes are not drawn
 
 
 def short(keys: int) -> str:
-    """4096 is 4k."""
+    """Formats 4096 as 4k."""
     return f"{keys // 1024}k" if keys >= 1024 else str(keys)
 
 
 def heads_of(row: dict[str, Any]) -> tuple[int, int]:
-    """Of queries and of keys."""
+    """Numbers of query heads and key/value heads."""
     return row["heads"], row["kv_heads"]
 
 
 def draw(result: dict[str, Any], path: Path) -> bool:
-    """Returns whether there was anything to draw.
+    """Draws the plot; returns whether there was anything to draw.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -63,7 +63,7 @@ def draw(result: dict[str, Any], path: Path) -> bool:
 
 
 def bars(axis: Any, rows: list[dict[str, Any]]) -> None:
-    """A group for each point, the first one on top."""
+    """A group of bars per point, the first one on top."""
     names = [name for name in STYLES if any(name in r["gb_s"] for r in rows)]
     height = 0.8 / len(names)
     for i, name in enumerate(names):
@@ -77,7 +77,7 @@ def bars(axis: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def lines(axis: Any, rows: list[dict[str, Any]]) -> None:
-    """A line for each batch, the thicker the larger."""
+    """A line per batch size; larger batches have thicker lines."""
     for name, (title, colour, style) in STYLES.items():
         for batch, width in WIDTHS.items():
             points = sorted(
@@ -100,14 +100,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("json", type=Path, help="of bench_gpu_decode.py --json")
+    parser.add_argument("json", type=Path, help="result of bench_gpu_decode.py --json")
     parser.add_argument("picture", type=Path, help=f"one of {', '.join(plot.FORMATS)}")
     given = parser.parse_args(arguments)
     if not plot.available():
-        print(f"no picture: {plot.MISSING}")
+        print(f"no plot: {plot.MISSING}")
         return 1
     if not draw(json.loads(given.json.read_text()), given.picture):
-        print(f"no picture: {given.json} has no point")
+        print(f"no plot: {given.json} has no point")
         return 1
     return 0
 

@@ -1,4 +1,4 @@
-"""The benchmark's table: one line per case as soon as it is measured, and the tally of the bars."""
+"""The benchmark's table: one line per case as soon as it is measured, and the count of the bars."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PASS, MISS, NO_BAR = "pass", "MISS", "-"
 def compare(case: dict[str, object], timings: dict[str, Timing], amount: float) -> dict[str, Any]:
     """One result row: both timings, both rates (amount per second), and their ratio.
 
-    "ratio" is that of the medians, and what the bars are about; "best_ratio" is that of the fastest
-    repetitions, which a busy machine disturbs less.
+    "ratio" is that of the medians, which the bars refer to; "best_ratio" is that of the fastest
+    repetitions, which are less affected by other load.
     """
     ours, theirs = timings["tilewise"], timings["torch"]
     row: dict[str, Any] = {**case, "ratio": theirs.median / ours.median}
@@ -34,8 +34,8 @@ class Table:
     """Prints rows and counts bars.
 
     Args:
-        isa: the instruction set in use; it decides the bars.
-        limits: what peaks.measure() returned.
+        isa: The instruction set in use, which determines the bars.
+        limits: The result of peaks.measure().
     """
 
     def __init__(self, isa: str, limits: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ class Table:
         self._section = ""
 
     def header(self, machine: dict[str, Any]) -> None:
-        """What is measured on what, and the measured limits."""
+        """Prints what is measured on what, and the measured limits."""
         print(
             f"tilewise {machine['tilewise']} beside torch {machine['torch']} on {machine['cpu']}, "
             f"{tables.count(machine['threads'], 'thread')}, instruction set {self.isa}"
@@ -57,11 +57,11 @@ class Table:
         if machine["load"] > 0.3 * machine["threads"]:
             print(
                 f"NOTE: other programs were running (load {machine['load']:.1f}), and medians of "
-                "several threads suffer most: see the column 'best'"
+                "several threads are affected most: see the column 'best'"
             )
 
     def attention(self, case: cases.Case, row: dict[str, Any]) -> dict[str, Any]:
-        """Prints a row of the grid; returns it with bar and share of the peak added."""
+        """Prints a row of the grid; returns it with its bar and fraction of the peak added."""
         mask = "causal" if case.causal else "full"
         which = "backward" if case.backward else "forward"
         self._begin(
@@ -86,7 +86,7 @@ class Table:
         return row
 
     def decode(self, case: cases.Decode, row: dict[str, Any]) -> dict[str, Any]:
-        """Prints a row of the decode table; the bar is a share of a plain read of the caches."""
+        """Prints a row of the decode table; the bar is a fraction of a plain read of the caches."""
         self._begin(
             f"decode: one query row, {case.length} keys, D = {case.head_dim}",
             f"{'dtype':>6} {'heads':<7}{'tilewise':>9}{'torch':>7}{'read':>7} GB/s  {'ratio':>6} "
@@ -105,7 +105,7 @@ class Table:
         return row
 
     def summary(self) -> None:
-        """How many bars were met, and which were not."""
+        """Prints how many bars were met, and which were not."""
         total = self.passed + len(self.missed)
         if total == 0:
             print(f"\nno bars are set for instruction set {self.isa}")
@@ -122,7 +122,7 @@ class Table:
     def _judge(self, name: str, value: float, bar: float | None) -> str:
         if bar is None:
             return NO_BAR
-        # Printed with two digits, judged with two digits.
+        # The value is printed and compared with two decimals.
         met = round(value, 2) >= bar
         if met:
             self.passed += 1

@@ -1,8 +1,7 @@
-"""Build backend of the Python package: scikit-build-core, plus the question where PyTorch is.
+"""Build backend of the Python package: scikit-build-core, plus the search for PyTorch.
 
-The PyTorch adapter needs PyTorch's headers, and installing PyTorch only for them costs a download
-of hundreds of megabytes (of gigabytes where its range is open). So the order is:
-
+The PyTorch adapter needs PyTorch's headers, and installing PyTorch just for them costs a download
+of hundreds of megabytes (gigabytes where its version range is open). The order is therefore:
 1. PyTorch >= 2.10 that the build can import (``--no-build-isolation``): used.
 2. PyTorch >= 2.10 in the environment that ``pip install .`` installs into: its headers are used,
    although the build itself is isolated from that environment.
@@ -58,7 +57,7 @@ def _importable() -> bool:
 
 
 def _outside() -> Path | None:
-    """The site-packages behind an isolated build of pip that has a usable PyTorch."""
+    """The site-packages outside of pip's isolated build that has a usable PyTorch, if any."""
     bases = dict.fromkeys((sys.prefix, sys.base_prefix))
     for base in bases:
         for kind in ("purelib", "platlib"):
@@ -71,7 +70,8 @@ def _outside() -> Path | None:
 def _lend(site: Path) -> None:
     """Lets the interpreter that CMake starts import PyTorch from ``site``.
 
-    pip's isolation strikes that directory off the module path by name, so it gets another one.
+    pip's isolation removes that directory from the module path by name, so it is added by another
+    name.
     """
     directory = tempfile.mkdtemp(prefix="tilewise-build-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
@@ -82,7 +82,7 @@ def _lend(site: Path) -> None:
 
 
 def _with_torch(settings: Settings | None) -> Settings:
-    """The settings with TILEWISE_BUILD_TORCH decided, unless the caller did."""
+    """The settings, with TILEWISE_BUILD_TORCH decided unless the caller did."""
     settings = dict(settings or {})
     name = "cmake.define.TILEWISE_BUILD_TORCH"
     if name in settings:
@@ -105,12 +105,13 @@ def _torch_requirement() -> list[str]:
 
 
 def get_requires_for_build_wheel(config_settings: Settings | None = None) -> list[str]:
-    """What an isolated build installs: the tools of scikit-build-core, and PyTorch if it must."""
+    """What an isolated build installs: the requirements of scikit-build-core, and PyTorch if
+    needed."""
     return [*_build.get_requires_for_build_wheel(config_settings), *_torch_requirement()]
 
 
 def get_requires_for_build_editable(config_settings: Settings | None = None) -> list[str]:
-    """As for a wheel."""
+    """The same as for a wheel."""
     return [*_build.get_requires_for_build_editable(config_settings), *_torch_requirement()]
 
 
@@ -119,7 +120,7 @@ def build_wheel(
     config_settings: Settings | None = None,
     metadata_directory: str | None = None,
 ) -> str:
-    """Builds the wheel, with the adapter where PyTorch's headers are found."""
+    """Builds the wheel, with the adapter if PyTorch's headers are found."""
     return _build.build_wheel(wheel_directory, _with_torch(config_settings), metadata_directory)
 
 
@@ -128,5 +129,5 @@ def build_editable(
     config_settings: Settings | None = None,
     metadata_directory: str | None = None,
 ) -> str:
-    """As for a wheel."""
+    """The same as for a wheel."""
     return _build.build_editable(wheel_directory, _with_torch(config_settings), metadata_directory)

@@ -1,9 +1,9 @@
-"""Compiles the simt and the common kernels for GPUs that CUDA 13 no longer knows (sm_60, 61, 70).
+"""Compiles the simt and common kernels for GPUs that CUDA 13 no longer supports (sm_60, 61, 70).
 
-The CUDA 12.9 compiler comes from PyPI; what each kernel needs is printed.
-The wheel nvidia-cuda-nvcc-cu12 holds ptxas but no nvcc; the compiler in front of it comes as a
-library, NVRTC, in nvidia-cuda-nvrtc-cu12. Nothing here needs a GPU, and nothing is run: these
-kernels compile for Pascal and Volta, and that is all that is known.
+The CUDA 12.9 compiler comes from PyPI: the wheel nvidia-cuda-nvcc-cu12 has ptxas but no nvcc, and
+the front end comes as a library, NVRTC, in nvidia-cuda-nvrtc-cu12. The script prints the registers
+and spills of each kernel. It needs no GPU and runs no kernel: all that is known is that the kernels
+compile for Pascal and Volta.
 
     python tools/check_pascal.py [--arch 60 61 70] [--packages DIR]
 """
@@ -27,7 +27,8 @@ KERNELS = {
     "forward": ["forward"],
     "backward": ["backward_prepare", "backward_keys", "backward_rows"],
 }
-COMMON = {  # of src/cuda/common: those of an element, and those that come with their file
+# Kernels of src/cuda/common: templates of an element, and kernels that come with their file.
+COMMON = {
     "append": "AppendParams",
     "combine": "CombineParams",
     "dbias": "DbiasParams",
@@ -36,8 +37,8 @@ COMMON = {  # of src/cuda/common: those of an element, and those that come with 
     "check": "",
 }
 
-# NVRTC brings no C++ library and few of the compiler's own functions; this is what the kernels, and
-# host functions beside them, take from both.
+# NVRTC has no C++ library and few of the compiler's builtins; this is what the kernels and the host
+# functions in their headers use of both.
 HEADERS = {
     "cuda_runtime.h": (
         "#define __builtin_huge_valf() __builtin_bit_cast(float, 0x7f800000)\n"
@@ -69,14 +70,14 @@ OPTIONS = ["-std=c++20", "-default-device", "-include=cuda_runtime.h", "-w"]
 
 
 def install(folder: Path) -> None:
-    """The compiler of PACKAGES into a folder."""
+    """Installs the compiler packages into a folder."""
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade"]
     subprocess.run([*command, "--target", str(folder), *PACKAGES], check=True)
     (folder / "nvidia/cuda_nvcc/bin/ptxas").chmod(0o755)
 
 
 class Nvrtc:
-    """The compiler in front of ptxas."""
+    """The front end, which compiles to PTX."""
 
     def __init__(self, folder: Path) -> None:
         libraries = folder / "nvidia/cuda_nvrtc/lib"
@@ -84,7 +85,7 @@ class Nvrtc:
         self.library = ctypes.CDLL(str(libraries / "libnvrtc.so.12"))
 
     def compile(self, source: str, options: list[str]) -> bytes:
-        """PTX. The compiler's log is the exception's text when it fails."""
+        """Returns PTX; if it fails, the exception's text is the compiler's log."""
         program = ctypes.c_void_p()
         library = self.library
         library.nvrtcCreateProgram(
@@ -131,7 +132,7 @@ def source_of_common() -> str:
 
 
 def sources() -> Iterator[tuple[str, str]]:
-    """What is compiled, with a word or two that say for what."""
+    """(label, source) of everything to compile."""
     yield "common", source_of_common()
     for element in ELEMENTS:
         for head_dim in HEAD_DIMS:
@@ -156,7 +157,9 @@ def main() -> None:
     """Compile everything and print a line per kernel."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--arch", type=int, nargs="+", default=[60, 61, 70])
-    parser.add_argument("--packages", type=Path, help="where they are, or are to be installed")
+    parser.add_argument(
+        "--packages", type=Path, help="folder of the compiler packages; installed there if missing"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.packages or Path(temporary) / "packages"

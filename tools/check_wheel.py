@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Whether a wheel of Tilewise is what a user can install.
+"""Checks that a wheel of Tilewise is complete and installable.
 
-  python tools/check_wheel.py dist/tilewise-*.whl             what is inside, what it needs
+  python tools/check_wheel.py dist/tilewise-*.whl             checks contents and dependencies
   python tools/check_wheel.py dist/tilewise-*.whl --run DIR   installs it in a new environment DIR
                                                               and computes there, without a compiler
 
-Inside: one tag for every Python, below 56 MB, the library and its adapter, headers and CMake
-package, nothing of the build. Needed: the C++ runtime, and of the adapter PyTorch; which versions
-of their symbols, `auditwheel` has checked when it gave the wheel its tag. With CUDA: machine code
-or PTX of every kernel for every GPU of src/cuda/arch/limits.h, so that none is left without.
+Contents: one tag for every Python, below 56 MB, the library and its adapter, headers and CMake
+package, and no build files. Dependencies: the C++ runtime, and PyTorch for the adapter;
+`auditwheel` checked the versions of their symbols when it assigned the tag. With CUDA: machine code
+or PTX of every kernel for every GPU of src/cuda/arch/limits.h.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ print(tilewise.__version__)
 
 
 class WheelError(Exception):
-    """A sentence for the user."""
+    """The message is a sentence for the user."""
 
 
 def run(*command: str | Path, **environment: str) -> str:
-    """What a command prints, in an environment with these variables and no others.
+    """The output of a command in an environment with these variables and no others.
 
     Raises:
-        WheelError: it failed.
+        WheelError: The command failed.
     """
     done = subprocess.run(command, capture_output=True, text=True, env=environment or None)
     if done.returncode != 0:
@@ -77,14 +77,14 @@ def run(*command: str | Path, **environment: str) -> str:
 
 
 def dynamic(library: Path) -> tuple[list[str], list[str]]:
-    """The libraries that one needs, and where it looks for them."""
+    """The libraries that a library needs, and its search path."""
     text = run("readelf", "--dynamic", "--wide", library)
     return (re.findall(r"\(NEEDED\).*\[(.*)\]", text),
             re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", text))  # fmt: skip
 
 
 def faults(wheel: Path) -> Iterator[str]:
-    """What is wrong with the file."""
+    """Everything that is wrong with the file."""
     if not TAG.fullmatch(wheel.name):
         yield "the name is not tilewise-VERSION-py3-none-manylinux_2_N_MACHINE.whl"
     size = wheel.stat().st_size
@@ -107,14 +107,14 @@ def faults(wheel: Path) -> Iterator[str]:
 
 
 def runs_on(sm: int, code: dict[str, int]) -> bool:
-    """As `runs_on` of src/cuda/tables.h."""
+    """The rule of `runs_on` in src/cuda/kernel_set.h."""
     if code["ptx"]:
         return code["sm"] <= sm
     return code["sm"] // 10 == sm // 10 and code["sm"] <= sm
 
 
 def gpus_without_code(code: Sequence[dict[str, int]]) -> Iterator[str]:
-    """GPUs for which a build with CUDA lacks kernels; none for a build without."""
+    """GPUs for which a build with CUDA lacks kernels; none for a build without CUDA."""
     text = (ROOT / "src" / "cuda" / "arch" / "limits.h").read_text()
     for sm, table in re.findall(r"Limits\{(\d+), (\d+),", text):
         for wanted in (0, int(table)):
@@ -124,7 +124,7 @@ def gpus_without_code(code: Sequence[dict[str, int]]) -> Iterator[str]:
 
 
 def compute(wheel: Path, folder: Path) -> Iterator[str]:
-    """What is wrong with the wheel in an environment of its own; prints what the doctor says."""
+    """Everything wrong with the wheel in a fresh environment; prints the doctor's report."""
     venv.create(folder, clear=True, with_pip=True)
     commands = folder / "bin"
     run(commands / "pip", "install", "--quiet", wheel, "numpy", **os.environ)

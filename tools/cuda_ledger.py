@@ -1,26 +1,25 @@
 #!/usr/bin/env python3
-"""The ledger of the CUDA kernels: registers, stack, shared memory and code bytes of each.
+"""The ledger of the CUDA kernels: registers, stack, shared memory and code size of each.
 
   python tools/cuda_ledger.py build/libtilewise.so           writes docs/results/cuda-ledger.txt
   python tools/cuda_ledger.py build/libtilewise.so --check   compares; status 1 on a difference
   python tools/cuda_ledger.py build/libtilewise.so --check --part   of a build of some units: others
                                                                     are not missed
 
-Reads the machine code inside a library, or inside object files, with cuobjdump, which is looked for
-in $CUOBJDUMP, PATH, beside nvcc, and in Python's packages (pip install nvidia-cuda-cuobjdump).
-No GPU is needed.
+Reads the machine code in a library, or in object files, with cuobjdump, which is searched for in
+$CUOBJDUMP, PATH, beside nvcc, and in Python's packages (pip install nvidia-cuda-cuobjdump). No GPU
+is needed.
 
-Of the kernels of wgmma it also has how many R2UR (a value moved to a uniform register) and WARPSYNC
-stand in their main loops, where products wait for them; for that nvdisasm has to be in PATH or
-beside cuobjdump, and without it they are neither written nor compared.
+For wgmma kernels the ledger also counts the R2UR (a value moved to a uniform register) and WARPSYNC
+instructions in their main loops, where products wait for them. This needs nvdisasm in PATH or
+beside cuobjdump; without it they are neither written nor compared.
 
-A register or R2UR more or less, a kernel that came or went, code 5 % larger or smaller, a library
-of 56 MB or more, and 8 MB or more of it of wgmma (whose machine code is compressed there) are
-differences. With --ninja-log FILE it says how long the units were compiled, too.
-Plain kernels should not use the stack, where spilled registers go: those that do are listed at the
-end of the file, and one more, or a byte more, is a fault.
-Dynamic shared memory is not in the machine code: it follows from the tiles of
-src/cuda/arch/tables.h, and `tilewise_plan` knows it.
+These are differences: a changed number of registers or R2UR, an added or removed kernel, code 5 %
+larger or smaller, a library of 56 MB or more, and 8 MB or more of wgmma in it (whose machine code
+is compressed there). Fast-path kernels should not use the stack, where spilled registers go: the
+end of the file lists those that do, and one more, or one more byte, is a fault. With --ninja-log
+FILE the compile times of the units are printed as well. Dynamic shared memory is not in the machine
+code: it follows from the tiles of src/cuda/arch/tables.h, and `tilewise_plan` reports it.
 """
 
 from __future__ import annotations
@@ -44,7 +43,8 @@ LEDGER = ROOT / "docs" / "results" / "cuda-ledger.txt"
 LARGEST_LIBRARY = 56_000_000
 CODE_TOLERANCE = 0.05
 LARGEST_FAMILY = {"wgmma": 8_000_000}
-# Of a family on two cores, in seconds: said, not judged, since a machine may have had other work.
+# Goal for a family on two cores, in seconds: reported, but not enforced, since the machine may have
+# had other work.
 LONGEST_FAMILY = {"wgmma": 180}
 VARIANTS = {"Phase": "-decode", "TileSize": "-small"}  # by the enumeration whose value is 1
 ELEMENTS = ("BF16", "F16", "Tf32", "F32", "E4M3")
@@ -53,12 +53,12 @@ HEAD = ("sm", "family", "kernel", "table", "element", "D", "form",
 
 
 class LedgerError(Exception):
-    """A sentence for the user."""
+    """The message is a sentence for the user."""
 
 
 @dataclass(frozen=True, order=True)
 class Key:
-    """Which kernel, for which GPU."""
+    """Identifies a kernel and the GPU it is compiled for."""
 
     sm: int
     family: str
@@ -66,15 +66,15 @@ class Key:
     table: str
     element: str
     head_dim: int
-    head_dim_v: int  # of wgmma; 0: head_dim
+    head_dim_v: int  # wgmma only; 0: equal to head_dim
     form: str
 
     def unit(self) -> tuple[object, ...]:
-        """What is compiled together."""
+        """The kernels that are compiled together with this one."""
         return (self.sm, self.family, self.table, self.element, self.head_dim, self.head_dim_v)
 
     def cells(self) -> list[str]:
-        """As it stands in the file."""
+        """The columns of the file."""
         dims = [str(d) for d in (self.head_dim, self.head_dim_v) if d]
         return [str(self.sm), self.family, self.kernel, self.table, self.element,
                 "x".join(dims) or "-", self.form]  # fmt: skip
@@ -85,13 +85,13 @@ class Key:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a kernel takes. Bytes, but for registers and instructions of the main loops."""
+    """What a kernel uses, in bytes except for registers and instructions of the main loops."""
 
     registers: int
     stack: int
     shared: int
     code: int
-    r2ur: int | None = None  # None: no loop with warpgroup products, or no disassembler
+    r2ur: int | None = None  # None: no loop with wgmma, or no disassembler
     warpsync: int | None = None
 
 
@@ -100,7 +100,9 @@ Ledger = dict[Key, Cost]
 
 @dataclass
 class Family:
-    """Its files of machine code: how many, their bytes, and their bytes inside, compressed."""
+    """The machine code files of a family: their number, bytes, and compressed bytes in the
+    library.
+    """
 
     files: int = 0
     code: int = 0
@@ -121,7 +123,7 @@ def identifiers(mangled: str) -> list[str]:
 
 
 def key_of(mangled: str, sm: int) -> Key:
-    """What the name of a kernel says."""
+    """Parses the name of a kernel."""
     names = identifiers(mangled)
     arguments = mangled[mangled.find("I", sum(len(n) + len(str(len(n))) for n in names) + 3) :]
     element = next((e for e in ELEMENTS if re.search(rf"\d{e}E", arguments)), "-")
@@ -145,10 +147,10 @@ def key_of(mangled: str, sm: int) -> Key:
 
 
 def find_cuobjdump() -> str:
-    """The program, wherever it is.
+    """The path of cuobjdump.
 
     Raises:
-        LedgerError: it is nowhere.
+        LedgerError: It is not found.
     """
     candidates = [os.environ.get("CUOBJDUMP"), shutil.which("cuobjdump")]
     nvcc = shutil.which("nvcc")
@@ -164,15 +166,15 @@ def find_cuobjdump() -> str:
 
 
 def beside(program: str) -> dict[str, str]:
-    """An environment in which it finds its neighbour, nvdisasm."""
+    """An environment in which the program finds nvdisasm in its own folder."""
     return {**os.environ, "PATH": f"{Path(program).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 def output_of(*command: str, folder: Path | None = None, env: dict[str, str] | None = None) -> str:
-    """What a command prints.
+    """The output of a command.
 
     Raises:
-        LedgerError: it failed.
+        LedgerError: The command failed.
     """
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env)
     if done.returncode != 0:
@@ -198,17 +200,17 @@ def code_bytes(cubin: bytes) -> dict[str, int]:
 
 
 def bytes_inside(library: bytes) -> list[int]:
-    """What each file of machine code takes inside a library or an object, in cuobjdump's order.
+    """The size of each machine code file in a library or an object, in cuobjdump's order.
 
-    Fat binaries lie one behind the other: 16 bytes that end in the size of what follows, which are
-    images; each has its kind (2: machine code), the size of its header and its own there.
+    Fat binaries follow one another: a 16-byte header that ends in the size of what follows, then
+    images, each with its kind (2: machine code), the size of its header and its own size.
     """
     found = []
     for name, at, size in sections(library) if library.startswith(b"\x7fELF") else ():
         end = at + size if name == ".nv_fatbin" else at
         while at < end:
             magic, _, header, total = struct.unpack_from("<IHHQ", library, at)
-            if magic != 0xBA55ED50:  # between two of them
+            if magic != 0xBA55ED50:  # padding between two of them
                 at += 8
                 continue
             image, at = at + header, at + header + total
@@ -233,9 +235,9 @@ def resources(text: str) -> Iterator[tuple[int, str, dict[str, int]]]:
 
 
 def main_loop(code: str) -> tuple[int, int] | None:
-    """(R2UR, WARPSYNC) of the innermost loops with warpgroup products in a disassembled kernel: the
-    most that one of them has. A loop ends in a conditional branch back; waits that are written out
-    of line come back by an unconditional one.
+    """(R2UR, WARPSYNC) of the innermost loops with wgmma in a disassembled kernel: the maximum over
+    the loops. A loop ends in a conditional backward branch; waits outside of the loop body return
+    with an unconditional one.
     """
     found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;/]*);", code)
     lines = [(int(address, 16), text) for address, text in found]
@@ -258,7 +260,7 @@ def main_loop(code: str) -> tuple[int, int] | None:
 
 
 def main_loops(cubin: Path, cuobjdump: str) -> dict[str, tuple[int, int]]:
-    """`main_loop` of each kernel that has one; nothing where there is no disassembler."""
+    """`main_loop` of each kernel that has one; empty without a disassembler."""
     env = beside(cuobjdump)
     if shutil.which("nvdisasm", path=env["PATH"]) is None:
         return {}
@@ -272,7 +274,7 @@ def main_loops(cubin: Path, cuobjdump: str) -> dict[str, tuple[int, int]]:
 
 
 def number_of(cubin: Path) -> int:
-    """Its place in the library: what is between the last dots but two."""
+    """The index of a cubin in the library: the third-last part of its file name."""
     return int(cubin.name.split(".")[-3])
 
 
@@ -280,7 +282,7 @@ def read(paths: Sequence[Path], cuobjdump: str) -> tuple[Ledger, Families]:
     """The kernels inside libraries or objects.
 
     Raises:
-        LedgerError: there are none.
+        LedgerError: There are none.
     """
     ledger: Ledger = {}
     families: Families = {}
@@ -292,7 +294,7 @@ def read(paths: Sequence[Path], cuobjdump: str) -> tuple[Ledger, Families]:
             cubins = sorted(Path(folder).iterdir(), key=number_of)
             for cubin, inside in zip(cubins, bytes_inside(path.read_bytes()), strict=True):
                 found = re.search(r"\.sm_(\d+)[a-z]?\.cubin$", cubin.name)
-                if cubin.name.endswith("a.cubin"):  # of one GPU alone: warpgroup products
+                if cubin.name.endswith("a.cubin"):  # architecture-specific code, which has wgmma
                     loops |= main_loops(cubin, cuobjdump)
                 code = code_bytes(cubin.read_bytes())
                 for name, size in code.items():
@@ -317,7 +319,7 @@ def read(paths: Sequence[Path], cuobjdump: str) -> tuple[Ledger, Families]:
 
 
 def costs(path: Path, cuobjdump: str) -> Iterator[tuple[int, str, Cost]]:
-    """(sm, mangled name, what it takes) of the kernels inside, without their code."""
+    """(sm, mangled name, cost) of the kernels inside, without code sizes."""
     text = output_of(cuobjdump, "--dump-resource-usage", str(path.resolve()))
     for sm, name, numbers in resources(text):
         stack = numbers["STACK"] + numbers.get("LOCAL", 0)
@@ -325,14 +327,14 @@ def costs(path: Path, cuobjdump: str) -> Iterator[tuple[int, str, Cost]]:
 
 
 def compiler() -> str:
-    """The version of nvcc: registers are compared within one only."""
+    """The version of nvcc: registers are only compared within one version."""
     nvcc = shutil.which("nvcc")
     found = re.search(r"V([\d.]+)", output_of(nvcc, "--version")) if nvcc else None
     return found[1] if found else "unknown"
 
 
 def of_families(families: Families) -> list[str]:
-    """A line for each."""
+    """One line per family."""
     return [
         f"{name}: {f.files} files of machine code, {f.code} bytes, {f.inside} inside the library"
         + (f" (allowed are {LARGEST_FAMILY[name] - 1})" if name in LARGEST_FAMILY else "")
@@ -341,7 +343,7 @@ def of_families(families: Families) -> list[str]:
 
 
 def compile_times(log: str) -> list[str]:
-    """A line for each family, of a build's .ninja_log: seconds that its units took, one by one."""
+    """One line per family from a build's .ninja_log: the seconds that its units took in total."""
     seconds: dict[str, dict[str, float]] = {}
     for line in log.splitlines():
         cells = line.split("\t")
@@ -357,7 +359,7 @@ def compile_times(log: str) -> list[str]:
 
 
 def text_of(ledger: Ledger, nvcc: str, library_bytes: int, families: Families) -> str:
-    """The file."""
+    """The text of the ledger file."""
     rows = [list(HEAD)]
     for key in sorted(ledger):
         cost = ledger[key]
@@ -383,7 +385,7 @@ def text_of(ledger: Ledger, nvcc: str, library_bytes: int, families: Families) -
 
 
 def parse_text(text: str) -> tuple[Ledger, str]:
-    """What `text_of` wrote: kernels and release of nvcc."""
+    """Parses the output of `text_of` into kernels and the version of nvcc."""
     ledger: Ledger = {}
     nvcc = "unknown"
     for line in text.splitlines():
@@ -401,12 +403,12 @@ def parse_text(text: str) -> tuple[Ledger, str]:
 
 
 def spilling(ledger: Ledger) -> list[tuple[Key, Cost]]:
-    """Plain kernels that use the stack."""
+    """Fast-path kernels that use the stack."""
     return [(k, c) for k, c in sorted(ledger.items()) if k.form.startswith("plain") and c.stack > 0]
 
 
 def faults(now: Ledger, before: Ledger, library_bytes: int, families: Families) -> list[str]:
-    """What is wrong whichever compiler the committed file is of."""
+    """Faults that do not depend on the compiler of the committed file."""
     found = [
         f"{key}: {cost.stack} bytes of stack in a plain kernel (spilled registers)"
         for key, cost in spilling(now)
@@ -423,7 +425,9 @@ def faults(now: Ledger, before: Ledger, library_bytes: int, families: Families) 
 
 
 def differences(now: Ledger, before: Ledger, *, part: bool = False) -> list[str]:
-    """One line each; only GPUs (with `part`, units) that `now` has code for are compared."""
+    """One line per difference; only GPUs (with `part`, units) that `now` has code for are
+    compared.
+    """
     found = []
     gpus, units = {key.sm for key in now}, {key.unit() for key in now}
     for key in sorted({*now, *before}):
@@ -451,7 +455,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     parser.add_argument("--part", action="store_true", help="only some units are in the files")
     parser.add_argument("--ledger", type=Path, default=LEDGER, metavar="FILE")
-    parser.add_argument("--ninja-log", type=Path, metavar="FILE", help="of the build")
+    parser.add_argument("--ninja-log", type=Path, metavar="FILE", help=".ninja_log of the build")
     options = parser.parse_args(arguments)
     try:
         (now, families), nvcc = read(options.files, find_cuobjdump()), compiler()

@@ -110,7 +110,7 @@ def c_reference() -> str:
 
 
 def main() -> int:
-    """Writes the folder anew."""
+    """Rewrites the folder."""
     if len(sys.argv) != 2:
         print(__doc__, file=sys.stderr)
         return 2

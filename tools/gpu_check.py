@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Proves a build on the GPU of this machine and writes one result file.
+"""Tests a build on this machine's GPU and writes one result file.
 
   tools/gpu_check.py                          every stage
-  tools/gpu_check.py --stages build,tests     some
-  tools/gpu_check.py --stages tests --resume  of the tests, those that have not passed yet
-  tools/gpu_check.py --stages models --wheels DIR   with packages that the machine lacks
-  tools/gpu_check.py --verify                 whether the committed results are of these sources
+  tools/gpu_check.py --stages build,tests     some of them
+  tools/gpu_check.py --stages tests --resume  only the tests that have not passed yet
+  tools/gpu_check.py --stages models --wheels DIR   installs packages that the machine lacks
+  tools/gpu_check.py --verify                 whether the committed results match these sources
 
-Needs no network and nothing installed but CUDA, PyTorch, CMake, Ninja, pytest and hypothesis. Every
-stage has a time limit, and the result is written after each one; stages that an earlier run on the
-same sources and GPU has passed stay in the file.
+Needs no network, and nothing installed except CUDA, PyTorch, CMake, Ninja, pytest and hypothesis.
+Every stage has a time limit, and the result is written after each one. Stages that an earlier run
+on the same sources and GPU has passed stay in the file.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ NO_GPU = {"name": "no GPU", "compute_capability": "0.0", "driver": "none", "memo
 
 
 def outcome(stage: dict[str, Any]) -> str:
-    """Of a stage: one that lacks what it needs has not been run."""
+    """The outcome of a stage; one that lacks its requirements counts as not run."""
     return "passed" if stage["passed"] else "NOT run" if "not_run" in stage else "FAILED"
 
 
 def by_kernel(served: dict[str, int]) -> str:
-    """How many random problems each family has served, per direction."""
+    """How many random problems each family has run, per direction."""
     directions: dict[str, list[str]] = {}
     for kernel, count in sorted(served.items(), key=lambda x: -x[1]):
         family, _, direction = kernel.removeprefix("cuda.").rpartition(".")
@@ -51,7 +51,7 @@ def by_kernel(served: dict[str, int]) -> str:
 
 
 def details(stage: dict[str, Any]) -> list[str]:
-    """What is below the line of a stage."""
+    """The lines below a stage's own line."""
     lines = [stage[key] for key in ("why", "not_run") if isinstance(stage.get(key), str)]
     lines += [f"NOT run: {x}" for x in stage.get("left_out", ())]
     lines += stage.get("objections", ())[:12]
@@ -83,7 +83,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def fresh(path: Path, gpu: dict[str, str]) -> dict[str, Any]:
-    """The result to go on with: what is there, if it is of the same sources and GPU."""
+    """The result to continue: the existing one if its sources and GPU are the same."""
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "gpu": gpu,
@@ -104,24 +104,26 @@ def fresh(path: Path, gpu: dict[str, str]) -> dict[str, Any]:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Proves a build on the GPU of this machine.")
+    parser = argparse.ArgumentParser(description="Tests a build on the GPU of this machine.")
     parser.add_argument("--stages", default=",".join(STAGES), help="default: %(default)s")
-    parser.add_argument("--verify", action="store_true", help="judge the committed results only")
+    parser.add_argument("--verify", action="store_true", help="only check the committed results")
     parser.add_argument("--result", type=Path, help="default: docs/results/gpu-<name>.json")
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "gpu-check")
     parser.add_argument("--budget", type=float, default=480, help="seconds for all stages")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2)
     parser.add_argument("--arch", help="compute capability to build for, 90; default: this GPU's")
     parser.add_argument("--cmake", action="append", default=[], help="option for the build")
-    parser.add_argument("--pytest", action="append", default=[], help="what the tests stage runs")
+    parser.add_argument(
+        "--pytest", action="append", default=[], help="arguments of pytest in the tests stage"
+    )
     parser.add_argument("--resume", action="store_true",
                         help="keep tests that passed on the same kernel sources")  # fmt: skip
-    parser.add_argument("--wheels", type=Path, help="packages for the stage of models, in a folder")
+    parser.add_argument("--wheels", type=Path, help="folder of packages for the models stage")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
-                        help="cpu tries the stage of models itself")  # fmt: skip
+                        help="cpu tests the models stage itself")  # fmt: skip
     given = parser.parse_args()
     if given.resume and given.pytest:
-        parser.error("--resume is for all tests: leave --pytest out")
+        parser.error("--resume is for all tests: omit --pytest")
     if given.device == "cpu" and (given.stages != "models" or not given.result):
         parser.error("--device cpu is for --stages models with a --result of its own")
     return given
@@ -164,7 +166,7 @@ def main() -> int:
         started = time.monotonic()
         try:
             report = stage(setup, min(limit, left))
-        except Exception as error:  # the next stages are worth their time all the same
+        except Exception as error:  # the next stages should still run
             report = {"passed": False, "why": f"{type(error).__name__}: {error}"}
             say(f"  {report['why']}")
         report["seconds"] = round(time.monotonic() - started)
@@ -177,11 +179,11 @@ def main() -> int:
         provenance.write(result, path)
         path.with_suffix(".txt").write_text(table(result))
         say(f"== {name}: {outcome(report)} in {report['seconds']} s")
-        if name == "build" and "why" in report:  # there is no library
+        if name == "build" and "why" in report:  # there is no library to test
             break
     say("\n" + table(result) + f"\n{path}")
     ran = [result["stages"].get(name, {"passed": False}) for name in stages]
-    wanted = given.wheels is not None  # with the packages in hand, models have to run
+    wanted = given.wheels is not None  # if the packages were given, the models must run
     right = all(s["passed"] or ("not_run" in s and not wanted) for s in ran)
     return 0 if right else 1
 

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
 """Where each CUDA kernel of the library has run.
 
-  python tools/kernels_run.py                       the list, by family, table and place
+  python tools/kernels_run.py                       lists them by family, table and place
   python tools/kernels_run.py LIBRARY FOLDER        whether every kernel inside this library is
                                                     among those that processes with
                                                     TILEWISE_LAUNCH_LIST=FOLDER launched,
                                                     or that a GPU has run
 
-The kernels are those of docs/results/cuda-ledger.txt; one that several GPUs have machine code for
-counts once. They have run in the emulator when its preset builds them: .ci/run emulator fails on
-one that it has not launched and no GPU has either. They have run on a GPU when a result of
-gpu-check lists them; results from before such lists were kept count for all kernels of the tile
+The kernels are those of docs/results/cuda-ledger.txt; a kernel with machine code for several GPUs
+counts once. A kernel has run in the emulator if its preset builds it, because .ci/run emulator
+fails if a kernel of its build was launched neither by it nor on a GPU. A kernel has run on a GPU if
+a result of gpu-check lists it; results that predate such lists count for all kernels of the tile
 tables whose tests passed.
 """
 
@@ -37,7 +37,7 @@ Kernel = tuple[str, ...]
 
 
 def named(mangled: str) -> Kernel:
-    """What the symbol of a kernel says."""
+    """Parses the symbol of a kernel."""
     return tuple(cuda_ledger.key_of(mangled, 0).cells()[1:])
 
 
@@ -55,7 +55,7 @@ def symbols(library: Path) -> dict[int, str]:
 
 
 def launched(folder: Path, library: Path) -> set[Kernel]:
-    """What processes have written into the folder (src/cuda/launch_list.h)."""
+    """The kernels that processes have recorded in the folder (src/cuda/launch_list.h)."""
     lines = {x for path in folder.iterdir() if path.is_file() for x in path.read_text().split()}
     addresses = {x for x in lines if x.startswith("+")}
     of = symbols(library) if addresses else {}
@@ -66,7 +66,7 @@ def inside(library: Path) -> set[Kernel]:
     """The kernels of a library: machine code, or functions of the emulator.
 
     Raises:
-        LedgerError: cuobjdump is not found, or there are none.
+        LedgerError: cuobjdump is not found, or there are no kernels.
     """
     functions = symbols(library).values()
     if not any("8emulator" in name for name in functions):
@@ -77,12 +77,12 @@ def inside(library: Path) -> set[Kernel]:
 
 
 def not_launched(library: Path, folder: Path) -> list[str]:
-    """Those inside the library that nobody has launched."""
+    """Kernels inside the library that no process has launched."""
     return sorted(" ".join(k) for k in inside(library) - launched(folder, library))
 
 
 def of_preset(preset: dict[str, Any], kernels: Iterable[Kernel]) -> Iterator[Kernel]:
-    """Those that the emulator's preset builds (the options are those of TilewiseCuda.cmake)."""
+    """Kernels that the emulator's preset builds (for the options see TilewiseCuda.cmake)."""
     options = preset["cacheVariables"]
     tables = options.get("TILEWISE_CUDA_TABLES", "").split(";")
     dims = options.get("TILEWISE_CUDA_HEAD_DIMS", "").split(";")
@@ -95,7 +95,7 @@ def of_preset(preset: dict[str, Any], kernels: Iterable[Kernel]) -> Iterator[Ker
 
 
 def of_result(result: dict[str, Any], kernels: Iterable[Kernel]) -> Iterator[Kernel]:
-    """Those that a result of gpu-check has run."""
+    """Kernels that a result of gpu-check has run."""
     tests = result["stages"].get("tests", {})
     if "launched" in tests:
         yield from (tuple(line.split()) for line in tests["launched"])
@@ -114,7 +114,7 @@ def of_result(result: dict[str, Any], kernels: Iterable[Kernel]) -> Iterator[Ker
 
 
 def on_gpus(kernels: set[Kernel]) -> dict[str, set[Kernel]]:
-    """Those that each GPU of a committed result has run."""
+    """Kernels that each GPU of a committed result has run."""
     results = (json.loads(path.read_text()) for path in sorted(RESULTS.glob("gpu-*.json")))
     return {result["gpu"]["name"]: set(of_result(result, kernels)) for result in results}
 
@@ -133,7 +133,7 @@ def places() -> dict[Kernel, list[str]]:
 
 
 def report() -> list[str]:
-    """How many kernels of each family and table have run where, and each that has run nowhere."""
+    """How many kernels of each family and table have run where, and all that have run nowhere."""
     counts: dict[tuple[str, str], Counter] = {}
     found = places()
     for (family, _, table, *_), ran in found.items():
@@ -146,7 +146,7 @@ def report() -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """The list, or the judgement of a build."""
+    """Prints the list, or checks a build."""
     if not arguments:
         lines = report()
         print("\n".join(lines))

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Libraries to link against, so that the result loads on systems older than the one that builds it.
+"""Writes stub libraries to link against, so that the result loads on systems older than the
+build's.
 
   python tools/manylinux_stubs.py 2.28 FOLDER [COMPILER]
 
-A program that is linked here asks for the newest version of each symbol that this glibc and this
-libstdc++ have, and nothing older loads it. FOLDER, given to the linker by -L before the system's
-own, holds libraries without code that have of each symbol the newest version which a system of
-manylinux_2_28 has (https://peps.python.org/pep-0600/). What a newer libstdc++ added is taken from
-its static library.
+A linked program asks for the newest version of each symbol that this glibc and libstdc++ have, so
+older systems cannot load it. FOLDER, passed to the linker with -L before the system's own folders,
+gets libraries without code, whose symbols have the newest versions that a manylinux_2_28 system has
+(https://peps.python.org/pep-0600/). Newer additions to libstdc++ are linked from its static
+library.
 """
 
 from __future__ import annotations
@@ -19,32 +20,32 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-# Newest version that a system of a manylinux policy has: those of Python wheels, by glibc.
+# Newest versions on a system of a manylinux policy, by glibc: those of Python wheels.
 POLICIES = {
     "2.28": {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)},
     "2.34": {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13)},
 }
-MERGED = (2, 34)  # glibc that took these libraries into libc; the beginnings of their names:
+MERGED = (2, 34)  # the glibc that merged these libraries into libc; prefixes of their names:
 MOVED = {
     "libdl.so.2": ("dl",),
     "libpthread.so.0": ("pthread_", "sem_"),
     "librt.so.1": ("shm_", "timer_", "mq_", "aio_", "lio_"),
 }
-# An optimisation of one thread that libstdc++ asks for since glibc 2.32; 0: "there may be more".
+# libstdc++ asks for this single-thread optimisation since glibc 2.32; 0 means "there may be more".
 SINGLE_THREADED = "char __libc_single_threaded = 0;\n"
 
 Symbols = dict[str, tuple[str, str]]  # name: (type, version)
 
 
 class StubError(Exception):
-    """A sentence for the user."""
+    """The message is a sentence for the user."""
 
 
 def run(*command: str) -> str:
-    """What a command prints.
+    """The output of a command.
 
     Raises:
-        StubError: it failed.
+        StubError: The command failed.
     """
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
@@ -53,7 +54,7 @@ def run(*command: str) -> str:
 
 
 def number(version: str) -> tuple[int, ...]:
-    """GLIBCXX_3.4.9 as (3, 4, 9)."""
+    """Parses GLIBCXX_3.4.9 into (3, 4, 9)."""
     return tuple(int(part) for part in version.partition("_")[2].split("."))
 
 
@@ -69,7 +70,7 @@ def exported(library: str) -> Iterator[tuple[str, str, str]]:
 
 
 def newest_allowed(library: str, limits: dict[str, tuple[int, ...]]) -> tuple[Symbols, Symbols]:
-    """The symbols that an old system has; second: those that a library of MOVED holds there."""
+    """The symbols of an old system; second, those that a library of MOVED holds there."""
     versions: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for name, kind, version in exported(library):
         versions[name].append((kind, version))
@@ -87,7 +88,7 @@ def newest_allowed(library: str, limits: dict[str, tuple[int, ...]]) -> tuple[Sy
 
 
 def write_stub(path: Path, soname: str, symbols: Symbols, compiler: str) -> None:
-    """A shared library with these symbols and nothing behind them."""
+    """A shared library with these symbols and no code."""
     kinds = {"FUNC": "function", "IFUNC": "function", "OBJECT": "object", "TLS": "tls_object"}
     code, nodes = [], defaultdict(list)
     for name, (kind, version) in sorted(symbols.items()):
@@ -103,10 +104,10 @@ def write_stub(path: Path, soname: str, symbols: Symbols, compiler: str) -> None
 
 
 def write_folder(folder: Path, limits: dict[str, tuple[int, ...]], compiler: str) -> None:
-    """Everything that the linker is to find before the system's own.
+    """Writes everything that the linker should find before the system's own.
 
     Raises:
-        StubError: a tool failed.
+        StubError: A tool failed.
     """
 
     def system(name: str) -> str:
@@ -124,8 +125,8 @@ def write_folder(folder: Path, limits: dict[str, tuple[int, ...]], compiler: str
     source.write_text(SINGLE_THREADED)
     run(compiler, "-x", "c", "-fPIC", "-fvisibility=hidden", "-c", str(source), "-o", str(compiled))
     run("ar", "rcs", str(folder / "libcompatible.a"), str(compiled))
-    # The system's libc.so names the shared library, the rest of it that is linked statically, and
-    # the loader; only the first has an old form.
+    # The system's libc.so names the shared library, the parts that are linked statically, and the
+    # loader; only the first has an old version.
     old = ["libc.so.6", *(soname.rpartition(".")[0] for soname in MOVED), "libcompatible.a"]
     script = Path(system("libc.so")).read_text()
     script = re.sub(r"\S+/libc\.so\.6", " ".join(str(folder / name) for name in old), script)

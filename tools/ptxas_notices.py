@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""What ptxas says of warpgroup products that it does not leave as they are, in the log of a build.
+"""Finds notices of ptxas in a build log about wgmma products that it serialised or fenced.
 
-  python tools/ptxas_notices.py build/cuda/build.log build/cuda    status 1 when there is any
+  python tools/ptxas_notices.py build/cuda/build.log build/cuda    status 1 if there are any
 
-C7510 and its neighbours are information to ptxas, which neither -Werror nor a warning level stops:
-products are serialised, or a fence or a wait is put among them. Either is a kernel that is slower
-than its source says.
+C7510 and related notices are information to ptxas, which neither -Werror nor a warning level turns
+into an error: products are serialised, or a fence or a wait is inserted between them. Either makes
+a kernel slower than its source suggests.
 
-ptxas speaks once, when a unit is compiled. So the objects that it spoke about are removed from the
-folder of the build: the next one compiles them, and fails, again.
+ptxas prints the notice only when a unit is compiled. The objects concerned are therefore removed
+from the build folder, so that the next build compiles them, and fails, again.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import sys
 from pathlib import Path
 
 NOTICE = re.compile(r"\(C75\d\d\)")
-# Ninja prints what a command says below this line; it runs several, and shows them one by one.
+# Ninja prints a command's output below this line; it runs several commands and prints them in turn.
 STEP = re.compile(r"\s*\[\d+/\d+\] (?:Building CUDA object (\S+))?")
 MOST = 12
 
 
 def notices(log: str) -> list[tuple[str, str]]:
-    """(object, line) of each; the object is empty where the log does not tell it."""
+    """(object, line) of each notice; the object is empty where the log does not name it."""
     found, current = [], ""
     for line in log.splitlines():
         if step := STEP.match(line):
@@ -35,7 +35,7 @@ def notices(log: str) -> list[tuple[str, str]]:
 
 
 def check(log: Path, build: Path) -> list[str]:
-    """A line for each notice; removes the objects that they are about."""
+    """One line per notice; removes the objects concerned."""
     found = notices(log.read_text(errors="replace"))
     for name in {name for name, _ in found if name}:
         (build / name).unlink(missing_ok=True)

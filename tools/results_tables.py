@@ -183,7 +183,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(page: Path, text: str) -> str:
-    """The text of a page with its tables written anew."""
+    """The text of a page with its tables rewritten."""
 
     def replace(match: re.Match[str]) -> str:
         if match[2] not in TABLES:

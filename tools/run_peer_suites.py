@@ -3,16 +3,16 @@
     python tools/run_peer_suites.py CHECKOUT/tests/test_flash_attn.py \
         CHECKOUT/hopper/test_flash_attn.py --seconds 100 --processes 8 --result peers.json
 
-The files are not part of this repository: they are read where a checkout has them. They need a GPU,
-pytest and einops. Functions take turns so that each gets the same time; a case that needs more
-memory than a share of the GPU runs again at the end, alone. Outcomes:
+The files are not part of this repository; they are read from a checkout. They need a GPU, pytest
+and einops. The time is divided equally between functions; a case that needs more memory than a
+process's share of the GPU runs again at the end, by itself. Outcomes:
 
     passed       the test's own bounds held
     failed       they did not, or a call raised
-    skipped      by the test itself
+    skipped      skipped by the test itself
     refused      a call raised NotImplementedError
     deselected   documented as different (tools/peer_suites/known.py), or larger than --largest
-    not run      the time was over
+    not run      the time had run out
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from peer_suites.worker import Result, Settings, serve
 
 OUTCOMES = ("passed", "failed", "skipped", "refused", "deselected", "out of memory", "not run")
 START_SECONDS = 120  # for a process to import torch and the file
-GRACE_SECONDS = 5  # for cases that are running when the time is over
-ALONE_PART = 0.15  # of the time, for cases that need all of the memory
+GRACE_SECONDS = 5  # for cases that are running when the time runs out
+LARGE_FRACTION = 0.15  # of the time, for cases that need all of the memory
 
 
 Tasks = Callable[[], "tuple[str, int] | None"]
 
 
 class Suite:
-    """The cases of one file that are still to be run, and what became of the others."""
+    """The remaining cases of one file, and the outcomes of the others."""
 
     def __init__(self, found: list[tuple[str, int, str]], options: argparse.Namespace) -> None:
         chosen = [x for x in found if fnmatch.fnmatch(x[0], options.only)]
@@ -58,11 +58,11 @@ class Suite:
         self.sizes = {name: len(cases) for name, cases in self.waiting.items()}
         self.spent = dict.fromkeys(self.totals, 0.0)
         self.running: Counter[str] = Counter()
-        self.large: deque[tuple[str, int]] = deque()  # out of memory beside other processes
+        self.large: deque[tuple[str, int]] = deque()  # ran out of memory beside other processes
         self.results: list[Result] = []
 
     def next(self) -> tuple[str, int] | None:
-        """A case of the function that has had the least time."""
+        """A case of the function that has had the least time so far."""
         names = [name for name, cases in self.waiting.items() if cases]
         if not names:
             return None
@@ -71,7 +71,7 @@ class Suite:
         return name, self.waiting[name].popleft()
 
     def next_large(self) -> tuple[str, int] | None:
-        """A case that needs more memory than a share of the GPU."""
+        """A case that needs more memory than a process's share of the GPU."""
         return self.large.popleft() if self.large else None
 
     def add(self, result: Result, alone: bool) -> None:
@@ -83,7 +83,7 @@ class Suite:
             self.results.append(result)
 
     def summary(self) -> dict[str, Any]:
-        """Counts, reasons and failures of each function."""
+        """Counts, reasons and failures per function."""
         functions = {}
         for name, total in self.totals.items():
             mine = [x for x in self.results if x.function == name]
@@ -106,18 +106,18 @@ class Suite:
 
 
 class Workers:
-    """Processes with a connection each, which they begin with the functions of the file."""
+    """Processes with one connection each; each first sends the functions of the file."""
 
     def __init__(self, settings: Settings, count: int) -> None:
         self._context = multiprocessing.get_context("spawn")
         self._settings = settings
         self._processes: dict[Connection, Any] = {}
-        self.idle: Connection | None = None  # has said what is in the file, and waits
+        self.idle: Connection | None = None  # has sent the functions of the file, and waits
         for _ in range(count):
             self.start()
 
     def start(self) -> Connection:
-        """One more process."""
+        """Starts one more process."""
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=serve, args=(theirs, self._settings), daemon=True)
         process.start()
@@ -126,11 +126,11 @@ class Workers:
         return ours
 
     def connections(self) -> list[Connection]:
-        """Of the processes there are."""
+        """The connections of the running processes."""
         return list(self._processes)
 
     def receive(self, connection: Connection, task: tuple[str, int] | None) -> Any:
-        """The next message; a process that has ended without one has failed its case."""
+        """The next message; a process that ends without one has failed its case."""
         try:
             message = connection.recv()
         except EOFError:
@@ -142,7 +142,7 @@ class Workers:
         return message
 
     def functions(self) -> list[tuple[str, int, str]]:
-        """What is in the file, from the process that says it first."""
+        """The functions of the file, from the first process that reports them."""
         ready = wait(self.connections(), START_SECONDS)
         if not ready:
             raise SystemExit(f"{self._settings.file} was not imported within {START_SECONDS} s")
@@ -158,13 +158,13 @@ class Workers:
         connection.close()
 
     def stop(self) -> None:
-        """Ends all."""
+        """Ends all processes."""
         for connection in self.connections():
             self.drop(connection)
 
 
 def run_cases(workers: Workers, suite: Suite, tasks: Tasks, until: float, alone: bool) -> None:
-    """Sends cases to the processes until there are no more, or the time is over."""
+    """Sends cases to the processes until there are none left, or the time runs out."""
     busy: dict[Connection, tuple[str, int] | None] = dict.fromkeys(workers.connections())
 
     def send(connection: Connection) -> None:
@@ -190,12 +190,12 @@ def run_cases(workers: Workers, suite: Suite, tasks: Tasks, until: float, alone:
 
 
 def run_file(file: str, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """Runs the sample of one file; the counts of each of its functions."""
+    """Runs the sample of one file; returns the counts per function."""
     begin = time.monotonic()
     settings = Settings(file, options.device, options.largest, 0.95 / options.processes)
     workers = Workers(settings, options.processes)
     suite = Suite(workers.functions(), options)
-    run_cases(workers, suite, suite.next, begin + seconds * (1 - ALONE_PART), alone=False)
+    run_cases(workers, suite, suite.next, begin + seconds * (1 - LARGE_FRACTION), alone=False)
     workers.stop()
     if suite.large:
         workers = Workers(settings._replace(memory=0.98), 1)
@@ -225,7 +225,7 @@ def text(results: list[dict[str, Any]]) -> str:
 
 
 def environment(device: str) -> dict[str, str]:
-    """What the numbers belong to."""
+    """The environment that the numbers were measured in."""
     import torch
 
     import tilewise
@@ -235,7 +235,7 @@ def environment(device: str) -> dict[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; 1 if a case failed."""
+    """Command line entry; returns 1 if a case failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -115,11 +115,14 @@ def test_bench_skips_problems_that_exceed_memory(monkeypatch):
         (["--heads", "-3"], "'-3' given"),
         (["--seconds", "0"], "'0' given, but must be above 0"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
-        (["--heads", "8", "--kv-heads", "3"], "--kv-heads is 3, must divide --heads, which is 8"),
+        (
+            ["--heads", "8", "--kv-heads", "3"],
+            "--kv-heads is 3, but must divide --heads, which is 8",
+        ),
         (["--backends", "tilewise,abacus"], "--backends names 'abacus'"),
         (["--json", "/nowhere/at/all.json"], "there is no folder"),
         (["--json", "/"], "/ is a folder, but must be a file"),
-        (["--plot", "bench.foo"], "--plot is bench.foo, must end in .png, .svg, .pdf"),
+        (["--plot", "bench.foo"], "--plot is bench.foo, but must end in .png, .svg, .pdf"),
         (["--causal", "--full"], "not allowed with"),
     ],
 )

@@ -18,7 +18,7 @@ import kernels_run
 from gpu_check import models, plugin, processes, provenance, sanitizer, stages, suite
 from gpu_check.processes import TIMED_OUT, Ended
 from gpu_check.setup import Setup
-from gpu_check.shapes import PART, parts, problems
+from gpu_check.shapes import GROUP_SIZE, groups, problems
 
 KERNEL = ("simt", "forward", "-", "F32", "64", "-")
 
@@ -165,14 +165,14 @@ def test_counts_of_a_test_reach_its_share(tmp_path, monkeypatch):
 
 
 def test_groups_hold_every_problem_once_and_few_kernels():
-    found = parts()
-    assert sorted(name for part in found for name in part) == sorted(problems())
-    assert all(0 < len(part) <= PART for part in found)
+    found = groups()
+    assert sorted(name for group in found for name in group) == sorted(problems())
+    assert all(0 < len(group) <= GROUP_SIZE for group in found)
     known = problems()
-    for part in found:
-        shapes = [known[name] for name in part]
+    for group in found:
+        shapes = [known[name] for name in group]
         assert len({s and (s.dtype, s.head_dim, s.float8) for s in shapes}) == 1
-    assert {name for part in parts("fp16") for name in part} == set(problems("fp16"))
+    assert {name for group in groups("fp16") for name in group} == set(problems("fp16"))
 
 
 def test_processes_share_the_problems_of_a_queue(tmp_path):

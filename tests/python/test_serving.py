@@ -217,11 +217,11 @@ def test_overload_is_refused_and_loses_no_request(answers):
 @pytest.mark.parametrize(
     ("prompt", "params", "sentence"),
     [
-        ([], {}, "prompt has 0 tokens and 12 are to follow"),
-        ([1] * 470, {}, "at most 480 in all"),
-        ([1], dict(max_tokens=480), "1 tokens and 480 are to follow"),
+        ([], {}, "prompt has 0 tokens and 12 would follow"),
+        ([1] * 470, {}, "both together at most 480"),
+        ([1], dict(max_tokens=480), "1 tokens and 480 would follow"),
         ([1], dict(stop=("x",)), "no tokenizer"),
-        ([1, 256, 3], {}, "prompt has token 256, but must have those from 0 to 255"),
+        ([1, 256, 3], {}, "prompt has token 256, but tokens must be from 0 to 255"),
         ([-1], {}, "prompt has token -1"),
     ],
 )

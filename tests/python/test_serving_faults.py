@@ -27,7 +27,7 @@ from tilewise.serving import (  # noqa: E402
     ServiceClosedError,
 )
 from tilewise.serving.sampling import sample  # noqa: E402
-from tilewise.serving.schedule import shares  # noqa: E402
+from tilewise.serving.schedule import split_budget  # noqa: E402
 
 pytestmark = [pytest.mark.models, pytest.mark.tensors]
 
@@ -374,7 +374,7 @@ def test_deadline_must_be_positive():
 @settings(deadline=None)
 @given(st.lists(st.integers(2, 5000), max_size=12), st.integers(1, 700))
 def test_shares_of_a_step(pending, budget):
-    given_ = shares(pending, budget)
+    given_ = split_budget(pending, budget)
     assert all(0 <= n <= p for n, p in zip(given_, pending, strict=True))
     assert sum(given_) == min(budget, sum(pending))
     if pending:

@@ -86,7 +86,7 @@ def test_arguments_unknown_to_a_model_are_named(monkeypatch, name):
         return forward(**given)
 
     monkeypatch.setattr(model, "forward", narrow)
-    with pytest.raises(ValueError, match=f"positions are enough for: .*argument '{name}'"):
+    with pytest.raises(ValueError, match=f"positions are enough: .*argument '{name}'"):
         engine(model)
 
 

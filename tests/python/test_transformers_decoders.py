@@ -40,7 +40,7 @@ def masks() -> Iterator[list[Tensor | None]]:
 
 def rows_times_keys(mask: Tensor | None) -> bool:
     """Whether it is a full rows x keys mask, rather than a compact one."""
-    return mask is not None and (not isinstance(mask, CompactMask) or bool(mask._whole))
+    return mask is not None and (not isinstance(mask, CompactMask) or bool(mask._dense))
 
 
 def logits_and_gradients(model: Any, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,7 @@ def test_fast_and_general_path_agree_bitwise(
 ) -> None:
     model, ids = hf_models.decoder(name, "tilewise"), hf_models.tokens(3, LENGTH + rows)
     mask = hf_models.paddings(3, LENGTH + rows)[padding]
-    real, taken = _attention._short, []
+    real, taken = _attention._fast_path, []
 
     def step() -> Tensor:
         """Runs some tokens after a cache."""
@@ -100,10 +100,10 @@ def test_fast_and_general_path_agree_bitwise(
             taken.clear()
             return model(ids[:, LENGTH:], attention_mask=mask, past_key_values=cache).logits
 
-    monkeypatch.setattr(_attention, "_short", lambda *a: taken.append(real(*a)) or taken[-1])
+    monkeypatch.setattr(_attention, "_fast_path", lambda *a: taken.append(real(*a)) or taken[-1])
     short = step()
     assert [x is not None for x in taken] == [True] * model.config.num_hidden_layers
-    monkeypatch.setattr(_attention, "_short", lambda *_: None)
+    monkeypatch.setattr(_attention, "_fast_path", lambda *_: None)
     assert torch.equal(step(), short)
 
 
@@ -263,8 +263,8 @@ def test_double_precision_model_error_says_what_to_do(padding: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (dict(output_attentions=True), "output_attentions=True asks for the matrix"),
-        (dict(indices=torch.zeros(2, 6, 1)), "indices, the keys that each row picks, are given w"),
+        (dict(output_attentions=True), "output_attentions is True, but tilewise never"),
+        (dict(indices=torch.zeros(2, 6, 1)), "indices, the keys that each row selects, are"),
         (dict(block_indices=torch.zeros(1)), "Module passes block_indices to its attention"),
         (dict(mask=torch.ones(2, 1, 6, 6).long()), "attention_mask has dtype torch.int64"),
         (dict(mask=torch.ones(2, 6)), r"attention_mask \[batch, keys\] has dtype torch.float32"),

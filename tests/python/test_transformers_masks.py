@@ -108,9 +108,9 @@ def test_compact_mask_equals_the_eager_mask_in_a_few_bytes(name: str, skip: bool
     assert type(ours) is CompactMask
     held = [getattr(ours, part) for part in ours.__tensor_flatten__()[0]]
     assert sum(part.nbytes for part in held) <= size < eager.nbytes
-    assert not ours._whole
+    assert not ours._dense
     assert (ours.shape, ours.dtype, ours.device) == (eager.shape, eager.dtype, eager.device)
-    assert ours.stride() == eager.stride() and ours.dim() == 4 and not ours._whole
+    assert ours.stride() == eager.stride() and ours.dim() == 4 and not ours._dense
     assert torch.equal(ours, eager)
 
 
@@ -172,7 +172,7 @@ def test_operations_agree_with_those_on_the_eager_mask(operation: str, inference
             ours, eager = both(**call)
             given, expected = OPERATIONS[operation](ours), OPERATIONS[operation](eager)
             if operation in COMPACT:
-                assert type(given) is CompactMask and not ours._whole and not given._whole
+                assert type(given) is CompactMask and not ours._dense and not given._dense
             else:
                 assert not isinstance(given, CompactMask)
             if isinstance(expected, Tensor):
@@ -259,7 +259,9 @@ def test_layer_equals_eager_attention(name: str, bias_heads: int) -> None:
     given: dict[str, Tensor] = {}
     if bias_heads:
         if "packed" in name:
-            with pytest.raises(ValueError, match="position_bias of packed sequences"):
+            with pytest.raises(
+                ValueError, match=r"position_bias is given, but .* packed sequences"
+            ):
                 tilewise.hf.attention(layer(), q, k, v, ours, position_bias=torch.zeros(1, 4, 6, 6))
             return
         given = dict(position_bias=torch.randn(1, bias_heads, rows, keys) * 3)
@@ -268,7 +270,7 @@ def test_layer_equals_eager_attention(name: str, bias_heads: int) -> None:
     expected = plain(q, k, v, eager + given.get("position_bias", 0.0))
     first = None if ours.offset is None else int(ours.offset)
     assert differs(out, expected, eager, first) < 3e-6
-    assert not ours._whole, "a rows x keys mask was built"
+    assert not ours._dense, "a rows x keys mask was built"
 
 
 @pytest.mark.parametrize(
@@ -357,8 +359,8 @@ def test_error_of_writing_to_a_mask_in_a_compiled_graph_says_what_to_do() -> Non
 def test_positions_are_examined_once_per_forward(
     kinds: int, inference: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks, real = [], _packing._look
-    monkeypatch.setattr(_packing, "_look", lambda *a: looks.append(a) or real(*a))
+    looks, real = [], _packing._find_boundaries
+    monkeypatch.setattr(_packing, "_find_boundaries", lambda *a: looks.append(a) or real(*a))
     q, k, v = heads(1, ROWS)
     with torch.inference_mode(inference):
         ids = positions(4, 2)
@@ -394,7 +396,7 @@ def test_positions_of_one_sequence(ids: Tensor | None) -> None:
 
 
 def test_left_padding_is_not_taken_for_packing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_packing, "_look", None)
+    monkeypatch.setattr(_packing, "_find_boundaries", None)
     q, k, v = heads(1, ROWS)
     ours, eager = both(batch_size=1, attention_mask=PADDING[:1])
     ids = torch.tensor([[1, 1, 0, 1, 2, 3]])
@@ -405,8 +407,8 @@ def test_left_padding_is_not_taken_for_packing(monkeypatch: pytest.MonkeyPatch) 
 def test_positions_are_not_examined_during_graph_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_packing, "_look", None)
-    monkeypatch.setattr(_packing, "blind", lambda *_: True)
+    monkeypatch.setattr(_packing, "_find_boundaries", None)
+    monkeypatch.setattr(_packing, "values_are_unavailable", lambda *_: True)
     q, k, v = heads(1, ROWS)
     given, _ = tilewise.hf.attention(layer(), q, k, v, None, position_ids=positions(4, 2))
     assert torch.equal(given, tilewise.hf.attention(layer(), q, k, v, None)[0])

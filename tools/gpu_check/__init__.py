@@ -1,1 +1,1 @@
-"""The parts of tools/gpu_check.py."""
+"""The modules of tools/gpu_check.py."""

@@ -1,4 +1,6 @@
-"""Small calls of tilewise_append_kv: dense and paged caches, both kinds of rotary embedding."""
+"""Small calls of tilewise_append_kv: contiguous and paged caches, both kinds of rotary
+embedding.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
 
 
 class KvAppend(ctypes.Structure):
-    """The structure of tilewise.h."""
+    """The structure tilewise_kv_append of tilewise.h."""
 
     _fields_ = [
         *_fields(ctypes.c_uint32, "struct_size"),

@@ -1,6 +1,6 @@
-"""Memory of a GPU through the driver's own library, without PyTorch: under compute-sanitizer every
-kernel is then one of Tilewise. `Host` is the same over this machine's memory, for a build that
-emulates the GPU.
+"""GPU memory through the driver's own library, without PyTorch, so that under compute-sanitizer
+every kernel is one of Tilewise. `Host` is the same over host memory, for a build that emulates the
+GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class Host:
-    """Keeps what it is given alive."""
+    """Allocates host memory and keeps it alive."""
 
     def __init__(self) -> None:
         self.kept: list[np.ndarray] = []
@@ -23,7 +23,7 @@ class Host:
         return area
 
     def empty(self, size: int) -> int:
-        """64-byte aligned bytes that nobody has written."""
+        """64-byte aligned bytes that have not been written."""
         area = np.full(size + 64, 0xFF, np.uint8)
         self.kept.append(area)
         return -(-area.ctypes.data // 64) * 64
@@ -36,7 +36,7 @@ class Host:
 
 
 class Gpu:
-    """The primary context of GPU 0, which the CUDA runtime inside the library uses, too."""
+    """The primary context of GPU 0, which the CUDA runtime inside the library also uses."""
 
     def __init__(self) -> None:
         self.driver = ctypes.CDLL("libcuda.so.1")

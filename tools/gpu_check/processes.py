@@ -1,4 +1,4 @@
-"""Commands with a time limit. Nothing here waits for longer than it was told to."""
+"""Commands with a time limit. No function waits longer than its limit."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TIMED_OUT = 124
 
 
 def say(text: str) -> None:
-    """Progress that is seen at once."""
+    """Prints progress immediately."""
     print(text, flush=True)
 
 
 def end(process: subprocess.Popen) -> None:
-    """Ends a process and what it has started, which is in a process group of its own."""
+    """Ends a process and everything it has started, which is in a separate process group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             break
@@ -49,16 +49,16 @@ def start(command: list[str], log: Path, env: dict[str, str] | None = None) -> s
 class Ended:
     """How a command ended."""
 
-    status: int  # TIMED_OUT when it was ended
+    status: int  # TIMED_OUT if it exceeded its limit
     seconds: float
     log: Path
 
     def output(self) -> str:
-        """All that it has printed."""
+        """Everything that it has printed."""
         return self.log.read_text(errors="replace")
 
     def tail(self, lines: int = 15) -> list[str]:
-        """The last lines of it."""
+        """The last lines of the output."""
         return self.output().splitlines()[-lines:]
 
 
@@ -76,7 +76,7 @@ def run(command: list[str], limit: float, log: Path, env: dict[str, str] | None 
 
 
 def never(_ended: Ended) -> bool:
-    """No command is started again."""
+    """Restarts no command."""
     return False
 
 
@@ -84,10 +84,10 @@ def run_all(
     commands: dict[str, list[str]], limit: float, folder: Path, env: dict[str, dict[str, str]],
     again: Callable[[Ended], bool] = never,
 ) -> dict[str, Ended]:  # fmt: skip
-    """Runs commands beside each other; those that are not done at the limit are ended.
+    """Runs commands in parallel; those that are not done at the limit are ended.
 
     Args:
-        again: Whether a command that has ended is started once more, its log going on.
+        again: Whether to restart a command that has ended, appending to its log.
     """
     begin = time.monotonic()
     running = {}
@@ -116,7 +116,9 @@ def run_all(
 
 
 def python_environment(libraries: Path) -> dict[str, str]:
-    """What a Python process needs to use the package of this tree with freshly built libraries."""
+    """The environment in which Python uses the package of this tree with freshly built
+    libraries.
+    """
     more = os.environ.get("PYTHONPATH", "")  # packages that this machine lacks
     return {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "python"), more))),

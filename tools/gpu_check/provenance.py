@@ -1,4 +1,4 @@
-"""What a result belongs to: the kernel sources, the machine and its software."""
+"""What a result was measured with: the kernel sources, the machine and its software."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ KERNEL_SOURCES = ("src/cuda", "src/attention", "src/base")
 RESULTS = ROOT / "docs" / "results"
 
 
-# A string, which is kept; a comment or white space, which are not.
+# Matches a string, which is kept, or a comment or white space, which is dropped.
 LAYOUT = re.compile(rb'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/|\s+', re.DOTALL)
 
 
 def source_hash(root: Path = ROOT) -> str:
-    """Over names and code of all that kernels are made of; comments and layout do not count."""
+    """Hash of the names and code of all kernel sources; comments and layout do not count."""
     digest = hashlib.sha256()
     for folder in KERNEL_SOURCES:
         for path in sorted((root / folder).rglob("*")):
@@ -42,7 +42,7 @@ def _first_line(*command: str) -> str:
 
 
 def gpu() -> dict[str, str]:
-    """The first GPU as nvidia-smi describes it; empty without one."""
+    """The first GPU as nvidia-smi describes it; empty if there is none."""
     names = "name,compute_cap,driver_version,memory.total"
     line = _first_line("nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader")
     fields = [x.strip() for x in line.split(",")]
@@ -52,7 +52,7 @@ def gpu() -> dict[str, str]:
 
 
 def _gpu_of_torch() -> dict[str, str]:
-    """Where nvidia-smi is not in PATH."""
+    """The same from torch, where nvidia-smi is not in PATH."""
     try:
         import torch
     except ImportError:
@@ -69,7 +69,7 @@ def _gpu_of_torch() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Of what builds and runs."""
+    """Versions of the tools that build and run."""
     found = {"python": platform.python_version()}
     for name in ("torch", "numpy", "triton"):
         try:
@@ -89,7 +89,7 @@ def versions() -> dict[str, str]:
 
 
 def subprocess_text(*command: str) -> str:
-    """What a command prints; empty when it cannot be run."""
+    """The output of a command; empty if it cannot be run."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -97,13 +97,13 @@ def subprocess_text(*command: str) -> str:
 
 
 def slug(name: str) -> str:
-    """The name of a GPU in a file's name: NVIDIA H200 is h200."""
+    """A GPU's name for use in file names: NVIDIA H200 becomes h200."""
     words = re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia", "")).strip("-")
     return words or "unknown"
 
 
 def write(result: dict[str, Any], path: Path) -> None:
-    """All or nothing: a run that is cut off leaves the last whole file."""
+    """Writes atomically: an interrupted run leaves the previous complete file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,10 +1,10 @@
-"""Runs the small problems of `shapes` through the C ABI: what compute-sanitizer watches.
+"""Runs the small problems of `shapes` through the C ABI, under compute-sanitizer.
 
   python -m gpu_check.sanitized [--share 2/8] [--only bf16-d64] [--emulated]
-  python -m gpu_check.sanitized --queue FOLDER --until 1790000000   shared with others of it
+  python -m gpu_check.sanitized --queue FOLDER --until 1790000000   shares them with other processes
 
-Nothing is compared here, the tests do that. The workspace is memory that nobody has written, so
-that initcheck sees a kernel that reads it too early.
+Results are not compared here; the tests do that. The workspace is memory that has not been written,
+so that initcheck detects a kernel that reads it too early.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tilewise._library import c_library
 
 from . import append
 from .device_memory import Gpu, Host
-from .shapes import Shape, parts, problems
+from .shapes import Shape, groups, problems
 
 CODES = {"bf16": 2, "fp16": 1, "fp32": 0, "tf32": 0}
 Memory = Gpu | Host
 
 
 def stored(values: np.ndarray, dtype: str) -> np.ndarray:
-    """fp32 values in the dtype's bits."""
+    """fp32 values converted to the dtype's bits."""
     values = np.asarray(values, np.float32)
     if dtype == "bf16":
         return (values.view(np.uint32) >> 16).astype(np.uint16)
@@ -76,7 +76,7 @@ class Call:
         return self.memory.upload(stored(values, self.shape.dtype))
 
     def _float8(self, rows: int, heads: int, dim: int, nan_row: int = -1) -> int:
-        """Bytes of numbers up to 2, of either sign."""
+        """float8 bytes of numbers up to 2, of either sign."""
         size = (rows, heads, dim)
         bits = self.rng.integers(0, 0x40, size) | self.rng.integers(0, 2, size) << 7
         if nan_row >= 0:
@@ -131,7 +131,7 @@ class Call:
         if s.used:
             a.seqused_q = self._int32([max(n - 7 * i, 0) for i, n in enumerate(s.rows)])
             a.seqused_k = self._int32([max(n - 33 * i, 1) for i, n in enumerate(s.keys)])
-        if s.uneven:
+        if s.varlen_decode:
             a.seqused_k = self._int32([n if i == 3 else 40 + i for i, n in enumerate(s.keys)])
         if s.leftpad:
             a.leftpad_k = self._int32([min(5 * i + 3, n - 1) for i, n in enumerate(s.keys)])
@@ -151,7 +151,7 @@ class Call:
             self._bias()
 
     def _bias(self) -> None:
-        """Of fp32 among other options, of the problem's own dtype alone."""
+        """fp32 together with other options, the problem's own dtype otherwise."""
         a, s = self.a, self.shape
         heads, batch = (1, 1) if s.bias_broadcast else (s.heads, self.batch)
         self.bias_rows = max(s.rows)
@@ -204,7 +204,7 @@ def plan(call: Call, gradients: Any) -> Any:
 
 
 def run(call: Call) -> list[str]:
-    """Forward and backward; the kernels' names."""
+    """Runs forward and backward; returns the names of the kernels."""
     library = c_library()
     names: list[str] = []
     for gradients in (None, call.gradients() if call.shape.backward else None):
@@ -212,7 +212,7 @@ def run(call: Call) -> list[str]:
             break
         info = plan(call, gradients)
         workspace = call.memory.empty(info.workspace_bytes)
-        if call.shape.uneven:  # the records of arrivals may hold anything, and are read
+        if call.shape.varlen_decode:  # arrival counters are read, and must work with any contents
             workspace = call.memory.upload(np.full(info.workspace_bytes, 0x5A, np.uint8))
         if gradients is None:
             status = library.tilewise_forward(call.a, workspace, info.workspace_bytes)
@@ -225,7 +225,7 @@ def run(call: Call) -> list[str]:
 
 
 def take(mark: Path) -> bool:
-    """Whether nobody has before."""
+    """Whether no other process has taken it before."""
     try:
         os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -234,11 +234,12 @@ def take(mark: Path) -> bool:
 
 
 def taken(folder: Path, only: str, until: float) -> Iterator[str]:
-    """Names of problems that no other process of this folder has taken, until then (time.time):
-    those of a part after each other, whose kernels are the same, then what is left of parts.
+    """Names of problems that no other process of this folder has taken, until that time
+    (time.time): first whole groups, whose problems share kernels, then what remains of other
+    groups.
     """
-    of_parts = (n for i, part in enumerate(parts(only)) if take(folder / f"part-{i}") for n in part)
-    for name in itertools.chain(of_parts, problems(only)):
+    grouped = (n for i, g in enumerate(groups(only)) if take(folder / f"group-{i}") for n in g)
+    for name in itertools.chain(grouped, problems(only)):
         if time.time() > until:
             return
         if take(folder / name):
@@ -246,7 +247,7 @@ def taken(folder: Path, only: str, until: float) -> Iterator[str]:
 
 
 def attempt(name: str, shape: Shape | None, memory: Memory) -> bool:
-    """Runs a problem and says so, which the stages read."""
+    """Runs a problem and prints the outcome, which the stages parse."""
     kernels = ["append"]
     try:
         if shape is None:
@@ -262,11 +263,13 @@ def attempt(name: str, shape: Shape | None, memory: Memory) -> bool:
 
 
 def main() -> int:
-    """Runs a share of the problems, or what others leave of them."""
+    """Runs a share of the problems, or takes problems from a queue."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--share", default="0/1", help="only every n-th problem: 2/8")
     parser.add_argument("--queue", type=Path, help="an empty folder; excludes --share")
-    parser.add_argument("--until", type=float, default=1e12, help="none of a queue is begun then")
+    parser.add_argument(
+        "--until", type=float, default=1e12, help="take no problem from the queue after this time"
+    )
     parser.add_argument("--emulated", action="store_true", help="a build that emulates the GPU")
     parser.add_argument("--only", default="", help="problems whose name contains this")
     given = parser.parse_args()
@@ -280,7 +283,7 @@ def main() -> int:
     try:
         for name in wanted:
             done.append(attempt(name, known[name], memory))
-    except RuntimeError as error:  # of the GPU, which this process has lost by that
+    except RuntimeError as error:  # a GPU error, after which this process cannot use the GPU
         print(f"ended {name}: {error}", flush=True)
         return 1
     print(f"{sum(done)} of {len(done)} shapes run")

@@ -1,4 +1,4 @@
-"""The stage of compute-sanitizer: every tool, every tile table, all at once, because most of the
+"""The compute-sanitizer stage: every tool and every tile table in parallel, because most of the
 time goes into patching kernels on the CPU.
 """
 
@@ -16,34 +16,35 @@ from .setup import FOREIGN, Report, Setup, driver, driver_environment, label
 from .shapes import problems
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# What racecheck sees of a forced tile table: one dtype, which all of them have. Of tables of other
-# GPUs initcheck and synccheck see no more either: their code differs from that of others in tile
-# sizes alone.
+# The dtype to which racecheck is limited for a forced tile table; all tables support it. For tables
+# of other GPUs initcheck and synccheck are limited likewise: their code differs only in tile sizes.
 RACED = "fp16"
 FOUND = 9  # exit status of a process with reports
-# Of the limit, after which no process takes another problem: what it has begun is to be judged.
+# Fraction of the limit after which no process takes another problem, so that it can finish.
 TAKING = 0.85
 
 
 def errors_of(output: str) -> int:
-    """What compute-sanitizer counts; -1 when it has not said."""
+    """The number of errors that compute-sanitizer reports; -1 if it reported none."""
     counted = re.findall(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", output)
     return sum(int(a or b) for a, b in counted) if counted else -1
 
 
 def problems_ended(output: str) -> set[str]:
-    """Those whose kernel a tool has ended, and the process with it."""
+    """Problems whose kernel a tool has ended, and the process with it."""
     return set(re.findall(r"^ended (\S+):", output, re.MULTILINE))
 
 
 def ended_by_report(ended: Ended) -> bool:
-    """Whether a tool has ended it with a kernel that is wrong: others are left to it."""
+    """Whether a tool ended the process because of a faulty kernel: another process does the
+    rest.
+    """
     last = ended.output().rpartition("========= COMPUTE-SANITIZER")[2]
     return ended.status == FOUND and bool(problems_ended(last))
 
 
 def judge(mine: list[Ended], wanted: list[str]) -> Report:
-    """One tool on one tile table, whose problems several processes shared."""
+    """The report of one tool on one tile table, whose problems several processes shared."""
     outputs = [e.output() for e in mine]
     errors, bad, ran, cut = 0, 0, set(), set()
     for ended, output in zip(mine, outputs, strict=True):
@@ -70,7 +71,7 @@ def judge(mine: list[Ended], wanted: list[str]) -> Report:
 
 
 def in_words(name: str, report: Report) -> str:
-    """A line of the result."""
+    """One line of the result."""
     text = f"{name}: {report['errors']} errors"
     if report.get("cut"):
         text += f", {report['cut']} problems ended by the tool"
@@ -80,8 +81,8 @@ def in_words(name: str, report: Report) -> str:
 
 
 def processes_of(setup: Setup, tool: str, architecture: str) -> int:
-    """How many share the problems of a tool: racecheck takes ten times as long, and with the GPU's
-    own choice it is alone in the end.
+    """How many processes share the problems of a tool: racecheck takes ten times as long, and with
+    the GPU's own choice it is the last to finish.
     """
     if tool != "racecheck":
         return max(1, setup.jobs // 8)
@@ -91,7 +92,7 @@ def processes_of(setup: Setup, tool: str, architecture: str) -> int:
 def commands_of(
     setup: Setup, program: str, tool: str, architecture: str, limit: float
 ) -> dict[str, list[str]]:
-    """Processes of a tool on a tile table by name."""
+    """The processes of a tool on a tile table, by name."""
     options = ["--tool", tool, "--print-limit", "100", "--error-exitcode", str(FOUND)]
     if tool == "memcheck":
         options += ["--padding", "64"]
@@ -108,13 +109,13 @@ def commands_of(
 
 
 def only(tool: str, architecture: str) -> str:
-    """What the names of the problems contain that a tool sees."""
+    """The substring of the names of the problems that a tool checks."""
     raced = architecture and (tool == "racecheck" or architecture in FOREIGN)
     return RACED if raced and tool != "memcheck" else ""
 
 
 def sanitizer(setup: Setup, limit: float) -> Report:
-    """The small problems under each tool, with the GPU's own choice and every forced table."""
+    """Runs the small problems under each tool, with the GPU's own choice and every forced table."""
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(program).exists():
         return {"passed": False, "why": "no compute-sanitizer"}
@@ -123,21 +124,21 @@ def sanitizer(setup: Setup, limit: float) -> Report:
     say(f"  compute-sanitizer {report['version']}")
     commands: dict[str, list[str]] = {}
     env: dict[str, dict[str, str]] = {}
-    parts = [(tool, a) for a in setup.architectures for tool in TOOLS]
+    runs = [(tool, a) for a in setup.architectures for tool in TOOLS]
     names: dict[tuple[str, str], list[str]] = {}
-    for tool, architecture in parts:
+    for tool, architecture in runs:
         mine = commands_of(setup, program, tool, architecture, limit)
         names[tool, architecture] = list(mine)
         commands |= mine
         env |= dict.fromkeys(mine, driver_environment(setup, architecture))
     ended = run_all(commands, limit, setup.logs / "sanitizer", env, ended_by_report)
-    for tool, architecture in parts:
+    for tool, architecture in runs:
         done = [ended[name] for name in names[tool, architecture]]
         wanted = list(problems(only(tool, architecture)))
-        part = f"{tool} {label(architecture)}"
-        found = report[part] = judge(done, wanted)
+        run_name = f"{tool} {label(architecture)}"
+        found = report[run_name] = judge(done, wanted)
         report["passed"] &= found["passed"]
-        say(f"  {in_words(part, found)}, {max(e.seconds for e in done):.0f} s")
+        say(f"  {in_words(run_name, found)}, {max(e.seconds for e in done):.0f} s")
         for line in found.get("first", []):
             say(f"    {line}")
     return report

@@ -9,29 +9,29 @@ from typing import Any
 from .processes import PYTHON, ROOT, TIMED_OUT, Ended, python_environment, say
 
 Report = dict[str, Any]
-# What TILEWISE_FORCE_ARCH is set to: tile tables of mma_sync, which every build has as PTX.
+# Values of TILEWISE_FORCE_ARCH: tile tables of mma_sync, which every build has as PTX.
 FORCED = ("80", "75")
-# Tile tables of GPUs that are not at hand, and the least compute capability that has all the
-# instructions they ask for: the build compiles them as machine code for this GPU.
+# Tile tables of GPUs that are not available, and the lowest compute capability with all
+# instructions that they need: the build compiles them as machine code for this GPU.
 FOREIGN = {"86": 80, "120": 90}
-# MiB of a GPU for each process that runs tests: most take 2000; those that need 11 GB and more
-# take turns (tests/python/devices.py, much_memory), beside what this leaves free.
+# MiB of GPU memory per test process: most tests take 2000; those that need 11 GB and more run one
+# at a time (tests/python/devices.py, much_memory), in the memory that this leaves free.
 OF_A_PROCESS = 5000
 
 
 @dataclass
 class Setup:
-    """Of one run of tools/gpu_check.py."""
+    """The settings of one run of tools/gpu_check.py."""
 
     build: Path
     jobs: int
     architecture: str  # "90"
     cmake: list[str] = field(default_factory=list)
     pytest: list[str] = field(default_factory=list)
-    earlier: Report = field(default_factory=dict)  # stages to be resumed
+    earlier: Report = field(default_factory=dict)  # stages to resume
     wheels: Path | None = None  # packages of the models stage that this machine lacks
-    device: str = "cuda"  # of the tests
-    memory: int = 0  # MiB of the GPU; 0: not known
+    device: str = "cuda"  # device of the tests
+    memory: int = 0  # MiB of the GPU; 0: unknown
 
     @property
     def logs(self) -> Path:
@@ -39,22 +39,24 @@ class Setup:
 
     @property
     def launch_list(self) -> Path:
-        """Where processes write which kernels they launch; each run begins a list anew."""
+        """Where processes record the kernels that they launch; each run starts a new list."""
         return self.build / "launched"
 
     def processes(self, beside: int = 0) -> int:
-        """That run tests at once, while so many others do."""
+        """Number of test processes at once, while `beside` others run."""
         room = self.memory // OF_A_PROCESS if self.memory else self.jobs + beside
         return max(2, min(self.jobs - 2, room - beside))
 
     @property
     def foreign(self) -> tuple[str, ...]:
-        """Tables of other GPUs, compiled for this one."""
+        """Tables of other GPUs that are compiled for this one."""
         return tuple(t for t, least in FOREIGN.items() if least <= self.sm != int(t))
 
     @property
     def forced(self) -> tuple[str, ...]:
-        """On Hopper mma_sync has to be asked for: the GPU's own choice is wgmma."""
+        """Tables to force. On Hopper this includes its own mma_sync table, as the GPU's choice is
+        wgmma.
+        """
         own = ("90",) if self.architecture == "90" else ()
         return (*own, *FORCED, *self.foreign)
 
@@ -64,7 +66,7 @@ class Setup:
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """What runs: the GPU's own choice first."""
+        """Everything to run, the GPU's own choice first."""
         return ("", *self.forced)
 
     def python(self, architecture: str = "") -> dict[str, str]:
@@ -86,17 +88,17 @@ def failed(ended: Ended, lines: int = 15) -> Report:
 
 
 def driver(*arguments: str) -> list[str]:
-    """The small problems without PyTorch."""
+    """The command that runs the small problems without PyTorch."""
     return [PYTHON, "-m", "gpu_check.sanitized", *arguments]
 
 
 def driver_environment(setup: Setup, architecture: str) -> dict[str, str]:
-    """Of a module of this package."""
+    """The environment for a module of this package."""
     env = setup.python(architecture)
     env["PYTHONPATH"] += f":{ROOT / 'tools'}"
     return env
 
 
 def label(architecture: str) -> str:
-    """How the report names a tile table."""
+    """The name of a tile table in the report."""
     return f"forced-{architecture}" if architecture else "native"

@@ -1,6 +1,6 @@
-"""Small problems that reach every kernel: each dtype, head-dim tile, form, direction, and what has
-a kernel of its own besides (splits, pages, index checks, gradients of bias and sinks, the second
-pass around a NaN, appending to a cache).
+"""Small problems that reach every kernel: each dtype, head-dim tile, form and direction, and
+everything else with a kernel of its own (splits, pages, index checks, gradients of bias and sinks,
+NaN recompute, appending to a cache).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ APPENDS = [
     for rotary in ("plain", "halves", "pairs")
 ] + [f"append-{t}-float8-{r}" for t in ("bf16", "fp16") for r in ("plain", "pairs")]
 OPTIONS = ("softcap", "alibi", "bias", "dropout")
-PART = 6  # problems
+GROUP_SIZE = 6  # problems
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Shape:
     heads_kv: int = 2
     group: int = 2
     varlen: bool = False
-    tail: int = 0  # rows behind the last sequence
+    tail: int = 0  # rows past the last sequence
     used: bool = False  # seqused_q and seqused_k below the lengths
-    uneven: bool = False  # seqused_k alone, of one long sequence among short ones
+    varlen_decode: bool = False  # seqused_k only, with one long sequence among short ones
     leftpad: bool = False
     page_size: int = 0
     window: tuple[int, int] = (-1, 0)
     general: bool = False  # all of OPTIONS
-    option: str = ""  # one of them alone
+    option: str = ""  # only one of them
     bias_broadcast: bool = False
     sinks: bool = False
     splits: int = 0
@@ -79,8 +79,8 @@ def shapes() -> Iterator[Shape]:
 
 
 def few_rows_and_pages(dtype: str) -> Iterator[Shape]:
-    """Every head-dim tile by the cut for few rows and over pages, which have kernels of their own:
-    contiguous keys and whole pages come as boxes where the GPU has them, pages of 3 keys never do.
+    """Decoding and paged kernels of every head-dim tile: contiguous keys and whole pages use TMA
+    where the GPU has it, pages of 3 keys never do.
     """
     for dim in (64, 96, 128, 192, 256):
         few = Shape(f"{dtype}-few-d{dim}", dtype, dim, rows=(1, 1), keys=(300, 300), group=8,
@@ -94,7 +94,7 @@ def few_rows_and_pages(dtype: str) -> Iterator[Shape]:
 
 
 def over_float8(dtype: str) -> Iterator[Shape]:
-    """Caches of float8 under queries of 16 bits: by boxes, also of pages, and in general."""
+    """float8 caches with 16-bit queries: by TMA, also paged, and in the general form."""
     for dim in (64, 128, 256):
         general = Shape(f"{dtype}-f8-d{dim}", dtype, dim, float8=True, sinks=True, backward=False)
         few = replace(general, rows=(1, 1, 1), keys=(500, 500, 500), group=8)
@@ -110,7 +110,7 @@ def over_float8(dtype: str) -> Iterator[Shape]:
 
 
 def options(dtype: str) -> Iterator[Shape]:
-    """What does not depend on the head dimension."""
+    """Problems that do not depend on the head dimension."""
     base = Shape(dtype, dtype)
     lengths = dict(rows=(3, 0, 130, 70), keys=(90, 20, 0, 140), varlen=True)
     cache = dict(rows=(1, 1, 1), keys=(500, 500, 500), group=8, backward=False)
@@ -128,8 +128,8 @@ def options(dtype: str) -> Iterator[Shape]:
         "decode": dict(**cache),
         "decode-splits": dict(**cache, splits=3, used=True),
         "decode-paged-splits": dict(**cache, splits=4, page_size=64, sinks=True, head_dim=128),
-        "decode-uneven": dict(  # more tiles than multiprocessors: the last block merges parts
-            rows=(1,) * 70, keys=(400,) * 70, group=4, uneven=True, backward=False
+        "decode-varlen": dict(  # more tiles than SMs: the last CTA combines chunks
+            rows=(1,) * 70, keys=(400,) * 70, group=4, varlen_decode=True, backward=False
         ),
         **{option: dict(option=option, head_dim=128) for option in OPTIONS},
         "nan": dict(nan=True),
@@ -142,15 +142,15 @@ def options(dtype: str) -> Iterator[Shape]:
 
 
 def problems(only: str = "") -> dict[str, Shape | None]:
-    """All whose name contains this; None is one of append.py."""
+    """All problems whose name contains `only`; a value of None means one of append.py."""
     named: dict[str, Shape | None] = {s.name: s for s in shapes()}
     return {n: s for n, s in (named | dict.fromkeys(APPENDS)).items() if only in n}
 
 
-def parts(only: str = "") -> list[list[str]]:
-    """Names of problems that share kernels, a few at a time, those with the most code first.
+def groups(only: str = "") -> list[list[str]]:
+    """Names of problems that share kernels, in small groups, those with the most code first.
 
-    A process that compute-sanitizer watches patches each kernel that it meets, which takes longer
+    A process under compute-sanitizer patches each kernel that it encounters, which takes longer
     than running it.
     """
 
@@ -161,7 +161,7 @@ def parts(only: str = "") -> list[list[str]]:
         return -shape.head_dim, f"{shape.dtype}{'-f8' if shape.float8 else ''}"
 
     found = []
-    for _, alike in groupby(sorted(problems(only).items(), key=kernels), key=kernels):
-        names = [name for name, _ in alike]
-        found += [names[i : i + PART] for i in range(0, len(names), PART)]
+    for _, members in groupby(sorted(problems(only).items(), key=kernels), key=kernels):
+        names = [name for name, _ in members]
+        found += [names[i : i + GROUP_SIZE] for i in range(0, len(names), GROUP_SIZE)]
     return found

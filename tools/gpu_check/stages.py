@@ -1,4 +1,4 @@
-"""The stages: each returns what goes into the result file, with `passed`."""
+"""The stages: each returns its entry of the result file, with `passed`."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from .sanitizer import sanitizer
 from .setup import FORCED, Report, Setup, driver, driver_environment, failed, label
 from .shapes import DTYPES
 
-# Random problems per dtype: forced, native. Of any kernels in three dtypes and, where it is, of
-# wgmma in two: 12,000.
+# Random problems per dtype: forced, native. In total 12,000, over any kernels in three dtypes and,
+# where it exists, over wgmma in two.
 RANDOM = ("160", "2400")
-# What a forced tile table runs of the tests that call kernels directly: those that compare every
-# kernel with the oracle, or its sums from run to run. The rest does not depend on the table.
+# Tests that run for a forced tile table: those that call kernels directly, to compare every kernel
+# with the oracle or its sums from run to run. Other tests do not depend on the table.
 OF_FORCED = tuple(
     f"tests/python/test_{name}.py"
     for name in ("decode", "decode_cuts", "determinism", "float8_cache", "gradients", "layouts",
                  "nonfinite", "properties")
 )  # fmt: skip
-# Tests of the benchmarks' scripts: they need no GPU.
+# Tests of the benchmark scripts, which need no GPU.
 NOT_HERE = ("tests/python/test_cli_bench.py", "tests/python/test_bench_gpu.py")
 
 
 def build(setup: Setup, limit: float) -> Report:
-    """For this GPU only, with the PyTorch adapter beside the library."""
+    """Builds for this GPU only, with the PyTorch adapter beside the library."""
     configure = [
         "cmake", "-S", str(ROOT), "-B", str(setup.build), "-G", "Ninja",
         "-DCMAKE_BUILD_TYPE=Release", "-DTILEWISE_CUDA=ON", "-DTILEWISE_BUILD_TORCH=ON",
@@ -54,7 +54,7 @@ def build(setup: Setup, limit: float) -> Report:
             say(f"  {line}")
     if ended.status != 0:
         return failed(ended)
-    shutil.rmtree(setup.launch_list, ignore_errors=True)  # of another library
+    shutil.rmtree(setup.launch_list, ignore_errors=True)  # it belongs to another library
     command = ["cmake", "--build", str(setup.build), "-j", str(setup.jobs)]
     compiled = run(command, limit - ended.seconds, setup.logs / "build.log")
     notices = ptxas_notices.check(compiled.log, setup.build)
@@ -74,11 +74,11 @@ def build(setup: Setup, limit: float) -> Report:
 
 
 def spilled(library: Path) -> list[str]:
-    """Plain kernels of warpgroup products that use the stack, where spilled registers go."""
+    """Fast-path wgmma kernels that use the stack, where spilled registers go."""
     try:
         found = list(cuda_ledger.costs(library, cuda_ledger.find_cuobjdump()))
     except cuda_ledger.LedgerError as error:
-        return [f"spills NOT looked for: {error}"]
+        return [f"spills NOT checked: {error}"]
     costs = [(cuda_ledger.key_of(name, sm), cost) for sm, name, cost in found]
     return [
         f"{key}: {cost.stack} bytes of stack in a plain kernel (spilled registers)"
@@ -94,9 +94,9 @@ def architecture_of(name: str) -> str:
 
 
 def tile_names(architecture: str) -> list[str]:
-    """Beginnings of the names of shapes, one per compiled unit of a tile table: what its driver
-    compiles from PTX when it is forced takes a while and is kept in a cache, so each unit is first
-    used by one process.
+    """Prefixes of shape names, one per compiled unit of a tile table. When a table is forced, the
+    driver compiles its PTX, which takes a while and is cached, so only one process uses each unit
+    first.
     """
     dtypes = ("fp16",) if architecture == "75" else DTYPES
     dims = {2: (64, 96, 128, 192, 256), 4: (64, 128, 256)}
@@ -105,7 +105,7 @@ def tile_names(architecture: str) -> list[str]:
 
 
 def smoke(setup: Setup, limit: float) -> Report:
-    """Each small problem once: what does not launch, and what hangs, is known after seconds."""
+    """Runs each small problem once: launch failures and hangs are found within seconds."""
     begin = time.monotonic()
     setup.launch_list.mkdir(parents=True, exist_ok=True)
     by_ptx = [a for a in setup.forced if a in FORCED]
@@ -147,14 +147,16 @@ def is_green(found: Report) -> bool:
 
 
 def failed_tests(found: Report) -> list[str]:
-    """Those of a tile table whose other tests all passed; none, where that is not known."""
+    """The failed tests of a tile table whose other tests all passed; none if that is not known."""
     failures = [f["test"] for f in found.get("failures", [])]
     known = len(failures) == found.get("failed", 0) and not found.get("not_run")
     return failures if known else []
 
 
 def shared_out(setup: Setup) -> tuple[int, int]:
-    """Processes for the GPU's own choice, and for each forced tile table, whose tests are fewer."""
+    """Number of processes for the GPU's own choice, and for each forced tile table, with fewer
+    tests.
+    """
     of_forced = max(1, setup.jobs // 4)
     while of_forced > 1 and setup.processes(of_forced * len(setup.forced)) < 4 * of_forced:
         of_forced -= 1
@@ -162,9 +164,9 @@ def shared_out(setup: Setup) -> tuple[int, int]:
 
 
 def tests(setup: Setup, limit: float) -> Report:
-    """The suite on the GPU, and what calls kernels directly once more per forced tile table. What
-    passed in a run that is resumed stays: of a tile table whose tests all ran, only those that
-    failed are run again.
+    """The test suite on the GPU, and the tests that call kernels directly again per forced tile
+    table. A resumed run keeps what passed: of a tile table whose tests all ran, only the failed
+    ones run again.
     """
     shares = []
     setup.launch_list.mkdir(parents=True, exist_ok=True)
@@ -209,21 +211,21 @@ def tests(setup: Setup, limit: float) -> Report:
 
 def launched(setup: Setup) -> Report:
     """The kernels that this build's processes have launched, and those that none has: every stage
-    of small problems and tests adds to the list, also over several runs on the same build.
+    of small problems and tests adds to the list, also over several runs with the same build.
     """
     library = setup.build / "libtilewise.so"
     try:
         ran = kernels_run.launched(setup.launch_list, library)
         left = kernels_run.not_launched(library, setup.launch_list)
     except (OSError, cuda_ledger.LedgerError) as error:
-        return {"objections": [f"launches NOT looked at: {error}"]}
+        return {"objections": [f"launches NOT checked: {error}"]}
     say(f"  {len(ran)} kernels launched, {len(left)} not")
     report: Report = {"launched": sorted(" ".join(k) for k in ran)}
     return report | {"objections": [f"not launched: {line}" for line in left]}
 
 
 def train(setup: Setup, limit: float) -> Report:
-    """The demo's GPT: the losses of the GPU are those of the CPU."""
+    """Trains the demo's GPT: the losses on the GPU must equal those on the CPU."""
     result = setup.logs / "train.json"
     result.unlink(missing_ok=True)
     env = driver_environment(setup, "")
@@ -238,7 +240,7 @@ def train(setup: Setup, limit: float) -> Report:
 
 
 def bench(setup: Setup, limit: float) -> Report:
-    """Side by side with the peers that are importable here."""
+    """Benchmarks Tilewise and the peers that can be imported here."""
     result = setup.logs / "bench.json"
     result.unlink(missing_ok=True)
     command = [PYTHON, "bench/bench_gpu.py", "--quick", "--json", str(result)]
@@ -251,7 +253,7 @@ def bench(setup: Setup, limit: float) -> Report:
     return {"passed": ended.status == 0, "results": json.loads(result.read_text())}
 
 
-# Name: (function, seconds that it may take).
+# Name: (function, time limit in seconds).
 STAGES = {
     "build": (build, 420),
     "smoke": (smoke, 150),

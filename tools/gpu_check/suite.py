@@ -1,8 +1,8 @@
 """The Python tests in several processes that share a GPU.
 
-Each process takes every n-th test. One that hangs or dies costs its current test, which is counted
-as failed, and a process is started for the rest: an error inside a kernel ends the GPU context of
-its process, and a kernel that waits for ever ends nothing at all.
+Each process takes every n-th test. If it hangs or dies, its current test counts as failed, and a
+new process continues with the rest: an error inside a kernel ends the GPU context of its process,
+and a kernel that waits forever never ends.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 
 from .processes import PYTHON, ROOT, end, say, start
 
-CRASHES = 12  # after that many, a share is given up
+CRASHES = 12  # a share is given up after this many
 
 
 @dataclass
 class Share:
-    """One n-th of the tests, and the process that runs it now."""
+    """One n-th of the tests, and the process that currently runs it."""
 
     name: str
     index: int
@@ -63,14 +63,14 @@ class Share:
         self.process = start([*command, *self.arguments], self.log, env)
 
     def note(self, test: str, outcome: str, text: str) -> None:
-        """Also for the next process of this share, which leaves it out."""
+        """Records an outcome here and for the next process of this share, which skips the test."""
         self.outcomes[test] = outcome, text
         event = {"event": "end", "test": test, "outcome": outcome, "text": text}
         with self.events.open("a") as file:
             file.write(json.dumps({"time": time.time(), **event}) + "\n")
 
     def update(self) -> None:
-        """Reads what the process has noted."""
+        """Reads the events that the process has recorded."""
         if not self.events.is_file():
             return
         with self.events.open() as file:
@@ -90,13 +90,13 @@ class Share:
                     self.current, self.since = "", event["time"]
 
     def watch(self, limit: float) -> None:
-        """Ends a process whose test takes too long, starts another one after a crash."""
+        """Ends a process whose test takes too long; starts another one after a crash."""
         assert self.process is not None
         status = self.process.poll()
         self.update()
         if status is None and time.time() - self.since > limit:
             end(self.process)
-            if not self.current:  # collecting hangs, or ending does
+            if not self.current:  # the process hangs while collecting or exiting
                 self.over = True
                 return
             self.note(self.current, "failed", f"took longer than {limit:.0f} s")
@@ -112,14 +112,14 @@ class Share:
 
 
 def counts(shares: list[Share]) -> Counter:
-    """Tests by outcome; those that were collected and have none are `not run`."""
+    """Tests by outcome; collected tests without an outcome are `not run`."""
     found = Counter(outcome for s in shares for outcome, _ in s.outcomes.values())
     found["not run"] = sum(len(set(s.tests) - set(s.outcomes)) for s in shares)
     return found
 
 
 def run_shares(shares: list[Share], *, limit: float, each: float) -> None:
-    """Runs all shares beside each other, `each` seconds at most for a test."""
+    """Runs all shares in parallel, with at most `each` seconds per test."""
     begin = spoken = time.monotonic()
     for share in shares:
         share.events.unlink(missing_ok=True)
@@ -149,7 +149,7 @@ def summary(found: Counter) -> str:
 
 
 def failures(shares: list[Share], most: int = 300) -> list[dict[str, str]]:
-    """What failed, and how."""
+    """The failed tests with their messages."""
     found = [
         {"test": test, "text": re.sub(r"/\S*/site-packages/", "", text[-700:])}
         for share in shares
@@ -160,7 +160,7 @@ def failures(shares: list[Share], most: int = 300) -> list[dict[str, str]]:
 
 
 def skips(shares: list[Share]) -> dict[str, int]:
-    """How many tests were skipped, by reason."""
+    """The number of skipped tests, by reason."""
     return dict(
         Counter(
             text.removeprefix("Skipped: ")[:120]

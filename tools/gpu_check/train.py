@@ -2,8 +2,9 @@
 
   python -m gpu_check.train RESULT.json [STEPS]
 
-In fp32 three runs have to agree: Tilewise on the CPU, Tilewise on the GPU, torch's own attention on
-the GPU. In bf16 Tilewise may be as far from the fp32 losses as twice torch's attention is.
+In fp32 three runs have to agree: Tilewise on the CPU, Tilewise on the GPU, and torch's own
+attention on the GPU. In bf16, Tilewise may be twice as far from the fp32 losses as torch's
+attention.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 # Largest relative difference of a loss. Adam divides by the root of tiny second moments, so
-# differences of the last bit grow from step to step, and the devices add in different orders.
+# last-bit differences grow from step to step, and the devices add in different orders.
 SAME = 2e-4
 
 
 def options(device: str, dtype: str, steps: int) -> argparse.Namespace:
-    """What examples/train_gpt.py reads from its command line."""
+    """The options that examples/train_gpt.py reads from its command line."""
     return argparse.Namespace(
         seed=1, layers=4, width=256, heads=4, kv_heads=2, rows=256, batch=8, device=device,
         dtype=dtype, steps=steps, learning_rate=1e-3,
@@ -42,12 +43,12 @@ def losses(attention: str, device: str, dtype: str, steps: int, text: Any) -> li
 
 
 def difference(a: list[float], b: list[float]) -> float:
-    """The largest relative one of any step."""
+    """The largest relative difference of any step."""
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
 
 def main() -> int:
-    """Writes the report and says whether all agree."""
+    """Writes the report and prints whether all runs agree."""
     sys.path.insert(0, str(ROOT / "examples"))
     import corpus  # type: ignore[import-not-found]
 
@@ -63,7 +64,7 @@ def main() -> int:
     ours = difference(losses("tilewise", "cuda", "bf16", steps, text), gpu)
     theirs = difference(losses("sdpa", "cuda", "bf16", steps, text), gpu)
     allowed["bf16, against fp32"] = (ours, 2 * theirs + SAME)
-    passed = gpu[-1] < gpu[0]  # it learns
+    passed = gpu[-1] < gpu[0]  # the loss decreases
     report["differences"] = {}
     for name, (apart, limit) in allowed.items():
         report["differences"][name] = {"largest": apart, "allowed": limit}

@@ -1,1 +1,1 @@
-"""Test files of other packages, run on ``tilewise.compat``: the parts of run_peer_suites.py."""
+"""Test files of other packages, run on ``tilewise.compat``: the modules of run_peer_suites.py."""

@@ -15,7 +15,7 @@ class Axis(NamedTuple):
 
 
 class Function(NamedTuple):
-    """A test function; cases are numbered, the last axis counting fastest."""
+    """A test function; cases are numbered, with the last axis counting fastest."""
 
     name: str
     call: Any
@@ -40,7 +40,7 @@ def _axis(names: Any, values: Any) -> Axis:
         names = [name.strip() for name in names.split(",") if name.strip()]
     rows = []
     for value in values:
-        marked = hasattr(value, "marks") and hasattr(value, "values")  # of pytest.param
+        marked = hasattr(value, "marks") and hasattr(value, "values")  # made by pytest.param
         row = value.values if marked else value if len(names) > 1 else (value,)
         rows.append(tuple(row))
     return Axis(tuple(names), tuple(rows))
@@ -66,5 +66,5 @@ def functions(module: Any) -> list[Function]:
 
 
 def sample(name: str, total: int, count: int, seed: int) -> list[int]:
-    """Numbers of cases, drawn without replacement; the same for the same seed."""
+    """Case numbers drawn without replacement; the same for the same seed."""
     return random.Random(f"{seed} {name}").sample(range(total), min(count, total))

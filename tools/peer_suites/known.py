@@ -1,4 +1,4 @@
-"""What is documented as different in docs/migration.md: cases that are not run, and why."""
+"""Differences documented in docs/migration.md: cases that are not run, and why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _fp8(arguments: _Arguments) -> bool:
     return "float8" in str(arguments.get("dtype"))
 
 
-# (function, or "" for each; whether it is about a case; the difference)
+# (function, or "" for every function; whether a case is concerned; the difference)
 DIFFERENCES: list[tuple[str, Callable[[_Arguments], bool], str]] = [
     ("", _fp8, "q of float8 has no kernel"),
     ("test_flash3_bw_compatibility", _always, "the schemas of private operators"),
@@ -24,25 +24,25 @@ DIFFERENCES: list[tuple[str, Callable[[_Arguments], bool], str]] = [
     (
         "test_flash_attn_varlen_paged_kv_num_splits",
         _always,
-        "key splits over pages are computed here, and refused there",
+        "key splits over pages are supported here and refused there",
     ),
     (
         "test_flash_attn_kvcache_paged_block_table_bounds",
         _always,
-        "lengths on a GPU are read there by the host, which waits for it",
+        "there, the host waits for the GPU to read lengths from it",
     ),
 ]
 
-# What the files are given in place of parts of the original that are private to it.
+# Replacements that the files get for private parts of the original.
 ADAPTED = {
     "normalize_flash_attn_S": "S_dmask has the probabilities, which need no scaling",
-    "_get_block_size_n": "a private function of which nothing depends here",
+    "_get_block_size_n": "a private function on which nothing depends here",
     "USE_TRITON_ROCM": "False",
 }
 
 
 def difference(function: str, arguments: _Arguments) -> str:
-    """Why a case is not run, or ""."""
+    """Why a case is not run; "" if it is run."""
     for name, concerns, why in DIFFERENCES:
         if name in ("", function) and concerns(arguments):
             return why

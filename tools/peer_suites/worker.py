@@ -1,4 +1,4 @@
-"""A process that imports a test file over ``tilewise.compat``, and runs the cases it is sent."""
+"""A process that imports a test file over ``tilewise.compat`` and runs the cases it is sent."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Settings(NamedTuple):
-    """What every process of a run is told."""
+    """The settings that every process of a run gets."""
 
     file: str
     device: str
     largest: int  # integer arguments of a case are at most this, or 0
-    memory: float  # part of the GPU's memory that the process may use
+    memory: float  # fraction of the GPU's memory that the process may use
 
 
 class Result(NamedTuple):
-    """What became of a case."""
+    """The outcome of a case."""
 
     function: str
-    number: int  # of the case
+    number: int  # number of the case
     outcome: str
     why: str = ""
     seconds: float = 0.0
-    fatal: bool = False  # the process cannot go on
+    fatal: bool = False  # the process cannot continue
 
 
 def serve(connection: Connection, settings: Settings) -> None:
@@ -57,7 +57,7 @@ def serve(connection: Connection, settings: Settings) -> None:
 
 
 def _load(settings: Settings) -> Any:
-    """The test module, its imports of the other packages being ours."""
+    """The test module, whose imports of the other packages resolve to ours."""
     import torch
 
     if settings.device == "cpu":
@@ -84,7 +84,7 @@ def _load(settings: Settings) -> Any:
 
 
 def _without_gpu(torch: Any) -> None:
-    """For a try without a GPU: tensors that are asked for on "cuda" are made on the CPU."""
+    """For a trial without a GPU: tensors requested on "cuda" are created on the CPU."""
     from torch.overrides import TorchFunctionMode
 
     class OnCpu(TorchFunctionMode):
@@ -139,9 +139,9 @@ def _outcome(function: Function, arguments: dict[str, Any], device: str) -> tupl
     except BaseException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         why = f"{type(error).__name__}: {' '.join(lines[:2])[:300]}{_where(error, function)}"
-        if "can't allocate memory" in why:  # of the CPU
+        if "can't allocate memory" in why:  # on the CPU
             return "out of memory", why, False
-        # After an error of the device every later call of the process fails.
+        # After a device error, every later call of the process fails.
         return "failed", why, "CUDA error" in str(error) or "AcceleratorError" in why
     gc.collect()
     with contextlib.suppress(Exception):

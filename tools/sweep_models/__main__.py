@@ -1,10 +1,9 @@
 """Sweeps the model classes and writes results and page.
 
-python -m sweep_models                  every class that has no result yet
-python -m sweep_models --fresh          every class
-python -m sweep_models --again failed   those in this state, and those without a result
-python -m sweep_models --only LlamaModel BertModel
-python -m sweep_models --page           the page alone, from the results there are
+python -m sweep_models                  every class that has no result yet python -m sweep_models
+--fresh          every class python -m sweep_models --again failed   classes in this state, and
+those without a result python -m sweep_models --only LlamaModel BertModel python -m sweep_models
+--page           only the page, from the existing results
 """
 
 from __future__ import annotations
@@ -22,11 +21,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def main() -> int:
-    """0 if every class has a result."""
+    """Returns 0 if every class has a result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--again", nargs="+", default=(), metavar="STATE")
-    parser.add_argument("--stale", action="store_true", help="results of other sources, too")
+    parser.add_argument(
+        "--stale", action="store_true", help="also repeat results from other sources"
+    )
     parser.add_argument("--only", nargs="+", metavar="CLASS")
     parser.add_argument("--mappings", nargs="+", metavar="NAME", help="such as BASE CAUSAL_LM")
     parser.add_argument("--page", action="store_true", help="sweep nothing")

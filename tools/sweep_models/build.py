@@ -13,7 +13,7 @@ import torch
 from . import discover, inputs, pictures, shrink, watch
 
 MAX_PARAMETERS = 80_000_000  # eager, fp64 and ours together take 1.5 GB
-# The grouped product of experts has no fp64.
+# The grouped matrix product of experts does not support fp64.
 _PLAIN: dict[str, Any] = dict(dtype=torch.float32, experts_implementation="eager")
 
 
@@ -28,7 +28,7 @@ class Built:
     model: Any
     recipe: inputs.Recipe | pictures.Pictures
     level: shrink.Level
-    seen: watch.Watch  # of one eager forward
+    seen: watch.Watch  # the calls of one eager forward
     pictures: pictures.Pictures | None = None
 
 
@@ -102,8 +102,8 @@ def _run_pictures(built: Built, candidate: pictures.Pictures) -> Built:
 
 
 def forward(model: Any, made: inputs.Inputs) -> Any:
-    """One forward; what a model draws at random is the same in each."""
-    if "MultipleChoice" in type(model).__name__:  # two choices for each question
+    """One forward; random draws of the model are the same in each."""
+    if "MultipleChoice" in type(model).__name__:  # two choices per question
         made = {name: torch.stack([value, value.roll(1, 0)], 1) for name, value in made.items()}
     torch.manual_seed(2)
     with torch.no_grad():
@@ -119,7 +119,7 @@ def like(model: Any, implementation: str) -> Any:
 
 
 def _enliven(model: torch.nn.Module) -> None:
-    """Weights with which scores differ visibly, and none that a model leaves at zero."""
+    """Gives weights with which scores differ visibly, also to those that a model leaves at zero."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -138,6 +138,8 @@ def _enliven(model: torch.nn.Module) -> None:
 
 
 def words(error: BaseException) -> str:
-    """Kind and message, in one line, with the names of files alone."""
-    text = re.sub(r"(?<![\w.])/\S*/(?=\S)", "", " ".join(str(error).split()))  # no folder of here
+    """Kind and message on one line, with file names but no folders."""
+    text = re.sub(
+        r"(?<![\w.])/\S*/(?=\S)", "", " ".join(str(error).split())
+    )  # remove local folders
     return f"{type(error).__name__}: {text}"[:300]

@@ -1,4 +1,4 @@
-"""What is tried with a model: each case is a computation under eager attention and under ours."""
+"""The cases for a model: each is a computation under eager attention and under ours."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from . import build, discover, exceptions, inputs, precision, shrink, watch
 
 GENERATES = {"CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM",
              "SPEECH_SEQ_2_SEQ"}  # fmt: skip
-DRAWS = 5  # of a case that fails with the first one by a little: chance, or not
+DRAWS = 5  # draws for a case that fails narrowly with the first one
 NEW_TOKENS = 4
 WIDE = inputs.Sizes(batch=7, length=5, decoder_length=3)  # more sequences than keys
 
 
 @dataclass(frozen=True)
 class Case:
-    """A computation ``run(model, inputs)``, and how its inputs come about."""
+    """A computation ``run(model, inputs)``, and how its inputs are made."""
 
     name: str
     padding: str | None = None
@@ -33,7 +33,9 @@ class Case:
 
 
 def cases(target: discover.Target, built: build.Built) -> Iterator[Case]:
-    """The cases of a class: fewer of one that puts a head on another that is swept itself."""
+    """The cases of a class: fewer for one that puts a head on another class that is swept
+    itself.
+    """
     recipe = built.recipe
     is_base = "BASE" in target.mappings
     generates = bool(GENERATES & set(target.mappings))
@@ -63,14 +65,14 @@ class Trial:
         self.models = functools.lru_cache(maxsize=2)(self._of_dtype)
 
     def _of_dtype(self, dtype: torch.dtype) -> tuple[Any, Any, Any]:
-        """Reference, eager and ours; a reference has the weights as the dtype rounds them."""
+        """Reference, eager and ours; the reference has weights rounded to the dtype."""
         eager, ours = self._models["eager"], self._models["ours"]
         if dtype is not torch.float32:
             eager, ours = (copy.deepcopy(model).to(dtype) for model in (eager, ours))
         return copy.deepcopy(eager).double(), eager, ours
 
     def run(self, case: Case) -> dict[str, Any]:
-        """The outcome as it is written: state, numbers and sentences."""
+        """The outcome as it is stored: state, numbers and sentences."""
         found = self._once(case, 0)
         if isinstance(found, dict):
             return found
@@ -84,7 +86,7 @@ class Trial:
                 f"{worst.name}: {worst.ours:.1e} from fp64, allowed {worst.limit:.1e}"}  # fmt: skip
 
     def _again(self, case: Case, worst: precision.Error) -> precision.Error:
-        """The worst output over further draws: the largest errors of each, side by side."""
+        """The worst output over further draws: the largest errors of each implementation."""
         draws = [worst]
         for seed in range(1, DRAWS):
             more = self._once(case, seed)
@@ -150,7 +152,7 @@ def _computed(case: Case, model: Any, made: inputs.Inputs) -> Any:
 
 
 def _refusal_or_failure(error: Exception) -> dict[str, Any]:
-    """A sentence of Tilewise's own is a refusal, everything else is a failure."""
+    """Tilewise's own error sentences are refusals, all other errors are failures."""
     import traceback
 
     frames = traceback.extract_tb(error.__traceback__)
@@ -160,7 +162,7 @@ def _refusal_or_failure(error: Exception) -> dict[str, Any]:
 
 
 def sweep(target: discover.Target) -> dict[str, Any]:
-    """The result of one class, as it is written to the file."""
+    """The result of one class, as it is stored in the file."""
     result: dict[str, Any] = {"mappings": list(target.mappings)}
     try:
         built = build.build(target)
@@ -178,7 +180,9 @@ def sweep(target: discover.Target) -> dict[str, Any]:
         return {**result, "state": "no attention"}
     try:
         ours = build.like(built.model, "tilewise")
-    except ValueError as error:  # "asks": calls of an attention function, which it would serve
+    except (
+        ValueError
+    ) as error:  # "asks": it calls an attention function, which Tilewise would serve
         return {**result, "state": "refused", "why": str(error), "asks": seen.eager}
     except Exception as error:
         return {**result, "state": "failed", "why": build.words(error)}
@@ -188,7 +192,7 @@ def sweep(target: discover.Target) -> dict[str, Any]:
 
 
 def _verdict(outcomes: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """The worst outcome decides; what eager attention cannot do either does not count."""
+    """The worst outcome decides; cases that eager attention cannot run do not count."""
     for state in ("failed", "refused"):
         for name, outcome in outcomes.items():
             if outcome["state"] == state:

@@ -18,7 +18,7 @@ class Target:
 
 @functools.cache
 def targets() -> dict[str, Target]:
-    """All classes by name, in the order of the alphabet."""
+    """All classes by name, in alphabetical order."""
     from transformers.models.auto import modeling_auto
 
     found: dict[str, tuple[str, list[str]]] = {}
@@ -35,13 +35,13 @@ def targets() -> dict[str, Target]:
 
 
 def _short(attribute: str) -> str:
-    """MODEL_FOR_CAUSAL_LM_MAPPING_NAMES is CAUSAL_LM, MODEL_MAPPING_NAMES is BASE."""
+    """MODEL_FOR_CAUSAL_LM_MAPPING_NAMES becomes CAUSAL_LM, MODEL_MAPPING_NAMES becomes BASE."""
     name = attribute.removeprefix("MODEL_").removesuffix("_NAMES").removesuffix("MAPPING")
     return name.removeprefix("FOR_").strip("_") or "BASE"
 
 
 def classes(target: Target) -> tuple[type[Any], type[Any]]:
-    """The class of the model and the one of its configuration."""
+    """The model class and its configuration class."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 

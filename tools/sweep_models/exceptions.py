@@ -1,4 +1,4 @@
-"""What names do not tell: fields of single configurations, and backbones."""
+"""What field names do not reveal: fields of particular configurations, and backbones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 _SERIES = {"prediction_length": 6, "context_length": 12}
 
-# Class of the configuration: fields at the level "widths", or at both levels that shrink.
+# Configuration class: fields at the level "widths", or at both levels that shrink.
 _WIDTHS: dict[str, dict[str, Any]] = {
     "Gemma3Config": {"mm_tokens_per_image": 4},
     "MimiConfig": {"upsample_groups": 32, "codebook_dim": 16},
@@ -78,13 +78,13 @@ _ALWAYS: dict[str, dict[str, Any]] = {
     "Emu3Config": {"vocabulary_map": {"<image>": 3, "IMGIMGA": 4}},
 }
 
-# Classes that pool the first token of a sequence, which is padding in a batch padded on the left:
-# such a row may see no key, and eager attention then gives numbers that mean nothing.
+# Classes that pool the first token of a sequence, which is padding in a left-padded batch: such a
+# row may see no key, and eager attention then gives meaningless numbers.
 POOLS_FIRST = re.compile(r"(ModernBert|ModernVBert)For(SequenceClassification|MultipleChoice)")
 
 
 def fields(cls: type[Any], level: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What this configuration needs beside the rules."""
+    """The fields that this configuration needs in addition to the rules."""
     made = dict(_ALWAYS.get(cls.__name__, {}))
     if level == "widths":
         made.update(_WIDTHS.get(cls.__name__, {}))
@@ -103,13 +103,13 @@ def fields(cls: type[Any], level: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_sections(cls: type[Any]) -> bool:
-    """Whether positions have three parts, which share half of a head dimension."""
+    """Whether positions have three sections, which share half of a head dimension."""
     files = (inspect.getfile(cls), inspect.getfile(cls).replace("configuration_", "modeling_"))
     return any("mrope_section" in Path(file).read_text() for file in files if Path(file).exists())
 
 
 def backbone(model_type: str | None) -> Any:
-    """A small convolutional backbone, or a small transformer where the model has one by default."""
+    """A small convolutional backbone, or a small transformer where that is the model's default."""
     from transformers import Dinov2Config, ResNetConfig, SwinConfig
 
     if model_type == "swin":

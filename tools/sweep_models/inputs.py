@@ -1,7 +1,7 @@
-"""Inputs of a model, from what its forward takes and what its configuration says of sizes.
+"""Inputs of a model, derived from the arguments of its forward and the sizes in its configuration.
 
-What an image or a sound looks like to a model is not written down anywhere a program can read, so
-that several candidates are made; the first one with which eager attention runs is taken.
+The format of a model's images or sounds is not documented in any machine-readable form, so several
+candidates are made; the first one with which eager attention runs is used.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .shrink import FIRST_FREE_TOKEN
 
-BATCH, LENGTH, DECODER_LENGTH = 3, 11, 7  # primes: a dimension is recognised by its size
-PADDINGS: dict[str, tuple[tuple[int, int], ...]] = {  # (left, right) of the sequences in a batch
+BATCH, LENGTH, DECODER_LENGTH = 3, 11, 7  # primes: so that a dimension is recognised by its size
+PADDINGS: dict[str, tuple[tuple[int, int], ...]] = {  # (left, right) per sequence of a batch
     "left": ((4, 0), (0, 0), (7, 0)),
     "right": ((0, 7), (0, 0), (0, 3)),
     "both": ((3, 2), (0, 0), (1, 6)),
@@ -28,7 +28,7 @@ Inputs = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many sequences, and how long."""
+    """The number of sequences and their lengths."""
 
     batch: int = BATCH
     length: int = LENGTH
@@ -37,7 +37,7 @@ class Sizes:
 
 @dataclass
 class Recipe:
-    """One way of making inputs for a model: it can be made again, for other sizes and draws."""
+    """A way to make inputs for a model, repeatable with other sizes and draws."""
 
     model: Any
     names: tuple[str, ...]
@@ -57,12 +57,12 @@ class Recipe:
 
     @property
     def is_text(self) -> bool:
-        """Whether there are sequences of tokens, which can be padded."""
+        """Whether there are token sequences, which can be padded."""
         return "input_ids" in self.names and "attention_mask" in self.names
 
 
 def recipes(model: Any) -> Iterator[Recipe]:
-    """What might be inputs of this model, the likeliest first."""
+    """Candidate inputs of this model, the most likely first."""
     parameters = inspect.signature(model.forward).parameters
     required = [
         name
@@ -99,14 +99,14 @@ def recipes(model: Any) -> Iterator[Recipe]:
 
 
 def text_beside_pictures(model: Any) -> tuple[str, ...]:
-    """Of a model that does not run without a picture."""
+    """The text inputs of a model that does not run without an image."""
     taken = inspect.signature(model.forward).parameters
     return tuple(name for name in ("input_ids", "attention_mask", "qformer_input_ids")
                  if name in taken)  # fmt: skip
 
 
 def end_of_sequence(config: Any) -> int:
-    """The token with which every sequence ends: some models pool there, or count it."""
+    """The token with which every sequence ends: some models pool it, or count it."""
     end = find(config, "eos_token_id", default=1)
     end = end[0] if isinstance(end, list | tuple) else end
     size = find(_text(config), "vocab_size", default=128)
@@ -114,7 +114,7 @@ def end_of_sequence(config: Any) -> int:
 
 
 def padded(inputs: Inputs, kind: str, config: Any) -> Inputs:
-    """The same tokens with padding, and the mask that says so."""
+    """The same tokens with padding, and the corresponding mask."""
     made = dict(inputs)
     pad = find(config, "pad_token_id", default=0)
     pad = pad if isinstance(pad, int) and 0 <= pad < find(_text(config), "vocab_size") else 0
@@ -137,7 +137,7 @@ def padded(inputs: Inputs, kind: str, config: Any) -> Inputs:
 
 
 def find(config: Any, *names: str, default: Any = None) -> Any:
-    """The first of these fields that the configuration or one within it has."""
+    """The first of these fields that the configuration, or one nested in it, has."""
     queue = [config]
     while queue:
         current = queue.pop(0)
@@ -219,7 +219,7 @@ def _patches(draw: _Draw, channels: int) -> Inputs:
 
 
 def _tower(draw: _Draw) -> Inputs:
-    """Of a vision tower that is given patches."""
+    """Inputs of a vision tower that takes patches."""
     patches = _patches(draw, find(draw.config, "num_channels", "in_channels") or 3)
     return {"hidden_states": patches["pixel_values"], "grid_thw": patches["image_grid_thw"]}
 
@@ -264,7 +264,7 @@ def _boxes(draw: _Draw) -> Tensor:
 
 
 def _trajectory(draw: _Draw) -> Inputs:
-    """Of a decision transformer."""
+    """Inputs of a decision transformer."""
     batch, length = draw.sizes.batch, draw.sizes.length
     return {
         "states": draw.normal(batch, length, draw.config.state_dim),
@@ -277,7 +277,7 @@ def _trajectory(draw: _Draw) -> Inputs:
 
 
 def _series(draw: _Draw) -> Inputs:
-    """The past of a time series, with as many features as the configuration says."""
+    """The past of a time series, with as many features as the configuration asks for."""
     config = draw.config
     lags = find(config, "lags_sequence", default=(0,))
     context = find(config, "context_length", "prediction_length", default=16)

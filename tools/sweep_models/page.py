@@ -60,13 +60,13 @@ _MEANINGS = {
 
 
 def summary(results: Results) -> str:
-    """How many classes are in each state."""
+    """The number of classes per state."""
     counts = collections.Counter(result["state"] for result in results.classes.values())
     return ", ".join(f"{counts[state]} {state}" for state in STATES)
 
 
 def page(results: Results, targets: Mapping[str, discover.Target]) -> str:
-    """The page; a class without a result is on it as not built."""
+    """The page; a class without a result appears as not built."""
     missing = {"state": "not built", "why": "no result yet"}
     all_results = {name: results.classes.get(name, missing) for name in targets}
     counts = collections.Counter(result["state"] for result in all_results.values())
@@ -94,7 +94,7 @@ def page(results: Results, targets: Mapping[str, discover.Target]) -> str:
 
 
 def _sources(results: Mapping[str, Result]) -> str:
-    """How many results there are of each state of the integration's files."""
+    """The number of results per version of the integration's files."""
     counts = collections.Counter(result.get("sources", "unknown") for result in results.values())
     listed = ", ".join(f"{count} are of `{name}`" for name, count in counts.most_common())
     return (

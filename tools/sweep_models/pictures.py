@@ -1,4 +1,4 @@
-"""Inputs of pictures amid text: as many placeholders as the model makes features of a picture."""
+"""Inputs with images in the text: as many placeholders as the model makes features of an image."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import torch
 
 from . import inputs, precision
 
-PLACE = 9  # before which tokens the placeholders are: behind any padding on the left
+PLACE = 9  # position of the placeholders in the text, after any left padding
 
 
 @dataclass
 class Pictures:
-    """A recipe of text and pixels, with the placeholders between the tokens."""
+    """A recipe for text and pixels, with placeholders between the tokens."""
 
     recipe: inputs.Recipe
     token: int
-    count: int  # for one sequence
+    count: int  # placeholders per sequence
 
     is_text = True
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the inputs."""
+        """Names of the inputs."""
         return self.recipe.names
 
     def make(self, seed: int, sizes: inputs.Sizes | None = None) -> inputs.Inputs:
-        """One picture for each sequence."""
+        """One image per sequence."""
         made = self.recipe.make(seed, sizes)
         ids = made["input_ids"]
         placeholders = ids.new_full((len(ids), self.count), self.token)
@@ -44,9 +44,9 @@ class Pictures:
 
 
 def candidates(model: Any, names: tuple[str, ...]) -> Iterator[Pictures]:
-    """What might be pictures for this model, beside inputs of these names.
+    """Candidate image inputs for this model, in addition to the inputs of these names.
 
-    Nothing if it has no placeholders for them.
+    There are none if the model has no placeholders for images.
     """
     token = inputs.find(model.config, "image_token_id", "image_token_index")
     if not hasattr(model, "get_image_features") or not isinstance(token, int):
@@ -57,7 +57,7 @@ def candidates(model: Any, names: tuple[str, ...]) -> Iterator[Pictures]:
     for variant in range(inputs.VARIANTS):
         pixels = ("pixel_values", "image_sizes") if sizes else ("pixel_values",)
         if sizes and variant == inputs.VARIANTS - 1:
-            continue  # patches have grids instead
+            continue  # patches use grids instead
         recipe = inputs.Recipe(model, (*names, *pixels), variant)
         count = _features(model, recipe)
         if count:
@@ -65,13 +65,13 @@ def candidates(model: Any, names: tuple[str, ...]) -> Iterator[Pictures]:
 
 
 def _features(model: Any, recipe: inputs.Recipe) -> int:
-    """How many features the model makes of one picture; 0 if it does not take it."""
+    """How many features the model makes of one image; 0 if it does not accept the image."""
     names = inspect.signature(model.get_image_features).parameters
     given = {name: value for name, value in recipe.make(0).items() if name in names}
     try:
         with torch.no_grad():
             out = model.get_image_features(**given)
-    except Exception:  # not a picture for this model
+    except Exception:  # not a valid image for this model
         return 0
     found = getattr(out, "pooler_output", out)
     pieces = [piece for _, piece in precision.tensors(found)]

@@ -1,4 +1,4 @@
-"""Worker processes, each of which sweeps class after class; a crash or a hang is a result."""
+"""Worker processes that sweep one class after another; a crash or a hang is a result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMAND = (sys.executable, "-m", "sweep_models.worker")
 
 
 class Worker:
-    """One process, started when it is first asked."""
+    """One process, started on first use."""
 
     def __init__(self, command: Sequence[str] = COMMAND, limit: float = TIME_LIMIT) -> None:
         self._command, self._limit = command, limit
@@ -69,7 +69,7 @@ class Worker:
                                "PYTHONPATH=tools python -m sweep_models.worker")  # fmt: skip
 
     def _line(self, limit: float) -> bytes:
-        """The next line; nothing if the process has ended, or the time."""
+        """The next line; empty if the process has ended or the time has run out."""
         assert self._process is not None and self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], limit)
         return self._process.stdout.readline() if ready else b""

@@ -1,4 +1,4 @@
-"""Eager attention in fp64, also where a model asks for fp32 by name, and errors against it."""
+"""Eager attention in fp64, even where a model explicitly asks for fp32, and errors against it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _LOW = (torch.float32, torch.bfloat16, torch.float16)
 _DRAWN = ("aten::rand", "aten::randn", "aten::rand_like", "aten::randn_like")
-FLOOR = 8  # units in the last place of the largest number, which nobody answers for
+FLOOR = 8  # units in the last place of the largest number that are always tolerated
 CHOICE = (
-    0.1  # of the largest number: in 16 bits, more than this is a choice that came out otherwise
+    0.1  # of the largest number: in 16 bits, a larger error means that a discrete choice differs
 )
-USABLE = 1e-3  # of the largest number: an fp64 run that eager misses by more is no reference
-SAME = 1e-4  # of the largest number, from eager attention itself, where there is no reference
+USABLE = 1e-3  # of the largest number: if eager differs by more, the fp64 run is no reference
+SAME = (
+    1e-4  # of the largest number, allowed distance from eager attention where there is no reference
+)
 
 
 class _Double(TorchDispatchMode):
-    """Turns every conversion to a lower precision into one to fp64; draws the numbers of fp32."""
+    """Turns every conversion to lower precision into one to fp64; random numbers are those of
+    fp32.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -37,7 +41,7 @@ class _Double(TorchDispatchMode):
 
 @contextlib.contextmanager
 def double() -> Iterator[None]:
-    """Within it everything is computed in fp64."""
+    """Within this context, everything is computed in fp64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -48,7 +52,7 @@ def double() -> Iterator[None]:
 
 
 def converted(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The inputs with floating-point ones in this dtype."""
+    """The inputs, with floating-point ones converted to this dtype."""
     return {
         name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in inputs.items()
@@ -70,14 +74,16 @@ def tensors(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 @dataclasses.dataclass
 class Error:
-    """Of one output, relative to its largest number: eager's and ours against the reference."""
+    """The errors of one output against the reference, relative to its largest number: eager and
+    ours.
+    """
 
     name: str
     ours: float
     eager: float
     limit: float
     why: str = ""
-    typical: tuple[float, float] = (0.0, 0.0)  # ours and eager's, of the median row
+    typical: tuple[float, float] = (0.0, 0.0)  # ours and eager's, in the median row
 
     @property
     def passes(self) -> bool:
@@ -89,22 +95,23 @@ class Error:
 
     @property
     def excess(self) -> float:
-        """Above 1: fails."""
+        """Above 1 the output fails."""
         return float("inf") if self.why else self.ours / max(self.limit, 1e-300)
 
 
 def errors(
     reference: Any, eager: Any, ours: Any, eps: float, rows: Mapping[int | None, Tensor]
 ) -> list[Error]:
-    """Of all outputs.
+    """The errors of all outputs.
 
     Args:
         reference: Output in fp64.
         eager: Output of eager attention.
         ours: Output of Tilewise.
-        eps: Of the dtype that both were computed in.
-        rows: Length: mask [batch, length] of rows that mean something; None: mask [batch] of
-            sequences of which an output without rows means something.
+        eps: Epsilon of the dtype that both were computed in.
+        rows: Length: mask [batch, length] of meaningful rows; None: mask [batch] of sequences whose
+        outputs
+            without rows are meaningful.
     """
     ours_by_name = dict(tensors(ours))
     eager_by_name = dict(tensors(eager))

@@ -1,4 +1,4 @@
-"""The file of results, which a sweep that was interrupted goes on with."""
+"""The results file, with which an interrupted sweep continues."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EVERY = 5.0  # seconds between writes
 
 
 def sources() -> str:
-    """A hash of the integration's files: results of others are stale."""
+    """A hash of the integration's files; results from other versions are stale."""
     found = hashlib.sha256()
     for path in sorted(INTEGRATION.glob("*.py")):
         found.update(path.read_bytes())
@@ -27,7 +27,7 @@ def sources() -> str:
 
 
 class Results:
-    """By class. ``versions`` says with what they were made."""
+    """Results by class. ``versions`` are the versions they were made with."""
 
     def __init__(self, path: Path, fresh: bool = False) -> None:
         self._path = path
@@ -39,7 +39,7 @@ class Results:
             "torch": metadata.version("torch").partition("+")[0],
             "python": platform.python_version(),
         }
-        self.stored: dict[str, str] = {}  # the versions in the file
+        self.stored: dict[str, str] = {}  # versions stored in the file
         if path.exists() and not fresh:
             stored = json.loads(path.read_text())
             self.stored = stored["versions"]
@@ -47,23 +47,23 @@ class Results:
                 self.classes = stored["classes"]
 
     def keep(self, names: Iterable[str]) -> None:
-        """Forgets classes of other names."""
+        """Drops classes with other names."""
         known = set(names)
         self.classes = {name: value for name, value in self.classes.items() if name in known}
 
     def stale(self) -> list[str]:
-        """The classes whose results are of other sources of the integration."""
+        """The classes whose results are from other versions of the integration."""
         now = sources()
         return [name for name, value in self.classes.items() if value.get("sources") != now]
 
     def put(self, name: str, result: dict[str, Any]) -> None:
-        """A new result; written now and then."""
+        """Adds a new result; the file is written periodically."""
         self.classes[name] = {**result, "sources": self._sources}
         if time.monotonic() - self._written > _EVERY:
             self.write()
 
     def write(self) -> None:
-        """The whole file, at once."""
+        """Writes the whole file atomically."""
         lines = ",\n".join(
             f"  {json.dumps(name)}: {json.dumps(_rounded(value), sort_keys=True)}"
             for name, value in sorted(self.classes.items())
@@ -76,7 +76,7 @@ class Results:
 
 
 def _rounded(value: Any) -> Any:
-    """Numbers with two digits, which is what they are good for."""
+    """Numbers rounded to two significant digits."""
     if isinstance(value, float):
         return float(f"{value:.2g}")
     if isinstance(value, dict):

@@ -1,9 +1,9 @@
-"""Tiny configurations: the fields of any configuration class, made small by what they are called.
+"""Tiny configurations: shrinks the fields of any configuration class according to their names.
 
-A configuration is tried at several levels, and the first with which the model runs is taken:
+A configuration is tried at several levels, and the first with which the model runs is used:
 ``WIDTHS`` makes widths, heads, layers, vocabularies and images small; ``LAYERS`` keeps widths and
-images as they are, since some of them depend on each other in ways that names do not tell;
-``DEFAULTS`` keeps everything.
+images, since some of them depend on each other in ways that names do not reveal; ``DEFAULTS`` keeps
+everything.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from . import exceptions
 
 
 class Level(enum.Enum):
-    """How much of a configuration is made small."""
+    """How much of a configuration is shrunk."""
 
     WIDTHS = "widths"
     LAYERS = "layers"
@@ -26,9 +26,9 @@ class Level(enum.Enum):
 
 VOCABULARY = 128
 MAX_LAYERS = 12
-FIRST_FREE_TOKEN = 64  # below it are special tokens
+FIRST_FREE_TOKEN = 64  # lower numbers are special tokens
 
-# Names are matched whole. The first rule that matches decides.
+# Patterns match whole names. The first matching rule decides.
 _LAYERS = re.compile(r"(.*_)?(num_)?(hidden_)?(n_)?layers?|depth|n_layers?|num_\w*blocks")
 _NOT_LAYERS = re.compile(
     r"\w*(dense_layers|kv_shared_layers|mtp_layers|feature_layer|adapter_layers|window_layers"
@@ -83,7 +83,7 @@ _SMALL: dict[str, int] = {
     "index_n_heads": 2,
     "global_attn_every_n_layers": 2,
 }
-# Fields without a default that a model does not run without.
+# Fields without a default that a model requires.
 _EXPERTS_GIVEN = {
     "n_routed_experts": 4,
     "n_shared_experts": 1,
@@ -95,7 +95,7 @@ _OF_IMAGES = {"image_size": 32, "patch_size": 8, "num_frames": 2, "max_image_siz
 
 
 def configuration(cls: type[Any], level: Level) -> Any:
-    """An instance of this configuration class, small as far as the level says."""
+    """An instance of this configuration class, as small as the level allows."""
     return cls(**_fields(cls, level, {}))
 
 
@@ -130,7 +130,9 @@ _KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types", 
 
 
 def _layers_for_every_kind(cls: type[Any]) -> int:
-    """With how many layers each kind that the default configuration lists is there; 0: two do."""
+    """The number of layers that includes every kind the default configuration lists; 0: two
+    suffice.
+    """
     try:
         default = cls()
     except Exception:  # a configuration without usable defaults
@@ -154,7 +156,7 @@ def _defaults(cls: type[Any]) -> dict[str, Any]:
 
 
 def _sub(name: str, spec: Any, level: Level, tokens: dict[str, int]) -> Any:
-    """A configuration within another; None leaves it to its owner."""
+    """A nested configuration; None leaves it to its owner."""
     from transformers import PreTrainedConfig
 
     if name == "backbone_config":
@@ -173,7 +175,7 @@ def _sub(name: str, spec: Any, level: Level, tokens: dict[str, int]) -> Any:
 def _small(
     name: str, value: Any, given: dict[str, Any], level: Level, tokens: dict[str, int], staged: bool
 ) -> Any:
-    """The small value of a field, or None to leave it."""
+    """The small value of a field, or None to leave the field."""
     if level is Level.DEFAULTS or isinstance(value, bool):
         return None
     if _TOKEN.fullmatch(name):

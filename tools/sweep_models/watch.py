@@ -1,4 +1,6 @@
-"""What computes attention during a forward: Tilewise, eager's function, or code of the model."""
+"""Detects what computes attention in a forward: Tilewise, the eager function, or the model
+itself.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,12 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.tilewise = self.eager = 0
         self.own: collections.Counter[str] = collections.Counter()
-        self._within = 0  # attention functions, which may well use softmax
+        self._within = 0  # depth of attention functions, which may use softmax
         self._modules: list[str] = []
 
     @property
     def own_attention(self) -> dict[str, int]:
-        """Softmaxes in modules that call themselves attention."""
+        """Softmaxes in modules whose names say attention."""
         return {name: count for name, count in self.own.items() if _ATTENTION.search(name)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,12 +99,12 @@ def count_tilewise() -> None:
     from tilewise.integrations.transformers import NAME, _own_classes, attention
 
     AttentionInterface.register(NAME, _counted(attention, "tilewise"))
-    if not hasattr(_own_classes._attention, "_counts"):  # of models with tables of classes
+    if not hasattr(_own_classes._attention, "_counts"):  # used by models with tables of classes
         _own_classes._attention = _counted(_own_classes._attention, "tilewise")
 
 
 def count_eager() -> None:
-    """Puts a counter around the eager function of every model file that is loaded."""
+    """Wraps the eager function of every loaded model file in a counter."""
     for name, module in list(sys.modules.items()):
         if not name.startswith("transformers.models."):
             continue
@@ -112,7 +114,7 @@ def count_eager() -> None:
 
 
 def attention_modules(model: torch.nn.Module) -> list[str]:
-    """Classes of modules that call themselves attention."""
+    """Classes of modules whose names say attention."""
     return sorted(
         {type(m).__name__ for m in model.modules() if _ATTENTION.search(type(m).__name__)}
     )

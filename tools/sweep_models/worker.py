@@ -1,4 +1,4 @@
-"""A process that sweeps the classes whose names it reads, one line each, and answers in JSON."""
+"""A process that reads class names, one per line, sweeps them and answers in JSON."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import resource
 import sys
 import warnings
 
-MEMORY = 8 << 30  # bytes of address space: a configuration that was not shrunk ends here
+MEMORY = 8 << 30  # bytes of address space: stops configurations that were not shrunk
 
 
 def main() -> None:
-    """Until the input ends."""
+    """Runs until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes elsewhere
+    os.dup2(2, 1)  # redirects what libraries print to stderr
     os.environ["HF_HUB_OFFLINE"] = "1"
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     import torch
