@@ -1,4 +1,5 @@
-// How sequences are cut by the keys of their batch, which the GPU alone knows.
+// The device side of ChunkSchedule (attention/schedule.h): how the sequences of a varlen batch are
+// cut into chunks when only the GPU knows their lengths.
 #pragma once
 
 #include "cuda/params.h"
@@ -8,24 +9,26 @@
 
 namespace tilewise::cuda {
 
-// The chunks of all sequences lie in one line: the first ones of all, which a block finds in a
-// moment, and then the later_chunks, those of a sequence after each later. A part of it.
+// One chunk. The chunks of a batch are numbered: number i below the number of sequences is the
+// first chunk of sequence i, which a CTA knows without counting; the later chunks follow, sequence
+// by sequence.
 struct KeyChunk {
-  int32_t sequence;  // -1: past the end of the line
-  int32_t split;
-  int32_t splits;  // of the sequence
+  int32_t sequence;  // -1: the batch has no such chunk
+  int32_t split;     // number of the chunk in its sequence
+  int32_t splits;    // of the sequence
 };
 
-// Keys of a sequence, whose number the GPU knows: key_count, with seqused_k. Whatever the arrays
-// contain it is from 0 to `max_keys`, so that no sum over a batch overflows.
+// Number of keys of a sequence, from seqused_k and leftpad_k. It is clamped to [0, max_keys]
+// whatever these arrays contain, so no sum over a batch overflows.
 TILEWISE_DEVICE int32_t keys_in_use(const ForwardParams& params, int32_t sequence) {
   const Problem& p = params.problem;
   const int32_t padding = p.leftpad_k != nullptr ? max(0, p.leftpad_k[sequence]) : 0;
   return max(0, min(max(0, p.seqused_k[sequence]) - padding, params.max_keys));
 }
 
-// A warp sums up the lengths of a batch and counts the chunks: whole warps call it. A lane has some
-// sequences that follow each later. Loops, not many instructions: a launch waits for each of them.
+// Chooses the chunk size of a batch and maps chunk numbers to sequences. Whole warps call every
+// function; a lane adds up a run of consecutive sequences. The loops are barely unrolled because a
+// kernel that has just started waits for each line of instructions.
 class BatchChunks {
  public:
   TILEWISE_DEVICE explicit BatchChunks(const ForwardParams& p)
@@ -55,10 +58,10 @@ class BatchChunks {
     }
   }
 
-  // Parts of a sequence.
+  // Chunks of a sequence.
   TILEWISE_DEVICE int32_t count(int32_t sequence) const { return count_of(keys_of(sequence)); }
 
-  // What is at `index` of the line.
+  // The chunk with number `index`.
   TILEWISE_DEVICE KeyChunk find(int32_t index) const {
     if (index < sequences_) return {index, 0, count(index)};
     const int32_t through_lane = inclusive_sum(later_chunks_);
@@ -76,7 +79,7 @@ class BatchChunks {
     return {sequence, split, splits};
   }
 
-  // Where the second part of a sequence is in the line.
+  // Number of the second chunk of a sequence.
   TILEWISE_DEVICE int32_t second_chunk(int32_t sequence) const {
     const int lane = sequence / sequences_per_lane_;
     int32_t second = sequences_ + from_lane(inclusive_sum(later_chunks_) - later_chunks_, lane);
@@ -91,8 +94,8 @@ class BatchChunks {
 
   TILEWISE_DEVICE int32_t keys_of(int32_t sequence) const { return keys_in_use(p_, sequence); }
 
-  // ChunkSchedule::count of fewer than 2^21 chunks, with a reciprocal: a GPU divides integers in
-  // three times as many instructions.
+  // ChunkSchedule::count with a reciprocal, exact below 2^21 chunks: an integer division takes
+  // three times as many instructions on a GPU.
   TILEWISE_DEVICE int32_t count_of(int32_t keys) const {
     const int32_t n = max(1, keys) - 1;
     const auto quotient = static_cast<int32_t>(static_cast<float>(n) * reciprocal_);
@@ -100,7 +103,7 @@ class BatchChunks {
     return quotient + 1 + (rest >= chunk_size_ ? 1 : 0) - (rest < 0 ? 1 : 0);
   }
 
-  // Parts of the sequences of this lane but their first ones.
+  // Chunks of this lane's sequences without the first one of each.
   TILEWISE_DEVICE int32_t later_chunks_of_lane() const {
     const int32_t first = ptx::lane_index() * sequences_per_lane_;
     int32_t later_chunks = 0;
@@ -121,8 +124,8 @@ class BatchChunks {
   int32_t sequences_;
   int32_t sequences_per_lane_;
   int32_t chunk_size_;        // keys
-  float reciprocal_;          // of it
-  int32_t later_chunks_ = 0;  // chunks of the sequences of this lane but their first ones
+  float reciprocal_;          // 1 / chunk_size_
+  int32_t later_chunks_ = 0;  // later_chunks_of_lane()
 };
 
 }  // namespace tilewise::cuda

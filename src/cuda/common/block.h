@@ -1,4 +1,4 @@
-// What the kernels of this folder do as a warp or a block.
+// Reductions, scans and shared-memory words for the warps and CTAs of the kernels in this folder.
 #pragma once
 
 #include "base/half.h"
@@ -11,7 +11,7 @@
 
 namespace tilewise::cuda::common {
 
-// Words of shared memory.
+// 32-bit words of shared memory.
 struct SharedWords {
   ptx::SharedAddress base;
 
@@ -33,7 +33,7 @@ TILEWISE_DEVICE float sum_of_warp(float x) {
   return x;
 }
 
-// The same in all lanes, NaN or not: that loses against a number.
+// The maximum, the same bits in all lanes. NaN loses against a number.
 TILEWISE_DEVICE float max_of_warp(float x) {
 #pragma unroll
   for (int mask = ptx::kWarpSize / 2; mask != 0; mask /= 2)
@@ -47,7 +47,7 @@ TILEWISE_DEVICE uint32_t min_of_warp(uint32_t x) {
   return x;
 }
 
-// Sum of the lanes before this one; `total` of all.
+// Exclusive prefix sum; `total` is the sum of all lanes.
 TILEWISE_DEVICE uint32_t scan_of_warp(uint32_t x, uint32_t* total) {
   uint32_t sum = x;
   const int lane = ptx::lane_index();
@@ -60,8 +60,8 @@ TILEWISE_DEVICE uint32_t scan_of_warp(uint32_t x, uint32_t* total) {
   return sum - x;
 }
 
-// Sum of the threads before this one. `scratch` has a word per warp and is free again after the
-// next barrier.
+// Exclusive prefix sum over the threads of the CTA. `scratch` has a word per warp and may be
+// reused after the next barrier.
 TILEWISE_DEVICE uint32_t scan_of_block(uint32_t x, SharedWords scratch, uint32_t* total) {
   uint32_t of_warp = 0;
   uint32_t before = scan_of_warp(x, &of_warp);
@@ -76,11 +76,11 @@ TILEWISE_DEVICE uint32_t scan_of_block(uint32_t x, SharedWords scratch, uint32_t
   return before;
 }
 
-// e^x for weights and probabilities: the error of the exponent counts |x| units in the last place,
-// where the result is small.
+// e^x for weights and probabilities. Rounding x * log2(e) costs up to |x| units in the last place,
+// which is harmless because the result is small where |x| is large.
 TILEWISE_DEVICE float exponential(float x) { return ptx::exp2_accurate(x * 1.4426950408889634f); }
 
-// from_float, in one instruction where every GPU has one.
+// from_float, as one instruction where every GPU has one.
 template <class T>
 TILEWISE_DEVICE T rounded(float x) {
   return from_float<T>(x);
@@ -94,7 +94,7 @@ TILEWISE_DEVICE bool is_aligned(const void* p, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(p) % static_cast<uintptr_t>(bytes) == 0;
 }
 
-// The dot product of two rows, by a warp.
+// The dot product of two rows, computed by a warp.
 template <class T>
 TILEWISE_DEVICE float dot_of_warp(const T* a, const T* b, int64_t columns) {
   float sum = 0.0f;

@@ -1,4 +1,8 @@
-// The checks of the index arrays: see check.h.
+// Finds the first invalid entry of the index arrays of a problem: see check.h.
+//
+// Grid: one CTA of kCheckThreads threads. A thread checks every kCheckThreads-th sequence; pages
+// are checked by warps, one sequence at a time. Reads cu_seqlens, seqused, leftpad_k, kv_batch_idx
+// and the block table; writes CheckParams::report. The prepare kernel also uses `Check`.
 #pragma once
 
 #include "cuda/common/block.h"
@@ -6,7 +10,7 @@
 
 namespace tilewise::cuda::common {
 
-// The first fault that the threads of a block find. All threads call every function.
+// All threads of the CTA call every function that returns an IndexFault or a common minimum.
 struct Check {
   const Problem& p;
   const Gradients& g;
@@ -14,7 +18,7 @@ struct Check {
 
   static constexpr uint32_t kNone = ~0u;
 
-  // The lowest of what the threads of the block have, for all of them.
+  // The minimum of `mine` over the CTA, in all threads.
   TILEWISE_DEVICE uint32_t lowest(uint32_t mine) const {
     ptx::sync_block();
     const uint32_t of_warp = min_of_warp(mine);
@@ -26,7 +30,7 @@ struct Check {
     return found;
   }
 
-  // The first i in [0, count) for which `is_wrong(i)`; kNone: there is none.
+  // The first i in [0, count) for which is_wrong(i) is true, or kNone.
   template <class IsWrong>
   TILEWISE_DEVICE uint32_t first(int64_t count, const IsWrong& is_wrong) const {
     uint32_t mine = kNone;
@@ -35,7 +39,7 @@ struct Check {
     return lowest(mine);
   }
 
-  // The first fault among those of sequences, `fault_of(b)`.
+  // fault_of(b) of the first sequence b that has a fault.
   template <class FaultOf>
   TILEWISE_DEVICE IndexFault first_fault(const FaultOf& fault_of) const {
     const uint32_t b = first(p.batch, [&](int64_t at) { return fault_of(at).any(); });
@@ -45,7 +49,7 @@ struct Check {
   TILEWISE_DEVICE IndexFault cu_seqlens(const int32_t* cu, int64_t rows, Fault first_kind) const {
     if (cu == nullptr) return {};
     if (p.batch == 0) return {cu[0] != 0 ? first_kind : Fault::none, 0, 0, 0, cu[0], 0};
-    // As the CPU says it: an entry that falls before one that is too large.
+    // The order of the CPU's check: a decreasing entry is reported before one that is too large.
     const uint32_t b =
         first(p.batch, [&](int64_t at) { return cu[at + 1] < cu[at] || (at == 0 && cu[0] != 0); });
     if (b != kNone) return cu_seqlens_fault(cu, b, rows, first_kind);
@@ -53,7 +57,7 @@ struct Check {
     return {fault_after(first_kind, 2), 0, p.batch, 0, cu[p.batch], rows};
   }
 
-  // Where sequences lie among the rows of q, and among those of k and v.
+  // Faults of cu_seqlens_q and of cu_seqlens_k.
   TILEWISE_DEVICE IndexFault query_layout() const {
     return cu_seqlens(p.cu_seqlens_q, p.seqlen_q, Fault::cu_seqlens_q_first);
   }
@@ -66,13 +70,13 @@ struct Check {
     return fault;
   }
 
-  // Whether sequence b lies well among the rows of q, and among those of k and v.
+  // Whether cu_seqlens place sequence b inside q and, with_keys, inside k and v.
   TILEWISE_DEVICE bool has_valid_layout(int64_t b, bool with_keys) const {
     if (p.cu_seqlens_q != nullptr && !cu_seqlens_fit(p.cu_seqlens_q, b, p.seqlen_q)) return false;
     return !with_keys || cu_seqlens_fit(p.cu_seqlens_k, b, p.seqlen_k);
   }
 
-  // The first page of sequence b, of entry `start`, start + step, ..., that is at fault.
+  // The first invalid page of sequence b among its entries start, start + step, ...
   TILEWISE_DEVICE IndexFault pages(int64_t b, int start, int step) const {
     const Sequence s = sequence_of(p, b);
     const Range entries = s.kv.entries({0, s.band.keys});
@@ -86,7 +90,8 @@ struct Check {
   TILEWISE_DEVICE IndexFault keys() const {
     const IndexFault layout = key_layout();
     if (layout.any()) return layout;
-    // Lengths by a thread, pages by a warp; a sequence's pages come before the next one's length.
+    // A thread checks the length of a sequence, a warp its pages. The pages of a sequence precede
+    // the length of the next one.
     uint32_t mine = kNone;
     for (int64_t b = ptx::thread_index(); b < p.batch && mine == kNone; b += kCheckThreads)
       if (key_fault(p, b).any()) mine = static_cast<uint32_t>(b);

@@ -1,5 +1,5 @@
-// The entries of the index arrays in the memory of the GPU, checked as capi/validate_entries.cpp
-// checks those of the CPU, in the same order: the first fault is reported.
+// Checks the entries of index arrays in GPU memory (`check = 1`) as capi/validate_entries.cpp
+// checks those in CPU memory, in the same order, and reports the first fault.
 #pragma once
 
 #include "attention/index_fault.h"
@@ -12,8 +12,8 @@ inline constexpr int64_t kCheckBlocks = 1;
 
 struct CheckParams {
   Problem problem{};
-  Gradients gradients{};         // of the backward: extents of dbias; else zeros
-  IndexFault* report = nullptr;  // written in full, whatever is found
+  Gradients gradients{};         // backward: the extents of dbias; forward: zeros
+  IndexFault* report = nullptr;  // always written in full; Fault::none if all entries are valid
 };
 
 // check.cuh: check(CheckParams)

@@ -1,4 +1,15 @@
-// out = sum over the splits of exp(lse_split - lse) out_split, in an order fixed by their number.
+// Combines the partial results of splits, chunks or Stream-K shares:
+//
+//   lse = log(sum over splits of exp(lse_split) + exp(sink))
+//   out = sum over splits of exp(lse_split - lse) out_split
+//
+// in an order of sums that follows from the number of splits alone.
+//
+// combine: a CTA combines one row of one head, of combined_rows(params). It has
+// combine_groups(params) groups of kCombineWarps warps; a group reads 32 splits at a time.
+// combine_by_warps: a warp combines one row of at most 32 splits; grid combine_blocks(params).
+// Reads partial_out and partial_lse of the main kernel, and sinks; writes out and lse. Rows with a
+// single split are written by the main kernel, rows that are not in use by the prepare kernel.
 #pragma once
 
 #include "cuda/common/batch_chunks.h"
@@ -14,18 +25,19 @@ namespace tilewise::cuda::common {
 
 static_assert(kCombineWarps == CombineWeights::kChains);
 
-// Where a row of a head comes from and goes to, which is known before the main kernel is
-// complete.
+// Where the partial results of a row of a head lie, and where the row goes. All of it is known
+// before the main kernel is complete.
 struct CombinedRow {
   RowLocation location{};
   int64_t head = 0;
   int32_t splits = 1;
-  // Of the partial results: rows of split 0 and of split 1, and from there to the next ones.
+  // Rows of partial_out and partial_lse: that of split 0, that of split 1, and the distance from
+  // there to the row of each next split.
   int64_t first = 0;
   int64_t second = 0;
   int64_t stride = 0;
-  int64_t columns = 0;
-  bool combines_flags = false;  // flags
+  int64_t columns = 0;  // of a row of partial_out
+  bool combines_flags = false;
 
   TILEWISE_DEVICE bool is_idle() const { return !location.in_use && !combines_flags; }
   TILEWISE_DEVICE int64_t result_index(int64_t split) const {
@@ -38,8 +50,8 @@ struct CombinedRow {
     p.lse[at] = lse;
     if (p.lse_low != nullptr) p.lse_low[at] = 0.0f;
   }
-  // By a warp, of a row whose splits are beyond merging: computes it again, unless it is NaN, as a
-  // split says.
+  // Computes a row again whose splits must not be combined (combine_is_inexact), unless a split
+  // says that it is NaN. Called by whole warps.
   template <class T>
   TILEWISE_COLD bool recompute(const ForwardParams& params) const {
     bool is_nan = false;
@@ -59,14 +71,14 @@ struct CombinedRow {
   }
 };
 
-// Key splits: by rows of all sequences, and heads.
+// A row of splits. Index: row over all sequences, head.
 struct SplitRow : CombinedRow {
   TILEWISE_DEVICE SplitRow(const ForwardParams& params, int64_t index) {
     const Problem& p = params.problem;
     const int64_t row = index / p.heads_q;
     head = index - row * p.heads_q;
     location = locate_row(p, row);
-    if (!location.in_use) return;  // prepare clears it
+    if (!location.in_use) return;  // the prepare kernel clears it
     splits = params.order.splits;
     int64_t partial = row;
     if (params.split_rule.min_keys > 0) {
@@ -81,11 +93,11 @@ struct SplitRow : CombinedRow {
     second = first + stride;
   }
 
-  TILEWISE_DEVICE void combine_flags(const ForwardParams&) const {}  // Flags::any does
+  TILEWISE_DEVICE void combine_flags(const ForwardParams&) const {}  // Flags::any does it
 };
 
-// Equal partial, which lie in the order of the main kernel's blocks: by sequences, heads of a tile,
-// and its rows.
+// A row of chunks, whose partial results lie in the order of the main kernel's CTAs. Index:
+// sequence, tile head, packed row of the tile.
 struct ChunkRow : CombinedRow {
   int32_t tile;
 
@@ -109,7 +121,7 @@ struct ChunkRow : CombinedRow {
     combines_flags = r == 0 && params.flags.data != nullptr;
   }
 
-  // The flags of the blocks of a tile become one.
+  // Combines the flags of a tile's chunks into the flag of the tile.
   TILEWISE_DEVICE void combine_flags(const ForwardParams& params) const {
     if (!combines_flags || ptx::thread_index() != 0) return;
     uint8_t flagged = 0;
@@ -119,7 +131,7 @@ struct ChunkRow : CombinedRow {
   }
 };
 
-// PartialOutputs of shared works: rows of their tiles.
+// A row of Stream-K shares. Index: tile of the tail, row of the tile.
 struct StreamKRow : CombinedRow {
   TILEWISE_DEVICE StreamKRow(const ForwardParams& params, int64_t of) {
     const auto index = static_cast<int32_t>(of);
@@ -139,7 +151,7 @@ struct StreamKRow : CombinedRow {
   }
 };
 
-// A row by a block: of each 32 splits by another group of warps.
+// One row by a CTA. Splits 32 i to 32 i + 31 are read by group i % groups of its warps.
 template <class Element, class Row>
 struct Combine {
   using T = typename Element::Storage;
@@ -158,13 +170,14 @@ struct Combine {
         splits(row.splits),
         groups(combine_groups(of)) {}
 
-  // Of the lane's split among the 32 from `begin` on.
+  // lse of split begin + lane.
   TILEWISE_DEVICE float lse_of(int32_t begin) const {
     const int64_t split = begin + ptx::lane_index();
     return split < splits ? params.partial_lse[row.result_index(split)] : kMinusInfinity;
   }
 
-  // Of what the groups have, one for each lane; `place` is another one each time.
+  // Reduces one value per lane over the groups of warps. `exchange` is 0 for the first call and 1
+  // for the second, which use different shared memory.
   template <class Reduce>
   TILEWISE_DEVICE float reduced(float own, int exchange, const Reduce& reduce) const {
     if (groups == 1) return own;
@@ -179,7 +192,7 @@ struct Combine {
     return all;
   }
 
-  // Sets the weights; returns lse. `own` is the lane's of the group's first 32.
+  // Sets the weights and returns the lse of the row. `own`: lse of this lane's first split.
   TILEWISE_DEVICE float set_weights(float own, float sink) {
     const int32_t next = first_split() + splits_per_pass();
     float highest = own;
@@ -194,8 +207,8 @@ struct Combine {
     return weights.finish(reduced(sum, 1, [](float a, float b) { return a + b; }), sink);
   }
 
-  // Of 32 splits a warp of a group reads every fourth one, `kWidth` columns a lane: all of these
-  // loads are on their way at once.
+  // A warp of a group reads every fourth one of 32 splits, kWidth columns per lane. All of these
+  // loads are in flight at the same time.
   template <int kWidth>
   struct PartialOutputs {
     uint32_t x[ptx::kWarpSize / kCombineWarps][kWidth];
@@ -224,11 +237,11 @@ struct Combine {
     return partial;
   }
 
-  // `lse` and `partial` are those of the group's first 32 splits; a lane has the weight of one of
-  // them. The warps' sums are added in order.
+  // `lse` and `partial` belong to the group's first 32 splits; a lane holds the weight of one of
+  // them. The sums of the warps are added in the order of the warps.
   template <int kWidth>
   TILEWISE_DEVICE void write(float lse, PartialOutputs<kWidth> partial) const {
-    constexpr int kColumns = ptx::kWarpSize * kWidth;  // at once
+    constexpr int kColumns = ptx::kWarpSize * kWidth;  // at a time
     T* const out = row.template out<T>(p);
     const SharedWords sums = shared_words(2 * kCombineGroupsBytes);
     const int thread = ptx::thread_index();
@@ -251,7 +264,7 @@ struct Combine {
           for (int j = 0; j < kWidth; ++j) sum[j] = CombineWeights::add(sum[j], weight, x[j]);
         }
       }
-      if (first > 0) ptx::sync_block();  // the columns before have been read
+      if (first > 0) ptx::sync_block();  // the sums of the columns before have been read
       for (int j = 0; j < kWidth; ++j) sums.set(thread * kWidth + j, ptx::bits_of(sum[j]));
       ptx::sync_block();
       if (thread >= kColumns || first + thread >= p.head_dim_v) continue;
@@ -263,13 +276,14 @@ struct Combine {
     }
   }
 
-  // The first results are asked for before the weights are computed.
+  // The first partial outputs are loaded before the weights are computed.
   template <int kWidth>
   TILEWISE_DEVICE void run() {
     const float own = lse_of(first_split());
     const auto partial = load<kWidth>(first_split(), ptx::lane_index() * kWidth);
     const float lse = set_weights(own, p.sinks != nullptr ? p.sinks[row.head] : kMinusInfinity);
-    if (combine_is_inexact<Element>(lse)) [[unlikely]] {  // all warps agree, and write the same
+    if (combine_is_inexact<Element>(lse))
+        [[unlikely]] {  // the same in all warps; all write the row
       if (row.template recompute<T>(params)) return;
     }
     if (p.lse != nullptr && ptx::thread_index() == 0) row.write_lse(p, lse);
@@ -277,7 +291,7 @@ struct Combine {
   }
 
   TILEWISE_DEVICE static int warp_of_group() { return ptx::warp_index() % kCombineWarps; }
-  // The first of the 32 that the group begins with.
+  // The first of the 32 splits that the group begins with.
   TILEWISE_DEVICE static int32_t first_split() {
     return ptx::warp_index() / kCombineWarps * ptx::kWarpSize;
   }
@@ -288,7 +302,7 @@ template <class Element, class Row>
 TILEWISE_KERNEL(kCombineGroups* kCombineThreads, 1)
 void combine(TILEWISE_PARAMETER ForwardParams params) {
   Combine<Element, Row> combine(params);
-  // One block is left to wait: this kernel must not be complete before the main one.
+  // CTA 0 always waits, so that this kernel is not complete before the main kernel is.
   if (combine.row.is_idle() && ptx::block_index() != 0) return;
   ptx::griddepcontrol_wait();
   trigger_dependents(params, PdlTrigger::after_first_loads);
@@ -300,7 +314,7 @@ void combine(TILEWISE_PARAMETER ForwardParams params) {
     combine.template run<1>();
 }
 
-// A row by a warp: of few partial, and many rows. Columns are a multiple of four.
+// One row by a warp, for at most 32 splits and many rows. The number of columns is a multiple of 4.
 template <class Element, class Row>
 struct CombineByWarps {
   using T = typename Element::Storage;
@@ -329,7 +343,7 @@ struct CombineByWarps {
       write(c + lane * kWidth, weight);
   }
 
-  // `weight` is that of part `lane`.
+  // `weight` is that of split `lane`.
   TILEWISE_DEVICE void write(int64_t c, float weight) const {
     const bool exists = c < p.head_dim_v;
     float sum[kChains][kWidth] = {};

@@ -1,40 +1,44 @@
-// The splits or parts of a forward become out and lse.
+// Launch geometry of the combine kernels (combine.cuh), which turn the partial results of splits,
+// chunks or Stream-K shares into out and lse.
 #pragma once
 
 #include "cuda/params.h"
 
 namespace tilewise::cuda::common {
 
-inline constexpr int kCombineThreads = 128;  // of a group of warps
+inline constexpr int kCombineThreads = 128;  // per group of warps
 inline constexpr int kCombineWarps = kCombineThreads / 32;
-inline constexpr int kCombineGroups = 4;                             // of a block, at most
-inline constexpr int kCombineGroupsBytes = kCombineGroups * 32 * 4;  // a number for each lane
+inline constexpr int kCombineGroups = 4;  // per CTA, at most
+// Shared memory of one reduction over the groups: a float per lane of a warp of each group.
+inline constexpr int kCombineGroupsBytes = kCombineGroups * 32 * 4;
 inline constexpr int64_t kMaxRowsWithGroups = 32;
 
 inline constexpr int kCombineRowsPerBlock = 8;
 inline constexpr int kCombineByWarpsThreads = kCombineRowsPerBlock * 32;
 
-// Rows of heads: of the splits of a sequence, of its equal parts, or of the parts of shared works.
+// Rows to combine, counted per head: of Stream-K tiles, of tiles cut into chunks, or of split
+// sequences.
 TILEWISE_FN int64_t combined_rows(const ForwardParams& p) {
   if (p.stream_k.any()) return int64_t{p.stream_k.tiles} * p.row_tile;
   return p.chunks.any() ? p.problem.batch * p.order.heads * p.packed_rows
                         : total_rows(p.problem) * p.problem.heads_q;
 }
 
-// Whether a warp takes a row, instead of a block, of which 16 thousand take 50 us. (H200, of 4
-// heads and 2k causal rows 57 -> 37 us; but of 1024 rows in all 38 -> 40.)
+// One warp per row instead of one CTA: 16 thousand CTAs take 50 us. (H200, 4 heads and 2k causal
+// rows: 57 -> 37 us; but 1024 rows in all: 38 -> 40 us.)
 inline bool combines_by_warps(const ForwardParams& p) {
   if (p.stream_k.any()) return true;
   constexpr int64_t kMany = 2048;
-  constexpr int32_t kFew = 32;  // a lane has the weight of one
+  constexpr int32_t kFew = 32;  // a lane holds the weight of one split
   return !p.chunks.any() && p.order.splits <= kFew && combined_rows(p) >= kMany &&
          p.problem.head_dim_v % 4 == 0;
 }
 
-// Groups of warps that a row has. Each reads 32 splits at once; they wait for memory together. Many
-// rows of 16 warps leave the blocks of the next call little room. (H200, 16/1 heads, one and four:
-// B1 with 8k keys 10.3 -> 8.2 us, B2 11.1 -> 9.3; but B4, 64 rows, 11.0 -> 13.5.) More than 32
-// splits are summed in another order by more groups, on which no row of a batch may depend.
+// Groups of warps per row. Each group reads 32 splits at a time, so several groups wait for memory
+// together. Many rows of 16 warps each would leave the CTAs of the next launch little room. (H200,
+// 16/1 heads, one -> four groups: B1 with 8k keys 10.3 -> 8.2 us, B2 11.1 -> 9.3; but B4, 64 rows,
+// 11.0 -> 13.5.) The number of groups changes the order of sums of more than 32 splits, so it must
+// not depend on the batch when batch_invariant is set.
 TILEWISE_FN int32_t combine_groups(const ForwardParams& p) {
   constexpr int32_t kSplitsOfGroup = 32;
   const int32_t most =

@@ -1,4 +1,4 @@
-// The table of kernels.h.
+// The instances of kernels.h.
 #include "cuda/common/append.cuh"
 #include "cuda/common/check.cuh"
 #include "cuda/common/combine.cuh"
@@ -10,7 +10,7 @@
 namespace tilewise::cuda::common {
 namespace {
 
-TILEWISE_DEVICE_VARIABLE IndexRecord index_record;  // zeros at first
+TILEWISE_DEVICE_VARIABLE IndexRecord index_record;  // initialised to zeros
 
 template <class Element>
 constexpr TensorKernels kTensorKernels = {

@@ -1,4 +1,4 @@
-// The kernels that every family needs, compiled once (kernels.cu).
+// The kernels that every family uses, compiled once (kernels.cu).
 #pragma once
 
 #include "cuda/common/append.h"
@@ -11,7 +11,7 @@
 
 namespace tilewise::cuda::common {
 
-// Of one element type.
+// Those of one element type.
 struct TensorKernels {
   Kernel<ForwardParams> combine_splits;
   Kernel<ForwardParams> combine_chunks;
@@ -21,8 +21,8 @@ struct TensorKernels {
   Kernel<DbiasParams> dbias;
   Kernel<DsinksParams> dsinks;
 
-  // The one that a launch takes, with the threads that its rows have: those of parts and of splits
-  // are not complete without.
+  // The combine kernel of a launch. Threads and shared memory of combine_chunks and combine_splits
+  // depend on the launch, and are set here.
   Kernel<ForwardParams> combine(const ForwardParams& p) const {
     if (p.stream_k.any()) return combine_shares;
     if (combines_by_warps(p)) return combine_splits_by_warps;
@@ -39,7 +39,7 @@ const Kernel<PrepareParams>& prepare_kernel();
 const Kernel<ReduceParams>& reduce_kernel();
 const Kernel<CheckParams>& check_kernel();
 
-// Of the IndexRecord of each GPU: runtime.h's address_on_device.
+// Symbol of the IndexRecord that each GPU has (runtime.h: address_on_device).
 const void* index_record_symbol();
 
 }  // namespace tilewise::cuda::common

@@ -1,4 +1,4 @@
-// The sequences of a batch by the lengths of their keys, which the GPU alone knows.
+// LPT order (longest processing time first) of a batch whose key lengths only the GPU knows.
 #pragma once
 
 #include "cuda/common/batch_chunks.h"
@@ -7,9 +7,10 @@
 
 namespace tilewise::cuda {
 
-// Those with more keys than the mean first, and either kind as they come: who begins last is done
-// soon. A batch of short ones (kShort tiles in the mean) keeps its order, since a start by it takes
-// longer. Whole warps call it.
+// Sequences with more keys than the mean come first; both groups keep the order of the batch. So
+// the CTAs that start last are done soon. A batch whose mean is below kShort key tiles keeps its
+// order, because finding the order would delay the start by more than it gains. Whole warps call
+// it.
 class LongestFirst {
  public:
   static constexpr int32_t kShort = 4;
@@ -27,7 +28,7 @@ class LongestFirst {
       long_ += ptx::count_ones(lanes_of(true, first));
   }
 
-  // Number `n` of them.
+  // The sequence in place `n` of the order.
   TILEWISE_DEVICE int32_t at(int32_t n) const {
     if (long_ == 0) return n;
     const bool is_long = n < long_;
@@ -49,13 +50,13 @@ class LongestFirst {
  private:
   static constexpr int kLanes = ptx::kWarpSize;
 
-  // Of the lane's sequence of the 32 from `first` on.
+  // Keys of sequence first + lane.
   TILEWISE_DEVICE int32_t keys_of(int32_t first) const {
     const int32_t sequence = first + ptx::lane_index();
     return sequence < sequences_ ? keys_in_use(p_, sequence) : 0;
   }
 
-  // Those of the 32 sequences that are long, or those that are not.
+  // Mask of the sequences among [first, first + 32) that are long, or of those that are not.
   TILEWISE_DEVICE uint32_t lanes_of(bool are_long, int32_t first) const {
     const bool is_long = int64_t{keys_of(first)} * sequences_ > keys_;
     return ptx::ballot(first + ptx::lane_index() < sequences_ && is_long == are_long);
@@ -63,8 +64,8 @@ class LongestFirst {
 
   const ForwardParams& p_;
   int32_t sequences_;
-  int32_t keys_;
-  int32_t long_ = 0;  // sequences
+  int32_t keys_;      // of the batch
+  int32_t long_ = 0;  // number of sequences with more keys than the mean; 0: keep the order
 };
 
 }  // namespace tilewise::cuda

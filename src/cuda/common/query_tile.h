@@ -1,4 +1,5 @@
-// What one block of the forward has to do: which packed query rows, and which tiles of keys.
+// The work tile of a CTA of the tensor-core forwards: which packed query rows it computes, and over
+// which key tiles.
 #pragma once
 
 #include "attention/schedule.h"
@@ -10,36 +11,36 @@
 
 namespace tilewise::cuda {
 
-// Positions inside a sequence are 32-bit, with room for a tile on either side.
+// Positions inside a sequence are clamped to 32 bits, with room for a tile on either side.
 inline constexpr int64_t kMargin = 4096;
 
 TILEWISE_DEVICE int32_t position(int64_t x) {
   return static_cast<int32_t>(clamp(x, -kMargin, INT32_MAX - kMargin));
 }
 
-// What is the same in all lanes, said to the compiler: it then counts and compares such numbers
-// once per warp and not in every lane's registers.
+// Tells the compiler that x is the same in all lanes: it then keeps x, and what it computes from
+// x, in uniform registers, once per warp.
 TILEWISE_DEVICE int32_t uniform(int32_t x) {
   return static_cast<int32_t>(ptx::shuffle(static_cast<uint32_t>(x), 0));
 }
 
-// The same, but not said: what follows from it is counted in every lane's registers. In a chain of
-// uniform instructions each waits longer for the one before, and there are moves to predicates and
-// addresses, and back.
+// Hides from the compiler that x is the same in all lanes, so that it computes with x in each
+// lane's registers. Uniform instructions that depend on each other have a longer latency, and they
+// need extra moves to predicates and addresses.
 TILEWISE_DEVICE int32_t per_lane(int32_t x) {
-  constexpr int kMostThreads = 1024;  // of a block
+  constexpr int kMostThreads = 1024;  // per CTA: 0 is added
   return x + static_cast<int32_t>(ptx::thread_index()) / kMostThreads;
 }
 
-// The packed rows of a tile, counted from its first one. Row r is row `first + row(r)` of the
-// sequence and query head `first_head + head(r)`.
+// The packed rows of a tile (Packing, attention/schedule.h), counted from its first one: packed row
+// r is row `first + row(r)` of the sequence in query head `first_head + head(r)`.
 struct QueryRows {
   int32_t first;
   int32_t first_head;
   int32_t group;
-  int32_t offset;       // of packed row 0 among the heads of its row
+  int32_t offset;       // head of packed row 0 in its group
   uint32_t reciprocal;  // ceil(2^31 / group)
-  int32_t count;        // 0: nothing to do
+  int32_t count;        // 0: the CTA has nothing to do
 
   TILEWISE_DEVICE static QueryRows of(const ForwardParams& p, const Band& band, int32_t tile,
                                       int32_t head) {
@@ -59,7 +60,7 @@ struct QueryRows {
   }
 
   TILEWISE_DEVICE bool packed() const { return group != 1; }
-  // The quotient (offset + r) / group, exact for groups below 2^15.
+  // (offset + r) / group, exact for groups below 2^15.
   TILEWISE_DEVICE int32_t row(int32_t r) const {
     return static_cast<int32_t>(ptx::mul_high(static_cast<uint32_t>(offset + r) * 2, reciprocal));
   }
@@ -67,18 +68,18 @@ struct QueryRows {
   TILEWISE_DEVICE int32_t last_row() const { return packed() ? row(count - 1) : count - 1; }
 };
 
-// The key tiles that the rows of a block see, walked from the last to the first.
+// The key tiles that the rows of a tile see, walked from the last to the first.
 struct KeyTiles {
   int32_t first;
-  int32_t last;  // below `first`: none
+  int32_t last;  // below `first`: there are none
   int32_t full_begin;
-  int32_t full_end;  // tiles in [full_begin, full_end) are seen by all rows in full
+  int32_t full_end;  // every row sees every key of the tiles [full_begin, full_end)
   // Row r sees the keys [lower + row(r), min(keys, upper + row(r))).
   int32_t keys;
   int32_t lower;
   int32_t upper;
 
-  // Without the full tiles: what the first copies wait for.
+  // Everything except full_begin and full_end: the first loads wait for no more than this.
   TILEWISE_DEVICE static KeyTiles of(const Band& band, const QueryRows& rows, int32_t split,
                                      int32_t splits, int32_t step) {
     const int64_t row0 = rows.first + band.shift();
@@ -98,12 +99,12 @@ struct KeyTiles {
     return t;
   }
 
-  // Those of the first split.
+  // Narrows the tiles of the whole sequence to those of its first split.
   TILEWISE_DEVICE void narrow_to_first_split(int32_t splits) {
     first = max(first, last + 1 - tiles_of_split(last + 1 - first, splits));
   }
 
-  // The rest.
+  // Sets full_begin and full_end.
   TILEWISE_DEVICE void find_full(const QueryRows& rows, int32_t step) {
     full_begin = max(first, tiles(max(0, lower + rows.last_row()) + step - 1, step));
     full_end = tiles(max(0, min(keys, upper)), step);
@@ -116,8 +117,8 @@ struct KeyTiles {
     return static_cast<int32_t>(static_cast<uint32_t>(keys) / static_cast<uint32_t>(step));
   }
 
-  // The first split has the last ones: where it begins to read is known before how many splits
-  // there are.
+  // The first split has the last tiles, so that its CTA knows where to begin before it knows the
+  // number of splits.
   TILEWISE_DEVICE static int32_t tiles_of_split(int32_t all, int32_t splits) {
     return tiles(all + splits - 1, splits);
   }
@@ -129,14 +130,14 @@ TILEWISE_DEVICE Sequence sequence_of(const ForwardParams& p, int32_t b) {
   return tilewise::sequence_of(p.problem, b);
 }
 
-// Which of all parts a block has: its place in their line, and a head. Heads of a part are
-// neighbours: their keys are, in memory.
+// The chunk (its number in the batch, see KeyChunk) and the head of a CTA. The heads of a chunk
+// belong to consecutive CTAs, because their keys lie next to each other in memory.
 struct HeadChunk {
   int32_t chunk;
   int32_t head;
 
-  // Blocks come in the order of the line, but where long sequences are first: then those of parts
-  // that are not the first of their sequence are before all, since such parts are of long ones.
+  // CTAs take the chunks in the order of their numbers. With longest_first the later chunks of
+  // sequences precede all first chunks, because only long sequences have later chunks.
   TILEWISE_DEVICE static HeadChunk of_block(const ForwardParams& p) {
     const int32_t chunk_and_head = p.placement.chunk_of(static_cast<int32_t>(ptx::block_index()));
     const int32_t chunk = p.order.heads.quotient(chunk_and_head);
@@ -147,14 +148,14 @@ struct HeadChunk {
   }
 };
 
-// All of it.
+// The work tile of a CTA.
 struct QueryTile {
   Sequence sequence;
   QueryRows rows;
   KeyTiles tiles;
-  int32_t split;
-  int32_t splits;        // of the sequence
-  HeadChunk head_chunk;  // with equal parts
+  int32_t split;         // or the number of the chunk in its sequence
+  int32_t splits;        // or chunks of the sequence
+  HeadChunk head_chunk;  // only with a ChunkSchedule
 
   TILEWISE_DEVICE bool any() const { return rows.count > 0; }
   TILEWISE_DEVICE int32_t head(int32_t r) const { return rows.first_head + rows.head(r); }
@@ -167,7 +168,7 @@ struct QueryTile {
            rows.head(r) * view.stride_head;
   }
 
-  // `splits` of the sequence, where they are known; 0: they follow from its lengths.
+  // `splits`: of the sequence, if known; 0: they follow from its lengths.
   TILEWISE_DEVICE static QueryTile of(const ForwardParams& p, const TileOrder::WorkTile& tile,
                                       int32_t key_tile, int32_t splits = 0) {
     QueryTile w;
@@ -182,7 +183,7 @@ struct QueryTile {
     return w;
   }
 
-  // Entries of the block table for the tiles, of `step` keys each.
+  // Entries of the block table that the key tiles, of `step` keys each, lie in.
   TILEWISE_DEVICE Range pages(const ForwardParams& p, int32_t step) const {
     if (sequence.kv.pages == nullptr || tiles.last < tiles.first) return {};
     const auto first = static_cast<int32_t>(sequence.kv.first);
@@ -191,19 +192,19 @@ struct QueryTile {
             min(p.problem.block_table_width, int64_t{p.page_size.quotient(first + end - 1)} + 1)};
   }
 
-  // What had all keys becomes the first of `of_sequence` splits.
+  // Narrows a tile with all keys of its sequence to the first of `of_sequence` splits.
   TILEWISE_DEVICE void narrow_to_first_split(int32_t of_sequence) {
     splits = of_sequence;
     tiles.narrow_to_first_split(splits);
   }
 };
 
-// The tile of a block that has a part of its keys.
+// Index of the tile that a CTA with one chunk contributes to.
 TILEWISE_DEVICE int64_t tile_of_chunk(const ForwardParams& p, const QueryTile& q_tile) {
   return q_tile.sequence.batch * p.order.heads + q_tile.head_chunk.head;
 }
-// Where its results lie, among those of all parts: in the order of the line, and first parts in
-// that of their sequences.
+// Index of the CTA's partial result: they lie in the order of the chunk numbers, so those of first
+// chunks lie at the index of their tile.
 TILEWISE_DEVICE int64_t chunk_result_index(const ForwardParams& p, const QueryTile& q_tile) {
   if (q_tile.split == 0) return tile_of_chunk(p, q_tile);
   return int64_t{q_tile.head_chunk.chunk} * p.order.heads + q_tile.head_chunk.head;

@@ -1,4 +1,4 @@
-// How a kernel reports an index array at fault: attention/index_fault.h.
+// How a kernel reports an invalid entry of an index array: attention/index_fault.h.
 #pragma once
 
 #include "attention/index_fault.h"
@@ -7,7 +7,7 @@
 
 namespace tilewise::cuda {
 
-// Whether the caller, one thread, is to fill in the record: nobody has before.
+// Claims the record for the calling thread: true once per record, for the thread that fills it in.
 TILEWISE_DEVICE bool claim(IndexRecord* record) {
   return record != nullptr && ptx::atom_cas(&record->state, 0, 1) == 0;
 }
@@ -16,9 +16,9 @@ TILEWISE_DEVICE void report(IndexRecord* record, const IndexFault& fault) {
   if (claim(record)) record->fault = fault;
 }
 
-// Something is wrong with what the arrays say of a sequence, or with its pages in `entries` of the
-// block table. What exactly is left to the host, with all that it takes: kernels have few
-// registers, and their code is not to grow. One thread calls it.
+// Reports that the index arrays are invalid for a sequence, or the pages in `entries` of its block
+// table. Copies everything that the host needs to find out which entry it is: kernels have few
+// registers to spare for that, and their code should stay small. One thread calls it.
 TILEWISE_DEVICE void report_sequence(IndexRecord* record, const Problem& p, const Sequence& s,
                                      Range entries) {
   if (!claim(record)) return;
@@ -52,13 +52,13 @@ TILEWISE_DEVICE void report_sequence(IndexRecord* record, const Problem& p, cons
   for (int i = 0; i < kWords; ++i) to[i] = from[i];
 }
 
-// The same as a call: not beside wgmma.
+// The same as a function call, which must not stand between wgmma instructions.
 template <class Params>
 TILEWISE_COLD void call_report_sequence(const Params& params, const Sequence& s, Range entries) {
   report_sequence(params.index_record, params.problem, s, entries);
 }
 
-// Whether `entries` of the block table are pages of the tensors. A warp asks.
+// Whether `entries` of the block table name existing pages. A whole warp calls it.
 TILEWISE_DEVICE bool pages_fit(const Sequence& s, Range entries) {
   const auto end = static_cast<int32_t>(entries.end);
   uint32_t highest = 0;

@@ -1,12 +1,12 @@
-// From a row of all sequences together back to its sequence, and whether it is in use.
+// Finds the sequence of a row that is counted over all sequences, and tells whether it is in use.
 #pragma once
 
 #include "cuda/common/prepare.h"
 
 namespace tilewise::cuda::common {
 
-// The last sequence that starts at or before `row`: the one that holds it, or, past the end, the
-// last one.
+// The last sequence that starts at or before `row`: the one that holds it, or the last sequence if
+// `row` lies past its end.
 TILEWISE_FN int64_t sequence_at(const int32_t* cu_seqlens, int64_t batch, int64_t row) {
   int64_t low = 0;
   int64_t high = batch;
@@ -20,14 +20,14 @@ TILEWISE_FN int64_t sequence_at(const int32_t* cu_seqlens, int64_t batch, int64_
   return low;
 }
 
-// Slot and row in a tensor, index inside the sequence.
+// Where a row (or key) lies in a tensor, and which one of which sequence it is.
 struct RowLocation {
-  int64_t batch;
-  int64_t index;
-  int64_t batch_index;
-  int64_t row;
+  int64_t batch;        // the sequence
+  int64_t index;        // in the sequence
+  int64_t batch_index;  // in the tensor's batch dimension; 0 for packed varlen tensors
+  int64_t row;          // in the tensor
   bool in_use;
-  bool in_sequence;  // not behind the last one
+  bool in_sequence;  // false behind the last sequence
 
   TILEWISE_FN int64_t offset(const tilewise_tensor& view) const {
     return batch_index * view.stride_batch + row * view.stride_row;
@@ -47,7 +47,7 @@ TILEWISE_FN RowLocation locate_row(const Problem& p, int64_t flat) {
   return {b, i, 0, flat, i >= 0 && i < used_rows(p, b).value, rows.contains(flat)};
 }
 
-// Of the rows of dk and dv.
+// The same for row `flat` of dk and dv.
 TILEWISE_FN RowLocation locate_key(const Problem& p, int64_t flat) {
   if (!keys_per_sequence(p) && p.cu_seqlens_k != nullptr) {
     if (p.batch == 0) return {0, flat, 0, flat, false, false};

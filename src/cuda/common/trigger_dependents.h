@@ -1,4 +1,4 @@
-// Launches that overlap: see pdl_trigger.h.
+// The PDL trigger of the forward kernels: see pdl_trigger.h.
 #pragma once
 
 #include "cuda/params.h"
@@ -6,7 +6,7 @@
 
 namespace tilewise::cuda::common {
 
-// A block says so when it has come that far.
+// A CTA calls it at every point that may be the trigger.
 TILEWISE_DEVICE void trigger_dependents(const ForwardParams& p, PdlTrigger here) {
   if (p.pdl_trigger == here) ptx::griddepcontrol_launch_dependents();
 }
