@@ -38,10 +38,10 @@ struct Tiling {
   }
 };
 
-// Split-KV with a number of splits that depends on the lengths of each sequence alone, whatever
-// else is in the batch.
+// Split-KV whose number of splits depends on the lengths of each sequence alone, not on the rest of
+// the batch.
 struct SplitRule {
-  int64_t min_keys = 0;          // per split; 0: every sequence has `max_splits`
+  int64_t min_keys = 0;          // per split; 0: every sequence has `max_splits` splits
   int64_t max_splits = 1;        // per sequence
   int64_t max_rows = INT64_MAX;  // a sequence with more rows than this is not split
 
@@ -56,16 +56,16 @@ struct SplitRule {
 
 // Split-KV for a varlen batch: the keys of the whole batch are cut into chunks of one size, in
 // whole tiles, so that every CTA reads about the same number of keys. Sequences of uniform lengths
-// have the same number of chunks each. For batches of at most 2^30 keys.
+// all have the same number of chunks. A batch may hold at most 2^30 keys.
 struct ChunkSchedule {
-  int32_t max_chunks = 0;         // per batch, at least one per sequence; 0: no such schedule
+  int32_t max_chunks = 0;         // per batch, at least one per sequence; 0: no chunks
   Divisor chunks_if_uniform = 1;  // per sequence, when lengths are uniform
   Divisor tile = 1;               // keys
-  // Lengths of at most kShort tiles are uniform when the longest is at most this many fourths of
-  // the mean.
+  // Lengths of at most kShort tiles count as uniform when the longest is at most this many fourths
+  // of the mean.
   int32_t uniform_fourths = kFourths;
-  // Not 0: CTAs of long sequences come first, and no chunk is longer than the keys of the batch
-  // divided by this number of sequences, which run at the same time.
+  // If not 0, the CTAs of long sequences start first, and no chunk is longer than the keys of the
+  // batch divided by this number of sequences, which run at the same time.
   Divisor concurrent_sequences = 0;
 
   struct Batch {
@@ -73,13 +73,13 @@ struct ChunkSchedule {
     int32_t keys;
     int32_t longest;
 
-    // Whether the longest sequence has at most `fourths` / 4 of the mean length.
+    // Whether the longest sequence has at most `fourths` / 4 times the mean length.
     TILEWISE_FN constexpr bool within(int32_t fourths) const {
       return int64_t{longest} * sequences * 4 <= int64_t{keys} * fourths;
     }
   };
 
-  static constexpr int32_t kFourths = 5;  // what uniform lengths are, by default
+  static constexpr int32_t kFourths = 5;  // default of `uniform_fourths`
   static constexpr int32_t kShort = 32;   // tiles
 
   TILEWISE_FN constexpr bool are_uniform(const Batch& batch) const {
@@ -89,18 +89,18 @@ struct ChunkSchedule {
   TILEWISE_FN constexpr bool any() const { return max_chunks != 0; }
   TILEWISE_FN constexpr bool longest_first() const { return concurrent_sequences != 0; }
 
-  // Keys per chunk. A search: the first of these sizes with which the batch has no more than
-  // `max_chunks` chunks is taken.
+  // The first chunk size, in keys, of a search: the search ends at the first size with which the
+  // batch has no more than `max_chunks` chunks.
   TILEWISE_FN constexpr int32_t first_chunk_size(const Batch& batch) const {
     if (are_uniform(batch)) {
       const int32_t size = quotient(batch.longest, chunks_if_uniform);
       return whole_tiles(longest_first() ? min(size, quotient(batch.keys, concurrent_sequences))
-                                      : size);
+                                         : size);
     }
-    // The last chunk of a sequence is short; on average half of it is missing.
+    // The last chunk of a sequence is short: on average, half of it is missing.
     return whole_tiles(quotient(batch.keys, max_chunks - batch.sequences / 2));
   }
-  // The size to try after `size`, which had made `chunks` of them.
+  // The chunk size to try after `size`, which resulted in `chunks` chunks.
   TILEWISE_FN constexpr int32_t next_chunk_size(const Batch& batch, int attempt, int32_t size,
                                                 int32_t chunks) const {
     constexpr int kAttempts = 3;
@@ -114,7 +114,7 @@ struct ChunkSchedule {
                            : batch.longest);
   }
 
-  // Chunks of a sequence: at least 1, since some CTA has to write the rows of an empty one.
+  // Chunks of a sequence: at least 1, because a CTA has to write the rows of an empty sequence.
   TILEWISE_FN static constexpr int32_t count(int32_t keys, int32_t chunk_size) {
     return quotient(max(1, keys), chunk_size);
   }
@@ -133,7 +133,8 @@ struct ChunkSchedule {
   }
 };
 
-// Split `index` of `keys`: whole tiles, as even as possible; trailing splits may be empty.
+// Split `index` of `keys`. Splits have whole tiles, as equally as possible; the last ones may be
+// empty.
 TILEWISE_FN constexpr Range key_split(Range keys, int64_t splits, int64_t index, int64_t tile) {
   const int64_t step = round_up(ceil_div(keys.size(), splits), tile);
   return {min(keys.end, keys.begin + index * step), min(keys.end, keys.begin + (index + 1) * step)};

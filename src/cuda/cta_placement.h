@@ -7,16 +7,18 @@
 
 namespace tilewise::cuda {
 
-// Maps CTAs to chunks. With uniform lengths only `chunks` of the `ctas` CTAs behind the first
-// `first` have one, and all of those run at once. The hardware fills one GPC after the other, and a
-// GPC whose SMs all read gets less bandwidth per SM (H200, chunks for 96 of 132 CTAs: 68 us in the
-// GPC that held few of them, 111 us in the others, 93 us everywhere when they are spread).
+// Maps CTAs to chunks. The first `first` CTAs have one chunk each. With uniform lengths only
+// `chunks` of the next `ctas` CTAs have one, and all of these run in one wave. The hardware fills
+// one GPC after the other, and a GPC in which every SM reads gets less bandwidth per SM. (H200, 96
+// chunks for 132 CTAs: 68 us in the GPC with few of them, 111 us in the others; 93 us in all when
+// spread.)
 struct CtaPlacement {
   int32_t chunks = 0;  // 0: CTA i has chunk i
   Divisor ctas = 1;
-  int32_t first = 0;  // CTAs before them, each with a chunk
+  int32_t first = 0;
 
   TILEWISE_FN constexpr bool any() const { return chunks != 0; }
+  // A bijection: the CTAs without a chunk get the numbers after the last one.
   TILEWISE_FN constexpr int32_t chunk_of(int32_t block) const {
     const int32_t index = block - first;
     if (!any() || index < 0 || index >= ctas) return block;

@@ -1,5 +1,6 @@
-// What the matrix units multiply. F32 is exact to fp32 accuracy by three TF32 products of split
-// operands (Ootomo & Yokota, arXiv 2203.03341); Tf32 is one product, for callers who ask for it.
+// Element types of the tensor-core kernels. F32 reaches fp32 accuracy by three TF32 products of
+// split operands (Ootomo & Yokota, arXiv 2203.03341); Tf32 is one product, which callers have to
+// request.
 #pragma once
 
 #include "base/float8.h"
@@ -18,7 +19,7 @@ struct BF16 {
   static constexpr int32_t kDtype = TILEWISE_BFLOAT16;
   static constexpr int kBytes = 2;
 };
-// Whether 16 bits have the range of fp32: a weight may then exceed 1 by far.
+// Whether the 16-bit type has the range of fp32, so that softmax weights may be far above 1.
 template <class Element>
 inline constexpr bool kHasWideRange = Element::kDtype == TILEWISE_BFLOAT16;
 struct F32 {
@@ -31,14 +32,14 @@ struct Tf32 {
   static constexpr int32_t kDtype = TILEWISE_FLOAT32;
   static constexpr int kBytes = 4;
 };
-// Of keys and values alone: a kernel multiplies them as F16.
+// For keys and values only. Kernels convert them to F16 before the product.
 struct E4M3 {
   using Storage = Float8;
   static constexpr int32_t kDtype = TILEWISE_FLOAT8_E4M3;
   static constexpr int kBytes = 1;
 };
 
-// 16 bits in memory, of which a kernel learns when it runs whether they are F16 or BF16.
+// 16 bits in memory that are F16 or BF16; the kernel learns which at run time.
 struct EitherHalf {
   uint16_t bits;
 };

@@ -1,4 +1,4 @@
-// What kernels have found wrong with index arrays, as the host sees it.
+// Faults that kernels found in index arrays, on the host side.
 #pragma once
 
 #include <string>
@@ -7,11 +7,11 @@
 
 namespace tilewise::cuda {
 
-// One sentence: the array, the entry, its value and what is allowed.
+// One sentence that names the array, the entry, its value and the allowed range.
 std::string sentence(const IndexFault& fault);
 
-// The record of a GPU, for the kernels of a launch: memory of the library, which is there as long
-// as the process is.
+// Device address of a GPU's fault record, which kernels write. The library owns it until the
+// process ends.
 IndexRecord* index_record(int32_t device_index);
 
 }  // namespace tilewise::cuda

@@ -10,19 +10,19 @@ namespace tilewise::cuda {
 namespace {
 
 // The fault of the sequence that a kernel has put down: the arrays are what was read of them.
-IndexFault found(IndexRecord& record) {
+IndexFault recorded_fault(IndexRecord& record) {
   if (record.fault.any()) return record.fault;
   Problem p = record.problem;
   const int64_t b = record.sequence;
-  const auto seen = [&](const int32_t*& array, IndexRecord::Entry at) {
+  const auto use_copy = [&](const int32_t*& array, IndexRecord::Entry at) {
     if (array != nullptr) array = record.entries + at - b;
   };
-  seen(p.cu_seqlens_q, IndexRecord::cu_q);
-  seen(p.cu_seqlens_k, IndexRecord::cu_k);
-  seen(p.seqused_q, IndexRecord::used_q);
-  seen(p.seqused_k, IndexRecord::used_k);
-  seen(p.leftpad_k, IndexRecord::leftpad);
-  seen(p.kv_batch_idx, IndexRecord::kv_batch);
+  use_copy(p.cu_seqlens_q, IndexRecord::cu_q);
+  use_copy(p.cu_seqlens_k, IndexRecord::cu_k);
+  use_copy(p.seqused_q, IndexRecord::used_q);
+  use_copy(p.seqused_k, IndexRecord::used_k);
+  use_copy(p.leftpad_k, IndexRecord::leftpad);
+  use_copy(p.kv_batch_idx, IndexRecord::kv_batch);
   const IndexFault of_sequence = sequence_fault(p, b);
   if (of_sequence.any() || record.page_entry < 0) return of_sequence;
   return {Fault::block_table, 0, b, record.page_entry, record.page, p.pages};
@@ -34,11 +34,11 @@ std::string entry(const IndexFault& r) {
 }
 
 // Of the names that share a rule.
-std::string falls(const char* name, const IndexFault& r) {
+std::string decreases(const char* name, const IndexFault& r) {
   return name + entry(r) + ": it must not be less than the entry before it, " +
          std::to_string(r.allowed);
 }
-std::string passes(const char* name, const IndexFault& r, const char* rows) {
+std::string exceeds(const char* name, const IndexFault& r, const char* rows) {
   return name + entry(r) + ": it must be at most " + rows + ", which is " +
          std::to_string(r.allowed);
 }
@@ -53,9 +53,9 @@ std::string sentence_of_append(const IndexFault& r) {
     case Fault::cu_seqlens_new_negative:
       return "cu_seqlens_new" + index + ": it must be 0 or more";
     case Fault::cu_seqlens_new_order:
-      return falls("cu_seqlens_new", r);
+      return decreases("cu_seqlens_new", r);
     case Fault::cu_seqlens_new_last:
-      return passes("cu_seqlens_new", r, "seqlen_new");
+      return exceeds("cu_seqlens_new", r, "seqlen_new");
     case Fault::cache_seqlens:
       return "cache_seqlens" + index + ": with " + std::to_string(r.second) + " new keys, 0 to " +
              std::to_string(r.allowed - r.second) + " is allowed in a cache for " + allowed +
@@ -101,9 +101,9 @@ std::string sentence(const IndexFault& r) {
     case Fault::cu_seqlens_q_negative:
       return "cu_seqlens_q" + index + ": it must be 0 or more";
     case Fault::cu_seqlens_q_order:
-      return falls("cu_seqlens_q", r);
+      return decreases("cu_seqlens_q", r);
     case Fault::cu_seqlens_q_last:
-      return passes("cu_seqlens_q", r, "seqlen_q");
+      return exceeds("cu_seqlens_q", r, "seqlen_q");
     case Fault::seqused_q:
       return up_to("seqused_q", "the rows of that sequence");
     case Fault::max_seqlen_q:
@@ -116,11 +116,11 @@ std::string sentence(const IndexFault& r) {
     case Fault::cu_seqlens_k_negative:
       return "cu_seqlens_k" + index + ": it must be 0 or more";
     case Fault::cu_seqlens_k_order:
-      return falls("cu_seqlens_k", r);
+      return decreases("cu_seqlens_k", r);
     case Fault::cu_seqlens_k_last:
-      return passes("cu_seqlens_k", r, "seqlen_k");
+      return exceeds("cu_seqlens_k", r, "seqlen_k");
     case Fault::cu_seqlens_k_last_paged:
-      return passes("cu_seqlens_k", r, "batch * block_table_width * page_size");
+      return exceeds("cu_seqlens_k", r, "batch * block_table_width * page_size");
     case Fault::seqused_k:
       return up_to("seqused_k", "the keys of that sequence");
     case Fault::leftpad_k:
@@ -159,11 +159,11 @@ IndexError last_index_error(int32_t device_index, IndexFault* fault) {
   const DeviceScope scope(device_index);
   IndexRecord record{};
   read_and_clear(&record, index_record(device_index), sizeof(record));
-  *fault = record.state != 0 ? found(record) : IndexFault{};
+  *fault = record.state != 0 ? recorded_fault(record) : IndexFault{};
   if (!fault->any()) return {};
   // Every sentence begins with the name of the array or the bound.
-  const std::string said = sentence(*fault);
-  return {said.substr(0, said.find_first_of("[ ")), said};
+  const std::string text = sentence(*fault);
+  return {text.substr(0, text.find_first_of("[ ")), text};
 }
 
 }  // namespace tilewise::cuda

@@ -10,12 +10,12 @@
 namespace tilewise::cuda {
 namespace {
 
-ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardWorkspace& pieces,
+ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardWorkspace& regions,
                           void* workspace) {
   ForwardParams params{};
   params.problem = p;
   params.order = plan.order;
-  params.order.table = pieces.table.in<TileOrder::Entry>(workspace);
+  params.order.table = regions.table.in<TileOrder::Entry>(workspace);
   params.packing = {plan.pack};
   params.group = static_cast<int32_t>(group_size(p));
   if (p.block_table != nullptr)
@@ -23,27 +23,27 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardWorks
   params.pack_reciprocal = static_cast<uint32_t>(ceil_div(int64_t{1} << 31, plan.pack));
   params.row_tile = plan.tile_q;
   params.key_tile = plan.tile_k;
-  params.flags = {pieces.flags.in<uint8_t>(workspace), plan.order.splits, plan.tiles};
+  params.flags = {regions.flags.in<uint8_t>(workspace), plan.order.splits, plan.tiles};
   params.split_rule = plan.split_rule;
   params.chunks = plan.chunks;
   params.max_keys = static_cast<int32_t>(min<int64_t>(max_keys(p), INT32_MAX));
   params.placement = plan.placement;
   params.stream_k = plan.stream_k;
-  params.arrivals = pieces.arrivals.in<ChunkArrivals>(workspace);
+  params.arrivals = regions.arrivals.in<ChunkArrivals>(workspace);
   if (params.arrivals != nullptr) params.launch_id = ChunkArrivals::of_launch(next_launch_id());
   params.packed_rows = static_cast<int32_t>(packed_rows(p, plan));
   params.partial_stride = plan.partial_stride;
   params.has_uniform_sequences = has_uniform_sequences(p);
   params.cluster_combines = plan.cluster_size > 1;
   params.pdl_trigger = plan.pdl_trigger;
-  params.partial_out = pieces.partial_out.in<float>(workspace);
-  params.partial_lse = pieces.partial_lse.in<float>(workspace);
+  params.partial_out = regions.partial_out.in<float>(workspace);
+  params.partial_lse = regions.partial_lse.in<float>(workspace);
   return params;
 }
 
 // A grid of as many blocks as the GPU runs at once, which share the work.
 void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& main,
-                       int32_t* counter, int32_t* before) {
+                       int32_t* counter, int32_t* prepared) {
   constexpr int32_t kRowsOfWarpgroup = 64;
   TmaForwardParams params;
   static_cast<ForwardParams&>(params) = main;
@@ -57,16 +57,16 @@ void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& 
   params.v = map(p, p.v, p.head_dim_v, box_rows);
   params.num_tiles = static_cast<int32_t>(plan.stream_k.any() ? plan.stream_k.first : plan.blocks);
   params.tile_counter = counter;
-  params.recompute_list = before;
+  params.recompute_list = prepared;
   params.nan_may_leak = nan_may_leak(p);
-  const int64_t all = gpu(p.device_index).sm_count;
-  const int64_t grid = plan.stream_k.any() ? all : min(plan.blocks, all);
+  const int64_t sms = gpu(p.device_index).sm_count;
+  const int64_t grid = plan.stream_k.any() ? sms : min(plan.blocks, sms);
   launch(plan.kernel_set->form(plan.form).tma_forward, grid, p.stream, params,
          counter != nullptr ? Start::dependent : Start::in_order);
 }
 
 // A block for each work, with maps of K and V.
-void launch_boxes(const Problem& p, const Plan& plan, const ForwardParams& main, Start start) {
+void launch_tma_decode(const Problem& p, const Plan& plan, const ForwardParams& main, Start start) {
   TmaForwardParams params;
   static_cast<ForwardParams&>(params) = main;
   const bool paged = plan.form == Form::tma_paged;
@@ -87,28 +87,28 @@ void launch_boxes(const Problem& p, const Plan& plan, const ForwardParams& main,
 
 void forward(const Problem& p, const Plan& plan, void* workspace) {
   const DeviceScope scope(p.device_index);
-  const ForwardWorkspace pieces = forward_workspace(p, plan);
-  if (p.check != 0) check_entries(p, nullptr, pieces.report.in<void>(workspace));
+  const ForwardWorkspace regions = forward_workspace(p, plan);
+  if (p.check != 0) check_entries(p, nullptr, regions.report.in<void>(workspace));
 
-  common::PrepareParams before = common::prepare_forward(p);
-  if (pieces.table.bytes > 0) {
-    before.order = {pieces.table.in<TileOrder::Entry>(workspace), common::OrderTask::Of::rows,
+  common::PrepareParams prepared = common::prepare_forward(p);
+  if (regions.table.bytes > 0) {
+    prepared.order = {regions.table.in<TileOrder::Entry>(workspace), common::OrderTask::Of::rows,
                     plan.tile_q, plan.pack};
   }
   IndexRecord* const record = has_uniform_sequences(p) ? nullptr : index_record(p.device_index);
-  common::fit(before, common::FitTask::forward(p, pieces.fit.in<int32_t>(workspace)), record);
-  before.fills[0] = {pieces.tile_counter.in<void>(workspace), pieces.tile_counter.bytes};
+  common::fit(prepared, common::FitTask::forward(p, regions.fit.in<int32_t>(workspace)), record);
+  prepared.fills[0] = {regions.tile_counter.in<void>(workspace), regions.tile_counter.bytes};
   // Beside its blocks those of decoding would be spread unevenly: see choose_pdl_trigger.
-  const Start start = prepare(before, p.stream) ? Start::in_order : Start::dependent;
+  const Start start = prepare(prepared, p.stream) ? Start::in_order : Start::dependent;
 
-  ForwardParams params = main_params(before.fitted, plan, pieces, workspace);
+  ForwardParams params = main_params(prepared.fitted, plan, regions, workspace);
   params.index_record = record;
   const FormKernels& kernels = plan.kernel_set->form(plan.form);
   if (plan.family == Family::wgmma)
-    launch_persistent(p, plan, params, pieces.tile_counter.in<int32_t>(workspace),
-                      pieces.recompute_list.in<int32_t>(workspace));
+    launch_persistent(p, plan, params, regions.tile_counter.in<int32_t>(workspace),
+                      regions.recompute_list.in<int32_t>(workspace));
   else if (kernels.tma_forward.function != nullptr)
-    launch_boxes(p, plan, params, start);
+    launch_tma_decode(p, plan, params, start);
   else
     launch(plan.warps_per_tile > 1 ? kernels.forward_warp_split : kernels.forward, plan.blocks,
            p.stream, params, start, plan.cluster_size);

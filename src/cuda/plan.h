@@ -11,13 +11,13 @@ namespace tilewise::cuda {
 // The unit that serves the pass of a problem; null: none. The tile table is the GPU's own (or the
 // forced one); when this build lacks it, the nearest lower one that the GPU can run and hold.
 const KernelSet* find_forward(const Problem& p, Family family, const Gpu& gpu,
-                              const Registry& inside);
+                              const Registry& registry);
 const KernelSet* find_backward(const Problem& p, const Gradients* g, Family family, const Gpu& gpu,
-                               const Registry& inside);
+                               const Registry& registry);
 
-Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Registry& inside);
+Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Registry& registry);
 Plan plan_backward(const Problem& p, const Gradients& g, Family family, const Gpu& gpu,
-                   const Registry& inside);
+                   const Registry& registry);
 
 // Whether the kernels' plain form serves: nothing general is asked for and every row that is read
 // or written starts at a multiple of 16 bytes. Of the backward when `g` is given.

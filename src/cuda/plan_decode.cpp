@@ -210,9 +210,9 @@ int32_t choose_stages(const Plan& plan, const Gpu& gpu, int64_t blocks) {
   if (plan.form != Form::tma || reads_float8(*plan.kernel_set)) return 0;
   const bool one_cta = plan.one_cta_per_sm && plan.max_cluster_size == 0;
   const int64_t tenths = plan.max_cluster_size > 0 ? 7 : 14;  // of the multiprocessors
-  const bool low_occupancy_size = one_cta ? plan.warps_per_tile > 1 && saturate_memory(gpu, blocks, 36)
+  const bool saturated = one_cta ? plan.warps_per_tile > 1 && saturate_memory(gpu, blocks, 36)
                          : blocks * 10 >= tenths * gpu.sm_count;
-  return low_occupancy_size ? kReducedStages : 0;
+  return saturated ? kReducedStages : 0;
 }
 
 // Parts that there are where lengths are alike, where blocks are alone and the parts leave a

@@ -13,13 +13,13 @@ bool reads_float8(const KernelSet& kernel_set);
 bool uses_tma(const KernelSet& kernel_set);
 // Whether each warp has a ring of its own: clusters and last blocks merge what these find, and
 // blocks may have readers.
-bool has_warp_rings(const Plan& plan);
+bool has_warp_pipelines(const Plan& plan);
 
 // Whether clusters as large as there are find their places beside those of the next call.
 bool max_clusters_fit(const Gpu& gpu, int64_t blocks);
 // Whether they are better cut as many times each, however long sequences are; `tiles`: of the keys
 // of one, at most.
-bool few_tiles_split_uniformly(const Gpu& gpu, int64_t blocks, int64_t tiles);
+bool prefers_uniform_splits(const Gpu& gpu, int64_t blocks, int64_t tiles);
 
 // Whether only the GPU knows the lengths of the batch.
 bool has_device_lengths(const Problem& p);
@@ -28,7 +28,7 @@ bool has_device_lengths(const Problem& p);
 bool last_cta_combines(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks);
 
 // What a block may have to walk before it merges.
-int64_t few_tiles(const Plan& plan);
+int64_t max_tiles_per_cluster_cta(const Plan& plan);
 
 // Whether so many splits are better merged by clusters, with no second launch.
 bool cluster_combine_is_faster(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t splits,

@@ -12,19 +12,19 @@ namespace tilewise::cuda {
 namespace {
 
 // Blocks that share keys are to find them in L2: 32 of the 50 MB of an H200 measured best.
-constexpr double kShareOfL2 = 0.65;
-constexpr int64_t kLeastSection = 16;
+constexpr double kL2Fraction = 0.65;
+constexpr int64_t kMinHeadGroup = 16;
 
 // A split pays a pass over partial results, so a tile of rows has to have work for it.
-constexpr int64_t kKeysOfSplit = 256;          // few rows: the time is that of reading the keys,
-constexpr int64_t kKeysOfSplitOfWarp = 64;     // by blocks of a warp that of a few of them,
-constexpr int64_t kKeysOfSplitOfFloat8 = 128;  // of as many bytes
-constexpr int64_t kKeysOfSplitOfTile = 1024;   // whole tiles of rows: that of the products
+constexpr int64_t kMinKeysPerSplit = 256;          // few rows: the time is that of reading the keys,
+constexpr int64_t kMinKeysPerDecodeSplit = 64;     // by blocks of a warp that of a few of them,
+constexpr int64_t kMinKeysPerFloat8Split = 128;  // of as many bytes
+constexpr int64_t kMinKeysPerFullTileSplit = 1024;   // whole tiles of rows: that of the products
 
 // Short sequences leave a tile of one head nearly empty: all heads of a group then share it.
 int32_t choose_pack(const Problem& p, int64_t tile) {
   const int64_t group = group_size(p);
-  const int64_t rows = deciding_rows(p);  // rows that share a warp share decisions
+  const int64_t rows = selection_rows(p);  // rows that share a warp share decisions
   const bool saves_tiles = ceil_div(rows * group, tile) < group * ceil_div(rows, tile);
   return group > 1 && rows <= tile && saves_tiles ? static_cast<int32_t>(group) : 1;
 }
@@ -38,20 +38,20 @@ int32_t longest_first(const Problem& p) {
 
 TileOrder choose_order(const Problem& p, const Gpu& gpu, int64_t tile, int32_t pack) {
   TileOrder order;
-  order.tiles = static_cast<int32_t>(ceil_div(most_rows(p) * pack, tile));
+  order.tiles = static_cast<int32_t>(ceil_div(max_rows(p) * pack, tile));
   order.heads = static_cast<int32_t>(p.heads_q / pack);
   order.sequences = static_cast<int32_t>(p.batch);
   order.longest_first = order.tiles > 1 ? longest_first(p) : 0;
-  const int64_t keys_and_values = usual_keys(p) * (p.head_dim + p.head_dim_v) * key_bytes(p);
-  const auto budget = static_cast<int64_t>(gpu.l2_bytes * kShareOfL2);
-  const int64_t section = pairs_within(keys_and_values, budget) * group_size(p) / pack;
-  if (order.longest_first != 0) order.walk_together(max(section, kLeastSection));
+  const int64_t keys_and_values = typical_keys(p) * (p.head_dim + p.head_dim_v) * key_bytes(p);
+  const auto budget = static_cast<int64_t>(gpu.l2_bytes * kL2Fraction);
+  const int64_t head_group = heads_within_budget(keys_and_values, budget) * group_size(p) / pack;
+  if (order.longest_first != 0) order.interleave_heads(max(head_group, kMinHeadGroup));
   return order;
 }
 
-int64_t keys_of_split(const KernelSet& kernel_set) {
-  if (kernel_set.forward_tile.rows > kDecodeRows) return kKeysOfSplit;
-  return reads_float8(kernel_set) ? kKeysOfSplitOfFloat8 : kKeysOfSplitOfWarp;
+int64_t min_keys_per_split(const KernelSet& kernel_set) {
+  if (kernel_set.forward_tile.rows > kDecodeRows) return kMinKeysPerSplit;
+  return reads_float8(kernel_set) ? kMinKeysPerFloat8Split : kMinKeysPerDecodeSplit;
 }
 
 // The fewest splits that keep the GPU nearly as busy as it can be kept: whole waves of blocks.
@@ -59,27 +59,27 @@ int64_t choose_splits(const Problem& p, const Plan& plan, const Gpu& gpu, int64_
   const KernelSet& kernel_set = *plan.kernel_set;
   if (p.num_splits > 0) return p.num_splits;
   const Tile& tile = kernel_set.forward_tile;
-  const int64_t slots = int64_t{gpu.sm_count} * max(1, tile.blocks_per_sm);
-  if (blocks == 0 || blocks * 5 >= slots * 4) return 1;
+  const int64_t resident_ctas = int64_t{gpu.sm_count} * max(1, tile.blocks_per_sm);
+  if (blocks == 0 || blocks * 5 >= resident_ctas * 4) return 1;
   const int64_t rows = ceil_div(tile.rows, plan.pack);
-  const int64_t key_tiles = ceil_div(keys_of_tile(p, min(rows, most_rows(p))), tile.keys);
+  const int64_t key_tiles = ceil_div(max_keys_per_tile(p, min(rows, max_rows(p))), tile.keys);
   if (uses_tma(kernel_set) && key_tiles > 0) return choose_tma_splits(plan, gpu, blocks, key_tiles);
-  const bool whole_tiles = most_rows(p) * plan.pack > tile.rows;
-  const int64_t least =
-      ceil_div(whole_tiles ? kKeysOfSplitOfTile : keys_of_split(kernel_set), tile.keys);
-  const int64_t most = min(kMaxSplits, key_tiles / least);
+  const bool full_tiles = max_rows(p) * plan.pack > tile.rows;
+  const int64_t min_tiles =
+      ceil_div(full_tiles ? kMinKeysPerFullTileSplit : min_keys_per_split(kernel_set), tile.keys);
+  const int64_t max_splits = min(kMaxSplits, key_tiles / min_tiles);
   // Blocks over the slots of their waves, asked for growing numbers of splits: every launch of a
   // decode comes by here, and two divisions of 64-bit numbers for each took 2 us.
-  const auto busy = [&](int64_t splits, int64_t& room) {
-    while (room < blocks * splits) room += slots;
-    return static_cast<double>(blocks * splits) / static_cast<double>(room);
+  const auto occupancy = [&](int64_t splits, int64_t& capacity) {
+    while (capacity < blocks * splits) capacity += resident_ctas;
+    return static_cast<double>(blocks * splits) / static_cast<double>(capacity);
   };
   double best = 0.0;
-  int64_t room = slots;
-  for (int64_t s = 1; s <= most; ++s) best = max(best, busy(s, room));
-  room = slots;
-  for (int64_t s = 1; s <= most; ++s) {
-    if (busy(s, room) < 0.85 * best) continue;
+  int64_t capacity = resident_ctas;
+  for (int64_t s = 1; s <= max_splits; ++s) best = max(best, occupancy(s, capacity));
+  capacity = resident_ctas;
+  for (int64_t s = 1; s <= max_splits; ++s) {
+    if (occupancy(s, capacity) < 0.85 * best) continue;
     // Splits are whole tiles: more of them that are not shorter leave the last ones empty.
     if (s == 1 || ceil_div(key_tiles, s) < ceil_div(key_tiles, s - 1)) return s;
   }
@@ -89,36 +89,36 @@ int64_t choose_splits(const Problem& p, const Plan& plan, const Gpu& gpu, int64_
 // Batch-invariant: from a sequence's own lengths, for a GPU that it has to itself. Whoever has more
 // than a few rows has blocks enough.
 SplitRule invariant_rule(const Problem& p, int64_t tile_rows) {
-  constexpr int64_t kBlocks = 256;
+  constexpr int64_t kCtas = 256;
   constexpr int64_t kRows = 8;
-  return {kKeysOfSplit, max<int64_t>(1, kBlocks / p.heads_kv),
+  return {kMinKeysPerSplit, max<int64_t>(1, kCtas / p.heads_kv),
           min(kRows, max<int64_t>(1, tile_rows / group_size(p)))};
 }
 
 // Lengths that only the GPU knows, where no warp can count the parts: one is small enough for a
 // batch that fills a fourth of its room, which says how many blocks there are. Those of a short
 // sequence end at once.
-SplitRule uneven_rule(const Problem& p, const Gpu& gpu, const KernelSet& kernel_set,
+SplitRule device_length_rule(const Problem& p, const Gpu& gpu, const KernelSet& kernel_set,
                       int64_t blocks) {
   const Tile& tile = kernel_set.forward_tile;
-  const int64_t slots = int64_t{gpu.sm_count} * max(1, tile.blocks_per_sm);
+  const int64_t resident_ctas = int64_t{gpu.sm_count} * max(1, tile.blocks_per_sm);
   // Blocks over what the GPU runs at once. Few pairs have more partial results for their keys.
-  const int64_t times = blocks * 2 > slots ? 4 : 2;
+  const int64_t oversubscription = blocks * 2 > resident_ctas ? 4 : 2;
   // Keys of a part when there are `parts` of them. In double, which no sizes overflow; the rule
   // divides 32 bits.
-  const auto share = [&](int64_t parts) {
+  const auto keys_per_split = [&](int64_t schedule) {
     const double keys = __builtin_ceil(static_cast<double>(max_keys(p)) *
-                                       static_cast<double>(blocks) / static_cast<double>(parts));
+                                       static_cast<double>(blocks) / static_cast<double>(schedule));
     return static_cast<int64_t>(min(keys, static_cast<double>(INT32_MAX)));
   };
   // Parts of one tile are nothing but a start and an end: a second turn of them comes late.
-  const int64_t least = max<int64_t>(tile.keys, min<int64_t>(share(slots), 2 * tile.keys));
-  return {max(max(keys_of_split(kernel_set), least), share(slots * times)), kMaxSplits};
+  const int64_t min_tiles = max<int64_t>(tile.keys, min<int64_t>(keys_per_split(resident_ctas), 2 * tile.keys));
+  return {max(max(min_keys_per_split(kernel_set), min_tiles), keys_per_split(resident_ctas * oversubscription)), kMaxSplits};
 }
 
 // Where multiprocessors have several tiles each, sequences of up to 2k keys are not cut when the
 // longest one is no longer than what a multiprocessor has to read, more or less.
-int32_t fourths_of_uncut(const Gpu& gpu, int64_t blocks) {
+int32_t max_uniform_fourths(const Gpu& gpu, int64_t blocks) {
   return static_cast<int32_t>(
       clamp(blocks * 23 / (5 * gpu.sm_count), ChunkSchedule::kFourths, 1 << 20));
 }
@@ -126,12 +126,12 @@ int32_t fourths_of_uncut(const Gpu& gpu, int64_t blocks) {
 // Whether long sequences come first, and what is longer than its share is cut: of more tiles than
 // run at once, or of nearly as many where caches have room for 2k keys, the last ones are short
 // then. Each block looks at all lengths.
-bool has_long_first(const Problem& p, const Plan& plan, int64_t blocks, int64_t slots) {
-  constexpr int64_t kMostSorted = 256;
-  constexpr int64_t kRoom = 32;  // tiles
-  const bool some_wait = blocks > slots;
-  const bool nearly = blocks * 4 > slots * 3 && max_keys(p) >= kRoom * plan.tile_k;
-  return has_warp_rings(plan) && p.batch <= kMostSorted && (some_wait || nearly);
+bool starts_longest_first(const Problem& p, const Plan& plan, int64_t blocks, int64_t resident_ctas) {
+  constexpr int64_t kMaxSequences = 256;
+  constexpr int64_t kMinTiles = 32;  // tiles
+  const bool some_wait = blocks > resident_ctas;
+  const bool nearly_all_run = blocks * 4 > resident_ctas * 3 && max_keys(p) >= kMinTiles * plan.tile_k;
+  return has_warp_pipelines(plan) && p.batch <= kMaxSequences && (some_wait || nearly_all_run);
 }
 
 // The same where one can: a long sequence is cut where short ones are not, and sequences of lengths
@@ -141,55 +141,55 @@ bool has_long_first(const Problem& p, const Plan& plan, int64_t blocks, int64_t 
 // some of them a part too many, and others none, and blocks without a part come last. Of few long
 // sequences of many heads these are too few to cut all that are too long.
 ChunkSchedule chunk_schedule(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
-  constexpr int64_t kLeastOthers = 8;
+  constexpr int64_t kMinSpareChunks = 8;
   int64_t keys = 0;
   if (!checked_mul(p.batch, max<int64_t>(1, max_keys(p)), &keys) || keys > 1 << 30 ||
       blocks > INT32_MAX / (8 * kDecodeRows))
     return {};  // more than 32 bits count
-  const int64_t all = gpu.sm_count;
+  const int64_t sms = gpu.sm_count;
   const int64_t heads = max<int64_t>(1, blocks / p.batch);
-  const bool merges = last_cta_combines(p, plan, gpu, blocks);
+  const bool last_cta = last_cta_combines(p, plan, gpu, blocks);
   const int64_t tiles = ceil_div(max<int64_t>(1, max_keys(p)), int64_t{plan.tile_k});
-  const int64_t readers = ctas_to_saturate(plan);
-  int64_t most = max(readers * all / heads, p.batch) + p.batch;
-  if (merges || plan.one_cta_per_sm) {
-    most = ((ceil_div(blocks, all) + 1) * all - 1) / heads;
+  const int64_t ctas_per_sm = ctas_to_saturate(plan);
+  int64_t max_splits = max(ctas_per_sm * sms / heads, p.batch) + p.batch;
+  if (last_cta || plan.one_cta_per_sm) {
+    max_splits = ((ceil_div(blocks, sms) + 1) * sms - 1) / heads;
   }
-  ChunkSchedule parts;
-  if (blocks > 3 * all && tiles > ChunkSchedule::kShort) most = max(most, p.batch + kLeastOthers);
-  most = clamp(most, plan.splits * p.batch, tiles * p.batch);
-  if (merges) most = min(most, p.batch + ChunkArrivals::kMaxChunks - 1);
-  parts.max_chunks = static_cast<int32_t>(most);
-  parts.chunks_if_uniform = static_cast<int32_t>(min(plan.splits, most / p.batch));
-  parts.tile = plan.tile_k;
-  if (merges) parts.uniform_fourths = fourths_of_uncut(gpu, blocks);
-  const int64_t slots = all * max(1, plan.kernel_set->forward_tile.blocks_per_sm);
-  if (has_long_first(p, plan, blocks, slots))
-    parts.concurrent_sequences = static_cast<int32_t>(max<int64_t>(1, slots / heads));
-  return parts;
+  ChunkSchedule schedule;
+  if (blocks > 3 * sms && tiles > ChunkSchedule::kShort) max_splits = max(max_splits, p.batch + kMinSpareChunks);
+  max_splits = clamp(max_splits, plan.splits * p.batch, tiles * p.batch);
+  if (last_cta) max_splits = min(max_splits, p.batch + ChunkArrivals::kMaxChunks - 1);
+  schedule.max_chunks = static_cast<int32_t>(max_splits);
+  schedule.chunks_if_uniform = static_cast<int32_t>(min(plan.splits, max_splits / p.batch));
+  schedule.tile = plan.tile_k;
+  if (last_cta) schedule.uniform_fourths = max_uniform_fourths(gpu, blocks);
+  const int64_t resident_ctas = sms * max(1, plan.kernel_set->forward_tile.blocks_per_sm);
+  if (starts_longest_first(p, plan, blocks, resident_ctas))
+    schedule.concurrent_sequences = static_cast<int32_t>(max<int64_t>(1, resident_ctas / heads));
+  return schedule;
 }
 
 // Whether lengths that only the GPU knows are better cut into as many splits each, which clusters
 // merge: parts of equal length save less than they cost where no block has more than a few tiles.
-bool are_better_cut_alike(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks,
+bool uses_uniform_splits(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks,
                           int64_t splits) {
   const int64_t tiles = ceil_div(max_keys(p), int64_t{plan.tile_k});
-  if (!has_warp_rings(plan)) return false;
-  return plan.max_cluster_size > 0 || few_tiles_split_uniformly(gpu, blocks, tiles) ||
-         (ceil_div(tiles, splits) <= few_tiles(plan) &&
+  if (!has_warp_pipelines(plan)) return false;
+  return plan.max_cluster_size > 0 || prefers_uniform_splits(gpu, blocks, tiles) ||
+         (ceil_div(tiles, splits) <= max_tiles_per_cluster_cta(plan) &&
           cluster_combine_is_faster(plan, gpu, blocks, splits, tiles));
 }
 
 // Of a decode whose lengths only the GPU knows: parts or, where it cannot count them, a rule.
-void split_unevenly(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
+void split_device_lengths(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
   if (plan.family == Family::mma_sync && plan.kernel_set->forward_tile.rows == kDecodeRows)
     plan.chunks = chunk_schedule(p, plan, gpu, blocks);
   plan.last_cta_combines = plan.chunks.any() && last_cta_combines(p, plan, gpu, blocks);
   plan.splits = 1;
   plan.split_rule = {};
   if (plan.chunks.any()) return;
-  const SplitRule rule = uneven_rule(p, gpu, *plan.kernel_set, blocks);
-  plan.splits = rule.splits(most_rows(p), max_keys(p));
+  const SplitRule rule = device_length_rule(p, gpu, *plan.kernel_set, blocks);
+  plan.splits = rule.splits(max_rows(p), max_keys(p));
   if (plan.splits > 1) plan.split_rule = rule;
 }
 
@@ -197,17 +197,17 @@ void split_unevenly(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks
 void split(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
   if (p.batch_invariant != 0) {
     plan.split_rule = invariant_rule(p, plan.tile_q);
-    const bool alike = !ragged_rows(p) && p.seqused_q == nullptr;
-    plan.splits = plan.split_rule.splits(alike ? p.seqlen_q : 0, max_keys(p));
-    if (!alike) plan.partial_stride = static_cast<int32_t>(plan.split_rule.max_rows);
+    const bool uniform = !is_varlen_q(p) && p.seqused_q == nullptr;
+    plan.splits = plan.split_rule.splits(uniform ? p.seqlen_q : 0, max_keys(p));
+    if (!uniform) plan.partial_stride = static_cast<int32_t>(plan.split_rule.max_rows);
     return;
   }
   plan.splits = choose_splits(p, plan, gpu, blocks);
   plan.split_rule = {0, plan.splits, INT64_MAX};
-  const bool decoding = most_rows(p) * group_size(p) <= kDecodeRows;
+  const bool decoding = max_rows(p) * group_size(p) <= kDecodeRows;
   if (has_device_lengths(p) && decoding && p.num_splits == 0 &&
-      !are_better_cut_alike(p, plan, gpu, blocks, plan.splits))
-    split_unevenly(plan, p, gpu, blocks);
+      !uses_uniform_splits(p, plan, gpu, blocks, plan.splits))
+    split_device_lengths(plan, p, gpu, blocks);
 }
 
 // Whether a tile of rows sees as many keys more than its neighbour as any other tile, where the
@@ -215,28 +215,28 @@ void split(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
 // longer than a counter (simulated: by 1 to 3 % up to there, by 21 % with twice as many rows as
 // keys).
 bool tiles_grow_evenly(const Problem& p, int64_t rows_of_tile) {
-  const int64_t more_rows = most_rows(p) - max_keys(p);
-  const int64_t alike = p.window_right >= 0 ? max(more_rows, p.window_right)
+  const int64_t more_rows = max_rows(p) - max_keys(p);
+  const int64_t uniform = p.window_right >= 0 ? max(more_rows, p.window_right)
                                             : more_rows + min(p.window_left, max_keys(p));
-  return alike <= rows_of_tile;
+  return uniform <= rows_of_tile;
 }
 
 // Whether the blocks of the splits of a tile become a cluster, which merges them.
 bool cluster_combines(const Problem& p, const Plan& plan, const Gpu& gpu) {
   if (plan.max_cluster_size > 0) return plan.splits > 1;
-  return has_warp_rings(plan) && !plan.chunks.any() &&
+  return has_warp_pipelines(plan) && !plan.chunks.any() &&
          cluster_combine_is_faster(plan, gpu, plan.blocks / plan.splits, plan.splits,
-                                   ceil_div(keys_of_tile(p, most_rows(p)), plan.tile_k));
+                                   ceil_div(max_keys_per_tile(p, max_rows(p)), plan.tile_k));
 }
 
 // The main kernel's, or that of a second one with a block for each row of splits.
 int64_t largest_grid(const Problem& p, const Plan& plan) {
-  const bool by_rows = plan.splits > 1 && needs_combine_kernel(plan);
-  return by_rows ? max(plan.blocks, total_rows(p) * p.heads_q) : plan.blocks;
+  const bool one_cta_per_row = plan.splits > 1 && needs_combine_kernel(plan);
+  return one_cta_per_row ? max(plan.blocks, total_rows(p) * p.heads_q) : plan.blocks;
 }
 
 // Whether blocks take the works in rounds: causal ones, where lengths follow from the shape.
-bool deals_in_rounds(const Problem& p, const Plan& plan) {
+bool uses_paired_waves(const Problem& p, const Plan& plan) {
   return plan.family == Family::wgmma && plan.order.longest_first != 0 &&
          has_uniform_sequences(p) && tiles_grow_evenly(p, plan.tile_q / plan.pack) &&
          plan.splits == 1;
@@ -244,36 +244,36 @@ bool deals_in_rounds(const Problem& p, const Plan& plan) {
 
 // What sharing costs, in products of a multiprocessor: starts, ends and the second kernel, and for
 // each number of partial results (H200: 6 us, and 0.4 us a MB).
-constexpr int64_t kProductsOfSharing = int64_t{16} << 20;
-constexpr int64_t kProductsOfNumber = 5;
+constexpr int64_t kStreamKFixedCost = int64_t{16} << 20;
+constexpr int64_t kStreamKCostPerElement = 5;
 
 // The works of a round that is not full, where sharing them saves more of it than that costs: of
 // wgmma's plain form, where all works have as many key tiles.
-StreamKTail share_last_round(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
-  const bool alike = p.window_left < 0 && p.window_right < 0 && has_uniform_sequences(p);
-  if (plan.family != Family::wgmma || plan.form != Form::plain || plan.pack > 1 || !alike ||
+StreamKTail choose_stream_k_tail(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
+  const bool uniform = p.window_left < 0 && p.window_right < 0 && has_uniform_sequences(p);
+  if (plan.family != Family::wgmma || plan.form != Form::plain || plan.pack > 1 || !uniform ||
       p.batch_invariant != 0 || p.num_splits > 0)
     return {};
-  const int64_t all = gpu.sm_count;
-  const int64_t works = blocks % all;
+  const int64_t sms = gpu.sm_count;
+  const int64_t tail_tiles = blocks % sms;
   const int64_t key_tiles = ceil_div(p.seqlen_k, plan.tile_k);
-  if (works == 0 || key_tiles == 0 || works * key_tiles > INT32_MAX) return {};
-  if (blocks * (StreamKTail::kMaxShares - 1) < all) return {};  // blocks would be idle: key splits
+  if (tail_tiles == 0 || key_tiles == 0 || tail_tiles * key_tiles > INT32_MAX) return {};
+  if (blocks * (StreamKTail::kMaxShares - 1) < sms) return {};  // blocks would be idle: key splits
   // A work may begin and end inside of a stretch.
-  const int64_t stretch = max(ceil_div(works * key_tiles, all),
+  const int64_t share = max(ceil_div(tail_tiles * key_tiles, sms),
                               ceil_div(key_tiles, int64_t{StreamKTail::kMaxShares - 1}));
-  StreamKTail shares;
-  shares.tiles = static_cast<int32_t>(works);
-  shares.first = static_cast<int32_t>(blocks - works);
-  shares.key_tiles = static_cast<int32_t>(key_tiles);
-  shares.key_tiles_per_cta = static_cast<int32_t>(stretch);
-  shares.columns = plan.kernel_set->head_dim_v;
-  const int64_t of_key_tile =
-      plan.tile_q * plan.tile_k * (plan.kernel_set->head_dim + shares.columns);
-  const int64_t numbers = int64_t{shares.num_results()} * plan.tile_q * shares.columns;
+  StreamKTail tail;
+  tail.tiles = static_cast<int32_t>(tail_tiles);
+  tail.first = static_cast<int32_t>(blocks - tail_tiles);
+  tail.key_tiles = static_cast<int32_t>(key_tiles);
+  tail.key_tiles_per_cta = static_cast<int32_t>(share);
+  tail.columns = plan.kernel_set->head_dim_v;
+  const int64_t macs_per_key_tile =
+      plan.tile_q * plan.tile_k * (plan.kernel_set->head_dim + tail.columns);
+  const int64_t partial_elements = int64_t{tail.num_results()} * plan.tile_q * tail.columns;
   const bool pays =
-      (key_tiles - stretch) * of_key_tile >= kProductsOfSharing + kProductsOfNumber * numbers;
-  return pays ? shares : StreamKTail{};
+      (key_tiles - share) * macs_per_key_tile >= kStreamKFixedCost + kStreamKCostPerElement * partial_elements;
+  return pays ? tail : StreamKTail{};
 }
 
 }  // namespace
@@ -283,12 +283,12 @@ bool needs_combine_kernel(const Plan& plan) {
   return plan.chunks.any() ? !plan.last_cta_combines : plan.splits > 1 && plan.cluster_size == 1;
 }
 
-int64_t packed_rows(const Problem& p, const Plan& plan) { return most_rows(p) * plan.pack; }
+int64_t packed_rows(const Problem& p, const Plan& plan) { return max_rows(p) * plan.pack; }
 
-Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Registry& inside) {
+Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Registry& registry) {
   Plan plan;
   plan.family = family;
-  plan.kernel_set = find_forward(p, family, gpu, inside);
+  plan.kernel_set = find_forward(p, family, gpu, registry);
   if (plan.kernel_set == nullptr) return plan;
   const KernelSet& kernel_set = *plan.kernel_set;
   plan.form = forward_form(p, kernel_set);
@@ -297,7 +297,7 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Registr
   plan.tile_q = kernel_set.forward_tile.rows;
   plan.tile_k = kernel_set.forward_tile.keys;
   plan.pack = choose_pack(p, plan.tile_q);
-  const Size tiles = most_tiles(ragged_rows(p), p.seqlen_q * plan.pack, most_rows(p) * plan.pack,
+  const Size tiles = max_tiles(is_varlen_q(p), p.seqlen_q * plan.pack, max_rows(p) * plan.pack,
                                 p.batch, plan.tile_q);
   const int64_t blocks = (tiles * (p.heads_q / plan.pack)).value();
   plan.grid = blocks;
@@ -307,7 +307,7 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Registr
   plan.max_cluster_size = choose_max_cluster_size(p, plan, gpu, blocks);
   plan.warps_per_tile = choose_warps_per_tile(p, plan, gpu, blocks);
   plan.stages = choose_stages(plan, gpu, blocks);
-  plan.stream_k = share_last_round(p, plan, gpu, blocks);
+  plan.stream_k = choose_stream_k_tail(p, plan, gpu, blocks);
   if (!plan.stream_k.any()) split(plan, p, gpu, blocks);
   plan.tiles = static_cast<int32_t>(blocks);
   plan.blocks =
@@ -318,16 +318,16 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Registr
   plan.grid = largest_grid(p, plan);
   if (!plan.can_be_launched()) return plan;
   // wgmma's plain form is the lean one: instructions that a launch does not run cost it, too.
-  const bool shared = plan.pack > 1 || plan.splits > 1;
-  if (family == Family::wgmma && shared) plan.form = Form::general;
-  if (deals_in_rounds(p, plan)) {
-    plan.order.walk_in_rounds(gpu.sm_count);
+  const bool needs_general_form = plan.pack > 1 || plan.splits > 1;
+  if (family == Family::wgmma && needs_general_form) plan.form = Form::general;
+  if (uses_paired_waves(p, plan)) {
+    plan.order.pair_tiles_for_waves(gpu.sm_count);
   } else if (family == Family::wgmma && plan.blocks > gpu.sm_count) {
     // Works of different lengths: who is done takes the next one.
-    plan.dynamic_scheduling = ragged_rows(p) || nan_may_leak(p);
+    plan.dynamic_scheduling = is_varlen_q(p) || nan_may_leak(p);
   }
   if (family == Family::mma_sync && nan_may_leak(p))
-    plan.nan_recompute = find_forward(p, Family::simt, gpu, inside);
+    plan.nan_recompute = find_forward(p, Family::simt, gpu, registry);
   plan.pdl_trigger = choose_pdl_trigger(plan, gpu);
   plan.combine_pdl_trigger = choose_combine_pdl_trigger(p, plan, gpu);
   plan.workspace_bytes = forward_workspace(p, plan).bytes;
@@ -340,18 +340,18 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu) {
 
 ForwardWorkspace forward_workspace(const Problem& p, const Plan& plan) {
   Workspace workspace;
-  ForwardWorkspace pieces;
-  if (p.check != 0) pieces.report = workspace.take<IndexFault>(1);
-  pieces.fit = workspace.take<int32_t>(common::FitTask::entries_of_forward(p));
-  if (ragged_rows(p) && plan.order.tiles > 1)
-    pieces.table = workspace.take<TileOrder::Entry>(p.batch + 1);
-  if (plan.dynamic_scheduling) pieces.tile_counter = workspace.take<int32_t>(4);
+  ForwardWorkspace regions;
+  if (p.check != 0) regions.report = workspace.take<IndexFault>(1);
+  regions.fit = workspace.take<int32_t>(common::FitTask::entries_of_forward(p));
+  if (is_varlen_q(p) && plan.order.tiles > 1)
+    regions.table = workspace.take<TileOrder::Entry>(p.batch + 1);
+  if (plan.dynamic_scheduling) regions.tile_counter = workspace.take<int32_t>(4);
   if (plan.family == Family::wgmma)
-    pieces.recompute_list =
+    regions.recompute_list =
         workspace.take<int32_t>(plan.blocks * plan.tile_q / arch::WgmmaForwardTile::kRowsOfWarp);
   if (plan.nan_recompute != nullptr)
-    pieces.flags = workspace.take<uint8_t>(plan.blocks + (plan.chunks.any() ? plan.tiles : 0));
-  if (plan.last_cta_combines) pieces.arrivals = workspace.take<ChunkArrivals>(plan.tiles);
+    regions.flags = workspace.take<uint8_t>(plan.blocks + (plan.chunks.any() ? plan.tiles : 0));
+  if (plan.last_cta_combines) regions.arrivals = workspace.take<ChunkArrivals>(plan.tiles);
   if (plan.chunks.any() || needs_combine_kernel(plan)) {
     const Size rows = plan.stream_k.any() ? Size(plan.stream_k.num_results()) * plan.tile_q
                       : plan.chunks.any()
@@ -361,11 +361,11 @@ ForwardWorkspace forward_workspace(const Problem& p, const Plan& plan) {
     const int64_t columns = plan.last_cta_combines ? plan.head_dim + 4
                             : plan.stream_k.any()  ? plan.stream_k.columns
                                                    : p.head_dim_v;
-    pieces.partial_out = workspace.take<float>(rows * columns);
-    pieces.partial_lse = workspace.take<float>(plan.last_cta_combines ? Size(0) : rows);
+    regions.partial_out = workspace.take<float>(rows * columns);
+    regions.partial_lse = workspace.take<float>(plan.last_cta_combines ? Size(0) : rows);
   }
-  pieces.bytes = workspace.bytes();
-  return pieces;
+  regions.bytes = workspace.bytes();
+  return regions;
 }
 
 }  // namespace tilewise::cuda

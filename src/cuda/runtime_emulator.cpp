@@ -14,25 +14,25 @@ namespace tilewise::cuda {
 namespace {
 
 // Few multiprocessors: small problems already have more blocks than fit at once.
-constexpr int32_t kMultiprocessors = 4;
+constexpr int32_t kDefaultSmCount = 4;
 constexpr int32_t kL2Bytes = 4 << 20;
 // Gigabytes a second for each of them: readers of all have fewer slots than those of most.
-constexpr int32_t kMemorySpeed = 32;
+constexpr int32_t kMemorySpeedPerSm = 32;
 
-int32_t asked(const char* variable, int32_t otherwise) {
+int32_t setting(const char* variable, int32_t otherwise) {
   const char* text = std::getenv(variable);
   return text != nullptr && *text != '\0' ? std::atoi(text) : otherwise;
 }
 
 Gpu describe() {
-  const int32_t sm = asked("TILEWISE_EMULATOR_SM", 90);
+  const int32_t sm = setting("TILEWISE_EMULATOR_SM", 90);
   const int32_t shared = sm >= 75 ? arch::limits_of(sm).shared_bytes : 48 * arch::kKilobyte;
-  const int32_t multiprocessors = asked("TILEWISE_EMULATOR_MULTIPROCESSORS", kMultiprocessors);
+  const int32_t sm_count = setting("TILEWISE_EMULATOR_MULTIPROCESSORS", kDefaultSmCount);
   return {.sm = sm,
-          .sm_count = multiprocessors,
+          .sm_count = sm_count,
           .shared_bytes = shared,
           .l2_bytes = kL2Bytes,
-          .memory_speed = kMemorySpeed * multiprocessors};
+          .memory_speed = kMemorySpeedPerSm * sm_count};
 }
 
 }  // namespace

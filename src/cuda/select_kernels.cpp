@@ -33,12 +33,12 @@ bool serves_backward(const KernelSet& kernel_set, const Gpu& gpu) {
 using Serves = bool (*)(const KernelSet&, const Gpu&);
 
 // The smallest head-dim tile of a tile table that holds the problem.
-const KernelSet* smallest(const Problem& p, Family family, int32_t architecture, bool tf32,
-                          const Gpu& gpu, const Registry& inside, Serves serves) {
+const KernelSet* find_smallest(const Problem& p, Family family, int32_t architecture, bool tf32,
+                          const Gpu& gpu, const Registry& registry, Serves serves) {
   // What simt is compiled for is q, in mma_sync it is the keys: of float8 under any 16 bits.
   const int32_t dtype = family == Family::simt ? p.dtype : key_dtype(p);
   const KernelSet* best = nullptr;
-  for (const KernelSet* kernel_set : inside.kernel_sets) {
+  for (const KernelSet* kernel_set : registry.kernel_sets) {
     if (kernel_set->family != family || kernel_set->architecture != architecture ||
         kernel_set->dtype != dtype || kernel_set->tf32 != tf32)
       continue;
@@ -51,37 +51,37 @@ const KernelSet* smallest(const Problem& p, Family family, int32_t architecture,
   return best;
 }
 
-const KernelSet* of_table(const Problem& p, int32_t architecture, const Gpu& gpu,
-                          const Registry& inside, Serves serves) {
-  if (!inside.runs(architecture, gpu.sm)) return nullptr;
+const KernelSet* find_in_table(const Problem& p, int32_t architecture, const Gpu& gpu,
+                          const Registry& registry, Serves serves) {
+  if (!registry.runs(architecture, gpu.sm)) return nullptr;
   if (p.tf32 != 0) {
     const KernelSet* kernel_set =
-        smallest(p, Family::mma_sync, architecture, true, gpu, inside, serves);
+        find_smallest(p, Family::mma_sync, architecture, true, gpu, registry, serves);
     if (kernel_set != nullptr) return kernel_set;
   }
-  return smallest(p, Family::mma_sync, architecture, false, gpu, inside, serves);
+  return find_smallest(p, Family::mma_sync, architecture, false, gpu, registry, serves);
 }
 
-const KernelSet* find(const Problem& p, Family family, const Gpu& gpu, const Registry& inside,
+const KernelSet* find(const Problem& p, Family family, const Gpu& gpu, const Registry& registry,
                       Serves serves) {
   if (family == Family::simt) {
-    if (!inside.runs(0, gpu.sm)) return nullptr;
-    return smallest(p, Family::simt, 0, false, gpu, inside, serves);
+    if (!registry.runs(0, gpu.sm)) return nullptr;
+    return find_smallest(p, Family::simt, 0, false, gpu, registry, serves);
   }
   if (family == Family::wgmma) {
     // A forced table is one of mma_sync.
     constexpr int32_t kTable = arch::Sm90a::kTable;
-    if (gpu.table != 0 || !inside.runs(kTable, gpu.sm)) return nullptr;
-    return smallest(p, family, kTable, false, gpu, inside, serves);
+    if (gpu.table != 0 || !registry.runs(kTable, gpu.sm)) return nullptr;
+    return find_smallest(p, family, kTable, false, gpu, registry, serves);
   }
-  if (gpu.table != 0) return of_table(p, gpu.table, gpu, inside, serves);
+  if (gpu.table != 0) return find_in_table(p, gpu.table, gpu, registry, serves);
   const int32_t own = arch::limits_of(gpu.sm).table;
-  const KernelSet* kernel_set = of_table(p, own, gpu, inside, serves);
-  if (inside.runs(own, gpu.sm)) return kernel_set;
+  const KernelSet* kernel_set = find_in_table(p, own, gpu, registry, serves);
+  if (registry.runs(own, gpu.sm)) return kernel_set;
   for (auto row = arch::kLimits.rbegin(); kernel_set == nullptr && row != arch::kLimits.rend();
        ++row) {
     if (row->table == row->sm && row->table < own)
-      kernel_set = of_table(p, row->table, gpu, inside, serves);
+      kernel_set = find_in_table(p, row->table, gpu, registry, serves);
   }
   return kernel_set;
 }
@@ -107,14 +107,14 @@ bool aligned(const tilewise_tensor& view, const Shape& shape, int64_t element_by
 }  // namespace
 
 const KernelSet* find_forward(const Problem& p, Family family, const Gpu& gpu,
-                              const Registry& inside) {
+                              const Registry& registry) {
   if (family == Family::wgmma && why_not_wgmma(p, nullptr) != nullptr) return nullptr;
-  const KernelSet* kernel_set = find(p, family, gpu, inside, serves_forward);
+  const KernelSet* kernel_set = find(p, family, gpu, registry, serves_forward);
   if (kernel_set == nullptr || family == Family::simt) return kernel_set;
   if (family == Family::mma_sync && nan_may_leak(p) &&
-      find_forward(p, Family::simt, gpu, inside) == nullptr)
+      find_forward(p, Family::simt, gpu, registry) == nullptr)
     return nullptr;
-  const int64_t rows = deciding_rows(p);
+  const int64_t rows = selection_rows(p);
   const bool few_rows = family == Family::wgmma
                             ? arch::Sm90a::prefers_small_forward(rows, nan_may_leak(p))
                             : rows * group_size(p) <= kDecodeRows;
@@ -124,12 +124,12 @@ const KernelSet* find_forward(const Problem& p, Family family, const Gpu& gpu,
 }
 
 const KernelSet* find_backward(const Problem& p, const Gradients* g, Family family, const Gpu& gpu,
-                               const Registry& inside) {
+                               const Registry& registry) {
   if (family == Family::wgmma && why_not_wgmma(p, g) != nullptr) return nullptr;
-  const KernelSet* kernel_set = find(p, family, gpu, inside, serves_backward);
+  const KernelSet* kernel_set = find(p, family, gpu, registry, serves_backward);
   if (kernel_set == nullptr || family == Family::simt) return kernel_set;
-  if (nan_may_leak(p) && find_backward(p, g, Family::simt, gpu, inside) == nullptr) return nullptr;
-  const bool few_rows = arch::Sm90a::prefers_small_backward(kernel_set->head_dim, deciding_rows(p),
+  if (nan_may_leak(p) && find_backward(p, g, Family::simt, gpu, registry) == nullptr) return nullptr;
+  const bool few_rows = arch::Sm90a::prefers_small_backward(kernel_set->head_dim, selection_rows(p),
                                                             nan_may_leak(p), !fits_plain(p, g));
   if (!few_rows || kernel_set->few_rows == nullptr || !serves_backward(*kernel_set->few_rows, gpu))
     return kernel_set;
@@ -141,8 +141,8 @@ namespace {
 // Every row that is read or written starts at a multiple of 16 bytes. Of pages: each of theirs.
 bool rows_are_aligned(const Problem& p, const Gradients* g) {
   const int64_t bytes = element_bytes(p);
-  const int64_t of_key = key_bytes(p);
-  if (p.head_dim * of_key % kAlignment != 0 || p.head_dim_v * of_key % kAlignment != 0)
+  const int64_t bytes_of_key = key_bytes(p);
+  if (p.head_dim * bytes_of_key % kAlignment != 0 || p.head_dim_v * bytes_of_key % kAlignment != 0)
     return false;
   const bool paged = p.block_table != nullptr;
   const Shape rows = {p.cu_seqlens_q != nullptr ? 1 : p.batch, p.seqlen_q, p.heads_q};
@@ -151,21 +151,21 @@ bool rows_are_aligned(const Problem& p, const Gradients* g) {
                                                   : p.kv_batch,
                       paged ? p.page_size : p.seqlen_k, p.heads_kv};
   const bool inputs = aligned(p.q, rows, bytes) && aligned(p.out, rows, bytes) &&
-                      aligned(p.k, keys, of_key) && aligned(p.v, keys, of_key);
+                      aligned(p.k, keys, bytes_of_key) && aligned(p.v, keys, bytes_of_key);
   if (g == nullptr || !inputs) return inputs;
   const Shape gradients =
       common::keys_per_sequence(p) ? Shape{p.batch, key_capacity(p), p.heads_kv} : keys;
-  const auto wanted = [&](const tilewise_tensor& view, const Shape& shape) {
+  const auto aligned_if_given = [&](const tilewise_tensor& view, const Shape& shape) {
     return view.data == nullptr || aligned(view, shape, bytes);
   };
-  return aligned(g->dout, rows, bytes) && wanted(g->dq, rows) && wanted(g->dk, gradients) &&
-         wanted(g->dv, gradients);
+  return aligned(g->dout, rows, bytes) && aligned_if_given(g->dq, rows) && aligned_if_given(g->dk, gradients) &&
+         aligned_if_given(g->dv, gradients);
 }
 
 // What the forms of pages count in 32 bits: rows of a sequence.
-constexpr int64_t kMost = int64_t{1} << 30;
+constexpr int64_t kMaxCount = int64_t{1} << 30;
 
-bool rows_fit_32_bits(const Problem& p) { return key_capacity(p) <= kMost && p.page_size <= kMost; }
+bool rows_fit_32_bits(const Problem& p) { return key_capacity(p) <= kMaxCount && p.page_size <= kMaxCount; }
 
 // And the paged one: chunks of 16 bytes of a cache.
 bool pages_fit_32_bits(const Problem& p) {
@@ -175,7 +175,7 @@ bool pages_fit_32_bits(const Problem& p) {
              static_cast<double>(key_bytes(p));
     };
     return bytes(p.pages, view.stride_batch) + bytes(p.page_size, view.stride_row) <=
-           static_cast<double>(kMost * kAlignment);
+           static_cast<double>(kMaxCount * kAlignment);
   };
   return rows_fit_32_bits(p) && fits(p.k) && fits(p.v);
 }
@@ -183,9 +183,9 @@ bool pages_fit_32_bits(const Problem& p) {
 // TMA reads it: strides are 0 (an expanded dimension) or positive and below 2^40 bytes, row numbers
 // fit into 32 bits.
 bool is_mappable(const tilewise_tensor& view, const Shape& shape) {
-  constexpr int64_t kMostElements = int64_t{1} << 38;
+  constexpr int64_t kMaxElements = int64_t{1} << 38;
   const auto fits = [](int64_t size, int64_t stride) {
-    return size <= 1 || (stride >= 0 && stride < kMostElements);
+    return size <= 1 || (stride >= 0 && stride < kMaxElements);
   };
   return fits(shape.batch, view.stride_batch) && fits(shape.rows, view.stride_row) &&
          fits(shape.heads, view.stride_head) && shape.rows < INT32_MAX;
@@ -204,9 +204,9 @@ bool pages_are_mappable(const Problem& p) {
 }
 
 // A box is a page, or a tile of `keys` keys.
-bool pages_are_boxes(const Problem& p, int64_t keys) {
-  const bool parts = p.page_size >= kMinTmaPageRows && keys % p.page_size == 0;
-  return (parts || p.page_size % keys == 0) && pages_are_mappable(p);
+bool pages_fit_boxes(const Problem& p, int64_t keys) {
+  const bool pages_divide_tile = p.page_size >= kMinTmaPageRows && keys % p.page_size == 0;
+  return (pages_divide_tile || p.page_size % keys == 0) && pages_are_mappable(p);
 }
 
 }  // namespace
@@ -224,15 +224,15 @@ Form forward_form(const Problem& p, const KernelSet& kernel_set) {
   const bool paged = !is_general(p) && p.block_table != nullptr && rows_are_aligned(p, nullptr);
   if (!paged) return Form::general;
   if (kernel_set.tma_paged.tma_forward.function != nullptr &&
-      pages_are_boxes(p, kernel_set.forward_tile.keys))
+      pages_fit_boxes(p, kernel_set.forward_tile.keys))
     return Form::tma_paged;
   const bool built = kernel_set.paged.forward.function != nullptr;
   return built && pages_fit_32_bits(p) ? Form::paged : Form::general;
 }
 
 bool is_decode(const Problem& p) {
-  constexpr int64_t kFewRows = 64;
-  return deciding_rows(p) * group_size(p) <= kFewRows;
+  constexpr int64_t kMaxDecodeRows = 64;
+  return selection_rows(p) * group_size(p) <= kMaxDecodeRows;
 }
 
 const char* why_not_wgmma(const Problem& p, const Gradients* g) {
@@ -259,7 +259,7 @@ const char* why_not_wgmma(const Problem& p, const Gradients* g) {
 bool nan_may_leak(const Problem& p) {
   // The last row sees the first key, and the first row the last key, from these limits on.
   const bool left = p.window_left >= 0 && p.window_left < max_keys(p) - 1;
-  const bool right = p.window_right >= 0 && p.window_right < most_rows(p) - 1;
+  const bool right = p.window_right >= 0 && p.window_right < max_rows(p) - 1;
   return left || right;
 }
 

@@ -8,7 +8,7 @@ namespace tilewise::cuda {
 
 struct alignas(16) TileDescriptor {
   int32_t steps;  // row tiles of all heads of the group; -1: there are no more tiles
-  // The walk over the row tiles (wgmma/backward_work.h).
+  // The walk over the row tiles (wgmma/backward_tile.h).
   int32_t row;
   int32_t row_end;
   int32_t query_head;

@@ -28,8 +28,8 @@ struct TileOrder {
   Divisor heads = 1;
   int32_t sequences = 0;
   Divisor splits = 1;         // of a tile: blocks that follow each other
-  Divisor section = 1;        // (head, sequence) couples walked together; 1: head by head
-  Divisor last_section = 1;   // those of the last section
+  Divisor head_group = 1;        // (head, sequence) couples walked together; 1: head by head
+  Divisor last_head_group = 1;   // those of the last section
   int32_t longest_first = 0;  // 0: tile by tile of a head; 1: last tiles first; 2: first ones first
   // Works that are taken two by two. Head by head, the last tile, the first one, the last but one,
   // ..., of every other head backwards: where tiles grow evenly, two after each other are as much
@@ -38,11 +38,11 @@ struct TileOrder {
   const Entry* table = nullptr;  // [sequences + 1], the last entry holds the total
 
   // Of dense problems.
-  void walk_together(int64_t couples_of_section) {
-    const int64_t couples = int64_t{heads} * sequences;  // of rows or keys, or of none
-    section = static_cast<int32_t>(clamp(couples_of_section, 1, clamp(couples, 1, INT32_MAX)));
-    const auto left = static_cast<int32_t>(couples % section);
-    last_section = left == 0 ? static_cast<int32_t>(section) : left;
+  void interleave_heads(int64_t heads_per_group) {
+    const int64_t batch_heads = int64_t{heads} * sequences;  // of rows or keys, or of none
+    head_group = static_cast<int32_t>(clamp(heads_per_group, 1, clamp(batch_heads, 1, INT32_MAX)));
+    const auto remainder = static_cast<int32_t>(batch_heads % head_group);
+    last_head_group = remainder == 0 ? static_cast<int32_t>(head_group) : remainder;
   }
 
   // Of dense problems whose tiles grow evenly, for `blocks` that take them in rounds, every other
@@ -50,16 +50,16 @@ struct TileOrder {
   // longest tiles first. On average 1 % longer than who is done takes the next one, which needs a
   // counter, and a kernel to zero it. A last round of pairs that would be half empty joins the
   // section, and so does a whole one of long tiles.
-  void walk_in_rounds(int32_t blocks) {
+  void pair_tiles_for_waves(int32_t ctas) {
     constexpr int32_t kShort = 8;
-    const int64_t couples = int64_t{heads} * sequences;
-    int64_t pairs_left = couples * tiles / 2 % blocks;
-    if (tiles > kShort || 2 * pairs_left < blocks) pairs_left += blocks;
-    int64_t heads_left = min(couples, ceil_div(2 * pairs_left, tiles));
-    if ((couples - heads_left) * tiles % 2 != 0) ++heads_left;
-    section = 1;
-    last_section = static_cast<int32_t>(max<int64_t>(1, heads_left));
-    paired_tiles = static_cast<int32_t>((couples - heads_left) * tiles);
+    const int64_t batch_heads = int64_t{heads} * sequences;
+    int64_t pairs_in_last_wave = batch_heads * tiles / 2 % ctas;
+    if (tiles > kShort || 2 * pairs_in_last_wave < ctas) pairs_in_last_wave += ctas;
+    int64_t unpaired_heads = min(batch_heads, ceil_div(2 * pairs_in_last_wave, tiles));
+    if ((batch_heads - unpaired_heads) * tiles % 2 != 0) ++unpaired_heads;
+    head_group = 1;
+    last_head_group = static_cast<int32_t>(max<int64_t>(1, unpaired_heads));
+    paired_tiles = static_cast<int32_t>((batch_heads - unpaired_heads) * tiles);
   }
 
   struct WorkTile {
@@ -73,9 +73,9 @@ struct TileOrder {
     const int32_t index = splits.quotient(static_cast<int32_t>(block));
     WorkTile w;
     if (table == nullptr) [[likely]]
-      w = dense(index);
+      w = dense_tile(index);
     else
-      w = ragged(index);
+      w = varlen_tile(index);
     w.split = splits.remainder(static_cast<int32_t>(block));
     return w;
   }
@@ -88,27 +88,27 @@ struct TileOrder {
   }
 
  private:
-  TILEWISE_FN int32_t placed(int32_t tile, int32_t count) const {
+  TILEWISE_FN int32_t tile_at_position(int32_t tile, int32_t count) const {
     return longest_first == 1 ? count - 1 - tile : tile;
   }
-  TILEWISE_FN static int32_t placed_in_pairs(int32_t tile, int32_t count, int32_t couple) {
-    const int32_t at = couple % 2 == 0 ? tile : count - 1 - tile;
+  TILEWISE_FN static int32_t paired_tile_at_position(int32_t tile, int32_t count, int32_t batch_head) {
+    const int32_t at = batch_head % 2 == 0 ? tile : count - 1 - tile;
     return at % 2 == 0 ? count - 1 - at / 2 : at / 2;
   }
 
   // One way for all orders: a branch of a GPU that has just started waits for its instructions.
-  TILEWISE_FN WorkTile dense(int32_t index) const {
-    const int32_t start_of_last = heads * sequences - last_section;
-    const int32_t first = min(section.quotient(tiles.quotient(index)) * section, start_of_last);
-    const int32_t inside = index - first * tiles;  // of the section, all couples of a tile
-    const Divisor width = first < start_of_last ? section : last_section;
-    const int32_t tile = width.quotient(inside);
-    const int32_t couple = first + inside - tile * width;
-    return {index < paired_tiles ? placed_in_pairs(tile, tiles, couple) : placed(tile, tiles),
-            heads.remainder(couple), heads.quotient(couple), 0};
+  TILEWISE_FN WorkTile dense_tile(int32_t index) const {
+    const int32_t start_of_last_group = heads * sequences - last_head_group;
+    const int32_t first = min(head_group.quotient(tiles.quotient(index)) * head_group, start_of_last_group);
+    const int32_t position = index - first * tiles;  // of the section, all couples of a tile
+    const Divisor width = first < start_of_last_group ? head_group : last_head_group;
+    const int32_t tile = width.quotient(position);
+    const int32_t batch_head = first + position - tile * width;
+    return {index < paired_tiles ? paired_tile_at_position(tile, tiles, batch_head) : tile_at_position(tile, tiles),
+            heads.remainder(batch_head), heads.quotient(batch_head), 0};
   }
 
-  TILEWISE_FN WorkTile ragged(int32_t index) const {
+  TILEWISE_FN WorkTile varlen_tile(int32_t index) const {
     if (index >= table[sequences].first * heads) return {0, 0, -1, 0};
     int32_t low = 0;
     int32_t high = sequences - 1;
@@ -120,9 +120,9 @@ struct TileOrder {
         high = middle - 1;
     }
     const int32_t count = table[low + 1].first - table[low].first;
-    const int32_t inside = index - table[low].first * heads;
-    if (longest_first == 0) return {inside % count, inside / count, table[low].sequence, 0};
-    return {placed(heads.quotient(inside), count), heads.remainder(inside), table[low].sequence, 0};
+    const int32_t position = index - table[low].first * heads;
+    if (longest_first == 0) return {position % count, position / count, table[low].sequence, 0};
+    return {tile_at_position(heads.quotient(position), count), heads.remainder(position), table[low].sequence, 0};
   }
 };
 

@@ -11,9 +11,9 @@ class Workspace {
   template <class T>
   Region take(Size count) {
     const Size bytes = count * static_cast<int64_t>(sizeof(T));
-    const Region piece = {bytes_.value(), bytes.value()};
+    const Region region = {bytes_.value(), bytes.value()};
     bytes_ = round_up((bytes_ + bytes).value(), kAlignment);
-    return piece;
+    return region;
   }
   int64_t bytes() const { return bytes_.value(); }
 

@@ -251,7 +251,7 @@ struct Call {
     }
   }
 
-  int64_t most_rows() const {
+  int64_t max_rows() const {
     int64_t most = p.cu_seqlens_q == nullptr ? p.seqlen_q : 0;
     for (int64_t b = 0; b < p.batch; ++b)
       most = std::max(most, tilewise::sequence_of(p, b).band.rows);
@@ -266,7 +266,7 @@ struct Call {
 
   // A bias that broadcasts any of batch, heads and rows, and its gradient.
   void add_bias() {
-    g.dbias_rows = most_rows() + random.between(0, 3);
+    g.dbias_rows = max_rows() + random.between(0, 3);
     g.dbias_keys = max_keys() + random.between(0, 3);
     const int64_t row = std::max<int64_t>(1, g.dbias_keys + random.between(0, 2));
     const int64_t head = std::max<int64_t>(1, row * g.dbias_rows);
