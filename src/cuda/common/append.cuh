@@ -1,6 +1,10 @@
-// tilewise_append_kv on a GPU: what src/cpu/append.cpp does. Of index arrays that do not fit, a key
-// that has no row in the cache is not written, and what has no row in the tables of rotary
-// embedding becomes NaN.
+// tilewise_append_kv on a GPU, as src/cpu/append.cpp does it: q_out = rotary(q), and k_new (after
+// rotary embedding) and v_new are written into the cache behind the keys in use.
+//
+// A warp takes kAppendHeads heads of one row of q, of k_new or of v_new, in this order; grid
+// append_blocks(a). Reads q, k_new, v_new, the rotary tables and the index arrays; writes q_out,
+// k_cache and v_cache. With invalid index entries a key without a row in the cache is not written,
+// and a row without a position in the rotary tables becomes NaN.
 #pragma once
 
 #include "attention/problem.h"
@@ -13,13 +17,13 @@
 
 namespace tilewise::cuda::common {
 
-// A row of q or of the new keys and its sequence.
+// A row of q or of the new keys, and its sequence; the fields are those of RowLocation.
 struct AppendRow {
   int64_t batch;
   int64_t index;
   int64_t batch_index;
   int64_t row;
-  bool in_sequence;  // rows behind the last sequence belong to none
+  bool in_sequence;  // false behind the last sequence
 
   TILEWISE_DEVICE static AppendRow of(int64_t flat, int64_t batch, int64_t rows_per_sequence,
                                       const int32_t* cu_seqlens) {
@@ -69,8 +73,8 @@ struct Vector16 {
   }
 };
 
-// A few heads of one row, from `x` to `y`, which may be the same memory: every element is read and
-// written by one lane, a rotated pair too.
+// Moves a few heads of one row from `x` to `y`, which may be the same memory: every element, and
+// both elements of a rotated pair, are read and written by the same lane.
 template <class T>
 struct MoveHeads {
   static constexpr int kPerVector = Vector16<T>::kCount;
@@ -80,7 +84,7 @@ struct MoveHeads {
   T* y;
   int64_t y_stride;
   int64_t heads;
-  const T* cosine = nullptr;  // of the row's position; null: nothing is rotated
+  const T* cosine = nullptr;  // for the row's position; null: nothing is rotated
   const T* sine = nullptr;
 
   TILEWISE_DEVICE bool aligned() const {
@@ -89,7 +93,7 @@ struct MoveHeads {
            (heads == 1 || (x_stride * kSize % 16 == 0 && y_stride * kSize % 16 == 0));
   }
 
-  // visit(x of the head, y of the head, i) for i in [0, count) of every head.
+  // Calls visit(x of the head, y of the head, i) for i in [0, count) of every head.
   template <class Visit>
   TILEWISE_DEVICE void each(int64_t count, const Visit& visit) const {
     const auto width = static_cast<uint32_t>(count);
@@ -125,7 +129,7 @@ struct MoveHeads {
     *yb = a * s + b * c;
   }
 
-  // Pairs (i, i + half).
+  // Rotates the pairs (i, i + half).
   TILEWISE_DEVICE void rotate_halves(int64_t half) const {
     if (aligned() && half % kPerVector == 0 && is_aligned(cosine, 16) && is_aligned(sine, 16)) {
       each(half / kPerVector, [&](const T* from, T* to, int64_t vector) {
@@ -152,7 +156,7 @@ struct MoveHeads {
     });
   }
 
-  // Pairs (2 i, 2 i + 1).
+  // Rotates the pairs (2 i, 2 i + 1).
   TILEWISE_DEVICE void rotate_adjacent(int64_t half) const {
     if (aligned() && 2 * half % kPerVector == 0) {
       each(2 * half / kPerVector, [&](const T* from, T* to, int64_t vector) {
@@ -188,8 +192,8 @@ struct Append {
     if (ptx::lane_index() == 0) report(record, fault);
   }
 
-  // What `cu_seqlens` says wrong of the sequence of a row, or, of a row before the last entry that
-  // is in none, of any sequence.
+  // Reports a fault of `cu_seqlens` at the sequence of a row. A row that lies before the last entry
+  // and still in no sequence means that some entry is wrong: then all sequences are checked.
   TILEWISE_DEVICE void check_rows(const int32_t* cu_seqlens, const AppendRow& r, int64_t rows,
                                   Fault first) const {
     if (cu_seqlens == nullptr || a.batch == 0 || ptx::lane_index() != 0) return;
@@ -203,7 +207,7 @@ struct Append {
     }
   }
 
-  // Whether the tables have a row of `position`, that of row `index` of sequence b.
+  // Whether the rotary tables have a row for `position`, the one of row `index` of sequence b.
   TILEWISE_DEVICE bool has_position(int64_t b, int64_t position, int64_t index) const {
     if (position >= 0 && position < a.rotary_rows) return true;
     const int64_t start = position - index;
@@ -233,7 +237,7 @@ struct Append {
     move.copy(a.rotary_dim, a.head_dim);
   }
 
-  // Heads [head, head + kAppendHeads) of row `row` of both views.
+  // Heads [head, head + kAppendHeads) of one row of both views, whose offsets are given.
   TILEWISE_DEVICE static MoveHeads<T> heads(const tilewise_tensor& from, int64_t from_row,
                                             const tilewise_tensor& to, int64_t to_row, int64_t head,
                                             int64_t count) {
@@ -253,7 +257,7 @@ struct Append {
 
   // Where a key of a sequence lies in a cache.
   struct CacheLocation {
-    int64_t batch_index;  // batch row or page
+    int64_t batch_index;  // batch row, or page of a paged cache
     int64_t row;
     bool exists;
 
@@ -287,7 +291,7 @@ struct Append {
     return {batch_row, key, exists};
   }
 
-  // Column `e` of a head of new keys, rotated.
+  // Column `e` of a head of new keys after rotary embedding.
   TILEWISE_DEVICE float rotated(const T* x, int64_t e, int64_t position) const {
     const int64_t half = a.rotary_dim / 2;
     if (a.rotary_cos == nullptr || half == 0) return to_float(x[e]);
@@ -303,7 +307,7 @@ struct Append {
     return (adjacent ? e % 2 == 0 : e < half) ? first : second;
   }
 
-  // Into a float8_e4m3 cache: element by element, the bytes written are few.
+  // Writes into a float8_e4m3 cache, element by element: few bytes are written.
   TILEWISE_DEVICE void quantise(const AppendRow& r, const CacheLocation& location, int64_t first,
                                 bool value) const {
     const tilewise_tensor& from = value ? a.v_new : a.k_new;

@@ -1,4 +1,10 @@
-// The gradient of bias: see dbias.h. The arithmetic is fp32 for every element type.
+// The gradient of bias:
+//
+//   dbias = sum over the broadcast dimensions of P (dP * dropout - delta),
+//   P = exp(score - lse), dP = dO V^T, delta = rowsum(dO O) - dlse
+//
+// Grid: dbias_blocks(p, g), one CTA per 64 x 64 tile of dbias. Reads q, k, v, out, dout, lse, dlse
+// and bias; writes dbias. The arithmetic is fp32 for every element type.
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -10,16 +16,16 @@
 
 namespace tilewise::cuda::common {
 
-// A block of 16 x 16 threads, each with 4 rows and 4 keys of the tile.
+// A CTA has 16 x 16 threads, each of which holds 4 rows and 4 keys of the tile.
 template <class Element>
 struct Dbias {
   using T = typename Element::Storage;
   static constexpr int kMicro = 4;
   static constexpr int kSide = kDbiasTile / kMicro;
-  static constexpr int kLoads = 2;  // rows of a tile that a thread reads, 4 times 8 columns apart
+  static constexpr int kLoads = 2;  // rows of an operand that a thread loads
   using Micro = float[kMicro][kMicro];
 
-  // In shared memory: in registers it would cost a third of them for the length of the kernel.
+  // Kept in shared memory: it would occupy a third of the registers during the whole kernel.
   struct State {
     Sequence sequence;
     ScoreMod score_mod;
@@ -47,12 +53,12 @@ struct Dbias {
     return *reinterpret_cast<State*>(ptx::shared_memory() + kDbiasSharedBytes - kDbiasStateBytes);
   }
 
-  // Where this thread's rows of an operand begin; null: a row of zeros.
+  // Pointers to the rows of an operand that this thread loads; null: a row of zeros.
   struct Rows {
     const T* at[kLoads];
   };
 
-  // A lane reads column lane % 8 of row lane / 8, so a warp's stores meet every bank once.
+  // A lane reads column lane % 8 of row lane / 8, so a warp's stores hit every bank once.
   TILEWISE_DEVICE static int load_row(int load) {
     return ptx::warp_index() * 8 + load * 4 + ptx::lane_index() / 8;
   }
@@ -105,8 +111,8 @@ struct Dbias {
     for (int i = 0; i < kMicro; ++i) x[i] = ptx::float_of(words[i]);
   }
 
-  // Products of rows and keys over all columns: sums of kDbiasDepth, then their sum, which rounds
-  // less than one chain.
+  // Adds the products of rows and keys over all columns: a sum of each kDbiasDepth columns, then
+  // the sum of these, which rounds less than one chain of additions.
   TILEWISE_DEVICE void product(Micro& sum, const Rows& rows, const Rows& keys, int columns) const {
     const int row = ptx::thread_index() / kSide * kMicro;
     const int key = ptx::thread_index() % kSide * kMicro;
@@ -133,7 +139,8 @@ struct Dbias {
     }
   }
 
-  // lse and do.o - dlse of the tile's rows; seen by the others after the next barrier.
+  // Stores lse and delta = do.o - dlse of the tile's rows; valid for other threads after the next
+  // barrier.
   TILEWISE_DEVICE void statistics(const Sequence& s, int64_t head, Range rows) const {
     constexpr int kRows = kDbiasTile * ptx::kWarpSize / kDbiasThreads;
     for (int i = 0; i < kRows; ++i) {
@@ -167,7 +174,7 @@ struct Dbias {
     const auto kv_head = static_cast<int32_t>(head / group_size(p));
     const auto rows = [&] { return Tiling{s.band.rows, kDbiasTile}.at(row_tile); };
     const auto keys = [&] { return Tiling{s.band.keys, kDbiasTile}.at(key_tile); };
-    ptx::sync_block();  // the head before has read lse and delta
+    ptx::sync_block();  // lse and delta of the head before have been read
     statistics(s, head, rows());
     Micro score = {};
     product(score, query_rows_of(p.q, s, head, rows()), key_rows_of(p.k, s, kv_head, keys()),
@@ -177,7 +184,8 @@ struct Dbias {
             static_cast<int>(p.head_dim_v));
     const int first_row = ptx::thread_index() / kSide * kMicro;
     const int64_t first_key = int64_t{key_tile} * kDbiasTile + ptx::thread_index() % kSide * kMicro;
-    // Row 0 of the sums takes part, then they rotate: one copy of the code, no registers by index.
+    // Row 0 of the arrays is used, then their rows rotate: so there is one copy of the code, and no
+    // register is selected by an index at run time.
 #pragma unroll 1
     for (int i = 0; i < kMicro; ++i) {
       add_row(sum[0], score[0], dp[0], head, row_tile, first_row + i, first_key);
@@ -197,7 +205,7 @@ struct Dbias {
     }
   }
 
-  // Row `at` of the tile, four keys.
+  // Adds ds of row `at` of the tile and four keys.
   TILEWISE_DEVICE void add_row(float (&sum)[kMicro], const float (&score)[kMicro],
                                const float (&dp)[kMicro], int32_t head, int32_t row_tile, int at,
                                int64_t first_key) const {
@@ -219,14 +227,14 @@ struct Dbias {
       if (j < begin || j >= end) continue;
       const float exponent =
           (score_mod.at(score[j], row_score_mod, first_key + j).value - row_lse) - row_lse_low;
-      // lse is rounded: a weight may come out above 1 by that rounding, never by more.
+      // lse is rounded, so a weight may exceed 1 by that rounding, but never by more.
       const float weight = exponential(exponent > 0.0f ? 0.0f : exponent);
       const float factor = score_mod.dropout.on() ? keep.at(first_key + j) : 1.0f;
       sum[j] += weight * (dp[j] * factor - row_delta);
     }
   }
 
-  // Which part of dbias the block owns; kAll where it sums.
+  // The tile of dbias that a CTA owns; kAll for a dimension that it sums over.
   struct Tile {
     int32_t batch;
     int32_t head;
@@ -252,7 +260,7 @@ struct Dbias {
             static_cast<int32_t>(key_tile)};
   }
 
-  // From and to where a dimension of `count` is walked: all of it, or what the block owns.
+  // The range of a dimension that the CTA visits: all of it, or its own index.
   TILEWISE_DEVICE static int32_t first_of(int32_t own) { return own == kAll ? 0 : own; }
   TILEWISE_DEVICE static int32_t end_of(int32_t own, int64_t count) {
     return own == kAll ? static_cast<int32_t>(count) : own + 1;
@@ -262,7 +270,7 @@ struct Dbias {
     const Tile tile = tile_of(block);
     Micro sum = {};
     for (int32_t batch = first_of(tile.batch); batch < end_of(tile.batch, p.batch); ++batch) {
-      ptx::sync_block();  // nobody reads the sequence before any more
+      ptx::sync_block();  // all threads have read the state of the sequence before
       if (ptx::thread_index() == 0) state() = {sequence_of(p, batch), ScoreMod::of(p)};
       ptx::sync_block();
       const Band& band = state().sequence.band;

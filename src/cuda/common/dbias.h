@@ -1,5 +1,6 @@
-// The gradient of bias, recomputed: a block owns a tile of dbias and walks what bias broadcasts, so
-// the sums have a fixed order and need no workspace.
+// The gradient of bias, from recomputed scores: a CTA owns a tile of dbias and sums over all
+// batches, heads or rows that bias is broadcast over. So the sums have a fixed order and need no
+// workspace.
 #pragma once
 
 #include "cuda/params.h"
@@ -8,9 +9,9 @@ namespace tilewise::cuda::common {
 
 inline constexpr int kDbiasThreads = 256;
 inline constexpr int kDbiasTile = 64;   // rows and keys
-inline constexpr int kDbiasDepth = 32;  // head columns in shared memory at a time
+inline constexpr int kDbiasDepth = 32;  // head dimensions in shared memory at a time
 inline constexpr int kDbiasStride = kDbiasTile + 4;
-inline constexpr int kDbiasStateBytes = 192;  // what all threads know of the sequence
+inline constexpr int kDbiasStateBytes = 192;  // Dbias::State
 inline constexpr int kDbiasSharedBytes =
     (2 * kDbiasDepth * kDbiasStride + 3 * kDbiasTile) * 4 + kDbiasStateBytes;
 
@@ -19,7 +20,7 @@ struct DbiasParams {
   Gradients gradients{};
 };
 
-// dbias as it is written: [batches, heads, rows, keys], 1 where it is summed over.
+// The shape of dbias: [batches, heads, rows, keys], with 1 for a dimension that is summed over.
 struct DbiasShape {
   int64_t batches;
   int64_t heads;

@@ -1,4 +1,5 @@
-// What the policies of src/attention compute with in device code (see attention/scalar_math.h).
+// Device versions of the functions that the policies of src/attention take as a template argument
+// (attention/scalar_math.h).
 #pragma once
 
 #include "cuda/ptx/convert.h"
@@ -9,7 +10,7 @@ namespace tilewise::cuda {
 struct DeviceMath {
   TILEWISE_DEVICE static float tanh(float x) { return ptx::tanh(x); }
 
-  // tanh(factor * x) of all scores of a lane.
+  // tanh(factor * x) for all scores of a lane.
   struct ScaledTanh {
     float factor;
 
@@ -22,12 +23,12 @@ struct DeviceMath {
   };
 
   TILEWISE_DEVICE static void mul_high_low(uint32_t a, uint32_t b, uint32_t* high, uint32_t* low) {
-    const uint64_t product = uint64_t{a} * b;  // one instruction, which two halves are not always
+    const uint64_t product = uint64_t{a} * b;  // one instruction; two halves are sometimes two
     *high = static_cast<uint32_t>(product >> 32);
     *low = static_cast<uint32_t>(product);
   }
 
-  // One instruction each, where shifts and masks are two to five.
+  // One prmt each; shifts and masks would take two to five instructions.
   TILEWISE_DEVICE static uint32_t low_halves(uint32_t a, uint32_t b) {
     return ptx::prmt<0x5410>(a, b);
   }
@@ -43,8 +44,8 @@ struct DeviceMath {
 struct HalfMath : DeviceMath {
   TILEWISE_DEVICE static float tanh(float x) { return tanh_of_exponent(x * kToExponent); }
 
-  // An exponential and a reciprocal a score beside the exponential of the softmax would make the
-  // special function unit the wall.
+  // One exponential and one reciprocal per score, besides the exponential of the softmax, would
+  // make the special function unit the bottleneck.
   class ScaledTanh {
    public:
     TILEWISE_DEVICE explicit ScaledTanh(float factor) : factor_(factor) {}
@@ -57,7 +58,7 @@ struct HalfMath : DeviceMath {
         apply_to_any(x);
     }
 
-    // The lanes of a warp go the same way. Scores mostly stay far below their cap.
+    // The same answer in all lanes of a warp. Scores mostly stay far below their cap.
     template <int kCount>
     TILEWISE_DEVICE bool are_small(const float (&x)[kCount]) const {
       float largest[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -69,14 +70,14 @@ struct HalfMath : DeviceMath {
       return !ptx::any(!is_small(ptx::fmax(largest[0], largest[2])));
     }
 
-    // Powers of smaller factors would be subnormal, of larger ones infinite.
+    // Powers of smaller factors would be subnormal, those of larger ones infinite.
     TILEWISE_DEVICE bool is_small(float x) const {
       const float factor = __builtin_fabsf(factor_);
       return x * factor <= 0.4f && factor >= 0x1p-16f && factor <= 0x1p16f;
     }
 
-    // unit * tanh(factor * x), and a term, of small x: the best polynomial of degree 7 up to 0.4,
-    // with a relative error of 1.2e-7, and that of rounding.
+    // unit * tanh(factor * x), plus an optional term, for small x: the best polynomial of degree 7
+    // for arguments up to 0.4, with a relative error of 1.2e-7 besides rounding.
     class Small {
      public:
       TILEWISE_DEVICE Small(float factor, float unit) {
@@ -100,7 +101,7 @@ struct HalfMath : DeviceMath {
       float c_[4];
     };
     TILEWISE_DEVICE Small small(float unit) const {
-      // No powers kept in loops.
+      // opaque: the powers are computed at each use instead of being kept in registers.
       return Small(ptx::float_of(ptx::opaque(ptx::bits_of(factor_))), unit);
     }
     template <int kCount>
@@ -110,7 +111,8 @@ struct HalfMath : DeviceMath {
       for (float& each : x) each = tanh(each);
     }
 
-    // Three of four go without the reciprocal: then that unit and the other ones take equally long.
+    // Three of four scores go without the reciprocal: the special function unit and the other units
+    // are then busy for equally long.
     template <int kCount>
     TILEWISE_DEVICE void apply_to_any(float (&x)[kCount]) const {
       const float exponent = factor_ * kToExponent;
@@ -126,13 +128,13 @@ struct HalfMath : DeviceMath {
  private:
   static constexpr float kToExponent = 2.885390082f;  // e^2x = 2^(kToExponent x)
 
-  // tanh(x) of y = kToExponent x.
+  // tanh(x) from y = kToExponent * x.
   TILEWISE_DEVICE static float tanh_of_exponent(float y) {
     return ptx::fma(-2.0f, ptx::rcp_approximate(ptx::ex2(y) + 1.0f), 1.0f);
   }
 
-  // The same: 2 / (1 + e) of e = 2^-|y| from 0 to 1 by two steps of Newton, which start at the best
-  // parabola. Relative errors of 1 / 99, 1e-4 and 1e-8.
+  // The same: two Newton steps, which start from the best parabola, for 2 / (1 + e) with
+  // e = 2^-|y| in [0, 1]. The relative errors are 1 / 99, 1e-4 and 1e-8.
   TILEWISE_DEVICE static float tanh_by_newton(float y) {
     const float e = ptx::ex2(-__builtin_fabsf(y));
     const float d = ptx::fma(e, 0.5f, 0.5f);

@@ -1,5 +1,7 @@
-// One row of a forward, computed by a warp from the inputs, in fp32 and for scores of any size. It
-// is for rows that a faster kernel has given up (`is_lost` of forward_results.h): rare, and slow.
+// One row of a forward by one warp: an online softmax in fp32 over the row's keys, one key per lane
+// at a time, read from q, k and v in global memory. It works for scores of any size. The fast
+// kernels call it for a row whose own sums overflowed or lost their precision (`is_lost` of
+// forward_results.h), which is rare; it is slow.
 #pragma once
 
 #include <cfloat>
@@ -13,11 +15,11 @@
 
 namespace tilewise::cuda::common {
 
-// T: storage of q and out, K: of k and v. Plain: without softcap, ALiBi, bias and dropout.
+// T: storage of q and out, K: of k and v. Form::plain has no softcap, ALiBi, bias or dropout.
 template <class T, class K, Form kForm, int kHeadDim>
 class ExactRow {
  public:
-  // Row `row` of a sequence.
+  // Row `row` of sequence `s`, query head `head`.
   TILEWISE_DEVICE ExactRow(const Problem& p, const Sequence& s, int64_t row, int64_t head)
       : p_(p),
         s_(s),
@@ -61,9 +63,9 @@ class ExactRow {
   }
 
  private:
-  static constexpr int kColumns = (kHeadDim + ptx::kWarpSize - 1) / ptx::kWarpSize;  // of a lane
+  static constexpr int kColumns = (kHeadDim + ptx::kWarpSize - 1) / ptx::kWarpSize;  // per lane
 
-  // The online softmax goes on by a key of each lane.
+  // Continues the online softmax with up to 32 keys, one per lane.
   TILEWISE_DEVICE void add_keys(int64_t first) {
     const int64_t own = first + ptx::lane_index();
     float x = kMinusInfinity;
@@ -123,12 +125,12 @@ class ExactRow {
   const T* const q_;
   ScoreMod score_mod_;
   const RowScoreMod row_score_mod_;
-  float m_ = -FLT_MAX;  // the lowest number: no -inf meets another
+  float m_ = -FLT_MAX;  // not -inf: -inf - -inf would be NaN
   float l_ = 0.0f;      // over the keys of this lane
   float o_[kColumns] = {};
 };
 
-// The same where 16 bits of q may have a float8 cache.
+// Computes and writes one row. With 16-bit q, the cache may be float8.
 template <class T, Form kForm, int kHeadDim>
 TILEWISE_COLD void write_exact_row(const Problem& p, const Sequence& s, int64_t row, int64_t head) {
   if constexpr (sizeof(T) == 2) {

@@ -1,4 +1,4 @@
-// The factor of a score in the exponent of the backward.
+// The factor that turns a product q.k into an exponent of 2 in the backward.
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -6,8 +6,8 @@
 
 namespace tilewise::cuda {
 
-// exp2(scale_log2 * s - lse / ln 2) = P. Not zero, so that a masked score has a value that it takes
-// to 0, whatever the sign of the scale.
+// scale_log2 in P = exp2(scale_log2 * s - lse / ln 2). It is never 0, so that some value of a
+// masked s makes P 0, whatever the sign of the scale.
 TILEWISE_DEVICE float exponent_scale(float scale) {
   const float x = scale * kLog2e;
   return x < 1e-30f && x > -1e-30f ? 1e-30f : x;

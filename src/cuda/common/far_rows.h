@@ -1,4 +1,5 @@
-// Rows of the backward whose lse is too large for an exponent in one fp32 number.
+// "Far" rows of the backward: their |lse| is so large that an exponent relative to lse needs more
+// precision than one fp32 number has.
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -10,10 +11,12 @@
 
 namespace tilewise::cuda::common {
 
-// What a loop is ready for: instances of their own leave the usual loop as it is.
+// Rows that an instance of a loop supports. far is a separate instance, so that the usual loop
+// (near) pays nothing for it.
 enum class Reach { near, far };
 
-// Rounding lse costs a weight |lse| * 1e-7 of itself: 16 bits hide 1e-4, fp32 hides 2e-6.
+// From here on a row is far. Rounding lse changes a weight by a relative |lse| * 1e-7; 16-bit
+// elements tolerate 1e-4, fp32 tolerates 2e-6.
 template <class Element>
 inline constexpr float kFarLse = Element::kBytes == 2 ? 0x1p10f : 0x1p4f;
 
@@ -22,7 +25,8 @@ TILEWISE_DEVICE bool is_far_row(float lse) {
   return __builtin_fabsf(lse) > kFarLse<Element> && lse - lse == 0.0f;
 }
 
-// Writes down what a prepare kernel knows of row `at` of all padded rows; whether it is far.
+// Called by a prepare kernel: stores the origin of padded row `at`, its lse in two parts, or 0 if
+// it is not far. Returns whether it is far.
 template <class Element>
 TILEWISE_DEVICE bool store_row_origin(const BackwardParams& p, int64_t at, const LogSum& sum) {
   const bool far = is_far_row<Element>(sum.lse);
@@ -36,8 +40,9 @@ TILEWISE_DEVICE LogSum log_sum_at(const Problem& p, int64_t place) {
   return {p.lse[place], p.lse_low != nullptr ? p.lse_low[place] : 0.0f};
 }
 
-// Scores of one row become relative to its lse, in the units of the products: multiplied by
-// `scale_log2` they are exponents. Weights are not above 1, whatever the rounding of either.
+// Makes the scores of a far row relative to its lse, in units of products: multiplied by
+// `scale_log2` they are exponents. They are at most 0, so that no weight exceeds 1, whatever the
+// rounding of score and lse.
 struct RowOrigin {
   float lse;
   float low;
@@ -51,20 +56,21 @@ struct RowOrigin {
   TILEWISE_DEVICE float relative(float score, float inverse) const {
     return min((score - lse) - low, 0.0f) * inverse;
   }
-  // Of a product, whose unit is `unit`, and which is rounded as plain fp32 has it. The forward may
-  // have summed it in another order: a score as near to the largest one as such sums agree is that.
+  // The same for a product q.k, whose score product * unit is rounded as in plain fp32. The forward
+  // may have summed the product in another order. So where lse is the largest score itself, a score
+  // that differs from it by no more than such sums do is taken to be the largest one.
   TILEWISE_DEVICE float relative_product(float product, float unit, float inverse) const {
     constexpr float kAgreement = 0x1p-19f;
     const float size = __builtin_fabsf(lse);
-    const bool is_largest = low == 0.0f ? size > 0x1p24f : size > 0x1p30f;  // what lse is
+    const bool is_largest = low == 0.0f ? size > 0x1p24f : size > 0x1p30f;  // lse is that score
     float score = ptx::mul(product, unit);
     if (is_largest && __builtin_fabsf(score - lse) < size * kAgreement) score = lse;
     return relative(score, inverse);
   }
 };
 
-// log2(e) / scale_log2, computed where it is asked for: in a rare branch of a loop that has no
-// register for it.
+// log2(e) / scale_log2, computed at each use: it is for a rare branch of a loop that has no
+// register to keep it in.
 TILEWISE_DEVICE float inverse_scale(float scale_log2) {
   return kLog2e * ptx::rcp_approximate(ptx::float_of(ptx::opaque(ptx::bits_of(scale_log2))));
 }
