@@ -1,4 +1,4 @@
-// What the launches of both passes share.
+// Helpers of the forward and backward launches.
 #pragma once
 
 #include "cuda/backend.h"
@@ -7,18 +7,19 @@
 
 namespace tilewise::cuda {
 
-// Reads the index arrays on the GPU and waits for the answer; a fault is thrown as InvalidArgument.
-// `report` lies in the workspace; `g` is null for the forward.
+// Checks the index arrays on the GPU and waits for the result; throws InvalidArgument for a fault.
+// `report` is an IndexFault in the workspace; `g` is null for the forward.
 void check_entries(const Problem& p, const Gradients* g, void* report);
 
-// None twice in a process, and such that memory of unknown contents does not hold it.
+// Unique within the process. The sequence starts at a random number, so that uninitialised memory
+// is unlikely to hold an id.
 uint64_t next_launch_id();
 
-// Launches the preparation, when there is anything to prepare; whether there was.
+// Launches the prepare kernel if there is anything to prepare, and returns whether there was.
 bool prepare(common::PrepareParams& params, Stream stream);
 
-// TMA maps of q or dout, of k or v (paged ones have none), and of k or v in pages, of which boxes
-// have as many rows as divide a page, or are one.
+// Tensor maps of q or dout, of contiguous k or v (an empty map if they are paged), and of k or v in
+// pages, where `box_rows` divides the page size or is the page size.
 TensorMap map_of_rows(const Problem& p, const tilewise_tensor& view, int64_t columns,
                       int32_t box_rows);
 TensorMap map_of_keys(const Problem& p, const tilewise_tensor& view, int64_t columns,
@@ -26,8 +27,8 @@ TensorMap map_of_keys(const Problem& p, const tilewise_tensor& view, int64_t col
 TensorMap map_of_pages(const Problem& p, const tilewise_tensor& view, int64_t columns,
                        int32_t box_rows);
 
-// Blocks of a second pass over flagged tiles: as many as the GPU runs at once. The tiles of a head
-// are often a power of two apart, so an odd number spreads them over the blocks.
+// CTAs of the NaN recompute of flagged tiles: one wave. The number is odd, because flagged tiles
+// are often a power of two apart and would fall to few CTAs otherwise.
 int64_t recompute_blocks(const Flags& flags, const Tile& tile, int32_t device_index);
 
 }  // namespace tilewise::cuda

@@ -1,7 +1,7 @@
-// Every compiled unit of the CUDA families: the library, the build (through
-// tools/kernel_instances.cpp), the tests and the documents read it here. One unit is one .cu in the
-// build tree and holds forward and backward in both forms. A new head dimension is one number in
-// one of these lists.
+// The manifest: every kernel instance of the CUDA families. The library, the build (through
+// tools/kernel_instances.cpp), the tests and the documentation read it from here. One instance is
+// one .cu in the build tree, with forward and backward in all forms. A new head dimension is one
+// more number in one of these lists.
 #pragma once
 
 #include <array>
@@ -12,19 +12,21 @@
 
 namespace tilewise::cuda {
 
-// Head-dim tiles: a problem takes the first one that holds both of its head dimensions.
+// Compiled head dimensions. A problem takes the first one that is at least as large as both of its
+// head dimensions.
 inline constexpr std::array kHalfHeadDims = {64, 96, 128, 192, 256};  // F16, BF16
 inline constexpr std::array kFloatHeadDims = {64, 128, 256};          // F32, Tf32
 inline constexpr std::array kFloat8HeadDims = {64, 128, 256};         // E4M3
 inline constexpr std::array kSimtHeadDims = {64, 128, 256, static_cast<int>(kMaxHeadDim)};
-// wgmma, F16 and BF16: of q and k, and of v.
+// Head dimensions of the wgmma family (F16, BF16).
 struct HeadDims {
-  int qk;
+  int qk;  // of Q and K
   int v;
 };
-inline constexpr std::array kWgmmaHeadDims = {HeadDims{64, 64},   HeadDims{96, 96},
-                                              HeadDims{128, 128}, HeadDims{192, 128},
-                                              HeadDims{192, 192}, HeadDims{256, 256}};
+inline constexpr std::array kWgmmaHeadDims = {
+    HeadDims{.qk = 64, .v = 64},   HeadDims{.qk = 96, .v = 96},   HeadDims{.qk = 128, .v = 128},
+    HeadDims{.qk = 192, .v = 128}, HeadDims{.qk = 192, .v = 192}, HeadDims{.qk = 256, .v = 256},
+};
 
 struct KernelInstance {
   const char* family;   // "wgmma", "mma_sync" or "simt"

@@ -1,17 +1,19 @@
-// When a kernel lets the next launch on its stream begin (programmatic dependent launch).
+// When a kernel permits the next launch on its stream to start (programmatic dependent launch,
+// PDL).
 #pragma once
 
 #include <cstdint>
 
 namespace tilewise::cuda {
 
-// A dependent launch (Start::dependent of runtime.h) starts as soon as all CTAs of the kernel
-// before it have executed griddepcontrol.launch_dependents or exited, and itself waits for the end
-// of that kernel before it reads results. Its CTAs take whatever room is free at that time.
+// A dependent launch (Start::dependent of runtime.h) starts as soon as every CTA of the kernel
+// before it has executed griddepcontrol.launch_dependents or exited. The dependent kernel itself
+// waits for that kernel's end before it reads results; until then its CTAs occupy the SMs that have
+// room.
 enum class PdlTrigger : int8_t {
   at_exit,            // no CTA triggers
-  after_first_loads,  // when a CTA has issued the loads of its first keys
-  before_epilogue     // when a CTA has met its last key
+  after_first_loads,  // a CTA triggers when it has issued the loads of its first keys
+  before_epilogue     // a CTA triggers when it has processed its last key
 };
 
 }  // namespace tilewise::cuda

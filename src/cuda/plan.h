@@ -1,5 +1,6 @@
-// The planner of the CUDA backend, over any registry of units: tests plan for builds and GPUs they
-// do not have. Everything here is a pure function of its arguments and reads no index array.
+// The planner of the CUDA backend. It takes a registry, so that tests can plan for builds and GPUs
+// that they do not have. Everything here is a pure function of its arguments and reads no index
+// array.
 #pragma once
 
 #include "cuda/backend.h"
@@ -8,8 +9,9 @@
 
 namespace tilewise::cuda {
 
-// The unit that serves the pass of a problem; null: none. The tile table is the GPU's own (or the
-// forced one); when this build lacks it, the nearest lower one that the GPU can run and hold.
+// The kernels that serve a pass of a problem; null: none do. The tile table is the GPU's own or the
+// forced one. If the build lacks the GPU's own, it is the nearest lower one whose code the GPU runs
+// and whose tiles fit its shared memory.
 const KernelSet* find_forward(const Problem& p, Family family, const Gpu& gpu,
                               const Registry& registry);
 const KernelSet* find_backward(const Problem& p, const Gradients* g, Family family, const Gpu& gpu,
@@ -19,26 +21,27 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Registr
 Plan plan_backward(const Problem& p, const Gradients& g, Family family, const Gpu& gpu,
                    const Registry& registry);
 
-// Whether the kernels' plain form serves: nothing general is asked for and every row that is read
-// or written starts at a multiple of 16 bytes. Of the backward when `g` is given.
+// Whether the fast path serves the forward or, when `g` is given, the backward: the problem has no
+// option of the general form, and every row that is read or written starts at a multiple of 16
+// bytes.
 bool fits_plain(const Problem& p, const Gradients* g);
 
-// The form that serves a forward.
+// The kernel form for a forward.
 Form forward_form(const Problem& p, const KernelSet& kernel_set);
 
-// Of a forward that wgmma leaves to the tiles that mma_sync has for decoding.
+// Whether a forward has so few rows that it uses the decode tiles of mma_sync instead of wgmma.
 bool is_decode(const Problem& p);
 
-// Why the wgmma family does not serve the pass, whatever the GPU; null: it does. The words follow
-// "but ".
+// Why the wgmma family does not serve the pass on any GPU; null: it does. The text continues a
+// sentence after "but ".
 const char* why_not_wgmma(const Problem& p, const Gradients* g);
 
-// Whether 0 * NaN of a masked key may reach a row: some row does not see a key of a tile that it
-// meets. See Flags, and NanRecompute of the wgmma forward. False where the limits of the band lie
-// outside of every sequence, as those of one causal row do.
+// Whether 0 * NaN of a masked key may contaminate a row, because some key tile has keys that only
+// some rows attend to. See Flags and, for the wgmma forward, NanRecompute. False when the limits of
+// the band lie outside of every sequence, as with a single causal row.
 bool nan_may_leak(const Problem& p);
 
-// A region of the workspace, in bytes; a size of 0: the plan does not use it.
+// A region of the workspace, in bytes. Its size is 0 if the plan does not use it.
 struct Region {
   int64_t offset = 0;
   int64_t bytes = 0;
@@ -50,7 +53,7 @@ struct Region {
 };
 
 struct ForwardWorkspace {
-  Region report;          // of the index check
+  Region report;          // result of the index check
   Region fit;             // common::FitTask
   Region table;           // TileOrder::table
   Region tile_counter;    // wgmma: TmaForwardParams::tile_counter
@@ -63,10 +66,10 @@ struct ForwardWorkspace {
 };
 ForwardWorkspace forward_workspace(const Problem& p, const Plan& plan);
 
-// Whether the main kernel of a forward leaves partial results to a combine kernel.
+// Whether a combine kernel merges the partial results of the forward's main kernel.
 bool needs_combine_kernel(const Plan& plan);
 
-// Upper bound of the packed rows of a tile.
+// Upper bound of the packed rows per sequence and head group.
 int64_t packed_rows(const Problem& p, const Plan& plan);
 
 struct BackwardWorkspace {
@@ -82,7 +85,7 @@ struct BackwardWorkspace {
   Region far_rows;
   Region dq_sum;
   Region dq_semaphores;
-  Region descriptors;  // wgmma: BackwardParams::descriptors
+  Region descriptors;  // wgmma: TileDescriptor per CTA
   Region tile_counter;
   Region dscale_partials;
   Region dsinks_partials;
@@ -90,7 +93,7 @@ struct BackwardWorkspace {
 };
 BackwardWorkspace backward_workspace(const Problem& p, const Gradients& g, const Plan& plan);
 
-// Blocks of the kernels that take a tile of padded rows each.
+// CTAs of the row kernels, which take one tile of padded rows each.
 int64_t row_blocks(const Problem& p, const Plan& plan);
 
 }  // namespace tilewise::cuda
