@@ -112,11 +112,11 @@ void sums(const Problem& p, const Gradients& g, const BackwardWorkspace& regions
     partials.problem = p;
     partials.gradients = g;
     partials.partials = regions.dsinks_partials.in<double>(workspace);
-    partials.chunks = common::dsinks_chunks(p);
+    partials.row_blocks = common::dsinks_row_blocks(p);
     launch(common::tensor_kernels(p.dtype).dsinks, common::dsinks_blocks(p), p.stream, partials);
     params.dsinks_partials = partials.partials;
     params.heads = p.heads_q;
-    params.chunks = partials.chunks;
+    params.row_blocks = partials.row_blocks;
   }
   params.dscale_partials = regions.dscale_partials.in<float>(workspace);
   params.dscale_count = regions.dscale_partials.bytes / static_cast<int64_t>(sizeof(float));

@@ -138,7 +138,7 @@ BackwardWorkspace backward_workspace(const Problem& p, const Gradients& g, const
   }
   if (g.dscale != nullptr) regions.dscale_partials = workspace.take<float>(row_tiles);
   if (g.dsinks != nullptr)
-    regions.dsinks_partials = workspace.take<double>(Size(p.heads_q) * common::dsinks_chunks(p));
+    regions.dsinks_partials = workspace.take<double>(Size(p.heads_q) * common::dsinks_row_blocks(p));
   regions.bytes = workspace.bytes();
   return regions;
 }

@@ -1,5 +1,5 @@
-// dbias, dsinks and dscale against plain loops in double. out and lse are those of the loops,
-// rounded to the types of the problem, so that nothing but the kernels is measured.
+// dbias, dsinks and dscale compared with plain loops in double. out and lse come from the loops,
+// rounded to the types of the problem, so that only the kernels' errors are measured.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -35,7 +35,8 @@ class Oracle {
   }
 
   std::vector<double> dbias, dsinks;
-  std::vector<double> size;  // of what dbias sums: terms cancel, and so do not their roundings
+  // Size of the terms of dbias: terms may cancel, but their roundings do not.
+  std::vector<double> size;
 
  private:
   double score(const Sequence& s, int64_t h, int64_t i, int64_t j) const {
@@ -137,7 +138,7 @@ void launch_dbias(const Call<T>& call) {
                          common::dbias_blocks(call.p, call.g), nullptr, params);
 }
 
-// Which elements of dbias exist: every one is written, the room between rows is not.
+// The elements of dbias that exist: each is written, the gaps between rows are not.
 template <class T>
 std::vector<char> written_elements(const Call<T>& call) {
   std::vector<char> written(call.dbias.size(), 0);
@@ -175,7 +176,7 @@ TYPED_TEST(CommonGradients, DbiasIsTheSumOfWhatIsBroadcast) {
   std::printf("largest error: %.2f of what is allowed\n", error);
 }
 
-// Whatever order the threads of a block run in.
+// Results do not depend on the order in which the threads of a block run.
 TYPED_TEST(CommonGradients, DbiasIsTheSameEveryTime) {
   int64_t compared = 0;
   for (uint32_t seed = 0; seed < 6; ++seed) {
@@ -193,7 +194,7 @@ TYPED_TEST(CommonGradients, DbiasIsTheSameEveryTime) {
   EXPECT_GT(compared, 100);
 }
 
-// A bias of fewer bits, as a caller may give it.
+// A bias in a 16-bit type, which callers may pass.
 TYPED_TEST(CommonGradients, DbiasOfABiasInTheTypeOfQ) {
   Call<TypeParam> call(3, {40, 40, 32, 3});
   call.add_bias();
@@ -222,15 +223,15 @@ TYPED_TEST(CommonGradients, DsinksOverAllRows) {
     ++with_sinks;
     Oracle<TypeParam> oracle(call);
     oracle.run();
-    common::DsinksParams partials{call.p, call.g, nullptr, common::dsinks_chunks(call.p)};
-    std::vector<double> memory(static_cast<size_t>(call.p.heads_q * partials.chunks) + 1, -1e9);
+    common::DsinksParams partials{call.p, call.g, nullptr, common::dsinks_row_blocks(call.p)};
+    std::vector<double> memory(static_cast<size_t>(call.p.heads_q * partials.row_blocks) + 1, -1e9);
     partials.partials = memory.data();
     tilewise::cuda::launch(common::tensor_kernels(call.p.dtype).dsinks,
                            common::dsinks_blocks(call.p), nullptr, partials);
     common::ReduceParams sums{};
     sums.dsinks_partials = memory.data();
     sums.heads = call.p.heads_q;
-    sums.chunks = partials.chunks;
+    sums.row_blocks = partials.row_blocks;
     sums.dsinks = call.dsinks.data();
     tilewise::cuda::launch(common::reduce_kernel(), common::reduce_blocks(sums), nullptr, sums);
     for (size_t h = 0; h < call.dsinks.size(); ++h)

@@ -1,5 +1,5 @@
-// The end of a forward: sums become rows of out and lse, or a partial result of a key split. The
-// rows of a warp are tile::Sums: of mma and of wgmma alike.
+// The epilogue of a forward: sums become rows of out and lse, or the partial result of a split. The
+// sums of a warp are tile::Sums, for mma.sync and for wgmma.
 #pragma once
 
 #include <cfloat>
@@ -11,15 +11,15 @@
 
 namespace tilewise::cuda {
 
-// Per row of a lane: what the output is multiplied by, lse, and what rounding lse to fp32 left,
-// which is computed only where somebody asks for it (`wants_low`).
+// For each row of a lane: the factor of the output, lse, and the rest that rounding lse to fp32
+// left, which is computed only if the caller wants it (Problem::lse_low).
 template <int kRows>
 struct RowResults {
   float factor[kRows][2];
   float lse[kRows][2];
   float low[kRows][2];
 
-  // Of a sequence whose index arrays do not fit.
+  // The results of a sequence with invalid index entries.
   TILEWISE_DEVICE void set_to_nan() {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -32,34 +32,36 @@ struct RowResults {
   }
 };
 
-// From here on, as powers of 2, exponents are too large for one number in fp32 (is_lost).
+// Above these |m| the rounding of an exponent to fp32 matters, and a row is lost (is_lost).
 inline constexpr float kMaxExponentWithBias = 0x1p24f;
 inline constexpr float kMaxExponent = 0x1p12f;
-// From here on l has no reciprocal.
+// Above this l its reciprocal is subnormal.
 inline constexpr float kOverflow = 0x1p126f;
 
-// x as the m of a row: beyond kMaxExponentWithBias something above what x has been rounded from. No
-// weight is above 2 then, and what such a row has summed stays finite until m has moved on.
+// The exponent x for use as the m of a row. Beyond kMaxExponentWithBias it returns a number above
+// whatever x was rounded from: then no weight exceeds 2, and the sums of such a row stay finite
+// until m moves on.
 TILEWISE_DEVICE float round_exponent_up(float x) {
   return ptx::fmax(x, ptx::fma(__builtin_fabsf(x), 4.0f / kMaxExponentWithBias, x - 4.0f));
 }
 
-// The exponent of the largest score `top` of some keys, where the product may overflow: the lowest
-// number but one for scores that are finite and lower, so that m tells them from -inf.
-inline constexpr float kNoKey = -FLT_MAX;  // m of a row that has seen no key, but for -inf
+// `exponent` is that of `top`, the largest score of some keys, and may have overflowed to -inf. If
+// the score is finite, the result is at least the second lowest number of fp32, so that m tells
+// such a score from -inf.
+inline constexpr float kNoKey = -FLT_MAX;  // m of a row whose scores so far were all -inf
 TILEWISE_DEVICE float lowest_exponent(float top, float exponent) {
   constexpr float kLowest = -0x1.fffffcp127f;
   return top > kMinusInfinity ? ptx::fmax(exponent, kLowest) : exponent;
 }
 
-// The normaliser of a row: each of its keys weighs exp(score - origin) * 2^-m, and l is the sum of
-// these weights. The origin is 0 unless a sink is the largest score, and then that sink.
+// The softmax denominator of a row: each of its keys has the weight exp(score - origin) * 2^-m, and
+// l is the sum of these weights. The origin is 0, or the sink if that is the largest score.
 struct RowNormaliser {
   float m;
   float l;
   float origin = 0.0f;
 
-  // Adds a sink: what the sums over values are to be multiplied by.
+  // Adds a sink to l. Returns the factor by which the sums over values must be multiplied.
   TILEWISE_DEVICE float add_sink(float sink) {
     const float exponent = ptx::fma(sink - origin, kLog2e, -m);
     if (m != kNoKey && !(exponent > 0.0f)) {
@@ -72,7 +74,7 @@ struct RowNormaliser {
     return shrink;
   }
 
-  // lse; of 16 bits with the approximate logarithm.
+  // The lse in fp32; for 16-bit elements with the approximate logarithm.
   template <class Element>
   TILEWISE_DEVICE float lse() const {
     if (l == 0.0f) return kMinusInfinity;
@@ -80,8 +82,8 @@ struct RowNormaliser {
     return origin + (m * kLn2High + ptx::log_accurate(l));
   }
 
-  // The exact log-sum-exp less the `lse` above. Exponents were taken with fp32(unit * log2(e)):
-  // what that rounding did to m is a part of it.
+  // The exact log-sum-exp minus the `lse` above. Exponents were computed with unit * log2(e)
+  // rounded to fp32; the effect of that rounding on m is included.
   template <class Element>
   TILEWISE_DEVICE float low(float lse, float unit) const {
     const float scale = unit * kLog2e;
@@ -92,7 +94,7 @@ struct RowNormaliser {
     if constexpr (Element::kBytes == 2) {
       const float log2_l = ptx::lg2(l);
       x = m + log2_l;
-      x_low += log2_l - (x - m);  // exact where it matters: m is the larger one
+      x_low += log2_l - (x - m);  // exact where it matters, that is where m is the larger term
     } else {
       rest = ptx::log_accurate(l);
     }
@@ -100,7 +102,7 @@ struct RowNormaliser {
     const float product_low =
         ptx::fma(x, kLn2Low, ptx::fma(x_low, kLn2High, ptx::fma(x, kLn2High, -product)));
     const float low = (((origin - lse) + product) + rest) + product_low;
-    return low - low == 0.0f ? low : 0.0f;  // no key, or infinities
+    return low - low == 0.0f ? low : 0.0f;  // 0 for a row without keys, or with infinities
   }
 
  private:
@@ -109,11 +111,12 @@ struct RowNormaliser {
   static constexpr float kLog2eLow = static_cast<float>(kLog2eExact - double{kLog2e});
 };
 
-// Whether m and l do not tell the sums of row r over tiles of kKeys keys: after an overflow, or
-// where the rounding of m, which is that of an exponent, is felt. That begins at 2^24 where scores
-// have a bias, and come with its rounding. Products times a scale are rounded by plain fp32 and by
-// the backward, and not in an exponent: the two differ from 2^12 on. Such a row is computed again.
-// kLowest: exponents are `lowest_exponent`; otherwise m may be kNoKey of a row that sees a key.
+// Whether row r is lost, that is, must be computed again by write_exact_row: l has overflowed, or
+// |m| is so large that the rounding of exponents to fp32 changes the weights. With a bias, scores
+// are rounded themselves, and that rounding hides the one of exponents up to 2^24. Without a bias,
+// plain fp32 and the backward round the score, product times scale, but this forward rounds its
+// exponent: the two differ from 2^12 on. kKeys: keys per tile. kLowest: exponents went through
+// `lowest_exponent`; otherwise m may be kNoKey although the row sees a key.
 template <int kKeys, bool kLowest>
 TILEWISE_DEVICE bool is_lost(const Problem& p, const QueryTile& q_tile, int32_t r, float m,
                              float l) {
@@ -125,11 +128,12 @@ TILEWISE_DEVICE bool is_lost(const Problem& p, const QueryTile& q_tile, int32_t 
   const KeyTiles& tiles = q_tile.tiles;
   const int32_t first_key = max(max(0, tiles.lower + row), tiles.first * kKeys);
   const int32_t end = min(min(tiles.keys, tiles.upper + row), (tiles.last + 1) * kKeys);
-  return first_key < end;  // else it sees no key
+  return first_key < end;  // otherwise the row sees no key
 }
 
-// Joins the sums of the quad and the sink. `weight` is the scale of kept weights, `unit()` that of
-// the scores. kLow: with the low parts of lse, where the caller asks for them; else they are 0.
+// Adds up l over the quad, adds the sink, and computes the results of the rows. `weight` multiplies
+// the output (the scale of the weights that dropout keeps); unit() is the unit of the scores. kLow:
+// with the low parts of lse if the caller wants them; otherwise these are 0.
 template <class Element, bool kLow, int kRows, class Unit>
 TILEWISE_DEVICE RowResults<kRows> finish_rows(const ForwardParams& p, const QueryTile& q_tile,
                                               const LanePosition& position,
@@ -159,7 +163,8 @@ TILEWISE_DEVICE RowResults<kRows> finish_rows(const ForwardParams& p, const Quer
   return result;
 }
 
-// Whether all sums of this lane's rows are finite: whether no stranger's NaN has spoilt them.
+// Whether all sums of this lane's rows are finite. If not, they may be contaminated by NaN: 0 * NaN
+// of keys that the row does not attend to.
 template <int kRows, int kColumns>
 TILEWISE_DEVICE bool outputs_are_finite(const QueryTile& q_tile, const LanePosition& position,
                                         const tile::Sums<kRows, kColumns>& o,
@@ -169,7 +174,7 @@ TILEWISE_DEVICE bool outputs_are_finite(const QueryTile& q_tile, const LanePosit
   for (int i = 0; i < kRows; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float zero[2] = {row_l[i][h] * 0.0f, 0.0f};  // NaN when it has met an infinity or a NaN
+      float zero[2] = {row_l[i][h] * 0.0f, 0.0f};  // becomes NaN with any infinity or NaN
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
@@ -181,7 +186,7 @@ TILEWISE_DEVICE bool outputs_are_finite(const QueryTile& q_tile, const LanePosit
   return finite;
 }
 
-// Where the partial result of row r starts in partial_lse, and, times head_dim_v, in partial_out.
+// Index of the partial result of row r: in partial_lse and, times head_dim_v, in partial_out.
 TILEWISE_DEVICE int64_t partial_index(const ForwardParams& p, const QueryTile& q_tile, int32_t r) {
   if (p.chunks.any()) return chunk_result_index(p, q_tile) * p.packed_rows + r;
   const int64_t row = partial_row(p.problem, p.partial_stride, q_tile.sequence,
@@ -190,8 +195,8 @@ TILEWISE_DEVICE int64_t partial_index(const ForwardParams& p, const QueryTile& q
          q_tile.head(r);
 }
 
-// fp32 results of one key split; a lane owns pairs of columns, which leave together where rows have
-// even lengths (`kEven`).
+// Stores the partial results of one split in fp32. A lane holds pairs of columns; kEven: rows have
+// an even number of columns, and a pair is stored by one instruction.
 template <bool kEven = false, class Columns = tile::TwoColumns, int kRows, int kColumns>
 TILEWISE_DEVICE void store_partial(const ForwardParams& p, const QueryTile& q_tile,
                                    const LanePosition& position,
@@ -224,14 +229,14 @@ TILEWISE_DEVICE void store_partial(const ForwardParams& p, const QueryTile& q_ti
   }
 }
 
-// Offset of packed row r in lse.
+// Index of packed row r in lse.
 TILEWISE_DEVICE int64_t lse_index(const Problem& p, const QueryTile& q_tile, int32_t r) {
   const int64_t row =
       q_tile.sequence.lse_offset(p.lse_stride_batch, q_tile.rows.first + q_tile.rows.row(r));
   return row + q_tile.head(r) * p.lse_stride_head;
 }
 
-// To its position in the result; nothing where the caller does not want it.
+// Stores a row's lse at index `position`, if the caller wants it.
 TILEWISE_DEVICE void store_log_sum(const Problem& p, int64_t position, const LogSum& sum) {
   if (p.lse == nullptr) return;
   p.lse[position] = sum.lse;

@@ -1,5 +1,5 @@
-// What the general form of a forward does to scores and weights: softcap, ALiBi, bias, dropout. The
-// scores of a warp are tile::Sums: of mma and of wgmma alike.
+// The score modifications of a forward in the general form, on the scores of a whole warp: softcap,
+// ALiBi, bias, and dropout of the weights. The scores are tile::Sums, for mma.sync and for wgmma.
 #pragma once
 
 #include <type_traits>
@@ -10,18 +10,19 @@
 
 namespace tilewise::cuda {
 
-// Which rows and columns of a tile of scores a lane holds: element (m, h) of Sums is packed row
-// row(m, h), element (n, e) key 8 n + column + e.
+// The rows and columns of a tile of scores that a lane holds: element (m, h) of Sums is packed row
+// row(m, h), element (n, e) is key 8 n + column + e.
 //
-// Of a block of 16 keys of a row a lane needs four, so each lane of a quad draws whole ones for
-// dropout: of rows (m, 0) and (m, 1) those of row (m, drawn_row()), blocks 2 i + drawn_block().
+// Dropout bits are drawn for blocks of 16 keys of a row, of which a lane holds four keys. So the
+// lanes of a quad share the work: a lane draws whole blocks, those of number 2 i + drawn_block(),
+// for the one of its rows (m, 0) and (m, 1) that is (m, drawn_row()).
 struct LanePosition {
   int32_t row0;
   int32_t column;
 
-  // Of a thread, when warps hold `warp_rows` rows each.
+  // The position of a thread when each warp holds `warp_rows` rows.
   TILEWISE_DEVICE static LanePosition of(int thread, int warp_rows) {
-    const int lane = thread & (ptx::kWarpSize - 1);  // the compiler knows no sign
+    const int lane = thread & (ptx::kWarpSize - 1);  // %: the compiler would allow for a sign
     return {thread / ptx::kWarpSize * warp_rows + lane / 4, lane % 4 * 2};
   }
   TILEWISE_DEVICE int32_t row(int m, int h) const { return row0 + m * 16 + h * 8; }
@@ -34,7 +35,7 @@ TILEWISE_DEVICE RowScoreMod row_score_mod(const Problem& p, const QueryTile& q_t
   return ScoreMod::row(p, q_tile.sequence, q_tile.rows.first + q_tile.rows.row(r), q_tile.head(r));
 }
 
-// What ALiBi knows of the rows of a lane. Rows that do not exist stand for the last one.
+// ALiBi's slope and diagonal for each row of a lane. Rows past the last one repeat the last one.
 template <int kRows>
 struct AlibiRows {
   float slope[kRows][2];
@@ -57,7 +58,7 @@ struct AlibiRows {
   }
 };
 
-// Which rows a lane draws the bits of dropout for.
+// The rows that a lane draws dropout bits for.
 template <int kRows>
 struct DropoutRows {
   uint32_t row[kRows];
@@ -77,17 +78,18 @@ struct DropoutRows {
   }
 };
 
-// The weights of a tile that dropout keeps, as a quad has drawn them.
+// The dropout bits of a tile of weights, as the lanes of a quad have drawn them: bit 1 keeps a
+// weight.
 template <int kRows, int kColumns>
 struct KeptBits {
-  static constexpr int kSteps = kColumns / 2;      // of 16 keys: blocks of a row
+  static constexpr int kSteps = kColumns / 2;      // blocks of 16 keys per row
   static constexpr int kDrawn = (kSteps + 1) / 2;  // blocks that a lane draws for a row
-  static constexpr int kWords = (kDrawn + 1) / 2;  // two in each
+  static constexpr int kWords = (kDrawn + 1) / 2;  // two blocks per word
   static_assert(kColumns % 2 == 0);
 
   uint32_t word[kRows][kWords];
 
-  // Zeroes the others.
+  // Sets the weights that are not kept to 0.
   TILEWISE_DEVICE void apply(tile::Sums<kRows, kColumns>& s, const LanePosition& position) const {
     each([&](int m, int i, int h, int half, uint32_t drawn, int byte) {
 #pragma unroll
@@ -96,10 +98,10 @@ struct KeptBits {
           s.x[m][2 * i + half][2 * h + e] = 0.0f;
     });
   }
-  // The same of operands of 16 bits (tile::operand_of): two at once.
+  // The same for weights as 16-bit operands (tile::operand_of), two at a time.
   TILEWISE_DEVICE void apply(uint32_t (&operands)[kSteps][4], const LanePosition& position) const {
     static_assert(kRows == 1);
-    // Products are shifts for the pipe that has less to do.
+    // Multiplications by these powers of 2 are shifts on a pipe that has less to do.
     const uint32_t first = 0x80u >> position.column;
     const uint32_t second = 0x40u >> position.column;
     each([&](int, int i, int h, int half, uint32_t drawn, int byte) {
@@ -108,8 +110,8 @@ struct KeptBits {
   }
 
  private:
-  // visit(m, step, h, half, drawn, byte): on the two keys that the lane has in half `half` of the
-  // 16 of a step bits `column` and the next one of that byte decide.
+  // visit(m, step, h, half, drawn, byte): bits `column` and column + 1 of byte `byte` of `drawn`
+  // decide on the two keys that the lane holds in half `half` of the 16 keys of the step.
   template <class Visit>
   TILEWISE_DEVICE void each(const Visit& visit) const {
 #pragma unroll
@@ -130,7 +132,7 @@ struct KeptBits {
   }
 };
 
-// Storage: that of q, which a bias may have.
+// Storage: the type of q, which a bias may also have.
 template <class Storage>
 struct ForwardScoreMod {
   using Math = std::conditional_t<sizeof(Storage) == 2, HalfMath, DeviceMath>;
@@ -143,7 +145,7 @@ struct ForwardScoreMod {
   TILEWISE_DEVICE ForwardScoreMod(const Problem& p, float scale_)
       : scale(scale_), softcap(p.softcap), tanh(scale_ / p.softcap), dropout(dropout_of(p)) {}
 
-  // What the scores are in when all terms have been applied, in natural units.
+  // The unit of the scores after apply(), in natural units.
   TILEWISE_DEVICE float unit(const Problem& p) const {
     return p.bias != nullptr ? 1.0f : unit_before_bias(p);
   }
@@ -151,8 +153,8 @@ struct ForwardScoreMod {
     return p.alibi_slopes != nullptr ? 1.0f : softcap != 0.0f ? softcap : scale;
   }
 
-  // Products become scores, in units of unit(). One pass over the scores per option, so that a
-  // switch is asked once and not once per score.
+  // Turns products into scores, in units of unit(). Each option is one pass over the scores, so
+  // that its condition is tested once instead of once per score.
   template <int kRows, int kColumns>
   TILEWISE_DEVICE void apply(const Problem& p, const QueryTile& q_tile,
                              tile::Sums<kRows, kColumns>& s, int32_t tile,
@@ -168,7 +170,7 @@ struct ForwardScoreMod {
       add_bias<Storage>(p, q_tile, s, tile, position);
   }
 
-  // key0: the lane's first one. Distances are whole numbers, and their sign costs no instruction.
+  // key0: the lane's first key. Distances are computed as floats, where |x| costs no instruction.
   template <int kRows, int kColumns>
   TILEWISE_DEVICE void add_alibi(const AlibiRows<kRows>& rows, tile::Sums<kRows, kColumns>& s,
                                  int32_t key0) const {
@@ -200,7 +202,7 @@ struct ForwardScoreMod {
                                              : ptx::cvt_f32_f16(x.bits);
   }
 
-  // Loaded where it is used, element by element. Past the last key there is none.
+  // Loads bias where it is used, element by element; none is loaded past the last key.
   template <class T, int kRows, int kColumns>
   TILEWISE_DEVICE void add_bias(const Problem& p, const QueryTile& q_tile,
                                 tile::Sums<kRows, kColumns>& s, int32_t tile,
@@ -228,7 +230,7 @@ struct ForwardScoreMod {
     }
   }
 
-  // What dropout, which is on, keeps of a tile.
+  // Draws the bits of a tile. Dropout must be on.
   template <int kRows, int kColumns>
   TILEWISE_DEVICE KeptBits<kRows, kColumns> draw(const DropoutRows<kRows>& rows, int32_t tile,
                                                  const LanePosition& position) const {

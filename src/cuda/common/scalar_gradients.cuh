@@ -1,4 +1,10 @@
-// dsinks and dscale: see sums.h.
+// dsinks and dscale: see scalar_gradients.h.
+//
+//   dsinks[head] = -sum over rows of exp(sink - lse) delta,  delta = do.o - dlse
+//
+// dsinks: grid dsinks_blocks(p), a CTA per head and block of kDsinksRows rows; reads out, dout,
+// lse, dlse and sinks, writes `partials`. reduce_partials: grid reduce_blocks(params); reads the
+// partial sums, writes dsinks and dscale.
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -9,7 +15,7 @@
 
 namespace tilewise::cuda::common {
 
-// delta = do.o - dlse of one row, by a warp.
+// delta = do.o - dlse of one row, computed by a warp.
 template <class T>
 TILEWISE_DEVICE float delta_of_warp(const Problem& p, const Gradients& g,
                                     const RowLocation& location, int64_t head) {
@@ -23,24 +29,24 @@ TILEWISE_DEVICE float delta_of_warp(const Problem& p, const Gradients& g,
                         head * g.dlse_stride_head];
 }
 
-// A sink has p = exp(sink - lse), no value, and so ds = -p delta. A part sums kDsinksRows rows of
-// one head: each warp its rows in ascending order, then the warps.
+// A sink has the weight p = exp(sink - lse) and no value, so its ds is -p delta. Each warp adds its
+// rows in ascending order; then the sums of the warps are added in order.
 template <class Element>
 TILEWISE_KERNEL(kDsinksThreads, 1)
 void dsinks(TILEWISE_PARAMETER DsinksParams params) {
   constexpr int kWarps = kDsinksThreads / ptx::kWarpSize;
   const Problem& p = params.problem;
-  const int64_t head = ptx::block_index() / params.chunks;
-  const int64_t chunk = ptx::block_index() - head * params.chunks;
-  const int64_t end = min(total_rows(p), (chunk + 1) * kDsinksRows);
+  const int64_t head = ptx::block_index() / params.row_blocks;
+  const int64_t row_block = ptx::block_index() - head * params.row_blocks;
+  const int64_t end = min(total_rows(p), (row_block + 1) * kDsinksRows);
   double sum = 0.0;
-  for (int64_t row = chunk * kDsinksRows + ptx::warp_index(); row < end; row += kWarps) {
+  for (int64_t row = row_block * kDsinksRows + ptx::warp_index(); row < end; row += kWarps) {
     const RowLocation location = locate_row(p, row);
     if (!location.in_use) continue;
     const int64_t at =
         location.batch_index * p.lse_stride_batch + location.row + head * p.lse_stride_head;
     const LogSum lse{p.lse[at], p.lse_low != nullptr ? p.lse_low[at] : 0.0f};
-    if (lse.lse == kMinusInfinity) continue;  // the sink is -inf, too
+    if (lse.lse == kMinusInfinity) continue;  // then the sink is also -inf
     const float delta =
         delta_of_warp<typename Element::Storage>(p, params.gradients, location, head);
     const float exponent = min(LogSum{p.sinks[head], 0.0f}.above(lse), 0.0f);
@@ -54,19 +60,19 @@ void dsinks(TILEWISE_PARAMETER DsinksParams params) {
   params.partials[ptx::block_index()] = sum;
 }
 
-// The sum of `count` parts by a block, the same for every run.
+// The sum of `count` numbers by a CTA, in the same order in every run. Thread 0 has the result.
 template <class T>
-TILEWISE_DEVICE double sum_of_block(const T* parts, int64_t count) {
+TILEWISE_DEVICE double sum_of_block(const T* x, int64_t count) {
   auto* const sums = reinterpret_cast<double*>(ptx::shared_memory());
   const int thread = ptx::thread_index();
   double sum = 0.0;
-  for (int64_t i = thread; i < count; i += kReduceThreads) sum += static_cast<double>(parts[i]);
+  for (int64_t i = thread; i < count; i += kReduceThreads) sum += static_cast<double>(x[i]);
   sums[thread] = sum;
   for (int step = kReduceThreads / 2; step != 0; step /= 2) {
     ptx::sync_block();
     if (thread < step) sums[thread] += sums[thread + step];
   }
-  return thread == 0 ? sums[0] : 0.0;  // while thread 0 adds, others may not look
+  return thread == 0 ? sums[0] : 0.0;  // other threads must not read: thread 0 may still add
 }
 
 TILEWISE_KERNEL(kReduceThreads, 1) void reduce_partials(TILEWISE_PARAMETER ReduceParams params) {
@@ -74,7 +80,7 @@ TILEWISE_KERNEL(kReduceThreads, 1) void reduce_partials(TILEWISE_PARAMETER Reduc
   const int64_t heads = params.dsinks != nullptr ? params.heads : 0;
   const bool of_sinks = block < heads;
   const double sum =
-      of_sinks ? sum_of_block(params.dsinks_partials + block * params.chunks, params.chunks)
+      of_sinks ? sum_of_block(params.dsinks_partials + block * params.row_blocks, params.row_blocks)
                : sum_of_block(params.dscale_partials, params.dscale_count);
   if (ptx::thread_index() != 0) return;
   *(of_sinks ? params.dsinks + block : params.dscale) = static_cast<float>(sum);

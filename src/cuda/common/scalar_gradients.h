@@ -1,4 +1,6 @@
-// dsinks and dscale: sums over everything in an order fixed by the shapes, in two launches.
+// dsinks and dscale: sums over all rows, in an order that the shapes fix, in two launches. The
+// kernel `dsinks` computes partial sums (those of dscale come from the main backward kernels), and
+// `reduce_partials` adds them up.
 #pragma once
 
 #include "cuda/params.h"
@@ -11,22 +13,22 @@ inline constexpr int kDsinksRows = 256;  // rows per partial sum
 inline constexpr int kReduceThreads = 256;
 inline constexpr int kReduceSharedBytes = kReduceThreads * 8;
 
-inline int64_t dsinks_chunks(const Problem& p) { return ceil_div(total_rows(p), kDsinksRows); }
+inline int64_t dsinks_row_blocks(const Problem& p) { return ceil_div(total_rows(p), kDsinksRows); }
 
-// First launch: partial sums of dsinks.
+// First launch: the partial sums of dsinks.
 struct DsinksParams {
   Problem problem{};
   Gradients gradients{};
-  double* partials = nullptr;  // [heads_q, chunks]
-  int64_t chunks = 0;          // dsinks_chunks
+  double* partials = nullptr;  // [heads_q, row_blocks]
+  int64_t row_blocks = 0;      // dsinks_row_blocks
 };
-inline int64_t dsinks_blocks(const Problem& p) { return p.heads_q * dsinks_chunks(p); }
+inline int64_t dsinks_blocks(const Problem& p) { return p.heads_q * dsinks_row_blocks(p); }
 
-// Second launch: a block sums one head of dsinks, one more block dscale.
+// Second launch: a CTA per head of dsinks, and one more for dscale.
 struct ReduceParams {
-  const double* dsinks_partials = nullptr;  // [heads, chunks]
+  const double* dsinks_partials = nullptr;  // [heads, row_blocks]
   int64_t heads = 0;
-  int64_t chunks = 0;
+  int64_t row_blocks = 0;
   float* dsinks = nullptr;  // [heads]; null: not wanted
   const float* dscale_partials = nullptr;
   int64_t dscale_count = 0;

@@ -1,5 +1,5 @@
-// The general form of a score in device code, one element at a time: what `Score` and `Dropout`
-// take from the problem for a row and a key.
+// The score modifications of the general form in device code, one element at a time: softcap, ALiBi
+// and bias (`Score`) and dropout (`Dropout`) for a row and a key.
 #pragma once
 
 #include "attention/problem.h"
@@ -8,16 +8,17 @@
 
 namespace tilewise::cuda {
 
-// What a loop of the general form is ready for: nothing, one option alone, or any that are on. One
-// that is alone gets the registers of all (docs/lab/hopper-kernels.md).
+// The options that an instance of a loop supports: none, exactly one, or any combination. A loop
+// for exactly one spends no registers on the others (docs/lab/hopper-kernels.md).
 enum class Option { none, softcap, alibi, bias, dropout, any };
 
 template <Option kOption>
 inline constexpr bool kOneOption = kOption != Option::none && kOption != Option::any;
 
-// Bias: that of the type of q, k and v (16 bits), which comes ahead of its use.
+// The instance for the options of a problem. Option::bias stands for a bias in the 16-bit type of
+// q, k and v, which is prefetched; fp32 bias takes Option::any.
 TILEWISE_DEVICE Option option_of(const Problem& p) {
-  constexpr float kLeast = 0x1p-17f;  // that dropout's 16 bits do not round to 0
+  constexpr float kLeast = 0x1p-17f;  // smaller probabilities round to 0 in dropout's 16 bits
   const bool on[] = {p.softcap != 0.0f, p.alibi_slopes != nullptr, p.bias != nullptr,
                      p.dropout_p >= kLeast};
   const int count = on[0] + on[1] + on[2] + on[3];
@@ -26,15 +27,15 @@ TILEWISE_DEVICE Option option_of(const Problem& p) {
   return on[0] ? Option::softcap : on[1] ? Option::alibi : on[2] ? Option::bias : Option::dropout;
 }
 
-// Whether the biases of each row, of 16 bits, start at a multiple of `bytes`.
+// Whether each row of a 16-bit bias starts at a multiple of `bytes`, a power of 2.
 TILEWISE_DEVICE bool bias_rows_are_aligned(const Problem& p, int64_t bytes) {
   const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(p.bias));
   const int64_t strides = p.bias_stride_batch | p.bias_stride_head | p.bias_stride_row;
   return ((address | strides * 2) & (bytes - 1)) == 0;
 }
 
-// Runs the instance of a role that is for the options of a problem; kLoops: where each that is on
-// alone has one.
+// Runs the instance of a role for the options of a problem. kLoops: the role has an instance for
+// each single option.
 template <bool kLoops, class Role>
 TILEWISE_DEVICE void run_with_option(const Problem& p, const Role& role) {
   if constexpr (kLoops) {
@@ -54,27 +55,28 @@ TILEWISE_DEVICE void run_with_option(const Problem& p, const Role& role) {
   role.template run<Option::any>();
 }
 
-// Whether an option is on: known beforehand where a loop is ready for one alone.
+// Whether option kAsked is on: a constant in a loop for exactly one option.
 template <Option kOption, Option kAsked>
 TILEWISE_DEVICE bool is_on(bool in_problem) {
   return kOption == kAsked || (kOption == Option::any && in_problem);
 }
 
-// What the terms of one row of one query head share.
+// The values that all keys of one row of one query head share.
 struct RowScoreMod {
   float slope;          // 0: no ALiBi
   int32_t diagonal;     // i + Sk - Sq: the key at distance 0
-  uint32_t row;         // counter words of dropout
-  uint32_t batch_head;  //
-  int64_t bias;         // offset in elements of the bias of key 0
+  uint32_t row;         // counter word of dropout
+  uint32_t batch_head;  // counter word of dropout
+  int64_t bias;         // index of the bias of key 0
 };
 
-// Dropout factors of a block of keys of one row: 1 / (1 - p) where kept, else 0.
+// Dropout factors of one row and a block of Dropout::kKeysPerBlock keys: 1 / (1 - p) for a kept
+// weight, 0 otherwise.
 struct KeepFactors {
   uint32_t kept;
   float scale;
 
-  // Of a key of the block.
+  // `key` is any key of the block.
   TILEWISE_DEVICE float at(int64_t key) const {
     return (kept >> (key % Dropout::kKeysPerBlock) & 1u) != 0 ? scale : 0.0f;
   }
@@ -90,7 +92,7 @@ struct ScoreMod {
     return {score_of(p), dropout_of(p), p.bias, p.bias_dtype};
   }
 
-  // Row i of the sequence, query head `head`.
+  // Row i of a sequence, query head `head`.
   TILEWISE_DEVICE static RowScoreMod row(const Problem& p, const Sequence& s, int64_t i,
                                          int64_t head) {
     RowScoreMod r;
@@ -109,8 +111,8 @@ struct ScoreMod {
     return bias_dtype == TILEWISE_FLOAT16 ? to_float(Half{bits}) : to_float(BFloat16{bits});
   }
 
-  // Value and derivative of the score of `raw` = q.k in natural units. Row and key must be visible
-  // to each other: outside the band bias has no element.
+  // Value and derivative of the score, in natural units, for `raw` = q.k. The row must see the key:
+  // outside the band bias has no element.
   TILEWISE_DEVICE Score::Capped<float> at(float raw, const RowScoreMod& row, int64_t key) const {
     const int32_t d = row.diagonal - static_cast<int32_t>(key);
     const float distance = static_cast<float>(d < 0 ? -d : d);
@@ -118,7 +120,7 @@ struct ScoreMod {
     return score.apply<DeviceMath>(raw, row.slope, distance, b);
   }
 
-  // `key` is any of the block.
+  // `key` is any key of the block.
   TILEWISE_DEVICE KeepFactors keep(const RowScoreMod& row, int64_t key) const {
     return {dropout.kept_keys<DeviceMath>(dropout_counter(row, key)), dropout.keep_scale};
   }
