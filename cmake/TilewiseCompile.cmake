@@ -13,7 +13,7 @@ function(tilewise_compile_options target)
   set_target_properties(
     ${target} PROPERTIES CXX_EXTENSIONS OFF CXX_VISIBILITY_PRESET hidden
                          VISIBILITY_INLINES_HIDDEN ON)
-  # -Wno-psabi: vector types stay inside the library, their calling convention is nobody's concern.
+  # -Wno-psabi: vector types stay inside the library, so their calling convention does not matter.
   target_compile_options(
     ${target}
     PRIVATE -Wall
@@ -29,8 +29,8 @@ function(tilewise_compile_options target)
   target_link_options(${target} PUBLIC ${sanitize_flags})
 endfunction()
 
-# With TILEWISE_GLIBC the shared libraries ask for no symbol that is newer than that glibc and the
-# libstdc++ of its time, so that they load on systems older than this one: for wheels.
+# With TILEWISE_GLIBC, the shared libraries need no symbol newer than that glibc and the libstdc++
+# of its time, so that wheels load on systems older than the build's.
 function(tilewise_link_for_old_systems)
   find_package(Python3 REQUIRED COMPONENTS Interpreter)
   set(stubs "${PROJECT_BINARY_DIR}/manylinux")
@@ -39,25 +39,25 @@ function(tilewise_link_for_old_systems)
             ${TILEWISE_GLIBC} "${stubs}" "${CMAKE_CXX_COMPILER}" COMMAND_ERROR_IS_FATAL ANY)
   foreach(target IN ITEMS tilewise tilewise_torch)
     if(TARGET ${target})
-      # What comes from the static library is nobody else's.
+      # Symbols from static libraries are not exported.
       target_link_options(${target} BEFORE PRIVATE "-L${stubs}" "LINKER:--exclude-libs,ALL")
     endif()
   endforeach()
   message(STATUS "tilewise: linked for glibc ${TILEWISE_GLIBC}")
 endfunction()
 
-# Only the C ABI leaves the shared library. Hidden visibility is not enough: templates of the
-# standard library are instantiated with default visibility, so a version script names what stays.
+# Only the C ABI is exported. Hidden visibility is not enough: templates of the standard library are
+# instantiated with default visibility, so a version script lists the exported symbols.
 function(tilewise_link_options target)
   target_link_options(${target} PRIVATE ${sanitize_flags})
   if(UNIX AND NOT APPLE)
     set(map "${PROJECT_SOURCE_DIR}/cmake/tilewise.map")
     target_link_options(${target} PRIVATE "LINKER:--version-script=${map}")
     set_property(TARGET ${target} APPEND PROPERTY LINK_DEPENDS "${map}")
-    if(NOT TILEWISE_CUDA_EMULATOR) # whose reports name the functions of a kernel
+    if(NOT TILEWISE_CUDA_EMULATOR) # its reports need the names of kernel functions
       target_link_options(${target} PRIVATE "$<$<CONFIG:Release>:LINKER:--discard-all>")
     endif()
-    if(NOT TILEWISE_SANITIZE AND NOT TILEWISE_BUILD_FUZZ) # their runtime comes with the program
+    if(NOT TILEWISE_SANITIZE AND NOT TILEWISE_BUILD_FUZZ) # their runtime is part of the program
       target_link_options(${target} PRIVATE "LINKER:-z,defs" "LINKER:--as-needed")
     endif()
   endif()

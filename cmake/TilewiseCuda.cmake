@@ -1,35 +1,35 @@
 # The CUDA families. One instance (family, tile table, element, head-dim tile) is one source in the
 # build tree, written from src/cuda/instances/*.in for every line of tools/kernel_instances.cpp, which prints
-# src/cuda/manifest.h. A instance is compiled for the architectures of its tile table.
+# src/cuda/manifest.h. An instance is compiled for the architectures of its tile table.
 #
-#   TILEWISE_CUDA                 AUTO: when nvcc is found and the machine has an NVIDIA GPU, for that
-#                                 GPU; ON: for every architecture (minutes, needs no GPU); OFF
-#   TILEWISE_CUDA_ARCHITECTURES   instead of that choice: "all", "native" or numbers, e.g. "90;120"
+#   TILEWISE_CUDA                 AUTO: for the GPU of this machine, if it has one and nvcc is found;
+#                                 ON: for every architecture (takes minutes, needs no GPU); OFF
+#   TILEWISE_CUDA_ARCHITECTURES   overrides that choice: "all", "native" or numbers, e.g. "90;120"
 #   TILEWISE_CUDA_HEAD_DIMS       build only these head-dim tiles, e.g. "64;128", or "64;mma_sync:96"
-#                                 where one is meant for one family; empty: all
+#                                 to limit one to a family; empty: all
 #   TILEWISE_CUDA_ELEMENTS        build only these elements, e.g. "BF16"; empty: all
 #   TILEWISE_CUDA_TABLES          build only these tile tables, e.g. "Sm75;Sm90"; empty: all
 #   TILEWISE_CUDA_FORCED_TABLES   also these tile tables, e.g. "Sm86;Sm120", as machine code for the
-#                                 chosen GPUs: tests force them where the GPUs they are for are not
-#                                 at hand. What a table asks for those GPUs must have
-#   TILEWISE_CUDA_EMULATOR        the same instances for this CPU, over tests/emulator; needs no nvcc
+#                                 chosen GPUs, so that tests can force them without the GPUs they
+#                                 are for. The chosen GPUs must have all instructions they use
+#   TILEWISE_CUDA_EMULATOR        the same instances for this CPU, with tests/emulator; needs no nvcc
 #
-# "90" means: tile table Sm90 with code for sm_90, and Sm75 and Sm80 as PTX, which the GPU's driver
-# compiles when TILEWISE_FORCE_ARCH asks for them. The library knows what is inside it.
+# For example, "90" builds tile table Sm90 with code for sm_90, and Sm75 and Sm80 as PTX, which the
+# GPU's driver compiles when TILEWISE_FORCE_ARCH selects them. The library knows what it contains.
 set(TILEWISE_CUDA_ARCHITECTURES "" CACHE STRING "\"all\", \"native\" or compute capabilities: \"90;120\"")
 set(TILEWISE_CUDA_HEAD_DIMS "" CACHE STRING "Only these head-dim tiles (empty: all)")
 set(TILEWISE_CUDA_ELEMENTS "" CACHE STRING "Only these elements (empty: all)")
 set(TILEWISE_CUDA_TABLES "" CACHE STRING "Only these tile tables (empty: all)")
-set(TILEWISE_CUDA_FORCED_TABLES "" CACHE STRING "Also these tile tables, for the GPUs chosen: tests")
+set(TILEWISE_CUDA_FORCED_TABLES "" CACHE STRING "Also these tile tables, for tests on these GPUs")
 
 set(cuda_tables Sm75 Sm80 Sm86 Sm90 Sm120)
-set(cuda_specific_tables Sm90a) # machine code of this very capability, of no other one
+set(cuda_specific_tables Sm90a) # machine code for exactly this capability
 set(cuda_ptx_to_force 75 80) # tables that every GPU build can be forced to use
 
-# What is compiled when all architectures are asked for. No SASS of one major version runs on
-# another one; newer GPUs than these take PTX. A instance is compiled to PTX once, for the oldest of
-# them (which must come first), and that is assembled for each: the front half costs as much as
-# the assembler, and nothing in a tile table asks for what its oldest GPU does not have.
+# The architectures of "all". SASS of one major version does not run on another one, and GPUs newer
+# than these use PTX. An instance is compiled to PTX once, for its oldest architecture (which must
+# come first), and assembled for each one: the front end costs as much as the assembler, and a tile
+# table needs nothing that its oldest GPU lacks.
 set(all_Sm75 75-real 75-virtual)
 set(all_Sm80 80-real 80-virtual)
 set(all_Sm86 86-real)
@@ -39,7 +39,7 @@ set(all_Sm90a 90a-real)
 set(all_any 75-real 80-real 90-real 100-real 120-real 75-virtual)
 
 # --- which build ---------------------------------------------------------------------------------
-# The compute capabilities of the GPUs of this machine, as 90; empty without one.
+# The compute capabilities of the GPUs of this machine, such as 90; empty if there is none.
 function(tilewise_native_gpus result)
   set(found "")
   find_program(nvidia_smi nvidia-smi NO_CACHE)
@@ -77,7 +77,7 @@ else()
     set(cuda_reason "off (no NVIDIA GPU here; -DTILEWISE_CUDA=ON builds for every GPU)")
   else()
     include(CheckLanguage)
-    set(CMAKE_CUDA_ARCHITECTURES 75) # of the check and of nothing else: each instance names its own
+    set(CMAKE_CUDA_ARCHITECTURES 75) # only for the compiler check: each instance names its own
     check_language(CUDA)
     set(cuda_problem "")
     if(NOT CMAKE_CUDA_COMPILER)
@@ -116,7 +116,7 @@ function(tilewise_table_of sm result)
   set(${result} "${table}" PARENT_SCOPE)
 endfunction()
 
-# Those of "all" that this nvcc knows.
+# The architectures of "all" that this nvcc supports.
 function(tilewise_known_code table result)
   set(known "")
   foreach(each IN LISTS all_${table})
@@ -132,7 +132,7 @@ if(TILEWISE_CUDA_ENABLED)
                   COMMAND_ERROR_IS_FATAL ANY)
 endif()
 
-# CMake architectures (90-real, 75-virtual) for a tile table or "any"; empty: not in this build.
+# CMake architectures (90-real, 75-virtual) of a tile table or "any"; empty if not in this build.
 function(tilewise_code_of table result)
   if(cuda_wanted STREQUAL "all")
     tilewise_known_code(${table} code)
@@ -159,8 +159,8 @@ function(tilewise_code_of table result)
   set(${result} "${code}" PARENT_SCOPE)
 endfunction()
 
-# --- instances ---------------------------------------------------------------------------------------
-# Lines "family arch element head_dim head_dim_v" of the instances this build is asked for.
+# --- instances -----------------------------------------------------------------------------------
+# Lines "family arch element head_dim head_dim_v" of the instances to build.
 function(tilewise_list_instances result)
   set(program "${PROJECT_SOURCE_DIR}/tools/kernel_instances.cpp")
   set_property(DIRECTORY "${PROJECT_SOURCE_DIR}" APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
@@ -192,7 +192,8 @@ function(tilewise_list_instances result)
   set(${result} "${wanted}" PARENT_SCOPE)
 endfunction()
 
-# The option of nvcc for 90-real, 100-real, 90-virtual: arch=compute_90,code=[sm_90,sm_100,compute_90].
+# nvcc's option for architectures: for 90-real, 100-real, 90-virtual it is
+# arch=compute_90,code=[sm_90,sm_100,compute_90].
 function(tilewise_code_option architectures result)
   list(GET architectures 0 oldest)
   string(REGEX REPLACE "-.*" "" oldest "${oldest}")
@@ -212,7 +213,7 @@ function(tilewise_cuda_target target architectures)
     target_link_libraries(${target} PRIVATE tilewise_emulator)
     target_compile_options(
       ${target} PRIVATE "$<TARGET_PROPERTY:tilewise_emulator,TILEWISE_INSTANCE_OPTIONS>")
-    # A lane is a fiber with a small stack: registers of the GPU live there, so optimise always.
+    # Always optimise: a lane is a fiber whose small stack holds what a GPU keeps in registers.
     target_compile_options(${target} PRIVATE -O2 -ffp-contract=off -Wno-unknown-pragmas)
     return()
   endif()
@@ -225,13 +226,13 @@ function(tilewise_cuda_target target architectures)
     PRIVATE ${code_option}
             -std=c++20
             --expt-relaxed-constexpr
-            --diag-suppress=128 # loops that a tile's numbers leave empty
+            --diag-suppress=128 # loops that are empty for some tile sizes
             -Xcompiler=-Wall,-Wextra
             $<$<VERSION_GREATER_EQUAL:${CMAKE_CUDA_COMPILER_VERSION},12.8>:--compress-mode=size>
             $<$<BOOL:${TILEWISE_WERROR}>:-Werror=all-warnings>)
 endfunction()
 
-# "{90, {90, 100}, {90}}," of cuda/kernel_set.h.
+# A row for cuda/kernel_set.h: "{90, {90, 100}, {90}},".
 function(tilewise_code_row table architectures result)
   string(REGEX REPLACE "^(Sm|any)" "" number "${table}")
   string(REGEX REPLACE "a$" "1" number "${number}") # arch/hopper.h
@@ -253,8 +254,8 @@ function(tilewise_code_row table architectures result)
   set(${result} "    {${number}, {${sass}}, {${ptx}}},\n" PARENT_SCOPE)
 endfunction()
 
-# Adds everything of src/cuda to the object library: the host's part always, so that any build can
-# plan for any described GPU; the instances where they are compiled.
+# Adds src/cuda to the object library: the host code always, so that any build can plan for any
+# described GPU, and the instances if they are compiled.
 function(tilewise_add_cuda target)
   set(source_dir "${PROJECT_SOURCE_DIR}/src/cuda")
   set(build_dir "${PROJECT_BINARY_DIR}/cuda")
@@ -300,8 +301,8 @@ function(tilewise_add_cuda target)
         set(TILEWISE_INSTANCE "kernels_${name}")
         set(file "${build_dir}/${name}.${extension}")
         configure_file("${source_dir}/instances/${family}.cu.in" "${file}" @ONLY)
-        # Level 1 of ptxas keeps the order of the products, which the kernels of fp32 choose; where
-        # registers are short, higher ones make chains of dependent products of it, and spill.
+        # ptxas at level 1 keeps the order of the products that the fp32 kernels choose; where
+        # registers are scarce, higher levels make chains of dependent products of it, and spill.
         if(family STREQUAL "mma_sync" AND TILEWISE_ELEMENT STREQUAL "F32" AND extension STREQUAL "cu"
            AND TILEWISE_HEAD_DIM GREATER 64)
           set_source_files_properties("${file}" PROPERTIES COMPILE_OPTIONS -Xptxas=-O1)
@@ -311,7 +312,7 @@ function(tilewise_add_cuda target)
         string(APPEND TILEWISE_INSTANCE_POINTERS "    &${TILEWISE_INSTANCE},\n")
       endif()
     endforeach()
-    # The kernels that every family needs; a file of our own, for its extension.
+    # The kernels that every family needs, in a generated file, which has the extension of CUDA.
     file(CONFIGURE OUTPUT "${build_dir}/common.${extension}"
          CONTENT "#include \"cuda/common/kernels.cu\"\n" @ONLY)
     list(APPEND sources_any "${build_dir}/common.${extension}")
@@ -335,7 +336,7 @@ function(tilewise_add_cuda target)
   configure_file("${source_dir}/instances/registry.cpp.in" "${build_dir}/registry.cpp" @ONLY)
   target_sources(${target} PRIVATE ${host} "${source_dir}/runtime_${runtime}.cpp"
                                    "${build_dir}/registry.cpp")
-  # The instances are objects of their own libraries: whoever links our objects links them, too.
+  # The instances are objects of separate libraries, which every target that links ours needs.
   target_sources(${target} INTERFACE ${objects})
   set_property(TARGET ${target} PROPERTY TILEWISE_CUDA_OBJECTS "${objects}")
   if(TILEWISE_CUDA_ENABLED)

@@ -1,5 +1,5 @@
-# Package for find_package(tilewise) and pkg-config. In a wheel (SKBUILD) the same tree lands in
-# the Python package: tilewise/lib, tilewise/include.
+# The package for find_package(tilewise) and pkg-config. In a wheel (SKBUILD) the same tree is part
+# of the Python package: tilewise/lib, tilewise/include.
 include(CMakePackageConfigHelpers)
 if(DEFINED SKBUILD)
   set(CMAKE_INSTALL_LIBDIR lib)
@@ -27,11 +27,11 @@ write_basic_package_version_file("${PROJECT_BINARY_DIR}/tilewise-config-version.
                                  COMPATIBILITY SameMinorVersion)
 install(FILES "${PROJECT_BINARY_DIR}/tilewise-config.cmake"
               "${PROJECT_BINARY_DIR}/tilewise-config-version.cmake" DESTINATION "${config_dir}")
-# The build tree can be used as a package, too: -Dtilewise_DIR=<build folder>.
+# The build tree can also be used as a package: -Dtilewise_DIR=<build folder>.
 export(EXPORT tilewise-targets NAMESPACE tilewise:: FILE
        "${PROJECT_BINARY_DIR}/tilewise-targets.cmake")
 
-# The prefix of the .pc file is relative to the file: the tree may be moved.
+# The prefix in the .pc file is relative to the file, so that the tree can be moved.
 file(RELATIVE_PATH pc_to_prefix "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")
 configure_file("${PROJECT_SOURCE_DIR}/cmake/tilewise.pc.in" "${PROJECT_BINARY_DIR}/tilewise.pc"
                @ONLY)

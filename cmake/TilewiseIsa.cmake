@@ -1,15 +1,15 @@
-# The instruction sets of the CPU backend, best last. One row: name, compiler flags. The source
+# The instruction sets of the CPU backend, best last, as rows of name and compiler flags. The source
 # src/cpu/isa/<name>.cpp is compiled with exactly these flags, and TILEWISE_ISA_<NAME>=1 is defined
-# for the whole library, so that the code lists what was built.
+# for the whole library, so that the code knows which sets were built.
 #
-# To add one: a row here, a file in src/cpu/isa/, and what it requires in the run-time check.
+# A new set needs a row here, a file in src/cpu/isa/, and its requirements in the run-time check.
 set(avx512_flags -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl)
 set(isa_portable_flags "")
 set(isa_avx2_flags -mavx2 -mfma -mf16c)
 set(isa_avx512_flags ${avx512_flags})
 set(isa_avx512_bf16_flags ${avx512_flags} -mavx512bf16)
 set(isa_amx_flags ${avx512_flags} -mavx512bf16 -mamx-tile -mamx-bf16)
-if(TILEWISE_AMX_EMULATOR) # the same kernels over tile instructions in C++, found before ours
+if(TILEWISE_AMX_EMULATOR) # tile instructions written in C++, found before the real ones
   set(isa_amx_flags ${isa_avx512_bf16_flags} -iquote "${PROJECT_SOURCE_DIR}/tests/amx_emulator")
   set_property(SOURCE "${PROJECT_SOURCE_DIR}/src/cpu/detect.cpp" APPEND
                PROPERTY COMPILE_DEFINITIONS TILEWISE_AMX_EMULATOR=1)
@@ -20,11 +20,11 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$" AND CMAKE_SIZEOF_VOID
   list(APPEND tilewise_isas avx2 avx512 avx512_bf16 amx)
 endif()
 
-# Multiplications and additions may contract into FMA (ISO mode forbids it by default), and since
-# nobody reads floating-point exceptions, selects may become masks. NaN and infinity keep their
-# meaning: no -ffast-math. Without optimisation inline functions would be emitted out of line, as weak
-# symbols with this instruction set in them (tests/cpp/check_symbols.cmake), so Debug has -O1. With
-# sanitizers -O3 takes five times as long to compile.
+# Multiplications and additions may contract into FMA (ISO mode forbids it by default), and since no
+# code reads floating-point exceptions, selects may become masks. There is no -ffast-math: NaN and
+# infinity keep their meaning. Debug uses -O1, because without optimisation inline functions would
+# be emitted as weak symbols that contain this instruction set (tests/cpp/check_symbols.cmake). With
+# sanitizers, -O3 takes five times as long to compile.
 set(isa_common_flags
     -ffp-contract=fast -fno-trapping-math -fno-exceptions
     $<IF:$<OR:$<CONFIG:Debug>,$<BOOL:${TILEWISE_SANITIZE}>>,-O1,-O3>)
@@ -33,7 +33,7 @@ function(tilewise_add_isa_sources target)
   set(built "")
   foreach(isa IN LISTS tilewise_isas)
     set(source "${PROJECT_SOURCE_DIR}/src/cpu/isa/${isa}.cpp")
-    # The glob is what makes the build notice a source that appears or disappears.
+    # The glob makes the build notice sources that are added or removed.
     file(GLOB present CONFIGURE_DEPENDS "${source}")
     if(present)
       target_sources(${target} PRIVATE "${source}")

@@ -1,8 +1,8 @@
-# libtilewise_torch.so: registers the PyTorch operators over the C ABI. It uses nothing but torch's
-# stable ABI, so one binary serves every torch from 2.10 on and every Python.
+# libtilewise_torch.so registers the PyTorch operators on top of the C ABI. It only uses torch's
+# stable ABI, so one binary works with every torch from 2.10 on and every Python.
 file(GLOB torch_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/bindings/torch/*.cpp")
 if(NOT torch_sources)
-  message(FATAL_ERROR "TILEWISE_BUILD_TORCH=ON, but bindings/torch holds no source")
+  message(FATAL_ERROR "TILEWISE_BUILD_TORCH=ON, but bindings/torch has no source")
 endif()
 
 find_package(Python3 REQUIRED COMPONENTS Interpreter)
@@ -31,8 +31,8 @@ target_compile_definitions(tilewise_torch PRIVATE TORCH_TARGET_VERSION=0x020A000
 target_include_directories(
   tilewise_torch SYSTEM PRIVATE "${torch_root}/include"
                                 "${torch_root}/include/torch/csrc/api/include")
-# Python has torch loaded before the adapter, so naming the libraries is enough to find them: no
-# path of the build machine goes into the binary.
+# Python loads torch before the adapter, so the names of the libraries suffice to find them, and the
+# binary contains no path of the build machine.
 target_link_libraries(tilewise_torch PRIVATE tilewise "${torch_root}/lib/libtorch.so"
                                              "${torch_root}/lib/libtorch_cpu.so")
 target_link_options(tilewise_torch PRIVATE "LINKER:--as-needed")

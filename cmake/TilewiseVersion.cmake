@@ -1,4 +1,4 @@
-# TILEWISE_VERSION and TILEWISE_SOVERSION out of include/tilewise/version.h.
+# Reads TILEWISE_VERSION and TILEWISE_SOVERSION from include/tilewise/version.h.
 set(version_header "${CMAKE_CURRENT_LIST_DIR}/../include/tilewise/version.h")
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${version_header}")
 foreach(part IN ITEMS MAJOR MINOR PATCH)
@@ -9,7 +9,7 @@ foreach(part IN ITEMS MAJOR MINOR PATCH)
   set(version_${part} "${CMAKE_MATCH_1}")
 endforeach()
 set(TILEWISE_VERSION "${version_MAJOR}.${version_MINOR}.${version_PATCH}")
-# While the major version is 0 every minor version may break: it is part of the SONAME.
+# While the major version is 0, every minor version may break the ABI and is part of the SONAME.
 if(version_MAJOR EQUAL 0)
   set(TILEWISE_SOVERSION "0.${version_MINOR}")
 else()

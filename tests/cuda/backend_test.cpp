@@ -1,5 +1,5 @@
-// A forward and a backward from plan to result, for each family and element inside this build,
-// against the definition in double.
+// A forward and a backward from plan to result, for each family and element in this build, compared
+// with a computation in double.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -72,7 +72,7 @@ Answer reference(const Shape& s, const Values& q, const Values& k, const Values&
   return a;
 }
 
-// A tensor in the memory of the kernels, and what its elements hold.
+// A tensor in the kernels' memory, and the values of its elements.
 template <class Storage>
 struct Buffer {
   std::vector<Storage> data;
@@ -201,13 +201,13 @@ TEST(CudaBackend, MmaSync) {
   run_both<float>(TILEWISE_FLOAT32, Family::mma_sync, 90, 4e-6);
 }
 
-TEST(CudaBackend, MmaSyncOfTuring) { run_both<Half>(TILEWISE_FLOAT16, Family::mma_sync, 75, 2e-3); }
+TEST(CudaBackend, MmaSyncTuring) { run_both<Half>(TILEWISE_FLOAT16, Family::mma_sync, 75, 2e-3); }
 
 TEST(CudaBackend, Tf32) {
   run<float>(kDense, TILEWISE_FLOAT32, Family::mma_sync, 90, 4e-3, [](Problem& p) { p.tf32 = 1; });
 }
 
-// Both cuts of both head dimensions, work that several blocks share.
+// Both tile sizes of both head dimensions, and tiles that several CTAs share (Stream-K).
 TEST(CudaBackend, Wgmma) {
   run_both<Half>(TILEWISE_FLOAT16, Family::wgmma, 90, 2e-3);
   run_both<BFloat16>(TILEWISE_BFLOAT16, Family::wgmma, 90, 1.5e-2);
@@ -217,7 +217,7 @@ TEST(CudaBackend, Wgmma) {
             [](Problem& p) { p.deterministic = 1; });
 }
 
-// Few rows: heads share a tile, keys are cut, and the parts combined.
+// With few rows, heads share a tile, and keys are split and the splits combined.
 TEST(CudaBackend, Decoding) {
   constexpr Shape shape = {1, 2, 600, 8, 2, 64, true};
   for (Family family : {Family::simt, Family::mma_sync}) {

@@ -1,4 +1,4 @@
-// The parts that warps find from the lengths of a batch, against those of their sum.
+// The chunks that warps find from the lengths of a batch, compared with a sequential computation.
 #include "cuda/common/batch_chunks.h"
 #include "cuda/common/longest_first.h"
 
@@ -38,36 +38,37 @@ struct Batch {
     p.chunks = {most, 1, 64};
   }
 
-  int32_t part() const {
-    const auto count = [&](int32_t part) {
+  int32_t chunk_size() const {
+    const auto count = [&](int32_t size) {
       int32_t sum = 0;
-      for (const int32_t each : keys) sum += ChunkSchedule::count(each, part);
+      for (const int32_t each : keys) sum += ChunkSchedule::count(each, size);
       return sum;
     };
     const ChunkSchedule::Batch batch = {static_cast<int32_t>(keys.size()),
                                         std::accumulate(keys.begin(), keys.end(), 0),
                                         *std::max_element(keys.begin(), keys.end())};
-    int32_t part = p.chunks.first_chunk_size(batch);
-    for (int turn = 0; count(part) > p.chunks.max_chunks; ++turn)
-      part = p.chunks.next_chunk_size(batch, turn, part, count(part));
-    return part;
+    int32_t chunk_size = p.chunks.first_chunk_size(batch);
+    for (int iteration = 0; count(chunk_size) > p.chunks.max_chunks; ++iteration)
+      chunk_size = p.chunks.next_chunk_size(batch, iteration, chunk_size, count(chunk_size));
+    return chunk_size;
   }
 };
 
-// The line holds the first parts of all sequences and then the others, and ends before the grid
-// does.
-TEST(BatchChunks, EveryWarpFindsThePartsOfAllLengths) {
+// First come the first chunks of all sequences, then the other chunks; there may be fewer than
+// CTAs.
+TEST(BatchChunks, EveryWarpFindsTheChunksOfAllLengths) {
   for (const int32_t batch : {1, 2, 31, 32, 33, 127, 128, 129, 300}) {
     for (const int32_t most : {batch, batch + 2, 4 * batch}) {
       const Batch b(batch, 100000, most);
-      const int32_t part = b.part();
+      const int32_t chunk_size = b.chunk_size();
       tilewise::cuda::emulator::run_grid(1, 64, 0, [&] {
-        BatchChunks parts(b.p);
+        BatchChunks chunks(b.p);
         int32_t next = batch;
         for (int32_t sequence = 0; sequence < batch; ++sequence) {
-          const int32_t count = ChunkSchedule::count(b.keys[static_cast<size_t>(sequence)], part);
+          const int32_t count =
+              ChunkSchedule::count(b.keys[static_cast<size_t>(sequence)], chunk_size);
           for (const int32_t split : {0, std::min(1, count - 1), count - 1}) {
-            const KeyChunk found = parts.find(split == 0 ? sequence : next + split - 1);
+            const KeyChunk found = chunks.find(split == 0 ? sequence : next + split - 1);
             ASSERT_EQ(found.sequence, sequence);
             ASSERT_EQ(found.split, split);
             ASSERT_EQ(found.splits, count);
@@ -75,15 +76,15 @@ TEST(BatchChunks, EveryWarpFindsThePartsOfAllLengths) {
           next += count - 1;
         }
         ASSERT_LE(next, b.p.chunks.max_chunks);
-        ASSERT_EQ(parts.find(next).sequence, -1);
-        ASSERT_EQ(parts.find(next + 1000).sequence, -1);
+        ASSERT_EQ(chunks.find(next).sequence, -1);
+        ASSERT_EQ(chunks.find(next + 1000).sequence, -1);
       });
     }
   }
 }
 
-// Every sequence comes once, those with more keys than the mean first, unless the mean is short.
-TEST(LongestFirst, EveryWarpFindsTheSequenceOfANumber) {
+// Every sequence occurs once, those with more keys than the mean first, unless the mean is short.
+TEST(LongestFirst, EveryWarpFindsTheSequenceAtAPosition) {
   for (const int32_t batch : {1, 2, 31, 32, 33, 127, 128, 129, 300}) {
     for (const int64_t longest : {0, 1, 400, 600, 2000, 100000}) {
       const Batch b(batch, longest, batch);

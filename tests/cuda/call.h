@@ -1,5 +1,5 @@
-// Random problems with everything they point to: any layout of rows and keys with any options.
-// What takes part in nothing holds NaN, so a kernel that reads it shows.
+// Random problems with all their buffers: any layout of rows and keys with any options. Unused
+// elements hold NaN, so that a kernel that reads them is detected.
 #pragma once
 
 #include <algorithm>
@@ -61,7 +61,7 @@ std::vector<T> filled(int64_t count, float x) {
   return std::vector<T>(static_cast<size_t>(std::max<int64_t>(count, 0)), from_float<T>(x));
 }
 
-// How large a problem may be.
+// The limits of a random problem.
 struct Limits {
   int64_t rows = 70;
   int64_t keys = 90;
@@ -120,7 +120,7 @@ struct Call {
   const int32_t* entries(std::vector<int32_t>& to, const Entry& entry) {
     to.clear();
     for (int64_t b = 0; b < p.batch; ++b) to.push_back(static_cast<int32_t>(entry(b)));
-    to.push_back(0);  // never null, even for no sequence
+    to.push_back(0);  // not null even without sequences
     return to.data();
   }
 
@@ -169,7 +169,7 @@ struct Call {
     p.block_table = table.data();
   }
 
-  // A view with the given sizes and, now and then, room between heads, rows and batches.
+  // A view with the given sizes and sometimes gaps between heads, rows and batches.
   tilewise_tensor view(std::vector<T>& data, int64_t batches, int64_t rows, int64_t heads,
                        int64_t columns, float x) {
     const int64_t head = columns + (random.rarely() ? random.between(1, 8) : 0);
@@ -264,7 +264,7 @@ struct Call {
     return most;
   }
 
-  // A bias that broadcasts any of batch, heads and rows, and its gradient.
+  // A bias that may be broadcast over batch, heads and rows, and its gradient.
   void add_bias() {
     g.dbias_rows = max_rows() + random.between(0, 3);
     g.dbias_keys = max_keys() + random.between(0, 3);

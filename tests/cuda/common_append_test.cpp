@@ -1,5 +1,5 @@
-// tilewise_append_kv as a kernel, against what the CPU does with the same call. The caches and
-// q_out are compared in full: what the call does not concern must stay as it was.
+// tilewise_append_kv as a kernel, compared with the CPU. The caches and q_out are compared in full:
+// elements outside of the append must not change.
 #include <gtest/gtest.h>
 
 #include "call.h"
@@ -44,7 +44,7 @@ struct AppendCall {
     a.seqlen_k = random.between(5, 30);
   }
 
-  // Distinct rows or pages for every sequence; lengths that leave room for the new keys.
+  // Distinct rows or pages for every sequence; lengths leave room for the new keys.
   void sequences() {
     const bool paged = random.coin(), indexed = !paged && random.coin();
     const bool varlen_q = random.coin(), varlen_new = random.coin();
@@ -110,7 +110,7 @@ struct AppendCall {
     const int64_t block_rows = paged ? a.page_size : a.seqlen_k;
     if (!random.rarely()) {
       a.q = view(q, q_batches, a.seqlen_q, a.heads_q, a.head_dim);
-      a.q_out = a.q;  // in place, or a tensor of its own
+      a.q_out = a.q;  // in place, or into a separate tensor
       if (random.coin()) a.q_out = view(q_out, q_batches, a.seqlen_q, a.heads_q, a.head_dim);
     }
     if (!random.rarely()) {
@@ -143,7 +143,7 @@ class CommonAppend : public testing::Test {};
 using Types = testing::Types<float, Half, BFloat16>;
 TYPED_TEST_SUITE(CommonAppend, Types);
 
-// The CPU may contract a product and a sum into one rounding.
+// The CPU may contract a product and a sum, which then round once.
 template <class T>
 void expect_near(const std::vector<T>& a, const std::vector<T>& b, const char* what,
                  uint32_t seed) {
@@ -173,7 +173,7 @@ TYPED_TEST(CommonAppend, AsTheCpu) {
   EXPECT_GT(launches, 200);
 }
 
-// The entries are read where the GPU has them, before anything is written.
+// The entries are read on the GPU before anything is written.
 TYPED_TEST(CommonAppend, CheckRefusesWrongEntries) {
   int64_t refused = 0;
   for (uint32_t seed = 0; seed < 100; ++seed) {

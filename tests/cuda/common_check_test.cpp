@@ -1,4 +1,4 @@
-// The index check: the GPU says the same sentence about the same entry as the CPU.
+// The index check: the GPU reports the same sentence about the same entry as the CPU.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -35,7 +35,7 @@ std::string of_gpu(const tilewise::Problem& p, const tilewise::Gradients* g = nu
   return "";
 }
 
-// Changes an entry of one of the arrays that the call has.
+// Changes one entry of one of the call's arrays.
 void damage(Call<float>& call) {
   struct Array {
     std::vector<int32_t>* entries;
@@ -77,7 +77,7 @@ TEST(CommonCheck, FindsWhatTheCpuFinds) {
   EXPECT_GT(valid, 150);
 }
 
-// Lengths of pages may exceed the table: said of cu_seqlens_k.
+// With pages, lengths that exceed the block table are errors of cu_seqlens_k.
 TEST(CommonCheck, LengthsOfPages) {
   std::vector<int32_t> cu = {0, 4, 20}, table = {0, 1, 2, 3};
   tilewise::Problem p{};
@@ -94,7 +94,7 @@ TEST(CommonCheck, LengthsOfPages) {
   table[3] = 4;
   EXPECT_NE(of_cpu(p), "");
   EXPECT_EQ(of_gpu(p), of_cpu(p));
-  cu[2] = 9;  // the second page is not in use now
+  cu[2] = 9;  // the last page is no longer in use
   EXPECT_EQ(of_gpu(p), "");
 }
 
@@ -119,7 +119,7 @@ TEST(CommonCheck, ManySequencesAndPages) {
   EXPECT_EQ(of_gpu(p), of_cpu(p));
 }
 
-// Nothing is launched that a graph would repeat, and the caller is told what to change.
+// Nothing is added to the graph, and the caller is told what to change.
 TEST(CommonCheck, IsRefusedWhileAGraphIsCaptured) {
   std::vector<float> in(16, 0.5f), out(16, -1.0f);
   std::vector<int32_t> used = {1, 1};

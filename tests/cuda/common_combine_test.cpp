@@ -1,4 +1,4 @@
-// The merge of splits, against sums in double.
+// The combine kernel compared with sums in double.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -17,8 +17,8 @@ using tilewise::to_float;
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-// Results of parts, one after the other: columns, and lse. Parts that saw nothing have lse -inf and
-// whatever was in memory.
+// Partial results, one after the other: columns, and lse. Splits that saw no key have lse -inf and
+// uninitialised columns.
 struct Partials {
   int64_t columns;
   std::vector<float> out, lse;
@@ -44,13 +44,14 @@ class CommonCombine : public testing::Test {};
 using Types = testing::Types<float, tilewise::Half, tilewise::BFloat16>;
 TYPED_TEST_SUITE(CommonCombine, Types);
 
-// One row of one head, whose parts lie at `parts`.
+// Compares one row of one head, whose partial results are at `partial_rows`.
 template <class T>
 void compare(const Call<T>& call, const Partials& partials, const Sequence& s, int64_t i,
-             int64_t head, const std::vector<size_t>& parts) {
+             int64_t head, const std::vector<size_t>& partial_rows) {
   const tilewise::Problem& p = call.p;
   double sum = p.sinks != nullptr ? std::exp(static_cast<double>(p.sinks[head])) : 0.0;
-  for (const size_t part : parts) sum += std::exp(static_cast<double>(partials.lse[part]));
+  for (const size_t partial : partial_rows)
+    sum += std::exp(static_cast<double>(partials.lse[partial]));
   if (p.lse != nullptr) {
     const auto at =
         static_cast<size_t>(s.lse_offset(p.lse_stride_batch, i) + head * p.lse_stride_head);
@@ -61,11 +62,11 @@ void compare(const Call<T>& call, const Partials& partials, const Sequence& s, i
   }
   for (int64_t c = 0; c < p.head_dim_v; ++c) {
     double expected = 0.0;
-    for (const size_t part : parts) {
-      if (partials.lse[part] == kNothing) continue;
+    for (const size_t partial : partial_rows) {
+      if (partials.lse[partial] == kNothing) continue;
       expected +=
-          std::exp(static_cast<double>(partials.lse[part])) / sum *
-          partials.out[part * static_cast<size_t>(partials.columns) + static_cast<size_t>(c)];
+          std::exp(static_cast<double>(partials.lse[partial])) / sum *
+          partials.out[partial * static_cast<size_t>(partials.columns) + static_cast<size_t>(c)];
     }
     const auto at = static_cast<size_t>(s.row_offset(p.out, i) + head * p.out.stride_head + c);
     const double kernel_set = std::max(cuda_test::Type<T>::kUnit, 0x1p-20);
@@ -80,13 +81,13 @@ int64_t written(const Call<T>& call) {
 }
 
 TYPED_TEST(CommonCombine, IsTheSoftmaxOfAllSplits) {
-  int32_t of_groups = 0;  // problems whose rows have several groups of warps
+  int32_t with_groups = 0;  // number of problems whose rows have several groups of warps
   for (uint32_t seed = 0; seed < 160; ++seed) {
     Call<TypeParam> call(
         seed, seed % 4 == 3 ? cuda_test::Limits{3, 10, 140, 3} : cuda_test::Limits{30, 10, 140, 3});
     const tilewise::Problem& p = call.p;
     const int32_t splits = call.random.template pick<int32_t>({2, 3, 7, 32, 33, 80, 128, 200});
-    const int64_t all = tilewise::cuda::total_rows(p) * p.heads_q;  // of a split
+    const int64_t all = tilewise::cuda::total_rows(p) * p.heads_q;  // rows of a split
     const bool empty_rows = call.random.coin();
     Partials partials(call.random, splits * all, p.head_dim_v,
                       [&](int64_t i) { return empty_rows && i % all % 3 == 0; });
@@ -98,7 +99,7 @@ TYPED_TEST(CommonCombine, IsTheSoftmaxOfAllSplits) {
     partials.give_to(params);
     const common::TensorKernels& kernels = common::tensor_kernels(p.dtype);
     const int64_t rows = common::combined_rows(params);
-    // Which of the two a launch takes follows from the number of rows.
+    // A launch chooses between the two kernels by the number of rows.
     if (seed % 2 == 0 && splits <= 32 && p.head_dim_v % 4 == 0)
       tilewise::cuda::launch(kernels.combine_splits_by_warps,
                              tilewise::ceil_div(rows, common::kCombineRowsPerBlock), nullptr,
@@ -106,30 +107,30 @@ TYPED_TEST(CommonCombine, IsTheSoftmaxOfAllSplits) {
     else
       tilewise::cuda::launch(kernels.combine(params), common::combine_blocks(params), nullptr,
                              params);
-    if (common::combine_groups(params) > 1) ++of_groups;
+    if (common::combine_groups(params) > 1) ++with_groups;
     int64_t used = 0;
     for (int64_t b = 0; b < p.batch; ++b) {
       const Sequence s = tilewise::sequence_of(p, b);
       used += s.band.rows;
       for (int64_t i = 0; i < s.band.rows; ++i) {
         for (int64_t head = 0; head < p.heads_q; ++head) {
-          std::vector<size_t> parts;
+          std::vector<size_t> partial_rows;
           for (int64_t split = 0; split < splits; ++split)
-            parts.push_back(static_cast<size_t>(
+            partial_rows.push_back(static_cast<size_t>(
                 split * all + tilewise::cuda::flat_row(p, s, i) * p.heads_q + head));
-          compare(call, partials, s, i, head, parts);
+          compare(call, partials, s, i, head, partial_rows);
         }
       }
     }
-    // Rows that are not in use are not this kernel's.
+    // The kernel must not write rows that are not in use.
     ASSERT_EQ(written(call), used * p.heads_q * p.head_dim_v) << "seed " << seed;
     if (testing::Test::HasFatalFailure()) FAIL() << "seed " << seed;
   }
-  ASSERT_GT(of_groups, 10);
+  ASSERT_GT(with_groups, 10);
 }
 
-// The rows of shared works get the softmax of their parts, those of the works before none.
-TYPED_TEST(CommonCombine, IsTheSoftmaxOfTheSharesOfAWork) {
+// Rows of Stream-K tiles get the softmax of their shares; rows of earlier tiles are not written.
+TYPED_TEST(CommonCombine, IsTheSoftmaxOfTheSharesOfATile) {
   constexpr int32_t kRowTile = 16;
   int32_t problems = 0;
   for (uint32_t seed = 0; seed < 1200; ++seed) {
@@ -145,10 +146,10 @@ TYPED_TEST(CommonCombine, IsTheSoftmaxOfTheSharesOfAWork) {
     params.order.tiles = static_cast<int32_t>(tilewise::ceil_div(p.seqlen_q, int64_t{kRowTile}));
     params.order.heads = static_cast<int32_t>(p.heads_q);
     params.order.sequences = static_cast<int32_t>(p.batch);
-    const int32_t works = params.order.tiles * params.order.heads * params.order.sequences;
+    const int32_t tiles = params.order.tiles * params.order.heads * params.order.sequences;
     tilewise::cuda::StreamKTail& shares = params.stream_k;
-    shares.tiles = static_cast<int32_t>(call.random.between(1, works));
-    shares.first = works - shares.tiles;
+    shares.tiles = static_cast<int32_t>(call.random.between(1, tiles));
+    shares.first = tiles - shares.tiles;
     const auto key_tiles = static_cast<int32_t>(call.random.between(1, 90));
     shares.key_tiles = key_tiles;
     shares.key_tiles_per_cta = static_cast<int32_t>(
@@ -160,18 +161,18 @@ TYPED_TEST(CommonCombine, IsTheSoftmaxOfTheSharesOfAWork) {
     tilewise::cuda::launch(common::tensor_kernels(p.dtype).combine(params),
                            common::combine_blocks(params), nullptr, params);
     int64_t used = 0;
-    for (int32_t work = 0; work < shares.tiles; ++work) {
-      const tilewise::cuda::TileOrder::WorkTile at = params.order.at(shares.first + work);
+    for (int32_t tile = 0; tile < shares.tiles; ++tile) {
+      const tilewise::cuda::TileOrder::WorkTile at = params.order.at(shares.first + tile);
       const Sequence s = tilewise::sequence_of(p, at.sequence);
       const int64_t first = int64_t{at.tile} * kRowTile;
       const int64_t rows = std::min<int64_t>(kRowTile, p.seqlen_q - first);
       used += rows;
       for (int64_t r = 0; r < rows; ++r) {
-        std::vector<size_t> parts;
-        for (int32_t part = 0; part < shares.shares_of(work); ++part)
-          parts.push_back(static_cast<size_t>(
-              shares.result_index(shares.first_block(work) + part, work) * kRowTile + r));
-        compare(call, partials, s, first + r, at.head, parts);
+        std::vector<size_t> partial_rows;
+        for (int32_t partial = 0; partial < shares.shares_of(tile); ++partial)
+          partial_rows.push_back(static_cast<size_t>(
+              shares.result_index(shares.first_block(tile) + partial, tile) * kRowTile + r));
+        compare(call, partials, s, first + r, at.head, partial_rows);
       }
     }
     ASSERT_EQ(written(call), used * p.head_dim_v) << "seed " << seed;

@@ -152,7 +152,7 @@ std::vector<char> written_elements(const Call<T>& call) {
   return written;
 }
 
-TYPED_TEST(CommonGradients, DbiasIsTheSumOfWhatIsBroadcast) {
+TYPED_TEST(CommonGradients, DbiasSumsOverBroadcastDimensions) {
   double error = 0.0;
   for (uint32_t seed = 0; seed < 60; ++seed) {
     const bool large = seed % 6 == 0;
@@ -177,7 +177,7 @@ TYPED_TEST(CommonGradients, DbiasIsTheSumOfWhatIsBroadcast) {
 }
 
 // Results do not depend on the order in which the threads of a block run.
-TYPED_TEST(CommonGradients, DbiasIsTheSameEveryTime) {
+TYPED_TEST(CommonGradients, DbiasIsDeterministic) {
   int64_t compared = 0;
   for (uint32_t seed = 0; seed < 6; ++seed) {
     Call<TypeParam> call(seed, {100, 100, 64, 3});

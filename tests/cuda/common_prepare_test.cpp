@@ -1,4 +1,4 @@
-// What the prepare kernel orders, clears and fills, over random metadata.
+// The order, the cleared rows and the tables that the prepare kernel writes, for random metadata.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -18,7 +18,7 @@ void run(common::PrepareParams& params) {
   tilewise::cuda::launch(common::prepare_kernel(), blocks, nullptr, params);
 }
 
-// Counts that share a bucket may come in any order; these are apart by more than a bucket.
+// Counts in the same bucket may come in any order; these differ by more than a bucket.
 bool clearly_less(int64_t a, int64_t b) { return a < b && (b < 32 || 8 * (b - a) > b); }
 
 void check_order(const std::vector<TileOrder::Entry>& table, const std::vector<int64_t>& tiles) {
@@ -67,7 +67,7 @@ TEST(CommonPrepare, OrdersSequencesLongestFirst) {
   }
 }
 
-TEST(CommonPrepare, OrderCountsWhatIsInUse) {
+TEST(CommonPrepare, OrderCountsKeysInUse) {
   for (uint32_t seed = 0; seed < 60; ++seed) {
     Call<float> call(seed);
     if (call.p.batch == 0) continue;
@@ -88,8 +88,8 @@ TEST(CommonPrepare, OrderCountsWhatIsInUse) {
   }
 }
 
-// The blocks of a grid over the table: every tile of every head exactly once.
-TEST(CommonPrepare, TableServesTileOrder) {
+// The blocks of a grid that uses the table visit every tile of every head exactly once.
+TEST(CommonPrepare, TableMatchesTileOrder) {
   const std::vector<int32_t> cu = {0, 5, 5, 300, 310, 500};
   constexpr int kTile = 32, kHeads = 3;
   std::vector<TileOrder::Entry> table(cu.size());
@@ -115,7 +115,7 @@ TEST(CommonPrepare, TableServesTileOrder) {
                 static_cast<int64_t>(i % 16) * kTile < cu[b + 1] - cu[b] ? 1 : 0);
 }
 
-// Which rows of a tensor a test expects to be cleared: by (slot, row).
+// Rows in use of a tensor, by (batch index, row); the kernel should clear the others.
 using Used = std::vector<std::vector<char>>;
 
 Used used_rows(const tilewise::Problem& p) {
@@ -146,15 +146,15 @@ Used used_keys(const tilewise::Problem& p) {
   return used;
 }
 
-// `expected` of what the tensor held, with 0 where nothing is in use.
+// Sets to 0 every element of `expected` that is in no row in use.
 template <class T>
 void clear(std::vector<T>& expected, const tilewise_tensor& view, const Used& used, int64_t heads,
            int64_t columns) {
-  for (size_t slot = 0; slot < used.size(); ++slot)
-    for (size_t row = 0; row < used[slot].size(); ++row)
-      for (int64_t h = 0; h < heads && used[slot][row] == 0; ++h)
+  for (size_t batch_index = 0; batch_index < used.size(); ++batch_index)
+    for (size_t row = 0; row < used[batch_index].size(); ++row)
+      for (int64_t h = 0; h < heads && used[batch_index][row] == 0; ++h)
         for (int64_t c = 0; c < columns; ++c)
-          expected[static_cast<size_t>(static_cast<int64_t>(slot) * view.stride_batch +
+          expected[static_cast<size_t>(static_cast<int64_t>(batch_index) * view.stride_batch +
                                        static_cast<int64_t>(row) * view.stride_row +
                                        h * view.stride_head + c)] = T{};
 }
@@ -177,10 +177,10 @@ TYPED_TEST(CommonClear, ForwardClearsRowsNotInUse) {
     std::vector<TypeParam> out = call.out;
     clear(out, p.out, used, p.heads_q, p.head_dim_v);
     std::vector<float> lse = call.lse;
-    for (size_t slot = 0; slot < used.size(); ++slot)
-      for (size_t row = 0; row < used[slot].size(); ++row)
-        for (int64_t h = 0; h < p.heads_q && used[slot][row] == 0; ++h)
-          lse[slot * static_cast<size_t>(p.lse_stride_batch) + row +
+    for (size_t batch_index = 0; batch_index < used.size(); ++batch_index)
+      for (size_t row = 0; row < used[batch_index].size(); ++row)
+        for (int64_t h = 0; h < p.heads_q && used[batch_index][row] == 0; ++h)
+          lse[batch_index * static_cast<size_t>(p.lse_stride_batch) + row +
               static_cast<size_t>(h * p.lse_stride_head)] = -std::numeric_limits<float>::infinity();
     common::PrepareParams params = common::prepare_forward(p);
     run(params);
@@ -220,7 +220,7 @@ TEST(CommonPrepare, FillsWithZeros) {
   }
 }
 
-TEST(CommonPrepare, NothingToDoIsNoLaunch) {
+TEST(CommonPrepare, LaunchesNothingWithoutWork) {
   common::PrepareParams params;
   params.problem.batch = 3;
   params.problem.kv_batch = 3;

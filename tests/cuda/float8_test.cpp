@@ -1,4 +1,4 @@
-// Numbers of float8_e4m3 as operands of fp16: each code, and products beside plain loops.
+// float8_e4m3 numbers as fp16 operands: every code, and products compared with plain loops.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -31,7 +31,7 @@ void expect_exact() {
     EXPECT_EQ(std::signbit(got), std::signbit(want)) << code;
   };
   for (uint32_t code = 0; code < 256; ++code) {
-    // Beside neighbours with all and with no bits set.
+    // With neighbours whose bits are all set or all clear.
     for (const uint32_t other : {0u, 0xffu, 0x7fu, code}) {
       for (int byte = 0; byte < 4; ++byte) {
         const uint32_t others = (other * 0x01010101u) & ~(0xffu << 8 * byte);
@@ -52,7 +52,7 @@ TEST(Float8, EveryCodeIsExact) {
   expect_exact<false>();
 }
 
-// Small whole numbers, so that sums are exact: codes of -7 to 7.
+// Small integers, so that sums are exact: codes of -7 to 7.
 uint8_t code_of(int i) { return from_float<Float8>(static_cast<float>(i * 5 % 15 - 7)).bits; }
 float value_of(int i) { return to_float(Float8{code_of(i)}); }
 
@@ -71,7 +71,7 @@ void store_cache(ptx::SharedAddress to) {
   ptx::sync_warp();
 }
 
-// q[row][column] = row - column, in the order that float8 keys ask for.
+// q[row][column] = row - column, in the order that float8 keys require.
 void store_queries(ptx::SharedAddress to) {
   using Swizzle = tile::Swizzle<kColumns * 2>;
   const int row = ptx::lane_index() % 16;

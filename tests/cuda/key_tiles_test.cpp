@@ -1,4 +1,4 @@
-// Which key tiles a block of the forward walks, for every split, against the band itself.
+// Compares the key tiles that a forward CTA computes, for every split, with the band itself.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -31,8 +31,8 @@ ForwardParams params_of(int32_t splits, int32_t row_tile) {
   return p;
 }
 
-// Every key that some row of the tile sees lies in the tiles of exactly one split, and no split has
-// a tile past the last key in use.
+// Every key that some row of the tile sees is in the tiles of exactly one split, and no split has a
+// tile past the last key in use.
 void check(const Shape& shape, int32_t splits) {
   const Band band = Band::make(shape.rows, shape.keys, shape.left, shape.right);
   const ForwardParams p = params_of(splits, 16);

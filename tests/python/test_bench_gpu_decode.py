@@ -124,7 +124,10 @@ def small(monkeypatch):
 def test_all_contestants_attend_to_the_same_keys(small):
     case = cases.main_cases()[0]
     x = cases.draw(case, "cpu")
-    found = {who.name: cases.error(case, x, who) for who in cases.contestants(case, x)}
+    found = {
+        contestant.name: cases.error(case, x, contestant)
+        for contestant in cases.contestants(case, x)
+    }
     assert {*bench_gpu_decode.OURS, "sdpa"} == set(found)
     assert int(x.inside[0]) % 16 and int(x.inside[0]) < case.keys
     assert max(found.values()) < bench_gpu_decode.WRONG

@@ -40,7 +40,7 @@ def test_wrong_merge_is_detected(monkeypatch, capsys):
 def test_options_are_checked(capsys):
     with pytest.raises(SystemExit):
         cascade.main(["--prefix", "3"])
-    assert "--prefix is 3, must be at least a page, 16" in capsys.readouterr().err
+    assert "--prefix is 3, but must be at least a page, 16" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cascade.main(["--heads", "3"])
-    assert "--heads is 3, must be a multiple of --kv-heads, 2" in capsys.readouterr().err
+    assert "--heads is 3, but must be a multiple of --kv-heads, 2" in capsys.readouterr().err

@@ -180,7 +180,7 @@ def test_signal_stops_training_with_a_valid_checkpoint(text, tmp_path):
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (["--steps", "0"], "--steps is 0, must be at least 1"),
+        (["--steps", "0"], "--steps is 0, but must be at least 1"),
         (["--kv-heads", "0"], "--kv-heads is 0"),
         (["--prompt", ""], "--prompt has 0 bytes"),
         (["--attention", "abacus"], "invalid choice: 'abacus'"),
@@ -200,7 +200,7 @@ def test_training_refuses(text, tmp_path, capsys, more, sentence):
 def test_unusable_files_are_refused(text, tmp_path, capsys):
     (tmp_path / "checkpoint.pt").write_text("no checkpoint")
     assert train_gpt.main(arguments(text, tmp_path)) == 2
-    assert "checkpoint.pt is no checkpoint, or damaged" in capsys.readouterr().err
+    assert "checkpoint.pt is not a checkpoint, or is damaged" in capsys.readouterr().err
     assert train_gpt.main(arguments(text, text)) == 2
     assert "File exists" in capsys.readouterr().err
 

@@ -224,13 +224,13 @@ def hello(**more: Any) -> dict[str, Any]:
             COMPLETIONS,
             dict(prompt="a", stream=True, stream_options=dict(continuous_usage_stats=True)),
             "stream_options.continuous_usage_stats",
-            "is True, but must be left out: honoured here: include_usage",
+            "is True, but must be left out: the supported fields are include_usage",
         ),
         (
             CHAT,
             dict(messages=[hello(), dict(role="assistant", content=None, tool_calls=[{"id": 1}])]),
             "messages[1].tool_calls",
-            r"is \[{'id': 1}\], but must be left out: honoured here: role, content",
+            r"is \[{'id': 1}\], but must be left out: the supported fields are role, content",
         ),
         (
             CHAT,
@@ -330,7 +330,7 @@ def test_invalid_engine_options_are_reported(options, sentence, capsys):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--port", "65536"], "--port is 65536, must be from 0 to 65535"),
+        (["--port", "65536"], "--port is 65536, but must be from 0 to 65535"),
         (["--max-running", "513"], "--step-tokens is 512, but must be at least --max-running, 513"),
         (["--step-tokens", "31"], "--step-tokens is 31, but must be at least --max-running, 32"),
     ],

@@ -176,7 +176,7 @@ def test_stop_strings_are_few_and_short(client, stop):
 def test_invalid_json_numbers_are_refused(client, value):
     body = f'{{"prompt": "a", "user": {value}}}'.encode()
     status, answer, _ = client.call("POST", COMPLETIONS, body)
-    assert status == 400 and f"{value} is no number of JSON" in answer["error"]["message"]
+    assert status == 400 and f"{value} is not a number of JSON" in answer["error"]["message"]
 
 
 # --- arbitrary requests --------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def test_internal_error_has_the_usual_error_object(client, monkeypatch):
     monkeypatch.setattr(client.service.engine, "require_place", broken)
     status, answer, _ = client.call("POST", COMPLETIONS, dict(prompt="a"))
     assert status == 500
-    assert answer["error"]["message"] == "a fault of the server: ZeroDivisionError"
+    assert answer["error"]["message"] == "internal error of the server: ZeroDivisionError"
 
 
 # --- deadlines and clients that leave -------------------------------------------------------------

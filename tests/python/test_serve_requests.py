@@ -23,19 +23,19 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 import models  # noqa: E402
 import serve_requests  # noqa: E402
-from serve_requests import Asked, RefusedError  # noqa: E402
+from serve_requests import ParsedRequest, RefusedError  # noqa: E402
 from tilewise.serving import SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.models
 
 USER = dict(role="user", content="hello")
-KINDS: dict[str, tuple[Callable[[Any], Asked], dict[str, Any]]] = {
+KINDS: dict[str, tuple[Callable[[Any], ParsedRequest], dict[str, Any]]] = {
     "completion": (serve_requests.completion, dict(prompt="hello")),
     "chat": (serve_requests.chat, dict(messages=[USER])),
 }
 
 
-def refusal(read: Callable[[Any], Asked], body: Any) -> RefusedError:
+def refusal(read: Callable[[Any], ParsedRequest], body: Any) -> RefusedError:
     with pytest.raises(RefusedError) as caught:
         read(body)
     return caught.value
@@ -47,14 +47,14 @@ def refused_message(fields: dict[str, Any]) -> RefusedError:
 
 
 @pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> tuple[Callable[[Any], Asked], dict[str, Any]]:
+def kind(request: pytest.FixtureRequest) -> tuple[Callable[[Any], ParsedRequest], dict[str, Any]]:
     return KINDS[request.param]
 
 
 # --- fields of both kinds of requests -------------------------------------------------------------
 
-LEFT_OUT = "left out: honoured here: "
-NOTHING_ELSE = ": this server has nothing else"
+LEFT_OUT = "left out: the supported fields are "
+NOTHING_ELSE = ": this server supports nothing else"
 WRONG = [
     ("model", 3, "a string"),
     *[("max_tokens", x, "an integer from 1") for x in (0, -1, 1.5, True, "5", [5])],
@@ -177,7 +177,7 @@ def test_prompt_of_the_wrong_kind(prompt):
     assert error.param == "prompt"
     assert str(error) == (
         f"prompt is {prompt!r}, but must be a string or a list of tokens (integers), "
-        "one prompt a request"
+        "one prompt per request"
     )
 
 
@@ -294,7 +294,7 @@ TEXT = dict(type="text", text="one, ")
         (
             dict(type="text", text="a", cache_control=dict(type="ephemeral")),
             ".cache_control",
-            "is {'type': 'ephemeral'}, but must be left out: honoured here: type, text",
+            "is {'type': 'ephemeral'}, but must be left out: the supported fields are type, text",
         ),
     ],
 )  # fmt: skip
