@@ -54,7 +54,7 @@ _PHRASES = _rules(
     (r"\bhad better\b", '"must", "should", or the reason'),
     (r"\b(?:is|are) to be\b(?= (?!a\b|an\b|the\b)\w)", '"must be", "has to be", or an active verb'),
     (r"\bas they come\b", '"in the order of ...", or name the order'),
-    (r"\bthat there (?:are|is)\b", '"that exist", "existing", or leave it out'),
+    (r"\bthat there (?:are\b|is\b(?=[.,;:)]))", '"that exist", "existing", or leave it out'),
     (r"\b[Bb]ut for\b", '"except"'),
     (r"\bon (?:its|their) way\b", '"in flight"'),
     (r"\b(?:deal(?:ing|s)?) (?:warps?|blocks?)\b", '"tile scheduler warp"'),
@@ -66,7 +66,7 @@ _PHRASES = _rules(
     (r"\b(?:let_next_in|lets? (?:the )?next (?:one |launch )?in)\b", '"PDL trigger"'),
     (r"\bboxes form\b|\bForm::boxes\b|\bpaged_boxes\b", '"TMA form", "Form::tma"'),
     (r"\blengths (?:that )?(?:are|is) alike\b", '"uniform lengths"'),
-    (r"\b(?:last|next|first) rounds?\b(?= (?:of|that|is)\b)", '"wave"'),
+    (r"\blast rounds?\b(?= (?:of|that|is)\b)", '"wave"'),
 )
 
 # Phrases to avoid in comments only: pages speak about people.
