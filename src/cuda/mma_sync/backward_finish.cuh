@@ -1,4 +1,8 @@
-// After the backward: dQ from its sums.
+// After the backward: dQ = scale * sums, part of dscale, and whether the sums are finite.
+//
+// One CTA per tile of query rows and query head. Its warps load the sums of a tile in the order of
+// dq_index, kInFlight subtiles at a time, and store rows of dQ; nothing passes between warps except
+// dscale and the flag, which are reduced in shared memory at the end.
 #pragma once
 
 #include "cuda/mma_sync/backward_prepare.cuh"
@@ -7,8 +11,8 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// How a tile of sums is shared out: a warp takes the sums of kMainWarps warps of the main kernel,
-// 16 rows x 16 columns at a time.
+// How the warps divide a tile of sums: a warp takes the sums of kMainWarps warps of the main
+// kernel, 16 rows x 16 columns at a time.
 template <class C>
 struct FinishPlan {
   using Plan = BackwardPlan<C>;
@@ -17,12 +21,12 @@ struct FinishPlan {
   static constexpr int kAcross = Plan::kDqColumns / 16;
   static constexpr int kSubtilesPerWarp = Plan::kDqRows / 16 * kAcross;
   static constexpr int kSubtiles = kMainWarps * kSubtilesPerWarp;
-  // Units whose loads are in flight together.
+  // Subtiles whose loads are in flight together.
   static constexpr int kInFlight = kSubtiles % 2 == 0 ? 2 : kSubtiles % 3 == 0 ? 3 : 1;
   static_assert(Plan::kWarps % kWarps == 0 && kSubtiles % kInFlight == 0);
 };
 
-// 16 rows x 16 columns of sums of a warp: two of the blocks of dq_index, side by side.
+// 16 rows x 16 columns of the sums of a warp: two neighbouring blocks of dq_index.
 template <class C>
 class DqSubtile {
   using Plan = BackwardPlan<C>;
@@ -30,7 +34,7 @@ class DqSubtile {
   using Storage = typename Element::Storage;
 
  public:
-  // Unit `index` of `main_warp`, a warp of the main kernel.
+  // Loads subtile `index` of `main_warp`, a warp of the main kernel.
   TILEWISE_DEVICE void load(const float* tile, int main_warp, int index, int lane) {
     const int m = index / FinishPlan<C>::kAcross;
     const int n = index % FinishPlan<C>::kAcross * 2;
@@ -52,8 +56,8 @@ class DqSubtile {
     }
   }
 
-  // NaN when one of the sums is not finite. Rows not in use and columns past the last count, too:
-  // a flag too many costs time only.
+  // Returns NaN when one of the sums is not finite, else `zero`. Unused rows and columns past the
+  // last count as well: a needless flag only costs time.
   TILEWISE_DEVICE float nan_if_nonfinite(float zero) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -63,7 +67,7 @@ class DqSubtile {
     return zero;
   }
 
-  // sum + the products with q, of `rows` rows.
+  // Returns sum + the products of `rows` rows with q.
   TILEWISE_DEVICE float multiply(float sum, const Storage* q, int64_t stride, int32_t rows,
                                  int columns) const {
 #pragma unroll
@@ -101,8 +105,8 @@ class DqSubtile {
           if (row < rows && column < columns) ptx::st_global_v2_b32(to + column, bits);
         }
       } else {
-        // Even lanes take four columns of the first block, odd ones of the second: a store then
-        // fills 32 bytes of each row.
+        // Even lanes take four columns of the first block, odd lanes four of the second: a store
+        // then fills 32 bytes of each row.
         const uint32_t first =
             tile::pack<Element>(x_[0][half * 2] * scale, x_[0][half * 2 + 1] * scale);
         const uint32_t second =
@@ -122,7 +126,7 @@ class DqSubtile {
   int32_t column_;
 };
 
-// dscale and whether all is finite, of a block.
+// Reduces dscale and the flag over the CTA and stores them.
 TILEWISE_DEVICE void finish_block(const BackwardParams& p, int32_t tile, float dscale, float zero) {
   const int thread = ptx::thread_index();
   const ptx::SharedAddress shared = ptx::shared_address(ptx::shared_memory());
@@ -148,8 +152,8 @@ TILEWISE_DEVICE void finish_block(const BackwardParams& p, int32_t tile, float d
   if (p.row_flags.data != nullptr) p.row_flags.data[tile] = static_cast<uint8_t>(flag);
 }
 
-// dQ = scale * sums, for the rows in use; main_warp of dscale = sum(q dQ / scale); whether the sums
-// are finite.
+// Writes dQ = scale * sums for the valid rows; computes part of dscale = sum(q dQ / scale) and
+// whether the sums are finite.
 template <class C>
 TILEWISE_KERNEL(kFinishThreads, 1)
 void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
@@ -167,7 +171,7 @@ void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
                        lane);
     }
   };
-  load(0);  // what the tile is need not be known; an empty one has sums of anything
+  load(0);  // before the tile is known; the sums of an unused tile are arbitrary
 
   const bool summed = p.dscale_partials != nullptr || p.row_flags.data != nullptr;
   const RowBlock<C> block = RowBlock<C>::of(p);

@@ -1,5 +1,5 @@
-// What a block knows of its key tile and needs at edges only. It lies in shared memory: registers
-// are short.
+// What a CTA knows of its key tile and needs at edges only. It lies in shared memory, since
+// registers are scarce.
 #pragma once
 
 #include "cuda/mma_sync/backward_plan.h"
@@ -10,8 +10,7 @@ namespace tilewise::cuda::mma_sync {
 
 inline constexpr int32_t kFar = 1 << 30;
 
-// Tiles of queries whose first row is one of these need no mask: all of their rows see all keys of
-// the block.
+// First rows of the query tiles that need no mask: all of their rows see all keys of the CTA.
 struct UnmaskedRows {
   int32_t begin;
   int32_t end;
@@ -24,13 +23,13 @@ class KeyTile {
   using Plan = BackwardPlan<C>;
 
  public:
-  // One thread writes; a barrier follows before anything is read.
-  TILEWISE_DEVICE static void store(ptx::SharedAddress shared, const TileOrder::WorkTile& work,
+  // One thread calls it; a barrier must follow before anything is read.
+  TILEWISE_DEVICE static void store(ptx::SharedAddress shared, const TileOrder::WorkTile& work_tile,
                                     const Band& band, Range row_tiles, int64_t head_tiles,
                                     bool last_first, bool far_rows) {
-    const int64_t key = work.tile * int64_t{Plan::kKeys};
+    const int64_t key = work_tile.tile * int64_t{Plan::kKeys};
     const Range keys = {key, min(band.keys, key + Plan::kKeys)};
-    // A tile with a row that is far takes the branch of those that need a mask.
+    // With far rows every tile takes the masked branch, which handles them.
     const Range all = keys.size() == Plan::kKeys && !far_rows ? band.rows_of_all(keys) : Range{};
     const int64_t all_end = all.end == band.rows ? kFar : all.end - Plan::kQueries + 1;
     const int64_t x[kWords] = {clamp(key - band.shift() - band.right, -kFar, kFar),
@@ -41,8 +40,8 @@ class KeyTile {
                                band.rows,
                                head_tiles - row_tiles.size(),
                                (last_first ? kLastFirst : 0) | (far_rows ? kFarRows : 0),
-                               work.head,
-                               work.sequence,
+                               work_tile.head,
+                               work_tile.sequence,
                                all.begin,
                                all.empty() ? 0 : all_end};
 #pragma unroll
@@ -52,22 +51,23 @@ class KeyTile {
 
   TILEWISE_DEVICE explicit KeyTile(ptx::SharedAddress shared) : at_(shared + Plan::kKeyTile) {}
 
-  // The rows that see key 0 of the block are first_row() ... last_row().
+  // The rows that see key 0 of the CTA are first_row() ... last_row().
   TILEWISE_DEVICE int32_t first_row() const { return get(0); }
   TILEWISE_DEVICE int32_t last_row() const { return get(1); }
   TILEWISE_DEVICE Range keys() const { return {get(2), min(get(3), get(2) + Plan::kKeys)}; }
-  TILEWISE_DEVICE int32_t key_count() const { return get(3) - get(2); }  // to the last key
+  // up to the last key of the sequence
+  TILEWISE_DEVICE int32_t key_count() const { return get(3) - get(2); }
   TILEWISE_DEVICE UnmaskedRows unmasked_rows() const { return {get(10), get(11)}; }
-  // Where the walk over the rows of a head starts, and how many tiles it leaves out between heads.
+  // The first row that is walked in each head, and the number of tiles skipped between heads.
   TILEWISE_DEVICE int32_t begin() const { return get(4); }
   TILEWISE_DEVICE int32_t skipped_tiles() const { return get(6); }
   TILEWISE_DEVICE int32_t head() const { return get(8); }
   TILEWISE_DEVICE int32_t sequence() const { return get(9); }
-  // Some row of the call is (BackwardParams::far_rows).
+  // Whether the call has far rows (BackwardParams::far_rows).
   TILEWISE_DEVICE bool far_rows() const { return (get(7) & kFarRows) != 0; }
 
-  // How many key tiles add to the tile of rows from `row` on before this one does. Blocks are
-  // numbered in the same order (TileOrder), so a block waits for earlier ones only.
+  // How many key tiles add to the row tile at `row` before this one. CTAs are numbered in the same
+  // order (TileOrder), so a CTA only waits for earlier ones.
   TILEWISE_DEVICE int32_t semaphore_value(int32_t row) const {
     const int32_t key = get(2);
     const int32_t begin = max(0, row + key - last_row());

@@ -1,4 +1,4 @@
-// The end of a backward block: dK and dV on their way to memory.
+// The epilogue of a backward CTA: dK and dV are stored through shared memory.
 #pragma once
 
 #include "cuda/mma_sync/backward_key_tile.cuh"
@@ -23,7 +23,8 @@ TILEWISE_DEVICE bool is_finite(const KeySums<C>& d) {
   return finite;
 }
 
-// scale * d as rows of elements in shared memory. `row`, `column`: the first ones of the warp.
+// Writes scale * d to shared memory as rows of elements. `row` and `column` are the first ones of
+// the warp.
 template <class C>
 TILEWISE_DEVICE void stage_keys(const KeySums<C>& d, float scale, ptx::SharedAddress to, int row,
                                 int column) {
@@ -52,7 +53,7 @@ TILEWISE_DEVICE void stage_keys(const KeySums<C>& d, float scale, ptx::SharedAdd
   }
 }
 
-// The first `count` elements of 16 bytes, at any alignment.
+// Stores the first `count` elements of 16 bytes, at any alignment.
 template <class C>
 TILEWISE_DEVICE void store_elements(typename C::Element::Storage* to, const uint32_t (&x)[4],
                                     int64_t count) {
@@ -66,9 +67,10 @@ TILEWISE_DEVICE void store_elements(typename C::Element::Storage* to, const uint
   }
 }
 
-// K and V of fp32 are joined when they have landed: all warps split them in every step.
+// Presplits K and V of fp32 (tile::presplit) when they have arrived, since all warps split them in
+// every step.
 template <class C>
-TILEWISE_DEVICE void join_keys(ptx::SharedAddress shared) {
+TILEWISE_DEVICE void presplit_keys(ptx::SharedAddress shared) {
   using Plan = BackwardPlan<C>;
   if constexpr (std::is_same_v<typename C::Element, F32>) {
     static_assert(Plan::kV == Plan::kK + Plan::kKeyTileBytes);
@@ -85,7 +87,7 @@ TILEWISE_DEVICE void join_keys(ptx::SharedAddress shared) {
   }
 }
 
-// The staged rows of the keys in use to dk or dv.
+// Stores the staged rows of valid keys to dk or dv.
 template <class C>
 TILEWISE_DEVICE void store_keys(const tilewise_tensor& view, ptx::SharedAddress from,
                                 const KvSource& source, int64_t head, Range keys, int64_t columns) {
@@ -116,12 +118,12 @@ TILEWISE_DEVICE void store_keys(const tilewise_tensor& view, ptx::SharedAddress 
   }
 }
 
-// The sums of the block to dk and dv, by way of the shared memory of K and V.
+// Stores the sums of the CTA to dk and dv, through the shared memory of K and V.
 template <class C>
 TILEWISE_DEVICE void write_dk_dv(const BackwardParams& p, const KeySums<C>& dk,
                                  const KeySums<C>& dv, ptx::SharedAddress shared) {
   using Plan = BackwardPlan<C>;
-  // Computed again, so that no register holds it through the loop.
+  // Computed again, so that no register holds it throughout the loop.
   const int warp = static_cast<int>(ptx::opaque(static_cast<uint32_t>(ptx::thread_index()))) / 32;
   const int row = warp / Plan::kTile.query_warps * 32;
   const int column = warp % Plan::kTile.query_warps * Plan::kColumns;

@@ -1,9 +1,28 @@
-// The backward of FlashAttention-2 (arXiv 2307.08691, algorithm 2) on tensor cores. A block owns a
+// The backward of FlashAttention-2 (arXiv 2307.08691, algorithm 2) on tensor cores. A CTA owns a
 // tile of keys of one key/value head, sums dK and dV in registers over the query heads of its group
-// and over the tiles of queries that see the keys, and adds dQ to sums in memory.
+// and over the tiles of query rows that see the keys, and adds dQ to sums in global memory.
 //
 // Scores are computed transposed (S^T = K Q^T, dP^T = V dO^T): what a warp has computed of P^T and
 // dS^T is then the left operand of its products for dV and dK without leaving registers.
+//
+// Roles: no warp is specialised; each loads and computes. Warp w owns 32 keys and a share of the
+// queries for S and dP, 32 keys and a share of the columns for dK and dV, and some rows and columns
+// of dQ (backward_plan.h).
+//
+// What passes through shared memory: K and V, loaded once; Q, dO, row_lse and row_delta of a tile,
+// copied with cp.async through 1, 2 or 3 stages; dS and, when several warps share a tile's queries,
+// P of all warps. CTA barriers order all of it.
+//
+// Loop over row tiles i, in one query head after the other, with 3 stages and an early barrier:
+//   S^T = K Q^T, mask    dP^T = V dO^T    P, dS to registers and shared memory
+//   dV += P^T dO         own queries
+//   wait tile i + 1, barrier: dS and P of all warps are complete
+//   dK += dS^T Q         own queries; copy tile i + 2 to the stage of tile i - 1
+//   dV, dK               queries of the other warps
+//   dQ = dS K            added to dq_sum with red.add, or in semaphore order (deterministic)
+// dS and P are double-buffered, so that this is the only barrier. With 2 stages a second barrier
+// opens the step, and Q and dO of tile i + 1 are copied beside S and dP; with 1 stage tile i + 1 is
+// copied at the end of the step. Without an early barrier dS is shared after the own part of dK.
 #pragma once
 
 #include "cuda/mma_sync/backward_keys.cuh"
@@ -14,14 +33,14 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// exp2(scale_log2 * s + row_lse) = P. Not zero, so that a masked score has a value that it takes to
-// 0, whatever the sign of the scale.
+// The scale of P = exp2(scale_log2 * s + row_lse). It is never 0, so that a masked score, which is
+// infinite, makes P 0 whatever the sign of the scale.
 TILEWISE_DEVICE float exponent_scale(float scale) {
   const float x = scale * kLog2e;
   return x < 1e-30f && x > -1e-30f ? 1e-30f : x;
 }
 
-// Where the tiles of a step lie.
+// The addresses of the tiles of a step.
 template <class C>
 struct StepTiles {
   using Plan = BackwardPlan<C>;
@@ -38,8 +57,8 @@ struct StepTiles {
         ds(shared + Plan::kDS + static_cast<uint32_t>(score_tile * Plan::kScoreTileBytes)),
         p(shared + Plan::kP + static_cast<uint32_t>(score_tile * Plan::kScoreTileBytes)) {}
 
-  int own_query;      // the first one of the warp
-  uint32_t own_rows;  // where it lies in the tiles of q and d_out
+  int own_query;      // the first query of the warp
+  uint32_t own_rows;  // its offset in the tiles of q and d_out
   ptx::SharedAddress q;
   ptx::SharedAddress d_out;
   ptx::SharedAddress own_lse;
@@ -52,7 +71,7 @@ struct StepTiles {
 template <class C>
 using OwnScores = tile::Operands<typename C::Element, 2, max(1, BackwardPlan<C>::kOwnSteps)>;
 
-// P and dS of the warp: into its operands, and to shared memory for the other warps.
+// Stores P and dS of the warp: to its operands, and to shared memory for the other warps.
 template <class C, class Offsets>
 TILEWISE_DEVICE void store_scores(OwnScores<C>& p_own, OwnScores<C>& ds_own, ScoreSums<C>& s,
                                   ScoreSums<C>& dp, const Offsets& scores, const StepTiles<C>& at,
@@ -65,7 +84,7 @@ TILEWISE_DEVICE void store_scores(OwnScores<C>& p_own, OwnScores<C>& ds_own, Sco
     for (int m = 0; m < 2; ++m) {
       p_own.set(m, n, s.x[m][n]);
       ds_own.set(m, n, dp.x[m][n]);
-      constexpr int kChunks = Plan::kBytes / 2;  // of 8 queries
+      constexpr int kChunks = Plan::kBytes / 2;  // per 8 queries
 #pragma unroll
       for (int i = 0; i < 2 * kChunks; ++i) {
         const int chunk = n * kChunks + i / 2;
@@ -78,7 +97,7 @@ TILEWISE_DEVICE void store_scores(OwnScores<C>& p_own, OwnScores<C>& ds_own, Sco
   }
 }
 
-// dK and dV of a step. `refill` runs when the stage before it is free.
+// Adds dK and dV of a step. `refill` runs when the previous stage is no longer read.
 template <class C, class Columns, class Offsets, class Refill>
 TILEWISE_DEVICE void add_dk_dv(KeySums<C>& dk, KeySums<C>& dv, const OwnScores<C>& p_own,
                                const OwnScores<C>& ds_own, const Columns& columns,
@@ -111,7 +130,7 @@ TILEWISE_DEVICE void add_dk_dv(KeySums<C>& dk, KeySums<C>& dv, const OwnScores<C
   }
   if constexpr (!Plan::kTile.early_barrier) ptx::sync_block();
 
-  // ... and with those of the other warps.
+  // The same with the queries of the other warps.
 #pragma unroll
   for (int j = Plan::kOwnSteps; j < Plan::kQueries / Plan::kStep; j += kHeld) {
     const int query = at.own_query / Plan::kStep * Plan::kStep ^ j * Plan::kStep;
@@ -127,7 +146,7 @@ TILEWISE_DEVICE void add_dk_dv(KeySums<C>& dk, KeySums<C>& dv, const OwnScores<C
   }
 }
 
-// dQ of a step to its sums; in turn when the order of additions is to be the same every time.
+// Adds dQ of a step to its sums; in semaphore order when the backward is deterministic.
 template <class C>
 TILEWISE_DEVICE void add_dq(const BackwardParams& p, const typename DqProduct<C>::Sums& dq,
                             const KeyTile<C>& key_tile, const TileRecord<C>& record, int warp,
@@ -190,9 +209,9 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   copy_keys<C>(shared + Plan::kV, problem.v, sequence.kv, work_tile.head, keys, problem.head_dim_v);
   ptx::sync_block();
   RowPipeline<C> pipeline(p, sequence, first_head, first_tile, shared);
-  int32_t steps = static_cast<int32_t>(row_tiles.size()) * group;  // still to be done
+  int32_t steps = static_cast<int32_t>(row_tiles.size()) * group;  // remaining
   pipeline.copy(p, 0, steps > 0);
-  join_keys<C>(shared);
+  presplit_keys<C>(shared);
   if constexpr (kStages == 3) {
     pipeline.copy(p, 1, steps > 1);
     tile::wait<Arch, 1>();

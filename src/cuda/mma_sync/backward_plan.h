@@ -1,4 +1,4 @@
-// How a backward block is cut: who sums what, and what lies where in shared memory.
+// How the warps of a backward CTA divide its products, and the layout of its shared memory.
 #pragma once
 
 #include "cuda/mma_sync/config.h"
@@ -10,8 +10,8 @@ inline constexpr int kPrepareThreads = 128;
 inline constexpr int kFinishThreads = 128;
 inline constexpr int kFinishSharedBytes = kFinishThreads / 32 * 8;
 
-// A block owns kKeys keys and walks the tiles of kQueries query rows that see them. Warp w works on
-// 32 keys (w / query_warps) and shares the queries of a tile with the other warps of these keys.
+// A CTA owns kKeys keys and walks the tiles of kQueries query rows that see them. Warp w owns 32
+// keys (w / query_warps) and shares the queries of a tile with the other warps of these keys.
 template <class C>
 struct BackwardPlan {
   static constexpr arch::BackwardTile kTile = C::kBackward;
@@ -23,27 +23,27 @@ struct BackwardPlan {
   static constexpr int kStages = kTile.stages;
   static constexpr int kStep = 32 / kBytes;  // of the summed index of a product
 
-  // S^T = K Q^T and dP^T = V dO^T: 32 keys x kWarpQueries a warp.
+  // S^T = K Q^T and dP^T = V dO^T: 32 keys x kWarpQueries per warp.
   static constexpr int kWarpQueries = kQueries / kTile.query_warps;
   static_assert(kWarpQueries == 8 || kWarpQueries % 16 == 0);
-  // dK = dS^T Q and dV = P^T dO: 32 keys x kColumns a warp. The warp takes P and dS of its own
-  // queries from registers and those of the other warps from shared memory; all of them when its
-  // own are not a whole step.
+  // dK = dS^T Q and dV = P^T dO: 32 keys x kColumns per warp. The warp takes P and dS of its own
+  // queries from registers and those of the other warps from shared memory, or all of them from
+  // shared memory when its own queries are less than a step.
   static constexpr int kOwnSteps = kWarpQueries / kStep;
-  // Steps whose left operands a warp holds at once.
+  // Steps whose left operands a warp holds at the same time.
   static constexpr int kHeldSteps = kBytes == 2 ? 1 : max(1, kOwnSteps);
   static_assert(kOwnSteps % kHeldSteps == 0 && (kQueries / kStep - kOwnSteps) % kHeldSteps == 0);
-  // 4-byte elements take too many registers: there the own dS comes from shared memory, too.
+  // 4-byte elements need too many registers, so the warp's own dS comes from shared memory as well.
   static constexpr bool kOwnDsInRegisters = kBytes == 2 || !kTile.early_barrier;
   static constexpr bool kShareP = kTile.query_warps > 1;
-  // Computing the addresses of the score tiles in every step saves registers; the one instance
-  // that has them to spare spills less without (ptxas of CUDA 13.0).
+  // Computing the addresses of the score tiles in every step saves registers; the one instance that
+  // has registers to spare spills less when they are kept (ptxas of CUDA 13.0).
   static constexpr bool kRecomputeScoreOffsets =
       kBytes == 4 || kShareP || !C::Arch::kVectorReduction;
   static constexpr int kColumns = C::kHeadDim / kTile.query_warps;
   static_assert(kColumns % 16 == 0);
 
-  // dQ = dS K: kDqRows x kDqColumns a warp, warps side by side first.
+  // dQ = dS K: kDqRows x kDqColumns per warp; neighbouring warps have neighbouring columns.
   static constexpr bool dq_fits(int rows) {
     const int down = kQueries / rows;
     return kQueries % rows == 0 && kWarps % down == 0 && C::kHeadDim / (kWarps / down) % 16 == 0;
@@ -56,7 +56,7 @@ struct BackwardPlan {
   // Floats of a tile of dq_sum.
   static constexpr int kDqTile = kQueries * C::kHeadDim;
 
-  // Shared memory.
+  // Layout of shared memory.
   static constexpr int kRowBytes = C::kHeadDim * kBytes;
   static constexpr int kScoreRowBytes = kQueries * kBytes;
   static constexpr int kKeyTileBytes = kKeys * kRowBytes;
@@ -79,16 +79,16 @@ struct BackwardPlan {
 template <class C>
 inline constexpr int kBackwardSharedBytes = BackwardPlan<C>::kSharedBytes;
 
-// dq_sum holds a row tile as the sums of the warps, one after the other; this is where they put
-// value e of the 16 x 8 block (m, n) of their sums.
+// dq_sum holds a row tile as the sums of one warp after the other. This is the index of value e of
+// the 16 x 8 block (m, n) in the sums of a warp.
 template <class C>
 TILEWISE_FN int dq_index(int m, int n, int e, int lane) {
   const int block = m * (BackwardPlan<C>::kDqColumns / 8) + n;
   return C::Arch::kVectorReduction ? (block * 32 + lane) * 4 + e : (block * 4 + e) * 32 + lane;
 }
 
-// Row and column of a tile of dQ, of value e of the block (m, n) of a warp. The rows of 4-byte
-// elements come out of the transposed dS tile in the order in which Operands lie there.
+// Row and column in a tile of dQ of value e of a warp's block (m, n). Rows of 4-byte elements come
+// out of the transposed dS tile in the order in which Operands store them.
 template <class C>
 TILEWISE_FN int dq_row(int warp, int m, int e, int lane) {
   const int g = lane / 4;
@@ -101,7 +101,8 @@ TILEWISE_FN int dq_column(int warp, int n, int e, int lane) {
          e % 2;
 }
 
-// Gradients of keys: like k and v, or one row per key of each sequence (tilewise_gradients).
+// Where the gradients of keys lie: like k and v, or one row per key of each sequence when the cache
+// is paged or indexed (tilewise_gradients).
 TILEWISE_FN KvSource gradient_source(const Problem& p, const Sequence& s) {
   return p.block_table != nullptr || p.kv_batch_idx != nullptr ? s.kv.dense(s.batch) : s.kv;
 }

@@ -1,4 +1,8 @@
-// Before the backward: statistics of the rows, zeros where dQ is summed.
+// Before the backward: row_lse and row_delta of each query row, and zeros for the sums of dQ.
+//
+// One CTA per tile of query rows and query head. It zeroes its tile of dq_sum; then groups of
+// kLanes lanes each read rows of out and dout, kInFlight passes at a time, and reduce sum(out dout)
+// with shuffles. Nothing passes through shared memory.
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -11,17 +15,18 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// A row that takes part in nothing: exp2(anything - 1e30) = 0, and no infinity meets another.
+// The row_lse of an unused row: exp2(x - 1e30) = 0 for every x, and no infinity is subtracted from
+// another.
 inline constexpr float kUnusedRow = -1e30f;
 
-// The tile of rows of one query head that a block of a row kernel has. Grids have less than 2^31
-// blocks, so all but the first row of a ragged sequence is found in 32 bits.
+// The row tile and query head of a CTA of the row kernels. Grids have fewer than 2^31 blocks, so
+// all but the first row of a varlen sequence is found in 32 bits.
 template <class C>
 struct RowBlock {
   int32_t head;
   int32_t batch;  // -1: nothing to do
   int32_t row0;
-  int32_t tile;  // among all heads' tiles
+  int32_t tile;  // among the tiles of all heads
 
   TILEWISE_DEVICE static RowBlock of(const BackwardParams& p) {
     constexpr PaddedRows kPadded{BackwardPlan<C>::kQueries};
@@ -48,7 +53,7 @@ struct RowBlock {
   }
 };
 
-// 16 bytes of a row from `column` on; 0 past the last column.
+// Loads 16 bytes of a row from `column` on; columns past the last are 0.
 template <class C>
 TILEWISE_DEVICE void load_chunk(uint32_t (&r)[4], const typename C::Element::Storage* row,
                                 int column, int columns, bool aligned) {
@@ -80,7 +85,7 @@ TILEWISE_DEVICE float element_of(const uint32_t (&r)[4], int i) {
         static_cast<uint16_t>(i % 2 == 0 ? r[i / 2] & 0xffffu : r[i / 2] >> 16)});
 }
 
-// The lanes of a row.
+// How lanes divide rows.
 template <class C>
 struct RowLanes {
   static constexpr int kPerChunk = 16 / C::Element::kBytes;
@@ -100,7 +105,7 @@ struct RowLanes {
   }
 };
 
-// row_lse = -lse in units of log2, row_delta = -delta = dlse - sum(out dout).
+// row_lse = -lse / ln 2, row_delta = -delta = dlse - sum(out dout).
 template <class C>
 TILEWISE_KERNEL(kPrepareThreads, 1)
 void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
@@ -134,7 +139,7 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
 
 #pragma unroll 1
   for (int pass = 0; pass < Lanes::kPasses; pass += Lanes::kInFlight) {
-    // Lane i of a row's lanes ends row i of those that are summed together.
+    // Lane i of the lanes of a row finishes the row of pass i of those in flight.
     const int own = first + (pass + lane) * Lanes::kRowsPerPass;
     LogSum sum;
     float dlse = 0.0f;

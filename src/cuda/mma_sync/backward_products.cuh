@@ -1,4 +1,4 @@
-// The five products of the backward, as one warp computes its part of them.
+// The five products of the backward, as one warp computes its share of them.
 #pragma once
 
 #include <numeric>
@@ -8,16 +8,17 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// How fp32 is summed: tensor cores sum groups of steps, and kSums sums are at work_tile at once, since
-// products into one sum wait for each other. Other elements: one group.
+// For fp32, tensor cores sum groups of steps, and several groups are in flight, since products into
+// one accumulator wait for each other; kSums is the number of accumulators per group. Other
+// elements have one group.
 template <class Element>
 inline constexpr bool kOneGroup = tile::kStepsInCore<Element> == 0;
 template <class Element, int kSums>
 inline constexpr int kAtOnce = kOneGroup<Element> ? 1 : max(1, 8 / kSums);
 
-// d += a b^T: 32 rows of a (joined), the warp's queries of b, both rows of the head dimension.
-// `between(k)` runs after step k: there the copies of a later tile are issued. Few steps: d starts
-// near 0.
+// d += a b^T: 32 rows of a (presplit) and the warp's queries of b, over the columns of the head
+// dimension. `between(k)` runs after step k and issues the copies of a later tile. The first group
+// is summed in d itself, since there are few steps and d starts near 0.
 template <class C>
 class RowProduct {
   using Plan = BackwardPlan<C>;
@@ -35,7 +36,8 @@ class RowProduct {
   template <class Between>
   TILEWISE_DEVICE void add(Sums& d, ptx::SharedAddress a, ptx::SharedAddress b,
                            Between&& between) const {
-    constexpr int kColumns = max(1, Plan::kWarpQueries / 16);  // operands of b: 16, or 8 twice
+    // operands of b: 16 queries, or 8 of two steps
+    constexpr int kColumns = max(1, Plan::kWarpQueries / 16);
     constexpr int kAbreast = min(kColumns, kAtOnce<Element, 4>);
     constexpr int kGroups = kAtOnce<Element, 4 * kAbreast>;
     constexpr int kInCore = kOneGroup<Element> ? kSteps : tile::kStepsInCore<Element>;
@@ -68,7 +70,7 @@ class RowProduct {
                 columns[g][c] = tile::load<Element>(b + b_.at(0, step / 2));
             }
           }
-          // Terms outermost: those of one sum wait for each other.
+          // Terms are the outermost loop: those of one accumulator wait for each other.
 #pragma unroll
           for (int term = 0; term < tile::kTerms<Element>; ++term) {
 #pragma unroll
@@ -107,7 +109,8 @@ class RowProduct {
   typename Choose<kWide>::Type b_;
 };
 
-// d += a b for kSteps steps of kStep queries: 32 keys of P^T or dS^T, rows `row` ... of dO or Q.
+// d += a b for kSteps steps of kStep queries: 32 keys of P^T or dS^T, and the rows of dO or Q from
+// `row` on.
 template <class C, int kSteps>
 TILEWISE_DEVICE void add_steps(
     tile::Sums<2, BackwardPlan<C>::kColumns / 8>& d,
@@ -146,7 +149,7 @@ TILEWISE_DEVICE void add_steps(
   }
 }
 
-// dQ = dS K, the part of a warp. K is joined.
+// A warp's share of dQ = dS K. K is presplit.
 template <class C>
 class DqProduct {
   using Plan = BackwardPlan<C>;
@@ -200,7 +203,7 @@ class DqProduct {
     }
   }
 
-  // Adds them to the sums of all key tiles, in the private order of dq_index.
+  // Adds dq to the sums over all key tiles, in the order of dq_index.
   TILEWISE_DEVICE static void reduce(const Sums& dq, float* tile, int warp, int lane) {
     float* own = tile + warp * (Plan::kDqRows * Plan::kDqColumns) + dq_index<C>(0, 0, 0, lane);
 #pragma unroll

@@ -1,4 +1,4 @@
-// The rows of the backward: tiles of Q, dO and their statistics on the way to shared memory.
+// Copies tiles of Q, dO and their statistics, and K and V, to shared memory.
 #pragma once
 
 #include "cuda/mma_sync/backward_key_tile.cuh"
@@ -6,14 +6,14 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// The walk over all tiles of rows that the block needs, in one query head after the other.
+// Walks all row tiles that the CTA needs, in one query head after the other.
 template <class C>
 struct RowTile {
   int32_t row;    // first row
   int32_t end;    // of the rows to walk, in whole tiles
   int32_t index;  // among the padded tiles of all heads
 
-  // True when the next one is in the next head.
+  // Returns whether the next tile is in the next head.
   TILEWISE_DEVICE bool advance(const KeyTile<C>& key_tile) {
     row += BackwardPlan<C>::kQueries;
     ++index;
@@ -24,7 +24,7 @@ struct RowTile {
   }
 };
 
-// What is known of the tile in a stage, beside its data.
+// What the CTA knows of the tile in a stage, beside its data.
 template <class C>
 class TileRecord {
  public:
@@ -41,7 +41,7 @@ class TileRecord {
   TILEWISE_DEVICE int32_t row() const { return get(0); }
   TILEWISE_DEVICE int32_t index() const { return get(1); }
   TILEWISE_DEVICE bool masked() const { return get(2) != 0; }
-  TILEWISE_DEVICE int32_t head() const { return get(3); }  // of the group
+  TILEWISE_DEVICE int32_t head() const { return get(3); }  // in the group
 
  private:
   TILEWISE_DEVICE int32_t get(int i) const {
@@ -51,7 +51,7 @@ class TileRecord {
   ptx::SharedAddress at_;
 };
 
-// Q or dO: the chunks that this thread copies.
+// The 16-byte pieces of Q or dO that this thread copies.
 template <class C>
 class RowPointer {
   using Plan = BackwardPlan<C>;
@@ -70,8 +70,8 @@ class RowPointer {
     if constexpr (C::kGeneral) aligned_ = rows_aligned(view, columns, Plan::kBytes);
   }
 
-  // Copies a tile and goes on to the next one. Rows past the last, `rows` after that of this
-  // thread, and columns past the last become 0.
+  // Copies a tile and moves on to the next one. Rows past the last, which is `rows` after this
+  // thread's first row, and columns past the last become 0.
   TILEWISE_DEVICE void copy(ptx::SharedAddress to, const tilewise_tensor& view, const Lanes& lanes,
                             int32_t rows) {
 #pragma unroll
@@ -103,12 +103,12 @@ class RowPointer {
   static constexpr bool kOneColumn = Lanes::kColumns == 1;
 
   const char* from_;
-  int32_t bytes_;  // of a row, from the first chunk of this thread on
-  bool exists_;    // the first chunk
+  int32_t bytes_;  // of a row, from the first 16 bytes of this thread on
+  bool exists_;    // the first 16 bytes
   bool aligned_ = true;
 };
 
-// Copies tile after tile, one or two ahead of the products.
+// Copies the row tiles, one or two ahead of the products.
 template <class C>
 class RowPipeline {
   using Plan = BackwardPlan<C>;
@@ -124,7 +124,7 @@ class RowPipeline {
         rows_(static_cast<int32_t>(s.band.rows) - lanes_.row),
         tile_(tile) {}
 
-  // Q and the statistics of the next tile; then its dO, which ends the tile.
+  // Copies Q and the statistics of the next tile; copy_d_out then copies its dO and moves on.
   TILEWISE_DEVICE void copy_q(const BackwardParams& p, int stage) {
     if (ptx::thread_index() == 0) {
       const bool masked = !KeyTile<C>(shared_).unmasked_rows().contains(tile_.row);
@@ -149,7 +149,7 @@ class RowPipeline {
       d_out_.next_head(p.gradients.dout, tile_.end - tile_.row);
     }
   }
-  // The whole tile, when there is one.
+  // Copies the whole tile, if there is one.
   TILEWISE_DEVICE void copy(const BackwardParams& p, int stage, bool exists) {
     if (exists) {
       copy_q(p, stage);
@@ -172,7 +172,7 @@ class RowPipeline {
   int32_t head_ = 0;
 };
 
-// K or V of the block, once. Keys past the last and columns past the last become 0.
+// Copies K or V of the CTA, once. Keys and columns past the last become 0.
 template <class C>
 TILEWISE_DEVICE void copy_keys(ptx::SharedAddress to, const tilewise_tensor& view,
                                const KvSource& source, int64_t head, Range keys, int64_t columns) {

@@ -20,18 +20,18 @@ class KeyMask {
   using Plan = BackwardPlan<C>;
 
  public:
-  // Key 0 of the lane is key `key` of the block.
+  // Key 0 of the lane is key `key` of the CTA.
   TILEWISE_DEVICE KeyMask(const KeyTile<C>& key_tile, int32_t key, int32_t row)
       : first_(key_tile.first_row() + key - row),
         last_(key_tile.last_row() + key - row),
         keys_(key_tile.key_count() - key) {}
 
-  // The key `offset` keys after it is in use, and the query sees it.
+  // Whether the key `offset` keys after key 0 of the lane is valid and visible to the query.
   TILEWISE_DEVICE bool visible(int offset, int32_t query) const {
     return offset < keys_ && query >= first_ + offset && query <= last_ + offset;
   }
 
-  // What is not visible becomes `hidden`; `row` above is that of the lane's first query.
+  // Invisible scores become `hidden`. `row` above is the row of the lane's first query.
   TILEWISE_DEVICE void apply(ScoreSums<C>& s, float hidden) const {
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
@@ -54,10 +54,10 @@ class KeyMask {
  private:
   int32_t first_;
   int32_t last_;
-  int32_t keys_;  // in use from key 0 of the lane on
+  int32_t keys_;  // valid ones, from key 0 of the lane on
 };
 
-// Two queries of row_lse or row_delta, 8n + 2t and the next.
+// Loads row_lse or row_delta of the queries 8n + 2t and 8n + 2t + 1.
 template <class C>
 TILEWISE_DEVICE void load_statistic(float (&x)[2], ptx::SharedAddress statistic, int n) {
   uint32_t bits[2];
@@ -66,7 +66,7 @@ TILEWISE_DEVICE void load_statistic(float (&x)[2], ptx::SharedAddress statistic,
   x[1] = ptx::float_of(bits[1]);
 }
 
-// dP^T starts at -delta where nothing but a product follows.
+// dP^T starts at -delta where only the product with P follows.
 template <class C>
 TILEWISE_DEVICE void start_dp(ScoreSums<C>& dp, ptx::SharedAddress delta) {
   if constexpr (C::kGeneral) {
@@ -85,7 +85,7 @@ TILEWISE_DEVICE void start_dp(ScoreSums<C>& dp, ptx::SharedAddress delta) {
   }
 }
 
-// P = exp(S - lse) and dS = P (dP - delta); columns 8n .. 8n + 8 of both, in place.
+// Computes P = exp(S - lse) and dS = P (dP - delta) in place, for the queries 8n .. 8n + 7.
 template <class C>
 TILEWISE_DEVICE void softmax_and_derivative(ScoreSums<C>& s, ScoreSums<C>& dp, int n,
                                             float scale_log2, ptx::SharedAddress lse) {
@@ -101,8 +101,8 @@ TILEWISE_DEVICE void softmax_and_derivative(ScoreSums<C>& s, ScoreSums<C>& dp, i
   }
 }
 
-// Scores of rows that are far become relative to their lse. `first`: the first query of the lane
-// among all padded rows.
+// Scores of far rows become relative to the lse of their row. `first` is the first query of the
+// lane among all padded rows.
 template <class C>
 TILEWISE_DEVICE void make_relative(ScoreSums<C>& s, const BackwardParams& p, int64_t first,
                                    float scale_log2) {
@@ -123,7 +123,7 @@ TILEWISE_DEVICE void make_relative(ScoreSums<C>& s, const BackwardParams& p, int
   }
 }
 
-// The general form of the two: softcap, ALiBi, bias and dropout.
+// The general form of P and dS: softcap, ALiBi, bias and dropout.
 template <class C>
 class GeneralScores {
   using Plan = BackwardPlan<C>;
@@ -134,12 +134,12 @@ class GeneralScores {
     start_head(p, s, head);
   }
   TILEWISE_DEVICE void start_head(const Problem& p, const Sequence& s, int64_t head) {
-    // After the last head there is none: what is read then is not used.
+    // After the last head there is no other; what is read then is not used.
     head_ = ScoreMod::row(p, s, 0, min<int64_t>(head, p.heads_q - 1));
   }
 
-  // All of s becomes dropout(P), all of dp dS. `row`: the first query of the warp; `mask` counts
-  // from there on.
+  // All of s becomes dropout(P), and all of dp becomes dS. `row` is the first query of the warp,
+  // from which `mask` counts.
   TILEWISE_DEVICE void apply(ScoreSums<C>& s, ScoreSums<C>& dp, const KeyMask<C>& mask,
                              const BackwardParams& p, const KeyTile<C>& key_tile, int32_t row,
                              int32_t tile_index, ptx::SharedAddress lse,
@@ -200,7 +200,7 @@ class GeneralScores {
     return r;
   }
 
-  // The 16 keys of a block lie across the 8 lanes of equal t, two in each, and so do the 8
+  // The 16 keys of a dropout block lie across the 8 lanes of equal t, two in each, and so do the 8
   // combinations of (n % 2, m, e % 2): lane g draws those of combination g for every pair of n, and
   // kept[c] is what lane c has drawn, from the bit of this lane's first key on.
   TILEWISE_DEVICE void draw(uint32_t (&kept)[8], int32_t row) const {

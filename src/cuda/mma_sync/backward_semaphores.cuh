@@ -1,4 +1,5 @@
-// The deterministic backward: key tiles add to dQ one after the other, in the order of the blocks.
+// The deterministic backward: key tiles add to dQ one after the other in semaphore order, which is
+// the order of the CTAs. A semaphore counts the key tiles that have been added to a row tile.
 #pragma once
 
 #include "cuda/mma_sync/backward_key_tile.cuh"
@@ -7,7 +8,7 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// Thread 0 waits and passes on for all.
+// Thread 0 waits for the whole CTA.
 template <class C>
 TILEWISE_DEVICE void wait_semaphore(const int32_t* semaphore, const KeyTile<C>& key_tile,
                                     int32_t row) {

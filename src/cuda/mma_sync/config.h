@@ -1,4 +1,4 @@
-// What one instance of the mma_sync kernels is: architecture, element, head-dim tile and form.
+// The compile-time configuration of an mma_sync kernel: architecture, element, head-dim tile, form.
 #pragma once
 
 #include <type_traits>
@@ -10,18 +10,19 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// Prefill: whole tiles of query rows. Decode: the few query rows of generation.
+// Prefill computes whole tiles of query rows, decode the few query rows of a generation step.
 enum class Phase { prefill, decode };
 
 template <class Arch_, class Element_, int kHeadDim_, Form kForm_, Phase kPhase_ = Phase::prefill,
           int kWarpSplits_ = 1>
 struct Config {
   using Arch = Arch_;
-  using KvElement = Element_;  // what keys and values are in memory
-  // They are multiplied as F16, whichever 16 bits q and out have.
+  using KvElement = Element_;  // element of k and v in memory
+  // A float8 cache is multiplied as F16, whether q and out are F16 or BF16.
   static constexpr bool kFloat8 = std::is_same_v<KvElement, E4M3>;
   using Element = std::conditional_t<kFloat8, F16, KvElement>;
-  using Storage = std::conditional_t<kFloat8, EitherHalf, typename Element::Storage>;  // of q, out
+  // The element of q and out in memory.
+  using Storage = std::conditional_t<kFloat8, EitherHalf, typename Element::Storage>;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kGeneral = kForm_ == Form::general;
   static constexpr bool kPaged = kForm_ == Form::paged || kForm_ == Form::tma_paged;
@@ -31,24 +32,33 @@ struct Config {
           ? Arch::decode(KvElement::kBytes, kHeadDim)
           : Arch::forward(KvElement::kBytes, kHeadDim, std::is_same_v<Element, Tf32>);
   static constexpr bool kDecodes = kPhase_ == Phase::decode;
-  static constexpr int kWarpSplits =
-      kWarpSplits_;  // warps that share the keys (forward_warp_split.h)
-  // Each warp has a ring of its own, whose stages have barriers (forward_warp_pipeline.h). Then it
-  // asks for the first keys of a sequence before it counts the parts of its batch, and clusters or
-  // last blocks merge key splits.
+  // Warps that split the keys of a tile (forward_warp_split.h).
+  static constexpr int kWarpSplits = kWarpSplits_;
+  // Each warp has a pipeline of its own, whose stages have mbarriers (forward_warp_pipeline.h).
+  // Such a kernel prefetches the first keys of a sequence before it counts the chunks of its batch,
+  // and a cluster or the CTA that finishes last combines its splits.
   static constexpr bool kWarpPipeline = Arch::kTma && kDecodes && !kGeneral;
   static_assert(kWarpSplits == 1 || (kWarpPipeline && kForward.warps == 1));
   static constexpr bool kHasWarpSplit =
       kWarpPipeline && has_warp_split(kHeadDim, KvElement::kBytes);
+  // Whether a CTA splits fp32 keys and values into tf32 pairs once, when they arrive.
   static constexpr bool kTf32SplitOnLoad = kForward.warps > 0 && kForward.stages == 0;
   static constexpr arch::BackwardTile kBackward = Arch::backward(KvElement::kBytes, kHeadDim);
   static constexpr bool kConverts = Arch::kConvertsFloat8;
-  // A key or value is this many times its operand.
+  // A key or value equals its F16 operand times this.
   static constexpr float kKvUnit = kFloat8 ? tile::Float8Pairs<kConverts>::kUnit : 1.0f;
-  // What a lane has of its sums over values.
+  // The columns of the output that a lane accumulates.
   using Columns = std::conditional_t<kFloat8, tile::FourColumns, tile::TwoColumns>;
-  // Pages of fp32 are left to the general form, and so is all of float8 but boxes: caches have 16
-  // bits or are decoded from. Boxes are for decoding, and what they cannot read is general.
+  // Which form serves which keys and values, when no option and no alignment needs the general one:
+  //
+  //   dtype        phase    contiguous  paged
+  //   fp16, bf16   prefill  plain       paged
+  //   fp16, bf16   decode   tma         tma_paged; paged when pages are smaller than a TMA box
+  //   fp32, tf32   both     plain       general
+  //   float8       prefill  general     general
+  //   float8       decode   tma         tma_paged; general when pages are smaller than a TMA box
+  //
+  // An architecture without TMA decodes with plain and paged, and float8 with general.
   static constexpr bool kServes = kTma      ? kWarpPipeline
                                   : kFloat8 ? kGeneral
                                   : kPaged  ? Element::kBytes == 2
@@ -56,7 +66,7 @@ struct Config {
 };
 
 // The kernels:
-//   forward.cuh            forward<Config>(ForwardParams), of boxes (TmaForwardParams)
+//   forward.cuh            forward<Config>(ForwardParams; TmaForwardParams in the TMA forms)
 //   backward_prepare.cuh   backward_prepare<Config>(BackwardParams)
 //   backward_main.cuh      backward<Config>(BackwardParams)
 //   backward_finish.cuh    backward_finish<Config>(BackwardParams)

@@ -1,8 +1,27 @@
 // The forward on tensor cores of sm_75 and later: FlashAttention-2 (arXiv 2307.08691), algorithm 1.
 //
-// A block owns a tile of packed query rows, shared out to its warps, and walks the key tiles that
-// they see from the last to the first. Q stays in shared memory, the scores and the output in
-// registers; K and V pass through a ring of shared tiles.
+// A CTA computes one work tile: packed query rows of one key/value head of one sequence, or of one
+// split or chunk of its keys. It walks the key tiles that its rows see from the last to the first.
+//
+// Roles: no warp is specialised; each loads and computes.
+//   prefill   kForward.warps warps split the rows of the tile. All threads copy K and V with
+//             cp.async (KvPipeline; on sm_75 with plain loads).
+//   fp32      the same, but threads also split each tile into tf32 pairs (Tf32SplitPipeline).
+//   decode    one warp has all rows, or two split the keys (forward_warp_split.h). With TMA each
+//             warp has a pipeline of its own (WarpPipeline); otherwise decoding uses KvPipeline.
+//
+// What passes between them: Q stays in shared memory, scores and output in registers, K and V pass
+// through one pipeline of shared stages. A stage is full when its cp.async groups have completed
+// and the CTA has met at a barrier, or (WarpPipeline) when its full barrier completes a phase. Such
+// a CTA barrier, or the warp's own program order, also says that a stage is empty.
+//
+// Loop, with tiles t, t - 1, ...; KvPipeline with 3 stages:
+//   wait K(t)   S = Q K^T     while K(t - 1) is copied to the empty stage
+//   mask, softmax: S becomes P
+//   wait V(t)   O += P V      while V(t - 1) is copied to the empty stage
+// Afterwards the rows are normalised and leave through the shared memory of Q, or as a partial
+// result that a cluster (forward_combine.h), the CTA that finishes last (forward_chunk_combine.h)
+// or the combine kernel merges.
 #pragma once
 
 #include <cfloat>
@@ -45,8 +64,8 @@ inline constexpr int kForwardSharedBytes = C::kWarpSplits * kWarpSplitBytes<C>;
 template <class C>
 inline constexpr int kForwardThreads = C::kWarpSplits * C::kForward.threads();
 
-// The two products of a warp. `load_ahead(part)` issues the copies of the ring between the
-// instructions.
+// The two matrix products of a warp. `load_ahead(part)` issues a part of the copies of a later tile
+// between their instructions.
 template <class C>
 struct Products {
   using Element = typename C::Element;
@@ -56,10 +75,10 @@ struct Products {
   static constexpr int kStep = tile::kStep<Element>;
   static constexpr int kParts = Pipeline<C>::kParts;
   static constexpr int kKeys = C::kForward.keys;
-  static constexpr bool kOne = tile::kStepsInCore<Element> == 0;  // sum for all steps
-  // Sums at q_tile at once, when they are many: products into one sum wait for each other.
+  static constexpr bool kOne = tile::kStepsInCore<Element> == 0;  // one accumulator for all steps
+  // Accumulators in flight: products into one accumulator wait for each other.
   static constexpr int kAtOnce = 8;
-  static constexpr int kWide = C::kFloat8 ? 2 : 1;  // steps, or 16 columns, of one load
+  static constexpr int kWide = C::kFloat8 ? 2 : 1;  // steps, or groups of 16 columns, per load
 
   tile::LaneOffsets<kRowBytes, tile::Lanes::rows_first> q_lanes{ptx::lane_index()};
   typename Pipeline<C>::KeyLanes k_lanes{ptx::lane_index()};
@@ -73,7 +92,7 @@ struct Products {
     constexpr int kInCore = kOne ? kSteps : std::gcd(kSteps, tile::kStepsInCore<Element>);
     constexpr int kKeysAtOnce = kOne ? 1 : min(kKeys / 16, max(1, kAtOnce / (2 * kRows)));
     constexpr int kGroups = kOne ? 1 : max(1, kAtOnce / (2 * kRows * kKeysAtOnce));
-    constexpr int kApart = kWide > 1 ? 1 : kInCore;  // steps of neighbouring fragments
+    constexpr int kApart = kWide > 1 ? 1 : kInCore;  // distance of neighbouring fragments, in steps
 #pragma unroll
     for (int group = 0; group < kSteps / kInCore; group += kGroups) {
       const int begin = group * kInCore;
@@ -98,7 +117,7 @@ struct Products {
                       k_lanes.address(k, 16 * (j + i % kKeysAtOnce),
                                       step / kWide + i / kKeysAtOnce * kInCore));
           }
-          // Terms outermost: those of one sum wait for each other.
+          // Terms are the outermost loop: those of one accumulator wait for each other.
 #pragma unroll
           for (int term = 0; term < tile::kTerms<Element>; ++term) {
 #pragma unroll
@@ -133,7 +152,7 @@ struct Products {
     constexpr int kSteps = kKeys / kStep;
     constexpr int kInCore = kOne ? 1 : std::gcd(kSteps, tile::kStepsInCore<Element>);
     constexpr int kColumns = C::kHeadDim / 16;
-    // Registers for o and p, and for sums and operands of 16 columns.
+    // Registers of o and p. `kFits` adds accumulators and operands of the columns in flight.
     constexpr int kLiveRegisters = kRows * C::kHeadDim / 2 + kInCore * kRows * 8;
     constexpr int kMaxColumns = max(1, kAtOnce / (2 * kRows));
     constexpr bool kFits = kLiveRegisters + kMaxColumns * (8 * kRows + 8) <= 208;
@@ -176,7 +195,7 @@ struct Products {
   }
 
  private:
-  // Load `i` of those of a step, which come in the order of groups and keys.
+  // Load `i` of a step; loads are ordered by group, then by keys.
   template <int kFragments, int kAtOnceOfKeys>
   TILEWISE_DEVICE static void load_keys(tile::Fragment<Element> (&b)[kFragments][kAtOnceOfKeys],
                                         int i, ptx::SharedAddress address) {
@@ -190,7 +209,7 @@ struct Products {
     }
   }
 
-  // kStep rows from `row` on, 16 columns each from 16 `column` on.
+  // Loads kStep rows from `row` on; fragment c has the 16 columns from 16 * (column + c) on.
   template <int kFragments>
   TILEWISE_DEVICE void load_values(tile::Fragment<Element> (&b)[kFragments], ptx::SharedAddress v,
                                    int row, int column) const {
@@ -211,8 +230,8 @@ struct Products {
   }
 };
 
-// The flag of a q_tile: of its block or, with equal parts, of its part or, where that is all, its
-// tile.
+// The flag that the CTA sets when its results are not finite: its own; with chunks, that of the
+// chunk or, where the tile has one chunk only, that of the tile.
 template <class C>
 TILEWISE_DEVICE uint8_t* flag_of(const ForwardParams& p, const QueryTile& q_tile) {
   if (!C::kDecodes || !p.chunks.any()) return p.flags.data + ptx::block_index();
@@ -220,16 +239,17 @@ TILEWISE_DEVICE uint8_t* flag_of(const ForwardParams& p, const QueryTile& q_tile
   return p.flags.data + tile_of_chunk(p, q_tile);
 }
 
-// The sequence that a block is for: how fast all that follows from it is found. (H100, one sequence
-// of 1k keys: 6.51 -> 6.40 us; but 27.7 -> 27.9 for 16 of them in pages, which lanes look up.)
+// The sequence of the CTA. For contiguous keys loaded by TMA, everything that follows from it is
+// computed in the registers of each lane. (H100, one sequence of 1k keys: 6.51 -> 6.40 us; but 27.7
+// -> 27.9 us for 16 sequences in pages, since lanes look pages up.)
 template <class C>
 TILEWISE_DEVICE int32_t per_lane_if_tma(int32_t sequence) {
   return C::kTma && !C::kPaged ? per_lane(sequence) : sequence;
 }
 
-// What the block has of a batch in equal parts. The keys of a first part are signed_scale for
-// before the parts have been counted (`narrow_to_chunk`), since they end where its sequence does;
-// until then it has all of them.
+// The tile of the CTA when the keys of a varlen batch are cut into chunks. The first chunk of a
+// sequence holds the last keys, so its loads start before the CTA has counted the chunks of the
+// batch; until `narrow_to_chunk` the tile has all keys of the sequence.
 template <class C>
 TILEWISE_DEVICE QueryTile find_chunk(const ForwardParamsOf<C>& p, ptx::SharedAddress pipeline) {
   const HeadChunk head_chunk = HeadChunk::of_block(p);
@@ -260,8 +280,8 @@ TILEWISE_DEVICE void narrow_to_chunk(const ForwardParams& p, QueryTile& q_tile,
   pipeline.narrow_to(q_tile.tiles.first);
 }
 
-// Which q_tile the block takes. Decoding has one tile a sequence, and its first load waits for every
-// instruction before it.
+// The query tile of the CTA. A decode has one tile per sequence, and its first load waits for every
+// instruction before it, so it takes the shortest way to its tile.
 template <class C>
 TILEWISE_DEVICE QueryTile find_tile(const ForwardParamsOf<C>& p, ptx::SharedAddress pipeline) {
   constexpr int kKeys = C::kForward.keys;
@@ -279,8 +299,8 @@ TILEWISE_DEVICE QueryTile find_tile(const ForwardParamsOf<C>& p, ptx::SharedAddr
   }
 }
 
-// What the scores and the sums over values are multiplied by. The factors of a float8 cache are
-// those of the sequence and head that the block is for.
+// Factors of the scores and of the sums over values. With a float8 cache they contain the descales
+// of the CTA's sequence and key/value head.
 struct BlockFactors {
   float of_scores;
   float of_values;
@@ -296,13 +316,13 @@ TILEWISE_DEVICE BlockFactors factors_of(const ForwardParams& p, const QueryTile&
   }
 }
 
-// -inf stays -inf when it is multiplied by it.
+// The magnitude of the scale, but never 0, so that -inf times the result stays -inf.
 TILEWISE_DEVICE float positive(float scale) {
   return scale == 0.0f ? FLT_MIN : scale < 0.0f ? -scale : scale;
 }
 
-// What a score of the softmax is in natural descales. Computed where it is signed_scale for: it
-// would otherwise wait in a register through the loop.
+// The factor from a score of the softmax to natural units. It is computed where it is used; it
+// would otherwise occupy a register throughout the loop.
 template <class C>
 TILEWISE_DEVICE float unit_of_scores(const ForwardParams& p, const QueryTile& q_tile) {
   const float scale = positive(factors_of<C>(p, q_tile).of_scores);
@@ -311,7 +331,8 @@ TILEWISE_DEVICE float unit_of_scores(const ForwardParams& p, const QueryTile& q_
   return scale;
 }
 
-// The block table has led out of the tensors, as all threads of a warp_split know.
+// Records that the block table points outside of the tensors. All threads of a warp split have
+// found the same and call it.
 template <class C>
 TILEWISE_DEVICE void mark_pages_invalid(uint32_t own) {
   if (row_thread<C>() == 0) saved_q_tile<C>(own).sequence.fits = false;
@@ -347,7 +368,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
 
   QueryTile& saved = saved_q_tile<C>(own);
   q_tile.tiles.find_full(q_tile.rows, C::kForward.keys);
-  if constexpr (C::kGeneral) {  // others see it when they look pages up
+  if constexpr (C::kGeneral) {  // the other forms check while they look pages up
     if (q_tile.sequence.kv.pages != nullptr && row_thread<C>() < ptx::kWarpSize)
       q_tile.sequence.fits &= pages_fit(q_tile.sequence, q_tile.pages(p, C::kForward.keys));
   }
@@ -357,7 +378,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   const ForwardScoreMod<typename C::Storage> general(problem, scale);
   const bool dropout = C::kGeneral && general.dropout.on();
   pipeline.wait_for_queries();
-  // Who comes next had better not look for his q_tile while we do.
+  // Trigger the dependent launch only now: its scheduling reads would compete with ours.
   common::trigger_dependents(p, PdlTrigger::after_first_loads);
   const auto descales = prepare_queries<C>(problem, q_of_warp, signed_scale < 0.0f);
 
@@ -427,11 +448,13 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   if constexpr (C::kFloat8) tile::pair_columns(o);
   const LanePosition position = lane_position<C>();
   const float weight = (dropout ? general.dropout.keep_scale : 1.0f) * value_factor;
-  // The plain forms of decoding have no instruction to spare for scores beyond fp32's exponents.
+  // The fast forms of decoding cannot afford the test for scores beyond the exponents of fp32.
   constexpr bool kRecomputesRows = !C::kWarpPipeline;
   auto result = finish_rows<typename C::Element, kRecomputesRows>(
-      p, saved, position, softmax.m, softmax.l, weight, [&] { return unit_of_scores<C>(p, saved); });
-  if constexpr (kRecomputesRows) mark_rows_to_recompute<C>(problem, saved, position, softmax, result);
+      p, saved, position, softmax.m, softmax.l, weight,
+      [&] { return unit_of_scores<C>(p, saved); });
+  if constexpr (kRecomputesRows)
+    mark_rows_to_recompute<C>(problem, saved, position, softmax, result);
   if constexpr (C::kWarpSplits > 1 && C::kPaged) {
     if (!saved_q_tile<C>(kWarpSplitBytes<C>).sequence.fits) [[unlikely]]
       mark_pages_invalid<C>(own);
@@ -442,7 +465,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
     result.set_to_nan();
   }
   if (p.flags.data != nullptr && !outputs_are_finite(saved, position, o, softmax.l)) [[unlikely]]
-    *flag_of<C>(p, saved) = 1;  // after the 0: barriers lie between
+    *flag_of<C>(p, saved) = 1;  // barriers order it after the 0
   bool is_whole = saved.splits == 1;
   if constexpr (C::kWarpPipeline) {
     if (combines) {

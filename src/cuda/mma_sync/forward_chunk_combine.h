@@ -1,5 +1,5 @@
-// Parts of the keys of a sequence (ChunkSchedule) that the block of a tile that is done last
-// merges. Nobody waits for anybody, and a tile of one partial has nothing to do with it.
+// Chunks of the keys of a sequence (ChunkSchedule), combined by the CTA of the tile that finishes
+// last. No CTA waits for another, and a tile of one chunk skips all of this.
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -15,13 +15,13 @@ class ChunkCombine {
   TILEWISE_DEVICE ChunkCombine(const ForwardParams& p, const QueryTile& q_tile)
       : p_(p), q_tile_(q_tile), record_(p.arrivals[tile_of_chunk(p, q_tile)]) {}
 
-  // While the first keys are on their way: nobody has written the record before the launch, so each
-  // block makes sure that it is one before it counts itself.
+  // Runs while the first keys are loading. The record has unknown contents before the launch, so
+  // each CTA makes it a record of this launch before it counts itself.
   TILEWISE_DEVICE void claim() const {
     if (ptx::thread_index() != 0) return;
     const uint64_t found = ptx::atom_cas(&record_.state, 0, p_.launch_id);
     if (found != 0 && !ChunkArrivals::is_of(found, p_.launch_id))
-      ptx::atom_cas(&record_.state, found, p_.launch_id);  // or another block has done it
+      ptx::atom_cas(&record_.state, found, p_.launch_id);  // fails when another CTA was first
   }
 
   TILEWISE_DEVICE void send(const LanePosition& position, const Outputs<C>& o,
@@ -33,7 +33,7 @@ class ChunkCombine {
                           });
   }
 
-  // What has been sent is complete. Whether all other blocks of the tile have come here before.
+  // Publishes what has been sent. Returns whether all other CTAs of the tile have done so before.
   TILEWISE_DEVICE bool is_last() {
     ptx::sync_warp();
     const uint64_t arrival =
@@ -48,13 +48,13 @@ class ChunkCombine {
     return true;
   }
 
-  // Puts what all parts have in the position of what this one has, summed from the first partial to
-  // the last, whoever merges them. They come into the buffer, all at once where it holds them: one
-  // wait for memory, and fewer instructions than for parts in registers.
+  // Replaces the sums of this chunk by those of all chunks, added in the order of the chunks,
+  // whichever CTA combines them. Bulk copies bring the partial results into the buffer, all at once
+  // if it holds them: that is one wait for memory, and fewer instructions than loads to registers.
   TILEWISE_DEVICE void gather(const LanePosition& position, Outputs<C>& o, RowResults<1>& result,
                               CombineBuffer buffer) const {
-    ptx::fence_proxy_async_global();  // bulk copies take what other blocks have stored
-    ptx::fence_proxy_async();         // and go where this one has read
+    ptx::fence_proxy_async_global();  // bulk copies read what other CTAs have stored
+    ptx::fence_proxy_async();         // and overwrite what this warp has read
     ptx::sync_warp();
     load(0, buffer);
     float base[2];
@@ -86,13 +86,13 @@ class ChunkCombine {
 
  private:
   static constexpr int kRowBytes = kPartialRowBytes<C>;
-  static constexpr int kLseAt = kPartialVectors<C> * 16;  // of a row
+  static constexpr int kLseAt = kPartialVectors<C> * 16;  // offset in a row
   static constexpr int kTileBytes = C::kForward.rows() * kRowBytes;
   static constexpr int kChunksInBuffer =
       min(ptx::kWarpSize, C::kForward.stages* kStageBytes<C> / kTileBytes);
   static_assert(kChunksInBuffer > 0);
 
-  // What a block has left: its rows follow each other.
+  // The partial result of a chunk, whose rows are contiguous.
   TILEWISE_DEVICE char* partial(int64_t index) const {
     return reinterpret_cast<char*>(p_.partial_out) + index * p_.packed_rows * kRowBytes;
   }
@@ -101,7 +101,7 @@ class ChunkCombine {
     return chunk * p_.order.heads + q_tile_.head_chunk.head;
   }
 
-  // Parts from `first` on, as many as there is room for, one by a lane.
+  // Loads the partial results from chunk `first` on, as many as the buffer holds, one per lane.
   TILEWISE_DEVICE void load(int32_t first, const CombineBuffer& buffer) const {
     const int lane = ptx::lane_index();
     const int32_t count = min(q_tile_.splits - first, kChunksInBuffer);
@@ -117,8 +117,10 @@ class ChunkCombine {
     return buffer.base + static_cast<uint32_t>(position.row(0, h) * kRowBytes);
   }
 
-  // The largest lse of row (0, h), that of a sink among them, and the weight of the sink.
-  TILEWISE_DEVICE void begin_row(const LanePosition& position, int h, float& base, float& sum) const {
+  // `base` becomes the largest lse of row (0, h), including a sink, and `sum` the weight of the
+  // sink.
+  TILEWISE_DEVICE void begin_row(const LanePosition& position, int h, float& base,
+                                 float& sum) const {
     const int32_t r = position.row(0, h);
     const bool exists = r < q_tile_.rows.count;
     const float* const sinks = p_.problem.sinks;
@@ -132,8 +134,8 @@ class ChunkCombine {
     sum = common::exponential(above(sink, base));
   }
 
-  // The sums of a row of `count` parts, weighed; returns what they weigh. A partial that saw
-  // nothing may have NaN.
+  // Adds the weighted sums of a row of `count` chunks; returns the sum of the weights. A chunk that
+  // saw no key is skipped, since it may hold NaN.
   TILEWISE_DEVICE static float add_chunks(Outputs<C>& o, const LanePosition& position, int h,
                                           ptx::SharedAddress row, int32_t count, float base) {
     float sum = 0.0f;
@@ -158,7 +160,7 @@ class ChunkCombine {
     return sum;
   }
 
-  // The flags of the blocks of a tile become one.
+  // Combines the flags of the chunks into that of the tile.
   TILEWISE_DEVICE void combine_flags() const {
     if (p_.flags.data == nullptr) return;
     bool flagged = false;
@@ -172,7 +174,7 @@ class ChunkCombine {
   const ForwardParams& p_;
   const QueryTile& q_tile_;
   ChunkArrivals& record_;
-  int32_t second_ = 0;  // of the line of parts: the second one of the sequence
+  int32_t second_ = 0;  // index of the sequence's chunk 1 among all chunks
 };
 
 }  // namespace tilewise::cuda::mma_sync

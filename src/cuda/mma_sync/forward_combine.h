@@ -1,4 +1,4 @@
-// Key splits that are merged in shared memory by the blocks of a cluster, with no second launch.
+// Splits combined in shared memory by the CTAs of a cluster, without a second launch.
 #pragma once
 
 #include "cuda/common/combine_weights.h"
@@ -11,14 +11,15 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// A buffer that has been read, and a barrier in it of one arrival, whose next phase has `parity`.
+// The stages of a drained pipeline, and a barrier that expects one arrival and whose next phase has
+// `parity`.
 struct CombineBuffer {
   ptx::SharedAddress base;
   ptx::SharedAddress barrier;
   int parity;
 };
 
-// Of a row, what a split has: its sums in chunks of 16 bytes, and its lse.
+// A row of a partial result: its sums as vectors of 16 bytes, then its lse.
 template <class C>
 inline constexpr int kPartialVectors = C::kHeadDim / 4;
 template <class C>
@@ -27,7 +28,8 @@ template <class C>
 inline constexpr int kMaxCombineBytes =
     (C::kForward.rows() + kMaxClusterSplits - 1) * kPartialRowBytes<C>;
 
-// visit(h, byte, x): 16 bytes of what the lane has of its row (0, h), at that byte of the partial.
+// Calls visit(h, byte, x) for each 16 bytes that the lane has of its row (0, h), which belong at
+// that byte of the row's partial result.
 template <class C, class Visit>
 TILEWISE_DEVICE void visit_partial_rows(const LanePosition& position, const Outputs<C>& o,
                                         const RowResults<1>& result, int32_t rows,
@@ -36,7 +38,7 @@ TILEWISE_DEVICE void visit_partial_rows(const LanePosition& position, const Outp
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     if (position.row(0, h) >= rows) continue;
-    // Columns of a vector: those that the lane has of two neighbouring products.
+    // The columns of a vector are those that the lane has of two neighbouring products.
 #pragma unroll
     for (int n = 0; n < C::kHeadDim / 8; n += 2) {
       uint32_t x[4];
@@ -50,19 +52,20 @@ TILEWISE_DEVICE void visit_partial_rows(const LanePosition& position, const Outp
   }
 }
 
-// Rows of out and lse, of which all splits' partials, one for a lane at most, lie in shared memory.
+// Combines rows of out and lse. The partial results of all splits, at most one per lane, lie in
+// shared memory.
 template <class C>
 class RowCombine {
  public:
   static_assert(C::kForward.warps == 1 && C::kForward.warp_rows == 16);
   static constexpr int kVectors = kPartialVectors<C>;
 
-  // `stride`: bytes from split to split.
+  // `stride` is the distance of splits in bytes.
   TILEWISE_DEVICE RowCombine(const ForwardParams& p, const QueryTile& q_tile, int32_t stride)
       : p_(p), q_tile_(q_tile), stride_(static_cast<uint32_t>(stride)) {}
 
-  // Waits for the partials, of which the first one lies at `partials`. The addresses first: they
-  // take as long as the partials are on their way.
+  // Waits for the partial results, the first of which lies at `partials`. Addresses are computed
+  // before the wait, because that takes as long as the partial results take to arrive.
   TILEWISE_DEVICE void store(int32_t r, ptx::SharedAddress partials,
                              const CombineBuffer& buffer) const {
     const Problem& problem = p_.problem;
@@ -94,7 +97,7 @@ class RowCombine {
     return partials + static_cast<uint32_t>(split) * stride_;
   }
 
-  // `weight` is that of split `lane`.
+  // `weight` belongs to split `lane`.
   TILEWISE_DEVICE void store_vector(char* out, int vector, ptx::SharedAddress partials,
                                     float weight) const {
     float sum[kChains][4] = {};
@@ -131,9 +134,9 @@ class RowCombine {
   uint32_t stride_;
 };
 
-// The splits of a tile share its rows: row r is merged by split r % splits, for which all of them
-// store what they have of it straight from registers. By then no block reads its buffer any more:
-// it takes the partials, and one of its barriers counts them. Blocks of no partial have exited.
+// The splits of a tile divide its rows: row r is combined by split r % splits, to which all splits
+// send theirs straight from registers. By then no CTA reads its stages any more, so they receive
+// the partial results, and one of the barriers counts the bytes. CTAs without a split have exited.
 template <class C>
 class ClusterCombine {
  public:
@@ -147,7 +150,7 @@ class ClusterCombine {
         inverse_(ptx::rcp_approximate(static_cast<float>(splits_))),
         rows_(split_ < q_tile.rows.count ? local_row_of(q_tile.rows.count - 1 - split_) + 1 : 0) {}
 
-  // Returns when all blocks have let go of their rings, and the partials are on their way.
+  // Returns when all CTAs have released their stages and the partial results are in flight.
   TILEWISE_DEVICE void send(const LanePosition& position, const Outputs<C>& o,
                             const RowResults<1>& result) const {
     if (rows_ > 0 && ptx::elect_one())
@@ -191,8 +194,8 @@ class ClusterCombine {
   CombineBuffer buffer_;
   int32_t split_;
   int32_t splits_;
-  float inverse_;  // of splits_
-  int32_t rows_;   // that this block merges
+  float inverse_;  // 1 / splits_
+  int32_t rows_;   // that this CTA combines
 };
 
 }  // namespace tilewise::cuda::mma_sync

@@ -1,5 +1,5 @@
-// What the numbers of a row of scores stand for. Queries of a float8 cache are multiplied by a
-// power of two each (forward_queries.h), all others are as they came.
+// The factors that undo the scaling of queries. With a float8 cache each query is multiplied by a
+// power of two (forward_queries.h); all others are used unchanged.
 #pragma once
 
 #include <cfloat>
@@ -8,7 +8,7 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// What products with the queries of a lane's rows are in descales of.
+// Products of a lane's rows are multiplied by these to undo the scaling of their queries.
 struct NoDescale {
   template <class Sums>
   TILEWISE_DEVICE void apply(Sums&) const {}
@@ -30,7 +30,7 @@ struct RowDescales {
   }
 };
 
-// What scores are multiplied by, to powers of two: positive, the same in all rows or not.
+// The positive factor from scores to exponents of 2: the same in all rows, or one per row.
 struct UniformScale {
   float x;
 

@@ -1,4 +1,4 @@
-// Rows whose scores are too large for the softmax of the loop (is_lost): they are computed again.
+// Recomputes the rows whose scores are too large for the softmax of the loop (`is_lost`).
 #pragma once
 
 #include "cuda/common/exact_row.h"
@@ -7,11 +7,12 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// Rows whose sums m and l do not tell, of a warp, get `lost_lse`.
+// The rows of a warp whose m and l do not determine their sums get `lost_lse`.
 template <class C>
-TILEWISE_DEVICE void mark_rows_to_recompute(const Problem& p, const QueryTile& q_tile, const LanePosition& position,
-                               const RowSoftmax<C>& softmax,
-                               RowResults<C::kForward.warp_rows / 16>& result) {
+TILEWISE_DEVICE void mark_rows_to_recompute(const Problem& p, const QueryTile& q_tile,
+                                            const LanePosition& position,
+                                            const RowSoftmax<C>& softmax,
+                                            RowResults<C::kForward.warp_rows / 16>& result) {
 #pragma unroll
   for (int i = 0; i < C::kForward.warp_rows / 16; ++i) {
 #pragma unroll
@@ -34,16 +35,17 @@ TILEWISE_COLD void write_exact_row(const Problem& p, const QueryTile& q_tile, in
     common::ExactRow<BFloat16, Float8, kForm, C::kHeadDim>(p, q_tile.sequence, row, q_tile.head(r))
         .write();
   } else {
-    common::ExactRow<Half, Float8, kForm, C::kHeadDim>(p, q_tile.sequence, row, q_tile.head(r)).write();
+    common::ExactRow<Half, Float8, kForm, C::kHeadDim>(p, q_tile.sequence, row, q_tile.head(r))
+        .write();
   }
 }
 
-// Those rows, when the others have been stored.
+// Computes those rows after the others have been stored.
 template <class C>
 TILEWISE_DEVICE void recompute_rows(const Problem& p, const QueryTile& q_tile,
-                                  const LanePosition& position,
-                                  const RowResults<C::kForward.warp_rows / 16>& result) {
-  uint32_t lost = 0;  // bits of the rows of this lane
+                                    const LanePosition& position,
+                                    const RowResults<C::kForward.warp_rows / 16>& result) {
+  uint32_t lost = 0;  // one bit per row of this lane
 #pragma unroll
   for (int i = 0; i < C::kForward.warp_rows / 16; ++i) {
 #pragma unroll

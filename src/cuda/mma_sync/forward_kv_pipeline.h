@@ -1,5 +1,8 @@
-// The ring of shared tiles through which K and V pass: K, V of the last key tile, K, V of the one
-// before, ... Copies run kStages - 1 tiles ahead of the products and are issued between them.
+// The pipeline of prefill, and of decoding without TMA. All threads of the CTA copy K and V with
+// cp.async and meet at a barrier before each product.
+//
+// Stages hold, in this order, K and V of the last key tile, K and V of the one before, ... Copies
+// run kStages - 1 stages ahead of the products and are issued between their instructions.
 #pragma once
 
 #include <type_traits>
@@ -11,7 +14,7 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// Whether rows of a tensor start at multiples of 16 bytes and are as long.
+// Whether rows of a tensor start and end at multiples of 16 bytes.
 template <class Element>
 TILEWISE_DEVICE bool rows_are_aligned(const tilewise_tensor& view, int64_t columns) {
   const int64_t elements = view.stride_batch | view.stride_row | view.stride_head | columns;
@@ -19,8 +22,8 @@ TILEWISE_DEVICE bool rows_are_aligned(const tilewise_tensor& view, int64_t colum
   return ((elements * Element::kBytes | address) & 15) == 0;
 }
 
-// `chunk` of a row that has `columns` columns goes to shared memory; what the row does not have is
-// 0. `row` is null for a row of zeros. Plain: the row is aligned.
+// Copies 16 bytes, number `chunk` of a row with `columns` columns, to shared memory; columns past
+// the last become 0. A null `row` stands for a row of zeros. In the fast path the row is aligned.
 template <class C, class Element>
 TILEWISE_DEVICE void copy_row_chunk(ptx::SharedAddress to, const char* row, int chunk, int columns,
                                     bool aligned) {
@@ -34,8 +37,9 @@ TILEWISE_DEVICE void copy_row_chunk(ptx::SharedAddress to, const char* row, int 
   }
 }
 
-// Rows `stride` bytes apart from `row` on, of which the first `left`, counted from the thread's
-// own, exist; the others are 0. `row` is at the thread's chunk, whose columns exist or not.
+// Copies rows, `stride` bytes apart from `row` on. The first `left` rows, counted from the thread's
+// own, exist; the others become 0. `row` points to the thread's 16 bytes, and `exists` tells which
+// of its columns exist.
 template <class C, class Lanes>
 TILEWISE_DEVICE void copy_rows(ptx::SharedAddress to, const Lanes& lanes, const char* row,
                                int64_t stride, int32_t left,
@@ -55,7 +59,7 @@ TILEWISE_DEVICE void copy_rows(ptx::SharedAddress to, const Lanes& lanes, const 
   }
 }
 
-// K or V: copies of its tiles, from the last to the first.
+// Copies the tiles of K or V, from the last to the first.
 template <class C, class Lanes>
 class KeyStream {
  public:
@@ -78,7 +82,7 @@ class KeyStream {
       kv_ = kv;
       aligned_ = rows_are_aligned<Element>(view, columns);
     } else {
-      // Not paged: `kv.offset` would bring two divisions.
+      // Not paged, so `kv.offset` is avoided: it would need two divisions.
       next_ = base_ + kv.batch_index * view.stride_batch * Element::kBytes +
               row_bytes(kv.first + q_tile.tiles.last * kKeys + lanes_.row) + lanes_.chunk * 16;
 #pragma unroll
@@ -88,8 +92,8 @@ class KeyStream {
     }
   }
 
-  // Before the loop: all of the next tile, which is `tile`. The last one may be cut short by the
-  // number of keys.
+  // Before the loop: copies the whole next tile, which is `tile`. The last tile may be cut short by
+  // the number of keys.
   TILEWISE_DEVICE void copy_whole(ptx::SharedAddress stage, int32_t tile) {
     if constexpr (C::kGeneral) {
       copy_checked(stage, tile, 0, Lanes::kPasses);
@@ -100,7 +104,7 @@ class KeyStream {
     }
   }
 
-  // In the loop: part `part` of it; zeros where there is none.
+  // In the loop: copies part `part` of the next tile, or zeros where there is no such tile.
   TILEWISE_DEVICE void copy(ptx::SharedAddress stage, int32_t tile, int part) {
     const int begin = part * kPartPasses;
     const int end = min(Lanes::kPasses, begin + kPartPasses);
@@ -127,8 +131,8 @@ class KeyStream {
     return rows * view_.stride_row * Element::kBytes;
   }
 
-  // Rows that a warp takes in a pass, one after the other; 0: in another order. Each lane looks up
-  // the page of one row of the next passes, instead of all lanes those of their own rows.
+  // Rows that a warp copies in a pass, when they follow each other; otherwise 0. Each lane looks up
+  // the page of one row of the next passes, so that no page is looked up by several lanes.
   static constexpr int kWarpRows = [] {
     if constexpr (requires { Lanes::kRowsPerPass; })
       return max(1, ptx::kWarpSize / Lanes::kStride);
@@ -141,8 +145,8 @@ class KeyStream {
     return tile >= first_ && key < keys_;
   }
 
-  // Offset of the row that this lane stands for: row `lane % kWarpRows` of the warp in pass
-  // `pass + lane / kWarpRows`. All lanes call it.
+  // Offset of the row that this lane looks up: row `lane % kWarpRows` of the warp in pass `pass +
+  // lane / kWarpRows`. All lanes call it.
   TILEWISE_DEVICE int64_t look_up(int32_t tile, int pass) const {
     const int lane = ptx::lane_index();
     const int row = lanes_.row - lane / Lanes::kStride + lane % kWarpRows +
@@ -160,7 +164,7 @@ class KeyStream {
   TILEWISE_DEVICE void copy_checked(ptx::SharedAddress stage, int32_t tile, int begin,
                                     int end) const {
     int64_t found = 0;
-#pragma unroll 1  // pages need divisions: once in code
+#pragma unroll 1  // pages need divisions, which belong in the code once
     for (int pass = begin; pass < end; ++pass) {
       const int32_t key = tile * kKeys + lanes_.row_of(pass);
       int64_t offset = 0;
@@ -185,11 +189,11 @@ class KeyStream {
   Lanes lanes_;
   int columns_;
   int32_t keys_;
-  int32_t first_;                 // tile that is wanted
-  bool exists_[Lanes::kColumns];  // plain: the chunks of this thread
+  int32_t first_;                 // the first tile to load
+  bool exists_[Lanes::kColumns];  // fast path: the columns of this thread
   const char* base_;              // of the head
-  const char* next_ = nullptr;    // plain: row and chunk of this thread in the next tile
-  KvSource kv_;                   // general
+  const char* next_ = nullptr;    // fast path: this thread's 16 bytes in the next tile
+  KvSource kv_;                   // general form
   bool aligned_ = true;
 };
 
@@ -210,11 +214,11 @@ class KvPipeline {
   static constexpr bool kPrefetchesPages = C::kPaged && C::kDecodes && Arch::kAsyncCopy;
   static constexpr int kLastStageAt = (kStages - 1) * kStageBytes;
   static constexpr int kPrefetchAt = kStages * kStageBytes;
-  static constexpr int kPrefetchSectors = 4;  // pages may be small: entries of 1024 keys at least
+  static constexpr int kPrefetchSectors = 4;  // per lane: the entries of at least 1024 keys
   static constexpr int kBytes =
       kPrefetchAt + (kPrefetchesPages ? kPrefetchBytes<kPrefetchSectors> : 0);
-  // While the scores of a tile are computed, K (odd rings) or V (even ones) of a later tile is
-  // asked for, and the other while its values are summed up.
+  // While the scores of a tile are computed, K (odd kStages) or V (even kStages) of a later tile is
+  // loaded, and the other one while its values are summed.
   static constexpr bool kKeysFirst = kStages % 2 == 1;
   static constexpr int kKeysAhead = kStages / 2;
   static constexpr int kValuesAhead = (kStages - 1) / 2;
@@ -227,7 +231,7 @@ class KvPipeline {
 
   TILEWISE_DEVICE static void prepare(const ForwardParams&, ptx::SharedAddress) {}
 
-  // As that of WarpPipeline.
+  // See WarpPipeline::prefetch.
   TILEWISE_DEVICE static void prefetch(const Problem& p, int32_t sequence,
                                        ptx::SharedAddress base) {
     if constexpr (kPrefetchesPages)
@@ -244,12 +248,12 @@ class KvPipeline {
         read_(base),
         last_(last) {}
 
-  // Asks for what the first kStages - 1 stages take, and for the queries, which land with the first
-  // keys: before those where their pages are still being looked up.
+  // Loads the first kStages - 1 stages and the queries. The queries arrive with the first keys, and
+  // are loaded before them where the pages of the keys are still being looked up.
   template <class Queries>
   TILEWISE_DEVICE void start(Queries&& load_queries) {
     constexpr bool kQueriesFirst = C::kPaged && !kPrefetchesPages;
-    // Two stages: the last values too, since they may be cut short.
+    // With two stages the last values are loaded here as well, since they may be cut short.
     constexpr int kFills = max(2, kStages - 1);
     if (kQueriesFirst) load_queries();
 #pragma unroll
@@ -270,27 +274,29 @@ class KvPipeline {
     }
   }
 
-  // Before the first `consumer_wait`: q has landed, and so have the first keys.
+  // Waits, before the first `consumer_wait`, for the queries and the first keys.
   TILEWISE_DEVICE void wait_for_queries() const { consumer_wait(); }
 
-  // The tile to be read has landed, and nobody reads the stage to be written any more.
+  // Waits until the stage to be read is full and no thread reads the stage to be written any more.
   TILEWISE_DEVICE void consumer_wait() const {
     tile::wait<Arch, kStages - 2>();
     ptx::sync_block();
   }
   TILEWISE_DEVICE ptx::SharedAddress keys() const { return read_; }
   TILEWISE_DEVICE ptx::SharedAddress values() const { return read_; }
-  TILEWISE_DEVICE void zero_values_past_end(const QueryTile&, int32_t) const {}  // none are copied
+  // they are copied as 0
+  TILEWISE_DEVICE void zero_values_past_end(const QueryTile&, int32_t) const {}
   // The stage that has been read is the next one to be written.
   TILEWISE_DEVICE void consumer_release(bool, int32_t) { read_ = after(read_); }
 
-  // As that of WarpPipeline, for all threads of the block.
+  // See WarpPipeline::pages_fit. All threads of the CTA call it.
   TILEWISE_DEVICE bool pages_fit(const QueryTile& q_tile) const {
     constexpr int kPagesBarrier = 1;
     return !ptx::bar_any(kPagesBarrier, C::kForward.threads(), !rows_.fit(q_tile));
   }
 
-  // Part `part` of what is asked for while the scores (`scores`) or values of `tile` are at q_tile.
+  // Copies part `part` of the stage that is loaded while the scores (`scores`) or the values of
+  // `tile` are computed.
   TILEWISE_DEVICE void load_ahead(bool scores, int32_t tile, int part) {
     const bool keys = scores == kKeysFirst;
     const int32_t wanted = tile - (keys ? kKeysAhead : kValuesAhead);
@@ -313,7 +319,7 @@ class KvPipeline {
   TILEWISE_DEVICE ptx::SharedAddress before(ptx::SharedAddress stage) const {
     return stage == base_ ? base_ + kLastStageAt : stage - kStageBytes;
   }
-  const QueryTile& q_tile_;  // before the loop; then `saved_q_tile`
+  const QueryTile& q_tile_;  // before the loop; in it, `saved_q_tile`
   Rows rows_;
   Stream k_;
   Stream v_;

@@ -1,5 +1,5 @@
-// Keys and values in pages, for the form that has pages and nothing else general. The block table
-// is read a tile ahead, so that no copy waits for its address.
+// Paged keys and values of the paged form. The block table is read a tile ahead, so that no copy
+// waits for its address.
 #pragma once
 
 #include "cuda/mma_sync/forward_rows.h"
@@ -11,9 +11,9 @@ namespace tilewise::cuda::mma_sync {
 template <int kSectorsPerLane>
 inline constexpr int kPrefetchBytes = kSectorsPerLane * ptx::kWarpSize * 4;
 
-// The first entries of a sequence, kSectorsPerLane 256 of them, come into L1 while its length is on
-// its way: looked up only then, they would be a second wait for L2. A sector has 8 of them; nobody
-// reads the copies, for which there are kPrefetchBytes at `shared`.
+// Prefetches the first 256 * kSectorsPerLane block-table entries of a sequence to L1 while its
+// length is being loaded: looked up only then, they would cost a second wait for L2. A sector has 8
+// entries. The copies, kPrefetchBytes at `shared`, are never read.
 template <int kSectorsPerLane>
 TILEWISE_DEVICE void prefetch_pages(const Problem& p, int32_t sequence, ptx::SharedAddress shared) {
   constexpr int kEntriesOfSector = 8;
@@ -27,15 +27,15 @@ TILEWISE_DEVICE void prefetch_pages(const Problem& p, int32_t sequence, ptx::Sha
   }
 }
 
-// Where the rows of a tile lie, the same for K and V, which are asked for in turns. The lanes that
-// copy one row of a pass look rows up for each other: lane i of them that of pass i.
+// Where the rows of a tile lie, the same for K and V, whose loads alternate. The lanes that copy
+// one row of a pass look rows up for each other: lane i of them looks up the row of pass i.
 template <class C, class Lanes>
 class PageRows {
  public:
   static constexpr int kLanesOfRow = Lanes::kStride;
   static constexpr int kLookUps = static_cast<int>(ceil_div(Lanes::kPasses, kLanesOfRow));
 
-  // Of tile `last` and those before it.
+  // Tile `last` is the first one to be loaded.
   TILEWISE_DEVICE PageRows(const ForwardParams& p, const QueryTile& q_tile, int32_t last)
       : size_(p.page_size), first_(uniform(q_tile.tiles.first)) {
     look_up(q_tile, last);
@@ -43,8 +43,8 @@ class PageRows {
 
   TILEWISE_DEVICE bool has_tile(int32_t tile) const { return tile >= first_; }
 
-  // Before the keys of `tile` are asked for: tells K and V where its rows lie, and looks up those
-  // of the tile after it.
+  // Called before the keys of `tile` are loaded: gives K and V its rows, and looks up those of the
+  // next tile.
   template <class Stream>
   TILEWISE_DEVICE void advance(Stream& k, Stream& v, const QueryTile& q_tile, int32_t tile) {
     k.set_rows(*this);
@@ -52,12 +52,12 @@ class PageRows {
     look_up(q_tile, tile - C::kWarpSplits);
   }
 
-  // Whether all pages that this lane has looked up are those of the tensors.
+  // Whether all pages that this lane has looked up lie inside the tensors.
   TILEWISE_DEVICE bool fit(const QueryTile& q_tile) const {
     return highest_ <= q_tile.sequence.kv.last_page;
   }
 
-  // Of the row of this lane in look-up `i`.
+  // The page of this lane's row in look-up `i`.
   TILEWISE_DEVICE int32_t page(int i) const { return pages_[i]; }
   TILEWISE_DEVICE int32_t row_in_page(int i) const { return rows_[i]; }
 
@@ -65,7 +65,7 @@ class PageRows {
   TILEWISE_DEVICE void look_up(const QueryTile& q_tile, int32_t tile) {
     const KvSource& kv = q_tile.sequence.kv;
     const Lanes lanes(recent_thread<C>());
-    // Rows of the sequence, left padding counted.
+    // Rows of the sequence, including left padding.
     const int32_t first = static_cast<int32_t>(kv.first) + tile * C::kForward.keys;
     const int32_t end = static_cast<int32_t>(kv.first) + q_tile.tiles.keys;
 #pragma unroll
@@ -81,15 +81,15 @@ class PageRows {
     }
   }
 
-  Divisor size_;          // of a page
-  int32_t first_;         // tile that is wanted
-  uint32_t highest_ = 0;  // of the entries looked up
+  Divisor size_;          // rows per page
+  int32_t first_;         // the first tile to load
+  uint32_t highest_ = 0;  // highest entry looked up
   int32_t pages_[kLookUps];
   int32_t rows_[kLookUps];
 };
 
-// K or V: copies of its tiles, from the last to the first, as `KeyStream` makes them. What lanes
-// hand on is one number of 32 bits: chunks of 16 bytes from row 0 of page 0 on.
+// Copies the tiles of K or V from the last to the first, as `KeyStream` does. Lanes exchange one
+// 32-bit number per row: its offset from row 0 of page 0 in units of 16 bytes.
 template <class C, class Lanes>
 class PageStream {
  public:
@@ -104,7 +104,7 @@ class PageStream {
         row_chunks_(static_cast<int32_t>(view.stride_row / kPerChunk)) {
     const Lanes lanes(row_thread<C>());
     const int64_t head = p.group.quotient(q_tile.rows.first_head) * view.stride_head;
-    // The compiler would take it apart and add it up again for each row.
+    // Otherwise the compiler would take the sum apart and compute it again for each row.
     base_ = ptx::opaque(static_cast<const char*>(view.data) + head * Element::kBytes +
                         lanes.chunk * 16);
 #pragma unroll
@@ -112,7 +112,7 @@ class PageStream {
       exists_[column] = lanes.chunk_of(column) * kPerChunk < columns;
   }
 
-  // The tile that is asked for next.
+  // Takes the rows of the tile that is loaded next.
   TILEWISE_DEVICE void set_rows(const Rows& rows) {
 #pragma unroll
     for (int i = 0; i < Rows::kLookUps; ++i) {
@@ -121,7 +121,7 @@ class PageStream {
     }
   }
 
-  // Before the loop: all of it, of which the first `left` rows exist.
+  // Before the loop: copies the whole tile, of which the first `left` rows exist.
   TILEWISE_DEVICE void copy_whole(ptx::SharedAddress stage, int32_t left) const {
     const Lanes lanes(recent_thread<C>());
 #pragma unroll
@@ -129,7 +129,7 @@ class PageStream {
       copy_row(stage, lanes, pass, lanes.row_of(pass) < left);
   }
 
-  // In the loop: part `part` of it; zeros where it is not wanted.
+  // In the loop: copies part `part` of the tile, or zeros when it is not `wanted`.
   TILEWISE_DEVICE void copy(ptx::SharedAddress stage, bool wanted, int part) const {
     const Lanes lanes(recent_thread<C>());
 #pragma unroll
@@ -158,8 +158,8 @@ class PageStream {
 
   int32_t page_chunks_;
   int32_t row_chunks_;
-  const char* base_;              // of the head, at the chunk of this thread
-  bool exists_[Lanes::kColumns];  // the chunks of this thread
+  const char* base_;              // of the head, at the first 16 bytes of this thread
+  bool exists_[Lanes::kColumns];  // the columns of this thread
   uint32_t row_offsets_[Rows::kLookUps];
 };
 

@@ -1,5 +1,5 @@
-// The queries of a block in shared memory: how they come there, and what becomes of them there
-// before the first product.
+// The queries of a CTA in shared memory: how they are loaded, and how they are prepared for the
+// first product.
 #pragma once
 
 #include <type_traits>
@@ -48,10 +48,10 @@ TILEWISE_DEVICE void load_queries(const Problem& p, const QueryTile& q_tile, ptx
   }
 }
 
-// The queries of a float8 cache become F16, in the order of its columns. Rows of BF16, which has
-// more exponents, are multiplied by a power of two, so that their largest number has the highest
-// exponent of F16: what that cannot hold then is below 2^-40 of it. A quad has the rows that its
-// sums belong to.
+// With a float8 cache, queries become F16 in the column order of the cache. BF16 has a wider range
+// of exponents than F16, so its rows are multiplied by powers of two that give their largest number
+// the highest exponent of F16; what F16 cannot hold then is below 2^-40 of that number. A quad
+// prepares the rows that its accumulators belong to.
 template <class C>
 class Float8Queries {
  public:
@@ -73,17 +73,17 @@ class Float8Queries {
   }
 
  private:
-  static constexpr int kSteps = C::kHeadDim / 64;  // of 16 columns, of which a lane has a fourth
+  static constexpr int kSteps = C::kHeadDim / 64;  // of 64 columns, 16 per lane of a quad
   static_assert(C::kHeadDim % 64 == 0);
   using Swizzle = tile::Swizzle<C::kHeadDim * 2>;
-  using Words = uint32_t[kSteps][2][4];  // the lane's own of a row
+  using Words = uint32_t[kSteps][2][4];  // what the lane has of a row
 
   TILEWISE_DEVICE ptx::SharedAddress chunk(int row, int step, int half) const {
     const int own = ptx::lane_index() % 4 + 4 * step;
     return q_ + Swizzle::offset(row, 2 * own + half);
   }
 
-  // Returns the descale.
+  // Prepares a row and returns its descale.
   TILEWISE_DEVICE float prepare(int row) const {
     Words x;
 #pragma unroll
@@ -104,7 +104,7 @@ class Float8Queries {
     return descale;
   }
 
-  // Of BF16, magnitudes are ordered as their bits are.
+  // Converts BF16 to F16 and returns the descale. Magnitudes of BF16 are ordered like their bits.
   TILEWISE_DEVICE float narrow(Words& x) const {
     uint32_t highs = 0;
     uint32_t lows = 0;
@@ -113,8 +113,8 @@ class Float8Queries {
       lows = max(lows, pair << 16 & 0x7fffffffu);
       return pair;
     });
-    // Exponents of fp32. Factor and descale are normal numbers, infinity has the factor of the
-    // largest.
+    // Exponents of fp32. Factor and descale are normal numbers; infinity gets the factor of the
+    // largest finite number.
     constexpr uint32_t kHighest = 127 + 15;
     const uint32_t exponent =
         min(max(tile::quad_max(max(highs, lows)) >> 23, kHighest - 126), kHighest + 112);
@@ -143,21 +143,22 @@ class Float8Queries {
   bool negate_;
 };
 
-// The rows of a warp change sign, so that the scale of the scores may be positive, those of fp32
-// are joined, and those of a float8 cache become what it is multiplied with.
+// Prepares the rows of a warp: they change sign when the scale of the scores is negative, fp32 is
+// presplit, and with a float8 cache they are converted to F16. Returns the descales of a lane's
+// rows.
 template <class C>
 TILEWISE_DEVICE auto prepare_queries(const Problem& p, ptx::SharedAddress q_of_warp, bool negate) {
   if constexpr (C::kFloat8) {
     return Float8Queries<C>(p, q_of_warp, negate).prepare();
   } else {
     constexpr int kBytes = C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes;
-    constexpr bool kJoin = std::is_same_v<typename C::Element, F32>;
-    if (!kJoin && !negate) return NoDescale{};
+    constexpr bool kPresplit = std::is_same_v<typename C::Element, F32>;
+    if (!kPresplit && !negate) return NoDescale{};
     const uint32_t signs = !negate ? 0 : C::Element::kBytes == 2 ? 0x80008000u : 0x80000000u;
     for (int at = ptx::lane_index() * 16; at < kBytes; at += ptx::kWarpSize * 16) {
       uint32_t x[4];
       ptx::ld_shared_v4_b32(x, q_of_warp + at);
-      for (uint32_t& each : x) each = kJoin ? tile::presplit(each ^ signs) : each ^ signs;
+      for (uint32_t& each : x) each = kPresplit ? tile::presplit(each ^ signs) : each ^ signs;
       ptx::st_shared_v4_b32(q_of_warp + at, x);
     }
     ptx::sync_warp();

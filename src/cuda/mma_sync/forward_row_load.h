@@ -1,5 +1,5 @@
-// Keys and values as rows, for pages that are smaller than a box: all lanes copy them, and
-// consumer_wait when their copies have landed.
+// Loads keys and values row by row, for pages that are smaller than a TMA box. All lanes copy with
+// cp.async, and arrive at the full barrier when their copies have completed.
 #pragma once
 
 #include "cuda/mma_sync/forward_pages.h"
@@ -11,8 +11,8 @@ namespace tilewise::cuda::mma_sync {
 template <class C>
 class RowLoader {
  public:
-  static constexpr int kArrivals = ptx::kWarpSize;  // at the barrier of a stage
-  static constexpr int kPrefetchSectors = 4;  // pages may be small: entries of 1024 keys at least
+  static constexpr int kArrivals = ptx::kWarpSize;  // at the full barrier of a stage
+  static constexpr int kPrefetchSectors = 4;        // per lane: the entries of at least 1024 keys
   static constexpr int kPrefetchAt = 0;
   static constexpr int kBytes = kPrefetchBytes<kPrefetchSectors>;  // of shared memory
 
@@ -31,7 +31,7 @@ class RowLoader {
     for (int part = 0; part < Stream::kParts; ++part) (keys ? k_ : v_).copy(stage.at, true, part);
     ptx::cp_async_mbarrier_arrive(stage.barrier);
   }
-  // The tile that is read first: rows behind the keys are 0.
+  // Loads the tile that is read first; rows past the last key become 0.
   TILEWISE_DEVICE void load_first(bool keys, int32_t tile, const Stage& stage) {
     if (keys) rows_.advance(k_, v_, q_tile_, tile);
     (keys ? k_ : v_).copy_whole(stage.at, q_tile_.tiles.keys - tile * C::kForward.keys);

@@ -1,6 +1,5 @@
-// The tile of a block (cuda/common/query_tile.h), where it is saved, and the thread that asks for
-// it. Shared memory holds the queries, the record of the q_tile, and what keys and values pass
-// through.
+// The query tile of a CTA (cuda/common/query_tile.h): its rows, and the layout of shared memory,
+// which holds the queries, the saved QueryTile and the pipeline of keys and values.
 #pragma once
 
 #include <type_traits>
@@ -13,8 +12,8 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// The warps of a block share the rows of its tile, or, if it reads boxes, the keys: each of them
-// has all rows then, and what a block of one warp has.
+// The index of a thread among those that split the rows of the tile: all threads of the CTA, or the
+// lanes of a warp when warps split the keys instead, so that each of them has all rows.
 template <class C>
 TILEWISE_DEVICE int row_thread() {
   return C::kWarpSplits > 1 ? ptx::lane_index() : ptx::thread_index();
@@ -24,7 +23,8 @@ TILEWISE_DEVICE int recent_thread() {
   return static_cast<int>(ptx::opaque(static_cast<uint32_t>(row_thread<C>())));
 }
 
-// Of a tile of keys in the ring. Those of a warp have rows of whole panels.
+// A stage holds a tile of keys or values. Those of a WarpPipeline have rows of whole swizzle
+// panels.
 template <class C>
 inline constexpr int kStageBytes =
     C::kForward.keys * static_cast<int>(round_up(C::kHeadDim * C::KvElement::kBytes,
@@ -38,7 +38,7 @@ inline constexpr int kPipelineAt = static_cast<int>(
 template <class C>
 using ForwardParamsOf = std::conditional_t<C::kTma, TmaForwardParams, ForwardParams>;
 
-// Two neighbours of a row of out.
+// Packs two neighbouring columns of out.
 template <class C>
 TILEWISE_DEVICE uint32_t pack_output(const Problem& p, float low, float high) {
   if constexpr (!C::kFloat8)
@@ -47,16 +47,16 @@ TILEWISE_DEVICE uint32_t pack_output(const Problem& p, float low, float high) {
     return p.dtype == TILEWISE_BFLOAT16 ? tile::pack<BF16>(low, high) : tile::pack<F16>(low, high);
 }
 
-// The rows of a warp as packed rows of q or out, which it copies in passes. A lane works out where
-// one of them lies, and tells the others: products of 64 bits for each row take longer. (H100, 128
-// sequences of 1k keys with 16 rows: 28.2 -> 27.8 us, of uneven lengths 17.4 -> 16.8.)
+// The packed rows of q or out that a warp copies, in passes. Each lane computes the offset of one
+// row and passes it to the others, because 64-bit products for every row take longer. (H100, 128
+// sequences of 1k keys with 16 rows: 28.2 -> 27.8 us; varlen 17.4 -> 16.8 us.)
 template <class C>
 class PackedRows {
  public:
   static constexpr int kRows = C::kForward.warp_rows;
   static_assert(kRows <= ptx::kWarpSize);
   using Lanes = tile::CopyLanes<ptx::kWarpSize, kRows, C::kHeadDim * C::Element::kBytes>;
-  static constexpr int kAtOnce = C::kWarpPipeline ? 4 : 1;  // passes
+  static constexpr int kAtOnce = C::kWarpPipeline ? 4 : 1;  // passes in flight
 
   TILEWISE_DEVICE PackedRows(const QueryTile& q_tile, const tilewise_tensor& view)
       : lanes(recent_thread<C>() % ptx::kWarpSize),
@@ -66,10 +66,10 @@ class PackedRows {
     offset_ = q_tile.offset(view, first_ + own) * C::Element::kBytes;
   }
 
-  // Of the tile.
+  // The first row of the warp in the tile.
   TILEWISE_DEVICE int first() const { return first_; }
   TILEWISE_DEVICE bool exists(int pass) const { return Lanes::rows_to(pass) < left_; }
-  // Bytes, where the row exists. Whole warps call it.
+  // In bytes, valid where the row exists. All lanes of the warp call it.
   TILEWISE_DEVICE int64_t offset(int pass) const {
     return ptx::shuffle(offset_, lanes.row_of(pass) % kRows);
   }
@@ -82,7 +82,8 @@ class PackedRows {
   int64_t offset_;
 };
 
-// What edge tiles and the end of a block need: registers are for sums.
+// The query tile, saved for masked tiles and for the epilogue because registers are needed for
+// sums.
 template <class C>
 TILEWISE_DEVICE QueryTile& saved_q_tile(uint32_t first_byte = 0) {
   return *reinterpret_cast<QueryTile*>(ptx::shared_memory() +

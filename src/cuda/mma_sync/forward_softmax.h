@@ -1,5 +1,5 @@
 // The online softmax of the forward (FlashAttention-2, arXiv 2307.08691, section 3.1), with a
-// maximum that moves only when it must.
+// running maximum that is raised only when necessary.
 #pragma once
 
 #include <cfloat>
@@ -13,7 +13,7 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// Computed where it is asked for: it would otherwise wait in registers through the loop.
+// Computed where it is used; it would otherwise occupy registers throughout the loop.
 template <class C>
 TILEWISE_DEVICE LanePosition lane_position() {
   return LanePosition::of(recent_thread<C>(), C::kForward.warp_rows);
@@ -24,13 +24,12 @@ using Scores = tile::Sums<C::kForward.warp_rows / 16, C::kForward.keys / 8>;
 template <class C>
 using Outputs = tile::Sums<C::kForward.warp_rows / 16, C::kHeadDim / 8>;
 
-// Scores that the band hides become -inf. The limits of a row are relative to the first key of the
-// lane.
+// Scores outside of the band become -inf. The limits of a row are relative to the lane's first key.
 template <class C>
 TILEWISE_DEVICE void mask(Scores<C>& s, const QueryTile& q_tile, int32_t tile) {
   const LanePosition position = lane_position<C>();
   const int32_t key0 = tile * C::kForward.keys + position.column;
-  // Most bands have no left limit, and few of the tiles of those that have one meet it.
+  // Most bands have no left limit, and those that have one cut few tiles.
   if (q_tile.tiles.lower + C::kForward.rows() > tile * C::kForward.keys) {
 #pragma unroll
     for (int m = 0; m < C::kForward.warp_rows / 16; ++m) {
@@ -60,17 +59,19 @@ TILEWISE_DEVICE void mask(Scores<C>& s, const QueryTile& q_tile, int32_t tile) {
   }
 }
 
-// Running maximum and sum of the rows of a lane. Weights are 2^(scale * s - m); `l` holds only what
-// this lane has summed. m starts at the lowest number and not at -inf: no -inf meets another.
+// The running maximum and sum of the rows of a lane. Weights are 2^(scale * s - m); `l` holds the
+// sum of this lane's weights only. m starts at the lowest finite number, not at -inf, so that -inf
+// is never subtracted from -inf.
 template <class C>
 struct RowSoftmax {
   static constexpr int kRows = C::kForward.warp_rows / 16;
-  // How far, as a power of 2, weights may exceed 1 before the maximum moves. Moves are then rare,
-  // and every one of them costs a pass over the output.
+  // How far, as a power of 2, weights may exceed 1 before the maximum is raised. Raising is then
+  // rare; each time costs a pass over the output.
   static constexpr float kSlack = 8.0f;
 
-  // Weights start at 2^kFirst. F16 has none below 2^-24, which queries of BF16 would miss among a
-  // million keys; the highest of float8 are thus 2^15.
+  // The largest weight is 2^kFirst when the maximum has just been raised. F16 has no number below
+  // 2^-24, which would lose keys of BF16 queries among a million; with a float8 cache weights reach
+  // 2^15.
   static constexpr float kFirst = C::kFloat8 ? 7.0f : 0.0f;
   using Scale = std::conditional_t<C::kFloat8 && !C::kGeneral, RowScales<kRows>, UniformScale>;
 
@@ -88,8 +89,8 @@ struct RowSoftmax {
     }
   }
 
-  // Raises m where the scores ask for it, to the highest of them: the weight of a key that is alone
-  // is then a power of two, which 16 bits hold exactly.
+  // Raises m to the highest score where the scores require it: the weight of a single key is then a
+  // power of two, which 16 bits hold exactly.
   TILEWISE_DEVICE void raise(const Scores<C>& s, Outputs<C>& o) {
     float highest[kRows][2];
     bool more = false;
@@ -126,7 +127,7 @@ struct RowSoftmax {
     }
   }
 
-  // Scores become weights.
+  // Turns scores into weights.
   TILEWISE_DEVICE void exponentiate(Scores<C>& s) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {

@@ -1,4 +1,4 @@
-// A stage of the ring of a warp (forward_warp_pipeline.h).
+// A stage of a WarpPipeline (forward_warp_pipeline.h).
 #pragma once
 
 #include "cuda/ptx/platform.h"
@@ -8,10 +8,10 @@ namespace tilewise::cuda::mma_sync {
 
 struct Stage {
   ptx::SharedAddress at;
-  ptx::SharedAddress barrier;  // a phase of it ends when all of a tile has landed
+  ptx::SharedAddress barrier;  // full barrier: a phase completes when the whole tile has arrived
 };
 
-// What lies in a stage, as if its columns had two bytes each.
+// The tile in a stage, as if its columns had two bytes each.
 template <class C>
 using StageTile = tile::SwizzledTile<C::kForward.keys, C::kHeadDim * C::KvElement::kBytes / 2>;
 

@@ -1,4 +1,4 @@
-// How the output of a forward block leaves: whole rows, through shared memory.
+// Stores the output of a forward CTA as whole rows, through shared memory.
 #pragma once
 
 #include "cuda/common/forward_results.h"
@@ -7,8 +7,8 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// A warp's rows of the output as elements into its own rows of the Q tile, which nobody reads any
-// more, so that whole rows leave together. `rows` of the tile exist: decoding has often few.
+// Writes a warp's output rows to its own rows of the Q tile, which is no longer read, so that whole
+// rows can be stored together. `rows` of the tile exist: when decoding, often few.
 template <class C>
 TILEWISE_DEVICE void stage_outputs(const Problem& p, int32_t rows, ptx::SharedAddress q,
                                    const LanePosition& position, const Outputs<C>& o,
@@ -16,7 +16,7 @@ TILEWISE_DEVICE void stage_outputs(const Problem& p, int32_t rows, ptx::SharedAd
   using Element = typename C::Element;
   constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
   constexpr int kPeriod = tile::Swizzle<kRowBytes>::kPeriod;
-  // Rows 8 apart permute alike: an exclusive or per chunk, immediates for the rest.
+  // Rows 8 apart have the same swizzle: one exclusive or per 16 bytes, immediates for the rest.
   const int column = C::Columns::of_lane(position.column) * Element::kBytes;
   const ptx::SharedAddress lane =
       q + tile::Swizzle<kRowBytes>::offset(position.row0, column / 16) + column % 16;
@@ -47,7 +47,8 @@ TILEWISE_DEVICE void stage_outputs(const Problem& p, int32_t rows, ptx::SharedAd
 }
 
 template <class C>
-TILEWISE_DEVICE void store_outputs(const Problem& p, const QueryTile& q_tile, ptx::SharedAddress q) {
+TILEWISE_DEVICE void store_outputs(const Problem& p, const QueryTile& q_tile,
+                                   ptx::SharedAddress q) {
   using Element = typename C::Element;
   constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
   constexpr int kPerChunk = 16 / Element::kBytes;
@@ -60,7 +61,8 @@ TILEWISE_DEVICE void store_outputs(const Problem& p, const QueryTile& q_tile, pt
     const int32_t left = q_tile.rows.count - row0 - lanes.row;
     const int64_t step = Lanes::kRowsPerPass * p.out.stride_row * Element::kBytes;
     char* out = static_cast<char*>(p.out.data) +
-                q_tile.offset_unpacked(p.out, row0 + lanes.row) * Element::kBytes + lanes.chunk * 16;
+                q_tile.offset_unpacked(p.out, row0 + lanes.row) * Element::kBytes +
+                lanes.chunk * 16;
 #pragma unroll
     for (int pass = 0; pass < Lanes::kPasses; ++pass) {
       if (!lanes.has(pass)) continue;

@@ -1,7 +1,9 @@
-// Keys and values of fp32, split into tf32 numbers once a block. A thread copies chunks of a tile
-// into places of its own, splits them there when they have landed, and stores the halves where all
-// warps read them: V of a tile while its scores are computed, K of the next one while its values
-// are summed up. So a barrier before each product is all it takes, as with the ring.
+// The pipeline of fp32 keys and values that the CTA splits into pairs of tf32 numbers once.
+//
+// A thread copies its own 16-byte pieces of a tile with cp.async, splits them when they have
+// arrived, and stores the halves where all warps read them: V of a tile while its scores are
+// computed, K of the next one while its values are summed. One barrier before each product is
+// therefore enough, as in KvPipeline.
 #pragma once
 
 #include "cuda/mma_sync/forward_kv_pipeline.h"
@@ -41,22 +43,24 @@ class Tf32SplitPipeline {
     tile::commit<Arch>();
   }
 
-  // Before the first `consumer_wait`: q has landed, and the first keys are split.
+  // Before the first `consumer_wait`: waits for the queries, and splits the first keys.
   TILEWISE_DEVICE void wait_for_queries() {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) load_ahead(false, last_ + 1, part);
     consumer_wait();
   }
 
-  // What is to be read has been split, and nobody reads any more what is to be written.
+  // Waits until what is read next has been split and what is written next is no longer read.
   TILEWISE_DEVICE void consumer_wait() const { ptx::sync_block(); }
   TILEWISE_DEVICE ptx::SharedAddress keys() const { return base_; }
   TILEWISE_DEVICE ptx::SharedAddress values() const { return base_ + 2 * kTileBytes; }
-  TILEWISE_DEVICE void zero_values_past_end(const QueryTile&, int32_t) const {}  // none are copied
+  // they are copied as 0
+  TILEWISE_DEVICE void zero_values_past_end(const QueryTile&, int32_t) const {}
   TILEWISE_DEVICE void consumer_release(bool, int32_t) {}
 
-  // Part `part` of what is split and asked for while the scores (`scores`) or values of `tile` are
-  // at q_tile. Of the copies all have landed but those asked for last, which are the other tensor's.
+  // Splits part `part` of the stage that is read next, and copies a later one, while the scores
+  // (`scores`) or the values of `tile` are computed. Only the latest copies are still in flight
+  // then, and they belong to the other tensor.
   TILEWISE_DEVICE void load_ahead(bool scores, int32_t tile, int part) {
     if (part == 0) tile::wait<Arch, 1>();
     const Lanes lanes(recent_thread<C>());

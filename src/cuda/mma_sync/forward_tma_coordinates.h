@@ -1,4 +1,4 @@
-// Where the boxes of a key tile lie: `TmaLoader` asks one of these policies.
+// The coordinates of the TMA boxes of a key tile: the two policies of `TmaLoader`.
 #pragma once
 
 #include "cuda/mma_sync/forward_pages.h"
@@ -7,14 +7,14 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// Rows of the boxes that hold `left` keys, the last ones.
+// Rows of the tail boxes that hold the last `left` keys.
 TILEWISE_DEVICE int32_t tail_box_rows(int32_t left) {
   return (left + kTailBoxRows - 1) / kTailBoxRows * kTailBoxRows;
 }
 
-// Rows of a sequence follow each other: one box holds a tile. Its place is a row, and the index of
-// the sequence. The tile in which its keys end is of smaller boxes: what lies behind them is as
-// many bytes to read, half a tile on average; the boxes behind them are not asked for.
+// Rows of a sequence are contiguous, so one box holds a tile; its coordinates are a row and the
+// index of the sequence. The tile that contains the last key is loaded in smaller tail boxes, and
+// those past the last key are omitted: they would be half a tile to read on average.
 template <class C>
 class ContiguousCoordinates {
  public:
@@ -29,7 +29,7 @@ class ContiguousCoordinates {
         sequence_(uniform(static_cast<int32_t>(q_tile.sequence.kv.batch_index))),
         keys_(q_tile.tiles.keys) {}
 
-  // Calls expect(rows), and copy(first row in the tile, row, stage) for each box of `tile`, in one
+  // Calls expect(rows), then copy(first row in the tile, row, index) for each box of `tile`, in one
   // lane.
   template <class Expect, class Copy>
   TILEWISE_DEVICE void visit(int32_t tile, const Expect& expect, const Copy& copy) const {
@@ -38,8 +38,8 @@ class ContiguousCoordinates {
     copy(0, row_ + tile * kKeys, sequence_);
   }
 
-  // The same of the tile that is read first, the only one in which keys may end; then it calls
-  // copy_end for boxes of kTailBoxRows rows.
+  // The same for the tile that is read first, the only one that may contain the last key; there it
+  // calls copy_end for boxes of kTailBoxRows rows.
   template <class Expect, class Copy, class CopyEnd>
   TILEWISE_DEVICE void visit_first(int32_t tile, const Expect& expect, const Copy& copy,
                                    const CopyEnd& copy_end) const {
@@ -51,12 +51,12 @@ class ContiguousCoordinates {
     for (int32_t begin = 0; begin < rows; begin += kTailBoxRows)
       copy_end(begin, row_ + tile * kKeys + begin, sequence_);
   }
-  // What it asks for.
+  // The rows that `visit_first` loads.
   TILEWISE_DEVICE int32_t first_tile_rows(int32_t tile) const {
     return min(kKeys, tail_box_rows(keys_ - tile * kKeys));
   }
 
-  // Keys and values of `tile` have been asked for.
+  // Called when the loads of keys and values of `tile` have been issued.
   TILEWISE_DEVICE void advance(int32_t) {}
 
  private:
@@ -65,14 +65,15 @@ class ContiguousCoordinates {
   int32_t keys_;
 };
 
-// A box is a page, or as much of a larger one as a tile holds. Its place is a row of the page, and
-// the page. Lane i looks up the page of box i: the pages of the tile to be asked for lie in shared
-// memory, those of the one after it are on their way, so that no copy waits for the block table.
+// A box holds a page, or as much of a larger page as a tile holds; its coordinates are a row of the
+// page and the page. Lane i looks up the page of box i. The pages of the tile to be loaded next lie
+// in shared memory and those of the tile after it are being loaded, so that no copy waits for the
+// block table.
 template <class C>
 class PagedCoordinates {
  public:
   static constexpr int kKeys = C::kForward.keys;
-  static_assert((kKeys & (kKeys - 1)) == 0);  // so pages that divide it are whole boxes of its end
+  static_assert((kKeys & (kKeys - 1)) == 0);  // so that pages that divide it hold whole tail boxes
   static constexpr int kMaxBoxes = static_cast<int>(ceil_div(kKeys, kMinTmaPageRows));
   static constexpr int32_t kSmallPage = 16;  // rows
   static constexpr int kPrefetchAt = kMaxBoxes * 4;
@@ -106,7 +107,7 @@ class PagedCoordinates {
       copy(i * box_rows_, row, static_cast<int32_t>(pages[i]));
   }
 
-  // Small pages are read as a whole: half of one is few rows, and their boxes are many as it is.
+  // Small pages are loaded as a whole: half of one is few rows, and their boxes are many already.
   template <class Expect, class Copy, class CopyEnd>
   TILEWISE_DEVICE void visit_first(int32_t tile, const Expect& expect, const Copy& copy,
                                    const CopyEnd& copy_end) const {
@@ -117,7 +118,7 @@ class PagedCoordinates {
     const int32_t row = size_.remainder(tile * kKeys);
 #pragma unroll 1
     for (int32_t begin = 0; begin < rows; begin += kTailBoxRows) {
-      const int32_t page = size_.quotient(begin);  // 0 where they are larger than a tile
+      const int32_t page = size_.quotient(begin);  // 0 where pages are larger than a tile
       const uint32_t index = ptx::ld_shared_b32(shared_ + static_cast<uint32_t>(page * 4));
       copy_end(begin, row + begin - page * box_rows_, static_cast<int32_t>(index));
     }
@@ -126,7 +127,7 @@ class PagedCoordinates {
     return box_rows_ <= kSmallPage ? kKeys : min(kKeys, tail_box_rows(keys_ - tile * kKeys));
   }
 
-  // Whether all pages that this lane has looked up are those of the tensors.
+  // Whether all pages that this lane has looked up lie inside the tensors.
   TILEWISE_DEVICE bool fit() const { return highest_ <= last_page_; }
 
   TILEWISE_DEVICE void advance(int32_t tile) {
@@ -136,7 +137,7 @@ class PagedCoordinates {
   }
 
  private:
-  // Entries of no key in use are not looked up.
+  // Entries without a valid key are not looked up.
   TILEWISE_DEVICE uint32_t look_up(int32_t tile) {
     const int32_t row = tile * kKeys + ptx::lane_index() * box_rows_;
     if (tile < first_ || row >= keys_) return static_cast<uint32_t>(kOutOfBounds);
@@ -151,15 +152,15 @@ class PagedCoordinates {
     ptx::sync_warp();
   }
 
-  Divisor size_;  // of a page
+  Divisor size_;  // rows per page
   int32_t box_rows_;
   ptx::SharedAddress shared_;
   const int32_t* table_;
   uint32_t last_page_;
-  uint32_t highest_ = 0;  // of the entries looked up
+  uint32_t highest_ = 0;  // highest entry looked up
   int32_t keys_;
-  int32_t first_;        // tile that is wanted
-  uint32_t next_pages_;  // of the tile after the one to be asked for
+  int32_t first_;        // the first tile to load
+  uint32_t next_pages_;  // of the tile after the next one to load
 };
 
 }  // namespace tilewise::cuda::mma_sync

@@ -1,5 +1,5 @@
-// Keys and values as boxes of TMA: one lane asks for a tile in a few instructions, where all of
-// them spend a fourth of a step on copies and addresses.
+// Loads keys and values by TMA: one lane issues the loads of a tile in a few instructions, where
+// copies by all lanes spend a fourth of a step on addresses and copies.
 #pragma once
 
 #include <type_traits>
@@ -16,7 +16,7 @@ class TmaLoader {
  public:
   using Coordinates = std::conditional_t<C::kPaged, PagedCoordinates<C>, ContiguousCoordinates<C>>;
   using Tile = StageTile<C>;
-  static constexpr int kArrivals = 1;                 // at the barrier of a stage, and the bytes
+  static constexpr int kArrivals = 1;  // at the full barrier of a stage, beside the bytes
   static constexpr int kBytes = Coordinates::kBytes;  // of shared memory
   static constexpr int kPrefetchSectors = 1;
   static constexpr int kPrefetchAt = Coordinates::kPrefetchAt;
@@ -38,7 +38,7 @@ class TmaLoader {
     coordinates_.visit(tile, expect(stage), copy(keys ? p_.k : p_.v, stage));
     if (!keys) coordinates_.advance(tile);
   }
-  // The tile that is read first. What `first_tile_rows` does not count is not written.
+  // The tile that is read first. Rows past `first_tile_rows` are not written.
   TILEWISE_DEVICE void load_first(bool keys, int32_t tile, const Stage& stage) {
     coordinates_.visit_first(tile, expect(stage), copy(keys ? p_.k : p_.v, stage),
                              copy(keys ? p_.k_tail : p_.v_tail, stage));
@@ -57,7 +57,7 @@ class TmaLoader {
       ptx::mbarrier_arrive_expect_tx(stage.barrier, rows * (Tile::kBytes / Tile::kRows));
     };
   }
-  // Columns and rows that the tensor does not have consumer_wait as 0.
+  // Columns and rows outside of the tensor arrive as 0.
   TILEWISE_DEVICE auto copy(const TensorMap& map, const Stage& stage) const {
     return [this, &map, stage](int32_t begin, int32_t row, int32_t index) {
       const ptx::SharedAddress to =

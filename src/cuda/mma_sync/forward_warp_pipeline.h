@@ -1,6 +1,19 @@
-// The ring of one warp through which keys and values pass where stages have barriers: who reads a
-// stage also fills it, so there is no barrier for free stages. Boxes of TMA fill it, or, where
-// pages are small, copies of rows (forward_row_load.h).
+// The pipeline of decoding with TMA (sm_90). Each warp has its own and is both producer and
+// consumer: it loads a stage itself after it has read it, so stages have full barriers but no empty
+// barriers.
+//
+// Roles: lane 0 (or an elected lane) issues the TMA loads of a stage; where pages are smaller than
+// a TMA box, all lanes copy rows with cp.async (forward_row_load.h). All lanes compute.
+//
+// What passes through: load f = 0, 1, 2, ... is K, V of the last tile, K, V of the one before, ...
+// and goes to stage f % kStages. Timeline with 3 stages, of key tiles t, t - 1, ...:
+//   stage 0   wait full K(t)      S = Q K^T   load V(t - 1)
+//                                 softmax     V(t), K(t - 1), V(t - 1) are in flight
+//   stage 1   wait full V(t)      O += P V    load K(t - 2)
+//   stage 2   wait full K(t - 1)  S = Q K^T   load V(t - 2)
+//                                 softmax     V(t - 1), K(t - 2), V(t - 2) are in flight
+//   stage 0   wait full V(t - 1)  ...
+// After the loop the stages serve to combine splits (CombineBuffer).
 #pragma once
 
 #include <type_traits>
@@ -14,9 +27,7 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// Loader f (K, V of the last tile, K, V of the one before, ...) goes to stage f % stages, and is
-// asked for when what lay there has been read: that many fills are on their way while weights are
-// computed. Of contiguous keys it may use fewer stages than there are (plan_decode.h).
+// With contiguous keys the plan may use fewer stages than there are (plan_decode.h).
 template <class C>
 class WarpPipeline {
  public:
@@ -33,13 +44,13 @@ class WarpPipeline {
   static constexpr int kStages = C::kForward.stages;
   static constexpr bool kMayUseFewer = C::kTma && !C::kPaged && !C::kFloat8;
   static_assert(kMaxCombineBytes<C> <= kStages * Tile::kBytes);
-  static constexpr int kCombineBarrierAt = kStages * 8;  // a barrier behind those of stages
+  static constexpr int kCombineBarrierAt = kStages * 8;  // after the full barriers
   static constexpr int kLoaderAt = kCombineBarrierAt + 8;
   static constexpr int kStagesAt = static_cast<int>(round_up(kLoaderAt + Loader::kBytes, 1024));
   static constexpr int kBytes = kStagesAt + kStages * Tile::kBytes;
   static constexpr int kParts = 1;
 
-  // First of all: what takes time and depends on nothing.
+  // Runs first: it takes time and depends on nothing.
   TILEWISE_DEVICE static void prepare(const Params& p, ptx::SharedAddress base) {
     if (ptx::lane_index() != 0) return;
     Loader::prepare(p);
@@ -50,14 +61,14 @@ class WarpPipeline {
     ptx::fence_mbarrier_init();
   }
 
-  // When no more than the sequence is known: what will be waited for.
+  // Called as soon as the sequence is known: prefetches what will be waited for later.
   TILEWISE_DEVICE static void prefetch(const Problem& p, int32_t sequence,
                                        ptx::SharedAddress base) {
     if constexpr (C::kPaged)
       prefetch_pages<Loader::kPrefetchSectors>(p, sequence, base + kLoaderAt + Loader::kPrefetchAt);
   }
 
-  // Of tile `last` and those before it.
+  // Tile `last` is the first one to be loaded.
   TILEWISE_DEVICE WarpPipeline(const Params& p, const QueryTile& q_tile, int32_t last,
                                ptx::SharedAddress base)
       : base_(base),
@@ -67,11 +78,11 @@ class WarpPipeline {
     if constexpr (kMayUseFewer) {
       if (p.stages > 0) stages_in_use_ = p.stages;
     }
-    ptx::sync_warp();  // one lane has made the barriers
+    ptx::sync_warp();  // one lane has initialised the barriers
   }
 
-  // What a q_tile has however many parts there are of it. The queries are needed with the first keys,
-  // before any values.
+  // Loads what the tile needs, whatever the number of its chunks turns out to be. The queries are
+  // needed together with the first keys, before any values.
   template <class Queries>
   TILEWISE_DEVICE void start(Queries&& load_queries) {
     load_first(true, 0);
@@ -80,8 +91,8 @@ class WarpPipeline {
     load_first(false, 1);
   }
 
-  // Tiles before `first` are not wanted. That of a second warp_split may be one of them, and is
-  // waited for: its stages are written again.
+  // Tiles before `first` will not be loaded. The first tile of a second warp may be one of them; if
+  // its loads have been issued, they are waited for, because its stages are written again.
   TILEWISE_DEVICE void narrow_to(int32_t first) {
     const bool has_asked = last_ >= first_;
     first_ = uniform(first);
@@ -90,7 +101,7 @@ class WarpPipeline {
     ptx::mbarrier_wait_parity(barrier(1), 0);
   }
 
-  // The rest of the ring.
+  // Loads the remaining stages.
   TILEWISE_DEVICE void fill_stages() {
 #pragma unroll
     for (int i = 2; i < kStages; ++i) {
@@ -98,32 +109,31 @@ class WarpPipeline {
     }
   }
 
-  // Before the first `consumer_wait`: q has landed.
+  // Waits, before the first `consumer_wait`, for the queries.
   TILEWISE_DEVICE void wait_for_queries() const {
     zero_rows_not_loaded();
     tile::wait<Arch, 0>();
     ptx::sync_warp();
   }
 
-  // The tile to be read has landed.
+  // Waits until the stage to be read is full.
   TILEWISE_DEVICE void consumer_wait() const { ptx::mbarrier_wait_parity(barrier(stage_), phase_); }
   TILEWISE_DEVICE ptx::SharedAddress keys() const { return at(stage_); }
   TILEWISE_DEVICE ptx::SharedAddress values() const { return at(stage_); }
 
-  // Rows behind the keys of the sequence came with the last values of boxes. A masked key has
-  // weight 0, and 0 times the NaN of a stranger is NaN; masked scores are replaced, whatever the
-  // key.
+  // Zeroes the rows past the last key, which came with the last values when they were loaded in
+  // boxes. A masked key has weight 0, and 0 * NaN of a row outside of the sequence would be NaN.
+  // Keys need no zeros: masked scores are replaced.
   TILEWISE_DEVICE void zero_values_past_end(const QueryTile& q_tile, int32_t tile) const {
     if constexpr (!C::kTma) return;
     const int32_t begin = q_tile.tiles.keys - tile * Tile::kRows;
     if (begin >= Tile::kRows) return;
     zero_rows(stage_, begin, tail_box_rows(begin));
-    ptx::fence_proxy_async();  // the stage is filled again
+    ptx::fence_proxy_async();  // the stage is loaded again
     ptx::sync_warp();
   }
 
-  // The keys (`scores`) or values of `tile` have been read: the next but stages() - 1 take the
-  // stage.
+  // The keys (`scores`) or values of `tile` have been read: load f + stages() goes to their stage.
   TILEWISE_DEVICE void consumer_release(bool scores, int32_t tile) {
     ptx::sync_warp();
     const bool keys = scores == (stages() % 2 == 0);
@@ -135,11 +145,11 @@ class WarpPipeline {
   }
   TILEWISE_DEVICE void load_ahead(bool, int32_t, int) const {}
 
-  // After the loop: whether all pages were those of the tensors.
+  // After the loop: whether all pages lie inside the tensors.
   TILEWISE_DEVICE bool pages_fit(const QueryTile& q_tile) const {
     return !ptx::any(!loader_.pages_fit(q_tile));
   }
-  // Then other blocks may write into the ring.
+  // Allows the other CTAs of the cluster to write to the stages.
   TILEWISE_DEVICE void release_to_cluster() const {
     if constexpr (!C::kTma) ptx::fence_proxy_async();
     ptx::barrier_cluster_arrive_relaxed();
@@ -163,18 +173,18 @@ class WarpPipeline {
   TILEWISE_DEVICE void load(bool keys, int32_t tile, int stage) {
     if (tile >= first_) loader_.load(keys, tile, {at(stage), barrier(stage)});
   }
-  // Of the tile that is read first.
+  // The tile that is read first.
   TILEWISE_DEVICE void load_first(bool keys, int stage) {
     if (last_ >= first_) loader_.load_first(keys, last_, {at(stage), barrier(stage)});
   }
 
-  // While the first tile is on its way: rows that nobody has asked for.
+  // Zeroes, while the first tile is loading, its rows that are not loaded.
   TILEWISE_DEVICE void zero_rows_not_loaded() const {
     const int32_t rows = last_ < first_ ? Tile::kRows : loader_.first_tile_rows(last_);
     if (rows == Tile::kRows) return;
     zero_rows(0, rows, Tile::kRows);
     zero_rows(1, rows, Tile::kRows);
-    ptx::fence_proxy_async();  // the stages are filled again
+    ptx::fence_proxy_async();  // the stages are loaded again
   }
   TILEWISE_DEVICE void zero_rows(int stage, int32_t begin, int32_t end) const {
     const uint32_t zeros[4] = {0, 0, 0, 0};
@@ -189,11 +199,11 @@ class WarpPipeline {
 
   ptx::SharedAddress base_;
   Loader loader_;
-  int32_t first_;  // tile that is wanted
+  int32_t first_;  // the first tile to load
   int32_t last_;
   int stages_in_use_ = kStages;
   int stage_ = 0;  // to be read
-  int phase_ = 0;  // of its barrier
+  int phase_ = 0;  // of its full barrier
 };
 
 }  // namespace tilewise::cuda::mma_sync

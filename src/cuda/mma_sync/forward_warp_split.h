@@ -1,6 +1,6 @@
-// Readers: warps of a block that share the keys of its tile. Each has all rows, every
-// second tile of keys, and queries, record and buffer of its own; in the end the first one has the
-// sums of both. On a multiprocessor of its own a warp reads 37 gigabytes a second, two of them 60.
+// Intra-CTA split-K: two warps of a CTA split the keys of its tile. Each has all rows, every second
+// key tile, and queries, saved tile and pipeline of its own; in the end the first warp combines the
+// sums of both. With one CTA per SM, one warp reads 37 GB/s and two read 60 GB/s.
 #pragma once
 
 #include "cuda/mma_sync/forward_softmax.h"
@@ -12,9 +12,9 @@ TILEWISE_DEVICE int32_t warp_split_index() {
   return C::kWarpSplits > 1 ? uniform(ptx::warp_index()) : 0;
 }
 
-// What the second warp_split has seen joins what the first one has. Lanes of both have the same
-// places: each hands its own, by way of the second one's buffer, to its like. `bytes`: from
-// warp_split to warp_split.
+// The first warp adds the sums of the second one to its own. Lanes of both have the same positions,
+// so each lane of the second warp hands its sums, through that warp's stages, to the same lane of
+// the first. `bytes` is the distance of the warps' shared memory.
 template <class C>
 TILEWISE_DEVICE void combine_warp_splits(Outputs<C>& o, RowSoftmax<C>& softmax, int32_t warp_split,
                                          ptx::SharedAddress buffer, int bytes) {
