@@ -1,4 +1,6 @@
-// What the planner asks about decoding. `blocks`: tiles of rows and heads, before they are cut.
+// Planning of decodes: splits, clusters, chunks, warps per tile and PDL triggers. `blocks` is the
+// number of tiles, over rows, heads and sequences, before their keys are split. The evidence for
+// each rule is in docs/lab/decode-planner-rules.md.
 #pragma once
 
 #include "cuda/plan.h"
@@ -9,52 +11,52 @@ inline constexpr int64_t kMaxSplits = 128;
 
 bool reads_float8(const KernelSet& kernel_set);
 
-// Whether its kernels are those of decoding by boxes of TMA.
+// Whether the kernels decode with keys and values loaded by TMA.
 bool uses_tma(const KernelSet& kernel_set);
-// Whether each warp has a ring of its own: clusters and last blocks merge what these find, and
-// blocks may have readers.
+// Whether each warp loads and reads a pipeline of its own. Only then can clusters or the last CTA
+// of a tile combine, and two warps share a tile.
 bool has_warp_pipelines(const Plan& plan);
 
-// Whether clusters as large as there are find their places beside those of the next call.
+// Whether maximum-size clusters can be co-resident with those of the next launch.
 bool max_clusters_fit(const Gpu& gpu, int64_t blocks);
-// Whether they are better cut as many times each, however long sequences are; `tiles`: of the keys
-// of one, at most.
+// Whether the same number of splits for every sequence, regardless of its length, is faster than
+// chunks. `tiles` is the maximum number of key tiles of a sequence.
 bool prefers_uniform_splits(const Gpu& gpu, int64_t blocks, int64_t tiles);
 
-// Whether only the GPU knows the lengths of the batch.
+// Whether only the GPU knows the lengths of the sequences.
 bool has_device_lengths(const Problem& p);
 
-// Whether the block of a tile that is done last merges its parts.
+// Whether the CTA that finishes a tile last should combine its chunks.
 bool last_cta_combines(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks);
 
-// What a block may have to walk before it merges.
+// Maximum number of key tiles per CTA up to which combining in a cluster pays.
 int64_t max_tiles_per_cluster_cta(const Plan& plan);
 
-// Whether so many splits are better merged by clusters, with no second launch.
+// Whether combining `splits` splits in clusters is faster than a combine kernel.
 bool cluster_combine_is_faster(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t splits,
                                int64_t key_tiles);
 
-// Blocks of a multiprocessor that read as fast as more of them.
+// CTAs per SM beyond which more CTAs do not read faster.
 int64_t ctas_to_saturate(const Plan& plan);
 
-// Blocks of a cluster that each tile is better to have than parts or a second kernel; 0: it is not.
+// Size of the cluster that reads each tile, if that is faster than chunks and than a combine
+// kernel; otherwise 0.
 int32_t choose_max_cluster_size(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks);
 
-// Whether blocks are alone on their multiprocessors, and how many warps of one then share the keys
-// of its tile.
+// Whether one CTA per SM is as fast as two, and how many warps of a CTA share the keys of its tile.
 bool uses_one_cta_per_sm(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks);
 int32_t choose_warps_per_tile(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks);
-// Slots of the ring of each warp; 0: all that there are.
+// Stages of each warp's pipeline; 0: as many as fit.
 int32_t choose_stages(const Plan& plan, const Gpu& gpu, int64_t blocks);
 
-// Where the parts of a batch lie in their grid; `tiles`: of a sequence, at most.
+// Which CTAs of the grid have a chunk. `tiles` is the maximum number of key tiles of a sequence.
 CtaPlacement place_chunks(const Plan& plan, const Gpu& gpu, int64_t tiles);
 
-// Splits of as many key tiles each.
+// Number of splits, which all have the same number of key tiles.
 int64_t choose_tma_splits(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t key_tiles);
 
-// When the launch after a main kernel may begin, and that after a second one which merges its
-// results. The plan is complete but for this.
+// When the main kernel and the combine kernel trigger the next launch. Everything else of the plan
+// has been chosen.
 PdlTrigger choose_pdl_trigger(const Plan& plan, const Gpu& gpu);
 PdlTrigger choose_combine_pdl_trigger(const Problem& p, const Plan& plan, const Gpu& gpu);
 

@@ -1,5 +1,6 @@
-// The CUDA runtime as the library uses it: every call to it is in runtime_cuda.cpp. Compiled for
-// the emulator (runtime_emulator.cpp) the same functions run a grid on this CPU, block after block.
+// The library's interface to the CUDA runtime, all of whose calls are in runtime_cuda.cpp. In a
+// build for the emulator (runtime_emulator.cpp) the same functions run a grid on the CPU, block by
+// block.
 #pragma once
 
 #include <cstdint>
@@ -30,24 +31,24 @@ struct Kernel {
   int32_t cluster_size = 1;  // CTAs per cluster, when the kernel itself is compiled with one
 };
 
-// What the planner needs to know of a GPU.
+// The properties of a GPU that the planner uses.
 struct Gpu {
   int32_t sm = 0;  // compute capability as major * 10 + minor
   int32_t sm_count = 0;
-  int32_t shared_bytes = 0;  // a block may opt in to
+  int32_t shared_bytes = 0;  // maximum per CTA (opt-in)
   int32_t l2_bytes = 0;
-  int32_t memory_speed = 0;  // gigabytes a second, by clock and bus; 0: not known
-  int32_t table = 0;         // tile table to use (TILEWISE_FORCE_ARCH); 0: that of arch/limits.h
+  int32_t memory_speed = 0;  // GB/s, from clock and bus width; 0: unknown
+  int32_t table = 0;         // tile table forced by TILEWISE_FORCE_ARCH; 0: that of arch/limits.h
 };
 
-// 0 when there is no driver or no GPU; the reason goes to `why` when it is given.
+// Number of GPUs. It is 0 without a driver or a GPU; then `why`, if given, receives the reason.
 int32_t gpu_count(std::string* why = nullptr);
-// Facts of GPU `index`, asked once. Throws Error when there is no such GPU.
+// Properties of GPU `index`, queried once per process. Throws Error if there is no such GPU.
 const Gpu& gpu(int32_t index);
 std::string gpu_name(int32_t index);
 int64_t gpu_memory_bytes(int32_t index);
 
-// Makes a GPU current for a scope.
+// Makes a GPU the current device within a scope.
 class DeviceScope {
  public:
   explicit DeviceScope(int32_t index);
@@ -59,26 +60,27 @@ class DeviceScope {
   int32_t previous_ = -1;
 };
 
-// Throws Error when the driver refuses the shape.
+// Encodes a tensor map. Throws Error if the driver refuses the shape.
 void encode_tensor_map(TensorMap& map, const TensorMapShape& shape);
 
-// Whether the stream records a graph: nobody may wait for it then.
+// Whether the stream is being captured into a graph. Waiting for it is not allowed then.
 bool is_captured(Stream stream);
 
-// Waits for everything on the stream, and copies to the memory of the host.
+// Copies to host memory after all work on the stream, and waits for the copy.
 void read_back(void* to, const void* from, int64_t bytes, Stream stream);
 
-// Where a variable of the kernels' code is in the memory of the current GPU.
+// Address of a __device__ variable in the memory of the current GPU.
 void* address_on_device(const void* symbol);
 
-// Waits for all work of the current GPU, copies to the memory of the host, and makes the first 8
-// bytes 0.
+// Waits for all work of the current GPU, copies `bytes` bytes to host memory, and then sets the
+// first 8 bytes of `from` to 0.
 void read_and_clear(void* to, void* from, int64_t bytes);
 
-// When a kernel may start. `dependent`: as soon as every block of the kernel before it, whoever
-// launched that, has asked for it or is done. It waits itself before it reads or writes anything
-// (ptx::griddepcontrol_wait), one of its blocks at least, so that it is complete no sooner than
-// what came before. GPUs before sm_90 start in order, and so does code compiled for them.
+// When a kernel may start. A `dependent` kernel starts as soon as every CTA of the preceding kernel
+// on the stream, whether of this library or not, has triggered the launch or exited (PDL). It must
+// wait (ptx::griddepcontrol_wait) before it reads or writes global memory, and at least one of its
+// CTAs must wait in any case, so that it does not complete before its predecessor. GPUs before
+// sm_90, and code compiled for them, start kernels in order.
 enum class Start { in_order, dependent };
 
 namespace detail {
@@ -86,8 +88,8 @@ void launch(const void* function, int64_t blocks, int32_t threads, int32_t share
             Stream stream, Start start, int32_t cluster, const void* params);
 }
 
-// Starts `blocks` blocks (none: does nothing). Allocates nothing, waits for nothing. `cluster`:
-// blocks that run side by side, of a kernel that does not say so itself.
+// Launches a grid of `blocks` CTAs; does nothing if that is 0. It neither allocates nor waits.
+// `cluster` is the cluster size of a kernel that is not compiled with one.
 template <class Params>
 void launch(const Kernel<Params>& kernel, int64_t blocks, Stream stream, const Params& params,
             Start start = Start::in_order, int32_t cluster = 1) {

@@ -1,4 +1,4 @@
-// The tiles of a last, partial wave, shared by all CTAs (Stream-K).
+// Stream-K: all CTAs share the tiles of a partial last wave.
 #pragma once
 
 #include "base/divisor.h"
@@ -6,18 +6,18 @@
 
 namespace tilewise::cuda {
 
-// The tiles of a last wave that would leave CTAs idle form one line of key tiles, and every CTA
-// takes an equal share of it (Stream-K: Osama et al., PPoPP 2023). A share is no longer than the
-// key tiles of one tile, so it touches two tiles at most. A combine kernel merges the partial
-// results of a tile.
+// The tiles of a last wave that would leave CTAs idle are laid end to end as one sequence of key
+// tiles, of which every CTA takes an equal share (Stream-K: Osama et al., PPoPP 2023, arXiv
+// 2301.03598). A share has at most as many key tiles as one tile, so it touches at most two tiles.
+// A combine kernel merges the partial results of each tile.
 struct StreamKTail {
-  int32_t tiles = 0;              // 0: there is no such tail
-  int32_t first = 0;              // index of the first of these tiles in the order
+  int32_t tiles = 0;              // 0: no tail
+  int32_t first = 0;              // index of the tail's first tile in the order
   Divisor key_tiles = 1;          // per tile
   Divisor key_tiles_per_cta = 1;  // length of a share
-  int32_t columns = 0;            // of a partial result: those of the head-dim tile
+  int32_t columns = 0;            // of a partial result: the kernel's head_dim_v
 
-  // Per tile; one lane of a warp weighs each when they are combined.
+  // Maximum number of shares per tile: when they are combined, each lane of a warp weights one.
   static constexpr int32_t kMaxShares = 32;
 
   // What a CTA computes of one tile: key tiles [begin, end).
@@ -47,8 +47,8 @@ struct StreamKTail {
     return key_tiles_per_cta.quotient((tile + 1) * key_tiles - 1) - first_block(tile) + 1;
   }
 
-  // Index of a partial result. From one share to the next either the CTA or the tile changes, so
-  // the results of a tile are contiguous.
+  // Index of a partial result. From one share to the next either the CTA or the tile advances by
+  // one, so all indices are used and the results of a tile are contiguous.
   TILEWISE_FN constexpr static int32_t result_index(int32_t block, int32_t tile) {
     return block + tile;
   }

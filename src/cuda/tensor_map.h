@@ -1,5 +1,6 @@
-// A TMA descriptor: how a 4-D tensor in global memory is cut into boxes (CUDA driver API,
-// cuTensorMapEncodeTiled). The host makes it, kernels take it as part of their parameters.
+// A tensor map (TMA descriptor): how a 4-D tensor in global memory is cut into boxes, see
+// cuTensorMapEncodeTiled of the CUDA driver API. The host encodes it, and kernels receive it as
+// part of their parameters.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +11,10 @@ struct alignas(64) TensorMap {
   uint64_t opaque[16] = {};
 };
 
-// What a map describes: [slots, heads, rows, columns] of elements of 16 or 8 bits, columns
-// contiguous. A box is 128 bytes of each of `box_rows` rows of one head; it lies in shared memory
-// row by row with the 128-byte swizzle. Entries outside of the tensor are read as 0 and not
-// written.
+// What a map describes: a tensor [batches, heads, rows, columns] of 16-bit or 8-bit elements with
+// contiguous columns; for paged caches a batch entry is a page. A box is 128 bytes of each of
+// `box_rows` rows of one head. In shared memory it is stored row by row with the 128-byte swizzle.
+// Elements outside of the tensor are read as 0 and not written.
 struct TensorMapShape {
   const void* data = nullptr;
   int64_t columns = 0;
@@ -24,12 +25,13 @@ struct TensorMapShape {
   int64_t stride_head = 0;
   int64_t stride_batch = 0;
   int32_t element_bytes = 2;
-  int32_t dtype = 0;  // of 16 bits, TILEWISE_FLOAT16 or TILEWISE_BFLOAT16: a box of sums adds in it
+  int32_t dtype =
+      0;  // if 16 bits: TILEWISE_FLOAT16 or TILEWISE_BFLOAT16, in which TMA reductions add
   int32_t box_rows = 0;
 };
 
-inline constexpr int kTensorMapBoxBytes = 128;      // of a row
-inline constexpr int64_t kTensorMapAlignment = 16;  // bytes: address and strides
+inline constexpr int kTensorMapBoxBytes = 128;      // per row
+inline constexpr int64_t kTensorMapAlignment = 16;  // of the address and the strides, in bytes
 inline constexpr int32_t kTensorMapMaxBoxRows = 256;
 
 }  // namespace tilewise::cuda

@@ -1,4 +1,4 @@
-// Lays out a workspace: pieces of the caller's memory, each starting at a multiple of 64 bytes.
+// Lays out a workspace: regions of the caller's memory that each start at a multiple of 64 bytes.
 #pragma once
 
 #include "base/size.h"
