@@ -1,4 +1,9 @@
-// Before the main kernels: see prepare.h.
+// The kernel that runs before the main kernels: see prepare.h.
+//
+// Grid: finish(params) CTAs of kPrepareThreads threads. CTA 0, if has_first_block(params), checks
+// and copies index arrays (Fit) and sorts the sequences (Order). The other CTAs write what no main
+// kernel writes (Clear): 0 into unused rows of out, dq, dk and dv, -inf into their lse, NaN where
+// index entries are invalid, and zeros into the workspace. It reads nothing but index arrays.
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -17,8 +22,9 @@ TILEWISE_DEVICE uint32_t tiles_of(const Problem& p, const OrderTask& task, int64
   return static_cast<uint32_t>(ceil_div(used_rows(p, b).value * task.group, task.tile));
 }
 
-// Larger counts have larger buckets. Up to 31 a bucket is one count, above it is what three bits
-// after the leading one tell apart; 2^31 is the last one that comes, in bucket 240.
+// The bucket of a count; it grows with the count. Up to 31 each count has a bucket. Above, a bucket
+// is given by the leading bit and the three bits after it; the largest count, 2^31, is in bucket
+// 240.
 TILEWISE_DEVICE int bucket_of(uint32_t tiles) {
   if (tiles < 32) return static_cast<int>(tiles);
   int exponent = 5;
@@ -26,10 +32,10 @@ TILEWISE_DEVICE int bucket_of(uint32_t tiles) {
   return 32 + (exponent - 5) * 8 + static_cast<int>((tiles >> (exponent - 3)) & 7);
 }
 
-// Where a lane's sequence stands among those of its warp that have the same bucket.
+// The rank of a lane's sequence among the sequences of its warp that are in the same bucket.
 struct Peers {
   uint32_t before;
-  uint32_t count;  // 0: the lane has none
+  uint32_t count;  // 0: the lane has no sequence
 
   TILEWISE_DEVICE bool is_last() const { return before + 1 == count; }
   TILEWISE_DEVICE static Peers of(uint32_t bucket, bool valid) {
@@ -44,9 +50,10 @@ struct Peers {
   }
 };
 
-// A stable counting sort: each warp counts a run of sequences on its own, so nothing depends on
-// which warp comes first. Counters lie bucket after bucket, the longest first, and in a bucket warp
-// after warp: their running sum is where a warp's sequences go.
+// A stable counting sort, longest sequences first. Each warp counts a run of sequences with
+// counters of its own, so nothing depends on which warp is first. The counters are ordered by
+// bucket, the longest first, and by warp inside a bucket: their prefix sum is where a warp's
+// sequences go.
 struct Order {
   const Problem& p;
   const OrderTask& task;
@@ -57,7 +64,7 @@ struct Order {
     return (kOrderBuckets - 1 - bucket) * kPrepareWarps + ptx::warp_index();
   }
 
-  // Every group of 32 sequences of this warp's run.
+  // Visits the sequences of this warp's run, 32 at a time: visit(sequence, tiles, counter + rank).
   template <class Visit>
   TILEWISE_DEVICE void walk(const Visit& visit) const {
     const int64_t run = round_up(ceil_div(p.batch, kPrepareWarps), ptx::kWarpSize);
@@ -103,7 +110,7 @@ struct Order {
     accumulate();
   }
 
-  // table[i].first: from the tiles of an entry to the tiles before it.
+  // Turns table[i].first from the tiles of an entry into the tiles before it.
   TILEWISE_DEVICE void accumulate() const {
     TileOrder::Entry* const table = task.table;
     const int64_t each = ceil_div(p.batch, kPrepareThreads);
@@ -122,11 +129,11 @@ struct Order {
   }
 };
 
-// --- index arrays that do not fit ----------------------------------------------------------------
+// --- invalid index arrays ------------------------------------------------------------------------
 
 static_assert(kCheckThreads == kPrepareThreads);
 
-// One row of all heads becomes 0 or NaN, by a warp.
+// A warp sets one row of all heads to 0 or NaN.
 struct RowFill {
   int32_t dtype;
   bool with_nan;
@@ -158,8 +165,8 @@ struct RowFill {
   }
 };
 
-// Of the first block: the copies of the arrays (FitTask), and in a backward NaN in the gradients of
-// rows and keys in use whose sequence has none in the copies.
+// The first task of CTA 0: writes the copies of the arrays (FitTask). In a backward it also writes
+// NaN into the gradients of sequences that have no rows and keys in the copies.
 struct Fit {
   const PrepareParams& params;
   const Problem& p;
@@ -227,21 +234,21 @@ struct Fit {
   }
 };
 
-// --- what no main kernel writes ------------------------------------------------------------------
+// --- rows and keys that no main kernel writes ----------------------------------------------------
 
-// The warps of the clearing blocks share what is to be cleared.
+// The warps of all clearing CTAs share the rows, keys and bytes to clear.
 struct Clear {
   const PrepareParams& params;
-  int64_t warp;  // of all clearing warps
+  int64_t warp;  // counted over all clearing CTAs
   int64_t warps;
-  bool valid_layout;  // what cu_seqlens say where sequences lie
-  bool all_fit;       // every sequence does
+  bool valid_layout;  // cu_seqlens place every sequence inside its tensor
+  bool all_fit;       // every entry of every sequence is valid, except pages
 
-  // All threads of a block call it. Where sequences lie matters to what is cleared only.
+  // All threads of the CTA call it. cu_seqlens_k are checked only in a backward, which clears keys.
   TILEWISE_DEVICE static Clear of(const PrepareParams& params, int64_t block, const Check& check) {
     const Problem& p = params.problem;
     const bool with_keys = params.fit.cu_seqlens_k != nullptr;
-    constexpr uint32_t kInPlace = 1u << 31;  // a sequence that lies well, but does not fit
+    constexpr uint32_t kInPlace = 1u << 31;  // the layout of the sequence is valid, an entry is not
     uint32_t mine = Check::kNone;
     for (int64_t b = ptx::thread_index(); b < p.batch; b += kPrepareThreads) {
       const auto at = static_cast<uint32_t>(b);
@@ -253,7 +260,7 @@ struct Clear {
     const uint32_t found = check.lowest(mine);
     const bool all_fit = found == Check::kNone;
     const bool valid_layout = found >= kInPlace;
-    // Of a sequence without rows in use no other kernel says it.
+    // No other kernel reports a sequence without rows in use.
     if (valid_layout && !all_fit && ptx::thread_index() == 0) {
       const Sequence s = sequence_of(p, found - kInPlace);
       if (!s.fits) report_sequence(params.index_record, p, s, {});
@@ -262,14 +269,14 @@ struct Clear {
             int64_t{params.clear_blocks} * kPrepareWarps, valid_layout, all_fit};
   }
 
-  // But for its pages.
+  // Whether the entries of sequence b are valid, except its pages.
   TILEWISE_DEVICE static bool fits(const PrepareParams& params, int64_t b) {
     return sequence_of(params.problem, b).fits &&
            !dbias_fault(params.problem, params.gradients, b).any();
   }
 
-  // Calls clear(location, with_nan) for the places [first, count) that are not in use; a warp looks
-  // at 32 at once.
+  // Calls clear(location, with_nan) for those of the rows [first, count) that are not in use. A
+  // warp tests 32 rows at a time.
   template <class Locate, class Body>
   TILEWISE_DEVICE void unused(int64_t first, int64_t count, const Locate& locate,
                               const Body& clear) const {
@@ -290,7 +297,7 @@ struct Clear {
   TILEWISE_DEVICE void rows() const {
     const Problem& p = params.problem;
     if (params.rows.view.data == nullptr && params.lse == nullptr) return;
-    // Where only what lies behind the sequences can be unused, nothing else is looked at.
+    // Without seqused_q only rows behind the sequences can be unused: no other row is tested.
     int64_t first = 0;
     if (p.seqused_q == nullptr) {
       if (p.cu_seqlens_q == nullptr)
@@ -315,7 +322,7 @@ struct Clear {
     const ClearTask& dk = params.keys[0];
     const ClearTask& dv = params.keys[1];
     if (dk.view.data == nullptr && dv.view.data == nullptr) return;
-    // Where only what lies behind the sequences can be unused, nothing else is looked at.
+    // In this case only keys behind the sequences can be unused: no other key is tested.
     int64_t first = 0;
     if (p.seqused_k == nullptr && p.leftpad_k == nullptr && !keys_per_sequence(p)) {
       if (p.cu_seqlens_k == nullptr)

@@ -1,5 +1,5 @@
-// What goes before the main kernels, in one launch: the order of the sequences, what no main kernel
-// writes, and zeros in the workspace.
+// The launch before the main kernels. It sorts the sequences for TileOrder, checks and copies index
+// arrays, writes the rows and keys that no main kernel writes, and zeroes parts of the workspace.
 #pragma once
 
 #include "cuda/params.h"
@@ -9,26 +9,26 @@ namespace tilewise::cuda::common {
 
 inline constexpr int kPrepareThreads = 512;
 inline constexpr int kPrepareWarps = kPrepareThreads / 32;
-// Sequences are sorted by their number of tiles, exact up to 31 and to an eighth above.
+// Sequences are sorted by their number of tiles: exactly up to 31 tiles, to an eighth above.
 inline constexpr int kOrderBuckets = 256;
 inline constexpr int kPrepareSharedBytes = kOrderBuckets * kPrepareWarps * 4 + kPrepareWarps * 4;
 
-// TileOrder::table of `tile` packed rows of `group` heads, or of `tile` keys.
+// TileOrder::table for tiles of `tile` packed rows of `group` heads, or of `tile` keys.
 struct OrderTask {
   enum class Of : int32_t { rows, keys };
 
-  TileOrder::Entry* table = nullptr;  // [batch + 1]; null: not wanted
+  TileOrder::Entry* table = nullptr;  // [batch + 1]; null: no table
   Of of = Of::rows;
   int32_t tile = 1;
-  int32_t group = 1;  // heads packed into a tile of rows
+  int32_t group = 1;  // query heads packed into a tile of rows
 };
 
-// Copies of index arrays for the kernels that follow, which lay out sums by sequences and have to
-// agree about where these are. Null: not wanted; those of lengths are for a backward.
+// Checked copies of index arrays for the kernels that follow, which lay out their sums by sequence
+// and must agree where sequences are. Null: no copy. Lengths are copied for a backward only.
 //
-// A cu_seqlens that falls, or leaves its rows, says nothing reliable about any sequence: its copy
-// is all 0. In a backward a sequence of which some entry does not fit has no rows and no keys. The
-// gradients of its own become NaN here.
+// If a cu_seqlens decreases or exceeds its tensor, nothing is known about any sequence, and its
+// copy is all 0. In a backward a sequence with any other invalid entry gets no rows and no keys in
+// the copies, and its gradients become NaN here.
 struct FitTask {
   int32_t* cu_seqlens_q = nullptr;  // [batch + 1]
   int32_t* cu_seqlens_k = nullptr;
@@ -38,12 +38,12 @@ struct FitTask {
   TILEWISE_FN bool any() const { return cu_seqlens_q != nullptr || seqused_q != nullptr; }
   TILEWISE_FN bool of_backward() const { return seqused_q != nullptr; }
 
-  // With pages the entries only say how long sequences are, as the copy of seqused_k does.
+  // In a paged cache cu_seqlens_k gives lengths only, and the copy of seqused_k has these.
   static bool copies_key_layout(const Problem& p) {
     return p.cu_seqlens_k != nullptr && p.block_table == nullptr;
   }
 
-  // How many int32 the copies take.
+  // Number of int32 that the copies need.
   static int64_t entries_of_forward(const Problem& p) {
     return p.cu_seqlens_q != nullptr ? p.batch + 1 : 0;
   }
@@ -72,7 +72,7 @@ struct FitTask {
     return task;
   }
 
-  // The problem that has them.
+  // The problem with the copies in place of the arrays.
   Problem applied(Problem p) const {
     if (cu_seqlens_q != nullptr) p.cu_seqlens_q = cu_seqlens_q;
     if (cu_seqlens_k != nullptr) p.cu_seqlens_k = cu_seqlens_k;
@@ -82,14 +82,14 @@ struct FitTask {
   }
 };
 
-// Rows or keys of `view` that are not in use get 0. No data: nothing to clear.
+// Rows or keys of `view` that are not in use become 0. Null data: nothing to clear.
 struct ClearTask {
   tilewise_tensor view{};
   int64_t heads = 0;
   int64_t columns = 0;
 };
 
-// Bytes that become 0; 16-byte aligned. No data: none.
+// Bytes to zero, 16-byte aligned. Null data: none.
 struct FillTask {
   void* data = nullptr;
   int64_t bytes = 0;
@@ -97,23 +97,24 @@ struct FillTask {
 
 struct PrepareParams {
   Problem problem{};
-  Problem fitted{};       // the same with the copies of `fit`
-  Gradients gradients{};  // of a backward: extents of dbias
+  Problem fitted{};       // `problem` with the copies of `fit`
+  Gradients gradients{};  // backward: the extents of dbias
   FitTask fit;
   IndexRecord* index_record = nullptr;
   OrderTask order;
   ClearTask rows;        // out or dq
-  float* lse = nullptr;  // -inf in rows that are not in use; strides of the problem's
+  float* lse = nullptr;  // becomes -inf in rows that are not in use; strides of the problem's lse
   ClearTask keys[2];     // dk, dv
   FillTask fills[4];
   int32_t clear_blocks = 0;  // set by `finish`
 };
 
-// Rows of the tensors that no sequence uses exist, as far as the shapes tell.
+// Whether q may have rows that no sequence uses; only the GPU knows whether it has.
 inline bool may_have_unused_rows(const Problem& p) {
   return p.seqused_q != nullptr || p.cu_seqlens_q != nullptr;
 }
-// dk and dv have a row per key of each sequence, whatever k and v look like.
+// Whether dk and dv have rows for every sequence, [batch, key capacity], although k and v are pages
+// or are selected by kv_batch_idx.
 TILEWISE_FN bool keys_per_sequence(const Problem& p) {
   return p.block_table != nullptr || p.kv_batch_idx != nullptr;
 }
@@ -121,13 +122,13 @@ inline bool may_have_unused_keys(const Problem& p) {
   return p.seqused_k != nullptr || p.leftpad_k != nullptr || p.cu_seqlens_k != nullptr ||
          (!keys_per_sequence(p) && p.kv_batch != p.batch);
 }
-// Rows of dk and dv, all sequences together.
+// Rows of dk and dv over all sequences.
 TILEWISE_FN int64_t gradient_keys(const Problem& p) {
   if (keys_per_sequence(p)) return p.batch * key_capacity(p);
   return p.cu_seqlens_k != nullptr ? p.seqlen_k : p.kv_batch * p.seqlen_k;
 }
 
-// The clearing that the pass needs; the caller adds `order` and `fills`.
+// The clearing that a forward needs; the caller adds `order` and `fills`.
 inline PrepareParams prepare_forward(const Problem& p) {
   PrepareParams params;
   params.problem = p;
@@ -141,7 +142,7 @@ inline PrepareParams prepare_backward(const Problem& p, const Gradients& g) {
   PrepareParams params;
   params.problem = p;
   params.gradients = g;
-  // Any index array may be at fault: then what it is about becomes NaN.
+  // Any index array may have an invalid entry: the gradients that it concerns then become NaN.
   const bool has_arrays = !has_uniform_sequences(p);
   if (has_arrays) params.rows = {g.dq, p.heads_q, p.head_dim};
   if (has_arrays || may_have_unused_keys(p)) {
@@ -151,19 +152,19 @@ inline PrepareParams prepare_backward(const Problem& p, const Gradients& g) {
   return params;
 }
 
-// Whether the first block has a task of its own: it does not clear.
+// Whether CTA 0 has its own tasks, `fit` and `order`, instead of clearing.
 TILEWISE_FN bool has_first_block(const PrepareParams& params) {
   return params.order.table != nullptr || params.fit.any();
 }
 
-// Sets the copies of index arrays; `prepare_forward` or `prepare_backward` has been called.
+// Sets the copies of index arrays. Call it after `prepare_forward` or `prepare_backward`.
 inline void fit(PrepareParams& params, const FitTask& task, IndexRecord* record) {
   params.fit = task;
   params.fitted = task.applied(params.problem);
   params.index_record = record;
 }
 
-// Blocks of the launch; 0: there is nothing to do. Call it last.
+// CTAs of the launch; 0: there is nothing to do. Call it last.
 inline int64_t finish(PrepareParams& params) {
   constexpr int64_t kMaxBlocks = 512;
   const Problem& p = params.problem;
