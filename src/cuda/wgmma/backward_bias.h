@@ -25,7 +25,7 @@ class BiasOfKeys {
         in_pairs_(bias_rows_are_aligned(p, 4) && key + 16 <= work_tile.keys) {}
 
   // Of a tile of queries. Rows that do not exist stand for the last one, keys have a bias of 0.
-  TILEWISE_DEVICE void fetch(int32_t first_row, int32_t head) {
+  TILEWISE_DEVICE void prefetch(int32_t first_row, int32_t head) {
     const int32_t row = first_row + ptx::lane_index() / 4;
     const int32_t column = key_ + ptx::lane_index() % 4 * 2;
     const Storage* const bias = static_cast<const Storage*>(p_.bias) +

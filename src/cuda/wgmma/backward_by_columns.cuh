@@ -9,8 +9,8 @@
 //   ------------------------------------ ds_stored
 //   dq = ds K to memory, dk += ds Q    dq = ds K to memory, dk += ds Q
 //
-// Two blocks of a cluster own neighbouring keys. Each sends its ds to the other one, and sums half
-// of the columns of dq over the keys of both.
+// Two blocks of a cluster consumer neighbouring keys. Each sends its ds to the other one, and sums
+// half of the columns of dq over the keys of both.
 //
 // dv, dk and dq are transposed: a row of the sums is a column of the head. In the general form
 // warpgroup 0 also stores the derivative of p with respect to the product, where ds will lie.
@@ -26,7 +26,7 @@ namespace tilewise::cuda::wgmma {
 
 // What the steps of a warpgroup have in common.
 template <class C, int kWarpgroup>
-struct ColumnMainloop {
+struct ColumnConsumer {
   using Plan = BackwardPlan<C>;
 
   const BackwardBarriers barriers;
@@ -37,7 +37,7 @@ struct ColumnMainloop {
   const int peer;      // rank of the other block
   ptx::SharedAddress shared;
 
-  TILEWISE_DEVICE ColumnMainloop(const TmaBackwardParams& params, const TileDescriptor& work_tile,
+  TILEWISE_DEVICE ColumnConsumer(const TmaBackwardParams& params, const TileDescriptor& work_tile,
                                  ptx::SharedAddress block, int warp, int panel)
       : barriers{block + Plan::kBarriers},
         products(block, panel),
@@ -54,8 +54,8 @@ struct ColumnMainloop {
   }
 
   // dq and dk of a step, with the keys of the block. The last dk is under way when it returns.
-  TILEWISE_DEVICE void rows_and_keys(ColumnSums<C, kWarpgroup>& sums, const RowWalk& walk,
-                                     int stage) const {
+  TILEWISE_DEVICE void add_dq_dk(ColumnSums<C, kWarpgroup>& sums, const RowWalk& walk,
+                                 int stage) const {
     constexpr bool kTwoDq = Plan::own_dq(kWarpgroup) > 1;
     constexpr bool kTwoDk = Plan::own_dk(kWarpgroup) > 1;
     float dq[32];
@@ -87,8 +87,8 @@ struct ColumnMainloop {
   }
 
   // The same with the keys of both blocks: half the columns of dq, twice the keys.
-  TILEWISE_DEVICE void rows_and_keys_of_cluster(ColumnSums<C, kWarpgroup>& sums,
-                                                const RowWalk& walk, int stage, bool last) const {
+  TILEWISE_DEVICE void add_dq_dk_in_cluster(ColumnSums<C, kWarpgroup>& sums, const RowWalk& walk,
+                                            int stage, bool last) const {
     float dq[32];
     products.add_dk(sums.dk[0], 0, stage);
     products.add_dk(sums.dk[1], 1, stage);
@@ -117,8 +117,8 @@ TILEWISE_DEVICE void mainloop_by_columns(const TmaBackwardParams& params,
   const int first_dq = kSingleCta
                            ? Plan::first_dq(kWarpgroup)
                            : 2 * static_cast<int>(ptx::block_index() % Plan::kCluster) + kWarpgroup;
-  const ColumnMainloop<C, kWarpgroup> own(params, work_tile, shared, warp, first_dq);
-  const BackwardBarriers& barriers = own.barriers;
+  const ColumnConsumer<C, kWarpgroup> consumer(params, work_tile, shared, warp, first_dq);
+  const BackwardBarriers& barriers = consumer.barriers;
   RowWalk walk(work_tile);
   const int32_t steps = work_tile.steps;  // a read would wait behind the products
 #pragma unroll 1
@@ -132,13 +132,13 @@ TILEWISE_DEVICE void mainloop_by_columns(const TmaBackwardParams& params,
       ptx::mbarrier_wait_parity(barriers.q_full(stage), parity);
     else
       ptx::mbarrier_wait_parity(barriers.dout_full(0), stage);
-    const RowStatistic statistic = own.scores.template statistic<kWarpgroup>(stage);
+    const RowStatistic statistic = consumer.scores.template statistic<kWarpgroup>(stage);
     if constexpr (kWarpgroup == 1) ptx::bar_sync(kScoresIssued, Plan::kConsumerThreads);
-    own.products.start_scores(s, stage);
+    consumer.products.start_scores(s, stage);
     if constexpr (kWarpgroup == 0) ptx::bar_arrive(kScoresIssued, Plan::kConsumerThreads);
     if constexpr (kSingleCta) {
       ptx::wgmma_wait_group<1>();  // the last dk of the step before
-      if (step > 0) own.release(barriers.q_empty(stage ^ 1), kWarpgroup == 0);
+      if (step > 0) consumer.release(barriers.q_empty(stage ^ 1), kWarpgroup == 0);
     }
     ptx::wgmma_wait_group<0>();
     ptx::fence_register(s);
@@ -146,28 +146,28 @@ TILEWISE_DEVICE void mainloop_by_columns(const TmaBackwardParams& params,
       if (!kSingleCta && step > 0) ptx::bar_sync(kPRead, Plan::kConsumerThreads);
       if (!kSingleCta && C::kGeneral)
         ptx::mbarrier_wait_parity(barriers.peer_ds_empty(), stage ^ 1);
-      own.scores.store_p(params.problem, s, statistic, walk, stage);
+      consumer.scores.store_p(params.problem, s, statistic, walk, stage);
       ptx::bar_arrive(kPStored, Plan::kConsumerThreads);
       ptx::bar_sync(kOwnStored, ptx::kWarpgroupSize);
       ptx::mbarrier_wait_parity(barriers.dout_full(0), stage);
     } else {
       ptx::bar_sync(kPStored, Plan::kConsumerThreads);
       if (!kSingleCta) ptx::mbarrier_wait_parity(barriers.peer_ds_empty(), stage ^ 1);
-      own.scores.store_ds(s, statistic, stage);
+      consumer.scores.store_ds(s, statistic, stage);
       ptx::bar_arrive(kDsStored, Plan::kConsumerThreads);
-      if constexpr (!kSingleCta) own.send_ds();
+      if constexpr (!kSingleCta) consumer.send_ds();
       ptx::mbarrier_wait_parity(barriers.q_full(stage), parity);
     }
 
-    own.products.add_dv(sums.dv, stage);
+    consumer.products.add_dv(sums.dv, stage);
     if constexpr (kWarpgroup == 0)
       ptx::bar_sync(kDsStored, Plan::kConsumerThreads);
     else if constexpr (kSingleCta)
       ptx::bar_sync(kOwnStored + 1, ptx::kWarpgroupSize);
     if constexpr (kSingleCta)
-      own.rows_and_keys(sums, walk, stage);
+      consumer.add_dq_dk(sums, walk, stage);
     else
-      own.rows_and_keys_of_cluster(sums, walk, stage, step + 1 == steps);
+      consumer.add_dq_dk_in_cluster(sums, walk, stage, step + 1 == steps);
     walk.advance(Plan::kQueries);
   }
   ptx::wgmma_wait_group<0>();
@@ -182,7 +182,7 @@ TILEWISE_DEVICE void begin_by_columns(const TmaBackwardParams& p, ptx::SharedAdd
   ptx::mbarrier_wait_parity(barriers.descriptor_full(0), 0);
   const TileDescriptor& work_tile = received_tile<C>(0);
   if (work_tile.steps > 0)
-    await_keys<C>(p, work_tile, shared, ptx::thread_index() - ptx::kWarpgroupSize, 0);
+    prepare_kv<C>(p, work_tile, shared, ptx::thread_index() - ptx::kWarpgroupSize, 0);
 }
 
 template <class C, int kWarpgroup>
@@ -198,7 +198,7 @@ TILEWISE_DEVICE void by_columns_role(const TmaBackwardParams& p, ptx::SharedAddr
   if (p.key_flags.data != nullptr && ptx::any(!sums.finite()) && ptx::lane_index() == 0)
     p.key_flags.data[work_tile.index] = 1;
   // Nobody reads K and V any more. Each says so to the other one: synccheck takes no barrier to
-  // which threads come in code of their own.
+  // which threads come in code of their consumer.
   ptx::bar_arrive(kKeysRead + (kWarpgroup ^ 1), Plan::kConsumerThreads);
   ptx::bar_sync(kKeysRead + kWarpgroup, Plan::kConsumerThreads);
   const float scale = score_of(p.problem).scale;

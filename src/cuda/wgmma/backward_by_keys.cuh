@@ -45,7 +45,7 @@ TILEWISE_DEVICE void mainloop_by_keys(const TmaBackwardParams& params,
   RowWalk walk(work_tile);
   [[maybe_unused]] const int32_t begin = walk.row;
   if constexpr (kOneOption<kOption>) {
-    if (first_step < end) score_mod.fetch(walk);
+    if (first_step < end) score_mod.prefetch_bias(walk);
   }
 #pragma unroll 1
   for (int32_t step = first_step; step < end; ++step) {
@@ -59,14 +59,14 @@ TILEWISE_DEVICE void mainloop_by_keys(const TmaBackwardParams& params,
     ScoreOperands<C> p, ds;
 
     if constexpr (kOption == Option::any) {
-      score_mod.preload(params.problem, s, walk);
+      score_mod.init_scores(params.problem, s, walk);
       ptx::fence_register(s);
     }
     ptx::mbarrier_wait_parity(barriers.q_full(stage), parity);
     if constexpr (kPreloads<C, kOption>)
       ptx::mbarrier_wait_parity(barriers.dout_full(stage), parity);
     if constexpr (kOneOption<kOption>) {
-      score_mod.start(s, dp, walk, lse, delta);
+      score_mod.init_accumulators(s, dp, walk, lse, delta);
     } else if constexpr (Plan::kPreload) {
       preload<C>(s, lse);
       preload<C>(dp, delta);
@@ -78,16 +78,16 @@ TILEWISE_DEVICE void mainloop_by_keys(const TmaBackwardParams& params,
     if (Plan::kSendsUnderScores && step > first_step) dq_stage.send();
 
     if constexpr (kOneOption<kOption>) {
-      if (step + 1 < end) score_mod.fetch(walk.next(Plan::kQueries));
-      score_mod.draw(walk);
+      if (step + 1 < end) score_mod.prefetch_bias(walk.next(Plan::kQueries));
+      score_mod.draw_dropout(walk);
       ptx::scheduling_fence(never);
       ptx::wgmma_wait_group<1>();
       ptx::fence_register(s);
-      score_mod.weights(s, p, walk, mask, lse);
+      score_mod.compute_p(s, p, walk, mask, lse);
       ptx::scheduling_fence(never);
       ptx::wgmma_wait_group<0>();
       ptx::fence_register(dp);
-      score_mod.gradient(s, dp, ds, delta);
+      score_mod.compute_ds(s, dp, ds, delta);
     } else if constexpr (kOption == Option::any) {
       ptx::wgmma_wait_group<0>();
       ptx::fence_register(s);
@@ -174,10 +174,10 @@ TILEWISE_DEVICE void by_keys_role(const TmaBackwardParams& p, ptx::SharedAddress
 #pragma unroll
     for (float& x : dv) x = 0.0f;
     if (work_tile.steps > 0)
-      await_keys<C>(p, work_tile, shared, ptx::thread_index() - ptx::kWarpgroupSize,
+      prepare_kv<C>(p, work_tile, shared, ptx::thread_index() - ptx::kWarpgroupSize,
                     tile_number & 1);
     else
-      await_landing(barriers, tile_number & 1);
+      wait_for_kv(barriers, tile_number & 1);
     mainloop_by_keys<C, kOption>(p, work_tile, products, shared, warpgroup, warp, steps, dk, dv);
     steps += work_tile.steps;
     if (ptx::lane_index() == 0) ptx::mbarrier_arrive(barriers.kv_empty());

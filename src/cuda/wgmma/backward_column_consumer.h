@@ -180,17 +180,17 @@ class ColumnProducts {
 template <class C>
 class DqReduction {
   using Plan = BackwardPlan<C>;
-  static constexpr int kPart = Plan::kDqSliceBytes / 4;  // sums of a warp; a panel has four
+  static constexpr int kSlice = Plan::kDqSliceBytes / 4;  // sums of a warp; a panel has four
   static constexpr int kWarps = Plan::kCluster * Plan::kConsumerThreads / ptx::kWarpSize;
 
  public:
   TILEWISE_DEVICE DqReduction(const TmaBackwardParams& p, const TileDescriptor& work_tile, int warp)
-      : to_(p.dq_sum + warp * kPart + ptx::lane_index() * 4),
+      : to_(p.dq_sum + warp * kSlice + ptx::lane_index() * 4),
         semaphores_(p.dq_semaphores),
         order_(p, work_tile) {}
 
   TILEWISE_DEVICE void add(const float (&dq)[32], const RowWalk& walk, int panel) const {
-    float* to = to_ + int64_t{walk.index} * Plan::kDqTile + panel * (4 * kPart);
+    float* to = to_ + int64_t{walk.index} * Plan::kDqTile + panel * (4 * kSlice);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float x[4] = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};

@@ -54,7 +54,7 @@ class ColumnScores {
         row_(warp * 16 + ptx::lane_index() / 4),
         clear_(work_tile),
         scale_log2_(exponent_scale(score_of(p.problem).scale)),
-        keep_scale_(C::kGeneral ? dropout_of(p.problem).keep_scale : 1.0f) {
+        dropout_scale_(C::kGeneral ? dropout_of(p.problem).keep_scale : 1.0f) {
     const int lane = ptx::lane_index();
     at_ = static_cast<uint32_t>(
         Plan::ScoreTile::chunk_offset(lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2));
@@ -115,8 +115,8 @@ class ColumnScores {
         if constexpr (C::kGeneral) {
           // What has been dropped of P is 0 there.
           factor = ds[i];
-          x[0] = (p[i] & 0x7fffu) != 0 ? x[0] * keep_scale_ : 0.0f;
-          x[1] = (p[i] & 0x7fff0000u) != 0 ? x[1] * keep_scale_ : 0.0f;
+          x[0] = (p[i] & 0x7fffu) != 0 ? x[0] * dropout_scale_ : 0.0f;
+          x[1] = (p[i] & 0x7fff0000u) != 0 ? x[1] * dropout_scale_ : 0.0f;
         }
         ds[i] = tile::pack<Element>(low(factor) * (x[0] + delta.x[i % 2]),
                                     high(factor) * (x[1] + delta.x[i % 2]));
@@ -180,7 +180,7 @@ class ColumnScores {
         if (masked && !seen.contains(i / 2 % 2, 16 * k + i / 4 * 8 + i % 2)) x[i] = 0.0f;
         derivative[i] *= x[i];
       }
-      if (score_mod.dropout.on()) drop(x, score_mod.dropout, row_score_mod, key);
+      if (score_mod.dropout.on()) apply_dropout(x, score_mod.dropout, row_score_mod, key);
       store_chunk(x, at(Plan::kP, stage, k));
       store_chunk(derivative, at(Plan::kDs, stage, k));
     }
@@ -229,8 +229,8 @@ class ColumnScores {
 
   // The 16 keys of a block lie in the four lanes of a row: even ones draw the first of their two
   // rows, odd ones the second.
-  TILEWISE_DEVICE static void drop(float (&x)[8], const Dropout& dropout, const RowScoreMod& row,
-                                   int32_t key) {
+  TILEWISE_DEVICE static void apply_dropout(float (&x)[8], const Dropout& dropout,
+                                            const RowScoreMod& row, int32_t key) {
     const int t = ptx::lane_index() % 4;
     const uint32_t drawn = dropout.template kept_keys<DeviceMath>(
         dropout.counter(static_cast<uint32_t>(key / Dropout::kKeysPerBlock),
@@ -252,7 +252,7 @@ class ColumnScores {
   int32_t row_;  // first query of the thread, in the tile
   ClearRows clear_;
   float scale_log2_;
-  float keep_scale_;  // of dropout
+  float dropout_scale_;  // of dropout
 };
 
 }  // namespace tilewise::cuda::wgmma

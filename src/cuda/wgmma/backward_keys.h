@@ -60,12 +60,12 @@ TILEWISE_DEVICE void copy_pages(const Problem& p, const TileDescriptor& work_til
   ptx::cp_async_wait_group<0>();
 }
 
-// Returns when K and V are as the products need them. `parity`: of await_landing.
+// Returns when K and V are as the products need them. `parity`: of wait_for_kv.
 template <class C>
-TILEWISE_DEVICE void await_keys(const TmaBackwardParams& p, const TileDescriptor& work_tile,
+TILEWISE_DEVICE void prepare_kv(const TmaBackwardParams& p, const TileDescriptor& work_tile,
                                 ptx::SharedAddress shared, int thread, int parity) {
   using Plan = BackwardPlan<C>;
-  await_landing({shared + Plan::kBarriers}, parity);
+  wait_for_kv({shared + Plan::kBarriers}, parity);
   if (C::kGeneral && work_tile.paged != 0) {
     copy_pages<C>(p.problem, work_tile, shared, thread);
   } else {

@@ -9,15 +9,15 @@
 
 namespace tilewise::cuda::wgmma {
 
-// Panel by panel, by one thread. `landed` has been told of the bytes.
+// Panel by panel, by one thread. `full` has been told of the bytes.
 template <class Tile>
 TILEWISE_DEVICE void load_panels(ptx::SharedAddress to, const TensorMap& map, int row, int head,
-                                 int batch_index, ptx::SharedAddress landed, int first_column = 0) {
+                                 int batch_index, ptx::SharedAddress full, int first_column = 0) {
 #pragma unroll
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
     ptx::cp_async_bulk_tensor_load(to + static_cast<uint32_t>(panel * Tile::kPanelBytes), map,
                                    first_column + panel * tile::kPanelColumns, row, head,
-                                   batch_index, landed, ptx::CachePolicy::evict_normal);
+                                   batch_index, full, ptx::CachePolicy::evict_normal);
   }
 }
 
@@ -46,16 +46,16 @@ struct RowLoads {
   int32_t batch_index;
 
   TILEWISE_DEVICE void load(ptx::SharedAddress to, ptx::SharedAddress statistic_to,
-                            const RowWalk& walk, ptx::SharedAddress landed) const {
+                            const RowWalk& walk, ptx::SharedAddress full) const {
     if (ptx::lane_index() != 0) return;
-    ptx::mbarrier_arrive_expect_tx(landed, Tile::kBytes + Plan::kStatisticBytes);
-    load_panels<Tile>(to, map, first_row + walk.row, walk.head, batch_index, landed);
-    load_statistic(statistic_to, walk, landed);
+    ptx::mbarrier_arrive_expect_tx(full, Tile::kBytes + Plan::kStatisticBytes);
+    load_panels<Tile>(to, map, first_row + walk.row, walk.head, batch_index, full);
+    load_statistic(statistic_to, walk, full);
   }
 
   // The rows past the first `valid` are not of this sequence. 0 * NaN is NaN: they become 0.
   TILEWISE_DEVICE void load_tail(ptx::SharedAddress to, ptx::SharedAddress statistic_to,
-                                 const RowWalk& walk, ptx::SharedAddress landed, int valid,
+                                 const RowWalk& walk, ptx::SharedAddress full, int valid,
                                  ptx::SharedAddress tail_full, int tail_parity) const {
     if (ptx::lane_index() == 0) {
       ptx::mbarrier_arrive_expect_tx(tail_full, Tile::kBytes);
@@ -66,15 +66,15 @@ struct RowLoads {
     ptx::fence_proxy_async();
     ptx::sync_warp();
     if (ptx::lane_index() != 0) return;
-    ptx::mbarrier_arrive_expect_tx(landed, Plan::kStatisticBytes);
-    load_statistic(statistic_to, walk, landed);
+    ptx::mbarrier_arrive_expect_tx(full, Plan::kStatisticBytes);
+    load_statistic(statistic_to, walk, full);
   }
 
  private:
   TILEWISE_DEVICE void load_statistic(ptx::SharedAddress to, const RowWalk& walk,
-                                      ptx::SharedAddress landed) const {
+                                      ptx::SharedAddress full) const {
     ptx::cp_async_bulk_load(to, statistic + int64_t{walk.index} * Plan::kQueries,
-                            Plan::kStatisticBytes, landed);
+                            Plan::kStatisticBytes, full);
   }
 };
 

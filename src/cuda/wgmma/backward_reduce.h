@@ -26,14 +26,14 @@ struct DqSemaphore {
   int32_t* held = nullptr;  // that has not ended
 
   // Both warpgroups count: a tile of rows has had 2 n semaphore after n key tiles.
-  TILEWISE_DEVICE void begin(int32_t tile, int32_t before) {
+  TILEWISE_DEVICE void acquire(int32_t tile, int32_t before) {
     if (semaphores == nullptr) return;
-    end();
+    release();
     held = semaphores + tile;
     while (ptx::ld_acquire(held) < 2 * before) {
     }
   }
-  TILEWISE_DEVICE void end() {
+  TILEWISE_DEVICE void release() {
     if (held == nullptr) return;
     ptx::cp_async_bulk_wait_group<0>();
     ptx::fence_proxy_async_all();
@@ -65,13 +65,13 @@ TILEWISE_DEVICE void reduction_role(const TmaBackwardParams& p, ptx::SharedAddre
     if (steps < 0) break;
     RowWalk walk(work_tile);
     const SemaphoreOrder<C> order(p, work_tile);
-    await_landing(barriers, tile_number & 1);
+    wait_for_kv(barriers, tile_number & 1);
     ptx::sync_warp();
     if (is_elected) ptx::mbarrier_arrive(barriers.kv_empty());
 #pragma unroll 1
     for (int32_t step = 0; step < steps; ++step) {
       ptx::bar_arrive(kDqEmpty + warpgroup, kDqThreads);
-      if (is_elected) semaphore.begin(walk.index, order.at(walk.row));
+      if (is_elected) semaphore.acquire(walk.index, order.at(walk.row));
       ptx::sync_warp();
       ptx::bar_sync(kDqFull + warpgroup, kDqThreads);
       if (is_elected) reduce_add(to + int64_t{walk.index} * Plan::kDqTile, from, bytes);
@@ -80,7 +80,7 @@ TILEWISE_DEVICE void reduction_role(const TmaBackwardParams& p, ptx::SharedAddre
     }
   }
   if (!is_elected) return;
-  semaphore.end();
+  semaphore.release();
   ptx::cp_async_bulk_wait_group<0>();
 }
 

@@ -16,7 +16,7 @@ namespace tilewise::cuda::wgmma {
 // What a step keeps of dropout; the words that decide are read where they are used.
 struct DropoutFactors {
   uint32_t threshold;  // 0: off
-  float keep_scale;
+  float scale;
 
   TILEWISE_DEVICE static DropoutFactors of(const Problem& p) {
     const Dropout dropout = dropout_of(p);
@@ -113,12 +113,12 @@ class BackwardScoreMod {
   static constexpr bool kPreload = C::kBackward.preload;
   static constexpr bool kStartsAtLse = kPreload && kOption != Option::softcap;
   static constexpr bool kStartsAtDelta = kPreload && kOption != Option::dropout;
-  static constexpr bool kStartsAtTerm = kOption == Option::bias || kOption == Option::alibi;
+  static constexpr bool kStartsAtScoreMod = kOption == Option::bias || kOption == Option::alibi;
   // tanh of what is hidden: to a weight of 0, and with a derivative.
   static constexpr float kHiddenTanh = -1e19f;
 
  public:
-  static constexpr bool kScoresFromZero = !kStartsAtLse && !kStartsAtTerm;
+  static constexpr bool kScoresFromZero = !kStartsAtLse && !kStartsAtScoreMod;
   static constexpr bool kGradientFromZero = !kStartsAtDelta;
 
   // `key`: the thread's first one of the block, the other one is 8 keys on.
@@ -138,15 +138,15 @@ class BackwardScoreMod {
   }
 
   // The tile of queries after the one that has started.
-  TILEWISE_DEVICE void fetch(const RowWalk& walk) {
-    if constexpr (kOption == Option::bias) bias_.fetch(walk.row, walk.head);
+  TILEWISE_DEVICE void prefetch_bias(const RowWalk& walk) {
+    if constexpr (kOption == Option::bias) bias_.prefetch(walk.row, walk.head);
   }
 
   // What the products are added to.
-  TILEWISE_DEVICE void start(ScoreSums<C>& s, ScoreSums<C>& dp, const RowWalk& walk,
-                             ptx::SharedAddress lse, ptx::SharedAddress delta) {
+  TILEWISE_DEVICE void init_accumulators(ScoreSums<C>& s, ScoreSums<C>& dp, const RowWalk& walk,
+                                         ptx::SharedAddress lse, ptx::SharedAddress delta) {
     const float inverse = ptx::rcp_approximate(scale_log2_);
-    if constexpr (kPreload) take(lse_, lse);
+    if constexpr (kPreload) read_statistics(lse_, lse);
 #pragma unroll
     for (int i = 0; i < 4 * kGroups; ++i)
       s[i] = kStartsAtLse ? lse_[i / 4 * 2 + i % 2] * inverse : 0.0f;
@@ -168,7 +168,7 @@ class BackwardScoreMod {
     if constexpr (!kScoresFromZero) ptx::fence_register(s);
     if constexpr (kStartsAtDelta) {
       float each[2 * kGroups];
-      take(each, delta);
+      read_statistics(each, delta);
 #pragma unroll
       for (int i = 0; i < 4 * kGroups; ++i) dp[i] = each[i / 4 * 2 + i % 2];
       ptx::fence_register(dp);
@@ -176,7 +176,7 @@ class BackwardScoreMod {
   }
 
   // Beside the products.
-  TILEWISE_DEVICE void draw(const RowWalk& walk) {
+  TILEWISE_DEVICE void draw_dropout(const RowWalk& walk) {
     if constexpr (kOption == Option::dropout)
       kept_ = KeptScores::draw<kGroups>(
           dropout_.with_words(p_), key_, walk.row,
@@ -184,8 +184,8 @@ class BackwardScoreMod {
   }
 
   // From S to P, in `s` times d score / d (scale S).
-  TILEWISE_DEVICE void weights(ScoreSums<C>& s, ScoreOperands<C>& p_half, const RowWalk& walk,
-                               const KeyMask<C>& mask, ptx::SharedAddress lse) {
+  TILEWISE_DEVICE void compute_p(ScoreSums<C>& s, ScoreOperands<C>& p_half, const RowWalk& walk,
+                                 const KeyMask<C>& mask, ptx::SharedAddress lse) {
     if constexpr (kOption == Option::softcap) tanh_.apply(s);
     if (mask.touches(walk.row)) {
       ptx::force_branch();
@@ -193,7 +193,7 @@ class BackwardScoreMod {
       mask.apply(s, walk.row, kOption == Option::softcap ? kHiddenTanh : hidden);
     }
     if constexpr (kOption == Option::softcap) {
-      if constexpr (!kPreload) take(lse_, lse);
+      if constexpr (!kPreload) read_statistics(lse_, lse);
 #pragma unroll
       for (int i = 0; i < 2 * kGroups; ++i) {
         float p[2];
@@ -217,19 +217,19 @@ class BackwardScoreMod {
   }
 
   // dS
-  TILEWISE_DEVICE void gradient(const ScoreSums<C>& p, ScoreSums<C>& dp, ScoreOperands<C>& ds_half,
-                                ptx::SharedAddress delta) const {
+  TILEWISE_DEVICE void compute_ds(const ScoreSums<C>& p, ScoreSums<C>& dp,
+                                  ScoreOperands<C>& ds_half, ptx::SharedAddress delta) const {
     if constexpr (kOption == Option::dropout) {
 #pragma unroll
-      for (int i = 0; i < 4 * kGroups; ++i)
-        dp[i] = kept_.at(i) ? dp[i] * dropout_.keep_scale : 0.0f;
+      for (int i = 0; i < 4 * kGroups; ++i) dp[i] = kept_.at(i) ? dp[i] * dropout_.scale : 0.0f;
     }
     softmax_gradient<C, kStartsAtDelta>(p, dp, ds_half, delta);
   }
 
  private:
   // The statistics of the thread's queries.
-  TILEWISE_DEVICE static void take(float (&x)[2 * kGroups], ptx::SharedAddress statistic) {
+  TILEWISE_DEVICE static void read_statistics(float (&x)[2 * kGroups],
+                                              ptx::SharedAddress statistic) {
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) {
       const StatisticPair pair(statistic, j);
@@ -280,10 +280,10 @@ class BackwardScoreMod<C, Option::any> {
 
   // What S starts at: the bias, where nothing but a factor comes between the two. So its loads need
   // no registers of their own, and are all under way together.
-  TILEWISE_DEVICE void preload(const Problem& p, ScoreSums<C>& s, const RowWalk& walk) const {
+  TILEWISE_DEVICE void init_scores(const Problem& p, ScoreSums<C>& s, const RowWalk& walk) const {
 #pragma unroll
     for (float& x : s) x = 0.0f;
-    if (!preloads(p)) return;
+    if (!starts_at_bias(p)) return;
     const float factor = kLog2e / scale_log2_;
     if (p.bias_dtype == TILEWISE_FLOAT32)
       add_bias<float>(p, s, walk, factor);
@@ -297,19 +297,19 @@ class BackwardScoreMod<C, Option::any> {
                              ScoreOperands<C>& p_half, ScoreOperands<C>& ds_half,
                              const RowWalk& walk, const KeyMask<C>& mask, ptx::SharedAddress lse,
                              ptx::SharedAddress delta) const {
-    const float keep_scale = dropout_.keep_scale;
+    const float dropout_scale = dropout_.scale;
     KeptScores kept;
     if (dropout_.threshold != 0) {
       kept = KeptScores::draw<kGroups>(
           dropout_.with_words(p), key_, walk.row,
           static_cast<uint32_t>(work_tile_.batch * p.heads_q + walk.head));
 #pragma unroll
-      for (int i = 0; i < 4 * kGroups; ++i) dp[i] = kept.at(i) ? dp[i] * keep_scale : 0.0f;
+      for (int i = 0; i < 4 * kGroups; ++i) dp[i] = kept.at(i) ? dp[i] * dropout_scale : 0.0f;
     }
     add_statistic(dp, delta);
     cap(p, s, dp);
     if (p.alibi_slopes != nullptr) add_alibi(p, s, walk);
-    if (p.bias != nullptr && !preloads(p)) {
+    if (p.bias != nullptr && !starts_at_bias(p)) {
       if (p.bias_dtype == TILEWISE_FLOAT32)
         add_bias<float>(p, s, walk, kLog2e);
       else
@@ -324,7 +324,7 @@ class BackwardScoreMod<C, Option::any> {
     }
     if (dropout_.threshold != 0) {
 #pragma unroll
-      for (int i = 0; i < 4 * kGroups; ++i) s[i] = kept.at(i) ? s[i] * keep_scale : 0.0f;
+      for (int i = 0; i < 4 * kGroups; ++i) s[i] = kept.at(i) ? s[i] * dropout_scale : 0.0f;
     }
     pack<C>(s, p_half);
     pack<C>(dp, ds_half);
@@ -361,7 +361,7 @@ class BackwardScoreMod<C, Option::any> {
     for (int i = 0; i < 4 * kGroups; ++i) s[i] = ptx::fma(alibi.distance(i), -alibi.slope(), s[i]);
   }
 
-  TILEWISE_DEVICE static bool preloads(const Problem& p) {
+  TILEWISE_DEVICE static bool starts_at_bias(const Problem& p) {
     return p.bias != nullptr && p.softcap == 0.0f;
   }
 

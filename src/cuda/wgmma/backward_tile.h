@@ -121,7 +121,7 @@ TILEWISE_DEVICE const TileDescriptor& received_tile(int stage) {
 // brought those that it brings. Whoever arrives at kv_empty() has been here before: otherwise,
 // where pieces have no steps, two phases of that barrier pass while the load warp is on its way to
 // wait for the first.
-TILEWISE_DEVICE void await_landing(const BackwardBarriers& barriers, int parity) {
+TILEWISE_DEVICE void wait_for_kv(const BackwardBarriers& barriers, int parity) {
   ptx::mbarrier_wait_parity(barriers.k_full(), parity);
   ptx::mbarrier_wait_parity(barriers.v_full(), parity);
 }

@@ -1,4 +1,4 @@
-// What one instance of the wgmma kernels is: element, head dims, form and cut.
+// One instance of the wgmma kernels: element type, head dims, form and tile size.
 #pragma once
 
 #include "cuda/arch/hopper.h"
@@ -9,9 +9,10 @@
 
 namespace tilewise::cuda::wgmma {
 
-// Form::general of this family also has, in the forward, what is rare: packed heads, key splits and
-// pages. Instructions that are not executed cost as well, since those of a tile are fetched once
-// per tile (D128, 512 rows, causal: 121 us with 6.5k instructions, 109 us with 5.0k).
+// In the forward, Form::general of this family also contains what is rare: packed heads, key splits
+// and pages. Instructions that are not executed cost time as well, because the instructions of a
+// work tile are fetched once per tile (D128, 512 rows, causal: 121 us with 6.5k instructions, 109
+// us with 5.0k).
 template <class Element_, int kHeadDim_, int kHeadDimV_, Form kForm_, arch::TileSize kTileSize_>
 struct Config {
   using Arch = arch::Sm90a;

@@ -1,25 +1,29 @@
-// The forward on Hopper (sm_90a): FlashAttention-3's schedule (arXiv 2407.08608) on TMA and wgmma.
+// The forward on Hopper (sm_90a): the schedule of FlashAttention-3 (arXiv 2407.08608) on TMA and
+// wgmma.
 //
-// A grid of as many blocks as multiprocessors walks the tiles of queries (`works`). In a block:
+// A persistent grid of one CTA per SM computes one work tile (query rows of a head) after the
+// other. The roles in a CTA:
 //
-//   dealing warp    finds the next work_tile and writes it down          forward_deal.h
-//   loading warp    brings Q, and K and V a key tile at a time      forward_load.h
-//   math warpgroup  (2 to 4) 64 rows of the tile each               forward_math.h
+//   tile scheduler warp   finds the next work tile and describes it      forward_scheduler.h
+//   producer warp         loads Q, and K and V one key tile at a time    forward_producer.h
+//   consumer warpgroups   (2 to 4) compute 64 rows of the tile each      forward_consumer.h
 //
-//   what passes     from      to        slots      the facts (mbarriers of forward_shared.h)
-//   work_tile            dealing   all       4          tile_located, tile_full, tile_empty
-//   Q               loading   math      q_buffers  q_full, q_empty
-//   K, V            loading   math      stages     k_full, k_empty; v_full, v_empty
+//   what passes   from        to         stages     mbarriers of forward_shared.h
+//   work tile     scheduler   all        4          tile_located, tile_full; tile_empty
+//   Q             producer    consumers  q_buffers  q_full; q_empty
+//   K, V          producer    consumers  stages     k_full, v_full; k_empty, v_empty
 //
-// In time, key tiles from the last to the first (P stays in registers, V is one step behind K):
+// The timeline of four key tiles, from the last to the first (P stays in registers, V is one step
+// behind K, ' marks the next work tile):
 //
-//   loading   Q K3 K2 V3 K1 V2 K0 V1 | Q' K3' V0 K2' V3' ...
+//   producer  Q K3 K2 V3 K1 V2 K0 V1 | Q' K3' V0 K2' V3' ...
 //   products     S3   S2 O3   S1 O2   S0 O1 | S3' O0  S2' O3' ...     Sn = Q Kn^T, On += Pn Vn
 //   softmax         P3     P2      P1      P0 | P3' out   P2' ...
 //
-// With `overlap_tiles` the first scores of the next work_tile (') go beside the last values of this
-// one, and the results leave while the tensor cores are busy; otherwise V0 comes before Q'.
-// Warpgroups skip key tiles that only the others see, and mask those that the band cuts.
+// With `overlap_tiles` the first scores of the next work tile are issued beside the last PV product
+// of this one, and the results are stored while the tensor cores are busy; otherwise V0 is loaded
+// before Q'. Warpgroups skip key tiles that only other warpgroups see, and mask those that the band
+// cuts.
 #pragma once
 
 #include "cuda/common/trigger_dependents.h"
@@ -51,8 +55,8 @@ void forward(TILEWISE_PARAMETER TmaForwardParams p) {
   const ForwardShared<C> shared = ForwardShared<C>::of();
   const int warpgroup = ptx::uniform(ptx::thread_index() / ptx::kWarpgroupSize);
   common::trigger_dependents(p, PdlTrigger::after_first_loads);
-  // All pass one barrier, whose place in the code is the same for all. The first work_tile is found
-  // before it: a GPU that has just started waits for instructions more than for anything.
+  // All roles pass one barrier at the same place of the code. The first work tile is found before
+  // it, because on a GPU that has just started this warp waits for instructions longest.
   ForwardProducer<C> producer(p, shared);
   ForwardScheduler<C> scheduler(p, shared);
   const int warp = ptx::uniform(ptx::warp_index());

@@ -1,4 +1,4 @@
-// The math role of the forward: a warpgroup computes 64 rows of a tile of queries.
+// The consumer role of the forward: a warpgroup computes 64 rows of a work tile.
 #pragma once
 
 #include "cuda/ptx/warpgroup.h"
@@ -22,7 +22,7 @@ class ForwardConsumer {
   using VTile = typename Shared::VTile;
   static constexpr arch::WgmmaForwardTile kTile = C::kForward;
   static constexpr int kKeys = kTile.keys;
-  // Capped scores are not large.
+  // Capped scores are bounded.
   static constexpr bool kBounded = kOption == Option::softcap;
   static constexpr bool kLowest = kOption == Option::bias || kOption == Option::any;
   using RowMath = RowSoftmax<kKeys / 8, kBounded, kLowest>;
@@ -38,7 +38,7 @@ class ForwardConsumer {
     softmax_.scale = score_mod_.unit() * kLog2e;
   }
 
-  // The last work_tile with rows that are to be computed again.
+  // Returns the head of the warp's recompute list: its last work tile with rows to recompute.
   TILEWISE_DEVICE int32_t run() {
     if (kTile.ping_pong && warpgroup_ == 0) warp_scheduler_barrier_arrive(0);
     int stage = next_tile();
@@ -73,7 +73,8 @@ class ForwardConsumer {
       } else {
         epilogue = begin_epilogue(done);
       }
-      // In one place: instructions that run once a tile are fetched first.
+      // Called at one place, because instructions that run once per tile have to be fetched each
+      // time.
       store_tile(done, epilogue);
       o_is_initialised_ = 0;
     }
@@ -81,37 +82,38 @@ class ForwardConsumer {
   }
 
  private:
-  // What the last values of a work_tile do not have to have come for.
+  // State of a finished tile that does not depend on its last PV product.
   struct EpilogueState {
-    float l[1][2];  // of whole rows
+    float l[1][2];  // summed over all lanes of a row
     RowResults<1> rows;
     OutRows<C> out;
   };
 
-  // -inf stays -inf when it is multiplied by it.
+  // The scale of the softmax is positive, so that -inf stays -inf when it is multiplied by it.
   TILEWISE_DEVICE static float positive(float scale) {
     return scale == 0.0f ? FLT_MIN : scale < 0.0f ? -scale : scale;
   }
 
-  // --- the work_tile ---
+  // --- the work tile ---
 
-  // Its stage; tiles_ says kind is to be walked.
+  // Waits for the next work tile, copies its key tiles to `tiles_` and returns its stage.
   TILEWISE_DEVICE int next_tile() {
     const int stage = tile_state_.stage();
     shared_.tile_full(stage).wait(tile_state_.phase());
     tile_state_.next();
-    // Not warpgroup_, which D192 and D256 have no register for across a work_tile.
+    // Not warpgroup_: D192 and D256 have no register to hold it across a work tile.
     const WarpgroupTiles& mine =
         shared_.work_tile(stage).warpgroup_tiles[thread() / ptx::kWarpgroupSize];
-    // ptxas is told that all lanes agree: it keeps descriptors in uniform registers only then, and
-    // 48 moves and a barrier of the warp out of the main loop (4 %). It loses track when the loops
-    // of `run` are nested.
+    // uniform() tells ptxas that all lanes agree. Only then does it keep descriptors in uniform
+    // registers, and 48 moves and a warp barrier out of the main loop (4 %). It loses track if the
+    // loops of `run` are nested.
     tiles_.kind = static_cast<TileKind>(uniform(static_cast<int32_t>(mine.kind)));
     tiles_.first = uniform(mine.first);
     tiles_.last = uniform(mine.last);
     tiles_.full_begin = uniform(mine.full_begin);
     tiles_.full_end = uniform(mine.full_end);
-    if constexpr (kOption == Option::alibi) {  // which only lowers scores left of the diagonal
+    if constexpr (kOption ==
+                  Option::alibi) {  // from tile to tile it lowers scores only left of the diagonal
       tiles_.full_end = min(tiles_.full_end, uniform(left_end(shared_.work_tile(stage))));
     }
     tiles_.skip_before = uniform(mine.skip_before);
@@ -119,7 +121,7 @@ class ForwardConsumer {
     return stage;
   }
 
-  // Key tiles below it lie left of the diagonal of all rows of the warpgroup.
+  // Key tiles below the result lie left of the diagonal of all rows of the warpgroup.
   TILEWISE_DEVICE static int32_t left_end(const WorkTile& work_tile) {
     const int32_t row0 = work_tile.rows.row(64 * (thread() / ptx::kWarpgroupSize));
     const int64_t diagonal = work_tile.rows.first + row0 + work_tile.sequence.band.shift();
@@ -130,11 +132,11 @@ class ForwardConsumer {
     if (ptx::lane_index() == 0) barrier.arrive();
   }
 
-  // --- turns: only one warpgroup at a time issues products ---
+  // --- warp-scheduler barrier: with ping-pong, one warpgroup at a time issues products ---
 
   static constexpr int kWarpSchedulerBarrier = 1;
   static constexpr int kWarpgroupBarrier =
-      kWarpSchedulerBarrier + 4;  // of the four warps of a warpgroup
+      kWarpSchedulerBarrier + 4;  // one per warpgroup, for its four warps
   static constexpr int kWarpSchedulerThreads = 2 * ptx::kWarpgroupSize;
 
   TILEWISE_DEVICE void warp_scheduler_barrier_sync() const {
@@ -151,7 +153,7 @@ class ForwardConsumer {
 
   // --- the products ---
 
-  // Where the operands of the next products are.
+  // Descriptors of the operands of the next products.
   TILEWISE_DEVICE uint64_t queries() const {
     return shared_.q(q_state_.stage(), warpgroup_).by_columns();
   }
@@ -174,8 +176,8 @@ class ForwardConsumer {
     ptx::wgmma_commit_group();
   }
 
-  // o += p v. The first product of a work_tile writes o: zeros for it took ptxas twice 32
-  // instructions (D64 and D128 causal up to 1k rows, D256: 1 to 2 %).
+  // o += p v. The first product of a work tile overwrites o: zeroing o first took ptxas twice 32
+  // instructions (1 to 2 % at D64 and D128 causal up to 1k rows, and at D256).
   TILEWISE_DEVICE void issue_values(uint64_t v) {
     ptx::wgmma_fence();
 #pragma unroll
@@ -222,10 +224,10 @@ class ForwardConsumer {
 #pragma unroll
       for (int e = 0; e < 4; ++e) o_.x[0][n][e] *= factor[e / 2];
     }
-    ptx::fence_register(o_.flat());  // here, and not after the next wait
+    ptx::fence_register(o_.flat());  // so that o is scaled here, and not after the next wait
   }
 
-  // --- the mainloop ---
+  // --- the main loop ---
 
   // kMasked: the band may cut the tile, and m may have to rise.
   template <bool kFirst, bool kMasked>
@@ -250,8 +252,8 @@ class ForwardConsumer {
       has_grown_ = softmax_.template weigh<kWide>(s_, exponent);
   }
 
-  // Beside the products of the first tile of a work_tile: kind is loaded for it leaves, and is
-  // here.
+  // Beside the products of the first key tile of a work tile: issues the loads of the score_mod,
+  // and then waits for them.
   TILEWISE_DEVICE void begin_score_mod(int stage) {
     score_mod_.begin_tile(shared_.work_tile(stage), place(), tiles_.last);
   }
@@ -268,7 +270,7 @@ class ForwardConsumer {
     const uint64_t k = keys();
     shared_.k_full(k_state_.stage()).wait(k_state_.phase());
     if (kTile.overlap_tiles)
-      warp_scheduler_barrier_sync();  // as in `overlap_next_tile`: every key tile takes a turn
+      warp_scheduler_barrier_sync();  // as in overlap_next_tile: once per key tile
     issue_scores(q, k);
     if (kTile.overlap_tiles) warp_scheduler_barrier_arrive();
     begin_score_mod(stage);
@@ -278,7 +280,8 @@ class ForwardConsumer {
     pack_weights();
   }
 
-  // The scores of a key tile beside the values of the one after it. Whether sums have grown.
+  // Computes S of `tile` beside the PV product of the previous step. Returns whether row sums have
+  // grown so large that m has to move.
   template <bool kMasked>
   TILEWISE_DEVICE bool step(int stage, int32_t tile) {
     score_mod_.read_bias();
@@ -297,7 +300,7 @@ class ForwardConsumer {
     return false;
   }
 
-  // Of a warp, when none of its products is under way. kWide: p is an operand by then.
+  // Called by a warp that has no product in flight. With kWide, p is already packed as an operand.
   TILEWISE_DEVICE void raise() {
     float factor[2];
     softmax_.raise(factor);
@@ -337,7 +340,7 @@ class ForwardConsumer {
 #pragma unroll 1
       for (; tile >= tiles_.first; --tile) step<true>(stage, tile);
     } else {
-      // Parts of a shared work_tile have nobody who computes their rows again.
+      // Stream-K partials cannot be recomputed after an overflow.
       const bool whole = shared_.work_tile(stage).splits == 1;
       bool hidden = kOption == Option::bias;
 #pragma unroll 1
@@ -357,7 +360,8 @@ class ForwardConsumer {
     }
   }
 
-  // Of the warpgroup, whose warps multiply together.
+  // Whether a bias hides all keys so far of some row of the warpgroup. Its warps decide together
+  // because they issue products together.
   TILEWISE_DEVICE bool some_rows_are_hidden() const {
     const int barrier = kWarpgroupBarrier + thread() / ptx::kWarpgroupSize;
     return uniform(ptx::bar_any(barrier, ptx::kWarpgroupSize, softmax_.is_hidden()) ? 1 : 0) != 0;
@@ -369,8 +373,8 @@ class ForwardConsumer {
     issue_values(v);
   }
 
-  // The first scores of the next work_tile beside the last values of this one: the tensor cores go
-  // on while the results are stored (D128: +5 % at 1k, +3 % at 4k).
+  // The first S of the next work tile is issued beside the last PV product of this one: the tensor
+  // cores stay busy while the results are stored (D128: +5 % at 1k, +3 % at 4k).
   TILEWISE_DEVICE void overlap_next_tile(int stage, int done, EpilogueState& epilogue) {
     wait_for_queries();
     issue_both();
@@ -383,7 +387,7 @@ class ForwardConsumer {
     pack_weights();
   }
 
-  // Key tiles that were loaded for other warpgroups.
+  // Skips key tiles that were loaded for other warpgroups.
   TILEWISE_DEVICE void skip_key_tiles(int32_t count) {
 #pragma unroll 1
     for (; count > 0; --count) {
@@ -398,7 +402,7 @@ class ForwardConsumer {
     }
   }
 
-  // Rows change sign where the scale is negative: that of the softmax is positive.
+  // Where the scale is negative, Q changes its sign, because the scale of the softmax is positive.
   TILEWISE_DEVICE void wait_for_queries() {
     shared_.q_full(q_state_.stage()).wait(q_state_.phase());
     if (!negative_) return;
@@ -415,9 +419,9 @@ class ForwardConsumer {
     ptx::bar_sync(kWarpgroupBarrier + warpgroup_, ptx::kWarpgroupSize);
   }
 
-  // --- results ---
+  // --- the epilogue ---
 
-  // Of a work_tile whose last values are under way: kind does not depend on them.
+  // The part of the epilogue that runs while the last PV product of the tile is in flight.
   TILEWISE_DEVICE EpilogueState begin_epilogue(int stage) const {
     const WorkTile& work_tile = shared_.work_tile(stage);
     const LanePosition at = place();
@@ -432,8 +436,8 @@ class ForwardConsumer {
       if (kBounded ? epilogue.l[0][h] > kOverflow
                    : is_lost<kKeys, kLowest>(p_.problem, work_tile, at.row(0, h), softmax_.m[0][h],
                                              epilogue.l[0][h])) {
-        // The marks of a row to be computed again, by this block or from the warpgroup_tiles of a
-        // shared work_tile.
+        // Marks a row that has to be recomputed: by this CTA, or by the combine kernel if the
+        // results are partial.
         epilogue.l[0][h] = -kMinusInfinity;
         epilogue.rows.factor[0][h] = epilogue.rows.lse[0][h] = common::lost_lse();
       }
@@ -466,7 +470,7 @@ class ForwardConsumer {
     release(shared_.tile_empty(stage));
   }
 
-  // Computed where they are asked for: registers are for sums.
+  // Computed at each use, because registers are needed for accumulators.
   TILEWISE_DEVICE static int thread() {
     return static_cast<int>(ptx::opaque(static_cast<uint32_t>(ptx::thread_index()))) -
            ptx::kWarpgroupSize;
@@ -480,16 +484,16 @@ class ForwardConsumer {
   bool negative_;
   OverlappedScoreMod<C, kOption> score_mod_;
   WarpgroupTiles tiles_;
-  int32_t o_is_initialised_ = 0;  // it has values of this work_tile
+  int32_t o_is_initialised_ = 0;  // o has products of this work tile
   typename Shared::TilePipeline tile_state_;
   typename Shared::QPipeline q_state_;
   PipelineState<kTile.stages> k_state_;
   PipelineState<kTile.stages> v_state_;
   tile::Sums<1, kKeys / 8> s_;
   tile::Sums<1, C::kHeadDimV / 8> o_;
-  uint32_t weights_[kKeys / 16][4];  // p of the step before, as operand of its values
+  uint32_t weights_[kKeys / 16][4];  // p of the previous step, as operand of its PV product
   RowMath softmax_;
-  bool has_grown_ = false;  // l of a row of this lane
+  bool has_grown_ = false;  // l of a row of this lane is large
 };
 
 }  // namespace tilewise::cuda::wgmma

@@ -1,4 +1,4 @@
-// The loading role of the forward: one warp brings Q, K and V.
+// The producer role of the forward: one warp loads Q, K and V.
 #pragma once
 
 #include "cuda/ptx/bulk_copy.h"
@@ -9,7 +9,7 @@
 
 namespace tilewise::cuda::wgmma {
 
-// All lanes run it and agree; lane 0 starts the bulk copies.
+// All lanes run this code with the same values; one elected lane issues the TMA loads.
 template <class C>
 class ForwardProducer {
  public:
@@ -19,16 +19,17 @@ class ForwardProducer {
   using KTile = typename Shared::KTile;
   using VTile = typename Shared::VTile;
   static constexpr arch::WgmmaForwardTile kTile = C::kForward;
-  // Then the keys of a tile of queries come before the last values of the one before it.
+  // Whether the first K tile of a work tile is loaded before the last V tile of the previous one.
   static constexpr bool kOverlap = kTile.overlap_tiles;
-  // Q comes while the products of the work_tile before still read theirs. Otherwise its keys come
-  // first, and Q from L2: from memory they waited a microsecond for it.
+  // With two buffers, Q arrives while the products of the previous work tile still read theirs.
+  // With one, K is loaded first and Q is prefetched to L2: the consumers waited 1 us for a Q that
+  // came from HBM.
   static constexpr bool kDoubleBuffersQ = kTile.q_buffers > 1;
 
   TILEWISE_DEVICE ForwardProducer(const TmaForwardParams& params, const Shared& shared)
       : p_(params), shared_(shared) {}
 
-  // Before the barrier of the block.
+  // Runs before the CTA's first barrier.
   TILEWISE_DEVICE void begin() const {
     if (!ptx::elect_one()) return;
     shared_.init_barriers();
@@ -38,7 +39,7 @@ class ForwardProducer {
   }
 
   TILEWISE_DEVICE void run() {
-    KvCoordinates pending{};  // whose values are to come: they follow a step later
+    KvCoordinates pending{};  // whose V tile is still to be loaded: V is one step behind K
     int32_t pending_tile = kNone;
     typename Shared::TilePipeline state;
 #pragma unroll 1
@@ -54,7 +55,7 @@ class ForwardProducer {
       const int32_t last = work_tile.tiles.last;
       int32_t tile = last;
 #pragma unroll 1
-      do {  // without keys: one step, in which the values that are pending come
+      do {  // without keys: one step, which loads the pending V tile
         const bool has_keys = tile >= keys.first_tile;
         if (has_keys) load_k(keys, tile);
         if (!kDoubleBuffersQ && tile == last)
@@ -73,24 +74,24 @@ class ForwardProducer {
  private:
   static constexpr int32_t kNone = -1;
 
-  // What the copies of a work_tile's keys and values take, in registers: a batch_index that has
-  // become free is refilled at once. Looked up only then, D128 took 7 % longer at 4k keys.
+  // Coordinates of the K and V loads of a work tile. They are kept in registers so that an empty
+  // stage is refilled at once; looking them up only then made D128 7 % slower at 4k keys.
   struct KvCoordinates {
     int32_t tile_stage;
     int32_t first_tile;
     int32_t row;  // of key 0
     int32_t head;
-    int32_t batch_index;  // kNone: pages
-    int32_t tail_tile;    // from here on tiles have rows pending the keys of the sequence
-    // Lane i has the page of box i of the tile to be asked for, and of the tile after it: no copy
-    // waits for the block table.
+    int32_t batch_index;  // kNone: the keys are in pages
+    int32_t tail_tile;    // tiles from here on have rows past the end of the sequence
+    // Lane i holds the page of TMA box i of the next tile, and of the tile after it, so that no
+    // load waits for the block table.
     int32_t page;
     int32_t next_page;
   };
 
-  // Rows pending the keys of a sequence come with its last tile: a masked key has weight 0, and 0
-  // times the NaN of a stranger is NaN. KvCoordinates need no such care: masked scores are
-  // replaced.
+  // The last tile of a sequence may have rows past its end, which belong to another sequence. A
+  // masked key has weight 0, but 0 times a NaN in its V row is NaN, so those rows of V have to be
+  // zeroed. K needs no such care, because masked scores are replaced.
   TILEWISE_DEVICE KvCoordinates coordinates_of(const WorkTile& work_tile, int stage) const {
     const KvSource& kv = work_tile.sequence.kv;
     const bool paged = C::kGeneral && kv.pages != nullptr;
@@ -106,22 +107,22 @@ class ForwardProducer {
             paged ? page_of_lane(work_tile, last - 1) : kOutOfBounds};
   }
 
-  // KvCoordinates of `tile` have been asked for.
+  // Called when K of `tile` has been requested.
   TILEWISE_DEVICE void advance_pages(KvCoordinates& keys, int32_t tile) const {
     if (!C::kGeneral || keys.batch_index != kNone) return;
     keys.page = keys.next_page;
-    if (tile - 2 >= keys.first_tile)  // else the record may have been given back
+    if (tile - 2 >= keys.first_tile)  // else this warp may have released the descriptor
       keys.next_page = page_of_lane(shared_.work_tile(keys.tile_stage), tile - 2);
   }
 
-  // Entries of no key in use are not looked up.
+  // Only entries of keys in use are looked up.
   TILEWISE_DEVICE int32_t page_of_lane(const WorkTile& work_tile, int32_t tile) const {
     const int32_t key = tile * kTile.keys + lane() * p_.page_box_rows;
     if (tile < work_tile.tiles.first || key >= work_tile.tiles.keys) return kOutOfBounds;
     return static_cast<int32_t>(work_tile.sequence.kv.page(p_.page_size.quotient(key)));
   }
 
-  // Read again where it is asked for: a lane of this warp has few registers.
+  // Reads the register again at each use: a lane of this warp has few registers.
   TILEWISE_DEVICE static int lane() {
     return static_cast<int>(ptx::opaque(static_cast<uint32_t>(ptx::thread_index())) %
                             ptx::kWarpSize);
@@ -199,7 +200,7 @@ class ForwardProducer {
               ptx::CachePolicy::evict_last);
   }
 
-  // A box is as many rows of a page as divide it and the tile.
+  // A TMA box has as many rows of a page as divide both the page and the tile.
   template <class Tile>
   TILEWISE_DEVICE void load_pages(const Tile& to, Barrier full, const TensorMap& map,
                                   const KvCoordinates& keys, int32_t tile) const {
@@ -216,7 +217,7 @@ class ForwardProducer {
     }
   }
 
-  // Columns and rows that the tensor does not have arrive as 0.
+  // Columns and rows outside of the tensor arrive as 0.
   template <class Tile>
   TILEWISE_DEVICE static void load_tile(const Tile& to, Barrier full, const TensorMap& map,
                                         int32_t row, int32_t head, int32_t batch_index,
@@ -228,7 +229,7 @@ class ForwardProducer {
                                      full.address, policy);
   }
 
-  // --- what no box describes: rows that lie apart ---
+  // --- rows that are not contiguous, which no TMA box describes ---
 
   static constexpr int kLanesPerRow = 8;
   static constexpr int kRowsPerPass = ptx::kWarpSize / kLanesPerRow;
@@ -245,7 +246,7 @@ class ForwardProducer {
     }
   }
 
-  // Packed heads: neighbouring rows of the tile are heads of one row.
+  // With packed heads, neighbouring rows of the tile are heads of one row.
   TILEWISE_DEVICE void copy_q(const WorkTile& work_tile, int buffer) const {
     const tilewise_tensor& q = p_.problem.q;
     const auto columns = static_cast<int>(p_.problem.head_dim);
@@ -266,7 +267,8 @@ class ForwardProducer {
     if (lane() == 0) full.arrive();
   }
 
-  // Rows from `begin` on become 0: a row is 128 bytes in each panel, in whatever order.
+  // Zeroes the rows from `begin` on. A row takes 128 bytes in each panel; their order does not
+  // matter.
   template <class Tile>
   TILEWISE_DEVICE void clear_rows(const Tile& tile, int begin) const {
     const uint32_t zeros[4] = {0, 0, 0, 0};

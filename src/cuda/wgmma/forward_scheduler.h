@@ -1,5 +1,5 @@
-// The dealing role of the forward: one warp finds the work_tile of the block and writes it down for
-// the others, ahead of them.
+// The tile scheduler role of the forward: one warp finds the work tiles of its CTA and describes
+// them to the other roles, up to four tiles ahead.
 #pragma once
 
 #include "cuda/common/report.h"
@@ -17,7 +17,7 @@ class ForwardScheduler {
   TILEWISE_DEVICE ForwardScheduler(const TmaForwardParams& params, const Shared& shared)
       : p_(params), shared_(shared) {}
 
-  // The first work_tile, before the barrier of the block.
+  // Finds the first work tile, before the CTA's first barrier.
   TILEWISE_DEVICE void begin() {
     if (p_.order.table != nullptr) ptx::griddepcontrol_wait();
     index_ = tile_of(position_);
@@ -26,8 +26,8 @@ class ForwardScheduler {
 
   TILEWISE_DEVICE void run() {
     typename Shared::TilePipeline state;
-    // Who takes works from a common heap before he needs them keeps them from those who are idle:
-    // with one more than now a block was done 64 us of 420 before another one.
+    // Fetching tiles early from the shared counter starves idle CTAs: with one more tile ahead, one
+    // CTA finished 64 us of 420 before another.
     const uint32_t ahead = p_.tile_counter == nullptr ? Shared::kTileStages : 2;
 #pragma unroll 1
     for (;;) {
@@ -55,13 +55,13 @@ class ForwardScheduler {
   }
 
  private:
-  // A lane for each math warpgroup; lane 0 writes the rest, too.
+  // One lane per consumer warpgroup; lane 0 also writes the fields of the whole tile.
   TILEWISE_DEVICE static bool is_warpgroup_lane() {
     return ptx::lane_index() < C::kForward.consumer_warpgroups;
   }
 
-  // Works have all of their keys up to p_.num_tiles; from there on they are warpgroup_tiles of
-  // shared ones, two for each block.
+  // Indices below p_.num_tiles are whole tiles; the indices after them are the shares of the
+  // Stream-K tail, two per CTA.
   TILEWISE_DEVICE int32_t end() const {
     if (C::kGeneral || !p_.stream_k.any()) return p_.num_tiles;
     return p_.num_tiles + 2 * static_cast<int32_t>(ptx::grid_blocks());
@@ -70,13 +70,13 @@ class ForwardScheduler {
     return p_.stream_k.share(static_cast<int32_t>(ptx::block_index()), (index - p_.num_tiles) % 2);
   }
 
-  // In rounds: where a block stands.
+  // Where a CTA is in the static schedule.
   struct Position {
     int32_t wave;
-    int32_t second;  // of a pair
+    int32_t second;  // 1: the second tile of a pair
   };
 
-  // Every other wave goes backwards: who had the longer work_tile has the shorter one next.
+  // Every other wave runs backwards, so the CTA with the longer tile gets the shorter one next.
   TILEWISE_DEVICE int32_t tile_of(Position position) const {
     const auto grid = static_cast<int32_t>(ptx::grid_blocks());
     const auto block = static_cast<int32_t>(ptx::block_index());
@@ -87,8 +87,8 @@ class ForwardScheduler {
     return at < pairs ? 2 * at + position.second : at + pairs;
   }
 
-  // Works that differ in length are taken by who is done, but where the order deals with it; the
-  // counter is zeroed by the kernel before this one.
+  // Tiles of unequal length are scheduled dynamically unless the static order balances them. The
+  // previous kernel has zeroed the counter.
   TILEWISE_DEVICE int32_t next_index(int32_t index, Position& position) const {
     if (p_.tile_counter == nullptr) {
       position.second = index < p_.order.paired_tiles ? position.second ^ 1 : 0;
@@ -101,8 +101,8 @@ class ForwardScheduler {
     return uniform(taken) + static_cast<int32_t>(ptx::grid_blocks());
   }
 
-  // What the loading warp takes; whether the work_tile has rows. Piece by piece: a lane of this
-  // warp has few registers.
+  // Writes what the producer needs and returns whether the tile has rows. It writes field by field
+  // because a lane of this warp has few registers.
   TILEWISE_DEVICE bool locate(WorkTile& work_tile, int32_t index) const {
     const bool writes = ptx::lane_index() == 0;
     const bool shared = !C::kGeneral && index >= p_.num_tiles;
@@ -139,7 +139,7 @@ class ForwardScheduler {
     return true;
   }
 
-  // The rest, which the math warps take.
+  // Writes the rest, which the consumers need.
   TILEWISE_DEVICE void describe(WorkTile& work_tile) const {
     const int lane = ptx::lane_index();
     check_indices(work_tile);
@@ -153,7 +153,7 @@ class ForwardScheduler {
     work_tile.lse = work_tile.rows.first_head * p.lse_stride_head + row;
   }
 
-  // Math warps ask when they are done.
+  // The consumers read `fits` only when they finish the tile.
   TILEWISE_DEVICE void check_indices(WorkTile& work_tile) const {
     bool fits = work_tile.sequence.fits;
     Range entries;

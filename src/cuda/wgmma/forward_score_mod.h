@@ -1,11 +1,12 @@
-// The general form beside the products of the forward: what does not depend on the scores is ready
-// when they come. What is left between products and weights are, for 64 scores of a lane, 130
-// instructions of a bias and 200 of ALiBi, beside 280 of the softmax. An option that is on alone
-// has a loop of its own, with the registers of all: on an H200 (D128, causal, 4k) softcap went from
-// 58 to 76 % of the plain form's speed. The random bits of dropout, 270 instructions, are spread
-// over all of a step. A fifth of them are wide integer products, and these cost what they cost
-// wherever they are drawn: on an H100 0.66 of the plain form's speed, 0.83 without them, and 0.56
-// with two idle warps that drew them ahead (they share a scheduler with half of the math warps).
+// The score_mod of the forward's general form (softcap, ALiBi, bias, dropout), overlapped with the
+// products: whatever does not depend on the scores is ready when they arrive. For the 64 scores of
+// a lane, 130 instructions of a bias and 200 of ALiBi remain between the two products, beside 280
+// of the softmax. An option that is on alone has a loop of its own, which gets all registers: on an
+// H200 (D128, causal, 4k) softcap went from 58 to 76 % of the fast path's speed. The random bits of
+// dropout, 270 instructions, are spread over the whole step. A fifth of them are wide integer
+// products, which cost the same wherever they are issued: on an H100 dropout runs at 0.66 of the
+// fast path's speed, at 0.83 without the bits, and at 0.56 when two idle warps draw them ahead
+// (those share a scheduler with half of the consumer warps).
 #pragma once
 
 #include "cuda/common/forward_score_mod.h"
@@ -15,18 +16,19 @@
 
 namespace tilewise::cuda::wgmma {
 
-// A bias of the type of q, k and v. The warp that adds it copies a tile to shared memory as soon as
-// it has read the one before, and reads it in the layout of the sums: loaded as 16 bytes a lane and
-// exchanged, it took 128 selects and 24 shuffles a step.
+// A bias in the dtype of q, k and v. The warp that adds it copies the next tile to shared memory as
+// soon as it has read the current one, and reads it in the layout of the accumulators. Loading 16
+// bytes per lane and exchanging them took 128 selects and 24 shuffles per step.
 template <class C>
 class BiasPrefetch {
   using Element = typename C::Element;
   using Storage = typename Element::Storage;
   static constexpr int kRows = arch::WgmmaForwardTile::kRowsOfWarp;
   static constexpr int kKeys = C::kForward.keys;
-  static constexpr int kSteps = kKeys / 16;  // ldmatrix of 16 keys
+  static constexpr int kSteps = kKeys / 16;  // one ldmatrix per 16 keys
   static constexpr int kChunk = 8;           // keys in 16 bytes
-  // Eight lanes copy the 128 bytes of a line: pointers to few rows, and few lines at once.
+  // Eight lanes copy the 128 bytes of a line: each lane needs pointers to few rows, and the warp
+  // accesses few lines at once.
   using CopyLanes = tile::CopyLanes<ptx::kWarpSize, kRows, kKeys * 2, 8>;
   using ReadLanes = tile::LaneOffsets<kKeys * 2, tile::Lanes::rows_first>;
 
@@ -37,7 +39,7 @@ class BiasPrefetch {
         copied_(ptx::lane_index()),
         read_(ptx::lane_index()) {}
 
-  // Rows that do not exist stand for the last one.
+  // Rows past the last one read the bias of the last one.
   TILEWISE_DEVICE void take_rows(const Problem& p, const QueryTile& work_tile,
                                  const LanePosition& place) {
     const int lane = ptx::lane_index();
@@ -45,7 +47,7 @@ class BiasPrefetch {
     const auto offset = static_cast<uint64_t>(row_score_mod(p, work_tile, r).bias);
 #pragma unroll
     for (int pass = 0; pass < CopyLanes::kPasses; ++pass) {
-      const int from = copied_.row_of(pass);  // the lane that has it
+      const int from = copied_.row_of(pass);  // the lane that has the offset
       const uint64_t low = ptx::shuffle(static_cast<uint32_t>(offset), from);
       const uint64_t high = ptx::shuffle(static_cast<uint32_t>(offset >> 32), from);
       rows_[pass] = static_cast<const Storage*>(p.bias) + static_cast<int64_t>(high << 32 | low);
@@ -53,11 +55,11 @@ class BiasPrefetch {
     }
   }
 
-  // A tile leaves for shared memory. kWhole: all its keys exist; else `keys` of them do, and past
-  // the last one is no bias.
+  // Issues the copy of a tile to shared memory. kWhole: all keys of the tile exist; otherwise
+  // `keys` of them do, and nothing is read past the last one.
   template <bool kWhole>
   TILEWISE_DEVICE void prefetch(int32_t tile, int32_t keys = kKeys) {
-    ptx::sync_warp();  // what was there has been read
+    ptx::sync_warp();  // the previous tile has been read
     if (aligned_) [[likely]] {
       each_chunk(tile, [&](ptx::SharedAddress to, const Storage* from, int key) {
         if constexpr (kWhole)
@@ -73,7 +75,7 @@ class BiasPrefetch {
     }
   }
 
-  // The tile that has been fetched.
+  // Reads the tile that was prefetched.
   TILEWISE_DEVICE void read() {
     ptx::cp_async_wait_group<0>();
     ptx::sync_warp();
@@ -95,7 +97,7 @@ class BiasPrefetch {
  private:
   TILEWISE_DEVICE static int count(int32_t keys) { return max(0, min(keys, kChunk)); }
 
-  // copy(to, from, first key) of all chunks of the lane.
+  // Calls copy(to, from, first key) for each chunk of the lane.
   template <class Copy>
   TILEWISE_DEVICE void each_chunk(int32_t tile, const Copy& copy) const {
 #pragma unroll
@@ -109,20 +111,21 @@ class BiasPrefetch {
     }
   }
 
-  bool aligned_;  // 16 bytes at once
+  bool aligned_;  // rows start at multiples of 16 bytes
   ptx::SharedAddress stage_;
   CopyLanes copied_;
   ReadLanes read_;
-  const Storage* rows_[CopyLanes::kPasses];  // from the lane's first chunk of key 0 on
+  const Storage* rows_[CopyLanes::kPasses];  // at the lane's first chunk of key 0
   uint32_t pairs_[kSteps][4];
 };
 
-// In the order of their use. A plain form has none of it.
+// The methods are in the order in which a step calls them. In the fast path all of them are empty.
 template <class C, Option kOption>
 class OverlappedScoreMod {
   static_assert(kOption != Option::bias || ForwardShared<C>::kHasBias);
-  // What is read from shared memory when products are queued is served behind them. With more than
-  // one option there are no registers to hold it (D128: 58 loads of spilled ones a step, else 1).
+  // Reads from shared memory are served behind queued products, so the bias is read before them.
+  // With more than one option there are no registers to hold it (D128: 58 loads of spilled
+  // registers per step instead of 1).
   static constexpr bool kReadsEarly = kOneOption<kOption>;
 
  public:
@@ -132,13 +135,13 @@ class OverlappedScoreMod {
   TILEWISE_DEVICE OverlappedScoreMod(const Problem& p, float scale, const ForwardShared<C>& shared)
       : p_(p), general_(p, scale), bias_(p, shared.bias(ptx::warp_index() - 4)) {}
 
-  // What weights are exponents of, and what kept ones are multiplied by.
+  // The unit of the scores, and the factor of the weights that dropout keeps.
   TILEWISE_DEVICE float unit() const { return general_.unit(p_); }
   TILEWISE_DEVICE float dropout_scale() const {
     return has_dropout() ? general_.dropout.keep_scale : 1.0f;
   }
 
-  // Of a work_tile, whose first tile of keys is under way.
+  // Called once per work tile, while the products of its first key tile are in flight.
   TILEWISE_DEVICE void begin_tile(const QueryTile& work_tile, const LanePosition& place,
                                   int32_t tile) {
     if (prefetches_bias()) {
@@ -149,25 +152,25 @@ class OverlappedScoreMod {
     if (has_dropout()) dropped_ = DropoutRows<1>::of(p_, work_tile, place);
   }
 
-  // Before the products of a tile; the first one of a work_tile comes beside them.
+  // Called before the products of a step; in the first step of a work tile, beside them.
   TILEWISE_DEVICE void read_bias() {
     if (kReadsEarly && prefetches_bias()) bias_.read();
   }
 
-  // Beside them. `more`: the tile before this one follows.
+  // Called beside the products. `more`: key tile `tile - 1` follows.
   TILEWISE_DEVICE void prefetch_bias(int32_t tile, bool more) {
     if (kReadsEarly && prefetches_bias() && more) bias_.template prefetch<true>(tile - 1);
   }
 
-  // Whether nothing but a softcap is on that a polynomial serves for all of `s`: exponents are then
-  // computed from products (`small_exponent`).
+  // Whether softcap is the only option and a polynomial serves for all of `s`: the exponents are
+  // then computed from the products (`small_exponent`).
   TILEWISE_DEVICE bool are_small(Scores& s) const {
     if constexpr (kOption == Option::softcap) return general_.tanh.are_small(s.flat());
     return false;
   }
   TILEWISE_DEVICE auto small_exponent(float scale) const { return general_.tanh.small(scale); }
 
-  // Products become scores, in units of unit().
+  // Turns products into scores, in units of unit().
   TILEWISE_DEVICE void apply(const QueryTile& work_tile, Scores& s, int32_t tile,
                              const LanePosition& place, bool more) {
     if constexpr (kOption == Option::softcap) return general_.tanh.apply_to_any(s.flat());
@@ -182,13 +185,13 @@ class OverlappedScoreMod {
     }
   }
 
-  // Beside the values of the tile before.
+  // Called beside the PV product of the previous step.
   TILEWISE_DEVICE void draw_dropout(int32_t tile, const LanePosition& place) {
     if (has_dropout())
       kept_ = general_.template draw<1, C::kForward.keys / 8>(dropped_, tile, place);
   }
 
-  // Zeroes the weights that dropout has_dropout.
+  // Zeroes the weights that dropout drops.
   TILEWISE_DEVICE void apply_dropout(Weights& weights, const LanePosition& place) const {
     if (has_dropout()) kept_.apply(weights, place);
   }

@@ -1,5 +1,4 @@
-// Shared memory of a forward block: tiles, barriers, the records of the work_tile in flight and
-// bias.
+// Shared memory of a forward CTA: tiles of Q, K and V, barriers, descriptors of work tiles, bias.
 #pragma once
 
 #include "cuda/arch/limits.h"
@@ -8,19 +7,20 @@
 
 namespace tilewise::cuda::wgmma {
 
-// Named for the fact that becomes true.
+// An mbarrier, named for what is true when its phase completes.
 struct Barrier {
   ptx::SharedAddress address;
 
   TILEWISE_DEVICE void init(int arrivals) const { ptx::mbarrier_init(address, arrivals); }
   TILEWISE_DEVICE void arrive() const { ptx::mbarrier_arrive(address); }
-  // Arrives, and the fact becomes true when so many bytes have landed.
+  // Arrives; the phase completes when this many bytes have also landed.
   TILEWISE_DEVICE void expect(int bytes) const { ptx::mbarrier_arrive_expect_tx(address, bytes); }
   TILEWISE_DEVICE void wait(int parity) const { ptx::mbarrier_wait_parity(address, parity); }
 };
 
-// The fill `count` of a ring of kStages slots: who fills it and who empties it count alike. Four
-// rings in four registers: for the warps that load and deal.
+// Position in a pipeline of kStages stages: `count` is the number of stages that have been filled
+// (producer) or emptied (consumer). The producer and scheduler warps use it because it takes one
+// register per pipeline.
 template <int kStages>
 struct PipelineCounter {
   static_assert((kStages & (kStages - 1)) == 0);
@@ -32,7 +32,8 @@ struct PipelineCounter {
   TILEWISE_DEVICE void next() { ++count; }
 };
 
-// The same for math warps, whose next product waits for the address of a stage: nothing to compute.
+// The same as stage and phase. The consumers use it because their next product waits for the
+// address of a stage: there is nothing to compute.
 template <int kStages>
 struct PipelineState {
   int index = 0;
@@ -52,7 +53,8 @@ template <class C>
 struct ForwardShared {
   static constexpr arch::WgmmaForwardTile kTile = C::kForward;
   static constexpr int kConsumerWarps = 4 * kTile.consumer_warpgroups;
-  // Works are found ahead: at least the next one while the sums of one are still being stored.
+  // The scheduler runs ahead: at least the next tile is described while the results of one are
+  // still being stored.
   static constexpr int kTileStages = 4;
 
   using WorkTile = ForwardWorkTile<C>;
@@ -70,11 +72,12 @@ struct ForwardShared {
   static constexpr int kBarriers = 2 * kTile.q_buffers + 4 * kTile.stages + 3 * kTileStages + 1;
   static constexpr int kTilesAt = round_up(kBarriersAt + 8 * kBarriers, 16);
   static constexpr int kTilesEnd = round_up(kTilesAt + kTileStages * sizeof(WorkTile), 16);
-  // Of a math warp: 16 bits for each of its rows and each key of a tile.
+  // Per consumer warp: 16 bits for each of its rows and each key of a tile.
   static constexpr int kBiasBytes = arch::WgmmaForwardTile::kRowsOfWarp * kTile.keys * 2;
   static constexpr int kBiasAt = round_up(kTilesEnd, 128);
   static constexpr int kBiasEnd = kBiasAt + kConsumerWarps * kBiasBytes;
-  // Where there is room: not at D192 with values of 128, nor at D256. They add it by elements.
+  // Whether shared memory has room for bias tiles: not at D192 with 128 value columns, and not at
+  // D256. There a bias is loaded element by element.
   static constexpr bool kHasBias =
       C::kGeneral && kBiasEnd <= arch::limits_of(C::Arch::kTable / 10).shared_bytes;
   static constexpr int kBytes = kHasBias ? kBiasEnd : kTilesEnd;
@@ -105,12 +108,12 @@ struct ForwardShared {
   TILEWISE_DEVICE Barrier q_empty(int buffer) const { return q_full(kTile.q_buffers + buffer); }
   TILEWISE_DEVICE Barrier tile_full(int stage) const { return q_full(2 * kTile.q_buffers + stage); }
   TILEWISE_DEVICE Barrier tile_empty(int stage) const { return tile_full(kTileStages + stage); }
-  // Before it is full: what is to be loaded.
+  // Completes before tile_full: the fields that the producer needs are written.
   TILEWISE_DEVICE Barrier tile_located(int stage) const { return tile_empty(kTileStages + stage); }
-  // The last values of a sequence have landed, and with them rows that are not its own.
+  // The last V tile of a sequence has landed, with rows past the end of the sequence.
   TILEWISE_DEVICE Barrier v_tail_full() const { return tile_located(kTileStages); }
 
-  // By one thread; others see it after the barrier of the block.
+  // Called by one thread; the others see the barriers after the CTA's first barrier.
   TILEWISE_DEVICE void init_barriers() const {
     for (int i = 0; i < kTile.stages; ++i) {
       k_full(i).init(1);
@@ -123,9 +126,8 @@ struct ForwardShared {
       q_empty(i).init(kConsumerWarps);
     }
     for (int i = 0; i < kTileStages; ++i) {
-      tile_full(i).init(
-          kTile.consumer_warpgroups);          // lanes of the dealing warp: who writes arrives
-      tile_empty(i).init(kConsumerWarps + 1);  // and the loading warp
+      tile_full(i).init(kTile.consumer_warpgroups);  // lanes of the scheduler warp that write
+      tile_empty(i).init(kConsumerWarps + 1);        // and the producer warp
       tile_located(i).init(1);
     }
     v_tail_full().init(1);

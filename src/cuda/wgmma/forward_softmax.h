@@ -9,13 +9,14 @@
 
 namespace tilewise::cuda::wgmma {
 
-// Running maximum and sum of the two rows of a lane. Weights are 2^(scale * s - m); `l` holds only
-// what this lane has summed. m starts at the lowest number and not at -inf: no -inf meets another.
+// Running maximum m and sum l of the two rows of a lane. Weights are 2^(scale * s - m); `l` holds
+// only the sum over this lane's columns. m starts at the lowest finite number and not at -inf, so
+// that -inf is never subtracted from -inf.
 //
-// Any m gives the same row: the maximum is there so that no weight overflows. So m is that of the
-// first tiles and stays (`weigh`): without maxima, and without sums that shrink, a step has a third
-// fewer instructions (D128 8 to 12 %, D64 9 to 16 %). Sums that have grown move m (`raise`), and a
-// row that overflows in fp32 in between is computed again (forward_repair.h).
+// Softmax gives the same row for any m; the maximum only prevents overflow. So m is that of the
+// first tiles and stays (`weigh`): without maxima, and without rescaling of sums, a step has a
+// third fewer instructions (D128 is 8 to 12 % faster, D64 9 to 16 %). Sums that have grown large
+// move m (`raise`), and a row that overflows fp32 in between is recomputed (nan_recompute.h).
 struct RowSums {
   float m[1][2];
   float l[1][2];
@@ -26,7 +27,7 @@ struct RowSums {
   }
 };
 
-// The exponent of a weight, but for the maximum, of a score: a multiple of it.
+// The exponent of a weight before m is subtracted: a multiple of the score.
 struct LinearExponent {
   float scale;  // positive
 
@@ -34,27 +35,27 @@ struct LinearExponent {
   TILEWISE_DEVICE float operator()(float x, float term) const { return ptx::fma(x, scale, term); }
 };
 
-// kBounded: scores are not large. kLowest: they may be so low that the product with the scale
-// overflows, as those of a bias are.
+// kBounded: scores are not large. kLowest: scores may be so low, as those with a bias are, that
+// their product with the scale overflows.
 template <int kColumns, bool kBounded, bool kLowest>
 struct RowSoftmax : RowSums {
   using Scores = tile::Sums<1, kColumns>;
 
-  float shrink[2];  // what sums of the steps before are to be multiplied by
+  float shrink[2];  // factor for the sums of earlier steps
   float scale;      // positive
 
-  // From here on l is reason to look whether something has overflowed, and moves m: where weights
-  // have the range of fp32, after the step, and where they end at 2^16, in it.
+  // From this l on, a row is checked for overflow and m moves: after the step where weights have
+  // the range of fp32 (bf16), within the step where they end at 2^16 (fp16).
   static constexpr float kHigh = 0x1p24f;
   static constexpr float kHighOfNarrow = 0x1p14f;
-  // A lower m is that of keys which a bias hides, be it by -1e4, and says nothing of scores to
-  // come.
+  // A lower m comes from keys that a bias hides, with -1e4 for instance, and says nothing about
+  // later scores.
   static constexpr float kHidden = -0x1p10f;
 
   TILEWISE_DEVICE bool is_hidden() const { return m[0][0] < kHidden || m[0][1] < kHidden; }
 
-  // Scores become weights, relative to m as it is. Whether m is to be moved: kWide, by what there
-  // was before, so that nothing waits for the sums.
+  // Turns scores into weights with m as it is. Returns whether m has to move: with kWide by the
+  // sums before this step, so that nothing waits for the new ones.
   template <bool kWide, class Exponent>
   TILEWISE_DEVICE bool weigh(Scores& s, const Exponent& exponent) {
     const bool high = l[0][0] > kHigh || l[0][1] > kHigh;
@@ -62,8 +63,8 @@ struct RowSoftmax : RowSums {
     return kWide ? high : l[0][0] > kHighOfNarrow || l[0][1] > kHighOfNarrow;
   }
 
-  // Moves m so that l is near 1: what the sums and weights of the two rows are to be multiplied by,
-  // powers of 2.
+  // Moves m so that l is near 1. `factor`: powers of 2 by which the caller multiplies the sums and
+  // weights of the two rows.
   TILEWISE_DEVICE void raise(float (&factor)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -77,7 +78,8 @@ struct RowSoftmax : RowSums {
     }
   }
 
-  // Scores become weights. kFirst: there are no steps before. The exponent grows with the score.
+  // Raises m to the maximum of the tile and turns scores into weights. kFirst: there are no earlier
+  // steps. `exponent` must increase with the score.
   template <bool kFirst, class Exponent>
   TILEWISE_DEVICE void update(Scores& s, const Exponent& exponent) {
 #pragma unroll
@@ -89,8 +91,8 @@ struct RowSoftmax : RowSums {
         x[1] = ptx::fmax(x[1], s.x[0][n][2 * h + 1]);
       }
       const float before = kFirst ? -FLT_MAX : m[0][h];
-      // In this order: with what was before inside of the exchange ptxas finds a schedule that is
-      // 1 to 2 % slower (D64, D128).
+      // In this order: with the previous maximum inside of the exchange, ptxas finds a schedule
+      // that is 1 to 2 % slower (D64, D128).
       const float top = tile::quad_max(ptx::fmax(x[0], x[1]));
       float highest = exponent(top);
       if constexpr (!kBounded) highest = round_exponent_up(highest);
@@ -110,7 +112,8 @@ struct RowSoftmax : RowSums {
 #pragma unroll
       for (int e = 0; e < 4; ++e) s.x[0][n][e] = ptx::ex2(exponent(s.x[0][n][e], -m[0][e / 2]));
     }
-    // After the exponentials, in two chains: among them it costs 10 to 17 %, in four chains 2 %.
+    // The sums follow the exponentials, in two chains: among the exponentials they cost 10 to 17 %,
+    // in four chains 2 %.
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float x[2] = {0.0f, 0.0f};
@@ -124,7 +127,7 @@ struct RowSoftmax : RowSums {
   }
 };
 
-// Scores that the band hides become -inf.
+// Replaces scores outside of the band by -inf.
 template <int kColumns>
 TILEWISE_DEVICE void mask(tile::Sums<1, kColumns>& s, const QueryTile& work_tile,
                           const LanePosition& place, int32_t tile) {
@@ -139,7 +142,7 @@ TILEWISE_DEVICE void mask(tile::Sums<1, kColumns>& s, const QueryTile& work_tile
       if (8 * n + 1 >= end) s.x[0][n][2 * h + 1] = kMinusInfinity;
     }
   }
-  // Most bands have no left limit, and few of the tiles of those that have one meet it.
+  // Most bands have no left limit, and few tiles are cut by one.
   if (work_tile.tiles.lower + work_tile.rows.last_row() <= tile * (8 * kColumns)) return;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

@@ -1,4 +1,4 @@
-// The end of a tile of queries: the rows of out leave a warpgroup 16 bytes a lane.
+// Stores of the forward: a warpgroup writes rows of out, 16 bytes per lane.
 #pragma once
 
 #include "cuda/common/forward_results.h"
@@ -10,8 +10,8 @@ namespace tilewise::cuda::wgmma {
 template <class C>
 using Outputs = tile::Sums<1, C::kHeadDimV / 8>;
 
-// Where the rows of a lane go, `step` apart from its first one, of which `left` exist. Packed heads
-// have no such step.
+// Addresses of the rows of a lane, `step` bytes apart from the first one; `left` rows of the tile
+// exist from it on. Packed heads have no such step.
 template <class C>
 struct OutRows {
   char* first;
@@ -30,8 +30,8 @@ TILEWISE_DEVICE char* packed_row(const Problem& p, const ForwardWorkTile<C>& wor
   return static_cast<char*>(p.out.data) + work_tile.offset(p.out, r) * C::Element::kBytes;
 }
 
-// Straight from registers: the four lanes of a row exchange words until each has 16 bytes that
-// follow each other. By way of shared memory it is 1 to 3 % slower up to 1k rows.
+// Stores straight from registers: the four lanes of a row exchange words until each has 16
+// contiguous bytes. Staging through shared memory is 1 to 3 % slower up to 1k rows.
 template <class C>
 TILEWISE_DEVICE void store_outputs(const Problem& p, const ForwardWorkTile<C>& work_tile,
                                    const LanePosition& place, const Outputs<C>& o,
@@ -74,8 +74,8 @@ TILEWISE_DEVICE void store_row_sums(const Problem& p, const ForwardWorkTile<C>& 
   }
 }
 
-// fp32 results of a part of a shared work_tile: all rows and columns of the tile, so that a lane
-// has one address.
+// Stores the fp32 partial results of a Stream-K share: all rows and columns of the tile, so that a
+// lane needs one address.
 template <class C>
 TILEWISE_DEVICE void store_partial_tile(const ForwardParams& p, const ForwardWorkTile<C>& work_tile,
                                         const LanePosition& place, const Outputs<C>& o,

@@ -1,4 +1,5 @@
-// What a forward block works on, as the dealing warp writes it down for the others.
+// Descriptor of a work tile of the forward, which the tile scheduler warp writes for the other
+// roles.
 #pragma once
 
 #include "cuda/common/query_tile.h"
@@ -8,17 +9,19 @@ namespace tilewise::cuda::wgmma {
 
 enum class TileKind : int32_t { end, no_keys, keys };
 
-// The key tiles that the rows of a warpgroup see, out of those of the block, from the last to the
-// first. Without any it walks one, which is masked as a whole.
+// The key tiles that the rows of a warpgroup see, out of those of the CTA, from the last to the
+// first. A warpgroup whose rows see none of the CTA's keys computes one key tile that is masked as
+// a whole.
 struct WarpgroupTiles {
-  TileKind kind;  // end: there is no more work_tile; no_keys: there are rows, but they see no key
+  TileKind kind;  // end: no work tile is left; no_keys: the rows of the CTA see no key
   int32_t first;
   int32_t last;
   int32_t full_begin;
-  // Tiles in [full_begin, full_end) are seen by all rows in full, and all have seen a key before.
+  // Tiles in [full_begin, full_end) are seen in full by all rows, and every row has seen a key in
+  // an earlier step.
   int32_t full_end;
   int32_t skip_before;
-  int32_t skip_after;  // tiles of the block before (after) its own ones, in the order of the walk
+  int32_t skip_after;  // key tiles of the CTA before (after) those of the warpgroup, in loop order
 
   TILEWISE_DEVICE static WarpgroupTiles of(const QueryTile& work_tile, int warpgroup,
                                            int32_t step) {
@@ -42,12 +45,12 @@ struct WarpgroupTiles {
   }
 };
 
-// A tile of query rows and the key tiles they see.
+// A tile of query rows and the key tiles that they see.
 template <class C>
 struct ForwardWorkTile : QueryTile {
-  int32_t index;  // among p.num_tiles
-  char* out;      // row 0 when heads are not packed
-  int64_t lse;    // the same: offset in lse
+  int32_t index;  // below num_tiles, or that of a Stream-K share
+  char* out;      // of row 0, if heads are not packed
+  int64_t lse;    // offset in lse of row 0, likewise
   WarpgroupTiles warpgroup_tiles[C::kForward.consumer_warpgroups];
 };
 

@@ -1,13 +1,14 @@
-// Rows that a stranger's NaN has spoilt are computed again (decision 008), and those whose weights
-// have overflowed (forward_softmax.h).
+// Recomputes rows contaminated by NaN in keys they do not attend to (decision 008), and rows whose
+// weights have overflowed (forward_softmax.h).
 //
-// A masked key of an edge tile has weight 0, and in a tensor core 0 times its NaN is NaN. That
-// shows: what has been spoilt is not finite. When all works are done a warp computes such rows of
-// its own once more, in fp32, without the keys that they do not see or that weigh nothing; a row
-// that does see the NaN gets it again.
+// A masked key of an edge tile has weight 0, and in a tensor core 0 times a NaN in its value is
+// NaN, so a contaminated row is not finite. When all work tiles are done, a warp recomputes such
+// rows of its own in fp32, without the keys that they do not see or that weigh nothing; a row that
+// does see the NaN gets it again.
 //
-// The time is that of waiting for loads: rows share them, and several are under way at once. In
-// blocks of 32 keys: a lane has the scores of one of them, and then columns of the sums over all.
+// The time is that of waiting for loads, so rows share loads and several are in flight at once.
+// Keys are taken in blocks of 32: a lane first computes the score of one key, and then some columns
+// of the sums over all keys.
 #pragma once
 
 #include <cfloat>
@@ -23,22 +24,22 @@ class NanRecompute {
   using Storage = typename Element::Storage;
   static constexpr int kLanes = ptx::kWarpSize;
   static constexpr int kPairs = (C::kHeadDimV + 2 * kLanes - 1) / (2 * kLanes);  // of columns
-  static constexpr int kRowsAtOnce = C::kGeneral ? 2 : 4;  // as registers permit
+  static constexpr int kRowsAtOnce = C::kGeneral ? 2 : 4;  // as many as registers permit
   static constexpr int kChunksAtOnce = 4;                  // of 8 columns of a key
   static constexpr int kValuesAtOnce = 8;
 
  public:
   static constexpr int32_t kNone = -1;
 
-  // Of warp `warp` of the block.
+  // `warp`: of the consumer warps of the CTA.
   TILEWISE_DEVICE NanRecompute(const TmaForwardParams& params, int warp)
       : params_(params),
         p_(params.problem),
         warp_(uniform(warp)),
         score_mod_(ScoreMod::of(params.problem)) {}
 
-  // The works of the warp with such rows are a list from the last one back to the first: `before`,
-  // [works, math warps], holds what was the last one.
+  // The work tiles of a warp that have such rows form a list, from the last one back to the first:
+  // recompute_list, [tiles, consumer warps], holds the predecessor of each.
   TILEWISE_DEVICE static void note(const TmaForwardParams& p, int warp, int32_t work_tile,
                                    int32_t& last) {
     if (ptx::lane_index() == 0) p.recompute_list[link(work_tile, warp)] = last;
@@ -78,7 +79,7 @@ class NanRecompute {
   }
 
   TILEWISE_DEVICE bool is_partial() const { return C::kGeneral && work_tile_.splits > 1; }
-  // Offset of row r. Plain forms have no packed heads.
+  // Offset of row r. The fast path has no packed heads.
   TILEWISE_DEVICE int64_t offset(const tilewise_tensor& view, int32_t r) const {
     return C::kGeneral ? work_tile_.offset(view, r) : work_tile_.offset_unpacked(view, r);
   }
@@ -92,7 +93,7 @@ class NanRecompute {
     return params_.partial_out + partial_index(params_, work_tile_, r) * p_.head_dim_v;
   }
 
-  // Key 0 of the key/value head. Plain forms have no pages.
+  // Key 0 of the key/value head. The fast path has no pages.
   TILEWISE_DEVICE const Storage* head_of(const tilewise_tensor& view) const {
     const int32_t kv_head = params_.group.quotient(work_tile_.rows.first_head);
     return static_cast<const Storage*>(view.data) + kv_head * view.stride_head;
@@ -103,7 +104,7 @@ class NanRecompute {
     return kv.batch_index * view.stride_batch + (kv.first + key) * view.stride_row;
   }
 
-  // Rows that do not exist stand for the last one.
+  // Indices past the last row repeat it.
   TILEWISE_DEVICE int32_t row_at(int i) const { return min(first_ + i, last_); }
 
   TILEWISE_DEVICE void find_contaminated() {
@@ -122,7 +123,7 @@ class NanRecompute {
     return ptx::any(zero != 0.0f);  // NaN
   }
 
-  // The keys that a row sees.
+  // A row sees the keys [begin_of(r), end_of(r)).
   TILEWISE_DEVICE int32_t begin_of(int32_t r) const {
     const KeyTiles& tiles = work_tile_.tiles;
     return max(max(0, tiles.lower + place(r)), tiles.first * C::kForward.keys);
@@ -152,7 +153,7 @@ class NanRecompute {
     }
   }
 
-  // All that are spoilt have seen a NaN, and nothing changes that.
+  // Whether all contaminated rows see a NaN themselves: nothing changes that.
   TILEWISE_DEVICE bool all_see_nan() const {
     uint32_t nan = 0;
 #pragma unroll
@@ -161,7 +162,7 @@ class NanRecompute {
     return (contaminated_ & ~nan) == 0;
   }
 
-  // The keys of a block that are not below `end` stand for the last one and weigh nothing.
+  // Keys of a block that are not below `end` repeat the last one and weigh nothing.
   TILEWISE_DEVICE void add_keys(int32_t key0, int32_t end) {
     const int32_t key = key0 + ptx::lane_index();
     float products[kRowsAtOnce];
@@ -174,7 +175,7 @@ class NanRecompute {
       add_values(key0, first, end, weights);
   }
 
-  // q k of the rows.
+  // q k of the rows and the lane's key.
   TILEWISE_DEVICE void multiply(const Storage* k, float (&products)[kRowsAtOnce]) const {
     float sum[kRowsAtOnce][2] = {};
 #pragma unroll 1
@@ -207,8 +208,9 @@ class NanRecompute {
     }
   }
 
-  // The online softmax of a row goes on by a key of each lane: the weight of this lane's one.
-  // Differences come before the factor: scores may be as large as fp32 is.
+  // Continues the online softmax of a row by one key per lane, and returns the weight of this
+  // lane's key. The maximum is subtracted before the scale is applied, because scores may be as
+  // large as fp32 permits.
   TILEWISE_DEVICE float weigh(Row& row, int32_t r, int32_t key, float product) const {
     float x = kMinusInfinity;
     if (begin_of(r) <= key && key < end_of(r)) x = score(product, row, key);
@@ -232,7 +234,7 @@ class NanRecompute {
     return ptx::mul(product, score_mod_.score.scale);
   }
 
-  // o += p v of keys from key0 + first on.
+  // o += p v for kValuesAtOnce keys from key0 + first on.
   TILEWISE_DEVICE void add_values(int32_t key0, int first, int32_t end,
                                   const float (&weights)[kRowsAtOnce]) {
     uint32_t v[kValuesAtOnce][kPairs];
@@ -286,7 +288,7 @@ class NanRecompute {
     }
   }
 
-  // An overflow is one of the sum, too.
+  // lse is stored as well, because an overflow also affects the sum.
   TILEWISE_DEVICE void store_lse_of(int32_t r, const RowNormaliser& row) const {
     if (ptx::lane_index() != 0) return;
     LogSum sum;
@@ -303,11 +305,11 @@ class NanRecompute {
   const int warp_;
   const ScoreMod score_mod_;
   QueryTile work_tile_;
-  const Storage* k_;  // of the head
+  const Storage* k_;  // key 0 of the head
   const Storage* v_;
-  int32_t first_;  // of the rows at once
+  int32_t first_;  // of the rows computed at once
   int32_t last_;
-  uint32_t contaminated_;  // a bit each
+  uint32_t contaminated_;  // one bit per row
   Row rows_[kRowsAtOnce];
 };
 
