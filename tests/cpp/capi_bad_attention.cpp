@@ -57,7 +57,8 @@ const Bad kBad[] = {
        c.a.device_index = -1;
      },
      "device_index is -1"},
-    {"dtype", [](Call& c) { c.a.dtype = 9; }, "dtype is 9: 0 (float32), 1 (float16), 2 (bfloat16)"},
+    {"dtype", [](Call& c) { c.a.dtype = 9; },
+     "dtype is 9: it must be 0 (float32), 1 (float16), 2 (bfloat16)"},
     {"dtype_negative", [](Call& c) { c.a.dtype = -1; }, "dtype is -1"},
     {"batch", [](Call& c) { c.a.batch = -1; }, "batch is -1: it must be 0 to 2147483647"},
     {"heads_of_no_sequence",
@@ -266,7 +267,8 @@ TEST(BadOutput, OverlapIsRefusedWhereItIsWritten) {
     void (*spoil)(Call&);
     const char* message;
   } cases[] = {
-      {[](Call& c) { c.a.out.stride_batch = 0; }, "out.stride_batch is 0: entries of a tensor"},
+      {[](Call& c) { c.a.out.stride_batch = 0; },
+       "out.stride_batch is 0: the entries of an output"},
       {[](Call& c) { c.a.out.stride_row = 23; },
        "out.stride_row is 23: the entries of an output "
        "must not overlap, so it must be at least 24"},
