@@ -5,8 +5,8 @@ their ratio, the fraction of the machine's measured peak, and whether the ratio 
 
   python bench/bench_cpu.py                       the whole grid (about 13 minutes on two cores)
   python bench/bench_cpu.py --quick               no N = 8192, shorter repetitions (3 minutes)
-  python bench/bench_cpu.py --filter "bf16 D64" --filter decode python bench/bench_cpu.py --threads
-  2 --json results.json
+  python bench/bench_cpu.py --filter "bf16 D64" --filter decode
+  python bench/bench_cpu.py --threads 2 --json results.json
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.tokens < 1:
         parser.error(f"--tokens is {options.tokens}, must be at least 1")
     if options.without_rest < 0:
-        parser.error(f"--without-rest is {options.without_rest}, must be 0 (turns) or more")
+        parser.error(f"--without-rest is {options.without_rest}, must be 0 (alternating) or more")
     wanted = options.peers.split(",") if options.peers else peers()
     unknown = [n for n in wanted if n not in peers()]
     if unknown:

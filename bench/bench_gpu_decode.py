@@ -206,9 +206,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if ratios:
                 means[f"{name} over {TITLES[peer]}"] = gpu_report.geometric_mean(ratios)
         peers = [r["ratio"].get(f"cudnn {name}", {}) for r in rows]
-        alike = [ratio[name] for ratio in peers if name in ratio]
-        if alike:
-            means[f"{name} over cuDNN's {name}"] = gpu_report.geometric_mean(alike)
+        same_cache = [ratio[name] for ratio in peers if name in ratio]
+        if same_cache:
+            means[f"{name} over cuDNN's {name}"] = gpu_report.geometric_mean(same_cache)
         slower = [r["of_contiguous"][name] for r in rows if name in r["of_contiguous"]]
         if slower:
             means[f"{name} over contiguous, time"] = gpu_report.geometric_mean(slower)

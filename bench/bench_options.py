@@ -1,4 +1,4 @@
-"""What options cost on a GPU, and problems outside of the grid of bench_gpu.py.
+"""The cost of options on a GPU, and problems outside of the grid of bench_gpu.py.
 
 Measures each option at D128, 4096 rows, causal, bf16, as a fraction of the speed without it; then
 windows, variable lengths, long contexts and head dimensions without a tile of their own, with

@@ -1,8 +1,8 @@
 """Compares decoding by two builds of the library, in alternating processes of bench_gpu_decode.py.
 
-  python bench/compare_decode.py OLD NEW                          folders with libtilewise.so python
-  bench/compare_decode.py OLD NEW --turns 3 --json FILE python bench/compare_decode.py OLD NEW --
-  --points "B96 32/8" --only lengths --only cudnn
+  python bench/compare_decode.py OLD NEW                          folders with libtilewise.so
+  python bench/compare_decode.py OLD NEW --turns 3 --json FILE
+  python bench/compare_decode.py OLD NEW -- --points "B96 32/8" --only lengths --only cudnn
 
 Arguments after -- are passed to bench_gpu_decode.py. Each process, or turn, uses one build; every
 other pair of turns begins with the new build. The medians of the turns are compared: old over new,

@@ -1,4 +1,4 @@
-"""What a GPU benchmark prints and draws: lines per point, the bars, the plot."""
+"""The output of a GPU benchmark: lines per point, the bars, the plot."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class Clock:
 
 
 def roofline(clock: Clock, device: str, size: int = 8192, gigabytes: float = 1.0) -> dict[str, Any]:
-    """What this machine reaches in the same run: a bf16 matrix product and a copy in memory."""
+    """The speed of a bf16 matrix product and a memory copy on this machine, in the same run."""
     a, b = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
     source = torch.empty(int(gigabytes * 1e9), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

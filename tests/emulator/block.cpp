@@ -212,7 +212,7 @@ void Block::run_block() {
       kernel_name(*launch_);
 }
 
-// What is wrong in a block whose threads have all exited; "" if nothing is.
+// Describes what is wrong in a block whose threads have all exited; "" if nothing is.
 std::string Block::left_undone() const {
   for (int rank = 0; rank < launch_->cluster; ++rank) {
     const BlockState& f = *states_[static_cast<size_t>(rank)];

@@ -188,7 +188,7 @@ def instruction_sets() -> tuple[list[str], list[str]]:
 
 
 def targets() -> list[str]:
-    """What a case runs on, one after the other: the CPU's instruction sets, or the one device."""
+    """The targets on which a case runs in turn: the CPU's instruction sets, or the one device."""
     device = devices.current()
     return instruction_sets()[0] if device.name == "cpu" else [device.name]
 

@@ -383,7 +383,7 @@ def flat(x: torch.Tensor) -> np.ndarray:
 
 @dataclass
 class Outcome:
-    """What one forward (and backward) wrote, as copies in float64."""
+    """The results of one forward (and backward), as copies in float64."""
 
     out: np.ndarray
     lse: np.ndarray

@@ -100,7 +100,7 @@ def damage(b: Built, r: np.random.Generator) -> None:
 
 @dataclass
 class Expected:
-    """What the library must do with the arrays as they are."""
+    """The behaviour that the library must show for the arrays as they are."""
 
     lost: list[bool]  # per sequence: whether one of its entries is invalid
     bad_pages: list[set[int]]  # per sequence: the keys in use that have no page

@@ -88,8 +88,8 @@ def test_the_table_and_the_summary():
     line = dict(zip(bench_gpu_decode.HEAD, bench_gpu_decode.cells(rows[0]), strict=True))
     assert line["point"] == "B8 S1024 32/8" and line["dense"] == "10.0 (0.90)"
     assert line["page16"] == "10.4 (1.04)" and line["cuDNN"] == "9.0" and line["FA-2"] == "-"
-    alone = bench_gpu_decode.cells(bench_gpu_decode.eager_only(rows[0]))
-    assert alone[1] == "13.0"
+    eager = bench_gpu_decode.cells(bench_gpu_decode.eager_only(rows[0]))
+    assert eager[1] == "13.0"
     s = bench_gpu_decode.summary(rows)
     assert s["means"]["dense over cuDNN"] == pytest.approx((0.9 * 1.0) ** 0.5)
     assert s["means"]["page1 over contiguous, time"] == pytest.approx(1.2)

@@ -1,4 +1,4 @@
-"""What doctor reports about GPUs, and how results of gpu-check become provenance records."""
+"""doctor's report about GPUs, and the provenance records made from results of gpu-check."""
 
 from __future__ import annotations
 

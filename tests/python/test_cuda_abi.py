@@ -59,7 +59,7 @@ def test_workspace_is_written_before_it_is_read(dtype, name, monkeypatch):
 @pytest.mark.parametrize("shift", [1, 2, 3, 5])
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_pointers_not_aligned_to_16_bytes(head_dim, shift, dtype):
-    """Also with a single misaligned tensor: the kernels copy 16 bytes at a time where they can."""
+    """Some or all tensors are misaligned: the kernels copy 16 bytes at a time where they can."""
     case = dataclasses.replace(PLAIN, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim)
     check(dataclasses.replace(case, shift=shift, rows=(70, 70), keys=(90, 90)))
     b = Built(dataclasses.replace(case, pad=8 - shift, rows=(33, 33), keys=(65, 65)))

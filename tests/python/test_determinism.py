@@ -186,12 +186,12 @@ def test_sequence_does_not_depend_on_the_batch(dtype):
     whole = run(together, backward=False)
     begin_k = 0
     for i, (n, m) in enumerate(lengths):
-        alone = Built(dataclasses.replace(case, rows=(n,), keys=(m,)))
-        alone.q.copy_(together.q[i : i + 1])
-        alone.k.copy_(together.k[begin_k : begin_k + m])
-        alone.v.copy_(together.v[begin_k : begin_k + m])
+        single = Built(dataclasses.replace(case, rows=(n,), keys=(m,)))
+        single.q.copy_(together.q[i : i + 1])
+        single.k.copy_(together.k[begin_k : begin_k + m])
+        single.v.copy_(together.v[begin_k : begin_k + m])
         begin_k += m
-        assert np.array_equal(run(alone, backward=False).out, whole.out[i : i + 1])
+        assert np.array_equal(run(single, backward=False).out, whole.out[i : i + 1])
 
 
 @pytest.mark.abi("cpu", "cuda")
@@ -201,8 +201,8 @@ def test_calls_from_several_threads_at_once():
         Built(dataclasses.replace(CASES["everything"], dtype=d, seed=s, deterministic=True))
         for s, d in enumerate(DTYPES * 3)
     ]
-    alone = [run(b) for b in builts]
+    single = [run(b) for b in builts]
     with ThreadPoolExecutor(len(builts)) as pool:
         for _ in range(3):
             together = list(pool.map(run, builts))
-            assert [different(a, t) for a, t in zip(alone, together, strict=True)] == [[]] * 9
+            assert [different(a, t) for a, t in zip(single, together, strict=True)] == [[]] * 9

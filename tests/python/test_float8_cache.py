@@ -259,8 +259,8 @@ def test_paged_keys_equal_contiguous_keys(page_size, shape, head_dim):
         for here, there in zip(b.sequences, want.sequences, strict=True):
             to[here.keys] = source[there.keys]
     plan = capi.plan(b.attention)
-    boxes = test_decode.form(b, plan) == "paged TMA" and shape != "general"
-    assert (b"paged TMA form" if boxes else b"general form") in plan.why
+    uses_tma = test_decode.form(b, plan) == "paged TMA" and shape != "general"
+    assert (b"paged TMA form" if uses_tma else b"general form") in plan.why
     if test_decode.cut(plan) != test_decode.cut(capi.plan(want.attention)):
         want.attention.num_splits = b.attention.num_splits = 2
     results = [run(x, backward=False) for x in (b, want)]

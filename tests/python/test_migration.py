@@ -29,7 +29,7 @@ ROWS = [(title, *row) for title, text in SECTIONS.items() for row in ROW.findall
 
 
 class Mask:
-    """What is added to the scores [rows, keys]."""
+    """A mask, added to the scores [rows, keys]."""
 
     def __call__(self, rows: int, keys: int) -> torch.Tensor:
         seen = self.sees(torch.arange(rows)[:, None], torch.arange(keys))

@@ -1,4 +1,4 @@
-"""What examples/serve.py reads from a request; fields that it does not honour are refused by name.
+"""The fields of a request that examples/serve.py reads; all others are refused by name.
 
 Nothing is computed and no model is created; test_serve_http.py repeats some of this over HTTP.
 """

@@ -106,7 +106,7 @@ def forced_logits(model: Any, tokenizer: Any, answer: Tensor) -> Tensor:
 
 
 # Tokens themselves are not compared: the first one is "The" or, 0.1 of 25 below it, a French
-# article, and in bf16 that is one rounding step. With eager attention, too, the French answer is
+# article, and in bf16 that is one rounding step. With eager attention as well, the French answer is
 # nonsense.
 #
 # One run of a model says little either: one last bit of one attention, through thirty layers in

@@ -200,7 +200,7 @@ GROWING = {
     "Stream-K": dict(rows=(70,), keys=(1100,), heads_kv=5, group=1, window=(-1, -1)),
 }  # fmt: skip
 TILE = 64
-# What is added to the scores of the keys of tile t, counted from the first key: the maximum m
+# Amounts added to the scores of the keys of tile t, counted from the first key: the maximum m
 # moves by little and by much, twice, never, and rows overflow (88 in fp32) at once and in between.
 LEVELS = {
     "slowly": lambda t: -6.0 * t,

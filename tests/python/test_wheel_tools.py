@@ -17,7 +17,7 @@ import check_wheel
 import manylinux_stubs
 
 NAME = "tilewise-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
-# What changed in newer systems: symbols that moved into libc, versions in libm, new functions in
+# Code that newer systems affect: symbols that moved into libc, versions in libm, new functions in
 # libstdc++.
 CODE = """
 #include <cmath>

@@ -1,4 +1,4 @@
-"""What a result was measured with: the kernel sources, the machine and its software."""
+"""The provenance of a result: the kernel sources, the machine and its software."""
 
 from __future__ import annotations
 

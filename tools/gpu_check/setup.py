@@ -1,4 +1,4 @@
-"""What the stages share."""
+"""Settings and helpers that the stages share."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Sweeps the model classes and writes results and page.
 
-python -m sweep_models                  every class that has no result yet python -m sweep_models
---fresh          every class python -m sweep_models --again failed   classes in this state, and
-those without a result python -m sweep_models --only LlamaModel BertModel python -m sweep_models
---page           only the page, from the existing results
+python -m sweep_models                  every class that has no result yet
+python -m sweep_models --fresh          every class
+python -m sweep_models --again failed   classes in this state, and those without a result
+python -m sweep_models --only LlamaModel BertModel
+python -m sweep_models --page           only the page, from the existing results
 """
 
 from __future__ import annotations

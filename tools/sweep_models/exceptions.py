@@ -1,4 +1,4 @@
-"""What field names do not reveal: fields of particular configurations, and backbones."""
+"""Values that field names do not reveal: fields of particular configurations, and backbones."""
 
 from __future__ import annotations
 
