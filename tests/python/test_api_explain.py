@@ -161,7 +161,7 @@ def test_explain_does_not_advance_random_generators():
     assert np.array_equal(np.random.rand(3), wanted)
 
 
-def test_explain_of_cuda_tensors_without_kernels_says_why():
+def test_explain_of_cuda_tensors_without_kernels_gives_the_reason():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     q = torch.zeros(1, 4, 1, 8, device="cuda")

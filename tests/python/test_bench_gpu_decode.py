@@ -83,7 +83,7 @@ def test_float8_is_compared_with_bf16_of_the_same_length():
     assert means["float8 over bf16, time"] == pytest.approx(0.6)
 
 
-def test_the_table_and_the_summary():
+def test_table_and_summary():
     rows = [row(), row(cudnn=10.0)]
     line = dict(zip(bench_gpu_decode.HEAD, bench_gpu_decode.cells(rows[0]), strict=True))
     assert line["point"] == "B8 S1024 32/8" and line["dense"] == "10.0 (0.90)"

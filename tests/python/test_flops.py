@@ -78,7 +78,7 @@ SEQUENCES = {
 
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_sequences_are_counted_by_their_lengths(name, gradients):
+def test_flops_of_varlen_follow_the_lengths(name, gradients):
     options, pairs = SEQUENCES[name]
     options = {x: y if y is None else y.to(torch.get_default_device()) for x, y in options.items()}
     q = torch.randn(10, 4, 16, requires_grad=gradients)
@@ -93,7 +93,7 @@ def test_sequences_are_counted_by_their_lengths(name, gradients):
         assert counted(call().sum().backward) == 2 * 4 * pairs * 80
 
 
-def test_a_cache_is_counted_by_the_keys_in_use():
+def test_flops_of_a_cache_count_the_keys_in_use():
     q, cache = torch.randn(2, 3, 4, 16), torch.randn(2, 32, 2, 16)
     new = torch.randn(2, 3, 2, 16)
     lengths, leftpad = int32(7, 20), int32(2, 0)

@@ -66,7 +66,7 @@ def abi(version: int) -> str:
     return f"unsigned tilewise_abi_version() {{ return {version}; }}"
 
 
-def test_the_copies_work(tmp_path):
+def test_copied_libraries_work(tmp_path):
     done = run(ASK, libraries(tmp_path))
     assert done.returncode == 0, done.stderr
 

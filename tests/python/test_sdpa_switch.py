@@ -91,7 +91,7 @@ def assert_as_good(ours: list[Tensor], torchs: list[Tensor], truth: list[Tensor]
 
 @pytest.mark.parametrize("options", [{}, dict(is_causal=True), dict(scale=0.3)], ids=str)
 @pytest.mark.parametrize("by_rows", [False, True])
-def test_same_as_before(
+def test_results_equal_those_of_pytorch(
     options: dict[str, Any], by_rows: bool, calls: list[str], request: pytest.FixtureRequest
 ) -> None:
     tensors = inputs(by_rows=by_rows)

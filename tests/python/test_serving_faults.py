@@ -148,7 +148,7 @@ def test_any_float_is_sampled_or_reported(data):
             assert x[token].isfinite()
 
 
-def test_request_that_cannot_be_sampled_ends_only_itself(monkeypatch):
+def test_failed_sampling_ends_only_its_request(monkeypatch):
     """The third token of the longest request has NaN logits; other requests are not affected."""
     requests = [(p, DRAWN if i % 2 else GREEDY) for i, p in enumerate(PROMPTS[:4])]
     expected = collect(engine(), requests)
@@ -223,7 +223,7 @@ def test_request_with_undecodable_text_can_be_cancelled():
 
 
 @pytest.mark.parametrize("fault", [SystemExit(3), RuntimeError("nobody listens")])
-def test_request_with_a_failing_listener_is_cancelled_only_itself(service_of, fault, caplog):
+def test_failing_listener_cancels_only_its_request(service_of, fault, caplog):
     expected = engine().generate([PROMPTS[1]], GREEDY)[0].tokens
     service, told = service_of(), []
 

@@ -183,7 +183,7 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_block_is_naive_attention(name):
+def test_block_equals_naive_attention(name):
     block = MultiheadAttention(32, 4, **BLOCKS[name])
     if block.sinks is not None:
         torch.nn.init.normal_(block.sinks)

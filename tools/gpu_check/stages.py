@@ -28,7 +28,7 @@ RANDOM = ("160", "2400")
 # with the oracle or its sums from run to run. Other tests do not depend on the table.
 OF_FORCED = tuple(
     f"tests/python/test_{name}.py"
-    for name in ("decode", "decode_cuts", "determinism", "float8_cache", "gradients", "layouts",
+    for name in ("decode", "decode_splits", "determinism", "float8_cache", "gradients", "layouts",
                  "nonfinite", "properties")
 )  # fmt: skip
 # Tests of the benchmark scripts, which need no GPU.
