@@ -1,5 +1,5 @@
-// The GPUs the library knows (CUDA C++ Programming Guide, "Compute Capabilities"). A GPU that is
-// not listed uses the row of the highest capability below its own.
+// The GPUs that the library knows (CUDA C++ Programming Guide, "Compute Capabilities"). A GPU that
+// is not listed uses the row of the highest listed capability below its own.
 #pragma once
 
 #include <array>
@@ -11,16 +11,16 @@ namespace tilewise::cuda::arch {
 inline constexpr int kKilobyte = 1024;
 
 inline constexpr std::array kLimits = {
-    Limits{75, 75, 64 * kKilobyte, "Turing"},
-    Limits{80, 80, 163 * kKilobyte, "Ampere"},
-    Limits{86, 86, 99 * kKilobyte, "Ampere, GeForce"},
-    Limits{89, 86, 99 * kKilobyte, "Ada"},
-    Limits{90, 90, 227 * kKilobyte, "Hopper"},
-    Limits{100, 90, 227 * kKilobyte, "Blackwell"},
-    Limits{103, 90, 227 * kKilobyte, "Blackwell Ultra"},
-    Limits{110, 90, 227 * kKilobyte, "Thor"},
-    Limits{120, 120, 99 * kKilobyte, "Blackwell, GeForce"},
-    Limits{121, 120, 99 * kKilobyte, "Blackwell, DGX Spark"},
+    Limits{.sm = 75, .table = 75, .shared_bytes = 64 * kKilobyte, .name = "Turing"},
+    Limits{.sm = 80, .table = 80, .shared_bytes = 163 * kKilobyte, .name = "Ampere"},
+    Limits{.sm = 86, .table = 86, .shared_bytes = 99 * kKilobyte, .name = "Ampere, GeForce"},
+    Limits{.sm = 89, .table = 86, .shared_bytes = 99 * kKilobyte, .name = "Ada"},
+    Limits{.sm = 90, .table = 90, .shared_bytes = 227 * kKilobyte, .name = "Hopper"},
+    Limits{.sm = 100, .table = 90, .shared_bytes = 227 * kKilobyte, .name = "Blackwell"},
+    Limits{.sm = 103, .table = 90, .shared_bytes = 227 * kKilobyte, .name = "Blackwell Ultra"},
+    Limits{.sm = 110, .table = 90, .shared_bytes = 227 * kKilobyte, .name = "Thor"},
+    Limits{.sm = 120, .table = 120, .shared_bytes = 99 * kKilobyte, .name = "Blackwell, GeForce"},
+    Limits{.sm = 121, .table = 120, .shared_bytes = 99 * kKilobyte, .name = "Blackwell, DGX Spark"},
 };
 
 constexpr Limits limits_of(int sm) {
