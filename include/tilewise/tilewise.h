@@ -180,8 +180,8 @@ typedef struct tilewise_attention {
                      lse + lse_low is the log-sum-exp to twice the precision of fp32, which keeps
                      log l where the maximum m is huge. 0 in rows whose lse is infinite. Written by
                      the forward. The weights of the backward are exp(score - lse - lse_low); if it
-                     is NULL they have a relative error of |lse| * 6e-8. To the backward it also says
-                     that lse is that of these keys and no others */
+                     is NULL they have a relative error of |lse| * 6e-8. Giving it also asserts that
+                     lse covers exactly the keys of this backward */
 } tilewise_attention;
 
 /* Gradients. dq, dk and dv have the shapes of q, k and v, except that with block_table or

@@ -277,7 +277,7 @@ inline tilewise_attention describe(const ConstTensor& q, const ConstTensor& k, c
   return a;
 }
 
-// Which kernel will run, and why.
+// The plan: the kernel that will run, and why.
 inline tilewise_plan_info plan(const tilewise_attention& attention,
                                const tilewise_gradients* gradients = nullptr) {
   tilewise_plan_info info{};

@@ -1,4 +1,4 @@
-// Which keys a query row may see: tile ranges and the element predicate, from one definition.
+// The keys that a query row may see: tile ranges and the element predicate, from one definition.
 #pragma once
 
 #include "base/math.h"

@@ -37,9 +37,9 @@ TILEWISE_FN PhiloxState<U> philox4x32(PhiloxState<U> c, uint32_t k0, uint32_t k1
 //  kept    when number >= threshold = round(p * 65536)
 //
 // All 16 keys are compared at once, bit by bit, at the cost of 8 random bits per key, and p is
-// still resolved to 1.5e-5. The lower byte of a number is the upper byte of the key 8 further on; it
-// decides only once in 256 times, so the two are correlated by less than 1/80 (below p = 1/256 by
-// 1 / (65536 p); docs/decisions/018). `batch` is the index of the sequence, `row` and `key` are
+// still resolved to 1.5e-5. The lower byte of a number is the upper byte of the key 8 further on;
+// it decides only once in 256 times, so the two are correlated by less than 1/80 (below p = 1/256
+// by 1 / (65536 p); docs/decisions/018). `batch` is the index of the sequence, `row` and `key` are
 // counted within it, `head` is the query head.
 struct Dropout {
   uint32_t threshold = 0;   // 0: off

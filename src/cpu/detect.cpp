@@ -1,6 +1,6 @@
-// Which instruction sets this build has and this machine runs. This uses CPUID and XGETBV directly:
-// compilers' built-in checks do not know all of these (Clang 14 rejects "amx-bf16"), and none
-// requests the AMX tile state from Linux.
+// Detects the instruction sets that this build has and this machine can run. It uses CPUID and
+// XGETBV directly: compilers' built-in checks do not know all of these (Clang 14 rejects
+// "amx-bf16"), and none requests the AMX tile state from Linux.
 #include "cpu/backend.h"
 
 #if defined(__x86_64__)

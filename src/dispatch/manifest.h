@@ -59,7 +59,7 @@ constexpr Family cpu_family(const char* name, cpu::Isa isa, Dtypes gains, const 
           requires_};
 }
 
-// Which problems a CUDA family can run also depends on the tile tables (cuda/arch) and on the
+// The problems that a CUDA family can run also depend on the tile tables (cuda/arch) and on the
 // kernels in the build, which the planner looks up.
 constexpr Family cuda_family(const char* name, cuda::Family family, int32_t first_sm,
                              int32_t max_head_dim, const char* requires_) {

@@ -1,4 +1,4 @@
-// Which kernel serves a problem on a described device, how the problem is divided, and why.
+// The planner: the kernel that serves a problem on a described device, its plan, and the reason.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// Which CUDA family serves a problem on a described GPU, and the sentence that explains the choice.
+// Chooses the CUDA family that serves a problem on a described GPU, and explains the choice.
 #include <algorithm>
 
 #include "cuda/arch/hopper.h"

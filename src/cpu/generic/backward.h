@@ -127,11 +127,13 @@ struct Backward : BackwardScratch {
     single_key[lane] = sees_one_key({lanes.begin[lane], lanes.end[lane]}, row, head) ? -1 : 0;
   }
 
-  // Whether the weight of the row's only key is exactly 1: the row sees one key and has no sink. Keys
-  // whose bias is -inf do not count; for most rows the search ends after two keys. Without lse_low
-  // the caller's lse may be that of more keys than these, as in ring attention.
+  // Whether the weight of the row's only key is exactly 1: the row sees one key and has no sink.
+  // Keys whose bias is -inf do not count; for most rows the search ends after two keys. Without
+  // lse_low the caller's lse may be that of more keys than these, as in ring attention.
   TILEWISE_FN bool sees_one_key(Range seen, int64_t row, int64_t head) const {
-    if (p.lse_low == nullptr || seen.empty() || (p.sinks != nullptr && p.sinks[head] != kMinusInfinity)) return false;
+    if (p.lse_low == nullptr || seen.empty() ||
+        (p.sinks != nullptr && p.sinks[head] != kMinusInfinity))
+      return false;
     if (p.bias == nullptr || seen.size() == 1) return seen.size() == 1;
     const int64_t offset = bias_offset(p, s.batch, head, row);
     int count = 0;

@@ -1,5 +1,5 @@
-// What the general form adds to the scores (slopes, bias and dropout bits), in vectors along rows
-// (a panel of a key tile, S^T[key][lane]) or along keys (decoding).
+// The terms that the general form adds to the scores (slopes, bias and dropout bits), in vectors
+// along rows (a panel of a key tile, S^T[key][lane]) or along keys (decoding).
 #pragma once
 
 #include "attention/online_softmax.h"

@@ -78,8 +78,8 @@ struct SoftmaxScaling {
     return exact + change * kLn2;
   }
 
-  // Which rows have to be computed again. A row whose sink exceeds every raw score has an infinite
-  // m.
+  // Marks the rows that have to be computed again. A row whose sink exceeds every raw score has an
+  // infinite m.
   TILEWISE_FN I huge(F m, F l) const {
     const F score = m * unit;
     const F magnitude = score < 0.0f ? -score : score;
