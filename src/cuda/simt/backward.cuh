@@ -1,11 +1,20 @@
-// Backward (FlashAttention-2, algorithm 2), in two kernels that add nothing to each other's sums
-// and so are deterministic: one owns keys and walks rows, the other owns rows and walks keys.
+// Backward (FlashAttention-2, algorithm 2). No sum is shared between CTAs, so the results are
+// deterministic: backward_keys owns keys and walks over rows, backward_rows owns rows and walks
+// over keys.
 //
-//   S = Q K^T   P = 2^(S c - lse)   dP = dO V^T   dS = P (dP - delta)
+//   S = score_mod(Q K^T)   P = e^(S - lse)   dP = dO V^T   dS = P (dP - delta)
 //   keys:  dV = P^T dO   dK = dS^T Q        rows:  dQ = dS K
 //
-// dK and dV are summed in two passes over the rows: the scores are computed once more, and a thread
-// has one accumulator instead of two.
+// backward_prepare  grid heads_q * padded row tiles; reads out, dout, dlse; writes row_delta
+// backward_keys     grid the key tiles of params.order; reads q, k, v, dout, lse, row_delta; writes
+//                   dk and dv. The scores are computed once for dV and once more for dK, so that a
+//                   thread has one accumulator instead of two.
+// backward_rows     grid heads_q * padded row tiles; reads the same without row_delta; writes dq
+// and
+//                   dscale_partials
+//
+// With key_flags or row_flags the last two compute only the tiles that another family has flagged;
+// the grid may then have any size.
 #pragma once
 
 #include "cuda/simt/recompute_tiles.h"
@@ -19,7 +28,8 @@ TILEWISE_DEVICE float warp_sum(float x) {
   return x;
 }
 
-// delta = do.o - dlse of one row, by a warp: with it dS = P (dP - delta) covers both gradients.
+// delta = do.o - dlse of one row, computed by a warp. With it dS = P (dP - delta) accounts for the
+// gradients of both out and lse.
 template <class T>
 TILEWISE_DEVICE float row_delta(const BackwardParams& params, int64_t row, int64_t head) {
   const Problem& p = params.problem;
@@ -43,7 +53,7 @@ TILEWISE_DEVICE int64_t delta_index(const BackwardParams& params, int64_t row, i
   return head * params.rows.count(p) + params.rows.first(p, shared().sequence.batch) + row;
 }
 
-// Rows of padded tile `block` of all heads that are in use; sets up the sequence.
+// The rows in use of a CTA's padded row tile and their head. `of` loads the sequence.
 struct OwnRows {
   int64_t head;
   Range rows;
@@ -62,7 +72,7 @@ struct OwnRows {
 template <class C, bool kOwnsKeys>
 struct Backward {
   using T = typename C::Storage;
-  using Own = OwnWeights<!kOwnsKeys>;  // the dimension that a product contracts comes first
+  using Own = OwnWeights<!kOwnsKeys>;  // stored with the contracted dimension first
 
   const BackwardParams& params;
   const Problem& p;
@@ -83,10 +93,12 @@ struct Backward {
     for (int i = 0; i < C::kGroups; ++i) clear(sums[i]);
   }
 
-  // Another family's statistics mean something else, so in its second pass delta is computed here.
+  // Whether delta is computed here. row_delta of another family has another meaning, so it is not
+  // used for tiles that such a family has flagged.
   TILEWISE_DEVICE bool own_delta() const { return !kOwnsKeys || params.key_flags.data != nullptr; }
 
-  // The table of a tile of rows, with lse and delta. Barriers around it are the caller's.
+  // Fills in the table of a tile of rows, with lse and delta. The caller provides the barriers
+  // before and after.
   TILEWISE_DEVICE void load_rows_of(const RowTile& tile) const {
     load_row_table(p, tile, g.dout, {0, shared().sequence.band.keys});
     if (own_delta()) {
@@ -113,11 +125,11 @@ struct Backward {
 
   TILEWISE_DEVICE static float weight_of(float score, int r) {
     const float exponent = (score - shared().lse[r]) - shared().lse_low[r];
-    // lse is rounded: a weight may come out above 1 by that rounding, never by more.
+    // lse is rounded, so a weight may exceed 1 by that rounding, but never by more.
     return ptx::exp2_accurate(exponent > 0.0f ? 0.0f : exponent * kLog2e);
   }
 
-  // S becomes P, times the derivative of the score if that is asked for; 0 where masked.
+  // Turns S into P, times the derivative of the score if `derivative`; 0 where masked.
   TILEWISE_DEVICE void weights_of(Block& score, int64_t first_key, bool derivative) const {
     const Visible visible = Visible::of(thread, first_key);
     if (general) {
@@ -150,7 +162,7 @@ struct Backward {
   TILEWISE_DEVICE Rows<T> v() const { return rows_of(p.v, shared().v, p.head_dim_v); }
   TILEWISE_DEVICE Rows<T> dout() const { return rows_of(g.dout, shared().out, p.head_dim_v); }
 
-  // P with dropout into the weights.
+  // Stores P, with dropout, in Shared::weights.
   TILEWISE_DEVICE void store_p(int64_t first_key) const {
     Block weight;
     row_products(weight, shared().stage, q(), k());
@@ -160,17 +172,17 @@ struct Backward {
     if (shared().score_mod.dropout.on()) own.drop(thread, first_key);
   }
 
-  // dS into the weights.
+  // Stores dS in Shared::weights.
   TILEWISE_DEVICE void store_ds(int64_t first_key) const {
     Block weight;
     row_products(weight, shared().stage, q(), k());
     weights_of(weight, first_key, true);
     const Own own = Own::of(thread);
-    own.store(weight);  // not in registers while dP is computed
+    own.store(weight);  // frees its registers while dP is computed
     Block dp;
     row_products(dp, shared().stage, dout(), v());
     if (shared().score_mod.dropout.on()) {
-      ptx::sync_block();  // the product has been read
+      ptx::sync_block();  // the operands of the product have been read
       const Own scratch = Own::of(thread, shared().stage);
       scratch.store(dp);
       scratch.drop(thread, first_key);
@@ -192,7 +204,7 @@ struct Backward {
     add_weighted(sums, shared().weights, shared().stage, b, exact);
   }
 
-  // The own row `i` of the sums to `to`.
+  // Writes row `i` of this thread's sums to `to`.
   TILEWISE_DEVICE void write(T* to, int i, int64_t columns, float factor) const {
 #pragma unroll
     for (int n = 0; n < C::kGroups; ++n) {
@@ -204,9 +216,9 @@ struct Backward {
     }
   }
 
-  // --- the kernel of the keys ---
+  // --- backward_keys ---
 
-  // Every row that sees one of the keys, packed.
+  // The packed rows that see any of the keys.
   TILEWISE_DEVICE Range seeing() const {
     const Band& band = shared().sequence.band;
     const Range rows = intersect(band.rows_of_any(shared().own_keys), {0, band.rows});
@@ -214,7 +226,7 @@ struct Backward {
     return {rows.begin * group, max(rows.begin, rows.end) * group};
   }
 
-  // Sums dV or dK over them. What a block knows lies in shared memory, not in registers.
+  // Sums dV or dK over the rows `seeing()`, which is computed anew each time to save registers.
   TILEWISE_DEVICE void walk_rows(bool for_dv) {
     clear_sums();
     for (int64_t at = seeing().begin; at < seeing().end; at += kTile) {
@@ -249,7 +261,7 @@ struct Backward {
     }
   }
 
-  // kTile keys of the tile, from key `first` of it on.
+  // Computes kTile keys of the tile, from its key `first` on.
   TILEWISE_DEVICE void run_keys(int32_t first) {
     ptx::sync_block();
     if (ptx::thread_index() == 0) {
@@ -268,9 +280,9 @@ struct Backward {
     }
   }
 
-  // --- the kernel of the rows ---
+  // --- backward_rows ---
 
-  // Returns this thread's share of q.(dq before the scale).
+  // Returns this thread's part of the sum of q.(dq / scale) over the rows: the gradient of scale.
   TILEWISE_DEVICE float run_rows(int64_t head, Range rows) {
     const RowTile tile{Packing{1}, head, rows};
     const Range keys = shared().sequence.band.keys_of_any(rows);
@@ -284,7 +296,7 @@ struct Backward {
       store_ds(key);
       add(k(), Step::of(p, key).exact);
     }
-    float share = 0.0f;
+    float dscale = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int r = thread.y * 4 + i;
@@ -294,9 +306,9 @@ struct Backward {
       if (g.dq.data != nullptr)
         write(static_cast<T*>(g.dq.data) + s.row_offset(g.dq, row) + head * g.dq.stride_head, i,
               p.head_dim, shared().score_mod.score.scale);
-      if (params.dscale_partials != nullptr) share += dot_q(r, i);
+      if (params.dscale_partials != nullptr) dscale += dot_q(r, i);
     }
-    return share;
+    return dscale;
   }
 
   TILEWISE_DEVICE float dot_q(int r, int i) const {
@@ -309,9 +321,9 @@ struct Backward {
     return sum;
   }
 
-  // The sum over the block, in an order fixed by the threads.
-  TILEWISE_DEVICE void write_dscale(int32_t tile, float share) const {
-    const float sum = warp_sum(share);
+  // Writes the sum of `dscale` over the CTA, added in a fixed order.
+  TILEWISE_DEVICE void write_dscale(int32_t tile, float dscale) const {
+    const float sum = warp_sum(dscale);
     ptx::sync_block();
     if (ptx::lane_index() == 0) shared().delta[ptx::warp_index()] = sum;
     ptx::sync_block();
@@ -322,7 +334,7 @@ struct Backward {
   }
 };
 
-// row_delta of the rows in use, for the kernel of the keys. Grid: heads_q * rows.count / rows.tile.
+// Grid: heads_q * rows.count / rows.tile.
 template <class C>
 TILEWISE_KERNEL(kThreads, 1)
 void backward_prepare(TILEWISE_PARAMETER BackwardParams params) {
@@ -349,7 +361,7 @@ TILEWISE_DEVICE void backward_key_tile(const BackwardParams& params, int32_t til
   for (int32_t key = 0; key < params.key_tile; key += kTile) backward.run_keys(key);
 }
 
-// dk and dv. Grid: the key tiles of params.order. With key_flags any: of flagged tiles only.
+// Grid: the key tiles of params.order; any size with key_flags.
 template <class C>
 TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
 void backward_keys(TILEWISE_PARAMETER BackwardParams params) {
@@ -363,14 +375,13 @@ template <class C>
 TILEWISE_DEVICE void backward_row_tile(const BackwardParams& params, int32_t tile) {
   const OwnRows own = OwnRows::of(params, tile);
   Backward<C, false> backward(params);
-  float share = 0.0f;
+  float dscale = 0.0f;
   for (int64_t row = own.rows.begin; row < own.rows.end; row += kTile)
-    share += backward.run_rows(own.head, {row, min(row + kTile, own.rows.end)});
-  if (params.dscale_partials != nullptr) backward.write_dscale(tile, share);
+    dscale += backward.run_rows(own.head, {row, min(row + kTile, own.rows.end)});
+  if (params.dscale_partials != nullptr) backward.write_dscale(tile, dscale);
 }
 
-// dq of padded tiles of rows, and their shares of dscale. Grid: heads_q * rows.count / rows.tile.
-// With row_flags any: of flagged tiles only.
+// Grid: heads_q * rows.count / rows.tile; any size with row_flags.
 template <class C>
 TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
 void backward_rows(TILEWISE_PARAMETER BackwardParams params) {

@@ -1,15 +1,15 @@
-// What one instance of the simt kernels is: the element in memory and the head-dim tile. Arithmetic
-// is fp32 whatever the element, on CUDA cores, on every GPU from sm_60 on.
+// One instance of the simt kernels: the element type in memory and the head-dim tile. The
+// arithmetic is fp32 on CUDA cores for every element type; it runs on every GPU from sm_60 on.
 #pragma once
 
 #include "cuda/element.h"
 
 namespace tilewise::cuda::simt {
 
-// Every product is a kTile x kTile tile of results, held by kThreads threads as 4x4 blocks.
+// Every matrix product has a kTile x kTile result, which kThreads threads hold as 4x4 blocks.
 inline constexpr int kTile = 64;
 inline constexpr int kThreads = 256;
-// Longest chain of additions in a product, as on the CPU: rounding errors grow with its length.
+// Longest chain of additions in a product, as on the CPU, since rounding errors grow with it.
 inline constexpr int kChain = 32;
 
 template <class Element_, int kHeadDim_>
@@ -19,11 +19,11 @@ struct Config {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kGroups = kHeadDim / kTile;  // tiles of columns of an accumulator
   static_assert(kHeadDim % kTile == 0);
-  // 16 accumulators a thread and group: two blocks of a multiprocessor have 128 registers each.
+  // 16 accumulators per thread and group. With two CTAs per SM a thread has 128 registers.
   static constexpr int kBlocksPerSm = kGroups <= 2 ? 2 : 1;
 };
 
-// The kernels; all take kThreads threads and kSharedBytes of shared memory (shared.h):
+// The kernels; all take kThreads threads and kSharedBytes of shared memory (rows.h):
 //   forward.cuh   forward<Config>(ForwardParams)
 //   backward.cuh  backward_prepare<Config>, backward_keys<Config>, backward_rows<Config>
 //                 (BackwardParams)

@@ -1,5 +1,13 @@
-// Forward (FlashAttention-2, algorithm 1): a block takes a tile of packed query rows, kTile at a
-// time, over one split of the keys.
+// Forward (FlashAttention-2, algorithm 1):
+//
+//   for each kTile keys:  S = score_mod(Q K^T)   m' = max(m, rowmax S)   P = e^(S - m')
+//                         l = l e^(m - m') + rowsum P   O = O e^(m - m') + dropout(P) V
+//   at the end:           out = O / l   lse = m + log l   (or the partial result of a split)
+//
+// Grid: a CTA per work tile of params.order, or, with params.flags, any number of CTAs that compute
+// the flagged tiles again. A CTA computes a tile of packed query rows over one split of the keys,
+// kTile rows at a time. Thread (y, x) holds a 4x4 block of S and the same rows of O. Reads q, k, v,
+// bias, sinks and the index arrays; writes out and lse, or partial_out and partial_lse.
 #pragma once
 
 #include "cuda/common/forward_results.h"
@@ -20,7 +28,7 @@ struct Forward {
 
   Block o[C::kGroups];
   float m[4];
-  float l[4];  // over the keys of this thread
+  float l[4];  // over this thread's keys
 
   TILEWISE_DEVICE Forward(const ForwardParams& all, const TileOrder::WorkTile& tile)
       : params(all),
@@ -39,8 +47,8 @@ struct Forward {
     }
   }
 
-  // Products become scores in natural units, rounded: so the backward has them. `exact`: some pair
-  // is masked, which gets -inf.
+  // Turns products into scores in natural units, rounded to fp32 as in the backward. `exact`: a
+  // pair may be masked; masked pairs become -inf.
   TILEWISE_DEVICE void finish_scores(Block& score, int64_t first_key, bool exact) const {
     if (!general) {
       const float scale = shared().score_mod.score.scale;
@@ -67,7 +75,7 @@ struct Forward {
     }
   }
 
-  // S becomes P; m, l and O follow.
+  // Turns S into P and updates m, l and O.
   TILEWISE_DEVICE void softmax(Block& score) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -106,7 +114,7 @@ struct Forward {
   TILEWISE_DEVICE void step_of(int64_t first_key) {
     Shared& memory = shared();
     const Step now = Step::of(p, first_key);
-    ptx::sync_block();  // the last step has read the key table
+    ptx::sync_block();  // the key table of the step before has been read
     load_key_table(p, first_key);
     const auto columns = static_cast<int>(p.head_dim);
     Block weight;
@@ -121,14 +129,14 @@ struct Forward {
     add_weighted(o, memory.weights, memory.stage, v, now.exact);
   }
 
-  // Of row i, whose weights have the sum `sum`: the origin is m.
+  // The softmax denominator of row i, whose weights have the sum `sum`. Its origin is m.
   TILEWISE_DEVICE RowNormaliser normaliser(int i, float sum) const {
     if (m[i] == kMinusInfinity) return {kNoKey, sum};
     return {0.0f, sum, m[i]};
   }
 
-  // The logarithm in double: the backward takes weights from it, and each rounding of lse is one of
-  // all of them.
+  // The logarithm is taken in double, because the backward computes all weights of the row from lse
+  // and would repeat its rounding error in each of them.
   TILEWISE_DEVICE static LogSum log_sum(const RowNormaliser& row) {
     if (row.l == 0.0f) return {};
     const double exact = __builtin_log(static_cast<double>(row.l));
@@ -187,7 +195,7 @@ struct Forward {
   TILEWISE_DEVICE void run(Range packed) {
     const RowTile tile{params.packing, work_tile.head * params.packing.group, packed};
     const Band& band = shared().sequence.band;
-    ptx::sync_block();  // the rows before have read their table
+    ptx::sync_block();  // the table of the rows before has been read
     const Range split_keys =
         key_split({0, band.keys}, shared().splits, work_tile.split, params.key_tile);
     const Range keys = intersect(band.keys_of_any(tile.rows()), split_keys);
@@ -199,10 +207,10 @@ struct Forward {
   }
 };
 
-// Whether the index arrays fit the tensors, with the pages of `keys`: of the sequence in shared
-// memory.
+// Checks the index entries of the sequence in shared memory, with the pages of `keys`. Clears
+// Sequence::fits and reports the fault if one is invalid.
 TILEWISE_DEVICE void find_faults(const ForwardParams& params, Range keys) {
-  if (ptx::warp_index() != 0) return;  // a barrier follows before anyone asks
+  if (ptx::warp_index() != 0) return;  // a barrier follows before `fits` is read
   Sequence& s = shared().sequence;
   const Range entries = s.kv.entries(keys);
   const bool fits = s.fits && pages_fit(s, entries);
@@ -236,8 +244,7 @@ TILEWISE_DEVICE void forward_tile(const ForwardParams& params, int32_t tile) {
   for (int64_t row = begin; row < end; row += kTile) forward.run({row, min(row + kTile, end)});
 }
 
-// Grid: the tiles of params.order. With flags any: what another family has flagged is computed
-// again.
+// See the top of this file for the grid.
 template <class C>
 TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
 void forward(TILEWISE_PARAMETER ForwardParams params) {

@@ -1,4 +1,5 @@
-// Which tiles a block takes.
+// The tiles that a CTA computes: the one of its index, or, with flags, those tiles that a kernel of
+// another family has flagged to be computed again.
 #pragma once
 
 #include "cuda/ptx/warp.h"
@@ -8,9 +9,9 @@ namespace tilewise::cuda::simt {
 
 inline constexpr int32_t kNoTile = -1;
 
-// The first flagged tile at or after `from` among those of this block, which are a grid apart. A
-// thread looks at one of them, so a launch with nothing to do is a load and a barrier long. All
-// threads of the block call it; kNoTile when there is none.
+// The first flagged tile at or after `from` among the tiles of this CTA, from, from + grid, ..., or
+// kNoTile. Each thread tests one tile, so a launch with nothing to do takes a load and a barrier.
+// All threads of the CTA call it.
 TILEWISE_DEVICE int32_t next_flagged(const Flags& flags, int64_t from) {
   const int64_t grid = ptx::grid_blocks();
   for (; from < flags.tiles; from += grid * kThreads) {
@@ -37,8 +38,9 @@ TILEWISE_DEVICE int32_t next_flagged(const Flags& flags, int64_t from) {
   return kNoTile;
 }
 
-// Tile after tile: `for (t = first_tile(f); t != kNoTile; t = next_tile(f))`. Without flags a block
-// takes the tile of its index. No register holds the tile that is being computed.
+// The loop over the tiles: `for (t = first_tile(f); t != kNoTile; t = next_tile(f))`. Without flags
+// it visits the tile of the CTA's index. next_tile reads the current tile from shared memory, so
+// that no register holds it meanwhile.
 TILEWISE_DEVICE int32_t first_tile(const Flags& flags) {
   const int64_t own = ptx::block_index();
   return flags.data == nullptr ? static_cast<int32_t>(own) : next_flagged(flags, own);

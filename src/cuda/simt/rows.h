@@ -1,6 +1,6 @@
-// The rows and keys of a tile, in shared memory: where they are, what they see, and what their
-// scores take from the problem. Element by element, so that nothing is asked of strides, pages,
-// packed heads or lengths.
+// Tables in shared memory of the rows and keys of a tile: where each one lies in its tensor, which
+// keys it sees, and its score modifications. Offsets are per row and key, so strides, pages, packed
+// heads and lengths may be anything.
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -21,39 +21,39 @@ struct RowTile {
 };
 
 struct Shared {
-  // The same for all threads: here it costs no registers.
+  // Values that all threads share are kept here instead of in registers.
   Sequence sequence;
   ScoreMod score_mod;
   RowTile tile;
-  Range keys;  // that the rows of the tile may see at most
+  Range keys;  // upper bound of the keys that the rows of the tile see
   int64_t kv_head;
-  int32_t splits;  // forward: of the keys of the sequence
-  // Of the kernel of the keys: those of the tile, those of them that are being computed, the head.
+  int32_t splits;  // forward: of the sequence
+  // backward_keys: the keys of its tile, the kTile of them being computed, and the head.
   Range tile_keys;
   Range own_keys;
   int64_t own_head;
 
-  // The search for flags (recompute_tiles.h): what each warp has found, and the tile it led to.
+  // The search for flagged tiles (recompute_tiles.h): the result of each warp, and the tile found.
   uint32_t first_flagged[kThreads / ptx::kWarpSize];
   int32_t flagged;
 
-  alignas(16) float stage[kTile * kPitch];    // operands on their way into a product
+  alignas(16) float stage[kTile * kPitch];    // operands of a product
   alignas(16) float weights[kTile * kPitch];  // P or dS
 
-  // Rows. Not in use: offsets kUnused, sees nothing.
-  int64_t q[kTile];    // offsets of the row in q and dq,
-  int64_t out[kTile];  // in out (forward) or dout (backward), and
-  int64_t first_key[kTile];
+  // Rows. A row that is not in use has the offset kUnused and sees no key.
+  int64_t q[kTile];          // offset in q and dq
+  int64_t out[kTile];        // offset in out (forward) or dout (backward)
+  int64_t first_key[kTile];  // it sees the keys [first_key, end_key)
   int64_t end_key[kTile];
   int64_t row[kTile];
   int32_t head[kTile];
   RowScoreMod row_score_mod[kTile];
-  // Backward: lse in two parts, and delta.
+  // Backward: lse, the rest that rounding it left, and delta.
   float lse[kTile];
   float lse_low[kTile];
   float delta[kTile];
 
-  // Keys: offsets in k and v, kUnused past the last one.
+  // Keys: offsets in k and v, kUnused past the last key.
   int64_t k[kTile];
   int64_t v[kTile];
 };
@@ -64,7 +64,7 @@ static_assert(sizeof(Shared) <= 48 * 1024, "more needs an opt-in that Pascal doe
 
 TILEWISE_DEVICE Shared& shared() { return *reinterpret_cast<Shared*>(ptx::shared_memory()); }
 
-// The first thing a block does with shared memory.
+// Must precede every other use of shared memory for a tile.
 TILEWISE_DEVICE void load_sequence(const Problem& p, int64_t sequence) {
   if (ptx::thread_index() == 0) {
     shared().sequence = sequence_of(p, sequence);
@@ -73,8 +73,8 @@ TILEWISE_DEVICE void load_sequence(const Problem& p, int64_t sequence) {
   ptx::sync_block();
 }
 
-// Fills in the rows; `view` is out or dout, `keys` the keys they may see at most. Barriers around
-// it are the caller's.
+// Fills in the table of rows. `view` is out or dout; rows see no keys outside `keys`. The caller
+// provides the barriers before and after.
 TILEWISE_DEVICE void load_row_table(const Problem& p, const RowTile& tile,
                                     const tilewise_tensor& view, Range keys) {
   const int t = ptx::thread_index();
@@ -106,9 +106,9 @@ TILEWISE_DEVICE void load_row_table(const Problem& p, const RowTile& tile,
   to.row_score_mod[t] = ScoreMod::row(p, s, row, head);
 }
 
-// Keys [first, first + kTile) of one head, as far as they are in use.
+// Fills in the table of the keys [first, first + kTile) of one head. The caller provides barriers.
 TILEWISE_DEVICE void load_key_table(const Problem& p, int64_t first) {
-  const int t = ptx::thread_index() - kTile;  // beside the threads of the rows
+  const int t = ptx::thread_index() - kTile;  // not the threads that fill in rows
   if (t < 0 || t >= 2 * kTile) return;
   const int64_t key = first + t % kTile;
   const tilewise_tensor& view = t < kTile ? p.k : p.v;
@@ -118,7 +118,7 @@ TILEWISE_DEVICE void load_key_table(const Problem& p, int64_t first) {
       key < s.band.keys ? s.kv.offset(view, key) + shared().kv_head * view.stride_head : kUnused;
 }
 
-// Which of its four keys 4 x + j each of a thread's rows sees.
+// Visibility inside a thread's 4x4 block: row i sees its keys [begin[i], end[i]) out of 4 x + j.
 struct Visible {
   int32_t begin[4];
   int32_t end[4];
@@ -138,7 +138,8 @@ struct Visible {
   TILEWISE_DEVICE bool sees(int i, int j) const { return j >= begin[i] && j < end[i]; }
 };
 
-// A thread's own 4x4 block of the weights, as [key][row] (kKeysFirst) or as [row][key].
+// A thread's own 4x4 block of the weights in shared memory, stored as [key][row] (kKeysFirst) or as
+// [row][key].
 template <bool kKeysFirst>
 struct OwnWeights {
   float* data;
@@ -170,8 +171,8 @@ struct OwnWeights {
     }
   }
 
-  // Each weight becomes change(weight, row of the tile, key) where the row sees the key. One after
-  // another: what the general form computes is long, and is to be in a kernel once.
+  // Replaces each weight whose row sees its key by change(weight, row of the tile, key). The loop
+  // is not unrolled: the code of the general form is long, and should be in a kernel once.
   template <class Change>
   TILEWISE_DEVICE void change_visible(const ThreadPosition& thread, int64_t first_key,
                                       const Change& change) const {
@@ -185,7 +186,7 @@ struct OwnWeights {
     }
   }
 
-  // Times the dropout factors: a thread's four keys are of one block of bits.
+  // Multiplies by the dropout factors. A thread's four keys lie in one block of dropout bits.
   TILEWISE_DEVICE void drop(const ThreadPosition& thread, int64_t first_key) const {
     const int64_t key = first_key + thread.x * 4;
 #pragma unroll 1
@@ -198,10 +199,10 @@ struct OwnWeights {
   }
 };
 
-// kTile keys and the rows that meet them.
+// One step of a walk: the rows of the tile and kTile keys.
 struct Step {
   int64_t first_key;  // a multiple of kTile
-  bool exact;         // some pair is masked, by the band, the lengths or a bias of -inf
+  bool exact;         // a pair may be masked: by the band, the lengths or a bias of -inf
 
   TILEWISE_DEVICE static Step of(const Problem& p, int64_t first_key) {
     const RowTile& tile = shared().tile;

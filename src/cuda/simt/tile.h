@@ -1,5 +1,6 @@
-// Tiles in shared memory and their products: C[64][64] += A^T B, both operands with the contracted
-// dimension first, so that a thread reads its four rows of A and four columns of B as two vectors.
+// Tiles in shared memory and their products: C[64][64] += A^T B. Both operands are stored with the
+// contracted dimension first, so a thread reads its four rows of A and four columns of B as two
+// vectors.
 #pragma once
 
 #include "base/float8.h"
@@ -9,15 +10,15 @@
 
 namespace tilewise::cuda::simt {
 
-// Floats from one row of a tile in shared memory to the next: with four more than it holds, eight
-// rows by four columns are stored without a bank conflict, and rows stay 16-byte aligned.
+// Row stride of a tile in shared memory, in floats. The four extra floats let a warp store eight
+// rows by four columns without a bank conflict, and rows stay 16-byte aligned.
 inline constexpr int kPitch = kTile + 4;
 
 struct alignas(16) Four {
   float x[4];
 };
 
-// Thread (y, x) of 16 x 16 owns rows 4 y + i and columns 4 x + j of a result.
+// Thread (y, x) of the 16 x 16 threads of a CTA owns rows 4 y + i and columns 4 x + j of a result.
 using Block = float[4][4];
 
 struct ThreadPosition {
@@ -37,11 +38,11 @@ TILEWISE_DEVICE void clear(Block& c) {
   }
 }
 
-// Offsets may be negative: NumPy's reversed views have their data at the last row.
+// Marks a row that does not exist. -1 would not do: offsets are negative in NumPy's reversed views.
 inline constexpr int64_t kUnused = INT64_MIN;
 
-// Rows of a tensor that make up a tile: the offset in elements of each, kUnused where the tile has
-// no row (it is filled with 0).
+// The rows of a tensor that make up a tile: the offset of each in elements. A row with offset
+// kUnused reads as zeros.
 template <class T>
 struct Rows {
   const T* data;
@@ -54,8 +55,8 @@ struct Rows {
   }
 };
 
-// kChain columns from `column` on, transposed: to[column][row]. A warp takes eight columns of four
-// rows at a time: whole sectors of global memory, all banks of shared memory.
+// Loads kChain columns from `column` on, transposed: to[column][row]. A warp reads eight columns of
+// four rows at a time, which are whole sectors of global memory and hit all banks of shared memory.
 template <class T>
 TILEWISE_DEVICE void load_transposed(float* to, const Rows<T>& rows, int column) {
   const int lane = ptx::lane_index();
@@ -68,7 +69,7 @@ TILEWISE_DEVICE void load_transposed(float* to, const Rows<T>& rows, int column)
   }
 }
 
-// kTile columns from `column` on: to[row][column].
+// Loads kTile columns from `column` on: to[row][column].
 template <class T>
 TILEWISE_DEVICE void load_rows(float* to, const Rows<T>& rows, int column) {
   const int lane = ptx::lane_index();
@@ -80,8 +81,8 @@ TILEWISE_DEVICE void load_rows(float* to, const Rows<T>& rows, int column) {
   }
 }
 
-// c += A^T B over kChain rows of A and B. kExact: a weight of 0 in A takes nothing from B, whatever
-// B holds there; elsewhere 0 * NaN is NaN.
+// c += A^T B over kChain rows of A and B. kExact: a weight of 0 in A ignores B even where B is NaN
+// or infinite; otherwise 0 * NaN is NaN.
 template <bool kExact>
 TILEWISE_DEVICE void add_product(Block& c, const float* a, const float* b) {
   const ThreadPosition thread = ThreadPosition::own();
@@ -107,8 +108,8 @@ TILEWISE_DEVICE void add_product(Block& c, const float* a, const float* b) {
   }
 }
 
-// C = A B^T for the rows of two tensors: scores, or dP. `stage` holds kTile * kPitch floats; what
-// it held before must have been read by this thread only up to here.
+// C = A B^T for the rows of two tensors: scores, or dP. `stage` has room for kTile * kPitch floats.
+// Its previous contents may be overwritten once all threads have called this function.
 template <class A, class B>
 TILEWISE_DEVICE void row_products(Block& c, float* stage, const Rows<A>& a, const Rows<B>& b) {
   float* const stage_b = stage + kChain * kPitch;
@@ -122,8 +123,8 @@ TILEWISE_DEVICE void row_products(Block& c, float* stage, const Rows<A>& a, cons
   }
 }
 
-// sums[g] += W^T B, columns [kTile g, kTile g + kTile) of B; W[kTile][kTile] lies in shared memory
-// and has been stored by the threads of this block just before.
+// sums[g] += W^T B for columns [kTile g, kTile g + kTile) of B. W[kTile][kTile] lies in shared
+// memory; the threads of the CTA may have stored it just before, without a barrier.
 template <int kGroups, class T>
 TILEWISE_DEVICE void add_weighted(Block (&sums)[kGroups], const float* weights, float* stage,
                                   const Rows<T>& b, bool exact) {
