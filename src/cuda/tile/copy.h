@@ -1,4 +1,4 @@
-// Copies of rows from global memory into a swizzled shared tile by all threads of a block.
+// Copies of rows from global memory into a swizzled shared-memory tile, by all threads of a CTA.
 #pragma once
 
 #include "base/math.h"
@@ -10,8 +10,8 @@
 
 namespace tilewise::cuda::tile {
 
-// 16 bytes, of which the first `bytes_read` come from `from` and the rest is 0; `from` is 16-byte
-// aligned. Asynchronous where the architecture can: then visible after `wait` and a barrier.
+// Copies 16 bytes: `bytes_read` of them from `from`, which is 16-byte aligned, and zeros for the
+// rest. With cp.async (sm_80) the copy is asynchronous, and visible after `wait` and a barrier.
 template <class Arch>
 TILEWISE_DEVICE void copy_chunk(ptx::SharedAddress to, const void* from, int bytes_read) {
   if constexpr (Arch::kAsyncCopy) {
@@ -23,7 +23,8 @@ TILEWISE_DEVICE void copy_chunk(ptx::SharedAddress to, const void* from, int byt
   }
 }
 
-// The same for `count` elements at any alignment (0 <= count <= 16 / Element::kBytes).
+// The same, synchronously, for `count` elements at any alignment (0 <= count <= 16 /
+// Element::kBytes).
 template <class Element>
 TILEWISE_DEVICE void copy_elements(ptx::SharedAddress to, const typename Element::Storage* from,
                                    int count) {
@@ -40,7 +41,7 @@ TILEWISE_DEVICE void copy_elements(ptx::SharedAddress to, const typename Element
   ptx::st_shared_v4_b32(to, x);
 }
 
-// The first `count` elements of 16 bytes in registers go to memory at any alignment.
+// Stores the first `count` elements of 16 bytes in registers to memory, at any alignment.
 template <class Element>
 TILEWISE_DEVICE void store_elements(void* to, const uint32_t (&x)[4], int count) {
   constexpr int kPerWord = 4 / Element::kBytes;
@@ -63,10 +64,11 @@ TILEWISE_DEVICE void wait() {
   if constexpr (Arch::kAsyncCopy) ptx::cp_async_wait_group<kPending>();
 }
 
-// Which chunks of a tile of kRows rows a thread copies: kPasses rows, kRowsPerPass apart, and in
-// each kColumns chunks, kStride chunks apart. kStride is a power of two, so rows of 96 or 192
-// elements need no division, and the swizzle of a thread's chunks differs by an immediate.
-// kMostOfRow: threads side by side in a row; each has then more columns and fewer rows.
+// The 16-byte chunks that a thread copies of a tile of kRows rows: kPasses rows, kRowsPerPass
+// apart, and in each of them kColumns chunks, kStride chunks apart. kStride is a power of 2, so
+// rows of 96 or 192 elements need no division, and the swizzle of a thread's chunks differs by an
+// immediate. kMostOfRow: upper bound of kStride; with a smaller one a thread has more columns and
+// fewer rows.
 template <int kThreads, int kRows, int kRowBytes_, int kMostOfRow = kThreads>
 struct CopyLanes {
   static constexpr int kRowBytes = kRowBytes_;
@@ -80,21 +82,21 @@ struct CopyLanes {
   static_assert(kThreads % kStride == 0 && (kRowsPerPass & (kRowsPerPass - 1)) == 0);
   static_assert(kRowsPerPass % (8 / kPeriod) == 0);
 
-  int row;         // of pass 0
-  int chunk;       // of column 0
-  uint32_t first;  // offset of the two
+  int row;         // in pass 0
+  int chunk;       // in column 0
+  uint32_t first;  // byte offset of that chunk
 
   TILEWISE_DEVICE explicit CopyLanes(int thread)
       : row(static_cast<int>(static_cast<unsigned>(thread) / kStride)),
         chunk(static_cast<int>(static_cast<unsigned>(thread) % kStride)),
         first(Swizzle<kRowBytes>::offset(row, chunk)) {}
 
-  // Rows from pass 0 on.
+  // Distance in rows from pass 0.
   TILEWISE_DEVICE static constexpr int rows_to(int pass) { return pass * kRowsPerPass; }
   TILEWISE_DEVICE int row_of(int pass) const { return row + rows_to(pass); }
   TILEWISE_DEVICE int chunk_of(int column) const { return chunk + column * kStride; }
   TILEWISE_DEVICE bool has(int pass) const { return kWhole || row_of(pass) < kRows; }
-  // Rows of different passes differ in other bits than rows of one pass.
+  // The pass number changes other bits of the row than the thread does, so xor combines the two.
   TILEWISE_DEVICE uint32_t offset(int pass, int column) const {
     const int permuted = (pass * kRowsPerPass / (8 / kPeriod)) & (kPeriod - 1);
     return (first ^ static_cast<uint32_t>(permuted * 16)) +
@@ -102,8 +104,8 @@ struct CopyLanes {
   }
 };
 
-// The same for pairs of neighbouring rows, of which a thread takes both (one pass each), into 16
-// bytes of its own a pass: what it has copied it then reads without a barrier.
+// The same interface for pairs of adjacent rows: a thread copies both rows of a pair, one per pass,
+// into 16 bytes per pass that it alone uses. So it reads what it copied without a barrier.
 template <int kThreads, int kRows, int kRowBytes>
 struct PairLanes {
   static constexpr int kStride = kRowBytes / 16;

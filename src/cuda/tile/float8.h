@@ -1,6 +1,6 @@
-// Operands of float8_e4m3: bytes in shared memory that become fp16 in the registers of who
-// multiplies them, exactly. Tiles are addressed as those of 16-bit elements that each hold two
-// neighbouring columns, so that 32 bytes of a row, one step of those, are two steps of 16 columns.
+// Operands of float8_e4m3: bytes in shared memory that the multiplying warp converts exactly to
+// fp16 in registers. A tile is addressed as one of 16-bit elements that each hold two adjacent
+// columns, so 32 bytes of a row, one step of such a tile, are two steps of 16 columns.
 #pragma once
 
 #include "cuda/element.h"
@@ -10,27 +10,27 @@
 
 namespace tilewise::cuda::tile {
 
-// The numbers of a word, two at a time: as `cvt` gives them or, before sm_89, with the bits put
-// into their places.
+// The four float8 numbers of a word as two pairs of fp16: by `cvt` (kConvert, sm_89), or by moving
+// the bits to their places.
 template <bool kConvert>
 struct Float8Pairs {
-  // A number is this many times its fp16 operand.
+  // The number is kUnit times its fp16 operand.
   static constexpr float kUnit = kConvert ? 1.0f : 256.0f;
 
   uint32_t first;
   uint32_t second;
 
-  // Bytes 0 and 1, and 2 and 3.
+  // Pairs (byte 0, byte 1) and (byte 2, byte 3).
   TILEWISE_DEVICE static Float8Pairs neighbours(uint32_t x) {
     if constexpr (!kConvert) return alternate(swapped(x));
     return {ptx::cvt_f16x2_e4m3x2<false>(x), ptx::cvt_f16x2_e4m3x2<true>(x)};
   }
 
-  // Bytes 0 and 2, and 1 and 3.
+  // Pairs (byte 0, byte 2) and (byte 1, byte 3).
   TILEWISE_DEVICE static Float8Pairs alternate(uint32_t x) {
     if constexpr (kConvert) return neighbours(swapped(x));
-    // Exponents of fp16 are 8 more for the same bits: 2^8 is the unit. 0x7f is NaN: the carry gives
-    // it the highest exponent.
+    // With the same bits, the bias of the exponent is 8 larger in fp16: hence the unit 2^8. 0x7f is
+    // NaN: the carry turns its exponent into the one of fp16's NaN.
     const uint32_t magnitude = x & 0x7f7f7f7fu;
     const uint32_t finite = magnitude | ((magnitude + 0x01010101u) & 0x80808080u);
     return {(finite << 7 & 0x7f807f80u) | (x << 8 & 0x80008000u),
@@ -41,8 +41,8 @@ struct Float8Pairs {
   TILEWISE_DEVICE static uint32_t swapped(uint32_t x) { return ptx::prmt<0x3120>(x, x); }
 };
 
-// 16 rows of a B that is stored [n][k], at two steps. Inside a step the order of the summed index
-// is that of the words of `pair_words`.
+// Loads 16 rows of a B that is stored [n][k], at two steps. Inside a step the summed index has the
+// order that `pair_words` gives to A.
 template <bool kConvert>
 TILEWISE_DEVICE void load_float8(Fragment<F16>& first, Fragment<F16>& second,
                                  ptx::SharedAddress address) {
@@ -57,8 +57,8 @@ TILEWISE_DEVICE void load_float8(Fragment<F16>& first, Fragment<F16>& second,
   }
 }
 
-// What belongs to it: the 16 columns of a step of A, in two chunks of eight. A lane has columns 4t
-// to 4t + 3 of B, and takes word t of each chunk of A.
+// Reorders the 16 columns of a step of A, in two chunks of eight, for load_float8: a lane holds
+// columns 4t to 4t + 3 of B, and reads word t of each chunk of A.
 TILEWISE_DEVICE void pair_words(uint32_t (&first)[4], uint32_t (&second)[4]) {
   const uint32_t x[8] = {first[0],  first[1],  first[2],  first[3],
                          second[0], second[1], second[2], second[3]};
@@ -69,9 +69,9 @@ TILEWISE_DEVICE void pair_words(uint32_t (&first)[4], uint32_t (&second)[4]) {
   }
 }
 
-// A B that is stored [k][n]: 16 rows x 32 columns. Of each 16 columns the even ones are the first 8
-// of B, the odd ones the rest: see `pair_columns`. `Offsets`: LaneOffsets or PanelOffsets, rows
-// first.
+// A B that is stored [k][n]: 16 rows x 32 columns. Each 16 columns are permuted, even columns
+// first, then odd ones; `pair_columns` undoes this. `Offsets`: LaneOffsets or PanelOffsets with
+// Lanes::rows_first.
 template <bool kConvert, class Offsets>
 class Float8B {
  public:
@@ -93,7 +93,7 @@ class Float8B {
   Offsets offsets_;
 };
 
-// Sums over such a B: what a lane has becomes FourColumns, by other names for its registers.
+// Turns sums over such a B into FourColumns. This only renames a lane's registers.
 template <int kRows, int kColumns>
 TILEWISE_DEVICE void pair_columns(Sums<kRows, kColumns>& o) {
 #pragma unroll

@@ -1,12 +1,13 @@
-// Operands and sums of warp-wide matrix products, for every element.
+// Operands of mma.sync, and sums of mma.sync and wgmma, for every element type.
 //
-// One step of a product takes 32 bytes of a row: 16 elements of 16 bits or 8 of 32. A Fragment
+// One step of a product takes 32 bytes of a row: 16 elements of 16 bits or 8 of 32 bits. A Fragment
 // holds, for one step, 16 rows of A, or 16 columns of B as two 8-column operands (r[0], r[1]) and
 // (r[2], r[3]).
 //
 // The order of the summed index inside a step is free as long as A and B agree. 4-byte elements
-// taken from sums (`operand_of`) or transposed (`TransposedOffsets`) carry index 2t in the place of
-// t and 2t + 1 in the place of t + 4, so that what a lane has summed is what it multiplies next.
+// that come from sums (`operand_of`) or are read transposed (`TransposedOffsets`) have index 2t in
+// the place of t and 2t + 1 in the place of t + 4. So a lane multiplies the elements that it has
+// summed.
 #pragma once
 
 #include <type_traits>
@@ -33,7 +34,7 @@ struct Fragment<F32> {
   uint32_t low[4];
 };
 
-// Rounds r to tf32 (a product would cut it) and keeps what that leaves in `low` (F32 only).
+// Rounds r to tf32 (a product would truncate it). F32 keeps the rest in `low`.
 template <class Element>
 TILEWISE_DEVICE void split(Fragment<Element>&) {}
 
@@ -51,10 +52,11 @@ TILEWISE_DEVICE void split(Fragment<Tf32>& f) {
   for (uint32_t& x : f.r) x = ptx::cvt_tf32(ptx::float_of(x));
 }
 
-// What is split again and again is kept as a word that comes apart in two instructions instead of
-// three, each part as `split` has it: the bits of x and 2^12. Its upper 19 bits are the rounded
-// high part, which is all that a product reads of it, and the lower 13 the rest in units of the
-// last place, and 2^12. Where the high part rounds up to a power of two, units are twice as large.
+// Prepares the bits of an fp32 number that many warps split, so that split_presplit needs two
+// instructions instead of three and returns the same parts as `split`. The result is bits + 2^12:
+// its upper 19 bits are the rounded high part, the only ones that a product reads, and the lower 13
+// bits are the rest in units of the last place, plus 2^12. Where the high part rounds up to a power
+// of 2, these units are twice as large.
 TILEWISE_DEVICE uint32_t presplit(uint32_t x) {
   const uint32_t y = x + 0x1000u;
   const bool carried = ((x ^ y) & 0xff800000u) != 0;
@@ -77,7 +79,7 @@ TILEWISE_DEVICE void split_presplit(Fragment<F32>& f) {
 
 // --- loads ---
 
-// 16 rows of A, or 16 rows of a B that is stored [n][k], at one step.
+// Loads 16 rows of A, or 16 rows of a B that is stored [n][k], at one step.
 template <class Element>
 TILEWISE_DEVICE Fragment<Element> load(ptx::SharedAddress address) {
   Fragment<Element> f;
@@ -86,7 +88,7 @@ TILEWISE_DEVICE Fragment<Element> load(ptx::SharedAddress address) {
   return f;
 }
 
-// The same of a tile whose fp32 elements have been joined.
+// The same for a tile whose fp32 elements went through `presplit`.
 template <class Element>
 TILEWISE_DEVICE Fragment<Element> load_presplit(ptx::SharedAddress address) {
   Fragment<Element> f;
@@ -95,8 +97,9 @@ TILEWISE_DEVICE Fragment<Element> load_presplit(ptx::SharedAddress address) {
   return f;
 }
 
-// How an element is read from a tile whose rows are the summed index. `Offsets` is LaneOffsets for
-// 16-bit elements and GatherOffsets for 32-bit ones; row, step: see there (a step is 16 columns).
+// Loads operands from a tile whose rows are the summed index, by LaneOffsets for 16-bit elements
+// and GatherOffsets for 32-bit ones. `row` and `step` have the meaning of these classes; a step is
+// 16 columns.
 template <class Element, int kRowBytes, Lanes kLanes>
 class TransposedOffsets {
  public:
@@ -116,7 +119,7 @@ class TransposedOffsets {
       ptx::ldmatrix_x4_trans(f.r, tile + offsets_.at(row, step));
     } else {
       for (int i = 0; i < 4; ++i) {
-        // B: (column g, rows 2t and 2t+1), then column g+8. A: row by row.
+        // B: (column g, rows 2t and 2t + 1), then column g + 8. A: row by row.
         const bool b = kLanes == Lanes::rows_first;
         f.r[i] =
             ptx::ld_shared_b32(tile + offsets_.at(row, step, b ? i / 2 : i % 2, b ? i % 2 : i / 2));
@@ -154,7 +157,7 @@ class TransposedOffsets {
 // B stored [k][n]: kStep rows x 16 columns.
 template <class Element, int kRowBytes>
 using TransposedB = TransposedOffsets<Element, kRowBytes, Lanes::rows_first>;
-// A stored [k][m]: kStep rows x 16 columns, which are 16 rows of A.
+// A stored [k][m]: kStep rows x 16 columns of the tile, which are 16 rows of A.
 template <class Element, int kRowBytes>
 using TransposedA = TransposedOffsets<Element, kRowBytes, Lanes::chunks_first>;
 
@@ -168,10 +171,10 @@ struct Sums {
 
   float x[kRows][kColumns][4];
 
-  // As an instruction names them that takes all.
+  // As one array, for wgmma.
   TILEWISE_DEVICE float (&flat()) [kCount] { return reinterpret_cast<float (&)[kCount]>(x); }
 
-  // Adds to the columns from tile `column` on.
+  // Adds `other` to the columns from 8-column tile `column` on.
   template <int kFewer>
   TILEWISE_DEVICE void add(const Sums<kRows, kFewer>& other, int column) {
 #pragma unroll
@@ -191,8 +194,9 @@ struct Sums {
   }
 };
 
-// Which columns a lane has of tile n of its sums: of_lane(2t) + of_tile(n) and the next one. Two
-// neighbours of eight, or, of two tiles together, four neighbours of sixteen.
+// The columns that a lane holds of tile n of its sums: of_lane(2t) + of_tile(n) and the next one.
+// TwoColumns: two adjacent columns out of eight. FourColumns: in two tiles together, four adjacent
+// columns out of sixteen.
 struct TwoColumns {
   TILEWISE_DEVICE static constexpr int of_lane(int column) { return column; }
   TILEWISE_DEVICE static constexpr int of_tile(int n) { return 8 * n; }
@@ -202,7 +206,7 @@ struct FourColumns {
   TILEWISE_DEVICE static constexpr int of_tile(int n) { return n / 2 * 16 + n % 2 * 2; }
 };
 
-// Two floats as elements, the lower column in the low half.
+// Packs two floats as 16-bit elements, the lower column in the low half.
 template <class Element>
 TILEWISE_DEVICE uint32_t pack(float low, float high) {
   static_assert(Element::kBytes == 2);
@@ -212,7 +216,7 @@ TILEWISE_DEVICE uint32_t pack(float low, float high) {
     return ptx::cvt_bf16x2(low, high);
 }
 
-// Back.
+// The inverse.
 template <class Element>
 TILEWISE_DEVICE float low_of(uint32_t pair) {
   if constexpr (Element::kDtype == F16::kDtype)
@@ -228,7 +232,7 @@ TILEWISE_DEVICE float high_of(uint32_t pair) {
     return ptx::float_of(pair & 0xffff0000u);
 }
 
-// Step `step` of a row of sums as the A operand of the next product.
+// Step `step` of 16 rows of sums as the A operand of the next product.
 template <class Element, int kColumns>
 TILEWISE_DEVICE Fragment<Element> operand_of(const float (&row)[kColumns][4], int step) {
   Fragment<Element> f;
@@ -246,17 +250,17 @@ TILEWISE_DEVICE Fragment<Element> operand_of(const float (&row)[kColumns][4], in
   return f;
 }
 
-// Tensor cores cut what does not fit into their sum instead of rounding it: over the 6000 steps of
-// a long row of fp32 that is a bias of 1e-4. So they sum a few steps, from zero, and fp32 additions
-// the rest. 0: they sum everything.
+// Steps that tensor cores sum up, from zero, before fp32 additions take over; 0: all of them.
+// Tensor cores truncate their sums instead of rounding them: over the 6000 steps of a long fp32 row
+// that is a bias of 1e-4.
 template <class Element>
 inline constexpr int kStepsInCore = std::is_same_v<Element, F32> ? 4 : 0;
 
-// Instructions of one product on top of each other: fp32 takes three, the small products first.
+// Instructions per product: fp32 takes three (3xTF32), the small products first.
 template <class Element>
 inline constexpr int kTerms = std::is_same_v<Element, F32> ? 3 : 1;
 
-// Term `term` of d += a b for the 8 columns of b's half `half`, summed in the core.
+// Term `term` of d += a b for the 8 columns of half `half` of b, summed in the tensor core.
 template <class Arch, class Element>
 TILEWISE_DEVICE void multiply_term(float (&d)[4], const Fragment<Element>& a,
                                    const Fragment<Element>& b, int half,

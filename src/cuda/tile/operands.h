@@ -1,17 +1,17 @@
-// Sums on their way to become operands of the next product: kept in registers for the warp itself
-// and stored in shared memory for the others.
+// Sums that become operands of the next product: kept in registers for the warp itself, and stored
+// in shared memory for the other warps.
 #pragma once
 
 #include "cuda/tile/fragment.h"
 
 namespace tilewise::cuda::tile {
 
-// kRows x 16 rows and kSteps steps of A, in elements (fp32 is split where it is used).
+// kRows x 16 rows and kSteps steps of A as elements (fp32 is split at each use).
 template <class Element, int kRows, int kSteps>
 struct Operands {
   uint32_t r[kSteps][kRows][4];
 
-  // Columns 8n .. 8n + 8 of the sums of 16 rows.
+  // Sets columns [8n, 8n + 8) of 16 rows from sums.
   TILEWISE_DEVICE void set(int m, int n, const float (&x)[4]) {
     if constexpr (Element::kBytes == 2) {
       r[n / 2][m][n % 2 * 2] = pack<Element>(x[0], x[1]);
@@ -31,15 +31,17 @@ struct Operands {
   }
 };
 
-// Where a lane stores its words of Operands, and gives the rows of them to `load`, which then
-// returns the same fragments. A row is one period of the swizzle: chunks are 16 bytes, two a step,
-// and are counted from the warp's own by exclusive or, which is addition inside its own part.
+// The addresses at which a lane stores its words of Operands, and those at which `load` then
+// returns the same fragments. A row is one period of the swizzle. Chunks have 16 bytes, two per
+// step, and are counted from the warp's first one by xor, which equals addition inside the warp's
+// region.
 template <int kRowBytes>
 class OperandOffsets {
  public:
   static_assert(Swizzle<kRowBytes>::kPeriod * 16 == kRowBytes);
 
-  // The warp's own part starts at `row` (a multiple of 16) and `chunk` (of a power of two).
+  // The warp's region starts at `row` (a multiple of 16) and at `chunk`, a multiple of the region's
+  // width, which is a power of 2.
   TILEWISE_DEVICE OperandOffsets(int lane, int row, int chunk)
       : word_(Swizzle<kRowBytes>::offset(row + lane / 4, chunk) +
               static_cast<uint32_t>(lane % 4 * 4)),
@@ -56,7 +58,7 @@ class OperandOffsets {
   TILEWISE_DEVICE uint32_t word(int row, int chunk) const {
     return (word_ ^ static_cast<uint32_t>(chunk * 16)) + static_cast<uint32_t>(row * kRowBytes);
   }
-  // Where `load` finds a step of 16 rows.
+  // The address to pass to `load` for a step of 16 rows.
   TILEWISE_DEVICE uint32_t rows(int row, int step) const {
     return (row_ ^ static_cast<uint32_t>(step * 32)) + static_cast<uint32_t>(row * kRowBytes);
   }
@@ -66,7 +68,8 @@ class OperandOffsets {
   uint32_t row_;
 };
 
-// Eight rows of a B that is stored [n][k], two steps of it in one fragment: its halves.
+// Addresses for eight rows of a B that is stored [n][k]: two steps of it are the halves of one
+// fragment.
 template <int kRowBytes>
 class WideOffsets {
  public:

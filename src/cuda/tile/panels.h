@@ -1,5 +1,6 @@
-// Where a lane reads a SwizzledTile with ldmatrix: shared_tile.h and fragment.h for tiles that TMA
-// has written, of 16-bit elements. Inside a panel both swizzles are the same.
+// The addresses at which a lane reads a SwizzledTile of 16-bit elements, written by TMA, with
+// ldmatrix: the counterparts of classes of shared_tile.h, copy.h and fragment.h. Inside a panel
+// both swizzles are the same.
 #pragma once
 
 #include "cuda/tile/copy.h"
@@ -8,7 +9,7 @@
 
 namespace tilewise::cuda::tile {
 
-// `LaneOffsets` of such a tile.
+// LaneOffsets for such a tile.
 template <class Tile, Lanes kLanes>
 class PanelOffsets {
  public:
@@ -24,7 +25,7 @@ class PanelOffsets {
   LaneOffsets<kSwizzledRowBytes, kLanes> panel_;
 };
 
-// `CopyLanes` of a warp into such a tile.
+// CopyLanes of a warp for such a tile.
 template <class Tile, int kRowBytes>
 struct PanelLanes : CopyLanes<ptx::kWarpSize, Tile::kRows, kRowBytes> {
   using Lanes = CopyLanes<ptx::kWarpSize, Tile::kRows, kRowBytes>;
@@ -42,7 +43,7 @@ struct PanelLanes : CopyLanes<ptx::kWarpSize, Tile::kRows, kRowBytes> {
   }
 };
 
-// `TransposedB` of such a tile.
+// TransposedB for such a tile.
 template <class Element, class Tile>
 class PanelB {
  public:

@@ -1,4 +1,4 @@
-// Reductions and exchange over the four lanes that share a row of sums.
+// Reductions and exchanges over a quad, the four lanes that share a row of sums.
 #pragma once
 
 #include "cuda/ptx/convert.h"

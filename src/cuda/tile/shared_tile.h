@@ -1,4 +1,4 @@
-// Tiles of rows in shared memory, and where a lane reads them.
+// Tiles in shared memory, and the addresses at which a lane reads them.
 #pragma once
 
 #include <numeric>
@@ -9,8 +9,8 @@
 namespace tilewise::cuda::tile {
 
 // The 16-byte chunks of a row are permuted by the row number, so that the eight rows of an 8x8
-// matrix lie in different banks whatever the row length: rows of 128 bytes or a multiple permute
-// eight chunks, shorter periods need fewer. Tiles start at multiples of 128 bytes.
+// matrix lie in different banks for every row length. Rows whose length is a multiple of 128 bytes
+// permute eight chunks, other rows fewer. Tiles start at multiples of 128 bytes.
 template <int kRowBytes>
 struct Swizzle {
   static constexpr int kChunks = kRowBytes / 16;
@@ -22,17 +22,17 @@ struct Swizzle {
   }
 };
 
-// How the lanes of a warp cover 16 rows x 32 bytes, the four 8x8 matrices of one ldmatrix.
+// How the lanes of a warp cover 16 rows x 32 bytes, the four 8x8 matrices of one ldmatrix.x4.
 enum class Lanes {
   rows_first,    // (rows 0-7, chunk 0), (8-15, 0), (0-7, 1), (8-15, 1): A, and transposed B
   chunks_first,  // (rows 0-7, chunk 0), (0-7, 1), (8-15, 0), (8-15, 1): B, and transposed A
 };
 
-// Offsets have a `opaque` for use in a long loop: what follows from it by exclusive or is computed
-// again in every step rather than kept in registers.
+// `opaque()` of the classes below is for long loops: addresses that follow from the result by xor
+// are then computed in every step instead of being kept in registers.
 
-// Addresses of a lane in a tile. Rows are given in multiples of 8, columns in steps of 32 bytes
-// from `first_step` on; with unrolled loops all but `base` are immediates.
+// Addresses of a lane in a tile. Rows are multiples of 8, columns are steps of 32 bytes from
+// `first_step` on. With unrolled loops everything except base_ is an immediate.
 template <int kRowBytes, Lanes kLanes>
 class LaneOffsets {
  public:
@@ -52,8 +52,8 @@ class LaneOffsets {
            static_cast<uint32_t>(step / kVariants * kVariants * 32 + row * kRowBytes);
   }
 
-  // The address in the tile at `tile`, a multiple of 128, when first_step is 0: one register per
-  // tile and an exclusive or with an immediate.
+  // The address in the tile at `tile`, a multiple of 128, when first_step is 0: it takes one
+  // register per tile, and an xor with an immediate.
   TILEWISE_DEVICE uint32_t address(ptx::SharedAddress tile, int row, int step) const {
     return ((tile + base_[0]) ^ static_cast<uint32_t>(step % kVariants * 32)) +
            static_cast<uint32_t>(step / kVariants * kVariants * 32 + row * kRowBytes);
@@ -65,9 +65,10 @@ class LaneOffsets {
   uint32_t base_[kVariants];
 };
 
-// Where a lane reads 4-byte elements of 8 rows x 16 columns transposed (ldmatrix.trans moves 16-bit
-// elements only): rows 2t and 2t + 1, columns g and g + 8, with g = lane / 4 and t = lane % 4.
-// Columns are counted from `first_step` on, which is even when more than one step is read.
+// The addresses at which a lane reads 4-byte elements of 8 rows x 16 columns transposed, because
+// ldmatrix.trans moves 16-bit elements only: rows 2t and 2t + 1, columns g and g + 8, with g = lane
+// / 4 and t = lane % 4. Columns count from `first_step` on, which must be even if more than one
+// step is read.
 template <int kRowBytes>
 class GatherOffsets {
  public:
@@ -83,8 +84,8 @@ class GatherOffsets {
     return o;
   }
 
-  // `row` is a multiple of 8, `step` counts 16 columns; (which_column, which_row) in {0, 1}: two
-  // chunks further, and one row further, which the swizzle puts into the neighbouring chunk.
+  // `row` is a multiple of 8; a step is 16 columns. which_column = 1 is two chunks further,
+  // which_row = 1 one row further, which the swizzle puts into the adjacent chunk.
   TILEWISE_DEVICE uint32_t at(int row, int step, int which_column, int which_row) const {
     const int flip = step % 2 * 64 + which_column * 32 + which_row * 16;
     return (base_ ^ static_cast<uint32_t>(flip)) +

@@ -1,12 +1,14 @@
-// Tiles of fp32 numbers as pairs of tf32 numbers, `split` once by the threads that copied them
-// instead of by every warp that multiplies them.
+// Tiles of fp32 numbers stored as pairs of tf32 numbers: the threads that copied a tile split it
+// once
+// (`split`), instead of every warp that multiplies it.
 #pragma once
 
 #include "cuda/tile/fragment.h"
 
 namespace tilewise::cuda::tile {
 
-// A B that is stored [n][k]: a tile of the high parts and, `low` bytes after it, one of the rest.
+// A B that is stored [n][k]: a tile of the high parts and, `low` bytes after it, a tile of the low
+// parts.
 TILEWISE_DEVICE Fragment<F32> load_split(ptx::SharedAddress address, uint32_t low) {
   Fragment<F32> f;
   ptx::ldmatrix_x4(f.r, address);
@@ -21,21 +23,22 @@ TILEWISE_DEVICE void store_split(ptx::SharedAddress address, uint32_t low, const
   ptx::st_shared_v4_b32(address + low, f.low);
 }
 
-// A B that is stored [k][n]: 16 bytes for every column of a pair of rows, (high, high, low, low),
-// which are what a lane takes for 8 rows and 8 columns. A pair of rows is kColumns of them.
+// A B that is stored [k][n]: 16 bytes (high, high, low, low) for every column of a pair of rows,
+// which is what a lane needs of 8 rows x 8 columns. A pair of rows has kColumns of these units.
 template <int kColumns>
 class PairTile {
  public:
   static_assert(kColumns % 32 == 0);
   static constexpr int kPairBytes = kColumns * 16;
 
-  // Lane (g, t) reads column g of pair t; the eight lanes of a phase, two g and all t, must not
-  // share banks, nor must eight that store neighbouring chunks of four columns: see `unit`.
+  // Lane (g, t) reads column g of pair t. The eight lanes that access memory together, two g and
+  // all t, must not share banks, nor must eight lanes that store adjacent chunks of four columns:
+  // `unit` permutes the columns for both.
   TILEWISE_DEVICE explicit PairTile(int lane)
       : base_(static_cast<uint32_t>(lane % 4 * kPairBytes) + unit(lane % 4, lane / 4)) {}
 
-  // kStep rows from `row` (a multiple of 8) x 16 columns from 16 * `step` of the tile at `tile`, a
-  // multiple of 128.
+  // Loads kStep rows from `row` (a multiple of 8) x 16 columns from 16 * `step` of the tile at
+  // `tile`, a multiple of 128.
   TILEWISE_DEVICE Fragment<F32> load_whole(ptx::SharedAddress tile, int row, int step) const {
     Fragment<F32> f;
 #pragma unroll
@@ -52,7 +55,7 @@ class PairTile {
     return f;
   }
 
-  // Chunk `chunk` (four columns) of pair `pair`: of its even row and of its odd one.
+  // Stores chunk `chunk` (four columns) of both rows of pair `pair`.
   TILEWISE_DEVICE static void store(ptx::SharedAddress tile, int pair, int chunk,
                                     const uint32_t (&even)[4], const uint32_t (&odd)[4]) {
     const ptx::SharedAddress at =

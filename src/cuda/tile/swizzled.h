@@ -1,7 +1,7 @@
-// Tiles in shared memory as TMA writes them and wgmma reads them: columns in panels of 64 (128
-// bytes), one panel after the other, each row by row with the 128-byte swizzle (16-byte chunk c of
-// row r lies at chunk c ^ r % 8). A tile starts at a multiple of 1024 bytes and has a multiple of 8
-// rows.
+// Tiles in shared memory as TMA writes and wgmma reads them. Columns are cut into panels of 64 (128
+// bytes), which lie one after the other; a panel is stored row by row with the 128-byte swizzle
+// (16-byte chunk c of row r lies at chunk c ^ r % 8). A tile starts at a multiple of 1024 bytes,
+// and its number of rows is a multiple of 8.
 //
 // PTX ISA 9.7.15.5.1 has the layouts, 9.7.15.5.1.2 the descriptor.
 #pragma once
@@ -14,13 +14,13 @@ namespace tilewise::cuda::tile {
 inline constexpr int kPanelColumns = 64;
 inline constexpr int kSwizzledRowBytes = 128;
 
-// The columns of a tile that holds `head_dim` columns.
+// head_dim rounded up to whole panels.
 constexpr int panel_columns(int head_dim) {
   return static_cast<int>(round_up(head_dim, kPanelColumns));
 }
 
-// Descriptor of an operand: address, leading and stride byte offset in units of 16, swizzle of 128
-// bytes. Adding bytes >> 4 moves its start.
+// The matrix descriptor of a wgmma operand: address, leading and stride byte offset in units of 16
+// bytes, and the 128-byte swizzle. Adding bytes >> 4 moves its start.
 struct Operand {
   static constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
 
@@ -47,13 +47,13 @@ struct SwizzledTile {
     return chunk / 8 * kPanelBytes + row * kSwizzledRowBytes + ((chunk % 8) ^ (row % 8)) * 16;
   }
 
-  // What begins with row `row`, a multiple of 8.
+  // The tile without its first `row` rows, a multiple of 8.
   TILEWISE_FN SwizzledTile from_row(int row) const {
     return {base + static_cast<uint32_t>(row) * kSwizzledRowBytes};
   }
 
-  // Columns are k: rows row0 on as m or n (row0 a multiple of 8). Product k takes columns 16 k to
-  // 16 k + 15.
+  // The operand whose k index is the column (K-major), and whose m or n index is the row from row0
+  // on, a multiple of 8. Product k takes columns 16 k to 16 k + 15.
   TILEWISE_FN uint64_t by_columns(int row0 = 0) const {
     return Operand::make(from_row(row0).base, 16, 1024);
   }
@@ -61,8 +61,8 @@ struct SwizzledTile {
     return static_cast<uint64_t>((k / 4 * kPanelBytes + k % 4 * 32) >> 4);
   }
 
-  // Rows are k (the operand is transposed: kTransA or kTransB): panels from `panel` on as m or n.
-  // Product k takes rows 16 k to 16 k + 15.
+  // The operand whose k index is the row (transposed: kTransA or kTransB), and whose m or n index
+  // is the column from panel `panel` on. Product k takes rows 16 k to 16 k + 15.
   TILEWISE_FN uint64_t by_rows(int panel = 0) const {
     return Operand::make(base + static_cast<uint32_t>(panel) * kPanelBytes, kPanelBytes, 1024);
   }
