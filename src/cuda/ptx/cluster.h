@@ -1,5 +1,5 @@
 // Blocks that run side by side and reach into each other's shared memory (sm_90). PTX ISA 9.7.13.3:
-// barrier.cluster_size, 9.7.9: mapa, cp.async.bulk, st.async, 9.7.13.15: mbarrier.arrive.
+// barrier.cluster, 9.7.9: mapa, cp.async.bulk, st.async, 9.7.13.15: mbarrier.arrive.
 #pragma once
 
 #include "cuda/ptx/platform.h"
