@@ -1,4 +1,4 @@
-// How a backward is cut: order of the key tiles, workspace.
+// Planning of the backward: order of the key tiles, and workspace.
 #include "cuda/common/check.h"
 #include "cuda/common/dbias.h"
 #include "cuda/common/prepare.h"
@@ -10,24 +10,25 @@
 namespace tilewise::cuda {
 namespace {
 
-// Q, dO and the sums of dQ of the heads walked together stay in L2: 40 of the 50 MB of an H200
-// measured best.
+// Part of L2 for Q, dO and the dQ sums of interleaved heads: 40 of the 50 MB of an H200 measured
+// best.
 constexpr double kL2Fraction = 0.8;
-// Of mma_sync and simt: 8 heads are 0.87 to 1.00 of these.
+// Minimum for mma_sync and simt: 8 heads run at 0.87 to 1.00 of this speed.
 constexpr int64_t kMinHeadGroup = 16;
-// Of wgmma: 1.00 to 1.05 of 16 and more, with grouped heads to 1.19; 4 are no better.
+// Maximum for wgmma: 1.00 to 1.05 times the speed of 16 heads or more, with GQA up to 1.19 times; 4
+// heads are no better.
 constexpr int64_t kMaxWgmmaHeadGroup = 8;
 
-// Key tiles that the most rows see go first (1: the last tiles, 2: the first ones): with causality
-// alone the first ones, with a left window alone the last ones. Deterministic sums wait for the
-// tile before them, which therefore has to start first.
+// TileOrder::longest_first, by the rows that attend to a key tile: the first tiles are longest with
+// a causal mask, the last ones with a left window alone. In semaphore order (deterministic) a key
+// tile waits for the one before it, which therefore has to start first.
 int32_t longest_first(const Problem& p) {
   if (p.window_right >= 0 && p.window_left < 0) return 2;
   const bool last = p.window_left >= 0 && p.window_right < 0;
   return last && p.deterministic == 0 ? 1 : 0;
 }
 
-// The heads whose rows, gradients and sums share L2.
+// Number of heads to interleave, whose Q, dO and dQ sums fit in L2 together.
 int64_t heads_in_l2(const Problem& p, const Plan& plan, const Gpu& gpu) {
   const int64_t bytes = p.dtype == TILEWISE_FLOAT32 ? 4 : 2;
   const int64_t rows = is_varlen_q(p) && p.max_seqlen_q == 0 && p.batch > 0
@@ -39,11 +40,13 @@ int64_t heads_in_l2(const Problem& p, const Plan& plan, const Gpu& gpu) {
   return plan.family == Family::wgmma ? min(heads, kMaxWgmmaHeadGroup) : max(heads, kMinHeadGroup);
 }
 
-// Deterministic sums of wgmma: where all walks begin at row 0 key tiles follow each other a turn
-// (one or two steps) apart, so those that start together are of many heads, as many as fill the GPU
-// with all of their tiles. Causal walks begin at rows of their own, and from the last tile up
-// nobody waits to begin. By columns a turn takes most of a step, and few tiles of a head at once
-// are better. (Of the speed of other sums, D128 at 4k rows: 0.90 and 0.82, head by head or from the
+// Tile order for deterministic dQ sums of wgmma. Without a causal mask the loops of all key tiles
+// begin at row 0, so the tiles of a head proceed one semaphore wait (one or two steps) apart. CTAs
+// that start together therefore compute tiles of many heads: as many heads as fill the GPU with all
+// of their tiles. With a causal mask, each key tile begins at its own rows, and if the last tile
+// starts first, no tile has to wait at its beginning. Kernels that split columns hold the semaphore
+// for most of a step, so they are faster with few tiles of a head at once. (Speed relative to
+// non-deterministic sums, D128, 4k rows, full and causal: 0.90 and 0.82; head by head or from the
 // first tile 0.71 and 0.72.)
 void order_for_semaphores(const Problem& p, const Plan& plan, const Gpu& gpu, TileOrder& order) {
   const bool by_columns = !plan.kernel_set->persistent_backward;
@@ -60,15 +63,18 @@ TileOrder choose_order(const Problem& p, const Plan& plan, const Gpu& gpu) {
   order.sequences = static_cast<int32_t>(p.batch);
   order.longest_first = longest_first(p);
   if (order.longest_first != 0) order.interleave_heads(heads_in_l2(p, plan, gpu));
-  if (p.deterministic != 0 && plan.family == Family::wgmma) order_for_semaphores(p, plan, gpu, order);
+  if (p.deterministic != 0 && plan.family == Family::wgmma)
+    order_for_semaphores(p, plan, gpu, order);
   return order;
 }
 
-// Of the kernels of keys, of rows, and of wgmma a bound of the one that is for both.
+// The larger grid of the key and row kernels or, for wgmma, an upper bound of the prepare kernel,
+// which has CTAs for both.
 int64_t largest_grid(const Problem& p, const Gradients& g, const Plan& plan) {
   const Size keys = Size(plan.blocks) * plan.kernel_set->backward_tile.cluster_size;
   const Size rows = Size(row_blocks(p, plan)) * plan.kernel_set->prepare_splits;
-  const Size wgmma_prepare = plan.family == Family::wgmma ? keys + rows : max(keys.value(), rows.value());
+  const Size wgmma_prepare =
+      plan.family == Family::wgmma ? keys + rows : max(keys.value(), rows.value());
   return max(wgmma_prepare.value(), common::dbias_blocks(p, g));
 }
 
@@ -129,8 +135,9 @@ BackwardWorkspace backward_workspace(const Problem& p, const Gradients& g, const
     if (plan.family == Family::wgmma) {
       regions.descriptors = workspace.take<TileDescriptor>(
           Size(plan.blocks) * plan.kernel_set->backward_tile.cluster_size);
-      // The blocks of a cluster start together. Those of deterministic sums wait for earlier ones,
-      // which a block that goes on to a second piece might keep from being started.
+      // In semaphore order a CTA waits for CTAs of earlier tiles, which might not start while
+      // another CTA computes a second tile. Hence no persistent grid. The CTAs of a cluster start
+      // together.
       const bool persistent = plan.kernel_set->persistent_backward && p.deterministic == 0;
       if (persistent) regions.tile_counter = workspace.take<int32_t>(1);
     }
@@ -138,7 +145,8 @@ BackwardWorkspace backward_workspace(const Problem& p, const Gradients& g, const
   }
   if (g.dscale != nullptr) regions.dscale_partials = workspace.take<float>(row_tiles);
   if (g.dsinks != nullptr)
-    regions.dsinks_partials = workspace.take<double>(Size(p.heads_q) * common::dsinks_row_blocks(p));
+    regions.dsinks_partials =
+        workspace.take<double>(Size(p.heads_q) * common::dsinks_row_blocks(p));
   regions.bytes = workspace.bytes();
   return regions;
 }

@@ -1,5 +1,5 @@
-// How decoding is cut: which blocks read alone, and who merges what they have found. The points
-// that each limit separates: docs/lab/decode-planner-rules.md.
+// Planning of decodes: how many CTAs and warps read a tile, and which kernel combines their
+// results. docs/lab/decode-planner-rules.md has the measurements behind each threshold.
 #include "cuda/plan_decode.h"
 
 #include "cuda/common/combine.h"
@@ -9,8 +9,7 @@
 namespace tilewise::cuda {
 namespace {
 
-// Whether tiles are nearly as many as multiprocessors, or more; whether they are two thirds of
-// them, or nearly half.
+// Whether `blocks` CTAs occupy at least this fraction of the SMs.
 bool fills_3_of_4_sms(const Gpu& gpu, int64_t blocks) {
   return blocks * 4 >= int64_t{gpu.sm_count} * 3;
 }
@@ -21,20 +20,21 @@ bool fills_9_of_20_sms(const Gpu& gpu, int64_t blocks) {
   return blocks * 20 >= int64_t{gpu.sm_count} * 9;
 }
 
-// Splits that a cluster can merge. sm_90 and 100 run larger clusters than every GPU does.
+// Maximum cluster size. Every GPU with clusters runs 8 CTAs (portable); sm_90 and sm_100 run 16.
 constexpr int64_t kSmallCluster = 8;
 int64_t max_cluster_splits(const Gpu& gpu) {
   return gpu.sm < 110 ? kMaxClusterSplits : kSmallCluster;
 }
 
-// The fewest tiles of keys of a sequence, whose length only the GPU knows, of which a block that is
-// alone on its multiprocessor reads as fast as two that share them: it has nothing to merge if all
-// are long, and more of it if they are not.
-int64_t min_tiles_for_one_cta(int64_t rows, int64_t tiles, bool several, bool paged_3_of_4_sms) {
+// Minimum key tiles per sequence (device lengths) from which one CTA per SM matches two. One CTA
+// has nothing to combine if all sequences are long, but more to combine if some are short. `tiles`
+// is the maximum of a sequence.
+int64_t min_tiles_for_one_cta(int64_t rows, int64_t tiles, bool fills_2_of_3,
+                              bool paged_and_fills_3_of_4) {
   constexpr int64_t kMinTiles = 32;
-  if (rows <= 4) return paged_3_of_4_sms ? 16 : kMinTiles;
-  if (rows <= 8) return several ? 16 : kMinTiles;
-  return several || tiles <= 8 ? 4 : kMinTiles;
+  if (rows <= 4) return paged_and_fills_3_of_4 ? 16 : kMinTiles;
+  if (rows <= 8) return fills_2_of_3 ? 16 : kMinTiles;
+  return fills_2_of_3 || tiles <= 8 ? 4 : kMinTiles;
 }
 
 }  // namespace
@@ -43,11 +43,12 @@ bool max_clusters_fit(const Gpu& gpu, int64_t blocks) {
   return blocks * kMaxClusterSplits * 4 <= int64_t{gpu.sm_count} * 3;
 }
 
-// Counting parts takes a microsecond, and more than a few sequences of many keys are worth it.
+// Computing the chunk size takes a microsecond on the GPU, which only pays for more than a few
+// sequences with many keys.
 bool prefers_uniform_splits(const Gpu& gpu, int64_t blocks, int64_t tiles) {
-  constexpr int64_t kMaxTilesPerSm = 16;  // of a multiprocessor
-  const bool some = blocks * tiles <= kMaxTilesPerSm * gpu.sm_count;
-  return max_clusters_fit(gpu, 2 * blocks) || (some && max_clusters_fit(gpu, blocks));
+  constexpr int64_t kMaxTilesPerSm = 16;  // key tiles
+  const bool short_batch = blocks * tiles <= kMaxTilesPerSm * gpu.sm_count;
+  return max_clusters_fit(gpu, 2 * blocks) || (short_batch && max_clusters_fit(gpu, blocks));
 }
 
 bool reads_float8(const KernelSet& kernel_set) { return kernel_set.dtype == TILEWISE_FLOAT8_E4M3; }
@@ -59,20 +60,23 @@ bool has_warp_pipelines(const Plan& plan) {
   return uses_tma(*plan.kernel_set) && plan.form != Form::general;
 }
 
-// Whether the block of a tile that is done last merges its parts: most have one part then, and few
-// more than a few. Of more rows a second kernel has more to read.
+// The last CTA of a tile combines when most tiles have one chunk and few have more than two or
+// three. With more than four rows a combine kernel would read more, so fewer tiles suffice.
 bool last_cta_combines(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
-  const bool several = packed_rows(p, plan) > 4 ? fills_9_of_20_sms(gpu, blocks)
-                                                : plan.one_cta_per_sm && blocks * 2 > gpu.sm_count;
-  return has_warp_pipelines(plan) && (several || fills_3_of_4_sms(gpu, blocks));
+  const bool enough_tiles = packed_rows(p, plan) > 4
+                                ? fills_9_of_20_sms(gpu, blocks)
+                                : plan.one_cta_per_sm && blocks * 2 > gpu.sm_count;
+  return has_warp_pipelines(plan) && (enough_tiles || fills_3_of_4_sms(gpu, blocks));
 }
 
-// What a block may have to walk before it merges. Tiles of float8 have twice the keys.
-int64_t max_tiles_per_cluster_cta(const Plan& plan) { return reads_float8(*plan.kernel_set) ? 4 : 8; }
+// Tiles of float8 have twice as many keys.
+int64_t max_tiles_per_cluster_cta(const Plan& plan) {
+  return reads_float8(*plan.kernel_set) ? 4 : 8;
+}
 
-// Whether so many splits are better merged by clusters, with no second launch: where blocks have a
-// few tiles, and clusters, which get their places all at once, find them. Pairs find theirs, and
-// are better however many tiles they have.
+// Clusters save the launch of a combine kernel. They win while each CTA has few tiles and all CTAs
+// of a cluster, which must start together, find room at once. Clusters of two always find room and
+// win at any number of tiles.
 bool cluster_combine_is_faster(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t splits,
                                int64_t key_tiles) {
   const int64_t ctas_per_sm = splits <= kSmallCluster ? 2 : 1;
@@ -81,8 +85,8 @@ bool cluster_combine_is_faster(const Plan& plan, const Gpu& gpu, int64_t blocks,
          (splits == 2 || ceil_div(key_tiles, splits) <= max_tiles_per_cluster_cta(plan));
 }
 
-// Blocks that read as fast as more of them. Of float8 a warp converts what it reads: for each byte
-// it takes three times the instructions (820 a tile of 64 keys and 128 columns, of 16 bits 557).
+// A warp converts float8 to fp16, so it needs three times as many instructions per byte as for
+// 16-bit keys: 820 instead of 557 per tile of 64 keys and 128 columns.
 int64_t ctas_to_saturate(const Plan& plan) { return reads_float8(*plan.kernel_set) ? 3 : 2; }
 
 bool has_device_lengths(const Problem& p) {
@@ -91,11 +95,11 @@ bool has_device_lengths(const Problem& p) {
 
 namespace {
 
-// The fewest tiles of keys of each of several splits or, of lengths that are not known, parts, of
-// which a block that is alone on its multiprocessor reads as fast as two that share them. Few tiles
-// have most to merge.
+// Minimum key tiles per split (per chunk with device lengths) from which one CTA per SM matches
+// two, when the keys of a tile are divided among several SMs. The fewer tiles the batch has, the
+// more splits there are to combine, so the threshold is low.
 int64_t min_tiles_per_split_for_one_cta(const Gpu& gpu, int64_t blocks, int64_t tiles, int64_t rows,
-                             bool device_lengths, bool paged) {
+                                        bool device_lengths, bool paged) {
   const int64_t splits = gpu.sm_count / blocks;
   if (rows <= 8) return !device_lengths && splits == 2 ? 16 : 128;
   if (prefers_uniform_splits(gpu, blocks, tiles) && splits < kMaxSplits) return paged ? 16 : 6;
@@ -103,9 +107,10 @@ int64_t min_tiles_per_split_for_one_cta(const Gpu& gpu, int64_t blocks, int64_t 
   return fills_9_of_20_sms(gpu, blocks) && !paged ? 32 : 64;
 }
 
-// For two blocks of readers a multiprocessor: those of the next launch come early.
+// Whether two CTAs with two warps per tile fit on an SM: with PDL the CTAs of the next launch start
+// early.
 bool two_warp_split_ctas_fit(const Plan& plan, const Gpu& gpu) {
-  constexpr int32_t kReserved = 1024;  // bytes of each block
+  constexpr int32_t kReserved = 1024;  // bytes of shared memory that the driver takes per CTA
   const FormKernels& kernels = plan.kernel_set->form(plan.form);
   const bool built = kernels.tma_forward_warp_split.function != nullptr ||
                      kernels.forward_warp_split.function != nullptr;
@@ -114,45 +119,53 @@ bool two_warp_split_ctas_fit(const Plan& plan, const Gpu& gpu) {
   return built && 2 * (bytes + kReserved) <= gpu.shared_bytes + kReserved;
 }
 
-// Four blocks for each tile, where tiles are nearly half as many as multiprocessors or more and
-// only the GPU knows their lengths: nobody counts parts then, or waits for a second kernel, and
-// long sequences are cut. Three of them on a multiprocessor read full lengths a little slower than
-// two warps of one block, and of one row of few contiguous tiles no others faster.
-int64_t cluster_size_for_device_lengths(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks,
-                           int64_t tiles) {
+// With device lengths and tiles for at least 3/8 of the SMs: clusters of four, which compute no
+// chunk size, launch no combine kernel and still split long sequences. Three such CTAs per SM read
+// sequences of full length slightly slower than one CTA with two warps per tile; with one row and
+// few contiguous tiles they gain nothing at other lengths either.
+int64_t cluster_size_for_device_lengths(const Problem& p, const Plan& plan, const Gpu& gpu,
+                                        int64_t blocks, int64_t tiles) {
   constexpr int64_t kClusterSize = 4;
   const int64_t sms = gpu.sm_count;
-  const bool several = blocks * kClusterSize * 2 > 3 * sms;
-  if (!several || !has_device_lengths(p) || tiles < kClusterSize || reads_float8(*plan.kernel_set))
+  const bool fill_3_of_8 = blocks * kClusterSize * 2 > 3 * sms;
+  if (!fill_3_of_8 || !has_device_lengths(p) || tiles < kClusterSize ||
+      reads_float8(*plan.kernel_set))
     return 0;
-  const bool fill_half = blocks * kClusterSize <= 2 * sms && tiles <= 64;
+  const bool two_per_sm = blocks * kClusterSize <= 2 * sms && tiles <= 64;
   const int64_t rows = packed_rows(p, plan);
-  const bool many_rows_or_tiles = rows > 1 || tiles > 16 || plan.form != Form::tma;
-  const bool fill_3_of_4 = blocks * kClusterSize <= 3 * sms && many_rows_or_tiles && tiles <= 32 && rows <= 4;
-  return fill_half || fill_3_of_4 ? kClusterSize : 0;
+  const bool enough_work = rows > 1 || tiles > 16 || plan.form != Form::tma;
+  const bool three_per_sm =
+      blocks * kClusterSize <= 3 * sms && enough_work && tiles <= 32 && rows <= 4;
+  return two_per_sm || three_per_sm ? kClusterSize : 0;
 }
 
-// Few tiles: what a second kernel costs is most of their time. Eight clusters are too many: those
-// of the next call find no places beside them.
-int64_t cluster_size_at_low_occupancy(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t tiles) {
-  const int64_t cluster_splits = max_cluster_splits(gpu);
+// With tiles for few SMs, a combine kernel would take most of the time. Eight clusters are already
+// too many (H100, H200): those of the next launch find no room beside them.
+int64_t cluster_size_at_low_occupancy(const Plan& plan, const Gpu& gpu, int64_t blocks,
+                                      int64_t tiles) {
+  const int64_t cluster_size = max_cluster_splits(gpu);
   const bool fits = max_clusters_fit(gpu, blocks) && two_warp_split_ctas_fit(plan, gpu) &&
-                    tiles > cluster_splits && ceil_div(tiles, cluster_splits) <= max_tiles_per_cluster_cta(plan);
-  return fits ? cluster_splits : 0;
+                    tiles > cluster_size &&
+                    ceil_div(tiles, cluster_size) <= max_tiles_per_cluster_cta(plan);
+  return fits ? cluster_size : 0;
 }
 
 }  // namespace
 
 int32_t choose_max_cluster_size(const Problem& p, const Plan& plan, const Gpu& gpu,
                                 int64_t blocks) {
-  if (p.num_splits > 0 || p.batch_invariant != 0 || blocks == 0 || !has_warp_pipelines(plan)) return 0;
+  if (p.num_splits > 0 || p.batch_invariant != 0 || blocks == 0 || !has_warp_pipelines(plan))
+    return 0;
   const int64_t tiles = ceil_div(max_keys_per_tile(p, max_rows(p)), int64_t{plan.tile_k});
   const int64_t low_occupancy_size = cluster_size_at_low_occupancy(plan, gpu, blocks, tiles);
-  return static_cast<int32_t>(low_occupancy_size > 0 ? low_occupancy_size : cluster_size_for_device_lengths(p, plan, gpu, blocks, tiles));
+  return static_cast<int32_t>(low_occupancy_size > 0
+                                  ? low_occupancy_size
+                                  : cluster_size_for_device_lengths(p, plan, gpu, blocks, tiles));
 }
 
-// Two warps read what a multiprocessor is to read, where more blocks would have more to merge. Of
-// pages each takes a warp more instructions.
+// One CTA per SM, usually with two warps per tile, reads as fast as two CTAs and leaves fewer
+// results to combine. Pages cost a warp more instructions per tile, so paged caches need more
+// tiles.
 bool uses_one_cta_per_sm(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   if (!has_warp_pipelines(plan) || p.num_splits > 0 || p.batch_invariant != 0 || blocks == 0 ||
       !two_warp_split_ctas_fit(plan, gpu))
@@ -162,28 +175,31 @@ bool uses_one_cta_per_sm(const Problem& p, const Plan& plan, const Gpu& gpu, int
   const int64_t rows = packed_rows(p, plan);
   const bool paged = plan.form != Form::tma;
   const bool device_lengths = paged || has_device_lengths(p);
-  const bool several = fills_2_of_3_sms(gpu, blocks);
-  if (splits == 0 || (paged && rows <= 8 && splits > 1) || (paged && rows <= 4 && !several))
+  const bool fills_2_of_3 = fills_2_of_3_sms(gpu, blocks);
+  if (splits == 0 || (paged && rows <= 8 && splits > 1) || (paged && rows <= 4 && !fills_2_of_3))
     return false;
   if (splits > 1) {
-    const int64_t min_tiles = min_tiles_per_split_for_one_cta(gpu, blocks, tiles, rows, device_lengths, paged);
+    const int64_t min_tiles =
+        min_tiles_per_split_for_one_cta(gpu, blocks, tiles, rows, device_lengths, paged);
     return ceil_div(tiles, splits) >= min_tiles;
   }
-  const bool paged_3_of_4_sms = paged && fills_3_of_4_sms(gpu, blocks);
-  return tiles >= (device_lengths ? min_tiles_for_one_cta(rows, tiles, several, paged_3_of_4_sms) : 4);
+  const bool paged_and_fills_3_of_4 = paged && fills_3_of_4_sms(gpu, blocks);
+  return tiles >= (device_lengths
+                       ? min_tiles_for_one_cta(rows, tiles, fills_2_of_3, paged_and_fills_3_of_4)
+                       : 4);
 }
 
 namespace {
 
-// Whether blocks that are alone read as fast as memory is if each reads so many gigabytes a second
-// (of what its clock and bus say).
+// Whether one CTA per SM saturates memory if each reads `gb_per_s_of_cta`. The thresholds are
+// relative to the nominal bandwidth from clock and bus width.
 bool saturate_memory(const Gpu& gpu, int64_t blocks, int64_t gb_per_s_of_cta) {
   const int64_t splits = gpu.sm_count / blocks;
   return gpu.memory_speed > 0 && blocks * splits * gb_per_s_of_cta >= gpu.memory_speed;
 }
 
-// Whether so many blocks of two readers take turns that none waits for a last one. Of lengths that
-// only the GPU knows, short sequences are better off with more blocks of one.
+// Whether CTAs with two warps per tile run in so many waves that an unfinished last wave costs
+// little. With device lengths, short sequences are faster with more CTAs of one warp.
 bool run_many_waves(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   const int64_t tiles = ceil_div(max_keys_per_tile(p, max_rows(p)), int64_t{plan.tile_k});
   return !plan.one_cta_per_sm && plan.form == Form::tma && p.num_splits == 0 &&
@@ -198,30 +214,31 @@ int32_t choose_warps_per_tile(const Problem& p, const Plan& plan, const Gpu& gpu
   if (!plan.one_cta_per_sm) return run_many_waves(p, plan, gpu, blocks) ? kMaxWarpsPerTile : 1;
   const int64_t splits = gpu.sm_count / blocks;
   const bool long_splits = max_keys_per_tile(p, max_rows(p)) >= 32 * plan.tile_k * splits;
-  const bool one_warp_saturates = plan.form == Form::tma && long_splits && packed_rows(p, plan) <= 8 &&
-                   saturate_memory(gpu, blocks, 27);
+  const bool one_warp_saturates = plan.form == Form::tma && long_splits &&
+                                  packed_rows(p, plan) <= 8 && saturate_memory(gpu, blocks, 27);
   return one_warp_saturates ? 1 : kMaxWarpsPerTile;
 }
 
-// What is on its way beyond what memory needs makes it slower, and some blocks last. A warp with
-// three slots has what nearly all multiprocessors need, two with two slots what two thirds do. Of
-// warps that share multiprocessors two slots are enough where there are two or three on each.
+// Bytes in flight beyond what saturates HBM only queue, and some CTAs then finish late. With one
+// warp per SM, three stages saturate memory when nearly all SMs read; with two warps, two stages do
+// so when two thirds read. With two or three one-warp CTAs per SM, two stages are enough.
 int32_t choose_stages(const Plan& plan, const Gpu& gpu, int64_t blocks) {
   if (plan.form != Form::tma || reads_float8(*plan.kernel_set)) return 0;
   const bool one_cta = plan.one_cta_per_sm && plan.max_cluster_size == 0;
-  const int64_t tenths = plan.max_cluster_size > 0 ? 7 : 14;  // of the multiprocessors
+  const int64_t tenths = plan.max_cluster_size > 0 ? 7 : 14;  // of the SMs
   const bool saturated = one_cta ? plan.warps_per_tile > 1 && saturate_memory(gpu, blocks, 36)
-                         : blocks * 10 >= tenths * gpu.sm_count;
+                                 : blocks * 10 >= tenths * gpu.sm_count;
   return saturated ? kReducedStages : 0;
 }
 
-// Parts that there are where lengths are alike, where blocks are alone and the parts leave a
-// sixteenth of the multiprocessors without one. The hardware gives the first of a grid to the
-// multiprocessors that have nothing to do, and then one to each, one GPC after the other. Long
-// works, which are worth it, wait until none of them has anything to do. Where multiprocessors have
-// room for two, the second ones of a few of them had better not be those of a few GPCs.
+// Spreads the chunks of uniform lengths over all GPCs (CtaPlacement) when they leave at least 1/16
+// of the SMs idle at one CTA per SM. The hardware first gives CTAs of a grid to idle SMs and then
+// one to each SM, one GPC after the other. Long chunks trigger no early launch
+// (choose_pdl_trigger), so all SMs are idle when their grid starts and it is spread over one wave;
+// shorter ones count the idle SMs twice. With two CTAs per SM, the SMs that get a second chunk are
+// spread over all GPCs instead.
 CtaPlacement place_chunks(const Plan& plan, const Gpu& gpu, int64_t tiles) {
-  constexpr int64_t kMinTilesOneCta = 64;  // tiles
+  constexpr int64_t kMinTilesOneCta = 64;  // per sequence
   constexpr int64_t kMinTilesTwoCtas = 32;
   const ChunkSchedule& schedule = plan.chunks;
   if (!schedule.any() || schedule.longest_first()) return {};
@@ -229,18 +246,20 @@ CtaPlacement place_chunks(const Plan& plan, const Gpu& gpu, int64_t tiles) {
   const int64_t chunks = int64_t{plan.tiles} * schedule.chunks_if_uniform;
   if (!plan.one_cta_per_sm) {
     const int64_t second_ctas = chunks - sms;
-    const bool some = second_ctas > 0 && second_ctas * 16 <= sms * 15;
-    if (tiles < kMinTilesTwoCtas || !some || plan.blocks < 2 * sms) return {};
-    return {static_cast<int32_t>(second_ctas), static_cast<int32_t>(sms), static_cast<int32_t>(sms)};
+    const bool imbalanced = second_ctas > 0 && second_ctas * 16 <= sms * 15;
+    if (tiles < kMinTilesTwoCtas || !imbalanced || plan.blocks < 2 * sms) return {};
+    return {.chunks = static_cast<int32_t>(second_ctas),
+            .ctas = static_cast<int32_t>(sms),
+            .first = static_cast<int32_t>(sms)};
   }
   const int64_t ctas = tiles >= kMinTilesOneCta ? sms : 2 * sms - chunks;
   if (chunks * 16 > sms * 15 || ctas > plan.blocks) return {};
-  return {static_cast<int32_t>(chunks), static_cast<int32_t>(ctas)};
+  return {.chunks = static_cast<int32_t>(chunks), .ctas = static_cast<int32_t>(ctas)};
 }
 
-// Decoding by boxes: two blocks a multiprocessor read as fast as four, with half as many partial
-// results (B1 with 32k keys: 38.0 -> 36.3 us), and one is not far behind. So do the blocks of small
-// clusters, and of larger ones there is room for one.
+// With TMA two CTAs per SM read as fast as four and leave half as many partial results (B1, 32k
+// keys: 38.0 -> 36.3 us); one CTA per SM is not far behind. Clusters of up to eight also run two
+// CTAs per SM; of larger clusters only one CTA per SM has room.
 int64_t choose_tma_splits(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t key_tiles) {
   if (plan.max_cluster_size > 0)
     return ceil_div(key_tiles, ceil_div(key_tiles, int64_t{plan.max_cluster_size}));
@@ -250,11 +269,14 @@ int64_t choose_tma_splits(const Plan& plan, const Gpu& gpu, int64_t blocks, int6
   if (plan.one_cta_per_sm) ctas_per_sm = 1;
   const int64_t max_splits = min(kMaxSplits, ctas_per_sm * sms / blocks);
   int64_t cluster_splits = min(max_splits, kSmallCluster);
-  if (blocks * cluster_splits * 8 < sms * 7) cluster_splits = min(max_cluster_splits(gpu), sms / blocks);
+  if (blocks * cluster_splits * 8 < sms * 7)
+    cluster_splits = min(max_cluster_splits(gpu), sms / blocks);
   const bool fills_sms = blocks * cluster_splits * 8 >= sms * 7 || key_tiles <= cluster_splits;
-  const bool cluster_combines = plan.form != Form::general && fills_sms &&
-                     cluster_combine_is_faster(plan, gpu, blocks, cluster_splits, key_tiles);
-  const int64_t tiles = ceil_div(key_tiles, cluster_combines ? cluster_splits : max_splits);  // splits are whole tiles
+  const bool cluster_combines =
+      plan.form != Form::general && fills_sms &&
+      cluster_combine_is_faster(plan, gpu, blocks, cluster_splits, key_tiles);
+  // Splits are whole tiles.
+  const int64_t tiles = ceil_div(key_tiles, cluster_combines ? cluster_splits : max_splits);
   return ceil_div(key_tiles, tiles);
 }
 
@@ -266,12 +288,15 @@ bool uses_decode_tile(const Plan& plan) {
 
 }  // namespace
 
-// A second kernel waits for all, and had better be there. Blocks of the next call, another one of
-// these, spread evenly over multiprocessors only if each has as much room for them: with one block
-// each, with pairs, or with two that come and go as they please, early ones do. Larger clusters of
-// two blocks each do not, nor do blocks of several turns. Parts have more blocks than there are
-// places, and those of uneven lengths end at different times, but no more tiles than
-// multiprocessors find places early, unless they are long and spread.
+// A combine kernel waits for the whole main kernel, so it may launch early. Otherwise the next
+// launch is probably the decode of the next call, whose CTAs spread evenly over the SMs only if
+// every SM has the same room for them. An early launch finds that
+//   - with one CTA per SM, with clusters of two, or with up to two independent CTAs per SM;
+//   - not with larger clusters at two CTAs per SM, nor with CTAs in several waves;
+//   - with chunks, although their grid has more CTAs than there is room for and CTAs end at
+//   different
+//     times, as long as there are no more tiles than SMs; but not with long chunks that are spread
+//     over one wave.
 PdlTrigger choose_pdl_trigger(const Plan& plan, const Gpu& gpu) {
   if (needs_combine_kernel(plan)) return PdlTrigger::after_first_loads;
   if (!uses_decode_tile(plan) || plan.nan_recompute != nullptr) return PdlTrigger::at_exit;
@@ -286,10 +311,13 @@ PdlTrigger choose_pdl_trigger(const Plan& plan, const Gpu& gpu) {
   return early_if(plan.blocks <= 2 * sms, PdlTrigger::before_epilogue);
 }
 
-// Its blocks are there when it begins to merge, and leave little room for those of the next call,
-// or room that is uneven if they are many, unless all that is read is little.
+// The combine kernel's CTAs are all resident when it starts to combine. They leave the CTAs of the
+// next call little room, and unequal room per SM if they are many. So the next launch comes early
+// only if there are few rows, or somewhat more rows and few keys to read. After a main kernel with
+// one CTA per SM there must be few tiles, and too many rows for several groups of warps per row
+// (common/combine.h).
 PdlTrigger choose_combine_pdl_trigger(const Problem& p, const Plan& plan, const Gpu& gpu) {
-  constexpr int64_t kMaxTilesPerSm = 24;  // tiles of keys of a multiprocessor
+  constexpr int64_t kMaxTilesPerSm = 24;  // key tiles
   if (!needs_combine_kernel(plan) || !uses_decode_tile(plan) || plan.nan_recompute != nullptr)
     return PdlTrigger::at_exit;
   const int64_t sms = gpu.sm_count;
@@ -297,10 +325,10 @@ PdlTrigger choose_combine_pdl_trigger(const Problem& p, const Plan& plan, const 
   const auto reads_few_tiles = [&] {
     return plan.tiles * ceil_div(max_keys(p), int64_t{plan.tile_k}) <= kMaxTilesPerSm * sms;
   };
-  const bool low_occupancy_size = rows <= 2 * sms || (rows <= 6 * sms && reads_few_tiles());
+  const bool few_rows = rows <= 2 * sms || (rows <= 6 * sms && reads_few_tiles());
   const bool fits = plan.one_cta_per_sm
                         ? max_clusters_fit(gpu, plan.tiles) && rows > common::kMaxRowsWithGroups
-                        : low_occupancy_size;
+                        : few_rows;
   return fits ? PdlTrigger::after_first_loads : PdlTrigger::at_exit;
 }
 

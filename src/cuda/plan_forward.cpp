@@ -1,5 +1,5 @@
-// How a forward is cut: packed heads, order of the tiles, key splits, workspace. The points that
-// limits of decoding separate: docs/lab/decode-planner-rules.md.
+// Planning of the forward: head packing, tile order, key splits, Stream-K tail and workspace.
+// docs/lab/decode-planner-rules.md has the measurements behind the thresholds for decoding.
 #include "cuda/arch/hopper.h"
 #include "cuda/common/check.h"
 #include "cuda/common/prepare.h"
@@ -11,26 +11,27 @@
 namespace tilewise::cuda {
 namespace {
 
-// Blocks that share keys are to find them in L2: 32 of the 50 MB of an H200 measured best.
+// Part of L2 for the keys and values of interleaved heads: 32 of the 50 MB of an H200 measured
+// best.
 constexpr double kL2Fraction = 0.65;
 constexpr int64_t kMinHeadGroup = 16;
 
-// A split pays a pass over partial results, so a tile of rows has to have work for it.
-constexpr int64_t kMinKeysPerSplit = 256;          // few rows: the time is that of reading the keys,
-constexpr int64_t kMinKeysPerDecodeSplit = 64;     // by blocks of a warp that of a few of them,
-constexpr int64_t kMinKeysPerFloat8Split = 128;  // of as many bytes
-constexpr int64_t kMinKeysPerFullTileSplit = 1024;   // whole tiles of rows: that of the products
+// Minimum keys per split. A split costs a pass over partial results, so it needs enough work.
+constexpr int64_t kMinKeysPerSplit = 256;           // few rows: bound by reading keys
+constexpr int64_t kMinKeysPerDecodeSplit = 64;      // decode tiles, whose CTAs are one warp
+constexpr int64_t kMinKeysPerFloat8Split = 128;     // the same number of bytes
+constexpr int64_t kMinKeysPerFullTileSplit = 1024;  // full row tiles: bound by the products
 
-// Short sequences leave a tile of one head nearly empty: all heads of a group then share it.
+// Short sequences leave a tile of one head nearly empty, so all heads of a GQA group share it.
 int32_t choose_pack(const Problem& p, int64_t tile) {
   const int64_t group = group_size(p);
-  const int64_t rows = selection_rows(p);  // rows that share a warp share decisions
+  const int64_t rows = selection_rows(p);  // rows of one warp take branches together
   const bool saves_tiles = ceil_div(rows * group, tile) < group * ceil_div(rows, tile);
   return group > 1 && rows <= tile && saves_tiles ? static_cast<int32_t>(group) : 1;
 }
 
-// Longest tiles first: with causality alone those are the last ones, with a left window alone the
-// first ones.
+// TileOrder::longest_first: the last tiles are longest with a causal mask, the first ones with a
+// left window alone.
 int32_t longest_first(const Problem& p) {
   if (p.window_right >= 0 && p.window_left < 0) return 1;
   return p.window_left >= 0 && p.window_right < 0 ? 2 : 0;
@@ -54,7 +55,7 @@ int64_t min_keys_per_split(const KernelSet& kernel_set) {
   return reads_float8(kernel_set) ? kMinKeysPerFloat8Split : kMinKeysPerDecodeSplit;
 }
 
-// The fewest splits that keep the GPU nearly as busy as it can be kept: whole waves of blocks.
+// The smallest number of splits whose waves are at least 85 % as full as with the best number.
 int64_t choose_splits(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   const KernelSet& kernel_set = *plan.kernel_set;
   if (p.num_splits > 0) return p.num_splits;
@@ -68,8 +69,8 @@ int64_t choose_splits(const Problem& p, const Plan& plan, const Gpu& gpu, int64_
   const int64_t min_tiles =
       ceil_div(full_tiles ? kMinKeysPerFullTileSplit : min_keys_per_split(kernel_set), tile.keys);
   const int64_t max_splits = min(kMaxSplits, key_tiles / min_tiles);
-  // Blocks over the slots of their waves, asked for growing numbers of splits: every launch of a
-  // decode comes by here, and two divisions of 64-bit numbers for each took 2 us.
+  // CTAs over the capacity of their waves. `splits` only grows from call to call, because every
+  // launch of a decode runs this loop, and two 64-bit divisions per step took 2 us.
   const auto occupancy = [&](int64_t splits, int64_t& capacity) {
     while (capacity < blocks * splits) capacity += resident_ctas;
     return static_cast<double>(blocks * splits) / static_cast<double>(capacity);
@@ -80,87 +81,96 @@ int64_t choose_splits(const Problem& p, const Plan& plan, const Gpu& gpu, int64_
   capacity = resident_ctas;
   for (int64_t s = 1; s <= max_splits; ++s) {
     if (occupancy(s, capacity) < 0.85 * best) continue;
-    // Splits are whole tiles: more of them that are not shorter leave the last ones empty.
+    // Splits are whole tiles: if one more split does not make them shorter, the last one is empty.
     if (s == 1 || ceil_div(key_tiles, s) < ceil_div(key_tiles, s - 1)) return s;
   }
   return 1;
 }
 
-// Batch-invariant: from a sequence's own lengths, for a GPU that it has to itself. Whoever has more
-// than a few rows has blocks enough.
+// The batch-invariant rule depends only on a sequence's own lengths and assumes that it has the GPU
+// to itself. Sequences with more than a few rows have enough CTAs without splits.
 SplitRule invariant_rule(const Problem& p, int64_t tile_rows) {
   constexpr int64_t kCtas = 256;
   constexpr int64_t kRows = 8;
-  return {kMinKeysPerSplit, max<int64_t>(1, kCtas / p.heads_kv),
-          min(kRows, max<int64_t>(1, tile_rows / group_size(p)))};
+  return {.min_keys = kMinKeysPerSplit,
+          .max_splits = max<int64_t>(1, kCtas / p.heads_kv),
+          .max_rows = min(kRows, max<int64_t>(1, tile_rows / group_size(p)))};
 }
 
-// Lengths that only the GPU knows, where no warp can count the parts: one is small enough for a
-// batch that fills a fourth of its room, which says how many blocks there are. Those of a short
-// sequence end at once.
+// Device lengths without a chunk schedule: splits have as many keys as suit caches that are a
+// quarter full (half full if tiles are few). The grid is sized for full caches; CTAs past the end
+// of a short sequence exit at once.
 SplitRule device_length_rule(const Problem& p, const Gpu& gpu, const KernelSet& kernel_set,
-                      int64_t blocks) {
+                             int64_t blocks) {
   const Tile& tile = kernel_set.forward_tile;
   const int64_t resident_ctas = int64_t{gpu.sm_count} * max(1, tile.blocks_per_sm);
-  // Blocks over what the GPU runs at once. Few pairs have more partial results for their keys.
+  // CTAs of full caches per resident CTA. Few tiles have more partial results per key, hence fewer.
   const int64_t oversubscription = blocks * 2 > resident_ctas ? 4 : 2;
-  // Keys of a part when there are `parts` of them. In double, which no sizes overflow; the rule
-  // divides 32 bits.
-  const auto keys_per_split = [&](int64_t schedule) {
+  // Keys per split with `ctas` CTAs for full caches. In double, which cannot overflow; the rule
+  // divides 32-bit numbers.
+  const auto keys_per_split = [&](int64_t ctas) {
     const double keys = __builtin_ceil(static_cast<double>(max_keys(p)) *
-                                       static_cast<double>(blocks) / static_cast<double>(schedule));
+                                       static_cast<double>(blocks) / static_cast<double>(ctas));
     return static_cast<int64_t>(min(keys, static_cast<double>(INT32_MAX)));
   };
-  // Parts of one tile are nothing but a start and an end: a second turn of them comes late.
-  const int64_t min_tiles = max<int64_t>(tile.keys, min<int64_t>(keys_per_split(resident_ctas), 2 * tile.keys));
-  return {max(max(min_keys_per_split(kernel_set), min_tiles), keys_per_split(resident_ctas * oversubscription)), kMaxSplits};
+  // Splits of one tile are mostly prologue and epilogue, and a second wave of them ends late.
+  const int64_t min_keys =
+      max<int64_t>(tile.keys, min<int64_t>(keys_per_split(resident_ctas), 2 * tile.keys));
+  return {.min_keys = max(max(min_keys_per_split(kernel_set), min_keys),
+                          keys_per_split(resident_ctas * oversubscription)),
+          .max_splits = kMaxSplits};
 }
 
-// Where multiprocessors have several tiles each, sequences of up to 2k keys are not cut when the
-// longest one is no longer than what a multiprocessor has to read, more or less.
+// ChunkSchedule::uniform_fourths. With several tiles per SM, sequences of up to kShort tiles (2k
+// keys) are not cut unless the longest has more keys than, roughly, an SM reads in total.
 int32_t max_uniform_fourths(const Gpu& gpu, int64_t blocks) {
   return static_cast<int32_t>(
       clamp(blocks * 23 / (5 * gpu.sm_count), ChunkSchedule::kFourths, 1 << 20));
 }
 
-// Whether long sequences come first, and what is longer than its share is cut: of more tiles than
-// run at once, or of nearly as many where caches have room for 2k keys, the last ones are short
-// then. Each block looks at all lengths.
-bool starts_longest_first(const Problem& p, const Plan& plan, int64_t blocks, int64_t resident_ctas) {
+// Whether long sequences start first and the longest are cut (concurrent_sequences), so that the
+// CTAs that start last finish quickly. That pays with more tiles than run at once, or with nearly
+// as many and caches for at least 2k keys. Each CTA reads all lengths, so the batch must not be too
+// large.
+bool starts_longest_first(const Problem& p, const Plan& plan, int64_t blocks,
+                          int64_t resident_ctas) {
   constexpr int64_t kMaxSequences = 256;
-  constexpr int64_t kMinTiles = 32;  // tiles
+  constexpr int64_t kMinTiles = 32;  // per sequence
   const bool some_wait = blocks > resident_ctas;
-  const bool nearly_all_run = blocks * 4 > resident_ctas * 3 && max_keys(p) >= kMinTiles * plan.tile_k;
+  const bool nearly_all_run =
+      blocks * 4 > resident_ctas * 3 && max_keys(p) >= kMinTiles * plan.tile_k;
   return has_warp_pipelines(plan) && p.batch <= kMaxSequences && (some_wait || nearly_all_run);
 }
 
-// The same where one can: a long sequence is cut where short ones are not, and sequences of lengths
-// that are alike as many times as without lengths. There is room for two blocks a multiprocessor,
-// and one that may be short for each sequence. Where parts are merged by the last block or blocks
-// are alone, there is room for one more on each multiprocessor: of a larger grid the hardware gives
-// some of them a part too many, and others none, and blocks without a part come last. Of few long
-// sequences of many heads these are too few to cut all that are too long.
+// The chunks of a decode with device lengths. Long sequences are cut where short ones are not;
+// uniform lengths are cut as often as without device lengths. The grid has room for as many CTAs
+// per SM as saturate memory, plus one chunk per sequence that may be short. If the last CTA of a
+// tile combines, or with one CTA per SM, it has one more wave than tiles: in a larger grid the
+// hardware gives some SMs one chunk too many and others none, because CTAs without a chunk come
+// last. For few long sequences with many heads that would be too few chunks to cut all long ones,
+// so there are at least kMinSpareChunks more chunks than sequences.
 ChunkSchedule chunk_schedule(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   constexpr int64_t kMinSpareChunks = 8;
   int64_t keys = 0;
   if (!checked_mul(p.batch, max<int64_t>(1, max_keys(p)), &keys) || keys > 1 << 30 ||
       blocks > INT32_MAX / (8 * kDecodeRows))
-    return {};  // more than 32 bits count
+    return {};  // counts would exceed 32 bits
   const int64_t sms = gpu.sm_count;
   const int64_t heads = max<int64_t>(1, blocks / p.batch);
   const bool last_cta = last_cta_combines(p, plan, gpu, blocks);
   const int64_t tiles = ceil_div(max<int64_t>(1, max_keys(p)), int64_t{plan.tile_k});
   const int64_t ctas_per_sm = ctas_to_saturate(plan);
-  int64_t max_splits = max(ctas_per_sm * sms / heads, p.batch) + p.batch;
+  int64_t max_chunks = max(ctas_per_sm * sms / heads, p.batch) + p.batch;
   if (last_cta || plan.one_cta_per_sm) {
-    max_splits = ((ceil_div(blocks, sms) + 1) * sms - 1) / heads;
+    max_chunks = ((ceil_div(blocks, sms) + 1) * sms - 1) / heads;
   }
   ChunkSchedule schedule;
-  if (blocks > 3 * sms && tiles > ChunkSchedule::kShort) max_splits = max(max_splits, p.batch + kMinSpareChunks);
-  max_splits = clamp(max_splits, plan.splits * p.batch, tiles * p.batch);
-  if (last_cta) max_splits = min(max_splits, p.batch + ChunkArrivals::kMaxChunks - 1);
-  schedule.max_chunks = static_cast<int32_t>(max_splits);
-  schedule.chunks_if_uniform = static_cast<int32_t>(min(plan.splits, max_splits / p.batch));
+  if (blocks > 3 * sms && tiles > ChunkSchedule::kShort)
+    max_chunks = max(max_chunks, p.batch + kMinSpareChunks);
+  max_chunks = clamp(max_chunks, plan.splits * p.batch, tiles * p.batch);
+  if (last_cta) max_chunks = min(max_chunks, p.batch + ChunkArrivals::kMaxChunks - 1);
+  schedule.max_chunks = static_cast<int32_t>(max_chunks);
+  schedule.chunks_if_uniform = static_cast<int32_t>(min(plan.splits, max_chunks / p.batch));
   schedule.tile = plan.tile_k;
   if (last_cta) schedule.uniform_fourths = max_uniform_fourths(gpu, blocks);
   const int64_t resident_ctas = sms * max(1, plan.kernel_set->forward_tile.blocks_per_sm);
@@ -169,10 +179,10 @@ ChunkSchedule chunk_schedule(const Problem& p, const Plan& plan, const Gpu& gpu,
   return schedule;
 }
 
-// Whether lengths that only the GPU knows are better cut into as many splits each, which clusters
-// merge: parts of equal length save less than they cost where no block has more than a few tiles.
+// Whether a decode with device lengths uses the same number of splits for every sequence, which
+// clusters combine: chunks cost more than they save if no CTA has more than a few tiles.
 bool uses_uniform_splits(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks,
-                          int64_t splits) {
+                         int64_t splits) {
   const int64_t tiles = ceil_div(max_keys(p), int64_t{plan.tile_k});
   if (!has_warp_pipelines(plan)) return false;
   return plan.max_cluster_size > 0 || prefers_uniform_splits(gpu, blocks, tiles) ||
@@ -180,7 +190,7 @@ bool uses_uniform_splits(const Problem& p, const Plan& plan, const Gpu& gpu, int
           cluster_combine_is_faster(plan, gpu, blocks, splits, tiles));
 }
 
-// Of a decode whose lengths only the GPU knows: parts or, where it cannot count them, a rule.
+// Plans a decode with device lengths: chunks or, for kernels that cannot count them, a split rule.
 void split_device_lengths(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
   if (plan.family == Family::mma_sync && plan.kernel_set->forward_tile.rows == kDecodeRows)
     plan.chunks = chunk_schedule(p, plan, gpu, blocks);
@@ -193,7 +203,7 @@ void split_device_lengths(Plan& plan, const Problem& p, const Gpu& gpu, int64_t 
   if (plan.splits > 1) plan.split_rule = rule;
 }
 
-// Sets splits or parts, the rule that gives them to sequences, and where their results lie.
+// Chooses splits or chunks, their rule per sequence, and the stride of partial results.
 void split(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
   if (p.batch_invariant != 0) {
     plan.split_rule = invariant_rule(p, plan.tile_q);
@@ -203,25 +213,25 @@ void split(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
     return;
   }
   plan.splits = choose_splits(p, plan, gpu, blocks);
-  plan.split_rule = {0, plan.splits, INT64_MAX};
+  plan.split_rule = {.min_keys = 0, .max_splits = plan.splits, .max_rows = INT64_MAX};
   const bool decoding = max_rows(p) * group_size(p) <= kDecodeRows;
   if (has_device_lengths(p) && decoding && p.num_splits == 0 &&
       !uses_uniform_splits(p, plan, gpu, blocks, plan.splits))
     split_device_lengths(plan, p, gpu, blocks);
 }
 
-// Whether a tile of rows sees as many keys more than its neighbour as any other tile, where the
-// band has one limit. Not so where more than a tile of rows see none, or all: rounds would take
-// longer than a counter (simulated: by 1 to 3 % up to there, by 21 % with twice as many rows as
-// keys).
+// Whether the number of keys grows linearly from tile to tile, for bands with one limit. It does
+// not if more rows than a tile has attend to no key or to all keys; paired waves would then be
+// slower than dynamic scheduling (simulated: by 1 to 3 % up to one tile of such rows, by 21 % with
+// twice as many rows as keys).
 bool tiles_grow_evenly(const Problem& p, int64_t rows_of_tile) {
   const int64_t more_rows = max_rows(p) - max_keys(p);
-  const int64_t uniform = p.window_right >= 0 ? max(more_rows, p.window_right)
-                                            : more_rows + min(p.window_left, max_keys(p));
-  return uniform <= rows_of_tile;
+  const int64_t equal_rows = p.window_right >= 0 ? max(more_rows, p.window_right)
+                                                 : more_rows + min(p.window_left, max_keys(p));
+  return equal_rows <= rows_of_tile;
 }
 
-// Whether the blocks of the splits of a tile become a cluster, which merges them.
+// Whether the CTAs of a tile's splits form a cluster that combines them.
 bool cluster_combines(const Problem& p, const Plan& plan, const Gpu& gpu) {
   if (plan.max_cluster_size > 0) return plan.splits > 1;
   return has_warp_pipelines(plan) && !plan.chunks.any() &&
@@ -229,27 +239,30 @@ bool cluster_combines(const Problem& p, const Plan& plan, const Gpu& gpu) {
                                    ceil_div(max_keys_per_tile(p, max_rows(p)), plan.tile_k));
 }
 
-// The main kernel's, or that of a second one with a block for each row of splits.
+// CTAs of the main kernel or, if it is larger, of a combine kernel with a CTA per row.
 int64_t largest_grid(const Problem& p, const Plan& plan) {
   const bool one_cta_per_row = plan.splits > 1 && needs_combine_kernel(plan);
   return one_cta_per_row ? max(plan.blocks, total_rows(p) * p.heads_q) : plan.blocks;
 }
 
-// Whether blocks take the works in rounds: causal ones, where lengths follow from the shape.
+// Whether CTAs take pairs of tiles wave by wave: causal masks whose tile lengths follow from the
+// shape.
 bool uses_paired_waves(const Problem& p, const Plan& plan) {
   return plan.family == Family::wgmma && plan.order.longest_first != 0 &&
          has_uniform_sequences(p) && tiles_grow_evenly(p, plan.tile_q / plan.pack) &&
          plan.splits == 1;
 }
 
-// What sharing costs, in products of a multiprocessor: starts, ends and the second kernel, and for
-// each number of partial results (H200: 6 us, and 0.4 us a MB).
+// Cost of a Stream-K tail, in multiply-adds of one SM: a fixed part for prologues, epilogues and
+// the combine kernel (H200: 6 us), and a part per element of the partial results (0.4 us per MB).
 constexpr int64_t kStreamKFixedCost = int64_t{16} << 20;
 constexpr int64_t kStreamKCostPerElement = 5;
 
-// The works of a round that is not full, where sharing them saves more of it than that costs: of
-// wgmma's plain form, where all works have as many key tiles.
-StreamKTail choose_stream_k_tail(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
+// Shares the tiles of a partial last wave if that saves more time than it costs. Only for the fast
+// path of wgmma with uniform lengths and no mask, where all tiles have the same number of key
+// tiles.
+StreamKTail choose_stream_k_tail(const Problem& p, const Plan& plan, const Gpu& gpu,
+                                 int64_t blocks) {
   const bool uniform = p.window_left < 0 && p.window_right < 0 && has_uniform_sequences(p);
   if (plan.family != Family::wgmma || plan.form != Form::plain || plan.pack > 1 || !uniform ||
       p.batch_invariant != 0 || p.num_splits > 0)
@@ -258,10 +271,12 @@ StreamKTail choose_stream_k_tail(const Problem& p, const Plan& plan, const Gpu& 
   const int64_t tail_tiles = blocks % sms;
   const int64_t key_tiles = ceil_div(p.seqlen_k, plan.tile_k);
   if (tail_tiles == 0 || key_tiles == 0 || tail_tiles * key_tiles > INT32_MAX) return {};
-  if (blocks * (StreamKTail::kMaxShares - 1) < sms) return {};  // blocks would be idle: key splits
-  // A work may begin and end inside of a stretch.
+  // So few tiles need key splits instead, because even the largest number of shares leaves SMs
+  // idle.
+  if (blocks * (StreamKTail::kMaxShares - 1) < sms) return {};
+  // A tile may begin and end inside a share, so it has one share more than the quotient.
   const int64_t share = max(ceil_div(tail_tiles * key_tiles, sms),
-                              ceil_div(key_tiles, int64_t{StreamKTail::kMaxShares - 1}));
+                            ceil_div(key_tiles, int64_t{StreamKTail::kMaxShares - 1}));
   StreamKTail tail;
   tail.tiles = static_cast<int32_t>(tail_tiles);
   tail.first = static_cast<int32_t>(blocks - tail_tiles);
@@ -271,8 +286,8 @@ StreamKTail choose_stream_k_tail(const Problem& p, const Plan& plan, const Gpu& 
   const int64_t macs_per_key_tile =
       plan.tile_q * plan.tile_k * (plan.kernel_set->head_dim + tail.columns);
   const int64_t partial_elements = int64_t{tail.num_results()} * plan.tile_q * tail.columns;
-  const bool pays =
-      (key_tiles - share) * macs_per_key_tile >= kStreamKFixedCost + kStreamKCostPerElement * partial_elements;
+  const bool pays = (key_tiles - share) * macs_per_key_tile >=
+                    kStreamKFixedCost + kStreamKCostPerElement * partial_elements;
   return pays ? tail : StreamKTail{};
 }
 
@@ -298,7 +313,7 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Registr
   plan.tile_k = kernel_set.forward_tile.keys;
   plan.pack = choose_pack(p, plan.tile_q);
   const Size tiles = max_tiles(is_varlen_q(p), p.seqlen_q * plan.pack, max_rows(p) * plan.pack,
-                                p.batch, plan.tile_q);
+                               p.batch, plan.tile_q);
   const int64_t blocks = (tiles * (p.heads_q / plan.pack)).value();
   plan.grid = blocks;
   if (!plan.can_be_launched()) return plan;
@@ -317,13 +332,14 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Registr
   if (cluster_combines(p, plan, gpu)) plan.cluster_size = static_cast<int32_t>(plan.splits);
   plan.grid = largest_grid(p, plan);
   if (!plan.can_be_launched()) return plan;
-  // wgmma's plain form is the lean one: instructions that a launch does not run cost it, too.
+  // The fast path of wgmma has no code for packed heads and splits: even code that a launch does
+  // not run makes it slower.
   const bool needs_general_form = plan.pack > 1 || plan.splits > 1;
   if (family == Family::wgmma && needs_general_form) plan.form = Form::general;
   if (uses_paired_waves(p, plan)) {
     plan.order.pair_tiles_for_waves(gpu.sm_count);
   } else if (family == Family::wgmma && plan.blocks > gpu.sm_count) {
-    // Works of different lengths: who is done takes the next one.
+    // Tiles of different lengths: CTAs that finish early take the next one from a counter.
     plan.dynamic_scheduling = is_varlen_q(p) || nan_may_leak(p);
   }
   if (family == Family::mma_sync && nan_may_leak(p))
@@ -357,7 +373,7 @@ ForwardWorkspace forward_workspace(const Problem& p, const Plan& plan) {
                       : plan.chunks.any()
                           ? Size(plan.blocks) * packed_rows(p, plan)
                           : Size(partial_rows(p, plan.partial_stride)) * p.heads_q * plan.splits;
-    // Who merges parts keeps lse behind the columns, of which there are those of the tile.
+    // If the last CTA combines, a row has the columns of the head-dim tile followed by its lse.
     const int64_t columns = plan.last_cta_combines ? plan.head_dim + 4
                             : plan.stream_k.any()  ? plan.stream_k.columns
                                                    : p.head_dim_v;
