@@ -152,16 +152,16 @@ struct PoolSize {
 // Read only once: the pool never shrinks or grows.
 const PoolSize& pool_size() {
   static const PoolSize size = [] {
-    constexpr int32_t kMost = 4096;
+    constexpr int32_t kMaxThreads = 4096;
     PoolSize of_machine;
     const char* text = std::getenv("TILEWISE_NUM_THREADS");
     if (text == nullptr || *text == '\0') return of_machine;
     int32_t requested = 0;
     const auto [end, error] = std::from_chars(text, text + std::strlen(text), requested);
-    if (error == std::errc() && *end == '\0' && requested >= 1 && requested <= kMost)
+    if (error == std::errc() && *end == '\0' && requested >= 1 && requested <= kMaxThreads)
       return PoolSize{requested, {}};
     of_machine.problem = "TILEWISE_NUM_THREADS is \"" + std::string(text) +
-                         "\": it must be a number from 1 to " + std::to_string(kMost);
+                         "\": it must be a number from 1 to " + std::to_string(kMaxThreads);
     return of_machine;
   }();
   return size;

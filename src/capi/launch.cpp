@@ -64,7 +64,7 @@ void check_extent(const dispatch::Decision& decision, const Problem& p) {
                  cuda::Plan::kMaxBlocks, " are allowed");
   }
   if (!Size(decision.workspace_bytes()).fits()) {
-    refuse_sizes(TILEWISE_INVALID_ARGUMENT, p, "a workspace of more than the allowed ", Size::kMost,
+    refuse_sizes(TILEWISE_INVALID_ARGUMENT, p, "a workspace of more than the allowed ", Size::kMax,
                  " bytes");
   }
 }

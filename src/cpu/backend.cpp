@@ -51,8 +51,8 @@ struct QueryTiles {
   const Problem& p;
   int64_t step;
   int64_t* first_tile;
-  int64_t most = 0;       // of one sequence
-  int64_t most_keys = 0;  // of one sequence
+  int64_t max_tiles = 0;  // of one sequence
+  int64_t max_keys = 0;   // of one sequence
   int64_t total = 0;
 
   QueryTiles(const Problem& problem, int64_t tile, int64_t* first)
@@ -62,8 +62,8 @@ struct QueryTiles {
       const Sequence s = sequence_of(p, b);
       const int64_t count = tiling(s).count();
       total += count;
-      most = max(most, count);
-      most_keys = max(most_keys, s.band.keys);
+      max_tiles = max(max_tiles, count);
+      max_keys = max(max_keys, s.band.keys);
     }
     first_tile[p.batch] = total;
   }
@@ -168,17 +168,17 @@ struct ForwardLaunch {
   }
 
   void pack_keys() const {
-    const int64_t most = ceil_div(tiles.most_keys, shape.tile_k);
+    const int64_t max_tiles = ceil_div(tiles.max_keys, shape.tile_k);
     const int64_t work =
-        saturating_work(tiles.most_keys * tiles.heads(), p.head_dim + p.head_dim_v, 1);
-    run_items(parallel, most * tiles.heads(), work, [&](int64_t worker, int64_t i) {
-      const int64_t b = i / most / p.heads_kv;
-      const int64_t kv_head = i / most % p.heads_kv;
+        saturating_work(tiles.max_keys * tiles.heads(), p.head_dim + p.head_dim_v, 1);
+    run_items(parallel, max_tiles * tiles.heads(), work, [&](int64_t worker, int64_t i) {
+      const int64_t b = i / max_tiles / p.heads_kv;
+      const int64_t kv_head = i / max_tiles % p.heads_kv;
       PackTask task{&p, sequence_of(p, b), kv_head, {}, nullptr, nullptr};
       const Tiling keys{task.sequence.band.keys, shape.tile_k};
-      if (i % most >= keys.count()) return;
-      const int64_t id = key_tile_id(b, kv_head, i % most);
-      task.keys = keys.at(i % most);
+      if (i % max_tiles >= keys.count()) return;
+      const int64_t id = key_tile_id(b, kv_head, i % max_tiles);
+      task.keys = keys.at(i % max_tiles);
       task.packed = layout.packed + id * layout.packed_units;
       task.nonfinite = layout.nonfinite + id;
       kernels.pack(task, scratch(worker));
@@ -217,11 +217,13 @@ struct ForwardLaunch {
 
   // Number of items for all tiles and heads, with `step` heads per item. Items count down from the
   // last tile, because with a causal band the last tiles are the longest.
-  int64_t items(int64_t step) const { return tiles.most * p.batch * ceil_div(p.heads_kv, step); }
+  int64_t items(int64_t step) const {
+    return tiles.max_tiles * p.batch * ceil_div(p.heads_kv, step);
+  }
   template <class Body>
   void for_tile(int64_t i, int64_t step, const Body& body) const {
     const int64_t groups = ceil_div(p.heads_kv, step);
-    const int64_t tile = tiles.most - 1 - i / (p.batch * groups);
+    const int64_t tile = tiles.max_tiles - 1 - i / (p.batch * groups);
     const int64_t b = i / groups % p.batch;
     if (tile < tiles.first_tile[b + 1] - tiles.first_tile[b]) body(b, i % groups * step, tile);
   }
@@ -231,7 +233,7 @@ struct ForwardLaunch {
     if (layout.packed != nullptr) pack_keys();
     const auto kernel = is_decoding(p, plan.isa) ? kernels.decode : kernels.forward;
     const int64_t some = items(plan.heads);
-    const int64_t work = saturating_work(tiles.total * plan.tile_q, tiles.most_keys + 1,
+    const int64_t work = saturating_work(tiles.total * plan.tile_q, tiles.max_keys + 1,
                                          (p.head_dim + p.head_dim_v) * p.heads_kv);
     // Splits are the outer loop, so the same keys of all heads are read one after the other: they
     // lie side by side in memory, in the same pages.
@@ -243,7 +245,7 @@ struct ForwardLaunch {
       });
     });
     if (plan.splits == 1) return;
-    run_items(parallel, items(1), work / max(int64_t{1}, tiles.most_keys), [&](int64_t, int64_t i) {
+    run_items(parallel, items(1), work / max(int64_t{1}, tiles.max_keys), [&](int64_t, int64_t i) {
       for_tile(i, 1, [&](int64_t b, int64_t kv_head, int64_t tile) {
         const int64_t splits = splits_of(sequence_of(p, b));
         if (splits > 1) kernels.combine(task_of(b, kv_head, tile, 0), splits, layout.partial_rows);
@@ -276,7 +278,7 @@ struct BackwardLaunch {
         chunk(back_chunk(shape, p)) {}
 
   int64_t work() const {
-    return saturating_work(tiles.total * shape.back_q, tiles.most_keys + 1,
+    return saturating_work(tiles.total * shape.back_q, tiles.max_keys + 1,
                            (p.head_dim + p.head_dim_v) * p.heads_kv);
   }
 
@@ -319,11 +321,11 @@ struct BackwardLaunch {
   // order in which their contributions to dq are added. If bias is broadcast over batch or heads,
   // several heads add to the same dbias: then one item computes all of them for its keys.
   void run_chunks() const {
-    const int64_t most_chunks = ceil_div(tiles.most_keys, chunk);
+    const int64_t max_chunks = ceil_div(tiles.max_keys, chunk);
     const bool shared_dbias =
         g.dbias != nullptr && (g.dbias_stride_batch == 0 || g.dbias_stride_head == 0);
     const int64_t heads = tiles.heads();
-    const int64_t items = most_chunks * (shared_dbias ? 1 : heads);
+    const int64_t items = max_chunks * (shared_dbias ? 1 : heads);
     run_items(parallel, items, work(), [&](int64_t worker, int64_t i) {
       const int64_t first = shared_dbias ? 0 : i % heads;
       const int64_t count = shared_dbias ? heads : 1;

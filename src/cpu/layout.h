@@ -22,11 +22,11 @@ inline bool is_decoding(const Problem& p, Isa isa) {
     return false;  // rows of all sequences together
   const int64_t rows =
       p.cu_seqlens_q != nullptr && p.max_seqlen_q > 0 ? p.max_seqlen_q : p.seqlen_q;
-  const int most = max_decode_rows(isa, p.dtype);
-  if (rows > most || rows * group_size(p) > most) return false;
-  constexpr int64_t kLeastKeys = 256;
+  const int max_rows = max_decode_rows(isa, p.dtype);
+  if (rows > max_rows || rows * group_size(p) > max_rows) return false;
+  constexpr int64_t kMinKeys = 256;
   return rows * group_size(p) <= max_decode_rows(isa, TILEWISE_FLOAT32) || p.batch_invariant != 0 ||
-         key_capacity(p) >= kLeastKeys;
+         key_capacity(p) >= kMinKeys;
 }
 
 inline Shape forward_shape(const Problem& p, Isa isa) {

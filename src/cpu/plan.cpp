@@ -12,7 +12,7 @@ namespace {
 // machine that has only 32 cores (bf16, N = 1024), while splits of a cache are nearly free.
 constexpr int64_t kWantedItems = 64;
 constexpr int64_t kWantedTiles = 32;
-constexpr int64_t kLeastSplitKeys = 512;
+constexpr int64_t kMinSplitKeys = 512;
 
 int64_t longest_keys(const Problem& p) {
   if (p.cu_seqlens_k == nullptr || p.block_table != nullptr) return key_capacity(p);
@@ -21,17 +21,17 @@ int64_t longest_keys(const Problem& p) {
 
 int64_t forward_splits(const Problem& p, const Shape& shape, bool decoding) {
   const int64_t keys = longest_keys(p);
-  const int64_t most = max(int64_t{1}, ceil_div(keys, shape.tile_k));
-  if (p.num_splits > 0) return min<int64_t>(p.num_splits, most);
+  const int64_t max_splits = max(int64_t{1}, ceil_div(keys, shape.tile_k));
+  if (p.num_splits > 0) return min<int64_t>(p.num_splits, max_splits);
   const int64_t items = max(int64_t{1}, query_tiles(p, shape.tile_q) * p.heads_kv);
   const int64_t splits = decoding ? ceil_div(kWantedItems, items) : kWantedTiles / items;
-  return clamp(splits, 1, max(int64_t{1}, keys / kLeastSplitKeys));
+  return clamp(splits, 1, max(int64_t{1}, keys / kMinSplitKeys));
 }
 
 // Batch-invariant: every sequence gets the splits that it would get alone.
 SplitRule forward_rule(const Problem& p, const Shape& shape, bool decoding) {
   if (p.batch_invariant == 0) return {0, forward_splits(p, shape, decoding), INT64_MAX};
-  return {kLeastSplitKeys, ceil_div(kWantedItems, p.heads_kv), shape.tile_q / group_size(p)};
+  return {kMinSplitKeys, ceil_div(kWantedItems, p.heads_kv), shape.tile_q / group_size(p)};
 }
 
 // The number of splits of the sequence that has the most.

@@ -93,10 +93,10 @@ TEST(Size, SaturatesInsteadOfWrapping) {
   EXPECT_EQ((Size(6) * 7 + 8).value(), 50);
   EXPECT_TRUE((Size(int64_t{1} << 31) * (int64_t{1} << 30)).fits());
   for (const Size size : {Size(int64_t{1} << 31) * (int64_t{1} << 31), Size(INT64_MAX),
-                          Size(Size::kMost - 1) + 1, Size(Size::kMost) + Size::kMost,
+                          Size(Size::kMax - 1) + 1, Size(Size::kMax) + Size::kMax,
                           Size(int64_t{1} << 40) * (int64_t{1} << 40) * (int64_t{1} << 40)}) {
     EXPECT_FALSE(size.fits());
-    EXPECT_EQ(size.value(), Size::kMost);
+    EXPECT_EQ(size.value(), Size::kMax);
   }
   EXPECT_EQ((Size(INT64_MAX) * 0).value(), 0);
 }

@@ -1,5 +1,5 @@
-// The forward of decoding: few packed query rows (at most max_decode_rows per key/value head) and
-// many keys.
+// The forward of decoding: few packed query rows (at most max_decode_rows per key/value head)
+// and many keys.
 //
 // Work item  Those rows of one or more neighbouring key/value heads, and the keys of a split.
 // Loops      Key tiles; in each the scores of all heads, then the softmax row by row, then p v.
@@ -23,9 +23,9 @@ namespace {
 
 // Rounded up to a power of two: the products take their number of rows as a constant.
 TILEWISE_FN int64_t decode_rows_of_head(int64_t rows) {
-  int64_t most = 1;
-  while (most < rows) most *= 2;
-  return most;
+  int64_t rounded = 1;
+  while (rounded < rows) rounded *= 2;
+  return rounded;
 }
 
 // Cached: the storage type of K and V, either T itself or Float8.
@@ -36,7 +36,7 @@ struct Decode : DecodeScratch {
   static constexpr bool kFloat8 = !std::is_same_v<T, Cached>;
   static constexpr int kParts = Reader::kParts;
   static constexpr int kColumns = Reader::kColumns;
-  static constexpr int kMostRows = Products::kMostRows;  // per head
+  static constexpr int kMaxRows = Products::kMaxRows;  // per head
 
   const ForwardTask& task;
   const Problem& p;
@@ -103,12 +103,12 @@ struct Decode : DecodeScratch {
   // Calls body with the number of rows per head, rounded up to what a product takes, as a constant.
   template <class Body>
   TILEWISE_FN void with_rows(const Body& body) const {
-    constexpr int kMost = Products::kRows;
+    constexpr int kRowsPerProduct = Products::kRows;
     if (lanes.count <= 1) return body(std::integral_constant<int, 1>{});
     if (lanes.count <= 2) return body(std::integral_constant<int, 2>{});
     if (lanes.count <= 4) return body(std::integral_constant<int, 4>{});
-    if (lanes.count <= 8) return body(std::integral_constant<int, min(8, kMost)>{});
-    body(std::integral_constant<int, kMost>{});
+    if (lanes.count <= 8) return body(std::integral_constant<int, min(8, kRowsPerProduct)>{});
+    body(std::integral_constant<int, kRowsPerProduct>{});
   }
 
   // Calls body(row of the scratch memory, lane, kv head of the task) for every valid row.
@@ -124,7 +124,7 @@ struct Decode : DecodeScratch {
   TILEWISE_FN void begin() {
     lanes.fill(p, s, task.kv_head, task.packed_rows, panel());
     const bool negate = !scaling.general && score.scale < 0.0f;
-    const T* from[kMostRows];
+    const T* from[kMaxRows];
     lane_rows(from, lanes, lanes.count, s, p.q);
     const int64_t reads = task.heads * rows_of_head * reads_of_q();
     __builtin_memset(q, 0, static_cast<size_t>(reads) * sizeof(Read));
@@ -337,10 +337,10 @@ template <class T, class Products, Isa kIsa>
 void decode_item(const ForwardTask& task, Arena scratch) {
   using Float8Products = DotProducts<Float8>;
   constexpr Shape shape = decode_shape_of(kIsa, kDtype<T>);
-  static_assert(shape.lanes == W && shape.tile_q <= Products::kMostRows);
+  static_assert(shape.lanes == W && shape.tile_q <= Products::kMaxRows);
   const int64_t rows = decode_rows_of_head(task.packed_rows.size());
   const bool float8 = sizeof(T) == 2 && task.problem->kv_float8 != 0;
-  const bool copied = float8 && rows > Float8Products::kMostRows;
+  const bool copied = float8 && rows > Float8Products::kMaxRows;
   ForwardTask part = task;
   for (int64_t h = 0; h < task.heads; h += part.heads) {
     part.kv_head = task.kv_head + h;

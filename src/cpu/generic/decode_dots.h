@@ -18,9 +18,9 @@ struct DotProducts {
   struct Session {
     TILEWISE_FN explicit Session(int64_t) {}
   };
-  static constexpr int kStep = W;              // keys of a tile are padded to a multiple of it
-  static constexpr int kMostRows = min(8, W);  // per head
-  static constexpr int kRows = kMostRows;      // per product
+  static constexpr int kStep = W;             // keys of a tile are padded to a multiple of it
+  static constexpr int kMaxRows = min(8, W);  // per head
+  static constexpr int kRows = kMaxRows;      // per product
   static constexpr int kParts = Reader::kParts;
   static constexpr int kColumns = Reader::kColumns;
   // Accumulators kept in registers: half of the registers, as the other half holds operands.
@@ -32,11 +32,11 @@ struct DotProducts {
   TILEWISE_FN static constexpr int reads_at_once(int rows) {
     return max(1, min(8, kSums / rows) / kParts);
   }
-  // Keys that are accumulated in registers per row before the next head. With one row, if the next
-  // keys belong to the same head and a row of V is read at once, a whole tile (Zen 5, one row of
-  // bf16 D128, one thread: 32 GB/s, 29 with eight keys); otherwise few, because another head comes
-  // after them. Several rows write as many sums back (16 keys instead of 8: 5 to 11 % less time in
-  // cache) and gain nothing by more.
+  // The number of keys whose weighted values a row sums in registers before it adds the sums to o.
+  // For one row this is a whole tile (Zen 5, bf16 D128, one thread: 32 GB/s, 29 with eight keys) if
+  // a row of V fits into the registers and the next keys belong to the same head; otherwise it is
+  // eight. Several rows have more sums to add: 16 keys take 5 to 11 % less time in cache than 8,
+  // and more gain nothing.
   TILEWISE_FN static int64_t group_of(const Problem& p, int64_t rows) {
     if (rows > 1) return 16;
     const bool one_run = !heads_side_by_side(p) && p.head_dim_v <= reads_at_once(1) * kColumns;
@@ -44,8 +44,9 @@ struct DotProducts {
   }
   static constexpr int64_t kMaxPrefetchDistance = DecodePrefetch<T>::kMaxKeys;
 
-  // Few rows are read key by key, since memory limits them. By units (Zen 5, one thread) one and
-  // two rows take up to 10 % longer, four are equal, eight have 1.26 to 1.38 times the speed.
+  // Whether R rows use UnitScores. With few rows memory is the limit, and keys are read one by one:
+  // with UnitScores (Zen 5, one thread) one and two rows take up to 10 % longer, four take the same
+  // time, and eight reach 1.26 to 1.38 times the speed.
   template <int R>
   static constexpr bool kByUnits = Reader::kHasUnits && R >= 4 * Reader::kUnitBlocks;
 

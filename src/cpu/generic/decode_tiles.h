@@ -31,7 +31,7 @@ struct TileProducts : DotProducts<BFloat16> {
   static constexpr int kUnits = kTile;      // per read: pairs of columns
   static constexpr int kGroup = 2 * kTile;  // keys of one product with V
   static constexpr int kStep = kGroup;      // keys of a tile are padded to a multiple of it
-  static constexpr int kMostRows = 32;      // per head
+  static constexpr int kMaxRows = 32;       // per head
   static constexpr int kRows = kTile;       // per product
 
   struct Session {
