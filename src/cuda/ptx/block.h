@@ -1,4 +1,5 @@
-// The block: who am I, where is shared memory, barriers.
+// Thread and CTA indices, shared memory, CTA-wide barriers and fences, programmatic dependent
+// launch.
 #pragma once
 
 #include "cuda/ptx/platform.h"
@@ -7,22 +8,27 @@ namespace tilewise::cuda::ptx {
 
 #if defined(TILEWISE_EMULATOR)
 
+// %tid.x, %ntid.x, %ctaid.x and %nctaid.x: all grids and CTAs have one dimension.
 TILEWISE_DEVICE int thread_index() { return emulator::thread_index(); }
 TILEWISE_DEVICE int block_threads() { return emulator::block_threads(); }
 TILEWISE_DEVICE int64_t block_index() { return emulator::block_index(); }
 TILEWISE_DEVICE int64_t grid_blocks() { return emulator::grid_blocks(); }
 
-// Dynamic shared memory, 1024-byte aligned; a kernel lays it out as one struct of offsets.
+// Dynamic shared memory, 1024-byte aligned.
 TILEWISE_DEVICE char* shared_memory() { return emulator::shared_memory(); }
+// cvta.to.shared
 TILEWISE_DEVICE SharedAddress shared_address(const void* p) { return emulator::shared_address(p); }
 
+// bar.sync 0 (__syncthreads)
 TILEWISE_DEVICE void sync_block() { emulator::sync_block(); }
+// bar.warp.sync (__syncwarp)
 TILEWISE_DEVICE void sync_warp() { emulator::sync_warp(); }
-// Writes before it are seen by the other blocks of the device before writes after it.
+// membar.gl (__threadfence): other CTAs of the GPU see writes before it before writes after it.
 TILEWISE_DEVICE void fence_device() {}
-// Launches that overlap (sm_90; PTX ISA 9.7.13.13): `launch_dependents` lets the next kernel start
-// if it was launched as a dependent one (runtime.h); `wait` waits until the kernel before is
-// complete and its writes are visible. A dependent kernel waits in every block.
+// griddepcontrol (sm_90; PTX ISA 9.7.13.13), for programmatic dependent launches.
+// `launch_dependents` permits the next kernel to start if it is a dependent launch (runtime.h);
+// `wait` returns when the kernel before is complete and its writes are visible. Every CTA of a
+// dependent kernel waits.
 TILEWISE_DEVICE void griddepcontrol_wait() {}
 TILEWISE_DEVICE void griddepcontrol_launch_dependents() {}
 

@@ -1,6 +1,7 @@
-// Copies by the tensor memory accelerator (sm_90): one thread starts them, an mbarrier counts their
-// bytes or a bulk group is waited for. PTX ISA 9.7.9.25: cp.async.bulk, cp.async.bulk.tensor,
-// cp.reduce.async.bulk. Shared addresses: 128-byte aligned for boxes, 16 for plain bytes.
+// Copies by TMA, the tensor memory accelerator (sm_90). One thread issues a copy; its completion is
+// counted in bytes by an mbarrier (loads) or waited for as a bulk group (stores, reductions). PTX
+// ISA 9.7.9.25: cp.async.bulk, cp.async.bulk.tensor, cp.reduce.async.bulk. Shared-memory addresses
+// are 128-byte aligned for TMA boxes and 16-byte aligned for plain bytes.
 #pragma once
 
 #include "cuda/ptx/platform.h"
@@ -8,7 +9,7 @@
 
 namespace tilewise::cuda::ptx {
 
-// How long L2 keeps what a copy reads: the encoded policies of createpolicy.fractional with
+// L2 eviction priority of what a copy reads: the results of createpolicy.fractional with
 // fraction 1.
 enum class CachePolicy : uint64_t {
   evict_normal = 0x1000000000000000,
@@ -18,37 +19,43 @@ enum class CachePolicy : uint64_t {
 
 #if defined(TILEWISE_EMULATOR)
 
-// The box of `map` whose first element is (slot, head, row, column); coordinates may lie outside.
+// cp.async.bulk.tensor, global to shared: the TMA box of `map` whose first element is (slot, head,
+// row, column). Elements outside the tensor are read as 0.
 TILEWISE_DEVICE void cp_async_bulk_tensor_load(SharedAddress to, const TensorMap& map, int column,
                                                int row, int head, int slot, SharedAddress barrier,
                                                CachePolicy) {
   emulator::cp_async_bulk_tensor_load(to, map, column, row, head, slot, barrier);
 }
+// cp.async.bulk.tensor, shared to global. Elements outside the tensor are not written.
 TILEWISE_DEVICE void cp_async_bulk_tensor_store(const TensorMap& map, int column, int row, int head,
                                                 int slot, SharedAddress from) {
   emulator::cp_async_bulk_tensor_store(map, column, row, head, slot, from);
 }
+// cp.async.bulk, global to shared.
 TILEWISE_DEVICE void cp_async_bulk_load(SharedAddress to, const void* from, int bytes,
                                         SharedAddress barrier) {
   emulator::cp_async_bulk_load(to, from, bytes, barrier);
 }
+// cp.reduce.async.bulk.add.f32: adds shared to global memory.
 TILEWISE_DEVICE void cp_reduce_async_bulk_add_f32(float* to, SharedAddress from, int bytes,
                                                   CachePolicy = CachePolicy::evict_normal) {
   emulator::cp_reduce_async_bulk_add_f32(to, from, bytes);
 }
+// cp.async.bulk.commit_group: this thread's stores and reductions since the last one form a group.
 TILEWISE_DEVICE void cp_async_bulk_commit_group() { emulator::cp_async_bulk_commit_group(); }
-// Waits until at most `kPending` of this thread's bulk groups still read shared memory.
+// cp.async.bulk.wait_group.read: at most kPending of this thread's groups still read shared memory.
 template <int kPending>
 TILEWISE_DEVICE void cp_async_bulk_wait_group_read() {
   emulator::cp_async_bulk_wait_group_read(kPending);
 }
-// Waits until at most `kPending` of this thread's bulk groups are not yet complete.
+// cp.async.bulk.wait_group: at most kPending of this thread's groups are incomplete.
 template <int kPending>
 TILEWISE_DEVICE void cp_async_bulk_wait_group() {
   emulator::cp_async_bulk_wait_group(kPending);
 }
+// prefetch.tensormap
 TILEWISE_DEVICE void prefetch_tensormap(const TensorMap&) {}
-// The box comes into L2.
+// cp.async.bulk.prefetch.tensor: loads a TMA box into L2.
 TILEWISE_DEVICE void cp_async_bulk_prefetch_tensor(const TensorMap&, int, int, int, int) {}
 
 #else

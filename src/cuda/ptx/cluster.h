@@ -1,5 +1,5 @@
-// Blocks that run side by side and reach into each other's shared memory (sm_90). PTX ISA 9.7.13.3:
-// barrier.cluster, 9.7.9: mapa, cp.async.bulk, st.async, 9.7.13.15: mbarrier.arrive.
+// CTAs of a cluster, which run at the same time and access each other's shared memory (sm_90). PTX
+// ISA 9.7.13.3: barrier.cluster, 9.7.9: mapa, cp.async.bulk, st.async, 9.7.13.15: mbarrier.arrive.
 #pragma once
 
 #include "cuda/ptx/platform.h"
@@ -8,28 +8,30 @@ namespace tilewise::cuda::ptx {
 
 #if defined(TILEWISE_EMULATOR)
 
-// All threads of all blocks of the cluster; what they wrote before is seen by all after it.
+// barrier.cluster.arrive.release and wait.acquire: all threads of the cluster meet, and see each
+// other's earlier writes.
 TILEWISE_DEVICE void sync_cluster() { emulator::sync_cluster(); }
-// The same in two halves: what was read before `arrive` may be overwritten after `wait`, and
-// barriers that were initialised and fenced before may be used. No other write is released: that is
-// a fence of the whole GPU. Blocks that have exited have arrived. (Emulated, all meet in `wait`.)
+// barrier.cluster.arrive.relaxed and barrier.cluster.wait: the same in two halves. After `wait`,
+// data read before `arrive` may be overwritten, and barriers that were initialised and fenced
+// before it may be used. No other write is released, which would be a fence of the whole GPU. A CTA
+// that has exited counts as arrived. (The emulator lets all threads meet in `wait`.)
 TILEWISE_DEVICE void barrier_cluster_arrive_relaxed() {}
 TILEWISE_DEVICE void barrier_cluster_wait() { emulator::sync_cluster(); }
-// Where `own`, an address of this block, lies in the other block.
+// mapa: the address in CTA `rank` that corresponds to `own`, an address in this CTA.
 TILEWISE_DEVICE SharedAddress map_to_rank(SharedAddress own, int rank) {
   return emulator::map_to_rank(own, rank);
 }
-// An arrival at a barrier of the other block. It orders nothing but that all reads of registers'
-// contents have been made: for barriers that say that something has been read.
+// mbarrier.arrive.relaxed.cluster: arrives at a barrier of another CTA, for empty barriers. It
+// guarantees only that this thread's loads into registers are complete.
 TILEWISE_DEVICE void mbarrier_arrive_remote(SharedAddress barrier) {
   emulator::mbarrier_arrive_remote(barrier);
 }
-// `to` and `barrier` lie in the other block.
+// cp.async.bulk, shared to shared of another CTA, in which `to` and `barrier` lie.
 TILEWISE_DEVICE void cp_async_bulk_to_rank(SharedAddress to, SharedAddress from, int bytes,
                                            SharedAddress barrier) {
   emulator::cp_async_bulk_to_rank(to, from, bytes, barrier);
 }
-// 16 bytes from registers, which the barrier counts.
+// st.async: stores 16 bytes to another CTA; its `barrier` counts them.
 TILEWISE_DEVICE void st_async_v4_b32(SharedAddress to, const uint32_t (&r)[4],
                                      SharedAddress barrier) {
   emulator::st_async_v4_b32(to, r, barrier);
@@ -49,7 +51,7 @@ TILEWISE_DEVICE SharedAddress map_to_rank(SharedAddress own, int rank) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(other) : "r"(own), "r"(rank));
   return other;
 }
-// Relaxed: a release waits for the reductions in flight (11 % of the samples of a backward).
+// Relaxed, because a release waits for reductions in flight (11 % of the samples of a backward).
 TILEWISE_DEVICE void mbarrier_arrive_remote(SharedAddress barrier) {
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
                : "memory");

@@ -1,5 +1,5 @@
-// Conversions and the functions of the special function unit. PTX ISA 9.7.3 (ex2, lg2), 9.7.9
-// (cvt).
+// Conversions, bit operations, and the functions of the special function unit. PTX ISA 9.7.3 (ex2,
+// lg2), 9.7.9 (cvt).
 #pragma once
 
 #include "base/half.h"
@@ -10,48 +10,55 @@ namespace tilewise::cuda::ptx {
 
 #if defined(TILEWISE_EMULATOR)
 
-// Two floats rounded to nearest even, `low` in the low half.
+// cvt.rn.f16x2.f32 and cvt.rn.bf16x2.f32: two floats rounded to nearest even, `low` in the low
+// half.
 TILEWISE_DEVICE uint32_t cvt_f16x2(float low, float high) { return emulator::cvt_f16x2(low, high); }
 TILEWISE_DEVICE uint32_t cvt_bf16x2(float low, float high) {
   return emulator::cvt_bf16x2(low, high);
 }
-// The two numbers of float8_e4m3 in a half of x, exact, that of its low byte in the low half.
+// cvt.rn.f16x2.e4m3x2: the two float8_e4m3 numbers in the low or high half of x, exactly; that of
+// the low byte goes to the low half.
 template <bool kHigh>
 TILEWISE_DEVICE uint32_t cvt_f16x2_e4m3x2(uint32_t x) {
   return emulator::cvt_f16x2_e4m3x2(static_cast<uint16_t>(kHigh ? x >> 16 : x));
 }
-// The number in the low half.
+// cvt.f32.f16 of the low half.
 TILEWISE_DEVICE float cvt_f32_f16(uint32_t x) {
   return to_float(Half{static_cast<uint16_t>(x & 0xffffu)});
 }
-// Rounded to the 11 bits that tf32 products read, ties away from zero; the low 13 bits are 0.
+// cvt.rna.tf32.f32: rounds to the 11 bits that tf32 products read, ties away from zero; the low 13
+// bits are 0.
 TILEWISE_DEVICE uint32_t cvt_tf32(float x) {
   const uint32_t bits = tilewise::detail::bits_of(x);
   return x != x ? 0x7fffe000u : (bits + 0x1000u) & 0xffffe000u;
 }
-// 2^x and log2(x): relative error 2^-22, of 1 / x 2^-23. Subnormal numbers are 0: those that are
-// given, and results, such as that of an x above 2^126.
+// ex2.approx.ftz (2^x) and lg2.approx.ftz (log2 x), with a relative error of 2^-22, and
+// rcp.approx.ftz (1 / x), with 2^-23. Subnormal arguments and results become 0, such as 1 / x for x
+// above 2^126.
 TILEWISE_DEVICE float ex2(float x) { return emulator::ex2(x); }
 TILEWISE_DEVICE float lg2(float x) { return emulator::lg2(x); }
 TILEWISE_DEVICE float rcp_approximate(float x) { return emulator::rcp_approximate(x); }
+// fma.rn.f32
 TILEWISE_DEVICE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-// A product that no addition takes in: it is rounded.
+// mul.rn.f32: a rounded product, which the compiler may not contract with an addition.
 TILEWISE_DEVICE float mul(float a, float b) { return a * b; }
-// The larger one; a NaN loses against a number.
+// max.f32: the larger one; NaN loses against a number.
 TILEWISE_DEVICE float fmax(float a, float b) { return __builtin_fmaxf(a, b); }
+// The accurate functions of the CUDA math library.
 TILEWISE_DEVICE float tanh(float x) { return __builtin_tanhf(x); }
 TILEWISE_DEVICE float exp2_accurate(float x) { return __builtin_exp2f(x); }
 TILEWISE_DEVICE float log_accurate(float x) { return __builtin_logf(x); }
 TILEWISE_DEVICE uint32_t bits_of(float x) { return tilewise::detail::bits_of(x); }
 TILEWISE_DEVICE float float_of(uint32_t x) { return tilewise::detail::float_of(x); }
+// mul.hi.u32
 TILEWISE_DEVICE uint32_t mul_high(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32);
 }
-// (x & mask) | bits in one instruction, which two constants alone would not be.
+// lop3.b32: (x & mask) | bits in one instruction. With constants the compiler would use two.
 TILEWISE_DEVICE uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
   return (x & mask) | bits;
 }
-// Byte i is byte (kBytes >> 4 i) % 8 of a (0 to 3) and b.
+// prmt.b32: byte i of the result is byte (kBytes >> 4 i) % 8 of a (bytes 0 to 3) and b (4 to 7).
 template <uint32_t kBytes>
 TILEWISE_DEVICE uint32_t prmt(uint32_t a, uint32_t b) {
   const uint64_t both = uint64_t{b} << 32 | a;
@@ -60,8 +67,8 @@ TILEWISE_DEVICE uint32_t prmt(uint32_t a, uint32_t b) {
     r |= (static_cast<uint32_t>(both >> (8 * (kBytes >> 4 * i & 7u))) & 0xffu) << 8 * i;
   return r;
 }
-// 0xffff in the half (`low` in the lower one, `high` in the upper one) of which byte `byte` has its
-// highest bit set, 0 in the other.
+// prmt.b32 with sign replication: the low half of the result is 0xffff if byte `byte` of `low` has
+// its highest bit set, otherwise 0; the high half likewise from `high`.
 TILEWISE_DEVICE uint32_t spread_signs(uint32_t low, uint32_t high, int byte) {
   const int bit = 8 * byte + 7;
   return ((low >> bit & 1u) | (high >> bit & 1u) << 16) * 0xffffu;

@@ -1,5 +1,5 @@
-// Global memory: vector accesses, reductions, flags between blocks. PTX ISA 9.7.9, 9.7.13 (red,
-// atom).
+// Global memory: vector loads and stores, reductions, atomics, flags between CTAs. PTX ISA 9.7.9
+// (ld, st), 9.7.13 (red, atom).
 #pragma once
 
 #include "cuda/ptx/platform.h"
@@ -8,6 +8,7 @@ namespace tilewise::cuda::ptx {
 
 #if defined(TILEWISE_EMULATOR)
 
+// ld.global and st.global. `volatile` keeps their order among other asm statements.
 TILEWISE_DEVICE uint32_t ld_global_b32(const void* p) {
   uint32_t r;
   __builtin_memcpy(&r, p, sizeof(r));
@@ -23,25 +24,26 @@ TILEWISE_DEVICE void st_global_v2_b32(void* p, const uint32_t (&r)[2]) {
   static_cast<uint32_t*>(p)[0] = r[0];
   static_cast<uint32_t*>(p)[1] = r[1];
 }
+// red.global.add: an addition without a result.
 TILEWISE_DEVICE void red_add_f32(float* p, float x) { emulator::red_add_f32(p, x); }
 TILEWISE_DEVICE void red_add_v4_f32(float* p, const float (&x)[4]) {
   emulator::red_add_v4_f32(p, x);
 }
-// A flag other blocks wait on.
+// ld.acquire.gpu, st.release.gpu and red.release.gpu.add: flags that CTAs set and wait for.
 TILEWISE_DEVICE int32_t ld_acquire(const int32_t* p) { return emulator::ld_acquire(p); }
 TILEWISE_DEVICE void st_release(int32_t* p, int32_t x) { emulator::st_release(p, x); }
 TILEWISE_DEVICE void red_release_add_s32(int32_t* p, int32_t x) {
   emulator::st_release(p, emulator::ld_acquire(p) + x);
 }
-// Adds and returns what was there before.
+// atom.add: adds and returns the value before, with relaxed order.
 TILEWISE_DEVICE int32_t atom_add(int32_t* p, int32_t x) {
   return __atomic_fetch_add(p, x, __ATOMIC_RELAXED);
 }
-// The same, of what the blocks before have released and those behind acquire.
+// atom.acq_rel.gpu.add: the same; it acquires the writes that earlier arrivals released.
 TILEWISE_DEVICE uint64_t atom_acq_rel_add(uint64_t* p, uint64_t x) {
   return __atomic_fetch_add(p, x, __ATOMIC_ACQ_REL);
 }
-// Writes `to` where `from` is; returns what was there.
+// atom.cas: replaces the value `from` by `to`; returns the value before.
 TILEWISE_DEVICE uint64_t atom_cas(uint64_t* p, uint64_t from, uint64_t to) {
   __atomic_compare_exchange_n(p, &from, to, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return from;

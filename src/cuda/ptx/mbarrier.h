@@ -1,9 +1,9 @@
-// Barriers in shared memory that also count bytes (sm_90), and the fences between the two ways to
-// reach shared memory. PTX ISA 9.7.13: mbarrier, 9.7.13.4: fence.
+// Barriers in shared memory that also count bytes (sm_90), and the fences between the generic and
+// the async proxy. PTX ISA 9.7.13: mbarrier, 9.7.13.4: fence.
 //
-// A phase of a barrier ends when its arrivals and its bytes are complete; waits name the parity of
-// the phase: 0 for the first one, then 1, 0, ... Waiting for parity 1 of a new barrier returns at
-// once.
+// A phase of a barrier ends when its arrivals and its bytes are complete. A wait names the parity
+// of the phase: 0 for the first one, then 1, 0, ... Waiting for parity 1 of a new barrier returns
+// at once.
 #pragma once
 
 #include "cuda/ptx/platform.h"
@@ -12,25 +12,29 @@ namespace tilewise::cuda::ptx {
 
 #if defined(TILEWISE_EMULATOR)
 
+// mbarrier.init: a phase takes `arrivals` arrivals.
 TILEWISE_DEVICE void mbarrier_init(SharedAddress barrier, int arrivals) {
   emulator::mbarrier_init(barrier, arrivals);
 }
+// mbarrier.arrive
 TILEWISE_DEVICE void mbarrier_arrive(SharedAddress barrier) { emulator::mbarrier_arrive(barrier); }
-// One arrival that also announces bytes which asynchronous copies will deliver.
+// mbarrier.arrive.expect_tx: one arrival; the phase also waits for `bytes` of asynchronous copies.
 TILEWISE_DEVICE void mbarrier_arrive_expect_tx(SharedAddress barrier, int bytes) {
   emulator::mbarrier_arrive_expect_tx(barrier, bytes);
 }
+// mbarrier.try_wait.parity, until the phase of this parity has ended.
 TILEWISE_DEVICE void mbarrier_wait_parity(SharedAddress barrier, int parity) {
   emulator::mbarrier_wait_parity(barrier, parity);
 }
-// Makes initialised barriers visible to asynchronous copies.
+// fence.mbarrier_init: makes initialised barriers visible to asynchronous copies.
 TILEWISE_DEVICE void fence_mbarrier_init() { emulator::fence_mbarrier_init(); }
-// This thread's loads and stores of shared memory come before the asynchronous accesses (wgmma,
-// TMA) of whoever synchronises with it afterwards.
+// fence.proxy.async.shared::cta: orders this thread's loads and stores of shared memory before the
+// asynchronous accesses (wgmma, TMA) of threads that synchronise with it afterwards.
 TILEWISE_DEVICE void fence_proxy_async() { emulator::fence_proxy_async(); }
-// The same for all memory.
+// fence.proxy.async: the same for all memory.
 TILEWISE_DEVICE void fence_proxy_async_all() { emulator::fence_proxy_async(); }
-// The same for global memory alone, of accesses that are ordered before this one: no wait for them.
+// fence.proxy.async.global: the same for global memory alone. Accesses that are already ordered
+// before this one are not waited for.
 TILEWISE_DEVICE void fence_proxy_async_global() { emulator::fence_proxy_async(); }
 
 #else
@@ -38,8 +42,8 @@ TILEWISE_DEVICE void fence_proxy_async_global() { emulator::fence_proxy_async();
 TILEWISE_DEVICE void mbarrier_init(SharedAddress barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// Without a scope: `.release.cluster` compiles to a fence of the whole GPU (measured 500
-// instead of 628 TFLOP/s).
+// Without a scope, because `.release.cluster` compiles to a fence of the whole GPU (500 instead of
+// 628 TFLOP/s).
 TILEWISE_DEVICE void mbarrier_arrive(SharedAddress barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

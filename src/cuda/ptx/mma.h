@@ -1,9 +1,10 @@
-// Matrix products of a warp, d = a b + d with fp32 sums. PTX ISA 9.7.14: mma.sync.
+// Matrix products of a warp, d = a b + d with fp32 sums. PTX ISA 9.7.14: mma.sync. The names of the
+// functions give shape and element type of the instruction.
 //
 // With g = lane / 4 and t = lane % 4, d[0..3] is (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1).
-// 16-bit k16: a[0..3] holds rows g, g+8, g, g+8 at columns 2t, 2t+1 (+8 for a[2], a[3]); b0, b1 the
-// column g at rows 2t, 2t+1 (+8 for b1). tf32 k8: the same with one element per register and
-// columns t, t+4. k8 of 16-bit elements is the first half of k16.
+// 16-bit k16: a[0..3] holds rows g, g+8, g, g+8 at columns 2t, 2t+1 (+8 for a[2], a[3]); b0 and b1
+// hold column g at rows 2t, 2t+1 (+8 for b1). tf32 k8: the same with one element per register, at
+// columns t and t+4. 16-bit k8 is the first half of k16.
 #pragma once
 
 #include "cuda/ptx/platform.h"

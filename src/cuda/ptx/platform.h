@@ -1,5 +1,5 @@
-// What device code relies on: compiled by nvcc for a GPU, or by the host compiler for the emulator
-// of tests/emulator. Only the headers of this folder know which of the two it is.
+// The base of all device code. nvcc compiles it for a GPU, or the host compiler for the emulator of
+// tests/emulator; only the headers of this folder know which of the two it is.
 #pragma once
 
 #include "base/platform.h"
@@ -18,12 +18,13 @@
 
 #include <cuda_runtime.h>
 #define TILEWISE_DEVICE __device__ __forceinline__
-// A call: what is next to never run costs a kernel neither registers nor instructions on the way.
-// Of templates and members. Not beside wgmma, whose sums must not cross one.
+// A function that is called instead of inlined, so that rare code costs a kernel neither registers
+// nor instructions. For templates and members only. It must not stand between wgmma instructions,
+// because their sums cannot live across a call.
 #define TILEWISE_COLD __device__ __noinline__
 #define TILEWISE_DEVICE_VARIABLE __device__
 #define TILEWISE_KERNEL(threads, blocks_per_sm) __global__ __launch_bounds__(threads, blocks_per_sm)
-// The grid is a multiple of `blocks`, which run side by side (sm_90).
+// A kernel in clusters of `blocks` CTAs (sm_90); the grid is a multiple of that.
 #define TILEWISE_CLUSTER_KERNEL(threads, blocks) \
   __global__ __launch_bounds__(threads, 1) __cluster_dims__(blocks, 1, 1)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
@@ -36,7 +37,7 @@
 
 namespace tilewise::cuda::ptx {
 
-// A byte address in the shared memory of the block (the .shared state space).
+// A byte address in the shared memory of the CTA (the .shared state space).
 using SharedAddress = uint32_t;
 
 inline constexpr int kWarpSize = 32;

@@ -1,5 +1,4 @@
-// Loads and stores of shared memory, ldmatrix and stmatrix. PTX ISA 9.7.9 (ld, st), 9.7.14
-// (ldmatrix, stmatrix: sm_90).
+// Loads and stores of shared memory. PTX ISA 9.7.9 (ld, st), 9.7.14 (ldmatrix; stmatrix, sm_90).
 #pragma once
 
 #include "cuda/ptx/platform.h"
@@ -8,22 +7,25 @@ namespace tilewise::cuda::ptx {
 
 #if defined(TILEWISE_EMULATOR)
 
-// Four 8x8 matrices of 16-bit elements (8 rows of 16 bytes): lane l gives the address of row l % 8
-// of matrix l / 8, and receives in r[i] the 4-byte word l % 4 of row l / 4 of matrix i.
+// ldmatrix.x4: four 8x8 matrices of 16-bit elements (8 rows of 16 bytes). Lane l gives the address
+// of row l % 8 of matrix l / 8, and receives in r[i] the 4-byte word l % 4 of row l / 4 of matrix
+// i.
 TILEWISE_DEVICE void ldmatrix_x4(uint32_t (&r)[4], SharedAddress row) {
   emulator::ldmatrix_x4(r, row);
 }
-// The same matrices transposed: r[i] holds elements (2 (l % 4), l / 4) and (2 (l % 4) + 1, l / 4).
+// ldmatrix.x4.trans: the same matrices transposed. r[i] holds elements (2 (l % 4), l / 4) and
+// (2 (l % 4) + 1, l / 4).
 TILEWISE_DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], SharedAddress row) {
   emulator::ldmatrix_x4_trans(r, row);
 }
-// The stores that belong to them.
+// stmatrix.x4 and stmatrix.x4.trans: the corresponding stores.
 TILEWISE_DEVICE void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4]) {
   emulator::stmatrix_x4(row, r);
 }
 TILEWISE_DEVICE void stmatrix_x4_trans(SharedAddress row, const uint32_t (&r)[4]) {
   emulator::stmatrix_x4_trans(row, r);
 }
+// ld.shared and st.shared.
 TILEWISE_DEVICE uint32_t ld_shared_b32(SharedAddress a) { return emulator::ld_shared_b32(a); }
 TILEWISE_DEVICE void ld_shared_v2_b32(uint32_t (&r)[2], SharedAddress a) {
   emulator::ld_shared_v2_b32(r, a);

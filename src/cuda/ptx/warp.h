@@ -1,5 +1,5 @@
-// Exchange between the lanes of a warp. PTX ISA 9.7.9: shfl.sync, 9.7.13: vote.sync and
-// redux.sync, 9.7.14: movmatrix.
+// Exchanges between the lanes of a warp, and hints to the compiler. PTX ISA 9.7.9:
+// shfl.sync, 9.7.13: vote.sync and redux.sync, 9.7.14: movmatrix.
 #pragma once
 
 #include <bit>
@@ -11,28 +11,33 @@ namespace tilewise::cuda::ptx {
 
 #if defined(TILEWISE_EMULATOR)
 
+// shfl.sync.bfly: the x of lane `lane_index() ^ mask`.
 TILEWISE_DEVICE float shuffle_xor(float x, int mask) { return emulator::shuffle_xor(x, mask); }
 TILEWISE_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) {
   return emulator::shuffle_xor(x, mask);
 }
+// shfl.sync.idx: the x of lane `lane`.
 TILEWISE_DEVICE float shuffle(float x, int lane) { return emulator::shuffle(x, lane); }
 TILEWISE_DEVICE uint32_t shuffle(uint32_t x, int lane) { return emulator::shuffle(x, lane); }
-// Of lane `lane` among `kLanes` neighbours, a power of two of them.
+// shfl.sync.idx within groups of kLanes lanes, a power of 2: the x of lane `lane` of the own group.
 template <int kLanes>
 TILEWISE_DEVICE uint32_t shuffle_within(uint32_t x, int lane) {
   return emulator::shuffle(x, emulator::thread_index() % kWarpSize / kLanes * kLanes + lane);
 }
+// vote.sync.any: whether x is true in any lane.
 TILEWISE_DEVICE bool any(bool x) { return emulator::any(x); }
-// Of all lanes.
+// redux.sync.add (sm_80): the sum over all lanes.
 TILEWISE_DEVICE uint32_t sum(uint32_t x) {
   for (int lanes = 1; lanes < kWarpSize; lanes *= 2) x += emulator::shuffle_xor(x, lanes);
   return x;
 }
-// Bit i: of lane i.
+// vote.sync.ballot: bit i is the x of lane i.
 TILEWISE_DEVICE uint32_t ballot(bool x) { return sum(x ? 1u << lane_index() : 0u); }
+// popc.b32
 TILEWISE_DEVICE int count_ones(uint32_t x) { return std::popcount(x); }
-// 1 + the number of the highest bit that is 1; 0: none is.
+// 32 - clz.b32: 1 + the index of the highest bit that is 1, or 0.
 TILEWISE_DEVICE int bit_width(uint32_t x) { return static_cast<int>(std::bit_width(x)); }
+// redux.sync.max (sm_80): the maximum over all lanes.
 TILEWISE_DEVICE uint32_t highest(uint32_t x) {
   for (int lanes = 1; lanes < kWarpSize; lanes *= 2) {
     const uint32_t other = emulator::shuffle_xor(x, lanes);
@@ -40,10 +45,11 @@ TILEWISE_DEVICE uint32_t highest(uint32_t x) {
   }
   return x;
 }
-// One lane of a whole warp. ptxas knows that it is one, which `lane == 0` does not say: bulk copies
-// go without a loop over lanes.
+// elect.sync (sm_90): true in one lane of a whole warp. From `lane == 0` ptxas does not conclude
+// that it is one lane, and it then wraps bulk copies in a loop over the lanes.
 TILEWISE_DEVICE bool elect_one() { return emulator::thread_index() % kWarpSize == 0; }
-// Transposes an 8x8 matrix of 16-bit elements, of which lane l holds the pair l % 4 of row l / 4.
+// movmatrix.trans (sm_75): transposes an 8x8 matrix of 16-bit elements, of which lane l holds pair
+// l % 4 of row l / 4.
 TILEWISE_DEVICE uint32_t movmatrix_trans(uint32_t x) {
   const int lane = emulator::thread_index() % kWarpSize;
   const int from = lane % 4 * 8 + lane / 8;
@@ -51,13 +57,14 @@ TILEWISE_DEVICE uint32_t movmatrix_trans(uint32_t x) {
   const uint32_t low = emulator::shuffle(x, from) >> shift & 0xffffu;
   return low | (emulator::shuffle(x, from + 4) >> shift & 0xffffu) << 16;
 }
-// Stands in a branch that must stay one: no selects in its place.
+// Put into a branch, it keeps the compiler from replacing the branch by selects.
 TILEWISE_DEVICE void force_branch() {}
-// A branch that is never taken, which no compiler may know: ptxas moves nothing across it. A wait
-// for products it otherwise moves ahead of all that does not read their sums, of a whole softmax,
-// too.
+// ptxas moves no instruction across it: a branch on `never`, which is false at run time but unknown
+// to the compiler. Without it ptxas moves a wait for products ahead of everything that does not
+// read their sums, even ahead of a whole softmax.
 TILEWISE_DEVICE void scheduling_fence(bool) {}
-// `x`, from here on of unknown origin: what depends on it is not computed before.
+// No instruction: returns x, but the compiler no longer knows its origin. So it computes values
+// that depend on the result after this point, instead of earlier and keeping them in registers.
 TILEWISE_DEVICE uint32_t opaque(uint32_t x) { return x; }
 TILEWISE_DEVICE uint64_t opaque_u64(uint64_t x) { return x; }
 TILEWISE_DEVICE const char* opaque(const char* x) { return x; }
@@ -136,7 +143,7 @@ TILEWISE_DEVICE int64_t shuffle(int64_t x, int lane) {
   return static_cast<int64_t>(high << 32 | low);
 }
 
-// Of this lane and those before it.
+// Inclusive prefix sum over the lanes.
 TILEWISE_DEVICE uint32_t sum_to_lane(uint32_t x) {
   for (int lanes = 1; lanes < kWarpSize; lanes *= 2) {
     const uint32_t other = shuffle(x, lane_index() < lanes ? 0 : lane_index() - lanes);

@@ -1,6 +1,5 @@
-// What warps and warpgroups (four warps, the first one a multiple of four) of one block do with
-// each other: named barriers, registers, dependent launches. PTX ISA 9.7.13.1: barrier
-// (bar), 9.7.20: setmaxnreg, 9.7.13.13: griddepcontrol.
+// Named barriers between the warps of a CTA, and the register count of warpgroups (four warps, the
+// first one a multiple of four). PTX ISA 9.7.13.1: barrier (bar), 9.7.20: setmaxnreg.
 #pragma once
 
 #include "cuda/ptx/platform.h"
@@ -11,16 +10,17 @@ inline constexpr int kWarpgroupSize = 128;
 
 #if defined(TILEWISE_EMULATOR)
 
-// Named barriers 1 to 15 (0 is that of sync_block): `threads` threads meet; who arrives goes on,
-// who syncs waits.
+// bar.sync and bar.arrive on the named barriers 1 to 15 (0 is that of sync_block). `threads`
+// threads take part; a thread that syncs waits for all of them, one that arrives does not wait.
 TILEWISE_DEVICE void bar_sync(int barrier, int threads) { emulator::bar_sync(barrier, threads); }
 TILEWISE_DEVICE void bar_arrive(int barrier, int threads) {
   emulator::bar_arrive(barrier, threads);
 }
-// As bar_sync. Whether x is true for one of those who meet.
+// bar.red.or: as bar_sync, and returns whether x is true in any of the threads.
 TILEWISE_DEVICE bool bar_any(int barrier, int threads, bool x) {
   return emulator::bar_any(barrier, threads, x);
 }
+// setmaxnreg.inc and setmaxnreg.dec: registers per thread of the warps of a warpgroup.
 template <int kRegisters>
 TILEWISE_DEVICE void setmaxnreg_inc() {
   emulator::setmaxnreg_inc(kRegisters);
@@ -29,11 +29,11 @@ template <int kRegisters>
 TILEWISE_DEVICE void setmaxnreg_dec() {
   emulator::setmaxnreg_dec(kRegisters);
 }
-// A value that all lanes of the warp have: tells the compiler so.
+// Tells the compiler that x is the same in all lanes of the warp.
 TILEWISE_DEVICE int uniform(int x) {
   return static_cast<int>(emulator::shuffle(static_cast<uint32_t>(x), 0));
 }
-// No instruction: uses of `x` stay on their side of this point.
+// No instruction: the compiler moves no use of the array across this point.
 template <int kN>
 TILEWISE_DEVICE void fence_register(float (&)[kN]) {}
 

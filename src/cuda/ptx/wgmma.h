@@ -3,12 +3,13 @@
 // d [64, kN] = a [64, 16] b [16, kN] (+ d), 16-bit operands, fp32 sums. Warp w of the warpgroup
 // holds rows 16 w to 16 w + 15; with g = lane / 4 and t = lane % 4, d[4 j + e] is row g + 8 (e /
 // 2), column 8 j + 2 t + e % 2. An `a` in registers is the fragment of mma.m16n8k16 (mma.h).
-// Operands in shared memory are named by descriptors (cuda/tile/matrix.h); kTransA and kTransB: the
-// operand lies with its m or n contiguous instead of k.
+// Operands in shared memory are given by descriptors (cuda/tile/swizzled.h). kTransA and kTransB:
+// the operand is stored with m or n contiguous instead of k.
 //
-// Order: writes to d or a registers, wgmma_fence, products, wgmma_commit_group, wgmma_wait_group,
-// reads of d. `start` is a product that does not read d; `restart` neither, but ptxas does not know
-// and lets it wait for whoever reads d before. `add_if` is one of the two, as a register says.
+// The required order is: writes to d or to a in registers, wgmma_fence, products,
+// wgmma_commit_group, wgmma_wait_group, reads of d. `add` reads d. `start` does not, and ptxas
+// knows it (scale-d is a constant). `restart` does not either, but ptxas assumes that it does, so
+// the product waits for earlier reads of d. `add_if` is `add` or `restart`, as a register says.
 #pragma once
 
 #include "cuda/ptx/platform.h"
@@ -22,6 +23,7 @@ struct Wgmma;
 
 #if defined(TILEWISE_EMULATOR)
 
+// wgmma.fence, wgmma.commit_group, and wgmma.wait_group: at most kPending groups are in flight.
 TILEWISE_DEVICE void wgmma_fence() { emulator::wgmma_fence(); }
 TILEWISE_DEVICE void wgmma_commit_group() { emulator::wgmma_commit_group(); }
 template <int kPending>
@@ -71,7 +73,7 @@ TILEWISE_DEVICE void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Eight operands of an asm statement, and their names in it.
+// Operands of an asm statement, eight at a time, and their names in it.
 #define TILEWISE_D8(how, i)                                                             \
   how(d[i]), how(d[i + 1]), how(d[i + 2]), how(d[i + 3]), how(d[i + 4]), how(d[i + 5]), \
       how(d[i + 6]), how(d[i + 7])
@@ -100,8 +102,8 @@ TILEWISE_DEVICE void wgmma_wait_group() {
 #define TILEWISE_SUM(x) "+f"(x)
 #define TILEWISE_RESULT(x) "=f"(x)
 
-// One shape: r sums a thread, then the names of what follows them (x0 to x6). The predicate is
-// false for `start` (scale-d 0); a constant in both, so ptxas sees it.
+// One shape: r sums per thread, then the names x0 to x6 of the operands that follow them. Predicate
+// p is scale-d: false for `start`, true for `add`, both from a constant, so that ptxas knows it.
 #define TILEWISE_WGMMA_SHAPE(n, r, type, how, accumulate, a_names, a_operands, flags, b_name, b, \
                              ...)                                                                \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " accumulate                                    \
