@@ -1,5 +1,5 @@
-// The backward of the mma_sync family: backward_prepare, backward, backward_finish, each over one
-// BackwardParams. Prepare and finish have a block per tile of rows and query head.
+// The backward of the mma_sync family: backward_prepare, backward and backward_finish, which share
+// one BackwardParams. Prepare and finish have one CTA per row tile and query head.
 #pragma once
 
 #include "cuda/mma_sync/backward_finish.cuh"

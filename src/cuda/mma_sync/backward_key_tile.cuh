@@ -1,5 +1,5 @@
-// What a CTA knows of its key tile and needs at edges only. It lies in shared memory, since
-// registers are scarce.
+// The properties of a CTA's key tile that are needed at edges only. They lie in shared memory,
+// since registers are scarce.
 #pragma once
 
 #include "cuda/mma_sync/backward_plan.h"
@@ -55,7 +55,7 @@ class KeyTile {
   TILEWISE_DEVICE int32_t first_row() const { return get(0); }
   TILEWISE_DEVICE int32_t last_row() const { return get(1); }
   TILEWISE_DEVICE Range keys() const { return {get(2), min(get(3), get(2) + Plan::kKeys)}; }
-  // up to the last key of the sequence
+  // The keys from key 0 of the CTA to the end of the sequence.
   TILEWISE_DEVICE int32_t key_count() const { return get(3) - get(2); }
   TILEWISE_DEVICE UnmaskedRows unmasked_rows() const { return {get(10), get(11)}; }
   // The first row that is walked in each head, and the number of tiles skipped between heads.

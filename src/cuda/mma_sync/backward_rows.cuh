@@ -24,7 +24,7 @@ struct RowTile {
   }
 };
 
-// What the CTA knows of the tile in a stage, beside its data.
+// The position and the mask of the tile in a stage, beside its data.
 template <class C>
 class TileRecord {
  public:

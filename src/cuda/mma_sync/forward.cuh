@@ -10,18 +10,19 @@
 //   decode    one warp has all rows, or two split the keys (forward_warp_split.h). With TMA each
 //             warp has a pipeline of its own (WarpPipeline); otherwise decoding uses KvPipeline.
 //
-// What passes between them: Q stays in shared memory, scores and output in registers, K and V pass
-// through one pipeline of shared stages. A stage is full when its cp.async groups have completed
-// and the CTA has met at a barrier, or (WarpPipeline) when its full barrier completes a phase. Such
-// a CTA barrier, or the warp's own program order, also says that a stage is empty.
+// What passes between them: Q stays in shared memory, scores and output in registers; K and V pass
+// through a pipeline of stages in shared memory. In KvPipeline a stage is full when its cp.async
+// group has completed and the CTA has met at a barrier, which also says that the stage read before
+// is empty. In WarpPipeline a stage is full when its full barrier completes a phase, and program
+// order says when it is empty.
 //
-// Loop, with tiles t, t - 1, ...; KvPipeline with 3 stages:
+// Loop over key tiles t, t - 1, ..., here of KvPipeline with 3 stages:
 //   wait K(t)   S = Q K^T     while K(t - 1) is copied to the empty stage
 //   mask, softmax: S becomes P
 //   wait V(t)   O += P V      while V(t - 1) is copied to the empty stage
-// Afterwards the rows are normalised and leave through the shared memory of Q, or as a partial
-// result that a cluster (forward_combine.h), the CTA that finishes last (forward_chunk_combine.h)
-// or the combine kernel merges.
+// Afterwards the rows are normalised. They leave through the shared memory of Q, or as a partial
+// result that is combined by a cluster (forward_combine.h), by the CTA that finishes last
+// (forward_chunk_combine.h) or by the combine kernel.
 #pragma once
 
 #include <cfloat>
@@ -96,9 +97,9 @@ struct Products {
 #pragma unroll
     for (int group = 0; group < kSteps / kInCore; group += kGroups) {
       const int begin = group * kInCore;
-      Scores<C> part[kGroups];
+      Scores<C> partial[kGroups];
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) part[g].fill(0.0f);
+      for (int g = 0; g < kGroups; ++g) partial[g].fill(0.0f);
 #pragma unroll
       for (int step = begin; step < begin + kInCore; step += kWide) {
         tile::Fragment<Element> a[kGroups * kWide][kRows];
@@ -126,8 +127,8 @@ struct Products {
               for (int m = 0; m < kRows; ++m) {
 #pragma unroll
                 for (int n = 0; n < 2 * kKeysAtOnce; ++n) {
-                  tile::multiply_term<Arch>(part[g / kWide].x[m][2 * j + n], a[g][m], b[g][n / 2],
-                                            n % 2, term);
+                  tile::multiply_term<Arch>(partial[g / kWide].x[m][2 * j + n], a[g][m],
+                                            b[g][n / 2], n % 2, term);
                 }
               }
             }
@@ -138,9 +139,9 @@ struct Products {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         if (group + g == 0)
-          s = part[g];
+          s = partial[g];
         else
-          s.add(part[g], 0);
+          s.add(partial[g], 0);
       }
     }
   }
@@ -167,8 +168,8 @@ struct Products {
       }
 #pragma unroll
       for (int j = 0; j < kColumns; j += kColumnsAtOnce) {
-        tile::Sums<kRows, 2 * kColumnsAtOnce> part;
-        part.fill(0.0f);
+        tile::Sums<kRows, 2 * kColumnsAtOnce> partial;
+        partial.fill(0.0f);
 #pragma unroll
         for (int i = 0; i < kInCore; ++i) {
           tile::Fragment<Element> b[kColumnsAtOnce];
@@ -179,14 +180,14 @@ struct Products {
             for (int m = 0; m < kRows; ++m) {
 #pragma unroll
               for (int n = 0; n < 2 * kColumnsAtOnce; ++n) {
-                float (&sum)[4] = kOne ? o.x[m][2 * j + n] : part.x[m][n];
+                float (&sum)[4] = kOne ? o.x[m][2 * j + n] : partial.x[m][n];
                 tile::multiply_term<Arch>(sum, a[i][m], b[n / 2], n % 2, term);
               }
             }
           }
         }
         if (!kOne) {
-          o.add(part, 2 * j);
+          o.add(partial, 2 * j);
           load_ahead_between(begin * kColumns + j * kInCore, kSteps * kColumns, load_ahead);
         }
       }
@@ -449,12 +450,11 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   const LanePosition position = lane_position<C>();
   const float weight = (dropout ? general.dropout.keep_scale : 1.0f) * value_factor;
   // The fast forms of decoding cannot afford the test for scores beyond the exponents of fp32.
-  constexpr bool kRecomputesRows = !C::kWarpPipeline;
-  auto result = finish_rows<typename C::Element, kRecomputesRows>(
-      p, saved, position, softmax.m, softmax.l, weight,
-      [&] { return unit_of_scores<C>(p, saved); });
-  if constexpr (kRecomputesRows)
-    mark_rows_to_recompute<C>(problem, saved, position, softmax, result);
+  constexpr bool kExactRows = !C::kWarpPipeline;
+  auto result =
+      finish_rows<typename C::Element, kExactRows>(p, saved, position, softmax.m, softmax.l, weight,
+                                                   [&] { return unit_of_scores<C>(p, saved); });
+  if constexpr (kExactRows) mark_rows_to_recompute<C>(problem, saved, position, softmax, result);
   if constexpr (C::kWarpSplits > 1 && C::kPaged) {
     if (!saved_q_tile<C>(kWarpSplitBytes<C>).sequence.fits) [[unlikely]]
       mark_pages_invalid<C>(own);
@@ -491,7 +491,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   ptx::sync_warp();
   store_outputs<C>(problem, saved, q);
   store_lse(problem, saved, position, result);
-  if constexpr (kRecomputesRows) recompute_rows<C>(problem, saved, position, result);
+  if constexpr (kExactRows) recompute_rows<C>(problem, saved, position, result);
 }
 
 }  // namespace tilewise::cuda::mma_sync

@@ -19,7 +19,7 @@ struct CombineBuffer {
   int parity;
 };
 
-// A row of a partial result: its sums as vectors of 16 bytes, then its lse.
+// A row of a partial result: split_weight sums as vectors of 16 bytes, then split_weight lse.
 template <class C>
 inline constexpr int kPartialVectors = C::kHeadDim / 4;
 template <class C>
@@ -28,8 +28,8 @@ template <class C>
 inline constexpr int kMaxCombineBytes =
     (C::kForward.rows() + kMaxClusterSplits - 1) * kPartialRowBytes<C>;
 
-// Calls visit(h, byte, x) for each 16 bytes that the lane has of its row (0, h), which belong at
-// that byte of the row's partial result.
+// Calls visit(h, byte, x) for each 16 bytes that the lane has of split_weight row (0, h), which
+// belong at that byte of the row's partial result.
 template <class C, class Visit>
 TILEWISE_DEVICE void visit_partial_rows(const LanePosition& position, const Outputs<C>& o,
                                         const RowResults<1>& result, int32_t rows,
@@ -109,9 +109,9 @@ class RowCombine {
         uint32_t x[4] = {};
         if (split < q_tile_.splits && vector < kVectors)
           ptx::ld_shared_v4_b32(x, partial(partials, split) + static_cast<uint32_t>(vector * 16));
-        const float its = ptx::shuffle(weight, split);
+        const float split_weight = ptx::shuffle(weight, split);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) sum[i][j] = Weights::add(sum[i][j], its, x[j]);
+        for (int j = 0; j < 4; ++j) sum[i][j] = Weights::add(sum[i][j], split_weight, x[j]);
       }
     }
 #pragma unroll
@@ -134,9 +134,10 @@ class RowCombine {
   uint32_t stride_;
 };
 
-// The splits of a tile divide its rows: row r is combined by split r % splits, to which all splits
-// send theirs straight from registers. By then no CTA reads its stages any more, so they receive
-// the partial results, and one of the barriers counts the bytes. CTAs without a split have exited.
+// The splits of a tile divide split_weight rows: row r is combined by split r % splits, to which
+// all splits send theirs straight from registers. By then no CTA reads split_weight stages any
+// more, so they receive the partial results, and one of the barriers counts the bytes. CTAs without
+// a split have exited.
 template <class C>
 class ClusterCombine {
  public:
@@ -156,19 +157,19 @@ class ClusterCombine {
     if (rows_ > 0 && ptx::elect_one())
       ptx::mbarrier_arrive_expect_tx(buffer_.barrier, rows_ * splits_ * kRowBytes);
     ptx::SharedAddress to[2];
-    ptx::SharedAddress landed[2];
+    ptx::SharedAddress barrier[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int32_t local_row = local_row_of(position.row(0, h));
       const int32_t owner = position.row(0, h) - local_row * splits_;
       to[h] = ptx::map_to_rank(partial(local_row, split_), owner);
-      landed[h] = ptx::map_to_rank(buffer_.barrier, owner);
+      barrier[h] = ptx::map_to_rank(buffer_.barrier, owner);
     }
     ptx::barrier_cluster_wait();
-    visit_partial_rows<C>(position, o, result, q_tile_.rows.count,
-                          [&](int h, int byte, const uint32_t (&x)[4]) {
-                            ptx::st_async_v4_b32(to[h] + static_cast<uint32_t>(byte), x, landed[h]);
-                          });
+    visit_partial_rows<C>(
+        position, o, result, q_tile_.rows.count, [&](int h, int byte, const uint32_t (&x)[4]) {
+          ptx::st_async_v4_b32(to[h] + static_cast<uint32_t>(byte), x, barrier[h]);
+        });
   }
 
   TILEWISE_DEVICE void store() const {

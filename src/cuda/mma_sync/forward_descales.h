@@ -34,8 +34,8 @@ struct RowDescales {
 struct UniformScale {
   float x;
 
-  template <class Units>
-  TILEWISE_DEVICE UniformScale(float scale, const Units&) : x(scale) {}
+  template <class Descales>
+  TILEWISE_DEVICE UniformScale(float scale, const Descales&) : x(scale) {}
   TILEWISE_DEVICE float at(int, int) const { return x; }
 };
 template <int kRows>

@@ -7,7 +7,7 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// The rows of a warp whose m and l do not determine their sums get `lost_lse`.
+// Marks the rows of a warp whose m and l do not determine their result: they get `lost_lse`.
 template <class C>
 TILEWISE_DEVICE void mark_rows_to_recompute(const Problem& p, const QueryTile& q_tile,
                                             const LanePosition& position,
@@ -40,28 +40,28 @@ TILEWISE_COLD void write_exact_row(const Problem& p, const QueryTile& q_tile, in
   }
 }
 
-// Computes those rows after the others have been stored.
+// Recomputes the marked rows after the others have been stored.
 template <class C>
 TILEWISE_DEVICE void recompute_rows(const Problem& p, const QueryTile& q_tile,
                                     const LanePosition& position,
                                     const RowResults<C::kForward.warp_rows / 16>& result) {
-  uint32_t lost = 0;  // one bit per row of this lane
+  uint32_t marked = 0;  // one bit per row of this lane
 #pragma unroll
   for (int i = 0; i < C::kForward.warp_rows / 16; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (common::is_lost_lse(result.lse[i][h]) && position.row(i, h) < q_tile.rows.count)
-        lost |= 1u << (2 * i + h);
+        marked |= 1u << (2 * i + h);
     }
   }
-  if (!ptx::any(lost != 0)) [[likely]]
+  if (!ptx::any(marked != 0)) [[likely]]
     return;
   ptx::fence_device();
   const int32_t first = uniform(position.row0);
 #pragma unroll 1
   for (int32_t r = 0; r < C::kForward.warp_rows; ++r) {
-    const uint32_t its = ptx::shuffle(lost, r % 8 * 4);
-    if ((its >> (r / 8) & 1u) != 0) write_exact_row<C>(p, q_tile, first + r);
+    const uint32_t owner_marked = ptx::shuffle(marked, r % 8 * 4);
+    if ((owner_marked >> (r / 8) & 1u) != 0) write_exact_row<C>(p, q_tile, first + r);
   }
 }
 

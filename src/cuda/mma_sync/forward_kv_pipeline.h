@@ -132,7 +132,7 @@ class KeyStream {
   }
 
   // Rows that a warp copies in a pass, when they follow each other; otherwise 0. Each lane looks up
-  // the page of one row of the next passes, so that no page is looked up by several lanes.
+  // the page of one row of the next passes, so that no row is looked up by several lanes.
   static constexpr int kWarpRows = [] {
     if constexpr (requires { Lanes::kRowsPerPass; })
       return max(1, ptx::kWarpSize / Lanes::kStride);
@@ -284,7 +284,7 @@ class KvPipeline {
   }
   TILEWISE_DEVICE ptx::SharedAddress keys() const { return read_; }
   TILEWISE_DEVICE ptx::SharedAddress values() const { return read_; }
-  // they are copied as 0
+  // Nothing to do: rows past the last key are copied as 0.
   TILEWISE_DEVICE void zero_values_past_end(const QueryTile&, int32_t) const {}
   // The stage that has been read is the next one to be written.
   TILEWISE_DEVICE void consumer_release(bool, int32_t) { read_ = after(read_); }

@@ -16,12 +16,12 @@ inline constexpr int kPrefetchBytes = kSectorsPerLane * ptx::kWarpSize * 4;
 // entries. The copies, kPrefetchBytes at `shared`, are never read.
 template <int kSectorsPerLane>
 TILEWISE_DEVICE void prefetch_pages(const Problem& p, int32_t sequence, ptx::SharedAddress shared) {
-  constexpr int kEntriesOfSector = 8;
+  constexpr int kEntriesPerSector = 8;
   const int32_t* const first = p.block_table + sequence * p.block_table_stride;
 #pragma unroll
   for (int i = 0; i < kSectorsPerLane; ++i) {
     const int sector = i * ptx::kWarpSize + ptx::lane_index();
-    const int entry = sector * kEntriesOfSector;
+    const int entry = sector * kEntriesPerSector;
     if (entry < p.block_table_width)
       ptx::cp_async_4(shared + static_cast<uint32_t>(sector * 4), first + entry, 4);
   }
@@ -32,8 +32,8 @@ TILEWISE_DEVICE void prefetch_pages(const Problem& p, int32_t sequence, ptx::Sha
 template <class C, class Lanes>
 class PageRows {
  public:
-  static constexpr int kLanesOfRow = Lanes::kStride;
-  static constexpr int kLookUps = static_cast<int>(ceil_div(Lanes::kPasses, kLanesOfRow));
+  static constexpr int kLanesPerRow = Lanes::kStride;
+  static constexpr int kLookUps = static_cast<int>(ceil_div(Lanes::kPasses, kLanesPerRow));
 
   // Tile `last` is the first one to be loaded.
   TILEWISE_DEVICE PageRows(const ForwardParams& p, const QueryTile& q_tile, int32_t last)
@@ -64,13 +64,13 @@ class PageRows {
  private:
   TILEWISE_DEVICE void look_up(const QueryTile& q_tile, int32_t tile) {
     const KvSource& kv = q_tile.sequence.kv;
-    const Lanes lanes(recent_thread<C>());
+    const Lanes lanes(opaque_thread<C>());
     // Rows of the sequence, including left padding.
     const int32_t first = static_cast<int32_t>(kv.first) + tile * C::kForward.keys;
     const int32_t end = static_cast<int32_t>(kv.first) + q_tile.tiles.keys;
 #pragma unroll
     for (int i = 0; i < kLookUps; ++i) {
-      const int32_t row = first + lanes.row_of(lanes.chunk + i * kLanesOfRow);
+      const int32_t row = first + lanes.row_of(lanes.chunk + i * kLanesPerRow);
       rows_[i] = size_.remainder(row);
       pages_[i] = 0;
       if (has_tile(tile) && row < end) {
@@ -123,7 +123,7 @@ class PageStream {
 
   // Before the loop: copies the whole tile, of which the first `left` rows exist.
   TILEWISE_DEVICE void copy_whole(ptx::SharedAddress stage, int32_t left) const {
-    const Lanes lanes(recent_thread<C>());
+    const Lanes lanes(opaque_thread<C>());
 #pragma unroll
     for (int pass = 0; pass < Lanes::kPasses; ++pass)
       copy_row(stage, lanes, pass, lanes.row_of(pass) < left);
@@ -131,7 +131,7 @@ class PageStream {
 
   // In the loop: copies part `part` of the tile, or zeros when it is not `wanted`.
   TILEWISE_DEVICE void copy(ptx::SharedAddress stage, bool wanted, int part) const {
-    const Lanes lanes(recent_thread<C>());
+    const Lanes lanes(opaque_thread<C>());
 #pragma unroll
     for (int i = 0; i < Lanes::kPasses; ++i) {
       if (i / kPartPasses == part) copy_row(stage, lanes, i, wanted);
@@ -140,12 +140,12 @@ class PageStream {
 
  private:
   static constexpr int kPerChunk = 16 / Element::kBytes;
-  static constexpr int kLanesOfRow = Rows::kLanesOfRow;
+  static constexpr int kLanesPerRow = Rows::kLanesPerRow;
 
   TILEWISE_DEVICE void copy_row(ptx::SharedAddress stage, const Lanes& lanes, int pass,
                                 bool wanted) const {
     const uint32_t chunks =
-        ptx::shuffle_within<kLanesOfRow>(row_offsets_[pass / kLanesOfRow], pass % kLanesOfRow);
+        ptx::shuffle_within<kLanesPerRow>(row_offsets_[pass / kLanesPerRow], pass % kLanesPerRow);
     if (!lanes.has(pass)) return;
     const char* const row = base_ + int64_t{static_cast<int32_t>(chunks)} * 16;
 #pragma unroll

@@ -19,7 +19,7 @@ TILEWISE_DEVICE int row_thread() {
   return C::kWarpSplits > 1 ? ptx::lane_index() : ptx::thread_index();
 }
 template <class C>
-TILEWISE_DEVICE int recent_thread() {
+TILEWISE_DEVICE int opaque_thread() {
   return static_cast<int>(ptx::opaque(static_cast<uint32_t>(row_thread<C>())));
 }
 
@@ -59,10 +59,10 @@ class PackedRows {
   static constexpr int kAtOnce = C::kWarpPipeline ? 4 : 1;  // passes in flight
 
   TILEWISE_DEVICE PackedRows(const QueryTile& q_tile, const tilewise_tensor& view)
-      : lanes(recent_thread<C>() % ptx::kWarpSize),
-        first_(recent_thread<C>() / ptx::kWarpSize * kRows),
+      : lanes(opaque_thread<C>() % ptx::kWarpSize),
+        first_(opaque_thread<C>() / ptx::kWarpSize * kRows),
         left_(q_tile.rows.count - first_ - lanes.row) {
-    const int own = recent_thread<C>() % kRows;
+    const int own = opaque_thread<C>() % kRows;
     offset_ = q_tile.offset(view, first_ + own) * C::Element::kBytes;
   }
 

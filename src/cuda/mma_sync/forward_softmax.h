@@ -16,7 +16,7 @@ namespace tilewise::cuda::mma_sync {
 // Computed where it is used; it would otherwise occupy registers throughout the loop.
 template <class C>
 TILEWISE_DEVICE LanePosition lane_position() {
-  return LanePosition::of(recent_thread<C>(), C::kForward.warp_rows);
+  return LanePosition::of(opaque_thread<C>(), C::kForward.warp_rows);
 }
 
 template <class C>
@@ -69,9 +69,9 @@ struct RowSoftmax {
   // rare; each time costs a pass over the output.
   static constexpr float kSlack = 8.0f;
 
-  // The largest weight is 2^kFirst when the maximum has just been raised. F16 has no number below
-  // 2^-24, which would lose keys of BF16 queries among a million; with a float8 cache weights reach
-  // 2^15.
+  // When the maximum has been raised, the largest weight is 2^kFirst. F16 has no number below
+  // 2^-24, so that among a million keys the small weights of BF16 queries would be lost; with a
+  // float8 cache, weights therefore go up to 2^15.
   static constexpr float kFirst = C::kFloat8 ? 7.0f : 0.0f;
   using Scale = std::conditional_t<C::kFloat8 && !C::kGeneral, RowScales<kRows>, UniformScale>;
 
@@ -79,8 +79,8 @@ struct RowSoftmax {
   float l[kRows][2];
   Scale scale;  // positive
 
-  template <class Units>
-  TILEWISE_DEVICE RowSoftmax(float log2_scale, const Units& descales)
+  template <class Descales>
+  TILEWISE_DEVICE RowSoftmax(float log2_scale, const Descales& descales)
       : scale(log2_scale, descales) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {

@@ -53,7 +53,7 @@ TILEWISE_DEVICE void store_outputs(const Problem& p, const QueryTile& q_tile,
   constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
   constexpr int kPerChunk = 16 / Element::kBytes;
   using Lanes = typename PackedRows<C>::Lanes;
-  const int thread = recent_thread<C>();
+  const int thread = opaque_thread<C>();
   const Lanes lanes(thread % ptx::kWarpSize);
   const int columns = static_cast<int>(p.head_dim_v);
   const int row0 = thread / ptx::kWarpSize * C::kForward.warp_rows;

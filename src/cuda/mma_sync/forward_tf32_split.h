@@ -54,7 +54,7 @@ class Tf32SplitPipeline {
   TILEWISE_DEVICE void consumer_wait() const { ptx::sync_block(); }
   TILEWISE_DEVICE ptx::SharedAddress keys() const { return base_; }
   TILEWISE_DEVICE ptx::SharedAddress values() const { return base_ + 2 * kTileBytes; }
-  // they are copied as 0
+  // Nothing to do: rows past the last key are copied as 0.
   TILEWISE_DEVICE void zero_values_past_end(const QueryTile&, int32_t) const {}
   TILEWISE_DEVICE void consumer_release(bool, int32_t) {}
 
@@ -63,7 +63,7 @@ class Tf32SplitPipeline {
   // then, and they belong to the other tensor.
   TILEWISE_DEVICE void load_ahead(bool scores, int32_t tile, int part) {
     if (part == 0) tile::wait<Arch, 1>();
-    const Lanes lanes(recent_thread<C>());
+    const Lanes lanes(opaque_thread<C>());
 #pragma unroll
     for (int pass = part * Stream::kPartPasses; pass < (part + 1) * Stream::kPartPasses; pass += 2)
       split(scores, lanes, pass);

@@ -13,8 +13,8 @@ TILEWISE_DEVICE int32_t tail_box_rows(int32_t left) {
 }
 
 // Rows of a sequence are contiguous, so one box holds a tile; its coordinates are a row and the
-// index of the sequence. The tile that contains the last key is loaded in smaller tail boxes, and
-// those past the last key are omitted: they would be half a tile to read on average.
+// index of the sequence. The tile that contains the last key is loaded in smaller tail boxes,
+// without those past the last key, which would cost half a tile of reads on average.
 template <class C>
 class ContiguousCoordinates {
  public:

@@ -94,9 +94,9 @@ class WarpPipeline {
   // Tiles before `first` will not be loaded. The first tile of a second warp may be one of them; if
   // its loads have been issued, they are waited for, because its stages are written again.
   TILEWISE_DEVICE void narrow_to(int32_t first) {
-    const bool has_asked = last_ >= first_;
+    const bool loads_issued = last_ >= first_;
     first_ = uniform(first);
-    if (C::kWarpSplits == 1 || !has_asked || last_ >= first_) return;
+    if (C::kWarpSplits == 1 || !loads_issued || last_ >= first_) return;
     ptx::mbarrier_wait_parity(barrier(0), 0);
     ptx::mbarrier_wait_parity(barrier(1), 0);
   }
