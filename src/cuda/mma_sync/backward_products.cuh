@@ -36,7 +36,7 @@ class RowProduct {
   template <class Between>
   TILEWISE_DEVICE void add(Sums& d, ptx::SharedAddress a, ptx::SharedAddress b,
                            Between&& between) const {
-    // operands of b: 16 queries, or 8 of two steps
+    // Operands of b: 16 queries each, or the same 8 for two steps.
     constexpr int kColumns = max(1, Plan::kWarpQueries / 16);
     constexpr int kAbreast = min(kColumns, kAtOnce<Element, 4>);
     constexpr int kGroups = kAtOnce<Element, 4 * kAbreast>;

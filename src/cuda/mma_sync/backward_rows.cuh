@@ -70,8 +70,8 @@ class RowPointer {
     if constexpr (C::kGeneral) aligned_ = rows_aligned(view, columns, Plan::kBytes);
   }
 
-  // Copies a tile and moves on to the next one. Rows past the last, which is `rows` after this
-  // thread's first row, and columns past the last become 0.
+  // Copies a tile and moves on to the next one. `rows` rows from this thread's first row on are
+  // valid; rows after these and columns past the last become 0.
   TILEWISE_DEVICE void copy(ptx::SharedAddress to, const tilewise_tensor& view, const Lanes& lanes,
                             int32_t rows) {
 #pragma unroll

@@ -14,7 +14,7 @@ namespace tilewise::cuda::mma_sync {
 template <class C>
 using ScoreSums = tile::Sums<2, BackwardPlan<C>::kWarpQueries / 8>;
 
-// The band as seen from the keys of a lane: which queries, counted from `row` on, see them.
+// The band as seen from the keys of a lane: the queries, counted from `row` on, that see them.
 template <class C>
 class KeyMask {
   using Plan = BackwardPlan<C>;
@@ -134,7 +134,7 @@ class GeneralScores {
     start_head(p, s, head);
   }
   TILEWISE_DEVICE void start_head(const Problem& p, const Sequence& s, int64_t head) {
-    // After the last head there is no other; what is read then is not used.
+    // After the last head the values read here are not used.
     head_ = ScoreMod::row(p, s, 0, min<int64_t>(head, p.heads_q - 1));
   }
 
