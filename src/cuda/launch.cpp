@@ -1,4 +1,4 @@
-// The launches that both passes and the cache share.
+// Launches and checks that forward, backward and cache share.
 #include "cuda/launch.h"
 
 #include <atomic>
@@ -10,7 +10,7 @@
 namespace tilewise::cuda {
 namespace {
 
-// Before anything of the check is launched: it would become a part of the graph.
+// Called before the check launches anything, which would become part of the captured graph.
 void refuse_capture(Stream stream) {
   if (!is_captured(stream)) return;
   throw InvalidArgument(

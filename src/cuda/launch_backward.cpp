@@ -1,5 +1,5 @@
-// The launches of a backward: [index check] [prepare] row statistics, keys, rows [second pass]
-// [dbias] [dsinks] [sums].
+// The launches of a backward: [index check] [prepare] row statistics, keys (dK, dV), rows (dQ) [NaN
+// recompute] [dbias] [dsinks] [sums].
 #include "cuda/common/kernels.h"
 #include "cuda/index_errors.h"
 #include "cuda/launch.h"
@@ -37,13 +37,13 @@ BackwardParams main_params(const Problem& p, const Gradients& g, const Plan& pla
   return params;
 }
 
-// Returns the problem that the kernels after it are given.
+// Launches the prepare kernel. Returns the problem for the kernels that follow.
 Problem prepare_all(const Problem& p, const Gradients& g, const Plan& plan,
                     const BackwardWorkspace& regions, void* workspace) {
   common::PrepareParams prepared = common::prepare_backward(p, g);
   if (is_varlen_k(p)) {
     prepared.order = {regions.table.in<TileOrder::Entry>(workspace), common::OrderTask::Of::keys,
-                    plan.tile_k, 1};
+                      plan.tile_k, 1};
   }
   common::fit(prepared, common::FitTask::backward(p, regions.fit.in<int32_t>(workspace)),
               has_uniform_sequences(p) ? nullptr : index_record(p.device_index));
@@ -52,7 +52,7 @@ Problem prepare_all(const Problem& p, const Gradients& g, const Plan& plan,
   return prepared.fitted;
 }
 
-// Records and row statistics, then keys.
+// Tile descriptors and row statistics in one kernel, then dK, dV and the dQ sums.
 void launch_wgmma(const Problem& p, const Gradients& g, const Plan& plan,
                   const BackwardParams& main) {
   const int32_t cluster = plan.kernel_set->backward_tile.cluster_size;
@@ -64,22 +64,22 @@ void launch_wgmma(const Problem& p, const Gradients& g, const Plan& plan,
   params.v = map_of_keys(p, p.v, p.head_dim_v, plan.tile_k / cluster);
   const FormKernels& kernels = plan.kernel_set->form(plan.form);
   const int64_t descriptor_ctas = ceil_div(plan.blocks * cluster, kernels.prepare.threads);
-  launch(kernels.prepare, descriptor_ctas + row_blocks(p, plan) * plan.kernel_set->prepare_splits, p.stream,
-         main);
+  launch(kernels.prepare, descriptor_ctas + row_blocks(p, plan) * plan.kernel_set->prepare_splits,
+         p.stream, main);
   const int64_t grid = params.tile_counter == nullptr
                            ? plan.blocks * cluster
                            : min<int64_t>(plan.blocks, gpu(p.device_index).sm_count);
   launch(kernels.tma_backward, grid, p.stream, params, Start::dependent);
 }
 
-// dK, dV and, from sums or directly, dQ.
+// Computes dK, dV and dQ.
 void main_gradients(const Problem& p, const Gradients& g, const Plan& plan,
                     const BackwardParams& params) {
   const bool keys = g.dk.data != nullptr || g.dv.data != nullptr;
   const bool rows = g.dq.data != nullptr || g.dscale != nullptr;
   const int64_t row_tiles = row_blocks(p, plan);
   const FormKernels& kernels = plan.kernel_set->form(plan.form);
-  // The sums of dQ come from the kernel of the keys; simt computes rows and keys apart.
+  // dQ is accumulated by the kernel of the keys, except in simt, whose passes are separate.
   const bool separate_passes = plan.family == Family::simt;
   if (!keys && !rows) return;
   if (plan.family == Family::wgmma) {
@@ -90,7 +90,8 @@ void main_gradients(const Problem& p, const Gradients& g, const Plan& plan,
   }
   const bool dependent = plan.family == Family::wgmma;
   if (rows) {
-    launch(kernels.finish, row_tiles, p.stream, params, dependent ? Start::dependent : Start::in_order);
+    launch(kernels.finish, row_tiles, p.stream, params,
+           dependent ? Start::dependent : Start::in_order);
   }
   if (plan.nan_recompute == nullptr) return;
   const FormKernels& recompute = plan.nan_recompute->form(Form::general);

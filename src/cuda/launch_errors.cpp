@@ -1,4 +1,5 @@
-// The sentences about index arrays at fault, and the record in which kernels leave the first one.
+// Error sentences for faults of index arrays, and the record in which kernels leave the first
+// fault.
 #include <array>
 #include <atomic>
 
@@ -9,7 +10,8 @@
 namespace tilewise::cuda {
 namespace {
 
-// The fault of the sequence that a kernel has put down: the arrays are what was read of them.
+// The fault that a kernel recorded. If the record has only a sequence, the sequence is checked
+// again with the entries of the index arrays that the kernel read.
 IndexFault recorded_fault(IndexRecord& record) {
   if (record.fault.any()) return record.fault;
   Problem p = record.problem;
@@ -33,7 +35,7 @@ std::string entry(const IndexFault& r) {
   return text.append(std::to_string(r.index)).append("] is ").append(std::to_string(r.value));
 }
 
-// Of the names that share a rule.
+// Sentences of rules that several arrays share.
 std::string decreases(const char* name, const IndexFault& r) {
   return name + entry(r) + ": it must not be less than the entry before it, " +
          std::to_string(r.allowed);
@@ -43,7 +45,7 @@ std::string exceeds(const char* name, const IndexFault& r, const char* rows) {
          std::to_string(r.allowed);
 }
 
-// The sentences of capi/validate_append.cpp.
+// The same sentences as in capi/validate_append.cpp.
 std::string sentence_of_append(const IndexFault& r) {
   const std::string index = entry(r);
   const std::string allowed = std::to_string(r.allowed);
@@ -77,7 +79,7 @@ std::string sentence_of_append(const IndexFault& r) {
 
 }  // namespace
 
-// The sentences of capi/validate_entries.cpp.
+// The same sentences as in capi/validate_entries.cpp.
 std::string sentence(const IndexFault& r) {
   const std::string index = entry(r);
   const std::string allowed = std::to_string(r.allowed);
@@ -161,7 +163,7 @@ IndexError last_index_error(int32_t device_index, IndexFault* fault) {
   read_and_clear(&record, index_record(device_index), sizeof(record));
   *fault = record.state != 0 ? recorded_fault(record) : IndexFault{};
   if (!fault->any()) return {};
-  // Every sentence begins with the name of the array or the bound.
+  // Every sentence begins with the name of the array or of the bound.
   const std::string text = sentence(*fault);
   return {text.substr(0, text.find_first_of("[ ")), text};
 }

@@ -1,4 +1,4 @@
-// The launches of a forward: [index check] [prepare] main [combine] [second pass].
+// The launches of a forward: [index check] [prepare] main [combine] [NaN recompute].
 #include <numeric>
 
 #include "cuda/common/kernels.h"
@@ -41,7 +41,7 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardWorks
   return params;
 }
 
-// A grid of as many blocks as the GPU runs at once, which share the work.
+// Launches a persistent wgmma kernel: one CTA per SM, which computes many tiles.
 void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& main,
                        int32_t* counter, int32_t* prepared) {
   constexpr int32_t kRowsOfWarpgroup = 64;
@@ -65,7 +65,7 @@ void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& 
          counter != nullptr ? Start::dependent : Start::in_order);
 }
 
-// A block for each work, with maps of K and V.
+// Launches a decode kernel that loads K and V by TMA, with one CTA per tile and split or chunk.
 void launch_tma_decode(const Problem& p, const Plan& plan, const ForwardParams& main, Start start) {
   TmaForwardParams params;
   static_cast<ForwardParams&>(params) = main;
@@ -93,12 +93,12 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
   common::PrepareParams prepared = common::prepare_forward(p);
   if (regions.table.bytes > 0) {
     prepared.order = {regions.table.in<TileOrder::Entry>(workspace), common::OrderTask::Of::rows,
-                    plan.tile_q, plan.pack};
+                      plan.tile_q, plan.pack};
   }
   IndexRecord* const record = has_uniform_sequences(p) ? nullptr : index_record(p.device_index);
   common::fit(prepared, common::FitTask::forward(p, regions.fit.in<int32_t>(workspace)), record);
   prepared.fills[0] = {regions.tile_counter.in<void>(workspace), regions.tile_counter.bytes};
-  // Beside its blocks those of decoding would be spread unevenly: see choose_pdl_trigger.
+  // CTAs of a decode would spread unevenly beside those of the prepare kernel (choose_pdl_trigger).
   const Start start = prepare(prepared, p.stream) ? Start::in_order : Start::dependent;
 
   ForwardParams params = main_params(prepared.fitted, plan, regions, workspace);
@@ -118,7 +118,7 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
     launch(kernel, common::combine_blocks(params), p.stream, params, Start::dependent);
   }
   if (plan.nan_recompute == nullptr) return;
-  // The same tiles, each with all of its keys.
+  // The recompute has the same tiles, each with all of its keys.
   params.order.splits = 1;
   params.split_rule = {};
   launch(plan.nan_recompute->form(Form::general).forward,

@@ -30,7 +30,7 @@ void list_launch(const void* function) {
   static std::set<const void*> listed;
   const std::lock_guard<std::mutex> lock(mutex);
   if (!listed.insert(function).second) return;
-  // Opened anew each time: a process that a test ends, or one that forks, loses nothing.
+  // The file is opened for each line, so that killed and forked processes lose nothing.
   std::ofstream file(folder() + "/" + std::to_string(getpid()), std::ios::app);
   file << kernel_symbol(function) << '\n';
 }

@@ -1,4 +1,4 @@
-// How TMA reads the tensors of a problem.
+// Tensor maps of a problem's tensors.
 #include "cuda/launch.h"
 #include "cuda/plan_shape.h"
 
@@ -11,7 +11,7 @@ struct Sizes {
   int64_t heads;
 };
 
-// A size of 0 becomes 1: such a map is never read, but the driver has to accept it.
+// A size of 0 becomes 1: no kernel reads such a map, but the driver has to accept it.
 TensorMap map_of(const Problem& p, const tilewise_tensor& view, const Sizes& sizes,
                  int64_t element_bytes, int64_t columns, int32_t box_rows) {
   constexpr int64_t kUnusedStride = 16;
@@ -20,7 +20,7 @@ TensorMap map_of(const Problem& p, const tilewise_tensor& view, const Sizes& siz
   for (const void* data : {view.data, p.q.data, p.k.data}) {
     if (shape.data == nullptr) shape.data = data;
   }
-  if (shape.data == nullptr) return {};  // no rows and no keys: nothing runs
+  if (shape.data == nullptr) return {};  // no rows and no keys: no kernel runs
   shape.columns = columns;
   shape.rows = max<int64_t>(1, sizes.rows);
   shape.heads = sizes.heads;

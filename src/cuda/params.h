@@ -106,9 +106,9 @@ struct ChunkArrivals {
   TILEWISE_FN static constexpr bool is_of(uint64_t state, uint64_t launch) {
     return (state ^ launch) >> (2 * kCountBits) == 0;
   }
-  // What chunk `index` of a tile adds to the state. `position` is its number among all chunks of
-  // the batch except the first ones of the sequences; a tile's chunks from 1 on have consecutive
-  // numbers.
+  // The summand by which chunk `index` of a tile increases the state. `position` is its number
+  // among all chunks of the batch except the first ones of the sequences; a tile's chunks from 1 on
+  // have consecutive numbers.
   TILEWISE_FN static constexpr uint64_t arrival(int32_t index, int32_t position) {
     return 1 + (index == 1 ? static_cast<uint64_t>(position) << kCountBits : 0);
   }

@@ -49,7 +49,7 @@ int32_t choose_warps_per_tile(const Problem& p, const Plan& plan, const Gpu& gpu
 // Stages of each warp's pipeline; 0: as many as fit.
 int32_t choose_stages(const Plan& plan, const Gpu& gpu, int64_t blocks);
 
-// Which CTAs of the grid have a chunk. `tiles` is the maximum number of key tiles of a sequence.
+// Places chunks on the CTAs of the grid. `tiles` is the maximum number of key tiles of a sequence.
 CtaPlacement place_chunks(const Plan& plan, const Gpu& gpu, int64_t tiles);
 
 // Number of splits, which all have the same number of key tiles.

@@ -1,4 +1,5 @@
-// The CUDA runtime, linked statically: without a driver the library loads and reports no GPU.
+// Calls of the CUDA runtime, which is linked statically: without a driver the library loads and
+// reports no GPU.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
@@ -15,20 +16,20 @@ namespace {
 
 void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // the next call is not to report it again
+  cudaGetLastError();  // clears the error, which the next call would report again
   throw Error(std::string(what) + ": " + cudaGetErrorString(status) + " (" +
               cudaGetErrorName(status) + ")");
 }
 
-struct Facts {
+struct GpuFacts {
   Gpu gpu;
   std::string name;
   int64_t memory_bytes = 0;
 };
 
 struct Machine {
-  std::vector<Facts> gpus;
-  std::string why;  // no GPU
+  std::vector<GpuFacts> gpus;
+  std::string why;  // the reason if there is no GPU
 };
 
 int32_t attribute(int32_t index, cudaDeviceAttr which) {
@@ -37,13 +38,13 @@ int32_t attribute(int32_t index, cudaDeviceAttr which) {
   return value;
 }
 
-// Memory moves twice a clock.
+// In GB/s. Memory transfers twice per clock (DDR).
 int32_t memory_speed(int64_t kilohertz, int64_t bits) {
   return static_cast<int32_t>(2 * kilohertz * bits / 8 / 1000000);
 }
 
-Facts describe(int32_t index) {
-  Facts facts;
+GpuFacts describe(int32_t index) {
+  GpuFacts facts;
   facts.gpu.sm = attribute(index, cudaDevAttrComputeCapabilityMajor) * 10 +
                  attribute(index, cudaDevAttrComputeCapabilityMinor);
   facts.gpu.sm_count = attribute(index, cudaDevAttrMultiProcessorCount);
@@ -62,7 +63,7 @@ std::string cuda_version(int number) {
   return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10);
 }
 
-// A driver runs what toolkits of its own major version or an older one have built.
+// A driver runs code from toolkits of its own or an older major version.
 std::string why_no_gpu(cudaError_t status) {
   int driver = 0;
   cudaDriverGetVersion(&driver);
@@ -91,7 +92,7 @@ const Machine& machine() {
   return found;
 }
 
-const Facts& facts(int32_t index) {
+const GpuFacts& facts(int32_t index) {
   const Machine& m = machine();
   if (index < 0 || index >= static_cast<int32_t>(m.gpus.size())) {
     throw Error("GPU " + std::to_string(index) + ": this machine has " +
@@ -100,17 +101,16 @@ const Facts& facts(int32_t index) {
   return m.gpus[static_cast<std::size_t>(index)];
 }
 
-// (kernel, device) pairs that may use more shared memory, or larger clusters, than every kernel
-// may: set once, without a lock. A slot holds 0 or a key; a lost race only sets the attribute
-// again.
+// Limits up to which a kernel needs no function attribute.
 constexpr int32_t kDefaultSharedBytes = 48 * 1024;
-constexpr int32_t kDefaultCluster = 8;
+constexpr int32_t kPortableClusterSize = 8;
 
-// What was found out or asked for of a function on the current device, once: a set of keys that
-// only grows, and that launches of several threads read without a lock.
-enum class Known : uintptr_t { shared_bytes, large_clusters, waits, does_not_wait };
-constexpr std::size_t kSlots = 8192;
-std::array<std::atomic<uintptr_t>, kSlots> known{};
+// A set of facts about kernels, by (kernel, device): attributes that were set and properties that
+// were queried. A lock-free hash table that only grows. An entry is 0 or a key; a lost race only
+// sets the attribute again.
+enum class KernelFact : uintptr_t { shared_bytes, large_clusters, waits, does_not_wait };
+constexpr std::size_t kTableSize = 8192;
+std::array<std::atomic<uintptr_t>, kTableSize> kernel_facts{};
 
 int current_device() {
   int device = 0;
@@ -118,21 +118,22 @@ int current_device() {
   return device;
 }
 
-uintptr_t key_of(const void* function, int device, Known what) {
-  // Addresses have 48 bits, and devices are few: the key is unique.
+uintptr_t key_of(const void* function, int device, KernelFact what) {
+  // The key is unique, because addresses have 48 bits and devices are few.
   const uintptr_t above = static_cast<uintptr_t>(what) << 8 | static_cast<uintptr_t>(device + 1);
   return reinterpret_cast<uintptr_t>(function) ^ above << 48;
 }
 
-// Whether it is there; adds it if so asked. A full table forgets.
+// Whether the table has the key. If `add`, inserts it, unless the table is full.
 bool find(uintptr_t key, bool add) {
   std::size_t slot = static_cast<std::size_t>((key * 0x9e3779b97f4a7c15u) >> 51);
-  for (std::size_t probe = 0; probe < kSlots; ++probe, slot = (slot + 1) % kSlots) {
-    uintptr_t seen = known[slot].load(std::memory_order_acquire);
-    if (seen == key) return true;
-    if (seen != 0) continue;
+  for (std::size_t probe = 0; probe < kTableSize; ++probe, slot = (slot + 1) % kTableSize) {
+    uintptr_t found = kernel_facts[slot].load(std::memory_order_acquire);
+    if (found == key) return true;
+    if (found != 0) continue;
     if (!add) return false;
-    if (known[slot].compare_exchange_strong(seen, key, std::memory_order_acq_rel) || seen == key)
+    if (kernel_facts[slot].compare_exchange_strong(found, key, std::memory_order_acq_rel) ||
+        found == key)
       return true;
   }
   return false;
@@ -141,19 +142,19 @@ bool find(uintptr_t key, bool add) {
 void allow(const void* function, int device, cudaFuncAttribute what, int32_t value) {
   const uintptr_t key =
       key_of(function, device,
-             what == cudaFuncAttributeMaxDynamicSharedMemorySize ? Known::shared_bytes
-                                                                 : Known::large_clusters);
+             what == cudaFuncAttributeMaxDynamicSharedMemorySize ? KernelFact::shared_bytes
+                                                                 : KernelFact::large_clusters);
   if (find(key, false)) return;
   check(cudaFuncSetAttribute(function, what, value), "cudaFuncSetAttribute");
   find(key, true);
 }
 
-// Whether its code waits for the launch before: not so where it was compiled for GPUs before sm_90,
-// whichever this one is.
+// Whether the kernel's code waits for the preceding launch (griddepcontrol.wait). Code compiled for
+// GPUs before sm_90 does not, on any GPU.
 bool waits_itself(const void* function, int device) {
-  const uintptr_t waits = key_of(function, device, Known::waits);
+  const uintptr_t waits = key_of(function, device, KernelFact::waits);
   if (find(waits, false)) return true;
-  const uintptr_t does_not = key_of(function, device, Known::does_not_wait);
+  const uintptr_t does_not = key_of(function, device, KernelFact::does_not_wait);
   if (find(does_not, false)) return false;
   cudaFuncAttributes attributes{};
   check(cudaFuncGetAttributes(&attributes, function), "cudaFuncGetAttributes");
@@ -162,7 +163,7 @@ bool waits_itself(const void* function, int device) {
   return result;
 }
 
-// The driver is asked for the function by name: the library has no link to libcuda.
+// The driver function is looked up by name, because the library does not link to libcuda.
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
 EncodeTiled find_encode_tiled() {
@@ -178,8 +179,8 @@ EncodeTiled find_encode_tiled() {
   return reinterpret_cast<EncodeTiled>(entry);
 }
 
-// Calls of the driver need a context, which calls of the runtime make when they need one: a thread
-// that has launched nothing may have none.
+// Driver calls need a current context. Runtime calls create one when they need it, so a thread that
+// has launched nothing may have none.
 void bind_context() { check(cudaSetDevice(current_device()), "cudaSetDevice"); }
 
 }  // namespace
@@ -282,10 +283,11 @@ void launch(const void* function, int64_t blocks, int32_t threads, int32_t share
   }
   const int device = current_device();
   const Gpu& gpu = facts(device).gpu;
-  if (shared_bytes > kDefaultSharedBytes) {  // launches of a kernel may differ
+  if (shared_bytes >
+      kDefaultSharedBytes) {  // the limit of the GPU: launches of a kernel may differ
     allow(function, device, cudaFuncAttributeMaxDynamicSharedMemorySize, gpu.shared_bytes);
   }
-  if (cluster > kDefaultCluster)
+  if (cluster > kPortableClusterSize)
     allow(function, device, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   void* arguments[] = {const_cast<void*>(params)};
   std::array<cudaLaunchAttribute, 2> attributes{};

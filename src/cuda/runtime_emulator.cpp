@@ -1,5 +1,5 @@
-// The GPU that tests/emulator puts in the place of one: described by TILEWISE_EMULATOR_SM and
-// TILEWISE_EMULATOR_MULTIPROCESSORS.
+// The runtime of builds for the emulator (tests/emulator). TILEWISE_EMULATOR_SM and
+// TILEWISE_EMULATOR_MULTIPROCESSORS describe its GPU.
 #include <dlfcn.h>
 
 #include <cstdlib>
@@ -13,10 +13,11 @@
 namespace tilewise::cuda {
 namespace {
 
-// Few multiprocessors: small problems already have more blocks than fit at once.
+// Few SMs, so that small problems already have several waves.
 constexpr int32_t kDefaultSmCount = 4;
 constexpr int32_t kL2Bytes = 4 << 20;
-// Gigabytes a second for each of them: readers of all have fewer slots than those of most.
+// GB/s. Chosen so that decodes use fewer stages when all SMs read than when most do
+// (choose_stages).
 constexpr int32_t kMemorySpeedPerSm = 32;
 
 int32_t setting(const char* variable, int32_t otherwise) {
@@ -52,7 +53,7 @@ std::string gpu_name(int32_t index) {
   return "emulated GPU (sm_" + std::to_string(gpu(index).sm) + ")";
 }
 
-int64_t gpu_memory_bytes(int32_t) { return 0; }  // that of the CPU
+int64_t gpu_memory_bytes(int32_t) { return 0; }  // not known: it is the CPU's memory
 
 std::string kernel_symbol(const void* function) {
   Dl_info info{};

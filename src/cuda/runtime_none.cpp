@@ -1,5 +1,5 @@
-// A build without CUDA: no GPU, and nothing that could be launched on one. It still plans for any
-// described GPU.
+// The runtime of builds without CUDA: no GPU, and every launch throws. Such builds can still plan
+// for a described GPU.
 #include "cuda/backend.h"
 #include "cuda/runtime.h"
 

@@ -1,4 +1,4 @@
-// Which unit and which form serve a problem.
+// Selection of the kernel set and the kernel form for a problem.
 #include "cuda/arch/hopper.h"
 #include "cuda/arch/limits.h"
 #include "cuda/common/prepare.h"
@@ -32,10 +32,11 @@ bool serves_backward(const KernelSet& kernel_set, const Gpu& gpu) {
 
 using Serves = bool (*)(const KernelSet&, const Gpu&);
 
-// The smallest head-dim tile of a tile table that holds the problem.
+// The kernel set of a tile table with the smallest head dimensions that hold the problem's.
 const KernelSet* find_smallest(const Problem& p, Family family, int32_t architecture, bool tf32,
-                          const Gpu& gpu, const Registry& registry, Serves serves) {
-  // What simt is compiled for is q, in mma_sync it is the keys: of float8 under any 16 bits.
+                               const Gpu& gpu, const Registry& registry, Serves serves) {
+  // simt is compiled per element type of q; mma_sync per element type of the keys, where those for
+  // float8 serve both 16-bit types of q.
   const int32_t dtype = family == Family::simt ? p.dtype : key_dtype(p);
   const KernelSet* best = nullptr;
   for (const KernelSet* kernel_set : registry.kernel_sets) {
@@ -45,14 +46,14 @@ const KernelSet* find_smallest(const Problem& p, Family family, int32_t architec
     if (kernel_set->head_dim < p.head_dim || kernel_set->head_dim_v < p.head_dim_v ||
         !serves(*kernel_set, gpu))
       continue;
-    const auto columns = [](const KernelSet& u) { return u.head_dim + u.head_dim_v; };
+    const auto columns = [](const KernelSet& set) { return set.head_dim + set.head_dim_v; };
     if (best == nullptr || columns(*kernel_set) < columns(*best)) best = kernel_set;
   }
   return best;
 }
 
 const KernelSet* find_in_table(const Problem& p, int32_t architecture, const Gpu& gpu,
-                          const Registry& registry, Serves serves) {
+                               const Registry& registry, Serves serves) {
   if (!registry.runs(architecture, gpu.sm)) return nullptr;
   if (p.tf32 != 0) {
     const KernelSet* kernel_set =
@@ -69,7 +70,7 @@ const KernelSet* find(const Problem& p, Family family, const Gpu& gpu, const Reg
     return find_smallest(p, Family::simt, 0, false, gpu, registry, serves);
   }
   if (family == Family::wgmma) {
-    // A forced table is one of mma_sync.
+    // A forced table is a table of mma_sync.
     constexpr int32_t kTable = arch::Sm90a::kTable;
     if (gpu.table != 0 || !registry.runs(kTable, gpu.sm)) return nullptr;
     return find_smallest(p, family, kTable, false, gpu, registry, serves);
@@ -86,7 +87,8 @@ const KernelSet* find(const Problem& p, Family family, const Gpu& gpu, const Reg
   return kernel_set;
 }
 
-// One dimension of a view: a stride of a dimension that has one entry is never used.
+// Whether the stride of one dimension of a view is a multiple of 16 bytes. The stride of a
+// dimension with one entry is never used.
 bool aligned(int64_t size, int64_t stride, int64_t element_bytes) {
   return size <= 1 || stride % (kAlignment / element_bytes) == 0;
 }
@@ -128,7 +130,8 @@ const KernelSet* find_backward(const Problem& p, const Gradients* g, Family fami
   if (family == Family::wgmma && why_not_wgmma(p, g) != nullptr) return nullptr;
   const KernelSet* kernel_set = find(p, family, gpu, registry, serves_backward);
   if (kernel_set == nullptr || family == Family::simt) return kernel_set;
-  if (nan_may_leak(p) && find_backward(p, g, Family::simt, gpu, registry) == nullptr) return nullptr;
+  if (nan_may_leak(p) && find_backward(p, g, Family::simt, gpu, registry) == nullptr)
+    return nullptr;
   const bool few_rows = arch::Sm90a::prefers_small_backward(kernel_set->head_dim, selection_rows(p),
                                                             nan_may_leak(p), !fits_plain(p, g));
   if (!few_rows || kernel_set->few_rows == nullptr || !serves_backward(*kernel_set->few_rows, gpu))
@@ -138,7 +141,7 @@ const KernelSet* find_backward(const Problem& p, const Gradients* g, Family fami
 
 namespace {
 
-// Every row that is read or written starts at a multiple of 16 bytes. Of pages: each of theirs.
+// Whether every row that is read or written, also inside pages, starts at a multiple of 16 bytes.
 bool rows_are_aligned(const Problem& p, const Gradients* g) {
   const int64_t bytes = element_bytes(p);
   const int64_t bytes_of_key = key_bytes(p);
@@ -158,16 +161,18 @@ bool rows_are_aligned(const Problem& p, const Gradients* g) {
   const auto aligned_if_given = [&](const tilewise_tensor& view, const Shape& shape) {
     return view.data == nullptr || aligned(view, shape, bytes);
   };
-  return aligned(g->dout, rows, bytes) && aligned_if_given(g->dq, rows) && aligned_if_given(g->dk, gradients) &&
-         aligned_if_given(g->dv, gradients);
+  return aligned(g->dout, rows, bytes) && aligned_if_given(g->dq, rows) &&
+         aligned_if_given(g->dk, gradients) && aligned_if_given(g->dv, gradients);
 }
 
-// What the forms of pages count in 32 bits: rows of a sequence.
+// The paged forms count the rows of a sequence in 32 bits.
 constexpr int64_t kMaxCount = int64_t{1} << 30;
 
-bool rows_fit_32_bits(const Problem& p) { return key_capacity(p) <= kMaxCount && p.page_size <= kMaxCount; }
+bool rows_fit_32_bits(const Problem& p) {
+  return key_capacity(p) <= kMaxCount && p.page_size <= kMaxCount;
+}
 
-// And the paged one: chunks of 16 bytes of a cache.
+// Form::paged also counts the 16-byte pieces of a cache in 32 bits.
 bool pages_fit_32_bits(const Problem& p) {
   const auto fits = [&](const tilewise_tensor& view) {
     const auto bytes = [&](int64_t size, int64_t stride) {
@@ -180,8 +185,8 @@ bool pages_fit_32_bits(const Problem& p) {
   return rows_fit_32_bits(p) && fits(p.k) && fits(p.v);
 }
 
-// TMA reads it: strides are 0 (an expanded dimension) or positive and below 2^40 bytes, row numbers
-// fit into 32 bits.
+// Whether TMA can read a view: strides are 0 (an expanded dimension) or positive and below 2^40
+// bytes, and row numbers fit in 32 bits.
 bool is_mappable(const tilewise_tensor& view, const Shape& shape) {
   constexpr int64_t kMaxElements = int64_t{1} << 38;
   const auto fits = [](int64_t size, int64_t stride) {
@@ -196,14 +201,15 @@ bool keys_are_mappable(const Problem& p) {
   return is_mappable(p.k, keys) && is_mappable(p.v, keys);
 }
 
-// A box lies in one page, from a multiple of its rows on, which left padding would shift.
+// A TMA box lies inside one page and starts at a multiple of its number of rows, which left padding
+// would shift.
 bool pages_are_mappable(const Problem& p) {
   const Shape pages = {p.pages, p.page_size, p.heads_kv};
   return p.leftpad_k == nullptr && rows_fit_32_bits(p) && is_mappable(p.k, pages) &&
          is_mappable(p.v, pages);
 }
 
-// A box is a page, or a tile of `keys` keys.
+// Whether each TMA box is a whole page or a tile of `keys` keys.
 bool pages_fit_boxes(const Problem& p, int64_t keys) {
   const bool pages_divide_tile = p.page_size >= kMinTmaPageRows && keys % p.page_size == 0;
   return (pages_divide_tile || p.page_size % keys == 0) && pages_are_mappable(p);
@@ -244,7 +250,8 @@ const char* why_not_wgmma(const Problem& p, const Gradients* g) {
   if (!rows_are_aligned(p, g))
     return "its copies need rows that start at multiples of 16 bytes and head dims that are "
            "multiples of 8";
-  // Every key tile is a multiple of that, and a box as many rows as divide the tile and a page.
+  // kMinTmaPageRows divides every key tile; a box has the largest number of rows that divides both
+  // the tile and the page.
   const bool paged = p.block_table != nullptr;
   if (g == nullptr && paged && p.page_size % kMinTmaPageRows != 0)
     return "its copies need pages of a multiple of 16 keys";
@@ -257,7 +264,7 @@ const char* why_not_wgmma(const Problem& p, const Gradients* g) {
 }
 
 bool nan_may_leak(const Problem& p) {
-  // The last row sees the first key, and the first row the last key, from these limits on.
+  // With larger limits the last row attends to the first key, and the first row to the last key.
   const bool left = p.window_left >= 0 && p.window_left < max_keys(p) - 1;
   const bool right = p.window_right >= 0 && p.window_right < max_rows(p) - 1;
   return left || right;

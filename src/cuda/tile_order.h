@@ -1,4 +1,4 @@
-// Which CTA of a grid computes which tile of which head of which sequence.
+// The map from the CTAs of a grid to tiles, heads and sequences.
 #pragma once
 
 #include "attention/problem.h"
