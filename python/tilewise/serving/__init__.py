@@ -1,10 +1,10 @@
 """Continuous batching of language models over a paged key/value cache.
 
-``Engine`` drives a causal language model of Transformers, many requests in one forward pass, its
-attention through the pages of one ``PagePool``; ``Service`` runs an engine in a thread of its own.
-docs/serving.md shows how the parts fit; examples/serve.py puts an HTTP server in front.
+``Engine`` runs a causal language model of Transformers on many requests per forward pass, with keys
+and values in the pages of one ``PagePool``. ``Service`` runs an engine in a thread of its own.
+docs/serving.md describes the design, and examples/serve.py is an HTTP server.
 
-Needs torch and transformers.
+The package needs torch and transformers.
 """
 
 from tilewise._requirements import require, require_version

@@ -1,10 +1,10 @@
-"""The attention that a model of Transformers calls while an engine drives it.
+"""The attention function that a model of Transformers calls while an engine runs it.
 
-Registered in Transformers' ``AttentionInterface`` under ``NAME``, without a mask function: which
-token sees which follows from the step alone, so Transformers builds no mask.
+It is registered in Transformers' ``AttentionInterface`` under ``NAME``, without a mask function:
+the step defines which tokens see each other, so Transformers builds no mask.
 
-The step reaches the layers through a context variable. Keyword arguments of the model would not do:
-the decoder layers of some models (StableLM, Nemotron) do not hand them on.
+The step reaches the layers through a context variable, because the decoder layers of some models
+(StableLM, Nemotron) do not pass keyword arguments on.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ NAME = "tilewise_serving"
 
 
 class Step(NamedTuple):
-    """One forward pass over the new tokens of B sequences, laid end to end."""
+    """One forward pass over the new tokens of B sequences, which are packed end to end."""
 
     cache: PagedCache
-    cu_seqlens: Tensor  # [B + 1] int32: where the new tokens of each sequence begin
-    lengths: Tensor  # [B] int32: tokens of each in the cache, before this step
-    seqused: Tensor  # [B] int32: the same after it
+    cu_seqlens: Tensor  # [B + 1] int32: boundaries of the new tokens of each sequence
+    lengths: Tensor  # [B] int32: tokens of each sequence in the cache before this step
+    seqused: Tensor  # [B] int32: tokens of each sequence in the cache after this step
     block_table: Tensor  # [B, width] int32
-    longest: int  # most new tokens of a sequence
-    longest_keys: int  # most tokens of a sequence after this step
+    longest: int  # largest number of new tokens of a sequence
+    longest_keys: int  # largest number of tokens of a sequence after this step
 
 
 _step: ContextVar[Step | None] = ContextVar("tilewise_serving_step", default=None)
@@ -43,7 +43,7 @@ _step: ContextVar[Step | None] = ContextVar("tilewise_serving_step", default=Non
 
 @contextlib.contextmanager
 def stepping(step: Step) -> Iterator[None]:
-    """Calls of the model inside of this block belong to the step."""
+    """Makes all calls of the model within the context belong to the step."""
     token = _step.set(step)
     try:
         yield
@@ -63,43 +63,43 @@ def paged_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Writes new keys and values into their pages and attends to all of each sequence.
+    """Writes new keys and values to their pages and attends to all keys of each sequence.
 
     Args:
-        module: The attention layer; ``layer_idx`` says whose pages are meant.
-        query: [1, Hq, T, D], T new tokens of all sequences.
+        module: The attention layer, whose ``layer_idx`` selects the pages.
+        query: [1, Hq, T, D], the T new tokens of all sequences.
         key: [1, Hkv, T, D].
         value: [1, Hkv, T, Dv].
-        attention_mask: None. The layers of some models make one of their own.
-        scaling: Factor of q.k; None: 1/sqrt(D).
-        sliding_window: Tokens that a token sees, itself included.
-        softcap: c turns a score s into c * tanh(s / c).
+        attention_mask: None. Layers of some models make a mask, which is refused.
+        scaling: Factor of q.k; None is 1 / sqrt(D).
+        sliding_window: Number of tokens that a token sees, including itself.
+        softcap: c > 0 replaces a score s by c * tanh(s / c).
         s_aux: [Hq], the sinks.
 
     Returns:
-        out [1, T, Hq, Dv], and None for the weights.
+        out [1, T, Hq, Dv], and None in place of the weights.
 
     Raises:
-        RuntimeError: the model is called outside of a step.
-        ValueError: there is a mask, which pages cannot follow.
+        RuntimeError: the model is called outside a step.
+        ValueError: there is a mask, which attention over pages does not support.
     """
     step = _step.get()
     if step is None:
         raise RuntimeError(
-            "this model belongs to a tilewise.serving.Engine; call set_attn_implementation() "
-            "with another name to use it on its own"
+            "this model belongs to a tilewise.serving.Engine: to use it on its own, call "
+            "set_attn_implementation() with another name"
         )
     if attention_mask is not None:
-        raise ValueError("the layers make an attention_mask, but must leave it None")
+        raise ValueError("the layers make an attention_mask, but it must be None")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     k_cache, v_cache = step.cache.layer(module.layer_idx, k, v)
     options: dict[str, Any] = dict(causal=True, scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
     if sliding_window is not None:
         options["window"] = (sliding_window - 1, 0)
-    no_rotation = [None] * 4  # nor rows of a batch, nor left padding
+    unused = [None] * 4  # cache row indices, left padding, rotary cosines and sines
     torch.ops.tilewise.append_kv(
         k_cache, v_cache, None, k, v, step.lengths, None, step.cu_seqlens, None,
-        step.block_table, *no_rotation, False, False,
+        step.block_table, *unused, False, False,
     )  # fmt: skip
     out = tilewise.attention_varlen(
         q, k_cache, v_cache, step.cu_seqlens, None, seqused_k=step.seqused,

@@ -28,48 +28,48 @@ _log = logging.getLogger(__name__)
 
 
 class OverloadedError(RuntimeError):
-    """All places are taken; nothing was changed. ``retry_after``: seconds until one may be free."""
+    """The engine is full. ``retry_after`` is the number of seconds until a place may be free."""
 
     def __init__(self, outstanding: int, retry_after: int) -> None:
-        super().__init__(f"{outstanding} requests are in flight, which is all this engine takes")
+        super().__init__(f"{outstanding} requests are in flight, which is the limit of this engine")
         self.retry_after = retry_after
 
 
 @dataclass
 class Completion:
-    """The whole answer to one prompt."""
+    """The complete answer to one prompt."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
-    finish: str = ""  # as of the last Output
+    finish: str = ""  # that of the last Output
     error: str | None = None
 
 
 class Engine:
-    """Generates with one model for many requests at once.
+    """Generates tokens with one model for many requests at once.
 
-    A step takes one token of every request that is decoding and fills up with parts of prompts to
-    at most ``step_tokens``: one packed forward pass. Prompts share it (``schedule.shares``), so a
-    long one does not hold up a short one. Pages are taken as sequences grow. When they run out, the
-    request that came last gives its pages back and is computed again later: nothing is lost, and no
-    request can block one that came before it.
+    A step is one packed forward pass over at most ``step_tokens`` tokens: one token of every
+    request that is decoding, and chunks of prompts in the rest. The prompts divide the rest
+    (``schedule.split_budget``), so that a long one does not delay a short one. Sequences take pages
+    as they grow. If no page is left, the request that arrived last frees its pages and is computed
+    again later, so that no tokens are lost, and no request can block an earlier one.
 
-    ``add``, ``cancel`` and ``stats`` may be called from any thread, ``step`` from one at a time.
+    ``add``, ``cancel`` and ``stats`` may be called from any thread, ``step`` by only one at a time.
 
     Args:
-        model: A causal language model of Transformers whose layers attend by
-            ``AttentionInterface``, on the device it is to run on. It is the engine's from now on.
-        tokenizer: Turns tokens into text; whatever has ``decode(tokens, skip_special_tokens=)``.
-            Without one, outputs have no text and ``stop`` is refused.
-        cache_tokens: Tokens that the pages hold in all.
-        page_size: Tokens of a page, from 1.
-        max_running: Requests that are worked on at once.
-        max_waiting: Requests beyond those that are let in.
-        step_tokens: Tokens of a forward pass, at least max_running.
+        model: A causal language model of Transformers on its device, whose layers use
+            ``AttentionInterface``. From now on it belongs to the engine.
+        tokenizer: An object with ``decode(tokens, skip_special_tokens=)``. Without it, outputs have
+            no text and ``stop`` is refused.
+        cache_tokens: Total number of tokens that fit into the pages.
+        page_size: Tokens per page, at least 1.
+        max_running: Largest number of requests that are computed at once.
+        max_waiting: Largest number of further requests that wait.
+        step_tokens: Tokens per forward pass, at least max_running.
 
     Raises:
-        TypeError: a number is no integer, or the model none of Transformers.
-        ValueError: a number is out of range, or the model attends in a way this engine does not.
+        TypeError: a number is not an integer, or the model is not one of Transformers.
+        ValueError: a number is out of range, or this engine does not support the model's attention.
     """
 
     def __init__(
@@ -83,21 +83,21 @@ class Engine:
         max_waiting: int = 64,
         step_tokens: int = 512,
     ) -> None:
-        for name, value, least, what in (
+        for name, value, minimum, what in (
             ("page_size", page_size, 1, ""),
             ("cache_tokens", cache_tokens, page_size, "page_size, "),
             ("max_running", max_running, 1, ""),
             ("max_waiting", max_waiting, 0, ""),
             ("step_tokens", step_tokens, max_running, "max_running, "),
         ):
-            if _check.integer(name, value, "an integer") < least:
-                raise ValueError(f"{name} is {value}, but must be at least {what}{least}")
+            if _check.integer(name, value, "an integer") < minimum:
+                raise ValueError(f"{name} is {value}, but must be at least {what}{minimum}")
         take_over(model)
         self.pool = PagePool(cache_tokens // page_size, page_size, max_running)
         self.cache = PagedCache(self.pool)
         self.places = max_running + max_waiting
         self.model, self.tokenizer = model, tokenizer
-        self.context = self.pool.capacity  # tokens of a sequence at most
+        self.context = self.pool.capacity  # largest number of tokens of a sequence
         positions = getattr(model.config, "max_position_embeddings", None)
         if positions:
             self.context = min(self.context, positions)
@@ -107,8 +107,8 @@ class Engine:
         self._lock = threading.Lock()
         self._next_id = 0
         self._counts: Counter[str] = Counter()
-        self._seconds_in_flight = 1.0  # of a request, on average
-        self.probe()  # makes the caches
+        self._seconds_in_flight = 1.0  # average time of a request
+        self.probe()  # allocates the caches
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -119,24 +119,24 @@ class Engine:
         deliver: Callable[[Output], None] | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Lets a request in.
+        """Adds a request.
 
         Args:
-            prompt: Tokens, at least one: a list, or a tensor or array of one dimension.
-            params: What to generate.
+            prompt: At least one token: a list, or a tensor or array of one dimension.
+            params: The sampling options.
             deliver: Called in the thread of ``step`` with each output of this request. If it
-                raises, that is logged and the request cancelled.
-            timeout: Seconds after which it ends with "timeout", wherever it is by then; None: it
-                has no deadline.
+                raises, the exception is logged and the request cancelled.
+            timeout: Seconds after which the request ends with "timeout", even if it still waits.
+                None means that it has no deadline.
 
         Returns:
             The number of the request.
 
         Raises:
-            TypeError: the prompt is no sequence of integers, or timeout no number.
-            ValueError: the prompt is not one of the model, or does not fit with max_tokens;
-                timeout is not above 0.
-            OverloadedError: as many requests are in flight as the engine takes.
+            TypeError: the prompt is not a sequence of integers, or timeout is not a number.
+            ValueError: the prompt has a token that the model does not have; prompt and max_tokens
+                exceed the context; or timeout is not above 0.
+            OverloadedError: as many requests are in flight as the engine allows.
         """
         params = params or SamplingParams()
         if timeout is not None:
@@ -144,29 +144,29 @@ class Engine:
             if not timeout > 0.0:
                 raise ValueError(f"timeout is {timeout}, but must be above 0")
         if params.stop and self.tokenizer is None:
-            raise ValueError("stop is given, but this engine has no tokenizer to find it with")
+            raise ValueError("stop is given, but this engine has no tokenizer, which it needs")
         try:
             prompt = [*map(index, prompt)]
         except TypeError:
             raise TypeError(
                 f"prompt is a {type(prompt).__name__}, but must be tokens: a sequence of integers"
             ) from None
-        asked = len(prompt) + (params.max_tokens or 1)
-        if not prompt or asked > self.context:
+        total = len(prompt) + (params.max_tokens or 1)
+        if not prompt or total > self.context:
             raise ValueError(
-                f"prompt has {len(prompt)} tokens and {params.max_tokens or 1} are to follow, but "
-                f"must have at least 1, and at most {self.context} in all"
+                f"prompt has {len(prompt)} tokens and {params.max_tokens or 1} would follow, but "
+                f"it must have at least 1, and both together at most {self.context}"
             )
         if not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
             wrong = next(t for t in prompt if not 0 <= t < self.vocabulary)
             raise ValueError(
-                f"prompt has token {wrong}, but must have those from 0 to {self.vocabulary - 1}"
+                f"prompt has token {wrong}, but tokens must be from 0 to {self.vocabulary - 1}"
             )
         text = None
         if self.tokenizer is not None:
             text = TextStream(self._decode, params.stop)
         stop = self.stop_tokens if params.stop_token_ids is None else params.stop_token_ids
-        limit = self.context if params.max_tokens is None else asked
+        limit = self.context if params.max_tokens is None else total
         with self._lock:
             self._require_place()
             self._next_id += 1
@@ -179,12 +179,12 @@ class Engine:
             return request.id
 
     def require_place(self) -> None:
-        """Raises OverloadedError unless a request would find a place now."""
+        """Raises OverloadedError if the engine has no place for another request now."""
         with self._lock:
             self._require_place()
 
     def cancel(self, request: int) -> bool:
-        """Ends a request: its pages are free at the next step. False when it is not in flight."""
+        """Ends a request, whose pages the next step frees. False if it is not in flight."""
         with self._lock:
             for s in self._scheduler.in_flight():
                 if s.id == request:
@@ -193,18 +193,18 @@ class Engine:
         return False
 
     def cancel_all(self) -> None:
-        """Ends everything in flight."""
+        """Ends all requests in flight."""
         with self._lock:
             for s in self._scheduler.in_flight():
                 s.cancelled = True
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether there are requests in flight."""
         return bool(self._scheduler.waiting or self._scheduler.running)
 
     def stats(self) -> dict[str, int]:
-        """What is in flight now, and counts since the start."""
+        """The number of requests and free pages now, and counters since the start."""
         with self._lock:
             counts = {**self._counts, "preemptions": self._scheduler.preemptions}
             return {
@@ -218,11 +218,11 @@ class Engine:
     def generate(
         self, prompts: Iterable[Tokens[int]], params: SamplingParams | None = None
     ) -> list[Completion]:
-        """Answers all prompts, as many at once as there are places.
+        """Answers all prompts, as many at once as the engine has places for.
 
         Raises:
-            TypeError, ValueError: as ``add``. Those before the refused one are cancelled then, and
-                when a step fails.
+            TypeError, ValueError: ``add`` refuses a prompt. If that happens, or if a step fails,
+                all prompts that were added are cancelled.
         """
         answers: list[Completion] = []
         requests: list[int] = []
@@ -244,38 +244,39 @@ class Engine:
     # --- one step -----------------------------------------------------------------------------
 
     def step(self) -> list[Output]:
-        """One forward pass. Returns what it gave each request that it finished a token of.
+        """Runs one forward pass. Returns an output for each request that got a token or ended.
 
-        A request that is cancelled or past its deadline ends before the pass. One whose token
-        cannot be drawn, or whose text cannot be decoded, ends with "error", alone.
+        A request that is cancelled or past its deadline ends before the pass. If the token of a
+        request cannot be drawn, or its text cannot be decoded, only this request ends, with
+        "error".
 
         Raises:
-            Exception: whatever the model raises. What is in flight stays so; see ``fail``.
+            Exception: the model raised it. All requests stay in flight; see ``fail``.
         """
         with self._lock:
             ended = self._end_due()
-        outputs = _deliver(ended)  # now: they must be told even if the pass raises
+        outputs = _deliver(ended)  # before the pass, which may raise
         with self._lock:
-            work = self._scheduler.plan()
-        tokens = self._forward(work) if work else []
+            new_tokens = self._scheduler.plan()
+        tokens = self._forward(new_tokens) if new_tokens else []
         with self._lock:
-            for s, count in work.items():
+            for s, count in new_tokens.items():
                 s.cached += count
-            complete = [s for s in work if not s.pending]
+            complete = [s for s in new_tokens if not s.pending]
             given = [(s, self._accept(s, t)) for s, t in zip(complete, tokens, strict=True)]
             for s, output in given:
                 if output.finish:
                     self._scheduler.remove(s)
                     self._account(s, output.finish)
             self._counts["generated_tokens"] += sum(o.token is not None for _, o in given)
-            self._counts["steps"] += bool(work)
+            self._counts["steps"] += bool(new_tokens)
         return outputs + _deliver(given)
 
     def fail(self, error: str = "a step failed") -> list[Output]:
-        """Ends everything in flight with "error": for whoever catches what ``step`` raised.
+        """Ends all requests in flight with "error", for callers that catch exceptions of ``step``.
 
         Args:
-            error: The sentence that the requests are given.
+            error: The sentence in the outputs of these requests.
         """
         with self._lock:
             failed = self._scheduler.clear()
@@ -284,10 +285,10 @@ class Engine:
         return _deliver([(s, s.end("error", error)) for s in failed])
 
     def probe(self) -> None:
-        """Runs the model on one token of no request, while nothing is in flight.
+        """Runs the model on one token that belongs to no request, while no request is in flight.
 
         Raises:
-            Exception: whatever the model raises.
+            Exception: the model raised it.
         """
         probe = Sequence(0, [0], 2, SamplingParams(), frozenset())
         with self._lock:
@@ -303,11 +304,11 @@ class Engine:
         outstanding = len(self._scheduler.in_flight())
         if outstanding >= self.places:
             self._counts["refused"] += 1
-            seconds = self._seconds_in_flight / outstanding  # Little's law: until one leaves
+            seconds = self._seconds_in_flight / outstanding  # until one ends, by Little's law
             raise OverloadedError(outstanding, min(60, math.ceil(seconds)))
 
     def _end_due(self) -> list[tuple[Sequence, Output]]:
-        """Takes out the requests that are cancelled or past their deadline."""
+        """Removes the requests that are cancelled or past their deadline."""
         now = time.monotonic()
         ended = []
         for s in self._scheduler.in_flight():
@@ -323,24 +324,24 @@ class Engine:
         return ended
 
     def _accept(self, s: Sequence, token: int | None) -> Output:
-        """What a token gives a request. What goes wrong here is the fault of this request alone."""
+        """The output of a request for a token; an error here ends only this request."""
         if token is None:
             return s.end("error", "no token can be drawn: the model's logits are not finite")
         try:
             return s.accept(token)
-        except Exception as error:  # of the tokenizer
+        except Exception as error:  # raised by the tokenizer
             _log.exception("tokens of request %d cannot be decoded: it ends with an error", s.id)
             return Output(s.id, None, "", "error", f"the tokens cannot be decoded: {error!r}")
 
-    def _account(self, s: Sequence, why: str) -> None:
+    def _account(self, s: Sequence, finish: str) -> None:
         """Counts a request that has ended."""
         self._seconds_in_flight += 0.2 * (time.monotonic() - s.since - self._seconds_in_flight)
-        self._counts[why] += 1
+        self._counts[finish] += 1
 
-    def _forward(self, work: dict[Sequence, int]) -> list[int | None]:
-        """Runs the model; one token for each sequence whose last token it has now seen."""
+    def _forward(self, new_tokens: dict[Sequence, int]) -> list[int | None]:
+        """Runs the model; returns a token for each sequence whose tokens it has now all seen."""
         with torch.inference_mode():
-            logits, complete = logits_of(self.model, self.pool, self.cache, work)
+            logits, complete = logits_of(self.model, self.pool, self.cache, new_tokens)
             if not complete:
                 return []
             uniform = [s.random.random() for s in complete]
@@ -367,18 +368,18 @@ def _collector(answer: Completion) -> Callable[[Output], None]:
 
 
 def _deliver(outputs: list[tuple[Sequence, Output]]) -> list[Output]:
-    """Tells each request; one that cannot be told is cancelled, and the others are told."""
+    """Delivers the outputs; a request whose delivery fails is cancelled, and the others go on."""
     ending: BaseException | None = None
     for s, output in outputs:
         if not s.deliver:
             continue
         try:
             s.deliver(output)
-        except BaseException as error:  # of the caller's own code
+        except BaseException as error:  # raised by the caller's own code
             _log.exception("output of request %d cannot be delivered: it is cancelled", s.id)
             s.cancelled = True
             if not isinstance(error, Exception):
                 ending = ending or error
-    if ending:  # SystemExit or KeyboardInterrupt: meant for the thread, not for a request
+    if ending:  # SystemExit or KeyboardInterrupt must end the thread, not a request
         raise ending
     return [output for _, output in outputs]

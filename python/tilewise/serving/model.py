@@ -1,4 +1,4 @@
-"""A model of Transformers that attends through pages, and the proof that it computes the same."""
+"""A model of Transformers that attends over pages, and the check that its logits do not change."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from .sampling import SamplingParams
 from .sequence import Sequence
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Largest difference of logits, relative to their spread, that rounding explains. In 16 bits it also
-# moves tokens between experts; another mask or other positions make it 0.4 and more.
+# Largest difference of logits, relative to their spread, that rounding can cause. In 16 bits
+# rounding may also route tokens to other experts. A wrong mask or wrong positions cause a
+# difference of at least 0.4.
 _ROUNDING = {torch.float32: 0.02, torch.float64: 0.02}
 _ROUNDING_16_BITS = 0.25
 
 
 def logits_of(
-    model: Any, pool: PagePool, cache: PagedCache, work: dict[Sequence, int]
+    model: Any, pool: PagePool, cache: PagedCache, new_tokens: dict[Sequence, int]
 ) -> tuple[Tensor, list[Sequence]]:
-    """One pass over so many new tokens of each sequence.
+    """Runs one forward pass over the given number of new tokens of each sequence.
 
     Returns:
-        Logits [N, vocabulary] behind the last tokens of N sequences, and those sequences: the ones
-        whose last token the model has now seen.
+        The N sequences whose last token the model has now seen, preceded by the logits
+        [N, vocabulary] after these tokens.
     """
     device = model.device
-    sequences, counts = list(work), list(work.values())
-    used = [s.cached + n for s, n in work.items()]
+    sequences, counts = list(new_tokens), list(new_tokens.values())
+    used = [s.cached + n for s, n in new_tokens.items()]
     new = [s.tokens[s.cached : end] for s, end in zip(sequences, used, strict=True)]
     positions = [range(s.cached, end) for s, end in zip(sequences, used, strict=True)]
     ends = list(accumulate(counts))
@@ -62,18 +63,18 @@ def logits_of(
 
 
 def stop_tokens(model: Any) -> tuple[int, ...]:
-    """The tokens that end a text, as the model's configuration names them."""
+    """The tokens that end a text according to the model's configuration."""
     config = getattr(model, "generation_config", None) or model.config
     eos = config.eos_token_id
     return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
 
 def take_over(model: Any) -> None:
-    """Makes the model attend through pages, after a proof that this changes nothing.
+    """Makes the model attend over pages, after a check that this does not change its logits.
 
     Raises:
-        TypeError: this is no model of Transformers.
-        ValueError: it attends in a way that pages do not serve. It is what it was before, then.
+        TypeError: this is not a model of Transformers.
+        ValueError: pages do not support its kind of attention; the model is left unchanged.
     """
     _check_model(model)
     config = model.config.get_text_config()
@@ -85,7 +86,7 @@ def take_over(model: Any) -> None:
         )
     model.eval()
     before = config._attn_implementation
-    if before == attention.NAME:  # of another engine
+    if before == attention.NAME:  # the model belonged to another engine
         before = "eager"
         model.set_attn_implementation(before)
     try:
@@ -101,27 +102,25 @@ def take_over(model: Any) -> None:
 
 @contextmanager
 def _refusing(model: Any) -> Iterator[None]:
-    """Turns what a model raises that is called in another way than it is made for."""
+    """Turns exceptions of a model that cannot be called with only tokens into a ValueError."""
     try:
         yield
     except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise ValueError(
-            f"model is a {type(model).__name__}, but must be one that tokens and their positions "
-            f"are enough for: {error!r}"
+            f"model is a {type(model).__name__}, but must be one for which tokens and their "
+            f"positions are enough: {error!r}"
         ) from error
 
 
 def _texts(model: Any) -> tuple[list[int], list[int]]:
-    """Two sequences of tokens, from the middle of the vocabulary, where none has a meaning of its
-    own.
-    """
+    """Two sequences of tokens from the middle of the vocabulary, where no token is special."""
     vocabulary = model.get_input_embeddings().num_embeddings
     tokens = [(vocabulary // 4 + 7 * i) % vocabulary for i in range(17)]
     return tokens[:11], tokens[11:]
 
 
 def _own_logits(model: Any) -> Tensor:
-    """[3, vocabulary]: behind the last token of the first text, and the last two of the second."""
+    """Logits [3, vocabulary]: after the last token of one text, and the last two of the other."""
     first, second = (
         model(input_ids=torch.tensor([text], device=model.device), use_cache=False).logits[0]
         for text in _texts(model)
@@ -130,7 +129,7 @@ def _own_logits(model: Any) -> Tensor:
 
 
 def _paged_logits(model: Any) -> tuple[PagedCache, Tensor]:
-    """The same logits from packed passes over pages: a prompt in two parts, and a decoded token."""
+    """The same logits from packed passes over pages, with a split prompt and a decoded token."""
     pool = PagePool(16, 3, 2)
     cache = PagedCache(pool)
     first, second = (
@@ -138,52 +137,52 @@ def _paged_logits(model: Any) -> tuple[PagedCache, Tensor]:
     )
     last = second.tokens.pop()
 
-    def run(work: dict[Sequence, int]) -> Tensor:
-        for s, count in work.items():
+    def run(new_tokens: dict[Sequence, int]) -> Tensor:
+        for s, count in new_tokens.items():
             s.row = s.row if s.row >= 0 else pool.take_row()
             pool.grow(s.row, s.cached + count)
-        logits, complete = logits_of(model, pool, cache, work)
+        logits, complete = logits_of(model, pool, cache, new_tokens)
         if len(logits) != len(complete):
             raise ValueError("logits_to_keep is not honoured")
-        for s, count in work.items():
+        for s, count in new_tokens.items():
             s.cached += count
         return logits
 
     (penultimate,) = run({first: 4, second: len(second.tokens)})
     second.tokens.append(last)
-    behind_second, behind_first = run({second: 1, first: 7})
-    return cache, torch.stack((behind_first, penultimate, behind_second))
+    after_second, after_first = run({second: 1, first: 7})
+    return cache, torch.stack((after_first, penultimate, after_second))
 
 
 def _compare(model: Any, layers: int, paged: int, given: Tensor, expected: Tensor) -> None:
-    """Raises ValueError unless all layers attend through pages, and to the same as before."""
+    """Raises ValueError unless all layers attend over pages and the logits are the same."""
     name = type(model).__name__
     if paged != layers:
         raise ValueError(
-            f"model is a {name}, of whose {layers} layers {paged} attend by AttentionInterface; "
-            "all must"
+            f"model is a {name}, but must use AttentionInterface in all of its {layers} layers: it "
+            f"does so in {paged}"
         )
     bound = _ROUNDING.get(expected.dtype, _ROUNDING_16_BITS)
     given, expected = given.float(), expected.float()
     spread = expected - expected.mean(-1, keepdim=True)
     differences = (given - expected).norm(dim=-1) / spread.norm(dim=-1)
     worst = float(differences.max())
-    if worst > bound:  # NaN is not: nothing can be said of a model without finite logits
+    if worst > bound:  # false for NaN, because a model without finite logits cannot be checked
         raise ValueError(
             f"model is a {name}, whose logits are {worst:.2g} off (relative to their spread; "
-            f"rounding allows {bound}) when its keys are in pages: it must attend causally, by "
-            "position_ids, and to nothing that a mask alone says"
+            f"rounding allows {bound}) if its keys are in pages: its attention must be causal, "
+            "follow from position_ids, and need no mask"
         )
 
 
 def _check_model(model: Any) -> None:
-    """Refuses what is no model, the name of one for example; wrappers that pass on are models."""
+    """Refuses an object that is not a model, such as a name; a wrapper of a model is accepted."""
     needed = ("config", "get_input_embeddings", "set_attn_implementation")
     if all(hasattr(model, name) for name in needed):
         return
-    named = isinstance(model, str)
-    given = f"model is {model!r}" if named else f"model is a {type(model).__name__}"
+    is_name = isinstance(model, str)
+    given = f"model is {model!r}" if is_name else f"model is a {type(model).__name__}"
     raise TypeError(
         f"{given}, but must be a causal language model of Transformers, as "
-        f"AutoModelForCausalLM.from_pretrained({repr(model) if named else '...'}) returns one"
+        f"AutoModelForCausalLM.from_pretrained({repr(model) if is_name else '...'}) returns"
     )

@@ -1,4 +1,4 @@
-"""Which page belongs to which sequence, and the key/value tensors that the pages are."""
+"""The assignment of pages to sequences, and the key/value tensors that consist of the pages."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from tilewise import _check
 
 
 class PagePool:
-    """Pages of equal size, handed out to rows of one block table.
+    """Pages of equal size, which are assigned to the rows of one block table.
 
-    A row is a sequence in flight. Pages and rows are host-side numbers; nothing here touches keys.
+    A row belongs to a sequence in flight. Pages and rows are numbers on the host; the class does
+    not access keys and values.
 
     Args:
-        pages: How many there are.
-        page_size: Tokens of a page, at least 1.
-        rows: Sequences that can hold pages at once.
+        pages: Number of pages.
+        page_size: Tokens per page, at least 1.
+        rows: Largest number of sequences that hold pages at once.
+
+    Raises:
+        TypeError: an argument is not an integer.
+        ValueError: an argument is less than 1.
     """
 
     def __init__(self, pages: int, page_size: int, rows: int) -> None:
@@ -28,7 +33,7 @@ class PagePool:
         self.reset()
 
     def reset(self) -> None:
-        """Takes back all rows and pages."""
+        """Frees all rows and pages."""
         self._free = list(range(self.pages - 1, -1, -1))
         self._free_rows = list(range(self._rows - 1, -1, -1))
         self._owned: list[list[int]] = [[] for _ in range(self._rows)]
@@ -43,19 +48,19 @@ class PagePool:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a sequence alone in the pool can have."""
+        """The number of tokens that a sequence can have if it is the only one in the pool."""
         return self.pages * self.page_size
 
     def pages_of(self, tokens: int) -> int:
-        """How many pages so many tokens take."""
+        """The number of pages that `tokens` tokens need."""
         return -(-tokens // self.page_size)
 
     def take_row(self) -> int:
-        """A row that holds no page. Raises IndexError when none is free."""
+        """Takes a free row, which holds no pages. Raises IndexError if no row is free."""
         return self._free_rows.pop()
 
     def grow(self, row: int, tokens: int) -> bool:
-        """Makes room for so many tokens in all; False, and nothing taken, where pages are short."""
+        """Gives the row enough pages for `tokens` tokens; if there are too few, returns False."""
         owned = self._owned[row]
         missing = self.pages_of(tokens) - len(owned)
         if missing > len(self._free):
@@ -67,21 +72,21 @@ class PagePool:
         return True
 
     def release(self, row: int) -> None:
-        """Gives back the row and all of its pages."""
+        """Frees the row and all of its pages."""
         self._free.extend(reversed(self._owned[row]))
         self._owned[row].clear()
         self._free_rows.append(row)
 
     def block_table(self, rows: list[int], tokens: int) -> Tensor:
-        """int32 [len(rows), pages of so many tokens]: the pages of these rows, in order.
+        """The pages of the rows in order, int32 [len(rows), pages_of(tokens)].
 
-        Entries behind the pages of a row are leftovers, which its length keeps from being read.
+        Entries past the pages of a row are stale, but are not read because of its length.
         """
         return self._table[rows, : self.pages_of(tokens)]
 
 
 class PagedCache:
-    """Keys and values, [pages, page_size, Hkv, D] for each layer, made at its first use."""
+    """Keys and values [pages, page_size, Hkv, D] of each layer, allocated at its first use."""
 
     def __init__(self, pool: PagePool) -> None:
         self._shape = (pool.pages, pool.page_size)

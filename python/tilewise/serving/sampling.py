@@ -1,4 +1,4 @@
-"""How the next token is drawn."""
+"""Sampling of the next token."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ from tilewise import _check
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What a request asks for.
+    """The sampling options of a request.
 
     Args:
-        max_tokens: Tokens to generate at most; None: as many as the context holds.
-        temperature: Divides the logits; 0 takes the most likely token.
-        top_p: Draws among the fewest tokens whose probabilities reach this sum.
-        seed: Makes the draws repeatable, whatever else is in the batch.
-        stop: Strings that end the text; they are not part of it. Need the engine's tokenizer.
-        stop_token_ids: Tokens that end it; None: the model's own, () none.
+        max_tokens: Largest number of tokens to generate; None is as many as the context can hold.
+        temperature: Number from 0 to 100 that the logits are divided by; 0 takes the most likely
+            token.
+        top_p: Number above 0 and at most 1: the draw is among the fewest tokens whose probabilities
+            reach this sum (nucleus sampling, arXiv 1904.09751).
+        seed: Makes the draws reproducible whatever the other requests of the batch are.
+        stop: Strings that end the text and are not part of it. They need the engine's tokenizer.
+        stop_token_ids: Tokens that end the text; None are those of the model, and () none.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range.
     """
 
     max_tokens: int | None = 128
@@ -54,22 +60,22 @@ class SamplingParams:
 
 
 def sample(logits: Tensor, params: list[SamplingParams], uniform: list[float]) -> list[int | None]:
-    """One token per row.
+    """Draws one token per row.
 
     Args:
-        logits: [N, vocabulary]; -inf is a token that is never drawn.
-        params: N of them.
-        uniform: N numbers from [0, 1), which decide the draws: a row's token depends on nothing
-            but its own logits, parameters and number.
+        logits: [N, vocabulary]; a token with -inf is never drawn.
+        params: The options of the N rows.
+        uniform: N numbers from [0, 1), which decide the draws. The token of a row depends only on
+            its own logits, options and number.
 
     Returns:
-        N tokens; None for a row without a largest finite logit, or with a NaN.
+        N tokens; None for a row whose largest logit is infinite or NaN.
     """
-    top, token = logits.max(-1)  # a NaN counts as the largest
+    top, token = logits.max(-1)  # NaN counts as the largest logit
     valid = top.isfinite()
     if any(p.temperature for p in params):
         greedy = torch.tensor([not p.temperature for p in params], device=logits.device)
-        # Zeros in place of invalid rows: NaN would lead to an index outside of the vocabulary.
+        # Invalid rows become zeros, because NaN would lead to an index outside the vocabulary.
         shifted = torch.where(valid.unsqueeze(1), logits.float() - top.float().unsqueeze(1), 0.0)
         token = torch.where(greedy, token, _draw(shifted, params, uniform))
     tokens = torch.where(valid, token, -1).tolist()
@@ -77,22 +83,22 @@ def sample(logits: Tensor, params: list[SamplingParams], uniform: list[float]) -
 
 
 def _draw(shifted: Tensor, params: list[SamplingParams], uniform: list[float]) -> Tensor:
-    """[N]: a token of each row of float32 logits whose largest is 0."""
+    """The tokens [N] drawn from rows of float32 logits whose largest logit is 0."""
 
     def column(values: Iterable[float]) -> Tensor:
         return torch.tensor([*map(float, values)], device=shifted.device).unsqueeze(1)
 
-    # Below the least normal float32, 0 / temperature may be NaN. All but the largest logits
-    # are -inf there already.
-    least = torch.finfo(torch.float32).tiny
-    temperature = column(max(p.temperature, least) for p in params)
+    # Below the smallest normal float32, 0 / temperature may be NaN. At that temperature all logits
+    # except the largest are -inf already.
+    smallest = torch.finfo(torch.float32).tiny
+    temperature = column(max(p.temperature, smallest) for p in params)
     top_p = column(p.top_p for p in params)
     p, tokens = (shifted / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
     below = p.cumsum(-1) - p
-    kept = (below < top_p) | (top_p >= 1.0)  # rounding may take the sum past 1 before the end
-    kept[:, 0] = True
-    p = torch.where(kept, p, 0.0)
+    nucleus = (below < top_p) | (top_p >= 1.0)  # rounding may take the sum past 1 before the end
+    nucleus[:, 0] = True
+    p = torch.where(nucleus, p, 0.0)
     total = p.cumsum(-1)
     drawn = torch.searchsorted(total, column(uniform) * total[:, -1:], right=True)
-    last = (p > 0.0).sum(-1, keepdim=True) - 1  # where rounding puts the draw behind the end
+    last = (p > 0.0).sum(-1, keepdim=True) - 1  # rounding may put the draw past the last token
     return tokens.gather(1, torch.minimum(drawn, last)).squeeze(1)

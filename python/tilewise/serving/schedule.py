@@ -1,4 +1,4 @@
-"""Which requests the next step works on, and on how many of their tokens."""
+"""The choice of the requests that the next step advances, and by how many tokens."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from .pages import PagePool
 from .sequence import Sequence
 
 
-def shares(pending: List[int], budget: int) -> list[int]:
+def split_budget(pending: List[int], budget: int) -> list[int]:
     """Divides the tokens of a step among prompts.
 
-    Half of the budget belongs to the prompt that came first, so no stream of short prompts can
-    starve a long one. The rest goes to the shortest prompts first, so no long prompt holds up a
-    short one. What those do not need falls back to the first.
+    Half of the budget belongs to the prompt that arrived first, so that a stream of short prompts
+    cannot starve a long one. The rest goes to the shortest prompts first, so that a long prompt
+    does not delay a short one. Tokens that those do not need go to the first prompt.
 
     Args:
-        pending: Tokens that each prompt still has to show the model, in order of arrival.
-        budget: Tokens that may be handed out.
+        pending: Tokens of each prompt that the model has not seen yet, in order of arrival.
+        budget: Number of tokens to divide.
 
     Returns:
-        Tokens for each prompt, between 0 and what is pending, of which there are
-        min(budget, sum(pending)) in all.
+        Tokens for each prompt, from 0 to its pending ones; their sum is
+        min(budget, sum(pending)).
     """
     given = [0] * len(pending)
     if not pending:
@@ -37,15 +37,16 @@ def shares(pending: List[int], budget: int) -> list[int]:
 
 
 class Scheduler:
-    """The queue of requests, the running batch, and the pages they hold.
+    """The queue of requests, the running batch, and the pages that it holds.
 
-    Requests are let in in order of arrival, each with the pages of all its tokens so far. Decoding
-    takes further pages as it goes on; when none is left, the request that came last gives its
-    pages back and returns to the head of the queue. So the oldest request always advances.
+    Requests are admitted in order of arrival, each with pages for all of its tokens so far.
+    Decoding takes further pages as sequences grow. When no page is free, the request that arrived
+    last is preempted: it frees its pages and returns to the head of the queue. The oldest request
+    therefore always advances.
 
     Args:
-        pool: The pages; one row for each request that runs.
-        step_tokens: Tokens of a step, at least as many as the pool has rows.
+        pool: The pages, with one row for each running request.
+        step_tokens: Tokens per step, at least as many as the pool has rows.
     """
 
     def __init__(self, pool: PagePool, step_tokens: int) -> None:
@@ -55,23 +56,23 @@ class Scheduler:
         self.preemptions = 0
 
     def in_flight(self) -> list[Sequence]:
-        """The requests that run, then those that wait."""
+        """The running requests, followed by the waiting ones."""
         return [*self.running, *self.waiting]
 
     def plan(self) -> dict[Sequence, int]:
-        """How many tokens of which sequence the next step shows the model. Takes their pages."""
+        """The number of tokens by which the next step advances each sequence. Takes their pages."""
         self._grow()
         self._admit()
         decoding = [s for s in self.running if s.pending == 1]
         prompts = [s for s in self.running if s.pending > 1]
-        # Decoding goes first: the budget has a token for every row, so it never waits for prompts.
-        work = dict.fromkeys(decoding, 1)
-        counts = shares([s.pending for s in prompts], self.step_tokens - len(work))
-        work.update((s, n) for s, n in zip(prompts, counts, strict=True) if n)
-        return work
+        # Decoding comes first and never waits for prompts: the budget has a token for every row.
+        new_tokens = dict.fromkeys(decoding, 1)
+        counts = split_budget([s.pending for s in prompts], self.step_tokens - len(new_tokens))
+        new_tokens.update((s, n) for s, n in zip(prompts, counts, strict=True) if n)
+        return new_tokens
 
     def remove(self, s: Sequence) -> None:
-        """Takes out a request that has ended; its row and its pages are free."""
+        """Removes a request that has ended, and frees its row and its pages."""
         if s.row >= 0:
             self.running.remove(s)
             self.pool.release(s.row)
@@ -79,7 +80,7 @@ class Scheduler:
             self.waiting.remove(s)
 
     def clear(self) -> list[Sequence]:
-        """Takes out all requests, whatever state an exception has left them and the pool in."""
+        """Removes all requests, whatever state an exception has left them and the pool in."""
         removed = self.in_flight()
         self.running.clear()
         self.waiting.clear()
@@ -87,7 +88,7 @@ class Scheduler:
         return removed
 
     def _grow(self) -> None:
-        """Takes the page that a new token needs, in order of arrival; preempts the latest."""
+        """Takes the pages that new tokens need, in order of arrival; preempts the last arrivals."""
         for s in list(self.running):
             while s.row >= 0 and not self.pool.grow(s.row, len(s.tokens)):
                 victim = self.running.pop()
@@ -97,7 +98,7 @@ class Scheduler:
                 self.preemptions += 1
 
     def _admit(self) -> None:
-        """Lets requests in while there are rows, and pages for all of their tokens."""
+        """Admits requests while there are rows, and pages for all of their tokens."""
         while self.waiting and self.pool.free_rows:
             s = self.waiting[0]
             if self.pool.pages_of(len(s.tokens)) > self.pool.free_pages:

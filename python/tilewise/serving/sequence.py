@@ -1,4 +1,4 @@
-"""A request on its way through the engine, and what it is told."""
+"""The state of a request in the engine, and the outputs that it gets."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from .text import TextStream
 
 
 class Output(NamedTuple):
-    """What a step gave one request."""
+    """The result of one step for one request."""
 
     id: int
-    token: int | None = None  # None: the request ended without one
+    token: int | None = None  # None: the request ended without a token
     text: str = ""  # empty without a tokenizer
-    # "stop", "length", "cancelled", "timeout", "error"; None: there is more to come
+    # "stop", "length", "cancelled", "timeout", "error"; None: the request continues
     finish: str | None = None
     error: str | None = None  # with "timeout" and "error": a sentence that says what happened
 
 
 @dataclass(eq=False)
 class Sequence:
-    """The state of a request. ``tokens[:cached]`` have their keys and values in the pages."""
+    """The state of a request. The keys and values of ``tokens[:cached]`` are in the pages."""
 
     id: int
-    tokens: list[int]  # the prompt, then what was generated
-    limit: int  # tokens in all
+    tokens: list[int]  # the prompt, then the generated tokens
+    limit: int  # largest number of tokens, including the prompt
     params: SamplingParams
     stop_tokens: frozenset[int]
     text: TextStream | None = None
@@ -40,7 +40,7 @@ class Sequence:
     random: random.Random = field(init=False)
     deadline: float = field(init=False)  # on the clock of time.monotonic
     cached: int = 0
-    row: int = -1  # of the pool; -1: waiting, no pages
+    row: int = -1  # row in the pool; -1 while waiting, without pages
     cancelled: bool = False
     since: float = field(default_factory=time.monotonic)
 
@@ -51,11 +51,11 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens that the model has yet to see: 1 while decoding."""
+        """The number of tokens that the model has not seen yet; 1 while decoding."""
         return len(self.tokens) - self.cached
 
     def accept(self, token: int) -> Output:
-        """Takes over a sampled token. Raises what the tokenizer raises."""
+        """Appends a sampled token. Exceptions of the tokenizer propagate."""
         self.tokens.append(token)
         text, finish = "", None
         if token in self.stop_tokens:
@@ -69,13 +69,13 @@ class Sequence:
             text += self.text.finish()
         return Output(self.id, token, text, finish)
 
-    def end(self, why: str, error: str | None = None) -> Output:
+    def end(self, finish: str, error: str | None = None) -> Output:
         """The last output of a request that ends without a token.
 
-        Text that was held back is part of it, unless the tokenizer raises.
+        It contains the text that was held back, unless the tokenizer raises an exception.
         """
         text = ""
         if self.text:
             with contextlib.suppress(Exception):
                 text = self.text.finish()
-        return Output(self.id, None, text, why, error)
+        return Output(self.id, None, text, finish, error)

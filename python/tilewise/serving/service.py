@@ -1,4 +1,4 @@
-"""An engine in a thread of its own, for servers."""
+"""``Service``: an engine in a thread of its own, for servers."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from .sampling import SamplingParams
 from .sequence import Output
 
 _log = logging.getLogger(__name__)
-_PROBE_SECONDS = 1.0  # between probes after a failure
+_PROBE_SECONDS = 1.0  # interval of probes after a failure
 
 
 class ServiceClosedError(RuntimeError):
-    """The service takes no more requests."""
+    """The service accepts no more requests."""
 
 
 class Service:
-    """Steps an engine whenever there is work.
+    """Runs the steps of an engine while there are requests.
 
-    Nothing that happens in a step leaves a request waiting for ever. A step that raises ends what
-    is in flight with "error" and a sentence, is logged, and leaves the service running: ``error``
-    holds what was raised until a step, or the probe that is run in the meantime, succeeds. What
-    ends the thread itself (SystemExit out of the model, say) ends what is in flight as well, and
-    the service takes no more.
+    No failure of a step leaves a request waiting forever. If a step raises, the exception is
+    logged, all requests in flight end with "error" and a sentence, and the service continues;
+    ``error`` holds the exception until a step, or one of the probes that follow, succeeds. If the
+    thread itself ends, for example by SystemExit in the model, all requests in flight end as well,
+    and the service accepts no more.
 
     Args:
-        engine: Used by nobody else from now on.
-        stall_seconds: How long there may be work and no step that succeeds, before ``alive`` is
-            false.
+        engine: The engine, which only the service may use from now on.
+        stall_seconds: Time without a successful step, while there are requests, after which
+            ``alive`` becomes false.
 
     Attributes:
-        error: Why the last step or probe failed; None: it succeeded.
+        error: The exception of the last step or probe; None if it succeeded.
     """
 
     def __init__(self, engine: Engine, stall_seconds: float = 300.0) -> None:
         self.engine = engine
         self.error: BaseException | None = None
         self._stall_seconds = stall_seconds
-        self._good = math.inf  # when a step last succeeded; inf: there has been nothing to do since
-        self._ended = ""  # a sentence once the thread has ended, or will not take more requests
+        self._good = math.inf  # time of the last successful step; inf if there was no work since
+        self._ended = ""  # a sentence once the thread has ended or accepts no more requests
         self._wake = threading.Condition()
         self._open, self._stopping = True, False
         self._thread = threading.Thread(target=self._run, name="tilewise-serving", daemon=True)
@@ -51,16 +51,16 @@ class Service:
 
     @property
     def alive(self) -> bool:
-        """Whether the service works, or can be expected to recover by itself.
+        """Whether the service works, or may recover by itself.
 
-        False once its thread has ended, and when steps or probes have failed, or one of them has
-        hung, for ``stall_seconds``: a lost GPU comes back with a new process only.
+        It is False once the thread has ended, and after steps or probes have failed or hung for
+        ``stall_seconds``, because only a new process recovers a lost GPU.
         """
         return self._thread.is_alive() and time.monotonic() - self._good < self._stall_seconds
 
     @property
     def ready(self) -> bool:
-        """Whether a request that is submitted now can be expected to be answered."""
+        """Whether a request that is submitted now will probably be answered."""
         return self._open and self.alive and self.error is None
 
     def submit(
@@ -70,11 +70,11 @@ class Service:
         deliver: Callable[[Output], None],
         timeout: float | None = None,
     ) -> int:
-        """``Engine.add``; ``deliver`` is called in the service's thread and must not wait.
+        """Calls ``Engine.add``. ``deliver`` runs in the thread of the service and must not block.
 
         Raises:
             ServiceClosedError: ``close`` was called, or the thread has ended.
-            ValueError, OverloadedError: as ``Engine.add``.
+            TypeError, ValueError, OverloadedError: ``Engine.add`` refuses the request.
         """
         with self._wake:
             if not self._open:
@@ -84,14 +84,14 @@ class Service:
             return request
 
     def cancel(self, request: int) -> bool:
-        """``Engine.cancel``."""
+        """Calls ``Engine.cancel``."""
         return self.engine.cancel(request)
 
     def close(self, seconds: float = 30.0) -> None:
-        """Takes no more requests, lets those in flight finish, and ends the thread.
+        """Accepts no more requests, lets those in flight finish, and ends the thread.
 
-        What is left after so many seconds is cancelled. A step that does not return within as many
-        again is left to itself, which is logged.
+        Requests that are still in flight after `seconds` are cancelled. A step that has not
+        returned after the same time again is abandoned, and an error is logged.
         """
         with self._wake:
             self._open, self._ended = False, self._ended or "the service is shutting down"
@@ -100,7 +100,7 @@ class Service:
         self._stopping = True
         self._thread.join(max(seconds, 1.0))
         if self._thread.is_alive():
-            _log.error("a step has not returned since the service was closed: it is left alone")
+            _log.error("a step has not returned since the service was closed: it is abandoned")
 
     def _run(self) -> None:
         try:
@@ -114,7 +114,7 @@ class Service:
             self.engine.fail(self._ended)
 
     def _await_work(self) -> bool:
-        """Waits for a request, or until it is time to probe. False: the service is closed."""
+        """Waits for a request, or for the time of a probe. False if the service is closed."""
         with self._wake:
             if self.error is None and not self.engine.busy:
                 self._good = math.inf
@@ -124,7 +124,7 @@ class Service:
             return self._open or self.engine.busy
 
     def _work(self) -> None:
-        """One step; where there is nothing to do after a failure, a probe."""
+        """Runs one step, or a probe if there are no requests after a failure."""
         try:
             if self._stopping:
                 self.engine.cancel_all()
@@ -134,18 +134,18 @@ class Service:
                 self.engine.probe()
         except Exception as error:
             if self.error is None:
-                _log.exception("a step failed; everything in flight ends with an error")
+                _log.exception("a step failed; all requests in flight end with an error")
             else:
                 _log.warning("steps still fail: %r", error)
             self.error = error
             self.engine.fail(f"a step failed: {error!r}")
-            time.sleep(0.1)  # a device that fails every time must not spin
+            time.sleep(0.1)  # do not spin on a device that fails every time
         else:
             self.error, self._good = None, time.monotonic()
 
 
 def _contained(deliver: Callable[[Output], None]) -> Callable[[Output], None]:
-    """``deliver``, whose SystemExit is no more than a failure to deliver to one request."""
+    """``deliver`` in a wrapper in which SystemExit is only a failed delivery to one request."""
 
     def tell(output: Output) -> None:
         try:

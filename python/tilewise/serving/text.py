@@ -1,48 +1,48 @@
-"""Text from tokens, piece by piece, up to a stop string."""
+"""Incremental decoding of tokens to text, up to a stop string."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-_INCOMPLETE = "\ufffd"  # what a tokenizer writes for bytes that are not (yet) a character
-_LONGEST = 8  # tokens a character may take; what is not one by then will not become one
+_INCOMPLETE = "\ufffd"  # a tokenizer's replacement for bytes that are not (yet) a character
+_LONGEST = 8  # most tokens of a character; bytes that are not one by then will not become one
 
 
 class TextStream:
     """The text of a growing sequence of tokens.
 
-    What is given out is final: half a character, and what may turn out to be the beginning of a
-    stop string, are held back until the next token or ``finish`` decides.
+    Text that has been returned is final. An incomplete character, and text that may be the
+    beginning of a stop string, is held back until the next token or ``finish`` decides.
 
     Args:
-        decode: Text of a list of tokens.
-        stop: Strings before whose first occurrence the text ends.
+        decode: Function that turns a list of tokens into text.
+        stop: Strings that end the text before their first occurrence.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()) -> None:
         self._decode, self._stop = decode, tuple(stop)
-        self._tokens: list[int] = []  # those whose text the next one may depend on
-        self._given = 0  # how many of them have been turned into text
+        self._tokens: list[int] = []  # tokens that the text of the next one may depend on
+        self._decoded = 0  # number of them whose text has been returned or held back
         self._held = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """The text that one more token makes certain."""
+        """The text that is final after one more token."""
         self._tokens.append(token)
-        # A token is decoded behind the ones before: many tokenizers drop a leading space.
-        before = self._decode(self._tokens[: self._given])
+        # A token is decoded after the previous ones, because many tokenizers drop a leading space.
+        before = self._decode(self._tokens[: self._decoded])
         now = self._decode(self._tokens)
-        if now.endswith(_INCOMPLETE) and len(self._tokens) - self._given < _LONGEST:
+        if now.endswith(_INCOMPLETE) and len(self._tokens) - self._decoded < _LONGEST:
             return ""
-        self._tokens = self._tokens[self._given :]
-        self._given = len(self._tokens)
+        self._tokens = self._tokens[self._decoded :]
+        self._decoded = len(self._tokens)
         return self._release(now[len(before) :])
 
     def finish(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         if self.stopped:
             return ""
-        before, now = self._decode(self._tokens[: self._given]), self._decode(self._tokens)
+        before, now = self._decode(self._tokens[: self._decoded]), self._decode(self._tokens)
         return self._release(now[len(before) :], final=True)
 
     def _release(self, text: str, final: bool = False) -> str:
