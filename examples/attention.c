@@ -1,4 +1,4 @@
-/* Tilewise from C: plan, forward, and a check against the formula in double precision.
+/* Tilewise from C: plan and forward, checked against the formula in double precision.
  *
  *   cc -std=c11 attention.c $(pkg-config --cflags --libs tilewise) -lm -o attention && ./attention
  *
@@ -13,7 +13,7 @@
 
 enum { kBatch = 2, kRows = 300, kHeads = 8, kKvHeads = 2, kColumns = 64 };
 
-/* Numbers in [-2, 2) from a linear congruence: the same on every machine. */
+/* Numbers in [-2, 2) from a linear congruential generator, so that every machine has the same. */
 static float* random_tensor(size_t count, unsigned* state) {
   float* data = malloc(count * sizeof(float));
   if (data == NULL) exit(2);
@@ -112,7 +112,7 @@ int main(void) {
   const double error = largest_error(&a);
   printf("largest error against double precision: %.1e\n", error);
 
-  /* A request that makes no sense comes back with a sentence, and nothing is written. */
+  /* An invalid request returns an error with a sentence, and nothing is written. */
   a.heads_kv = 3;
   if (tilewise_forward(&a, workspace, plan.workspace_bytes) == TILEWISE_OK) return 1;
   printf("three key heads for eight: %s\n", tilewise_last_error());

@@ -1,5 +1,5 @@
 // Tilewise from C++20: forward and backward of causal grouped-query attention through tilewise.hpp,
-// and a derivative checked by finite differences.
+// with a derivative that is checked by finite differences.
 //
 //   c++ -std=c++20 attention.cpp $(pkg-config --cflags --libs tilewise) -o attention && ./attention
 //
@@ -37,7 +37,7 @@ int main() try {
   const auto wide = [](auto& data) { return view(data, {kBatch, kRows, kHeads, kColumns}); };
   const auto narrow = [](auto& data) { return view(data, {kBatch, kRows, kKvHeads, kColumns}); };
 
-  // Forward. The workspace can be kept and used again by later calls.
+  // The forward. Later calls can use the same workspace.
   tilewise::Workspace workspace;
   const auto problem =
       tilewise::describe(wide(q), narrow(k), narrow(v), wide(out), {.causal = true}, lse);
@@ -45,16 +45,16 @@ int main() try {
   std::printf("%s with tiles of %d rows x %d keys: %s\n", plan.kernel, plan.tile_q, plan.tile_k,
               plan.why);
   tilewise::forward(problem, workspace);
-  std::printf("row 0 sees key 0 alone: out - v = %.1e\n", std::abs(out[0] - v[0]));
+  std::printf("row 0 sees only key 0: out - v = %.1e\n", std::abs(out[0] - v[0]));
 
-  // Backward of loss = sum(out * weight).
+  // The backward of loss = sum(out * weight).
   const auto weight = random_tensor(kHeads, 4);
   std::vector<float> dq(q.size()), dk(k.size()), dv(v.size());
   const auto gradients = tilewise::describe(
       problem, {.dout = wide(weight), .dq = wide(dq), .dk = narrow(dk), .dv = narrow(dv)});
   tilewise::backward(problem, gradients, workspace);
 
-  // The same derivative along one direction, by differences of the loss.
+  // The same derivative along one direction, from differences of the loss.
   const auto direction = random_tensor(kKvHeads, 5);
   const auto loss_at = [&](float step) {
     std::vector<float> moved(k);
@@ -69,12 +69,12 @@ int main() try {
               differences);
   const bool agree = std::abs(derivative - differences) <= 2e-2 * (1 + std::abs(differences));
 
-  // Mistakes are exceptions with one sentence; v has fewer heads than this view says.
+  // Errors are exceptions with one sentence. Here v has fewer heads than the view.
   try {
     tilewise::attention(wide(q), narrow(k), wide(v), wide(out));
     return 1;
   } catch (const tilewise::Error& error) {
-    std::printf("a view that leaves its memory: %s\n", error.what());
+    std::printf("a view that exceeds its memory: %s\n", error.what());
   }
   return agree ? 0 : 1;
 } catch (const tilewise::Error& error) {

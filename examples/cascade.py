@@ -1,12 +1,13 @@
-"""Decoding many sequences that begin alike, reading the common beginning once: cascade attention.
+"""Cascade attention: decoding of many sequences with a common prefix, which is read only once.
 
   python examples/cascade.py
   python examples/cascade.py --sequences 64 --prefix 8192 --device cuda
 
-One step of decoding, the keys in pages, those of the common prefix stored once. Plain decoding lets
-every sequence read its whole block table, the prefix's pages each time anew. In a cascade, the
-queries of all sequences are the rows of one attention to the prefix, each has one of its own to its
-suffix, and `merge_states` makes one of the two: exact, because both come with their lse.
+The example is one decoding step with keys in pages, in which the common prefix is stored once. In
+plain decoding every sequence reads its whole block table, and so the pages of the prefix again. In
+a cascade, the queries of all sequences are the rows of one attention to the prefix, and each query
+has a separate attention to its suffix. `merge_states` combines both results. The result is exact,
+because both have their lse.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ import tilewise
 
 @dataclass
 class Problem:
-    """B sequences, whose first ``prefix`` keys are in the same pages."""
+    """One decoding step of B sequences whose first ``prefix`` keys are in the same pages."""
 
     q: Tensor  # [B, 1, Hq, D]
     k_pages: Tensor  # [pages, page_size, Hkv, D]
     v_pages: Tensor
     block_table: Tensor  # [B, width] int32
-    lengths: Tensor  # [B] int32, prefix included
+    lengths: Tensor  # [B] int32, including the prefix
     prefix: int  # a multiple of the page size
 
     def __post_init__(self) -> None:
-        """The same for a cascade: what a server makes once a step, for all layers."""
+        """Computes the index tensors of a cascade, which a server makes once per step."""
         b, pages = self.q.shape[0], self.prefix // self.k_pages.shape[1]
         self.cu_seqlens = self.lengths.new_tensor([0, b])  # all queries are rows of one sequence
         self.prefix_lengths = self.lengths.new_tensor([self.prefix])
@@ -68,7 +69,7 @@ def make(options: argparse.Namespace) -> Problem:
 
 
 def plain(p: Problem) -> tuple[Tensor, Tensor]:
-    """Every sequence reads all of its pages. Returns (out [B, 1, Hq, D], lse [B, Hq, 1])."""
+    """(out [B, 1, Hq, D], lse [B, Hq, 1]) of a call in which each sequence reads all its pages."""
     return tilewise.attention_with_kvcache(
         p.q, p.k_pages, p.v_pages, cache_seqlens=p.lengths, block_table=p.block_table,
         return_lse=True,
@@ -76,7 +77,7 @@ def plain(p: Problem) -> tuple[Tensor, Tensor]:
 
 
 def cascade(p: Problem) -> tuple[Tensor, Tensor]:
-    """The same, the prefix read once."""
+    """The same results from a cascade, which reads the prefix once."""
     out_prefix, lse_prefix = tilewise.attention_varlen(
         p.q.squeeze(1), p.k_pages, p.v_pages, p.cu_seqlens, None, seqused_k=p.prefix_lengths,
         block_table=p.prefix_table, max_seqlen_q=p.q.shape[0], max_seqlen_k=p.prefix,
@@ -86,21 +87,22 @@ def cascade(p: Problem) -> tuple[Tensor, Tensor]:
         p.q, p.k_pages, p.v_pages, cache_seqlens=p.suffix_lengths, block_table=p.suffix_table,
         return_lse=True,
     )  # fmt: skip
-    # The prefix's rows are packed, [B, Hq, D] and lse [Hq, B]: as the suffixes', one row each.
+    # The results for the prefix are packed, out [B, Hq, D] and lse [Hq, B]; those for the suffixes
+    # have a batch dimension and one row.
     return tilewise.merge_states(
         out_prefix.unsqueeze(1), lse_prefix.t().unsqueeze(-1), out_suffix, lse_suffix
     )
 
 
 def bytes_read(p: Problem) -> tuple[int, int]:
-    """Of keys and values: (plain, cascade)."""
+    """Bytes of keys and values that (plain, cascade) read."""
     key = 2 * p.k_pages[0, 0].nbytes
-    whole, b = int(p.lengths.sum()), p.q.shape[0]
-    return whole * key, (whole - (b - 1) * p.prefix) * key
+    total, b = int(p.lengths.sum()), p.q.shape[0]
+    return total * key, (total - (b - 1) * p.prefix) * key
 
 
 def milliseconds(run: Callable[[], object], device: str, rounds: int = 20) -> float:
-    """The median of some calls."""
+    """The median time of several calls."""
     times = []
     for _ in range(rounds):
         if device != "cpu":
@@ -117,39 +119,42 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=models.Help)
     add = parser.add_argument
-    add("--sequences", type=int, default=16, help="that decode at once")
-    add("--prefix", type=int, default=2048, help="common tokens, cut to whole pages")
-    add("--suffix", type=int, default=100, help="own tokens, at most")
-    add("--page-size", type=int, default=16, help="tokens of a page")
-    add("--heads", type=int, default=8, help="of the queries")
-    add("--kv-heads", type=int, default=2, help="of keys and values")
+    add("--sequences", type=int, default=16, help="number of sequences")
+    add("--prefix", type=int, default=2048, help="common tokens, rounded down to whole pages")
+    add("--suffix", type=int, default=100, help="largest number of further tokens of a sequence")
+    add("--page-size", type=int, default=16, help="tokens per page")
+    add("--heads", type=int, default=8, help="query heads")
+    add("--kv-heads", type=int, default=2, help="key and value heads")
     add("--head-dim", type=int, default=64, help="columns of a head")
-    add("--dtype", choices=[*models.DTYPES], default="fp32", help="of everything")
+    add("--dtype", choices=[*models.DTYPES], default="fp32", help="dtype of all tensors")
     add("--device", default=models.default_device(), help="cpu, cuda, cuda:1, ...")
     options = parser.parse_args(arguments)
     for name in ("sequences", "suffix", "page_size", "heads", "kv_heads", "head_dim"):
         if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}, must be >= 1")
+            flag = name.replace("_", "-")
+            parser.error(f"--{flag} is {getattr(options, name)}, but must be >= 1")
     if options.prefix < options.page_size:
-        parser.error(f"--prefix is {options.prefix}, must be at least a page, {options.page_size}")
+        parser.error(
+            f"--prefix is {options.prefix}, but must be at least a page, {options.page_size}"
+        )
     if options.heads % options.kv_heads:
-        parser.error(f"--heads is {options.heads}, must be a multiple of --kv-heads, "
+        parser.error(f"--heads is {options.heads}, but must be a multiple of --kv-heads, "
                      f"{options.kv_heads}")  # fmt: skip
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 if both ways agree."""
+    """Compares both ways. Returns 0 if their results agree, 1 otherwise."""
     options = parse(arguments)
     p = make(options)
     (out, lse), (out_cascade, lse_cascade) = plain(p), cascade(p)
     error = (out_cascade.double() - out.double()).abs().max() / out.double().abs().max()
     error_lse = (lse_cascade - lse).abs().max()
-    # fp32: each way is within 1e-6 of the exact result. Else: rounded outputs are merged, and a
-    # part (few keys) may well be larger than the whole (many).
+    # In fp32 each result is within 1e-6 of the exact one. In 16 bits the merged outputs have been
+    # rounded, and the output over the few keys of a suffix may be larger than that over all keys.
     allowed = max(2e-6, 2 * torch.finfo(out.dtype).eps)
     print(
-        f"{options.sequences} sequences, {p.prefix} common keys and up to {options.suffix} own, "
+        f"{options.sequences} sequences, {p.prefix} common keys and up to {options.suffix} others, "
         f"{options.heads}/{options.kv_heads} heads of {options.head_dim}, {options.dtype}, "
         f"{options.device}"
     )

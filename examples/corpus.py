@@ -1,4 +1,4 @@
-"""Text to learn from: a file, or the source code of Python's own standard library."""
+"""The text to train on: a file, or the source code of Python's own standard library."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Large parts of the library that are tables or tests rather than programs.
+# Large parts of the library that are not programs, but tables or tests.
 SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
 HELD_OUT = 0.05
-# Tokens are bytes, but four spaces are one token: programs are full of them. The byte that stands
-# for them does not occur in text.
+# A token is a byte, but four spaces, which are frequent in programs, are one token. The byte that
+# represents them does not occur in text.
 INDENT, INDENT_TOKEN = b"    ", b"\x01"
 
 
 def encode(text: bytes) -> Tensor:
-    """Tokens [row], int64, of a text."""
+    """The tokens [row], int64, of a text."""
     return torch.frombuffer(bytearray(text.replace(INDENT, INDENT_TOKEN)), dtype=torch.uint8).long()
 
 
 def decode(tokens: Tensor) -> str:
-    """The text of tokens [row]; bytes that are no UTF-8 are shown as such."""
+    """The text of tokens [row]; bytes that are not UTF-8 become replacement characters."""
     return bytes(tokens.tolist()).replace(INDENT_TOKEN, INDENT).decode(errors="replace")
 
 
 @dataclass
 class Corpus:
-    """Tokens to train on and tokens held out, [row] int64 each, and where they came from."""
+    """Training tokens and held-out tokens, [row] int64 each, and a description of their source."""
 
     train: Tensor
     held_out: Tensor
     source: str
 
     def batch(self, step: int, seed: int, size: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Batch number `step`: tokens and targets [size, rows].
+        """Tokens and targets [size, rows] of batch number `step`.
 
-        It depends on (seed, step) alone, so an interrupted run continues with the same batches.
+        The batch depends only on (seed, step), so an interrupted run continues with the same ones.
         """
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         return _windows(self.train, generator, size, rows)
 
     def held_out_batch(self, size: int, rows: int) -> tuple[Tensor, Tensor]:
-        """The same windows of held-out text every time."""
+        """Tokens and targets [size, rows] of held-out text, the same in every call."""
         return _windows(self.held_out, torch.Generator().manual_seed(0), size, rows)
 
 
@@ -64,11 +64,11 @@ def standard_library(directory: Path | None = None) -> list[Path]:
 
 
 def load(text: Path | None, rows: int) -> Corpus:
-    """Reads the text and holds the last twentieth out.
+    """Reads the text and holds out its last twentieth.
 
     Args:
-        text: a file; None for the standard library.
-        rows: the length of a training window.
+        text: A file, or None for the standard library.
+        rows: Length of a training window.
 
     Raises:
         ValueError: the file cannot be read or is too short.
@@ -88,7 +88,7 @@ def load(text: Path | None, rows: int) -> Corpus:
     tokens = encode(data) if data else torch.zeros(0, dtype=torch.int64)
     if len(tokens) < needed:
         raise ValueError(
-            f"{source} has {len(tokens)} tokens; windows of {rows} need at least {needed}{hint}"
+            f"{source} has {len(tokens)} tokens, but windows of {rows} need at least {needed}{hint}"
         )
     cut = int(len(tokens) * (1 - HELD_OUT))
     return Corpus(tokens[:cut], tokens[cut:], f"{source}, {len(data) / 1e6:.1f} MB")

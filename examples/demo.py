@@ -1,10 +1,10 @@
-"""The whole demonstration: exactness, a GPT trained on real text, one picture, and an answer.
+"""The demonstration: exactness, a GPT trained on real text, a plot, and an answer of a model.
 
   python examples/demo.py                     about 5 minutes on two cores
-  python examples/demo.py --text book.txt     learn from another text
-  python examples/demo.py --quick             a minute: smaller model, fewer steps
+  python examples/demo.py --text book.txt     trains on another text
+  python examples/demo.py --quick             one minute: a smaller model and fewer steps
 
-Interrupted during the training, it continues there when started again.
+If it is interrupted during the training, it continues from there when it is started again.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--text", type=Path, metavar="FILE", help="default: Python's standard library")
-    add("--out", type=Path, metavar="DIR", help="default: out/demo, of a quick run out/demo-quick")
-    add("--minutes", type=float, default=4.0, help="train no longer than this (4)")
+    add("--out", type=Path, metavar="DIR", help="default: out/demo, with --quick out/demo-quick")
+    add("--minutes", type=float, default=4.0, help="longest time of the training (4)")
     add("--quick", action="store_true", help="a small run")
     add("--fresh", action="store_true", help="start the training over")
     options = parser.parse_args(arguments)
-    if options.out is None:  # neither continues the other's training
+    if options.out is None:  # the two kinds of runs must not continue each other's training
         options.out = Path("out/demo-quick" if options.quick else "out/demo")
     return options
 
 
 def headline(number: int, text: str) -> None:
-    """Announces a step."""
+    """Prints the heading of a step."""
     print(f"\n{'=' * 8} {number} of 4: {text} {'=' * 8}\n", flush=True)
 
 
@@ -66,7 +66,7 @@ def training_arguments(options: argparse.Namespace) -> list[str]:
 
 
 def measure_cost(quick: bool) -> list[dict[str, object]]:
-    """Time and peak memory of attention, ours and naive, forward and backward."""
+    """Time and peak memory of tilewise and naive attention, forward and backward."""
     device = system.training_device("auto")
     problem = contestants.Problem(
         dtype="fp32" if device == "cpu" else "bf16", backward=True, device=device
@@ -87,7 +87,7 @@ def measure_cost(quick: bool) -> list[dict[str, object]]:
 
 
 def answer_a_question() -> int:
-    """A trained model answers through our attention; where there is none, a sentence says so."""
+    """Lets a trained model answer, or says why there is none. Returns the exit status."""
     try:
         models.require(*models.needed(CHAT_MODEL))
     except models.MissingError as error:
@@ -98,7 +98,7 @@ def answer_a_question() -> int:
     try:
         return subprocess.run(command, timeout=CHAT_SECONDS, check=False).returncode
     except subprocess.TimeoutExpired:
-        print(f"\nno answer within {CHAT_SECONDS} s: ask again with python examples/generate.py")
+        print(f"\nno answer within {CHAT_SECONDS} s: try again with python examples/generate.py")
         return 0
 
 
@@ -106,11 +106,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the four steps. Returns the exit status of the first that fails, or 0."""
     options = parse(arguments)
     started = time.monotonic()
-    headline(1, "exact attention, against double precision and naive attention")
+    headline(1, "exact attention compared with double precision and naive attention")
     status = exactness.main()
     if status:
         return status
-    headline(2, "a small GPT, trained on real text")
+    headline(2, "a small GPT trained on real text")
     status = train_gpt.main(training_arguments(options))
     if status:
         return status

@@ -1,11 +1,11 @@
-"""Shows that tiled attention is exact: errors against double precision, beside naive attention's.
+"""Shows that tiled attention is exact, by its errors against double precision.
 
   python examples/exactness.py
 
-For fp32, bf16 and fp16, forward and gradients: the largest difference from the same formula in
-double precision, relative to the largest magnitude. "naive" is softmax(q k^T) v in PyTorch in the
-same dtype. Allowed is twice (output) or three times (gradients) naive attention's own error, and in
-fp32 always 1e-6.
+For fp32, bf16 and fp16, output and gradients, it prints the largest difference from the same
+formula in double precision, relative to the largest magnitude. "naive" is softmax(q k^T) v in
+PyTorch in the same dtype. The allowed error is twice (output) or three times (gradients) that of
+naive attention, and in fp32 at least 1e-6.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FACTOR = {"out": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}
 
 @dataclass(frozen=True)
 class Setting:
-    """A problem: grouped heads, and the options that are on."""
+    """The sizes and options of a problem with grouped heads."""
 
     name: str
     rows: int = 500
@@ -51,7 +51,7 @@ SETTINGS = (
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tensor:
-    """The formula written out in the dtype of q; tensors are [batch, row, head, column]."""
+    """The formula in the dtype of q; tensors are [batch, row, head, column]."""
     group = q.shape[2] // k.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
@@ -69,7 +69,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tensor:
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tensor:
-    """The same by Tilewise."""
+    """The same function by Tilewise."""
     return tilewise.attention(
         q,
         k,
@@ -83,7 +83,7 @@ def ours(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tensor:
 def compute(
     attend: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor, setting: Setting
 ) -> dict[str, Tensor]:
-    """Output and gradients in double precision, as computed in the dtype of the inputs."""
+    """Output and gradients, computed in the dtype of the inputs and converted to float64."""
     leaves = [t.detach().requires_grad_() for t in inputs]
     out = attend(*leaves, setting)
     gradients = torch.autograd.grad(out, leaves, dout)
@@ -91,27 +91,27 @@ def compute(
 
 
 def rows_of(setting: Setting, dtype: str, device: str = "cpu") -> list[dict[str, Any]]:
-    """One row per tensor: errors of ours and of naive attention against double precision."""
+    """One row per tensor, with the errors of tilewise and of naive attention."""
     generator = torch.Generator().manual_seed(0)
     s = setting
     shapes = [(2, s.rows, s.heads, s.head_dim), *[(2, s.keys, s.kv_heads, s.head_dim)] * 2]
     shapes.append(shapes[0])
     *inputs, dout = (torch.randn(x, generator=generator).to(device, DTYPES[dtype]) for x in shapes)
     exact = compute(naive, [t.double() for t in inputs], dout.double(), setting)
-    mine = compute(ours, inputs, dout, setting)
-    plain = compute(naive, inputs, dout, setting)
+    tiled = compute(ours, inputs, dout, setting)
+    reference = compute(naive, inputs, dout, setting)
     rows = []
     for name in NAMES:
         scale = exact[name].abs().max()
-        error, reference, apart = (
+        error, naive_error, apart = (
             ((a - b).abs().max() / scale).item()
             for a, b in (
-                (mine[name], exact[name]),
-                (plain[name], exact[name]),
-                (mine[name], plain[name]),
+                (tiled[name], exact[name]),
+                (reference[name], exact[name]),
+                (tiled[name], reference[name]),
             )
         )
-        allowed = max(ALWAYS_ALLOWED[dtype], FACTOR[name] * reference)
+        allowed = max(ALWAYS_ALLOWED[dtype], FACTOR[name] * naive_error)
         rows.append(
             {
                 "setting": setting.name,
@@ -119,7 +119,7 @@ def rows_of(setting: Setting, dtype: str, device: str = "cpu") -> list[dict[str,
                 "device": device,
                 "tensor": name,
                 "ours": error,
-                "naive": reference,
+                "naive": naive_error,
                 "apart": apart,
                 "allowed": allowed,
                 "passed": error <= allowed,
@@ -129,7 +129,7 @@ def rows_of(setting: Setting, dtype: str, device: str = "cpu") -> list[dict[str,
 
 
 def main() -> int:
-    """Prints the tables. Returns 0 when every error is within its bound, 1 otherwise."""
+    """Prints the tables. Returns 0 if every error is within its bound, 1 otherwise."""
     rows: list[dict[str, Any]] = []
     for device in dict.fromkeys(("cpu", system.training_device("auto"))):
         name = system.device_name(device)
@@ -144,8 +144,8 @@ def on_device(device: str) -> list[dict[str, Any]]:
     """Computes and prints the tables of one device."""
     rows: list[dict[str, Any]] = []
     for setting in SETTINGS:
-        mine = [row for dtype in DTYPES for row in rows_of(setting, dtype, device)]
-        rows += mine
+        table = [row for dtype in DTYPES for row in rows_of(setting, dtype, device)]
+        rows += table
         print(
             f"{setting.name} ({setting.heads} heads, {setting.kv_heads} for keys, "
             f"D = {setting.head_dim}, N = {setting.rows})"
@@ -157,7 +157,7 @@ def on_device(device: str) -> list[dict[str, Any]]:
                 *(f"{row[n]:.1e}" for n in ("ours", "naive", "apart", "allowed")),
                 "pass" if row["passed"] else "FAIL",
             ]
-            for row in mine
+            for row in table
         ]
         head = ["dtype", "", "ours vs fp64", "naive vs fp64", "ours vs naive", "allowed", ""]
         tables.show(head, lines, left=(0, 1, 6))
@@ -168,5 +168,5 @@ def on_device(device: str) -> list[dict[str, Any]]:
 if __name__ == "__main__":
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()  # there are no options, and none is passed over in silence
+    ).parse_args()  # there are no options; any argument is an error
     sys.exit(main())

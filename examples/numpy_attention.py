@@ -1,9 +1,9 @@
-"""Attention on NumPy arrays: no PyTorch needed.
+"""Attention on NumPy arrays, without PyTorch.
 
   python examples/numpy_attention.py
 
-Forward and gradients of causal grouped-query attention, checked against double precision; and one
-long sequence in two parts, merged.
+It checks the forward and the gradients of causal grouped-query attention against double precision,
+and merges the results over two halves of the keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROWS, HEADS, KV_HEADS, COLUMNS = 300, 8, 2, 64
 
 
 def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Causal attention written out in double precision; tensors are [batch, row, head, column]."""
+    """Causal attention in double precision; tensors are [batch, row, head, column]."""
     q, k, v = (t.astype(np.float64).swapaxes(1, 2) for t in (q, k, v))
     k, v = (np.repeat(t, HEADS // KV_HEADS, axis=1) for t in (k, v))
     scores = q @ k.swapaxes(-1, -2) / np.sqrt(COLUMNS)
@@ -29,12 +29,12 @@ def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 def error(found: np.ndarray, wanted: np.ndarray) -> float:
-    """Largest difference relative to the largest magnitude."""
+    """The largest difference relative to the largest magnitude."""
     return float(np.abs(found - wanted).max() / np.abs(wanted).max())
 
 
 def main() -> int:
-    """Returns 0 when everything agrees."""
+    """Runs the checks. Returns 0 if all results agree, 1 otherwise."""
     random = np.random.default_rng(0)
     q = random.standard_normal((2, ROWS, HEADS, COLUMNS), dtype=np.float32)
     k, v = random.standard_normal((2, 2, ROWS, KV_HEADS, COLUMNS), dtype=np.float32)
@@ -44,7 +44,7 @@ def main() -> int:
     forward = error(out, exact(q, k, v))
     print(f"forward: error {forward:.1e}")
 
-    # The gradient along one direction of q, beside the difference of two forwards.
+    # Compare the gradient along one direction of q with the difference of two forwards.
     dout, direction = random.standard_normal((2, *q.shape), dtype=np.float32)
     gradients = tilewise.attention_backward(dout, q, k, v, out, lse, causal=True)
     step = 1e-5
@@ -53,22 +53,22 @@ def main() -> int:
     found = float((gradients.dq.astype(np.float64) * direction).sum())
     print(f"gradient along a direction of q: {found:.4f}, by differences {wanted:.4f}")
 
-    # The last row against all keys, in two parts that could lie on two machines.
+    # Attend from the last row to each half of the keys, which could be on two machines.
     last, half = q[:, -1:], ROWS // 2
-    parts = [
-        tilewise.attention(last, k[:, part], v[:, part], return_lse=True)
-        for part in (slice(half), slice(half, None))
+    halves = [
+        tilewise.attention(last, k[:, keys], v[:, keys], return_lse=True)
+        for keys in (slice(half), slice(half, None))
     ]
-    merged, _ = tilewise.merge_states(*parts[0], *parts[1])
-    together = error(merged, out[:, -1:])
-    print(f"two parts merged: error {together:.1e}")
+    merged, _ = tilewise.merge_states(*halves[0], *halves[1])
+    merged_error = error(merged, out[:, -1:])
+    print(f"two halves merged: error {merged_error:.1e}")
 
-    good = forward < 1e-6 and together < 2e-6 and abs(found - wanted) < 1e-3 * abs(wanted)
+    good = forward < 1e-6 and merged_error < 2e-6 and abs(found - wanted) < 1e-3 * abs(wanted)
     return 0 if good else 1
 
 
 if __name__ == "__main__":
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()  # there are no options, and none is passed over in silence
+    ).parse_args()  # there are no options; any argument is an error
     sys.exit(main())

@@ -1,7 +1,7 @@
-"""The HTTP application of examples/serve.py: what clients send is bounded, what they get is JSON.
+"""The HTTP application of examples/serve.py, which limits the size of requests and answers in JSON.
 
-Everything that takes time in proportion to a request (its JSON, its fields, its tokens) is done in
-worker threads, so that the event loop goes on delivering the answers of others.
+All work that takes time in proportion to a request (parsing its JSON, fields and tokens) is done in
+worker threads, so that the event loop continues to deliver other answers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 import serve_requests
-from serve_requests import Asked, RefusedError
+from serve_requests import ParsedRequest, RefusedError
 from tilewise.serving import (
     Engine,
     Output,
@@ -33,26 +33,26 @@ from tilewise.serving import (
     ServiceClosedError,
 )
 
-GRACE_SECONDS = 30  # for what is in flight at the end
-# The engine ends a request at its deadline, between two steps. When a step hangs, or a client does
-# not read what it is sent, the server gives up this much later.
+GRACE_SECONDS = 30  # for the requests in flight when the server stops
+# The engine ends a request at its deadline, between two steps. If a step hangs, or a client does
+# not read its answer, the server gives up this much later.
 LATE_SECONDS = 5.0
-_READERS = 4  # requests whose JSON, fields and tokens are worked on at once
+_READERS = 4  # largest number of requests that are parsed at once
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may take."""
+    """The limits of a request."""
 
     body_bytes: int = 2**21
     seconds: float = 600.0  # from its arrival to the last token
 
 
-# --- what clients get -----------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
 class Stream:
-    """The outputs of one request, on the event loop. Closed before the end, it is cancelled."""
+    """The outputs of one request on the event loop; closing it early cancels the request."""
 
     def __init__(
         self, service: Service, prompt: list[int], params: SamplingParams, deadline: float
@@ -79,7 +79,7 @@ class Stream:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of a stream, which ends with the connection, whoever closes it."""
+    """The server-sent events of a stream, which is closed together with the connection."""
 
     def __init__(self, stream: Stream, events: AsyncIterator[str]) -> None:
         super().__init__(events, media_type="text/event-stream")
@@ -87,7 +87,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, *args: Any) -> None:
         try:
-            # Closes the connection when the time is over: half of an event may have been sent.
+            # After this time the connection is closed, because an event may be partly sent.
             await asyncio.wait_for(
                 super().__call__(*args), self._stream.seconds_left + LATE_SECONDS
             )
@@ -97,7 +97,7 @@ class EventStream(StreamingResponse):
 
 @dataclass
 class Form:
-    """How the answers to one request are written down: as text, or as a chat message."""
+    """The format of the answers to one request: text or a chat message."""
 
     model: str
     prompt_tokens: int
@@ -136,7 +136,7 @@ class Form:
 
 
 def as_json(value: Any, status: int = 200, **headers: str) -> Response:
-    """A response of ASCII: half a character is allowed in the strings of JSON, and is no UTF-8."""
+    """A JSON response in ASCII, because a lone surrogate is valid in JSON, but not in UTF-8."""
     named = {name.replace("_", "-"): x for name, x in headers.items()}
     return Response(json.dumps(value), status, named, "application/json")
 
@@ -145,12 +145,12 @@ def failure(
     status: int, message: str, kind: str = "invalid_request_error", param: str | None = None,
     code: str | None = None, **headers: str,
 ) -> Response:  # fmt: skip
-    """An error as clients of this interface expect it; param: the field that is at fault."""
+    """An error in the format of this interface; `param` is the field at fault."""
     error = {"message": message, "type": kind, "param": param, "code": code}
     return as_json({"error": error}, status, **headers)
 
 
-# How a request may end without an answer: status and type of the error.
+# The ends of a request that are not an answer, with the status and type of the error.
 _FAILURES = {
     "error": (503, "server_error"),
     "cancelled": (503, "server_error"),
@@ -159,7 +159,7 @@ _FAILURES = {
 
 
 def sentence(output: Output) -> str:
-    """What a client is told about a request that ended without an answer."""
+    """The message about a request that ended without an answer."""
     return output.error or f"the request ended: {output.finish}"
 
 
@@ -187,7 +187,7 @@ async def events(stream: Stream, form: Form, with_usage: bool) -> AsyncIterator[
 
 
 async def collected(stream: Stream, form: Form) -> Response:
-    """The answer in one piece."""
+    """The complete answer as one response."""
     pieces, tokens, output = [], 0, Output(0)
     async for output in stream:
         pieces.append(output.text)
@@ -199,7 +199,7 @@ async def collected(stream: Stream, form: Form) -> Response:
 
 
 async def unless_disconnected(request: Request, stream: Stream, form: Form) -> Response:
-    """The answer, given up as soon as nobody waits for it."""
+    """The complete answer, unless the client disconnects before it is done."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -215,7 +215,7 @@ async def unless_disconnected(request: Request, stream: Stream, form: Form) -> R
         if answer in done:
             return answer.result()
         if gone in done:
-            return failure(499, "the client went away")
+            return failure(499, "the client has disconnected")
         return failure(504, "the request was not done by its deadline", "timeout")
     finally:
         stream.close()
@@ -226,74 +226,78 @@ async def unless_disconnected(request: Request, stream: Stream, form: Form) -> R
 # --- the server -----------------------------------------------------------------------------------
 
 
-async def body_of(request: Request, most: int) -> bytes:
-    """What was sent as JSON, at most so many bytes of it. Raises RefusedError."""
+async def body_of(request: Request, max_bytes: int) -> bytes:
+    """The body of a JSON request with at most `max_bytes` bytes. Raises RefusedError."""
     kind = request.headers.get("content-type", "")
-    # Any page in a browser may send text or a form to a server on this machine, but not JSON.
+    # Any web page in a browser may send text or a form to a local server, but not JSON.
     if kind.partition(";")[0].strip().lower() != "application/json":
         raise RefusedError(None, f"content-type is {kind!r}, but must be application/json")
-    # FastAPI has such a limit, but answers in plain text, which clients of this interface do not
+    # FastAPI has such a limit, but its error is plain text, which clients of this interface do not
     # expect.
-    too_long = RefusedError(None, f"body is too long, but must have at most {most} bytes", 413)
+    too_long = RefusedError(None, f"body is too long, but must have at most {max_bytes} bytes", 413)
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > most:
+    if declared.isdecimal() and int(declared) > max_bytes:
         raise too_long
     body = bytearray()
     try:
         async for chunk in request.stream():
             body += chunk
-            if len(body) > most:
+            if len(body) > max_bytes:
                 raise too_long
     except ClientDisconnect as error:
-        raise RefusedError(None, "body is cut off, but must be whole") from error
+        raise RefusedError(None, "body is incomplete, but must be complete") from error
     return bytes(body)
 
 
 class Server:
-    """Answers requests with a service, one model, and its tokenizer."""
+    """Answers requests with the one model of a service, and its tokenizer."""
 
     def __init__(self, service: Service, tokenizer: Any, name: str, limits: Limits) -> None:
         self.service, self.tokenizer, self.name, self.limits = service, tokenizer, name, limits
         self._readers = CapacityLimiter(_READERS)
-        # The first call may set a tokenizer up, which must not happen in two threads at once.
+        # The first call may initialise a tokenizer, which must not happen in two threads at once.
         tokenizer.encode("a")
 
-    def read(self, body: bytes, kind: Callable[[Any], Asked]) -> tuple[Asked, list[int]]:
-        """What is asked for, and its prompt as tokens. Raises RefusedError."""
-        asked = kind(serve_requests.parsed(body))
-        if asked.model not in (None, self.name):
-            raise self.no_such_model(asked.model, " or left out")
-        return asked, asked.tokens(self.tokenizer)
+    def read(
+        self, body: bytes, kind: Callable[[Any], ParsedRequest]
+    ) -> tuple[ParsedRequest, list[int]]:
+        """The parsed request, and its prompt as tokens. Raises RefusedError."""
+        parsed = kind(serve_requests.parse_json(body))
+        if parsed.model not in (None, self.name):
+            raise self.no_such_model(parsed.model, " or left out")
+        return parsed, parsed.tokens(self.tokenizer)
 
-    async def answer(self, request: Request, kind: Callable[[Any], Asked]) -> Response:
+    async def answer(self, request: Request, kind: Callable[[Any], ParsedRequest]) -> Response:
         """The response to a completion, or a stream of it. Raises RefusedError, OverloadedError."""
         deadline = asyncio.get_running_loop().time() + self.limits.seconds
         engine: Engine = self.service.engine
-        engine.require_place()  # before anything is read that would be refused in the end
+        engine.require_place()  # a full server need not read the body
         try:
             body = await asyncio.wait_for(
                 body_of(request, self.limits.body_bytes), self.limits.seconds
             )
         except asyncio.TimeoutError as error:
-            most = f"{self.limits.seconds:g} seconds"
-            raise RefusedError(None, f"body must arrive within {most}", 408) from error
-        asked, prompt = await anyio.to_thread.run_sync(self.read, body, kind, limiter=self._readers)
+            time_limit = f"{self.limits.seconds:g} seconds"
+            raise RefusedError(None, f"body must arrive within {time_limit}", 408) from error
+        parsed, prompt = await anyio.to_thread.run_sync(
+            self.read, body, kind, limiter=self._readers
+        )
         try:
-            stream = Stream(self.service, prompt, asked.params, deadline)
+            stream = Stream(self.service, prompt, parsed.params, deadline)
         except ValueError as error:
-            raise asked.does_not_fit(prompt, engine.context, error) from error
-        form = Form(self.name, len(prompt), asked.source == "messages")
-        if asked.stream:
-            return EventStream(stream, events(stream, form, asked.include_usage))
+            raise parsed.does_not_fit(prompt, engine.context, error) from error
+        form = Form(self.name, len(prompt), parsed.source == "messages")
+        if parsed.stream:
+            return EventStream(stream, events(stream, form, parsed.include_usage))
         return await unless_disconnected(request, stream, form)
 
-    def no_such_model(self, asked: Any, allowed: str = "") -> RefusedError:
-        """The error of a model that is not this one."""
-        error = serve_requests.refused("model", asked, f"{self.name!r}{allowed}")
+    def no_such_model(self, model: Any, allowed: str = "") -> RefusedError:
+        """The error of a request for a model that is not this one."""
+        error = serve_requests.refused("model", model, f"{self.name!r}{allowed}")
         return RefusedError(error.param, str(error), 404, "model_not_found")
 
     def health(self, good: bool) -> Response:
-        """200 or 503."""
+        """A response with status 200 or 503."""
         if good:
             return as_json({"status": "ok"})
         return as_json({"status": "failing", "error": repr(self.service.error)}, 503)
@@ -302,7 +306,7 @@ class Server:
 def create_app(
     service: Service, tokenizer: Any, name: str, limits: Limits | None = None
 ) -> FastAPI:
-    """The application; it closes the service when it ends."""
+    """The application, which closes the service when it ends."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -350,7 +354,7 @@ def create_app(
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Gives every error the shape that clients of this interface expect."""
+    """Gives every error the format that clients of this interface expect."""
 
     @app.exception_handler(RefusedError)
     async def refused(_: Request, error: RefusedError) -> Response:
@@ -358,8 +362,8 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def no_such_path(request: Request, error: HTTPException) -> Response:
-        asked = f"{request.method} {request.url.path}"
-        return failure(error.status_code, f"{asked}: {error.detail}", **(error.headers or {}))
+        target = f"{request.method} {request.url.path}"
+        return failure(error.status_code, f"{target}: {error.detail}", **(error.headers or {}))
 
     @app.exception_handler(OverloadedError)
     async def overloaded(_: Request, error: OverloadedError) -> Response:
@@ -369,13 +373,13 @@ def handle_errors(app: FastAPI) -> None:
     async def closed(_: Request, error: ServiceClosedError) -> Response:
         return failure(503, str(error), "server_error")
 
-    @app.exception_handler(Exception)  # which is logged, besides
+    @app.exception_handler(Exception)  # the exception is also logged
     async def fault(_: Request, error: Exception) -> Response:
-        return failure(500, f"a fault of the server: {type(error).__name__}", "server_error")
+        return failure(500, f"internal error of the server: {type(error).__name__}", "server_error")
 
 
 def metrics_text(stats: dict[str, int]) -> str:
-    """Counters and gauges in the text format of Prometheus."""
+    """The counters and gauges in the text format of Prometheus."""
     gauges = ("running", "waiting", "pages", "pages_free")
     lines = []
     for name, value in stats.items():

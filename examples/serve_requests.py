@@ -1,8 +1,8 @@
-"""What clients of examples/serve.py send, read field by field: honoured, or refused by its name.
+"""The requests to examples/serve.py, whose fields are either supported or refused by name.
 
-A field that would change the answer and is not honoured here raises RefusedError, at any depth:
-what is dropped silently is found out too late, by whoever reads the answers. null is a field left
-out, since many clients send it for all the fields they know.
+A field at any depth that would change the answer and is not supported raises RefusedError, because
+readers of the answers would notice a silently ignored field too late. A field that is null counts
+as left out, because many clients send null for all fields that they know.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from typing import Any
 import models
 from tilewise.serving import SamplingParams
 
-# Nothing in an answer depends on these, whatever they are.
+# Fields that have no effect on the answer, whatever their values are.
 _WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier"})
-# The values that ask for nothing, where those are not false, zero and what is empty. Names that
-# only other servers of this interface have are here when even their false or zero means something.
+# The values that have no effect, for fields for which these are not false, zero and empty. Fields
+# of other servers of this interface are listed if even false or zero has an effect.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "repetition_penalty": (1,),
-    "logprobs": (False,), "prompt_logprobs": (),  # 0 asks for those of the tokens themselves
+    "logprobs": (False,), "prompt_logprobs": (),  # 0 requests those of the tokens themselves
     "tool_choice": ("none",), "function_call": ("none",), "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},), "modalities": (["text"],),
-    "web_search_options": (),  # empty: a search with all defaults
+    "web_search_options": (),  # an empty object requests a search with all defaults
     "skip_special_tokens": (True,), "add_generation_prompt": (True,),
 }  # fmt: skip
 
-# Each token is compared with all of them, in the thread that every request waits for.
+# Each token is compared with all stop strings, in the thread that all requests wait for.
 MAX_STOPS, MAX_STOP_LENGTH = 4, 256
 
-_brief = reprlib.Repr()  # a picture in base64 is no part of a sentence
+_brief = reprlib.Repr()  # an error message must not contain a picture in base64
 _brief.maxlevel, _brief.maxlist, _brief.maxdict, _brief.maxstring = 3, 4, 4, 60
 
 
 class RefusedError(ValueError):
-    """A request that is not served.
+    """A request that is refused.
 
     Args:
-        param: The field at fault; None: the body as a whole.
-        sentence: What is wrong with it.
-        status: Of HTTP.
-        code: A name of the error that clients may look at.
+        param: The field at fault; None is the body as a whole.
+        sentence: The error message.
+        status: The HTTP status.
+        code: A name of the error for programs.
     """
 
     def __init__(
@@ -54,28 +54,28 @@ class RefusedError(ValueError):
 
 
 def refused(param: str, given: Any, allowed: str) -> RefusedError:
-    """The error of a field that was given something that is not allowed."""
+    """The error of a field whose value is not allowed."""
     return RefusedError(param, f"{param} is {_brief.repr(given)}, but must be {allowed}")
 
 
-def parsed(body: bytes) -> Any:
-    """The JSON that was sent. Raises RefusedError."""
+def parse_json(body: bytes) -> Any:
+    """The JSON value of the body. Raises RefusedError."""
 
-    def no_number(name: str) -> Any:  # Python's own extension
-        raise ValueError(f"{name} is no number of JSON")
+    def refuse_constant(name: str) -> Any:  # NaN and Infinity are extensions of Python
+        raise ValueError(f"{name} is not a number of JSON")
 
     try:
-        return json.loads(body, parse_constant=no_number)
+        return json.loads(body, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise RefusedError(None, f"body is not JSON, but must be: {error}") from error
 
 
 class Fields:
-    """The fields of a JSON object, to be taken by name and then closed.
+    """The fields of a JSON object, which are taken by name; `close` refuses the remaining ones.
 
     Args:
-        value: What was sent in its place.
-        where: Its own name in the request; empty: it is the body.
+        value: The value that was sent as the object.
+        where: The name of the object in the request; empty for the body.
     """
 
     def __init__(self, value: Any, where: str = "") -> None:
@@ -85,7 +85,7 @@ class Fields:
             raise RefusedError(None, f"body is {_brief.repr(value)}, but must be an object")
         self._dot, self._is_body = where and where + ".", not where
         self._left = {name: x for name, x in value.items() if x is not None}
-        self._honoured: list[str] = []
+        self._supported: list[str] = []
         self._missing: list[tuple[str, str]] = []
 
     def take(
@@ -95,9 +95,9 @@ class Fields:
         """The value of a field, or the default.
 
         Raises:
-            RefusedError: it is not what ``fits`` takes, which ``allowed`` puts in words.
+            RefusedError: ``fits`` does not accept the value; ``allowed`` describes those it does.
         """
-        self._honoured.append(name)
+        self._supported.append(name)
         if name not in self._left:
             if required:
                 self._missing.append((name, allowed))
@@ -108,26 +108,28 @@ class Fields:
         return value
 
     def close(self) -> None:
-        """Raises RefusedError for a field that nobody took, then for one that is missing.
+        """Raises RefusedError for a field that was not taken, or else for one that is missing.
 
-        In this order: a message with tool_calls has no content, and it is not for that.
+        The order matters: a message with tool_calls has no content, but tool_calls is the error.
         """
         for name, value in self._left.items():
             if self._is_body and (name in _WITHOUT_EFFECT or _is_neutral(name, value)):
                 continue
             if self._is_body and _NEUTRAL.get(name):
                 allowed = " or ".join(map(repr, _NEUTRAL[name]))
-                raise refused(name, value, f"{allowed}: this server has nothing else")
+                raise refused(name, value, f"{allowed}: this server supports nothing else")
             if value or self._is_body:
-                known = ", ".join(self._honoured)
-                raise refused(self._dot + name, value, f"left out: honoured here: {known}")
+                known = ", ".join(self._supported)
+                raise refused(
+                    self._dot + name, value, f"left out: the supported fields are {known}"
+                )
         for name, allowed in self._missing:
             param = self._dot + name
             raise RefusedError(param, f"{param} is missing, but must be {allowed}")
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Whether a field of the body asks for nothing. True and 1 are not the same in JSON."""
+    """Whether a field of the body has no effect. True and 1 differ in JSON."""
     if name not in _NEUTRAL:
         return not value
     return any(
@@ -147,7 +149,7 @@ def _is_flag(x: Any) -> bool:
 
 
 def _is_integer(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)  # which JSON's true is in Python
+    return isinstance(x, int) and not isinstance(x, bool)  # True is an int in Python
 
 
 def _is_count(x: Any) -> bool:
@@ -173,60 +175,60 @@ def _is_stop(x: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a client asks for."""
+class ParsedRequest:
+    """A request of a client."""
 
     model: str | None
-    source: str  # the name of the field that the prompt comes from
-    prompt: Any  # text or tokens; messages, as templates take them
-    limit: str | None  # the name of the field that max_tokens comes from, if there was one
+    source: str  # the name of the field that contained the prompt
+    prompt: Any  # text, tokens, or messages in the form that templates take
+    limit: str | None  # the name of the field that contained max_tokens, if there was one
     params: SamplingParams
     stream: bool
     include_usage: bool
 
     def tokens(self, tokenizer: Any) -> list[int]:
-        """The prompt as the model gets it."""
+        """The prompt as tokens. Raises RefusedError."""
         try:
             if self.source == "messages":
                 return models.chat_prompt(tokenizer, self.prompt)
             return tokenizer.encode(self.prompt) if _is_text(self.prompt) else self.prompt
-        except Exception as error:  # whatever the model's own template or tokenizer raises
-            whose = "template" if self.source == "messages" else "tokenizer"
-            said = str(error)[:300]  # it may have all of the text in it
-            sentence = f"{self.source} must fit the model's {whose}, which says: {said}"
+        except Exception as error:  # raised by the model's own template or tokenizer
+            raiser = "template" if self.source == "messages" else "tokenizer"
+            detail = str(error)[:300]  # it may contain the whole text
+            sentence = f"{self.source} must fit the model's {raiser}, which says: {detail}"
             raise RefusedError(self.source, sentence) from error
 
     def does_not_fit(self, tokens: Sequence[int], context: int, error: ValueError) -> RefusedError:
-        """What the engine has against these tokens, and by the name of the field at fault."""
+        """The engine's error about these tokens, with the name of the field at fault."""
         too_long = len(tokens) + (self.params.max_tokens or 1) > context
         at_fault = self.source
         if self.limit and too_long and 0 < len(tokens) < context:
             at_fault = self.limit  # the prompt alone would fit
-        own = at_fault == "prompt"  # which is what the engine calls it, too
-        return RefusedError(at_fault, str(error) if own else f"{at_fault}: {error}")
+        same_name = at_fault == "prompt"  # the engine uses this name as well
+        return RefusedError(at_fault, str(error) if same_name else f"{at_fault}: {error}")
 
 
-def completion(body: Any) -> Asked:
-    """POST /v1/completions: text, or tokens, to go on with. Raises RefusedError."""
+def completion(body: Any) -> ParsedRequest:
+    """The request of POST /v1/completions: text or tokens to continue. Raises RefusedError."""
     fields = Fields(body)
-    what = "a string or a list of tokens (integers), one prompt a request"
-    prompt = fields.take("prompt", what, _is_prompt, required=True)
+    allowed = "a string or a list of tokens (integers), one prompt per request"
+    prompt = fields.take("prompt", allowed, _is_prompt, required=True)
     return _common(fields, "prompt", prompt, ("max_tokens",), 16)
 
 
-def chat(body: Any) -> Asked:
-    """POST /v1/chat/completions: a conversation to answer. Raises RefusedError."""
+def chat(body: Any) -> ParsedRequest:
+    """The request of POST /v1/chat/completions: a conversation to answer. Raises RefusedError."""
     fields = Fields(body)
     messages = fields.take(
         "messages", "a list of at least one message", lambda x: isinstance(x, list) and bool(x),
         default=[], required=True,
     )  # fmt: skip
-    said = [message(m, f"messages[{i}]") for i, m in enumerate(messages)]
-    return _common(fields, "messages", said, ("max_completion_tokens", "max_tokens"), None)
+    prompt = [message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+    return _common(fields, "messages", prompt, ("max_completion_tokens", "max_tokens"), None)
 
 
 def message(value: Any, where: str) -> dict[str, str]:
-    """What somebody said, as templates take it."""
+    """A message of the conversation in the form that templates take. Raises RefusedError."""
     fields = Fields(value, where)
     role = fields.take("role", "a string", _is_text, required=True)
     content = fields.take(
@@ -240,9 +242,9 @@ def message(value: Any, where: str) -> dict[str, str]:
 
 
 def _part(value: Any, where: str) -> str:
-    """The text of a piece of a message."""
+    """The text of a part of a message."""
     fields = Fields(value, where)
-    # First: a part that is a picture has no text, and it is not for that.
+    # The type comes first: a picture has no text, but its type is the error.
     fields.take("type", "'text'", lambda x: x == "text", required=True)
     text = fields.take("text", "a string", _is_text, required=True)
     fields.close()
@@ -251,15 +253,15 @@ def _part(value: Any, where: str) -> str:
 
 def _common(
     fields: Fields, source: str, prompt: Any, limits: Sequence[str], default: int | None
-) -> Asked:
-    """The fields of both kinds of requests."""
+) -> ParsedRequest:
+    """The request, with the fields that both kinds of requests have."""
     model = fields.take("model", "a string", _is_text)
-    asked = {name: fields.take(name, "an integer from 1", _is_count) for name in limits}
-    given = [name for name in limits if asked[name] is not None]
-    if len({asked[name] for name in given}) > 1:
+    max_tokens = {name: fields.take(name, "an integer from 1", _is_count) for name in limits}
+    given = [name for name in limits if max_tokens[name] is not None]
+    if len({max_tokens[name] for name in given}) > 1:
         first, second = given
-        allowed = f"left out beside {first}, or equal to it, {asked[first]}"
-        raise refused(second, asked[second], allowed)
+        allowed = f"left out beside {first}, or equal to it, {max_tokens[first]}"
+        raise refused(second, max_tokens[second], allowed)
     temperature = fields.take(
         "temperature", "a number from 0 to 2", lambda x: _is_number(x) and 0 <= x <= 2, 1.0
     )
@@ -282,7 +284,8 @@ def _common(
     options.close()
     fields.close()
     params = SamplingParams(
-        asked[given[0]] if given else default, temperature, top_p, seed,
+        max_tokens[given[0]] if given else default, temperature, top_p, seed,
         (stop,) if isinstance(stop, str) else tuple(stop),
     )  # fmt: skip
-    return Asked(model, source, prompt, given[0] if given else None, params, stream, usage)
+    limit = given[0] if given else None
+    return ParsedRequest(model, source, prompt, limit, params, stream, usage)

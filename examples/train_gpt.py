@@ -1,15 +1,15 @@
-"""Trains a small GPT on real text, with exact attention from Tilewise.
+"""Trains a small GPT on real text with exact attention by Tilewise.
 
-By default the text is the source of Python's own standard library on this machine.
+The default text is the source of Python's own standard library on this machine.
 
-  python examples/train_gpt.py                        800 steps, then a sample of what it learned
+  python examples/train_gpt.py                        800 steps, then a sample of the model's text
   python examples/train_gpt.py --text book.txt --steps 1000 --out out/book
-  python examples/train_gpt.py --attention sdpa       the same model on another attention
+  python examples/train_gpt.py --attention sdpa       the same model with another attention
 
-The first steps are also trained with naive attention from the same seed, and the losses compared:
-exact attention changes the memory and the time, not the training. Interrupted (Ctrl-C), it saves
-its state and ends; the same command continues. What it writes into --out: checkpoint.pt,
-losses.json, sample.txt and loss.png.
+It also trains the first steps with naive attention from the same seed and compares the losses:
+exact attention changes the memory and the time, but not the training. If it is interrupted
+(Ctrl-C), it saves its state and exits, and the same command continues. It writes checkpoint.pt,
+losses.json, sample.txt and loss.png to --out.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from tilewise.cli.progress import Progress
 from tilewise.cli.system import current_isa, device_name, training_device
 from tilewise.cli.tables import count
 
-# Largest relative difference of a loss that rounding explains. Adam divides by the root of tiny
-# second moments, so differences of the last bit grow from step to step.
+# Largest relative difference of a loss that rounding can cause. Adam divides by the root of tiny
+# second moments, so differences in the last bit grow with every step.
 SAME_LOSS = {"fp32": 5e-6, "bf16": 2e-3}
 INTERRUPTED = 130
 
 
 class Interrupt:
-    """Turns the first Ctrl-C (or a terminate signal) into a request to stop after the step."""
+    """Turns the first Ctrl-C (or SIGTERM) into a request to stop after the current step."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -65,9 +65,9 @@ class Interrupt:
 
 
 class Training:
-    """A model, its optimizer and how far it has come.
+    """A model, its optimizer and its losses so far.
 
-    Everything random comes from (seed, step), so a run does not depend on where it was interrupted.
+    All random numbers depend on (seed, step), so interruptions do not change the result.
     """
 
     def __init__(self, options: argparse.Namespace, text: corpus.Corpus, attention: str) -> None:
@@ -95,26 +95,26 @@ class Training:
 
     @property
     def step_number(self) -> int:
-        """Steps done."""
+        """The number of steps done."""
         return len(self.losses)
 
     def autocast(self) -> torch.autocast:
-        """bf16 for the products, fp32 for weights and sums; nothing in fp32 training."""
+        """The context of bf16 training: products in bf16, weights and sums in fp32."""
         low = self.options.dtype == "bf16"
         return torch.autocast(self.options.device, torch.bfloat16, enabled=low)
 
     def learning_rate(self) -> float:
-        """A short warm-up, then a half cosine down to a tenth."""
+        """The learning rate: a short warm-up, then half a cosine down to a tenth."""
         done, total = self.step_number, self.options.steps
         warm = max(1, min(30, total // 10))
         if done < warm:
             return self.options.learning_rate * (done + 1) / warm
-        part = (done - warm) / max(1, total - warm)
-        cosine = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * part)).item())
+        fraction = (done - warm) / max(1, total - warm)
+        cosine = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * fraction)).item())
         return self.options.learning_rate * (0.1 + 0.9 * cosine)
 
     def step(self) -> float:
-        """One batch, one update. Returns its loss."""
+        """Updates the weights with one batch. Returns its loss."""
         o = self.options
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
@@ -130,7 +130,7 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Loss on held-out text."""
+        """The loss on held-out text, which is also recorded."""
         o = self.options
         tokens, targets = self.text.held_out_batch(max(8, o.batch), o.rows)
         with self.autocast():
@@ -139,14 +139,14 @@ class Training:
         return loss
 
     def settings(self) -> dict[str, object]:
-        """What must be the same for a checkpoint to be continued. Attention may change."""
+        """The settings that a checkpoint must share to be continued; attention may differ."""
         o = self.options
         config = asdict(self.model.config)
         names = ("dtype", "steps", "batch", "seed", "learning_rate")
         return {**config, **{n: getattr(o, n) for n in names}, "text": self.text.source}
 
     def save(self, path: Path) -> None:
-        """Writes the state beside `path`, then moves it there: a checkpoint is whole or absent."""
+        """Writes the state to another file, then moves it to `path`, which is always complete."""
         partial = path.with_suffix(".partial")
         state = {
             "settings": self.settings(),
@@ -169,24 +169,27 @@ class Training:
         """Continues from a checkpoint.
 
         Raises:
-            ValueError: it is damaged, or was made with other settings; the message names them.
+            ValueError: the file is damaged or was made with other settings, which the message
+                names.
         """
         try:
             state = torch.load(path, map_location=self.options.device, weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError):
-            raise ValueError(f"{path} is no checkpoint, or damaged. Use --fresh") from None
-        asked, found = self.settings(), state["settings"]
-        different = [n for n in asked if asked[n] != found.get(n)]
+            raise ValueError(
+                f"{path} is not a checkpoint, or is damaged: use --fresh to start over"
+            ) from None
+        settings, found = self.settings(), state["settings"]
+        different = [n for n in settings if settings[n] != found.get(n)]
         if different:
-            what = "; ".join(f"{n} was {found.get(n)}, now {asked[n]}" for n in different)
-            raise ValueError(f"{path} cannot be continued: {what}. Use --fresh or another --out")
+            changes = "; ".join(f"{n} was {found.get(n)}, now {settings[n]}" for n in different)
+            raise ValueError(f"{path} cannot be continued: {changes}. Use --fresh or another --out")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.losses, self.naive = list(state["losses"]), list(state["naive"])
         self.held_out = [(int(s), float(v)) for s, v in state["held_out"]]
 
     def sample(self, prompt: str, count: int) -> str:
-        """Text the model writes after `prompt`, one token at a time through the key/value cache."""
+        """The text that the model generates after `prompt`, token by token with the cache."""
         generator = torch.Generator(self.options.device).manual_seed(self.options.seed)
         start = corpus.encode(prompt.encode()).to(self.options.device)
         self.model.eval()
@@ -198,19 +201,19 @@ class Training:
 def naive_losses(
     options: argparse.Namespace, text: corpus.Corpus, interrupt: Interrupt
 ) -> list[float]:
-    """Losses of the first steps with naive attention, from the same seed."""
+    """The losses of the first steps with naive attention from the same seed."""
     twin = Training(options, text, "naive")
     count = min(options.check_steps, options.steps)
     with Progress(count, "naive attention") as bar:
         for _ in range(count):
             bar.update(loss=f"{twin.step():.4f}")
-            if interrupt.requested:  # there is nothing to save yet
+            if interrupt.requested:  # there is no state to save yet
                 raise KeyboardInterrupt
     return twin.losses
 
 
 def losses_agree(options: argparse.Namespace, ours: list[float], naive: list[float]) -> bool:
-    """Prints both series side by side. True when they differ by no more than rounding."""
+    """Prints both series of losses. Returns whether they differ by no more than rounding."""
     limit = SAME_LOSS[options.dtype]
     worst = 0.0
     print(f"\nThe same seed with {options.attention} and with naive attention ({options.dtype}):")
@@ -225,7 +228,7 @@ def losses_agree(options: argparse.Namespace, ours: list[float], naive: list[flo
 
 
 def train(run: Training, path: Path, interrupt: Interrupt) -> str:
-    """Steps until done, interrupted or out of time; saves. Returns "done" or why it stopped."""
+    """Trains until done, interrupted or out of time, and saves. Returns "done", or the reason."""
     o = run.options
     started = time.monotonic()
     saved = started
@@ -257,15 +260,15 @@ def train(run: Training, path: Path, interrupt: Interrupt) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line; exits with a sentence when it makes no sense."""
+    """Reads the command line; exits with a message if an option is wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--text", type=Path, metavar="FILE", help="what to learn (default: the standard library)")
+    add("--text", type=Path, metavar="FILE", help="text to train on (default: standard library)")
     add("--out", type=Path, default=Path("out/gpt"), metavar="DIR", help="default: out/gpt")
     add("--attention", choices=sorted(ATTENTION), default="tilewise")
-    add("--dtype", choices=("auto", "fp32", "bf16"), default="auto", help="of the products")
+    add("--dtype", choices=("auto", "fp32", "bf16"), default="auto", help="dtype of the products")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--steps", type=int, default=800)
     add("--batch", type=int, default=4, help="windows per step")
@@ -276,14 +279,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--kv-heads", type=int, default=2)
     add("--learning-rate", type=float, default=3e-3)
     add("--seed", type=int, default=1)
-    add("--check-steps", type=int, default=8, help="first steps to repeat with naive attention")
+    add("--check-steps", type=int, default=8, help="number of steps to repeat with naive attention")
     add("--evaluate-every", type=int, default=25)
     add("--save-seconds", type=float, default=30.0, help="seconds between checkpoints")
-    add("--minutes", type=float, default=60.0, help="train no longer than this, then sample")
+    add("--minutes", type=float, default=60.0, help="longest time of the training, before sampling")
     add("--stop-after", type=int, default=-1, metavar="STEP", help="act as if interrupted there")
     add("--fresh", action="store_true", help="ignore an existing checkpoint")
-    add("--prompt", default="def ", help="how the sample begins")
-    add("--sample", type=int, default=400, help="tokens to sample at the end")
+    add("--prompt", default="def ", help="beginning of the sample")
+    add("--sample", type=int, default=400, help="number of tokens to sample at the end")
     options = parser.parse_args(arguments)
     for name in (
         "steps",
@@ -297,9 +300,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     ):
         if getattr(options, name) < 1:
             flag = name.replace("_", "-")
-            parser.error(f"--{flag} is {getattr(options, name)}, must be at least 1")
+            parser.error(f"--{flag} is {getattr(options, name)}, but must be at least 1")
     if not 1 <= len(options.prompt.encode()) <= options.rows:
-        parser.error(f"--prompt has {len(options.prompt.encode())} bytes, must have 1 to --rows")
+        parser.error(
+            f"--prompt has {len(options.prompt.encode())} bytes, but must have 1 to --rows"
+        )
     try:
         options.device = training_device(options.device)
     except ValueError as error:
@@ -311,13 +316,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def where(device: str) -> str:
-    """The GPU, or the CPU and its threads."""
+    """The name of the GPU, or that of the CPU and its number of threads."""
     threads = f", {count(torch.get_num_threads(), 'thread')}" if device == "cpu" else ""
     return device_name(device) + threads
 
 
 def run(options: argparse.Namespace) -> int:
-    """Trains, checks, samples, plots. Returns the exit status."""
+    """Trains, checks the losses, samples and plots. Returns the exit status."""
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "checkpoint.pt"
     text = corpus.load(options.text, options.rows)
@@ -349,7 +354,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def finish(training: Training) -> None:
-    """Prints the sample and where the files are."""
+    """Prints a sample and the names of the files."""
     o = training.options
     step, loss = training.held_out[-1]
     print(f"\nheld-out loss after {step} steps: {loss:.3f} nats per token")
@@ -365,7 +370,7 @@ def finish(training: Training) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line entry."""
+    """Runs the program. Returns its exit status."""
     options = parse(arguments)
     try:
         return run(options)
