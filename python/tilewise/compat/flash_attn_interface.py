@@ -133,9 +133,7 @@ def _flash_attn_forward(
 def _refuse_with_cache(**arguments):
     for name, value in arguments.items():
         if value is not None:
-            raise NotImplementedError(
-                f"{name} is given, but must be None with a key/value cache: it is not supported"
-            )
+            raise NotImplementedError(f"{name} is given, but must be None with a key/value cache")
 
 
 def _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
@@ -143,9 +141,7 @@ def _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **o
         return attend_dense(q, k, v, **options)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
-        raise NotImplementedError(
-            f"{missing} is None, but q and k must both be packed, or neither of them"
-        )
+        raise NotImplementedError(f"{missing} is None, but q and k must both be packed, or neither")
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return attend_varlen(q, k, v, *lengths, **options)
 
@@ -281,8 +277,6 @@ def flash_attn_func(
         qv: [B, Sq, Hq, Dv].
         num_splits: Number of key splits; 0 chooses it by shape.
 
-    The other options are explained in the module docstring.
-
     Returns:
         out [B, Sq, Hq, Dv], or (out, softmax_lse [B, Hq, Sq] fp32) with return_attn_probs.
     """
@@ -375,8 +369,7 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
         out_dtype: Dtype of the result; by default that of out, or else of out_partial.
 
     Returns:
-        (out [..., H, Dv], lse [..., H] fp32). A row that no split has a key for has out = 0 and
-        lse = -inf.
+        (out [..., H, Dv], lse [..., H] fp32). A row without a key has out = 0 and lse = -inf.
     """
     if lse_partial.shape != out_partial.shape[:-1]:
         raise ValueError(
