@@ -85,7 +85,7 @@ struct Sm90a {
             .producer_registers = 40,
             .option_loops = false};
   }
-  // Which problems use the small tile: at 2k rows it is 2 % faster with a causal edge, and 7 %
+  // Whether a problem uses the small tile: at 2k rows it is 2 % faster with a causal edge, and 7 %
   // slower without one.
   static constexpr bool prefers_small_forward(int64_t rows, bool has_edges) {
     return rows <= (has_edges ? 2048 : 1024);
@@ -143,8 +143,8 @@ struct Sm90a {
             .producer_registers = 24,
             .option_loops = false};
   }
-  // Which problems use the small tile. Above head dim 192 a cluster is faster from 2k rows on; the
-  // general form has registers for 64 queries, not for 80.
+  // Whether a problem uses the small tile. Above head dim 192 a cluster is faster from 2k rows on;
+  // the general form has registers for 64 queries, not for 80.
   static constexpr bool prefers_small_backward(int head_dim, int64_t rows, bool has_edges,
                                                bool general) {
     return head_dim > 192 ? rows < 2048 : general || (has_edges && rows <= 4096);

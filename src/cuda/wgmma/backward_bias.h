@@ -1,4 +1,4 @@
-// A bias of the type of q, k and v in the backward.
+// A bias in the dtype of q, k and v, in the backward by keys.
 #pragma once
 
 #include "cuda/common/score_mod.h"
@@ -9,22 +9,23 @@
 
 namespace tilewise::cuda::wgmma {
 
-// A row of S^T is a key, a row of the bias a query: pairs of keys are loaded, a tile of queries
-// ahead of their use, and transposed.
+// A row of S^T is a key and a row of the bias is a query. So pairs of keys are loaded, one query
+// tile before their use, and transposed.
 template <class C>
 class BiasOfKeys {
   using Storage = typename C::Element::Storage;
   static constexpr int kGroups = BackwardPlan<C>::kQueries / 8;
 
  public:
-  // `key`: the first one of the warp.
+  // `key`: the warp's first key.
   TILEWISE_DEVICE BiasOfKeys(const Problem& p, const TileDescriptor& work_tile, int32_t key)
       : p_(p),
         work_tile_(work_tile),
         key_(key),
         in_pairs_(bias_rows_are_aligned(p, 4) && key + 16 <= work_tile.keys) {}
 
-  // Of a tile of queries. Rows that do not exist stand for the last one, keys have a bias of 0.
+  // Loads the bias of a query tile. Rows past the last one read the last one; keys past the last
+  // one have a bias of 0.
   TILEWISE_DEVICE void prefetch(int32_t first_row, int32_t head) {
     const int32_t row = first_row + ptx::lane_index() / 4;
     const int32_t column = key_ + ptx::lane_index() % 4 * 2;
@@ -48,7 +49,7 @@ class BiasOfKeys {
     }
   }
 
-  // Of group j of queries: key g + 8 half and query 2 t, and the next one.
+  // For group j of queries: key g + 8 half, queries 2 t and 2 t + 1.
   TILEWISE_DEVICE uint32_t pair(int j, int half) const {
     return ptx::movmatrix_trans(pairs_[j][half]);
   }

@@ -1,19 +1,36 @@
-// The math warpgroups of head dims above 128: each has some of the columns of the head.
+// The consumer warpgroups of the backward with head dims above 128: each has some of the columns of
+// the head. A step (one query tile) of the two warpgroups, with the barriers between them:
 //
-//   warpgroup 0                        warpgroup 1
-//   s = Q K^T                          dp = dO V^T
-//   p = exp(s - lse) to shared memory
-//   ------------------------------------ p_stored
-//                                      ds = p (dp - delta) to shared memory
-//   dv += p dO                         dv += p dO
-//   ------------------------------------ ds_stored
-//   dq = ds K to memory, dk += ds Q    dq = ds K to memory, dk += ds Q
+//   warpgroup 0                            warpgroup 1
+//   S = Q K^T
+//   ---------------------------------------- kScoresIssued (0 -> 1)
+//                                          dP = dO V^T
+//   P = exp(S - lse) to shared memory
+//   ---------------------------------------- kPStored (0 -> 1)
+//                                          dS = P (dP - delta) to shared memory
+//   dV += P dO                             dV += P dO
+//   ---------------------------------------- kDsStored (1 -> 0)
+//   dQ = dS K to dq_sum, dK += dS Q        dQ = dS K to dq_sum, dK += dS Q
 //
-// Two blocks of a cluster consumer neighbouring keys. Each sends its ds to the other one, and sums
-// half of the columns of dq over the keys of both.
+//   descriptor_full, k_full, v_full        mbarriers; from the producer warp, once
+//   q_full, q_empty; dout_full, dout_empty mbarriers; Q and lse, dO and delta of a stage
+//   peer_ds_full, peer_ds_empty            mbarriers; dS between the CTAs of a cluster
+//   kPRead                                 (1 -> 0) in a cluster, P may be overwritten
+//   kOwnStored                             all warps of a warpgroup have stored P, dS, dK or dV
+//   kKeysRead                              (both ways) dK and dV may overwrite K and V
 //
-// dv, dk and dq are transposed: a row of the sums is a column of the head. In the general form
-// warpgroup 0 also stores the derivative of p with respect to the product, where ds will lie.
+// The timeline of a step without a cluster (the last dK runs beside the next S or dP):
+//
+//   products 0   S            dV     dQ dK | S'
+//   softmax 0       P                  dQ to L2
+//   products 1      dP            dV    dQ dK | dP'
+//   softmax 1           dS               dQ to L2
+//
+// The two CTAs of a cluster own neighbouring keys. Each sends its dS to the other, and sums half of
+// the columns of dQ over the keys of both.
+//
+// dV, dK and dQ are transposed: a row of these accumulators is a column of the head. In the general
+// form warpgroup 0 also stores the derivative of P with respect to the product, where dS will be.
 #pragma once
 
 #include "cuda/ptx/cluster.h"
@@ -24,7 +41,7 @@
 
 namespace tilewise::cuda::wgmma {
 
-// What the steps of a warpgroup have in common.
+// The state of a consumer warpgroup, and what its steps have in common.
 template <class C, int kWarpgroup>
 struct ColumnConsumer {
   using Plan = BackwardPlan<C>;
@@ -34,7 +51,7 @@ struct ColumnConsumer {
   const ColumnScores<C> scores;
   const DqReduction<C> reduction;
   const int first_dq;  // panel
-  const int peer;      // rank of the other block
+  const int peer;      // rank of the other CTA
   ptx::SharedAddress shared;
 
   TILEWISE_DEVICE ColumnConsumer(const TmaBackwardParams& params, const TileDescriptor& work_tile,
@@ -48,12 +65,14 @@ struct ColumnConsumer {
         shared(block) {}
 
   TILEWISE_DEVICE static bool is_elected() { return ptx::lane_index() == 0; }
-  // A tile of Q or dO has been read: who has read its statistics says so himself.
+  // Releases a stage of Q or dO. Threads that have read its statistics arrive themselves; in the
+  // other warpgroup one lane per warp arrives.
   TILEWISE_DEVICE static void release(ptx::SharedAddress read, bool statistics) {
     if (statistics || is_elected()) ptx::mbarrier_arrive(read);
   }
 
-  // dq and dk of a step, with the keys of the block. The last dk is under way when it returns.
+  // dq and dk of a step over the keys of this CTA. The last dk product is in flight when it
+  // returns.
   TILEWISE_DEVICE void add_dq_dk(ColumnSums<C, kWarpgroup>& sums, const RowWalk& walk,
                                  int stage) const {
     constexpr bool kTwoDq = Plan::own_dq(kWarpgroup) > 1;
@@ -76,7 +95,7 @@ struct ColumnConsumer {
     reduction.release(walk);
   }
 
-  // dS on its way to the other block, before anything else is queued.
+  // Sends dS to the other CTA, before any other product is queued.
   TILEWISE_DEVICE void send_ds() const {
     ptx::bar_sync(kOwnStored + 1, ptx::kWarpgroupSize);
     if (ptx::thread_index() % ptx::kWarpgroupSize != 0) return;
@@ -86,7 +105,7 @@ struct ColumnConsumer {
                                kBytes, ptx::map_to_rank(barriers.peer_ds_full(), peer));
   }
 
-  // The same with the keys of both blocks: half the columns of dq, twice the keys.
+  // The same over the keys of both CTAs: half of the columns of dq, twice the keys.
   TILEWISE_DEVICE void add_dq_dk_in_cluster(ColumnSums<C, kWarpgroup>& sums, const RowWalk& walk,
                                             int stage, bool last) const {
     float dq[32];
@@ -120,14 +139,15 @@ TILEWISE_DEVICE void mainloop_by_columns(const TmaBackwardParams& params,
   const ColumnConsumer<C, kWarpgroup> consumer(params, work_tile, shared, warp, first_dq);
   const BackwardBarriers& barriers = consumer.barriers;
   RowWalk walk(work_tile);
-  const int32_t steps = work_tile.steps;  // a read would wait behind the products
+  const int32_t steps =
+      work_tile.steps;  // a read from shared memory would wait behind the products
 #pragma unroll 1
   for (int32_t step = 0; step < steps; ++step) {
     const int stage = step & 1;
     const int parity = step >> 1 & 1;
     float s[Plan::kKeys / 2];
 
-    // Warpgroup 0 first: p is what both wait for.
+    // Warpgroup 0 issues first, because both wait for p.
     if constexpr (kWarpgroup == 0)
       ptx::mbarrier_wait_parity(barriers.q_full(stage), parity);
     else
@@ -137,7 +157,7 @@ TILEWISE_DEVICE void mainloop_by_columns(const TmaBackwardParams& params,
     consumer.products.start_scores(s, stage);
     if constexpr (kWarpgroup == 0) ptx::bar_arrive(kScoresIssued, Plan::kConsumerThreads);
     if constexpr (kSingleCta) {
-      ptx::wgmma_wait_group<1>();  // the last dk of the step before
+      ptx::wgmma_wait_group<1>();  // the last dk of the previous step
       if (step > 0) consumer.release(barriers.q_empty(stage ^ 1), kWarpgroup == 0);
     }
     ptx::wgmma_wait_group<0>();
@@ -174,10 +194,10 @@ TILEWISE_DEVICE void mainloop_by_columns(const TmaBackwardParams& params,
   sums.keep();
 }
 
-// Both warpgroups, before they part: the work_tile and its keys are here.
+// Called by both warpgroups before their code differs: waits for the descriptor and its keys.
 template <class C>
 TILEWISE_DEVICE void begin_by_columns(const TmaBackwardParams& p, ptx::SharedAddress shared) {
-  ptx::griddepcontrol_wait();  // for the zeros that dq is added to
+  ptx::griddepcontrol_wait();  // for the zeros in dq_sum
   const BackwardBarriers barriers{shared + BackwardPlan<C>::kBarriers};
   ptx::mbarrier_wait_parity(barriers.descriptor_full(0), 0);
   const TileDescriptor& work_tile = received_tile<C>(0);
@@ -197,8 +217,9 @@ TILEWISE_DEVICE void by_columns_role(const TmaBackwardParams& p, ptx::SharedAddr
 
   if (p.key_flags.data != nullptr && ptx::any(!sums.finite()) && ptx::lane_index() == 0)
     p.key_flags.data[work_tile.index] = 1;
-  // Nobody reads K and V any more. Each says so to the other one: synccheck takes no barrier to
-  // which threads come in code of their consumer.
+  // No warp of this warpgroup reads K and V any more. Each warpgroup arrives at the barrier of the
+  // other and waits at its own, because synccheck rejects a barrier that threads reach at different
+  // places of the code.
   ptx::bar_arrive(kKeysRead + (kWarpgroup ^ 1), Plan::kConsumerThreads);
   ptx::bar_sync(kKeysRead + kWarpgroup, Plan::kConsumerThreads);
   const float scale = score_of(p.problem).scale;

@@ -1,16 +1,29 @@
-// The math warpgroups of head dims up to 128: each has 64 of the keys of the block.
+// The consumer warpgroups of the backward with head dims up to 128: each has 64 of the keys of the
+// CTA. A step (one query tile), with the place of each result:
 //
-//   s = K Q^T, dp = V dO^T     transposed: a row of the sums is a key
-//   p = exp(s - lse)           registers
-//   ds = p (dp - delta)        registers, and shared memory for the other warpgroup
-//   dv += p dO                 registers to the end
-//   ---------------------------- barrier: all of ds is in shared memory
-//   dq = ds K                  half of the columns (or rows) each
-//   dk += ds Q                 registers to the end
-//   dq to shared memory        for the warp that sends it
+//   S^T = K Q^T, dP^T = V dO^T    registers; a row of these accumulators is a key
+//   P = exp(S - lse)              registers
+//   dS = P (dP - delta)           registers, and shared memory for the other warpgroup
+//   dV += P dO                    registers until the work tile ends
+//   ------------------------------- kConsumers: all of dS is in shared memory
+//   dQ = dS K                     half of the columns (or rows) per warpgroup
+//   dK += dS Q                    registers until the work tile ends
+//   dQ to shared memory           for the reduction warp of the warpgroup
 //
-// Shared memory is served in order behind queued products: what a step reads from there comes
-// before its products, ds is stored before dv, and dq leaves when the next scores are under way.
+//   k_full, v_full, kv_empty      mbarriers; K and V of a work tile
+//   q_full, q_empty               mbarriers; Q and lse of a stage
+//   dout_full, dout_empty         mbarriers; dO and delta of a stage
+//   kDqFull, kDqEmpty             named barriers of a warpgroup and its reduction warp
+//
+// The timeline of two steps:
+//
+//   products     S0 dP0        dV0   dQ0 dK0 | S1 dP1        dV1   dQ1 dK1 |
+//   registers          P0  dS0           dQ0 to shared   P1  dS1           dQ1 to shared
+//   reduction                                      | dQ0 to dq_sum               | dQ1 to dq_sum
+//
+// Shared memory serves accesses behind queued products. What a step reads from there is therefore
+// read before its products are issued, dS is stored before dV is issued, and dQ is released to the
+// reduction warp when the next S and dP are in flight (SendDq).
 #pragma once
 
 #include "cuda/common/exponent_scale.h"
@@ -21,11 +34,12 @@
 
 namespace tilewise::cuda::wgmma {
 
-// Whether what is known of dO is needed before the products.
+// Whether accumulators start at the row statistics, so that delta is needed before the products.
 template <class C, Option kOption>
 inline constexpr bool kPreloads = C::kBackward.preload && kOption != Option::any;
 
-// dk and dv of a tile_number of work_tile. `first_step`: steps before it.
+// Adds all steps of a work tile to dk and dv. `first_step` counts the steps of the CTA's work tiles
+// before this one.
 template <class C, Option kOption>
 TILEWISE_DEVICE void mainloop_by_keys(const TmaBackwardParams& params,
                                       const TileDescriptor& work_tile, const Products<C>& products,
@@ -112,7 +126,8 @@ TILEWISE_DEVICE void mainloop_by_keys(const TmaBackwardParams& params,
 
     ds_store.store(ds, stage);
     products.add_dv(dv, p, stage);
-    // Of ds, with dv under way: the tensor cores would wait for it (D64 3 to 7 %, D128 1 to 4 %).
+    // The fence for ds is here, with dv in flight: before dv, the tensor cores would wait for it
+    // (D64 3 to 7 %, D128 1 to 4 %).
     ptx::fence_proxy_async();
     ptx::bar_sync(kConsumers, Plan::kConsumerThreads);
     products.start_dq(dq, stage);
@@ -135,7 +150,7 @@ TILEWISE_DEVICE void mainloop_by_keys(const TmaBackwardParams& params,
   if (Plan::kTile.send != arch::SendDq::at_once && end > first_step) dq_stage.send();
 }
 
-// dk and dv of a warp to memory, through its part of the place of dS.
+// Stores dk and dv of a warp, through its part of the shared memory of dS.
 template <class C>
 TILEWISE_DEVICE void store_by_keys(const TmaBackwardParams& p, const TileDescriptor& work_tile,
                                    ptx::SharedAddress shared, int own_warp,
@@ -186,7 +201,7 @@ TILEWISE_DEVICE void by_keys_role(const TmaBackwardParams& p, ptx::SharedAddress
         ptx::lane_index() == 0) {
       p.key_flags.data[work_tile.index] = 1;
     }
-    ptx::bar_sync(kConsumers, Plan::kConsumerThreads);  // nobody reads dS any more
+    ptx::bar_sync(kConsumers, Plan::kConsumerThreads);  // no warp reads dS any more
     store_by_keys<C>(p, work_tile, shared, warpgroup * 4 + warp, dk, dv,
                      BackwardScoreMod<C, kOption>::dv_scale(p.problem));
     ptx::bar_sync(kConsumers, Plan::kConsumerThreads);  // nor dk and dv in its place

@@ -1,4 +1,5 @@
-// What a math warpgroup by columns has in registers, its products, and what becomes of its sums.
+// Accumulators and products of a consumer warpgroup of the backward by columns, and the stores of
+// its results.
 #pragma once
 
 #include "cuda/ptx/convert.h"
@@ -11,8 +12,9 @@
 
 namespace tilewise::cuda::wgmma {
 
-// dV and dK of the panels of a warpgroup, transposed: value 4 j + e of a thread is, with g = lane /
-// 4 and t = lane % 4, column 16 warp + g + 8 (e / 2) of the panel and key 8 j + 2 t + e % 2.
+// dV and dK of the panels of a warpgroup, transposed. With g = lane / 4 and t = lane % 4, value 4 j
+// + e of a thread belongs to column 16 warp + g + 8 (e / 2) of the panel and to key 8 j + 2 t + e %
+// 2.
 template <class C, int kWarpgroup>
 struct ColumnSums {
   using Plan = BackwardPlan<C>;
@@ -56,7 +58,7 @@ class ColumnProducts {
   using Wgmma = ptx::Wgmma<kN, C::kHalf>;
 
  public:
-  // `first_dq`: the first panel of dQ of the warpgroup.
+  // `first_dq`: the warpgroup's first panel of dQ.
   TILEWISE_DEVICE ColumnProducts(ptx::SharedAddress shared, int first_dq)
       : rows_(RowTile{shared + (kWarpgroup == 0 ? Plan::kQ : Plan::kDout)}.by_columns()),
         keys_(KeyTile{shared + (kWarpgroup == 0 ? Plan::kK : Plan::kV)}.by_columns()),
@@ -72,7 +74,7 @@ class ColumnProducts {
     }
   }
 
-  // S = Q K^T or dP = dO V^T.
+  // S = Q K^T (warpgroup 0) or dP = dO V^T (warpgroup 1).
   TILEWISE_DEVICE void start_scores(float (&s)[kKeys / 2], int stage) const {
     const uint64_t rows = rows_ + (kWarpgroup == 0 ? stage_step<RowTile>(stage) : 0);
     ptx::wgmma_fence();
@@ -105,7 +107,7 @@ class ColumnProducts {
     ptx::wgmma_commit_group();
   }
 
-  // dK^T += Q^T dS, panel `i` of the warpgroup.
+  // dK^T += Q^T dS, for panel `i` of the warpgroup.
   TILEWISE_DEVICE void add_dk(float (&dk)[kKeys / 2], int i, int stage) const {
     using QTile = typename Plan::QTile;
     const uint64_t q = q_ + stage_step<QTile>(stage) + panel_step<QTile>(i);
@@ -118,14 +120,15 @@ class ColumnProducts {
     ptx::wgmma_commit_group();
   }
 
-  // dQ^T = K^T dS^T, the first panel of the warpgroup.
+  // dQ^T = K^T dS^T, for the first panel of the warpgroup.
   TILEWISE_DEVICE void start_dq(float (&dq)[32], int stage) const {
     ptx::wgmma_fence();
     Wgmma<64>::template start<true, true>(dq, k_, ds_keys_ + score_step(stage));
     add_dq(dq, 0, stage);
     ptx::wgmma_commit_group();
   }
-  // The same with the keys of the other block, when they are there.
+  // In a cluster: dQ over the keys of this CTA, then over those of the other CTA, whose dS has to
+  // be here.
   TILEWISE_DEVICE void start_own_dq(float (&dq)[32]) const {
     ptx::wgmma_fence();
     Wgmma<64>::template start<true, true>(dq, k_, ds_keys_);
@@ -139,8 +142,8 @@ class ColumnProducts {
                                           peer_ds_ + ScoreTile::row_step(k));
     ptx::wgmma_commit_group();
   }
-  // The second one, in the same registers: as a product that starts anew ptxas would compute it
-  // beside the first one and spill.
+  // The second panel, in the same registers. If it were a product that starts anew, ptxas would
+  // compute it beside the first one and spill.
   TILEWISE_DEVICE void restart_dq(float (&dq)[32], int stage) const {
     ptx::wgmma_fence();
     Wgmma<64>::template restart<true, true>(dq, k_ + panel_step<typename Plan::KTile>(1),
@@ -150,7 +153,7 @@ class ColumnProducts {
   }
 
  private:
-  // All steps but the first one.
+  // All steps except the first one.
   TILEWISE_DEVICE void add_dq(float (&dq)[32], int i, int stage) const {
     using KTile = typename Plan::KTile;
     const uint64_t ds = ds_keys_ + score_step(stage);
@@ -176,11 +179,12 @@ class ColumnProducts {
   uint64_t peer_k_ = 0, peer_ds_ = 0;
 };
 
-// dQ of a warp to its sums, 16 columns of a panel at a time.
+// Adds dQ of a warp to dq_sum, 16 columns of a panel at a time.
 template <class C>
 class DqReduction {
   using Plan = BackwardPlan<C>;
-  static constexpr int kSlice = Plan::kDqSliceBytes / 4;  // sums of a warp; a panel has four
+  static constexpr int kSlice =
+      Plan::kDqSliceBytes / 4;  // floats of a warp; a panel has four slices
   static constexpr int kWarps = Plan::kCluster * Plan::kConsumerThreads / ptx::kWarpSize;
 
  public:
@@ -198,7 +202,7 @@ class DqReduction {
     }
   }
 
-  // Deterministic: key tiles add one after the other. Every warp of the cluster counts.
+  // Deterministic: key tiles add in semaphore order, and every warp of the cluster counts.
   TILEWISE_DEVICE void acquire(const RowWalk& walk) const {
     if (semaphores_ == nullptr) return;
     const int32_t mine = ptx::uniform(kWarps * order_.at(walk.row));
@@ -218,7 +222,7 @@ class DqReduction {
   SemaphoreOrder<C> order_;
 };
 
-// scale * sums of a panel as rows of keys in shared memory.
+// Writes scale * sums of a panel to shared memory, as rows of keys.
 template <class C, class Tile>
 TILEWISE_DEVICE void write_columns(const float (&sums)[BackwardPlan<C>::kKeys / 2], float scale,
                                    const Tile& to, int panel, int warp) {
@@ -237,7 +241,7 @@ TILEWISE_DEVICE void write_columns(const float (&sums)[BackwardPlan<C>::kKeys / 
   }
 }
 
-// Panels of dK or dV from there to memory, by a warpgroup. `offset`: of the first key.
+// Stores panels of dK or dV from there to memory, by a warpgroup. `offset`: of the first key.
 template <class C, class Tile>
 TILEWISE_DEVICE void store_panels(const Tile& from, const tilewise_tensor& view, int64_t offset,
                                   int keys, int first, int count, int64_t columns) {

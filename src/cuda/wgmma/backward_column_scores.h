@@ -1,8 +1,8 @@
-// From S and dP to P and dS by columns of the head: warpgroup 0 stores P, warpgroup 1 takes it from
-// there and stores dS, both as tiles [key][query].
+// P and dS from S and dP in the backward by columns: warpgroup 0 stores P, warpgroup 1 reads it and
+// stores dS, both as tiles [key][query].
 //
-// Value 4 j + e of a thread is, with g = lane / 4 and t = lane % 4, query 16 warp + g + 8 (e / 2)
-// of the tile and key 8 j + 2 t + e % 2 of the block.
+// With g = lane / 4 and t = lane % 4, value 4 j + e of a thread belongs to query 16 warp + g + 8 (e
+// / 2) of the query tile and to key 8 j + 2 t + e % 2 of the CTA.
 #pragma once
 
 #include "cuda/common/exponent_scale.h"
@@ -15,12 +15,12 @@
 
 namespace tilewise::cuda::wgmma {
 
-// Of the two queries of a thread.
+// The statistics of the two queries of a thread.
 struct RowStatistic {
   float x[2];
 };
 
-// What a thread knows of the keys that its two queries see, counted from its first key on.
+// The keys that the two queries of a thread see, counted from the thread's first key.
 struct KeyRange {
   int32_t begin[2];
   uint32_t count[2];
@@ -113,7 +113,7 @@ class ColumnScores {
         float x[2] = {dp[8 * k + 2 * i], dp[8 * k + 2 * i + 1]};
         uint32_t factor = p[i];
         if constexpr (C::kGeneral) {
-          // What has been dropped of P is 0 there.
+          // P is 0 where dropout has dropped the weight.
           factor = ds[i];
           x[0] = (p[i] & 0x7fffu) != 0 ? x[0] * dropout_scale_ : 0.0f;
           x[1] = (p[i] & 0x7fff0000u) != 0 ? x[1] * dropout_scale_ : 0.0f;
@@ -146,8 +146,8 @@ class ColumnScores {
       return ptx::cvt_f32_f16(pair >> 16);
   }
 
-  // The same with options: P, and where dS will lie P times d score / d (scale S). 16 keys at a
-  // time, so that the derivatives take few registers.
+  // The same with options: stores P, and P times d score / d (scale S) where dS will be. It takes
+  // 16 keys at a time, so that the derivatives need few registers.
   TILEWISE_DEVICE void store_general(const Problem& p, float (&s)[Plan::kKeys / 2],
                                      const RowStatistic& lse, const RowWalk& walk,
                                      int stage) const {
@@ -186,7 +186,7 @@ class ColumnScores {
     }
   }
 
-  // As far as the score_mod of a row need it.
+  // The fields of the sequence that the score_mod of a row needs.
   TILEWISE_DEVICE Sequence sequence() const {
     Sequence s{};
     s.batch = work_tile_.batch;
@@ -202,7 +202,7 @@ class ColumnScores {
     ptx::stmatrix_x4_trans(to, r);
   }
 
-  // Values i of a chunk: row 8 (i / 2 % 2) on, key 8 (i / 4) + 2 t + i % 2 on.
+  // Value i of a chunk: row 8 (i / 2 % 2) after the first, key `key` + 8 (i / 4) + 2 t + i % 2.
   TILEWISE_DEVICE static void add_alibi(float (&x)[8], const RowScoreMod& row, int32_t key) {
     const int32_t distance = row.diagonal - key - ptx::lane_index() % 4 * 2;
 #pragma unroll
@@ -212,7 +212,7 @@ class ColumnScores {
     }
   }
 
-  // Outside of the sequence bias has no element.
+  // The bias has no elements outside of the sequence.
   template <class T>
   TILEWISE_DEVICE void add_bias(float (&x)[8], const Problem& p, const RowScoreMod& score_mod,
                                 int32_t row, int32_t key) const {
@@ -227,8 +227,8 @@ class ColumnScores {
     }
   }
 
-  // The 16 keys of a block lie in the four lanes of a row: even ones draw the first of their two
-  // rows, odd ones the second.
+  // The four lanes of a row share 16 keys. Even lanes draw the bits of the first of their two rows,
+  // odd lanes those of the second.
   TILEWISE_DEVICE static void apply_dropout(float (&x)[8], const Dropout& dropout,
                                             const RowScoreMod& row, int32_t key) {
     const int t = ptx::lane_index() % 4;
@@ -252,7 +252,7 @@ class ColumnScores {
   int32_t row_;  // first query of the thread, in the tile
   ClearRows clear_;
   float scale_log2_;
-  float dropout_scale_;  // of dropout
+  float dropout_scale_;  // of the weights that dropout keeps
 };
 
 }  // namespace tilewise::cuda::wgmma

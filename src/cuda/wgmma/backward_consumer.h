@@ -1,9 +1,9 @@
-// What a math warpgroup of a backward block has in registers, and its five products.
+// Accumulators and the five products of a consumer warpgroup of the backward by keys.
 //
-// S^T = K Q^T and dP^T = V dO^T are computed with 64 keys a warpgroup: what a thread then holds of
-// P^T and dS^T are the operands of its products for dV and dK. Value 4 j + e of s and dp is, with
-// g = lane / 4 and t = lane % 4, key g + 8 (e / 2) of the 16 of the warp and query 8 j + 2 t + e
-// % 2.
+// S^T = K Q^T and dP^T = V dO^T are computed with 64 keys per warpgroup, so that the P^T and dS^T
+// of a thread are the operands of its products for dV and dK. With g = lane / 4 and t = lane % 4,
+// value 4 j + e of s and dp belongs to key g + 8 (e / 2) of the 16 keys of the warp and to query 8
+// j + 2 t + e % 2.
 #pragma once
 
 #include "cuda/ptx/convert.h"
@@ -15,7 +15,8 @@
 
 namespace tilewise::cuda::wgmma {
 
-// Scores of a thread, and the same in 16 bits as operands: step k holds the queries 16 k on.
+// Scores of a thread, and the same in 16 bits as operands: element k holds the queries from 16 k
+// on.
 template <class C>
 using ScoreSums = float[BackwardPlan<C>::kQueries / 2];
 template <class C>
@@ -42,7 +43,7 @@ class Products {
         k_rows_(
             typename Plan::KTile{shared + Plan::kK}.by_rows(Plan::kTransposedDq ? warpgroup : 0)) {}
 
-  // S^T = K Q^T, on top of what `s` holds where that is not zero: statistics, score_mod.
+  // S^T = K Q^T. Unless kFromZero, it is added to what `s` holds: row statistics or score_mod.
   template <bool kFromZero>
   TILEWISE_DEVICE void start_s(ScoreSums<C>& s, int stage) const {
     const uint64_t keys = of_step(k_);
@@ -126,8 +127,8 @@ class Products {
   }
 
  private:
-  // A descriptor that is the same in all steps. Those of a general form, which has several loops,
-  // would otherwise leave them in parts: too many for uniform registers.
+  // A descriptor that is the same in all steps. With the several loops of the general form, ptxas
+  // would otherwise keep too many of them in uniform registers, so it is read again at each use.
   static TILEWISE_DEVICE uint64_t of_step(uint64_t descriptor) {
     return C::kGeneral ? ptx::opaque_u64(descriptor) : descriptor;
   }
@@ -139,7 +140,7 @@ class Products {
   uint64_t k_, v_, q_, q_rows_, dout_, dout_rows_, ds_, k_rows_;
 };
 
-// `x` starts at the statistic of its query.
+// Initialises `x` with the statistics of its queries.
 template <class C>
 TILEWISE_DEVICE void preload(ScoreSums<C>& x, ptx::SharedAddress statistic) {
   const ptx::SharedAddress own = statistic + static_cast<uint32_t>(ptx::lane_index() % 4 * 16);
@@ -153,7 +154,7 @@ TILEWISE_DEVICE void preload(ScoreSums<C>& x, ptx::SharedAddress statistic) {
   ptx::fence_register(x);
 }
 
-// The statistics of queries 8 j + 2 t and the next.
+// The statistics of queries 8 j + 2 t and 8 j + 2 t + 1.
 struct StatisticPair {
   float x[2];
 
@@ -166,7 +167,7 @@ struct StatisticPair {
   }
 };
 
-// P = exp(S - lse), in fp32 and as operands. kPreloaded: S has started there.
+// P = exp(S - lse), in fp32 and as operands. kPreloaded: S has started at -lse / scale.
 template <class C, bool kPreloaded>
 TILEWISE_DEVICE void softmax(ScoreSums<C>& s, ScoreOperands<C>& p, float scale_log2,
                              [[maybe_unused]] ptx::SharedAddress lse) {
@@ -211,7 +212,7 @@ TILEWISE_DEVICE void softmax_gradient(const ScoreSums<C>& p, ScoreSums<C>& dp, S
   }
 }
 
-// dS^T of the warp to the tile [query][key] of the stage, for the products of both warpgroups.
+// Stores the warp's dS^T to the tile [query][key] of a stage, for the products of both warpgroups.
 template <class C>
 class DsStore {
   using Plan = BackwardPlan<C>;
@@ -234,7 +235,7 @@ class DsStore {
   ptx::SharedAddress at_;
 };
 
-// dQ of the warp on its way to the warp that sends it.
+// Stages the warp's dQ in shared memory for the reduction warp.
 template <class C>
 class DqStaging {
   using Plan = BackwardPlan<C>;

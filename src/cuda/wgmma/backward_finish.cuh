@@ -1,4 +1,4 @@
-// After the backward: dQ from its sums.
+// The kernel after the main kernel of the backward: converts dq_sum to dQ.
 #pragma once
 
 #include "cuda/ptx/convert.h"
@@ -13,15 +13,15 @@ namespace tilewise::cuda::wgmma {
 
 inline constexpr int kFinishThreads = kRowThreads;
 
-// A tile of sums, shared out to the warps in groups of four values a lane, and the tile of dQ that
-// becomes of it in shared memory.
+// The groups of four sums per lane are distributed to the warps; a tile of dQ forms in shared
+// memory.
 template <class C>
 struct FinishPlan : BackwardSums<C> {
   using Sums = BackwardSums<C>;
   static constexpr int kWarps = kFinishThreads / ptx::kWarpSize;
   static constexpr int kGroups = Sums::kDqSlices * Sums::kDqGroups;
   static constexpr int kOwnGroups = ceil_div(kGroups, kWarps);
-  static constexpr int kRowBytes = (C::kHeadDim + 8) * 2;  // 8 columns more: fewer bank conflicts
+  static constexpr int kRowBytes = (C::kHeadDim + 8) * 2;  // 8 more columns avoid bank conflicts
   static constexpr int kWarpSums = Sums::kQueries * kRowBytes;
   static constexpr int kSharedBytes = kWarpSums + kWarps * 8;
 };
@@ -43,7 +43,7 @@ struct DqPlace {
   }
 };
 
-// dscale and whether all is finite, of a block.
+// Writes a CTA's part of dscale, and whether its sums are not finite.
 template <class C>
 TILEWISE_DEVICE void finish_block(const BackwardParams& p, int32_t tile, float dscale, float zero) {
   using Plan = FinishPlan<C>;
@@ -72,7 +72,7 @@ TILEWISE_DEVICE void finish_block(const BackwardParams& p, int32_t tile, float d
   if (p.row_flags.data != nullptr) p.row_flags.data[tile] = static_cast<uint8_t>(flag);
 }
 
-// Four sums, scaled, to the tile of dQ in shared memory.
+// Writes four sums, scaled, to the tile of dQ in shared memory.
 template <class C>
 TILEWISE_DEVICE void stage_group(const float (&x)[4], int group, float scale,
                                  ptx::SharedAddress shared, int lane) {
@@ -94,8 +94,9 @@ TILEWISE_DEVICE void stage_group(const float (&x)[4], int group, float scale,
   }
 }
 
-// dQ = scale * sums, for the rows in use; part of dscale = sum(q dQ / scale); whether the sums are
-// finite. Rows not in use and columns past the last count, too: a flag too many costs time only.
+// Writes dQ = scale * sums for the valid rows, a part of dscale = sum(q dQ / scale), and a flag if
+// some sum is not finite. The flag also covers rows not in use and columns past the last one: a
+// flag too many only costs time.
 template <class C>
 TILEWISE_KERNEL(kFinishThreads, 1)
 void backward_finish(TILEWISE_PARAMETER BackwardParams p) {

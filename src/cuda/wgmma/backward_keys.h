@@ -1,4 +1,5 @@
-// K and V of a block where TMA cannot bring them as they are to be, and dK and dV at its end.
+// Preparation of K and V that TMA cannot do (pages, rows of other sequences), and the stores of dK
+// and dV by keys.
 #pragma once
 
 #include "cuda/ptx/cp_async.h"
@@ -9,15 +10,15 @@
 
 namespace tilewise::cuda::wgmma {
 
-// Columns of a tensor of keys: `first` of a row on, up to `end`.
+// Columns [first, end) of a key tensor.
 struct KeyColumns {
   const tilewise_tensor& view;
   int first;
   int64_t end;
 };
 
-// A tile of keys row by row, by the math warpgroups: pages do not follow each other. The keys of
-// `sequence` from `first` on; as many as there are.
+// Copies a tile of keys row by row, by all consumer threads, because pages are not contiguous: the
+// keys of `sequence` from `first` on. Rows past the last key become 0.
 template <class C, class Tile>
 TILEWISE_DEVICE void copy_keys(ptx::SharedAddress to, const KeyColumns& columns, int head,
                                const Sequence& sequence, int32_t first, int thread) {
@@ -60,7 +61,7 @@ TILEWISE_DEVICE void copy_pages(const Problem& p, const TileDescriptor& work_til
   ptx::cp_async_wait_group<0>();
 }
 
-// Returns when K and V are as the products need them. `parity`: of wait_for_kv.
+// Returns when K and V are ready for the products. `parity`: that of wait_for_kv.
 template <class C>
 TILEWISE_DEVICE void prepare_kv(const TmaBackwardParams& p, const TileDescriptor& work_tile,
                                 ptx::SharedAddress shared, int thread, int parity) {
@@ -90,8 +91,8 @@ TILEWISE_DEVICE bool all_finite(const float (&x)[kN]) {
   return finite;
 }
 
-// scale * sums of the 16 keys of a warp, of which `keys` exist: through a tile of its own in shared
-// memory to dk or dv. `offset`: of the first key.
+// Stores scale * sums of the 16 keys of a warp to dk or dv, through a tile of its own in shared
+// memory. `keys` of the 16 exist; `offset` is that of the first one.
 template <class C, int kN>
 TILEWISE_DEVICE void store_keys(const float (&sums)[kN], float scale, ptx::SharedAddress tile,
                                 const tilewise_tensor& view, int64_t offset, int keys,
@@ -99,8 +100,8 @@ TILEWISE_DEVICE void store_keys(const float (&sums)[kN], float scale, ptx::Share
   using Storage = typename C::Element::Storage;
   using Tile = tile::SwizzledTile<16, kN * 2>;
   if (view.data == nullptr) return;
-  // Computed again for every tile_number of work_tile, so that no register holds what follows from
-  // it.
+  // Computed again for every work tile, so that no register holds values derived from it across
+  // one.
   const int lane =
       static_cast<int>(ptx::opaque(static_cast<uint32_t>(ptx::thread_index()))) % ptx::kWarpSize;
 #pragma unroll
@@ -114,7 +115,7 @@ TILEWISE_DEVICE void store_keys(const float (&sums)[kN], float scale, ptx::Share
                      x);
   }
   ptx::sync_warp();
-  constexpr int kChunks = kN / 4;  // of a row
+  constexpr int kChunks = kN / 4;  // per row
   Storage* const to = static_cast<Storage*>(view.data) + offset;
 #pragma unroll
   for (int i = lane; i < 16 * kChunks; i += ptx::kWarpSize) {

@@ -1,12 +1,29 @@
-// The backward of FlashAttention-2 (arXiv 2307.08691, algorithm 2) on warpgroup products. A block
-// owns a tile of keys of one key/value head and walks the tiles of queries that see it, in one
-// query head of the group after the other:
+// The main kernel of the backward on Hopper (sm_90a): FlashAttention-2 (arXiv 2307.08691, algorithm
+// 2) on TMA and wgmma. backward_prepare.cuh runs before it, backward_finish.cuh after it.
 //
-//   load warp        record | Q, lse -> q_full    dO, delta -> dout_full    K, V    by TMA
-//   math warpgroups  s, dp -> p, ds -> dv, dq, dk    -> q_empty, dout_empty         two
-//                    backward_by_keys.cuh, backward_by_columns.cuh
-//   send warps       dq from shared memory to dq_sum by bulk reduce-add           one each
-//                    (by columns it goes there from registers)
+// A work tile is a tile of keys of one key/value head. Its CTA walks the query tiles that see these
+// keys, in one query head of the group after the other, and a step is one query tile. With head
+// dims up to 128 ("by keys") the grid is persistent; above ("by columns") a CTA or a cluster of two
+// CTAs computes one work tile. The roles in a CTA:
+//
+//   producer warp              loads by TMA                               backward_producer.h
+//   two consumer warpgroups    compute the five products of a step       backward_by_keys.cuh
+//                                                                        backward_by_columns.cuh
+//   two reduction warps        by keys: add dQ from shared memory to     backward_reduce.h
+//                              dq_sum (by columns: the consumers do)
+//
+//   what passes   from       to          stages   barriers (backward_plan.h)
+//   descriptor    producer   all         4 or 1   descriptor_full; kv_empty
+//   K, V          producer   consumers   1        k_full, v_full; kv_empty
+//   Q, lse        producer   consumers   2        q_full; q_empty
+//   dO, delta     producer   consumers   2 or 1   dout_full; dout_empty
+//   dQ            consumers  reduction   1        kDqFull; kDqEmpty (named barriers)
+//
+// The timeline of a work tile of three steps (' marks the next work tile):
+//
+//   producer    descriptor | Q0 dO0 | K V | Q1 dO1 | Q2 dO2 | descriptor' | Q0' dO0' | K' V'
+//   consumers                             | step 0 | step 1 | step 2 | dK, dV to memory | step 0'
+//   reduction                                      | dQ0    | dQ1    | dQ2
 #pragma once
 
 #include "cuda/ptx/cluster.h"
@@ -20,7 +37,7 @@ namespace tilewise::cuda::wgmma {
 template <class C>
 inline constexpr int kBackwardSharedBytes = BackwardPlan<C>::kSharedBytes;
 
-// The block meets the other one of its cluster.
+// Barrier of the CTA, or of both CTAs of its cluster.
 template <class C>
 TILEWISE_DEVICE void sync_all() {
   if constexpr (BackwardPlan<C>::kCluster == 1)
@@ -62,7 +79,7 @@ TILEWISE_DEVICE void backward_block(const TmaBackwardParams& p) {
         role.template run<Option::none>();
     }
   }
-  // Nobody leaves whose shared memory the other block may still reach.
+  // A CTA may not exit while its peer can still access its shared memory.
   if constexpr (Plan::kCluster > 1) ptx::sync_cluster();
 }
 

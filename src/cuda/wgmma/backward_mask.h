@@ -1,4 +1,4 @@
-// The band as seen from the keys of a thread.
+// The band, seen from the keys of a thread.
 #pragma once
 
 #include "cuda/wgmma/backward_consumer.h"
@@ -11,7 +11,7 @@ class KeyMask {
   using Plan = BackwardPlan<C>;
 
  public:
-  // `key`: the thread's first one of the block, the other one is 8 keys on.
+  // `key`: the thread's first key, in the CTA. Its other key is 8 further on.
   TILEWISE_DEVICE KeyMask(const TileDescriptor& work_tile, int key) : clear_(work_tile) {
     const int32_t diagonal = work_tile.key + key;
     const int32_t lane_row = ptx::lane_index() % 4 * 2;
@@ -23,10 +23,10 @@ class KeyMask {
     }
   }
 
-  // Whether the tile of rows from `row` on needs it.
+  // Whether the query tile that starts at `row` needs the mask.
   TILEWISE_DEVICE bool touches(int32_t row) const { return !clear_.contains(row); }
 
-  // What a row does not see becomes `hidden`.
+  // Scores of keys that a row does not see become `hidden`.
   TILEWISE_DEVICE void apply(ScoreSums<C>& s, int32_t row, float hidden) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -42,8 +42,8 @@ class KeyMask {
   }
 
  private:
-  int32_t first_[2];  // row that sees the key, less the thread's first row of a tile
-  uint32_t rows_;     // how many rows after it do
+  int32_t first_[2];  // first row that sees the key, less the thread's first row of a tile
+  uint32_t rows_;     // how many rows after it see the key
   ClearRows clear_;
 };
 

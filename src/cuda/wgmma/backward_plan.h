@@ -1,8 +1,8 @@
-// How a backward block is cut: what lies where in shared memory, and who waits for whom.
+// Layout of shared memory and barriers of a backward CTA.
 //
-// Head dims up to 128: the math warpgroups share the keys of the block, dK and dV stay in the
-// registers of their keys (backward_by_keys.cuh). Larger ones: they share the columns of the head,
-// one computes P and the other one dS (backward_by_columns.cuh).
+// With head dims up to 128 the consumer warpgroups share the keys of the CTA, and dK and dV stay in
+// the registers of their keys (backward_by_keys.cuh). With larger ones they share the columns of
+// the head; one warpgroup computes P and the other dS (backward_by_columns.cuh).
 #pragma once
 
 #include "cuda/ptx/mbarrier.h"
@@ -16,14 +16,15 @@ inline constexpr bool kByColumns = max(C::kHeadDim, C::kHeadDimV) > 128;
 template <class C, bool = kByColumns<C>>
 struct BackwardPlan;
 
-// The barriers of a block, named for the fact that becomes true. One per stage where a stage is
-// asked for.
+// The mbarriers of a CTA, named for what is true when a phase completes. Those that take a stage
+// exist once per stage.
 struct BackwardBarriers {
   ptx::SharedAddress base;
 
   TILEWISE_DEVICE ptx::SharedAddress k_full() const { return at(0, 0); }
   TILEWISE_DEVICE ptx::SharedAddress v_full() const { return at(1, 0); }
-  // All have left the keys and the record of a tile_number of work_tile, but for its end.
+  // No warp reads K, V and the descriptor of the work tile any more, except its epilogue, which
+  // reads the descriptor.
   TILEWISE_DEVICE ptx::SharedAddress kv_empty() const { return at(2, 0); }
   TILEWISE_DEVICE ptx::SharedAddress tail_full() const { return at(3, 0); }
   TILEWISE_DEVICE ptx::SharedAddress q_full(int stage) const { return at(4, stage); }
@@ -31,13 +32,13 @@ struct BackwardBarriers {
   TILEWISE_DEVICE ptx::SharedAddress dout_full(int stage) const { return at(8, stage); }
   TILEWISE_DEVICE ptx::SharedAddress dout_empty(int stage) const { return at(10, stage); }
   TILEWISE_DEVICE ptx::SharedAddress descriptor_full(int stage) const { return at(14, stage); }
-  // In a cluster: the dS of the other block is here; this block's dS has been read there.
+  // In a cluster: the dS of the other CTA has arrived here; this CTA's dS has been read there.
   TILEWISE_DEVICE ptx::SharedAddress peer_ds_full() const { return at(12, 0); }
   TILEWISE_DEVICE ptx::SharedAddress peer_ds_empty() const { return at(13, 0); }
 
   static constexpr int bytes(int descriptor_stages) { return (14 + descriptor_stages) * 8; }
 
-  // By one thread; a barrier of the block or of the cluster follows.
+  // Called by one thread; a barrier of the CTA or the cluster follows.
   TILEWISE_DEVICE void init(int consumer_warps, int reduction_warps, int empty_arrivals,
                             int descriptor_stages) const {
     for (const auto barrier : {k_full(), v_full(), tail_full(), peer_ds_full()})
@@ -61,9 +62,8 @@ struct BackwardBarriers {
   }
 };
 
-// Q, dO, dS and the row statistics have two stages. A block takes one tile_number of work_tile
-// after the other: while dK and dV of one leave by way of the place of dS, the tiles of the next
-// one arrive.
+// Q, dO, dS and the row statistics have two stages. The CTA is persistent: while dK and dV of one
+// work tile are stored through the shared memory of dS, the loads of the next one arrive.
 template <class C>
 struct BackwardPlan<C, false> : BackwardSums<C> {
   using BackwardSums<C>::kQueries;
@@ -71,8 +71,8 @@ struct BackwardPlan<C, false> : BackwardSums<C> {
   static constexpr int kThreads = kTile.threads();
   static constexpr int kConsumerThreads = 256;
   static constexpr int kReductionWarps = 2;
-  // Of a tile of Q or dO: by each thread that has read its statistics. That one lane is_elected for
-  // its warp is nothing that racecheck takes.
+  // Arrivals that empty a stage of Q or dO. Every thread that has read row statistics arrives
+  // itself, because racecheck does not accept that one lane arrives for its warp.
   static constexpr int kEmptyArrivals = kConsumerThreads;
   static constexpr bool kPersistent = true;
   static constexpr int kKeys = kTile.keys;
@@ -89,7 +89,7 @@ struct BackwardPlan<C, false> : BackwardSums<C> {
   using QTile = tile::SwizzledTile<kQueries, C::kHeadDim>;
   using DoutTile = tile::SwizzledTile<kQueries, C::kHeadDimV>;
   using DsTile = tile::SwizzledTile<kQueries, kKeys>;
-  using OwnKeys = tile::SwizzledTile<16, max(C::kHeadDim, C::kHeadDimV)>;  // of dK or dV, of a warp
+  using OwnKeys = tile::SwizzledTile<16, max(C::kHeadDim, C::kHeadDimV)>;  // dK or dV of a warp
   static_assert(kConsumerThreads / 32 * OwnKeys::kBytes <= kStages * DsTile::kBytes);
   static constexpr int kStatisticBytes = kQueries * 4;
   static constexpr int kK = 0;
@@ -100,9 +100,8 @@ struct BackwardPlan<C, false> : BackwardSums<C> {
   static constexpr int kDq = kDs + kStages * DsTile::kBytes;
   static constexpr int kLse = kDq + kQueries * C::kHeadDim * 4;
   static constexpr int kDelta = kLse + kStages * kStatisticBytes;
-  // The loads of a tile_number of work_tile end when the tile_number before has left its keys; the
-  // record of the next one is then on its way, and that of the tile_number before may still be
-  // read.
+  // The loads of a work tile end when the previous one has released its keys. The descriptor of the
+  // next one is then in flight, and that of the previous one may still be read.
   static constexpr int kDescriptorStages = 4;
   static constexpr int kDescriptors = kDelta + kDoutStages * kStatisticBytes;
   static constexpr int kBarriers = kDescriptors + kDescriptorStages * int{sizeof(TileDescriptor)};
@@ -110,8 +109,8 @@ struct BackwardPlan<C, false> : BackwardSums<C> {
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
-// dO has one stage, and dQ leaves from registers. In a cluster P and dS have one stage, too, and
-// there is room for the dS of the other block and for the columns of its keys that this one adds to
+// dO has one stage, and dQ is added from registers. In a cluster P and dS also have one stage, and
+// there is room for the dS of the other CTA and for the columns of its keys that this CTA adds to
 // dQ.
 template <class C>
 struct BackwardPlan<C, true> : BackwardSums<C> {
@@ -153,9 +152,9 @@ struct BackwardPlan<C, true> : BackwardSums<C> {
   static constexpr int kSharedBytes = kBarriers + BackwardBarriers::bytes(kDescriptorStages);
   static_assert(kSharedBytes <= 227 * 1024);
 
-  // Panels of 64 columns of a warpgroup. With an odd number one has more of dK, the other one more
-  // of dV and dQ, so that their sums fit into registers alike. In a cluster a warpgroup has one
-  // panel of dQ: that of its place among the four.
+  // Panels of 64 columns per warpgroup. If their number is odd, one warpgroup has more of dK and
+  // the other more of dV and dQ, so that both need about as many registers. In a cluster a
+  // warpgroup has one panel of dQ: that of its place among the four.
   static constexpr int own_dk(int warpgroup) { return (KTile::kPanels + 1 - warpgroup) / 2; }
   static constexpr int own_dv(int warpgroup) { return (VTile::kPanels + warpgroup) / 2; }
   static constexpr int own_dq(int warpgroup) { return (KTile::kPanels + warpgroup) / 2; }
@@ -164,7 +163,7 @@ struct BackwardPlan<C, true> : BackwardSums<C> {
   static constexpr int first_dq(int warpgroup) { return warpgroup == 0 ? 0 : own_dq(0); }
 };
 
-// Named barriers. Those of dQ are one per warpgroup, shared with the warp that sends its sums.
+// Named barriers. Those of dQ exist once per warpgroup, which shares them with its reduction warp.
 // kScoresIssued, kPStored, kDsStored, kPRead and kKeysRead order the two warpgroups by columns.
 enum BackwardBarrier : int {
   kDqFull = 1,

@@ -1,4 +1,5 @@
-// Before the backward: statistics of the rows, zeros where dQ is summed.
+// The kernel before the main kernel of the backward: row statistics, descriptors of work tiles, and
+// zeros in dq_sum.
 #pragma once
 
 #include "cuda/common/exponent_scale.h"
@@ -13,26 +14,27 @@ namespace tilewise::cuda::wgmma {
 
 inline constexpr int kPrepareThreads = kRowThreads;
 
-// The exponent of a row that takes split in nothing: exp2(anything - 1e30) = 0, and no infinity
-// meets another.
+// The row_lse of a row that takes part in nothing: exp2(anything - 1e30) = 0, and no infinity meets
+// another.
 inline constexpr float kNoRow = -1e30f;
 
-// How the threads share out the rows of a tile: kLanes lanes a row, all loads in flight together.
+// The rows of a tile are distributed over the threads, kLanes lanes per row, with all loads in
+// flight together.
 template <class C>
 struct RowLanes {
   static constexpr int kChunks = C::kHeadDimV / 8;
   static constexpr int kLanes = min(32, kChunks & -kChunks);
   static constexpr int kColumns = kChunks / kLanes;
   static constexpr int kRowsPerPass = kPrepareThreads / kLanes;
-  // A tile is shared by as many blocks as it has such parts: many small ones keep the memory busier
-  // than few large ones (D128: 70 us instead of 85 us for 16k rows of 16 heads).
+  // As many CTAs share a tile as it has groups of kRows rows: many small CTAs keep the memory
+  // busier than few large ones (D128: 70 us instead of 85 us for 16k rows of 16 heads).
   static constexpr int kLeast = max(16, kRowsPerPass);
   static constexpr int kRows =
       BackwardSums<C>::kQueries % kLeast == 0 ? kLeast : BackwardSums<C>::kQueries;
   static constexpr int kPasses = ceil_div(kRows, kRowsPerPass);
 };
 
-// Blocks of the prepare kernel that share a tile of rows.
+// CTAs of the prepare kernel that share a tile of rows.
 template <class C>
 inline constexpr int kPrepareSplits = BackwardSums<C>::kQueries / RowLanes<C>::kRows;
 
@@ -42,7 +44,7 @@ TILEWISE_DEVICE float element_of(uint32_t x) {
   return to_float(typename Element::Storage{static_cast<uint16_t>(x & 0xffffu)});
 }
 
-// sum(a b) of eight elements, on top of `sum`.
+// `sum` plus the dot product of eight elements.
 template <class Element>
 TILEWISE_DEVICE float add_products(float sum, const uint32_t (&a)[4], const uint32_t (&b)[4]) {
 #pragma unroll
@@ -53,7 +55,7 @@ TILEWISE_DEVICE float add_products(float sum, const uint32_t (&a)[4], const uint
   return sum;
 }
 
-// What S starts at, or what is added to it (BackwardSums), of a row with this lse.
+// The value at which S starts, or which is added to it (BackwardSums), for a row with this lse.
 template <class C>
 TILEWISE_DEVICE float row_lse(float lse, float scale_log2) {
   const float x = lse == kMinusInfinity ? kNoRow : -lse * kLog2e;
@@ -64,7 +66,7 @@ TILEWISE_DEVICE float row_lse(float lse, float scale_log2) {
   return x;
 }
 
-// What the blocks of the main kernel work_tile on, and the zeros that it counts from.
+// Writes the descriptors of the main kernel's work tiles, and zeroes its tile counter and flags.
 template <class C>
 TILEWISE_DEVICE void describe_tiles(const BackwardParams& p, int32_t block) {
   constexpr int32_t kCluster = C::kBackward.cluster_size;
@@ -77,7 +79,8 @@ TILEWISE_DEVICE void describe_tiles(const BackwardParams& p, int32_t block) {
   if (p.key_flags.data != nullptr) p.key_flags.data[descriptor.index] = 0;
 }
 
-// Records; row_lse = -lse and row_delta = -delta = dlse - sum(out dout), for `BackwardSums`.
+// Writes the descriptors, zeros in dq_sum, and for BackwardSums row_lse = -lse and row_delta =
+// -delta = dlse - sum(out dout).
 template <class C>
 TILEWISE_KERNEL(kPrepareThreads, 1)
 void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {

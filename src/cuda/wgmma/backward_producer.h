@@ -1,4 +1,5 @@
-// The warp that loads: K and V of the block once, then Q, dO and the row statistics, tile by tile.
+// The producer role of the backward: one warp loads K and V once per work tile, and Q, dO and the
+// row statistics once per step.
 #pragma once
 
 #include "cuda/ptx/bulk_copy.h"
@@ -9,7 +10,7 @@
 
 namespace tilewise::cuda::wgmma {
 
-// Panel by panel, by one thread. `full` has been told of the bytes.
+// Loads a tile panel by panel; called by one thread. `full` already expects the bytes.
 template <class Tile>
 TILEWISE_DEVICE void load_panels(ptx::SharedAddress to, const TensorMap& map, int row, int head,
                                  int batch_index, ptx::SharedAddress full, int first_column = 0) {
@@ -21,7 +22,7 @@ TILEWISE_DEVICE void load_panels(ptx::SharedAddress to, const TensorMap& map, in
   }
 }
 
-// Rows from `first` on become 0, by `threads` threads of which this one is `thread`.
+// Zeroes the rows from `first` on, by `threads` threads of which this one is number `thread`.
 template <class Tile>
 TILEWISE_DEVICE void zero_rows(ptx::SharedAddress tile, int first, int thread, int threads) {
   constexpr int kRowChunks = tile::kSwizzledRowBytes / 16;
@@ -35,7 +36,7 @@ TILEWISE_DEVICE void zero_rows(ptx::SharedAddress tile, int first, int thread, i
   }
 }
 
-// The loads of Q or dO with their statistic. All lanes call; lane 0 starts the copies.
+// The loads of Q or dO with their row statistic. All lanes call; lane 0 issues the copies.
 template <class C, class Tile>
 struct RowLoads {
   using Plan = BackwardPlan<C>;
@@ -53,7 +54,8 @@ struct RowLoads {
     load_statistic(statistic_to, walk, full);
   }
 
-  // The rows past the first `valid` are not of this sequence. 0 * NaN is NaN: they become 0.
+  // The rows after the first `valid` ones belong to another sequence. They are zeroed, because 0 *
+  // NaN is NaN.
   TILEWISE_DEVICE void load_tail(ptx::SharedAddress to, ptx::SharedAddress statistic_to,
                                  const RowWalk& walk, ptx::SharedAddress full, int valid,
                                  ptx::SharedAddress tail_full, int tail_parity) const {
@@ -78,7 +80,7 @@ struct RowLoads {
   }
 };
 
-// K and V of the block, by one thread.
+// Loads K and V of the CTA; called by one thread.
 template <class C>
 TILEWISE_DEVICE void load_kv(const TmaBackwardParams& p, const TileDescriptor& work_tile,
                              ptx::SharedAddress shared) {
@@ -103,8 +105,8 @@ TILEWISE_DEVICE void load_kv(const TmaBackwardParams& p, const TileDescriptor& w
                                     barriers.v_full());
 }
 
-// K and V in the place of those of the tile_number of work_tile before. Where nobody waits for them
-// or they are copied row by row, the barriers count them global_step the same.
+// Replaces K and V of the previous work tile. If nothing has to be loaded, because there are no
+// steps or the consumers copy pages row by row, the barriers complete their phases all the same.
 template <class C>
 TILEWISE_DEVICE void replace_kv(const TmaBackwardParams& p, const TileDescriptor& work_tile,
                                 ptx::SharedAddress shared, int parity) {
@@ -119,9 +121,9 @@ TILEWISE_DEVICE void replace_kv(const TmaBackwardParams& p, const TileDescriptor
   }
 }
 
-// Q, dO and their statistics of global_step steps of a tile_number of work_tile, and K and V after
-// the first ones: those of the tile_number before are read until its last step. `first_step`: steps
-// before it.
+// Loads Q, dO and their statistics for all steps of a work tile. K and V follow those of the first
+// step, because the previous K and V are read until the end of their work tile. `first_step` counts
+// the steps of the CTA's work tiles before this one.
 template <class C>
 TILEWISE_DEVICE void load_work_tile(const TmaBackwardParams& p, const TileDescriptor& work_tile,
                                     ptx::SharedAddress shared, int32_t first_step,
@@ -166,7 +168,7 @@ TILEWISE_DEVICE void load_work_tile(const TmaBackwardParams& p, const TileDescri
   if (work_tile.steps == 0) replace_kv<C>(p, work_tile, shared, kv_parity);
 }
 
-// The record of the next tile_number of work_tile, or the end, to a batch_index; by one thread.
+// Loads the next descriptor to a stage, or writes the end mark there; called by one thread.
 template <class C>
 TILEWISE_DEVICE void fetch_descriptor(const BackwardParams& p, ptx::SharedAddress shared, int stage,
                                       int32_t index) {
@@ -184,7 +186,7 @@ TILEWISE_DEVICE void fetch_descriptor(const BackwardParams& p, ptx::SharedAddres
   }
 }
 
-// Which tile_number of work_tile the block takes after this one.
+// The index of the next work tile of the CTA.
 TILEWISE_DEVICE int32_t next_index(const BackwardParams& p) {
   if (p.tile_counter == nullptr) return p.num_tiles;
   return static_cast<int32_t>(ptx::grid_blocks()) + ptx::atom_add(p.tile_counter, 1);
@@ -194,7 +196,7 @@ template <class C>
 TILEWISE_DEVICE void producer_role(const TmaBackwardParams& p, ptx::SharedAddress shared) {
   using Plan = BackwardPlan<C>;
   const BackwardBarriers barriers{shared + Plan::kBarriers};
-  ptx::griddepcontrol_wait();  // for the records and the statistics of the rows
+  ptx::griddepcontrol_wait();  // for the descriptors and the row statistics
   if (ptx::lane_index() == 0)
     fetch_descriptor<C>(p, shared, 0, static_cast<int32_t>(ptx::block_index()));
   int32_t steps = 0;

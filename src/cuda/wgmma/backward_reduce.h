@@ -1,5 +1,5 @@
-// The warps that reduce_add dQ: one per math warpgroup takes what it has staged in shared memory
-// and adds it to the sums in memory.
+// The reduction role of the backward by keys: one warp per consumer warpgroup adds the dQ that the
+// warpgroup has staged in shared memory to dq_sum.
 #pragma once
 
 #include "cuda/ptx/bulk_copy.h"
@@ -9,23 +9,24 @@
 
 namespace tilewise::cuda::wgmma {
 
-// The part of a tile of a warpgroup, by one thread. Shared memory is free when it returns.
+// Adds a warpgroup's part of a tile; called by one thread. When it returns, the shared memory may
+// be overwritten.
 TILEWISE_DEVICE void reduce_add(float* to, ptx::SharedAddress from, int bytes) {
   ptx::cp_reduce_async_bulk_add_f32(to, from, bytes, ptx::CachePolicy::evict_last);
   ptx::cp_async_bulk_commit_group();
   ptx::cp_async_bulk_wait_group_read<0>();
 }
 
-// Deterministic sums: key tiles add to a tile of rows in turn. By one thread; without order
-// nothing.
+// Semaphore order of deterministic sums: key tiles add to a query tile one after the other. Called
+// by one thread; does nothing without semaphores.
 //
-// A turn ends when its semaphore have arrived in memory. Shared memory is free for the next ones
-// before that: whoever stages those does not wait for it.
+// The semaphore is released when the additions have arrived in memory. The shared memory is free
+// before that, so the consumers do not wait for it.
 struct DqSemaphore {
-  int32_t* semaphores;      // [tiles of rows]; null: none are wanted
-  int32_t* held = nullptr;  // that has not ended
+  int32_t* semaphores;      // [query tiles]; null: sums in any order
+  int32_t* held = nullptr;  // not yet released
 
-  // Both warpgroups count: a tile of rows has had 2 n semaphore after n key tiles.
+  // Both warpgroups count: after n key tiles the semaphore of a query tile is 2 n.
   TILEWISE_DEVICE void acquire(int32_t tile, int32_t before) {
     if (semaphores == nullptr) return;
     release();
@@ -54,7 +55,7 @@ TILEWISE_DEVICE void reduction_role(const TmaBackwardParams& p, ptx::SharedAddre
   float* const to = p.dq_sum + begin / 4;
   const bool is_elected = ptx::lane_index() == 0;
   DqSemaphore semaphore{p.dq_semaphores};
-  ptx::griddepcontrol_wait();  // for the zeros that are added to
+  ptx::griddepcontrol_wait();  // for the zeros in dq_sum
 #pragma unroll 1
   for (int32_t tile_number = 0;; ++tile_number) {
     const int stage = tile_number % Plan::kDescriptorStages;

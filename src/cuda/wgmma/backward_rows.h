@@ -1,4 +1,4 @@
-// The tile of rows of one query head that a block of the kernels before and after has.
+// The query tile that a CTA of the prepare and finish kernels computes.
 #pragma once
 
 #include "cuda/ptx/block.h"
@@ -8,16 +8,16 @@ namespace tilewise::cuda::wgmma {
 
 inline constexpr int kRowThreads = 256;
 
-// Heads run fastest: their rows are neighbours in memory. Grids have less than 2^31 blocks, so all
-// but the first row of a ragged sequence is found in 32 bits.
+// Heads vary fastest, because their rows are neighbours in memory. Grids have fewer than 2^31 CTAs,
+// so 32 bits suffice for everything except the first row of a ragged sequence.
 struct RowBlock {
   int32_t head;
   int32_t batch;  // -1: nothing to do
   int32_t row0;
-  int32_t tile;  // among all heads' tiles
+  int32_t tile;  // among the tiles of all heads
   int32_t split;
 
-  // `kSplits` blocks share a tile.
+  // `kSplits` CTAs share a tile.
   template <int kTile, int kSplits = 1>
   TILEWISE_DEVICE static RowBlock of(const Problem& p, int32_t first_block = 0) {
     constexpr PaddedRows kPadded{kTile};
@@ -28,7 +28,7 @@ struct RowBlock {
     RowBlock r;
     r.head = static_cast<int32_t>(block - place * heads);
     r.split = static_cast<int32_t>(place % kSplits);
-    uint32_t tiles;  // of a head
+    uint32_t tiles;  // per head
     if (p.cu_seqlens_q == nullptr) {
       const uint32_t each = (static_cast<uint32_t>(p.seqlen_q) + kTile - 1) / kTile;
       tiles = each * static_cast<uint32_t>(p.batch);

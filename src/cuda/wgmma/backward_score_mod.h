@@ -1,8 +1,8 @@
-// The general form of a step between its products: softcap, ALiBi, bias and dropout.
+// The score_mod of the general form in the backward by keys: softcap, ALiBi, bias and dropout.
 //
-// Where one option is on alone, P is computed beside the product of dP, and what can be is known
-// before the products: S starts at its bias or ALiBi's term. Where several are, everything comes
-// after the products.
+// If one option is on alone, P is computed beside the dP product, and whatever does not depend on
+// the products is computed before them: S starts at its bias or ALiBi term. If several are on,
+// everything follows the products.
 #pragma once
 
 #include "cuda/common/exponent_scale.h"
@@ -13,7 +13,7 @@
 
 namespace tilewise::cuda::wgmma {
 
-// What a step keeps of dropout; the words that decide are read where they are used.
+// The dropout parameters that stay in registers; seed and offset are read where they are used.
 struct DropoutFactors {
   uint32_t threshold;  // 0: off
   float scale;
@@ -31,8 +31,8 @@ struct DropoutFactors {
   }
 };
 
-// The weights that dropout keeps: one bit per score of the thread, of which e / 2 says which of its
-// two keys, e % 2 which query of a group of eight.
+// The weights that dropout keeps, one bit per score of the thread: e / 2 selects one of its two
+// keys, e % 2 the query in a group of eight.
 struct KeptScores {
   uint32_t word[2];
 
@@ -43,9 +43,9 @@ struct KeptScores {
     return (word[group / 8] >> (drawn_by + e / 2 * 8 + group / 4 % 2 * 16) & 1u) != 0;
   }
 
-  // The 16 keys of a block lie across the 8 lanes of equal t, two in each, and so do the 8 rows
-  // that these have in four groups of queries. Lane g draws row (g % 2) of group g / 2 for every
-  // four groups, and the lanes then exchange what they have drawn. `key`: the thread's first one.
+  // The 16 keys of a Philox block belong to the 8 lanes of equal t, two keys each, and these lanes
+  // share 8 rows in every four groups of queries. Lane g draws row g % 2 of group g / 2, and the
+  // lanes then exchange what they have drawn. `key`: the thread's first key.
   template <int kGroups>
   TILEWISE_DEVICE static KeptScores draw(const Dropout& dropout, int32_t key, int32_t first_row,
                                          uint32_t batch_head) {
@@ -76,11 +76,11 @@ struct KeptScores {
   }
 };
 
-// What ALiBi takes from S of a tile of queries, in units of log2.
+// The penalty that ALiBi subtracts from S of a query tile, in units of log2.
 template <class C>
 class AlibiOfKeys {
  public:
-  // `key`: the thread's first one.
+  // `key`: the thread's first key.
   TILEWISE_DEVICE AlibiOfKeys(const Problem& p, const TileDescriptor& work_tile, int32_t key,
                               const RowWalk& walk)
       : slope_(p.alibi_slopes[work_tile.batch * p.alibi_stride_batch + walk.head] * kLog2e),
@@ -104,7 +104,7 @@ TILEWISE_DEVICE void pack(const ScoreSums<C>& x, ScoreOperands<C>& half) {
     half[i / 4][i % 4] = tile::pack<typename C::Element>(x[2 * i], x[2 * i + 1]);
 }
 
-// In the order of their use.
+// The methods are in the order in which a step calls them.
 template <class C, Option kOption>
 class BackwardScoreMod {
   using Plan = BackwardPlan<C>;
@@ -114,14 +114,15 @@ class BackwardScoreMod {
   static constexpr bool kStartsAtLse = kPreload && kOption != Option::softcap;
   static constexpr bool kStartsAtDelta = kPreload && kOption != Option::dropout;
   static constexpr bool kStartsAtScoreMod = kOption == Option::bias || kOption == Option::alibi;
-  // tanh of what is hidden: to a weight of 0, and with a derivative.
+  // The tanh of a masked score: large enough for a weight of 0, small enough for a finite
+  // derivative.
   static constexpr float kHiddenTanh = -1e19f;
 
  public:
   static constexpr bool kScoresFromZero = !kStartsAtLse && !kStartsAtScoreMod;
   static constexpr bool kGradientFromZero = !kStartsAtDelta;
 
-  // `key`: the thread's first one of the block, the other one is 8 keys on.
+  // `key`: the thread's first key, in the CTA. Its other key is 8 further on.
   TILEWISE_DEVICE BackwardScoreMod(const Problem& p, const TileDescriptor& work_tile, int key)
       : p_(p),
         work_tile_(work_tile),
@@ -132,17 +133,17 @@ class BackwardScoreMod {
         dropout_(DropoutFactors::of(p)),
         bias_(p, work_tile, work_tile.key + key - ptx::lane_index() / 4) {}
 
-  // What dV is to be multiplied by.
+  // The factor of dV.
   TILEWISE_DEVICE static float dv_scale(const Problem& p) {
     return kOption == Option::dropout ? dropout_of(p).keep_scale : 1.0f;
   }
 
-  // The tile of queries after the one that has started.
+  // Issues the loads for a later query tile.
   TILEWISE_DEVICE void prefetch_bias(const RowWalk& walk) {
     if constexpr (kOption == Option::bias) bias_.prefetch(walk.row, walk.head);
   }
 
-  // What the products are added to.
+  // Initialises the accumulators of both products.
   TILEWISE_DEVICE void init_accumulators(ScoreSums<C>& s, ScoreSums<C>& dp, const RowWalk& walk,
                                          ptx::SharedAddress lse, ptx::SharedAddress delta) {
     const float inverse = ptx::rcp_approximate(scale_log2_);
@@ -175,7 +176,7 @@ class BackwardScoreMod {
     }
   }
 
-  // Beside the products.
+  // Called beside the products.
   TILEWISE_DEVICE void draw_dropout(const RowWalk& walk) {
     if constexpr (kOption == Option::dropout)
       kept_ = KeptScores::draw<kGroups>(
@@ -183,7 +184,7 @@ class BackwardScoreMod {
           static_cast<uint32_t>(work_tile_.batch * p_.heads_q + walk.head));
   }
 
-  // From S to P, in `s` times d score / d (scale S).
+  // P from S. `s` becomes P times d score / d (scale S).
   TILEWISE_DEVICE void compute_p(ScoreSums<C>& s, ScoreOperands<C>& p_half, const RowWalk& walk,
                                  const KeyMask<C>& mask, ptx::SharedAddress lse) {
     if constexpr (kOption == Option::softcap) tanh_.apply(s);
@@ -216,7 +217,7 @@ class BackwardScoreMod {
     }
   }
 
-  // dS
+  // dS from P and dP.
   TILEWISE_DEVICE void compute_ds(const ScoreSums<C>& p, ScoreSums<C>& dp,
                                   ScoreOperands<C>& ds_half, ptx::SharedAddress delta) const {
     if constexpr (kOption == Option::dropout) {
@@ -227,7 +228,7 @@ class BackwardScoreMod {
   }
 
  private:
-  // The statistics of the thread's queries.
+  // Reads the statistics of the thread's queries.
   TILEWISE_DEVICE static void read_statistics(float (&x)[2 * kGroups],
                                               ptx::SharedAddress statistic) {
 #pragma unroll
@@ -240,7 +241,7 @@ class BackwardScoreMod {
 
   const Problem& p_;
   const TileDescriptor& work_tile_;
-  int32_t key_;  // inside the sequence
+  int32_t key_;  // in the sequence
   float scale_log2_;
   float unit_;  // of a capped score
   HalfMath::ScaledTanh tanh_;
@@ -269,7 +270,7 @@ class BackwardScoreMod<C, Option::any> {
   static constexpr bool kScoresFromZero = false;
   static constexpr bool kGradientFromZero = true;
 
-  // `key`: the thread's first one of the block, the other one is 8 keys on.
+  // `key`: the thread's first key, in the CTA. Its other key is 8 further on.
   TILEWISE_DEVICE BackwardScoreMod(const Problem& p, const TileDescriptor& work_tile, int key)
       : work_tile_(work_tile),
         key_(work_tile.key + key),
@@ -278,8 +279,8 @@ class BackwardScoreMod<C, Option::any> {
 
   TILEWISE_DEVICE static float dv_scale(const Problem&) { return 1.0f; }
 
-  // What S starts at: the bias, where nothing but a factor comes between the two. So its loads need
-  // no registers of their own, and are all under way together.
+  // S starts at the bias if nothing but a factor comes between the two. The loads then need no
+  // registers of their own, and all are in flight together.
   TILEWISE_DEVICE void init_scores(const Problem& p, ScoreSums<C>& s, const RowWalk& walk) const {
 #pragma unroll
     for (float& x : s) x = 0.0f;
@@ -291,8 +292,8 @@ class BackwardScoreMod<C, Option::any> {
       add_bias<typename C::Element::Storage>(p, s, walk, factor);
   }
 
-  // From the products S and dP to P and dS. One pass over the scores per option, so that a switch
-  // is asked once and not once per score.
+  // P and dS from the products S and dP. Each option makes one pass over the scores, so that its
+  // switch is tested once and not once per score.
   TILEWISE_DEVICE void apply(const Problem& p, ScoreSums<C>& s, ScoreSums<C>& dp,
                              ScoreOperands<C>& p_half, ScoreOperands<C>& ds_half,
                              const RowWalk& walk, const KeyMask<C>& mask, ptx::SharedAddress lse,
@@ -340,7 +341,8 @@ class BackwardScoreMod<C, Option::any> {
     }
   }
 
-  // Products become scores in units of log2; dP the gradient of scale * S.
+  // Turns products into scores in units of log2, and dP into the gradient with respect to scale *
+  // S.
   TILEWISE_DEVICE void cap(const Problem& p, ScoreSums<C>& s, ScoreSums<C>& dp) const {
     if (p.softcap == 0.0f) {
 #pragma unroll
@@ -365,7 +367,7 @@ class BackwardScoreMod<C, Option::any> {
     return p.bias != nullptr && p.softcap == 0.0f;
   }
 
-  // s += factor * bias. Outside of the sequence bias has no element.
+  // s += factor * bias. The bias has no elements outside of the sequence.
   template <class T>
   TILEWISE_DEVICE void add_bias(const Problem& p, ScoreSums<C>& s, const RowWalk& walk,
                                 float factor) const {
@@ -390,7 +392,7 @@ class BackwardScoreMod<C, Option::any> {
   }
 
   const TileDescriptor& work_tile_;
-  int32_t key_;  // inside the sequence
+  int32_t key_;  // in the sequence
   float scale_log2_;
   DropoutFactors dropout_;
 };

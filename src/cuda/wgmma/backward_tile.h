@@ -1,4 +1,5 @@
-// What a backward block works on, and the walk over the rows that see its keys.
+// Descriptors of the backward's work tiles, and the walk over the query tiles that see the keys of
+// one.
 #pragma once
 
 #include "attention/schedule.h"
@@ -10,13 +11,14 @@ namespace tilewise::cuda::wgmma {
 
 inline constexpr int32_t kFar = 1 << 30;
 
-// Gradients of keys: like k and v, or one row per key of each sequence (tilewise_gradients).
+// Gradients of keys are laid out like k and v, or with one row per key of each sequence
+// (tilewise_gradients).
 TILEWISE_FN KvSource gradient_source(const Problem& p, const Sequence& s) {
   const bool per_sequence = p.block_table != nullptr || p.kv_batch_idx != nullptr;
   return per_sequence ? s.kv.dense(s.batch) : KvSource{nullptr, 0, s.kv.batch_index, s.kv.first};
 }
 
-// Makes the records of the blocks, in the prepare kernel.
+// Builds descriptors, in the prepare kernel.
 template <class C>
 struct DescriptorBuilder {
   static constexpr int kKeys = C::kBackward.keys;
@@ -26,10 +28,11 @@ struct DescriptorBuilder {
   const BackwardParams& p;
   TileOrder::WorkTile work_tile;
   Sequence sequence;
-  Range keys;       // of the block; empty: there are some for the other block only
+  Range keys;       // of the CTA; empty: only the other CTA of the cluster has keys
   Range pair_keys;  // of the cluster
 
-  // Of block `index` of the main kernel, were it to have one tile_number of work_tile.
+  // The descriptor for CTA `index % kCluster` of the cluster that computes work tile `index /
+  // kCluster`.
   TILEWISE_DEVICE static TileDescriptor make(const BackwardParams& p, int32_t index) {
     TileDescriptor r{};
     DescriptorBuilder m{p, p.order.at(index / kCluster), {}, {}, {}};
@@ -70,7 +73,7 @@ struct DescriptorBuilder {
     r.skipped_tiles = static_cast<int32_t>(head_tiles - tiles.size());
     r.first_row = static_cast<int32_t>(sequence.first_row);
     r.row_batch_index = static_cast<int32_t>(sequence.batch_index);
-    // Past the last row TMA reads zeros where the tensor ends there.
+    // Where the sequence ends with the tensor, TMA reads zeros past its last row.
     const bool ends = sequence.first_row + rows == problem.seqlen_q;
     r.valid_rows = ends ? kFar : static_cast<int32_t>(rows);
   }
@@ -103,37 +106,36 @@ struct DescriptorBuilder {
     r.keys = static_cast<int32_t>(band.keys);
     const Range all = keys.size() == kKeys ? band.rows_of_all(keys) : Range{};
     if (all.empty()) return;
-    // Rows past the last one need no mask: their P is 0.
+    // Rows past the last one need no mask, because their P is 0.
     const int64_t end = all.end == band.rows ? int64_t{kFar} : all.end - kQueries + 1;
     r.clear_begin = static_cast<int32_t>(all.begin);
     r.clear_end = static_cast<int32_t>(end);
   }
 };
 
-// The descriptor that the block has received in stage `stage` of shared memory.
+// The descriptor in stage `stage` of shared memory.
 template <class C>
 TILEWISE_DEVICE const TileDescriptor& received_tile(int stage) {
   return reinterpret_cast<const TileDescriptor*>(ptx::shared_memory() +
                                                  BackwardPlan<C>::kDescriptors)[stage];
 }
 
-// Returns when the load warp has come to the keys of a tile_number of work_tile, and TMA has
-// brought those that it brings. Whoever arrives at kv_empty() has been here before: otherwise,
-// where pieces have no steps, two phases of that barrier pass while the load warp is on its way to
-// wait for the first.
+// Waits until the producer has reached the keys of a work tile and TMA has loaded those that it
+// loads. A warp must call this before it arrives at kv_empty(): otherwise, where work tiles have no
+// steps, two phases of that barrier could complete before the producer waits for the first.
 TILEWISE_DEVICE void wait_for_kv(const BackwardBarriers& barriers, int parity) {
   ptx::mbarrier_wait_parity(barriers.k_full(), parity);
   ptx::mbarrier_wait_parity(barriers.v_full(), parity);
 }
 
-// One step after the other: all tiles of rows, in one query head after the other. What is the same
-// for all heads stays in the descriptor.
+// The steps of a work tile: all query tiles of one query head, then those of the next head. What is
+// the same for all heads stays in the descriptor.
 struct RowWalk {
   const TileDescriptor& work_tile;
-  int32_t row;  // first row of the tile
+  int32_t row;  // first row of the query tile
   int32_t end;
   int32_t head;
-  int32_t index;  // of the tile among the padded tiles of all heads
+  int32_t index;  // of the query tile, among the padded tiles of all heads
 
   TILEWISE_DEVICE explicit RowWalk(const TileDescriptor& descriptor)
       : work_tile(descriptor),
@@ -142,7 +144,7 @@ struct RowWalk {
         head(descriptor.query_head),
         index(descriptor.tile_index) {}
 
-  // Where a register is short, a new head costs a read of shared memory.
+  // For callers that are short of registers: a new head costs a read of shared memory.
   TILEWISE_DEVICE void advance(int32_t tile) {
     row += tile;
     ++index;
@@ -156,7 +158,7 @@ struct RowWalk {
     walk.advance(tile);
     return walk;
   }
-  // Where it is not. `begin`: the first row of every head.
+  // For all other callers. `begin`: the first row of every head.
   TILEWISE_DEVICE void advance(int32_t tile, int32_t begin) {
     row += tile;
     ++index;
@@ -167,8 +169,8 @@ struct RowWalk {
   }
 };
 
-// Tiles of queries whose first row is one of these need no mask: all of their rows see all keys of
-// the block.
+// Query tiles whose first row is in this range need no mask: all their rows see all keys of the
+// CTA.
 struct ClearRows {
   int32_t begin;
   int32_t end;
@@ -178,8 +180,8 @@ struct ClearRows {
   TILEWISE_DEVICE bool contains(int32_t row) const { return row >= begin && row < end; }
 };
 
-// How many key tiles add to a tile of rows before this one does, for deterministic sums. Blocks are
-// numbered in the same order (TileOrder), so a block waits for earlier ones only.
+// Semaphore order of deterministic dQ sums: how many key tiles add to a query tile before this one
+// does. CTAs are numbered in the same order (TileOrder), so a CTA waits only for earlier ones.
 template <class C>
 struct SemaphoreOrder {
   static constexpr int kKeys = C::kBackward.cluster_size * C::kBackward.keys;
@@ -199,7 +201,7 @@ struct SemaphoreOrder {
         tile(work_tile.key_tile),
         last_first(p.order.longest_first == 1) {}
 
-  // Of the tile of rows from `row` on.
+  // For the query tile that starts at `row`.
   TILEWISE_DEVICE int32_t at(int32_t row) const {
     const int32_t last_row = min(rows, row + C::kBackward.queries) - 1;
     const int32_t begin = max(0, row + low);
