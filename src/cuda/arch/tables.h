@@ -268,13 +268,14 @@ struct Sm86 {
               .early_barrier = false,
               .blocks_per_sm = 1};
     }
+    // Eight warps: four spill here as well.
     if (head_dim <= 64)
       return {.key_warps = 2,
               .query_warps = 4,
               .queries = 32,
               .stages = 2,
               .early_barrier = true,
-              .blocks_per_sm = 1};  // four warps spill here as well
+              .blocks_per_sm = 1};
     if (head_dim <= 128)
       return {.key_warps = 1,
               .query_warps = 4,
@@ -331,13 +332,14 @@ struct Sm75 {
   static constexpr ForwardTile decode(int, int) { return kNoForward; }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
     if (element_bytes != 2) return kNoBackward;
+    // Eight warps, as on sm_86.
     if (head_dim <= 64)
       return {.key_warps = 4,
               .query_warps = 2,
               .queries = 32,
               .stages = 1,
               .early_barrier = true,
-              .blocks_per_sm = 1};  // eight warps, as on sm_86
+              .blocks_per_sm = 1};
     if (head_dim <= 96)
       return {.key_warps = 2,
               .query_warps = 2,
