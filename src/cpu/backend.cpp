@@ -174,7 +174,12 @@ struct ForwardLaunch {
     run_items(parallel, max_tiles * tiles.heads(), work, [&](int64_t worker, int64_t i) {
       const int64_t b = i / max_tiles / p.heads_kv;
       const int64_t kv_head = i / max_tiles % p.heads_kv;
-      PackTask task{&p, sequence_of(p, b), kv_head, {}, nullptr, nullptr};
+      PackTask task{.problem = &p,
+                    .sequence = sequence_of(p, b),
+                    .kv_head = kv_head,
+                    .keys = {},
+                    .packed = nullptr,
+                    .nonfinite = nullptr};
       const Tiling keys{task.sequence.band.keys, shape.tile_k};
       if (i % max_tiles >= keys.count()) return;
       const int64_t id = key_tile_id(b, kv_head, i % max_tiles);
@@ -304,7 +309,15 @@ struct BackwardLaunch {
   }
 
   void run_chunk(int64_t worker, int64_t b, int64_t kv_head, int64_t index) const {
-    BackwardTask task{&p, &g, sequence_of(p, b), kv_head, {}, index, nullptr, nullptr, nullptr};
+    BackwardTask task{.problem = &p,
+                      .gradients = &g,
+                      .sequence = sequence_of(p, b),
+                      .kv_head = kv_head,
+                      .keys = {},
+                      .chunk = index,
+                      .dq_sum = nullptr,
+                      .delta = nullptr,
+                      .dq_semaphores = nullptr};
     const Tiling chunks{task.sequence.band.keys, chunk};
     if (index >= chunks.count()) return;
     task.keys = chunks.at(index);

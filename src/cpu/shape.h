@@ -25,29 +25,105 @@ struct Shape {
   int back_keys;     // keys of a backward work item, at head dimension 64
 };
 
+// The tile unit, for bf16 and fp16.
+constexpr Shape amx_shape_of(int32_t dtype) {
+  if (dtype == TILEWISE_BFLOAT16)
+    return {.engine = "amx",
+            .lanes = 16,
+            .panel = 32,
+            .rows = 32,
+            .pair = 2,
+            .units = 16,
+            .parts = 1,
+            .tile_q = 256,
+            .large_tile_q = 512,
+            .tile_k = 256,
+            .strip = 64,
+            .back_q = 128,
+            .back_keys = 1024};
+  return {.engine = "amx_split",
+          .lanes = 16,
+          .panel = 32,
+          .rows = 32,
+          .pair = 2,
+          .units = 16,
+          .parts = 2,
+          .tile_q = 256,
+          .large_tile_q = 512,
+          .tile_k = 128,
+          .strip = 64,
+          .back_q = 128,
+          .back_keys = 1024};
+}
+
 // With the vector engines, S^T of one panel and one tile stays in the L1 cache (128 keys of 48
 // lanes: 24 KB). With AMX longer tiles are faster, because sums of O stay in tile registers for
 // longer, but only a strip of scores (8 KB) is in memory at a time. Computing the scores of the
 // next strip beside the weights of this one gains nothing: while the tile unit multiplies, one of
 // the two multipliers of the vector unit is idle.
 constexpr Shape shape_of(Isa isa, int32_t dtype) {
-  constexpr Shape avx512 = {"fma", 16, 48, 8, 1, 1, 1, 192, 192, 128, 128, 96, 512};
+  constexpr Shape avx512 = {.engine = "fma",
+                            .lanes = 16,
+                            .panel = 48,
+                            .rows = 8,
+                            .pair = 1,
+                            .units = 1,
+                            .parts = 1,
+                            .tile_q = 192,
+                            .large_tile_q = 192,
+                            .tile_k = 128,
+                            .strip = 128,
+                            .back_q = 96,
+                            .back_keys = 512};
   switch (isa) {
     case Isa::portable:
-      return {"fma", 4, 8, 4, 1, 1, 1, 64, 64, 128, 128, 32, 256};
+      return {.engine = "fma",
+              .lanes = 4,
+              .panel = 8,
+              .rows = 4,
+              .pair = 1,
+              .units = 1,
+              .parts = 1,
+              .tile_q = 64,
+              .large_tile_q = 64,
+              .tile_k = 128,
+              .strip = 128,
+              .back_q = 32,
+              .back_keys = 256};
     case Isa::avx2:
-      return {"fma", 8, 24, 4, 1, 1, 1, 120, 120, 128, 128, 72, 256};
+      return {.engine = "fma",
+              .lanes = 8,
+              .panel = 24,
+              .rows = 4,
+              .pair = 1,
+              .units = 1,
+              .parts = 1,
+              .tile_q = 120,
+              .large_tile_q = 120,
+              .tile_k = 128,
+              .strip = 128,
+              .back_q = 72,
+              .back_keys = 256};
     case Isa::avx512:
       return avx512;
     case Isa::avx512_bf16:
       if (dtype == TILEWISE_BFLOAT16)
-        return {"dot", 16, 48, 8, 2, 1, 1, 192, 192, 128, 128, 96, 512};
+        return {.engine = "dot",
+                .lanes = 16,
+                .panel = 48,
+                .rows = 8,
+                .pair = 2,
+                .units = 1,
+                .parts = 1,
+                .tile_q = 192,
+                .large_tile_q = 192,
+                .tile_k = 128,
+                .strip = 128,
+                .back_q = 96,
+                .back_keys = 512};
       return avx512;
     case Isa::amx:
-      if (dtype == TILEWISE_BFLOAT16)
-        return {"amx", 16, 32, 32, 2, 16, 1, 256, 512, 256, 64, 128, 1024};
-      if (dtype == TILEWISE_FLOAT16)
-        return {"amx_split", 16, 32, 32, 2, 16, 2, 256, 512, 128, 64, 128, 1024};
+      if (dtype == TILEWISE_BFLOAT16 || dtype == TILEWISE_FLOAT16) return amx_shape_of(dtype);
       return avx512;
   }
   return {};
@@ -73,7 +149,19 @@ TILEWISE_FN bool heads_side_by_side(const Problem& p) {
 constexpr Shape decode_shape_of(Isa isa, int32_t dtype) {
   const int lanes = shape_of(isa, TILEWISE_FLOAT32).lanes;
   const int rows = max_decode_rows(isa, dtype);
-  return {"stream", lanes, max(rows, lanes), lanes, 1, 1, 1, rows, rows, 128, 128, 0, 0};
+  return {.engine = "stream",
+          .lanes = lanes,
+          .panel = max(rows, lanes),
+          .rows = lanes,
+          .pair = 1,
+          .units = 1,
+          .parts = 1,
+          .tile_q = rows,
+          .large_tile_q = rows,
+          .tile_k = 128,
+          .strip = 128,
+          .back_q = 0,
+          .back_keys = 0};
 }
 
 // Keys of a backward tile.
@@ -103,8 +191,11 @@ struct Extent {
 constexpr Extent extent_of(const Shape& s, int64_t columns) {
   const int64_t units = round_up(ceil_div(columns, s.pair), s.units);
   const int64_t m = round_up(columns, s.rows);
-  return {units, round_up(units, s.lanes), m, round_up(m, s.lanes),
-          round_up(columns, s.units > 1 ? 2 * s.lanes : s.lanes)};
+  return {.units = units,
+          .ld = round_up(units, s.lanes),
+          .m = m,
+          .m_ld = round_up(m, s.lanes),
+          .n_ld = round_up(columns, s.units > 1 ? 2 * s.lanes : s.lanes)};
 }
 
 }  // namespace tilewise::cpu
