@@ -283,8 +283,8 @@ void launch(const void* function, int64_t blocks, int32_t threads, int32_t share
   }
   const int device = current_device();
   const Gpu& gpu = facts(device).gpu;
-  if (shared_bytes >
-      kDefaultSharedBytes) {  // the limit of the GPU: launches of a kernel may differ
+  if (shared_bytes > kDefaultSharedBytes) {
+    // The GPU's limit instead of `shared_bytes`, because launches of a kernel may differ in it.
     allow(function, device, cudaFuncAttributeMaxDynamicSharedMemorySize, gpu.shared_bytes);
   }
   if (cluster > kPortableClusterSize)

@@ -14,24 +14,24 @@ namespace {
 
 // The smallest shared memory of the GPUs that use a tile table. simt runs on any GPU, so it may use
 // only the 48 KB that need no opt-in.
-int32_t least_shared_bytes(int32_t architecture) {
-  int32_t least = architecture == 0 ? 48 * arch::kKilobyte : INT32_MAX;
+int32_t min_shared_bytes(int32_t architecture) {
+  int32_t smallest = architecture == 0 ? 48 * arch::kKilobyte : INT32_MAX;
   for (const arch::Limits& row : arch::kLimits) {
     const bool specific = architecture == arch::Sm90a::kTable && row.sm == architecture / 10;
-    if (row.table == architecture || specific) least = min(least, row.shared_bytes);
+    if (row.table == architecture || specific) smallest = min(smallest, row.shared_bytes);
   }
-  return least;
+  return smallest;
 }
 
 template <class Params>
-void expect_kernel(const Kernel<Params>& kernel, bool wanted, int32_t most_shared) {
-  EXPECT_EQ(kernel.function != nullptr, wanted);
-  if (!wanted) return;
+void expect_kernel(const Kernel<Params>& kernel, bool expected, int32_t max_shared) {
+  EXPECT_EQ(kernel.function != nullptr, expected);
+  if (!expected) return;
   EXPECT_GE(kernel.threads, 32);
   EXPECT_LE(kernel.threads, 1024);
   EXPECT_EQ(kernel.threads % 32, 0);
   EXPECT_GE(kernel.shared_bytes, 0);
-  EXPECT_LE(kernel.shared_bytes, most_shared);
+  EXPECT_LE(kernel.shared_bytes, max_shared);
 }
 
 TEST(CudaRegistry, KernelSetsHoldTheKernelsOfTheirTiles) {
@@ -41,35 +41,35 @@ TEST(CudaRegistry, KernelSetsHoldTheKernelsOfTheirTiles) {
                  << "table " << kernel_set->architecture << " dtype " << kernel_set->dtype
                  << " tf32 " << kernel_set->tf32 << " head_dim " << kernel_set->head_dim);
     constexpr int32_t kReserved = 1024;  // per block except the first
-    const int32_t most = least_shared_bytes(kernel_set->architecture);
+    const int32_t max_shared = min_shared_bytes(kernel_set->architecture);
     EXPECT_TRUE(kernel_set->has_forward() || kernel_set->has_backward());
-    for (const KernelSet* cut : {kernel_set, kernel_set->few_rows}) {
-      if (cut == nullptr) continue;
+    for (const KernelSet* set : {kernel_set, kernel_set->few_rows}) {
+      if (set == nullptr) continue;
       const bool tma = kernel_set->family == Family::wgmma;
       const bool float8 = kernel_set->dtype == TILEWISE_FLOAT8_E4M3;
-      for (const FormKernels* form : {&cut->plain, &cut->general}) {
-        const bool decodes = cut->tma.tma_forward.function != nullptr;
-        const bool built = !tma && !((float8 || decodes) && form == &cut->plain);
-        expect_kernel(form->forward, cut->has_forward() && built, most);
-        expect_kernel(form->tma_forward, cut->has_forward() && tma, most);
-        expect_kernel(form->prepare, cut->has_backward(), most);
-        expect_kernel(form->backward, cut->has_backward() && !tma, most);
-        expect_kernel(form->tma_backward, cut->has_backward() && tma, most);
-        expect_kernel(form->finish, cut->has_backward(), most);
+      for (const FormKernels* form : {&set->plain, &set->general}) {
+        const bool is_decode = set->tma.tma_forward.function != nullptr;
+        const bool built = !tma && !((float8 || is_decode) && form == &set->plain);
+        expect_kernel(form->forward, set->has_forward() && built, max_shared);
+        expect_kernel(form->tma_forward, set->has_forward() && tma, max_shared);
+        expect_kernel(form->prepare, set->has_backward(), max_shared);
+        expect_kernel(form->backward, set->has_backward() && !tma, max_shared);
+        expect_kernel(form->tma_backward, set->has_backward() && tma, max_shared);
+        expect_kernel(form->finish, set->has_backward(), max_shared);
       }
       const bool paged = kernel_set->family == Family::mma_sync &&
                          kernel_set->dtype != TILEWISE_FLOAT32 && !float8;
-      expect_kernel(cut->paged.forward, cut->has_forward() && paged, most);
-      const bool rings = paged && cut->tma.tma_forward.function != nullptr;
-      const bool pages_have_readers = rings && has_warp_split(cut->head_dim, 2);
-      expect_kernel(cut->paged.forward_warp_split, pages_have_readers, (most - kReserved) / 2);
-      for (const FormKernels* form : {&cut->tma, &cut->tma_paged}) {
+      expect_kernel(set->paged.forward, set->has_forward() && paged, max_shared);
+      const bool warp_pipelines = paged && set->tma.tma_forward.function != nullptr;
+      const bool paged_warp_split = warp_pipelines && has_warp_split(set->head_dim, 2);
+      expect_kernel(set->paged.forward_warp_split, paged_warp_split, (max_shared - kReserved) / 2);
+      for (const FormKernels* form : {&set->tma, &set->tma_paged}) {
         const bool built = form->tma_forward.function != nullptr;
-        const bool readers = built && has_warp_split(cut->head_dim, float8 ? 1 : 2);
-        expect_kernel(form->tma_forward, built, most);
-        expect_kernel(form->tma_forward_warp_split, readers, (most - kReserved) / 2);
+        const bool warp_split = built && has_warp_split(set->head_dim, float8 ? 1 : 2);
+        expect_kernel(form->tma_forward, built, max_shared);
+        expect_kernel(form->tma_forward_warp_split, warp_split, (max_shared - kReserved) / 2);
         EXPECT_EQ(form->tma_forward_warp_split.threads,
-                  readers ? kMaxWarpsPerTile * form->tma_forward.threads : 0);
+                  warp_split ? kMaxWarpsPerTile * form->tma_forward.threads : 0);
       }
     }
   }
@@ -77,9 +77,9 @@ TEST(CudaRegistry, KernelSetsHoldTheKernelsOfTheirTiles) {
 
 TEST(CudaRegistry, EveryKernelSetIsInTheManifestAndItsCodeIsKnown) {
   if (registry().kernel_sets.empty()) GTEST_SKIP() << "this build has no CUDA kernels";
-  int32_t of_manifest = 0;
-  for_each_instance([&](const KernelInstance&) { ++of_manifest; });
-  EXPECT_LE(registry().kernel_sets.size(), static_cast<std::size_t>(of_manifest));
+  int32_t manifest_size = 0;
+  for_each_instance([&](const KernelInstance&) { ++manifest_size; });
+  EXPECT_LE(registry().kernel_sets.size(), static_cast<std::size_t>(manifest_size));
   std::set<std::tuple<int32_t, int32_t, bool, int32_t, int32_t>> seen;
   for (const KernelSet* kernel_set : registry().kernel_sets) {
     EXPECT_EQ(kernel_set->family == Family::simt, kernel_set->architecture == 0);
@@ -100,10 +100,10 @@ TEST(CudaRegistry, EveryKernelSetIsInTheManifestAndItsCodeIsKnown) {
 TEST(CudaRegistry, CodeRunsWhereTheDriverCanLoadIt) {
   static constexpr int32_t kSass[] = {80, 90};
   static constexpr int32_t kPtx[] = {100};
-  const Code code = {0, kSass, kPtx};
+  const Code code = {.architecture = 0, .sass = kSass, .ptx = kPtx};
   for (int32_t sm : {80, 86, 87, 89, 90, 100, 103, 110, 120}) EXPECT_TRUE(runs_on(code, sm)) << sm;
   for (int32_t sm : {60, 70, 75}) EXPECT_FALSE(runs_on(code, sm)) << sm;
-  EXPECT_FALSE(runs_on({0, kSass, {}}, 100));
+  EXPECT_FALSE(runs_on({.architecture = 0, .sass = kSass, .ptx = {}}, 100));
 }
 
 }  // namespace

@@ -26,69 +26,75 @@ void with_arch(const char* name, const Visit& visit) {
   if (is("Sm120")) visit(cuda::arch::Sm120{});
 }
 
-inline cuda::KernelSet hopper(cuda::KernelSet table, cuda::arch::TileSize cut) {
+inline cuda::KernelSet hopper(cuda::KernelSet set, cuda::arch::TileSize size) {
   using cuda::arch::Sm90a;
-  table.family = cuda::Family::wgmma;
-  table.architecture = Sm90a::kTable;
-  const auto forward = Sm90a::forward(table.head_dim, table.head_dim_v, cut);
-  const auto backward = Sm90a::backward(table.head_dim, cut);
-  table.forward_tile = {forward.rows(), forward.keys, 1};
-  table.backward_tile = {backward.queries, backward.keys * backward.cluster_size, 1,
-                         backward.cluster_size};
-  table.persistent_backward = table.head_dim <= 128;
-  return table;
+  set.family = cuda::Family::wgmma;
+  set.architecture = Sm90a::kTable;
+  const auto forward = Sm90a::forward(set.head_dim, set.head_dim_v, size);
+  const auto backward = Sm90a::backward(set.head_dim, size);
+  set.forward_tile = {.rows = forward.rows(), .keys = forward.keys, .blocks_per_sm = 1};
+  set.backward_tile = {.rows = backward.queries,
+                       .keys = backward.keys * backward.cluster_size,
+                       .blocks_per_sm = 1,
+                       .cluster_size = backward.cluster_size};
+  set.persistent_backward = set.head_dim <= 128;
+  return set;
 }
 
-inline cuda::KernelSet described(const cuda::KernelInstance& kernel_set) {
-  const auto is = [&](const char* each) { return std::strcmp(kernel_set.element, each) == 0; };
-  cuda::KernelSet table;
-  table.dtype = is("F16")    ? TILEWISE_FLOAT16
-                : is("BF16") ? TILEWISE_BFLOAT16
-                : is("E4M3") ? TILEWISE_FLOAT8_E4M3
-                             : TILEWISE_FLOAT32;
-  table.tf32 = is("Tf32");
-  table.head_dim = kernel_set.head_dim;
-  table.head_dim_v = kernel_set.head_dim_v;
-  if (std::strcmp(kernel_set.family, "simt") == 0) {
-    table.forward_tile = table.backward_tile = {64, 64, 2};
-    return table;
+inline cuda::KernelSet described(const cuda::KernelInstance& instance) {
+  const auto is = [&](const char* each) { return std::strcmp(instance.element, each) == 0; };
+  cuda::KernelSet set;
+  set.dtype = is("F16")    ? TILEWISE_FLOAT16
+              : is("BF16") ? TILEWISE_BFLOAT16
+              : is("E4M3") ? TILEWISE_FLOAT8_E4M3
+                           : TILEWISE_FLOAT32;
+  set.tf32 = is("Tf32");
+  set.head_dim = instance.head_dim;
+  set.head_dim_v = instance.head_dim_v;
+  if (std::strcmp(instance.family, "simt") == 0) {
+    set.forward_tile = set.backward_tile = {.rows = 64, .keys = 64, .blocks_per_sm = 2};
+    return set;
   }
-  if (std::strcmp(kernel_set.family, "wgmma") == 0) {
+  if (std::strcmp(instance.family, "wgmma") == 0) {
     static std::deque<cuda::KernelSet> few_rows;
-    few_rows.push_back(hopper(table, cuda::arch::TileSize::small));
-    table = hopper(table, cuda::arch::TileSize::large);
-    table.few_rows = &few_rows.back();
-    return table;
+    few_rows.push_back(hopper(set, cuda::arch::TileSize::small));
+    set = hopper(set, cuda::arch::TileSize::large);
+    set.few_rows = &few_rows.back();
+    return set;
   }
-  table.family = cuda::Family::mma_sync;
-  const int bytes = is("E4M3") ? 1 : table.dtype == TILEWISE_FLOAT32 ? 4 : 2;
-  if (bytes == 2) table.paged.forward.function = [](cuda::ForwardParams) {};
-  with_arch(kernel_set.arch, [&]<class Arch>(Arch) {
-    table.architecture = Arch::kTable;
-    const auto forward = Arch::forward(bytes, kernel_set.head_dim, table.tf32);
-    const auto backward = Arch::backward(bytes, kernel_set.head_dim);
-    table.forward_tile = {forward.rows(), forward.keys, forward.blocks_per_sm};
-    const auto decode = Arch::decode(bytes, kernel_set.head_dim);
+  set.family = cuda::Family::mma_sync;
+  const int bytes = is("E4M3") ? 1 : set.dtype == TILEWISE_FLOAT32 ? 4 : 2;
+  if (bytes == 2) set.paged.forward.function = [](cuda::ForwardParams) {};
+  with_arch(instance.arch, [&]<class Arch>(Arch) {
+    set.architecture = Arch::kTable;
+    const auto forward = Arch::forward(bytes, instance.head_dim, set.tf32);
+    const auto backward = Arch::backward(bytes, instance.head_dim);
+    set.forward_tile = {
+        .rows = forward.rows(), .keys = forward.keys, .blocks_per_sm = forward.blocks_per_sm};
+    const auto decode = Arch::decode(bytes, instance.head_dim);
     if (decode.warps > 0) {
       static std::deque<cuda::KernelSet> few_rows;
-      few_rows.push_back(table);
-      few_rows.back().forward_tile = {decode.rows(), decode.keys, decode.blocks_per_sm};
+      few_rows.push_back(set);
+      few_rows.back().forward_tile = {
+          .rows = decode.rows(), .keys = decode.keys, .blocks_per_sm = decode.blocks_per_sm};
       if (Arch::kTma) {
         for (cuda::FormKernels* form : {&few_rows.back().tma, &few_rows.back().tma_paged})
           form->tma_forward.function = [](cuda::TmaForwardParams) {};
-        if (cuda::has_warp_split(kernel_set.head_dim, bytes)) {
+        if (cuda::has_warp_split(instance.head_dim, bytes)) {
           for (cuda::FormKernels* form : {&few_rows.back().tma, &few_rows.back().tma_paged})
             form->tma_forward_warp_split.function = [](cuda::TmaForwardParams) {};
           few_rows.back().paged.forward_warp_split.function = [](cuda::ForwardParams) {};
         }
       }
-      table.few_rows = &few_rows.back();
+      set.few_rows = &few_rows.back();
     }
     if (backward.key_warps > 0) {
-      table.backward_tile = {backward.queries, backward.keys(), backward.blocks_per_sm};
+      set.backward_tile = {.rows = backward.queries,
+                           .keys = backward.keys(),
+                           .blocks_per_sm = backward.blocks_per_sm};
     }
   });
-  return table;
+  return set;
 }
 
 struct DescribedBuild {
@@ -99,8 +105,8 @@ struct DescribedBuild {
 
   // `code_inside` determines the tables whose kernel sets are in the build; 0 is simt.
   explicit DescribedBuild(std::vector<cuda::Code> code_inside) : code(std::move(code_inside)) {
-    cuda::for_each_instance([&](const cuda::KernelInstance& kernel_set) {
-      kernel_sets.push_back(std::make_unique<cuda::KernelSet>(described(kernel_set)));
+    cuda::for_each_instance([&](const cuda::KernelInstance& instance) {
+      kernel_sets.push_back(std::make_unique<cuda::KernelSet>(described(instance)));
       const int32_t table = kernel_sets.back()->architecture;
       for (const cuda::Code& each : code) {
         if (each.architecture == table) pointers.push_back(kernel_sets.back().get());
@@ -120,21 +126,22 @@ inline const cuda::Registry& every_gpu() {
   static constexpr int32_t k120[] = {120};
   static constexpr int32_t kAny[] = {75, 80, 90, 100, 120};
   static constexpr int32_t kAnyPtx[] = {75, 90};
-  static const DescribedBuild build({{0, kAny, kAnyPtx},
-                                     {75, k75, k75},
-                                     {80, k80, k80},
-                                     {86, k86, {}},
-                                     {90, k90and100, k90},
-                                     {120, k120, {}},
-                                     {901, k90, {}}});
+  static const DescribedBuild build({{.architecture = 0, .sass = kAny, .ptx = kAnyPtx},
+                                     {.architecture = 75, .sass = k75, .ptx = k75},
+                                     {.architecture = 80, .sass = k80, .ptx = k80},
+                                     {.architecture = 86, .sass = k86, .ptx = {}},
+                                     {.architecture = 90, .sass = k90and100, .ptx = k90},
+                                     {.architecture = 120, .sass = k120, .ptx = {}},
+                                     {.architecture = 901, .sass = k90, .ptx = {}}});
   return build.registry;
 }
 
+// The sizes are those of an H100 or H200, with the shared memory of `sm`.
 inline dispatch::Device gpu_with(int32_t sm, const cuda::Registry& inside = every_gpu()) {
   dispatch::Device device;
   device.kind = TILEWISE_CUDA;
   const int32_t shared = sm >= 75 ? cuda::arch::limits_of(sm).shared_bytes : 48 * 1024;
-  device.gpu = {sm, 132, shared, 50 << 20};
+  device.gpu = {.sm = sm, .sm_count = 132, .shared_bytes = shared, .l2_bytes = 50 << 20};
   device.inside = &inside;
   return device;
 }

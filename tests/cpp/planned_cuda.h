@@ -39,7 +39,7 @@ inline cuda::Plan forward(const Problem& p, const Device& device) {
   return decision.cuda;
 }
 
-// Two sequences of 4096 keys in pages.
+// A decode of two sequences with 4096 keys each in a paged cache.
 inline Problem paged(int32_t dtype, int64_t page_size, int64_t head_dim = 128) {
   static constexpr int32_t kTable[] = {0};  // no planner reads it
   Problem p = problem(dtype, 2, 1, 0, 8, head_dim);
