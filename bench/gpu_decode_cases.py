@@ -20,10 +20,10 @@ HEADS = ((32, 8), (32, 32), (64, 8), (16, 1))  # query heads, key/value heads
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 KEYS = tuple(1024 * 2**i for i in range(8))
 PAGES = (1, 16, 64, 256)
-MOST_BYTES = 20e9
+MAX_BYTES = 20e9
 # Keys and values of all copies together, so that no call finds its cache in L2.
 COPIES_BYTES = 200 << 20
-MOST_COPIES = 40
+MAX_COPIES = 40
 
 # Ratio to the best peer; time relative to the contiguous cache with the same lengths.
 PEER_BAR = 1.0
@@ -64,7 +64,7 @@ class Case:
     @property
     def copies(self) -> int:
         """Number of caches to rotate through."""
-        return max(1, min(MOST_COPIES, math.ceil(COPIES_BYTES / self.bytes)))
+        return max(1, min(MAX_COPIES, math.ceil(COPIES_BYTES / self.bytes)))
 
     @property
     def launches(self) -> int:
@@ -86,7 +86,7 @@ def main_cases() -> list[Case]:
 def all_cases() -> list[Case]:
     """The whole grid, main points first, so that a run that exceeds its time has measured those."""
     grid = (Case(b, n, *heads) for heads in HEADS for n in KEYS for b in BATCHES)
-    return list(dict.fromkeys([*main_cases(), *(c for c in grid if c.bytes <= MOST_BYTES)]))
+    return list(dict.fromkeys([*main_cases(), *(c for c in grid if c.bytes <= MAX_BYTES)]))
 
 
 @dataclass

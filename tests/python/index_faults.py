@@ -49,16 +49,16 @@ def random_case(seed: int, dtype: str) -> Case:
     varlen_q, varlen_k = bool(r.integers(2)), bool(r.integers(3) == 0)
     few = bool(r.integers(2))
     page_size = int(r.choice([0, 0, 1, 3, 16, 64, 128]))
-    most_rows, most_keys = (4, 260) if few else (140, 140)
+    max_rows, max_keys = (4, 260) if few else (140, 140)
     if r.integers(4) == 0:
-        most_rows, most_keys = 9, 20
+        max_rows, max_keys = 9, 20
 
     def lengths(ragged: bool, most: int) -> tuple[int, ...]:
         if ragged:
             return tuple(int(n) for n in r.integers(0, most + 1, batch))
         return (int(r.integers(1, most + 1)),) * batch
 
-    rows, keys = lengths(varlen_q, most_rows), lengths(varlen_k, most_keys)
+    rows, keys = lengths(varlen_q, max_rows), lengths(varlen_k, max_keys)
     if page_size and not varlen_k:
         keys = tuple(-(-n // page_size) * page_size for n in keys)
     used_k = tuple(int(r.integers(0, n + 1)) for n in keys) if r.integers(3) else None
@@ -173,7 +173,7 @@ def expect(b: Built) -> Expected:
     return result
 
 
-def sees(b: Built, e: Expected, s: int) -> np.ndarray:
+def sees_bad_page(b: Built, e: Expected, s: int) -> np.ndarray:
     """For each row in use of a sequence, whether it sees a key that has no page."""
     rows, keys = len(e.sequences[s].rows), len(e.sequences[s].keys)
     left, right = b.case.window
@@ -187,10 +187,10 @@ def sees(b: Built, e: Expected, s: int) -> np.ndarray:
     return seen.any(axis=1)
 
 
-def reported(b: Built, e: Expected, error: IndexError | None) -> None:
+def check_reported_fault(b: Built, e: Expected, error: IndexError | None) -> None:
     """A fault is reported whenever rows meet one, and only real faults are reported."""
     met = e.all_lost or any(
-        (e.lost[s] and first < last) or sees(b, e, s).any()
+        (e.lost[s] and first < last) or sees_bad_page(b, e, s).any()
         for s, (first, last) in enumerate(e.rows)
     )
     # A layout that begins after row 0 is also invalid, but it leads no kernel astray.

@@ -32,7 +32,7 @@ def test_points_are_distinct_fit_and_the_main_ones_come_first():
     assert len({c.name for c in points}) == len(points)
     main = cases.main_cases()
     assert points[: len(main)] == main
-    assert all(c.bytes <= cases.MOST_BYTES for c in points)
+    assert all(c.bytes <= cases.MAX_BYTES for c in points)
     assert {(c.heads, c.kv_heads) for c in points} == set(cases.HEADS)
     assert {c.batch for c in points} == set(cases.BATCHES)
     assert {c.keys for c in points} == set(cases.KEYS)
@@ -41,7 +41,7 @@ def test_points_are_distinct_fit_and_the_main_ones_come_first():
 
 def test_rotating_caches_exceed_l2():
     assert all(
-        c.copies * c.bytes >= min(cases.COPIES_BYTES, cases.MOST_COPIES * c.bytes)
+        c.copies * c.bytes >= min(cases.COPIES_BYTES, cases.MAX_COPIES * c.bytes)
         for c in cases.all_cases()
     )
 
@@ -118,7 +118,7 @@ def test_arguments_and_points():
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(cases, "main_cases", lambda: [cases.Case(2, 512, 4, 2)])
-    monkeypatch.setattr(cases, "MOST_COPIES", 2)
+    monkeypatch.setattr(cases, "MAX_COPIES", 2)
 
 
 def test_all_contestants_attend_to_the_same_keys(small):

@@ -102,7 +102,7 @@ def test_smollm2_knows_the_capital_of_france(device):
     [
         (["--max-tokens", "0"], "--max-tokens is 0, but must be at least 1"),
         (["--rounds", "0"], "--rounds is 0"),
-        (["--device", "abacus"], "device is 'abacus', but PyTorch has none here"),
+        (["--device", "abacus"], "device is 'abacus', but PyTorch cannot use it"),
         (["--model", "/no/such/folder"], "/no/such/folder"),
     ],
 )

@@ -27,14 +27,14 @@ from index_faults import (
     HIGH,
     SEEDS,
     Expected,
+    check_reported_fault,
     damage,
     entries_of,
     expect,
     is_layout,
     last_error,
     random_case,
-    reported,
-    sees,
+    sees_bad_page,
 )
 
 pytestmark = pytest.mark.abi("cuda", "emulator")
@@ -66,7 +66,7 @@ def check_rows(b: Built, e: Expected, out: np.ndarray, lse: np.ndarray) -> np.nd
             right[rows] = False
         elif e.bad_pages[s]:
             used = e.sequences[s].rows
-            blind = used[sees(b, e, s)]
+            blind = used[sees_bad_page(b, e, s)]
             assert np.isnan(out[blind]).all() and np.isnan(lse[blind]).all(), b.case
             # Rows near them may be NaN, but must not be wrong.
             right[used] = ~np.isnan(lse[used]).any(axis=1)
@@ -121,7 +121,7 @@ def test_random_entries(dtype, seed):
     too_small_bounds(b, r)
     e = expect(b)
     result = run_case(b, backward=False)
-    reported(b, e, last_error())
+    check_reported_fault(b, e, last_error())
     want, yard = reference(b, e)
     where = f"{result.kernels} {b.case}"
     right = check_rows(b, e, result.out, result.lse)
@@ -142,7 +142,7 @@ def check_backward(b: Built, e: Expected, want: oracle.Result, yard: object, dty
         b.attention.stream = b.device.stream
         info = capi.backward(b.attention, gradients)
         where = f"{info.kernel.decode()} clean={clean} {b.case}"
-        reported(b, e, last_error())
+        check_reported_fault(b, e, last_error())
         for name, g in b.grads.items():
             assert g.stray_writes() == 0, f"d{name}: {where}"
         got = {name: flat(b.grads[name].view) for name in b.grads.keys() & set("qkv")}

@@ -241,7 +241,7 @@ def hello(**more: Any) -> dict[str, Any]:
         (COMPLETIONS, dict(prompt=""), "prompt", "^prompt has 0 tokens .* at least 1"),
         (COMPLETIONS, dict(prompt=[1] * 5000), "prompt", "^prompt has 5000 tokens .* at most"),
         (COMPLETIONS, dict(prompt=[1] * 5000, max_tokens=5), "prompt", "^prompt has 5000 tokens"),
-        (COMPLETIONS, dict(prompt="a", max_tokens=10**6), "max_tokens", "1000000 are .* at most"),
+        (COMPLETIONS, dict(prompt="a", max_tokens=10**6), "max_tokens", "1000000 would .* at most"),
         (COMPLETIONS, dict(prompt=[1, 10**6]), "prompt", "^prompt has token 1000000"),
         (COMPLETIONS, dict(prompt=[-1], max_tokens=2), "prompt", "^prompt has token -1"),
         (CHAT, dict(messages=[hello()] * 1000), "messages", "^messages: prompt has .* at most"),
@@ -249,7 +249,7 @@ def hello(**more: Any) -> dict[str, Any]:
             CHAT,
             dict(messages=[hello()], max_completion_tokens=10**6),
             "max_completion_tokens",
-            "^max_completion_tokens: prompt has .* 1000000 are .* at most",
+            "^max_completion_tokens: prompt has .* 1000000 would .* at most",
         ),
     ],
 )
@@ -318,7 +318,7 @@ def test_invalid_json_is_refused(client, kind, text, sentence):
         (["--cache-tokens", "3"], "cache_tokens is 3, but must be at least page_size, 16"),
         (["--max-running", "0"], "max_running is 0"),
         (["--host", "not.a.host.invalid"], "serve: "),
-        (["--device", "abacus"], "device is 'abacus', but PyTorch has none here"),
+        (["--device", "abacus"], "device is 'abacus', but PyTorch cannot use it"),
     ],
 )
 def test_invalid_engine_options_are_reported(options, sentence, capsys):
@@ -402,5 +402,5 @@ def test_signal_lets_streams_finish_and_ends_the_server(device):
     assert "stopped: 400 tokens generated" in printed and "Traceback" not in errors
     loading, making, ready = errors.splitlines()[:3]
     assert loading == f"loading tiny to {device.memory} ..."
-    assert re.match(r"\d+ M parameters of torch\.\w+; making the pages \.\.\.$", making)
+    assert re.match(r"\d+ M parameters of torch\.\w+; allocating the pages \.\.\.$", making)
     assert re.match(r"1024 pages of 16 tokens take \d+ MiB; ready after [\d.]+ s$", ready)

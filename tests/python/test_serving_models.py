@@ -71,7 +71,7 @@ def test_models_that_ignore_position_ids_are_refused(monkeypatch):
         return forward(*args, **more)
 
     monkeypatch.setattr(model.model, "forward", deaf)
-    with pytest.raises(ValueError, match="by position_ids"):
+    with pytest.raises(ValueError, match="follow from position_ids"):
         engine(model)
 
 

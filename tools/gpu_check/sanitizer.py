@@ -18,10 +18,10 @@ from .shapes import problems
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # The dtype to which racecheck is limited for a forced tile table; all tables support it. For tables
 # of other GPUs initcheck and synccheck are limited likewise: their code differs only in tile sizes.
-RACED = "fp16"
+RACECHECK_DTYPE = "fp16"
 FOUND = 9  # exit status of a process with reports
 # Fraction of the limit after which no process takes another problem, so that it can finish.
-TAKING = 0.85
+LAST_START = 0.85
 
 
 def errors_of(output: str) -> int:
@@ -100,7 +100,7 @@ def commands_of(
     queue = setup.logs / "sanitizer" / f"{name}.queue"
     shutil.rmtree(queue, ignore_errors=True)
     queue.mkdir(parents=True)
-    work = ["--queue", str(queue), "--until", f"{time.time() + TAKING * limit:.0f}"]
+    work = ["--queue", str(queue), "--until", f"{time.time() + LAST_START * limit:.0f}"]
     work += ["--only", only(tool, architecture)]
     return {
         f"{name}-{i}": [program, *options, *driver(*work)]
@@ -111,7 +111,7 @@ def commands_of(
 def only(tool: str, architecture: str) -> str:
     """The substring of the names of the problems that a tool checks."""
     raced = architecture and (tool == "racecheck" or architecture in FOREIGN)
-    return RACED if raced and tool != "memcheck" else ""
+    return RACECHECK_DTYPE if raced and tool != "memcheck" else ""
 
 
 def sanitizer(setup: Setup, limit: float) -> Report:

@@ -26,13 +26,13 @@ from .shapes import DTYPES
 RANDOM = ("160", "2400")
 # Tests that run for a forced tile table: those that call kernels directly, to compare every kernel
 # with the oracle or its sums from run to run. Other tests do not depend on the table.
-OF_FORCED = tuple(
+FORCED_TESTS = tuple(
     f"tests/python/test_{name}.py"
     for name in ("decode", "decode_splits", "determinism", "float8_cache", "gradients", "layouts",
                  "nonfinite", "properties")
 )  # fmt: skip
 # Tests of the benchmark scripts, which need no GPU.
-NOT_HERE = ("tests/python/test_cli_bench.py", "tests/python/test_bench_gpu.py")
+TESTS_WITHOUT_GPU = ("tests/python/test_cli_bench.py", "tests/python/test_bench_gpu.py")
 
 
 def build(setup: Setup, limit: float) -> Report:
@@ -171,7 +171,7 @@ def tests(setup: Setup, limit: float) -> Report:
     shares = []
     setup.launch_list.mkdir(parents=True, exist_ok=True)
     folder = setup.logs / "tests"
-    everything = setup.pytest or ["tests/python", *(f"--ignore={x}" for x in NOT_HERE)]
+    everything = setup.pytest or ["tests/python", *(f"--ignore={x}" for x in TESTS_WITHOUT_GPU)]
     processes, of_forced = shared_out(setup)
     earlier = setup.earlier.get("tests", {})
     report: Report = {label(a): earlier.get(label(a), {}) for a in setup.architectures}
@@ -181,7 +181,7 @@ def tests(setup: Setup, limit: float) -> Report:
             continue
         of, arguments = processes, ["-m", "not models", *everything]
         if name != "native":
-            of, arguments = of_forced, ["-m", "abi", *(setup.pytest or OF_FORCED)]
+            of, arguments = of_forced, ["-m", "abi", *(setup.pytest or FORCED_TESTS)]
         again = failed_tests(report[name])
         env = setup.python("" if name == "native" else name.removeprefix("forced-"))
         env["TILEWISE_TEST_EXAMPLES_PER_DTYPE"] = RANDOM[name == "native"]
