@@ -36,7 +36,7 @@ void expect_exact() {
       for (int byte = 0; byte < 4; ++byte) {
         const uint32_t others = (other * 0x01010101u) & ~(0xffu << 8 * byte);
         const uint32_t word = others | code << 8 * byte;
-        const Pairs beside = Pairs::neighbours(word);
+        const Pairs beside = Pairs::adjacent(word);
         const uint32_t pair = byte < 2 ? beside.first : beside.second;
         expect(byte % 2 == 0 ? low_half(pair) : high_half(pair), code);
         const Pairs apart = Pairs::alternate(word);

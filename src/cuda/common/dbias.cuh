@@ -121,7 +121,7 @@ struct Dbias {
       load(a, rows, first, columns);
       load(b, keys, first, columns);
       ptx::sync_block();
-      Micro part = {};
+      Micro chain = {};
 #pragma unroll 4
       for (int column = 0; column < kDbiasDepth; ++column) {
         float x[kMicro], y[kMicro];
@@ -130,12 +130,12 @@ struct Dbias {
 #pragma unroll
         for (int i = 0; i < kMicro; ++i)
 #pragma unroll
-          for (int j = 0; j < kMicro; ++j) part[i][j] = ptx::fma(x[i], y[j], part[i][j]);
+          for (int j = 0; j < kMicro; ++j) chain[i][j] = ptx::fma(x[i], y[j], chain[i][j]);
       }
 #pragma unroll
       for (int i = 0; i < kMicro; ++i)
 #pragma unroll
-        for (int j = 0; j < kMicro; ++j) sum[i][j] += part[i][j];
+        for (int j = 0; j < kMicro; ++j) sum[i][j] += chain[i][j];
     }
   }
 

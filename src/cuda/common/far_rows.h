@@ -36,8 +36,8 @@ TILEWISE_DEVICE bool store_row_origin(const BackwardParams& p, int64_t at, const
   return far;
 }
 
-TILEWISE_DEVICE LogSum log_sum_at(const Problem& p, int64_t place) {
-  return {p.lse[place], p.lse_low != nullptr ? p.lse_low[place] : 0.0f};
+TILEWISE_DEVICE LogSum log_sum_at(const Problem& p, int64_t at) {
+  return {p.lse[at], p.lse_low != nullptr ? p.lse_low[at] : 0.0f};
 }
 
 // Makes the scores of a far row relative to its lse, in units of products: multiplied by

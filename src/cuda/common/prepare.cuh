@@ -147,12 +147,12 @@ struct RowFill {
     const uint32_t word = with_nan ? nan : 0;
     char* const first = static_cast<char*>(task.view.data) + location.offset(task.view) * size;
     const int64_t bytes = task.columns * size;
-    const int64_t pitch = task.view.stride_head * size;
-    const int64_t unit = bytes % 16 == 0 && pitch % 16 == 0 && is_aligned(first, 16) ? 16 : size;
+    const int64_t stride = task.view.stride_head * size;
+    const int64_t unit = bytes % 16 == 0 && stride % 16 == 0 && is_aligned(first, 16) ? 16 : size;
     const auto units = static_cast<uint32_t>(bytes / unit);
     for (int64_t i = ptx::lane_index(); i < task.heads * units; i += ptx::kWarpSize) {
       const int64_t head = i / units;
-      char* const at = first + head * pitch + (i - head * units) * unit;
+      char* const at = first + head * stride + (i - head * units) * unit;
       if (unit == 16) {
         const uint32_t words[4] = {word, word, word, word};
         ptx::st_global_v4_b32(at, words);

@@ -91,9 +91,9 @@ struct KeyTiles {
     t.first = tiles(max(0, t.lower), step);
     if (splits != 1) [[unlikely]] {
       const int32_t stop = max(t.first, tiles(end + step - 1, step));
-      const int32_t part = tiles_of_split(stop - t.first, splits);
-      if (split > 0) end = max(t.first, stop - part * split) * step;
-      t.first = max(t.first, stop - part * (split + 1));
+      const int32_t tiles_per_split = tiles_of_split(stop - t.first, splits);
+      if (split > 0) end = max(t.first, stop - tiles_per_split * split) * step;
+      t.first = max(t.first, stop - tiles_per_split * (split + 1));
     }
     t.last = end > t.first * step ? tiles(end - 1, step) : t.first - 1;
     return t;

@@ -38,6 +38,7 @@ inline int64_t reduce_blocks(const ReduceParams& params) {
   return (params.dsinks != nullptr ? params.heads : 0) + (params.dscale != nullptr ? 1 : 0);
 }
 
-// sums.cuh: template <class Element> dsinks(DsinksParams), sums(ReduceParams)
+// scalar_gradients.cuh: template <class Element> dsinks(DsinksParams),
+// reduce_partials(ReduceParams)
 
 }  // namespace tilewise::cuda::common

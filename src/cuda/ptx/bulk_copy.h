@@ -19,17 +19,17 @@ enum class CachePolicy : uint64_t {
 
 #if defined(TILEWISE_EMULATOR)
 
-// cp.async.bulk.tensor, global to shared: the TMA box of `map` whose first element is (slot, head,
-// row, column). Elements outside the tensor are read as 0.
+// cp.async.bulk.tensor, global to shared: the TMA box of `map` whose first element is (batch, head,
+// row, column); for a paged cache `batch` is a page. Elements outside the tensor are read as 0.
 TILEWISE_DEVICE void cp_async_bulk_tensor_load(SharedAddress to, const TensorMap& map, int column,
-                                               int row, int head, int slot, SharedAddress barrier,
+                                               int row, int head, int batch, SharedAddress barrier,
                                                CachePolicy) {
-  emulator::cp_async_bulk_tensor_load(to, map, column, row, head, slot, barrier);
+  emulator::cp_async_bulk_tensor_load(to, map, column, row, head, batch, barrier);
 }
 // cp.async.bulk.tensor, shared to global. Elements outside the tensor are not written.
 TILEWISE_DEVICE void cp_async_bulk_tensor_store(const TensorMap& map, int column, int row, int head,
-                                                int slot, SharedAddress from) {
-  emulator::cp_async_bulk_tensor_store(map, column, row, head, slot, from);
+                                                int batch, SharedAddress from) {
+  emulator::cp_async_bulk_tensor_store(map, column, row, head, batch, from);
 }
 // cp.async.bulk, global to shared.
 TILEWISE_DEVICE void cp_async_bulk_load(SharedAddress to, const void* from, int bytes,
@@ -61,21 +61,21 @@ TILEWISE_DEVICE void cp_async_bulk_prefetch_tensor(const TensorMap&, int, int, i
 #else
 
 TILEWISE_DEVICE void cp_async_bulk_tensor_load(SharedAddress to, const TensorMap& map, int column,
-                                               int row, int head, int slot, SharedAddress barrier,
+                                               int row, int head, int batch, SharedAddress barrier,
                                                CachePolicy policy) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
-      "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(slot),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch),
       "l"(static_cast<uint64_t>(policy))
       : "memory");
 }
 TILEWISE_DEVICE void cp_async_bulk_tensor_store(const TensorMap& map, int column, int row, int head,
-                                                int slot, SharedAddress from) {
+                                                int batch, SharedAddress from) {
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], "
       "[%1];" ::"l"(&map),
-      "r"(from), "r"(column), "r"(row), "r"(head), "r"(slot)
+      "r"(from), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
 TILEWISE_DEVICE void cp_async_bulk_load(SharedAddress to, const void* from, int bytes,
@@ -106,10 +106,10 @@ TILEWISE_DEVICE void cp_async_bulk_wait_group() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 TILEWISE_DEVICE void cp_async_bulk_prefetch_tensor(const TensorMap& map, int column, int row,
-                                                   int head, int slot) {
+                                                   int head, int batch) {
   asm volatile(
       "cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map),
-      "r"(column), "r"(row), "r"(head), "r"(slot)
+      "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
 TILEWISE_DEVICE void prefetch_tensormap(const TensorMap& map) {

@@ -21,14 +21,14 @@ struct Float8Pairs {
   uint32_t second;
 
   // Pairs (byte 0, byte 1) and (byte 2, byte 3).
-  TILEWISE_DEVICE static Float8Pairs neighbours(uint32_t x) {
+  TILEWISE_DEVICE static Float8Pairs adjacent(uint32_t x) {
     if constexpr (!kConvert) return alternate(swapped(x));
     return {ptx::cvt_f16x2_e4m3x2<false>(x), ptx::cvt_f16x2_e4m3x2<true>(x)};
   }
 
   // Pairs (byte 0, byte 2) and (byte 1, byte 3).
   TILEWISE_DEVICE static Float8Pairs alternate(uint32_t x) {
-    if constexpr (kConvert) return neighbours(swapped(x));
+    if constexpr (kConvert) return adjacent(swapped(x));
     // With the same bits, the bias of the exponent is 8 larger in fp16: hence the unit 2^8. 0x7f is
     // NaN: the carry turns its exponent into the one of fp16's NaN.
     const uint32_t magnitude = x & 0x7f7f7f7fu;
@@ -50,7 +50,7 @@ TILEWISE_DEVICE void load_float8(Fragment<F16>& first, Fragment<F16>& second,
   ptx::ldmatrix_x4(x, address);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const auto pairs = Float8Pairs<kConvert>::neighbours(x[i]);
+    const auto pairs = Float8Pairs<kConvert>::adjacent(x[i]);
     Fragment<F16>& f = i % 2 == 0 ? first : second;
     f.r[i / 2 * 2] = pairs.first;
     f.r[i / 2 * 2 + 1] = pairs.second;
