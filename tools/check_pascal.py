@@ -32,7 +32,7 @@ COMMON = {
     "append": "AppendParams",
     "combine": "CombineParams",
     "dbias": "DbiasParams",
-    "sums": "",
+    "scalar_gradients": "",
     "prepare": "",
     "check": "",
 }
