@@ -282,8 +282,8 @@ struct Combine {
     const float own = lse_of(first_split());
     const auto partial = load<kWidth>(first_split(), ptx::lane_index() * kWidth);
     const float lse = set_weights(own, p.sinks != nullptr ? p.sinks[row.head] : kMinusInfinity);
-    if (combine_is_inexact<Element>(lse))
-        [[unlikely]] {  // the same in all warps; all write the row
+    if (combine_is_inexact<Element>(lse)) [[unlikely]] {
+      // All warps have the same lse, and all of them write the whole row.
       if (row.template recompute<T>(params)) return;
     }
     if (p.lse != nullptr && ptx::thread_index() == 0) row.write_lse(p, lse);

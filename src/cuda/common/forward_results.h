@@ -45,10 +45,12 @@ TILEWISE_DEVICE float round_exponent_up(float x) {
   return ptx::fmax(x, ptx::fma(__builtin_fabsf(x), 4.0f / kMaxExponentWithBias, x - 4.0f));
 }
 
+// The m of a row whose scores so far were all -inf.
+inline constexpr float kNoKey = -FLT_MAX;
+
 // `exponent` is that of `top`, the largest score of some keys, and may have overflowed to -inf. If
 // the score is finite, the result is at least the second lowest number of fp32, so that m tells
 // such a score from -inf.
-inline constexpr float kNoKey = -FLT_MAX;  // m of a row whose scores so far were all -inf
 TILEWISE_DEVICE float lowest_exponent(float top, float exponent) {
   constexpr float kLowest = -0x1.fffffcp127f;
   return top > kMinusInfinity ? ptx::fmax(exponent, kLowest) : exponent;

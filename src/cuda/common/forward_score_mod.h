@@ -22,7 +22,7 @@ struct LanePosition {
 
   // The position of a thread when each warp holds `warp_rows` rows.
   TILEWISE_DEVICE static LanePosition of(int thread, int warp_rows) {
-    const int lane = thread & (ptx::kWarpSize - 1);  // %: the compiler would allow for a sign
+    const int lane = thread & (ptx::kWarpSize - 1);  // % would allow for negative numbers
     return {thread / ptx::kWarpSize * warp_rows + lane / 4, lane % 4 * 2};
   }
   TILEWISE_DEVICE int32_t row(int m, int h) const { return row0 + m * 16 + h * 8; }

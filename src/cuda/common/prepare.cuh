@@ -3,7 +3,7 @@
 // Grid: finish(params) CTAs of kPrepareThreads threads. CTA 0, if has_first_block(params), checks
 // and copies index arrays (Fit) and sorts the sequences (Order). The other CTAs write what no main
 // kernel writes (Clear): 0 into unused rows of out, dq, dk and dv, -inf into their lse, NaN where
-// index entries are invalid, and zeros into the workspace. It reads nothing but index arrays.
+// index entries are invalid, and zeros into the workspace. The kernel reads index arrays only.
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -297,7 +297,7 @@ struct Clear {
   TILEWISE_DEVICE void rows() const {
     const Problem& p = params.problem;
     if (params.rows.view.data == nullptr && params.lse == nullptr) return;
-    // Without seqused_q only rows behind the sequences can be unused: no other row is tested.
+    // Without seqused_q only rows behind the sequences can be unused, so no other row is tested.
     int64_t first = 0;
     if (p.seqused_q == nullptr) {
       if (p.cu_seqlens_q == nullptr)
@@ -322,7 +322,7 @@ struct Clear {
     const ClearTask& dk = params.keys[0];
     const ClearTask& dv = params.keys[1];
     if (dk.view.data == nullptr && dv.view.data == nullptr) return;
-    // In this case only keys behind the sequences can be unused: no other key is tested.
+    // In this case only keys behind the sequences can be unused, so no other key is tested.
     int64_t first = 0;
     if (p.seqused_k == nullptr && p.leftpad_k == nullptr && !keys_per_sequence(p)) {
       if (p.cu_seqlens_k == nullptr)
