@@ -31,15 +31,15 @@ inline constexpr int kFinishSharedBytes = FinishPlan<C>::kSharedBytes;
 
 // Row and column of value e of a lane in group `group` of a tile.
 template <class C>
-struct DqPlace {
+struct DqPosition {
   int row;
   int column;
 
-  TILEWISE_DEVICE static DqPlace of(int group, int e, int lane) {
+  TILEWISE_DEVICE static DqPosition of(int group, int e, int lane) {
     using Sums = BackwardSums<C>;
     const int across = group / Sums::kDqGroups * 16 + lane / 4 + e / 2 * 8;
     const int along = group % Sums::kDqGroups * 8 + lane % 4 * 2 + e % 2;
-    return Sums::kTransposedDq ? DqPlace{along, across} : DqPlace{across, along};
+    return Sums::kTransposedDq ? DqPosition{along, across} : DqPosition{across, along};
   }
 };
 
@@ -78,8 +78,8 @@ TILEWISE_DEVICE void stage_group(const float (&x)[4], int group, float scale,
                                  ptx::SharedAddress shared, int lane) {
   using Plan = FinishPlan<C>;
   const auto at = [&](int e) {
-    const auto place = DqPlace<C>::of(group, e, lane);
-    return shared + static_cast<uint32_t>(place.row * Plan::kRowBytes + place.column * 2);
+    const auto position = DqPosition<C>::of(group, e, lane);
+    return shared + static_cast<uint32_t>(position.row * Plan::kRowBytes + position.column * 2);
   };
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -140,10 +140,10 @@ void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       zero = ptx::fma(x[e], 0.0f, zero);
-      const auto place = DqPlace<C>::of(group, e, lane);
-      if (p.dscale_partials != nullptr && place.row < rows && place.column < columns)
-        dscale =
-            ptx::fma(to_float(q[place.row * problem.q.stride_row + place.column]), x[e], dscale);
+      const auto position = DqPosition<C>::of(group, e, lane);
+      if (p.dscale_partials != nullptr && position.row < rows && position.column < columns)
+        dscale = ptx::fma(to_float(q[position.row * problem.q.stride_row + position.column]), x[e],
+                          dscale);
     }
   }
   ptx::sync_block();

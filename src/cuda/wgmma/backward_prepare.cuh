@@ -168,7 +168,7 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
     for (int mask = Lanes::kLanes / 2; mask != 0; mask /= 2) delta += ptx::shuffle_xor(delta, mask);
     const int row = first + pass * Lanes::kRowsPerPass;
     if (lane != 0 || row >= end) continue;
-    const int64_t at = int64_t{block.tile} * Sums::kQueries + Sums::statistic_place(row);
+    const int64_t at = int64_t{block.tile} * Sums::kQueries + Sums::statistic_position(row);
     p.row_lse[at] = row_lse<C>(lse[pass], scale_log2);
     p.row_delta[at] = lse[pass] == kMinusInfinity ? 0.0f : dlse[pass] - delta;
   }

@@ -23,11 +23,11 @@ struct RowBlock {
     constexpr PaddedRows kPadded{kTile};
     const auto block = static_cast<uint32_t>(ptx::block_index() - first_block);
     const auto heads = static_cast<uint32_t>(p.heads_q);
-    const uint32_t place = block / heads;
-    const uint32_t index = place / kSplits;
+    const uint32_t position = block / heads;
+    const uint32_t index = position / kSplits;
     RowBlock r;
-    r.head = static_cast<int32_t>(block - place * heads);
-    r.split = static_cast<int32_t>(place % kSplits);
+    r.head = static_cast<int32_t>(block - position * heads);
+    r.split = static_cast<int32_t>(position % kSplits);
     uint32_t tiles;  // per head
     if (p.cu_seqlens_q == nullptr) {
       const uint32_t each = (static_cast<uint32_t>(p.seqlen_q) + kTile - 1) / kTile;

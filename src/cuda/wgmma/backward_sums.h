@@ -31,7 +31,7 @@ struct BackwardSums {
 
   // Position of a row's statistic in its tile. Preloaded statistics are in the order in which a
   // thread reads them: in each 16 rows, queries 2 t, 2 t + 1, 8 + 2 t, 8 + 2 t + 1 are adjacent.
-  static TILEWISE_FN int statistic_place(int row) {
+  static TILEWISE_FN int statistic_position(int row) {
     if (!kPreload) return row;
     return (row & ~15) + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
   }

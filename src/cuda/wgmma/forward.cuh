@@ -1,7 +1,7 @@
 // The forward on Hopper (sm_90a): the schedule of FlashAttention-3 (arXiv 2407.08608) on TMA and
 // wgmma.
 //
-// A persistent grid of one CTA per SM computes one work tile (query rows of a head) after the
+// The grid is persistent: one CTA per SM computes one work tile (query rows of a head) after the
 // other. The roles in a CTA:
 //
 //   tile scheduler warp   finds the next work tile and describes it      forward_scheduler.h
@@ -56,7 +56,7 @@ void forward(TILEWISE_PARAMETER TmaForwardParams p) {
   const int warpgroup = ptx::uniform(ptx::thread_index() / ptx::kWarpgroupSize);
   common::trigger_dependents(p, PdlTrigger::after_first_loads);
   // All roles pass one barrier at the same place of the code. The first work tile is found before
-  // it, because on a GPU that has just started this warp waits for instructions longest.
+  // it, because this takes longest on a GPU that has just started: the code has to be fetched.
   ForwardProducer<C> producer(p, shared);
   ForwardScheduler<C> scheduler(p, shared);
   const int warp = ptx::uniform(ptx::warp_index());

@@ -73,8 +73,7 @@ class ForwardConsumer {
       } else {
         epilogue = begin_epilogue(done);
       }
-      // Called at one place, because instructions that run once per tile have to be fetched each
-      // time.
+      // Called at one place: code that runs once per tile waits for its instructions to be fetched.
       store_tile(done, epilogue);
       o_is_initialised_ = 0;
     }
@@ -112,8 +111,8 @@ class ForwardConsumer {
     tiles_.last = uniform(mine.last);
     tiles_.full_begin = uniform(mine.full_begin);
     tiles_.full_end = uniform(mine.full_end);
-    if constexpr (kOption ==
-                  Option::alibi) {  // from tile to tile it lowers scores only left of the diagonal
+    // From one tile to the next, ALiBi lowers scores only left of the diagonal.
+    if constexpr (kOption == Option::alibi) {
       tiles_.full_end = min(tiles_.full_end, uniform(left_end(shared_.work_tile(stage))));
     }
     tiles_.skip_before = uniform(mine.skip_before);
@@ -135,8 +134,7 @@ class ForwardConsumer {
   // --- warp-scheduler barrier: with ping-pong, one warpgroup at a time issues products ---
 
   static constexpr int kWarpSchedulerBarrier = 1;
-  static constexpr int kWarpgroupBarrier =
-      kWarpSchedulerBarrier + 4;  // one per warpgroup, for its four warps
+  static constexpr int kWarpgroupBarrier = kWarpSchedulerBarrier + 4;  // one per warpgroup
   static constexpr int kWarpSchedulerThreads = 2 * ptx::kWarpgroupSize;
 
   TILEWISE_DEVICE void warp_scheduler_barrier_sync() const {
@@ -216,7 +214,7 @@ class ForwardConsumer {
 #pragma unroll
       for (int e = 0; e < 4; ++e) weights_[i][e] = a.r[e];
     }
-    score_mod_.apply_dropout(weights_, place());
+    score_mod_.apply_dropout(weights_, position());
   }
   TILEWISE_DEVICE void rescale(const float (&factor)[2]) {
 #pragma unroll
@@ -238,10 +236,10 @@ class ForwardConsumer {
       if (!cut && score_mod_.are_small(s_))
         return weigh<kFirst, kMasked>(score_mod_.small_exponent(softmax_.scale));
     }
-    score_mod_.apply(work_tile, s_, tile, place(), tile > tiles_.first);
-    if (cut) mask(s_, work_tile, place(), tile);
+    score_mod_.apply(work_tile, s_, tile, position(), tile > tiles_.first);
+    if (cut) mask(s_, work_tile, position(), tile);
     weigh<kFirst, kMasked>(LinearExponent{softmax_.scale});
-    score_mod_.draw_dropout(tile, place());
+    score_mod_.draw_dropout(tile, position());
   }
 
   template <bool kFirst, bool kMasked, class Exponent>
@@ -255,7 +253,7 @@ class ForwardConsumer {
   // Beside the products of the first key tile of a work tile: issues the loads of the score_mod,
   // and then waits for them.
   TILEWISE_DEVICE void begin_score_mod(int stage) {
-    score_mod_.begin_tile(shared_.work_tile(stage), place(), tiles_.last);
+    score_mod_.begin_tile(shared_.work_tile(stage), position(), tiles_.last);
   }
   TILEWISE_DEVICE void finish_score_mod_loads() {
     score_mod_.read_bias();
@@ -280,8 +278,8 @@ class ForwardConsumer {
     pack_weights();
   }
 
-  // Computes S of `tile` beside the PV product of the previous step. Returns whether row sums have
-  // grown so large that m has to move.
+  // Computes S of `tile` beside the PV product of the previous step. With kWide, returns whether
+  // row sums have grown so large that m has to move; otherwise the step moves it.
   template <bool kMasked>
   TILEWISE_DEVICE bool step(int stage, int32_t tile) {
     score_mod_.read_bias();
@@ -424,7 +422,7 @@ class ForwardConsumer {
   // The part of the epilogue that runs while the last PV product of the tile is in flight.
   TILEWISE_DEVICE EpilogueState begin_epilogue(int stage) const {
     const WorkTile& work_tile = shared_.work_tile(stage);
-    const LanePosition at = place();
+    const LanePosition at = position();
     EpilogueState epilogue;
     epilogue.l[0][0] = softmax_.l[0][0];
     epilogue.l[0][1] = softmax_.l[0][1];
@@ -451,7 +449,7 @@ class ForwardConsumer {
 
   TILEWISE_DEVICE void store_tile(int stage, const EpilogueState& epilogue) {
     const WorkTile& work_tile = shared_.work_tile(stage);
-    const LanePosition at = place();
+    const LanePosition at = position();
     const bool grown = ptx::fmax(epilogue.l[0][0], epilogue.l[0][1]) > RowMath::kHigh;
     const bool recomputes = C::kGeneral || work_tile.splits == 1;
     if (recomputes && (p_.nan_may_leak || ptx::any(grown)) &&
@@ -475,7 +473,7 @@ class ForwardConsumer {
     return static_cast<int>(ptx::opaque(static_cast<uint32_t>(ptx::thread_index()))) -
            ptx::kWarpgroupSize;
   }
-  TILEWISE_DEVICE static LanePosition place() { return LanePosition::of(thread(), 16); }
+  TILEWISE_DEVICE static LanePosition position() { return LanePosition::of(thread(), 16); }
 
   const TmaForwardParams& p_;
   Shared shared_;

@@ -153,7 +153,7 @@ class ForwardScheduler {
     work_tile.lse = work_tile.rows.first_head * p.lse_stride_head + row;
   }
 
-  // The consumers read `fits` only when they finish the tile.
+  // Reports index arrays that do not fit. The consumers read `fits` only when they finish the tile.
   TILEWISE_DEVICE void check_indices(WorkTile& work_tile) const {
     bool fits = work_tile.sequence.fits;
     Range entries;

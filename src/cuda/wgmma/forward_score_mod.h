@@ -33,25 +33,25 @@ class BiasPrefetch {
   using ReadLanes = tile::LaneOffsets<kKeys * 2, tile::Lanes::rows_first>;
 
  public:
-  TILEWISE_DEVICE BiasPrefetch(const Problem& p, ptx::SharedAddress stage)
+  TILEWISE_DEVICE BiasPrefetch(const Problem& p, ptx::SharedAddress buffer)
       : aligned_(bias_rows_are_aligned(p, 16)),
-        stage_(stage),
-        copied_(ptx::lane_index()),
-        read_(ptx::lane_index()) {}
+        buffer_(buffer),
+        copy_lanes_(ptx::lane_index()),
+        read_lanes_(ptx::lane_index()) {}
 
   // Rows past the last one read the bias of the last one.
-  TILEWISE_DEVICE void take_rows(const Problem& p, const QueryTile& work_tile,
-                                 const LanePosition& place) {
+  TILEWISE_DEVICE void set_rows(const Problem& p, const QueryTile& work_tile,
+                                const LanePosition& position) {
     const int lane = ptx::lane_index();
-    const int32_t r = min(place.row0 - lane / 4 + lane % kRows, work_tile.rows.count - 1);
+    const int32_t r = min(position.row0 - lane / 4 + lane % kRows, work_tile.rows.count - 1);
     const auto offset = static_cast<uint64_t>(row_score_mod(p, work_tile, r).bias);
 #pragma unroll
     for (int pass = 0; pass < CopyLanes::kPasses; ++pass) {
-      const int from = copied_.row_of(pass);  // the lane that has the offset
+      const int from = copy_lanes_.row_of(pass);  // the lane that has the offset
       const uint64_t low = ptx::shuffle(static_cast<uint32_t>(offset), from);
       const uint64_t high = ptx::shuffle(static_cast<uint32_t>(offset >> 32), from);
       rows_[pass] = static_cast<const Storage*>(p.bias) + static_cast<int64_t>(high << 32 | low);
-      rows_[pass] += kChunk * copied_.chunk_of(0);
+      rows_[pass] += kChunk * copy_lanes_.chunk_of(0);
     }
   }
 
@@ -80,7 +80,8 @@ class BiasPrefetch {
     ptx::cp_async_wait_group<0>();
     ptx::sync_warp();
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) ptx::ldmatrix_x4(pairs_[i], read_.address(stage_, 0, i));
+    for (int i = 0; i < kSteps; ++i)
+      ptx::ldmatrix_x4(pairs_[i], read_lanes_.address(buffer_, 0, i));
   }
 
   // s = s * unit + bias
@@ -105,16 +106,16 @@ class BiasPrefetch {
       const Storage* const row = rows_[pass] + tile * kKeys;
 #pragma unroll
       for (int column = 0; column < CopyLanes::kColumns; ++column) {
-        copy(stage_ + copied_.offset(pass, column), row + column * CopyLanes::kStride * kChunk,
-             copied_.chunk_of(column) * kChunk);
+        copy(buffer_ + copy_lanes_.offset(pass, column), row + column * CopyLanes::kStride * kChunk,
+             copy_lanes_.chunk_of(column) * kChunk);
       }
     }
   }
 
   bool aligned_;  // rows start at multiples of 16 bytes
-  ptx::SharedAddress stage_;
-  CopyLanes copied_;
-  ReadLanes read_;
+  ptx::SharedAddress buffer_;
+  CopyLanes copy_lanes_;
+  ReadLanes read_lanes_;
   const Storage* rows_[CopyLanes::kPasses];  // at the lane's first chunk of key 0
   uint32_t pairs_[kSteps][4];
 };
@@ -142,14 +143,14 @@ class OverlappedScoreMod {
   }
 
   // Called once per work tile, while the products of its first key tile are in flight.
-  TILEWISE_DEVICE void begin_tile(const QueryTile& work_tile, const LanePosition& place,
+  TILEWISE_DEVICE void begin_tile(const QueryTile& work_tile, const LanePosition& position,
                                   int32_t tile) {
     if (prefetches_bias()) {
-      bias_.take_rows(p_, work_tile, place);
+      bias_.set_rows(p_, work_tile, position);
       bias_.template prefetch<false>(tile, work_tile.tiles.keys - tile * C::kForward.keys);
     }
-    if (has_alibi()) alibi_ = AlibiRows<1>::of(p_, work_tile, place);
-    if (has_dropout()) dropped_ = DropoutRows<1>::of(p_, work_tile, place);
+    if (has_alibi()) alibi_ = AlibiRows<1>::of(p_, work_tile, position);
+    if (has_dropout()) dropped_ = DropoutRows<1>::of(p_, work_tile, position);
   }
 
   // Called before the products of a step; in the first step of a work tile, beside them.
@@ -172,28 +173,28 @@ class OverlappedScoreMod {
 
   // Turns products into scores, in units of unit().
   TILEWISE_DEVICE void apply(const QueryTile& work_tile, Scores& s, int32_t tile,
-                             const LanePosition& place, bool more) {
+                             const LanePosition& position, bool more) {
     if constexpr (kOption == Option::softcap) return general_.tanh.apply_to_any(s.flat());
     if (is_on<kOption, Option::softcap>(p_.softcap != 0.0f)) general_.tanh.apply(s.flat());
-    if (has_alibi()) general_.add_alibi(alibi_, s, tile * C::kForward.keys + place.column);
+    if (has_alibi()) general_.add_alibi(alibi_, s, tile * C::kForward.keys + position.column);
     if (prefetches_bias()) {
       if (!kReadsEarly) bias_.read();
       bias_.add(s, general_.unit_before_bias(p_));
       if (!kReadsEarly && more) bias_.template prefetch<true>(tile - 1);
     } else if (kOption == Option::any && p_.bias != nullptr) {
-      add_bias_by_elements(work_tile, s, tile, place);
+      add_bias_by_elements(work_tile, s, tile, position);
     }
   }
 
   // Called beside the PV product of the previous step.
-  TILEWISE_DEVICE void draw_dropout(int32_t tile, const LanePosition& place) {
+  TILEWISE_DEVICE void draw_dropout(int32_t tile, const LanePosition& position) {
     if (has_dropout())
-      kept_ = general_.template draw<1, C::kForward.keys / 8>(dropped_, tile, place);
+      kept_ = general_.template draw<1, C::kForward.keys / 8>(dropped_, tile, position);
   }
 
   // Zeroes the weights that dropout drops.
-  TILEWISE_DEVICE void apply_dropout(Weights& weights, const LanePosition& place) const {
-    if (has_dropout()) kept_.apply(weights, place);
+  TILEWISE_DEVICE void apply_dropout(Weights& weights, const LanePosition& position) const {
+    if (has_dropout()) kept_.apply(weights, position);
   }
 
  private:
@@ -209,12 +210,12 @@ class OverlappedScoreMod {
   }
 
   TILEWISE_DEVICE void add_bias_by_elements(const QueryTile& work_tile, Scores& s, int32_t tile,
-                                            const LanePosition& place) const {
+                                            const LanePosition& position) const {
     using Storage = typename C::Element::Storage;
     if (ForwardShared<C>::kHasBias || p_.bias_dtype == TILEWISE_FLOAT32)
-      general_.template add_bias<float>(p_, work_tile, s, tile, place);
+      general_.template add_bias<float>(p_, work_tile, s, tile, position);
     else
-      general_.template add_bias<Storage>(p_, work_tile, s, tile, place);
+      general_.template add_bias<Storage>(p_, work_tile, s, tile, position);
   }
 
   const Problem& p_;

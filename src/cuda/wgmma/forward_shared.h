@@ -32,8 +32,8 @@ struct PipelineCounter {
   TILEWISE_DEVICE void next() { ++count; }
 };
 
-// The same as stage and phase. The consumers use it because their next product waits for the
-// address of a stage: there is nothing to compute.
+// Position in a pipeline as stage and phase. The consumers use it because their next product waits
+// for the address of a stage: there is nothing to compute.
 template <int kStages>
 struct PipelineState {
   int index = 0;

@@ -130,11 +130,11 @@ struct RowSoftmax : RowSums {
 // Replaces scores outside of the band by -inf.
 template <int kColumns>
 TILEWISE_DEVICE void mask(tile::Sums<1, kColumns>& s, const QueryTile& work_tile,
-                          const LanePosition& place, int32_t tile) {
-  const int32_t key0 = tile * (8 * kColumns) + place.column;
+                          const LanePosition& position, int32_t tile) {
+  const int32_t key0 = tile * (8 * kColumns) + position.column;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int32_t row = work_tile.rows.row(place.row(0, h));
+    const int32_t row = work_tile.rows.row(position.row(0, h));
     const int32_t end = min(work_tile.tiles.keys, work_tile.tiles.upper + row) - key0;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
@@ -146,7 +146,7 @@ TILEWISE_DEVICE void mask(tile::Sums<1, kColumns>& s, const QueryTile& work_tile
   if (work_tile.tiles.lower + work_tile.rows.last_row() <= tile * (8 * kColumns)) return;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int32_t begin = work_tile.tiles.lower + work_tile.rows.row(place.row(0, h)) - key0;
+    const int32_t begin = work_tile.tiles.lower + work_tile.rows.row(position.row(0, h)) - key0;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
       if (8 * n < begin) s.x[0][n][2 * h] = kMinusInfinity;

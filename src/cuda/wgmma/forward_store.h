@@ -34,10 +34,10 @@ TILEWISE_DEVICE char* packed_row(const Problem& p, const ForwardWorkTile<C>& wor
 // contiguous bytes. Staging through shared memory is 1 to 3 % slower up to 1k rows.
 template <class C>
 TILEWISE_DEVICE void store_outputs(const Problem& p, const ForwardWorkTile<C>& work_tile,
-                                   const LanePosition& place, const Outputs<C>& o,
+                                   const LanePosition& position, const Outputs<C>& o,
                                    const RowResults<1>& result, const OutRows<C>& rows) {
   using Element = typename C::Element;
-  const int lane = place.lane_of_quad();
+  const int lane = position.lane_of_quad();
   const bool packed = C::kGeneral && work_tile.rows.packed();
   const auto chunks = static_cast<int>(p.head_dim_v) / 8;
 #pragma unroll
@@ -45,7 +45,7 @@ TILEWISE_DEVICE void store_outputs(const Problem& p, const ForwardWorkTile<C>& w
     const float factor = result.factor[0][h];
     char* to = rows.first + 8 * h * rows.step;
     if (packed) [[unlikely]]
-      to = packed_row<C>(p, work_tile, min(place.row(0, h), work_tile.rows.count - 1));
+      to = packed_row<C>(p, work_tile, min(position.row(0, h), work_tile.rows.count - 1));
 #pragma unroll
     for (int n = 0; n < C::kHeadDimV / 8; n += 4) {
       uint32_t word[4];
@@ -62,15 +62,15 @@ TILEWISE_DEVICE void store_outputs(const Problem& p, const ForwardWorkTile<C>& w
 
 template <class C>
 TILEWISE_DEVICE void store_row_sums(const Problem& p, const ForwardWorkTile<C>& work_tile,
-                                    const LanePosition& place, const RowResults<1>& result) {
+                                    const LanePosition& position, const RowResults<1>& result) {
   if (C::kGeneral && work_tile.rows.packed()) [[unlikely]]
-    return store_lse(p, work_tile, place, result);
-  const int32_t left = work_tile.rows.count - place.row0;
-  if (p.lse == nullptr || place.column != 0) return;
+    return store_lse(p, work_tile, position, result);
+  const int32_t left = work_tile.rows.count - position.row0;
+  if (p.lse == nullptr || position.column != 0) return;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     if (8 * h < left)
-      store_log_sum(p, work_tile.lse + place.row0 + 8 * h, {result.lse[0][h], result.low[0][h]});
+      store_log_sum(p, work_tile.lse + position.row0 + 8 * h, {result.lse[0][h], result.low[0][h]});
   }
 }
 
@@ -78,15 +78,15 @@ TILEWISE_DEVICE void store_row_sums(const Problem& p, const ForwardWorkTile<C>& 
 // lane needs one address.
 template <class C>
 TILEWISE_DEVICE void store_partial_tile(const ForwardParams& p, const ForwardWorkTile<C>& work_tile,
-                                        const LanePosition& place, const Outputs<C>& o,
+                                        const LanePosition& position, const Outputs<C>& o,
                                         const RowResults<1>& result) {
   constexpr int kRows = C::kForward.rows();
-  const int64_t row = int64_t{work_tile.split} * kRows + place.row0;
-  float* const out = p.partial_out + row * C::kHeadDimV + place.column;
+  const int64_t row = int64_t{work_tile.split} * kRows + position.row0;
+  float* const out = p.partial_out + row * C::kHeadDimV + position.column;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float factor = result.factor[0][h];
-    if (place.column == 0) p.partial_lse[row + 8 * h] = result.lse[0][h];
+    if (position.column == 0) p.partial_lse[row + 8 * h] = result.lse[0][h];
 #pragma unroll
     for (int n = 0; n < C::kHeadDimV / 8; ++n) {
       const uint32_t pair[2] = {ptx::bits_of(o.x[0][n][2 * h] * factor),

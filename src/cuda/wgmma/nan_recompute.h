@@ -40,10 +40,10 @@ class NanRecompute {
 
   // The work tiles of a warp that have such rows form a list, from the last one back to the first:
   // recompute_list, [tiles, consumer warps], holds the predecessor of each.
-  TILEWISE_DEVICE static void note(const TmaForwardParams& p, int warp, int32_t work_tile,
+  TILEWISE_DEVICE static void note(const TmaForwardParams& p, int warp, int32_t index,
                                    int32_t& last) {
-    if (ptx::lane_index() == 0) p.recompute_list[link(work_tile, warp)] = last;
-    last = work_tile;
+    if (ptx::lane_index() == 0) p.recompute_list[list_index(index, warp)] = last;
+    last = index;
   }
 
   TILEWISE_DEVICE void run(int32_t last) {
@@ -59,7 +59,7 @@ class NanRecompute {
         find_contaminated();
         if (contaminated_ != 0) compute();
       }
-      at = uniform(params_.recompute_list[link(at, warp_)]);
+      at = uniform(params_.recompute_list[list_index(at, warp_)]);
     }
   }
 
@@ -68,14 +68,14 @@ class NanRecompute {
   static constexpr int kWarps = C::kForward.rows() / kRows;
 
   struct Row {
-    RowScoreMod row_mod;
+    RowScoreMod score_mod;
     float m;
     float l;  // over the keys of this lane
     float o[kPairs][2];
   };
 
-  TILEWISE_DEVICE static int64_t link(int32_t work_tile, int warp) {
-    return int64_t{work_tile} * kWarps + warp;
+  TILEWISE_DEVICE static int64_t list_index(int32_t index, int warp) {
+    return int64_t{index} * kWarps + warp;
   }
 
   TILEWISE_DEVICE bool is_partial() const { return C::kGeneral && work_tile_.splits > 1; }
@@ -126,13 +126,13 @@ class NanRecompute {
   // A row sees the keys [begin_of(r), end_of(r)).
   TILEWISE_DEVICE int32_t begin_of(int32_t r) const {
     const KeyTiles& tiles = work_tile_.tiles;
-    return max(max(0, tiles.lower + place(r)), tiles.first * C::kForward.keys);
+    return max(max(0, tiles.lower + row_position(r)), tiles.first * C::kForward.keys);
   }
   TILEWISE_DEVICE int32_t end_of(int32_t r) const {
     const KeyTiles& tiles = work_tile_.tiles;
-    return min(min(tiles.keys, tiles.upper + place(r)), (tiles.last + 1) * C::kForward.keys);
+    return min(min(tiles.keys, tiles.upper + row_position(r)), (tiles.last + 1) * C::kForward.keys);
   }
-  TILEWISE_DEVICE int32_t place(int32_t r) const {
+  TILEWISE_DEVICE int32_t row_position(int32_t r) const {
     return C::kGeneral ? work_tile_.rows.row(r) : r;
   }
 
@@ -141,7 +141,7 @@ class NanRecompute {
     for (int i = 0; i < kRowsAtOnce; ++i) {
       rows_[i] = {};
       rows_[i].m = -FLT_MAX;
-      if constexpr (C::kGeneral) rows_[i].row_mod = row_score_mod(p_, work_tile_, row_at(i));
+      if constexpr (C::kGeneral) rows_[i].score_mod = row_score_mod(p_, work_tile_, row_at(i));
     }
     const int32_t end = uniform(end_of(last_));
 #pragma unroll 1
@@ -225,12 +225,12 @@ class NanRecompute {
       pair[1] *= shrink;
     }
     if (!C::kGeneral || !score_mod_.dropout.on()) return weight;
-    const float keep = score_mod_.keep(row.row_mod, key).at(key);
+    const float keep = score_mod_.keep(row.score_mod, key).at(key);
     return keep == 0.0f ? 0.0f : weight * keep;
   }
 
   TILEWISE_DEVICE float score(float product, const Row& row, int32_t key) const {
-    if constexpr (C::kGeneral) return score_mod_.at(product, row.row_mod, key).value;
+    if constexpr (C::kGeneral) return score_mod_.at(product, row.score_mod, key).value;
     return ptx::mul(product, score_mod_.score.scale);
   }
 
