@@ -9,9 +9,8 @@
 // backward_keys     grid the key tiles of params.order; reads q, k, v, dout, lse, row_delta; writes
 //                   dk and dv. The scores are computed once for dV and once more for dK, so that a
 //                   thread has one accumulator instead of two.
-// backward_rows     grid heads_q * padded row tiles; reads the same without row_delta; writes dq
-// and
-//                   dscale_partials
+// backward_rows     grid heads_q * padded row tiles; reads q, k, v, out, dout, lse, dlse; writes dq
+//                   and dscale_partials
 //
 // With key_flags or row_flags the last two compute only the tiles that another family has flagged;
 // the grid may then have any size.

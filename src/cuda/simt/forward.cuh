@@ -244,7 +244,7 @@ TILEWISE_DEVICE void forward_tile(const ForwardParams& params, int32_t tile) {
   for (int64_t row = begin; row < end; row += kTile) forward.run({row, min(row + kTile, end)});
 }
 
-// See the top of this file for the grid.
+// Grid: the tiles of params.order; any size with flags.
 template <class C>
 TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
 void forward(TILEWISE_PARAMETER ForwardParams params) {

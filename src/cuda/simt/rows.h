@@ -37,8 +37,8 @@ struct Shared {
   uint32_t first_flagged[kThreads / ptx::kWarpSize];
   int32_t flagged;
 
-  alignas(16) float stage[kTile * kPitch];    // operands of a product
-  alignas(16) float weights[kTile * kPitch];  // P or dS
+  alignas(16) float stage[kTile * kRowStride];    // operands of a product
+  alignas(16) float weights[kTile * kRowStride];  // P or dS
 
   // Rows. A row that is not in use has the offset kUnused and sees no key.
   int64_t q[kTile];          // offset in q and dq
@@ -150,15 +150,15 @@ struct OwnWeights {
   TILEWISE_DEVICE static OwnWeights of(const ThreadPosition& thread, float* tile) {
     const int row = thread.y * 4;
     const int key = thread.x * 4;
-    return {tile + (kKeysFirst ? key * kPitch + row : row * kPitch + key)};
+    return {tile + (kKeysFirst ? key * kRowStride + row : row * kRowStride + key)};
   }
   TILEWISE_DEVICE float& at(int i, int j) const {
-    return data[kKeysFirst ? j * kPitch + i : i * kPitch + j];
+    return data[kKeysFirst ? j * kRowStride + i : i * kRowStride + j];
   }
   TILEWISE_DEVICE void store(const Block& from) const {
 #pragma unroll
     for (int a = 0; a < 4; ++a) {
-      *reinterpret_cast<Four*>(data + a * kPitch) =
+      *reinterpret_cast<Four*>(data + a * kRowStride) =
           kKeysFirst ? Four{{from[0][a], from[1][a], from[2][a], from[3][a]}}
                      : Four{{from[a][0], from[a][1], from[a][2], from[a][3]}};
     }

@@ -12,7 +12,7 @@ namespace tilewise::cuda::simt {
 
 // Row stride of a tile in shared memory, in floats. The four extra floats let a warp store eight
 // rows by four columns without a bank conflict, and rows stay 16-byte aligned.
-inline constexpr int kPitch = kTile + 4;
+inline constexpr int kRowStride = kTile + 4;
 
 struct alignas(16) Four {
   float x[4];
@@ -65,7 +65,7 @@ TILEWISE_DEVICE void load_transposed(float* to, const Rows<T>& rows, int column)
   for (int i = 0; i < 8; ++i) {
     const int c = i % 4 * 8 + lane % 8;
     const int r = row + i / 4 * 4;
-    to[c * kPitch + r] = rows.at(r, column + c);
+    to[c * kRowStride + r] = rows.at(r, column + c);
   }
 }
 
@@ -77,7 +77,7 @@ TILEWISE_DEVICE void load_rows(float* to, const Rows<T>& rows, int column) {
   for (int i = 0; i < 16; ++i) {
     const int r = ptx::warp_index() * 8 + i / 2;
     const int c = i % 2 * 32 + lane;
-    to[r * kPitch + c] = rows.at(r, column + c);
+    to[r * kRowStride + c] = rows.at(r, column + c);
   }
 }
 
@@ -92,8 +92,8 @@ TILEWISE_DEVICE void add_product(Block& c, const float* a, const float* b) {
   clear(sum);
 #pragma unroll 4
   for (int k = 0; k < kChain; ++k) {
-    const Four u = *reinterpret_cast<const Four*>(a_own + k * kPitch);
-    const Four v = *reinterpret_cast<const Four*>(b_own + k * kPitch);
+    const Four u = *reinterpret_cast<const Four*>(a_own + k * kRowStride);
+    const Four v = *reinterpret_cast<const Four*>(b_own + k * kRowStride);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (kExact && u.x[i] == 0.0f) continue;
@@ -108,11 +108,11 @@ TILEWISE_DEVICE void add_product(Block& c, const float* a, const float* b) {
   }
 }
 
-// C = A B^T for the rows of two tensors: scores, or dP. `stage` has room for kTile * kPitch floats.
-// Its previous contents may be overwritten once all threads have called this function.
+// C = A B^T for the rows of two tensors: scores, or dP. `stage` has room for kTile * kRowStride
+// floats. Its previous contents may be overwritten once all threads have called this function.
 template <class A, class B>
 TILEWISE_DEVICE void row_products(Block& c, float* stage, const Rows<A>& a, const Rows<B>& b) {
-  float* const stage_b = stage + kChain * kPitch;
+  float* const stage_b = stage + kChain * kRowStride;
   clear(c);
   for (int column = 0; column < a.columns; column += kChain) {
     ptx::sync_block();
@@ -137,9 +137,9 @@ TILEWISE_DEVICE void add_weighted(Block (&sums)[kGroups], const float* weights, 
 #pragma unroll 1
     for (int k = 0; k < kTile; k += kChain) {
       if (exact)
-        add_product<true>(sums[g], weights + k * kPitch, stage + k * kPitch);
+        add_product<true>(sums[g], weights + k * kRowStride, stage + k * kRowStride);
       else
-        add_product<false>(sums[g], weights + k * kPitch, stage + k * kPitch);
+        add_product<false>(sums[g], weights + k * kRowStride, stage + k * kRowStride);
     }
   }
 }
