@@ -46,7 +46,7 @@ TILEWISE_DEVICE uint32_t highest(uint32_t x) {
   return x;
 }
 // elect.sync (sm_90): true in one lane of a whole warp. From `lane == 0` ptxas does not conclude
-// that it is one lane, and it then wraps bulk copies in a loop over the lanes.
+// that it is one lane, and wraps bulk copies in a loop over the lanes.
 TILEWISE_DEVICE bool elect_one() { return emulator::thread_index() % kWarpSize == 0; }
 // movmatrix.trans (sm_75): transposes an 8x8 matrix of 16-bit elements, of which lane l holds pair
 // l % 4 of row l / 4.

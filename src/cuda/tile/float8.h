@@ -70,8 +70,8 @@ TILEWISE_DEVICE void pair_words(uint32_t (&first)[4], uint32_t (&second)[4]) {
 }
 
 // A B that is stored [k][n]: 16 rows x 32 columns. Each 16 columns are permuted, even columns
-// first, then odd ones; `pair_columns` undoes this. `Offsets`: LaneOffsets or PanelOffsets with
-// Lanes::rows_first.
+// first, then odd ones; `pair_columns` accounts for this. `Offsets`: LaneOffsets or PanelOffsets
+// with Lanes::rows_first.
 template <bool kConvert, class Offsets>
 class Float8B {
  public:
