@@ -25,9 +25,9 @@ struct alignas(16) TileDescriptor {
   int32_t valid_rows;
   int32_t valid_keys;
   int32_t peer_valid_keys;  // of the other CTA of the cluster
-  // Row tiles that start at a row in [clear_begin, clear_end) need no mask.
-  int32_t clear_begin;
-  int32_t clear_end;
+  // Row tiles that start at a row in [unmasked_begin, unmasked_end) need no mask.
+  int32_t unmasked_begin;
+  int32_t unmasked_end;
   // Row i attends to keys i + low to i + high, both included.
   int32_t low;
   int32_t high;

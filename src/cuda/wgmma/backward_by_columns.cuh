@@ -67,8 +67,8 @@ struct ColumnConsumer {
   TILEWISE_DEVICE static bool is_elected() { return ptx::lane_index() == 0; }
   // Releases a stage of Q or dO. Threads that have read its statistics arrive themselves; in the
   // other warpgroup one lane per warp arrives.
-  TILEWISE_DEVICE static void release(ptx::SharedAddress read, bool statistics) {
-    if (statistics || is_elected()) ptx::mbarrier_arrive(read);
+  TILEWISE_DEVICE static void release(ptx::SharedAddress empty, bool reads_statistics) {
+    if (reads_statistics || is_elected()) ptx::mbarrier_arrive(empty);
   }
 
   // dq and dk of a step over the keys of this CTA. The last dk product is in flight when it
@@ -139,8 +139,8 @@ TILEWISE_DEVICE void mainloop_by_columns(const TmaBackwardParams& params,
   const ColumnConsumer<C, kWarpgroup> consumer(params, work_tile, shared, warp, first_dq);
   const BackwardBarriers& barriers = consumer.barriers;
   RowWalk walk(work_tile);
-  const int32_t steps =
-      work_tile.steps;  // a read from shared memory would wait behind the products
+  // In a register, because a read from shared memory would wait behind the products.
+  const int32_t steps = work_tile.steps;
 #pragma unroll 1
   for (int32_t step = 0; step < steps; ++step) {
     const int stage = step & 1;
@@ -200,7 +200,7 @@ TILEWISE_DEVICE void begin_by_columns(const TmaBackwardParams& p, ptx::SharedAdd
   ptx::griddepcontrol_wait();  // for the zeros in dq_sum
   const BackwardBarriers barriers{shared + BackwardPlan<C>::kBarriers};
   ptx::mbarrier_wait_parity(barriers.descriptor_full(0), 0);
-  const TileDescriptor& work_tile = received_tile<C>(0);
+  const TileDescriptor& work_tile = tile_descriptor<C>(0);
   if (work_tile.steps > 0)
     prepare_kv<C>(p, work_tile, shared, ptx::thread_index() - ptx::kWarpgroupSize, 0);
 }
@@ -209,7 +209,7 @@ template <class C, int kWarpgroup>
 TILEWISE_DEVICE void by_columns_role(const TmaBackwardParams& p, ptx::SharedAddress shared,
                                      int warp) {
   using Plan = BackwardPlan<C>;
-  const TileDescriptor& work_tile = received_tile<C>(0);
+  const TileDescriptor& work_tile = tile_descriptor<C>(0);
   ColumnSums<C, kWarpgroup> sums;
   sums.clear();
   mainloop_by_columns<C, kWarpgroup>(p, work_tile, shared, warp, sums);

@@ -22,8 +22,8 @@
 //   reduction                                      | dQ0 to dq_sum               | dQ1 to dq_sum
 //
 // Shared memory serves accesses behind queued products. What a step reads from there is therefore
-// read before its products are issued, dS is stored before dV is issued, and dQ is released to the
-// reduction warp when the next S and dP are in flight (SendDq).
+// read before its products are issued, and dS is stored before dV is issued. SendDq says when a
+// step releases its dQ to the reduction warp: usually when the next S and dP are in flight.
 #pragma once
 
 #include "cuda/common/exponent_scale.h"
@@ -49,7 +49,7 @@ TILEWISE_DEVICE void mainloop_by_keys(const TmaBackwardParams& params,
   using Plan = BackwardPlan<C>;
   const BackwardBarriers barriers{shared + Plan::kBarriers};
   const DsStore<C> ds_store(shared, warpgroup, warp);
-  const DqStaging<C> dq_stage(shared, warpgroup, warp);
+  const DqStaging<C> dq_staging(shared, warpgroup, warp);
   const int own_key = warpgroup * 64 + warp * 16 + ptx::lane_index() / 4;
   const KeyMask<C> mask(work_tile, own_key);
   const float scale_log2 = exponent_scale(score_of(params.problem).scale);
@@ -89,7 +89,7 @@ TILEWISE_DEVICE void mainloop_by_keys(const TmaBackwardParams& params,
     if constexpr (!kPreloads<C, kOption>)
       ptx::mbarrier_wait_parity(barriers.dout_full(stage), parity);
     products.template start_dp<BackwardScoreMod<C, kOption>::kGradientFromZero>(dp, stage);
-    if (Plan::kSendsUnderScores && step > first_step) dq_stage.send();
+    if (Plan::kSendsUnderScores && step > first_step) dq_staging.send();
 
     if constexpr (kOneOption<kOption>) {
       if (step + 1 < end) score_mod.prefetch_bias(walk.next(Plan::kQueries));
@@ -116,7 +116,7 @@ TILEWISE_DEVICE void mainloop_by_keys(const TmaBackwardParams& params,
       }
       softmax<C, Plan::kPreload>(s, p, scale_log2, lse);
       if constexpr (Plan::kTile.send == arch::SendDq::under_dp) {
-        if (step > first_step) dq_stage.send();
+        if (step > first_step) dq_staging.send();
         ptx::scheduling_fence(never);  // ptxas waits for dp before p otherwise (1 to 3 %)
       }
       ptx::wgmma_wait_group<0>();
@@ -135,8 +135,8 @@ TILEWISE_DEVICE void mainloop_by_keys(const TmaBackwardParams& params,
     ptx::wgmma_wait_group<1>();
     ptx::mbarrier_arrive(barriers.dout_empty(stage));
     ptx::fence_register(dq);
-    dq_stage.store(dq);
-    if (Plan::kTile.send == arch::SendDq::at_once) dq_stage.send();
+    dq_staging.store(dq);
+    if (Plan::kTile.send == arch::SendDq::at_once) dq_staging.send();
     ptx::wgmma_wait_group<0>();
     ptx::mbarrier_arrive(barriers.q_empty(stage));
     if constexpr (Plan::kQueries == 80)
@@ -147,7 +147,7 @@ TILEWISE_DEVICE void mainloop_by_keys(const TmaBackwardParams& params,
   ptx::wgmma_wait_group<0>();
   ptx::fence_register(dk);
   ptx::fence_register(dv);
-  if (Plan::kTile.send != arch::SendDq::at_once && end > first_step) dq_stage.send();
+  if (Plan::kTile.send != arch::SendDq::at_once && end > first_step) dq_staging.send();
 }
 
 // Stores dk and dv of a warp, through its part of the shared memory of dS.
@@ -180,7 +180,7 @@ TILEWISE_DEVICE void by_keys_role(const TmaBackwardParams& p, ptx::SharedAddress
     const int stage = tile_number % Plan::kDescriptorStages;
     ptx::mbarrier_wait_parity(barriers.descriptor_full(stage),
                               tile_number / Plan::kDescriptorStages & 1);
-    const TileDescriptor& work_tile = received_tile<C>(stage);
+    const TileDescriptor& work_tile = tile_descriptor<C>(stage);
     if (work_tile.steps < 0) break;
     float dk[C::kHeadDim / 2];
     float dv[C::kHeadDimV / 2];
@@ -204,7 +204,7 @@ TILEWISE_DEVICE void by_keys_role(const TmaBackwardParams& p, ptx::SharedAddress
     ptx::bar_sync(kConsumers, Plan::kConsumerThreads);  // no warp reads dS any more
     store_by_keys<C>(p, work_tile, shared, warpgroup * 4 + warp, dk, dv,
                      BackwardScoreMod<C, kOption>::dv_scale(p.problem));
-    ptx::bar_sync(kConsumers, Plan::kConsumerThreads);  // nor dk and dv in its place
+    ptx::bar_sync(kConsumers, Plan::kConsumerThreads);  // nor dk and dv there
   }
   ptx::griddepcontrol_launch_dependents();
 }

@@ -52,7 +52,7 @@ class ColumnScores {
       : work_tile_(work_tile),
         shared_(shared),
         row_(warp * 16 + ptx::lane_index() / 4),
-        clear_(work_tile),
+        unmasked_(work_tile),
         scale_log2_(exponent_scale(score_of(p.problem).scale)),
         dropout_scale_(C::kGeneral ? dropout_of(p.problem).keep_scale : 1.0f) {
     const int lane = ptx::lane_index();
@@ -77,7 +77,7 @@ class ColumnScores {
     if constexpr (C::kGeneral) {
       store_general(p, s, lse, walk, stage);
     } else {
-      if (!clear_.contains(walk.row)) {
+      if (!unmasked_.contains(walk.row)) {
         ptx::force_branch();
         const KeyRange seen(work_tile_, walk.row + row_);
         const float hidden = scale_log2_ > 0.0f ? kMinusInfinity : -kMinusInfinity;
@@ -152,7 +152,7 @@ class ColumnScores {
                                      const RowStatistic& lse, const RowWalk& walk,
                                      int stage) const {
     const ScoreMod score_mod = ScoreMod::of(p);
-    const bool masked = !clear_.contains(walk.row);
+    const bool masked = !unmasked_.contains(walk.row);
     const int32_t row = walk.row + row_;
     const KeyRange seen(work_tile_, row);
     const RowScoreMod row_score_mod = ScoreMod::row(p, sequence(), row, walk.head);
@@ -250,7 +250,7 @@ class ColumnScores {
   ptx::SharedAddress shared_;
   uint32_t at_;  // where the lane stores, in a tile of scores
   int32_t row_;  // first query of the thread, in the tile
-  ClearRows clear_;
+  UnmaskedRows unmasked_;
   float scale_log2_;
   float dropout_scale_;  // of the weights that dropout keeps
 };

@@ -80,7 +80,7 @@ TILEWISE_DEVICE void prepare_kv(const TmaBackwardParams& p, const TileDescriptor
                                           Plan::kConsumerThreads);
   }
   ptx::fence_proxy_async();
-  ptx::bar_sync(kKeysCleared, Plan::kConsumerThreads);
+  ptx::bar_sync(kKvReady, Plan::kConsumerThreads);
 }
 
 template <int kN>

@@ -12,7 +12,7 @@ class KeyMask {
 
  public:
   // `key`: the thread's first key, in the CTA. Its other key is 8 further on.
-  TILEWISE_DEVICE KeyMask(const TileDescriptor& work_tile, int key) : clear_(work_tile) {
+  TILEWISE_DEVICE KeyMask(const TileDescriptor& work_tile, int key) : unmasked_(work_tile) {
     const int32_t diagonal = work_tile.key + key;
     const int32_t lane_row = ptx::lane_index() % 4 * 2;
     rows_ = static_cast<uint32_t>(work_tile.high) - static_cast<uint32_t>(work_tile.low);
@@ -24,7 +24,7 @@ class KeyMask {
   }
 
   // Whether the query tile that starts at `row` needs the mask.
-  TILEWISE_DEVICE bool touches(int32_t row) const { return !clear_.contains(row); }
+  TILEWISE_DEVICE bool touches(int32_t row) const { return !unmasked_.contains(row); }
 
   // Scores of keys that a row does not see become `hidden`.
   TILEWISE_DEVICE void apply(ScoreSums<C>& s, int32_t row, float hidden) const {
@@ -44,7 +44,7 @@ class KeyMask {
  private:
   int32_t first_[2];  // first row that sees the key, less the thread's first row of a tile
   uint32_t rows_;     // how many rows after it see the key
-  ClearRows clear_;
+  UnmaskedRows unmasked_;
 };
 
 }  // namespace tilewise::cuda::wgmma

@@ -23,8 +23,7 @@ struct BackwardBarriers {
 
   TILEWISE_DEVICE ptx::SharedAddress k_full() const { return at(0, 0); }
   TILEWISE_DEVICE ptx::SharedAddress v_full() const { return at(1, 0); }
-  // No warp reads K, V and the descriptor of the work tile any more, except its epilogue, which
-  // reads the descriptor.
+  // No warp reads K and V of the work tile any more; only its epilogue still reads its descriptor.
   TILEWISE_DEVICE ptx::SharedAddress kv_empty() const { return at(2, 0); }
   TILEWISE_DEVICE ptx::SharedAddress tail_full() const { return at(3, 0); }
   TILEWISE_DEVICE ptx::SharedAddress q_full(int stage) const { return at(4, stage); }
@@ -173,7 +172,7 @@ enum BackwardBarrier : int {
   kPStored = 7,
   kOwnStored = 8,  // and 9: one per warpgroup
   kPRead = 10,
-  kKeysCleared = 11,
+  kKvReady = 11,
   kDsStored = 12,
   kKeysRead = 13,  // and 14: by the other warpgroup
 };

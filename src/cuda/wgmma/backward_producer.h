@@ -54,8 +54,8 @@ struct RowLoads {
     load_statistic(statistic_to, walk, full);
   }
 
-  // The rows after the first `valid` ones belong to another sequence. They are zeroed, because 0 *
-  // NaN is NaN.
+  // The rows after the first `valid` ones belong to another sequence. They are zeroed, because the
+  // product of 0 and NaN is NaN.
   TILEWISE_DEVICE void load_tail(ptx::SharedAddress to, ptx::SharedAddress statistic_to,
                                  const RowWalk& walk, ptx::SharedAddress full, int valid,
                                  ptx::SharedAddress tail_full, int tail_parity) const {
@@ -204,7 +204,7 @@ TILEWISE_DEVICE void producer_role(const TmaBackwardParams& p, ptx::SharedAddres
   for (int32_t tile_number = 0;; ++tile_number) {
     ptx::mbarrier_wait_parity(barriers.descriptor_full(tile_number % Plan::kDescriptorStages),
                               tile_number / Plan::kDescriptorStages & 1);
-    const TileDescriptor& work_tile = received_tile<C>(tile_number % Plan::kDescriptorStages);
+    const TileDescriptor& work_tile = tile_descriptor<C>(tile_number % Plan::kDescriptorStages);
     if (work_tile.steps < 0) return;
     load_work_tile<C>(p, work_tile, shared, steps, (tile_number & 1) ^ 1);
     if constexpr (!Plan::kPersistent) return;

@@ -53,7 +53,7 @@ TILEWISE_DEVICE void reduction_role(const TmaBackwardParams& p, ptx::SharedAddre
   const int bytes = min(kOwn, Plan::kDqSlices * Plan::kDqSliceBytes - begin);
   const ptx::SharedAddress from = shared + static_cast<uint32_t>(Plan::kDq + begin);
   float* const to = p.dq_sum + begin / 4;
-  const bool is_elected = ptx::lane_index() == 0;
+  const bool elected = ptx::lane_index() == 0;
   DqSemaphore semaphore{p.dq_semaphores};
   ptx::griddepcontrol_wait();  // for the zeros in dq_sum
 #pragma unroll 1
@@ -61,26 +61,26 @@ TILEWISE_DEVICE void reduction_role(const TmaBackwardParams& p, ptx::SharedAddre
     const int stage = tile_number % Plan::kDescriptorStages;
     ptx::mbarrier_wait_parity(barriers.descriptor_full(stage),
                               tile_number / Plan::kDescriptorStages & 1);
-    const TileDescriptor& work_tile = received_tile<C>(stage);
+    const TileDescriptor& work_tile = tile_descriptor<C>(stage);
     const int32_t steps = work_tile.steps;
     if (steps < 0) break;
     RowWalk walk(work_tile);
     const SemaphoreOrder<C> order(p, work_tile);
     wait_for_kv(barriers, tile_number & 1);
     ptx::sync_warp();
-    if (is_elected) ptx::mbarrier_arrive(barriers.kv_empty());
+    if (elected) ptx::mbarrier_arrive(barriers.kv_empty());
 #pragma unroll 1
     for (int32_t step = 0; step < steps; ++step) {
       ptx::bar_arrive(kDqEmpty + warpgroup, kDqThreads);
-      if (is_elected) semaphore.acquire(walk.index, order.at(walk.row));
+      if (elected) semaphore.acquire(walk.index, order.at(walk.row));
       ptx::sync_warp();
       ptx::bar_sync(kDqFull + warpgroup, kDqThreads);
-      if (is_elected) reduce_add(to + int64_t{walk.index} * Plan::kDqTile, from, bytes);
+      if (elected) reduce_add(to + int64_t{walk.index} * Plan::kDqTile, from, bytes);
       ptx::sync_warp();
       walk.advance(Plan::kQueries);
     }
   }
-  if (!is_elected) return;
+  if (!elected) return;
   semaphore.release();
   ptx::cp_async_bulk_wait_group<0>();
 }

@@ -22,7 +22,7 @@ struct DropoutFactors {
     const Dropout dropout = dropout_of(p);
     return {dropout.threshold, dropout.keep_scale};
   }
-  TILEWISE_DEVICE Dropout with_words(const Problem& p) const {
+  TILEWISE_DEVICE Dropout with_seed(const Problem& p) const {
     const uint64_t seed = p.dropout_state != nullptr ? p.dropout_state[0] : p.dropout_seed;
     const uint64_t offset = p.dropout_state != nullptr ? p.dropout_state[1] : p.dropout_offset;
     Dropout dropout = Dropout::make(1.0f, seed, offset);
@@ -180,7 +180,7 @@ class BackwardScoreMod {
   TILEWISE_DEVICE void draw_dropout(const RowWalk& walk) {
     if constexpr (kOption == Option::dropout)
       kept_ = KeptScores::draw<kGroups>(
-          dropout_.with_words(p_), key_, walk.row,
+          dropout_.with_seed(p_), key_, walk.row,
           static_cast<uint32_t>(work_tile_.batch * p_.heads_q + walk.head));
   }
 
@@ -302,7 +302,7 @@ class BackwardScoreMod<C, Option::any> {
     KeptScores kept;
     if (dropout_.threshold != 0) {
       kept = KeptScores::draw<kGroups>(
-          dropout_.with_words(p), key_, walk.row,
+          dropout_.with_seed(p), key_, walk.row,
           static_cast<uint32_t>(work_tile_.batch * p.heads_q + walk.head));
 #pragma unroll
       for (int i = 0; i < 4 * kGroups; ++i) dp[i] = kept.at(i) ? dp[i] * dropout_scale : 0.0f;
@@ -341,8 +341,7 @@ class BackwardScoreMod<C, Option::any> {
     }
   }
 
-  // Turns products into scores in units of log2, and dP into the gradient with respect to scale *
-  // S.
+  // Turns products into scores in units of log2, and dP into the gradient of scale * S.
   TILEWISE_DEVICE void cap(const Problem& p, ScoreSums<C>& s, ScoreSums<C>& dp) const {
     if (p.softcap == 0.0f) {
 #pragma unroll

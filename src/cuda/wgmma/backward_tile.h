@@ -31,20 +31,20 @@ struct DescriptorBuilder {
   Range keys;       // of the CTA; empty: only the other CTA of the cluster has keys
   Range pair_keys;  // of the cluster
 
-  // The descriptor for CTA `index % kCluster` of the cluster that computes work tile `index /
-  // kCluster`.
+  // The descriptor of one CTA: its rank in the cluster is `index % kCluster`, its work tile is
+  // `index / kCluster`.
   TILEWISE_DEVICE static TileDescriptor make(const BackwardParams& p, int32_t index) {
     TileDescriptor r{};
-    DescriptorBuilder m{p, p.order.at(index / kCluster), {}, {}, {}};
-    if (m.work_tile.sequence < 0) return r;
-    m.sequence = sequence_of(p.problem, m.work_tile.sequence);
-    const int64_t all = m.sequence.band.keys;
-    m.pair_keys = Tiling{all, kCluster * kKeys}.at(m.work_tile.tile);
+    DescriptorBuilder builder{p, p.order.at(index / kCluster), {}, {}, {}};
+    if (builder.work_tile.sequence < 0) return r;
+    builder.sequence = sequence_of(p.problem, builder.work_tile.sequence);
+    const int64_t all = builder.sequence.band.keys;
+    builder.pair_keys = Tiling{all, kCluster * kKeys}.at(builder.work_tile.tile);
     const int rank = index % kCluster;
-    m.keys = m.keys_of_rank(rank);
-    m.set_rows(r);
-    m.set_keys(r, m.keys_of_rank(rank ^ 1));
-    m.set_band(r);
+    builder.keys = builder.keys_of_rank(rank);
+    builder.set_rows(r);
+    builder.set_keys(r, builder.keys_of_rank(rank ^ 1));
+    builder.set_band(r);
     return r;
   }
 
@@ -108,14 +108,14 @@ struct DescriptorBuilder {
     if (all.empty()) return;
     // Rows past the last one need no mask, because their P is 0.
     const int64_t end = all.end == band.rows ? int64_t{kFar} : all.end - kQueries + 1;
-    r.clear_begin = static_cast<int32_t>(all.begin);
-    r.clear_end = static_cast<int32_t>(end);
+    r.unmasked_begin = static_cast<int32_t>(all.begin);
+    r.unmasked_end = static_cast<int32_t>(end);
   }
 };
 
 // The descriptor in stage `stage` of shared memory.
 template <class C>
-TILEWISE_DEVICE const TileDescriptor& received_tile(int stage) {
+TILEWISE_DEVICE const TileDescriptor& tile_descriptor(int stage) {
   return reinterpret_cast<const TileDescriptor*>(ptx::shared_memory() +
                                                  BackwardPlan<C>::kDescriptors)[stage];
 }
@@ -171,12 +171,12 @@ struct RowWalk {
 
 // Query tiles whose first row is in this range need no mask: all their rows see all keys of the
 // CTA.
-struct ClearRows {
+struct UnmaskedRows {
   int32_t begin;
   int32_t end;
 
-  TILEWISE_DEVICE explicit ClearRows(const TileDescriptor& work_tile)
-      : begin(work_tile.clear_begin), end(work_tile.clear_end) {}
+  TILEWISE_DEVICE explicit UnmaskedRows(const TileDescriptor& work_tile)
+      : begin(work_tile.unmasked_begin), end(work_tile.unmasked_end) {}
   TILEWISE_DEVICE bool contains(int32_t row) const { return row >= begin && row < end; }
 };
 
