@@ -1,4 +1,4 @@
-// The row-wise passes before and after the main kernels: the combine of splits, delta, and dq from
+// The row-wise passes before and after the main kernels: combining splits, delta, and dq from
 // its sum.
 #pragma once
 

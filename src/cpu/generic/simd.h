@@ -202,7 +202,7 @@ inline constexpr float kFloat8Unit = 256.0f;
 template <class Halves>
 TILEWISE_FN Halves half_of_float8(Halves with_copies_of_the_sign) {
   constexpr uint16_t kSign = 0x8000;
-  constexpr uint16_t kNoNumber = 0xbf80;  // would be -480
+  constexpr uint16_t kNoNumber = 0xbf80;  // the bits of -480, which are NaN in e4m3
   const Halves bits = (with_copies_of_the_sign << 7) & kNoNumber;
   return (bits | kSign) == kNoNumber ? ~Halves{} : bits;  // fp16's own NaN
 }

@@ -60,7 +60,7 @@ struct Widened {
   TILEWISE_FN static void in_order(F (&)[kParts]) {}
 };
 
-// In units of 1 / kFloat8Unit.
+// Float8 is read in units of 1 / kFloat8Unit.
 template <>
 struct Widened<Float8> {
   static constexpr int kParts = 2;
@@ -105,7 +105,8 @@ struct Stream {
   using Storage = T;
   static constexpr int kParts = Widened<T>::kParts;  // vectors of sums per read
   static constexpr int kColumns = kParts * W;        // elements per read
-  static constexpr float kUnit = std::is_same_v<T, Float8> ? kFloat8Unit : 1.0f;  // of what is read
+  static constexpr float kUnit =
+      std::is_same_v<T, Float8> ? kFloat8Unit : 1.0f;  // the unit of a read
   struct Read {
     F part[kParts];
   };
