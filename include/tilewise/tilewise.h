@@ -352,7 +352,7 @@ TILEWISE_API tilewise_status tilewise_kernel(int32_t index, tilewise_kernel_info
 typedef struct tilewise_gpu_info {
   uint32_t struct_size;
   int32_t sm;              /* compute capability as major * 10 + minor */
-  int32_t multiprocessors; /* streaming multiprocessors */
+  int32_t multiprocessors; /* number of SMs */
   int32_t shared_bytes;    /* maximum shared memory per block */
   int32_t l2_bytes;
   int32_t table; /* architecture whose tile table is used; TILEWISE_FORCE_ARCH overrides it */

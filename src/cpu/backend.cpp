@@ -98,8 +98,8 @@ void zero_row(const Problem& p, const tilewise_tensor& view, int64_t offset, int
                 static_cast<size_t>(columns * size));
 }
 
-// Zeroes dk and dv of all keys if some keys are unused. The first dimension is the batch of each
-// sequence, kv_batch, or 1 with variable lengths.
+// Zeroes dk and dv of all keys if some keys are unused. Their first dimension is the batch if they
+// have rows per sequence (pages, kv_batch_idx), otherwise kv_batch, or 1 with variable lengths.
 void zero_key_gradients(const Problem& p, const Gradients& g, const Parallel& parallel) {
   const bool per_sequence = p.block_table != nullptr || p.kv_batch_idx != nullptr;
   const bool varlen = p.cu_seqlens_k != nullptr && !per_sequence;
