@@ -159,7 +159,7 @@ def source(name: str, text: str) -> str:
     older = "" if is_current else "kernels have changed since"
     told = ", ".join(x for x in (device, machine.get("date"), older) if x)
     told = f" ({told})" if told else ""
-    return f"\n{text}\n*[{name}](docs/results/{name}){told}*\n\n"
+    return f"\n{text}\n*[{name}](docs/results/{name}){told}*\n"
 
 
 def peers_rows() -> list[Row]:
