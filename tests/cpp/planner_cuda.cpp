@@ -1,4 +1,5 @@
-// The CUDA planner over described GPUs and builds: family, tile table, form, order, splits, words.
+// The CUDA planner for described GPUs and builds: family, tile table, form, packing, workspace and
+// the `why` texts.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -23,6 +24,7 @@ struct Golden {
 };
 
 TEST(PlannerCuda, ChoosesFamilyAndTable) {
+  // sm, dtype, head dimension, family of the forward and of the backward, tile table
   const Golden cases[] = {
       {60, TILEWISE_FLOAT32, 64, nullptr, nullptr, 0},
       {75, TILEWISE_FLOAT16, 64, "cuda.mma_sync", "cuda.mma_sync", 75},
@@ -70,7 +72,7 @@ TEST(PlannerCuda, ChoosesFamilyAndTable) {
   }
 }
 
-TEST(PlannerCuda, SaysWhyAndWhyNotFaster) {
+TEST(PlannerCuda, WhyNamesTheKernelAndTheFasterFamily) {
   const auto why = [](const Device& device, const Problem& p) {
     return explain(plan(p, nullptr, device), p, nullptr, device);
   };
@@ -96,8 +98,8 @@ TEST(PlannerCuda, SaysWhyAndWhyNotFaster) {
             "sm_75, sm_80, sm_90; tensors in the memory of the CPU are allowed");
 }
 
-// On Hopper, what wgmma does not compute stays on mma_sync, with the reason.
-TEST(PlannerCuda, WhatStaysOffWgmmaSaysWhy) {
+// On Hopper, problems that wgmma does not serve run on mma_sync, and `why` has the reason.
+TEST(PlannerCuda, WhyHasTheReasonAgainstWgmma) {
   const auto expect = [](const Problem& p, const char* reason, int32_t table = 0) {
     Device device = gpu_with(90);
     device.gpu.table = table;
@@ -140,8 +142,8 @@ TEST(PlannerCuda, WhatStaysOffWgmmaSaysWhy) {
   EXPECT_EQ(forward(options, gpu_with(90)).form, Form::general);
 }
 
-// Short sequences, and causal ones in the backward, have a cut of their own.
-TEST(PlannerCuda, WgmmaCutsByRows) {
+// Short sequences, in the backward only causal ones, use the small tiles.
+TEST(PlannerCuda, WgmmaTileSizeDependsOnRows) {
   const Device device = gpu_with(90);
   const auto rows = [&](int64_t head_dim, int64_t length, int64_t window_right, bool backward) {
     Problem p = problem(TILEWISE_BFLOAT16, 4, length, length, 8, head_dim);
@@ -157,10 +159,11 @@ TEST(PlannerCuda, WgmmaCutsByRows) {
   EXPECT_EQ(rows(128, 8192, 0, true), 80);
 }
 
-// A build for sm_80 alone: its machine code runs on sm_86 and sm_89, not on sm_90.
-TEST(PlannerCuda, UsesWhatIsInside) {
+// The machine code of a build for sm_80 runs on sm_86 and sm_89, not on sm_90.
+TEST(PlannerCuda, UsesALowerTableIfTheBuildLacksTheOwn) {
   static constexpr int32_t k80[] = {80};
-  const DescribedBuild build({{0, k80, {}}, {80, k80, {}}});
+  const DescribedBuild build(
+      {{.architecture = 0, .sass = k80, .ptx = {}}, {.architecture = 80, .sass = k80, .ptx = {}}});
   const Problem p = problem(TILEWISE_BFLOAT16, 1, 2048, 2048, 8, 64);
   EXPECT_EQ(forward(p, gpu_with(80, build.registry)).architecture, 80);
   const Device ada = gpu_with(89, build.registry);
@@ -172,7 +175,7 @@ TEST(PlannerCuda, UsesWhatIsInside) {
   EXPECT_EQ(plan(p, nullptr, gpu_with(75, build.registry)).status, TILEWISE_UNSUPPORTED);
 }
 
-TEST(PlannerCuda, AForcedTableIsUsedOrRefused) {
+TEST(PlannerCuda, ForcedTableIsUsedOrRefused) {
   Device device = gpu_with(90);
   const Problem p = problem(TILEWISE_FLOAT16);
   for (int32_t table : {75, 80, 90}) {
@@ -189,7 +192,7 @@ TEST(PlannerCuda, AForcedTableIsUsedOrRefused) {
   EXPECT_STREQ(plan(problem(TILEWISE_BFLOAT16), nullptr, device).family->name, "cuda.simt");
 }
 
-TEST(PlannerCuda, Tf32IsForThoseWhoAsk) {
+TEST(PlannerCuda, Tf32HasToBeRequested) {
   Problem p = problem(TILEWISE_FLOAT32);
   EXPECT_FALSE(forward(p, gpu_with(90)).kernel_set->tf32);
   p.tf32 = 1;
@@ -202,7 +205,7 @@ TEST(PlannerCuda, Tf32IsForThoseWhoAsk) {
   EXPECT_FALSE(forward(half, gpu_with(90)).kernel_set->tf32);
 }
 
-TEST(PlannerCuda, ThePlainFormNeedsSixteenByteRowsAndNoOption) {
+TEST(PlannerCuda, FastPathNeedsAlignedRowsAndNoOption) {
   const Device device = gpu_with(90);
   const auto form = [](const Problem& p, const Device& on) { return forward(p, on).form; };
   EXPECT_EQ(form(problem(TILEWISE_BFLOAT16), device), Form::plain);
@@ -219,12 +222,12 @@ TEST(PlannerCuda, ThePlainFormNeedsSixteenByteRowsAndNoOption) {
   p.v.data = reinterpret_cast<void*>(uintptr_t{8});
   EXPECT_EQ(form(p, device), Form::general);
   p = problem(TILEWISE_BFLOAT16);
-  p.q.stride_batch = 4;  // of a batch of one: never used
+  p.q.stride_batch = 4;  // never used with a batch of one
   EXPECT_EQ(form(p, device), Form::plain);
 }
 
-// Two sequences that decode from pages.
-TEST(PlannerCuda, PagesHaveAFormWhereNothingElseIsGeneral) {
+// Decodes of two sequences in pages.
+TEST(PlannerCuda, PagedFormServesPagesWithoutOptions) {
   const auto form = [](const Problem& p, int32_t sm) { return forward(p, gpu_with(sm)).form; };
   for (int64_t page_size : {1, 16, 100, 4096}) {
     EXPECT_EQ(form(paged(TILEWISE_BFLOAT16, page_size), 80), Form::paged);
@@ -246,19 +249,25 @@ TEST(PlannerCuda, PagesHaveAFormWhereNothingElseIsGeneral) {
   EXPECT_NE(explain(decision, p, nullptr, gpu_with(80)).find(", paged form"), std::string::npos);
 }
 
-TEST(PlannerCuda, DecodingReadsPagesAsBoxesWhereTheyFitTheTile) {
+TEST(PlannerCuda, DecodesLoadPagesByTmaIfTheyFitTheTile) {
   const auto form = [](const Problem& p, int32_t sm) { return forward(p, gpu_with(sm)).form; };
   struct Fits {
     int64_t page_size;
-    bool large;  // tile: 128 keys, at head dimension 64
-    bool usual;  // 64, at 128
-    bool small;  // 32, at 256
+    bool large;  // tiles of 128 keys (head dimension 64)
+    bool usual;  // tiles of 64 keys (128)
+    bool small;  // tiles of 32 keys (256)
   };
-  for (const Fits& each :
-       {Fits{1, false, false, false}, Fits{8, false, false, false}, Fits{16, true, true, true},
-        Fits{32, true, true, true}, Fits{48, false, false, false}, Fits{64, true, true, true},
-        Fits{96, false, false, true}, Fits{100, false, false, false}, Fits{128, true, true, true},
-        Fits{192, false, true, true}, Fits{256, true, true, true}}) {
+  for (const Fits& each : {Fits{.page_size = 1, .large = false, .usual = false, .small = false},
+                           Fits{.page_size = 8, .large = false, .usual = false, .small = false},
+                           Fits{.page_size = 16, .large = true, .usual = true, .small = true},
+                           Fits{.page_size = 32, .large = true, .usual = true, .small = true},
+                           Fits{.page_size = 48, .large = false, .usual = false, .small = false},
+                           Fits{.page_size = 64, .large = true, .usual = true, .small = true},
+                           Fits{.page_size = 96, .large = false, .usual = false, .small = true},
+                           Fits{.page_size = 100, .large = false, .usual = false, .small = false},
+                           Fits{.page_size = 128, .large = true, .usual = true, .small = true},
+                           Fits{.page_size = 192, .large = false, .usual = true, .small = true},
+                           Fits{.page_size = 256, .large = true, .usual = true, .small = true}}) {
     const auto expected = [](bool fits) { return fits ? Form::tma_paged : Form::paged; };
     const auto of = [&](int64_t head_dim) {
       return form(paged(TILEWISE_BFLOAT16, each.page_size, head_dim), 90);
@@ -272,9 +281,9 @@ TEST(PlannerCuda, DecodingReadsPagesAsBoxesWhereTheyFitTheTile) {
   Problem p = paged(TILEWISE_BFLOAT16, 16);
   p.batch_invariant = 1;
   EXPECT_EQ(form(p, 90), Form::tma_paged);
-  p.pages = int64_t{1} << 20;  // nothing counts chunks
+  p.pages = int64_t{1} << 20;  // TMA numbers no chunks
   EXPECT_EQ(form(p, 90), Form::tma_paged);
-  p.leftpad_k = p.block_table;  // key 0 lies anywhere in its page
+  p.leftpad_k = p.block_table;  // key 0 may be anywhere in its page
   EXPECT_EQ(form(p, 90), Form::general);
   p = paged(TILEWISE_BFLOAT16, 16);
   p.leftpad_k = p.block_table;
@@ -292,7 +301,7 @@ TEST(PlannerCuda, DecodingReadsPagesAsBoxesWhereTheyFitTheTile) {
   EXPECT_NE(explain(decision, p, nullptr, gpu_with(90)).find("paged TMA form"), std::string::npos);
 }
 
-TEST(PlannerCuda, DecodingReadsKeysAsBoxesWhereTmaCan) {
+TEST(PlannerCuda, DecodesLoadKeysByTmaIfStridesAllow) {
   const auto form = [](const Problem& p, int32_t sm) { return forward(p, gpu_with(sm)).form; };
   const Problem decode = problem(TILEWISE_BFLOAT16, 2, 1, 4096);
   EXPECT_EQ(form(decode, 90), Form::tma);
@@ -312,9 +321,9 @@ TEST(PlannerCuda, DecodingReadsKeysAsBoxesWhereTmaCan) {
   EXPECT_NE(explain(decision, decode, nullptr, gpu_with(90)).find("TMA form"), std::string::npos);
 }
 
-// Blocks find their work without a table, which a launch before the main one would have to fill.
+// CTAs find their tiles without a table, which would take another launch to fill.
 TEST(PlannerCuda, SequencesOfOneTileNeedNoTable) {
-  static constexpr int32_t kOffsets[] = {0, 1, 2, 3, 4};  // read by no planner
+  static constexpr int32_t kOffsets[] = {0, 1, 2, 3, 4};  // the planner reads no index array
   Problem p = problem(TILEWISE_BFLOAT16, 4, 4, 4096);
   p.cu_seqlens_q = kOffsets;
   const auto table = [&] {
@@ -327,7 +336,7 @@ TEST(PlannerCuda, SequencesOfOneTileNeedNoTable) {
   EXPECT_GT(table(), 0);
 }
 
-TEST(PlannerCuda, ShortRowsPackTheHeadsOfAGroup) {
+TEST(PlannerCuda, FewRowsPackTheHeadsOfAGroup) {
   const Device device = gpu_with(90);
   Problem p = problem(TILEWISE_BFLOAT16, 1, 1, 8192, 32);
   p.heads_kv = 4;
@@ -343,9 +352,9 @@ TEST(PlannerCuda, ShortRowsPackTheHeadsOfAGroup) {
   EXPECT_EQ(forward(p, device).pack, 1);
 }
 
-// A dense problem without a band is one launch and needs no memory: on Hopper four bytes a warp,
-// for the rows whose exponentials overflow.
-TEST(PlannerCuda, APlainForwardNeedsNothing) {
+// A dense problem without a mask is one launch and needs no workspace, except four bytes per warp
+// for wgmma, which recomputes rows whose exponentials overflow.
+TEST(PlannerCuda, FastPathForwardNeedsNoWorkspace) {
   const cuda::Plan ampere = forward(problem(TILEWISE_BFLOAT16, 16), gpu_with(80));
   EXPECT_EQ(ampere.workspace_bytes, 0);
   EXPECT_EQ(ampere.nan_recompute, nullptr);
@@ -354,8 +363,9 @@ TEST(PlannerCuda, APlainForwardNeedsNothing) {
   EXPECT_EQ(hopper.nan_recompute, nullptr);
 }
 
-// A band adds a byte a block and a second pass, on Hopper four bytes a warp and none.
-TEST(PlannerCuda, ABandMaySpoilRows) {
+// A mask inside a tile adds a flag per CTA and a recompute pass; wgmma recomputes in the same
+// kernel, with four bytes per warp.
+TEST(PlannerCuda, MasksNeedANanRecompute) {
   Problem p = problem(TILEWISE_BFLOAT16, 16);
   p.window_right = 0;
   const Device device = gpu_with(80);
@@ -380,7 +390,7 @@ TEST(PlannerCuda, ABandMaySpoilRows) {
   EXPECT_NE(forward(p, device).nan_recompute, nullptr);
 }
 
-TEST(PlannerCuda, VariableLengthIsBoundedByTheRows) {
+TEST(PlannerCuda, VarlenGridIsBoundedByRows) {
   Problem p = problem(TILEWISE_BFLOAT16, 64, 16384, 16384);
   const auto nowhere = reinterpret_cast<const int32_t*>(uintptr_t{64});
   p.cu_seqlens_q = p.cu_seqlens_k = nowhere;
@@ -393,7 +403,7 @@ TEST(PlannerCuda, VariableLengthIsBoundedByTheRows) {
   EXPECT_EQ(backward.blocks, (16384 / backward.tile_k + 64) * 8);
 }
 
-// Memory of the backward is linear in the length.
+// The workspace of the backward is linear in the length.
 TEST(PlannerCuda, WorkspaceGrowsLinearly) {
   const auto bytes = [&](int64_t length) {
     const Problem p = problem(TILEWISE_BFLOAT16, 1, length, length);

@@ -1,4 +1,4 @@
-// Which kernels serve caches of float8_e4m3, and how they cut them.
+// Kernels and splits for caches of float8_e4m3.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -18,8 +18,8 @@ std::string explained(const Problem& p, const Device& device) {
   return explain(plan(p, nullptr, device), p, nullptr, device);
 }
 
-// Under either 16 bits, whatever the tensor cores compute: it is fp16 that they multiply.
-TEST(PlannerCudaFloat8, TensorCoresServeIt) {
+// With fp16 and bf16 queries on every GPU with tensor cores, because the products are in fp16.
+TEST(PlannerCudaFloat8, MmaSyncServesFloat8Caches) {
   for (const int32_t sm : {75, 80, 86, 89, 90, 100, 120}) {
     for (const int32_t dtype : {TILEWISE_FLOAT16, TILEWISE_BFLOAT16}) {
       for (const int64_t head_dim : {8, 64, 72, 128, 192, 256}) {
@@ -39,7 +39,7 @@ TEST(PlannerCudaFloat8, TensorCoresServeIt) {
   EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16), gpu_with(75)).family, cuda::Family::simt);
 }
 
-TEST(PlannerCudaFloat8, DecodingReadsBoxesWhereTheyLie) {
+TEST(PlannerCudaFloat8, DecodesLoadByTmaIfTheLayoutAllows) {
   const auto form = [](Problem p, int32_t sm = 90) {
     return forward(with_float8(p), gpu_with(sm)).form;
   };
@@ -47,7 +47,7 @@ TEST(PlannerCudaFloat8, DecodingReadsBoxesWhereTheyLie) {
   EXPECT_EQ(form(plain), cuda::Form::tma);
   EXPECT_EQ(form(plain, 80), cuda::Form::general);
   EXPECT_EQ(form(problem(TILEWISE_FLOAT16, 2, 1, 4096, 8, 80)), cuda::Form::tma);
-  // 72 bytes are no multiple of 16, as 144 are.
+  // A row of 72 float8 elements is not a multiple of 16 bytes, although 72 elements of 16 bits are.
   EXPECT_EQ(form(problem(TILEWISE_FLOAT16, 2, 1, 4096, 8, 72)), cuda::Form::general);
   Problem p = plain;
   p.k.stride_row += 8;  // bytes
@@ -67,15 +67,15 @@ TEST(PlannerCudaFloat8, DecodingReadsBoxesWhereTheyLie) {
   EXPECT_EQ(form(paged(TILEWISE_BFLOAT16, 64), 120), cuda::Form::general);
 }
 
-TEST(PlannerCudaFloat8, RowsOfAPromptStayOffWgmma) {
+TEST(PlannerCudaFloat8, PromptsDoNotUseWgmma) {
   const Problem p = with_float8(problem(TILEWISE_BFLOAT16, 16, 1024, 4096));
   EXPECT_EQ(explained(p, gpu_with(90)),
             "bf16 on sm_90, tile 128x64 for head_dim 128 of table sm_90, general form: cuda.wgmma "
             "would be faster, but its copies do not convert float8");
 }
 
-// A build of units for 16 and 32 bits alone.
-TEST(PlannerCudaFloat8, SimtServesWhereItIsNotInside) {
+// A build without the kernel sets for float8.
+TEST(PlannerCudaFloat8, SimtServesBuildsWithoutFloat8Kernels) {
   std::vector<const cuda::KernelSet*> kernel_sets;
   for (const cuda::KernelSet* kernel_set : every_gpu().kernel_sets)
     if (kernel_set->dtype != TILEWISE_FLOAT8_E4M3) kernel_sets.push_back(kernel_set);
@@ -88,20 +88,21 @@ TEST(PlannerCudaFloat8, SimtServesWhereItIsNotInside) {
             std::string::npos);
 }
 
-// A warp spends more on its bytes: three blocks a multiprocessor, where two read 16 bits as fast.
-TEST(PlannerCudaFloat8, MoreBlocksReadIt) {
+// A warp needs more instructions per byte, so float8 takes three CTAs per SM where two saturate
+// with 16-bit keys.
+TEST(PlannerCudaFloat8, DecodesUseMoreCtas) {
   const Device device = gpu_with(90);
-  const int64_t all = device.gpu.sm_count;
+  const int64_t sms = device.gpu.sm_count;
   for (const int64_t batch : {1, 4, 8, 16, 24}) {
     Problem p = problem(TILEWISE_BFLOAT16, batch, 1, 32768, 32);
     p.heads_kv = 8;
-    const cuda::Plan wide = forward(p, device);
-    const cuda::Plan narrow = forward(with_float8(p), device);
-    EXPECT_FALSE(narrow.one_cta_per_sm);
-    EXPECT_LE(wide.blocks, 2 * all);
-    EXPECT_GT(narrow.blocks, wide.blocks) << batch;
-    EXPECT_LE(narrow.blocks, 3 * all) << batch;
-    EXPECT_EQ(narrow.tile_k, 128);
+    const cuda::Plan half = forward(p, device);
+    const cuda::Plan float8 = forward(with_float8(p), device);
+    EXPECT_FALSE(float8.one_cta_per_sm);
+    EXPECT_LE(half.blocks, 2 * sms);
+    EXPECT_GT(float8.blocks, half.blocks) << batch;
+    EXPECT_LE(float8.blocks, 3 * sms) << batch;
+    EXPECT_EQ(float8.tile_k, 128);
   }
 }
 

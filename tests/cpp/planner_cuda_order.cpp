@@ -1,4 +1,4 @@
-// Which block of a CUDA grid takes which tile: every one once, and all blocks are done together.
+// The order of work tiles in a CUDA grid: every tile comes once, and the load is balanced.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -11,9 +11,9 @@
 namespace tilewise::dispatch {
 namespace {
 
-// On Hopper, causal tiles whose lengths follow from the shape: pairs, two works that are as long as
-// any other two, and then the rest, longest first. No counter, and with it no kernel before.
-TEST(PlannerCudaOrder, CausalTilesAreDealtInRounds) {
+// On Hopper, causal tiles whose lengths follow from the shape are taken in pairs of equal total
+// length; the rest follows, longest first. That needs no tile counter and no kernel that zeroes it.
+TEST(PlannerCudaOrder, CausalTilesAreTakenInPairs) {
   const Device device = gpu_with(90);
   for (const int64_t rows : {512, 640, 4096}) {
     Problem p = problem(TILEWISE_BFLOAT16, 16384 / rows, rows, rows, 16);
@@ -31,8 +31,9 @@ TEST(PlannerCudaOrder, CausalTilesAreDealtInRounds) {
   EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16, 32, 512, 512, 16), device).order.paired_tiles, 0);
 }
 
-// Lengths that the shape does not tell are counted, where a block has more than one work.
-TEST(PlannerCudaOrder, WorksOfUnknownLengthAreCounted) {
+// Tiles whose lengths do not follow from the shape are scheduled dynamically if there are more
+// tiles than CTAs.
+TEST(PlannerCudaOrder, TilesOfUnknownLengthAreScheduledDynamically) {
   const Device device = gpu_with(90);
   const auto nowhere = reinterpret_cast<const int32_t*>(uintptr_t{64});
   for (const int64_t batch : {1, 32}) {
@@ -44,35 +45,47 @@ TEST(PlannerCudaOrder, WorksOfUnknownLengthAreCounted) {
   }
 }
 
-// So are causal tiles that do not grow evenly: of many rows that see no key, or all of them.
-TEST(PlannerCudaOrder, UnevenTilesAreCounted) {
+// So are causal tiles whose lengths do not grow linearly, because many rows attend to no key or to
+// all keys.
+TEST(PlannerCudaOrder, TilesThatGrowUnevenlyAreScheduledDynamically) {
   struct Shape {
     int64_t rows, keys, left, right;
-    bool rounds;
+    bool paired;
   };
   const Shape shapes[] = {
-      {2048, 2048, -1, 0, true},    {2048, 8192, -1, 0, true},   // later rows, more keys each
-      {2048, 2000, -1, 0, true},    {2048, 1024, -1, 0, false},  // rows without keys
-      {4096, 1024, -1, 0, false},   {2048, 1024, -1, 1024, false},
-      {2048, 2048, -1, 100, true},  {2048, 2048, -1, 1000, false},  // rows with all keys
-      {2048, 2048, 0, -1, true},    {2048, 2048, 1000, -1, false},
-      {2048, 4096, 1000, -1, true}, {2048, 4096, 4000, -1, false},
-      {2048, 1024, 0, -1, false},   {2048, 2048, INT64_MAX, -1, false},
+      {.rows = 2048, .keys = 2048, .left = -1, .right = 0, .paired = true},
+      // The rows are the last of the keys.
+      {.rows = 2048, .keys = 8192, .left = -1, .right = 0, .paired = true},
+      {.rows = 2048, .keys = 2000, .left = -1, .right = 0, .paired = true},
+      // 1024 rows or more attend to no key.
+      {.rows = 2048, .keys = 1024, .left = -1, .right = 0, .paired = false},
+      {.rows = 4096, .keys = 1024, .left = -1, .right = 0, .paired = false},
+      {.rows = 2048, .keys = 1024, .left = -1, .right = 1024, .paired = false},
+      {.rows = 2048, .keys = 2048, .left = -1, .right = 100, .paired = true},
+      // 1000 rows attend to all keys.
+      {.rows = 2048, .keys = 2048, .left = -1, .right = 1000, .paired = false},
+      {.rows = 2048, .keys = 2048, .left = 0, .right = -1, .paired = true},
+      {.rows = 2048, .keys = 2048, .left = 1000, .right = -1, .paired = false},
+      {.rows = 2048, .keys = 4096, .left = 1000, .right = -1, .paired = true},
+      {.rows = 2048, .keys = 4096, .left = 4000, .right = -1, .paired = false},
+      {.rows = 2048, .keys = 1024, .left = 0, .right = -1, .paired = false},
+      {.rows = 2048, .keys = 2048, .left = INT64_MAX, .right = -1, .paired = false},
   };
   for (const Shape& shape : shapes) {
     Problem p = problem(TILEWISE_BFLOAT16, 8, shape.rows, shape.keys, 16);
     p.window_left = shape.left;
     p.window_right = shape.right;
     const cuda::Plan plan = forward(p, gpu_with(90));
-    EXPECT_EQ(plan.order.paired_tiles > 0, shape.rounds) << shape.rows << " x " << shape.keys;
-    // A limit beyond the first key hides nothing, and tiles are alike.
-    const bool hides = shape.left < shape.keys - 1;
-    EXPECT_EQ(plan.dynamic_scheduling, !shape.rounds && hides) << shape.rows << " x " << shape.keys;
+    EXPECT_EQ(plan.order.paired_tiles > 0, shape.paired) << shape.rows << " x " << shape.keys;
+    // A limit beyond the first key masks nothing, so all tiles are equally long.
+    const bool masks = shape.left < shape.keys - 1;
+    EXPECT_EQ(plan.dynamic_scheduling, !shape.paired && masks) << shape.rows << " x " << shape.keys;
   }
 }
 
-// Blocks that take works in rounds are done together, nearly as those that take them one by one.
-TEST(PlannerCudaOrder, RoundsOfCausalTilesAreBalanced) {
+// With paired tiles in waves the longest-running CTA has at most 7/6 of the mean number of key
+// tiles.
+TEST(PlannerCudaOrder, PairedWavesAreBalanced) {
   for (const int64_t rows : {256, 512, 640, 1024, 2048, 4096, 16384}) {
     for (const int64_t heads : {16, 40, 64}) {
       Problem p = problem(TILEWISE_BFLOAT16, 16384 / rows, rows, rows, heads);
@@ -82,26 +95,26 @@ TEST(PlannerCudaOrder, RoundsOfCausalTilesAreBalanced) {
       const int64_t grid = device.gpu.sm_count;
       const int64_t pairs = plan.order.paired_tiles / 2;
       std::vector<int64_t> tiles(static_cast<size_t>(grid));
-      int64_t all = 0;
-      const auto take = [&](int64_t block, int64_t work) {
-        const int64_t size = plan.order.at(work).tile + 1;
+      int64_t total = 0;
+      const auto take = [&](int64_t block, int64_t index) {
+        const int64_t size = plan.order.at(index).tile + 1;
         tiles[static_cast<size_t>(block)] += size;
-        all += size;
+        total += size;
       };
-      for (int64_t at = 0; at < plan.blocks - pairs; ++at) {
-        const int64_t block = at / grid % 2 == 0 ? at % grid : grid - 1 - at % grid;
-        take(block, at < pairs ? 2 * at : at + pairs);
-        if (at < pairs) take(block, 2 * at + 1);
+      for (int64_t i = 0; i < plan.blocks - pairs; ++i) {
+        const int64_t block = i / grid % 2 == 0 ? i % grid : grid - 1 - i % grid;
+        take(block, i < pairs ? 2 * i : i + pairs);
+        if (i < pairs) take(block, 2 * i + 1);
       }
-      const int64_t share = ceil_div(all, grid);
-      const int64_t least = max<int64_t>(share, plan.order.tiles);
-      EXPECT_LE(*std::max_element(tiles.begin(), tiles.end()), least + least / 6)
+      const int64_t mean = ceil_div(total, grid);
+      const int64_t bound = max<int64_t>(mean, plan.order.tiles);
+      EXPECT_LE(*std::max_element(tiles.begin(), tiles.end()), bound + bound / 6)
           << rows << " rows, " << heads << " heads";
     }
   }
 }
 
-// Every tile of every head of every sequence comes up exactly once, in any order.
+// In every order, each tile of each head of each sequence comes exactly once.
 TEST(PlannerCudaOrder, TheOrderVisitsEveryTileOnce) {
   for (int64_t batch : {1, 3, 30}) {
     for (int64_t heads : {1, 5, 40}) {
@@ -128,7 +141,7 @@ TEST(PlannerCudaOrder, TheOrderVisitsEveryTileOnce) {
   }
 }
 
-// The splits of a tile follow each other, and so does the cluster that merges them.
+// The splits of a tile are neighbours in the grid, as the CTAs of a cluster must be.
 TEST(PlannerCudaOrder, SplitsOfATileFollowEachOther) {
   constexpr int64_t kSplits = 6;
   Problem p = problem(TILEWISE_BFLOAT16, 30, 1, 8192, 5);
@@ -144,9 +157,9 @@ TEST(PlannerCudaOrder, SplitsOfATileFollowEachOther) {
   }
 }
 
-// A key tile waits for the ones before it, so they have to start first: from the first one up, or
-// from the last one down.
-TEST(PlannerCudaOrder, DeterministicKeyTilesFollowEachOther) {
+// In semaphore order a key tile waits for its predecessors, so they have to start first: the key
+// tiles of a head start from the first to the last or from the last to the first.
+TEST(PlannerCudaOrder, DeterministicKeyTilesStartInSemaphoreOrder) {
   for (int64_t left : {-1, 100}) {
     for (int64_t right : {-1, 0}) {
       Problem p = problem(TILEWISE_BFLOAT16, 2, 1000, 3000, 5);
@@ -167,9 +180,10 @@ TEST(PlannerCudaOrder, DeterministicKeyTilesFollowEachOther) {
   }
 }
 
-// On Hopper they start in the order of their turns, over as many heads as fill the GPU: causal ones
-// from the last one up, where a turn is short. One piece of work a block.
-TEST(PlannerCudaOrder, DeterministicKeyTilesOfManyHeadsStartTogether) {
+// On Hopper the key tiles of as many heads as fill the GPU are interleaved, from the last key tile
+// on with a causal mask. Each CTA has one tile. At head dimension 256 causal tiles start from the
+// first.
+TEST(PlannerCudaOrder, DeterministicKeyTilesOfManyHeadsAreInterleaved) {
   const Device device = gpu_with(90);
   const auto planned = [&](int64_t right, int64_t head_dim) {
     Problem p = problem(TILEWISE_BFLOAT16, 4, 4096, 4096, 16, head_dim);

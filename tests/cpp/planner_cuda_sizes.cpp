@@ -1,5 +1,5 @@
-// The CUDA planner over sizes that no memory has: validation lets them through, and arithmetic may
-// not wrap on the way to a plan or a refusal.
+// The CUDA planner for sizes larger than any memory. Validation accepts them, so no arithmetic may
+// overflow before there is a plan or an error.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 namespace tilewise::dispatch {
 namespace {
 
-// A grid counts its blocks in 31 bits, and so do the kernels.
-TEST(PlannerCudaSizes, MoreBlocksThanAGridHasAreSaidByThePlan) {
+// Grids and kernels count CTAs in 31 bits.
+TEST(PlannerCudaSizes, PlanSaysWhenAGridIsTooLarge) {
   const auto planned = [](Problem p, bool backward, int32_t sm) {
     p.window_right = 0;
     const Gradients g = gradients(p);
@@ -33,7 +33,7 @@ TEST(PlannerCudaSizes, MoreBlocksThanAGridHasAreSaidByThePlan) {
           EXPECT_GE(more.grid, INT32_MAX * heads);
           EXPECT_EQ(more.workspace_bytes, 0);
         }
-        // Nothing to do is no block, whatever it is nothing of.
+        // No rows and no keys need no CTA, even with a huge batch and many heads.
         const cuda::Plan none = planned(problem(dtype, INT32_MAX, 0, 0, 1 << 11), backward, sm);
         EXPECT_TRUE(none.can_be_launched());
         EXPECT_EQ(none.blocks, 0);
@@ -47,8 +47,8 @@ TEST(PlannerCudaSizes, MoreBlocksThanAGridHasAreSaidByThePlan) {
   }
 }
 
-// Pages of 2^63 keys and heads: their tiles are more than 64 bits count bytes of.
-TEST(PlannerCudaSizes, TilesOfPagesDoNotWrap) {
+// Pages with 2^63 keys times heads: the bytes of their tiles exceed 64 bits.
+TEST(PlannerCudaSizes, TilesOfPagesDoNotOverflow) {
   Problem p = paged(TILEWISE_BFLOAT16, 1 << 21);
   p.batch = p.heads_q = p.heads_kv = 1 << 21;
   p.block_table_width = 1;
@@ -58,7 +58,7 @@ TEST(PlannerCudaSizes, TilesOfPagesDoNotWrap) {
   EXPECT_GE(backward.grid, int64_t{1} << 55);
 }
 
-const int32_t kSome[] = {0};  // read by no planner
+const int32_t kSome[] = {0};  // the planner reads no index array
 
 constexpr auto kOptions = std::to_array<void (*)(Problem&)>({
     [](Problem&) {},
@@ -71,7 +71,7 @@ constexpr auto kOptions = std::to_array<void (*)(Problem&)>({
     [](Problem& p) { p.deterministic = 1; },
 });
 
-// On GPUs with and without boxes of TMA. The build with UBSan says what wraps.
+// On GPUs with and without TMA. The UBSan build detects overflows.
 void expect_sane_plans(const Problem& plain) {
   const Gradients g = gradients(plain);
   for (const auto& option : kOptions) {
@@ -79,8 +79,8 @@ void expect_sane_plans(const Problem& plain) {
     option(p);
     for (const int32_t sm : {75, 90}) {
       for (const bool backward : {false, true}) {
-        const cuda::Plan cut = plan(p, backward ? &g : nullptr, gpu_with(sm)).cuda;
-        const bool sane = cut.workspace_bytes >= 0 && cut.grid >= 0 && cut.blocks >= 0;
+        const cuda::Plan planned = plan(p, backward ? &g : nullptr, gpu_with(sm)).cuda;
+        const bool sane = planned.workspace_bytes >= 0 && planned.grid >= 0 && planned.blocks >= 0;
         ASSERT_TRUE(sane) << p.batch << " " << p.heads_q << " " << p.seqlen_q << " "
                           << key_capacity(p) << " sm_" << sm << (backward ? " backward" : "");
       }
@@ -88,14 +88,14 @@ void expect_sane_plans(const Problem& plain) {
   }
 }
 
-// Powers of two that the bounds of capi/validate_attention.cpp allow together.
+// Powers of two, and which of them capi/validate_attention.cpp accepts together.
 struct Magnitudes {
   int batch, heads, rows, keys;
 
   bool are_uniform() const { return batch + heads + rows <= 42 && batch + heads + keys <= 42; }
-  bool are_ragged() const { return heads + rows <= 42 && heads + keys <= 42; }
+  bool are_varlen() const { return heads + rows <= 42 && heads + keys <= 42; }
   bool are_paged() const {
-    return are_ragged() && batch + heads + rows <= 42 && batch + keys <= 42;
+    return are_varlen() && batch + heads + rows <= 42 && batch + keys <= 42;
   }
 
   Problem problem() const {
@@ -107,7 +107,7 @@ struct Magnitudes {
 void expect_sane_plans(const Magnitudes& m) {
   if (m.batch + m.heads > 42) return;
   if (m.are_uniform()) expect_sane_plans(m.problem());
-  if (m.are_ragged()) {
+  if (m.are_varlen()) {
     Problem p = m.problem();
     p.cu_seqlens_q = p.cu_seqlens_k = kSome;
     expect_sane_plans(p);
@@ -127,11 +127,11 @@ void expect_sane_plans(const Magnitudes& m) {
   }
 }
 
-TEST(PlannerCudaSizes, OfAnyMagnitudeDoNotWrap) {
+TEST(PlannerCudaSizes, NoMagnitudeOverflows) {
   constexpr std::array kMagnitudes = {0, 3, 7, 14, 21, 30, 36, 42};
   for (const int batch : kMagnitudes) {
     for (const int heads : kMagnitudes) {
-      if (batch > 30 || heads > 30) continue;  // counts have 31 bits
+      if (batch > 30 || heads > 30) continue;  // batch and heads have 31 bits
       for (const int rows : kMagnitudes) {
         for (const int keys : kMagnitudes) expect_sane_plans(Magnitudes{batch, heads, rows, keys});
       }

@@ -1,4 +1,5 @@
-// How the CUDA planner cuts the keys of few rows: splits, and clusters that merge them.
+// How the CUDA planner divides keys: splits, clusters that combine them, chunks and the Stream-K
+// tail.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -25,37 +26,37 @@ TEST(PlannerCudaSplits, SplitsFillTheGpuAndFollowTheCaller) {
   const cuda::Plan plan = forward(asked, device);
   EXPECT_EQ(plan.splits, 3);
   const int64_t partial = int64_t{3} * 16 * 2048 * 16 * 129 * 4;
-  const int64_t overflows = plan.blocks * plan.tile_q / 16 * 4;  // four bytes a warp
+  const int64_t overflows = plan.blocks * plan.tile_q / 16 * 4;  // four bytes per warp
   EXPECT_GE(plan.workspace_bytes, partial + overflows);
   EXPECT_LE(plan.workspace_bytes, partial + overflows + 256);
 }
 
-// Tiles that fill no round of blocks share their keys, where that saves more than it costs.
-TEST(PlannerCudaSplits, TheLastRoundOfAFullForwardIsShared) {
+// A partial last wave becomes a Stream-K tail if that saves more than it costs.
+TEST(PlannerCudaSplits, StreamKSharesAPartialLastWave) {
   const auto planned = [](int64_t rows, int64_t heads, int32_t right = -1, int32_t sm = 90) {
     Problem p = problem(TILEWISE_BFLOAT16, 1, rows, rows, heads);
     p.window_right = right;
     return forward(p, gpu_with(sm));
   };
-  const int64_t all = gpu_with(90).gpu.sm_count;
+  const int64_t sms = gpu_with(90).gpu.sm_count;
   for (const auto& [rows, heads] :
        {std::pair<int64_t, int64_t>{2048, 4}, {2048, 12}, {16384, 16}, {8192, 1}}) {
     const cuda::Plan plan = planned(rows, heads);
     EXPECT_EQ(plan.splits, 1);
-    EXPECT_EQ(plan.stream_k.tiles, plan.blocks % all) << rows << " rows, " << heads << " heads";
+    EXPECT_EQ(plan.stream_k.tiles, plan.blocks % sms) << rows << " rows, " << heads << " heads";
     EXPECT_EQ(plan.stream_k.first, plan.blocks - plan.stream_k.tiles);
     EXPECT_GT(plan.workspace_bytes, int64_t{plan.stream_k.tiles} * plan.tile_q * 128 * 4);
-    for (int32_t work = 0; work < plan.stream_k.tiles; ++work)
-      EXPECT_LE(plan.stream_k.shares_of(work), cuda::StreamKTail::kMaxShares);
+    for (int32_t tile = 0; tile < plan.stream_k.tiles; ++tile)
+      EXPECT_LE(plan.stream_k.shares_of(tile), cuda::StreamKTail::kMaxShares);
   }
-  EXPECT_FALSE(planned(2048, 4, 0).stream_k.any());       // causal tiles have lengths of their own
+  EXPECT_FALSE(planned(2048, 4, 0).stream_k.any());       // causal tiles differ in length
   EXPECT_FALSE(planned(2048, 4, -1, 80).stream_k.any());  // another family
-  EXPECT_FALSE(planned(512, 33).stream_k.any());          // whole rounds
+  EXPECT_FALSE(planned(512, 33).stream_k.any());          // whole waves
   EXPECT_FALSE(planned(512, 8).stream_k.any());           // saves less than it costs
 }
 
-// Few splits of a decode become a cluster: no second launch, and nothing in the workspace.
-TEST(PlannerCudaSplits, AClusterMergesFewSplitsThatRunAtOnce) {
+// Few splits of a decode are combined in a cluster, with no second launch and no workspace.
+TEST(PlannerCudaSplits, ClustersCombineFewSplitsThatRunAtOnce) {
   const auto planned = [](int64_t batch, int64_t keys, int32_t splits = 0, int32_t sm = 90) {
     Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, 32);
     p.heads_kv = 8;
@@ -76,7 +77,7 @@ TEST(PlannerCudaSplits, AClusterMergesFewSplitsThatRunAtOnce) {
     EXPECT_GT(plan.workspace_bytes, 0);
   }
   EXPECT_EQ(planned(64, 4096).cluster_size, 1);          // one split
-  EXPECT_EQ(planned(8, 16384, 4).cluster_size, 1);       // many keys of a block
+  EXPECT_EQ(planned(8, 16384, 4).cluster_size, 1);       // many keys per CTA
   EXPECT_EQ(planned(1, 1024, 16, 110).cluster_size, 1);  // not every GPU has such clusters
   EXPECT_EQ(planned(1, 1024, 8, 110).cluster_size, 8);
   Problem p = problem(TILEWISE_BFLOAT16, 1, 1, 1024, 8);
@@ -95,10 +96,10 @@ TEST(PlannerCudaSplits, AClusterMergesFewSplitsThatRunAtOnce) {
   EXPECT_EQ(pages.cluster_size, 8);
 }
 
-// One block a multiprocessor where clusters of up to 16 merge or two splits of many keys are
-// enough, two in clusters of up to 8 and where a second kernel merges; no splits where tiles are
-// enough for more than half of the multiprocessors.
-TEST(PlannerCudaSplits, SplitsOfADecodeFillTheGpuOnceOrTwice) {
+// Splits give each SM one CTA with clusters of more than 8 or with two splits of many keys, and two
+// CTAs with smaller clusters or with a combine kernel. There are no splits if there are tiles for
+// more than half of the SMs.
+TEST(PlannerCudaSplits, DecodeSplitsGiveOneOrTwoCtasPerSm) {
   const auto splits = [](int64_t batch, int64_t keys, int64_t heads, int64_t heads_kv) {
     Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, heads);
     p.heads_kv = heads_kv;
@@ -116,22 +117,22 @@ TEST(PlannerCudaSplits, SplitsOfADecodeFillTheGpuOnceOrTwice) {
   EXPECT_EQ(splits(9, 1024, 32, 8), 1);
   EXPECT_EQ(splits(16, 256, 32, 8), 1);
   EXPECT_EQ(splits(16, 8192, 32, 8), 1);
-  EXPECT_EQ(splits(24, 1024, 32, 8), 1);  // more blocks than multiprocessors
+  EXPECT_EQ(splits(24, 1024, 32, 8), 1);  // more CTAs than SMs
   EXPECT_EQ(splits(32, 8192, 32, 8), 1);
   EXPECT_EQ(splits(64, 4096, 32, 8), 1);
   EXPECT_EQ(splits(1, 4096, 16, 1), 16);
   EXPECT_EQ(splits(1, 16384, 16, 1), 128);
 }
 
-// Lengths that only the GPU knows: each block has a part of the keys of the batch.
-TEST(PlannerCudaSplits, UnevenLengthsAreCutIntoEqualParts) {
+// With device lengths the keys of the batch are cut into equal chunks.
+TEST(PlannerCudaSplits, DeviceLengthsAreCutIntoEqualChunks) {
   const Device device = gpu_with(90);
-  const int64_t all = device.gpu.sm_count;
+  const int64_t sms = device.gpu.sm_count;
   Problem p = problem(TILEWISE_BFLOAT16, 4, 1, 65536, 8);
   const int32_t lengths = 0;
   p.seqused_k = &lengths;
   const cuda::Plan some = forward(p, device);
-  EXPECT_EQ(some.chunks.max_chunks, (2 * all - 1) / 8);  // one more on each multiprocessor
+  EXPECT_EQ(some.chunks.max_chunks, (2 * sms - 1) / 8);  // one more wave than tiles
   EXPECT_EQ(some.chunks.chunks_if_uniform, 4);
   EXPECT_EQ(some.blocks, some.chunks.max_chunks * 8);
   EXPECT_EQ(some.splits, 1);
@@ -144,20 +145,20 @@ TEST(PlannerCudaSplits, UnevenLengthsAreCutIntoEqualParts) {
   p.softcap = 30.0f;
   EXPECT_TRUE(forward(p, device).chunks.any());
   EXPECT_TRUE(forward(p, gpu_with(80)).chunks.any());
-  p.seqlen_k = 128;  // no more of them than tiles
+  p.seqlen_k = 128;  // at most as many as key tiles
   EXPECT_EQ(forward(p, device).chunks.max_chunks, 4 * 2);
   p.seqlen_k = 4096;
   EXPECT_EQ(forward(p, device).chunks.max_chunks,
-            2 * all / 8 + 4);  // two, and one for each sequence
+            2 * sms / 8 + 4);  // two CTAs per SM, one chunk per sequence
   EXPECT_FALSE(forward(p, device).last_cta_combines);
-  for (const int64_t batch : {32, 64, 1000}) {  // tiles fill the GPU: room for a few more
+  for (const int64_t batch : {32, 64, 1000}) {  // tiles fill the GPU, with a few spare chunks
     p.batch = batch;
     p.softcap = 0.0f;
     const cuda::Plan full = forward(p, device);
     EXPECT_TRUE(full.last_cta_combines);
     EXPECT_EQ(full.chunks.chunks_if_uniform, 1);
-    EXPECT_GT(full.blocks, batch * 8 + (batch < 1000 ? all : 0) - 8);
-    EXPECT_LT(full.blocks, batch * 8 + 3 * all);
+    EXPECT_GT(full.blocks, batch * 8 + (batch < 1000 ? sms : 0) - 8);
+    EXPECT_LT(full.blocks, batch * 8 + 3 * sms);
     EXPECT_GE(full.workspace_bytes, full.blocks * 132 * 4);
     EXPECT_FALSE(forward(p, gpu_with(80)).last_cta_combines);
     p.softcap = 30.0f;
@@ -165,8 +166,9 @@ TEST(PlannerCudaSplits, UnevenLengthsAreCutIntoEqualParts) {
   }
 }
 
-// By its own keys where nobody counts the parts, or could not.
-TEST(PlannerCudaSplits, UnevenLengthsAreCutByTheirKeys) {
+// Sequences are split by a rule on their own keys if the kernel does not count chunks or the counts
+// could overflow.
+TEST(PlannerCudaSplits, DeviceLengthsAreSplitByARule) {
   const Device device = gpu_with(90);
   const int32_t lengths = 0;
   Problem p = problem(TILEWISE_FLOAT32, 4, 1, 65536, 8);
@@ -176,7 +178,7 @@ TEST(PlannerCudaSplits, UnevenLengthsAreCutByTheirKeys) {
   EXPECT_EQ(some.split_rule.splits(1, 65536), 2 * device.gpu.sm_count / (4 * 8));
   EXPECT_EQ(some.split_rule.splits(1, 100), 1);
   EXPECT_EQ(some.split_rule.splits(1, 65536), some.splits);
-  p = problem(TILEWISE_BFLOAT16, 64, 1, int64_t{1} << 37, 8);  // a block table may have room for it
+  p = problem(TILEWISE_BFLOAT16, 64, 1, int64_t{1} << 37, 8);  // a block table may be that large
   p.seqused_k = &lengths;
   EXPECT_FALSE(forward(p, device).chunks.any());
   p.seqlen_k = 4096;
@@ -191,9 +193,9 @@ TEST(PlannerCudaSplits, UnevenLengthsAreCutByTheirKeys) {
   EXPECT_FALSE(forward(p, device).chunks.any());
 }
 
-// Full caches are cut as they are without lengths, or twice as often where a block has not very
-// many keys, and there are blocks for that.
-TEST(PlannerCudaSplits, FullLengthsAreCutAsNoLengths) {
+// Full caches have as many chunks with device lengths as splits without, or twice as many if each
+// CTA has a moderate number of keys and there are enough CTAs.
+TEST(PlannerCudaSplits, FullCachesAreCutAsWithoutDeviceLengths) {
   const Device device = gpu_with(90);
   for (const int64_t batch : {2, 3, 5, 8, 16, 64}) {
     for (const int32_t keys : {8192, 32768}) {
@@ -202,12 +204,13 @@ TEST(PlannerCudaSplits, FullLengthsAreCutAsNoLengths) {
       const int64_t splits = forward(p, device).splits;
       const int32_t lengths = 0;
       p.seqused_k = &lengths;
-      const ChunkSchedule parts = forward(p, device).chunks;
-      EXPECT_GE(parts.chunks_if_uniform, splits) << batch << " x " << keys;
-      constexpr int64_t kMany = 128 * 64;  // keys of a block that reads alone, whatever the lengths
-      EXPECT_LE(parts.chunks_if_uniform,
-                keys < splits * kMany && batch < 16 ? 2 * splits + 1 : splits);
-      EXPECT_GE(parts.max_chunks, batch * splits);
+      const ChunkSchedule schedule = forward(p, device).chunks;
+      EXPECT_GE(schedule.chunks_if_uniform, splits) << batch << " x " << keys;
+      constexpr int64_t kKeysForOneCta =
+          128 * 64;  // keys per CTA for one CTA per SM with any lengths
+      EXPECT_LE(schedule.chunks_if_uniform,
+                keys < splits * kKeysForOneCta && batch < 16 ? 2 * splits + 1 : splits);
+      EXPECT_GE(schedule.max_chunks, batch * splits);
     }
   }
 }
