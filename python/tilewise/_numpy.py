@@ -301,8 +301,8 @@ def _check_arrays(q: Any, k: Any, v: Any) -> tuple[Array, Array, Array]:
 def _columns(array: Array) -> Array:
     """The array, copied unless its last dimension is contiguous and all elements are aligned."""
     steps = [step % array.itemsize for step in array.strides]
-    whole = not any(steps) and array.flags.aligned and not _negative(array)
-    if whole and (array.ndim == 0 or array.shape[-1] <= 1 or array.strides[-1] == array.itemsize):
+    usable = not any(steps) and array.flags.aligned and not _negative(array)
+    if usable and (array.ndim == 0 or array.shape[-1] <= 1 or array.strides[-1] == array.itemsize):
         return array
     return array.copy(order="C")
 

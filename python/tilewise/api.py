@@ -146,8 +146,8 @@ def attention_varlen(
             (i + 1) * page_size - 1 of sequence b.
         bias: Broadcastable to [batch, heads_q, rows, keys], with rows and keys counted within a
             sequence. Each of the two is at least that of the longest sequence, or 1 (keys on a GPU:
-            with max_seqlen_k). A smaller bias is refused on the CPU; a GPU refuses it if it knows a
-            bound of the lengths, or with check=True.
+            with max_seqlen_k). A smaller bias is refused on the CPU; on a GPU it is refused if
+            max_seqlen_q or max_seqlen_k exceeds it, or with check=True.
         check: On a GPU, verify the entries of the index tensors before anything is computed, in
             forward and backward. It launches a kernel and waits for it, so the call cannot be
             captured in a CUDA graph. Without it, sequences whose entries are out of range get rows

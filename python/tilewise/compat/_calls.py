@@ -232,10 +232,10 @@ def attention_probabilities(q: Tensor, k: Tensor, options: Options, max_seqlen_k
         [B, Hq, Sq, Sk], or packed [Hq, T, max_seqlen_k] with query t in row t, in the dtype of q.
     """
     uniform = options._replace(scale=0.0, alibi_slopes=None, softcap=0.0)
-    kept = _probe(q, k, uniform, max_seqlen_k) > 0
+    survives = _probe(q, k, uniform, max_seqlen_k) > 0
     without = options._replace(dropout_p=0.0, dropout_state=None)
     p = _probe(q, k, without, max_seqlen_k)
-    return torch.where(kept, p, -p)
+    return torch.where(survives, p, -p)
 
 
 def _probe(q: Tensor, k: Tensor, options: Options, max_seqlen_k: int) -> Tensor:

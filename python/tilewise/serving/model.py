@@ -29,8 +29,8 @@ def logits_of(
     """Runs one forward pass over the given number of new tokens of each sequence.
 
     Returns:
-        The N sequences whose last token the model has now seen, preceded by the logits
-        [N, vocabulary] after these tokens.
+        The logits [N, vocabulary] after the last tokens of N sequences, and these sequences. They
+        are the ones whose last token the model has now seen.
     """
     device = model.device
     sequences, counts = list(new_tokens), list(new_tokens.values())

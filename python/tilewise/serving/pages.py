@@ -60,7 +60,7 @@ class PagePool:
         return self._free_rows.pop()
 
     def grow(self, row: int, tokens: int) -> bool:
-        """Gives the row enough pages for `tokens` tokens; if there are too few, returns False."""
+        """Gives the row enough pages for `tokens` tokens, or returns False and takes none."""
         owned = self._owned[row]
         missing = self.pages_of(tokens) - len(owned)
         if missing > len(self._free):

@@ -133,13 +133,13 @@ def _selected(mask: Tensor | None, indices: Tensor, key: Tensor) -> Tensor:
             "indices, the keys that each row selects, are given, but attention_mask is None: pass "
             "a mask [batch, 1, rows, keys], from which tilewise removes the other keys"
         )
-    whole = mask.dense() if isinstance(mask, CompactMask) else mask
+    dense = mask.dense() if isinstance(mask, CompactMask) else mask
     shape = (*indices.shape[:2], key.shape[2])
     hidden = torch.ones(shape, dtype=torch.bool, device=key.device)
     hidden = hidden.scatter(-1, indices.long(), False)[:, None]
-    if whole.dtype == torch.bool:
-        return whole & ~hidden
-    return whole.masked_fill(hidden, torch.finfo(whole.dtype).min)
+    if dense.dtype == torch.bool:
+        return dense & ~hidden
+    return dense.masked_fill(hidden, torch.finfo(dense.dtype).min)
 
 
 def _has_window(mask: Tensor | None, cache: Any, kwargs: dict[str, Any]) -> bool:

@@ -1,1 +1,1 @@
-"""Where callers of ``flash_attn`` look for rotary embedding; it needs no Triton."""
+"""The rotary embedding in the place that it has in ``flash_attn``; it needs no Triton here."""
