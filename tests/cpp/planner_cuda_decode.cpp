@@ -55,8 +55,8 @@ TEST(PlannerCudaDecode, FewTilesUseLargeClusters) {
       EXPECT_FALSE(longer.chunks.any());
       EXPECT_EQ(longer.one_cta_per_sm, batch == 6);  // six key tiles per SM
     }
-    EXPECT_EQ(decode(8, 8192, 16, 1, lengths).warps_per_tile,
-              1);  // clusters find no places beside others
+    // Clusters of 16 would find no room beside those of the next launch.
+    EXPECT_EQ(decode(8, 8192, 16, 1, lengths).warps_per_tile, 1);
   }
   // Chunks if there is much to read, except with two or three sequences.
   EXPECT_TRUE(decode(6, 65536, 16, 1, &kSomeLengths).chunks.any());
@@ -197,7 +197,8 @@ TEST(PlannerCudaDecode, ChunksAreSpreadOverTheGrid) {
   EXPECT_EQ(cuda::CtaPlacement{}.chunk_of(7), 7);
   for (const cuda::CtaPlacement& s :
        {placement(12, 8192, 32, 8), placement(96, 2048, 16, 1), placement(72, 2048, 16, 1),
-        placement(24, 4096, 32, 8), placement(6, 4096, 32, 32), cuda::CtaPlacement{1, 5}}) {
+        placement(24, 4096, 32, 8), placement(6, 4096, 32, 32),
+        cuda::CtaPlacement{.chunks = 1, .ctas = 5}}) {
     const int32_t blocks = s.first + s.ctas + 3;
     std::vector<int32_t> ctas_of_chunk(static_cast<std::size_t>(blocks));
     for (int32_t block = 0; block < blocks; ++block) {
@@ -364,9 +365,11 @@ TEST(PlannerCudaDecode, LongSequencesStartFirst) {
 // No chunk is longer than the keys of the batch over the sequences that run at once.
 TEST(PlannerCudaDecode, ConcurrentSequencesLimitTheChunkSize) {
   ChunkSchedule schedule = chunks_of_decode(128);
-  const ChunkSchedule::Batch batch = {128, 128 * 400, 1000};  // short enough to count as uniform
+  const ChunkSchedule::Batch batch = {
+      .sequences = 128, .keys = 128 * 400, .longest = 1000};  // short enough to count as uniform
   EXPECT_EQ(schedule.first_chunk_size(batch), 832);           // 66 run at once; tiles of 64 keys
-  EXPECT_EQ(schedule.first_chunk_size({128, 128 * 1000, 1024}), 1024);
+  EXPECT_EQ(schedule.first_chunk_size({.sequences = 128, .keys = 128 * 1000, .longest = 1024}),
+            1024);
   schedule.concurrent_sequences = 0;
   EXPECT_EQ(schedule.first_chunk_size(batch), 1024);
 }
@@ -411,8 +414,8 @@ TEST(PlannerCudaDecode, PdlTriggerComesEarlyWhereThereIsRoom) {
   EXPECT_TRUE(one_cta.one_cta_per_sm && needs_combine_kernel(one_cta));
   EXPECT_EQ(one_cta.combine_pdl_trigger, PdlTrigger::at_exit);
   EXPECT_EQ(planned(8, 8192, 32, 8, true).combine_pdl_trigger, PdlTrigger::after_first_loads);
-  EXPECT_EQ(planned(7, 8192, 64, 8, true).combine_pdl_trigger,
-            PdlTrigger::at_exit);  // many rows
+  // Many rows.
+  EXPECT_EQ(planned(7, 8192, 64, 8, true).combine_pdl_trigger, PdlTrigger::at_exit);
   // Prompts.
   const Device device = gpu_with(90);
   EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16), device).pdl_trigger, PdlTrigger::at_exit);

@@ -153,7 +153,10 @@ void run(
   p.window_right = s.causal ? 0 : -1;
   p.scale = static_cast<float>(scale);
   change(p);
-  Gpu gpu{sm, 4, sm >= 75 ? arch::limits_of(sm).shared_bytes : 48 * 1024, 4 << 20};
+  Gpu gpu{.sm = sm,
+          .sm_count = 4,
+          .shared_bytes = sm >= 75 ? arch::limits_of(sm).shared_bytes : 48 * 1024,
+          .l2_bytes = 4 << 20};
   if (!has_forward(p, family, gpu)) GTEST_SKIP() << "not in this build";
 
   const Plan plan = plan_forward(p, family, gpu);
@@ -177,10 +180,28 @@ void run(
   EXPECT_LT(worst(dv.data, want.dv), 2 * tolerance);
 }
 
-constexpr Shape kDense = {2, 70, 150, 4, 2, 64, false};
-constexpr Shape kCausal = {1, 150, 170, 2, 2, 64, true};
+constexpr Shape kDense = {.batch = 2,
+                          .rows = 70,
+                          .keys = 150,
+                          .heads_q = 4,
+                          .heads_kv = 2,
+                          .head_dim = 64,
+                          .causal = false};
+constexpr Shape kCausal = {.batch = 1,
+                           .rows = 150,
+                           .keys = 170,
+                           .heads_q = 2,
+                           .heads_kv = 2,
+                           .head_dim = 64,
+                           .causal = true};
 
-constexpr Shape kWide = {1, 40, 100, 2, 1, 128, true};
+constexpr Shape kWide = {.batch = 1,
+                         .rows = 40,
+                         .keys = 100,
+                         .heads_q = 2,
+                         .heads_kv = 1,
+                         .head_dim = 128,
+                         .causal = true};
 
 template <class Storage>
 void run_both(int32_t dtype, Family family, int32_t sm, double tolerance) {
@@ -211,7 +232,13 @@ TEST(CudaBackend, Tf32) {
 TEST(CudaBackend, Wgmma) {
   run_both<Half>(TILEWISE_FLOAT16, Family::wgmma, 90, 2e-3);
   run_both<BFloat16>(TILEWISE_BFLOAT16, Family::wgmma, 90, 1.5e-2);
-  constexpr Shape kLong = {1, 1100, 1200, 2, 1, 64, true};
+  constexpr Shape kLong = {.batch = 1,
+                           .rows = 1100,
+                           .keys = 1200,
+                           .heads_q = 2,
+                           .heads_kv = 1,
+                           .head_dim = 64,
+                           .causal = true};
   run<BFloat16>(kLong, TILEWISE_BFLOAT16, Family::wgmma, 90, 1.5e-2);
   run<Half>(kCausal, TILEWISE_FLOAT16, Family::wgmma, 90, 2e-3,
             [](Problem& p) { p.deterministic = 1; });
@@ -219,7 +246,13 @@ TEST(CudaBackend, Wgmma) {
 
 // With few rows, heads share a tile, and keys are split and the splits combined.
 TEST(CudaBackend, Decoding) {
-  constexpr Shape shape = {1, 2, 600, 8, 2, 64, true};
+  constexpr Shape shape = {.batch = 1,
+                           .rows = 2,
+                           .keys = 600,
+                           .heads_q = 8,
+                           .heads_kv = 2,
+                           .head_dim = 64,
+                           .causal = true};
   for (Family family : {Family::simt, Family::mma_sync}) {
     run<Half>(shape, TILEWISE_FLOAT16, family, 90, 2e-3, [](Problem& p) { p.num_splits = 3; });
   }
