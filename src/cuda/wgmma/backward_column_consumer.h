@@ -12,9 +12,11 @@
 
 namespace tilewise::cuda::wgmma {
 
-// dV and dK of the panels of a warpgroup, transposed. With g = lane / 4 and t = lane % 4, value 4 j
-// + e of a thread belongs to column 16 warp + g + 8 (e / 2) of the panel and to key 8 j + 2 t + e %
-// 2.
+// dV and dK of the panels of a warpgroup, transposed. With g = lane / 4 and t = lane % 4, value
+// 4 j + e of a thread belongs to
+//
+//   column  16 warp + g + 8 (e / 2)    of the panel
+//   key     8 j + 2 t + e % 2          of the CTA
 template <class C, int kWarpgroup>
 struct ColumnSums {
   using Plan = BackwardPlan<C>;
@@ -183,8 +185,8 @@ class ColumnProducts {
 template <class C>
 class DqReduction {
   using Plan = BackwardPlan<C>;
-  static constexpr int kSlice =
-      Plan::kDqSliceBytes / 4;  // floats of a warp; a panel has four slices
+  // Floats of a warp; a panel has four slices.
+  static constexpr int kSlice = Plan::kDqSliceBytes / 4;
   static constexpr int kWarps = Plan::kCluster * Plan::kConsumerThreads / ptx::kWarpSize;
 
  public:

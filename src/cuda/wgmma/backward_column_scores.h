@@ -1,8 +1,10 @@
 // P and dS from S and dP in the backward by columns: warpgroup 0 stores P, warpgroup 1 reads it and
 // stores dS, both as tiles [key][query].
 //
-// With g = lane / 4 and t = lane % 4, value 4 j + e of a thread belongs to query 16 warp + g + 8 (e
-// / 2) of the query tile and to key 8 j + 2 t + e % 2 of the CTA.
+// With g = lane / 4 and t = lane % 4, value 4 j + e of a thread belongs to
+//
+//   query  16 warp + g + 8 (e / 2)    of the query tile
+//   key    8 j + 2 t + e % 2          of the CTA
 #pragma once
 
 #include "cuda/common/exponent_scale.h"

@@ -2,8 +2,10 @@
 //
 // S^T = K Q^T and dP^T = V dO^T are computed with 64 keys per warpgroup, so that the P^T and dS^T
 // of a thread are the operands of its products for dV and dK. With g = lane / 4 and t = lane % 4,
-// value 4 j + e of s and dp belongs to key g + 8 (e / 2) of the 16 keys of the warp and to query 8
-// j + 2 t + e % 2.
+// value 4 j + e of s and dp belongs to
+//
+//   key    g + 8 (e / 2)        of the 16 keys of the warp
+//   query  8 j + 2 t + e % 2    of the query tile
 #pragma once
 
 #include "cuda/ptx/convert.h"
@@ -15,8 +17,7 @@
 
 namespace tilewise::cuda::wgmma {
 
-// Scores of a thread, and the same in 16 bits as operands: element k holds the queries from 16 k
-// on.
+// Scores of a thread, and the same in 16 bits as operands, where element k holds 16 queries.
 template <class C>
 using ScoreSums = float[BackwardPlan<C>::kQueries / 2];
 template <class C>
@@ -127,8 +128,8 @@ class Products {
   }
 
  private:
-  // A descriptor that is the same in all steps. With the several loops of the general form, ptxas
-  // would otherwise keep too many of them in uniform registers, so it is read again at each use.
+  // A descriptor that is the same in all steps. In the general form, which has several loops, ptxas
+  // would otherwise keep parts of it apart, too many for the uniform registers.
   static TILEWISE_DEVICE uint64_t of_step(uint64_t descriptor) {
     return C::kGeneral ? ptx::opaque_u64(descriptor) : descriptor;
   }

@@ -13,8 +13,8 @@ namespace tilewise::cuda::wgmma {
 
 inline constexpr int kFinishThreads = kRowThreads;
 
-// The groups of four sums per lane are distributed to the warps; a tile of dQ forms in shared
-// memory.
+// Each warp takes groups of the sums, four values per lane, and all warps write one tile of dQ to
+// shared memory.
 template <class C>
 struct FinishPlan : BackwardSums<C> {
   using Sums = BackwardSums<C>;

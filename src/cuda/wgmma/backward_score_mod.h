@@ -31,8 +31,8 @@ struct DropoutFactors {
   }
 };
 
-// The weights that dropout keeps, one bit per score of the thread: e / 2 selects one of its two
-// keys, e % 2 the query in a group of eight.
+// Whether dropout keeps a weight, one bit per score of the thread. Score i belongs to key i % 4 / 2
+// of the thread's two keys, and to query i % 2 of its two in group i / 4 of eight queries.
 struct KeptScores {
   uint32_t word[2];
 
@@ -43,9 +43,10 @@ struct KeptScores {
     return (word[group / 8] >> (drawn_by + e / 2 * 8 + group / 4 % 2 * 16) & 1u) != 0;
   }
 
-  // The 16 keys of a Philox block belong to the 8 lanes of equal t, two keys each, and these lanes
-  // share 8 rows in every four groups of queries. Lane g draws row g % 2 of group g / 2, and the
-  // lanes then exchange what they have drawn. `key`: the thread's first key.
+  // The 16 keys of a Philox block belong to the 8 lanes of equal t = lane % 4, two keys each, and
+  // these lanes share 8 rows in every four groups of queries. Lane g = lane / 4 of them draws row
+  // g % 2 of group g / 2, and the lanes then exchange what they have drawn. `key`: the thread's
+  // first key.
   template <int kGroups>
   TILEWISE_DEVICE static KeptScores draw(const Dropout& dropout, int32_t key, int32_t first_row,
                                          uint32_t batch_head) {

@@ -21,8 +21,10 @@ struct BackwardSums {
   static constexpr bool kTransposedDq = kQueries != 128;
   // A tile of dq_sum is the slices of one warp after the other: 16 columns of all rows of the tile
   // (transposed), or 16 rows of all columns. With g = lane / 4 and t = lane % 4, value e of a
-  // lane's group i of four has index 16 slice + g + 8 (e / 2) in one dimension and 8 i + 2 t + e %
-  // 2 in the other.
+  // lane's group i of four has the indices
+  //
+  //   16 slice + g + 8 (e / 2)    in the dimension that is cut into slices
+  //   8 i + 2 t + e % 2           in the other one
   static constexpr int kDqTile = kQueries * C::kHeadDim;
   static constexpr int kDqSlices = (kTransposedDq ? C::kHeadDim : kQueries) / 16;
   static constexpr int kDqGroups = (kTransposedDq ? kQueries : C::kHeadDim) / 8;
