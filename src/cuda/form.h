@@ -17,9 +17,11 @@ enum class Form : int32_t { plain, general, paged, tma, tma_paged };
 inline constexpr int32_t kMinTmaPageRows = 16;
 
 // Rows of the TMA boxes that load the last, partial key tile of a sequence. Small boxes take longer
-// to issue; large ones read rows past the last key. (H200, us for boxes of 8 rows with those past
-// the last key; of 8, 16 and 32 rows; of a whole tile. B1, 992 keys: 7.0; 6.5, 6.2, 6.0; 6.0.
-// Log-normal lengths, B32 up to 1k, 32/32 heads: 42.3; 41.8, 42.4, 43.3; 45.1.)
+// to issue; large ones read rows past the last key. In the first column the boxes past the last key
+// are loaded as well.
+//   H200, us, rows per box               8+    8     16    32    whole tile
+//   B1, 992 keys                         7.0   6.5   6.2   6.0   6.0
+//   B32, log-normal up to 1k, 32/32      42.3  41.8  42.4  43.3  45.1
 inline constexpr int32_t kTailBoxRows = 16;
 
 // A batch index outside of every tensor map: TMA fills such a box with 0 and reads nothing.
