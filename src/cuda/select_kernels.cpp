@@ -242,25 +242,25 @@ bool is_decode(const Problem& p) {
 }
 
 const char* why_not_wgmma(const Problem& p, const Gradients* g) {
-  if (p.dtype == TILEWISE_FLOAT32) return "its tensor cores compute float16 and bfloat16";
-  if (p.kv_float8 != 0) return "its copies do not convert float8";
+  if (p.dtype == TILEWISE_FLOAT32) return "it computes only float16 and bfloat16";
+  if (p.kv_float8 != 0) return "TMA does not convert float8";
   if (g == nullptr && p.batch_invariant != 0)
-    return "batch_invariant asks for one kernel, whatever the lengths";
-  if (g == nullptr && is_decode(p)) return "it fills tiles of 64 rows, and here are fewer";
+    return "batch_invariant needs one kernel for all lengths";
+  if (g == nullptr && is_decode(p)) return "its tiles have 64 rows, and the problem has fewer";
   if (!rows_are_aligned(p, g))
-    return "its copies need rows that start at multiples of 16 bytes and head dims that are "
-           "multiples of 8";
+    return "TMA needs rows that start at multiples of 16 bytes and head dims that are multiples of "
+           "8";
   // kMinTmaPageRows divides every key tile; a box has the largest number of rows that divides both
   // the tile and the page.
   const bool paged = p.block_table != nullptr;
   if (g == nullptr && paged && p.page_size % kMinTmaPageRows != 0)
-    return "its copies need pages of a multiple of 16 keys";
+    return "TMA needs pages of a multiple of 16 keys";
   if (g == nullptr && paged && !pages_are_mappable(p))
-    return "its copies need pages at strides below 2^40 bytes whose keys no left padding shifts";
+    return "TMA needs pages with strides below 2^40 bytes and without left padding";
   const Shape rows = {p.cu_seqlens_q != nullptr ? 1 : p.batch, p.seqlen_q, p.heads_q};
   const bool mappable = is_mappable(p.q, rows) && (g == nullptr || is_mappable(g->dout, rows)) &&
                         (paged || keys_are_mappable(p));
-  return mappable ? nullptr : "TMA needs strides below 2^40 bytes that are not negative";
+  return mappable ? nullptr : "TMA needs strides that are not negative and below 2^40 bytes";
 }
 
 bool nan_may_leak(const Problem& p) {

@@ -84,7 +84,7 @@ TEST(PlannerCuda, WhyNamesTheKernelAndTheFasterFamily) {
             "no family of the library is faster here");
   EXPECT_EQ(why(gpu_with(90), problem(TILEWISE_BFLOAT16, 16, 2048, 2048, 8, 68)),
             "bf16 on sm_90, tile 128x64 for head_dim 96 of table sm_90, general form: cuda.wgmma "
-            "would be faster, but its copies need rows that start at multiples of 16 bytes and "
+            "would be faster, but TMA needs rows that start at multiples of 16 bytes and "
             "head dims that are multiples of 8");
   EXPECT_EQ(why(gpu_with(75), problem(TILEWISE_BFLOAT16, 16)),
             "bf16 on sm_75, tile 64x64 for head_dim 128: cuda.mma_sync would be faster, but the "
@@ -131,10 +131,10 @@ TEST(PlannerCuda, WhyHasTheReasonAgainstWgmma) {
   expect(expanded, nullptr);
   Problem reversed = good;
   reversed.k.stride_head = -reversed.k.stride_head;
-  expect(reversed, "strides below 2^40 bytes that are not negative");
+  expect(reversed, "strides that are not negative and below 2^40 bytes");
   Problem invariant = good;
   invariant.batch_invariant = 1;
-  expect(invariant, "batch_invariant asks for one kernel");
+  expect(invariant, "batch_invariant needs one kernel");
   Problem options = good;
   options.softcap = 30.0f;
   options.window_left = 100;

@@ -71,7 +71,7 @@ TEST(PlannerCudaFloat8, PromptsDoNotUseWgmma) {
   const Problem p = with_float8(problem(TILEWISE_BFLOAT16, 16, 1024, 4096));
   EXPECT_EQ(explained(p, gpu_with(90)),
             "bf16 on sm_90, tile 128x64 for head_dim 128 of table sm_90, general form: cuda.wgmma "
-            "would be faster, but its copies do not convert float8");
+            "would be faster, but TMA does not convert float8");
 }
 
 // A build without the kernel sets for float8.
