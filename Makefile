@@ -111,7 +111,7 @@ build: $(BUILD)/build.ninja ## the library and its C++ tests, in build/release
 
 # --- use -------------------------------------------------------------------------------------------
 .PHONY: demo
-demo: $(VENV)/.installed ## checks exactness, trains a small GPT on real text, plots, asks SmolLM2 (10 minutes)
+demo: $(VENV)/.installed ## checks exactness, trains a small GPT on real text, plots, runs SmolLM2 (10 minutes)
 	@tools/setup.sh language-model $(VENV) || true # the demo says what is missing
 	@$(say) "demo"
 	@$(python) examples/demo.py $(if $(TEXT),--text "$(TEXT)") $(DEMO_FLAGS)
@@ -192,7 +192,7 @@ format: $(VENV)/.ready-lint ## rewrites C++ and Python in the project's format
 	@ruff format --quiet . && ruff check --quiet --fix .
 
 .PHONY: lint
-lint: $(VENV)/.ready-lint ## format, include arrows, sizes, words, phrases, ruff, mypy; rewrites nothing
+lint: $(VENV)/.ready-lint ## format, layers (include directions), sizes, words, phrases, ruff, mypy; rewrites nothing
 	@status=0; \
 	report=$$(git ls-files -z $(cxx_files) | xargs -0 -r clang-format --dry-run -Werror 2>&1) || \
 	  { status=1; sed -n 's/^\([^:]*\):[0-9:]* error: code should be.*/\1: not in the format of .clang-format/p' \

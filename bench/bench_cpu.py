@@ -30,7 +30,7 @@ import report
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line; exits with a sentence if it is invalid."""
+    """Reads the command line; exits with an error message if it is invalid."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

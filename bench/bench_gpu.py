@@ -44,7 +44,7 @@ from kernels_hash import kernels_hash
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line; exits with a sentence if it is invalid."""
+    """Reads the command line; exits with an error message if it is invalid."""
     parser = gpu_arguments.parser(
         __doc__,
         quick="the main points, 5 rounds, without 16-bit EFFICIENT",

@@ -1,12 +1,13 @@
 """Decoding on a GPU: one query per sequence against key/value caches; cuDNN, FA-2 and FA-3 as
 peers.
 
-Ours attends to contiguous caches without and with cache_seqlens, to lengths that end inside a key
-tile, to log-normal lengths, to pages of 1, 16, 64 and 256 keys in random order, and to as many keys
-in float8. The peers are PyTorch's own operators, and FA-3 where it is installed, with contiguous
-bf16 caches. With cuDNN's own front end (nvidia-cudnn-frontend), cuDNN also attends to these lengths
-and pages. Contestants alternate, both in a CUDA graph of many calls (device time per call) and call
-by call (including the launch); each call uses another cache, so that none is in L2.
+Tilewise attends to contiguous caches without and with cache_seqlens, to lengths that end inside a
+key tile, to log-normal lengths, to pages of 1, 16, 64 and 256 keys in random order, and to float8
+caches with the same number of keys. The peers are PyTorch's own operators, and FA-3 where it is
+installed, with contiguous bf16 caches. With cuDNN's own front end (nvidia-cudnn-frontend), cuDNN
+also attends to these lengths and pages. Contestants alternate, both in a CUDA graph of many calls
+(device time per call) and call by call (including the launch); each call uses another cache, so
+that none is in L2.
 
   python bench/bench_gpu_decode.py                    B1..128, 1k..128k keys, 4 sets of heads
   python bench/bench_gpu_decode.py --quick            the main points (under 40 seconds)
@@ -37,12 +38,12 @@ from tilewise.cli.progress import Progress
 
 WRONG = 1e-2  # the error of bf16 is 2e-3
 PEERS = ("cudnn", "fa2", "fa3", "sdpa", *cases.SAME_CACHE_PEERS)
-BARS = ("cudnn", "fa3")  # the bar is the better of them
+BARS = ("cudnn", "fa3")  # the target is the better of them
 OURS = ("dense", "lengths", "inside", *cases.PAGE_BARS, *cases.FLOAT8, *cases.UNEVEN)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line; exits with a sentence if it is invalid."""
+    """Reads the command line; exits with an error message if it is invalid."""
     parser = gpu_arguments.parser(
         __doc__, quick="the main points, 5 rounds", on_cpu="without graphs"
     )
@@ -134,9 +135,8 @@ def make_row(
     bf16, and the bars.
 
     Args:
-        shares: Fraction of the caches' bytes that each contestant reads. Ratios compare GB/s, so
-        that a
-            peer without lengths is compared by what it reads.
+        shares: Fraction of the caches' bytes that each contestant reads. Ratios compare GB/s,
+            so that a peer that cannot skip keys beyond the lengths is compared by what it reads.
     """
     row: dict[str, Any] = {**case.to_json(), "left_out": dict(left_out), "errors": dict(errors)}
     row["eager_us"], row["graph_us"] = dict(eager), dict(graph)

@@ -49,7 +49,7 @@ def parser(document: str | None, *, quick: str, on_cpu: str) -> argparse.Argumen
 
 
 def parsed(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line; exits with a sentence if an argument is invalid."""
+    """The parsed command line; exits with an error message if an argument is invalid."""
     options = made.parse_args(arguments)
     if options.rounds is not None and not 1 <= options.rounds <= 1000:
         made.error(f"--rounds is {options.rounds}, must be 1 to 1000")
@@ -62,7 +62,7 @@ def parsed(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> ar
 def measures(options: argparse.Namespace, names: Sequence[str], script: str) -> bool:
     """Whether to measure the points with these names; with `--list` they are printed instead.
 
-    Exits with a sentence if there is no point, or no GPU.
+    Exits with an error message if there is no point, or no GPU.
     """
     if options.list:
         print("\n".join(names))

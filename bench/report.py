@@ -1,4 +1,8 @@
-"""The benchmark's table: one line per case as soon as it is measured, and the count of the bars."""
+"""The benchmark's table: one line per case as soon as it is measured, and how many targets are met.
+
+The table calls a target "bar": the least ratio to PyTorch, or for decoding the least fraction of
+the speed of a plain read.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ PASS, MISS, NO_BAR = "pass", "MISS", "-"
 def compare(case: dict[str, object], timings: dict[str, Timing], amount: float) -> dict[str, Any]:
     """One result row: both timings, both rates (amount per second), and their ratio.
 
-    "ratio" is that of the medians, which the bars refer to; "best_ratio" is that of the fastest
+    "ratio" is that of the medians, to which the bars refer; "best_ratio" is that of the fastest
     repetitions, which are less affected by other load.
     """
     ours, theirs = timings["tilewise"], timings["torch"]

@@ -18,8 +18,8 @@ from tilewise.serving import SamplingParams
 
 # Fields that have no effect on the answer, whatever their values are.
 _WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier"})
-# The values that have no effect, for fields for which these are not false, zero and empty. Fields
-# of other servers of this interface are listed if even false or zero has an effect.
+# An unsupported field is accepted with a value that has no effect: false, zero or empty, or for
+# these fields one of the listed values. An empty tuple means that every value has an effect.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "repetition_penalty": (1,),
     "logprobs": (False,), "prompt_logprobs": (),  # 0 requests those of the tokens themselves
@@ -62,7 +62,7 @@ def parse_json(body: bytes) -> Any:
     """The JSON value of the body. Raises RefusedError."""
 
     def refuse_constant(name: str) -> Any:  # NaN and Infinity are extensions of Python
-        raise ValueError(f"{name} is not a number of JSON")
+        raise ValueError(f"{name} is not a JSON number")
 
     try:
         return json.loads(body, parse_constant=refuse_constant)

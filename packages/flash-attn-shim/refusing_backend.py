@@ -30,6 +30,6 @@ def _refuse_to_replace(folders: list[str]) -> None:
 
 
 def build_wheel(directory: str, *arguments: Any, **settings: Any) -> str:
-    """Builds the wheel. The interpreter, also of an isolated build, is that of the environment."""
+    """Builds the wheel. Even in an isolated build, sysconfig names the environment's folders."""
     _refuse_to_replace([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
     return build_meta.build_wheel(directory, *arguments, **settings)

@@ -57,7 +57,8 @@ def test_workspace_is_linear(backward, dtype, isa):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_workspace_of_a_gpu_is_linear(backward, dtype):
-    """The sums of dq, row statistics and flags: a few fp32 rows per token and head."""
+    """The GPU workspace has the fp32 dq, row statistics and flags: a few fp32 rows per token and
+    head."""
     case = Case(dtype, (8,), (8,), heads_kv=4, head_dim=64, head_dim_v=64, window=(-1, 0))
     sizes = [workspace(case, n, n, backward=backward) for n in (2**14, 2**15, 2**18)]
     assert sizes[1] <= 2 * sizes[0] + MIB
@@ -87,7 +88,7 @@ workspace = torch.empty(info.workspace_bytes + 64, dtype=torch.uint8)
 start = -(-workspace.data_ptr() // 64) * 64
 lib = capi.library()
 before = peak()
-# Nothing more than the allowance may be mapped, either: an allocation beyond it fails.
+# The address space is limited as well: an allocation that exceeds the allowance fails.
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (now + {allowance}, now + {allowance}))
 if {backward}:

@@ -176,7 +176,7 @@ def test_stop_strings_are_few_and_short(client, stop):
 def test_invalid_json_numbers_are_refused(client, value):
     body = f'{{"prompt": "a", "user": {value}}}'.encode()
     status, answer, _ = client.call("POST", COMPLETIONS, body)
-    assert status == 400 and f"{value} is not a number of JSON" in answer["error"]["message"]
+    assert status == 400 and f"{value} is not a JSON number" in answer["error"]["message"]
 
 
 # --- arbitrary requests --------------------------------------------------------------------------

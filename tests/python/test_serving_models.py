@@ -26,7 +26,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-# Decoder layers of the first three do not pass on arguments that they do not know.
+# The decoder layers of the first three models drop arguments that they do not know.
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [

@@ -9,7 +9,7 @@ from typing import Any
 
 _SERIES = {"prediction_length": 6, "context_length": 12}
 
-# Configuration class: fields at the level "widths", or at both levels that shrink.
+# Fields by configuration class: _WIDTHS apply only at the level "widths", _ALWAYS at every level.
 _WIDTHS: dict[str, dict[str, Any]] = {
     "Gemma3Config": {"mm_tokens_per_image": 4},
     "MimiConfig": {"upsample_groups": 32, "codebook_dim": 16},
@@ -103,7 +103,7 @@ def fields(cls: type[Any], level: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_sections(cls: type[Any]) -> bool:
-    """Whether positions have three sections, which share half of a head dimension."""
+    """Whether the model uses multimodal RoPE: three sections that add up to head_dim / 2."""
     files = (inspect.getfile(cls), inspect.getfile(cls).replace("configuration_", "modeling_"))
     return any("mrope_section" in Path(file).read_text() for file in files if Path(file).exists())
 

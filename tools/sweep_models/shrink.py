@@ -130,8 +130,8 @@ _KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types", 
 
 
 def _layers_for_every_kind(cls: type[Any]) -> int:
-    """The number of layers that includes every kind the default configuration lists; 0: two
-    suffice.
+    """The number of layers, 3 to MAX_LAYERS, that includes every kind of layer of the default
+    configuration; 0 if two suffice, if more would be needed, or if there is no default.
     """
     try:
         default = cls()
@@ -156,7 +156,7 @@ def _defaults(cls: type[Any]) -> dict[str, Any]:
 
 
 def _sub(name: str, spec: Any, level: Level, tokens: dict[str, int]) -> Any:
-    """A nested configuration; None leaves it to its owner."""
+    """A small nested configuration, or None to keep the default of the outer configuration."""
     from transformers import PreTrainedConfig
 
     if name == "backbone_config":

@@ -4,7 +4,7 @@ from importlib import metadata, util
 
 
 def _refuse_to_shadow() -> None:
-    """Raises if a real flash-attn is installed, whose kernels must not meet this Python code."""
+    """Raises if a real flash-attn is installed: this code must not be mixed with its kernels."""
     others = [
         f"flash-attn {found.version} in {found.locate_file('')}"
         for found in metadata.distributions(name="flash-attn")

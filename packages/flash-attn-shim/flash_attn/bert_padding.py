@@ -1,4 +1,4 @@
-"""An alias of Tilewise's module, so that it has all of its names."""
+"""Makes this module an alias of Tilewise's, with all of its names, private ones included."""
 
 import sys
 
