@@ -29,9 +29,9 @@ struct TileOrder {
   Divisor heads = 1;
   int32_t sequences = 0;
   Divisor splits = 1;           // of a tile; they are neighbours in the grid
-  Divisor head_group = 1;       // batch heads whose tiles are interleaved
+  Divisor head_group = 1;       // batch heads whose tiles are interleaved; not a GQA group
   Divisor last_head_group = 1;  // batch heads of the last group
-  int32_t longest_first = 0;  // 0: all tiles are equally long; 1: the last is longest; 2: the first
+  int32_t longest_first = 0;    // 0: tiles do not differ; 1: the last is longest; 2: the first
   // The first `paired_tiles` tiles of the order are taken in pairs. They are in the order last
   // tile, first, last but one, second, ... of a head, reversed for every other head, so that all
   // pairs are equally long if tile lengths grow linearly.
