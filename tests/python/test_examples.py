@@ -115,7 +115,7 @@ def test_corpus_refuses(tmp_path):
     with pytest.raises(ValueError, match="No such file"):
         corpus.load(tmp_path / "absent", 48)
     (tmp_path / "short").write_text("short")
-    with pytest.raises(ValueError, match="has 5 tokens; windows of 48 need at least 1001"):
+    with pytest.raises(ValueError, match="has 5 tokens, but windows of 48 need at least 1001"):
         corpus.load(tmp_path / "short", 48)
 
 
