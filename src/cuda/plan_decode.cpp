@@ -140,7 +140,7 @@ int64_t cluster_size_for_device_lengths(const Problem& p, const Plan& plan, cons
 }
 
 // With tiles for few SMs, a combine kernel would take most of the time. Eight clusters are already
-// too many (H100, H200): those of the next launch find no room beside them.
+// too many: those of the next launch find no room beside them.
 int64_t cluster_size_at_low_occupancy(const Plan& plan, const Gpu& gpu, int64_t blocks,
                                       int64_t tiles) {
   const int64_t cluster_size = max_cluster_splits(gpu);
